@@ -1,0 +1,200 @@
+//! Many pieces, one send: the headers and payloads of a batch of replies as one message.
+//!
+//! Invariants: pieces leave in the order they were pushed; payload buffers are kept until the whole
+//! batch has been sent; nothing moves while the kernel reads it (the ring holds the `Box`).
+
+use std::ops::Range;
+
+use crate::buf::Buf;
+
+/// Pieces of one message: the kernel takes at most 1024.
+const MAX_PARTS: usize = 256;
+/// Bytes of small pieces (headers) in one message.
+const MAX_INLINE: usize = 16 << 10;
+
+enum Part {
+    Inline(Range<usize>),
+    Buf { index: usize, range: Range<usize> },
+}
+
+/// A message under construction, reused from batch to batch.
+pub struct Gather {
+    parts: Vec<Part>,
+    inline: Vec<u8>,
+    bufs: Vec<Buf>,
+    total: usize,
+    sent: usize,
+    vectors: Vec<libc::iovec>,
+    header: libc::msghdr,
+}
+
+impl Default for Gather {
+    fn default() -> Self {
+        // SAFETY: all zeroes is a valid empty msghdr: null pointers with zero lengths.
+        let header = unsafe { std::mem::zeroed() };
+        Gather {
+            parts: Vec::new(),
+            inline: Vec::new(),
+            bufs: Vec::new(),
+            total: 0,
+            sent: 0,
+            vectors: Vec::new(),
+            header,
+        }
+    }
+}
+
+impl Gather {
+    /// Whether `parts` more pieces with `inline` bytes of small ones fit.
+    pub fn has_room(&self, parts: usize, inline: usize) -> bool {
+        self.parts.len() + parts <= MAX_PARTS && self.inline.len() + inline <= MAX_INLINE
+    }
+
+    /// True when nothing is left to send.
+    pub fn is_empty(&self) -> bool {
+        self.sent == self.total
+    }
+
+    /// Bytes not yet sent.
+    pub fn remaining(&self) -> usize {
+        self.total - self.sent
+    }
+
+    /// Appends a copy of `bytes`.
+    pub fn push_bytes(&mut self, bytes: &[u8]) {
+        let start = self.inline.len();
+        self.inline.extend_from_slice(bytes);
+        self.total += bytes.len();
+        let end = self.inline.len();
+        match self.parts.last_mut() {
+            Some(Part::Inline(range)) => range.end = end,
+            _ => self.parts.push(Part::Inline(start..end)),
+        }
+    }
+
+    /// Hands over a buffer whose pieces [`Gather::push_range`] names; returns its index.
+    pub fn hold(&mut self, buf: Buf) -> usize {
+        self.bufs.push(buf);
+        self.bufs.len() - 1
+    }
+
+    /// Appends a piece of a held buffer.
+    ///
+    /// # Panics
+    /// If the range is not within the buffer.
+    pub fn push_range(&mut self, index: usize, range: Range<usize>) {
+        assert!(range.start <= range.end && range.end <= self.bufs[index].len());
+        self.total += range.len();
+        self.parts.push(Part::Buf { index, range });
+    }
+
+    /// Notes that `bytes` more have left. When all have, the buffers go back to their pool.
+    pub fn advance(&mut self, bytes: usize) {
+        self.sent = self.total.min(self.sent + bytes);
+        if self.is_empty() {
+            self.clear();
+        }
+    }
+
+    /// Forgets everything and gives the buffers back.
+    pub fn clear(&mut self) {
+        self.parts.clear();
+        self.inline.clear();
+        self.bufs.clear();
+        self.total = 0;
+        self.sent = 0;
+    }
+
+    /// Calls `f` with each unsent piece in order, until it returns false.
+    pub fn for_each(&self, mut f: impl FnMut(&[u8]) -> bool) {
+        let mut skip = self.sent;
+        for part in &self.parts {
+            let bytes: &[u8] = match part {
+                Part::Inline(range) => &self.inline[range.clone()],
+                Part::Buf { index, range } => &self.bufs[*index][range.clone()],
+            };
+            if skip >= bytes.len() {
+                skip -= bytes.len();
+                continue;
+            }
+            if !f(&bytes[skip..]) {
+                return;
+            }
+            skip = 0;
+        }
+    }
+
+    /// The message header for the unsent rest. Valid until the Gather is changed or dropped.
+    pub(crate) fn message(&mut self) -> *const libc::msghdr {
+        let mut vectors = std::mem::take(&mut self.vectors);
+        vectors.clear();
+        self.for_each(|bytes| {
+            let base = bytes.as_ptr().cast_mut().cast();
+            vectors.push(libc::iovec { iov_base: base, iov_len: bytes.len() });
+            true
+        });
+        self.vectors = vectors;
+        self.header.msg_iov = self.vectors.as_mut_ptr();
+        self.header.msg_iovlen = self.vectors.len();
+        &raw const self.header
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::buf::BufPool;
+
+    fn bytes_of(gather: &Gather) -> Vec<u8> {
+        let mut all = Vec::new();
+        gather.for_each(|b| {
+            all.extend_from_slice(b);
+            true
+        });
+        all
+    }
+
+    #[test]
+    fn pieces_leave_in_order_and_survive_short_sends() {
+        let pool = BufPool::default();
+        let mut gather = Gather::default();
+        let mut buf = pool.get(6);
+        buf.copy_from_slice(b"abcdef");
+        gather.push_bytes(b"12");
+        gather.push_bytes(b"3");
+        let index = gather.hold(buf);
+        gather.push_range(index, 0..2);
+        gather.push_bytes(b"--");
+        gather.push_range(index, 4..6);
+        let whole = b"123ab--ef".to_vec();
+        for cut in 0..whole.len() {
+            assert_eq!(bytes_of(&gather), whole[cut..]);
+            assert_eq!(gather.remaining(), whole.len() - cut);
+            gather.advance(1);
+        }
+        assert!(gather.is_empty());
+        assert_eq!(pool.used_bytes(), 0, "sent buffers are back in the pool");
+    }
+
+    #[test]
+    fn the_message_lists_every_unsent_piece() {
+        let mut gather = Gather::default();
+        gather.push_bytes(b"hello");
+        gather.advance(2);
+        // SAFETY: the gather is alive and unchanged while the header is read.
+        let header = unsafe { &*gather.message() };
+        assert_eq!(header.msg_iovlen, 1);
+        // SAFETY: one vector was built, and the Gather that owns it is still borrowed here.
+        let vector = unsafe { &*header.msg_iov };
+        assert_eq!(vector.iov_len, 3);
+    }
+
+    #[test]
+    fn room_is_bounded() {
+        let mut gather = Gather::default();
+        assert!(gather.has_room(MAX_PARTS, MAX_INLINE));
+        gather.push_bytes(&[0; 100]);
+        assert!(!gather.has_room(MAX_PARTS, 1));
+        assert!(!gather.has_room(1, MAX_INLINE));
+    }
+}

@@ -1,0 +1,233 @@
+//! Operations as futures: each takes its buffer by value and gives it back with the result.
+//!
+//! A result is what the kernel said: lengths may be short, and it is the caller (a store) that
+//! continues or reports. Errors are plain `io::Error`; the caller knows the volume and the offset.
+
+use std::future::Future;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use io_uring::{opcode, squeue, types};
+
+use crate::buf::Buf;
+use crate::gather::Gather;
+use crate::ring::{Class, Hold, Key, POLLIN};
+use crate::worker::Io;
+
+/// A file descriptor shared with the operations on it: it closes when the last of them is over.
+pub type Fd = Arc<OwnedFd>;
+
+/// Wraps anything that owns a descriptor.
+pub fn fd_from(owner: impl Into<OwnedFd>) -> Fd {
+    Arc::new(owner.into())
+}
+
+/// How a write reaches the store.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WriteFlags {
+    /// Complete only when the data is stable (`RWF_DSYNC`).
+    pub dsync: bool,
+}
+
+
+struct Op<'a> {
+    io: &'a Io,
+    entry: squeue::Entry,
+    class: Class,
+    parts: Option<(Hold, Option<Fd>)>,
+    ticket: u64,
+    key: Option<Key>,
+}
+
+impl<'a> Op<'a> {
+    fn new(io: &'a Io, entry: squeue::Entry, class: Class, hold: Hold, fd: &Fd) -> Op<'a> {
+        Op { io, entry, class, parts: Some((hold, Some(fd.clone()))), ticket: 0, key: None }
+    }
+}
+
+impl Future for Op<'_> {
+    type Output = (i32, Hold);
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        let ring = this.io.ring();
+        if let Some(key) = this.key {
+            return match ring.take(key, cx.waker()) {
+                Some(output) => {
+                    this.key = None;
+                    Poll::Ready(output)
+                }
+                None => Poll::Pending,
+            };
+        }
+        let Some((hold, fd)) = this.parts.take() else {
+            unreachable!("an operation is not polled after it is over")
+        };
+        if this.class == Class::Storage && ring.must_queue(this.ticket) {
+            this.parts = Some((hold, fd));
+            this.ticket = ring.queue_up(this.ticket, cx.waker());
+            return Poll::Pending;
+        }
+        // SAFETY: the constructors below build `entry` from the memory in `hold` (whose heap
+        // address does not move) and the descriptor in `fd`.
+        match unsafe { ring.start(&this.entry, this.class, hold, fd, cx.waker()) } {
+            Ok(key) => {
+                this.key = Some(key);
+                ring.leave_line(std::mem::take(&mut this.ticket));
+            }
+            Err(parts) => {
+                this.parts = Some(parts);
+                this.ticket = ring.queue_up(this.ticket, cx.waker());
+            }
+        }
+        Poll::Pending
+    }
+}
+
+impl Drop for Op<'_> {
+    fn drop(&mut self) {
+        if let Some(key) = self.key {
+            self.io.ring().abandon(key);
+        }
+        self.io.ring().leave_line(self.ticket);
+    }
+}
+
+fn raw(fd: &Fd) -> types::Fd {
+    types::Fd(fd.as_raw_fd())
+}
+
+fn length(result: i32) -> io::Result<usize> {
+    usize::try_from(result).map_err(|_| io::Error::from_raw_os_error(-result))
+}
+
+fn whole(range: &Range<usize>, buf: &Buf) -> u32 {
+    assert!(range.start <= range.end && range.end <= buf.len(), "range outside the buffer");
+    // A Buf is at most 64 MiB.
+    u32::try_from(range.len()).unwrap_or(u32::MAX)
+}
+
+/// The part of a buffer an operation uses.
+fn part(buf: &Buf, range: &Range<usize>) -> (*mut u8, u32) {
+    let len = whole(range, buf);
+    (buf.addr().wrapping_add(range.start), len)
+}
+
+impl Io {
+    async fn with_buf(
+        &self,
+        entry: squeue::Entry,
+        class: Class,
+        buf: Buf,
+        fd: &Fd,
+    ) -> (io::Result<usize>, Buf) {
+        match Op::new(self, entry, class, Hold::Buf(buf), fd).await {
+            (result, Hold::Buf(buf)) => (length(result), buf),
+            _ => unreachable!("an operation returns the memory it was given"),
+        }
+    }
+
+    async fn plain(&self, entry: squeue::Entry, class: Class, fd: &Fd) -> io::Result<usize> {
+        length(Op::new(self, entry, class, Hold::None, fd).await.0)
+    }
+
+    /// Reads into `buf[range]` from `offset` (bytes). May be short.
+    pub async fn read_at(
+        &self,
+        fd: &Fd,
+        buf: Buf,
+        range: Range<usize>,
+        offset: u64,
+    ) -> (io::Result<usize>, Buf) {
+        let (ptr, len) = part(&buf, &range);
+        let entry = opcode::Read::new(raw(fd), ptr, len).offset(offset).build();
+        self.with_buf(entry, Class::Storage, buf, fd).await
+    }
+
+    /// Writes `buf[range]` at `offset` (bytes). May be short.
+    pub async fn write_at(
+        &self,
+        fd: &Fd,
+        buf: Buf,
+        range: Range<usize>,
+        offset: u64,
+        flags: WriteFlags,
+    ) -> (io::Result<usize>, Buf) {
+        let (ptr, len) = part(&buf, &range);
+        let rw_flags = if flags.dsync { libc::RWF_DSYNC } else { 0 };
+        let entry = opcode::Write::new(raw(fd), ptr, len).offset(offset).rw_flags(rw_flags).build();
+        self.with_buf(entry, Class::Storage, buf, fd).await
+    }
+
+    /// Makes written data stable (`fdatasync`).
+    pub async fn fdatasync(&self, fd: &Fd) -> io::Result<()> {
+        let entry = opcode::Fsync::new(raw(fd)).flags(types::FsyncFlags::DATASYNC).build();
+        self.plain(entry, Class::Storage, fd).await.map(drop)
+    }
+
+    /// `fallocate(2)` with `mode` (`FALLOC_FL_*`) over `length` bytes at `offset`.
+    pub async fn fallocate(&self, fd: &Fd, mode: i32, offset: u64, length: u64) -> io::Result<()> {
+        let entry = opcode::Fallocate::new(raw(fd), length).offset(offset).mode(mode).build();
+        self.plain(entry, Class::Storage, fd).await.map(drop)
+    }
+
+    /// Receives into `buf[range]` from a socket. 0 is the end of the stream.
+    pub async fn recv(&self, fd: &Fd, buf: Buf, range: Range<usize>) -> (io::Result<usize>, Buf) {
+        let (ptr, len) = part(&buf, &range);
+        let entry = opcode::Recv::new(raw(fd), ptr, len).build();
+        self.with_buf(entry, Class::Wait, buf, fd).await
+    }
+
+    /// Receives exactly `range.len()` bytes from a socket, unless the stream ends before.
+    pub async fn recv_exact(
+        &self,
+        fd: &Fd,
+        mut buf: Buf,
+        mut range: Range<usize>,
+    ) -> (io::Result<()>, Buf) {
+        while !range.is_empty() {
+            let (ptr, len) = part(&buf, &range);
+            let entry = opcode::Recv::new(raw(fd), ptr, len).flags(libc::MSG_WAITALL).build();
+            let (result, returned) = self.with_buf(entry, Class::Wait, buf, fd).await;
+            buf = returned;
+            match result {
+                Ok(0) => return (Err(io::ErrorKind::UnexpectedEof.into()), buf),
+                Ok(count) => range.start += count,
+                Err(error) => return (Err(error), buf),
+            }
+        }
+        (Ok(()), buf)
+    }
+
+    /// Sends what is left of a message. May be short: `Gather::advance` by the result.
+    pub async fn send(&self, fd: &Fd, mut message: Box<Gather>) -> (io::Result<usize>, Box<Gather>) {
+        let entry = opcode::SendMsg::new(raw(fd), message.message())
+            .flags(libc::MSG_NOSIGNAL.cast_unsigned() | libc::MSG_WAITALL.cast_unsigned())
+            .build();
+        match Op::new(self, entry, Class::Wait, Hold::Gather(message), fd).await {
+            (result, Hold::Gather(message)) => (length(result), message),
+            _ => unreachable!("an operation returns the memory it was given"),
+        }
+    }
+
+    /// Accepts a connection.
+    pub async fn accept(&self, fd: &Fd) -> io::Result<OwnedFd> {
+        let entry = opcode::Accept::new(raw(fd), std::ptr::null_mut(), std::ptr::null_mut())
+            .flags(libc::SOCK_CLOEXEC)
+            .build();
+        let accepted = self.plain(entry, Class::Wait, fd).await?;
+        let accepted = i32::try_from(accepted).map_err(io::Error::other)?;
+        // SAFETY: the kernel has just made this descriptor for us; nobody else knows it.
+        Ok(unsafe { OwnedFd::from_raw_fd(accepted) })
+    }
+
+    /// Waits until `fd` is readable (or has hung up) without holding a buffer.
+    pub async fn readable(&self, fd: &Fd) -> io::Result<()> {
+        let entry = opcode::PollAdd::new(raw(fd), POLLIN).build();
+        self.plain(entry, Class::Wait, fd).await.map(drop)
+    }
+}

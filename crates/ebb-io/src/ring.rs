@@ -1,0 +1,421 @@
+//! The ring: operation slots, submission, completion. The one place that hands memory to the kernel.
+//!
+//! Invariants (each has a test below or in `tests/`):
+//! - a slot owns its operation's memory ([`Hold`]) and file from submission to completion, whatever
+//!   becomes of the future;
+//! - a completion is matched by slot index *and* generation, so a late one never meets a new owner;
+//! - storage operations in flight never exceed the completion queue; waits (receive, accept, poll)
+//!   do not count, since they may last for ever and must not starve the rest. The kernel keeps
+//!   completions that find the queue full (`IORING_FEAT_NODROP`).
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::io;
+use std::task::Waker;
+use std::time::Duration;
+
+use io_uring::types::{CancelBuilder, SubmitArgs, Timespec};
+use io_uring::{IoUring, opcode, squeue};
+
+use crate::buf::Buf;
+use crate::gather::Gather;
+use crate::op::Fd;
+
+/// Entries of the submission queue.
+const SQ_ENTRIES: u32 = 256;
+/// Entries of the completion queue; also the cap on storage operations in flight.
+const CQ_ENTRIES: u32 = 1024;
+/// `user_data` of cancellations, whose result nobody reads.
+const TAG_CANCEL: u64 = u64::MAX;
+/// `user_data` of the poll on the worker's wake-up eventfd.
+const TAG_WAKE: u64 = u64::MAX - 1;
+
+/// Memory an operation points the kernel at. Its address must not change while the `Hold` moves.
+pub(crate) enum Hold {
+    None,
+    Buf(Buf),
+    Gather(Box<Gather>),
+}
+
+/// Whether an operation ends by itself (storage, send) or may wait for ever (receive, accept, poll).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Class {
+    Storage,
+    Wait,
+}
+
+enum State {
+    Free,
+    Running(Waker),
+    /// The future is gone; the slot keeps the memory until the completion arrives.
+    Orphan,
+    Done(i32),
+}
+
+struct Slot {
+    state: State,
+    class: Class,
+    generation: u32,
+    hold: Hold,
+    fd: Option<Fd>,
+}
+
+/// Names one operation in flight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Key {
+    index: u32,
+    generation: u32,
+}
+
+impl Key {
+    fn tag(self) -> u64 {
+        u64::from(self.generation) << 32 | u64::from(self.index)
+    }
+}
+
+#[derive(Default)]
+struct Slots {
+    list: Vec<Slot>,
+    free: Vec<u32>,
+}
+
+pub(crate) struct Ring {
+    uring: RefCell<IoUring>,
+    slots: RefCell<Slots>,
+    /// Storage operations in flight.
+    storage: Cell<u32>,
+    /// Futures that found no room, in order of arrival.
+    line: RefCell<VecDeque<(u64, Waker)>>,
+    next_ticket: Cell<u64>,
+    cancels: RefCell<Vec<u64>>,
+    pub(crate) enters: Cell<u64>,
+    pub(crate) operations: Cell<u64>,
+}
+
+/// What [`Ring::reap`] saw.
+pub(crate) struct Reaped {
+    /// The wake-up eventfd became readable.
+    pub(crate) woken: bool,
+    /// The poll on the eventfd ended and must be armed again.
+    pub(crate) rearm: bool,
+}
+
+impl Ring {
+    pub(crate) fn new() -> io::Result<Ring> {
+        let uring = build()?;
+        // Saves a file look-up per system call where the kernel has it (5.18); no loss where not.
+        let _ = uring.submitter().register_ring_fd();
+        if !uring.params().is_feature_nodrop() || !uring.params().is_feature_ext_arg() {
+            return Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "io_uring of this kernel is too old: Linux 5.15 or newer is needed",
+            ));
+        }
+        Ok(Ring {
+            uring: RefCell::new(uring),
+            slots: RefCell::default(),
+            storage: Cell::new(0),
+            line: RefCell::default(),
+            next_ticket: Cell::new(1),
+            cancels: RefCell::default(),
+            enters: Cell::new(0),
+            operations: Cell::new(0),
+        })
+    }
+
+    /// Starts an operation, or gives its parts back when the ring has no room.
+    ///
+    /// # Safety
+    /// Every pointer in `entry` must point into `hold`, be valid for what the operation does with
+    /// it, and stay valid while `hold` is moved; the descriptor in `entry` must be `fd`'s.
+    pub(crate) unsafe fn start(
+        &self,
+        entry: &squeue::Entry,
+        class: Class,
+        hold: Hold,
+        fd: Option<Fd>,
+        waker: &Waker,
+    ) -> Result<Key, (Hold, Option<Fd>)> {
+        if class == Class::Storage && self.storage.get() >= CQ_ENTRIES {
+            return Err((hold, fd));
+        }
+        let key = self.claim(class, hold, fd, waker);
+        let entry = entry.clone().user_data(key.tag());
+        if self.push(&entry) {
+            self.operations.set(self.operations.get() + 1);
+            if class == Class::Storage {
+                self.storage.set(self.storage.get() + 1);
+            }
+            return Ok(key);
+        }
+        Err(self.release(key.index))
+    }
+
+    fn claim(&self, class: Class, hold: Hold, fd: Option<Fd>, waker: &Waker) -> Key {
+        let mut slots = self.slots.borrow_mut();
+        let state = State::Running(waker.clone());
+        if let Some(index) = slots.free.pop() {
+            let slot = &mut slots.list[index as usize];
+            slot.state = state;
+            slot.class = class;
+            slot.hold = hold;
+            slot.fd = fd;
+            return Key { index, generation: slot.generation };
+        }
+        // More than 2^32 operations would need more memory than there is address space for.
+        let index = u32::try_from(slots.list.len()).unwrap_or(u32::MAX);
+        slots.list.push(Slot { state, class, generation: 0, hold, fd });
+        slots.free.reserve(1);
+        Key { index, generation: 0 }
+    }
+
+    /// Frees a slot and returns what it held. The generation moves on, so old tags miss.
+    fn release(&self, index: u32) -> (Hold, Option<Fd>) {
+        let mut slots = self.slots.borrow_mut();
+        let slot = &mut slots.list[index as usize];
+        slot.state = State::Free;
+        slot.generation = slot.generation.wrapping_add(1) & 0x7fff_ffff;
+        let held = (std::mem::replace(&mut slot.hold, Hold::None), slot.fd.take());
+        slots.free.push(index);
+        held
+    }
+
+    fn push(&self, entry: &squeue::Entry) -> bool {
+        let mut uring = self.uring.borrow_mut();
+        // SAFETY: `start` and `arm_wake` vouch for the entry's pointers.
+        if unsafe { uring.submission().push(entry) }.is_ok() {
+            return true;
+        }
+        self.enters.set(self.enters.get() + 1);
+        if uring.submit().is_err() {
+            return false;
+        }
+        // SAFETY: as above.
+        unsafe { uring.submission().push(entry) }.is_ok()
+    }
+
+    /// Arms the poll that wakes the ring when `fd` (the worker's eventfd) is readable.
+    pub(crate) fn arm_wake(&self, fd: i32) -> bool {
+        let poll = opcode::PollAdd::new(io_uring::types::Fd(fd), POLLIN).multi(true);
+        self.push(&poll.build().user_data(TAG_WAKE))
+    }
+
+    /// The result of an operation with its memory, or `None` while it runs.
+    pub(crate) fn take(&self, key: Key, waker: &Waker) -> Option<(i32, Hold)> {
+        let result = {
+            let mut slots = self.slots.borrow_mut();
+            let slot = &mut slots.list[key.index as usize];
+            assert_eq!(slot.generation, key.generation, "a future polls a slot that is not its own");
+            match &mut slot.state {
+                State::Done(result) => *result,
+                State::Running(old) => {
+                    old.clone_from(waker);
+                    return None;
+                }
+                State::Free | State::Orphan => unreachable!("a live future owns its slot"),
+            }
+        };
+        let (hold, _fd) = self.release(key.index);
+        Some((result, hold))
+    }
+
+    /// The future of `key` is gone: the slot keeps the memory until the kernel is done with it.
+    pub(crate) fn abandon(&self, key: Key) {
+        let done = {
+            let mut slots = self.slots.borrow_mut();
+            let slot = &mut slots.list[key.index as usize];
+            if slot.generation != key.generation {
+                return;
+            }
+            let done = matches!(slot.state, State::Done(_));
+            slot.state = State::Orphan;
+            done
+        };
+        if done {
+            drop(self.release(key.index));
+        } else {
+            self.cancels.borrow_mut().push(key.tag());
+        }
+    }
+
+    fn push_cancels(&self) {
+        while let Some(tag) = self.cancels.borrow_mut().pop() {
+            let entry = opcode::AsyncCancel::new(tag).build().user_data(TAG_CANCEL);
+            if !self.push(&entry) {
+                self.cancels.borrow_mut().push(tag);
+                return;
+            }
+        }
+    }
+
+    /// Submits what is queued and waits for `want` completions, at most `timeout`; after
+    /// `linger` one completion is enough.
+    pub(crate) fn enter(&self, want: usize, timeout: Option<Duration>, linger: Option<Duration>) {
+        self.push_cancels();
+        let uring = self.uring.borrow();
+        self.enters.set(self.enters.get() + 1);
+        let result = match timeout {
+            _ if want == 0 => uring.submitter().submit(),
+            None if linger.is_none() => uring.submitter().submit_and_wait(want),
+            _ => {
+                let spec = timeout.map(Timespec::from);
+                let mut args = SubmitArgs::new();
+                if let Some(linger) = linger {
+                    args = args.min_wait_usec(u32::try_from(linger.as_micros()).unwrap_or(1000));
+                }
+                match &spec {
+                    Some(spec) => uring.submitter().submit_with_args(want, &args.timespec(spec)),
+                    None => uring.submitter().submit_with_args(want, &args),
+                }
+            }
+        };
+        // Time is up, a signal came, or the completion queue must be read first: all of them are
+        // answered by the reap that follows. Nothing else is returned for a valid ring; entries
+        // that could not be submitted stay queued.
+        drop(result);
+    }
+
+    /// True when entries wait to be submitted.
+    pub(crate) fn has_queued(&self) -> bool {
+        !self.uring.borrow_mut().submission().is_empty() || !self.cancels.borrow().is_empty()
+    }
+
+    /// True when the kernel can wait for several completions with a short minimum wait (6.12).
+    pub(crate) fn can_linger(&self) -> bool {
+        self.uring.borrow().params().is_feature_min_timeout()
+    }
+
+    /// Storage operations in flight.
+    pub(crate) fn storage_in_flight(&self) -> u32 {
+        self.storage.get()
+    }
+
+    /// Takes all completions, wakes their owners, and lets those in line look again.
+    pub(crate) fn reap(&self) -> Reaped {
+        let mut reaped = Reaped { woken: false, rearm: false };
+        let mut uring = self.uring.borrow_mut();
+        for entry in uring.completion() {
+            match entry.user_data() {
+                TAG_CANCEL => {}
+                TAG_WAKE => {
+                    reaped.woken = true;
+                    reaped.rearm |= !io_uring::cqueue::more(entry.flags());
+                }
+                tag => self.complete(tag, entry.result()),
+            }
+        }
+        drop(uring);
+        for (_, waker) in self.line.borrow().iter() {
+            waker.wake_by_ref();
+        }
+        reaped
+    }
+
+    fn complete(&self, tag: u64, result: i32) {
+        // The halves of a tag are 32 bits each by construction.
+        let (index, generation) = ((tag & 0xffff_ffff) as usize, tag >> 32);
+        let mut slots = self.slots.borrow_mut();
+        let Some(slot) = slots.list.get_mut(index) else { return };
+        if u64::from(slot.generation) != generation {
+            return;
+        }
+        if slot.class == Class::Storage {
+            self.storage.set(self.storage.get() - 1);
+        }
+        match std::mem::replace(&mut slot.state, State::Done(result)) {
+            State::Running(waker) => {
+                drop(slots);
+                waker.wake();
+            }
+            State::Orphan => {
+                drop(slots);
+                drop(self.release(u32::try_from(index).unwrap_or(u32::MAX)));
+            }
+            State::Free | State::Done(_) => unreachable!("one completion per operation"),
+        }
+    }
+
+    /// A place in the line of those that found the ring full; 0 is no place.
+    pub(crate) fn queue_up(&self, ticket: u64, waker: &Waker) -> u64 {
+        let mut line = self.line.borrow_mut();
+        if let Some(place) = line.iter_mut().find(|(t, _)| *t == ticket) {
+            place.1.clone_from(waker);
+            return ticket;
+        }
+        let ticket = self.next_ticket.get();
+        self.next_ticket.set(ticket + 1);
+        line.push_back((ticket, waker.clone()));
+        ticket
+    }
+
+    /// True if somebody came before `ticket` (or before a newcomer, ticket 0).
+    pub(crate) fn must_queue(&self, ticket: u64) -> bool {
+        self.line.borrow().front().is_some_and(|(first, _)| ticket == 0 || *first < ticket)
+    }
+
+    pub(crate) fn leave_line(&self, ticket: u64) {
+        if ticket == 0 {
+            return;
+        }
+        let mut line = self.line.borrow_mut();
+        line.retain(|(t, _)| *t != ticket);
+        if let Some((_, waker)) = line.front() {
+            waker.wake_by_ref();
+        }
+    }
+
+    /// Cancels everything and waits until the kernel holds no memory of ours. Memory it still
+    /// holds after `patience` is leaked on purpose: a leak is harmless, a write into freed memory
+    /// is not.
+    pub(crate) fn shut_down(&self, patience: Duration) {
+        let deadline = std::time::Instant::now() + patience;
+        let everything = opcode::AsyncCancel2::new(CancelBuilder::any()).build().user_data(TAG_CANCEL);
+        self.push(&everything);
+        for index in 0..self.slots.borrow().list.len() {
+            let mut slots = self.slots.borrow_mut();
+            let slot = &mut slots.list[index];
+            if matches!(slot.state, State::Running(_)) {
+                let old = std::mem::replace(&mut slot.state, State::Orphan);
+                drop(slots);
+                drop(old);
+            }
+        }
+        while self.orphans() > 0 && std::time::Instant::now() < deadline {
+            self.enter(1, Some(Duration::from_millis(20)), None);
+            self.reap();
+        }
+        if self.orphans() > 0 {
+            std::mem::forget(std::mem::take(&mut *self.slots.borrow_mut()));
+        }
+    }
+
+    fn orphans(&self) -> usize {
+        let slots = self.slots.borrow();
+        slots.list.iter().filter(|s| matches!(s.state, State::Orphan)).count()
+    }
+}
+
+/// `POLLIN`, as the ring's poll mask wants it.
+pub(crate) const POLLIN: u32 = 1;
+
+fn build() -> io::Result<IoUring> {
+    let mut modern = IoUring::builder();
+    modern.setup_cqsize(CQ_ENTRIES).setup_clamp().setup_submit_all();
+    modern.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
+    let modern = modern.build(SQ_ENTRIES);
+    let Err(error) = modern else { return modern };
+    if error.raw_os_error() == Some(libc::EINVAL) {
+        // Before Linux 6.1 there is no deferred task work: slower, otherwise the same.
+        return IoUring::builder().setup_cqsize(CQ_ENTRIES).setup_clamp().build(SQ_ENTRIES);
+    }
+    let remedy = match error.raw_os_error() {
+        Some(libc::EPERM) => {
+            "io_uring is forbidden here: set the sysctl kernel.io_uring_disabled to 0, \
+             or allow io_uring_setup in the container's seccomp profile"
+        }
+        Some(libc::ENOSYS) => "this kernel has no io_uring: Linux 5.15 or newer is needed",
+        Some(libc::ENOMEM) => "no memory for an io_uring: raise the memlock limit (ulimit -l)",
+        _ => "could not create an io_uring",
+    };
+    Err(io::Error::new(error.kind(), format!("{remedy} ({error})")))
+}

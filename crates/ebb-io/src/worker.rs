@@ -1,0 +1,322 @@
+//! A worker thread: its run queue, its loop, and the way other threads hand it work.
+//!
+//! The loop: run what is ready (at most [`POLLS_PER_TURN`] polls, so that completions are looked at
+//! in between), submit and wait in one system call, wake the owners of completions and timers.
+//!
+//! Wakers may be used from any thread: on the worker itself they push to the run queue; elsewhere
+//! they go through a small locked queue and an eventfd, which is not on any data path.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use async_task::Runnable;
+
+use crate::buf::BufPool;
+use crate::offload;
+use crate::ring::Ring;
+use crate::signal::Budget;
+use crate::timer::Timers;
+
+/// A spawned task; dropping it cancels, `detach` lets it run on.
+pub type Task<T> = async_task::Task<T>;
+
+/// Polls between two looks at the ring.
+const POLLS_PER_TURN: usize = 512;
+/// How long a quiet worker keeps idle buffers.
+const QUIET: Duration = Duration::from_secs(1);
+/// How long a stopping worker waits for the kernel to let go of buffers.
+const STOP_PATIENCE: Duration = Duration::from_secs(10);
+
+type Starter = Box<dyn FnOnce(&Io) + Send>;
+
+thread_local! {
+    /// Which worker runs on this thread (0: none), and its run queue.
+    static WORKER: Cell<u64> = const { Cell::new(0) };
+    static READY: RefCell<VecDeque<Runnable>> = const { RefCell::new(VecDeque::new()) };
+}
+
+/// What other threads see of a worker.
+struct Shared {
+    id: u64,
+    wake: OwnedFd,
+    inbox: Mutex<Inbox>,
+    stop: AtomicBool,
+}
+
+#[derive(Default)]
+struct Inbox {
+    runnables: Vec<Runnable>,
+    starters: Vec<Starter>,
+}
+
+impl Shared {
+    fn schedule(&self, runnable: Runnable) {
+        if WORKER.try_with(Cell::get) == Ok(self.id) {
+            // The queue outlives the loop only while the thread ends; then the task is dropped.
+            let mut pending = Some(runnable);
+            let _ = READY.try_with(|ready| {
+                if let Ok(mut ready) = ready.try_borrow_mut() {
+                    ready.extend(pending.take());
+                }
+            });
+            return;
+        }
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner).runnables.push(runnable);
+        self.ring_bell();
+    }
+
+    fn ring_bell(&self) {
+        let one = 1u64.to_ne_bytes();
+        // SAFETY: eight readable bytes. A full counter (EAGAIN) means a wake-up is pending anyway.
+        unsafe { libc::write(self.wake.as_raw_fd(), one.as_ptr().cast(), one.len()) };
+    }
+}
+
+/// Figures of one worker since its start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WorkerStats {
+    /// System calls made to submit and wait.
+    pub enters: u64,
+    /// Operations started.
+    pub operations: u64,
+}
+
+struct Core {
+    ring: Ring,
+    timers: Timers,
+    pool: BufPool,
+    offload: Rc<Budget>,
+    shared: Arc<Shared>,
+}
+
+/// A task's way to its worker: spawn, wait, read, write. Cheap to clone; stays on its thread.
+#[derive(Clone)]
+pub struct Io(Rc<Core>);
+
+impl Io {
+    pub(crate) fn ring(&self) -> &Ring {
+        &self.0.ring
+    }
+
+    pub(crate) fn timers(&self) -> &Timers {
+        &self.0.timers
+    }
+
+    pub(crate) fn offload_budget(&self) -> &Rc<Budget> {
+        &self.0.offload
+    }
+
+    /// The worker's buffers.
+    pub fn pool(&self) -> &BufPool {
+        &self.0.pool
+    }
+
+    /// Runs `future` on this worker beside the caller.
+    pub fn spawn<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Task<T> {
+        let shared = self.0.shared.clone();
+        let (runnable, task) = async_task::spawn_local(future, move |r| shared.schedule(r));
+        runnable.schedule();
+        task
+    }
+
+    /// Lets other ready tasks run first.
+    pub async fn yield_now(&self) {
+        let mut yielded = false;
+        std::future::poll_fn(|cx| {
+            if std::mem::replace(&mut yielded, true) {
+                return std::task::Poll::Ready(());
+            }
+            cx.waker().wake_by_ref();
+            std::task::Poll::Pending
+        })
+        .await;
+    }
+
+    /// Figures of this worker.
+    pub fn stats(&self) -> WorkerStats {
+        let ring = &self.0.ring;
+        WorkerStats { enters: ring.enters.get(), operations: ring.operations.get() }
+    }
+
+    fn run(&self) {
+        let core = &*self.0;
+        let mut rearm = true;
+        while !core.shared.stop.load(Ordering::Acquire) {
+            if rearm {
+                rearm = !core.ring.arm_wake(core.shared.wake.as_raw_fd());
+            }
+            run_ready();
+            let busy = READY.with_borrow(|ready| !ready.is_empty());
+            if busy {
+                if core.ring.has_queued() {
+                    core.ring.enter(0, None, None);
+                }
+            } else {
+                self.sleep_in_ring();
+            }
+            let reaped = core.ring.reap();
+            rearm |= reaped.rearm;
+            if reaped.woken {
+                self.read_inbox();
+            }
+            core.timers.fire(Instant::now());
+        }
+        self.wind_down();
+    }
+
+    /// Waits for a completion, a timer, or (with idle buffers about) the time to give them back.
+    fn sleep_in_ring(&self) {
+        let core = &*self.0;
+        let now = Instant::now();
+        let timer = core.timers.next_deadline().map(|at| at.saturating_duration_since(now));
+        let idle = core.pool.idle_bytes() > 0;
+        let timeout = match (timer, idle) {
+            (Some(timer), true) => Some(timer.min(QUIET)),
+            (Some(timer), false) => Some(timer),
+            (None, true) => Some(QUIET),
+            (None, false) => None,
+        };
+        core.ring.enter(1, timeout, None);
+        if idle && now.elapsed() >= QUIET {
+            core.pool.trim();
+        }
+    }
+
+    fn read_inbox(&self) {
+        let mut counter = [0u8; 8];
+        let fd = self.0.shared.wake.as_raw_fd();
+        // SAFETY: eight writable bytes; the eventfd is non-blocking.
+        unsafe { libc::read(fd, counter.as_mut_ptr().cast(), counter.len()) };
+        let inbox = {
+            let mut inbox = self.0.shared.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+            std::mem::take(&mut *inbox)
+        };
+        READY.with_borrow_mut(|ready| ready.extend(inbox.runnables));
+        for start in inbox.starters {
+            start(self);
+        }
+    }
+
+    /// Drops what still runs, and waits for the kernel to return all memory.
+    fn wind_down(&self) {
+        let core = &*self.0;
+        core.timers.clear();
+        core.ring.shut_down(STOP_PATIENCE);
+        // Dropping a task may wake others: until none is left.
+        while let Some(runnable) = READY.with_borrow_mut(VecDeque::pop_front) {
+            drop(runnable);
+        }
+        core.ring.shut_down(STOP_PATIENCE);
+    }
+}
+
+fn run_ready() {
+    for _ in 0..POLLS_PER_TURN {
+        let Some(runnable) = READY.with_borrow_mut(VecDeque::pop_front) else { return };
+        runnable.run();
+    }
+}
+
+/// A handle other threads use to give a worker something to do.
+#[derive(Clone)]
+pub struct WorkerHandle(Arc<Shared>);
+
+impl WorkerHandle {
+    /// Runs the future that `start` makes on the worker. What is handed over after the worker has
+    /// stopped is dropped.
+    pub fn spawn<F, Fut>(&self, start: F)
+    where
+        F: FnOnce(Io) -> Fut + Send + 'static,
+        Fut: Future<Output = ()> + 'static,
+    {
+        let starter: Starter = Box::new(move |io: &Io| io.spawn(start(io.clone())).detach());
+        self.0.inbox.lock().unwrap_or_else(PoisonError::into_inner).starters.push(starter);
+        self.0.ring_bell();
+    }
+
+    /// As [`WorkerHandle::spawn`], and blocks the calling thread until the future is over. `None`
+    /// if the worker stopped first.
+    pub fn block_on<F, Fut, T>(&self, start: F) -> Option<T>
+    where
+        F: FnOnce(Io) -> Fut + Send + 'static,
+        Fut: Future<Output = T> + 'static,
+        T: Send + 'static,
+    {
+        let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+        self.spawn(move |io| {
+            let future = start(io);
+            async move {
+                let _ = sender.send(future.await);
+            }
+        });
+        receiver.recv().ok()
+    }
+}
+
+/// A running worker. Dropping it stops the thread: tasks are dropped, the kernel's hold on buffers
+/// is waited for. Drain first; stopping does not.
+pub struct Worker {
+    handle: WorkerHandle,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    /// Starts a worker thread called `name`.
+    ///
+    /// # Errors
+    /// When the thread or its io_uring cannot be made; the message says what to change.
+    pub fn start(name: &str) -> io::Result<Worker> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        // SAFETY: no preconditions; the result is checked.
+        let wake = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if wake < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a fresh descriptor that nobody else owns.
+        let wake = unsafe { OwnedFd::from_raw_fd(wake) };
+        let shared = Arc::new(Shared {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            wake,
+            inbox: Mutex::default(),
+            stop: AtomicBool::new(false),
+        });
+        let (report, started) = std::sync::mpsc::sync_channel(1);
+        let for_thread = shared.clone();
+        let builder = std::thread::Builder::new().name(name.to_owned()).stack_size(512 << 10);
+        let thread = builder.spawn(move || match Ring::new() {
+            Ok(ring) => {
+                WORKER.set(for_thread.id);
+                let _ = report.send(Ok(()));
+                let offload = Budget::new(offload::AT_ONCE);
+                let (timers, pool) = (Timers::default(), BufPool::default());
+                Io(Rc::new(Core { ring, timers, pool, offload, shared: for_thread })).run();
+            }
+            Err(error) => drop(report.send(Err(error))),
+        })?;
+        started.recv().map_err(io::Error::other)??;
+        Ok(Worker { handle: WorkerHandle(shared), thread: Some(thread) })
+    }
+
+    /// A handle for other threads.
+    pub fn handle(&self) -> WorkerHandle {
+        self.handle.clone()
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.handle.0.stop.store(true, Ordering::Release);
+        self.handle.0.ring_bell();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}

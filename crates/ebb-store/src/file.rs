@@ -1,0 +1,321 @@
+//! A regular file or block device through the worker's ring.
+//!
+//! Direct I/O needs offsets and lengths that are multiples of the device's sector. Where that is
+//! 4096 bytes, smaller writes are read-modify-write under a lock that excludes the other writes of
+//! that store; where it is 512 (nearly everywhere) or 1 (page cache) there is no lock at all.
+
+use std::path::Path;
+
+use async_lock::RwLock;
+use ebb_io::{Buf, Fd, Io, WriteFlags, fd_from};
+use rustix::fs::SeekFrom;
+
+use crate::open::{self, OpenError, OpenOptions};
+use crate::{
+    BlockError, BufResult, Capabilities, ErrorKind, Extent, Operation, SECTOR, ZeroFlags,
+    push_extent,
+};
+
+/// Zeroes written at a time when the store knows no shorter way.
+const ZERO_CHUNK: u64 = 1 << 20;
+/// The kernel moves at most this much in one read or write (`MAX_RW_COUNT` is a little more).
+const TRANSFER_MAX: usize = 1 << 30;
+
+/// A file or block device.
+#[derive(Debug)]
+pub struct FileStore {
+    fd: Fd,
+    size: u64,
+    block_device: bool,
+    alignment: u64,
+    direct: bool,
+    read_only: bool,
+    /// Held shared by aligned writes and alone by unaligned ones; `None` where all are aligned.
+    unaligned: Option<RwLock<()>>,
+}
+
+impl FileStore {
+    /// Opens a file; the notes are for the operator's log.
+    ///
+    /// # Errors
+    /// [`OpenError`], each with a remedy.
+    pub fn open(path: &Path, options: &OpenOptions) -> Result<(FileStore, Vec<String>), OpenError> {
+        let opened = open::open(path, options)?;
+        let store = FileStore {
+            fd: fd_from(opened.file),
+            size: opened.size,
+            block_device: opened.block_device,
+            alignment: u64::from(opened.alignment),
+            direct: opened.direct,
+            read_only: options.read_only,
+            unaligned: (u64::from(opened.alignment) > SECTOR).then(RwLock::default),
+        };
+        Ok((store, opened.notes))
+    }
+
+    /// As if the device had sectors of `alignment` bytes (512 or 4096): for tests on machines
+    /// whose devices have others.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn assume_alignment(mut self, alignment: u32) -> FileStore {
+        self.alignment = u64::from(alignment);
+        self.unaligned = (self.alignment > SECTOR).then(RwLock::default);
+        self
+    }
+
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    pub(crate) fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            discard: !self.read_only,
+            fast_zero: !self.read_only,
+            alignment: u32::try_from(self.alignment).unwrap_or(u32::MAX),
+            direct: self.direct,
+        }
+    }
+
+    fn is_aligned(&self, offset: u64, length: usize) -> bool {
+        offset.is_multiple_of(self.alignment) && (length as u64).is_multiple_of(self.alignment)
+    }
+
+    /// The aligned range around a request, within the file (whose size is aligned).
+    fn widened(&self, offset: u64, length: usize) -> (u64, usize) {
+        let start = offset - offset % self.alignment;
+        let end = (offset + length as u64).next_multiple_of(self.alignment);
+        (start, usize::try_from(end - start).unwrap_or(usize::MAX))
+    }
+
+    pub(crate) async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
+        if self.is_aligned(offset, buf.len()) {
+            return self.read_whole(io, buf, offset).await;
+        }
+        let mut buf = buf;
+        let (start, length) = self.widened(offset, buf.len());
+        let (result, wide) = self.read_whole(io, io.pool().get(length), start).await;
+        if result.is_ok() {
+            let skip = usize::try_from(offset - start).unwrap_or(usize::MAX);
+            let end = skip + buf.len();
+            buf.copy_from_slice(&wide[skip..end]);
+        }
+        (result, buf)
+    }
+
+    async fn read_whole(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
+        let length = buf.len();
+        let fail = |source| BlockError::from_io(source, Operation::Read, offset, length as u64);
+        let mut done = 0;
+        while done < length {
+            let range = done..length.min(done + TRANSFER_MAX);
+            let (result, returned) = io.read_at(&self.fd, buf, range, offset + done as u64).await;
+            buf = returned;
+            match result {
+                Ok(count) => match self.progress(count) {
+                    0 => {
+                        let short = ErrorKind::Short;
+                        let error = BlockError::new(short, Operation::Read, offset, length as u64);
+                        return (Err(error), buf);
+                    }
+                    count => done += count,
+                },
+                Err(error) if is_retry(&error) => {}
+                Err(error) => return (Err(fail(error)), buf),
+            }
+        }
+        (Ok(()), buf)
+    }
+
+    /// What counts of a short transfer: direct I/O must go on at an aligned offset.
+    fn progress(&self, count: usize) -> usize {
+        match usize::try_from(self.alignment) {
+            Ok(alignment) if alignment > 1 => count - count % alignment,
+            _ => count,
+        }
+    }
+
+    pub(crate) async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        let Some(lock) = &self.unaligned else {
+            return self.write_whole(io, buf, offset, fua).await;
+        };
+        if self.is_aligned(offset, buf.len()) {
+            let _shared = lock.read().await;
+            return self.write_whole(io, buf, offset, fua).await;
+        }
+        let _alone = lock.write().await;
+        let (start, length) = self.widened(offset, buf.len());
+        let (result, mut wide) = self.read_whole(io, io.pool().get(length), start).await;
+        if result.is_err() {
+            return (result, buf);
+        }
+        let skip = usize::try_from(offset - start).unwrap_or(usize::MAX);
+        wide[skip..skip + buf.len()].copy_from_slice(&buf);
+        let (result, _) = self.write_whole(io, wide, start, fua).await;
+        (result, buf)
+    }
+
+    async fn write_whole(&self, io: &Io, mut buf: Buf, offset: u64, fua: bool) -> BufResult {
+        let length = buf.len();
+        let fail = |source| BlockError::from_io(source, Operation::Write, offset, length as u64);
+        let flags = WriteFlags { dsync: fua };
+        let mut done = 0;
+        while done < length {
+            let range = done..length.min(done + TRANSFER_MAX);
+            let at = offset + done as u64;
+            let (result, returned) = io.write_at(&self.fd, buf, range, at, flags).await;
+            buf = returned;
+            match result {
+                Ok(count) => match self.progress(count) {
+                    0 => {
+                        let short = ErrorKind::Short;
+                        let error = BlockError::new(short, Operation::Write, offset, length as u64);
+                        return (Err(error), buf);
+                    }
+                    count => done += count,
+                },
+                Err(error) if is_retry(&error) => {}
+                Err(error) => return (Err(fail(error)), buf),
+            }
+        }
+        (Ok(()), buf)
+    }
+
+    pub(crate) async fn flush(&self, io: &Io) -> Result<(), BlockError> {
+        if self.read_only {
+            return Ok(());
+        }
+        let result = io.fdatasync(&self.fd).await;
+        result.map_err(|e| BlockError::from_io(e, Operation::Flush, 0, self.size))
+    }
+
+    pub(crate) async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        let result = if self.block_device {
+            let fd = self.fd.clone();
+            io.offload(move || block_discard(&fd, offset, length)).await
+        } else {
+            let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+            io.fallocate(&self.fd, mode, offset, length).await
+        };
+        match result.map_err(|e| BlockError::from_io(e, Operation::Discard, offset, length)) {
+            // Discard is a hint: a store that cannot has done all that was asked.
+            Err(error) if error.kind == ErrorKind::Unsupported => Ok(()),
+            other => other,
+        }
+    }
+
+    pub(crate) async fn write_zeroes(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        flags: ZeroFlags,
+    ) -> Result<(), BlockError> {
+        let keep = libc::FALLOC_FL_KEEP_SIZE;
+        let punch = libc::FALLOC_FL_PUNCH_HOLE | keep;
+        let zero = libc::FALLOC_FL_ZERO_RANGE | keep;
+        let modes: &[i32] = if flags.may_unmap { &[punch, zero] } else { &[zero] };
+        for mode in modes {
+            match io.fallocate(&self.fd, *mode, offset, length).await {
+                Ok(()) => return Ok(()),
+                // EINVAL: a block device whose sectors are larger than the range's alignment.
+                Err(error) if is_unsupported(&error) => {}
+                Err(error) => {
+                    return Err(BlockError::from_io(error, Operation::WriteZeroes, offset, length));
+                }
+            }
+        }
+        if flags.fast_only {
+            let kind = ErrorKind::Unsupported;
+            return Err(BlockError::new(kind, Operation::WriteZeroes, offset, length));
+        }
+        self.write_zeroes_slowly(io, offset, length).await
+    }
+
+    async fn write_zeroes_slowly(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+    ) -> Result<(), BlockError> {
+        let mut done = 0;
+        while done < length {
+            let chunk = ZERO_CHUNK.min(length - done);
+            let mut buf = io.pool().get(usize::try_from(chunk).unwrap_or(usize::MAX));
+            buf.fill(0);
+            let (result, _) = self.write(io, buf, offset + done, false).await;
+            result.map_err(|e| BlockError { operation: Operation::WriteZeroes, ..e })?;
+            done += chunk;
+        }
+        Ok(())
+    }
+
+    pub(crate) async fn extents(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        limit: usize,
+    ) -> Result<Vec<Extent>, BlockError> {
+        let fd = self.fd.clone();
+        let walk = move || walk_extents(&fd, offset, offset + length, limit);
+        let result = io.offload(walk).await;
+        result.map_err(|e| BlockError::from_io(e.into(), Operation::Extents, offset, length))
+    }
+
+    pub(crate) async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        if self.direct {
+            return Ok(());
+        }
+        let fd = self.fd.clone();
+        let advise = move || {
+            let length = std::num::NonZeroU64::new(length);
+            rustix::fs::fadvise(&fd, offset, length, rustix::fs::Advice::WillNeed)
+        };
+        let result = io.offload(advise).await;
+        result.map_err(|e| BlockError::from_io(e.into(), Operation::Prefetch, offset, length))
+    }
+}
+
+fn is_retry(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN))
+}
+
+fn is_unsupported(error: &std::io::Error) -> bool {
+    let number = error.raw_os_error();
+    matches!(number, Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV | libc::EINVAL))
+}
+
+/// Data and holes by `SEEK_DATA` and `SEEK_HOLE`. The shared file position it moves is used by
+/// nobody: all I/O names its offset.
+fn walk_extents(fd: &Fd, start: u64, end: u64, limit: usize) -> rustix::io::Result<Vec<Extent>> {
+    let mut list = Vec::new();
+    let mut at = start;
+    while at < end && list.len() < limit {
+        let data = match rustix::fs::seek(fd, SeekFrom::Data(at)) {
+            Ok(data) => data.min(end),
+            Err(rustix::io::Errno::NXIO) => end,
+            Err(error) => return Err(error),
+        };
+        if data > at {
+            push_extent(&mut list, Extent { offset: at, length: data - at, hole: true });
+            at = data;
+            continue;
+        }
+        // A file that changes under us may say its hole is here: then it counts as data, and
+        // the walk goes on by a sector at least.
+        let hole = rustix::fs::seek(fd, SeekFrom::Hole(at))?.clamp(at + SECTOR, end);
+        push_extent(&mut list, Extent { offset: at, length: hole - at, hole: false });
+        at = hole;
+    }
+    Ok(list)
+}
+
+fn block_discard(fd: &Fd, offset: u64, length: u64) -> std::io::Result<()> {
+    use std::os::fd::AsRawFd;
+    /// `BLKDISCARD` of `linux/fs.h`: `_IO(0x12, 119)`.
+    const BLKDISCARD: libc::c_ulong = 0x1277;
+    let range = [offset, length];
+    // SAFETY: the request reads two 64-bit numbers from the pointer, which outlives the call.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), BLKDISCARD, range.as_ptr()) };
+    if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}

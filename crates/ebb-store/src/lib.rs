@@ -1,0 +1,188 @@
+//! Where the bytes live: regular files, block devices, memory, and nothing at all.
+//!
+//! A store is asked by a volume, which has checked the request: offsets and lengths are within the
+//! size and multiples of 512 bytes. A store does the I/O, whole or not at all:
+//!
+//! # Invariants
+//! - A short read or write is continued, or reported as [`ErrorKind::Short`]; never success.
+//! - `flush` returns when every write acknowledged before it is stable (`fdatasync`).
+//! - A write with `fua` returns when that write is stable.
+//! - Buffers are owned by the operation and come back with the result.
+//!
+//! To add a store: one file with the functions of [`Store`], one variant, one line in each
+//! function here, and its URI in the program's configuration.
+
+mod error;
+mod file;
+mod memory;
+mod null;
+mod open;
+
+pub use ebb_io::{Buf, Io};
+pub use error::{BlockError, ErrorKind, Operation};
+pub use file::FileStore;
+pub use memory::MemoryStore;
+pub use null::NullStore;
+pub use open::{Direct, OpenError, OpenOptions};
+
+/// Bytes of a logical sector: every offset and length is a multiple.
+pub const SECTOR: u64 = 512;
+/// Bytes of a block: what stores prefer, and the size of a page.
+pub const BLOCK: u64 = 4096;
+
+/// What became of an operation on a buffer, with the buffer.
+pub type BufResult = (Result<(), BlockError>, Buf);
+
+/// How zeroes may be written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ZeroFlags {
+    /// The store may leave a hole (false: keep the space allocated).
+    pub may_unmap: bool,
+    /// Fail with [`ErrorKind::Unsupported`] rather than write zeroes out one by one.
+    pub fast_only: bool,
+}
+
+/// A run of a volume that is alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// First byte.
+    pub offset: u64,
+    /// Bytes; never 0.
+    pub length: u64,
+    /// Nothing is allocated here and reads give zeroes.
+    pub hole: bool,
+}
+
+/// What a store can do beyond reading and writing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capabilities {
+    /// Discarding gives space back.
+    pub discard: bool,
+    /// Zeroes can be written without moving them.
+    pub fast_zero: bool,
+    /// Offset and length that need no copying, bytes (1: any).
+    pub alignment: u32,
+    /// I/O goes past the page cache.
+    pub direct: bool,
+}
+
+/// A place for bytes.
+#[derive(Debug)]
+pub enum Store {
+    /// A regular file or a block device.
+    File(FileStore),
+    /// Sparse memory, lost at the end of the process.
+    Memory(MemoryStore),
+    /// Reads zeroes, forgets writes.
+    Null(NullStore),
+}
+
+impl Store {
+    /// Bytes, fixed while the store is open.
+    pub fn size(&self) -> u64 {
+        match self {
+            Store::File(s) => s.size(),
+            Store::Memory(s) => s.size(),
+            Store::Null(s) => s.size(),
+        }
+    }
+
+    /// What the store can do.
+    pub fn capabilities(&self) -> Capabilities {
+        match self {
+            Store::File(s) => s.capabilities(),
+            Store::Memory(_) | Store::Null(_) => {
+                Capabilities { discard: true, fast_zero: true, alignment: 1, direct: false }
+            }
+        }
+    }
+
+    /// Fills the whole buffer from `offset`.
+    pub async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
+        match self {
+            Store::File(s) => s.read(io, buf, offset).await,
+            Store::Memory(s) => s.read(buf, offset),
+            Store::Null(s) => s.read(buf),
+        }
+    }
+
+    /// Writes the whole buffer at `offset`; with `fua` it is stable on return.
+    pub async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        match self {
+            Store::File(s) => s.write(io, buf, offset, fua).await,
+            Store::Memory(s) => s.write(buf, offset),
+            Store::Null(_) => (Ok(()), buf),
+        }
+    }
+
+    /// Makes all acknowledged writes stable.
+    pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
+        match self {
+            Store::File(s) => s.flush(io).await,
+            Store::Memory(_) | Store::Null(_) => Ok(()),
+        }
+    }
+
+    /// Gives the space of a range back if the store can; what is read there afterwards is
+    /// unspecified. A store that cannot does nothing.
+    pub async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        match self {
+            Store::File(s) => s.discard(io, offset, length).await,
+            Store::Memory(s) => {
+                s.discard(offset, length);
+                Ok(())
+            }
+            Store::Null(_) => Ok(()),
+        }
+    }
+
+    /// Makes a range read as zeroes.
+    pub async fn write_zeroes(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        flags: ZeroFlags,
+    ) -> Result<(), BlockError> {
+        match self {
+            Store::File(s) => s.write_zeroes(io, offset, length, flags).await,
+            Store::Memory(s) => {
+                s.discard(offset, length);
+                Ok(())
+            }
+            Store::Null(_) => Ok(()),
+        }
+    }
+
+    /// The runs of data and holes in a range, in order and without gaps, at most `limit` of them
+    /// (the rest is left out).
+    pub async fn extents(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        limit: usize,
+    ) -> Result<Vec<Extent>, BlockError> {
+        match self {
+            Store::File(s) => s.extents(io, offset, length, limit).await,
+            Store::Memory(s) => Ok(s.extents(offset, length, limit)),
+            Store::Null(_) => Ok(vec![Extent { offset, length, hole: true }]),
+        }
+    }
+
+    /// Tells the store that a range will be read soon.
+    pub async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        match self {
+            Store::File(s) => s.prefetch(io, offset, length).await,
+            Store::Memory(_) | Store::Null(_) => Ok(()),
+        }
+    }
+}
+
+/// Joins neighbours that are alike: how stores build their answer to `extents`.
+pub(crate) fn push_extent(list: &mut Vec<Extent>, next: Extent) {
+    match list.last_mut() {
+        Some(last) if last.hole == next.hole => last.length += next.length,
+        _ => list.push(next),
+    }
+}

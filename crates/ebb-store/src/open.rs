@@ -1,0 +1,217 @@
+//! Opening a file or block device: what is there, how it may be accessed, what the operator must
+//! hear.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::SECTOR;
+
+/// Whether I/O goes past the page cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Direct {
+    /// O_DIRECT where the file system has it, else through the page cache, with a note.
+    #[default]
+    Auto,
+    /// O_DIRECT or an error.
+    On,
+    /// Through the page cache.
+    Off,
+}
+
+/// How to open a file store.
+#[derive(Clone, Debug, Default)]
+pub struct OpenOptions {
+    /// Refuse writes; the file need not be writable.
+    pub read_only: bool,
+    /// Page cache or not.
+    pub direct: Direct,
+    /// Make a sparse file of this many bytes if there is none.
+    pub create: Option<u64>,
+}
+
+/// Why a file could not become a store. Each message says what to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are the words of the messages")]
+pub enum OpenError {
+    /// It does not exist.
+    #[error("{path}: no such file: give `create = true` and a `size` to make one")]
+    Missing { path: PathBuf },
+    /// The user of the daemon may not.
+    #[error("{path}: permission denied: give the daemon's user access to it{}",
+        if *.read_only { "" } else { ", or set `read_only = true`" })]
+    Denied { path: PathBuf, read_only: bool },
+    /// Another process has it.
+    #[error("{path}: in use by another process (its lock is held): stop that one first, \
+             or open both read-only")]
+    InUse { path: PathBuf },
+    /// Neither a regular file nor a block device.
+    #[error("{path}: is {what}: a volume needs a regular file or a block device")]
+    WrongType { path: PathBuf, what: &'static str },
+    /// Too small, or not whole sectors.
+    #[error("{path}: is {size} bytes: a volume needs a multiple of 512 bytes, and at least 512: \
+             grow it with `truncate -s`")]
+    Size { path: PathBuf, size: u64 },
+    /// There is a file of another size than the one to be created.
+    #[error("{path}: is {size} bytes, but the configuration says {wanted}: \
+             correct `size`, or leave it out to take the file as it is")]
+    OtherSize { path: PathBuf, size: u64, wanted: u64 },
+    /// O_DIRECT was demanded and cannot be had.
+    #[error("{path}: direct I/O does not work here ({reason}): \
+             set `direct = \"auto\"` or \"off\" to use the page cache")]
+    NoDirect { path: PathBuf, reason: String },
+    /// Anything else.
+    #[error("{path}: cannot {action}")]
+    Io { path: PathBuf, action: &'static str, source: io::Error },
+}
+
+/// An opened file with what was found out about it.
+pub(crate) struct Opened {
+    pub(crate) file: File,
+    pub(crate) size: u64,
+    pub(crate) block_device: bool,
+    /// Alignment I/O needs: 1 through the page cache.
+    pub(crate) alignment: u32,
+    pub(crate) direct: bool,
+    pub(crate) notes: Vec<String>,
+}
+
+pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, OpenError> {
+    let mut notes = Vec::new();
+    if let (Some(size), false) = (options.create, options.read_only) {
+        create(path, size)?;
+    }
+    // Before opening: opening a FIFO would wait for its other end.
+    let block_device = check_type(path, options)?;
+    let direct_wanted = options.direct != Direct::Off;
+    let (file, mut direct) = match try_open(path, options, direct_wanted) {
+        Ok(file) => (file, direct_wanted),
+        Err(error) if direct_wanted && error.raw_os_error() == Some(libc::EINVAL) => {
+            let reason = "the file system refuses O_DIRECT";
+            fall_back(path, options, reason, &mut notes)?;
+            (try_open(path, options, false).map_err(|e| explain(path, options, e))?, false)
+        }
+        Err(error) => return Err(explain(path, options, error)),
+    };
+    lock(path, &file, options.read_only)?;
+    let size = size_of(path, &file)?;
+    if size < SECTOR || !size.is_multiple_of(SECTOR) {
+        return Err(OpenError::Size { path: path.into(), size });
+    }
+    if let Some(wanted) = options.create.filter(|wanted| *wanted != size) {
+        return Err(OpenError::OtherSize { path: path.into(), size, wanted });
+    }
+    let mut alignment = 1;
+    let mut file = file;
+    if direct {
+        match probe_alignment(&file, size) {
+            Ok(found) => alignment = found,
+            Err(reason) => {
+                fall_back(path, options, &reason, &mut notes)?;
+                drop(file);
+                file = try_open(path, options, false).map_err(|e| explain(path, options, e))?;
+                lock(path, &file, options.read_only)?;
+                direct = false;
+            }
+        }
+    }
+    Ok(Opened { file, size, block_device, alignment, direct, notes })
+}
+
+fn create(path: &Path, size: u64) -> Result<(), OpenError> {
+    let made = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
+    let fail = |action| move |source| OpenError::Io { path: path.into(), action, source };
+    match made {
+        Ok(file) => {
+            file.set_len(size).map_err(fail("make it that long"))?;
+            file.sync_all().map_err(fail("make the new file stable"))
+        }
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        Err(source) => Err(fail("create the file (does its folder exist?)")(source)),
+    }
+}
+
+fn try_open(path: &Path, options: &OpenOptions, direct: bool) -> io::Result<File> {
+    let flags = if direct { libc::O_DIRECT } else { 0 };
+    std::fs::OpenOptions::new()
+        .read(true)
+        .write(!options.read_only)
+        .custom_flags(flags)
+        .open(path)
+}
+
+fn explain(path: &Path, options: &OpenOptions, source: io::Error) -> OpenError {
+    let path = path.to_path_buf();
+    match source.kind() {
+        io::ErrorKind::NotFound => OpenError::Missing { path },
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            OpenError::Denied { path, read_only: options.read_only }
+        }
+        _ => OpenError::Io { path, action: "open it", source },
+    }
+}
+
+fn check_type(path: &Path, options: &OpenOptions) -> Result<bool, OpenError> {
+    let metadata = std::fs::metadata(path).map_err(|e| explain(path, options, e))?;
+    let kind = metadata.file_type();
+    let what = match kind {
+        _ if kind.is_file() => return Ok(false),
+        _ if kind.is_block_device() => return Ok(true),
+        _ if kind.is_dir() => "a directory",
+        _ if kind.is_char_device() => "a character device",
+        _ => "a FIFO or socket",
+    };
+    Err(OpenError::WrongType { path: path.into(), what })
+}
+
+/// Two writers of one image destroy it; the lock is advisory and goes with the descriptor.
+fn lock(path: &Path, file: &File, read_only: bool) -> Result<(), OpenError> {
+    let result = if read_only { file.try_lock_shared() } else { file.try_lock() };
+    match result {
+        Ok(()) => Ok(()),
+        Err(std::fs::TryLockError::WouldBlock) => Err(OpenError::InUse { path: path.into() }),
+        Err(std::fs::TryLockError::Error(source)) => {
+            Err(OpenError::Io { path: path.into(), action: "lock it", source })
+        }
+    }
+}
+
+fn size_of(path: &Path, file: &File) -> Result<u64, OpenError> {
+    // The end by lseek is right for regular files and block devices alike.
+    rustix::fs::seek(file, rustix::fs::SeekFrom::End(0)).map_err(|e| OpenError::Io {
+        path: path.into(),
+        action: "find out its size",
+        source: e.into(),
+    })
+}
+
+fn fall_back(
+    path: &Path,
+    options: &OpenOptions,
+    reason: &str,
+    notes: &mut Vec<String>,
+) -> Result<(), OpenError> {
+    if options.direct == Direct::On {
+        return Err(OpenError::NoDirect { path: path.into(), reason: reason.into() });
+    }
+    notes.push(format!("direct I/O does not work here ({reason}): going through the page cache"));
+    Ok(())
+}
+
+/// The smallest alignment a direct read accepts: devices with 4 KiB sectors refuse 512 bytes.
+fn probe_alignment(file: &File, size: u64) -> Result<u32, String> {
+    #[repr(align(4096))]
+    struct Page([u8; 4096]);
+    let mut page = Page([0; 4096]);
+    for (alignment, bytes) in [(512u32, 512usize), (4096, 4096)] {
+        match file.read_at(&mut page.0[..bytes], 0) {
+            Ok(_) if size.is_multiple_of(u64::from(alignment)) => return Ok(alignment),
+            Ok(_) => return Err(format!("it needs a size that is a multiple of {alignment} bytes")),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+            Err(error) => return Err(format!("a probing read failed: {error}")),
+        }
+    }
+    Err("it accepts neither 512 nor 4096-byte requests".into())
+}

@@ -1,0 +1,22 @@
+//! A disk: geometry, request checks, and the store behind it. The one API every export sees.
+//!
+//! # Invariants
+//! - Nothing reaches a store that is not within the volume and on sector bounds; no sum on the way
+//!   to that verdict can overflow.
+//! - A read-only volume's store is never asked to change anything.
+//! - Closing refuses new requests, waits for those in flight, and flushes: after [`Volume::close`]
+//!   everything acknowledged is as stable as the store makes it.
+//! - Requests run to their end: an export whose client is gone still waits for them, so that
+//!   `close` knows of every write the kernel may still do.
+
+mod gate;
+mod stats;
+mod volume;
+
+pub use ebb_store::{
+    BLOCK, BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, SECTOR,
+    Store, ZeroFlags,
+};
+pub use gate::{Gate, Pass};
+pub use stats::{OperationStats, VolumeStats};
+pub use volume::{Volume, VolumeOptions};

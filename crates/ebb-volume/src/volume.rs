@@ -1,0 +1,209 @@
+//! The volume itself: checks, then the store.
+
+use std::sync::Arc;
+
+use ebb_store::{
+    BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, SECTOR, Store,
+    ZeroFlags,
+};
+
+use crate::gate::{Gate, Pass};
+use crate::stats::VolumeStats;
+
+/// What an operator may say of a volume.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VolumeOptions {
+    /// Refuse everything that changes data.
+    pub read_only: bool,
+}
+
+/// A disk. Shared by the workers that serve it.
+#[derive(Debug)]
+pub struct Volume {
+    name: Arc<str>,
+    store: Store,
+    options: VolumeOptions,
+    gate: Gate,
+    stats: VolumeStats,
+}
+
+impl Volume {
+    /// A volume called `name` on `store`.
+    pub fn new(name: &str, store: Store, options: VolumeOptions) -> Arc<Volume> {
+        Arc::new(Volume {
+            name: name.into(),
+            store,
+            options,
+            gate: Gate::default(),
+            stats: VolumeStats::default(),
+        })
+    }
+
+    /// The name it is exported under.
+    pub fn name(&self) -> &Arc<str> {
+        &self.name
+    }
+
+    /// Bytes; a multiple of [`SECTOR`].
+    pub fn size(&self) -> u64 {
+        self.store.size()
+    }
+
+    /// True when nothing may change it.
+    pub fn read_only(&self) -> bool {
+        self.options.read_only
+    }
+
+    /// What its store can do.
+    pub fn capabilities(&self) -> Capabilities {
+        self.store.capabilities()
+    }
+
+    /// Its counters.
+    pub fn stats(&self) -> &VolumeStats {
+        &self.stats
+    }
+
+    /// True once it is being closed.
+    pub fn is_closing(&self) -> bool {
+        self.gate.is_shut()
+    }
+
+    /// Reads `buf.len()` bytes at `offset`.
+    pub async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
+        let length = buf.len() as u64;
+        let _pass = match self.admit(Operation::Read, offset, length) {
+            Ok(pass) => pass,
+            Err(error) => return (Err(error), buf),
+        };
+        let (result, buf) = self.store.read(io, buf, offset).await;
+        (self.account(Operation::Read, length, result), buf)
+    }
+
+    /// Writes the whole buffer at `offset`; with `fua` it is stable on return.
+    pub async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        let length = buf.len() as u64;
+        let _pass = match self.admit(Operation::Write, offset, length) {
+            Ok(pass) => pass,
+            Err(error) => return (Err(error), buf),
+        };
+        let (result, buf) = self.store.write(io, buf, offset, fua).await;
+        (self.account(Operation::Write, length, result), buf)
+    }
+
+    /// Makes everything acknowledged before stable.
+    pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
+        let _pass = self.admit(Operation::Flush, 0, 0)?;
+        let result = self.store.flush(io).await;
+        self.account(Operation::Flush, 0, result)
+    }
+
+    /// Gives the space of a range back if the store can.
+    pub async fn discard(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        fua: bool,
+    ) -> Result<(), BlockError> {
+        let _pass = self.admit(Operation::Discard, offset, length)?;
+        let mut result = Ok(());
+        if length > 0 {
+            result = self.store.discard(io, offset, length).await;
+        }
+        if fua && result.is_ok() {
+            result = self.store.flush(io).await;
+        }
+        self.account(Operation::Discard, length, result)
+    }
+
+    /// Makes a range read as zeroes; with `fua` they are stable on return.
+    pub async fn write_zeroes(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        flags: ZeroFlags,
+        fua: bool,
+    ) -> Result<(), BlockError> {
+        let _pass = self.admit(Operation::WriteZeroes, offset, length)?;
+        let mut result = Ok(());
+        if length > 0 {
+            result = self.store.write_zeroes(io, offset, length, flags).await;
+        }
+        if fua && result.is_ok() {
+            result = self.store.flush(io).await;
+        }
+        self.account(Operation::WriteZeroes, length, result)
+    }
+
+    /// Data and holes of a range in order, at most `limit` runs.
+    pub async fn extents(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        limit: usize,
+    ) -> Result<Vec<Extent>, BlockError> {
+        let _pass = self.admit(Operation::Extents, offset, length)?;
+        let result = self.store.extents(io, offset, length, limit).await;
+        self.account(Operation::Extents, length, result)
+    }
+
+    /// Announces that a range will be read soon.
+    pub async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        let _pass = self.admit(Operation::Prefetch, offset, length)?;
+        let result = self.store.prefetch(io, offset, length).await;
+        self.account(Operation::Prefetch, length, result)
+    }
+
+    /// Refuses new requests, waits for those in flight, and flushes. Safe to call twice.
+    ///
+    /// # Errors
+    /// That of the last flush: data acknowledged without a flush may then not be stable.
+    pub async fn close(&self, io: &Io) -> Result<(), BlockError> {
+        self.gate.shut();
+        self.gate.empty().await;
+        if self.options.read_only {
+            return Ok(());
+        }
+        self.store.flush(io).await.map_err(|e| self.name_it(e))
+    }
+
+    /// The verdict on a request, and the pass that keeps the volume open for it.
+    fn admit(&self, operation: Operation, offset: u64, length: u64) -> Result<Pass<'_>, BlockError> {
+        let refuse =
+            |kind| Err(self.name_it(BlockError::new(kind, operation, offset, length)));
+        let changes = matches!(
+            operation,
+            Operation::Write | Operation::Discard | Operation::WriteZeroes
+        );
+        if changes && self.options.read_only {
+            return refuse(ErrorKind::ReadOnly);
+        }
+        if !offset.is_multiple_of(SECTOR) || !length.is_multiple_of(SECTOR) {
+            return refuse(ErrorKind::Invalid);
+        }
+        if offset.checked_add(length).is_none_or(|end| end > self.size()) {
+            return refuse(ErrorKind::OutOfRange);
+        }
+        match self.gate.enter() {
+            Some(pass) => Ok(pass),
+            None => refuse(ErrorKind::Closing),
+        }
+    }
+
+    fn account<T>(
+        &self,
+        operation: Operation,
+        length: u64,
+        result: Result<T, BlockError>,
+    ) -> Result<T, BlockError> {
+        self.stats.count(operation, length, result.is_ok());
+        result.map_err(|e| self.name_it(e))
+    }
+
+    fn name_it(&self, error: BlockError) -> BlockError {
+        BlockError { volume: Some(self.name.clone()), ..error }
+    }
+}
