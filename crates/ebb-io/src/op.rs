@@ -33,7 +33,6 @@ pub struct WriteFlags {
     pub dsync: bool,
 }
 
-
 struct Op<'a> {
     io: &'a Io,
     entry: squeue::Entry,
@@ -204,7 +203,11 @@ impl Io {
     }
 
     /// Sends what is left of a message. May be short: `Gather::advance` by the result.
-    pub async fn send(&self, fd: &Fd, mut message: Box<Gather>) -> (io::Result<usize>, Box<Gather>) {
+    pub async fn send(
+        &self,
+        fd: &Fd,
+        mut message: Box<Gather>,
+    ) -> (io::Result<usize>, Box<Gather>) {
         let entry = opcode::SendMsg::new(raw(fd), message.message())
             .flags(libc::MSG_NOSIGNAL.cast_unsigned() | libc::MSG_WAITALL.cast_unsigned())
             .build();

@@ -98,6 +98,8 @@ pub(crate) struct Reaped {
     pub(crate) woken: bool,
     /// The poll on the eventfd ended and must be armed again.
     pub(crate) rearm: bool,
+    /// Completions taken.
+    pub(crate) count: u32,
 }
 
 impl Ring {
@@ -205,7 +207,10 @@ impl Ring {
         let result = {
             let mut slots = self.slots.borrow_mut();
             let slot = &mut slots.list[key.index as usize];
-            assert_eq!(slot.generation, key.generation, "a future polls a slot that is not its own");
+            assert_eq!(
+                slot.generation, key.generation,
+                "a future polls a slot that is not its own"
+            );
             match &mut slot.state {
                 State::Done(result) => *result,
                 State::Running(old) => {
@@ -285,16 +290,12 @@ impl Ring {
         self.uring.borrow().params().is_feature_min_timeout()
     }
 
-    /// Storage operations in flight.
-    pub(crate) fn storage_in_flight(&self) -> u32 {
-        self.storage.get()
-    }
-
     /// Takes all completions, wakes their owners, and lets those in line look again.
     pub(crate) fn reap(&self) -> Reaped {
-        let mut reaped = Reaped { woken: false, rearm: false };
+        let mut reaped = Reaped { woken: false, rearm: false, count: 0 };
         let mut uring = self.uring.borrow_mut();
         for entry in uring.completion() {
+            reaped.count += 1;
             match entry.user_data() {
                 TAG_CANCEL => {}
                 TAG_WAKE => {
@@ -369,9 +370,11 @@ impl Ring {
     /// is not.
     pub(crate) fn shut_down(&self, patience: Duration) {
         let deadline = std::time::Instant::now() + patience;
-        let everything = opcode::AsyncCancel2::new(CancelBuilder::any()).build().user_data(TAG_CANCEL);
+        let everything =
+            opcode::AsyncCancel2::new(CancelBuilder::any()).build().user_data(TAG_CANCEL);
         self.push(&everything);
-        for index in 0..self.slots.borrow().list.len() {
+        let count = self.slots.borrow().list.len();
+        for index in 0..count {
             let mut slots = self.slots.borrow_mut();
             let slot = &mut slots.list[index];
             if matches!(slot.state, State::Running(_)) {

@@ -101,9 +101,7 @@ impl Budget {
             let mut waiters = self.waiters.borrow_mut();
             let position = waiters.iter().position(|(t, _)| *t == ticket);
             let first = position.map_or(waiters.is_empty(), |p| p == 0);
-            if first
-                && let Some(guard) = self.take_now(amount)
-            {
+            if first && let Some(guard) = self.take_now(amount) {
                 return Poll::Ready(guard);
             }
             match position {

@@ -30,6 +30,10 @@ pub type Task<T> = async_task::Task<T>;
 
 /// Polls between two looks at the ring.
 const POLLS_PER_TURN: usize = 512;
+/// Completions per turn from which on several are waited for.
+const LINGER_FROM: u32 = 4;
+/// How long a batch of completions may be waited for once work is there.
+const LINGER: Duration = Duration::from_micros(25);
 /// How long a quiet worker keeps idle buffers.
 const QUIET: Duration = Duration::from_secs(1);
 /// How long a stopping worker waits for the kernel to let go of buffers.
@@ -89,8 +93,32 @@ pub struct WorkerStats {
     pub operations: u64,
 }
 
+/// How many completions come at a time, lately: what decides whether to wait for several.
+#[derive(Default)]
+struct Load {
+    /// Moving average of completions per turn, in sixteenths.
+    average: u32,
+}
+
+impl Load {
+    fn note(&mut self, completions: u32) {
+        self.average = self.average - self.average / 8 + completions.min(512) * 2;
+    }
+
+    /// Under load, half of the usual number of completions is waited for, but no longer than
+    /// [`LINGER`]; a lone request is never held up.
+    fn batch(&self) -> (usize, Option<Duration>) {
+        match self.average / 16 {
+            0..LINGER_FROM => (1, None),
+            usual => ((usual / 2) as usize, Some(LINGER)),
+        }
+    }
+}
+
 struct Core {
     ring: Ring,
+    /// The kernel can wait for several completions with a deadline.
+    linger: bool,
     timers: Timers,
     pool: BufPool,
     offload: Rc<Budget>,
@@ -149,6 +177,7 @@ impl Io {
     fn run(&self) {
         let core = &*self.0;
         let mut rearm = true;
+        let mut load = Load::default();
         while !core.shared.stop.load(Ordering::Acquire) {
             if rearm {
                 rearm = !core.ring.arm_wake(core.shared.wake.as_raw_fd());
@@ -160,10 +189,11 @@ impl Io {
                     core.ring.enter(0, None, None);
                 }
             } else {
-                self.sleep_in_ring();
+                self.sleep_in_ring(&load);
             }
             let reaped = core.ring.reap();
             rearm |= reaped.rearm;
+            load.note(reaped.count);
             if reaped.woken {
                 self.read_inbox();
             }
@@ -173,7 +203,7 @@ impl Io {
     }
 
     /// Waits for a completion, a timer, or (with idle buffers about) the time to give them back.
-    fn sleep_in_ring(&self) {
+    fn sleep_in_ring(&self, load: &Load) {
         let core = &*self.0;
         let now = Instant::now();
         let timer = core.timers.next_deadline().map(|at| at.saturating_duration_since(now));
@@ -184,7 +214,8 @@ impl Io {
             (None, true) => Some(QUIET),
             (None, false) => None,
         };
-        core.ring.enter(1, timeout, None);
+        let (want, linger) = if core.linger { load.batch() } else { (1, None) };
+        core.ring.enter(want, timeout, linger);
         if idle && now.elapsed() >= QUIET {
             core.pool.trim();
         }
@@ -297,7 +328,8 @@ impl Worker {
                 let _ = report.send(Ok(()));
                 let offload = Budget::new(offload::AT_ONCE);
                 let (timers, pool) = (Timers::default(), BufPool::default());
-                Io(Rc::new(Core { ring, timers, pool, offload, shared: for_thread })).run();
+                let linger = ring.can_linger();
+                Io(Rc::new(Core { ring, linger, timers, pool, offload, shared: for_thread })).run();
             }
             Err(error) => drop(report.send(Err(error))),
         })?;

@@ -78,7 +78,12 @@ impl BlockError {
     }
 
     /// An error of the system, its kind taken from the error number.
-    pub fn from_io(source: io::Error, operation: Operation, offset: u64, length: u64) -> BlockError {
+    pub fn from_io(
+        source: io::Error,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+    ) -> BlockError {
         let kind = match source.raw_os_error() {
             Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => ErrorKind::NoSpace,
             Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV) => ErrorKind::Unsupported,

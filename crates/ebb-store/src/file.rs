@@ -188,7 +188,12 @@ impl FileStore {
         result.map_err(|e| BlockError::from_io(e, Operation::Flush, 0, self.size))
     }
 
-    pub(crate) async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+    pub(crate) async fn discard(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+    ) -> Result<(), BlockError> {
         let result = if self.block_device {
             let fd = self.fd.clone();
             io.offload(move || block_discard(&fd, offset, length)).await
@@ -262,7 +267,12 @@ impl FileStore {
         result.map_err(|e| BlockError::from_io(e.into(), Operation::Extents, offset, length))
     }
 
-    pub(crate) async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+    pub(crate) async fn prefetch(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+    ) -> Result<(), BlockError> {
         if self.direct {
             return Ok(());
         }

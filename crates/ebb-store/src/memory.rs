@@ -74,7 +74,9 @@ impl MemoryStore {
         for piece in pieces(offset, buf.len() as u64) {
             let target = &mut buf[at..at + piece.length];
             match self.shard(piece.block).get(&piece.block) {
-                Some(block) => target.copy_from_slice(&block[piece.start..piece.start + piece.length]),
+                Some(block) => {
+                    target.copy_from_slice(&block[piece.start..piece.start + piece.length])
+                }
                 None => target.fill(0),
             }
             at += piece.length;

@@ -44,23 +44,31 @@ pub enum OpenError {
         if *.read_only { "" } else { ", or set `read_only = true`" })]
     Denied { path: PathBuf, read_only: bool },
     /// Another process has it.
-    #[error("{path}: in use by another process (its lock is held): stop that one first, \
-             or open both read-only")]
+    #[error(
+        "{path}: in use by another process (its lock is held): stop that one first, \
+             or open both read-only"
+    )]
     InUse { path: PathBuf },
     /// Neither a regular file nor a block device.
     #[error("{path}: is {what}: a volume needs a regular file or a block device")]
     WrongType { path: PathBuf, what: &'static str },
     /// Too small, or not whole sectors.
-    #[error("{path}: is {size} bytes: a volume needs a multiple of 512 bytes, and at least 512: \
-             grow it with `truncate -s`")]
+    #[error(
+        "{path}: is {size} bytes: a volume needs a multiple of 512 bytes, and at least 512: \
+             grow it with `truncate -s`"
+    )]
     Size { path: PathBuf, size: u64 },
     /// There is a file of another size than the one to be created.
-    #[error("{path}: is {size} bytes, but the configuration says {wanted}: \
-             correct `size`, or leave it out to take the file as it is")]
+    #[error(
+        "{path}: is {size} bytes, but the configuration says {wanted}: \
+             correct `size`, or leave it out to take the file as it is"
+    )]
     OtherSize { path: PathBuf, size: u64, wanted: u64 },
     /// O_DIRECT was demanded and cannot be had.
-    #[error("{path}: direct I/O does not work here ({reason}): \
-             set `direct = \"auto\"` or \"off\" to use the page cache")]
+    #[error(
+        "{path}: direct I/O does not work here ({reason}): \
+             set `direct = \"auto\"` or \"off\" to use the page cache"
+    )]
     NoDirect { path: PathBuf, reason: String },
     /// Anything else.
     #[error("{path}: cannot {action}")]
@@ -135,11 +143,7 @@ fn create(path: &Path, size: u64) -> Result<(), OpenError> {
 
 fn try_open(path: &Path, options: &OpenOptions, direct: bool) -> io::Result<File> {
     let flags = if direct { libc::O_DIRECT } else { 0 };
-    std::fs::OpenOptions::new()
-        .read(true)
-        .write(!options.read_only)
-        .custom_flags(flags)
-        .open(path)
+    std::fs::OpenOptions::new().read(true).write(!options.read_only).custom_flags(flags).open(path)
 }
 
 fn explain(path: &Path, options: &OpenOptions, source: io::Error) -> OpenError {
@@ -208,7 +212,9 @@ fn probe_alignment(file: &File, size: u64) -> Result<u32, String> {
     for (alignment, bytes) in [(512u32, 512usize), (4096, 4096)] {
         match file.read_at(&mut page.0[..bytes], 0) {
             Ok(_) if size.is_multiple_of(u64::from(alignment)) => return Ok(alignment),
-            Ok(_) => return Err(format!("it needs a size that is a multiple of {alignment} bytes")),
+            Ok(_) => {
+                return Err(format!("it needs a size that is a multiple of {alignment} bytes"));
+            }
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
             Err(error) => return Err(format!("a probing read failed: {error}")),
         }

@@ -171,13 +171,15 @@ impl Volume {
     }
 
     /// The verdict on a request, and the pass that keeps the volume open for it.
-    fn admit(&self, operation: Operation, offset: u64, length: u64) -> Result<Pass<'_>, BlockError> {
-        let refuse =
-            |kind| Err(self.name_it(BlockError::new(kind, operation, offset, length)));
-        let changes = matches!(
-            operation,
-            Operation::Write | Operation::Discard | Operation::WriteZeroes
-        );
+    fn admit(
+        &self,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+    ) -> Result<Pass<'_>, BlockError> {
+        let refuse = |kind| Err(self.name_it(BlockError::new(kind, operation, offset, length)));
+        let changes =
+            matches!(operation, Operation::Write | Operation::Discard | Operation::WriteZeroes);
         if changes && self.options.read_only {
             return refuse(ErrorKind::ReadOnly);
         }

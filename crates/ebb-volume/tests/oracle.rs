@@ -1,5 +1,7 @@
 //! A volume against a byte array: whatever is done to both, both read the same.
 
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,12 +15,32 @@ const SECTORS: u64 = SIZE / 512;
 
 #[derive(Clone, Debug)]
 enum Action {
-    Read { sector: u64, count: u64 },
-    Write { sector: u64, count: u64, seed: u8, fua: bool },
-    Discard { sector: u64, count: u64 },
-    Zero { sector: u64, count: u64, may_unmap: bool, fua: bool },
+    Read {
+        sector: u64,
+        count: u64,
+    },
+    Write {
+        sector: u64,
+        count: u64,
+        seed: u8,
+        fua: bool,
+    },
+    Discard {
+        sector: u64,
+        count: u64,
+    },
+    Zero {
+        sector: u64,
+        count: u64,
+        may_unmap: bool,
+        fua: bool,
+    },
     Flush,
-    Extents { sector: u64, count: u64, limit: usize },
+    Extents {
+        sector: u64,
+        count: u64,
+        limit: usize,
+    },
     /// Several writes to different places at once, then all are awaited.
     Together(Vec<(u64, u64, u8)>),
 }
@@ -75,7 +97,9 @@ impl Pair {
     async fn apply(&mut self, action: Action) {
         match action {
             Action::Read { sector, count } => self.read(sector, count).await,
-            Action::Write { sector, count, seed, fua } => self.write(sector, count, seed, fua).await,
+            Action::Write { sector, count, seed, fua } => {
+                self.write(sector, count, seed, fua).await
+            }
             Action::Discard { sector, count } => self.discard(sector, count).await,
             Action::Zero { sector, count, may_unmap, fua } => {
                 let (offset, length) = bytes(sector, count);

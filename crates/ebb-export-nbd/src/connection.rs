@@ -1,0 +1,358 @@
+//! The transmission phase of one connection: read requests, hand them to lanes, send replies.
+//!
+//! # Invariants
+//! - A request is copied once off the wire, checked once, and answered exactly once.
+//! - What a client can make us hold is bounded: [`IN_FLIGHT_MAX`] requests, and the memory budget
+//!   of the connection. Past either the socket is simply not read.
+//! - Requests that have begun run to their end, also when the client is gone: only then does the
+//!   connection end, so that closing a volume knows of every write.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ebb_io::{Budget, Buf, Io, Signal};
+use ebb_volume::Volume;
+
+use crate::decode::{self, Decoded, Fatal, Operation, RequestHeader};
+use crate::handshake::Session;
+use crate::lane::{Body, Job, Reply, execute};
+use crate::proto::Errno;
+use crate::receiver::Receiver;
+use crate::reply::ReplyTo;
+use crate::sender::Sender;
+use crate::stop::Stop;
+use crate::transport::Transport;
+
+/// Requests of one connection under way at a time.
+const IN_FLIGHT_MAX: usize = 256;
+/// What a request without data counts against the memory budget, bytes.
+const REQUEST_BYTES: usize = 512;
+/// How long a connection must be silent before its lanes end.
+const SILENCE: Duration = Duration::from_secs(1);
+/// How long a client may take to receive its last replies when the server stops.
+const FAREWELL: Duration = Duration::from_secs(10);
+/// Failed requests logged per connection: a broken disk must not fill the log.
+const ERRORS_LOGGED: u32 = 10;
+
+/// Why a transmission phase ended.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum End {
+    /// The client said goodbye.
+    #[error("the client disconnected")]
+    Disconnect,
+    /// The client closed between two requests.
+    #[error("the client closed the connection")]
+    Closed,
+    /// The volume or the server is stopping.
+    #[error("the volume is being closed")]
+    Stopped,
+    /// The client broke the protocol.
+    #[error(transparent)]
+    Protocol(#[from] Fatal),
+    /// The connection broke.
+    #[error("the connection broke")]
+    Broken(#[from] io::Error),
+}
+
+/// One client's transmission phase.
+pub(crate) struct Connection {
+    io: Io,
+    number: u64,
+    volume: Arc<Volume>,
+    session: Session,
+    transport: Transport,
+    memory: Rc<Budget>,
+    lanes: Lanes,
+    sender: Sender,
+    requests: Cell<u64>,
+    /// Set by the first request after a silence.
+    awake: Signal,
+    dozing: Cell<bool>,
+    stopping: Cell<bool>,
+    errors: Cell<u32>,
+}
+
+#[derive(Default)]
+struct Lanes {
+    idle: RefCell<Vec<Rc<Lane>>>,
+    count: Cell<usize>,
+    busy: Cell<usize>,
+    /// Set when a lane becomes idle or ends.
+    freed: Signal,
+}
+
+#[derive(Default)]
+struct Lane {
+    job: RefCell<Option<Job>>,
+    signal: Signal,
+    retire: Cell<bool>,
+}
+
+impl Connection {
+    pub(crate) fn new(
+        io: Io,
+        number: u64,
+        volume: Arc<Volume>,
+        session: Session,
+        transport: Transport,
+        memory_bytes: usize,
+    ) -> Rc<Connection> {
+        Rc::new(Connection {
+            io,
+            number,
+            volume,
+            session,
+            transport,
+            memory: Budget::new(memory_bytes),
+            lanes: Lanes::default(),
+            sender: Sender::default(),
+            requests: Cell::new(0),
+            awake: Signal::default(),
+            dozing: Cell::new(true),
+            stopping: Cell::new(false),
+            errors: Cell::new(0),
+        })
+    }
+
+    /// Serves until the client leaves, breaks the protocol, or one of the stops is sent. On return
+    /// nothing of the connection is under way any more.
+    pub(crate) async fn serve(self: &Rc<Self>, rest: &[u8], stops: [Arc<Stop>; 2]) -> End {
+        let sending = {
+            let this = self.clone();
+            self.io.spawn(async move {
+                let result = this.sender.run(&this.io, &this.transport).await;
+                if result.is_err() {
+                    // Nobody reads replies: stop reading requests, too.
+                    this.stop_reading();
+                }
+                result
+            })
+        };
+        // A task of its own, so that no request polls it; it ends with this function.
+        let _housekeeping = self.io.spawn(self.clone().keep_house(stops));
+        let mut receiver = Receiver::new(&self.io, rest);
+        let end = match self.read_requests(&mut receiver).await {
+            Ok(never) => match never {},
+            Err(end) => end,
+        };
+        drop(receiver);
+        self.finish(sending).await;
+        end
+    }
+
+    /// Waits for what is under way and sends the last replies.
+    async fn finish(self: &Rc<Self>, sending: ebb_io::Task<io::Result<()>>) {
+        self.retire_idle();
+        while self.lanes.busy.get() > 0 {
+            self.lanes.freed.wait().await;
+        }
+        self.retire_idle();
+        self.sender.finish();
+        let sent = self.io.timeout(FAREWELL, sending).await;
+        if matches!(sent, Some(Ok(()))) {
+            let _ = self.io.timeout(FAREWELL, self.transport.finish(&self.io)).await;
+        }
+        self.sender.clear();
+    }
+
+    fn stop_reading(&self) {
+        self.stopping.set(true);
+        // A receive that waits returns at once. An error means the socket is closed already.
+        let _ = rustix::net::shutdown(self.transport.fd(), rustix::net::Shutdown::Read);
+    }
+
+    /// Ends reading when told to stop; until then gives memory back after silence.
+    async fn keep_house(self: Rc<Self>, stops: [Arc<Stop>; 2]) {
+        let stopped = futures_lite::future::or(stops[0].wait(), stops[1].wait());
+        let tidying = async {
+            loop {
+                self.awake.wait().await;
+                let mut seen = u64::MAX;
+                while self.requests.get() != seen || self.lanes.busy.get() > 0 {
+                    seen = self.requests.get();
+                    self.io.sleep(SILENCE).await;
+                }
+                self.dozing.set(true);
+                self.retire_idle();
+                self.sender.shrink();
+            }
+        };
+        futures_lite::future::or(stopped, tidying).await;
+        self.stop_reading();
+    }
+
+    fn retire_idle(&self) {
+        for lane in self.lanes.idle.take() {
+            lane.retire.set(true);
+            lane.signal.set();
+        }
+    }
+
+    async fn read_requests(
+        self: &Rc<Self>,
+        receiver: &mut Receiver,
+    ) -> Result<std::convert::Infallible, End> {
+        loop {
+            if self.stopping.get() {
+                return Err(End::Stopped);
+            }
+            match decode::decode_request(&self.session, receiver.bytes())? {
+                Decoded::NeedMore(needed) => self.receive(receiver, needed).await?,
+                Decoded::Request(header, consumed) => {
+                    receiver.consume(consumed);
+                    self.accept(receiver, header).await?;
+                }
+            }
+        }
+    }
+
+    async fn receive(&self, receiver: &mut Receiver, needed: usize) -> Result<(), End> {
+        match receiver.fill(&self.io, &self.transport, needed).await {
+            Ok(()) => Ok(()),
+            Err(_) if self.stopping.get() => Err(End::Stopped),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                let between = receiver.bytes().is_empty();
+                Err(if between { End::Closed } else { End::Broken(error) })
+            }
+            Err(error) => Err(End::Broken(error)),
+        }
+    }
+
+    /// Checks one request, takes its payload off the wire, and starts or refuses it.
+    async fn accept(
+        self: &Rc<Self>,
+        receiver: &mut Receiver,
+        header: RequestHeader,
+    ) -> Result<(), End> {
+        self.requests.set(self.requests.get() + 1);
+        if self.dozing.replace(false) {
+            self.awake.set();
+        }
+        let to = ReplyTo::new(self.session.style, &header);
+        let operation = match decode::check(&header, &self.session) {
+            Ok(Operation::Disconnect) => return Err(End::Disconnect),
+            Ok(operation) => operation,
+            Err(errno) => {
+                self.skip(receiver, u64::from(header.payload_len)).await?;
+                let held = Some(self.memory.take(REQUEST_BYTES).await);
+                let body = Body::Error(errno, refusal(errno));
+                self.sender.push(Reply { to, body, held });
+                return Ok(());
+            }
+        };
+        let data = match operation {
+            Operation::Read { length, .. } | Operation::Write { length, .. } => length,
+            _ => 0,
+        };
+        let data = usize::try_from(data).unwrap_or(usize::MAX);
+        let held = self.memory.take(data.saturating_add(REQUEST_BYTES)).await;
+        let payload = match operation {
+            Operation::Write { .. } => Some(self.payload(receiver, data).await?),
+            _ => None,
+        };
+        self.start(Job { to, operation, payload, held }).await;
+        Ok(())
+    }
+
+    async fn payload(&self, receiver: &mut Receiver, length: usize) -> Result<Buf, End> {
+        if receiver.suits(length) {
+            self.receive(receiver, length).await.map_err(within)?;
+        }
+        let mut buf = self.io.pool().get(length);
+        let here = receiver.bytes().len().min(length);
+        buf[..here].copy_from_slice(&receiver.bytes()[..here]);
+        receiver.consume(here);
+        let (result, buf) = self.transport.recv_exact(&self.io, buf, here..length).await;
+        result.map_err(End::Broken)?;
+        Ok(buf)
+    }
+
+    async fn skip(&self, receiver: &mut Receiver, mut left: u64) -> Result<(), End> {
+        while left > 0 {
+            if receiver.bytes().is_empty() {
+                self.receive(receiver, 1).await.map_err(within)?;
+            }
+            let here = left.min(receiver.bytes().len() as u64);
+            receiver.consume(usize::try_from(here).unwrap_or(usize::MAX));
+            left -= here;
+        }
+        Ok(())
+    }
+
+    /// Gives a job to an idle lane, or to a new one, or waits for one.
+    async fn start(self: &Rc<Self>, job: Job) {
+        let lanes = &self.lanes;
+        let mut job = Some(job);
+        loop {
+            let idle = lanes.idle.borrow_mut().pop();
+            if let Some(lane) = idle {
+                lanes.busy.set(lanes.busy.get() + 1);
+                *lane.job.borrow_mut() = job.take();
+                lane.signal.set();
+                return;
+            }
+            if lanes.count.get() < IN_FLIGHT_MAX {
+                lanes.count.set(lanes.count.get() + 1);
+                lanes.busy.set(lanes.busy.get() + 1);
+                let lane = Rc::new(Lane { job: RefCell::new(job.take()), ..Lane::default() });
+                lane.signal.set();
+                self.io.spawn(self.clone().run_lane(lane)).detach();
+                return;
+            }
+            lanes.freed.wait().await;
+        }
+    }
+
+    async fn run_lane(self: Rc<Self>, lane: Rc<Lane>) {
+        loop {
+            lane.signal.wait().await;
+            let Some(job) = lane.job.take() else {
+                if lane.retire.get() {
+                    self.lanes.count.set(self.lanes.count.get() - 1);
+                    self.lanes.freed.set();
+                    return;
+                }
+                continue;
+            };
+            let (reply, error) = execute(&self.io, &self.volume, &self.session, job).await;
+            if let Some(error) = error {
+                self.log(&error);
+            }
+            self.sender.push(reply);
+            self.lanes.busy.set(self.lanes.busy.get() - 1);
+            self.lanes.idle.borrow_mut().push(lane.clone());
+            self.lanes.freed.set();
+        }
+    }
+
+    fn log(&self, error: &ebb_volume::BlockError) {
+        let count = self.errors.get();
+        self.errors.set(count.saturating_add(1));
+        if count < ERRORS_LOGGED {
+            let cause = error.source.as_ref().map(ToString::to_string).unwrap_or_default();
+            tracing::warn!(connection = self.number, %error, cause);
+        } else if count == ERRORS_LOGGED {
+            tracing::warn!(connection = self.number, "more failed requests; not logged any more");
+        }
+    }
+}
+
+/// A stream that ends within a payload is broken, not closed.
+fn within(end: End) -> End {
+    match end {
+        End::Closed => End::Broken(io::ErrorKind::UnexpectedEof.into()),
+        other => other,
+    }
+}
+
+fn refusal(errno: Errno) -> &'static str {
+    match errno {
+        Errno::Perm => "the volume is read-only",
+        Errno::NoSpc => "past the end of the volume",
+        Errno::Overflow => "longer than the largest request (see NBD_INFO_BLOCK_SIZE)",
+        _ => "not valid: check range, alignment to 512 bytes, length, flags and command",
+    }
+}

@@ -1,0 +1,104 @@
+//! The volumes a server offers, by name; changed while it runs.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use ebb_volume::{Gate, Volume};
+
+use crate::handshake::{BlockSizes, Capabilities, ExportInfo, Exports};
+use crate::stop::Stop;
+
+/// The smallest request, bytes: a sector.
+const MINIMUM: u32 = 512;
+/// What requests are best aligned to, bytes.
+const PREFERRED: u32 = 4096;
+
+/// A volume on offer, with what its connections wait for and are counted by.
+#[derive(Debug)]
+pub(crate) struct Export {
+    pub(crate) volume: Arc<Volume>,
+    pub(crate) stop: Arc<Stop>,
+    pub(crate) connections: Gate,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    by_name: BTreeMap<Arc<str>, Arc<Export>>,
+    default: Option<Arc<str>>,
+}
+
+/// All volumes on offer.
+#[derive(Debug, Default)]
+pub(crate) struct Registry(RwLock<Table>);
+
+impl Registry {
+    fn read(&self) -> std::sync::RwLockReadGuard<'_, Table> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> std::sync::RwLockWriteGuard<'_, Table> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn add(&self, volume: Arc<Volume>) {
+        let name = volume.name().clone();
+        let (stop, connections) = (Arc::default(), Gate::default());
+        self.write().by_name.insert(name, Arc::new(Export { volume, stop, connections }));
+    }
+
+    pub(crate) fn remove(&self, name: &str) -> Option<Arc<Export>> {
+        self.write().by_name.remove(name)
+    }
+
+    pub(crate) fn set_default(&self, name: Option<&str>) {
+        self.write().default = name.map(Arc::from);
+    }
+
+    pub(crate) fn get(&self, name: &str) -> Option<Arc<Export>> {
+        let table = self.read();
+        let name = if name.is_empty() { table.default.as_deref()? } else { name };
+        table.by_name.get(name).cloned()
+    }
+
+    pub(crate) fn all(&self) -> Vec<Arc<Export>> {
+        self.read().by_name.values().cloned().collect()
+    }
+}
+
+/// What the handshake of one connection sees of the registry.
+pub(crate) struct View<'a> {
+    pub(crate) registry: &'a Registry,
+    pub(crate) max_request: u32,
+}
+
+impl Exports for View<'_> {
+    fn list(&self, visit: &mut dyn FnMut(&str, &str)) {
+        for name in self.registry.read().by_name.keys() {
+            visit(name, "");
+        }
+    }
+
+    fn lookup(&self, name: &str) -> Option<ExportInfo> {
+        let export = self.registry.get(name)?;
+        let (volume, can) = (&export.volume, export.volume.capabilities());
+        Some(ExportInfo {
+            handle: 0,
+            name: volume.name().to_string(),
+            description: String::new(),
+            size: volume.size(),
+            capabilities: Capabilities {
+                read_only: volume.read_only(),
+                flush: true,
+                fua: true,
+                trim: can.discard,
+                write_zeroes: true,
+                fast_zero: can.fast_zero,
+                // One store behind all connections: a flush on any covers the writes of all.
+                multi_conn: true,
+                cache: true,
+                rotational: false,
+            },
+            block: BlockSizes::new(MINIMUM, PREFERRED, self.max_request).unwrap_or_default(),
+        })
+    }
+}

@@ -1,0 +1,573 @@
+//! The handshake of a connection, from the greeting to the transmission phase.
+//!
+//! Answers the sections "Fixed newstyle negotiation", "TLS support" and "Option types" of the
+//! protocol. [`Handshake`] is a machine without I/O and clock: bytes go in, replies come out in a
+//! buffer, a [`Step`] says what to do next. The caller owns the sockets, sends what is in the
+//! buffer after each step, runs TLS, and limits how long all this may take.
+//!
+//! What holds, whatever a client sends:
+//! - Nothing is kept of an option that is refused: its payload is skipped, however long it says
+//!   it is. What is read whole is at most [`Limits::option_bytes_max`] long.
+//! - One step appends at most the replies to one option.
+//! - A handshake ends: [`Limits::options_max`] options or [`Limits::bytes_max`] bytes, whichever
+//!   comes first, and the connection is closed.
+//! - No plain text that arrived with `NBD_OPT_STARTTLS` is taken for an option under TLS, and
+//!   nothing negotiated before TLS outlives it.
+//! - After an error, an abort or the start of transmission the machine takes nothing more.
+
+mod export;
+mod refusal;
+mod replies;
+mod request;
+#[cfg(test)]
+mod tests;
+
+pub use export::{BlockSizes, Capabilities, ExportInfo, Exports};
+
+use crate::proto::{
+    ClientFlags, OPTION_HEADER_LEN, Reader, ReplyStyle, STRING_MAX, TransmissionFlags, context,
+    info, magic, option,
+};
+use refusal::{
+    CHUNKS_NEEDED, EXTENDED_ALREADY, NO_DATA_EXPECTED, Refusal, SHUTTING_DOWN, TLS_ALREADY,
+    TLS_OFF, TLS_REQUIRED, TOO_BIG, UNKNOWN_EXPORT, UNSUPPORTED,
+};
+use replies::Replies;
+use request::{ContextRequest, InfoRequest};
+
+/// Whether TLS is offered, section "Server-side requirements" of "TLS support".
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Tls {
+    /// NOTLS: `NBD_OPT_STARTTLS` is refused.
+    #[default]
+    Off,
+    /// SELECTIVETLS with no export that demands it: the client may upgrade.
+    On,
+    /// FORCEDTLS: nothing but the upgrade is answered before it.
+    Require,
+}
+
+/// What the server lets a client do before it has chosen an export.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Policy {
+    /// Whether TLS is offered.
+    pub tls: Tls,
+    /// What one handshake may cost.
+    pub limits: Limits,
+}
+
+/// What one handshake may cost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Longest option payload that is read, in bytes; a longer one is skipped and refused.
+    pub option_bytes_max: u32,
+    /// Options before the connection is closed.
+    pub options_max: u32,
+    /// Bytes, skipped ones included, before the connection is closed.
+    pub bytes_max: u64,
+    /// Queries in one metadata context option.
+    pub queries_max: u32,
+}
+
+impl Default for Limits {
+    /// 64 KiB per option, 1024 options, 16 MiB in all, 128 queries.
+    fn default() -> Self {
+        Self {
+            option_bytes_max: 64 << 10,
+            options_max: 1024,
+            bytes_max: 16 << 20,
+            queries_max: 128,
+        }
+    }
+}
+
+/// What to do after [`Handshake::advance`]. In every case: first send what is in the output.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Read more bytes behind those not consumed, then advance again.
+    NeedMore,
+    /// A message was dealt with: advance again with the bytes not consumed, before reading more.
+    Again,
+    /// Do the TLS handshake on the connection, then call [`Handshake::tls_established`].
+    StartTls,
+    /// The client took its leave: close the connection.
+    Abort,
+    /// The transmission phase begins; bytes not consumed are its first.
+    Transmission(Session),
+}
+
+/// What was agreed on in a handshake; lives as long as the transmission phase.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Session {
+    /// The export, as it was described to the client.
+    pub export: ExportInfo,
+    /// The transmission flags, as they were sent to the client.
+    pub flags: TransmissionFlags,
+    /// The shape of requests and replies.
+    pub style: ReplyStyle,
+    /// The number of `base:allocation`, if the client selected it for this export.
+    pub allocation_context: Option<u32>,
+    /// The client asked for the size constraints, and so promised to keep them.
+    pub block_size_requested: bool,
+    /// `NBD_FLAG_C_NO_ZEROES` was agreed. (Matters to `NBD_OPT_EXPORT_NAME` alone.)
+    pub no_zeroes: bool,
+    /// The connection is under TLS.
+    pub tls: bool,
+}
+
+/// Why a connection must be closed during its handshake.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum HandshakeError {
+    /// "Client flags": unknown ones mean the connection must be dropped.
+    #[error("client set unknown handshake flags {0:#x}; it speaks another version of NBD")]
+    UnknownClientFlags(u32),
+    /// An option did not start with `IHAVEOPT`.
+    #[error("client sent {0:#018x} where an NBD option starts; it is no NBD client or out of step")]
+    BadMagic(u64),
+    /// "Newstyle negotiation": without fixed newstyle only `NBD_OPT_EXPORT_NAME` is valid.
+    #[error("client sent option {0} without having agreed to fixed newstyle; upgrade the client")]
+    NotFixedNewstyle(u32),
+    /// `NBD_OPT_EXPORT_NAME` cannot report an error but by closing.
+    #[error("client asked for export {0:?}, which does not exist; check the volume names")]
+    UnknownExport(String),
+    /// The name in `NBD_OPT_EXPORT_NAME` is too long, not UTF-8, or has a NUL in it.
+    #[error("client asked for an export by a name that is too long or not UTF-8")]
+    BadExportName,
+    /// `NBD_OPT_EXPORT_NAME` before TLS where TLS is required.
+    #[error("client asked for an export without TLS, which is required; enable TLS in the client")]
+    TlsRequired,
+    /// Bytes came behind `NBD_OPT_STARTTLS` in plain text.
+    #[error(
+        "client sent plain text behind its request for TLS; somebody may be injecting commands"
+    )]
+    PlaintextAfterStartTls,
+    /// `NBD_OPT_EXPORT_NAME` after extended headers were agreed.
+    #[error("client used the old way to ask for an export after agreeing to extended headers")]
+    ExportNameAfterExtendedHeaders,
+    /// [`Limits::options_max`] was reached.
+    #[error("client sent more than {0} options without choosing an export")]
+    TooManyOptions(u32),
+    /// [`Limits::bytes_max`] would be passed.
+    #[error("client sent, or announced, more than {0} bytes without choosing an export")]
+    TooManyBytes(u64),
+    /// The server is going down and `NBD_OPT_EXPORT_NAME` cannot be told so.
+    #[error("client asked for an export while the server is shutting down")]
+    ShuttingDown,
+    /// The caller went on after the end, or mixed up the order of calls.
+    #[error("the handshake is over; the connection should have been closed")]
+    Ended,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Waiting for the client's flags.
+    Flags,
+    /// Waiting for an option.
+    Options,
+    /// Dropping the rest of the payload of `option`, then refusing it.
+    Skipping { option: u32, left: u32, refusal: Refusal },
+    /// `NBD_OPT_STARTTLS` was acknowledged.
+    AwaitingTls,
+    /// Over, for better or worse.
+    Ended,
+}
+
+/// What is to be done with an option, decided from its header alone.
+enum Plan {
+    /// Wait for the whole payload, then answer.
+    Answer,
+    /// Skip the payload, then refuse.
+    Refuse(Refusal),
+    /// Acknowledge and wait for TLS.
+    StartTls,
+    /// Acknowledge and end, whatever the payload.
+    Abort,
+}
+
+/// The server's side of one connection's handshake. See the [module](self).
+#[derive(Debug)]
+pub struct Handshake {
+    policy: Policy,
+    state: State,
+    fixed_newstyle: bool,
+    no_zeroes: bool,
+    tls_active: bool,
+    shutting_down: bool,
+    options: u32,
+    bytes: u64,
+    style: ReplyStyle,
+    /// Canonical name of the export for which `base:allocation` was selected last.
+    allocation_for: Option<String>,
+}
+
+impl Handshake {
+    /// A handshake in which nothing was said yet.
+    #[must_use]
+    pub fn new(policy: Policy) -> Self {
+        Self {
+            policy,
+            state: State::Flags,
+            fixed_newstyle: false,
+            no_zeroes: false,
+            tls_active: false,
+            shutting_down: false,
+            options: 0,
+            bytes: 0,
+            style: ReplyStyle::Simple,
+            allocation_for: None,
+        }
+    }
+
+    /// Appends the first bytes of the connection, [`crate::proto::GREETING_LEN`] of them.
+    pub fn greeting(&self, out: &mut Vec<u8>) {
+        replies::greeting(out);
+    }
+
+    /// Bytes an input buffer must hold so that no option needs more: header and payload.
+    #[must_use]
+    pub fn input_max(&self) -> usize {
+        usize::try_from(self.policy.limits.option_bytes_max.max(EXPORT_NAME_MAX))
+            .unwrap_or(usize::MAX)
+            .saturating_add(OPTION_HEADER_LEN)
+    }
+
+    /// From now on every option but `NBD_OPT_ABORT` is answered with `NBD_REP_ERR_SHUTDOWN`.
+    pub fn shut_down(&mut self) {
+        self.shutting_down = true;
+    }
+
+    /// TLS is up, after [`Step::StartTls`]. All that was negotiated before is forgotten; the
+    /// limits go on counting.
+    ///
+    /// # Errors
+    /// [`HandshakeError::Ended`] if TLS was not what the machine waited for.
+    pub fn tls_established(&mut self) -> Result<(), HandshakeError> {
+        if self.state != State::AwaitingTls {
+            self.state = State::Ended;
+            return Err(HandshakeError::Ended);
+        }
+        self.style = ReplyStyle::Simple;
+        self.allocation_for = None;
+        self.tls_active = true;
+        self.state = State::Options;
+        Ok(())
+    }
+
+    /// Takes bytes from the front of `input`, appends replies to `out`, and says how many bytes
+    /// were consumed and what comes next. At most one message is dealt with at a time.
+    ///
+    /// # Errors
+    /// The connection must be closed, after sending what `out` holds. The machine is at its end.
+    pub fn advance(
+        &mut self,
+        input: &[u8],
+        exports: &dyn Exports,
+        out: &mut Vec<u8>,
+    ) -> Result<(usize, Step), HandshakeError> {
+        let result = match self.state {
+            State::Flags => self.client_flags(input),
+            State::Options => self.option(input, exports, out),
+            State::Skipping { .. } => Ok(self.skip(input, out)),
+            State::AwaitingTls if input.is_empty() => Ok((0, Step::StartTls)),
+            State::AwaitingTls => Err(HandshakeError::PlaintextAfterStartTls),
+            State::Ended => Err(HandshakeError::Ended),
+        };
+        if result.is_err() {
+            self.state = State::Ended;
+        }
+        result
+    }
+
+    /// "Client flags".
+    fn client_flags(&mut self, input: &[u8]) -> Result<(usize, Step), HandshakeError> {
+        let Some(flags) = Reader::new(input).u32().map(ClientFlags) else {
+            return Ok((0, Step::NeedMore));
+        };
+        let unknown = flags.beyond(ClientFlags::KNOWN);
+        if !unknown.is_none() {
+            return Err(HandshakeError::UnknownClientFlags(unknown.0));
+        }
+        self.fixed_newstyle = flags.contains(ClientFlags::FIXED_NEWSTYLE);
+        self.no_zeroes = flags.contains(ClientFlags::NO_ZEROES);
+        self.state = State::Options;
+        Ok((size_of::<u32>(), Step::Again))
+    }
+
+    fn option(
+        &mut self,
+        input: &[u8],
+        exports: &dyn Exports,
+        out: &mut Vec<u8>,
+    ) -> Result<(usize, Step), HandshakeError> {
+        let mut reader = Reader::new(input);
+        match reader.u64() {
+            None => return Ok((0, Step::NeedMore)),
+            Some(magic::OPTION) => {}
+            Some(other) => return Err(HandshakeError::BadMagic(other)),
+        }
+        let (Some(option), Some(length)) = (reader.u32(), reader.u32()) else {
+            return Ok((0, Step::NeedMore));
+        };
+        match self.plan(option, length)? {
+            Plan::Answer => {
+                let Some(payload) = usize::try_from(length).ok().and_then(|len| reader.bytes(len))
+                else {
+                    return Ok((0, Step::NeedMore));
+                };
+                self.count(length);
+                let step = self.answer(option, payload, exports, out)?;
+                Ok((OPTION_HEADER_LEN + payload.len(), step))
+            }
+            Plan::Refuse(refusal) => {
+                self.count(length);
+                if option == option::SET_META_CONTEXT {
+                    // "including when this command fails"
+                    self.allocation_for = None;
+                }
+                self.state = State::Skipping { option, left: length, refusal };
+                let (skipped, step) = self.skip(&input[OPTION_HEADER_LEN..], out);
+                Ok((OPTION_HEADER_LEN + skipped, step))
+            }
+            Plan::StartTls if !reader.is_empty() => Err(HandshakeError::PlaintextAfterStartTls),
+            Plan::StartTls => {
+                self.count(length);
+                Replies::to(option, out).ack();
+                self.state = State::AwaitingTls;
+                Ok((OPTION_HEADER_LEN, Step::StartTls))
+            }
+            Plan::Abort => {
+                Replies::to(option, out).ack();
+                self.state = State::Ended;
+                Ok((OPTION_HEADER_LEN, Step::Abort))
+            }
+        }
+    }
+
+    /// Decides from its header what becomes of an option. Changes nothing: it is asked again
+    /// while the payload is incomplete.
+    fn plan(&self, option: u32, length: u32) -> Result<Plan, HandshakeError> {
+        let limits = self.policy.limits;
+        if self.options >= limits.options_max {
+            return Err(HandshakeError::TooManyOptions(limits.options_max));
+        }
+        if option == option::ABORT && self.fixed_newstyle {
+            return Ok(Plan::Abort);
+        }
+        if message_len(length) > limits.bytes_max.saturating_sub(self.bytes) {
+            return Err(HandshakeError::TooManyBytes(limits.bytes_max));
+        }
+        let needs_tls = self.policy.tls == Tls::Require && !self.tls_active;
+        if option == option::EXPORT_NAME {
+            return self.plan_export_name(length, needs_tls).map(|()| Plan::Answer);
+        }
+        if !self.fixed_newstyle {
+            return Err(HandshakeError::NotFixedNewstyle(option));
+        }
+        if self.shutting_down {
+            return Ok(Plan::Refuse(SHUTTING_DOWN));
+        }
+        Ok(match option {
+            option::STARTTLS if length > 0 => Plan::Refuse(NO_DATA_EXPECTED),
+            option::STARTTLS if self.tls_active => Plan::Refuse(TLS_ALREADY),
+            option::STARTTLS if self.policy.tls == Tls::Off => Plan::Refuse(TLS_OFF),
+            option::STARTTLS => Plan::StartTls,
+            _ if needs_tls => Plan::Refuse(TLS_REQUIRED),
+            option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS if length > 0 => {
+                Plan::Refuse(NO_DATA_EXPECTED)
+            }
+            option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS => Plan::Answer,
+            option::INFO | option::GO | option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
+                if length > limits.option_bytes_max {
+                    Plan::Refuse(TOO_BIG)
+                } else {
+                    Plan::Answer
+                }
+            }
+            _ => Plan::Refuse(UNSUPPORTED),
+        })
+    }
+
+    /// `NBD_OPT_EXPORT_NAME` has no way to report an error: what is wrong closes the connection.
+    fn plan_export_name(&self, length: u32, needs_tls: bool) -> Result<(), HandshakeError> {
+        if self.shutting_down {
+            Err(HandshakeError::ShuttingDown)
+        } else if needs_tls {
+            Err(HandshakeError::TlsRequired)
+        } else if self.style == ReplyStyle::Extended {
+            Err(HandshakeError::ExportNameAfterExtendedHeaders)
+        } else if length > EXPORT_NAME_MAX {
+            Err(HandshakeError::BadExportName)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn count(&mut self, length: u32) {
+        self.options += 1;
+        self.bytes += message_len(length);
+    }
+
+    fn skip(&mut self, input: &[u8], out: &mut Vec<u8>) -> (usize, Step) {
+        let State::Skipping { option, left, refusal } = self.state else {
+            return (0, Step::NeedMore);
+        };
+        let available = u32::try_from(input.len()).unwrap_or(u32::MAX);
+        let left_after = left.saturating_sub(available);
+        if left_after > 0 {
+            self.state = State::Skipping { option, left: left_after, refusal };
+            return (input.len(), Step::NeedMore);
+        }
+        Replies::to(option, out).refuse(refusal);
+        self.state = State::Options;
+        (usize::try_from(left).unwrap_or(input.len()), Step::Again)
+    }
+
+    /// Answers an option whose payload is complete.
+    fn answer(
+        &mut self,
+        option: u32,
+        payload: &[u8],
+        exports: &dyn Exports,
+        out: &mut Vec<u8>,
+    ) -> Result<Step, HandshakeError> {
+        if option == option::EXPORT_NAME {
+            return self.export_name(payload, exports, out);
+        }
+        let mut replies = Replies::to(option, out);
+        let done = match option {
+            option::LIST => {
+                exports.list(&mut |name, description| replies.server(name, description));
+                Ok(())
+            }
+            option::STRUCTURED_REPLY if self.style == ReplyStyle::Extended => Err(EXTENDED_ALREADY),
+            option::STRUCTURED_REPLY => {
+                self.style = ReplyStyle::Structured;
+                Ok(())
+            }
+            option::EXTENDED_HEADERS => {
+                self.style = ReplyStyle::Extended;
+                Ok(())
+            }
+            option::INFO => self.describe(payload, exports, &mut replies).map(|_| ()),
+            option::GO => match self.describe(payload, exports, &mut replies) {
+                Ok((export, block_size_requested)) => {
+                    replies.ack();
+                    return Ok(self.begin(export, block_size_requested));
+                }
+                Err(refusal) => Err(refusal),
+            },
+            option::LIST_META_CONTEXT => self.list_contexts(payload, exports, &mut replies),
+            option::SET_META_CONTEXT => self.set_contexts(payload, exports, &mut replies),
+            _ => Err(UNSUPPORTED),
+        };
+        match done {
+            Ok(()) => replies.ack(),
+            Err(refusal) => replies.refuse(refusal),
+        }
+        Ok(Step::Again)
+    }
+
+    /// `NBD_OPT_EXPORT_NAME`
+    fn export_name(
+        &mut self,
+        payload: &[u8],
+        exports: &dyn Exports,
+        out: &mut Vec<u8>,
+    ) -> Result<Step, HandshakeError> {
+        let name = request::string(payload).map_err(|_| HandshakeError::BadExportName)?;
+        let Some(export) = exports.lookup(name) else {
+            let shown = name.chars().take(LOGGED_NAME_MAX).collect();
+            return Err(HandshakeError::UnknownExport(shown));
+        };
+        replies::export_name(&export, self.style, self.no_zeroes, out);
+        Ok(self.begin(export, false))
+    }
+
+    /// `NBD_OPT_INFO`, and the first half of `NBD_OPT_GO`: the export, and whether the client
+    /// asked for its block sizes.
+    fn describe(
+        &self,
+        payload: &[u8],
+        exports: &dyn Exports,
+        replies: &mut Replies<'_>,
+    ) -> Result<(ExportInfo, bool), Refusal> {
+        let request = InfoRequest::parse(payload)?;
+        let export = exports.lookup(request.name).ok_or(UNKNOWN_EXPORT)?;
+        replies.info_export(&export, self.style);
+        if request.wants_name {
+            replies.info_text(info::NAME, &export.name);
+        }
+        if request.wants_description && !export.description.is_empty() {
+            replies.info_text(info::DESCRIPTION, &export.description);
+        }
+        replies.info_block_size(&export);
+        Ok((export, request.wants_block_size))
+    }
+
+    /// `NBD_OPT_LIST_META_CONTEXT`
+    fn list_contexts(
+        &self,
+        payload: &[u8],
+        exports: &dyn Exports,
+        replies: &mut Replies<'_>,
+    ) -> Result<(), Refusal> {
+        let request = self.context_request(payload)?;
+        exports.lookup(request.name).ok_or(UNKNOWN_EXPORT)?;
+        if request.queries == 0 || request.names_allocation || request.names_base {
+            // "The metadata context ID in these replies is reserved and SHOULD be set to zero".
+            replies.allocation_context(0);
+        }
+        Ok(())
+    }
+
+    /// `NBD_OPT_SET_META_CONTEXT`
+    fn set_contexts(
+        &mut self,
+        payload: &[u8],
+        exports: &dyn Exports,
+        replies: &mut Replies<'_>,
+    ) -> Result<(), Refusal> {
+        self.allocation_for = None;
+        let request = self.context_request(payload)?;
+        let export = exports.lookup(request.name).ok_or(UNKNOWN_EXPORT)?;
+        if request.names_allocation {
+            replies.allocation_context(context::ALLOCATION_ID);
+            self.allocation_for = Some(export.name);
+        }
+        Ok(())
+    }
+
+    fn context_request<'a>(&self, payload: &'a [u8]) -> Result<ContextRequest<'a>, Refusal> {
+        if !self.style.is_chunked() {
+            return Err(CHUNKS_NEEDED);
+        }
+        ContextRequest::parse(payload, self.policy.limits.queries_max)
+    }
+
+    fn begin(&mut self, export: ExportInfo, block_size_requested: bool) -> Step {
+        self.state = State::Ended;
+        let same_export = self.allocation_for.as_deref() == Some(export.name.as_str());
+        Step::Transmission(Session {
+            flags: export.transmission_flags(self.style),
+            style: self.style,
+            allocation_context: same_export.then_some(context::ALLOCATION_ID),
+            block_size_requested,
+            no_zeroes: self.no_zeroes,
+            tls: self.tls_active,
+            export,
+        })
+    }
+}
+
+/// Characters of a name an error quotes.
+const LOGGED_NAME_MAX: usize = 256;
+
+/// Longest payload of `NBD_OPT_EXPORT_NAME`; read whole under any limits.
+#[expect(clippy::cast_possible_truncation, reason = "4096 fits")]
+const EXPORT_NAME_MAX: u32 = STRING_MAX as u32;
+
+/// Bytes of an option on the wire.
+fn message_len(length: u32) -> u64 {
+    OPTION_HEADER_LEN as u64 + u64::from(length)
+}

@@ -1,0 +1,141 @@
+//! Carrying out one request: what a lane does between taking a job and handing over its reply.
+//!
+//! A lane is a task that does one request after the other, so that nothing is allocated per
+//! request. A connection has as many lanes as it has had requests at once; they end when it falls
+//! silent.
+
+use ebb_io::{BudgetGuard, Buf, Io};
+use ebb_volume::{BlockError, ErrorKind, Volume, ZeroFlags};
+
+use crate::decode::Operation;
+use crate::handshake::Session;
+use crate::proto::{Errno, ExtentState};
+use crate::reply::{ExtentList, ReplyTo};
+
+/// Extents in one answer to BLOCK_STATUS: the client asks again for the rest.
+const EXTENTS_MAX: u16 = 2048;
+
+/// A request on its way, by value: nothing of it is read again from the client.
+pub(crate) struct Job {
+    pub(crate) to: ReplyTo,
+    pub(crate) operation: Operation,
+    /// The data of a write.
+    pub(crate) payload: Option<Buf>,
+    /// The memory and the place it takes until its reply has been sent.
+    pub(crate) held: BudgetGuard,
+}
+
+/// What is to be sent for a request.
+pub(crate) struct Reply {
+    pub(crate) to: ReplyTo,
+    pub(crate) body: Body,
+    /// Given back when the reply has been sent.
+    pub(crate) held: Option<BudgetGuard>,
+}
+
+/// What a reply carries.
+pub(crate) enum Body {
+    /// Success without data.
+    Done,
+    /// An error, and a word for the human at the client.
+    Error(Errno, &'static str),
+    /// The data of a read from `offset`; in one piece if `unfragmented`.
+    Data { offset: u64, data: Buf, unfragmented: bool },
+    /// `count` descriptors for a context.
+    Status { context: u32, count: u32, descriptors: Buf },
+}
+
+/// Carries out a job. The error, if any, is for the log; the reply carries its number.
+pub(crate) async fn execute(
+    io: &Io,
+    volume: &Volume,
+    session: &Session,
+    job: Job,
+) -> (Reply, Option<BlockError>) {
+    let Job { to, operation, payload, held } = job;
+    let result = match operation {
+        Operation::Read { offset, length, unfragmented } => {
+            let buf = io.pool().get(usize::try_from(length).unwrap_or(usize::MAX));
+            let (result, data) = volume.read(io, buf, offset).await;
+            result.map(|()| Body::Data { offset, data, unfragmented })
+        }
+        Operation::Write { offset, fua, .. } => match payload {
+            Some(data) => volume.write(io, data, offset, fua).await.0.map(|()| Body::Done),
+            None => unreachable!("the reader hands over every write with its payload"),
+        },
+        Operation::Flush => volume.flush(io).await.map(|()| Body::Done),
+        Operation::Trim { offset, length, fua } => {
+            volume.discard(io, offset, length, fua).await.map(|()| Body::Done)
+        }
+        Operation::Cache { offset, length } => {
+            volume.prefetch(io, offset, length).await.map(|()| Body::Done)
+        }
+        Operation::WriteZeroes { offset, length, fua, no_hole, fast } => {
+            let flags = ZeroFlags { may_unmap: !no_hole, fast_only: fast };
+            volume.write_zeroes(io, offset, length, flags, fua).await.map(|()| Body::Done)
+        }
+        Operation::BlockStatus { offset, length, one } => {
+            status(io, volume, session, (offset, length), one).await
+        }
+        Operation::Disconnect => Ok(Body::Done),
+    };
+    match result {
+        Ok(body) => (Reply { to, body, held: Some(held) }, None),
+        Err(error) => {
+            let body = Body::Error(errno(&error), text(error.kind));
+            (Reply { to, body, held: Some(held) }, Some(error))
+        }
+    }
+}
+
+async fn status(
+    io: &Io,
+    volume: &Volume,
+    session: &Session,
+    (offset, length): (u64, u64),
+    one: bool,
+) -> Result<Body, BlockError> {
+    let limit = if one { 1 } else { usize::from(EXTENTS_MAX) };
+    let extents = volume.extents(io, offset, length, limit).await?;
+    let mut bytes = Vec::new();
+    let payload_max = session.export.block.maximum_payload();
+    let asked = (length, one);
+    let mut list =
+        ExtentList::new(&mut bytes, session.style, asked, payload_max, u32::from(EXTENTS_MAX));
+    for extent in extents {
+        let state =
+            if extent.hole { ExtentState::HOLE.with(ExtentState::ZERO) } else { ExtentState::NONE };
+        if !list.push(extent.length, state) {
+            break;
+        }
+    }
+    let count = list.finish();
+    let mut descriptors = io.pool().get(bytes.len());
+    descriptors.copy_from_slice(&bytes);
+    // `check` lets BLOCK_STATUS through only where a context was selected.
+    let context = session.allocation_context.unwrap_or_default();
+    Ok(Body::Status { context, count, descriptors })
+}
+
+/// The one table from kinds of errors to numbers on the wire ("Error values").
+fn errno(error: &BlockError) -> Errno {
+    match error.kind {
+        ErrorKind::Invalid | ErrorKind::OutOfRange => Errno::Inval,
+        ErrorKind::ReadOnly => Errno::Perm,
+        ErrorKind::NoSpace => Errno::NoSpc,
+        ErrorKind::Unsupported => Errno::NotSup,
+        ErrorKind::Closing => Errno::Shutdown,
+        _ => Errno::Io,
+    }
+}
+
+fn text(kind: ErrorKind) -> &'static str {
+    match kind {
+        ErrorKind::NoSpace => "the store is full",
+        ErrorKind::ReadOnly => "the volume is read-only",
+        ErrorKind::Closing => "the volume is being closed",
+        ErrorKind::Short => "the store is shorter than the volume",
+        ErrorKind::Unsupported => "the store cannot do this",
+        _ => "the store failed; the server's log says more",
+    }
+}

@@ -1,0 +1,198 @@
+//! Replies of the transmission phase, encoded into fixed arrays.
+//!
+//! Answers the sections "Simple reply message", "Structured reply chunk message", "Extended reply
+//! chunk message" and "Structured reply types" of the protocol. Nothing here allocates: a
+//! [`Header`] is 64 bytes by value, and what follows it on the wire (data, descriptors, a message)
+//! stays where it is.
+//!
+//! What holds: a client that negotiated nothing gets simple replies only ([`ReplyTo::chunks`] is
+//! `None`); with structured replies a READ is answered in chunks even when it fails; with
+//! extended headers everything is a chunk. A reply ends with its one chunk marked `last`.
+
+mod extents;
+mod runs;
+#[cfg(test)]
+mod tests;
+
+pub use extents::ExtentList;
+pub use runs::{Run, zero_runs};
+
+use crate::decode::RequestHeader;
+use crate::proto::{Errno, ReplyStyle, STRING_MAX, chunk, magic};
+
+/// The fixed front of a reply, ready to be sent.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    bytes: [u8; HEADER_MAX],
+    len: u8,
+}
+
+/// Room in a [`Header`]; the longest, an extended error with an offset, takes 46 bytes.
+const HEADER_MAX: usize = 64;
+
+impl Header {
+    const EMPTY: Self = Self { bytes: [0; HEADER_MAX], len: 0 };
+
+    /// The bytes to send.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..usize::from(self.len)]
+    }
+
+    /// Appends, by value. What would not fit is a mistake in this file, found by its tests.
+    fn put<const N: usize>(mut self, field: [u8; N]) -> Self {
+        const { assert!(N <= 8) };
+        let start = usize::from(self.len);
+        debug_assert!(start + N <= HEADER_MAX, "a header has at most {HEADER_MAX} bytes");
+        for (place, byte) in self.bytes.iter_mut().skip(start).zip(field) {
+            *place = byte;
+            self.len += 1;
+        }
+        self
+    }
+}
+
+impl core::fmt::Debug for Header {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "Header({:02x?})", self.as_bytes())
+    }
+}
+
+/// Whom a reply is for: one request on a connection of a certain style.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReplyTo {
+    style: ReplyStyle,
+    cookie: u64,
+    offset: u64,
+}
+
+impl ReplyTo {
+    /// Replies to this request.
+    #[must_use]
+    pub const fn new(style: ReplyStyle, request: &RequestHeader) -> Self {
+        Self { style, cookie: request.cookie, offset: request.offset }
+    }
+
+    /// Success without a payload: the whole reply to anything but READ and BLOCK_STATUS. For a
+    /// READ with simple replies, the data follows.
+    #[must_use]
+    pub fn success(self) -> Header {
+        match self.style {
+            ReplyStyle::Simple | ReplyStyle::Structured => self.simple(0),
+            ReplyStyle::Extended => self.chunk(chunk::NONE, true, 0),
+        }
+    }
+
+    /// Failure, and the end of the reply. Send the header, then the text returned: the message
+    /// where the style has room for one, or nothing. A message of more than 4096 bytes is left
+    /// out.
+    #[must_use]
+    pub fn error(self, errno: Errno, message: &str) -> (Header, &str) {
+        if !self.style.is_chunked() {
+            return (self.simple(errno.to_wire()), "");
+        }
+        let (message, len) = match u16::try_from(message.len()) {
+            Ok(len) if message.len() <= STRING_MAX => (message, len),
+            _ => ("", 0),
+        };
+        let header = self
+            .chunk(chunk::ERROR, true, 6 + u64::from(len))
+            .put(errno.to_wire().to_be_bytes())
+            .put(len.to_be_bytes());
+        (header, message)
+    }
+
+    /// Access to replies in chunks; `None` when the client understands simple replies only.
+    #[must_use]
+    pub const fn chunks(self) -> Option<Chunks> {
+        if self.style.is_chunked() { Some(Chunks(self)) } else { None }
+    }
+
+    fn simple(self, error: u32) -> Header {
+        Header::EMPTY
+            .put(magic::SIMPLE_REPLY.to_be_bytes())
+            .put(error.to_be_bytes())
+            .put(self.cookie.to_be_bytes())
+    }
+
+    /// The front of a chunk in the style that was negotiated. `length` is far below 4 GiB in all
+    /// chunks there are.
+    fn chunk(self, kind: u16, last: bool, length: u64) -> Header {
+        let flags = if last { chunk::FLAG_DONE } else { 0 };
+        if self.style == ReplyStyle::Extended {
+            Header::EMPTY
+                .put(magic::EXTENDED_REPLY.to_be_bytes())
+                .put(flags.to_be_bytes())
+                .put(kind.to_be_bytes())
+                .put(self.cookie.to_be_bytes())
+                .put(self.offset.to_be_bytes())
+                .put(length.to_be_bytes())
+        } else {
+            Header::EMPTY
+                .put(magic::STRUCTURED_REPLY.to_be_bytes())
+                .put(flags.to_be_bytes())
+                .put(kind.to_be_bytes())
+                .put(self.cookie.to_be_bytes())
+                .put(u32::try_from(length).unwrap_or(u32::MAX).to_be_bytes())
+        }
+    }
+}
+
+/// The chunks of a reply. Chunks may come in any order, but exactly one is `last`, and it comes
+/// last; content must not overlap and must cover the request unless there is an error chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chunks(ReplyTo);
+
+impl Chunks {
+    /// `NBD_REPLY_TYPE_NONE`: the end of a reply whose content was not marked `last`.
+    #[must_use]
+    pub fn none(self) -> Header {
+        self.0.chunk(chunk::NONE, true, 0)
+    }
+
+    /// `NBD_REPLY_TYPE_OFFSET_DATA`: `length` bytes (1 up to the maximum payload) from `offset`
+    /// follow. Mark it `last` only when the data is at hand and cannot fail any more.
+    #[must_use]
+    pub fn data(self, offset: u64, length: u32, last: bool) -> Header {
+        debug_assert!(length > 0, "a content chunk describes at least one byte");
+        self.0.chunk(chunk::OFFSET_DATA, last, 8 + u64::from(length)).put(offset.to_be_bytes())
+    }
+
+    /// `NBD_REPLY_TYPE_OFFSET_HOLE`: `length` bytes (at least 1) from `offset` are zero.
+    #[must_use]
+    pub fn hole(self, offset: u64, length: u32, last: bool) -> Header {
+        debug_assert!(length > 0, "a content chunk describes at least one byte");
+        self.0
+            .chunk(chunk::OFFSET_HOLE, last, 12)
+            .put(offset.to_be_bytes())
+            .put(length.to_be_bytes())
+    }
+
+    /// `NBD_REPLY_TYPE_BLOCK_STATUS`, or its extended form: the `count` (at least 1) descriptors
+    /// of an [`ExtentList`] for the context follow.
+    #[must_use]
+    pub fn block_status(self, context_id: u32, count: u32, last: bool) -> Header {
+        debug_assert!(count > 0, "a status chunk has at least one descriptor");
+        if self.0.style == ReplyStyle::Extended {
+            self.0
+                .chunk(chunk::BLOCK_STATUS_EXT, last, 8 + 16 * u64::from(count))
+                .put(context_id.to_be_bytes())
+                .put(count.to_be_bytes())
+        } else {
+            self.0
+                .chunk(chunk::BLOCK_STATUS, last, 4 + 8 * u64::from(count))
+                .put(context_id.to_be_bytes())
+        }
+    }
+
+    /// `NBD_REPLY_TYPE_ERROR_OFFSET`, without a message: it failed at `offset`, which lies within
+    /// the request.
+    #[must_use]
+    pub fn error_at(self, errno: Errno, offset: u64, last: bool) -> Header {
+        self.0
+            .chunk(chunk::ERROR_OFFSET, last, 14)
+            .put(errno.to_wire().to_be_bytes())
+            .put(0_u16.to_be_bytes())
+            .put(offset.to_be_bytes())
+    }
+}

@@ -1,0 +1,308 @@
+//! The server: listens, lets clients in, and sees them off.
+//!
+//! A client costs nothing of anybody else's: handshakes have a deadline, connections a limit, and
+//! each connection its own memory budget. Connections are spread over the workers in turn.
+
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use ebb_io::{Fd, Gather, Io, WorkerHandle, fd_from};
+use ebb_volume::{BlockError, Gate, Volume};
+
+use crate::connection::{Connection, End};
+use crate::exports::{Registry, View};
+use crate::handshake::{Handshake, HandshakeError, Policy, Session, Step, Tls};
+use crate::stop::Stop;
+use crate::tls::TlsContext;
+use crate::transport::Transport;
+
+/// How long a client may take from its first byte to the transmission phase.
+const HANDSHAKE: Duration = Duration::from_secs(30);
+/// How long to wait when the process is out of descriptors.
+const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
+
+/// What clients may do to the server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Connections at a time.
+    pub max_clients: usize,
+    /// The largest READ or WRITE, bytes: 4 KiB to 64 MiB.
+    pub max_request: u32,
+    /// Memory the requests of one connection may hold, bytes.
+    pub connection_memory: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits { max_clients: 256, max_request: 32 << 20, connection_memory: 64 << 20 }
+    }
+}
+
+/// An NBD server. Cheap to clone; the clones are one server.
+#[derive(Clone, Debug)]
+pub struct Server(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    registry: Registry,
+    limits: RwLock<Limits>,
+    tls: RwLock<Option<TlsContext>>,
+    policy: Tls,
+    clients: AtomicUsize,
+    numbers: AtomicU64,
+    stop: Arc<Stop>,
+    /// Everybody who was let in, handshakes included.
+    inside: Gate,
+}
+
+/// Why a connection ended before it served anything.
+#[derive(Debug, thiserror::Error)]
+enum Refused {
+    #[error(transparent)]
+    Handshake(#[from] HandshakeError),
+    #[error("the connection broke during the handshake")]
+    Io(#[from] std::io::Error),
+    #[error("the client closed the connection during the handshake")]
+    Left,
+    #[error("the handshake took longer than {} s", HANDSHAKE.as_secs())]
+    Late,
+    #[error("the export was removed during the handshake")]
+    Gone,
+    #[error("the server is stopping")]
+    Stopped,
+}
+
+impl Server {
+    /// A server without volumes. `tls` says whether TLS is offered or demanded, `context` with
+    /// which keys.
+    pub fn new(limits: Limits, tls: Tls, context: Option<TlsContext>) -> Server {
+        Server(Arc::new(Shared {
+            registry: Registry::default(),
+            limits: RwLock::new(limits),
+            tls: RwLock::new(context),
+            policy: tls,
+            clients: AtomicUsize::new(0),
+            numbers: AtomicU64::new(1),
+            stop: Arc::default(),
+            inside: Gate::default(),
+        }))
+    }
+
+    /// Offers a volume under its name.
+    pub fn add(&self, volume: Arc<Volume>) {
+        self.0.registry.add(volume);
+    }
+
+    /// Says which volume answers to the empty name.
+    pub fn set_default(&self, name: Option<&str>) {
+        self.0.registry.set_default(name);
+    }
+
+    /// Changes the limits for connections to come.
+    pub fn set_limits(&self, limits: Limits) {
+        *self.0.limits.write().unwrap_or_else(PoisonError::into_inner) = limits;
+    }
+
+    /// Changes the keys for connections to come.
+    pub fn set_tls_context(&self, context: Option<TlsContext>) {
+        *self.0.tls.write().unwrap_or_else(PoisonError::into_inner) = context;
+    }
+
+    /// Connections at the moment.
+    pub fn clients(&self) -> usize {
+        self.0.clients.load(Ordering::Relaxed)
+    }
+
+    /// Withdraws a volume: its connections finish what is under way and end, then it is closed.
+    ///
+    /// # Errors
+    /// That of the last flush.
+    pub async fn remove(&self, io: &Io, name: &str) -> Result<(), BlockError> {
+        let Some(export) = self.0.registry.remove(name) else { return Ok(()) };
+        export.stop.stop();
+        export.connections.shut();
+        export.connections.empty().await;
+        export.volume.close(io).await
+    }
+
+    /// Lets nobody in any more and waits until everybody has been seen off.
+    pub async fn stop(&self) {
+        self.0.stop.stop();
+        self.0.inside.shut();
+        self.0.inside.empty().await;
+    }
+
+    /// Closes all volumes; the errors of their last flushes.
+    pub async fn close_volumes(&self, io: &Io) -> Vec<BlockError> {
+        let mut errors = Vec::new();
+        for export in self.0.registry.all() {
+            errors.extend(export.volume.close(io).await.err());
+        }
+        errors
+    }
+
+    /// Accepts connections on a listening socket until the server stops, and spreads them over
+    /// `workers`. Runs on the worker it is called on.
+    pub async fn listen(&self, io: Io, socket: Fd, workers: Vec<WorkerHandle>) {
+        for turn in 0usize.. {
+            let accepted = {
+                let accept = async { Some(io.accept(&socket).await) };
+                let stop = async {
+                    self.0.stop.wait().await;
+                    None
+                };
+                futures_lite::future::or(accept, stop).await
+            };
+            match accepted {
+                None => return,
+                Some(Ok(client)) => self.welcome(client, &workers[turn % workers.len()]),
+                Some(Err(error)) => {
+                    if is_exhausted(&error) {
+                        tracing::warn!(%error, "cannot accept a client: raise LimitNOFILE");
+                        io.sleep(OUT_OF_DESCRIPTORS).await;
+                    } else {
+                        tracing::debug!(%error, "a client left before it was accepted");
+                    }
+                }
+            }
+        }
+    }
+
+    fn welcome(&self, client: OwnedFd, worker: &WorkerHandle) {
+        let shared = self.0.clone();
+        let number = shared.numbers.fetch_add(1, Ordering::Relaxed);
+        let limits = *shared.limits.read().unwrap_or_else(PoisonError::into_inner);
+        let clients = shared.clients.fetch_add(1, Ordering::Relaxed);
+        if clients >= limits.max_clients {
+            shared.clients.fetch_sub(1, Ordering::Relaxed);
+            tracing::warn!(connection = number, "refused: max_clients ({clients}) reached");
+            return;
+        }
+        // Small replies must not wait for larger ones; unix sockets have no such option.
+        let _ = rustix::net::sockopt::set_tcp_nodelay(&client, true);
+        let _ = rustix::net::sockopt::set_socket_keepalive(&client, true);
+        worker.spawn(move |io| async move {
+            if let Some(_inside) = shared.inside.enter() {
+                shared.attend(io, number, client, limits).await;
+            }
+            shared.clients.fetch_sub(1, Ordering::Relaxed);
+        });
+    }
+}
+
+fn is_exhausted(error: &std::io::Error) -> bool {
+    let number = error.raw_os_error();
+    matches!(number, Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOBUFS))
+}
+
+impl Shared {
+    /// One client from its first byte to its last.
+    async fn attend(&self, io: Io, number: u64, client: OwnedFd, limits: Limits) {
+        let greeted = {
+            let handshake = self.shake_hands(&io, client, limits);
+            let in_time = async { io.timeout(HANDSHAKE, handshake).await };
+            let stopped = async {
+                self.stop.wait().await;
+                Some(Err(Refused::Stopped))
+            };
+            futures_lite::future::or(in_time, stopped).await.unwrap_or(Err(Refused::Late))
+        };
+        let (session, transport, rest) = match greeted {
+            Ok(Some(parts)) => parts,
+            Ok(None) => return,
+            Err(error) => {
+                tracing::debug!(connection = number, %error, "refused");
+                return;
+            }
+        };
+        let Some(export) = self.registry.get(&session.export.name) else {
+            tracing::debug!(connection = number, error = %Refused::Gone, "refused");
+            return;
+        };
+        let Some(_pass) = export.connections.enter() else { return };
+        let (volume, tls) = (export.volume.clone(), session.tls);
+        tracing::info!(connection = number, volume = %volume.name(), tls, "connected");
+        let memory = limits.connection_memory;
+        let connection = Connection::new(io, number, volume, session, transport, memory);
+        let end =
+            Rc::clone(&connection).serve(&rest, [self.stop.clone(), export.stop.clone()]).await;
+        match end {
+            End::Protocol(error) => {
+                tracing::warn!(connection = number, %error, "closed: the client broke the protocol");
+            }
+            End::Broken(error) => tracing::info!(connection = number, %error, "connection broke"),
+            end => tracing::info!(connection = number, reason = %end, "closed"),
+        }
+    }
+
+    /// Option haggling. `None` when the client took its leave.
+    async fn shake_hands(
+        &self,
+        io: &Io,
+        client: OwnedFd,
+        limits: Limits,
+    ) -> Result<Option<(Session, Transport, Vec<u8>)>, Refused> {
+        let mut transport = Transport::plain(fd_from(client));
+        let mut handshake = Handshake::new(Policy { tls: self.policy, ..Policy::default() });
+        let view = View { registry: &self.registry, max_request: limits.max_request };
+        let (mut input, mut output) = (Vec::new(), Vec::new());
+        handshake.greeting(&mut output);
+        let mut step = Step::NeedMore;
+        loop {
+            send(io, &transport, &mut output).await?;
+            match step {
+                Step::NeedMore => receive(io, &transport, &mut input).await?,
+                Step::Again => {}
+                Step::Abort => {
+                    transport.finish(io).await;
+                    return Ok(None);
+                }
+                Step::StartTls => {
+                    let context = self.tls.read().unwrap_or_else(PoisonError::into_inner).clone();
+                    let context = context.ok_or(Refused::Gone)?;
+                    transport.start_tls(io, context.session()?).await?;
+                    handshake.tls_established()?;
+                }
+                Step::Transmission(session) => return Ok(Some((session, transport, input))),
+            }
+            let advanced = handshake.advance(&input, &view, &mut output);
+            let (consumed, next) = match advanced {
+                Ok(ok) => ok,
+                Err(error) => {
+                    // What was said before still reaches the client.
+                    send(io, &transport, &mut output).await?;
+                    return Err(error.into());
+                }
+            };
+            input.drain(..consumed);
+            step = next;
+        }
+    }
+}
+
+async fn send(io: &Io, transport: &Transport, output: &mut Vec<u8>) -> std::io::Result<()> {
+    // A list of many exports does not fit one message.
+    for chunk in output.chunks(8 << 10) {
+        let mut message = Box::<Gather>::default();
+        message.push_bytes(chunk);
+        transport.send(io, message).await.0?;
+    }
+    output.clear();
+    transport.send_pending(io).await
+}
+
+async fn receive(io: &Io, transport: &Transport, input: &mut Vec<u8>) -> Result<(), Refused> {
+    let buf = io.pool().get(4096);
+    let (result, buf) = transport.recv(io, buf, 0..4096).await;
+    match result? {
+        0 => Err(Refused::Left),
+        // Bounded: the handshake consumes or refuses before it asks for more.
+        count => {
+            input.extend_from_slice(&buf[..count]);
+            Ok(())
+        }
+    }
+}

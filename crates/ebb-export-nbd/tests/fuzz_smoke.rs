@@ -1,0 +1,206 @@
+//! A million fuzzed inputs over both parsers, on any toolchain, the same each time.
+//!
+//! `EBBD_FUZZ_SEED=<number>` chooses another million; the seed is printed, and a finding names the
+//! input, so that it can be looked at again. Three broken servers must be found out, or else the
+//! rig itself is broken.
+#![expect(unreachable_pub, reason = "the module is also a library of its own")]
+
+#[path = "../../../fuzz/src/lib.rs"]
+mod fuzz;
+
+use ebb_export_nbd::decode::{Operation, RequestHeader, check};
+use ebb_export_nbd::handshake::{Exports, Handshake, HandshakeError, Policy, Session, Step};
+use ebb_export_nbd::proto::{Command, Errno, ReplyStyle};
+use fuzz::negotiation::Negotiator;
+use fuzz::{Finding, negotiation, requests};
+
+/// Inputs for each of the two parsers.
+const INPUTS: u64 = 520_000;
+
+fn seed() -> u64 {
+    match std::env::var("EBBD_FUZZ_SEED") {
+        Ok(text) => text.parse().expect("EBBD_FUZZ_SEED must be a number"),
+        Err(_) => 0x0ebb_d5ee_d000_0001,
+    }
+}
+
+/// The inputs of a seed: `split_mix` numbers, cut into inputs of 16 to 143 bytes.
+struct Inputs {
+    state: u64,
+    bytes: Vec<u8>,
+}
+
+impl Inputs {
+    fn new(seed: u64) -> Self {
+        Self { state: seed, bytes: Vec::new() }
+    }
+
+    fn number(&mut self) -> u64 {
+        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.state;
+        mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ mixed >> 31
+    }
+
+    fn next(&mut self) -> &[u8] {
+        let words = 2 + self.number() % 16;
+        self.bytes.clear();
+        for _ in 0..words {
+            let word = self.number().to_le_bytes();
+            self.bytes.extend_from_slice(&word);
+        }
+        &self.bytes
+    }
+}
+
+/// Runs the inputs of a seed through a judge, up to the first finding.
+fn hunt(
+    inputs: u64,
+    salt: u64,
+    mut judge: impl FnMut(&[u8]) -> Result<(), Finding>,
+) -> Result<(), String> {
+    let seed = seed();
+    let mut supply = Inputs::new(seed ^ salt);
+    for number in 0..inputs {
+        let input = supply.next();
+        if let Err(Finding(text)) = judge(input) {
+            return Err(format!("seed {seed}, input {number}, bytes {input:02x?}:\n{text}"));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn half_a_million_handshakes() {
+    let mut sum = negotiation::Tally::default();
+    let outcome = hunt(INPUTS, 0, |input| {
+        let tally = negotiation::run(Handshake::new, input)?;
+        sum.answered += tally.answered;
+        sum.refused += tally.refused;
+        sum.upgrades += tally.upgrades;
+        sum.transmissions += tally.transmissions;
+        sum.closed += tally.closed;
+        Ok(())
+    });
+    println!("seed {}: {INPUTS} handshakes, {sum:?}", seed());
+    outcome.unwrap_or_else(|finding| panic!("{finding}"));
+    // It gets everywhere: a generator that stops at the door would find nothing for ever.
+    assert!(sum.answered > INPUTS, "{sum:?}");
+    assert!(sum.refused > INPUTS / 4 && sum.refused < sum.answered, "{sum:?}");
+    assert!(sum.upgrades > INPUTS / 10, "{sum:?}");
+    assert!(sum.transmissions > INPUTS / 4, "{sum:?}");
+    assert!(sum.closed > INPUTS / 20, "{sum:?}");
+}
+
+#[test]
+fn half_a_million_transmissions() {
+    let mut sum = requests::Tally::default();
+    let outcome = hunt(INPUTS, 1, |input| {
+        let tally = requests::run(check, input)?;
+        sum.accepted += tally.accepted;
+        sum.refused += tally.refused;
+        sum.closed += tally.closed;
+        Ok(())
+    });
+    println!("seed {}: {INPUTS} transmissions, {sum:?}", seed());
+    outcome.unwrap_or_else(|finding| panic!("{finding}"));
+    assert!(sum.accepted > INPUTS, "{sum:?}");
+    assert!(sum.refused > INPUTS / 4, "{sum:?}");
+    assert!(sum.closed > INPUTS / 50, "{sum:?}");
+}
+
+/// Adds offset and length as many a server did, and reads where they wrap around.
+fn check_that_wraps(header: &RequestHeader, session: &Session) -> Result<Operation, Errno> {
+    let RequestHeader { command, offset, length, .. } = *header;
+    let verdict = check(header, session);
+    let wraps = offset.checked_add(length).is_none();
+    match (command, u32::try_from(length)) {
+        (Command::Read, Ok(length)) if wraps && offset.wrapping_add(length.into()) <= 4096 => {
+            Ok(Operation::Read { offset, length, unfragmented: false })
+        }
+        _ => verdict,
+    }
+}
+
+#[test]
+fn a_check_that_wraps_is_found_out() {
+    let outcome = hunt(INPUTS, 1, |input| requests::run(check_that_wraps, input).map(|_| ()));
+    let finding = outcome.expect_err("the rig must find the overflow");
+    assert!(finding.contains("Read"), "{finding}");
+}
+
+/// A machine with one of two mistakes that servers have made at STARTTLS.
+struct Careless {
+    inner: Handshake,
+    /// Takes plain text behind STARTTLS for the first option under TLS; else remembers that
+    /// structured replies were agreed on before.
+    takes_plaintext: bool,
+    awaiting_tls: bool,
+    structured: bool,
+}
+
+impl Careless {
+    fn new(policy: Policy, takes_plaintext: bool) -> Self {
+        let inner = Handshake::new(policy);
+        Self { inner, takes_plaintext, awaiting_tls: false, structured: false }
+    }
+}
+
+impl Negotiator for Careless {
+    fn greeting(&mut self, out: &mut Vec<u8>) {
+        self.inner.greeting(out);
+    }
+
+    fn advance(
+        &mut self,
+        mut input: &[u8],
+        exports: &dyn Exports,
+        out: &mut Vec<u8>,
+    ) -> Result<(usize, Step), HandshakeError> {
+        if self.takes_plaintext && self.awaiting_tls {
+            self.tls_established()?;
+        }
+        if self.takes_plaintext && input.starts_with(b"IHAVEOPT\0\0\0\x05\0\0\0\0") {
+            input = &input[..16];
+        }
+        let said = out.len();
+        let (consumed, mut step) = self.inner.advance(input, exports, out)?;
+        self.awaiting_tls = step == Step::StartTls;
+        self.structured |=
+            input.starts_with(b"IHAVEOPT\0\0\0\x08") && out[said..].get(15) == Some(&1);
+        if let Step::Transmission(session) = &mut step
+            && self.structured
+            && !self.takes_plaintext
+            && session.style == ReplyStyle::Simple
+        {
+            session.style = ReplyStyle::Structured;
+        }
+        Ok((consumed, step))
+    }
+
+    fn tls_established(&mut self) -> Result<(), HandshakeError> {
+        self.awaiting_tls = false;
+        self.inner.tls_established()
+    }
+
+    fn input_max(&self) -> usize {
+        self.inner.input_max()
+    }
+}
+
+#[test]
+fn plain_text_taken_for_tls_is_found_out() {
+    let make = |policy| Careless::new(policy, true);
+    let outcome = hunt(INPUTS, 0, |input| negotiation::run(make, input).map(|_| ()));
+    let finding = outcome.expect_err("the rig must find the injection");
+    assert!(finding.contains("plain text"), "{finding}");
+}
+
+#[test]
+fn a_memory_across_tls_is_found_out() {
+    let make = |policy| Careless::new(policy, false);
+    let outcome = hunt(INPUTS, 0, |input| negotiation::run(make, input).map(|_| ()));
+    let finding = outcome.expect_err("the rig must find what outlived the upgrade");
+    assert!(finding.contains("Structured where the client expects Simple"), "{finding}");
+}

@@ -1,0 +1,272 @@
+//! The command line: what can be typed, and how it reads in `--help`.
+//!
+//! Here a value is only checked for its form; [`ServeArgs::overrides`] hands everything to
+//! [`crate::config`], which checks ranges and what belongs together for the command line and the
+//! file alike. The manual pages and the shell completions are made from these definitions.
+
+use std::path::PathBuf;
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
+
+use crate::config::{Choice, LogLevel, Overrides, Tls};
+use crate::size::Size;
+
+/// Serve virtual disks over NBD
+///
+/// ebbd serves virtual disks, called volumes, to guests and tools over the NBD protocol, on unix
+/// sockets and TCP. A volume lives in a file, a block device or memory.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "ebbd", version, propagate_version = false, disable_help_subcommand = true)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What `ebbd` can do.
+#[derive(Clone, Debug, Subcommand)]
+pub enum Command {
+    /// Serve volumes until told to stop
+    ///
+    /// Serves the volumes of the configuration file and of the command line. Settings of the
+    /// command line win over those of the file; addresses of both are used; a volume of the
+    /// command line replaces one of the same name in the file.
+    Serve(Box<ServeArgs>),
+    /// Print the completion script for a shell
+    Completions {
+        /// The shell to complete for
+        shell: Shell,
+    },
+    /// Write the manual pages
+    Man {
+        /// The directory to write ebbd.1, ebbd-serve.1 and ebbd.toml.5 to; it is made if absent
+        /// [default: the working directory]
+        #[arg(long, value_name = "DIR", hide_default_value = true, default_value = ".")]
+        out: PathBuf,
+    },
+}
+
+/// The options of `ebbd serve`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct ServeArgs {
+    /// Read the configuration file FILE, in the form of ebbd.toml(5); SIGHUP reads it again
+    /// [default: no file]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+
+    /// Serve a volume: its export NAME, a STORE and options, such as
+    /// disk=file:/path/to/image,size=1G,create=true. STORE is file:PATH, memory:SIZE or
+    /// null:SIZE; options are size=SIZE, create=BOOL, read-only=BOOL, direct=auto|on|off and
+    /// default=BOOL. A comma in a path is written twice. May be given several times
+    /// [default: the volumes of the file]
+    #[arg(long = "volume", value_name = "NAME=STORE[,option=value]...")]
+    pub volumes: Vec<String>,
+
+    /// Listen at an address: unix:/path or tcp:HOST:PORT. May be given several times. Refused if
+    /// the service manager passed sockets [default: the addresses of the file]
+    #[arg(long, value_name = "ADDRESS")]
+    pub listen: Vec<String>,
+
+    /// Check the configuration and the stores, say ok for each, and exit without serving
+    #[arg(long)]
+    pub check: bool,
+
+    /// Encrypt connections: off, on (if the client asks) or require (always) [default: off]
+    #[arg(long, value_name = "MODE", value_parser = choice::<Tls>(), hide_possible_values = true)]
+    pub tls: Option<Tls>,
+
+    /// The directory with ca-cert.pem, server-cert.pem and server-key.pem [default: none]
+    #[arg(long, value_name = "DIR")]
+    pub tls_certificates: Option<PathBuf>,
+
+    /// The file of pre-shared keys, one "name:hexadecimal key" a line [default: none]
+    #[arg(long, value_name = "FILE")]
+    pub tls_psk: Option<PathBuf>,
+
+    /// Turn clients away that show no certificate signed by ca-cert.pem [default: false]
+    #[arg(long)]
+    pub tls_verify_peer: bool,
+
+    /// Connections the daemon holds at a time, 1 to 65536 [default: 256]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub max_clients: Option<i64>,
+
+    /// The largest payload of one READ or WRITE in bytes or with a unit K or M, 4K to 64M
+    /// [default: 32M]
+    #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
+    pub max_request: Option<Size>,
+
+    /// The memory the requests of one connection may hold, in bytes or with a unit K, M, G or T,
+    /// at least the largest request [default: 64M]
+    #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
+    pub connection_memory: Option<Size>,
+
+    /// Worker threads, each with its own io_uring, 1 to 64 [default: 1]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub workers: Option<i64>,
+
+    /// What goes to the log on stderr: error, warn, info or debug, each with all before it
+    /// [default: info]
+    #[arg(
+        long,
+        value_name = "LEVEL",
+        value_parser = choice::<LogLevel>(),
+        hide_possible_values = true
+    )]
+    pub log: Option<LogLevel>,
+}
+
+impl ServeArgs {
+    /// The settings of the command line, for [`crate::config::Config::load`].
+    /// `inherited_sockets` is the number of listening sockets the service manager passed.
+    pub fn overrides(&self, inherited_sockets: usize) -> Overrides {
+        Overrides {
+            volumes: self.volumes.clone(),
+            listen: self.listen.clone(),
+            tls: self.tls,
+            tls_certificates: self.tls_certificates.clone(),
+            tls_psk: self.tls_psk.clone(),
+            tls_verify_peer: self.tls_verify_peer,
+            max_clients: self.max_clients,
+            max_request: self.max_request,
+            connection_memory: self.connection_memory,
+            workers: self.workers,
+            log: self.log,
+            inherited_sockets,
+        }
+    }
+}
+
+/// The words of a choice; clap suggests the nearest for one it does not know.
+fn choice<T: Choice + Send + Sync>() -> impl TypedValueParser<Value = T> {
+    PossibleValuesParser::new(T::names()).try_map(|word| T::parse(&word))
+}
+
+fn size(text: &str) -> Result<Size, String> {
+    text.parse().map_err(|error: crate::size::SizeError| format!("{error}; {}", error.remedy()))
+}
+
+/// The completion script for `shell`, as text in UTF-8.
+pub fn completions(shell: Shell) -> Vec<u8> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "ebbd", &mut script);
+    script
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::ValueEnum;
+
+    use super::*;
+    use crate::config::keys::{NBD, TOP, VOLUME};
+
+    fn serve(args: &[&str]) -> Result<ServeArgs, clap::Error> {
+        match Cli::try_parse_from(["ebbd", "serve"].iter().chain(args))?.command {
+            Command::Serve(args) => Ok(*args),
+            other => panic!("not serve: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn clap_finds_no_fault() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_option_arrives() {
+        let args = serve(&[
+            "--config=c.toml",
+            "--volume=a=memory:1G",
+            "--volume=b=null:1G,default=true",
+            "--listen=unix:/a",
+            "--listen=tcp:h:1",
+            "--check",
+            "--tls=require",
+            "--tls-certificates=/c",
+            "--tls-psk=/p",
+            "--tls-verify-peer",
+            "--max-clients=2",
+            "--max-request=4K",
+            "--connection-memory=5K",
+            "--workers=3",
+            "--log=debug",
+        ])
+        .unwrap();
+        assert_eq!(args.config, Some("c.toml".into()));
+        assert!(args.check);
+        assert_eq!(
+            args.overrides(7),
+            Overrides {
+                volumes: vec!["a=memory:1G".into(), "b=null:1G,default=true".into()],
+                listen: vec!["unix:/a".into(), "tcp:h:1".into()],
+                tls: Some(Tls::Require),
+                tls_certificates: Some("/c".into()),
+                tls_psk: Some("/p".into()),
+                tls_verify_peer: true,
+                max_clients: Some(2),
+                max_request: Some(Size::new(4096)),
+                connection_memory: Some(Size::new(5120)),
+                workers: Some(3),
+                log: Some(LogLevel::Debug),
+                inherited_sockets: 7,
+            }
+        );
+    }
+
+    #[test]
+    fn nothing_given_overrides_nothing() {
+        assert_eq!(serve(&[]).unwrap().overrides(0), Overrides::default());
+    }
+
+    #[test]
+    fn what_clap_refuses_comes_with_advice() {
+        for (args, advice) in [
+            (["--tls", "required"], "'require'"),
+            (["--log", "inf"], "'info'"),
+            (["--max-reqest", "4K"], "'--max-request'"),
+            (["--max-request", "1.5G"], "next smaller unit"),
+            (["--max-request", "-4K"], "negative"),
+            (["--connection-memory", "1KB"], "the units are"),
+        ] {
+            let text = serve(&args).unwrap_err().to_string();
+            assert!(text.contains(advice), "{args:?}: {text}");
+        }
+    }
+
+    #[test]
+    fn the_help_and_the_keys_agree() {
+        let mut command = Cli::command();
+        let serve = command.find_subcommand_mut("serve").unwrap();
+        for key in TOP.keys.iter().chain(NBD.keys) {
+            let option = key.option_name();
+            let arg = serve
+                .get_arguments()
+                .find(|arg| arg.get_long() == Some(&option))
+                .unwrap_or_else(|| panic!("no option --{option}"));
+            let help = arg.get_help().unwrap().to_string();
+            if !key.default.is_empty() {
+                let default = format!("[default: {}]", key.default);
+                assert!(help.contains(&default), "--{option}: {help}");
+            }
+        }
+        let volume = serve.get_arguments().find(|arg| arg.get_long() == Some("volume")).unwrap();
+        let help = volume.get_help().unwrap().to_string();
+        for key in VOLUME.keys.iter().filter(|key| key.name != "store") {
+            assert!(help.contains(&format!("{}=", key.option_name())), "{}", key.name);
+        }
+        for arg in serve.get_arguments().filter(|arg| arg.get_long() != Some("check")) {
+            let help = arg.get_help().unwrap().to_string();
+            assert!(help.contains("[default: "), "{}", arg.get_id());
+        }
+    }
+
+    #[test]
+    fn completions_for_every_shell() {
+        for shell in Shell::value_variants() {
+            let script = String::from_utf8(completions(*shell)).unwrap();
+            assert!(script.contains("connection-memory"), "{shell}");
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! What a reload changes: the difference of two configurations.
+
+use super::Config;
+
+/// What is different in a new configuration. Volumes are named in order.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Changes {
+    /// Volumes that were not there before.
+    pub volumes_added: Vec<String>,
+    /// Volumes that are there no more.
+    pub volumes_removed: Vec<String>,
+    /// Volumes whose store or options differ.
+    pub volumes_changed: Vec<String>,
+    /// Whether another volume, or none, answers to the empty export name.
+    pub default_changed: bool,
+    /// Whether `max_clients`, `max_request` or `connection_memory` differ.
+    pub limits_changed: bool,
+    /// Whether the log level differs.
+    pub log_changed: bool,
+    /// The keys that differ and only count at the next start.
+    pub needs_restart: Vec<&'static str>,
+}
+
+impl Changes {
+    /// Whether nothing is different.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl Config {
+    /// What is different in `new`.
+    pub fn reload_diff(&self, new: &Self) -> Changes {
+        let absent_in = |other: &Self, name: &str| !other.volumes.contains_key(name);
+        let (old_nbd, new_nbd) = (&self.nbd, &new.nbd);
+        let restart = [
+            ("listen", self.listen != new.listen),
+            ("workers", self.workers != new.workers),
+            ("nbd.tls", old_nbd.tls != new_nbd.tls),
+            ("nbd.tls_certificates", old_nbd.tls_certificates != new_nbd.tls_certificates),
+            ("nbd.tls_psk", old_nbd.tls_psk != new_nbd.tls_psk),
+            ("nbd.tls_verify_peer", old_nbd.tls_verify_peer != new_nbd.tls_verify_peer),
+        ];
+        Changes {
+            volumes_added: new
+                .volumes
+                .keys()
+                .filter(|name| absent_in(self, name))
+                .cloned()
+                .collect(),
+            volumes_removed: self
+                .volumes
+                .keys()
+                .filter(|name| absent_in(new, name))
+                .cloned()
+                .collect(),
+            volumes_changed: self
+                .volumes
+                .iter()
+                .filter(|(name, volume)| {
+                    // Which volume is the default concerns the server, not the volume.
+                    new.volumes.get(*name).is_some_and(|other| {
+                        let other =
+                            super::VolumeConfig { default: volume.default, ..other.clone() };
+                        other != **volume
+                    })
+                })
+                .map(|(name, _)| name.clone())
+                .collect(),
+            default_changed: self.default_volume() != new.default_volume(),
+            limits_changed: old_nbd.max_clients != new_nbd.max_clients
+                || old_nbd.max_request != new_nbd.max_request
+                || old_nbd.connection_memory != new_nbd.connection_memory,
+            log_changed: self.log != new.log,
+            needs_restart: restart.into_iter().filter(|(_, is)| *is).map(|(key, _)| key).collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::super::Overrides;
+    use super::*;
+
+    const BASE: &str = r#"
+        listen = ["unix:/a"]
+        [volume.a]
+        store = "memory:1G"
+        default = true
+        [volume.b]
+        store = "file:/b"
+    "#;
+
+    fn diff(new: &str) -> Changes {
+        let parse = |text| Config::parse(text, Path::new("x"), &Overrides::default()).unwrap();
+        parse(BASE).reload_diff(&parse(new))
+    }
+
+    #[test]
+    fn nothing() {
+        assert!(diff(BASE).is_empty());
+    }
+
+    #[test]
+    fn volumes() {
+        let changes = diff(&BASE.replace("memory:1G", "memory:2G").replace(".b]", ".c]"));
+        assert_eq!(changes.volumes_added, ["c"]);
+        assert_eq!(changes.volumes_removed, ["b"]);
+        assert_eq!(changes.volumes_changed, ["a"]);
+        assert!(!changes.default_changed && !changes.limits_changed && !changes.log_changed);
+        assert!(changes.needs_restart.is_empty());
+        assert!(!changes.is_empty());
+    }
+
+    #[test]
+    fn another_default_is_no_other_volume() {
+        let changes = diff(&(BASE.replace("default = true", "") + "default = true"));
+        assert_eq!(changes, Changes { default_changed: true, ..Changes::default() });
+    }
+
+    #[test]
+    fn limits_and_log() {
+        for key in ["max_clients = 3", "max_request = '4K'", "connection_memory = '65M'"] {
+            let changes = diff(&format!("{BASE}\n[nbd]\n{key}"));
+            assert_eq!(changes, Changes { limits_changed: true, ..Changes::default() }, "{key}");
+        }
+        let changes = diff(&format!("log = 'debug'\n{BASE}"));
+        assert_eq!(changes, Changes { log_changed: true, ..Changes::default() });
+    }
+
+    #[test]
+    fn what_needs_a_restart() {
+        let changes = diff(
+            &(BASE.replace("unix:/a", "unix:/c").replace("listen", "workers = 2\nlisten")
+                + "[nbd]\ntls = 'on'\ntls_certificates = '/t'\ntls_verify_peer = true"),
+        );
+        assert_eq!(
+            changes.needs_restart,
+            ["listen", "workers", "nbd.tls", "nbd.tls_certificates", "nbd.tls_verify_peer"]
+        );
+        let changes = diff(&(BASE.to_owned() + "[nbd]\ntls = 'off'\ntls_psk = '/t'"));
+        assert_eq!(changes.needs_restart, ["nbd.tls_psk"]);
+    }
+}

@@ -1,0 +1,338 @@
+//! The configuration file: TOML into a layer, each value with its line.
+//!
+//! The text is parsed once into a table with spans. Keys are held against [`super::keys`] first,
+//! so that a misspelt one gets its suggestion even beside other mistakes; then serde reads types,
+//! and texts become values. What serde accepts and what the table of keys lists is the same, by
+//! test.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+
+use serde::Deserialize;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use super::error::{BadValue, ConfigError, ErrorKind, Located, Place, shorten};
+use super::keys::{self, NBD, Section, TOP, VOLUME};
+use super::layer::{Layer, VolumeLayer};
+use super::value::{self, Choice};
+use super::{MAX_FILE_BYTES, value::volume_name};
+use crate::size::Size;
+
+/// The top of the file, as serde reads it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FileTop {
+    listen: Option<Vec<Spanned<String>>>,
+    workers: Option<Spanned<i64>>,
+    log: Option<Spanned<String>>,
+    nbd: Option<FileNbd>,
+    volume: Option<BTreeMap<Spanned<String>, FileVolume>>,
+}
+
+/// The table `[nbd]`.
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FileNbd {
+    max_clients: Option<Spanned<i64>>,
+    max_request: Option<Spanned<Size>>,
+    connection_memory: Option<Spanned<Size>>,
+    tls: Option<Spanned<String>>,
+    tls_certificates: Option<Spanned<String>>,
+    tls_psk: Option<Spanned<String>>,
+    tls_verify_peer: Option<Spanned<bool>>,
+}
+
+/// A table `[volume.NAME]`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FileVolume {
+    store: Option<Spanned<String>>,
+    size: Option<Spanned<Size>>,
+    create: Option<Spanned<bool>>,
+    read_only: Option<Spanned<bool>>,
+    direct: Option<Spanned<String>>,
+    default: Option<Spanned<bool>>,
+}
+
+/// The layer of the file at `path`.
+pub(super) fn read(path: &Path) -> Result<Layer, ConfigError> {
+    let bytes = read_bytes(path)?;
+    let text = String::from_utf8(bytes).map_err(|error| {
+        let at = error.utf8_error().valid_up_to();
+        let mut fault = whole_file(path, ErrorKind::Syntax, "the file is not UTF-8 text");
+        fault.line = Some(Lines::new(error.as_bytes()).number(at));
+        fault.remedy = "save it as UTF-8".to_owned();
+        fault
+    })?;
+    parse(&text, path)
+}
+
+fn read_bytes(path: &Path) -> Result<Vec<u8>, ConfigError> {
+    let failed = |error: io::Error| {
+        let message = format!("cannot read the configuration file: {error}");
+        let mut fault = whole_file(path, ErrorKind::Read, &message);
+        fault.remedy = match error.kind() {
+            io::ErrorKind::NotFound => "check the path given with --config".to_owned(),
+            io::ErrorKind::PermissionDenied => {
+                "let the daemon's user read it, or start the daemon as another".to_owned()
+            }
+            _ => "give --config a readable file".to_owned(),
+        };
+        fault.source = Some(error);
+        fault
+    };
+    let mut bytes = Vec::new();
+    // One byte above the limit tells a file that is too large; devices do not end by themselves.
+    let mut file = File::open(path).map_err(failed)?.take(MAX_FILE_BYTES + 1);
+    let length = file.read_to_end(&mut bytes).map_err(failed)?;
+    if u64::try_from(length).is_ok_and(|length| length > MAX_FILE_BYTES) {
+        let message = format!("the file is larger than {}", Size::new(MAX_FILE_BYTES));
+        let mut fault = whole_file(path, ErrorKind::TooLarge, &message);
+        fault.remedy = "give --config a configuration file".to_owned();
+        return Err(fault);
+    }
+    Ok(bytes)
+}
+
+fn whole_file(path: &Path, kind: ErrorKind, message: &str) -> ConfigError {
+    ConfigError {
+        kind,
+        file: Some(path.to_path_buf()),
+        line: None,
+        key: None,
+        message: message.to_owned(),
+        remedy: String::new(),
+        source: None,
+    }
+}
+
+/// Where the lines of a text begin, to find the line of an offset without reading the text again.
+struct Lines(Vec<usize>);
+
+impl Lines {
+    fn new(text: &[u8]) -> Self {
+        let ends = text.iter().enumerate().filter(|(_, byte)| **byte == b'\n');
+        Self(ends.map(|(at, _)| at + 1).collect())
+    }
+
+    /// The number of the line, from 1, that the byte at `offset` is in; the last one for an offset
+    /// past the end.
+    fn number(&self, offset: usize) -> usize {
+        1 + self.0.partition_point(|start| *start <= offset)
+    }
+}
+
+/// The layer of a file with this `text`; `path` stands for the file in errors.
+pub(super) fn parse(text: &str, path: &Path) -> Result<Layer, ConfigError> {
+    let source = Source { text, lines: Lines::new(text.as_bytes()), path: Rc::from(path) };
+    let table = DeTable::parse(text).map_err(|error| source.syntax_error(error))?;
+    source.check_keys(table.get_ref())?;
+    let top = FileTop::deserialize(toml::Deserializer::from(table))
+        .map_err(|error| source.type_error(&error))?;
+    source.layer(top)
+}
+
+/// The text of a file, to turn spans into places.
+struct Source<'a> {
+    text: &'a str,
+    lines: Lines,
+    path: Rc<Path>,
+}
+
+impl Source<'_> {
+    fn place(&self, key: impl Into<Box<str>>, span: &Range<usize>) -> Place {
+        let line = self.lines.number(span.start);
+        Place { file: Some(Rc::clone(&self.path)), line: Some(line), key: key.into() }
+    }
+
+    fn located<T>(&self, key: &str, value: Spanned<T>) -> Located<T> {
+        Located { place: self.place(key, &value.span()), value: value.into_inner() }
+    }
+
+    /// A text value turned into its type.
+    fn convert<T>(
+        &self,
+        key: &str,
+        text: Option<Spanned<String>>,
+        parse: impl FnOnce(&str) -> Result<T, BadValue>,
+    ) -> Result<Option<Located<T>>, ConfigError> {
+        text.map(|text| {
+            let text = self.located(key, text);
+            let value = parse(&text.value).map_err(|bad| text.place.error(bad))?;
+            Ok(Located { value, place: text.place })
+        })
+        .transpose()
+    }
+
+    fn syntax_error(&self, error: toml::de::Error) -> ConfigError {
+        // The parser reports what it is sure of first, such as a key without a value after a
+        // string that lacks its end. The earliest place is where people have to look. A text can
+        // have a mistake in every other byte, so this is for texts of the usual length only.
+        let start = |error: &toml::de::Error| error.span().map_or(usize::MAX, |span| span.start);
+        let mut all = vec![error];
+        if self.text.len() <= RECOVER_BYTES {
+            all.extend(DeTable::parse_recoverable(self.text).1);
+        }
+        let first = all.iter().min_by_key(|error| start(error));
+        let message = first.map(|error| one_line(error.message())).unwrap_or_default();
+        let message = format!("this is no TOML: {message}");
+        let mut fault = whole_file(&self.path, ErrorKind::Syntax, &message);
+        fault.line =
+            first.and_then(toml::de::Error::span).map(|span| self.lines.number(span.start));
+        fault.remedy = "see ebbd.toml(5) for an example of each key".to_owned();
+        fault
+    }
+
+    /// The error for what serde refused: a type, or a size's form.
+    fn type_error(&self, error: &toml::de::Error) -> ConfigError {
+        let span = error.span().unwrap_or_default();
+        // The table went into serde; only this way, which ends in an error, needs it again.
+        let table = DeTable::parse(self.text).map(Spanned::into_inner).unwrap_or_default();
+        let key = key_at(&table, span.start).unwrap_or_default();
+        let bad =
+            BadValue::new(ErrorKind::InvalidValue, one_line(error.message()), keys::expected(&key));
+        let mut fault = self.place(key.join("."), &span).error(bad);
+        fault.key = fault.key.filter(|key| !key.is_empty());
+        fault
+    }
+
+    fn check_keys(&self, top: &DeTable<'_>) -> Result<(), ConfigError> {
+        self.check_section(&TOP, keys::top_names(), "", top)?;
+        if let Some(nbd) = subtable(top, "nbd") {
+            self.check_section(&NBD, NBD.names(), "nbd.", nbd)?;
+        }
+        for (name, volume) in subtable(top, "volume").into_iter().flatten() {
+            if let DeValue::Table(volume) = volume.get_ref() {
+                let prefix = format!("volume.{}.", shorten(name.get_ref()));
+                self.check_section(&VOLUME, VOLUME.names(), &prefix, volume)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_section(
+        &self,
+        section: &Section,
+        mut known: impl Iterator<Item = &'static str> + Clone,
+        prefix: &str,
+        table: &DeTable<'_>,
+    ) -> Result<(), ConfigError> {
+        // The table is in the order of its keys; the first mistake in the file helps more.
+        let unknown = table
+            .iter()
+            .filter(|(key, _)| !known.clone().any(|name| name == key.get_ref().as_ref()))
+            .min_by_key(|(key, _)| key.span().start);
+        let Some((key, value)) = unknown else { return Ok(()) };
+        debug_assert!(known.all(|name| name != key.get_ref().as_ref()));
+        // The key of a table made by its header has the span of the header's part.
+        let name = shorten(key.get_ref());
+        let what = if matches!(value.get_ref(), DeValue::Table(_)) { "table" } else { "key" };
+        let bad = BadValue::new(
+            ErrorKind::UnknownKey,
+            format!("there is no such {what}"),
+            keys::unknown_key_remedy(section, key.get_ref()),
+        );
+        Err(self.place(format!("{prefix}{name}"), &key.span()).error(bad))
+    }
+
+    fn layer(&self, top: FileTop) -> Result<Layer, ConfigError> {
+        let nbd = top.nbd.unwrap_or_default();
+        let path = |text: &str| value::path(text);
+        let mut layer = Layer {
+            workers: top.workers.map(|n| self.located("workers", n)),
+            log: self.convert("log", top.log, Choice::parse)?,
+            max_clients: nbd.max_clients.map(|n| self.located("nbd.max_clients", n)),
+            max_request: nbd.max_request.map(|n| self.located("nbd.max_request", n)),
+            connection_memory: nbd
+                .connection_memory
+                .map(|n| self.located("nbd.connection_memory", n)),
+            tls: self.convert("nbd.tls", nbd.tls, Choice::parse)?,
+            tls_certificates: self.convert("nbd.tls_certificates", nbd.tls_certificates, path)?,
+            tls_psk: self.convert::<PathBuf>("nbd.tls_psk", nbd.tls_psk, path)?,
+            tls_verify_peer: nbd.tls_verify_peer.map(|b| self.located("nbd.tls_verify_peer", b)),
+            ..Layer::default()
+        };
+        for address in top.listen.into_iter().flatten() {
+            layer.listen.extend(self.convert("listen", Some(address), str::parse)?);
+        }
+        for (name, volume) in top.volume.into_iter().flatten() {
+            layer.volumes.push(self.volume(&name, volume)?);
+        }
+        Ok(layer)
+    }
+
+    fn volume(
+        &self,
+        name: &Spanned<String>,
+        volume: FileVolume,
+    ) -> Result<VolumeLayer, ConfigError> {
+        let table = format!("volume.{}", shorten(name.get_ref()));
+        let place = self.place(table.as_str(), &name.span());
+        let name = volume_name(name.get_ref()).map_err(|bad| place.error(bad))?;
+        let key = |key: &str| format!("{table}.{key}");
+        let store = self.convert(&key("store"), volume.store, str::parse)?.ok_or_else(|| {
+            place.error(BadValue::new(
+                ErrorKind::Missing,
+                "the volume has no `store`",
+                keys::expected(&["volume".into(), name.clone(), "store".into()]),
+            ))
+        })?;
+        Ok(VolumeLayer {
+            store,
+            size: volume.size.map(|size| self.located(&key("size"), size)),
+            create: volume.create.map(|create| self.located(&key("create"), create)),
+            read_only: volume.read_only.map(|on| self.located(&key("read_only"), on)),
+            direct: self.convert(&key("direct"), volume.direct, Choice::parse)?,
+            default: volume.default.map(|default| self.located(&key("default"), default)),
+            name,
+            place,
+        })
+    }
+}
+
+fn subtable<'t, 'i>(table: &'t DeTable<'i>, name: &str) -> Option<&'t DeTable<'i>> {
+    match table.get(name)?.get_ref() {
+        DeValue::Table(table) => Some(table),
+        _ => None,
+    }
+}
+
+/// The path of the key whose own text or value covers the byte at `offset`.
+///
+/// The parser bounds how deep tables nest, and with them this recursion.
+fn key_at(table: &DeTable<'_>, offset: usize) -> Option<Vec<String>> {
+    for (key, value) in table {
+        let name = key.get_ref().to_string();
+        if let DeValue::Table(inner) = value.get_ref()
+            && let Some(mut path) = key_at(inner, offset)
+        {
+            path.insert(0, name);
+            return Some(path);
+        }
+        if key.span().contains(&offset) || value.span().contains(&offset) {
+            return Some(vec![name]);
+        }
+    }
+    None
+}
+
+/// The longest text, in bytes, of which all syntax errors are collected to find the earliest.
+const RECOVER_BYTES: usize = 64 << 10;
+
+/// The longest message of the TOML parser to repeat, in characters; it may hold text of the file.
+const MESSAGE_CHARS: usize = 300;
+
+/// `message` as one line of bounded length.
+fn one_line(message: &str) -> String {
+    let flat: String =
+        message.chars().take(MESSAGE_CHARS).map(|c| if c.is_control() { ' ' } else { c }).collect();
+    flat.trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,322 @@
+//! The one table of configuration keys.
+//!
+//! The check for unknown keys, the remedies, the manual page `ebbd.toml(5)` and the option list
+//! of `ebbd-serve(1)` read this table. Tests hold it against the fields serde accepts
+//! ([`super::file`]), against the defaults of [`super::Config`] and against the options of the
+//! command line, so that none of them can drift from another.
+
+/// One key of the configuration file.
+#[derive(Clone, Copy, Debug)]
+pub struct Key {
+    /// The key as written in the file.
+    pub name: &'static str,
+    /// A placeholder for its value, for synopses.
+    pub value: &'static str,
+    /// What a right value looks like, as a remedy: "write ...".
+    pub expected: &'static str,
+    /// The default as one would write it; empty if there is none.
+    pub default: &'static str,
+    /// What the key does: sentences, with unit and range.
+    pub doc: &'static str,
+}
+
+/// A table of the configuration file with its keys.
+#[derive(Clone, Copy, Debug)]
+pub struct Section {
+    /// The header as written in the file; empty for the top of the file.
+    pub header: &'static str,
+    /// What the table is for.
+    pub doc: &'static str,
+    /// The keys in it.
+    pub keys: &'static [Key],
+}
+
+/// The keys at the top of the file, before any table.
+pub const TOP: Section = Section {
+    header: "",
+    doc: "These keys stand at the top of the file, before the first table.",
+    keys: &[
+        Key {
+            name: "listen",
+            value: "[ADDRESS, ...]",
+            expected: "write a list of addresses: listen = [\"unix:/run/ebbd/nbd.sock\"]",
+            default: "",
+            doc: "The addresses to listen at, each \"unix:/path\" or \"tcp:HOST:PORT\" (an IPv6 \
+                  address in brackets: \"tcp:[::1]:10809\"). A unix path has at most 107 bytes. \
+                  Addresses of the command line are added to these. With sockets passed by the \
+                  service manager (LISTEN_FDS) the key must be absent. A change needs a restart.",
+        },
+        Key {
+            name: "workers",
+            value: "N",
+            expected: "write a whole number from 1 to 64: workers = 1",
+            default: "1",
+            doc: "The number of worker threads, each with its own io_uring, 1 to 64. A change \
+                  needs a restart.",
+        },
+        Key {
+            name: "log",
+            value: "LEVEL",
+            expected: "write a level: log = \"info\"",
+            default: "info",
+            doc: "What goes to the log: \"error\", \"warn\", \"info\" or \"debug\", each with all \
+                  before it.",
+        },
+    ],
+};
+
+/// The keys of the table `[nbd]`.
+pub const NBD: Section = Section {
+    header: "nbd",
+    doc: "Limits and encryption of the NBD server.",
+    keys: &[
+        Key {
+            name: "max_clients",
+            value: "N",
+            expected: "write a whole number from 1 to 65536: max_clients = 256",
+            default: "256",
+            doc: "The number of connections the daemon holds at a time, 1 to 65536.",
+        },
+        Key {
+            name: "max_request",
+            value: "SIZE",
+            expected: "write a size: max_request = \"32M\"",
+            default: "32M",
+            doc: "The largest payload of one READ or WRITE request, 4K to 64M.",
+        },
+        Key {
+            name: "connection_memory",
+            value: "SIZE",
+            expected: "write a size: connection_memory = \"64M\"",
+            default: "64M",
+            doc: "The memory the requests of one connection may hold, max_request or more. A \
+                  connection that would need more waits.",
+        },
+        Key {
+            name: "tls",
+            value: "MODE",
+            expected: "write a mode: tls = \"require\"",
+            default: "off",
+            doc: "Encryption: \"off\", \"on\" (clients may ask for it) or \"require\" (clients \
+                  must). \"on\" and \"require\" need one of tls_certificates and tls_psk. A \
+                  change of this and the other tls keys needs a restart.",
+        },
+        Key {
+            name: "tls_certificates",
+            value: "DIR",
+            expected: "write a path: tls_certificates = \"/etc/ebbd/tls\"",
+            default: "",
+            doc: "A directory with ca-cert.pem, server-cert.pem and server-key.pem.",
+        },
+        Key {
+            name: "tls_psk",
+            value: "FILE",
+            expected: "write a path: tls_psk = \"/etc/ebbd/keys.psk\"",
+            default: "",
+            doc: "A file of pre-shared keys, one \"name:hexadecimal key\" a line.",
+        },
+        Key {
+            name: "tls_verify_peer",
+            value: "BOOL",
+            expected: "write true or false without quotes: tls_verify_peer = true",
+            default: "false",
+            doc: "Whether a client must show a certificate signed by ca-cert.pem. Needs \
+                  tls_certificates.",
+        },
+    ],
+};
+
+/// The keys of a table `[volume.NAME]`. All but `store` are also options of `--volume`, with `-`
+/// for `_`.
+pub const VOLUME: Section = Section {
+    header: "volume.NAME",
+    doc: "A table for each volume. NAME is the export name clients ask for: 1 to 255 bytes of \
+          UTF-8 without control characters, in quotes if it has other characters than letters, \
+          digits, - and _.",
+    keys: &[
+        Key {
+            name: "store",
+            value: "STORE",
+            expected: "write where the bytes live: store = \"file:/var/lib/ebbd/disk.img\", \
+                       \"memory:1G\" or \"null:1G\"",
+            default: "",
+            doc: "Where the bytes live; must be given. \"file:PATH\" is a regular file or a \
+                  block device, \"memory:SIZE\" is memory, lost when the daemon ends, \
+                  \"null:SIZE\" reads as zeroes and forgets writes. Sizes are multiples of 512.",
+        },
+        Key {
+            name: "size",
+            value: "SIZE",
+            expected: "write a size: size = \"1G\"",
+            default: "",
+            doc: "The size of the file to create, a multiple of 512. Needs create and a file \
+                  store; a file that exists keeps its own size.",
+        },
+        Key {
+            name: "create",
+            value: "BOOL",
+            expected: "write true or false without quotes: create = true",
+            default: "false",
+            doc: "Whether to make a sparse file of the given size if there is no file. Needs size.",
+        },
+        Key {
+            name: "read_only",
+            value: "BOOL",
+            expected: "write true or false without quotes: read_only = true",
+            default: "false",
+            doc: "Whether clients may only read.",
+        },
+        Key {
+            name: "direct",
+            value: "MODE",
+            expected: "write a mode: direct = \"auto\"",
+            default: "auto",
+            doc: "Whether a file is opened with O_DIRECT, past the page cache of the kernel: \
+                  \"auto\" (where it works), \"on\" (or fail) or \"off\". For file stores only.",
+        },
+        Key {
+            name: "default",
+            value: "BOOL",
+            expected: "write true or false without quotes: default = true",
+            default: "false",
+            doc: "Whether the volume also answers to the empty export name, which clients use \
+                  that ask for none. At most one volume; a volume that is the only one answers \
+                  to it anyway.",
+        },
+    ],
+};
+
+/// All tables, in the order people write them.
+pub const SECTIONS: [Section; 3] = [TOP, NBD, VOLUME];
+
+/// The tables' names at the top of the file.
+const TABLES: [&str; 2] = ["nbd", "volume"];
+
+/// A complete configuration file, for the manual; a test parses it.
+pub const EXAMPLE: &str = r#"listen = ["unix:/run/ebbd/nbd.sock", "tcp:127.0.0.1:10809"]
+workers = 1
+log = "info"
+
+[nbd]
+max_clients = 256
+max_request = "32M"
+connection_memory = "64M"
+tls = "require"
+tls_certificates = "/etc/ebbd/tls"
+tls_verify_peer = true
+
+[volume.disk]
+store = "file:/var/lib/ebbd/disk.img"
+size = "1G"
+create = true
+default = true
+
+[volume."install cd"]
+store = "file:/srv/images/install.iso"
+read_only = true
+
+[volume.scratch]
+store = "memory:256M"
+"#;
+
+impl Section {
+    /// The names of the keys.
+    pub fn names(&self) -> impl Iterator<Item = &'static str> + Clone + use<> {
+        let keys = self.keys;
+        keys.iter().map(|key| key.name)
+    }
+
+    /// The key called `name`.
+    pub fn find(&self, name: &str) -> Option<&'static Key> {
+        let keys = self.keys;
+        keys.iter().find(|key| key.name == name)
+    }
+}
+
+impl Key {
+    /// The name as an option of `--volume`.
+    pub fn option_name(&self) -> String {
+        self.name.replace('_', "-")
+    }
+}
+
+/// The keys and tables at the top of the file.
+pub(super) fn top_names() -> impl Iterator<Item = &'static str> + Clone {
+    TOP.names().chain(TABLES)
+}
+
+/// What a right value for the key at `path` looks like.
+pub(super) fn expected(path: &[String]) -> &'static str {
+    let path: Vec<&str> = path.iter().map(String::as_str).collect();
+    let key = match path.as_slice() {
+        ["nbd"] => return "write a table: [nbd] and its keys below",
+        ["volume"] => return "write a table for each volume: [volume.disk] and its keys below",
+        ["volume", _] => {
+            return "write a table: [volume.disk] and below it store = \"file:/path/to/image\"";
+        }
+        [top] => TOP.find(top),
+        ["nbd", name, ..] => NBD.find(name),
+        ["volume", _, name, ..] => VOLUME.find(name),
+        _ => None,
+    };
+    key.map_or("see ebbd.toml(5) for the keys and their values", |key| key.expected)
+}
+
+/// The remedy for the unknown key `given` in `section`.
+pub(super) fn unknown_key_remedy(section: &Section, given: &str) -> String {
+    let plain = given.replace('-', "_");
+    let near = if section.header.is_empty() {
+        super::error::closest(given, top_names())
+    } else {
+        super::error::closest(given, section.names())
+    };
+    if let Some(name) = near {
+        return format!("did you mean `{name}`?");
+    }
+    for other in SECTIONS.iter().filter(|other| other.header != section.header) {
+        if other.find(&plain).is_some() {
+            return match other.header {
+                "" => format!("`{plain}` belongs at the top of the file, before any table"),
+                header => format!("`{plain}` belongs into the table [{header}]"),
+            };
+        }
+    }
+    let all: Vec<&str> =
+        if section.header.is_empty() { top_names().collect() } else { section.names().collect() };
+    format!("the keys here are {}", all.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_are_sentences_and_names_unique() {
+        for section in SECTIONS {
+            assert!(section.doc.ends_with('.'), "{}", section.header);
+            for key in section.keys {
+                assert!(key.doc.ends_with('.'), "{}", key.name);
+                assert!(key.expected.starts_with("write "), "{}", key.name);
+                assert_eq!(section.names().filter(|name| *name == key.name).count(), 1);
+            }
+        }
+    }
+
+    #[test]
+    fn unknown_keys() {
+        assert_eq!(unknown_key_remedy(&NBD, "max-client"), "did you mean `max_clients`?");
+        assert_eq!(unknown_key_remedy(&TOP, "volumes"), "did you mean `volume`?");
+        assert_eq!(
+            unknown_key_remedy(&TOP, "max_clients"),
+            "`max_clients` belongs into the table [nbd]"
+        );
+        assert_eq!(
+            unknown_key_remedy(&NBD, "workers"),
+            "`workers` belongs at the top of the file, before any table"
+        );
+        assert_eq!(
+            unknown_key_remedy(&TOP, "zebra"),
+            "the keys here are listen, workers, log, nbd, volume"
+        );
+    }
+}

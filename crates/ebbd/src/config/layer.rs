@@ -1,0 +1,36 @@
+//! A configuration before it is complete: what one source says, and where it says so.
+
+use std::path::PathBuf;
+
+use super::error::{Located, Place};
+use super::value::{Direct, Listen, LogLevel, StoreUri, Tls};
+use crate::size::Size;
+
+/// What one source, the file or the command line, says.
+#[derive(Default)]
+pub(super) struct Layer {
+    pub(super) listen: Vec<Located<Listen>>,
+    pub(super) workers: Option<Located<i64>>,
+    pub(super) log: Option<Located<LogLevel>>,
+    pub(super) max_clients: Option<Located<i64>>,
+    pub(super) max_request: Option<Located<Size>>,
+    pub(super) connection_memory: Option<Located<Size>>,
+    pub(super) tls: Option<Located<Tls>>,
+    pub(super) tls_certificates: Option<Located<PathBuf>>,
+    pub(super) tls_psk: Option<Located<PathBuf>>,
+    pub(super) tls_verify_peer: Option<Located<bool>>,
+    pub(super) volumes: Vec<VolumeLayer>,
+}
+
+/// What one source says of a volume.
+pub(super) struct VolumeLayer {
+    pub(super) name: String,
+    /// Where the volume as a whole stands.
+    pub(super) place: Place,
+    pub(super) store: Located<StoreUri>,
+    pub(super) size: Option<Located<Size>>,
+    pub(super) create: Option<Located<bool>>,
+    pub(super) read_only: Option<Located<bool>>,
+    pub(super) direct: Option<Located<Direct>>,
+    pub(super) default: Option<Located<bool>>,
+}

@@ -1,0 +1,315 @@
+//! From layers to a configuration: the command line over the file over the defaults, and the
+//! checks that need to see more than one setting.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::PathBuf;
+
+use super::error::{BadValue, ConfigError, ErrorKind, Located, Place};
+use super::layer::{Layer, VolumeLayer};
+use super::value::{Listen, StoreUri, volume_size};
+use super::{Config, Direct, Nbd, Tls, VolumeConfig};
+use crate::size::Size;
+
+/// The smallest and the largest `max_request`.
+const MAX_REQUEST: [Size; 2] = [Size::new(4 << 10), Size::new(64 << 20)];
+
+/// How to start, for someone who gave nothing to serve.
+const HOW_TO_START: &str = "start with `ebbd serve --volume disk=memory:1G \
+     --listen unix:/tmp/ebbd.sock`, or give a file with --config (see ebbd.toml(5))";
+
+/// The configuration of `file` with `flags` over it. With `inherited` sockets from the service
+/// manager there need be no addresses, and must be none.
+pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Config, ConfigError> {
+    let (tls_certificates, tls_psk) = tls_keys(&file, &flags);
+    let workers = number(flags.workers.or(file.workers), 1, 64)?;
+    let max_clients = number(flags.max_clients.or(file.max_clients), 1, 65_536)?;
+    let tls = flags.tls.or(file.tls);
+    let verify_peer = flags.tls_verify_peer.or(file.tls_verify_peer);
+    check_tls(tls.as_ref(), tls_certificates.as_ref(), tls_psk.as_ref(), verify_peer.as_ref())?;
+    let (max_request, connection_memory) = memory(
+        flags.max_request.or(file.max_request),
+        flags.connection_memory.or(file.connection_memory),
+    )?;
+
+    let volumes = merge_volumes(file.volumes, flags.volumes)?;
+    let addresses = [file.listen, flags.listen].concat();
+    if volumes.is_empty() || (addresses.is_empty() && inherited == 0) {
+        return Err(nothing_to_serve(volumes.is_empty(), addresses.is_empty() && inherited == 0));
+    }
+    Ok(Config {
+        listen: check_addresses(addresses, inherited)?,
+        workers: workers.unwrap_or(1),
+        log: flags.log.or(file.log).map(|log| log.value).unwrap_or_default(),
+        nbd: Nbd {
+            max_clients: max_clients.unwrap_or(Nbd::default().max_clients),
+            max_request,
+            connection_memory,
+            tls: tls.map(|tls| tls.value).unwrap_or_default(),
+            tls_certificates: tls_certificates.map(|path| path.value),
+            tls_psk: tls_psk.map(|path| path.value),
+            tls_verify_peer: verify_peer.is_some_and(|verify| verify.value),
+        },
+        volumes,
+    })
+}
+
+fn nothing_to_serve(no_volume: bool, no_address: bool) -> ConfigError {
+    let message = match (no_volume, no_address) {
+        (true, true) => "there is no volume to serve and no address to listen at",
+        (true, false) => "there is no volume to serve",
+        _ => "there is no address to listen at",
+    };
+    ConfigError {
+        kind: ErrorKind::NothingToServe,
+        file: None,
+        line: None,
+        key: None,
+        message: message.to_owned(),
+        remedy: HOW_TO_START.to_owned(),
+        source: None,
+    }
+}
+
+/// The number if it is from `low` to `high`.
+fn number(
+    given: Option<Located<i64>>,
+    low: usize,
+    high: usize,
+) -> Result<Option<usize>, ConfigError> {
+    given
+        .map(|given| {
+            usize::try_from(given.value).ok().filter(|n| (low..=high).contains(n)).ok_or_else(
+                || {
+                    given.error(
+                        ErrorKind::OutOfRange,
+                        format!("{} is out of range", given.value),
+                        format!("choose a number from {low} to {high}"),
+                    )
+                },
+            )
+        })
+        .transpose()
+}
+
+/// `max_request` and `connection_memory`, each in its limits.
+fn memory(
+    max_request: Option<Located<Size>>,
+    connection_memory: Option<Located<Size>>,
+) -> Result<(Size, Size), ConfigError> {
+    let [low, high] = MAX_REQUEST;
+    let defaults = Nbd::default();
+    let request = max_request.as_ref().map_or(defaults.max_request, |given| given.value);
+    if let Some(given) = max_request
+        && !(low..=high).contains(&request)
+    {
+        return Err(given.error(
+            ErrorKind::OutOfRange,
+            format!("{request} is out of range"),
+            format!("choose a size from {low} to {high}"),
+        ));
+    }
+    let memory = connection_memory.as_ref().map_or(defaults.connection_memory, |given| given.value);
+    // The default holds the largest request allowed, so only a given value can be too small.
+    if let Some(given) = connection_memory
+        && memory < request
+    {
+        return Err(given.error(
+            ErrorKind::Conflict,
+            format!("{memory} cannot hold one request of max_request, {request}"),
+            format!("choose {request} or more, or a smaller max_request"),
+        ));
+    }
+    Ok((request, memory))
+}
+
+/// The sources of TLS keys. One given on the command line replaces whichever the file has.
+fn tls_keys(file: &Layer, flags: &Layer) -> (Option<Located<PathBuf>>, Option<Located<PathBuf>>) {
+    let from_flags = flags.tls_certificates.is_some() || flags.tls_psk.is_some();
+    let source = if from_flags { flags } else { file };
+    (source.tls_certificates.clone(), source.tls_psk.clone())
+}
+
+fn check_tls(
+    tls: Option<&Located<Tls>>,
+    certificates: Option<&Located<PathBuf>>,
+    psk: Option<&Located<PathBuf>>,
+    verify_peer: Option<&Located<bool>>,
+) -> Result<(), ConfigError> {
+    let Some(tls) = tls else {
+        // Somebody who gives keys means to encrypt; serving in the clear would betray that.
+        let wants = [certificates, psk]
+            .into_iter()
+            .flatten()
+            .map(|path| &path.place)
+            .chain(verify_peer.filter(|verify| verify.value).map(|verify| &verify.place))
+            .next();
+        return wants.map_or(Ok(()), |place| {
+            Err(place.error(BadValue::new(
+                ErrorKind::Conflict,
+                "this has no effect while `tls` is not set",
+                "set tls to `require` or `on` to encrypt, or to `off` to say that you mean it",
+            )))
+        });
+    };
+    if tls.value == Tls::Off {
+        return Ok(());
+    }
+    match (certificates, psk) {
+        (None, None) => {
+            return Err(tls.error(
+                ErrorKind::Missing,
+                format!("TLS is `{}` but there are no keys", tls.value),
+                "give tls_certificates (--tls-certificates DIR) or tls_psk (--tls-psk FILE)",
+            ));
+        }
+        (Some(certificates), Some(psk)) => {
+            return Err(psk.error(
+                ErrorKind::Conflict,
+                format!("there is also {}", certificates.place.describe()),
+                "keep one of certificates and pre-shared keys",
+            ));
+        }
+        _ => {}
+    }
+    if let Some(verify) = verify_peer
+        && verify.value
+        && certificates.is_none()
+    {
+        return Err(verify.error(
+            ErrorKind::Conflict,
+            "pre-shared keys have no certificates to verify",
+            "take it out, or use certificates; a client without the key is refused anyway",
+        ));
+    }
+    Ok(())
+}
+
+fn check_addresses(
+    addresses: Vec<Located<Listen>>,
+    inherited: usize,
+) -> Result<Vec<Listen>, ConfigError> {
+    if let Some(first) = addresses.first()
+        && inherited > 0
+    {
+        return Err(first.error(
+            ErrorKind::Conflict,
+            format!("the service manager already passed {inherited} listening socket(s)"),
+            "take the address out here, or start without socket activation",
+        ));
+    }
+    let mut seen: HashMap<Listen, Place> = HashMap::new();
+    let mut listen = Vec::new();
+    for address in addresses {
+        if let Some(earlier) = seen.get(&address.value) {
+            return Err(address.error(
+                ErrorKind::Duplicate,
+                format!("{} is already given by {}", address.value, earlier.describe()),
+                "keep one of them",
+            ));
+        }
+        listen.push(address.value.clone());
+        seen.insert(address.value, address.place);
+    }
+    Ok(listen)
+}
+
+fn merge_volumes(
+    file: Vec<VolumeLayer>,
+    flags: Vec<VolumeLayer>,
+) -> Result<BTreeMap<String, VolumeConfig>, ConfigError> {
+    let mut names = BTreeSet::new();
+    for volume in &flags {
+        if !names.insert(volume.name.clone()) {
+            return Err(volume.place.error(BadValue::new(
+                ErrorKind::Duplicate,
+                "a volume of this name is already given",
+                "choose another name, or keep one of them",
+            )));
+        }
+    }
+    let mut volumes = BTreeMap::new();
+    let mut default: Option<Place> = None;
+    for volume in file.into_iter().filter(|volume| !names.contains(&volume.name)).chain(flags) {
+        if let Some(given) = volume.default.as_ref().filter(|given| given.value) {
+            if let Some(other) = &default {
+                return Err(given.error(
+                    ErrorKind::Duplicate,
+                    format!("the default volume is already given by {}", other.describe()),
+                    "keep `default` at one volume",
+                ));
+            }
+            default = Some(given.place.clone());
+        }
+        let config = check_volume(&volume)?;
+        volumes.insert(volume.name, config);
+    }
+    Ok(volumes)
+}
+
+fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
+    let store = volume.store.value.clone();
+    let create = volume.create.as_ref().filter(|create| create.value);
+    let scheme = match store {
+        StoreUri::File(_) => None,
+        StoreUri::Memory(_) => Some("memory"),
+        StoreUri::Null(_) => Some("null"),
+    };
+    if let Some(scheme) = scheme {
+        check_not_a_file(volume, scheme)?;
+    }
+    if let Some(size) = &volume.size {
+        volume_size(size.value).map_err(|bad| size.place.error(bad))?;
+        if create.is_none() {
+            return Err(size.error(
+                ErrorKind::Conflict,
+                "a file that exists has its own size",
+                "add create=true to make the file if it is absent, or take the size out",
+            ));
+        }
+    }
+    if let Some(create) = create {
+        if volume.size.is_none() {
+            return Err(create.error(
+                ErrorKind::Missing,
+                "to create a file takes a size",
+                "add a size, such as 1G",
+            ));
+        }
+        if let Some(read_only) = volume.read_only.as_ref().filter(|given| given.value) {
+            return Err(read_only.error(
+                ErrorKind::Conflict,
+                "a file just created would be empty for ever",
+                "take out one of read-only and create",
+            ));
+        }
+    }
+    Ok(VolumeConfig {
+        store,
+        size: volume.size.as_ref().map(|size| size.value),
+        create: create.is_some(),
+        read_only: volume.read_only.as_ref().is_some_and(|given| given.value),
+        direct: volume.direct.as_ref().map_or(Direct::Auto, |given| given.value),
+        default: volume.default.as_ref().is_some_and(|given| given.value),
+    })
+}
+
+/// Refuses what only a file store has.
+fn check_not_a_file(volume: &VolumeLayer, scheme: &str) -> Result<(), ConfigError> {
+    let only_files = |place: &Place, remedy: String| {
+        let message = format!("only a file store takes this, and the store is `{scheme}`");
+        Err(place.error(BadValue::new(ErrorKind::Conflict, message, remedy)))
+    };
+    if let Some(size) = &volume.size {
+        return only_files(
+            &size.place,
+            format!("write the size after the store: {scheme}:{}", size.value),
+        );
+    }
+    if let Some(create) = volume.create.as_ref().filter(|create| create.value) {
+        return only_files(&create.place, "take it out".to_owned());
+    }
+    match volume.direct.as_ref().filter(|direct| direct.value != Direct::Auto) {
+        Some(direct) => only_files(&direct.place, "take it out".to_owned()),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,13 @@
+//! The parts of the program `ebbd` that tests and tools use beside the program itself: the
+//! command line, the configuration, and the manual pages made from both.
+//!
+//! Vocabulary: a *volume* is one disk, exported under its name; a *store* is where its bytes live;
+//! an *override* is a setting of the command line, which wins over the configuration file.
+
+pub mod cli;
+pub mod config;
+pub mod daemon;
+pub mod listener;
+pub mod man;
+pub mod size;
+pub mod stores;

@@ -1,0 +1,146 @@
+//! Sockets to listen at: our own, or those the service manager passed.
+//!
+//! A unix socket's file that is left over from a daemon that is gone is taken over; one that
+//! somebody still answers at is an error.
+
+use std::io;
+use std::net::{TcpListener, ToSocketAddrs};
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use crate::config::Listen;
+
+/// Why there is no socket. Each message says what to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are the words of the messages")]
+pub enum ListenError {
+    /// Another server answers there.
+    #[error("{path}: in use by a running server: stop that one, or listen at another path")]
+    InUse { path: PathBuf },
+    /// Something that is no socket has the path.
+    #[error("{path}: exists and is no socket: remove it, or listen at another path")]
+    NotASocket { path: PathBuf },
+    /// The system refused.
+    #[error("cannot listen at {address}{remedy}")]
+    Bind { address: String, remedy: &'static str, source: io::Error },
+}
+
+/// A listening socket, and the file to remove when it is closed.
+#[derive(Debug)]
+pub struct Listener {
+    /// The socket.
+    pub fd: OwnedFd,
+    /// How it is called in the log.
+    pub name: String,
+    path: Option<PathBuf>,
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Some(path) = &self.path {
+            // Gone already is as good.
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// Opens a socket at an address.
+///
+/// # Errors
+/// [`ListenError`].
+pub fn open(address: &Listen) -> Result<Listener, ListenError> {
+    match address {
+        Listen::Unix(path) => unix(path),
+        Listen::Tcp(address) => tcp(address),
+    }
+}
+
+fn unix(path: &Path) -> Result<Listener, ListenError> {
+    let name = format!("unix:{}", path.display());
+    match std::fs::symlink_metadata(path) {
+        Ok(metadata) if !metadata.file_type().is_socket() => {
+            return Err(ListenError::NotASocket { path: path.into() });
+        }
+        Ok(_) => match UnixStream::connect(path) {
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                tracing::info!(socket = %path.display(), "taking over a socket nobody answers at");
+                let _ = std::fs::remove_file(path);
+            }
+            _ => return Err(ListenError::InUse { path: path.into() }),
+        },
+        Err(_) => {}
+    }
+    let socket = UnixListener::bind(path).map_err(|source| {
+        let remedy = match source.kind() {
+            io::ErrorKind::NotFound => ": its folder does not exist: make it",
+            io::ErrorKind::PermissionDenied => {
+                ": give the daemon's user write access to its folder"
+            }
+            _ => "",
+        };
+        ListenError::Bind { address: name.clone(), remedy, source }
+    })?;
+    Ok(Listener { fd: socket.into(), name, path: Some(path.into()) })
+}
+
+fn tcp(address: &str) -> Result<Listener, ListenError> {
+    let name = format!("tcp:{address}");
+    let bind = || TcpListener::bind(address.to_socket_addrs()?.collect::<Vec<_>>().as_slice());
+    let socket = bind().map_err(|source| {
+        let remedy = match source.kind() {
+            io::ErrorKind::AddrInUse => {
+                ": another server has it: stop that one, or use another port"
+            }
+            io::ErrorKind::AddrNotAvailable => ": this host has no such address",
+            io::ErrorKind::PermissionDenied => ": ports below 1024 need privileges",
+            _ => "",
+        };
+        ListenError::Bind { address: name.clone(), remedy, source }
+    })?;
+    let name = socket.local_addr().map_or(name, |address| format!("tcp:{address}"));
+    Ok(Listener { fd: socket.into(), name, path: None })
+}
+
+/// The sockets the service manager passed (`LISTEN_FDS`). To be called once.
+///
+/// # Errors
+/// When the environment variables are malformed.
+pub fn inherited() -> io::Result<Vec<Listener>> {
+    let numbers = sd_notify::listen_fds()?;
+    let listener = |number| {
+        // SAFETY: the service manager passed this descriptor for us to own, and this function is
+        // called once, before anything else could have taken it.
+        let fd = unsafe { OwnedFd::from_raw_fd(number) };
+        Listener { fd, name: format!("socket {number} of the service manager"), path: None }
+    };
+    Ok(numbers.map(listener).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_left_over_socket_is_taken_over_and_a_live_one_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        drop(UnixListener::bind(&path).unwrap());
+        assert!(path.exists(), "the file stays when its server is gone");
+        let listener = open(&Listen::Unix(path.clone())).unwrap();
+        assert!(matches!(open(&Listen::Unix(path.clone())), Err(ListenError::InUse { .. })));
+        drop(listener);
+        assert!(!path.exists(), "removed when closed");
+        std::fs::write(&path, "precious").unwrap();
+        assert!(matches!(open(&Listen::Unix(path.clone())), Err(ListenError::NotASocket { .. })));
+        assert!(path.exists());
+    }
+
+    #[test]
+    fn a_missing_folder_is_named() {
+        let error = open(&Listen::Unix("/nonexistent/folder/s".into())).unwrap_err();
+        assert!(error.to_string().contains("folder does not exist"), "{error}");
+    }
+}

@@ -1,0 +1,72 @@
+//! The program `ebbd`: reads the command line and does what it says.
+//!
+//! Exit status: 0 ok, 1 a failure while running, 2 a mistake on the command line or in the
+//! configuration. Reports for people go to stderr, results to stdout.
+
+use std::io::{self, IsTerminal, Write};
+use std::process::ExitCode;
+
+use clap::Parser;
+use ebbd::cli::{self, Cli, Command, ServeArgs};
+use ebbd::config::{Config, ConfigError, LogLevel};
+use ebbd::{daemon, man};
+use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::prelude::*;
+use tracing_subscriber::reload;
+
+fn main() -> ExitCode {
+    let outcome = match Cli::parse().command {
+        Command::Serve(args) => serve(*args),
+        Command::Completions { shell } => print(&cli::completions(shell)),
+        Command::Man { out } => man::write_pages(&out),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // If stderr is gone, too, there is nobody to tell.
+            let _ = writeln!(io::stderr().lock(), "ebbd: {error:#}");
+            ExitCode::from(if error.is::<ConfigError>() { 2 } else { 1 })
+        }
+    }
+}
+
+fn print(bytes: &[u8]) -> anyhow::Result<()> {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
+        // A reader that has seen enough, such as `head`, is no failure.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        outcome => Ok(outcome?),
+    }
+}
+
+fn serve(args: ServeArgs) -> anyhow::Result<()> {
+    let inherited = sd_notify::listen_fds()?.len();
+    let config = Config::load(args.config.as_deref(), &args.overrides(inherited))?;
+    let set_log_level = start_log(config.log);
+    if args.check {
+        let mut said = Ok(());
+        daemon::check(&config, |line| said = print(format!("{line}\n").as_bytes()))?;
+        return said;
+    }
+    daemon::serve(config, args, set_log_level)
+}
+
+fn start_log(level: LogLevel) -> daemon::SetLogLevel {
+    let (filter, handle) = reload::Layer::new(level_filter(level));
+    let lines = tracing_subscriber::fmt::layer()
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        .with_target(false);
+    tracing_subscriber::registry().with(lines.with_filter(filter)).init();
+    // The filter lives as long as the process.
+    Box::new(move |level| drop(handle.reload(level_filter(level))))
+}
+
+fn level_filter(level: LogLevel) -> LevelFilter {
+    match level {
+        LogLevel::Error => LevelFilter::ERROR,
+        LogLevel::Warn => LevelFilter::WARN,
+        LogLevel::Info => LevelFilter::INFO,
+        LogLevel::Debug => LevelFilter::DEBUG,
+    }
+}

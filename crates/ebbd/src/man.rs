@@ -1,0 +1,361 @@
+//! The manual pages, made from the command line ([`crate::cli`]) and the table of keys
+//! ([`crate::config::keys`]), so that they say what the program does.
+//!
+//! The pages are kept in `docs/man`; a test fails when they differ from what is made here.
+
+use std::io;
+use std::path::Path;
+
+use anyhow::Context;
+use clap::{ArgAction, Command, CommandFactory};
+use clap_mangen::Man;
+use clap_mangen::roff::{Inline, Roff, bold, italic, roman};
+
+use crate::cli::Cli;
+use crate::config::keys::{EXAMPLE, Key, SECTIONS, Section, VOLUME};
+
+/// A manual page: its file name and its text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Page {
+    /// The file name, such as `ebbd.1`.
+    pub name: &'static str,
+    /// The text in roff.
+    pub text: String,
+}
+
+/// All manual pages.
+///
+/// # Errors
+/// Only if the page generator fails on its own output.
+pub fn pages() -> io::Result<Vec<Page>> {
+    Ok(vec![
+        Page { name: "ebbd.1", text: ebbd()? },
+        Page { name: "ebbd-serve.1", text: ebbd_serve()? },
+        Page { name: "ebbd.toml.5", text: ebbd_toml() },
+    ])
+}
+
+/// Writes all manual pages to the directory `out`, which is made if it is absent.
+///
+/// # Errors
+/// If the directory cannot be made or a page not be written; the error names the path.
+pub fn write_pages(out: &Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(out)
+        .with_context(|| format!("cannot make the directory {}", out.display()))?;
+    for page in pages().context("cannot make the manual pages")? {
+        let path = out.join(page.name);
+        std::fs::write(&path, page.text)
+            .with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// The manual the pages belong to.
+const MANUAL: &str = "ebbd manual";
+
+/// What stands in the foot of each page.
+fn source() -> String {
+    format!("ebbd {}", env!("CARGO_PKG_VERSION"))
+}
+
+fn ebbd() -> io::Result<String> {
+    let command = Cli::command();
+    let synopsis: Vec<_> = command
+        .get_subcommands()
+        .map(|sub| match sub.get_name() {
+            // It has a page of its own for its many options.
+            "serve" => vec![bold("ebbd serve"), roman(" [OPTION]...")],
+            _ => usage(sub),
+        })
+        .collect();
+    let mut out = head(&command, "ebbd", &synopsis)?;
+    let mut roff = Roff::new();
+    roff.control("SH", ["COMMANDS"]);
+    for (sub, usage) in command.get_subcommands().zip(synopsis) {
+        let about = sub.get_about().map(ToString::to_string).unwrap_or_default();
+        let more = if sub.get_name() == "serve" { " See ebbd-serve(1)." } else { "" };
+        entry(&mut roff, usage, &format!("{about}.{more}"));
+        for arg in sub.get_arguments().filter(|_| sub.get_name() != "serve") {
+            let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+            roff.control("br", []);
+            roff.text([roman(format!("{help}."))]);
+        }
+    }
+    exit_status(&mut roff);
+    roff.control("SH", ["EXAMPLES"]);
+    example(
+        &mut roff,
+        "A disk of 1 GiB in a sparse file, and a look at it:",
+        "ebbd serve --volume disk=file:/var/tmp/disk.img,size=1G,create=true \\\n    \
+         --listen unix:/tmp/ebbd.sock\nnbdinfo 'nbd+unix:///disk?socket=/tmp/ebbd.sock'",
+    );
+    see_also(&mut roff, &["ebbd-serve(1)", "ebbd.toml(5)", "nbdinfo(1)", "nbdcopy(1)"]);
+    out.push_str(&roff.to_roff());
+    Ok(out)
+}
+
+/// The page's opening for `command`: title and name, the given synopsis, description and options.
+fn head(command: &Command, title: &str, synopsis: &[Vec<Inline>]) -> io::Result<String> {
+    let man = Man::new(command.clone()).title(title).manual(MANUAL).source(source());
+    let mut out = Vec::new();
+    man.render_title(&mut out)?;
+    man.render_name_section(&mut out)?;
+    let mut roff = Roff::new();
+    roff.control("SH", ["SYNOPSIS"]);
+    for (n, line) in synopsis.iter().enumerate() {
+        if n > 0 {
+            roff.control("br", []);
+        }
+        roff.text(line.clone());
+    }
+    roff.control("SH", ["DESCRIPTION"]);
+    let about = command.get_long_about().map(ToString::to_string).unwrap_or_default();
+    // The first paragraph is the short form, which stands at NAME.
+    for text in about.split("\n\n").skip(1) {
+        paragraph(&mut roff, text);
+    }
+    roff.to_writer(&mut out)?;
+    man.render_options_section(&mut out)?;
+    String::from_utf8(out).map_err(io::Error::other)
+}
+
+/// How to call a command: its name and each argument with its value.
+fn usage(command: &Command) -> Vec<Inline> {
+    let mut line = vec![bold(format!("ebbd {}", command.get_name()))];
+    for arg in command.get_arguments().filter(|arg| arg.get_id() != "help") {
+        let value = arg
+            .get_value_names()
+            .filter(|_| arg.get_action().takes_values())
+            .and_then(|names| names.first());
+        let value = value.map(ToString::to_string).unwrap_or_default();
+        let Some(long) = arg.get_long() else {
+            line.extend([roman(" "), italic(value)]);
+            continue;
+        };
+        line.extend([roman(" ["), bold(format!("--{long}"))]);
+        if !value.is_empty() {
+            line.extend([roman(" "), italic(value)]);
+        }
+        line.push(roman("]"));
+        if matches!(arg.get_action(), ArgAction::Append) {
+            line.push(roman("..."));
+        }
+    }
+    line
+}
+
+fn ebbd_serve() -> io::Result<String> {
+    let mut parent = Cli::command();
+    parent.build();
+    let serve = parent
+        .find_subcommand("serve")
+        .ok_or_else(|| io::Error::other("there is no command `serve`"))?;
+    let mut out = head(serve, "ebbd-serve", &[usage(serve)])?;
+    let mut roff = Roff::new();
+    roff.control("SH", ["VOLUMES"]);
+    let store = VOLUME.find("store").map(|key| key.doc.replace('"', "")).unwrap_or_default();
+    paragraph(
+        &mut roff,
+        "A volume is written NAME=STORE[,option=value]... and so gets its export name, its store \
+         and its options.",
+    );
+    entry(
+        &mut roff,
+        vec![italic("NAME")],
+        "The export name clients ask for: 1 to 255 bytes of UTF-8 without control characters and \
+         without an equals sign.",
+    );
+    entry(&mut roff, vec![italic("STORE")], &store);
+    for key in VOLUME.keys.iter().filter(|key| key.name != "store") {
+        let term = vec![bold(key.option_name()), roman("="), italic(key.value)];
+        let doc = format!("{}{}", key.doc.replace('"', ""), default_of(key));
+        entry(&mut roff, term, &doc);
+    }
+    signals(&mut roff);
+    environment(&mut roff);
+    exit_status(&mut roff);
+    roff.control("SH", ["EXAMPLES"]);
+    example(
+        &mut roff,
+        "Check a configuration before a reload:",
+        "ebbd serve --config /etc/ebbd/ebbd.toml --check && systemctl reload ebbd",
+    );
+    example(
+        &mut roff,
+        "A disk in memory and a read-only image, with encryption by certificates:",
+        "ebbd serve --volume scratch=memory:256M \\\n    \
+         --volume cd=file:/srv/install.iso,read-only=true \\\n    \
+         --listen tcp:[::]:10809 --tls require --tls-certificates /etc/ebbd/tls",
+    );
+    see_also(&mut roff, &["ebbd(1)", "ebbd.toml(5)"]);
+    out.push_str(&roff.to_roff());
+    Ok(out)
+}
+
+fn signals(roff: &mut Roff) {
+    roff.control("SH", ["SIGNALS"]);
+    entry(
+        roff,
+        vec![bold("SIGTERM"), roman(", "), bold("SIGINT")],
+        "Finish the requests under way, flush the stores and exit with status 0.",
+    );
+    entry(
+        roff,
+        vec![bold("SIGHUP")],
+        "Read the configuration file again. New volumes appear, those no longer in the file finish \
+         their requests and go; the log level and the limits change. What needs a restart is said \
+         in the log. A file with a mistake changes nothing.",
+    );
+}
+
+fn environment(roff: &mut Roff) {
+    roff.control("SH", ["ENVIRONMENT"]);
+    entry(
+        roff,
+        vec![bold("LISTEN_FDS"), roman(", "), bold("LISTEN_PID")],
+        "Listening sockets passed by the service manager, see sd_listen_fds(3). They are used, and \
+         addresses are refused.",
+    );
+    entry(
+        roff,
+        vec![bold("NOTIFY_SOCKET")],
+        "Where to say READY=1 once the daemon serves, see sd_notify(3).",
+    );
+}
+
+fn exit_status(roff: &mut Roff) {
+    roff.control("SH", ["EXIT STATUS"]);
+    entry(roff, vec![bold("0")], "All went well.");
+    entry(roff, vec![bold("1")], "A failure while running.");
+    entry(roff, vec![bold("2")], "A mistake on the command line or in the configuration.");
+}
+
+fn ebbd_toml() -> String {
+    let mut roff = Roff::new();
+    let source = source();
+    roff.control("TH", ["ebbd.toml", "5", "", source.as_str(), MANUAL]);
+    roff.control("SH", ["NAME"]);
+    paragraph(&mut roff, "ebbd.toml - configuration file of ebbd");
+    roff.control("SH", ["DESCRIPTION"]);
+    paragraph(
+        &mut roff,
+        "The file is TOML in UTF-8, at most 1 MiB, and named to ebbd-serve(1) with --config. A key \
+         that does not exist is an error, never ignored. Options of the command line win over the \
+         file.",
+    );
+    paragraph(
+        &mut roff,
+        "A SIZE is a number of bytes or a string with a unit: 512, \"64K\", \"32M\", \"1G\", \
+         \"2T\". K is 1024 bytes, and KiB says the same. A BOOL is true or false without quotes. \
+         Relative paths begin at the working directory of the daemon.",
+    );
+    for section in SECTIONS {
+        keys(&mut roff, &section);
+    }
+    roff.control("SH", ["EXAMPLE"]);
+    example(&mut roff, "A file with each table:", EXAMPLE.trim_end());
+    see_also(&mut roff, &["ebbd(1)", "ebbd-serve(1)"]);
+    roff.to_roff()
+}
+
+fn keys(roff: &mut Roff, section: &Section) {
+    let title = match section.header {
+        "" => "KEYS AT THE TOP".to_owned(),
+        header => format!("THE TABLE [{header}]"),
+    };
+    roff.control("SH", [title.as_str()]);
+    paragraph(roff, section.doc);
+    for key in section.keys {
+        let term = vec![bold(key.name), roman(" = "), italic(key.value)];
+        entry(roff, term, &format!("{}{}", key.doc, default_of(key)));
+    }
+}
+
+fn default_of(key: &Key) -> String {
+    if key.default.is_empty() { String::new() } else { format!(" Default: {}.", key.default) }
+}
+
+fn entry(roff: &mut Roff, term: Vec<Inline>, text: &str) {
+    roff.control("TP", []);
+    roff.text(term);
+    roff.text([roman(text)]);
+}
+
+fn paragraph(roff: &mut Roff, text: &str) {
+    roff.control("PP", []);
+    roff.text([roman(text)]);
+}
+
+fn example(roff: &mut Roff, text: &str, lines: &str) {
+    paragraph(roff, text);
+    roff.control("PP", []);
+    roff.control("RS", ["4"]);
+    roff.control("nf", []);
+    for line in lines.lines() {
+        roff.text([roman(line)]);
+    }
+    roff.control("fi", []);
+    roff.control("RE", []);
+}
+
+fn see_also(roff: &mut Roff, pages: &[&str]) {
+    roff.control("SH", ["SEE ALSO"]);
+    roff.text([roman(pages.join(", "))]);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::PathBuf;
+
+    use super::*;
+
+    #[test]
+    fn the_pages_in_the_repository_are_up_to_date() {
+        let kept = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/man"));
+        let remedy = "run `cargo run -p ebbd -- man --out docs/man` and commit the result";
+        let pages = pages().unwrap();
+        for page in &pages {
+            let text = std::fs::read_to_string(kept.join(page.name))
+                .unwrap_or_else(|error| panic!("docs/man/{}: {error}; {remedy}", page.name));
+            assert!(text == page.text, "docs/man/{} is out of date; {remedy}", page.name);
+        }
+        let names: BTreeSet<_> = pages.iter().map(|page| page.name.to_owned()).collect();
+        let found: BTreeSet<_> = std::fs::read_dir(&kept)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        assert_eq!(found, names, "docs/man holds the generated pages and nothing else");
+    }
+
+    #[test]
+    fn every_key_and_option_has_its_entry() {
+        let pages = pages().unwrap();
+        let text = |name: &str| {
+            pages.iter().find(|page| page.name == name).unwrap().text.replace("\\-", "-")
+        };
+        let toml = text("ebbd.toml.5");
+        for key in SECTIONS.iter().flat_map(|section| section.keys) {
+            assert!(toml.contains(&format!("\\fB{}\\fR", key.name)), "{}", key.name);
+        }
+        let serve = text("ebbd-serve.1");
+        let command = Cli::command();
+        for arg in command.find_subcommand("serve").unwrap().get_arguments() {
+            let option = format!("--{}", arg.get_long().unwrap());
+            assert!(serve.contains(&option), "{option}");
+        }
+        for key in VOLUME.keys.iter().filter(|key| key.name != "store") {
+            assert!(serve.contains(&format!("\\fB{}\\fR", key.option_name())), "{}", key.name);
+        }
+        let ebbd = text("ebbd.1");
+        for command in command.get_subcommands() {
+            assert!(ebbd.contains(&format!("ebbd {}", command.get_name())));
+        }
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_is_named() {
+        let error = write_pages(Path::new("/dev/null/man")).unwrap_err();
+        assert!(error.to_string().contains("/dev/null/man"));
+    }
+}

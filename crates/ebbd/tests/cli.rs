@@ -1,0 +1,121 @@
+//! The program from outside: help, exit status, and where each report goes.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+fn ebbd(args: &[&str]) -> Output {
+    // Sockets that a service manager passed to the test are not meant for the program under test.
+    Command::new(env!("CARGO_BIN_EXE_ebbd"))
+        .args(args)
+        .env_remove("LISTEN_FDS")
+        .env_remove("LISTEN_PID")
+        .stdin(Stdio::null())
+        .output()
+        .expect("the program starts")
+}
+
+/// Asserts the exit status and that the only report, on stderr, has all of `parts`.
+#[track_caller]
+fn fails(args: &[&str], status: i32, parts: &[&str]) {
+    let output = ebbd(args);
+    let stderr = String::from_utf8(output.stderr).expect("UTF-8");
+    assert_eq!(output.status.code(), Some(status), "{stderr}");
+    assert!(output.stdout.is_empty(), "{:?}", output.stdout);
+    for part in parts {
+        assert!(stderr.contains(part), "`{part}` is not in: {stderr}");
+    }
+}
+
+#[track_caller]
+fn succeeds(args: &[&str]) -> String {
+    let output = ebbd(args);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{stderr}");
+    assert!(stderr.is_empty(), "{stderr}");
+    String::from_utf8(output.stdout).expect("UTF-8")
+}
+
+#[test]
+fn help_and_version() {
+    let help = succeeds(&["--help"]);
+    for part in ["serve", "completions", "man", "over NBD"] {
+        assert!(help.contains(part), "{help}");
+    }
+    let help = succeeds(&["serve", "--help"]);
+    for part in ["--connection-memory <SIZE>", "[default: 64M]", "tcp:HOST:PORT"] {
+        assert!(help.contains(part), "{help}");
+    }
+    assert_eq!(succeeds(&["--version"]), format!("ebbd {}\n", env!("CARGO_PKG_VERSION")));
+}
+
+#[test]
+fn bad_usage_is_status_2_with_advice() {
+    fails(&[], 2, &["Usage: ebbd"]);
+    fails(&["serv"], 2, &["'serve'"]);
+    fails(&["serve", "--volum", "x"], 2, &["'--volume'"]);
+    fails(&["serve", "--log", "inof"], 2, &["'info'"]);
+    fails(&["serve", "--max-request", "1KB"], 2, &["the units are"]);
+    fails(&["serve", "--workers", "many"], 2, &["--workers"]);
+}
+
+#[test]
+fn bad_configuration_is_status_2_with_advice() {
+    fails(
+        &["serve"],
+        2,
+        &["ebbd: ", "`ebbd serve --volume disk=memory:1G --listen unix:/tmp/ebbd.sock`"],
+    );
+    fails(
+        &["serve", "--check", "--listen", "unix:/a", "--volume", "a=memory:1G,readonly=true"],
+        2,
+        &["--volume a: readonly", "did you mean `read-only`?"],
+    );
+    fails(&["serve", "--check", "--workers", "-1"], 2, &["--workers: -1", "from 1 to 64"]);
+    fails(&["serve", "--config", "/nonexistent.toml"], 2, &["/nonexistent.toml: ", "--config"]);
+
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("ebbd.toml");
+    let path = file.to_str().expect("UTF-8");
+    fs::write(&file, "listen = ['unix:/a']\n\n[nbd]\nmax_client = 3\n").expect("written");
+    fails(
+        &["serve", "--check", "--config", path],
+        2,
+        &[&format!("{path}:4: nbd.max_client: "), "did you mean `max_clients`?"],
+    );
+}
+
+#[test]
+fn manual_pages_are_written() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("new/man");
+    let arg = out.to_str().expect("UTF-8");
+    assert_eq!(succeeds(&["man", "--out", arg]), "");
+    for page in ["ebbd.1", "ebbd-serve.1", "ebbd.toml.5"] {
+        let text = fs::read_to_string(out.join(page)).expect(page);
+        assert!(text.contains(".SH NAME"), "{page}");
+    }
+    // A failure that is no mistake in the configuration.
+    fs::write(folder.path().join("file"), "").expect("written");
+    let blocked = folder.path().join("file/man");
+    fails(&["man", "--out", blocked.to_str().expect("UTF-8")], 1, &["file/man"]);
+}
+
+#[test]
+fn completions_are_printed() {
+    for (shell, part) in
+        [("bash", "complete -F"), ("zsh", "#compdef ebbd"), ("fish", "complete -c")]
+    {
+        assert!(succeeds(&["completions", shell]).contains(part), "{shell}");
+    }
+    fails(&["completions", "bsh"], 2, &["'bash'"]);
+}
+
+#[test]
+fn a_reader_that_leaves_is_no_failure() {
+    assert!(Path::new("/bin/sh").exists(), "this test needs /bin/sh");
+    let script =
+        format!("{{ {} completions zsh; echo $? >&2; }} | true", env!("CARGO_BIN_EXE_ebbd"));
+    let output = Command::new("/bin/sh").args(["-c", &script]).output().expect("sh starts");
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "0\n");
+}

@@ -1,0 +1,57 @@
+//! Finds the daemon to test: `EBBD_BIN`, else what this workspace builds.
+
+use crate::{Error, Result, Tool};
+use std::path::PathBuf;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+/// How a binary was compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Build {
+    /// As these tests themselves: with overflow checks and debug assertions in a debug build.
+    AsTests,
+    /// As delivered. What is measured against a bar is measured on this one.
+    Release,
+}
+
+/// Path of the `ebbd` binary. `EBBD_BIN` names it for both builds; else it is built here, once.
+///
+/// # Errors
+/// `EBBD_BIN` is no file, or the build fails.
+pub fn ebbd(build: Build) -> Result<PathBuf> {
+    if let Some(path) = std::env::var_os("EBBD_BIN").map(PathBuf::from) {
+        return match path.is_file() {
+            true => Ok(path),
+            false => Err(Error::unexpected(format!("EBBD_BIN={} is no file", path.display()))),
+        };
+    }
+    static BUILT: [OnceLock<PathBuf>; 2] = [const { OnceLock::new() }; 2];
+    static BUILDING: Mutex<()> = Mutex::new(());
+    let release = build == Build::Release || !cfg!(debug_assertions);
+    let slot = &BUILT[usize::from(release)];
+    let _one_at_a_time = BUILDING.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(path) = slot.get() {
+        return Ok(path.clone());
+    }
+    let path = compile(release)?;
+    Ok(slot.get_or_init(|| path).clone())
+}
+
+/// Asks cargo, which knows its target directory and whether there is anything to do.
+fn compile(release: bool) -> Result<PathBuf> {
+    let mut cargo = Tool::new(env!("CARGO"))
+        .args(["build", "--quiet", "--package", "ebbd", "--bin", "ebbd"])
+        .args(["--message-format", "json"])
+        .dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
+        .limit(Duration::from_secs(1200));
+    if release {
+        cargo = cargo.arg("--release");
+    }
+    let outcome = cargo.ok()?;
+    let executable = outcome.stdout.lines().find_map(|line| {
+        let message: serde_json::Value = serde_json::from_str(line).ok()?;
+        (message["target"]["name"] == "ebbd")
+            .then(|| message["executable"].as_str().map(PathBuf::from))?
+    });
+    executable.ok_or_else(|| outcome.unexpected("an executable called ebbd"))
+}

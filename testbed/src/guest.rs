@@ -1,0 +1,344 @@
+//! A Linux guest under QEMU whose disks are exports of the daemon.
+//!
+//! QEMU emulates the processor (TCG), so no special machine is needed; a boot takes about ten
+//! seconds. The guest's root is an initramfs with busybox and the programs asked for; its whole
+//! life is one shell script. Two serial lines come out of it: the console, kept whole, and a
+//! second one for the script's answers, which kernel messages cannot garble.
+//!
+//! In the script, `say KEY VALUE` gives an answer ([`Outcome::answer`]); the script runs with
+//! `set -eu`, its status becomes [`Outcome::status`]. Disks are `/dev/vda`, `/dev/vdb`, ...
+//!
+//! Guests are heavy: one at a time, over all test programs (a lock file in the cache).
+
+use crate::kernel::{self, Kernel};
+use crate::{Error, Result, Server, Tool, process};
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+use tempfile::TempDir;
+
+/// What a guest is to be made of. [`Guest::run`] boots it.
+#[derive(Debug)]
+pub struct Guest {
+    script: String,
+    devices: Vec<OsString>,
+    disks: usize,
+    modules: Vec<String>,
+    programs: Vec<(PathBuf, String)>,
+    memory_mib: u32,
+    limit: Duration,
+}
+
+/// What is left of a guest that powered off.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Exit status of the script.
+    pub status: i32,
+    /// The whole console.
+    pub console: String,
+    answers: Vec<(String, String)>,
+}
+
+/// A guest that runs.
+#[derive(Debug)]
+pub struct Machine {
+    qemu: Child,
+    limit: Duration,
+    dir: TempDir,
+    _alone: File,
+}
+
+const INIT: &str = include_str!("guest-init.sh");
+
+impl Guest {
+    /// A guest that will run this script (busybox `sh`, with `set -eu`).
+    #[must_use]
+    pub fn new(script: impl Into<String>) -> Guest {
+        Guest {
+            script: script.into(),
+            devices: Vec::new(),
+            disks: 0,
+            modules: vec!["virtio_pci".into(), "virtio_blk".into()],
+            programs: Vec::new(),
+            memory_mib: 384,
+            limit: Duration::from_secs(240),
+        }
+    }
+
+    /// Adds a disk: an export of the daemon, attached by QEMU's own NBD client.
+    #[must_use]
+    pub fn export(self, server: &Server, export: &str) -> Guest {
+        self.disk(&server.qemu_options(export))
+    }
+
+    /// Adds a disk that is a raw file on the host; writes reach the host's page cache at once.
+    #[must_use]
+    pub fn file(self, path: &Path) -> Guest {
+        self.disk(&format!("driver=raw,file.driver=file,file.filename={}", path.display()))
+    }
+
+    fn disk(mut self, blockdev: &str) -> Guest {
+        let node = format!("disk{}", self.disks);
+        self.disks += 1;
+        self.devices.push("-blockdev".into());
+        self.devices.push(format!("{blockdev},discard=unmap,node-name={node}").into());
+        self.devices.push("-device".into());
+        self.devices.push(format!("virtio-blk-pci,drive={node}").into());
+        self
+    }
+
+    /// Adds a network card at 10.0.2.15; the host's 127.0.0.1 is 10.0.2.2 there.
+    #[must_use]
+    pub fn network(mut self) -> Guest {
+        self.devices.push("-netdev".into());
+        self.devices.push("user,id=net".into());
+        self.devices.push("-device".into());
+        self.devices.push("virtio-net-pci,netdev=net,romfile=".into());
+        self.module("virtio_net")
+    }
+
+    /// Loads a kernel module, with all it needs, before the script.
+    #[must_use]
+    pub fn module(mut self, name: &str) -> Guest {
+        self.modules.push(name.into());
+        self
+    }
+
+    /// Gives the guest a program of the host under its own name, with its shared libraries.
+    #[must_use]
+    pub fn program(mut self, name: &str) -> Guest {
+        self.programs.push((name.into(), name.into()));
+        self
+    }
+
+    /// Gives the guest the program at `path` under another name.
+    #[must_use]
+    pub fn program_as(mut self, path: &Path, name: &str) -> Guest {
+        self.programs.push((path.into(), name.into()));
+        self
+    }
+
+    /// Memory in MiB; the default is 384.
+    #[must_use]
+    pub fn memory_mib(mut self, mib: u32) -> Guest {
+        self.memory_mib = mib;
+        self
+    }
+
+    /// Boots, runs the script and waits for the guest to power off.
+    ///
+    /// # Errors
+    /// Something is missing on this machine, or the guest did not come to its end.
+    pub fn run(self) -> Result<Outcome> {
+        self.boot()?.wait()
+    }
+
+    /// Boots, runs the script, and asks for status 0.
+    ///
+    /// # Errors
+    /// As [`Guest::run`]; or the script failed: the error shows the console.
+    pub fn ok(self) -> Result<Outcome> {
+        let outcome = self.run()?;
+        match outcome.status {
+            0 => Ok(outcome),
+            n => Err(outcome.unexpected(&format!("the script to succeed, not status {n}"))),
+        }
+    }
+
+    /// Boots the guest and lets it run.
+    ///
+    /// # Errors
+    /// Something is missing on this machine.
+    pub fn boot(self) -> Result<Machine> {
+        let alone = alone()?;
+        let kernel = Kernel::find()?;
+        let dir = TempDir::with_prefix("guest-").map_err(Error::io("make a directory"))?;
+        let initramfs = self.initramfs(dir.path(), &kernel)?;
+        let mut command = Command::new("qemu-system-x86_64");
+        command
+            .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
+            .args(["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2"])
+            .args(["-m", &self.memory_mib.to_string()])
+            .arg("-kernel")
+            .arg(kernel.image())
+            .arg("-initrd")
+            .arg(initramfs)
+            .args(["-append", "console=ttyS0 panic=-1 loglevel=5 mitigations=off"])
+            .args(["-serial", "file:console", "-serial", "file:answers"])
+            .args(&self.devices)
+            .current_dir(dir.path());
+        let qemu_log =
+            File::create(dir.path().join("qemu.log")).map_err(Error::io("make qemu.log"))?;
+        let qemu = command
+            .stdin(Stdio::null())
+            .stdout(qemu_log.try_clone().map_err(Error::io("open qemu.log"))?)
+            .stderr(qemu_log)
+            .spawn()
+            .map_err(|_| Error::MissingProgram { program: "qemu-system-x86_64".into() })?;
+        Ok(Machine { qemu, limit: self.limit, dir, _alone: alone })
+    }
+
+    /// Lays out the guest's root under `dir` and packs it.
+    fn initramfs(&self, dir: &Path, kernel: &Kernel) -> Result<PathBuf> {
+        let root = dir.join("root");
+        for sub in ["bin", "dev", "proc", "sys", "etc", "tmp", "mnt", "run", "modules"] {
+            make_dir(&root.join(sub))?;
+        }
+        let busybox = which(Path::new("busybox"))?;
+        copy(&busybox, &root.join("bin/busybox"))?;
+        if !libraries(&busybox)?.is_empty() {
+            return Err(Error::unexpected("busybox is not static: run testbed/install"));
+        }
+        symlink("busybox", root.join("bin/sh")).map_err(Error::io("link sh"))?;
+        for (place, module) in kernel.modules(&self.modules)?.iter().enumerate() {
+            // The number keeps the order in which they must be loaded.
+            let name = module.file_name().unwrap_or_default().to_string_lossy();
+            copy(module, &root.join(format!("modules/{place:03}-{name}")))?;
+        }
+        for (program, name) in &self.programs {
+            let path = which(program)?;
+            copy(&path, &root.join("bin").join(name))?;
+            for library in libraries(&path)? {
+                copy(&library, &under(&root, &library))?;
+            }
+        }
+        for (name, text) in [("init", INIT), ("script", &self.script)] {
+            let path = root.join(name);
+            fs::write(&path, text).map_err(Error::io(path.display().to_string()))?;
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755))
+                .map_err(Error::io(path.display().to_string()))?;
+        }
+        Tool::new("sh")
+            .args(["-c", "find . | cpio --quiet -o -H newc -R 0:0 >../initramfs"])
+            .dir(root)
+            .ok()?;
+        Ok(dir.join("initramfs"))
+    }
+}
+
+impl Machine {
+    /// Waits for the guest to power off.
+    ///
+    /// # Errors
+    /// It did not in time (then it is killed), or crashed; the error shows the console.
+    pub fn wait(mut self) -> Result<Outcome> {
+        let ended = process::wait(&mut self.qemu, self.limit)?;
+        let console = self.text("console");
+        let answers = self.answers();
+        let status =
+            answers.iter().rev().find_map(|(k, v)| (k == "exit").then(|| v.parse().ok())?);
+        match (ended, status) {
+            (Some(end), Some(status)) if end.success() => Ok(Outcome { status, console, answers }),
+            (ended, _) => Err(Error::unexpected(format!(
+                "the guest did not end by itself (QEMU: {ended:?})\n--- QEMU\n{}--- console\n{console}",
+                self.text("qemu.log"),
+            ))),
+        }
+    }
+
+    /// What the script has said so far: keys and values.
+    #[must_use]
+    pub fn answers(&self) -> Vec<(String, String)> {
+        let text = self.text("answers");
+        // The last line may not be complete yet.
+        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+        let pair = |line: &str| {
+            let (key, value) = line.trim().split_once(' ').unwrap_or((line.trim(), ""));
+            (key.to_owned(), value.to_owned())
+        };
+        whole.lines().map(pair).collect()
+    }
+
+    /// What the guest has printed on its console so far.
+    #[must_use]
+    pub fn console(&self) -> String {
+        self.text("console")
+    }
+
+    /// Cuts the power: what the guest had not written to its disks is gone.
+    pub fn cut_power(self) {}
+
+    fn text(&self, file: &str) -> String {
+        let bytes = fs::read(self.dir.path().join(file)).unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = self.qemu.kill();
+        let _ = self.qemu.wait();
+    }
+}
+
+impl Outcome {
+    /// The last answer that the script gave under this key.
+    ///
+    /// # Errors
+    /// It gave none; the error shows the console.
+    pub fn answer(&self, key: &str) -> Result<&str> {
+        let found = self.answers.iter().rev().find(|(k, _)| k == key);
+        found
+            .map(|(_, value)| value.as_str())
+            .ok_or_else(|| self.unexpected(&format!("an answer called {key}")))
+    }
+
+    /// An error that shows the console and says what was expected of the guest.
+    #[must_use]
+    pub fn unexpected(&self, expected: &str) -> Error {
+        Error::unexpected(format!("expected {expected}\n--- console\n{}", self.console))
+    }
+}
+
+/// Waits for its turn: the lock goes with the file.
+fn alone() -> Result<File> {
+    let cache = kernel::cache();
+    make_dir(&cache)?;
+    let path = cache.join("guest.lock");
+    let file = File::create(&path).map_err(Error::io(path.display().to_string()))?;
+    file.lock().map_err(Error::io(path.display().to_string()))?;
+    Ok(file)
+}
+
+/// Path of a program: itself if it holds a slash, else from `PATH` and the administrator's places.
+fn which(program: &Path) -> Result<PathBuf> {
+    if program.components().count() > 1 {
+        return Ok(program.into());
+    }
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let places = std::env::split_paths(&path).chain(["/usr/sbin".into(), "/sbin".into()]);
+    let mut found = places.map(|place| place.join(program));
+    found.find(|path| path.is_file()).ok_or_else(|| {
+        let program = program.display().to_string();
+        Error::MissingProgram { program }
+    })
+}
+
+/// Shared libraries that a program needs, its loader among them; none for a static one.
+fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
+    let outcome = Tool::new("ldd").arg(program).run()?;
+    let words = outcome.stdout.lines().filter_map(|line| {
+        // "libc.so.6 => /lib/.../libc.so.6 (0x...)" or "/lib64/ld-linux-x86-64.so.2 (0x...)"
+        line.split_whitespace().find(|word| word.starts_with('/'))
+    });
+    Ok(words.map(PathBuf::from).collect())
+}
+
+fn under(root: &Path, absolute: &Path) -> PathBuf {
+    root.join(absolute.strip_prefix("/").unwrap_or(absolute))
+}
+
+fn make_dir(path: &Path) -> Result {
+    fs::create_dir_all(path).map_err(Error::io(path.display().to_string()))
+}
+
+/// Copies a file with its permissions, making directories as needed.
+fn copy(from: &Path, to: &Path) -> Result {
+    if let Some(parent) = to.parent() {
+        make_dir(parent)?;
+    }
+    fs::copy(from, to).map(drop).map_err(Error::io(format!("copy {}", from.display())))
+}

@@ -1,0 +1,40 @@
+//! Real clients and guests against a running `ebbd`: a tool for tests, no part of the product.
+//!
+//! What nobody here wrote is the best judge of a protocol: `nbdinfo`, `nbdcopy`, `qemu-img`,
+//! `qemu-io`, `fio` and a Linux guest under QEMU. This crate starts the daemon, points those
+//! programs at it, and keeps everything they said, so that a failed test explains itself.
+//!
+//! | module | what it does |
+//! |---|---|
+//! | [`server`] | starts, stops, kills and restarts one daemon on its own directory and socket |
+//! | [`tool`] | runs a program with a time limit and keeps its output |
+//! | [`nbd`] | a small NBD client, for what no tool can do: lie, stall, be cut, count what was acknowledged |
+//! | [`guest`] | boots Linux with a disk exported by the daemon, runs a script there |
+//! | [`tls`] | certificates and pre-shared keys |
+//! | [`process`] | memory and file descriptors of a process |
+//! | [`bench`] | loads of `bench-nbd`, the daemon beside its peers |
+//! | [`ledger`] | what a disk may hold after a crash |
+//! | [`pattern`] | reproducible random numbers and disk content |
+//!
+//! Invariants:
+//! * A missing program is an error that names the remedy, never a skipped test.
+//! * Every wait has a deadline, and every process started here is ended here.
+//! * Randomness comes from a seed that a failure prints.
+
+pub mod bench;
+pub mod binary;
+pub mod error;
+pub mod guest;
+pub mod kernel;
+pub mod ledger;
+pub mod nbd;
+pub mod pattern;
+pub mod process;
+pub mod server;
+pub mod tls;
+pub mod tool;
+
+pub use error::{Error, Result, check};
+pub use guest::Guest;
+pub use server::{Server, Setup};
+pub use tool::Tool;

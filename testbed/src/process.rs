@@ -1,0 +1,172 @@
+//! What a process holds, from `/proc`: memory, file descriptors; and waiting for its end.
+
+use crate::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use std::process::{Child, ExitStatus};
+use std::time::{Duration, Instant};
+
+/// Resident memory (`VmRSS`) in bytes.
+///
+/// # Errors
+/// The process is gone.
+pub fn resident(pid: u32) -> Result<u64> {
+    let path = format!("/proc/{pid}/status");
+    let text = std::fs::read_to_string(&path).map_err(Error::io(&path))?;
+    let kib = text
+        .lines()
+        .find_map(|l| l.strip_prefix("VmRSS:"))
+        .and_then(|v| v.trim().trim_end_matches(" kB").parse::<u64>().ok())
+        // A process that has ended but was not waited for has none.
+        .ok_or_else(|| Error::unexpected(format!("process {pid} has ended")))?;
+    Ok(kib * 1024)
+}
+
+/// Open file descriptors, each with what it points at, sorted.
+///
+/// # Errors
+/// The process is gone.
+pub fn open_files(pid: u32) -> Result<Vec<String>> {
+    let path = format!("/proc/{pid}/fd");
+    let entries = std::fs::read_dir(&path).map_err(Error::io(&path))?;
+    let mut files: Vec<String> = entries
+        .flatten()
+        .filter_map(|e| {
+            // A descriptor closed between listing and looking is simply not there any more.
+            let target = std::fs::read_link(e.path()).ok()?;
+            Some(format!("{} -> {}", e.file_name().to_string_lossy(), target.display()))
+        })
+        .collect();
+    files.sort();
+    Ok(files)
+}
+
+/// Waits for a child to end, at most `limit`; `None` if it still runs then.
+///
+/// # Errors
+/// The system refuses to wait.
+pub fn wait(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>> {
+    if !ended(child, limit)? {
+        return Ok(None);
+    }
+    child.wait().map(Some).map_err(Error::io("wait for a child"))
+}
+
+/// Waits like [`wait`], but leaves an ended child as it is, so that its process id stays its own.
+pub(crate) fn ended(child: &Child, limit: Duration) -> Result<bool> {
+    let deadline = Instant::now() + limit;
+    let fd = match pidfd_open(pid_of(child)?, PidfdFlags::empty()) {
+        Ok(fd) => fd,
+        // Its status was fetched before.
+        Err(rustix::io::Errno::SRCH) => return Ok(true),
+        Err(e) => return Err(Error::io("pidfd_open")(e.into())),
+    };
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = Timespec::try_from(left).map_err(|e| Error::unexpected(e.to_string()))?;
+        let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(0) if left.is_zero() => return Ok(false),
+            Ok(0) | Err(rustix::io::Errno::INTR) => {}
+            Ok(_) => return Ok(true),
+            Err(e) => return Err(Error::io("poll a pidfd")(e.into())),
+        }
+    }
+}
+
+/// The process id of a child, as `rustix` wants it.
+pub(crate) fn pid_of(child: &Child) -> Result<Pid> {
+    i32::try_from(child.id())
+        .ok()
+        .and_then(Pid::from_raw)
+        .ok_or_else(|| Error::unexpected(format!("no process id: {}", child.id())))
+}
+
+/// What a process held at one moment, to see later that nothing leaked.
+#[derive(Debug)]
+pub struct Held {
+    pid: u32,
+    files: Vec<String>,
+    resident: u64,
+}
+
+impl Held {
+    /// Looks at a process.
+    ///
+    /// # Errors
+    /// It is gone.
+    pub fn by(pid: u32) -> Result<Held> {
+        Ok(Held { pid, files: open_files(pid)?, resident: resident(pid)? })
+    }
+
+    /// Waits until the process holds as many descriptors as then, and at most `slack` bytes more
+    /// resident memory.
+    ///
+    /// # Errors
+    /// It still holds more after 30 s; the error shows what.
+    pub fn returned(&self, slack: u64) -> Result {
+        let back = until("descriptors and memory are given back", Duration::from_secs(30), || {
+            let now = Held::by(self.pid)?;
+            let fewer = now.files.len() <= self.files.len();
+            Ok((fewer && now.resident <= self.resident + slack).then_some(()))
+        });
+        back.map_err(|e| match Held::by(self.pid) {
+            Ok(now) => Error::unexpected(format!(
+                "{e}\nresident {} KiB, was {} KiB (slack {} KiB)\n{} descriptors, were {}:\n{}",
+                now.resident / 1024,
+                self.resident / 1024,
+                slack / 1024,
+                now.files.len(),
+                self.files.len(),
+                now.files.join("\n"),
+            )),
+            Err(e) => e,
+        })
+    }
+}
+
+/// Calls `probe` until it gives a value, pausing a little between calls; gives up after `limit`.
+///
+/// # Errors
+/// What `probe` says, or that `what` did not happen in time.
+pub fn until<T>(
+    what: &str,
+    limit: Duration,
+    mut probe: impl FnMut() -> Result<Option<T>>,
+) -> Result<T> {
+    let deadline = Instant::now() + limit;
+    loop {
+        if let Some(value) = probe()? {
+            return Ok(value);
+        }
+        if Instant::now() >= deadline {
+            return Err(Error::unexpected(format!("within {limit:?} not seen: {what}")));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn waiting_has_a_deadline_and_gives_the_status() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        assert_eq!(wait(&mut child, Duration::from_millis(20)).unwrap(), None);
+        child.kill().unwrap();
+        let status = wait(&mut child, Duration::from_secs(20)).unwrap().unwrap();
+        assert!(!status.success());
+    }
+
+    #[test]
+    fn a_process_can_be_looked_at() {
+        let me = std::process::id();
+        let before = open_files(me).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        assert!(open_files(me).unwrap().len() > before.len());
+        drop(file);
+        assert!(resident(me).unwrap() > 100_000);
+    }
+}

@@ -1,0 +1,338 @@
+//! One daemon under test: its directory, socket, log, start and every way to end it.
+//!
+//! Invariants:
+//! * Each server has a directory of its own, so tests may run side by side.
+//! * The image files live in that directory and outlast a stop, so [`Server::restart`] finds them.
+//! * What the daemon logged is printed when the server is dropped: the test harness shows it for a
+//!   failed test only.
+
+use crate::binary::{self, Build};
+use crate::{Error, Result, check, process};
+use rustix::process::{Signal, kill_process};
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+use tempfile::TempDir;
+
+/// How long a daemon may take to start, and to end when asked, on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What a daemon is to be started with.
+#[derive(Debug)]
+pub struct Setup {
+    dir: TempDir,
+    args: Vec<OsString>,
+    env: Vec<(OsString, OsString)>,
+    log_level: &'static str,
+    build: Build,
+}
+
+/// A daemon, running unless it was stopped.
+#[derive(Debug)]
+pub struct Server {
+    setup: Setup,
+    child: Option<Child>,
+}
+
+impl Setup {
+    /// A daemon without volumes, on a unix socket in a fresh directory.
+    ///
+    /// # Errors
+    /// No directory can be made.
+    pub fn new() -> Result<Setup> {
+        let dir = TempDir::with_prefix("ebbd-").map_err(Error::io("make a directory"))?;
+        Ok(Setup {
+            dir,
+            args: Vec::new(),
+            env: Vec::new(),
+            log_level: "info",
+            build: Build::AsTests,
+        })
+    }
+
+    /// The directory that holds socket, log and images.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Adds a volume over a sparse file `NAME.img` of `size` bytes in the server's directory.
+    ///
+    /// # Errors
+    /// The file cannot be made.
+    pub fn image(self, name: &str, size: u64) -> Result<Setup> {
+        let path = self.image_path(name);
+        let file = File::create_new(&path).map_err(Error::io(path.display().to_string()))?;
+        file.set_len(size).map_err(Error::io(path.display().to_string()))?;
+        Ok(self.volume(&format!("{name}=file:{}", path.display())))
+    }
+
+    /// Adds `--volume TEXT`.
+    #[must_use]
+    pub fn volume(self, text: &str) -> Setup {
+        self.arg("--volume").arg(text)
+    }
+
+    /// Adds an argument after `ebbd serve`.
+    #[must_use]
+    pub fn arg(mut self, arg: impl AsRef<OsStr>) -> Setup {
+        self.args.push(arg.as_ref().into());
+        self
+    }
+
+    /// Adds arguments after `ebbd serve`.
+    #[must_use]
+    pub fn args<S: AsRef<OsStr>>(mut self, args: impl IntoIterator<Item = S>) -> Setup {
+        self.args.extend(args.into_iter().map(|a| a.as_ref().into()));
+        self
+    }
+
+    /// Sets an environment variable of the daemon.
+    #[must_use]
+    pub fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Setup {
+        self.env.push((name.into(), value.as_ref().into()));
+        self
+    }
+
+    /// Log level; the default is `info`. Tests that make thousands of connections use less.
+    #[must_use]
+    pub fn log_level(mut self, level: &'static str) -> Setup {
+        self.log_level = level;
+        self
+    }
+
+    /// Which build of the daemon; the default is the one of the tests.
+    #[must_use]
+    pub fn build(mut self, build: Build) -> Setup {
+        self.build = build;
+        self
+    }
+
+    /// Path of the image that [`Setup::image`] makes.
+    #[must_use]
+    pub fn image_path(&self, name: &str) -> PathBuf {
+        self.dir().join(format!("{name}.img"))
+    }
+
+    /// Path of the unix socket.
+    #[must_use]
+    pub fn socket(&self) -> PathBuf {
+        self.dir().join("nbd.sock")
+    }
+
+    /// Starts the daemon and waits until it serves.
+    ///
+    /// # Errors
+    /// It does not start in time or ends at once; the error shows its log.
+    pub fn start(self) -> Result<Server> {
+        let mut server = Server { setup: self, child: None };
+        server.restart()?;
+        Ok(server)
+    }
+
+    fn command(&self) -> Result<Command> {
+        let mut command = Command::new(binary::ebbd(self.build)?);
+        command.args(["serve", "--log", self.log_level, "--listen"]);
+        command.arg(format!("unix:{}", self.socket().display()));
+        command.args(&self.args);
+        command.envs(self.env.iter().map(|(n, v)| (n, v)));
+        Ok(command)
+    }
+}
+
+impl Server {
+    /// A server with one volume called `disk` of `size` bytes.
+    ///
+    /// # Errors
+    /// As [`Setup::start`].
+    pub fn with_disk(size: u64) -> Result<Server> {
+        Setup::new()?.image("disk", size)?.start()
+    }
+
+    /// Path of the unix socket.
+    #[must_use]
+    pub fn socket(&self) -> PathBuf {
+        self.setup.socket()
+    }
+
+    /// URI of an export, as NBD tools take it.
+    #[must_use]
+    pub fn uri(&self, export: &str) -> String {
+        format!("nbd+unix:///{export}?socket={}", self.socket().display())
+    }
+
+    /// URI of an export over TLS, with more parameters such as `tls-certificates=DIR`.
+    /// `user` stands before an `@`, or is empty.
+    #[must_use]
+    pub fn tls_uri(&self, user: &str, export: &str, parameters: &str) -> String {
+        let at = if user.is_empty() { String::new() } else { format!("{user}@") };
+        format!("nbds+unix://{at}/{export}?socket={}&{parameters}", self.socket().display())
+    }
+
+    /// QEMU's options for an export: `driver=nbd,...`.
+    #[must_use]
+    pub fn qemu_options(&self, export: &str) -> String {
+        let socket = self.socket();
+        format!("driver=nbd,server.type=unix,server.path={},export={export}", socket.display())
+    }
+
+    /// The directory that holds socket, log and images.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        self.setup.dir()
+    }
+
+    /// Path of the image behind a volume made with [`Setup::image`].
+    #[must_use]
+    pub fn image_path(&self, name: &str) -> PathBuf {
+        self.setup.image_path(name)
+    }
+
+    /// Bytes that the image behind a volume takes on the host's disk.
+    ///
+    /// # Errors
+    /// There is no such image.
+    pub fn image_usage(&self, name: &str) -> Result<u64> {
+        let path = self.image_path(name);
+        let meta = path.metadata().map_err(Error::io(path.display().to_string()))?;
+        Ok(meta.blocks() * 512)
+    }
+
+    /// Process id.
+    ///
+    /// # Errors
+    /// The daemon was stopped.
+    pub fn pid(&self) -> Result<u32> {
+        self.child
+            .as_ref()
+            .map(Child::id)
+            .ok_or_else(|| Error::unexpected("the daemon is not running"))
+    }
+
+    /// Everything the daemon has said, over all its starts.
+    #[must_use]
+    pub fn log(&self) -> String {
+        let mut bytes = Vec::new();
+        let read = File::open(self.log_path()).and_then(|mut f| f.read_to_end(&mut bytes));
+        match read {
+            Ok(_) => String::from_utf8_lossy(&bytes).into_owned(),
+            Err(e) => format!("(no log: {e})"),
+        }
+    }
+
+    fn log_path(&self) -> PathBuf {
+        self.dir().join("log")
+    }
+
+    /// Starts the daemon again with the same arguments, on the same images.
+    ///
+    /// # Errors
+    /// It runs already, does not start in time, or ends at once; the error shows its log.
+    pub fn restart(&mut self) -> Result {
+        check(self.child.is_none(), || "the daemon runs already".into())?;
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(self.log_path())
+            .map_err(Error::io("open the log"))?;
+        let mut command = self.setup.command()?;
+        let out = log.try_clone().map_err(Error::io("open the log"))?;
+        command.stdin(Stdio::null()).stdout(out).stderr(log);
+        self.child = Some(command.spawn().map_err(Error::io(format!("{command:?}")))?);
+        let socket = self.socket();
+        let ready = process::until("an NBD greeting", PATIENCE, || {
+            let child = self.child.as_mut();
+            match child.map(Child::try_wait).transpose().map_err(Error::io("look at ebbd"))? {
+                Some(None) => Ok(crate::nbd::Handshake::connect(&socket).ok()),
+                ended => Err(Error::unexpected(format!("ended at once: {ended:?}"))),
+            }
+        });
+        if let Err(e) = ready {
+            self.kill9()?;
+            return Err(Error::unexpected(format!("{command:?}\n{e}\n--- log\n{}", self.log())));
+        }
+        Ok(())
+    }
+
+    /// Sends a signal to the daemon.
+    ///
+    /// # Errors
+    /// It is not running.
+    pub fn signal(&self, signal: Signal) -> Result {
+        let child = self.child.as_ref();
+        let pid = process::pid_of(child.ok_or_else(|| Error::unexpected("not running"))?)?;
+        kill_process(pid, signal).map_err(|e| Error::io("send a signal")(e.into()))
+    }
+
+    /// Asks the daemon to end (SIGTERM), waits for it and asks for exit status 0.
+    ///
+    /// # Errors
+    /// It does not end in time, or with another status; the error shows its log.
+    pub fn stop(&mut self) -> Result {
+        self.signal(Signal::TERM)?;
+        let status = self.wait(PATIENCE)?;
+        check(status.code() == Some(0), || {
+            format!("SIGTERM: expected exit status 0, seen {status}\n--- log\n{}", self.log())
+        })
+    }
+
+    /// Waits for the daemon to end by itself.
+    ///
+    /// # Errors
+    /// It still runs after `limit`; then it is killed.
+    pub fn wait(&mut self, limit: Duration) -> Result<ExitStatus> {
+        let child = self.child.as_mut().ok_or_else(|| Error::unexpected("not running"))?;
+        let status = process::wait(child, limit)?;
+        if status.is_none() {
+            self.kill9()?;
+        }
+        self.child = None;
+        status.ok_or_else(|| {
+            Error::unexpected(format!("did not end within {limit:?}\n--- log\n{}", self.log()))
+        })
+    }
+
+    /// Kills the daemon (SIGKILL) and waits until it is gone.
+    ///
+    /// # Errors
+    /// The system refuses.
+    pub fn kill9(&mut self) -> Result {
+        if let Some(mut child) = self.child.take() {
+            child.kill().map_err(Error::io("kill ebbd"))?;
+            child.wait().map_err(Error::io("wait for ebbd"))?;
+        }
+        Ok(())
+    }
+
+    /// Asks that the daemon still runs and has logged neither a panic nor a failed assertion.
+    ///
+    /// # Errors
+    /// It does not, or has.
+    pub fn healthy(&mut self) -> Result {
+        let log = self.log();
+        check(!log.contains("panicked"), || format!("the daemon panicked:\n{log}"))?;
+        let child = self.child.as_mut().ok_or_else(|| Error::unexpected("not running"))?;
+        match child.try_wait().map_err(Error::io("look at ebbd"))? {
+            None => Ok(()),
+            Some(status) => Err(Error::unexpected(format!("ended with {status}:\n{log}"))),
+        }
+    }
+}
+
+impl Drop for Server {
+    #[expect(clippy::print_stderr, reason = "shown by the test harness for a failed test")]
+    fn drop(&mut self) {
+        let _ = self.kill9();
+        let log = self.log();
+        let lines: Vec<&str> = log.lines().collect();
+        let shown = lines.len().saturating_sub(200);
+        eprintln!("--- log of {} (last {} lines)", self.dir().display(), lines.len() - shown);
+        for line in &lines[shown..] {
+            eprintln!("{line}");
+        }
+    }
+}
