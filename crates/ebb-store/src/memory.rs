@@ -75,7 +75,7 @@ impl MemoryStore {
             let target = &mut buf[at..at + piece.length];
             match self.shard(piece.block).get(&piece.block) {
                 Some(block) => {
-                    target.copy_from_slice(&block[piece.start..piece.start + piece.length])
+                    target.copy_from_slice(&block[piece.start..piece.start + piece.length]);
                 }
                 None => target.fill(0),
             }
