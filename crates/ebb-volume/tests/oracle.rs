@@ -98,7 +98,7 @@ impl Pair {
         match action {
             Action::Read { sector, count } => self.read(sector, count).await,
             Action::Write { sector, count, seed, fua } => {
-                self.write(sector, count, seed, fua).await
+                self.write(sector, count, seed, fua).await;
             }
             Action::Discard { sector, count } => self.discard(sector, count).await,
             Action::Zero { sector, count, may_unmap, fua } => {
