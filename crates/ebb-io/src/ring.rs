@@ -11,6 +11,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::io;
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::task::Waker;
 use std::time::Duration;
 
@@ -35,6 +36,8 @@ pub(crate) enum Hold {
     None,
     Buf(Buf),
     Gather(Box<Gather>),
+    /// No memory, but the result is a new descriptor, which is closed if nobody is left to own it.
+    Descriptor,
 }
 
 /// Whether an operation ends by itself (storage, send) or may wait for ever (receive, accept, poll).
@@ -226,18 +229,17 @@ impl Ring {
 
     /// The future of `key` is gone: the slot keeps the memory until the kernel is done with it.
     pub(crate) fn abandon(&self, key: Key) {
-        let done = {
+        let before = {
             let mut slots = self.slots.borrow_mut();
             let slot = &mut slots.list[key.index as usize];
             if slot.generation != key.generation {
                 return;
             }
-            let done = matches!(slot.state, State::Done(_));
-            slot.state = State::Orphan;
-            done
+            std::mem::replace(&mut slot.state, State::Orphan)
         };
-        if done {
-            drop(self.release(key.index));
+        if let State::Done(result) = before {
+            let (hold, _fd) = self.release(key.index);
+            close_unowned(&hold, result);
         } else {
             self.cancels.borrow_mut().push(key.tag());
         }
@@ -330,7 +332,8 @@ impl Ring {
             }
             State::Orphan => {
                 drop(slots);
-                drop(self.release(u32::try_from(index).unwrap_or(u32::MAX)));
+                let (hold, _fd) = self.release(u32::try_from(index).unwrap_or(u32::MAX));
+                close_unowned(&hold, result);
             }
             State::Free | State::Done(_) => unreachable!("one completion per operation"),
         }
@@ -395,6 +398,14 @@ impl Ring {
     fn orphans(&self) -> usize {
         let slots = self.slots.borrow();
         slots.list.iter().filter(|s| matches!(s.state, State::Orphan)).count()
+    }
+}
+
+/// Closes the descriptor that an operation made for a future that is gone.
+fn close_unowned(hold: &Hold, result: i32) {
+    if matches!(hold, Hold::Descriptor) && result >= 0 {
+        // SAFETY: the kernel has just made this descriptor, and its only claimant is gone.
+        drop(unsafe { OwnedFd::from_raw_fd(result) });
     }
 }
 

@@ -1,0 +1,115 @@
+//! Tests that need to see the slots.
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::task::Wake;
+
+use super::*;
+use crate::buf::BufPool;
+use crate::op::fd_from;
+
+struct Nobody;
+
+impl Wake for Nobody {
+    fn wake(self: Arc<Self>) {}
+}
+
+fn waker() -> Waker {
+    Arc::new(Nobody).into()
+}
+
+/// Starts a receive that nothing will ever answer.
+fn receive(ring: &Ring, pool: &BufPool, fd: &Fd) -> Key {
+    use std::os::fd::AsRawFd;
+    let buf = pool.get(4096);
+    let entry = opcode::Recv::new(io_uring::types::Fd(fd.as_raw_fd()), buf.addr(), 1).build();
+    let (hold, fd) = (Hold::Buf(buf), Some(fd.clone()));
+    // SAFETY: the entry points into `hold`, and its descriptor is `fd`'s.
+    match unsafe { ring.start(&entry, Class::Wait, hold, fd, &waker()) } {
+        Ok(key) => key,
+        Err(_) => panic!("an idle ring has room"),
+    }
+}
+
+#[test]
+fn slots_are_reused_and_stay_as_many_as_were_ever_needed_at_once() {
+    let (ring, pool) = (Ring::new().unwrap(), BufPool::default());
+    let (here, _there) = UnixStream::pair().unwrap();
+    let fd = fd_from(here);
+    for _ in 0..100 {
+        let keys: Vec<_> = (0..40).map(|_| receive(&ring, &pool, &fd)).collect();
+        ring.enter(0, None, None);
+        keys.into_iter().for_each(|key| ring.abandon(key));
+        while ring.orphans() > 0 {
+            ring.enter(1, Some(Duration::from_millis(20)), None);
+            ring.reap();
+        }
+        assert_eq!(pool.used_bytes(), 0);
+    }
+    assert_eq!(ring.slots.borrow().list.len(), 40);
+}
+
+/// Storage never takes more slots than the completion queue has entries, however many wait.
+#[test]
+fn storage_beyond_the_completion_queue_is_given_back() {
+    let (ring, pool) = (Ring::new().unwrap(), BufPool::default());
+    let (read_end, _write_end) = std::io::pipe().unwrap();
+    let fd = fd_from(read_end);
+    let mut refused = 0;
+    for _ in 0..CQ_ENTRIES + 100 {
+        use std::os::fd::AsRawFd;
+        let buf = pool.get(1);
+        let entry = opcode::Read::new(io_uring::types::Fd(fd.as_raw_fd()), buf.addr(), 1).build();
+        // SAFETY: the entry points into the hold, and its descriptor is `fd`'s.
+        let started = unsafe {
+            ring.start(&entry, Class::Storage, Hold::Buf(buf), Some(fd.clone()), &waker())
+        };
+        refused += u32::from(started.is_err());
+    }
+    assert_eq!(refused, 100);
+    assert_eq!(ring.slots.borrow().list.len(), CQ_ENTRIES as usize);
+    ring.shut_down(Duration::from_secs(10));
+    assert_eq!(pool.used_bytes(), 0, "a shut ring has given everything back");
+}
+
+/// Memory the kernel does not return in time is leaked; a future that is dropped after that finds
+/// nothing, and must not fall over it.
+#[test]
+fn an_operation_leaked_by_the_end_of_the_ring_may_still_be_dropped() {
+    let (ring, pool) = (Ring::new().unwrap(), BufPool::default());
+    let (here, _there) = UnixStream::pair().unwrap();
+    let key = receive(&ring, &pool, &fd_from(here));
+    ring.enter(0, None, None);
+    ring.shut_down(Duration::ZERO);
+    ring.abandon(key);
+    assert_eq!(pool.used_bytes(), 4096, "leaked, not reused");
+}
+
+/// A cancellation that finds no room is sent later.
+#[test]
+fn a_cancellation_that_finds_the_queue_full_waits() {
+    let (ring, pool) = (Ring::new().unwrap(), BufPool::default());
+    let (here, _there) = UnixStream::pair().unwrap();
+    let fd = fd_from(here);
+    let keys: Vec<_> = (0..SQ_ENTRIES).map(|_| receive(&ring, &pool, &fd)).collect();
+    keys.into_iter().for_each(|key| ring.abandon(key));
+
+    /// Moves a ring to another thread.
+    struct Elsewhere<'a>(&'a Ring);
+    // SAFETY: the thread that owns the ring waits for the other to end before it goes on.
+    unsafe impl Send for Elsewhere<'_> {}
+    let elsewhere = Elsewhere(&ring);
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let Elsewhere(ring) = { elsewhere };
+            // The kernel refuses what another thread submits, so that the queue stays full.
+            ring.push_cancels();
+        });
+    });
+    assert_eq!(ring.cancels.borrow().len(), SQ_ENTRIES as usize, "none is lost");
+    while ring.orphans() > 0 {
+        ring.enter(1, Some(Duration::from_millis(20)), None);
+        ring.reap();
+    }
+    assert_eq!(pool.used_bytes(), 0);
+}

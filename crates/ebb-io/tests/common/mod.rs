@@ -1,0 +1,79 @@
+//! What the tests of the worker share.
+#![allow(dead_code, reason = "each test program uses a part")]
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::mpsc;
+use std::task::Poll;
+use std::time::Duration;
+
+use ebb_io::{Io, Worker};
+
+/// How long something may take before a test calls it a hang: generous, since it is waited for in
+/// full only by a test that fails.
+pub(crate) const HANG: Duration = Duration::from_secs(60);
+
+/// Runs `test` on a worker of its own.
+pub(crate) fn on_worker<F, Fut, T>(test: F) -> T
+where
+    F: FnOnce(Io) -> Fut + Send + 'static,
+    Fut: Future<Output = T> + 'static,
+    T: Send + 'static,
+{
+    within(move || {
+        let worker = Worker::start("test").unwrap();
+        worker.handle().block_on(test).expect("the test panicked on its worker; see above")
+    })
+}
+
+/// Runs `call` in a thread; panics if it panics or hangs.
+pub(crate) fn within<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
+    let (sender, receiver) = mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        let _ = sender.send(call());
+    });
+    match receiver.recv_timeout(HANG) {
+        Ok(value) => {
+            let _ = thread.join();
+            value
+        }
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("this hangs"),
+        Err(mpsc::RecvTimeoutError::Disconnected) => match thread.join() {
+            Err(cause) => std::panic::resume_unwind(cause),
+            Ok(()) => unreachable!("a thread that ended well has sent its value"),
+        },
+    }
+}
+
+/// Polls once, with the waker of the caller's task.
+pub(crate) async fn poll_once<F: Future + ?Sized>(future: &mut Pin<Box<F>>) -> Poll<F::Output> {
+    std::future::poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await
+}
+
+/// Waits until `condition` holds, looking every millisecond.
+pub(crate) async fn until(io: &Io, what: &str, mut condition: impl FnMut() -> bool) {
+    for _ in 0..HANG.as_millis() {
+        if condition() {
+            return;
+        }
+        io.sleep(Duration::from_millis(1)).await;
+    }
+    panic!("never came true: {what}");
+}
+
+/// A small, seeded source of numbers (xorshift64*).
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Random {
+        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    /// A number below `limit`.
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) % limit
+    }
+}

@@ -1,0 +1,158 @@
+//! A dropped future leaves its memory, and whatever it would have returned, in good hands.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::time::Duration;
+
+use common::{HANG, on_worker, poll_once, until};
+use ebb_io::{Gather, Io, fd_from};
+
+/// Long enough for the worker to have gone through the ring; nothing is asserted about it.
+async fn a_turn(io: &Io) {
+    io.sleep(Duration::from_millis(5)).await;
+}
+
+#[test]
+fn a_dropped_receive_keeps_its_buffer_until_the_kernel_lets_go() {
+    on_worker(|io| async move {
+        for peer_writes in [true, false] {
+            let (here, mut there) = UnixStream::pair().unwrap();
+            let fd = fd_from(here);
+            let idle = io.pool().idle_bytes();
+            let buf = io.pool().get(4096);
+            let address = buf.as_ptr() as usize;
+            let mut receive = Box::pin(io.recv(&fd, buf, 0..4096));
+            assert!(poll_once(&mut receive).await.is_pending());
+            a_turn(&io).await;
+            drop(receive);
+            // No turn of the ring since: the kernel may write into it at any moment.
+            assert_eq!(io.pool().used_bytes(), 4096, "still with the kernel");
+            let others: Vec<_> = (0..8).map(|_| io.pool().get(4096)).collect();
+            assert!(others.iter().all(|b| b.as_ptr() as usize != address), "handed out twice");
+            if peer_writes {
+                // Now the kernel does write into it.
+                there.write_all(b"late").unwrap();
+            }
+            drop(others);
+            until(&io, "the buffer is back", || io.pool().used_bytes() == 0).await;
+            assert_eq!(io.pool().idle_bytes(), idle.max(8 * 4096) + 4096 - idle.min(4096));
+            drop(there);
+        }
+    });
+}
+
+#[test]
+fn a_thousand_dropped_at_once_all_come_back() {
+    on_worker(|io| async move {
+        for bytes_sent in [0, 500, 2000] {
+            let (here, mut there) = UnixStream::pair().unwrap();
+            let fd = fd_from(here);
+            let mut pending = Vec::new();
+            for _ in 0..1000 {
+                let mut receive = Box::pin(io.recv(&fd, io.pool().get(4096), 0..1));
+                assert!(poll_once(&mut receive).await.is_pending());
+                pending.push(receive);
+            }
+            a_turn(&io).await;
+            assert_eq!(io.pool().used_bytes(), 1000 * 4096);
+            there.write_all(&vec![7; bytes_sent]).unwrap();
+            drop(pending);
+            assert!(io.pool().used_bytes() > 0);
+            until(&io, "all buffers are back", || io.pool().used_bytes() == 0).await;
+        }
+    });
+}
+
+#[test]
+fn one_that_completed_unseen_gives_its_buffer_back_at_once() {
+    on_worker(|io| async move {
+        let (here, mut there) = UnixStream::pair().unwrap();
+        let fd = fd_from(here);
+        let mut receive = Box::pin(io.recv(&fd, io.pool().get(4096), 0..1));
+        assert!(poll_once(&mut receive).await.is_pending());
+        there.write_all(b"x").unwrap();
+        // Whether it completed by now is up to the kernel; what holds at the end is not.
+        a_turn(&io).await;
+        drop(receive);
+        until(&io, "the buffer is back", || io.pool().used_bytes() == 0).await;
+    });
+}
+
+#[test]
+fn a_dropped_send_keeps_its_message_until_the_kernel_lets_go() {
+    on_worker(|io| async move {
+        let (here, mut there) = UnixStream::pair().unwrap();
+        let fd = fd_from(here);
+        // More than a socket holds, so that the send waits for the reader.
+        let buf = io.pool().get(8 << 20);
+        let mut message = Box::<Gather>::default();
+        let index = message.hold(buf);
+        message.push_range(index, 0..8 << 20);
+        let mut send = Box::pin(io.send(&fd, message));
+        assert!(poll_once(&mut send).await.is_pending());
+        a_turn(&io).await;
+        drop(send);
+        assert_eq!(io.pool().used_bytes(), 8 << 20, "still with the kernel");
+        until(&io, "the buffer is back", || io.pool().used_bytes() == 0).await;
+        drop(fd);
+        let mut rest = Vec::new();
+        there.read_to_end(&mut rest).unwrap();
+        assert!(rest.len() < 8 << 20 && rest.iter().all(|b| *b == 0));
+    });
+}
+
+/// The end of the stream, or a reset: whoever was connected to is gone.
+fn is_hung_up(client: &mut UnixStream) -> bool {
+    client.set_read_timeout(Some(HANG)).unwrap();
+    match client.read(&mut [0; 1]) {
+        Ok(count) => count == 0,
+        Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+    }
+}
+
+/// Who connects while the accept is being dropped must not be held by a descriptor nobody knows.
+#[test]
+fn a_connection_accepted_for_nobody_is_closed() {
+    on_worker(|io| async move {
+        for drop_first in [false, true] {
+            let path = std::env::temp_dir()
+                .join(format!("ebb-io-accept-{}-{drop_first}", std::process::id()));
+            let _ = std::fs::remove_file(&path);
+            let listener = fd_from(UnixListener::bind(&path).unwrap());
+            let mut accept = Box::pin(io.accept(&listener));
+            assert!(poll_once(&mut accept).await.is_pending());
+            a_turn(&io).await;
+            let mut client;
+            if drop_first {
+                drop(accept);
+                client = UnixStream::connect(&path).unwrap();
+            } else {
+                client = UnixStream::connect(&path).unwrap();
+                a_turn(&io).await;
+                drop(accept);
+            }
+            a_turn(&io).await;
+            drop(listener);
+            std::fs::remove_file(&path).unwrap();
+            let gone = io.offload(move || is_hung_up(&mut client)).await;
+            assert!(gone, "the client waits for ever (dropped before it came: {drop_first})");
+        }
+    });
+}
+
+#[test]
+fn time_running_out_drops_what_it_limited() {
+    on_worker(|io| async move {
+        let (here, _there) = UnixStream::pair().unwrap();
+        let fd = fd_from(here);
+        let receive = io.recv(&fd, io.pool().get(4096), 0..1);
+        assert!(io.timeout(Duration::from_millis(5), receive).await.is_none());
+        until(&io, "the buffer is back", || io.pool().used_bytes() == 0).await;
+        let quick = io.timeout(HANG, async { 7 }).await;
+        assert_eq!(quick, Some(7));
+    });
+}
