@@ -9,7 +9,8 @@
 //! constants or the code of the server: what may be answered, and what must not be. A judgement
 //! against the server is a [`Finding`].
 //!
-//! The same functions run under libFuzzer (`fuzz_targets/`), and over a million seeded inputs in
+//! The same functions run under libFuzzer (`cargo +nightly fuzz run nbd_handshake`, and
+//! `nbd_transmission`; needs `cargo install cargo-fuzz`), and over a million seeded inputs in
 //! `crates/ebb-export-nbd/tests/fuzz_smoke.rs`, which includes this file by its path and must
 //! therefore find everything here by relative names.
 

@@ -61,16 +61,17 @@ pub struct Tally {
     pub closed: u64,
 }
 
-/// Lets the bytes choose a conversation, has it in pieces and then in one, and judges both.
+/// Lets the bytes choose a conversation, has it in pieces and then burst by burst, and judges both.
 pub fn run<M: Negotiator>(make: impl Fn(Policy) -> M, data: &[u8]) -> Result<Tally, Finding> {
     let mut choices = Choices::new(data);
+    let cuts = [(); 4].map(|()| 1 + choices.below(32));
     let policy = choose_policy(&mut choices);
     let bursts = choose_bursts(policy.tls, &mut choices);
-    let cut = converse(make(policy), &bursts, Some(&mut choices))?;
+    let cut = converse(make(policy), &bursts, &cuts)?;
     let tally = audit(&cut, policy)?;
-    let whole = converse(make(policy), &bursts, None)?;
+    let whole = converse(make(policy), &bursts, &[usize::MAX])?;
     audit(&whole, policy)?;
-    ensure!(cut.end == whole.end, "cut {:?}, in one piece {:?}", cut.end, whole.end);
+    ensure!(cut.end == whole.end, "cut {:?}, uncut {:?}", cut.end, whole.end);
     // What is injected behind STARTTLS is refused either before or after the option is answered.
     let injected = cut.end == End::Closed(HandshakeError::PlaintextAfterStartTls);
     ensure!(injected || cut.out == whole.out, "cutting changed the replies");
@@ -250,24 +251,23 @@ struct Conversation {
     end: End,
 }
 
-/// Has the conversation as a server has to, holding the machine to what it promises on the way.
+/// Has the conversation as a server has to, in pieces of these lengths over and over, and holds
+/// the machine to what it promises on the way.
 fn converse<M: Negotiator>(
     mut machine: M,
     bursts: &[Vec<u8>],
-    mut cuts: Option<&mut Choices<'_>>,
+    cuts: &[usize],
 ) -> Result<Conversation, Finding> {
     let mut talk = Conversation { taken: Vec::new(), out: Vec::new(), end: End::Silence };
     machine.greeting(&mut talk.out);
     ensure!(talk.out == b"NBDMAGICIHAVEOPT\0\x03", "greeting {:?}", talk.out);
     let mut buffer = Vec::new();
     let mut awaiting_tls = false;
+    let mut cuts = cuts.iter().cycle();
     'bursts: for burst in bursts {
         let mut rest = &burst[..];
         loop {
-            let len = match &mut cuts {
-                Some(choices) if !choices.is_exhausted() => 1 + choices.below(24),
-                _ => rest.len(),
-            };
+            let len = cuts.next().map_or(usize::MAX, |len| *len);
             let (piece, behind) = rest.split_at(len.min(rest.len()));
             buffer.extend_from_slice(piece);
             rest = behind;
@@ -323,7 +323,8 @@ fn exchange<M: Negotiator>(
         ensure!(consumed <= buffer.len(), "{consumed} of {} bytes taken", buffer.len());
         let grown = talk.out.len() - said;
         ensure!(grown < 1024, "{grown} bytes at once");
-        talk.taken.extend(buffer.drain(..consumed));
+        talk.taken.extend_from_slice(&buffer[..consumed]);
+        buffer.drain(..consumed);
         match step {
             Step::Again => ensure!(consumed > 0, "again, with nothing taken"),
             Step::NeedMore => {

@@ -41,13 +41,18 @@ pub fn ebbd(build: Build) -> Result<PathBuf> {
 fn compile(release: bool) -> Result<PathBuf> {
     let mut cargo = Tool::new(env!("CARGO"))
         .args(["build", "--quiet", "--package", "ebbd", "--bin", "ebbd"])
-        .args(["--message-format", "json"])
+        .args(["--message-format", "json-render-diagnostics"])
         .dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
         .limit(Duration::from_secs(1200));
     if release {
         cargo = cargo.arg("--release");
     }
-    let outcome = cargo.ok()?;
+    let outcome = cargo.run()?;
+    if !outcome.status.success() {
+        // Standard output is for machines; the compiler's words are on the other.
+        let said = &outcome.stderr;
+        return Err(Error::unexpected(format!("ebbd cannot be built:\n{said}")));
+    }
     let executable = outcome.stdout.lines().find_map(|line| {
         let message: serde_json::Value = serde_json::from_str(line).ok()?;
         (message["target"]["name"] == "ebbd")

@@ -14,6 +14,7 @@
 //! | [`process`] | memory and file descriptors of a process |
 //! | [`bench`] | loads of `bench-nbd`, the daemon beside its peers |
 //! | [`ledger`] | what a disk may hold after a crash |
+//! | [`writer`] | writes as fast as it may and keeps the ledger |
 //! | [`pattern`] | reproducible random numbers and disk content |
 //!
 //! Invariants:
@@ -33,6 +34,7 @@ pub mod process;
 pub mod server;
 pub mod tls;
 pub mod tool;
+pub mod writer;
 
 pub use error::{Error, Result, check};
 pub use guest::Guest;

@@ -50,6 +50,7 @@ pub mod wire {
     pub const EINVAL: u32 = 22;
     pub const ENOSPC: u32 = 28;
     pub const EOVERFLOW: u32 = 75;
+    pub const ESHUTDOWN: u32 = 108;
 }
 
 /// Why the client stopped.

@@ -50,7 +50,7 @@ fn stores_that_cannot_be_served_are_named() -> Result {
     write(&dir.path().join("empty"), "")?;
     refuse(format!("v=file:{}", path("empty")), &[&path("empty")])?;
     write(&dir.path().join("small"), vec![0; 512])?;
-    refuse(format!("v=file:{},size=1M", path("small")), &[&path("small"), "1"])?;
+    refuse(format!("v=file:{},size=1M,create=true", path("small")), &[&path("small")])?;
     refuse("v=memory:1000".into(), &["512"])?;
     refuse("v=memory:much".into(), &["much"])?;
     refuse("v=memory:99999999999T".into(), &["99999999999T"])?;

@@ -1,119 +1,19 @@
 //! The daemon is killed in the middle of writing, again and again: everything that it said was
 //! durable is there afterwards.
 
-use std::collections::HashMap;
-use std::ops::Range;
-use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
-use testbed::ledger::{Flush, Ledger, Ticket};
-use testbed::nbd::{Client, Failure, Request, read_reply, wire};
-use testbed::pattern::{Random, SECTOR, content};
+use testbed::ledger::Ledger;
+use testbed::nbd::{Client, wire};
+use testbed::pattern::Random;
 use testbed::server::Setup;
+use testbed::writer::{Promise, Writer};
 use testbed::{Error, Result, Server, check};
 
 const ROUNDS: u32 = 24;
 const DISK: usize = 16 << 20;
-/// Two writers on connections of their own, each with this many requests in flight.
+/// Each on a connection of its own.
 const WRITERS: usize = 2;
-const DEPTH: usize = 16;
-/// One request in flight per slot at most, so that no two touch the same sector.
-const SLOT: usize = 32 << 10;
-
-/// What a reply is waited for.
-enum Open {
-    Write(Ticket, bool, usize),
-    Flush(Flush),
-}
-
-/// One connection that writes as fast as it may until the daemon is gone.
-struct Writer<'a> {
-    stream: UnixStream,
-    random: Random,
-    ledger: &'a Mutex<Ledger>,
-    slots: Range<usize>,
-    busy: Vec<usize>,
-    open: HashMap<u64, Open>,
-    cookie: u64,
-}
-
-impl Writer<'_> {
-    fn ledger(&self) -> std::sync::MutexGuard<'_, Ledger> {
-        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Runs until the connection breaks; gives the number of acknowledged requests.
-    fn run(mut self) -> std::result::Result<u64, Failure> {
-        let mut acknowledged = 0;
-        loop {
-            while self.open.len() < DEPTH {
-                if self.send().is_err() {
-                    return Ok(acknowledged);
-                }
-            }
-            match read_reply(&mut self.stream) {
-                Ok((cookie, 0)) => self.done(cookie)?,
-                Ok((_, error)) => return Err(Failure::Refused(error)),
-                Err(Failure::Io(_)) => return Ok(acknowledged),
-                Err(e) => return Err(e),
-            }
-            acknowledged += 1;
-        }
-    }
-
-    fn send(&mut self) -> std::io::Result<()> {
-        use std::io::Write;
-        self.cookie += 1;
-        let mut request = Request { cookie: self.cookie, ..Request::default() };
-        let mut payload = Vec::new();
-        let open = if self.random.below(10) == 0 {
-            request.command = wire::CMD_FLUSH;
-            Open::Flush(self.ledger().flush())
-        } else {
-            let slots = self.slots.len() as u64;
-            let slot = loop {
-                let slot = self.slots.start + index(self.random.below(slots));
-                if !self.busy.contains(&slot) {
-                    break slot;
-                }
-            };
-            let first = index(self.random.below((SLOT / SECTOR) as u64));
-            let count = 1 + index(self.random.below((SLOT / SECTOR - first) as u64));
-            let first = slot * SLOT / SECTOR + first;
-            let fua = self.random.below(4) == 0;
-            let zeroes = self.random.below(8) == 0;
-            let stamp = if zeroes { 0 } else { self.random.bits() };
-            request.command = if zeroes { wire::CMD_WRITE_ZEROES } else { wire::CMD_WRITE };
-            request.flags = if fua { wire::FLAG_FUA } else { 0 };
-            request.offset = (first * SECTOR) as u64;
-            request.length = u32::try_from(count * SECTOR).unwrap_or(0);
-            if !zeroes {
-                payload = content(stamp, request.offset, count * SECTOR);
-            }
-            self.busy.push(slot);
-            Open::Write(self.ledger().write(stamp, first..first + count), fua, slot)
-        };
-        self.open.insert(self.cookie, open);
-        self.stream.write_all(&[&request.bytes(), payload.as_slice()].concat())
-    }
-
-    fn done(&mut self, cookie: u64) -> std::result::Result<(), Failure> {
-        match self.open.remove(&cookie) {
-            Some(Open::Write(ticket, fua, slot)) => {
-                self.busy.retain(|s| *s != slot);
-                self.ledger().written(ticket, fua);
-            }
-            Some(Open::Flush(flush)) => self.ledger().flushed(flush),
-            None => return Err(Failure::Protocol(format!("a reply for {cookie}: not open"))),
-        }
-        Ok(())
-    }
-}
-
-/// Numbers here are below the size of a small disk.
-fn index(n: u64) -> usize {
-    usize::try_from(n).unwrap_or(usize::MAX)
-}
 
 /// Writes on every connection until the daemon is killed after `delay`.
 fn write_and_kill(
@@ -122,22 +22,15 @@ fn write_and_kill(
     random: &mut Random,
     delay: Duration,
 ) -> Result<u64> {
-    let slots = DISK / SLOT / WRITERS;
+    let share = DISK / WRITERS;
     let mut writers = Vec::new();
     for n in 0..WRITERS {
         let client = Client::open(&server.socket(), "disk")?;
         check(client.flags & wire::FLAG_CAN_MULTI_CONN != 0, || {
             "no multi-connection: a flush covers its own connection only".into()
         })?;
-        writers.push(Writer {
-            stream: client.into_stream(),
-            random: Random::new(random.bits()),
-            ledger,
-            slots: n * slots..(n + 1) * slots,
-            busy: Vec::new(),
-            open: HashMap::new(),
-            cookie: 0,
-        });
+        let range = n * share..(n + 1) * share;
+        writers.push(Writer::new(client, ledger, range, random.bits(), Promise::Durable));
     }
     std::thread::scope(|scope| {
         let writers: Vec<_> = writers.into_iter().map(|w| scope.spawn(|| w.run())).collect();

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use testbed::nbd::Client;
 use testbed::pattern::content;
+use testbed::process::Held;
 use testbed::server::Setup;
 use testbed::tls::{Authority, Role, pre_shared_keys};
 use testbed::tool::Outcome;
@@ -202,6 +203,69 @@ fn plain_after_starttls(server: &Server) -> Result {
     check(!matches!(&ended, Err(e) if e.kind() == std::io::ErrorKind::WouldBlock), || {
         "a plain option after STARTTLS: the connection stays open".into()
     })
+}
+
+/// What a real client says first in TLS, up to and without the part that depends on the server:
+/// a record header and a hello that says nothing sensible.
+fn half_a_hello(n: usize) -> Vec<u8> {
+    let mut hello = vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3];
+    hello.extend((0..520).map(|i| u8::try_from(i % 251).unwrap_or(0)));
+    hello.truncate(n % 531);
+    hello
+}
+
+#[test]
+fn handshakes_cut_within_tls_leave_nothing_behind() -> Result {
+    use std::io::Write;
+    let setup = Setup::new()?;
+    let files = certificates(setup.dir())?;
+    let mut server = setup
+        .image("disk", 16 * MIB)?
+        .args(["--tls=require", "--tls-certificates"])
+        .arg(&files.server)
+        .log_level("error")
+        .start()?;
+    let socket = server.socket();
+    let run = |from: usize, count: usize| -> Result {
+        for n in from..from + count {
+            let mut hand = testbed::nbd::Handshake::connect(&socket)?;
+            hand.option(5, &[])?;
+            // Whether the server notices before the end of it is its business.
+            let _ = hand.into_stream().write_all(&half_a_hello(n));
+        }
+        Ok(())
+    };
+    let fresh = Held::by(server.pid()?)?;
+    run(0, 300)?;
+    fresh.returned(64 * MIB)?;
+    let held = Held::by(server.pid()?)?;
+    run(300, 1500)?;
+    held.returned(MIB)?;
+    let uri = by_certificate(&server, &files.client);
+    still_serves(&mut server, &uri)?;
+    server.stop()
+}
+
+#[test]
+fn a_client_that_stalls_within_tls_holds_up_nobody() -> Result {
+    let setup = Setup::new()?;
+    let files = certificates(setup.dir())?;
+    let mut server = setup
+        .image("disk", 16 * MIB)?
+        .args(["--tls=require", "--tls-certificates"])
+        .arg(&files.server)
+        .start()?;
+    let mut stalled = Vec::new();
+    for n in [0, 5, 100] {
+        let mut hand = testbed::nbd::Handshake::connect(&server.socket())?;
+        hand.option(5, &[])?;
+        let mut stream = hand.into_stream();
+        std::io::Write::write_all(&mut stream, &half_a_hello(n)).map_err(Error::io("send"))?;
+        stalled.push(stream);
+    }
+    let uri = by_certificate(&server, &files.client);
+    still_serves(&mut server, &uri)?;
+    server.stop()
 }
 
 #[test]

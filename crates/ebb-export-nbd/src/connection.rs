@@ -8,17 +8,18 @@
 //!   connection end, so that closing a volume knows of every write.
 
 use std::cell::{Cell, RefCell};
+use std::future::Future;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ebb_io::{Budget, Buf, Io, Signal};
+use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, Signal};
 use ebb_volume::Volume;
 
 use crate::decode::{self, Decoded, Fatal, Operation, RequestHeader};
 use crate::handshake::Session;
-use crate::lane::{Body, Job, Reply, execute};
+use crate::lane::{Body, Job, Reply, STATUS_BYTES_MAX, execute};
 use crate::proto::Errno;
 use crate::receiver::Receiver;
 use crate::reply::ReplyTo;
@@ -72,6 +73,8 @@ pub(crate) struct Connection {
     awake: Signal,
     dozing: Cell<bool>,
     stopping: Cell<bool>,
+    /// Set with `stopping`, for a reader that waits for memory or a lane.
+    halt: Signal,
     errors: Cell<u32>,
 }
 
@@ -113,6 +116,7 @@ impl Connection {
             awake: Signal::default(),
             dozing: Cell::new(true),
             stopping: Cell::new(false),
+            halt: Signal::default(),
             errors: Cell::new(0),
         })
     }
@@ -160,6 +164,7 @@ impl Connection {
 
     fn stop_reading(&self) {
         self.stopping.set(true);
+        self.halt.set();
         // A receive that waits returns at once. An error means the socket is closed already.
         let _ = rustix::net::shutdown(self.transport.fd(), rustix::net::Shutdown::Read);
     }
@@ -237,24 +242,40 @@ impl Connection {
             Ok(operation) => operation,
             Err(errno) => {
                 self.skip(receiver, u64::from(header.payload_len)).await?;
-                let held = Some(self.memory.take(REQUEST_BYTES).await);
+                let held = Some(self.reserve(REQUEST_BYTES).await?);
                 let body = Body::Error(errno, refusal(errno));
                 self.sender.push(Reply { to, body, held });
                 return Ok(());
             }
         };
-        let data = match operation {
-            Operation::Read { length, .. } | Operation::Write { length, .. } => length,
-            _ => 0,
-        };
-        let data = usize::try_from(data).unwrap_or(usize::MAX);
-        let held = self.memory.take(data.saturating_add(REQUEST_BYTES)).await;
+        let held = self.reserve(footprint(&operation)).await?;
         let payload = match operation {
-            Operation::Write { .. } => Some(self.payload(receiver, data).await?),
+            Operation::Write { length, .. } => {
+                Some(self.payload(receiver, to_usize(length)).await?)
+            }
             _ => None,
         };
-        self.start(Job { to, operation, payload, held }).await;
-        Ok(())
+        self.start(Job { to, operation, payload, held }).await
+    }
+
+    /// Takes memory from the connection's budget, waiting for replies to leave if need be.
+    async fn reserve(&self, bytes: usize) -> Result<BudgetGuard, End> {
+        match self.memory.try_take(bytes) {
+            Some(held) => Ok(held),
+            None => self.unless_halted(self.memory.take(bytes)).await,
+        }
+    }
+
+    /// Waits for something that depends on the client, but not longer than the server runs.
+    async fn unless_halted<T>(&self, waiting: impl Future<Output = T>) -> Result<T, End> {
+        if self.stopping.get() {
+            return Err(End::Stopped);
+        }
+        let halted = async {
+            self.halt.wait().await;
+            Err(End::Stopped)
+        };
+        futures_lite::future::or(async { Ok(waiting.await) }, halted).await
     }
 
     async fn payload(&self, receiver: &mut Receiver, length: usize) -> Result<Buf, End> {
@@ -283,7 +304,7 @@ impl Connection {
     }
 
     /// Gives a job to an idle lane, or to a new one, or waits for one.
-    async fn start(self: &Rc<Self>, job: Job) {
+    async fn start(self: &Rc<Self>, job: Job) -> Result<(), End> {
         let lanes = &self.lanes;
         let mut job = Some(job);
         loop {
@@ -292,7 +313,7 @@ impl Connection {
                 lanes.busy.set(lanes.busy.get() + 1);
                 *lane.job.borrow_mut() = job.take();
                 lane.signal.set();
-                return;
+                return Ok(());
             }
             if lanes.count.get() < IN_FLIGHT_MAX {
                 lanes.count.set(lanes.count.get() + 1);
@@ -300,9 +321,9 @@ impl Connection {
                 let lane = Rc::new(Lane { job: RefCell::new(job.take()), ..Lane::default() });
                 lane.signal.set();
                 self.io.spawn(self.clone().run_lane(lane)).detach();
-                return;
+                return Ok(());
             }
-            lanes.freed.wait().await;
+            self.unless_halted(lanes.freed.wait()).await?;
         }
     }
 
@@ -338,6 +359,20 @@ impl Connection {
             tracing::warn!(connection = self.number, "more failed requests; not logged any more");
         }
     }
+}
+
+/// What a request may hold until its reply has left, bytes.
+fn footprint(operation: &Operation) -> usize {
+    let data = match operation {
+        Operation::Read { length, .. } | Operation::Write { length, .. } => to_usize(*length),
+        Operation::BlockStatus { .. } => STATUS_BYTES_MAX,
+        _ => return REQUEST_BYTES,
+    };
+    BufPool::footprint(data).saturating_add(REQUEST_BYTES)
+}
+
+fn to_usize(length: u32) -> usize {
+    usize::try_from(length).unwrap_or(usize::MAX)
 }
 
 /// A stream that ends within a payload is broken, not closed.

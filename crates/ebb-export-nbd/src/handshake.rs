@@ -70,11 +70,14 @@ pub struct Limits {
 }
 
 impl Default for Limits {
-    /// 64 KiB per option, 1024 options, 16 MiB in all, 128 queries.
+    /// 64 KiB per option, 8192 options, 16 MiB in all, 128 queries.
+    ///
+    /// A client that lists a server in one connection asks twice about each export
+    /// (`qemu-nbd --list` does): the number of options leaves room for 4000 exports.
     fn default() -> Self {
         Self {
             option_bytes_max: 64 << 10,
-            options_max: 1024,
+            options_max: 8192,
             bytes_max: 16 << 20,
             queries_max: 128,
         }

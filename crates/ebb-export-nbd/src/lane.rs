@@ -14,6 +14,8 @@ use crate::reply::{ExtentList, ReplyTo};
 
 /// Extents in one answer to BLOCK_STATUS: the client asks again for the rest.
 const EXTENTS_MAX: u16 = 2048;
+/// The longest answer to BLOCK_STATUS, bytes: its descriptors in their larger form.
+pub(crate) const STATUS_BYTES_MAX: usize = 16 * EXTENTS_MAX as usize;
 
 /// A request on its way, by value: nothing of it is read again from the client.
 pub(crate) struct Job {

@@ -24,7 +24,7 @@ use crate::proto::{Errno, ReplyStyle, STRING_MAX, chunk, magic};
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     bytes: [u8; HEADER_MAX],
-    len: u8,
+    len: usize,
 }
 
 /// Room in a [`Header`]; the longest, an extended error with an offset, takes 46 bytes.
@@ -36,17 +36,18 @@ impl Header {
     /// The bytes to send.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
-        &self.bytes[..usize::from(self.len)]
+        &self.bytes[..self.len]
     }
 
-    /// Appends, by value. What would not fit is a mistake in this file, found by its tests.
+    /// This with a field behind it. What would not fit is a mistake in this file, found by its
+    /// tests.
+    #[inline]
     fn put<const N: usize>(mut self, field: [u8; N]) -> Self {
-        const { assert!(N <= 8) };
-        let start = usize::from(self.len);
-        debug_assert!(start + N <= HEADER_MAX, "a header has at most {HEADER_MAX} bytes");
-        for (place, byte) in self.bytes.iter_mut().skip(start).zip(field) {
-            *place = byte;
-            self.len += 1;
+        let place = self.bytes.get_mut(self.len..).and_then(|rest| rest.first_chunk_mut::<N>());
+        debug_assert!(place.is_some(), "a header has at most {HEADER_MAX} bytes");
+        if let Some(place) = place {
+            *place = field;
+            self.len += N;
         }
         self
     }

@@ -30,7 +30,7 @@ pub(crate) struct Sender {
 }
 
 impl Sender {
-    /// Queues a reply. Bounded by the places a connection has for requests.
+    /// Queues a reply. Bounded by the connection's memory budget, of which each holds a part.
     pub(crate) fn push(&self, reply: Reply) {
         self.queue.borrow_mut().push_back(reply);
         self.ready.set();

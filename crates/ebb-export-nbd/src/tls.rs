@@ -23,7 +23,7 @@ const PSK_FILE_MAX: u64 = 1 << 20;
 #[allow(missing_docs, reason = "the fields are the words of the messages")]
 pub enum TlsError {
     /// A file is missing or cannot be read.
-    #[error("{path}: cannot be read ({source}): TLS needs {purpose}")]
+    #[error("{path}: cannot be read: TLS needs {purpose}")]
     File { path: PathBuf, purpose: &'static str, source: io::Error },
     /// A file does not hold what it should.
     #[error("{path}: is not {purpose} ({reason})")]

@@ -73,6 +73,12 @@ impl BufPool {
         Buf { ptr, class, len, pool: self.clone() }
     }
 
+    /// Bytes of memory a buffer of `len` bytes takes: its size class, and what the heap adds to keep
+    /// it aligned. For whoever accounts for memory before asking for it.
+    pub fn footprint(len: usize) -> usize {
+        class_bytes(class_of(len.min(MAX_BUF))) + ALIGN
+    }
+
     /// Bytes in idle buffers kept for reuse.
     pub fn idle_bytes(&self) -> usize {
         self.0.idle_bytes.get()

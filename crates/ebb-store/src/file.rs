@@ -6,7 +6,7 @@
 
 use std::path::Path;
 
-use async_lock::RwLock;
+use async_lock::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use ebb_io::{Buf, Fd, Io, WriteFlags, fd_from};
 use rustix::fs::SeekFrom;
 
@@ -219,6 +219,7 @@ impl FileStore {
         let punch = libc::FALLOC_FL_PUNCH_HOLE | keep;
         let zero = libc::FALLOC_FL_ZERO_RANGE | keep;
         let modes: &[i32] = if flags.may_unmap { &[punch, zero] } else { &[zero] };
+        let order = self.order_zeroes(offset, length).await;
         for mode in modes {
             match io.fallocate(&self.fd, *mode, offset, length).await {
                 Ok(()) => return Ok(()),
@@ -229,11 +230,24 @@ impl FileStore {
                 }
             }
         }
+        // The writes below take their own.
+        drop(order);
         if flags.fast_only {
             let kind = ErrorKind::Unsupported;
             return Err(BlockError::new(kind, Operation::WriteZeroes, offset, length));
         }
         self.write_zeroes_slowly(io, offset, length).await
+    }
+
+    /// Keeps zeroes for part of a block apart from the read-modify-write of its other sectors,
+    /// which would write back what was there before.
+    async fn order_zeroes(&self, offset: u64, length: u64) -> Option<Order<'_>> {
+        let lock = self.unaligned.as_ref()?;
+        let whole = offset.is_multiple_of(self.alignment) && length.is_multiple_of(self.alignment);
+        Some(match whole {
+            true => Order::Shared { _guard: lock.read().await },
+            false => Order::Alone { _guard: lock.write().await },
+        })
     }
 
     async fn write_zeroes_slowly(
@@ -261,6 +275,10 @@ impl FileStore {
         length: u64,
         limit: usize,
     ) -> Result<Vec<Extent>, BlockError> {
+        if self.block_device {
+            // A device does not tell where its holes are.
+            return Ok(vec![Extent { offset, length, hole: false }]);
+        }
         let fd = self.fd.clone();
         let walk = move || walk_extents(&fd, offset, offset + length, limit);
         let result = io.offload(walk).await;
@@ -284,6 +302,12 @@ impl FileStore {
         let result = io.offload(advise).await;
         result.map_err(|e| BlockError::from_io(e.into(), Operation::Prefetch, offset, length))
     }
+}
+
+/// Who may write beside an operation that is under way, where blocks are larger than sectors.
+enum Order<'a> {
+    Shared { _guard: RwLockReadGuard<'a, ()> },
+    Alone { _guard: RwLockWriteGuard<'a, ()> },
 }
 
 fn is_retry(error: &std::io::Error) -> bool {
@@ -324,8 +348,93 @@ fn block_discard(fd: &Fd, offset: u64, length: u64) -> std::io::Result<()> {
     use std::os::fd::AsRawFd;
     /// `BLKDISCARD` of `linux/fs.h`: `_IO(0x12, 119)`.
     const BLKDISCARD: libc::c_ulong = 0x1277;
-    let range = [offset, length];
+    // The device takes whole sectors of its own; what sticks out of them stays.
+    let sector = u64::from(rustix::fs::ioctl_blksszget(fd)?);
+    let (start, end) = (offset.next_multiple_of(sector), (offset + length) / sector * sector);
+    if start >= end {
+        return Ok(());
+    }
+    let range = [start, end - start];
     // SAFETY: the request reads two 64-bit numbers from the pointer, which outlives the call.
     let result = unsafe { libc::ioctl(fd.as_raw_fd(), BLKDISCARD, range.as_ptr()) };
     if result == 0 { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+
+    use super::*;
+
+    /// A store over one end of a pipe: the kernel moves what there is, and no more.
+    fn over(end: impl Into<std::os::fd::OwnedFd>) -> FileStore {
+        FileStore {
+            fd: fd_from(end),
+            size: 1 << 30,
+            block_device: false,
+            alignment: 1,
+            direct: false,
+            read_only: false,
+            unaligned: None,
+        }
+    }
+
+    #[test]
+    fn a_short_read_is_continued_and_the_end_is_short() {
+        let (read_end, mut write_end) = std::io::pipe().unwrap();
+        let feeder = std::thread::spawn(move || {
+            for piece in 0..100u8 {
+                write_end.write_all(&[piece; 1000]).unwrap();
+                std::thread::yield_now();
+            }
+        });
+        let store = over(read_end);
+        let worker = ebb_io::Worker::start("short-read").unwrap();
+        let (whole, rest) = worker
+            .handle()
+            .block_on(|io| async move {
+                let (result, buf) = store.read(&io, io.pool().get(90_000), 0).await;
+                result.unwrap();
+                let (rest, _) = store.read(&io, io.pool().get(20_000), 90_000).await;
+                (buf.to_vec(), rest)
+            })
+            .unwrap();
+        feeder.join().unwrap();
+        for (piece, bytes) in whole.chunks(1000).enumerate() {
+            assert!(bytes.iter().all(|b| usize::from(*b) == piece), "piece {piece}");
+        }
+        assert_eq!(rest.unwrap_err().kind, ErrorKind::Short);
+    }
+
+    #[test]
+    fn a_short_write_is_continued() {
+        let (mut read_end, write_end) = std::io::pipe().unwrap();
+        let reader = std::thread::spawn(move || {
+            let mut all = Vec::new();
+            read_end.read_to_end(&mut all).unwrap();
+            all
+        });
+        let worker = ebb_io::Worker::start("short-write").unwrap();
+        worker
+            .handle()
+            .block_on(|io| async move {
+                let store = over(write_end);
+                let mut buf = io.pool().get(1 << 20);
+                buf.iter_mut().zip(0u64..).for_each(|(b, at)| *b = u8::try_from(at % 251).unwrap());
+                store.write(&io, buf, 0, false).await.0.unwrap();
+            })
+            .unwrap();
+        let all = reader.join().unwrap();
+        assert_eq!(all.len(), 1 << 20);
+        assert!(all.iter().zip(0u64..).all(|(b, at)| u64::from(*b) == at % 251));
+    }
+
+    /// Direct I/O goes on at a whole sector; what was moved beyond it is moved again.
+    #[test]
+    fn only_whole_sectors_count_of_a_short_direct_transfer() {
+        let (read_end, _write_end) = std::io::pipe().unwrap();
+        let store = over(read_end).assume_alignment(512);
+        let counted: Vec<_> = [0, 511, 512, 1000, 1024].map(|n| store.progress(n)).into();
+        assert_eq!(counted, [0, 0, 512, 512, 1024]);
+    }
 }

@@ -5,8 +5,14 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use crate::SECTOR;
+
+/// How long to wait for another process to let go of a file.
+const LOCK_PATIENCE: Duration = Duration::from_secs(5);
+/// How long between two looks at the lock.
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
 /// Whether I/O goes past the page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -171,13 +177,24 @@ fn check_type(path: &Path, options: &OpenOptions) -> Result<bool, OpenError> {
 }
 
 /// Two writers of one image destroy it; the lock is advisory and goes with the descriptor.
+///
+/// A daemon that was killed holds its lock until the kernel has dealt with its last requests: a
+/// successor waits that long. Opening happens on the main thread, never on a worker.
 fn lock(path: &Path, file: &File, read_only: bool) -> Result<(), OpenError> {
-    let result = if read_only { file.try_lock_shared() } else { file.try_lock() };
-    match result {
-        Ok(()) => Ok(()),
-        Err(std::fs::TryLockError::WouldBlock) => Err(OpenError::InUse { path: path.into() }),
-        Err(std::fs::TryLockError::Error(source)) => {
-            Err(OpenError::Io { path: path.into(), action: "lock it", source })
+    let deadline = Instant::now() + LOCK_PATIENCE;
+    loop {
+        let result = if read_only { file.try_lock_shared() } else { file.try_lock() };
+        match result {
+            Ok(()) => return Ok(()),
+            Err(std::fs::TryLockError::WouldBlock) if Instant::now() < deadline => {
+                std::thread::park_timeout(LOCK_PAUSE);
+            }
+            Err(std::fs::TryLockError::WouldBlock) => {
+                return Err(OpenError::InUse { path: path.into() });
+            }
+            Err(std::fs::TryLockError::Error(source)) => {
+                return Err(OpenError::Io { path: path.into(), action: "lock it", source });
+            }
         }
     }
 }

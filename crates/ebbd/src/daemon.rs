@@ -30,11 +30,20 @@ struct Daemon {
     set_log_level: SetLogLevel,
 }
 
+/// The configuration names something that cannot be opened.
+#[derive(Debug, thiserror::Error)]
+#[error("the configuration was checked and cannot be served")]
+pub struct CheckFailed;
+
 /// Opens what the configuration names and says `ok` for each on the way, without serving.
 ///
 /// # Errors
 /// The first thing that cannot be opened.
-pub fn check(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> {
+pub fn check(config: &Config, say: impl FnMut(String)) -> anyhow::Result<()> {
+    open_all(config, say).map_err(|error| error.context(CheckFailed))
+}
+
+fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> {
     tls_context(&config.nbd)?;
     for (name, volume) in &config.volumes {
         let volume = open_volume(name, volume).with_context(|| format!("volume {name}"))?;

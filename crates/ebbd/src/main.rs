@@ -25,7 +25,8 @@ fn main() -> ExitCode {
         Err(error) => {
             // If stderr is gone, too, there is nobody to tell.
             let _ = writeln!(io::stderr().lock(), "ebbd: {error:#}");
-            ExitCode::from(if error.is::<ConfigError>() { 2 } else { 1 })
+            let mistake = error.is::<ConfigError>() || error.is::<daemon::CheckFailed>();
+            ExitCode::from(if mistake { 2 } else { 1 })
         }
     }
 }

@@ -1,0 +1,149 @@
+//! Starting, stopping and changing a running daemon.
+
+use rustix::process::Signal;
+use std::fs;
+use std::os::unix::net::UnixDatagram;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+use testbed::ledger::Ledger;
+use testbed::nbd::{Client, Failure, Handshake};
+use testbed::pattern::{Random, content};
+use testbed::process::until;
+use testbed::server::Setup;
+use testbed::writer::{Promise, Writer};
+use testbed::{Error, Result, Server, check};
+
+const MIB: u64 = 1 << 20;
+const DISK: usize = 16 << 20;
+const SOON: Duration = Duration::from_secs(20);
+
+#[test]
+fn readiness_is_told_to_the_service_manager_and_in_the_log() -> Result {
+    let setup = Setup::new()?.image("disk", MIB)?;
+    let path = setup.dir().join("notify.sock");
+    let manager = UnixDatagram::bind(&path).map_err(Error::io("bind"))?;
+    manager.set_read_timeout(Some(SOON)).map_err(Error::io("set a time limit"))?;
+    let mut server = setup.env("NOTIFY_SOCKET", &path).start()?;
+    let next = || {
+        let mut message = [0; 4096];
+        let length = manager.recv(&mut message).map_err(Error::io("wait for a notification"))?;
+        Ok::<_, Error>(String::from_utf8_lossy(&message[..length]).into_owned())
+    };
+    let told = next()?;
+    check(told.lines().any(|l| l == "READY=1"), || format!("READY=1 first, not {told:?}"))?;
+    check(server.log().contains("ready"), || "no word of ready in the log".into())?;
+    server.stop()?;
+    // Whatever else it tells, that it is stopping comes before its end.
+    until("STOPPING=1", SOON, || Ok(next()?.lines().any(|l| l == "STOPPING=1").then_some(())))
+}
+
+#[test]
+fn nothing_acknowledged_is_lost_by_a_stop_under_load() -> Result {
+    let seed = Random::seed(0xebb_d004);
+    let mut random = Random::new(seed);
+    let mut server = Server::with_disk(DISK as u64)?;
+    let ledger = Mutex::new(Ledger::new(DISK));
+    for (round, signal) in [Signal::TERM, Signal::INT, Signal::TERM].into_iter().enumerate() {
+        let place = |e: Error| Error::unexpected(format!("EBBD_TEST_SEED={seed}, {round}: {e}"));
+        let mut writers = Vec::new();
+        for n in 0..2 {
+            let client = Client::open(&server.socket(), "disk")?;
+            let range = n * DISK / 2..(n + 1) * DISK / 2;
+            let promise = Promise::Acknowledged;
+            writers.push(Writer::new(client, &ledger, range, random.bits(), promise));
+        }
+        let delay = Duration::from_millis(20 + random.below(200));
+        std::thread::scope(|scope| {
+            let writers: Vec<_> = writers.into_iter().map(|w| scope.spawn(|| w.run())).collect();
+            std::thread::sleep(delay);
+            let stopped = server.signal(signal).and_then(|()| server.wait(SOON));
+            // Whatever was wrong, the writers end with the daemon.
+            server.kill9()?;
+            for writer in writers {
+                let ended = writer.join().map_err(|_| Error::unexpected("a writer panicked"))?;
+                check(ended? > 0, || "nothing written".into())?;
+            }
+            check(stopped?.code() == Some(0), || format!("{signal:?}: exit status 0"))
+        })
+        .map_err(place)?;
+        // Straight from the image: the daemon is gone.
+        let image = fs::read(server.image_path("disk")).map_err(Error::io("read the image"))?;
+        let mut ledger = ledger.lock().unwrap_or_else(PoisonError::into_inner);
+        check(ledger.promised() > 100, || "hardly anything written".into())?;
+        ledger.crashed(0, &image).map_err(place)?;
+        server.restart().map_err(place)?;
+    }
+    server.stop()
+}
+
+#[test]
+fn a_hangup_rereads_the_configuration() -> Result {
+    let setup = Setup::new()?;
+    let file = setup.dir().join("ebbd.toml");
+    let write = |volumes: &str| {
+        let text: String = volumes
+            .split_whitespace()
+            .map(|name| format!("[volume.{name}]\nstore = \"memory:1M\"\n"))
+            .collect();
+        fs::write(&file, text).map_err(Error::io("write a configuration"))
+    };
+    write("stays goes")?;
+    let mut server = setup.arg("--config").arg(&file).start()?;
+    let mut stays = Client::open(&server.socket(), "stays")?;
+    let mut goes = Client::open(&server.socket(), "goes")?;
+    let data = content(1, 0, 4096);
+    stays.write(0, &data, 0)?;
+    goes.write(0, &data, 0)?;
+
+    write("stays comes")?;
+    server.signal(Signal::HUP)?;
+    let socket = server.socket();
+    let names = || -> Result<Vec<String>> {
+        let mut names = Handshake::connect(&socket)?.list()?;
+        names.sort();
+        Ok(names)
+    };
+    until("volumes comes and stays", SOON, || Ok((names()? == ["comes", "stays"]).then_some(())))?;
+    check(stays.read(0, 4096)? == data, || "a volume that stays has changed".into())?;
+    Client::open(&socket, "comes")?.disconnect()?;
+    until("the connection to a volume that goes ends", SOON, || match goes.read(0, 512) {
+        Ok(_) => Ok(None),
+        Err(Failure::Io(_) | Failure::Refused(_)) => Ok(Some(())),
+        Err(e) => Err(e.into()),
+    })?;
+
+    // A mistake changes nothing, and is told.
+    let before = server.log().len();
+    fs::write(&file, "[volume.stays]\nstroe = 1\n").map_err(Error::io("write"))?;
+    server.signal(Signal::HUP)?;
+    until("the mistake in the log", SOON, || {
+        Ok(server.log()[before..].contains("stroe").then_some(()))
+    })?;
+    check(names()? == ["comes", "stays"], || "a mistake has changed the volumes".into())?;
+    check(stays.read(0, 4096)? == data, || "a mistake has changed a volume".into())?;
+    server.healthy()?;
+    server.stop()
+}
+
+#[test]
+fn volumes_are_not_mixed_up() -> Result {
+    let mut setup = Setup::new()?;
+    for n in 0..20 {
+        setup = setup.image(&format!("v{n}"), MIB)?;
+    }
+    let mut server = setup.start()?;
+    let mut clients = Vec::new();
+    for n in 0..20 {
+        clients.push(Client::open(&server.socket(), &format!("v{n}"))?);
+    }
+    for (stamp, client) in (1..).zip(&mut clients) {
+        client.write(4096, &content(stamp, 4096, 4096), 0)?;
+    }
+    for (stamp, client) in (1..).zip(&mut clients) {
+        let seen = client.read(4096, 4096)?;
+        check(seen == content(stamp, 4096, 4096), || format!("volume {stamp} holds other data"))?;
+    }
+    drop(clients);
+    server.healthy()?;
+    server.stop()
+}
