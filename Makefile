@@ -1,0 +1,48 @@
+# ebbd: `make` alone says what there is. Cargo does the work; this only names the ways to it.
+
+# rustup puts cargo here, and a shell that was open before does not know.
+export PATH := $(HOME)/.cargo/bin:$(PATH)
+
+# The folder of `make run`, and options of `make bench-nbd` (BENCH="--only qd1_").
+DATA ?= data
+BENCH ?=
+TARGET := $(or $(CARGO_TARGET_DIR),target)
+SCRIPTS = .ci/run .ci/test packaging/install-build-deps packaging/run-disk testbed/install
+
+.DEFAULT_GOAL := help
+.PHONY: help run test check fmt bench bench-nbd clean
+
+help: ## Say what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+run: ## Build, and serve a 1 GiB disk from ./data on a unix socket, with the commands to use it
+	@packaging/install-build-deps
+	@cargo build --locked --release -p ebbd
+	@packaging/run-disk "$(TARGET)/release/ebbd" "$(DATA)"
+
+test: ## Install what tests need, run all of them, sum up in the last line
+	@packaging/install-build-deps --check
+	@.ci/test
+
+check: ## Format, lints, scripts and manual pages, without the tests
+	@packaging/install-build-deps --check
+	cargo fmt --all --check
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	cargo clippy --locked -p ebb-volume --features shuttle --all-targets -- -D warnings
+	shellcheck $(SCRIPTS)
+	cargo run --locked --quiet -p ebbd -- man --out "$(TARGET)/man"
+	@diff -ru docs/man "$(TARGET)/man" || { echo "bring docs/man up to date: cargo run -p ebbd -- man --out docs/man"; exit 1; }
+
+fmt: ## Format all Rust code
+	cargo fmt --all
+
+bench: bench-nbd ## Every benchmark
+
+bench-nbd: ## ebbd beside nbdkit and qemu-storage-daemon; figures on stdout, progress on stderr
+	@packaging/install-build-deps
+	@testbed/install >&2
+	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-nbd
+	@"$(TARGET)/release/bench-nbd" $(BENCH)
+
+clean: ## Remove what was built; the disks in ./data stay
+	cargo clean
