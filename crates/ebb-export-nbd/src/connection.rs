@@ -130,6 +130,7 @@ impl Connection {
                 let result = this.sender.run(&this.io, &this.transport).await;
                 if result.is_err() {
                     // Nobody reads replies: stop reading requests, too.
+                    this.sender.give_up();
                     this.stop_reading();
                 }
                 result
@@ -150,8 +151,10 @@ impl Connection {
     /// Waits for what is under way and sends the last replies.
     async fn finish(self: &Rc<Self>, sending: ebb_io::Task<io::Result<()>>) {
         self.retire_idle();
-        while self.lanes.busy.get() > 0 {
-            self.lanes.freed.wait().await;
+        if self.io.timeout(FAREWELL, self.lanes_done()).await.is_none() {
+            // Reads wait for a client that does not receive: let them end without it.
+            self.sender.give_up();
+            self.lanes_done().await;
         }
         self.retire_idle();
         self.sender.finish();
@@ -160,6 +163,12 @@ impl Connection {
             let _ = self.io.timeout(FAREWELL, self.transport.finish(&self.io)).await;
         }
         self.sender.clear();
+    }
+
+    async fn lanes_done(&self) {
+        while self.lanes.busy.get() > 0 {
+            self.lanes.freed.wait().await;
+        }
     }
 
     fn stop_reading(&self) {
@@ -338,11 +347,10 @@ impl Connection {
                 }
                 continue;
             };
-            let (reply, error) = execute(&self.io, &self.volume, &self.session, job).await;
-            if let Some(error) = error {
+            let outcome = execute(&self.io, &self.volume, &self.session, &self.sender, job).await;
+            if let Err(error) = outcome {
                 self.log(&error);
             }
-            self.sender.push(reply);
             self.lanes.busy.set(self.lanes.busy.get() - 1);
             self.lanes.idle.borrow_mut().push(lane.clone());
             self.lanes.freed.set();

@@ -11,6 +11,7 @@ use crate::decode::Operation;
 use crate::handshake::Session;
 use crate::proto::{Errno, ExtentState};
 use crate::reply::{ExtentList, ReplyTo};
+use crate::sender::Sender;
 
 /// Extents in one answer to BLOCK_STATUS: the client asks again for the rest.
 const EXTENTS_MAX: u16 = 2048;
@@ -41,25 +42,27 @@ pub(crate) enum Body {
     Done,
     /// An error, and a word for the human at the client.
     Error(Errno, &'static str),
-    /// The data of a read from `offset`; in one piece if `unfragmented`.
-    Data { offset: u64, data: Buf, unfragmented: bool },
+    /// The data of a read from `offset`; in one piece if `unfragmented`, more to come if not
+    /// `last`.
+    Data { offset: u64, data: Buf, unfragmented: bool, last: bool },
     /// `count` descriptors for a context.
     Status { context: u32, count: u32, descriptors: Buf },
 }
 
-/// Carries out a job. The error, if any, is for the log; the reply carries its number.
+/// Carries out a job and hands its reply to the sender. An error is returned for the log; the
+/// client gets its number.
 pub(crate) async fn execute(
     io: &Io,
     volume: &Volume,
     session: &Session,
+    sender: &Sender,
     job: Job,
-) -> (Reply, Option<BlockError>) {
+) -> Result<(), BlockError> {
     let Job { to, operation, payload, held } = job;
     let result = match operation {
         Operation::Read { offset, length, unfragmented } => {
-            let buf = io.pool().get(usize::try_from(length).unwrap_or(usize::MAX));
-            let (result, data) = volume.read(io, buf, offset).await;
-            result.map(|()| Body::Data { offset, data, unfragmented })
+            let whole = unfragmented || to.chunks().is_none();
+            read(io, volume, sender, to, Range { offset, length, whole }).await
         }
         Operation::Write { offset, fua, .. } => match payload {
             Some(data) => volume.write(io, data, offset, fua).await.0.map(|()| Body::Done),
@@ -81,12 +84,48 @@ pub(crate) async fn execute(
         }
         Operation::Disconnect => Ok(Body::Done),
     };
-    match result {
-        Ok(body) => (Reply { to, body, held: Some(held) }, None),
-        Err(error) => {
-            let body = Body::Error(errno(&error), text(error.kind));
-            (Reply { to, body, held: Some(held) }, Some(error))
+    let (body, outcome) = match result {
+        Ok(body) => (body, Ok(())),
+        Err(error) => (Body::Error(errno(&error), text(error.kind)), Err(error)),
+    };
+    sender.push(Reply { to, body, held: Some(held) });
+    outcome
+}
+
+/// What a read wants; `whole`: in one chunk.
+struct Range {
+    offset: u64,
+    length: u32,
+    whole: bool,
+}
+
+/// Reads; all but the last piece are handed to the sender here. A piece is read only while the
+/// sender keeps up, so that data from memory does not pile up in ours.
+async fn read(
+    io: &Io,
+    volume: &Volume,
+    sender: &Sender,
+    to: ReplyTo,
+    range: Range,
+) -> Result<Body, BlockError> {
+    let Range { mut offset, length: mut left, whole } = range;
+    let piece = match volume.capabilities().read_piece {
+        Some(piece) if !whole => piece,
+        _ => left,
+    };
+    loop {
+        sender.keeps_up().await;
+        let length = left.min(piece);
+        let buf = io.pool().get(usize::try_from(length).unwrap_or(usize::MAX));
+        let (result, data) = volume.read(io, buf, offset).await;
+        result?;
+        left -= length;
+        let body = Body::Data { offset, data, unfragmented: whole, last: left == 0 };
+        if left == 0 {
+            return Ok(body);
         }
+        sender.push(Reply { to, body, held: None });
+        offset += u64::from(length);
     }
 }
 

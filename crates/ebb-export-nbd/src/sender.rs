@@ -3,11 +3,13 @@
 //! All replies that are ready when the sender runs leave in one message. A reply's memory and place
 //! are given back when it has left. Replies leave whole and in the order they became ready.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
+use std::future::poll_fn;
 use std::io;
+use std::task::{Poll, Waker};
 
-use ebb_io::{BudgetGuard, Gather, Io, Signal};
+use ebb_io::{BudgetGuard, Buf, Gather, Io, Signal};
 
 use crate::lane::{Body, Reply};
 use crate::reply::{Chunks, zero_runs};
@@ -21,19 +23,56 @@ const HOLE_MIN: usize = 4096;
 const PARTS_MAX: usize = 2 * RUNS_MAX + 3;
 const INLINE_MAX: usize = 64 * PARTS_MAX;
 
+/// Data that may wait to be sent before readers of more of it are held back, bytes: about what
+/// stays in a processor's cache, and no less than a socket takes at once.
+const UNSENT_MAX: usize = 256 << 10;
+
 /// See the module.
 #[derive(Default)]
 pub(crate) struct Sender {
     queue: RefCell<VecDeque<Reply>>,
     ready: Signal,
-    finish: std::cell::Cell<bool>,
+    finish: Cell<bool>,
+    /// Bytes of data in the queue and in the message that is being sent.
+    unsent: Cell<usize>,
+    /// Replies will not be sent any more: nobody is held back.
+    given_up: Cell<bool>,
+    line: RefCell<VecDeque<Waker>>,
 }
 
 impl Sender {
     /// Queues a reply. Bounded by the connection's memory budget, of which each holds a part.
     pub(crate) fn push(&self, reply: Reply) {
+        self.unsent.set(self.unsent.get() + data_bytes(&reply));
         self.queue.borrow_mut().push_back(reply);
         self.ready.set();
+    }
+
+    /// Waits while much data waits to be sent. For reads before they take memory: those of a slow
+    /// store all start at once, since little is unsent; those from memory go as fast as the client
+    /// takes them.
+    pub(crate) async fn keeps_up(&self) {
+        poll_fn(|cx| {
+            if self.unsent.get() < UNSENT_MAX || self.given_up.get() {
+                return Poll::Ready(());
+            }
+            self.line.borrow_mut().push_back(cx.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// Lets all who wait look again: the first to find room may fill it.
+    fn wake_waiting(&self) {
+        while let Some(waker) = self.line.borrow_mut().pop_front() {
+            waker.wake();
+        }
+    }
+
+    /// The client takes no replies any more.
+    pub(crate) fn give_up(&self) {
+        self.given_up.set(true);
+        self.wake_waiting();
     }
 
     /// Lets [`Sender::run`] end when everything has left.
@@ -54,6 +93,7 @@ impl Sender {
     pub(crate) async fn run(&self, io: &Io, transport: &Transport) -> io::Result<()> {
         let mut message = Box::<Gather>::default();
         let mut held: Vec<BudgetGuard> = Vec::new();
+        let mut sending = 0;
         loop {
             if self.queue.borrow().is_empty() {
                 transport.send_pending(io).await?;
@@ -65,11 +105,14 @@ impl Sender {
             }
             while message.has_room(PARTS_MAX, INLINE_MAX) {
                 let Some(reply) = self.queue.borrow_mut().pop_front() else { break };
+                sending += data_bytes(&reply);
                 held.extend(encode(reply, &mut message));
             }
             let (result, returned) = transport.send(io, message).await;
             message = returned;
             held.clear();
+            self.unsent.set(self.unsent.get() - std::mem::take(&mut sending));
+            self.wake_waiting();
             result?;
         }
     }
@@ -77,6 +120,13 @@ impl Sender {
     /// Drops what cannot be sent any more.
     pub(crate) fn clear(&self) {
         self.queue.borrow_mut().clear();
+    }
+}
+
+fn data_bytes(reply: &Reply) -> usize {
+    match &reply.body {
+        Body::Data { data, .. } => data.len(),
+        _ => 0,
     }
 }
 
@@ -90,14 +140,17 @@ fn encode(reply: Reply, message: &mut Gather) -> Option<BudgetGuard> {
             message.push_bytes(header.as_bytes());
             message.push_bytes(text.as_bytes());
         }
-        Body::Data { offset, data, unfragmented } => match to.chunks() {
+        Body::Data { offset, data, unfragmented, last } => match to.chunks() {
             None => {
                 message.push_bytes(to.success().as_bytes());
                 let length = data.len();
                 let index = message.hold(data);
                 message.push_range(index, 0..length);
             }
-            Some(chunks) => encode_data(message, chunks, offset, data, unfragmented),
+            Some(chunks) => {
+                let content = Content { chunks, offset, last };
+                encode_data(message, content, data, unfragmented);
+            }
         },
         Body::Status { context, count, descriptors } => {
             // Only connections with chunks can select a context.
@@ -112,26 +165,31 @@ fn encode(reply: Reply, message: &mut Gather) -> Option<BudgetGuard> {
     held
 }
 
-/// Sends data as data and zeroes as holes, unless the client wants it in one piece.
-fn encode_data(
-    message: &mut Gather,
+/// Where the chunks of some data belong.
+#[derive(Clone, Copy)]
+struct Content {
     chunks: Chunks,
+    /// Of the first byte in the volume.
     offset: u64,
-    data: ebb_io::Buf,
-    unfragmented: bool,
-) {
+    /// No data comes after it.
+    last: bool,
+}
+
+/// Sends data as data and zeroes as holes, unless the client wants it in one piece.
+fn encode_data(message: &mut Gather, content: Content, data: Buf, unfragmented: bool) {
     let length = data.len();
     if unfragmented {
         let whole = Run { start: 0, end: length, zero: false };
         let index = message.hold(data);
-        push_run(message, chunks, offset, index, whole, true);
+        push_run(message, content, index, whole);
         return;
     }
     let mut runs = [Run::default(); RUNS_MAX + 1];
     let count = split(&data, &mut runs);
     let index = message.hold(data);
     for (number, run) in runs[..count].iter().enumerate() {
-        push_run(message, chunks, offset, index, *run, number + 1 == count);
+        let last = content.last && number + 1 == count;
+        push_run(message, Content { last, ..content }, index, *run);
     }
 }
 
@@ -156,7 +214,8 @@ fn split(data: &[u8], runs: &mut [Run; RUNS_MAX + 1]) -> usize {
     count
 }
 
-fn push_run(message: &mut Gather, chunks: Chunks, offset: u64, index: usize, run: Run, last: bool) {
+fn push_run(message: &mut Gather, content: Content, index: usize, run: Run) {
+    let Content { chunks, offset, last } = content;
     let at = offset + run.start as u64;
     // A read is at most 64 MiB long.
     let length = u32::try_from(run.end - run.start).unwrap_or(u32::MAX);

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 
 use io_uring::{opcode, squeue, types};
 
@@ -26,6 +26,9 @@ pub fn fd_from(owner: impl Into<OwnedFd>) -> Fd {
     Arc::new(owner.into())
 }
 
+/// Storage operations on buffers from this size on are submitted at once, bytes.
+const EAGER_BYTES: usize = 64 << 10;
+
 /// How a write reaches the store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WriteFlags {
@@ -40,11 +43,14 @@ struct Op<'a> {
     parts: Option<(Hold, Option<Fd>)>,
     ticket: u64,
     key: Option<Key>,
+    /// Large: submitted at once, see [`crate::ring::Ring::flush`].
+    eager: bool,
 }
 
 impl<'a> Op<'a> {
     fn new(io: &'a Io, entry: squeue::Entry, class: Class, hold: Hold, fd: &Fd) -> Op<'a> {
-        Op { io, entry, class, parts: Some((hold, Some(fd.clone()))), ticket: 0, key: None }
+        let parts = Some((hold, Some(fd.clone())));
+        Op { io, entry, class, parts, ticket: 0, key: None, eager: false }
     }
 }
 
@@ -71,12 +77,21 @@ impl Future for Op<'_> {
             this.ticket = ring.queue_up(this.ticket, cx.waker());
             return Poll::Pending;
         }
+        // An eager operation names its waker when it has looked and found nothing.
+        let waker = if this.eager { Waker::noop() } else { cx.waker() };
         // SAFETY: the constructors below build `entry` from the memory in `hold` (whose heap
         // address does not move) and the descriptor in `fd`.
-        match unsafe { ring.start(&this.entry, this.class, hold, fd, cx.waker()) } {
+        match unsafe { ring.start(&this.entry, this.class, hold, fd, waker) } {
             Ok(key) => {
                 this.key = Some(key);
                 ring.leave_line(std::mem::take(&mut this.ticket));
+                if this.eager {
+                    ring.flush();
+                    if let Some(output) = ring.take(key, cx.waker()) {
+                        this.key = None;
+                        return Poll::Ready(output);
+                    }
+                }
             }
             Err(parts) => {
                 this.parts = Some(parts);
@@ -124,7 +139,10 @@ impl Io {
         buf: Buf,
         fd: &Fd,
     ) -> (io::Result<usize>, Buf) {
-        match Op::new(self, entry, class, Hold::Buf(buf), fd).await {
+        let eager = class == Class::Storage && buf.len() >= EAGER_BYTES;
+        let mut op = Op::new(self, entry, class, Hold::Buf(buf), fd);
+        op.eager = eager;
+        match op.await {
             (result, Hold::Buf(buf)) => (length(result), buf),
             _ => unreachable!("an operation returns the memory it was given"),
         }

@@ -91,11 +91,14 @@ pub(crate) struct Ring {
     line: RefCell<VecDeque<(u64, Waker)>>,
     next_ticket: Cell<u64>,
     cancels: RefCell<Vec<u64>>,
+    /// What was seen by [`Ring::flush`] and not yet reported.
+    early: Cell<Reaped>,
     pub(crate) enters: Cell<u64>,
     pub(crate) operations: Cell<u64>,
 }
 
 /// What [`Ring::reap`] saw.
+#[derive(Clone, Copy, Default)]
 pub(crate) struct Reaped {
     /// The wake-up eventfd became readable.
     pub(crate) woken: bool,
@@ -123,6 +126,7 @@ impl Ring {
             line: RefCell::default(),
             next_ticket: Cell::new(1),
             cancels: RefCell::default(),
+            early: Cell::default(),
             enters: Cell::new(0),
             operations: Cell::new(0),
         })
@@ -231,7 +235,8 @@ impl Ring {
     pub(crate) fn abandon(&self, key: Key) {
         let before = {
             let mut slots = self.slots.borrow_mut();
-            let slot = &mut slots.list[key.index as usize];
+            // No slot: it was leaked by `shut_down`.
+            let Some(slot) = slots.list.get_mut(key.index as usize) else { return };
             if slot.generation != key.generation {
                 return;
             }
@@ -246,7 +251,10 @@ impl Ring {
     }
 
     fn push_cancels(&self) {
-        while let Some(tag) = self.cancels.borrow_mut().pop() {
+        loop {
+            // A statement of its own: the borrow must have ended when the tag is put back.
+            let tag = self.cancels.borrow_mut().pop();
+            let Some(tag) = tag else { return };
             let entry = opcode::AsyncCancel::new(tag).build().user_data(TAG_CANCEL);
             if !self.push(&entry) {
                 self.cancels.borrow_mut().push(tag);
@@ -282,9 +290,15 @@ impl Ring {
         drop(result);
     }
 
-    /// True when entries wait to be submitted.
-    pub(crate) fn has_queued(&self) -> bool {
-        !self.uring.borrow_mut().submission().is_empty() || !self.cancels.borrow().is_empty()
+    /// True when the kernel must be entered to get on: entries wait to be submitted, or
+    /// completions wait in the kernel (which hands them over only to a thread that asks).
+    pub(crate) fn wants_enter(&self) -> bool {
+        let mut uring = self.uring.borrow_mut();
+        let submission = uring.submission();
+        !submission.is_empty()
+            || submission.taskrun()
+            || submission.cq_overflow()
+            || !self.cancels.borrow().is_empty()
     }
 
     /// True when the kernel can wait for several completions with a short minimum wait (6.12).
@@ -294,7 +308,7 @@ impl Ring {
 
     /// Takes all completions, wakes their owners, and lets those in line look again.
     pub(crate) fn reap(&self) -> Reaped {
-        let mut reaped = Reaped { woken: false, rearm: false, count: 0 };
+        let mut reaped = self.early.replace(Reaped::default());
         let mut uring = self.uring.borrow_mut();
         for entry in uring.completion() {
             reaped.count += 1;
@@ -308,10 +322,27 @@ impl Ring {
             }
         }
         drop(uring);
-        for (_, waker) in self.line.borrow().iter() {
+        // Only the first: who leaves the line, served or not, wakes the next.
+        if let Some((_, waker)) = self.line.borrow().front() {
             waker.wake_by_ref();
         }
         reaped
+    }
+
+    /// Submits what is queued and takes what is complete, without waiting. For a large operation,
+    /// which is worth a system call of its own: data that was in memory is then at hand at once,
+    /// and still in the processor's cache.
+    pub(crate) fn flush(&self) {
+        self.enter(0, None, None);
+        let reaped = self.reap();
+        self.early.set(reaped);
+    }
+
+    /// True when [`Ring::flush`] has seen what [`Ring::reap`] must report before anybody sleeps: the
+    /// bell does not ring twice.
+    pub(crate) fn has_news(&self) -> bool {
+        let early = self.early.get();
+        early.woken || early.rearm
     }
 
     fn complete(&self, tag: u64, result: i32) {
@@ -433,3 +464,6 @@ fn build() -> io::Result<IoUring> {
     };
     Err(io::Error::new(error.kind(), format!("{remedy} ({error})")))
 }
+
+#[cfg(test)]
+mod tests;

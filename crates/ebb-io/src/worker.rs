@@ -13,7 +13,8 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -59,6 +60,8 @@ struct Shared {
 struct Inbox {
     runnables: Vec<Runnable>,
     starters: Vec<Starter>,
+    /// The worker has stopped: what would be started is dropped.
+    closed: bool,
 }
 
 impl Shared {
@@ -73,8 +76,24 @@ impl Shared {
             });
             return;
         }
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner).runnables.push(runnable);
+        self.inbox().runnables.push(runnable);
         self.ring_bell();
+    }
+
+    fn start(&self, starter: Starter) {
+        {
+            let mut inbox = self.inbox();
+            if inbox.closed {
+                drop(inbox);
+                return drop(starter);
+            }
+            inbox.starters.push(starter);
+        }
+        self.ring_bell();
+    }
+
+    fn inbox(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn ring_bell(&self) {
@@ -122,7 +141,46 @@ struct Core {
     timers: Timers,
     pool: BufPool,
     offload: Rc<Budget>,
+    tasks: Rc<Tasks>,
     shared: Arc<Shared>,
+}
+
+/// All tasks that are not over, so that a stopping worker can drop them: a task may wait for
+/// something that only it holds on to, and would otherwise stay with all it owns.
+#[derive(Default)]
+struct Tasks {
+    /// The waker of each; `None` is a free place.
+    list: RefCell<Vec<Option<Waker>>>,
+    free: RefCell<Vec<usize>>,
+}
+
+/// A task's place in [`Tasks`], given up when its future is dropped.
+struct Place {
+    tasks: Rc<Tasks>,
+    index: usize,
+}
+
+impl Tasks {
+    fn place(self: &Rc<Self>) -> Place {
+        let mut list = self.list.borrow_mut();
+        let index = self.free.borrow_mut().pop().unwrap_or_else(|| {
+            list.push(None);
+            list.len() - 1
+        });
+        Place { tasks: self.clone(), index }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.free.borrow().len() == self.list.borrow().len()
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let waker = self.tasks.list.borrow_mut()[self.index].take();
+        self.tasks.free.borrow_mut().push(self.index);
+        drop(waker);
+    }
 }
 
 /// A task's way to its worker: spawn, wait, read, write. Cheap to clone; stays on its thread.
@@ -150,7 +208,14 @@ impl Io {
     /// Runs `future` on this worker beside the caller.
     pub fn spawn<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Task<T> {
         let shared = self.0.shared.clone();
+        let place = self.0.tasks.place();
+        let index = place.index;
+        let future = async move {
+            let _place = place;
+            future.await
+        };
         let (runnable, task) = async_task::spawn_local(future, move |r| shared.schedule(r));
+        self.0.tasks.list.borrow_mut()[index] = Some(runnable.waker());
         runnable.schedule();
         task
     }
@@ -176,6 +241,8 @@ impl Io {
 
     fn run(&self) {
         let core = &*self.0;
+        // Also when a task panics: the kernel must let go of all memory before it is freed.
+        let _end = WindDown(self);
         let mut rearm = true;
         let mut load = Load::default();
         while !core.shared.stop.load(Ordering::Acquire) {
@@ -183,9 +250,9 @@ impl Io {
                 rearm = !core.ring.arm_wake(core.shared.wake.as_raw_fd());
             }
             run_ready();
-            let busy = READY.with_borrow(|ready| !ready.is_empty());
+            let busy = READY.with_borrow(|ready| !ready.is_empty()) || core.ring.has_news();
             if busy {
-                if core.ring.has_queued() {
+                if core.ring.wants_enter() {
                     core.ring.enter(0, None, None);
                 }
             } else {
@@ -199,7 +266,6 @@ impl Io {
             }
             core.timers.fire(Instant::now());
         }
-        self.wind_down();
     }
 
     /// Waits for a completion, a timer, or (with idle buffers about) the time to give them back.
@@ -227,7 +293,7 @@ impl Io {
         // SAFETY: eight writable bytes; the eventfd is non-blocking.
         unsafe { libc::read(fd, counter.as_mut_ptr().cast(), counter.len()) };
         let inbox = {
-            let mut inbox = self.0.shared.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut inbox = self.0.shared.inbox();
             std::mem::take(&mut *inbox)
         };
         READY.with_borrow_mut(|ready| ready.extend(inbox.runnables));
@@ -239,13 +305,35 @@ impl Io {
     /// Drops what still runs, and waits for the kernel to return all memory.
     fn wind_down(&self) {
         let core = &*self.0;
+        let starters = {
+            let mut inbox = core.shared.inbox();
+            inbox.closed = true;
+            std::mem::take(&mut inbox.starters)
+        };
+        drop(starters);
+        let deadline = Instant::now() + STOP_PATIENCE;
+        // Again until none is left: dropping a task may spawn others, and another thread that is
+        // just waking one may not have put it into the inbox yet.
+        while !core.tasks.is_empty() && Instant::now() < deadline {
+            let wakers: Vec<Waker> = core.tasks.list.borrow().iter().flatten().cloned().collect();
+            wakers.into_iter().for_each(Waker::wake);
+            let sent = std::mem::take(&mut core.shared.inbox().runnables);
+            drop(sent);
+            while let Some(runnable) = READY.with_borrow_mut(VecDeque::pop_front) {
+                drop(runnable);
+            }
+            std::thread::yield_now();
+        }
         core.timers.clear();
         core.ring.shut_down(STOP_PATIENCE);
-        // Dropping a task may wake others: until none is left.
-        while let Some(runnable) = READY.with_borrow_mut(VecDeque::pop_front) {
-            drop(runnable);
-        }
-        core.ring.shut_down(STOP_PATIENCE);
+    }
+}
+
+struct WindDown<'a>(&'a Io);
+
+impl Drop for WindDown<'_> {
+    fn drop(&mut self) {
+        self.0.wind_down();
     }
 }
 
@@ -269,8 +357,7 @@ impl WorkerHandle {
         Fut: Future<Output = ()> + 'static,
     {
         let starter: Starter = Box::new(move |io: &Io| io.spawn(start(io.clone())).detach());
-        self.0.inbox.lock().unwrap_or_else(PoisonError::into_inner).starters.push(starter);
-        self.0.ring_bell();
+        self.0.start(starter);
     }
 
     /// As [`WorkerHandle::spawn`], and blocks the calling thread until the future is over. `None`
@@ -294,6 +381,9 @@ impl WorkerHandle {
 
 /// A running worker. Dropping it stops the thread: tasks are dropped, the kernel's hold on buffers
 /// is waited for. Drain first; stopping does not.
+///
+/// A panic in a task ends the worker in the same way (where panics unwind; a release build of the
+/// daemon aborts): all its tasks are dropped, [`WorkerHandle::block_on`] gives `None` then and later.
 pub struct Worker {
     handle: WorkerHandle,
     thread: Option<JoinHandle<()>>,
@@ -329,7 +419,9 @@ impl Worker {
                 let offload = Budget::new(offload::AT_ONCE);
                 let (timers, pool) = (Timers::default(), BufPool::default());
                 let linger = ring.can_linger();
-                Io(Rc::new(Core { ring, linger, timers, pool, offload, shared: for_thread })).run();
+                let tasks = Rc::default();
+                let shared = for_thread;
+                Io(Rc::new(Core { ring, linger, timers, pool, offload, tasks, shared })).run();
             }
             Err(error) => drop(report.send(Err(error))),
         })?;

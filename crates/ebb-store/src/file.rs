@@ -12,8 +12,8 @@ use rustix::fs::SeekFrom;
 
 use crate::open::{self, OpenError, OpenOptions};
 use crate::{
-    BlockError, BufResult, Capabilities, ErrorKind, Extent, Operation, SECTOR, ZeroFlags,
-    push_extent,
+    BlockError, BufResult, Capabilities, ErrorKind, Extent, MEMORY_PIECE, Operation, SECTOR,
+    ZeroFlags, push_extent,
 };
 
 /// Zeroes written at a time when the store knows no shorter way.
@@ -73,6 +73,7 @@ impl FileStore {
             fast_zero: !self.read_only,
             alignment: u32::try_from(self.alignment).unwrap_or(u32::MAX),
             direct: self.direct,
+            read_piece: (!self.direct).then_some(MEMORY_PIECE),
         }
     }
 

@@ -64,7 +64,14 @@ pub struct Capabilities {
     pub alignment: u32,
     /// I/O goes past the page cache.
     pub direct: bool,
+    /// Long reads are best done in pieces of this many bytes: from memory, a piece that is passed
+    /// on before the next is read stays in the processor's cache, and only pieces take memory.
+    /// `None` where each read is a journey of its own.
+    pub read_piece: Option<u32>,
 }
+
+/// See [`Capabilities::read_piece`].
+pub(crate) const MEMORY_PIECE: u32 = 128 << 10;
 
 /// A place for bytes.
 #[derive(Debug)]
@@ -91,9 +98,13 @@ impl Store {
     pub fn capabilities(&self) -> Capabilities {
         match self {
             Store::File(s) => s.capabilities(),
-            Store::Memory(_) | Store::Null(_) => {
-                Capabilities { discard: true, fast_zero: true, alignment: 1, direct: false }
-            }
+            Store::Memory(_) | Store::Null(_) => Capabilities {
+                discard: true,
+                fast_zero: true,
+                alignment: 1,
+                direct: false,
+                read_piece: Some(MEMORY_PIECE),
+            },
         }
     }
 
