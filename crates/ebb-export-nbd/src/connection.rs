@@ -35,6 +35,8 @@ const REQUEST_BYTES: usize = 512;
 const SILENCE: Duration = Duration::from_secs(1);
 /// How long a client may take to receive its last replies when the server stops.
 const FAREWELL: Duration = Duration::from_secs(10);
+/// How long a client may take to close its side once ours is closed.
+const LINGER: Duration = Duration::from_secs(1);
 /// Failed requests logged per connection: a broken disk must not fill the log.
 const ERRORS_LOGGED: u32 = 10;
 
@@ -161,6 +163,7 @@ impl Connection {
         let sent = self.io.timeout(FAREWELL, sending).await;
         if matches!(sent, Some(Ok(()))) {
             let _ = self.io.timeout(FAREWELL, self.transport.finish(&self.io)).await;
+            let _ = self.io.timeout(LINGER, self.transport.drain(&self.io)).await;
         }
         self.sender.clear();
     }
@@ -174,8 +177,6 @@ impl Connection {
     fn stop_reading(&self) {
         self.stopping.set(true);
         self.halt.set();
-        // A receive that waits returns at once. An error means the socket is closed already.
-        let _ = rustix::net::shutdown(self.transport.fd(), rustix::net::Shutdown::Read);
     }
 
     /// Ends reading when told to stop; until then gives memory back after silence.
@@ -224,9 +225,8 @@ impl Connection {
     }
 
     async fn receive(&self, receiver: &mut Receiver, needed: usize) -> Result<(), End> {
-        match receiver.fill(&self.io, &self.transport, needed).await {
+        match self.unless_halted(receiver.fill(&self.io, &self.transport, needed)).await? {
             Ok(()) => Ok(()),
-            Err(_) if self.stopping.get() => Err(End::Stopped),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 let between = receiver.bytes().is_empty();
                 Err(if between { End::Closed } else { End::Broken(error) })
@@ -295,7 +295,8 @@ impl Connection {
         let here = receiver.bytes().len().min(length);
         buf[..here].copy_from_slice(&receiver.bytes()[..here]);
         receiver.consume(here);
-        let (result, buf) = self.transport.recv_exact(&self.io, buf, here..length).await;
+        let receiving = self.transport.recv_exact(&self.io, buf, here..length);
+        let (result, buf) = self.unless_halted(receiving).await?;
         result.map_err(End::Broken)?;
         Ok(buf)
     }

@@ -31,10 +31,6 @@ impl Transport {
         Transport { fd, tls: None, wants_send: Signal::default(), eof: Cell::new(false) }
     }
 
-    pub(crate) fn fd(&self) -> &Fd {
-        &self.fd
-    }
-
     /// Receives into `buf[range]`; 0 is the end.
     pub(crate) async fn recv(
         &self,
@@ -177,6 +173,19 @@ impl Transport {
         }
         self.tls = Some(tls);
         Ok(())
+    }
+
+    /// Reads and drops what still comes, until the client has closed its side, too: a close with
+    /// bytes unread is a reset over TCP, which destroys replies that are on their way.
+    pub(crate) async fn drain(&self, io: &Io) {
+        let mut buf = io.pool().get(CIPHER_BYTES);
+        loop {
+            let (result, returned) = io.recv(&self.fd, buf, 0..CIPHER_BYTES).await;
+            buf = returned;
+            if !matches!(result, Ok(1..)) {
+                return;
+            }
+        }
     }
 
     /// Says goodbye under TLS and shuts the sending side.

@@ -11,6 +11,9 @@ use std::time::{Duration, Instant};
 
 use crate::worker::Io;
 
+/// A year.
+const FOR_EVER: Duration = Duration::from_secs(365 * 24 * 3600);
+
 #[derive(Default)]
 pub(crate) struct Timers {
     list: RefCell<BTreeMap<(Instant, u64), Waker>>,
@@ -52,7 +55,10 @@ pub struct Sleep<'a> {
 impl Io {
     /// Waits for `duration`.
     pub fn sleep(&self, duration: Duration) -> Sleep<'_> {
-        Sleep { io: self, at: Instant::now() + duration, id: None }
+        let now = Instant::now();
+        // Longer than the clock counts is for ever, or near enough.
+        let at = now.checked_add(duration).unwrap_or(now + FOR_EVER);
+        Sleep { io: self, at, id: None }
     }
 
     /// Runs `future` for at most `duration`; `None` when time ran out (the future is dropped).

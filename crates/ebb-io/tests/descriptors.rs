@@ -81,7 +81,7 @@ fn stop_in_the_middle(round: u32) {
         for _ in 0..20 {
             let _ = UnixStream::connect(&for_task);
         }
-        if round % 2 == 0 {
+        if round.is_multiple_of(2) {
             io.sleep(Duration::from_millis(5)).await;
         }
     });

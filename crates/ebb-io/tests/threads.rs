@@ -216,7 +216,9 @@ fn those_who_block_on_a_stopping_worker_are_let_go() {
                 .collect();
             std::thread::yield_now();
             drop(worker);
-            threads.into_iter().for_each(|t| drop(t.join().unwrap()));
+            for thread in threads {
+                thread.join().unwrap();
+            }
         });
     }
 }

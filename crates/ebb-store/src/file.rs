@@ -219,7 +219,13 @@ impl FileStore {
         let keep = libc::FALLOC_FL_KEEP_SIZE;
         let punch = libc::FALLOC_FL_PUNCH_HOLE | keep;
         let zero = libc::FALLOC_FL_ZERO_RANGE | keep;
-        let modes: &[i32] = if flags.may_unmap { &[punch, zero] } else { &[zero] };
+        // On a device the kernel may carry ZERO_RANGE out by writing, however long that takes.
+        let modes: &[i32] = match (flags.may_unmap, self.block_device && flags.fast_only) {
+            (true, true) => &[punch],
+            (true, false) => &[punch, zero],
+            (false, true) => &[],
+            (false, false) => &[zero],
+        };
         let order = self.order_zeroes(offset, length).await;
         for mode in modes {
             match io.fallocate(&self.fd, *mode, offset, length).await {

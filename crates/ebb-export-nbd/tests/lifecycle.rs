@@ -1,0 +1,180 @@
+//! Clients and volumes that come and go: limits, stopping, removing.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use std::net::{TcpListener, TcpStream};
+
+use common::{Client, FLUSH, HANG, READ, Rig, STYLES, Stream, Style, file, memory, pattern};
+use ebb_export_nbd::{Limits, Tls};
+use ebb_io::fd_from;
+use ebb_store::Direct;
+use ebb_volume::{Operation, Volume};
+
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn more_clients_than_allowed_are_turned_away_until_one_leaves() {
+    let rig = Rig::new(Limits { max_clients: 2, ..Limits::default() }, Tls::Off, None);
+    rig.server.add(memory("disk", MIB));
+    let first = rig.client("disk", Style::Simple);
+    let mut second = rig.client("disk", Style::Simple);
+    let mut third: Box<dyn Stream> = Box::new(rig.stream());
+    assert!(Client::greet(&mut third).is_err(), "closed without a greeting");
+    assert_eq!(second.ask(FLUSH, 0, 0, 0), 0, "the others do not notice");
+    drop(first);
+    while rig.server.clients() > 1 {
+        std::thread::yield_now();
+    }
+    assert_eq!(rig.client("disk", Style::Simple).ask(FLUSH, 0, 0, 0), 0);
+}
+
+/// Sends reads one after the other without taking replies.
+fn stuff(client: &mut Client, reads: u64, length: u64) {
+    let mut bytes = Vec::new();
+    for cookie in 1..=reads {
+        bytes.extend(client.header(READ, 0, cookie, 0, length));
+    }
+    client.stream.write_all(&bytes).unwrap();
+}
+
+/// Takes replies until the end, which must not come within one; returns how many came.
+fn drain(client: &mut Client, length: usize, expected: &[u8]) -> u64 {
+    let mut replies = 0;
+    loop {
+        match client.reply(|_| Some((0, length))) {
+            Ok(reply) => {
+                assert_eq!(reply.error, 0);
+                assert!(reply.data == expected[..length]);
+                replies += 1;
+            }
+            Err(error) => {
+                use std::io::ErrorKind::{ConnectionReset, UnexpectedEof};
+                assert!(matches!(error.kind(), ConnectionReset | UnexpectedEof), "{error}");
+                return replies;
+            }
+        }
+    }
+}
+
+fn reads_carried_out(volume: &Volume) -> u64 {
+    volume.stats().of(Operation::Read).requests
+}
+
+#[test]
+fn a_stop_sends_the_replies_of_what_is_under_way_and_then_the_end() {
+    for style in STYLES {
+        let volume = memory("disk", 4 * MIB);
+        let rig = Rig::with([volume.clone()]);
+        let mut client = rig.client("disk", style);
+        let expected = pattern(1, 64 << 10);
+        assert_eq!(client.write(0, 0, &expected), 0);
+        stuff(&mut client, 200, 64 << 10);
+        // One reply: the server is in the middle of it.
+        assert_eq!(client.reply(|_| Some((0, 64 << 10))).unwrap().error, 0);
+        let draining = std::thread::spawn(move || drain(&mut client, 64 << 10, &expected));
+        rig.stop();
+        assert_eq!(draining.join().unwrap() + 1, reads_carried_out(&volume), "{style:?}");
+    }
+}
+
+/// Over TCP a close with requests unread is a reset, which destroys replies on their way.
+#[test]
+fn a_stop_over_tcp_loses_no_reply() {
+    for round in 0..10 {
+        let volume = memory("disk", 4 * MIB);
+        let rig = Rig::with([volume.clone()]);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        rig.listen(fd_from(listener));
+        let tcp = TcpStream::connect(address).unwrap();
+        tcp.set_read_timeout(Some(HANG)).unwrap();
+        let mut stream: Box<dyn Stream> = Box::new(tcp);
+        Client::greet(&mut stream).unwrap();
+        let mut client = Client::go(stream, "disk", Style::Simple).unwrap();
+        let expected = pattern(2, 256 << 10);
+        assert_eq!(client.write(0, 0, &expected), 0);
+        stuff(&mut client, 1000, 256 << 10);
+        for _ in 0..=round {
+            assert_eq!(client.reply(|_| Some((0, 256 << 10))).unwrap().error, 0);
+        }
+        let draining = std::thread::spawn(move || drain(&mut client, 256 << 10, &expected));
+        rig.stop();
+        let replies = draining.join().unwrap() + round + 1;
+        assert_eq!(replies, reads_carried_out(&volume), "replies and requests carried out");
+    }
+}
+
+/// A client that asks for more than its memory budget and never takes a reply must not hold up a
+/// stop for ever.
+#[test]
+fn a_stop_does_not_wait_for_a_client_that_takes_no_replies() {
+    for connection_memory in [1 << 20, 64 << 20] {
+        let limits = Limits { connection_memory, ..Limits::default() };
+        let rig = Rig::new(limits, Tls::Off, None);
+        rig.server.add(memory("disk", 4 * MIB));
+        let mut client = rig.client("disk", Style::Simple);
+        assert_eq!(client.write(0, 0, &pattern(3, 1 << 20)), 0);
+        stuff(&mut client, 200, MIB);
+        // The server is at it when the first bytes have come.
+        client.bytes(1000);
+        rig.stop();
+        drop(client);
+    }
+}
+
+#[test]
+fn a_volume_removed_under_load_ends_its_connections_and_keeps_what_it_acknowledged() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("image");
+    let rig = Rig::with([file("disk", &path, 16 * MIB, Direct::Auto), memory("other", MIB)]);
+    let mut bystander = rig.client("other", Style::Simple);
+    let writers: Vec<_> = STYLES
+        .into_iter()
+        .zip(0u64..)
+        .map(|(style, number)| {
+            let mut client = rig.client("disk", style);
+            std::thread::spawn(move || {
+                // Each in its own 4 MiB; how many writes were acknowledged.
+                let mut acknowledged = 0u64;
+                loop {
+                    let at = number * 4 * MIB + acknowledged % 1024 * 4096;
+                    let mut bytes = client.header(1, 0, acknowledged + 1, at, 4096);
+                    bytes.extend(pattern(acknowledged, 4096));
+                    if client.stream.write_all(&bytes).is_err() {
+                        return acknowledged;
+                    }
+                    match client.reply(|_| None) {
+                        Ok(reply) if reply.error == 0 => acknowledged += 1,
+                        // NBD_ESHUTDOWN
+                        Ok(reply) => assert_eq!(reply.error, 108),
+                        Err(_) => return acknowledged,
+                    }
+                }
+            })
+        })
+        .collect();
+    let progress = std::time::Instant::now();
+    while std::fs::read(&path).unwrap()[..4096] == [0; 4096] {
+        assert!(progress.elapsed() < HANG);
+    }
+    rig.run(|server, io| async move { server.remove(&io, "disk").await }).unwrap();
+    let content = std::fs::read(&path).unwrap();
+    for (number, writer) in writers.into_iter().enumerate() {
+        let acknowledged = writer.join().unwrap();
+        for last in acknowledged.saturating_sub(1024)..acknowledged {
+            let at = number * (4 << 20) + usize::try_from(last % 1024 * 4096).unwrap();
+            let found = &content[at..at + 4096];
+            // A later write to the same place may have landed without its reply.
+            let later = pattern(last + 1024, 4096);
+            assert!(found == pattern(last, 4096) || found == later, "writer {number}: {last}");
+        }
+    }
+    assert_eq!(bystander.ask(FLUSH, 0, 0, 0), 0, "other volumes do not notice");
+    let mut stream: Box<dyn Stream> = Box::new(rig.stream());
+    Client::greet(&mut stream).unwrap();
+    let name = [&4u32.to_be_bytes()[..], b"disk", &[0, 0]].concat();
+    let replies = Client::option(&mut stream, 7, &name).unwrap();
+    assert_eq!(replies.last().unwrap().0, (1 << 31) + 6, "unknown from now on");
+}

@@ -1,0 +1,201 @@
+//! What cannot become a store, and what the operator is told.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+
+use common::{Bench, MIB, create, file, folder, open};
+use ebb_store::{Direct, ErrorKind, FileStore, OpenError, OpenOptions};
+
+const READ_ONLY: OpenOptions = OpenOptions { read_only: true, direct: Direct::Auto, create: None };
+
+fn refused(result: Result<FileStore, OpenError>) -> (OpenError, String) {
+    let error = result.expect_err("this must not open");
+    let text = error.to_string();
+    (error, text)
+}
+
+#[test]
+fn a_missing_file() {
+    let folder = folder();
+    let path = file(&folder, "absent");
+    let (error, text) = refused(open(&path));
+    assert!(matches!(error, OpenError::Missing { .. }), "{error:?}");
+    assert!(text.contains("absent") && text.contains("create = true"), "{text}");
+    std::os::unix::fs::symlink(file(&folder, "nowhere"), &path).unwrap();
+    assert!(matches!(refused(open(&path)).0, OpenError::Missing { .. }), "a dangling link");
+}
+
+#[test]
+fn a_missing_folder() {
+    let folder = folder();
+    let path = file(&folder, "none/image");
+    let options = OpenOptions { create: Some(MIB), ..OpenOptions::default() };
+    let (error, text) = refused(FileStore::open(&path, &options).map(|(store, _)| store));
+    assert!(matches!(error, OpenError::Io { .. }), "{error:?}");
+    assert!(text.contains("does its folder exist?"), "{text}");
+    // Read-only creates nothing.
+    let options = OpenOptions { read_only: true, ..options };
+    let path = file(&folder, "image");
+    let (error, _) = refused(FileStore::open(&path, &options).map(|(store, _)| store));
+    assert!(matches!(error, OpenError::Missing { .. }));
+    assert!(!path.exists());
+}
+
+/// Runs in a thread of its own without root's power over file modes.
+fn as_nobody<T: Send>(call: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            // SAFETY: the call changes the identity of this thread alone, and only for files; it
+            // does nothing for those who are not root already.
+            unsafe { libc::setfsuid(65534) };
+            call()
+        });
+        thread.join().unwrap()
+    })
+}
+
+#[test]
+fn a_file_that_may_not_be_opened() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
+    let path = file(&folder, "locked");
+    std::fs::write(&path, [0; 4096]).unwrap();
+    let mode = |mode| std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
+    mode(0o444);
+    as_nobody(|| {
+        let (error, text) = refused(open(&path));
+        assert!(matches!(error, OpenError::Denied { read_only: false, .. }), "{error:?}");
+        assert!(text.contains("or set `read_only = true`"), "{text}");
+        assert!(FileStore::open(&path, &READ_ONLY).is_ok(), "as the message says");
+    });
+    mode(0o000);
+    as_nobody(|| {
+        let (error, text) = refused(FileStore::open(&path, &READ_ONLY).map(|(store, _)| store));
+        assert!(matches!(error, OpenError::Denied { read_only: true, .. }), "{error:?}");
+        assert!(text.contains("give the daemon's user access"), "{text}");
+        assert!(!text.contains("read_only"), "{text}");
+    });
+}
+
+#[test]
+fn a_file_that_is_in_use() {
+    let folder = folder();
+    let path = file(&folder, "image");
+    let first = create(&path, MIB, Direct::Off);
+    for options in [OpenOptions::default(), READ_ONLY] {
+        let (error, text) = refused(FileStore::open(&path, &options).map(|(store, _)| store));
+        assert!(matches!(error, OpenError::InUse { .. }), "{error:?}");
+        assert!(text.contains("in use"), "{text}");
+    }
+    drop(first);
+    let readers = [FileStore::open(&path, &READ_ONLY), FileStore::open(&path, &READ_ONLY)];
+    assert!(readers.iter().all(Result::is_ok), "readers do not mind each other");
+    assert!(matches!(refused(open(&path)).0, OpenError::InUse { .. }));
+    drop(readers);
+    assert!(open(&path).is_ok(), "the lock goes with the store");
+}
+
+#[test]
+fn what_is_no_file() {
+    let folder = folder();
+    let fifo = file(&folder, "fifo");
+    let name = std::ffi::CString::new(fifo.as_os_str().as_bytes()).unwrap();
+    // SAFETY: the name ends with a NUL and outlives the call.
+    assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+    let socket = file(&folder, "socket");
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let cases = [
+        (fifo.as_path(), "a FIFO or socket"),
+        (socket.as_path(), "a FIFO or socket"),
+        (folder.path(), "a directory"),
+        (Path::new("/dev/null"), "a character device"),
+    ];
+    for (path, expected) in cases {
+        for create in [None, Some(MIB)] {
+            let options = OpenOptions { create, ..OpenOptions::default() };
+            let (error, text) = refused(FileStore::open(path, &options).map(|(store, _)| store));
+            assert!(matches!(error, OpenError::WrongType { .. }), "{error:?}");
+            assert!(text.contains(expected), "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_size_that_is_not_whole_sectors() {
+    let folder = folder();
+    let path = file(&folder, "odd");
+    for size in [0, 1, 511, 513, 4097] {
+        std::fs::File::create(&path).unwrap().set_len(size).unwrap();
+        let (error, text) = refused(open(&path));
+        assert!(matches!(error, OpenError::Size { size: s, .. } if s == size), "{error:?}");
+        assert!(text.contains(&format!("{size} bytes")) && text.contains("truncate -s"), "{text}");
+    }
+    for size in [512, 1536] {
+        std::fs::File::create(&path).unwrap().set_len(size).unwrap();
+        assert_eq!(Bench::new(open(&path).unwrap()).store().size(), size);
+    }
+}
+
+#[test]
+fn a_size_other_than_configured() {
+    let folder = folder();
+    let path = file(&folder, "image");
+    drop(create(&path, MIB, Direct::Off));
+    drop(create(&path, MIB, Direct::Off));
+    let options = OpenOptions { create: Some(2 * MIB), ..OpenOptions::default() };
+    let (error, text) = refused(FileStore::open(&path, &options).map(|(store, _)| store));
+    assert!(matches!(error, OpenError::OtherSize { size: MIB, .. }), "{error:?}");
+    assert!(text.contains("1048576") && text.contains("2097152"), "{text}");
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB, "it was left alone");
+}
+
+#[test]
+fn a_created_file_is_sparse_and_private() {
+    let folder = folder();
+    let path = file(&folder, "image");
+    drop(create(&path, 1 << 40, Direct::Auto));
+    let metadata = std::fs::metadata(&path).unwrap();
+    assert_eq!((metadata.len(), metadata.blocks()), (1 << 40, 0));
+    assert_eq!(metadata.permissions().mode() & 0o777, 0o600);
+}
+
+/// The kernel's own files refuse direct I/O, on every machine.
+#[test]
+fn direct_io_where_there_is_none() {
+    let path = Path::new("/proc/self/status");
+    let options = OpenOptions { direct: Direct::On, ..READ_ONLY };
+    let (error, text) = refused(FileStore::open(path, &options).map(|(store, _)| store));
+    assert!(matches!(error, OpenError::NoDirect { .. }), "{error:?}");
+    assert!(text.contains("direct = \"auto\""), "{text}");
+}
+
+#[test]
+fn falling_back_to_the_page_cache_is_noted_and_a_file_that_lies_is_short() {
+    // Any text file of sysfs will do; this one is there since Linux 2.6.
+    let path = Path::new("/sys/kernel/uevent_seqnum");
+    assert!(path.exists(), "sysfs is needed at /sys");
+    let (store, notes) = FileStore::open(path, &READ_ONLY).unwrap();
+    assert!(notes[0].contains("going through the page cache"), "{notes:?}");
+    let bench = Bench::new(store);
+    assert!(!bench.store().capabilities().direct);
+    assert_eq!(bench.store().size(), 4096);
+    assert_eq!(bench.read(0, 4096).unwrap_err().kind, ErrorKind::Short);
+}
+
+#[test]
+fn what_direct_says_is_what_is_done() {
+    let folder = folder();
+    for (direct, expected) in [(Direct::On, true), (Direct::Auto, true), (Direct::Off, false)] {
+        let path = file(&folder, &format!("{direct:?}"));
+        let bench = Bench::new(create(&path, MIB, direct));
+        // The build is on a file system with O_DIRECT (ext4, xfs, btrfs).
+        assert_eq!(bench.store().capabilities().direct, expected, "{direct:?}");
+        bench.write(512, &[7; 1024]).unwrap();
+        assert_eq!(bench.read(0, 2048).unwrap()[512..1536], [7; 1024]);
+    }
+}
