@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::task::Waker;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use io_uring::types::{CancelBuilder, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
@@ -28,6 +28,8 @@ const SQ_ENTRIES: u32 = 256;
 const CQ_ENTRIES: u32 = 1024;
 /// `user_data` of cancellations, whose result nobody reads.
 const TAG_CANCEL: u64 = u64::MAX;
+/// `user_data` of the alarm clock.
+const TAG_ALARM: u64 = u64::MAX - 2;
 /// `user_data` of the poll on the worker's wake-up eventfd.
 const TAG_WAKE: u64 = u64::MAX - 1;
 
@@ -91,6 +93,8 @@ pub(crate) struct Ring {
     line: RefCell<VecDeque<(u64, Waker)>>,
     next_ticket: Cell<u64>,
     cancels: RefCell<Vec<u64>>,
+    /// When the earliest armed alarm goes off.
+    alarm: Cell<Option<Instant>>,
     /// What was seen by [`Ring::flush`] and not yet reported.
     early: Cell<Reaped>,
     pub(crate) enters: Cell<u64>,
@@ -126,6 +130,7 @@ impl Ring {
             line: RefCell::default(),
             next_ticket: Cell::new(1),
             cancels: RefCell::default(),
+            alarm: Cell::default(),
             early: Cell::default(),
             enters: Cell::new(0),
             operations: Cell::new(0),
@@ -207,6 +212,21 @@ impl Ring {
     pub(crate) fn arm_wake(&self, fd: i32) -> bool {
         let poll = opcode::PollAdd::new(io_uring::types::Fd(fd), POLLIN).multi(true);
         self.push(&poll.build().user_data(TAG_WAKE))
+    }
+
+    /// Makes sure that the ring wakes up at `at` or before. Armed once for many waits: a deadline
+    /// with each wait would set up and take down a timer for each request.
+    pub(crate) fn wake_at(&self, at: Instant, now: Instant) {
+        if self.alarm.get().is_some_and(|armed| armed <= at) {
+            return;
+        }
+        let spec = Timespec::from(at.saturating_duration_since(now));
+        let entry = opcode::Timeout::new(&raw const spec).build().user_data(TAG_ALARM);
+        // The kernel reads the time when the entry is submitted: at once, before `spec` goes.
+        if self.push(&entry) {
+            self.enter(0, None, None);
+            self.alarm.set(Some(at));
+        }
     }
 
     /// The result of an operation with its memory, or `None` while it runs.
@@ -314,6 +334,7 @@ impl Ring {
             reaped.count += 1;
             match entry.user_data() {
                 TAG_CANCEL => {}
+                TAG_ALARM => self.alarm.set(None),
                 TAG_WAKE => {
                     reaped.woken = true;
                     reaped.rearm |= !io_uring::cqueue::more(entry.flags());
@@ -403,7 +424,7 @@ impl Ring {
     /// holds after `patience` is leaked on purpose: a leak is harmless, a write into freed memory
     /// is not.
     pub(crate) fn shut_down(&self, patience: Duration) {
-        let deadline = std::time::Instant::now() + patience;
+        let deadline = Instant::now() + patience;
         let everything =
             opcode::AsyncCancel2::new(CancelBuilder::any()).build().user_data(TAG_CANCEL);
         self.push(&everything);
@@ -417,7 +438,7 @@ impl Ring {
                 drop(old);
             }
         }
-        while self.orphans() > 0 && std::time::Instant::now() < deadline {
+        while self.orphans() > 0 && Instant::now() < deadline {
             self.enter(1, Some(Duration::from_millis(20)), None);
             self.reap();
         }

@@ -116,18 +116,24 @@ pub struct WorkerStats {
 #[derive(Default)]
 struct Load {
     /// Moving average of completions per turn, in sixteenths.
-    average: u32,
+    average: Cell<u32>,
 }
 
 impl Load {
-    fn note(&mut self, completions: u32) {
-        self.average = self.average - self.average / 8 + completions.min(512) * 2;
+    fn note(&self, completions: u32) {
+        let average = self.average.get();
+        self.average.set(average - average / 8 + completions.min(512) * 2);
+    }
+
+    /// Requests come one by one: there is nothing to batch.
+    fn is_light(&self) -> bool {
+        self.average.get() / 16 < LINGER_FROM
     }
 
     /// Under load, half of the usual number of completions is waited for, but no longer than
     /// [`LINGER`]; a lone request is never held up.
     fn batch(&self) -> (usize, Option<Duration>) {
-        match self.average / 16 {
+        match self.average.get() / 16 {
             0..LINGER_FROM => (1, None),
             usual => ((usual / 2) as usize, Some(LINGER)),
         }
@@ -136,6 +142,9 @@ impl Load {
 
 struct Core {
     ring: Ring,
+    load: Load,
+    /// When to look whether idle buffers can go.
+    trim_at: Cell<Option<Instant>>,
     /// The kernel can wait for several completions with a deadline.
     linger: bool,
     timers: Timers,
@@ -200,6 +209,11 @@ impl Io {
         &self.0.offload
     }
 
+    /// True while requests come one by one, so that there is nothing to batch.
+    pub(crate) fn is_light(&self) -> bool {
+        self.0.load.is_light()
+    }
+
     /// The worker's buffers.
     pub fn pool(&self) -> &BufPool {
         &self.0.pool
@@ -244,7 +258,6 @@ impl Io {
         // Also when a task panics: the kernel must let go of all memory before it is freed.
         let _end = WindDown(self);
         let mut rearm = true;
-        let mut load = Load::default();
         while !core.shared.stop.load(Ordering::Acquire) {
             if rearm {
                 rearm = !core.ring.arm_wake(core.shared.wake.as_raw_fd());
@@ -256,33 +269,40 @@ impl Io {
                     core.ring.enter(0, None, None);
                 }
             } else {
-                self.sleep_in_ring(&load);
+                self.sleep_in_ring();
             }
             let reaped = core.ring.reap();
             rearm |= reaped.rearm;
-            load.note(reaped.count);
+            core.load.note(reaped.count);
             if reaped.woken {
                 self.read_inbox();
             }
-            core.timers.fire(Instant::now());
+            let now = Instant::now();
+            core.timers.fire(now);
+            self.trim_if_due(now);
         }
     }
 
-    /// Waits for a completion, a timer, or (with idle buffers about) the time to give them back.
-    fn sleep_in_ring(&self, load: &Load) {
+    /// Waits for a completion or an alarm: a timer, or the time to give idle buffers back.
+    fn sleep_in_ring(&self) {
         let core = &*self.0;
         let now = Instant::now();
-        let timer = core.timers.next_deadline().map(|at| at.saturating_duration_since(now));
-        let idle = core.pool.idle_bytes() > 0;
-        let timeout = match (timer, idle) {
-            (Some(timer), true) => Some(timer.min(QUIET)),
-            (Some(timer), false) => Some(timer),
-            (None, true) => Some(QUIET),
-            (None, false) => None,
-        };
-        let (want, linger) = if core.linger { load.batch() } else { (1, None) };
-        core.ring.enter(want, timeout, linger);
-        if idle && now.elapsed() >= QUIET {
+        if core.trim_at.get().is_none() && core.pool.idle_bytes() > 0 {
+            core.trim_at.set(Some(now + QUIET));
+        }
+        let next = [core.timers.next_deadline(), core.trim_at.get()].into_iter().flatten().min();
+        if let Some(at) = next {
+            core.ring.wake_at(at, now);
+        }
+        let (want, linger) = if core.linger { core.load.batch() } else { (1, None) };
+        core.ring.enter(want, None, linger);
+    }
+
+    /// Frees idle buffers that were not asked for since the last look.
+    fn trim_if_due(&self, now: Instant) {
+        let core = &*self.0;
+        if core.trim_at.get().is_some_and(|at| at <= now) {
+            core.trim_at.set(None);
             core.pool.trim();
         }
     }
@@ -421,7 +441,18 @@ impl Worker {
                 let linger = ring.can_linger();
                 let tasks = Rc::default();
                 let shared = for_thread;
-                Io(Rc::new(Core { ring, linger, timers, pool, offload, tasks, shared })).run();
+                Io(Rc::new(Core {
+                    ring,
+                    load: Load::default(),
+                    trim_at: Cell::default(),
+                    linger,
+                    timers,
+                    pool,
+                    offload,
+                    tasks,
+                    shared,
+                }))
+                .run();
             }
             Err(error) => drop(report.send(Err(error))),
         })?;

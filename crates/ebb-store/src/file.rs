@@ -107,6 +107,9 @@ impl FileStore {
         let length = buf.len();
         let fail = |source| BlockError::from_io(source, Operation::Read, offset, length as u64);
         let mut done = 0;
+        if !self.direct {
+            done = io.read_cached(&self.fd, &mut buf, 0..length, offset).unwrap_or(0);
+        }
         while done < length {
             let range = done..length.min(done + TRANSFER_MAX);
             let (result, returned) = io.read_at(&self.fd, buf, range, offset + done as u64).await;
