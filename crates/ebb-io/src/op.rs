@@ -43,7 +43,7 @@ struct Op<'a> {
     parts: Option<(Hold, Option<Fd>)>,
     ticket: u64,
     key: Option<Key>,
-    /// Large: submitted at once, see [`crate::ring::Ring::flush`].
+    /// Large: submitted at once, see [`crate::ring::Ring::submit_now`].
     eager: bool,
 }
 
@@ -86,7 +86,7 @@ impl Future for Op<'_> {
                 this.key = Some(key);
                 ring.leave_line(std::mem::take(&mut this.ticket));
                 if this.eager {
-                    ring.flush();
+                    ring.submit_now();
                     if let Some(output) = ring.take(key, cx.waker()) {
                         this.key = None;
                         return Poll::Ready(output);
@@ -175,7 +175,7 @@ impl Io {
         range: Range<usize>,
         offset: u64,
     ) -> Option<usize> {
-        if !self.is_light() {
+        if !self.take_direct() {
             return None;
         }
         let offset = i64::try_from(offset).ok()?;

@@ -95,7 +95,7 @@ pub(crate) struct Ring {
     cancels: RefCell<Vec<u64>>,
     /// When the earliest armed alarm goes off.
     alarm: Cell<Option<Instant>>,
-    /// What was seen by [`Ring::flush`] and not yet reported.
+    /// What was seen by [`Ring::submit_now`] and not yet reported.
     early: Cell<Reaped>,
     pub(crate) enters: Cell<u64>,
     pub(crate) operations: Cell<u64>,
@@ -353,13 +353,13 @@ impl Ring {
     /// Submits what is queued and takes what is complete, without waiting. For a large operation,
     /// which is worth a system call of its own: data that was in memory is then at hand at once,
     /// and still in the processor's cache.
-    pub(crate) fn flush(&self) {
+    pub(crate) fn submit_now(&self) {
         self.enter(0, None, None);
         let reaped = self.reap();
         self.early.set(reaped);
     }
 
-    /// True when [`Ring::flush`] has seen what [`Ring::reap`] must report before anybody sleeps: the
+    /// True when [`Ring::submit_now`] has seen what [`Ring::reap`] must report before anybody sleeps: the
     /// bell does not ring twice.
     pub(crate) fn has_news(&self) -> bool {
         let early = self.early.get();

@@ -31,6 +31,9 @@ pub type Task<T> = async_task::Task<T>;
 
 /// Polls between two looks at the ring.
 const POLLS_PER_TURN: usize = 512;
+/// Completions per turn below which a request may take the short way: a lone one makes two, the
+/// request's arrival and its read.
+const DIRECT_BELOW: u32 = 3;
 /// Completions per turn from which on several are waited for.
 const LINGER_FROM: u32 = 4;
 /// How long a batch of completions may be waited for once work is there.
@@ -117,17 +120,24 @@ pub struct WorkerStats {
 struct Load {
     /// Moving average of completions per turn, in sixteenths.
     average: Cell<u32>,
+    /// Operations done without the ring in this turn; they count as completions.
+    direct: Cell<u32>,
 }
 
 impl Load {
     fn note(&self, completions: u32) {
+        let completions = completions.saturating_add(self.direct.take());
         let average = self.average.get();
         self.average.set(average - average / 8 + completions.min(512) * 2);
     }
 
-    /// Requests come one by one: there is nothing to batch.
-    fn is_light(&self) -> bool {
-        self.average.get() / 16 < LINGER_FROM
+    /// Requests come one by one, and this is the first of the turn: there is nothing to batch.
+    fn take_direct(&self) -> bool {
+        let first = self.average.get() / 16 < DIRECT_BELOW && self.direct.get() == 0;
+        if first {
+            self.direct.set(1);
+        }
+        first
     }
 
     /// Under load, half of the usual number of completions is waited for, but no longer than
@@ -209,9 +219,10 @@ impl Io {
         &self.0.offload
     }
 
-    /// True while requests come one by one, so that there is nothing to batch.
-    pub(crate) fn is_light(&self) -> bool {
-        self.0.load.is_light()
+    /// True if the caller may do an operation without the ring: while requests come one by one,
+    /// so that there is nothing to batch, and once a turn.
+    pub(crate) fn take_direct(&self) -> bool {
+        self.0.load.take_direct()
     }
 
     /// The worker's buffers.
