@@ -1,0 +1,531 @@
+//! The arena's books: which page is in which state, and which block may be handed out.
+//!
+//! Pure bookkeeping: no system call, no clock, no memory access. It lives behind one mutex that is
+//! held for bit arithmetic only, never across a system call, so an I/O thread may take it.
+//!
+//! Every page of the reservation is in one state:
+//!
+//! | state | meaning | gauge |
+//! |---|---|---|
+//! | absent | no memory behind it | – |
+//! | wired | in use, or free and kept warm | wired |
+//! | offered | free; the advisor will lend or return it; taking it cancels that | unwired |
+//! | advising | the advisor's call is under way; nobody may take it until the call is back | unwired |
+//! | lent | the kernel may take it at any moment | unwired |
+//!
+//! Invariants: the states are disjoint; only a page that is offered is ever advised; a page in use
+//! is wired; a pinned page is wired and stays so.
+//!
+//! The advisor's queue is one bit per extent (`advisory.rs` walks it): of fixed size, it cannot
+//! overflow, so an offer never fails, blocks or allocates.
+
+use crate::bits::{Extents, Pages};
+use crate::class::{CLASSES, EXTENT_PAGES, class_pages};
+use crate::sys::{Advice, Span};
+
+mod advisory;
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests;
+
+/// Why a block cannot be had now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Shortage {
+    /// The ceiling over all wired memory, or the address space, is used up.
+    Budget,
+    /// The limit of this block's zone is reached.
+    Zone,
+}
+
+/// What becomes of a freed block's pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Give {
+    /// They stay wired, and are lent if nobody takes them soon ([`Arena::sweep`]).
+    Cool,
+    /// Lent to the kernel.
+    Lend,
+    /// Returned at once.
+    Return,
+}
+
+/// What taking back an offered or lent block of one's own came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Retake {
+    /// It is wired again.
+    Taken,
+    /// The advisor's call is under way: use another block, or try later.
+    Busy,
+    /// The ceiling does not allow it.
+    Short,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Free,
+    Class(u8),
+    /// First extent of a run of so many pages.
+    Run(usize),
+    RunBody,
+}
+
+/// The pages of one extent, by state.
+struct Extent {
+    kind: Kind,
+    /// Pages of free blocks.
+    free: Pages,
+    wired: Pages,
+    offered: Pages,
+    /// Which offered pages are to be returned rather than lent.
+    returning: Pages,
+    advising: Pages,
+    lent: Pages,
+    pinned: Pages,
+}
+
+impl Extent {
+    fn new() -> Extent {
+        Extent {
+            kind: Kind::Free,
+            free: Pages::range(0, EXTENT_PAGES),
+            wired: Pages::EMPTY,
+            offered: Pages::EMPTY,
+            returning: Pages::EMPTY,
+            advising: Pages::EMPTY,
+            lent: Pages::EMPTY,
+            pinned: Pages::EMPTY,
+        }
+    }
+
+    /// Pages that may have memory behind them and may be taken.
+    fn warm(&self) -> Pages {
+        self.wired.or(&self.offered).or(&self.lent)
+    }
+}
+
+/// Pages by state, over the whole arena.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct PageCounts {
+    pub(crate) wired: usize,
+    /// Offered, advising or lent.
+    pub(crate) unwired: usize,
+    /// Of those, offered and not yet looked at by the advisor.
+    pub(crate) offered: usize,
+    /// Of those, in the advisor's call now.
+    pub(crate) advising: usize,
+    /// Wired pages of free runs that wait to be lent.
+    pub(crate) pinned: usize,
+}
+
+pub(crate) struct Arena {
+    extents: Vec<Option<Box<Extent>>>,
+    /// Extents below serve classes and runs on small pages; the others runs on huge pages.
+    small: usize,
+    free: Extents,
+    /// Per class: extents with a free block, and (a hint) those where one has memory behind it.
+    avail: [Extents; CLASSES],
+    warm: [Extents; CLASSES],
+    /// Extents with offered pages: the advisor's queue.
+    queue: Extents,
+    cursor: usize,
+    /// Extents of freed runs: freed since the last sweep, and before it.
+    fresh: Extents,
+    stale: Extents,
+    counts: PageCounts,
+    /// Blocks out of the slabs (in use, in pools or in caches) per class, and the limit.
+    out: [usize; CLASSES],
+    limits: [usize; CLASSES],
+    ceiling: usize,
+    /// Lending does not work here: everything lent is returned instead.
+    no_lending: bool,
+    /// Under pressure: what the advisor finishes lending is returned after all.
+    prefer_return: bool,
+    urgent: bool,
+}
+
+impl Arena {
+    /// `small` and `huge` extents; at most `ceiling` pages wired.
+    pub(crate) fn new(small: usize, huge: usize, ceiling: usize, lending: bool) -> Arena {
+        let total = small + huge;
+        let mut free = Extents::new(total);
+        (0..total).for_each(|extent| free.insert(extent));
+        Arena {
+            extents: std::iter::repeat_with(|| None).take(total).collect(),
+            small,
+            free,
+            avail: std::array::from_fn(|_| Extents::new(small)),
+            warm: std::array::from_fn(|_| Extents::new(small)),
+            queue: Extents::new(total),
+            cursor: 0,
+            fresh: Extents::new(total),
+            stale: Extents::new(total),
+            counts: PageCounts::default(),
+            out: [0; CLASSES],
+            limits: [usize::MAX; CLASSES],
+            ceiling,
+            no_lending: !lending,
+            prefer_return: false,
+            urgent: false,
+        }
+    }
+
+    pub(crate) fn counts(&self) -> PageCounts {
+        self.counts
+    }
+
+    pub(crate) fn ceiling(&self) -> usize {
+        self.ceiling
+    }
+
+    pub(crate) fn set_ceiling(&mut self, pages: usize) {
+        self.ceiling = pages;
+    }
+
+    pub(crate) fn out(&self, class: usize) -> usize {
+        self.out[class]
+    }
+
+    pub(crate) fn limit(&self, class: usize) -> usize {
+        self.limits[class]
+    }
+
+    pub(crate) fn set_limit(&mut self, class: usize, blocks: usize) {
+        self.limits[class] = blocks;
+    }
+
+    pub(crate) fn lending(&self) -> bool {
+        !self.no_lending
+    }
+
+    /// Whether `pages` more may be wired.
+    pub(crate) fn has_room(&self, pages: usize) -> bool {
+        self.counts.wired + pages <= self.ceiling
+    }
+
+    fn extent(&mut self, extent: usize) -> &mut Extent {
+        self.extents[extent].get_or_insert_with(|| Box::new(Extent::new()))
+    }
+
+    /// Wires `pages` of an extent, none of which is advising. The caller has checked the budget.
+    fn wire(&mut self, extent: usize, pages: &Pages) {
+        let x = self.extents[extent].get_or_insert_with(|| Box::new(Extent::new()));
+        debug_assert!(!x.advising.meets(pages), "taken while the advisor is at it");
+        let new = pages.without(&x.wired).count();
+        let offered = x.offered.and(pages).count();
+        let lent = x.lent.and(pages).count();
+        x.wired = x.wired.or(pages);
+        x.offered = x.offered.without(pages);
+        x.returning = x.returning.without(pages);
+        x.lent = x.lent.without(pages);
+        let drained = x.offered.is_empty();
+        self.counts.wired += new;
+        self.counts.unwired -= offered + lent;
+        self.counts.offered -= offered;
+        if drained {
+            self.queue.remove(extent);
+        }
+    }
+
+    /// Offers the wired pages among `pages` to the advisor; with `Return` the lent ones too.
+    fn offer_pages(&mut self, extent: usize, pages: &Pages, advice: Advice) {
+        let returning = advice == Advice::Return || self.no_lending;
+        let x = self.extents[extent].get_or_insert_with(|| Box::new(Extent::new()));
+        let wired = x.wired.and(pages).without(&x.pinned);
+        let lent = if returning { x.lent.and(pages) } else { Pages::EMPTY };
+        let moved = wired.or(&lent);
+        x.wired = x.wired.without(&wired);
+        x.lent = x.lent.without(&lent);
+        x.offered = x.offered.or(&moved);
+        if returning {
+            x.returning = x.returning.or(&x.offered.and(pages));
+        }
+        let queued = !x.offered.is_empty();
+        self.counts.wired -= wired.count();
+        self.counts.unwired += wired.count();
+        self.counts.offered += moved.count();
+        if queued {
+            self.queue.insert(extent);
+            self.urgent |= returning;
+        }
+    }
+
+    fn give_pages(&mut self, extent: usize, pages: &Pages, give: Give) {
+        match give {
+            Give::Cool => {}
+            Give::Lend => self.offer_pages(extent, pages, Advice::Lend),
+            Give::Return => self.offer_pages(extent, pages, Advice::Return),
+        }
+    }
+
+    /// A free block of the extent: warm ones only, or any. Never one the advisor is at.
+    fn find(x: &Extent, class: usize, warm_only: bool) -> Option<usize> {
+        let usable = x.free.without(&x.advising);
+        let warm = x.warm();
+        if class == 0 {
+            return if warm_only { usable.and(&warm) } else { usable }.first_from(0);
+        }
+        let pages = class_pages(class);
+        let mut from = 0;
+        while let Some(page) = usable.first_from(from) {
+            let head = page - page % pages;
+            let block = Pages::range(head, pages);
+            if !x.advising.meets(&block) && (!warm_only || warm.meets(&block)) {
+                return Some(head);
+            }
+            from = head + pages;
+        }
+        None
+    }
+
+    fn take_at(&mut self, extent: usize, head: usize, class: usize) -> Result<usize, Shortage> {
+        let block = Pages::range(head, class_pages(class));
+        let x = self.extent(extent);
+        let new = block.without(&x.wired).count();
+        if !self.has_room(new) {
+            return Err(Shortage::Budget);
+        }
+        let x = self.extent(extent);
+        x.free = x.free.without(&block);
+        let full = x.free.is_empty();
+        self.wire(extent, &block);
+        if full {
+            self.avail[class].remove(extent);
+            self.warm[class].remove(extent);
+        }
+        self.out[class] += 1;
+        Ok(extent * EXTENT_PAGES + head)
+    }
+
+    /// A free block of `class` that has memory behind it, if there is one.
+    pub(crate) fn take_warm(&mut self, class: usize) -> Option<usize> {
+        if self.out[class] >= self.limits[class] {
+            return None;
+        }
+        let mut from = 0;
+        while let Some(extent) = self.warm[class].first_from(from) {
+            let x = self.extent(extent);
+            if let Some(head) = Arena::find(x, class, true) {
+                return self.take_at(extent, head, class).ok();
+            }
+            if !x.advising.meets(&x.free) {
+                self.warm[class].remove(extent);
+            }
+            from = extent + 1;
+        }
+        None
+    }
+
+    /// A free block of `class`.
+    pub(crate) fn take(&mut self, class: usize) -> Result<usize, Shortage> {
+        if self.out[class] >= self.limits[class] {
+            return Err(Shortage::Zone);
+        }
+        if let Some(page) = self.take_warm(class) {
+            return Ok(page);
+        }
+        let mut from = 0;
+        while let Some(extent) = self.avail[class].first_from(from) {
+            if let Some(head) = Arena::find(self.extent(extent), class, false) {
+                return self.take_at(extent, head, class);
+            }
+            from = extent + 1;
+        }
+        let mut from = 0;
+        while let Some(extent) = self.free.first_from(from).filter(|&extent| extent < self.small) {
+            if let Some(head) = Arena::find(self.extent(extent), class, false) {
+                if !self.has_room(class_pages(class)) {
+                    return Err(Shortage::Budget);
+                }
+                self.assign(extent, class);
+                return self.take_at(extent, head, class);
+            }
+            from = extent + 1;
+        }
+        Err(Shortage::Budget)
+    }
+
+    fn assign(&mut self, extent: usize, class: usize) {
+        self.free.remove(extent);
+        self.fresh.remove(extent);
+        self.stale.remove(extent);
+        let x = self.extent(extent);
+        x.kind = Kind::Class(u8::try_from(class).unwrap_or(u8::MAX));
+        let warm = !x.warm().is_empty();
+        self.avail[class].insert(extent);
+        if warm {
+            self.warm[class].insert(extent);
+        }
+    }
+
+    /// Takes back a block of `class`.
+    pub(crate) fn give(&mut self, page: usize, class: usize, give: Give) {
+        let (extent, head) = (page / EXTENT_PAGES, page % EXTENT_PAGES);
+        let block = Pages::range(head, class_pages(class));
+        let x = self.extent(extent);
+        debug_assert!(x.kind == Kind::Class(u8::try_from(class).unwrap_or(u8::MAX)));
+        assert!(!x.free.meets(&block), "a block is freed once");
+        assert!(!x.pinned.meets(&block), "a pinned block is not freed");
+        x.free = x.free.or(&block);
+        let whole = x.free.count() == EXTENT_PAGES;
+        self.give_pages(extent, &block, give);
+        self.out[class] -= 1;
+        if whole {
+            self.avail[class].remove(extent);
+            self.warm[class].remove(extent);
+            self.extent(extent).kind = Kind::Free;
+            self.free.insert(extent);
+            if give == Give::Cool {
+                self.fresh.insert(extent);
+            }
+        } else {
+            self.avail[class].insert(extent);
+            self.warm[class].insert(extent);
+        }
+    }
+
+    /// A run of `pages` pages (more than the largest class, or a huge page).
+    pub(crate) fn take_run(&mut self, pages: usize, huge: bool) -> Result<usize, Shortage> {
+        let need = pages.div_ceil(EXTENT_PAGES).max(1);
+        let (mut from, end) = if huge { (self.small, self.extents.len()) } else { (0, self.small) };
+        let start = loop {
+            let first = self.free.first_from(from).filter(|&first| first + need <= end);
+            let Some(first) = first else { return Err(Shortage::Budget) };
+            let blocked = (first..first + need).rev().find(|&extent| {
+                !self.free.contains(extent) || !self.extent(extent).advising.is_empty()
+            });
+            match blocked {
+                Some(extent) => from = extent + 1,
+                None => break first,
+            }
+        };
+        let parts = (0..need)
+            .map(|i| (start + i, Pages::range(0, (pages - i * EXTENT_PAGES).min(EXTENT_PAGES))));
+        let new: usize = parts
+            .clone()
+            .map(|(extent, part)| part.without(&self.extent(extent).wired).count())
+            .sum();
+        if !self.has_room(new) {
+            return Err(Shortage::Budget);
+        }
+        for (extent, part) in parts {
+            self.free.remove(extent);
+            self.fresh.remove(extent);
+            self.stale.remove(extent);
+            let x = self.extent(extent);
+            x.kind = if extent == start { Kind::Run(pages) } else { Kind::RunBody };
+            x.free = Pages::EMPTY;
+            self.wire(extent, &part);
+        }
+        Ok(start * EXTENT_PAGES)
+    }
+
+    /// Takes back a run.
+    pub(crate) fn give_run(&mut self, page: usize, give: Give) {
+        let start = page / EXTENT_PAGES;
+        let Kind::Run(pages) = self.extent(start).kind else {
+            unreachable!("a run is freed once, by its first page")
+        };
+        for extent in start..start + pages.div_ceil(EXTENT_PAGES).max(1) {
+            let x = self.extent(extent);
+            assert!(x.pinned.is_empty(), "a pinned run is not freed");
+            x.kind = Kind::Free;
+            x.free = Pages::range(0, EXTENT_PAGES);
+            self.free.insert(extent);
+            if give == Give::Cool {
+                self.fresh.insert(extent);
+            } else {
+                let all = Pages::range(0, EXTENT_PAGES);
+                self.give_pages(extent, &all, give);
+            }
+        }
+    }
+
+    fn parts(span: Span) -> impl Iterator<Item = (usize, Pages)> {
+        let mut page = span.page;
+        let end = span.page + span.pages;
+        std::iter::from_fn(move || {
+            (page < end).then(|| {
+                let (extent, head) = (page / EXTENT_PAGES, page % EXTENT_PAGES);
+                let count = (end - page).min(EXTENT_PAGES - head);
+                page += count;
+                (extent, Pages::range(head, count))
+            })
+        })
+    }
+
+    /// Offers pages of a block that its holder keeps (a pool's free block, a clean buffer).
+    pub(crate) fn offer_held(&mut self, span: Span) {
+        for (extent, pages) in Arena::parts(span) {
+            debug_assert!(!self.extent(extent).free.meets(&pages), "held, so not free");
+            self.offer_pages(extent, &pages, Advice::Lend);
+        }
+    }
+
+    /// Whether the advisor's call for some page of the span is under way.
+    pub(crate) fn is_busy(&mut self, span: Span) -> bool {
+        Arena::parts(span).any(|(extent, pages)| self.extent(extent).advising.meets(&pages))
+    }
+
+    /// Wires pages that [`Arena::offer_held`] offered.
+    pub(crate) fn retake(&mut self, span: Span) -> Retake {
+        let mut new = 0;
+        for (extent, pages) in Arena::parts(span) {
+            let x = self.extent(extent);
+            if x.advising.meets(&pages) {
+                return Retake::Busy;
+            }
+            new += pages.without(&x.wired).count();
+        }
+        if !self.has_room(new) {
+            return Retake::Short;
+        }
+        for (extent, pages) in Arena::parts(span) {
+            self.wire(extent, &pages);
+        }
+        Retake::Taken
+    }
+
+    /// Marks wired pages as registered with a device or the kernel, or takes the mark away.
+    pub(crate) fn pin(&mut self, span: Span, on: bool) {
+        for (extent, pages) in Arena::parts(span) {
+            let x = self.extent(extent);
+            debug_assert!(pages.without(&x.wired).is_empty(), "only wired pages are pinned");
+            let before = x.pinned.count();
+            x.pinned = if on { x.pinned.or(&pages) } else { x.pinned.without(&pages) };
+            let after = x.pinned.count();
+            self.counts.pinned = self.counts.pinned + after - before;
+        }
+    }
+
+    /// Whether every page of the span is wired and in no free block: what a user may touch.
+    #[cfg(all(test, not(feature = "shuttle")))]
+    pub(crate) fn in_use(&mut self, span: Span) -> bool {
+        Arena::parts(span).all(|(extent, pages)| {
+            let x = self.extent(extent);
+            pages.without(&x.wired).is_empty() && !x.free.meets(&pages)
+        })
+    }
+
+    /// Recounts everything; the invariants of the module documentation.
+    #[cfg(test)]
+    pub(crate) fn check(&self) {
+        let mut counts = PageCounts::default();
+        for (index, x) in self.extents.iter().enumerate() {
+            let Some(x) = x else { continue };
+            let states = [&x.wired, &x.offered, &x.advising, &x.lent];
+            for (i, a) in states.iter().enumerate() {
+                for b in &states[i + 1..] {
+                    assert!(!a.meets(b), "states are disjoint");
+                }
+            }
+            assert!(x.returning.without(&x.offered).is_empty());
+            assert!(x.pinned.without(&x.wired).is_empty(), "pinned pages are wired");
+            assert_eq!(self.queue.contains(index), !x.offered.is_empty());
+            assert_eq!(self.free.contains(index), x.kind == Kind::Free);
+            counts.wired += x.wired.count();
+            counts.offered += x.offered.count();
+            counts.advising += x.advising.count();
+            counts.pinned += x.pinned.count();
+            counts.unwired += x.offered.count() + x.advising.count() + x.lent.count();
+        }
+        assert_eq!(counts, self.counts, "gauges are exact");
+    }
+}

@@ -1,0 +1,151 @@
+//! The advisor's side of the books: what is offered when, claiming batches, entering outcomes.
+
+use super::{Arena, Kind};
+use crate::bits::Pages;
+use crate::class::EXTENT_PAGES;
+use crate::sys::{Advice, BATCH, Span};
+
+/// Most pages one advisory call covers: bounds how long the kernel holds its lock for us.
+const BATCH_PAGES: usize = 64 * EXTENT_PAGES;
+
+impl Arena {
+    /// Offers free wired pages that have been idle since before the last call. True if some wait
+    /// for the next one.
+    pub(crate) fn sweep(&mut self) -> bool {
+        let mut from = 0;
+        while let Some(extent) = self.stale.first_from(from) {
+            self.stale.remove(extent);
+            self.offer_pages(extent, &Pages::range(0, EXTENT_PAGES), Advice::Lend);
+            from = extent + 1;
+        }
+        std::mem::swap(&mut self.fresh, &mut self.stale);
+        !self.stale.is_empty()
+    }
+
+    /// Whether freed runs wait to be swept.
+    pub(crate) fn cooling(&self) -> bool {
+        !self.fresh.is_empty() || !self.stale.is_empty()
+    }
+
+    /// Offers every free page at once: lent, or returned (then lent ones are, too).
+    pub(crate) fn offer_free(&mut self, advice: Advice) {
+        for extent in 0..self.extents.len() {
+            if let Some(x) = &self.extents[extent] {
+                let free = x.free;
+                self.offer_pages(extent, &free, advice);
+            }
+        }
+        self.fresh.clear();
+        self.stale.clear();
+    }
+
+    /// Under pressure lending is not enough: free pages are returned.
+    pub(crate) fn set_prefer_return(&mut self, on: bool) {
+        self.prefer_return = on;
+    }
+
+    pub(crate) fn prefer_return(&self) -> bool {
+        self.prefer_return
+    }
+
+    /// Whether the advisor has something that should not wait for more to batch.
+    pub(crate) fn urgent(&self) -> bool {
+        self.urgent || self.counts.offered >= BATCH
+    }
+
+    /// Hands the advisor its next batch: up to [`BATCH`] spans of offered pages, now advising.
+    pub(crate) fn claim(&mut self, spans: &mut [Span; BATCH]) -> (usize, Advice) {
+        let mut chosen: Option<Advice> = None;
+        let (mut count, mut total) = (0, 0);
+        let mut next = self.queue.first_from(self.cursor).or_else(|| self.queue.first_from(0));
+        while let Some(extent) = next {
+            let x = self.extent(extent);
+            let advice = *chosen.get_or_insert(if x.offered.meets(&x.returning) {
+                Advice::Return
+            } else {
+                Advice::Lend
+            });
+            let mut wanted = match advice {
+                Advice::Return => x.offered.and(&x.returning),
+                Advice::Lend => x.offered.without(&x.returning),
+            };
+            let base = extent * EXTENT_PAGES;
+            let mut claimed = Pages::EMPTY;
+            while let Some((start, pages)) = wanted.first_run(0) {
+                let page = base + start;
+                let joins = count > 0 && spans[count - 1].page + spans[count - 1].pages == page;
+                if !joins && count == BATCH {
+                    break;
+                }
+                let run = Pages::range(start, pages);
+                claimed = claimed.or(&run);
+                wanted = wanted.without(&run);
+                if joins {
+                    spans[count - 1].pages += pages;
+                } else {
+                    spans[count] = Span { page, pages };
+                    count += 1;
+                }
+            }
+            let x = self.extent(extent);
+            x.offered = x.offered.without(&claimed);
+            x.returning = x.returning.without(&claimed);
+            x.advising = x.advising.or(&claimed);
+            let left = !x.offered.is_empty();
+            total += claimed.count();
+            if !left {
+                self.queue.remove(extent);
+            }
+            self.cursor = extent + 1;
+            if total >= BATCH_PAGES || count == BATCH {
+                break;
+            }
+            next = self.queue.first_from(extent + 1);
+        }
+        self.counts.offered -= total;
+        self.counts.advising += total;
+        self.urgent &= !self.queue.is_empty();
+        (count, chosen.unwrap_or(Advice::Lend))
+    }
+
+    /// The advisor's call for `span` is back.
+    pub(crate) fn complete(&mut self, span: Span, advice: Advice, done: bool) {
+        for (extent, pages) in Arena::parts(span) {
+            let x = self.extent(extent);
+            debug_assert!(pages.without(&x.advising).is_empty(), "completed what was claimed");
+            x.advising = x.advising.without(&pages);
+            let count = pages.count();
+            let free = x.free.and(&pages);
+            let kind = x.kind;
+            match (done, advice) {
+                (true, Advice::Lend) => x.lent = x.lent.or(&pages),
+                (true, Advice::Return) => {}
+                (false, _) => x.wired = x.wired.or(&pages),
+            }
+            self.counts.advising -= count;
+            match (done, advice) {
+                (true, Advice::Lend) => {
+                    if self.prefer_return && !free.is_empty() {
+                        self.offer_pages(extent, &free, Advice::Return);
+                    }
+                }
+                (true, Advice::Return) => self.counts.unwired -= count,
+                (false, _) => {
+                    self.counts.unwired -= count;
+                    self.counts.wired += count;
+                }
+            }
+            if let Kind::Class(class) = kind
+                && !free.is_empty()
+                && !(done && advice == Advice::Return)
+            {
+                self.warm[usize::from(class)].insert(extent);
+            }
+        }
+    }
+
+    /// Whether the advisor has nothing to do.
+    pub(crate) fn settled(&self) -> bool {
+        self.queue.is_empty() && self.counts.advising == 0
+    }
+}

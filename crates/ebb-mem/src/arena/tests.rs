@@ -1,0 +1,340 @@
+//! The books against a model: random operations, and after each of them every invariant.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::class::MAX_BLOCK_BYTES;
+use crate::sys::BATCH;
+
+const SMALL: usize = 6;
+const HUGE: usize = 2;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Take(usize),
+    TakeWarm(usize),
+    TakeRun(usize, bool),
+    Give(usize, u8),
+    /// Offer pages of a held block: which, from, how many.
+    Offer(usize, usize, usize),
+    Retake(usize),
+    Pin(usize),
+    Unpin(usize),
+    Claim,
+    Complete(bool),
+    OfferFree(bool),
+    Sweep,
+    Prefer(bool),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        6 => (0..CLASSES).prop_map(Step::Take),
+        2 => (0..CLASSES).prop_map(Step::TakeWarm),
+        2 => (1..1500usize, any::<bool>()).prop_map(|(pages, huge)| Step::TakeRun(pages, huge)),
+        6 => (any::<usize>(), 0..3u8).prop_map(|(which, how)| Step::Give(which, how)),
+        4 => (any::<usize>(), any::<usize>(), 1..600usize)
+            .prop_map(|(which, from, count)| Step::Offer(which, from, count)),
+        4 => any::<usize>().prop_map(Step::Retake),
+        1 => any::<usize>().prop_map(Step::Pin),
+        1 => any::<usize>().prop_map(Step::Unpin),
+        6 => Just(Step::Claim),
+        6 => any::<bool>().prop_map(Step::Complete),
+        1 => any::<bool>().prop_map(Step::OfferFree),
+        1 => Just(Step::Sweep),
+        1 => any::<bool>().prop_map(Step::Prefer),
+    ]
+}
+
+/// A block somebody holds.
+#[derive(Clone, Debug)]
+struct Held {
+    pages: usize,
+    class: Option<usize>,
+    /// Pages its holder has offered and may not touch.
+    offered: Option<Span>,
+    pinned: bool,
+}
+
+#[derive(Default)]
+struct Model {
+    held: BTreeMap<usize, Held>,
+    calls: Vec<(Vec<Span>, Advice)>,
+    refused: bool,
+}
+
+impl Model {
+    fn pick(&self, which: usize) -> Option<usize> {
+        let count = self.held.len();
+        (count > 0).then(|| self.held.keys().nth(which % count).copied())?
+    }
+
+    fn hold(&mut self, page: usize, pages: usize, class: Option<usize>) {
+        let before = self.held.range(..page + pages).next_back();
+        if let Some((start, block)) = before {
+            assert!(start + block.pages <= page, "handed out twice");
+        }
+        self.held.insert(page, Held { pages, class, offered: None, pinned: false });
+    }
+
+    /// Whether somebody may touch one of the span's pages.
+    fn touches(&self, span: Span) -> bool {
+        let in_use = |page: usize| {
+            self.held.range(..=page).next_back().is_some_and(|(start, block)| {
+                let offered =
+                    block.offered.is_some_and(|o| (o.page..o.page + o.pages).contains(&page));
+                page < start + block.pages && !offered
+            })
+        };
+        (span.page..span.page + span.pages).any(in_use)
+    }
+}
+
+fn run(arena: &mut Arena, model: &mut Model, step: &Step) {
+    match *step {
+        Step::Take(class) => {
+            if let Ok(page) = arena.take(class) {
+                model.hold(page, class_pages(class), Some(class));
+            }
+        }
+        Step::TakeWarm(class) => {
+            if let Some(page) = arena.take_warm(class) {
+                model.hold(page, class_pages(class), Some(class));
+            }
+        }
+        Step::TakeRun(pages, huge) => {
+            if let Ok(page) = arena.take_run(pages, huge) {
+                assert_eq!(huge, page >= SMALL * EXTENT_PAGES);
+                model.hold(page, pages, None);
+            }
+        }
+        Step::Give(which, how) => {
+            let Some(page) = model.pick(which) else { return };
+            if model.held[&page].pinned {
+                return;
+            }
+            let Some(block) = model.held.remove(&page) else { return };
+            let give = [Give::Cool, Give::Lend, Give::Return][usize::from(how)];
+            match block.class {
+                Some(class) => arena.give(page, class, give),
+                None => arena.give_run(page, give),
+            }
+        }
+        Step::Offer(which, from, count) => {
+            let Some(page) = model.pick(which) else { return };
+            let Some(block) = model.held.get_mut(&page) else { return };
+            if block.pinned || block.offered.is_some() {
+                return;
+            }
+            let from = from % block.pages;
+            let span = Span { page: page + from, pages: count.min(block.pages - from) };
+            block.offered = Some(span);
+            arena.offer_held(span);
+        }
+        Step::Retake(which) => {
+            let Some(page) = model.pick(which) else { return };
+            let Some(block) = model.held.get_mut(&page) else { return };
+            let Some(span) = block.offered else { return };
+            match arena.retake(span) {
+                Retake::Taken => block.offered = None,
+                Retake::Busy => assert!(arena.is_busy(span)),
+                Retake::Short => assert!(!arena.has_room(span.pages)),
+            }
+        }
+        Step::Pin(which) => {
+            let Some(page) = model.pick(which) else { return };
+            let Some(block) = model.held.get_mut(&page) else { return };
+            if block.offered.is_none() && !block.pinned {
+                block.pinned = true;
+                arena.pin(Span { page, pages: block.pages }, true);
+            }
+        }
+        Step::Unpin(which) => {
+            let Some(page) = model.pick(which) else { return };
+            let Some(block) = model.held.get_mut(&page) else { return };
+            if std::mem::take(&mut block.pinned) {
+                arena.pin(Span { page, pages: block.pages }, false);
+            }
+        }
+        Step::Claim => {
+            // Only one advisor, so one call at a time.
+            if model.calls.is_empty() {
+                let mut spans = [Span::default(); BATCH];
+                let (count, advice) = arena.claim(&mut spans);
+                if count > 0 {
+                    model.calls.push((spans[..count].to_vec(), advice));
+                }
+            }
+        }
+        Step::Complete(done) => {
+            model.refused |= !done;
+            for (spans, advice) in model.calls.drain(..) {
+                for span in spans {
+                    arena.complete(span, advice, done);
+                }
+            }
+        }
+        Step::OfferFree(back) => {
+            arena.offer_free(if back { Advice::Return } else { Advice::Lend });
+        }
+        Step::Sweep => drop(arena.sweep()),
+        Step::Prefer(on) => arena.set_prefer_return(on),
+    }
+}
+
+fn check(arena: &mut Arena, model: &Model) {
+    arena.check();
+    // What the kernel refuses to take stays wired, whatever the ceiling.
+    assert!(model.refused || arena.counts().wired <= arena.ceiling(), "the ceiling holds");
+    for (spans, _) in &model.calls {
+        for &span in spans {
+            assert!(!model.touches(span), "advised memory is in nobody's hands: {span:?}");
+        }
+    }
+    for (&page, block) in &model.held {
+        let whole = Span { page, pages: block.pages };
+        match block.offered {
+            None => assert!(arena.in_use(whole), "what is held is wired"),
+            Some(_) => assert!(!block.pinned),
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+
+    /// Design §3: never advise a page that is in use, registered, pinned or in flight; every gauge
+    /// exact; no page handed out twice.
+    #[test]
+    fn no_advised_range_meets_one_in_use(
+        steps in prop::collection::vec(step(), 1..200),
+        ceiling in 600..6000usize,
+        lending in any::<bool>(),
+    ) {
+        let mut arena = Arena::new(SMALL, HUGE, ceiling, lending);
+        let mut model = Model::default();
+        for step in steps {
+            run(&mut arena, &mut model, &step);
+            check(&mut arena, &model);
+        }
+        // And all of it comes back.
+        run(&mut arena, &mut model, &Step::Complete(true));
+        for (page, block) in std::mem::take(&mut model.held) {
+            if block.pinned {
+                arena.pin(Span { page, pages: block.pages }, false);
+            }
+            match block.class {
+                Some(class) => arena.give(page, class, Give::Return),
+                None => arena.give_run(page, Give::Return),
+            }
+        }
+        arena.offer_free(Advice::Return);
+        while !arena.settled() {
+            run(&mut arena, &mut model, &Step::Claim);
+            run(&mut arena, &mut model, &Step::Complete(true));
+        }
+        arena.check();
+        prop_assert_eq!(arena.counts(), PageCounts::default());
+    }
+}
+
+#[test]
+fn an_offer_is_cancelled_by_taking_but_not_while_advised() {
+    let mut arena = Arena::new(SMALL, HUGE, 4096, true);
+    let page = arena.take(0).unwrap();
+    let span = Span { page, pages: 1 };
+    arena.offer_held(span);
+    assert_eq!(arena.retake(span), Retake::Taken);
+    let mut spans = [Span::default(); BATCH];
+    assert_eq!(arena.claim(&mut spans).0, 0, "nothing is left to advise");
+    arena.offer_held(span);
+    assert_eq!(arena.claim(&mut spans).0, 1);
+    assert_eq!(arena.retake(span), Retake::Busy);
+    arena.complete(span, Advice::Lend, true);
+    assert_eq!(arena.retake(span), Retake::Taken);
+}
+
+#[test]
+fn a_free_block_being_advised_is_passed_over_for_another() {
+    let mut arena = Arena::new(SMALL, HUGE, 4096, true);
+    let page = arena.take(4).unwrap();
+    arena.give(page, 4, Give::Lend);
+    let mut spans = [Span::default(); BATCH];
+    assert_eq!(arena.claim(&mut spans).0, 1);
+    let other = arena.take(4).unwrap();
+    assert_ne!(other, page, "the taker does not wait");
+    arena.complete(spans[0], Advice::Lend, true);
+    assert_eq!(arena.take(4), Ok(page), "lent memory is taken before new memory");
+}
+
+#[test]
+fn a_batch_is_bounded_and_neighbours_are_joined() {
+    let mut arena = Arena::new(64, 0, usize::MAX / 2, true);
+    let pages: Vec<usize> = (0..2048).map(|_| arena.take(0).unwrap()).collect();
+    // Every other page: nothing to join.
+    for page in pages.iter().filter(|page| *page % 2 == 0) {
+        arena.give(*page, 0, Give::Lend);
+    }
+    let mut spans = [Span::default(); BATCH];
+    let (count, advice) = arena.claim(&mut spans);
+    assert_eq!((count, advice), (BATCH, Advice::Lend));
+    spans.iter().for_each(|&span| arena.complete(span, advice, true));
+    for page in pages.iter().filter(|page| *page % 2 == 1) {
+        arena.give(*page, 0, Give::Return);
+    }
+    arena.offer_free(Advice::Return);
+    let (count, advice) = arena.claim(&mut spans);
+    assert_eq!((count, advice), (1, Advice::Return));
+    assert!(spans[0].pages > EXTENT_PAGES, "several extents in one span");
+    assert_eq!(arena.counts().offered, 2048 - spans[0].pages, "the rest at the next round");
+}
+
+#[test]
+fn pinned_pages_are_never_offered() {
+    let mut arena = Arena::new(SMALL, HUGE, 4096, true);
+    let page = arena.take(3).unwrap();
+    arena.pin(Span { page: page + 2, pages: 3 }, true);
+    // Even by a holder that breaks the rules.
+    arena.offer_held(Span { page, pages: 8 });
+    arena.check();
+    assert_eq!((arena.counts().offered, arena.counts().wired), (5, 3));
+    let mut spans = [Span::default(); BATCH];
+    assert_eq!(arena.claim(&mut spans).0, 2);
+    assert_eq!(spans[..2].iter().map(|span| span.pages).sum::<usize>(), 5);
+}
+
+#[test]
+fn a_refused_advice_leaves_the_page_wired() {
+    let mut arena = Arena::new(SMALL, HUGE, 4096, true);
+    let page = arena.take(0).unwrap();
+    arena.give(page, 0, Give::Lend);
+    let mut spans = [Span::default(); BATCH];
+    let (_, advice) = arena.claim(&mut spans);
+    arena.complete(spans[0], advice, false);
+    arena.check();
+    assert_eq!((arena.counts().wired, arena.counts().unwired), (1, 0));
+}
+
+#[test]
+fn a_run_stays_warm_for_one_sweep_and_is_lent_at_the_next() {
+    let mut arena = Arena::new(SMALL, HUGE, 8192, true);
+    let page = arena.take_run(700, false).unwrap();
+    arena.give_run(page, Give::Cool);
+    assert!(arena.sweep(), "fresh: it waits for the next sweep");
+    assert_eq!(arena.counts().wired, 700);
+    assert_eq!(arena.take_run(700, false), Ok(page));
+    arena.give_run(page, Give::Cool);
+    arena.sweep();
+    assert!(!arena.sweep());
+    assert_eq!((arena.counts().wired, arena.counts().offered), (0, 700));
+}
+
+#[test]
+fn the_largest_block_fits_a_run() {
+    let pages = MAX_BLOCK_BYTES / crate::class::PAGE_BYTES;
+    let mut arena = Arena::new(64, 0, pages, true);
+    assert!(arena.take_run(pages, false).is_ok());
+    assert_eq!(arena.take_run(pages, false), Err(Shortage::Budget));
+}

@@ -1,0 +1,547 @@
+//! The whole: arena, zones, workers and the advisor, and how they give back.
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::advise::{Books, Orders, Real};
+use crate::arena::{Arena, Give, Shortage};
+use crate::block::OwnerId;
+use crate::class::{CLASSES, EXTENT_BYTES, PAGE_BYTES, class_bytes};
+use crate::gauge::{PURGE, Retired, SQUEEZE, STARVED, UNCACHED, WAITERS, WorkerShared};
+use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering};
+use crate::sys::{self, Advice, Reservation};
+use crate::wait::WaitList;
+use crate::worker::Worker;
+use crate::zone::Zone;
+
+/// Period of the working-set estimator.
+const ESTIMATE_EVERY: Duration = Duration::from_secs(1);
+/// Purging every worker happens at most this often.
+const PURGE_EVERY: Duration = Duration::from_secs(1);
+/// Bytes a zone's depot may always keep, whatever the estimate says.
+const ZONE_FLOOR_BYTES: usize = 256 << 10;
+
+/// How memory is kept and given back; all but [`Policy::Elastic`] exist for comparison.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Policy {
+    /// Caches sized by their working set; the surplus is lent.
+    #[default]
+    Elastic,
+    /// Caches grow freely and are all purged when memory has run out.
+    LastResortOnly,
+    /// No caches: every block comes from the slabs and goes back to them.
+    Uncached,
+}
+
+/// What a [`Memory`] is made with.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Bytes of address space to reserve, rounded up to 2 MiB. Costs nothing until used; a few
+    /// times the ceiling keeps fragmentation from mattering.
+    pub reserve_bytes: usize,
+    /// Bytes of address space reserved for blocks on huge pages ([`Worker::alloc_huge`]).
+    pub huge_bytes: usize,
+    /// Most bytes wired at a time. Tie it to the machine: a share of its RAM or of the limit of
+    /// the control group.
+    pub ceiling_bytes: usize,
+    /// Most owners that can be registered (1 to 65,535).
+    pub owners: u16,
+    /// A zone that has not run out of cache for so long returns a quarter of what it never
+    /// needed, at each period of the estimator (one second).
+    pub idle_after: Duration,
+    /// Lend idle memory to the kernel (`MADV_FREE`) if it can do that; else it is returned.
+    pub lend: bool,
+    /// How memory is kept.
+    pub policy: Policy,
+    /// The time from which this memory counts.
+    pub started: Instant,
+}
+
+impl Options {
+    /// Defaults for a ceiling of `ceiling_bytes`: four times as much address space, 1,024 owners.
+    pub fn new(ceiling_bytes: usize, started: Instant) -> Options {
+        Options {
+            reserve_bytes: ceiling_bytes.saturating_mul(4).max(64 << 20),
+            huge_bytes: ceiling_bytes,
+            ceiling_bytes,
+            owners: 1024,
+            idle_after: Duration::from_secs(60),
+            lend: true,
+            policy: Policy::Elastic,
+            started,
+        }
+    }
+}
+
+/// Why a memory cannot be made or used so.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The address space could not be reserved.
+    #[error("cannot reserve {bytes} bytes of address space: raise `ulimit -v` or lower the limit")]
+    Reserve {
+        /// Bytes asked for.
+        bytes: usize,
+        /// What the kernel said.
+        source: std::io::Error,
+    },
+    /// The advisor's thread could not be started.
+    #[error("cannot start the memory advisor's thread")]
+    Thread(#[source] std::io::Error),
+    /// All owners are taken.
+    #[error("more than {0} owners of memory: raise Options::owners")]
+    Owners(u16),
+    /// The size cannot be reserved: zero, or more than 8 TiB.
+    #[error("cannot manage {0} bytes: between 2 MiB and 8 TiB are possible")]
+    Size(usize),
+}
+
+/// How hard to reclaim (seed `004`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Reclaim {
+    /// Every zone down to its working set; buckets one smaller; the surplus is lent.
+    Trim,
+    /// Every zone down to nothing, buckets one smaller, free memory returned at once.
+    Drain,
+    /// As `Drain`, and every worker's caches are purged, once; buckets half as large; caching is
+    /// off until [`Memory::calm`].
+    DrainWorkers,
+}
+
+/// What the advisor's thread shares with the memory.
+pub(crate) struct Core {
+    pub(crate) reservation: Reservation,
+    pub(crate) books: Books,
+    orders: Orders,
+}
+
+#[derive(Default)]
+pub(crate) struct Workers {
+    pub(crate) list: Vec<Arc<WorkerShared>>,
+    pub(crate) retired: Retired,
+    pub(crate) pools: Vec<std::sync::Weak<crate::pool::PoolShared>>,
+}
+
+struct Pace {
+    estimated: Instant,
+    purged: Option<Instant>,
+    returned: bool,
+}
+
+/// Elastic memory: see the [crate documentation](crate).
+pub struct Memory {
+    pub(crate) core: Arc<Core>,
+    pub(crate) saved: Reservation,
+    pub(crate) zones: [Zone; CLASSES],
+    pub(crate) waits: WaitList,
+    pub(crate) workers: Mutex<Workers>,
+    pub(crate) owners: Mutex<Vec<Option<String>>>,
+    pub(crate) options: Options,
+    /// Nanoseconds after `options.started` of the last squeeze, and how many there were.
+    squeezed: AtomicU64,
+    pub(crate) squeezes: AtomicU64,
+    uncached: AtomicBool,
+    /// Pages rewired that were still there, and that were not.
+    pub(crate) kept: AtomicU64,
+    pub(crate) lost: AtomicU64,
+    pace: Mutex<Pace>,
+    advisor: Option<JoinHandle<()>>,
+}
+
+impl Memory {
+    /// Reserves address space and starts the advisor's thread. No memory is used yet.
+    ///
+    /// # Errors
+    /// [`Error::Size`], [`Error::Reserve`] or [`Error::Thread`].
+    pub fn new(options: Options) -> Result<Arc<Memory>, Error> {
+        Memory::build(options, true)
+    }
+
+    /// For models, which step the advisor themselves.
+    #[cfg(all(test, feature = "shuttle"))]
+    pub(crate) fn without_advisor(options: Options) -> Result<Arc<Memory>, Error> {
+        Memory::build(options, false)
+    }
+
+    fn build(options: Options, advised: bool) -> Result<Arc<Memory>, Error> {
+        let small = options.reserve_bytes.div_ceil(EXTENT_BYTES);
+        let huge = options.huge_bytes.div_ceil(EXTENT_BYTES);
+        let bytes = small
+            .checked_add(huge)
+            .and_then(|extents| extents.checked_mul(EXTENT_BYTES))
+            .filter(|&bytes| small > 0 && bytes <= 8 << 40)
+            .ok_or(Error::Size(options.reserve_bytes))?;
+        let reserve =
+            |bytes| Reservation::new(bytes).map_err(|source| Error::Reserve { bytes, source });
+        let reservation = reserve(bytes)?;
+        let split = small * EXTENT_BYTES;
+        reservation.set_huge(0, split, false);
+        if huge > 0 {
+            reservation.set_huge(split, bytes - split, true);
+        }
+        // One word per page, for the sentinels' saved words.
+        let saved = reserve((bytes / PAGE_BYTES * 8).next_multiple_of(EXTENT_BYTES))?;
+        saved.set_huge(0, saved.bytes(), false);
+        let lending = options.lend && sys::lending_works();
+        let arena = Arena::new(small, huge, options.ceiling_bytes / PAGE_BYTES, lending);
+        let core =
+            Arc::new(Core { reservation, books: Books::new(arena), orders: Orders::default() });
+        let advisor = if advised { Some(start_advisor(core.clone())?) } else { None };
+        let ceiling = options.ceiling_bytes;
+        let retired =
+            Retired { owners: vec![[0; 2]; usize::from(options.owners)], ..Retired::default() };
+        Ok(Arc::new(Memory {
+            core,
+            saved,
+            zones: std::array::from_fn(|class| Zone::new(class, ceiling)),
+            waits: WaitList::default(),
+            workers: Mutex::new(Workers { retired, ..Workers::default() }),
+            owners: Mutex::new(vec![Some("cache".to_owned())]),
+            squeezed: AtomicU64::new(0),
+            squeezes: AtomicU64::new(0),
+            kept: AtomicU64::new(0),
+            lost: AtomicU64::new(0),
+            uncached: AtomicBool::new(options.policy == Policy::Uncached),
+            pace: Mutex::new(Pace { estimated: options.started, purged: None, returned: false }),
+            options,
+            advisor,
+        }))
+    }
+
+    /// A worker's way to this memory, to be used by one thread. `wake` is called from any thread
+    /// when [`Worker::poll`] should be called soon: it must make the worker's loop turn. It is called
+    /// with a lock held and must do no more than that (write to an eventfd, say).
+    pub fn worker(self: &Arc<Self>, wake: impl Fn() + Send + Sync + 'static) -> Worker {
+        let owners = usize::from(self.options.owners);
+        let shared = Arc::new(WorkerShared::new(owners, Box::new(wake)));
+        let mut workers = self.workers.lock();
+        if self.uncached.load(Ordering::Relaxed) {
+            shared.flags.fetch_or(UNCACHED, Ordering::Relaxed);
+        }
+        if self.waits.len() > 0 {
+            shared.flags.fetch_or(WAITERS, Ordering::Relaxed);
+        }
+        workers.list.push(shared.clone());
+        drop(workers);
+        Worker::new(self.clone(), shared)
+    }
+
+    /// Registers an owner to account memory to.
+    ///
+    /// # Errors
+    /// [`Error::Owners`] when there are more than [`Options::owners`].
+    pub fn owner(&self, name: &str) -> Result<OwnerId, Error> {
+        let mut owners = self.owners.lock();
+        let slot = owners.iter().position(Option::is_none).unwrap_or(owners.len());
+        let id = u16::try_from(slot).ok().filter(|&id| id < self.options.owners);
+        let id = id.ok_or(Error::Owners(self.options.owners))?;
+        if slot == owners.len() {
+            owners.push(None);
+        }
+        owners[slot] = Some(name.to_owned());
+        Ok(OwnerId(id))
+    }
+
+    /// Lets an owner's number be used again. Memory still accounted to it stays so under the next
+    /// owner's name: free it first.
+    pub fn release_owner(&self, owner: OwnerId) {
+        if owner.0 != 0
+            && let Some(slot) = self.owners.lock().get_mut(usize::from(owner.0))
+        {
+            *slot = None;
+        }
+    }
+
+    /// Limits the blocks of the zone that serves `len` bytes (1 to 1 MiB) to `bytes` in use and in
+    /// caches; `None`: no limit. Takes effect at the next block taken from the slabs; those that
+    /// wait for the old limit are woken.
+    pub fn set_zone_limit(&self, len: usize, bytes: Option<usize>) {
+        let class = crate::class::class_of(len).min(CLASSES - 1);
+        // Two at least: a read-modify-write holds one while it waits for another.
+        let blocks = bytes.map_or(usize::MAX, |bytes| (bytes / class_bytes(class)).max(2));
+        self.core.books.lock().set_limit(class, blocks);
+        self.waits.wake();
+    }
+
+    /// Changes the ceiling over all wired memory (bytes). A lower one is reached as memory is
+    /// freed; nothing in use is taken away.
+    pub fn set_ceiling(&self, bytes: usize) {
+        self.core.books.lock().set_ceiling(bytes / PAGE_BYTES);
+        self.waits.wake();
+    }
+
+    /// Gives back as `level` says. Never allocates; may be called from any thread but those of
+    /// workers in a hurry: it walks all caches.
+    pub fn reclaim(&self, level: Reclaim, now: Instant) {
+        if self.options.policy == Policy::LastResortOnly && level < Reclaim::DrainWorkers {
+            return;
+        }
+        if level >= Reclaim::Drain {
+            self.core.books.lock().set_prefer_return(true);
+        }
+        // All workers once, each for all its zones: they act while the zones are walked here.
+        if level == Reclaim::DrainWorkers {
+            self.purge_workers(now);
+        }
+        let give = if level == Reclaim::Trim { Give::Lend } else { Give::Return };
+        for zone in &self.zones {
+            let keep = {
+                let mut depot = zone.depot();
+                depot.estimate.update();
+                if level == Reclaim::Trim { depot.estimate.wss() } else { 0 }
+            };
+            self.cut(zone, keep, give);
+            match level {
+                Reclaim::DrainWorkers => zone.halve_target(),
+                _ => zone.shrink_target(),
+            }
+        }
+        let advice = if level == Reclaim::Trim { Advice::Lend } else { Advice::Return };
+        self.core.books.lock().offer_free(advice);
+        self.serve_waiters();
+    }
+
+    fn purge_workers(&self, now: Instant) {
+        {
+            let mut pace = self.pace.lock();
+            let early = |at: Instant| now.saturating_duration_since(at) < PURGE_EVERY;
+            if pace.purged.is_some_and(early) {
+                return;
+            }
+            pace.purged = Some(now);
+        }
+        self.uncached.store(true, Ordering::Relaxed);
+        for worker in &self.workers.lock().list {
+            worker.ask(PURGE | UNCACHED);
+        }
+    }
+
+    /// The pressure is over: caching is on again, idle memory is lent rather than returned.
+    pub fn calm(&self) {
+        self.core.books.lock().set_prefer_return(false);
+        if self.options.policy != Policy::Uncached && self.uncached.swap(false, Ordering::Relaxed) {
+            for worker in &self.workers.lock().list {
+                worker.flags.fetch_and(!UNCACHED, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// A memory-pressure event for the page pools (seed `000`): each drops to nothing at once and
+    /// stays so for its `buffer_squeeze_duration_ms` from `now`. Every event starts that time anew.
+    /// Idle workers are woken.
+    pub fn squeeze(&self, now: Instant) {
+        self.squeezed.store(self.nanos(now), Ordering::Relaxed);
+        self.squeezes.fetch_add(1, Ordering::Release);
+        for worker in &self.workers.lock().list {
+            worker.ask(SQUEEZE);
+        }
+    }
+
+    /// When the last squeeze was, and a number that is another one for each event. The number is
+    /// read first: a new number never comes with an old time.
+    pub(crate) fn last_squeeze(&self) -> (u64, u64) {
+        let event = self.squeezes.load(Ordering::Acquire);
+        (self.squeezed.load(Ordering::Relaxed), event)
+    }
+
+    pub(crate) fn nanos(&self, now: Instant) -> u64 {
+        let since = now.saturating_duration_since(self.options.started);
+        u64::try_from(since.as_nanos()).unwrap_or(u64::MAX - 1)
+    }
+
+    /// The controller's beat; call it about once a second, more often does no harm. Updates the
+    /// estimates and lends what no zone needs, without any pressure: memory that could serve the
+    /// page cache goes back even while the kernel still meets its targets.
+    pub fn tick(&self, now: Instant) {
+        {
+            let mut pace = self.pace.lock();
+            if now.saturating_duration_since(pace.estimated) < ESTIMATE_EVERY {
+                return;
+            }
+            pace.estimated = now;
+        }
+        if self.options.policy != Policy::Elastic {
+            return;
+        }
+        let idle_ticks = self.options.idle_after.as_secs();
+        let mut all_idle = true;
+        for zone in &self.zones {
+            let (keep, surplus) = {
+                let mut depot = zone.depot();
+                depot.estimate.update();
+                let estimate = depot.estimate;
+                let floor = (ZONE_FLOOR_BYTES / class_bytes(zone.class)) as u64;
+                let idle = u64::from(estimate.timin()) >= idle_ticks;
+                all_idle &= idle;
+                let keep = estimate.wss() + estimate.wss() / 3 + floor;
+                (keep, if idle { estimate.limin().div_ceil(4) } else { 0 })
+            };
+            if surplus > 0 {
+                let items = zone.depot().items();
+                // At least one bucket, or the rest would stay for ever.
+                let surplus = surplus.max(zone.max_target() as u64);
+                self.cut(zone, items.saturating_sub(surplus), Give::Return);
+            }
+            self.cut(zone, keep, Give::Lend);
+        }
+        // Long quiet: lent memory is returned too, so that what others see of us is true.
+        let mut pace = self.pace.lock();
+        if all_idle && !pace.returned {
+            self.core.books.lock().offer_free(Advice::Return);
+        }
+        pace.returned = all_idle;
+    }
+
+    /// Empties the zone's oldest full buckets until at most `keep` blocks are cached in the depot.
+    fn cut(&self, zone: &Zone, keep: u64, give: Give) {
+        loop {
+            let Some(mut bucket) = zone.depot().reclaim_above(keep) else { break };
+            {
+                let mut arena = self.core.books.lock();
+                while let Some(page) = bucket.pop() {
+                    arena.give(page as usize, zone.class, give);
+                }
+            }
+            zone.depot().put_empty(bucket);
+        }
+        zone.depot().drop_spare();
+    }
+
+    /// Makes room for `pages` under the ceiling out of the depots, those first whose zone has not
+    /// run out of cache for the longest time. True if it helped.
+    pub(crate) fn relieve(&self, pages: usize) -> bool {
+        let lends = {
+            let mut arena = self.core.books.lock();
+            arena.offer_free(Advice::Lend);
+            arena.has_room(pages)
+        };
+        if lends {
+            return true;
+        }
+        let last_resort = self.options.policy == Policy::LastResortOnly;
+        if last_resort {
+            for zone in &self.zones {
+                self.cut(zone, 0, Give::Return);
+            }
+            for worker in &self.workers.lock().list {
+                worker.ask(PURGE);
+            }
+            let mut arena = self.core.books.lock();
+            arena.offer_free(Advice::Return);
+            return arena.has_room(pages);
+        }
+        let mut order: [(u32, usize); CLASSES] =
+            std::array::from_fn(|class| (self.zones[class].depot().estimate.timin(), class));
+        order.sort_unstable_by(|a, b| b.cmp(a));
+        // A little more than asked for: who is short once is short again soon.
+        let goal = pages + self.options.ceiling_bytes / PAGE_BYTES / 64;
+        for (_, class) in order {
+            let zone = &self.zones[class];
+            loop {
+                if self.core.books.lock().has_room(goal) {
+                    return true;
+                }
+                let Some(mut bucket) = zone.depot().reclaim_above(0) else { break };
+                let mut arena = self.core.books.lock();
+                while let Some(page) = bucket.pop() {
+                    arena.give(page as usize, class, Give::Lend);
+                }
+                drop(arena);
+                zone.depot().put_empty(bucket);
+            }
+        }
+        self.core.books.lock().has_room(pages)
+    }
+
+    /// Somebody has begun to wait: every worker gives back what it caches.
+    pub(crate) fn starve(&self, lane_was_empty: bool) {
+        for worker in &self.workers.lock().list {
+            if lane_was_empty {
+                worker.ask(STARVED | WAITERS);
+            } else {
+                worker.flags.fetch_or(WAITERS, Ordering::SeqCst);
+            }
+        }
+    }
+
+    /// Nobody waits any more.
+    pub(crate) fn fed(&self) {
+        let workers = self.workers.lock();
+        if self.waits.len() == 0 {
+            for worker in &workers.list {
+                worker.flags.fetch_and(!WAITERS, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Wakes the first waiters, if any.
+    pub(crate) fn serve_waiters(&self) {
+        self.waits.wake();
+    }
+
+    /// Whether this shortage leaves a waiter in front of a newcomer.
+    pub(crate) fn must_queue(&self, class: usize) -> bool {
+        self.waits.has(crate::wait::BUDGET) || self.waits.has(1 + class)
+    }
+
+    /// Everything the depots hold goes back: for those who wait.
+    pub(crate) fn empty_depots(&self, give: Give) {
+        for zone in &self.zones {
+            self.cut(zone, 0, give);
+        }
+    }
+
+    /// Pages rewired so far: (still there, lost). The share of the lost is the best sign of being
+    /// reclaimed.
+    pub fn rewires(&self) -> (u64, u64) {
+        (self.kept.load(Ordering::Relaxed), self.lost.load(Ordering::Relaxed))
+    }
+
+    /// Blocks until the advisor has done all there is to do. For tests, benches and shutdown: not
+    /// for a worker.
+    pub fn settle(&self) {
+        self.core.books.settle();
+    }
+
+    /// Whether idle memory can be lent here; if not, it is returned.
+    pub fn lending(&self) -> bool {
+        self.core.books.lock().lending()
+    }
+
+    pub(crate) fn lane(shortage: Shortage, class: usize) -> usize {
+        match shortage {
+            Shortage::Zone if class < CLASSES => 1 + class,
+            _ => crate::wait::BUDGET,
+        }
+    }
+}
+
+fn start_advisor(core: Arc<Core>) -> Result<JoinHandle<()>, Error> {
+    std::thread::Builder::new()
+        .name("ebb-advisor".to_owned())
+        .stack_size(128 << 10)
+        .spawn(move || {
+            let mut real = Real { reservation: &core.reservation, vectored: true };
+            core.books.run(&mut real, &core.orders);
+        })
+        .map_err(Error::Thread)
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.core.books.stop(&self.core.orders);
+        if let Some(advisor) = self.advisor.take() {
+            let _ = advisor.join();
+        }
+        if self.stats().blocks_out() != 0 {
+            // A block is still out somewhere: its memory must stay mapped.
+            std::mem::forget(self.core.clone());
+        }
+    }
+}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Memory").field("options", &self.options).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,280 @@
+//! The own memory cgroup, in whichever hierarchy it is found.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFlags, eventfd};
+use rustix::fs::OFlags;
+
+use super::files::{Roots, SMALL, Watched, open, read};
+use super::parse;
+use super::psi::write_once;
+use super::report::{Report, SourceKind};
+use super::signals::{Cgroup, Signals};
+use super::source::{Gone, Source};
+
+/// How old the limits may get: an operator may change them at any time.
+const LIMIT_AGE: Duration = Duration::from_secs(1);
+
+/// A hierarchy and the own place in it.
+#[derive(Debug)]
+pub(super) struct Place {
+    pub(super) mount: PathBuf,
+    pub(super) own: PathBuf,
+}
+
+impl Place {
+    /// The own path below `mount`. Where it is not visible there (a container that sees its own
+    /// cgroup as the root), or leads out, the mount itself.
+    fn new(mount: PathBuf, path: &str) -> Self {
+        let relative = Path::new(path.trim_start_matches('/'));
+        let plain = relative.components().all(|part| matches!(part, Component::Normal(_)));
+        let own = mount.join(relative);
+        let below = plain && own != mount && own.is_dir();
+        let own = if below { own } else { mount.clone() };
+        Self { mount, own }
+    }
+
+    /// The own directory and those above it, up to the mount.
+    pub(super) fn levels(&self) -> impl Iterator<Item = &Path> {
+        self.own.ancestors().take_while(|dir| dir.starts_with(&self.mount))
+    }
+
+    pub(super) fn is_root(&self) -> bool {
+        self.own == self.mount
+    }
+}
+
+/// The own places in the unified hierarchy and in version 1's memory hierarchy.
+pub(super) fn places(roots: &Roots) -> (Option<Place>, Option<Place>) {
+    let Ok(text) = read(&roots.proc.join("self/cgroup"), SMALL) else {
+        return (None, None);
+    };
+    let (unified, memory) = parse::own_cgroups(&text);
+    let v2 = unified.and_then(|path| {
+        [roots.cgroup.clone(), roots.cgroup.join("unified")]
+            .into_iter()
+            .find(|mount| mount.join("cgroup.controllers").exists())
+            .map(|mount| Place::new(mount, path))
+    });
+    let v1 = memory.and_then(|path| {
+        let mount = roots.cgroup.join("memory");
+        mount.join("memory.usage_in_bytes").exists().then(|| Place::new(mount, path))
+    });
+    (v2, v1)
+}
+
+/// A figure in a small file; `None` if it is absent or not understood.
+pub(super) fn figure(path: &Path) -> Option<u64> {
+    parse::size(&read(path, SMALL).ok()?)
+}
+
+/// Which files say what, in one version.
+pub(super) struct Names {
+    used: &'static str,
+    limits: &'static [&'static str],
+    /// Counters of limits met: `key value` lines in version 2, one figure in version 1.
+    events: &'static str,
+}
+
+const V2: Names = Names {
+    used: "memory.current",
+    limits: &["memory.high", "memory.max"],
+    events: "memory.events",
+};
+
+const V1: Names = Names {
+    used: "memory.usage_in_bytes",
+    limits: &["memory.limit_in_bytes"],
+    events: "memory.failcnt",
+};
+
+impl Names {
+    pub(super) fn of(kind: SourceKind) -> &'static Self {
+        if kind == SourceKind::CgroupV1 { &V1 } else { &V2 }
+    }
+
+    /// The lowest limit set in this directory, in bytes.
+    pub(super) fn limit(&self, dir: &Path) -> Option<u64> {
+        self.limits
+            .iter()
+            .filter_map(|name| figure(&dir.join(name)))
+            .filter(|limit| *limit != u64::MAX)
+            .min()
+    }
+
+    pub(super) fn used(&self, dir: &Path) -> Option<u64> {
+        figure(&dir.join(self.used))
+    }
+}
+
+/// The files of one cgroup: use, limits, and counters of limits met.
+pub(super) struct Files {
+    kind: SourceKind,
+    dir: PathBuf,
+    used: Option<Watched>,
+    limits: Vec<Watched>,
+    limit: Option<(Instant, Option<u64>)>,
+    /// Version 2: `memory.events`, which also wakes. Version 1: `memory.failcnt`.
+    events: Option<Watched>,
+    /// Version 1: `memory.oom_control`.
+    oom: Option<Watched>,
+    counted: Option<(u64, u64)>,
+}
+
+impl Files {
+    /// Watches the level with the lowest limit, as that is the one that will be met; without any
+    /// limit the own one.
+    pub(super) fn probe(kind: SourceKind, place: &Place, report: &mut Report) -> Option<Self> {
+        let names = Names::of(kind);
+        let bound = place
+            .levels()
+            .filter_map(|dir| names.limit(dir).map(|limit| (limit, dir)))
+            .min_by_key(|(limit, _)| *limit);
+        let dir = bound.map_or(place.own.as_path(), |(_, dir)| dir);
+        let watch = |name: &str| Watched::open(&dir.join(name)).ok();
+        let files = Self {
+            kind,
+            dir: dir.to_path_buf(),
+            used: watch(names.used),
+            limits: names.limits.iter().filter_map(|name| watch(name)).collect(),
+            limit: None,
+            events: watch(names.events),
+            oom: if kind == SourceKind::CgroupV1 { watch("memory.oom_control") } else { None },
+            counted: None,
+        };
+        if files.used.is_none() && files.events.is_none() {
+            let detail = "no memory controller here".to_owned();
+            report.missing(kind, Some(files.dir), detail);
+            return None;
+        }
+        let detail = match bound {
+            Some((limit, _)) => format!("limit {} KiB", limit / 1024),
+            None => "no limit set".to_owned(),
+        };
+        report.found(kind, Some(files.dir.clone()), detail);
+        Some(files)
+    }
+
+    fn limit(&mut self, now: Instant) -> Result<Option<u64>, Gone> {
+        if let Some((at, limit)) = self.limit
+            && now.duration_since(at) < LIMIT_AGE
+        {
+            return Ok(limit);
+        }
+        let mut lowest = None;
+        for file in &mut self.limits {
+            let value = parse::size(look(file)?).filter(|value| *value != u64::MAX);
+            lowest = match (lowest, value) {
+                (Some(one), Some(other)) => Some(u64::min(one, other)),
+                (one, other) => one.or(other),
+            };
+        }
+        self.limit = Some((now, lowest));
+        Ok(lowest)
+    }
+
+    /// Counters since the cgroup began: limits met, and times out of memory.
+    fn counters(&mut self) -> Result<Option<(u64, u64)>, Gone> {
+        let Some(file) = &mut self.events else {
+            return Ok(None);
+        };
+        let text = look(file)?;
+        if self.kind == SourceKind::CgroupV1 {
+            return Ok(parse::size(text).map(|count| (count, 0)));
+        }
+        let met = |key| parse::flat(text, key);
+        let reclaims = match (met("high"), met("max")) {
+            (None, None) => return Ok(None),
+            (high, max) => high.unwrap_or(0).saturating_add(max.unwrap_or(0)),
+        };
+        Ok(Some((reclaims, parse::flat(text, "oom").unwrap_or(0))))
+    }
+}
+
+fn look(file: &mut Watched) -> Result<&str, Gone> {
+    file.look().map_err(|error| Gone(error.to_string()))
+}
+
+impl Source for Files {
+    fn kind(&self) -> SourceKind {
+        self.kind
+    }
+
+    fn path(&self) -> Option<&Path> {
+        Some(&self.dir)
+    }
+
+    fn wait(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
+        // Each look at the file takes the wake back. The kernel adds POLLERR to it; it means nothing.
+        let events = self.events.as_ref().filter(|_| self.kind == SourceKind::CgroupV2)?;
+        Some((events.fd(), PollFlags::PRI))
+    }
+
+    fn sample(&mut self, now: Instant, _: bool, s: &mut Signals) -> Result<(), Gone> {
+        let limit = self.limit(now)?;
+        let used = match &mut self.used {
+            Some(file) => parse::size(look(file)?),
+            None => None,
+        };
+        let mut cgroup = Cgroup { used, limit, ..Cgroup::default() };
+        if let Some((reclaims, oom)) = self.counters()? {
+            if let Some((reclaims_before, oom_before)) = self.counted {
+                cgroup.reclaims = reclaims.saturating_sub(reclaims_before);
+                cgroup.out_of_memory = oom.saturating_sub(oom_before);
+            }
+            self.counted = Some((reclaims, oom));
+        }
+        if let Some(file) = &mut self.oom {
+            cgroup.under_oom = parse::flat(look(file)?, "under_oom").is_some_and(|v| v != 0);
+        }
+        s.cgroup = Some(cgroup);
+        Ok(())
+    }
+}
+
+/// Version 1's pressure notification, at level `medium`: the kernel swaps or drops active pages.
+pub(super) struct V1Pressure {
+    event: OwnedFd,
+    /// The notification lives as long as the cgroup; the file is kept as the kernel advises.
+    _level: OwnedFd,
+    dir: PathBuf,
+}
+
+impl V1Pressure {
+    pub(super) fn arm(dir: &Path) -> io::Result<Self> {
+        let level = open(&dir.join("memory.pressure_level"), OFlags::RDONLY)?;
+        let control = open(&dir.join("cgroup.event_control"), OFlags::WRONLY)?;
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let request = format!("{} {} medium", event.as_raw_fd(), level.as_raw_fd());
+        write_once(control.as_fd(), request.as_bytes())?;
+        Ok(Self { event, _level: level, dir: dir.to_path_buf() })
+    }
+}
+
+impl Source for V1Pressure {
+    fn kind(&self) -> SourceKind {
+        SourceKind::CgroupV1Pressure
+    }
+
+    fn path(&self) -> Option<&Path> {
+        Some(&self.dir)
+    }
+
+    fn wait(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
+        Some((self.event.as_fd(), PollFlags::IN))
+    }
+
+    fn ready(&mut self, _: PollFlags, _: Instant, s: &mut Signals) -> Result<(), Gone> {
+        let mut count = [0; 8];
+        match rustix::io::retry_on_intr(|| rustix::io::read(&self.event, &mut count)) {
+            Ok(_) => s.notices = s.notices.saturating_add(1),
+            Err(rustix::io::Errno::AGAIN) => {}
+            Err(error) => return Err(Gone(error.to_string())),
+        }
+        // A removed cgroup signals once more.
+        if self.dir.exists() { Ok(()) } else { Err(Gone("the cgroup was removed".into())) }
+    }
+}

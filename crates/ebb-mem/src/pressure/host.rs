@@ -1,0 +1,166 @@
+//! The host's memory: `sysinfo(2)` for what is free, each time; `/proc/meminfo` for what is
+//! available, when that may matter.
+
+use std::io;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use super::files::{LARGE, Roots, SMALL, Watched, read};
+use super::parse;
+use super::report::{Report, SourceKind};
+use super::signals::{Host, Signals, Watermarks};
+use super::source::{Gone, Source};
+use super::thresholds::Thresholds;
+
+/// How old the figure of available memory may get while it cannot matter.
+const AVAILABLE_AGE: Duration = Duration::from_secs(1);
+
+pub(super) struct HostMemory {
+    meminfo: Option<Watched>,
+    sysinfo: bool,
+    watermarks: Option<Watermarks>,
+    available_low: u32,
+    looked: Option<Instant>,
+}
+
+impl HostMemory {
+    /// Probes. `sysinfo: false` takes everything from the files.
+    pub(super) fn probe(
+        roots: &Roots,
+        sysinfo: bool,
+        thresholds: &Thresholds,
+        report: &mut Report,
+    ) -> Option<Self> {
+        let zones = roots.proc.join("zoneinfo");
+        let watermarks = match watermarks(&zones) {
+            Ok(marks) => {
+                let detail = format!("target {} KiB free", marks.high / 1024);
+                report.found(SourceKind::Watermarks, Some(zones), detail);
+                Some(marks)
+            }
+            Err(error) => {
+                report.missing(SourceKind::Watermarks, Some(zones), error.to_string());
+                None
+            }
+        };
+        let path = roots.proc.join("meminfo");
+        let meminfo = Watched::open(&path).and_then(|mut file| {
+            let text = file.look()?;
+            let all = ["MemTotal", "MemFree"].iter().all(|k| parse::meminfo(text, k).is_some());
+            if all { Ok(file) } else { Err(not_understood()) }
+        });
+        let meminfo = match (meminfo, sysinfo) {
+            (Ok(file), true) => {
+                let detail = "free memory by sysinfo, what is available when that is low";
+                report.found(SourceKind::HostMemory, Some(path), detail.into());
+                Some(file)
+            }
+            (Ok(file), false) => {
+                report.found(SourceKind::HostMemory, Some(path), "free and available".into());
+                Some(file)
+            }
+            (Err(error), true) => {
+                let detail = format!("free memory by sysinfo only; meminfo: {error}");
+                report.found(SourceKind::HostMemory, None, detail);
+                None
+            }
+            (Err(error), false) => {
+                report.missing(SourceKind::HostMemory, Some(path), error.to_string());
+                return None;
+            }
+        };
+        let available_low = thresholds.available_low;
+        Some(Self { meminfo, sysinfo, watermarks, available_low, looked: None })
+    }
+
+    fn look(&mut self, now: Instant) -> io::Result<Option<Host>> {
+        let watermarks = self.watermarks;
+        let quick = self.sysinfo.then(by_sysinfo);
+        if let Some((total, free)) = quick {
+            // What is available is little less than what is free, at the least: there is no need to
+            // ask while plenty is free.
+            let low = total / 1000 * u64::from(self.available_low);
+            let reserve = watermarks.map_or(total / 50, |marks| marks.high.saturating_mul(2));
+            let plenty = free > low.saturating_add(low / 4).saturating_add(reserve);
+            let recent = self.looked.is_some_and(|at| now.duration_since(at) < AVAILABLE_AGE);
+            if plenty && recent {
+                return Ok(Some(Host { total, free, available: None, watermarks }));
+            }
+        }
+        let Some(file) = &mut self.meminfo else {
+            return Ok(quick.map(|(total, free)| Host {
+                total,
+                free,
+                available: None,
+                watermarks,
+            }));
+        };
+        let text = file.look()?;
+        self.looked = Some(now);
+        let available = parse::meminfo(text, "MemAvailable");
+        let by_file =
+            || Some((parse::meminfo(text, "MemTotal")?, parse::meminfo(text, "MemFree")?));
+        let sizes = quick.or_else(by_file);
+        Ok(sizes.map(|(total, free)| Host { total, free, available, watermarks }))
+    }
+}
+
+impl Source for HostMemory {
+    fn kind(&self) -> SourceKind {
+        SourceKind::HostMemory
+    }
+
+    fn path(&self) -> Option<&Path> {
+        self.meminfo.as_ref().map(Watched::path)
+    }
+
+    fn sample(&mut self, now: Instant, _: bool, signals: &mut Signals) -> Result<(), Gone> {
+        match self.look(now) {
+            Ok(host) => signals.host = host,
+            // Better half than nothing: what is free is still known.
+            Err(_) if self.sysinfo => self.meminfo = None,
+            Err(error) => return Err(Gone(error.to_string())),
+        }
+        Ok(())
+    }
+}
+
+fn by_sysinfo() -> (u64, u64) {
+    let info = rustix::system::sysinfo();
+    let unit = u64::from(info.mem_unit.max(1));
+    (to_u64(info.totalram).saturating_mul(unit), to_u64(info.freeram).saturating_mul(unit))
+}
+
+/// The kernel's `unsigned long` is 32 or 64 bits wide.
+fn to_u64<T: TryInto<u64>>(value: T) -> u64 {
+    value.try_into().unwrap_or(u64::MAX)
+}
+
+fn watermarks(path: &Path) -> io::Result<Watermarks> {
+    let page = to_u64(rustix::param::page_size());
+    parse::zoneinfo(&read(path, LARGE)?, page).ok_or_else(not_understood)
+}
+
+/// Total and available memory of the host, in bytes, from `meminfo`.
+pub(super) fn total_and_available(roots: &Roots) -> Option<(u64, Option<u64>)> {
+    let text = read(&roots.proc.join("meminfo"), SMALL).ok()?;
+    Some((parse::meminfo(&text, "MemTotal")?, parse::meminfo(&text, "MemAvailable")))
+}
+
+/// Above this, the kernel swaps anonymous memory rather than take lent pages.
+const SWAPPINESS_LIMIT: u64 = 100;
+
+/// A warning, if the host prefers swapping to taking what is lent.
+pub(super) fn swappiness_note(roots: &Roots) -> Option<String> {
+    let text = read(&roots.proc.join("sys/vm/swappiness"), SMALL).ok()?;
+    let value = parse::size(&text).filter(|value| *value > SWAPPINESS_LIMIT)?;
+    Some(format!(
+        "vm.swappiness is {value}: above {SWAPPINESS_LIMIT} the kernel swaps before it takes lent \
+         memory, so only the answer to pressure signs gives memory back; set vm.swappiness to \
+         {SWAPPINESS_LIMIT} or less"
+    ))
+}
+
+pub(super) fn not_understood() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "text not understood")
+}

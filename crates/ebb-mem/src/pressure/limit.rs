@@ -1,0 +1,78 @@
+//! How much memory this process may use, and how much there is for it now.
+
+use std::path::PathBuf;
+
+use super::cgroup::{Names, Place, places};
+use super::files::{Roots, SMALL, read};
+use super::host::total_and_available;
+use super::parse;
+use super::report::SourceKind;
+
+/// What sets a limit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum LimitSource {
+    /// The host has no more.
+    Ram,
+    /// A limit of the cgroup in this directory, version 1 or 2.
+    Cgroup(PathBuf),
+}
+
+/// The memory limit that applies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Limit {
+    /// Bytes.
+    pub bytes: u64,
+    /// What sets it.
+    pub source: LimitSource,
+}
+
+fn levels(roots: &Roots) -> Vec<(SourceKind, PathBuf)> {
+    let (v2, v1) = places(roots);
+    let list = |kind, place: Option<Place>| {
+        place
+            .map(|place| place.levels().map(|dir| (kind, dir.to_path_buf())).collect::<Vec<_>>())
+            .unwrap_or_default()
+    };
+    let mut all = list(SourceKind::CgroupV2, v2);
+    all.extend(list(SourceKind::CgroupV1, v1));
+    all
+}
+
+/// The memory limit that applies: the least of all memory of the host and the limits (`high`, `max`,
+/// version 1's limit) of the own cgroup and those above it. `None` if the size of the host's memory
+/// cannot be read. Reads files: not for the hot path.
+#[must_use]
+pub fn limit(roots: &Roots) -> Option<Limit> {
+    let (total, _) = total_and_available(roots)?;
+    let mut limit = Limit { bytes: total, source: LimitSource::Ram };
+    for (kind, dir) in levels(roots) {
+        if let Some(bytes) = Names::of(kind).limit(&dir).filter(|bytes| *bytes < limit.bytes) {
+            limit = Limit { bytes, source: LimitSource::Cgroup(dir) };
+        }
+    }
+    Some(limit)
+}
+
+/// Bytes this process could still use without swapping: the least of what is available on the host
+/// and what each cgroup limit leaves, where inactive file pages (with them, lent pages) count as
+/// left. `None` if the host does not say. Reads files: not for the hot path.
+#[must_use]
+pub fn available(roots: &Roots) -> Option<u64> {
+    let (_, available) = total_and_available(roots)?;
+    let mut least = available?;
+    for (kind, dir) in levels(roots) {
+        let names = Names::of(kind);
+        let (Some(limit), Some(used)) = (names.limit(&dir), names.used(&dir)) else {
+            continue;
+        };
+        let key =
+            if kind == SourceKind::CgroupV1 { "total_inactive_file" } else { "inactive_file" };
+        let inactive = read(&dir.join("memory.stat"), SMALL)
+            .ok()
+            .and_then(|text| parse::flat(&text, key))
+            .unwrap_or(0);
+        least = least.min(limit.saturating_sub(used.saturating_sub(inactive)));
+    }
+    Some(least)
+}

@@ -1,0 +1,480 @@
+//! The listening thread: waits on what can wake it, looks at the rest, runs the ladder, publishes.
+//!
+//! One `poll(2)` holds the triggers, an eventfd for [`Handle`], and a time limit from the ladder
+//! and the sampler. Once running, the thread opens nothing and, while all sources live, allocates
+//! nothing: it has to work when there is no memory.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use super::cgroup::{Files, V1Pressure, places};
+use super::files::Roots;
+use super::host::{HostMemory, swappiness_note};
+use super::psi::{self, Whose};
+use super::report::{Finding, Report, SourceKind};
+use super::sampler::{BUSY, FAST, Sampler};
+use super::shared::{Pressure, Publisher};
+use super::signals::{Rewires, Signals};
+use super::source::Source;
+use super::systemd::{Systemd, Watch};
+use super::{Ladder, Level, Thresholds, ThresholdsError};
+
+/// How long a source that has just woken the thread is left out of the wait: whatever floods it
+/// (a writer that never stops, a file that is always ready) cannot keep the thread busy.
+const MUTE: Duration = FAST;
+
+/// Room in the wait: the eventfd and each source that can wake.
+const WAITS: usize = 16;
+
+/// Told about a source lost while running.
+pub type OnLostSource = Box<dyn FnMut(&Finding) + Send>;
+
+/// What to listen to, and how. Start from [`Options::new`].
+pub struct Options {
+    /// Where the kernel's files are.
+    pub roots: Roots,
+    /// The ladder's constants.
+    pub thresholds: Thresholds,
+    /// Spreads this daemon's times against those of others on the host: give each its own.
+    pub seed: u64,
+    /// systemd's variables; [`Watch::from_environment`] has them.
+    pub systemd: Option<Watch>,
+    /// Whether to set triggers on pressure files. Default true.
+    pub triggers: bool,
+    /// Whether to ask `sysinfo(2)`. If not, everything comes from the files below `roots`. Default
+    /// true.
+    pub sysinfo: bool,
+    /// Called in the monitor's thread when a source is lost while running, for the log.
+    pub on_lost_source: Option<OnLostSource>,
+}
+
+impl Options {
+    /// The defaults: the usual places, everything on, no systemd.
+    #[must_use]
+    pub fn new(seed: u64) -> Self {
+        Self {
+            roots: Roots::default(),
+            thresholds: Thresholds::default(),
+            seed,
+            systemd: None,
+            triggers: true,
+            sysinfo: true,
+            on_lost_source: None,
+        }
+    }
+}
+
+impl std::fmt::Debug for Options {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Options")
+            .field("roots", &self.roots)
+            .field("thresholds", &self.thresholds)
+            .field("seed", &self.seed)
+            .field("systemd", &self.systemd)
+            .field("triggers", &self.triggers)
+            .field("sysinfo", &self.sysinfo)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The monitor could not start. Absent sources are no error.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// A threshold is out of range.
+    #[error(transparent)]
+    Thresholds(#[from] ThresholdsError),
+    /// No eventfd: the process or the host has too many open files, most likely.
+    #[error("cannot create the memory pressure monitor's eventfd (raise the limit of open files?)")]
+    Eventfd(#[source] io::Error),
+    /// No thread: the process or the host has too many, most likely.
+    #[error("cannot start the memory pressure monitor's thread (raise the limit of tasks?)")]
+    Thread(#[source] io::Error),
+}
+
+/// State shared with the handles.
+struct Inner {
+    wake: OwnedFd,
+    /// A level asked for by hand, plus one; 0 for none.
+    injected: AtomicU8,
+    kept: AtomicU64,
+    lost: AtomicU64,
+    /// A lost page has woken the thread already.
+    told: AtomicBool,
+    stop: AtomicBool,
+    report: Mutex<Report>,
+}
+
+impl Inner {
+    fn wake(&self) {
+        // Fails only when the counter is full: then a wake is under way.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+/// Feeds a monitor from elsewhere in the process. Cheap to clone; outlives its monitor harmlessly.
+#[derive(Clone)]
+pub struct Handle(Arc<Inner>);
+
+impl Handle {
+    /// Asks for a level by hand. It is published within milliseconds, is held and falls as any
+    /// other does, and rises again at once if measured signs say so. [`Level::L0`] calms at once.
+    /// Of several requests before the monitor looks, the latest counts.
+    pub fn inject(&self, level: Level) {
+        self.0.injected.store(level.number() + 1, Ordering::Release);
+        self.0.wake();
+    }
+
+    /// Counts pages that were lent and are wanted back: how many were still there, and how many
+    /// the kernel had taken. Two atomic additions; the first lost page since the monitor last
+    /// looked also wakes it.
+    pub fn rewired(&self, kept: u64, lost: u64) {
+        if kept > 0 {
+            self.0.kept.fetch_add(kept, Ordering::Relaxed);
+        }
+        if lost > 0 {
+            self.0.lost.fetch_add(lost, Ordering::Release);
+            if !self.0.told.swap(true, Ordering::AcqRel) {
+                self.0.wake();
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Handle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Handle").finish_non_exhaustive()
+    }
+}
+
+/// The running monitor. Dropping it stops its thread; the published level stays as it is.
+pub struct Monitor {
+    inner: Arc<Inner>,
+    pressure: Pressure,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Monitor {
+    /// Starts with a [`Pressure`] of its own, see [`Monitor::pressure`].
+    ///
+    /// # Errors
+    /// As [`Monitor::start_with`].
+    pub fn start(options: Options) -> Result<(Self, Report), StartError> {
+        let (publisher, _) = Pressure::new(Instant::now());
+        Self::start_with(options, publisher)
+    }
+
+    /// Probes the sources and starts the thread, which publishes through `publisher`. The report
+    /// says what is listened to.
+    ///
+    /// # Errors
+    /// A threshold out of range, or no eventfd or thread. Absent sources are no error.
+    pub fn start_with(
+        options: Options,
+        publisher: Publisher,
+    ) -> Result<(Self, Report), StartError> {
+        let now = Instant::now();
+        let ladder = Ladder::new(options.thresholds.clone(), options.seed, now)?;
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| StartError::Eventfd(error.into()))?;
+        let mut report = Report::default();
+        let sources = probe(&options, now, &mut report);
+        let sources = sources.into_iter().map(|source| Slot { source, muted: None }).collect();
+        let pressure = publisher.pressure();
+        let inner = Arc::new(Inner {
+            wake,
+            injected: AtomicU8::new(0),
+            kept: AtomicU64::new(0),
+            lost: AtomicU64::new(0),
+            told: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            report: Mutex::new(report.clone()),
+        });
+        let mut worker = Worker {
+            inner: Arc::clone(&inner),
+            sources,
+            ladder,
+            sampler: Sampler::new(),
+            publisher,
+            on_lost_source: options.on_lost_source,
+            told_at: now,
+        };
+        let thread = std::thread::Builder::new()
+            .name("ebb-pressure".into())
+            .stack_size(256 * 1024)
+            .spawn(move || worker.run())
+            .map_err(StartError::Thread)?;
+        Ok((Self { inner, pressure, thread: Some(thread) }, report))
+    }
+
+    /// The published value.
+    #[must_use]
+    pub fn pressure(&self) -> Pressure {
+        self.pressure.clone()
+    }
+
+    /// To inject levels and to count rewires.
+    #[must_use]
+    pub fn handle(&self) -> Handle {
+        Handle(Arc::clone(&self.inner))
+    }
+
+    /// What is listened to now: as at the start, less the sources lost since.
+    #[must_use]
+    pub fn report(&self) -> Report {
+        self.inner.report.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Whether the thread still listens. False only if a callback has panicked in it.
+    #[must_use]
+    pub fn is_running(&self) -> bool {
+        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
+    }
+
+    /// Stops the thread and waits for its end: no callback runs after that. Dropping does the same.
+    pub fn stop(self) {
+        drop(self);
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        self.inner.stop.store(true, Ordering::Release);
+        self.inner.wake();
+        if let Some(thread) = self.thread.take()
+            // Dropped by a callback: the thread ends by itself afterwards.
+            && thread.thread().id() != std::thread::current().id()
+        {
+            // A panic in it was reported where it happened.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl std::fmt::Debug for Monitor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Monitor").field("pressure", &self.pressure).finish_non_exhaustive()
+    }
+}
+
+/// Finds the sources.
+fn probe(options: &Options, now: Instant, report: &mut Report) -> Vec<Box<dyn Source>> {
+    let mut sources: Vec<Box<dyn Source>> = Vec::new();
+    let roots = &options.roots;
+    report.notes.extend(swappiness_note(roots));
+    // What systemd gave for watching must not be read, nor watched twice.
+    let mut theirs = None;
+    match &options.systemd {
+        Some(watch) if watch.is_off() => {
+            let path = Some(watch.path().to_path_buf());
+            report.missing(SourceKind::Systemd, path, "listening is turned off by it".into());
+            report.notes.push(
+                "MEMORY_PRESSURE_WATCH=/dev/null: memory pressure is not listened to; unset it, or \
+                 the unit's MemoryPressureWatch=off, to listen"
+                    .into(),
+            );
+            return sources;
+        }
+        Some(watch) => {
+            let path = watch.path().to_path_buf();
+            match Systemd::open(watch) {
+                Ok((source, detail)) => {
+                    theirs = path.canonicalize().ok();
+                    report.found(SourceKind::Systemd, Some(path), detail.into());
+                    sources.push(Box::new(source));
+                }
+                Err(problem) => report.missing(SourceKind::Systemd, Some(path), problem),
+            }
+        }
+        None => report.missing(SourceKind::Systemd, None, "not set".into()),
+    }
+    let free = |path: &PathBuf| theirs.is_none() || path.canonicalize().ok() != theirs;
+    if let Some(host) = HostMemory::probe(roots, options.sysinfo, &options.thresholds, report) {
+        sources.push(Box::new(host));
+    }
+    let stalls = |path: PathBuf, whose, report: &mut Report, sources: &mut Vec<_>| {
+        if free(&path) {
+            psi::probe(&path, whose, options.triggers, now, report, sources);
+        }
+    };
+    stalls(roots.proc.join("pressure/memory"), Whose::Host, report, &mut sources);
+    let (v2, v1) = places(roots);
+    match &v2 {
+        // The root's pressure is the host's.
+        Some(place) if !place.is_root() => {
+            stalls(place.own.join("memory.pressure"), Whose::Own, report, &mut sources);
+        }
+        _ => report.missing(SourceKind::CgroupStall, None, "no cgroup v2 of our own".into()),
+    }
+    for (kind, place) in [(SourceKind::CgroupV2, &v2), (SourceKind::CgroupV1, &v1)] {
+        let Some(place) = place else {
+            report.missing(kind, None, "no such hierarchy".into());
+            continue;
+        };
+        if let Some(files) = Files::probe(kind, place, report) {
+            sources.push(Box::new(files));
+        }
+        if kind == SourceKind::CgroupV1 && options.triggers {
+            let path = Some(place.own.clone());
+            match V1Pressure::arm(&place.own) {
+                Ok(source) => {
+                    report.found(SourceKind::CgroupV1Pressure, path, "level medium".into());
+                    sources.push(Box::new(source));
+                }
+                Err(error) => {
+                    report.missing(SourceKind::CgroupV1Pressure, path, error.to_string());
+                }
+            }
+        }
+    }
+    sources
+}
+
+struct Slot {
+    source: Box<dyn Source>,
+    /// Left out of the wait until then.
+    muted: Option<Instant>,
+}
+
+struct Worker {
+    inner: Arc<Inner>,
+    sources: Vec<Slot>,
+    ladder: Ladder,
+    sampler: Sampler,
+    publisher: Publisher,
+    on_lost_source: Option<OnLostSource>,
+    /// When lost pages last got leave to wake the thread again.
+    told_at: Instant,
+}
+
+impl Worker {
+    fn run(&mut self) {
+        let mut timeout = Duration::ZERO;
+        loop {
+            let ready = self.wait(timeout);
+            if self.inner.stop.load(Ordering::Acquire) {
+                return;
+            }
+            let now = Instant::now();
+            let signals = self.look(now, &ready);
+            let event = self.ladder.step(now, &signals);
+            if let Some(event) = event {
+                self.publisher.publish(event.level, event.cause, now);
+            }
+            timeout = self.timeout(now, &signals);
+        }
+    }
+
+    /// Waits; which sources are ready, and for what.
+    fn wait(&mut self, timeout: Duration) -> [PollFlags; WAITS] {
+        let now = Instant::now();
+        let mut timeout = timeout;
+        let mut fds: [PollFd<'_>; WAITS] = std::array::from_fn(|_| {
+            PollFd::from_borrowed_fd(self.inner.wake.as_fd(), PollFlags::IN)
+        });
+        let mut used = 1;
+        let mut waiting = [None; WAITS];
+        for (at, slot) in self.sources.iter().enumerate() {
+            let Some((fd, flags)) = slot.source.wait() else { continue };
+            if let Some(until) = slot.muted.filter(|until| *until > now) {
+                timeout = timeout.min(until.duration_since(now));
+                continue;
+            }
+            if let (Some(entry), Some(who)) = (fds.get_mut(used), waiting.get_mut(used)) {
+                *entry = PollFd::from_borrowed_fd(fd, flags);
+                *who = Some(at);
+                used += 1;
+            }
+        }
+        let limit = Timespec::try_from(timeout).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
+        let mut ready = [PollFlags::empty(); WAITS];
+        let fds = fds.get_mut(..used).unwrap_or_default();
+        // An interrupted wait is a short one. Nothing else can fail but for want of kernel memory.
+        if poll(fds, Some(&limit)).is_err() {
+            return ready;
+        }
+        for (fd, who) in fds.iter().zip(waiting) {
+            if let Some(slot) = who.and_then(|at| ready.get_mut(at)) {
+                *slot = fd.revents();
+            }
+        }
+        if fds.first().is_some_and(|fd| !fd.revents().is_empty()) {
+            let mut count = [0; 8];
+            let _ = rustix::io::read(&self.inner.wake, &mut count);
+        }
+        ready
+    }
+
+    /// Asks every source, and takes what the handles brought.
+    fn look(&mut self, now: Instant, ready: &[PollFlags; WAITS]) -> Signals {
+        let mut signals = Signals::default();
+        let awake = self.ladder.alert() || self.sampler.interval() < BUSY;
+        let mut lost: Option<(usize, String)> = None;
+        for (at, slot) in self.sources.iter_mut().enumerate() {
+            let events = ready.get(at).copied().unwrap_or(PollFlags::empty());
+            let mut result = Ok(());
+            if !events.is_empty() {
+                slot.muted = Some(now + MUTE);
+                result = slot.source.ready(events, now, &mut signals);
+            }
+            if let Err(gone) = result.and_then(|()| slot.source.sample(now, awake, &mut signals)) {
+                // One at a time: another would say so again at the next look.
+                lost = Some((at, gone.0));
+            }
+        }
+        if let Some((at, reason)) = lost {
+            self.lose(at, &reason);
+        }
+        if now.duration_since(self.told_at) >= FAST {
+            self.told_at = now;
+            self.inner.told.store(false, Ordering::Release);
+        }
+        signals.rewires = Rewires {
+            lost: self.inner.lost.swap(0, Ordering::Acquire),
+            kept: self.inner.kept.swap(0, Ordering::Relaxed),
+        };
+        signals.injected = self
+            .inner
+            .injected
+            .swap(0, Ordering::Acquire)
+            .checked_sub(1)
+            .and_then(Level::from_number);
+        signals
+    }
+
+    fn lose(&mut self, at: usize, reason: &str) {
+        let slot = self.sources.swap_remove(at);
+        let kind = slot.source.kind();
+        let path = slot.source.path().map(std::path::Path::to_path_buf);
+        let finding = Finding { kind, path, detail: format!("lost: {reason}") };
+        {
+            let mut report = self.inner.report.lock().unwrap_or_else(PoisonError::into_inner);
+            report.listening.retain(|found| found.kind != kind || found.path != finding.path);
+            report.missing.push(finding.clone());
+        }
+        if let Some(told) = &mut self.on_lost_source {
+            told(&finding);
+        }
+    }
+
+    /// How long to wait at most.
+    fn timeout(&mut self, now: Instant, signals: &Signals) -> Duration {
+        let moved = signals.notices > 0
+            || !signals.host_stall.some.is_zero()
+            || !signals.own_stall.some.is_zero()
+            || signals.rewires.lost > 0
+            || signals.cgroup.is_some_and(|cgroup| cgroup.reclaims > 0);
+        let alert = self.ladder.alert();
+        let thresholds = self.ladder.thresholds();
+        let interval = self.sampler.next(now, signals.host.as_ref(), thresholds, moved, alert);
+        let deadline = self.ladder.deadline().saturating_duration_since(now);
+        interval.min(deadline).max(Duration::from_millis(1))
+    }
+}

@@ -1,0 +1,118 @@
+//! Small parts of the ladder: sums over a window, conditions with hysteresis, growing gaps, chance.
+
+use std::time::{Duration, Instant};
+
+use super::Thresholds;
+
+pub(super) fn since(now: Instant, at: Instant) -> Duration {
+    now.saturating_duration_since(at)
+}
+
+pub(super) fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
+/// `permille` thousandths of `whole`.
+pub(super) fn share(whole: u64, permille: u32) -> u64 {
+    u64::try_from(u128::from(whole) * u128::from(permille) / 1000).unwrap_or(u64::MAX)
+}
+
+/// A condition with hysteresis, and whether its beginning was answered.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Edge {
+    pub(super) inside: bool,
+    pub(super) unanswered: bool,
+}
+
+impl Edge {
+    pub(super) fn update(&mut self, enters: bool, leaves: bool) {
+        if leaves {
+            *self = Self::default();
+        } else if enters && !self.inside {
+            *self = Self { inside: true, unanswered: true };
+        }
+    }
+}
+
+/// Doubling gaps between the answers to unconfirmed signs of one kind.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Damper {
+    pub(super) allowed: Option<Instant>,
+    pub(super) gap: Duration,
+}
+
+impl Damper {
+    pub(super) fn pass(&mut self, now: Instant, t: &Thresholds, random: &mut Random) -> bool {
+        if let Some(allowed) = self.allowed {
+            if now < allowed {
+                return false;
+            }
+            if since(now, allowed) >= t.hint_gap_max {
+                self.gap = t.hint_gap;
+            }
+        }
+        self.allowed = Some(now + random.around(self.gap));
+        self.gap = (self.gap * 2).min(t.hint_gap_max);
+        true
+    }
+}
+
+/// A sum over about the last window: the running window, and the rest of the one before in
+/// proportion.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Window {
+    length: Duration,
+    start: Instant,
+    current: u64,
+    previous: u64,
+}
+
+impl Window {
+    pub(super) fn new(length: Duration, start: Instant) -> Self {
+        Self { length, start, current: 0, previous: 0 }
+    }
+
+    pub(super) fn add(&mut self, now: Instant, amount: u64) {
+        let passed = since(now, self.start);
+        if passed >= self.length * 2 {
+            (self.start, self.current, self.previous) = (now, 0, 0);
+        } else if passed >= self.length {
+            (self.previous, self.current) = (self.current, 0);
+            self.start += self.length;
+        }
+        self.current = self.current.saturating_add(amount);
+    }
+
+    /// Call after [`Window::add`] with the same time.
+    pub(super) fn sum(&self, now: Instant) -> u64 {
+        let left = self.length.saturating_sub(since(now, self.start));
+        let part = u128::from(self.previous) * left.as_nanos() / self.length.as_nanos().max(1);
+        self.current.saturating_add(u64::try_from(part).unwrap_or(u64::MAX))
+    }
+}
+
+/// SplitMix64 (Steele, Lea, Flood 2014): enough to spread times, and the same for the same seed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Random(pub(super) u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Evenly from 0 up to `limit`.
+    pub(super) fn below(&mut self, limit: Duration) -> Duration {
+        let limit = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
+        let part = (u128::from(self.next()) * u128::from(limit)) >> 64;
+        Duration::from_nanos(u64::try_from(part).unwrap_or(limit))
+    }
+
+    /// `middle`, give or take a quarter.
+    pub(super) fn around(&mut self, middle: Duration) -> Duration {
+        middle - middle / 4 + self.below(middle / 2)
+    }
+}

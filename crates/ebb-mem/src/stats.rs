@@ -1,0 +1,210 @@
+//! What the memory looks like now: zones as `vmstat -z` shows them, gauges per owner.
+
+use crate::class::{CLASSES, PAGE_BYTES, class_bytes};
+use crate::memory::Memory;
+use crate::sync::Ordering;
+
+/// One zone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ZoneStats {
+    /// Bytes in a block (0: the runs above 1 MiB, of any size).
+    pub item_bytes: usize,
+    /// Most blocks out of the slabs; `None`: no limit of its own.
+    pub limit: Option<usize>,
+    /// Blocks in use (or in page pools).
+    pub used: u64,
+    /// Blocks cached by workers and the depot.
+    pub free: u64,
+    /// Allocations so far.
+    pub requests: u64,
+    /// Allocations that were refused.
+    pub fails: u64,
+    /// Allocations that waited.
+    pub sleeps: u64,
+    /// Times the caches had nothing.
+    pub misses: u64,
+    /// Times a worker found the depot locked.
+    pub contended: u64,
+    /// Blocks a bucket holds now, and at most.
+    pub bucket: usize,
+    /// Most blocks a bucket may ever hold under the ceiling.
+    pub bucket_max: usize,
+    /// Blocks in the depot.
+    pub depot: u64,
+    /// Working set: blocks the depot needs.
+    pub wss: u64,
+    /// Blocks not needed for long.
+    pub limin: u64,
+    /// Seconds since the zone last ran out of cache.
+    pub timin: u32,
+}
+
+/// Memory of one owner, in bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OwnerStats {
+    /// Its name.
+    pub name: String,
+    /// In use, or in its pools and kept wired.
+    pub wired: i64,
+    /// In its pools and buffers, lent to the kernel.
+    pub unwired: i64,
+}
+
+/// One page pool, in 4 KiB pages.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PoolStats {
+    /// Its owner's name.
+    pub owner: String,
+    /// Free pages kept wired.
+    pub free: usize,
+    /// Free pages lent.
+    pub lent: usize,
+    /// Squeezes it has answered.
+    pub squeezes: usize,
+    /// Pages those have given back.
+    pub squeezed_pages: usize,
+}
+
+/// The arena's gauges, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ArenaStats {
+    /// Address space.
+    pub reserved: usize,
+    /// Most that may be wired.
+    pub ceiling: usize,
+    /// In use, or free and kept warm: `Rss - LazyFree`, once all of it has been touched.
+    pub wired: usize,
+    /// Lent, or about to be: the kernel may have taken any of it.
+    pub unwired: usize,
+    /// Of the unwired, what the advisor has still to do.
+    pub advising: usize,
+    /// Of the wired, what is registered with the kernel or a device.
+    pub pinned: usize,
+}
+
+impl ArenaStats {
+    /// Bytes that may have memory behind them.
+    pub fn resident(&self) -> usize {
+        self.wired + self.unwired
+    }
+}
+
+/// Everything at once. The arena's figures are exact; those of busy workers are read one after
+/// another and may be a few operations apart.
+#[derive(Clone, Debug, Default)]
+pub struct Stats {
+    /// The arena.
+    pub arena: ArenaStats,
+    /// The zones by size; the last one stands for runs.
+    pub zones: Vec<ZoneStats>,
+    /// Owners by number.
+    pub owners: Vec<OwnerStats>,
+    /// Page pools.
+    pub pools: Vec<PoolStats>,
+    /// Squeezes so far.
+    pub squeezes: u64,
+    /// Purges workers have done.
+    pub purges: u64,
+    /// Who waits for memory now.
+    pub waiting: usize,
+}
+
+impl Stats {
+    /// Blocks in use, over all zones.
+    pub(crate) fn blocks_out(&self) -> u64 {
+        self.zones.iter().map(|zone| zone.used).sum()
+    }
+}
+
+fn count(value: i64) -> u64 {
+    u64::try_from(value).unwrap_or(0)
+}
+
+impl Memory {
+    /// The figures of now.
+    pub fn stats(&self) -> Stats {
+        let mut stats = Stats {
+            squeezes: self.squeezes.load(Ordering::Relaxed),
+            waiting: self.waits.len(),
+            ..Stats::default()
+        };
+        let names = self.owners.lock().clone();
+        let name = |owner: usize| names.get(owner).cloned().flatten();
+        let (mut zones, mut owners);
+        {
+            let workers = self.workers.lock();
+            zones = workers.retired.zones;
+            owners = workers.retired.owners.clone();
+            stats.purges = count(workers.retired.purges);
+            for worker in &workers.list {
+                for (sum, zone) in zones.iter_mut().zip(&worker.zones) {
+                    sum[0] += zone.allocs.get();
+                    sum[1] += zone.frees.get();
+                    sum[2] += zone.filled.get();
+                }
+                for (sum, owner) in owners.iter_mut().zip(&worker.owners) {
+                    sum[0] += owner.wired.get();
+                    sum[1] += owner.unwired.get();
+                }
+                stats.purges += count(worker.purges.get());
+            }
+            for pool in workers.pools.iter().filter_map(std::sync::Weak::upgrade) {
+                stats.pools.push(PoolStats {
+                    owner: name(usize::from(pool.owner)).unwrap_or_default(),
+                    free: pool.wired.load(Ordering::Relaxed),
+                    lent: pool.lent.load(Ordering::Relaxed),
+                    squeezes: pool.squeezes.load(Ordering::Relaxed),
+                    squeezed_pages: pool.squeezed_pages.load(Ordering::Relaxed),
+                });
+            }
+        }
+        for (class, [allocs, frees, filled]) in zones.into_iter().enumerate() {
+            stats.zones.push(self.zone_stats(class, allocs, frees, filled));
+        }
+        for (owner, [wired, unwired]) in owners.into_iter().enumerate() {
+            if let Some(name) = name(owner) {
+                stats.owners.push(OwnerStats { name, wired, unwired });
+            }
+        }
+        let arena = self.core.books.lock();
+        let counts = arena.counts();
+        stats.arena = ArenaStats {
+            reserved: self.core.reservation.bytes(),
+            ceiling: arena.ceiling() * PAGE_BYTES,
+            wired: counts.wired * PAGE_BYTES,
+            unwired: counts.unwired * PAGE_BYTES,
+            advising: (counts.offered + counts.advising) * PAGE_BYTES,
+            pinned: counts.pinned * PAGE_BYTES,
+        };
+        stats
+    }
+
+    fn zone_stats(&self, class: usize, allocs: i64, frees: i64, filled: i64) -> ZoneStats {
+        let used = count(allocs - frees);
+        let mut stats = ZoneStats { used, requests: count(allocs), ..ZoneStats::default() };
+        let Some(zone) = self.zones.get(class) else { return stats };
+        let limit = self.core.books.lock().limit(class);
+        let depot = zone.depot();
+        let estimate = depot.estimate;
+        stats.item_bytes = class_bytes(class);
+        stats.limit = (limit != usize::MAX).then_some(limit);
+        stats.depot = depot.items();
+        // What entered the workers' buckets, less what they handed out and have not got back.
+        stats.free = stats.depot + count(filled + frees - allocs);
+        stats.fails = zone.fails.load(Ordering::Relaxed);
+        stats.sleeps = zone.sleeps.load(Ordering::Relaxed);
+        stats.misses = zone.misses.load(Ordering::Relaxed);
+        stats.contended = zone.contended.load(Ordering::Relaxed);
+        stats.bucket = zone.target();
+        stats.bucket_max = zone.max_target();
+        stats.wss = estimate.wss();
+        stats.limin = estimate.limin();
+        stats.timin = estimate.timin();
+        stats
+    }
+
+    /// The number of size classes with a zone of their own.
+    pub fn zone_count(&self) -> usize {
+        CLASSES
+    }
+}

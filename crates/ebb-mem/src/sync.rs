@@ -1,0 +1,41 @@
+//! The synchronisation this crate uses: the standard library's, or shuttle's under model checking.
+//!
+//! A poisoned lock is taken all the same: every critical section here leaves its data consistent
+//! before it can panic, and memory must flow back even after a panic somewhere else.
+
+#[cfg(feature = "shuttle")]
+use shuttle::sync as real;
+#[cfg(not(feature = "shuttle"))]
+use std::sync as real;
+
+pub(crate) use real::atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+pub(crate) use real::{Condvar, MutexGuard};
+use std::sync::PoisonError;
+
+/// A mutex whose poisoning is ignored.
+#[derive(Debug, Default)]
+pub(crate) struct Mutex<T>(real::Mutex<T>);
+
+impl<T> Mutex<T> {
+    pub(crate) fn new(value: T) -> Mutex<T> {
+        Mutex(real::Mutex::new(value))
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The lock if nobody holds it. A failure is how contention is noticed.
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        match self.0.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(std::sync::TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(std::sync::TryLockError::WouldBlock) => None,
+        }
+    }
+}
+
+/// Waits on `condvar`, ignoring poison.
+pub(crate) fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+    condvar.wait(guard).unwrap_or_else(PoisonError::into_inner)
+}

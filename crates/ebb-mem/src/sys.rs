@@ -1,0 +1,214 @@
+//! The only system calls of this crate: reserve address space, advise the kernel about it.
+//!
+//! Everything here is about memory of a [`Reservation`]; a span outside it is refused. Content may
+//! be lost by [`Advice::Lend`] and [`Advice::Return`]: that no byte in use is ever in such a span is
+//! the arena's invariant (`arena.rs`), and makes these calls safe to offer to it.
+
+use std::io;
+use std::ptr::NonNull;
+
+use crate::class::{EXTENT_BYTES, PAGE_BYTES};
+
+/// `process_madvise(2)`: not in the C library's older versions.
+const SYS_PROCESS_MADVISE: libc::c_long = 440;
+/// Pseudo-descriptor of the calling process (Linux 6.14).
+const PIDFD_SELF: i32 = -10_000;
+/// Linux 5.18: MADV_DONTNEED that also works on locked memory.
+const MADV_DONTNEED_LOCKED: i32 = 24;
+
+/// What to tell the kernel about idle memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Advice {
+    /// `MADV_FREE`: the kernel may take the pages whenever it wants, without I/O.
+    Lend,
+    /// `MADV_DONTNEED`: the pages go back at once.
+    Return,
+}
+
+impl Advice {
+    fn code(self) -> i32 {
+        match self {
+            Advice::Lend => libc::MADV_FREE,
+            Advice::Return => libc::MADV_DONTNEED,
+        }
+    }
+}
+
+/// Consecutive pages of a reservation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Span {
+    /// First page, counted from the start of the reservation.
+    pub(crate) page: usize,
+    pub(crate) pages: usize,
+}
+
+/// Address space with no memory behind it until it is touched.
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    base: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: an address range; this type neither reads nor writes what is in it.
+unsafe impl Send for Reservation {}
+// SAFETY: as above; the system calls below may be made from any thread at once.
+unsafe impl Sync for Reservation {}
+
+impl Reservation {
+    /// Reserves `bytes` (a multiple of the extent), aligned to the extent, not inherited by
+    /// children: a page shared copy-on-write with a child would never be given back.
+    pub(crate) fn new(bytes: usize) -> io::Result<Reservation> {
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let padded = bytes.checked_add(EXTENT_BYTES).ok_or(io::ErrorKind::OutOfMemory)?;
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice.
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), padded, prot, flags, -1, 0) };
+        if start == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let skip = start.cast::<u8>().align_offset(EXTENT_BYTES);
+        let base = start.cast::<u8>().wrapping_add(skip);
+        let tail = padded - skip - bytes;
+        if skip > 0 {
+            // SAFETY: the head of the mapping just made, which nothing refers to.
+            unsafe { libc::munmap(start, skip) };
+        }
+        if tail > 0 {
+            // SAFETY: the tail of the mapping just made, which nothing refers to.
+            unsafe { libc::munmap(base.wrapping_add(bytes).cast(), tail) };
+        }
+        let base = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
+        let reservation = Reservation { base, bytes };
+        reservation.advise_raw(0, bytes, libc::MADV_DONTFORK)?;
+        Ok(reservation)
+    }
+
+    /// Large pages or small ones, for a part of the range that nobody uses yet. A kernel without
+    /// large pages refuses, which changes nothing.
+    pub(crate) fn set_huge(&self, offset: usize, bytes: usize, huge: bool) {
+        let code = if huge { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
+        let _ = self.advise_raw(offset, bytes, code);
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    #[inline]
+    pub(crate) fn address(&self, page: usize) -> NonNull<u8> {
+        debug_assert!(page * PAGE_BYTES < self.bytes);
+        // SAFETY: callers pass pages of this reservation (checked above in test builds), so the
+        // result is inside the mapping.
+        unsafe { self.base.add(page * PAGE_BYTES) }
+    }
+
+    /// The page an address lies in, if it is ours.
+    #[inline]
+    pub(crate) fn page_of(&self, address: NonNull<u8>) -> Option<usize> {
+        let offset = address.addr().get().wrapping_sub(self.base.addr().get());
+        (offset < self.bytes).then_some(offset / PAGE_BYTES)
+    }
+
+    fn advise_raw(&self, offset: usize, bytes: usize, code: i32) -> io::Result<()> {
+        let start = self.base.as_ptr().wrapping_add(offset);
+        // SAFETY: a range inside the mapping this type owns. Whether content may be lost is the
+        // caller's promise (module documentation).
+        if unsafe { libc::madvise(start.cast(), bytes, code) } == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
+    }
+
+    fn advise_one(&self, span: Span, advice: Advice) -> io::Result<()> {
+        let (offset, bytes) = (span.page * PAGE_BYTES, span.pages * PAGE_BYTES);
+        match self.advise_raw(offset, bytes, advice.code()) {
+            Err(error)
+                if advice == Advice::Return && error.raw_os_error() == Some(libc::EINVAL) =>
+            {
+                self.advise_raw(offset, bytes, MADV_DONTNEED_LOCKED)
+            }
+            result => result,
+        }
+    }
+
+    /// Advises all `spans` with as few calls as the kernel allows. `failed` is told of each span
+    /// that the kernel refused; all others are done.
+    pub(crate) fn advise(
+        &self,
+        spans: &[Span],
+        advice: Advice,
+        vectored: &mut bool,
+        mut failed: impl FnMut(Span),
+    ) {
+        let mut done = 0;
+        if *vectored && spans.len() > 1 {
+            done = self.advise_vectored(spans, advice, vectored);
+        }
+        for &span in &spans[done..] {
+            if self.advise_one(span, advice).is_err() {
+                failed(span);
+            }
+        }
+    }
+
+    /// One vectored call; returns how many spans it has wholly done.
+    fn advise_vectored(&self, spans: &[Span], advice: Advice, vectored: &mut bool) -> usize {
+        let mut vectors = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; BATCH];
+        let count = spans.len().min(BATCH);
+        for (vector, span) in vectors.iter_mut().zip(spans) {
+            vector.iov_base = self.address(span.page).as_ptr().cast();
+            vector.iov_len = span.pages * PAGE_BYTES;
+        }
+        // SAFETY: the vectors describe ranges inside the mapping this type owns; as `advise_raw`.
+        let result = unsafe {
+            libc::syscall(
+                SYS_PROCESS_MADVISE,
+                PIDFD_SELF,
+                vectors.as_ptr(),
+                count,
+                advice.code(),
+                0u32,
+            )
+        };
+        let Ok(mut bytes) = usize::try_from(result) else {
+            // Kernels before 6.13 refuse to free one's own memory this way: remember it.
+            *vectored = false;
+            return 0;
+        };
+        let mut done = 0;
+        for span in &spans[..count] {
+            let Some(rest) = bytes.checked_sub(span.pages * PAGE_BYTES) else { break };
+            bytes = rest;
+            done += 1;
+        }
+        done
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        // SAFETY: the mapping made in `new`; the owner (Memory) leaks it instead of dropping it
+        // while a block is still out.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
+    }
+}
+
+/// Most spans in one call.
+pub(crate) const BATCH: usize = 64;
+
+/// Whether the kernel lends memory as this crate needs it: `MADV_FREE` must be accepted (it is
+/// refused when all memory is locked) and must leave the page in place for now (before Linux 4.12
+/// a machine without swap discarded at once).
+pub(crate) fn lending_works() -> bool {
+    let Ok(probe) = Reservation::new(EXTENT_BYTES) else { return false };
+    probe.set_huge(0, EXTENT_BYTES, false);
+    let word = probe.address(0);
+    // SAFETY: the first byte of a mapping that only this function knows.
+    unsafe { word.write_volatile(0x5a) };
+    if probe.advise_one(Span { page: 0, pages: 1 }, Advice::Lend).is_err() {
+        return false;
+    }
+    // SAFETY: as above.
+    unsafe { word.read_volatile() == 0x5a }
+}

@@ -1,0 +1,566 @@
+//! A worker's way to memory: its buckets, and the slow paths below them.
+//!
+//! One thread owns a [`Worker`]. Its hit path is a pop from an array, two counters that nobody else
+//! writes, and no lock; the heap is not touched. Freeing never allocates: a full bucket is exchanged
+//! for an empty one that exists already, or its blocks go to the slabs.
+//!
+//! Another thread cannot take from these buckets. It raises a flag and wakes the worker, whose loop
+//! then calls [`Worker::poll`]; all zones are done in that one visit (seed `004`: workers once, then
+//! zones). A worker that has been quiet for [`QUIET`] gives its stock back by itself.
+
+use std::cell::{Cell, RefCell};
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::{Rc, Weak};
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use crate::arena::{Give, Shortage};
+use crate::block::{Block, OwnerId};
+use crate::class::{
+    CLASSES, EXTENT_PAGES, MAX_BLOCK_BYTES, PAGE_BYTES, class_bytes, class_of, class_pages,
+    pages_of,
+};
+use crate::gauge::{PURGE, SQUEEZE, STARVED, STICKY, WAITERS, WorkerShared};
+use crate::memory::Memory;
+use crate::pool::PoolInner;
+use crate::sync::Ordering;
+use crate::wait::Waiter;
+use crate::zone::Bucket;
+
+/// A worker without any allocation for so long gives its caches back.
+pub const QUIET: Duration = Duration::from_secs(1);
+
+/// There is no memory for this now: wait for it ([`Worker::alloc_wait`]) or fail the request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no memory for {len} bytes: the ceiling or a zone limit is reached")]
+pub struct Exhausted {
+    /// Bytes asked for.
+    pub len: usize,
+}
+
+struct Cache {
+    loaded: Box<Bucket>,
+    previous: Box<Bucket>,
+}
+
+/// One thread's way to a [`Memory`]. Cheap to clone; stays on its thread. When the last clone goes,
+/// everything it cached goes back.
+#[derive(Clone)]
+pub struct Worker(pub(crate) Rc<WorkerInner>);
+
+pub(crate) struct WorkerInner {
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) shared: Arc<WorkerShared>,
+    caches: RefCell<[Cache; CLASSES]>,
+    pools: RefCell<Vec<Weak<PoolInner>>>,
+    /// Allocations seen at the last look, and when they last changed.
+    seen: Cell<(i64, Option<Instant>)>,
+    /// The caches may hold something.
+    stocked: Cell<bool>,
+}
+
+impl Worker {
+    pub(crate) fn new(memory: Arc<Memory>, shared: Arc<WorkerShared>) -> Worker {
+        let caches = std::array::from_fn(|class| {
+            let size = memory.zones[class].target();
+            Cache { loaded: Box::new(Bucket::new(size)), previous: Box::new(Bucket::new(size)) }
+        });
+        Worker(Rc::new(WorkerInner {
+            memory,
+            shared,
+            caches: RefCell::new(caches),
+            pools: RefCell::default(),
+            seen: Cell::default(),
+            stocked: Cell::new(false),
+        }))
+    }
+
+    /// The memory this worker takes from.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.0.memory
+    }
+
+    /// A block of at least `len` bytes (up to [`MAX_BLOCK_BYTES`]), accounted to `owner`.
+    ///
+    /// # Errors
+    /// [`Exhausted`] when the ceiling or the zone's limit is reached and nothing could be given
+    /// back, when others wait for memory, or when `len` is too large.
+    #[inline]
+    pub fn alloc(&self, len: usize, owner: OwnerId) -> Result<Block, Exhausted> {
+        let class = class_of(len);
+        if let Ok(mut caches) = self.0.caches.try_borrow_mut()
+            && let Some(cache) = caches.get_mut(class)
+            && let Some(page) = cache.loaded.pop()
+        {
+            return Ok(self.0.hand_out(page as usize, class, class_pages(class), owner));
+        }
+        self.0.alloc_slow(len, owner, false).map_err(|_| Exhausted { len })
+    }
+
+    /// A 2 MiB block backed by a huge page where the kernel has one.
+    ///
+    /// # Errors
+    /// [`Exhausted`], as [`Worker::alloc`].
+    pub fn alloc_huge(&self, owner: OwnerId) -> Result<Block, Exhausted> {
+        let len = EXTENT_PAGES * PAGE_BYTES;
+        self.0.alloc_run(EXTENT_PAGES, true, owner).map_err(|_| Exhausted { len })
+    }
+
+    /// As [`Worker::alloc`], but waits for memory, first come, first served. The place in the line
+    /// is in the future itself: waiting allocates nothing. A length that can never be had is
+    /// refused at once.
+    pub fn alloc_wait(&self, len: usize, owner: OwnerId) -> AllocWait {
+        AllocWait { worker: self.clone(), len, owner, waiter: Waiter::default(), queued: false }
+    }
+
+    /// Takes a block back. Never allocates, never waits for the kernel.
+    ///
+    /// # Panics
+    /// If the block belongs to another [`Memory`].
+    #[inline]
+    pub fn free(&self, block: Block) {
+        self.0.free(block);
+    }
+
+    /// Whether [`Worker::poll`] has something to do at once. Cheap: ask at each turn of the loop.
+    #[inline]
+    pub fn needs_poll(&self) -> bool {
+        self.0.shared.flags.load(Ordering::Relaxed) & !STICKY != 0
+    }
+
+    /// Answers what others have asked for (purge, squeeze), shrinks and lends idle pools, and gives
+    /// back the stock of a quiet worker. Call it when [`Worker::needs_poll`] says so and when
+    /// [`Worker::next_deadline`] has come.
+    pub fn poll(&self, now: Instant) {
+        self.0.poll(now);
+    }
+
+    /// When [`Worker::poll`] must be called next even if nobody asks; `None`: nothing is idle here.
+    /// Ask [`Worker::needs_poll`] before sleeping as well: a large pool is given back in several turns.
+    pub fn next_deadline(&self) -> Option<Instant> {
+        let quiet = match self.0.seen.get() {
+            (_, Some(since)) if self.0.stocked.get() => Some(since + QUIET),
+            _ => None,
+        };
+        let pools = self.0.pools.borrow();
+        let pools = pools.iter().filter_map(Weak::upgrade).filter_map(|pool| pool.deadline());
+        pools.chain(quiet).min()
+    }
+
+    /// Bytes in this worker's own caches (pools not counted).
+    pub fn cached_bytes(&self) -> usize {
+        let caches = self.0.caches.borrow();
+        let count = |(class, cache): (usize, &Cache)| {
+            (cache.loaded.len() + cache.previous.len()) * class_bytes(class)
+        };
+        caches.iter().enumerate().map(count).sum()
+    }
+
+    pub(crate) fn add_pool(&self, pool: &Rc<PoolInner>) {
+        let mut pools = self.0.pools.borrow_mut();
+        pools.retain(|pool| pool.strong_count() > 0);
+        pools.push(Rc::downgrade(pool));
+    }
+}
+
+impl std::fmt::Debug for Worker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Worker").field("cached_bytes", &self.cached_bytes()).finish()
+    }
+}
+
+fn signed(count: usize) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+impl WorkerInner {
+    #[inline]
+    fn hand_out(&self, page: usize, class: usize, pages: usize, owner: OwnerId) -> Block {
+        self.shared.zones[class.min(CLASSES)].allocs.add(1);
+        self.account(owner, signed(pages * PAGE_BYTES), 0);
+        let ptr = self.memory.core.reservation.address(page);
+        // SAFETY: the page comes from the arena's books (through a bucket or straight), which hand
+        // out each block once until it is given back; all its pages are wired; the mapping outlives
+        // every block (`Memory::drop`).
+        unsafe { Block::new(ptr, u32::try_from(pages).unwrap_or(u32::MAX), class, owner) }
+    }
+
+    #[inline]
+    pub(crate) fn account(&self, owner: OwnerId, wired: i64, unwired: i64) {
+        if let Some(gauges) = self.shared.owners.get(usize::from(owner.0)) {
+            gauges.wired.add(wired);
+            if unwired != 0 {
+                gauges.unwired.add(unwired);
+            }
+        }
+    }
+
+    fn flags(&self) -> u32 {
+        self.shared.flags.load(Ordering::Relaxed)
+    }
+
+    fn give(&self) -> Give {
+        if self.memory.core.books.lock().prefer_return() { Give::Return } else { Give::Lend }
+    }
+
+    /// The path below the loaded bucket. `first`: this caller is the first in line.
+    #[cold]
+    fn alloc_slow(&self, len: usize, owner: OwnerId, first: bool) -> Result<Block, Shortage> {
+        if len > MAX_BLOCK_BYTES {
+            return Err(Shortage::Budget);
+        }
+        let class = class_of(len);
+        if class >= CLASSES {
+            if !first && self.flags() & WAITERS != 0 && self.memory.must_queue(class) {
+                return Err(Shortage::Budget);
+            }
+            return self.alloc_run(pages_of(len), false, owner);
+        }
+        if let Some(page) = self.cached(class) {
+            return Ok(self.hand_out(page, class, class_pages(class), owner));
+        }
+        if !first && self.flags() & WAITERS != 0 && self.memory.must_queue(class) {
+            return Err(Shortage::Budget);
+        }
+        let mut result = self.refill(class);
+        if result == Err(Shortage::Budget) {
+            if !self.memory.relieve(class_pages(class)) {
+                self.purge(Give::Lend);
+            }
+            result = self.refill(class);
+        }
+        match result {
+            Ok(page) => Ok(self.hand_out(page, class, class_pages(class), owner)),
+            Err(shortage) => {
+                self.memory.zones[class].fails.fetch_add(1, Ordering::Relaxed);
+                Err(shortage)
+            }
+        }
+    }
+
+    /// The previous bucket, or a full one from the depot.
+    fn cached(&self, class: usize) -> Option<usize> {
+        let mut caches = self.caches.borrow_mut();
+        let cache = &mut caches[class];
+        if cache.previous.is_empty() {
+            if self.flags() & STICKY != 0 {
+                return None;
+            }
+            if !self.memory.zones[class].exchange_empty(&mut cache.loaded) {
+                return None;
+            }
+            self.shared.zones[class].filled.add(signed(cache.loaded.len()));
+            self.stocked.set(true);
+        } else {
+            std::mem::swap(&mut cache.loaded, &mut cache.previous);
+        }
+        cache.loaded.pop().map(|page| page as usize)
+    }
+
+    /// One block from the slabs, and as many more as have memory behind them and fit the bucket.
+    fn refill(&self, class: usize) -> Result<usize, Shortage> {
+        let zone = &self.memory.zones[class];
+        let mut caches = self.caches.borrow_mut();
+        let bucket = &mut caches[class].loaded;
+        let caching = self.flags() & STICKY == 0;
+        if caching && bucket.is_empty() {
+            bucket.resize(zone.target());
+        }
+        let mut count = 1;
+        let (page, out) = {
+            let mut arena = self.memory.core.books.lock();
+            let page = arena.take(class)?;
+            while caching && count < bucket.room() {
+                let Some(more) = arena.take_warm(class) else { break };
+                if !bucket.push(u32::try_from(more).unwrap_or(u32::MAX)) {
+                    arena.give(more, class, Give::Lend);
+                    break;
+                }
+                count += 1;
+            }
+            (page, arena.out(class))
+        };
+        self.stocked.set(true);
+        self.shared.zones[class].filled.add(signed(count));
+        if caching {
+            zone.missed(out);
+        }
+        Ok(page)
+    }
+
+    fn alloc_run(&self, pages: usize, huge: bool, owner: OwnerId) -> Result<Block, Shortage> {
+        let take = || self.memory.core.books.lock().take_run(pages, huge);
+        let page = take().or_else(|_| {
+            if !self.memory.relieve(pages) {
+                self.purge(Give::Lend);
+            }
+            take()
+        })?;
+        self.shared.zones[CLASSES].filled.add(1);
+        Ok(self.hand_out(page, CLASSES, pages, owner))
+    }
+
+    #[inline]
+    #[allow(clippy::needless_pass_by_value, reason = "a block is given up here")]
+    fn free(&self, block: Block) {
+        let Some(page) = self.memory.core.reservation.page_of(block.start()) else {
+            unreachable!("a block is freed to the memory it came from")
+        };
+        let class = block.class();
+        self.shared.zones[class.min(CLASSES)].frees.add(1);
+        self.account(block.owner(), -signed(block.capacity()), 0);
+        if self.flags() == 0
+            && let Ok(mut caches) = self.caches.try_borrow_mut()
+            && let Some(cache) = caches.get_mut(class)
+            && cache.loaded.push(u32::try_from(page).unwrap_or(u32::MAX))
+        {
+            return;
+        }
+        self.free_slow(page, class);
+    }
+
+    #[cold]
+    fn free_slow(&self, page: usize, class: usize) {
+        if class >= CLASSES {
+            let pressed = self.flags() & STICKY != 0;
+            let give = if pressed { self.give() } else { Give::Cool };
+            self.shared.zones[CLASSES].filled.add(-1);
+            self.memory.core.books.lock().give_run(page, give);
+            return self.after_give();
+        }
+        if self.flags() & STICKY != 0 {
+            self.to_slab(page, class, self.give());
+            return self.after_give();
+        }
+        let mut caches = self.caches.borrow_mut();
+        let cache = &mut caches[class];
+        self.stocked.set(true);
+        let page32 = u32::try_from(page).unwrap_or(u32::MAX);
+        if cache.previous.is_empty() {
+            cache.previous.resize(self.memory.zones[class].target());
+            std::mem::swap(&mut cache.loaded, &mut cache.previous);
+        } else if !cache.loaded.push(page32) {
+            let full = signed(cache.previous.len());
+            if self.memory.zones[class].exchange_full(&mut cache.previous) {
+                self.shared.zones[class].filled.add(-full);
+            } else {
+                self.empty_bucket(&mut cache.previous, class, Give::Lend);
+                cache.previous.resize(self.memory.zones[class].target());
+            }
+            std::mem::swap(&mut cache.loaded, &mut cache.previous);
+        } else {
+            return;
+        }
+        if !cache.loaded.push(page32) {
+            drop(caches);
+            self.to_slab(page, class, Give::Lend);
+        }
+    }
+
+    fn to_slab(&self, page: usize, class: usize, give: Give) {
+        self.shared.zones[class].filled.add(-1);
+        self.memory.core.books.lock().give(page, class, give);
+    }
+
+    fn empty_bucket(&self, bucket: &mut Bucket, class: usize, give: Give) {
+        self.shared.zones[class].filled.add(-signed(bucket.len()));
+        let mut arena = self.memory.core.books.lock();
+        while let Some(page) = bucket.pop() {
+            arena.give(page as usize, class, give);
+        }
+    }
+
+    /// Blocks that come from a pool under pressure: past all caches, in one go. The caller calls
+    /// [`WorkerInner::after_give`] once it holds nothing borrowed: waking may run other code.
+    pub(crate) fn release(&self, blocks: impl Iterator<Item = Block>, give: Give) {
+        let mut arena = self.memory.core.books.lock();
+        for block in blocks {
+            let Some(page) = self.memory.core.reservation.page_of(block.start()) else { continue };
+            let zone = &self.shared.zones[block.class().min(CLASSES)];
+            zone.frees.add(1);
+            zone.filled.add(-1);
+            if block.is_run() {
+                arena.give_run(page, give);
+            } else {
+                arena.give(page, block.class(), give);
+            }
+        }
+    }
+
+    /// A block a pool has no room for: into the caches, if there is caching now.
+    pub(crate) fn spill(&self, block: Block) {
+        if self.flags() & STICKY == 0 {
+            return self.free(block);
+        }
+        self.account(block.owner(), -signed(block.capacity()), 0);
+        self.release(std::iter::once(block), self.give());
+    }
+
+    pub(crate) fn prefers_return(&self) -> bool {
+        self.memory.core.books.lock().prefer_return()
+    }
+
+    /// Serves those who wait out of what has been given back.
+    pub(crate) fn after_give(&self) {
+        if self.flags() & WAITERS != 0 {
+            self.memory.serve_waiters();
+        }
+    }
+
+    /// Empties all caches of this worker, all zones in one visit.
+    pub(crate) fn purge(&self, give: Give) {
+        let mut caches = self.caches.borrow_mut();
+        for (class, cache) in caches.iter_mut().enumerate() {
+            for bucket in [&mut cache.loaded, &mut cache.previous] {
+                if !bucket.is_empty() {
+                    self.empty_bucket(bucket, class, give);
+                }
+            }
+        }
+        self.stocked.set(false);
+    }
+
+    fn poll(&self, now: Instant) {
+        let flags = self.shared.flags.fetch_and(STICKY, Ordering::SeqCst);
+        let hungry = flags & STARVED != 0;
+        if flags & PURGE != 0 || hungry {
+            let give = self.give();
+            self.purge(give);
+            self.shared.purges.add(1);
+            if hungry {
+                self.memory.empty_depots(give);
+            }
+        }
+        self.poll_pools(now, flags & SQUEEZE != 0, hungry);
+        if hungry {
+            self.memory.serve_waiters();
+        } else {
+            self.after_give();
+        }
+        self.poll_quiet(now);
+    }
+
+    fn poll_pools(&self, now: Instant, squeeze: bool, hungry: bool) {
+        let mut index = 0;
+        loop {
+            // One at a time: a pool's work must not find the list borrowed.
+            let pool = self.pools.borrow().get(index).map(Weak::upgrade);
+            let Some(pool) = pool else { break };
+            index += 1;
+            if let Some(pool) = pool {
+                if hungry {
+                    pool.empty(self);
+                } else if squeeze {
+                    pool.shrink(self, now);
+                } else {
+                    pool.poll(self, now);
+                }
+            }
+        }
+    }
+
+    fn poll_quiet(&self, now: Instant) {
+        let allocs: i64 = self.shared.zones.iter().map(|zone| zone.allocs.get()).sum();
+        match self.seen.get() {
+            (seen, Some(since)) if seen == allocs => {
+                if self.stocked.get() && now.saturating_duration_since(since) >= QUIET {
+                    self.purge(Give::Lend);
+                }
+            }
+            _ => self.seen.set((allocs, Some(now))),
+        }
+    }
+}
+
+impl Drop for WorkerInner {
+    fn drop(&mut self) {
+        self.purge(self.give());
+        let mut workers = self.memory.workers.lock();
+        workers.retired.add(&self.shared);
+        workers.list.retain(|worker| !Arc::ptr_eq(worker, &self.shared));
+        drop(workers);
+        self.memory.serve_waiters();
+    }
+}
+
+/// Waits for a block: the future of [`Worker::alloc_wait`].
+#[must_use = "futures do nothing unless polled"]
+pub struct AllocWait {
+    worker: Worker,
+    len: usize,
+    owner: OwnerId,
+    waiter: Waiter,
+    queued: bool,
+}
+
+impl AllocWait {
+    /// The fields: the waiter stays pinned, the others are moved freely.
+    fn parts(self: Pin<&mut Self>) -> (Pin<&Waiter>, &Worker, usize, OwnerId, &mut bool) {
+        // SAFETY: nothing is moved out of `this`; only `waiter` is ever treated as pinned, and it
+        // is handed on pinned.
+        let this = unsafe { self.get_unchecked_mut() };
+        // SAFETY: a field of a pinned value, never moved (above).
+        let waiter = unsafe { Pin::new_unchecked(&this.waiter) };
+        (waiter, &this.worker, this.len, this.owner, &mut this.queued)
+    }
+}
+
+impl Future for AllocWait {
+    type Output = Result<Block, Exhausted>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let (waiter, worker, len, owner, queued) = self.parts();
+        let memory = worker.memory();
+        let class = class_of(len);
+        if len > MAX_BLOCK_BYTES || pages_of(len) > memory.core.books.lock().ceiling() {
+            return Poll::Ready(Err(Exhausted { len }));
+        }
+        if !*queued {
+            match worker.alloc(len, owner) {
+                Ok(block) => return Poll::Ready(Ok(block)),
+                Err(_) => {
+                    // In the line first, then another try: what is freed in between is seen.
+                    let first = memory.waits.len() == 0;
+                    memory.waits.enqueue(waiter, crate::wait::BUDGET, cx.waker());
+                    *queued = true;
+                    memory.starve(first);
+                    if let Some(zone) = memory.zones.get(class) {
+                        zone.sleeps.fetch_add(1, Ordering::Relaxed);
+                    }
+                }
+            }
+        }
+        if memory.waits.is_first(waiter) {
+            match worker.0.alloc_slow(len, owner, true) {
+                Ok(block) => {
+                    memory.waits.remove(waiter);
+                    *queued = false;
+                    memory.fed();
+                    memory.serve_waiters();
+                    return Poll::Ready(Ok(block));
+                }
+                Err(shortage) => {
+                    memory.waits.enqueue(waiter, Memory::lane(shortage, class), cx.waker());
+                }
+            }
+        }
+        Poll::Pending
+    }
+}
+
+impl Drop for AllocWait {
+    fn drop(&mut self) {
+        if !self.queued {
+            return;
+        }
+        // SAFETY: a future that is queued has been pinned, and dropping leaves it where it is.
+        let waiter = unsafe { Pin::new_unchecked(&self.waiter) };
+        let memory = self.worker.memory();
+        if memory.waits.remove(waiter) {
+            memory.fed();
+            memory.serve_waiters();
+        }
+    }
+}

@@ -1,0 +1,265 @@
+//! The asks of the 2013 review of UMA's back pressure (seed `004`), each by name.
+#![cfg(not(feature = "shuttle"))]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use ebb_mem::{Block, Memory, Options, OwnerId, Reclaim, Worker};
+
+const MIB: usize = 1 << 20;
+
+fn memory(ceiling: usize) -> (Arc<Memory>, OwnerId, Instant) {
+    let now = Instant::now();
+    let memory = Memory::new(Options::new(ceiling, now)).unwrap();
+    let owner = memory.owner("test").unwrap();
+    (memory, owner, now)
+}
+
+fn hold(worker: &Worker, owner: OwnerId, len: usize, bytes: usize) -> Vec<Block> {
+    (0..bytes / len).map(|_| worker.alloc(len, owner).unwrap()).collect()
+}
+
+fn free(worker: &Worker, blocks: Vec<Block>) {
+    blocks.into_iter().for_each(|block| worker.free(block));
+}
+
+/// Allocates and frees `bytes` in blocks of `len`.
+fn run(worker: &Worker, owner: OwnerId, len: usize, bytes: usize) {
+    free(worker, hold(worker, owner, len, bytes));
+}
+
+fn depot_bytes(memory: &Memory, len: usize) -> usize {
+    let stats = memory.stats();
+    let zone = stats.zones.iter().find(|zone| zone.item_bytes == len).unwrap();
+    usize::try_from(zone.depot).unwrap() * len
+}
+
+fn classes() -> Vec<usize> {
+    (0..9).map(|class| 4096 << class).collect()
+}
+
+#[test]
+fn workers_are_visited_once_and_all_zones_then() {
+    let (memory, owner, now) = memory(256 * MIB);
+    let woken = Arc::new(AtomicUsize::new(0));
+    let workers: Vec<Worker> = (0..3)
+        .map(|_| {
+            let woken = woken.clone();
+            memory.worker(move || _ = woken.fetch_add(1, Ordering::Relaxed))
+        })
+        .collect();
+    for worker in &workers {
+        classes().into_iter().for_each(|len| run(worker, owner, len, 2 * len));
+        assert!(worker.cached_bytes() > 4 * MIB / 2);
+    }
+    memory.reclaim(Reclaim::DrainWorkers, now);
+    assert_eq!(woken.load(Ordering::Relaxed), 3, "one visit a worker, whatever the zones");
+    for worker in &workers {
+        assert!(worker.needs_poll());
+        worker.poll(now);
+        assert_eq!(worker.cached_bytes(), 0, "all zones in that visit");
+        assert!(!worker.needs_poll());
+    }
+    assert_eq!(memory.stats().purges, 3);
+    memory.settle();
+    assert_eq!(memory.stats().arena.resident(), 0);
+    // The costly visit is paced.
+    memory.reclaim(Reclaim::DrainWorkers, now + Duration::from_millis(999));
+    assert_eq!(woken.load(Ordering::Relaxed), 3);
+    memory.reclaim(Reclaim::DrainWorkers, now + Duration::from_millis(1001));
+    assert_eq!(woken.load(Ordering::Relaxed), 6);
+}
+
+#[test]
+fn every_zone_is_penalised_alike_whatever_the_order_of_creation() {
+    let mut kept = Vec::new();
+    for reverse in [false, true] {
+        let (memory, owner, now) = memory(512 * MIB);
+        let worker = memory.worker(|| ());
+        let mut sizes = vec![4096, 8192, 16384, 32768, 65536];
+        if reverse {
+            sizes.reverse();
+        }
+        for &len in &sizes {
+            run(&worker, owner, len, 16 * MIB);
+        }
+        // A working set of a quarter of the stock, for each zone alike.
+        for &len in &sizes {
+            run(&worker, owner, len, 4 * MIB);
+        }
+        memory.reclaim(Reclaim::Trim, now);
+        sizes.sort_unstable();
+        let shares: Vec<usize> = sizes.iter().map(|&len| depot_bytes(&memory, len)).collect();
+        let (low, high) = (shares.iter().min().unwrap(), shares.iter().max().unwrap());
+        assert!(*low >= 3 * MIB && *high <= 5 * MIB, "each keeps its own working set: {shares:?}");
+        assert!((high - low) * 10 <= 16 * MIB, "spread at most 10 % of the stock: {shares:?}");
+        kept.push(shares);
+    }
+    assert_eq!(kept[0], kept[1], "independent of the order of creation");
+}
+
+#[test]
+fn the_trigger_is_near_the_target_not_the_minimum() {
+    // 5 % of the ceiling is in use: nothing is near any minimum, and the first sign acts already.
+    let (memory, owner, now) = memory(640 * MIB);
+    let worker = memory.worker(|| ());
+    run(&worker, owner, 16384, 32 * MIB);
+    let before = memory.stats().arena.wired;
+    assert!(before >= 32 * MIB);
+    memory.reclaim(Reclaim::Trim, now);
+    assert!(memory.stats().arena.wired < before / 10);
+    assert!(!worker.needs_poll(), "and it does not disturb the workers");
+}
+
+#[test]
+fn the_zone_that_ran_out_of_cache_longest_ago_gives_first() {
+    let (memory, owner, now) = memory(64 * MIB);
+    let worker = memory.worker(|| ());
+    let (stale, busy) = (4096, 65536);
+    for len in [stale, busy] {
+        run(&worker, owner, len, 16 * MIB);
+        run(&worker, owner, len, 6 * MIB);
+    }
+    memory.tick(now + Duration::from_secs(1));
+    run(&worker, owner, stale, MIB);
+    // The busy zone runs out of cache.
+    run(&worker, owner, busy, 20 * MIB);
+    memory.tick(now + Duration::from_secs(2));
+    let stats = memory.stats();
+    let timin = |len| stats.zones.iter().find(|zone| zone.item_bytes == len).unwrap().timin;
+    assert!(timin(stale) > timin(busy), "{} > {}", timin(stale), timin(busy));
+    let before = (depot_bytes(&memory, stale), depot_bytes(&memory, busy));
+    assert!(before.0 > 3 * MIB && before.1 > 3 * MIB, "{before:?}");
+    let room = stats.arena.ceiling - stats.arena.wired;
+    let held = hold(&worker, owner, MIB, room + 2 * MIB);
+    let after = (depot_bytes(&memory, stale), depot_bytes(&memory, busy));
+    assert!(after.0 < before.0, "the stale zone gave: {before:?} {after:?}");
+    assert_eq!(after.1, before.1, "the busy one did not have to");
+    free(&worker, held);
+}
+
+#[test]
+fn the_time_since_a_zone_ran_out_is_stamped_per_zone() {
+    let (memory, owner, now) = memory(64 * MIB);
+    let worker = memory.worker(|| ());
+    run(&worker, owner, 4096, MIB);
+    for second in 1..=5 {
+        memory.tick(now + Duration::from_secs(second));
+    }
+    let timin = |memory: &Memory, class: usize| memory.stats().zones[class].timin;
+    assert!(timin(&memory, 0) >= 4);
+    let held = hold(&worker, owner, 4096, 4 * MIB);
+    memory.tick(now + Duration::from_secs(6));
+    assert_eq!(timin(&memory, 0), 0);
+    assert!(timin(&memory, 3) >= 5, "other zones keep theirs");
+    free(&worker, held);
+}
+
+#[test]
+fn memory_goes_back_while_the_kernel_still_meets_its_targets() {
+    // Temporary use of a very large zone, then none: no pressure, no event, only time.
+    let (memory, owner, now) = memory(256 * MIB);
+    let worker = memory.worker(|| ());
+    run(&worker, owner, 131_072, 64 * MIB);
+    assert!(memory.stats().arena.wired >= 64 * MIB);
+    for second in 1..=40 {
+        let now = now + Duration::from_secs(second);
+        memory.tick(now);
+        worker.poll(now);
+    }
+    memory.settle();
+    let arena = memory.stats().arena;
+    assert!(arena.wired <= MIB, "lent without being asked: {arena:?}");
+    assert!(arena.unwired >= 60 * MIB, "the kernel may use it for its page cache");
+    // After a longer quiet it is returned, so that nobody counts it as ours.
+    for second in 41..=140 {
+        memory.tick(now + Duration::from_secs(second));
+    }
+    memory.settle();
+    assert!(memory.stats().arena.resident() <= MIB);
+}
+
+#[test]
+fn a_quarter_of_what_was_never_needed_goes_each_period() {
+    let (memory, owner, now) = memory(256 * MIB);
+    let worker = memory.worker(|| ());
+    run(&worker, owner, 4096, MIB);
+    // Within the floor the surplus rule of the tick leaves it alone; the idle rule does not.
+    let mut last = usize::MAX;
+    for second in 1..=200 {
+        memory.tick(now + Duration::from_secs(second));
+        let stock = depot_bytes(&memory, 4096);
+        assert!(stock <= last);
+        last = stock;
+    }
+    assert!(last <= 131_072, "down to a bucket: {last}");
+}
+
+#[test]
+fn the_edges_are_tested_downwards_by_repeated_trims() {
+    let (memory, owner, now) = memory(256 * MIB);
+    let worker = memory.worker(|| ());
+    run(&worker, owner, 16384, 32 * MIB);
+    run(&worker, owner, 16384, 16 * MIB);
+    let mut stock = depot_bytes(&memory, 16384);
+    let start = stock;
+    for _ in 0..6 {
+        memory.reclaim(Reclaim::Trim, now);
+        let less = depot_bytes(&memory, 16384);
+        assert!(less < stock, "each trim probes further: {less} of {stock}");
+        stock = less;
+    }
+    assert!(stock * 4 < start);
+}
+
+#[test]
+fn the_edges_are_tested_upwards_it_grows_again_after_calm() {
+    let (memory, owner, now) = memory(256 * MIB);
+    let worker = memory.worker(|| ());
+    let misses = |memory: &Memory| memory.stats().zones[2].misses;
+    run(&worker, owner, 16384, 16 * MIB);
+    memory.reclaim(Reclaim::DrainWorkers, now);
+    worker.poll(now);
+    // While it lasts nothing is cached.
+    run(&worker, owner, 16384, 16 * MIB);
+    assert_eq!(depot_bytes(&memory, 16384) + worker.cached_bytes(), 0);
+    memory.calm();
+    run(&worker, owner, 16384, 16 * MIB);
+    let before = misses(&memory);
+    run(&worker, owner, 16384, 16 * MIB);
+    assert!(misses(&memory) - before <= 1, "the caches hold the load again");
+}
+
+#[test]
+fn buckets_shrink_at_each_low_memory_event_and_have_a_ceiling_tied_to_ram() {
+    let (memory, _, now) = memory(256 * MIB);
+    let bucket = |memory: &Memory| memory.stats().zones[0].bucket;
+    let start = bucket(&memory);
+    memory.reclaim(Reclaim::Trim, now);
+    assert_eq!(bucket(&memory), start - 1);
+    memory.reclaim(Reclaim::Drain, now);
+    assert_eq!(bucket(&memory), start - 2);
+    memory.reclaim(Reclaim::DrainWorkers, now);
+    assert_eq!(bucket(&memory), (start - 2) / 2);
+    (0..100).for_each(|_| memory.reclaim(Reclaim::Trim, now));
+    assert_eq!(bucket(&memory), 1, "never none");
+    let max = |mib| self::memory(mib * MIB).0.stats().zones[0].bucket_max * 4096;
+    assert!(max(4) <= 4 * MIB / 256 && max(16) <= 16 * MIB / 256, "a share of the ceiling");
+    assert!(max(4) < max(16));
+}
+
+#[test]
+fn the_load_may_leave_and_come_back_a_thousand_times() {
+    let (memory, owner, now) = memory(64 * MIB);
+    let worker = memory.worker(|| ());
+    for round in 0..1000u64 {
+        let now = now + Duration::from_secs(2 * round);
+        run(&worker, owner, 65536, 2 * MIB);
+        memory.reclaim(Reclaim::DrainWorkers, now);
+        worker.poll(now);
+        assert_eq!(memory.stats().arena.wired, 0);
+        memory.calm();
+    }
+}

@@ -1,0 +1,100 @@
+//! Traps T11: freeing and reclaiming never allocate, and a warm hit path does not touch the heap.
+#![cfg(not(feature = "shuttle"))]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ebb_mem::{Block, Memory, Options, PagePool, PoolParameters, Reclaim};
+
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+fn count() {
+    let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
+}
+
+// SAFETY: hands everything on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(ptr, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Heap allocations this thread makes while `work` runs.
+fn allocations(work: impl FnOnce()) -> u64 {
+    let before = ALLOCATIONS.get();
+    work();
+    ALLOCATIONS.get() - before
+}
+
+#[test]
+fn t11_freeing_and_reclaiming_never_allocate() {
+    let now = Instant::now();
+    let memory = Memory::new(Options::new(256 << 20, now)).unwrap();
+    let owner = memory.owner("test").unwrap();
+    let worker = memory.worker(|| ());
+    for len in [4096usize, 65536, 1 << 20, 5 << 20] {
+        let blocks: Vec<Block> =
+            (0..(64usize << 20) / len).map_while(|_| worker.alloc(len, owner).ok()).collect();
+        // The first time, before anything has been warmed.
+        assert_eq!(allocations(|| blocks.into_iter().for_each(|b| worker.free(b))), 0, "{len}");
+    }
+    // The same after the depots have let go of their spare buckets.
+    let blocks: Vec<Block> = (0..4000).map(|_| worker.alloc(4096, owner).unwrap()).collect();
+    memory.reclaim(Reclaim::Trim, now);
+    assert_eq!(allocations(|| blocks.into_iter().for_each(|b| worker.free(b))), 0);
+    let pool = PagePool::new(&worker, owner, Arc::new(PoolParameters::default()));
+    let blocks: Vec<Block> = (0..3000).map(|_| pool.take(4096).unwrap()).collect();
+    let work = || {
+        blocks.into_iter().for_each(|block| pool.put(block));
+        pool.done(now);
+        worker.poll(now);
+        worker.poll(now + Duration::from_millis(200));
+        memory.tick(now + Duration::from_secs(1));
+        memory.reclaim(Reclaim::Trim, now);
+        memory.squeeze(now);
+        worker.poll(now);
+        memory.reclaim(Reclaim::Drain, now);
+        memory.reclaim(Reclaim::DrainWorkers, now);
+        worker.poll(now);
+        memory.calm();
+    };
+    assert_eq!(allocations(work), 0);
+}
+
+#[test]
+fn the_warm_hit_path_does_not_touch_the_heap() {
+    let memory = Memory::new(Options::new(256 << 20, Instant::now())).unwrap();
+    let owner = memory.owner("test").unwrap();
+    let worker = memory.worker(|| ());
+    let mut held: Vec<Block> = Vec::with_capacity(512);
+    let mut cycle = || {
+        for index in 0..512usize {
+            held.push(worker.alloc(4096 << (index % 5), owner).unwrap());
+        }
+        held.drain(..).for_each(|block| worker.free(block));
+    };
+    cycle();
+    cycle();
+    assert_eq!(allocations(|| (0..100).for_each(|_| cycle())), 0);
+}

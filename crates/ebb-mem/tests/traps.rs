@@ -1,0 +1,391 @@
+//! The traps T1-T14 of user-space memory lending, each with a test (T11: `no_alloc.rs`).
+//!
+//! T12 (a scan fills caches with data read once) is the cache's to avoid; what it needs from here, to
+//! lend such a buffer at once, is in `t12_...`.
+#![cfg(not(feature = "shuttle"))]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::io::Write;
+use std::os::fd::AsRawFd;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ebb_mem::{Block, Buffer, Memory, Options, OwnerId, PagePool, Reclaim, Registered, Worker};
+
+const MIB: usize = 1 << 20;
+
+/// These tests look at the whole process: one at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn alone() -> impl Drop {
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+struct Rig {
+    memory: Arc<Memory>,
+    worker: Worker,
+    owner: OwnerId,
+    now: Instant,
+}
+
+fn rig_with(change: impl FnOnce(&mut Options)) -> Rig {
+    let now = Instant::now();
+    let mut options = Options::new(64 * MIB, now);
+    change(&mut options);
+    let memory = Memory::new(options).unwrap();
+    let owner = memory.owner("test").unwrap();
+    Rig { worker: memory.worker(|| ()), memory, owner, now }
+}
+
+fn rig() -> Rig {
+    rig_with(|_| ())
+}
+
+/// Makes the kernel reclaim now what it may reclaim at any time.
+fn page_out(address: *mut u8, bytes: usize) {
+    // SAFETY: MADV_PAGEOUT never loses data of its own accord.
+    unsafe { libc::madvise(address.cast(), bytes, libc::MADV_PAGEOUT) };
+}
+
+/// One field (bytes) of the mapping at `address`, and its flags.
+fn mapping(address: *const u8, field: &str) -> (usize, String) {
+    let text = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let (mut inside, mut value, mut flags) = (false, 0, String::new());
+    for line in text.lines() {
+        let range = line.split_whitespace().next().and_then(|word| word.split_once('-'));
+        if let Some((low, high)) = range
+            && let (Ok(low), Ok(high)) =
+                (usize::from_str_radix(low, 16), usize::from_str_radix(high, 16))
+        {
+            inside = (low..high).contains(&address.addr());
+        } else if inside && line.starts_with(field) {
+            value = line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 1024;
+        } else if inside && line.starts_with("VmFlags:") {
+            flags = line.to_owned();
+        }
+    }
+    (value, flags)
+}
+
+fn rollup(field: &str) -> usize {
+    let text = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap();
+    let line = text.lines().find(|line| line.starts_with(field)).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 1024
+}
+
+fn file_with(byte: u8, bytes: usize) -> std::fs::File {
+    let mut file = tempfile::tempfile().unwrap();
+    file.write_all(&vec![byte; bytes]).unwrap();
+    file
+}
+
+/// Reads the file into a registered buffer, as an io_uring user would.
+fn read_fixed(registered: &mut Registered, file: &std::fs::File) {
+    let mut ring = io_uring::IoUring::new(2).expect("io_uring works here: see the kernel's sysctl");
+    let vector = libc::iovec { iov_base: registered.as_ptr().cast(), iov_len: registered.len() };
+    // SAFETY: the memory is owned by `registered`, which outlives the registration below.
+    unsafe { ring.submitter().register_buffers(&[vector]) }.unwrap();
+    let len = u32::try_from(registered.len()).unwrap();
+    let fd = io_uring::types::Fd(file.as_raw_fd());
+    let entry = io_uring::opcode::ReadFixed::new(fd, registered.as_ptr(), len, 0).build();
+    // SAFETY: buffer and file live until the completion below.
+    unsafe { ring.submission().push(&entry) }.unwrap();
+    ring.submit_and_wait(1).unwrap();
+    let result = ring.completion().next().unwrap().result();
+    assert_eq!(u32::try_from(result), Ok(len));
+    ring.submitter().unregister_buffers().unwrap();
+}
+
+#[test]
+fn t1_fresh_data_in_registered_memory_survives_an_earlier_loan() {
+    let _alone = alone();
+    let Rig { memory, worker, owner, now } = rig();
+    let file = file_with(0xa5, 256 * 4096);
+    // A block on loan: it was lent in the pool, and is taken back, which by itself writes nothing.
+    let pool = PagePool::new(&worker, owner, Arc::default());
+    let mut block = pool.take(MIB).unwrap();
+    block.fill(1);
+    pool.put(block);
+    (0..20).for_each(|look| worker.poll(now + look * ebb_mem::POOL_INTERVAL));
+    memory.settle();
+    assert_eq!(pool.free_pages(), (0, 256));
+    let block = pool.take(MIB).unwrap();
+    let mut registered = Registered::new(&worker, block).unwrap();
+    read_fixed(&mut registered, &file);
+    let block = registered.unregister();
+    page_out(block.as_ptr(), block.capacity());
+    assert!(block.iter().all(|&byte| byte == 0xa5), "no page of fresh data was taken");
+    worker.free(block);
+}
+
+#[test]
+fn t1_registered_memory_is_never_advised() {
+    let _alone = alone();
+    let Rig { memory, worker, owner, now } = rig();
+    let mut registered = Registered::new(&worker, worker.alloc(MIB, owner).unwrap()).unwrap();
+    registered.fill(0x5a);
+    for level in [Reclaim::Trim, Reclaim::Drain, Reclaim::DrainWorkers] {
+        memory.reclaim(level, now);
+        memory.squeeze(now);
+        worker.poll(now);
+        memory.settle();
+    }
+    page_out(registered.as_ptr(), registered.len());
+    assert!(registered.iter().all(|&byte| byte == 0x5a));
+    worker.free(registered.unregister());
+}
+
+#[test]
+fn t2_pinned_pages_are_not_counted_as_given_back() {
+    let _alone = alone();
+    let Rig { memory, worker, owner, now } = rig();
+    let registered = Registered::new(&worker, worker.alloc(MIB, owner).unwrap()).unwrap();
+    memory.reclaim(Reclaim::DrainWorkers, now);
+    worker.poll(now);
+    memory.settle();
+    let arena = memory.stats().arena;
+    assert_eq!((arena.wired, arena.unwired, arena.pinned), (MIB, 0, MIB));
+    let block = registered.unregister();
+    assert_eq!(memory.stats().arena.pinned, 0);
+    worker.free(block);
+}
+
+/// Runs one test of this file alone in a child process with `EBB_MEM_CHILD` set.
+fn in_a_child(test: &str) {
+    let output = std::process::Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture"])
+        .env("EBB_MEM_CHILD", "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+}
+
+#[test]
+fn t3_locked_memory_cannot_be_lent_and_is_returned_instead() {
+    if std::env::var_os("EBB_MEM_CHILD").is_none() {
+        return in_a_child("t3_locked_memory_cannot_be_lent_and_is_returned_instead");
+    }
+    // SAFETY: no preconditions. On fault: the reservation itself must not become resident.
+    let locked = unsafe { libc::mlockall(libc::MCL_FUTURE | libc::MCL_ONFAULT) };
+    assert_eq!(locked, 0, "needs a little lockable memory: raise `ulimit -l`");
+    let Rig { memory, worker, owner, now } = rig_with(|options| {
+        options.ceiling_bytes = MIB;
+        options.reserve_bytes = 2 * MIB;
+        options.huge_bytes = 0;
+    });
+    assert!(!memory.lending());
+    let mut block = worker.alloc(256 << 10, owner).unwrap();
+    block.fill(1);
+    let address = block.as_ptr();
+    assert!(mapping(address, "Rss:").0 >= 256 << 10);
+    let mut buffer = Buffer::new(&worker, block).unwrap();
+    assert!(!buffer.unwire(&worker, 0..64), "refused: its content would be gone");
+    assert!(buffer.bytes(0..64).unwrap().iter().all(|&byte| byte == 1));
+    buffer.free(&worker);
+    memory.reclaim(Reclaim::DrainWorkers, now);
+    worker.poll(now);
+    memory.settle();
+    assert_eq!(mapping(address, "Rss:").0, 0, "given back all the same");
+    assert_eq!(memory.stats().arena.resident(), 0);
+}
+
+#[test]
+fn t4_a_child_does_not_share_the_arena() {
+    let _alone = alone();
+    let Rig { worker, owner, .. } = rig();
+    let mut block = worker.alloc(65536, owner).unwrap();
+    block.fill(1);
+    let (_, flags) = mapping(block.as_ptr(), "Rss:");
+    assert!(flags.split_whitespace().any(|flag| flag == "dc"), "not copied on fork: {flags}");
+    worker.free(block);
+}
+
+#[test]
+fn t5_huge_pages_stay_whole_and_small_ones_small() {
+    let _alone = alone();
+    let Rig { memory, worker, owner, .. } = rig();
+    let mut buffer = Buffer::new(&worker, worker.alloc_huge(owner).unwrap()).unwrap();
+    let address = {
+        let bytes = buffer.bytes_mut(0..512).unwrap();
+        bytes.fill(3);
+        bytes.as_ptr()
+    };
+    let huge = mapping(address, "AnonHugePages:").0;
+    assert!(buffer.unwire(&worker, 0..512));
+    memory.settle();
+    while buffer.rewire(&worker, 0..512).is_err() {}
+    assert_eq!(mapping(address, "AnonHugePages:").0, huge, "lent and taken back in one piece");
+    buffer.free(&worker);
+    let mut block = worker.alloc(4096, owner).unwrap();
+    block.fill(1);
+    let (rss, flags) = mapping(block.as_ptr(), "Rss:");
+    assert!(flags.split_whitespace().any(|flag| flag == "nh"), "{flags}");
+    assert_eq!(rss, 4096, "one page touched, one page used");
+    worker.free(block);
+}
+
+#[test]
+fn t6_loss_is_judged_by_the_sentinel_not_by_return_codes() {
+    let _alone = alone();
+    let Rig { memory, worker, owner, .. } = rig();
+    let mut buffer = Buffer::new(&worker, worker.alloc(MIB, owner).unwrap()).unwrap();
+    buffer.bytes_mut(0..256).unwrap().fill(9);
+    let address = buffer.bytes(0..1).unwrap().as_ptr().cast_mut();
+    assert!(buffer.unwire(&worker, 0..256));
+    memory.settle();
+    // The kernel takes pages 64..128 and perhaps others; its return code says nothing.
+    page_out(address.wrapping_add(64 * 4096), 64 * 4096);
+    let lost = buffer.rewire(&worker, 0..256).unwrap();
+    for page in 0..256 {
+        let bytes = buffer.bytes(page..page + 1).unwrap();
+        let whole = bytes.iter().all(|&byte| byte == 9);
+        assert_eq!(whole, !lost.contains(page), "page {page}");
+    }
+    assert!(lost.len() <= 64, "only what was taken: {lost:?}");
+    let (kept, gone) = memory.rewires();
+    assert_eq!((kept + gone, gone), (256, lost.len() as u64));
+    buffer.free(&worker);
+}
+
+#[test]
+fn t7_small_loans_are_not_counted_before_the_kernel_shows_them() {
+    let _alone = alone();
+    let Rig { memory, worker, owner, now } = rig();
+    // The kernel keeps some freed pages in a per-CPU list first: ours is the larger figure.
+    let before = rollup("LazyFree:");
+    let mut blocks: Vec<Block> = (0..20).map(|_| worker.alloc(4096, owner).unwrap()).collect();
+    blocks.iter_mut().for_each(|block| block[0] = 1);
+    blocks.into_iter().for_each(|block| worker.free(block));
+    memory.reclaim(Reclaim::Trim, now);
+    worker.poll(now);
+    worker.poll(now + Duration::from_secs(2));
+    memory.settle();
+    let unwired = memory.stats().arena.unwired;
+    assert_eq!(unwired, 20 * 4096);
+    assert!(rollup("LazyFree:").saturating_sub(before) <= unwired);
+}
+
+#[test]
+fn t8_what_is_lent_for_long_is_returned_so_that_rss_tells_the_truth() {
+    let _alone = alone();
+    let Rig { memory, worker, owner, now } = rig();
+    let mut blocks: Vec<Block> = (0..256).map(|_| worker.alloc(65536, owner).unwrap()).collect();
+    blocks.iter_mut().for_each(|block| block.fill(1));
+    let address = blocks[0].as_ptr();
+    blocks.into_iter().for_each(|block| worker.free(block));
+    memory.reclaim(Reclaim::Trim, now);
+    worker.poll(now);
+    worker.poll(now + Duration::from_secs(2));
+    memory.settle();
+    assert!(mapping(address, "Rss:").0 >= 8 * MIB, "lent memory is still in the RSS");
+    (1..=100).for_each(|second| memory.tick(now + Duration::from_secs(second)));
+    memory.settle();
+    assert_eq!(mapping(address, "Rss:").0, 0);
+}
+
+#[test]
+fn t9_without_lending_everything_is_returned() {
+    let _alone = alone();
+    let Rig { memory, worker, owner, now } = rig_with(|options| options.lend = false);
+    let mut block = worker.alloc(MIB, owner).unwrap();
+    block.fill(1);
+    let address = block.as_ptr();
+    worker.free(block);
+    let pool = PagePool::new(&worker, owner, Arc::default());
+    let mut pooled = pool.take(65536).unwrap();
+    pooled.fill(2);
+    pool.put(pooled);
+    (0..20).for_each(|look| worker.poll(now + look * ebb_mem::POOL_INTERVAL));
+    assert_eq!(pool.free_pages(), (16, 0), "a pool keeps what cannot be lent");
+    memory.reclaim(Reclaim::Trim, now);
+    memory.squeeze(now);
+    worker.poll(now);
+    memory.settle();
+    assert_eq!((mapping(address, "Rss:").0, mapping(address, "LazyFree:").0), (0, 0));
+}
+
+#[test]
+fn t10_a_pool_in_use_keeps_a_wired_floor() {
+    let _alone = alone();
+    let Rig { worker, owner, now, .. } = rig();
+    let pool = PagePool::new(&worker, owner, Arc::default());
+    for look in 0..50 {
+        // A trickle of requests in a pool that was large once.
+        let count = if look == 0 { 500 } else { 1 };
+        let blocks: Vec<Block> = (0..count).map(|_| pool.take(4096).unwrap()).collect();
+        blocks.into_iter().for_each(|block| pool.put(block));
+        worker.poll(now + look * ebb_mem::POOL_INTERVAL);
+    }
+    assert_eq!(pool.free_pages(), (64, 436));
+}
+
+#[test]
+fn t12_data_read_once_can_be_lent_at_once() {
+    let _alone = alone();
+    let Rig { memory, worker, owner, .. } = rig();
+    let mut buffers = Vec::new();
+    for _ in 0..32 {
+        let mut buffer = Buffer::new(&worker, worker.alloc(65536, owner).unwrap()).unwrap();
+        buffer.bytes_mut(0..16).unwrap().fill(1);
+        assert!(buffer.unwire(&worker, 0..16));
+        buffers.push(buffer);
+    }
+    let stats = memory.stats();
+    assert_eq!((stats.owners[1].wired, stats.owners[1].unwired), (0, 32 * 65536));
+    buffers.into_iter().for_each(|buffer| buffer.free(&worker));
+}
+
+#[test]
+fn t13_a_worker_that_ends_or_is_idle_strands_nothing() {
+    let _alone = alone();
+    let Rig { memory, worker, owner, now } = rig();
+    let run = |worker: &Worker| {
+        let blocks: Vec<Block> = (0..40).map(|_| worker.alloc(4096, owner).unwrap()).collect();
+        blocks.into_iter().for_each(|block| worker.free(block));
+        assert!(worker.cached_bytes() > 0);
+    };
+    run(&worker);
+    worker.poll(now);
+    let due = worker.next_deadline().unwrap();
+    assert!(due <= now + ebb_mem::QUIET);
+    worker.poll(due);
+    assert_eq!(worker.cached_bytes(), 0, "idle: it gives back by itself");
+    assert_eq!(worker.next_deadline(), None);
+    run(&worker);
+    let (used, free) = {
+        drop(worker);
+        let zone = memory.stats().zones[0];
+        (zone.used, zone.free - zone.depot)
+    };
+    assert_eq!((used, free), (0, 0), "ended: nothing is left in its buckets");
+}
+
+#[test]
+fn t14_events_in_quick_succession_do_not_make_it_swing() {
+    let _alone = alone();
+    let Rig { memory, worker, owner, now } = rig();
+    let run = |bytes: usize| {
+        let blocks: Vec<Block> =
+            (0..bytes / 16384).map(|_| worker.alloc(16384, owner).unwrap()).collect();
+        blocks.into_iter().for_each(|block| worker.free(block));
+    };
+    run(16 * MIB);
+    // Pressure that comes and goes, with a steady load: each trim keeps the working set, so the
+    // load keeps being served from the caches.
+    let misses = || memory.stats().zones[2].misses;
+    run(4 * MIB);
+    memory.reclaim(Reclaim::Trim, now);
+    let mut before = misses();
+    for event in 0..20 {
+        if event == 10 {
+            // By now the buckets are as small as they get.
+            before = misses();
+        }
+        run(4 * MIB);
+        memory.reclaim(Reclaim::Trim, now + Duration::from_millis(100 * event));
+        memory.calm();
+    }
+    let per_run = (misses() - before) / 10;
+    assert!(per_run * 16 < 4 * MIB as u64 / 16384, "{per_run} misses of 256 a run");
+}
