@@ -3,17 +3,17 @@
 # rustup puts cargo here, and a shell that was open before does not know.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
-# The folder of `make run`, and options of `make bench-nbd` (BENCH="--only qd1_").
+# The folder of `make run`, and options of one bench, such as `make bench-nbd BENCH="--only qd1_"`.
 DATA ?= data
 BENCH ?=
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 SCRIPTS = .ci/run .ci/test packaging/install-build-deps packaging/run-disk testbed/install
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check fmt bench bench-nbd clean
+.PHONY: help run test check fmt bench bench-nbd bench-memory clean
 
 help: ## Say what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: ## Build, and serve a 1 GiB disk from ./data on a unix socket, with the commands to use it
 	@packaging/install-build-deps
@@ -29,20 +29,28 @@ check: ## Format, lints, scripts and manual pages, without the tests
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked -p ebb-volume --features shuttle --all-targets -- -D warnings
+	cargo clippy --locked -p ebb-mem --features shuttle --all-targets -- -D warnings
 	shellcheck $(SCRIPTS)
+	@rm -rf "$(TARGET)/man" "$(TARGET)/parameters"
 	cargo run --locked --quiet -p ebbd -- man --out "$(TARGET)/man"
 	@diff -ru docs/man "$(TARGET)/man" || { echo "bring docs/man up to date: cargo run -p ebbd -- man --out docs/man"; exit 1; }
+	cargo run --locked --quiet -p ebbd -- man --parameters "$(TARGET)/parameters"
+	@diff -ru docs/parameters "$(TARGET)/parameters" || { echo "bring docs/parameters up to date: cargo run -p ebbd -- man --parameters docs/parameters"; exit 1; }
 
 fmt: ## Format all Rust code
 	cargo fmt --all
 
-bench: bench-nbd ## Every benchmark
+bench: bench-memory bench-nbd ## Every benchmark
 
 bench-nbd: ## ebbd beside nbdkit and qemu-storage-daemon; figures on stdout, progress on stderr
 	@packaging/install-build-deps
 	@testbed/install >&2
 	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-nbd
 	@"$(TARGET)/release/bench-nbd" $(BENCH)
+
+bench-memory: ## Elastic memory beside plain ways to hold it; figures on stdout, progress on stderr
+	@packaging/install-build-deps >&2
+	@cargo run --locked --release --quiet -p ebb-mem --example mem-bench -- $(BENCH)
 
 clean: ## Remove what was built; the disks in ./data stay
 	cargo clean

@@ -12,7 +12,7 @@ use std::future::Future;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, Signal};
 use ebb_volume::Volume;
@@ -68,6 +68,8 @@ pub(crate) struct Connection {
     session: Session,
     transport: Transport,
     memory: Rc<Budget>,
+    /// The page pool of this queue.
+    buffers: BufPool,
     lanes: Lanes,
     sender: Sender,
     requests: Cell<u64>,
@@ -103,6 +105,7 @@ impl Connection {
         volume: Arc<Volume>,
         session: Session,
         transport: Transport,
+        buffers: BufPool,
         memory_bytes: usize,
     ) -> Rc<Connection> {
         Rc::new(Connection {
@@ -112,6 +115,7 @@ impl Connection {
             session,
             transport,
             memory: Budget::new(memory_bytes),
+            buffers,
             lanes: Lanes::default(),
             sender: Sender::default(),
             requests: Cell::new(0),
@@ -140,7 +144,7 @@ impl Connection {
         };
         // A task of its own, so that no request polls it; it ends with this function.
         let _housekeeping = self.io.spawn(self.clone().keep_house(stops));
-        let mut receiver = Receiver::new(&self.io, rest);
+        let mut receiver = Receiver::new(self.buffers.clone(), rest).await;
         let end = match self.read_requests(&mut receiver).await {
             Ok(never) => match never {},
             Err(end) => end,
@@ -291,7 +295,7 @@ impl Connection {
         if receiver.suits(length) {
             self.receive(receiver, length).await.map_err(within)?;
         }
-        let mut buf = self.io.pool().get(length);
+        let mut buf = self.buffers.take(length).await;
         let here = receiver.bytes().len().min(length);
         buf[..here].copy_from_slice(&receiver.bytes()[..here]);
         receiver.consume(here);
@@ -348,11 +352,16 @@ impl Connection {
                 }
                 continue;
             };
-            let outcome = execute(&self.io, &self.volume, &self.session, &self.sender, job).await;
+            let outcome =
+                execute(&self.io, &self.volume, &self.session, &self.buffers, &self.sender, job)
+                    .await;
             if let Err(error) = outcome {
                 self.log(&error);
             }
             self.lanes.busy.set(self.lanes.busy.get() - 1);
+            if self.lanes.busy.get() == 0 {
+                self.buffers.done(Instant::now());
+            }
             self.lanes.idle.borrow_mut().push(lane.clone());
             self.lanes.freed.set();
         }

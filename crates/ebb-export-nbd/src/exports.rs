@@ -1,8 +1,10 @@
 //! The volumes a server offers, by name; changed while it runs.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
+use ebb_io::BufPool;
+use ebb_mem::{Memory, OwnerId, PoolParameters};
 use ebb_volume::{Gate, Volume};
 
 use crate::handshake::{BlockSizes, Capabilities, ExportInfo, Exports};
@@ -19,6 +21,26 @@ pub(crate) struct Export {
     pub(crate) volume: Arc<Volume>,
     pub(crate) stop: Arc<Stop>,
     pub(crate) connections: Gate,
+    /// Limits of the page pools of its queues.
+    pub(crate) pool: Arc<PoolParameters>,
+    /// Whom its memory is accounted to, from the first connection on.
+    owner: OnceLock<Option<OwnerId>>,
+}
+
+impl Export {
+    /// A page pool for one of its queues. Volumes are told apart in the accounts as long as there
+    /// are numbers for them; then they count as their worker's.
+    pub(crate) fn queue(&self, worker: &BufPool) -> BufPool {
+        let owner = self.owner.get_or_init(|| worker.memory().owner(self.volume.name()).ok());
+        worker.queue(owner.unwrap_or(worker.owner()), self.pool.clone())
+    }
+
+    /// Gives its number back once nothing is under way any more.
+    pub(crate) fn release(&self, memory: &Memory) {
+        if let Some(Some(owner)) = self.owner.get() {
+            memory.release_owner(*owner);
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -40,10 +62,13 @@ impl Registry {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn add(&self, volume: Arc<Volume>) {
+    pub(crate) fn add(&self, volume: Arc<Volume>, pool: Arc<PoolParameters>) {
         let name = volume.name().clone();
         let (stop, connections) = (Arc::default(), Gate::default());
-        self.write().by_name.insert(name, Arc::new(Export { volume, stop, connections }));
+        self.write().by_name.insert(
+            name,
+            Arc::new(Export { volume, stop, connections, pool, owner: OnceLock::new() }),
+        );
     }
 
     pub(crate) fn remove(&self, name: &str) -> Option<Arc<Export>> {

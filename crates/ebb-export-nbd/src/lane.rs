@@ -4,7 +4,7 @@
 //! request. A connection has as many lanes as it has had requests at once; they end when it falls
 //! silent.
 
-use ebb_io::{BudgetGuard, Buf, Io};
+use ebb_io::{BudgetGuard, Buf, BufPool, Io};
 use ebb_volume::{BlockError, ErrorKind, Volume, ZeroFlags};
 
 use crate::decode::Operation;
@@ -55,6 +55,7 @@ pub(crate) async fn execute(
     io: &Io,
     volume: &Volume,
     session: &Session,
+    buffers: &BufPool,
     sender: &Sender,
     job: Job,
 ) -> Result<(), BlockError> {
@@ -62,7 +63,7 @@ pub(crate) async fn execute(
     let result = match operation {
         Operation::Read { offset, length, unfragmented } => {
             let whole = unfragmented || to.chunks().is_none();
-            read(io, volume, sender, to, Range { offset, length, whole }).await
+            read(io, volume, buffers, sender, to, Range { offset, length, whole }).await
         }
         Operation::Write { offset, fua, .. } => match payload {
             Some(data) => volume.write(io, data, offset, fua).await.0.map(|()| Body::Done),
@@ -80,7 +81,7 @@ pub(crate) async fn execute(
             volume.write_zeroes(io, offset, length, flags, fua).await.map(|()| Body::Done)
         }
         Operation::BlockStatus { offset, length, one } => {
-            status(io, volume, session, (offset, length), one).await
+            status(io, volume, buffers, session, (offset, length), one).await
         }
         Operation::Disconnect => Ok(Body::Done),
     };
@@ -104,6 +105,7 @@ struct Range {
 async fn read(
     io: &Io,
     volume: &Volume,
+    buffers: &BufPool,
     sender: &Sender,
     to: ReplyTo,
     range: Range,
@@ -116,7 +118,7 @@ async fn read(
     loop {
         sender.keeps_up().await;
         let length = left.min(piece);
-        let buf = io.pool().get(usize::try_from(length).unwrap_or(usize::MAX));
+        let buf = buffers.take(usize::try_from(length).unwrap_or(usize::MAX)).await;
         let (result, data) = volume.read(io, buf, offset).await;
         result?;
         left -= length;
@@ -132,6 +134,7 @@ async fn read(
 async fn status(
     io: &Io,
     volume: &Volume,
+    buffers: &BufPool,
     session: &Session,
     (offset, length): (u64, u64),
     one: bool,
@@ -151,7 +154,7 @@ async fn status(
         }
     }
     let count = list.finish();
-    let mut descriptors = io.pool().get(bytes.len());
+    let mut descriptors = buffers.take(bytes.len()).await;
     descriptors.copy_from_slice(&bytes);
     // `check` lets BLOCK_STATUS through only where a context was selected.
     let context = session.allocation_context.unwrap_or_default();

@@ -5,7 +5,7 @@
 
 use std::io;
 
-use ebb_io::{Buf, Io};
+use ebb_io::{Buf, BufPool, Io};
 
 use crate::transport::Transport;
 
@@ -16,6 +16,7 @@ const LARGE: usize = 256 << 10;
 
 /// Received bytes that were not consumed yet.
 pub(crate) struct Receiver {
+    buffers: BufPool,
     buf: Option<Buf>,
     start: usize,
     end: usize,
@@ -25,10 +26,10 @@ pub(crate) struct Receiver {
 
 impl Receiver {
     /// A receiver with bytes that came in behind the handshake.
-    pub(crate) fn new(io: &Io, rest: &[u8]) -> Receiver {
-        let mut buf = io.pool().get(rest.len().max(SMALL));
+    pub(crate) async fn new(buffers: BufPool, rest: &[u8]) -> Receiver {
+        let mut buf = buffers.take(rest.len().max(SMALL)).await;
         buf[..rest.len()].copy_from_slice(rest);
-        Receiver { buf: Some(buf), start: 0, end: rest.len(), wanted: SMALL }
+        Receiver { buffers, buf: Some(buf), start: 0, end: rest.len(), wanted: SMALL }
     }
 
     /// What is there.
@@ -66,7 +67,7 @@ impl Receiver {
         needed: usize,
     ) -> io::Result<()> {
         while self.end - self.start < needed {
-            let mut buf = self.make_room(io, needed);
+            let mut buf = self.make_room(needed).await;
             buf.set_len(buf.capacity());
             let room = self.end..buf.capacity();
             let space = room.len();
@@ -87,7 +88,7 @@ impl Receiver {
     }
 
     /// A buffer with the unconsumed bytes at `start..end` and room for `needed` in all.
-    fn make_room(&mut self, io: &Io, needed: usize) -> Buf {
+    async fn make_room(&mut self, needed: usize) -> Buf {
         let unconsumed = self.end - self.start;
         let capacity = self.wanted.max(needed);
         let old = self.buf.take();
@@ -104,10 +105,10 @@ impl Receiver {
                 }
                 // Nothing is kept, and it is larger than wanted: the pool has better use for it.
                 drop(buf);
-                io.pool().get(capacity)
+                self.buffers.take(capacity).await
             }
             old => {
-                let mut buf = io.pool().get(capacity);
+                let mut buf = self.buffers.take(capacity).await;
                 if let Some(old) = old {
                     buf[..unconsumed].copy_from_slice(&old[self.start..self.end]);
                 }

@@ -10,6 +10,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use ebb_io::{Fd, Gather, Io, WorkerHandle, fd_from};
+use ebb_mem::PoolParameters;
 use ebb_volume::{BlockError, Gate, Volume};
 
 use crate::connection::{Connection, End};
@@ -91,9 +92,9 @@ impl Server {
         }))
     }
 
-    /// Offers a volume under its name.
-    pub fn add(&self, volume: Arc<Volume>) {
-        self.0.registry.add(volume);
+    /// Offers a volume under its name; `pool` limits the free pages each of its queues keeps.
+    pub fn add(&self, volume: Arc<Volume>, pool: Arc<PoolParameters>) {
+        self.0.registry.add(volume, pool);
     }
 
     /// Says which volume answers to the empty name.
@@ -116,6 +117,13 @@ impl Server {
         self.0.clients.load(Ordering::Relaxed)
     }
 
+    /// The volumes on offer, in the order of their names, each with the number of connections that
+    /// use it.
+    pub fn volumes(&self) -> Vec<(Arc<Volume>, u64)> {
+        let all = self.0.registry.all().into_iter();
+        all.map(|export| (export.volume.clone(), export.connections.inside())).collect()
+    }
+
     /// Withdraws a volume: its connections finish what is under way and end, then it is closed.
     ///
     /// # Errors
@@ -125,6 +133,7 @@ impl Server {
         export.stop.stop();
         export.connections.shut();
         export.connections.empty().await;
+        export.release(io.pool().memory());
         export.volume.close(io).await
     }
 
@@ -226,7 +235,8 @@ impl Shared {
         let (volume, tls) = (export.volume.clone(), session.tls);
         tracing::info!(connection = number, volume = %volume.name(), tls, "connected");
         let memory = limits.connection_memory;
-        let connection = Connection::new(io, number, volume, session, transport, memory);
+        let buffers = export.queue(io.pool());
+        let connection = Connection::new(io, number, volume, session, transport, buffers, memory);
         let end =
             Rc::clone(&connection).serve(&rest, [self.stop.clone(), export.stop.clone()]).await;
         match end {
@@ -295,7 +305,7 @@ async fn send(io: &Io, transport: &Transport, output: &mut Vec<u8>) -> std::io::
 }
 
 async fn receive(io: &Io, transport: &Transport, input: &mut Vec<u8>) -> Result<(), Refused> {
-    let buf = io.pool().get(4096);
+    let buf = io.pool().take(4096).await;
     let (result, buf) = transport.recv(io, buf, 0..4096).await;
     match result? {
         0 => Err(Refused::Left),

@@ -92,7 +92,7 @@ impl Transport {
 
     /// Takes more cipher text off the socket.
     async fn fill_tls(&self, io: &Io, tls: &RefCell<TlsSession>) -> io::Result<()> {
-        let cipher = io.pool().get(CIPHER_BYTES);
+        let cipher = io.pool().take(CIPHER_BYTES).await;
         let (result, cipher) = io.recv(&self.fd, cipher, 0..CIPHER_BYTES).await;
         match result? {
             0 => self.eof.set(true),
@@ -144,7 +144,7 @@ impl Transport {
 
     async fn send_output(&self, io: &Io, tls: &RefCell<TlsSession>) -> io::Result<()> {
         loop {
-            let mut cipher = io.pool().get(CIPHER_BYTES);
+            let mut cipher = io.pool().take(CIPHER_BYTES).await;
             let count = tls.borrow_mut().take_output(&mut cipher);
             if count == 0 {
                 return Ok(());
@@ -178,7 +178,7 @@ impl Transport {
     /// Reads and drops what still comes, until the client has closed its side, too: a close with
     /// bytes unread is a reset over TCP, which destroys replies that are on their way.
     pub(crate) async fn drain(&self, io: &Io) {
-        let mut buf = io.pool().get(CIPHER_BYTES);
+        let mut buf = io.pool().take(CIPHER_BYTES).await;
         loop {
             let (result, returned) = io.recv(&self.fd, buf, 0..CIPHER_BYTES).await;
             buf = returned;

@@ -17,7 +17,7 @@ const MIB: u64 = 1 << 20;
 #[test]
 fn more_clients_than_allowed_are_turned_away_until_one_leaves() {
     let rig = Rig::new(Limits { max_clients: 2, ..Limits::default() }, Tls::Off, None);
-    rig.server.add(memory("disk", MIB));
+    rig.server.add(memory("disk", MIB), std::sync::Arc::default());
     let first = rig.client("disk", Style::Simple);
     let mut second = rig.client("disk", Style::Simple);
     let mut third: Box<dyn Stream> = Box::new(rig.stream());
@@ -113,7 +113,7 @@ fn a_stop_does_not_wait_for_a_client_that_takes_no_replies() {
     for connection_memory in [1 << 20, 64 << 20] {
         let limits = Limits { connection_memory, ..Limits::default() };
         let rig = Rig::new(limits, Tls::Off, None);
-        rig.server.add(memory("disk", 4 * MIB));
+        rig.server.add(memory("disk", 4 * MIB), std::sync::Arc::default());
         let mut client = rig.client("disk", Style::Simple);
         assert_eq!(client.write(0, 0, &pattern(3, 1 << 20)), 0);
         stuff(&mut client, 200, MIB);

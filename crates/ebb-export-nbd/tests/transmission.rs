@@ -216,7 +216,7 @@ fn what_is_wrong_is_refused_and_the_connection_stays_in_step() {
     for style in STYLES {
         let limits = Limits { max_request: 1 << 20, ..Limits::default() };
         let rig = Rig::new(limits, Tls::Off, None);
-        rig.server.add(memory("disk", SIZE));
+        rig.server.add(memory("disk", SIZE), std::sync::Arc::default());
         let mut client = rig.client("disk", style);
         let long = if style == Style::Simple { EINVAL } else { EOVERFLOW };
         let cases = [
@@ -424,7 +424,7 @@ fn a_budget_smaller_than_one_request_still_gets_on() {
     for style in STYLES {
         let limits = Limits { connection_memory: 64 << 10, ..Limits::default() };
         let rig = Rig::new(limits, Tls::Off, None);
-        rig.server.add(memory("disk", 16 * MIB));
+        rig.server.add(memory("disk", 16 * MIB), std::sync::Arc::default());
         let mut client = rig.client("disk", style);
         let expected = pattern(12, 4 << 20);
         for at in [0, 4 * MIB] {

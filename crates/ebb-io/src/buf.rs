@@ -1,87 +1,122 @@
-//! Owned, aligned I/O buffers and the per-worker pool they return to.
+//! Owned, aligned I/O buffers, out of elastic memory (`ebb-mem`).
 //!
 //! Invariants: a [`Buf`] has a stable address for its whole life; its memory is always initialised;
-//! dropping it returns it to its pool; the pool keeps at most [`KEEP_BYTES`] idle and gives all of
-//! them back when the worker has been quiet (see `BufPool::trim`).
+//! dropping it gives it back to the pool it came from: the worker's caches, or the page pool of a
+//! queue. What is kept there, lent to the kernel or given back is `ebb-mem`'s business.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
+use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
-use std::ptr::NonNull;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Instant;
 
-/// Alignment of every buffer in bytes: enough for O_DIRECT on any device in use.
-const ALIGN: usize = 4096;
-/// Smallest size class in bytes, as a power of two.
-const MIN_SHIFT: u32 = 12;
-/// Largest size class in bytes, as a power of two.
-const MAX_SHIFT: u32 = 26;
-const CLASSES: usize = (MAX_SHIFT - MIN_SHIFT + 1) as usize;
-/// Idle bytes a pool keeps for reuse; more is freed at once.
-const KEEP_BYTES: usize = 32 << 20;
+use ebb_mem::{Block, Memory, OwnerId, PagePool, PoolParameters};
 
 /// The largest buffer that can be asked for, in bytes.
-pub const MAX_BUF: usize = 1 << MAX_SHIFT;
+pub const MAX_BUF: usize = ebb_mem::MAX_BLOCK_BYTES;
 
-/// The buffers of one worker. Cheap to clone; not shared between threads.
-#[derive(Clone, Default)]
+/// Where buffers come from: a worker, or one queue of it. Cheap to clone; not shared between
+/// threads.
+#[derive(Clone)]
 pub struct BufPool(Rc<Inner>);
 
-#[derive(Default)]
 struct Inner {
-    free: RefCell<[Vec<NonNull<u8>>; CLASSES]>,
-    idle_bytes: Cell<usize>,
+    worker: ebb_mem::Worker,
+    owner: OwnerId,
+    queue: Option<PagePool>,
     used_bytes: Cell<usize>,
-    /// Buffers handed out since the last trim: tells a quiet pool from a busy one.
-    gets: Cell<u64>,
-}
-
-fn class_of(len: usize) -> usize {
-    let shift = len.max(1).next_power_of_two().trailing_zeros().max(MIN_SHIFT);
-    (shift - MIN_SHIFT) as usize
-}
-
-fn layout_of(class: usize) -> Layout {
-    // Size and alignment are powers of two far below isize::MAX, so this cannot fail.
-    Layout::from_size_align(class_bytes(class), ALIGN).unwrap_or(Layout::new::<u8>())
-}
-
-fn class_bytes(class: usize) -> usize {
-    1 << (class + MIN_SHIFT as usize)
 }
 
 impl BufPool {
-    /// A buffer of `len` bytes (1 to [`MAX_BUF`]). Its content is whatever was there before.
+    pub(crate) fn new(worker: ebb_mem::Worker, owner: OwnerId) -> BufPool {
+        BufPool(Rc::new(Inner { worker, owner, queue: None, used_bytes: Cell::new(0) }))
+    }
+
+    /// A pool of its own for one queue, accounted to `owner`, which keeps free pages within
+    /// `parameters` (seed `000`).
+    #[must_use]
+    pub fn queue(&self, owner: OwnerId, parameters: Arc<PoolParameters>) -> BufPool {
+        let worker = self.0.worker.clone();
+        let queue = Some(PagePool::new(&worker, owner, parameters));
+        BufPool(Rc::new(Inner { worker, owner, queue, used_bytes: Cell::new(0) }))
+    }
+
+    /// Whom its buffers are accounted to.
+    pub fn owner(&self) -> OwnerId {
+        self.0.owner
+    }
+
+    /// The memory all of this comes from.
+    pub fn memory(&self) -> &Arc<Memory> {
+        self.0.worker.memory()
+    }
+
+    /// A buffer of `len` bytes (1 to [`MAX_BUF`]); its content is whatever was there before. Waits
+    /// in line when the memory's ceiling is reached.
     ///
     /// # Panics
     /// If `len` is larger than [`MAX_BUF`]: callers check lengths that come from outside first.
-    pub fn get(&self, len: usize) -> Buf {
+    pub async fn take(&self, len: usize) -> Buf {
         assert!(len <= MAX_BUF, "buffer of {len} bytes asked for; callers check limits first");
-        let class = class_of(len);
-        let inner = &self.0;
-        let bytes = class_bytes(class);
-        let reused = inner.free.borrow_mut()[class].pop();
-        let ptr = match reused {
-            Some(ptr) => {
-                inner.idle_bytes.set(inner.idle_bytes.get() - bytes);
-                ptr
-            }
-            None => allocate(class),
+        let block = match self.try_block(len) {
+            Some(block) => block,
+            None => match self.0.worker.alloc_wait(len, self.0.owner).await {
+                Ok(block) => block,
+                // Refused for good: larger than the ceiling itself, which no configuration allows.
+                Err(error) => panic!("{error}"),
+            },
         };
-        inner.used_bytes.set(inner.used_bytes.get() + bytes);
-        inner.gets.set(inner.gets.get() + 1);
-        Buf { ptr, class, len, pool: self.clone() }
+        self.wrap(block, len)
     }
 
-    /// Bytes of memory a buffer of `len` bytes takes: its size class, and what the heap adds to keep
-    /// it aligned. For whoever accounts for memory before asking for it.
+    /// As [`BufPool::take`], without waiting.
+    ///
+    /// # Panics
+    /// When there is no memory: for tests and for buffers taken at the start.
+    pub fn get(&self, len: usize) -> Buf {
+        match self.try_block(len) {
+            Some(block) => self.wrap(block, len),
+            None => panic!("no memory for a buffer of {len} bytes"),
+        }
+    }
+
+    fn try_block(&self, len: usize) -> Option<Block> {
+        match &self.0.queue {
+            Some(queue) => queue.take(len).ok(),
+            None => self.0.worker.alloc(len, self.0.owner).ok(),
+        }
+    }
+
+    fn wrap(&self, block: Block, len: usize) -> Buf {
+        let inner = &self.0;
+        inner.used_bytes.set(inner.used_bytes.get() + block.capacity());
+        Buf { block: ManuallyDrop::new(block), len, pool: self.clone() }
+    }
+
+    /// Says that the requests at hand are done: the queue's free pages are cut to their limit.
+    pub fn done(&self, now: Instant) {
+        if let Some(queue) = &self.0.queue {
+            queue.done(now);
+        }
+    }
+
+    /// Bytes of memory a buffer of `len` bytes takes: its size class. For whoever accounts for
+    /// memory before asking for it.
     pub fn footprint(len: usize) -> usize {
-        class_bytes(class_of(len.min(MAX_BUF))) + ALIGN
+        let pages = len.clamp(1, MAX_BUF).next_multiple_of(ebb_mem::PAGE_BYTES);
+        if pages > 1 << 20 { pages } else { pages.next_power_of_two() }
     }
 
-    /// Bytes in idle buffers kept for reuse.
+    /// Bytes in idle buffers kept for reuse, by the queue or the worker.
     pub fn idle_bytes(&self) -> usize {
-        self.0.idle_bytes.get()
+        match &self.0.queue {
+            Some(queue) => {
+                let (wired, lent) = queue.free_pages();
+                (wired + lent) * ebb_mem::PAGE_BYTES
+            }
+            None => self.0.worker.cached_bytes(),
+        }
     }
 
     /// Bytes in buffers that are in use.
@@ -89,71 +124,19 @@ impl BufPool {
         self.0.used_bytes.get()
     }
 
-    /// Frees all idle buffers if none was asked for since the last call. Returns true when there
-    /// is nothing left to trim.
-    pub(crate) fn trim(&self) -> bool {
+    fn put(&self, block: Block) {
         let inner = &self.0;
-        if inner.gets.replace(0) > 0 {
-            return false;
-        }
-        if inner.idle_bytes.get() == 0 {
-            return true;
-        }
-        self.free_idle();
-        // SAFETY: malloc_trim has no preconditions; it returns free heap pages to the kernel.
-        unsafe { libc::malloc_trim(0) };
-        true
-    }
-
-    fn free_idle(&self) {
-        let mut free = self.0.free.borrow_mut();
-        for (class, list) in free.iter_mut().enumerate() {
-            for ptr in list.drain(..) {
-                // SAFETY: the pointer came from `allocate(class)` and is in no Buf.
-                unsafe { dealloc(ptr.as_ptr(), layout_of(class)) };
-            }
-            list.shrink_to_fit();
-        }
-        self.0.idle_bytes.set(0);
-    }
-
-    fn put(&self, ptr: NonNull<u8>, class: usize) {
-        let inner = &self.0;
-        let bytes = class_bytes(class);
-        inner.used_bytes.set(inner.used_bytes.get() - bytes);
-        let idle = inner.idle_bytes.get() + bytes;
-        if idle > KEEP_BYTES {
-            // SAFETY: the pointer came from `allocate(class)` and its Buf is being dropped.
-            unsafe { dealloc(ptr.as_ptr(), layout_of(class)) };
-            return;
-        }
-        inner.free.borrow_mut()[class].push(ptr);
-        inner.idle_bytes.set(idle);
-    }
-}
-
-impl Drop for Inner {
-    fn drop(&mut self) {
-        for (class, list) in self.free.get_mut().iter_mut().enumerate() {
-            for ptr in list.drain(..) {
-                // SAFETY: as in `free_idle`; no Buf can exist, since each holds an Rc to us.
-                unsafe { dealloc(ptr.as_ptr(), layout_of(class)) };
-            }
+        inner.used_bytes.set(inner.used_bytes.get() - block.capacity());
+        match &inner.queue {
+            Some(queue) => queue.put(block),
+            None => inner.worker.free(block),
         }
     }
-}
-
-fn allocate(class: usize) -> NonNull<u8> {
-    let layout = layout_of(class);
-    // SAFETY: the layout has a non-zero size.
-    let ptr = unsafe { alloc_zeroed(layout) };
-    NonNull::new(ptr).unwrap_or_else(|| handle_alloc_error(layout))
 }
 
 /// An owned buffer of a worker. Dereferences to its bytes.
 pub struct Buf {
-    ptr: NonNull<u8>,
-    class: usize,
+    block: ManuallyDrop<Block>,
     len: usize,
     pool: BufPool,
 }
@@ -161,7 +144,7 @@ pub struct Buf {
 impl Buf {
     /// Bytes the buffer can hold: `len` may be set up to this.
     pub fn capacity(&self) -> usize {
-        class_bytes(self.class)
+        self.block.capacity()
     }
 
     /// Sets the length, at most [`Buf::capacity`].
@@ -174,29 +157,29 @@ impl Buf {
     }
 
     pub(crate) fn addr(&self) -> *mut u8 {
-        self.ptr.as_ptr()
+        self.block.as_ptr()
     }
 }
 
 impl Deref for Buf {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: `len` initialised bytes are owned by self, and the kernel does not hold them:
-        // an operation takes the Buf by value for as long as it runs.
-        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
+        // The kernel does not hold them: an operation takes the Buf by value while it runs.
+        &self.block[..self.len]
     }
 }
 
 impl DerefMut for Buf {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`, and `&mut self` makes the access exclusive.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
+        &mut self.block[..self.len]
     }
 }
 
 impl Drop for Buf {
     fn drop(&mut self) {
-        self.pool.put(self.ptr, self.class);
+        // SAFETY: the field is not used again: this is the drop of its owner.
+        let block = unsafe { ManuallyDrop::take(&mut self.block) };
+        self.pool.put(block);
     }
 }
 
@@ -206,42 +189,53 @@ impl std::fmt::Debug for Buf {
     }
 }
 
+/// A pool with a memory of its own, for tests of this crate.
+#[cfg(test)]
+pub(crate) fn private_pool() -> BufPool {
+    let memory = Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
+    let owner = memory.owner("test").unwrap();
+    BufPool::new(memory.worker(|| {}), owner)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn classes_round_up_to_powers_of_two() {
-        let pool = BufPool::default();
-        for (len, capacity) in [(1, 4096), (4096, 4096), (4097, 8192), (MAX_BUF, MAX_BUF)] {
+        let pool = private_pool();
+        for (len, capacity) in [(1, 4096), (4096, 4096), (4097, 8192), (1 << 20, 1 << 20)] {
             let buf = pool.get(len);
             assert_eq!((buf.len(), buf.capacity()), (len, capacity));
-            assert_eq!(buf.as_ptr() as usize % ALIGN, 0);
+            assert_eq!(BufPool::footprint(len), capacity);
+            assert_eq!(buf.as_ptr() as usize % 4096, 0);
         }
+        assert_eq!(pool.get((1 << 20) + 1).capacity(), BufPool::footprint((1 << 20) + 1));
     }
 
     #[test]
-    fn a_dropped_buffer_is_reused_and_a_quiet_pool_is_emptied() {
-        let pool = BufPool::default();
+    fn a_dropped_buffer_is_reused() {
+        let pool = private_pool();
         let first = pool.get(5000);
         let address = first.as_ptr();
         drop(first);
-        assert_eq!((pool.idle_bytes(), pool.used_bytes()), (8192, 0));
+        assert_eq!(pool.used_bytes(), 0);
         let second = pool.get(8000);
         assert_eq!(second.as_ptr(), address);
-        assert_eq!((pool.idle_bytes(), pool.used_bytes()), (0, 8192));
-        drop(second);
-        assert!(!pool.trim(), "buffers were used since the last trim");
-        assert_eq!(pool.idle_bytes(), 8192);
-        assert!(pool.trim());
-        assert_eq!(pool.idle_bytes(), 0);
+        assert_eq!(pool.used_bytes(), 8192);
     }
 
     #[test]
-    fn idle_buffers_are_bounded() {
-        let pool = BufPool::default();
-        let held: Vec<_> = (0..40).map(|_| pool.get(1 << 20)).collect();
+    fn a_queue_keeps_what_its_limit_allows() {
+        let pool = private_pool();
+        let owner = pool.memory().owner("queue").unwrap();
+        let limits = Arc::new(PoolParameters::default());
+        limits.set_max_buffer_pages(2);
+        let queue = pool.queue(owner, limits);
+        let held: Vec<_> = (0..5).map(|_| queue.get(4096)).collect();
+        assert_eq!(queue.used_bytes(), 5 * 4096);
         drop(held);
-        assert!(pool.idle_bytes() <= KEEP_BYTES);
+        queue.done(Instant::now());
+        assert_eq!(queue.idle_bytes(), 2 * 4096);
     }
 }

@@ -143,7 +143,7 @@ impl Gather {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::buf::BufPool;
+    use crate::buf::private_pool;
 
     fn bytes_of(gather: &Gather) -> Vec<u8> {
         let mut all = Vec::new();
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn pieces_leave_in_order_and_survive_short_sends() {
-        let pool = BufPool::default();
+        let pool = private_pool();
         let mut gather = Gather::default();
         let mut buf = pool.get(6);
         buf.copy_from_slice(b"abcdef");

@@ -19,6 +19,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use async_task::Runnable;
+use ebb_mem::Memory;
 
 use crate::buf::BufPool;
 use crate::offload;
@@ -31,6 +32,8 @@ pub type Task<T> = async_task::Task<T>;
 
 /// Polls between two looks at the ring.
 const POLLS_PER_TURN: usize = 512;
+/// Memory of a worker that shares with nobody.
+const ALONE_BYTES: usize = 256 << 20;
 /// Completions per turn below which a request may take the short way: a lone one makes two, the
 /// request's arrival and its read.
 const DIRECT_BELOW: u32 = 3;
@@ -38,8 +41,8 @@ const DIRECT_BELOW: u32 = 3;
 const LINGER_FROM: u32 = 4;
 /// How long a batch of completions may be waited for once work is there.
 const LINGER: Duration = Duration::from_micros(25);
-/// How long a quiet worker keeps idle buffers.
-const QUIET: Duration = Duration::from_secs(1);
+/// How often the memory is asked when it must be tended next.
+const TEND_INTERVAL: Duration = Duration::from_millis(100);
 /// How long a stopping worker waits for the kernel to let go of buffers.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -153,8 +156,10 @@ impl Load {
 struct Core {
     ring: Ring,
     load: Load,
-    /// When to look whether idle buffers can go.
-    trim_at: Cell<Option<Instant>>,
+    memory: ebb_mem::Worker,
+    /// When to tend the memory next, and when that was last asked for.
+    tend_at: Cell<Option<Instant>>,
+    tended: Cell<Option<Instant>>,
     /// The kernel can wait for several completions with a deadline.
     linger: bool,
     timers: Timers,
@@ -290,7 +295,7 @@ impl Io {
             }
             let now = Instant::now();
             core.timers.fire(now);
-            self.trim_if_due(now);
+            self.tend_memory(now);
         }
     }
 
@@ -298,10 +303,8 @@ impl Io {
     fn sleep_in_ring(&self) {
         let core = &*self.0;
         let now = Instant::now();
-        if core.trim_at.get().is_none() && core.pool.idle_bytes() > 0 {
-            core.trim_at.set(Some(now + QUIET));
-        }
-        let next = [core.timers.next_deadline(), core.trim_at.get()].into_iter().flatten().min();
+        let next =
+            [core.timers.next_deadline(), self.next_tending(now)].into_iter().flatten().min();
         if let Some(at) = next {
             core.ring.wake_at(at, now);
         }
@@ -309,13 +312,28 @@ impl Io {
         core.ring.enter(want, None, linger);
     }
 
-    /// Frees idle buffers that were not asked for since the last look.
-    fn trim_if_due(&self, now: Instant) {
+    /// Lets the memory give back, lend or squeeze what is due or was asked for.
+    fn tend_memory(&self, now: Instant) {
         let core = &*self.0;
-        if core.trim_at.get().is_some_and(|at| at <= now) {
-            core.trim_at.set(None);
-            core.pool.trim();
+        if core.memory.needs_poll() || core.tend_at.get().is_some_and(|at| at <= now) {
+            core.tend_at.set(None);
+            core.memory.poll(now);
         }
+    }
+
+    /// When the memory must be tended next. Asked for at most every [`TEND_INTERVAL`], since the
+    /// answer takes a look at every queue.
+    fn next_tending(&self, now: Instant) -> Option<Instant> {
+        let core = &*self.0;
+        if core.tend_at.get().is_none() {
+            let soon = core.tended.get().map(|at| at + TEND_INTERVAL).filter(|at| *at > now);
+            let next = soon.or_else(|| {
+                core.tended.set(Some(now));
+                core.memory.next_deadline()
+            });
+            core.tend_at.set(next);
+        }
+        core.tend_at.get()
     }
 
     fn read_inbox(&self) {
@@ -425,7 +443,7 @@ impl Worker {
     ///
     /// # Errors
     /// When the thread or its io_uring cannot be made; the message says what to change.
-    pub fn start(name: &str) -> io::Result<Worker> {
+    pub fn start(name: &str, memory: &Arc<Memory>) -> io::Result<Worker> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         // SAFETY: no preconditions; the result is checked.
         let wake = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
@@ -442,20 +460,27 @@ impl Worker {
         });
         let (report, started) = std::sync::mpsc::sync_channel(1);
         let for_thread = shared.clone();
+        let memory = memory.clone();
+        let owner = memory.owner(name).map_err(io::Error::other)?;
         let builder = std::thread::Builder::new().name(name.to_owned()).stack_size(512 << 10);
         let thread = builder.spawn(move || match Ring::new() {
             Ok(ring) => {
                 WORKER.set(for_thread.id);
                 let _ = report.send(Ok(()));
                 let offload = Budget::new(offload::AT_ONCE);
-                let (timers, pool) = (Timers::default(), BufPool::default());
+                let bell = for_thread.clone();
+                let memory = memory.worker(move || bell.ring_bell());
+                let pool = BufPool::new(memory.clone(), owner);
+                let timers = Timers::default();
                 let linger = ring.can_linger();
                 let tasks = Rc::default();
                 let shared = for_thread;
                 Io(Rc::new(Core {
                     ring,
                     load: Load::default(),
-                    trim_at: Cell::default(),
+                    memory,
+                    tend_at: Cell::default(),
+                    tended: Cell::default(),
                     linger,
                     timers,
                     pool,
@@ -469,6 +494,16 @@ impl Worker {
         })?;
         started.recv().map_err(io::Error::other)??;
         Ok(Worker { handle: WorkerHandle(shared), thread: Some(thread) })
+    }
+
+    /// As [`Worker::start`] with a memory of its own of 256 MiB at most: for tests and tools.
+    ///
+    /// # Errors
+    /// As [`Worker::start`], or when the address space cannot be reserved.
+    pub fn start_alone(name: &str) -> io::Result<Worker> {
+        let options = ebb_mem::Options::new(ALONE_BYTES, Instant::now());
+        let memory = Memory::new(options).map_err(io::Error::other)?;
+        Worker::start(name, &memory)
     }
 
     /// A handle for other threads.

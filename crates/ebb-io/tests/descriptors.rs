@@ -30,7 +30,7 @@ fn stop_in_the_middle(round: u32) {
     let path = std::env::temp_dir().join(format!("ebb-io-fds-{}-{round}", std::process::id()));
     let _ = std::fs::remove_file(&path);
     let listener = UnixListener::bind(&path).unwrap();
-    let worker = Worker::start("stops").unwrap();
+    let worker = Worker::start_alone("stops").unwrap();
     let for_task = path.clone();
     worker.handle().block_on(move |io| async move {
         let listener = fd_from(listener);

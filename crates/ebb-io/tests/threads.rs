@@ -20,7 +20,7 @@ use ebb_io::{Io, Signal, Worker, fd_from};
 #[test]
 fn several_threads_block_on_one_worker() {
     within(|| {
-        let workers = [Worker::start("one").unwrap(), Worker::start("two").unwrap()];
+        let workers = [Worker::start_alone("one").unwrap(), Worker::start_alone("two").unwrap()];
         std::thread::scope(|scope| {
             for thread in 0..8u64 {
                 let handles = [workers[0].handle(), workers[1].handle()];
@@ -75,7 +75,7 @@ fn no_wake_up_and_no_start_is_lost() {
     const ACTS: u64 = 150;
     for seed in 0..SEEDS {
         within(move || {
-            let worker = Worker::start("stress").unwrap();
+            let worker = Worker::start_alone("stress").unwrap();
             let boxes: Vec<_> = (0..3).map(|_| Arc::new(Mailbox::default())).collect();
             let started = Arc::new(AtomicU64::new(0));
             let start_line = Arc::new(Barrier::new(usize::try_from(THREADS).unwrap()));
@@ -135,7 +135,7 @@ impl Drop for Dropped {
 #[test]
 fn a_stopped_worker_has_dropped_its_tasks_and_may_still_be_woken() {
     within(|| {
-        let worker = Worker::start("gone").unwrap();
+        let worker = Worker::start_alone("gone").unwrap();
         let mailbox = Arc::new(Mailbox::default());
         let gone = Arc::new(AtomicBool::new(false));
         let (for_task, mark) = (mailbox.clone(), Dropped(gone.clone()));
@@ -157,7 +157,7 @@ fn a_stopped_worker_has_dropped_its_tasks_and_may_still_be_woken() {
 #[test]
 fn a_task_that_waits_for_itself_is_dropped_too() {
     within(|| {
-        let worker = Worker::start("knot").unwrap();
+        let worker = Worker::start_alone("knot").unwrap();
         let gone = Arc::new(AtomicBool::new(false));
         let mark = Dropped(gone.clone());
         worker.handle().block_on(move |io| async move {
@@ -177,7 +177,7 @@ fn a_task_that_waits_for_itself_is_dropped_too() {
 #[test]
 fn what_is_given_to_a_stopped_worker_is_dropped() {
     within(|| {
-        let worker = Worker::start("stopped").unwrap();
+        let worker = Worker::start_alone("stopped").unwrap();
         let handle = worker.handle();
         drop(worker);
         let gone = Arc::new(AtomicBool::new(false));
@@ -192,7 +192,7 @@ fn what_is_given_to_a_stopped_worker_is_dropped() {
 fn those_who_block_on_a_stopping_worker_are_let_go() {
     for seed in 0..50 {
         within(move || {
-            let worker = Worker::start("stopping").unwrap();
+            let worker = Worker::start_alone("stopping").unwrap();
             let threads: Vec<_> = (0..4u64)
                 .map(|thread| {
                     let handle = worker.handle();
@@ -325,7 +325,7 @@ fn a_dropped_call_keeps_its_turn_while_it_runs() {
 #[test]
 fn a_stop_does_not_wait_for_offloaded_calls() {
     within(|| {
-        let worker = Worker::start("offload").unwrap();
+        let worker = Worker::start_alone("offload").unwrap();
         let barrier = Arc::new(Barrier::new(2));
         let (begun, has_begun) = mpsc::channel();
         let for_call = barrier.clone();
@@ -347,7 +347,7 @@ fn a_stop_does_not_wait_for_offloaded_calls() {
 #[test]
 fn a_panic_in_a_task_ends_the_worker() {
     within(|| {
-        let worker = Worker::start("panics").unwrap();
+        let worker = Worker::start_alone("panics").unwrap();
         let handle = worker.handle();
         let gone = Arc::new(AtomicBool::new(false));
         let mark = Dropped(gone.clone());

@@ -94,7 +94,7 @@ impl FileStore {
         }
         let mut buf = buf;
         let (start, length) = self.widened(offset, buf.len());
-        let (result, wide) = self.read_whole(io, io.pool().get(length), start).await;
+        let (result, wide) = self.read_whole(io, io.pool().take(length).await, start).await;
         if result.is_ok() {
             let skip = usize::try_from(offset - start).unwrap_or(usize::MAX);
             let end = skip + buf.len();
@@ -148,7 +148,7 @@ impl FileStore {
         }
         let _alone = lock.write().await;
         let (start, length) = self.widened(offset, buf.len());
-        let (result, mut wide) = self.read_whole(io, io.pool().get(length), start).await;
+        let (result, mut wide) = self.read_whole(io, io.pool().take(length).await, start).await;
         if result.is_err() {
             return (result, buf);
         }
@@ -269,7 +269,7 @@ impl FileStore {
         let mut done = 0;
         while done < length {
             let chunk = ZERO_CHUNK.min(length - done);
-            let mut buf = io.pool().get(usize::try_from(chunk).unwrap_or(usize::MAX));
+            let mut buf = io.pool().take(usize::try_from(chunk).unwrap_or(usize::MAX)).await;
             buf.fill(0);
             let (result, _) = self.write(io, buf, offset + done, false).await;
             result.map_err(|e| BlockError { operation: Operation::WriteZeroes, ..e })?;
@@ -399,7 +399,7 @@ mod tests {
             }
         });
         let store = over(read_end);
-        let worker = ebb_io::Worker::start("short-read").unwrap();
+        let worker = ebb_io::Worker::start_alone("short-read").unwrap();
         let (whole, rest) = worker
             .handle()
             .block_on(|io| async move {
@@ -424,7 +424,7 @@ mod tests {
             read_end.read_to_end(&mut all).unwrap();
             all
         });
-        let worker = ebb_io::Worker::start("short-write").unwrap();
+        let worker = ebb_io::Worker::start_alone("short-write").unwrap();
         worker
             .handle()
             .block_on(|io| async move {

@@ -201,7 +201,7 @@ impl Pair {
 }
 
 fn compare(make: impl Fn() -> Store, actions: Vec<Action>) {
-    let worker = Worker::start("oracle").unwrap();
+    let worker = Worker::start_alone("oracle").unwrap();
     let volume = Volume::new("oracle", make(), VolumeOptions::default());
     let for_run = volume.clone();
     let run = worker.handle().block_on(move |io| async move {

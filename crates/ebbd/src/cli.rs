@@ -11,6 +11,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
 use crate::config::{Choice, LogLevel, Overrides, Tls};
+use crate::control::MAX_HOLD_SECONDS;
 use crate::size::Size;
 
 /// Serve virtual disks over NBD
@@ -34,6 +35,29 @@ pub enum Command {
     /// command line win over those of the file; addresses of both are used; a volume of the
     /// command line replaces one of the same name in the file.
     Serve(Box<ServeArgs>),
+    /// Print parameters of a running daemon
+    ///
+    /// Prints the value of one parameter, or a table of all with origin, range and unit. They are
+    /// described in docs/parameters.
+    Get(GetArgs),
+    /// Set a parameter of a running daemon
+    ///
+    /// Sets a parameter until the daemon ends, or until the configuration is read again and says
+    /// something else about it than before. The change is printed as NAME: OLD -> NEW.
+    Set(SetArgs),
+    /// Print what a running daemon does
+    ///
+    /// Prints memory pressure, volumes, memory, zones and page pools as tables. LIMIT, USED, FREE
+    /// and WSS of a zone are blocks of its SIZE in bytes (LIMIT 0 is none); EMPTY is the time since
+    /// its caches were last empty. FREE, LENT and SQUEEZED of a pool are pages of 4096 bytes. Times
+    /// are seconds.
+    Stat(StatArgs),
+    /// Tell a running daemon of memory pressure
+    ///
+    /// Publishes a level of memory pressure inside the daemon as if the host had asked for memory:
+    /// L0 (calm), L1 (squeeze: pools of free pages empty for a moment), L2 (drain: caches empty,
+    /// too) or L3 (last resort: each worker gives back all it can). A level falls by itself.
+    Pressure(PressureArgs),
     /// Print the completion script for a shell
     Completions {
         /// The shell to complete for
@@ -41,11 +65,93 @@ pub enum Command {
     },
     /// Write the manual pages
     Man {
-        /// The directory to write ebbd.1, ebbd-serve.1 and ebbd.toml.5 to; it is made if absent
-        /// [default: the working directory]
+        /// The directory to write ebbd.1, ebbd.toml.5 and the pages of the commands to; it is made
+        /// if absent [default: the working directory]
         #[arg(long, value_name = "DIR", hide_default_value = true, default_value = ".")]
         out: PathBuf,
+
+        /// Write the pages of the run-time parameters to this directory instead
+        #[arg(long, value_name = "DIR", conflicts_with = "out")]
+        parameters: Option<PathBuf>,
     },
+}
+
+/// The options of `ebbd get`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct GetArgs {
+    /// The parameter; without one a table of all is printed
+    #[arg(value_name = "NAME")]
+    pub name: Option<String>,
+
+    /// Print what counts for this volume: its own value, or else the daemon's
+    #[arg(long, value_name = "VOLUME")]
+    pub volume: Option<String>,
+
+    /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<String>,
+}
+
+/// The options of `ebbd set`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct SetArgs {
+    /// The parameter
+    #[arg(value_name = "NAME")]
+    pub name: String,
+
+    /// The value: a number, a size such as 32M, or a word
+    #[arg(
+        value_name = "VALUE",
+        required_unless_present = "unset",
+        conflicts_with = "unset",
+        allow_hyphen_values = true
+    )]
+    pub value: Option<String>,
+
+    /// Go back to what the configuration says
+    #[arg(long)]
+    pub unset: bool,
+
+    /// Set the volume's own value
+    #[arg(long, value_name = "VOLUME")]
+    pub volume: Option<String>,
+
+    /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<String>,
+}
+
+/// The options of `ebbd stat`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct StatArgs {
+    /// Print JSON, sizes in bytes, times in seconds
+    #[arg(long)]
+    pub json: bool,
+
+    /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<String>,
+}
+
+/// The options of `ebbd pressure`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct PressureArgs {
+    /// The level: L0, L1, L2 or L3
+    #[arg(
+        value_name = "LEVEL",
+        value_parser = ["L0", "L1", "L2", "L3"],
+        ignore_case = true,
+        hide_possible_values = true
+    )]
+    pub level: String,
+
+    /// Hold the level for N seconds, 1 to 86400, against falling by itself
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_HOLD_SECONDS))]
+    pub seconds: Option<u64>,
+
+    /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<String>,
 }
 
 /// The options of `ebbd serve`.
@@ -58,8 +164,8 @@ pub struct ServeArgs {
 
     /// Serve a volume: its export NAME, a STORE and options, such as
     /// disk=file:/path/to/image,size=1G,create=true. STORE is file:PATH, memory:SIZE or
-    /// null:SIZE; options are size=SIZE, create=BOOL, read-only=BOOL, direct=auto|on|off and
-    /// default=BOOL. A comma in a path is written twice. May be given several times
+    /// null:SIZE; options are size=SIZE, create=BOOL, read-only=BOOL, direct=auto|on|off,
+    /// default=BOOL, max-buffer-pages=N and buffer-squeeze-duration-ms=N. A comma in a path is written twice. May be given several times
     /// [default: the volumes of the file]
     #[arg(long = "volume", value_name = "NAME=STORE[,option=value]...")]
     pub volumes: Vec<String>,
@@ -107,6 +213,21 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub workers: Option<i64>,
 
+    /// Be controlled through a unix socket at PATH, by ebbd get, set, stat and pressure, and by
+    /// HTTP. Only the daemon's user may open it [default: the path of the file]
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<String>,
+
+    /// Free pages of 4096 bytes each queue keeps for requests to come, 0 to 1048576
+    /// [default: 1024]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub max_buffer_pages: Option<i64>,
+
+    /// How long pools of free pages keep nothing after a sign of memory pressure, in milliseconds,
+    /// 0 to 60000 [default: 10]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub buffer_squeeze_duration_ms: Option<i64>,
+
     /// What goes to the log on stderr: error, warn, info or debug, each with all before it
     /// [default: info]
     #[arg(
@@ -134,6 +255,9 @@ impl ServeArgs {
             connection_memory: self.connection_memory,
             workers: self.workers,
             log: self.log,
+            control: self.control.clone(),
+            max_buffer_pages: self.max_buffer_pages,
+            buffer_squeeze_duration_ms: self.buffer_squeeze_duration_ms,
             inherited_sockets,
         }
     }
@@ -191,6 +315,9 @@ mod tests {
             "--max-request=4K",
             "--connection-memory=5K",
             "--workers=3",
+            "--control=/c",
+            "--max-buffer-pages=4",
+            "--buffer-squeeze-duration-ms=5",
             "--log=debug",
         ])
         .unwrap();
@@ -210,6 +337,9 @@ mod tests {
                 connection_memory: Some(Size::new(5120)),
                 workers: Some(3),
                 log: Some(LogLevel::Debug),
+                control: Some("/c".into()),
+                max_buffer_pages: Some(4),
+                buffer_squeeze_duration_ms: Some(5),
                 inherited_sockets: 7,
             }
         );

@@ -17,7 +17,7 @@ mod flags;
 pub mod keys;
 mod layer;
 mod resolve;
-mod value;
+pub(crate) mod value;
 
 #[cfg(test)]
 mod tests;
@@ -26,8 +26,8 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 pub use self::diff::Changes;
-pub(crate) use self::error::shorten;
 pub use self::error::{BadValue, ConfigError, ErrorKind};
+pub(crate) use self::error::{closest, shorten, suggest};
 pub use self::flags::Overrides;
 pub use self::value::{
     Choice, Direct, Listen, LogLevel, MAX_NAME_BYTES, MAX_UNIX_PATH_BYTES, SECTOR_BYTES, StoreUri,
@@ -47,6 +47,12 @@ pub struct Config {
     pub workers: usize,
     /// What goes to the log.
     pub log: LogLevel,
+    /// The unix socket to be controlled through, if any.
+    pub control: Option<PathBuf>,
+    /// Free pages of 4096 bytes each queue keeps, 0 to 1048576.
+    pub max_buffer_pages: u64,
+    /// How long pools keep nothing after a sign of memory pressure, milliseconds, 0 to 60000.
+    pub buffer_squeeze_duration_ms: u64,
     /// The NBD server.
     pub nbd: Nbd,
     /// The volumes by export name: 1 to [`MAX_NAME_BYTES`] bytes without control characters.
@@ -89,6 +95,10 @@ pub struct VolumeConfig {
     pub direct: Direct,
     /// Whether the volume was named the default; see [`Config::default_volume`].
     pub default: bool,
+    /// Its own [`Config::max_buffer_pages`], if it has one.
+    pub max_buffer_pages: Option<u64>,
+    /// Its own [`Config::buffer_squeeze_duration_ms`], if it has one.
+    pub buffer_squeeze_duration_ms: Option<u64>,
 }
 
 impl Default for Nbd {

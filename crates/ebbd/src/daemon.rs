@@ -7,19 +7,30 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ebb_export_nbd::{Limits, Server, TlsContext};
 use ebb_io::{Worker, WorkerHandle, fd_from};
+use ebb_mem::pressure::{Level, Monitor, Subscription, Watch};
+use ebb_mem::{Memory, Reclaim};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::cli::ServeArgs;
-use crate::config::{Changes, Config, Nbd, Tls};
+use crate::config::{Changes, Choice, Config, LogLevel, Nbd, Tls};
+use crate::control::{Control, Shared};
 use crate::listener::{self, Listener};
+use crate::params::{Configured, Key, Live, Parameters};
+use crate::stat;
 use crate::stores::open_volume;
 
+/// Bounds of the ceiling of I/O memory, and what it is where no limit can be found, bytes.
+const CEILING_MIN: usize = 64 << 20;
+const CEILING_MAX: usize = 1 << 40;
+const CEILING_UNKNOWN: u64 = 1 << 30;
+
 /// Changes the level of the log while the daemon runs.
-pub type SetLogLevel = Box<dyn Fn(crate::config::LogLevel)>;
+pub type SetLogLevel = Box<dyn Fn(LogLevel) + Send + Sync>;
 
 struct Daemon {
     config: Config,
@@ -27,7 +38,9 @@ struct Daemon {
     inherited: usize,
     server: Server,
     workers: Vec<Worker>,
-    set_log_level: SetLogLevel,
+    parameters: Parameters,
+    /// Listens to memory pressure as long as it is here.
+    _monitor: Option<Monitor>,
 }
 
 /// The configuration names something that cannot be opened.
@@ -59,13 +72,17 @@ fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> 
 /// # Errors
 /// What kept it from starting, or data that could not be made stable at the end.
 pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> anyhow::Result<()> {
+    let started = Instant::now();
     raise_descriptor_limit();
     let (give_up, mut signals) = watch_signals()?;
     let inherited = listener::inherited().context("LISTEN_FDS")?;
-    let server =
-        Server::new(limits(&config.nbd), tls_policy(config.nbd.tls), tls_context(&config.nbd)?);
+    let parameters = Parameters::new(&Configured::from(&config));
+    let limits = LiveLimits::new(&parameters);
+    let server = Server::new(limits.now(), tls_policy(config.nbd.tls), tls_context(&config.nbd)?);
+    follow(&parameters, server.clone(), limits, set_log_level);
     for (name, volume) in &config.volumes {
-        server.add(open_volume(name, volume).with_context(|| format!("volume {name}"))?);
+        let opened = open_volume(name, volume).with_context(|| format!("volume {name}"))?;
+        server.add(opened, parameters.pool(Some(name)));
     }
     server.set_default(config.default_volume());
     let inherited_count = inherited.len();
@@ -73,17 +90,45 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
     for address in &config.listen {
         listeners.push(listener::open(address)?);
     }
+    let memory = elastic_memory(started)?;
+    parameters.govern(&memory);
     let workers = (0..config.workers)
-        .map(|number| Worker::start(&format!("ebbd-{number}")))
+        .map(|number| Worker::start(&format!("ebbd-{number}"), &memory))
         .collect::<std::io::Result<Vec<_>>>()
         .context("worker")?;
-    let daemon =
-        Daemon { config, args, inherited: inherited_count, server, workers, set_log_level };
+    let monitor = listen_to_pressure();
+    let answers = monitor.as_ref().map(|monitor| answer_pressure(monitor, &memory));
+    keep_time(&workers[0].handle(), memory.clone());
+    let control = match &config.control {
+        Some(path) => {
+            let shared = Shared {
+                server: server.clone(),
+                parameters: parameters.clone(),
+                memory: stat::Memory::new(Some(memory.clone()), monitor.as_ref()),
+                workers: workers.iter().map(Worker::handle).collect(),
+                started,
+            };
+            Some(Control::start(path, Arc::new(shared))?)
+        }
+        None => None,
+    };
+    let daemon = Daemon {
+        config,
+        args,
+        inherited: inherited_count,
+        server,
+        workers,
+        parameters,
+        _monitor: monitor,
+    };
     daemon.listen(&listeners)?;
     tracing::info!(volumes = daemon.config.volumes.len(), "ready");
     // Without a service manager there is nobody to tell.
     let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
-    daemon.run(&mut signals, &give_up, listeners)
+    let outcome = daemon.run(&mut signals, &give_up, listeners);
+    // To the end it shows what the daemon waits for.
+    drop((control, answers));
+    outcome
 }
 
 fn watch_signals() -> anyhow::Result<(Arc<AtomicBool>, signal_hook::iterator::Signals)> {
@@ -104,12 +149,122 @@ fn raise_descriptor_limit() {
     }
 }
 
-fn limits(nbd: &Nbd) -> Limits {
-    Limits {
-        max_clients: nbd.max_clients,
-        // The configuration allows at most 64 MiB.
-        max_request: u32::try_from(nbd.max_request.bytes()).unwrap_or(u32::MAX),
-        connection_memory: usize::try_from(nbd.connection_memory.bytes()).unwrap_or(usize::MAX),
+/// The parameters that are limits of the NBD server.
+struct LiveLimits {
+    max_clients: Live,
+    max_request: Live,
+    connection_memory: Live,
+}
+
+impl LiveLimits {
+    fn new(parameters: &Parameters) -> Self {
+        Self {
+            max_clients: parameters.live(Key::MaxClients),
+            max_request: parameters.live(Key::MaxRequest),
+            connection_memory: parameters.live(Key::ConnectionMemory),
+        }
+    }
+
+    fn now(&self) -> Limits {
+        let size = |live: &Live| usize::try_from(live.get()).unwrap_or(usize::MAX);
+        Limits {
+            max_clients: size(&self.max_clients),
+            // The parameter's range ends at 64 MiB.
+            max_request: u32::try_from(self.max_request.get()).unwrap_or(u32::MAX),
+            connection_memory: size(&self.connection_memory),
+        }
+    }
+}
+
+/// Has the server and the log follow their parameters.
+fn follow(parameters: &Parameters, server: Server, limits: LiveLimits, set_log_level: SetLogLevel) {
+    parameters.watch(move |change| match change.key {
+        Key::MaxClients | Key::MaxRequest | Key::ConnectionMemory => {
+            server.set_limits(limits.now());
+        }
+        Key::Log => {
+            let at = usize::try_from(change.to).unwrap_or(usize::MAX);
+            if let Some((_, level)) = LogLevel::ALL.get(at) {
+                set_log_level(*level);
+            }
+        }
+        // Users of the others read them where they need them.
+        Key::MaxBufferPages | Key::BufferSqueezeDurationMs | Key::ZoneLimitBytes(_) => {}
+    });
+}
+
+/// The daemon's I/O memory: at most half of what the host, or the control group, allows.
+fn elastic_memory(started: Instant) -> anyhow::Result<Arc<Memory>> {
+    let limit = ebb_mem::pressure::limit(&ebb_mem::pressure::Roots::default());
+    let bytes = limit.map_or(CEILING_UNKNOWN, |limit| limit.bytes / 2);
+    let ceiling = usize::try_from(bytes).unwrap_or(usize::MAX).clamp(CEILING_MIN, CEILING_MAX);
+    tracing::debug!(bytes = ceiling, "ceiling of I/O memory");
+    Memory::new(ebb_mem::Options::new(ceiling, started)).context("I/O memory")
+}
+
+/// Has the memory answer each event of the ladder (design, section 3).
+fn answer_pressure(monitor: &Monitor, memory: &Arc<Memory>) -> Subscription {
+    let memory = Arc::clone(memory);
+    monitor.pressure().subscribe(move |state| {
+        if !state.cause.is_event() {
+            if state.level == Level::L0 {
+                memory.calm();
+            }
+            return;
+        }
+        let now = state.event;
+        match state.level {
+            Level::L0 => memory.tick(now),
+            Level::L1 => {
+                memory.squeeze(now);
+                memory.reclaim(Reclaim::Trim, now);
+            }
+            Level::L2 => {
+                memory.squeeze(now);
+                memory.reclaim(Reclaim::Drain, now);
+            }
+            Level::L3 => {
+                memory.squeeze(now);
+                memory.reclaim(Reclaim::DrainWorkers, now);
+            }
+        }
+    })
+}
+
+/// The memory's estimates go by the second.
+fn keep_time(worker: &WorkerHandle, memory: Arc<Memory>) {
+    worker.spawn(move |io| async move {
+        loop {
+            io.sleep(Duration::from_secs(1)).await;
+            memory.tick(Instant::now());
+        }
+    });
+}
+
+/// Listens to what the host says of memory. A host that says nothing is no reason not to serve.
+fn listen_to_pressure() -> Option<Monitor> {
+    let mut options = ebb_mem::pressure::Options::new(u64::from(std::process::id()));
+    options.systemd = Watch::from_environment();
+    options.on_lost_source = Some(Box::new(|finding| {
+        tracing::warn!("no longer listening to memory pressure: {finding}");
+    }));
+    match Monitor::start(options) {
+        Ok((monitor, report)) => {
+            for finding in &report.listening {
+                tracing::info!("memory pressure: {finding}");
+            }
+            for finding in &report.missing {
+                tracing::debug!("memory pressure, not used: {finding}");
+            }
+            for note in &report.notes {
+                tracing::warn!("memory pressure: {note}");
+            }
+            Some(monitor)
+        }
+        Err(error) => {
+            tracing::warn!(error = %anyhow::Error::from(error), "nobody listens to memory pressure");
+            None
+        }
     }
 }
 
@@ -208,9 +363,10 @@ impl Daemon {
             Ok(context) => self.server.set_tls_context(context),
             Err(error) => tracing::error!("the old TLS keys stay: {error:#}"),
         }
-        self.server.set_limits(limits(&new.nbd));
-        if changes.log_changed {
-            (self.set_log_level)(new.log);
+        for change in self.parameters.reload(&Configured::from(&new)) {
+            let definition = change.key.definition();
+            let (from, to) = (definition.text(change.from), definition.text(change.to));
+            tracing::info!(parameter = %change.key, volume = change.volume, from, to, "changed");
         }
         self.reload_volumes(&new, &changes);
         tracing::info!(volumes = self.config.volumes.len(), "reloaded");
@@ -232,7 +388,7 @@ impl Daemon {
             let Some(volume) = new.volumes.get(name) else { continue };
             match open_volume(name, volume) {
                 Ok(opened) => {
-                    self.server.add(opened);
+                    self.server.add(opened, self.parameters.pool(Some(name)));
                     self.config.volumes.insert(name.clone(), volume.clone());
                     tracing::info!(volume = name, "offered");
                 }
@@ -243,8 +399,13 @@ impl Daemon {
         self.config.nbd.max_request = new.nbd.max_request;
         self.config.nbd.connection_memory = new.nbd.connection_memory;
         self.config.log = new.log;
+        self.config.max_buffer_pages = new.max_buffer_pages;
+        self.config.buffer_squeeze_duration_ms = new.buffer_squeeze_duration_ms;
         for (name, volume) in &mut self.config.volumes {
-            volume.default = new.volumes.get(name).is_some_and(|v| v.default);
+            let Some(new) = new.volumes.get(name) else { continue };
+            volume.default = new.default;
+            volume.max_buffer_pages = new.max_buffer_pages;
+            volume.buffer_squeeze_duration_ms = new.buffer_squeeze_duration_ms;
         }
         self.server.set_default(self.config.default_volume());
     }

@@ -2,12 +2,18 @@
 //! command line, the configuration, and the manual pages made from both.
 //!
 //! Vocabulary: a *volume* is one disk, exported under its name; a *store* is where its bytes live;
-//! an *override* is a setting of the command line, which wins over the configuration file.
+//! an *override* is a setting of the command line, which wins over the configuration file; a
+//! *parameter* is a setting that can be changed while the daemon runs.
 
 pub mod cli;
+pub mod client;
 pub mod config;
+pub mod control;
 pub mod daemon;
 pub mod listener;
 pub mod man;
+pub mod metrics;
+pub mod params;
 pub mod size;
+pub mod stat;
 pub mod stores;

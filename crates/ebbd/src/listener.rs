@@ -58,8 +58,36 @@ pub fn open(address: &Listen) -> Result<Listener, ListenError> {
     }
 }
 
+/// Opens a unix socket that only the daemon's user may connect to.
+///
+/// # Errors
+/// [`ListenError`].
+pub fn open_private(path: &Path) -> Result<Listener, ListenError> {
+    let name = format!("unix:{}", path.display());
+    take_over(path)?;
+    let bind = || -> io::Result<OwnedFd> {
+        use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+        let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
+        let fd = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
+        // The mode of the file is that of the socket: at no moment may others connect.
+        rustix::fs::fchmod(&fd, rustix::fs::Mode::from_raw_mode(0o600))?;
+        rustix::net::bind(&fd, &SocketAddrUnix::new(path)?)?;
+        rustix::net::listen(&fd, 64)?;
+        Ok(fd)
+    };
+    let fd = bind().map_err(|source| bind_error(&name, source))?;
+    Ok(Listener { fd, name, path: Some(path.into()) })
+}
+
 fn unix(path: &Path) -> Result<Listener, ListenError> {
     let name = format!("unix:{}", path.display());
+    take_over(path)?;
+    let socket = UnixListener::bind(path).map_err(|source| bind_error(&name, source))?;
+    Ok(Listener { fd: socket.into(), name, path: Some(path.into()) })
+}
+
+/// Removes a socket that nobody answers at.
+fn take_over(path: &Path) -> Result<(), ListenError> {
     match std::fs::symlink_metadata(path) {
         Ok(metadata) if !metadata.file_type().is_socket() => {
             return Err(ListenError::NotASocket { path: path.into() });
@@ -73,17 +101,16 @@ fn unix(path: &Path) -> Result<Listener, ListenError> {
         },
         Err(_) => {}
     }
-    let socket = UnixListener::bind(path).map_err(|source| {
-        let remedy = match source.kind() {
-            io::ErrorKind::NotFound => ": its folder does not exist: make it",
-            io::ErrorKind::PermissionDenied => {
-                ": give the daemon's user write access to its folder"
-            }
-            _ => "",
-        };
-        ListenError::Bind { address: name.clone(), remedy, source }
-    })?;
-    Ok(Listener { fd: socket.into(), name, path: Some(path.into()) })
+    Ok(())
+}
+
+fn bind_error(name: &str, source: io::Error) -> ListenError {
+    let remedy = match source.kind() {
+        io::ErrorKind::NotFound => ": its folder does not exist: make it",
+        io::ErrorKind::PermissionDenied => ": give the daemon's user write access to its folder",
+        _ => "",
+    };
+    ListenError::Bind { address: name.to_owned(), remedy, source }
 }
 
 fn tcp(address: &str) -> Result<Listener, ListenError> {
@@ -136,6 +163,20 @@ mod tests {
         std::fs::write(&path, "precious").unwrap();
         assert!(matches!(open(&Listen::Unix(path.clone())), Err(ListenError::NotASocket { .. })));
         assert!(path.exists());
+    }
+
+    #[test]
+    fn a_private_socket_is_its_users_alone() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        drop(UnixListener::bind(&path).unwrap());
+        let listener = open_private(&path).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
+        assert!(UnixStream::connect(&path).is_ok());
+        assert!(matches!(open_private(&path), Err(ListenError::InUse { .. })));
+        drop(listener);
+        assert!(!path.exists());
     }
 
     #[test]

@@ -8,8 +8,9 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use ebbd::cli::{self, Cli, Command, ServeArgs};
+use ebbd::client::{self, ClientError};
 use ebbd::config::{Config, ConfigError, LogLevel};
-use ebbd::{daemon, man};
+use ebbd::{daemon, man, params};
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::reload;
@@ -17,18 +18,28 @@ use tracing_subscriber::reload;
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Serve(args) => serve(*args),
+        Command::Get(args) => say(client::get(&args)),
+        Command::Set(args) => say(client::set(&args)),
+        Command::Stat(args) => say(client::stat(&args)),
+        Command::Pressure(args) => say(client::pressure(&args)),
         Command::Completions { shell } => print(&cli::completions(shell)),
-        Command::Man { out } => man::write_pages(&out),
+        Command::Man { parameters: Some(out), .. } => params::pages::write_pages(&out),
+        Command::Man { out, .. } => man::write_pages(&out),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // If stderr is gone, too, there is nobody to tell.
             let _ = writeln!(io::stderr().lock(), "ebbd: {error:#}");
+            let refused = error.downcast_ref::<ClientError>().is_some_and(ClientError::is_usage);
             let mistake = error.is::<ConfigError>() || error.is::<daemon::CheckFailed>();
-            ExitCode::from(if mistake { 2 } else { 1 })
+            ExitCode::from(if refused || mistake { 2 } else { 1 })
         }
     }
+}
+
+fn say(answer: Result<String, ClientError>) -> anyhow::Result<()> {
+    print(answer?.as_bytes())
 }
 
 fn print(bytes: &[u8]) -> anyhow::Result<()> {

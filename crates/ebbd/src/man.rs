@@ -12,6 +12,7 @@ use clap_mangen::Man;
 use clap_mangen::roff::{Inline, Roff, bold, italic, roman};
 
 use crate::cli::Cli;
+use crate::client::SOCKET_VARIABLE;
 use crate::config::keys::{EXAMPLE, Key, SECTIONS, Section, VOLUME};
 
 /// A manual page: its file name and its text.
@@ -28,11 +29,16 @@ pub struct Page {
 /// # Errors
 /// Only if the page generator fails on its own output.
 pub fn pages() -> io::Result<Vec<Page>> {
-    Ok(vec![
-        Page { name: "ebbd.1", text: ebbd()? },
-        Page { name: "ebbd-serve.1", text: ebbd_serve()? },
-        Page { name: "ebbd.toml.5", text: ebbd_toml() },
-    ])
+    let mut pages = vec![Page { name: "ebbd.1", text: ebbd()? }];
+    for command in &COMMANDS {
+        let text = match command.name {
+            "serve" => ebbd_serve()?,
+            _ => client_command(command)?,
+        };
+        pages.push(Page { name: command.file, text });
+    }
+    pages.push(Page { name: "ebbd.toml.5", text: ebbd_toml() });
+    Ok(pages)
 }
 
 /// Writes all manual pages to the directory `out`, which is made if it is absent.
@@ -50,6 +56,76 @@ pub fn write_pages(out: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// A command with a page of its own.
+struct CommandPage {
+    name: &'static str,
+    title: &'static str,
+    file: &'static str,
+    /// Examples: what for, and the lines.
+    examples: &'static [(&'static str, &'static str)],
+    see_also: &'static [&'static str],
+}
+
+const COMMANDS: [CommandPage; 5] = [
+    CommandPage {
+        name: "serve",
+        title: "ebbd-serve",
+        file: "ebbd-serve.1",
+        examples: &[],
+        see_also: &[],
+    },
+    CommandPage {
+        name: "get",
+        title: "ebbd-get",
+        file: "ebbd-get.1",
+        examples: &[(
+            "All parameters, and one as it counts for a volume:",
+            "ebbd get\nebbd get max_buffer_pages --volume disk",
+        )],
+        see_also: &["ebbd(1)", "ebbd-set(1)", "ebbd-stat(1)"],
+    },
+    CommandPage {
+        name: "set",
+        title: "ebbd-set",
+        file: "ebbd-set.1",
+        examples: &[
+            (
+                "Keep no free pages for one volume, then what the configuration says:",
+                "ebbd set max_buffer_pages 0 --volume disk\n\
+              ebbd set max_buffer_pages --unset --volume disk",
+            ),
+            ("Log more for a while:", "ebbd set log debug"),
+        ],
+        see_also: &["ebbd(1)", "ebbd-get(1)", "ebbd.toml(5)"],
+    },
+    CommandPage {
+        name: "stat",
+        title: "ebbd-stat",
+        file: "ebbd-stat.1",
+        examples: &[
+            (
+                "What a program wants to know:",
+                "ebbd stat --json | jq '.volumes[] | {name, clients}'",
+            ),
+            (
+                "The same for Prometheus, as any HTTP client gets it:",
+                "curl --unix-socket /run/ebbd/control.sock http://ebbd/metrics",
+            ),
+        ],
+        see_also: &["ebbd(1)", "ebbd-get(1)", "ebbd-pressure(1)", "vmstat(8)"],
+    },
+    CommandPage {
+        name: "pressure",
+        title: "ebbd-pressure",
+        file: "ebbd-pressure.1",
+        examples: &[(
+            "Have all free memory given back before a large job, and for a minute from then:",
+            "ebbd pressure L2 --seconds 60",
+        )],
+        see_also: &["ebbd(1)", "ebbd-stat(1)"],
+    },
+];
+
 /// The manual the pages belong to.
 const MANUAL: &str = "ebbd manual";
 
@@ -63,7 +139,7 @@ fn ebbd() -> io::Result<String> {
     let synopsis: Vec<_> = command
         .get_subcommands()
         .map(|sub| match sub.get_name() {
-            // It has a page of its own for its many options.
+            // Its many options are on its own page.
             "serve" => vec![bold("ebbd serve"), roman(" [OPTION]...")],
             _ => usage(sub),
         })
@@ -73,9 +149,10 @@ fn ebbd() -> io::Result<String> {
     roff.control("SH", ["COMMANDS"]);
     for (sub, usage) in command.get_subcommands().zip(synopsis) {
         let about = sub.get_about().map(ToString::to_string).unwrap_or_default();
-        let more = if sub.get_name() == "serve" { " See ebbd-serve(1)." } else { "" };
+        let own_page = COMMANDS.iter().find(|command| command.name == sub.get_name());
+        let more = own_page.map(|own| format!(" See {}(1).", own.title)).unwrap_or_default();
         entry(&mut roff, usage, &format!("{about}.{more}"));
-        for arg in sub.get_arguments().filter(|_| sub.get_name() != "serve") {
+        for arg in sub.get_arguments().filter(|_| own_page.is_none()) {
             let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
             roff.control("br", []);
             roff.text([roman(format!("{help}."))]);
@@ -89,7 +166,11 @@ fn ebbd() -> io::Result<String> {
         "ebbd serve --volume disk=file:/var/tmp/disk.img,size=1G,create=true \\\n    \
          --listen unix:/tmp/ebbd.sock\nnbdinfo 'nbd+unix:///disk?socket=/tmp/ebbd.sock'",
     );
-    see_also(&mut roff, &["ebbd-serve(1)", "ebbd.toml(5)", "nbdinfo(1)", "nbdcopy(1)"]);
+    let pages: Vec<String> =
+        COMMANDS.iter().map(|command| format!("{}(1)", command.title)).collect();
+    let mut pages: Vec<&str> = pages.iter().map(String::as_str).collect();
+    pages.extend(["ebbd.toml(5)", "nbdinfo(1)", "nbdcopy(1)"]);
+    see_also(&mut roff, &pages);
     out.push_str(&roff.to_roff());
     Ok(out)
 }
@@ -144,12 +225,40 @@ fn usage(command: &Command) -> Vec<Inline> {
     line
 }
 
-fn ebbd_serve() -> io::Result<String> {
+/// The command called `name`, complete.
+fn subcommand(name: &str) -> io::Result<Command> {
     let mut parent = Cli::command();
     parent.build();
-    let serve = parent
-        .find_subcommand("serve")
-        .ok_or_else(|| io::Error::other("there is no command `serve`"))?;
+    let found = parent.find_subcommand(name).cloned();
+    found.ok_or_else(|| io::Error::other(format!("there is no command `{name}`")))
+}
+
+fn client_command(page: &CommandPage) -> io::Result<String> {
+    let command = subcommand(page.name)?;
+    let mut out = head(&command, page.title, &[usage(&command)])?;
+    let mut roff = Roff::new();
+    roff.control("SH", ["ENVIRONMENT"]);
+    entry(
+        &mut roff,
+        vec![bold(SOCKET_VARIABLE)],
+        "The path of the control socket, if there is no --control.",
+    );
+    exit_status_of(
+        &mut roff,
+        "The daemon cannot be reached, or failed.",
+        "A mistake on the command line: a name or a value that the daemon refuses.",
+    );
+    roff.control("SH", ["EXAMPLES"]);
+    for (what, lines) in page.examples {
+        example(&mut roff, what, lines);
+    }
+    see_also(&mut roff, page.see_also);
+    out.push_str(&roff.to_roff());
+    Ok(out)
+}
+
+fn ebbd_serve() -> io::Result<String> {
+    let serve = &subcommand("serve")?;
     let mut out = head(serve, "ebbd-serve", &[usage(serve)])?;
     let mut roff = Roff::new();
     roff.control("SH", ["VOLUMES"]);
@@ -187,7 +296,7 @@ fn ebbd_serve() -> io::Result<String> {
          --volume cd=file:/srv/install.iso,read-only=true \\\n    \
          --listen tcp:[::]:10809 --tls require --tls-certificates /etc/ebbd/tls",
     );
-    see_also(&mut roff, &["ebbd(1)", "ebbd.toml(5)"]);
+    see_also(&mut roff, &["ebbd(1)", "ebbd-set(1)", "ebbd.toml(5)"]);
     out.push_str(&roff.to_roff());
     Ok(out)
 }
@@ -203,8 +312,9 @@ fn signals(roff: &mut Roff) {
         roff,
         vec![bold("SIGHUP")],
         "Read the configuration file again. New volumes appear, those no longer in the file finish \
-         their requests and go; the log level and the limits change. What needs a restart is said \
-         in the log. A file with a mistake changes nothing.",
+         their requests and go; the log level and the limits change. A parameter that was set with \
+         ebbd-set(1) stays, unless the file says something else about it than before. What needs a \
+         restart is said in the log. A file with a mistake changes nothing.",
     );
 }
 
@@ -224,10 +334,15 @@ fn environment(roff: &mut Roff) {
 }
 
 fn exit_status(roff: &mut Roff) {
+    let mistake = "A mistake on the command line or in the configuration.";
+    exit_status_of(roff, "A failure while running.", mistake);
+}
+
+fn exit_status_of(roff: &mut Roff, failure: &str, mistake: &str) {
     roff.control("SH", ["EXIT STATUS"]);
     entry(roff, vec![bold("0")], "All went well.");
-    entry(roff, vec![bold("1")], "A failure while running.");
-    entry(roff, vec![bold("2")], "A mistake on the command line or in the configuration.");
+    entry(roff, vec![bold("1")], failure);
+    entry(roff, vec![bold("2")], mistake);
 }
 
 fn ebbd_toml() -> String {

@@ -316,7 +316,7 @@ impl Rig {
     pub(crate) fn new(limits: Limits, tls: Tls, context: Option<TlsContext>) -> Rig {
         let server = Server::new(limits, tls, context);
         let folder = tempfile::tempdir().unwrap();
-        let worker = Worker::start("nbd-test").unwrap();
+        let worker = Worker::start_alone("nbd-test").unwrap();
         let rig = Rig { server, worker: Some(worker), folder };
         rig.listen(fd_from(UnixListener::bind(rig.path()).unwrap()));
         rig
@@ -324,7 +324,7 @@ impl Rig {
 
     pub(crate) fn with(volumes: impl IntoIterator<Item = Arc<Volume>>) -> Rig {
         let rig = Rig::new(Limits::default(), Tls::Off, None);
-        volumes.into_iter().for_each(|volume| rig.server.add(volume));
+        volumes.into_iter().for_each(|volume| rig.server.add(volume, std::sync::Arc::default()));
         rig
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::task::Wake;
 
 use super::*;
-use crate::buf::BufPool;
+use crate::buf::{BufPool, private_pool};
 use crate::op::fd_from;
 
 struct Nobody;
@@ -33,7 +33,7 @@ fn receive(ring: &Ring, pool: &BufPool, fd: &Fd) -> Key {
 
 #[test]
 fn slots_are_reused_and_stay_as_many_as_were_ever_needed_at_once() {
-    let (ring, pool) = (Ring::new().unwrap(), BufPool::default());
+    let (ring, pool) = (Ring::new().unwrap(), private_pool());
     let (here, _there) = UnixStream::pair().unwrap();
     let fd = fd_from(here);
     for _ in 0..100 {
@@ -52,7 +52,7 @@ fn slots_are_reused_and_stay_as_many_as_were_ever_needed_at_once() {
 /// Storage never takes more slots than the completion queue has entries, however many wait.
 #[test]
 fn storage_beyond_the_completion_queue_is_given_back() {
-    let (ring, pool) = (Ring::new().unwrap(), BufPool::default());
+    let (ring, pool) = (Ring::new().unwrap(), private_pool());
     let (read_end, _write_end) = std::io::pipe().unwrap();
     let fd = fd_from(read_end);
     let mut refused = 0;
@@ -76,7 +76,7 @@ fn storage_beyond_the_completion_queue_is_given_back() {
 /// nothing, and must not fall over it.
 #[test]
 fn an_operation_leaked_by_the_end_of_the_ring_may_still_be_dropped() {
-    let (ring, pool) = (Ring::new().unwrap(), BufPool::default());
+    let (ring, pool) = (Ring::new().unwrap(), private_pool());
     let (here, _there) = UnixStream::pair().unwrap();
     let key = receive(&ring, &pool, &fd_from(here));
     ring.enter(0, None, None);
@@ -88,7 +88,7 @@ fn an_operation_leaked_by_the_end_of_the_ring_may_still_be_dropped() {
 /// A cancellation that finds no room is sent later.
 #[test]
 fn a_cancellation_that_finds_the_queue_full_waits() {
-    let (ring, pool) = (Ring::new().unwrap(), BufPool::default());
+    let (ring, pool) = (Ring::new().unwrap(), private_pool());
     let (here, _there) = UnixStream::pair().unwrap();
     let fd = fd_from(here);
     let keys: Vec<_> = (0..SQ_ENTRIES).map(|_| receive(&ring, &pool, &fd)).collect();

@@ -21,7 +21,7 @@ where
     T: Send + 'static,
 {
     within(move || {
-        let worker = Worker::start("test").unwrap();
+        let worker = Worker::start_alone("test").unwrap();
         worker.handle().block_on(test).expect("the test panicked on its worker; see above")
     })
 }

@@ -19,7 +19,7 @@ pub(crate) struct Bench {
 
 impl Bench {
     pub(crate) fn new(store: impl Into<StoreOf>) -> Bench {
-        Bench { worker: Worker::start("store").unwrap(), store: Arc::new(store.into().0) }
+        Bench { worker: Worker::start_alone("store").unwrap(), store: Arc::new(store.into().0) }
     }
 
     pub(crate) fn on<F, Fut, T>(&self, what: F) -> T

@@ -13,7 +13,8 @@ pub struct Changes {
     pub volumes_changed: Vec<String>,
     /// Whether another volume, or none, answers to the empty export name.
     pub default_changed: bool,
-    /// Whether `max_clients`, `max_request` or `connection_memory` differ.
+    /// Whether a run-time parameter differs, other than the log level: of the daemon, or of a
+    /// volume that is in both.
     pub limits_changed: bool,
     /// Whether the log level differs.
     pub log_changed: bool,
@@ -36,6 +37,7 @@ impl Config {
         let restart = [
             ("listen", self.listen != new.listen),
             ("workers", self.workers != new.workers),
+            ("control", self.control != new.control),
             ("nbd.tls", old_nbd.tls != new_nbd.tls),
             ("nbd.tls_certificates", old_nbd.tls_certificates != new_nbd.tls_certificates),
             ("nbd.tls_psk", old_nbd.tls_psk != new_nbd.tls_psk),
@@ -58,10 +60,15 @@ impl Config {
                 .volumes
                 .iter()
                 .filter(|(name, volume)| {
-                    // Which volume is the default concerns the server, not the volume.
                     new.volumes.get(*name).is_some_and(|other| {
-                        let other =
-                            super::VolumeConfig { default: volume.default, ..other.clone() };
+                        // Which volume is the default concerns the server, and parameters change
+                        // while the volume serves.
+                        let other = super::VolumeConfig {
+                            default: volume.default,
+                            max_buffer_pages: volume.max_buffer_pages,
+                            buffer_squeeze_duration_ms: volume.buffer_squeeze_duration_ms,
+                            ..other.clone()
+                        };
                         other != **volume
                     })
                 })
@@ -70,7 +77,15 @@ impl Config {
             default_changed: self.default_volume() != new.default_volume(),
             limits_changed: old_nbd.max_clients != new_nbd.max_clients
                 || old_nbd.max_request != new_nbd.max_request
-                || old_nbd.connection_memory != new_nbd.connection_memory,
+                || old_nbd.connection_memory != new_nbd.connection_memory
+                || self.max_buffer_pages != new.max_buffer_pages
+                || self.buffer_squeeze_duration_ms != new.buffer_squeeze_duration_ms
+                || self.volumes.iter().any(|(name, volume)| {
+                    let own = |volume: &super::VolumeConfig| {
+                        (volume.max_buffer_pages, volume.buffer_squeeze_duration_ms)
+                    };
+                    new.volumes.get(name).is_some_and(|other| own(other) != own(volume))
+                }),
             log_changed: self.log != new.log,
             needs_restart: restart.into_iter().filter(|(_, is)| *is).map(|(key, _)| key).collect(),
         }
@@ -126,6 +141,12 @@ mod tests {
             let changes = diff(&format!("{BASE}\n[nbd]\n{key}"));
             assert_eq!(changes, Changes { limits_changed: true, ..Changes::default() }, "{key}");
         }
+        for key in ["max_buffer_pages = 3", "buffer_squeeze_duration_ms = 3"] {
+            for text in [format!("{key}\n{BASE}"), format!("{BASE}\n{key}")] {
+                let expected = Changes { limits_changed: true, ..Changes::default() };
+                assert_eq!(diff(&text), expected, "{text}");
+            }
+        }
         let changes = diff(&format!("log = 'debug'\n{BASE}"));
         assert_eq!(changes, Changes { log_changed: true, ..Changes::default() });
     }
@@ -133,12 +154,21 @@ mod tests {
     #[test]
     fn what_needs_a_restart() {
         let changes = diff(
-            &(BASE.replace("unix:/a", "unix:/c").replace("listen", "workers = 2\nlisten")
+            &(BASE
+                .replace("unix:/a", "unix:/c")
+                .replace("listen", "workers = 2\ncontrol = '/c/s'\nlisten")
                 + "[nbd]\ntls = 'on'\ntls_certificates = '/t'\ntls_verify_peer = true"),
         );
         assert_eq!(
             changes.needs_restart,
-            ["listen", "workers", "nbd.tls", "nbd.tls_certificates", "nbd.tls_verify_peer"]
+            [
+                "listen",
+                "workers",
+                "control",
+                "nbd.tls",
+                "nbd.tls_certificates",
+                "nbd.tls_verify_peer"
+            ]
         );
         let changes = diff(&(BASE.to_owned() + "[nbd]\ntls = 'off'\ntls_psk = '/t'"));
         assert_eq!(changes.needs_restart, ["nbd.tls_psk"]);

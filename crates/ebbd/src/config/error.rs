@@ -185,7 +185,7 @@ pub(crate) fn shorten(text: &str) -> String {
 /// The known word that `given` was probably meant to be, if any comes near.
 ///
 /// Case and `-` against `_` do not count; a part of a word finds the whole (`psk`, `tls_psk`).
-pub(super) fn closest<'a>(
+pub(crate) fn closest<'a>(
     given: &str,
     known: impl IntoIterator<Item = &'a str>,
 ) -> Option<&'a str> {
@@ -209,7 +209,7 @@ pub(super) fn closest<'a>(
 }
 
 /// The remedy for an unknown word: the likely one if there is one, else all of them.
-pub(super) fn suggest<'a>(
+pub(crate) fn suggest<'a>(
     given: &str,
     known: impl IntoIterator<Item = &'a str> + Clone,
     what: &str,

@@ -30,6 +30,9 @@ struct FileTop {
     listen: Option<Vec<Spanned<String>>>,
     workers: Option<Spanned<i64>>,
     log: Option<Spanned<String>>,
+    control: Option<Spanned<String>>,
+    max_buffer_pages: Option<Spanned<i64>>,
+    buffer_squeeze_duration_ms: Option<Spanned<i64>>,
     nbd: Option<FileNbd>,
     volume: Option<BTreeMap<Spanned<String>, FileVolume>>,
 }
@@ -57,6 +60,8 @@ struct FileVolume {
     read_only: Option<Spanned<bool>>,
     direct: Option<Spanned<String>>,
     default: Option<Spanned<bool>>,
+    max_buffer_pages: Option<Spanned<i64>>,
+    buffer_squeeze_duration_ms: Option<Spanned<i64>>,
 }
 
 /// The layer of the file at `path`.
@@ -246,6 +251,11 @@ impl Source<'_> {
         let mut layer = Layer {
             workers: top.workers.map(|n| self.located("workers", n)),
             log: self.convert("log", top.log, Choice::parse)?,
+            control: self.convert("control", top.control, value::control_path)?,
+            max_buffer_pages: top.max_buffer_pages.map(|n| self.located("max_buffer_pages", n)),
+            buffer_squeeze_duration_ms: top
+                .buffer_squeeze_duration_ms
+                .map(|n| self.located("buffer_squeeze_duration_ms", n)),
             max_clients: nbd.max_clients.map(|n| self.located("nbd.max_clients", n)),
             max_request: nbd.max_request.map(|n| self.located("nbd.max_request", n)),
             connection_memory: nbd
@@ -289,6 +299,12 @@ impl Source<'_> {
             read_only: volume.read_only.map(|on| self.located(&key("read_only"), on)),
             direct: self.convert(&key("direct"), volume.direct, Choice::parse)?,
             default: volume.default.map(|default| self.located(&key("default"), default)),
+            max_buffer_pages: volume
+                .max_buffer_pages
+                .map(|n| self.located(&key("max_buffer_pages"), n)),
+            buffer_squeeze_duration_ms: volume
+                .buffer_squeeze_duration_ms
+                .map(|n| self.located(&key("buffer_squeeze_duration_ms"), n)),
             name,
             place,
         })

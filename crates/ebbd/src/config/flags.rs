@@ -37,6 +37,12 @@ pub struct Overrides {
     pub workers: Option<i64>,
     /// What goes to the log.
     pub log: Option<LogLevel>,
+    /// The path of the control socket, with or without `unix:` before it.
+    pub control: Option<String>,
+    /// Free pages each queue keeps; 0 to 1048576 is allowed.
+    pub max_buffer_pages: Option<i64>,
+    /// Milliseconds of a squeeze; 0 to 60000 is allowed.
+    pub buffer_squeeze_duration_ms: Option<i64>,
     /// The number of listening sockets passed in by the service manager (`LISTEN_FDS`). If there
     /// are any, addresses are refused.
     pub inherited_sockets: usize,
@@ -51,6 +57,11 @@ pub(super) fn layer(overrides: &Overrides) -> Result<Layer, ConfigError> {
     let mut layer = Layer {
         workers: located("--workers", overrides.workers),
         log: located("--log", overrides.log),
+        max_buffer_pages: located("--max-buffer-pages", overrides.max_buffer_pages),
+        buffer_squeeze_duration_ms: located(
+            "--buffer-squeeze-duration-ms",
+            overrides.buffer_squeeze_duration_ms,
+        ),
         max_clients: located("--max-clients", overrides.max_clients),
         max_request: located("--max-request", overrides.max_request),
         connection_memory: located("--connection-memory", overrides.connection_memory),
@@ -68,6 +79,11 @@ pub(super) fn layer(overrides: &Overrides) -> Result<Layer, ConfigError> {
                 "write the whole path",
             ));
         }
+    }
+    if let Some(text) = &overrides.control {
+        let place = Place::option("--control");
+        let value = value::control_path(text).map_err(|bad| place.error(bad))?;
+        layer.control = Some(Located { value, place });
     }
     for text in &overrides.listen {
         let place = Place::option(format!("--listen {}", shorten(text)));
@@ -103,6 +119,8 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         read_only: None,
         direct: None,
         default: None,
+        max_buffer_pages: None,
+        buffer_squeeze_duration_ms: None,
         place: place.clone(),
         name: name.clone(),
     };
@@ -119,6 +137,13 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
             "read-only" => set(&mut volume.read_only, value::boolean(text).map_err(fail)?, &place),
             "direct" => set(&mut volume.direct, Choice::parse(text).map_err(fail)?, &place),
             "default" => set(&mut volume.default, value::boolean(text).map_err(fail)?, &place),
+            "max-buffer-pages" => {
+                set(&mut volume.max_buffer_pages, value::number(text).map_err(fail)?, &place)
+            }
+            "buffer-squeeze-duration-ms" => {
+                let number = value::number(text).map_err(fail)?;
+                set(&mut volume.buffer_squeeze_duration_ms, number, &place)
+            }
             _ => return Err(fail(unknown_option(option))),
         };
         if !fresh {

@@ -62,6 +62,31 @@ pub const TOP: Section = Section {
             doc: "What goes to the log: \"error\", \"warn\", \"info\" or \"debug\", each with all \
                   before it.",
         },
+        Key {
+            name: "control",
+            value: "PATH",
+            expected: "write a unix socket: control = \"unix:/run/ebbd/control.sock\"",
+            default: "",
+            doc: "The unix socket that ebbd get, set, stat and pressure use, and that answers \
+                  HTTP. Only the daemon's user may open it. Without the key there is none. A \
+                  change needs a restart.",
+        },
+        Key {
+            name: "max_buffer_pages",
+            value: "N",
+            expected: "write a whole number from 0 to 1048576: max_buffer_pages = 1024",
+            default: "1024",
+            doc: "The number of free pages of 4096 bytes each queue keeps for requests to come, \
+                  0 to 1048576. Can be set at run time, see ebbd-set(1).",
+        },
+        Key {
+            name: "buffer_squeeze_duration_ms",
+            value: "N",
+            expected: "write a whole number from 0 to 60000: buffer_squeeze_duration_ms = 10",
+            default: "10",
+            doc: "How long pools of free pages keep nothing after a sign of memory pressure, in \
+                  milliseconds, 0 to 60000. Can be set at run time, see ebbd-set(1).",
+        },
     ],
 };
 
@@ -183,6 +208,20 @@ pub const VOLUME: Section = Section {
                   that ask for none. At most one volume; a volume that is the only one answers \
                   to it anyway.",
         },
+        Key {
+            name: "max_buffer_pages",
+            value: "N",
+            expected: "write a whole number from 0 to 1048576: max_buffer_pages = 64",
+            default: "",
+            doc: "The volume's own max_buffer_pages; without it the daemon's counts.",
+        },
+        Key {
+            name: "buffer_squeeze_duration_ms",
+            value: "N",
+            expected: "write a whole number from 0 to 60000: buffer_squeeze_duration_ms = 100",
+            default: "",
+            doc: "The volume's own buffer_squeeze_duration_ms; without it the daemon's counts.",
+        },
     ],
 };
 
@@ -196,6 +235,9 @@ const TABLES: [&str; 2] = ["nbd", "volume"];
 pub const EXAMPLE: &str = r#"listen = ["unix:/run/ebbd/nbd.sock", "tcp:127.0.0.1:10809"]
 workers = 1
 log = "info"
+control = "unix:/run/ebbd/control.sock"
+max_buffer_pages = 1024
+buffer_squeeze_duration_ms = 10
 
 [nbd]
 max_clients = 256
@@ -217,6 +259,7 @@ read_only = true
 
 [volume.scratch]
 store = "memory:256M"
+max_buffer_pages = 64
 "#;
 
 impl Section {
@@ -316,7 +359,8 @@ mod tests {
         );
         assert_eq!(
             unknown_key_remedy(&TOP, "zebra"),
-            "the keys here are listen, workers, log, nbd, volume"
+            "the keys here are listen, workers, log, control, max_buffer_pages, \
+             buffer_squeeze_duration_ms, nbd, volume"
         );
     }
 }

@@ -12,6 +12,9 @@ pub(super) struct Layer {
     pub(super) listen: Vec<Located<Listen>>,
     pub(super) workers: Option<Located<i64>>,
     pub(super) log: Option<Located<LogLevel>>,
+    pub(super) control: Option<Located<PathBuf>>,
+    pub(super) max_buffer_pages: Option<Located<i64>>,
+    pub(super) buffer_squeeze_duration_ms: Option<Located<i64>>,
     pub(super) max_clients: Option<Located<i64>>,
     pub(super) max_request: Option<Located<Size>>,
     pub(super) connection_memory: Option<Located<Size>>,
@@ -33,4 +36,6 @@ pub(super) struct VolumeLayer {
     pub(super) read_only: Option<Located<bool>>,
     pub(super) direct: Option<Located<Direct>>,
     pub(super) default: Option<Located<bool>>,
+    pub(super) max_buffer_pages: Option<Located<i64>>,
+    pub(super) buffer_squeeze_duration_ms: Option<Located<i64>>,
 }

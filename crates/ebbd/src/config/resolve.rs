@@ -8,10 +8,8 @@ use super::error::{BadValue, ConfigError, ErrorKind, Located, Place};
 use super::layer::{Layer, VolumeLayer};
 use super::value::{Listen, StoreUri, volume_size};
 use super::{Config, Direct, Nbd, Tls, VolumeConfig};
+use crate::params::Key;
 use crate::size::Size;
-
-/// The smallest and the largest `max_request`.
-const MAX_REQUEST: [Size; 2] = [Size::new(4 << 10), Size::new(64 << 20)];
 
 /// How to start, for someone who gave nothing to serve.
 const HOW_TO_START: &str = "start with `ebbd serve --volume disk=memory:1G \
@@ -22,7 +20,7 @@ const HOW_TO_START: &str = "start with `ebbd serve --volume disk=memory:1G \
 pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Config, ConfigError> {
     let (tls_certificates, tls_psk) = tls_keys(&file, &flags);
     let workers = number(flags.workers.or(file.workers), 1, 64)?;
-    let max_clients = number(flags.max_clients.or(file.max_clients), 1, 65_536)?;
+    let max_clients = parameter(Key::MaxClients, flags.max_clients.or(file.max_clients))?;
     let tls = flags.tls.or(file.tls);
     let verify_peer = flags.tls_verify_peer.or(file.tls_verify_peer);
     check_tls(tls.as_ref(), tls_certificates.as_ref(), tls_psk.as_ref(), verify_peer.as_ref())?;
@@ -31,17 +29,33 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         flags.connection_memory.or(file.connection_memory),
     )?;
 
+    let max_buffer_pages =
+        parameter(Key::MaxBufferPages, flags.max_buffer_pages.or(file.max_buffer_pages))?;
+    let buffer_squeeze_duration_ms = parameter(
+        Key::BufferSqueezeDurationMs,
+        flags.buffer_squeeze_duration_ms.or(file.buffer_squeeze_duration_ms),
+    )?;
+
     let volumes = merge_volumes(file.volumes, flags.volumes)?;
     let addresses = [file.listen, flags.listen].concat();
     if volumes.is_empty() || (addresses.is_empty() && inherited == 0) {
         return Err(nothing_to_serve(volumes.is_empty(), addresses.is_empty() && inherited == 0));
     }
+    let control = flags.control.or(file.control);
+    check_control(control.as_ref(), &addresses)?;
+    let default = |key: Key| key.definition().default;
     Ok(Config {
         listen: check_addresses(addresses, inherited)?,
         workers: workers.unwrap_or(1),
         log: flags.log.or(file.log).map(|log| log.value).unwrap_or_default(),
+        control: control.map(|control| control.value),
+        max_buffer_pages: max_buffer_pages.unwrap_or(default(Key::MaxBufferPages)),
+        buffer_squeeze_duration_ms: buffer_squeeze_duration_ms
+            .unwrap_or(default(Key::BufferSqueezeDurationMs)),
         nbd: Nbd {
-            max_clients: max_clients.unwrap_or(Nbd::default().max_clients),
+            max_clients: max_clients
+                .and_then(|clients| usize::try_from(clients).ok())
+                .unwrap_or(Nbd::default().max_clients),
             max_request,
             connection_memory,
             tls: tls.map(|tls| tls.value).unwrap_or_default(),
@@ -91,21 +105,57 @@ fn number(
         .transpose()
 }
 
+/// The number if it is a value of the parameter `key`.
+fn parameter(key: Key, given: Option<Located<i64>>) -> Result<Option<u64>, ConfigError> {
+    let definition = key.definition();
+    given
+        .map(|given| {
+            u64::try_from(given.value).ok().filter(|n| definition.allows(*n)).ok_or_else(|| {
+                given.error(
+                    ErrorKind::OutOfRange,
+                    format!("{} is out of range", given.value),
+                    format!("choose a number from {}", definition.range()),
+                )
+            })
+        })
+        .transpose()
+}
+
+/// Refuses a control socket where clients are served.
+fn check_control(
+    control: Option<&Located<PathBuf>>,
+    addresses: &[Located<Listen>],
+) -> Result<(), ConfigError> {
+    let Some(control) = control else { return Ok(()) };
+    let same = |address: &&Located<Listen>| match &address.value {
+        Listen::Unix(path) => *path == control.value,
+        Listen::Tcp(_) => false,
+    };
+    match addresses.iter().find(same) {
+        Some(address) => Err(control.error(
+            ErrorKind::Conflict,
+            format!("clients are served there, see {}", address.place.describe()),
+            "choose another path for the control socket",
+        )),
+        None => Ok(()),
+    }
+}
+
 /// `max_request` and `connection_memory`, each in its limits.
 fn memory(
     max_request: Option<Located<Size>>,
     connection_memory: Option<Located<Size>>,
 ) -> Result<(Size, Size), ConfigError> {
-    let [low, high] = MAX_REQUEST;
+    let range = Key::MaxRequest.definition();
     let defaults = Nbd::default();
     let request = max_request.as_ref().map_or(defaults.max_request, |given| given.value);
     if let Some(given) = max_request
-        && !(low..=high).contains(&request)
+        && !range.allows(request.bytes())
     {
         return Err(given.error(
             ErrorKind::OutOfRange,
             format!("{request} is out of range"),
-            format!("choose a size from {low} to {high}"),
+            format!("choose a size from {}", range.range()),
         ));
     }
     let memory = connection_memory.as_ref().map_or(defaults.connection_memory, |given| given.value);
@@ -290,6 +340,11 @@ fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
         read_only: volume.read_only.as_ref().is_some_and(|given| given.value),
         direct: volume.direct.as_ref().map_or(Direct::Auto, |given| given.value),
         default: volume.default.as_ref().is_some_and(|given| given.value),
+        max_buffer_pages: parameter(Key::MaxBufferPages, volume.max_buffer_pages.clone())?,
+        buffer_squeeze_duration_ms: parameter(
+            Key::BufferSqueezeDurationMs,
+            volume.buffer_squeeze_duration_ms.clone(),
+        )?,
     })
 }
 

@@ -67,6 +67,8 @@ fn the_example_of_the_manual() {
             read_only: false,
             direct: Direct::Auto,
             default: true,
+            max_buffer_pages: None,
+            buffer_squeeze_duration_ms: None,
         }
     );
     assert!(config.volumes["install cd"].read_only);
@@ -79,6 +81,8 @@ fn the_defaults_are_those_of_the_table() {
     let shown = [
         (TOP, "workers", config.workers.to_string()),
         (TOP, "log", config.log.to_string()),
+        (TOP, "max_buffer_pages", config.max_buffer_pages.to_string()),
+        (TOP, "buffer_squeeze_duration_ms", config.buffer_squeeze_duration_ms.to_string()),
         (NBD, "max_clients", config.nbd.max_clients.to_string()),
         (NBD, "max_request", config.nbd.max_request.to_string()),
         (NBD, "connection_memory", config.nbd.connection_memory.to_string()),
@@ -483,4 +487,34 @@ fn good_line() -> impl Strategy<Value = String> {
             "volume.b = {{ store = 'file:/b', size = 512, create = {on} }}"
         )),
     ]
+}
+
+#[test]
+fn parameters_and_the_control_socket() {
+    let config = parse(
+        "listen = ['unix:/a']\ncontrol = 'unix:/c'\nmax_buffer_pages = 0\n[volume.a]\n\
+         store = 'null:1G'\nbuffer_squeeze_duration_ms = 60000",
+    )
+    .unwrap();
+    assert_eq!(config.control.as_deref(), Some(Path::new("/c")));
+    assert_eq!((config.max_buffer_pages, config.volumes["a"].max_buffer_pages), (0, None));
+    assert_eq!(config.volumes["a"].buffer_squeeze_duration_ms, Some(60_000));
+
+    let options = ["a=null:1G,max-buffer-pages=1048576,buffer-squeeze-duration-ms=0"];
+    let config = Config::parse("", Path::new(FILE), &flags(&options, &["unix:/a"])).unwrap();
+    assert_eq!(config.volumes["a"].max_buffer_pages, Some(1 << 20));
+
+    let range = |line| volume(&format!("store = 'null:1G'\n{line}"));
+    let (kind, key) = (ErrorKind::OutOfRange, "volume.a.max_buffer_pages");
+    refused(range("max_buffer_pages = 1048577"), kind, 4, key, "0 to 1048576");
+    let key = "volume.a.buffer_squeeze_duration_ms";
+    refused(range("buffer_squeeze_duration_ms = -1"), kind, 4, key, "0 to 60000");
+    let control = |path: &str| {
+        parse(&format!("control = '{path}'\nlisten = ['unix:/a']\n[volume.a]\nstore = 'null:1G'"))
+    };
+    refused(control("unix:/a"), ErrorKind::Conflict, 1, "control", "listen in line 2");
+    refused(control("tcp:h:1"), ErrorKind::InvalidValue, 1, "control", "unix:/path");
+    let overrides = flags(&["a=null:1G,max-buffer-pages=many"], &["unix:/a"]);
+    let outcome = Config::parse("", Path::new(FILE), &overrides);
+    refused(outcome, ErrorKind::InvalidValue, None, "--volume a: max-buffer-pages", "digits");
 }

@@ -219,6 +219,18 @@ pub(super) fn path(text: &str) -> Result<PathBuf, BadValue> {
     Ok(PathBuf::from(text))
 }
 
+/// The path of the control socket: as that of any unix socket, and `unix:` may be left out.
+pub(crate) fn control_path(text: &str) -> Result<PathBuf, BadValue> {
+    if text.starts_with("tcp:") {
+        return Err(BadValue::new(
+            ErrorKind::InvalidValue,
+            "the control socket cannot be at a TCP port, which has no access rights",
+            "write unix:/path/to/socket",
+        ));
+    }
+    unix_path(text.strip_prefix("unix:").unwrap_or(text))
+}
+
 fn tcp_address(text: &str) -> Result<String, BadValue> {
     let bad = |message: &str, remedy: &str| {
         BadValue::new(
@@ -351,6 +363,14 @@ pub(super) fn volume_name(name: &str) -> Result<String, BadValue> {
         );
     }
     Ok(name.to_owned())
+}
+
+/// A whole number of the command line; in the file TOML has its own.
+pub(super) fn number(text: &str) -> Result<i64, BadValue> {
+    text.parse().map_err(|_| {
+        let message = format!("`{}` is no whole number", shorten(text));
+        BadValue::new(ErrorKind::InvalidValue, message, "write digits only, such as 1024")
+    })
 }
 
 /// A truth value of the command line; in the file TOML has its own.

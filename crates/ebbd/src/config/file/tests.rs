@@ -105,7 +105,7 @@ fn unknown_keys_are_refused_with_a_suggestion() {
     refused("# c\n[volumes.a]\nstore='x'", ErrorKind::UnknownKey, 2, "volumes", "`volume`");
     refused("tls='on'", ErrorKind::UnknownKey, 1, "tls", "into the table [nbd]");
     refused("[nbd]\nworkers=1", ErrorKind::UnknownKey, 2, "nbd.workers", "top of the file");
-    refused("zzzzzz=1", ErrorKind::UnknownKey, 1, "zzzzzz", "listen, workers, log, nbd, volume");
+    refused("zzzzzz=1", ErrorKind::UnknownKey, 1, "zzzzzz", "listen, workers, log, control,");
     // The first in the file, not in the alphabet.
     refused("zoo=1\nape=1", ErrorKind::UnknownKey, 1, "zoo", "");
     // Before other mistakes.

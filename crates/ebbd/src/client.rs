@@ -1,0 +1,466 @@
+//! `ebbd get`, `set`, `stat` and `pressure`: what the control socket says, for people.
+//!
+//! The client speaks HTTP/1.0, so that an answer is never in pieces and ends with the connection.
+//! It reads no more than a bounded answer and waits no longer than a bounded time.
+
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+
+use crate::cli::{GetArgs, PressureArgs, SetArgs, StatArgs};
+use crate::config::value::control_path;
+use crate::control::{ChangeView, DEFAULT_PATH, Failure, ParameterView};
+use crate::stat::{MemoryStat, OperationStat, PoolStat, PressureStat, Stat, ZoneStat};
+
+/// The environment variable with the path of the control socket.
+pub const SOCKET_VARIABLE: &str = "EBBD_CONTROL";
+
+/// How long the daemon may be silent.
+const SILENCE: Duration = Duration::from_secs(30);
+/// The longest answer, bytes: enough for the figures of ten thousand volumes.
+const MAX_ANSWER_BYTES: u64 = 64 << 20;
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ClientError {
+    /// The daemon refused what was asked for: a mistake on the command line.
+    #[error("{message}; {remedy}")]
+    #[allow(missing_docs, reason = "the fields are the words of the message")]
+    Refused { message: String, remedy: String },
+    /// The daemon could not do it.
+    #[error("the daemon failed: {message}; {remedy}")]
+    #[allow(missing_docs, reason = "the fields are the words of the message")]
+    Failed { message: String, remedy: String },
+    /// Nobody answers.
+    #[error("cannot reach the daemon at {}{remedy}", path.display())]
+    #[allow(missing_docs, reason = "the fields are the words of the message")]
+    Unreachable { path: PathBuf, remedy: &'static str, source: io::Error },
+    /// What came back is no answer of ebbd.
+    #[error("{}: {what}; is the daemon an ebbd of this version?", path.display())]
+    #[allow(missing_docs, reason = "the fields are the words of the message")]
+    NoAnswer { path: PathBuf, what: String },
+}
+
+impl ClientError {
+    /// Whether it is a mistake of whoever typed the command.
+    pub fn is_usage(&self) -> bool {
+        matches!(self, Self::Refused { .. })
+    }
+}
+
+/// The value of a parameter, or a table of all.
+///
+/// # Errors
+/// [`ClientError`].
+pub fn get(args: &GetArgs) -> Result<String, ClientError> {
+    let daemon = Daemon::new(args.control.as_deref())?;
+    let target = parameters(args.volume.as_deref());
+    if let Some(name) = &args.name {
+        let view: ParameterView =
+            daemon.json("GET", &format!("{target}/{}", encoded(name)), None)?;
+        return Ok(format!("{}\n", view.text));
+    }
+    let views: Vec<ParameterView> = daemon.json("GET", &target, None)?;
+    let mut table = Table::new(&["PARAMETER", "VALUE", "ORIGIN", "RANGE", "UNIT"], 0b1_1101);
+    for view in views {
+        table.row([view.name, view.text, view.origin, view.range, view.unit]);
+    }
+    Ok(table.text())
+}
+
+/// Sets or unsets a parameter, and says what changed.
+///
+/// # Errors
+/// [`ClientError`].
+pub fn set(args: &SetArgs) -> Result<String, ClientError> {
+    let daemon = Daemon::new(args.control.as_deref())?;
+    let target = format!("{}/{}", parameters(args.volume.as_deref()), encoded(&args.name));
+    let body = args.value.as_ref().map(|value| serde_json::json!({ "value": value }).to_string());
+    let method = if body.is_some() { "PUT" } else { "DELETE" };
+    let change: ChangeView = daemon.json(method, &target, body.as_deref())?;
+    Ok(format!("{}: {} -> {}\n", change.name, change.from, change.to))
+}
+
+/// Publishes a level of memory pressure.
+///
+/// # Errors
+/// [`ClientError`].
+pub fn pressure(args: &PressureArgs) -> Result<String, ClientError> {
+    let body = serde_json::json!({ "level": args.level, "seconds": args.seconds }).to_string();
+    let daemon = Daemon::new(args.control.as_deref())?;
+    let _: serde_json::Value = daemon.json("POST", "/v1/pressure", Some(&body))?;
+    Ok(String::new())
+}
+
+/// The figures of the daemon: tables, or JSON.
+///
+/// # Errors
+/// [`ClientError`].
+pub fn stat(args: &StatArgs) -> Result<String, ClientError> {
+    let daemon = Daemon::new(args.control.as_deref())?;
+    if args.json {
+        let bytes = daemon.request("GET", "/v1/stat", None)?;
+        return String::from_utf8(bytes).map_err(|_| daemon.no_answer("the answer is no text"));
+    }
+    Ok(show(&daemon.json("GET", "/v1/stat", None)?))
+}
+
+fn parameters(volume: Option<&str>) -> String {
+    match volume {
+        None => "/v1/parameters".to_owned(),
+        Some(volume) => format!("/v1/volumes/{}/parameters", encoded(volume)),
+    }
+}
+
+/// `name` as a part of a path.
+fn encoded(name: &str) -> String {
+    let mut out = String::new();
+    for byte in name.bytes() {
+        if byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.' | b'~') {
+            out.push(char::from(byte));
+        } else {
+            out.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    // Two names that paths understand otherwise.
+    match out.as_str() {
+        "." => "%2E".to_owned(),
+        ".." => "%2E%2E".to_owned(),
+        _ => out,
+    }
+}
+
+struct Daemon {
+    path: PathBuf,
+}
+
+impl Daemon {
+    /// The daemon at the socket of the option, of the environment, or at the usual one.
+    fn new(option: Option<&str>) -> Result<Self, ClientError> {
+        let variable = std::env::var(SOCKET_VARIABLE).ok().filter(|path| !path.is_empty());
+        let text = option.map(str::to_owned).or(variable);
+        let text = text.unwrap_or_else(|| DEFAULT_PATH.to_owned());
+        let path = control_path(&text)
+            .map_err(|bad| ClientError::Refused { message: bad.message, remedy: bad.remedy })?;
+        Ok(Self { path })
+    }
+
+    fn no_answer(&self, what: impl Into<String>) -> ClientError {
+        ClientError::NoAnswer { path: self.path.clone(), what: what.into() }
+    }
+
+    fn json<T: DeserializeOwned>(
+        &self,
+        method: &str,
+        target: &str,
+        body: Option<&str>,
+    ) -> Result<T, ClientError> {
+        let bytes = self.request(method, target, body)?;
+        serde_json::from_slice(&bytes).map_err(|error| self.no_answer(error.to_string()))
+    }
+
+    /// The body of a good answer.
+    fn request(
+        &self,
+        method: &str,
+        target: &str,
+        body: Option<&str>,
+    ) -> Result<Vec<u8>, ClientError> {
+        let body = body.unwrap_or_default();
+        let request = format!(
+            "{method} {target} HTTP/1.0\r\nHost: ebbd\r\nContent-Type: application/json\r\n\
+             Content-Length: {}\r\n\r\n{body}",
+            body.len()
+        );
+        let answer = exchange(&self.path, request.as_bytes()).map_err(|source| {
+            let remedy = match source.kind() {
+                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+                    " (start it with `control` in its configuration, or name its socket with \
+                     --control)"
+                }
+                io::ErrorKind::PermissionDenied => " (be the daemon's user, or root)",
+                io::ErrorKind::WouldBlock => " (it does not answer in time)",
+                _ => "",
+            };
+            ClientError::Unreachable { path: self.path.clone(), remedy, source }
+        })?;
+        let (status, body) =
+            split(&answer).ok_or_else(|| self.no_answer("what came back is no HTTP"))?;
+        if (200..300).contains(&status) {
+            return Ok(body.to_vec());
+        }
+        let Ok(failure) = serde_json::from_slice::<Failure>(body) else {
+            return Err(self.no_answer(format!("it answers with status {status}")));
+        };
+        let (message, remedy) = (failure.message, failure.remedy);
+        Err(match status {
+            400..500 => ClientError::Refused { message, remedy },
+            _ => ClientError::Failed { message, remedy },
+        })
+    }
+}
+
+fn exchange(path: &Path, request: &[u8]) -> io::Result<Vec<u8>> {
+    let mut stream = UnixStream::connect(path)?;
+    stream.set_read_timeout(Some(SILENCE))?;
+    stream.set_write_timeout(Some(SILENCE))?;
+    // A daemon that refuses a request early closes; its answer still is there to be read.
+    let written = stream.write_all(request);
+    let mut answer = Vec::new();
+    stream.take(MAX_ANSWER_BYTES).read_to_end(&mut answer)?;
+    if answer.is_empty() {
+        written?;
+    }
+    Ok(answer)
+}
+
+/// The status and the body of an HTTP answer.
+fn split(answer: &[u8]) -> Option<(u16, &[u8])> {
+    let end = answer.windows(4).position(|window| window == b"\r\n\r\n")?;
+    let (head, body) = answer.split_at(end);
+    let line = std::str::from_utf8(head).ok()?.lines().next()?;
+    let mut words = line.split(' ');
+    words.next().filter(|version| version.starts_with("HTTP/1."))?;
+    let status = words.next()?.parse().ok()?;
+    Some((status, body.get(4..)?))
+}
+
+/// Columns as wide as their widest cell.
+struct Table {
+    rows: Vec<Vec<String>>,
+    /// A bit for each column that starts at the left, from the first one on.
+    left: u32,
+}
+
+impl Table {
+    fn new(titles: &[&str], left: u32) -> Self {
+        Self { rows: vec![titles.iter().map(ToString::to_string).collect()], left }
+    }
+
+    fn row<const N: usize>(&mut self, cells: [String; N]) {
+        self.rows.push(cells.into());
+    }
+
+    fn text(&self) -> String {
+        let columns = self.rows.first().map_or(0, Vec::len);
+        let width = |column: usize| {
+            let cells = self.rows.iter().filter_map(|row| row.get(column));
+            cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..columns).map(width).collect();
+        let mut out = String::new();
+        for row in &self.rows {
+            let mut line = String::new();
+            for (column, (cell, &width)) in row.iter().zip(&widths).enumerate() {
+                let gap = if column == 0 { "" } else { "  " };
+                line.push_str(gap);
+                line.push_str(&if self.left >> column & 1 == 1 {
+                    format!("{cell:<width$}")
+                } else {
+                    format!("{cell:>width$}")
+                });
+            }
+            out.push_str(line.trim_end());
+            out.push('\n');
+        }
+        out
+    }
+}
+
+/// A number of bytes, short.
+fn bytes(bytes: u64) -> String {
+    for (unit, shift) in [("T", 40), ("G", 30), ("M", 20), ("K", 10)] {
+        let whole = bytes >> shift;
+        if whole > 0 {
+            let tenths = (bytes - (whole << shift)).saturating_mul(10) >> shift;
+            return format!("{whole}.{tenths}{unit}");
+        }
+    }
+    bytes.to_string()
+}
+
+/// All tables.
+fn show(stat: &Stat) -> String {
+    let mut out = format!(
+        "ebbd {}, up {:.0} s, {} resident, {} client(s)\n",
+        stat.version,
+        stat.uptime_seconds,
+        bytes(stat.resident_bytes),
+        stat.clients
+    );
+    let silent = stat.workers.iter().filter(|worker| !worker.answers);
+    for worker in silent {
+        out.push_str(&format!("worker {} does not answer\n", worker.worker));
+    }
+    if let Some(pressure) = &stat.pressure {
+        out.push_str(&show_pressure(pressure));
+    }
+    out.push_str(&show_volumes(stat));
+    if let Some(memory) = &stat.memory {
+        out.push_str(&show_memory(memory));
+    }
+    out
+}
+
+fn show_pressure(pressure: &PressureStat) -> String {
+    let [decays, squeezes, drains, last] = pressure.events;
+    format!(
+        "\npressure L{} ({}) for {:.0} s: {}\nevents   {squeezes} squeeze, {drains} drain, \
+         {last} last resort, {decays} decay; the last {:.0} s ago\nlistens  {}\n",
+        pressure.level,
+        pressure.name,
+        pressure.since_seconds,
+        pressure.cause,
+        pressure.event_seconds,
+        if pressure.listening.is_empty() {
+            "to nothing".to_owned()
+        } else {
+            pressure.listening.join("\n         ")
+        },
+    )
+}
+
+fn show_volumes(stat: &Stat) -> String {
+    let titles =
+        ["VOLUME", "SIZE", "CLIENTS", "READS", "READ", "WRITES", "WRITTEN", "FLUSHES", "ERRORS"];
+    let mut table = Table::new(&titles, 1);
+    for volume in &stat.volumes {
+        let of = |name: &str| volume.operations.get(name).copied().unwrap_or_default();
+        let (read, write, flush) = (of("read"), of("write"), of("flush"));
+        let errors = |sum: u64, stat: &OperationStat| sum.saturating_add(stat.errors);
+        table.row([
+            volume.name.clone(),
+            bytes(volume.size_bytes),
+            volume.clients.to_string(),
+            read.requests.to_string(),
+            bytes(read.bytes),
+            write.requests.to_string(),
+            bytes(write.bytes),
+            flush.requests.to_string(),
+            volume.operations.values().fold(0, errors).to_string(),
+        ]);
+    }
+    format!("\n{}", table.text())
+}
+
+fn show_memory(memory: &MemoryStat) -> String {
+    format!(
+        "\nmemory   {} wired ({} pinned), {} lent, of at most {}; {} waiting\n\
+         given back  {} squeeze(s), {} cache(s) purged\n{}{}",
+        bytes(memory.wired_bytes),
+        bytes(memory.pinned_bytes),
+        bytes(memory.unwired_bytes),
+        bytes(memory.ceiling_bytes),
+        memory.waiting,
+        memory.squeezes,
+        memory.purges,
+        show_zones(&memory.zones),
+        show_pools(&memory.pools),
+    )
+}
+
+/// As `vmstat -z` shows zones, with what is ours behind.
+fn show_zones(zones: &[ZoneStat]) -> String {
+    let titles = [
+        "ZONE", "SIZE", "LIMIT", "USED", "FREE", "REQ", "FAIL", "SLEEP", "MISS", "BUCKET", "WSS",
+        "EMPTY",
+    ];
+    let mut table = Table::new(&titles, 1);
+    for zone in zones {
+        table.row([
+            zone.name.clone(),
+            zone.size.to_string(),
+            zone.limit.unwrap_or(0).to_string(),
+            zone.used.to_string(),
+            zone.free.to_string(),
+            zone.requests.to_string(),
+            zone.fails.to_string(),
+            zone.sleeps.to_string(),
+            zone.misses.to_string(),
+            zone.bucket.to_string(),
+            zone.wss.to_string(),
+            format!("{}s", zone.out_of_cache_seconds),
+        ]);
+    }
+    format!("\n{}", table.text())
+}
+
+fn show_pools(pools: &[PoolStat]) -> String {
+    if pools.is_empty() {
+        return String::new();
+    }
+    let mut table = Table::new(&["POOL", "FREE", "LENT", "SQUEEZES", "SQUEEZED"], 1);
+    for pool in pools {
+        table.row([
+            pool.name.clone(),
+            pool.free_pages.to_string(),
+            pool.lent_pages.to_string(),
+            pool.squeezes.to_string(),
+            pool.squeezed_pages.to_string(),
+        ]);
+    }
+    format!("\n{}", table.text())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn names_in_paths() {
+        assert_eq!(encoded("max_buffer_pages"), "max_buffer_pages");
+        assert_eq!(encoded("install cd/é"), "install%20cd%2F%C3%A9");
+        assert_eq!(encoded(".."), "%2E%2E");
+    }
+
+    #[test]
+    fn sizes_are_short() {
+        let shown = [0, 1023, 1024, 1536, 1 << 20, (5 << 30) + (1 << 29), u64::MAX].map(bytes);
+        let all = ["0", "1023", "1.0K", "1.5K", "1.0M", "5.5G", "16777215.9T"];
+        assert_eq!(shown.each_ref().map(String::as_str), all);
+    }
+
+    #[test]
+    fn zones_read_as_those_of_vmstat() {
+        let zone = ZoneStat {
+            name: "64K".into(),
+            size: 65_536,
+            used: 12,
+            free: 3,
+            requests: 1000,
+            ..ZoneStat::default()
+        };
+        let text = show_zones(&[zone]);
+        let lines: Vec<&str> = text.trim().lines().collect();
+        assert!(
+            lines[0].starts_with("ZONE   SIZE  LIMIT  USED  FREE   REQ  FAIL  SLEEP"),
+            "{text}"
+        );
+        assert!(
+            lines[1].starts_with("64K   65536      0    12     3  1000     0      0"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn answers() {
+        assert_eq!(split(b"HTTP/1.1 404 Not Found\r\na: b\r\n\r\n{}"), Some((404, &b"{}"[..])));
+        for bad in ["", "HTTP/1.1 200 OK\r\n", "SSH-2.0\r\n\r\n", "HTTP/1.1 x\r\n\r\n"] {
+            assert_eq!(split(bad.as_bytes()), None, "{bad}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_answer_panics(answer: Vec<u8>, tail in "HTTP/1.1 [0-9]{0,6}\r\n\r\n.*") {
+            let _ = split(&answer);
+            let _ = split(tail.as_bytes());
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! The control socket: HTTP with JSON on a unix socket, for `ebbd get`, `set`, `stat`, `pressure`,
+//! scripts and Prometheus.
+//!
+//! It runs beside the workers in a thread of its own and only looks at what they share: atomics,
+//! and short locks that no request for data takes.
+//!
+//! # Interface, version 1
+//! | request | answer |
+//! |---|---|
+//! | `GET /v1/version` | the program and its version |
+//! | `GET /v1/parameters`, `GET /v1/parameters/NAME` | parameters with value, range, origin |
+//! | `PUT /v1/parameters/NAME` with `{"value": ...}` | sets it |
+//! | `DELETE /v1/parameters/NAME` | back to the configuration |
+//! | the same below `/v1/volumes/VOLUME/parameters` | those of a volume |
+//! | `GET /v1/volumes` | the volumes with their counters |
+//! | `GET /v1/stat` | everything: [`crate::stat::Stat`] |
+//! | `POST /v1/pressure` with `{"level": "L1", "seconds": 5}` | publishes a level of memory pressure |
+//! | `GET /metrics` | OpenMetrics text |
+//!
+//! A failure is `{"error": KIND, "message": ..., "remedy": ...}` with a status of the 400s for what
+//! the client can mend and of the 500s for what it cannot. Names in paths are percent-encoded.
+//! Fields may be added; those there keep their meaning.
+//!
+//! # Invariants
+//! - Only the daemon's user opens the socket: mode 0600 from its first moment.
+//! - Bounded: connections, the time each may last, the size of headers and bodies.
+
+mod answer;
+mod routes;
+#[cfg(test)]
+mod tests;
+
+pub use self::answer::Failure;
+pub(crate) use self::routes::MAX_HOLD_SECONDS;
+pub use self::routes::{ChangeView, ParameterView};
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ebb_export_nbd::Server;
+use ebb_io::WorkerHandle;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{Semaphore, oneshot};
+
+use crate::listener::{self, ListenError, Listener};
+use crate::params::Parameters;
+use crate::stat::Memory;
+
+/// Where the socket is if nobody says otherwise.
+pub const DEFAULT_PATH: &str = "/run/ebbd/control.sock";
+
+/// The longest body of a request, bytes.
+pub const MAX_BODY_BYTES: usize = 16 << 10;
+
+/// Connections at a time; one more waits to be accepted.
+const MAX_CONNECTIONS: usize = 32;
+/// The longest head of a request, bytes.
+const MAX_HEAD_BYTES: usize = 16 << 10;
+/// How long a head may take to arrive.
+const HEAD: Duration = Duration::from_secs(10);
+/// How long a connection may last.
+const CONNECTION: Duration = Duration::from_secs(60);
+/// How long to wait when the process is out of descriptors.
+const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
+
+/// What the control socket shows and changes.
+pub struct Shared {
+    /// The NBD server with its volumes.
+    pub server: Server,
+    /// The run-time parameters.
+    pub parameters: Parameters,
+    /// Where figures of memory and pressure come from.
+    pub memory: Memory,
+    /// The workers in order.
+    pub workers: Vec<WorkerHandle>,
+    /// When the daemon started.
+    pub started: Instant,
+}
+
+/// Why there is no control socket.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ControlError {
+    /// No socket.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// No thread, or nothing to wait with: the system is out of descriptors or tasks.
+    #[error("cannot start the control thread (raise the limits of open files and tasks?)")]
+    Start(#[source] io::Error),
+}
+
+/// A running control socket. Dropping it closes the socket and removes its file.
+#[derive(Debug)]
+pub struct Control {
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+    _listener: Listener,
+}
+
+impl Control {
+    /// Listens at `path` and answers from a thread of its own.
+    ///
+    /// # Errors
+    /// [`ControlError`].
+    pub fn start(path: &Path, shared: Arc<Shared>) -> Result<Self, ControlError> {
+        let listener = listener::open_private(path)?;
+        let fd = listener.fd.try_clone().map_err(ControlError::Start)?;
+        let socket = std::os::unix::net::UnixListener::from(fd);
+        socket.set_nonblocking(true).map_err(ControlError::Start)?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            .build()
+            .map_err(ControlError::Start)?;
+        let (stop, stopped) = oneshot::channel();
+        let serve = move || {
+            let accept = async move {
+                // Registers with the runtime, so it has to happen inside.
+                match UnixListener::from_std(socket) {
+                    Ok(socket) => accept(socket, routes::router(shared)).await,
+                    Err(error) => tracing::error!(%error, "the control socket does not answer"),
+                }
+            };
+            runtime.block_on(async {
+                let task = tokio::spawn(accept);
+                // An error means that the sender is gone: to be stopped as well.
+                let _ = stopped.await;
+                task.abort();
+            });
+        };
+        let thread = std::thread::Builder::new()
+            .name("ebbd-control".to_owned())
+            .stack_size(512 << 10)
+            .spawn(serve)
+            .map_err(ControlError::Start)?;
+        tracing::info!(address = listener.name, "control");
+        Ok(Self { stop: Some(stop), thread: Some(thread), _listener: listener })
+    }
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // A panic there was reported there.
+            let _ = thread.join();
+        }
+    }
+}
+
+async fn accept(socket: UnixListener, router: axum::Router) {
+    let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        let Ok(permit) = room.clone().acquire_owned().await else { return };
+        match socket.accept().await {
+            Ok((stream, _)) => {
+                let router = router.clone();
+                tokio::spawn(async move {
+                    attend(stream, router).await;
+                    drop(permit);
+                });
+            }
+            Err(error) => {
+                tracing::debug!(%error, "cannot accept a control connection");
+                tokio::time::sleep(OUT_OF_DESCRIPTORS).await;
+            }
+        }
+    }
+}
+
+async fn attend(stream: UnixStream, router: axum::Router) {
+    let mut builder = http1::Builder::new();
+    builder.timer(TokioTimer::new()).header_read_timeout(HEAD).max_buf_size(MAX_HEAD_BYTES);
+    // A client that has said all it wants to say still waits for the answer.
+    builder.half_close(true);
+    let serve = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    match tokio::time::timeout(CONNECTION, serve).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::debug!(%error, "a control connection broke"),
+        Err(_) => tracing::debug!("closed a control connection that lasted too long"),
+    }
+}

@@ -1,0 +1,70 @@
+//! What goes back: JSON, or a failure as JSON with its status.
+
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+
+use crate::params::{ParameterError, ParameterErrorKind};
+
+/// A failure, as it goes over the wire.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    /// What sort of failure it is, for programs.
+    pub error: String,
+    /// What is wrong.
+    pub message: String,
+    /// What to do about it.
+    pub remedy: String,
+}
+
+/// A failure and its status.
+#[derive(Debug)]
+pub(super) struct Refusal(pub(super) StatusCode, pub(super) Failure);
+
+/// What a handler gives.
+pub(super) type Answer = Result<Response, Refusal>;
+
+impl Refusal {
+    pub(super) fn new(
+        status: StatusCode,
+        error: &str,
+        message: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        let (message, remedy) = (message.into(), remedy.into());
+        Self(status, Failure { error: error.to_owned(), message, remedy })
+    }
+}
+
+impl From<ParameterError> for Refusal {
+    fn from(error: ParameterError) -> Self {
+        let status = match error.kind {
+            ParameterErrorKind::UnknownParameter
+            | ParameterErrorKind::UnknownVolume
+            | ParameterErrorKind::NotPerVolume => StatusCode::NOT_FOUND,
+            ParameterErrorKind::InvalidValue | ParameterErrorKind::OutOfRange => {
+                StatusCode::UNPROCESSABLE_ENTITY
+            }
+            ParameterErrorKind::Conflict => StatusCode::CONFLICT,
+        };
+        Self::new(status, error.kind.as_str(), error.message, error.remedy)
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        (self.0, body(&self.1)).into_response()
+    }
+}
+
+/// A good answer.
+pub(super) fn json(value: &impl Serialize) -> Answer {
+    Ok(body(value).into_response())
+}
+
+fn body(value: &impl Serialize) -> impl IntoResponse {
+    // Plain data with string keys always serialises.
+    let mut text = serde_json::to_vec(value).unwrap_or_default();
+    text.push(b'\n');
+    ([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))], text)
+}

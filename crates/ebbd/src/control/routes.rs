@@ -1,0 +1,372 @@
+//! The routes of version 1, and what each does.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::rejection::{BytesRejection, PathRejection};
+use axum::extract::{DefaultBodyLimit, Path, State};
+use axum::http::{Method, StatusCode, Uri, header};
+use axum::response::IntoResponse;
+use axum::routing::{get, post};
+use ebb_mem::pressure::Level;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
+
+use super::answer::{Answer, Refusal, json};
+use super::{MAX_BODY_BYTES, Shared};
+use crate::config::{shorten, suggest};
+use crate::params::{Change, Reading, Scope};
+use crate::stat::{Stat, VolumeStat, WorkerStat, resident_bytes, volume_stat};
+use crate::{metrics, params};
+
+/// How long workers may take to tell their counters.
+const WORKERS: Duration = Duration::from_millis(500);
+/// The longest time a level of pressure is held by hand, seconds.
+pub(crate) const MAX_HOLD_SECONDS: u64 = 86_400;
+/// How often a level that is held by hand is published: more often than levels fall.
+const HOLD: Duration = Duration::from_millis(500);
+
+/// What the handlers share.
+struct App {
+    shared: Arc<Shared>,
+    /// Who holds a level of pressure at the moment.
+    holder: Mutex<Option<AbortHandle>>,
+}
+
+type On = State<Arc<App>>;
+type Named<T> = Result<Path<T>, PathRejection>;
+type Body = Result<Bytes, BytesRejection>;
+
+/// The paths there are, for suggestions.
+const PATHS: [&str; 6] =
+    ["/v1/version", "/v1/parameters", "/v1/volumes", "/v1/stat", "/v1/pressure", "/metrics"];
+
+/// All routes.
+pub(super) fn router(shared: Arc<Shared>) -> Router {
+    let app = Arc::new(App { shared, holder: Mutex::default() });
+    let parameter = get(read_parameter).put(set_parameter).delete(unset_parameter);
+    let own = get(read_own).put(set_own).delete(unset_own);
+    Router::new()
+        .route("/v1/version", get(version))
+        .route("/v1/parameters", get(list_parameters))
+        .route("/v1/parameters/{name}", parameter)
+        .route("/v1/volumes", get(volumes))
+        .route("/v1/volumes/{volume}/parameters", get(list_own))
+        .route("/v1/volumes/{volume}/parameters/{name}", own)
+        .route("/v1/stat", get(whole_stat))
+        .route("/v1/pressure", post(pressure))
+        .route("/metrics", get(open_metrics))
+        .fallback(no_such_path)
+        .method_not_allowed_fallback(no_such_method)
+        .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
+        .with_state(app)
+}
+
+/// A parameter, as it goes over the wire.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ParameterView {
+    /// Its name.
+    pub name: String,
+    /// The value in force: a number, or a string for a word.
+    pub value: Value,
+    /// The same as people write it.
+    pub text: String,
+    /// Where it comes from: `configuration`, `run-time` or, for a volume, `daemon`.
+    pub origin: String,
+    /// The value if nobody says anything.
+    pub default: Value,
+    /// The range in words.
+    pub range: String,
+    /// What is counted.
+    pub unit: String,
+    /// `daemon`, or `volume` if volumes may have their own.
+    pub scope: String,
+    /// The version that had it first.
+    pub since: String,
+    /// When a change takes effect.
+    pub effect: String,
+}
+
+impl From<&Reading> for ParameterView {
+    fn from(reading: &Reading) -> Self {
+        let definition = reading.key.definition();
+        Self {
+            name: reading.key.name(),
+            value: definition.json(reading.value),
+            text: definition.text(reading.value),
+            origin: reading.origin.as_str().to_owned(),
+            default: definition.json(definition.default),
+            range: definition.range(),
+            unit: definition.unit.to_owned(),
+            scope: match definition.scope {
+                Scope::Daemon => "daemon".to_owned(),
+                Scope::Volume => "volume".to_owned(),
+            },
+            since: definition.since.to_owned(),
+            effect: definition.effect.to_owned(),
+        }
+    }
+}
+
+/// A parameter that was set, as it goes over the wire.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ChangeView {
+    /// Its name.
+    pub name: String,
+    /// The volume whose own it is; absent for the daemon's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub volume: Option<String>,
+    /// The value before, as people write it.
+    pub from: String,
+    /// The value in force now, as people write it.
+    pub to: String,
+}
+
+#[derive(Serialize)]
+struct Version {
+    name: &'static str,
+    version: &'static str,
+    api: &'static str,
+}
+
+/// The body that sets a parameter.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct SetBody {
+    value: Value,
+}
+
+/// The body that publishes a level.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PressureBody {
+    level: String,
+    seconds: Option<u64>,
+}
+
+async fn version() -> Answer {
+    json(&Version { name: "ebbd", version: env!("CARGO_PKG_VERSION"), api: "v1" })
+}
+
+async fn list_parameters(State(app): On) -> Answer {
+    app.list(None)
+}
+
+async fn read_parameter(State(app): On, name: Named<String>) -> Answer {
+    app.read(&path(name)?, None)
+}
+
+async fn set_parameter(State(app): On, name: Named<String>, body: Body) -> Answer {
+    app.set(&path(name)?, None, body)
+}
+
+async fn unset_parameter(State(app): On, name: Named<String>) -> Answer {
+    app.unset(&path(name)?, None)
+}
+
+async fn list_own(State(app): On, volume: Named<String>) -> Answer {
+    app.list(Some(&path(volume)?))
+}
+
+async fn read_own(State(app): On, names: Named<(String, String)>) -> Answer {
+    let (volume, name) = path(names)?;
+    app.read(&name, Some(&volume))
+}
+
+async fn set_own(State(app): On, names: Named<(String, String)>, body: Body) -> Answer {
+    let (volume, name) = path(names)?;
+    app.set(&name, Some(&volume), body)
+}
+
+async fn unset_own(State(app): On, names: Named<(String, String)>) -> Answer {
+    let (volume, name) = path(names)?;
+    app.unset(&name, Some(&volume))
+}
+
+async fn volumes(State(app): On) -> Answer {
+    json(&app.volumes())
+}
+
+async fn whole_stat(State(app): On) -> Answer {
+    json(&app.stat().await)
+}
+
+async fn open_metrics(State(app): On) -> Answer {
+    let failed = |_| {
+        let status = StatusCode::INTERNAL_SERVER_ERROR;
+        Refusal::new(status, "internal", "the metrics cannot be written", "report this as a bug")
+    };
+    let text = metrics::text(app.stat().await).map_err(failed)?;
+    Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
+}
+
+async fn pressure(State(app): On, body: Body) -> Answer {
+    let form = "send {\"level\": \"L1\"}, and \"seconds\" to hold the level";
+    let wanted: PressureBody = parse(body, form)?;
+    let invalid = |message: String, remedy: String| {
+        Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_value", message, remedy)
+    };
+    let number = wanted.level.strip_prefix(['L', 'l']).unwrap_or(&wanted.level);
+    let level = number.parse().ok().and_then(Level::from_number).ok_or_else(|| {
+        let message = format!("`{}` is no level of memory pressure", shorten(&wanted.level));
+        invalid(message, "the levels are L0, L1, L2 and L3".to_owned())
+    })?;
+    if let Some(seconds) = wanted.seconds
+        && !(1..=MAX_HOLD_SECONDS).contains(&seconds)
+    {
+        let remedy = format!("choose 1 to {MAX_HOLD_SECONDS}");
+        return Err(invalid(format!("{seconds} seconds is out of range"), remedy));
+    }
+    app.inject(level, wanted.seconds.map(Duration::from_secs))
+}
+
+async fn no_such_path(uri: Uri) -> Refusal {
+    let message = format!("there is nothing at `{}`", shorten(uri.path()));
+    let remedy = suggest(uri.path(), PATHS, "the paths are");
+    Refusal::new(StatusCode::NOT_FOUND, "not_found", message, remedy)
+}
+
+async fn no_such_method(method: Method, uri: Uri) -> Refusal {
+    let message = format!("`{}` has no {}", shorten(uri.path()), shorten(method.as_str()));
+    let remedy = "GET reads, PUT sets and DELETE unsets a parameter, POST publishes pressure";
+    Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message, remedy)
+}
+
+/// The names in a path, decoded.
+fn path<T>(names: Named<T>) -> Result<T, Refusal> {
+    names.map(|Path(names)| names).map_err(|error| {
+        let remedy = "percent-encode the name as UTF-8";
+        Refusal::new(StatusCode::BAD_REQUEST, "malformed_path", shorten(&error.body_text()), remedy)
+    })
+}
+
+/// The JSON of a body, whatever its content type is said to be. `form` is the remedy.
+fn parse<T: DeserializeOwned>(body: Body, form: &str) -> Result<T, Refusal> {
+    let bytes = body.map_err(|error| {
+        if error.status() == StatusCode::PAYLOAD_TOO_LARGE {
+            let message = format!("the body has more than {MAX_BODY_BYTES} bytes");
+            return Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message, form);
+        }
+        Refusal::new(StatusCode::BAD_REQUEST, "malformed_body", shorten(&error.body_text()), form)
+    })?;
+    serde_json::from_slice(&bytes).map_err(|error| {
+        let kind = if error.is_data() { "invalid_body" } else { "malformed_json" };
+        Refusal::new(StatusCode::BAD_REQUEST, kind, shorten(&error.to_string()), form)
+    })
+}
+
+impl App {
+    fn list(&self, volume: Option<&str>) -> Answer {
+        let readings = self.shared.parameters.list(volume)?;
+        json(&readings.iter().map(ParameterView::from).collect::<Vec<_>>())
+    }
+
+    fn read(&self, name: &str, volume: Option<&str>) -> Answer {
+        let reading = self.shared.parameters.get(name, volume)?;
+        json(&ParameterView::from(&reading))
+    }
+
+    fn set(&self, name: &str, volume: Option<&str>, body: Body) -> Answer {
+        // An unknown name is the first thing to say, whatever the body.
+        params::Key::parse(name)?;
+        let body: SetBody = parse(body, "send {\"value\": ...}")?;
+        changed(&self.shared.parameters.set(name, volume, &body.value)?)
+    }
+
+    fn unset(&self, name: &str, volume: Option<&str>) -> Answer {
+        changed(&self.shared.parameters.unset(name, volume)?)
+    }
+
+    fn volumes(&self) -> Vec<VolumeStat> {
+        let all = self.shared.server.volumes().into_iter();
+        all.map(|(volume, clients)| volume_stat(&volume, clients)).collect()
+    }
+
+    async fn stat(&self) -> Stat {
+        let shared = &self.shared;
+        Stat {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            uptime_seconds: shared.started.elapsed().as_secs_f64(),
+            resident_bytes: resident_bytes(),
+            clients: u64::try_from(shared.server.clients()).unwrap_or(u64::MAX),
+            volumes: self.volumes(),
+            workers: self.workers().await,
+            memory: shared.memory.read.as_ref().map(|read| read()),
+            pressure: shared.memory.pressure.as_ref().map(|read| read()),
+        }
+    }
+
+    /// Asks all workers at once; one that does not answer in time is reported so.
+    async fn workers(&self) -> Vec<WorkerStat> {
+        let ask = |handle: &ebb_io::WorkerHandle| {
+            let (sender, receiver) = oneshot::channel();
+            handle.spawn(move |io| async move {
+                let stats = io.stats();
+                let _ = sender.send((stats.enters, stats.operations));
+            });
+            receiver
+        };
+        let asked: Vec<_> = self.shared.workers.iter().map(ask).collect();
+        let deadline = Instant::now() + WORKERS;
+        let mut workers = Vec::new();
+        for (worker, receiver) in asked.into_iter().enumerate() {
+            let answer = tokio::time::timeout_at(deadline, receiver).await;
+            workers.push(match answer {
+                Ok(Ok((enters, operations))) => {
+                    WorkerStat { worker, answers: true, enters, operations }
+                }
+                _ => WorkerStat { worker, ..WorkerStat::default() },
+            });
+        }
+        workers
+    }
+
+    /// Publishes a level once, or again and again until the time is over. Then, as always, it falls
+    /// by itself.
+    fn inject(&self, level: Level, hold: Option<Duration>) -> Answer {
+        let Some(inject) = &self.shared.memory.inject else {
+            let remedy = "start the daemon with its pressure monitor";
+            let message = "nobody listens to memory pressure here";
+            let status = StatusCode::SERVICE_UNAVAILABLE;
+            return Err(Refusal::new(status, "unavailable", message, remedy));
+        };
+        let mut holder = self.holder.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(earlier) = holder.take() {
+            earlier.abort();
+        }
+        inject(level);
+        let seconds = hold.map(|hold| hold.as_secs());
+        tracing::info!(%level, seconds, "memory pressure by hand");
+        if let Some(hold) = hold.filter(|_| level != Level::L0) {
+            let shared = self.shared.clone();
+            let end = Instant::now() + hold;
+            let task = tokio::spawn(async move {
+                while Instant::now() + HOLD < end {
+                    tokio::time::sleep(HOLD).await;
+                    shared.memory.inject.iter().for_each(|inject| inject(level));
+                }
+            });
+            *holder = Some(task.abort_handle());
+        }
+        json(&serde_json::json!({ "level": format!("L{}", level.number()), "seconds": seconds }))
+    }
+}
+
+fn changed(change: &Change) -> Answer {
+    let definition = change.key.definition();
+    let view = ChangeView {
+        name: change.key.name(),
+        volume: change.volume.clone(),
+        from: definition.text(change.from),
+        to: definition.text(change.to),
+    };
+    let volume = change.volume.as_deref();
+    tracing::info!(parameter = view.name, volume, from = view.from, to = view.to, "parameter set");
+    json(&view)
+}

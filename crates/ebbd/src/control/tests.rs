@@ -1,0 +1,347 @@
+//! Tests of the control socket in this process: each route, and what no client may do to it.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use ebb_export_nbd::{Limits, Tls};
+use ebb_store::{NullStore, Store};
+use ebb_volume::{Volume, VolumeOptions};
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::params::{Configured, Key};
+use crate::stat::{MemoryStat, PressureStat, Stat, ZoneStat};
+
+struct Running {
+    path: std::path::PathBuf,
+    parameters: Parameters,
+    injected: Arc<Mutex<Vec<u8>>>,
+    _control: Control,
+    _folder: tempfile::TempDir,
+}
+
+fn start() -> Running {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("control.sock");
+    let server = Server::new(Limits::default(), Tls::Off, None);
+    let mut configured = Configured::default();
+    for name in ["disk", "a/b %\"ü"] {
+        let store = Store::Null(NullStore::new(1 << 20));
+        server.add(Volume::new(name, store, VolumeOptions::default()), std::sync::Arc::default());
+        configured.volumes.insert(name.to_owned(), std::collections::BTreeMap::new());
+    }
+    let parameters = Parameters::new(&configured);
+    let injected = Arc::new(Mutex::new(Vec::new()));
+    let inject = injected.clone();
+    let memory = Memory {
+        read: Some(Box::new(|| MemoryStat {
+            zones: vec![ZoneStat { name: "4K".into(), used: 5, ..ZoneStat::default() }],
+            ..MemoryStat::default()
+        })),
+        pressure: Some(Box::new(|| PressureStat { level: 1, ..PressureStat::default() })),
+        inject: Some(Box::new(move |level| inject.lock().unwrap().push(level.number()))),
+    };
+    let shared = Shared {
+        server,
+        parameters: parameters.clone(),
+        memory,
+        workers: Vec::new(),
+        started: Instant::now(),
+    };
+    let control = Control::start(&path, Arc::new(shared)).unwrap();
+    Running { path, parameters, injected, _control: control, _folder: folder }
+}
+
+impl Running {
+    /// Sends bytes, and what comes back until the end.
+    fn send(&self, bytes: &[u8]) -> String {
+        let mut stream = UnixStream::connect(&self.path).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        // A refusal may come before all is written.
+        let _ = stream.write_all(bytes);
+        let _ = stream.shutdown(std::net::Shutdown::Write);
+        let mut answer = Vec::new();
+        let _ = stream.read_to_end(&mut answer);
+        String::from_utf8_lossy(&answer).into_owned()
+    }
+
+    fn ask(&self, method: &str, path: &str, body: &str) -> (u16, String) {
+        let length = body.len();
+        let request = format!("{method} {path} HTTP/1.0\r\nContent-Length: {length}\r\n\r\n{body}");
+        let answer = self.send(request.as_bytes());
+        let (head, body) = answer.split_once("\r\n\r\n").expect("an answer");
+        (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+    }
+
+    #[track_caller]
+    fn json(&self, method: &str, path: &str, body: &str) -> Value {
+        let (status, body) = self.ask(method, path, body);
+        assert_eq!(status, 200, "{body}");
+        serde_json::from_str(&body).unwrap()
+    }
+
+    /// Asserts the status, the kind of failure and a part of the remedy.
+    #[track_caller]
+    fn refuses(&self, request: (&str, &str, &str), status: u16, error: &str, remedy: &str) {
+        let (found, body) = self.ask(request.0, request.1, request.2);
+        let failure: Failure = serde_json::from_str(&body).unwrap();
+        assert_eq!((found, failure.error.as_str()), (status, error), "{request:?}: {body}");
+        assert!(failure.remedy.contains(remedy), "{request:?}: {body}");
+        assert!(!failure.message.is_empty() && body.len() < 600, "{body}");
+    }
+}
+
+#[test]
+fn parameters_are_read_set_and_unset() {
+    let daemon = start();
+    let all = daemon.json("GET", "/v1/parameters", "");
+    assert_eq!(all.as_array().unwrap().len(), Key::all().count());
+    let path = "/v1/parameters/max_buffer_pages";
+    let one = daemon.json("GET", path, "");
+    assert_eq!((&one["value"], &one["origin"]), (&json!(1024), &json!("configuration")));
+    let change = daemon.json("PUT", path, "{\"value\": 7}");
+    assert_eq!(change, json!({"name": "max_buffer_pages", "from": "1024", "to": "7"}));
+    assert_eq!(daemon.parameters.live(Key::MaxBufferPages).get(), 7);
+    assert_eq!(daemon.json("GET", path, "")["origin"], "run-time");
+
+    let own = "/v1/volumes/a%2Fb%20%25%22%C3%BC/parameters";
+    assert_eq!(daemon.json("GET", own, "").as_array().unwrap().len(), 2);
+    let own = format!("{own}/max_buffer_pages");
+    assert_eq!(daemon.json("GET", &own, "")["origin"], "daemon");
+    daemon.json("PUT", &own, "{\"value\": \"9\"}");
+    let live = daemon.parameters.volume_live("a/b %\"ü", Key::MaxBufferPages);
+    assert_eq!(live.get(), 9);
+    daemon.json("DELETE", &own, "");
+    assert_eq!(live.get(), 7);
+    daemon.json("DELETE", path, "");
+    assert_eq!(live.get(), 1024);
+}
+
+#[test]
+fn what_is_refused_says_why() {
+    let daemon = start();
+    let pages = "/v1/parameters/max_buffer_pages";
+    let good = "{\"value\": 7}";
+    let cases = [
+        (("GET", "/v1/parameters/max_bufer_pages", ""), 404, "unknown_parameter", "did you mean"),
+        (("PUT", "/v1/parameters/x", "{"), 404, "unknown_parameter", "the parameters are"),
+        (("GET", "/v1/volumes/dsk/parameters", ""), 404, "unknown_volume", "did you mean `disk`?"),
+        (("PUT", "/v1/volumes/disk/parameters/log", good), 404, "not_per_volume", "leave the"),
+        (("PUT", pages, "{\"value\": -1}"), 422, "invalid_value", "0 to 1048576"),
+        (("PUT", pages, "{\"value\": 1048577}"), 422, "out_of_range", "0 to 1048576"),
+        (("PUT", pages, "{\"value\": 1e400}"), 400, "malformed_json", "value"),
+        (("PUT", pages, "{\"value\": [[1]]}"), 422, "invalid_value", "whole number"),
+        (
+            ("PUT", "/v1/parameters/connection_memory", "{\"value\": \"4K\"}"),
+            409,
+            "conflict",
+            "32M",
+        ),
+        (("PUT", pages, ""), 400, "malformed_json", "{\"value\""),
+        (("PUT", pages, "{\"value\": 7"), 400, "malformed_json", "{\"value\""),
+        (("PUT", pages, "{}"), 400, "invalid_body", "{\"value\""),
+        (("PUT", pages, "{\"value\": 7, \"volume\": 1}"), 400, "invalid_body", "{\"value\""),
+        (("PUT", pages, "\u{0}\u{1b}[31m"), 400, "malformed_json", "{\"value\""),
+        (("PUT", "/v1/parameters/%ff", good), 400, "malformed_path", "UTF-8"),
+        (("POST", pages, good), 405, "method_not_allowed", "PUT sets"),
+        (("GET", "/v1/stats", ""), 404, "not_found", "did you mean `/v1/stat`?"),
+        (("GET", "/", ""), 404, "not_found", "the paths are"),
+        (
+            ("POST", "/v1/pressure", "{\"level\": \"L4\"}"),
+            422,
+            "invalid_value",
+            "L0, L1, L2 and L3",
+        ),
+        (("POST", "/v1/pressure", "{\"level\": 1}"), 400, "invalid_body", "\"L1\""),
+        (
+            ("POST", "/v1/pressure", "{\"level\": \"L1\", \"seconds\": 0}"),
+            422,
+            "invalid_value",
+            "1 to 86400",
+        ),
+    ];
+    for (request, status, error, remedy) in cases {
+        daemon.refuses(request, status, error, remedy);
+    }
+    let long = format!("/v1/parameters/{}", "x".repeat(4000));
+    daemon.refuses(("GET", &long, ""), 404, "unknown_parameter", "the parameters are");
+    let deep = format!("{{\"value\": {}", "[".repeat(10_000));
+    daemon.refuses(("PUT", pages, &deep), 400, "malformed_json", "value");
+    assert_eq!(daemon.parameters.live(Key::MaxBufferPages).get(), 1024, "nothing was set");
+}
+
+#[test]
+fn oversize_is_refused_and_bounded() {
+    let daemon = start();
+    let body = format!("{{\"value\": \"{}\"}}", "1".repeat(MAX_BODY_BYTES));
+    daemon.refuses(("PUT", "/v1/parameters/log", &body), 413, "too_large", "value");
+    // Without a length known beforehand.
+    let mut request =
+        b"PUT /v1/parameters/log HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec();
+    for _ in 0..64 {
+        request.extend_from_slice(format!("400\r\n{}\r\n", "x".repeat(1024)).as_bytes());
+    }
+    let answer = daemon.send(&request);
+    assert!(answer.starts_with("HTTP/1.1 413 "), "{answer}");
+    // A head without end.
+    let answer = daemon.send(format!("GET /{} HTTP/1.1\r\n", "x".repeat(1 << 20)).as_bytes());
+    assert!(answer.starts_with("HTTP/1.1 4"), "{answer}");
+    let answer =
+        daemon.send(("GET / HTTP/1.1\r\n".to_owned() + &"a: b\r\n".repeat(9999)).as_bytes());
+    assert!(answer.starts_with("HTTP/1.1 431 "), "{answer}");
+    assert_eq!(daemon.ask("GET", "/v1/version", "").0, 200, "it still serves");
+}
+
+#[test]
+fn more_connections_than_it_holds_wait_their_turn() {
+    let daemon = start();
+    let idle: Vec<_> =
+        (0..MAX_CONNECTIONS).map(|_| UnixStream::connect(&daemon.path).unwrap()).collect();
+    let asked = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let answer = daemon.ask("GET", "/v1/version", "");
+            asked.fetch_add(1, Ordering::SeqCst);
+            assert_eq!(answer.0, 200);
+        });
+        // The idle ones leave, and the one that waits is let in.
+        drop(idle);
+    });
+    assert_eq!(asked.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn everything_at_once_and_metrics() {
+    let daemon = start();
+    let stat: Stat = serde_json::from_value(daemon.json("GET", "/v1/stat", "")).unwrap();
+    let names: Vec<&str> = stat.volumes.iter().map(|volume| volume.name.as_str()).collect();
+    assert_eq!(names, ["a/b %\"ü", "disk"]);
+    assert_eq!(stat.memory.unwrap().zones[0].used, 5);
+    assert_eq!(stat.pressure.unwrap().level, 1);
+    assert!(stat.resident_bytes > 0);
+    let volumes = daemon.json("GET", "/v1/volumes", "");
+    assert_eq!(volumes[1]["operations"]["read"]["requests"], 0);
+    assert_eq!(daemon.json("GET", "/v1/version", "")["api"], "v1");
+    let (status, text) = daemon.ask("GET", "/metrics", "");
+    assert_eq!(status, 200);
+    assert!(text.contains("ebbd_zone_used_blocks{zone=\"4K\"} 5\n") && text.ends_with("# EOF\n"));
+}
+
+#[test]
+fn workers_that_stopped_are_no_obstacle() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let (one, two) =
+        (ebb_io::Worker::start_alone("one").unwrap(), ebb_io::Worker::start_alone("two").unwrap());
+    let shared = Shared {
+        server: Server::new(Limits::default(), Tls::Off, None),
+        parameters: Parameters::new(&Configured::default()),
+        memory: Memory::default(),
+        workers: vec![one.handle(), two.handle()],
+        started: Instant::now(),
+    };
+    let _control = Control::start(&path, Arc::new(shared)).unwrap();
+    drop(two);
+    let mut stream = UnixStream::connect(&path).unwrap();
+    stream.write_all(b"GET /v1/stat HTTP/1.0\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let stat: Stat = serde_json::from_str(answer.split_once("\r\n\r\n").unwrap().1).unwrap();
+    let answers: Vec<bool> = stat.workers.iter().map(|worker| worker.answers).collect();
+    assert_eq!(answers, [true, false]);
+    assert!(stat.memory.is_none() && stat.pressure.is_none());
+    let mut stream = UnixStream::connect(&path).unwrap();
+    let body = "{\"level\": \"L1\"}";
+    write!(stream, "POST /v1/pressure HTTP/1.0\r\nContent-Length: {}\r\n\r\n{body}", body.len())
+        .unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.0 503 ") && answer.contains("unavailable"), "{answer}");
+}
+
+#[test]
+fn pressure_is_published_and_held_until_calmed() {
+    let daemon = start();
+    daemon.json("POST", "/v1/pressure", "{\"level\": \"L1\"}");
+    daemon.json("POST", "/v1/pressure", "{\"level\": \"l2\", \"seconds\": 86400}");
+    let levels = || daemon.injected.lock().unwrap().clone();
+    assert_eq!(levels()[..2], [1, 2]);
+    // It is published again while it is held: waits for that, however long this machine takes.
+    while levels().len() < 4 {
+        std::thread::yield_now();
+    }
+    daemon.json("POST", "/v1/pressure", "{\"level\": \"L0\"}");
+    let calm = levels().len() - 1;
+    assert_eq!(levels()[calm], 0);
+    assert!(levels()[1..calm].iter().all(|level| *level == 2));
+    // Another hold takes as long from one publication to the next: the old one would be seen.
+    daemon.json("POST", "/v1/pressure", "{\"level\": \"L1\", \"seconds\": 86400}");
+    while levels().len() < calm + 5 {
+        std::thread::yield_now();
+    }
+    assert!(levels()[calm + 1..].iter().all(|level| *level == 1), "{:?}", levels());
+}
+
+#[test]
+fn changes_from_many_clients_end_as_one_of_them() {
+    let daemon = start();
+    let seen = Arc::new(Mutex::new(vec![1024]));
+    let watch = seen.clone();
+    daemon.parameters.watch(move |change| watch.lock().unwrap().push(change.to));
+    std::thread::scope(|scope| {
+        for client in 0..8 {
+            let daemon = &daemon;
+            scope.spawn(move || {
+                for n in 0..20 {
+                    let body = format!("{{\"value\": {}}}", client * 100 + n);
+                    daemon.json("PUT", "/v1/parameters/max_buffer_pages", &body);
+                }
+            });
+        }
+    });
+    let seen = seen.lock().unwrap();
+    assert_eq!(seen.len(), 161);
+    assert_eq!(seen.last(), Some(&daemon.parameters.live(Key::MaxBufferPages).get()));
+}
+
+#[test]
+fn the_socket_goes_with_its_owner() {
+    let daemon = start();
+    let path = daemon.path.clone();
+    // A client in the middle of a request does not hold it up.
+    let mut stream = UnixStream::connect(&path).unwrap();
+    stream.write_all(b"PUT /v1/parameters/log HTTP/1.1\r\nContent-Length: 10\r\n\r\n{").unwrap();
+    drop(daemon);
+    assert!(!path.exists());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Whatever bytes come, the daemon goes on.
+    #[test]
+    fn no_bytes_hurt_it(
+        garbage: Vec<u8>,
+        method in "GET|PUT|POST|DELETE|[A-Z]{0,9}",
+        path in "(/v1/(parameters|volumes|pressure|stat)(/[ -~]{0,20}){0,3})|[ -~]{0,40}",
+        length in "[0-9]{1,20}|-1|",
+        body in "\\{\"(value|level|seconds)\": ?[ -~]{0,30}\\}|\\PC{0,80}",
+    ) {
+        let daemon = running();
+        daemon.send(&garbage);
+        let request = format!("{method} {path} HTTP/1.1\r\nContent-Length: {length}\r\n\r\n{body}");
+        daemon.send(request.as_bytes());
+        daemon.send(&[request.as_bytes(), &garbage].concat());
+        let (status, _) = daemon.ask("GET", "/v1/version", "");
+        prop_assert_eq!(status, 200);
+    }
+}
+
+/// One daemon for all cases.
+fn running() -> &'static Running {
+    static DAEMON: std::sync::OnceLock<Running> = std::sync::OnceLock::new();
+    DAEMON.get_or_init(start)
+}

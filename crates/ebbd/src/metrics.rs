@@ -1,0 +1,311 @@
+//! The figures of [`crate::stat`] as OpenMetrics text, for Prometheus.
+//!
+//! Base units, counters end in `_total`. Every name begins with `ebbd_`, but for the memory of the
+//! process, which has the name all exporters give it. For an alert on memory take
+//! `process_resident_memory_bytes` without `ebbd_memory_unwired_bytes`: the kernel takes that by
+//! itself when it needs it.
+
+use std::fmt;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::stat::{MemoryStat, OperationStat, PressureStat, Stat, ZoneStat};
+
+/// The type of the text, for HTTP.
+pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// The figures as OpenMetrics text.
+///
+/// # Errors
+/// Only if the encoder fails, which with a string to write to it does not.
+pub fn text(stat: Stat) -> Result<String, fmt::Error> {
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(Snapshot(stat)));
+    let mut out = String::new();
+    prometheus_client::encoding::text::encode(&mut out, &registry)?;
+    Ok(out)
+}
+
+#[derive(Debug)]
+struct Snapshot(Stat);
+
+/// The name and help of a metric.
+type Name = (&'static str, &'static str);
+
+/// Writes metrics to an encoder; the methods differ by what a metric is.
+struct Out<'a>(DescriptorEncoder<'a>);
+
+impl Out<'_> {
+    /// A gauge of one value; `unit` becomes the end of the name.
+    fn gauge(&mut self, (name, help): Name, unit: Option<&Unit>, value: f64) -> fmt::Result {
+        let gauge = ConstGauge::new(value);
+        gauge.encode(self.0.encode_descriptor(name, help, unit, gauge.metric_type())?)
+    }
+
+    fn counter(&mut self, (name, help): Name, value: u64) -> fmt::Result {
+        let counter = ConstCounter::new(value);
+        counter.encode(self.0.encode_descriptor(name, help, None, counter.metric_type())?)
+    }
+
+    fn gauges<L: EncodeLabelSet>(
+        &mut self,
+        (name, help): Name,
+        unit: Option<&Unit>,
+        values: impl Iterator<Item = (L, u64)>,
+    ) -> fmt::Result {
+        let kind = ConstGauge::new(0u64).metric_type();
+        let mut family = self.0.encode_descriptor(name, help, unit, kind)?;
+        for (labels, value) in values {
+            let gauge = ConstGauge::new(value);
+            gauge.encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+
+    fn counters<L: EncodeLabelSet>(
+        &mut self,
+        (name, help): Name,
+        unit: Option<&Unit>,
+        values: impl Iterator<Item = (L, u64)>,
+    ) -> fmt::Result {
+        let kind = ConstCounter::new(0u64).metric_type();
+        let mut family = self.0.encode_descriptor(name, help, unit, kind)?;
+        for (labels, value) in values {
+            let counter = ConstCounter::new(value);
+            counter.encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}
+
+/// A number as a gauge has it; beyond 2^53 it is rounded.
+#[allow(clippy::cast_precision_loss, reason = "metrics are floating point")]
+fn float(value: u64) -> f64 {
+    value as f64
+}
+
+impl Collector for Snapshot {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let (stat, mut out) = (&self.0, Out(encoder));
+        let build = [[("version", stat.version.as_str())]];
+        out.gauges(("ebbd_build_info", "The version"), None, build.into_iter().map(|l| (l, 1)))?;
+        let uptime = ("ebbd_uptime", "Time since the daemon started");
+        out.gauge(uptime, Some(&Unit::Seconds), stat.uptime_seconds)?;
+        let resident = ("process_resident_memory", "Memory of the process that is there now");
+        out.gauge(resident, Some(&Unit::Bytes), float(stat.resident_bytes))?;
+        out.gauge(("ebbd_clients", "NBD connections"), None, float(stat.clients))?;
+        volumes(stat, &mut out)?;
+        workers(stat, &mut out)?;
+        if let Some(stat) = &stat.memory {
+            memory(stat, &mut out)?;
+        }
+        if let Some(stat) = &stat.pressure {
+            pressure(stat, &mut out)?;
+        }
+        Ok(())
+    }
+}
+
+fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
+    let volumes = || stat.volumes.iter();
+    let gauge = |value: fn(&crate::stat::VolumeStat) -> u64| {
+        volumes().map(move |volume| ([("volume", volume.name.as_str())], value(volume)))
+    };
+    let size = ("ebbd_volume_size", "Size of the volume");
+    out.gauges(size, Some(&Unit::Bytes), gauge(|volume| volume.size_bytes))?;
+    let clients = ("ebbd_volume_clients", "Connections that use the volume");
+    out.gauges(clients, None, gauge(|volume| volume.clients))?;
+    let counter = |value: fn(&OperationStat) -> u64| {
+        volumes().flat_map(move |volume| {
+            volume.operations.iter().map(move |(operation, stat)| {
+                let labels = [("volume", volume.name.as_str()), ("operation", operation.as_str())];
+                (labels, value(stat))
+            })
+        })
+    };
+    let requests = ("ebbd_volume_requests", "Requests that ended, well or not");
+    out.counters(requests, None, counter(|stat| stat.requests))?;
+    let bytes = ("ebbd_volume", "Bytes of the requests that ended well");
+    out.counters(bytes, Some(&Unit::Bytes), counter(|stat| stat.bytes))?;
+    let errors = ("ebbd_volume_errors", "Requests that failed in the store");
+    out.counters(errors, None, counter(|stat| stat.errors))
+}
+
+fn workers(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
+    let all = |value: fn(&crate::stat::WorkerStat) -> u64| {
+        // A worker that did not answer has no figures; a counter must not go back to 0.
+        let answer = stat.workers.iter().filter(|worker| worker.answers);
+        answer.map(move |worker| ([("worker", worker.worker.to_string())], value(worker)))
+    };
+    let up = stat.workers.iter();
+    let up = up.map(|worker| ([("worker", worker.worker.to_string())], u64::from(worker.answers)));
+    out.gauges(("ebbd_worker_up", "Whether the worker answers"), None, up)?;
+    let enters = ("ebbd_worker_ring_enters", "Calls of io_uring_enter");
+    out.counters(enters, None, all(|worker| worker.enters))?;
+    let operations = ("ebbd_worker_ring_operations", "Operations handed to the io_uring");
+    out.counters(operations, None, all(|worker| worker.operations))
+}
+
+fn memory(stat: &MemoryStat, out: &mut Out<'_>) -> fmt::Result {
+    for (name, help, value) in [
+        ("ebbd_memory_reserved", "Address space for I/O memory", stat.reserved_bytes),
+        ("ebbd_memory_ceiling", "The most I/O memory that may be wired", stat.ceiling_bytes),
+        ("ebbd_memory_wired", "I/O memory in use or kept warm", stat.wired_bytes),
+        ("ebbd_memory_unwired", "I/O memory lent to the kernel", stat.unwired_bytes),
+        ("ebbd_memory_pinned", "Wired memory registered with the kernel", stat.pinned_bytes),
+    ] {
+        out.gauge((name, help), Some(&Unit::Bytes), float(value))?;
+    }
+    let waiting = ("ebbd_memory_waiting", "Requests that wait for memory");
+    out.gauge(waiting, None, float(stat.waiting))?;
+    out.counter(("ebbd_memory_squeezes", "Signs of pressure that emptied pools"), stat.squeezes)?;
+    out.counter(("ebbd_memory_purges", "Caches of workers purged"), stat.purges)?;
+    let zone = |value: fn(&ZoneStat) -> u64| {
+        stat.zones.iter().map(move |zone| ([("zone", zone.name.as_str())], value(zone)))
+    };
+    for (name, help, value) in [
+        ("ebbd_zone_used_blocks", "Blocks in use", (|z| z.used) as fn(&ZoneStat) -> u64),
+        ("ebbd_zone_free_blocks", "Blocks in the zone's caches", |z| z.free),
+        ("ebbd_zone_bucket_blocks", "Blocks a bucket holds", |z| z.bucket),
+        ("ebbd_zone_working_set_blocks", "Blocks the shared cache needs", |z| z.wss),
+    ] {
+        out.gauges((name, help), None, zone(value))?;
+    }
+    for (name, help, value) in [
+        ("ebbd_zone_requests", "Blocks asked for", (|z| z.requests) as fn(&ZoneStat) -> u64),
+        ("ebbd_zone_fails", "Blocks refused", |z| z.fails),
+        ("ebbd_zone_sleeps", "Blocks waited for", |z| z.sleeps),
+        ("ebbd_zone_misses", "Times the zone's caches were empty", |z| z.misses),
+        ("ebbd_zone_contended", "Times the shared cache was locked", |z| z.contended),
+    ] {
+        out.counters((name, help), None, zone(value))?;
+    }
+    owners(stat, out)
+}
+
+fn owners(stat: &MemoryStat, out: &mut Out<'_>) -> fmt::Result {
+    // Several queues of one volume have one name: a series each would be the same series twice.
+    let mut pools = std::collections::BTreeMap::<&str, [u64; 3]>::new();
+    for pool in &stat.pools {
+        let sum = pools.entry(&pool.name).or_default();
+        for (sum, value) in
+            sum.iter_mut().zip([pool.free_pages, pool.lent_pages, pool.squeezed_pages])
+        {
+            *sum = sum.saturating_add(value);
+        }
+    }
+    let pool = |at: usize, unit: u64| {
+        pools.iter().map(move |(name, sums)| {
+            ([("owner", *name)], sums.get(at).map_or(0, |sum| sum.saturating_mul(unit)))
+        })
+    };
+    let free = ("ebbd_pool_free", "Free pages kept in page pools");
+    out.gauges(free, Some(&Unit::Bytes), pool(0, 4096))?;
+    let lent = ("ebbd_pool_lent", "Free pages of page pools lent to the kernel");
+    out.gauges(lent, Some(&Unit::Bytes), pool(1, 4096))?;
+    let squeezed = ("ebbd_pool_squeezed_pages", "Pages given back by squeezes");
+    out.counters(squeezed, None, pool(2, 1))?;
+    let mut owners = std::collections::BTreeMap::<&str, [u64; 2]>::new();
+    for owner in &stat.owners {
+        let sum = owners.entry(&owner.name).or_default();
+        sum[0] = sum[0].saturating_add(owner.wired_bytes);
+        sum[1] = sum[1].saturating_add(owner.unwired_bytes);
+    }
+    let owner =
+        |at: usize| owners.iter().map(move |(name, sums)| ([("owner", *name)], sums[at.min(1)]));
+    let wired = ("ebbd_owner_wired", "I/O memory of the owner in use or kept warm");
+    out.gauges(wired, Some(&Unit::Bytes), owner(0))?;
+    let unwired = ("ebbd_owner_unwired", "I/O memory of the owner lent to the kernel");
+    out.gauges(unwired, Some(&Unit::Bytes), owner(1))
+}
+
+fn pressure(stat: &PressureStat, out: &mut Out<'_>) -> fmt::Result {
+    let level = ("ebbd_pressure_level", "Memory pressure, 0 (calm) to 3 (last resort)");
+    out.gauge(level, None, f64::from(stat.level))?;
+    let since = ("ebbd_pressure_level_age", "How long the level has held");
+    out.gauge(since, Some(&Unit::Seconds), stat.since_seconds)?;
+    let events = ("ebbd_pressure_events", "Times owners of memory were asked to act");
+    let counts = stat.events.iter().enumerate();
+    out.counters(events, None, counts.map(|(level, n)| ([("level", level.to_string())], *n)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::stat::{OwnerStat, PoolStat, VolumeStat, WorkerStat};
+
+    fn full() -> Stat {
+        let operation = OperationStat { requests: 7, bytes: 4096, errors: 1 };
+        let pool = PoolStat { name: "disk".into(), free_pages: 2, ..PoolStat::default() };
+        Stat {
+            version: "1.2.3".into(),
+            uptime_seconds: 1.5,
+            clients: 3,
+            volumes: vec![VolumeStat {
+                name: "a \"b\"\\c\nd".into(),
+                size_bytes: 1 << 20,
+                operations: [("read".to_owned(), operation)].into(),
+                ..VolumeStat::default()
+            }],
+            workers: vec![
+                WorkerStat { worker: 0, answers: true, enters: 5, operations: 6 },
+                WorkerStat { worker: 1, ..WorkerStat::default() },
+            ],
+            memory: Some(MemoryStat {
+                zones: vec![ZoneStat { name: "4K".into(), used: 9, ..ZoneStat::default() }],
+                pools: vec![pool.clone(), pool],
+                owners: vec![OwnerStat { name: "disk".into(), ..OwnerStat::default() }],
+                ..MemoryStat::default()
+            }),
+            pressure: Some(PressureStat { level: 2, events: [0, 4, 1, 0], ..Default::default() }),
+            ..Stat::default()
+        }
+    }
+
+    #[test]
+    fn the_figures_are_there() {
+        let text = text(full()).unwrap();
+        for line in [
+            "ebbd_build_info{version=\"1.2.3\"} 1",
+            "ebbd_uptime_seconds 1.5",
+            "ebbd_clients 3.0",
+            "ebbd_volume_size_bytes{volume=\"a \\\"b\\\"\\\\c\\nd\"} 1048576",
+            "ebbd_worker_ring_enters_total{worker=\"0\"} 5",
+            "ebbd_worker_up{worker=\"1\"} 0",
+            "ebbd_zone_used_blocks{zone=\"4K\"} 9",
+            "ebbd_pool_free_bytes{owner=\"disk\"} 16384",
+            "ebbd_pressure_level 2.0",
+            "ebbd_pressure_events_total{level=\"1\"} 4",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in:\n{text}");
+        }
+        assert!(text.contains("ebbd_volume_bytes_total{volume=\"a \\\"b\\\"\\\\c\\nd\",operation"));
+        assert!(!text.contains("ring_enters_total{worker=\"1\"}"), "no figures, no counter");
+        assert!(text.ends_with("# EOF\n"));
+    }
+
+    #[test]
+    fn every_series_is_there_once_and_has_its_type() {
+        let text = text(full()).unwrap();
+        let mut series = BTreeSet::new();
+        let mut types = BTreeSet::new();
+        for line in text.lines() {
+            if let Some(rest) = line.strip_prefix("# TYPE ") {
+                assert!(types.insert(rest.split(' ').next().unwrap()), "{line}");
+            } else if !line.starts_with('#') {
+                let (name, value) = line.rsplit_once(' ').unwrap();
+                assert!(series.insert(name.to_owned()), "{line} is there twice");
+                assert!(value.parse::<f64>().is_ok(), "{line}");
+                let base = name.split('{').next().unwrap().trim_end_matches("_total");
+                assert!(types.contains(base), "{line} has no type");
+            }
+        }
+        assert!(series.len() > 30);
+    }
+}

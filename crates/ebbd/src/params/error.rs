@@ -1,0 +1,55 @@
+//! Why a parameter cannot be read or set.
+
+/// What sort of mistake a [`ParameterError`] reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ParameterErrorKind {
+    /// There is no parameter of this name.
+    UnknownParameter,
+    /// There is no volume of this name.
+    UnknownVolume,
+    /// The parameter is there for the daemon as a whole only.
+    NotPerVolume,
+    /// The value has the wrong type or form.
+    InvalidValue,
+    /// The value is outside its range.
+    OutOfRange,
+    /// The value does not fit together with that of another parameter.
+    Conflict,
+}
+
+impl ParameterErrorKind {
+    /// The kind as programs match it.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::UnknownParameter => "unknown_parameter",
+            Self::UnknownVolume => "unknown_volume",
+            Self::NotPerVolume => "not_per_volume",
+            Self::InvalidValue => "invalid_value",
+            Self::OutOfRange => "out_of_range",
+            Self::Conflict => "conflict",
+        }
+    }
+}
+
+/// A parameter could not be read or set. Foreign text in it is shortened and tamed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}; {remedy}")]
+pub struct ParameterError {
+    /// What sort of mistake it is.
+    pub kind: ParameterErrorKind,
+    /// What is wrong.
+    pub message: String,
+    /// What to do about it.
+    pub remedy: String,
+}
+
+impl ParameterError {
+    pub(super) fn new(
+        kind: ParameterErrorKind,
+        message: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self { kind, message: message.into(), remedy: remedy.into() }
+    }
+}

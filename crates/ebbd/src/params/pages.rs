@@ -1,0 +1,219 @@
+//! The pages of `docs/parameters`: one for each parameter, in the form the kernel describes its
+//! own in, made from [`super::table`]. A test holds the files against what is made here.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use anyhow::Context;
+
+use super::table::{DEFINITIONS, Definition, Kind, Scope};
+
+/// A page: its file name and its text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Page {
+    /// The file name, such as `max_buffer_pages.md`.
+    pub name: String,
+    /// The text in Markdown.
+    pub text: String,
+}
+
+const WIDTH: usize = 100;
+
+/// All pages, the index first.
+pub fn pages() -> Vec<Page> {
+    let pages = DEFINITIONS
+        .iter()
+        .map(|definition| Page { name: format!("{}.md", definition.name), text: page(definition) });
+    std::iter::once(Page { name: "README.md".to_owned(), text: index() }).chain(pages).collect()
+}
+
+/// Writes all pages to the directory `out`, which is made if it is absent.
+///
+/// # Errors
+/// If the directory cannot be made or a page not be written; the error names the path.
+pub fn write_pages(out: &Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(out)
+        .with_context(|| format!("cannot make the directory {}", out.display()))?;
+    for page in pages() {
+        let path = out.join(page.name);
+        std::fs::write(&path, page.text)
+            .with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}
+
+fn page(definition: &Definition) -> String {
+    let name = definition.name;
+    let (first, last) = (definition.members.first(), definition.members.last());
+    let what = match (first, last) {
+        (Some(first), Some(last)) => format!("`{name}.{first}` to `{name}.{last}`"),
+        _ => format!("`{name}`"),
+    };
+    let scope = match definition.scope {
+        Scope::Daemon => "the daemon".to_owned(),
+        Scope::Volume => {
+            "the daemon; a volume may have its own, and follows the daemon's otherwise".to_owned()
+        }
+    };
+    let config = definition.config.map_or_else(
+        || "none: only at run time".to_owned(),
+        |path| {
+            let per_volume = format!(", `volume.NAME.{path}`");
+            let more = if definition.scope == Scope::Volume { per_volume } else { String::new() };
+            format!("`{path}`{more} in ebbd.toml(5)")
+        },
+    );
+    let default = match definition.zero.filter(|_| definition.default == 0) {
+        Some(zero) => format!("0 ({zero})"),
+        None => definition.text(definition.default),
+    };
+    let rows = [
+        ("What", what),
+        ("Scope", scope),
+        ("Since", format!("ebbd {}", definition.since)),
+        ("Unit", definition.unit.to_owned()),
+        ("Default", default),
+        ("Range", definition.range()),
+        ("Configuration", config),
+    ];
+    let mut out = format!("# {name}\n\n| | |\n|---|---|\n");
+    for (title, text) in rows {
+        let _ = writeln!(out, "| {title} | {text} |");
+    }
+    section(&mut out, "When it takes effect", definition.effect);
+    section(&mut out, "Description", definition.doc);
+    let member = first.map_or_else(|| name.to_owned(), |member| format!("{name}.{member}"));
+    let value = example_value(definition);
+    let mut example = format!("ebbd get {member}\nebbd set {member} {value}\n");
+    if definition.scope == Scope::Volume {
+        let _ = writeln!(example, "ebbd set {member} {value} --volume disk");
+    }
+    let _ = write!(out, "\n## Example\n\n```sh\n{example}ebbd set {member} --unset\n```\n");
+    out
+}
+
+/// A value other than the default.
+fn example_value(definition: &Definition) -> String {
+    match definition.kind {
+        Kind::Word(words) => words.last().copied().unwrap_or_default().to_owned(),
+        _ if definition.default == 0 => definition.text(definition.minimum << 5),
+        _ => definition.text(definition.default / 2),
+    }
+}
+
+fn index() -> String {
+    let mut out = "# Parameters\n\n".to_owned();
+    wrap(
+        &mut out,
+        "What can be read and written while `ebbd` runs: with `ebbd get` and `ebbd set`, or over \
+         the control socket at `/v1/parameters` and `/v1/volumes/NAME/parameters`. The pages are \
+         made from the table in the program (`ebbd man --parameters docs/parameters`); names and \
+         meanings here are an interface, and stay.",
+    );
+    out.push_str("\n| parameter | scope | unit | default | range |\n|---|---|---|---|---|\n");
+    for definition in DEFINITIONS {
+        let scope = match definition.scope {
+            Scope::Daemon => "daemon",
+            Scope::Volume => "daemon, volume",
+        };
+        let _ = writeln!(
+            out,
+            "| [{name}]({name}.md) | {scope} | {} | {} | {} |",
+            definition.unit,
+            definition.text(definition.default),
+            definition.range(),
+            name = definition.name,
+        );
+    }
+    section(
+        &mut out,
+        "Which value counts",
+        "A volume's own value wins over the daemon's; a volume without one follows the daemon's, \
+         also when that changes.\n\n\
+         The value of a parameter is what the configuration says (the command line wins over the \
+         file), or the default, until it is set at run time. Unsetting it goes back to the \
+         configuration. What is set at run time is not written to any file and ends with the \
+         daemon.\n\n\
+         When SIGHUP has the file read again, whoever spoke last counts, parameter by parameter: a \
+         value set at run time stays, unless the file now says something else about that parameter \
+         than it did when it was read before. A `max_request` and a `connection_memory` of which \
+         only one is new, and which do not fit together, both become what the file says. A volume \
+         that leaves the configuration takes what was set for it along.",
+    );
+    out
+}
+
+fn section(out: &mut String, title: &str, text: &str) {
+    let _ = write!(out, "\n## {title}\n");
+    for paragraph in text.split("\n\n") {
+        out.push('\n');
+        wrap(out, paragraph);
+    }
+}
+
+/// Writes `text` in lines of at most [`WIDTH`] characters.
+fn wrap(out: &mut String, text: &str) {
+    let mut width = 0;
+    for word in text.split_whitespace() {
+        let length = word.chars().count();
+        if width > 0 && width + 1 + length > WIDTH {
+            out.push('\n');
+            width = 0;
+        }
+        if width > 0 {
+            out.push(' ');
+            width += 1;
+        }
+        out.push_str(word);
+        width += length;
+    }
+    out.push('\n');
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::PathBuf;
+
+    use super::*;
+
+    #[test]
+    fn the_pages_in_the_repository_are_up_to_date() {
+        let kept = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/parameters"));
+        let remedy = "run `cargo run -p ebbd -- man --parameters docs/parameters` and commit it";
+        let pages = pages();
+        for page in &pages {
+            let text = std::fs::read_to_string(kept.join(&page.name))
+                .unwrap_or_else(|error| panic!("docs/parameters/{}: {error}; {remedy}", page.name));
+            assert!(text == page.text, "docs/parameters/{} is out of date; {remedy}", page.name);
+        }
+        let names: BTreeSet<_> = pages.into_iter().map(|page| page.name).collect();
+        let found: BTreeSet<_> = std::fs::read_dir(&kept)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        assert_eq!(found, names, "docs/parameters holds the generated pages and nothing else");
+    }
+
+    #[test]
+    fn a_page_has_all_that_an_operator_asks() {
+        for page in pages().iter().filter(|page| page.name != "README.md") {
+            for part in ["| What |", "| Since |", "| Unit |", "| Default |", "| Range |"] {
+                assert!(page.text.contains(part), "{}: {part}", page.name);
+            }
+            for title in ["## When it takes effect", "## Description", "## Example"] {
+                assert!(page.text.contains(title), "{}: {title}", page.name);
+            }
+            let long = |line: &&str| line.chars().count() > WIDTH && !line.starts_with('|');
+            assert_eq!(page.text.lines().find(long), None);
+        }
+    }
+
+    #[test]
+    fn the_examples_are_accepted() {
+        for definition in DEFINITIONS {
+            let value = serde_json::Value::String(example_value(definition));
+            assert!(definition.parse(&value).is_ok(), "{}: {value}", definition.name);
+        }
+    }
+}

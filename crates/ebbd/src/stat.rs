@@ -1,0 +1,428 @@
+//! What the daemon looks like at a moment: plain data, for JSON, tables and metrics alike.
+//!
+//! The figures of memory and pressure come from a [`Memory`], which is a facade over closures: it
+//! is made from `ebb-mem` ([`Memory::new`]), and tests make it from nothing.
+//!
+//! Sizes are in bytes and times in seconds. Counters begin at 0 with the daemon (those of a volume
+//! when it is opened) and only grow.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use ebb_mem::pressure::{Cause, Level, Monitor, Pressure, Subscription};
+use ebb_volume::Volume;
+use serde::{Deserialize, Serialize};
+
+/// Everything.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Stat {
+    /// The version of ebbd.
+    pub version: String,
+    /// Seconds since the daemon started.
+    pub uptime_seconds: f64,
+    /// Memory of the whole process that is there now (`VmRSS`), bytes. Lent memory counts until
+    /// the kernel takes it.
+    pub resident_bytes: u64,
+    /// NBD connections now, those in their handshake included.
+    pub clients: u64,
+    /// The volumes by name.
+    pub volumes: Vec<VolumeStat>,
+    /// The worker threads in order.
+    pub workers: Vec<WorkerStat>,
+    /// I/O memory; absent if the daemon has none to account for.
+    pub memory: Option<MemoryStat>,
+    /// Memory pressure; absent if nobody listens.
+    pub pressure: Option<PressureStat>,
+}
+
+/// A volume.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct VolumeStat {
+    /// The name it is exported under.
+    pub name: String,
+    /// Its size, bytes.
+    pub size_bytes: u64,
+    /// Whether clients may only read.
+    pub read_only: bool,
+    /// Whether its file is read and written past the page cache.
+    pub direct: bool,
+    /// Whether it is being withdrawn.
+    pub closing: bool,
+    /// Connections that use it now.
+    pub clients: u64,
+    /// Counters by operation: `read`, `write`, `flush`, `discard`, `write-zeroes`, `extents`,
+    /// `prefetch`.
+    pub operations: BTreeMap<String, OperationStat>,
+}
+
+/// Counters of one kind of operation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OperationStat {
+    /// Requests that ended, well or not.
+    pub requests: u64,
+    /// Bytes of those that ended well.
+    pub bytes: u64,
+    /// Requests that failed in the store.
+    pub errors: u64,
+}
+
+/// A worker thread.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerStat {
+    /// Its place, from 0.
+    pub worker: usize,
+    /// Whether it answered in time. If not, the counters are 0.
+    pub answers: bool,
+    /// Calls of `io_uring_enter`.
+    pub enters: u64,
+    /// Operations handed to the ring.
+    pub operations: u64,
+}
+
+/// I/O memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryStat {
+    /// Address space, bytes.
+    pub reserved_bytes: u64,
+    /// The most that may be wired, bytes.
+    pub ceiling_bytes: u64,
+    /// In use, or kept warm, bytes.
+    pub wired_bytes: u64,
+    /// Lent to the kernel, which may have taken any of it, bytes.
+    pub unwired_bytes: u64,
+    /// Of the wired, what is registered with the kernel or a device, bytes.
+    pub pinned_bytes: u64,
+    /// Signs of pressure that emptied the pools.
+    pub squeezes: u64,
+    /// Caches of workers purged in the last resort.
+    pub purges: u64,
+    /// Requests that wait for memory now.
+    pub waiting: u64,
+    /// Zones by the size of their blocks.
+    pub zones: Vec<ZoneStat>,
+    /// Page pools, one for each queue.
+    pub pools: Vec<PoolStat>,
+    /// Owners of memory.
+    pub owners: Vec<OwnerStat>,
+}
+
+/// A zone: blocks of one size.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ZoneStat {
+    /// What it is called: the size of its blocks, or `runs`.
+    pub name: String,
+    /// Size of a block, bytes; 0 for runs, which have any size.
+    pub size: u64,
+    /// The most blocks it may take; absent without a limit.
+    pub limit: Option<u64>,
+    /// Blocks in use.
+    pub used: u64,
+    /// Blocks in its caches.
+    pub free: u64,
+    /// Blocks asked for.
+    pub requests: u64,
+    /// Of those, refused.
+    pub fails: u64,
+    /// Of those, waited for.
+    pub sleeps: u64,
+    /// Times its caches were empty.
+    pub misses: u64,
+    /// Times a worker found the shared cache locked.
+    pub contended: u64,
+    /// Blocks a bucket holds now.
+    pub bucket: u64,
+    /// Working set: blocks the shared cache needs.
+    pub wss: u64,
+    /// Seconds since it last ran out of cache.
+    pub out_of_cache_seconds: u64,
+}
+
+/// A page pool.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PoolStat {
+    /// Whose it is.
+    pub name: String,
+    /// Free pages kept, of 4096 bytes.
+    pub free_pages: u64,
+    /// Free pages lent to the kernel.
+    pub lent_pages: u64,
+    /// Squeezes it has answered.
+    pub squeezes: u64,
+    /// Pages it gave back in those.
+    pub squeezed_pages: u64,
+}
+
+/// An owner of memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnerStat {
+    /// Its name.
+    pub name: String,
+    /// In use, or kept warm, bytes.
+    pub wired_bytes: u64,
+    /// Lent to the kernel, bytes.
+    pub unwired_bytes: u64,
+}
+
+/// Memory pressure.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PressureStat {
+    /// The level, 0 (calm) to 3 (last resort).
+    pub level: u8,
+    /// The level in a word.
+    pub name: String,
+    /// Seconds it has held.
+    pub since_seconds: f64,
+    /// Why it was published last.
+    pub cause: String,
+    /// Seconds since owners of memory were last asked to act.
+    pub event_seconds: f64,
+    /// How often they were, by level; the slow decay while calm counts at level 0.
+    pub events: [u64; 4],
+    /// What is listened to.
+    pub listening: Vec<String>,
+    /// What is not, and why.
+    pub missing: Vec<String>,
+    /// What an operator should know.
+    pub notes: Vec<String>,
+}
+
+type Read<T> = Box<dyn Fn() -> T + Send + Sync>;
+
+/// Where the figures of memory and pressure come from. Empty by default.
+#[derive(Default)]
+pub struct Memory {
+    /// Reads the memory.
+    pub read: Option<Read<MemoryStat>>,
+    /// Reads the pressure.
+    pub pressure: Option<Read<PressureStat>>,
+    /// Publishes a level of pressure.
+    pub inject: Option<Box<dyn Fn(Level) + Send + Sync>>,
+}
+
+impl std::fmt::Debug for Memory {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Memory")
+            .field("read", &self.read.is_some())
+            .field("pressure", &self.pressure.is_some())
+            .field("inject", &self.inject.is_some())
+            .finish()
+    }
+}
+
+impl Memory {
+    /// The figures of `memory` and of `monitor`, as far as they are there.
+    pub fn new(memory: Option<Arc<ebb_mem::Memory>>, monitor: Option<&Monitor>) -> Self {
+        let read = memory
+            .map(|memory| -> Read<MemoryStat> { Box::new(move || memory_stat(&memory.stats())) });
+        let pressure = monitor.map(|monitor| -> Read<PressureStat> {
+            let watch = PressureWatch::new(monitor.pressure());
+            let report = monitor.report();
+            let lines = |findings: &[ebb_mem::pressure::Finding]| {
+                findings.iter().map(ToString::to_string).collect::<Vec<_>>()
+            };
+            let (listening, missing) = (lines(&report.listening), lines(&report.missing));
+            let notes = report.notes.clone();
+            Box::new(move || PressureStat {
+                listening: listening.clone(),
+                missing: missing.clone(),
+                notes: notes.clone(),
+                ..watch.stat(Instant::now())
+            })
+        });
+        let inject = monitor.map(|monitor| -> Box<dyn Fn(Level) + Send + Sync> {
+            let handle = monitor.handle();
+            Box::new(move |level| handle.inject(level))
+        });
+        Self { read, pressure, inject }
+    }
+}
+
+/// Counts events of pressure, and says how it is now.
+struct PressureWatch {
+    pressure: Pressure,
+    events: Arc<[AtomicU64; 4]>,
+    _subscription: Subscription,
+}
+
+impl PressureWatch {
+    fn new(pressure: Pressure) -> Self {
+        let events: Arc<[AtomicU64; 4]> = Arc::default();
+        let counts = events.clone();
+        let subscription = pressure.subscribe(move |state| {
+            if let Some(count) = counts.get(usize::from(state.level.number()))
+                && state.cause.is_event()
+            {
+                count.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        Self { pressure, events, _subscription: subscription }
+    }
+
+    fn stat(&self, now: Instant) -> PressureStat {
+        let state = self.pressure.state();
+        let seconds = |since: Instant| now.saturating_duration_since(since).as_secs_f64();
+        let cause = if state.sequence == 0 { Cause::Start } else { state.cause };
+        PressureStat {
+            level: state.level.number(),
+            name: state.level.as_str().to_owned(),
+            since_seconds: seconds(state.since),
+            cause: cause.as_str().to_owned(),
+            event_seconds: seconds(state.event),
+            events: std::array::from_fn(|level| {
+                self.events.get(level).map_or(0, |count| count.load(Ordering::Relaxed))
+            }),
+            ..PressureStat::default()
+        }
+    }
+}
+
+/// A count or size of this machine, as in JSON.
+fn wide(value: usize) -> u64 {
+    u64::try_from(value).unwrap_or(u64::MAX)
+}
+
+fn memory_stat(stats: &ebb_mem::Stats) -> MemoryStat {
+    let bytes = |bytes: i64| u64::try_from(bytes).unwrap_or(0);
+    let zones = stats.zones.iter().map(|zone| ZoneStat {
+        name: match wide(zone.item_bytes) {
+            0 => "runs".to_owned(),
+            size => crate::size::Size::new(size).to_string(),
+        },
+        size: wide(zone.item_bytes),
+        limit: zone.limit.map(wide),
+        used: zone.used,
+        free: zone.free,
+        requests: zone.requests,
+        fails: zone.fails,
+        sleeps: zone.sleeps,
+        misses: zone.misses,
+        contended: zone.contended,
+        bucket: wide(zone.bucket),
+        wss: zone.wss,
+        out_of_cache_seconds: u64::from(zone.timin),
+    });
+    let pools = stats.pools.iter().map(|pool| PoolStat {
+        name: pool.owner.clone(),
+        free_pages: wide(pool.free),
+        lent_pages: wide(pool.lent),
+        squeezes: wide(pool.squeezes),
+        squeezed_pages: wide(pool.squeezed_pages),
+    });
+    let owners = stats.owners.iter().map(|owner| OwnerStat {
+        name: owner.name.clone(),
+        wired_bytes: bytes(owner.wired),
+        unwired_bytes: bytes(owner.unwired),
+    });
+    MemoryStat {
+        reserved_bytes: wide(stats.arena.reserved),
+        ceiling_bytes: wide(stats.arena.ceiling),
+        wired_bytes: wide(stats.arena.wired),
+        unwired_bytes: wide(stats.arena.unwired),
+        pinned_bytes: wide(stats.arena.pinned),
+        squeezes: stats.squeezes,
+        purges: stats.purges,
+        waiting: wide(stats.waiting),
+        zones: zones.collect(),
+        pools: pools.collect(),
+        owners: owners.collect(),
+    }
+}
+
+/// The operations a volume counts.
+const OPERATIONS: [ebb_store::Operation; 7] = {
+    use ebb_store::Operation::{Discard, Extents, Flush, Prefetch, Read, Write, WriteZeroes};
+    [Read, Write, Flush, Discard, WriteZeroes, Extents, Prefetch]
+};
+
+/// The figures of a volume that `clients` connections use.
+pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
+    let operation = |operation: ebb_store::Operation| {
+        let of = volume.stats().of(operation);
+        let stat = OperationStat { requests: of.requests, bytes: of.bytes, errors: of.errors };
+        (operation.name().to_owned(), stat)
+    };
+    VolumeStat {
+        name: volume.name().to_string(),
+        size_bytes: volume.size(),
+        read_only: volume.read_only(),
+        direct: volume.capabilities().direct,
+        closing: volume.is_closing(),
+        clients,
+        operations: OPERATIONS.into_iter().map(operation).collect(),
+    }
+}
+
+/// Memory of this process that is there now, bytes; 0 if the kernel does not say.
+pub fn resident_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let pages: u64 = text.split(' ').nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(0);
+    pages.saturating_mul(wide(rustix::param::page_size()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_figures_of_real_memory_arrive() {
+        let now = Instant::now();
+        let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, now)).unwrap();
+        let owner = memory.owner("disk").unwrap();
+        let worker = memory.worker(|| {});
+        let block = worker.alloc(8192, owner).unwrap();
+        let read = Memory::new(Some(memory), None).read.unwrap();
+        let stat = read();
+        let zone = stat.zones.iter().find(|zone| zone.name == "8K").unwrap();
+        assert_eq!((zone.size, zone.used, zone.requests), (8192, 1, 1));
+        assert_eq!(stat.zones.last().unwrap().name, "runs");
+        assert!(stat.wired_bytes >= 8192 && stat.ceiling_bytes == 64 << 20);
+        let disk = stat.owners.iter().find(|owner| owner.name == "disk").unwrap();
+        assert_eq!(disk.wired_bytes, 8192);
+        worker.free(block);
+        let zone = read().zones.into_iter().find(|zone| zone.name == "8K").unwrap();
+        assert_eq!(zone.used, 0);
+        assert!(zone.free >= 1);
+    }
+
+    #[test]
+    fn pressure_is_counted_by_level() {
+        let now = Instant::now();
+        let (mut publisher, pressure) = Pressure::new(now);
+        let watch = PressureWatch::new(pressure);
+        assert_eq!((watch.stat(now).level, watch.stat(now).events), (0, [0; 4]));
+        publisher.publish(Level::L2, Cause::FullStall, now);
+        publisher.publish(Level::L1, Cause::Easing, now);
+        publisher.publish(Level::L1, Cause::Stall, now);
+        let stat = watch.stat(now + std::time::Duration::from_secs(2));
+        assert_eq!((stat.level, stat.name.as_str(), stat.events), (1, "squeeze", [0, 1, 1, 0]));
+        assert_eq!(stat.cause, "stalls on memory");
+        assert!((stat.event_seconds - 2.0).abs() < 0.01);
+    }
+
+    #[test]
+    fn the_process_has_memory() {
+        assert!(resident_bytes() > 1 << 20);
+    }
+
+    #[test]
+    fn json_and_back() {
+        let stat = Stat {
+            memory: Some(MemoryStat { zones: vec![ZoneStat::default()], ..MemoryStat::default() }),
+            pressure: Some(PressureStat::default()),
+            volumes: vec![volume_stat(
+                &Volume::new(
+                    "a\"b\n",
+                    ebb_store::Store::Null(ebb_store::NullStore::new(1 << 20)),
+                    ebb_volume::VolumeOptions::default(),
+                ),
+                1,
+            )],
+            ..Stat::default()
+        };
+        let text = serde_json::to_string(&stat).unwrap();
+        assert_eq!(serde_json::from_str::<Stat>(&text).unwrap(), stat);
+        assert_eq!(stat.volumes[0].operations.len(), 7);
+    }
+}

@@ -1,0 +1,313 @@
+//! A running daemon, controlled through the program's own commands.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStderr, Command, Output, Stdio};
+
+const EBBD: &str = env!("CARGO_BIN_EXE_ebbd");
+
+fn command() -> Command {
+    let mut command = Command::new(EBBD);
+    for variable in ["LISTEN_FDS", "LISTEN_PID", "EBBD_CONTROL", "NOTIFY_SOCKET"] {
+        command.env_remove(variable);
+    }
+    // The host's pressure is not the subject here.
+    command.env("MEMORY_PRESSURE_WATCH", "/dev/null").stdin(Stdio::null());
+    command
+}
+
+struct Daemon {
+    child: Child,
+    log: BufReader<ChildStderr>,
+    control: PathBuf,
+    config: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+impl Daemon {
+    /// A daemon with the volumes `disk` and `install cd`; `top` stands at the top of its file.
+    fn start(top: &str) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (control, config) = (folder.path().join("c"), folder.path().join("ebbd.toml"));
+        // Left over from a daemon that is gone.
+        drop(UnixListener::bind(&control).expect("a socket"));
+        fs::write(&config, file(folder.path(), top)).expect("written");
+        let mut child = command()
+            .args(["serve", "--config", config.to_str().expect("UTF-8")])
+            .args(["--control", control.to_str().expect("UTF-8")])
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let log = BufReader::new(child.stderr.take().expect("piped"));
+        let mut daemon = Self { child, log, control, config, _folder: folder };
+        daemon.wait_for("ready");
+        daemon
+    }
+
+    /// Reads the log up to a line with `text`.
+    #[track_caller]
+    fn wait_for(&mut self, text: &str) -> String {
+        let mut all = String::new();
+        loop {
+            let before = all.len();
+            let count = self.log.read_line(&mut all).expect("UTF-8");
+            assert!(count > 0, "`{text}` is not in the log:\n{all}");
+            if all[before..].contains(text) {
+                return all;
+            }
+        }
+    }
+
+    fn rewrite(&self, top: &str) {
+        let folder = self.config.parent().expect("a folder");
+        fs::write(&self.config, file(folder, top)).expect("written");
+    }
+
+    fn signal(&self, name: &str) {
+        let pid = self.child.id().to_string();
+        let status = Command::new("/bin/kill").args([name, &pid]).status();
+        assert!(status.expect("/bin/kill (package procps) is there").success());
+    }
+
+    fn reload(&mut self) {
+        self.signal("-HUP");
+        self.wait_for("reloaded");
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        command().args(args).env("EBBD_CONTROL", &self.control).output().expect("it starts")
+    }
+
+    #[track_caller]
+    fn says(&self, args: &[&str]) -> String {
+        let output = self.run(args);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(0), "{args:?}: {stderr}");
+        assert!(stderr.is_empty(), "{stderr}");
+        String::from_utf8(output.stdout).expect("UTF-8")
+    }
+
+    /// Asserts that the command is refused as a mistake of whoever typed it.
+    #[track_caller]
+    fn refuses(&self, args: &[&str], parts: &[&str]) {
+        fails(&self.run(args), 2, parts);
+    }
+
+    fn stop(mut self) {
+        self.signal("-TERM");
+        let status = self.child.wait().expect("it ends");
+        let mut rest = String::new();
+        self.log.read_to_string(&mut rest).expect("UTF-8");
+        assert_eq!(status.code(), Some(0), "{rest}");
+        assert!(!self.control.exists(), "the socket goes with the daemon");
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // After a failed assertion; ended already otherwise.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[track_caller]
+fn fails(output: &Output, status: i32, parts: &[&str]) {
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(status), "{stderr}");
+    assert!(output.stdout.is_empty());
+    for part in parts {
+        assert!(stderr.contains(part), "`{part}` is not in: {stderr}");
+    }
+}
+
+fn file(folder: &Path, top: &str) -> String {
+    format!(
+        "{top}\nlisten = ['unix:{}/nbd']\n[volume.disk]\nstore = 'memory:1M'\n\
+         max_buffer_pages = 7\n[volume.'install cd']\nstore = 'null:1G'\n",
+        folder.display()
+    )
+}
+
+#[test]
+fn get_and_set() {
+    let daemon = Daemon::start("max_buffer_pages = 100");
+    let mode = fs::metadata(&daemon.control).expect("a socket").permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+
+    let get = ["get", "max_buffer_pages"];
+    assert_eq!(daemon.says(&get), "100\n");
+    assert_eq!(daemon.says(&[&get[..], &["--volume", "disk"]].concat()), "7\n");
+    assert_eq!(daemon.says(&[&get[..], &["--volume", "install cd"]].concat()), "100\n");
+
+    let set = ["set", "max_buffer_pages"];
+    assert_eq!(daemon.says(&[&set[..], &["0"]].concat()), "max_buffer_pages: 100 -> 0\n");
+    assert_eq!(daemon.says(&[&get[..], &["--volume", "install cd"]].concat()), "0\n");
+    let own = ["9", "--volume", "install cd"];
+    assert_eq!(daemon.says(&[&set[..], &own[..]].concat()), "max_buffer_pages: 0 -> 9\n");
+    let unset = ["--unset", "--volume", "install cd"];
+    assert_eq!(daemon.says(&[&set[..], &unset[..]].concat()), "max_buffer_pages: 9 -> 0\n");
+    assert_eq!(daemon.says(&["set", "max_request", "1M"]), "max_request: 32M -> 1M\n");
+
+    let table = daemon.says(&["get"]);
+    assert!(table.starts_with("PARAMETER "), "{table}");
+    for part in ["zone_limit_bytes.4K", "run-time", "0 to 60000", "milliseconds"] {
+        assert!(table.contains(part), "{part}: {table}");
+    }
+    let table = daemon.says(&["get", "--volume", "disk"]);
+    assert_eq!(table.lines().count(), 3, "{table}");
+
+    daemon.refuses(&["get", "max_bufer_pages"], &["did you mean `max_buffer_pages`?"]);
+    daemon.refuses(&["get", "log", "--volume", "dsik"], &["did you mean `disk`?"]);
+    daemon.refuses(&["set", "max_buffer_pages", "-1"], &["0 to 1048576"]);
+    daemon.refuses(&["set", "log", "inof"], &["did you mean `info`?"]);
+    daemon.refuses(&["set", "connection_memory", "8K"], &["1M or more"]);
+    daemon.refuses(&["set", "log"], &["<VALUE>"]);
+    daemon.refuses(&["set", "log", "debug", "--unset"], &["--unset"]);
+    assert_eq!(daemon.says(&get), "0\n");
+    daemon.stop();
+}
+
+#[test]
+fn parameters_act() {
+    let mut daemon = Daemon::start("");
+    daemon.says(&["set", "log", "error"]);
+    daemon.says(&["set", "max_clients", "1"]);
+    let nbd = daemon.config.with_file_name("nbd");
+    let first = UnixStream::connect(&nbd).expect("connected");
+    let mut hello = [0; 18];
+    (&first).read_exact(&mut hello).expect("a greeting");
+    let mut second = UnixStream::connect(&nbd).expect("connected");
+    let mut rest = Vec::new();
+    second.read_to_end(&mut rest).expect("closed");
+    assert!(rest.is_empty(), "the second client is not served");
+    let stat: serde_json::Value =
+        serde_json::from_str(&daemon.says(&["stat", "--json"])).expect("JSON");
+    assert_eq!(stat["clients"], 1);
+    drop(first);
+    daemon.says(&["set", "log", "info"]);
+    let log = daemon.wait_for("parameter=\"log\"");
+    assert!(!log.contains("max_clients"), "the refusal was not to be logged: {log}");
+    daemon.stop();
+}
+
+#[test]
+fn stat_and_pressure() {
+    let daemon = Daemon::start("");
+    let text = daemon.says(&["stat"]);
+    for part in ["ebbd ", " resident", "pressure L", "VOLUME ", "install cd", "CLIENTS"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let stat = || -> serde_json::Value {
+        serde_json::from_str(&daemon.says(&["stat", "--json"])).expect("JSON")
+    };
+    assert_eq!(stat()["workers"][0]["answers"], true);
+    let drains =
+        |stat: &serde_json::Value| stat["pressure"]["events"][2].as_u64().expect("a count");
+    let before = drains(&stat());
+    assert_eq!(daemon.says(&["pressure", "l2", "--seconds", "60"]), "");
+    // Published by the monitor's own thread, some time after the answer.
+    while drains(&stat()) == before {
+        std::thread::yield_now();
+    }
+    let now = stat();
+    assert_eq!((&now["pressure"]["level"], &now["pressure"]["name"]), (&2.into(), &"drain".into()));
+    assert!(daemon.says(&["stat"]).contains("pressure L2 (drain)"));
+    daemon.refuses(&["pressure", "L4"], &["L0"]);
+    daemon.refuses(&["pressure", "L1", "--seconds", "0"], &["1..=86400"]);
+
+    let mut stream = UnixStream::connect(&daemon.control).expect("connected");
+    stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").expect("sent");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("an answer");
+    for part in ["application/openmetrics-text", "ebbd_volume_size_bytes{volume=\"disk\"} 1048576"]
+    {
+        assert!(answer.contains(part), "{part}: {answer}");
+    }
+    daemon.stop();
+}
+
+#[test]
+fn a_reload_keeps_what_was_set_unless_the_file_changed_it() {
+    let mut daemon = Daemon::start("max_buffer_pages = 100\nbuffer_squeeze_duration_ms = 10");
+    let get = |daemon: &Daemon, name: &str| daemon.says(&["get", name]).trim().to_owned();
+    daemon.says(&["set", "max_buffer_pages", "1"]);
+    daemon.says(&["set", "buffer_squeeze_duration_ms", "2"]);
+    daemon.says(&["set", "max_buffer_pages", "3", "--volume", "disk"]);
+    daemon.reload();
+    assert_eq!(get(&daemon, "max_buffer_pages"), "1");
+
+    daemon.rewrite("max_buffer_pages = 100\nbuffer_squeeze_duration_ms = 20\ncontrol = '/x/y'");
+    daemon.signal("-HUP");
+    // The option wins over the file, so the socket stays without a word.
+    daemon.wait_for("reloaded");
+    assert_eq!(get(&daemon, "max_buffer_pages"), "1");
+    assert_eq!(get(&daemon, "buffer_squeeze_duration_ms"), "20");
+    assert_eq!(daemon.says(&["get", "max_buffer_pages", "--volume", "disk"]), "3\n");
+
+    daemon.rewrite("max_buffer_pages = 101");
+    daemon.reload();
+    assert_eq!(get(&daemon, "max_buffer_pages"), "101");
+    assert_eq!(get(&daemon, "buffer_squeeze_duration_ms"), "10");
+    daemon.stop();
+}
+
+#[test]
+fn many_sets_at_once() {
+    let daemon = Daemon::start("");
+    std::thread::scope(|scope| {
+        for n in 0..8 {
+            let daemon = &daemon;
+            scope.spawn(move || daemon.says(&["set", "max_buffer_pages", &n.to_string()]));
+        }
+    });
+    let value: u32 = daemon.says(&["get", "max_buffer_pages"]).trim().parse().expect("a number");
+    assert!(value < 8, "{value}");
+    daemon.stop();
+}
+
+#[test]
+fn a_socket_in_use_is_not_taken() {
+    let daemon = Daemon::start("");
+    let nbd = daemon.config.with_file_name("other");
+    let args = ["serve", "--volume", "a=null:1M", "--listen"];
+    let listen = format!("unix:{}", nbd.display());
+    let control = daemon.control.to_str().expect("UTF-8");
+    let output = daemon.run(&[&args[..], &[&listen, "--control", control]].concat());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("in use by a running server"), "{stderr}");
+    let output = daemon.run(&[&args[..], &[&listen, "--control", &listen]].concat());
+    fails(&output, 2, &["clients are served there"]);
+    assert_eq!(daemon.says(&["get", "max_buffer_pages"]), "1024\n");
+    daemon.stop();
+}
+
+#[test]
+fn nobody_there_is_status_1_with_advice() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("none");
+    let path = path.to_str().expect("UTF-8");
+    for args in [&["get"][..], &["set", "log", "info"], &["stat"], &["pressure", "L1"]] {
+        let output = command().args(args).args(["--control", path]).output().expect("it starts");
+        fails(&output, 1, &[path, "start it with `control`"]);
+    }
+    let output = command().args(["get", "--control", "tcp:h:1"]).output().expect("it starts");
+    fails(&output, 2, &["unix:/path"]);
+
+    // Somebody else's server.
+    let socket = UnixListener::bind(path).expect("a socket");
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (mut stream, _) = socket.accept().expect("a client");
+            stream.write_all(b"220 mail\r\n").expect("sent");
+            stream.shutdown(std::net::Shutdown::Write).expect("shut");
+            let _ = stream.read_to_end(&mut Vec::new());
+        });
+        let output = command().args(["get", "--control", path]).output().expect("it starts");
+        fails(&output, 1, &["no HTTP"]);
+    });
+}
