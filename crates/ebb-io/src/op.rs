@@ -111,6 +111,13 @@ impl Drop for Op<'_> {
     }
 }
 
+fn send_now(fd: &Fd, message: &mut Gather) -> io::Result<usize> {
+    let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
+    // SAFETY: the header and all it points to belong to `message`, which is borrowed for the call.
+    let sent = unsafe { libc::sendmsg(fd.as_raw_fd(), message.message(), flags) };
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+}
+
 fn raw(fd: &Fd) -> types::Fd {
     types::Fd(fd.as_raw_fd())
 }
@@ -245,25 +252,20 @@ impl Io {
 
     /// Sends what is left of a message. May be short: `Gather::advance` by the result.
     ///
-    /// A socket with room takes it in one call right here, without waiting; only a full one goes
-    /// through the ring.
+    /// While there is little to batch, a socket with room takes it in one call right here. A full
+    /// one goes through the ring, and so does everything under load: the replies of several
+    /// connections then leave in one call.
     pub async fn send(
         &self,
         fd: &Fd,
         mut message: Box<Gather>,
     ) -> (io::Result<usize>, Box<Gather>) {
-        // SAFETY: the header and all it points to belong to `message`, which is not touched before
-        // the call returns.
-        let sent = unsafe {
-            let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
-            libc::sendmsg(fd.as_raw_fd(), message.message(), flags)
-        };
-        if let Ok(count) = usize::try_from(sent) {
-            return (Ok(count), message);
-        }
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::WouldBlock {
-            return (Err(error), message);
+        if self.is_light() {
+            match send_now(fd, &mut message) {
+                Ok(count) => return (Ok(count), message),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return (Err(error), message),
+            }
         }
         let entry = opcode::SendMsg::new(raw(fd), message.message())
             .flags(libc::MSG_NOSIGNAL.cast_unsigned() | libc::MSG_WAITALL.cast_unsigned())

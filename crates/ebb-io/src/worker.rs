@@ -40,7 +40,7 @@ const DIRECT_BELOW: u32 = 3;
 /// Completions per turn from which on several are waited for.
 const LINGER_FROM: u32 = 4;
 /// How long a batch of completions may be waited for once work is there.
-const LINGER: Duration = Duration::from_micros(25);
+const LINGER: Duration = Duration::from_micros(50);
 /// How often the memory is asked when it must be tended next.
 const TEND_INTERVAL: Duration = Duration::from_millis(100);
 /// How long a stopping worker waits for the kernel to let go of buffers.
@@ -134,6 +134,11 @@ impl Load {
         self.average.set(average - average / 8 + completions.min(512) * 2);
     }
 
+    /// There is little to batch.
+    fn is_light(&self) -> bool {
+        self.average.get() / 16 < LINGER_FROM
+    }
+
     /// Requests come one by one, and this is the first of the turn: there is nothing to batch.
     fn take_direct(&self) -> bool {
         let first = self.average.get() / 16 < DIRECT_BELOW && self.direct.get() == 0;
@@ -143,12 +148,12 @@ impl Load {
         first
     }
 
-    /// Under load, half of the usual number of completions is waited for, but no longer than
-    /// [`LINGER`]; a lone request is never held up.
+    /// Under load, the usual number of completions is waited for, but no longer than [`LINGER`];
+    /// a lone request is never held up.
     fn batch(&self) -> (usize, Option<Duration>) {
         match self.average.get() / 16 {
             0..LINGER_FROM => (1, None),
-            usual => ((usual / 2) as usize, Some(LINGER)),
+            usual => (usual as usize, Some(LINGER)),
         }
     }
 }
@@ -222,6 +227,11 @@ impl Io {
 
     pub(crate) fn offload_budget(&self) -> &Rc<Budget> {
         &self.0.offload
+    }
+
+    /// True while there is little to batch.
+    pub(crate) fn is_light(&self) -> bool {
+        self.0.load.is_light()
     }
 
     /// True if the caller may do an operation without the ring: while requests come one by one,
