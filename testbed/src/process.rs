@@ -6,20 +6,23 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
-/// Resident memory (`VmRSS`) in bytes.
+/// Resident memory in bytes that is the process's own: what it has lent to the kernel (`LazyFree`)
+/// is resident until it is taken, but gone as far as anybody else is concerned.
 ///
 /// # Errors
 /// The process is gone.
 pub fn resident(pid: u32) -> Result<u64> {
-    let path = format!("/proc/{pid}/status");
+    let path = format!("/proc/{pid}/smaps_rollup");
     let text = std::fs::read_to_string(&path).map_err(Error::io(&path))?;
-    let kib = text
-        .lines()
-        .find_map(|l| l.strip_prefix("VmRSS:"))
-        .and_then(|v| v.trim().trim_end_matches(" kB").parse::<u64>().ok())
+    let field = |name: &str| {
+        let value = text.lines().find_map(|l| l.strip_prefix(name))?;
+        value.trim().trim_end_matches(" kB").parse::<u64>().ok()
+    };
+    match (field("Rss:"), field("LazyFree:")) {
+        (Some(resident), Some(lent)) => Ok(resident.saturating_sub(lent) * 1024),
         // A process that has ended but was not waited for has none.
-        .ok_or_else(|| Error::unexpected(format!("process {pid} has ended")))?;
-    Ok(kib * 1024)
+        _ => Err(Error::unexpected(format!("process {pid} has ended"))),
+    }
 }
 
 /// Open file descriptors, each with what it points at, sorted.

@@ -9,8 +9,13 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use crate::config::Listen;
+
+/// How long another server may go on answering, and how long between two looks.
+const PATIENCE: Duration = Duration::from_secs(5);
+const PAUSE: Duration = Duration::from_millis(20);
 
 /// Why there is no socket. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
@@ -86,22 +91,29 @@ fn unix(path: &Path) -> Result<Listener, ListenError> {
     Ok(Listener { fd: socket.into(), name, path: Some(path.into()) })
 }
 
-/// Removes a socket that nobody answers at.
+/// Removes a socket that nobody answers at. That of a daemon that was killed answers until the
+/// kernel has dealt with its last requests: a successor waits that long.
 fn take_over(path: &Path) -> Result<(), ListenError> {
-    match std::fs::symlink_metadata(path) {
-        Ok(metadata) if !metadata.file_type().is_socket() => {
-            return Err(ListenError::NotASocket { path: path.into() });
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        match std::fs::symlink_metadata(path) {
+            Ok(metadata) if !metadata.file_type().is_socket() => {
+                return Err(ListenError::NotASocket { path: path.into() });
+            }
+            Ok(_) => {}
+            Err(_) => return Ok(()),
         }
-        Ok(_) => match UnixStream::connect(path) {
+        match UnixStream::connect(path) {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 tracing::info!(socket = %path.display(), "taking over a socket nobody answers at");
                 let _ = std::fs::remove_file(path);
+                return Ok(());
             }
+            // On the main thread, before anything is served.
+            _ if Instant::now() < deadline => std::thread::park_timeout(PAUSE),
             _ => return Err(ListenError::InUse { path: path.into() }),
-        },
-        Err(_) => {}
+        }
     }
-    Ok(())
 }
 
 fn bind_error(name: &str, source: io::Error) -> ListenError {
