@@ -7,7 +7,7 @@ use std::io;
 use std::net::{TcpListener, ToSocketAddrs};
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use crate::config::Listen;
 
 /// How long another server may go on answering, and how long between two looks.
 const PATIENCE: Duration = Duration::from_secs(5);
-const PAUSE: Duration = Duration::from_millis(20);
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// Why there is no socket. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
@@ -103,8 +103,8 @@ fn take_over(path: &Path) -> Result<(), ListenError> {
             Ok(_) => {}
             Err(_) => return Ok(()),
         }
-        match UnixStream::connect(path) {
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+        match knock(path) {
+            Err(rustix::io::Errno::CONNREFUSED) => {
                 tracing::info!(socket = %path.display(), "taking over a socket nobody answers at");
                 let _ = std::fs::remove_file(path);
                 return Ok(());
@@ -114,6 +114,14 @@ fn take_over(path: &Path) -> Result<(), ListenError> {
             _ => return Err(ListenError::InUse { path: path.into() }),
         }
     }
+}
+
+/// Whether somebody listens. Does not wait: a server that is busy has a full queue.
+fn knock(path: &Path) -> rustix::io::Result<()> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)
 }
 
 fn bind_error(name: &str, source: io::Error) -> ListenError {
@@ -185,7 +193,7 @@ mod tests {
         drop(UnixListener::bind(&path).unwrap());
         let listener = open_private(&path).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
-        assert!(UnixStream::connect(&path).is_ok());
+        assert!(std::os::unix::net::UnixStream::connect(&path).is_ok());
         assert!(matches!(open_private(&path), Err(ListenError::InUse { .. })));
         drop(listener);
         assert!(!path.exists());
