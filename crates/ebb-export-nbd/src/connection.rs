@@ -10,6 +10,7 @@
 use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::io;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -150,7 +151,8 @@ impl Connection {
             Err(end) => end,
         };
         drop(receiver);
-        self.finish(sending).await;
+        // Boxed, so that a connection that lives does not hold what it needs to end.
+        Box::pin(self.finish(sending)).await;
         end
     }
 
@@ -229,7 +231,11 @@ impl Connection {
     }
 
     async fn receive(&self, receiver: &mut Receiver, needed: usize) -> Result<(), End> {
-        match self.unless_halted(receiver.fill(&self.io, &self.transport, needed)).await? {
+        let filled = {
+            let filling = pin!(receiver.fill(&self.io, &self.transport, needed));
+            self.unless_halted(filling).await?
+        };
+        match filled {
             Ok(()) => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 let between = receiver.bytes().is_empty();
@@ -275,12 +281,13 @@ impl Connection {
     async fn reserve(&self, bytes: usize) -> Result<BudgetGuard, End> {
         match self.memory.try_take(bytes) {
             Some(held) => Ok(held),
-            None => self.unless_halted(self.memory.take(bytes)).await,
+            None => self.unless_halted(pin!(self.memory.take(bytes))).await,
         }
     }
 
-    /// Waits for something that depends on the client, but not longer than the server runs.
-    async fn unless_halted<T>(&self, waiting: impl Future<Output = T>) -> Result<T, End> {
+    /// Waits for something that depends on the client, but not longer than the server runs. It comes
+    /// pinned: handed over by value it would be in the connection's task several times.
+    async fn unless_halted<T>(&self, waiting: Pin<&mut impl Future<Output = T>>) -> Result<T, End> {
         if self.stopping.get() {
             return Err(End::Stopped);
         }
@@ -299,7 +306,7 @@ impl Connection {
         let here = receiver.bytes().len().min(length);
         buf[..here].copy_from_slice(&receiver.bytes()[..here]);
         receiver.consume(here);
-        let receiving = self.transport.recv_exact(&self.io, buf, here..length);
+        let receiving = pin!(self.transport.recv_exact(&self.io, buf, here..length));
         let (result, buf) = self.unless_halted(receiving).await?;
         result.map_err(End::Broken)?;
         Ok(buf)
@@ -337,7 +344,7 @@ impl Connection {
                 self.io.spawn(self.clone().run_lane(lane)).detach();
                 return Ok(());
             }
-            self.unless_halted(lanes.freed.wait()).await?;
+            self.unless_halted(pin!(lanes.freed.wait())).await?;
         }
     }
 

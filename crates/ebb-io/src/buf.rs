@@ -70,11 +70,12 @@ impl BufPool {
         self.wrap(block, len)
     }
 
-    /// As [`BufPool::take`], without waiting.
+    /// As [`BufPool::take`], without waiting. For tests only: whoever serves waits, or refuses.
     ///
     /// # Panics
-    /// When there is no memory: for tests and for buffers taken at the start.
-    pub fn get(&self, len: usize) -> Buf {
+    /// When there is no memory.
+    #[doc(hidden)]
+    pub fn get_for_test(&self, len: usize) -> Buf {
         match self.try_block(len) {
             Some(block) => self.wrap(block, len),
             None => panic!("no memory for a buffer of {len} bytes"),
@@ -205,22 +206,22 @@ mod tests {
     fn classes_round_up_to_powers_of_two() {
         let pool = private_pool();
         for (len, capacity) in [(1, 4096), (4096, 4096), (4097, 8192), (1 << 20, 1 << 20)] {
-            let buf = pool.get(len);
+            let buf = pool.get_for_test(len);
             assert_eq!((buf.len(), buf.capacity()), (len, capacity));
             assert_eq!(BufPool::footprint(len), capacity);
             assert_eq!(buf.as_ptr() as usize % 4096, 0);
         }
-        assert_eq!(pool.get((1 << 20) + 1).capacity(), BufPool::footprint((1 << 20) + 1));
+        assert_eq!(pool.get_for_test((1 << 20) + 1).capacity(), BufPool::footprint((1 << 20) + 1));
     }
 
     #[test]
     fn a_dropped_buffer_is_reused() {
         let pool = private_pool();
-        let first = pool.get(5000);
+        let first = pool.get_for_test(5000);
         let address = first.as_ptr();
         drop(first);
         assert_eq!(pool.used_bytes(), 0);
-        let second = pool.get(8000);
+        let second = pool.get_for_test(8000);
         assert_eq!(second.as_ptr(), address);
         assert_eq!(pool.used_bytes(), 8192);
     }
@@ -232,7 +233,7 @@ mod tests {
         let limits = Arc::new(PoolParameters::default());
         limits.set_max_buffer_pages(2);
         let queue = pool.queue(owner, limits);
-        let held: Vec<_> = (0..5).map(|_| queue.get(4096)).collect();
+        let held: Vec<_> = (0..5).map(|_| queue.get_for_test(4096)).collect();
         assert_eq!(queue.used_bytes(), 5 * 4096);
         drop(held);
         queue.done(Instant::now());

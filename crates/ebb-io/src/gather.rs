@@ -158,7 +158,7 @@ mod tests {
     fn pieces_leave_in_order_and_survive_short_sends() {
         let pool = private_pool();
         let mut gather = Gather::default();
-        let mut buf = pool.get(6);
+        let mut buf = pool.get_for_test(6);
         buf.copy_from_slice(b"abcdef");
         gather.push_bytes(b"12");
         gather.push_bytes(b"3");

@@ -39,7 +39,8 @@ fn stop_in_the_middle(round: u32) {
         let budget = Budget::new(1);
         for _ in 0..50 {
             let (io2, fd) = (io.clone(), here.clone());
-            io.spawn(async move { drop(io2.recv(&fd, io2.pool().get(4096), 0..1).await) }).detach();
+            io.spawn(async move { drop(io2.recv(&fd, io2.pool().get_for_test(4096), 0..1).await) })
+                .detach();
             let (io2, fd) = (io.clone(), here.clone());
             io.spawn(async move { drop(io2.readable(&fd).await) }).detach();
             let (io2, fd) = (io.clone(), listener.clone());
@@ -65,14 +66,14 @@ fn stop_in_the_middle(round: u32) {
             })
             .detach();
         }
-        let buf = io.pool().get(4096);
+        let buf = io.pool().get_for_test(4096);
         let file = fd_from(std::fs::File::open("/proc/self/exe").unwrap());
         let mut reads = vec![];
         for _ in 0..3000 {
             let (io2, fd) = (io.clone(), file.clone());
-            reads.push(
-                io.spawn(async move { io2.read_at(&fd, io2.pool().get(512), 0..512, 0).await.0 }),
-            );
+            reads.push(io.spawn(async move {
+                io2.read_at(&fd, io2.pool().get_for_test(512), 0..512, 0).await.0
+            }));
         }
         io.yield_now().await;
         reads.into_iter().for_each(async_task_detach);

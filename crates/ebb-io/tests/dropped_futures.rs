@@ -24,7 +24,7 @@ fn a_dropped_receive_keeps_its_buffer_until_the_kernel_lets_go() {
             let (here, mut there) = UnixStream::pair().unwrap();
             let fd = fd_from(here);
             let idle = io.pool().idle_bytes();
-            let buf = io.pool().get(4096);
+            let buf = io.pool().get_for_test(4096);
             let address = buf.as_ptr() as usize;
             let mut receive = Box::pin(io.recv(&fd, buf, 0..4096));
             assert!(poll_once(&mut receive).await.is_pending());
@@ -32,7 +32,7 @@ fn a_dropped_receive_keeps_its_buffer_until_the_kernel_lets_go() {
             drop(receive);
             // No turn of the ring since: the kernel may write into it at any moment.
             assert_eq!(io.pool().used_bytes(), 4096, "still with the kernel");
-            let others: Vec<_> = (0..8).map(|_| io.pool().get(4096)).collect();
+            let others: Vec<_> = (0..8).map(|_| io.pool().get_for_test(4096)).collect();
             assert!(others.iter().all(|b| b.as_ptr() as usize != address), "handed out twice");
             if peer_writes {
                 // Now the kernel does write into it.
@@ -54,7 +54,7 @@ fn a_thousand_dropped_at_once_all_come_back() {
             let fd = fd_from(here);
             let mut pending = Vec::new();
             for _ in 0..1000 {
-                let mut receive = Box::pin(io.recv(&fd, io.pool().get(4096), 0..1));
+                let mut receive = Box::pin(io.recv(&fd, io.pool().get_for_test(4096), 0..1));
                 assert!(poll_once(&mut receive).await.is_pending());
                 pending.push(receive);
             }
@@ -73,7 +73,7 @@ fn one_that_completed_unseen_gives_its_buffer_back_at_once() {
     on_worker(|io| async move {
         let (here, mut there) = UnixStream::pair().unwrap();
         let fd = fd_from(here);
-        let mut receive = Box::pin(io.recv(&fd, io.pool().get(4096), 0..1));
+        let mut receive = Box::pin(io.recv(&fd, io.pool().get_for_test(4096), 0..1));
         assert!(poll_once(&mut receive).await.is_pending());
         there.write_all(b"x").unwrap();
         // Whether it completed by now is up to the kernel; what holds at the end is not.
@@ -89,7 +89,7 @@ fn a_dropped_send_keeps_its_message_until_the_kernel_lets_go() {
         let (here, mut there) = UnixStream::pair().unwrap();
         let fd = fd_from(here);
         // More than a socket holds, so that the send waits for the reader.
-        let buf = io.pool().get(8 << 20);
+        let buf = io.pool().get_for_test(8 << 20);
         let mut message = Box::<Gather>::default();
         let index = message.hold(buf);
         message.push_range(index, 0..8 << 20);
@@ -160,7 +160,7 @@ fn time_running_out_drops_what_it_limited() {
     on_worker(|io| async move {
         let (here, _there) = UnixStream::pair().unwrap();
         let fd = fd_from(here);
-        let receive = io.recv(&fd, io.pool().get(4096), 0..1);
+        let receive = io.recv(&fd, io.pool().get_for_test(4096), 0..1);
         assert!(io.timeout(Duration::from_millis(5), receive).await.is_none());
         until(&io, "the buffer is back", || io.pool().used_bytes() == 0).await;
         let quick = io.timeout(HANG, async { 7 }).await;

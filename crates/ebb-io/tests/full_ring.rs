@@ -61,7 +61,7 @@ async fn counted<F: Future>(polls: Rc<Cell<usize>>, future: F) -> F::Output {
 
 async fn read_one(io: Io, fd: Fd, number: usize) {
     let (result, buf) =
-        io.read_at(&fd, io.pool().get(BYTES), 0..BYTES, (number * BYTES) as u64).await;
+        io.read_at(&fd, io.pool().get_for_test(BYTES), 0..BYTES, (number * BYTES) as u64).await;
     assert_eq!(result.unwrap(), BYTES);
     assert!(*buf == *piece(number), "piece {number}");
 }
@@ -94,7 +94,8 @@ fn waiting_in_line_costs_nothing_while_others_complete() {
             .map(|_| {
                 let (io2, pipe, one_more) = (io.clone(), pipe.clone(), one_more.clone());
                 io.spawn(counted(polls.clone(), async move {
-                    let (result, buf) = io2.read_at(&pipe, io2.pool().get(1), 0..1, 0).await;
+                    let (result, buf) =
+                        io2.read_at(&pipe, io2.pool().get_for_test(1), 0..1, 0).await;
                     assert_eq!((result.unwrap(), buf[0]), (1, 7));
                     one_more.set();
                 }))
@@ -143,7 +144,7 @@ fn writes_and_flushes_wait_in_line_like_reads() {
                 let (io2, fd) = (io.clone(), fd.clone());
                 io.spawn(async move {
                     let reversed = OPERATIONS - 1 - number;
-                    let mut buf = io2.pool().get(BYTES);
+                    let mut buf = io2.pool().get_for_test(BYTES);
                     buf.copy_from_slice(&piece(reversed));
                     let at = (number * BYTES) as u64;
                     let flags = WriteFlags::default();
@@ -179,7 +180,7 @@ fn waits_do_not_starve_storage_and_complete_all_at_once() {
             .map(|_| {
                 let (io2, socket, got) = (io.clone(), socket.clone(), got.clone());
                 io.spawn(async move {
-                    let (result, buf) = io2.recv(&socket, io2.pool().get(1), 0..1).await;
+                    let (result, buf) = io2.recv(&socket, io2.pool().get_for_test(1), 0..1).await;
                     assert_eq!((result.unwrap(), buf[0]), (1, 7));
                     got.set(got.get() + 1);
                 })

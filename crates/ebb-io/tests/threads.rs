@@ -242,7 +242,7 @@ fn a_busy_worker_still_sees_completions_and_other_threads() {
         let receiving = {
             let (io2, received) = (io.clone(), received.clone());
             io.spawn(async move {
-                let (result, _) = io2.recv(&fd, io2.pool().get(1), 0..1).await;
+                let (result, _) = io2.recv(&fd, io2.pool().get_for_test(1), 0..1).await;
                 assert_eq!(result.unwrap(), 1);
                 received.set(true);
             })
@@ -358,7 +358,7 @@ fn a_panic_in_a_task_ends_the_worker() {
                 handle.block_on(move |io: Io| async move {
                     let (here, _there) = UnixStream::pair().unwrap();
                     let fd = fd_from(here);
-                    let receive = io.recv(&fd, io.pool().get(4096), 0..1);
+                    let receive = io.recv(&fd, io.pool().get_for_test(4096), 0..1);
                     let _mark = mark;
                     sent.send(()).unwrap();
                     let _ = receive.await;

@@ -136,6 +136,8 @@ pub(crate) struct Arena {
     ceiling: usize,
     /// Lending does not work here: everything lent is returned instead.
     no_lending: bool,
+    /// Freed pages stay wired unless they are to be returned; nothing is lent.
+    keep_freed: bool,
     /// Under pressure: what the advisor finishes lending is returned after all.
     prefer_return: bool,
     urgent: bool,
@@ -162,6 +164,7 @@ impl Arena {
             limits: [usize::MAX; CLASSES],
             ceiling,
             no_lending: !lending,
+            keep_freed: false,
             prefer_return: false,
             urgent: false,
         }
@@ -189,6 +192,12 @@ impl Arena {
 
     pub(crate) fn set_limit(&mut self, class: usize, blocks: usize) {
         self.limits[class] = blocks;
+    }
+
+    /// From now on freed pages stay wired, but for those to be returned, and room that is wanted
+    /// under the ceiling ([`Arena::offer_free`]).
+    pub(crate) fn set_keep_freed(&mut self, on: bool) {
+        self.keep_freed = on;
     }
 
     pub(crate) fn lending(&self) -> bool {
@@ -250,6 +259,7 @@ impl Arena {
     fn give_pages(&mut self, extent: usize, pages: &Pages, give: Give) {
         match give {
             Give::Cool => {}
+            Give::Lend if self.keep_freed => {}
             Give::Lend => self.offer_pages(extent, pages, Advice::Lend),
             Give::Return => self.offer_pages(extent, pages, Advice::Return),
         }
@@ -372,7 +382,7 @@ impl Arena {
             self.warm[class].remove(extent);
             self.extent(extent).kind = Kind::Free;
             self.free.insert(extent);
-            if give == Give::Cool {
+            if give == Give::Cool && !self.keep_freed {
                 self.fresh.insert(extent);
             }
         } else {
@@ -429,7 +439,7 @@ impl Arena {
             x.kind = Kind::Free;
             x.free = Pages::range(0, EXTENT_PAGES);
             self.free.insert(extent);
-            if give == Give::Cool {
+            if give == Give::Cool && !self.keep_freed {
                 self.fresh.insert(extent);
             } else {
                 let all = Pages::range(0, EXTENT_PAGES);

@@ -21,7 +21,7 @@
 //! # Invariants
 //! - Memory in use, registered ([`Registered`]) or in flight is never advised. Every page is in
 //!   exactly one state, and only free or unwired ones are ever offered.
-//! - Advice is given by one helper thread, in batches; a worker never waits for it: a block that is
+//! - Advice is given by helper threads, in batches; a worker never waits for it: a block that is
 //!   being lent at this moment is passed over for another.
 //! - Freeing never allocates, and nothing allocates while memory is being reclaimed.
 //! - Everything is bounded: wired memory by the ceiling, buckets by a share of it, depots by the

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::advise::{Books, Orders, Real};
+use crate::advise::{self, Books, Orders};
 use crate::arena::{Arena, Give, Shortage};
 use crate::block::OwnerId;
 use crate::class::{CLASSES, EXTENT_BYTES, PAGE_BYTES, class_bytes};
@@ -19,10 +19,16 @@ use crate::zone::Zone;
 const ESTIMATE_EVERY: Duration = Duration::from_secs(1);
 /// Purging every worker happens at most this often.
 const PURGE_EVERY: Duration = Duration::from_secs(1);
+/// How long after a low-memory event idle stock does not grow, unless calm is called before: the
+/// window in which the ladder looks for a second sign. What is freed meanwhile beyond what the
+/// event left in the caches is lent, so that two who watch the same memory do not take turns in
+/// giving and taking it (`elastic-memory.md` 4.3, T14).
+const GROWTH_PAUSE: Duration = Duration::from_secs(1);
 /// Bytes a zone's depot may always keep, whatever the estimate says.
 const ZONE_FLOOR_BYTES: usize = 256 << 10;
 
-/// How memory is kept and given back; all but [`Policy::Elastic`] exist for comparison.
+/// How memory is kept and given back. [`Policy::Elastic`] is what this crate is for; the others
+/// are there to be compared with it, and for hosts where it does not fit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Policy {
     /// Caches sized by their working set; the surplus is lent.
@@ -30,8 +36,22 @@ pub enum Policy {
     Elastic,
     /// Caches grow freely and are all purged when memory has run out.
     LastResortOnly,
-    /// No caches: every block comes from the slabs and goes back to them.
+    /// No caches, and pools that keep nothing once their requests are done: every block comes from
+    /// the slabs and goes back to them.
     Uncached,
+    /// Idle memory stays wired until a sign of pressure, which returns it: what Linux's xen-blkback
+    /// does (seed `000`). Nothing is lent.
+    Told,
+    /// What the load once took stays wired, whatever the pressure; only the ceiling makes some of
+    /// it go, when other memory is wanted. Nothing is lent.
+    Static,
+}
+
+impl Policy {
+    /// Whether idle memory stays wired where it lies.
+    pub(crate) fn keeps(self) -> bool {
+        matches!(self, Policy::Told | Policy::Static)
+    }
 }
 
 /// What a [`Memory`] is made with.
@@ -50,7 +70,8 @@ pub struct Options {
     /// A zone that has not run out of cache for so long returns a quarter of what it never
     /// needed, at each period of the estimator (one second).
     pub idle_after: Duration,
-    /// Lend idle memory to the kernel (`MADV_FREE`) if it can do that; else it is returned.
+    /// Lend idle memory to the kernel (`MADV_FREE`) if it can do that and the policy keeps none
+    /// wired; else it is returned.
     pub lend: bool,
     /// How memory is kept.
     pub policy: Policy,
@@ -85,8 +106,8 @@ pub enum Error {
         /// What the kernel said.
         source: std::io::Error,
     },
-    /// The advisor's thread could not be started.
-    #[error("cannot start the memory advisor's thread")]
+    /// The advisor's threads could not be started.
+    #[error("cannot start the memory advisor's threads")]
     Thread(#[source] std::io::Error),
     /// All owners are taken.
     #[error("more than {0} owners of memory: raise Options::owners")]
@@ -108,11 +129,11 @@ pub enum Reclaim {
     DrainWorkers,
 }
 
-/// What the advisor's thread shares with the memory.
+/// What the advisor's threads share with the memory.
 pub(crate) struct Core {
     pub(crate) reservation: Reservation,
     pub(crate) books: Books,
-    orders: Orders,
+    pub(crate) orders: Orders,
 }
 
 #[derive(Default)]
@@ -125,6 +146,8 @@ pub(crate) struct Workers {
 struct Pace {
     estimated: Instant,
     purged: Option<Instant>,
+    /// When growth was paused, while it is.
+    paused: Option<Instant>,
     returned: bool,
 }
 
@@ -145,11 +168,11 @@ pub struct Memory {
     pub(crate) kept: AtomicU64,
     pub(crate) lost: AtomicU64,
     pace: Mutex<Pace>,
-    advisor: Option<JoinHandle<()>>,
+    advisors: Vec<JoinHandle<()>>,
 }
 
 impl Memory {
-    /// Reserves address space and starts the advisor's thread. No memory is used yet.
+    /// Reserves address space and starts the advisor's threads. No memory is used yet.
     ///
     /// # Errors
     /// [`Error::Size`], [`Error::Reserve`] or [`Error::Thread`].
@@ -182,11 +205,13 @@ impl Memory {
         // One word per page, for the sentinels' saved words.
         let saved = reserve((bytes / PAGE_BYTES * 8).next_multiple_of(EXTENT_BYTES))?;
         saved.set_huge(0, saved.bytes(), false);
-        let lending = options.lend && sys::lending_works();
-        let arena = Arena::new(small, huge, options.ceiling_bytes / PAGE_BYTES, lending);
+        let lending = options.lend && !options.policy.keeps() && sys::lending_works();
+        let mut arena = Arena::new(small, huge, options.ceiling_bytes / PAGE_BYTES, lending);
+        arena.set_keep_freed(options.policy.keeps());
         let core =
             Arc::new(Core { reservation, books: Books::new(arena), orders: Orders::default() });
-        let advisor = if advised { Some(start_advisor(core.clone())?) } else { None };
+        let advisors =
+            if advised { advise::start(&core).map_err(Error::Thread)? } else { Vec::new() };
         let ceiling = options.ceiling_bytes;
         let retired =
             Retired { owners: vec![[0; 2]; usize::from(options.owners)], ..Retired::default() };
@@ -202,9 +227,14 @@ impl Memory {
             kept: AtomicU64::new(0),
             lost: AtomicU64::new(0),
             uncached: AtomicBool::new(options.policy == Policy::Uncached),
-            pace: Mutex::new(Pace { estimated: options.started, purged: None, returned: false }),
+            pace: Mutex::new(Pace {
+                estimated: options.started,
+                purged: None,
+                paused: None,
+                returned: false,
+            }),
             options,
-            advisor,
+            advisors,
         }))
     }
 
@@ -270,11 +300,14 @@ impl Memory {
         self.waits.wake();
     }
 
-    /// Gives back as `level` says. Never allocates; may be called from any thread but those of
-    /// workers in a hurry: it walks all caches.
+    /// Gives back as `level` says, and pauses the growth of idle stock: for a second (until the first
+    /// [`Memory::tick`] after it), or until [`Memory::calm`]. Never allocates; may be called from any
+    /// thread but those of workers in a hurry: it walks all caches.
     pub fn reclaim(&self, level: Reclaim, now: Instant) {
-        if self.options.policy == Policy::LastResortOnly && level < Reclaim::DrainWorkers {
-            return;
+        match self.options.policy {
+            Policy::LastResortOnly if level < Reclaim::DrainWorkers => return,
+            Policy::Static => return,
+            _ => {}
         }
         if level >= Reclaim::Drain {
             self.core.books.lock().set_prefer_return(true);
@@ -283,7 +316,8 @@ impl Memory {
         if level == Reclaim::DrainWorkers {
             self.purge_workers(now);
         }
-        let give = if level == Reclaim::Trim { Give::Lend } else { Give::Return };
+        let lends = level == Reclaim::Trim && !self.options.policy.keeps();
+        let give = if lends { Give::Lend } else { Give::Return };
         for zone in &self.zones {
             let keep = {
                 let mut depot = zone.depot();
@@ -296,9 +330,15 @@ impl Memory {
                 _ => zone.shrink_target(),
             }
         }
-        let advice = if level == Reclaim::Trim { Advice::Lend } else { Advice::Return };
+        let advice = if lends { Advice::Lend } else { Advice::Return };
         self.core.books.lock().offer_free(advice);
         self.serve_waiters();
+        self.pace.lock().paused = Some(now);
+        self.zones.iter().for_each(Zone::pause);
+    }
+
+    fn resume_growth(&self) {
+        self.zones.iter().for_each(Zone::resume);
     }
 
     fn purge_workers(&self, now: Instant) {
@@ -316,9 +356,13 @@ impl Memory {
         }
     }
 
-    /// The pressure is over: caching is on again, idle memory is lent rather than returned.
+    /// The pressure is over: caching is on again, idle stock may grow, and idle memory is lent
+    /// rather than returned.
     pub fn calm(&self) {
         self.core.books.lock().set_prefer_return(false);
+        if self.pace.lock().paused.take().is_some() {
+            self.resume_growth();
+        }
         if self.options.policy != Policy::Uncached && self.uncached.swap(false, Ordering::Relaxed) {
             for worker in &self.workers.lock().list {
                 worker.flags.fetch_and(!UNCACHED, Ordering::Relaxed);
@@ -328,8 +372,11 @@ impl Memory {
 
     /// A memory-pressure event for the page pools (seed `000`): each drops to nothing at once and
     /// stays so for its `buffer_squeeze_duration_ms` from `now`. Every event starts that time anew.
-    /// Idle workers are woken.
+    /// Idle workers are woken. Under [`Policy::Static`] it is no event at all.
     pub fn squeeze(&self, now: Instant) {
+        if self.options.policy == Policy::Static {
+            return;
+        }
         self.squeezed.store(self.nanos(now), Ordering::Relaxed);
         self.squeezes.fetch_add(1, Ordering::Release);
         for worker in &self.workers.lock().list {
@@ -359,6 +406,12 @@ impl Memory {
                 return;
             }
             pace.estimated = now;
+            let over = |at: Instant| now.saturating_duration_since(at) >= GROWTH_PAUSE;
+            if pace.paused.is_some_and(over) {
+                pace.paused = None;
+                drop(pace);
+                self.resume_growth();
+            }
         }
         if self.options.policy != Policy::Elastic {
             return;
@@ -516,21 +569,10 @@ impl Memory {
     }
 }
 
-fn start_advisor(core: Arc<Core>) -> Result<JoinHandle<()>, Error> {
-    std::thread::Builder::new()
-        .name("ebb-advisor".to_owned())
-        .stack_size(128 << 10)
-        .spawn(move || {
-            let mut real = Real { reservation: &core.reservation, vectored: true };
-            core.books.run(&mut real, &core.orders);
-        })
-        .map_err(Error::Thread)
-}
-
 impl Drop for Memory {
     fn drop(&mut self) {
         self.core.books.stop(&self.core.orders);
-        if let Some(advisor) = self.advisor.take() {
+        for advisor in self.advisors.drain(..) {
             let _ = advisor.join();
         }
         if self.stats().blocks_out() != 0 {

@@ -23,6 +23,7 @@ use crate::arena::{Give, Retake};
 use crate::block::{Block, OwnerId};
 use crate::class::{CLASSES, PAGE_BYTES, class_bytes, class_of, class_pages};
 use crate::gauge::SQUEEZE;
+use crate::memory::Policy;
 use crate::sync::{AtomicU32, AtomicUsize, Ordering};
 use crate::sys::Span;
 use crate::worker::{Exhausted, Worker, WorkerInner};
@@ -251,6 +252,9 @@ impl PoolInner {
         let list = state.lists.get_mut(class)?;
         list.out += 1;
         if list.wired() == 0 {
+            if list.lent == 0 && self.parameters.max_buffer_pages() == 0 {
+                return None;
+            }
             return self.take_lent(worker, class, state);
         }
         let block = list.blocks.pop_back()?;
@@ -304,7 +308,10 @@ impl PoolInner {
         let class = block.class();
         let Some(list) = state.lists.get_mut(class) else { return Some(block) };
         list.out = list.out.saturating_sub(1);
-        if list.blocks.len() == list.blocks.capacity() || block.owner() != self.owner {
+        // With a limit of 0 it would only be moved twice: straight to the worker's caches.
+        let keeps = self.parameters.max_buffer_pages() > 0;
+        let room = list.blocks.len() < list.blocks.capacity();
+        if !keeps || !room || block.owner() != self.owner {
             return Some(block);
         }
         list.blocks.push_back(block);
@@ -328,6 +335,9 @@ impl PoolInner {
         if self.draining.get() || memory.nanos(now) < squeeze.until {
             return (0, true);
         }
+        if memory.options.policy == Policy::Uncached {
+            return (0, false);
+        }
         (self.parameters.max_buffer_pages() as usize, false)
     }
 
@@ -342,7 +352,7 @@ impl PoolInner {
             return;
         }
         if squeezed {
-            let all = self.release_all(worker, state, RELEASE_TURN);
+            let all = self.release_all(worker, state, RELEASE_TURN, worker.squeeze_give());
             self.draining.set(!all);
             if !all {
                 // The rest at the next turn of the loop: requests go on in between.
@@ -388,8 +398,13 @@ impl PoolInner {
     }
 
     /// Past all caches, at most `most` blocks; true if that was all.
-    fn release_all(&self, worker: &WorkerInner, state: &mut State, most: usize) -> bool {
-        let give = if worker.prefers_return() { Give::Return } else { Give::Lend };
+    fn release_all(
+        &self,
+        worker: &WorkerInner,
+        state: &mut State,
+        most: usize,
+        give: Give,
+    ) -> bool {
         let mut left = most;
         for class in 0..CLASSES {
             while left > 0 && !state.lists[class].blocks.is_empty() {
@@ -414,7 +429,8 @@ impl PoolInner {
     /// Gives everything back.
     pub(crate) fn empty(&self, worker: &WorkerInner) {
         let mut state = self.state.borrow_mut();
-        while !self.release_all(worker, &mut state, usize::MAX) {}
+        let give = if worker.prefers_return() { Give::Return } else { Give::Lend };
+        while !self.release_all(worker, &mut state, usize::MAX, give) {}
         self.publish(&state);
     }
 

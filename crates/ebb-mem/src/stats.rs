@@ -166,17 +166,22 @@ impl Memory {
                 stats.owners.push(OwnerStats { name, wired, unwired });
             }
         }
+        stats.arena = self.arena_stats();
+        stats
+    }
+
+    /// The arena's part of [`Memory::stats`]: one lock, and nothing is allocated.
+    pub fn arena_stats(&self) -> ArenaStats {
         let arena = self.core.books.lock();
         let counts = arena.counts();
-        stats.arena = ArenaStats {
+        ArenaStats {
             reserved: self.core.reservation.bytes(),
             ceiling: arena.ceiling() * PAGE_BYTES,
             wired: counts.wired * PAGE_BYTES,
             unwired: counts.unwired * PAGE_BYTES,
             advising: (counts.offered + counts.advising) * PAGE_BYTES,
             pinned: counts.pinned * PAGE_BYTES,
-        };
-        stats
+        }
     }
 
     fn zone_stats(&self, class: usize, allocs: i64, frees: i64, filled: i64) -> ZoneStats {

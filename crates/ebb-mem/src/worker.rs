@@ -23,7 +23,7 @@ use crate::class::{
     pages_of,
 };
 use crate::gauge::{PURGE, SQUEEZE, STARVED, STICKY, WAITERS, WorkerShared};
-use crate::memory::Memory;
+use crate::memory::{Memory, Policy};
 use crate::pool::PoolInner;
 use crate::sync::Ordering;
 use crate::wait::Waiter;
@@ -396,6 +396,12 @@ impl WorkerInner {
         }
         self.account(block.owner(), -signed(block.capacity()), 0);
         self.release(std::iter::once(block), self.give());
+    }
+
+    /// What becomes of memory that pressure takes from the pools.
+    pub(crate) fn squeeze_give(&self) -> Give {
+        let told = self.memory.options.policy == Policy::Told;
+        if told || self.prefers_return() { Give::Return } else { Give::Lend }
     }
 
     pub(crate) fn prefers_return(&self) -> bool {

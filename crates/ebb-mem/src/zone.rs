@@ -10,7 +10,7 @@
 
 use crate::class::class_bytes;
 use crate::estimate::Estimate;
-use crate::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering};
+use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering};
 
 /// Most blocks a bucket holds.
 pub(crate) const BUCKET_MAX: usize = 64;
@@ -75,6 +75,8 @@ pub(crate) struct Depot {
     full: Vec<Box<Bucket>>,
     empty: Vec<Box<Bucket>>,
     limit: usize,
+    /// Most blocks it may hold while growth is paused; else no limit.
+    cap: u64,
     /// Buckets made for this zone and still alive.
     buckets: usize,
     pub(crate) estimate: Estimate,
@@ -97,7 +99,7 @@ impl Depot {
 
     /// An empty bucket in exchange for a full one; false if there is none, or no room.
     fn swap_empty(&mut self, full: &mut Box<Bucket>, size: usize) -> bool {
-        if self.full.len() >= self.limit {
+        if self.full.len() >= self.limit || self.items() + full.len() as u64 > self.cap {
             return false;
         }
         let Some(mut empty) = self.empty.pop() else { return false };
@@ -149,6 +151,7 @@ pub(crate) struct Zone {
     /// Blocks a bucket should hold, from now on.
     target: AtomicU32,
     max_target: u32,
+    paused: AtomicBool,
     pub(crate) contended: AtomicU64,
     pub(crate) fails: AtomicU64,
     pub(crate) sleeps: AtomicU64,
@@ -168,11 +171,13 @@ impl Zone {
                 full: Vec::with_capacity(limit),
                 empty: Vec::with_capacity(limit),
                 limit,
+                cap: u64::MAX,
                 buckets: 0,
                 estimate: Estimate::default(),
             }),
             target: AtomicU32::new(u32::try_from(start).unwrap_or(1)),
             max_target: u32::try_from(max).unwrap_or(1),
+            paused: AtomicBool::new(false),
             contended: AtomicU64::new(0),
             fails: AtomicU64::new(0),
             sleeps: AtomicU64::new(0),
@@ -200,7 +205,7 @@ impl Zone {
         }
         self.contended.fetch_add(1, Ordering::Relaxed);
         let target = self.target.load(Ordering::Relaxed);
-        if target < self.max_target {
+        if target < self.max_target && !self.paused.load(Ordering::Relaxed) {
             // Two that grow at once may count as one; it will be found contended again.
             self.target.store(target + 1, Ordering::Relaxed);
         }
@@ -217,6 +222,20 @@ impl Zone {
     pub(crate) fn halve_target(&self) {
         let target = self.target.load(Ordering::Relaxed);
         self.target.store((target / 2).max(1), Ordering::Relaxed);
+    }
+
+    /// After a low-memory event: the depot gets no larger than it is now, and buckets neither more
+    /// nor larger, until [`Zone::resume`].
+    pub(crate) fn pause(&self) {
+        let mut depot = self.depot();
+        depot.cap = depot.items();
+        self.paused.store(true, Ordering::Relaxed);
+    }
+
+    /// Growth on demand again.
+    pub(crate) fn resume(&self) {
+        self.depot().cap = u64::MAX;
+        self.paused.store(false, Ordering::Relaxed);
     }
 
     /// Exchanges an empty bucket for a full one.
@@ -237,7 +256,8 @@ impl Zone {
         let size = self.target();
         let mut depot = self.depot();
         depot.estimate.miss();
-        if depot.buckets * size < out && depot.buckets < depot.limit {
+        let grows = depot.cap == u64::MAX;
+        if grows && depot.buckets * size < out && depot.buckets < depot.limit {
             depot.buckets += 1;
             if depot.empty.len() < depot.empty.capacity() {
                 depot.empty.push(Box::new(Bucket::new(size)));

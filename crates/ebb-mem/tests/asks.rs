@@ -233,6 +233,36 @@ fn the_edges_are_tested_upwards_it_grows_again_after_calm() {
 }
 
 #[test]
+fn idle_stock_does_not_grow_for_a_second_after_an_event() {
+    let (memory, owner, now) = memory(256 * MIB);
+    let worker = memory.worker(|| ());
+    let load = || run(&worker, owner, 16384, 16 * MIB);
+    load();
+    let full = depot_bytes(&memory, 16384);
+    for (over, what) in [(1000, "its second is over"), (0, "it is calm")] {
+        memory.reclaim(Reclaim::Drain, now);
+        let buckets = memory.stats().zones[2].bucket;
+        load();
+        assert_eq!(depot_bytes(&memory, 16384), 0, "paused: what is freed is lent");
+        assert!(memory.stats().zones[2].bucket <= buckets);
+        if over == 0 {
+            memory.calm();
+        } else {
+            // One of the ticks of the second, whenever they are, finds it over; earlier ones do not.
+            let at = |ms| now + Duration::from_millis(ms);
+            memory.tick(at(over - 1));
+            load();
+            assert_eq!(depot_bytes(&memory, 16384), 0, "still paused");
+            memory.tick(at(2 * over));
+        }
+        load();
+        load();
+        let again = depot_bytes(&memory, 16384);
+        assert!(again * 2 > full, "regrown once {what}: {again} of {full}");
+    }
+}
+
+#[test]
 fn buckets_shrink_at_each_low_memory_event_and_have_a_ceiling_tied_to_ram() {
     let (memory, _, now) = memory(256 * MIB);
     let bucket = |memory: &Memory| memory.stats().zones[0].bucket;

@@ -403,9 +403,9 @@ mod tests {
         let (whole, rest) = worker
             .handle()
             .block_on(|io| async move {
-                let (result, buf) = store.read(&io, io.pool().get(90_000), 0).await;
+                let (result, buf) = store.read(&io, io.pool().get_for_test(90_000), 0).await;
                 result.unwrap();
-                let (rest, _) = store.read(&io, io.pool().get(20_000), 90_000).await;
+                let (rest, _) = store.read(&io, io.pool().get_for_test(20_000), 90_000).await;
                 (buf.to_vec(), rest)
             })
             .unwrap();
@@ -429,7 +429,7 @@ mod tests {
             .handle()
             .block_on(|io| async move {
                 let store = over(write_end);
-                let mut buf = io.pool().get(1 << 20);
+                let mut buf = io.pool().get_for_test(1 << 20);
                 buf.iter_mut().zip(0u64..).for_each(|(b, at)| *b = u8::try_from(at % 251).unwrap());
                 store.write(&io, buf, 0, false).await.0.unwrap();
             })

@@ -162,7 +162,7 @@ fn zeroes_beside_an_unaligned_write_stay() {
             let write = {
                 let (io, store) = (io.clone(), store.clone());
                 async move {
-                    let mut buf = io.pool().get(512);
+                    let mut buf = io.pool().get_for_test(512);
                     buf.fill(5);
                     store.write(&io, buf, base + 512, false).await.0.unwrap();
                 }

@@ -122,7 +122,7 @@ impl Pair {
 
     async fn read(&mut self, sector: u64, count: u64) {
         let (offset, length) = bytes(sector, count);
-        let mut buf = self.io.pool().get(length);
+        let mut buf = self.io.pool().get_for_test(length);
         buf.fill(0xee);
         let (result, buf) = self.volume.read(&self.io, buf, offset).await;
         match self.slice(offset, length) {
@@ -136,7 +136,7 @@ impl Pair {
 
     async fn write(&mut self, sector: u64, count: u64, seed: u8, fua: bool) {
         let (offset, length) = bytes(sector, count);
-        let mut buf = self.io.pool().get(length);
+        let mut buf = self.io.pool().get_for_test(length);
         buf.copy_from_slice(&pattern(seed, length));
         let (result, _) = self.volume.write(&self.io, buf, offset, fua).await;
         match self.slice(offset, length) {
@@ -157,7 +157,8 @@ impl Pair {
             return;
         }
         result.unwrap();
-        let (result, buf) = self.volume.read(&self.io, self.io.pool().get(length), offset).await;
+        let (result, buf) =
+            self.volume.read(&self.io, self.io.pool().get_for_test(length), offset).await;
         result.unwrap();
         self.slice(offset, length).unwrap().copy_from_slice(&buf);
     }
@@ -188,7 +189,7 @@ impl Pair {
             .map(|(sector, count, seed)| {
                 let (offset, length) = bytes(sector, count);
                 self.slice(offset, length).unwrap().copy_from_slice(&pattern(seed, length));
-                let mut buf = self.io.pool().get(length);
+                let mut buf = self.io.pool().get_for_test(length);
                 buf.copy_from_slice(&pattern(seed, length));
                 let (volume, io) = (self.volume.clone(), self.io.clone());
                 self.io.spawn(async move { volume.write(&io, buf, offset, false).await.0.unwrap() })

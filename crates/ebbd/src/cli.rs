@@ -10,7 +10,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
-use crate::config::{Choice, LogLevel, Overrides, Tls};
+use crate::config::{Choice, IdleMemory, LogLevel, Overrides, Tls};
 use crate::control::MAX_HOLD_SECONDS;
 use crate::size::Size;
 
@@ -228,6 +228,16 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub buffer_squeeze_duration_ms: Option<i64>,
 
+    /// What becomes of I/O memory that no request uses: lend (to the kernel), drop (on memory
+    /// pressure), keep (for ever) or none (returned at once) [default: lend]
+    #[arg(
+        long,
+        value_name = "MODE",
+        value_parser = choice::<IdleMemory>(),
+        hide_possible_values = true
+    )]
+    pub idle_memory: Option<IdleMemory>,
+
     /// What goes to the log on stderr: error, warn, info or debug, each with all before it
     /// [default: info]
     #[arg(
@@ -258,6 +268,7 @@ impl ServeArgs {
             control: self.control.clone(),
             max_buffer_pages: self.max_buffer_pages,
             buffer_squeeze_duration_ms: self.buffer_squeeze_duration_ms,
+            idle_memory: self.idle_memory,
             inherited_sockets,
         }
     }
@@ -318,6 +329,7 @@ mod tests {
             "--control=/c",
             "--max-buffer-pages=4",
             "--buffer-squeeze-duration-ms=5",
+            "--idle-memory=drop",
             "--log=debug",
         ])
         .unwrap();
@@ -340,6 +352,7 @@ mod tests {
                 control: Some("/c".into()),
                 max_buffer_pages: Some(4),
                 buffer_squeeze_duration_ms: Some(5),
+                idle_memory: Some(IdleMemory::Drop),
                 inherited_sockets: 7,
             }
         );

@@ -30,8 +30,8 @@ pub use self::error::{BadValue, ConfigError, ErrorKind};
 pub(crate) use self::error::{closest, shorten, suggest};
 pub use self::flags::Overrides;
 pub use self::value::{
-    Choice, Direct, Listen, LogLevel, MAX_NAME_BYTES, MAX_UNIX_PATH_BYTES, SECTOR_BYTES, StoreUri,
-    Tls,
+    Choice, Direct, IdleMemory, Listen, LogLevel, MAX_NAME_BYTES, MAX_UNIX_PATH_BYTES,
+    SECTOR_BYTES, StoreUri, Tls,
 };
 use crate::size::Size;
 
@@ -53,6 +53,8 @@ pub struct Config {
     pub max_buffer_pages: u64,
     /// How long pools keep nothing after a sign of memory pressure, milliseconds, 0 to 60000.
     pub buffer_squeeze_duration_ms: u64,
+    /// What becomes of I/O memory that no request uses.
+    pub idle_memory: IdleMemory,
     /// The NBD server.
     pub nbd: Nbd,
     /// The volumes by export name: 1 to [`MAX_NAME_BYTES`] bytes without control characters.

@@ -12,12 +12,13 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use ebb_export_nbd::{Limits, Server, TlsContext};
 use ebb_io::{Worker, WorkerHandle, fd_from};
-use ebb_mem::pressure::{Level, Monitor, Subscription, Watch};
-use ebb_mem::{Memory, Reclaim};
+use ebb_mem::pressure::{Monitor, Watch};
+use ebb_mem::{Memory, Policy};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
+use crate::answers;
 use crate::cli::ServeArgs;
-use crate::config::{Changes, Choice, Config, LogLevel, Nbd, Tls};
+use crate::config::{Changes, Choice, Config, IdleMemory, LogLevel, Nbd, Tls};
 use crate::control::{Control, Shared};
 use crate::listener::{self, Listener};
 use crate::params::{Configured, Key, Live, Parameters};
@@ -90,14 +91,14 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
     for address in &config.listen {
         listeners.push(listener::open(address)?);
     }
-    let memory = elastic_memory(started)?;
+    let memory = elastic_memory(started, config.idle_memory)?;
     parameters.govern(&memory);
     let workers = (0..config.workers)
         .map(|number| Worker::start(&format!("ebbd-{number}"), &memory))
         .collect::<std::io::Result<Vec<_>>>()
         .context("worker")?;
     let monitor = listen_to_pressure();
-    let answers = monitor.as_ref().map(|monitor| answer_pressure(monitor, &memory));
+    let answers = monitor.as_ref().map(|monitor| answers::answer(monitor, &memory));
     keep_time(&workers[0].handle(), memory.clone());
     let control = match &config.control {
         Some(path) => {
@@ -194,41 +195,23 @@ fn follow(parameters: &Parameters, server: Server, limits: LiveLimits, set_log_l
 }
 
 /// The daemon's I/O memory: at most half of what the host, or the control group, allows.
-fn elastic_memory(started: Instant) -> anyhow::Result<Arc<Memory>> {
+fn elastic_memory(started: Instant, idle: IdleMemory) -> anyhow::Result<Arc<Memory>> {
     let limit = ebb_mem::pressure::limit(&ebb_mem::pressure::Roots::default());
     let bytes = limit.map_or(CEILING_UNKNOWN, |limit| limit.bytes / 2);
     let ceiling = usize::try_from(bytes).unwrap_or(usize::MAX).clamp(CEILING_MIN, CEILING_MAX);
     tracing::debug!(bytes = ceiling, "ceiling of I/O memory");
-    Memory::new(ebb_mem::Options::new(ceiling, started)).context("I/O memory")
-}
-
-/// Has the memory answer each event of the ladder (design, section 3).
-fn answer_pressure(monitor: &Monitor, memory: &Arc<Memory>) -> Subscription {
-    let memory = Arc::clone(memory);
-    monitor.pressure().subscribe(move |state| {
-        if !state.cause.is_event() {
-            if state.level == Level::L0 {
-                memory.calm();
-            }
-            return;
-        }
-        let now = state.event;
-        match state.level {
-            Level::L0 => memory.tick(now),
-            Level::L1 => {
-                memory.squeeze(now);
-                memory.reclaim(Reclaim::Trim, now);
-            }
-            Level::L2 => {
-                memory.squeeze(now);
-                memory.reclaim(Reclaim::Drain, now);
-            }
-            Level::L3 => {
-                memory.squeeze(now);
-                memory.reclaim(Reclaim::DrainWorkers, now);
-            }
-        }
-    })
+    let mut options = ebb_mem::Options::new(ceiling, started);
+    options.lend = idle == IdleMemory::Lend;
+    options.policy = match idle {
+        IdleMemory::Lend => Policy::Elastic,
+        IdleMemory::Drop => Policy::Told,
+        IdleMemory::Keep => Policy::Static,
+        IdleMemory::None => Policy::Uncached,
+    };
+    if idle != IdleMemory::Lend {
+        tracing::info!("idle I/O memory: {idle}");
+    }
+    Memory::new(options).context("I/O memory")
 }
 
 /// The memory's estimates go by the second.

@@ -5,6 +5,7 @@
 //! an *override* is a setting of the command line, which wins over the configuration file; a
 //! *parameter* is a setting that can be changed while the daemon runs.
 
+mod answers;
 pub mod cli;
 pub mod client;
 pub mod config;

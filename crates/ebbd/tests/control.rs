@@ -195,6 +195,17 @@ fn parameters_act() {
 }
 
 #[test]
+fn pressure_and_its_end_are_logged() {
+    let mut daemon = Daemon::start("");
+    assert_eq!(daemon.says(&["pressure", "L1"]), "");
+    let log = daemon.wait_for("memory pressure: giving back idle I/O memory");
+    assert!(log.contains("level=\"squeeze\" cause="), "{log}");
+    let log = daemon.wait_for("memory pressure is over");
+    assert!(log.contains("events=1 ") && log.contains("wired_bytes_before="), "{log}");
+    daemon.stop();
+}
+
+#[test]
 fn stat_and_pressure() {
     let daemon = Daemon::start("");
     let text = daemon.says(&["stat"]);

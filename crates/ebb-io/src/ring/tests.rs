@@ -21,7 +21,7 @@ fn waker() -> Waker {
 /// Starts a receive that nothing will ever answer.
 fn receive(ring: &Ring, pool: &BufPool, fd: &Fd) -> Key {
     use std::os::fd::AsRawFd;
-    let buf = pool.get(4096);
+    let buf = pool.get_for_test(4096);
     let entry = opcode::Recv::new(io_uring::types::Fd(fd.as_raw_fd()), buf.addr(), 1).build();
     let (hold, fd) = (Hold::Buf(buf), Some(fd.clone()));
     // SAFETY: the entry points into `hold`, and its descriptor is `fd`'s.
@@ -58,7 +58,7 @@ fn storage_beyond_the_completion_queue_is_given_back() {
     let mut refused = 0;
     for _ in 0..CQ_ENTRIES + 100 {
         use std::os::fd::AsRawFd;
-        let buf = pool.get(1);
+        let buf = pool.get_for_test(1);
         let entry = opcode::Read::new(io_uring::types::Fd(fd.as_raw_fd()), buf.addr(), 1).build();
         // SAFETY: the entry points into the hold, and its descriptor is `fd`'s.
         let started = unsafe {

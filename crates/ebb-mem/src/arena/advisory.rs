@@ -5,8 +5,9 @@ use crate::bits::Pages;
 use crate::class::EXTENT_PAGES;
 use crate::sys::{Advice, BATCH, Span};
 
-/// Most pages one advisory call covers: bounds how long the kernel holds its lock for us.
-const BATCH_PAGES: usize = 64 * EXTENT_PAGES;
+/// Most pages one advisory call covers (32 MiB, about 2 ms): bounds how long the kernel holds its lock
+/// for us, and lets the advisor and its helper end together.
+const BATCH_PAGES: usize = 16 * EXTENT_PAGES;
 
 impl Arena {
     /// Offers free wired pages that have been idle since before the last call. True if some wait

@@ -38,7 +38,7 @@ impl Bench {
 
     pub(crate) fn read(&self, offset: u64, length: usize) -> Result<Vec<u8>, BlockError> {
         self.on(move |io, store| async move {
-            let mut buf = io.pool().get(length);
+            let mut buf = io.pool().get_for_test(length);
             buf.fill(0xee);
             let (result, buf) = store.read(&io, buf, offset).await;
             result.map(|()| buf.to_vec())
@@ -48,7 +48,7 @@ impl Bench {
     pub(crate) fn write(&self, offset: u64, data: &[u8]) -> Result<(), BlockError> {
         let data = data.to_vec();
         self.on(move |io, store| async move {
-            let mut buf = io.pool().get(data.len());
+            let mut buf = io.pool().get_for_test(data.len());
             buf.copy_from_slice(&data);
             store.write(&io, buf, offset, false).await.0
         })

@@ -38,6 +38,7 @@ impl Config {
             ("listen", self.listen != new.listen),
             ("workers", self.workers != new.workers),
             ("control", self.control != new.control),
+            ("idle_memory", self.idle_memory != new.idle_memory),
             ("nbd.tls", old_nbd.tls != new_nbd.tls),
             ("nbd.tls_certificates", old_nbd.tls_certificates != new_nbd.tls_certificates),
             ("nbd.tls_psk", old_nbd.tls_psk != new_nbd.tls_psk),
@@ -156,7 +157,7 @@ mod tests {
         let changes = diff(
             &(BASE
                 .replace("unix:/a", "unix:/c")
-                .replace("listen", "workers = 2\ncontrol = '/c/s'\nlisten")
+                .replace("listen", "workers = 2\ncontrol = '/c/s'\nidle_memory = 'keep'\nlisten")
                 + "[nbd]\ntls = 'on'\ntls_certificates = '/t'\ntls_verify_peer = true"),
         );
         assert_eq!(
@@ -165,6 +166,7 @@ mod tests {
                 "listen",
                 "workers",
                 "control",
+                "idle_memory",
                 "nbd.tls",
                 "nbd.tls_certificates",
                 "nbd.tls_verify_peer"

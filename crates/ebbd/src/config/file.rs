@@ -33,6 +33,7 @@ struct FileTop {
     control: Option<Spanned<String>>,
     max_buffer_pages: Option<Spanned<i64>>,
     buffer_squeeze_duration_ms: Option<Spanned<i64>>,
+    idle_memory: Option<Spanned<String>>,
     nbd: Option<FileNbd>,
     volume: Option<BTreeMap<Spanned<String>, FileVolume>>,
 }
@@ -256,6 +257,7 @@ impl Source<'_> {
             buffer_squeeze_duration_ms: top
                 .buffer_squeeze_duration_ms
                 .map(|n| self.located("buffer_squeeze_duration_ms", n)),
+            idle_memory: self.convert("idle_memory", top.idle_memory, Choice::parse)?,
             max_clients: nbd.max_clients.map(|n| self.located("nbd.max_clients", n)),
             max_request: nbd.max_request.map(|n| self.located("nbd.max_request", n)),
             connection_memory: nbd

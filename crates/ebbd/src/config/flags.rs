@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use super::error::{BadValue, ConfigError, ErrorKind, Located, Place, shorten, suggest};
 use super::keys::VOLUME;
 use super::layer::{Layer, VolumeLayer};
-use super::value::{self, Choice, LogLevel, Tls, volume_name};
+use super::value::{self, Choice, IdleMemory, LogLevel, Tls, volume_name};
 use crate::size::Size;
 
 /// What the command line says, and what the daemon was started with. `None`, `false` and empty
@@ -43,6 +43,8 @@ pub struct Overrides {
     pub max_buffer_pages: Option<i64>,
     /// Milliseconds of a squeeze; 0 to 60000 is allowed.
     pub buffer_squeeze_duration_ms: Option<i64>,
+    /// What becomes of idle I/O memory.
+    pub idle_memory: Option<IdleMemory>,
     /// The number of listening sockets passed in by the service manager (`LISTEN_FDS`). If there
     /// are any, addresses are refused.
     pub inherited_sockets: usize,
@@ -62,6 +64,7 @@ pub(super) fn layer(overrides: &Overrides) -> Result<Layer, ConfigError> {
             "--buffer-squeeze-duration-ms",
             overrides.buffer_squeeze_duration_ms,
         ),
+        idle_memory: located("--idle-memory", overrides.idle_memory),
         max_clients: located("--max-clients", overrides.max_clients),
         max_request: located("--max-request", overrides.max_request),
         connection_memory: located("--connection-memory", overrides.connection_memory),

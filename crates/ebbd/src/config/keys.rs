@@ -87,6 +87,18 @@ pub const TOP: Section = Section {
             doc: "How long pools of free pages keep nothing after a sign of memory pressure, in \
                   milliseconds, 0 to 60000. Can be set at run time, see ebbd-set(1).",
         },
+        Key {
+            name: "idle_memory",
+            value: "MODE",
+            expected: "write a mode: idle_memory = \"lend\"",
+            default: "lend",
+            doc: "What becomes of I/O memory that no request uses: \"lend\" (the kernel may take \
+                  it at any moment, and signs of memory pressure return it), \"drop\" (it stays \
+                  until a sign of memory pressure, which returns it), \"keep\" (what the load \
+                  once took stays, whatever the pressure) or \"none\" (it is returned as soon as \
+                  requests are done). The others than \"lend\" are there for comparison, and for \
+                  a host of its own. A change needs a restart.",
+        },
     ],
 };
 
@@ -238,6 +250,7 @@ log = "info"
 control = "unix:/run/ebbd/control.sock"
 max_buffer_pages = 1024
 buffer_squeeze_duration_ms = 10
+idle_memory = "lend"
 
 [nbd]
 max_clients = 256
@@ -360,7 +373,7 @@ mod tests {
         assert_eq!(
             unknown_key_remedy(&TOP, "zebra"),
             "the keys here are listen, workers, log, control, max_buffer_pages, \
-             buffer_squeeze_duration_ms, nbd, volume"
+             buffer_squeeze_duration_ms, idle_memory, nbd, volume"
         );
     }
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::error::{Located, Place};
-use super::value::{Direct, Listen, LogLevel, StoreUri, Tls};
+use super::value::{Direct, IdleMemory, Listen, LogLevel, StoreUri, Tls};
 use crate::size::Size;
 
 /// What one source, the file or the command line, says.
@@ -15,6 +15,7 @@ pub(super) struct Layer {
     pub(super) control: Option<Located<PathBuf>>,
     pub(super) max_buffer_pages: Option<Located<i64>>,
     pub(super) buffer_squeeze_duration_ms: Option<Located<i64>>,
+    pub(super) idle_memory: Option<Located<IdleMemory>>,
     pub(super) max_clients: Option<Located<i64>>,
     pub(super) max_request: Option<Located<Size>>,
     pub(super) connection_memory: Option<Located<Size>>,

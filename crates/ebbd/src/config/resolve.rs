@@ -52,6 +52,11 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         max_buffer_pages: max_buffer_pages.unwrap_or(default(Key::MaxBufferPages)),
         buffer_squeeze_duration_ms: buffer_squeeze_duration_ms
             .unwrap_or(default(Key::BufferSqueezeDurationMs)),
+        idle_memory: flags
+            .idle_memory
+            .or(file.idle_memory)
+            .map(|idle| idle.value)
+            .unwrap_or_default(),
         nbd: Nbd {
             max_clients: max_clients
                 .and_then(|clients| usize::try_from(clients).ok())

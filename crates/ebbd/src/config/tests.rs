@@ -83,6 +83,7 @@ fn the_defaults_are_those_of_the_table() {
         (TOP, "log", config.log.to_string()),
         (TOP, "max_buffer_pages", config.max_buffer_pages.to_string()),
         (TOP, "buffer_squeeze_duration_ms", config.buffer_squeeze_duration_ms.to_string()),
+        (TOP, "idle_memory", config.idle_memory.to_string()),
         (NBD, "max_clients", config.nbd.max_clients.to_string()),
         (NBD, "max_request", config.nbd.max_request.to_string()),
         (NBD, "connection_memory", config.nbd.connection_memory.to_string()),

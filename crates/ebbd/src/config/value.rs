@@ -99,6 +99,20 @@ pub enum Tls {
     Require,
 }
 
+/// What becomes of I/O memory that no request uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum IdleMemory {
+    /// It is lent to the kernel, and returned under memory pressure.
+    #[default]
+    Lend,
+    /// It is kept until memory pressure, then returned.
+    Drop,
+    /// It is kept, whatever the pressure.
+    Keep,
+    /// It is returned as soon as requests are done.
+    None,
+}
+
 /// What goes to the log, each level with all before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LogLevel {
@@ -125,6 +139,12 @@ impl Choice for Tls {
         &[("off", Self::Off), ("on", Self::On), ("require", Self::Require)];
 }
 
+impl Choice for IdleMemory {
+    const WHAT: &'static str = "way to treat idle memory";
+    const ALL: &'static [(&'static str, Self)] =
+        &[("lend", Self::Lend), ("drop", Self::Drop), ("keep", Self::Keep), ("none", Self::None)];
+}
+
 impl Choice for LogLevel {
     const WHAT: &'static str = "log level";
     const ALL: &'static [(&'static str, Self)] = &[
@@ -144,7 +164,7 @@ macro_rules! display_choice {
         }
     )*};
 }
-display_choice!(Direct, Tls, LogLevel);
+display_choice!(Direct, Tls, IdleMemory, LogLevel);
 
 impl FromStr for Listen {
     type Err = BadValue;
