@@ -3,9 +3,11 @@
 # rustup puts cargo here, and a shell that was open before does not know.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
 
-# The folder of `make run`, and options of one bench, such as `make bench-nbd BENCH="--only qd1_"`.
+# The folder of `make run`, and options of one bench, such as `make bench-nbd BENCH="--only qd1_"`;
+# those of the memory-pressure test, such as `make bench-memory PRESSURE="--rounds 5"`.
 DATA ?= data
 BENCH ?=
+PRESSURE ?=
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 SCRIPTS = .ci/run .ci/test packaging/install-build-deps packaging/run-disk testbed/install
 
@@ -51,6 +53,11 @@ bench-nbd: ## ebbd beside nbdkit and qemu-storage-daemon; figures on stdout, pro
 bench-memory: ## Elastic memory beside plain ways to hold it; figures on stdout, progress on stderr
 	@packaging/install-build-deps >&2
 	@cargo run --locked --release --quiet -p ebb-mem --example mem-bench -- $(BENCH)
+	@testbed/install >&2
+	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin guest-pressure --bin bench-pressure
+	@"$(TARGET)/release/bench-pressure" $(PRESSURE)
+	@test -n "$(BENCH)" || cargo build --locked --release --quiet -p ebbd -p testbed --bin ebbd --bin bench-pool
+	@test -n "$(BENCH)" || "$(TARGET)/release/bench-pool"
 
 clean: ## Remove what was built; the disks in ./data stay
 	cargo clean

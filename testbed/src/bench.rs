@@ -12,13 +12,16 @@
 //!
 //! Answers the bars that `SPEC.md` sets on the NBD data path, idle memory and start-up.
 
+pub mod elastic;
 pub mod figure;
 pub mod fio;
 pub mod handshake;
 pub mod idle;
 pub mod load;
+pub mod pressure;
 pub mod process;
 pub mod server;
+pub mod student;
 pub mod syscalls;
 pub mod workdir;
 

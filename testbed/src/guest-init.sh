@@ -3,7 +3,7 @@
 export PATH=/bin HOME=/tmp
 /bin/busybox mount -t devtmpfs dev /dev
 exec </dev/ttyS0 >/dev/ttyS0 2>&1
-/bin/busybox cp -a /bin /own # programs of the host come before busybox's of the same name
+/bin/busybox cp -al /bin /own # programs of the host come before busybox's of the same name
 /bin/busybox --install -s /bin
 export PATH=/own:/bin
 mount -t proc proc /proc

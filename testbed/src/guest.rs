@@ -5,6 +5,10 @@
 //! life is one shell script. Two serial lines come out of it: the console, kept whole, and a
 //! second one for the script's answers, which kernel messages cannot garble.
 //!
+//! It can be made as small and as short of memory as a test needs: RAM, swap on a disk or in
+//! compressed memory, processors, words on the kernel's command line; and be given programs, single
+//! files, or a whole tree of files on a disk of its own.
+//!
 //! In the script, `say KEY VALUE` gives an answer ([`Outcome::answer`]); the script runs with
 //! `set -eu`, its status becomes [`Outcome::status`]. Disks are `/dev/vda`, `/dev/vdb`, ...
 //!
@@ -28,8 +32,24 @@ pub struct Guest {
     disks: usize,
     modules: Vec<String>,
     programs: Vec<(PathBuf, String)>,
+    files: Vec<(PathBuf, PathBuf)>,
+    /// What the script begins with: mounts, swap.
+    prelude: String,
+    /// Empty disks by the name of their file, MiB.
+    blanks: Vec<(String, u32)>,
+    trees: Vec<Tree>,
+    kernel_words: String,
+    processors: u32,
     memory_mib: u32,
     limit: Duration,
+}
+
+/// Files of the host that become a disk.
+#[derive(Debug)]
+struct Tree {
+    from: PathBuf,
+    image: String,
+    mib: u32,
 }
 
 /// What is left of a guest that powered off.
@@ -51,6 +71,9 @@ pub struct Machine {
     _alone: File,
 }
 
+/// All QEMU has, but for string instructions, which it does byte by byte (the kernel has quicker
+/// ways), and guards that cost an emulator much.
+const PROCESSOR: &str = "max,-erms,-fsrm,-smap,-smep";
 const INIT: &str = include_str!("guest-init.sh");
 
 impl Guest {
@@ -63,6 +86,12 @@ impl Guest {
             disks: 0,
             modules: vec!["virtio_pci".into(), "virtio_blk".into()],
             programs: Vec::new(),
+            files: Vec::new(),
+            prelude: String::new(),
+            blanks: Vec::new(),
+            trees: Vec::new(),
+            kernel_words: String::new(),
+            processors: 2,
             memory_mib: 384,
             limit: Duration::from_secs(240),
         }
@@ -121,6 +150,80 @@ impl Guest {
         self
     }
 
+    /// Gives the guest a file of the host at an absolute path of its own.
+    #[must_use]
+    pub fn data(mut self, from: &Path, to: &Path) -> Guest {
+        self.files.push((from.into(), to.into()));
+        self
+    }
+
+    /// Gives the guest a copy of a directory of the host, writable, on a disk of `mib` MiB mounted
+    /// at `at`: for more than belongs into an initramfs. Symbolic links are kept.
+    #[must_use]
+    pub fn tree(mut self, from: &Path, at: &str, mib: u32) -> Guest {
+        let image = format!("tree{}.img", self.trees.len());
+        let device = self.next_disk();
+        self.prelude.push_str(&format!("mkdir -p {at}\nmount -t ext4 {device} {at}\n"));
+        self.trees.push(Tree { from: from.into(), image: image.clone(), mib });
+        self.file(Path::new(&image))
+    }
+
+    /// Adds an empty disk of `mib` MiB; it takes no space on the host until it is written.
+    #[must_use]
+    pub fn blank_mib(mut self, mib: u32) -> Guest {
+        let image = format!("blank{}.img", self.blanks.len());
+        self.blanks.push((image.clone(), mib));
+        self.file(Path::new(&image))
+    }
+
+    /// Swap of `mib` MiB on a disk. What the guest's programs are made of stays in memory then,
+    /// so that only what they allocate can be swapped.
+    #[must_use]
+    pub fn swap_mib(mut self, mib: u32) -> Guest {
+        let device = self.next_disk();
+        self.prelude.push_str(&format!("mkswap {device} >/dev/null\nswapon {device}\n"));
+        self.kernel_words("rootfstype=ramfs").blank_mib(mib)
+    }
+
+    /// Swap of `mib` MiB, before compression, in compressed memory (zram), otherwise as
+    /// [`Guest::swap_mib`].
+    #[must_use]
+    pub fn zram_mib(mut self, mib: u32) -> Guest {
+        self.prelude.push_str(&format!(
+            "echo {mib}M >/sys/block/zram0/disksize\nmkswap /dev/zram0 >/dev/null\n\
+             swapon /dev/zram0\n"
+        ));
+        self.kernel_words("rootfstype=ramfs").module("lzo_rle").module("zram")
+    }
+
+    /// Adds words to the kernel's command line.
+    #[must_use]
+    pub fn kernel_words(mut self, words: &str) -> Guest {
+        self.kernel_words.push(' ');
+        self.kernel_words.push_str(words);
+        self
+    }
+
+    /// Processors; the default is 2.
+    #[must_use]
+    pub fn processors(mut self, count: u32) -> Guest {
+        self.processors = count;
+        self
+    }
+
+    /// How long the guest may take from power-on to power-off; the default is 240 s.
+    #[must_use]
+    pub fn limit(mut self, limit: Duration) -> Guest {
+        self.limit = limit;
+        self
+    }
+
+    /// The name in the guest of the disk that is added next.
+    fn next_disk(&self) -> String {
+        let letter = u8::try_from(self.disks).map_or('z', |n| char::from(b'a' + n.min(25)));
+        format!("/dev/vd{letter}")
+    }
+
     /// Memory in MiB; the default is 384.
     #[must_use]
     pub fn memory_mib(mut self, mib: u32) -> Guest {
@@ -157,16 +260,20 @@ impl Guest {
         let kernel = Kernel::find()?;
         let dir = TempDir::with_prefix("guest-").map_err(Error::io("make a directory"))?;
         let initramfs = self.initramfs(dir.path(), &kernel)?;
+        self.make_disks(dir.path())?;
+        let words =
+            format!("console=ttyS0 panic=-1 loglevel=5 mitigations=off{}", self.kernel_words);
         let mut command = Command::new("qemu-system-x86_64");
         command
             .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
-            .args(["-accel", "tcg,thread=multi", "-cpu", "max", "-smp", "2"])
+            .args(["-accel", "tcg,thread=multi", "-cpu", PROCESSOR])
+            .args(["-smp", &self.processors.to_string()])
             .args(["-m", &self.memory_mib.to_string()])
             .arg("-kernel")
             .arg(kernel.image())
             .arg("-initrd")
             .arg(initramfs)
-            .args(["-append", "console=ttyS0 panic=-1 loglevel=5 mitigations=off"])
+            .args(["-append", &words])
             .args(["-serial", "file:console", "-serial", "file:answers"])
             .args(&self.devices)
             .current_dir(dir.path());
@@ -179,6 +286,24 @@ impl Guest {
             .spawn()
             .map_err(|_| Error::MissingProgram { program: "qemu-system-x86_64".into() })?;
         Ok(Machine { qemu, limit: self.limit, dir, _alone: alone })
+    }
+
+    /// Makes the disks that are files in the machine's directory.
+    fn make_disks(&self, dir: &Path) -> Result {
+        for (image, mib) in &self.blanks {
+            let file = File::create(dir.join(image)).map_err(Error::io(image))?;
+            file.set_len(u64::from(*mib) << 20).map_err(Error::io(image))?;
+        }
+        for Tree { from, image, mib } in &self.trees {
+            Tool::new("/sbin/mke2fs")
+                .args(["-q", "-t", "ext4", "-O", "^has_journal", "-d"])
+                .arg(from)
+                .arg(dir.join(image))
+                .arg(format!("{mib}M"))
+                .limit(Duration::from_secs(300))
+                .ok()?;
+        }
+        Ok(())
     }
 
     /// Lays out the guest's root under `dir` and packs it.
@@ -200,12 +325,21 @@ impl Guest {
         }
         for (program, name) in &self.programs {
             let path = which(program)?;
-            copy(&path, &root.join("bin").join(name))?;
+            let to = root.join("bin").join(name);
+            copy(&path, &to)?;
+            if program.as_os_str() != name.as_str() {
+                // A build of ours: what debuggers want would take a small guest's memory.
+                Tool::new("strip").arg(&to).ok()?;
+            }
             for library in libraries(&path)? {
                 copy(&library, &under(&root, &library))?;
             }
         }
-        for (name, text) in [("init", INIT), ("script", &self.script)] {
+        for (from, to) in &self.files {
+            copy(from, &under(&root, to))?;
+        }
+        let script = format!("{}{}", self.prelude, self.script);
+        for (name, text) in [("init", INIT), ("script", &script)] {
             let path = root.join(name);
             fs::write(&path, text).map_err(Error::io(path.display().to_string()))?;
             fs::set_permissions(&path, fs::Permissions::from_mode(0o755))

@@ -1,9 +1,10 @@
-//! What an idle daemon weighs, alone and with a thousand volumes. Measured on a release build;
+//! What an idle daemon weighs, alone, with a thousand volumes and with a thousand connections. Measured on a release build;
 //! the figures are printed (`cargo test -p testbed --test sizes -- --nocapture`).
 
 use std::fmt::Write;
 use std::fs::File;
 use std::time::{Duration, Instant};
+use testbed::bench::elastic;
 use testbed::binary::Build;
 use testbed::nbd::{Client, Handshake};
 use testbed::process::{open_files, resident};
@@ -11,9 +12,10 @@ use testbed::server::Setup;
 use testbed::{Error, Result, Server, check};
 
 const VOLUMES: u64 = 1000;
-/// Bars: an idle daemon, and each further idle volume.
+/// Bars: an idle daemon, each further idle volume, and each idle connection.
 const DAEMON: u64 = 8 << 20;
 const VOLUME: u64 = 32 << 10;
+const CONNECTION: u64 = 16 << 10;
 
 /// A daemon with this many file-backed volumes from a configuration file, and the time it took
 /// until it served.
@@ -63,4 +65,12 @@ fn an_idle_daemon_and_a_thousand_idle_volumes_stay_within_their_bars() -> Result
     many.stop()?;
     check(alone <= DAEMON, || format!("an idle daemon takes {} KiB", alone / 1024))?;
     check(each <= VOLUME, || format!("each further idle volume takes {each} bytes"))
+}
+
+#[test]
+fn a_thousand_idle_connections_stay_within_their_bar() -> Result {
+    let (idle, used) = elastic::connection_bytes()?;
+    println!("each idle connection: {idle} bytes, after use {used} (bar {CONNECTION})");
+    check(idle <= CONNECTION, || format!("each idle connection takes {idle} bytes"))?;
+    check(used <= CONNECTION, || format!("each connection that was used takes {used} bytes"))
 }

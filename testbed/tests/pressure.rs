@@ -1,0 +1,150 @@
+//! Memory pressure, whole: the daemon on this machine told by a FIFO, and in a guest that is really
+//! short of memory, beside a neighbour and within a control group.
+
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::path::Path;
+use std::time::Duration;
+use testbed::bench::pressure::{Measured, guest, shell};
+use testbed::binary::{self, Build};
+use testbed::nbd::Client;
+use testbed::process::{resident, until};
+use testbed::server::Setup;
+use testbed::{Error, Result, Server, Tool, check};
+
+const MIB: u64 = 1 << 20;
+
+/// What `ebbd stat --json` says.
+fn stat(control: &Path) -> Result<serde_json::Value> {
+    let ebbd = binary::ebbd(Build::AsTests)?;
+    Tool::new(ebbd).args(["stat", "--json", "--control"]).arg(control).ok()?.json()
+}
+
+/// A FIFO that the daemon is to watch.
+fn fifo(path: &Path) -> Result {
+    let mode = Mode::RUSR | Mode::WUSR;
+    mknodat(CWD, path, FileType::Fifo, mode, 0).map_err(|e| Error::io("make a FIFO")(e.into()))
+}
+
+/// Tells the daemon that memory is short.
+fn tell(fifo: &Path) -> Result {
+    let mut pipe = OpenOptions::new().write(true).open(fifo).map_err(Error::io("open the FIFO"))?;
+    pipe.write_all(b"x").map_err(Error::io("write to the FIFO"))
+}
+
+fn connect(server: &Server, volumes: usize) -> Result<Vec<Client>> {
+    let open = |n| Ok(Client::open(&server.socket(), &format!("v{n}"))?);
+    (0..volumes).map(open).collect()
+}
+
+#[test]
+fn an_event_on_the_watched_fifo_empties_idle_pools() -> Result {
+    const VOLUMES: usize = 24;
+    let setup = Setup::new()?;
+    let (watch, control) = (setup.dir().join("pressure"), setup.dir().join("control.sock"));
+    fifo(&watch)?;
+    // Told only: memory that is lent would be gone from the daemon's own before any event.
+    let mut setup = setup.env("MEMORY_PRESSURE_WATCH", &watch).args(["--idle-memory", "drop"]);
+    setup = setup.arg("--control").arg(&control);
+    for n in 0..VOLUMES {
+        setup = setup.image(&format!("v{n}"), 2 * MIB)?;
+    }
+    let mut server = setup.start()?;
+    let log = server.log();
+    check(log.contains("memory pressure: MEMORY_PRESSURE_WATCH"), || format!("not said:\n{log}"))?;
+    let mut clients = connect(&server, VOLUMES)?;
+    let pid = server.pid()?;
+    let empty = resident(pid)?;
+    // The data of a write is received whole: a MiB stays behind in the pool of each.
+    let data = vec![7; 1 << 20];
+    for client in &mut clients {
+        client.write(0, &data, 0)?;
+    }
+    // Nobody sends anything from here on: every queue is idle.
+    let filled = resident(pid)?;
+    let pools = stat(&control)?;
+    let free = |stat: &serde_json::Value| {
+        let pools = stat["memory"]["pools"].as_array().cloned().unwrap_or_default();
+        pools.iter().filter_map(|pool| pool["free_pages"].as_u64()).sum::<u64>()
+    };
+    let held = free(&pools) * 4096;
+    check(held >= 16 * MIB && filled >= empty + 16 * MIB, || {
+        format!("pools hold {held} bytes, the daemon {filled}, and {empty} before:\n{pools:#}")
+    })?;
+
+    tell(&watch)?;
+    until("the daemon's memory falls after the event", Duration::from_secs(20), || {
+        Ok((resident(pid)? + held * 3 / 4 <= filled).then_some(()))
+    })?;
+    let after = stat(&control)?;
+    let number = |value: &serde_json::Value| value.as_u64().unwrap_or(0);
+    let squeezed = after["memory"]["pools"]
+        .as_array()
+        .map_or(0, |pools| pools.iter().filter(|pool| number(&pool["squeezed_pages"]) > 0).count());
+    check(number(&after["memory"]["squeezes"]) >= 1 && squeezed == VOLUMES, || {
+        format!("{squeezed} of {VOLUMES} idle queues were squeezed:\n{after:#}")
+    })?;
+    check(free(&after) == 0, || format!("pools still hold pages:\n{after:#}"))?;
+    // And on they go.
+    for client in &mut clients {
+        check(client.read(0, 4096)? == data[..4096], || "what was written is gone".into())?;
+    }
+    server.healthy()
+}
+
+/// First the daemon as it is by default beside a neighbour; then in a control group whose soft limit
+/// (`memory.high`) is half of what its pools would hold, while the guest has memory enough.
+const SHORT_OF_MEMORY: &str = r#"
+serve
+say lend $(timeout 100 guest-pressure run /tmp/nbd.sock $pid 12 125)
+say trigger $(grep -c 'host pressure trigger.*window 500 ms' /tmp/log)
+end
+mount -t cgroup2 none /sys/fs/cgroup
+echo +memory >/sys/fs/cgroup/cgroup.subtree_control
+mkdir /sys/fs/cgroup/ebbd
+echo 24M >/sys/fs/cgroup/ebbd/memory.high
+join='/sys/fs/cgroup/ebbd/cgroup.procs'
+serve --idle-memory drop
+say group $(grep -c 'memory pressure: cgroup' /tmp/log)
+guest-pressure fill /tmp/nbd.sock 12
+usleep 500000
+say overrun $(sed -n 's/^high //p' /sys/fs/cgroup/ebbd/memory.events)
+say used $(cat /sys/fs/cgroup/ebbd/memory.current)
+say stat $(ebbd stat --json --control /tmp/control.sock | tr -d '\n')
+cat /tmp/log
+end
+"#;
+
+#[test]
+fn in_a_guest_short_of_memory_idle_pools_cost_no_swap() -> Result {
+    let script = format!("{}{SHORT_OF_MEMORY}", shell(12));
+    let load = Path::new(env!("CARGO_BIN_EXE_guest-pressure"));
+    let outcome = guest(&script, load, Build::AsTests)?.memory_mib(256).ok()?;
+    let lend = Measured { behaviour: "lend", line: outcome.answer("lend")?.to_owned() };
+    let kib = |key| lend.value(key);
+    // 48 MiB went through the pools; the daemon itself is a few MiB.
+    check(kib("idle_kib")? <= 24.0 * 1024.0, || {
+        outcome.unexpected("idle pools to be lent").to_string()
+    })?;
+    check(lend.value("out")? <= 500.0, || outcome.unexpected("next to no swap").to_string())?;
+    check(lend.value("lazily_freed")? > 0.0, || {
+        outcome.unexpected("the kernel to take lent pages: was it short of memory?").to_string()
+    })?;
+
+    let count = |key| -> Result<u64> {
+        let text = outcome.answer(key)?;
+        text.parse().map_err(|_| outcome.unexpected(&format!("a number for {key}, not {text}")))
+    };
+    check(count("trigger")? == 1, || outcome.unexpected("a privileged trigger").to_string())?;
+    check(count("group")? >= 1, || outcome.unexpected("the control group's files").to_string())?;
+    // Usually the daemon has answered before the kernel counts an overrun of `memory.high`.
+    let stat: serde_json::Value = serde_json::from_str(outcome.answer("stat")?)
+        .map_err(|e| outcome.unexpected(&format!("JSON ({e})")))?;
+    let events = stat["pressure"]["events"].as_array().cloned().unwrap_or_default();
+    let answered = events.iter().skip(1).filter_map(serde_json::Value::as_u64).sum::<u64>();
+    let squeezes = stat["memory"]["squeezes"].as_u64().unwrap_or(0);
+    check(answered > 0 && squeezes > 0, || {
+        outcome.unexpected(&format!("an answer to the group's limit, not {stat:#}")).to_string()
+    })
+}
