@@ -18,7 +18,6 @@ pub mod decode;
 mod exports;
 pub mod handshake;
 mod lane;
-pub mod proto;
 mod receiver;
 pub mod reply;
 mod sender;
@@ -27,6 +26,7 @@ mod stop;
 mod tls;
 mod transport;
 
+pub use ebb_nbd_proto as proto;
 pub use handshake::Tls;
 pub use server::{Limits, Server};
 pub use tls::{TlsContext, TlsError};

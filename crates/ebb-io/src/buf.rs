@@ -82,6 +82,17 @@ impl BufPool {
         }
     }
 
+    /// As [`BufPool::take`], without waiting: `None` when there is no memory now.
+    pub fn try_take(&self, len: usize) -> Option<Buf> {
+        let block = self.try_block(len)?;
+        Some(self.wrap(block, len))
+    }
+
+    /// This worker's way to memory, for who keeps blocks longer than a request does.
+    pub fn worker(&self) -> &ebb_mem::Worker {
+        &self.0.worker
+    }
+
     fn try_block(&self, len: usize) -> Option<Block> {
         match &self.0.queue {
             Some(queue) => queue.take(len).ok(),

@@ -96,6 +96,21 @@ impl Gather {
         }
     }
 
+    /// As [`Gather::advance`], but the buffers stay until [`Gather::take_back`].
+    pub fn advance_keeping(&mut self, bytes: usize) {
+        self.sent = self.total.min(self.sent + bytes);
+    }
+
+    /// Forgets everything and returns the held buffers in the order of [`Gather::hold`]: for an
+    /// owner who needs them after they were sent.
+    pub fn take_back(&mut self) -> impl Iterator<Item = Buf> {
+        self.parts.clear();
+        self.inline.clear();
+        self.total = 0;
+        self.sent = 0;
+        self.bufs.drain(..)
+    }
+
     /// Forgets everything and gives the buffers back.
     pub fn clear(&mut self) {
         self.parts.clear();
@@ -187,6 +202,21 @@ mod tests {
         // SAFETY: one vector was built, and the Gather that owns it is still borrowed here.
         let vector = unsafe { &*header.msg_iov };
         assert_eq!(vector.iov_len, 3);
+    }
+
+    #[test]
+    fn an_owner_gets_its_buffers_back_in_order() {
+        let pool = private_pool();
+        let mut gather = Gather::default();
+        for length in [1, 2, 3] {
+            let index = gather.hold(pool.get_for_test(length));
+            gather.push_range(index, 0..length);
+        }
+        gather.advance_keeping(6);
+        assert!(gather.is_empty());
+        let lengths: Vec<_> = gather.take_back().map(|buf| buf.len()).collect();
+        assert_eq!(lengths, [1, 2, 3]);
+        assert_eq!((gather.remaining(), pool.used_bytes()), (0, 0));
     }
 
     #[test]

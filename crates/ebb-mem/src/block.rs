@@ -20,10 +20,16 @@ pub struct OwnerId(pub(crate) u16);
 #[must_use = "a dropped block is lost: free it to its worker"]
 pub struct Block {
     ptr: NonNull<u8>,
-    pages: u32,
-    class: u8,
+    /// At most 16,384: [`MAX_BLOCK_BYTES`](crate::MAX_BLOCK_BYTES).
+    pages: u16,
     owner: OwnerId,
+    /// Room for the [`SmallBuffer`](crate::SmallBuffer) a block may become: which of its pages are
+    /// lent with their content. Zero in a plain block.
+    lent: u16,
+    class: u8,
 }
+
+const _: () = assert!(size_of::<Block>() == 16, "a cache holds millions of them");
 
 // SAFETY: a block owns its pages alone, as a Box<[u8]> would.
 unsafe impl Send for Block {}
@@ -35,19 +41,21 @@ impl Block {
     /// `ptr` leads to `pages` wired pages of an arena that nobody else refers to while the block
     /// lives, and that stay mapped for as long.
     pub(crate) unsafe fn new(ptr: NonNull<u8>, pages: u32, class: usize, owner: OwnerId) -> Block {
-        Block { ptr, pages, class: u8::try_from(class).unwrap_or(u8::MAX), owner }
+        debug_assert!(pages <= 1 << 14, "the largest block");
+        let pages = u16::try_from(pages).unwrap_or(u16::MAX);
+        Block { ptr, pages, owner, lent: 0, class: u8::try_from(class).unwrap_or(u8::MAX) }
     }
 
     /// Bytes it holds: the length asked for, rounded up to its size class (above 1 MiB: to pages).
     #[inline]
     pub fn capacity(&self) -> usize {
-        self.pages as usize * PAGE_BYTES
+        usize::from(self.pages) * PAGE_BYTES
     }
 
     /// Pages of 4 KiB it holds.
     #[inline]
     pub fn pages(&self) -> u32 {
-        self.pages
+        u32::from(self.pages)
     }
 
     /// Who it is accounted to.
@@ -60,6 +68,16 @@ impl Block {
     #[inline]
     pub fn as_ptr(&self) -> *mut u8 {
         self.ptr.as_ptr()
+    }
+
+    /// Pages lent with their content: see the field.
+    #[inline]
+    pub(crate) fn lent(&self) -> u16 {
+        self.lent
+    }
+
+    pub(crate) fn set_lent(&mut self, pages: u16) {
+        self.lent = pages;
     }
 
     pub(crate) fn start(&self) -> NonNull<u8> {

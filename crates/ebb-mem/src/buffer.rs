@@ -181,6 +181,23 @@ impl Buffer {
         Ok(PageSet(lost))
     }
 
+    /// Copies the bytes from `from` on (within `page`) out of an unwired page, without wiring it: the
+    /// kernel sees that it is in use, and may still take it. False if the kernel has taken it: then
+    /// `out` holds garbage, and the page must be rewired and filled anew.
+    ///
+    /// # Panics
+    /// If the range is not within the page, or the page is not unwired.
+    #[must_use]
+    pub fn read_lent(&self, page: usize, from: usize, out: &mut [u8]) -> bool {
+        assert!(self.unwired.contains(page), "only of an unwired page");
+        let (memory, page) = (&self.memory, self.first + page);
+        let there = sentinel::copy_lent(&memory.core.reservation, &memory.saved, page, from, out);
+        if !there {
+            memory.lost.fetch_add(1, Ordering::Relaxed);
+        }
+        there
+    }
+
     /// Retakes several stretches, or none of them.
     fn retake_runs(
         &self,

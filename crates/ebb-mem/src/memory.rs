@@ -370,6 +370,18 @@ impl Memory {
         }
     }
 
+    /// How memory is kept and given back, as it was made with.
+    #[must_use]
+    pub fn policy(&self) -> Policy {
+        self.options.policy
+    }
+
+    /// Whether idle memory is lent at all: for owners that lend of their own, as a cache does.
+    #[must_use]
+    pub fn lends(&self) -> bool {
+        self.options.lend && !self.options.policy.keeps()
+    }
+
     /// A memory-pressure event for the page pools (seed `000`): each drops to nothing at once and
     /// stays so for its `buffer_squeeze_duration_ms` from `now`. Every event starts that time anew.
     /// Idle workers are woken. Under [`Policy::Static`] it is no event at all.

@@ -6,7 +6,7 @@
 //! has made it dirty and cancelled the loan. Only a write does that: a plain look would leave a page
 //! that may go between the look and the use.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use crate::class::PAGE_BYTES;
 use crate::sys::Reservation;
@@ -42,6 +42,40 @@ pub(crate) fn arm(reservation: &Reservation, table: &Reservation, page: usize) {
 pub(crate) fn disarm(reservation: &Reservation, table: &Reservation, page: usize) -> bool {
     let content = saved(table, page).load(Ordering::Acquire);
     word(reservation, page).swap(content, Ordering::AcqRel) == MAGIC
+}
+
+/// Copies bytes `from..from + out.len()` of a lent page, and leaves it lent. False: the kernel had
+/// taken the page, and `out` holds garbage. The caller keeps the page from being wired meanwhile.
+///
+/// Why a look is enough here: nothing is used of the page after the look but what was copied before
+/// it. A taken page never shows the sentinel again (it reads as zero from then on), so one that
+/// shows it after the copy was there during the whole copy.
+#[must_use]
+pub(crate) fn copy_lent(
+    reservation: &Reservation,
+    table: &Reservation,
+    page: usize,
+    from: usize,
+    out: &mut [u8],
+) -> bool {
+    const WORD: usize = size_of::<u64>();
+    assert!(from <= PAGE_BYTES && out.len() <= PAGE_BYTES - from, "within the page");
+    let content = saved(table, page).load(Ordering::Acquire).to_ne_bytes();
+    let head = out.len().min(WORD.saturating_sub(from));
+    let (first, rest) = out.split_at_mut(head);
+    let start = reservation.address(page).as_ptr().wrapping_add(from + head);
+    // SAFETY: inside the page (checked), which is mapped and initialised; `rest` is memory of its
+    // own. No thread writes to it: whoever would wire the page is kept away by the caller. The
+    // kernel may exchange the page for one of zeroes at any moment; then what was copied is
+    // thrown away below.
+    unsafe { std::ptr::copy_nonoverlapping(start, rest.as_mut_ptr(), rest.len()) };
+    // All loads of the copy come before the load of the sentinel.
+    fence(Ordering::Acquire);
+    let there = word(reservation, page).load(Ordering::Acquire) == MAGIC;
+    if head > 0 {
+        first.copy_from_slice(&content[from..from + head]);
+    }
+    there
 }
 
 /// Writes to a page without changing it: cancels a loan whose content does not matter.

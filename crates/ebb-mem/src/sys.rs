@@ -120,6 +120,19 @@ impl Reservation {
         }
     }
 
+    /// Writes to `out`, one byte per page from page `first` on, whether memory is behind it now
+    /// (lowest bit). False if the kernel does not say.
+    pub(crate) fn resident(&self, first: usize, out: &mut [u8]) -> bool {
+        let bytes = out.len() * PAGE_BYTES;
+        if first.checked_mul(PAGE_BYTES).and_then(|at| at.checked_add(bytes)) > Some(self.bytes) {
+            return false;
+        }
+        let start = self.base.as_ptr().wrapping_add(first * PAGE_BYTES);
+        // SAFETY: a range inside the mapping this type owns (checked), and one byte to write for
+        // each of its pages.
+        unsafe { libc::mincore(start.cast(), bytes, out.as_mut_ptr()) == 0 }
+    }
+
     fn advise_one(&self, span: Span, advice: Advice) -> io::Result<()> {
         let (offset, bytes) = (span.page * PAGE_BYTES, span.pages * PAGE_BYTES);
         match self.advise_raw(offset, bytes, advice.code()) {

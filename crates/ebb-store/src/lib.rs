@@ -1,4 +1,4 @@
-//! Where the bytes live: regular files, block devices, memory, and nothing at all.
+//! Where the bytes live: regular files, block devices, remote NBD exports, memory, and nothing at all.
 //!
 //! A store is asked by a volume, which has checked the request: offsets and lengths are within the
 //! size and multiples of 512 bytes. A store does the I/O, whole or not at all:
@@ -13,15 +13,24 @@
 //! function here, and its URI in the program's configuration.
 
 mod error;
+#[cfg(feature = "test-store")]
+mod faulty;
 mod file;
 mod memory;
+mod nbd;
 mod null;
 mod open;
 
 pub use ebb_io::{Buf, Io};
 pub use error::{BlockError, ErrorKind, Operation};
+#[cfg(feature = "test-store")]
+pub use faulty::{Record, TestStore};
 pub use file::FileStore;
 pub use memory::MemoryStore;
+pub use nbd::{
+    LostWrites, NbdAddress, NbdError, NbdOptions, NbdStore, NbdTls, NbdTlsKeys, RECONNECT_DEFAULT,
+    StoreState,
+};
 pub use null::NullStore;
 pub use open::{Direct, OpenError, OpenOptions};
 
@@ -82,6 +91,11 @@ pub enum Store {
     Memory(MemoryStore),
     /// Reads zeroes, forgets writes.
     Null(NullStore),
+    /// An export of an NBD server.
+    Nbd(NbdStore),
+    /// One that fails when a test says so.
+    #[cfg(feature = "test-store")]
+    Test(std::sync::Arc<TestStore>),
 }
 
 impl Store {
@@ -91,6 +105,9 @@ impl Store {
             Store::File(s) => s.size(),
             Store::Memory(s) => s.size(),
             Store::Null(s) => s.size(),
+            Store::Nbd(s) => s.size(),
+            #[cfg(feature = "test-store")]
+            Store::Test(s) => s.size(),
         }
     }
 
@@ -98,6 +115,15 @@ impl Store {
     pub fn capabilities(&self) -> Capabilities {
         match self {
             Store::File(s) => s.capabilities(),
+            Store::Nbd(s) => s.capabilities(),
+            #[cfg(feature = "test-store")]
+            Store::Test(_) => Capabilities {
+                discard: true,
+                fast_zero: true,
+                alignment: 1,
+                direct: true,
+                read_piece: None,
+            },
             Store::Memory(_) | Store::Null(_) => Capabilities {
                 discard: true,
                 fast_zero: true,
@@ -108,10 +134,23 @@ impl Store {
         }
     }
 
+    /// How a store behind a network fares; `None` for those on this machine.
+    pub fn state(&self) -> Option<StoreState> {
+        match self {
+            Store::Nbd(s) => Some(s.state()),
+            Store::File(_) | Store::Memory(_) | Store::Null(_) => None,
+            #[cfg(feature = "test-store")]
+            Store::Test(_) => None,
+        }
+    }
+
     /// Fills the whole buffer from `offset`.
     pub async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
         match self {
             Store::File(s) => s.read(io, buf, offset).await,
+            Store::Nbd(s) => s.read(io, buf, offset).await,
+            #[cfg(feature = "test-store")]
+            Store::Test(s) => s.read(io, buf, offset).await,
             Store::Memory(s) => s.read(buf, offset),
             Store::Null(s) => s.read(buf),
         }
@@ -121,6 +160,9 @@ impl Store {
     pub async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
         match self {
             Store::File(s) => s.write(io, buf, offset, fua).await,
+            Store::Nbd(s) => s.write(io, buf, offset, fua).await,
+            #[cfg(feature = "test-store")]
+            Store::Test(s) => s.write(io, buf, offset, fua).await,
             Store::Memory(s) => s.write(buf, offset),
             Store::Null(_) => (Ok(()), buf),
         }
@@ -130,6 +172,9 @@ impl Store {
     pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
         match self {
             Store::File(s) => s.flush(io).await,
+            Store::Nbd(s) => s.flush(io).await,
+            #[cfg(feature = "test-store")]
+            Store::Test(s) => s.flush(io).await,
             Store::Memory(_) | Store::Null(_) => Ok(()),
         }
     }
@@ -139,6 +184,9 @@ impl Store {
     pub async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         match self {
             Store::File(s) => s.discard(io, offset, length).await,
+            Store::Nbd(s) => s.discard(io, offset, length).await,
+            #[cfg(feature = "test-store")]
+            Store::Test(s) => s.zero(io, Operation::Discard, offset, length).await,
             Store::Memory(s) => {
                 s.discard(offset, length);
                 Ok(())
@@ -157,6 +205,9 @@ impl Store {
     ) -> Result<(), BlockError> {
         match self {
             Store::File(s) => s.write_zeroes(io, offset, length, flags).await,
+            Store::Nbd(s) => s.write_zeroes(io, offset, length, flags).await,
+            #[cfg(feature = "test-store")]
+            Store::Test(s) => s.zero(io, Operation::WriteZeroes, offset, length).await,
             Store::Memory(s) => {
                 s.discard(offset, length);
                 Ok(())
@@ -176,6 +227,9 @@ impl Store {
     ) -> Result<Vec<Extent>, BlockError> {
         match self {
             Store::File(s) => s.extents(io, offset, length, limit).await,
+            Store::Nbd(s) => s.extents(io, offset, length, limit).await,
+            #[cfg(feature = "test-store")]
+            Store::Test(_) => Ok(TestStore::extents(offset, length)),
             Store::Memory(s) => Ok(s.extents(offset, length, limit)),
             Store::Null(_) => Ok(vec![Extent { offset, length, hole: true }]),
         }
@@ -185,6 +239,9 @@ impl Store {
     pub async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         match self {
             Store::File(s) => s.prefetch(io, offset, length).await,
+            Store::Nbd(s) => s.prefetch(io, offset, length).await,
+            #[cfg(feature = "test-store")]
+            Store::Test(_) => Ok(()),
             Store::Memory(_) | Store::Null(_) => Ok(()),
         }
     }

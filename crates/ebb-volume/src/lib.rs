@@ -1,4 +1,5 @@
-//! A disk: geometry, request checks, and the store behind it. The one API every export sees.
+//! A disk: geometry, request checks, and the store behind it, with a cache before that if it has one.
+//! The one API every export sees.
 //!
 //! # Invariants
 //! - Nothing reaches a store that is not within the volume and on sector bounds; no sum on the way
@@ -13,6 +14,7 @@ mod gate;
 mod stats;
 mod volume;
 
+pub use ebb_cache::{Mode, VolumeCache, VolumeCacheStats};
 pub use ebb_store::{
     BLOCK, BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, SECTOR,
     Store, ZeroFlags,

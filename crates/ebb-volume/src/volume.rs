@@ -1,7 +1,8 @@
-//! The volume itself: checks, then the store.
+//! The volume itself: checks, then the cache if it has one, then the store.
 
 use std::sync::Arc;
 
+use ebb_cache::{Mode, VolumeCache};
 use ebb_store::{
     BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, SECTOR, Store,
     ZeroFlags,
@@ -21,18 +22,40 @@ pub struct VolumeOptions {
 #[derive(Debug)]
 pub struct Volume {
     name: Arc<str>,
-    store: Store,
+    store: Arc<Store>,
+    cache: Option<Arc<VolumeCache>>,
     options: VolumeOptions,
     gate: Gate,
     stats: VolumeStats,
 }
 
 impl Volume {
-    /// A volume called `name` on `store`.
+    /// A volume called `name` on `store`, without a cache.
     pub fn new(name: &str, store: Store, options: VolumeOptions) -> Arc<Volume> {
+        Volume::build(name, store, options, None)
+    }
+
+    /// A volume called `name` on `store`, its reads served from `cache`. The cache must be made for
+    /// this volume and this size.
+    pub fn with_cache(
+        name: &str,
+        store: Store,
+        options: VolumeOptions,
+        cache: Arc<VolumeCache>,
+    ) -> Arc<Volume> {
+        Volume::build(name, store, options, Some(cache))
+    }
+
+    fn build(
+        name: &str,
+        store: Store,
+        options: VolumeOptions,
+        cache: Option<Arc<VolumeCache>>,
+    ) -> Arc<Volume> {
         Arc::new(Volume {
             name: name.into(),
-            store,
+            store: Arc::new(store),
+            cache,
             options,
             gate: Gate::default(),
             stats: VolumeStats::default(),
@@ -59,6 +82,30 @@ impl Volume {
         self.store.capabilities()
     }
 
+    /// Its cache, if it has one.
+    pub fn cache(&self) -> Option<&Arc<VolumeCache>> {
+        self.cache.as_ref()
+    }
+
+    /// How it is cached.
+    pub fn cache_mode(&self) -> Mode {
+        self.cache.as_ref().map_or(Mode::None, |cache| cache.mode())
+    }
+
+    /// How its store fares, if that is behind a network.
+    pub fn store_state(&self) -> Option<ebb_store::StoreState> {
+        self.store.state()
+    }
+
+    /// Starts writing back in the background, on this worker; `control` decides how much and when. For
+    /// a volume whose cache is in writeback mode; ends when the volume has gone.
+    pub fn start_writeback(&self, io: &Io, control: Arc<dyn ebb_cache::Control>) {
+        if let Some(cache) = self.cache.as_ref().filter(|cache| cache.mode() == Mode::Writeback) {
+            cache.set_control(control);
+            io.spawn(cache.clone().run_flusher(io.clone(), self.store.clone())).detach();
+        }
+    }
+
     /// Its counters.
     pub fn stats(&self) -> &VolumeStats {
         &self.stats
@@ -76,7 +123,17 @@ impl Volume {
             Ok(pass) => pass,
             Err(error) => return (Err(error), buf),
         };
-        let (result, buf) = self.store.read(io, buf, offset).await;
+        let (result, buf) = match &self.cache {
+            Some(cache) => {
+                let mut buf = buf;
+                if cache.read_cached(io, &self.store, &mut buf, offset) {
+                    (Ok(()), buf)
+                } else {
+                    cache.read(io, &self.store, buf, offset).await
+                }
+            }
+            None => self.store.read(io, buf, offset).await,
+        };
         (self.account(Operation::Read, length, result), buf)
     }
 
@@ -87,14 +144,17 @@ impl Volume {
             Ok(pass) => pass,
             Err(error) => return (Err(error), buf),
         };
-        let (result, buf) = self.store.write(io, buf, offset, fua).await;
+        let (result, buf) = match &self.cache {
+            Some(cache) => cache.write(io, &self.store, buf, offset, fua).await,
+            None => self.store.write(io, buf, offset, fua).await,
+        };
         (self.account(Operation::Write, length, result), buf)
     }
 
     /// Makes everything acknowledged before stable.
     pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
         let _pass = self.admit(Operation::Flush, 0, 0)?;
-        let result = self.store.flush(io).await;
+        let result = self.make_stable(io).await;
         self.account(Operation::Flush, 0, result)
     }
 
@@ -109,10 +169,13 @@ impl Volume {
         let _pass = self.admit(Operation::Discard, offset, length)?;
         let mut result = Ok(());
         if length > 0 {
-            result = self.store.discard(io, offset, length).await;
+            result = match &self.cache {
+                Some(cache) => cache.discard(io, &self.store, offset, length).await,
+                None => self.store.discard(io, offset, length).await,
+            };
         }
         if fua && result.is_ok() {
-            result = self.store.flush(io).await;
+            result = self.make_stable(io).await;
         }
         self.account(Operation::Discard, length, result)
     }
@@ -129,10 +192,13 @@ impl Volume {
         let _pass = self.admit(Operation::WriteZeroes, offset, length)?;
         let mut result = Ok(());
         if length > 0 {
-            result = self.store.write_zeroes(io, offset, length, flags).await;
+            result = match &self.cache {
+                Some(cache) => cache.write_zeroes(io, &self.store, offset, length, flags).await,
+                None => self.store.write_zeroes(io, offset, length, flags).await,
+            };
         }
         if fua && result.is_ok() {
-            result = self.store.flush(io).await;
+            result = self.make_stable(io).await;
         }
         self.account(Operation::WriteZeroes, length, result)
     }
@@ -146,14 +212,20 @@ impl Volume {
         limit: usize,
     ) -> Result<Vec<Extent>, BlockError> {
         let _pass = self.admit(Operation::Extents, offset, length)?;
-        let result = self.store.extents(io, offset, length, limit).await;
+        let result = match &self.cache {
+            Some(cache) => cache.extents(io, &self.store, offset, length, limit).await,
+            None => self.store.extents(io, offset, length, limit).await,
+        };
         self.account(Operation::Extents, length, result)
     }
 
     /// Announces that a range will be read soon.
     pub async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         let _pass = self.admit(Operation::Prefetch, offset, length)?;
-        let result = self.store.prefetch(io, offset, length).await;
+        let result = match &self.cache {
+            Some(cache) => cache.prefetch(io, &self.store, offset, length).await,
+            None => self.store.prefetch(io, offset, length).await,
+        };
         self.account(Operation::Prefetch, length, result)
     }
 
@@ -167,7 +239,15 @@ impl Volume {
         if self.options.read_only {
             return Ok(());
         }
-        self.store.flush(io).await.map_err(|e| self.name_it(e))
+        self.make_stable(io).await.map_err(|e| self.name_it(e))
+    }
+
+    /// Everything acknowledged is on the store, and stable there.
+    async fn make_stable(&self, io: &Io) -> Result<(), BlockError> {
+        match &self.cache {
+            Some(cache) => cache.flush(io, &self.store).await,
+            None => self.store.flush(io).await,
+        }
     }
 
     /// The verdict on a request, and the pass that keeps the volume open for it.

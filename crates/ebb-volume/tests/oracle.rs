@@ -6,7 +6,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use ebb_io::Worker;
-use ebb_store::{Direct, FileStore, MemoryStore, OpenOptions, Store};
+use ebb_store::{
+    Direct, FileStore, MemoryStore, NbdAddress, NbdOptions, NbdStore, OpenOptions, Store,
+};
 use ebb_volume::{ErrorKind, Io, Volume, VolumeOptions, ZeroFlags};
 use proptest::prelude::*;
 
@@ -203,7 +205,19 @@ impl Pair {
 
 fn compare(make: impl Fn() -> Store, actions: Vec<Action>) {
     let worker = Worker::start_alone("oracle").unwrap();
-    let volume = Volume::new("oracle", make(), VolumeOptions::default());
+    run(&worker, &Volume::new("oracle", make(), VolumeOptions::default()), actions);
+}
+
+fn compare_cached(make: impl Fn() -> Store, actions: Vec<Action>) {
+    let now = std::time::Instant::now();
+    let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, now)).unwrap();
+    let worker = Worker::start("oracle", &memory).unwrap();
+    let cache = ebb_cache::Cache::start(&memory, ebb_cache::CacheOptions::new(now)).unwrap();
+    let cached = cache.volume("oracle", SIZE).unwrap();
+    run(&worker, &Volume::with_cache("oracle", make(), VolumeOptions::default(), cached), actions);
+}
+
+fn run(worker: &Worker, volume: &Arc<Volume>, actions: Vec<Action>) {
     let for_run = volume.clone();
     let run = worker.handle().block_on(move |io| async move {
         let oracle = vec![0; usize::try_from(SIZE).unwrap()];
@@ -229,6 +243,47 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
+/// An NBD server over memory; killed when dropped.
+struct Remote {
+    child: std::process::Child,
+    folder: tempfile::TempDir,
+}
+
+impl Remote {
+    fn start(arguments: &[&str]) -> Remote {
+        let folder = tempfile::tempdir().unwrap();
+        let child = std::process::Command::new("nbdkit")
+            .arg("-fU")
+            .arg(folder.path().join("socket"))
+            .args(arguments)
+            .spawn()
+            .expect("these tests need nbdkit: run testbed/install");
+        let remote = Remote { child, folder };
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+        while std::os::unix::net::UnixStream::connect(remote.socket()).is_err() {
+            assert!(std::time::Instant::now() < deadline, "nbdkit does not listen");
+            std::thread::park_timeout(std::time::Duration::from_millis(2));
+        }
+        remote
+    }
+
+    fn socket(&self) -> std::path::PathBuf {
+        self.folder.path().join("socket")
+    }
+
+    fn store(&self) -> Store {
+        let options = NbdOptions::new(NbdAddress::Unix(self.socket()), "");
+        Store::Nbd(NbdStore::open(options).unwrap().0)
+    }
+}
+
+impl Drop for Remote {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
 fn actions() -> impl Strategy<Value = Vec<Action>> {
     prop::collection::vec(action(), 1..60)
 }
@@ -239,6 +294,20 @@ proptest! {
     #[test]
     fn memory(list in actions()) {
         compare(|| Store::Memory(MemoryStore::new(SIZE)), list);
+    }
+
+    #[test]
+    fn memory_behind_a_cache(list in actions()) {
+        compare_cached(|| Store::Memory(MemoryStore::new(SIZE)), list);
+    }
+
+    #[test]
+    fn file_with_large_sectors_behind_a_cache(list in actions()) {
+        let folder = folder();
+        compare_cached(
+            || Store::File(file(folder.path(), Direct::Auto).assume_alignment(4096)),
+            list,
+        );
     }
 
     #[test]
@@ -257,5 +326,26 @@ proptest! {
     fn file_with_large_sectors(list in actions()) {
         let folder = folder();
         compare(|| Store::File(file(folder.path(), Direct::Auto).assume_alignment(4096)), list);
+    }
+
+    #[test]
+    fn remote(list in actions()) {
+        let remote = Remote::start(&["memory", "256k"]);
+        compare(|| remote.store(), list);
+    }
+
+    #[test]
+    fn remote_with_large_blocks_and_simple_replies(list in actions()) {
+        let remote = Remote::start(&[
+            "--no-sr",
+            "--filter=blocksize-policy",
+            "memory",
+            "256k",
+            "blocksize-minimum=4096",
+            "blocksize-preferred=4096",
+            "blocksize-maximum=8192",
+            "blocksize-error-policy=error",
+        ]);
+        compare(|| remote.store(), list);
     }
 }

@@ -8,6 +8,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use ebb_cache::Cache;
 use ebb_mem::pressure::{Cause, Level, Monitor, State, Subscription};
 use ebb_mem::{ArenaStats, Memory, Reclaim};
 
@@ -15,13 +16,13 @@ use ebb_mem::{ArenaStats, Memory, Reclaim};
 const BOUTS: u32 = 5;
 const BOUT_EVERY: Duration = Duration::from_secs(10);
 
-/// Has the memory answer each event, until the subscription is dropped.
-pub(crate) fn answer(monitor: &Monitor, memory: &Arc<Memory>) -> Subscription {
-    let memory = Arc::clone(memory);
+/// Has the memory and the cache answer each event, until the subscription is dropped.
+pub(crate) fn answer(monitor: &Monitor, memory: &Arc<Memory>, cache: &Arc<Cache>) -> Subscription {
+    let (memory, cache) = (Arc::clone(memory), Arc::clone(cache));
     let log = Mutex::new(Log::new(Instant::now()));
     monitor.pressure().subscribe(move |state| {
         let before = memory.arena_stats();
-        act(&memory, state);
+        act(&memory, &cache, state);
         let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(line) = log.note(Instant::now(), state.level, state.cause, &before) {
             say(&line);
@@ -29,14 +30,22 @@ pub(crate) fn answer(monitor: &Monitor, memory: &Arc<Memory>) -> Subscription {
     })
 }
 
-fn act(memory: &Memory, state: State) {
+fn act(memory: &Memory, cache: &Cache, state: State) {
     if !state.cause.is_event() {
         if state.level == Level::L0 {
             memory.calm();
+            cache.pressure(Level::L0, state.event);
         }
         return;
     }
     let now = state.event;
+    match (state.level, state.cause) {
+        (Level::L0, _) => {}
+        // Nothing says that it is our memory they need, and on a host whose page cache fills all
+        // that is free these signs come for ever: the kernel may take what is idle, and decides.
+        (Level::L1, Cause::Notice | Cause::FreeNearTarget) => cache.lend_idle(),
+        (level, _) => cache.pressure(level, now),
+    }
     let reclaim = match state.level {
         Level::L0 => return memory.tick(now),
         Level::L1 => Reclaim::Trim,

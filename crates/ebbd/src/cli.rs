@@ -125,8 +125,14 @@ pub struct SetArgs {
 #[derive(Clone, Debug, Default, Args)]
 pub struct StatArgs {
     /// Print JSON, sizes in bytes, times in seconds
-    #[arg(long)]
+    #[arg(long, conflicts_with = "watch")]
     pub json: bool,
+
+    /// Show memory flowing: a table per second, or per N seconds, of what each volume read, wrote,
+    /// found in the cache, and holds of it; until interrupted
+    #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "1",
+          value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub watch: Option<u64>,
 
     /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
     #[arg(long, value_name = "PATH")]
@@ -165,7 +171,8 @@ pub struct ServeArgs {
     /// Serve a volume: its export NAME, a STORE and options, such as
     /// disk=file:/path/to/image,size=1G,create=true. STORE is file:PATH, memory:SIZE or
     /// null:SIZE; options are size=SIZE, create=BOOL, read-only=BOOL, direct=auto|on|off,
-    /// default=BOOL, max-buffer-pages=N and buffer-squeeze-duration-ms=N. A comma in a path is written twice. May be given several times
+    /// cache=none|writethrough, default=BOOL, max-buffer-pages=N and
+    /// buffer-squeeze-duration-ms=N. A comma in a path is written twice. May be given several times
     /// [default: the volumes of the file]
     #[arg(long = "volume", value_name = "NAME=STORE[,option=value]...")]
     pub volumes: Vec<String>,
@@ -237,6 +244,14 @@ pub struct ServeArgs {
         hide_possible_values = true
     )]
     pub idle_memory: Option<IdleMemory>,
+    /// The most memory the cache of all volumes together may hold, 1M to 1T; 0 leaves it to the
+    /// host [default: 0]
+    #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
+    pub cache_max: Option<Size>,
+
+    /// What the cache keeps under memory pressure short of the last resort, 0 to 1T [default: 0]
+    #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
+    pub cache_min: Option<Size>,
 
     /// What goes to the log on stderr: error, warn, info or debug, each with all before it
     /// [default: info]
@@ -269,6 +284,8 @@ impl ServeArgs {
             max_buffer_pages: self.max_buffer_pages,
             buffer_squeeze_duration_ms: self.buffer_squeeze_duration_ms,
             idle_memory: self.idle_memory,
+            cache_max: self.cache_max,
+            cache_min: self.cache_min,
             inherited_sockets,
         }
     }
@@ -330,6 +347,8 @@ mod tests {
             "--max-buffer-pages=4",
             "--buffer-squeeze-duration-ms=5",
             "--idle-memory=drop",
+            "--cache-max=6M",
+            "--cache-min=7K",
             "--log=debug",
         ])
         .unwrap();
@@ -353,6 +372,8 @@ mod tests {
                 max_buffer_pages: Some(4),
                 buffer_squeeze_duration_ms: Some(5),
                 idle_memory: Some(IdleMemory::Drop),
+                cache_max: Some(Size::new(6 << 20)),
+                cache_min: Some(Size::new(7 << 10)),
                 inherited_sockets: 7,
             }
         );

@@ -10,10 +10,14 @@ use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 
+use self::show::Table;
 use crate::cli::{GetArgs, PressureArgs, SetArgs, StatArgs};
 use crate::config::value::control_path;
 use crate::control::{ChangeView, DEFAULT_PATH, Failure, ParameterView};
-use crate::stat::{MemoryStat, OperationStat, PoolStat, PressureStat, Stat, ZoneStat};
+use crate::stat::Stat;
+
+mod show;
+mod watch;
 
 /// The environment variable with the path of the control socket.
 pub const SOCKET_VARIABLE: &str = "EBBD_CONTROL";
@@ -106,7 +110,29 @@ pub fn stat(args: &StatArgs) -> Result<String, ClientError> {
         let bytes = daemon.request("GET", "/v1/stat", None)?;
         return String::from_utf8(bytes).map_err(|_| daemon.no_answer("the answer is no text"));
     }
-    Ok(show(&daemon.json("GET", "/v1/stat", None)?))
+    Ok(show::all(&daemon.json("GET", "/v1/stat", None)?))
+}
+
+/// Shows the flow of memory and requests, again and again, until `show` says that it is enough or
+/// the daemon is gone.
+///
+/// # Errors
+/// [`ClientError`].
+pub fn watch(
+    args: &StatArgs,
+    seconds: u64,
+    mut show: impl FnMut(&str) -> bool,
+) -> Result<(), ClientError> {
+    let daemon = Daemon::new(args.control.as_deref())?;
+    let mut before: Stat = daemon.json("GET", "/v1/stat", None)?;
+    loop {
+        std::thread::sleep(Duration::from_secs(seconds));
+        let now: Stat = daemon.json("GET", "/v1/stat", None)?;
+        if !show(&watch::flow(&before, &now)) {
+            return Ok(());
+        }
+        before = now;
+    }
 }
 
 fn parameters(volume: Option<&str>) -> String {
@@ -229,183 +255,6 @@ fn split(answer: &[u8]) -> Option<(u16, &[u8])> {
     Some((status, body.get(4..)?))
 }
 
-/// Columns as wide as their widest cell.
-struct Table {
-    rows: Vec<Vec<String>>,
-    /// A bit for each column that starts at the left, from the first one on.
-    left: u32,
-}
-
-impl Table {
-    fn new(titles: &[&str], left: u32) -> Self {
-        Self { rows: vec![titles.iter().map(ToString::to_string).collect()], left }
-    }
-
-    fn row<const N: usize>(&mut self, cells: [String; N]) {
-        self.rows.push(cells.into());
-    }
-
-    fn text(&self) -> String {
-        let columns = self.rows.first().map_or(0, Vec::len);
-        let width = |column: usize| {
-            let cells = self.rows.iter().filter_map(|row| row.get(column));
-            cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
-        };
-        let widths: Vec<usize> = (0..columns).map(width).collect();
-        let mut out = String::new();
-        for row in &self.rows {
-            let mut line = String::new();
-            for (column, (cell, &width)) in row.iter().zip(&widths).enumerate() {
-                let gap = if column == 0 { "" } else { "  " };
-                line.push_str(gap);
-                line.push_str(&if self.left >> column & 1 == 1 {
-                    format!("{cell:<width$}")
-                } else {
-                    format!("{cell:>width$}")
-                });
-            }
-            out.push_str(line.trim_end());
-            out.push('\n');
-        }
-        out
-    }
-}
-
-/// A number of bytes, short.
-fn bytes(bytes: u64) -> String {
-    for (unit, shift) in [("T", 40), ("G", 30), ("M", 20), ("K", 10)] {
-        let whole = bytes >> shift;
-        if whole > 0 {
-            let tenths = (bytes - (whole << shift)).saturating_mul(10) >> shift;
-            return format!("{whole}.{tenths}{unit}");
-        }
-    }
-    bytes.to_string()
-}
-
-/// All tables.
-fn show(stat: &Stat) -> String {
-    let mut out = format!(
-        "ebbd {}, up {:.0} s, {} resident, {} client(s)\n",
-        stat.version,
-        stat.uptime_seconds,
-        bytes(stat.resident_bytes),
-        stat.clients
-    );
-    let silent = stat.workers.iter().filter(|worker| !worker.answers);
-    for worker in silent {
-        out.push_str(&format!("worker {} does not answer\n", worker.worker));
-    }
-    if let Some(pressure) = &stat.pressure {
-        out.push_str(&show_pressure(pressure));
-    }
-    out.push_str(&show_volumes(stat));
-    if let Some(memory) = &stat.memory {
-        out.push_str(&show_memory(memory));
-    }
-    out
-}
-
-fn show_pressure(pressure: &PressureStat) -> String {
-    let [decays, squeezes, drains, last] = pressure.events;
-    format!(
-        "\npressure L{} ({}) for {:.0} s: {}\nevents   {squeezes} squeeze, {drains} drain, \
-         {last} last resort, {decays} decay; the last {:.0} s ago\nlistens  {}\n",
-        pressure.level,
-        pressure.name,
-        pressure.since_seconds,
-        pressure.cause,
-        pressure.event_seconds,
-        if pressure.listening.is_empty() {
-            "to nothing".to_owned()
-        } else {
-            pressure.listening.join("\n         ")
-        },
-    )
-}
-
-fn show_volumes(stat: &Stat) -> String {
-    let titles =
-        ["VOLUME", "SIZE", "CLIENTS", "READS", "READ", "WRITES", "WRITTEN", "FLUSHES", "ERRORS"];
-    let mut table = Table::new(&titles, 1);
-    for volume in &stat.volumes {
-        let of = |name: &str| volume.operations.get(name).copied().unwrap_or_default();
-        let (read, write, flush) = (of("read"), of("write"), of("flush"));
-        let errors = |sum: u64, stat: &OperationStat| sum.saturating_add(stat.errors);
-        table.row([
-            volume.name.clone(),
-            bytes(volume.size_bytes),
-            volume.clients.to_string(),
-            read.requests.to_string(),
-            bytes(read.bytes),
-            write.requests.to_string(),
-            bytes(write.bytes),
-            flush.requests.to_string(),
-            volume.operations.values().fold(0, errors).to_string(),
-        ]);
-    }
-    format!("\n{}", table.text())
-}
-
-fn show_memory(memory: &MemoryStat) -> String {
-    format!(
-        "\nmemory   {} wired ({} pinned), {} lent, of at most {}; {} waiting\n\
-         given back  {} squeeze(s), {} cache(s) purged\n{}{}",
-        bytes(memory.wired_bytes),
-        bytes(memory.pinned_bytes),
-        bytes(memory.unwired_bytes),
-        bytes(memory.ceiling_bytes),
-        memory.waiting,
-        memory.squeezes,
-        memory.purges,
-        show_zones(&memory.zones),
-        show_pools(&memory.pools),
-    )
-}
-
-/// As `vmstat -z` shows zones, with what is ours behind.
-fn show_zones(zones: &[ZoneStat]) -> String {
-    let titles = [
-        "ZONE", "SIZE", "LIMIT", "USED", "FREE", "REQ", "FAIL", "SLEEP", "MISS", "BUCKET", "WSS",
-        "EMPTY",
-    ];
-    let mut table = Table::new(&titles, 1);
-    for zone in zones {
-        table.row([
-            zone.name.clone(),
-            zone.size.to_string(),
-            zone.limit.unwrap_or(0).to_string(),
-            zone.used.to_string(),
-            zone.free.to_string(),
-            zone.requests.to_string(),
-            zone.fails.to_string(),
-            zone.sleeps.to_string(),
-            zone.misses.to_string(),
-            zone.bucket.to_string(),
-            zone.wss.to_string(),
-            format!("{}s", zone.out_of_cache_seconds),
-        ]);
-    }
-    format!("\n{}", table.text())
-}
-
-fn show_pools(pools: &[PoolStat]) -> String {
-    if pools.is_empty() {
-        return String::new();
-    }
-    let mut table = Table::new(&["POOL", "FREE", "LENT", "SQUEEZES", "SQUEEZED"], 1);
-    for pool in pools {
-        table.row([
-            pool.name.clone(),
-            pool.free_pages.to_string(),
-            pool.lent_pages.to_string(),
-            pool.squeezes.to_string(),
-            pool.squeezed_pages.to_string(),
-        ]);
-    }
-    format!("\n{}", table.text())
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -417,35 +266,6 @@ mod tests {
         assert_eq!(encoded("max_buffer_pages"), "max_buffer_pages");
         assert_eq!(encoded("install cd/é"), "install%20cd%2F%C3%A9");
         assert_eq!(encoded(".."), "%2E%2E");
-    }
-
-    #[test]
-    fn sizes_are_short() {
-        let shown = [0, 1023, 1024, 1536, 1 << 20, (5 << 30) + (1 << 29), u64::MAX].map(bytes);
-        let all = ["0", "1023", "1.0K", "1.5K", "1.0M", "5.5G", "16777215.9T"];
-        assert_eq!(shown.each_ref().map(String::as_str), all);
-    }
-
-    #[test]
-    fn zones_read_as_those_of_vmstat() {
-        let zone = ZoneStat {
-            name: "64K".into(),
-            size: 65_536,
-            used: 12,
-            free: 3,
-            requests: 1000,
-            ..ZoneStat::default()
-        };
-        let text = show_zones(&[zone]);
-        let lines: Vec<&str> = text.trim().lines().collect();
-        assert!(
-            lines[0].starts_with("ZONE   SIZE  LIMIT  USED  FREE   REQ  FAIL  SLEEP"),
-            "{text}"
-        );
-        assert!(
-            lines[1].starts_with("64K   65536      0    12     3  1000     0      0"),
-            "{text}"
-        );
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub use self::error::{BadValue, ConfigError, ErrorKind};
 pub(crate) use self::error::{closest, shorten, suggest};
 pub use self::flags::Overrides;
 pub use self::value::{
-    Choice, Direct, IdleMemory, Listen, LogLevel, MAX_NAME_BYTES, MAX_UNIX_PATH_BYTES,
+    CacheMode, Choice, Direct, IdleMemory, Listen, LogLevel, MAX_NAME_BYTES, MAX_UNIX_PATH_BYTES,
     SECTOR_BYTES, StoreUri, Tls,
 };
 use crate::size::Size;
@@ -55,6 +55,10 @@ pub struct Config {
     pub buffer_squeeze_duration_ms: u64,
     /// What becomes of I/O memory that no request uses.
     pub idle_memory: IdleMemory,
+    /// The most the cache may hold, bytes; 0: as the host allows.
+    pub cache_max: Size,
+    /// What the cache keeps under memory pressure, bytes; at most `cache_max` where that is given.
+    pub cache_min: Size,
     /// The NBD server.
     pub nbd: Nbd,
     /// The volumes by export name: 1 to [`MAX_NAME_BYTES`] bytes without control characters.
@@ -95,6 +99,8 @@ pub struct VolumeConfig {
     pub read_only: bool,
     /// Whether a file is opened with `O_DIRECT`. `Auto` for other stores.
     pub direct: Direct,
+    /// What the cache does for it.
+    pub cache: CacheMode,
     /// Whether the volume was named the default; see [`Config::default_volume`].
     pub default: bool,
     /// Its own [`Config::max_buffer_pages`], if it has one.

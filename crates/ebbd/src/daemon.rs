@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use ebb_cache::{Cache, CacheOptions};
 use ebb_export_nbd::{Limits, Server, TlsContext};
 use ebb_io::{Worker, WorkerHandle, fd_from};
 use ebb_mem::pressure::{Monitor, Watch};
@@ -23,7 +24,7 @@ use crate::control::{Control, Shared};
 use crate::listener::{self, Listener};
 use crate::params::{Configured, Key, Live, Parameters};
 use crate::stat;
-use crate::stores::open_volume;
+use crate::stores::{open_store, open_volume};
 
 /// Bounds of the ceiling of I/O memory, and what it is where no limit can be found, bytes.
 const CEILING_MIN: usize = 64 << 20;
@@ -40,6 +41,7 @@ struct Daemon {
     server: Server,
     workers: Vec<Worker>,
     parameters: Parameters,
+    cache: Arc<Cache>,
     /// Listens to memory pressure as long as it is here.
     _monitor: Option<Monitor>,
 }
@@ -60,9 +62,9 @@ pub fn check(config: &Config, say: impl FnMut(String)) -> anyhow::Result<()> {
 fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> {
     tls_context(&config.nbd)?;
     for (name, volume) in &config.volumes {
-        let volume = open_volume(name, volume).with_context(|| format!("volume {name}"))?;
-        let direct = if volume.capabilities().direct { ", direct" } else { "" };
-        say(format!("ok volume {name}: {} bytes{direct}", volume.size()));
+        let store = open_store(name, volume).with_context(|| format!("volume {name}"))?;
+        let direct = if store.capabilities().direct { ", direct" } else { "" };
+        say(format!("ok volume {name}: {} bytes{direct}", store.size()));
     }
     say("ok configuration".to_owned());
     Ok(())
@@ -81,8 +83,11 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
     let limits = LiveLimits::new(&parameters);
     let server = Server::new(limits.now(), tls_policy(config.nbd.tls), tls_context(&config.nbd)?);
     follow(&parameters, server.clone(), limits, set_log_level);
+    let memory = elastic_memory(started, config.idle_memory)?;
+    parameters.govern(&memory);
+    let cache = start_cache(&memory, &parameters, started)?;
     for (name, volume) in &config.volumes {
-        let opened = open_volume(name, volume).with_context(|| format!("volume {name}"))?;
+        let opened = open_volume(name, volume, &cache).with_context(|| format!("volume {name}"))?;
         server.add(opened, parameters.pool(Some(name)));
     }
     server.set_default(config.default_volume());
@@ -91,21 +96,20 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
     for address in &config.listen {
         listeners.push(listener::open(address)?);
     }
-    let memory = elastic_memory(started, config.idle_memory)?;
-    parameters.govern(&memory);
     let workers = (0..config.workers)
         .map(|number| Worker::start(&format!("ebbd-{number}"), &memory))
         .collect::<std::io::Result<Vec<_>>>()
         .context("worker")?;
     let monitor = listen_to_pressure();
-    let answers = monitor.as_ref().map(|monitor| answers::answer(monitor, &memory));
+    let answers = monitor.as_ref().map(|monitor| answers::answer(monitor, &memory, &cache));
     keep_time(&workers[0].handle(), memory.clone());
     let control = match &config.control {
         Some(path) => {
             let shared = Shared {
                 server: server.clone(),
                 parameters: parameters.clone(),
-                memory: stat::Memory::new(Some(memory.clone()), monitor.as_ref()),
+                memory: stat::Memory::new(Some(memory.clone()), monitor.as_ref())
+                    .with_cache(cache.clone()),
                 workers: workers.iter().map(Worker::handle).collect(),
                 started,
             };
@@ -120,6 +124,7 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
         server,
         workers,
         parameters,
+        cache,
         _monitor: monitor,
     };
     daemon.listen(&listeners)?;
@@ -190,7 +195,11 @@ fn follow(parameters: &Parameters, server: Server, limits: LiveLimits, set_log_l
             }
         }
         // Users of the others read them where they need them.
-        Key::MaxBufferPages | Key::BufferSqueezeDurationMs | Key::ZoneLimitBytes(_) => {}
+        Key::MaxBufferPages
+        | Key::BufferSqueezeDurationMs
+        | Key::ZoneLimitBytes(_)
+        | Key::CacheMax
+        | Key::CacheMin => {}
     });
 }
 
@@ -212,6 +221,28 @@ fn elastic_memory(started: Instant, idle: IdleMemory) -> anyhow::Result<Arc<Memo
         tracing::info!("idle I/O memory: {idle}");
     }
     Memory::new(options).context("I/O memory")
+}
+
+/// The cache of all volumes, which follows `cache_max` and `cache_min`.
+fn start_cache(
+    memory: &Arc<Memory>,
+    parameters: &Parameters,
+    started: Instant,
+) -> anyhow::Result<Arc<Cache>> {
+    let max = |bytes: u64| (bytes != 0).then_some(bytes);
+    let options = CacheOptions {
+        max_bytes: max(parameters.live(Key::CacheMax).get()),
+        min_bytes: parameters.live(Key::CacheMin).get(),
+        started,
+    };
+    let cache = Cache::start(memory, options).context("cache")?;
+    let governed = cache.clone();
+    parameters.watch(move |change| match change.key {
+        Key::CacheMax => governed.set_max(max(change.to)),
+        Key::CacheMin => governed.set_min(change.to),
+        _ => {}
+    });
+    Ok(cache)
 }
 
 /// The memory's estimates go by the second.
@@ -369,7 +400,7 @@ impl Daemon {
         }
         for name in changes.volumes_added.iter().chain(&changes.volumes_changed) {
             let Some(volume) = new.volumes.get(name) else { continue };
-            match open_volume(name, volume) {
+            match open_volume(name, volume, &self.cache) {
                 Ok(opened) => {
                     self.server.add(opened, self.parameters.pool(Some(name)));
                     self.config.volumes.insert(name.clone(), volume.clone());

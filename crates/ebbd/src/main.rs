@@ -20,7 +20,10 @@ fn main() -> ExitCode {
         Command::Serve(args) => serve(*args),
         Command::Get(args) => say(client::get(&args)),
         Command::Set(args) => say(client::set(&args)),
-        Command::Stat(args) => say(client::stat(&args)),
+        Command::Stat(args) => match args.watch {
+            Some(seconds) => watch(&args, seconds),
+            None => say(client::stat(&args)),
+        },
         Command::Pressure(args) => say(client::pressure(&args)),
         Command::Completions { shell } => print(&cli::completions(shell)),
         Command::Man { parameters: Some(out), .. } => params::pages::write_pages(&out),
@@ -40,6 +43,23 @@ fn main() -> ExitCode {
 
 fn say(answer: Result<String, ClientError>) -> anyhow::Result<()> {
     print(answer?.as_bytes())
+}
+
+/// Shows what flows, on a terminal in place, until the reader has seen enough.
+fn watch(args: &cli::StatArgs, seconds: u64) -> anyhow::Result<()> {
+    const HOME_AND_CLEAR: &str = "\x1b[H\x1b[2J";
+    let clear = if io::stdout().is_terminal() { HOME_AND_CLEAR } else { "" };
+    let mut outcome = Ok(());
+    client::watch(args, seconds, |text| {
+        let mut stdout = io::stdout().lock();
+        outcome = writeln!(stdout, "{clear}{text}").and_then(|()| stdout.flush());
+        outcome.is_ok()
+    })?;
+    match outcome {
+        // A reader that has seen enough, such as `head`, is no failure.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        outcome => Ok(outcome?),
+    }
 }
 
 fn print(bytes: &[u8]) -> anyhow::Result<()> {

@@ -5,6 +5,8 @@
 //! `process_resident_memory_bytes` without `ebbd_memory_unwired_bytes`: the kernel takes that by
 //! itself when it needs it.
 
+mod cache;
+
 use std::fmt;
 
 use prometheus_client::collector::Collector;
@@ -105,6 +107,9 @@ impl Collector for Snapshot {
         }
         if let Some(stat) = &stat.pressure {
             pressure(stat, &mut out)?;
+        }
+        if let Some(of_all) = &stat.cache {
+            cache::encode(of_all, stat, &mut out)?;
         }
         Ok(())
     }
@@ -238,7 +243,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::stat::{OwnerStat, PoolStat, VolumeStat, WorkerStat};
+    use crate::stat::{CacheStat, OwnerStat, PoolStat, VolumeCacheStat, VolumeStat, WorkerStat};
 
     fn full() -> Stat {
         let operation = OperationStat { requests: 7, bytes: 4096, errors: 1 };
@@ -251,6 +256,7 @@ mod tests {
                 name: "a \"b\"\\c\nd".into(),
                 size_bytes: 1 << 20,
                 operations: [("read".to_owned(), operation)].into(),
+                cache: Some(VolumeCacheStat { hit_bytes: 12, ..Default::default() }),
                 ..VolumeStat::default()
             }],
             workers: vec![
@@ -264,6 +270,7 @@ mod tests {
                 ..MemoryStat::default()
             }),
             pressure: Some(PressureStat { level: 2, events: [0, 4, 1, 0], ..Default::default() }),
+            cache: Some(CacheStat { bufspace_bytes: 8192, ..CacheStat::default() }),
             ..Stat::default()
         }
     }
@@ -280,6 +287,8 @@ mod tests {
             "ebbd_worker_up{worker=\"1\"} 0",
             "ebbd_zone_used_blocks{zone=\"4K\"} 9",
             "ebbd_pool_free_bytes{owner=\"disk\"} 16384",
+            "ebbd_cache_bufspace_bytes 8192.0",
+            "ebbd_volume_cache_hit_bytes_total{volume=\"a \\\"b\\\"\\\\c\\nd\"} 12",
             "ebbd_pressure_level 2.0",
             "ebbd_pressure_events_total{level=\"1\"} 4",
         ] {

@@ -6,6 +6,9 @@
 //! Sizes are in bytes and times in seconds. Counters begin at 0 with the daemon (those of a volume
 //! when it is opened) and only grow.
 
+mod cache;
+mod remote;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,6 +17,9 @@ use std::time::Instant;
 use ebb_mem::pressure::{Cause, Level, Monitor, Pressure, Subscription};
 use ebb_volume::Volume;
 use serde::{Deserialize, Serialize};
+
+pub use self::cache::{CacheStat, VolumeCacheStat};
+pub use self::remote::RemoteStat;
 
 /// Everything.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -35,6 +41,8 @@ pub struct Stat {
     pub memory: Option<MemoryStat>,
     /// Memory pressure; absent if nobody listens.
     pub pressure: Option<PressureStat>,
+    /// The cache of all volumes together; absent if there is none.
+    pub cache: Option<CacheStat>,
 }
 
 /// A volume.
@@ -52,6 +60,10 @@ pub struct VolumeStat {
     pub closing: bool,
     /// Connections that use it now.
     pub clients: u64,
+    /// What the cache does for it; absent without one.
+    pub cache: Option<VolumeCacheStat>,
+    /// How its server fares, if its store is one.
+    pub remote: Option<RemoteStat>,
     /// Counters by operation: `read`, `write`, `flush`, `discard`, `write-zeroes`, `extents`,
     /// `prefetch`.
     pub operations: BTreeMap<String, OperationStat>,
@@ -197,6 +209,8 @@ pub struct Memory {
     pub read: Option<Read<MemoryStat>>,
     /// Reads the pressure.
     pub pressure: Option<Read<PressureStat>>,
+    /// Reads the cache.
+    pub cache: Option<Read<CacheStat>>,
     /// Publishes a level of pressure.
     pub inject: Option<Box<dyn Fn(Level) + Send + Sync>>,
 }
@@ -206,12 +220,20 @@ impl std::fmt::Debug for Memory {
         f.debug_struct("Memory")
             .field("read", &self.read.is_some())
             .field("pressure", &self.pressure.is_some())
+            .field("cache", &self.cache.is_some())
             .field("inject", &self.inject.is_some())
             .finish()
     }
 }
 
 impl Memory {
+    /// The figures of `cache`, too.
+    #[must_use]
+    pub fn with_cache(mut self, cache: Arc<ebb_cache::Cache>) -> Self {
+        self.cache = Some(Box::new(move || CacheStat::from(&cache.stats())));
+        self
+    }
+
     /// The figures of `memory` and of `monitor`, as far as they are there.
     pub fn new(memory: Option<Arc<ebb_mem::Memory>>, monitor: Option<&Monitor>) -> Self {
         let read = memory
@@ -235,7 +257,7 @@ impl Memory {
             let handle = monitor.handle();
             Box::new(move |level| handle.inject(level))
         });
-        Self { read, pressure, inject }
+        Self { read, pressure, cache: None, inject }
     }
 }
 
@@ -350,6 +372,10 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         direct: volume.capabilities().direct,
         closing: volume.is_closing(),
         clients,
+        cache: volume
+            .cache()
+            .map(|cache| VolumeCacheStat::new(volume.cache_mode(), &cache.stats())),
+        remote: volume.store_state().map(RemoteStat::from),
         operations: OPERATIONS.into_iter().map(operation).collect(),
     }
 }

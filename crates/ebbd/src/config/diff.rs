@@ -81,6 +81,8 @@ impl Config {
                 || old_nbd.connection_memory != new_nbd.connection_memory
                 || self.max_buffer_pages != new.max_buffer_pages
                 || self.buffer_squeeze_duration_ms != new.buffer_squeeze_duration_ms
+                || self.cache_max != new.cache_max
+                || self.cache_min != new.cache_min
                 || self.volumes.iter().any(|(name, volume)| {
                     let own = |volume: &super::VolumeConfig| {
                         (volume.max_buffer_pages, volume.buffer_squeeze_duration_ms)

@@ -34,6 +34,8 @@ struct FileTop {
     max_buffer_pages: Option<Spanned<i64>>,
     buffer_squeeze_duration_ms: Option<Spanned<i64>>,
     idle_memory: Option<Spanned<String>>,
+    cache_max: Option<Spanned<Size>>,
+    cache_min: Option<Spanned<Size>>,
     nbd: Option<FileNbd>,
     volume: Option<BTreeMap<Spanned<String>, FileVolume>>,
 }
@@ -60,6 +62,7 @@ struct FileVolume {
     create: Option<Spanned<bool>>,
     read_only: Option<Spanned<bool>>,
     direct: Option<Spanned<String>>,
+    cache: Option<Spanned<String>>,
     default: Option<Spanned<bool>>,
     max_buffer_pages: Option<Spanned<i64>>,
     buffer_squeeze_duration_ms: Option<Spanned<i64>>,
@@ -258,6 +261,8 @@ impl Source<'_> {
                 .buffer_squeeze_duration_ms
                 .map(|n| self.located("buffer_squeeze_duration_ms", n)),
             idle_memory: self.convert("idle_memory", top.idle_memory, Choice::parse)?,
+            cache_max: top.cache_max.map(|size| self.located("cache_max", size)),
+            cache_min: top.cache_min.map(|size| self.located("cache_min", size)),
             max_clients: nbd.max_clients.map(|n| self.located("nbd.max_clients", n)),
             max_request: nbd.max_request.map(|n| self.located("nbd.max_request", n)),
             connection_memory: nbd
@@ -300,6 +305,7 @@ impl Source<'_> {
             create: volume.create.map(|create| self.located(&key("create"), create)),
             read_only: volume.read_only.map(|on| self.located(&key("read_only"), on)),
             direct: self.convert(&key("direct"), volume.direct, Choice::parse)?,
+            cache: self.convert(&key("cache"), volume.cache, Choice::parse)?,
             default: volume.default.map(|default| self.located(&key("default"), default)),
             max_buffer_pages: volume
                 .max_buffer_pages

@@ -45,6 +45,10 @@ pub struct Overrides {
     pub buffer_squeeze_duration_ms: Option<i64>,
     /// What becomes of idle I/O memory.
     pub idle_memory: Option<IdleMemory>,
+    /// The most the cache may hold; 0 or 1M to 1T is allowed.
+    pub cache_max: Option<Size>,
+    /// What the cache keeps under memory pressure; at most `cache_max`.
+    pub cache_min: Option<Size>,
     /// The number of listening sockets passed in by the service manager (`LISTEN_FDS`). If there
     /// are any, addresses are refused.
     pub inherited_sockets: usize,
@@ -65,6 +69,8 @@ pub(super) fn layer(overrides: &Overrides) -> Result<Layer, ConfigError> {
             overrides.buffer_squeeze_duration_ms,
         ),
         idle_memory: located("--idle-memory", overrides.idle_memory),
+        cache_max: located("--cache-max", overrides.cache_max),
+        cache_min: located("--cache-min", overrides.cache_min),
         max_clients: located("--max-clients", overrides.max_clients),
         max_request: located("--max-request", overrides.max_request),
         connection_memory: located("--connection-memory", overrides.connection_memory),
@@ -107,7 +113,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
     let fail = |bad: BadValue| place.error(bad);
     let no_name = || BadValue::new(ErrorKind::InvalidValue, "the volume has no name", FORM);
     let (name, rest) = text.split_once('=').ok_or_else(|| fail(no_name()))?;
-    if ["file:", "memory:", "null:"].iter().any(|scheme| name.starts_with(scheme)) {
+    if value::STORES.iter().any(|scheme| name.starts_with(scheme)) {
         // The `=` found was that of an option.
         return Err(fail(no_name()));
     }
@@ -121,6 +127,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         create: None,
         read_only: None,
         direct: None,
+        cache: None,
         default: None,
         max_buffer_pages: None,
         buffer_squeeze_duration_ms: None,
@@ -139,6 +146,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
             "create" => set(&mut volume.create, value::boolean(text).map_err(fail)?, &place),
             "read-only" => set(&mut volume.read_only, value::boolean(text).map_err(fail)?, &place),
             "direct" => set(&mut volume.direct, Choice::parse(text).map_err(fail)?, &place),
+            "cache" => set(&mut volume.cache, Choice::parse(text).map_err(fail)?, &place),
             "default" => set(&mut volume.default, value::boolean(text).map_err(fail)?, &place),
             "max-buffer-pages" => {
                 set(&mut volume.max_buffer_pages, value::number(text).map_err(fail)?, &place)

@@ -99,6 +99,23 @@ pub const TOP: Section = Section {
                   requests are done). The others than \"lend\" are there for comparison, and for \
                   a host of its own. A change needs a restart.",
         },
+        Key {
+            name: "cache_max",
+            value: "SIZE",
+            expected: "write a size: cache_max = \"4G\"",
+            default: "0",
+            doc: "The most memory the cache of all volumes together may hold, 1M to 1T. 0 leaves \
+                  it to the host: up to four fifths of what it, or the daemon's control group, \
+                  has. Can be set at run time, see ebbd-set(1).",
+        },
+        Key {
+            name: "cache_min",
+            value: "SIZE",
+            expected: "write a size: cache_min = \"64M\"",
+            default: "0",
+            doc: "What the cache keeps under memory pressure short of the last resort, 0 to 1T, \
+                  at most cache_max. Can be set at run time, see ebbd-set(1).",
+        },
     ],
 };
 
@@ -179,7 +196,17 @@ pub const VOLUME: Section = Section {
             default: "",
             doc: "Where the bytes live; must be given. \"file:PATH\" is a regular file or a \
                   block device, \"memory:SIZE\" is memory, lost when the daemon ends, \
-                  \"null:SIZE\" reads as zeroes and forgets writes. Sizes are multiples of 512.",
+                  \"null:SIZE\" reads as zeroes and forgets writes. Sizes are multiples of 512. \
+                  \"nbd://HOST:PORT/EXPORT\" and \"nbd+unix:///EXPORT?socket=PATH\" are an export of \
+                  an NBD server; nbds:// and nbds+unix:// go over TLS. Special characters are \
+                  written as %XX. Parameters after the ?, joined by &: tls-certificates=DIR (with \
+                  ca-cert.pem, and client-cert.pem and client-key.pem if the server asks; without \
+                  it the system's authorities count), tls-psk-file=FILE (with NAME@ before the \
+                  host), tls-hostname=NAME, tls-verify-peer=false, reconnect=SECONDS (how long \
+                  requests wait for a lost server before they fail, 0 to 86400, else 60), \
+                  lost-writes=report (for a server that may lose acknowledged writes when it is \
+                  killed: the next flush then fails). When the daemon starts, the server must be \
+                  there.",
         },
         Key {
             name: "size",
@@ -210,6 +237,16 @@ pub const VOLUME: Section = Section {
             default: "auto",
             doc: "Whether a file is opened with O_DIRECT, past the page cache of the kernel: \
                   \"auto\" (where it works), \"on\" (or fail) or \"off\". For file stores only.",
+        },
+        Key {
+            name: "cache",
+            value: "MODE",
+            expected: "write a mode: cache = \"writethrough\"",
+            default: "none",
+            doc: "What the cache does for the volume: \"none\" (each request goes to the store) \
+                  or \"writethrough\" (what was read and written is kept in memory that nobody \
+                  else needs; a write is acknowledged when the store has it). Without the key it is \
+                  \"writethrough\" for stores on another host, \"none\" for all others.",
         },
         Key {
             name: "default",
@@ -251,6 +288,8 @@ control = "unix:/run/ebbd/control.sock"
 max_buffer_pages = 1024
 buffer_squeeze_duration_ms = 10
 idle_memory = "lend"
+cache_max = "4G"
+cache_min = "64M"
 
 [nbd]
 max_clients = 256
@@ -373,7 +412,7 @@ mod tests {
         assert_eq!(
             unknown_key_remedy(&TOP, "zebra"),
             "the keys here are listen, workers, log, control, max_buffer_pages, \
-             buffer_squeeze_duration_ms, idle_memory, nbd, volume"
+             buffer_squeeze_duration_ms, idle_memory, cache_max, cache_min, nbd, volume"
         );
     }
 }

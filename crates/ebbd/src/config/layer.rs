@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::error::{Located, Place};
-use super::value::{Direct, IdleMemory, Listen, LogLevel, StoreUri, Tls};
+use super::value::{CacheMode, Direct, IdleMemory, Listen, LogLevel, StoreUri, Tls};
 use crate::size::Size;
 
 /// What one source, the file or the command line, says.
@@ -16,6 +16,8 @@ pub(super) struct Layer {
     pub(super) max_buffer_pages: Option<Located<i64>>,
     pub(super) buffer_squeeze_duration_ms: Option<Located<i64>>,
     pub(super) idle_memory: Option<Located<IdleMemory>>,
+    pub(super) cache_max: Option<Located<Size>>,
+    pub(super) cache_min: Option<Located<Size>>,
     pub(super) max_clients: Option<Located<i64>>,
     pub(super) max_request: Option<Located<Size>>,
     pub(super) connection_memory: Option<Located<Size>>,
@@ -36,6 +38,7 @@ pub(super) struct VolumeLayer {
     pub(super) create: Option<Located<bool>>,
     pub(super) read_only: Option<Located<bool>>,
     pub(super) direct: Option<Located<Direct>>,
+    pub(super) cache: Option<Located<CacheMode>>,
     pub(super) default: Option<Located<bool>>,
     pub(super) max_buffer_pages: Option<Located<i64>>,
     pub(super) buffer_squeeze_duration_ms: Option<Located<i64>>,

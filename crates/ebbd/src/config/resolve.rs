@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use super::error::{BadValue, ConfigError, ErrorKind, Located, Place};
 use super::layer::{Layer, VolumeLayer};
 use super::value::{Listen, StoreUri, volume_size};
-use super::{Config, Direct, Nbd, Tls, VolumeConfig};
+use super::{CacheMode, Config, Direct, Nbd, Tls, VolumeConfig};
 use crate::params::Key;
 use crate::size::Size;
 
@@ -36,6 +36,10 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         flags.buffer_squeeze_duration_ms.or(file.buffer_squeeze_duration_ms),
     )?;
 
+    let (cache_max, cache_min) = cache(
+        flags.cache_max.or(file.cache_max).as_ref(),
+        flags.cache_min.or(file.cache_min).as_ref(),
+    )?;
     let volumes = merge_volumes(file.volumes, flags.volumes)?;
     let addresses = [file.listen, flags.listen].concat();
     if volumes.is_empty() || (addresses.is_empty() && inherited == 0) {
@@ -57,6 +61,8 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
             .or(file.idle_memory)
             .map(|idle| idle.value)
             .unwrap_or_default(),
+        cache_max,
+        cache_min,
         nbd: Nbd {
             max_clients: max_clients
                 .and_then(|clients| usize::try_from(clients).ok())
@@ -175,6 +181,40 @@ fn memory(
         ));
     }
     Ok((request, memory))
+}
+
+/// The size if it is a value of the parameter `key`; its default if none is given.
+fn size(key: Key, given: Option<&Located<Size>>) -> Result<Size, ConfigError> {
+    let definition = key.definition();
+    let Some(given) = given else { return Ok(Size::new(definition.default)) };
+    if definition.allows(given.value.bytes()) {
+        return Ok(given.value);
+    }
+    Err(given.error(
+        ErrorKind::OutOfRange,
+        format!("{} is out of range", given.value),
+        format!("choose a size from {}", definition.range()),
+    ))
+}
+
+/// `cache_max` and `cache_min`, each in its limits.
+fn cache(
+    max: Option<&Located<Size>>,
+    min: Option<&Located<Size>>,
+) -> Result<(Size, Size), ConfigError> {
+    let most = size(Key::CacheMax, max)?;
+    let least = size(Key::CacheMin, min)?;
+    if let Some(given) = min
+        && most.bytes() != 0
+        && least > most
+    {
+        return Err(given.error(
+            ErrorKind::Conflict,
+            format!("{least} is more than cache_max, {most}"),
+            format!("choose {most} or less, or a larger cache_max"),
+        ));
+    }
+    Ok((most, least))
 }
 
 /// The sources of TLS keys. One given on the command line replaces whichever the file has.
@@ -308,6 +348,7 @@ fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
         StoreUri::File(_) => None,
         StoreUri::Memory(_) => Some("memory"),
         StoreUri::Null(_) => Some("null"),
+        StoreUri::Nbd(_) => Some("nbd"),
     };
     if let Some(scheme) = scheme {
         check_not_a_file(volume, scheme)?;
@@ -338,12 +379,14 @@ fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
             ));
         }
     }
+    let usual_cache = usual_cache(&store);
     Ok(VolumeConfig {
         store,
         size: volume.size.as_ref().map(|size| size.value),
         create: create.is_some(),
         read_only: volume.read_only.as_ref().is_some_and(|given| given.value),
         direct: volume.direct.as_ref().map_or(Direct::Auto, |given| given.value),
+        cache: volume.cache.as_ref().map_or(usual_cache, |given| given.value),
         default: volume.default.as_ref().is_some_and(|given| given.value),
         max_buffer_pages: parameter(Key::MaxBufferPages, volume.max_buffer_pages.clone())?,
         buffer_squeeze_duration_ms: parameter(
@@ -353,6 +396,15 @@ fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
     })
 }
 
+/// The cache mode where none is given: what comes over a network is worth keeping, what lies in
+/// memory is not kept twice, and a file is the page cache's business, or goes past it on purpose.
+fn usual_cache(store: &StoreUri) -> CacheMode {
+    match store {
+        StoreUri::File(_) | StoreUri::Memory(_) | StoreUri::Null(_) => CacheMode::None,
+        StoreUri::Nbd(_) => CacheMode::Writethrough,
+    }
+}
+
 /// Refuses what only a file store has.
 fn check_not_a_file(volume: &VolumeLayer, scheme: &str) -> Result<(), ConfigError> {
     let only_files = |place: &Place, remedy: String| {
@@ -360,10 +412,11 @@ fn check_not_a_file(volume: &VolumeLayer, scheme: &str) -> Result<(), ConfigErro
         Err(place.error(BadValue::new(ErrorKind::Conflict, message, remedy)))
     };
     if let Some(size) = &volume.size {
-        return only_files(
-            &size.place,
-            format!("write the size after the store: {scheme}:{}", size.value),
-        );
+        let remedy = match scheme {
+            "nbd" => "take it out: the server says how large its export is".to_owned(),
+            _ => format!("write the size after the store: {scheme}:{}", size.value),
+        };
+        return only_files(&size.place, remedy);
     }
     if let Some(create) = volume.create.as_ref().filter(|create| create.value) {
         return only_files(&create.place, "take it out".to_owned());

@@ -66,6 +66,7 @@ fn the_example_of_the_manual() {
             create: true,
             read_only: false,
             direct: Direct::Auto,
+            cache: CacheMode::None,
             default: true,
             max_buffer_pages: None,
             buffer_squeeze_duration_ms: None,
@@ -84,6 +85,8 @@ fn the_defaults_are_those_of_the_table() {
         (TOP, "max_buffer_pages", config.max_buffer_pages.to_string()),
         (TOP, "buffer_squeeze_duration_ms", config.buffer_squeeze_duration_ms.to_string()),
         (TOP, "idle_memory", config.idle_memory.to_string()),
+        (TOP, "cache_max", config.cache_max.to_string()),
+        (TOP, "cache_min", config.cache_min.to_string()),
         (NBD, "max_clients", config.nbd.max_clients.to_string()),
         (NBD, "max_request", config.nbd.max_request.to_string()),
         (NBD, "connection_memory", config.nbd.connection_memory.to_string()),
@@ -92,6 +95,7 @@ fn the_defaults_are_those_of_the_table() {
         (VOLUME, "create", volume.create.to_string()),
         (VOLUME, "read_only", volume.read_only.to_string()),
         (VOLUME, "direct", volume.direct.to_string()),
+        (VOLUME, "cache", volume.cache.to_string()),
         (VOLUME, "default", volume.default.to_string()),
     ];
     for (section, name, value) in &shown {

@@ -8,6 +8,8 @@ use std::net::Ipv6Addr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use ebb_store::NbdOptions;
+
 use super::error::{BadValue, ErrorKind, shorten, suggest};
 use crate::size::Size;
 
@@ -22,6 +24,10 @@ pub const MAX_NAME_BYTES: usize = 255;
 
 /// The unit every volume's size is a multiple of, in bytes.
 pub const SECTOR_BYTES: u64 = 512;
+
+/// How a store begins.
+pub(super) const STORES: [&str; 7] =
+    ["file:", "memory:", "null:", "nbd:", "nbds:", "nbd+unix:", "nbds+unix:"];
 
 /// An address to listen at.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -42,6 +48,8 @@ pub enum StoreUri {
     Memory(Size),
     /// Reads as zeroes, forgets writes; sizes as for `Memory`.
     Null(Size),
+    /// An export of an NBD server. Read-only is the volume's to say.
+    Nbd(Box<NbdOptions>),
 }
 
 /// A word out of a fixed set.
@@ -85,6 +93,15 @@ pub enum Direct {
     On,
     /// Never.
     Off,
+}
+
+/// What the cache does for a volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CacheMode {
+    /// Nothing: each request goes to the store.
+    None,
+    /// It keeps what was read and written; a write is acknowledged when the store has it.
+    Writethrough,
 }
 
 /// Whether connections are encrypted.
@@ -133,6 +150,12 @@ impl Choice for Direct {
         &[("auto", Self::Auto), ("on", Self::On), ("off", Self::Off)];
 }
 
+impl Choice for CacheMode {
+    const WHAT: &'static str = "cache mode";
+    const ALL: &'static [(&'static str, Self)] =
+        &[("none", Self::None), ("writethrough", Self::Writethrough)];
+}
+
 impl Choice for Tls {
     const WHAT: &'static str = "mode of TLS";
     const ALL: &'static [(&'static str, Self)] =
@@ -164,7 +187,7 @@ macro_rules! display_choice {
         }
     )*};
 }
-display_choice!(Direct, Tls, IdleMemory, LogLevel);
+display_choice!(Direct, CacheMode, Tls, IdleMemory, LogLevel);
 
 impl FromStr for Listen {
     type Err = BadValue;
@@ -306,10 +329,15 @@ impl FromStr for StoreUri {
             Some(("null", size)) => volume_size(size.parse()?).map(Self::Null),
             given => {
                 let scheme = given.map_or(text, |(scheme, _)| scheme);
+                if let (Some((_, rest)), Some((_, tls, unix))) =
+                    (given, nbd::SCHEMES.iter().find(|(name, ..)| *name == scheme))
+                {
+                    return nbd::parse((*tls, *unix), rest).map(|o| Self::Nbd(Box::new(o)));
+                }
                 let remedy = if text.starts_with(['/', '.']) {
                     format!("write file:{}", shorten(text))
                 } else {
-                    suggest(scheme, ["file:", "memory:", "null:"], "a store is one of")
+                    suggest(scheme, STORES, "a store is one of")
                 };
                 let message = format!("`{}` is no store", shorten(text));
                 Err(BadValue::new(ErrorKind::InvalidValue, message, remedy))
@@ -324,6 +352,7 @@ impl fmt::Display for StoreUri {
             Self::File(path) => write!(f, "file:{}", path.display()),
             Self::Memory(size) => write!(f, "memory:{size}"),
             Self::Null(size) => write!(f, "null:{size}"),
+            Self::Nbd(options) => f.write_str(&nbd::uri(options)),
         }
     }
 }
@@ -410,5 +439,6 @@ pub(super) fn boolean(text: &str) -> Result<bool, BadValue> {
     }
 }
 
+mod nbd;
 #[cfg(test)]
 mod tests;

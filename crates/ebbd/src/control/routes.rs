@@ -299,6 +299,7 @@ impl App {
             workers: self.workers().await,
             memory: shared.memory.read.as_ref().map(|read| read()),
             pressure: shared.memory.pressure.as_ref().map(|read| read()),
+            cache: shared.memory.cache.as_ref().map(|read| read()),
         }
     }
 

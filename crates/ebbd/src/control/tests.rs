@@ -42,6 +42,7 @@ fn start() -> Running {
             ..MemoryStat::default()
         })),
         pressure: Some(Box::new(|| PressureStat { level: 1, ..PressureStat::default() })),
+        cache: None,
         inject: Some(Box::new(move |level| inject.lock().unwrap().push(level.number()))),
     };
     let shared = Shared {

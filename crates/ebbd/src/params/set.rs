@@ -54,6 +54,8 @@ impl From<&Config> for Configured {
         let daemon = BTreeMap::from([
             (Key::MaxBufferPages, config.max_buffer_pages),
             (Key::BufferSqueezeDurationMs, config.buffer_squeeze_duration_ms),
+            (Key::CacheMax, config.cache_max.bytes()),
+            (Key::CacheMin, config.cache_min.bytes()),
             (Key::MaxClients, clients),
             (Key::MaxRequest, config.nbd.max_request.bytes()),
             (Key::ConnectionMemory, config.nbd.connection_memory.bytes()),
@@ -396,6 +398,20 @@ impl State {
                     format!("choose {request} or more, or a smaller max_request first"),
                 )
             }
+            Key::CacheMax if value != 0 && value < self.daemon_value(Key::CacheMin) => {
+                let least = text(self.daemon_value(Key::CacheMin));
+                conflict(
+                    format!("{} is less than cache_min, {least}", text(value)),
+                    format!("choose {least} or more, or a smaller cache_min first"),
+                )
+            }
+            Key::CacheMin if (1..value).contains(&self.daemon_value(Key::CacheMax)) => {
+                let most = text(self.daemon_value(Key::CacheMax));
+                conflict(
+                    format!("{} is more than cache_max, {most}", text(value)),
+                    format!("choose {most} or less, or a larger cache_max first"),
+                )
+            }
             _ => Ok(()),
         }
     }
@@ -413,6 +429,14 @@ impl State {
         if self.daemon_value(Key::MaxRequest) > self.daemon_value(Key::ConnectionMemory) {
             // One from the file, one set at run time: only the file's two are known to fit.
             for key in [Key::MaxRequest, Key::ConnectionMemory] {
+                if let Some(cell) = self.daemon.get(&key) {
+                    cell.live.set(cell.configured);
+                }
+            }
+        }
+        let (most, least) = (self.daemon_value(Key::CacheMax), self.daemon_value(Key::CacheMin));
+        if most != 0 && least > most {
+            for key in [Key::CacheMax, Key::CacheMin] {
                 if let Some(cell) = self.daemon.get(&key) {
                     cell.live.set(cell.configured);
                 }

@@ -20,6 +20,10 @@ pub enum Key {
     BufferSqueezeDurationMs,
     /// The memory the blocks of one size may take.
     ZoneLimitBytes(SizeClass),
+    /// The most the cache may hold.
+    CacheMax,
+    /// What the cache keeps under memory pressure.
+    CacheMin,
     /// Connections at a time.
     MaxClients,
     /// The largest READ or WRITE.
@@ -152,6 +156,47 @@ const ZONE_LIMIT_BYTES: Definition = Definition {
           limit: memory pressure alone decides.",
 };
 
+const CACHE_MAX: Definition = Definition {
+    name: "cache_max",
+    members: &[],
+    scope: Scope::Daemon,
+    kind: Kind::Size,
+    unit: "bytes",
+    default: 0,
+    minimum: 1 << 20,
+    maximum: 1 << 40,
+    zero: Some("as the host allows"),
+    config: Some("cache_max"),
+    since: "0.1.0",
+    effect: "At once. What the cache holds above a smaller value goes within a second, the coldest \
+             first.",
+    doc: "The most memory the cache of all volumes together may hold, wired or lent \
+          (`bufspace`).\n\n\
+          0 leaves it to the host: the cache grows while memory is free, up to four fifths of \
+          what the host, or the daemon's control group, has. Most of it is lent to the kernel, \
+          which takes it back by itself when others need it, so that there is seldom a reason to \
+          set a limit.",
+};
+
+const CACHE_MIN: Definition = Definition {
+    name: "cache_min",
+    members: &[],
+    scope: Scope::Daemon,
+    kind: Kind::Size,
+    unit: "bytes",
+    default: 0,
+    minimum: 0,
+    maximum: 1 << 40,
+    zero: None,
+    config: Some("cache_min"),
+    since: "0.1.0",
+    effect: "At the next sign of memory pressure.",
+    doc: "What the cache keeps at levels L1 and L2 of memory pressure; it must not be more than \
+          cache_max. The last resort, L3, gives back all of it.\n\n\
+          The memory is not reserved: the cache only stops shrinking there. What the kernel takes \
+          of the lent part by itself it takes whatever the value.",
+};
+
 const MAX_CLIENTS: Definition = Definition {
     name: "max_clients",
     members: &[],
@@ -221,10 +266,12 @@ const LOG: Definition = Definition {
 };
 
 /// All definitions, in the order they are listed.
-pub const DEFINITIONS: [&Definition; 7] = [
+pub const DEFINITIONS: [&Definition; 9] = [
     &MAX_BUFFER_PAGES,
     &BUFFER_SQUEEZE_DURATION_MS,
     &ZONE_LIMIT_BYTES,
+    &CACHE_MAX,
+    &CACHE_MIN,
     &MAX_CLIENTS,
     &MAX_REQUEST,
     &CONNECTION_MEMORY,
@@ -259,6 +306,7 @@ impl Key {
         [Self::MaxBufferPages, Self::BufferSqueezeDurationMs]
             .into_iter()
             .chain(SizeClass::all().map(Self::ZoneLimitBytes))
+            .chain([Self::CacheMax, Self::CacheMin])
             .chain([Self::MaxClients, Self::MaxRequest, Self::ConnectionMemory, Self::Log])
     }
 
@@ -273,6 +321,8 @@ impl Key {
             Self::MaxBufferPages => &MAX_BUFFER_PAGES,
             Self::BufferSqueezeDurationMs => &BUFFER_SQUEEZE_DURATION_MS,
             Self::ZoneLimitBytes(_) => &ZONE_LIMIT_BYTES,
+            Self::CacheMax => &CACHE_MAX,
+            Self::CacheMin => &CACHE_MIN,
             Self::MaxClients => &MAX_CLIENTS,
             Self::MaxRequest => &MAX_REQUEST,
             Self::ConnectionMemory => &CONNECTION_MEMORY,

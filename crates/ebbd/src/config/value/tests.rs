@@ -67,12 +67,12 @@ fn stores() {
 #[test]
 fn refused_stores_come_with_a_remedy() {
     for (text, kind, remedy) in [
-        ("", ErrorKind::InvalidValue, "file:, memory:, null:"),
+        ("", ErrorKind::InvalidValue, "file:, memory:, null:, nbd:"),
         ("/a.img", ErrorKind::InvalidValue, "write file:/a.img"),
         ("./a.img", ErrorKind::InvalidValue, "write file:./a.img"),
         ("files:/a.img", ErrorKind::InvalidValue, "did you mean `file:`?"),
         ("mem:1G", ErrorKind::InvalidValue, "did you mean `memory:`?"),
-        ("s3:bucket", ErrorKind::InvalidValue, "file:, memory:, null:"),
+        ("s3:bucket", ErrorKind::InvalidValue, "file:, memory:, null:, nbd:"),
         ("file:", ErrorKind::InvalidValue, "whole path"),
         ("memory:", ErrorKind::InvalidValue, "such as 512"),
         ("memory:1KB", ErrorKind::InvalidValue, "the units are"),
@@ -138,4 +138,82 @@ proptest! {
         }
         let _ = volume_name(&text);
     }
+}
+
+fn nbd(text: &str) -> ebb_store::NbdOptions {
+    match store(text) {
+        Ok(StoreUri::Nbd(options)) => *options,
+        other => panic!("{text}: {other:?}"),
+    }
+}
+
+#[test]
+fn remote_exports() {
+    use ebb_store::{LostWrites, NbdAddress, NbdTlsKeys};
+    use std::time::Duration;
+
+    let tcp = |host: &str, port| NbdAddress::Tcp { host: host.to_owned(), port };
+    assert_eq!(nbd("nbd://Server").address, tcp("server", 10809));
+    assert_eq!(nbd("nbd://server").export, "");
+    assert_eq!(nbd("nbd://[::1]:1/a/b").address, tcp("::1", 1));
+    assert_eq!(nbd("nbd://[::1]:1/a/b").export, "a/b");
+    let unix = nbd("nbd+unix:///a%20%C3%A4%25?socket=/run/a%3Fb&reconnect=5&lost-writes=report");
+    assert_eq!(unix.address, NbdAddress::Unix("/run/a?b".into()));
+    assert_eq!(unix.export, "a \u{e4}%");
+    assert_eq!(unix.reconnect, Duration::from_secs(5));
+    assert_eq!(unix.lost_writes, LostWrites::Report);
+    let tls = nbd("nbds://alice@h:7/e?tls-psk-file=/k").tls.unwrap();
+    assert_eq!(tls.keys, NbdTlsKeys::Psk { file: "/k".into(), user: "alice".to_owned() });
+    let tls = nbd("nbds+unix:///e?socket=/s&tls-certificates=/d&tls-verify-peer=0").tls.unwrap();
+    assert_eq!(tls.keys, NbdTlsKeys::Certificates("/d".into()));
+    assert!(!tls.verify);
+    for text in [
+        "nbd://server:10809/",
+        "nbd://[::1]:1/a/b",
+        "nbd+unix:///a%20b?socket=/run/a%3Fb&reconnect=5&lost-writes=report",
+        "nbds://al%40ice@h:7/e?tls-psk-file=/k",
+        "nbds://h:7/e?tls-certificates=/d&tls-hostname=x.y&tls-verify-peer=false",
+    ] {
+        assert_eq!(store(text).unwrap().to_string(), text);
+    }
+}
+
+#[test]
+fn refused_remote_exports_come_with_a_remedy() {
+    for (text, remedy) in [
+        ("nbd:server", "write nbd://HOST"),
+        ("nbd://", "write nbd://HOST"),
+        ("nbd://a b/", "write nbd://HOST"),
+        ("nbd://::1/x", "nbd://[::1]"),
+        ("nbd://[::1/x", "write nbd://HOST"),
+        ("nbd://h:0/x", "1 to 65535"),
+        ("nbd://h:65536/x", "1 to 65535"),
+        ("nbd://h:+1/x", "1 to 65535"),
+        ("nbd://h/x#y", "%23"),
+        ("nbd://h/%2", "two hexadecimal digits"),
+        ("nbd://h/%zz", "two hexadecimal digits"),
+        ("nbd://h/%00", "two hexadecimal digits"),
+        ("nbd://h/%ff", "two hexadecimal digits"),
+        ("nbd://h/x?socket=/s", "nbd+unix://"),
+        ("nbd://u@h/x", "nbds://"),
+        ("nbd://h/x?tls-certificates=/d", "nbds://"),
+        ("nbd+unix:///x", "?socket="),
+        ("nbd+unix://h/x?socket=/s", "three slashes"),
+        ("nbd+unix:///x?sockt=/s", "did you mean `socket`?"),
+        ("nbd+unix:///x?socket=/s&socket=/t", "keep one"),
+        ("nbd+unix:///x?socket", "write nbd://HOST"),
+        ("nbds://h/x?tls-psk-file=/k", "NAME@HOST"),
+        ("nbds://h/x?tls-psk-file=/k&tls-certificates=/d", "keep one"),
+        ("nbds://h/x?tls-verify-peer=maybe", "tls-verify-peer=true"),
+        ("nbd://h/x?reconnect=1m", "0 to 86400"),
+        ("nbd://h/x?reconnect=86401", "0 to 86400"),
+        ("nbd://h/x?lost-writes=keep", "lost-writes=report"),
+        ("ndb://h/x", "did you mean `nbd:`?"),
+    ] {
+        let error = store(text).expect_err(text);
+        assert!(error.remedy.contains(remedy), "{text}: {error}");
+    }
+    let long = format!("nbd://h/{}", "x".repeat(4097));
+    assert!(store(&long).unwrap_err().remedy.contains("4096"));
+    assert!(store(&format!("nbd+unix:///?socket=/{}", "x".repeat(107))).is_err());
 }

@@ -6,7 +6,8 @@
 //!
 //! Sets that a peer may extend (options, information types) are plain numbers in a module, since
 //! an unknown value is an ordinary thing to receive. Sets we choose from (errors, reply styles)
-//! are enums. All numbers travel in network byte order.
+//! are enums. All numbers travel in network byte order. No I/O, no state: the server (`ebb-export-nbd`)
+//! and the client (`ebb-store`) read the same words here.
 
 /// A set of bits as the wire carries it, with names for the known ones.
 macro_rules! bit_set {
@@ -426,18 +427,23 @@ impl ReplyStyle {
 
 /// Takes numbers and byte strings off the front of a slice; `None` when too few are left.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Reader<'a>(&'a [u8]);
+pub struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
-    pub(crate) const fn new(bytes: &'a [u8]) -> Self {
+    /// From the front of `bytes`.
+    #[must_use]
+    pub const fn new(bytes: &'a [u8]) -> Self {
         Self(bytes)
     }
 
-    pub(crate) const fn is_empty(&self) -> bool {
+    /// Whether nothing is left.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    pub(crate) fn bytes(&mut self, len: usize) -> Option<&'a [u8]> {
+    /// The next `len` bytes.
+    pub fn bytes(&mut self, len: usize) -> Option<&'a [u8]> {
         let (taken, rest) = self.0.split_at_checked(len)?;
         self.0 = rest;
         Some(taken)
@@ -449,20 +455,23 @@ impl<'a> Reader<'a> {
         Some(*taken)
     }
 
-    pub(crate) fn u16(&mut self) -> Option<u16> {
+    /// The next 16 bits.
+    pub fn u16(&mut self) -> Option<u16> {
         self.array().map(u16::from_be_bytes)
     }
 
-    pub(crate) fn u32(&mut self) -> Option<u32> {
+    /// The next 32 bits.
+    pub fn u32(&mut self) -> Option<u32> {
         self.array().map(u32::from_be_bytes)
     }
 
-    pub(crate) fn u64(&mut self) -> Option<u64> {
+    /// The next 64 bits.
+    pub fn u64(&mut self) -> Option<u64> {
         self.array().map(u64::from_be_bytes)
     }
 
     /// A string with its 32-bit length in front.
-    pub(crate) fn counted(&mut self) -> Option<&'a [u8]> {
+    pub fn counted(&mut self) -> Option<&'a [u8]> {
         let len = usize::try_from(self.u32()?).ok()?;
         self.bytes(len)
     }

@@ -1,0 +1,235 @@
+//! The keeper: the one thread that lends, gives back and finds out, so that no I/O thread has to.
+//!
+//! Each turn, about ten a second while there is something to do: it answers pressure, lends buffers that
+//! rest (one-pass data at once), evicts what is above the limit, and when the kernel says that it has
+//! taken lent memory from anybody it looks what it was of ours, so that `bufspace` is right within a
+//! second. While nothing is held it looks once a second.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, Condvar, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use ebb_mem::pressure::Level;
+use ebb_mem::{Residency, Worker};
+
+use crate::cache::Cache;
+use crate::shard::Batch;
+use crate::volume::{SHARDS, VolumeCache};
+
+/// Between two turns.
+const TURN: Duration = Duration::from_millis(100);
+/// The same while nothing is held.
+const REST: Duration = Duration::from_secs(1);
+/// Length of a tick.
+const TICK_MILLIS: u64 = 250;
+const TICKS_A_SECOND: u64 = 1000 / TICK_MILLIS;
+/// A buffer is lent when it was not used for so many ticks. Measured: lending and reading back where
+/// it lies costs less than a microsecond, so this need not be long; what is in constant use stays wired.
+const IDLE_TICKS: u8 = 4;
+/// Turns in which each wired buffer is looked at once.
+const ROUND: usize = 8;
+/// Least time between two scans for taken pages.
+const SCAN_EVERY: Duration = Duration::from_millis(400);
+/// Without a hint from the kernel a scan is made so often.
+const SCAN_ANYWAY: Duration = Duration::from_secs(30);
+/// Pages evicted between two looks at the orders.
+const EVICT_AT_ONCE: u64 = 4096;
+
+/// What the keeper is asked to do.
+#[derive(Debug, Default)]
+pub(crate) struct Orders {
+    /// A level of pressure plus one; 0: none.
+    level: AtomicU8,
+    /// Memory was short: lend all that may be lent.
+    short: AtomicBool,
+    asleep: std::sync::Mutex<bool>,
+    bell: Condvar,
+}
+
+impl Orders {
+    pub(crate) fn pressure(&self, level: Level) {
+        self.level.fetch_max(level.number() + 1, Ordering::Relaxed);
+        self.wake();
+    }
+
+    pub(crate) fn short(&self) {
+        if !self.short.swap(true, Ordering::Relaxed) {
+            self.wake();
+        }
+    }
+
+    /// Ends the keeper's sleep.
+    pub(crate) fn wake(&self) {
+        *self.asleep.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        self.bell.notify_one();
+    }
+
+    fn sleep(&self, time: Duration) {
+        let mut asleep = self.asleep.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.level.load(Ordering::Relaxed) == 0 && !self.short.load(Ordering::Relaxed) {
+            *asleep = true;
+            let result = self.bell.wait_timeout_while(asleep, time, |asleep| *asleep);
+            asleep = result.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        *asleep = false;
+    }
+}
+
+/// Pages of lent memory that the kernel has taken from anybody, since the machine started; `None` if it
+/// does not say.
+pub type Taken = Box<dyn FnMut() -> Option<u64> + Send>;
+
+/// See the module. Belongs to one thread.
+pub struct Keeper {
+    worker: Worker,
+    taken: Taken,
+    seen: Option<u64>,
+    scanned: Option<Instant>,
+    ticks: u64,
+    residency: Residency,
+}
+
+impl Keeper {
+    /// A keeper for `cache`; `taken` tells how much the kernel has taken so far ([`pages_taken`]).
+    #[must_use]
+    pub fn new(cache: &Cache, taken: Taken) -> Keeper {
+        let worker = cache.memory.worker(|| ());
+        Keeper {
+            worker,
+            taken,
+            seen: None,
+            scanned: None,
+            ticks: 0,
+            residency: Residency::default(),
+        }
+    }
+
+    /// Starts the thread. It ends when the cache has gone.
+    pub(crate) fn spawn(cache: &Arc<Cache>) -> io::Result<()> {
+        let weak = Arc::downgrade(cache);
+        let builder = std::thread::Builder::new().name("ebb-keeper".to_owned());
+        builder.stack_size(256 << 10).spawn(move || run(&weak))?;
+        Ok(())
+    }
+
+    /// One turn. Returns whether there is anything left that needs another one soon.
+    pub fn turn(&mut self, cache: &Cache, now: Instant) -> bool {
+        let ticks = cache.millis(now) / TICK_MILLIS;
+        let passed = ticks.saturating_sub(self.ticks);
+        self.ticks = ticks;
+        cache.tick.store(u8::try_from(ticks & 0xff).unwrap_or(0), Ordering::Relaxed);
+        let held = cache.held.load(Ordering::Relaxed) * crate::pages::PAGE;
+        cache.adjust(|growth| growth.pass(held, now));
+        let volumes = cache.volumes();
+        if passed > 0 {
+            let passed = u32::try_from(passed).unwrap_or(u32::MAX);
+            volumes.iter().for_each(|volume| volume.note_time(passed));
+            if ticks / TICKS_A_SECOND != (ticks - u64::from(passed)) / TICKS_A_SECOND {
+                volumes.iter().for_each(|volume| volume.age());
+            }
+            let active = volumes.iter().filter(|volume| volume.is_active()).count();
+            cache.active.store(u32::try_from(active).unwrap_or(u32::MAX).max(1), Ordering::Relaxed);
+        }
+        let level = cache.orders.level.swap(0, Ordering::Relaxed);
+        let short = cache.orders.short.swap(false, Ordering::Relaxed);
+        let all = level > Level::L1.number() || short;
+        if cache.memory.lends() {
+            self.lend(cache, &volumes, all);
+        }
+        self.shrink(cache, level > Level::L2.number());
+        self.scan(cache, &volumes, now);
+        self.worker.poll(now);
+        held > 0 || cache.growth.lock().is_held_back()
+    }
+
+    /// Lends what rests; with `all` everything that may be.
+    fn lend(&mut self, cache: &Cache, volumes: &[Arc<VolumeCache>], all: bool) {
+        let tick = cache.tick.load(Ordering::Relaxed);
+        for volume in volumes {
+            for number in 0..SHARDS {
+                let wired = volume.lock(number).wired_buffers();
+                let mut left = if all { wired } else { wired.div_ceil(ROUND).max(64).min(wired) };
+                while left > 0 {
+                    let lent = volume.lock(number).lend(&self.worker, tick, IDLE_TICKS, all, left);
+                    if lent.looked == 0 {
+                        break;
+                    }
+                    left = left.saturating_sub(lent.looked);
+                }
+            }
+        }
+    }
+
+    /// Evicts what is above the limit, from those first that have more than their share.
+    fn shrink(&mut self, cache: &Cache, now: bool) {
+        loop {
+            let excess = cache.excess();
+            if excess == 0 {
+                return;
+            }
+            let Some(volume) = cache.most_above(0) else { return };
+            if volume.evict(&self.worker, excess.min(EVICT_AT_ONCE), now) == 0 {
+                return;
+            }
+        }
+    }
+
+    /// Looks for taken pages, if the kernel says it has taken some.
+    fn scan(&mut self, cache: &Cache, volumes: &[Arc<VolumeCache>], now: Instant) {
+        let since = self.scanned.map(|at| now.saturating_duration_since(at));
+        if since.is_some_and(|since| since < SCAN_EVERY) {
+            return;
+        }
+        let taken = (self.taken)();
+        let moved = taken.is_none() || taken != self.seen;
+        if self.scanned.is_some() && !moved && since.is_some_and(|since| since < SCAN_ANYWAY) {
+            return;
+        }
+        self.scanned = Some(now);
+        self.seen = taken;
+        cache.scans.fetch_add(1, Ordering::Relaxed);
+        self.residency.begin();
+        for volume in volumes {
+            for number in 0..SHARDS {
+                if volume.lock(number).lent_pages() == 0 {
+                    continue;
+                }
+                loop {
+                    let mut batch = Batch::new();
+                    let scanned =
+                        volume.lock(number).scan(&cache.memory, &mut self.residency, &mut batch);
+                    batch.free(&self.worker, false);
+                    if scanned.ended {
+                        break;
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Keeper {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Keeper").field("ticks", &self.ticks).finish_non_exhaustive()
+    }
+}
+
+fn run(cache: &Weak<Cache>) {
+    let Some(first) = cache.upgrade() else { return };
+    let mut keeper = Keeper::new(&first, Box::new(pages_taken));
+    drop(first);
+    loop {
+        let Some(cache) = cache.upgrade() else { return };
+        let busy = keeper.turn(&cache, Instant::now());
+        cache.orders.sleep(if busy { TURN } else { REST });
+    }
+}
+
+/// Pages of lent memory the kernel has taken from anybody (`pglazyfreed` of `/proc/vmstat`).
+#[must_use]
+pub fn pages_taken() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/vmstat").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("pglazyfreed "))?;
+    line.trim().parse().ok()
+}

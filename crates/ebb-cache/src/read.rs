@@ -1,0 +1,440 @@
+//! Reading: from memory what is there, the rest from the store, each page once however many wait.
+//!
+//! A request goes in windows of up to 1 MiB. A round over a window copies what is valid, opens fills
+//! for what is missing, loads it with one store read, keeps it if it may, and then waits for what others
+//! are filling. The store reads into the request's own buffer where all of it is missing, else
+//! into one taken for the purpose; either way data is copied once more, between that and the cache.
+//! What readers will want next is loaded in the same way, by itself (`ahead.rs`).
+
+use std::future::Future;
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
+
+use ebb_mem::Worker;
+use ebb_store::{Buf, BufResult, Io, Store};
+
+use crate::flight::Wakers;
+use crate::pages::{FRAME, FRAME_PAGES, PAGE, PAGE_BYTES, Part, index, parts, runs, touched};
+use crate::shard::{AHEAD, COLD, MARK};
+use crate::stats::Mode;
+use crate::volume::{Locked, Prepared, VolumeCache};
+
+/// Bytes of a window.
+const WINDOW: usize = 1 << 20;
+/// Frames that a window may touch.
+pub(crate) const FRAMES: usize = WINDOW / 65536 + 1;
+/// Pages between two missing ones that are read again rather than asked around.
+const GAP: u64 = 16;
+
+/// Pages of a window that are still to be served, per frame.
+#[derive(Clone, Copy)]
+pub(crate) struct Todo {
+    pub(crate) first: u64,
+    pub(crate) pages: [u16; FRAMES],
+}
+
+impl Todo {
+    fn at(&mut self, frame: u64) -> &mut u16 {
+        &mut self.pages[index(frame - self.first).min(FRAMES - 1)]
+    }
+}
+
+/// An open fill.
+#[derive(Clone, Copy, Default)]
+struct Claim {
+    id: u64,
+    frame: u64,
+    pages: u16,
+    /// Pages that no buffer covers.
+    fresh: u16,
+}
+
+/// Open fills. Those that are still open when it is dropped are given up, and who waits is woken.
+pub(crate) struct Claims<'a> {
+    volume: &'a VolumeCache,
+    list: [Claim; FRAMES],
+    count: usize,
+}
+
+impl Drop for Claims<'_> {
+    fn drop(&mut self) {
+        for at in 0..self.count {
+            let claim = self.list[at];
+            let mut wakers = Wakers::default();
+            let mut shard = self.volume.lock(VolumeCache::shard_of(claim.frame));
+            shard.flights.end_fill(claim.id, &mut wakers);
+        }
+    }
+}
+
+/// What a round over a window comes to.
+pub(crate) struct Round<'a> {
+    claims: Claims<'a>,
+    /// Pages to load, of the volume: first and end. Empty if there are none.
+    pub(crate) load: Range<u64>,
+    /// A fill of somebody else's to wait for: shard and number.
+    pub(crate) wait: Option<(usize, u64)>,
+}
+
+impl VolumeCache {
+    /// Reads `buf.len()` bytes at `offset` if all of them are in memory; else it is false, and `buf`
+    /// holds garbage. Does not wait, and takes nothing from the heap.
+    pub fn try_read_cached(&self, buf: &mut [u8], offset: u64) -> bool {
+        let tick = self.cache.tick.load(Ordering::Relaxed);
+        let several = offset % FRAME + buf.len() as u64 > FRAME;
+        // Nothing is copied (and counted) of a request that will miss.
+        let is_valid = |part: Part| {
+            self.lock(VolumeCache::shard_of(part.frame)).has(part.frame, part.touched())
+        };
+        if several && !parts(offset, buf.len()).all(is_valid) {
+            return false;
+        }
+        for part in parts(offset, buf.len()) {
+            let mut shard = self.lock(VolumeCache::shard_of(part.frame));
+            let want = part.touched();
+            if !several && !shard.has(part.frame, want) {
+                return false;
+            }
+            if shard.copy_out(&self.memory, &part, want, &mut buf[part.range()], tick) != 0 {
+                return false;
+            }
+            self.take_mark(&mut shard);
+        }
+        true
+    }
+
+    fn take_mark(&self, shard: &mut Locked<'_>) {
+        if shard.marked {
+            shard.marked = false;
+            self.marked.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// As [`VolumeCache::try_read_cached`]; besides, the reader of a stream has the next of it loaded.
+    pub fn read_cached(
+        self: &Arc<Self>,
+        io: &Io,
+        store: &Arc<Store>,
+        buf: &mut [u8],
+        offset: u64,
+    ) -> bool {
+        let hit = self.try_read_cached(buf, offset);
+        if hit && self.marked.load(Ordering::Relaxed) && self.marked.swap(false, Ordering::Relaxed)
+        {
+            self.look_ahead(io, store, &touched(offset, buf.len() as u64));
+        }
+        hit
+    }
+
+    /// Reads `buf.len()` bytes at `offset`.
+    pub async fn read(
+        self: &Arc<Self>,
+        io: &Io,
+        store: &Arc<Store>,
+        mut buf: Buf,
+        offset: u64,
+    ) -> BufResult {
+        let length = buf.len();
+        let sequential = self.look_ahead(io, store, &touched(offset, length as u64));
+        let kind = if sequential { COLD } else { 0 };
+        let mut at = 0;
+        while at < length {
+            let end = length.min(at + WINDOW);
+            let (result, returned) =
+                self.read_window(io, store, (buf, offset), at..end, kind).await;
+            buf = returned;
+            if result.is_err() {
+                return (result, buf);
+            }
+            at = end;
+        }
+        (Ok(()), buf)
+    }
+
+    /// Reads from the store alone.
+    async fn read_past(
+        self: &Arc<Self>,
+        io: &Io,
+        store: &Store,
+        buf: Buf,
+        offset: u64,
+    ) -> BufResult {
+        if self.mode() == Mode::Writeback {
+            let pages = touched(offset, buf.len() as u64);
+            if let Err(error) = self.clean(io, store, &pages).await {
+                return (Err(error), buf);
+            }
+        }
+        store.read(io, buf, offset).await
+    }
+
+    async fn read_window(
+        self: &Arc<Self>,
+        io: &Io,
+        store: &Store,
+        (mut buf, offset): (Buf, u64),
+        window: Range<usize>,
+        kind: u8,
+    ) -> BufResult {
+        let start = offset + window.start as u64;
+        let mut todo = Todo { first: start / FRAME, pages: [0; FRAMES] };
+        for part in parts(start, window.len()) {
+            *todo.at(part.frame) = part.touched();
+        }
+        loop {
+            let round = self.round(&mut buf[window.clone()], start, &mut todo);
+            if round.load.is_empty() {
+                let Some((shard, fill)) = round.wait else { return (Ok(()), buf) };
+                drop(round);
+                Wait { volume: self, shard, fill, waiter: None }.await;
+                continue;
+            }
+            let end = (round.load.end * PAGE).min(self.size());
+            let span = (round.load.start * PAGE)..end;
+            let request = offset..offset + buf.len() as u64;
+            let all = window.len() == buf.len() && span == request && round.wants(&todo);
+            let result;
+            if all {
+                (result, buf) = store.read(io, buf, offset).await;
+                if result.is_err() {
+                    return (result, buf);
+                }
+                round.keep(io.pool().worker(), span.start, &buf, kind);
+                return (Ok(()), buf);
+            }
+            let length = index(span.end.saturating_sub(span.start));
+            let Some(own) = io.pool().try_take(length).filter(|_| length > 0) else {
+                // No memory but the request's own.
+                drop(round);
+                return self.read_past(io, store, buf, offset).await;
+            };
+            let (read, own) = store.read(io, own, span.start).await;
+            if read.is_err() {
+                // It may be next to the request, in the same page: asked for exactly, it may go well.
+                drop(round);
+                return self.read_past(io, store, buf, offset).await;
+            }
+            copy_loaded(&mut buf[window.clone()], start, &mut todo, &own, &span);
+            round.keep(io.pool().worker(), span.start, &own, kind);
+        }
+    }
+
+    /// Loads what is missing of `pages`, as far as there is room and nobody else is at it. Errors are left
+    /// to who reads the data.
+    pub(crate) async fn load(&self, io: &Io, store: &Store, pages: Range<u64>) {
+        let mut at = pages.start;
+        let mut kind = COLD | AHEAD | MARK;
+        while at < pages.end && self.cache.has_room_ahead() {
+            let end = pages.end.min(at + WINDOW as u64 / PAGE);
+            let round = self.claim_missing(at..end);
+            at = end;
+            if round.load.is_empty() {
+                continue;
+            }
+            let start = round.load.start * PAGE;
+            let length = index((round.load.end * PAGE).min(self.size()).saturating_sub(start));
+            let Some(buf) = io.pool().try_take(length).filter(|_| length > 0) else { return };
+            let (result, buf) = store.read(io, buf, start).await;
+            if result.is_err() {
+                return;
+            }
+            round.keep(io.pool().worker(), start, &buf, kind);
+            kind &= !MARK;
+        }
+    }
+
+    /// Opens fills for what is missing of `pages`, a window at most.
+    fn claim_missing(&self, pages: Range<u64>) -> Round<'_> {
+        let claims = Claims { volume: self, list: [Claim::default(); FRAMES], count: 0 };
+        let mut round = Round { claims, load: 0..0, wait: None };
+        let length = usize::try_from((pages.end - pages.start) * PAGE).unwrap_or(0);
+        for part in parts(pages.start * PAGE, length) {
+            let mut shard = self.lock(VolumeCache::shard_of(part.frame));
+            let missing = part.touched() & !shard.valid(part.frame);
+            let missing = missing & !shard.flights.filling(part.frame, missing).0;
+            let missing = missing & !shard.flights.changing(part.frame, missing);
+            if missing != 0 && round.takes(part.frame, missing) {
+                round.claim(&mut shard, part.frame, missing);
+            }
+        }
+        round
+    }
+
+    /// Serves what is in memory, and opens fills for what is not.
+    pub(crate) fn round(&self, buf: &mut [u8], start: u64, todo: &mut Todo) -> Round<'_> {
+        let tick = self.cache.tick.load(Ordering::Relaxed);
+        let admits = self.cache.admits();
+        let claims = Claims { volume: self, list: [Claim::default(); FRAMES], count: 0 };
+        let mut round = Round { claims, load: 0..0, wait: None };
+        for part in parts(start, buf.len()) {
+            let want = *todo.at(part.frame);
+            if want == 0 {
+                continue;
+            }
+            let number = VolumeCache::shard_of(part.frame);
+            let mut shard = self.lock(number);
+            let missing = shard.copy_out(&self.memory, &part, want, &mut buf[part.range()], tick);
+            *todo.at(part.frame) = missing;
+            if missing == 0 {
+                continue;
+            }
+            let (filling, fill) = shard.flights.filling(part.frame, missing);
+            if let Some(fill) = fill {
+                round.wait = round.wait.or(Some((number, fill)));
+            }
+            let load = missing & !filling;
+            if load == 0 || !round.takes(part.frame, load) {
+                continue;
+            }
+            shard.tally.misses += u64::from(load.count_ones());
+            let pages = load & !shard.flights.changing(part.frame, load);
+            if admits && pages != 0 {
+                round.claim(&mut shard, part.frame, pages);
+            }
+        }
+        if !round.load.is_empty() {
+            self.uses.fetch_add(1, Ordering::Relaxed);
+        }
+        round
+    }
+}
+
+impl Round<'_> {
+    /// Adds pages of a frame to what is loaded, unless they are far from the others.
+    fn takes(&mut self, frame: u64, pages: u16) -> bool {
+        let first = frame * FRAME_PAGES + u64::from(pages.trailing_zeros());
+        let end = (frame + 1) * FRAME_PAGES - u64::from(pages.leading_zeros());
+        if self.load.is_empty() {
+            self.load = first..end;
+        } else if first <= self.load.end + GAP && self.claims.count < FRAMES {
+            self.load.end = end;
+        } else {
+            return false;
+        }
+        true
+    }
+
+    /// Opens a fill.
+    fn claim(&mut self, shard: &mut Locked<'_>, frame: u64, pages: u16) {
+        let fresh = pages & !shard.covered(frame);
+        let id = shard.flights.begin_fill(frame, pages);
+        self.claims.list[self.claims.count] = Claim { id, frame, pages, fresh };
+        self.claims.count += 1;
+    }
+
+    /// Whether everything that is to be served is being loaded.
+    fn wants(&self, todo: &Todo) -> bool {
+        let left: u32 = todo.pages.iter().map(|pages| pages.count_ones()).sum();
+        self.wait.is_none() && u64::from(left) == self.load.end - self.load.start
+    }
+
+    /// Puts loaded data into the cache, as far as it may be, and ends the fills.
+    pub(crate) fn keep(mut self, worker: &Worker, offset: u64, data: &[u8], mut kind: u8) {
+        let claims = &mut self.claims;
+        let volume = claims.volume;
+        for part in parts(offset, data.len()) {
+            let Some(at) = claims.list[..claims.count].iter().position(|c| c.frame == part.frame)
+            else {
+                continue;
+            };
+            let claim = claims.list[at];
+            claims.count -= 1;
+            claims.list[at] = claims.list[claims.count];
+            volume.end_fill(worker, claim.id, &part, [claim.pages, claim.fresh], data, kind);
+            kind &= !MARK;
+        }
+    }
+}
+
+impl VolumeCache {
+    /// Ends a fill of `pages`, of which no buffer covered `fresh`; `data` is that of the whole range the
+    /// part belongs to.
+    fn end_fill(
+        &self,
+        worker: &Worker,
+        id: u64,
+        part: &Part,
+        [pages, fresh]: [u16; 2],
+        data: &[u8],
+        kind: u8,
+    ) {
+        let tick = self.cache.tick.load(Ordering::Relaxed);
+        let data = &data[part.range()];
+        let mut prepared = if self.cache.admits() {
+            self.prepare(worker, part, fresh, data)
+        } else {
+            Prepared::none()
+        };
+        {
+            let mut wakers = Wakers::default();
+            let mut shard = self.lock(VolumeCache::shard_of(part.frame));
+            if shard.flights.end_fill(id, &mut wakers) {
+                shard.update(worker, part, pages & !fresh, pages, data);
+                prepared.attach(&mut shard, part.frame, kind, tick);
+            }
+        }
+        prepared.finish(&self.cache, worker);
+    }
+}
+
+/// Copies those pages of the window that are to be served and lie in `span` from what was loaded.
+pub(crate) fn copy_loaded(
+    buf: &mut [u8],
+    start: u64,
+    todo: &mut Todo,
+    loaded: &[u8],
+    span: &Range<u64>,
+) {
+    for part in parts(start, buf.len()) {
+        let left = todo.at(part.frame);
+        for (first, count) in runs(*left) {
+            for page in first..first + count {
+                let position = part.frame * FRAME + (page * PAGE_BYTES) as u64;
+                if !span.contains(&position) {
+                    continue;
+                }
+                let range = part.clip(page, 1);
+                let from = index(part.frame * FRAME + range.start as u64 - span.start);
+                buf[part.at + range.start - part.from..part.at + range.end - part.from]
+                    .copy_from_slice(&loaded[from..from + range.len()]);
+                *left &= !crate::pages::mask(page, 1);
+            }
+        }
+    }
+}
+
+/// Waits for the end of a fill.
+pub(crate) struct Wait<'a> {
+    pub(crate) volume: &'a VolumeCache,
+    pub(crate) shard: usize,
+    pub(crate) fill: u64,
+    pub(crate) waiter: Option<u64>,
+}
+
+impl Future for Wait<'_> {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let volume = self.volume;
+        let mut shard = volume.lock(self.shard);
+        let waiter = self.waiter.unwrap_or_else(|| shard.flights.new_waiter());
+        if shard.flights.wait(waiter, self.fill, cx.waker()) {
+            self.waiter = Some(waiter);
+            Poll::Pending
+        } else {
+            self.waiter = None;
+            Poll::Ready(())
+        }
+    }
+}
+
+impl Drop for Wait<'_> {
+    fn drop(&mut self) {
+        if let Some(waiter) = self.waiter {
+            self.volume.lock(self.shard).flights.forget(waiter);
+        }
+    }
+}

@@ -1,0 +1,536 @@
+//! One shard of a volume's cache: frames, their buffers, and what may be read of them.
+//!
+//! All of it lives behind one mutex ([`VolumeCache`](crate::VolumeCache) has sixteen) that is held for
+//! a frame at a time, never across a wait. A buffer is one block of 4 to 64 KiB at a multiple of its
+//! size within a frame; a **slot** is what is known of it, 40 bytes.
+//!
+//! # Invariants
+//! - A page is *valid* in at most one slot of its frame, and then equals what the store holds (or is
+//!   dirty: newer than the store).
+//! - A dirty page is valid and wired; a slot with one is not evicted.
+//! - A *lost* page is one the kernel took: lent, not valid, and no longer counted as held.
+//! - Every slot that has a wired page which may be lent is in the queue `wired`.
+
+use std::collections::VecDeque;
+
+use ebb_mem::{Memory, SmallBuffer, Worker};
+
+use crate::flight::Flights;
+use crate::pages::{PAGE_BYTES, Part, each, mask, runs, small};
+use crate::policy::{Eviction, Policy};
+use crate::table::{Index, Linked, NONE, Slab};
+
+mod dirty;
+mod lend;
+
+pub(crate) use dirty::{Aged, few_frames};
+
+/// The slot is in the queue `wired`.
+const QUEUED: u8 = 1;
+/// One-pass data: lent at once.
+pub(crate) const COLD: u8 = 2;
+/// The first of what was read ahead: who reads it wants more.
+pub(crate) const MARK: u8 = 4;
+/// It was read ahead.
+pub(crate) const AHEAD: u8 = 8;
+
+/// What is known of a buffer. Masks are of the frame's pages.
+#[derive(Debug)]
+pub(crate) struct Slot {
+    buffer: Option<SmallBuffer>,
+    frame: u32,
+    /// The frame's next slot.
+    next: u32,
+    valid: u16,
+    lost: u16,
+    dirty: u16,
+    /// Of the dirty pages a copy is on its way to the store. A page may be in both: it was written
+    /// again meanwhile.
+    cleaning: u16,
+    /// First page of the buffer, within the frame.
+    base: u8,
+    flags: u8,
+    /// When it was last used: [`Cache::tick`](crate::cache::Cache).
+    tick: u8,
+}
+
+const _: () = assert!(size_of::<Slot>() == 40, "there are millions of them");
+
+impl Default for Slot {
+    fn default() -> Slot {
+        let (frame, next) = (NONE, NONE);
+        let (valid, lost, dirty, cleaning, base, flags, tick) = (0, 0, 0, 0, 0, 0, 0);
+        Slot { buffer: None, frame, next, valid, lost, dirty, cleaning, base, flags, tick }
+    }
+}
+
+impl Linked for Slot {
+    fn link(&self) -> u32 {
+        self.next
+    }
+    fn set_link(&mut self, link: u32) {
+        self.next = link;
+    }
+}
+
+impl Slot {
+    /// The pages its buffer covers.
+    fn covers(&self) -> u16 {
+        self.buffer.as_ref().map_or(0, |buffer| buffer.all() << self.base)
+    }
+
+    fn lent(&self) -> u16 {
+        self.buffer.as_ref().map_or(0, |buffer| buffer.lent() << self.base)
+    }
+
+    /// Pages that the store does not have yet.
+    fn unsaved(&self) -> u16 {
+        self.dirty | self.cleaning
+    }
+}
+
+/// Pages and events of a shard. Gauges are in pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tally {
+    /// In buffers.
+    pub(crate) address: u64,
+    /// Of those, lent.
+    pub(crate) lent: u64,
+    /// Of the lent, known to be taken.
+    pub(crate) lost: u64,
+    /// That the store does not have yet.
+    pub(crate) dirty: u64,
+    /// Slots in use.
+    pub(crate) buffers: u64,
+    /// Pages read from the cache, and of those while they were lent.
+    pub(crate) hits: u64,
+    pub(crate) lent_hits: u64,
+    /// Pages that had to be read from the store.
+    pub(crate) misses: u64,
+    /// Pages that were lent and gone when they were wanted.
+    pub(crate) lost_hits: u64,
+    /// Pages found taken by a scan.
+    pub(crate) reclaimed: u64,
+    /// Pages evicted.
+    pub(crate) evicted: u64,
+    /// Pages put in.
+    pub(crate) inserted: u64,
+    /// Pages put in by read-ahead.
+    pub(crate) ahead: u64,
+}
+
+impl Tally {
+    /// Pages that memory is behind.
+    pub(crate) fn held(&self) -> u64 {
+        self.address - self.lost
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Shard {
+    index: Index,
+    slots: Slab<Slot>,
+    policy: Eviction,
+    wired: VecDeque<u32>,
+    pub(crate) flights: Flights,
+    pub(crate) tally: Tally,
+    /// Where the scan for taken pages goes on.
+    hand: u32,
+    /// A mark of read-ahead was met since this was last taken.
+    pub(crate) marked: bool,
+    /// Pages evicted when time last passed.
+    aged: u64,
+    /// Frames that became dirty, the oldest first. Some are clean again, or in it twice.
+    aging: VecDeque<Aged>,
+}
+
+/// Buffers taken out of a shard, to be freed when its lock is free again.
+#[derive(Debug)]
+pub(crate) struct Batch {
+    buffers: [Option<SmallBuffer>; Batch::SIZE],
+    count: usize,
+}
+
+impl Batch {
+    pub(crate) const SIZE: usize = 32;
+
+    pub(crate) fn new() -> Batch {
+        Batch { buffers: [const { None }; Batch::SIZE], count: 0 }
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        self.count == Batch::SIZE
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    fn push(&mut self, buffer: SmallBuffer) {
+        debug_assert!(!self.is_full(), "looked at before each");
+        if let Some(place) = self.buffers.get_mut(self.count) {
+            *place = Some(buffer);
+            self.count += 1;
+        }
+    }
+
+    /// Gives the memory back: to the worker's caches where it is wired, else lent; with `now`, all of
+    /// it is returned to the kernel. Returns the number of pages.
+    pub(crate) fn free(&mut self, worker: &Worker, now: bool) -> usize {
+        let mut pages = 0;
+        let filled = &mut self.buffers[..self.count];
+        for place in filled.iter_mut() {
+            pages += place.as_ref().map_or(0, SmallBuffer::pages);
+            if !now && place.as_ref().is_some_and(|buffer| buffer.lent() == 0) {
+                place.take().into_iter().for_each(|buffer| buffer.free(worker));
+            }
+        }
+        if filled.iter().any(Option::is_some) {
+            SmallBuffer::free_all(worker, filled.iter_mut().filter_map(Option::take), now);
+        }
+        self.count = 0;
+        pages
+    }
+}
+
+impl Drop for Batch {
+    fn drop(&mut self) {
+        debug_assert!(self.count == 0, "freed before");
+    }
+}
+
+impl Shard {
+    pub(crate) fn new() -> Shard {
+        Shard {
+            index: Index::new(),
+            slots: Slab::new(),
+            policy: Eviction::with_capacity(0),
+            wired: VecDeque::new(),
+            flights: Flights::default(),
+            tally: Tally::default(),
+            hand: 0,
+            marked: false,
+            aged: 0,
+            aging: VecDeque::new(),
+        }
+    }
+
+    /// The frame's slots.
+    fn first(&self, frame: u64) -> u32 {
+        self.index.find(frame).and_then(|entry| self.index.get(entry)).map_or(NONE, |f| f.first)
+    }
+
+    /// Pages of `frame` that are valid.
+    pub(crate) fn valid(&self, frame: u64) -> u16 {
+        self.fold(frame, |slot| slot.valid)
+    }
+
+    /// Whether all of `pages` are valid.
+    pub(crate) fn has(&self, frame: u64, pages: u16) -> bool {
+        let (mut left, mut at) = (pages, self.first(frame));
+        while left != 0
+            && let Some(slot) = self.slots.get(at)
+        {
+            left &= !slot.valid;
+            at = slot.next;
+        }
+        left == 0
+    }
+
+    /// Pages of `frame` that a buffer covers, valid or not.
+    pub(crate) fn covered(&self, frame: u64) -> u16 {
+        self.fold(frame, Slot::covers)
+    }
+
+    fn fold(&self, frame: u64, of: impl Fn(&Slot) -> u16) -> u16 {
+        let (mut all, mut at) = (0, self.first(frame));
+        while let Some(slot) = self.slots.get(at) {
+            all |= of(slot);
+            at = slot.next;
+        }
+        all
+    }
+
+    /// Copies what is valid of `want` (pages of the part) to `out`, the part's bytes. Returns the
+    /// pages it could not serve.
+    pub(crate) fn copy_out(
+        &mut self,
+        memory: &Memory,
+        part: &Part,
+        want: u16,
+        out: &mut [u8],
+        tick: u8,
+    ) -> u16 {
+        let mut missing = want;
+        let mut at = self.first(part.frame);
+        while missing != 0
+            && let Some(slot) = self.slots.get_mut(at)
+        {
+            let next = slot.next;
+            let here = slot.valid & missing;
+            if here != 0 {
+                let lost = slot.copy_out(memory, part, here, out);
+                slot.tick = tick;
+                self.marked |= slot.flags & MARK != 0;
+                slot.flags &= !MARK;
+                self.policy.hit(at);
+                let served = here & !lost;
+                self.tally.hits += u64::from(served.count_ones());
+                self.tally.lent_hits += u64::from((served & slot.lent()).count_ones());
+                missing &= !served;
+                if lost != 0 {
+                    self.tally.lost_hits += u64::from(lost.count_ones());
+                    self.lose(at, lost);
+                }
+            }
+            at = next;
+        }
+        missing
+    }
+
+    /// Marks pages of a slot as taken by the kernel.
+    fn lose(&mut self, at: u32, pages: u16) {
+        if let Some(slot) = self.slots.get_mut(at) {
+            let new = pages & slot.lent() & !slot.lost;
+            slot.valid &= !pages;
+            slot.lost |= new;
+            self.tally.lost += u64::from(new.count_ones());
+        }
+    }
+
+    /// Takes in a buffer for the pages from `base` on, all of them valid; `kind` is [`COLD`], [`MARK`] and
+    /// [`AHEAD`], or 0. The buffer comes back if there is no room in the tables.
+    pub(crate) fn attach(
+        &mut self,
+        frame: u64,
+        base: usize,
+        buffer: SmallBuffer,
+        kind: u8,
+        tick: u8,
+    ) -> Result<(), SmallBuffer> {
+        let Some(entry) = self.index.ensure(frame) else { return Err(buffer) };
+        let pages = u64::from(buffer.all().count_ones());
+        let valid = buffer.all() << base;
+        let first = self.index.get(entry).map_or(NONE, |frame| frame.first);
+        let flags = QUEUED | kind;
+        let (next, base_page) = (first, small(base));
+        let slot =
+            Slot { frame: entry, next, valid, base: base_page, flags, tick, ..Slot::default() };
+        let Some((at, left)) = self.slots.insert(slot) else { return Err(buffer) };
+        if let Some(slot) = self.slots.get_mut(at) {
+            slot.buffer = Some(buffer);
+        }
+        if let Some(frame) = self.index.get_mut(entry) {
+            frame.first = at;
+        }
+        if left.flags & QUEUED == 0 {
+            self.wired.push_back(at);
+        }
+        self.policy.insert(at, frame << 4 | base as u64, kind & COLD != 0);
+        self.tally.address += pages;
+        self.tally.buffers += 1;
+        self.tally.inserted += pages;
+        if kind & AHEAD != 0 {
+            self.tally.ahead += pages;
+        }
+        Ok(())
+    }
+
+    /// Overwrites `want` (pages of the part that a buffer covers) with `data`, the part's bytes. Whole
+    /// pages become valid; a page that is covered in part by the range must be valid already, or is left
+    /// alone. What cannot be wired now becomes invalid. Returns the pages that are valid.
+    pub(crate) fn update(
+        &mut self,
+        worker: &Worker,
+        part: &Part,
+        want: u16,
+        whole: u16,
+        data: &[u8],
+    ) -> u16 {
+        // First where a page is valid, then where there is a place for it.
+        let valid = self.update_where(worker, part, want, whole, data, |slot| slot.valid);
+        let rest = want & whole & !valid;
+        valid | self.update_where(worker, part, rest, whole, data, Slot::covers)
+    }
+
+    fn update_where(
+        &mut self,
+        worker: &Worker,
+        part: &Part,
+        want: u16,
+        whole: u16,
+        data: &[u8],
+        of: impl Fn(&Slot) -> u16,
+    ) -> u16 {
+        let (mut done, mut at) = (0, self.first(part.frame));
+        while let Some(slot) = self.slots.get_mut(at) {
+            let next = slot.next;
+            let here = of(slot) & want & !done;
+            if here != 0 {
+                let (lent, lost) = (slot.lent(), slot.lost);
+                done |= slot.update(worker, part, here, whole, data);
+                self.tally.lent -= u64::from((lent & !slot.lent()).count_ones());
+                self.tally.lost -= u64::from((lost & !slot.lost).count_ones());
+                if lent != slot.lent() && slot.flags & QUEUED == 0 {
+                    slot.flags |= QUEUED;
+                    self.wired.push_back(at);
+                }
+            }
+            at = next;
+        }
+        done
+    }
+
+    /// Makes `pages` of a frame invalid; buffers without a valid page go to `batch`. False if the batch
+    /// was full before all was done: free it and call again.
+    pub(crate) fn invalidate(&mut self, frame: u64, pages: u16, batch: &mut Batch) -> bool {
+        let mut at = self.first(frame);
+        while let Some(slot) = self.slots.get_mut(at) {
+            let next = slot.next;
+            if slot.covers() & pages != 0 {
+                if batch.is_full() {
+                    return false;
+                }
+                slot.valid &= !pages;
+                self.tally.dirty -= u64::from((slot.unsaved() & pages).count_ones());
+                slot.dirty &= !pages;
+                slot.cleaning &= !pages;
+                if slot.valid == 0 {
+                    self.policy.remove(at);
+                    self.detach(at, batch);
+                }
+            }
+            at = next;
+        }
+        true
+    }
+
+    /// The number of a frame's entry, if it is in use: for walks over all.
+    pub(crate) fn frame_at(&self, entry: u32) -> Option<u64> {
+        self.index.get(entry).map(|frame| frame.number).filter(|&number| number != u64::MAX)
+    }
+
+    /// Entries of frames: `0..entries()`.
+    pub(crate) fn entries(&self) -> u32 {
+        self.index.entries()
+    }
+
+    /// Takes a slot out of its frame; the policy has let go of it.
+    fn detach(&mut self, at: u32, batch: &mut Batch) {
+        let Some(slot) = self.slots.get(at) else { return };
+        let (entry, next) = (slot.frame, slot.next);
+        debug_assert!(slot.unsaved() == 0, "dirty data is never dropped");
+        if let Some(frame) = self.index.get_mut(entry) {
+            if frame.first == at {
+                frame.first = next;
+                if next == NONE {
+                    self.index.remove(entry);
+                }
+            } else {
+                let mut before = frame.first;
+                while let Some(slot) = self.slots.get_mut(before) {
+                    if slot.next == at {
+                        slot.next = next;
+                        break;
+                    }
+                    before = slot.next;
+                }
+            }
+        }
+        let mut slot = self.slots.remove(at);
+        self.tally.address -= u64::from(slot.covers().count_ones());
+        self.tally.lent -= u64::from(slot.lent().count_ones());
+        self.tally.lost -= u64::from(slot.lost.count_ones());
+        self.tally.buffers -= 1;
+        if slot.flags & QUEUED != 0
+            && let Some(freed) = self.slots.get_mut(at)
+        {
+            // Its place in the queue is taken over by who gets the number next.
+            freed.flags = QUEUED;
+        }
+        slot.buffer.take().into_iter().for_each(|buffer| batch.push(buffer));
+    }
+
+    /// Evicts the coldest buffers until `pages` are in the batch, it is full, or none may go. Returns the
+    /// pages that memory was behind.
+    pub(crate) fn evict(&mut self, pages: u64, batch: &mut Batch) -> u64 {
+        let before = self.tally.held();
+        while before - self.tally.held() < pages && !batch.is_full() {
+            let slots = &self.slots;
+            let clean = |at| slots.get(at).is_some_and(|slot| slot.unsaved() == 0);
+            let Some(at) = self.policy.evict(clean) else { break };
+            let pages = self.slots.get(at).map_or(0, |slot| slot.valid.count_ones());
+            self.tally.evicted += u64::from(pages);
+            self.detach(at, batch);
+        }
+        before - self.tally.held()
+    }
+
+    /// Lets the policy forget with time, while nothing is evicted: called once a second.
+    pub(crate) fn age(&mut self) {
+        if std::mem::replace(&mut self.aged, self.tally.evicted) == self.tally.evicted {
+            self.policy.age(u32::try_from(self.tally.buffers / 64).unwrap_or(u32::MAX).min(1024));
+        }
+    }
+
+    /// Bytes of tables.
+    pub(crate) fn table_bytes(&self) -> usize {
+        self.index.bytes() + self.slots.bytes() + self.policy.bytes() + self.wired.capacity() * 4
+    }
+}
+
+impl Slot {
+    /// Copies valid pages; returns those that are lost.
+    fn copy_out(&self, memory: &Memory, part: &Part, pages: u16, out: &mut [u8]) -> u16 {
+        let Some(buffer) = &self.buffer else { return pages };
+        let base = usize::from(self.base);
+        let lent = self.lent();
+        for (start, count) in runs(pages & !lent) {
+            let range = part.clip(start, count);
+            let from = range.start - start * PAGE_BYTES;
+            if let Some(bytes) = buffer.bytes(start - base..start - base + count) {
+                out[range.start - part.from..range.end - part.from]
+                    .copy_from_slice(&bytes[from..from + range.len()]);
+            }
+        }
+        let mut lost = 0;
+        for page in each(pages & lent) {
+            let range = part.clip(page, 1);
+            let from = range.start - page * PAGE_BYTES;
+            let to = &mut out[range.start - part.from..range.end - part.from];
+            if !buffer.read_lent(memory, page - base, from, to) {
+                lost |= mask(page, 1);
+            }
+        }
+        lost
+    }
+
+    /// See [`Shard::update`]; the tally is the caller's.
+    fn update(&mut self, worker: &Worker, part: &Part, pages: u16, whole: u16, data: &[u8]) -> u16 {
+        let Some(buffer) = &mut self.buffer else { return 0 };
+        let base = usize::from(self.base);
+        let lent = pages & (buffer.lent() << base);
+        let mut gone = 0;
+        if lent != 0 {
+            match buffer.rewire(worker, lent >> base) {
+                // Of a page that is overwritten wholly nothing can be lost.
+                Ok(lost) => gone = (lost << base) & !whole,
+                Err(_) => gone = lent,
+            }
+        }
+        let wired = !(buffer.lent() << base);
+        self.lost &= !wired;
+        for (start, count) in runs(pages & !gone) {
+            let range = part.clip(start, count);
+            let from = range.start - start * PAGE_BYTES;
+            let pages = start - base..start - base + count;
+            if let Some(bytes) = buffer.bytes_mut(pages) {
+                bytes[from..from + range.len()]
+                    .copy_from_slice(&data[range.start - part.from..range.end - part.from]);
+            }
+        }
+        self.valid = (self.valid | pages) & !gone;
+        self.valid & pages
+    }
+}

@@ -1,0 +1,157 @@
+//! Dirty pages of a shard: marking, taking them to be written, and what becomes of them.
+
+use std::ops::Range;
+
+use super::{QUEUED, Shard};
+use crate::flight::Wakers;
+use crate::pages::{FRAME_PAGES, PAGE_BYTES, runs, within};
+use crate::volume::VolumeCache;
+
+/// A frame that became dirty.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Aged {
+    pub(crate) frame: u64,
+    /// Milliseconds since the cache was started.
+    pub(crate) since: u64,
+}
+
+/// The frames of a range of pages, if they are so few that each can be asked.
+pub(crate) fn few_frames(pages: &Range<u64>) -> Option<Range<u64>> {
+    let frames = pages.start / FRAME_PAGES..pages.end.div_ceil(FRAME_PAGES);
+    (frames.end.saturating_sub(frames.start) <= 256).then_some(frames)
+}
+
+impl Shard {
+    /// Pages of `frame` that may be taken to be written: dirty, and no older copy on its way.
+    pub(crate) fn ready(&self, frame: u64) -> u16 {
+        self.fold(frame, |slot| slot.dirty) & !self.flights.cleaning(frame, u16::MAX).0
+    }
+
+    /// Pages of `frame` that the store does not have yet.
+    pub(crate) fn unsaved(&self, frame: u64) -> u16 {
+        self.fold(frame, super::Slot::unsaved) | self.flights.cleaning(frame, u16::MAX).0
+    }
+
+    /// Marks valid, wired pages of `frame` as dirty. Those that are not both stay as they are.
+    /// Returns the pages marked.
+    pub(crate) fn mark_dirty(&mut self, frame: u64, pages: u16, now: u64) -> u16 {
+        let was = self.fold(frame, |slot| slot.dirty);
+        let (mut marked, mut at) = (0, self.first(frame));
+        while let Some(slot) = self.slots.get_mut(at) {
+            let here = pages & slot.valid & !slot.lent();
+            self.tally.dirty += u64::from((here & !slot.unsaved()).count_ones());
+            slot.dirty |= here;
+            marked |= here;
+            at = slot.next;
+        }
+        if was == 0 && marked != 0 {
+            self.aging.push_back(Aged { frame, since: now });
+            self.tidy_aging();
+        }
+        marked
+    }
+
+    /// Keeps the list of dirty frames in proportion to what is dirty.
+    fn tidy_aging(&mut self) {
+        let most = usize::try_from(self.tally.dirty).unwrap_or(usize::MAX).saturating_mul(4);
+        if self.aging.len() <= most.saturating_add(64) {
+            return;
+        }
+        let mut list = std::mem::take(&mut self.aging);
+        list.retain(|aged| self.fold(aged.frame, |slot| slot.dirty) != 0);
+        list.make_contiguous().sort_unstable();
+        let mut last = None;
+        list.retain(|aged| last.replace(aged.frame) != Some(aged.frame));
+        list.make_contiguous().sort_unstable_by_key(|aged| aged.since);
+        self.aging = list;
+    }
+
+    /// The frame that has been dirty for longest.
+    pub(crate) fn oldest(&mut self) -> Option<Aged> {
+        while let Some(&aged) = self.aging.front() {
+            if self.fold(aged.frame, |slot| slot.dirty) != 0 {
+                return Some(aged);
+            }
+            self.aging.pop_front();
+        }
+        None
+    }
+
+    /// Frames that the store does not have all of, in no order; some may be clean.
+    pub(crate) fn unsaved_frames(&self, out: &mut Vec<u64>) {
+        out.extend(self.aging.iter().map(|aged| aged.frame));
+        out.extend(self.flights.cleaned_frames());
+    }
+
+    /// Whether the store lacks anything of a range; `number` is this shard's.
+    pub(crate) fn has_unsaved(&self, pages: &Range<u64>, number: usize) -> bool {
+        let meets = |frame: u64| self.unsaved(frame) & within(frame, pages) != 0;
+        match few_frames(pages) {
+            Some(mut frames) => {
+                frames.any(|frame| VolumeCache::shard_of(frame) == number && meets(frame))
+            }
+            None => {
+                let mut cleaned = self.flights.cleaned_frames();
+                self.aging.iter().any(|aged| meets(aged.frame)) || cleaned.any(meets)
+            }
+        }
+    }
+
+    /// Copies `pages` of `frame`, one run of those that are [`Shard::ready`], to `out`, and takes them for
+    /// being on their way. Returns the number to end that with.
+    pub(crate) fn take_dirty(&mut self, frame: u64, pages: u16, out: &mut [u8]) -> u64 {
+        let from = usize::try_from(pages.trailing_zeros()).unwrap_or(0);
+        let mut at = self.first(frame);
+        while let Some(slot) = self.slots.get_mut(at) {
+            let here = slot.dirty & pages;
+            let base = usize::from(slot.base);
+            for (start, count) in runs(here) {
+                let bytes =
+                    slot.buffer.as_ref().and_then(|b| b.bytes(start - base..start - base + count));
+                debug_assert!(bytes.is_some(), "dirty pages are wired");
+                let Some(bytes) = bytes else { continue };
+                // The last page of a volume may be short.
+                let place = (start - from) * PAGE_BYTES;
+                let length = bytes.len().min(out.len().saturating_sub(place));
+                out[place..place + length].copy_from_slice(&bytes[..length]);
+            }
+            slot.dirty &= !here;
+            slot.cleaning |= here;
+            at = slot.next;
+        }
+        self.flights.begin_clean(frame, pages)
+    }
+
+    /// A copy of `pages` has reached the store, or, if not `saved`, has not: then they are dirty again.
+    pub(crate) fn end_clean(
+        &mut self,
+        frame: u64,
+        (id, pages): (u64, u16),
+        saved: bool,
+        now: u64,
+        wakers: &mut Wakers,
+    ) {
+        let was = self.fold(frame, |slot| slot.dirty);
+        let (mut dirty, mut at) = (0, self.first(frame));
+        while let Some(slot) = self.slots.get_mut(at) {
+            let here = slot.cleaning & pages;
+            slot.cleaning &= !here;
+            if saved {
+                self.tally.dirty -= u64::from((here & !slot.dirty).count_ones());
+            } else {
+                slot.dirty |= here;
+            }
+            dirty |= slot.dirty;
+            // What is clean now may be lent.
+            if here != 0 && slot.flags & QUEUED == 0 {
+                slot.flags |= QUEUED;
+                self.wired.push_back(at);
+            }
+            at = slot.next;
+        }
+        if was == 0 && dirty != 0 {
+            self.aging.push_front(Aged { frame, since: now });
+        }
+        self.flights.end_clean(id, wakers);
+    }
+}

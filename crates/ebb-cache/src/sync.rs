@@ -1,0 +1,27 @@
+//! The synchronisation this crate uses: the standard library's, or shuttle's under model checking.
+//!
+//! A poisoned lock is taken all the same: every critical section leaves its data consistent before it
+//! can panic, and memory must flow back even after a panic somewhere else.
+
+use std::sync::PoisonError;
+
+#[cfg(feature = "shuttle")]
+use shuttle::sync as real;
+#[cfg(not(feature = "shuttle"))]
+use std::sync as real;
+
+pub(crate) use real::MutexGuard;
+
+/// A mutex whose poisoning is ignored.
+#[derive(Debug, Default)]
+pub(crate) struct Mutex<T>(real::Mutex<T>);
+
+impl<T> Mutex<T> {
+    pub(crate) fn new(value: T) -> Mutex<T> {
+        Mutex(real::Mutex::new(value))
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,159 @@
+//! Writeback in steps: acknowledged from memory, clustered in order of offset, kept on failure, told once.
+#![cfg(not(feature = "shuttle"))]
+#![allow(clippy::unwrap_used, reason = "this is a test")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use common::{Disk, MIB, Rig};
+use ebb_cache::{Control, FixedLimit, Mode, Order};
+use ebb_io::{Io, Worker};
+use ebb_mem::pressure::Level;
+use ebb_store::{Record, ZeroFlags};
+
+const SIZE: u64 = 8 * MIB;
+
+fn play<Fut: Future<Output = ()> + 'static>(
+    act: impl FnOnce(Io, Arc<Rig>, Disk) -> Fut + Send + 'static,
+) {
+    let rig = Arc::new(Rig::new(16 * MIB));
+    let worker = Worker::start("back", &rig.memory).unwrap();
+    let disk = rig.volume_as("disk", SIZE, 1, Mode::Writeback);
+    let done = worker.handle().block_on(move |io| act(io, rig, disk));
+    assert!(done.is_some(), "the run panicked; see above");
+}
+
+async fn write(io: &Io, disk: &Disk, offset: u64, length: usize, byte: u8, fua: bool) -> bool {
+    let mut buf = io.pool().get_for_test(length);
+    buf.fill(byte);
+    disk.cached.write(io, &disk.store, buf, offset, fua).await.0.is_ok()
+}
+
+async fn flush(io: &Io, disk: &Disk) -> bool {
+    disk.cached.flush(io, &disk.store).await.is_ok()
+}
+
+async fn read(io: &Io, disk: &Disk, offset: u64, length: usize) -> Vec<u8> {
+    let (result, buf) =
+        disk.cached.read(io, &disk.store, io.pool().get_for_test(length), offset).await;
+    result.unwrap();
+    buf.to_vec()
+}
+
+#[test]
+fn writes_stay_in_memory_until_a_flush_and_go_in_clusters() {
+    play(|io, _rig, disk| async move {
+        disk.test.start_record();
+        // Backwards, so that the order of writing is not that of the offsets.
+        for page in (0..64u64).rev() {
+            assert!(write(&io, &disk, page * 4096, 4096, 7, false).await);
+        }
+        assert!(write(&io, &disk, MIB, 4096, 8, false).await);
+        assert_eq!(disk.test.writes.load(Ordering::Relaxed), 0);
+        assert_eq!(disk.cached.dirty(), 65 * 4096);
+        assert_eq!(read(&io, &disk, 0, 4096).await, [7; 4096]);
+        assert!(flush(&io, &disk).await);
+        assert_eq!(disk.cached.dirty(), 0);
+        let record: Vec<(u64, usize)> = disk
+            .test
+            .take_record()
+            .iter()
+            .map(|record| match record {
+                Record::Write { offset, data, .. } => (*offset, data.len()),
+                Record::Flush => (u64::MAX, 0),
+            })
+            .collect();
+        assert_eq!(record, [(0, 64 * 4096), (MIB, 4096), (u64::MAX, 0)]);
+        assert!(flush(&io, &disk).await);
+        assert_eq!(disk.test.writes.load(Ordering::Relaxed), 2, "nothing is written twice");
+    });
+}
+
+#[test]
+fn a_failed_write_back_is_told_once_and_its_data_is_kept() {
+    play(|io, rig, disk| async move {
+        assert!(write(&io, &disk, 0, 65536, 3, false).await);
+        disk.test.write_faults.store(1000, Ordering::Relaxed);
+        assert!(!flush(&io, &disk).await);
+        assert_eq!(disk.cached.dirty(), 65536);
+        // No pressure takes it.
+        rig.cache.pressure(Level::L3, rig.start);
+        let mut keeper = ebb_cache::Keeper::new(&rig.cache, Box::new(|| None));
+        keeper.turn(&rig.cache, rig.start);
+        assert_eq!(read(&io, &disk, 0, 65536).await, vec![3; 65536]);
+        disk.test.write_faults.store(0, Ordering::Relaxed);
+        assert!(flush(&io, &disk).await);
+        assert_eq!(disk.test.content()[..65536], vec![3; 65536]);
+    });
+}
+
+/// Writes whatever is dirty at once.
+struct Eager;
+
+impl Control for Eager {
+    fn pause(&self, _: Instant, _: u64, _: u64) -> Duration {
+        Duration::ZERO
+    }
+    fn next(&self, _: Instant, _: u64, _: Duration) -> Order {
+        Order::Write(1 << 20)
+    }
+}
+
+#[test]
+fn the_flusher_writes_back_by_itself_and_a_flush_tells_of_its_failure() {
+    play(|io, _rig, disk| async move {
+        disk.cached.set_control(Arc::new(Eager));
+        let flusher = io.spawn(disk.cached.clone().run_flusher(io.clone(), disk.store.clone()));
+        assert!(write(&io, &disk, 0, 1 << 20, 5, false).await);
+        while disk.cached.dirty() > 0 {
+            io.sleep(Duration::from_millis(1)).await;
+        }
+        assert_eq!(disk.test.content()[..1 << 20], vec![5; 1 << 20]);
+        disk.test.write_faults.store(1000, Ordering::Relaxed);
+        assert!(write(&io, &disk, 0, 4096, 6, false).await);
+        while disk.test.writes.load(Ordering::Relaxed) < 2 {
+            io.sleep(Duration::from_millis(1)).await;
+        }
+        disk.test.write_faults.store(0, Ordering::Relaxed);
+        io.sleep(Duration::from_millis(1)).await;
+        assert!(!flush(&io, &disk).await, "it failed in between");
+        assert!(flush(&io, &disk).await, "and that is told once");
+        assert_eq!(disk.test.content()[..4096], [6; 4096]);
+        drop(flusher);
+    });
+}
+
+#[test]
+fn fua_zeroes_and_extents_see_what_is_in_memory() {
+    play(|io, _rig, disk| async move {
+        assert!(write(&io, &disk, 0, 8192, 1, false).await);
+        assert!(write(&io, &disk, 4096, 4096, 2, true).await);
+        let content = disk.test.content();
+        assert_eq!(content[4096], 2, "what lies beside it in the frame may go, too");
+        assert_eq!(disk.test.flushes.load(Ordering::Relaxed), 1);
+        // A part of a dirty page is zeroed: the rest of it is not lost.
+        let flags = ZeroFlags::default();
+        disk.cached.write_zeroes(&io, &disk.store, 512, 512, flags).await.unwrap();
+        let data = read(&io, &disk, 0, 4096).await;
+        assert_eq!((data[0], data[512], data[1024]), (1, 0, 1));
+        assert!(write(&io, &disk, MIB, 512, 4, false).await, "a part of a page");
+        disk.cached.extents(&io, &disk.store, MIB, 4096, 8).await.unwrap();
+        assert_eq!(disk.test.content()[usize::try_from(MIB).unwrap()], 4);
+        let data = read(&io, &disk, MIB, 4096).await;
+        assert_eq!((data[0], data[512]), (4, 0));
+    });
+}
+
+#[test]
+fn the_fixed_limit_pauses_writers_and_wakes_the_flusher() {
+    let control = FixedLimit::default();
+    let now = Instant::now();
+    assert_eq!(control.pause(now, 4096, 0), Duration::ZERO);
+    assert!(control.pause(now, 4096, control.dirty_max) > Duration::ZERO);
+    assert_eq!(control.next(now, 4096, control.age_max), Order::Write(control.cluster));
+    assert!(matches!(control.next(now, 4096, Duration::ZERO), Order::Wait(_)));
+    assert!(matches!(control.next(now, control.dirty_max, Duration::ZERO), Order::Write(_)));
+}

@@ -1,0 +1,108 @@
+//! What the tests of the cache share: a rig, a random source, and the kernel's hand.
+
+#![allow(
+    dead_code,
+    unreachable_pub,
+    clippy::unwrap_used,
+    reason = "tests, each of which uses a part"
+)]
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use ebb_cache::{Cache, CacheOptions, Mode, VolumeCache};
+use ebb_mem::Memory;
+use ebb_store::{Store, TestStore};
+
+pub const MIB: u64 = 1 << 20;
+
+/// Numbers from a seed (xorshift).
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Random {
+        Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    pub fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+
+    pub fn chance(&mut self, per_thousand: u64) -> bool {
+        self.below(1000) < per_thousand
+    }
+}
+
+/// A cache over one or more test stores. Its keeper is turned by the test.
+pub struct Rig {
+    pub memory: Arc<Memory>,
+    pub cache: Arc<Cache>,
+    pub start: Instant,
+}
+
+impl Rig {
+    pub fn new(max: u64) -> Rig {
+        let start = Instant::now();
+        let memory = Memory::new(ebb_mem::Options::new(256 << 20, start)).unwrap();
+        let mut options = CacheOptions::new(start);
+        options.max_bytes = Some(max);
+        let cache = Cache::without_keeper(&memory, options);
+        Rig { memory, cache, start }
+    }
+
+    pub fn volume(&self, name: &str, size: u64, seed: u64) -> Disk {
+        self.volume_as(name, size, seed, Mode::Writethrough)
+    }
+
+    pub fn volume_as(&self, name: &str, size: u64, seed: u64, mode: Mode) -> Disk {
+        let test = Arc::new(TestStore::new(size, seed));
+        let cached = self.cache.volume_as(name, size, mode).unwrap();
+        Disk { store: Arc::new(Store::Test(test.clone())), test, cached }
+    }
+}
+
+/// A volume's cache and the store below it.
+#[derive(Clone)]
+pub struct Disk {
+    pub store: Arc<Store>,
+    pub test: Arc<TestStore>,
+    pub cached: Arc<VolumeCache>,
+}
+
+/// The mapping an address lies in.
+pub fn mapping(address: usize) -> (usize, usize) {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let range = maps.lines().find_map(|line| {
+        let (start, rest) = line.split_once('-')?;
+        let end = rest.split_once(' ')?.0;
+        let start = usize::from_str_radix(start, 16).ok()?;
+        let end = usize::from_str_radix(end, 16).ok()?;
+        (start <= address && address < end).then_some((start, end))
+    });
+    range.expect("every address in use is mapped")
+}
+
+/// The kernel takes what it may of a mapping: lent pages go, others stay.
+pub fn reclaim(mapping: (usize, usize)) {
+    let length = mapping.1 - mapping.0;
+    // SAFETY: MADV_PAGEOUT never loses data of its own accord.
+    unsafe { libc::madvise(mapping.0 as *mut _, length, libc::MADV_PAGEOUT) };
+}
+
+/// Pages of a mapping that memory is behind now.
+pub fn resident(mapping: (usize, usize)) -> u64 {
+    let pages = (mapping.1 - mapping.0) / 4096;
+    let mut there = vec![0u8; pages];
+    // SAFETY: the mapping, and one byte for each of its pages.
+    let result =
+        unsafe { libc::mincore(mapping.0 as *mut _, mapping.1 - mapping.0, there.as_mut_ptr()) };
+    assert_eq!(result, 0, "mincore");
+    there.iter().map(|state| u64::from(state & 1)).sum()
+}

@@ -1,0 +1,107 @@
+//! A warm hit takes nothing from the heap, nor does a miss once the tables are there.
+#![cfg(not(feature = "shuttle"))]
+#![allow(clippy::unwrap_used, reason = "this is a test")]
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{MIB, Random, Rig};
+use ebb_cache::Keeper;
+use ebb_io::Worker;
+
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+fn count() {
+    let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
+}
+
+// SAFETY: hands everything on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(ptr, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+#[test]
+fn a_warm_cache_does_not_touch_the_heap() {
+    let rig = Arc::new(Rig::new(8 * MIB));
+    let worker = Worker::start("warm", &rig.memory).unwrap();
+    let disk = rig.volume("disk", 16 * MIB, 1);
+    let done = worker.handle().block_on(move |io| async move {
+        let mut keeper = Keeper::new(&rig.cache, Box::new(|| Some(0)));
+        let mut random = Random::new(1);
+        let mut random_page = move |end: u64| random.below(end) * 4096;
+        let read = async |offset: u64, length: usize| {
+            let mut buf = io.pool().get_for_test(length);
+            if !disk.cached.try_read_cached(&mut buf, offset) {
+                disk.cached.read(&io, &disk.store, buf, offset).await.0.unwrap();
+            }
+        };
+        let write = async |offset: u64| {
+            let buf = io.pool().get_for_test(4096);
+            disk.cached.write(&io, &disk.store, buf, offset, false).await.0.unwrap();
+        };
+        // Hits, wired and lent.
+        for offset in (0..4 * MIB).step_by(65536) {
+            read(offset, 65536).await;
+        }
+        for lent in [false, true] {
+            if lent {
+                for turn in 0..40 {
+                    keeper.turn(&rig.cache, rig.start + Duration::from_millis(100 * turn));
+                }
+                rig.memory.settle();
+                assert_eq!(rig.cache.stats().total.bufwiredspace, 0);
+            }
+            for length in [4096, 65536, 1 << 20] {
+                read(0, length).await;
+            }
+            let misses = disk.cached.stats().misses;
+            let before = ALLOCATIONS.get();
+            for _ in 0..2000 {
+                read(random_page(1024 - 16), 4096).await;
+                read(random_page(1024 - 16), 65536).await;
+            }
+            read(0, 1 << 20).await;
+            assert_eq!(ALLOCATIONS.get() - before, 0, "hits, lent: {lent}");
+            assert_eq!(disk.cached.stats().misses, misses, "all of them were hits");
+        }
+        // Misses, writes and evictions: only what grows the tables, and less and less of that.
+        let mut last = u64::MAX;
+        for _ in 0..20 {
+            let before = ALLOCATIONS.get();
+            for _ in 0..2000 {
+                read(random_page(4096), 4096).await;
+                write(random_page(4096)).await;
+            }
+            last = ALLOCATIONS.get() - before;
+            if last == 0 {
+                break;
+            }
+        }
+        assert_eq!(last, 0, "misses and writes of a warm cache");
+    });
+    assert!(done.is_some(), "the run panicked; see above");
+}

@@ -1,0 +1,326 @@
+//! The eviction policy against an oracle, and what is expected of it: bounded, resistant to scans, and cold
+//! data first.
+
+#![allow(clippy::unwrap_used, reason = "a test")]
+
+use std::collections::{BTreeMap, HashSet};
+
+use ebb_cache::policy::{Eviction, Policy};
+use proptest::prelude::*;
+
+/// What a shard does.
+#[derive(Debug, Clone)]
+enum Step {
+    Insert {
+        slot: u32,
+        key: u64,
+        cold: bool,
+    },
+    Hit(u32),
+    Remove(u32),
+    Lose(u32),
+    /// Slots `slot % modulus == rest` are refused.
+    Evict {
+        modulus: u32,
+        rest: u32,
+    },
+    Coldest(usize),
+    Age(u32),
+}
+
+fn steps(slots: u32) -> impl Strategy<Value = Vec<Step>> {
+    let slot = 0..slots;
+    let insert = (slot.clone(), 0..u64::from(slots) * 4, prop::bool::weighted(0.2));
+    let step = prop_oneof![
+        8 => insert.prop_map(|(slot, key, cold)| Step::Insert { slot, key, cold }),
+        8 => slot.clone().prop_map(Step::Hit),
+        1 => slot.clone().prop_map(Step::Remove),
+        1 => slot.prop_map(Step::Lose),
+        5 => (1..5_u32, 0..6_u32).prop_map(|(modulus, rest)| Step::Evict { modulus, rest }),
+        1 => (0..300_usize).prop_map(Step::Coldest),
+        1 => (0..300_u32).prop_map(Step::Age),
+    ];
+    prop::collection::vec(step, 0..600)
+}
+
+/// Does one step; `inside` is what ought to be in the policy.
+fn check(policy: &mut Eviction, inside: &mut BTreeMap<u32, bool>, step: &Step) {
+    match *step {
+        Step::Insert { slot, key, cold } => {
+            policy.insert(slot, key, cold);
+            inside.insert(slot, cold);
+        }
+        Step::Hit(slot) => policy.hit(slot),
+        Step::Remove(slot) => {
+            policy.remove(slot);
+            inside.remove(&slot);
+        }
+        Step::Lose(slot) => {
+            policy.lose(slot);
+            inside.remove(&slot);
+        }
+        Step::Evict { modulus, rest } => {
+            let may = |slot: u32| slot % modulus != rest;
+            let least = inside.keys().any(|slot| may(*slot));
+            let went = policy.evict(|slot| {
+                assert!(inside.contains_key(&slot), "slot {slot} is offered but not inside");
+                may(slot)
+            });
+            assert_eq!(went.is_some(), least, "one that may go is found");
+            if let Some(slot) = went {
+                assert!(may(slot), "slot {slot} was refused");
+                assert!(inside.remove(&slot).is_some(), "slot {slot} went twice");
+            }
+        }
+        Step::Coldest(n) => {
+            let mut out = vec![u32::MAX];
+            policy.coldest(n, &mut out);
+            let listed: HashSet<u32> = out[1..].iter().copied().collect();
+            assert_eq!(out.len() - 1, n.min(inside.len()));
+            assert_eq!(listed.len(), out.len() - 1, "each once");
+            assert!(listed.iter().all(|slot| inside.contains_key(slot)));
+        }
+        Step::Age(n) => policy.age(n),
+    }
+    assert_eq!(policy.len(), u32::try_from(inside.len()).unwrap());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    #[test]
+    fn a_slot_is_inside_until_it_goes_exactly_once(
+        steps in steps(120),
+        capacity in prop_oneof![Just(0_u32), Just(120)],
+    ) {
+        let mut policy = Eviction::with_capacity(capacity);
+        let mut inside = BTreeMap::new();
+        for step in &steps {
+            check(&mut policy, &mut inside, step);
+        }
+        // What is left goes, each once, and then nothing.
+        while let Some(slot) = policy.evict(|_| true) {
+            prop_assert!(inside.remove(&slot).is_some());
+        }
+        prop_assert!(inside.is_empty() && policy.is_empty());
+    }
+
+    #[test]
+    fn a_full_table_never_grows(steps in steps(100)) {
+        let mut policy = Eviction::with_capacity(100);
+        let (mut inside, bytes) = (BTreeMap::new(), policy.bytes());
+        for step in &steps {
+            check(&mut policy, &mut inside, step);
+        }
+        prop_assert_eq!(policy.bytes(), bytes);
+    }
+}
+
+/// A cache without data. Pages are keys; the slot of each is looked up.
+struct Cache {
+    policy: Eviction,
+    slots: BTreeMap<u64, u32>,
+    pages: Vec<Option<u64>>,
+    free: Vec<u32>,
+}
+
+impl Cache {
+    fn new(size: u32) -> Cache {
+        let pages = vec![None; size as usize];
+        let free = (0..size).rev().collect();
+        Cache { policy: Eviction::with_capacity(size), slots: BTreeMap::new(), pages, free }
+    }
+
+    fn evict(&mut self) -> u64 {
+        let slot = self.policy.evict(|_| true).unwrap();
+        let page = self.pages[slot as usize].take().unwrap();
+        self.slots.remove(&page);
+        self.free.push(slot);
+        page
+    }
+
+    /// Whether it hit.
+    fn access(&mut self, page: u64, cold: bool) -> bool {
+        if let Some(slot) = self.slots.get(&page) {
+            self.policy.hit(*slot);
+            return true;
+        }
+        if self.free.is_empty() {
+            self.evict();
+        }
+        let slot = self.free.pop().unwrap();
+        self.pages[slot as usize] = Some(page);
+        self.slots.insert(page, slot);
+        self.policy.insert(slot, page << 4, cold);
+        false
+    }
+
+    fn touch(&mut self, page: u64, cold: bool) {
+        self.access(page, cold);
+    }
+
+    fn has(&self, page: u64) -> bool {
+        self.slots.contains_key(&page)
+    }
+}
+
+#[test]
+fn a_scan_of_ten_times_the_cache_leaves_the_hot_set() {
+    for cold in [false, true] {
+        let mut cache = Cache::new(1000);
+        for round in 0..20_u64 {
+            (0..500).for_each(|page| cache.touch(page, false));
+            // Some traffic beside it, so that the hot pages are told from the rest.
+            (0..200).for_each(|page| cache.touch(1_000_000 + round * 200 + page, false));
+        }
+        (0..10_000).for_each(|page| cache.touch(10_000 + page, cold));
+        let kept = (0..500).filter(|page| cache.has(*page)).count();
+        assert!(kept >= 475, "{kept} of 500 hot pages are left, cold: {cold}");
+    }
+}
+
+#[test]
+fn one_pass_data_goes_first_and_in_its_order() {
+    let mut cache = Cache::new(100);
+    (0..60).for_each(|page| cache.touch(page, false));
+    (100..140).for_each(|page| cache.touch(page, true));
+    // Read as a stream reads what was read ahead: at once, several times.
+    (100..140).for_each(|page| cache.touch(page, true));
+    let mut coldest = Vec::new();
+    cache.policy.coldest(35, &mut coldest);
+    let pages: Vec<u64> = coldest.iter().map(|slot| cache.pages[*slot as usize].unwrap()).collect();
+    let went: Vec<u64> = (0..35).map(|_| cache.evict()).collect();
+    assert!(went.iter().all(|page| *page >= 100), "{went:?}");
+    assert_eq!(went, pages, "lent in the order in which they would go");
+}
+
+#[test]
+fn uses_within_a_moment_count_as_one() {
+    let mut cache = Cache::new(1000);
+    for round in 0..4 {
+        (0..800).for_each(|page| cache.touch(page, false));
+        (0..100).for_each(|page| cache.touch(100_000 + round * 100 + page, false));
+    }
+    // Each new page is read four times at once, and then never again: no reason to keep it.
+    for page in 2000..8000 {
+        (0..4).for_each(|_| cache.touch(page, false));
+    }
+    let kept = (0..800).filter(|page| cache.has(*page)).count();
+    assert!(kept >= 760, "{kept} of 800 pages in use are left");
+}
+
+#[test]
+fn who_comes_back_soon_stays() {
+    let mut cache = Cache::new(1000);
+    let mut scan = 10_000..;
+    let mut scanned = |cache: &mut Cache, n: usize| {
+        scan.by_ref().take(n).for_each(|page| cache.touch(page, false));
+    };
+    // Used often, so that the main queue is not empty.
+    for _ in 0..3 {
+        (1000..1800).for_each(|page| cache.touch(page, false));
+        scanned(&mut cache, 100);
+    }
+    cache.access(7, false);
+    scanned(&mut cache, 600);
+    assert!(!cache.has(7), "it was new and went");
+    assert!(!cache.access(7, false));
+    scanned(&mut cache, 600);
+    assert!(cache.has(7), "it came back, and is kept");
+}
+
+#[test]
+fn what_the_kernel_took_is_remembered_and_what_was_discarded_is_not() {
+    for (lost, kept) in [(true, true), (false, false)] {
+        let mut cache = Cache::new(1000);
+        for _ in 0..3 {
+            (0..600).for_each(|page| cache.touch(page, false));
+            (0..300).for_each(|page| cache.touch(5000 + page, false));
+        }
+        let slot = cache.slots.remove(&7).unwrap();
+        cache.pages[slot as usize] = None;
+        cache.free.push(slot);
+        if lost {
+            cache.policy.lose(slot);
+        } else {
+            cache.policy.remove(slot);
+        }
+        cache.access(7, false);
+        (0..600).for_each(|page| cache.touch(10_000 + page, false));
+        assert_eq!(cache.has(7), kept, "lost: {lost}");
+    }
+}
+
+#[test]
+fn what_was_hot_long_ago_cools_with_age() {
+    let mut cache = Cache::new(1000);
+    // There is room for all: nothing is evicted.
+    for _ in 0..5 {
+        (0..900).for_each(|page| cache.touch(page, false));
+    }
+    cache.policy.age(1000);
+    for _ in 0..5 {
+        (0..900).for_each(|page| cache.touch(page, false));
+    }
+    for _ in 0..6 {
+        cache.policy.age(1000);
+        (600..900).for_each(|page| cache.touch(page, false));
+    }
+    let went: HashSet<u64> = (0..550).map(|_| cache.evict()).collect();
+    let mistakes = went.iter().filter(|page| **page >= 600).count();
+    assert_eq!(mistakes, 0, "pages in use went before those used long ago");
+}
+
+#[test]
+fn a_call_looks_at_a_bounded_number_of_slots() {
+    let mut policy = Eviction::with_capacity(100_000);
+    for slot in 0..100_000 {
+        policy.insert(slot, u64::from(slot), slot % 3 == 0);
+    }
+    let mut asked = 0;
+    assert_eq!(
+        policy.evict(|_| {
+            asked += 1;
+            false
+        }),
+        None
+    );
+    assert!(asked <= 2048, "{asked} slots were looked at");
+    // All are used as much as can be: the first call finds one all the same.
+    for slot in 0..100_000 {
+        (0..4).for_each(|_| policy.hit(slot));
+    }
+    assert!(policy.evict(|_| true).is_some());
+    // Only the last may go: calls go on where others ended, and come to it.
+    let calls = (0..1000).position(|_| policy.evict(|slot| slot == 99_999).is_some());
+    assert!(calls.is_some());
+}
+
+#[test]
+fn wrong_slots_are_ignored() {
+    let mut policy = Eviction::with_capacity(4);
+    for slot in [0, 3, 4, 1_000_000, u32::MAX] {
+        policy.hit(slot);
+        policy.remove(slot);
+        policy.lose(slot);
+    }
+    assert_eq!(policy.evict(|_| true), None);
+    policy.insert(1, 1, false);
+    policy.insert(1, 2, true);
+    assert_eq!(policy.len(), 1);
+    assert_eq!(policy.evict(|_| true), Some(1));
+    assert!(policy.is_empty());
+}
+
+#[test]
+fn metadata_is_small() {
+    let slots = 1 << 20;
+    let mut policy = Eviction::with_capacity(slots);
+    assert!(policy.bytes() <= 20 * slots as usize, "{} bytes", policy.bytes());
+    // A table that grows by itself is no more than twice that.
+    policy = Eviction::with_capacity(0);
+    for slot in 0..(1 << 16) + 1 {
+        policy.insert(slot, u64::from(slot), false);
+    }
+    assert!(policy.bytes() <= (2 * 20) << 16, "{} bytes", policy.bytes());
+}

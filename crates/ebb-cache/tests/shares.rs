@@ -1,0 +1,116 @@
+//! Who gives way: a scan before the hot set, the noisy volume before the quiet one. Counts only, no time.
+#![cfg(not(feature = "shuttle"))]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{Disk, MIB, Random, Rig};
+use ebb_cache::{Keeper, pages_taken};
+use ebb_io::{Io, Worker};
+
+const PAGE: u64 = 4096;
+const CACHE: u64 = 16 * MIB;
+
+async fn read(io: &Io, disk: &Disk, offset: u64, length: usize) {
+    let mut buf = io.pool().get_for_test(length);
+    if !disk.cached.try_read_cached(&mut buf, offset) {
+        disk.cached.read(io, &disk.store, buf, offset).await.0.unwrap();
+    }
+}
+
+/// Hits per page over `count` reads of a set of `pages`, most of them of a few.
+async fn hot(io: &Io, disk: &Disk, random: &mut Random, pages: u64, count: u32) -> f64 {
+    let before = disk.cached.stats();
+    for _ in 0..count {
+        let page = random.below(pages).min(random.below(pages));
+        read(io, disk, page * PAGE, 4096).await;
+    }
+    let after = disk.cached.stats();
+    let hits = u32::try_from(after.hits - before.hits).unwrap();
+    f64::from(hits) / f64::from(count)
+}
+
+fn on_a_worker<Fut: Future<Output = ()> + 'static>(
+    play: impl FnOnce(Io, Arc<Rig>) -> Fut + Send + 'static,
+) {
+    let rig = Arc::new(Rig::new(CACHE));
+    let worker = Worker::start("shares", &rig.memory).unwrap();
+    let done = worker.handle().block_on(move |io| play(io, rig));
+    assert!(done.is_some(), "the run panicked; see above");
+}
+
+#[test]
+fn a_scan_of_ten_times_the_cache_costs_the_hot_set_five_points_at_most() {
+    on_a_worker(|io, rig| async move {
+        let mut random = Random::new(3);
+        let mut keeper = Keeper::new(&rig.cache, Box::new(pages_taken));
+        let disk = rig.volume("disk", 256 * MIB, 1);
+        // The hot set is three quarters of the cache.
+        let pages = CACHE / PAGE * 3 / 4;
+        hot(&io, &disk, &mut random, pages, 60_000).await;
+        let before = hot(&io, &disk, &mut random, pages, 10_000).await;
+        // One pass beside the hot set, which goes on.
+        let mut now = rig.start;
+        for (step, offset) in (64 * MIB..64 * MIB + 10 * CACHE).step_by(65536).enumerate() {
+            read(&io, &disk, offset, 65536).await;
+            hot(&io, &disk, &mut random, pages, 8).await;
+            if step % 64 == 0 {
+                now += Duration::from_millis(100);
+                keeper.turn(&rig.cache, now);
+            }
+        }
+        let after = hot(&io, &disk, &mut random, pages, 10_000).await;
+        println!("hit ratio {before:.3} before the scan, {after:.3} after");
+        assert!(before > 0.9, "the hot set fits: {before}");
+        assert!(before - after <= 0.05, "{before} before the scan, {after} after");
+    });
+}
+
+#[test]
+fn a_noisy_volume_costs_the_quiet_one_ten_points_at_most() {
+    on_a_worker(|io, rig| async move {
+        let mut random = Random::new(4);
+        let mut keeper = Keeper::new(&rig.cache, Box::new(pages_taken));
+        let quiet = rig.volume("quiet", 64 * MIB, 1);
+        let noisy = rig.volume("noisy", 256 * MIB, 2);
+        // The quiet one needs a little less than its half.
+        let pages = CACHE / PAGE * 2 / 5;
+        let mut now = rig.start;
+        let mut turn = |keeper: &mut Keeper| {
+            now += Duration::from_millis(300);
+            keeper.turn(&rig.cache, now);
+        };
+        hot(&io, &quiet, &mut random, pages, 40_000).await;
+        let before = hot(&io, &quiet, &mut random, pages, 10_000).await;
+        // Ten reads of the noisy one, all over its disk and each twice, for one of the quiet one.
+        let mut during = 0.0;
+        for _ in 0..100 {
+            for _ in 0..500 {
+                let page = random.below(256 * MIB / PAGE);
+                read(&io, &noisy, page * PAGE, 4096).await;
+                read(&io, &noisy, page * PAGE, 4096).await;
+            }
+            during += hot(&io, &quiet, &mut random, pages, 100).await / 100.0;
+            turn(&mut keeper);
+        }
+        println!("hit ratio {before:.3} alone, {during:.3} beside the noisy one");
+        assert!(before > 0.9);
+        assert!(before - during <= 0.10, "{before} alone, {during} beside the noisy one");
+        let stats = rig.cache.stats();
+        assert!(stats.total.bufspace <= CACHE);
+        // Free when not tight: the quiet one sleeps, and the other takes what it wants.
+        for _ in 0..200 {
+            read(&io, &noisy, random.below(256 * MIB / PAGE) * PAGE, 4096).await;
+            turn(&mut keeper);
+        }
+        for _ in 0..20_000 {
+            read(&io, &noisy, random.below(256 * MIB / PAGE) * PAGE, 4096).await;
+        }
+        let held = |disk: &Disk| disk.cached.stats().bufspace;
+        println!("quiet {} noisy {}", held(&quiet), held(&noisy));
+        assert!(held(&noisy) > CACHE * 9 / 10, "an idle volume has no share");
+    });
+}

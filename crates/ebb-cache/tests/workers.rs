@@ -1,0 +1,237 @@
+//! Several workers on one volume, a keeper thread, pressure, and a kernel that takes what was lent, all at
+//! once. Each task owns some sectors, between those of others in the same pages, and knows what they hold.
+#![cfg(not(feature = "shuttle"))]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use common::{Disk, MIB, Random};
+use ebb_cache::{Cache, CacheOptions, FixedLimit, Mode};
+use ebb_io::{Io, Worker};
+use ebb_mem::Memory;
+use ebb_mem::pressure::Level;
+use ebb_store::{Store, TestStore, ZeroFlags};
+
+const SECTOR: u64 = 512;
+const SIZE: u64 = 4 * MIB;
+const WORKERS: u64 = 3;
+const OWNERS: u64 = 2 * WORKERS;
+const OPERATIONS: u32 = 15_000;
+
+/// Who owns a sector: in the first half of the volume stripes of 1 KiB, in the second whole frames.
+fn owner(sector: u64) -> u64 {
+    if sector < SIZE / SECTOR / 2 { sector / 2 % OWNERS } else { sector / 128 % OWNERS }
+}
+
+/// A range of `owner`'s own: first sector and number.
+fn own_range(random: &mut Random, owner: u64) -> (u64, u64) {
+    let half = SIZE / SECTOR / 2;
+    if random.chance(500) {
+        let stripe = random.below(half / 2 / OWNERS) * OWNERS + owner;
+        let first = random.below(2);
+        return (stripe * 2 + first, 1 + random.below(2 - first));
+    }
+    let frames = half / 128;
+    let frame = loop {
+        let frame = frames + random.below(frames);
+        if frame % OWNERS == owner {
+            break frame;
+        }
+    };
+    let mut first = random.below(128);
+    let mut count = 1 + random.below(128 - first);
+    if random.chance(500) {
+        (first, count) = (first / 8 * 8, count.next_multiple_of(8).min(128 - first / 8 * 8));
+    }
+    (frame * 128 + first, count)
+}
+
+struct Task {
+    io: Io,
+    disk: Disk,
+    owner: u64,
+    random: Random,
+    /// What the sectors hold, as far as they are this task's.
+    known: Vec<u8>,
+}
+
+fn bytes(sector: u64, count: u64) -> std::ops::Range<usize> {
+    usize::try_from(sector * SECTOR).unwrap()..usize::try_from((sector + count) * SECTOR).unwrap()
+}
+
+impl Task {
+    async fn run(mut self) {
+        for number in 0..OPERATIONS {
+            match self.random.below(20) {
+                0..9 => self.change(number).await,
+                9 if self.disk.cached.mode() == Mode::Writeback => {
+                    // It may tell of a failure; the data is kept.
+                    let _ = self.disk.cached.flush(&self.io, &self.disk.store).await;
+                }
+                9 if self.random.chance(200) => {
+                    let offset = self.random.below(SIZE);
+                    self.disk.cached.invalidate(offset, self.random.below(SIZE - offset));
+                }
+                _ => self.read().await,
+            }
+        }
+    }
+
+    async fn change(&mut self, number: u32) {
+        let (sector, count) = own_range(&mut self.random, self.owner);
+        let range = bytes(sector, count);
+        let Disk { store, cached, test } = &self.disk;
+        let result = if self.random.chance(100) {
+            let length = count * SECTOR;
+            let flags = ZeroFlags::default();
+            let result = cached.write_zeroes(&self.io, store, sector * SECTOR, length, flags).await;
+            self.known[range.clone()].fill(0);
+            result
+        } else {
+            let mut buf = self.io.pool().get_for_test(range.len());
+            for (at, sector) in buf.chunks_mut(512).enumerate() {
+                sector.fill(u8::try_from((u64::from(number) + at as u64) % 251).unwrap() + 1);
+            }
+            self.known[range.clone()].copy_from_slice(&buf);
+            cached.write(&self.io, store, buf, sector * SECTOR, false).await.0
+        };
+        if result.is_err() && cached.mode() == Mode::Writethrough {
+            test.look(sector * SECTOR, &mut self.known[range]);
+        } else if result.is_err() {
+            // In writeback the new data may have been kept: it is what is read now.
+            loop {
+                let buf = self.io.pool().get_for_test(range.len());
+                let read = cached.read(&self.io, store, buf, sector * SECTOR).await;
+                if let (Ok(()), buf) = read {
+                    break self.known[range].copy_from_slice(&buf);
+                }
+            }
+        }
+    }
+
+    async fn read(&mut self) {
+        let count = if self.random.chance(900) { 16 } else { 600 };
+        let (sector, _) = own_range(&mut self.random, self.owner);
+        let count = (1 + self.random.below(count)).min(SIZE / SECTOR - sector);
+        let range = bytes(sector, count);
+        let Disk { store, cached, .. } = &self.disk;
+        let mut buf = self.io.pool().get_for_test(range.len());
+        if !cached.read_cached(&self.io, store, &mut buf, sector * SECTOR) {
+            let (result, back) = cached.read(&self.io, store, buf, sector * SECTOR).await;
+            buf = back;
+            if result.is_err() {
+                return;
+            }
+        }
+        for at in 0..count {
+            if owner(sector + at) == self.owner {
+                let part = bytes(at, 1);
+                let known = &self.known[bytes(sector + at, 1)];
+                assert!(buf[part] == *known, "owner {}, sector {}", self.owner, sector + at);
+            }
+        }
+    }
+}
+
+#[test]
+fn tasks_on_several_workers_find_what_they_wrote() {
+    run(11, Mode::Writethrough);
+}
+
+#[test]
+fn tasks_on_several_workers_find_what_is_to_be_written_back() {
+    run(12, Mode::Writeback);
+}
+
+fn run(seed: u64, mode: Mode) {
+    println!("seed {seed}, {mode}");
+    let now = Instant::now();
+    let memory = Memory::new(ebb_mem::Options::new(256 << 20, now)).unwrap();
+    let mut options = CacheOptions::new(now);
+    options.max_bytes = Some(3 * MIB);
+    let cache = Cache::start(&memory, options).unwrap();
+    let test = Arc::new(TestStore::new(SIZE, seed));
+    test.waits.store(2, Ordering::Relaxed);
+    test.read_faults.store(2, Ordering::Relaxed);
+    test.write_faults.store(5, Ordering::Relaxed);
+    let cached = cache.volume_as("disk", SIZE, mode).unwrap();
+    let disk = Disk { store: Arc::new(Store::Test(test.clone())), test, cached };
+    let workers: Vec<Worker> =
+        (0..WORKERS).map(|n| Worker::start(&format!("worker-{n}"), &memory).unwrap()).collect();
+    if mode == Mode::Writeback {
+        let age_max = Duration::from_millis(5);
+        let control = FixedLimit { age_max, ..FixedLimit::default() };
+        disk.cached.set_control(Arc::new(control));
+        // Two flushers: more than there will be, so that they meet.
+        for worker in &workers[..2] {
+            let (cached, store) = (disk.cached.clone(), disk.store.clone());
+            worker.handle().spawn(move |io| cached.run_flusher(io, store));
+        }
+    }
+    let ended = Arc::new(AtomicBool::new(false));
+    let threads: Vec<_> = (0..OWNERS)
+        .map(|owner| {
+            let handle = workers[usize::try_from(owner % WORKERS).unwrap()].handle();
+            let disk = disk.clone();
+            std::thread::spawn(move || {
+                handle.block_on(move |io| {
+                    let known = vec![0; usize::try_from(SIZE).unwrap()];
+                    let random = Random::new(seed * 100 + owner);
+                    Task { io, disk, owner, random, known }.run()
+                })
+            })
+        })
+        .collect();
+    let disturber = {
+        let (cache, memory, ended) = (cache.clone(), memory.clone(), ended.clone());
+        let mapping = workers[0].handle().block_on(|io| async move {
+            common::mapping(io.pool().get_for_test(4096).as_ptr().addr())
+        });
+        std::thread::spawn(move || {
+            let mut random = Random::new(seed);
+            while !ended.load(Ordering::Relaxed) {
+                let level = match random.below(40) {
+                    0..6 => Some(Level::L1),
+                    6..8 => Some(Level::L2),
+                    8 => Some(Level::L3),
+                    9..20 => Some(Level::L0),
+                    _ => None,
+                };
+                // As if more time had passed than has, so that growth comes back.
+                let ahead = Duration::from_secs(random.below(100));
+                level.into_iter().for_each(|level| cache.pressure(level, now + ahead));
+                memory.settle();
+                common::reclaim(mapping.unwrap());
+            }
+        })
+    };
+    let results: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+    ended.store(true, Ordering::Relaxed);
+    disturber.join().unwrap();
+    assert!(results.iter().all(Option::is_some), "a task panicked; see above");
+    if mode == Mode::Writeback {
+        disk.test.write_faults.store(0, Ordering::Relaxed);
+        let (cached, store) = (disk.cached.clone(), disk.store.clone());
+        let flushed = workers[2].handle().block_on(move |io| async move {
+            while cached.flush(&io, &store).await.is_err() {}
+            let mut buf = io.pool().get_for_test(usize::try_from(SIZE).unwrap());
+            for at in (0..SIZE).step_by(65536) {
+                let part = io.pool().get_for_test(65536);
+                let (result, part) = cached.read(&io, &store, part, at).await;
+                result.unwrap();
+                let range = bytes(at / SECTOR, 128);
+                buf[range].copy_from_slice(&part);
+            }
+            buf.to_vec()
+        });
+        assert!(flushed.unwrap() == disk.test.content(), "all of it is on the store");
+        assert_eq!(disk.cached.dirty(), 0);
+    }
+    let stats = disk.cached.stats();
+    println!("{stats:?}");
+    assert!(stats.hits > 0 && stats.lost_hits + stats.reclaimed > 0 && stats.evictions > 0);
+}

@@ -1,0 +1,303 @@
+//! Buffers of at most 16 pages in 16 bytes: what a cache has a million of.
+//!
+//! A [`SmallBuffer`] is to a block of up to 64 KiB what a [`Buffer`](crate::Buffer) is to a larger
+//! one, with the same protocol (`sentinel.rs`), and two things more:
+//! - lent data can be *read where it lies* ([`SmallBuffer::read_lent`]): a cache hit need not wire;
+//! - lending is in two steps, so that thousands of buffers cost one lock: [`SmallBuffer::arm`] puts
+//!   the sentinels in, [`Offers`] then offers all that is armed. A page that was armed and never
+//!   offered merely stays with us; one that was rewired in between is not offered.
+//!
+//! # Invariants
+//! - Bytes of lent pages cannot be reached but through [`SmallBuffer::read_lent`].
+//! - A page that is not marked as lent is never offered.
+
+use std::ops::Range;
+
+use crate::advise::Locked;
+use crate::arena::{Give, Retake};
+use crate::block::Block;
+use crate::buffer::RewireError;
+use crate::class::{EXTENT_PAGES, PAGE_BYTES};
+use crate::memory::Memory;
+use crate::sentinel;
+use crate::sync::Ordering;
+use crate::sys::Span;
+use crate::worker::Worker;
+
+/// Most pages of a [`SmallBuffer`].
+pub const SMALL_PAGES: usize = 16;
+
+/// A block of at most [`SMALL_PAGES`] pages whose idle pages can be lent with their content. Sets of
+/// its pages are bit masks: bit 0 is the first page.
+#[must_use = "a dropped buffer is lost: free it"]
+#[derive(Debug)]
+pub struct SmallBuffer(Block);
+
+/// The pages of a mask, ascending.
+fn each(mut mask: u16) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let page = usize::try_from(mask.trailing_zeros()).ok().filter(|_| mask != 0)?;
+        mask &= mask - 1;
+        Some(page)
+    })
+}
+
+/// The runs of a mask, ascending: first page and number of pages.
+fn runs(mut mask: u16) -> impl Iterator<Item = (usize, usize)> {
+    std::iter::from_fn(move || {
+        let start = usize::try_from(mask.trailing_zeros()).ok().filter(|_| mask != 0)?;
+        let count = usize::try_from((mask >> start).trailing_ones()).ok()?;
+        mask &= !run(start, count);
+        Some((start, count))
+    })
+}
+
+fn run(start: usize, count: usize) -> u16 {
+    let all = (1u32 << count) - 1;
+    u16::try_from((all << start) & 0xffff).unwrap_or(u16::MAX)
+}
+
+impl SmallBuffer {
+    /// Makes a buffer of a block.
+    ///
+    /// # Errors
+    /// The block itself, if it has more than [`SMALL_PAGES`] pages.
+    pub fn new(block: Block) -> Result<SmallBuffer, Block> {
+        if block.capacity() <= SMALL_PAGES * PAGE_BYTES && !block.is_run() {
+            Ok(SmallBuffer(block))
+        } else {
+            Err(block)
+        }
+    }
+
+    /// Pages of 4 KiB: 1, 2, 4, 8 or 16.
+    #[inline]
+    pub fn pages(&self) -> usize {
+        self.0.capacity() / PAGE_BYTES
+    }
+
+    /// All its pages.
+    #[inline]
+    pub fn all(&self) -> u16 {
+        run(0, self.pages())
+    }
+
+    /// The pages that are lent.
+    #[inline]
+    pub fn lent(&self) -> u16 {
+        self.0.lent()
+    }
+
+    fn slice(&self, pages: &Range<usize>) -> Option<Range<usize>> {
+        let inside = pages.start <= pages.end && pages.end <= self.pages();
+        (inside && self.lent() & run(pages.start, pages.len()) == 0)
+            .then(|| pages.start * PAGE_BYTES..pages.end * PAGE_BYTES)
+    }
+
+    /// The bytes of `pages`; `None` if one of them is lent or outside.
+    #[inline]
+    pub fn bytes(&self, pages: Range<usize>) -> Option<&[u8]> {
+        let slice = self.slice(&pages)?;
+        Some(self.0.bytes_in(slice))
+    }
+
+    /// The bytes of `pages`, to write; `None` if one of them is lent or outside.
+    #[inline]
+    pub fn bytes_mut(&mut self, pages: Range<usize>) -> Option<&mut [u8]> {
+        let slice = self.slice(&pages)?;
+        Some(self.0.bytes_in_mut(slice))
+    }
+
+    fn first(&self, memory: &Memory) -> Option<usize> {
+        memory.core.reservation.page_of(self.0.start())
+    }
+
+    /// Copies the bytes from `from` on (within `page`) out of a lent page, without wiring it: the
+    /// kernel sees that it is in use, and may still take it. False if the kernel has taken it: then
+    /// `out` holds garbage, and the page must be [rewired](SmallBuffer::rewire) and filled anew.
+    ///
+    /// # Panics
+    /// If the range is not within the page, or the page is not lent.
+    #[must_use]
+    pub fn read_lent(&self, memory: &Memory, page: usize, from: usize, out: &mut [u8]) -> bool {
+        assert!(page < self.pages() && self.lent() >> page & 1 == 1, "only of a lent page");
+        let Some(first) = self.first(memory) else { return false };
+        let there =
+            sentinel::copy_lent(&memory.core.reservation, &memory.saved, first + page, from, out);
+        if !there {
+            memory.lost.fetch_add(1, Ordering::Relaxed);
+        }
+        there
+    }
+
+    /// Marks those of `pages` that are wired as lent, and puts their sentinels in. The data must be
+    /// clean: somewhere else it exists, too. They are lent once [`Offers`] has been told. Returns
+    /// the pages marked; none where memory cannot be lent.
+    pub fn arm(&mut self, worker: &Worker, pages: u16) -> u16 {
+        let memory = worker.memory();
+        let wanted = pages & self.all() & !self.lent();
+        let Some(first) = self.first(memory).filter(|_| wanted != 0) else { return 0 };
+        for page in each(wanted) {
+            sentinel::arm(&memory.core.reservation, &memory.saved, first + page);
+        }
+        self.0.set_lent(self.lent() | wanted);
+        self.account(worker, wanted, -1);
+        wanted
+    }
+
+    /// Wires those of `pages` that are lent, and says which of them are lost: their content is gone
+    /// and they must be filled anew, each wholly.
+    ///
+    /// # Errors
+    /// [`RewireError`]; then nothing has changed.
+    pub fn rewire(&mut self, worker: &Worker, pages: u16) -> Result<u16, RewireError> {
+        let memory = worker.memory();
+        let wanted = pages & self.lent();
+        let Some(first) = self.first(memory).filter(|_| wanted != 0) else { return Ok(0) };
+        {
+            let mut arena = memory.core.books.lock();
+            let spans = || runs(wanted).map(|(start, pages)| Span { page: first + start, pages });
+            if spans().any(|span| arena.is_busy(span)) {
+                return Err(RewireError::Busy);
+            }
+            if !arena.has_room(spans().map(|span| span.pages).sum()) {
+                return Err(RewireError::Exhausted);
+            }
+            for span in spans() {
+                if arena.retake(span) != Retake::Taken {
+                    return Err(RewireError::Busy);
+                }
+            }
+        }
+        let mut lost = 0;
+        for page in each(wanted) {
+            if !sentinel::disarm(&memory.core.reservation, &memory.saved, first + page) {
+                lost |= run(page, 1);
+            }
+        }
+        self.0.set_lent(self.lent() & !wanted);
+        self.account(worker, wanted, 1);
+        memory.lost.fetch_add(u64::from(lost.count_ones()), Ordering::Relaxed);
+        memory.kept.fetch_add(u64::from((wanted & !lost).count_ones()), Ordering::Relaxed);
+        Ok(lost)
+    }
+
+    fn account(&self, worker: &Worker, pages: u16, sign: i64) {
+        let bytes = sign * i64::from(pages.count_ones()) * PAGE_BYTES_SIGNED;
+        worker.0.account(self.0.owner(), bytes, -bytes);
+    }
+
+    /// Which pages have memory behind them at this moment. For accounting only: a page may go right
+    /// after, so that what is still there is decided by [`SmallBuffer::read_lent`] or
+    /// [`SmallBuffer::rewire`]. All pages, if the kernel does not say.
+    pub fn resident(&self, memory: &Memory) -> u16 {
+        let mut there = [1; SMALL_PAGES];
+        let there = &mut there[..self.pages()];
+        match self.first(memory) {
+            Some(first) if memory.core.reservation.resident(first, there) => {
+                let bit = |(page, state): (usize, &u8)| run(page, usize::from(state & 1));
+                there.iter().enumerate().map(bit).fold(0, |mask, bit| mask | bit)
+            }
+            _ => self.all(),
+        }
+    }
+
+    /// Gives the buffer back, lent or not: kept by the worker for the next who asks, if all of it
+    /// is wired.
+    pub fn free(self, worker: &Worker) {
+        if self.lent() == 0 {
+            return worker.free(self.0);
+        }
+        SmallBuffer::free_all(worker, std::iter::once(self), false);
+    }
+
+    /// Gives many buffers back past all caches, with one lock: their memory is lent, or, if `now`,
+    /// returned to the kernel.
+    pub fn free_all(worker: &Worker, buffers: impl Iterator<Item = SmallBuffer>, now: bool) {
+        let give = if now || worker.0.prefers_return() { Give::Return } else { Give::Lend };
+        let blocks = buffers.map(|mut buffer| {
+            let lent = i64::from(buffer.lent().count_ones()) * PAGE_BYTES_SIGNED;
+            let all = i64::from(buffer.all().count_ones()) * PAGE_BYTES_SIGNED;
+            worker.0.account(buffer.0.owner(), lent - all, -lent);
+            buffer.0.set_lent(0);
+            buffer.0
+        });
+        worker.0.release(blocks, give);
+        worker.0.after_give();
+    }
+}
+
+/// What one look at memory has seen: which pages have memory behind them, an extent at a time, so that
+/// thousands of buffers cost a system call per 2 MiB and not one each.
+#[derive(Debug, Default)]
+pub struct Residency {
+    /// By extent: the look it is of, and a bit per page.
+    extents: Vec<(u32, [u64; EXTENT_PAGES / 64])>,
+    look: u32,
+}
+
+impl Residency {
+    /// Begins another look: what was seen before does not count any more.
+    pub fn begin(&mut self) {
+        self.look = self.look.wrapping_add(1);
+    }
+
+    /// Pages of `buffer` that may have gone: none that was there when its extent was looked at. Ask
+    /// [`SmallBuffer::resident`] about the others, since that look may be older than the loan.
+    pub fn maybe_gone(&mut self, memory: &Memory, buffer: &SmallBuffer) -> u16 {
+        let Some(first) = buffer.first(memory) else { return 0 };
+        let (extent, page) = (first / EXTENT_PAGES, first % EXTENT_PAGES);
+        if extent >= self.extents.len() {
+            let never = (self.look.wrapping_sub(1), [0; EXTENT_PAGES / 64]);
+            self.extents.resize(extent + 1, never);
+        }
+        let look = self.look;
+        let Some((seen, words)) = self.extents.get_mut(extent) else { return 0 };
+        if *seen != look {
+            let mut there = [0; EXTENT_PAGES];
+            if !memory.core.reservation.resident(extent * EXTENT_PAGES, &mut there) {
+                return 0;
+            }
+            for (word, pages) in words.iter_mut().zip(there.chunks(64)) {
+                let bits = pages.iter().rev();
+                *word = bits.fold(0, |word, state| word << 1 | u64::from(state & 1));
+            }
+            *seen = look;
+        }
+        // A block of up to 16 pages is aligned to its size: it lies in one word.
+        let bits = words[page / 64] >> (page % 64) & 0xffff;
+        buffer.all() & !u16::try_from(bits).unwrap_or(u16::MAX)
+    }
+}
+
+/// A page's bytes for sums that may be negative.
+const PAGE_BYTES_SIGNED: i64 = 4096;
+const _: () = assert!(PAGE_BYTES == 4096);
+
+/// Offers what is armed to the kernel: one lock on the memory's books from `new` to drop. Hold it
+/// for a bounded number of buffers; no other call into this memory may be made meanwhile.
+pub struct Offers<'a> {
+    books: Locked<'a>,
+    memory: &'a Memory,
+}
+
+impl<'a> Offers<'a> {
+    /// Takes the lock.
+    pub fn new(memory: &'a Memory) -> Offers<'a> {
+        Offers { books: memory.core.books.lock(), memory }
+    }
+
+    /// Offers all pages of `buffer` that are lent.
+    pub fn add(&mut self, buffer: &SmallBuffer) {
+        let Some(first) = buffer.first(self.memory) else { return };
+        for (start, pages) in runs(buffer.lent()) {
+            self.books.offer_held(Span { page: first + start, pages });
+        }
+    }
+}
+
+impl std::fmt::Debug for Offers<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Offers").finish_non_exhaustive()
+    }
+}

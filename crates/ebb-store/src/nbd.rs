@@ -1,0 +1,448 @@
+//! A remote export as a store: an NBD client.
+//!
+//! Answers the published protocol as a client: fixed newstyle with `NBD_OPT_GO`, block sizes,
+//! structured replies, `base:allocation`, FUA, TRIM, WRITE_ZEROES (fast, without holes), CACHE, TLS.
+//!
+//! # What is promised
+//! - A read succeeds when each of its bytes has come exactly once; whatever else a server says is an
+//!   error of that request, and ends the connection. No length, offset or count of a server
+//!   reaches an allocation or an index unchecked.
+//! - A lost connection is made again, for ever, with waiting times that double up to two seconds.
+//!   Requests under way are asked again: reads, and writes, zeroes and discards that were not
+//!   acknowledged, which doing twice does not change. What cannot be answered within
+//!   [`NbdOptions::reconnect`] fails.
+//! - **A flush covers what was acknowledged**, on earlier connections, too, as far as a client can
+//!   know. A server may keep what it acknowledged in a volatile cache until a flush, and a client cannot
+//!   tell a lost network from a server that began anew. So:
+//!   - [`LostWrites::Flush`] (the default): the first request of a new connection is a flush, and
+//!     nothing else is asked before it has succeeded. If it fails, the next flush of the store does.
+//!     This covers everything where the server lived on, and where its process was killed and had
+//!     handed its writes to its kernel (files, block devices). It does not cover a crash of the server's
+//!     *host*, nor a server killed with a write-back cache of its own.
+//!   - [`LostWrites::Report`]: where changes were acknowledged and not flushed when a connection was
+//!     lost, the next flush fails, once, and says how many. For servers of the second kind.
+//! - A server that offers no flush has nothing to flush by its own account: `flush` succeeds.
+//! - An export that comes back with another size, smaller blocks or fewer abilities is not used:
+//!   the attempt counts as failed, and the reason is in [`StoreState::last_error`].
+//! - A server that still executes a request of a lost connection after the same request was
+//!   acknowledged on a new one can undo a later write. The protocol has no fence against it; servers
+//!   avoid it by ending the requests of a connection before they let go of it.
+//! - A server that keeps a connection up and never answers is waited for; one that vanishes from
+//!   a TCP network is noticed within a minute.
+
+mod backoff;
+mod connect;
+mod export;
+mod handshake;
+mod link;
+mod options;
+mod reply;
+mod route;
+mod slots;
+mod state;
+mod tls;
+mod transport;
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use async_lock::RwLock;
+use ebb_io::{Buf, Io};
+use ebb_nbd_proto::{Command, CommandFlags, Errno, TransmissionFlags};
+
+use crate::{
+    BlockError, BufResult, Capabilities, ErrorKind, Extent, Operation, SECTOR, ZeroFlags,
+    push_extent,
+};
+use link::Remote;
+pub use options::{
+    LostWrites, NbdAddress, NbdError, NbdOptions, NbdTls, NbdTlsKeys, RECONNECT_DEFAULT,
+};
+use route::Routes;
+use slots::{Failure, Outcome, Request};
+use state::Shared;
+pub use state::StoreState;
+use tls::TlsContext;
+
+/// Zeroes written at a time when the server knows no shorter way.
+const ZERO_CHUNK: u32 = 1 << 20;
+/// The longest range of a request without data: below 2^32, and a multiple of every block size.
+const RANGE_MAX: u64 = 1 << 30;
+/// Extents asked for at a time.
+const EXTENTS_AT_ONCE: usize = 4096;
+
+/// An export of an NBD server.
+#[derive(Debug)]
+pub struct NbdStore {
+    remote: Arc<Remote>,
+    routes: Routes,
+    /// Held shared by aligned writes and alone by unaligned ones; `None` where all are aligned.
+    unaligned: Option<RwLock<()>>,
+}
+
+impl Drop for NbdStore {
+    fn drop(&mut self) {
+        self.remote.shared.close();
+    }
+}
+
+impl NbdStore {
+    /// Connects once to learn what the export is; blocks, for ten seconds at most. Workers connect
+    /// by themselves when they first need to, and from then on again whenever it must be.
+    ///
+    /// # Errors
+    /// [`NbdError`], each with a remedy. A server that is not there is an error here, as a file
+    /// that is not there: who starts the daemon decides whether to try again.
+    pub fn open(options: NbdOptions) -> Result<(NbdStore, Vec<String>), NbdError> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let tls = options.tls.as_ref().map(|tls| TlsContext::new(&options, tls)).transpose()?;
+        let export = connect::connect(&options, tls.as_ref())?.goodbye();
+        let mut notes = Vec::new();
+        if !export.offers(TransmissionFlags::SEND_FLUSH) && !options.read_only {
+            notes.push("the server offers no flush: writes are as stable as it makes them".into());
+        }
+        if !export.offers(TransmissionFlags::CAN_MULTI_CONN) {
+            notes.push("the server allows one connection: workers share it".into());
+        }
+        let unaligned = (u64::from(export.min_block) > SECTOR).then(RwLock::default);
+        let shared = Shared::new(options.lost_writes);
+        let remote = Arc::new(Remote { options, tls, export, shared });
+        let routes = Routes::new(NEXT.fetch_add(1, Ordering::Relaxed), remote.clone());
+        Ok((NbdStore { remote, routes, unaligned }, notes))
+    }
+
+    /// Bytes.
+    pub fn size(&self) -> u64 {
+        self.remote.export.size
+    }
+
+    /// How the connections fare.
+    pub fn state(&self) -> StoreState {
+        self.remote.shared.state(self.remote.options.address.to_string())
+    }
+
+    pub(crate) fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            discard: self.offers(TransmissionFlags::SEND_TRIM),
+            fast_zero: self.offers(TransmissionFlags::SEND_WRITE_ZEROES),
+            alignment: self.remote.export.min_block,
+            direct: false,
+            read_piece: None,
+        }
+    }
+
+    fn offers(&self, flag: TransmissionFlags) -> bool {
+        self.remote.export.offers(flag)
+    }
+
+    fn block(&self) -> u64 {
+        u64::from(self.remote.export.min_block)
+    }
+
+    fn is_aligned(&self, offset: u64, length: u64) -> bool {
+        offset.is_multiple_of(self.block()) && length.is_multiple_of(self.block())
+    }
+
+    /// The aligned range around a request, within the export (whose size is aligned).
+    fn widened(&self, offset: u64, length: usize) -> (u64, usize) {
+        let start = offset - offset % self.block();
+        let end = (offset + length as u64).next_multiple_of(self.block());
+        (start, usize::try_from(end - start).unwrap_or(usize::MAX))
+    }
+
+    /// Asks once.
+    async fn ask(
+        &self,
+        io: &Io,
+        (command, flags): (Command, CommandFlags),
+        (offset, length): (u64, u64),
+    ) -> Result<Outcome<Buf>, Failure> {
+        // Callers keep to RANGE_MAX.
+        let length = u32::try_from(length).unwrap_or(u32::MAX);
+        let limit = EXTENTS_AT_ONCE;
+        let request = Request { command, flags, offset, length, at: 0, limit };
+        let outcome = self.routes.request(io, request, None).await;
+        match outcome.result {
+            Ok(()) => Ok(outcome),
+            Err(failure) => Err(failure),
+        }
+    }
+
+    /// Asks for a range in as many requests as it takes.
+    async fn ask_range(
+        &self,
+        io: &Io,
+        what: (Command, CommandFlags),
+        offset: u64,
+        length: u64,
+    ) -> Result<(), Failure> {
+        let end = offset + length;
+        let mut at = offset;
+        while at < end {
+            let count = (end - at).min(RANGE_MAX);
+            self.ask(io, what, (at, count)).await?;
+            at += count;
+        }
+        Ok(())
+    }
+
+    fn error(
+        &self,
+        failure: Failure,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+    ) -> BlockError {
+        let source = match failure {
+            Failure::Server(code) => {
+                // What the protocol does not name is an I/O error.
+                let code =
+                    if code == Errno::Overflow.to_wire() { Errno::Io.to_wire() } else { code };
+                io::Error::from_raw_os_error(match i32::try_from(code) {
+                    Ok(code @ (1 | 5 | 12 | 22 | 28 | 95)) => code,
+                    _ => libc::EIO,
+                })
+            }
+            Failure::Broken(what) => {
+                let address = &self.remote.options.address;
+                io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    format!("NBD server {address} broke the protocol: {what}"),
+                )
+            }
+            Failure::Lost => {
+                let limit = self.remote.options.reconnect.as_secs_f64();
+                let last = self.remote.shared.last_error();
+                io::Error::new(
+                    io::ErrorKind::TimedOut,
+                    format!("no answer from the NBD server within {limit} s: {last}"),
+                )
+            }
+        };
+        BlockError::from_io(source, operation, offset, length)
+    }
+
+    pub(crate) async fn read(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
+        if self.is_aligned(offset, buf.len() as u64) {
+            return self.read_whole(io, buf, offset).await;
+        }
+        let (start, length) = self.widened(offset, buf.len());
+        let (result, wide) = self.read_whole(io, io.pool().take(length).await, start).await;
+        if result.is_ok() {
+            let skip = usize::try_from(offset - start).unwrap_or(usize::MAX);
+            let end = skip + buf.len();
+            buf.copy_from_slice(&wide[skip..end]);
+        }
+        (result, buf)
+    }
+
+    async fn read_whole(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
+        self.transfer(io, (Command::Read, CommandFlags::NONE), buf, offset, Operation::Read).await
+    }
+
+    async fn write_whole(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        let by_flag = fua && self.offers(TransmissionFlags::SEND_FUA);
+        let flags = CommandFlags::NONE.with_if(by_flag, CommandFlags::FUA);
+        let what = (Command::Write, flags);
+        let (mut result, buf) = self.transfer(io, what, buf, offset, Operation::Write).await;
+        if fua && !by_flag && result.is_ok() {
+            result = self.flush(io).await;
+        }
+        (result, buf)
+    }
+
+    /// Moves the whole buffer in requests the server takes.
+    async fn transfer(
+        &self,
+        io: &Io,
+        (command, flags): (Command, CommandFlags),
+        mut buf: Buf,
+        offset: u64,
+        operation: Operation,
+    ) -> BufResult {
+        let whole = buf.len();
+        let most = usize::try_from(self.remote.export.max_block).unwrap_or(usize::MAX);
+        let mut at = 0;
+        while at < whole {
+            let count = (whole - at).min(most);
+            let length = u32::try_from(count).unwrap_or(u32::MAX);
+            let offset = offset + at as u64;
+            let request = Request { command, flags, offset, length, at, limit: 0 };
+            let outcome = self.routes.request(io, request, Some(buf)).await;
+            let fail = |failure| self.error(failure, operation, offset, u64::from(length));
+            buf = match outcome.buf {
+                Some(buf) => buf,
+                // Only a worker that ends keeps a buffer; who asked ends with it.
+                None => return (Err(fail(Failure::Lost)), io.pool().take(whole).await),
+            };
+            if let Err(failure) = outcome.result {
+                return (Err(fail(failure)), buf);
+            }
+            at += count;
+        }
+        (Ok(()), buf)
+    }
+
+    pub(crate) async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        let Some(lock) = &self.unaligned else {
+            return self.write_whole(io, buf, offset, fua).await;
+        };
+        if self.is_aligned(offset, buf.len() as u64) {
+            let _shared = lock.read().await;
+            return self.write_whole(io, buf, offset, fua).await;
+        }
+        let _alone = lock.write().await;
+        self.write_around(io, buf, offset, fua).await
+    }
+
+    /// Reads around a write of parts of blocks and writes whole ones; under the lock.
+    async fn write_around(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        let (start, length) = self.widened(offset, buf.len());
+        let (result, mut wide) = self.read_whole(io, io.pool().take(length).await, start).await;
+        if result.is_err() {
+            return (result, buf);
+        }
+        let skip = usize::try_from(offset - start).unwrap_or(usize::MAX);
+        wide[skip..skip + buf.len()].copy_from_slice(&buf);
+        let (result, _) = self.write_whole(io, wide, start, fua).await;
+        (result, buf)
+    }
+
+    pub(crate) async fn flush(&self, io: &Io) -> Result<(), BlockError> {
+        if self.remote.options.read_only || !self.offers(TransmissionFlags::SEND_FLUSH) {
+            return Ok(());
+        }
+        let shared = &self.remote.shared;
+        let mark = shared.mark();
+        let asked = self.ask(io, (Command::Flush, CommandFlags::NONE), (0, 0)).await;
+        asked.map_err(|failure| self.error(failure, Operation::Flush, 0, self.size()))?;
+        if let Some(what) = shared.take_lost() {
+            let source = io::Error::other(what);
+            return Err(BlockError::from_io(source, Operation::Flush, 0, self.size()));
+        }
+        shared.cover(mark);
+        Ok(())
+    }
+
+    pub(crate) async fn discard(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+    ) -> Result<(), BlockError> {
+        // Parts of blocks stay.
+        let start = offset.next_multiple_of(self.block());
+        let end = (offset + length) - (offset + length) % self.block();
+        if !self.offers(TransmissionFlags::SEND_TRIM) || start >= end {
+            return Ok(());
+        }
+        let shared = match &self.unaligned {
+            Some(lock) => Some(lock.read().await),
+            None => None,
+        };
+        let what = (Command::Trim, CommandFlags::NONE);
+        let result = self.ask_range(io, what, start, end - start).await;
+        drop(shared);
+        result.map_err(|failure| self.error(failure, Operation::Discard, offset, length))
+    }
+
+    pub(crate) async fn write_zeroes(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        flags: ZeroFlags,
+    ) -> Result<(), BlockError> {
+        let refuse =
+            || BlockError::new(ErrorKind::Unsupported, Operation::WriteZeroes, offset, length);
+        let can = self.offers(TransmissionFlags::SEND_WRITE_ZEROES);
+        let fast = self.offers(TransmissionFlags::SEND_FAST_ZERO);
+        if flags.fast_only && !(can && fast && self.is_aligned(offset, length)) {
+            return Err(refuse());
+        }
+        if !can {
+            return self.write_out_zeroes(io, offset, offset + length).await;
+        }
+        let end = offset + length;
+        let head = offset.next_multiple_of(self.block()).min(end);
+        let tail = (end - end % self.block()).max(head);
+        self.write_out_zeroes(io, offset, head).await?;
+        let shared = match &self.unaligned {
+            Some(lock) => Some(lock.read().await),
+            None => None,
+        };
+        let command_flags = CommandFlags::NONE
+            .with_if(!flags.may_unmap, CommandFlags::NO_HOLE)
+            .with_if(flags.fast_only, CommandFlags::FAST_ZERO);
+        let what = (Command::WriteZeroes, command_flags);
+        let result = self.ask_range(io, what, head, tail - head).await;
+        drop(shared);
+        result.map_err(|failure| self.error(failure, Operation::WriteZeroes, offset, length))?;
+        self.write_out_zeroes(io, tail, end).await
+    }
+
+    async fn write_out_zeroes(&self, io: &Io, start: u64, end: u64) -> Result<(), BlockError> {
+        let most = u64::from(ZERO_CHUNK.min(self.remote.export.max_block));
+        let mut at = start;
+        while at < end {
+            let count = (end - at).min(most);
+            let mut buf = io.pool().take(usize::try_from(count).unwrap_or(usize::MAX)).await;
+            buf.fill(0);
+            self.write(io, buf, at, false).await.0?;
+            at += count;
+        }
+        Ok(())
+    }
+
+    pub(crate) async fn extents(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        limit: usize,
+    ) -> Result<Vec<Extent>, BlockError> {
+        if self.remote.export.allocation.is_none() || length == 0 {
+            return Ok(vec![Extent { offset, length, hole: false }]);
+        }
+        let end = offset + length;
+        let fail = |failure| self.error(failure, Operation::Extents, offset, length);
+        let mut list: Vec<Extent> = Vec::new();
+        let mut at = offset;
+        while at < end && list.len() <= limit {
+            let start = at - at % self.block();
+            let until = end.next_multiple_of(self.block()).min(start + RANGE_MAX);
+            let what = (Command::BlockStatus, CommandFlags::NONE);
+            let outcome = self.ask(io, what, (start, until - start)).await.map_err(fail)?;
+            let before = at;
+            for extent in outcome.extents {
+                let (from, to) = (extent.offset.max(at), (extent.offset + extent.length).min(end));
+                if from < to {
+                    push_extent(&mut list, Extent { offset: from, length: to - from, ..extent });
+                    at = to;
+                }
+            }
+            if at == before {
+                return Err(fail(Failure::Broken("block status without an extent")));
+            }
+        }
+        list.truncate(limit);
+        Ok(list)
+    }
+
+    pub(crate) async fn prefetch(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+    ) -> Result<(), BlockError> {
+        if !self.offers(TransmissionFlags::SEND_CACHE) || length == 0 {
+            return Ok(());
+        }
+        let start = offset - offset % self.block();
+        let end = (offset + length).next_multiple_of(self.block());
+        let what = (Command::Cache, CommandFlags::NONE);
+        let result = self.ask_range(io, what, start, end - start).await;
+        result.map_err(|failure| self.error(failure, Operation::Prefetch, offset, length))
+    }
+}

@@ -1,0 +1,221 @@
+//! From an address to a connection in an export: blocking, on a thread that may block (the main
+//! thread at the start, a helper thread later), and bounded by one deadline for everything.
+
+use std::io::{self, Read, Write};
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use rustix::net::sockopt::{self, Timeout};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
+
+use super::export::Export;
+use super::handshake::Negotiation;
+use super::options::{NbdAddress, NbdError, NbdOptions};
+use super::tls::{TlsContext, TlsSession};
+
+/// How long connecting and negotiating may take together.
+pub(crate) const ATTEMPT: Duration = Duration::from_secs(10);
+/// A TCP connection whose peer takes nothing for so long is lost.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// A connection in transmission phase.
+#[derive(Debug)]
+pub(crate) struct Connected {
+    pub(crate) fd: OwnedFd,
+    pub(crate) tls: Option<TlsSession>,
+    pub(crate) export: Export,
+}
+
+/// Connects and enters the export.
+pub(crate) fn connect(
+    options: &NbdOptions,
+    tls: Option<&TlsContext>,
+) -> Result<Connected, NbdError> {
+    let deadline = Instant::now() + ATTEMPT;
+    let address = || options.address.to_string();
+    let fd = open_socket(&options.address, deadline)
+        .map_err(|source| NbdError::Connect { address: address(), source })?;
+    let broken = |source| NbdError::Handshake { address: address(), source };
+    let mut wire = Wire { fd, deadline, tls: None };
+    if let Some(context) = tls {
+        Negotiation::greet(&mut wire, options)?.start_tls()?;
+        let session = context.session().map_err(broken)?;
+        wire.start_tls(session)
+            .map_err(|source| NbdError::TlsFailed { address: address(), source })?;
+        let (export, _) = Negotiation::resume(&mut wire, options).enter()?;
+        return wire.done(export).map_err(broken);
+    }
+    let (export, _) = Negotiation::greet(&mut wire, options)?.enter()?;
+    wire.done(export).map_err(broken)
+}
+
+fn open_socket(address: &NbdAddress, deadline: Instant) -> io::Result<OwnedFd> {
+    match address {
+        NbdAddress::Unix(path) => {
+            let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
+            let fd = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
+            // A server that does not accept makes connecting wait.
+            sockopt::set_socket_timeout(&fd, Timeout::Send, Some(left(deadline)?))?;
+            rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
+            Ok(fd)
+        }
+        NbdAddress::Tcp { host, port } => {
+            let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+            for address in (host.as_str(), *port).to_socket_addrs()? {
+                match TcpStream::connect_timeout(&address, left(deadline)?) {
+                    Ok(stream) => {
+                        stream.set_nodelay(true)?;
+                        let fd = OwnedFd::from(stream);
+                        watch_over(&fd)?;
+                        return Ok(fd);
+                    }
+                    Err(error) => last = error,
+                }
+            }
+            Err(last)
+        }
+    }
+}
+
+/// Has the kernel notice when the other side is gone without a word.
+fn watch_over(fd: &OwnedFd) -> io::Result<()> {
+    sockopt::set_socket_keepalive(fd, true)?;
+    sockopt::set_tcp_keepidle(fd, SILENCE / 4)?;
+    sockopt::set_tcp_keepintvl(fd, SILENCE / 10)?;
+    sockopt::set_tcp_keepcnt(fd, 5)?;
+    let silence = u32::try_from(SILENCE.as_millis()).unwrap_or(u32::MAX);
+    sockopt::set_tcp_user_timeout(fd, silence)?;
+    Ok(())
+}
+
+/// Time left, never zero (which would mean for ever).
+fn left(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left < Duration::from_millis(1) { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+}
+
+/// A blocking stream that keeps the deadline, in plain text or under TLS.
+struct Wire {
+    fd: OwnedFd,
+    deadline: Instant,
+    tls: Option<TlsSession>,
+}
+
+impl Wire {
+    fn receive(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        sockopt::set_socket_timeout(&self.fd, Timeout::Recv, Some(left(self.deadline)?))?;
+        loop {
+            match rustix::net::recv(&self.fd, &mut *buf, RecvFlags::empty()) {
+                Ok((count, _)) => return Ok(count),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn transmit(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            sockopt::set_socket_timeout(&self.fd, Timeout::Send, Some(left(self.deadline)?))?;
+            match rustix::net::send(&self.fd, bytes, SendFlags::NOSIGNAL) {
+                Ok(count) => bytes = &bytes[count..],
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn send_output(&mut self) -> io::Result<()> {
+        let mut cipher = [0; 4096];
+        loop {
+            let Some(tls) = &mut self.tls else { return Ok(()) };
+            let count = tls.take_output(&mut cipher);
+            if count == 0 {
+                return Ok(());
+            }
+            self.transmit(&cipher[..count])?;
+        }
+    }
+
+    /// Takes more cipher text off the socket.
+    fn feed(&mut self) -> io::Result<()> {
+        let mut cipher = [0; 4096];
+        match self.receive(&mut cipher)? {
+            0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            count => {
+                if let Some(tls) = &mut self.tls {
+                    tls.feed(&cipher[..count]);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn start_tls(&mut self, session: TlsSession) -> io::Result<()> {
+        self.tls = Some(session);
+        loop {
+            let done = self.tls.as_mut().map_or(Ok(true), TlsSession::handshake);
+            // An alert may be waiting also when the handshake has failed.
+            self.send_output()?;
+            if done? {
+                return Ok(());
+            }
+            self.feed()?;
+        }
+    }
+
+    fn done(self, export: Export) -> io::Result<Connected> {
+        for which in [Timeout::Recv, Timeout::Send] {
+            sockopt::set_socket_timeout(&self.fd, which, None)?;
+        }
+        Ok(Connected { fd: self.fd, tls: self.tls, export })
+    }
+}
+
+impl Read for Wire {
+    fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let Some(tls) = &mut self.tls else { return self.receive(buf) };
+            if let Some(count) = tls.read(buf)? {
+                return Ok(count);
+            }
+            self.send_output()?;
+            self.feed()?;
+        }
+    }
+}
+
+impl Write for Wire {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match &mut self.tls {
+            None => self.transmit(bytes)?,
+            Some(tls) => {
+                tls.write(bytes)?;
+                self.send_output()?;
+            }
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Connected {
+    /// Says goodbye, if it can be said in plain text, and gives what was learnt.
+    pub(crate) fn goodbye(self) -> Export {
+        if self.tls.is_none() {
+            let mut request = [0; ebb_nbd_proto::REQUEST_LEN];
+            request[..4].copy_from_slice(&ebb_nbd_proto::magic::REQUEST.to_be_bytes());
+            let command = ebb_nbd_proto::Command::Disconnect.to_wire();
+            request[6..8].copy_from_slice(&command.to_be_bytes());
+            // A server that is gone already needs none.
+            let _ = rustix::net::send(&self.fd, &request, SendFlags::NOSIGNAL);
+        }
+        self.export
+    }
+}

@@ -1,0 +1,143 @@
+//! What a server says of an export, checked by value.
+
+use ebb_nbd_proto::TransmissionFlags;
+
+use super::options::{NbdError, NbdOptions};
+
+/// The largest READ or WRITE if the server names no limit ("Size constraints").
+const PAYLOAD_DEFAULT: u32 = 32 << 20;
+/// The largest smallest block ("Size constraints").
+const MIN_BLOCK_MAX: u32 = 64 << 10;
+
+/// An export, as negotiated.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Export {
+    /// Bytes.
+    pub(crate) size: u64,
+    pub(crate) flags: TransmissionFlags,
+    /// Offsets and lengths must be multiples: a power of two, 1 to 65536.
+    pub(crate) min_block: u32,
+    /// The most one READ or WRITE may move: a multiple of `min_block`.
+    pub(crate) max_block: u32,
+    /// Replies to reads come in chunks.
+    pub(crate) structured: bool,
+    /// The number of `base:allocation`, if granted.
+    pub(crate) allocation: Option<u32>,
+}
+
+impl Export {
+    /// An export of `size` bytes without block sizes.
+    pub(crate) fn new(size: u64, flags: u16) -> Export {
+        let flags = TransmissionFlags(flags);
+        let known = flags.contains(TransmissionFlags::HAS_FLAGS);
+        Export {
+            size,
+            flags: if known { flags } else { TransmissionFlags::NONE },
+            min_block: 1,
+            max_block: PAYLOAD_DEFAULT,
+            structured: false,
+            allocation: None,
+        }
+    }
+
+    /// Takes the block sizes; false if they cannot be.
+    pub(crate) fn set_blocks(&mut self, min: u32, preferred: u32, max: u32) -> bool {
+        let fits = min.is_power_of_two()
+            && min <= MIN_BLOCK_MAX
+            && preferred >= min
+            && (max == u32::MAX || (max >= min && max.is_multiple_of(min)));
+        if fits {
+            self.min_block = min;
+            self.max_block = max.min(PAYLOAD_DEFAULT);
+        }
+        fits
+    }
+
+    pub(crate) fn offers(&self, flag: TransmissionFlags) -> bool {
+        self.flags.contains(flag)
+    }
+
+    /// Whether a volume can be made of it.
+    pub(crate) fn check(&self, options: &NbdOptions) -> Result<(), NbdError> {
+        let (address, export) = (options.address.to_string(), options.export.clone());
+        let unit = u64::from(self.min_block).max(crate::SECTOR);
+        let size = self.size;
+        if size == 0 || !size.is_multiple_of(unit) || i64::try_from(size).is_err() {
+            return Err(NbdError::Size { address, export, size, unit });
+        }
+        if self.offers(TransmissionFlags::READ_ONLY) && !options.read_only {
+            return Err(NbdError::ReadOnly { address, export });
+        }
+        Ok(())
+    }
+
+    /// Whether `new` can stand in for this one: requests were checked against this.
+    pub(crate) fn replaced_by(&self, new: &Export, options: &NbdOptions) -> Result<(), NbdError> {
+        let changed = |what: String| {
+            let (address, export) = (options.address.to_string(), options.export.clone());
+            Err(NbdError::Changed { address, export, what })
+        };
+        if new.size != self.size {
+            return changed(format!("{} bytes instead of {}", new.size, self.size));
+        }
+        // Rotational says nothing of what can be asked; read-only does, the other way round.
+        let other = TransmissionFlags::READ_ONLY.with(TransmissionFlags::ROTATIONAL);
+        let gone = self.flags.beyond(new.flags).beyond(other);
+        if !gone.is_none() {
+            return changed(format!("less than it could (flags {:#x} are gone)", gone.0));
+        }
+        if new.min_block > self.min_block || new.max_block < self.max_block {
+            return changed("narrower block sizes".to_owned());
+        }
+        if self.allocation.is_some() && new.allocation.is_none() {
+            return changed("no block status".to_owned());
+        }
+        new.check(options)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::options::NbdAddress;
+    use super::*;
+
+    fn options() -> NbdOptions {
+        NbdOptions::new(NbdAddress::Unix("/x".into()), "e")
+    }
+
+    #[test]
+    fn sizes_a_volume_cannot_have_are_refused() {
+        for size in [0, 1, 511, 513, u64::MAX, 1 << 63] {
+            assert!(Export::new(size, 1).check(&options()).is_err(), "{size}");
+        }
+        let mut export = Export::new(512 * 9, 1);
+        assert!(export.check(&options()).is_ok());
+        assert!(export.set_blocks(4096, 4096, 1 << 20));
+        let error = export.check(&options()).unwrap_err().to_string();
+        assert!(error.contains("multiple of 4096"), "{error}");
+    }
+
+    #[test]
+    fn block_sizes_by_value() {
+        let mut export = Export::new(1 << 20, 1);
+        for (min, preferred, max) in
+            [(0, 1, 1), (3, 4, 6), (1 << 17, 1 << 17, 1 << 20), (512, 1, 512), (512, 512, 700)]
+        {
+            assert!(!export.set_blocks(min, preferred, max), "{min} {preferred} {max}");
+        }
+        assert!(export.set_blocks(512, 4096, u32::MAX));
+        assert_eq!((export.min_block, export.max_block), (512, 32 << 20));
+        assert!(export.set_blocks(1, 4096, 65536));
+        assert_eq!(export.max_block, 65536);
+    }
+
+    #[test]
+    fn a_lesser_export_is_no_replacement() {
+        let old = Export::new(1 << 20, 0b101);
+        let text = |new: &Export| old.replaced_by(new, &options()).unwrap_err().to_string();
+        assert!(old.replaced_by(&Export::new(1 << 20, 0b1101), &options()).is_ok());
+        assert!(text(&Export::new(1 << 21, 0b101)).contains("2097152 bytes instead of 1048576"));
+        assert!(text(&Export::new(1 << 20, 0b001)).contains("flags 0x4"));
+        assert!(text(&Export::new(1 << 20, 0b111)).contains("read-only"));
+    }
+}

@@ -1,0 +1,517 @@
+//! One connection of one worker: connect, serve, lose, wait, connect again.
+//!
+//! A supervisor task lives as long as the store or the worker. While a connection is up it
+//! receives, and a task beside it sends. When the connection ends, whatever the reason, both
+//! directions are shut, all buffers come home, and what was not answered is asked again on the
+//! next one, in no particular order: none of it was acknowledged, so none has an order.
+//!
+//! Invariants:
+//! - at most [`IN_FLIGHT`] requests have a slot; the rest wait in line for one;
+//! - a request fails for want of a connection when none has been there for `reconnect`, and at
+//!   once while that lasts on; attempts go on for ever;
+//! - before anything else is asked on a new connection, it is flushed if there is something that a
+//!   flush would have covered on the old one.
+
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use ebb_io::{Budget, BudgetGuard, Buf, Gather, Io, Signal, fd_from};
+use ebb_nbd_proto::{Command, CommandFlags, REQUEST_LEN, TransmissionFlags, magic};
+
+use super::backoff::Backoff;
+use super::connect::{ATTEMPT, Connected, connect};
+use super::export::Export;
+use super::options::{NbdError, NbdOptions};
+use super::reply::{FRAME_MAX, Frame, Violation, decode};
+use super::slots::{Cookie, Failure, Outcome, Request, Slots, Step};
+use super::state::Shared;
+use super::tls::TlsContext;
+use super::transport::Transport;
+
+/// Requests of one connection at a time.
+pub(crate) const IN_FLIGHT: usize = 128;
+/// Bytes received at a time when the next frame is not known to be large.
+const STAGE_BYTES: usize = 16 << 10;
+/// A connection that held for so long was one, whether or not anything was asked on it.
+const PROVEN: Duration = Duration::from_secs(5);
+/// How long a sender has for its last words.
+const GOODBYE: Duration = Duration::from_secs(1);
+/// Data in one message, bytes.
+const BATCH_BYTES: usize = 1 << 20;
+
+/// What a link is made from; shared by the links of a store.
+#[derive(Debug)]
+pub(crate) struct Remote {
+    pub(crate) options: NbdOptions,
+    pub(crate) tls: Option<TlsContext>,
+    /// The export as it was when the store was opened.
+    pub(crate) export: Export,
+    pub(crate) shared: Shared,
+}
+
+/// A request that is under way, with what it holds.
+struct Held {
+    _room: BudgetGuard,
+    remote: Arc<Remote>,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.remote.shared.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// One worker's connection.
+pub(crate) struct Link {
+    remote: Arc<Remote>,
+    slots: RefCell<Slots<Buf, Held>>,
+    room: Rc<Budget>,
+    /// There is something to send, or the connection is over.
+    work: Signal,
+    /// The connection that is up is to end.
+    over: Cell<bool>,
+    /// No connection for longer than the limit: requests fail at once.
+    down: Cell<bool>,
+    ended: Cell<bool>,
+}
+
+impl Link {
+    /// Starts the supervisor on this worker; `at_end` runs when it ends.
+    pub(crate) fn start(io: &Io, remote: Arc<Remote>, at_end: impl FnOnce() + 'static) -> Rc<Link> {
+        let link = Rc::new(Link {
+            remote,
+            slots: RefCell::default(),
+            room: Budget::new(IN_FLIGHT),
+            work: Signal::default(),
+            over: Cell::new(false),
+            down: Cell::new(false),
+            ended: Cell::new(false),
+        });
+        let guard = End { link: link.clone(), at_end: Some(at_end) };
+        let (own, own_io) = (link.clone(), io.clone());
+        let supervisor = async move {
+            own.supervise(&own_io).await;
+            drop(guard);
+        };
+        io.spawn(supervisor).detach();
+        link
+    }
+
+    /// Asks the server and waits for its answer.
+    pub(crate) async fn request(&self, request: Request, buf: Option<Buf>) -> Outcome<Buf> {
+        let room = self.room.take(1).await;
+        if self.down.get() || self.ended.get() {
+            return Outcome { result: Err(Failure::Lost), buf, extents: Vec::new() };
+        }
+        self.remote.shared.in_flight.fetch_add(1, Ordering::Relaxed);
+        let held = Held { _room: room, remote: self.remote.clone() };
+        let cookie = self.slots.borrow_mut().push(request, buf, Some(held));
+        self.work.set();
+        self.wait(cookie).await
+    }
+
+    async fn wait(&self, cookie: Cookie) -> Outcome<Buf> {
+        let mut pending = Pending { link: self, cookie: Some(cookie) };
+        let outcome = poll_fn(|cx| self.slots.borrow_mut().poll(cookie, cx)).await;
+        pending.cookie = None;
+        outcome
+    }
+
+    async fn supervise(self: &Rc<Self>, io: &Io) {
+        let remote = self.remote.clone();
+        let limit = remote.options.reconnect;
+        let mut backoff = Backoff::new(remote.options.jitter_seed);
+        let mut lost_at = Instant::now();
+        let mut again = false;
+        while !remote.shared.is_closed() {
+            match self.attempt(io, lost_at).await {
+                Ok(connected) => {
+                    self.down.set(false);
+                    let since = Instant::now();
+                    let (reason, served) = self.serve(io, connected, again).await;
+                    again = true;
+                    let idle = !self.slots.borrow().has_sent();
+                    if served || idle || since.elapsed() >= PROVEN {
+                        backoff.reset();
+                        lost_at = Instant::now();
+                    }
+                    remote.shared.note_error(&reason);
+                    let replayed = self.slots.borrow_mut().replay(Instant::now(), limit);
+                    remote.shared.replayed(replayed);
+                }
+                Err(error) => remote.shared.note_error(&error.to_string()),
+            }
+            if remote.shared.is_closed() {
+                break;
+            }
+            let pause = backoff.next();
+            let left = limit.saturating_sub(lost_at.elapsed());
+            if !self.down.get() && left <= pause {
+                io.sleep(left).await;
+                self.give_up();
+                io.sleep(pause.saturating_sub(left)).await;
+            } else {
+                io.sleep(pause).await;
+            }
+        }
+    }
+
+    /// One attempt, on a helper thread. When time runs out meanwhile, waiting requests fail.
+    async fn attempt(&self, io: &Io, lost_at: Instant) -> Result<Connected, NbdError> {
+        let remote = self.remote.clone();
+        let mut attempt = std::pin::pin!(blocking::unblock(move || connect(
+            &remote.options,
+            remote.tls.as_ref()
+        )));
+        let left = self.remote.options.reconnect.saturating_sub(lost_at.elapsed());
+        let connected = if self.down.get() || left > ATTEMPT {
+            attempt.await
+        } else if let Some(result) = io.timeout(left, attempt.as_mut()).await {
+            result
+        } else {
+            self.give_up();
+            attempt.await
+        };
+        let connected = connected?;
+        self.remote.export.replaced_by(&connected.export, &self.remote.options)?;
+        Ok(connected)
+    }
+
+    fn give_up(&self) {
+        self.down.set(true);
+        self.slots.borrow_mut().fail_queued();
+    }
+
+    /// Serves one connection to its end: why it ended, and whether it ever answered.
+    async fn serve(self: &Rc<Self>, io: &Io, connected: Connected, again: bool) -> (String, bool) {
+        let shared = &self.remote.shared;
+        let fd = fd_from(connected.fd);
+        let id = shared.connected(&fd, again);
+        let transport = Rc::new(Transport::new(fd, connected.tls));
+        let export = connected.export;
+        self.over.set(false);
+        self.slots.borrow_mut().agree(export.structured, export.allocation);
+        let mark = shared.mark();
+        let first = again && shared.is_dirty() && export.offers(TransmissionFlags::SEND_FLUSH);
+        let flush = first.then(|| self.slots.borrow_mut().push_first(flush_request()));
+        let (own, own_io, wire) = (self.clone(), io.clone(), transport.clone());
+        let hold_back = Rc::new(Cell::new(first));
+        let gate = hold_back.clone();
+        let sender = io.spawn(async move { own.send(&own_io, &wire, &gate).await });
+        let cover = flush.map(|cookie| {
+            let own = self.clone();
+            io.spawn(async move { own.cover(cookie, mark, &hold_back).await })
+        });
+        let mut end = ("closed".to_owned(), false);
+        if !shared.is_closed() {
+            let mut served = false;
+            let reason = self.receive(io, &transport, &mut served).await;
+            end = (reason, served);
+        }
+        self.wind_up(io, &transport, id, sender, cover).await;
+        end
+    }
+
+    async fn wind_up(
+        &self,
+        io: &Io,
+        transport: &Transport,
+        id: u64,
+        sender: ebb_io::Task<()>,
+        cover: Option<ebb_io::Task<()>>,
+    ) {
+        self.over.set(true);
+        self.work.set();
+        if self.remote.shared.is_closed() {
+            let _ = io.timeout(GOODBYE, sender).await;
+        } else {
+            // A sender that waits for room in the socket hears of it only this way.
+            transport.shut();
+            sender.await;
+        }
+        if let Some(cover) = cover {
+            cover.cancel().await;
+        }
+        transport.shut();
+        self.remote.shared.disconnected(id);
+    }
+
+    /// Waits for the flush that comes first on a new connection, then lets the others go.
+    async fn cover(&self, cookie: Cookie, mark: u64, hold_back: &Cell<bool>) {
+        match self.wait(cookie).await.result {
+            Ok(()) => self.remote.shared.cover(mark),
+            // The connection is lost again; the next one begins with a flush, too.
+            Err(Failure::Lost) => {}
+            Err(failure) => self.remote.shared.lose(format!(
+                "the flush after the connection was made again failed ({failure:?}): changes \
+                 acknowledged before may be lost"
+            )),
+        }
+        hold_back.set(false);
+        self.work.set();
+    }
+
+    async fn send(&self, io: &Io, transport: &Transport, hold_back: &Cell<bool>) {
+        let mut message = Box::<Gather>::default();
+        let mut away: Vec<Cookie> = Vec::with_capacity(IN_FLIGHT);
+        let mut alone = hold_back.get();
+        loop {
+            while !self.over.get() && self.has_work(transport, alone, hold_back) {
+                self.pack(&mut message, &mut away, alone);
+                alone = false;
+                let (result, returned) = transport.send(io, message).await;
+                message = returned;
+                let mut slots = self.slots.borrow_mut();
+                for (cookie, buf) in away.drain(..).zip(message.take_back()) {
+                    slots.bring_back(cookie, buf);
+                }
+                drop(slots);
+                if result.is_err() {
+                    self.over.set(true);
+                    // The receiver hears the end of the stream, and says why.
+                    transport.shut();
+                }
+            }
+            if self.over.get() {
+                break;
+            }
+            self.work.wait().await;
+        }
+        if self.remote.shared.is_closed() {
+            message.push_bytes(&farewell());
+            let _ = transport.send(io, message).await;
+        }
+    }
+
+    fn has_work(&self, transport: &Transport, alone: bool, hold_back: &Cell<bool>) -> bool {
+        let may = alone || !hold_back.get();
+        (may && self.slots.borrow().has_queued()) || transport.wants_send()
+    }
+
+    /// Puts what is queued into one message; with `alone` only the first.
+    fn pack(&self, message: &mut Gather, away: &mut Vec<Cookie>, alone: bool) {
+        let mut slots = self.slots.borrow_mut();
+        while message.has_room(2, REQUEST_LEN) && message.remaining() < BATCH_BYTES {
+            let Some(next) = slots.next_to_send() else { return };
+            message.push_bytes(&next.header);
+            if let Some(buf) = next.payload {
+                let index = message.hold(buf);
+                message.push_range(index, next.range);
+                away.push(next.cookie);
+            }
+            if alone {
+                return;
+            }
+        }
+    }
+
+    /// Receives until the connection ends; says why.
+    async fn receive(&self, io: &Io, transport: &Transport, served: &mut bool) -> String {
+        let mut stage = Stage { buf: Some(io.pool().take(STAGE_BYTES).await), start: 0, end: 0 };
+        loop {
+            match self.next_frame(io, transport, &mut stage).await {
+                Ok(()) => *served = true,
+                Err(Broken::Violation(Violation(what))) => {
+                    return format!("the server broke the protocol: {what}");
+                }
+                Err(Broken::Farewell) => return "the server is shutting down".to_owned(),
+                Err(Broken::Io(error)) => return format!("the connection was lost: {error}"),
+            }
+        }
+    }
+
+    async fn next_frame(
+        &self,
+        io: &Io,
+        transport: &Transport,
+        stage: &mut Stage,
+    ) -> Result<(), Broken> {
+        let (frame, used) = loop {
+            if let Some(found) = decode(stage.bytes())? {
+                break found;
+            }
+            stage.more(io, transport, FRAME_MAX).await?;
+        };
+        stage.start += used;
+        let step = {
+            let mut slots = self.slots.borrow_mut();
+            if slots.is_farewell(&frame) {
+                return Err(Broken::Farewell);
+            }
+            slots.apply(&frame)?
+        };
+        match step {
+            Step::Done => {}
+            Step::Fill(range) => self.fill(io, transport, stage, &frame, range).await?,
+            Step::Skip(count) => stage.skip(io, transport, count).await?,
+            Step::Describe(entries) => {
+                for _ in 0..entries {
+                    let bytes = stage.take8(io, transport).await?;
+                    self.slots.borrow_mut().describe(Cookie(frame.cookie), bytes)?;
+                }
+            }
+        }
+        if self.slots.borrow_mut().finish(&frame)? {
+            self.remote.shared.acknowledge();
+        }
+        if transport.wants_send() {
+            self.work.set();
+        }
+        Ok(())
+    }
+
+    /// The data of a read: what has come already is copied, the rest goes straight to its place.
+    async fn fill(
+        &self,
+        io: &Io,
+        transport: &Transport,
+        stage: &mut Stage,
+        frame: &Frame,
+        range: std::ops::Range<usize>,
+    ) -> Result<(), Broken> {
+        let cookie = Cookie(frame.cookie);
+        let Some(mut buf) = self.slots.borrow_mut().take_buf(cookie) else {
+            return Err(Violation("data for a request without a buffer").into());
+        };
+        let ready = stage.bytes().len().min(range.len());
+        let rest = range.start + ready..range.end;
+        buf[range.start..rest.start].copy_from_slice(&stage.bytes()[..ready]);
+        stage.start += ready;
+        let mut result = Ok(());
+        if !rest.is_empty() {
+            (result, buf) = transport.recv_exact(io, buf, rest).await;
+        }
+        self.slots.borrow_mut().bring_back(cookie, buf);
+        result.map_err(Broken::Io)
+    }
+}
+
+/// Why receiving ends.
+enum Broken {
+    Violation(Violation),
+    Farewell,
+    Io(io::Error),
+}
+
+impl From<Violation> for Broken {
+    fn from(violation: Violation) -> Broken {
+        Broken::Violation(violation)
+    }
+}
+
+/// Bytes received and not yet looked at.
+struct Stage {
+    /// `None` while the kernel has it.
+    buf: Option<Buf>,
+    start: usize,
+    end: usize,
+}
+
+impl Stage {
+    fn bytes(&self) -> &[u8] {
+        self.buf.as_ref().and_then(|buf| buf.get(self.start..self.end)).unwrap_or(&[])
+    }
+
+    /// Receives what there is, at least one byte; there are fewer than `whole` bytes now.
+    async fn more(&mut self, io: &Io, transport: &Transport, whole: usize) -> Result<(), Broken> {
+        let Some(mut buf) = self.buf.take() else {
+            return Err(Broken::Io(io::ErrorKind::Other.into()));
+        };
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        } else if buf.len() - self.start < whole {
+            buf.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        let range = self.end..buf.len();
+        let (result, buf) = transport.recv(io, buf, range).await;
+        self.buf = Some(buf);
+        match result {
+            Ok(0) => Err(Broken::Io(io::ErrorKind::UnexpectedEof.into())),
+            Ok(count) => {
+                self.end += count;
+                Ok(())
+            }
+            Err(error) => Err(Broken::Io(error)),
+        }
+    }
+
+    async fn skip(&mut self, io: &Io, transport: &Transport, count: u32) -> Result<(), Broken> {
+        let mut left = usize::try_from(count).unwrap_or(usize::MAX);
+        loop {
+            let now = self.bytes().len().min(left);
+            self.start += now;
+            left -= now;
+            if left == 0 {
+                return Ok(());
+            }
+            self.more(io, transport, 1).await?;
+        }
+    }
+
+    async fn take8(&mut self, io: &Io, transport: &Transport) -> Result<[u8; 8], Broken> {
+        loop {
+            if let Some(bytes) = self.bytes().first_chunk::<8>().copied() {
+                self.start += 8;
+                return Ok(bytes);
+            }
+            self.more(io, transport, 8).await?;
+        }
+    }
+}
+
+/// A waiting request: dropped early, the request is abandoned.
+struct Pending<'a> {
+    link: &'a Link,
+    cookie: Option<Cookie>,
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        if let Some(cookie) = self.cookie {
+            self.link.slots.borrow_mut().abandon(cookie);
+        }
+    }
+}
+
+/// The supervisor's end, also when its worker stops.
+struct End<F: FnOnce()> {
+    link: Rc<Link>,
+    at_end: Option<F>,
+}
+
+impl<F: FnOnce()> Drop for End<F> {
+    fn drop(&mut self) {
+        self.link.ended.set(true);
+        if let Ok(mut slots) = self.link.slots.try_borrow_mut() {
+            slots.fail_all();
+        }
+        if let Some(at_end) = self.at_end.take() {
+            at_end();
+        }
+    }
+}
+
+fn flush_request() -> Request {
+    Request {
+        command: Command::Flush,
+        flags: CommandFlags::NONE,
+        offset: 0,
+        length: 0,
+        at: 0,
+        limit: 0,
+    }
+}
+
+/// `NBD_CMD_DISC`.
+fn farewell() -> [u8; REQUEST_LEN] {
+    let mut bytes = [0; REQUEST_LEN];
+    bytes[..4].copy_from_slice(&magic::REQUEST.to_be_bytes());
+    bytes[6..8].copy_from_slice(&Command::Disconnect.to_wire().to_be_bytes());
+    bytes
+}

@@ -1,0 +1,520 @@
+//! The requests of one connection: who waits, who was sent, what has come for whom. No I/O.
+//!
+//! Invariants:
+//! - a request is answered once; a cookie names a slot *and* its generation, so that a late or
+//!   invented reply meets nobody else;
+//! - a slot keeps its buffer, or knows that it is away (being sent or filled), until the request is
+//!   over, whether or not somebody still waits for it;
+//! - a read succeeds only when each of its bytes has come exactly once;
+//! - nothing is allocated once warm: slots, lists and coverage are reused.
+
+use std::collections::VecDeque;
+use std::ops::{DerefMut, Range};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use ebb_nbd_proto::{Command, CommandFlags, Errno, ExtentState, REQUEST_LEN, magic};
+
+use super::reply::{Coverage, Frame, Violation, What};
+use crate::{Extent, push_extent};
+
+/// What a server is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Request {
+    pub(crate) command: Command,
+    pub(crate) flags: CommandFlags,
+    pub(crate) offset: u64,
+    pub(crate) length: u32,
+    /// Where the data is in the buffer.
+    pub(crate) at: usize,
+    /// The most extents wanted.
+    pub(crate) limit: usize,
+}
+
+/// Why a request failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Failure {
+    /// The server said so.
+    Server(u32),
+    /// The server's answer was no answer.
+    Broken(&'static str),
+    /// No connection within the time limit; the link knows more.
+    Lost,
+}
+
+/// The end of a request.
+#[derive(Debug)]
+pub(crate) struct Outcome<B> {
+    pub(crate) result: Result<(), Failure>,
+    pub(crate) buf: Option<B>,
+    pub(crate) extents: Vec<Extent>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Free,
+    Queued,
+    Sent,
+    Answered,
+}
+
+/// Names a request: slot and generation, as on the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Cookie(pub(crate) u64);
+
+#[derive(Debug)]
+struct Slot<B, H> {
+    phase: Phase,
+    generation: u32,
+    request: Request,
+    buf: Option<B>,
+    /// The buffer is at the sender or the receiver.
+    away: bool,
+    /// Nobody waits any more.
+    orphan: bool,
+    failure: Option<Failure>,
+    coverage: Coverage,
+    extents: Vec<Extent>,
+    /// Where the next descriptor starts.
+    status_at: u64,
+    waker: Option<std::task::Waker>,
+    /// When it was first on a connection that was lost.
+    lost: Option<Instant>,
+    /// What the request holds as long as it runs.
+    held: Option<H>,
+}
+
+/// What the receiver does next for a frame.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// Nothing: the frame is dealt with.
+    Done,
+    /// Put the next bytes into this part of the buffer.
+    Fill(Range<usize>),
+    /// Give the next `entries` descriptors to [`Slots::describe`].
+    Describe(u32),
+    /// Drop so many bytes.
+    Skip(u32),
+}
+
+/// Requests of one connection. `B` is the buffer, `H` what a request holds.
+#[derive(Debug)]
+pub(crate) struct Slots<B, H> {
+    list: Vec<Slot<B, H>>,
+    free: Vec<usize>,
+    queue: VecDeque<usize>,
+    /// Replies to reads come in chunks.
+    structured: bool,
+    allocation: Option<u32>,
+}
+
+impl<B, H> Default for Slots<B, H> {
+    fn default() -> Self {
+        Slots {
+            list: Vec::new(),
+            free: Vec::new(),
+            queue: VecDeque::new(),
+            structured: false,
+            allocation: None,
+        }
+    }
+}
+
+impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
+    /// What the connection that comes next agreed on.
+    pub(crate) fn agree(&mut self, structured: bool, allocation: Option<u32>) {
+        self.structured = structured;
+        self.allocation = allocation;
+    }
+
+    /// Queues a request. The buffer holds `request.at..` at least as long as the request.
+    pub(crate) fn push(&mut self, request: Request, buf: Option<B>, held: Option<H>) -> Cookie {
+        let index = self.place();
+        let slot = &mut self.list[index];
+        slot.phase = Phase::Queued;
+        slot.request = request;
+        slot.buf = buf;
+        slot.held = held;
+        let cookie = cookie(index, slot.generation);
+        self.queue.push_back(index);
+        cookie
+    }
+
+    /// As [`Slots::push`], before all others.
+    pub(crate) fn push_first(&mut self, request: Request) -> Cookie {
+        let cookie = self.push(request, None, None);
+        self.queue.rotate_right(1);
+        cookie
+    }
+
+    fn place(&mut self) -> usize {
+        if let Some(index) = self.free.pop() {
+            return index;
+        }
+        self.list.push(Slot {
+            phase: Phase::Free,
+            generation: 0,
+            request: Request {
+                command: Command::Flush,
+                flags: CommandFlags::NONE,
+                offset: 0,
+                length: 0,
+                at: 0,
+                limit: 0,
+            },
+            buf: None,
+            away: false,
+            orphan: false,
+            failure: None,
+            coverage: Coverage::default(),
+            extents: Vec::new(),
+            status_at: 0,
+            waker: None,
+            lost: None,
+            held: None,
+        });
+        self.list.len() - 1
+    }
+
+    pub(crate) fn has_queued(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
+    /// Whether a request waits for its answer.
+    pub(crate) fn has_sent(&self) -> bool {
+        self.list.iter().any(|slot| slot.phase == Phase::Sent)
+    }
+
+    /// Requests that are not over.
+    #[cfg(test)]
+    pub(crate) fn busy(&self) -> usize {
+        self.list.len() - self.free.len()
+    }
+
+    /// The next request to send: its header, and the data of a write, which is away until
+    /// [`Slots::bring_back`].
+    pub(crate) fn next_to_send(&mut self) -> Option<ToSend<B>> {
+        let index = self.queue.pop_front()?;
+        let slot = &mut self.list[index];
+        slot.phase = Phase::Sent;
+        slot.status_at = slot.request.offset;
+        let cookie = cookie(index, slot.generation);
+        let payload = if slot.request.command == Command::Write { slot.buf.take() } else { None };
+        slot.away = payload.is_some();
+        let length = usize::try_from(slot.request.length).unwrap_or(0);
+        let range = slot.request.at..slot.request.at + length;
+        Some(ToSend { cookie, header: header(&slot.request, cookie), payload, range })
+    }
+
+    /// A buffer is back from the sender or the receiver.
+    pub(crate) fn bring_back(&mut self, cookie: Cookie, buf: B) {
+        if let Some(slot) = self.slot(cookie) {
+            slot.buf = Some(buf);
+            slot.away = false;
+            self.settle(cookie);
+        }
+    }
+
+    /// The buffer of a read, to be filled; it is away until [`Slots::bring_back`].
+    pub(crate) fn take_buf(&mut self, cookie: Cookie) -> Option<B> {
+        let slot = self.slot(cookie)?;
+        let buf = slot.buf.take()?;
+        slot.away = true;
+        Some(buf)
+    }
+
+    /// What to do for a frame.
+    ///
+    /// # Errors
+    /// The connection is of no use any more. The request concerned, if there is one, has failed.
+    pub(crate) fn apply(&mut self, frame: &Frame) -> Result<Step, Violation> {
+        let cookie = Cookie(frame.cookie);
+        let structured = self.structured;
+        let allocation = self.allocation;
+        let slot = self.slot(cookie).filter(|slot| slot.phase == Phase::Sent);
+        let slot = slot.ok_or(Violation("a reply to a request that was not made"))?;
+        let step = slot.apply(frame, structured, allocation);
+        if let Err(violation) = step {
+            self.fail(cookie, Failure::Broken(violation.0));
+        }
+        step
+    }
+
+    /// The payload of the frame has come: ends the request if the frame was its last. Says whether
+    /// a write was acknowledged that is not stable.
+    ///
+    /// # Errors
+    /// As [`Slots::apply`].
+    pub(crate) fn finish(&mut self, frame: &Frame) -> Result<bool, Violation> {
+        let cookie = Cookie(frame.cookie);
+        let Some(slot) = self.slot(cookie) else { return Ok(false) };
+        if !frame.done || slot.phase != Phase::Sent {
+            return Ok(false);
+        }
+        let request = slot.request;
+        if slot.failure.is_none()
+            && request.command == Command::Read
+            && !slot.coverage.is_whole(request.length)
+        {
+            let violation = Violation("a read ends before all of its bytes have come");
+            self.fail(cookie, Failure::Broken(violation.0));
+            return Err(violation);
+        }
+        slot.phase = Phase::Answered;
+        let changes =
+            matches!(request.command, Command::Write | Command::WriteZeroes | Command::Trim);
+        let volatile =
+            changes && slot.failure.is_none() && !request.flags.contains(CommandFlags::FUA);
+        self.settle(cookie);
+        Ok(volatile)
+    }
+
+    /// True for an answer that says that the server is about to go: the request is for the next one.
+    pub(crate) fn is_farewell(&self, frame: &Frame) -> bool {
+        let gone = Errno::Shutdown.to_wire();
+        matches!(frame.what, What::Simple { error } | What::Error { error, .. } if error == gone)
+    }
+
+    /// Takes one descriptor of eight bytes.
+    ///
+    /// # Errors
+    /// As [`Slots::apply`].
+    pub(crate) fn describe(&mut self, cookie: Cookie, bytes: [u8; 8]) -> Result<(), Violation> {
+        let Some(slot) = self.slot(cookie) else { return Ok(()) };
+        let (length, state) = (u64::from_be_bytes(bytes) >> 32, u64::from_be_bytes(bytes));
+        if length == 0 {
+            let violation = Violation("an extent of no bytes");
+            self.fail(cookie, Failure::Broken(violation.0));
+            return Err(violation);
+        }
+        // The last one may reach beyond what was asked.
+        let end = slot.request.offset + u64::from(slot.request.length);
+        let length = length.min(end.saturating_sub(slot.status_at));
+        let state = ExtentState(u32::try_from(state & 0xffff_ffff).unwrap_or(0));
+        let hole = state.contains(ExtentState::HOLE.with(ExtentState::ZERO));
+        if length > 0 && slot.extents.len() <= slot.request.limit {
+            push_extent(&mut slot.extents, Extent { offset: slot.status_at, length, hole });
+            slot.status_at += length;
+        }
+        Ok(())
+    }
+
+    /// Puts what was sent and not answered at the front of the queue again. All buffers are back.
+    /// Returns how many; those first lost longer than `limit` ago fail instead.
+    pub(crate) fn replay(&mut self, now: Instant, limit: Duration) -> u64 {
+        let mut replayed = 0;
+        for index in 0..self.list.len() {
+            let slot = &mut self.list[index];
+            if slot.phase != Phase::Sent {
+                continue;
+            }
+            let id = cookie(index, slot.generation);
+            let lost = *slot.lost.get_or_insert(now);
+            if slot.orphan || now.saturating_duration_since(lost) > limit {
+                self.fail(id, Failure::Lost);
+                continue;
+            }
+            slot.phase = Phase::Queued;
+            slot.failure = None;
+            slot.coverage.clear();
+            slot.extents.clear();
+            self.queue.push_front(index);
+            replayed += 1;
+        }
+        replayed
+    }
+
+    /// Fails everything that is queued.
+    pub(crate) fn fail_queued(&mut self) {
+        while let Some(index) = self.queue.pop_front() {
+            let id = cookie(index, self.list[index].generation);
+            self.fail(id, Failure::Lost);
+        }
+    }
+
+    /// Fails everything: there will be no other connection.
+    pub(crate) fn fail_all(&mut self) {
+        self.queue.clear();
+        for index in 0..self.list.len() {
+            let slot = &mut self.list[index];
+            slot.away = false;
+            let id = cookie(index, slot.generation);
+            self.fail(id, Failure::Lost);
+        }
+    }
+
+    /// Fails a request that is not over.
+    pub(crate) fn fail(&mut self, cookie: Cookie, failure: Failure) {
+        if let Some(slot) = self.slot(cookie)
+            && slot.phase != Phase::Answered
+        {
+            slot.failure = Some(failure);
+            slot.phase = Phase::Answered;
+            self.settle(cookie);
+        }
+    }
+
+    /// The outcome, once the request is over; its slot is free then.
+    pub(crate) fn poll(&mut self, cookie: Cookie, cx: &Context<'_>) -> Poll<Outcome<B>> {
+        let Some(slot) = self.slot(cookie) else {
+            // Never: who waits is the only one to take the outcome.
+            let result = Err(Failure::Broken("the request is over"));
+            return Poll::Ready(Outcome { result, buf: None, extents: Vec::new() });
+        };
+        if slot.phase != Phase::Answered || slot.away {
+            match &mut slot.waker {
+                Some(waker) => waker.clone_from(cx.waker()),
+                None => slot.waker = Some(cx.waker().clone()),
+            }
+            return Poll::Pending;
+        }
+        let result = slot.failure.take().map_or(Ok(()), Err);
+        let (buf, extents) = (slot.buf.take(), std::mem::take(&mut slot.extents));
+        self.release(cookie);
+        Poll::Ready(Outcome { result, buf, extents })
+    }
+
+    /// Nobody waits any more. What was not sent never will be.
+    pub(crate) fn abandon(&mut self, cookie: Cookie) {
+        let Some(slot) = self.slot(cookie) else { return };
+        slot.orphan = true;
+        slot.waker = None;
+        if slot.phase == Phase::Queued {
+            slot.phase = Phase::Answered;
+            let index = index_of(cookie);
+            self.queue.retain(|queued| *queued != index);
+        }
+        self.settle(cookie);
+    }
+
+    fn settle(&mut self, cookie: Cookie) {
+        let Some(slot) = self.slot(cookie) else { return };
+        if slot.phase != Phase::Answered || slot.away {
+            return;
+        }
+        if slot.orphan {
+            slot.buf = None;
+            self.release(cookie);
+        } else if let Some(waker) = slot.waker.take() {
+            waker.wake();
+        }
+    }
+
+    fn release(&mut self, cookie: Cookie) {
+        if let Some(slot) = self.slot(cookie) {
+            slot.phase = Phase::Free;
+            slot.generation = slot.generation.wrapping_add(1);
+            slot.orphan = false;
+            slot.failure = None;
+            slot.coverage.clear();
+            slot.extents.clear();
+            slot.lost = None;
+            slot.waker = None;
+            slot.held = None;
+            self.free.push(index_of(cookie));
+        }
+    }
+
+    fn slot(&mut self, cookie: Cookie) -> Option<&mut Slot<B, H>> {
+        let generation = u32::try_from(cookie.0 >> 32).ok()?;
+        let slot = self.list.get_mut(index_of(cookie))?;
+        (slot.generation == generation && slot.phase != Phase::Free).then_some(slot)
+    }
+}
+
+/// A request on its way out.
+#[derive(Debug)]
+pub(crate) struct ToSend<B> {
+    pub(crate) cookie: Cookie,
+    pub(crate) header: [u8; REQUEST_LEN],
+    pub(crate) payload: Option<B>,
+    /// The part of the payload's buffer to send.
+    pub(crate) range: Range<usize>,
+}
+
+impl<B: DerefMut<Target = [u8]>, H> Slot<B, H> {
+    fn apply(
+        &mut self,
+        frame: &Frame,
+        structured: bool,
+        allocation: Option<u32>,
+    ) -> Result<Step, Violation> {
+        let read = self.request.command == Command::Read;
+        match frame.what {
+            What::Simple { error } => {
+                if read && structured {
+                    return Err(Violation("a simple reply to a read where chunks were agreed on"));
+                }
+                if error == 0 && self.request.command == Command::BlockStatus {
+                    return Err(Violation("a simple reply to a question for block status"));
+                }
+                if error != 0 {
+                    self.failure = Some(Failure::Server(error));
+                    return Ok(Step::Done);
+                }
+                if !read {
+                    return Ok(Step::Done);
+                }
+                self.part(self.request.offset, self.request.length).map(Step::Fill)
+            }
+            _ if !structured => Err(Violation("a chunk where simple replies were agreed on")),
+            What::None if frame.done => Ok(Step::Done),
+            What::None => Err(Violation("an empty chunk that is not the last")),
+            What::Data { offset, length } if read => self.part(offset, length).map(Step::Fill),
+            What::Hole { offset, length } if read => {
+                let range = self.part(offset, length)?;
+                if let Some(part) = self.buf.as_mut().and_then(|buf| buf.get_mut(range)) {
+                    part.fill(0);
+                }
+                Ok(Step::Done)
+            }
+            What::Status { context, entries }
+                if self.request.command == Command::BlockStatus
+                    && Some(context) == allocation
+                    && self.extents.is_empty() =>
+            {
+                Ok(Step::Describe(entries))
+            }
+            What::Error { error, rest } => {
+                self.failure.get_or_insert(Failure::Server(error));
+                Ok(Step::Skip(rest))
+            }
+            _ => Err(Violation("a chunk that does not fit its request")),
+        }
+    }
+
+    /// The place in the buffer of `length` bytes of the export at `offset`, noted as come.
+    fn part(&mut self, offset: u64, length: u32) -> Result<Range<usize>, Violation> {
+        let outside = Violation("data outside of what was asked for");
+        let start = offset.checked_sub(self.request.offset).ok_or(outside)?;
+        let start = u32::try_from(start).map_err(|_| outside)?;
+        let end = start.checked_add(length).filter(|end| *end <= self.request.length);
+        let end = end.ok_or(outside)?;
+        self.coverage.add(start, end)?;
+        let place = |at: u32| usize::try_from(at).map_or(usize::MAX, |at| self.request.at + at);
+        Ok(place(start)..place(end))
+    }
+}
+
+fn cookie(index: usize, generation: u32) -> Cookie {
+    // There are far fewer slots than 2^32: the link bounds them.
+    Cookie(u64::from(generation) << 32 | u64::try_from(index).unwrap_or(0))
+}
+
+fn index_of(cookie: Cookie) -> usize {
+    usize::try_from(cookie.0 & 0xffff_ffff).unwrap_or(usize::MAX)
+}
+
+fn header(request: &Request, cookie: Cookie) -> [u8; REQUEST_LEN] {
+    let mut bytes = [0; REQUEST_LEN];
+    bytes[..4].copy_from_slice(&magic::REQUEST.to_be_bytes());
+    bytes[4..6].copy_from_slice(&request.flags.0.to_be_bytes());
+    bytes[6..8].copy_from_slice(&request.command.to_wire().to_be_bytes());
+    bytes[8..16].copy_from_slice(&cookie.0.to_be_bytes());
+    bytes[16..24].copy_from_slice(&request.offset.to_be_bytes());
+    bytes[24..].copy_from_slice(&request.length.to_be_bytes());
+    bytes
+}
+
+#[cfg(test)]
+mod tests;

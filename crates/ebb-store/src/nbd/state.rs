@@ -1,0 +1,238 @@
+//! What the workers of one store share: figures, and what is not stable yet.
+//!
+//! Two counters say what a flush has to cover: `acknowledged` counts changes the server has
+//! acknowledged, `covered` is its value when the last flush that succeeded was asked for. A change is
+//! counted before anybody can learn that it was acknowledged. When a connection ends, what lies
+//! between the two may be lost with a server that ended, too.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Instant;
+
+use super::options::LostWrites;
+
+/// A remote store at a moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StoreState {
+    /// The server's address.
+    pub address: String,
+    /// Connections that are up.
+    pub connections: u64,
+    /// Connections that were lost and made again.
+    pub reconnects: u64,
+    /// Requests under way, those that wait for a connection included.
+    pub in_flight: u64,
+    /// Requests that were asked again on a new connection.
+    pub replayed: u64,
+    /// Changes acknowledged and not flushed.
+    pub unflushed: u64,
+    /// Why the last connection ended or did not come about, if that ever happened.
+    pub last_error: Option<String>,
+    /// Seconds since `connections` last changed.
+    pub since_seconds: u64,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    lost_writes: LostWrites,
+    pub(crate) closed: AtomicBool,
+    connections: AtomicU64,
+    reconnects: AtomicU64,
+    pub(crate) in_flight: AtomicU64,
+    replayed: AtomicU64,
+    acknowledged: AtomicU64,
+    covered: AtomicU64,
+    story: Mutex<Story>,
+    /// Set beside `Story::lost`, so that a flush need not lock.
+    has_lost: AtomicBool,
+}
+
+#[derive(Debug)]
+struct Story {
+    last_error: Option<String>,
+    since: Instant,
+    /// What the next flush must report.
+    lost: Option<String>,
+    /// The sockets, so that closing the store ends them.
+    sockets: HashMap<u64, Weak<OwnedFd>>,
+    next: u64,
+}
+
+impl Shared {
+    pub(crate) fn new(lost_writes: LostWrites) -> Shared {
+        Shared {
+            lost_writes,
+            closed: AtomicBool::new(false),
+            connections: AtomicU64::new(0),
+            reconnects: AtomicU64::new(0),
+            in_flight: AtomicU64::new(0),
+            replayed: AtomicU64::new(0),
+            acknowledged: AtomicU64::new(0),
+            covered: AtomicU64::new(0),
+            story: Mutex::new(Story {
+                last_error: None,
+                since: Instant::now(),
+                lost: None,
+                sockets: HashMap::new(),
+                next: 0,
+            }),
+            has_lost: AtomicBool::new(false),
+        }
+    }
+
+    fn story(&self) -> MutexGuard<'_, Story> {
+        // Texts and times: what a panic elsewhere left is as good as before.
+        self.story.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// A connection is up; the number is for [`Shared::disconnected`].
+    pub(crate) fn connected(&self, fd: &Arc<OwnedFd>, again: bool) -> u64 {
+        self.connections.fetch_add(1, Ordering::Relaxed);
+        self.reconnects.fetch_add(u64::from(again), Ordering::Relaxed);
+        let mut story = self.story();
+        story.since = Instant::now();
+        let id = story.next;
+        story.next += 1;
+        story.sockets.insert(id, Arc::downgrade(fd));
+        id
+    }
+
+    pub(crate) fn disconnected(&self, id: u64) {
+        self.connections.fetch_sub(1, Ordering::Relaxed);
+        let mut story = self.story();
+        story.since = Instant::now();
+        story.sockets.remove(&id);
+        drop(story);
+        let (acknowledged, covered) =
+            (self.acknowledged.load(Ordering::SeqCst), self.covered.load(Ordering::SeqCst));
+        if acknowledged > covered && self.lost_writes == LostWrites::Report {
+            let count = acknowledged - covered;
+            self.lose(format!(
+                "the connection was lost after {count} changes (numbers {} to {acknowledged} since \
+                 the volume was opened) were acknowledged and before they were flushed: the \
+                 server may have lost them",
+                covered + 1
+            ));
+        }
+    }
+
+    /// Has the next flush fail with `what`: for changes the server may have lost.
+    pub(crate) fn lose(&self, what: String) {
+        self.story().lost = Some(what);
+        self.covered.fetch_max(self.acknowledged.load(Ordering::SeqCst), Ordering::SeqCst);
+        self.has_lost.store(true, Ordering::SeqCst);
+    }
+
+    /// What a flush must report, once.
+    pub(crate) fn take_lost(&self) -> Option<String> {
+        if !self.has_lost.load(Ordering::SeqCst) {
+            return None;
+        }
+        let mut story = self.story();
+        self.has_lost.store(false, Ordering::SeqCst);
+        story.lost.take()
+    }
+
+    /// The server has acknowledged a change that is not stable.
+    pub(crate) fn acknowledge(&self) {
+        self.acknowledged.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// What a flush that begins now covers.
+    pub(crate) fn mark(&self) -> u64 {
+        self.acknowledged.load(Ordering::SeqCst)
+    }
+
+    /// A flush that began at `mark` succeeded.
+    pub(crate) fn cover(&self, mark: u64) {
+        self.covered.fetch_max(mark, Ordering::SeqCst);
+    }
+
+    /// Whether a flush has something to cover.
+    pub(crate) fn is_dirty(&self) -> bool {
+        self.acknowledged.load(Ordering::SeqCst) > self.covered.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn replayed(&self, count: u64) {
+        self.replayed.fetch_add(count, Ordering::Relaxed);
+    }
+
+    pub(crate) fn note_error(&self, error: &str) {
+        self.story().last_error = Some(error.to_owned());
+    }
+
+    pub(crate) fn last_error(&self) -> String {
+        self.story().last_error.clone().unwrap_or_else(|| "no connection yet".to_owned())
+    }
+
+    /// The store goes: every connection hears the end of its stream and says goodbye.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        for socket in self.story().sockets.values().filter_map(Weak::upgrade) {
+            let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Read);
+        }
+    }
+
+    pub(crate) fn state(&self, address: String) -> StoreState {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let story = self.story();
+        StoreState {
+            address,
+            connections: get(&self.connections),
+            reconnects: get(&self.reconnects),
+            in_flight: get(&self.in_flight),
+            replayed: get(&self.replayed),
+            unflushed: get(&self.acknowledged).saturating_sub(get(&self.covered)),
+            last_error: story.last_error.clone(),
+            since_seconds: story.since.elapsed().as_secs(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn socket() -> Arc<OwnedFd> {
+        Arc::new(std::os::unix::net::UnixStream::pair().unwrap().0.into())
+    }
+
+    #[test]
+    fn what_was_acknowledged_and_not_flushed_is_reported_once() {
+        let shared = Shared::new(LostWrites::Report);
+        let id = shared.connected(&socket(), false);
+        shared.acknowledge();
+        let mark = shared.mark();
+        shared.acknowledge();
+        shared.cover(mark);
+        shared.disconnected(id);
+        let text = shared.take_lost().unwrap();
+        assert!(text.contains("1 changes (numbers 2 to 2"), "{text}");
+        assert_eq!(shared.take_lost(), None);
+        // Nothing new was acknowledged: another connection lost is no loss of data.
+        let id = shared.connected(&socket(), true);
+        shared.disconnected(id);
+        assert_eq!(shared.take_lost(), None);
+    }
+
+    #[test]
+    fn a_flush_covers_what_was_acknowledged_before_it_was_asked_for() {
+        let shared = Shared::new(LostWrites::Flush);
+        shared.acknowledge();
+        let mark = shared.mark();
+        shared.acknowledge();
+        shared.cover(mark);
+        assert!(shared.is_dirty());
+        shared.cover(shared.mark());
+        assert!(!shared.is_dirty());
+        shared.cover(0);
+        assert!(!shared.is_dirty(), "an older flush that ends later takes nothing back");
+    }
+}

@@ -1,0 +1,394 @@
+//! The remote store against servers nobody here wrote: `nbdkit` with its filters, and `qemu-nbd`.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+#[path = "common/nbd.rs"]
+mod server;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{Bench, KIB, MIB};
+use ebb_store::{ErrorKind, LostWrites, NbdAddress, NbdOptions, NbdStore, Store};
+use server::Server;
+
+fn options(server: &Server) -> NbdOptions {
+    NbdOptions::new(NbdAddress::Unix(server.socket().into()), "")
+}
+
+fn open(server: &Server) -> NbdStore {
+    NbdStore::open(options(server)).unwrap().0
+}
+
+fn bench(server: &Server) -> Bench {
+    Bench::new(Store::Nbd(open(server)))
+}
+
+fn pattern(seed: u8, length: usize) -> Vec<u8> {
+    (0..length).map(|i| seed.wrapping_add(u8::try_from(i % 251).unwrap())).collect()
+}
+
+/// Everything a store does, against a byte array.
+fn round_trip(bench: &Bench) {
+    let size = usize::try_from(bench.store().size()).unwrap();
+    let mut oracle = vec![0; size];
+    for (number, (offset, length)) in
+        [(0, 512), (512, 4096), (65536, 65536), (100 * 512, 512 * 77), (MIB, 3 << 20)]
+            .into_iter()
+            .enumerate()
+    {
+        let data = pattern(u8::try_from(number).unwrap(), length);
+        bench.write(offset, &data).unwrap();
+        let start = usize::try_from(offset).unwrap();
+        oracle[start..start + length].copy_from_slice(&data);
+    }
+    bench.zero(2 * MIB + 512, 64 * KIB, true, false).unwrap();
+    let start = (2 << 20) + 512;
+    oracle[start..start + (64 << 10)].fill(0);
+    bench.zero(3 * MIB, 8 * KIB, false, false).unwrap();
+    oracle[3 << 20..(3 << 20) + (8 << 10)].fill(0);
+    bench.flush().unwrap();
+    for (offset, length) in [(0, size), (512, 512), (2 << 20, 70 << 10), (size - 512, 512)] {
+        let read = bench.read(offset as u64, length).unwrap();
+        assert!(read == oracle[offset..offset + length], "{length} at {offset}");
+    }
+    let mut at = 0;
+    for (offset, length, hole) in bench.extents(0, size as u64, 10_000).unwrap() {
+        assert_eq!(offset, at);
+        at += length;
+        let range = usize::try_from(offset).unwrap()..usize::try_from(at).unwrap();
+        assert!(!hole || oracle[range].iter().all(|byte| *byte == 0));
+    }
+    assert_eq!(at, size as u64);
+    bench.discard(MIB, MIB).unwrap();
+    assert_eq!(bench.read(0, 4096).unwrap(), &oracle[..4096]);
+}
+
+#[test]
+fn nbdkit_in_full() {
+    let server = Server::nbdkit(&["memory", "8M"]);
+    let bench = bench(&server);
+    round_trip(&bench);
+    let holes = bench.extents(4 * MIB, 4 * MIB, 10).unwrap();
+    assert_eq!(holes, [(4 * MIB, 4 * MIB, true)], "block status tells of holes");
+}
+
+#[test]
+fn nbdkit_without_anything() {
+    // No structured replies, no multi-connection, no FUA, no zeroes, no trim.
+    let arguments =
+        ["--no-sr", "--filter=nozero", "--filter=fua", "--filter=noextents", "memory", "8M"];
+    let server = Server::nbdkit(&[&arguments[..], &["zeromode=none", "fuamode=discard"]].concat());
+    let bench = bench(&server);
+    round_trip(&bench);
+    assert_eq!(bench.extents(0, 8 * MIB, 10).unwrap(), [(0, 8 * MIB, false)]);
+    assert_eq!(bench.zero(0, 4096, true, true).unwrap_err().kind, ErrorKind::Unsupported);
+}
+
+#[test]
+fn block_sizes_are_kept() {
+    for minimum in ["512", "4096", "65536"] {
+        let minimum = format!("blocksize-minimum={minimum}");
+        let server = Server::nbdkit(&[
+            "--filter=blocksize-policy",
+            "memory",
+            "8M",
+            &minimum,
+            "blocksize-maximum=128K",
+            "blocksize-preferred=64K",
+            "blocksize-error-policy=error",
+        ]);
+        round_trip(&bench(&server));
+    }
+}
+
+#[test]
+fn qemu_nbd_in_full() {
+    let folder = common::folder();
+    let image = common::file(&folder, "image");
+    std::fs::File::create(&image).unwrap().set_len(8 << 20).unwrap();
+    let server = Server::start(
+        "qemu-nbd",
+        &[
+            "-k",
+            "SOCKET",
+            "-f",
+            "raw",
+            "--shared=8",
+            "-t",
+            "--discard=unmap",
+            image.to_str().unwrap(),
+        ],
+    );
+    round_trip(&bench(&server));
+}
+
+#[test]
+fn errors_of_the_server_are_errors() {
+    let server = Server::nbdkit(&[
+        "--filter=error",
+        "memory",
+        "8M",
+        "error-pread=ENOSPC",
+        "error-pread-rate=100%",
+        "error-pwrite=EIO",
+        "error-pwrite-rate=100%",
+    ]);
+    let bench = bench(&server);
+    assert_eq!(bench.read(0, 4096).unwrap_err().kind, ErrorKind::NoSpace);
+    assert_eq!(bench.write(0, &[1; 4096]).unwrap_err().kind, ErrorKind::Io);
+    bench.flush().unwrap();
+}
+
+#[test]
+fn errors_now_and_then_never_give_wrong_bytes() {
+    let server = Server::nbdkit(&["--filter=error", "pattern", "8M", "error-rate=20%"]);
+    let mut asked = options(&server);
+    asked.read_only = true;
+    let bench = Bench::new(Store::Nbd(NbdStore::open(asked).unwrap().0));
+    let (mut good, mut bad) = (0, 0);
+    for number in 0..200u64 {
+        let offset = number * 512 % (8 << 20);
+        match bench.read(offset, 4096) {
+            Ok(data) => {
+                good += 1;
+                for (index, eight) in data.chunks(8).enumerate() {
+                    let expected = (offset + index as u64 * 8).to_be_bytes();
+                    assert_eq!(eight, expected);
+                }
+            }
+            Err(_) => bad += 1,
+        }
+    }
+    assert!(good > 50 && bad > 5, "{good} good, {bad} bad");
+}
+
+#[test]
+fn a_slow_server_is_waited_for() {
+    let server = Server::nbdkit(&[
+        "--filter=delay",
+        "--filter=rate",
+        "memory",
+        "8M",
+        "rdelay=20ms",
+        "rate=400M",
+    ]);
+    let bench = bench(&server);
+    let all = bench.on(|io, store| async move {
+        let tasks: Vec<_> = (0..300u64)
+            .map(|number| {
+                let (own, store) = (io.clone(), store.clone());
+                io.spawn(async move {
+                    let buf = own.pool().take(4096).await;
+                    store.read(&own, buf, number * 4096).await.0.is_ok()
+                })
+            })
+            .collect();
+        let mut good = 0;
+        for task in tasks {
+            good += u32::from(task.await);
+        }
+        good
+    });
+    assert_eq!(all, 300);
+}
+
+fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !done() {
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        std::thread::park_timeout(Duration::from_millis(10));
+    }
+}
+
+/// Writes and reads through restarts of the server: no error, and the right data.
+fn survives(end: impl Fn(&mut Server) + Send + Clone + 'static) {
+    let folder = common::folder();
+    let image = common::file(&folder, "image");
+    std::fs::File::create(&image).unwrap().set_len(8 << 20).unwrap();
+    let mut server = Server::nbdkit(&["file", image.to_str().unwrap()]);
+    let bench = Arc::new(Bench::new(Store::Nbd(open(&server))));
+    let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let told = stop.clone();
+    let user = bench.clone();
+    let user = std::thread::spawn(move || {
+        user.on(move |io, store| async move {
+            let tasks: Vec<_> = (0..16u64)
+                .map(|task| {
+                    let (io_, store, stop) = (io.clone(), store.clone(), stop.clone());
+                    io.spawn(async move {
+                        let mut round = 0u8;
+                        while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                            round = round.wrapping_add(1);
+                            let offset = task * (512 << 10) + u64::from(round % 16) * 32768;
+                            let data = pattern(round ^ u8::try_from(task).unwrap(), 32768);
+                            let mut buf = io_.pool().take(data.len()).await;
+                            buf.copy_from_slice(&data);
+                            let (result, mut buf) =
+                                store.write(&io_, buf, offset, round.is_multiple_of(5)).await;
+                            result.unwrap();
+                            if round.is_multiple_of(7) {
+                                store.flush(&io_).await.unwrap();
+                            }
+                            buf.fill(0xee);
+                            let (result, buf) = store.read(&io_, buf, offset).await;
+                            result.unwrap();
+                            assert!(data == *buf, "task {task} round {round}");
+                        }
+                        u64::from(round)
+                    })
+                })
+                .collect();
+            let mut rounds = 0;
+            for task in tasks {
+                rounds += task.await;
+            }
+            rounds
+        })
+    });
+    for _ in 0..4 {
+        std::thread::park_timeout(Duration::from_millis(150));
+        end(&mut server);
+        std::thread::park_timeout(Duration::from_millis(50));
+        server.restart();
+    }
+    std::thread::park_timeout(Duration::from_millis(150));
+    told.store(true, std::sync::atomic::Ordering::Relaxed);
+    let rounds = user.join().unwrap();
+    bench.flush().unwrap();
+    let state = bench.store().state().unwrap();
+    assert!(rounds > 0 && state.reconnects >= 4, "{state:?}");
+    assert_eq!((state.connections, state.in_flight, state.unflushed), (1, 0, 0), "{state:?}");
+    drop((bench, server));
+}
+
+#[test]
+fn a_killed_server_is_survived() {
+    survives(Server::kill);
+}
+
+#[test]
+fn a_server_that_shuts_down_is_survived() {
+    survives(Server::terminate);
+}
+
+#[test]
+fn no_server_within_the_limit_is_an_error_and_its_return_ends_that() {
+    let mut server = Server::nbdkit(&["memory", "8M"]);
+    let mut asked = options(&server);
+    asked.reconnect = Duration::from_millis(300);
+    let bench = Bench::new(Store::Nbd(NbdStore::open(asked).unwrap().0));
+    bench.read(0, 512).unwrap();
+    server.kill();
+    let error = bench.read(0, 512).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Io);
+    let cause = error.source.unwrap().to_string();
+    assert!(cause.contains("no answer") && cause.contains("0.3 s"), "{cause}");
+    assert_eq!(bench.store().state().unwrap().connections, 0);
+    assert!(bench.write(0, &[0; 512]).is_err(), "at once");
+    server.restart();
+    wait_for("the connection", || bench.read(0, 512).is_ok());
+    // Another size is another disk.
+    server.kill();
+    server.change("8M", "16M");
+    server.restart();
+    let error = bench.read(0, 512).unwrap_err().source.unwrap().to_string();
+    assert!(error.contains("16777216 bytes instead of 8388608"), "{error}");
+}
+
+#[test]
+fn what_a_flush_after_a_reconnect_says() {
+    for policy in [LostWrites::Flush, LostWrites::Report] {
+        let mut server = Server::nbdkit(&["memory", "8M"]);
+        let mut asked = options(&server);
+        asked.lost_writes = policy;
+        let bench = Bench::new(Store::Nbd(NbdStore::open(asked).unwrap().0));
+        bench.write(0, &[1; 512]).unwrap();
+        bench.flush().unwrap();
+        server.kill();
+        server.restart();
+        wait_for("the connection", || bench.store().state().unwrap().reconnects == 1);
+        bench.flush().expect("all was flushed before the connection was lost");
+        bench.write(0, &[1; 512]).unwrap();
+        bench.write(512, &[1; 512]).unwrap();
+        server.kill();
+        server.restart();
+        wait_for("the connection", || bench.store().state().unwrap().reconnects == 2);
+        match policy {
+            LostWrites::Flush => {
+                let state = || bench.store().state().unwrap();
+                wait_for("the flush of the new connection", || state().unflushed == 0);
+                bench.flush().unwrap();
+            }
+            LostWrites::Report => {
+                let error = bench.flush().unwrap_err();
+                assert_eq!(error.kind, ErrorKind::Io);
+                let cause = error.source.unwrap().to_string();
+                assert!(cause.contains("after 2 changes (numbers 2 to 3"), "{cause}");
+                bench.flush().expect("it is said once");
+            }
+        }
+    }
+}
+
+#[test]
+fn several_workers_use_their_own_connections_or_share_one() {
+    for multi in ["multi-conn-mode=emulate", "multi-conn-mode=disable"] {
+        let server = Server::nbdkit(&["--filter=multi-conn", "memory", "8M", multi]);
+        let store = Arc::new(Store::Nbd(open(&server)));
+        let workers: Vec<_> =
+            (0..3).map(|n| ebb_io::Worker::start_alone(&format!("w{n}")).unwrap()).collect();
+        for round in 0..20u64 {
+            for (number, worker) in workers.iter().enumerate() {
+                let (store, seed) = (store.clone(), u8::try_from(number).unwrap());
+                let offset = (round * 3 + number as u64) * 8192;
+                let done = worker.handle().block_on(move |io| async move {
+                    let mut buf = io.pool().take(8192).await;
+                    buf.copy_from_slice(&pattern(seed, 8192));
+                    store.write(&io, buf, offset, false).await.0.unwrap();
+                    store.flush(&io).await.unwrap();
+                    store.extents(&io, 0, 8 << 20, 100).await.unwrap().len()
+                });
+                assert!(done.is_some());
+            }
+        }
+        for (number, worker) in workers.iter().rev().enumerate() {
+            let store = store.clone();
+            let ok = worker.handle().block_on(move |io| async move {
+                let mut good = true;
+                for written in 0..60u64 {
+                    let buf = io.pool().take(8192).await;
+                    let (result, buf) = store.read(&io, buf, written * 8192).await;
+                    result.unwrap();
+                    good &= *buf == pattern(u8::try_from(written % 3).unwrap(), 8192);
+                }
+                good
+            });
+            assert_eq!(ok, Some(true), "{multi}, worker {number}");
+        }
+        let connections = store.state().unwrap().connections;
+        assert_eq!(connections, if multi.ends_with("emulate") { 3 } else { 1 });
+    }
+}
+
+#[test]
+fn what_is_not_there_or_not_right_is_refused_with_a_remedy() {
+    let refused = |options: NbdOptions| NbdStore::open(options).unwrap_err().to_string();
+    let nowhere = NbdOptions::new(NbdAddress::Unix("/nonexistent/socket".into()), "");
+    assert!(refused(nowhere).contains("is it running"));
+    let server = Server::nbdkit(&["-r", "memory", "8M"]);
+    assert!(refused(options(&server)).contains("read_only = true"));
+    let server = Server::nbdkit(&["memory", "1000"]);
+    assert!(refused(options(&server)).contains("multiple of 512"));
+    let server = Server::nbdkit(&[
+        "--filter=exportname",
+        "memory",
+        "8M",
+        "exportname-strict=true",
+        "exportname=a",
+    ]);
+    let mut other = options(&server);
+    other.export = "b".to_owned();
+    assert!(refused(other).contains("export `b`"));
+}

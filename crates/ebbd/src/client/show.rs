@@ -1,0 +1,299 @@
+//! The tables of `ebbd stat`.
+
+use crate::stat::{
+    CacheStat, MemoryStat, OperationStat, PoolStat, PressureStat, Stat, VolumeStat, ZoneStat,
+};
+
+/// Columns as wide as their widest cell.
+pub(super) struct Table {
+    rows: Vec<Vec<String>>,
+    /// A bit for each column that starts at the left, from the first one on.
+    left: u32,
+}
+
+impl Table {
+    /// A table with these titles.
+    pub(super) fn new(titles: &[&str], left: u32) -> Self {
+        Self { rows: vec![titles.iter().map(ToString::to_string).collect()], left }
+    }
+
+    /// Adds a row.
+    pub(super) fn row<const N: usize>(&mut self, cells: [String; N]) {
+        self.rows.push(cells.into());
+    }
+
+    /// All of it, a line for each row.
+    pub(super) fn text(&self) -> String {
+        let columns = self.rows.first().map_or(0, Vec::len);
+        let width = |column: usize| {
+            let cells = self.rows.iter().filter_map(|row| row.get(column));
+            cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..columns).map(width).collect();
+        let mut out = String::new();
+        for row in &self.rows {
+            let mut line = String::new();
+            for (column, (cell, &width)) in row.iter().zip(&widths).enumerate() {
+                let gap = if column == 0 { "" } else { "  " };
+                line.push_str(gap);
+                line.push_str(&if self.left >> column & 1 == 1 {
+                    format!("{cell:<width$}")
+                } else {
+                    format!("{cell:>width$}")
+                });
+            }
+            out.push_str(line.trim_end());
+            out.push('\n');
+        }
+        out
+    }
+}
+
+/// A number of bytes, short.
+pub(super) fn bytes(bytes: u64) -> String {
+    for (unit, shift) in [("T", 40), ("G", 30), ("M", 20), ("K", 10)] {
+        let whole = bytes >> shift;
+        if whole > 0 {
+            let tenths = (bytes - (whole << shift)).saturating_mul(10) >> shift;
+            return format!("{whole}.{tenths}{unit}");
+        }
+    }
+    bytes.to_string()
+}
+
+/// All tables.
+pub(super) fn all(stat: &Stat) -> String {
+    let mut out = format!(
+        "ebbd {}, up {:.0} s, {} resident, {} client(s)\n",
+        stat.version,
+        stat.uptime_seconds,
+        bytes(stat.resident_bytes),
+        stat.clients
+    );
+    let silent = stat.workers.iter().filter(|worker| !worker.answers);
+    for worker in silent {
+        out.push_str(&format!("worker {} does not answer\n", worker.worker));
+    }
+    if let Some(pressure) = &stat.pressure {
+        out.push_str(&show_pressure(pressure));
+    }
+    out.push_str(&show_volumes(stat));
+    if let Some(cache) = &stat.cache {
+        out.push_str(&show_cache(cache, &stat.volumes));
+    }
+    if let Some(memory) = &stat.memory {
+        out.push_str(&show_memory(memory));
+    }
+    out
+}
+
+fn show_pressure(pressure: &PressureStat) -> String {
+    let [decays, squeezes, drains, last] = pressure.events;
+    format!(
+        "\npressure L{} ({}) for {:.0} s: {}\nevents   {squeezes} squeeze, {drains} drain, \
+         {last} last resort, {decays} decay; the last {:.0} s ago\nlistens  {}\n",
+        pressure.level,
+        pressure.name,
+        pressure.since_seconds,
+        pressure.cause,
+        pressure.event_seconds,
+        if pressure.listening.is_empty() {
+            "to nothing".to_owned()
+        } else {
+            pressure.listening.join("\n         ")
+        },
+    )
+}
+
+fn show_volumes(stat: &Stat) -> String {
+    let titles =
+        ["VOLUME", "SIZE", "CLIENTS", "READS", "READ", "WRITES", "WRITTEN", "FLUSHES", "ERRORS"];
+    let mut table = Table::new(&titles, 1);
+    for volume in &stat.volumes {
+        let of = |name: &str| volume.operations.get(name).copied().unwrap_or_default();
+        let (read, write, flush) = (of("read"), of("write"), of("flush"));
+        let errors = |sum: u64, stat: &OperationStat| sum.saturating_add(stat.errors);
+        table.row([
+            volume.name.clone(),
+            bytes(volume.size_bytes),
+            volume.clients.to_string(),
+            read.requests.to_string(),
+            bytes(read.bytes),
+            write.requests.to_string(),
+            bytes(write.bytes),
+            flush.requests.to_string(),
+            volume.operations.values().fold(0, errors).to_string(),
+        ]);
+    }
+    format!("\n{}{}", table.text(), show_remotes(&stat.volumes))
+}
+
+/// A paragraph for each volume whose store is a server: what an operator asks when it is slow.
+fn show_remotes(volumes: &[VolumeStat]) -> String {
+    let mut out = String::new();
+    for volume in volumes {
+        let Some(remote) = &volume.remote else { continue };
+        let state = if remote.connections > 0 { "connected" } else { "not connected" };
+        let last = remote.last_error.as_deref().unwrap_or("none");
+        out.push_str(&format!(
+            "\n{}: server {}, {state} ({} connection(s), for {} s), {} reconnect(s)\n  \
+             {} request(s) under way, {} asked again, {} change(s) not flushed\n  \
+             last error: {last}\n",
+            volume.name,
+            remote.address,
+            remote.connections,
+            remote.since_seconds,
+            remote.reconnects,
+            remote.in_flight,
+            remote.replayed,
+            remote.unflushed,
+        ));
+    }
+    out
+}
+
+fn show_cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
+    let limit = match cache.max_bytes {
+        0 => String::new(),
+        max => format!(" of at most {}", bytes(max)),
+    };
+    let mut out = format!(
+        "\ncache    bufspace {}{limit}, bufwiredspace {}, bufkvaspace {}; {}\n\
+         reads    {} found, {} not; rewired {} kept, {} lost; {} evicted\n",
+        bytes(cache.bufspace_bytes),
+        bytes(cache.bufwiredspace_bytes),
+        bytes(cache.bufkvaspace_bytes),
+        cache.state,
+        bytes(cache.hit_bytes),
+        bytes(cache.miss_bytes),
+        bytes(cache.rewire_kept_bytes),
+        bytes(cache.rewire_lost_bytes),
+        bytes(cache.evicted_bytes),
+    );
+    let titles = ["CACHED", "MODE", "BUFSPACE", "WIRED", "KVA", "HIT", "FOUND", "MISSED", "LOST"];
+    let mut table = Table::new(&titles, 0b11);
+    for volume in volumes {
+        let Some(own) = &volume.cache else { continue };
+        table.row([
+            volume.name.clone(),
+            own.mode.clone(),
+            bytes(own.bufspace_bytes),
+            bytes(own.bufwiredspace_bytes),
+            bytes(own.bufkvaspace_bytes),
+            share(own.hit_bytes, own.miss_bytes),
+            bytes(own.hit_bytes),
+            bytes(own.miss_bytes),
+            bytes(own.rewire_lost_bytes),
+        ]);
+    }
+    out.push('\n');
+    out.push_str(&table.text());
+    out
+}
+
+/// `part` of `part` and `rest` together, in per cent; `-` of nothing.
+pub(super) fn share(part: u64, rest: u64) -> String {
+    match part.saturating_add(rest) {
+        0 => "-".to_owned(),
+        all => format!("{}%", u128::from(part) * 100 / u128::from(all)),
+    }
+}
+
+fn show_memory(memory: &MemoryStat) -> String {
+    format!(
+        "\nmemory   {} wired ({} pinned), {} lent, of at most {}; {} waiting\n\
+         given back  {} squeeze(s), {} cache(s) purged\n{}{}",
+        bytes(memory.wired_bytes),
+        bytes(memory.pinned_bytes),
+        bytes(memory.unwired_bytes),
+        bytes(memory.ceiling_bytes),
+        memory.waiting,
+        memory.squeezes,
+        memory.purges,
+        show_zones(&memory.zones),
+        show_pools(&memory.pools),
+    )
+}
+
+/// As `vmstat -z` shows zones, with what is ours behind.
+fn show_zones(zones: &[ZoneStat]) -> String {
+    let titles = [
+        "ZONE", "SIZE", "LIMIT", "USED", "FREE", "REQ", "FAIL", "SLEEP", "MISS", "BUCKET", "WSS",
+        "EMPTY",
+    ];
+    let mut table = Table::new(&titles, 1);
+    for zone in zones {
+        table.row([
+            zone.name.clone(),
+            zone.size.to_string(),
+            zone.limit.unwrap_or(0).to_string(),
+            zone.used.to_string(),
+            zone.free.to_string(),
+            zone.requests.to_string(),
+            zone.fails.to_string(),
+            zone.sleeps.to_string(),
+            zone.misses.to_string(),
+            zone.bucket.to_string(),
+            zone.wss.to_string(),
+            format!("{}s", zone.out_of_cache_seconds),
+        ]);
+    }
+    format!("\n{}", table.text())
+}
+
+fn show_pools(pools: &[PoolStat]) -> String {
+    if pools.is_empty() {
+        return String::new();
+    }
+    let mut table = Table::new(&["POOL", "FREE", "LENT", "SQUEEZES", "SQUEEZED"], 1);
+    for pool in pools {
+        table.row([
+            pool.name.clone(),
+            pool.free_pages.to_string(),
+            pool.lent_pages.to_string(),
+            pool.squeezes.to_string(),
+            pool.squeezed_pages.to_string(),
+        ]);
+    }
+    format!("\n{}", table.text())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_short() {
+        let shown = [0, 1023, 1024, 1536, 1 << 20, (5 << 30) + (1 << 29), u64::MAX].map(bytes);
+        let all = ["0", "1023", "1.0K", "1.5K", "1.0M", "5.5G", "16777215.9T"];
+        assert_eq!(shown.each_ref().map(String::as_str), all);
+    }
+
+    #[test]
+    fn zones_read_as_those_of_vmstat() {
+        let zone = ZoneStat {
+            name: "64K".into(),
+            size: 65_536,
+            used: 12,
+            free: 3,
+            requests: 1000,
+            ..ZoneStat::default()
+        };
+        let text = show_zones(&[zone]);
+        let lines: Vec<&str> = text.trim().lines().collect();
+        assert!(
+            lines[0].starts_with("ZONE   SIZE  LIMIT  USED  FREE   REQ  FAIL  SLEEP"),
+            "{text}"
+        );
+        assert!(
+            lines[1].starts_with("64K   65536      0    12     3  1000     0      0"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn shares_are_per_cent() {
+        let shown = [share(0, 0), share(0, 1), share(1, 2), share(u64::MAX, 0)];
+        assert_eq!(shown, ["-", "0%", "33%", "100%"]);
+    }
+}

@@ -1,0 +1,61 @@
+//! The cache as metrics: of the daemon, and of each volume that has one.
+
+use std::fmt;
+
+use prometheus_client::registry::Unit;
+
+use super::{Out, float};
+use crate::stat::{CacheStat, Stat, VolumeCacheStat};
+
+type Value = fn(&VolumeCacheStat) -> u64;
+
+/// Writes them.
+pub(super) fn encode(cache: &CacheStat, stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
+    for (name, help, value) in [
+        ("ebbd_cache_bufspace", "Memory in buffers, wired and lent", cache.bufspace_bytes),
+        ("ebbd_cache_bufwiredspace", "Memory in buffers that is wired", cache.bufwiredspace_bytes),
+        ("ebbd_cache_bufkvaspace", "Address space of buffers", cache.bufkvaspace_bytes),
+        ("ebbd_cache_max", "The most the cache may hold, 0 without a limit", cache.max_bytes),
+        ("ebbd_cache_min", "What the cache keeps under memory pressure", cache.min_bytes),
+    ] {
+        out.gauge((name, help), Some(&Unit::Bytes), float(value))?;
+    }
+    let volumes = |value: Value| {
+        stat.volumes.iter().filter_map(move |volume| {
+            let own = volume.cache.as_ref()?;
+            Some(([("volume", volume.name.as_str())], value(own)))
+        })
+    };
+    for (name, help, value) in [
+        (
+            "ebbd_volume_cache_bufspace",
+            "Memory in the volume's buffers, wired and lent",
+            (|own| own.bufspace_bytes) as Value,
+        ),
+        (
+            "ebbd_volume_cache_bufwiredspace",
+            "Memory in the volume's buffers that is wired",
+            |own| own.bufwiredspace_bytes,
+        ),
+        ("ebbd_volume_cache_bufkvaspace", "Address space of the volume's buffers", |own| {
+            own.bufkvaspace_bytes
+        }),
+    ] {
+        out.gauges((name, help), Some(&Unit::Bytes), volumes(value))?;
+    }
+    for (name, help, value) in [
+        ("ebbd_volume_cache_hit", "Bytes of reads that were found", (|own| own.hit_bytes) as Value),
+        ("ebbd_volume_cache_miss", "Bytes of reads that were not", |own| own.miss_bytes),
+        ("ebbd_volume_cache_kept", "Lent bytes still there when needed", |own| {
+            own.rewire_kept_bytes
+        }),
+        ("ebbd_volume_cache_lost", "Lent bytes that the kernel had taken", |own| {
+            own.rewire_lost_bytes
+        }),
+        ("ebbd_volume_cache_read_ahead", "Bytes read ahead", |own| own.read_ahead_bytes),
+        ("ebbd_volume_cache_evicted", "Bytes given up for others", |own| own.evicted_bytes),
+    ] {
+        out.counters((name, help), Some(&Unit::Bytes), volumes(value))?;
+    }
+    Ok(())
+}

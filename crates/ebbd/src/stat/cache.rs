@@ -1,0 +1,116 @@
+//! The figures of the cache.
+
+use ebb_cache::{CacheStats, Mode, VolumeCacheStats};
+use serde::{Deserialize, Serialize};
+
+/// Bytes of so many pages of the cache.
+fn bytes(pages: u64) -> u64 {
+    pages.saturating_mul(4096)
+}
+
+/// The cache of all volumes together.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CacheStat {
+    /// Memory in buffers, wired and lent, as far as it is known to be there, bytes.
+    pub bufspace_bytes: u64,
+    /// Of it, what is wired, bytes.
+    pub bufwiredspace_bytes: u64,
+    /// Address space of buffers, bytes.
+    pub bufkvaspace_bytes: u64,
+    /// The most it may hold now, bytes; 0 without a limit.
+    pub max_bytes: u64,
+    /// What it keeps under memory pressure, bytes.
+    pub min_bytes: u64,
+    /// What it does: `growing`, `pausing` (after a sign of memory pressure) or `off` (in the last
+    /// resort).
+    pub state: String,
+    /// Data that the store does not have yet, bytes.
+    pub dirty_bytes: u64,
+    /// Bytes of reads that were found.
+    pub hit_bytes: u64,
+    /// Bytes of reads that were not.
+    pub miss_bytes: u64,
+    /// Bytes of reads that were found lent, and still there.
+    pub rewire_kept_bytes: u64,
+    /// Bytes of reads that were found lent, and that the kernel had taken.
+    pub rewire_lost_bytes: u64,
+    /// Bytes found taken by the kernel before anybody wanted them.
+    pub reclaimed_bytes: u64,
+    /// Bytes given up for others.
+    pub evicted_bytes: u64,
+}
+
+/// What the cache does for a volume.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeCacheStat {
+    /// `writethrough`.
+    pub mode: String,
+    /// Memory in its buffers, wired and lent, bytes.
+    pub bufspace_bytes: u64,
+    /// Of it, what is wired, bytes.
+    pub bufwiredspace_bytes: u64,
+    /// Address space of its buffers, bytes.
+    pub bufkvaspace_bytes: u64,
+    /// Data that the store does not have yet, bytes.
+    pub dirty_bytes: u64,
+    /// Bytes of reads that were found.
+    pub hit_bytes: u64,
+    /// Bytes of reads that were not.
+    pub miss_bytes: u64,
+    /// Bytes of reads that were found lent, and still there.
+    pub rewire_kept_bytes: u64,
+    /// Bytes of reads that were found lent, and that the kernel had taken.
+    pub rewire_lost_bytes: u64,
+    /// Bytes found taken by the kernel before anybody wanted them.
+    pub reclaimed_bytes: u64,
+    /// Bytes read ahead.
+    pub read_ahead_bytes: u64,
+    /// Bytes given up for others.
+    pub evicted_bytes: u64,
+}
+
+impl From<&CacheStats> for CacheStat {
+    fn from(stats: &CacheStats) -> Self {
+        let total = &stats.total;
+        let state = match (stats.admits, stats.limit < stats.max) {
+            (false, _) => "off",
+            (true, true) => "pausing",
+            (true, false) => "growing",
+        };
+        Self {
+            bufspace_bytes: total.bufspace,
+            bufwiredspace_bytes: total.bufwiredspace,
+            bufkvaspace_bytes: total.bufkvaspace,
+            max_bytes: stats.limit,
+            min_bytes: stats.min,
+            state: state.to_owned(),
+            dirty_bytes: total.dirty,
+            hit_bytes: bytes(total.hits),
+            miss_bytes: bytes(total.misses),
+            rewire_kept_bytes: bytes(total.lent_hits),
+            rewire_lost_bytes: bytes(total.lost_hits),
+            reclaimed_bytes: bytes(total.reclaimed),
+            evicted_bytes: bytes(total.evictions),
+        }
+    }
+}
+
+impl VolumeCacheStat {
+    /// The figures of a volume cached in `mode`.
+    pub fn new(mode: Mode, stats: &VolumeCacheStats) -> Self {
+        Self {
+            mode: mode.to_string(),
+            bufspace_bytes: stats.bufspace,
+            bufwiredspace_bytes: stats.bufwiredspace,
+            bufkvaspace_bytes: stats.bufkvaspace,
+            dirty_bytes: stats.dirty,
+            hit_bytes: bytes(stats.hits),
+            miss_bytes: bytes(stats.misses),
+            rewire_kept_bytes: bytes(stats.lent_hits),
+            rewire_lost_bytes: bytes(stats.lost_hits),
+            reclaimed_bytes: bytes(stats.reclaimed),
+            read_ahead_bytes: bytes(stats.read_ahead),
+            evicted_bytes: bytes(stats.evictions),
+        }
+    }
+}
