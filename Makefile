@@ -12,7 +12,7 @@ TARGET := $(or $(CARGO_TARGET_DIR),target)
 SCRIPTS = .ci/run .ci/test packaging/install-build-deps packaging/run-disk testbed/install
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check fmt bench bench-nbd bench-memory clean
+.PHONY: help run test check fmt bench bench-nbd bench-cache bench-memory clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,13 +42,19 @@ check: ## Format, lints, scripts and manual pages, without the tests
 fmt: ## Format all Rust code
 	cargo fmt --all
 
-bench: bench-memory bench-nbd ## Every benchmark
+bench: bench-memory bench-nbd bench-cache ## Every benchmark
 
 bench-nbd: ## ebbd beside nbdkit and qemu-storage-daemon; figures on stdout, progress on stderr
 	@packaging/install-build-deps
 	@testbed/install >&2
 	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-nbd
 	@"$(TARGET)/release/bench-nbd" $(BENCH)
+
+bench-cache: ## The buffer cache before a remote store, beside nbdkit; figures on stdout, progress on stderr
+	@packaging/install-build-deps >&2
+	@testbed/install >&2
+	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-cache
+	@"$(TARGET)/release/bench-cache" $(BENCH)
 
 bench-memory: ## Elastic memory beside plain ways to hold it; figures on stdout, progress on stderr
 	@packaging/install-build-deps >&2

@@ -12,6 +12,8 @@
 //!
 //! Answers the bars that `SPEC.md` sets on the NBD data path, idle memory and start-up.
 
+pub mod cache;
+pub mod cache_guest;
 pub mod elastic;
 pub mod figure;
 pub mod fio;
@@ -36,8 +38,13 @@ use server::{Kind, Setup};
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A command line that does not parse.
-    #[error("{0}; usage: {USAGE}")]
-    Usage(String),
+    #[error("{what}; usage: {usage}")]
+    Usage {
+        /// What is wrong with it.
+        what: String,
+        /// How the program is used, in one line.
+        usage: &'static str,
+    },
     /// A program that is needed is not there or does not start.
     #[error("cannot run {program}: {source}; {remedy}")]
     Tool {
@@ -112,13 +119,14 @@ impl Options {
         let mut options = Self::default();
         let mut arguments = arguments.into_iter();
         while let Some(name) = arguments.next() {
+            let usage = |what: String| Error::Usage { what, usage: USAGE };
             let mut value =
-                || arguments.next().ok_or_else(|| Error::Usage(format!("{name} needs a value")));
+                || arguments.next().ok_or_else(|| usage(format!("{name} needs a value")));
             match name.as_str() {
-                "--rounds" => options.rounds = number(&name, &value()?, 1000)?,
-                "--seconds" => options.seconds = number(&name, &value()?, 3600)?,
+                "--rounds" => options.rounds = number(&name, &value()?, 1000).map_err(usage)?,
+                "--seconds" => options.seconds = number(&name, &value()?, 3600).map_err(usage)?,
                 "--only" => options.only = Some(value()?),
-                _ => return Err(Error::Usage(format!("unknown argument {name}"))),
+                _ => return Err(usage(format!("unknown argument {name}"))),
             }
         }
         Ok(options)
@@ -131,16 +139,17 @@ impl Options {
     }
 }
 
-fn number(name: &str, text: &str, most: u32) -> Result<u32, Error> {
-    text.parse().ok().filter(|value| (1..=most).contains(value)).ok_or_else(|| {
-        Error::Usage(format!("{name} takes a number from 1 to {most}, got {text:?}"))
-    })
+fn number(name: &str, text: &str, most: u32) -> Result<u32, String> {
+    text.parse()
+        .ok()
+        .filter(|value| (1..=most).contains(value))
+        .ok_or_else(|| format!("{name} takes a number from 1 to {most}, got {text:?}"))
 }
 
 /// Progress on stderr. A closed stderr does not stop a measurement.
 pub fn log(text: impl std::fmt::Display) {
     // Nobody is left to be told when stderr itself fails.
-    let _ = writeln!(io::stderr().lock(), "bench-nbd: {text}");
+    let _ = writeln!(io::stderr().lock(), "bench: {text}");
 }
 
 /// Where the daemon under test is: `EBBD_BIN`, or the release build in the target directory that
@@ -168,6 +177,14 @@ fn target_directory() -> Result<PathBuf, Error> {
     })
 }
 
+/// Where the directory of a run goes: `TMPDIR`, or the target directory.
+fn place() -> Result<PathBuf, Error> {
+    match std::env::var_os("TMPDIR") {
+        Some(directory) if !directory.is_empty() => Ok(PathBuf::from(directory)),
+        _ => target_directory(),
+    }
+}
+
 /// Runs everything the options ask for and hands each finished figure to `print`.
 ///
 /// Returns the number of measurements that failed to run; each was logged.
@@ -180,12 +197,8 @@ pub fn run(
     mut print: impl FnMut(&Figure) -> io::Result<()>,
 ) -> Result<usize, Error> {
     let daemon = daemon_path()?;
-    process::describe_machine(&daemon)?;
-    let place = match std::env::var_os("TMPDIR") {
-        Some(directory) if !directory.is_empty() => PathBuf::from(directory),
-        _ => target_directory()?,
-    };
-    let work = workdir::Workdir::create(&place)?;
+    process::describe_machine(&daemon, &["fio", "nbdkit", "qemu-storage-daemon"])?;
+    let work = workdir::Workdir::create(&place()?)?;
     let counter = syscalls::Counter::choose();
     let mut failed = 0;
     let mut report = |name: &str, result: Result<Vec<Figure>, Error>| -> Result<(), Error> {

@@ -129,6 +129,15 @@ impl Guest {
         self.module("virtio_net")
     }
 
+    /// Time in the guest goes by what its one processor does: `2^shift` ns for each instruction (0 to
+    /// 10), so that what is computed takes as long on a busy host. It waits in the host's time.
+    #[must_use]
+    pub fn counted_time(mut self, shift: u32) -> Guest {
+        self.devices.push("-icount".into());
+        self.devices.push(format!("shift={shift}").into());
+        self.processors(1)
+    }
+
     /// Loads a kernel module, with all it needs, before the script.
     #[must_use]
     pub fn module(mut self, name: &str) -> Guest {
@@ -263,10 +272,11 @@ impl Guest {
         self.make_disks(dir.path())?;
         let words =
             format!("console=ttyS0 panic=-1 loglevel=5 mitigations=off{}", self.kernel_words);
+        let threads = if self.processors == 1 { "tcg,thread=single" } else { "tcg,thread=multi" };
         let mut command = Command::new("qemu-system-x86_64");
         command
             .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
-            .args(["-accel", "tcg,thread=multi", "-cpu", PROCESSOR])
+            .args(["-accel", threads, "-cpu", PROCESSOR])
             .args(["-smp", &self.processors.to_string()])
             .args(["-m", &self.memory_mib.to_string()])
             .arg("-kernel")

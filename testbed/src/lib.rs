@@ -9,10 +9,11 @@
 //! | [`server`] | starts, stops, kills and restarts one daemon on its own directory and socket |
 //! | [`tool`] | runs a program with a time limit and keeps its output |
 //! | [`nbd`] | a small NBD client, for what no tool can do: lie, stall, be cut, count what was acknowledged |
+//! | [`nbdkit`] | a remote store that counts its requests |
 //! | [`guest`] | boots Linux with a disk exported by the daemon, runs a script there |
 //! | [`tls`] | certificates and pre-shared keys |
 //! | [`process`] | memory and file descriptors of a process |
-//! | [`bench`] | loads of `bench-nbd`, the daemon beside its peers |
+//! | [`bench`] | loads of `bench-nbd` and `bench-cache`, the daemon beside its peers |
 //! | [`ledger`] | what a disk may hold after a crash |
 //! | [`writer`] | writes as fast as it may and keeps the ledger |
 //! | [`pattern`] | reproducible random numbers and disk content |
@@ -29,6 +30,7 @@ pub mod guest;
 pub mod kernel;
 pub mod ledger;
 pub mod nbd;
+pub mod nbdkit;
 pub mod pattern;
 pub mod process;
 pub mod server;
@@ -38,5 +40,6 @@ pub mod writer;
 
 pub use error::{Error, Result, check};
 pub use guest::Guest;
+pub use nbdkit::Nbdkit;
 pub use server::{Server, Setup};
 pub use tool::Tool;

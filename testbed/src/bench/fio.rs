@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::Error;
+use super::{Error, io_context};
 
 /// A load fio puts on a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,6 +18,15 @@ pub struct Load {
     pub depth: u32,
     /// Connections, one fio job each.
     pub connections: u32,
+}
+
+/// When a run is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Until {
+    /// After so many seconds.
+    Seconds(u32),
+    /// When each block was requested once by each connection; random patterns keep a map for it.
+    EachBlockOnce,
 }
 
 /// Sums over all connections of one run.
@@ -33,9 +42,16 @@ pub struct Outcome {
     pub latency_us: f64,
 }
 
-/// fio's arguments for a load on the export `disk` behind a socket; the report goes to `report`.
+/// fio's arguments for a load on the first `bytes` of the export `disk` behind a socket; the report
+/// goes to `report`.
 #[must_use]
-pub fn arguments(load: Load, socket: &Path, seconds: u32, report: &Path) -> Vec<OsString> {
+pub fn arguments(
+    load: Load,
+    bytes: u64,
+    until: Until,
+    socket: &Path,
+    report: &Path,
+) -> Vec<OsString> {
     let mut uri = OsString::from("--uri=nbd+unix:///disk?socket=");
     uri.push(socket);
     let mut output = OsString::from("--output=");
@@ -44,10 +60,7 @@ pub fn arguments(load: Load, socket: &Path, seconds: u32, report: &Path) -> Vec<
         "--name=bench",
         "--ioengine=nbd",
         "--rwmixread=70",
-        "--time_based",
         "--group_reporting",
-        // Saves the client a map of visited blocks; the offsets are the same for every server.
-        "--norandommap",
         "--output-format=json",
     ]
     .map(OsString::from)
@@ -58,13 +71,28 @@ pub fn arguments(load: Load, socket: &Path, seconds: u32, report: &Path) -> Vec<
             format!("--bs={}", load.block),
             format!("--iodepth={}", load.depth),
             format!("--numjobs={}", load.connections),
-            format!("--runtime={seconds}"),
-            format!("--size={}", super::workdir::DISK_BYTES),
+            format!("--size={bytes}"),
         ]
         .map(OsString::from),
     );
+    if let Until::Seconds(seconds) = until {
+        // Without a map of visited blocks, which the client would have to keep; the offsets are the
+        // same for every server.
+        all.extend(["--time_based".into(), "--norandommap".into()]);
+        all.push(format!("--runtime={seconds}").into());
+    }
     all.extend([uri, output]);
     all
+}
+
+/// Reads fio's report in a file and removes it, so that the next run cannot take it for its own.
+///
+/// # Errors
+/// [`Error::Io`] when there is no such file; as [`parse`].
+pub fn take_report(path: &Path) -> Result<Outcome, Error> {
+    let text = std::fs::read_to_string(path).map_err(io_context("reading fio's report"))?;
+    std::fs::remove_file(path).map_err(io_context("removing fio's report"))?;
+    parse(&text)
 }
 
 /// Reads fio's JSON report.
@@ -168,8 +196,12 @@ mod tests {
     #[test]
     fn arguments_carry_the_load() {
         let load = Load { pattern: "randrw", block: 4096, depth: 64, connections: 4 };
-        let all = arguments(load, Path::new("/d/s"), 3, Path::new("/d/r.json"));
+        let (socket, report) = (Path::new("/d/s"), Path::new("/d/r.json"));
+        let once = arguments(load, 1 << 20, Until::EachBlockOnce, socket, report);
+        assert!(!once.iter().any(|argument| argument == "--time_based"), "{once:?}");
+        let all = arguments(load, 1 << 20, Until::Seconds(3), socket, report);
         for needed in [
+            "--size=1048576",
             "--rw=randrw",
             "--bs=4096",
             "--iodepth=64",

@@ -31,7 +31,8 @@ pub fn resident(daemon: &Path, work: &Workdir, rounds: u32) -> Result<Vec<Figure
         for (kind, values) in servers.iter().zip(&mut values) {
             let socket = work.path("disk.sock");
             let command = kind.one_disk(daemon, &work.disk(), &socket, Setup::PageCache);
-            let server = Server::start(*kind, command, socket, work, ["disk"])?;
+            let server =
+                Server::start(kind.name(), command, socket, work.path("server.log"), ["disk"])?;
             values.push(settled_kib(&server)? / 1024.0);
             server.stop()?;
         }
@@ -89,7 +90,7 @@ fn serve(
         return Err(Error::Failed { program: kind.name().into(), what });
     };
     let names = volumes.iter().map(|(name, _)| name.as_str());
-    let server = Server::start(kind, command, socket, work, names)?;
+    let server = Server::start(kind.name(), command, socket, work.path("server.log"), names)?;
     let started = server.started();
     let resident = settled_kib(&server)?;
     server.stop()?;

@@ -5,11 +5,11 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::figure::{Bar, Better, Figure};
-use super::fio::{self, Load, Outcome};
+use super::fio::{self, Load, Outcome, Until};
 use super::server::{Kind, Server, Setup};
 use super::syscalls::Counter;
-use super::workdir::Workdir;
-use super::{Error, Options, io_context, log, process};
+use super::workdir::{DISK_BYTES, Workdir};
+use super::{Error, Options, log, process};
 
 /// A load with its name and the bars its figures are held against through the page cache.
 #[derive(Debug, Clone, Copy)]
@@ -258,21 +258,18 @@ impl Bench<'_> {
         }
         let socket = self.work.path("disk.sock");
         let command = kind.one_disk(self.daemon, &self.work.disk(), &socket, self.group);
-        Server::start(kind, command, socket, self.work, ["disk"])
+        Server::start(kind.name(), command, socket, self.work.path("server.log"), ["disk"])
     }
 
     fn client(&self, load: Load, server: &Server, seconds: u32) -> Command {
         let mut fio = Command::new("fio");
-        fio.args(fio::arguments(load, server.socket(), seconds, &self.work.path("fio.json")));
+        let (until, report) = (Until::Seconds(seconds), self.work.path("fio.json"));
+        fio.args(fio::arguments(load, DISK_BYTES, until, server.socket(), &report));
         fio
     }
 
     fn outcome(&self) -> Result<Outcome, Error> {
-        let path = self.work.path("fio.json");
-        let text = std::fs::read_to_string(&path).map_err(io_context("reading fio's report"))?;
-        // The next run must not find this one's report.
-        std::fs::remove_file(&path).map_err(io_context("removing fio's report"))?;
-        fio::parse(&text)
+        fio::take_report(&self.work.path("fio.json"))
     }
 
     /// Logs each peer's rounds as ratios within the round: how far the pairs agree.

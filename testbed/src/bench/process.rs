@@ -121,24 +121,29 @@ fn version(program: &str) -> Result<String, Error> {
     Ok(text.lines().next().unwrap_or("no version").to_owned())
 }
 
-/// Logs what the figures depend on, and so checks that every tool is there.
+/// Logs what the figures depend on, and so checks that every one of `tools` is there.
 ///
 /// # Errors
 /// [`Error::Tool`] for the first tool that is missing.
-pub fn describe_machine(daemon: &Path) -> Result<(), Error> {
-    for program in ["fio", "nbdkit", "qemu-storage-daemon"] {
+pub fn describe_machine(daemon: &Path, tools: &[&str]) -> Result<(), Error> {
+    for program in tools {
         log(format_args!("{program}: {}", version(program)?));
     }
     log(format_args!("measured daemon: {}", daemon.display()));
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let processors = std::thread::available_parallelism().map_or(0, usize::from);
-    let busy = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     log(format_args!(
-        "kernel {}, {processors} processors shared by server and client, load average {}",
+        "kernel {}, {processors} processors shared by server and client",
         kernel.trim(),
-        busy.trim()
     ));
+    describe_load();
     Ok(())
+}
+
+/// Logs the load average: what else ran beside the measurement, and the measurement itself.
+pub fn describe_load() {
+    let busy = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    log(format_args!("load average {}", busy.trim()));
 }
 
 #[cfg(test)]

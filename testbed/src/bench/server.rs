@@ -140,7 +140,7 @@ fn configuration(volumes: &[(String, PathBuf)], socket: &Path) -> String {
 #[derive(Debug)]
 pub struct Server {
     child: Child,
-    kind: Kind,
+    name: &'static str,
     socket: PathBuf,
     output: PathBuf,
     started: Duration,
@@ -148,29 +148,28 @@ pub struct Server {
 
 impl Server {
     /// Starts a server and returns once every one of `volumes` has answered `NBD_OPT_GO`, each on
-    /// a connection of its own.
+    /// a connection of its own. `name` is what messages call it; what it says goes to `output`.
     ///
     /// # Errors
     /// [`Error::Tool`] when it does not start; [`Error::Failed`] when it ends, refuses a volume or
     /// does not serve within a minute.
     pub fn start<'a>(
-        kind: Kind,
+        name: &'static str,
         mut command: Command,
         socket: PathBuf,
-        work: &Workdir,
+        output: PathBuf,
         volumes: impl IntoIterator<Item = &'a str>,
     ) -> Result<Self, Error> {
-        let output = work.path("server.log");
         let log = File::create(&output).map_err(io_context("making the server's log"))?;
         let also = log.try_clone().map_err(io_context("making the server's log"))?;
         command.stdin(Stdio::null()).stdout(also).stderr(log);
         let began = Instant::now();
         let child = command.spawn().map_err(|source| Error::Tool {
-            program: kind.name().into(),
+            program: name.into(),
             remedy: process::INSTALL,
             source,
         })?;
-        let mut server = Self { child, kind, socket, output, started: Duration::ZERO };
+        let mut server = Self { child, name, socket, output, started: Duration::ZERO };
         for volume in volumes {
             server.wait_for(volume, began)?;
         }
@@ -217,7 +216,7 @@ impl Server {
     /// [`Error::Failed`] when it exits with failure, or not within a minute.
     pub fn stop(mut self) -> Result<(), Error> {
         process::signal(&self.child, Signal::TERM)?;
-        let status = process::finish(&mut self.child, self.kind.name(), PATIENCE)?;
+        let status = process::finish(&mut self.child, self.name, PATIENCE)?;
         // Some leave the socket behind, and some refuse to start where one is.
         let _ = fs::remove_file(&self.socket);
         if status.success() {
@@ -230,7 +229,7 @@ impl Server {
         let said = process::tail(&self.output);
         let what =
             if said.is_empty() { what.to_owned() } else { format!("{what}; it said: {said}") };
-        Error::Failed { program: self.kind.name().into(), what }
+        Error::Failed { program: self.name.into(), what }
     }
 }
 

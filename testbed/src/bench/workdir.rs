@@ -28,7 +28,7 @@ pub struct Workdir {
     _alive: File,
 }
 
-const PREFIX: &str = "bench-nbd-";
+const PREFIX: &str = "ebbd-bench-";
 /// Name of the locked file in the directory.
 const ALIVE: &str = "alive";
 
@@ -48,6 +48,17 @@ impl Workdir {
                 "{place} is in memory (tmpfs); set TMPDIR to a directory on a disk"
             )));
         }
+        let work = Self::without_disk(place)?;
+        work.write_disk()?;
+        Ok(work)
+    }
+
+    /// Makes the directory alone, for a run that needs no test file.
+    ///
+    /// # Errors
+    /// [`Error::Place`] when the path is too long for a socket in it; [`Error::Io`] when the
+    /// directory cannot be made.
+    pub fn without_disk(place: &Path) -> Result<Self, Error> {
         remove_left_over(place);
         let making = || format!("making a directory in {}", place.display());
         let directory = tempfile::Builder::new()
@@ -63,7 +74,6 @@ impl Workdir {
                 place.display()
             )));
         }
-        work.write_disk()?;
         Ok(work)
     }
 
@@ -189,16 +199,16 @@ mod tests {
             fs::create_dir(&path).unwrap();
             File::create(path.join(ALIVE)).unwrap()
         };
-        let living = make("bench-nbd-1");
+        let living = make("ebbd-bench-1");
         living.lock().unwrap();
-        drop(make("bench-nbd-2"));
+        drop(make("ebbd-bench-2"));
         drop(make("other"));
-        fs::create_dir(place.path().join("bench-nbd-3")).unwrap();
+        fs::create_dir(place.path().join("ebbd-bench-3")).unwrap();
         remove_left_over(place.path());
         let mut left: Vec<_> =
             fs::read_dir(place.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
         left.sort();
-        assert_eq!(left, ["bench-nbd-1", "bench-nbd-3", "other"]);
+        assert_eq!(left, ["ebbd-bench-1", "ebbd-bench-3", "other"]);
     }
 
     #[test]

@@ -40,7 +40,7 @@ fn main() -> ExitCode {
         }
         Err(error) => {
             bench::log(&error);
-            ExitCode::from(if matches!(error, Error::Usage(_)) { 2 } else { 1 })
+            ExitCode::from(if matches!(error, Error::Usage { .. }) { 2 } else { 1 })
         }
     }
 }

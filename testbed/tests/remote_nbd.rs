@@ -1,0 +1,278 @@
+//! Volumes whose store is an NBD server: `nbdkit`, `qemu-nbd`, or another ebbd; over TLS; and with
+//! servers that die and come back under load.
+
+use std::fs::{self, File};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+use testbed::pattern::content;
+use testbed::server::Setup;
+use testbed::tls::{Authority, Role, pre_shared_keys};
+use testbed::{Error, Result, Server, Tool, check, process};
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 64 * MIB;
+
+/// An NBD server nobody here wrote, on a unix socket; killed when dropped.
+struct Backend {
+    program: &'static str,
+    arguments: Vec<String>,
+    socket: PathBuf,
+    child: Option<Child>,
+}
+
+impl Backend {
+    /// `SOCKET` stands for the socket, which is made in `dir`.
+    fn start(dir: &Path, program: &'static str, arguments: &[&str]) -> Result<Backend> {
+        let socket = dir.join("backend.sock");
+        let path = socket.display().to_string();
+        let arguments = arguments.iter().map(|text| text.replace("SOCKET", &path)).collect();
+        let mut backend = Backend { program, arguments, socket, child: None };
+        backend.restart()?;
+        Ok(backend)
+    }
+
+    /// `nbdkit` over a sparse file `backend.img` in `dir`.
+    fn nbdkit(dir: &Path, options: &[&str]) -> Result<Backend> {
+        let image = dir.join("backend.img");
+        let file = File::create(&image).map_err(Error::io("make an image"))?;
+        file.set_len(SIZE).map_err(Error::io("make an image"))?;
+        let image = format!("file={}", image.display());
+        let all = [&["-f", "-U", "SOCKET"], options, &["file", &image]].concat();
+        Backend::start(dir, "nbdkit", &all)
+    }
+
+    fn restart(&mut self) -> Result {
+        let _ = fs::remove_file(&self.socket);
+        let mut command = Command::new(self.program);
+        command.args(&self.arguments).stdin(Stdio::null()).stderr(Stdio::null());
+        let failed = |e| Error::io(format!("{} (run testbed/install)", self.program))(e);
+        self.child = Some(command.spawn().map_err(failed)?);
+        let socket = self.socket.clone();
+        process::until("the server behind", Duration::from_secs(30), || {
+            Ok(UnixStream::connect(&socket).ok())
+        })
+        .map(drop)
+    }
+
+    fn kill(&mut self) -> Result {
+        if let Some(mut child) = self.child.take() {
+            child.kill().map_err(Error::io("kill a server"))?;
+            child.wait().map_err(Error::io("wait for a server"))?;
+        }
+        Ok(())
+    }
+
+    fn volume(&self, scheme: &str, parameters: &str) -> String {
+        format!("disk={scheme}:///?socket={}{parameters}", self.socket.display())
+    }
+}
+
+impl Drop for Backend {
+    fn drop(&mut self) {
+        let _ = self.kill();
+    }
+}
+
+/// Copies a file in and out, and compares; `qemu-io` writes, zeroes, discards and reads.
+fn used_by_real_clients(server: &mut Server) -> Result {
+    let (source, back) = (server.dir().join("source"), server.dir().join("back"));
+    let mut data = content(3, 0, 24 << 20);
+    data.resize(40 << 20, 0);
+    data.extend(content(4, 0, 24 << 20));
+    fs::write(&source, &data).map_err(Error::io("write a file"))?;
+    let uri = server.uri("disk");
+    Tool::new("nbdcopy").args(["--connections=4", "--flush"]).arg(&source).arg(&uri).ok()?;
+    Tool::new("nbdcopy").arg("--connections=4").arg(&uri).arg(&back).ok()?;
+    Tool::new("cmp").arg(&source).arg(&back).ok()?;
+    let options = server.qemu_options("disk");
+    let commands = [
+        "write -P 7 1M 300k",
+        "write -f -P 8 1536 512",
+        "write -z -u 1100k 100k",
+        "discard 2M 1M",
+        "flush",
+        "read -P 7 1M 76k",
+        "read -P 0 1100k 100k",
+        "read -P 7 1200k 100k",
+        "read -P 8 1536 512",
+    ];
+    let mut tool = Tool::new("qemu-io").arg("--image-opts").arg(&options);
+    for command in commands {
+        tool = tool.args(["-c", command]);
+    }
+    let outcome = tool.ok()?;
+    let said = format!("{}{}", outcome.stdout, outcome.stderr);
+    outcome.check(!said.contains("fail") && !said.contains("rror"), "no failure")?;
+    server.healthy()
+}
+
+#[test]
+fn real_clients_over_nbdkit() -> Result {
+    let setup = Setup::new()?;
+    let backend = Backend::nbdkit(setup.dir(), &[])?;
+    let mut server =
+        setup.volume(&backend.volume("nbd+unix", "")).args(["--workers", "2"]).start()?;
+    used_by_real_clients(&mut server)?;
+    server.stop()
+}
+
+#[test]
+fn real_clients_over_qemu_nbd() -> Result {
+    let setup = Setup::new()?;
+    let image = setup.dir().join("backend.img");
+    let file = File::create(&image).map_err(Error::io("make an image"))?;
+    file.set_len(SIZE).map_err(Error::io("make an image"))?;
+    let image = image.display().to_string();
+    let arguments = ["-k", "SOCKET", "-f", "raw", "-t", "--shared=0", "--discard=unmap", &image];
+    let backend = Backend::start(setup.dir(), "qemu-nbd", &arguments)?;
+    let mut server = setup.volume(&backend.volume("nbd+unix", "")).start()?;
+    used_by_real_clients(&mut server)?;
+    server.stop()
+}
+
+/// A job of `fio` that writes and reads back with checksums for some seconds.
+fn load(server: &Server) -> Tool {
+    Tool::new("fio")
+        .args(["--name=verify", "--ioengine=nbd", "--rw=randrw", "--bsrange=512-64k"])
+        .args(["--bs_unaligned=0", "--iodepth=16", "--size=48M", "--io_size=300M"])
+        .args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--verify_backlog=64"])
+        .args(["--rate_iops=1500", "--fsync=50", "--randrepeat=1", "--blockalign=512"])
+        .args(["--time_based", "--runtime=6"])
+        .arg(format!("--uri={}", server.uri("disk")))
+        .dir(server.dir())
+        .limit(Duration::from_secs(120))
+}
+
+/// Runs the load while `end_and_restart` is called again and again.
+fn under_load(server: &mut Server, mut end_and_restart: impl FnMut() -> Result) -> Result {
+    let tool = load(server);
+    let job = std::thread::spawn(move || tool.run());
+    let mut times = 0;
+    while !job.is_finished() {
+        std::thread::park_timeout(Duration::from_millis(700));
+        if times < 6 {
+            end_and_restart()?;
+            times += 1;
+        }
+    }
+    let outcome = job.join().map_err(|_| Error::unexpected("the load panicked"))??;
+    outcome.check(outcome.status.success(), "fio finds its data and no error")?;
+    check(times >= 4, || format!("the server was restarted only {times} times under load"))?;
+    server.healthy()
+}
+
+#[test]
+fn a_server_killed_under_verified_load_is_not_noticed() -> Result {
+    let setup = Setup::new()?;
+    let mut backend = Backend::nbdkit(setup.dir(), &[])?;
+    let control = format!("unix:{}", setup.dir().join("control.sock").display());
+    let volume = backend.volume("nbd+unix", "");
+    let mut server = setup.volume(&volume).args(["--control", &control]).start()?;
+    under_load(&mut server, || {
+        backend.kill()?;
+        backend.restart()
+    })?;
+    let ebbd = testbed::binary::ebbd(testbed::binary::Build::AsTests)?;
+    let stat = Tool::new(ebbd).args(["stat", "--control", &control]).ok()?;
+    let said = stat.stdout.contains("connected (1 connection(s)")
+        && !stat.stdout.contains(" 0 reconnect(s)");
+    stat.check(said, "the state of the connection")?;
+    server.stop()
+}
+
+#[test]
+fn ebbd_behind_ebbd_killed_under_verified_load_is_not_noticed() -> Result {
+    let mut back = Server::with_disk(SIZE)?;
+    let uri = back.uri("disk");
+    let setup = Setup::new()?.volume(&format!("disk={uri}")).args(["--workers", "2"]);
+    let mut server = setup.start()?;
+    used_by_real_clients(&mut server)?;
+    under_load(&mut server, || {
+        back.kill9()?;
+        back.restart()
+    })?;
+    server.stop()?;
+    back.stop()
+}
+
+#[test]
+fn a_slow_server_serves() -> Result {
+    let setup = Setup::new()?;
+    let filters = ["--filter=delay", "--filter=rate"];
+    let backend = Backend::nbdkit(setup.dir(), &filters)?;
+    drop(backend);
+    let options =
+        ["-f", "-U", "SOCKET", "--filter=delay", "--filter=rate", "--filter=retry-request"];
+    let image = format!("file={}", setup.dir().join("backend.img").display());
+    let values = ["delay-read=2ms", "delay-write=2ms", "rate=2G"];
+    let all = [&options[..], &["file", &image], &values].concat();
+    let backend = Backend::start(setup.dir(), "nbdkit", &all)?;
+    let mut server = setup.volume(&backend.volume("nbd+unix", "")).start()?;
+    used_by_real_clients(&mut server)?;
+    server.stop()
+}
+
+#[test]
+fn over_tls_with_certificates_and_with_keys() -> Result {
+    let setup = Setup::new()?;
+    let authority = Authority::new(setup.dir().join("authority"))?;
+    let own = authority.issue(Role::Server, setup.dir().join("server"))?;
+    let client = authority.issue(Role::Client, setup.dir().join("client"))?;
+    let stranger = Authority::new(setup.dir().join("other"))?
+        .issue(Role::Client, setup.dir().join("stranger"))?;
+    let certificates = format!("--tls-certificates={}", own.display());
+    let options = ["--tls=require", &certificates, "--tls-verify-peer"];
+    let backend = Backend::nbdkit(setup.dir(), &options)?;
+    let with = |folder: &Path| {
+        let parameters = format!("&tls-certificates={}&tls-hostname=localhost", folder.display());
+        backend.volume("nbds+unix", &parameters)
+    };
+    for (volume, remedy) in [
+        (backend.volume("nbd+unix", ""), "nbds://"),
+        (with(&stranger), "certificate"),
+        (with(&client).replace("localhost", "elsewhere"), "certificate"),
+    ] {
+        let outcome = checked(&volume)?;
+        outcome.check(outcome.stderr.contains(remedy), "a remedy")?;
+    }
+    let mut server = setup.volume(&with(&client)).start()?;
+    used_by_real_clients(&mut server)?;
+    server.stop()?;
+    drop(backend);
+
+    let setup = Setup::new()?;
+    let keys = pre_shared_keys(&setup.dir().join("keys"), &["alice", "bob"])?;
+    let psk = format!("--tls-psk={}", keys.display());
+    let mut backend = Backend::nbdkit(setup.dir(), &["--tls=require", &psk])?;
+    let parameters = format!("&tls-psk-file={}", keys.display());
+    let volume = backend.volume("nbds+unix", &parameters).replace(":///", "://alice@/");
+    let wrong = volume.replace("alice", "carol");
+    let outcome = checked(&wrong)?;
+    outcome.check(outcome.stderr.contains("has no key for `carol`"), "a remedy")?;
+    let mut server = setup.volume(&volume).start()?;
+    under_load(&mut server, || {
+        backend.kill()?;
+        backend.restart()
+    })?;
+    server.stop()
+}
+
+/// `ebbd serve --check` of a volume that cannot be opened.
+fn checked(volume: &str) -> Result<testbed::tool::Outcome> {
+    let ebbd = testbed::binary::ebbd(testbed::binary::Build::AsTests)?;
+    let listen = "unix:/nonexistent/never";
+    let outcome =
+        Tool::new(ebbd).args(["serve", "--check", "--listen", listen, "--volume", volume]).run()?;
+    outcome.check(!outcome.status.success(), "a refusal")?;
+    Ok(outcome)
+}
+
+#[test]
+fn a_server_that_is_not_there_is_named_with_a_remedy() -> Result {
+    let outcome = checked("disk=nbd+unix:///?socket=/nonexistent/socket")?;
+    outcome.check(outcome.stderr.contains("is it running there?"), "a remedy")?;
+    let outcome = checked("disk=nbd://127.0.0.1:1/")?;
+    outcome.check(outcome.stderr.contains("127.0.0.1:1: cannot connect"), "the address")
+}
