@@ -32,6 +32,7 @@ check: ## Format, lints, scripts and manual pages, without the tests
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	cargo clippy --locked -p ebb-volume --features shuttle --all-targets -- -D warnings
 	cargo clippy --locked -p ebb-mem --features shuttle --all-targets -- -D warnings
+	cargo clippy --locked -p ebb-cache --features shuttle --all-targets -- -D warnings
 	shellcheck $(SCRIPTS)
 	@rm -rf "$(TARGET)/man" "$(TARGET)/parameters"
 	cargo run --locked --quiet -p ebbd -- man --out "$(TARGET)/man"
@@ -53,8 +54,9 @@ bench-nbd: ## ebbd beside nbdkit and qemu-storage-daemon; figures on stdout, pro
 bench-cache: ## The buffer cache before a remote store, beside nbdkit; figures on stdout, progress on stderr
 	@packaging/install-build-deps >&2
 	@testbed/install >&2
-	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-cache
+	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-cache --bin bench-cache-guest --bin guest-cache
 	@"$(TARGET)/release/bench-cache" $(BENCH)
+	@test -n "$(BENCH)" || "$(TARGET)/release/bench-cache-guest"
 
 bench-memory: ## Elastic memory beside plain ways to hold it; figures on stdout, progress on stderr
 	@packaging/install-build-deps >&2

@@ -29,7 +29,14 @@ impl Stage {
         max: u64,
         play: impl FnOnce(Stage) -> Fut + Send + 'static,
     ) {
-        let rig = Arc::new(Rig::new(max));
+        Stage::run_with(Rig::new(max), play);
+    }
+
+    fn run_with<Fut: Future<Output = ()> + 'static>(
+        rig: Rig,
+        play: impl FnOnce(Stage) -> Fut + Send + 'static,
+    ) {
+        let rig = Arc::new(rig);
         let worker = Worker::start("stage", &rig.memory).unwrap();
         let disk = rig.volume("disk", SIZE, 1);
         let done = worker.handle().block_on(move |io| async move {
@@ -225,6 +232,22 @@ fn memory_returned_under_l2_is_gone_from_the_process() {
         stage.rig.memory.settle();
         let after = common::resident(mapping);
         assert!(after <= before - 16 * MIB / 4096, "{before} pages before, {after} after");
+    });
+}
+
+#[test]
+fn a_static_cache_lends_nothing_and_knows_no_pressure() {
+    let rig = Rig::of(64 * MIB, ebb_mem::Policy::Static);
+    Stage::run_with(rig, |mut stage| async move {
+        for offset in (0..SIZE).step_by(65536) {
+            stage.read(offset, 65536).await;
+        }
+        for level in [Level::L1, Level::L2, Level::L3] {
+            stage.press(level);
+        }
+        stage.pass(Duration::from_secs(5));
+        let total = stage.cache().stats().total;
+        assert_eq!((total.bufspace, total.bufwiredspace), (SIZE, SIZE));
     });
 }
 

@@ -33,16 +33,16 @@ pub const DELAY_MS: u64 = 10;
 pub const THINK_MS: u64 = 10;
 
 /// The guest: RAM and swap, MiB; `2^SHIFT` ns for an instruction.
-const MEMORY_MIB: u32 = 320;
+const MEMORY_MIB: u32 = 256;
 const SWAP_MIB: u32 = 1024;
 const SHIFT: u32 = 1;
 /// The disk to swap to: the first that is added.
 const SWAP: &str = "/dev/vda";
 /// The build's disk, and what the I/O job works on, MiB.
 const TREE_MIB: u32 = 192;
-const WORKING_SET_MIB: u32 = 96;
+const WORKING_SET_MIB: u32 = 64;
 /// What the job of the neighbour test works on, and what the neighbour allocates, MiB.
-const FULL_MIB: u32 = 128;
+const FULL_MIB: u32 = 96;
 const NEIGHBOUR_MIB: u32 = MEMORY_MIB / 2;
 /// The C tree: files, functions of each, numbers in the table of each.
 const FILES: u32 = 36;
