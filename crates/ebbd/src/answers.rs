@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ebb_cache::Cache;
+use ebb_export_xen::XenParameters;
 use ebb_mem::pressure::{Cause, Level, Monitor, State, Subscription};
 use ebb_mem::{ArenaStats, Memory, Reclaim};
 
@@ -17,12 +18,21 @@ const BOUTS: u32 = 5;
 const BOUT_EVERY: Duration = Duration::from_secs(10);
 
 /// Has the memory and the cache answer each event, until the subscription is dropped.
-pub(crate) fn answer(monitor: &Monitor, memory: &Arc<Memory>, cache: &Arc<Cache>) -> Subscription {
-    let (memory, cache) = (Arc::clone(memory), Arc::clone(cache));
+pub(crate) fn answer(
+    monitor: &Monitor,
+    memory: &Arc<Memory>,
+    cache: &Arc<Cache>,
+    grants: &Arc<XenParameters>,
+) -> Subscription {
+    let (memory, cache, grants) = (Arc::clone(memory), Arc::clone(cache), Arc::clone(grants));
     let log = Mutex::new(Log::new(Instant::now()));
     monitor.pressure().subscribe(move |state| {
         let before = memory.arena_stats();
         act(&memory, &cache, state);
+        // Mappings of guests' pages cost them memory only while they are short of it.
+        if state.cause.is_event() && state.level > Level::L1 {
+            grants.shrink();
+        }
         let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(line) = log.note(Instant::now(), state.level, state.cause, &before) {
             say(&line);

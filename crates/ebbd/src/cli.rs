@@ -58,6 +58,12 @@ pub enum Command {
     /// L0 (calm), L1 (squeeze: pools of free pages empty for a moment), L2 (drain: caches empty,
     /// too) or L3 (last resort: each worker gives back all it can). A level falls by itself.
     Pressure(PressureArgs),
+    /// Attach a volume to a Xen guest, or detach it
+    ///
+    /// Writes the nodes of a disk into xenstore, as a toolstack does: the guest's own driver
+    /// (xen-blkfront in Linux) finds the disk, and a daemon that serves Xen serves it. With detach
+    /// the guest is asked to let go of the disk, and its nodes are removed. Runs in dom0, as root.
+    Xen(XenArgs),
     /// Print the completion script for a shell
     Completions {
         /// The shell to complete for
@@ -160,6 +166,34 @@ pub struct PressureArgs {
     pub control: Option<String>,
 }
 
+/// The options of `ebbd xen`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct XenArgs {
+    /// What to do: attach or detach
+    #[arg(value_name = "ACTION", value_parser = ["attach", "detach"], hide_possible_values = true)]
+    pub action: String,
+
+    /// The guest: its name or its number
+    #[arg(value_name = "DOMAIN")]
+    pub domain: String,
+
+    /// What the guest calls the disk: xvda to xvdz, xvdaa and so on
+    #[arg(value_name = "DISK")]
+    pub disk: String,
+
+    /// The volume to attach
+    #[arg(value_name = "VOLUME", required_if_eq("action", "attach"))]
+    pub volume: Option<String>,
+
+    /// Attach it so that the guest can only read
+    #[arg(long)]
+    pub read_only: bool,
+
+    /// Detach it even if the guest does not let go
+    #[arg(long)]
+    pub force: bool,
+}
+
 /// The options of `ebbd serve`.
 #[derive(Clone, Debug, Default, Args)]
 pub struct ServeArgs {
@@ -225,6 +259,11 @@ pub struct ServeArgs {
     #[arg(long, value_name = "PATH")]
     pub control: Option<String>,
 
+    /// Serve disks of Xen guests, too: those of `ebbd xen attach`, and where the kernel's own
+    /// backend is not loaded those with the script block-ebbd [default: false]
+    #[arg(long)]
+    pub xen: bool,
+
     /// Free pages of 4096 bytes each queue keeps for requests to come, 0 to 1048576
     /// [default: 1024]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
@@ -281,6 +320,7 @@ impl ServeArgs {
             workers: self.workers,
             log: self.log,
             control: self.control.clone(),
+            xen: self.xen,
             max_buffer_pages: self.max_buffer_pages,
             buffer_squeeze_duration_ms: self.buffer_squeeze_duration_ms,
             idle_memory: self.idle_memory,
@@ -344,6 +384,7 @@ mod tests {
             "--connection-memory=5K",
             "--workers=3",
             "--control=/c",
+            "--xen",
             "--max-buffer-pages=4",
             "--buffer-squeeze-duration-ms=5",
             "--idle-memory=drop",
@@ -369,6 +410,7 @@ mod tests {
                 workers: Some(3),
                 log: Some(LogLevel::Debug),
                 control: Some("/c".into()),
+                xen: true,
                 max_buffer_pages: Some(4),
                 buffer_squeeze_duration_ms: Some(5),
                 idle_memory: Some(IdleMemory::Drop),

@@ -7,7 +7,7 @@
 //! opens it.
 //!
 //! Invariants of a [`Config`] that `load` returned: at least one volume; at least one address,
-//! unless sockets were passed in; every number within the limits stated at its field; no address
+//! unless sockets were passed in or Xen is served; every number within the limits stated at its field; no address
 //! twice; at most one volume with `default`; TLS other than `off` has exactly one source of keys.
 
 mod diff;
@@ -49,6 +49,8 @@ pub struct Config {
     pub log: LogLevel,
     /// The unix socket to be controlled through, if any.
     pub control: Option<PathBuf>,
+    /// Whether disks of Xen guests are served.
+    pub xen: bool,
     /// Free pages of 4096 bytes each queue keeps, 0 to 1048576.
     pub max_buffer_pages: u64,
     /// How long pools keep nothing after a sign of memory pressure, milliseconds, 0 to 60000.

@@ -41,6 +41,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ebb_export_nbd::Server;
+use ebb_export_xen::Figures;
 use ebb_io::WorkerHandle;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -77,6 +78,8 @@ pub struct Shared {
     pub parameters: Parameters,
     /// Where figures of memory and pressure come from.
     pub memory: Memory,
+    /// Where figures of Xen guests' disks come from; absent if none are served.
+    pub xen: Option<Figures>,
     /// The workers in order.
     pub workers: Vec<WorkerHandle>,
     /// When the daemon started.

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use ebb_cache::{Cache, CacheOptions};
 use ebb_export_nbd::{Limits, Server, TlsContext};
+use ebb_export_xen::{Backend, XenParameters};
 use ebb_io::{Worker, WorkerHandle, fd_from};
 use ebb_mem::pressure::{Monitor, Watch};
 use ebb_mem::{Memory, Policy};
@@ -42,6 +43,8 @@ struct Daemon {
     workers: Vec<Worker>,
     parameters: Parameters,
     cache: Arc<Cache>,
+    /// Serves Xen guests.
+    xen: Option<Backend>,
     /// Listens to memory pressure as long as it is here.
     _monitor: Option<Monitor>,
 }
@@ -101,7 +104,15 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
         .collect::<std::io::Result<Vec<_>>>()
         .context("worker")?;
     let monitor = listen_to_pressure();
-    let answers = monitor.as_ref().map(|monitor| answers::answer(monitor, &memory, &cache));
+    let grants = Arc::<XenParameters>::default();
+    parameters.govern_grants(&grants);
+    let answers =
+        monitor.as_ref().map(|monitor| answers::answer(monitor, &memory, &cache, &grants));
+    let handles = || workers.iter().map(Worker::handle).collect();
+    let xen = match config.xen {
+        true => Some(crate::xen::serve(&server, &parameters, handles(), grants)?),
+        false => None,
+    };
     keep_time(&workers[0].handle(), memory.clone());
     let control = match &config.control {
         Some(path) => {
@@ -111,6 +122,7 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
                 memory: stat::Memory::new(Some(memory.clone()), monitor.as_ref())
                     .with_cache(cache.clone()),
                 workers: workers.iter().map(Worker::handle).collect(),
+                xen: xen.as_ref().map(Backend::figures),
                 started,
             };
             Some(Control::start(path, Arc::new(shared))?)
@@ -125,6 +137,7 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
         workers,
         parameters,
         cache,
+        xen,
         _monitor: monitor,
     };
     daemon.listen(&listeners)?;
@@ -195,11 +208,7 @@ fn follow(parameters: &Parameters, server: Server, limits: LiveLimits, set_log_l
             }
         }
         // Users of the others read them where they need them.
-        Key::MaxBufferPages
-        | Key::BufferSqueezeDurationMs
-        | Key::ZoneLimitBytes(_)
-        | Key::CacheMax
-        | Key::CacheMin => {}
+        _ => {}
     });
 }
 
@@ -342,7 +351,9 @@ impl Daemon {
         self.stop()
     }
 
-    fn stop(self) -> anyhow::Result<()> {
+    fn stop(mut self) -> anyhow::Result<()> {
+        // Guests stay connected and wait for a successor; what they asked for is answered.
+        drop(self.xen.take());
         let server = self.server.clone();
         let errors = self.first_worker().block_on(move |io| async move {
             server.stop().await;
@@ -388,6 +399,9 @@ impl Daemon {
 
     fn reload_volumes(&mut self, new: &Config, changes: &Changes) {
         for name in changes.volumes_removed.iter().chain(&changes.volumes_changed) {
+            if let Some(xen) = &self.xen {
+                xen.withdraw(name);
+            }
             let (server, removed) = (self.server.clone(), name.clone());
             let result = self
                 .first_worker()

@@ -18,3 +18,4 @@ pub mod params;
 pub mod size;
 pub mod stat;
 pub mod stores;
+pub mod xen;

@@ -10,7 +10,7 @@ use clap::Parser;
 use ebbd::cli::{self, Cli, Command, ServeArgs};
 use ebbd::client::{self, ClientError};
 use ebbd::config::{Config, ConfigError, LogLevel};
-use ebbd::{daemon, man, params};
+use ebbd::{daemon, man, params, xen};
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::reload;
@@ -25,6 +25,7 @@ fn main() -> ExitCode {
             None => say(client::stat(&args)),
         },
         Command::Pressure(args) => say(client::pressure(&args)),
+        Command::Xen(args) => xen::attach_or_detach(&args),
         Command::Completions { shell } => print(&cli::completions(shell)),
         Command::Man { parameters: Some(out), .. } => params::pages::write_pages(&out),
         Command::Man { out, .. } => man::write_pages(&out),

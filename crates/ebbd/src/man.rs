@@ -66,7 +66,7 @@ struct CommandPage {
     see_also: &'static [&'static str],
 }
 
-const COMMANDS: [CommandPage; 5] = [
+const COMMANDS: [CommandPage; 6] = [
     CommandPage {
         name: "serve",
         title: "ebbd-serve",
@@ -123,6 +123,24 @@ const COMMANDS: [CommandPage; 5] = [
             "ebbd pressure L2 --seconds 60",
         )],
         see_also: &["ebbd(1)", "ebbd-stat(1)"],
+    },
+    CommandPage {
+        name: "xen",
+        title: "ebbd-xen",
+        file: "ebbd-xen.1",
+        examples: &[
+            (
+                "A disk for a guest that runs or will run, and away with it:",
+                "ebbd serve --xen --volume disk=file:/var/lib/ebbd/disk.img\n\
+                 ebbd xen attach guest xvdb disk\n\
+                 ebbd xen detach guest xvdb",
+            ),
+            (
+                "In a guest's configuration, where the module xen-blkback is not loaded:",
+                "disk = [ 'vdev=xvdb,access=rw,script=block-ebbd,target=disk' ]",
+            ),
+        ],
+        see_also: &["ebbd(1)", "ebbd-serve(1)", "xl(1)", "xl-disk-configuration(5)"],
     },
 ];
 
@@ -237,17 +255,22 @@ fn client_command(page: &CommandPage) -> io::Result<String> {
     let command = subcommand(page.name)?;
     let mut out = head(&command, page.title, &[usage(&command)])?;
     let mut roff = Roff::new();
-    roff.control("SH", ["ENVIRONMENT"]);
-    entry(
-        &mut roff,
-        vec![bold(SOCKET_VARIABLE)],
-        "The path of the control socket, if there is no --control.",
-    );
-    exit_status_of(
-        &mut roff,
-        "The daemon cannot be reached, or failed.",
-        "A mistake on the command line: a name or a value that the daemon refuses.",
-    );
+    if page.name == "xen" {
+        let failure = "xenstore cannot be reached, or refuses; or the guest does not let go.";
+        exit_status_of(&mut roff, failure, "A mistake on the command line.");
+    } else {
+        roff.control("SH", ["ENVIRONMENT"]);
+        entry(
+            &mut roff,
+            vec![bold(SOCKET_VARIABLE)],
+            "The path of the control socket, if there is no --control.",
+        );
+        exit_status_of(
+            &mut roff,
+            "The daemon cannot be reached, or failed.",
+            "A mistake on the command line: a name or a value that the daemon refuses.",
+        );
+    }
     roff.control("SH", ["EXAMPLES"]);
     for (what, lines) in page.examples {
         example(&mut roff, what, lines);

@@ -35,6 +35,9 @@ pub struct Stat {
     pub clients: u64,
     /// The volumes by name.
     pub volumes: Vec<VolumeStat>,
+    /// Disks of Xen guests that are connected.
+    #[serde(default)]
+    pub xen: Vec<XenStat>,
     /// The worker threads in order.
     pub workers: Vec<WorkerStat>,
     /// I/O memory; absent if the daemon has none to account for.
@@ -78,6 +81,43 @@ pub struct OperationStat {
     pub bytes: u64,
     /// Requests that failed in the store.
     pub errors: u64,
+}
+
+/// A disk of a Xen guest. Counters begin when it connects.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct XenStat {
+    /// The guest's number.
+    pub domain: u16,
+    /// The disk's number in the guest, as in xenstore.
+    pub device: u32,
+    /// The volume it is.
+    pub volume: String,
+    /// `connected`, or `closing`: requests under way end, none begins.
+    pub state: String,
+    /// Rings.
+    pub queues: u32,
+    /// Whether guest and daemon agreed that pages stay mapped.
+    pub persistent: bool,
+    /// Pages of the guest that are mapped now.
+    pub mapped_grants: u64,
+    /// The most that were.
+    pub mapped_grants_most: u64,
+    /// Counters by operation: `read`, `write`, `flush`, `discard`.
+    pub requests: BTreeMap<String, u64>,
+    /// Requests that were answered with an error.
+    pub errors: u64,
+    /// Requests that were under way in a daemon before this one, and done again.
+    pub resumed: u64,
+    /// Pages that were mapped.
+    pub maps: u64,
+    /// Pieces that the hypervisor copied.
+    pub copies: u64,
+    /// Its calls in which it did so.
+    pub copy_calls: u64,
+    /// Events of the guest.
+    pub events: u64,
+    /// Events sent to it.
+    pub notifications: u64,
 }
 
 /// A worker thread.
@@ -377,6 +417,35 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
             .map(|cache| VolumeCacheStat::new(volume.cache_mode(), &cache.stats())),
         remote: volume.store_state().map(RemoteStat::from),
         operations: OPERATIONS.into_iter().map(operation).collect(),
+    }
+}
+
+/// The figures of a disk of a Xen guest.
+pub fn xen_stat(disk: &ebb_export_xen::DeviceStats) -> XenStat {
+    let stats = &disk.stats;
+    let requests = [
+        ("read", stats.rd_req),
+        ("write", stats.wr_req),
+        ("flush", stats.f_req),
+        ("discard", stats.ds_req),
+    ];
+    XenStat {
+        domain: disk.guest,
+        device: disk.device,
+        volume: disk.volume.to_string(),
+        state: if disk.closing { "closing" } else { "connected" }.to_owned(),
+        queues: disk.queues,
+        persistent: disk.persistent,
+        mapped_grants: stats.mapped,
+        mapped_grants_most: stats.mapped_most,
+        requests: requests.map(|(name, count)| (name.to_owned(), count)).into(),
+        errors: stats.errors,
+        resumed: stats.resumed,
+        maps: stats.maps,
+        copies: stats.copies,
+        copy_calls: stats.copy_calls,
+        events: stats.events,
+        notifications: stats.notifications,
     }
 }
 

@@ -1,7 +1,8 @@
 //! The tables of `ebbd stat`.
 
 use crate::stat::{
-    CacheStat, MemoryStat, OperationStat, PoolStat, PressureStat, Stat, VolumeStat, ZoneStat,
+    CacheStat, MemoryStat, OperationStat, PoolStat, PressureStat, Stat, VolumeStat, XenStat,
+    ZoneStat,
 };
 
 /// Columns as wide as their widest cell.
@@ -78,6 +79,7 @@ pub(super) fn all(stat: &Stat) -> String {
         out.push_str(&show_pressure(pressure));
     }
     out.push_str(&show_volumes(stat));
+    out.push_str(&show_xen(&stat.xen));
     if let Some(cache) = &stat.cache {
         out.push_str(&show_cache(cache, &stat.volumes));
     }
@@ -150,6 +152,35 @@ fn show_remotes(volumes: &[VolumeStat]) -> String {
         ));
     }
     out
+}
+
+fn show_xen(disks: &[XenStat]) -> String {
+    if disks.is_empty() {
+        return String::new();
+    }
+    let titles = [
+        "DOMAIN", "DEVICE", "XEN DISK", "STATE", "QUEUES", "MAPPED", "REQUESTS", "MAPS", "COPIES",
+        "ERRORS",
+    ];
+    let mut table = Table::new(&titles, 0b1100);
+    for disk in disks {
+        table.row([
+            disk.domain.to_string(),
+            disk.device.to_string(),
+            disk.volume.clone(),
+            disk.state.clone(),
+            disk.queues.to_string(),
+            match disk.persistent {
+                true => disk.mapped_grants.to_string(),
+                false => "off".to_owned(),
+            },
+            disk.requests.values().fold(0u64, |sum, n| sum.saturating_add(*n)).to_string(),
+            disk.maps.to_string(),
+            disk.copies.to_string(),
+            disk.errors.to_string(),
+        ]);
+    }
+    format!("\n{}", table.text())
 }
 
 fn show_cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
@@ -289,6 +320,29 @@ mod tests {
             lines[1].starts_with("64K   65536      0    12     3  1000     0      0"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn xen_disks_have_a_row_each() {
+        let disk = XenStat {
+            domain: 3,
+            device: 51728,
+            volume: "root".into(),
+            state: "connected".into(),
+            queues: 2,
+            persistent: true,
+            mapped_grants: 64,
+            requests: [("read".to_owned(), 7), ("write".to_owned(), 2)].into(),
+            maps: 65,
+            ..XenStat::default()
+        };
+        let plain = XenStat { persistent: false, copies: 5, ..disk.clone() };
+        let text = show_xen(&[disk, plain]);
+        let rows: Vec<Vec<&str>> =
+            text.trim().lines().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(rows[1], ["3", "51728", "root", "connected", "2", "64", "9", "65", "0", "0"]);
+        assert_eq!(rows[2], ["3", "51728", "root", "connected", "2", "off", "9", "65", "5", "0"]);
+        assert_eq!(show_xen(&[]), "");
     }
 
     #[test]

@@ -39,6 +39,7 @@ impl Config {
             ("workers", self.workers != new.workers),
             ("control", self.control != new.control),
             ("idle_memory", self.idle_memory != new.idle_memory),
+            ("xen", self.xen != new.xen),
             ("nbd.tls", old_nbd.tls != new_nbd.tls),
             ("nbd.tls_certificates", old_nbd.tls_certificates != new_nbd.tls_certificates),
             ("nbd.tls_psk", old_nbd.tls_psk != new_nbd.tls_psk),

@@ -39,6 +39,8 @@ pub struct Overrides {
     pub log: Option<LogLevel>,
     /// The path of the control socket, with or without `unix:` before it.
     pub control: Option<String>,
+    /// Whether disks of Xen guests are served.
+    pub xen: bool,
     /// Free pages each queue keeps; 0 to 1048576 is allowed.
     pub max_buffer_pages: Option<i64>,
     /// Milliseconds of a squeeze; 0 to 60000 is allowed.
@@ -63,6 +65,7 @@ pub(super) fn layer(overrides: &Overrides) -> Result<Layer, ConfigError> {
     let mut layer = Layer {
         workers: located("--workers", overrides.workers),
         log: located("--log", overrides.log),
+        xen: located("--xen", overrides.xen.then_some(true)),
         max_buffer_pages: located("--max-buffer-pages", overrides.max_buffer_pages),
         buffer_squeeze_duration_ms: located(
             "--buffer-squeeze-duration-ms",

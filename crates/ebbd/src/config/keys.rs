@@ -72,6 +72,15 @@ pub const TOP: Section = Section {
                   change needs a restart.",
         },
         Key {
+            name: "xen",
+            value: "BOOL",
+            expected: "write true or false without quotes: xen = true",
+            default: "false",
+            doc: "Whether disks of Xen guests are served: those of ebbd-xen(1), and where the \
+                  kernel's own backend is not loaded those with the script block-ebbd. Needs Xen, \
+                  and to be root in dom0. With it listen may be absent. A change needs a restart.",
+        },
+        Key {
             name: "max_buffer_pages",
             value: "N",
             expected: "write a whole number from 0 to 1048576: max_buffer_pages = 1024",
@@ -285,6 +294,7 @@ pub const EXAMPLE: &str = r#"listen = ["unix:/run/ebbd/nbd.sock", "tcp:127.0.0.1
 workers = 1
 log = "info"
 control = "unix:/run/ebbd/control.sock"
+xen = false
 max_buffer_pages = 1024
 buffer_squeeze_duration_ms = 10
 idle_memory = "lend"
@@ -411,7 +421,7 @@ mod tests {
         );
         assert_eq!(
             unknown_key_remedy(&TOP, "zebra"),
-            "the keys here are listen, workers, log, control, max_buffer_pages, \
+            "the keys here are listen, workers, log, control, xen, max_buffer_pages, \
              buffer_squeeze_duration_ms, idle_memory, cache_max, cache_min, nbd, volume"
         );
     }

@@ -42,8 +42,10 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
     )?;
     let volumes = merge_volumes(file.volumes, flags.volumes)?;
     let addresses = [file.listen, flags.listen].concat();
-    if volumes.is_empty() || (addresses.is_empty() && inherited == 0) {
-        return Err(nothing_to_serve(volumes.is_empty(), addresses.is_empty() && inherited == 0));
+    let xen = flags.xen.or(file.xen).is_some_and(|given| given.value);
+    let nowhere = addresses.is_empty() && inherited == 0 && !xen;
+    if volumes.is_empty() || nowhere {
+        return Err(nothing_to_serve(volumes.is_empty(), nowhere));
     }
     let control = flags.control.or(file.control);
     check_control(control.as_ref(), &addresses)?;
@@ -53,6 +55,7 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         workers: workers.unwrap_or(1),
         log: flags.log.or(file.log).map(|log| log.value).unwrap_or_default(),
         control: control.map(|control| control.value),
+        xen,
         max_buffer_pages: max_buffer_pages.unwrap_or(default(Key::MaxBufferPages)),
         buffer_squeeze_duration_ms: buffer_squeeze_duration_ms
             .unwrap_or(default(Key::BufferSqueezeDurationMs)),

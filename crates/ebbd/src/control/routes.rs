@@ -10,6 +10,7 @@ use axum::extract::{DefaultBodyLimit, Path, State};
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
+use ebb_export_xen::Figures;
 use ebb_mem::pressure::Level;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -22,7 +23,7 @@ use super::answer::{Answer, Refusal, json};
 use super::{MAX_BODY_BYTES, Shared};
 use crate::config::{shorten, suggest};
 use crate::params::{Change, Reading, Scope};
-use crate::stat::{Stat, VolumeStat, WorkerStat, resident_bytes, volume_stat};
+use crate::stat::{Stat, VolumeStat, WorkerStat, resident_bytes, volume_stat, xen_stat};
 use crate::{metrics, params};
 
 /// How long workers may take to tell their counters.
@@ -296,6 +297,7 @@ impl App {
             resident_bytes: resident_bytes(),
             clients: u64::try_from(shared.server.clients()).unwrap_or(u64::MAX),
             volumes: self.volumes(),
+            xen: shared.xen.iter().flat_map(Figures::read).map(|disk| xen_stat(&disk)).collect(),
             workers: self.workers().await,
             memory: shared.memory.read.as_ref().map(|read| read()),
             pressure: shared.memory.pressure.as_ref().map(|read| read()),

@@ -6,6 +6,11 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ebb_export_nbd::{Limits, Tls};
+use ebb_export_xen as xen;
+use ebb_export_xen::abi::op;
+use ebb_export_xen::platform::Platform;
+use ebb_export_xen::shm::World;
+use ebb_export_xen::shm::frontend::{Frontend, Wishes};
 use ebb_store::{NullStore, Store};
 use ebb_volume::{Volume, VolumeOptions};
 use proptest::prelude::*;
@@ -13,7 +18,7 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::params::{Configured, Key};
-use crate::stat::{MemoryStat, PressureStat, Stat, ZoneStat};
+use crate::stat::{MemoryStat, PressureStat, Stat, XenStat, ZoneStat};
 
 struct Running {
     path: std::path::PathBuf,
@@ -24,6 +29,10 @@ struct Running {
 }
 
 fn start() -> Running {
+    start_with(None)
+}
+
+fn start_with(xen: Option<Figures>) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("control.sock");
     let server = Server::new(Limits::default(), Tls::Off, None);
@@ -49,6 +58,7 @@ fn start() -> Running {
         server,
         parameters: parameters.clone(),
         memory,
+        xen,
         workers: Vec::new(),
         started: Instant::now(),
     };
@@ -232,6 +242,50 @@ fn everything_at_once_and_metrics() {
 }
 
 #[test]
+fn disks_of_xen_guests_are_shown_and_follow_the_parameters() {
+    let (world, worker) = (World::default(), ebb_io::Worker::start_alone("xen").unwrap());
+    let lookup = |name: &str| {
+        let store = Store::Null(NullStore::new(1 << 20));
+        Some((Volume::new(name, store, VolumeOptions::default()), Arc::default()))
+    };
+    let handles = vec![worker.handle()];
+    let options = xen::Options::new(Arc::new(world.clone()), handles, Arc::new(lookup));
+    let grants = options.parameters.clone();
+    let backend = xen::Backend::start(options).unwrap();
+    let daemon = start_with(Some(backend.figures()));
+    daemon.parameters.govern_grants(&grants);
+    let shown = || -> Vec<XenStat> {
+        serde_json::from_value(daemon.json("GET", "/v1/stat", "")["xen"].clone()).unwrap()
+    };
+    assert_eq!(shown(), []);
+
+    let guest = world.guest(7, 256).unwrap();
+    let disk = xen::Disk { volume: "root", name: "xvdb", read_only: false };
+    xen::attach(&mut *world.xenstore().unwrap(), 7, &disk).unwrap();
+    let device = xen::device_number("xvdb").unwrap();
+    let mut front = Frontend::new(&world, &guest, device, Wishes::default());
+    front.connect().unwrap();
+    let mut write = |pages: usize| {
+        assert_eq!(front.transfer(0, op::WRITE, 0, &mut vec![1; pages << 12]).unwrap(), 0);
+    };
+    write(5);
+    let [disk] = &shown()[..] else { panic!("one disk") };
+    let words = (&*disk.volume, &*disk.state, disk.persistent);
+    assert_eq!((disk.domain, disk.device, words), (7, device, ("root", "connected", true)));
+    assert_eq!((disk.queues, disk.requests["write"], disk.requests["read"]), (1, 1, 0));
+    assert_eq!((disk.mapped_grants, disk.maps, disk.copies), (5, 5, 0));
+
+    daemon.json("PUT", "/v1/parameters/max_persistent_grants", "{\"value\": 0}");
+    while shown()[0].mapped_grants > 0 {
+        std::thread::yield_now();
+    }
+    write(3);
+    assert_eq!((shown()[0].maps, shown()[0].copies), (5, 3));
+    drop(backend);
+    assert_eq!(shown(), [], "none after its end");
+}
+
+#[test]
 fn workers_that_stopped_are_no_obstacle() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
@@ -241,6 +295,7 @@ fn workers_that_stopped_are_no_obstacle() {
         server: Server::new(Limits::default(), Tls::Off, None),
         parameters: Parameters::new(&Configured::default()),
         memory: Memory::default(),
+        xen: None,
         workers: vec![one.handle(), two.handle()],
         started: Instant::now(),
     };

@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use ebb_export_xen::XenParameters;
 use ebb_mem::PoolParameters;
 use serde_json::Value;
 
@@ -225,6 +226,27 @@ impl Parameters {
         }
         let memory = memory.clone();
         self.watch(move |change| apply(&memory, change.key, change.to));
+    }
+
+    /// Has Xen rings follow the parameters of grants.
+    pub fn govern_grants(&self, grants: &Arc<XenParameters>) {
+        let apply = |grants: &XenParameters, key, value: u64| {
+            // The ranges end far below.
+            let number = u32::try_from(value).unwrap_or(u32::MAX);
+            match key {
+                Key::MaxPersistentGrants => grants.set_max_persistent_grants(number),
+                Key::PersistentGrantUnusedSeconds => {
+                    grants.set_persistent_grant_unused_seconds(number);
+                }
+                Key::FeaturePersistent => grants.set_feature_persistent(value != 0),
+                _ => {}
+            }
+        };
+        for key in Key::all() {
+            apply(grants, key, self.live(key).get());
+        }
+        let grants = grants.clone();
+        self.watch(move |change| apply(&grants, change.key, change.to));
     }
 
     /// The parameters of the daemon, or those a volume may have its own value of, in order.

@@ -24,6 +24,12 @@ pub enum Key {
     CacheMax,
     /// What the cache keeps under memory pressure.
     CacheMin,
+    /// Pages of a guest that each of its rings keeps mapped.
+    MaxPersistentGrants,
+    /// How long a page that is kept mapped may lie idle.
+    PersistentGrantUnusedSeconds,
+    /// Whether guests are offered that their pages stay mapped.
+    FeaturePersistent,
     /// Connections at a time.
     MaxClients,
     /// The largest READ or WRITE.
@@ -92,6 +98,7 @@ pub struct Definition {
     pub doc: &'static str,
 }
 
+const SWITCH: &[&str] = &["off", "on"];
 const LEVELS: &[&str] = &["error", "warn", "info", "debug"];
 
 const MAX_BUFFER_PAGES: Definition = Definition {
@@ -197,6 +204,66 @@ const CACHE_MIN: Definition = Definition {
           of the lent part by itself it takes whatever the value.",
 };
 
+const MAX_PERSISTENT_GRANTS: Definition = Definition {
+    name: "max_persistent_grants",
+    members: &[],
+    scope: Scope::Daemon,
+    kind: Kind::Number,
+    unit: "grants, for each ring of a Xen guest",
+    default: 1056,
+    minimum: 0,
+    maximum: 1 << 20,
+    zero: None,
+    config: None,
+    since: "0.1.0",
+    effect: "At once for grants to be mapped. A ring that holds more gives back the excess and 5 % \
+             of the value, the least recently used first, within 100 ms.",
+    doc: "How many pages of a Xen guest each of its rings keeps mapped, so that requests that use \
+          them again need no call of the hypervisor. It applies to guests that agreed on \
+          persistent grants (feature_persistent); 1056 is what one ring page of requests with 32 \
+          segments each, and their descriptors, can name.\n\n\
+          A guest that uses more pages than that is served as well: what finds no place is copied \
+          by the hypervisor, and each 100 ms the least recently used 5 % of the value make room. 0 \
+          keeps nothing mapped.",
+};
+
+const PERSISTENT_GRANT_UNUSED_SECONDS: Definition = Definition {
+    name: "persistent_grant_unused_seconds",
+    members: &[],
+    scope: Scope::Daemon,
+    kind: Kind::Number,
+    unit: "seconds",
+    default: 60,
+    minimum: 0,
+    maximum: 86_400,
+    zero: None,
+    config: None,
+    since: "0.1.0",
+    effect: "Within 100 ms, also for grants that are mapped already.",
+    doc: "How long a page of a Xen guest stays mapped that no request uses. Then it is unmapped, \
+          and the guest can have it back. 0 is for ever, but memory pressure of the second level \
+          unmaps everything that is idle, whatever the value.",
+};
+
+const FEATURE_PERSISTENT: Definition = Definition {
+    name: "feature_persistent",
+    members: &[],
+    scope: Scope::Daemon,
+    kind: Kind::Word(SWITCH),
+    unit: "switch",
+    default: 1,
+    minimum: 0,
+    maximum: 1,
+    zero: None,
+    config: None,
+    since: "0.1.0",
+    effect: "For disks that connect from then on. Those connected keep what they agreed on, also \
+             across a restart of the daemon.",
+    doc: "Whether Xen guests are offered persistent grants: that pages they use for requests stay \
+          mapped by the daemon and are used again. Both sides have to want it; a guest without \
+          them has its pages copied by the hypervisor, several requests at a time.",
+};
+
 const MAX_CLIENTS: Definition = Definition {
     name: "max_clients",
     members: &[],
@@ -266,12 +333,15 @@ const LOG: Definition = Definition {
 };
 
 /// All definitions, in the order they are listed.
-pub const DEFINITIONS: [&Definition; 9] = [
+pub const DEFINITIONS: [&Definition; 12] = [
     &MAX_BUFFER_PAGES,
     &BUFFER_SQUEEZE_DURATION_MS,
     &ZONE_LIMIT_BYTES,
     &CACHE_MAX,
     &CACHE_MIN,
+    &MAX_PERSISTENT_GRANTS,
+    &PERSISTENT_GRANT_UNUSED_SECONDS,
+    &FEATURE_PERSISTENT,
     &MAX_CLIENTS,
     &MAX_REQUEST,
     &CONNECTION_MEMORY,
@@ -307,6 +377,11 @@ impl Key {
             .into_iter()
             .chain(SizeClass::all().map(Self::ZoneLimitBytes))
             .chain([Self::CacheMax, Self::CacheMin])
+            .chain([
+                Self::MaxPersistentGrants,
+                Self::PersistentGrantUnusedSeconds,
+                Self::FeaturePersistent,
+            ])
             .chain([Self::MaxClients, Self::MaxRequest, Self::ConnectionMemory, Self::Log])
     }
 
@@ -323,6 +398,9 @@ impl Key {
             Self::ZoneLimitBytes(_) => &ZONE_LIMIT_BYTES,
             Self::CacheMax => &CACHE_MAX,
             Self::CacheMin => &CACHE_MIN,
+            Self::MaxPersistentGrants => &MAX_PERSISTENT_GRANTS,
+            Self::PersistentGrantUnusedSeconds => &PERSISTENT_GRANT_UNUSED_SECONDS,
+            Self::FeaturePersistent => &FEATURE_PERSISTENT,
             Self::MaxClients => &MAX_CLIENTS,
             Self::MaxRequest => &MAX_REQUEST,
             Self::ConnectionMemory => &CONNECTION_MEMORY,

@@ -1,0 +1,164 @@
+//! The seed's figure, over shared memory: many guests at once, with persistent grants, with mapping
+//! for each request, and with copies past the cap. Mapping and unmapping change page tables and
+//! interrupt the processors that run the workers, as the real ones do.
+//!
+//! One line a figure: `name ours peer ratio bar ok|short`. `bench-shm [SECONDS [ROUNDS]]`.
+
+#![allow(clippy::print_stdout, clippy::print_stderr, clippy::unwrap_used, reason = "a bench")]
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use ebb_export_xen::abi::{Segment, op};
+use ebb_export_xen::platform::Platform;
+use ebb_export_xen::shm::World;
+use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::{Backend, Disk, Options, Transient, attach, device_number};
+use ebb_io::Worker;
+use ebb_store::{NullStore, Store};
+use ebb_volume::{Volume, VolumeOptions};
+
+const GUESTS: [u16; 6] = [1, 2, 5, 8, 10, 16];
+const DEPTH: usize = 32;
+const SIZE: u64 = 1 << 30;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Mode {
+    Persistent,
+    MapEach,
+    /// Persistent grants agreed on, and none allowed: what a guest past the cap gets.
+    PastCap,
+}
+
+/// 4 KiB reads a second of so many guests.
+fn run(mode: Mode, guests: u16, span: Duration) -> f64 {
+    let world = World::default();
+    let count = std::thread::available_parallelism().map_or(1, usize::from);
+    let workers: Vec<Worker> =
+        (0..count).map(|n| Worker::start_alone(&format!("bench-{n}")).unwrap()).collect();
+    let lookup = |name: &str| {
+        let store = Store::Null(NullStore::new(SIZE));
+        Some((Volume::new(name, store, VolumeOptions::default()), Arc::default()))
+    };
+    let handles = workers.iter().map(Worker::handle).collect();
+    let mut options = Options::new(Arc::new(world.clone()), handles, Arc::new(lookup));
+    if mode == Mode::MapEach {
+        options.transient = Transient::Map;
+    }
+    if mode == Mode::PastCap {
+        options.parameters.set_max_persistent_grants(0);
+    }
+    let backend = Backend::start(options).unwrap();
+    let stop = AtomicBool::new(false);
+    let begun = Instant::now();
+    let done: u64 = std::thread::scope(|scope| {
+        let runs: Vec<_> = (1..=guests)
+            .map(|number| {
+                let (world, stop) = (&world, &stop);
+                let persistent = mode != Mode::MapEach;
+                scope.spawn(move || {
+                    let guest = world.guest(number, 256).unwrap();
+                    let mut store = world.xenstore().unwrap();
+                    let disk = Disk { volume: "null", name: "xvdb", read_only: false };
+                    attach(&mut *store, number, &disk).unwrap();
+                    let wishes = Wishes { persistent, ..Wishes::default() };
+                    let device = device_number("xvdb").unwrap();
+                    let mut front = Frontend::new(world, &guest, device, wishes);
+                    front.connect().unwrap();
+                    drive(&mut front, stop)
+                })
+            })
+            .collect();
+        std::thread::park_timeout(span);
+        while begun.elapsed() < span {
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+        stop.store(true, Ordering::Relaxed);
+        runs.into_iter().map(|run| run.join().unwrap()).sum()
+    });
+    let rate = done as f64 / begun.elapsed().as_secs_f64();
+    drop(backend);
+    rate
+}
+
+/// Keeps the ring full until told to stop; how many requests were answered.
+fn drive(front: &mut Frontend, stop: &AtomicBool) -> u64 {
+    let pages = front.pages(DEPTH);
+    let requests: Vec<_> = pages
+        .iter()
+        .map(|page| {
+            let segment = Segment { gref: *page, first: 0, last: 7 };
+            front.request(op::READ, u64::from(*page) * 8, &[segment]).1
+        })
+        .collect();
+    let queue = &mut front.queues[0];
+    let (mut done, mut next) = (0u64, 0usize);
+    while !stop.load(Ordering::Relaxed) {
+        while queue.room() > 0 {
+            queue.put(requests[next % DEPTH]);
+            next += 1;
+        }
+        queue.push();
+        queue.wait().unwrap();
+        done += 1;
+        while queue.take().unwrap().is_some() {
+            done += 1;
+        }
+    }
+    while queue.room() < DEPTH {
+        queue.wait().unwrap();
+    }
+    done
+}
+
+fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted[sorted.len() / 2]
+}
+
+fn main() {
+    let mut arguments = std::env::args().skip(1);
+    let seconds: f64 = arguments.next().map_or(1.0, |text| text.parse().unwrap());
+    let rounds: usize = arguments.next().map_or(3, |text| text.parse().unwrap());
+    let span = Duration::from_secs_f64(seconds);
+    let modes = [Mode::Persistent, Mode::MapEach, Mode::PastCap];
+    let mut rates: BTreeMap<(Mode, u16), Vec<f64>> = BTreeMap::new();
+    for round in 0..rounds {
+        for guests in GUESTS {
+            for mode in modes {
+                let rate = run(mode, guests, span);
+                eprintln!("round {round}: {guests} guests {mode:?}: {rate:.0}/s");
+                rates.entry((mode, guests)).or_default().push(rate);
+            }
+        }
+    }
+    let at = |mode, guests| median(&rates[&(mode, guests)]);
+    let verdict = |ok: bool| if ok { "ok" } else { "short" };
+    for guests in GUESTS {
+        let peer = at(Mode::MapEach, guests);
+        for (name, mode) in [("persistent", Mode::Persistent), ("past_cap", Mode::PastCap)] {
+            let ours = at(mode, guests);
+            let (bar, ok) = match guests {
+                10 => (">=2.00x", ours >= 2.0 * peer),
+                _ => ("-", true),
+            };
+            let ratio = ours / peer;
+            let ok = verdict(ok);
+            println!(
+                "xen_shm_{name}_{guests}_guests_per_s {ours:.0} {peer:.0} {ratio:.2} {bar} {ok}"
+            );
+        }
+    }
+    for (name, mode) in [("persistent", Mode::Persistent), ("past_cap", Mode::PastCap)] {
+        let peak = GUESTS.iter().map(|guests| at(mode, *guests)).fold(0.0, f64::max);
+        let last = at(mode, 16);
+        let ok = verdict(last >= 0.95 * peak);
+        println!(
+            "xen_shm_{name}_at_16_of_peak {last:.0} {peak:.0} {:.2} >=0.95x {ok}",
+            last / peak
+        );
+    }
+}

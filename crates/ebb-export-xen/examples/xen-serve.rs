@@ -1,0 +1,33 @@
+//! Serves volumes in memory to Xen guests: `xen-serve NAME=BYTES...`. The daemon without the daemon,
+//! for bringing up a machine.
+
+#![allow(clippy::print_stderr, reason = "a tool for people")]
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use ebb_export_xen::platform::Host;
+use ebb_export_xen::{Backend, Options};
+use ebb_io::Worker;
+use ebb_store::{MemoryStore, Store};
+use ebb_volume::{Volume, VolumeOptions};
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let mut volumes = HashMap::new();
+    for argument in std::env::args().skip(1) {
+        let (name, bytes) = argument.split_once('=').ok_or("NAME=BYTES")?;
+        let store = Store::Memory(MemoryStore::new(bytes.parse()?));
+        volumes.insert(name.to_owned(), Volume::new(name, store, VolumeOptions::default()));
+    }
+    let worker = Worker::start_alone("xen")?;
+    let lookup = move |name: &str| volumes.get(name).map(|volume| (volume.clone(), Arc::default()));
+    let mut options = Options::new(Arc::new(Host), vec![worker.handle()], Arc::new(lookup));
+    options.journals = Some("/run/ebbd/xen".into());
+    let backend = Backend::start(options)?;
+    loop {
+        std::thread::park_timeout(std::time::Duration::from_secs(10));
+        for device in backend.stats() {
+            eprintln!("{device:?}");
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! Attaching and detaching disks: the nodes a toolstack writes (reference, section 5.1).
+
+use std::time::{Duration, Instant};
+
+use crate::nodes::{number, optional, transact};
+use crate::platform::{Domain, StoreError, XenStore};
+
+/// How long a guest may take to let go of a disk.
+const PATIENCE: Duration = Duration::from_secs(10);
+const LOOK: Duration = Duration::from_millis(50);
+/// Device numbers of `xvda` to `xvdp`, and of those beyond.
+const XVD_MAJOR: u32 = 202;
+const EXTENDED: u32 = 1 << 28;
+/// Partitions a disk of either kind of number has.
+const SHORT_DISKS: u32 = 16;
+
+/// A disk to be attached.
+#[derive(Clone, Copy, Debug)]
+pub struct Disk<'a> {
+    /// The volume's name.
+    pub volume: &'a str,
+    /// What the guest calls it: `xvda` to `xvdzz`.
+    pub name: &'a str,
+    /// The guest may only read.
+    pub read_only: bool,
+}
+
+/// Why a disk cannot be attached or detached.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AttachError {
+    /// There is no such guest.
+    #[error("no domain `{0}`: `xl list` shows those there are")]
+    NoDomain(String),
+    /// The device's name is not one.
+    #[error("`{0}` is no disk: write xvda to xvdz, or xvdaa and so on")]
+    BadName(String),
+    /// The guest has a disk of that name.
+    #[error("domain {domain} has {name} already: choose another name, or detach that one")]
+    InUse {
+        /// The guest.
+        domain: Domain,
+        /// The disk.
+        name: String,
+    },
+    /// The guest has no such disk of ours.
+    #[error("domain {domain} has no {name} from ebbd")]
+    NotAttached {
+        /// The guest.
+        domain: Domain,
+        /// The disk.
+        name: String,
+    },
+    /// The guest does not let go.
+    #[error("domain {domain} still uses {name}: unmount it there, or use --force")]
+    Busy {
+        /// The guest.
+        domain: Domain,
+        /// The disk.
+        name: String,
+    },
+    /// See [`StoreError`].
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// The number of a disk called `xvda` and so on; `None` if it is not called so.
+pub fn device_number(name: &str) -> Option<u32> {
+    let letters = name.strip_prefix("xvd")?;
+    if letters.is_empty() || letters.len() > 2 || !letters.bytes().all(|b| b.is_ascii_lowercase()) {
+        return None;
+    }
+    let place = letters.bytes().fold(0, |sum, b| sum * 26 + u32::from(b - b'a') + 1) - 1;
+    Some(if place < SHORT_DISKS { XVD_MAJOR << 8 | place << 4 } else { EXTENDED | place << 8 })
+}
+
+/// The number of a guest, given by number or name.
+///
+/// # Errors
+/// [`AttachError::NoDomain`] if there is none.
+pub fn find_domain(store: &mut dyn XenStore, name: &str) -> Result<Domain, AttachError> {
+    let base = "/local/domain";
+    let none = || AttachError::NoDomain(name.to_owned());
+    if let Some(id) = number(name) {
+        let id = Domain::try_from(id).map_err(|_| none())?;
+        let there = store.list(0, &format!("{base}/{id}"));
+        return match there {
+            Ok(_) => Ok(id),
+            Err(StoreError::Missing) => Err(none()),
+            Err(error) => Err(error.into()),
+        };
+    }
+    for id in store.list(0, base)? {
+        let called = optional(store, 0, &format!("{base}/{id}/name"))?;
+        if called.as_deref() == Some(name) {
+            return id.parse().map_err(|_| none());
+        }
+    }
+    Err(none())
+}
+
+struct Paths {
+    back: String,
+    front: String,
+}
+
+impl Paths {
+    fn new(guest: Domain, device: u32) -> Paths {
+        Paths {
+            back: format!("/local/domain/0/backend/ebbd/{guest}/{device}"),
+            front: format!("/local/domain/{guest}/device/vbd/{device}"),
+        }
+    }
+}
+
+/// Writes the nodes of a new disk of `guest`.
+///
+/// # Errors
+/// See [`AttachError`].
+pub fn attach(store: &mut dyn XenStore, guest: Domain, disk: &Disk<'_>) -> Result<(), AttachError> {
+    let bad = || AttachError::BadName(disk.name.to_owned());
+    let device = device_number(disk.name).ok_or_else(bad)?;
+    let Paths { back, front } = Paths::new(guest, device);
+    let mode = if disk.read_only { "r" } else { "w" };
+    let (id, number) = (guest.to_string(), device.to_string());
+    let backend = [
+        ("frontend", front.as_str()),
+        ("frontend-id", &id),
+        ("online", "1"),
+        ("params", disk.volume),
+        ("dev", disk.name),
+        ("type", "ebbd"),
+        ("mode", mode),
+        ("removable", "0"),
+        ("bootable", "0"),
+        ("device-type", "disk"),
+        ("state", "1"),
+    ];
+    let frontend = [
+        ("backend", back.as_str()),
+        ("backend-id", "0"),
+        ("virtual-device", &number),
+        ("device-type", "disk"),
+        ("state", "1"),
+    ];
+    let fresh = transact(store, |store, within| {
+        if optional(store, within, &format!("{front}/state"))?.is_some() {
+            return Ok(false);
+        }
+        for path in [&back, &front] {
+            match store.remove(within, path) {
+                Ok(()) | Err(StoreError::Missing) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        // Children take their owner from here: the guest reads the backend's, and has its own.
+        store.write(within, &back, "")?;
+        store.give(within, &back, 0, guest)?;
+        store.write(within, &front, "")?;
+        store.give(within, &front, guest, 0)?;
+        for (name, value) in backend {
+            store.write(within, &format!("{back}/{name}"), value)?;
+        }
+        // The frontend takes notice of its state: that comes last.
+        for (name, value) in frontend {
+            store.write(within, &format!("{front}/{name}"), value)?;
+        }
+        Ok(true)
+    })?;
+    if fresh {
+        return Ok(());
+    }
+    Err(AttachError::InUse { domain: guest, name: disk.name.to_owned() })
+}
+
+/// Has a guest let go of a disk, and removes its nodes; with `force` also if it does not.
+///
+/// # Errors
+/// See [`AttachError`].
+pub fn detach(
+    store: &mut dyn XenStore,
+    guest: Domain,
+    name: &str,
+    force: bool,
+) -> Result<(), AttachError> {
+    let device = device_number(name).ok_or_else(|| AttachError::BadName(name.to_owned()))?;
+    let Paths { back, front } = Paths::new(guest, device);
+    let state = format!("{back}/state");
+    let there = transact(store, |store, within| {
+        if optional(store, within, &state)?.is_none() {
+            return Ok(false);
+        }
+        store.write(within, &format!("{back}/online"), "0")?;
+        store.write(within, &state, "5")?;
+        Ok(true)
+    })?;
+    if !there {
+        return Err(AttachError::NotAttached { domain: guest, name: name.to_owned() });
+    }
+    let begun = Instant::now();
+    loop {
+        let now = optional(store, 0, &state)?;
+        if now.is_none_or(|state| state == "6") {
+            break;
+        }
+        if begun.elapsed() > PATIENCE {
+            if force {
+                break;
+            }
+            return Err(AttachError::Busy { domain: guest, name: name.to_owned() });
+        }
+        std::thread::park_timeout(LOOK);
+    }
+    for path in [front, back] {
+        match store.remove(0, &path) {
+            Ok(()) | Err(StoreError::Missing) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disks_have_the_numbers_linux_gives_them() {
+        assert_eq!(device_number("xvda"), Some(51712));
+        assert_eq!(device_number("xvdb"), Some(51728));
+        assert_eq!(device_number("xvdp"), Some(51952));
+        assert_eq!(device_number("xvdq"), Some(1 << 28 | 16 << 8));
+        assert_eq!(device_number("xvdaa"), Some(1 << 28 | 26 << 8));
+        for bad in ["xvd", "xvda1", "sda", "xvdA", "xvdaaa", "", "xvdé"] {
+            assert_eq!(device_number(bad), None, "{bad}");
+        }
+    }
+}

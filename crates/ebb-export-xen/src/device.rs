@@ -1,0 +1,239 @@
+//! A device: its nodes, and its rings put together.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Instant;
+
+use ebb_mem::PoolParameters;
+use ebb_volume::Volume;
+
+use crate::abi::SECTOR_BYTES;
+use crate::disk::{Counters, Disk, MAX_SEGMENTS};
+use crate::journal::{Identity, Journal, ResumeError};
+use crate::machine::Phase;
+use crate::nodes::{Frontend, MAX_RING_ORDER, NodeError, Nodes, QueueNodes};
+use crate::platform::{Domain, Platform, StoreError};
+use crate::queue::Parts;
+use crate::ring::Ring;
+use crate::stop::Stop;
+
+/// Which device: of which kind, of which guest, under which number.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Key {
+    pub(crate) kind: Arc<str>,
+    pub(crate) guest: Domain,
+    pub(crate) device: u32,
+}
+
+impl Key {
+    /// The backend's directory, within domain `own`.
+    pub(crate) fn base(&self, own: Domain) -> String {
+        let Key { kind, guest, device } = self;
+        format!("/local/domain/{own}/backend/{kind}/{guest}/{device}")
+    }
+
+    /// Its name in the log and in file names.
+    pub(crate) fn name(&self) -> String {
+        format!("{}-{}-{}", self.kind, self.guest, self.device)
+    }
+}
+
+/// Why a device cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DeviceError {
+    #[error("no volume is called `{0}`: name one of the daemon's volumes when attaching the disk")]
+    NoVolume(String),
+    #[error("the frontend's nodes: {0}")]
+    Nodes(#[from] NodeError),
+    #[error("cannot {what}")]
+    Io { what: &'static str, source: std::io::Error },
+    #[error("ring {queue}: {source}")]
+    Resume { queue: usize, source: ResumeError },
+    #[error("ring {queue}: the frontend shares too few pages")]
+    NoRing { queue: usize },
+    #[error("the frontend went into a state that has no meaning for disks")]
+    BadState,
+}
+
+impl From<StoreError> for DeviceError {
+    fn from(error: StoreError) -> DeviceError {
+        DeviceError::Nodes(error.into())
+    }
+}
+
+/// What is known of a device.
+pub(crate) struct Device {
+    pub(crate) base: String,
+    /// The frontend's directory.
+    pub(crate) frontend: String,
+    pub(crate) phase: Phase,
+    pub(crate) looked: Option<Instant>,
+    pub(crate) serving: Option<Serving>,
+    /// Failures that went to the log.
+    pub(crate) logged: u32,
+}
+
+/// A device being served.
+pub(crate) struct Serving {
+    pub(crate) generation: u64,
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) stop: Arc<Stop>,
+    pub(crate) frontend: Frontend,
+    /// Rings that have not ended.
+    pub(crate) running: u32,
+    /// Bytes, as the guest knows.
+    pub(crate) size: u64,
+    pub(crate) journals: Vec<PathBuf>,
+}
+
+impl Serving {
+    /// Has what is under way end, and nothing begin any more.
+    pub(crate) fn wind_up(&self) {
+        self.disk.closing.store(true, Ordering::Relaxed);
+        self.stop.stop();
+    }
+}
+
+/// How devices are served.
+#[derive(Clone, Debug)]
+pub(crate) struct Settings {
+    pub(crate) max_queues: u32,
+    pub(crate) queue_memory: usize,
+    pub(crate) transient: crate::disk::Transient,
+    pub(crate) journals: Option<PathBuf>,
+}
+
+/// A volume to be served, and what was found in the backend's directory.
+pub(crate) struct Offer {
+    pub(crate) volume: Arc<Volume>,
+    pub(crate) pool: Arc<PoolParameters>,
+    pub(crate) read_only: bool,
+    pub(crate) discard: bool,
+    pub(crate) info: u32,
+    pub(crate) persistent: bool,
+}
+
+impl Offer {
+    /// The nodes that tell a frontend what it can have.
+    pub(crate) fn nodes(&self, settings: &Settings) -> Nodes {
+        let flag = |on: bool| if on { "1" } else { "0" }.to_owned();
+        let can = self.volume.capabilities();
+        let physical = u64::from(can.alignment).max(SECTOR_BYTES).max(4096);
+        let changes = !self.read_only;
+        let mut nodes = Nodes::new();
+        nodes.insert("feature-max-indirect-segments", MAX_SEGMENTS.to_string());
+        nodes.insert("multi-queue-max-queues", settings.max_queues.to_string());
+        nodes.insert("max-ring-page-order", MAX_RING_ORDER.to_string());
+        nodes.insert("feature-flush-cache", flag(changes));
+        nodes.insert("feature-barrier", flag(changes));
+        nodes.insert("feature-persistent", flag(self.persistent));
+        if self.discard {
+            nodes.insert("discard-granularity", u64::from(can.alignment).max(4096).to_string());
+            nodes.insert("discard-alignment", "0".to_owned());
+            nodes.insert("discard-secure", "0".to_owned());
+            nodes.insert("feature-discard", "1".to_owned());
+        }
+        nodes.insert("sectors", (self.volume.size() / SECTOR_BYTES).to_string());
+        nodes.insert("info", self.info.to_string());
+        nodes.insert("sector-size", SECTOR_BYTES.to_string());
+        nodes.insert("physical-sector-size", physical.to_string());
+        nodes
+    }
+
+    pub(crate) fn disk(
+        &self,
+        parameters: &Arc<crate::params::XenParameters>,
+        settings: &Settings,
+    ) -> Arc<Disk> {
+        Arc::new(Disk {
+            volume: self.volume.clone(),
+            pool: self.pool.clone(),
+            parameters: parameters.clone(),
+            read_only: self.read_only,
+            discard: self.discard,
+            transient: settings.transient,
+            queue_memory: settings.queue_memory,
+            broken: AtomicBool::new(false),
+            queues: AtomicU32::new(0),
+            persistent: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            counters: Counters::default(),
+        })
+    }
+}
+
+/// Everything one ring needs, mapped and bound. With `resume` the guest is connected to it already.
+pub(crate) fn open_queue(
+    platform: &dyn Platform,
+    key: &Key,
+    frontend: &Frontend,
+    number: usize,
+    resume: bool,
+    settings: &Settings,
+    (disk, stop): (&Arc<Disk>, &Arc<Stop>),
+) -> Result<Parts, DeviceError> {
+    let nodes = &frontend.queues[number];
+    let io = |what| move |source| DeviceError::Io { what, source };
+    let grants = platform.grants(key.guest).map_err(io("reach the guest's grants"))?;
+    let memory = grants.map(&nodes.ring, true).map_err(io("map the ring"))?;
+    let mut ring = Ring::new(memory, frontend.abi);
+    if ring.slots() == 0 {
+        return Err(DeviceError::NoRing { queue: number });
+    }
+    let identity = identity(key, number, nodes, &ring);
+    let path = settings.journals.as_deref().map(|folder| journal_path(folder, key, number));
+    let fail = |source| DeviceError::Resume { queue: number, source };
+    let (sent, published) = ring.shared_numbers();
+    let found = match (resume, &path) {
+        (true, Some(path)) => Some(Journal::open(path, &identity)),
+        _ => None,
+    };
+    let (journal, left_over) = match found {
+        Some(Ok(journal)) => {
+            let (req_cons, left_over) = journal.resume(published).map_err(fail)?;
+            ring.resume(req_cons, published);
+            (journal, left_over)
+        }
+        // Whoever served it may have answered out of order: only an idle ring can be taken over.
+        _ if resume && sent != published => return Err(fail(ResumeError::Foreign)),
+        _ => {
+            let journal = Journal::create(path.as_deref(), &identity)
+                .map_err(io("make the ring's journal"))?;
+            journal.reset(published);
+            ring.resume(published, published);
+            (journal, Vec::new())
+        }
+    };
+    let channel =
+        platform.bind(key.guest, nodes.port).map_err(io("bind the frontend's event channel"))?;
+    Ok(Parts {
+        disk: disk.clone(),
+        name: format!("{}/{number}", key.name()),
+        guest: key.guest,
+        grants,
+        channel,
+        ring,
+        journal,
+        left_over,
+        // What a guest never learns of it cannot use.
+        persistent: frontend.persistent,
+        stop: stop.clone(),
+    })
+}
+
+fn identity(key: &Key, number: usize, nodes: &QueueNodes, ring: &Ring) -> Identity {
+    Identity {
+        guest: key.guest.into(),
+        device: key.device,
+        queue: u32::try_from(number).unwrap_or(u32::MAX),
+        port: nodes.port,
+        ring: nodes.ring.first().copied().unwrap_or_default(),
+        slots: ring.slots(),
+        slot_bytes: u32::try_from(ring.abi().slot_bytes()).unwrap_or_default(),
+    }
+}
+
+pub(crate) fn journal_path(folder: &Path, key: &Key, number: usize) -> PathBuf {
+    folder.join(format!("{}-{number}", key.name()))
+}

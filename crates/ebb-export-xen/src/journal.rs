@@ -1,0 +1,270 @@
+//! What a successor needs to go on with a ring after this process was killed.
+//!
+//! Responses overwrite the slots of requests, and requests end in any order: so the ring alone does
+//! not say which requests have no response yet. The journal does. It is a small file in memory
+//! (tmpfs) with one entry for each request that was taken, written with plain stores:
+//!
+//! 1. a request is copied into a free entry, the entry is marked *running* with the request's
+//!    number, and then `req_cons` is advanced here;
+//! 2. when it has ended, its entry is marked *answering* with the number of its response, and only
+//!    then is the response written to the ring, and some time later published;
+//! 3. after it was published the entry is free.
+//!
+//! A process can be killed between any two of these stores (what it stored before stays, in order):
+//! - *running* with the number `req_cons`: the request was not taken, and still stands in the ring;
+//! - *answering* below the published number: the guest has its response;
+//! - *answering* at or past it: the guest has not, and nothing was lost but time.
+//!
+//! All that is *running*, or *answering* without having been published, is done again. Doing a
+//! request twice is harmless before its response: its pages are the backend's until then. That
+//! exactly `req_cons - published` entries are left is the test that journal and ring belong
+//! together; if it fails the ring is not resumed.
+//!
+//! What cannot be resumed is told apart from what can by [`Identity`]: another ring, another
+//! channel or another guest is another journal.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::abi::SLOT_BYTES;
+use crate::memory::{Mapping, Unmap, write_barrier};
+
+const MAGIC: u32 = 0x6a62_6265;
+const HEADER: usize = 128;
+const ENTRY: usize = 128;
+/// Places in the header.
+const AT_MAGIC: usize = 0;
+const AT_REQ_CONS: usize = 4;
+const AT_IDENTITY: usize = 8;
+/// Places in an entry.
+const AT_STATE: usize = 0;
+const AT_NUMBER: usize = 4;
+const AT_RESPONSE: usize = 8;
+const AT_SLOT: usize = 16;
+
+const FREE: u32 = 0;
+const RUNNING: u32 = 1;
+const ANSWERING: u32 = 2;
+
+/// What a journal is the journal of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Identity {
+    /// The guest.
+    pub guest: u32,
+    /// Its device.
+    pub device: u32,
+    /// The queue of the device.
+    pub queue: u32,
+    /// The guest's event channel.
+    pub port: u32,
+    /// The first page of the ring.
+    pub ring: u32,
+    /// Slots of the ring.
+    pub slots: u32,
+    /// Bytes of a slot.
+    pub slot_bytes: u32,
+}
+
+impl Identity {
+    fn words(&self) -> [u32; 7] {
+        let Identity { guest, device, queue, port, ring, slots, slot_bytes } = *self;
+        [guest, device, queue, port, ring, slots, slot_bytes]
+    }
+}
+
+/// Why a ring cannot be taken over.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ResumeError {
+    /// The journal is about something else.
+    #[error("there is no journal of this ring: detach the disk and attach it again")]
+    Foreign,
+    /// The journal contradicts the ring.
+    #[error(
+        "the journal does not fit the ring ({open} open requests, the ring has {expected}): \
+             detach the disk and attach it again"
+    )]
+    Contradiction {
+        /// Entries without a response.
+        open: u32,
+        /// What the ring's numbers say.
+        expected: u32,
+    },
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Journal {
+    memory: Mapping,
+    slots: u32,
+}
+
+struct Mapped(File);
+
+impl Unmap for Mapped {
+    fn unmap(&self, base: NonNull<u8>, bytes: usize, _cookie: u64) {
+        let _ = &self.0;
+        // SAFETY: mapped by `map` below, and over: its owner is being dropped.
+        let _ = unsafe { rustix::mm::munmap(base.as_ptr().cast(), bytes) };
+    }
+}
+
+fn map(file: File, bytes: usize) -> io::Result<Mapping> {
+    use rustix::mm::{MapFlags, ProtFlags, mmap};
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a new mapping at a place the kernel chooses.
+    let base =
+        unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &file, 0) }?;
+    let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+    // SAFETY: just mapped, page aligned, reached through the mapping only.
+    Ok(unsafe { Mapping::new(base, bytes, 0, Arc::new(Mapped(file))) })
+}
+
+fn bytes_for(slots: u32) -> usize {
+    HEADER + ENTRY * usize::try_from(slots).unwrap_or_default()
+}
+
+impl Journal {
+    /// An empty one, in a file at `path`; without a path it dies with the process.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn create(path: Option<&Path>, identity: &Identity) -> io::Result<Journal> {
+        let bytes = bytes_for(identity.slots);
+        let file = match path {
+            Some(path) => OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .mode(0o600)
+                .custom_flags(libc::O_NOFOLLOW)
+                .open(path)?,
+            None => {
+                let flags = rustix::fs::MemfdFlags::CLOEXEC;
+                File::from(rustix::fs::memfd_create("ebbd-journal", flags)?)
+            }
+        };
+        file.set_len(bytes as u64)?;
+        let memory = map(file, bytes)?;
+        for (number, word) in identity.words().into_iter().enumerate() {
+            memory.store(AT_IDENTITY + 4 * number, word);
+        }
+        write_barrier();
+        memory.store(AT_MAGIC, MAGIC);
+        Ok(Journal { memory, slots: identity.slots })
+    }
+
+    /// The one a predecessor left at `path`.
+    ///
+    /// # Errors
+    /// [`ResumeError::Foreign`] if there is none, or one of another ring.
+    pub fn open(path: &Path, identity: &Identity) -> Result<Journal, ResumeError> {
+        let foreign = |_| ResumeError::Foreign;
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NOFOLLOW)
+            .open(path)
+            .map_err(foreign)?;
+        let bytes = bytes_for(identity.slots);
+        if file.metadata().map_err(foreign)?.len() != bytes as u64 {
+            return Err(ResumeError::Foreign);
+        }
+        let memory = map(file, bytes).map_err(foreign)?;
+        let mut words = identity.words().into_iter().enumerate();
+        let fits = memory.load(AT_MAGIC) == MAGIC
+            && words.all(|(number, word)| memory.load(AT_IDENTITY + 4 * number) == word);
+        if !fits {
+            return Err(ResumeError::Foreign);
+        }
+        Ok(Journal { memory, slots: identity.slots })
+    }
+
+    fn entry(number: u32) -> usize {
+        HEADER + ENTRY * usize::try_from(number).unwrap_or_default()
+    }
+
+    /// Notes a request that is being taken: `number` in the ring, at a free entry.
+    pub fn take(&self, entry: u32, number: u32, slot: &[u8; SLOT_BYTES]) {
+        let at = Self::entry(entry);
+        let _ = self.memory.write(at + AT_SLOT, slot);
+        self.memory.store(at + AT_NUMBER, number);
+        write_barrier();
+        self.memory.store(at + AT_STATE, RUNNING);
+        write_barrier();
+        self.memory.store(AT_REQ_CONS, number.wrapping_add(1));
+    }
+
+    /// The private copy of a request that was taken.
+    pub fn slot(&self, entry: u32) -> [u8; SLOT_BYTES] {
+        let mut slot = [0; SLOT_BYTES];
+        let _ = self.memory.read(Self::entry(entry) + AT_SLOT, &mut slot);
+        slot
+    }
+
+    /// Notes that the response numbered `response` is about to be written.
+    pub fn answer(&self, entry: u32, response: u32) {
+        let at = Self::entry(entry);
+        self.memory.store(at + AT_RESPONSE, response);
+        write_barrier();
+        self.memory.store(at + AT_STATE, ANSWERING);
+        write_barrier();
+    }
+
+    /// Frees an entry whose response was published.
+    pub fn free(&self, entry: u32) {
+        self.memory.store(Self::entry(entry) + AT_STATE, FREE);
+    }
+
+    /// Starts with a fresh ring.
+    pub fn reset(&self, req_cons: u32) {
+        (0..self.slots).for_each(|entry| self.free(entry));
+        self.memory.store(AT_REQ_CONS, req_cons);
+    }
+
+    /// What is left to do, given how far the guest has seen responses: the number of the next
+    /// request to take, and the entries to do again, in the order they were taken.
+    ///
+    /// # Errors
+    /// [`ResumeError::Contradiction`] if ring and journal do not belong together.
+    pub fn resume(&self, published: u32) -> Result<(u32, Vec<u32>), ResumeError> {
+        let req_cons = self.memory.load(AT_REQ_CONS);
+        let mut open = Vec::new();
+        for entry in 0..self.slots {
+            let at = Self::entry(entry);
+            let number = self.memory.load(at + AT_NUMBER);
+            let response = self.memory.load(at + AT_RESPONSE);
+            let left = match self.memory.load(at + AT_STATE) {
+                RUNNING => number != req_cons,
+                ANSWERING => !is_before(response, published),
+                _ => false,
+            };
+            if left {
+                // It runs again: the number of a response that was never seen is another's soon.
+                self.memory.store(at + AT_STATE, RUNNING);
+                open.push((req_cons.wrapping_sub(number), entry));
+            } else {
+                self.free(entry);
+            }
+        }
+        let expected = req_cons.wrapping_sub(published);
+        if u32::try_from(open.len()) != Ok(expected) {
+            let open = u32::try_from(open.len()).unwrap_or(u32::MAX);
+            return Err(ResumeError::Contradiction { open, expected });
+        }
+        // The oldest first.
+        open.sort_unstable_by(|a, b| b.cmp(a));
+        Ok((req_cons, open.into_iter().map(|(_, entry)| entry).collect()))
+    }
+}
+
+/// Whether one running number comes before another.
+fn is_before(a: u32, b: u32) -> bool {
+    let ahead = b.wrapping_sub(a);
+    ahead != 0 && ahead < 1 << 31
+}

@@ -1,0 +1,335 @@
+//! Carrying out one request. A lane is a task that does one request after the other, with room of
+//! its own for the segments, so that a warm ring allocates nothing.
+
+use std::cell::{Cell, Ref, RefCell};
+use std::rc::Rc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use ebb_io::{Buf, BufPool, Signal};
+use ebb_volume::{BlockError, ErrorKind};
+
+use crate::abi::{
+    Abi, Body, MAX_DIRECT_SEGMENTS, PAGE_BYTES, Request, Response, SECTOR_BYTES, SEGMENT_BYTES,
+    SEGMENTS_PER_PAGE, SLOT_BYTES, Segment, Status, op,
+};
+use crate::disk::{MAX_SEGMENTS, Transient, add};
+use crate::memory::Mapping;
+use crate::queue::Queue;
+
+/// What a request without data counts against the queue's memory, bytes.
+const REQUEST_BYTES: usize = 512;
+
+/// See the module.
+#[derive(Default)]
+pub(crate) struct Lane {
+    entry: Cell<Option<u32>>,
+    retired: Cell<bool>,
+    signal: Signal,
+    /// The segments of the request at hand.
+    segments: RefCell<Vec<Segment>>,
+    /// Those the hypervisor must copy, each with its place in the buffer.
+    left_over: RefCell<Vec<(Segment, usize)>>,
+    copied: Cell<Option<(Buf, bool)>>,
+    copied_signal: Signal,
+}
+
+impl Lane {
+    pub(crate) fn give(&self, entry: u32) {
+        self.entry.set(Some(entry));
+        self.signal.set();
+    }
+
+    pub(crate) fn retire(&self) {
+        self.retired.set(true);
+        self.signal.set();
+    }
+
+    /// The next request; `None` when the lane shall end.
+    pub(crate) async fn next(&self) -> Option<u32> {
+        loop {
+            if let Some(entry) = self.entry.take() {
+                return Some(entry);
+            }
+            if self.retired.get() {
+                return None;
+            }
+            self.signal.wait().await;
+        }
+    }
+
+    fn set_segments(&self, segments: impl Iterator<Item = Segment>) {
+        let mut list = self.segments.borrow_mut();
+        list.clear();
+        list.extend(segments);
+    }
+
+    pub(crate) fn left_over(&self) -> Ref<'_, Vec<(Segment, usize)>> {
+        self.left_over.borrow()
+    }
+
+    pub(crate) fn put_copied(&self, buf: Buf, done: bool) {
+        self.copied.set(Some((buf, done)));
+        self.copied_signal.set();
+    }
+
+    pub(crate) async fn copied(&self) -> (Buf, bool) {
+        loop {
+            if let Some(result) = self.copied.take() {
+                return result;
+            }
+            self.copied_signal.wait().await;
+        }
+    }
+}
+
+impl Queue {
+    /// Does what a slot's private copy asks.
+    pub(crate) async fn execute(
+        &self,
+        lane: &Rc<Lane>,
+        abi: Abi,
+        slot: &[u8; SLOT_BYTES],
+    ) -> Response {
+        let request = Request::parse(abi, slot);
+        let status = match self.carry_out(lane, &request).await {
+            Ok(()) => Status::Okay,
+            Err(status) => status,
+        };
+        Response { id: request.id, operation: request.operation, status: status.code() }
+    }
+
+    async fn carry_out(&self, lane: &Rc<Lane>, request: &Request) -> Result<(), Status> {
+        match request.body {
+            Body::Direct { sector, count, segments } => {
+                let given = segments.get(..count.into()).ok_or(Status::Error)?;
+                lane.set_segments(given.iter().copied());
+                self.transfer(lane, request.operation, sector).await
+            }
+            Body::Indirect { sector, count, grefs } => {
+                let inner = matches!(request.operation, op::READ | op::WRITE);
+                if !inner || count == 0 || count > MAX_SEGMENTS {
+                    return Err(Status::Error);
+                }
+                self.fetch_segments(lane, count.into(), &grefs).await?;
+                self.transfer(lane, request.operation, sector).await
+            }
+            Body::Discard { sector, sectors, secure } => {
+                self.discard(sector, sectors, secure).await
+            }
+            Body::Unknown => Err(Status::NotSupported),
+        }
+    }
+
+    /// Copies the descriptors of an indirect request, once.
+    async fn fetch_segments(
+        &self,
+        lane: &Rc<Lane>,
+        count: usize,
+        grefs: &[u32],
+    ) -> Result<(), Status> {
+        let bytes = (count * SEGMENT_BYTES).next_multiple_of(512);
+        let _held = self.memory.take(BufPool::footprint(bytes)).await;
+        let pages = grefs.iter().zip((0..bytes).step_by(PAGE_BYTES));
+        lane.set_segments(pages.map(|(gref, from)| {
+            let sectors = (bytes - from).min(PAGE_BYTES) / 512;
+            Segment { gref: *gref, first: 0, last: u8::try_from(sectors - 1).unwrap_or(7) }
+        }));
+        let buf = self.buffers.take(bytes).await;
+        let (buf, copied) = self.copy(lane, buf, false).await;
+        if !copied {
+            return Err(Status::Error);
+        }
+        let descriptors = buf.as_chunks::<SEGMENT_BYTES>().0;
+        lane.set_segments(descriptors.iter().take(count).map(Segment::parse));
+        Ok(())
+    }
+
+    /// The verdict on reads and writes: where they begin and how long they are, bytes.
+    fn check(&self, lane: &Lane, operation: u8, sector: u64) -> Result<(u64, usize), Status> {
+        let segments = lane.segments.borrow();
+        let empty_is_fine = matches!(operation, op::WRITE_BARRIER | op::FLUSH_DISKCACHE);
+        if segments.is_empty() && !empty_is_fine {
+            return Err(Status::Error);
+        }
+        if !segments.iter().all(|segment| segment.is_valid()) {
+            return Err(Status::Error);
+        }
+        if operation != op::READ && self.disk.read_only {
+            return Err(Status::Error);
+        }
+        let bytes: usize = segments.iter().map(|segment| segment.bytes()).sum();
+        if bytes == 0 {
+            return Ok((0, 0));
+        }
+        let offset = sector.checked_mul(SECTOR_BYTES).ok_or(Status::Error)?;
+        let end = offset.checked_add(bytes as u64).ok_or(Status::Error)?;
+        if end > self.disk.volume.size() {
+            return Err(Status::Error);
+        }
+        Ok((offset, bytes))
+    }
+
+    async fn transfer(&self, lane: &Rc<Lane>, operation: u8, sector: u64) -> Result<(), Status> {
+        let (offset, bytes) = self.check(lane, operation, sector)?;
+        let counters = &self.disk.counters;
+        let _held = self.memory.take(BufPool::footprint(bytes.max(1)) + REQUEST_BYTES).await;
+        match operation {
+            op::READ => {
+                add(&counters.rd_req, 1);
+                add(&counters.rd_sect, bytes as u64 / SECTOR_BYTES);
+                let buf = self.buffers.take(bytes).await;
+                let (result, buf) = self.disk.volume.read(&self.io, buf, offset).await;
+                self.judge(result)?;
+                let (_, copied) = self.copy(lane, buf, true).await;
+                if copied { Ok(()) } else { Err(Status::Error) }
+            }
+            op::WRITE => {
+                add(&counters.wr_req, 1);
+                self.write(lane, offset, bytes).await
+            }
+            // A barrier has the queue to itself: the queue sees to that.
+            _ => {
+                add(&counters.f_req, 1);
+                self.make_stable().await?;
+                if bytes > 0 { self.write(lane, offset, bytes).await } else { Ok(()) }
+            }
+        }
+    }
+
+    async fn write(&self, lane: &Rc<Lane>, offset: u64, bytes: usize) -> Result<(), Status> {
+        if self.disk.broken.load(Ordering::Relaxed) {
+            return Err(Status::Error);
+        }
+        add(&self.disk.counters.wr_sect, bytes as u64 / SECTOR_BYTES);
+        let buf = self.buffers.take(bytes).await;
+        let (buf, copied) = self.copy(lane, buf, false).await;
+        if !copied {
+            return Err(Status::Error);
+        }
+        let (result, _) = self.disk.volume.write(&self.io, buf, offset, false).await;
+        self.judge(result)
+    }
+
+    async fn make_stable(&self) -> Result<(), Status> {
+        let result = match self.disk.broken.load(Ordering::Relaxed) {
+            true => return Err(Status::Error),
+            false => self.disk.volume.flush(&self.io).await,
+        };
+        let unsupported = matches!(&result, Err(e) if e.kind == ErrorKind::Unsupported);
+        if result.is_err() && !unsupported && !self.disk.volume.is_closing() {
+            self.disk.broken.store(true, Ordering::Relaxed);
+        }
+        self.judge(result)
+    }
+
+    async fn discard(&self, sector: u64, sectors: u64, secure: bool) -> Result<(), Status> {
+        add(&self.disk.counters.ds_req, 1);
+        if self.disk.read_only {
+            return Err(Status::Error);
+        }
+        if !self.disk.discard || secure {
+            // Secure discard is not offered: no store can promise it.
+            return Err(Status::NotSupported);
+        }
+        let offset = sector.checked_mul(SECTOR_BYTES).ok_or(Status::Error)?;
+        let bytes = sectors.checked_mul(SECTOR_BYTES).ok_or(Status::Error)?;
+        self.judge(self.disk.volume.discard(&self.io, offset, bytes, false).await)
+    }
+
+    fn judge(&self, result: Result<(), BlockError>) -> Result<(), Status> {
+        let Err(error) = result else { return Ok(()) };
+        let refused = matches!(error.kind, ErrorKind::OutOfRange | ErrorKind::Invalid);
+        if !refused && self.may_log() {
+            let cause = error.source.as_ref().map(ToString::to_string).unwrap_or_default();
+            tracing::warn!(queue = self.name(), %error, cause);
+        }
+        match error.kind {
+            ErrorKind::Unsupported => Err(Status::NotSupported),
+            _ => Err(Status::Error),
+        }
+    }
+
+    /// Copies between a buffer and the pages of the lane's segments, whose bytes add up to the
+    /// buffer's: what is or can be mapped here, the rest by the hypervisor. Whether all of it was
+    /// done comes back with the buffer.
+    async fn copy(&self, lane: &Rc<Lane>, mut buf: Buf, to_guest: bool) -> (Buf, bool) {
+        if !self.copy_mapped(lane, &mut buf, to_guest) {
+            return (buf, false);
+        }
+        if lane.left_over().is_empty() {
+            return (buf, true);
+        }
+        self.copier.copy(lane, buf, to_guest).await
+    }
+
+    /// The part of [`Queue::copy`] that needs no hypervisor; false if a page cannot be had.
+    fn copy_mapped(&self, lane: &Lane, buf: &mut [u8], to_guest: bool) -> bool {
+        let mut left_over = lane.left_over.borrow_mut();
+        left_over.clear();
+        let now = self.now.get();
+        let mut at = 0;
+        for segment in lane.segments.borrow().iter() {
+            let range = at..at + segment.bytes();
+            at = range.end;
+            let Some(part) = buf.get_mut(range.clone()) else { return false };
+            match self.copy_persistent(*segment, part, to_guest, now) {
+                Some(true) => {}
+                Some(false) => return false,
+                None if self.disk.transient == Transient::Map => {
+                    let mapping = self.grants.map(&[segment.gref], to_guest);
+                    add(&self.disk.counters.maps, 1);
+                    let done =
+                        mapping.is_ok_and(|page| move_bytes(&page, *segment, part, to_guest));
+                    if !done {
+                        return false;
+                    }
+                }
+                None => left_over.push((*segment, range.start)),
+            }
+        }
+        true
+    }
+
+    /// Copies a segment through a mapping that stays; `None` if there is none and no place for one.
+    fn copy_persistent(
+        &self,
+        segment: Segment,
+        part: &mut [u8],
+        to_guest: bool,
+        now: Instant,
+    ) -> Option<bool> {
+        let mut table = self.table.as_ref()?.borrow_mut();
+        if let Some(page) = table.get(segment.gref, now) {
+            return Some(move_bytes(page, segment, part, to_guest));
+        }
+        let idle = table.is_empty() || !table.overflowed();
+        if !table.has_room(self.disk.parameters.max_persistent_grants()) {
+            if idle {
+                self.untidy.set();
+            }
+            return None;
+        }
+        // Always writable, since the guest will use the page for reads and writes alike.
+        let Ok(page) = self.grants.map(&[segment.gref], true) else { return Some(false) };
+        if table.is_empty() {
+            self.untidy.set();
+        }
+        add(&self.disk.counters.maps, 1);
+        self.disk.counters.note_mapped(1);
+        let done = move_bytes(&page, segment, part, to_guest);
+        table.insert(segment.gref, page, now);
+        Some(done)
+    }
+}
+
+/// Copies between a mapped page and `part`, which has the segment's length.
+fn move_bytes(page: &Mapping, segment: Segment, part: &mut [u8], to_guest: bool) -> bool {
+    match to_guest {
+        true => page.write(segment.offset(), part),
+        false => page.read(segment.offset(), part),
+    }
+}
+
+/// More does not fit a slot.
+const _: () = assert!(MAX_DIRECT_SEGMENTS == 11 && MAX_SEGMENTS as usize <= SEGMENTS_PER_PAGE * 8);

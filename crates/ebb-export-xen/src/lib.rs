@@ -1,0 +1,54 @@
+//! A Xen blkif backend: what Linux's xen-blkback offers, in user space, over volumes.
+//!
+//! Answers Xen's `blkif.h` and the ways of Linux's two drivers, and seeds `003` (persistent grants)
+//! and `000` (page pools and their squeeze). Facts to the byte are in the reference; where header
+//! and implementations differ, the implementations count.
+//!
+//! # Two halves
+//! - **xenstore** (`control`, on a thread of its own): finds devices, follows the states of both
+//!   ends (`machine`, pure), reads the frontend's nodes with distrust (`nodes`), maps rings.
+//! - **the ring** (`queue`, on a worker): takes requests (`ring`, `abi`), carries them out in lanes
+//!   (`lane`), keeps grants mapped (`persistent`) or has the hypervisor copy (`copier`), answers
+//!   in batches.
+//!
+//! Xen itself stands behind small traits ([`platform`]); with the feature `shm` there is a second
+//! implementation within the process, and models of frontends ([`shm`]).
+//!
+//! # Vocabulary
+//! - **guest**, **frontend**: the domain, and its driver for one disk. **device**: one disk of one
+//!   guest. **queue**: one of its rings.
+//! - **grant**: a page the guest shares, named by a **gref**. **Persistent**: kept mapped.
+//! - **entry**: a request's place in the journal, which lets a successor go on ([`journal`]).
+//!
+//! # Invariants
+//! - Guest memory is copied once, then checked; no reference into it exists.
+//! - A request is answered exactly once, after it has run to its end, also across a kill.
+//! - Nothing a guest does reaches a panic, an unchecked sum or an unbounded allocation; what it
+//!   breaks is its own.
+
+pub mod abi;
+mod attach;
+mod backend;
+mod control;
+mod copier;
+mod device;
+mod disk;
+pub mod journal;
+mod lane;
+pub mod machine;
+pub mod memory;
+pub mod nodes;
+mod params;
+pub mod persistent;
+pub mod platform;
+mod queue;
+pub mod ring;
+#[cfg(feature = "shm")]
+pub mod shm;
+mod stop;
+
+pub use attach::{AttachError, Disk, attach, detach, device_number, find_domain};
+pub use backend::{Backend, DeviceStats, Figures, Options, StartError};
+pub use control::Lookup;
+pub use disk::{MAX_SEGMENTS, Transient, XenStats};
+pub use params::XenParameters;

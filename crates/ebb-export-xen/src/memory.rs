@@ -1,0 +1,218 @@
+//! Guest memory that is mapped here, and nothing but copies out of and into it.
+//!
+//! Invariants: no reference into a mapping ever exists, since the guest may change it at any
+//! moment (XSA-155): bytes are moved by machine instructions the compiler does not look into, and
+//! what was copied is checked and used. Every copy is within its mapping, or refused. A mapping
+//! ends with its owner: dropping it gives the grants back.
+
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, compiler_fence, fence};
+
+/// Takes mappings back.
+pub trait Unmap: Send + Sync {
+    /// Ends the mapping of `bytes` bytes at `base` that was made under `cookie`.
+    fn unmap(&self, base: NonNull<u8>, bytes: usize, cookie: u64);
+}
+
+/// A piece of memory shared with a guest or another process.
+pub struct Mapping {
+    base: NonNull<u8>,
+    bytes: usize,
+    cookie: u64,
+    owner: Arc<dyn Unmap>,
+}
+
+// SAFETY: it is memory of the whole process, reached by copies only.
+unsafe impl Send for Mapping {}
+// SAFETY: others write the memory at any time anyway; no access takes it to stand still.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// A mapping of `bytes` bytes at `base`, given back to `owner` under `cookie`.
+    ///
+    /// # Safety
+    /// The memory must be readable and, if the mapping is written to, writable, until `owner` is
+    /// asked to unmap it; 8-byte aligned; and no Rust reference may point into it.
+    pub unsafe fn new(
+        base: NonNull<u8>,
+        bytes: usize,
+        cookie: u64,
+        owner: Arc<dyn Unmap>,
+    ) -> Mapping {
+        Mapping { base, bytes, cookie, owner }
+    }
+
+    /// Its size, bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The address of `len` bytes at `offset`, if they are within.
+    fn at(&self, offset: usize, len: usize) -> Option<*mut u8> {
+        let end = offset.checked_add(len)?;
+        (end <= self.bytes).then(|| self.base.as_ptr().wrapping_add(offset))
+    }
+
+    /// Copies out. False, and nothing done, if that is not within the mapping.
+    #[must_use]
+    pub fn read(&self, offset: usize, to: &mut [u8]) -> bool {
+        let Some(from) = self.at(offset, to.len()) else { return false };
+        // SAFETY: `from` is valid for as many bytes, and our slice cannot overlap a mapping.
+        unsafe { copy(from, to.as_mut_ptr(), to.len()) };
+        true
+    }
+
+    /// Copies in. False, and nothing done, if that is not within the mapping.
+    #[must_use]
+    pub fn write(&self, offset: usize, from: &[u8]) -> bool {
+        let Some(to) = self.at(offset, from.len()) else { return false };
+        // SAFETY: `to` is valid for as many bytes, and our slice cannot overlap a mapping.
+        unsafe { copy(from.as_ptr(), to, from.len()) };
+        true
+    }
+
+    /// One number, read once; 0 outside the mapping or where it is not aligned.
+    pub fn load(&self, offset: usize) -> u32 {
+        match self.at(offset, 4) {
+            // SAFETY: within the mapping and aligned.
+            Some(at) if offset.is_multiple_of(4) => unsafe { at.cast::<u32>().read_volatile() },
+            _ => 0,
+        }
+    }
+
+    /// Writes one number, at once; nothing outside the mapping or where it is not aligned.
+    pub fn store(&self, offset: usize, value: u32) {
+        if let Some(at) = self.at(offset, 4).filter(|_| offset.is_multiple_of(4)) {
+            // SAFETY: within the mapping and aligned.
+            unsafe { at.cast::<u32>().write_volatile(value) };
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        self.owner.unmap(self.base, self.bytes, self.cookie);
+    }
+}
+
+impl fmt::Debug for Mapping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mapping").field("bytes", &self.bytes).finish()
+    }
+}
+
+/// What the other side wrote before what was just read is read from here on.
+pub fn read_barrier() {
+    fence(Ordering::Acquire);
+}
+
+/// What was written so far is seen before what is written from here on.
+pub fn write_barrier() {
+    fence(Ordering::Release);
+}
+
+/// Nothing passes in either direction.
+pub fn full_barrier() {
+    fence(Ordering::SeqCst);
+}
+
+/// Moves bytes that another may be writing.
+///
+/// # Safety
+/// Both must be valid for `bytes` bytes and not overlap.
+#[cfg(target_arch = "x86_64")]
+unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
+    let (words, rest) = (bytes / 8, bytes % 8);
+    compiler_fence(Ordering::SeqCst);
+    // SAFETY: moves exactly `bytes` bytes forward; the direction flag is clear by the ABI. The
+    // compiler makes no assumption about what the instructions read.
+    unsafe {
+        std::arch::asm!(
+            "rep movsq",
+            "mov rcx, {rest}",
+            "rep movsb",
+            rest = in(reg) rest,
+            inout("rcx") words => _,
+            inout("rsi") from => _,
+            inout("rdi") to => _,
+            options(nostack, preserves_flags),
+        );
+    }
+    compiler_fence(Ordering::SeqCst);
+}
+
+/// Moves bytes that another may be writing.
+///
+/// # Safety
+/// Both must be valid for `bytes` bytes and not overlap.
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
+    compiler_fence(Ordering::SeqCst);
+    let mut at = 0;
+    while at < bytes {
+        let word = bytes - at >= 8 && (from.addr() + at) % 8 == 0 && (to.addr() + at) % 8 == 0;
+        // SAFETY: within both, and aligned where a word is moved.
+        unsafe {
+            if word {
+                let value = from.add(at).cast::<u64>().read_volatile();
+                to.add(at).cast::<u64>().write_volatile(value);
+            } else {
+                to.add(at).write_volatile(from.add(at).read_volatile());
+            }
+        }
+        at += if word { 8 } else { 1 };
+    }
+    compiler_fence(Ordering::SeqCst);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Own;
+
+    impl Unmap for Own {
+        fn unmap(&self, base: NonNull<u8>, bytes: usize, cookie: u64) {
+            assert_eq!(cookie, 7);
+            // SAFETY: made from a boxed slice of 8-byte words of this length, below.
+            drop(unsafe { Vec::from_raw_parts(base.as_ptr().cast::<u64>(), bytes / 8, bytes / 8) });
+        }
+    }
+
+    fn mapping(words: usize) -> Mapping {
+        let mut memory = vec![0u64; words].into_boxed_slice();
+        let base = NonNull::new(memory.as_mut_ptr().cast::<u8>()).unwrap();
+        std::mem::forget(memory);
+        // SAFETY: ours alone from here on, and freed by `Own`.
+        unsafe { Mapping::new(base, words * 8, 7, Arc::new(Own)) }
+    }
+
+    #[test]
+    fn copies_of_every_length_and_place_arrive() {
+        let mapping = mapping(64);
+        for offset in 0..20 {
+            for len in 0..40 {
+                let data: Vec<u8> = (0..len).map(|n| n + offset).collect();
+                assert!(mapping.write(offset.into(), &data));
+                let mut back = vec![0; len.into()];
+                assert!(mapping.read(offset.into(), &mut back));
+                assert_eq!(back, data);
+            }
+        }
+    }
+
+    #[test]
+    fn what_lies_outside_is_refused() {
+        let mapping = mapping(2);
+        assert!(!mapping.write(9, &[0; 8]));
+        assert!(!mapping.read(usize::MAX, &mut [0; 2]));
+        mapping.store(16, 1);
+        mapping.store(13, 1);
+        assert_eq!(mapping.load(16), 0);
+        assert!(mapping.read(16, &mut []));
+        mapping.store(12, 5);
+        assert_eq!(mapping.load(12), 5);
+    }
+}

@@ -1,0 +1,351 @@
+//! Grants that stay mapped (seed `003`).
+//!
+//! A guest that agreed uses the same pages again and again: each is mapped once, found by its
+//! grant reference, and unmapped when it is the least recently used of too many, has lain idle for
+//! long, or memory is wanted back. Copies into and out of mappings begin and end between two waits,
+//! so a mapping is never in use when the table is tidied.
+//!
+//! Invariants: never more than the cap is mapped; the list is in the order of last use (the seed's
+//! "LRU", which Linux takes from the lowest reference up); finding and using allocate nothing.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use crate::memory::Mapping;
+
+/// No entry.
+const NONE: u32 = u32::MAX;
+/// References below this are found by their number: a guest has 32,768 unless it was given more.
+/// The list of them takes 256 KiB at most.
+const NEAR: u32 = 1 << 16;
+/// How much of the cap goes at each turn while it is too small, percent.
+const PERCENT: u32 = 5;
+
+#[derive(Debug)]
+struct Entry {
+    gref: u32,
+    mapping: Option<Mapping>,
+    used: Instant,
+    older: u32,
+    newer: u32,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Table {
+    /// Where the entries of small references are, plus 1: guests use few and small ones.
+    near: Vec<u32>,
+    /// Where the others are.
+    far: HashMap<u32, u32>,
+    len: usize,
+    entries: Vec<Entry>,
+    free: Vec<u32>,
+    oldest: u32,
+    newest: u32,
+    /// A grant found no place since the last tidying.
+    overflowed: bool,
+}
+
+impl Default for Table {
+    fn default() -> Table {
+        Table {
+            near: Vec::new(),
+            far: HashMap::new(),
+            len: 0,
+            entries: Vec::new(),
+            free: Vec::new(),
+            oldest: NONE,
+            newest: NONE,
+            overflowed: false,
+        }
+    }
+}
+
+fn place(index: u32) -> usize {
+    usize::try_from(index).unwrap_or(usize::MAX)
+}
+
+impl Table {
+    /// Grants mapped.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True if none is mapped.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// True if a grant found no place lately.
+    pub fn overflowed(&self) -> bool {
+        self.overflowed
+    }
+
+    /// The mapping of a grant, which is the most recently used one now.
+    pub fn get(&mut self, gref: u32, now: Instant) -> Option<&Mapping> {
+        let index = self.find(gref)?;
+        if self.newest != index {
+            self.unlink(index);
+            self.link(index);
+        }
+        let entry = self.entries.get_mut(place(index))?;
+        entry.used = now;
+        entry.mapping.as_ref()
+    }
+
+    /// True if one more has a place under `cap`; if not, tidying will make some.
+    pub fn has_room(&mut self, cap: u32) -> bool {
+        let room = self.len() < place(cap);
+        self.overflowed |= !room;
+        room
+    }
+
+    /// Keeps a mapping of a grant that is not in the table.
+    pub fn insert(&mut self, gref: u32, mapping: Mapping, now: Instant) {
+        let entry = Entry { gref, mapping: Some(mapping), used: now, older: NONE, newer: NONE };
+        let index = match self.free.pop() {
+            Some(index) => {
+                self.entries[place(index)] = entry;
+                index
+            }
+            None => {
+                self.entries.push(entry);
+                u32::try_from(self.entries.len() - 1).unwrap_or(NONE)
+            }
+        };
+        if let Some(old) = self.find(gref) {
+            self.forget(gref);
+            self.unlink(old);
+            self.retire(old);
+        }
+        self.remember(gref, index);
+        self.link(index);
+    }
+
+    #[inline]
+    fn find(&self, gref: u32) -> Option<u32> {
+        if gref < NEAR {
+            return self.near.get(place(gref))?.checked_sub(1);
+        }
+        self.far.get(&gref).copied()
+    }
+
+    fn remember(&mut self, gref: u32, index: u32) {
+        self.len += 1;
+        if gref >= NEAR {
+            self.far.insert(gref, index);
+            return;
+        }
+        if self.near.len() <= place(gref) {
+            self.near.resize(place(gref).next_power_of_two().max(1024) + 1, 0);
+        }
+        self.near[place(gref)] = index + 1;
+    }
+
+    fn forget(&mut self, gref: u32) {
+        self.len -= 1;
+        if gref >= NEAR {
+            self.far.remove(&gref);
+        } else if let Some(index) = self.near.get_mut(place(gref)) {
+            *index = 0;
+        }
+    }
+
+    /// Makes the entry the newest.
+    fn link(&mut self, index: u32) {
+        let newest = self.newest;
+        let entry = &mut self.entries[place(index)];
+        entry.older = newest;
+        entry.newer = NONE;
+        self.newest = index;
+        match self.entries.get_mut(place(newest)) {
+            Some(before) => before.newer = index,
+            None => self.oldest = index,
+        }
+    }
+
+    fn unlink(&mut self, index: u32) {
+        let entry = &self.entries[place(index)];
+        let (older, newer) = (entry.older, entry.newer);
+        match self.entries.get_mut(place(older)) {
+            Some(entry) => entry.newer = newer,
+            None => self.oldest = newer,
+        }
+        match self.entries.get_mut(place(newer)) {
+            Some(entry) => entry.older = older,
+            None => self.newest = older,
+        }
+    }
+
+    fn retire(&mut self, index: u32) {
+        self.entries[place(index)].mapping = None;
+        self.free.push(index);
+    }
+
+    /// Unmaps the grant used least recently; false if there is none.
+    fn drop_oldest(&mut self) -> bool {
+        let index = self.oldest;
+        let Some(entry) = self.entries.get(place(index)) else { return false };
+        let gref = entry.gref;
+        self.forget(gref);
+        self.unlink(index);
+        self.retire(index);
+        true
+    }
+
+    /// One turn of tidying: unmaps what has lain idle for `unused`; and while the cap is too small
+    /// what is above it and 5 % of it. At most `most` are unmapped. True if more are due.
+    pub fn tidy(&mut self, cap: u32, unused: Option<Duration>, now: Instant, most: usize) -> bool {
+        let mut left = most;
+        let mut due = self.excess(cap);
+        while left > 0 && due > 0 && self.drop_oldest() {
+            left -= 1;
+            due -= 1;
+        }
+        if due > 0 && !self.is_empty() {
+            return true;
+        }
+        self.overflowed = false;
+        while self.next_expiry(unused).is_some_and(|at| at <= now) {
+            if left == 0 {
+                return true;
+            }
+            self.drop_oldest();
+            left -= 1;
+        }
+        false
+    }
+
+    fn excess(&self, cap: u32) -> usize {
+        let (cap, len) = (place(cap), self.len());
+        if len < cap || (len == cap && !self.overflowed) {
+            return 0;
+        }
+        // A small cap gives way, too; Linux rounds its share down to nothing.
+        let share = (cap * place(PERCENT)).div_ceil(100);
+        (len - cap + share).min(len)
+    }
+
+    /// When the oldest will have lain idle for `unused`.
+    pub fn next_expiry(&self, unused: Option<Duration>) -> Option<Instant> {
+        self.entries.get(place(self.oldest)).and_then(|entry| entry.used.checked_add(unused?))
+    }
+
+    /// Unmaps everything, at most `most`; true if some are left.
+    pub fn clear(&mut self, most: usize) -> bool {
+        for _ in 0..most {
+            if !self.drop_oldest() {
+                break;
+            }
+        }
+        !self.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+    use std::ptr::NonNull;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::memory::Unmap;
+
+    #[derive(Default)]
+    struct Count(AtomicUsize);
+
+    impl Unmap for Count {
+        fn unmap(&self, _base: NonNull<u8>, _bytes: usize, _cookie: u64) {
+            self.0.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    fn mapping(count: &Arc<Count>) -> Mapping {
+        count.0.fetch_add(1, Ordering::SeqCst);
+        // SAFETY: of no bytes, so that nothing of it is ever reached.
+        unsafe { Mapping::new(NonNull::dangling(), 0, 0, count.clone()) }
+    }
+
+    /// What the table should be: grants with the time of their last use, the oldest in front.
+    type Model = VecDeque<(u32, Instant)>;
+
+    fn use_grant(
+        table: &mut Table,
+        model: &mut Model,
+        count: &Arc<Count>,
+        gref: u32,
+        now: Instant,
+    ) {
+        if table.get(gref, now).is_some() {
+            let place = model.iter().position(|(known, _)| *known == gref).unwrap();
+            model.remove(place);
+        } else if table.has_room(20) {
+            table.insert(gref, mapping(count), now);
+        } else {
+            return;
+        }
+        model.push_back((gref, now));
+    }
+
+    proptest! {
+        /// The least recently used go first, idle ones after their time; nothing else goes, and
+        /// what goes is unmapped.
+        #[test]
+        fn the_least_recently_used_go_first(
+            steps in prop::collection::vec((0u8..5, 0u32..40, 0u64..30), 1..300),
+        ) {
+            let start = Instant::now();
+            let count = Arc::<Count>::default();
+            let (mut table, mut model, mut now) = (Table::default(), Model::new(), start);
+            for (what, gref, seconds) in steps {
+                // Small references and large ones.
+                let gref = if gref % 2 == 0 { gref } else { u32::MAX - gref };
+                match what {
+                    0..3 => use_grant(&mut table, &mut model, &count, gref, now),
+                    3 => now += Duration::from_secs(seconds),
+                    _ => {
+                        let cap = if seconds == 0 { 0 } else { 20 };
+                        let excess = if cap == 0 {
+                            model.len()
+                        } else if model.len() == 20 && table.overflowed() {
+                            1
+                        } else {
+                            0
+                        };
+                        model.drain(..excess);
+                        let unused = Duration::from_secs(60);
+                        while model.front().is_some_and(|(_, used)| *used + unused <= now) {
+                            model.pop_front();
+                        }
+                        prop_assert!(!table.tidy(cap, Some(unused), now, 64));
+                    }
+                }
+                prop_assert_eq!(table.len(), model.len());
+                prop_assert_eq!(count.0.load(Ordering::SeqCst), model.len());
+                let oldest = model.front().map(|(_, used)| *used + Duration::from_secs(9));
+                prop_assert_eq!(table.next_expiry(Some(Duration::from_secs(9))), oldest);
+            }
+            prop_assert!(!table.clear(64));
+            prop_assert_eq!(count.0.load(Ordering::SeqCst), 0);
+        }
+    }
+
+    #[test]
+    fn zero_seconds_are_for_ever_and_a_large_turn_is_split() {
+        let (count, now) = (Arc::<Count>::default(), Instant::now());
+        let mut table = Table::default();
+        (0..1000).for_each(|gref| table.insert(gref, mapping(&count), now));
+        assert_eq!(table.next_expiry(None), None);
+        assert!(!table.tidy(1000, None, now + Duration::from_secs(1 << 20), 10));
+        assert_eq!(table.len(), 1000);
+        assert!(!table.has_room(1000));
+        // 5 % of 1000.
+        assert!(!table.tidy(1000, None, now, 64));
+        assert_eq!(table.len(), 950);
+        assert!(table.tidy(0, None, now, 64));
+        assert_eq!(table.len(), 886);
+    }
+}

@@ -1,0 +1,267 @@
+//! A connection to xenstore: its unix socket, or the kernel's device.
+//!
+//! Invariants: requests go out one at a time, so that the next reply is theirs; watches that fire
+//! meanwhile are kept, each place once, and no more than [`EVENTS_MAX`] (XSA-349): beyond that one
+//! event for everything stands in their place. Messages are told apart by their kind alone, since
+//! the kernel's device leaves the other words of its events unset.
+
+use std::collections::{HashSet, VecDeque};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+
+use rustix::event::{PollFd, PollFlags, poll};
+
+use crate::platform::wire::{HEADER, Header, PAYLOAD, kind, refusal, watch_event};
+use crate::platform::{Domain, StoreError, Transaction, XenStore};
+
+/// Watches that fired and were not looked at yet.
+const EVENTS_MAX: usize = 4096;
+/// The token of the event that stands for all that found no place.
+pub const EVERYTHING: &str = "*";
+/// Where the socket is if the environment does not say.
+const RUN_DIRECTORIES: [&str; 2] = ["/run/xenstored", "/var/run/xenstored"];
+const DEVICES: [&str; 2] = ["/dev/xen/xenbus", "/proc/xen/xenbus"];
+/// How long xenstored may take for an answer, milliseconds.
+const PATIENCE_MS: i64 = 10_000;
+
+/// See the module.
+#[derive(Debug)]
+pub struct Connection {
+    fd: OwnedFd,
+    request: u32,
+    events: VecDeque<(String, String)>,
+    pending: HashSet<(String, String)>,
+    payload: Vec<u8>,
+}
+
+impl Connection {
+    /// Connects, in the order libxenstore does it.
+    ///
+    /// # Errors
+    /// If there is neither socket nor device.
+    pub fn open() -> io::Result<Connection> {
+        let mut places: Vec<PathBuf> = Vec::new();
+        match (std::env::var_os("XENSTORED_PATH"), std::env::var_os("XENSTORED_RUNDIR")) {
+            (Some(path), _) => places.push(path.into()),
+            (None, Some(folder)) => places.push(PathBuf::from(folder).join("socket")),
+            (None, None) => {
+                places.extend(RUN_DIRECTORIES.iter().map(|at| PathBuf::from(at).join("socket")));
+            }
+        }
+        places.extend(DEVICES.iter().map(PathBuf::from));
+        let mut last = io::Error::from(io::ErrorKind::NotFound);
+        for place in places {
+            match open(&place) {
+                Ok(fd) => return Ok(Connection::over(fd)),
+                Err(error) => last = error,
+            }
+        }
+        let text = "no xenstore here: run on Xen with xenstored started, and give the daemon's \
+                    user access to its socket";
+        Err(io::Error::new(last.kind(), format!("{text} ({last})")))
+    }
+
+    /// Speaks the protocol over a descriptor.
+    pub fn over(fd: OwnedFd) -> Connection {
+        Connection {
+            fd,
+            request: 0,
+            events: VecDeque::new(),
+            pending: HashSet::new(),
+            payload: Vec::new(),
+        }
+    }
+
+    fn wait(&self, flags: PollFlags) -> io::Result<()> {
+        let mut fds = [PollFd::new(&self.fd, flags)];
+        let patience = rustix::time::Timespec { tv_sec: PATIENCE_MS / 1000, tv_nsec: 0 };
+        loop {
+            match poll(&mut fds, Some(&patience)) {
+                Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
+                Ok(_) => return Ok(()),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn send(&self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            match rustix::io::write(&self.fd, bytes) {
+                Ok(count) => bytes = &bytes[count..],
+                Err(rustix::io::Errno::AGAIN) => self.wait(PollFlags::OUT)?,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn receive(&self, mut to: &mut [u8]) -> io::Result<()> {
+        while !to.is_empty() {
+            match rustix::io::read(&self.fd, &mut *to) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => to = &mut to[count..],
+                Err(rustix::io::Errno::AGAIN) => self.wait(PollFlags::IN)?,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads one message; its payload is in `self.payload`.
+    fn message(&mut self) -> io::Result<Header> {
+        let mut bytes = [0; HEADER];
+        self.receive(&mut bytes)?;
+        let header = Header::decode(&bytes);
+        let len = usize::try_from(header.len).unwrap_or(usize::MAX);
+        if len > 4096 {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        let mut payload = std::mem::take(&mut self.payload);
+        payload.resize(len, 0);
+        let received = self.receive(&mut payload);
+        self.payload = payload;
+        received.map(|()| header)
+    }
+
+    fn keep_event(&mut self) {
+        let Some(event) = watch_event(&self.payload) else { return };
+        let event = if self.events.len() >= EVENTS_MAX {
+            (String::new(), EVERYTHING.to_owned())
+        } else {
+            event
+        };
+        if self.pending.insert(event.clone()) {
+            self.events.push_back(event);
+        }
+    }
+
+    fn call(
+        &mut self,
+        kind: u32,
+        transaction: Transaction,
+        parts: &[&[u8]],
+    ) -> Result<&[u8], StoreError> {
+        let len: usize = parts.iter().map(|part| part.len()).sum();
+        if len > PAYLOAD {
+            return Err(StoreError::Refused("E2BIG".to_owned()));
+        }
+        self.request = self.request.wrapping_add(1);
+        let header = Header {
+            kind,
+            request: self.request,
+            transaction,
+            len: u32::try_from(len).unwrap_or(u32::MAX),
+        };
+        let mut bytes = Vec::with_capacity(HEADER + len);
+        bytes.extend_from_slice(&header.encode());
+        parts.iter().for_each(|part| bytes.extend_from_slice(part));
+        self.send(&bytes)?;
+        loop {
+            let reply = self.message()?;
+            match reply.kind {
+                kind::WATCH_EVENT => self.keep_event(),
+                // An answer to a request nobody waits for any more.
+                _ if reply.request != self.request => {}
+                kind::ERROR => return Err(refusal(&self.payload)),
+                other if other == kind => return Ok(&self.payload),
+                _ => return Err(io::Error::from(io::ErrorKind::InvalidData).into()),
+            }
+        }
+    }
+}
+
+fn open(place: &std::path::Path) -> io::Result<OwnedFd> {
+    use std::os::unix::fs::FileTypeExt;
+    if std::fs::metadata(place)?.file_type().is_socket() {
+        let stream = std::os::unix::net::UnixStream::connect(place)?;
+        stream.set_nonblocking(true)?;
+        return Ok(stream.into());
+    }
+    let path = place.to_string_lossy();
+    super::open_device(&path, "xenfs")
+}
+
+impl XenStore for Connection {
+    fn read(&mut self, within: Transaction, path: &str) -> Result<Vec<u8>, StoreError> {
+        self.call(kind::READ, within, &[path.as_bytes(), b"\0"]).map(<[u8]>::to_vec)
+    }
+
+    fn write(&mut self, within: Transaction, path: &str, value: &str) -> Result<(), StoreError> {
+        let parts = [path.as_bytes(), b"\0", value.as_bytes()];
+        self.call(kind::WRITE, within, &parts).map(drop)
+    }
+
+    fn list(&mut self, within: Transaction, path: &str) -> Result<Vec<String>, StoreError> {
+        let names = self.call(kind::DIRECTORY, within, &[path.as_bytes(), b"\0"])?;
+        let names = names.split(|byte| *byte == 0).filter(|name| !name.is_empty());
+        Ok(names.map(|name| String::from_utf8_lossy(name).into_owned()).collect())
+    }
+
+    fn remove(&mut self, within: Transaction, path: &str) -> Result<(), StoreError> {
+        self.call(kind::RM, within, &[path.as_bytes(), b"\0"]).map(drop)
+    }
+
+    fn give(
+        &mut self,
+        within: Transaction,
+        path: &str,
+        owner: Domain,
+        reader: Domain,
+    ) -> Result<(), StoreError> {
+        let rights = format!("n{owner}\0r{reader}\0");
+        let parts = [path.as_bytes(), b"\0", rights.as_bytes()];
+        self.call(kind::SET_PERMS, within, &parts).map(drop)
+    }
+
+    fn watch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+        let parts = [path.as_bytes(), b"\0", token.as_bytes(), b"\0"];
+        self.call(kind::WATCH, 0, &parts).map(drop)
+    }
+
+    fn unwatch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+        let parts = [path.as_bytes(), b"\0", token.as_bytes(), b"\0"];
+        self.call(kind::UNWATCH, 0, &parts).map(drop)
+    }
+
+    fn begin(&mut self) -> Result<Transaction, StoreError> {
+        let number = self.call(kind::TRANSACTION_START, 0, &[b"\0"])?;
+        let text = number.split(|byte| *byte == 0).next().unwrap_or_default();
+        let text = std::str::from_utf8(text).unwrap_or_default();
+        text.parse().map_err(|_| io::Error::from(io::ErrorKind::InvalidData).into())
+    }
+
+    fn end(&mut self, transaction: Transaction, commit: bool) -> Result<(), StoreError> {
+        let word: &[u8] = if commit { b"T\0" } else { b"F\0" };
+        self.call(kind::TRANSACTION_END, transaction, &[word]).map(drop)
+    }
+
+    fn event(&mut self) -> Result<Option<(String, String)>, StoreError> {
+        loop {
+            let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
+            let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+            let ready = match poll(&mut fds, Some(&now)) {
+                Ok(ready) => ready > 0,
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(error) => return Err(io::Error::from(error).into()),
+            };
+            // All that wait are taken in first, so that each place counts once.
+            if ready && self.events.len() < EVENTS_MAX {
+                if self.message()?.kind == kind::WATCH_EVENT {
+                    self.keep_event();
+                }
+                continue;
+            }
+            let Some(event) = self.events.pop_front() else { return Ok(None) };
+            self.pending.remove(&event);
+            return Ok(Some(event));
+        }
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}

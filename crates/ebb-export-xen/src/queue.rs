@@ -1,0 +1,397 @@
+//! One ring being served, on one worker: take requests, hand them to lanes, publish responses.
+//!
+//! # Invariants
+//! - A request is copied once into the journal, checked there, and answered exactly once.
+//! - Requests that began run to their end, also when the guest is gone: only then does the queue
+//!   end, so that closing a volume knows of every write.
+//! - What a guest can make us hold is bounded: its ring's slots, the queue's memory budget, and the
+//!   cap of persistent grants.
+//! - A guest that floods us with events is heard once for each turn; one that lies about its ring
+//!   is heard no more.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ebb_io::{Budget, BufPool, Io, Signal};
+
+use crate::abi::{Response, SLOT_BYTES, Status, op};
+use crate::copier::Copier;
+use crate::disk::{Disk, add};
+use crate::journal::Journal;
+use crate::lane::Lane;
+use crate::persistent::Table;
+use crate::platform::{Channel, Domain, Grants};
+use crate::ring::{Overrun, Ring};
+use crate::stop::Stop;
+
+/// Requests taken between two looks at what else there is to do.
+const BATCH: u32 = 64;
+/// Turns without a request after which a guest's events are let through more slowly.
+const SPURIOUS: u32 = 16;
+/// How much more slowly; and how long a guest must wait that only sends what is refused.
+const THROTTLE: Duration = Duration::from_millis(1);
+/// How often too full a table of grants is tidied (seed `003`).
+const TIDY: Duration = Duration::from_millis(100);
+/// Grants unmapped in one turn of the worker.
+const UNMAP_TURN: usize = 64;
+/// Failed requests logged for each queue: a broken disk or guest must not fill the log.
+const ERRORS_LOGGED: u32 = 10;
+
+/// What a queue is made of, put together where waiting does no harm.
+pub(crate) struct Parts {
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) name: String,
+    pub(crate) guest: Domain,
+    pub(crate) grants: Arc<dyn Grants>,
+    pub(crate) channel: Box<dyn Channel>,
+    pub(crate) ring: Ring,
+    pub(crate) journal: Journal,
+    /// Entries of the journal to be done again.
+    pub(crate) left_over: Vec<u32>,
+    pub(crate) persistent: bool,
+    pub(crate) stop: Arc<Stop>,
+}
+
+/// See the module.
+pub(crate) struct Queue {
+    pub(crate) io: Io,
+    pub(crate) disk: Arc<Disk>,
+    pub(crate) guest: Domain,
+    pub(crate) grants: Arc<dyn Grants>,
+    name: String,
+    channel: Box<dyn Channel>,
+    ring: RefCell<Ring>,
+    journal: Journal,
+    /// Grants that stay mapped, if guest and backend agreed on it.
+    pub(crate) table: Option<RefCell<Table>>,
+    pub(crate) buffers: BufPool,
+    pub(crate) memory: Rc<Budget>,
+    pub(crate) copier: Copier,
+    /// The table of grants wants a look.
+    pub(crate) untidy: Signal,
+    lanes: Lanes,
+    free_entries: RefCell<Vec<u32>>,
+    answers: RefCell<Vec<(u32, Response)>>,
+    answered: Signal,
+    refused: Cell<u32>,
+    /// The time as of the last requests taken: exact enough for the order of use.
+    pub(crate) now: Cell<Instant>,
+    stopping: Cell<bool>,
+    halt: Signal,
+    logged: Cell<u32>,
+}
+
+#[derive(Default)]
+struct Lanes {
+    idle: RefCell<Vec<Rc<Lane>>>,
+    busy: Cell<u32>,
+    /// Set when none is busy any more.
+    quiet: Signal,
+}
+
+impl Queue {
+    /// Serves a ring until told to stop; then nothing of it is under way, and all that was taken
+    /// has been answered.
+    pub(crate) async fn run(io: Io, parts: Parts) {
+        let Parts { disk, name, guest, grants, channel, ring, journal, .. } = parts;
+        let slots = usize::try_from(ring.slots()).unwrap_or_default();
+        let entries = (0..ring.slots()).rev();
+        let free: Vec<u32> = entries.filter(|n| !parts.left_over.contains(n)).collect();
+        let buffers = io.pool().queue(io.pool().owner(), disk.pool.clone());
+        let memory = Budget::new(disk.queue_memory);
+        let queue = Rc::new(Queue {
+            io: io.clone(),
+            guest,
+            grants,
+            name,
+            channel,
+            ring: RefCell::new(ring),
+            journal,
+            table: parts.persistent.then(RefCell::default),
+            buffers,
+            memory,
+            copier: Copier::default(),
+            untidy: Signal::default(),
+            lanes: Lanes::default(),
+            free_entries: RefCell::new(free),
+            answers: RefCell::new(Vec::with_capacity(slots)),
+            answered: Signal::default(),
+            refused: Cell::new(0),
+            now: Cell::new(Instant::now()),
+            stopping: Cell::new(false),
+            halt: Signal::default(),
+            logged: Cell::new(0),
+            disk,
+        });
+        let helpers = [
+            io.spawn(queue.clone().publish_answers()),
+            io.spawn(queue.clone().copy_for_lanes()),
+            io.spawn(queue.clone().keep_house()),
+            io.spawn(queue.clone().obey(parts.stop)),
+        ];
+        queue.serve(parts.left_over).await;
+        queue.drain().await;
+        queue.publish();
+        drop(helpers);
+        queue.retire_idle();
+        while queue.with_table(|table| table.clear(UNMAP_TURN)) {
+            queue.io.yield_now().await;
+        }
+    }
+
+    async fn obey(self: Rc<Self>, stop: Arc<Stop>) {
+        stop.wait().await;
+        self.stopping.set(true);
+        self.halt.set();
+    }
+
+    async fn serve(self: &Rc<Self>, left_over: Vec<u32>) {
+        add(&self.disk.counters.resumed, left_over.len() as u64);
+        for entry in left_over {
+            self.begin(entry, self.journal.slot(entry)[0] == op::WRITE_BARRIER).await;
+        }
+        // The guest may have waited for us.
+        self.notify();
+        let fd = self.channel.fd();
+        let mut spurious = 0;
+        while !self.stopping.get() {
+            match self.take_requests().await {
+                Ok(0) => spurious += 1,
+                Ok(_) => spurious = 0,
+                Err(overrun) => {
+                    tracing::warn!(queue = self.name, error = %overrun, "not served any more");
+                    self.halt.wait().await;
+                    return;
+                }
+            }
+            if spurious > SPURIOUS {
+                self.io.sleep(THROTTLE).await;
+            }
+            if let Err(error) = self.wait_for_event(&fd).await {
+                tracing::warn!(queue = self.name, %error, "the event channel broke");
+                self.halt.wait().await;
+                return;
+            }
+        }
+    }
+
+    async fn wait_for_event(&self, fd: &ebb_io::Fd) -> std::io::Result<()> {
+        self.channel.unmask()?;
+        loop {
+            let ready = async {
+                self.io.readable(fd).await?;
+                Ok(())
+            };
+            let halted = async {
+                self.halt.wait().await;
+                Ok(())
+            };
+            let outcome: std::io::Result<()> = futures_lite::future::or(ready, halted).await;
+            outcome?;
+            if self.stopping.get() {
+                return Ok(());
+            }
+            if self.channel.take()? {
+                add(&self.disk.counters.events, 1);
+                return Ok(());
+            }
+        }
+    }
+
+    /// Takes what waits in the ring, until nothing does and the guest has been asked for an event.
+    async fn take_requests(self: &Rc<Self>) -> Result<u32, Overrun> {
+        let mut taken = 0u32;
+        while !self.stopping.get() {
+            let waiting = self.ring.borrow().waiting()?;
+            if waiting == 0 {
+                if self.ring.borrow().arm()? {
+                    continue;
+                }
+                break;
+            }
+            self.now.set(Instant::now());
+            let refused = self.refused.replace(0);
+            for _ in 0..waiting.min(BATCH) {
+                let Some(entry) = self.free_entries.borrow_mut().pop() else { break };
+                let barrier = self.note_next(entry);
+                taken = taken.saturating_add(1);
+                self.begin(entry, barrier).await;
+            }
+            if refused > BATCH {
+                self.io.sleep(THROTTLE).await;
+            }
+            self.io.yield_now().await;
+        }
+        Ok(taken)
+    }
+
+    /// Copies the next request into the journal and takes it; true if it is a barrier.
+    fn note_next(&self, entry: u32) -> bool {
+        let mut slot = [0; SLOT_BYTES];
+        let mut ring = self.ring.borrow_mut();
+        ring.copy_next(&mut slot);
+        self.journal.take(entry, ring.req_cons(), &slot);
+        ring.advance();
+        slot[0] == op::WRITE_BARRIER
+    }
+
+    /// Gives a request to a lane. Nothing passes a barrier in either direction.
+    async fn begin(self: &Rc<Self>, entry: u32, barrier: bool) {
+        if barrier {
+            self.drain().await;
+        }
+        self.lanes.busy.set(self.lanes.busy.get() + 1);
+        let idle = self.lanes.idle.borrow_mut().pop();
+        let lane = idle.unwrap_or_else(|| {
+            let lane = Rc::new(Lane::default());
+            self.io.spawn(self.clone().run_lane(lane.clone())).detach();
+            lane
+        });
+        lane.give(entry);
+        if barrier {
+            self.drain().await;
+        }
+    }
+
+    /// Waits until no request is under way.
+    async fn drain(&self) {
+        while self.lanes.busy.get() > 0 {
+            self.lanes.quiet.wait().await;
+        }
+    }
+
+    async fn run_lane(self: Rc<Self>, lane: Rc<Lane>) {
+        while let Some(entry) = lane.next().await {
+            let slot = self.journal.slot(entry);
+            let abi = self.ring.borrow().abi();
+            let response = self.execute(&lane, abi, &slot).await;
+            if response.status == Status::Error.code() {
+                self.refused.set(self.refused.get().saturating_add(1));
+                add(&self.disk.counters.errors, 1);
+            }
+            self.answers.borrow_mut().push((entry, response));
+            self.answered.set();
+            let busy = self.lanes.busy.get() - 1;
+            self.lanes.busy.set(busy);
+            if busy == 0 {
+                self.lanes.quiet.set();
+                self.buffers.done(Instant::now());
+            }
+            self.lanes.idle.borrow_mut().push(lane.clone());
+        }
+    }
+
+    fn retire_idle(&self) {
+        self.lanes.idle.take().iter().for_each(|lane| lane.retire());
+    }
+
+    /// Publishes what has gathered, whenever something has: behind all lanes that were ready.
+    async fn publish_answers(self: Rc<Self>) {
+        loop {
+            self.answered.wait().await;
+            self.publish();
+        }
+    }
+
+    fn publish(&self) {
+        let mut answers = self.answers.borrow_mut();
+        if answers.is_empty() {
+            return;
+        }
+        let mut ring = self.ring.borrow_mut();
+        for (entry, response) in answers.iter() {
+            self.journal.answer(*entry, ring.rsp_prod());
+            ring.respond(*response);
+        }
+        let event = ring.publish();
+        let mut free = self.free_entries.borrow_mut();
+        add(&self.disk.counters.answers, answers.len() as u64);
+        add(&self.disk.counters.publications, 1);
+        for (entry, _) in answers.drain(..) {
+            self.journal.free(entry);
+            free.push(entry);
+        }
+        drop((free, ring, answers));
+        if event {
+            self.notify();
+        }
+    }
+
+    fn notify(&self) {
+        add(&self.disk.counters.notifications, 1);
+        if let Err(error) = self.channel.notify() {
+            tracing::debug!(queue = self.name, %error, "the guest is gone");
+        }
+    }
+
+    async fn copy_for_lanes(self: Rc<Self>) {
+        loop {
+            self.copier.asked().await;
+            let done = self.copier.run(self.guest, &*self.grants);
+            add(&self.disk.counters.copies, done);
+            add(&self.disk.counters.copy_calls, u64::from(done > 0));
+        }
+    }
+
+    /// Keeps the table of grants within its limits, and gives it back when memory is wanted.
+    async fn keep_house(self: Rc<Self>) {
+        let parameters = self.disk.parameters.clone();
+        let mut shrinks = parameters.shrinks();
+        loop {
+            let changed = parameters.listen();
+            if parameters.shrinks() != shrinks {
+                shrinks = parameters.shrinks();
+                self.retire_idle();
+                while self.with_table(|table| table.clear(UNMAP_TURN)) {
+                    self.io.yield_now().await;
+                }
+            }
+            let (cap, unused) = (parameters.max_persistent_grants(), parameters.unused());
+            let now = Instant::now();
+            while self.with_table(|table| table.tidy(cap, unused, now, UNMAP_TURN)) {
+                self.io.yield_now().await;
+            }
+            let expiry = self.table.as_ref().and_then(|table| table.borrow().next_expiry(unused));
+            let expired = async {
+                match expiry {
+                    Some(at) => self.io.sleep(at.saturating_duration_since(now)).await,
+                    None => std::future::pending().await,
+                }
+            };
+            let untidy = async {
+                self.untidy.wait().await;
+                self.io.sleep((now + TIDY).saturating_duration_since(Instant::now())).await;
+            };
+            futures_lite::future::or(changed, futures_lite::future::or(expired, untidy)).await;
+        }
+    }
+
+    fn with_table(&self, act: impl FnOnce(&mut Table) -> bool) -> bool {
+        let Some(table) = &self.table else { return false };
+        let mut table = table.borrow_mut();
+        let before = table.len();
+        let more = act(&mut table);
+        let after = table.len();
+        drop(table);
+        let gone = i64::try_from(before - after).unwrap_or(i64::MAX);
+        self.disk.counters.note_mapped(-gone);
+        more
+    }
+
+    /// True while failed requests of this queue still go to the log.
+    pub(crate) fn may_log(&self) -> bool {
+        let count = self.logged.get();
+        self.logged.set(count.saturating_add(1));
+        if count == ERRORS_LOGGED {
+            tracing::warn!(queue = self.name, "more failed requests; not logged any more");
+        }
+        count < ERRORS_LOGGED
+    }
+
+    /// The name it has in the log.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+}

@@ -1,0 +1,137 @@
+//! A machine in this process with a backend and disks.
+
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test uses its part")]
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use ebb_export_xen::platform::Platform;
+use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::shm::{Guest, World};
+use ebb_export_xen::{Backend, Disk, Options, XenParameters, XenStats, attach, device_number};
+use ebb_io::Worker;
+use ebb_mem::PoolParameters;
+use ebb_store::{MemoryStore, Store};
+use ebb_volume::{Volume, VolumeOptions};
+
+pub const SIZE: u64 = 16 << 20;
+
+pub type Volumes = Arc<Mutex<HashMap<String, Arc<Volume>>>>;
+
+pub struct Rig {
+    pub world: World,
+    pub backend: Option<Backend>,
+    pub workers: Vec<Worker>,
+    pub volumes: Volumes,
+    pub parameters: Arc<XenParameters>,
+    pub journals: tempfile::TempDir,
+}
+
+pub fn memory(name: &str, size: u64, read_only: bool) -> Arc<Volume> {
+    Volume::new(name, Store::Memory(MemoryStore::new(size)), VolumeOptions { read_only })
+}
+
+impl Rig {
+    pub fn new() -> Rig {
+        Rig::with(1, |_| {})
+    }
+
+    pub fn with(workers: usize, change: impl Fn(&mut Options)) -> Rig {
+        let volumes = Volumes::default();
+        let mut rig = Rig {
+            world: World::default(),
+            backend: None,
+            workers: Vec::new(),
+            volumes,
+            parameters: Arc::default(),
+            journals: tempfile::tempdir_in("/dev/shm").unwrap(),
+        };
+        rig.add(memory("disk", SIZE, false));
+        rig.start(workers, change);
+        rig
+    }
+
+    pub fn add(&self, volume: Arc<Volume>) {
+        self.volumes.lock().unwrap().insert(volume.name().to_string(), volume);
+    }
+
+    pub fn start(&mut self, workers: usize, change: impl Fn(&mut Options)) {
+        self.workers =
+            (0..workers).map(|n| Worker::start_alone(&format!("xen-{n}")).unwrap()).collect();
+        let volumes = self.volumes.clone();
+        let lookup = move |name: &str| {
+            let volume = volumes.lock().unwrap().get(name).cloned()?;
+            Some((volume, Arc::<PoolParameters>::default()))
+        };
+        let handles = self.workers.iter().map(Worker::handle).collect();
+        let mut options = Options::new(Arc::new(self.world.clone()), handles, Arc::new(lookup));
+        options.parameters = self.parameters.clone();
+        options.journals = Some(PathBuf::from(self.journals.path()));
+        change(&mut options);
+        self.backend = Some(Backend::start(options).unwrap());
+    }
+
+    pub fn guest(&self, number: u16, pages: u32) -> Arc<Guest> {
+        self.world.guest(number, pages).unwrap()
+    }
+
+    /// Attaches a disk to a guest and gives its frontend, not connected yet.
+    pub fn attach(&self, guest: &Arc<Guest>, name: &str, volume: &str, wishes: Wishes) -> Frontend {
+        self.attach_as(guest, name, volume, wishes, false)
+    }
+
+    pub fn attach_as(
+        &self,
+        guest: &Arc<Guest>,
+        name: &str,
+        volume: &str,
+        wishes: Wishes,
+        read_only: bool,
+    ) -> Frontend {
+        let mut store = self.world.xenstore().unwrap();
+        attach(&mut *store, guest.number(), &Disk { volume, name, read_only }).unwrap();
+        Frontend::new(&self.world, guest, device_number(name).unwrap(), wishes)
+    }
+
+    /// A connected disk of guest 1.
+    pub fn disk(&self, wishes: Wishes) -> Frontend {
+        let guest = self.guest(1, 4096);
+        let mut frontend = self.attach(&guest, "xvdb", "disk", wishes);
+        frontend.connect().unwrap();
+        frontend
+    }
+
+    pub fn stats(&self) -> XenStats {
+        self.backend.as_ref().unwrap().stats()[0].stats
+    }
+
+    pub fn stop(&mut self) {
+        drop(self.backend.take());
+        self.workers.clear();
+    }
+}
+
+/// Waits until `condition` holds, for a bounded time.
+pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "{what}");
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+}
+
+/// Bytes that tell where they belong.
+pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = Vec::with_capacity(len + 8);
+    while bytes.len() < len {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        bytes.extend_from_slice(&state.to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
+}

@@ -1,0 +1,280 @@
+//! What guests do that mean no good. Each line of the reference's table of advisories (section 7)
+//! has a test here or beside the code; their numbers stand at the tests.
+
+#![allow(clippy::unwrap_used, reason = "this is a test")]
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use common::{Rig, SIZE, memory, pattern, until};
+use ebb_export_xen::abi::{Abi, Body, Request, Segment, op};
+use ebb_export_xen::shm::frontend::{Wishes, offset};
+use ebb_export_xen::shm::hostile::{Dice, Hostile};
+
+/// Random requests in all.
+const REQUESTS: u64 = 1_000_000;
+
+/// A million requests of hostile guests in every layout, with and without persistent grants: no
+/// panic, no grant that stays mapped, and not a byte of the part of the disk that is another's.
+#[test]
+fn a_million_hostile_requests_harm_nobody() {
+    let kinds = [
+        (Abi::X86_64, 0, true),
+        (Abi::X86_64, 1, false),
+        (Abi::X86_32, 0, true),
+        (Abi::X86_32, 0, false),
+    ];
+    let rig = Rig::new();
+    rig.parameters.set_max_persistent_grants(100);
+    let begun = Instant::now();
+    std::thread::scope(|scope| {
+        for (number, (abi, order, persistent)) in (1u16..).zip(kinds) {
+            let rig = &rig;
+            scope.spawn(move || {
+                let name = format!("disk-{number}");
+                rig.add(memory(&name, SIZE, false));
+                let guest = rig.guest(number, 600);
+                let wishes = Wishes { abi, order, queues: 1, persistent };
+                let mut disk = rig.attach(&guest, "xvdb", &name, wishes);
+                disk.connect().unwrap();
+                // The first half of the disk is its own data, the second its playground.
+                let data = pattern(number.into(), 8 << 20);
+                for (at, part) in data.chunks(1 << 20).enumerate() {
+                    let sector = (at as u64) << 11;
+                    assert_eq!(disk.transfer(0, op::WRITE, sector, &mut part.to_vec()).unwrap(), 0);
+                }
+                let pages = disk.pages(160);
+                let sectors = SIZE / 512;
+                let seed = 77 + u64::from(number);
+                let mut hostile = Hostile::new(&guest, seed, pages, sectors, sectors / 2..sectors);
+                let mut queue = disk.queues.remove(0);
+                // It is mapped, and need not be granted again: a guest that has its ring
+                // overwritten only ends the game.
+                queue.ring.iter().for_each(|page| guest.revoke(*page));
+                let mut answered = 0;
+                while hostile.sent < REQUESTS / 4 {
+                    hostile.send(&mut queue, 64);
+                    answered += u64::from(hostile.receive(&mut queue, 16).unwrap());
+                }
+                let rest = u32::try_from(hostile.sent - answered).unwrap();
+                hostile.receive(&mut queue, rest).unwrap();
+                drop(queue);
+                disk.set("state", "6");
+                until("all pages come back", || guest.mapped() == 0);
+                // A new ring: what the guest knows of the old one is of no use.
+                let mut again = rig.attach(&guest, "xvdc", &name, wishes);
+                again.connect().unwrap();
+                for (at, part) in data.chunks(1 << 20).enumerate() {
+                    let mut back = vec![0; 1 << 20];
+                    let sector = (at as u64) << 11;
+                    assert_eq!(again.transfer(0, op::READ, sector, &mut back).unwrap(), 0);
+                    assert!(back == part, "guest {number}: a wrong byte in MiB {at}");
+                }
+            });
+        }
+    });
+    // Speed is no matter here; that it fits a run of the tests is.
+    assert!(begun.elapsed() < Duration::from_secs(300));
+}
+
+/// XSA-155: descriptors and data that change while they are used are read once.
+#[test]
+fn what_changes_while_it_is_read_is_read_once() {
+    let rig = Rig::new();
+    let mut disk = rig.disk(Wishes { persistent: false, ..Wishes::default() });
+    let pages = disk.pages(17);
+    let (list, data) = pages.split_first().unwrap();
+    let guest = rig.guest(9, 16);
+    drop(guest);
+    let mut grefs = [0; 8];
+    grefs[0] = *list;
+    let stop = AtomicBool::new(false);
+    let good = Segment { gref: data[0], first: 0, last: 7 }.encode();
+    let bad = Segment { gref: data[1], first: 7, last: 255 }.encode();
+    let view = disk_memory(&rig);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // One half of a descriptor good, the other bad, as fast as it goes.
+            while !stop.load(Ordering::Relaxed) {
+                for place in 0..32 {
+                    let at = offset(*list) + place * 8;
+                    let _ = view.memory().write(at, &bad);
+                    let _ = view.memory().write(at, &good);
+                }
+            }
+        });
+        for round in 0..5000 {
+            let body = Body::Indirect { sector: round, count: 32, grefs };
+            let status = disk.queues[0].call(Request { id: 0, operation: op::READ, body }).unwrap();
+            assert!(status == 0 || status == -1);
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    let mut data = pattern(1, 4096);
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut data).unwrap(), 0);
+}
+
+fn disk_memory(rig: &Rig) -> std::sync::Arc<ebb_export_xen::shm::Guest> {
+    rig.world.find_guest(1).unwrap()
+}
+
+/// A guest that claims more requests than fit is heard no more, on that ring alone.
+#[test]
+fn a_ring_that_lies_is_parked_and_the_others_run() {
+    for lie in [33, 1000, u32::MAX, 1 << 31] {
+        let rig = Rig::new();
+        let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+        assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
+        let produced = disk.queues[0].load(0);
+        disk.queues[0].store(0, produced.wrapping_add(lie));
+        rig.world.find_guest(1).unwrap().notify(disk.queues[0].port);
+        for _ in 0..20 {
+            assert_eq!(disk.transfer(1, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
+        }
+        let answers = rig.stats().answers;
+        assert_eq!(answers, 21, "nothing of the lie was answered");
+        disk.close().unwrap();
+        until("all pages come back", || rig.world.find_guest(1).unwrap().mapped() == 0);
+    }
+}
+
+/// XSA-349, XSA-350: connecting and leaving, over and over and in any order.
+#[test]
+fn storms_of_states_leave_everything_in_order() {
+    let rig = Rig::new();
+    let guest = rig.guest(1, 4096);
+    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    let mut neighbour = {
+        let guest = rig.guest(2, 256);
+        rig.add(memory("other", SIZE, false));
+        let mut disk = rig.attach(&guest, "xvdb", "other", Wishes::default());
+        disk.connect().unwrap();
+        disk
+    };
+    disk.share().unwrap();
+    let mut dice = Dice(5);
+    let begun = Instant::now();
+    let mut changes = 0;
+    while begun.elapsed() < Duration::from_secs(2) {
+        let state = ["0", "1", "3", "4", "5", "6", "2", "7", "x", ""];
+        disk.set("state", state[usize::try_from(dice.below(10)).unwrap()]);
+        changes += 1;
+        if changes % 64 == 0 {
+            neighbour.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap();
+        }
+    }
+    disk.set("state", "6");
+    until("it is let go", || guest.mapped() == 0 && disk.backend("state").as_deref() == Some("6"));
+    for queue in std::mem::take(&mut disk.queues) {
+        disk.free_pages(&queue.ring);
+    }
+    disk.connect().unwrap();
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
+}
+
+/// Events without requests: heard once a turn, and soon only every millisecond (XSA-332).
+#[test]
+fn a_storm_of_events_is_throttled() {
+    let rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    let guest = rig.world.find_guest(1).unwrap();
+    let before = rig.stats().events;
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(1) {
+        guest.notify(disk.queues[0].port);
+    }
+    let heard = rig.stats().events - before;
+    assert!(heard < 3000, "{heard} events in a second");
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
+}
+
+/// Text where numbers belong, numbers out of range, and nodes that are not there.
+#[test]
+fn nonsense_in_the_nodes_is_refused_and_can_be_mended() {
+    let rig = Rig::new();
+    let guest = rig.guest(1, 4096);
+    let long = "9".repeat(3000);
+    for (node, value) in [
+        ("ring-ref", "x"),
+        ("ring-ref", ""),
+        ("ring-ref", "-1"),
+        ("ring-ref", "99999999999999"),
+        ("ring-ref", "4294967295"),
+        ("ring-ref", &long),
+        ("event-channel", "one"),
+        ("event-channel", "77777"),
+        ("protocol", "x86_16-abi"),
+        ("protocol", &long),
+        ("ring-page-order", "5"),
+        ("ring-page-order", "4294967295"),
+        ("multi-queue-num-queues", "0"),
+        ("multi-queue-num-queues", "9"),
+        ("multi-queue-num-queues", "two"),
+        ("feature-persistent", "yes"),
+    ] {
+        let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+        disk.await_backend("2").unwrap();
+        disk.share().unwrap();
+        disk.set(node, value);
+        disk.set("state", "3");
+        disk.await_backend("5").unwrap();
+        let base = "/local/domain/0/error/backend/ebbd/1/51728/error";
+        assert!(rig.world.tree.get(base).is_some(), "{node}={value:.20}");
+        assert_eq!(guest.mapped(), 0, "{node}={value:.20}: nothing stays mapped");
+        rig.world.tree.remove_all("/local/domain/1/device");
+        until("forgotten", || {
+            rig.world.tree.get("/local/domain/0/backend/ebbd/1/51728/state").is_none()
+        });
+        for queue in std::mem::take(&mut disk.queues) {
+            disk.free_pages(&queue.ring);
+        }
+    }
+    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    disk.connect().unwrap();
+}
+
+/// A guest that goes through all its pages has no more of them mapped than the cap says.
+#[test]
+fn a_guest_never_has_more_mapped_than_the_cap() {
+    let rig = Rig::new();
+    rig.parameters.set_max_persistent_grants(200);
+    let guest = rig.guest(1, 33_000);
+    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    disk.connect().unwrap();
+    let pages = disk.pages(32_768);
+    for chunk in pages.chunks(32) {
+        for page in chunk {
+            let segment = Segment { gref: *page, first: 0, last: 7 };
+            let (_, request) = disk.request(op::WRITE, 0, &[segment]);
+            disk.queues[0].put(request);
+        }
+        disk.queues[0].push();
+        for _ in chunk {
+            assert_eq!(disk.queues[0].wait().unwrap().status, 0);
+        }
+        assert!(guest.mapped() <= 201);
+    }
+    let stats = rig.stats();
+    assert_eq!(stats.mapped_most, 200);
+    assert!(stats.copies > 0, "past the cap the hypervisor copies");
+    rig.parameters.set_max_persistent_grants(0);
+    until("all but the ring come back", || guest.mapped() == 1);
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 65536]).unwrap(), 0);
+}
+
+/// Idle mappings go when memory is wanted, and after their time.
+#[test]
+fn idle_grants_are_given_back() {
+    let rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    let guest = rig.world.find_guest(1).unwrap();
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 44 << 10]).unwrap(), 0);
+    assert_eq!(guest.mapped(), 12);
+    rig.parameters.shrink();
+    until("all but the ring come back", || guest.mapped() == 1);
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 44 << 10]).unwrap(), 0);
+    rig.parameters.set_persistent_grant_unused_seconds(1);
+    until("all but the ring come back", || guest.mapped() == 1);
+}

@@ -1,0 +1,132 @@
+//! Each parameter that is written while disks are served has the effect its page states.
+
+#![allow(clippy::unwrap_used, reason = "this is a test")]
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use common::{Rig, memory, pattern, until};
+use ebb_export_xen::abi::op;
+use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_io::Worker;
+use ebb_mem::{Memory, PoolParameters};
+
+/// Writes and reads back `rounds` times, each time in other pages.
+fn verified(disk: &mut Frontend, rounds: u64) {
+    for round in 0..rounds {
+        let data = pattern(round, 64 << 10);
+        let sector = round % 100 * 128;
+        assert_eq!(disk.transfer(0, op::WRITE, sector, &mut data.clone()).unwrap(), 0);
+        let mut back = vec![0; data.len()];
+        assert_eq!(disk.transfer(0, op::READ, sector, &mut back).unwrap(), 0);
+        assert!(back == data, "round {round}");
+    }
+}
+
+#[test]
+fn no_persistent_grants_leave_no_mapping_and_lose_no_request() {
+    let rig = Rig::new();
+    let guest = rig.guest(1, 4096);
+    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    disk.connect().unwrap();
+    verified(&mut disk, 20);
+    assert!(rig.stats().mapped > 100, "{:?}", rig.stats());
+
+    let load = std::thread::spawn(move || {
+        verified(&mut disk, 400);
+        disk
+    });
+    rig.parameters.set_max_persistent_grants(0);
+    // The ring's page stays.
+    until("all grants are given back", || rig.stats().mapped == 0 && guest.mapped() == 1);
+    let copies = rig.stats().copies;
+    until("data is copied instead", || rig.stats().copies > copies);
+    let mut disk = load.join().unwrap();
+    let stats = rig.stats();
+    assert_eq!((stats.mapped, stats.errors), (0, 0));
+
+    // With room for a few again, no more than these.
+    rig.parameters.set_max_persistent_grants(8);
+    let maps = stats.maps;
+    verified(&mut disk, 20);
+    let stats = rig.stats();
+    assert!(stats.maps > maps && stats.mapped <= 8 && stats.errors == 0, "{stats:?}");
+    assert!(guest.mapped() <= 1 + 8);
+}
+
+#[test]
+fn idle_grants_go_after_the_time_that_is_set_while_they_are_idle() {
+    let rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    verified(&mut disk, 10);
+    assert!(rig.stats().mapped > 100);
+    rig.parameters.set_persistent_grant_unused_seconds(1);
+    until("idle grants are given back", || rig.stats().mapped == 0);
+    rig.parameters.set_persistent_grant_unused_seconds(0);
+    verified(&mut disk, 10);
+    let mapped = rig.stats().mapped;
+    assert!(mapped > 100);
+    rig.parameters.shrink();
+    until("under pressure also those kept for ever", || rig.stats().mapped == 0);
+}
+
+#[test]
+fn feature_persistent_counts_for_disks_to_come() {
+    let rig = Rig::new();
+    rig.add(memory("later", common::SIZE, false));
+    let guest = rig.guest(1, 4096);
+    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    disk.connect().unwrap();
+    rig.parameters.set_feature_persistent(false);
+    // Another guest: each frontend takes pages from the beginning of its guest's memory.
+    let neighbour = rig.guest(2, 4096);
+    let mut later = rig.attach(&neighbour, "xvdb", "later", Wishes::default());
+    later.connect().unwrap();
+    assert_eq!(disk.backend("feature-persistent").as_deref(), Some("1"));
+    assert_eq!(later.backend("feature-persistent").as_deref(), Some("0"));
+    verified(&mut disk, 5);
+    verified(&mut later, 5);
+    let stats = rig.backend.as_ref().unwrap().stats();
+    let found = stats.iter().map(|disk| (&*disk.volume, disk.persistent, disk.queues));
+    assert!(found.eq([("disk", true, 1), ("later", false, 1)]), "{stats:?}");
+    assert!(stats[0].stats.mapped > 0 && stats[0].stats.copies == 0);
+    assert!(stats[1].stats.mapped == 0 && stats[1].stats.copies > 0);
+}
+
+#[test]
+fn page_pools_of_rings_follow_their_parameters_and_are_squeezed() {
+    let io = Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
+    let worker = Worker::start("xen", &io).unwrap();
+    let pool = Arc::<PoolParameters>::default();
+    let volume = memory("disk", common::SIZE, false);
+    let mut rig = Rig::with(1, |options| {
+        let (volume, pool) = (volume.clone(), pool.clone());
+        options.volumes = Arc::new(move |_| Some((volume.clone(), pool.clone())));
+        options.workers = vec![worker.handle()];
+    });
+    let kept = || io.stats().pools.iter().map(|pool| pool.free + pool.lent).sum::<usize>();
+    let mut disk = rig.disk(Wishes::default());
+    verified(&mut disk, 5);
+    until("free pages stay", || kept() > 0);
+
+    pool.set_max_buffer_pages(0);
+    until("an idle ring keeps none", || kept() == 0);
+    pool.set_max_buffer_pages(1024);
+    verified(&mut disk, 5);
+    until("free pages stay again", || kept() > 0);
+
+    pool.set_buffer_squeeze_duration_ms(60_000);
+    io.squeeze(Instant::now());
+    until("a sign of pressure empties an idle ring's pool", || kept() == 0);
+    verified(&mut disk, 5);
+    until("nothing stays while it lasts", || kept() == 0);
+    pool.set_buffer_squeeze_duration_ms(0);
+    io.squeeze(Instant::now());
+    until("the second sign is answered", || io.stats().pools.iter().any(|p| p.squeezes >= 2));
+    verified(&mut disk, 5);
+    until("no time at all is over at once", || kept() > 0);
+    rig.stop();
+    drop(worker);
+}

@@ -1,0 +1,216 @@
+//! A frontend that behaves as Linux's is served in every form it may take.
+
+#![allow(clippy::unwrap_used, reason = "this is a test")]
+
+mod common;
+
+use common::{Rig, SIZE, memory, pattern, until};
+use ebb_export_xen::abi::{Abi, Body, Request, Segment, op};
+use ebb_export_xen::platform::Platform;
+use ebb_export_xen::shm::frontend::Wishes;
+use ebb_export_xen::{Transient, detach};
+
+fn round_trip(rig: &Rig, wishes: Wishes) {
+    let mut disk = rig.disk(wishes);
+    assert_eq!(disk.size(), SIZE);
+    for queue in 0..disk.queues.len() {
+        for (sector, len) in [(0, 512), (8, 4096), (100, 44 << 10), (1000, 256 << 10), (3, 1 << 20)]
+        {
+            let data = pattern(sector + queue as u64, len);
+            assert_eq!(disk.transfer(queue, op::WRITE, sector, &mut data.clone()).unwrap(), 0);
+            let mut back = vec![0; len];
+            assert_eq!(disk.transfer(queue, op::READ, sector, &mut back).unwrap(), 0);
+            assert!(back == data, "{wishes:?} sector {sector}, {len} bytes");
+        }
+    }
+    assert_eq!(disk.flush(op::FLUSH_DISKCACHE).unwrap(), 0);
+    assert_eq!(disk.flush(op::WRITE_BARRIER).unwrap(), 0);
+    let mut data = pattern(7, 8192);
+    assert_eq!(disk.transfer(0, op::WRITE_BARRIER, 16, &mut data).unwrap(), 0);
+    assert_eq!(disk.transfer(0, op::FLUSH_DISKCACHE, 32, &mut data).unwrap(), 0);
+    assert_eq!(disk.discard(16, 16, false).unwrap(), 0);
+    let mut back = vec![1; 8192];
+    assert_eq!(disk.transfer(0, op::READ, 16, &mut back).unwrap(), 0);
+    assert!(back.iter().all(|byte| *byte == 0), "a store in memory discards to zeroes");
+    assert_eq!(disk.discard(16, 16, true).unwrap(), -2, "secure discard is not offered");
+    assert_eq!(disk.discard(0, 0, false).unwrap(), 0);
+    disk.close().unwrap();
+}
+
+#[test]
+fn every_layout_ring_and_kind_of_grant() {
+    for abi in [Abi::X86_64, Abi::X86_32, Abi::Native] {
+        for (order, queues, persistent) in [(0, 1, true), (0, 1, false), (4, 1, true), (2, 3, true)]
+        {
+            let rig = Rig::with(2, |_| {});
+            round_trip(&rig, Wishes { abi, order, queues, persistent });
+        }
+    }
+}
+
+#[test]
+fn mapping_for_each_request_serves_as_well() {
+    let rig = Rig::with(1, |options| options.transient = Transient::Map);
+    round_trip(&rig, Wishes { persistent: false, ..Wishes::default() });
+}
+
+#[test]
+fn a_full_ring_is_answered_in_batches() {
+    let rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    let pages = disk.pages(32);
+    for round in 0..50u64 {
+        for page in &pages {
+            let segment = Segment { gref: *page, first: 0, last: 7 };
+            let operation = if round % 2 == 0 { op::WRITE } else { op::READ };
+            let (_, request) = disk.request(operation, u64::from(*page) * 8, &[segment]);
+            disk.queues[0].put(request);
+        }
+        disk.queues[0].push();
+        for _ in &pages {
+            assert_eq!(disk.queues[0].wait().unwrap().status, 0);
+        }
+    }
+    let stats = rig.stats();
+    assert_eq!(stats.answers, 1600);
+    assert!(stats.publications < 800, "{stats:?}");
+    assert_eq!((stats.maps, stats.mapped, stats.copies), (32, 32, 0), "each page mapped once");
+}
+
+#[test]
+fn requests_out_of_bounds_are_refused_and_the_rest_served() {
+    let rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    let end = SIZE / 512;
+    let mut data = vec![0; 4096];
+    for sector in [end, end - 7, u64::MAX, u64::MAX / 512, 1 << 55] {
+        for operation in [op::READ, op::WRITE] {
+            assert_eq!(disk.transfer(0, operation, sector, &mut data).unwrap(), -1, "{sector}");
+        }
+        assert_eq!(disk.discard(sector, 8, false).unwrap(), -1);
+    }
+    assert_eq!(disk.discard(1, u64::MAX, false).unwrap(), -1);
+    assert_eq!(disk.transfer(0, op::READ, end - 8, &mut data).unwrap(), 0);
+    for (first, last) in [(0, 8), (3, 2), (255, 255), (0, 255)] {
+        let segment = Segment { gref: 9, first, last };
+        let (_, request) = disk.request(op::READ, 0, &[segment]);
+        assert_eq!(disk.queues[0].call(request).unwrap(), -1, "{segment:?}");
+    }
+    for operation in [op::READ, op::WRITE] {
+        let (_, request) = disk.request(operation, 0, &[]);
+        assert_eq!(disk.queues[0].call(request).unwrap(), -1, "no segments");
+        let body = Body::Direct { sector: 0, count: 12, segments: [Segment::default(); 11] };
+        assert_eq!(disk.queues[0].call(Request { id: 0, operation, body }).unwrap(), -1);
+        for count in [0, 257, u16::MAX] {
+            let body = Body::Indirect { sector: 0, count, grefs: [9; 8] };
+            assert_eq!(disk.queues[0].call(Request { id: 0, operation, body }).unwrap(), -1);
+        }
+    }
+    let body = Body::Indirect { sector: 0, count: 1, grefs: [9; 8] };
+    assert_eq!(disk.queues[0].call(Request { id: 0, operation: 3, body }).unwrap(), -1);
+    for operation in [4, 7, 200] {
+        let request = Request { id: 0, operation, body: Body::Unknown };
+        assert_eq!(disk.queues[0].call(request).unwrap(), -2, "{operation}");
+    }
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut data).unwrap(), 0);
+}
+
+#[test]
+fn one_bad_grant_fails_one_request() {
+    for persistent in [true, false] {
+        let rig = Rig::new();
+        let mut disk = rig.disk(Wishes { persistent, ..Wishes::default() });
+        let pages = disk.pages(4);
+        let segments: Vec<_> = pages
+            .iter()
+            .chain(&[4_000_000_000])
+            .map(|gref| Segment { gref: *gref, first: 0, last: 7 })
+            .collect();
+        let (_, bad) = disk.request(op::WRITE, 0, &segments);
+        let (_, good) = disk.request(op::WRITE, 0, &segments[..4]);
+        let bad = disk.queues[0].put(bad);
+        disk.queues[0].put(good);
+        disk.queues[0].push();
+        for _ in 0..2 {
+            let response = disk.queues[0].wait().unwrap();
+            assert_eq!(response.status == 0, response.id != bad, "{response:?}");
+        }
+    }
+}
+
+#[test]
+fn a_read_only_disk_changes_nothing_and_says_so() {
+    for whole_volume in [true, false] {
+        let rig = Rig::new();
+        rig.add(memory("ro", SIZE, whole_volume));
+        let guest = rig.guest(1, 1024);
+        let mut disk = rig.attach_as(&guest, "xvdb", "ro", Wishes::default(), !whole_volume);
+        disk.connect().unwrap();
+        assert_eq!(disk.backend("info").as_deref(), Some("4"));
+        assert_eq!(disk.backend("feature-flush-cache").as_deref(), Some("0"));
+        assert_eq!(disk.backend("feature-discard"), None);
+        let mut data = vec![1; 4096];
+        assert_eq!(disk.transfer(0, op::READ, 0, &mut data).unwrap(), 0);
+        assert_eq!(disk.transfer(0, op::WRITE, 0, &mut data).unwrap(), -1);
+        assert_eq!(disk.flush(op::FLUSH_DISKCACHE).unwrap(), -1);
+        assert_eq!(disk.discard(0, 8, false).unwrap(), -1);
+    }
+}
+
+#[test]
+fn a_detached_disk_is_let_go_and_can_come_again() {
+    let rig = Rig::new();
+    let guest = rig.guest(1, 1024);
+    for _ in 0..3 {
+        let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+        disk.connect().unwrap();
+        assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 65536]).unwrap(), 0);
+        assert!(guest.mapped() > 1);
+        let world = rig.world.clone();
+        let waiter = std::thread::spawn(move || {
+            detach(&mut *world.xenstore().unwrap(), 1, "xvdb", false).map_err(|e| e.to_string())
+        });
+        disk.await_backend("5").unwrap();
+        disk.close().unwrap();
+        waiter.join().unwrap().unwrap();
+        until("all pages come back", || guest.mapped() == 0);
+        assert_eq!(
+            rig.world.tree.below("/local/domain/0/backend/ebbd/1"),
+            ["/local/domain/0/backend/ebbd/1"]
+        );
+    }
+    assert_eq!(std::fs::read_dir(rig.journals.path()).unwrap().count(), 0, "no journal is left");
+}
+
+#[test]
+fn a_destroyed_guest_leaves_nothing_behind() {
+    let rig = Rig::new();
+    let guest = rig.guest(1, 1024);
+    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    disk.connect().unwrap();
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 65536]).unwrap(), 0);
+    rig.world.destroy(1);
+    until("all pages come back", || guest.mapped() == 0);
+    until("the nodes go", || {
+        rig.world.tree.get("/local/domain/0/backend/ebbd/1/51728/state").is_none()
+    });
+}
+
+#[test]
+fn a_guest_that_begins_anew_is_served_anew() {
+    let rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    for round in 0..5 {
+        assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(round, 4096)).unwrap(), 0);
+        // As after a suspend: no word of leave, a new ring.
+        disk.set("state", "1");
+        disk.await_backend("2").unwrap();
+        disk.share().unwrap();
+        disk.set("state", "3");
+        disk.await_backend("4").unwrap();
+        disk.set("state", "4");
+        let mut back = vec![0; 4096];
+        assert_eq!(disk.transfer(0, op::READ, 0, &mut back).unwrap(), 0);
+        assert_eq!(back, pattern(round, 4096));
+    }
+}

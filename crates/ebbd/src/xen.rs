@@ -1,0 +1,64 @@
+//! Xen: the daemon's part of it, and `ebbd xen`.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Context;
+use ebb_export_nbd::Server;
+use ebb_export_xen::platform::Host;
+use ebb_export_xen::platform::xenbus::Connection;
+use ebb_export_xen::{Backend, Disk, Options, XenParameters, attach, detach, find_domain};
+use ebb_io::WorkerHandle;
+
+use crate::cli::XenArgs;
+use crate::params::Parameters;
+
+/// What a successor of a killed daemon needs lies here: in memory, gone with the host.
+const JOURNALS: &str = "/run/ebbd/xen";
+/// There if the kernel's own backend is loaded: then disks of the kind `vbd` are its.
+const KERNEL_BACKEND: &str = "/sys/bus/xen-backend/drivers/vbd";
+
+/// Serves the server's volumes to Xen guests.
+///
+/// # Errors
+/// If this is no Xen, or the daemon may not; the message says what to do.
+pub(crate) fn serve(
+    server: &Server,
+    parameters: &Parameters,
+    workers: Vec<WorkerHandle>,
+    grants: Arc<XenParameters>,
+) -> anyhow::Result<Backend> {
+    let (server, parameters) = (server.clone(), parameters.clone());
+    let lookup = move |name: &str| {
+        let found = server.volumes().into_iter().find(|(volume, _)| **volume.name() == *name);
+        found.map(|(volume, _)| (volume, parameters.pool(Some(name))))
+    };
+    let mut options = Options::new(Arc::new(Host), workers, Arc::new(lookup));
+    options.parameters = grants;
+    options.journals = Some(JOURNALS.into());
+    if Path::new(KERNEL_BACKEND).exists() {
+        tracing::info!("xen-blkback is loaded: disk lines with block-ebbd are left to it");
+    } else {
+        options.kinds.push("vbd".to_owned());
+    }
+    let backend = Backend::start(options)?;
+    tracing::info!("serving Xen guests");
+    Ok(backend)
+}
+
+/// `ebbd xen`.
+///
+/// # Errors
+/// If xenstore cannot be reached, or it cannot be done; the message says why.
+pub fn attach_or_detach(args: &XenArgs) -> anyhow::Result<()> {
+    let mut store = Connection::open().context("xenstore")?;
+    let guest = find_domain(&mut store, &args.domain)?;
+    match &args.volume {
+        Some(volume) if args.action == "attach" => {
+            let disk = Disk { volume, name: &args.disk, read_only: args.read_only };
+            attach(&mut store, guest, &disk)?;
+        }
+        _ => detach(&mut store, guest, &args.disk, args.force)?,
+    }
+    Ok(())
+}
