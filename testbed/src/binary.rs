@@ -33,14 +33,22 @@ pub fn ebbd(build: Build) -> Result<PathBuf> {
     if let Some(path) = slot.get() {
         return Ok(path.clone());
     }
-    let path = compile(release)?;
+    let path = compile(release, "ebbd", "ebbd")?;
     Ok(slot.get_or_init(|| path).clone())
 }
 
+/// Path of another program of the workspace, built as delivered.
+///
+/// # Errors
+/// The build fails.
+pub fn release(package: &str, name: &str) -> Result<PathBuf> {
+    compile(true, package, name)
+}
+
 /// Asks cargo, which knows its target directory and whether there is anything to do.
-fn compile(release: bool) -> Result<PathBuf> {
+fn compile(release: bool, package: &str, name: &str) -> Result<PathBuf> {
     let mut cargo = Tool::new(env!("CARGO"))
-        .args(["build", "--quiet", "--package", "ebbd", "--bin", "ebbd"])
+        .args(["build", "--quiet", "--package", package, "--bin", name])
         .args(["--message-format", "json-render-diagnostics"])
         .dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
         .limit(Duration::from_secs(1200));
@@ -51,12 +59,12 @@ fn compile(release: bool) -> Result<PathBuf> {
     if !outcome.status.success() {
         // Standard output is for machines; the compiler's words are on the other.
         let said = &outcome.stderr;
-        return Err(Error::unexpected(format!("ebbd cannot be built:\n{said}")));
+        return Err(Error::unexpected(format!("{name} cannot be built:\n{said}")));
     }
     let executable = outcome.stdout.lines().find_map(|line| {
         let message: serde_json::Value = serde_json::from_str(line).ok()?;
-        (message["target"]["name"] == "ebbd")
+        (message["target"]["name"] == name)
             .then(|| message["executable"].as_str().map(PathBuf::from))?
     });
-    executable.ok_or_else(|| outcome.unexpected("an executable called ebbd"))
+    executable.ok_or_else(|| outcome.unexpected(&format!("an executable called {name}")))
 }

@@ -448,7 +448,7 @@ fn alone() -> Result<File> {
 }
 
 /// Path of a program: itself if it holds a slash, else from `PATH` and the administrator's places.
-fn which(program: &Path) -> Result<PathBuf> {
+pub(crate) fn which(program: &Path) -> Result<PathBuf> {
     if program.components().count() > 1 {
         return Ok(program.into());
     }
@@ -462,7 +462,7 @@ fn which(program: &Path) -> Result<PathBuf> {
 }
 
 /// Shared libraries that a program needs, its loader among them; none for a static one.
-fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
+pub(crate) fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let outcome = Tool::new("ldd").arg(program).run()?;
     let words = outcome.stdout.lines().filter_map(|line| {
         // "libc.so.6 => /lib/.../libc.so.6 (0x...)" or "/lib64/ld-linux-x86-64.so.2 (0x...)"
@@ -475,12 +475,12 @@ fn under(root: &Path, absolute: &Path) -> PathBuf {
     root.join(absolute.strip_prefix("/").unwrap_or(absolute))
 }
 
-fn make_dir(path: &Path) -> Result {
+pub(crate) fn make_dir(path: &Path) -> Result {
     fs::create_dir_all(path).map_err(Error::io(path.display().to_string()))
 }
 
 /// Copies a file with its permissions, making directories as needed.
-fn copy(from: &Path, to: &Path) -> Result {
+pub(crate) fn copy(from: &Path, to: &Path) -> Result {
     if let Some(parent) = to.parent() {
         make_dir(parent)?;
     }

@@ -11,6 +11,7 @@
 //! | [`nbd`] | a small NBD client, for what no tool can do: lie, stall, be cut, count what was acknowledged |
 //! | [`nbdkit`] | a remote store that counts its requests |
 //! | [`guest`] | boots Linux with a disk exported by the daemon, runs a script there |
+//! | [`xen`] | boots Xen with a job in dom0 and guests |
 //! | [`tls`] | certificates and pre-shared keys |
 //! | [`process`] | memory and file descriptors of a process |
 //! | [`bench`] | loads of `bench-nbd` and `bench-cache`, the daemon beside its peers |
@@ -37,6 +38,7 @@ pub mod server;
 pub mod tls;
 pub mod tool;
 pub mod writer;
+pub mod xen;
 
 pub use error::{Error, Result, check};
 pub use guest::Guest;

@@ -1,0 +1,136 @@
+//! Measures the daemon's Xen backend beside the kernel's, and QEMU's, in one boot; and what it
+//! swaps under memory pressure.
+//!
+//! Times are instructions (see [`super`]): of the whole machine, guest and dom0, for one operation.
+//! A figure is the median of its rounds, which take turns.
+
+use super::trace::{EVENT_CHANNEL, GRANT_TABLE, Hypercalls};
+use super::{Machine, Outcome};
+use crate::bench::figure::{Bar, Better, Figure};
+use crate::binary;
+use crate::{Error, Result};
+use std::path::Path;
+use std::time::Duration;
+
+/// Requests in a phase whose hypercalls are recorded; as in `load.sh`.
+const TRACED: f64 = 20_000.0;
+
+/// Loads of `load.sh` (mode, size, depth), each with its name and the bars of persistent and copy mode.
+const LOADS: [(&str, &str, Bar, Bar); 5] = [
+    ("rr 4k 32", "randread_4k_qd32", Bar::AtMostRatio(0.80), Bar::AtMostRatio(0.80)),
+    ("rw 4k 32", "randwrite_4k_qd32", Bar::AtMostRatio(0.80), Bar::AtMostRatio(0.80)),
+    ("rr 4k 1", "randread_4k_qd1", Bar::AtMostRatio(1.0), Bar::AtMostRatio(1.0)),
+    ("sr 1m 4", "read_1m_qd4", Bar::AtMostRatio(0.75), Bar::None),
+    ("sw 1m 4", "write_1m_qd4", Bar::AtMostRatio(0.75), Bar::None),
+];
+
+/// Runs the comparison of `ebbd` at `daemon` with its peers in one boot.
+///
+/// # Errors
+/// The machine cannot be booted, or a load failed; the error shows the consoles.
+pub fn side_by_side(daemon: &Path) -> Result<Vec<Figure>> {
+    let outcome = Machine::new(include_str!("bench/side.sh"))
+        .file("load.sh", include_str!("bench/load.sh"))
+        .guest(1, 512)
+        .program(daemon)
+        .guest_program(binary::release("testbed", "guest-load")?)
+        .device_model()
+        .limit(Duration::from_secs(3000))
+        .ok()?;
+    let mut figures = Vec::new();
+    for (load, name, persistent, copy) in LOADS {
+        let rounds = |disk: &str| costs(&outcome, disk, load);
+        let modes = [("persistent", "xvdd", "xvdb", persistent), ("copy", "xvde", "xvdc", copy)];
+        for (mode, ours, peer, bar) in modes {
+            let name = format!("xen_{name}_{mode}_us");
+            let both = [rounds(ours), rounds(peer)];
+            figures.extend(Figure::from_rounds(name, &both, Better::Lower, bar));
+        }
+        let name = format!("xen_{name}_qdisk_us");
+        let both = [rounds("xvdd"), rounds("xvdf")];
+        if !both[1].is_empty() {
+            figures.extend(Figure::from_rounds(name, &both, Better::Lower, Bar::None));
+        }
+    }
+    let idle = calls(&outcome, "idle")?;
+    for (disk, mode, grants) in [("xvdd", "persistent", 0.0), ("xvde", "copy", 1.0 / 16.0)] {
+        let found = calls(&outcome, &format!("{disk}.qd32"))?.without(&idle);
+        let per_request = |count: u64| count as f64 / TRACED;
+        for (what, count, bar) in [
+            // A handful of calls of other things in dom0 is not one for a request.
+            ("grant", found.of(GRANT_TABLE), Bar::AtMost(grants + 0.002)),
+            ("event", found.of(EVENT_CHANNEL), Bar::None),
+            ("all", found.all(), Bar::AtMost(0.5)),
+        ] {
+            let name = format!("xen_randread_4k_qd32_{mode}_{what}_hypercalls");
+            figures.push(Figure { name, ours: per_request(count), peer: None, bar });
+        }
+    }
+    Ok(figures)
+}
+
+/// Costs of a load on a disk in microseconds, one for each round.
+fn costs(outcome: &Outcome, disk: &str, load: &str) -> Vec<f64> {
+    let head = format!("{disk} load {load} ");
+    let answers = outcome.answers("peer.load");
+    // "DISK load MODE SIZE DEPTH COUNT us worst errors"
+    let costs =
+        answers.iter().filter_map(|text| text.strip_prefix(&head)?.split(' ').nth(1)?.parse().ok());
+    costs.collect()
+}
+
+fn calls(outcome: &Outcome, phase: &str) -> Result<Hypercalls> {
+    let path = outcome.out().join(format!("{phase}.trace"));
+    let bytes = std::fs::read(&path).map_err(Error::io(path.display().to_string()))?;
+    Ok(Hypercalls::read(&bytes, 0))
+}
+
+/// Runs the seed's test of memory pressure for each length of a squeeze, with or without persistent
+/// grants.
+///
+/// # Errors
+/// As [`side_by_side`].
+pub fn pressure(daemon: &Path, persistent: bool) -> Result<Vec<Figure>> {
+    let load = binary::release("testbed", "guest-load")?;
+    let outcome = Machine::new(include_str!("bench/pressure.sh"))
+        .file("pressure-guest.sh", include_str!("bench/pressure-guest.sh"))
+        .file("persistent", if persistent { "on" } else { "off" })
+        .guest(1, 512)
+        .dom0_mib(600)
+        .program(daemon)
+        .program(&load)
+        .guest_program(&load)
+        .limit(Duration::from_secs(3000))
+        .ok()?;
+    let mode = if persistent { "persistent" } else { "copy" };
+    let mut figures = Vec::new();
+    for answer in outcome.answers("swap") {
+        let words: Vec<&str> = answer.split(' ').collect();
+        let [squeeze, phase, numbers @ ..] = words.as_slice() else { continue };
+        let numbers: Vec<f64> = numbers.iter().filter_map(|n| n.parse().ok()).collect();
+        let [in_before, out_before, in_after, out_after] = numbers[..] else { continue };
+        // The bar is on the defaults: disks in turn, with a squeeze of 10 ms.
+        let bar = match (*squeeze, *phase) {
+            ("10", "turns") => Bar::AtMost(1000.0),
+            _ => Bar::None,
+        };
+        for (what, before, after) in
+            [("pswpin", in_before, in_after), ("pswpout", out_before, out_after)]
+        {
+            let name = format!("xen_pressure_{mode}_{phase}_squeeze_{squeeze}ms_{what}");
+            figures.push(Figure { name, ours: after - before, peer: None, bar });
+        }
+    }
+    for answer in outcome.answers("peer.seconds") {
+        let words: Vec<&str> = answer.split(' ').collect();
+        let [squeeze, phase, start, end] = words[..] else { continue };
+        if let (Ok(start), Ok(end)) = (start.parse::<f64>(), end.parse::<f64>()) {
+            let name = format!("xen_pressure_{mode}_{phase}_squeeze_{squeeze}ms_seconds");
+            figures.push(Figure { name, ours: end - start, peer: None, bar: Bar::None });
+        }
+    }
+    match figures.is_empty() {
+        true => Err(outcome.unexpected("figures")),
+        false => Ok(figures),
+    }
+}
