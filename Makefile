@@ -12,7 +12,7 @@ TARGET := $(or $(CARGO_TARGET_DIR),target)
 SCRIPTS = .ci/run .ci/test packaging/install-build-deps packaging/run-disk testbed/install
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check fmt bench bench-nbd bench-cache bench-memory bench-xen clean
+.PHONY: help run test check fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-xen clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,7 +43,7 @@ check: ## Format, lints, scripts and manual pages, without the tests
 fmt: ## Format all Rust code
 	cargo fmt --all
 
-bench: bench-memory bench-nbd bench-cache bench-xen ## Every benchmark
+bench: bench-memory bench-nbd bench-cache bench-writeback bench-xen ## Every benchmark
 
 bench-nbd: ## ebbd beside nbdkit and qemu-storage-daemon; figures on stdout, progress on stderr
 	@packaging/install-build-deps
@@ -66,6 +66,11 @@ bench-memory: ## Elastic memory beside plain ways to hold it; figures on stdout,
 	@"$(TARGET)/release/bench-pressure" $(PRESSURE)
 	@test -n "$(BENCH)" || cargo build --locked --release --quiet -p ebbd -p testbed --bin ebbd --bin bench-pool
 	@test -n "$(BENCH)" || "$(TARGET)/release/bench-pool"
+
+bench-writeback: ## The law of writeback beside Linux's, simulated; figures on stdout, progress on stderr
+	@packaging/install-build-deps >&2
+	@cargo build --locked --release --quiet -p testbed --bin bench-writeback
+	@"$(TARGET)/release/bench-writeback" $(BENCH)
 
 bench-xen: ## ebbd beside xen-blkback and QEMU's qdisk on real Xen; figures on stdout, progress on stderr
 	@packaging/install-build-deps >&2

@@ -27,6 +27,7 @@ const DATA_PATH: &[&str] = &[
 /// Who may know whom; tests of a crate may use all above it here. A crate that is not here has no place in the design yet.
 const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-mem", &[]),
+    ("ebb-writeback", &[]),
     ("ebb-io", &["ebb-mem"]),
     ("ebb-nbd-proto", &[]),
     ("ebb-store", &["ebb-io", "ebb-nbd-proto"]),
@@ -41,6 +42,7 @@ const MAY_KNOW: &[(&str, &[&str])] = &[
             "ebb-io",
             "ebb-store",
             "ebb-cache",
+            "ebb-writeback",
             "ebb-volume",
             "ebb-export-nbd",
             "ebb-export-xen",

@@ -1,0 +1,485 @@
+//! The Linux laws: position control, estimated bandwidth and rate, pauses, strict limits.
+//!
+//! Written from the formulas of `mm/page-writeback.c` as of 6.13, in bytes instead of pages; the
+//! older law differs only in its proportions. It bills after the write, so that the limit can be
+//! exceeded by what is written between two looks, and nothing but the sum is enforced until the
+//! total is above the middle of background and limit (*free run*): both on purpose, they are what we
+//! compare with.
+//!
+//! Invariants: integers only; rates at least 1; ratios in 1/1024.
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use crate::proportion::{Kind, Local, ONE, PAGE};
+use crate::shared::Shared;
+use crate::units::{
+    MILLISECOND, Nanos, RATE_MOST, SECOND, bytes_in, mul_div, narrow, part, time_of,
+};
+
+/// Bits of the position ratio.
+const BITS: u32 = 10;
+const UNIT: u64 = 1 << BITS;
+/// Longest pause of a writer.
+const MAX_PAUSE: Nanos = 200 * MILLISECOND;
+/// Between two updates of rates.
+const UPDATE: Nanos = 200 * MILLISECOND;
+/// The tick of a kernel with HZ = 1000.
+const TICK: Nanos = MILLISECOND;
+/// What a device is believed to make before it was measured, in bytes per second.
+const PRIOR: u64 = 100 << 20;
+/// Over what the bandwidth is smoothed: 3 s rounded up to a power of two of ticks.
+const SMOOTHING: Nanos = 4_096 * MILLISECOND;
+/// Writes below this much are not worth a short pause.
+const FEW: u64 = 32 * PAGE;
+
+/// What a law looks at. Bytes, and bytes per second.
+#[derive(Debug, Clone, Copy)]
+struct View {
+    dirty: u64,
+    threshold: u64,
+    background: u64,
+    limit: u64,
+    wb_dirty: u64,
+    wb_threshold: u64,
+    bandwidth: u64,
+    strict: bool,
+}
+
+impl View {
+    fn freerun(&self) -> u64 {
+        (self.threshold + self.background) / 2
+    }
+
+    fn wb_background(&self) -> u64 {
+        mul_div(self.wb_threshold, self.background, self.threshold)
+    }
+
+    /// Below which nobody is paced.
+    fn is_free(&self) -> bool {
+        if self.strict {
+            self.wb_dirty <= u64::midpoint(self.wb_threshold, self.wb_background())
+        } else {
+            self.dirty <= self.freerun()
+        }
+    }
+
+    /// 1 + ((setpoint − dirty) / (limit − setpoint))³, from 0 to 2.
+    fn cubic(setpoint: u64, dirty: u64, limit: u64) -> u64 {
+        let span = i128::from(limit.saturating_sub(setpoint).max(1));
+        let x = (i128::from(setpoint) - i128::from(dirty)) * (1 << 20) / span;
+        let cube = (((x * x) >> 20) * x) >> 20;
+        let ratio = (1_i128 << 20) + cube;
+        u64::try_from(ratio.clamp(0, 2 << 20)).unwrap_or(0) >> (20 - BITS)
+    }
+
+    /// The position ratio, in 1/1024.
+    fn position(&self) -> u64 {
+        if self.dirty >= self.limit {
+            return 0;
+        }
+        let setpoint = u64::midpoint(self.freerun(), self.limit);
+        let ratio = Self::cubic(setpoint, self.dirty, self.limit);
+        if self.strict {
+            return ratio.min(self.strict_position());
+        }
+        let wb = self.wb_threshold.min(self.threshold).max((self.limit - self.dirty) / 8);
+        let wb_setpoint = mul_div(setpoint, wb, self.threshold);
+        let window = (self.threshold - wb.min(self.threshold)).saturating_add(8 * self.bandwidth);
+        let span = mul_div(window, wb, self.threshold).max(1);
+        let end = wb_setpoint.saturating_add(span);
+        let ratio = if self.wb_dirty < end - span / 4 {
+            mul_div(ratio, end - self.wb_dirty, span)
+        } else {
+            ratio / 4
+        };
+        // The rule of the seed as it was merged: throttled less while the device runs low.
+        let low = wb / 2;
+        if self.wb_dirty >= low {
+            ratio
+        } else if self.wb_dirty > low / 8 {
+            mul_div(ratio, low, self.wb_dirty)
+        } else {
+            ratio * 8
+        }
+    }
+
+    fn strict_position(&self) -> u64 {
+        if self.wb_dirty < 8 * PAGE {
+            return 2 * UNIT;
+        }
+        let setpoint = u64::midpoint(self.wb_threshold, self.wb_background());
+        if self.wb_dirty >= self.wb_threshold || setpoint == 0 || setpoint == self.wb_threshold {
+            return 0;
+        }
+        Self::cubic(setpoint, self.wb_dirty, self.wb_threshold)
+    }
+}
+
+/// One writer, as Linux sees a task.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Task {
+    /// Written since the last pause, and how much makes the next look.
+    dirtied: u64,
+    look_at: u64,
+    /// Asleep until then.
+    until: Nanos,
+    /// When the last pause ended as far as paying goes: later than `until` while something is owed.
+    paid: Nanos,
+    /// Look again after the pause, since the ratio was 0.
+    again: bool,
+}
+
+/// One device's bandwidth and rates.
+#[derive(Debug, Clone)]
+pub(crate) struct Linux {
+    local: Local,
+    /// As smoothed, and what everything goes by.
+    bandwidth: u64,
+    average: u64,
+    /// Pace of one task before position control, and the newest balanced one.
+    rate: u64,
+    balanced: u64,
+    dirtied: u64,
+    written: u64,
+    stamp_at: Nanos,
+    stamp_dirtied: u64,
+    stamp_written: u64,
+    dirty_stamp_at: Nanos,
+}
+
+/// A device's bounds, for its threshold.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Bounds {
+    pub(crate) min_ratio: u32,
+    pub(crate) max_ratio: u32,
+    pub(crate) max_bytes: u64,
+    pub(crate) strict: bool,
+}
+
+impl Linux {
+    pub(crate) fn new(remembered: Option<u64>, now: Nanos) -> Self {
+        let bandwidth = remembered.unwrap_or(PRIOR).max(1);
+        Self {
+            local: Local::default(),
+            bandwidth,
+            average: bandwidth,
+            rate: bandwidth,
+            balanced: bandwidth,
+            dirtied: 0,
+            written: 0,
+            stamp_at: now,
+            stamp_dirtied: 0,
+            stamp_written: 0,
+            dirty_stamp_at: now,
+        }
+    }
+
+    pub(crate) fn estimate(&self) -> u64 {
+        self.average
+    }
+
+    /// The device's threshold.
+    pub(crate) fn threshold(&mut self, shared: &Shared, bounds: &Bounds, wb_dirty: u64) -> u64 {
+        let (threshold, _) = shared.thresholds();
+        let share = self.local.part(shared.proportions(), shared.events());
+        let mins: u64 = shared.slots.iter().map(|slot| slot.min_ratio.load(Relaxed)).sum();
+        let common = u64::from(crate::units::WHOLE).saturating_sub(mins);
+        let common = mul_div(threshold, common, u64::from(crate::units::WHOLE));
+        let wb = mul_div(common, share, ONE).saturating_add(part(threshold, bounds.min_ratio));
+        let most = part(threshold, bounds.max_ratio).min(bounds.max_bytes);
+        let wb = wb.min(most);
+        if bounds.strict {
+            // A floor, or an idle device could never begin again (6.13).
+            let limit = shared.limit.load(Relaxed);
+            wb.max((limit.saturating_sub(wb_dirty) / 100).min(most / 4))
+        } else {
+            wb
+        }
+    }
+
+    fn view(&mut self, shared: &Shared, bounds: &Bounds, wb_dirty: u64) -> View {
+        let (threshold, background) = shared.thresholds();
+        View {
+            dirty: shared.total.load(Relaxed),
+            threshold,
+            background,
+            limit: shared.limit.load(Relaxed).max(threshold),
+            wb_dirty,
+            wb_threshold: self.threshold(shared, bounds, wb_dirty),
+            bandwidth: self.average,
+            strict: bounds.strict,
+        }
+    }
+
+    /// When the task may write: now, or later.
+    pub(crate) fn ask(
+        &mut self,
+        task: &mut Task,
+        (shared, bounds): (&Shared, &Bounds),
+        wb_dirty: u64,
+        now: Nanos,
+    ) -> Nanos {
+        if task.until > now {
+            return task.until;
+        }
+        if std::mem::take(&mut task.again) {
+            self.balance(task, (shared, bounds), wb_dirty, now);
+        }
+        task.until.max(now)
+    }
+
+    /// The task has dirtied `bytes`.
+    pub(crate) fn dirtied(
+        &mut self,
+        task: &mut Task,
+        (shared, bounds): (&Shared, &Bounds),
+        (wb_dirty, bytes): (u64, u64),
+        now: Nanos,
+    ) {
+        self.dirtied = self.dirtied.saturating_add(bytes);
+        task.dirtied = task.dirtied.saturating_add(bytes);
+        if task.dirtied >= task.look_at {
+            self.balance(task, (shared, bounds), wb_dirty, now);
+        }
+    }
+
+    /// `balance_dirty_pages`: decides whether the task sleeps, and for how long.
+    fn balance(
+        &mut self,
+        task: &mut Task,
+        (shared, bounds): (&Shared, &Bounds),
+        wb_dirty: u64,
+        now: Nanos,
+    ) {
+        let mut view = self.view(shared, bounds, wb_dirty);
+        if view.is_free() {
+            let (room, dirty) = if view.strict {
+                (view.wb_threshold, view.wb_dirty)
+            } else {
+                (view.threshold, view.dirty)
+            };
+            let pages = (room.saturating_sub(dirty) / PAGE).max(1);
+            task.look_at = PAGE << (pages.ilog2() / 2);
+            task.dirtied = 0;
+            task.paid = now;
+            return;
+        }
+        if now.saturating_sub(self.dirty_stamp_at) >= UPDATE {
+            self.update(Some(&view), now);
+            view.bandwidth = self.average;
+        }
+        let ratio = view.position();
+        let rate = mul_div(self.rate, ratio, UNIT);
+        let max_pause = self.max_pause(wb_dirty);
+        let (min_pause, look_at) = self.min_pause(max_pause, rate);
+        if rate == 0 {
+            self.sleep(task, max_pause, look_at, now);
+            task.again = true;
+            return;
+        }
+        let period = time_of(task.dirtied, rate);
+        let thought = now.saturating_sub(task.paid);
+        let due = period.saturating_add(task.paid.saturating_sub(now));
+        if due < thought.saturating_add(min_pause) {
+            // Too short to sleep: carried as credit, but not for more than a second.
+            if thought > due.saturating_add(SECOND) {
+                task.paid = now;
+                task.dirtied = 0;
+            } else if period > 0 {
+                task.paid = task.paid.saturating_add(period);
+                task.dirtied = 0;
+            }
+            task.look_at = look_at;
+            return;
+        }
+        let pause = due - thought;
+        self.sleep(task, pause.min(max_pause), look_at, now);
+        // What exceeds the longest pause is owed, as far as one more goes.
+        task.paid = task.until.saturating_add(pause.saturating_sub(max_pause).min(max_pause));
+    }
+
+    fn sleep(&self, task: &mut Task, pause: Nanos, look_at: u64, now: Nanos) {
+        task.until = now.saturating_add(pause);
+        task.paid = task.until;
+        task.dirtied = 0;
+        task.look_at = look_at;
+    }
+
+    /// An eighth of the time the device needs for what is dirty, at most 200 ms.
+    fn max_pause(&self, wb_dirty: u64) -> Nanos {
+        let drain = time_of(wb_dirty, self.average);
+        (drain.saturating_mul(128) / 1000).saturating_add(TICK).min(MAX_PAUSE)
+    }
+
+    /// The shortest pause worth making, and after how many bytes to look again.
+    fn min_pause(&self, max_pause: Nanos, task_rate: u64) -> (Nanos, u64) {
+        let log = |rate: u64| u64::from((rate / PAGE).max(1).ilog2());
+        let more = log(self.average).saturating_sub(log(self.rate));
+        let mut target = (10 * MILLISECOND * (1 + more)).min(TICK + max_pause / 2);
+        let mut bytes = bytes_in(self.rate, target);
+        if bytes < FEW {
+            target = max_pause;
+            bytes = bytes_in(self.rate, target);
+            if bytes > FEW {
+                bytes = FEW;
+                target = time_of(FEW, self.rate);
+            }
+        }
+        if time_of(bytes, task_rate) > max_pause {
+            target = max_pause;
+            bytes = bytes_in(task_rate, target);
+        }
+        let least = if bytes >= FEW { TICK + target / 2 } else { target };
+        (least, bytes.max(PAGE))
+    }
+
+    /// The first write after idleness is sent: long idle time must not count (5.15).
+    pub(crate) fn busy(&mut self, now: Nanos) {
+        if now.saturating_sub(self.stamp_at) > SECOND {
+            self.stamp_at = now;
+            self.stamp_written = self.written;
+        }
+        if now.saturating_sub(self.dirty_stamp_at) > SECOND {
+            self.dirty_stamp_at = now;
+            self.stamp_dirtied = self.dirtied;
+        }
+    }
+
+    /// Bytes have been written.
+    pub(crate) fn written(&mut self, shared: &Shared, bounds: &Bounds, bytes: u64, now: Nanos) {
+        self.written = self.written.saturating_add(bytes);
+        let kind = shared.proportions();
+        let most = mul_div(ONE, u64::from(bounds.max_ratio), u64::from(crate::units::WHOLE));
+        if most >= ONE || self.local.part(kind, shared.events()) <= most {
+            self.count(shared, kind, bytes);
+        }
+        if now.saturating_sub(self.stamp_at) >= UPDATE {
+            self.update(None, now);
+        }
+    }
+
+    /// The threshold at which this device alone makes its flusher begin.
+    pub(crate) fn background(&mut self, shared: &Shared) -> u64 {
+        let share = self.local.part(shared.proportions(), shared.events());
+        mul_div(shared.thresholds().1, share, ONE)
+    }
+
+    /// Counts page by page as the kernel does, or rather: never across the end of a half-period.
+    fn count(&mut self, shared: &Shared, kind: Kind, mut bytes: u64) {
+        while bytes > 0 {
+            let step = match kind {
+                Kind::Floating { half } => {
+                    let half = half.max(1);
+                    bytes.min(half - shared.events.load(Relaxed) % half)
+                }
+                Kind::Flexible => bytes,
+            };
+            // Counted in the period the last byte falls into, as before its end.
+            let mut global = shared.events();
+            global.events = global.events.saturating_add(step - 1);
+            self.local.add(kind, global, step);
+            shared.events.fetch_add(step, Relaxed);
+            bytes -= step;
+        }
+    }
+
+    /// Bandwidth, and with a view also the pace of a task.
+    fn update(&mut self, view: Option<&View>, now: Nanos) {
+        let elapsed = now.saturating_sub(self.stamp_at).max(1);
+        if let Some(view) = view {
+            let dirtied = self.dirtied.saturating_sub(self.stamp_dirtied);
+            let since = now.saturating_sub(self.dirty_stamp_at).max(1);
+            self.update_rate(view, mul_div(dirtied, SECOND, since));
+            self.stamp_dirtied = self.dirtied;
+            self.dirty_stamp_at = now;
+        }
+        self.update_bandwidth(elapsed);
+        self.stamp_written = self.written;
+        self.stamp_at = now;
+    }
+
+    fn update_bandwidth(&mut self, elapsed: Nanos) {
+        let written = self.written.saturating_sub(self.stamp_written);
+        let newest = mul_div(written, SECOND, elapsed).min(RATE_MOST);
+        if elapsed > SMOOTHING {
+            self.bandwidth = newest.max(1);
+            self.average = self.bandwidth;
+            return;
+        }
+        let old = self.bandwidth;
+        let kept = u128::from(old) * u128::from(SMOOTHING - elapsed);
+        let mixed = (u128::from(newest) * u128::from(elapsed) + kept) / u128::from(SMOOTHING);
+        let mixed = narrow(mixed);
+        // The average follows only while all three lie in one order.
+        if self.average > old && old >= mixed {
+            self.average -= (self.average - old) / 8;
+        } else if self.average < old && old <= mixed {
+            self.average += (old - self.average) / 8;
+        }
+        self.average = self.average.max(1);
+        self.bandwidth = mixed.max(1);
+    }
+
+    fn update_rate(&mut self, view: &View, dirty_rate: u64) {
+        let task = mul_div(self.rate, view.position(), UNIT).saturating_add(1).min(RATE_MOST);
+        let balanced = mul_div(task, self.average, dirty_rate.max(1)).min(self.average);
+        let (dirty, setpoint) = if view.strict {
+            let middle = u64::midpoint(view.wb_threshold, view.wb_background());
+            let few = view.wb_dirty < 8 * PAGE;
+            (view.wb_dirty, if few { view.wb_dirty + 1 } else { middle })
+        } else {
+            (view.dirty, u64::midpoint(view.freerun(), view.limit))
+        };
+        let step = if dirty < setpoint {
+            self.balanced.min(balanced).min(task).saturating_sub(self.rate)
+        } else {
+            self.rate.saturating_sub(self.balanced.max(balanced).max(task))
+        };
+        let shift = u32::try_from(self.rate / (2 * step + 1)).unwrap_or(u32::MAX);
+        let step = step.checked_shr(shift).unwrap_or(0).div_ceil(8);
+        self.rate = if self.rate < balanced {
+            self.rate.saturating_add(step)
+        } else {
+            self.rate.saturating_sub(step)
+        };
+        self.rate = self.rate.max(1);
+        self.balanced = balanced;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn view(dirty: u64, wb_dirty: u64) -> View {
+        View {
+            dirty,
+            threshold: 800 << 20,
+            background: 400 << 20,
+            limit: 800 << 20,
+            wb_dirty,
+            wb_threshold: 800 << 20,
+            bandwidth: 50 << 20,
+            strict: false,
+        }
+    }
+
+    #[test]
+    fn the_cubic_is_2_at_freerun_1_at_the_setpoint_0_at_the_limit() {
+        assert_eq!(View::cubic(700, 600, 800), 2 * UNIT);
+        assert_eq!(View::cubic(700, 700, 800), UNIT);
+        assert_eq!(View::cubic(700, 800, 800), 0);
+        assert_eq!(view(800 << 20, 800 << 20).position(), 0);
+        assert!(view(700 << 20, 700 << 20).position().abs_diff(UNIT) < 4);
+    }
+
+    #[test]
+    fn a_device_that_runs_low_is_let_through_and_one_far_over_gets_a_quarter() {
+        let low = view(700 << 20, 1 << 20).position();
+        assert!(low >= 8 * UNIT, "{low}");
+        let over = View { wb_threshold: 20 << 20, ..view(700 << 20, 600 << 20) };
+        assert!(over.position().abs_diff(UNIT / 4) < 4);
+        let strict = View { strict: true, wb_threshold: 20 << 20, ..view(1 << 20, 20 << 20) };
+        assert_eq!(strict.position(), 0);
+    }
+}

@@ -1,0 +1,125 @@
+//! A simulated device: one server with a rate, and what makes real ones difficult.
+//!
+//! Writes are served one after the other. A device is *busy* while it serves or stalls with
+//! something to do; what has been served but not yet told of (latency, batches) is not busy.
+
+use super::random::Random;
+use crate::units::{Nanos, time_of};
+
+/// Jitter of each service time, in parts per million.
+const JITTER: u32 = 100_000;
+
+/// What a device is like.
+#[derive(Debug, Clone, Default)]
+pub struct Model {
+    /// Bytes per second while it serves.
+    pub rate: u64,
+    /// From served to told, without holding up the next write.
+    pub latency: Nanos,
+    /// Served before each write, whatever its size.
+    pub seek: Nanos,
+    /// Each about this often it does nothing for so long: `(every, length)`.
+    pub stalls: Option<(Nanos, Nanos)>,
+    /// Completions are told once this many bytes are served, or nothing is left to do; 0: at once.
+    pub batch: u64,
+    /// From then on nothing completes.
+    pub dies: Option<Nanos>,
+}
+
+impl Model {
+    /// A device of this rate in bytes per second, and nothing odd about it.
+    #[must_use]
+    pub fn plain(rate: u64) -> Self {
+        Self { rate, ..Self::default() }
+    }
+}
+
+/// The device as it runs.
+#[derive(Debug)]
+pub(crate) struct Device {
+    pub(crate) model: Model,
+    random: Random,
+    free_at: Nanos,
+    busy: Nanos,
+    next_stall: Nanos,
+}
+
+impl Device {
+    pub(crate) fn new(model: Model, seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let next_stall = match model.stalls {
+            Some((every, _)) => random.next() % every.max(1) + every / 2,
+            None => Nanos::MAX,
+        };
+        Self { model, random, free_at: 0, busy: 0, next_stall }
+    }
+
+    /// Moves past the stall at `next_stall`; returns its end.
+    fn stall(&mut self) -> Nanos {
+        let (every, length) = self.model.stalls.unwrap_or((Nanos::MAX / 2, 0));
+        let end = self.next_stall.saturating_add(length);
+        let gap = self.random.around(every, 500_000).max(length);
+        self.next_stall = self.next_stall.saturating_add(gap);
+        end
+    }
+
+    /// Takes a write; when it will have been served, or never.
+    pub(crate) fn submit(&mut self, bytes: u64, now: Nanos) -> Option<Nanos> {
+        let begin = self.free_at.max(now);
+        let mut start = begin;
+        while self.next_stall <= start {
+            start = start.max(self.stall());
+        }
+        let service = time_of(bytes, self.model.rate).saturating_add(self.model.seek);
+        let mut end = start.saturating_add(self.random.around(service, JITTER));
+        while self.next_stall < end {
+            let before = self.next_stall;
+            end = end.saturating_add(self.stall() - before);
+        }
+        if self.model.dies.is_some_and(|dies| end >= dies) {
+            return None;
+        }
+        self.busy = self.busy.saturating_add(end - begin);
+        self.free_at = end;
+        Some(end)
+    }
+
+    /// Busy time up to `now`.
+    pub(crate) fn busy_at(&self, now: Nanos) -> Nanos {
+        self.busy.saturating_sub(self.free_at.saturating_sub(now))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::units::{MILLISECOND, SECOND};
+
+    #[test]
+    fn it_serves_at_its_rate_less_stalls() {
+        let stalls = Some((SECOND, 100 * MILLISECOND));
+        for (model, expected) in [
+            (Model::plain(100_000_000), 100.0),
+            (Model { stalls, ..Model::plain(100_000_000) }, 90.0),
+            (Model { seek: 10 * MILLISECOND, ..Model::plain(100_000_000) }, 50.0),
+        ] {
+            let mut device = Device::new(model, 1);
+            let mut end = 0;
+            for _ in 0..5000 {
+                end = device.submit(1_000_000, 0).unwrap();
+            }
+            let rate = 5_000.0 / (end as f64 / SECOND as f64);
+            assert!((rate - expected).abs() < 1.5, "{rate} {expected}");
+            assert_eq!(device.busy_at(end), end);
+        }
+    }
+
+    #[test]
+    fn the_dead_complete_nothing() {
+        let model = Model { dies: Some(SECOND), ..Model::plain(1_000_000) };
+        let mut device = Device::new(model, 1);
+        assert!(device.submit(500_000, 0).is_some());
+        assert!(device.submit(800_000, 0).is_none());
+        assert!(device.submit(1, 2 * SECOND).is_none());
+    }
+}

@@ -1,0 +1,63 @@
+//! Time, bytes and fractions: unsigned integers, and sums that saturate instead of wrapping.
+//!
+//! Invariant: no function here panics or overflows, whatever it is given.
+
+/// Monotonic time in nanoseconds, from any fixed moment the caller likes. Never goes back; where a
+/// caller's clocks disagree a little between threads, differences below zero count as zero.
+pub type Nanos = u64;
+
+/// One millisecond.
+pub const MILLISECOND: Nanos = 1_000_000;
+
+/// One second.
+pub const SECOND: Nanos = 1_000_000_000;
+
+/// The whole of something, in parts per million: the unit of ratios (1/10000 of a percent).
+pub const WHOLE: u32 = 1_000_000;
+
+/// No device is believed to be faster, in bytes per second: sums of a few rates stay far from the end.
+pub(crate) const RATE_MOST: u64 = 1 << 50;
+
+/// `a × b / c`, rounded down, without overflow on the way; a divisor of 0 counts as 1.
+pub(crate) fn mul_div(a: u64, b: u64, c: u64) -> u64 {
+    // Divisions of 128 bits are slow, and seldom needed.
+    match a.checked_mul(b) {
+        Some(product) => product / c.max(1),
+        None => narrow(u128::from(a) * u128::from(b) / u128::from(c.max(1))),
+    }
+}
+
+/// The value, or the largest there is.
+pub(crate) fn narrow(value: u128) -> u64 {
+    u64::try_from(value).unwrap_or(u64::MAX)
+}
+
+/// This many parts per million of `whole`.
+pub(crate) fn part(whole: u64, ppm: u32) -> u64 {
+    mul_div(whole, u64::from(ppm), u64::from(WHOLE))
+}
+
+/// What `rate` bytes per second make in `time`.
+pub(crate) fn bytes_in(rate: u64, time: Nanos) -> u64 {
+    mul_div(rate, time, SECOND)
+}
+
+/// How long `bytes` take at `rate` bytes per second; a rate of 0 counts as 1.
+pub(crate) fn time_of(bytes: u64, rate: u64) -> Nanos {
+    mul_div(bytes, SECOND, rate)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extremes_saturate() {
+        assert_eq!(mul_div(u64::MAX, u64::MAX, 1), u64::MAX);
+        assert_eq!(mul_div(7, 3, 0), 21);
+        assert_eq!(part(1000, WHOLE / 4), 250);
+        assert_eq!(bytes_in(50, 2 * SECOND), 100);
+        assert_eq!(time_of(100, 50), 2 * SECOND);
+        assert_eq!(time_of(1, 0), SECOND);
+    }
+}

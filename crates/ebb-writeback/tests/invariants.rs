@@ -1,0 +1,370 @@
+//! T10: what holds whatever happens. Random devices, volumes, writes, completions, failures, limits and
+//! pressure, beside an oracle that counts bytes.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use ebb_writeback::{
+    Bdi, BdiOptions, Law, MILLISECOND, Nanos, Options, Outcome, Pressure, SECOND, Verdict,
+    VolumeId, WHOLE, Writeback,
+};
+use proptest::prelude::*;
+
+const MB: u64 = 1 << 20;
+
+/// One step; numbers are taken modulo what there is.
+#[derive(Debug, Clone)]
+enum Step {
+    Write { volume: usize, bytes: u64 },
+    Send { device: usize },
+    Done { device: usize, fails: bool },
+    Drop { volume: usize, bytes: u64 },
+    Limit { bytes: u64 },
+    Pressure { level: usize },
+    Options { device: usize, min_ratio: u32, max_ratio: u32, max_bytes: u64 },
+    Wait { time: Nanos },
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        8 => (any::<usize>(), 1..2 * MB).prop_map(|(volume, bytes)| Step::Write { volume, bytes }),
+        6 => any::<usize>().prop_map(|device| Step::Send { device }),
+        6 => (any::<usize>(), prop::bool::weighted(0.1))
+            .prop_map(|(device, fails)| Step::Done { device, fails }),
+        1 => (any::<usize>(), 1..2 * MB).prop_map(|(volume, bytes)| Step::Drop { volume, bytes }),
+        1 => (0..400 * MB).prop_map(|bytes| Step::Limit { bytes }),
+        1 => (0..4_usize).prop_map(|level| Step::Pressure { level }),
+        1 => (any::<usize>(), 0..300_000_u32, 1..=WHOLE, any::<u64>()).prop_map(
+            |(device, min_ratio, max_ratio, max_bytes)| Step::Options {
+                device, min_ratio, max_ratio, max_bytes
+            }
+        ),
+        4 => (0..200 * MILLISECOND).prop_map(|time| Step::Wait { time }),
+    ]
+}
+
+struct Device {
+    bdi: Bdi,
+    volume: VolumeId,
+    /// What the oracle counts.
+    dirty: u64,
+    in_flight: Vec<(u64, Nanos)>,
+}
+
+impl Device {
+    fn held(&self) -> u64 {
+        self.dirty + self.in_flight.iter().map(|(bytes, _)| bytes).sum::<u64>()
+    }
+}
+
+struct World {
+    now: Nanos,
+    writeback: Writeback,
+    devices: Vec<Device>,
+}
+
+impl World {
+    fn new(law: Law, count: usize, rates: &[Option<u64>]) -> World {
+        let options = Options { law, bdis: count, ..Options::new(100 * MB) };
+        let mut writeback = Writeback::new(&options).unwrap();
+        let mut devices = Vec::new();
+        for index in 0..count {
+            let options = BdiOptions { rate: rates[index % rates.len()], ..BdiOptions::default() };
+            let mut bdi = writeback.add_bdi(options, 0).unwrap();
+            let volume = bdi.add_volume(1).unwrap();
+            devices.push(Device { bdi, volume, dirty: 0, in_flight: Vec::new() });
+        }
+        assert!(writeback.add_bdi(BdiOptions::default(), 0).is_err());
+        World { now: 1, writeback, devices }
+    }
+
+    /// What every device answered, so that orders can be compared.
+    fn step(&mut self, step: &Step) -> Option<Verdict> {
+        let (now, count) = (self.now, self.devices.len());
+        match *step {
+            Step::Write { volume, bytes } => {
+                let device = &mut self.devices[volume % count];
+                let verdict = device.bdi.ask(device.volume, bytes, now, now);
+                match verdict {
+                    Verdict::Go => device.dirty += bytes,
+                    Verdict::PauseUntil(until) => assert!(until > now),
+                    Verdict::Split(most) => assert!(most > 0 && most < bytes),
+                }
+                return Some(verdict);
+            }
+            Step::Send { device } => {
+                let device = &mut self.devices[device % count];
+                let plan = device.bdi.plan(now);
+                assert!(plan.chunk > 0 && plan.in_flight >= plan.chunk);
+                let bytes = plan.chunk.min(device.dirty);
+                device.bdi.on_writeback(device.volume, bytes, now);
+                device.dirty -= bytes;
+                if bytes > 0 {
+                    device.in_flight.push((bytes, now));
+                }
+            }
+            Step::Done { device, fails } => {
+                let device = &mut self.devices[device % count];
+                if let Some((bytes, sent)) = device.in_flight.pop() {
+                    let outcome = if fails { Outcome::Failed } else { Outcome::Written };
+                    device.dirty += if fails { bytes } else { 0 };
+                    let _ = device.bdi.on_written(device.volume, bytes, sent, outcome, now);
+                }
+            }
+            Step::Drop { volume, bytes } => {
+                let device = &mut self.devices[volume % count];
+                device.bdi.on_dropped(device.volume, bytes);
+                device.dirty -= bytes.min(device.dirty);
+            }
+            Step::Limit { bytes } => self.writeback.set_limit(bytes, now),
+            Step::Pressure { level } => {
+                use Pressure::{Calm, Drain, LastResort, Squeeze};
+                self.writeback.set_pressure([Calm, Squeeze, Drain, LastResort][level], now);
+            }
+            Step::Options { device, min_ratio, max_ratio, max_bytes } => {
+                let device = &mut self.devices[device % count];
+                let options =
+                    BdiOptions { min_ratio, max_ratio, max_bytes, ..BdiOptions::default() };
+                // Refused when the minimums do not fit: nothing changes then.
+                let before = device.bdi.options().clone();
+                if device.bdi.set_options(options).is_err() {
+                    assert_eq!(*device.bdi.options(), before);
+                }
+            }
+            Step::Wait { time } => {
+                self.now += time;
+                self.writeback.keep(self.now);
+            }
+        }
+        None
+    }
+
+    fn check(&mut self, law: Law, before: u64) {
+        let now = self.now;
+        let mut held = 0;
+        let mut sum = 0;
+        for device in &mut self.devices {
+            let stats = device.bdi.stats(now);
+            let in_flight: u64 = device.in_flight.iter().map(|(bytes, _)| bytes).sum();
+            assert_eq!((stats.dirty, stats.writeback), (device.dirty, in_flight));
+            let volume = device.bdi.volume_stats(device.volume).unwrap();
+            assert_eq!((volume.dirty, volume.writeback), (device.dirty, in_flight));
+            assert!(stats.bandwidth > 0 && stats.utilisation <= WHOLE && stats.share <= WHOLE);
+            if law == Law::Ours {
+                assert!(stats.threshold > 0);
+            }
+            held += device.held();
+            sum += stats.threshold;
+        }
+        let stats = self.writeback.stats();
+        assert_eq!(stats.held, held);
+        assert!(stats.limit >= stats.goal);
+        if law == Law::Ours {
+            // What was let in fits; what a lower limit found there may only shrink.
+            assert!(held <= stats.limit.max(before), "{held} of {}, {before} before", stats.limit);
+            let quanta = u64::try_from(self.devices.len()).unwrap();
+            assert!(sum <= stats.limit + quanta, "thresholds {sum} of {}", stats.limit);
+        }
+    }
+}
+
+fn laws() -> impl Strategy<Value = Law> {
+    prop_oneof![
+        4 => Just(Law::Ours),
+        1 => Just(Law::Linux),
+        1 => Just(Law::LinuxOld { shift: 0 }),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn counters_are_right_and_the_limit_holds_whatever_happens(
+        law in laws(),
+        count in 1..9_usize,
+        rates in prop::collection::vec(prop::option::of(1..2_000_000_000_u64), 1..4),
+        steps in prop::collection::vec(step(), 1..300),
+    ) {
+        let mut world = World::new(law, count, &rates);
+        for step in &steps {
+            let before = world.writeback.stats().held;
+            world.step(step);
+            world.check(law, before);
+        }
+        // Handles give back what they held.
+        world.devices.clear();
+        prop_assert_eq!(world.writeback.stats().held, 0);
+        prop_assert_eq!(world.writeback.stats().bdis, 0);
+    }
+
+    /// Nothing a caller can pass panics or overflows; all figures are from the whole range.
+    #[test]
+    fn extremes_are_answered(
+        law in laws(),
+        limit in MB..=u64::MAX,
+        rate in prop::option::of(any::<u64>()),
+        strict_limit in any::<bool>(),
+        steps in prop::collection::vec((0..9_u8, any::<u64>(), any::<u64>(), any::<u64>()), 1..100),
+    ) {
+        let mut writeback = Writeback::new(&Options { law, ..Options::new(limit) }).unwrap();
+        let (max_chunk, max_in_flight) = (u64::MAX, u64::MAX);
+        let options =
+            BdiOptions { rate, strict_limit, max_chunk, max_in_flight, io_cost: u64::MAX, ..BdiOptions::default() };
+        let mut bdi = writeback.add_bdi(options, 0).unwrap();
+        let volume = bdi.add_volume(1000).unwrap();
+        for (what, a, b, now) in steps {
+            match what {
+                0..=2 => drop(bdi.ask(volume, a >> (b % 64), b, now)),
+                3 => bdi.on_writeback(volume, a, now),
+                4 => drop(bdi.on_written(volume, a, b, Outcome::Written, now)),
+                5 => drop(bdi.on_written(volume, a >> (b % 64), b, Outcome::Failed, now)),
+                6 => bdi.on_dropped(volume, a >> (b % 64)),
+                7 => writeback.set_limit(a, now),
+                _ => writeback.keep(now),
+            }
+            bdi.plan(now);
+            bdi.stats(now);
+            let held = bdi.volume_stats(volume).unwrap();
+            prop_assert_eq!(writeback.stats().held, held.dirty + held.writeback);
+        }
+    }
+
+    #[test]
+    fn the_order_of_devices_does_not_matter(
+        count in 2..6_usize,
+        rates in prop::collection::vec(prop::option::of(1..2_000_000_000_u64), 6),
+        turn in 1..5_usize,
+        steps in prop::collection::vec(step(), 1..200),
+    ) {
+        // The same devices, numbered from another one on.
+        let place = |device: usize| (device % count + turn) % count;
+        let mut turned_rates = rates[..count].to_vec();
+        for device in 0..count {
+            turned_rates[place(device)] = rates[device];
+        }
+        let mut one = World::new(Law::Ours, count, &rates[..count]);
+        let mut other = World::new(Law::Ours, count, &turned_rates);
+        for step in &steps {
+            let turned = match step.clone() {
+                Step::Write { volume, bytes } => Step::Write { volume: place(volume), bytes },
+                Step::Send { device } => Step::Send { device: place(device) },
+                Step::Done { device, fails } => Step::Done { device: place(device), fails },
+                Step::Drop { volume, bytes } => Step::Drop { volume: place(volume), bytes },
+                Step::Options { device, min_ratio, max_ratio, max_bytes } => {
+                    Step::Options { device: place(device), min_ratio, max_ratio, max_bytes }
+                }
+                step => step,
+            };
+            prop_assert_eq!(one.step(step), other.step(&turned));
+        }
+        for device in 0..count {
+            let now = one.now;
+            let here = one.devices[device].bdi.stats(now);
+            prop_assert_eq!(here, other.devices[place(device)].bdi.stats(now));
+        }
+    }
+
+    #[test]
+    fn a_limit_that_is_lowered_never_stops_writers_of_devices_that_drain(
+        rate in 5_000_000..1_000_000_000_u64,
+        cut in 2..9_u64,
+        at in SECOND..3 * SECOND,
+    ) {
+        // One device, fed as fast as it is let, in writes of 1/200 of a second.
+        let bytes = rate / 200;
+        let limit = rate;
+        let mut writeback = Writeback::new(&Options::new(limit)).unwrap();
+        let mut bdi = writeback.add_bdi(BdiOptions::default(), 0).unwrap();
+        let volume = bdi.add_volume(1).unwrap();
+        let (mut asked, mut longest, mut in_flight) = (None, 0, None);
+        let mut cut_at = Some(at);
+        for now in (0..6 * SECOND).step_by(1_000_000) {
+            if cut_at.take_if(|at| *at <= now).is_some() {
+                writeback.set_limit(limit / cut, now);
+            }
+            if let Some((size, sent, done)) = in_flight && done <= now {
+                let _ = bdi.on_written(volume, size, sent, Outcome::Written, now);
+                in_flight = None;
+            }
+            loop {
+                let since = *asked.get_or_insert(now);
+                if bdi.ask(volume, bytes, since, now) != Verdict::Go {
+                    break;
+                }
+                longest = longest.max(now - since);
+                asked = None;
+            }
+            let stats = bdi.stats(now);
+            if in_flight.is_none() && stats.dirty > 0 && bdi.plan(now).start {
+                let size = stats.dirty.min(rate / 200);
+                bdi.on_writeback(volume, size, now);
+                in_flight = Some((size, now, now + size * SECOND / rate));
+            }
+            if now % (10 * MILLISECOND) == 0 {
+                writeback.keep(now);
+            }
+        }
+        prop_assert!(longest <= 200 * MILLISECOND, "{} ms", longest / MILLISECOND);
+        let stats = writeback.stats();
+        prop_assert_eq!(stats.limit, stats.goal);
+        prop_assert!(stats.held <= stats.limit);
+    }
+}
+
+/// While a device holds at most half of its threshold nobody waits for pace: the rule of the seed.
+#[test]
+fn a_device_that_runs_low_is_never_throttled() {
+    let mut writeback = Writeback::new(&Options::new(1 << 30)).unwrap();
+    let options = BdiOptions { rate: Some(50 * MB), ..BdiOptions::default() };
+    let mut bdi = writeback.add_bdi(options, 0).unwrap();
+    let volume = bdi.add_volume(1).unwrap();
+    writeback.keep(0);
+    let threshold = bdi.stats(0).threshold;
+    assert_eq!(threshold, 100 * MB);
+    let mut held = 0;
+    while held + 65536 <= threshold / 2 {
+        assert_eq!(bdi.ask(volume, 65536, 0, 0), Verdict::Go);
+        held += 65536;
+    }
+    // From there on it is paced, and at the threshold it ends.
+    while bdi.ask(volume, 65536, 0, 0) == Verdict::Go {
+        held += 65536;
+        assert!(held < threshold / 2 + 4 * MB, "unpaced above half");
+    }
+    let mut now = 0;
+    while now < 60 * SECOND {
+        now += 10 * MILLISECOND;
+        if bdi.ask(volume, 65536, now, now) == Verdict::Go {
+            held += 65536;
+        }
+        assert!(held <= threshold);
+    }
+    assert!(held > threshold / 10 * 9);
+}
+
+/// A store that fails holds its own writers up only, and is asked again later and later.
+#[test]
+fn a_store_that_fails_keeps_its_data_and_harms_nobody() {
+    let mut writeback = Writeback::new(&Options::new(100 * MB)).unwrap();
+    let mut bad = writeback.add_bdi(BdiOptions::default(), 0).unwrap();
+    let volume = bad.add_volume(1).unwrap();
+    assert_eq!(bad.ask(volume, MB, 0, 0), Verdict::Go);
+    let mut now = 0;
+    let mut waits = Vec::new();
+    for _ in 0..10 {
+        bad.on_writeback(volume, MB, now);
+        let _ = bad.on_written(volume, MB, now, Outcome::Failed, now);
+        let again = bad.plan(now).not_before;
+        waits.push(again - now);
+        now = again;
+        writeback.keep(now);
+    }
+    assert!(waits.is_sorted() && waits[0] == SECOND / 10 && waits[9] == 5 * SECOND, "{waits:?}");
+    let stats = bad.stats(now);
+    assert!(stats.stuck && stats.failures == 10 && stats.dirty == MB);
+    bad.on_writeback(volume, MB, now);
+    let _ = bad.on_written(volume, MB, now, Outcome::Written, now + MILLISECOND);
+    writeback.keep(now + MILLISECOND);
+    assert!(!bad.stats(now).stuck);
+    assert_eq!(writeback.stats().held, 0);
+}

@@ -1,0 +1,99 @@
+//! The calls on the way of a write allocate nothing, and handles on several threads keep one limit.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use ebb_writeback::{BdiOptions, Law, MILLISECOND, Options, Outcome, Verdict, Writeback};
+
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+// SAFETY: hands everything to the system's allocator, and only counts beside it.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.with(|count| count.set(count.get() + 1));
+        // SAFETY: the caller keeps the contract of `alloc`, which is the system's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the pointer came from the system's allocator with this layout.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+#[test]
+fn hot_calls_do_not_touch_the_heap() {
+    for law in [Law::Ours, Law::Linux, Law::LinuxOld { shift: 0 }] {
+        let options = Options { law, ..Options::new(64 << 20) };
+        let mut writeback = Writeback::new(&options).unwrap();
+        let mut bdi = writeback.add_bdi(BdiOptions::default(), 0).unwrap();
+        let volume = bdi.add_volume(1).unwrap();
+        let before = ALLOCATIONS.with(Cell::get);
+        let (mut now, mut paused) = (0, 0);
+        for _ in 0..20_000 {
+            now += MILLISECOND / 4;
+            if bdi.ask(volume, 65_536, now, now) != Verdict::Go {
+                paused += 1;
+            }
+            let plan = bdi.plan(now);
+            let bytes = bdi.stats(now).dirty.min(plan.chunk).min(20_000);
+            if plan.start && bytes > 0 {
+                bdi.on_writeback(volume, bytes, now);
+                let _ = bdi.on_written(volume, bytes, now, Outcome::Written, now + MILLISECOND / 8);
+            }
+            writeback.keep(now);
+        }
+        assert_eq!(ALLOCATIONS.with(Cell::get), before, "{law:?}");
+        assert!(paused > 1000, "{law:?}: the paced way was taken, too");
+    }
+}
+
+#[test]
+fn handles_on_several_threads_never_exceed_the_limit_together() {
+    const LIMIT: u64 = 8 << 20;
+    let mut writeback = Writeback::new(&Options::new(LIMIT)).unwrap();
+    let mut handles = Vec::new();
+    for rate in [1 << 30, 1 << 28, 1 << 26, 1 << 24] {
+        let options = BdiOptions { rate: Some(rate), ..BdiOptions::default() };
+        handles.push(writeback.add_bdi(options, 0).unwrap());
+    }
+    let (running, went) = (AtomicU64::new(4), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for mut bdi in handles {
+            let (running, went) = (&running, &went);
+            scope.spawn(move || {
+                let volume = bdi.add_volume(1).unwrap();
+                let mut now = 0;
+                for turn in 0..30_000_u64 {
+                    now += 20_000;
+                    if bdi.ask(volume, 32_768, now, now) == Verdict::Go {
+                        went.fetch_add(1, Relaxed);
+                    }
+                    if turn % 3 == 0 {
+                        bdi.on_writeback(volume, 65_536, now);
+                        let _ = bdi.on_written(volume, 65_536, now, Outcome::Written, now + 10_000);
+                    }
+                }
+                drop(bdi);
+                running.fetch_sub(1, Relaxed);
+            });
+        }
+        let mut now = 0;
+        while running.load(Relaxed) > 0 {
+            now += MILLISECOND;
+            writeback.keep(now);
+            let stats = writeback.stats();
+            assert!(stats.held <= LIMIT && stats.limit == LIMIT, "{stats:?}");
+        }
+    });
+    assert!(went.load(Relaxed) > 10_000);
+    assert_eq!(writeback.stats().held, 0);
+}

@@ -1,0 +1,125 @@
+//! Prints the acceptance figures of writeback, one line each on stdout, `name ours peer ratio bar
+//! ok|short`; the log goes to stderr. The peer is Linux's present law.
+//!
+//! Figures are costs: less is better, so that what is to be at least 99 % busy is shown as at most
+//! 1 % idle. Each group of figures is one function in [`GROUPS`]; those of real devices stand beside
+//! the simulated ones there.
+//!
+//! Exit status: 0 when everything ran (a missed bar is said in its line), 1 when something failed to
+//! run, 2 for bad usage.
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use ebb_writeback::Law;
+use ebb_writeback::sim::figure::{self, Figure as Measured};
+use ebb_writeback::sim::report::measure;
+use ebb_writeback::sim::scenario::{ALL, Scenario};
+use testbed::bench::figure::{Bar, Figure};
+
+const HELP: &str = "\
+usage: bench-writeback [--only PATTERN]
+
+  --only PATTERN  only figures whose name contains PATTERN
+";
+
+type Print<'a> = &'a mut dyn FnMut(&Figure) -> io::Result<()>;
+type Group = fn(Print) -> Result<(), String>;
+
+/// What is measured, in order: a name for the log, and how.
+const GROUPS: [(&str, Group); 1] = [("simulated devices", simulated)];
+
+/// All scenarios in the simulator.
+fn simulated(print: Print) -> Result<(), String> {
+    for scenario in &ALL {
+        let run = |law| {
+            measure(scenario, law)
+                .map(|result| result.figures)
+                .map_err(|error| format!("{} does not start: {error}", scenario.id))
+        };
+        let (ours, peer) = (run(Law::Ours)?, run(Law::Linux)?);
+        let mut figures = Vec::new();
+        if scenario.id.starts_with("T1") && !scenario.id.starts_with("T10") {
+            for shift in [2, 0, -1] {
+                figures.extend(oracle(scenario, shift, &run(Law::LinuxOld { shift })?));
+            }
+        }
+        figures.extend(ours.iter().zip(&peer).filter_map(|(a, b)| cost(scenario, a, b)));
+        for figure in &figures {
+            print(figure).map_err(|error| format!("cannot write to stdout: {error}"))?;
+        }
+    }
+    Ok(())
+}
+
+/// How far the old law is from what was published for it, in percent.
+fn oracle(scenario: &Scenario, shift: i8, figures: &[Measured]) -> Option<Figure> {
+    let figure = figures.first()?;
+    let figure::Bar::Near(published, percent) = figure.bar else { return None };
+    let ours = (figure.value - published).abs() / published * 100.0;
+    let name = format!("writeback_{}_oracle{shift:+}_off_pct", scenario.id.to_lowercase());
+    Some(Figure { name, ours, peer: None, bar: Bar::AtMost(percent) })
+}
+
+/// A figure that has a bar, as a cost.
+fn cost(scenario: &Scenario, ours: &Measured, peer: &Measured) -> Option<Figure> {
+    let prefix = format!("writeback_{}", scenario.id.to_lowercase());
+    let name = |name: &str| format!("{prefix}_{name}");
+    let figure = match ours.bar {
+        figure::Bar::AtMost(most) => Figure {
+            name: name(ours.name),
+            ours: ours.value,
+            peer: Some(peer.value),
+            bar: Bar::AtMost(most),
+        },
+        figure::Bar::AtLeast(least) => {
+            let whole = if ours.name.ends_with("_pct") { 1.0 } else { 100.0 };
+            let lacks = |value: f64| (100.0 - value * whole).max(0.0);
+            let lacking = ours.name.trim_end_matches("_pct").replace("busy", "idle");
+            let lacking = lacking.replace("speed", "lost").replace("to_fastest", "behind");
+            Figure {
+                name: name(&format!("{lacking}_pct")),
+                ours: lacks(ours.value),
+                peer: Some(lacks(peer.value)),
+                bar: Bar::AtMost(lacks(least)),
+            }
+        }
+        figure::Bar::Near(..) | figure::Bar::None => return None,
+    };
+    Some(figure)
+}
+
+/// Progress on stderr; nobody is left to be told when that fails.
+fn log(text: &str) {
+    let _ = writeln!(io::stderr().lock(), "bench-writeback: {text}");
+}
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let only = match &arguments[..] {
+        [] => None,
+        [option, pattern] if option == "--only" => Some(pattern.as_str()),
+        _ => {
+            log(HELP);
+            return ExitCode::from(2);
+        }
+    };
+    let mut print = |figure: &Figure| {
+        if only.is_some_and(|pattern| !figure.name.contains(pattern)) {
+            return Ok(());
+        }
+        // Flushed line by line, so that a long run can be followed through a pipe.
+        let mut stdout = io::stdout().lock();
+        writeln!(stdout, "{figure}")?;
+        stdout.flush()
+    };
+    let mut failed = false;
+    for (name, group) in GROUPS {
+        log(name);
+        if let Err(error) = group(&mut print) {
+            log(&format!("{name} FAILED: {error}"));
+            failed = true;
+        }
+    }
+    if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+}
