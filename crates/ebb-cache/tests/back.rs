@@ -63,7 +63,7 @@ fn writes_stay_in_memory_until_a_flush_and_go_in_clusters() {
             .iter()
             .map(|record| match record {
                 Record::Write { offset, data, .. } => (*offset, data.len()),
-                Record::Flush => (u64::MAX, 0),
+                Record::Flush { .. } => (u64::MAX, 0),
             })
             .collect();
         assert_eq!(record, [(0, 64 * 4096), (MIB, 4096), (u64::MAX, 0)]);
@@ -94,7 +94,7 @@ fn a_failed_write_back_is_told_once_and_its_data_is_kept() {
 struct Eager;
 
 impl Control for Eager {
-    fn pause(&self, _: Instant, _: u64, _: u64) -> Duration {
+    fn ask(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
         Duration::ZERO
     }
     fn next(&self, _: Instant, _: u64, _: Duration) -> Order {
@@ -151,8 +151,8 @@ fn fua_zeroes_and_extents_see_what_is_in_memory() {
 fn the_fixed_limit_pauses_writers_and_wakes_the_flusher() {
     let control = FixedLimit::default();
     let now = Instant::now();
-    assert_eq!(control.pause(now, 4096, 0), Duration::ZERO);
-    assert!(control.pause(now, 4096, control.dirty_max) > Duration::ZERO);
+    assert_eq!(control.ask(now, now, 4096, 0), Duration::ZERO);
+    assert!(control.ask(now, now, 4096, control.dirty_max) > Duration::ZERO);
     assert_eq!(control.next(now, 4096, control.age_max), Order::Write(control.cluster));
     assert!(matches!(control.next(now, 4096, Duration::ZERO), Order::Wait(_)));
     assert!(matches!(control.next(now, control.dirty_max, Duration::ZERO), Order::Write(_)));

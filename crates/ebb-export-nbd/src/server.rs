@@ -137,6 +137,15 @@ impl Server {
         export.volume.close(io).await
     }
 
+    /// Withdraws a volume: its connections finish what is under way and end. It is not closed.
+    pub async fn withdraw(&self, io: &Io, name: &str) {
+        let Some(export) = self.0.registry.remove(name) else { return };
+        export.stop.stop();
+        export.connections.shut();
+        export.connections.empty().await;
+        export.release(io.pool().memory());
+    }
+
     /// Lets nobody in any more and waits until everybody has been seen off.
     pub async fn stop(&self) {
         self.0.stop.stop();

@@ -25,8 +25,11 @@ pub enum Record {
         /// Stable on return.
         fua: bool,
     },
-    /// All before it is stable.
-    Flush,
+    /// What was done before it was asked for is stable.
+    Flush {
+        /// So many of what was remembered.
+        covers: usize,
+    },
 }
 
 /// See the module.
@@ -86,6 +89,18 @@ impl TestStore {
     /// Remembers writes and flushes from now on.
     pub fn start_record(&self) {
         *lock(&self.record) = Some(Vec::new());
+    }
+
+    /// How much was remembered so far.
+    #[must_use]
+    pub fn recorded(&self) -> usize {
+        lock(&self.record).as_ref().map_or(0, Vec::len)
+    }
+
+    fn remember(&self, record: impl FnOnce() -> Record) {
+        if let Some(all) = &mut *lock(&self.record) {
+            all.push(record());
+        }
     }
 
     /// What was remembered.
@@ -188,24 +203,23 @@ impl TestStore {
             at = end;
             self.pause(io).await;
         }
+        // A failed one has done a part.
+        let stable = fua && !fails;
+        self.remember(|| Record::Write { offset, data: buf[..until].to_vec(), fua: stable });
         if fails {
             return (Err(Self::error(Operation::Write, offset, length as u64)), buf);
-        }
-        if let Some(record) = &mut *lock(&self.record) {
-            record.push(Record::Write { offset, data: buf.to_vec(), fua });
         }
         (Ok(()), buf)
     }
 
     pub(crate) async fn flush(&self, io: &Io) -> Result<(), BlockError> {
         self.flushes.fetch_add(1, Ordering::Relaxed);
+        let covers = self.recorded();
         self.begin(io).await;
         if self.fails(&self.write_faults) {
             return Err(Self::error(Operation::Flush, 0, 0));
         }
-        if let Some(record) = &mut *lock(&self.record) {
-            record.push(Record::Flush);
-        }
+        self.remember(|| Record::Flush { covers });
         Ok(())
     }
 
@@ -227,11 +241,9 @@ impl TestStore {
             at = end;
             self.pause(io).await;
         }
+        self.remember(|| Record::Write { offset, data: vec![0; place(until)], fua: false });
         if fails {
             return Err(Self::error(operation, offset, length));
-        }
-        if let Some(record) = &mut *lock(&self.record) {
-            record.push(Record::Write { offset, data: vec![0; place(length)], fua: false });
         }
         Ok(())
     }

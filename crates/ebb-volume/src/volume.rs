@@ -229,7 +229,8 @@ impl Volume {
         self.account(Operation::Prefetch, length, result)
     }
 
-    /// Refuses new requests, waits for those in flight, and flushes. Safe to call twice.
+    /// Refuses new requests, waits for those in flight, and flushes. Safe to call twice: data of a
+    /// writeback cache that could not be written is tried again.
     ///
     /// # Errors
     /// That of the last flush: data acknowledged without a flush may then not be stable.
@@ -239,7 +240,11 @@ impl Volume {
         if self.options.read_only {
             return Ok(());
         }
-        self.make_stable(io).await.map_err(|e| self.name_it(e))
+        let closed = self.make_stable(io).await.map_err(|e| self.name_it(e));
+        if let (Ok(()), Some(cache)) = (&closed, &self.cache) {
+            cache.end_flusher();
+        }
+        closed
     }
 
     /// Everything acknowledged is on the store, and stable there.

@@ -13,6 +13,8 @@ use ebb_export_xen::XenParameters;
 use ebb_mem::pressure::{Cause, Level, Monitor, State, Subscription};
 use ebb_mem::{ArenaStats, Memory, Reclaim};
 
+use crate::bdi::Bdis;
+
 /// Bouts of pressure that are logged one after the other, and the time in which one more may be.
 const BOUTS: u32 = 5;
 const BOUT_EVERY: Duration = Duration::from_secs(10);
@@ -22,13 +24,16 @@ pub(crate) fn answer(
     monitor: &Monitor,
     memory: &Arc<Memory>,
     cache: &Arc<Cache>,
+    bdis: &Arc<Bdis>,
     grants: &Arc<XenParameters>,
 ) -> Subscription {
-    let (memory, cache, grants) = (Arc::clone(memory), Arc::clone(cache), Arc::clone(grants));
+    let (memory, cache) = (Arc::clone(memory), Arc::clone(cache));
+    let (bdis, grants) = (Arc::clone(bdis), Arc::clone(grants));
     let log = Mutex::new(Log::new(Instant::now()));
     monitor.pressure().subscribe(move |state| {
         let before = memory.arena_stats();
         act(&memory, &cache, state);
+        bdis.pressure(state.level);
         // Mappings of guests' pages cost them memory only while they are short of it.
         if state.cause.is_event() && state.level > Level::L1 {
             grants.shrink();

@@ -205,7 +205,7 @@ pub struct ServeArgs {
     /// Serve a volume: its export NAME, a STORE and options, such as
     /// disk=file:/path/to/image,size=1G,create=true. STORE is file:PATH, memory:SIZE or
     /// null:SIZE; options are size=SIZE, create=BOOL, read-only=BOOL, direct=auto|on|off,
-    /// cache=none|writethrough, default=BOOL, max-buffer-pages=N and
+    /// cache=none|writethrough|writeback, bdi=NAME, default=BOOL, max-buffer-pages=N and
     /// buffer-squeeze-duration-ms=N. A comma in a path is written twice. May be given several times
     /// [default: the volumes of the file]
     #[arg(long = "volume", value_name = "NAME=STORE[,option=value]...")]
@@ -291,6 +291,18 @@ pub struct ServeArgs {
     /// What the cache keeps under memory pressure short of the last resort, 0 to 1T [default: 0]
     #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
     pub cache_min: Option<Size>,
+
+    /// How long stopping, or withdrawing a volume, may take to write what is in memory only, in
+    /// seconds, 1 to 3600. Then what was not written is listed, and the exit status is 1
+    /// [default: 60]
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 60,
+        hide_default_value = true,
+        value_parser = clap::value_parser!(u64).range(1..=3600)
+    )]
+    pub drain: u64,
 
     /// What goes to the log on stderr: error, warn, info or debug, each with all before it
     /// [default: info]

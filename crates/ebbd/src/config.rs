@@ -103,6 +103,9 @@ pub struct VolumeConfig {
     pub direct: Direct,
     /// What the cache does for it.
     pub cache: CacheMode,
+    /// The name of the backing device it shares with others, if it was given one. Only with
+    /// [`CacheMode::Writeback`].
+    pub bdi: Option<String>,
     /// Whether the volume was named the default; see [`Config::default_volume`].
     pub default: bool,
     /// Its own [`Config::max_buffer_pages`], if it has one.

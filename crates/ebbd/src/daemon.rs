@@ -16,16 +16,21 @@ use ebb_export_xen::{Backend, XenParameters};
 use ebb_io::{Worker, WorkerHandle, fd_from};
 use ebb_mem::pressure::{Monitor, Watch};
 use ebb_mem::{Memory, Policy};
+use ebb_volume::Volume;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::answers;
+use crate::bdi::Bdis;
 use crate::cli::ServeArgs;
-use crate::config::{Changes, Choice, Config, IdleMemory, LogLevel, Nbd, Tls};
+use crate::config::{
+    CacheMode, Changes, Choice, Config, IdleMemory, LogLevel, Nbd, Tls, VolumeConfig,
+};
 use crate::control::{Control, Shared};
+use crate::drain::drain;
 use crate::listener::{self, Listener};
 use crate::params::{Configured, Key, Live, Parameters};
 use crate::stat;
-use crate::stores::{open_store, open_volume};
+use crate::stores::{StoreError, open_store, open_volume};
 
 /// Bounds of the ceiling of I/O memory, and what it is where no limit can be found, bytes.
 const CEILING_MIN: usize = 64 << 20;
@@ -45,6 +50,7 @@ struct Daemon {
     cache: Arc<Cache>,
     /// Serves Xen guests.
     xen: Option<Backend>,
+    bdis: Arc<Bdis>,
     /// Listens to memory pressure as long as it is here.
     _monitor: Option<Monitor>,
 }
@@ -89,6 +95,9 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
     let memory = elastic_memory(started, config.idle_memory)?;
     parameters.govern(&memory);
     let cache = start_cache(&memory, &parameters, started)?;
+    // Of I/O memory half may be dirty: requests and reads need some, too.
+    let most = u64::try_from(memory.arena_stats().ceiling / 2).unwrap_or(u64::MAX);
+    let bdis = Bdis::new(&cache, most, started).context("writeback")?;
     for (name, volume) in &config.volumes {
         let opened = open_volume(name, volume, &cache).with_context(|| format!("volume {name}"))?;
         server.add(opened, parameters.pool(Some(name)));
@@ -107,20 +116,29 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
     let grants = Arc::<XenParameters>::default();
     parameters.govern_grants(&grants);
     let answers =
-        monitor.as_ref().map(|monitor| answers::answer(monitor, &memory, &cache, &grants));
+        monitor.as_ref().map(|monitor| answers::answer(monitor, &memory, &cache, &bdis, &grants));
     let handles = || workers.iter().map(Worker::handle).collect();
     let xen = match config.xen {
         true => Some(crate::xen::serve(&server, &parameters, handles(), grants)?),
         false => None,
     };
     keep_time(&workers[0].handle(), memory.clone());
+    bdis.keep(&workers[0].handle());
+    for (volume, worker) in server.volumes().into_iter().map(|(v, _)| v).zip(workers.iter().cycle())
+    {
+        if let Some(config) = config.volumes.get(&**volume.name()) {
+            start_writeback(&bdis, config, &volume, &worker.handle())
+                .with_context(|| format!("volume {}", volume.name()))?;
+        }
+    }
     let control = match &config.control {
         Some(path) => {
             let shared = Shared {
                 server: server.clone(),
                 parameters: parameters.clone(),
                 memory: stat::Memory::new(Some(memory.clone()), monitor.as_ref())
-                    .with_cache(cache.clone()),
+                    .with_cache(cache.clone())
+                    .with_bdis(bdis.clone()),
                 workers: workers.iter().map(Worker::handle).collect(),
                 xen: xen.as_ref().map(Backend::figures),
                 started,
@@ -138,6 +156,7 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
         parameters,
         cache,
         xen,
+        bdis,
         _monitor: monitor,
     };
     daemon.listen(&listeners)?;
@@ -254,6 +273,22 @@ fn start_cache(
     Ok(cache)
 }
 
+/// Has a volume with a writeback cache written back, on this worker; others stay as they are.
+fn start_writeback(
+    bdis: &Arc<Bdis>,
+    config: &VolumeConfig,
+    volume: &Arc<Volume>,
+    worker: &WorkerHandle,
+) -> Result<(), StoreError> {
+    let Some(cache) = volume.cache().filter(|_| config.cache == CacheMode::Writeback) else {
+        return Ok(());
+    };
+    let control = bdis.control(config, cache)?;
+    let volume = volume.clone();
+    worker.block_on(move |io| async move { volume.start_writeback(&io, control) });
+    Ok(())
+}
+
 /// The memory's estimates go by the second.
 fn keep_time(worker: &WorkerHandle, memory: Arc<Memory>) {
     worker.spawn(move |io| async move {
@@ -354,19 +389,18 @@ impl Daemon {
     fn stop(mut self) -> anyhow::Result<()> {
         // Guests stay connected and wait for a successor; what they asked for is answered.
         drop(self.xen.take());
+        let volumes: Vec<_> = self.server.volumes().into_iter().map(|(v, _)| v).collect();
         let server = self.server.clone();
-        let errors = self.first_worker().block_on(move |io| async move {
-            server.stop().await;
-            server.close_volumes(&io).await
-        });
-        let errors = errors.context("a worker ended before the volumes were closed")?;
-        for error in &errors {
-            let cause = error.source.as_ref().map(ToString::to_string).unwrap_or_default();
-            tracing::error!(%error, cause, "not everything could be made stable");
+        let seen_off = move |_| async move { server.stop().await };
+        let limit = Duration::from_secs(self.args.drain);
+        let failures = drain(&self.first_worker(), &volumes, seen_off, limit)?;
+        if failures.is_empty() {
+            tracing::info!("stopped: all volumes flushed");
+            return Ok(());
         }
-        anyhow::ensure!(errors.is_empty(), "{} volume(s) could not be flushed", errors.len());
-        tracing::info!("stopped: all volumes flushed");
-        Ok(())
+        // Workers may be held by what could not be written: they end with the process.
+        std::mem::forget(self);
+        anyhow::bail!("{} volume(s) could not be flushed", failures.len())
     }
 
     /// Reads the configuration again and does what can be done while running. What is wrong with
@@ -397,18 +431,23 @@ impl Daemon {
         tracing::info!(volumes = self.config.volumes.len(), "reloaded");
     }
 
+    /// Takes a volume away: its clients first, then what is in memory only goes to its store.
+    fn withdraw(&self, name: &str) {
+        let volumes = self.server.volumes().into_iter().map(|(volume, _)| volume);
+        let volume: Vec<_> = volumes.filter(|volume| &**volume.name() == name).collect();
+        let (server, removed) = (self.server.clone(), name.to_owned());
+        let seen_off = move |io| async move { server.withdraw(&io, &removed).await };
+        let limit = Duration::from_secs(self.args.drain);
+        // What failed was logged.
+        let _ = drain(&self.first_worker(), &volume, seen_off, limit);
+    }
+
     fn reload_volumes(&mut self, new: &Config, changes: &Changes) {
         for name in changes.volumes_removed.iter().chain(&changes.volumes_changed) {
             if let Some(xen) = &self.xen {
                 xen.withdraw(name);
             }
-            let (server, removed) = (self.server.clone(), name.clone());
-            let result = self
-                .first_worker()
-                .block_on(move |io| async move { server.remove(&io, &removed).await });
-            if let Some(Err(error)) = result {
-                tracing::error!(%error, "not everything could be made stable");
-            }
+            self.withdraw(name);
             self.config.volumes.remove(name);
             tracing::info!(volume = name, "withdrawn");
         }
@@ -416,6 +455,11 @@ impl Daemon {
             let Some(volume) = new.volumes.get(name) else { continue };
             match open_volume(name, volume, &self.cache) {
                 Ok(opened) => {
+                    let worker = self.first_worker();
+                    if let Err(error) = start_writeback(&self.bdis, volume, &opened, &worker) {
+                        tracing::error!(volume = name, "not offered: {error}");
+                        continue;
+                    }
                     self.server.add(opened, self.parameters.pool(Some(name)));
                     self.config.volumes.insert(name.clone(), volume.clone());
                     tracing::info!(volume = name, "offered");

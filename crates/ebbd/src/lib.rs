@@ -6,11 +6,13 @@
 //! *parameter* is a setting that can be changed while the daemon runs.
 
 mod answers;
+mod bdi;
 pub mod cli;
 pub mod client;
 pub mod config;
 pub mod control;
 pub mod daemon;
+mod drain;
 pub mod listener;
 pub mod man;
 pub mod metrics;

@@ -5,6 +5,7 @@
 //! `process_resident_memory_bytes` without `ebbd_memory_unwired_bytes`: the kernel takes that by
 //! itself when it needs it.
 
+mod bdi;
 mod cache;
 
 use std::fmt;
@@ -68,6 +69,21 @@ impl Out<'_> {
         Ok(())
     }
 
+    fn fractions<L: EncodeLabelSet>(
+        &mut self,
+        (name, help): Name,
+        unit: Option<&Unit>,
+        values: impl Iterator<Item = (L, f64)>,
+    ) -> fmt::Result {
+        let kind = ConstGauge::new(0f64).metric_type();
+        let mut family = self.0.encode_descriptor(name, help, unit, kind)?;
+        for (labels, value) in values {
+            let gauge = ConstGauge::new(value);
+            gauge.encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+
     fn counters<L: EncodeLabelSet>(
         &mut self,
         (name, help): Name,
@@ -110,6 +126,9 @@ impl Collector for Snapshot {
         }
         if let Some(of_all) = &stat.cache {
             cache::encode(of_all, stat, &mut out)?;
+        }
+        if !stat.bdis.is_empty() {
+            bdi::encode(stat, &mut out)?;
         }
         Ok(())
     }

@@ -6,6 +6,7 @@
 //! Sizes are in bytes and times in seconds. Counters begin at 0 with the daemon (those of a volume
 //! when it is opened) and only grow.
 
+mod bdi;
 mod cache;
 mod remote;
 
@@ -18,6 +19,7 @@ use ebb_mem::pressure::{Cause, Level, Monitor, Pressure, Subscription};
 use ebb_volume::Volume;
 use serde::{Deserialize, Serialize};
 
+pub use self::bdi::BdiStat;
 pub use self::cache::{CacheStat, VolumeCacheStat};
 pub use self::remote::RemoteStat;
 
@@ -46,6 +48,9 @@ pub struct Stat {
     pub pressure: Option<PressureStat>,
     /// The cache of all volumes together; absent if there is none.
     pub cache: Option<CacheStat>,
+    /// The backing devices of volumes with a writeback cache.
+    #[serde(default)]
+    pub bdis: Vec<BdiStat>,
 }
 
 /// A volume.
@@ -251,6 +256,8 @@ pub struct Memory {
     pub pressure: Option<Read<PressureStat>>,
     /// Reads the cache.
     pub cache: Option<Read<CacheStat>>,
+    /// Reads the backing devices.
+    pub bdis: Option<Read<Vec<BdiStat>>>,
     /// Publishes a level of pressure.
     pub inject: Option<Box<dyn Fn(Level) + Send + Sync>>,
 }
@@ -271,6 +278,13 @@ impl Memory {
     #[must_use]
     pub fn with_cache(mut self, cache: Arc<ebb_cache::Cache>) -> Self {
         self.cache = Some(Box::new(move || CacheStat::from(&cache.stats())));
+        self
+    }
+
+    /// The figures of backing devices, too.
+    #[must_use]
+    pub(crate) fn with_bdis(mut self, bdis: Arc<crate::bdi::Bdis>) -> Self {
+        self.bdis = Some(Box::new(move || bdis.stats()));
         self
     }
 
@@ -297,7 +311,7 @@ impl Memory {
             let handle = monitor.handle();
             Box::new(move |level| handle.inject(level))
         });
-        Self { read, pressure, cache: None, inject }
+        Self { read, pressure, cache: None, bdis: None, inject }
     }
 }
 

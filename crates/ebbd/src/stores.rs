@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ebb_cache::Cache;
+use ebb_cache::{Cache, Mode};
 use ebb_store::{
     FileStore, MemoryStore, NbdError, NbdStore, NullStore, OpenError, OpenOptions, Store,
 };
@@ -23,6 +23,9 @@ pub enum StoreError {
     /// No place in the cache.
     #[error(transparent)]
     Cache(#[from] ebb_cache::Error),
+    /// No place on its backing device.
+    #[error(transparent)]
+    Bdi(#[from] ebb_writeback::Error),
 }
 
 /// Opens a volume: its store, and its part of `cache` if the configuration wants one.
@@ -40,6 +43,10 @@ pub fn open_volume(
         CacheMode::None => Ok(Volume::new(name, store, options)),
         CacheMode::Writethrough => {
             let cache = cache.volume(name, store.size())?;
+            Ok(Volume::with_cache(name, store, options, cache))
+        }
+        CacheMode::Writeback => {
+            let cache = cache.volume_as(name, store.size(), Mode::Writeback)?;
             Ok(Volume::with_cache(name, store, options, cache))
         }
     }

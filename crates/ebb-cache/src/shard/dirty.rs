@@ -33,8 +33,8 @@ impl Shard {
     }
 
     /// Marks valid, wired pages of `frame` as dirty. Those that are not both stay as they are.
-    /// Returns the pages marked.
-    pub(crate) fn mark_dirty(&mut self, frame: u64, pages: u16, now: u64) -> u16 {
+    /// Returns the pages marked, and those of them that were not dirty before.
+    pub(crate) fn mark_dirty(&mut self, frame: u64, pages: u16, now: u64) -> (u16, u16) {
         let was = self.fold(frame, |slot| slot.dirty);
         let (mut marked, mut at) = (0, self.first(frame));
         while let Some(slot) = self.slots.get_mut(at) {
@@ -48,7 +48,7 @@ impl Shard {
             self.aging.push_back(Aged { frame, since: now });
             self.tidy_aging();
         }
-        marked
+        (marked, marked & !was)
     }
 
     /// Keeps the list of dirty frames in proportion to what is dirty.
@@ -123,6 +123,7 @@ impl Shard {
     }
 
     /// A copy of `pages` has reached the store, or, if not `saved`, has not: then they are dirty again.
+    /// Returns how many of them were dirty again before.
     pub(crate) fn end_clean(
         &mut self,
         frame: u64,
@@ -130,12 +131,13 @@ impl Shard {
         saved: bool,
         now: u64,
         wakers: &mut Wakers,
-    ) {
+    ) -> u64 {
         let was = self.fold(frame, |slot| slot.dirty);
-        let (mut dirty, mut at) = (0, self.first(frame));
+        let (mut dirty, mut twice, mut at) = (0, 0, self.first(frame));
         while let Some(slot) = self.slots.get_mut(at) {
             let here = slot.cleaning & pages;
             slot.cleaning &= !here;
+            twice += u64::from((here & slot.dirty).count_ones());
             if saved {
                 self.tally.dirty -= u64::from((here & !slot.dirty).count_ones());
             } else {
@@ -153,5 +155,6 @@ impl Shard {
             self.aging.push_front(Aged { frame, since: now });
         }
         self.flights.end_clean(id, wakers);
+        twice
     }
 }

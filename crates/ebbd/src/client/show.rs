@@ -1,8 +1,8 @@
 //! The tables of `ebbd stat`.
 
 use crate::stat::{
-    CacheStat, MemoryStat, OperationStat, PoolStat, PressureStat, Stat, VolumeStat, XenStat,
-    ZoneStat,
+    BdiStat, CacheStat, MemoryStat, OperationStat, PoolStat, PressureStat, Stat, VolumeStat,
+    XenStat, ZoneStat,
 };
 
 /// Columns as wide as their widest cell.
@@ -82,6 +82,9 @@ pub(super) fn all(stat: &Stat) -> String {
     out.push_str(&show_xen(&stat.xen));
     if let Some(cache) = &stat.cache {
         out.push_str(&show_cache(cache, &stat.volumes));
+    }
+    if !stat.bdis.is_empty() {
+        out.push_str(&show_bdis(&stat.bdis));
     }
     if let Some(memory) = &stat.memory {
         out.push_str(&show_memory(memory));
@@ -201,13 +204,15 @@ fn show_cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
         bytes(cache.rewire_lost_bytes),
         bytes(cache.evicted_bytes),
     );
-    let titles = ["CACHED", "MODE", "BUFSPACE", "WIRED", "KVA", "HIT", "FOUND", "MISSED", "LOST"];
+    let titles =
+        ["CACHED", "MODE", "DIRTY", "BUFSPACE", "WIRED", "KVA", "HIT", "FOUND", "MISSED", "LOST"];
     let mut table = Table::new(&titles, 0b11);
     for volume in volumes {
         let Some(own) = &volume.cache else { continue };
         table.row([
             volume.name.clone(),
             own.mode.clone(),
+            bytes(own.dirty_bytes),
             bytes(own.bufspace_bytes),
             bytes(own.bufwiredspace_bytes),
             bytes(own.bufkvaspace_bytes),
@@ -220,6 +225,51 @@ fn show_cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
     out.push('\n');
     out.push_str(&table.text());
     out
+}
+
+/// As `/sys/kernel/debug/bdi/*/stats` has them, a line for each.
+fn show_bdis(bdis: &[BdiStat]) -> String {
+    let titles = [
+        "BDI",
+        "VOLUMES",
+        "DIRTY",
+        "WRITEBACK",
+        "THRESH",
+        "RATE/S",
+        "SHARE",
+        "BUSY",
+        "PAUSES",
+        "LONGEST",
+        "FAILS",
+        "MIN",
+        "MAX",
+        "MAXBYTES",
+        "STRICT",
+        "STATE",
+    ];
+    let mut table = Table::new(&titles, 0b11);
+    let percent = |part: f64| format!("{:.0}%", part * 100.0);
+    for bdi in bdis {
+        table.row([
+            bdi.name.clone(),
+            bdi.volumes.join(","),
+            bytes(bdi.dirty_bytes),
+            bytes(bdi.writeback_bytes),
+            bytes(bdi.threshold_bytes),
+            bytes(bdi.bandwidth_bytes_per_second),
+            percent(bdi.share),
+            percent(bdi.utilisation),
+            bdi.pauses.to_string(),
+            format!("{:.0}ms", bdi.longest_pause_seconds * 1000.0),
+            bdi.failures.to_string(),
+            percent(bdi.min_ratio),
+            percent(bdi.max_ratio),
+            bdi.max_bytes.map_or_else(|| "-".to_owned(), bytes),
+            if bdi.strict_limit { "yes" } else { "no" }.to_owned(),
+            if bdi.stuck { "stuck" } else { "ok" }.to_owned(),
+        ]);
+    }
+    format!("\n{}", table.text())
 }
 
 /// `part` of `part` and `rest` together, in per cent; `-` of nothing.

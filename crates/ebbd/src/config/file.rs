@@ -64,6 +64,7 @@ struct FileVolume {
     read_only: Option<Spanned<bool>>,
     direct: Option<Spanned<String>>,
     cache: Option<Spanned<String>>,
+    bdi: Option<Spanned<String>>,
     default: Option<Spanned<bool>>,
     max_buffer_pages: Option<Spanned<i64>>,
     buffer_squeeze_duration_ms: Option<Spanned<i64>>,
@@ -308,6 +309,7 @@ impl Source<'_> {
             read_only: volume.read_only.map(|on| self.located(&key("read_only"), on)),
             direct: self.convert(&key("direct"), volume.direct, Choice::parse)?,
             cache: self.convert(&key("cache"), volume.cache, Choice::parse)?,
+            bdi: self.convert(&key("bdi"), volume.bdi, volume_name)?,
             default: volume.default.map(|default| self.located(&key("default"), default)),
             max_buffer_pages: volume
                 .max_buffer_pages

@@ -131,6 +131,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         read_only: None,
         direct: None,
         cache: None,
+        bdi: None,
         default: None,
         max_buffer_pages: None,
         buffer_squeeze_duration_ms: None,
@@ -150,6 +151,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
             "read-only" => set(&mut volume.read_only, value::boolean(text).map_err(fail)?, &place),
             "direct" => set(&mut volume.direct, Choice::parse(text).map_err(fail)?, &place),
             "cache" => set(&mut volume.cache, Choice::parse(text).map_err(fail)?, &place),
+            "bdi" => set(&mut volume.bdi, value::volume_name(text).map_err(fail)?, &place),
             "default" => set(&mut volume.default, value::boolean(text).map_err(fail)?, &place),
             "max-buffer-pages" => {
                 set(&mut volume.max_buffer_pages, value::number(text).map_err(fail)?, &place)

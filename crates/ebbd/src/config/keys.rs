@@ -252,10 +252,22 @@ pub const VOLUME: Section = Section {
             value: "MODE",
             expected: "write a mode: cache = \"writethrough\"",
             default: "none",
-            doc: "What the cache does for the volume: \"none\" (each request goes to the store) \
-                  or \"writethrough\" (what was read and written is kept in memory that nobody \
-                  else needs; a write is acknowledged when the store has it). Without the key it is \
+            doc: "What the cache does for the volume: \"none\" (each request goes to the store), \
+                  \"writethrough\" (what was read and written is kept in memory that nobody \
+                  else needs; a write is acknowledged when the store has it) or \"writeback\" (a \
+                  write is acknowledged from memory and reaches the store later, within about 30 \
+                  seconds; a flush, or a write with FUA, waits for the store, as with a disk that \
+                  has a volatile write cache). Without the key it is \
                   \"writethrough\" for stores on another host, \"none\" for all others.",
+        },
+        Key {
+            name: "bdi",
+            value: "NAME",
+            expected: "write a name: bdi = \"array\"",
+            default: "",
+            doc: "The backing device of a volume with cache = \"writeback\": volumes that name the \
+                  same one share what may be unwritten in memory, and are slowed together. Without \
+                  the key volumes on the same disk, or on the same server, share one.",
         },
         Key {
             name: "default",

@@ -40,6 +40,7 @@ pub(super) struct VolumeLayer {
     pub(super) read_only: Option<Located<bool>>,
     pub(super) direct: Option<Located<Direct>>,
     pub(super) cache: Option<Located<CacheMode>>,
+    pub(super) bdi: Option<Located<String>>,
     pub(super) default: Option<Located<bool>>,
     pub(super) max_buffer_pages: Option<Located<i64>>,
     pub(super) buffer_squeeze_duration_ms: Option<Located<i64>>,

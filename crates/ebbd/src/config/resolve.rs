@@ -383,13 +383,30 @@ fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
         }
     }
     let usual_cache = usual_cache(&store);
+    let cache = volume.cache.as_ref().map_or(usual_cache, |given| given.value);
+    let read_only = volume.read_only.as_ref().is_some_and(|given| given.value);
+    if let (Some(given), true) = (&volume.cache, cache == CacheMode::Writeback && read_only) {
+        return Err(given.error(
+            ErrorKind::Conflict,
+            "a read-only volume has nothing to write back",
+            "choose writethrough, which keeps what was read",
+        ));
+    }
+    if let (Some(given), true) = (&volume.bdi, cache != CacheMode::Writeback) {
+        return Err(given.error(
+            ErrorKind::Conflict,
+            "only a volume with a writeback cache has a backing device",
+            "add cache=writeback, or take it out",
+        ));
+    }
     Ok(VolumeConfig {
         store,
         size: volume.size.as_ref().map(|size| size.value),
         create: create.is_some(),
-        read_only: volume.read_only.as_ref().is_some_and(|given| given.value),
+        read_only,
         direct: volume.direct.as_ref().map_or(Direct::Auto, |given| given.value),
-        cache: volume.cache.as_ref().map_or(usual_cache, |given| given.value),
+        cache,
+        bdi: volume.bdi.as_ref().map(|given| given.value.clone()),
         default: volume.default.as_ref().is_some_and(|given| given.value),
         max_buffer_pages: parameter(Key::MaxBufferPages, volume.max_buffer_pages.clone())?,
         buffer_squeeze_duration_ms: parameter(

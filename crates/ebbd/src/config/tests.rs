@@ -67,6 +67,7 @@ fn the_example_of_the_manual() {
             read_only: false,
             direct: Direct::Auto,
             cache: CacheMode::None,
+            bdi: None,
             default: true,
             max_buffer_pages: None,
             buffer_squeeze_duration_ms: None,
@@ -523,4 +524,17 @@ fn parameters_and_the_control_socket() {
     let overrides = flags(&["a=null:1G,max-buffer-pages=many"], &["unix:/a"]);
     let outcome = Config::parse("", Path::new(FILE), &overrides);
     refused(outcome, ErrorKind::InvalidValue, None, "--volume a: max-buffer-pages", "digits");
+}
+
+#[test]
+fn writeback_and_its_backing_device() {
+    let load = |volume: &str| {
+        Config::parse("", Path::new(FILE), &flags(&[volume], &["unix:/a"]))
+            .map(|config| config.volumes["a"].clone())
+    };
+    let volume = load("a=null:1G,cache=writeback,bdi=array").unwrap();
+    assert_eq!((volume.cache, volume.bdi.as_deref()), (CacheMode::Writeback, Some("array")));
+    for text in ["a=null:1G,cache=writeback,read-only=true", "a=null:1G,bdi=array"] {
+        assert_eq!(load(text).unwrap_err().kind, ErrorKind::Conflict, "{text}");
+    }
 }

@@ -102,6 +102,8 @@ pub enum CacheMode {
     None,
     /// It keeps what was read and written; a write is acknowledged when the store has it.
     Writethrough,
+    /// A write is acknowledged from memory, and reaches the store later; a flush waits for that.
+    Writeback,
 }
 
 /// Whether connections are encrypted.
@@ -152,8 +154,11 @@ impl Choice for Direct {
 
 impl Choice for CacheMode {
     const WHAT: &'static str = "cache mode";
-    const ALL: &'static [(&'static str, Self)] =
-        &[("none", Self::None), ("writethrough", Self::Writethrough)];
+    const ALL: &'static [(&'static str, Self)] = &[
+        ("none", Self::None),
+        ("writethrough", Self::Writethrough),
+        ("writeback", Self::Writeback),
+    ];
 }
 
 impl Choice for Tls {

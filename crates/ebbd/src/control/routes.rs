@@ -302,6 +302,7 @@ impl App {
             memory: shared.memory.read.as_ref().map(|read| read()),
             pressure: shared.memory.pressure.as_ref().map(|read| read()),
             cache: shared.memory.cache.as_ref().map(|read| read()),
+            bdis: shared.memory.bdis.as_ref().map(|read| read()).unwrap_or_default(),
         }
     }
 

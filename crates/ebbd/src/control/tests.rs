@@ -46,6 +46,7 @@ fn start_with(xen: Option<Figures>) -> Running {
     let injected = Arc::new(Mutex::new(Vec::new()));
     let inject = injected.clone();
     let memory = Memory {
+        bdis: None,
         read: Some(Box::new(|| MemoryStat {
             zones: vec![ZoneStat { name: "4K".into(), used: 5, ..ZoneStat::default() }],
             ..MemoryStat::default()

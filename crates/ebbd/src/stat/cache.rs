@@ -43,7 +43,7 @@ pub struct CacheStat {
 /// What the cache does for a volume.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeCacheStat {
-    /// `writethrough`.
+    /// `writethrough` or `writeback`.
     pub mode: String,
     /// Memory in its buffers, wired and lent, bytes.
     pub bufspace_bytes: u64,

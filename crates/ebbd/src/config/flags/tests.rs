@@ -40,7 +40,8 @@ fn volumes() {
 fn every_option_of_the_table_is_known() {
     for key in VOLUME.keys.iter().filter(|key| key.name != "store") {
         let text = format!("a=file:/a,{}=@", key.option_name());
-        let error = volume(&text).map(|_| ()).unwrap_err();
+        // A name may be nearly anything.
+        let Err(error) = volume(&text).map(|_| ()) else { continue };
         assert_ne!(error.kind, ErrorKind::UnknownKey, "{text}: {error}");
     }
 }

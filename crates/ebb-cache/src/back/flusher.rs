@@ -1,0 +1,391 @@
+//! The way of dirty data to the store: in the background, and when a flush asks for it.
+//!
+//! Invariants: the background has one buffer from before anything is dirty; more are taken if they
+//! are there, and nothing waits for them. What is sent is told to the [`Control`] before, and after.
+
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::ops::Range;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use ebb_store::{BlockError, Buf, BufResult, Io, Store};
+
+use super::{CLUSTER_MAX, FRAMES, Order, RESERVE};
+use crate::flight::Wakers;
+use crate::pages::{FRAME, PAGE, PAGE_BYTES, index, mask, runs, within};
+use crate::read::Wait;
+use crate::shard::few_frames;
+use crate::volume::{SHARDS, VolumeCache};
+
+/// Writes of one volume's flusher, and of one flush, that are under way at once.
+const DEPTH: usize = 64;
+const DEPTH_OF_FLUSH: usize = 16;
+/// Bytes that one of a flush's writes may have.
+const CLUSTER_OF_FLUSH: usize = 256 << 10;
+/// After a failure nothing is sent for so long, if the control does not want more.
+const AFTER_FAILURE: Duration = Duration::from_millis(100);
+/// A flusher without work looks up so often, to see whether it is needed still.
+const LOOK_UP: Duration = Duration::from_secs(1);
+/// With work that cannot be begun: nothing to take, or no buffer.
+const AGAIN: Duration = Duration::from_millis(20);
+
+/// Dirty data on its way.
+struct Cluster {
+    offset: u64,
+    length: usize,
+    /// Bytes of its pages.
+    bytes: u64,
+    taken: [(u64, u64, u16); FRAMES],
+    count: usize,
+}
+
+/// What a flush works on: each of several writes takes the next frame.
+struct Work {
+    frames: RefCell<std::vec::IntoIter<u64>>,
+    /// What somebody else has on its way, or what failed.
+    left: RefCell<Vec<u64>>,
+    failed: RefCell<Option<BlockError>>,
+}
+
+impl VolumeCache {
+    /// Has all that is dirty of `pages` now on the store, and nothing of it on its way.
+    pub(crate) async fn clean(
+        self: &Arc<Self>,
+        io: &Io,
+        store: &Store,
+        pages: &Range<u64>,
+    ) -> Result<(), BlockError> {
+        let frames = self.unsaved_frames(pages);
+        if frames.is_empty() {
+            return Ok(());
+        }
+        let buf = match io.pool().try_take(CLUSTER_MAX) {
+            Some(buf) => buf,
+            None => io.pool().take(RESERVE).await,
+        };
+        if frames.len() == 1 {
+            return self.clean_frame(io, store, (frames[0], pages), buf).await.0;
+        }
+        let work = Work {
+            frames: RefCell::new(frames.into_iter()),
+            left: RefCell::default(),
+            failed: RefCell::default(),
+        };
+        // Several at once; none of them waits for what is on its way already.
+        let more = work.frames.borrow().len().min(DEPTH_OF_FLUSH) - 1;
+        let more = (0..more).map_while(|_| io.pool().try_take(CLUSTER_OF_FLUSH));
+        let mut writes: Vec<Pin<Box<dyn Future<Output = ()> + '_>>> = Vec::new();
+        writes.push(Box::pin(self.clean_some(io, store, &work, buf, pages)));
+        for buf in more {
+            writes.push(Box::pin(self.clean_some(io, store, &work, buf, pages)));
+        }
+        poll_fn(|cx| {
+            writes.retain_mut(|write| write.as_mut().poll(cx).is_pending());
+            if writes.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
+        drop(writes);
+        if let Some(error) = work.failed.take() {
+            return Err(error);
+        }
+        let left = work.left.take();
+        if left.is_empty() {
+            return Ok(());
+        }
+        let mut buf = io.pool().take(RESERVE).await;
+        for frame in left {
+            let (done, back) = self.clean_frame(io, store, (frame, pages), buf).await;
+            buf = back;
+            done?;
+        }
+        Ok(())
+    }
+
+    /// Frames with pages of a range that the store does not have, in order.
+    fn unsaved_frames(&self, pages: &Range<u64>) -> Vec<u64> {
+        let mut frames = Vec::new();
+        if let Some(few) = few_frames(pages) {
+            let unsaved = |frame: u64| self.lock(VolumeCache::shard_of(frame)).unsaved(frame);
+            frames.extend(few.filter(|&frame| unsaved(frame) & within(frame, pages) != 0));
+        } else {
+            for shard in 0..SHARDS {
+                self.lock(shard).unsaved_frames(&mut frames);
+            }
+            frames.retain(|&frame| within(frame, pages) != 0);
+            frames.sort_unstable();
+            frames.dedup();
+        }
+        frames
+    }
+
+    /// Writes one frame after the other, as long as there are any.
+    async fn clean_some(
+        &self,
+        io: &Io,
+        store: &Store,
+        work: &Work,
+        mut buf: Buf,
+        pages: &Range<u64>,
+    ) {
+        loop {
+            let next = work.frames.borrow_mut().next();
+            let Some(frame) = next else { return };
+            let (result, back) = self.write_frame(io, store, frame, buf).await;
+            buf = back;
+            if let Err(error) = result {
+                *work.failed.borrow_mut() = Some(error);
+            }
+            let unsaved = self.lock(VolumeCache::shard_of(frame)).unsaved(frame);
+            if unsaved & within(frame, pages) != 0 {
+                work.left.borrow_mut().push(frame);
+            }
+        }
+    }
+
+    /// Has all of a frame's part of `pages` that the store lacks now on it. Others may have some of it
+    /// on its way, at the beginning or in between: that is waited for, and if it failed it is
+    /// written here. Each turn but those that wait saves a page at least.
+    async fn clean_frame(
+        &self,
+        io: &Io,
+        store: &Store,
+        (frame, pages): (u64, &Range<u64>),
+        mut buf: Buf,
+    ) -> BufResult {
+        let number = VolumeCache::shard_of(frame);
+        let mut want = self.lock(number).unsaved(frame) & within(frame, pages);
+        loop {
+            let busy = {
+                let shard = self.lock(number);
+                // What is neither dirty nor on its way is on the store.
+                want &= shard.unsaved(frame);
+                shard.flights.cleaning(frame, want).1
+            };
+            if want == 0 {
+                return (Ok(()), buf);
+            }
+            if let Some(fill) = busy {
+                Wait { volume: self, shard: number, fill, waiter: None }.await;
+                continue;
+            }
+            let most = buf.capacity().min(CLUSTER_MAX);
+            buf.set_len(most);
+            let from = usize::try_from(want.trailing_zeros()).unwrap_or(0);
+            // Nothing if another worker was faster: then it is on its way.
+            let Some(cluster) = self.take(frame, from, &mut buf) else { continue };
+            let taken = cluster.taken[0].2;
+            let (result, back) = self.save(io, store, cluster, buf).await;
+            buf = back;
+            if result.is_err() {
+                return (result, buf);
+            }
+            want &= !taken;
+        }
+    }
+
+    /// Writes what of a frame is dirty and not on its way, and what follows it.
+    async fn write_frame(&self, io: &Io, store: &Store, frame: u64, mut buf: Buf) -> BufResult {
+        let mut from = 0;
+        while from < 16 {
+            let most = buf.capacity().min(CLUSTER_MAX);
+            buf.set_len(most);
+            let Some(cluster) = self.take(frame, from, &mut buf) else { break };
+            from = index((cluster.offset + cluster.length as u64 - frame * FRAME).div_ceil(PAGE));
+            let (result, back) = self.save(io, store, cluster, buf).await;
+            buf = back;
+            if result.is_err() {
+                return (result, buf);
+            }
+        }
+        (Ok(()), buf)
+    }
+
+    /// Takes the first run of dirty pages from page `from` of `frame` on, and what follows it.
+    fn take(&self, frame: u64, from: usize, buf: &mut Buf) -> Option<Cluster> {
+        let taken = [(0, 0, 0); FRAMES];
+        let mut cluster = Cluster { offset: 0, length: 0, bytes: 0, taken, count: 0 };
+        let (mut at, mut from) = (frame, from);
+        while cluster.count < FRAMES && cluster.length < buf.len() {
+            let mut shard = self.lock(VolumeCache::shard_of(at));
+            let ready = shard.ready(at) & !mask(0, from);
+            let room = (buf.len() - cluster.length) / PAGE_BYTES;
+            let run = runs(ready).next().map(|(start, count)| (start, count.min(room)));
+            let Some((start, count)) = run.filter(|run| run.1 > 0) else { break };
+            if cluster.count > 0 && start != 0 {
+                break;
+            }
+            let offset = at * FRAME + (start * PAGE_BYTES) as u64;
+            let length =
+                index(((count * PAGE_BYTES) as u64).min(self.size().saturating_sub(offset)));
+            let pages = mask(start, count);
+            let out = &mut buf[cluster.length..cluster.length + length];
+            let id = shard.take_dirty(at, pages, out);
+            if cluster.count == 0 {
+                cluster.offset = offset;
+            }
+            cluster.taken[cluster.count] = (at, id, pages);
+            cluster.count += 1;
+            cluster.length += length;
+            cluster.bytes += count as u64 * PAGE;
+            if start + count < 16 {
+                break;
+            }
+            (at, from) = (at + 1, 0);
+        }
+        (cluster.count > 0).then_some(cluster)
+    }
+
+    /// Writes a cluster, and says what became of its pages.
+    async fn save(&self, io: &Io, store: &Store, cluster: Cluster, mut buf: Buf) -> BufResult {
+        let Cluster { offset, length, .. } = cluster;
+        let sent = Instant::now();
+        self.control().sent(sent, cluster.bytes);
+        let mut pending = Pending { volume: self, cluster, sent, saved: false };
+        buf.set_len(length);
+        let (result, buf) = if length > 0 {
+            store.write(io, buf, offset, false).await
+        } else {
+            // Beyond the end: the volume has become shorter.
+            (Ok(()), buf)
+        };
+        pending.saved = result.is_ok();
+        drop(pending);
+        (result, buf)
+    }
+
+    /// Writes back in the background until [`VolumeCache::end_flusher`], or as long as the volume's
+    /// cache has other users: a task of one worker.
+    pub async fn run_flusher(self: Arc<Self>, io: Io, store: Arc<Store>) {
+        let reserve = Rc::new(RefCell::new(Some(io.pool().take(RESERVE).await)));
+        let in_flight = Rc::new(Cell::new(0));
+        let not_before = Rc::new(Cell::new(Instant::now()));
+        while Arc::strong_count(&self) > 1 + in_flight.get()
+            && !self.back.ended.load(Ordering::SeqCst)
+        {
+            let now = Instant::now();
+            let bytes = match self.order(now, not_before.get(), in_flight.get()) {
+                Order::Write(bytes) => bytes.clamp(PAGE_BYTES, CLUSTER_MAX),
+                Order::Wait(time) => {
+                    self.back.work.wait(&io, time).await;
+                    continue;
+                }
+            };
+            // The one that is always there, or another one.
+            let own = reserve.borrow_mut().take();
+            let (mut buf, is_reserve) = match (own, io.pool().try_take(bytes)) {
+                (own, Some(buf)) => {
+                    *reserve.borrow_mut() = own;
+                    (buf, false)
+                }
+                (Some(own), None) => (own, true),
+                (None, None) => {
+                    self.back.work.wait(&io, AGAIN).await;
+                    continue;
+                }
+            };
+            let most = buf.capacity().min(bytes.max(PAGE_BYTES));
+            buf.set_len(most);
+            let Some(cluster) = self.take_oldest(&mut buf) else {
+                if is_reserve {
+                    *reserve.borrow_mut() = Some(buf);
+                }
+                self.back.work.wait(&io, AGAIN).await;
+                continue;
+            };
+            in_flight.set(in_flight.get() + 1);
+            let (volume, store, on) = (self.clone(), store.clone(), io.clone());
+            let (reserve, in_flight) = (reserve.clone(), in_flight.clone());
+            let not_before = not_before.clone();
+            io.spawn(async move {
+                let (result, buf) = volume.save(&on, &store, cluster, buf).await;
+                if is_reserve {
+                    *reserve.borrow_mut() = Some(buf);
+                }
+                if let Err(error) = result {
+                    *volume.back.failed.lock() = Some(error);
+                    not_before.set(Instant::now() + AFTER_FAILURE);
+                }
+                in_flight.set(in_flight.get() - 1);
+                volume.back.work.poke();
+            })
+            .detach();
+        }
+    }
+
+    /// What the flusher is to do.
+    fn order(&self, now: Instant, not_before: Instant, in_flight: usize) -> Order {
+        let oldest = || {
+            let all = (0..SHARDS).filter_map(|shard| self.lock(shard).oldest());
+            all.map(|aged| aged.since).min()
+        };
+        let mut since = oldest();
+        if since.is_none() {
+            // Looked at again once it is known that the flusher sleeps: then writers wake it.
+            self.back.idle.store(true, Ordering::SeqCst);
+            since = oldest();
+        }
+        let Some(since) = since else { return Order::Wait(LOOK_UP) };
+        self.back.idle.store(false, Ordering::SeqCst);
+        if now < not_before {
+            return Order::Wait(not_before - now);
+        }
+        if in_flight >= DEPTH {
+            return Order::Wait(AGAIN);
+        }
+        let age = Duration::from_millis(self.cache.millis(now).saturating_sub(since));
+        self.control().next(now, self.dirty(), age)
+    }
+
+    /// Takes the data that has been dirty for longest, of what is not on its way in an older copy.
+    fn take_oldest(&self, buf: &mut Buf) -> Option<Cluster> {
+        let mut all = [None; SHARDS];
+        for (shard, place) in all.iter_mut().enumerate() {
+            *place = self.lock(shard).oldest().map(|aged| (aged.since, aged.frame));
+        }
+        all.sort_unstable();
+        all.iter().flatten().find_map(|(_, frame)| self.take(*frame, 0, buf))
+    }
+
+    /// Ends the flusher: the volume was closed. What is dirty stays so.
+    pub fn end_flusher(&self) {
+        self.back.ended.store(true, Ordering::SeqCst);
+        self.back.work.poke();
+    }
+
+    /// Has the first writer that waits ask its [`Control`](super::Control) again, and the flusher, too.
+    pub fn ask_again(&self) {
+        self.back.line.first.poke();
+        self.back.work.poke();
+    }
+}
+
+/// A cluster that is being written. Dropped before its end its pages are dirty again.
+struct Pending<'a> {
+    volume: &'a VolumeCache,
+    cluster: Cluster,
+    sent: Instant,
+    saved: bool,
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        let now = Instant::now();
+        let millis = self.volume.cache.millis(now);
+        let mut dirty_twice = 0;
+        for &(frame, id, pages) in &self.cluster.taken[..self.cluster.count] {
+            let mut wakers = Wakers::default();
+            let mut shard = self.volume.lock(VolumeCache::shard_of(frame));
+            dirty_twice += shard.end_clean(frame, (id, pages), self.saved, millis, &mut wakers);
+        }
+        let (control, bytes) = (self.volume.control(), self.cluster.bytes);
+        control.written(now, bytes, self.sent, self.saved);
+        if !self.saved && dirty_twice > 0 {
+            control.unused(dirty_twice * PAGE);
+        }
+    }
+}

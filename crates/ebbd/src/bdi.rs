@@ -1,0 +1,376 @@
+//! Backing devices: what can be slow as a unit, and the controller that says how much dirty data
+//! each may hold (design, section 4; seed `001`).
+//!
+//! Volumes on the same disk, on the same server, or with the same name in the configuration share one.
+//! Each has a lock of its own; between devices there is none.
+//!
+//! # Invariants
+//! - A volume's cache is known weakly: a device keeps no volume alive, and a volume that has gone
+//!   leaves its device.
+//! - Nothing here waits but for the lock of one device, which is held for a calculation.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use ebb_cache::{Cache, Order, VolumeCache};
+use ebb_io::WorkerHandle;
+use ebb_mem::pressure::Level;
+use ebb_writeback::{
+    Bdi, BdiOptions, Error, Nanos, Options, Outcome, Pressure, Verdict, VolumeId, WHOLE, Writeback,
+    limit_for,
+};
+
+use crate::config::{StoreUri, VolumeConfig};
+use crate::stat::BdiStat;
+
+/// Part of the available memory that may be dirty, in parts per million; as Linux has it.
+const RATIO: u32 = WHOLE / 5;
+/// Available memory where the host does not say, bytes.
+const AVAILABLE_UNKNOWN: u64 = 1 << 30;
+/// How often the limit is divided anew while anything is dirty, and else.
+const KEEP: Duration = Duration::from_millis(20);
+const KEEP_IDLE: Duration = Duration::from_secs(1);
+/// A flusher that has nothing to do looks again after this long, and a writer asks again.
+const LOOK: Duration = Duration::from_millis(10);
+const ASK: Duration = Duration::from_millis(200);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What makes two volumes share a backing device.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Key {
+    /// As the configuration names it.
+    Named(String),
+    /// A disk, by the number of its device.
+    Disk(u64),
+    /// A server, by its address.
+    Server(String),
+    /// A volume's own.
+    Own(String),
+}
+
+impl Key {
+    fn of(name: &str, config: &VolumeConfig) -> Key {
+        if let Some(bdi) = &config.bdi {
+            return Key::Named(bdi.clone());
+        }
+        match &config.store {
+            StoreUri::File(path) => match std::fs::metadata(path) {
+                Ok(found) => {
+                    let own = if found.rdev() != 0 { found.rdev() } else { found.dev() };
+                    Key::Disk(whole_disk(Path::new("/sys/dev/block"), own))
+                }
+                Err(_) => Key::Own(name.to_owned()),
+            },
+            StoreUri::Nbd(options) => Key::Server(options.address.to_string()),
+            StoreUri::Memory(_) | StoreUri::Null(_) => Key::Own(name.to_owned()),
+        }
+    }
+
+    fn text(&self) -> String {
+        match self {
+            Key::Named(name) => name.clone(),
+            Key::Disk(device) => {
+                format!("{}:{}", rustix::fs::major(*device), rustix::fs::minor(*device))
+            }
+            Key::Server(address) => address.clone(),
+            Key::Own(volume) => format!("volume {volume}"),
+        }
+    }
+}
+
+/// The disk a partition is on, or the only one a mapped device is made of; else the device itself.
+fn whole_disk(sys: &Path, device: u64) -> u64 {
+    let mut device = device;
+    // Maps upon maps end somewhere.
+    for _ in 0..8 {
+        let name = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
+        let Ok(folder) = sys.join(name).canonicalize() else { return device };
+        let below = if folder.join("partition").exists() {
+            folder.parent().map(Path::to_path_buf)
+        } else {
+            let slaves = std::fs::read_dir(folder.join("slaves")).into_iter().flatten();
+            let mut slaves = slaves.flatten();
+            slaves.next().filter(|_| slaves.next().is_none()).map(|slave| slave.path())
+        };
+        let number = below.and_then(|below| {
+            let text = std::fs::read_to_string(below.join("dev")).ok()?;
+            let (major, minor) = text.trim().split_once(':')?;
+            Some(rustix::fs::makedev(major.parse().ok()?, minor.parse().ok()?))
+        });
+        match number {
+            Some(number) if number != device => device = number,
+            _ => return device,
+        }
+    }
+    device
+}
+
+struct Device {
+    name: String,
+    bdi: Mutex<Bdi>,
+    volumes: Mutex<Vec<Weak<VolumeCache>>>,
+}
+
+impl Device {
+    fn volumes(&self) -> Vec<Arc<VolumeCache>> {
+        let mut volumes = lock(&self.volumes);
+        volumes.retain(|volume| volume.strong_count() > 0);
+        volumes.iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+/// All backing devices.
+pub(crate) struct Bdis {
+    writeback: Mutex<Writeback>,
+    devices: Mutex<BTreeMap<Key, Weak<Device>>>,
+    /// Nothing is dirty: the keeper sleeps long.
+    idle: AtomicBool,
+    cache: Arc<Cache>,
+    /// Most that may ever be dirty, bytes.
+    most: u64,
+    start: Instant,
+}
+
+impl Bdis {
+    /// None yet. Of memory at most `most` bytes are ever dirty.
+    ///
+    /// # Errors
+    /// None that the options made here can bring about.
+    pub(crate) fn new(cache: &Arc<Cache>, most: u64, start: Instant) -> Result<Arc<Bdis>, Error> {
+        let bdis = Bdis {
+            writeback: Mutex::new(Writeback::new(&Options::new(ebb_writeback::MIN_LIMIT))?),
+            devices: Mutex::default(),
+            idle: AtomicBool::new(true),
+            cache: cache.clone(),
+            most,
+            start,
+        };
+        bdis.follow_memory();
+        Ok(Arc::new(bdis))
+    }
+
+    fn nanos(&self, at: Instant) -> Nanos {
+        u64::try_from(at.saturating_duration_since(self.start).as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    fn now(&self) -> Nanos {
+        self.nanos(Instant::now())
+    }
+
+    /// The control of a volume, on its backing device.
+    ///
+    /// # Errors
+    /// There are too many devices, or too many volumes on this one.
+    pub(crate) fn control(
+        self: &Arc<Self>,
+        config: &VolumeConfig,
+        cache: &Arc<VolumeCache>,
+    ) -> Result<Arc<dyn ebb_cache::Control>, Error> {
+        let key = Key::of(cache.name(), config);
+        let mut devices = lock(&self.devices);
+        devices.retain(|_, device| device.strong_count() > 0);
+        let device = match devices.get(&key).and_then(Weak::upgrade) {
+            Some(device) => device,
+            None => {
+                let bdi = lock(&self.writeback).add_bdi(BdiOptions::default(), self.now())?;
+                let device = Arc::new(Device {
+                    name: key.text(),
+                    bdi: Mutex::new(bdi),
+                    volumes: Mutex::default(),
+                });
+                devices.insert(key, Arc::downgrade(&device));
+                device
+            }
+        };
+        let id = lock(&device.bdi).add_volume(1)?;
+        lock(&device.volumes).push(Arc::downgrade(cache));
+        self.follow_memory();
+        Ok(Arc::new(Member { all: self.clone(), device, id }))
+    }
+
+    /// Follows memory and pressure, and divides the limit among the devices, for as long as the
+    /// worker runs.
+    pub(crate) fn keep(self: &Arc<Self>, worker: &WorkerHandle) {
+        let all = self.clone();
+        worker.spawn(move |io| async move {
+            let mut since = Duration::MAX;
+            loop {
+                let pause = if all.is_idle() { KEEP_IDLE } else { KEEP };
+                io.sleep(pause).await;
+                since = since.saturating_add(pause);
+                if lock(&all.devices).is_empty() {
+                    continue;
+                }
+                if since >= KEEP_IDLE {
+                    since = Duration::ZERO;
+                    all.follow_memory();
+                }
+                let now = all.now();
+                lock(&all.writeback).keep(now);
+            }
+        });
+    }
+
+    fn is_idle(&self) -> bool {
+        let idle = lock(&self.writeback).stats().held == 0;
+        self.idle.store(idle, Ordering::Relaxed);
+        idle
+    }
+
+    /// The limit follows what memory is available, and what the cache may hold.
+    fn follow_memory(&self) {
+        let of_group = ebb_mem::pressure::limit(&ebb_mem::pressure::Roots::default());
+        let of_group = of_group.map_or(u64::MAX, |limit| limit.bytes);
+        let available = available().unwrap_or(AVAILABLE_UNKNOWN).min(of_group);
+        let cache = match self.cache.stats().limit {
+            0 => u64::MAX,
+            limit => limit / 2,
+        };
+        let limit = limit_for(available, RATIO).min(self.most).min(cache);
+        lock(&self.writeback).set_limit(limit, self.now());
+    }
+
+    /// Memory pressure of this level: less may be dirty, and what is goes to the stores.
+    pub(crate) fn pressure(&self, level: Level) {
+        let level = match level {
+            Level::L0 => Pressure::Calm,
+            Level::L1 => Pressure::Squeeze,
+            Level::L2 => Pressure::Drain,
+            Level::L3 => Pressure::LastResort,
+        };
+        lock(&self.writeback).set_pressure(level, self.now());
+        let devices: Vec<_> = lock(&self.devices).values().filter_map(Weak::upgrade).collect();
+        for device in devices {
+            device.volumes().iter().for_each(|volume| volume.ask_again());
+        }
+    }
+
+    /// The figures of each, by name.
+    pub(crate) fn stats(&self) -> Vec<BdiStat> {
+        let devices: Vec<_> = lock(&self.devices).values().filter_map(Weak::upgrade).collect();
+        let now = self.now();
+        let stat = |device: &Arc<Device>| {
+            let volumes = device.volumes().iter().map(|volume| volume.name().to_owned()).collect();
+            BdiStat::new(&device.name, volumes, &lock(&device.bdi).stats(now))
+        };
+        devices.iter().map(stat).collect()
+    }
+}
+
+/// Memory of the host that can be had without swapping, bytes.
+fn available() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// A volume on its device.
+struct Member {
+    all: Arc<Bdis>,
+    device: Arc<Device>,
+    id: VolumeId,
+}
+
+impl ebb_cache::Control for Member {
+    fn ask(&self, asked: Instant, now: Instant, bytes: u64, _: u64) -> Duration {
+        if self.all.idle.load(Ordering::Relaxed)
+            && self.all.idle.swap(false, Ordering::Relaxed)
+            && let Ok(mut writeback) = self.all.writeback.try_lock()
+        {
+            writeback.keep(self.all.nanos(now));
+        }
+        let (asked, now) = (self.all.nanos(asked), self.all.nanos(now));
+        match lock(&self.device.bdi).ask(self.id, bytes, asked, now) {
+            Verdict::Go => Duration::ZERO,
+            Verdict::PauseUntil(until) => {
+                let pause = Duration::from_nanos(until.saturating_sub(now));
+                pause.clamp(Duration::from_micros(50), ASK)
+            }
+            // A frame is less than a quarter of the smallest limit there is.
+            Verdict::Split(_) => ASK,
+        }
+    }
+
+    fn unused(&self, bytes: u64) {
+        lock(&self.device.bdi).on_dropped(self.id, bytes);
+    }
+
+    fn sent(&self, now: Instant, bytes: u64) {
+        lock(&self.device.bdi).on_writeback(self.id, bytes, self.all.nanos(now));
+    }
+
+    fn written(&self, now: Instant, bytes: u64, sent: Instant, saved: bool) {
+        let outcome = if saved { Outcome::Written } else { Outcome::Failed };
+        let (sent, now) = (self.all.nanos(sent), self.all.nanos(now));
+        let again = lock(&self.device.bdi).on_written(self.id, bytes, sent, outcome, now);
+        if again {
+            self.device.volumes().iter().for_each(|volume| volume.ask_again());
+        }
+    }
+
+    fn next(&self, now: Instant, _: u64, age: Duration) -> Order {
+        let now = self.all.nanos(now);
+        let mut bdi = lock(&self.device.bdi);
+        let plan = bdi.plan(now);
+        if now < plan.not_before {
+            return Order::Wait(Duration::from_nanos(plan.not_before - now));
+        }
+        let since = now.saturating_sub(u64::try_from(age.as_nanos()).unwrap_or(u64::MAX));
+        let overdue = since <= plan.expired && plan.expired > 0;
+        if !plan.start && !overdue || bdi.stats(now).writeback >= plan.in_flight {
+            return Order::Wait(LOOK);
+        }
+        Order::Write(usize::try_from(plan.chunk).unwrap_or(usize::MAX))
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        lock(&self.device.bdi).remove_volume(self.id, self.all.now());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_partition_and_a_map_are_on_their_disk() {
+        let dir = tempfile::tempdir().unwrap();
+        let sys = dir.path().join("dev/block");
+        std::fs::create_dir_all(&sys).unwrap();
+        let device = |name: &str, number: &str| {
+            let folder = dir.path().join("devices").join(name);
+            std::fs::create_dir_all(folder.join("slaves")).unwrap();
+            std::fs::write(folder.join("dev"), format!("{number}\n")).unwrap();
+            std::os::unix::fs::symlink(&folder, sys.join(number)).unwrap();
+            folder
+        };
+        let disk = device("sda", "8:0");
+        let part = device("sda/sda1", "8:1");
+        std::fs::write(part.join("partition"), "1").unwrap();
+        let map = device("dm-0", "253:0");
+        std::os::unix::fs::symlink(&part, map.join("slaves/sda1")).unwrap();
+        let two = device("dm-1", "253:1");
+        std::os::unix::fs::symlink(&part, two.join("slaves/sda1")).unwrap();
+        std::os::unix::fs::symlink(&disk, two.join("slaves/sda")).unwrap();
+        let number = |major, minor| rustix::fs::makedev(major, minor);
+        let of = |major, minor| whole_disk(&sys, number(major, minor));
+        assert_eq!(of(8, 1), number(8, 0));
+        assert_eq!(of(253, 0), number(8, 0));
+        assert_eq!(of(253, 1), number(253, 1), "of two disks it is neither");
+        assert_eq!(of(7, 7), number(7, 7), "unknown");
+    }
+
+    #[test]
+    fn the_host_says_what_memory_is_available() {
+        assert!(available().is_some_and(|bytes| bytes > 1 << 20));
+    }
+}

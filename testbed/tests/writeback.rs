@@ -1,0 +1,252 @@
+//! `cache = writeback` in the daemon, before a remote store nobody here wrote: what is acknowledged from
+//! memory, what a flush brings to the store, and what is left after failures, kills and stops.
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use rustix::process::Signal;
+use serde_json::Value;
+use testbed::binary::{self, Build};
+use testbed::ledger::Ledger;
+use testbed::nbd::{Client, Failure};
+use testbed::pattern::{Random, content};
+use testbed::process::until;
+use testbed::server::Setup;
+use testbed::writer::{Promise, Writer};
+use testbed::{Error, Nbdkit, Result, Server, Tool, check};
+
+const PAGE: u64 = 4096;
+const SIZE: u64 = 16 << 20;
+/// Stands for a file of the store, which outlives its server.
+const DATA: &str = "DATA";
+const SOON: Duration = Duration::from_secs(60);
+
+/// A daemon with volumes on stores of their own, each an `nbdkit`.
+struct Rig {
+    stores: Vec<Nbdkit>,
+    server: Server,
+    control: PathBuf,
+    /// While this file exists every write to the (first) store fails, if it has the filter for that.
+    trouble: PathBuf,
+}
+
+impl Rig {
+    /// Volumes `disk0`, `disk1` and so on, each on `nbdkit` with these parameters.
+    fn new(plugins: &[&[&str]], arguments: &[&str]) -> Result<Rig> {
+        let mut setup = Setup::new()?;
+        let trouble = setup.dir().join("trouble");
+        let mut stores = Vec::new();
+        for (number, plugin) in plugins.iter().enumerate() {
+            let dir = setup.dir().join(format!("store{number}"));
+            fs::create_dir(&dir).map_err(Error::io("make a folder"))?;
+            let file = format!("error-file={}", trouble.display());
+            let data = dir.join("data");
+            let made = fs::File::create(&data).and_then(|file| file.set_len(SIZE));
+            made.map_err(Error::io("make the store's file"))?;
+            let data = data.display().to_string();
+            let mut parameters = plugin.to_vec();
+            parameters.iter_mut().filter(|word| **word == DATA).for_each(|word| *word = &data);
+            if plugin.contains(&"--filter=error") {
+                parameters.push(&file);
+            }
+            let store = Nbdkit::start(&dir, &parameters)?;
+            setup = setup.volume(&format!("disk{number}={},cache=writeback", store.uri()));
+            stores.push(store);
+        }
+        let control = setup.dir().join("control.sock");
+        let setup = setup.arg("--control").arg(&control).args(arguments).arg("--cache-min=64M");
+        Ok(Rig { stores, server: setup.start()?, control, trouble })
+    }
+
+    fn client(&self, disk: &str) -> Result<Client> {
+        Ok(Client::open(&self.server.socket(), disk)?)
+    }
+
+    fn stat(&self) -> Result<Value> {
+        let ebbd = binary::ebbd(Build::AsTests)?;
+        Tool::new(&ebbd).arg("stat").arg("--control").arg(&self.control).arg("--json").ok()?.json()
+    }
+
+    /// The store holds these pages of this stamp.
+    fn holds(&self, store: usize, pages: &[u64], stamp: u64) -> Result {
+        let mut client = self.stores[store].client()?;
+        for page in pages {
+            let data = client.read(page * PAGE, 4096)?;
+            check(data == content(stamp, page * PAGE, 4096), || {
+                format!("page {page} is not in store {store}")
+            })?;
+        }
+        Ok(client.disconnect()?)
+    }
+}
+
+/// Numbers below `end`, each once, in no order.
+fn shuffled(end: u64, random: &mut Random) -> Vec<u64> {
+    let mut all: Vec<u64> = (0..end).collect();
+    for place in (1..all.len()).rev() {
+        let other = random.below(place as u64 + 1);
+        all.swap(place, usize::try_from(other).unwrap_or(0));
+    }
+    all
+}
+
+fn write_pages(client: &mut Client, pages: &[u64], stamp: u64) -> Result {
+    for page in pages {
+        client.write(page * PAGE, &content(stamp, page * PAGE, 4096), 0)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn writes_are_acknowledged_from_memory_and_a_flush_brings_them_to_the_store() -> Result {
+    let mut rig = Rig::new(&[&["memory", "16M", "--filter=delay", "wdelay=1ms"]], &[])?;
+    let mut random = Random::new(Random::seed(0xebb_b001));
+    let pages = shuffled(64, &mut random);
+    let mut client = rig.client("disk0")?;
+    for stamp in 1..=40 {
+        write_pages(&mut client, &pages, stamp)?;
+    }
+    let before = rig.stores[0].count("Write")?;
+    // Not one by one, and not each time.
+    check(before < 40 * 64 / 2, || format!("{before} writes reached the store"))?;
+    let own = client.read(0, 4096)?;
+    check(own == content(40, 0, 4096), || "a read does not see the write".into())?;
+    client.flush()?;
+    check(rig.stores[0].count("Flush")? > 0, || "no flush reached the store".into())?;
+    rig.holds(0, &pages, 40)?;
+    let stat = rig.stat()?;
+    let bdi = &stat["bdis"][0];
+    check(bdi["volumes"][0] == "disk0" && bdi["written_bytes"].as_u64() > Some(0), || {
+        format!("no figures of the backing device: {stat}")
+    })?;
+    check(bdi["dirty_bytes"] == 0 && bdi["writeback_bytes"] == 0, || {
+        format!("after a flush nothing is dirty: {bdi}")
+    })?;
+    client.disconnect()?;
+    rig.server.stop()
+}
+
+#[test]
+fn what_was_durable_before_a_kill_is_in_the_store() -> Result {
+    let mut rig = Rig::new(&[&["file", DATA]], &[])?;
+    let mut random = Random::new(Random::seed(0xebb_b002));
+    let size = usize::try_from(SIZE).map_err(|_| Error::unexpected("the size"))?;
+    let ledger = Mutex::new(Ledger::new(size));
+    let mut acknowledged = 0;
+    for round in 0..10 {
+        let delay = Duration::from_micros(5000 + random.below(200_000));
+        let mut writers = Vec::new();
+        for n in 0..2 {
+            let range = n * size / 2..(n + 1) * size / 2;
+            let client = rig.client("disk0")?;
+            writers.push(Writer::new(client, &ledger, range, random.bits(), Promise::Durable));
+        }
+        let server = &mut rig.server;
+        acknowledged += std::thread::scope(|scope| {
+            let writers: Vec<_> = writers.into_iter().map(|w| scope.spawn(|| w.run())).collect();
+            std::thread::sleep(delay);
+            let healthy = server.healthy();
+            server.kill9()?;
+            healthy?;
+            let ended = writers.into_iter().map(|w| w.join());
+            ended
+                .map(|result| match result {
+                    Ok(count) => count.map_err(Error::from),
+                    Err(_) => Err(Error::unexpected("a writer panicked")),
+                })
+                .sum::<Result<u64>>()
+        })?;
+        let mut ledger = ledger.lock().unwrap_or_else(PoisonError::into_inner);
+        // nbdkit may go down itself when its client is killed.
+        rig.stores[0].restart()?;
+        let mut store = rig.stores[0].client()?;
+        for offset in (0..SIZE).step_by(1 << 20) {
+            let place = |e| Error::unexpected(format!("round {round}: {e}"));
+            ledger.crashed(offset, &store.read(offset, 1 << 20)?).map_err(place)?;
+        }
+        store.disconnect()?;
+        drop(ledger);
+        rig.server.restart()?;
+    }
+    let promised = ledger.lock().unwrap_or_else(PoisonError::into_inner).promised();
+    check(acknowledged > 500 && promised > 500, || {
+        format!("only {acknowledged} requests acknowledged, {promised} sectors promised")
+    })?;
+    rig.server.stop()
+}
+
+#[test]
+fn a_stop_brings_everything_to_the_store() -> Result {
+    let mut rig = Rig::new(&[&["memory", "16M", "--filter=delay", "wdelay=5ms"]], &[])?;
+    let pages = shuffled(512, &mut Random::new(Random::seed(0xebb_b003)));
+    let mut client = rig.client("disk0")?;
+    write_pages(&mut client, &pages, 9)?;
+    rig.server.stop()?;
+    rig.holds(0, &pages, 9)
+}
+
+const FAILING: [&str; 4] = ["memory", "16M", "--filter=error", "error-pwrite-rate=100%"];
+
+#[test]
+fn a_failing_store_is_told_by_the_flush_and_its_data_is_kept() -> Result {
+    let mut rig = Rig::new(&[&FAILING], &[])?;
+    fs::write(&rig.trouble, "").map_err(Error::io("make trouble"))?;
+    let pages = shuffled(128, &mut Random::new(Random::seed(0xebb_b004)));
+    let mut client = rig.client("disk0")?;
+    write_pages(&mut client, &pages, 5)?;
+    let told = client.flush();
+    check(matches!(told, Err(Failure::Refused(_))), || format!("a flush says {told:?}"))?;
+    let own = client.read(PAGE, 4096)?;
+    check(own == content(5, PAGE, 4096), || "the data is lost".into())?;
+    fs::remove_file(&rig.trouble).map_err(Error::io("end the trouble"))?;
+    // What failed in the background meanwhile is told once more.
+    let _ = client.flush();
+    client.flush()?;
+    rig.holds(0, &pages, 5)?;
+    client.disconnect()?;
+    rig.server.stop()
+}
+
+#[test]
+fn a_stop_that_cannot_write_lists_what_is_left() -> Result {
+    let mut rig = Rig::new(&[&FAILING], &["--drain=2"])?;
+    fs::write(&rig.trouble, "").map_err(Error::io("make trouble"))?;
+    let mut client = rig.client("disk0")?;
+    write_pages(&mut client, &[1, 3, 5], 5)?;
+    rig.server.signal(Signal::TERM)?;
+    let status = rig.server.wait(SOON)?;
+    let log = rig.server.log();
+    check(status.code() == Some(1), || format!("exit {status}\n{log}"))?;
+    check(log.contains("unwritten_bytes=12288"), || format!("no list of what is left\n{log}"))
+}
+
+#[test]
+fn a_dead_store_holds_up_nobody_on_another() -> Result {
+    let dead: &[&str] = &["memory", "16M", "--filter=delay", "wdelay=3600"];
+    let mut rig = Rig::new(&[dead, &["memory", "16M"]], &["--drain=1"])?;
+    let mut slow = rig.client("disk0")?;
+    // Until it pauses, or all of it is dirty.
+    let stuck = std::thread::spawn(move || {
+        let pages: Vec<u64> = (0..SIZE / PAGE).collect();
+        let _ = write_pages(&mut slow, &pages, 1);
+    });
+    until("the dead store has something on its way", SOON, || {
+        let stat = rig.stat()?;
+        let all = stat["bdis"].as_array().cloned().unwrap_or_default();
+        let some = |bdi: &Value| bdi["volumes"][0] == "disk0" && bdi["writeback_bytes"] != 0;
+        Ok(all.iter().any(some).then_some(()))
+    })?;
+    let pages = shuffled(1024, &mut Random::new(Random::seed(0xebb_b005)));
+    let mut fast = rig.client("disk1")?;
+    for stamp in 1..=4 {
+        write_pages(&mut fast, &pages, stamp)?;
+        fast.flush()?;
+    }
+    rig.holds(1, &pages, 4)?;
+    fast.disconnect()?;
+    rig.server.healthy()?;
+    rig.server.kill9()?;
+    stuck.join().map_err(|_| Error::unexpected("the writer panicked"))
+}
