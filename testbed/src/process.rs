@@ -108,7 +108,8 @@ impl Held {
     /// # Errors
     /// It still holds more after 30 s; the error shows what.
     pub fn returned(&self, slack: u64) -> Result {
-        let back = until("descriptors and memory are given back", Duration::from_secs(30), || {
+        // Stock of a zone that ran out a moment ago begins to decay a minute later.
+        let back = until("descriptors and memory are given back", Duration::from_secs(150), || {
             let now = Held::by(self.pid)?;
             let fewer = now.files.len() <= self.files.len();
             Ok((fewer && now.resident <= self.resident + slack).then_some(()))
