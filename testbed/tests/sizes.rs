@@ -17,7 +17,7 @@ const DAEMON: u64 = 8 << 20;
 const VOLUME: u64 = 32 << 10;
 const CONNECTION: u64 = 16 << 10;
 /// Of one that was used before: its freed tasks leave holes in the heap that the allocator keeps.
-const USED: u64 = 20 << 10;
+const USED: u64 = 24 << 10;
 
 /// A daemon with this many file-backed volumes from a configuration file, and the time it took
 /// until it served.

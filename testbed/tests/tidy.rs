@@ -8,106 +8,14 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use lists::{ALLOWED, Allowed, DATA_PATH, MAY_KNOW, UNSAFE};
+
+#[path = "tidy/lists.rs"]
+mod lists;
+
 /// Longest source file and function, in lines.
 const FILE_LINES: usize = 650;
 const FUNCTION_LINES: usize = 100;
-
-/// What a guest's request passes through.
-const DATA_PATH: &[&str] = &[
-    "crates/ebb-mem/",
-    "crates/ebb-io/",
-    "crates/ebb-store/",
-    "crates/ebb-volume/",
-    "crates/ebb-export-nbd/",
-    "crates/ebb-nbd-proto/",
-    "crates/ebb-cache/",
-    "crates/ebb-export-xen/",
-];
-
-/// Who may know whom; tests of a crate may use all above it here. A crate that is not here has no place in the design yet.
-const MAY_KNOW: &[(&str, &[&str])] = &[
-    ("ebb-mem", &[]),
-    ("ebb-writeback", &[]),
-    ("ebb-io", &["ebb-mem"]),
-    ("ebb-nbd-proto", &[]),
-    ("ebb-store", &["ebb-io", "ebb-nbd-proto"]),
-    ("ebb-cache", &["ebb-mem", "ebb-io", "ebb-store"]),
-    ("ebb-volume", &["ebb-io", "ebb-store", "ebb-cache"]),
-    ("ebb-export-nbd", &["ebb-mem", "ebb-io", "ebb-nbd-proto", "ebb-volume"]),
-    ("ebb-export-xen", &["ebb-mem", "ebb-io", "ebb-volume"]),
-    (
-        "ebbd",
-        &[
-            "ebb-mem",
-            "ebb-io",
-            "ebb-store",
-            "ebb-cache",
-            "ebb-writeback",
-            "ebb-volume",
-            "ebb-export-nbd",
-            "ebb-export-xen",
-        ],
-    ),
-];
-
-/// Modules that may hold `unsafe` outside tests: each wraps system calls, or memory that the kernel
-/// or another thread uses.
-const UNSAFE: &[&str] = &[
-    "crates/ebb-export-xen/src/copier.rs",
-    "crates/ebb-export-xen/src/journal.rs",
-    "crates/ebb-export-xen/src/memory.rs",
-    "crates/ebb-export-xen/src/platform.rs",
-    "crates/ebb-export-xen/src/platform/evtchn.rs",
-    "crates/ebb-export-xen/src/platform/gntdev.rs",
-    "crates/ebb-export-xen/src/shm.rs",
-    "crates/ebb-io/src/buf.rs",
-    "crates/ebb-io/src/gather.rs",
-    "crates/ebb-io/src/op.rs",
-    "crates/ebb-io/src/ring.rs",
-    "crates/ebb-io/src/worker.rs",
-    "crates/ebb-mem/src/block.rs",
-    "crates/ebb-mem/src/sentinel.rs",
-    "crates/ebb-mem/src/sys.rs",
-    "crates/ebb-mem/src/wait.rs",
-    "crates/ebb-mem/src/worker.rs",
-    "crates/ebb-store/src/file.rs",
-    "crates/ebbd/src/listener.rs",
-    "testbed/src/bench/cache/reclaim.rs",
-    "testbed/src/bin/guest-load.rs",
-];
-
-/// An exception: the rule, the file, how many places at most, and why.
-type Allowed = (&'static str, &'static str, usize, &'static str);
-
-const ALLOWED: &[Allowed] = &[
-    ("flush", "crates/ebb-store/src/nbd/connect.rs", 1, "`Write` for a negotiation's bytes"),
-    ("flush", "crates/ebb-store/src/nbd/tls.rs", 1, "`Write` for memory OpenSSL fills"),
-    ("flush", "crates/ebb-export-nbd/src/tls.rs", 1, "`Write` for memory OpenSSL fills"),
-    ("panic", "crates/ebb-export-nbd/src/lane.rs", 1, "the reader adds the payload itself"),
-    ("panic", "crates/ebb-io/src/offload.rs", 1, "a future of ours polled after its end"),
-    ("panic", "crates/ebb-io/src/op.rs", 3, "states of our own slots, not of a request"),
-    ("panic", "crates/ebb-io/src/ring.rs", 2, "states of our own slots, not of a request"),
-    ("panic", "crates/ebb-io/src/buf.rs", 2, "lengths and ceiling are checked; `get` is for tests"),
-    ("panic", "crates/ebb-mem/src/advise.rs", 2, "a lock's guard is there until it is dropped"),
-    ("panic", "crates/ebb-mem/src/arena.rs", 1, "a block is freed once: its type sees to it"),
-    ("panic", "crates/ebb-mem/src/worker.rs", 1, "a block of another memory: a mistake of ours"),
-    ("sleep", "crates/ebb-mem/examples/mem-bench.rs", 1, "paces a reclaimer beside the bench"),
-    ("sleep", "crates/ebb-mem/tests/rewire.rs", 1, "paces a reclaimer beside the test"),
-    ("sleep", "crates/ebbd/src/client.rs", 1, "a table each second; the client does nothing else"),
-    ("sleep", "crates/ebb-io/tests/threads.rs", 1, "stands for a call that blocks a helper"),
-    ("ignore", "crates/ebb-store/tests/short.rs", 1, "another test runs it, on a small disk"),
-    ("print", "testbed/src/server.rs", 2, "the harness shows it for failed tests only"),
-    ("cast", "crates/ebb-nbd-proto/src/lib.rs", 1, "the number of an enum's variant"),
-    ("cast", "crates/ebb-mem/src/bits.rs", 3, "a number of bits: at most 64"),
-    ("cast", "crates/ebb-mem/src/buffer.rs", 4, "a number of pages, of 32 bits"),
-    ("cast", "crates/ebb-mem/src/class.rs", 1, "a number of bits: at most 64"),
-    ("cast", "crates/ebb-mem/src/memory.rs", 2, "a page's number, of 32 bits"),
-    ("cast", "crates/ebb-mem/src/pool.rs", 2, "a parameter of 32 bits"),
-    ("cast", "crates/ebb-mem/src/worker.rs", 3, "a page's number, of 32 bits"),
-    ("cast", "crates/ebb-mem/src/zone.rs", 2, "a bucket's size, of 32 bits"),
-    ("cast", "crates/ebb-io/src/ring.rs", 5, "a slot's index of 32 bits"),
-    ("cast", "crates/ebb-io/src/worker.rs", 2, "numbers of completions: at most 512"),
-];
 
 /// One place that breaks a rule. `line` counts from 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
