@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use ebb_io::{Fd, Gather, Io, WorkerHandle, fd_from};
 use ebb_mem::PoolParameters;
-use ebb_volume::{BlockError, Gate, Volume};
+use ebb_volume::{Gate, Volume};
 
 use crate::connection::{Connection, End};
 use crate::exports::{Registry, View};
@@ -124,19 +124,6 @@ impl Server {
         all.map(|export| (export.volume.clone(), export.connections.inside())).collect()
     }
 
-    /// Withdraws a volume: its connections finish what is under way and end, then it is closed.
-    ///
-    /// # Errors
-    /// That of the last flush.
-    pub async fn remove(&self, io: &Io, name: &str) -> Result<(), BlockError> {
-        let Some(export) = self.0.registry.remove(name) else { return Ok(()) };
-        export.stop.stop();
-        export.connections.shut();
-        export.connections.empty().await;
-        export.release(io.pool().memory());
-        export.volume.close(io).await
-    }
-
     /// Withdraws a volume: its connections finish what is under way and end. It is not closed.
     pub async fn withdraw(&self, io: &Io, name: &str) {
         let Some(export) = self.0.registry.remove(name) else { return };
@@ -151,15 +138,6 @@ impl Server {
         self.0.stop.stop();
         self.0.inside.shut();
         self.0.inside.empty().await;
-    }
-
-    /// Closes all volumes; the errors of their last flushes.
-    pub async fn close_volumes(&self, io: &Io) -> Vec<BlockError> {
-        let mut errors = Vec::new();
-        for export in self.0.registry.all() {
-            errors.extend(export.volume.close(io).await.err());
-        }
-        errors
     }
 
     /// Accepts connections on a listening socket until the server stops, and spreads them over

@@ -159,7 +159,13 @@ fn a_volume_removed_under_load_ends_its_connections_and_keeps_what_it_acknowledg
     while std::fs::read(&path).unwrap()[..4096] == [0; 4096] {
         assert!(progress.elapsed() < HANG);
     }
-    rig.run(|server, io| async move { server.remove(&io, "disk").await }).unwrap();
+    rig.run(|server, io| async move {
+        let volumes = server.volumes().into_iter().map(|(volume, _)| volume);
+        let disk = volumes.into_iter().find(|volume| &**volume.name() == "disk").unwrap();
+        server.withdraw(&io, "disk").await;
+        disk.close(&io).await
+    })
+    .unwrap();
     let content = std::fs::read(&path).unwrap();
     for (number, writer) in writers.into_iter().enumerate() {
         let acknowledged = writer.join().unwrap();
