@@ -247,11 +247,12 @@ fn survives(end: impl Fn(&mut Server) + Send + Clone + 'static) {
             rounds
         })
     });
-    for _ in 0..4 {
+    for round in 1..=4 {
         std::thread::park_timeout(Duration::from_millis(150));
         end(&mut server);
         std::thread::park_timeout(Duration::from_millis(50));
         server.restart();
+        wait_for("the connection", || bench.store().state().unwrap().reconnects >= round);
     }
     std::thread::park_timeout(Duration::from_millis(150));
     told.store(true, std::sync::atomic::Ordering::Relaxed);
