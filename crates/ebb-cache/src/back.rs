@@ -155,7 +155,7 @@ impl VolumeCache {
         }
         if fua {
             let pages = touched(offset, length);
-            let saved = match self.clean(io, store, &pages).await {
+            let saved = match Box::pin(self.clean(io, store, &pages)).await {
                 Ok(()) => store.flush(io).await,
                 failed => failed,
             };
@@ -214,7 +214,8 @@ impl VolumeCache {
             if absent != 0 {
                 // A part of a page: the rest is read first.
                 for page in each(absent) {
-                    if !self.fetch(io, store, part.frame * FRAME_PAGES + page as u64).await {
+                    let page = part.frame * FRAME_PAGES + page as u64;
+                    if !Box::pin(self.fetch(io, store, page)).await {
                         return false;
                     }
                 }

@@ -164,7 +164,8 @@ impl VolumeCache {
     ) -> BufResult {
         if self.mode() == Mode::Writeback {
             let pages = touched(offset, buf.len() as u64);
-            if let Err(error) = self.clean(io, store, &pages).await {
+            // Boxed here and elsewhere: rare, and a task is as large as the largest of its waits.
+            if let Err(error) = Box::pin(self.clean(io, store, &pages)).await {
                 return (Err(error), buf);
             }
         }

@@ -65,7 +65,7 @@ impl<'a> Change<'a> {
                         break;
                     }
                 }
-                if let Err(error) = volume.clean(io, store, &change.pages).await {
+                if let Err(error) = Box::pin(volume.clean(io, store, &change.pages)).await {
                     change.end(io.pool().worker(), true);
                     return Err(error);
                 }
@@ -190,7 +190,7 @@ impl VolumeCache {
     /// The store's.
     pub async fn flush(self: &Arc<Self>, io: &Io, store: &Store) -> Result<(), BlockError> {
         if self.mode() == Mode::Writeback {
-            return self.flush_back(io, store).await;
+            return Box::pin(self.flush_back(io, store)).await;
         }
         store.flush(io).await
     }
@@ -243,7 +243,7 @@ impl VolumeCache {
         limit: usize,
     ) -> Result<Vec<Extent>, BlockError> {
         if self.mode() == Mode::Writeback {
-            self.clean(io, store, &touched(offset, length)).await?;
+            Box::pin(self.clean(io, store, &touched(offset, length))).await?;
         }
         store.extents(io, offset, length, limit).await
     }

@@ -11,15 +11,17 @@ use std::collections::VecDeque;
 use std::future::Future;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::Waker;
+use std::task::{Context, Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use async_task::Runnable;
 use ebb_mem::Memory;
+use pin_project_lite::pin_project;
 
 use crate::buf::BufPool;
 use crate::offload;
@@ -204,6 +206,24 @@ impl Tasks {
     }
 }
 
+pin_project! {
+    /// A task's future beside its place. Not an `async` block, which would hold the future twice: as what
+    /// it was given and as what it waits for.
+    struct Placed<F> {
+        #[pin]
+        future: F,
+        _place: Place,
+    }
+}
+
+impl<F: Future> Future for Placed<F> {
+    type Output = F::Output;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
+        self.project().future.poll(cx)
+    }
+}
+
 impl Drop for Place {
     fn drop(&mut self) {
         let waker = self.tasks.list.borrow_mut()[self.index].take();
@@ -250,10 +270,7 @@ impl Io {
         let shared = self.0.shared.clone();
         let place = self.0.tasks.place();
         let index = place.index;
-        let future = async move {
-            let _place = place;
-            future.await
-        };
+        let future = Placed { future, _place: place };
         let (runnable, task) = async_task::spawn_local(future, move |r| shared.schedule(r));
         self.0.tasks.list.borrow_mut()[index] = Some(runnable.waker());
         runnable.schedule();
@@ -265,10 +282,10 @@ impl Io {
         let mut yielded = false;
         std::future::poll_fn(|cx| {
             if std::mem::replace(&mut yielded, true) {
-                return std::task::Poll::Ready(());
+                return Poll::Ready(());
             }
             cx.waker().wake_by_ref();
-            std::task::Poll::Pending
+            Poll::Pending
         })
         .await;
     }
