@@ -16,6 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, Signal};
+use ebb_tls::Transport;
 use ebb_volume::Volume;
 
 use crate::decode::{self, Decoded, Fatal, Operation, RequestHeader};
@@ -26,7 +27,6 @@ use crate::receiver::Receiver;
 use crate::reply::ReplyTo;
 use crate::sender::Sender;
 use crate::stop::Stop;
-use crate::transport::Transport;
 
 /// Requests of one connection under way at a time.
 const IN_FLIGHT_MAX: usize = 256;

@@ -23,10 +23,8 @@ pub mod reply;
 mod sender;
 mod server;
 mod stop;
-mod tls;
-mod transport;
 
 pub use ebb_nbd_proto as proto;
+pub use ebb_tls::{ServerTls, TlsError};
 pub use handshake::Tls;
 pub use server::{Limits, Server};
-pub use tls::{TlsContext, TlsError};

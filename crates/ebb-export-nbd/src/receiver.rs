@@ -6,8 +6,7 @@
 use std::io;
 
 use ebb_io::{Buf, BufPool, Io};
-
-use crate::transport::Transport;
+use ebb_tls::Transport;
 
 /// What an idle connection holds, bytes.
 const SMALL: usize = 4 << 10;

@@ -10,10 +10,10 @@ use std::io;
 use std::task::{Poll, Waker};
 
 use ebb_io::{BudgetGuard, Buf, Gather, Io, Signal};
+use ebb_tls::Transport;
 
 use crate::lane::{Body, Reply};
 use crate::reply::{Chunks, zero_runs};
-use crate::transport::Transport;
 
 /// Runs of data and zeroes one read is split into at most; what follows is sent as data.
 const RUNS_MAX: usize = 16;
@@ -100,7 +100,7 @@ impl Sender {
                 if self.finish.get() {
                     return Ok(());
                 }
-                futures_lite::future::or(self.ready.wait(), transport.wants_send.wait()).await;
+                futures_lite::future::or(self.ready.wait(), transport.wants_send()).await;
                 continue;
             }
             while message.has_room(PARTS_MAX, INLINE_MAX) {
@@ -110,6 +110,7 @@ impl Sender {
             }
             let (result, returned) = transport.send(io, message).await;
             message = returned;
+            message.clear();
             held.clear();
             self.unsent.set(self.unsent.get() - std::mem::take(&mut sending));
             self.wake_waiting();

@@ -11,14 +11,13 @@ use std::time::Duration;
 
 use ebb_io::{Fd, Gather, Io, WorkerHandle, fd_from};
 use ebb_mem::PoolParameters;
+use ebb_tls::{ServerTls, Transport};
 use ebb_volume::{Gate, Volume};
 
 use crate::connection::{Connection, End};
 use crate::exports::{Registry, View};
 use crate::handshake::{Handshake, HandshakeError, Policy, Session, Step, Tls};
 use crate::stop::Stop;
-use crate::tls::TlsContext;
-use crate::transport::Transport;
 
 /// How long a client may take from its first byte to the transmission phase.
 const HANDSHAKE: Duration = Duration::from_secs(30);
@@ -50,7 +49,7 @@ pub struct Server(Arc<Shared>);
 struct Shared {
     registry: Registry,
     limits: RwLock<Limits>,
-    tls: RwLock<Option<TlsContext>>,
+    tls: RwLock<Option<ServerTls>>,
     policy: Tls,
     clients: AtomicUsize,
     numbers: AtomicU64,
@@ -79,7 +78,7 @@ enum Refused {
 impl Server {
     /// A server without volumes. `tls` says whether TLS is offered or demanded, `context` with
     /// which keys.
-    pub fn new(limits: Limits, tls: Tls, context: Option<TlsContext>) -> Server {
+    pub fn new(limits: Limits, tls: Tls, context: Option<ServerTls>) -> Server {
         Server(Arc::new(Shared {
             registry: Registry::default(),
             limits: RwLock::new(limits),
@@ -108,7 +107,7 @@ impl Server {
     }
 
     /// Changes the keys for connections to come.
-    pub fn set_tls_context(&self, context: Option<TlsContext>) {
+    pub fn set_tls_context(&self, context: Option<ServerTls>) {
         *self.0.tls.write().unwrap_or_else(PoisonError::into_inner) = context;
     }
 
@@ -245,7 +244,7 @@ impl Shared {
         client: OwnedFd,
         limits: Limits,
     ) -> Result<Option<(Session, Transport, Vec<u8>)>, Refused> {
-        let mut transport = Transport::plain(fd_from(client));
+        let mut transport = Transport::new(fd_from(client), None);
         let mut handshake = Handshake::new(Policy { tls: self.policy, ..Policy::default() });
         let view = View { registry: &self.registry, max_request: limits.max_request };
         let (mut input, mut output) = (Vec::new(), Vec::new());

@@ -7,7 +7,7 @@ mod common;
 use std::path::Path;
 
 use common::{Client, FLUSH, Rig, STYLES, Stream, Style, memory, pattern};
-use ebb_export_nbd::{Limits, Tls, TlsContext};
+use ebb_export_nbd::{Limits, ServerTls, Tls};
 use openssl::asn1::Asn1Time;
 use openssl::bn::BigNum;
 use openssl::ec::{EcGroup, EcKey};
@@ -119,7 +119,7 @@ fn certificates() {
     let folder = tempfile::tempdir().unwrap();
     let ca = identity("the CA", None);
     write_folder(folder.path(), &ca, &identity("ebbd.test", Some(&ca)));
-    let context = TlsContext::from_certificates(folder.path(), false).unwrap();
+    let context = ServerTls::from_certificates(folder.path(), false).unwrap();
     let rig = Rig::new(Limits::default(), Tls::Require, Some(context));
     rig.server.add(memory("disk", 16 * MIB), std::sync::Arc::default());
     for version in VERSIONS {
@@ -142,7 +142,7 @@ fn certificates_of_clients() {
     let folder = tempfile::tempdir().unwrap();
     let ca = identity("the CA", None);
     write_folder(folder.path(), &ca, &identity("ebbd.test", Some(&ca)));
-    let context = TlsContext::from_certificates(folder.path(), true).unwrap();
+    let context = ServerTls::from_certificates(folder.path(), true).unwrap();
     let rig = Rig::new(Limits::default(), Tls::On, Some(context));
     rig.server.add(memory("disk", 16 * MIB), std::sync::Arc::default());
     for version in VERSIONS {
@@ -172,7 +172,7 @@ fn pre_shared_keys() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("keys.psk");
     std::fs::write(&path, "alice:00112233445566778899aabbccddeeff\nbob:ff\n").unwrap();
-    let context = TlsContext::from_psk(&path).unwrap();
+    let context = ServerTls::from_psk(&path).unwrap();
     let rig = Rig::new(Limits::default(), Tls::Require, Some(context));
     rig.server.add(memory("disk", 16 * MIB), std::sync::Arc::default());
     let alice: Vec<u8> = (0..16).map(|n| n * 0x11).collect();

@@ -88,16 +88,9 @@ impl Gather {
         self.parts.push(Part::Buf { index, range });
     }
 
-    /// Notes that `bytes` more have left. When all have, the buffers go back to their pool.
+    /// Notes that `bytes` more have left. The buffers stay until [`Gather::clear`] or
+    /// [`Gather::take_back`].
     pub fn advance(&mut self, bytes: usize) {
-        self.sent = self.total.min(self.sent + bytes);
-        if self.is_empty() {
-            self.clear();
-        }
-    }
-
-    /// As [`Gather::advance`], but the buffers stay until [`Gather::take_back`].
-    pub fn advance_keeping(&mut self, bytes: usize) {
         self.sent = self.total.min(self.sent + bytes);
     }
 
@@ -188,6 +181,7 @@ mod tests {
             gather.advance(1);
         }
         assert!(gather.is_empty());
+        gather.clear();
         assert_eq!(pool.used_bytes(), 0, "sent buffers are back in the pool");
     }
 
@@ -212,7 +206,7 @@ mod tests {
             let index = gather.hold(pool.get_for_test(length));
             gather.push_range(index, 0..length);
         }
-        gather.advance_keeping(6);
+        gather.advance(6);
         assert!(gather.is_empty());
         let lengths: Vec<_> = gather.take_back().map(|buf| buf.len()).collect();
         assert_eq!(lengths, [1, 2, 3]);

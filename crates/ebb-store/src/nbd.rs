@@ -40,8 +40,6 @@ mod reply;
 mod route;
 mod slots;
 mod state;
-mod tls;
-mod transport;
 
 use std::io;
 use std::sync::Arc;
@@ -50,6 +48,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use async_lock::RwLock;
 use ebb_io::{Buf, Io};
 use ebb_nbd_proto::{Command, CommandFlags, Errno, TransmissionFlags};
+use ebb_tls::{ClientTls, TlsError};
 
 use crate::{
     BlockError, BufResult, Capabilities, ErrorKind, Extent, Operation, SECTOR, ZeroFlags,
@@ -63,7 +62,6 @@ use route::Routes;
 use slots::{Failure, Outcome, Request};
 use state::Shared;
 pub use state::StoreState;
-use tls::TlsContext;
 
 /// Zeroes written at a time when the server knows no shorter way.
 const ZERO_CHUNK: u32 = 1 << 20;
@@ -96,7 +94,7 @@ impl NbdStore {
     /// that is not there: who starts the daemon decides whether to try again.
     pub fn open(options: NbdOptions) -> Result<(NbdStore, Vec<String>), NbdError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let tls = options.tls.as_ref().map(|tls| TlsContext::new(&options, tls)).transpose()?;
+        let tls = options.tls.as_ref().map(|tls| client_tls(&options.address, tls)).transpose()?;
         let export = connect::connect(&options, tls.as_ref())?.goodbye();
         let mut notes = Vec::new();
         if !export.offers(TransmissionFlags::SEND_FLUSH) && !options.read_only {
@@ -445,4 +443,13 @@ impl NbdStore {
         let result = self.ask_range(io, what, start, end - start).await;
         result.map_err(|failure| self.error(failure, Operation::Prefetch, offset, length))
     }
+}
+
+/// What encrypted connections to the server at `address` are made from.
+fn client_tls(address: &NbdAddress, tls: &NbdTls) -> Result<ClientTls, TlsError> {
+    let host = tls.hostname.clone().or_else(|| match address {
+        NbdAddress::Tcp { host, .. } => Some(host.clone()),
+        NbdAddress::Unix(_) => None,
+    });
+    ClientTls::new(&tls.keys, host, tls.verify)
 }

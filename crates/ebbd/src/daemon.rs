@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ebb_cache::{Cache, CacheOptions};
-use ebb_export_nbd::{Limits, Server, TlsContext};
+use ebb_export_nbd::{Limits, Server, ServerTls};
 use ebb_export_xen::{Backend, XenParameters};
 use ebb_io::{Worker, WorkerHandle, fd_from};
 use ebb_mem::pressure::{Monitor, Watch};
@@ -334,13 +334,13 @@ fn tls_policy(tls: Tls) -> ebb_export_nbd::Tls {
     }
 }
 
-fn tls_context(nbd: &Nbd) -> anyhow::Result<Option<TlsContext>> {
+fn tls_context(nbd: &Nbd) -> anyhow::Result<Option<ServerTls>> {
     if nbd.tls == Tls::Off {
         return Ok(None);
     }
     let context = match (&nbd.tls_psk, &nbd.tls_certificates) {
-        (Some(file), _) => TlsContext::from_psk(file),
-        (None, Some(folder)) => TlsContext::from_certificates(folder, nbd.tls_verify_peer),
+        (Some(file), _) => ServerTls::from_psk(file),
+        (None, Some(folder)) => ServerTls::from_certificates(folder, nbd.tls_verify_peer),
         // The configuration demands one of the two.
         (None, None) => return Ok(None),
     };

@@ -9,6 +9,7 @@ pub(crate) const DATA_PATH: &[&str] = &[
     "crates/ebb-volume/",
     "crates/ebb-export-nbd/",
     "crates/ebb-nbd-proto/",
+    "crates/ebb-tls/",
     "crates/ebb-cache/",
     "crates/ebb-export-xen/",
 ];
@@ -19,10 +20,11 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-writeback", &[]),
     ("ebb-io", &["ebb-mem"]),
     ("ebb-nbd-proto", &[]),
-    ("ebb-store", &["ebb-io", "ebb-nbd-proto"]),
+    ("ebb-tls", &["ebb-io"]),
+    ("ebb-store", &["ebb-io", "ebb-nbd-proto", "ebb-tls"]),
     ("ebb-cache", &["ebb-mem", "ebb-io", "ebb-store"]),
     ("ebb-volume", &["ebb-io", "ebb-store", "ebb-cache"]),
-    ("ebb-export-nbd", &["ebb-mem", "ebb-io", "ebb-nbd-proto", "ebb-volume"]),
+    ("ebb-export-nbd", &["ebb-mem", "ebb-io", "ebb-nbd-proto", "ebb-tls", "ebb-volume"]),
     ("ebb-export-xen", &["ebb-mem", "ebb-io", "ebb-volume"]),
     (
         "ebbd",
@@ -70,8 +72,7 @@ pub(crate) type Allowed = (&'static str, &'static str, usize, &'static str);
 
 pub(crate) const ALLOWED: &[Allowed] = &[
     ("flush", "crates/ebb-store/src/nbd/connect.rs", 1, "`Write` for a negotiation's bytes"),
-    ("flush", "crates/ebb-store/src/nbd/tls.rs", 1, "`Write` for memory OpenSSL fills"),
-    ("flush", "crates/ebb-export-nbd/src/tls.rs", 1, "`Write` for memory OpenSSL fills"),
+    ("flush", "crates/ebb-tls/src/session.rs", 1, "`Write` for memory OpenSSL fills"),
     ("panic", "crates/ebb-export-nbd/src/lane.rs", 1, "the reader adds the payload itself"),
     ("panic", "crates/ebb-io/src/offload.rs", 1, "a future of ours polled after its end"),
     ("panic", "crates/ebb-io/src/op.rs", 3, "states of our own slots, not of a request"),

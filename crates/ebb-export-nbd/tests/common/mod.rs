@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ebb_export_nbd::{Limits, Server, Tls, TlsContext};
+use ebb_export_nbd::{Limits, Server, ServerTls, Tls};
 use ebb_io::{Io, Worker, fd_from};
 use ebb_store::{Direct, FileStore, MemoryStore, OpenOptions, Store};
 use ebb_volume::{Volume, VolumeOptions};
@@ -313,7 +313,7 @@ pub(crate) struct Rig {
 }
 
 impl Rig {
-    pub(crate) fn new(limits: Limits, tls: Tls, context: Option<TlsContext>) -> Rig {
+    pub(crate) fn new(limits: Limits, tls: Tls, context: Option<ServerTls>) -> Rig {
         let server = Server::new(limits, tls, context);
         let folder = tempfile::tempdir().unwrap();
         let worker = Worker::start_alone("nbd-test").unwrap();

@@ -6,13 +6,13 @@ use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use ebb_tls::{ClientTls, TlsSession};
 use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::export::Export;
 use super::handshake::Negotiation;
 use super::options::{NbdAddress, NbdError, NbdOptions};
-use super::tls::{TlsContext, TlsSession};
 
 /// How long connecting and negotiating may take together.
 pub(crate) const ATTEMPT: Duration = Duration::from_secs(10);
@@ -30,7 +30,7 @@ pub(crate) struct Connected {
 /// Connects and enters the export.
 pub(crate) fn connect(
     options: &NbdOptions,
-    tls: Option<&TlsContext>,
+    tls: Option<&ClientTls>,
 ) -> Result<Connected, NbdError> {
     let deadline = Instant::now() + ATTEMPT;
     let address = || options.address.to_string();

@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use ebb_io::{Budget, BudgetGuard, Buf, Gather, Io, Signal, fd_from};
 use ebb_nbd_proto::{Command, CommandFlags, REQUEST_LEN, TransmissionFlags, magic};
+use ebb_tls::{ClientTls, Transport};
 
 use super::backoff::Backoff;
 use super::connect::{ATTEMPT, Connected, connect};
@@ -30,8 +31,6 @@ use super::options::{NbdError, NbdOptions};
 use super::reply::{FRAME_MAX, Frame, Violation, decode};
 use super::slots::{Cookie, Failure, Outcome, Request, Slots, Step};
 use super::state::Shared;
-use super::tls::TlsContext;
-use super::transport::Transport;
 
 /// Requests of one connection at a time.
 pub(crate) const IN_FLIGHT: usize = 128;
@@ -48,7 +47,7 @@ const BATCH_BYTES: usize = 1 << 20;
 #[derive(Debug)]
 pub(crate) struct Remote {
     pub(crate) options: NbdOptions,
-    pub(crate) tls: Option<TlsContext>,
+    pub(crate) tls: Option<ClientTls>,
     /// The export as it was when the store was opened.
     pub(crate) export: Export,
     pub(crate) shared: Shared,
@@ -261,7 +260,7 @@ impl Link {
         let mut away: Vec<Cookie> = Vec::with_capacity(IN_FLIGHT);
         let mut alone = hold_back.get();
         loop {
-            while !self.over.get() && self.has_work(transport, alone, hold_back) {
+            while !self.over.get() && self.has_work(alone, hold_back) {
                 self.pack(&mut message, &mut away, alone);
                 alone = false;
                 let (result, returned) = transport.send(io, message).await;
@@ -280,7 +279,12 @@ impl Link {
             if self.over.get() {
                 break;
             }
-            self.work.wait().await;
+            if transport.send_pending(io).await.is_err() {
+                self.over.set(true);
+                transport.shut();
+                break;
+            }
+            futures_lite::future::or(self.work.wait(), transport.wants_send()).await;
         }
         if self.remote.shared.is_closed() {
             message.push_bytes(&farewell());
@@ -288,9 +292,9 @@ impl Link {
         }
     }
 
-    fn has_work(&self, transport: &Transport, alone: bool, hold_back: &Cell<bool>) -> bool {
+    fn has_work(&self, alone: bool, hold_back: &Cell<bool>) -> bool {
         let may = alone || !hold_back.get();
-        (may && self.slots.borrow().has_queued()) || transport.wants_send()
+        may && self.slots.borrow().has_queued()
     }
 
     /// Puts what is queued into one message; with `alone` only the first.
@@ -358,9 +362,6 @@ impl Link {
         }
         if self.slots.borrow_mut().finish(&frame)? {
             self.remote.shared.acknowledge();
-        }
-        if transport.wants_send() {
-            self.work.set();
         }
         Ok(())
     }

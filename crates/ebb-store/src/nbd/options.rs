@@ -4,6 +4,9 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+pub use ebb_tls::Keys as NbdTlsKeys;
+use ebb_tls::TlsError;
+
 /// How long requests wait for a lost server unless the operator says otherwise.
 pub const RECONNECT_DEFAULT: Duration = Duration::from_secs(60);
 
@@ -19,23 +22,6 @@ pub enum NbdAddress {
     },
     /// A unix stream socket.
     Unix(PathBuf),
-}
-
-/// Which keys a TLS connection uses.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum NbdTlsKeys {
-    /// The certificate authorities the system trusts.
-    System,
-    /// A folder with `ca-cert.pem`, and `client-cert.pem` with `client-key.pem` if the server
-    /// asks for a certificate.
-    Certificates(PathBuf),
-    /// A file of pre-shared keys, lines `name:hex`; the line of `user` is used.
-    Psk {
-        /// The file.
-        file: PathBuf,
-        /// The name to present.
-        user: String,
-    },
 }
 
 /// How to encrypt.
@@ -141,8 +127,8 @@ pub enum NbdError {
     #[error("NBD server {address}: {source}: check certificates, keys and names of both sides")]
     TlsFailed { address: String, source: io::Error },
     /// A file of keys is unusable.
-    #[error("{path}: {what}")]
-    Keys { path: PathBuf, what: String },
+    #[error(transparent)]
+    Keys(#[from] TlsError),
     /// Neither whole sectors nor a possible size.
     #[error(
         "NBD server {address}: export `{export}` is {size} bytes: a volume needs a multiple of {unit} \

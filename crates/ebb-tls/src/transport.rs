@@ -1,4 +1,4 @@
-//! Bytes to and from a client, in plain text or under TLS.
+//! A socket's bytes, in plain text or under TLS.
 //!
 //! One task receives and one sends; both hold the same [`Transport`]. Under TLS the two share one
 //! OpenSSL state, borrowed only between waits. Whatever OpenSSL wants to say on its own (tickets,
@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use ebb_io::{Buf, Fd, Gather, Io, Signal};
 
-use crate::tls::TlsSession;
+use crate::TlsSession;
 
 /// Cipher text received or sent at a time, bytes: a TLS record and its frame fit.
 const CIPHER_BYTES: usize = 32 << 10;
@@ -18,26 +18,33 @@ const CIPHER_BYTES: usize = 32 << 10;
 const PLAIN_BATCH: usize = 256 << 10;
 
 /// A connection's bytes.
-pub(crate) struct Transport {
+pub struct Transport {
     fd: Fd,
     tls: Option<RefCell<TlsSession>>,
-    /// Set when the receiver has made cipher text that the sender must send.
-    pub(crate) wants_send: Signal,
+    wants_send: Signal,
     eof: Cell<bool>,
 }
 
+impl std::fmt::Debug for Transport {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Transport").field("tls", &self.tls).finish_non_exhaustive()
+    }
+}
+
 impl Transport {
-    pub(crate) fn plain(fd: Fd) -> Transport {
-        Transport { fd, tls: None, wants_send: Signal::default(), eof: Cell::new(false) }
+    /// In plain text, or under a session whose handshake is done.
+    pub fn new(fd: Fd, session: Option<TlsSession>) -> Transport {
+        let tls = session.map(RefCell::new);
+        Transport { fd, tls, wants_send: Signal::default(), eof: Cell::new(false) }
+    }
+
+    /// Waits until receiving has made cipher text that only [`Transport::send_pending`] sends.
+    pub async fn wants_send(&self) {
+        self.wants_send.wait().await;
     }
 
     /// Receives into `buf[range]`; 0 is the end.
-    pub(crate) async fn recv(
-        &self,
-        io: &Io,
-        buf: Buf,
-        range: Range<usize>,
-    ) -> (io::Result<usize>, Buf) {
+    pub async fn recv(&self, io: &Io, buf: Buf, range: Range<usize>) -> (io::Result<usize>, Buf) {
         match &self.tls {
             None => io.recv(&self.fd, buf, range).await,
             Some(tls) => self.recv_tls(io, tls, buf, range).await,
@@ -45,7 +52,7 @@ impl Transport {
     }
 
     /// Receives exactly as much as the range is long.
-    pub(crate) async fn recv_exact(
+    pub async fn recv_exact(
         &self,
         io: &Io,
         mut buf: Buf,
@@ -101,12 +108,8 @@ impl Transport {
         Ok(())
     }
 
-    /// Sends all of the message and gives it back empty, or with what was left on an error.
-    pub(crate) async fn send(
-        &self,
-        io: &Io,
-        message: Box<Gather>,
-    ) -> (io::Result<()>, Box<Gather>) {
+    /// Sends all of the message, or what can be sent before an error. Its buffers stay in it.
+    pub async fn send(&self, io: &Io, message: Box<Gather>) -> (io::Result<()>, Box<Gather>) {
         match &self.tls {
             None => send_plain(io, &self.fd, message).await,
             Some(tls) => self.send_tls(io, tls, message).await,
@@ -135,7 +138,10 @@ impl Transport {
     }
 
     /// Sends the cipher text that is waiting, if any.
-    pub(crate) async fn send_pending(&self, io: &Io) -> io::Result<()> {
+    ///
+    /// # Errors
+    /// The socket's.
+    pub async fn send_pending(&self, io: &Io) -> io::Result<()> {
         match &self.tls {
             None => Ok(()),
             Some(tls) => self.send_output(io, tls).await,
@@ -156,8 +162,11 @@ impl Transport {
         }
     }
 
-    /// Runs the TLS handshake as the server; what follows is under TLS.
-    pub(crate) async fn start_tls(&mut self, io: &Io, session: TlsSession) -> io::Result<()> {
+    /// Runs the handshake; what follows is under TLS.
+    ///
+    /// # Errors
+    /// The socket's, or the handshake failed.
+    pub async fn start_tls(&mut self, io: &Io, session: TlsSession) -> io::Result<()> {
         let tls = RefCell::new(session);
         loop {
             let done = tls.borrow_mut().handshake();
@@ -175,9 +184,9 @@ impl Transport {
         Ok(())
     }
 
-    /// Reads and drops what still comes, until the client has closed its side, too: a close with
-    /// bytes unread is a reset over TCP, which destroys replies that are on their way.
-    pub(crate) async fn drain(&self, io: &Io) {
+    /// Reads and drops what still comes, until the other side has closed its side, too: a close with
+    /// bytes unread is a reset over TCP, which destroys what is on its way to it.
+    pub async fn drain(&self, io: &Io) {
         let mut buf = io.pool().take(CIPHER_BYTES).await;
         loop {
             let (result, returned) = io.recv(&self.fd, buf, 0..CIPHER_BYTES).await;
@@ -189,12 +198,18 @@ impl Transport {
     }
 
     /// Says goodbye under TLS and shuts the sending side.
-    pub(crate) async fn finish(&self, io: &Io) {
+    pub async fn finish(&self, io: &Io) {
         if let Some(tls) = &self.tls {
             tls.borrow_mut().close();
             let _ = self.send_output(io, tls).await;
         }
         let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Write);
+    }
+
+    /// Ends both directions: whoever sends or receives hears of it.
+    pub fn shut(&self) {
+        // A connection that is gone already is no loss.
+        let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Both);
     }
 }
 

@@ -1,0 +1,271 @@
+//! What sessions are made from: keys and certificates in the operator's files, read once.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use openssl::ssl::{
+    Ssl, SslContext, SslContextBuilder, SslFiletype, SslMethod, SslOptions, SslVerifyMode,
+    SslVersion,
+};
+
+use crate::{TlsError, TlsSession, keys};
+
+/// How a client shows who it is, and whom it trusts.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Keys {
+    /// It does not, and trusts whom this machine trusts.
+    System,
+    /// A folder with `ca-cert.pem`, and if the server wants it `client-cert.pem` and `client-key.pem`.
+    Certificates(PathBuf),
+    /// A file of pre-shared keys, and the name of ours in it.
+    Psk {
+        /// Lines `name:hex`.
+        file: PathBuf,
+        /// The name.
+        user: String,
+    },
+}
+
+/// What a server's sessions are made from.
+#[derive(Clone)]
+pub struct ServerTls(SslContext);
+
+impl std::fmt::Debug for ServerTls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ServerTls")
+    }
+}
+
+impl ServerTls {
+    /// From `ca-cert.pem`, `server-cert.pem` and `server-key.pem` in `folder`; with `verify_peer`
+    /// clients must show a certificate signed by the CA.
+    ///
+    /// # Errors
+    /// [`TlsError`], naming the file and the remedy.
+    pub fn from_certificates(folder: &Path, verify_peer: bool) -> Result<ServerTls, TlsError> {
+        let mut builder = server()?;
+        let certificate = existing(folder, "server-cert.pem", "the server's certificate (PEM)")?;
+        let key = existing(folder, "server-key.pem", "the server's private key (PEM)")?;
+        identify(&mut builder, certificate, key)?;
+        if verify_peer {
+            let ca = existing(folder, "ca-cert.pem", "the CA that signs clients' certificates")?;
+            trust(&mut builder, ca)?;
+            builder.set_verify(SslVerifyMode::PEER | SslVerifyMode::FAIL_IF_NO_PEER_CERT);
+        }
+        Ok(ServerTls(builder.build()))
+    }
+
+    /// From a file of pre-shared keys: lines `name:hex`, `#` starts a comment.
+    ///
+    /// # Errors
+    /// [`TlsError`], naming the file, the line and the remedy.
+    pub fn from_psk(path: &Path) -> Result<ServerTls, TlsError> {
+        let keys = Arc::new(keys::read(path)?);
+        let mut builder = server()?;
+        // Clients offer suites with and without PSK; without a certificate only these can work.
+        builder.set_cipher_list("PSK")?;
+        builder.set_psk_server_callback(move |_, identity, out| {
+            let Some(key) = identity.and_then(|name| keys.get(name)) else { return Ok(0) };
+            let Some(room) = out.get_mut(..key.len()) else { return Ok(0) };
+            room.copy_from_slice(key);
+            Ok(key.len())
+        });
+        Ok(ServerTls(builder.build()))
+    }
+
+    /// A session with a client that has just connected.
+    ///
+    /// # Errors
+    /// OpenSSL's.
+    pub fn session(&self) -> io::Result<TlsSession> {
+        let mut ssl = Ssl::new(&self.0).map_err(io::Error::other)?;
+        ssl.set_accept_state();
+        TlsSession::new(ssl)
+    }
+}
+
+/// What a client's sessions with one server are made from.
+#[derive(Clone)]
+pub struct ClientTls {
+    context: SslContext,
+    /// The name the server must have.
+    host: Option<String>,
+    verify: bool,
+}
+
+impl std::fmt::Debug for ClientTls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ClientTls")
+    }
+}
+
+impl ClientTls {
+    /// For a server called `host`. Without `verify` any certificate will do; pre-shared keys check
+    /// themselves.
+    ///
+    /// # Errors
+    /// [`TlsError`], naming the file and the remedy.
+    pub fn new(keys: &Keys, host: Option<String>, verify: bool) -> Result<ClientTls, TlsError> {
+        let mut builder = common(SslMethod::tls_client())?;
+        let mut verify = verify;
+        match keys {
+            Keys::System => builder.set_default_verify_paths()?,
+            Keys::Certificates(folder) => {
+                let ca = existing(folder, "ca-cert.pem", "the CA of the server's certificate")?;
+                trust(&mut builder, ca)?;
+                let certificate = folder.join("client-cert.pem");
+                if certificate.exists() {
+                    let purpose = "the private key of client-cert.pem";
+                    let key = existing(folder, "client-key.pem", purpose)?;
+                    identify(&mut builder, certificate, key)?;
+                }
+            }
+            Keys::Psk { file, user } => {
+                present(&mut builder, file, user)?;
+                verify = false;
+            }
+        }
+        let mode = if verify { SslVerifyMode::PEER } else { SslVerifyMode::NONE };
+        builder.set_verify(mode);
+        Ok(ClientTls { context: builder.build(), host, verify })
+    }
+
+    /// A session with the server, just connected to.
+    ///
+    /// # Errors
+    /// OpenSSL's.
+    pub fn session(&self) -> io::Result<TlsSession> {
+        let mut ssl = Ssl::new(&self.context).map_err(io::Error::other)?;
+        if let Some(host) = &self.host {
+            let address = host.parse::<std::net::IpAddr>();
+            if address.is_err() {
+                ssl.set_hostname(host).map_err(io::Error::other)?;
+            }
+            if self.verify {
+                let wanted = match address {
+                    Ok(address) => ssl.param_mut().set_ip(address),
+                    Err(_) => ssl.param_mut().set_host(host),
+                };
+                wanted.map_err(io::Error::other)?;
+            }
+        }
+        ssl.set_connect_state();
+        TlsSession::new(ssl)
+    }
+}
+
+fn common(method: SslMethod) -> Result<SslContextBuilder, TlsError> {
+    let mut builder = SslContext::builder(method)?;
+    builder.set_min_proto_version(Some(SslVersion::TLS1_2))?;
+    builder.set_options(SslOptions::NO_RENEGOTIATION | SslOptions::NO_COMPRESSION);
+    Ok(builder)
+}
+
+fn server() -> Result<SslContextBuilder, TlsError> {
+    let mut builder = common(SslMethod::tls_server())?;
+    // Disks are not visited by browsers: sessions are long and few, and tickets only cost.
+    builder.set_num_tickets(0)?;
+    Ok(builder)
+}
+
+fn identify(
+    builder: &mut SslContextBuilder,
+    certificate: PathBuf,
+    key: PathBuf,
+) -> Result<(), TlsError> {
+    builder.set_certificate_chain_file(&certificate).map_err(|e| TlsError::Content {
+        path: certificate,
+        purpose: "a certificate in PEM form",
+        reason: e.to_string(),
+    })?;
+    builder.set_private_key_file(&key, SslFiletype::PEM).map_err(|e| TlsError::Content {
+        path: key.clone(),
+        purpose: "a private key in PEM form that fits the certificate beside it",
+        reason: e.to_string(),
+    })?;
+    builder.check_private_key().map_err(|_| TlsError::Mismatch { path: key })
+}
+
+fn trust(builder: &mut SslContextBuilder, ca: PathBuf) -> Result<(), TlsError> {
+    builder.set_ca_file(&ca).map_err(|e| TlsError::Content {
+        path: ca,
+        purpose: "a CA certificate in PEM form",
+        reason: e.to_string(),
+    })
+}
+
+/// Has the session name `user`, with the key of that name.
+fn present(builder: &mut SslContextBuilder, file: &Path, user: &str) -> Result<(), TlsError> {
+    let key = keys::read(file)?.remove(user.as_bytes());
+    let user = user.to_owned();
+    let Some(key) = key else { return Err(TlsError::NoKey { path: file.into(), user }) };
+    // Without certificates only these suites can work.
+    builder.set_cipher_list("PSK")?;
+    builder.set_psk_client_callback(move |_, _, identity, out| {
+        let (name, end) = (user.as_bytes(), user.len());
+        let (Some(place), Some(room)) = (identity.get_mut(..=end), out.get_mut(..key.len())) else {
+            return Ok(0);
+        };
+        place[..end].copy_from_slice(name);
+        place[end] = 0;
+        room.copy_from_slice(&key);
+        Ok(key.len())
+    });
+    Ok(())
+}
+
+fn existing(folder: &Path, name: &str, purpose: &'static str) -> Result<PathBuf, TlsError> {
+    let path = folder.join(name);
+    match std::fs::File::open(&path) {
+        Ok(_) => Ok(path),
+        Err(source) => Err(TlsError::File { path, purpose, source }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_certificate_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = ServerTls::from_certificates(folder.path(), false).unwrap_err();
+        assert!(error.to_string().contains("server-cert.pem"), "{error}");
+        let keys = Keys::Certificates(folder.path().into());
+        let error = ClientTls::new(&keys, None, true).unwrap_err();
+        assert!(error.to_string().contains("ca-cert.pem"), "{error}");
+    }
+
+    #[test]
+    fn two_ends_with_the_same_key_understand_each_other_and_others_do_not() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "alice:0102030405060708\n").unwrap();
+        let other = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(other.path(), "alice:ff02030405060708\n").unwrap();
+        let server = ServerTls::from_psk(file.path()).unwrap();
+        for (path, fits) in [(file.path(), true), (other.path(), false)] {
+            let keys = Keys::Psk { file: path.into(), user: "alice".into() };
+            let client = ClientTls::new(&keys, None, true).unwrap();
+            let mut ends = [client.session().unwrap(), server.session().unwrap()];
+            let mut shaken = Ok(false);
+            for _ in 0..8 {
+                let results = ends.each_mut().map(TlsSession::handshake);
+                for (from, to) in [(0, 1), (1, 0)] {
+                    let mut bytes = [0; 4096];
+                    let count = ends[from].take_output(&mut bytes);
+                    ends[to].feed(&bytes[..count]);
+                }
+                let [one, two] = results;
+                shaken = one.and_then(|one| Ok(one & two?));
+                if !matches!(shaken, Ok(false)) {
+                    break;
+                }
+            }
+            assert_eq!(shaken.is_ok_and(|done| done), fits, "{path:?}");
+        }
+        let keys = Keys::Psk { file: file.path().into(), user: "bob".into() };
+        let error = ClientTls::new(&keys, None, true).unwrap_err();
+        assert!(error.to_string().contains("`bob`"), "{error}");
+    }
+}
