@@ -259,6 +259,11 @@ pub struct ServeArgs {
     #[arg(long, value_name = "PATH")]
     pub control: Option<String>,
 
+    /// Show a page with plots, and metrics for Prometheus, at this TCP address to everybody who can
+    /// connect, such as 127.0.0.1:9477 [default: that of the file]
+    #[arg(long, value_name = "HOST:PORT")]
+    pub web: Option<String>,
+
     /// Serve disks of Xen guests, too: those of `ebbd xen attach`, and where the kernel's own
     /// backend is not loaded those with the script block-ebbd [default: false]
     #[arg(long)]
@@ -332,6 +337,7 @@ impl ServeArgs {
             workers: self.workers,
             log: self.log,
             control: self.control.clone(),
+            web: self.web.clone(),
             xen: self.xen,
             max_buffer_pages: self.max_buffer_pages,
             buffer_squeeze_duration_ms: self.buffer_squeeze_duration_ms,
@@ -396,6 +402,7 @@ mod tests {
             "--connection-memory=5K",
             "--workers=3",
             "--control=/c",
+            "--web=h:2",
             "--xen",
             "--max-buffer-pages=4",
             "--buffer-squeeze-duration-ms=5",
@@ -422,6 +429,7 @@ mod tests {
                 workers: Some(3),
                 log: Some(LogLevel::Debug),
                 control: Some("/c".into()),
+                web: Some("h:2".into()),
                 xen: true,
                 max_buffer_pages: Some(4),
                 buffer_squeeze_duration_ms: Some(5),

@@ -49,6 +49,8 @@ pub struct Config {
     pub log: LogLevel,
     /// The unix socket to be controlled through, if any.
     pub control: Option<PathBuf>,
+    /// Where the page and the metrics are shown, `HOST:PORT`, if anywhere.
+    pub web: Option<String>,
     /// Whether disks of Xen guests are served.
     pub xen: bool,
     /// Free pages of 4096 bytes each queue keeps, 0 to 1048576.

@@ -1,5 +1,5 @@
-//! The control socket: HTTP with JSON on a unix socket, for `ebbd get`, `set`, `stat`, `pressure`,
-//! scripts and Prometheus.
+//! The control socket: HTTP with JSON on a unix socket, for `ebbd get`, `set`, `stat`, `pressure` and
+//! scripts; and what of it is for everybody to see, over TCP, for browsers and Prometheus (`page`).
 //!
 //! It runs beside the workers in a thread of its own and only looks at what they share: atomics,
 //! and short locks that no request for data takes.
@@ -16,16 +16,19 @@
 //! | `GET /v1/stat` | everything: [`crate::stat::Stat`] |
 //! | `POST /v1/pressure` with `{"level": "L1", "seconds": 5}` | publishes a level of memory pressure |
 //! | `GET /metrics` | OpenMetrics text |
+//! | `GET /` | the page; over TCP only, and beside it only what tells figures |
 //!
 //! A failure is `{"error": KIND, "message": ..., "remedy": ...}` with a status of the 400s for what
 //! the client can mend and of the 500s for what it cannot. Names in paths are percent-encoded.
 //! Fields may be added; those there keep their meaning.
 //!
 //! # Invariants
-//! - Only the daemon's user opens the socket: mode 0600 from its first moment.
+//! - Only the daemon's user opens the control socket: mode 0600 from its first moment.
+//! - Nothing can be changed over TCP.
 //! - Bounded: connections, the time each may last, the size of headers and bodies.
 
 mod answer;
+mod page;
 mod routes;
 #[cfg(test)]
 mod tests;
@@ -35,20 +38,25 @@ pub(crate) use self::routes::MAX_HOLD_SECONDS;
 pub use self::routes::{ChangeView, ParameterView};
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use axum::Router;
 use ebb_export_nbd::Server;
 use ebb_export_xen::Figures;
 use ebb_io::WorkerHandle;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{Semaphore, oneshot};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
+use self::routes::App;
+use crate::config::Listen;
 use crate::listener::{self, ListenError, Listener};
 use crate::params::Parameters;
 use crate::stat::Memory;
@@ -98,24 +106,29 @@ pub enum ControlError {
     Start(#[source] io::Error),
 }
 
-/// A running control socket. Dropping it closes the socket and removes its file.
+/// A running control socket, a page, or both. Dropping it closes them and removes the socket's file.
 #[derive(Debug)]
 pub struct Control {
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
-    _listener: Listener,
+    listeners: Vec<Listener>,
 }
 
 impl Control {
-    /// Listens at `path` and answers from a thread of its own.
+    /// Listens at the unix socket `control` and shows the page at `web` (`HOST:PORT`), from one thread.
     ///
     /// # Errors
     /// [`ControlError`].
-    pub fn start(path: &Path, shared: Arc<Shared>) -> Result<Self, ControlError> {
-        let listener = listener::open_private(path)?;
-        let fd = listener.fd.try_clone().map_err(ControlError::Start)?;
-        let socket = std::os::unix::net::UnixListener::from(fd);
-        socket.set_nonblocking(true).map_err(ControlError::Start)?;
+    pub fn start(
+        control: Option<&Path>,
+        web: Option<&str>,
+        shared: Arc<Shared>,
+    ) -> Result<Self, ControlError> {
+        let control = control.map(listener::open_private).transpose()?;
+        let web =
+            web.map(|address| listener::open(&Listen::Tcp(address.to_owned()))).transpose()?;
+        let control_fd = control.as_ref().map(duplicate).transpose()?;
+        let web_fd = web.as_ref().map(duplicate).transpose()?;
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
@@ -123,18 +136,24 @@ impl Control {
             .map_err(ControlError::Start)?;
         let (stop, stopped) = oneshot::channel();
         let serve = move || {
-            let accept = async move {
-                // Registers with the runtime, so it has to happen inside.
-                match UnixListener::from_std(socket) {
-                    Ok(socket) => accept(socket, routes::router(shared)).await,
-                    Err(error) => tracing::error!(%error, "the control socket does not answer"),
-                }
-            };
+            let app = Arc::new(App::new(shared));
             runtime.block_on(async {
-                let task = tokio::spawn(accept);
+                let answers = |result: io::Result<()>| {
+                    if let Err(error) = result {
+                        tracing::error!(%error, "the control socket or the page does not answer");
+                    }
+                };
+                let mut tasks = Vec::new();
+                if let Some(fd) = control_fd {
+                    let router = routes::router(app.clone());
+                    tasks.push(tokio::spawn(async move { answers(serve_unix(fd, router).await) }));
+                }
+                if let Some(fd) = web_fd {
+                    tasks.push(tokio::spawn(async move { answers(serve_tcp(fd, app).await) }));
+                }
                 // An error means that the sender is gone: to be stopped as well.
                 let _ = stopped.await;
-                task.abort();
+                tasks.iter().for_each(tokio::task::JoinHandle::abort);
             });
         };
         let thread = std::thread::Builder::new()
@@ -142,9 +161,20 @@ impl Control {
             .stack_size(512 << 10)
             .spawn(serve)
             .map_err(ControlError::Start)?;
-        tracing::info!(address = listener.name, "control");
-        Ok(Self { stop: Some(stop), thread: Some(thread), _listener: listener })
+        let listeners = control.into_iter().chain(web).collect();
+        let started = Self { stop: Some(stop), thread: Some(thread), listeners };
+        started.addresses().for_each(|address| tracing::info!(address, "control"));
+        Ok(started)
     }
+
+    /// Where it listens, as in the log.
+    pub fn addresses(&self) -> impl Iterator<Item = &str> {
+        self.listeners.iter().map(|listener| listener.name.as_str())
+    }
+}
+
+fn duplicate(listener: &Listener) -> Result<OwnedFd, ControlError> {
+    listener.fd.try_clone().map_err(ControlError::Start)
 }
 
 impl Drop for Control {
@@ -157,27 +187,53 @@ impl Drop for Control {
     }
 }
 
-async fn accept(socket: UnixListener, router: axum::Router) {
+async fn serve_unix(fd: OwnedFd, router: Router) -> io::Result<()> {
+    let socket = std::os::unix::net::UnixListener::from(fd);
+    socket.set_nonblocking(true)?;
+    // Registers with the runtime, so it has to happen inside.
+    let socket = UnixListener::from_std(socket)?;
     let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    loop {
-        let Ok(permit) = room.clone().acquire_owned().await else { return };
+    while let Ok(permit) = room.clone().acquire_owned().await {
         match socket.accept().await {
-            Ok((stream, _)) => {
-                let router = router.clone();
-                tokio::spawn(async move {
-                    attend(stream, router).await;
-                    drop(permit);
-                });
-            }
-            Err(error) => {
-                tracing::debug!(%error, "cannot accept a control connection");
-                tokio::time::sleep(OUT_OF_DESCRIPTORS).await;
-            }
+            Ok((stream, _)) => spawn(stream, router.clone(), permit),
+            Err(error) => wait_after(&error).await,
         }
     }
+    Ok(())
 }
 
-async fn attend(stream: UnixStream, router: axum::Router) {
+async fn serve_tcp(fd: OwnedFd, app: Arc<App>) -> io::Result<()> {
+    let socket = std::net::TcpListener::from(fd);
+    socket.set_nonblocking(true)?;
+    let router = page::router(app, socket.local_addr()?);
+    let socket = TcpListener::from_std(socket)?;
+    let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    while let Ok(permit) = room.clone().acquire_owned().await {
+        match socket.accept().await {
+            Ok((stream, _)) => spawn(stream, router.clone(), permit),
+            Err(error) => wait_after(&error).await,
+        }
+    }
+    Ok(())
+}
+
+async fn wait_after(error: &io::Error) {
+    tracing::debug!(%error, "cannot accept a control connection");
+    tokio::time::sleep(OUT_OF_DESCRIPTORS).await;
+}
+
+fn spawn(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    router: Router,
+    permit: OwnedSemaphorePermit,
+) {
+    tokio::spawn(async move {
+        attend(stream, router).await;
+        drop(permit);
+    });
+}
+
+async fn attend(stream: impl AsyncRead + AsyncWrite + Unpin, router: Router) {
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(HEAD).max_buf_size(MAX_HEAD_BYTES);
     // A client that has said all it wants to say still waits for the answer.

@@ -131,21 +131,21 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
                 .with_context(|| format!("volume {}", volume.name()))?;
         }
     }
-    let control = match &config.control {
-        Some(path) => {
-            let shared = Shared {
-                server: server.clone(),
-                parameters: parameters.clone(),
-                memory: stat::Memory::new(Some(memory.clone()), monitor.as_ref())
-                    .with_cache(cache.clone())
-                    .with_bdis(bdis.clone()),
-                workers: workers.iter().map(Worker::handle).collect(),
-                xen: xen.as_ref().map(Backend::figures),
-                started,
-            };
-            Some(Control::start(path, Arc::new(shared))?)
-        }
-        None => None,
+    let control = if config.control.is_some() || config.web.is_some() {
+        let shared = Shared {
+            server: server.clone(),
+            parameters: parameters.clone(),
+            memory: stat::Memory::new(Some(memory.clone()), monitor.as_ref())
+                .with_cache(cache.clone())
+                .with_bdis(bdis.clone()),
+            workers: workers.iter().map(Worker::handle).collect(),
+            xen: xen.as_ref().map(Backend::figures),
+            started,
+        };
+        let (socket, web) = (config.control.as_deref(), config.web.as_deref());
+        Some(Control::start(socket, web, Arc::new(shared))?)
+    } else {
+        None
     };
     let daemon = Daemon {
         config,

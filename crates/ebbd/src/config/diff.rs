@@ -38,6 +38,7 @@ impl Config {
             ("listen", self.listen != new.listen),
             ("workers", self.workers != new.workers),
             ("control", self.control != new.control),
+            ("web", self.web != new.web),
             ("idle_memory", self.idle_memory != new.idle_memory),
             ("xen", self.xen != new.xen),
             ("nbd.tls", old_nbd.tls != new_nbd.tls),
@@ -158,10 +159,10 @@ mod tests {
     #[test]
     fn what_needs_a_restart() {
         let changes = diff(
-            &(BASE
-                .replace("unix:/a", "unix:/c")
-                .replace("listen", "workers = 2\ncontrol = '/c/s'\nidle_memory = 'keep'\nlisten")
-                + "[nbd]\ntls = 'on'\ntls_certificates = '/t'\ntls_verify_peer = true"),
+            &(BASE.replace("unix:/a", "unix:/c").replace(
+                "listen",
+                "workers = 2\ncontrol = '/c/s'\nweb = 'tcp:h:1'\nidle_memory = 'keep'\nlisten",
+            ) + "[nbd]\ntls = 'on'\ntls_certificates = '/t'\ntls_verify_peer = true"),
         );
         assert_eq!(
             changes.needs_restart,
@@ -169,6 +170,7 @@ mod tests {
                 "listen",
                 "workers",
                 "control",
+                "web",
                 "idle_memory",
                 "nbd.tls",
                 "nbd.tls_certificates",

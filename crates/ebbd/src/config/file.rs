@@ -31,6 +31,7 @@ struct FileTop {
     workers: Option<Spanned<i64>>,
     log: Option<Spanned<String>>,
     control: Option<Spanned<String>>,
+    web: Option<Spanned<String>>,
     xen: Option<Spanned<bool>>,
     max_buffer_pages: Option<Spanned<i64>>,
     buffer_squeeze_duration_ms: Option<Spanned<i64>>,
@@ -258,6 +259,7 @@ impl Source<'_> {
             workers: top.workers.map(|n| self.located("workers", n)),
             log: self.convert("log", top.log, Choice::parse)?,
             control: self.convert("control", top.control, value::control_path)?,
+            web: self.convert("web", top.web, value::web_address)?,
             xen: top.xen.map(|on| self.located("xen", on)),
             max_buffer_pages: top.max_buffer_pages.map(|n| self.located("max_buffer_pages", n)),
             buffer_squeeze_duration_ms: top

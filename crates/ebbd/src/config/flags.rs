@@ -39,6 +39,8 @@ pub struct Overrides {
     pub log: Option<LogLevel>,
     /// The path of the control socket, with or without `unix:` before it.
     pub control: Option<String>,
+    /// Where the page is shown, with or without `tcp:` before it.
+    pub web: Option<String>,
     /// Whether disks of Xen guests are served.
     pub xen: bool,
     /// Free pages each queue keeps; 0 to 1048576 is allowed.
@@ -96,6 +98,11 @@ pub(super) fn layer(overrides: &Overrides) -> Result<Layer, ConfigError> {
         let place = Place::option("--control");
         let value = value::control_path(text).map_err(|bad| place.error(bad))?;
         layer.control = Some(Located { value, place });
+    }
+    if let Some(text) = &overrides.web {
+        let place = Place::option("--web");
+        let value = value::web_address(text).map_err(|bad| place.error(bad))?;
+        layer.web = Some(Located { value, place });
     }
     for text in &overrides.listen {
         let place = Place::option(format!("--listen {}", shorten(text)));

@@ -72,6 +72,17 @@ pub const TOP: Section = Section {
                   change needs a restart.",
         },
         Key {
+            name: "web",
+            value: "ADDRESS",
+            expected: "write a TCP address: web = \"tcp:127.0.0.1:9477\"",
+            default: "",
+            doc: "Where a browser finds a page with plots of memory, cache and traffic, at /, and \
+                  Prometheus its metrics, at /metrics. Everybody who can connect may look, names of \
+                  volumes included; nothing can be changed there. An address of this machine alone \
+                  answers to localhost and to addresses only. Without the key there is none. A \
+                  change needs a restart.",
+        },
+        Key {
             name: "xen",
             value: "BOOL",
             expected: "write true or false without quotes: xen = true",
@@ -433,7 +444,7 @@ mod tests {
         );
         assert_eq!(
             unknown_key_remedy(&TOP, "zebra"),
-            "the keys here are listen, workers, log, control, xen, max_buffer_pages, \
+            "the keys here are listen, workers, log, control, web, xen, max_buffer_pages, \
              buffer_squeeze_duration_ms, idle_memory, cache_max, cache_min, nbd, volume"
         );
     }

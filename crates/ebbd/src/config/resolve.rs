@@ -49,12 +49,15 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
     }
     let control = flags.control.or(file.control);
     check_control(control.as_ref(), &addresses)?;
+    let web = flags.web.or(file.web);
+    check_web(web.as_ref(), &addresses)?;
     let default = |key: Key| key.definition().default;
     Ok(Config {
         listen: check_addresses(addresses, inherited)?,
         workers: workers.unwrap_or(1),
         log: flags.log.or(file.log).map(|log| log.value).unwrap_or_default(),
         control: control.map(|control| control.value),
+        web: web.map(|web| web.value),
         xen,
         max_buffer_pages: max_buffer_pages.unwrap_or(default(Key::MaxBufferPages)),
         buffer_squeeze_duration_ms: buffer_squeeze_duration_ms
@@ -141,15 +144,30 @@ fn check_control(
     addresses: &[Located<Listen>],
 ) -> Result<(), ConfigError> {
     let Some(control) = control else { return Ok(()) };
-    let same = |address: &&Located<Listen>| match &address.value {
-        Listen::Unix(path) => *path == control.value,
-        Listen::Tcp(_) => false,
-    };
-    match addresses.iter().find(same) {
-        Some(address) => Err(control.error(
+    let at = Listen::Unix(control.value.clone());
+    check_free(control, &at, addresses, "choose another path for the control socket")
+}
+
+/// Refuses a page where clients are served.
+fn check_web(
+    web: Option<&Located<String>>,
+    addresses: &[Located<Listen>],
+) -> Result<(), ConfigError> {
+    let Some(web) = web else { return Ok(()) };
+    check_free(web, &Listen::Tcp(web.value.clone()), addresses, "choose another port for the page")
+}
+
+fn check_free<T>(
+    what: &Located<T>,
+    at: &Listen,
+    addresses: &[Located<Listen>],
+    remedy: &str,
+) -> Result<(), ConfigError> {
+    match addresses.iter().find(|address| address.value == *at) {
+        Some(address) => Err(what.error(
             ErrorKind::Conflict,
             format!("clients are served there, see {}", address.place.describe()),
-            "choose another path for the control socket",
+            remedy,
         )),
         None => Ok(()),
     }

@@ -521,6 +521,12 @@ fn parameters_and_the_control_socket() {
     };
     refused(control("unix:/a"), ErrorKind::Conflict, 1, "control", "listen in line 2");
     refused(control("tcp:h:1"), ErrorKind::InvalidValue, 1, "control", "unix:/path");
+    let web = |address: &str| {
+        parse(&format!("web = '{address}'\nlisten = ['tcp:h:1']\n[volume.a]\nstore = 'null:1G'"))
+    };
+    assert_eq!(web("tcp:[::1]:80").unwrap().web.as_deref(), Some("[::1]:80"));
+    refused(web("tcp:h:1"), ErrorKind::Conflict, 1, "web", "listen in line 2");
+    refused(web("unix:/a"), ErrorKind::InvalidValue, 1, "web", "127.0.0.1");
     let overrides = flags(&["a=null:1G,max-buffer-pages=many"], &["unix:/a"]);
     let outcome = Config::parse("", Path::new(FILE), &overrides);
     refused(outcome, ErrorKind::InvalidValue, None, "--volume a: max-buffer-pages", "digits");

@@ -279,6 +279,18 @@ pub(crate) fn control_path(text: &str) -> Result<PathBuf, BadValue> {
     unix_path(text.strip_prefix("unix:").unwrap_or(text))
 }
 
+/// The address of the page: TCP, and `tcp:` may be left out.
+pub(crate) fn web_address(text: &str) -> Result<String, BadValue> {
+    if text.starts_with("unix:") {
+        return Err(BadValue::new(
+            ErrorKind::InvalidValue,
+            "the page cannot be at a unix socket, which browsers do not know",
+            "write tcp:127.0.0.1:9477",
+        ));
+    }
+    tcp_address(text.strip_prefix("tcp:").unwrap_or(text))
+}
+
 fn tcp_address(text: &str) -> Result<String, BadValue> {
     let bad = |message: &str, remedy: &str| {
         BadValue::new(

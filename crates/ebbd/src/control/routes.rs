@@ -34,7 +34,7 @@ pub(crate) const MAX_HOLD_SECONDS: u64 = 86_400;
 const HOLD: Duration = Duration::from_millis(500);
 
 /// What the handlers share.
-struct App {
+pub(super) struct App {
     shared: Arc<Shared>,
     /// Who holds a level of pressure at the moment.
     holder: Mutex<Option<AbortHandle>>,
@@ -48,21 +48,25 @@ type Body = Result<Bytes, BytesRejection>;
 const PATHS: [&str; 6] =
     ["/v1/version", "/v1/parameters", "/v1/volumes", "/v1/stat", "/v1/pressure", "/metrics"];
 
-/// All routes.
-pub(super) fn router(shared: Arc<Shared>) -> Router {
-    let app = Arc::new(App { shared, holder: Mutex::default() });
-    let parameter = get(read_parameter).put(set_parameter).delete(unset_parameter);
-    let own = get(read_own).put(set_own).delete(unset_own);
+/// The routes that only tell figures.
+pub(super) fn figures() -> Router<Arc<App>> {
     Router::new()
         .route("/v1/version", get(version))
+        .route("/v1/volumes", get(volumes))
+        .route("/v1/stat", get(whole_stat))
+        .route("/metrics", get(open_metrics))
+}
+
+/// All routes.
+pub(super) fn router(app: Arc<App>) -> Router {
+    let parameter = get(read_parameter).put(set_parameter).delete(unset_parameter);
+    let own = get(read_own).put(set_own).delete(unset_own);
+    figures()
         .route("/v1/parameters", get(list_parameters))
         .route("/v1/parameters/{name}", parameter)
-        .route("/v1/volumes", get(volumes))
         .route("/v1/volumes/{volume}/parameters", get(list_own))
         .route("/v1/volumes/{volume}/parameters/{name}", own)
-        .route("/v1/stat", get(whole_stat))
         .route("/v1/pressure", post(pressure))
-        .route("/metrics", get(open_metrics))
         .fallback(no_such_path)
         .method_not_allowed_fallback(no_such_method)
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
@@ -263,6 +267,10 @@ fn parse<T: DeserializeOwned>(body: Body, form: &str) -> Result<T, Refusal> {
 }
 
 impl App {
+    pub(super) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, holder: Mutex::default() }
+    }
+
     fn list(&self, volume: Option<&str>) -> Answer {
         let readings = self.shared.parameters.list(volume)?;
         json(&readings.iter().map(ParameterView::from).collect::<Vec<_>>())

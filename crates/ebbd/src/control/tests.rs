@@ -24,7 +24,7 @@ struct Running {
     path: std::path::PathBuf,
     parameters: Parameters,
     injected: Arc<Mutex<Vec<u8>>>,
-    _control: Control,
+    control: Control,
     _folder: tempfile::TempDir,
 }
 
@@ -63,8 +63,8 @@ fn start_with(xen: Option<Figures>) -> Running {
         workers: Vec::new(),
         started: Instant::now(),
     };
-    let control = Control::start(&path, Arc::new(shared)).unwrap();
-    Running { path, parameters, injected, _control: control, _folder: folder }
+    let control = Control::start(Some(&path), Some("127.0.0.1:0"), Arc::new(shared)).unwrap();
+    Running { path, parameters, injected, control, _folder: folder }
 }
 
 impl Running {
@@ -300,7 +300,7 @@ fn workers_that_stopped_are_no_obstacle() {
         workers: vec![one.handle(), two.handle()],
         started: Instant::now(),
     };
-    let _control = Control::start(&path, Arc::new(shared)).unwrap();
+    let _control = Control::start(Some(&path), None, Arc::new(shared)).unwrap();
     drop(two);
     let mut stream = UnixStream::connect(&path).unwrap();
     stream.write_all(b"GET /v1/stat HTTP/1.0\r\n\r\n").unwrap();
@@ -401,4 +401,44 @@ proptest! {
 fn running() -> &'static Running {
     static DAEMON: std::sync::OnceLock<Running> = std::sync::OnceLock::new();
     DAEMON.get_or_init(start)
+}
+
+/// Asks the page; the whole answer.
+fn ask_page(daemon: &Running, method: &str, path: &str, host: &str) -> String {
+    let address =
+        daemon.control.addresses().find_map(|at| at.strip_prefix("tcp:")).unwrap().to_owned();
+    let mut stream = std::net::TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let request = format!("{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
+}
+
+#[test]
+fn the_page_shows_figures_and_changes_nothing() {
+    let daemon = start();
+    for path in ["/", "/page.css", "/page.js", "/v1/version", "/v1/volumes", "/v1/stat", "/metrics"]
+    {
+        let answer = ask_page(&daemon, "GET", path, "localhost:9477");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{path}: {answer}");
+        assert!(answer.contains("default-src 'none'") && answer.contains("nosniff"), "{path}");
+    }
+    let stat = ask_page(&daemon, "GET", "/v1/stat", "127.0.0.1");
+    let stat: Stat = serde_json::from_str(stat.split_once("\r\n\r\n").unwrap().1).unwrap();
+    assert_eq!(stat.volumes.len(), 2);
+    for (method, path, status) in [
+        ("GET", "/v1/parameters", 404),
+        ("PUT", "/v1/parameters/max_buffer_pages", 404),
+        ("POST", "/v1/pressure", 404),
+        ("POST", "/v1/stat", 405),
+        ("DELETE", "/", 405),
+    ] {
+        let answer = ask_page(&daemon, method, path, "localhost");
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{method} {path}: {answer}");
+    }
+    assert_eq!(daemon.parameters.live(Key::MaxBufferPages).get(), 1024);
+    let answer = ask_page(&daemon, "GET", "/v1/stat", "evil.example");
+    assert!(answer.starts_with("HTTP/1.1 421") && !answer.contains("disk"), "{answer}");
 }
