@@ -22,8 +22,12 @@ const STREAMS: usize = 8;
 /// Pages of the first window and of the longest: 64 KiB and 1 MiB.
 const WINDOW_MIN: u64 = 16;
 pub(crate) const WINDOW_MAX: u64 = 256;
-/// How far from where it is expected a read may be, pages: requests of one reader overtake each other.
+/// How far from where it is expected a read of a stream may be, pages: requests of one reader overtake each
+/// other.
 const SLACK: u64 = 64;
+/// The same, in lengths of the read, of what may only become a stream: reads of a page all over a small
+/// volume are often near an earlier one, and data in use that is taken for one-pass data is the first to go.
+const SLACK_READS: u64 = 2;
 /// Loads of a volume at a time.
 const AT_ONCE: u32 = 4;
 
@@ -60,10 +64,12 @@ impl Streams {
     pub(crate) fn note(&mut self, pages: &Range<u64>, size: u64) -> Noted {
         self.reads += 1;
         let used = self.reads;
+        let near = SLACK.min(SLACK_READS * (pages.end - pages.start));
         let fits = |stream: &&mut Stream| {
+            let slack = if stream.window > 0 { SLACK } else { near };
             // What is in memory was read without a note.
-            let last = stream.next.max(stream.ahead) + SLACK;
-            stream.used > 0 && (stream.next.saturating_sub(SLACK)..=last).contains(&pages.start)
+            let last = stream.next.max(stream.ahead) + slack;
+            stream.used > 0 && (stream.next.saturating_sub(slack)..=last).contains(&pages.start)
         };
         let Some(stream) = self.list.iter_mut().find(fits) else {
             let fresh = Stream { next: pages.end, ahead: pages.end, window: 0, used };
@@ -162,6 +168,18 @@ mod tests {
             let page = at >> 20 & 0xffff_ffff;
             assert_eq!(streams.note(&(page..page + 1), u64::MAX), Noted::default());
         }
+    }
+
+    #[test]
+    fn reads_all_over_a_small_volume_are_no_stream() {
+        let mut streams = Streams::default();
+        let (mut state, mut taken) = (7u64, 0);
+        for _ in 0..10_000 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let page = (state >> 33) % 12_288;
+            taken += u32::from(streams.note(&(page..page + 1), 12_288 * PAGE).sequential);
+        }
+        assert!(taken < 100, "{taken} of 10000 were taken for part of a stream");
     }
 
     #[test]

@@ -75,6 +75,8 @@ pub struct Cache {
     pub(crate) orders: Orders,
     pub(crate) refused: AtomicU64,
     pub(crate) scans: AtomicU64,
+    /// Pages returned ahead of the kernel.
+    pub(crate) receded: AtomicU64,
     /// The machine's share, for when no maximum is given.
     share: u64,
     started: Instant,
@@ -114,6 +116,7 @@ impl Cache {
             orders: Orders::default(),
             refused: AtomicU64::new(0),
             scans: AtomicU64::new(0),
+            receded: AtomicU64::new(0),
             share,
             started: options.started,
         };
@@ -195,6 +198,7 @@ impl Cache {
         }
         stats.refused = self.refused.load(Ordering::Relaxed);
         stats.scans = self.scans.load(Ordering::Relaxed);
+        stats.receded = self.receded.load(Ordering::Relaxed) * PAGE;
         stats
     }
 
@@ -232,8 +236,14 @@ impl Cache {
         self.admits() && self.limit.load(Ordering::Relaxed) >= 16 * crate::ahead::WINDOW_MAX
     }
 
+    /// Bytes that may go if others need them: what is held beyond the floor.
+    pub(crate) fn spare(&self) -> u64 {
+        let held = self.held.load(Ordering::Relaxed) * PAGE;
+        held.saturating_sub(self.growth.lock().min)
+    }
+
     /// What a volume may hold while others want more.
-    fn fair_share(&self) -> u64 {
+    pub(crate) fn fair_share(&self) -> u64 {
         let active = u64::from(self.active.load(Ordering::Relaxed)).max(1);
         self.limit.load(Ordering::Relaxed) / active
     }

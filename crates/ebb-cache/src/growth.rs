@@ -8,6 +8,7 @@
 //! | L1 squeeze | what is held now, or a 32nd of `max`; no growth for [`PAUSE`] |
 //! | L2 drain | half of what is held now, never below `min`; no growth for [`PAUSE`] |
 //! | L3 last resort | nothing, and the cache is off until calm |
+//! | memory was returned ahead of the kernel | what is held then; no growth for [`BREATH`] |
 //! | calm | on again; no growth for [`PAUSE`] |
 //! | time | after the pause: twice as much each second, [`STEP`] at least |
 //!
@@ -20,9 +21,13 @@ use ebb_mem::pressure::Level;
 
 /// No growth for so long after a sign of pressure.
 pub(crate) const PAUSE: Duration = Duration::from_secs(3);
+/// The same after memory was returned because somebody takes it.
+pub(crate) const BREATH: Duration = Duration::from_secs(1);
 /// Share of `max` that signs short of L2 leave room for: where they never cease, a cache that is cold
 /// still becomes one. The kernel takes it from us by itself if it must.
 pub(crate) const ROOM: u64 = 32;
+/// Less below the limit is no loss, bytes.
+const SPARE: u64 = 256 << 10;
 /// Least growth per second after the pause, bytes.
 pub(crate) const STEP: u64 = 64 << 20;
 
@@ -98,6 +103,13 @@ impl Growth {
         self.updated = now;
     }
 
+    /// Memory was returned ahead of the kernel; `held` bytes are left.
+    pub(crate) fn recede(&mut self, held: u64, now: Instant) {
+        self.limit = self.limit.min(held.max(self.min));
+        self.resume = self.resume.max(Some(now + BREATH));
+        self.updated = self.updated.max(now);
+    }
+
     /// Time has passed; `held` bytes are held.
     pub(crate) fn pass(&mut self, held: u64, now: Instant) {
         let since = now.saturating_duration_since(self.updated);
@@ -107,7 +119,10 @@ impl Growth {
         }
         if self.resume.is_some_and(|resume| now < resume) {
             let room = if self.hard { 0 } else { self.room() };
-            self.limit = self.limit.min(held.max(room)).max(self.min);
+            // What is evicted to make room is a little more than needed, and comes back at once.
+            if held.saturating_add(SPARE) < self.limit {
+                self.limit = self.limit.min(held.max(room)).max(self.min);
+            }
             return;
         }
         self.resume = None;
@@ -150,6 +165,22 @@ mod tests {
         growth.pass(3 * GIB, start + PAUSE * 2);
         assert_eq!(growth.limit(), 8 * GIB);
         assert!(!growth.is_held_back());
+    }
+
+    #[test]
+    fn what_was_returned_is_not_filled_again_at_once() {
+        let (mut growth, start) = rig();
+        growth.recede(4 * GIB, start);
+        growth.pass(4 * GIB, start + BREATH / 2);
+        assert_eq!(growth.limit(), 4 * GIB);
+        growth.recede(GIB / 32, start + BREATH / 2);
+        assert_eq!(growth.limit(), GIB / 16, "the floor stays");
+        growth.press(Level::L1, 0, start + BREATH);
+        growth.recede(0, start + BREATH);
+        growth.pass(0, start + BREATH * 2);
+        assert!(growth.limit() < GIB, "a sign's longer pause holds");
+        growth.pass(0, start + PAUSE * 2);
+        assert!(growth.limit() > GIB / 16);
     }
 
     #[test]

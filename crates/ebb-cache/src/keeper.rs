@@ -3,17 +3,20 @@
 //! Each turn, about ten a second while there is something to do: it answers pressure, lends buffers that
 //! rest (one-pass data at once), evicts what is above the limit, and when the kernel says that it has
 //! taken lent memory from anybody it looks what it was of ours, so that `bufspace` is right within a
-//! second. While nothing is held it looks once a second.
+//! second. While nothing is held it looks once a second. Between turns it looks at the host's free memory, and
+//! returns what others are about to need (`recede.rs`).
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use ebb_mem::pressure::Level;
-use ebb_mem::{Residency, Worker};
+use ebb_mem::pressure::{HostLook, Level, Room, Roots};
+use ebb_mem::{Policy, Residency, Worker};
 
 use crate::cache::Cache;
+use crate::pages::PAGE;
+use crate::recede::{Recede, Seen};
 use crate::shard::Batch;
 use crate::volume::{SHARDS, VolumeCache};
 
@@ -33,6 +36,8 @@ const ROUND: usize = 8;
 const SCAN_EVERY: Duration = Duration::from_millis(400);
 /// Without a hint from the kernel a scan is made so often.
 const SCAN_ANYWAY: Duration = Duration::from_secs(30);
+/// A cache that holds less has nothing that others would miss.
+const RECEDE_FROM: u64 = 1 << 20;
 /// Pages evicted between two looks at the orders.
 const EVICT_AT_ONCE: u64 = 4096;
 
@@ -65,20 +70,27 @@ impl Orders {
         self.bell.notify_one();
     }
 
-    fn sleep(&self, time: Duration) {
+    /// Sleeps for `time`, or until there are orders: then it is true.
+    fn sleep(&self, time: Duration) -> bool {
         let mut asleep = self.asleep.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut called = true;
         if self.level.load(Ordering::Relaxed) == 0 && !self.short.load(Ordering::Relaxed) {
             *asleep = true;
             let result = self.bell.wait_timeout_while(asleep, time, |asleep| *asleep);
             asleep = result.unwrap_or_else(PoisonError::into_inner).0;
+            called = !*asleep;
         }
         *asleep = false;
+        called
     }
 }
 
 /// Pages of lent memory that the kernel has taken from anybody, since the machine started; `None` if it
 /// does not say.
 pub type Taken = Box<dyn FnMut() -> Option<u64> + Send>;
+
+/// The host's memory now; `None` if it does not say.
+pub type Look = Box<dyn FnMut() -> Option<Room> + Send>;
 
 /// See the module. Belongs to one thread.
 pub struct Keeper {
@@ -88,6 +100,10 @@ pub struct Keeper {
     scanned: Option<Instant>,
     ticks: u64,
     residency: Residency,
+    look: Option<Look>,
+    recede: Recede,
+    /// Some was lent since the last look at the host's memory.
+    lending: bool,
 }
 
 impl Keeper {
@@ -102,7 +118,17 @@ impl Keeper {
             scanned: None,
             ticks: 0,
             residency: Residency::default(),
+            look: None,
+            recede: Recede::default(),
+            lending: false,
         }
+    }
+
+    /// Has it return memory that others are about to need ([`Keeper::recede`]); `look` tells how much the host
+    /// has.
+    #[must_use]
+    pub fn watching(self, look: Look) -> Keeper {
+        Keeper { look: Some(look), ..self }
     }
 
     /// Starts the thread. It ends when the cache has gone.
@@ -119,7 +145,7 @@ impl Keeper {
         let passed = ticks.saturating_sub(self.ticks);
         self.ticks = ticks;
         cache.tick.store(u8::try_from(ticks & 0xff).unwrap_or(0), Ordering::Relaxed);
-        let held = cache.held.load(Ordering::Relaxed) * crate::pages::PAGE;
+        let held = cache.held.load(Ordering::Relaxed) * PAGE;
         cache.adjust(|growth| growth.pass(held, now));
         let volumes = cache.volumes();
         if passed > 0 {
@@ -143,6 +169,39 @@ impl Keeper {
         held > 0 || cache.growth.lock().is_held_back()
     }
 
+    /// Looks at the host's memory, and returns of the cache what others are about to need. Returns when to look
+    /// again; `None`: not before the next turn.
+    pub fn recede(&mut self, cache: &Cache, now: Instant) -> Option<Duration> {
+        let keeps = matches!(cache.memory.policy(), Policy::Told | Policy::Static);
+        let ours = if keeps { 0 } else { cache.spare() };
+        let Some(look) = self.look.as_mut().filter(|_| ours >= RECEDE_FROM) else {
+            self.recede.forget();
+            return None;
+        };
+        let arena = cache.memory.arena_stats();
+        // What was just lent is neither wired nor, yet, available.
+        if std::mem::take(&mut self.lending) {
+            self.lending = arena.advising > 0;
+            return Some(self.recede.skip(now));
+        }
+        let room = look()?;
+        let wired = u64::try_from(arena.wired).unwrap_or(u64::MAX);
+        let seen = Seen { room, wired, ours };
+        let mut left = self.recede.look(now, &seen) / PAGE;
+        if left > 0 {
+            while left > 0 {
+                let most = cache.most_above(cache.fair_share()).or_else(|| cache.most_above(0));
+                let Some(volume) = most else { break };
+                let got = volume.evict(&self.worker, left.min(EVICT_AT_ONCE), true);
+                cache.receded.fetch_add(got, Ordering::Relaxed);
+                left = if got == 0 { 0 } else { left.saturating_sub(got) };
+            }
+            let held = cache.held.load(Ordering::Relaxed) * PAGE;
+            cache.adjust(|growth| growth.recede(held, now));
+        }
+        Some(self.recede.interval(&seen))
+    }
+
     /// Lends what rests; with `all` everything that may be.
     fn lend(&mut self, cache: &Cache, volumes: &[Arc<VolumeCache>], all: bool) {
         let tick = cache.tick.load(Ordering::Relaxed);
@@ -155,6 +214,7 @@ impl Keeper {
                     if lent.looked == 0 {
                         break;
                     }
+                    self.lending |= lent.pages > 0;
                     left = left.saturating_sub(lent.looked);
                 }
             }
@@ -219,10 +279,21 @@ fn run(cache: &Weak<Cache>) {
     let Some(first) = cache.upgrade() else { return };
     let mut keeper = Keeper::new(&first, Box::new(pages_taken));
     drop(first);
+    if let Ok(mut host) = HostLook::open(&Roots::default()) {
+        keeper = keeper.watching(Box::new(move || host.now().ok()));
+    }
+    let (mut called, mut next) = (true, Instant::now());
     loop {
         let Some(cache) = cache.upgrade() else { return };
-        let busy = keeper.turn(&cache, Instant::now());
-        cache.orders.sleep(if busy { TURN } else { REST });
+        let mut now = Instant::now();
+        if called || now >= next {
+            let busy = keeper.turn(&cache, now);
+            next = now + if busy { TURN } else { REST };
+            now = Instant::now();
+        }
+        let time = next.saturating_duration_since(now);
+        let time = keeper.recede(&cache, now).map_or(time, |soon| soon.min(time));
+        called = cache.orders.sleep(time);
     }
 }
 

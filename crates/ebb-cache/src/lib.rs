@@ -10,7 +10,8 @@
 //! - **wired**, **lent**, **lost**: in use or kept warm; given to the kernel with its content, which may
 //!   take it; found taken. `bufspace` counts the first two, `bufwiredspace` the first, `bufkvaspace` all.
 //! - **fill**: a read from the store that is kept. **change**: a write, discard or the like.
-//! - **keeper**: the thread that lends, gives back and finds out what was taken.
+//! - **keeper**: the thread that lends, gives back and finds out what was taken. To **recede** is to return
+//!   what others are about to need, ahead of the kernel.
 //!
 //! # Invariants
 //! - A valid page equals what the store holds. What could make it differ (overlapping changes, failed
@@ -31,6 +32,7 @@ mod models;
 mod pages;
 pub mod policy;
 mod read;
+mod recede;
 mod shard;
 mod stats;
 mod sync;
@@ -40,6 +42,6 @@ mod write;
 
 pub use back::{Control, FixedLimit, Order};
 pub use cache::{Cache, CacheOptions, Error};
-pub use keeper::{Keeper, Taken, pages_taken};
+pub use keeper::{Keeper, Look, Taken, pages_taken};
 pub use stats::{CacheStats, Mode, ModeError, VolumeCacheStats};
 pub use volume::VolumeCache;

@@ -20,6 +20,37 @@ pub use s3fifo::S3Fifo;
 /// The policy in use.
 pub type Eviction = S3Fifo;
 
+/// One round over all data that was used again, as [`Next::Used`] counts.
+pub const TURN: u64 = 1_000_000;
+
+/// What would go next, the least valuable first ([`Next::rank`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Next {
+    /// One-pass data; pages of it.
+    Cold(u64),
+    /// Data that is new; pages of it beyond its share.
+    New(u64),
+    /// Data that was used again; how far what there is of that was gone round, since the beginning, in
+    /// millionths of a turn ([`TURN`]).
+    Used(u64),
+    /// There is nothing.
+    Nothing,
+}
+
+impl Next {
+    /// A number that is the less, the sooner this should go: cold data from where there is most, new data
+    /// from where there is most too much, used data from where it has had most time.
+    #[must_use]
+    pub fn rank(self) -> (u8, u64) {
+        match self {
+            Next::Cold(pages) => (0, u64::MAX - pages),
+            Next::New(pages) => (1, u64::MAX - pages),
+            Next::Used(turned) => (2, turned),
+            Next::Nothing => (3, 0),
+        }
+    }
+}
+
 /// The order in which a shard's buffers go. Slots are small numbers, used again after they were freed:
 /// the tables are as long as the highest one.
 pub trait Policy {
@@ -27,8 +58,9 @@ pub trait Policy {
     fn with_capacity(slots: u32) -> Self;
 
     /// Takes in `slot`, which now holds `key` (frame index and page: what is remembered of it after it
-    /// has gone). `cold` data is expected to be used once, read-ahead or one pass: it goes before all other.
-    fn insert(&mut self, slot: u32, key: u64, cold: bool);
+    /// has gone) and is worth `pages` (1 to 128; shares are of those, not of slots). `cold` data is expected to
+    /// be used once, read-ahead or one pass: it goes before all other.
+    fn insert(&mut self, slot: u32, key: u64, pages: u32, cold: bool);
 
     /// `slot` was used. Called on each hit: a few instructions, nothing is moved.
     fn hit(&mut self, slot: u32);
@@ -46,6 +78,18 @@ pub trait Policy {
     /// looks at a bounded number of slots, so that no hit waits long for the shard: `None` says that none
     /// was found among those. The next call looks at others first.
     fn evict(&mut self, may: impl FnMut(u32) -> bool) -> Option<u32>;
+
+    /// What [`Policy::evict`] would take, for a choice between several policies: the one whose next slot is
+    /// worth least is that with the least value. A few instructions.
+    fn next(&self) -> Next {
+        Next::Used(0)
+    }
+
+    /// From now on it counts as gone round so far at least ([`Next::Used`]): a policy that is new to a choice
+    /// between several does not pay for the time before.
+    fn catch_up(&mut self, turned: u64) {
+        let _ = turned;
+    }
 
     /// Lets time pass for `n` slots, as if so many had been looked at by [`Policy::evict`] and let stay. Uses
     /// are forgotten only as the policy evicts; while there is memory for all, nothing does, and what was hot

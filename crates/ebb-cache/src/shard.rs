@@ -17,7 +17,7 @@ use ebb_mem::{Memory, SmallBuffer, Worker};
 
 use crate::flight::Flights;
 use crate::pages::{PAGE_BYTES, Part, each, mask, runs, small};
-use crate::policy::{Eviction, Policy};
+use crate::policy::{Eviction, Next, Policy};
 use crate::table::{Index, Linked, NONE, Slab};
 
 mod dirty;
@@ -153,7 +153,7 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
-    pub(crate) const SIZE: usize = 32;
+    pub(crate) const SIZE: usize = 64;
 
     pub(crate) fn new() -> Batch {
         Batch { buffers: [const { None }; Batch::SIZE], count: 0 }
@@ -161,10 +161,6 @@ impl Batch {
 
     pub(crate) fn is_full(&self) -> bool {
         self.count == Batch::SIZE
-    }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.count == 0
     }
 
     fn push(&mut self, buffer: SmallBuffer) {
@@ -327,7 +323,8 @@ impl Shard {
         if left.flags & QUEUED == 0 {
             self.wired.push_back(at);
         }
-        self.policy.insert(at, frame << 4 | base as u64, kind & COLD != 0);
+        let weight = u32::try_from(pages).unwrap_or(1);
+        self.policy.insert(at, frame << 4 | base as u64, weight, kind & COLD != 0);
         self.tally.address += pages;
         self.tally.buffers += 1;
         self.tally.inserted += pages;
@@ -452,6 +449,11 @@ impl Shard {
         slot.buffer.take().into_iter().for_each(|buffer| batch.push(buffer));
     }
 
+    /// See [`Policy::catch_up`].
+    pub(crate) fn catch_up(&mut self, turned: u64) {
+        self.policy.catch_up(turned);
+    }
+
     /// Evicts the coldest buffers until `pages` are in the batch, it is full, or none may go. Returns the
     /// pages that memory was behind.
     pub(crate) fn evict(&mut self, pages: u64, batch: &mut Batch) -> u64 {
@@ -465,6 +467,11 @@ impl Shard {
             self.detach(at, batch);
         }
         before - self.tally.held()
+    }
+
+    /// What the next eviction would take: for a choice between shards.
+    pub(crate) fn next_out(&self) -> Next {
+        self.policy.next()
     }
 
     /// Lets the policy forget with time, while nothing is evicted: called once a second.

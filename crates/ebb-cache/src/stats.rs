@@ -152,6 +152,8 @@ pub struct CacheStats {
     pub refused: u64,
     /// Looks for pages that the kernel took.
     pub scans: u64,
+    /// Bytes returned because others were about to need them, since the start.
+    pub receded: u64,
 }
 
 impl CacheStats {

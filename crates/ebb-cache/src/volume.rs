@@ -9,6 +9,7 @@ use crate::ahead::Ahead;
 use crate::back::Back;
 use crate::cache::Cache;
 use crate::pages::{FRAME_PAGES, PAGE, PAGE_BYTES, Part, blocks, mask, sectors, touched, within};
+use crate::policy::{Next, TURN};
 use crate::shard::{Batch, Shard};
 use crate::stats::{Mode, VolumeCacheStats};
 use crate::sync::{Mutex, MutexGuard};
@@ -35,8 +36,10 @@ pub struct VolumeCache {
     held: AtomicU64,
     /// Pages that the store does not have yet.
     dirty: AtomicU64,
-    /// The shard that is evicted from next.
+    /// The shard that is looked at first when some is evicted.
     cursor: AtomicU32,
+    /// How far the shard was gone round that was evicted from last ([`Next::Used`]).
+    turned: AtomicU64,
     changes: AtomicU64,
     /// Requests that missed, and the keeper's account of when that last changed.
     pub(crate) uses: AtomicU64,
@@ -139,6 +142,7 @@ impl VolumeCache {
             held: AtomicU64::new(0),
             dirty: AtomicU64::new(0),
             cursor: AtomicU32::new(0),
+            turned: AtomicU64::new(0),
             changes: AtomicU64::new(0),
             uses: AtomicU64::new(0),
             seen: AtomicU64::new(0),
@@ -294,21 +298,56 @@ impl VolumeCache {
         prepared
     }
 
-    /// Evicts about `pages` pages, from one shard after the other. With `now` the memory is returned to
+    /// Evicts about `pages` pages, the coldest of all shards first. With `now` the memory is returned to
     /// the kernel at once. Returns the pages that memory was behind.
+    ///
+    /// All of it goes back together: what was put in at a time lies side by side over all shards, and a
+    /// call for 2 MiB costs the kernel a fifth less than calls for 64 KiB.
     pub(crate) fn evict(&self, worker: &Worker, pages: u64, now: bool) -> u64 {
         let mut got = 0;
-        let mut idle = 0;
-        while got < pages && idle < SHARDS {
-            let cursor = self.cursor.fetch_add(1, Ordering::Relaxed);
-            let shard = usize::try_from(cursor).unwrap_or(0) % SHARDS;
-            let mut batch = Batch::new();
-            let some = self.lock(shard).evict(pages - got, &mut batch);
-            idle = if batch.is_empty() { idle + 1 } else { 0 };
+        // Shards that gave nothing.
+        let mut left: u16 = 0;
+        let mut batch = Batch::new();
+        while got < pages
+            && let Some((number, next)) = self.coldest_shard(left)
+        {
+            let wanted = pages - got;
+            let some = {
+                let mut shard = self.lock(number);
+                let most = match next {
+                    Next::Cold(pages) | Next::New(pages) => pages.min(wanted),
+                    Next::Used(turned) => {
+                        // Who has had no turn for long, since there was nothing, is not behind by that.
+                        let last = self.turned.fetch_max(turned, Ordering::Relaxed);
+                        shard.catch_up(last.saturating_sub(TURN / 4));
+                        wanted.min((pages / SHARDS as u64).max(FRAME_PAGES))
+                    }
+                    Next::Nothing => 0,
+                };
+                shard.evict(most, &mut batch)
+            };
+            if some == 0 {
+                left |= mask(number, 1);
+            }
             got += some;
-            batch.free(worker, now);
+            if batch.is_full() {
+                batch.free(worker, now);
+                left = 0;
+            }
         }
+        batch.free(worker, now);
         got
+    }
+
+    /// The shard that can best do without its coldest, of those not in `but`; `None` if all are empty.
+    fn coldest_shard(&self, but: u16) -> Option<(usize, Next)> {
+        // Among equals not always the same.
+        let from = usize::try_from(self.cursor.fetch_add(1, Ordering::Relaxed)).unwrap_or(0);
+        let numbers = (from..from.saturating_add(SHARDS)).map(|number| number % SHARDS);
+        let shards = numbers.filter(|&number| but & mask(number, 1) == 0);
+        let all = shards.map(|number| (number, self.lock(number).next_out()));
+        let some = all.filter(|(_, next)| *next != Next::Nothing);
+        some.min_by_key(|(_, next)| next.rank())
     }
 
     /// Drops all of `pages` that is cached in one shard.

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use ebb_cache::policy::{Eviction, Policy};
+use ebb_cache::policy::{Eviction, Next, Policy};
 use proptest::prelude::*;
 
 /// What a shard does.
@@ -14,6 +14,7 @@ enum Step {
     Insert {
         slot: u32,
         key: u64,
+        pages: u32,
         cold: bool,
     },
     Hit(u32),
@@ -30,9 +31,10 @@ enum Step {
 
 fn steps(slots: u32) -> impl Strategy<Value = Vec<Step>> {
     let slot = 0..slots;
-    let insert = (slot.clone(), 0..u64::from(slots) * 4, prop::bool::weighted(0.2));
+    let pages = prop_oneof![Just(1_u32), Just(4), Just(16), any::<u32>()];
+    let insert = (slot.clone(), 0..u64::from(slots) * 4, pages, prop::bool::weighted(0.2));
     let step = prop_oneof![
-        8 => insert.prop_map(|(slot, key, cold)| Step::Insert { slot, key, cold }),
+        8 => insert.prop_map(|(slot, key, pages, cold)| Step::Insert { slot, key, pages, cold }),
         8 => slot.clone().prop_map(Step::Hit),
         1 => slot.clone().prop_map(Step::Remove),
         1 => slot.prop_map(Step::Lose),
@@ -44,11 +46,11 @@ fn steps(slots: u32) -> impl Strategy<Value = Vec<Step>> {
 }
 
 /// Does one step; `inside` is what ought to be in the policy.
-fn check(policy: &mut Eviction, inside: &mut BTreeMap<u32, bool>, step: &Step) {
+fn check(policy: &mut Eviction, inside: &mut BTreeMap<u32, u64>, step: &Step) {
     match *step {
-        Step::Insert { slot, key, cold } => {
-            policy.insert(slot, key, cold);
-            inside.insert(slot, cold);
+        Step::Insert { slot, key, pages, cold } => {
+            policy.insert(slot, key, pages, cold);
+            inside.insert(slot, u64::from(pages.clamp(1, 128).next_power_of_two()));
         }
         Step::Hit(slot) => policy.hit(slot),
         Step::Remove(slot) => {
@@ -83,6 +85,8 @@ fn check(policy: &mut Eviction, inside: &mut BTreeMap<u32, bool>, step: &Step) {
         Step::Age(n) => policy.age(n),
     }
     assert_eq!(policy.len(), u32::try_from(inside.len()).unwrap());
+    assert_eq!(policy.pages(), inside.values().sum::<u64>());
+    assert_eq!(policy.next() == Next::Nothing, inside.is_empty());
 }
 
 proptest! {
@@ -151,7 +155,7 @@ impl Cache {
         let slot = self.free.pop().unwrap();
         self.pages[slot as usize] = Some(page);
         self.slots.insert(page, slot);
-        self.policy.insert(slot, page << 4, cold);
+        self.policy.insert(slot, page << 4, 1, cold);
         false
     }
 
@@ -177,6 +181,28 @@ fn a_scan_of_ten_times_the_cache_leaves_the_hot_set() {
         let kept = (0..500).filter(|page| cache.has(*page)).count();
         assert!(kept >= 475, "{kept} of 500 hot pages are left, cold: {cold}");
     }
+}
+
+#[test]
+fn large_slots_do_not_crowd_out_many_small_ones() {
+    // 600 hot slots of a page and room for 25 of sixteen, all over a disk and never again.
+    let mut policy = Eviction::with_capacity(1000);
+    (0..600).for_each(|slot| policy.insert(slot, u64::from(slot), 1, false));
+    for _ in 0..3 {
+        (0..600).for_each(|slot| policy.hit(slot));
+    }
+    let mut hot: HashSet<u32> = (0..600).collect();
+    let mut free: Vec<u32> = (600..1000).collect();
+    for key in 0..1000 {
+        while policy.pages() + 16 > 1000 {
+            let slot = policy.evict(|_| true).unwrap();
+            hot.remove(&slot);
+            free.push(slot);
+        }
+        policy.insert(free.pop().unwrap(), 1_000_000 + key, 16, false);
+    }
+    // The newest 30 were in their window: nothing tells that they are hot.
+    assert!(hot.len() >= 560, "{} of 600 hot slots are left", hot.len());
 }
 
 #[test]
@@ -275,7 +301,7 @@ fn what_was_hot_long_ago_cools_with_age() {
 fn a_call_looks_at_a_bounded_number_of_slots() {
     let mut policy = Eviction::with_capacity(100_000);
     for slot in 0..100_000 {
-        policy.insert(slot, u64::from(slot), slot % 3 == 0);
+        policy.insert(slot, u64::from(slot), 1, slot % 3 == 0);
     }
     let mut asked = 0;
     assert_eq!(
@@ -305,8 +331,8 @@ fn wrong_slots_are_ignored() {
         policy.lose(slot);
     }
     assert_eq!(policy.evict(|_| true), None);
-    policy.insert(1, 1, false);
-    policy.insert(1, 2, true);
+    policy.insert(1, 1, 1, false);
+    policy.insert(1, 2, 1, true);
     assert_eq!(policy.len(), 1);
     assert_eq!(policy.evict(|_| true), Some(1));
     assert!(policy.is_empty());
@@ -320,7 +346,7 @@ fn metadata_is_small() {
     // A table that grows by itself is no more than twice that.
     policy = Eviction::with_capacity(0);
     for slot in 0..(1 << 16) + 1 {
-        policy.insert(slot, u64::from(slot), false);
+        policy.insert(slot, u64::from(slot), 1, false);
     }
     assert!(policy.bytes() <= (2 * 20) << 16, "{} bytes", policy.bytes());
 }

@@ -69,6 +69,68 @@ fn a_scan_of_ten_times_the_cache_costs_the_hot_set_five_points_at_most() {
     });
 }
 
+/// Reads each hot page once, in no order; the share of them that hit.
+async fn each_hot(io: &Io, disk: &Disk, random: &mut Random, count: u64) -> f64 {
+    let mut pages: Vec<u64> = (0..count).collect();
+    for last in (1..pages.len()).rev() {
+        pages.swap(last, usize::try_from(random.below(last as u64 + 1)).unwrap());
+    }
+    let before = disk.cached.stats();
+    for page in pages {
+        read(io, disk, page * PAGE, 4096).await;
+    }
+    let hits = disk.cached.stats().hits - before.hits;
+    f64::from(u32::try_from(hits).unwrap()) / f64::from(u32::try_from(count).unwrap())
+}
+
+/// A scan while the hot set rests: nothing tells that it is in use but what was before. Points lost.
+fn a_scan_at_rest(seed: u64, request: usize, in_order: bool) {
+    on_a_worker(move |io, rig| async move {
+        let mut random = Random::new(seed);
+        let mut keeper = Keeper::new(&rig.cache, Box::new(pages_taken));
+        let disk = rig.volume("disk", 512 * MIB, 1);
+        // The hot set is three quarters of the cache; nothing is evicted while it is read.
+        let pages = CACHE / PAGE * 3 / 4;
+        let mut now = rig.start;
+        for _ in 0..3 {
+            each_hot(&io, &disk, &mut random, pages).await;
+            for _ in 0..2 {
+                now += Duration::from_secs(1);
+                keeper.turn(&rig.cache, now);
+            }
+        }
+        let before = each_hot(&io, &disk, &mut random, pages).await;
+        let pieces = 10 * CACHE / request as u64;
+        for step in 0..pieces {
+            // A permutation of the pieces, if not in order.
+            let piece = if in_order { step } else { step * 1_000_003 % pieces };
+            read(&io, &disk, 64 * MIB + piece * request as u64, request).await;
+            if step % 64 == 0 {
+                now += Duration::from_millis(100);
+                keeper.turn(&rig.cache, now);
+            }
+        }
+        let after = each_hot(&io, &disk, &mut random, pages).await;
+        println!("seed {seed} {request} in order {in_order}: {before:.4} before, {after:.4} after");
+        assert!(before > 0.99, "the hot set fits: {before}");
+        assert!(before - after <= 0.05, "seed {seed}: {before} before the scan, {after} after");
+    });
+}
+
+#[test]
+fn a_scan_costs_a_hot_set_at_rest_five_points_at_most() {
+    for seed in 1..=4 {
+        a_scan_at_rest(seed, 128 << 10, true);
+    }
+}
+
+#[test]
+fn reads_of_64_kib_all_over_a_disk_cost_a_hot_set_of_pages_five_points_at_most() {
+    for seed in 1..=4 {
+        a_scan_at_rest(seed, 64 << 10, false);
+    }
+}
+
 #[test]
 fn a_noisy_volume_costs_the_quiet_one_ten_points_at_most() {
     on_a_worker(|io, rig| async move {

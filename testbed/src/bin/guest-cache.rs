@@ -4,7 +4,8 @@
 //! `guest-cache build PID MIB COMMAND...` and `guest-cache neighbour PID MIB MIB` print one line of
 //! `key=value` pairs; PID is the daemon's, the first MIB the working set of the job. Itself it calls
 //! `guest-cache touch MIB` for a process of its own, which allocates, touches all it has, says how many
-//! microseconds that took, and keeps it until its standard input ends.
+//! microseconds that took and how many of them it had a processor, and keeps it until its standard input
+//! ends.
 
 use serde_json::Value;
 use std::fs;
@@ -41,6 +42,10 @@ struct Counts {
     lazily_freed: u64,
     /// Pages the kernel looked at to find memory.
     scanned: u64,
+    /// Of the pages it then took, those for which somebody who allocated had to wait.
+    direct: u64,
+    /// Times that somebody waited.
+    stalls: u64,
     /// Processor time of the daemon, ms.
     daemon_ms: u64,
 }
@@ -49,6 +54,10 @@ fn field(text: &str, name: &str) -> u64 {
     let line = text.lines().find_map(|line| line.strip_prefix(name));
     let word = line.and_then(|rest| rest.split_whitespace().next());
     word.and_then(|word| word.parse().ok()).unwrap_or(0)
+}
+
+fn last(line: &str) -> u64 {
+    line.rsplit(' ').next().and_then(|word| word.parse().ok()).unwrap_or(0)
 }
 
 fn read(path: &str) -> Result<String> {
@@ -63,6 +72,8 @@ fn counts(pid: &str) -> Result<Counts> {
     let ticks: u64 = times.filter_map(|word| word.parse::<u64>().ok()).sum();
     Ok(Counts {
         scanned: field(&text, "pgscan_kswapd ") + field(&text, "pgscan_direct "),
+        direct: field(&text, "pgsteal_direct "),
+        stalls: text.lines().filter(|line| line.starts_with("allocstall_")).map(last).sum(),
         daemon_ms: ticks * 10,
         pages_in: field(&text, "pswpin "),
         pages_out: field(&text, "pswpout "),
@@ -74,12 +85,15 @@ fn counts(pid: &str) -> Result<Counts> {
 /// What the counters gained, as pairs.
 fn gained(before: Counts, after: Counts) -> String {
     format!(
-        "in={} out={} major={} lazily_freed={} scanned={} daemon_ms={}",
+        "in={} out={} major={} lazily_freed={} scanned={} direct={} \
+         stalls={} daemon_ms={}",
         after.pages_in - before.pages_in,
         after.pages_out - before.pages_out,
         after.major - before.major,
         after.lazily_freed - before.lazily_freed,
         after.scanned - before.scanned,
+        after.direct - before.direct,
+        after.stalls - before.stalls,
         after.daemon_ms - before.daemon_ms,
     )
 }
@@ -259,8 +273,9 @@ struct Neighbour {
 }
 
 impl Neighbour {
-    /// Starts it and waits until it has touched all: the microseconds that took.
-    fn start(mib: &str) -> Result<(Neighbour, u64)> {
+    /// Starts it and waits until it has touched all: the microseconds that took, and those of them in
+    /// which it ran.
+    fn start(mib: &str) -> Result<(Neighbour, [u64; 2])> {
         let me = std::env::current_exe().map_err(Error::io("find myself"))?;
         let mut child = Command::new(me)
             .args(["touch", mib])
@@ -272,10 +287,11 @@ impl Neighbour {
         let neighbour = Neighbour { child };
         let mut line = String::new();
         BufReader::new(answers).read_line(&mut line).map_err(Error::io("hear the neighbour"))?;
-        let micros = line.trim().parse().map_err(|_| {
-            Error::unexpected(format!("the neighbour said {line:?}: out of memory?"))
-        })?;
-        Ok((neighbour, micros))
+        let mut words = line.split_whitespace().map(|word| word.parse().ok());
+        match (words.next().flatten(), words.next().flatten()) {
+            (Some(took), Some(ran)) => Ok((neighbour, [took, ran])),
+            _ => Err(Error::unexpected(format!("the neighbour said {line:?}: out of memory?"))),
+        }
     }
 }
 
@@ -286,14 +302,22 @@ impl Drop for Neighbour {
     }
 }
 
+/// Microseconds for which this process had a processor.
+fn ran() -> Result<u64> {
+    let text = read("/proc/self/schedstat")?;
+    let nanos = text.split(' ').next().and_then(|word| word.parse::<u64>().ok());
+    nanos.map(|nanos| nanos / 1000).ok_or_else(|| Error::unexpected(format!("schedstat: {text:?}")))
+}
+
 fn touch(mib: usize) -> Result {
-    let started = Instant::now();
+    let (started, before) = (Instant::now(), ran()?);
     // Zeroed memory of this size is mapped, not touched.
     let mut memory = vec![0_u8; mib * MIB];
     for page in memory.chunks_mut(PAGE) {
         page[0] = std::hint::black_box(1);
     }
-    tell(&started.elapsed().as_micros().to_string())?;
+    let took = started.elapsed().as_micros();
+    tell(&format!("{took} {}", ran()? - before))?;
     io::stdin().read_to_end(&mut Vec::new()).map_err(Error::io("wait"))?;
     std::hint::black_box(&memory);
     Ok(())
@@ -309,7 +333,7 @@ fn neighbour(pid: &str, mib: u64, allocates: &str) -> Result {
     sleep(REST);
     let available = field(&read("/proc/meminfo")?, "MemAvailable:");
     let before = counts(pid)?;
-    let ((neighbour, micros), line) = beside(&mut job, || Neighbour::start(allocates))?;
+    let ((neighbour, [took, ran]), line) = beside(&mut job, || Neighbour::start(allocates))?;
     let after = counts(pid)?;
     let beside_it = held()?;
     drop(neighbour);
@@ -326,9 +350,10 @@ fn neighbour(pid: &str, mib: u64, allocates: &str) -> Result {
         windows += 1;
     }
     tell(&format!(
-        "touch_ms={:.2} {} {line} full_percent={full_percent} back_percent={back} back_ms={} \
+        "touch_ms={:.2} touch_ran_ms={:.2} {} {line} full_percent={full_percent} back_percent={back} back_ms={} \
          back_reads={} full_kib={} beside_kib={} available_kib={available} {}",
-        micros as f64 / 1000.0,
+        took as f64 / 1000.0,
+        ran as f64 / 1000.0,
         gained(before, after),
         freed.elapsed().as_millis(),
         windows * WINDOW,

@@ -226,7 +226,7 @@ impl Policy for ClockPro {
         }
     }
 
-    fn insert(&mut self, slot: u32, key: u64, cold: bool) {
+    fn insert(&mut self, slot: u32, key: u64, _: u32, cold: bool) {
         let ghost = self.ghosts.get(&key).copied();
         if let Some(ghost) = ghost {
             self.forget(ghost);

@@ -73,7 +73,7 @@ impl<P: Policy> Sim<P> {
         self.used += 1;
         self.page_of[slot as usize] = access.page;
         self.slot_of[page] = slot;
-        self.policy.insert(slot, u64::from(access.page), self.hints && access.once);
+        self.policy.insert(slot, u64::from(access.page), 1, self.hints && access.once);
         false
     }
 

@@ -103,7 +103,7 @@ impl Policy for Lru {
     fn with_capacity(slots: u32) -> Self {
         Lru(List::new(slots))
     }
-    fn insert(&mut self, slot: u32, _: u64, cold: bool) {
+    fn insert(&mut self, slot: u32, _: u64, _: u32, cold: bool) {
         self.0.insert(slot, cold);
     }
     fn hit(&mut self, slot: u32) {
@@ -135,7 +135,7 @@ impl<const MOST: u8> Policy for Clock<MOST> {
     fn with_capacity(slots: u32) -> Self {
         Clock(List::new(slots))
     }
-    fn insert(&mut self, slot: u32, _: u64, cold: bool) {
+    fn insert(&mut self, slot: u32, _: u64, _: u32, cold: bool) {
         self.0.used[slot as usize] = 0;
         self.0.insert(slot, cold);
     }
@@ -177,7 +177,7 @@ impl Policy for Sieve {
     fn with_capacity(slots: u32) -> Self {
         Sieve { list: List::new(slots), hand: NONE }
     }
-    fn insert(&mut self, slot: u32, _: u64, cold: bool) {
+    fn insert(&mut self, slot: u32, _: u64, _: u32, cold: bool) {
         self.list.used[slot as usize] = 0;
         self.list.insert(slot, false);
         if cold {

@@ -1,18 +1,19 @@
 //! What went lately: fingerprints of keys, in a table of fixed size.
 //!
 //! A key that comes back soon after it went was worth keeping. Four bytes are kept of each: 16 bits of
-//! its hash beside the bucket's number, and 16 bits of when it went, in units (grains) of departures. A mistaken
+//! its hash beside the bucket's number, and 16 bits of when it went, in units (grains) of pages that went. A mistaken
 //! key (about 1 in 8,000 of those asked for at worst) only makes a page stay for longer.
 //!
-//! Invariants: the table has its size; a key is forgotten once as many others went as are asked for, or
-//! earlier if its bucket overflows, oldest first.
+//! Invariants: the table has its size; a key is forgotten once as many pages of others went as are asked for,
+//! or earlier if its bucket overflows, oldest first.
 
 /// Entries that one key may be at: half a cache line.
 const WAYS: usize = 8;
 
-/// Ages are told apart in at least so many steps until a key is forgotten; the 16 bits of an entry are 32
-/// times that, and old entries have been overwritten long before their age wraps.
-const STEPS: u64 = 2048;
+/// Ages are told apart in at least so many steps until as many pages went as there are entries. Where slots
+/// have sixteen pages each it is as many times the steps until a key is forgotten: the 16 bits of an entry are
+/// four times that, and old entries have been overwritten before their age wraps.
+const STEPS: u64 = 1024;
 
 /// 32 bits of a key's hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,9 +38,9 @@ type Ghost = u32;
 pub(super) struct Ghosts {
     /// Buckets of [`WAYS`]; their number is a power of two.
     table: Vec<[Ghost; WAYS]>,
-    /// Departures so far.
-    departures: u64,
-    /// Departures in a grain, as a shift.
+    /// Pages that went so far.
+    departed: u64,
+    /// Pages in a grain, as a shift.
     grain: u32,
 }
 
@@ -49,7 +50,7 @@ impl Ghosts {
         let entries = u64::from(entries).max(64).next_power_of_two();
         let grain = (entries / STEPS).max(1).ilog2();
         let buckets = usize::try_from(entries).unwrap_or(usize::MAX) / WAYS;
-        Ghosts { table: vec![[0; WAYS]; buckets], departures: 0, grain }
+        Ghosts { table: vec![[0; WAYS]; buckets], departed: 0, grain }
     }
 
     /// Keys it has room for.
@@ -57,9 +58,9 @@ impl Ghosts {
         self.table.len() * WAYS
     }
 
-    /// Remembers a key that goes.
-    pub(super) fn add(&mut self, print: Print) {
-        self.departures += 1;
+    /// Remembers a key of so many pages that goes.
+    pub(super) fn add(&mut self, print: Print, pages: u32) {
+        self.departed += u64::from(pages);
         let now = self.now();
         let (bucket, tag) = self.place(print);
         let bucket = &mut self.table[bucket];
@@ -78,10 +79,10 @@ impl Ghosts {
         bucket[way] = tag << 16 | u32::from(now);
     }
 
-    /// Whether a key is among the last `limit` that went; it is forgotten with that.
-    pub(super) fn take(&mut self, print: Print, limit: u32) -> bool {
+    /// Whether a key is among the last `limit` pages that went; it is forgotten with that.
+    pub(super) fn take(&mut self, print: Print, limit: u64) -> bool {
         let now = self.now();
-        let most = u16::try_from(u64::from(limit) >> self.grain).unwrap_or(u16::MAX);
+        let most = u16::try_from(limit >> self.grain).unwrap_or(u16::MAX);
         let (bucket, tag) = self.place(print);
         for ghost in &mut self.table[bucket] {
             if *ghost != 0 && *ghost >> 16 == tag {
@@ -93,9 +94,9 @@ impl Ghosts {
         false
     }
 
-    /// The grain departures are in; never 0 in an entry together with tag 0, since tags are not 0.
+    /// The grain of now; never 0 in an entry together with tag 0, since tags are not 0.
     fn now(&self) -> u16 {
-        u16::try_from(self.departures >> self.grain & 0xFFFF).unwrap_or_default()
+        u16::try_from(self.departed >> self.grain & 0xFFFF).unwrap_or_default()
     }
 
     /// A key's bucket and tag.
@@ -126,7 +127,7 @@ mod tests {
         let mut ghosts = Ghosts::with_capacity(4096);
         let print = Print::of;
         for key in 0..1000 {
-            ghosts.add(print(key));
+            ghosts.add(print(key), 1);
         }
         assert!(ghosts.take(print(999), 100));
         assert!(!ghosts.take(print(999), 100), "taken");
@@ -136,11 +137,20 @@ mod tests {
     }
 
     #[test]
+    fn large_ones_go_as_so_many_pages() {
+        let mut ghosts = Ghosts::with_capacity(4096);
+        (0..1000).for_each(|key| ghosts.add(Print::of(key), 16));
+        assert!(ghosts.take(Print::of(950), 1600));
+        assert!(!ghosts.take(Print::of(800), 1600), "3200 pages went since");
+        assert!(ghosts.take(Print::of(10), 16_000));
+    }
+
+    #[test]
     fn most_of_a_full_table_is_found_and_little_else() {
         let mut ghosts = Ghosts::with_capacity(1 << 16);
         let keys = 1_u64 << 16;
         for key in 0..keys {
-            ghosts.add(Print::of(key << 4));
+            ghosts.add(Print::of(key << 4), 1);
         }
         assert_eq!(ghosts.capacity(), 1 << 16);
         let mut mistaken = 0;
@@ -159,7 +169,7 @@ mod tests {
     fn a_table_used_for_long_forgets_by_age() {
         let mut ghosts = Ghosts::with_capacity(2048);
         for key in 0..1_000_000 {
-            ghosts.add(Print::of(key));
+            ghosts.add(Print::of(key), 1);
         }
         let recent = (999_000..1_000_000).filter(|key| ghosts.take(Print::of(*key), 1024)).count();
         let old = (0..990_000).filter(|key| ghosts.take(Print::of(*key), 1024)).count();

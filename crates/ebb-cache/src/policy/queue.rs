@@ -1,7 +1,7 @@
 //! First-in-first-out queues over slot numbers, linked within one table, so that any slot leaves in O(1).
 //!
 //! Invariants: a slot is in at most one queue, named in its entry; the links of a queue join all its
-//! slots and no others. An entry is 16 bytes.
+//! slots and no others; a queue's weight is the sum of theirs. An entry is 16 bytes.
 
 use super::ghosts::Print;
 
@@ -12,12 +12,17 @@ const USES_MASK: u32 = 0b11;
 const PLACE_SHIFT: u32 = 2;
 const PLACE_MASK: u32 = 0b1100;
 const ONCE: u32 = 0b1_0000;
-const STAMP_SHIFT: u32 = 5;
+const WEIGHT_SHIFT: u32 = 5;
+const WEIGHT_MASK: u32 = 0b1110_0000;
+const STAMP_SHIFT: u32 = 8;
 /// Stamps count modulo this.
 pub(super) const STAMPS: u32 = 1 << (32 - STAMP_SHIFT);
 
 /// Uses that count, at most.
 pub(super) const USES_MAX: u32 = USES_MASK;
+
+/// Pages that one slot is taken to be worth, at most.
+pub(super) const WEIGHT_MAX: u32 = 128;
 
 /// Which queue a slot is in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,7 +45,8 @@ pub(super) struct Entry {
     newer: u32,
     /// Of the slot's key.
     pub(super) print: Print,
-    /// Uses (2 bits), place (2), whether expected to be used once (1), stamp (27).
+    /// Uses (2 bits), place (2), whether expected to be used once (1), weight as a power of two (3),
+    /// stamp (24).
     state: u32,
 }
 
@@ -75,6 +81,11 @@ impl Entry {
         self.state = self.state & !PLACE_MASK | bits << PLACE_SHIFT;
     }
 
+    /// Pages it is worth: a power of two up to 128.
+    pub(super) fn weight(&self) -> u32 {
+        1 << ((self.state & WEIGHT_MASK) >> WEIGHT_SHIFT)
+    }
+
     /// Whether it was expected to be used once when it was inserted.
     pub(super) fn once(&self) -> bool {
         self.state & ONCE != 0
@@ -95,7 +106,7 @@ impl Entry {
         self.state &= !(ONCE | USES_MASK);
     }
 
-    /// When it was inserted or consumed, modulo [`STAMPS`].
+    /// When it was inserted or consumed: pages inserted until then, modulo [`STAMPS`].
     pub(super) fn stamp(&self) -> u32 {
         self.state >> STAMP_SHIFT
     }
@@ -107,6 +118,8 @@ struct Ends {
     oldest: u32,
     newest: u32,
     len: u32,
+    /// Pages.
+    weight: u64,
 }
 
 /// All entries, and the queues they are in.
@@ -133,7 +146,7 @@ fn number(place: Place) -> usize {
 
 impl Queues {
     pub(super) fn with_capacity(slots: u32) -> Queues {
-        let ends = Ends { oldest: NONE, newest: NONE, len: 0 };
+        let ends = Ends { oldest: NONE, newest: NONE, len: 0, weight: 0 };
         Queues { entries: vec![Entry::ABSENT; index(slots)], ends: [ends; 4] }
     }
 
@@ -153,6 +166,11 @@ impl Queues {
     /// Slots in a queue.
     pub(super) fn len(&self, place: Place) -> u32 {
         self.ends[number(place)].len
+    }
+
+    /// Pages in a queue.
+    pub(super) fn weight(&self, place: Place) -> u64 {
+        self.ends[number(place)].weight
     }
 
     /// The slot that has been in the queue for longest.
@@ -178,13 +196,14 @@ impl Queues {
         self.get(slot).map_or(Place::Absent, Entry::place)
     }
 
-    /// Puts an absent slot at the newest end of a queue, without uses; what goes to the cold one is expected to
-    /// be used once. The table reaches to it.
-    pub(super) fn insert(&mut self, slot: u32, place: Place, print: Print, stamp: u32) {
+    /// Puts an absent slot of `pages` at the newest end of a queue, without uses; what goes to the cold one is
+    /// expected to be used once. The table reaches to it.
+    pub(super) fn insert(&mut self, slot: u32, place: Place, print: Print, pages: u32, stamp: u32) {
         if let Some(entry) = self.entries.get_mut(index(slot)) {
             entry.print = print;
             let once = if place == Place::Cold { ONCE } else { 0 };
-            entry.state = stamp << STAMP_SHIFT | once;
+            let weight = pages.clamp(1, WEIGHT_MAX).next_power_of_two().ilog2();
+            entry.state = stamp << STAMP_SHIFT | weight << WEIGHT_SHIFT | once;
             self.link(slot, place);
         }
     }
@@ -196,10 +215,12 @@ impl Queues {
     }
 
     fn link(&mut self, slot: u32, place: Place) {
+        let weight = self.entries[index(slot)].weight();
         let ends = &mut self.ends[number(place)];
         let older = ends.newest;
         ends.newest = slot;
         ends.len += 1;
+        ends.weight += u64::from(weight);
         if older == NONE {
             ends.oldest = slot;
         } else {
@@ -218,8 +239,10 @@ impl Queues {
             return;
         }
         entry.set_place(Place::Absent);
+        let weight = entry.weight();
         let ends = &mut self.ends[number(place)];
         ends.len -= 1;
+        ends.weight -= u64::from(weight);
         match older {
             NONE => ends.oldest = newer,
             older => self.entries[index(older)].newer = newer,

@@ -10,12 +10,15 @@
 //! queue count only when it has left the window; a call of `evict` looks at most at 4 x [`PATIENCE`] slots.
 //! State is 16 bytes per slot and 4 to 8 per remembered key.
 //!
+//! All shares and times are in pages, not in slots: a slot of 64 KiB weighs as much as sixteen of 4 KiB, or
+//! else a few of the one would crowd out many of the other.
+//!
 //! No size is given to it: who calls `evict` decides how much there is, and the queues' shares follow
 //! what is in them at the moment. So a cache that is halved at once goes on with the right shares.
 
-use super::Policy;
 use super::ghosts::{Ghosts, Print};
-use super::queue::{Entry, Place, Queues, STAMPS, USES_MAX};
+use super::queue::{Entry, Place, Queues, STAMPS, USES_MAX, WEIGHT_MAX};
+use super::{Next, Policy, TURN};
 
 /// Slots that one call of `evict` looks at, in each of its attempts.
 const PATIENCE: u32 = 512;
@@ -24,25 +27,32 @@ const PATIENCE: u32 = 512;
 const SMALL_PATIENCE: u32 = 32;
 
 /// The policy. The parameters are there for comparison; the defaults are what is in use:
-/// `SMALL`, the small queue's share of all slots in percent; `WINDOW`, the correlation window in percent of
-/// the small queue; `GHOSTS`, keys remembered in percent of slots.
+/// `SMALL`, the small queue's share of all pages in percent; `WINDOW`, the correlation window in percent of
+/// the small queue; `GHOSTS`, for how long keys are remembered: while so many pages go, in percent of all.
 #[derive(Debug)]
 pub struct S3Fifo<const SMALL: u32 = 10, const WINDOW: u32 = 50, const GHOSTS: u32 = 100> {
     queues: Queues,
     ghosts: Ghosts,
-    /// Insertions so far, modulo [`STAMPS`]: the time that windows are measured in.
+    /// Pages inserted so far, modulo [`STAMPS`]: the time that windows are measured in.
     inserts: u32,
-    /// Slots that the small queue may hold before it is evicted from.
-    small: u32,
-    /// Insertions for which uses of a new page do not count.
+    /// Pages that the small queue may hold before it is evicted from.
+    small: u64,
+    /// Pages inserted for which uses of a new slot do not count.
     window: u32,
-    /// The most slots there have been.
-    most: u32,
+    /// The most pages there have been.
+    most: u64,
+    /// How far the main queue was gone round: [`TURN`] for all of it.
+    turned: u64,
 }
 
 /// A share of `of` in percent.
-fn percent(of: u32, share: u32) -> u32 {
-    u32::try_from(u64::from(of) * u64::from(share) / 100).unwrap_or(u32::MAX)
+fn percent(of: u64, share: u32) -> u64 {
+    of.saturating_mul(u64::from(share)) / 100
+}
+
+/// Keys to have room for with so many slots.
+fn remembered<const GHOSTS: u32>(slots: u32) -> u32 {
+    u32::try_from(percent(u64::from(slots), GHOSTS)).unwrap_or(u32::MAX)
 }
 
 impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> S3Fifo<SMALL, WINDOW, GHOSTS> {
@@ -58,6 +68,12 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> S3Fifo<SMALL, WINDO
         self.len() == 0
     }
 
+    /// Pages in the policy: what its slots are worth.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        [Place::Cold, Place::Small, Place::Main].map(|place| self.queues.weight(place)).iter().sum()
+    }
+
     /// Bytes of memory it has.
     #[must_use]
     pub fn bytes(&self) -> usize {
@@ -66,10 +82,11 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> S3Fifo<SMALL, WINDO
 
     /// Adapts the shares to what there is now.
     fn measure(&mut self) {
-        let len = self.len();
-        self.most = self.most.max(len);
-        self.small = percent(len, SMALL).max(1);
-        self.window = percent(self.small, WINDOW);
+        let pages = self.pages();
+        self.most = self.most.max(pages);
+        self.small = percent(pages, SMALL).max(1);
+        let window = u32::try_from(percent(self.small, WINDOW)).unwrap_or(u32::MAX);
+        self.window = window.min(STAMPS / 2);
     }
 
     /// Takes out a slot that went for want of space, and remembers it.
@@ -78,11 +95,18 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> S3Fifo<SMALL, WINDO
             && !entry.once()
             && entry.place() != Place::Main
         {
-            self.ghosts.add(entry.print);
+            self.ghosts.add(entry.print, entry.weight());
         }
         self.queues.remove(slot);
         self.measure();
         slot
+    }
+
+    /// A slot of the main queue was looked at.
+    fn pass(&mut self, slot: u32) {
+        let weight = self.queues.get(slot).map_or(0, |entry| u64::from(entry.weight()));
+        let all = self.queues.weight(Place::Main).max(1);
+        self.turned = self.turned.saturating_add(weight * TURN / all);
     }
 
     fn uses(&self, slot: u32) -> u32 {
@@ -118,10 +142,13 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> S3Fifo<SMALL, WINDO
     fn evict_warm(&mut self, may: &mut impl FnMut(u32) -> bool) -> Option<u32> {
         let mut refused = 0;
         for _ in 0..PATIENCE {
-            let small = self.queues.len(Place::Small) > self.small && refused < SMALL_PATIENCE;
+            let small = self.queues.weight(Place::Small) > self.small && refused < SMALL_PATIENCE;
             let oldest = if small { None } else { self.queues.oldest(Place::Main) };
             let slot = oldest.or_else(|| self.queues.oldest(Place::Small))?;
             let uses = self.uses(slot);
+            if oldest.is_some() {
+                self.pass(slot);
+            }
             match self.queues.place(slot) {
                 Place::Small if uses > 0 => {
                     self.set_uses(slot, 0);
@@ -174,11 +201,11 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> Policy
 {
     fn with_capacity(slots: u32) -> Self {
         let (queues, ghosts) =
-            (Queues::with_capacity(slots), Ghosts::with_capacity(percent(slots, GHOSTS)));
-        S3Fifo { queues, ghosts, inserts: 0, small: 1, window: 0, most: 0 }
+            (Queues::with_capacity(slots), Ghosts::with_capacity(remembered::<GHOSTS>(slots)));
+        S3Fifo { queues, ghosts, inserts: 0, small: 1, window: 0, most: 0, turned: 0 }
     }
 
-    fn insert(&mut self, slot: u32, key: u64, cold: bool) {
+    fn insert(&mut self, slot: u32, key: u64, pages: u32, cold: bool) {
         self.queues.reach(slot);
         self.queues.remove(slot);
         let print = Print::of(key);
@@ -189,14 +216,13 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> Policy
         } else {
             Place::Small
         };
-        self.inserts = (self.inserts + 1) % STAMPS;
-        self.queues.insert(slot, place, print, self.inserts);
+        self.inserts = self.inserts.wrapping_add(pages.clamp(1, WEIGHT_MAX)) % STAMPS;
+        self.queues.insert(slot, place, print, pages, self.inserts);
         self.measure();
-        if self.ghosts.capacity()
-            < usize::try_from(percent(self.queues.capacity(), GHOSTS)).unwrap_or(0)
-        {
+        let remembered = remembered::<GHOSTS>(self.queues.capacity());
+        if self.ghosts.capacity() < usize::try_from(remembered).unwrap_or(0) {
             // Seldom, since it doubles; the few that went from a cache that grows are not missed.
-            self.ghosts = Ghosts::with_capacity(percent(self.queues.capacity(), GHOSTS));
+            self.ghosts = Ghosts::with_capacity(remembered);
         }
     }
 
@@ -220,7 +246,7 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> Policy
     fn lose(&mut self, slot: u32) {
         match (self.queues.place(slot), self.queues.get(slot)) {
             (place, Some(entry)) if place != Place::Absent && !entry.once() => {
-                self.ghosts.add(entry.print);
+                self.ghosts.add(entry.print, entry.weight());
             }
             _ => {}
         }
@@ -236,20 +262,41 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> Policy
     }
 
     fn age(&mut self, n: u32) {
-        // Windows pass with time, too.
-        self.inserts = self.inserts.wrapping_add(n) % STAMPS;
-        let new = self.queues.len(Place::Small).saturating_sub(self.small).min(n);
-        for _ in 0..new {
+        // Windows pass with time, too: as if as many were inserted, of the size there is.
+        let pages = (self.pages() / u64::from(self.len().max(1))).max(1);
+        let passed = u64::from(n).saturating_mul(pages) % u64::from(STAMPS);
+        self.inserts =
+            self.inserts.wrapping_add(u32::try_from(passed).unwrap_or_default()) % STAMPS;
+        let mut left = n;
+        while left > 0 && self.queues.weight(Place::Small) > self.small {
             let Some(slot) = self.queues.oldest(Place::Small) else { break };
             let used = self.uses(slot) > 0;
             self.set_uses(slot, 0);
             self.queues.shift(slot, if used { Place::Main } else { Place::Cold });
+            left -= 1;
         }
-        for _ in 0..self.queues.len(Place::Main).min(n - new) {
+        for _ in 0..self.queues.len(Place::Main).min(left) {
             let Some(slot) = self.queues.oldest(Place::Main) else { break };
             self.set_uses(slot, self.uses(slot).saturating_sub(1));
             self.queues.shift(slot, Place::Main);
         }
+    }
+
+    fn next(&self) -> Next {
+        let weight = |place| self.queues.weight(place);
+        if weight(Place::Cold) > 0 {
+            return Next::Cold(weight(Place::Cold));
+        }
+        match weight(Place::Small).saturating_sub(self.small) {
+            0 if weight(Place::Main) > 0 => Next::Used(self.turned),
+            0 if weight(Place::Small) > 0 => Next::New(weight(Place::Small)),
+            0 => Next::Nothing,
+            above => Next::New(above),
+        }
+    }
+
+    fn catch_up(&mut self, turned: u64) {
+        self.turned = self.turned.max(turned);
     }
 
     fn coldest(&mut self, n: usize, out: &mut Vec<u32>) {

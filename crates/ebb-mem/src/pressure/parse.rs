@@ -80,6 +80,29 @@ pub(super) fn zoneinfo(text: &str, page_size: u64) -> Option<Watermarks> {
     (found && marks.high > 0 && marks.min <= marks.low && marks.low <= marks.high).then_some(marks)
 }
 
+/// Free memory at which the kernel begins to reclaim, from `/proc/zoneinfo`, in bytes: of each zone its low
+/// watermark and the most it keeps for those who can use nothing else (`protection: (0, 224, 224)`), but
+/// no more than there is. `None` without any zone.
+pub(super) fn reclaim_floor(text: &str, page_size: u64) -> Option<u64> {
+    let (mut low, mut managed) = (0, u64::MAX);
+    let mut floor = None;
+    for line in text.lines() {
+        let line = line.trim_ascii();
+        if let Some(list) = line.strip_prefix("protection: (") {
+            let words = list.trim_end_matches(')').split(',');
+            let kept = words.filter_map(|word| number(word.trim_ascii())).max().unwrap_or(0);
+            let zone = managed.min(kept.saturating_add(low)).saturating_mul(page_size);
+            floor = Some(floor.unwrap_or(0_u64).saturating_add(zone));
+            (low, managed) = (0, u64::MAX);
+        } else if let Some(pages) = line.strip_prefix("low ") {
+            low = number(pages.trim_ascii()).unwrap_or(0);
+        } else if let Some(pages) = line.strip_prefix("managed ") {
+            managed = number(pages.trim_ascii()).unwrap_or(u64::MAX);
+        }
+    }
+    floor.filter(|&floor| floor > 0)
+}
+
 /// The own path in the unified hierarchy (version 2) and in version 1's memory hierarchy, from
 /// `/proc/self/cgroup`: lines of `id:controllers:path`.
 pub(super) fn own_cgroups(text: &str) -> (Option<&str>, Option<&str>) {

@@ -1,0 +1,126 @@
+//! Memory that others are about to need is returned before the kernel has to look for it: the keeper beside
+//! a host that is made up, the cache and its memory real.
+#![cfg(not(feature = "shuttle"))]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
+
+mod common;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use common::{Disk, MIB, Rig};
+use ebb_cache::{Keeper, pages_taken};
+use ebb_io::{Io, Worker};
+use ebb_mem::Policy;
+use ebb_mem::pressure::Room;
+
+const PIECE: u64 = 64 << 10;
+const HELD: u64 = 24 * MIB;
+
+/// A host whose free memory others take.
+#[derive(Clone)]
+struct Host(Arc<Mutex<Room>>);
+
+impl Host {
+    fn new(free: u64) -> Host {
+        let floor = 2 * MIB;
+        let room = Room { total: 128 * MIB, free: free + floor, available: free + HELD, floor };
+        Host(Arc::new(Mutex::new(room)))
+    }
+
+    fn take(&self, bytes: u64) {
+        let mut room = self.0.lock().unwrap();
+        room.free = room.free.saturating_sub(bytes);
+        room.available = room.available.saturating_sub(bytes);
+    }
+
+    fn free(&self, bytes: u64) {
+        self.0.lock().unwrap().free += bytes;
+    }
+}
+
+async fn fill(io: &Io, disk: &Disk) {
+    for offset in (0..HELD).step_by(65536) {
+        let buf = io.pool().get_for_test(65536);
+        disk.cached.read(io, &disk.store, buf, offset).await.0.unwrap();
+    }
+}
+
+/// What is held after others took `taken` bytes, 2 MiB each 5 ms, and what the keeper returned. The cache
+/// is full before, lent where it may be.
+fn beside(policy: Policy, min: u64, free: u64, taken: u64) -> (u64, u64) {
+    let rig = Arc::new(Rig::of(64 * MIB, policy));
+    rig.cache.set_min(min);
+    let worker = Worker::start("recede", &rig.memory).unwrap();
+    let result = Arc::new((AtomicU64::new(0), AtomicU64::new(0)));
+    let out = result.clone();
+    let done = worker.handle().block_on(move |io| async move {
+        let disk = rig.volume("disk", 64 * MIB, 1);
+        fill(&io, &disk).await;
+        let host = Host::new(free);
+        let look = host.clone();
+        let mut keeper = Keeper::new(&rig.cache, Box::new(pages_taken))
+            .watching(Box::new(move || Some(*look.0.lock().unwrap())));
+        let mut now = rig.start;
+        let mut step = |keeper: &mut Keeper, lend: bool| {
+            now += if lend { Duration::from_millis(300) } else { Duration::from_millis(5) };
+            if lend {
+                keeper.turn(&rig.cache, now);
+            }
+            // With what is just being lent nothing is compared.
+            rig.memory.settle();
+            keeper.recede(&rig.cache, now);
+            let before = rig.cache.stats().total.bufspace;
+            keeper.recede(&rig.cache, now);
+            rig.memory.settle();
+            let after = rig.cache.stats().total.bufspace;
+            host.free(before - after);
+        };
+        (0..20).for_each(|_| step(&mut keeper, true));
+        assert_eq!(rig.cache.stats().total.bufspace, HELD, "nobody has taken anything yet");
+        let mut left = taken;
+        while left > 0 {
+            host.take(left.min(2 * MIB));
+            left -= left.min(2 * MIB);
+            step(&mut keeper, false);
+        }
+        // It is over, and nothing more goes.
+        (0..100).for_each(|_| step(&mut keeper, false));
+        let stats = rig.cache.stats();
+        out.0.store(stats.total.bufspace, Ordering::Relaxed);
+        out.1.store(stats.receded, Ordering::Relaxed);
+        // What is left is what the store has.
+        for offset in (0..HELD).step_by(65536) {
+            let mut buf = io.pool().get_for_test(65536);
+            if disk.cached.try_read_cached(&mut buf, offset) {
+                let mut stored = vec![0; buf.len()];
+                disk.test.look(offset, &mut stored);
+                assert!(buf[..] == stored[..], "offset {offset}");
+            }
+        }
+    });
+    assert!(done.is_some(), "the run panicked; see above");
+    (result.0.load(Ordering::Relaxed), result.1.load(Ordering::Relaxed))
+}
+
+#[test]
+fn others_find_free_memory_and_the_rest_stays() {
+    // 10 MiB are free, 20 are wanted: 10 are returned, and what would do for a moment more.
+    let (held, receded) = beside(Policy::Elastic, 0, 10 * MIB, 20 * MIB);
+    println!("{held} of {HELD} bytes are left, {receded} were returned");
+    assert!((10 * MIB - PIECE..=18 * MIB).contains(&receded), "{receded} bytes returned");
+    assert_eq!(held + receded, HELD);
+}
+
+#[test]
+fn nothing_is_returned_while_free_memory_lasts() {
+    assert_eq!(beside(Policy::Elastic, 0, 60 * MIB, 20 * MIB), (HELD, 0));
+}
+
+#[test]
+fn a_floor_holds_and_a_static_cache_keeps_all() {
+    let (held, _) = beside(Policy::Elastic, 20 * MIB, MIB, 30 * MIB);
+    assert!(held >= 20 * MIB, "{held}");
+    assert_eq!(beside(Policy::Static, 0, MIB, 30 * MIB), (HELD, 0));
+}
