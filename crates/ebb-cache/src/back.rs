@@ -4,6 +4,7 @@
 //! - A dirty page is wired and stays until the store has it; a failed write leaves it dirty.
 //! - Of a page at most one copy is on its way to the store.
 //! - A page is dirty or under a [`Change`](crate::write::Change), never both: who wants the other waits.
+//! - Whatever becomes dirty has leave to; a page that is so already needs none, and its writer does not wait.
 //! - The flusher has its buffer before anything is dirty: writing back never waits for memory.
 //!
 //! How much is written when, and how long writers pause, is for a [`Control`] to say.
@@ -120,6 +121,13 @@ struct Leave<'a> {
     bytes: u64,
 }
 
+impl Leave<'_> {
+    /// Whether it is for less than these pages.
+    fn is_short_of(&self, pages: u16) -> bool {
+        u64::from(pages.count_ones()) * PAGE > self.bytes
+    }
+}
+
 impl Drop for Leave<'_> {
     fn drop(&mut self) {
         if self.bytes > 0 {
@@ -164,9 +172,12 @@ impl VolumeCache {
         (Ok(()), buf)
     }
 
-    /// Waits for leave to make the part's pages dirty.
-    async fn leave(&self, io: &Io, part: &Part) -> Leave<'_> {
-        let bytes = u64::from(part.touched().count_ones()) * PAGE;
+    /// Waits for leave to make these pages dirty. What is dirty already needs none.
+    async fn leave(&self, io: &Io, pages: u16) -> Leave<'_> {
+        let bytes = u64::from(pages.count_ones()) * PAGE;
+        if bytes == 0 {
+            return Leave { volume: self, bytes };
+        }
         let asked = Instant::now();
         let ask = |now| self.control().ask(asked, now, bytes, self.dirty());
         if !self.back.line.is_free() || !ask(asked).is_zero() {
@@ -193,18 +204,26 @@ impl VolumeCache {
         let number = VolumeCache::shard_of(part.frame);
         let worker = io.pool().worker();
         let whole = part.covered(self.size());
-        let mut leave = self.leave(io, part).await;
+        let fresh = part.touched() & !self.lock(number).ready(part.frame);
+        let mut leave = self.leave(io, fresh).await;
         let mut tries = 0;
         while tries < TRIES {
-            let (change, absent, fresh) = {
+            let (change, absent, fresh, short) = {
                 let shard = self.lock(number);
+                let short = leave.is_short_of(part.touched() & !shard.ready(part.frame));
                 let change = shard.flights.changed_by(part.frame, part.touched());
                 let valid = shard.valid(part.frame);
                 let absent = part.touched() & !whole & !valid;
-                (change, absent, whole & !shard.covered(part.frame))
+                (change, absent, whole & !shard.covered(part.frame), short)
             };
             if change.1 {
                 return false;
+            }
+            if short {
+                // Some of it was written back in the meantime: with leave for all this happens once.
+                drop(leave);
+                leave = self.leave(io, part.touched()).await;
+                continue;
             }
             if let Some(fill) = change.0 {
                 Wait { volume: self, shard: number, fill, waiter: None }.await;
@@ -247,7 +266,9 @@ impl VolumeCache {
         let mut shard = self.lock(VolumeCache::shard_of(part.frame));
         let want = part.touched();
         let there = shard.valid(part.frame) | whole;
-        if shard.flights.changing(part.frame, want) != 0 || want & !there != 0 {
+        let fresh = want & !shard.ready(part.frame);
+        let unready = shard.flights.changing(part.frame, want) != 0 || want & !there != 0;
+        if unready || leave.is_short_of(fresh) {
             return 0;
         }
         let first = part.frame * FRAME_PAGES;

@@ -5,7 +5,7 @@
 mod common;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Disk, MIB, Rig};
@@ -123,6 +123,51 @@ fn the_flusher_writes_back_by_itself_and_a_flush_tells_of_its_failure() {
         assert!(flush(&io, &disk).await, "and that is told once");
         assert_eq!(disk.test.content()[..4096], [6; 4096]);
         drop(flusher);
+    });
+}
+
+/// Lets so many bytes in, and not one more.
+struct Full(AtomicU64);
+
+impl Control for Full {
+    fn ask(&self, _: Instant, _: Instant, bytes: u64, _: u64) -> Duration {
+        let left = |room: u64| room.checked_sub(bytes);
+        match self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left) {
+            Ok(_) => Duration::ZERO,
+            Err(_) => Duration::from_millis(1),
+        }
+    }
+    fn unused(&self, bytes: u64) {
+        self.0.fetch_add(bytes, Ordering::SeqCst);
+    }
+    fn next(&self, _: Instant, _: u64, _: Duration) -> Order {
+        Order::Wait(Duration::from_secs(1))
+    }
+}
+
+#[test]
+fn what_is_dirty_is_written_anew_without_leave() {
+    play(|io, _rig, disk| async move {
+        let room = Arc::new(Full(AtomicU64::new(4 * 4096)));
+        disk.cached.set_control(room.clone());
+        assert!(write(&io, &disk, 0, 4 * 4096, 1, false).await);
+        assert_eq!(room.0.load(Ordering::SeqCst), 0);
+        // There is no room, and none is needed.
+        for turn in 2..10 {
+            assert!(write(&io, &disk, 4096, 2 * 4096, turn, false).await);
+            assert!(write(&io, &disk, 512, 512, turn, false).await);
+        }
+        assert_eq!((room.0.load(Ordering::SeqCst), disk.cached.dirty()), (0, 4 * 4096));
+        // One page more than is dirty has to wait for that page.
+        let (other, late) = (disk.clone(), io.clone());
+        let more = io.spawn(async move { write(&late, &other, 0, 5 * 4096, 11, false).await });
+        io.sleep(Duration::from_millis(20)).await;
+        assert_eq!(disk.cached.dirty(), 4 * 4096);
+        room.0.store(4096, Ordering::SeqCst);
+        disk.cached.ask_again();
+        assert!(more.await);
+        assert_eq!((room.0.load(Ordering::SeqCst), disk.cached.dirty()), (0, 5 * 4096));
+        assert_eq!(read(&io, &disk, 4 * 4096, 4096).await, [11; 4096]);
     });
 }
 

@@ -7,10 +7,11 @@ mod common;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use common::{MIB, Random, Rig};
-use ebb_cache::Keeper;
+use ebb_cache::{Control, Keeper, Mode, Order};
 use ebb_io::Worker;
 
 struct Counting;
@@ -102,6 +103,54 @@ fn a_warm_cache_does_not_touch_the_heap() {
             }
         }
         assert_eq!(last, 0, "misses and writes of a warm cache");
+    });
+    assert!(done.is_some(), "the run panicked; see above");
+}
+
+/// Writes whatever is dirty at once.
+struct Eager;
+
+impl Control for Eager {
+    fn ask(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
+        Duration::ZERO
+    }
+    fn next(&self, _: Instant, _: u64, _: Duration) -> Order {
+        Order::Write(65536)
+    }
+}
+
+#[test]
+fn a_warm_flusher_does_not_touch_the_heap() {
+    let rig = Arc::new(Rig::new(16 * MIB));
+    let worker = Worker::start("flusher", &rig.memory).unwrap();
+    let disk = rig.volume_as("disk", 8 * MIB, 1, Mode::Writeback);
+    let done = worker.handle().block_on(move |io| async move {
+        disk.cached.set_control(Arc::new(Eager));
+        let flusher = io.spawn(disk.cached.clone().run_flusher(io.clone(), disk.store.clone()));
+        let mut random = Random::new(2);
+        let mut last = u64::MAX;
+        for _ in 0..40 {
+            let (before, written) = (ALLOCATIONS.get(), disk.test.writes.load(Ordering::Relaxed));
+            for _ in 0..200 {
+                let mut buf = io.pool().get_for_test(4096);
+                buf.fill(7);
+                let offset = random.below(512) * 4096;
+                disk.cached.write(&io, &disk.store, buf, offset, false).await.0.unwrap();
+                if random.below(4) == 0 {
+                    io.sleep(Duration::from_micros(50)).await;
+                }
+            }
+            while disk.cached.dirty() > 0 {
+                io.sleep(Duration::from_micros(100)).await;
+            }
+            last = ALLOCATIONS.get() - before;
+            assert!(disk.test.writes.load(Ordering::Relaxed) > written, "the flusher writes");
+            if last == 0 {
+                break;
+            }
+        }
+        assert_eq!(last, 0, "writes of a warm flusher");
+        drop(flusher);
     });
     assert!(done.is_some(), "the run panicked; see above");
 }

@@ -27,8 +27,12 @@
 //! - A server that still executes a request of a lost connection after the same request was
 //!   acknowledged on a new one can undo a later write. The protocol has no fence against it; servers
 //!   avoid it by ending the requests of a connection before they let go of it.
-//! - A server that keeps a connection up and never answers is waited for; one that vanishes from
-//!   a TCP network is noticed within a minute.
+//! - A server that vanishes from a TCP network is noticed within a minute. One that keeps a connection up
+//!   and never answers is waited for, and [`StoreState::silent_seconds`] tells of it; with
+//!   [`NbdOptions::silence`] its connection counts as lost after that time. There is no such limit by
+//!   default: a server that is only slow may still execute what it was asked on the connection that was
+//!   given up, after later writes on the next one (see above). A limit is for servers of which it is
+//!   known that they do not, or where failing is better than waiting.
 
 mod backoff;
 mod connect;

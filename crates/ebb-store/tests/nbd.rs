@@ -393,3 +393,39 @@ fn what_is_not_there_or_not_right_is_refused_with_a_remedy() {
     other.export = "b".to_owned();
     assert!(refused(other).contains("export `b`"));
 }
+
+/// A server that is connected and says nothing is told of, and given up when it was said for how long.
+#[test]
+fn a_silent_server_is_seen_and_given_up_after_the_time_that_was_set() {
+    let server = Server::nbdkit(&["--filter=delay", "memory", "1M", "rdelay=3600"]);
+    let limits = NbdOptions {
+        silence: Some(Duration::from_secs(3)),
+        reconnect: Duration::from_secs(1),
+        ..options(&server)
+    };
+    let store = NbdStore::open(limits).unwrap().0;
+    let bench = Bench::new(Store::Nbd(store));
+    let state = || match bench.store() {
+        Store::Nbd(store) => store.state(),
+        _ => unreachable!("it is a remote store"),
+    };
+    bench.write(0, &pattern(1, 4096)).unwrap();
+    assert_eq!(state().silent_seconds, 0, "it answers");
+    let silent = std::thread::scope(|scope| {
+        let read = scope.spawn(|| bench.read(0, 4096));
+        let mut silent = 0;
+        while !read.is_finished() {
+            silent = silent.max(state().silent_seconds);
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let error = read.join().unwrap().unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Io, "{error:?}");
+        assert!(error.source.is_some_and(|why| why.to_string().contains("no answer")));
+        silent
+    });
+    assert!(silent >= 2, "nobody saw that it was silent");
+    let state = state();
+    assert!(state.last_error.is_some_and(|why| why.contains("no answer for")), "the reason");
+    // It is there still: what it does answer goes on.
+    bench.write(0, &pattern(2, 4096)).unwrap();
+}

@@ -281,7 +281,8 @@ impl Bdi {
         let pace = if free {
             Pace::Free
         } else {
-            ours.judge(&mut entry.tab, (held, threshold), bytes, now)
+            let at = (held, threshold, self.options.strict_limit);
+            ours.judge(&mut entry.tab, at, bytes, now)
         };
         if let Pace::Wait(until) = pace {
             return Verdict::PauseUntil(until);
@@ -367,6 +368,9 @@ impl Bdi {
         let (held, threshold) = (self.held(), self.threshold());
         match &mut self.engine {
             Engine::Ours(ours) => {
+                if held == 0 {
+                    ours.flusher.rest();
+                }
                 ours.turn(held, threshold, now);
                 ours.ask_again(held, threshold, now)
             }
@@ -413,6 +417,9 @@ impl Bdi {
             volume.dirty -= bytes.min(volume.dirty);
         }
         self.publish();
+        if let (0, Engine::Ours(ours)) = (self.held(), &mut self.engine) {
+            ours.flusher.rest();
+        }
     }
 
     /// What the flusher should do now. To be asked when something was dirtied while it slept, after

@@ -92,7 +92,8 @@ pub struct BdiOptions {
     /// Most bytes dirty and under writeback for this device.
     pub max_bytes: u64,
     /// Count this device's own threshold alone, even while the others leave room. The Linux laws
-    /// need this to be told; the other does nothing else.
+    /// need this to be told. The other does nothing else; to it this says that not even one write may
+    /// exceed the threshold, but for one that is larger than all of it.
     pub strict_limit: bool,
     /// Bytes per second the device made when it was here before, if that is remembered.
     pub rate: Option<u64>,

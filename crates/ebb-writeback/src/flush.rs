@@ -93,6 +93,11 @@ impl Flusher {
         Self { latency: Latency::new(), running: false }
     }
 
+    /// Nothing is held any more: what comes next is gathered before it is written.
+    pub(crate) fn rest(&mut self) {
+        self.running = false;
+    }
+
     /// `(start, in_flight, chunk)`.
     pub(crate) fn plan(&mut self, at: &Position) -> (bool, u64, u64) {
         let held = at.dirty.saturating_add(at.writeback);
@@ -136,6 +141,9 @@ mod tests {
         assert!(!flusher.plan(&at(100 << 20, 0, 1 << 20, 50 << 20)).0);
         assert!(!flusher.plan(&at(100 << 20, 1 << 20, 0, 50 << 20)).0);
         assert!(flusher.plan(&Position { urgent: true, ..at(100 << 20, 1, 0, 1) }).0);
+        assert!(flusher.plan(&at(100 << 20, 1, 0, 1)).0);
+        flusher.rest();
+        assert!(!flusher.plan(&at(100 << 20, 1, 0, 1)).0);
     }
 
     #[test]

@@ -5,7 +5,8 @@
 //!   threshold, no write waits for pace. From there on writers together get twice the device's rate,
 //!   falling in a straight line through the rate itself at three quarters to 0 at the threshold.
 //! - So the device always has between a quarter and three quarters of its horizon in hand, and what
-//!   it holds never exceeds one horizon, but for one write that is larger than half of it.
+//!   it holds never exceeds one horizon, but for one write that is larger than half of it; with a
+//!   strict limit only if nothing else is held.
 //! - A pause given out is taken back as soon as the pace has doubled.
 
 use crate::fair::{Clock, Tab};
@@ -80,16 +81,21 @@ impl Ours {
     }
 
     /// May a write of `bytes` go on top of `held`, which is more than is free together? The clock has
-    /// been moved.
-    pub(crate) fn judge(&mut self, tab: &mut Tab, at: (u64, u64), bytes: u64, now: Nanos) -> Pace {
-        let (held, threshold) = at;
+    /// been moved. With a `strict` threshold only if it fits.
+    pub(crate) fn judge(
+        &mut self,
+        tab: &mut Tab,
+        (held, threshold, strict): (u64, u64, bool),
+        bytes: u64,
+        now: Nanos,
+    ) -> Pace {
         let after = held.saturating_add(bytes);
         let free = self.free(threshold);
         if held == 0 {
             return Pace::Free;
         }
         self.clock.look(tab);
-        let wait = if after > threshold && held > free {
+        let wait = if after > threshold && (strict || held > free) {
             ASK_AGAIN
         } else {
             self.clock.wait(tab, self.pace).min(ASK_AGAIN)

@@ -10,6 +10,8 @@
 //!   device can do: it may raise the estimate but not lower it.
 //! - One odd window (a stall, a burst into a device's cache) moves the mean by its weight in time; two
 //!   in a row on the same side replace it: the device has changed.
+//! - Of a device that is only just being measured the slower window counts at once: what it took into a
+//!   cache of its own at first is no rate, and a threshold made from it would have to be drained.
 
 use crate::units::{MILLISECOND, Nanos, RATE_MOST, mul_div};
 
@@ -50,6 +52,8 @@ pub(crate) struct Rate {
     /// Bytes completed since the device came, which it has proven to take.
     proven: u64,
     remembered: bool,
+    /// Windows closed since the device came, as far as that matters.
+    seen: usize,
     value: u64,
 }
 
@@ -63,6 +67,7 @@ impl Rate {
             mark: 0,
             proven: 0,
             remembered: remembered.is_some(),
+            seen: 0,
             value: remembered.unwrap_or(PRIOR).max(1),
         }
     }
@@ -122,7 +127,10 @@ impl Rate {
         let high = |rate: u64| rate > self.value / 4 * 5;
         let low = |rate: u64| rate < self.value / 4 * 3;
         let both = |far: &dyn Fn(u64) -> bool| far(rate) && far(previous.rate());
-        if self.filled > 2 && (both(&high) || both(&low)) {
+        self.seen = (self.seen + 1).min(FEW + 1);
+        if self.seen > 1 && self.seen <= FEW && rate < previous.rate() / 4 * 3 {
+            self.filled = 1;
+        } else if self.filled > 2 && (both(&high) || both(&low)) {
             self.filled = 2;
         }
         self.value = self.mean(false).max(1);
@@ -163,6 +171,20 @@ mod tests {
         run(&mut rate, &mut now, 1_000_000, 20 * MILLISECOND, 2, true);
         assert_eq!(rate.value(), 50_000_000);
         assert_eq!(rate.proven(), 2_000_000);
+    }
+
+    #[test]
+    fn what_a_new_device_takes_into_its_cache_is_no_rate() {
+        let (mut rate, mut now) = (Rate::new(None), 0);
+        rate.busy(now);
+        run(&mut rate, &mut now, 1_000_000, MILLISECOND, 5, true);
+        assert!(rate.value() > 500_000_000, "{}", rate.value());
+        run(&mut rate, &mut now, 1_000_000, 50 * MILLISECOND, 4, true);
+        assert_eq!(rate.value(), 20_000_000, "after the second window");
+        // Later one slow window is one of many.
+        run(&mut rate, &mut now, 1_000_000, 50 * MILLISECOND, 16, true);
+        run(&mut rate, &mut now, 1_000_000, 100 * MILLISECOND, 1, true);
+        assert!(rate.value() > 18_000_000, "{}", rate.value());
     }
 
     #[test]

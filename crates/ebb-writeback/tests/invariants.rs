@@ -8,6 +8,7 @@ use ebb_writeback::{
     VolumeId, WHOLE, Writeback,
 };
 use proptest::prelude::*;
+use std::collections::VecDeque;
 
 const MB: u64 = 1 << 20;
 
@@ -340,6 +341,53 @@ fn a_device_that_runs_low_is_never_throttled() {
         assert!(held <= threshold);
     }
     assert!(held > threshold / 10 * 9);
+}
+
+/// A bound given in bytes holds from the first byte, also for a device nobody has measured, whatever
+/// the others leave; strict, not even one write is above it. Given while it runs it holds as soon as
+/// what is above has drained.
+#[test]
+fn max_bytes_hold_from_the_first_byte_and_strictly_to_the_last() {
+    // A small write leaves more than half free, and the large one after it does not fit.
+    const SIZES: [u64; 2] = [10_000, 95_000];
+    for (strict_limit, most) in [(true, 100_000), (false, 105_000)] {
+        let mut writeback = Writeback::new(&Options::new(1 << 30)).unwrap();
+        let options = BdiOptions { max_bytes: 100_000, strict_limit, ..BdiOptions::default() };
+        let mut bdi = writeback.add_bdi(options.clone(), 0).unwrap();
+        let volume = bdi.add_volume(1).unwrap();
+        assert_eq!(bdi.stats(0).threshold, 100_000);
+        let (mut held, mut fullest, mut now) = (VecDeque::new(), 0, 0);
+        let mut sizes = SIZES.iter().cycle().copied().peekable();
+        for turn in 0..8000_u64 {
+            now += MILLISECOND;
+            writeback.keep(now);
+            while let Some(bytes) =
+                sizes.next_if(|bytes| bdi.ask(volume, *bytes, now, now) == Verdict::Go)
+            {
+                held.push_back(bytes);
+                fullest = fullest.max(held.iter().sum());
+            }
+            if turn % 4 == 3
+                && let Some(bytes) = held.pop_front()
+            {
+                bdi.on_writeback(volume, bytes, now);
+                let _ = bdi.on_written(volume, bytes, now, Outcome::Written, now);
+            }
+        }
+        assert!(bdi.stats(now).written > 1 << 20);
+        if strict_limit {
+            assert!(fullest <= most && fullest >= 95_000, "{fullest}");
+        } else {
+            assert_eq!(fullest, most, "a write that finds half of it free is taken whole");
+        }
+        // Without the bound it is what the device makes in two seconds; with it again that goes.
+        bdi.set_options(BdiOptions::default()).unwrap();
+        writeback.keep(now);
+        assert!(bdi.stats(now).threshold > 1 << 20);
+        bdi.set_options(options.clone()).unwrap();
+        writeback.keep(now + SECOND);
+        assert!(bdi.stats(now).threshold <= 200_000, "{}", bdi.stats(now).threshold);
+    }
 }
 
 /// A store that fails holds its own writers up only, and is asked again later and later.

@@ -25,6 +25,7 @@ use ebb_writeback::{
 };
 
 use crate::config::{StoreUri, VolumeConfig};
+use crate::params::{BdiLive, Key as Parameter, Parameters};
 use crate::stat::BdiStat;
 
 /// Part of the available memory that may be dirty, in parts per million; as Linux has it.
@@ -112,13 +113,34 @@ fn whole_disk(sys: &Path, device: u64) -> u64 {
     device
 }
 
+/// The bounds that an operator gave a device.
+fn options(settings: &BdiLive) -> BdiOptions {
+    let ratio = |key| u32::try_from(settings.get(key)).unwrap_or(WHOLE).min(WHOLE);
+    BdiOptions {
+        min_ratio: ratio(Parameter::MinRatio),
+        max_ratio: ratio(Parameter::MaxRatio),
+        max_bytes: match settings.get(Parameter::MaxBytes) {
+            0 => u64::MAX,
+            bytes => bytes,
+        },
+        strict_limit: settings.get(Parameter::StrictLimit) != 0,
+        ..BdiOptions::default()
+    }
+}
+
 struct Device {
     name: String,
+    settings: BdiLive,
     bdi: Mutex<Bdi>,
     volumes: Mutex<Vec<Weak<VolumeCache>>>,
 }
 
 impl Device {
+    /// Puts its settings in force.
+    fn follow_settings(&self) -> Result<(), Error> {
+        lock(&self.bdi).set_options(options(&self.settings))
+    }
+
     fn volumes(&self) -> Vec<Arc<VolumeCache>> {
         let mut volumes = lock(&self.volumes);
         volumes.retain(|volume| volume.strong_count() > 0);
@@ -133,27 +155,81 @@ pub(crate) struct Bdis {
     /// Nothing is dirty: the keeper sleeps long.
     idle: AtomicBool,
     cache: Arc<Cache>,
+    parameters: Parameters,
     /// Most that may ever be dirty, bytes.
     most: u64,
     start: Instant,
 }
 
 impl Bdis {
-    /// None yet. Of memory at most `most` bytes are ever dirty.
+    /// None yet. Of memory at most `most` bytes are ever dirty. Devices follow their `parameters`.
     ///
     /// # Errors
     /// None that the options made here can bring about.
-    pub(crate) fn new(cache: &Arc<Cache>, most: u64, start: Instant) -> Result<Arc<Bdis>, Error> {
+    pub(crate) fn new(
+        cache: &Arc<Cache>,
+        parameters: &Parameters,
+        most: u64,
+        start: Instant,
+    ) -> Result<Arc<Bdis>, Error> {
         let bdis = Bdis {
             writeback: Mutex::new(Writeback::new(&Options::new(ebb_writeback::MIN_LIMIT))?),
             devices: Mutex::default(),
             idle: AtomicBool::new(true),
             cache: cache.clone(),
+            parameters: parameters.clone(),
             most,
             start,
         };
         bdis.follow_memory();
-        Ok(Arc::new(bdis))
+        let bdis = Arc::new(bdis);
+        let followers = Arc::downgrade(&bdis);
+        parameters.watch(move |change| {
+            if let (Some(_), Some(bdis)) = (&change.bdi, followers.upgrade()) {
+                bdis.follow_settings();
+            }
+        });
+        Ok(bdis)
+    }
+
+    fn devices(&self) -> Vec<Arc<Device>> {
+        lock(&self.devices).values().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Puts the settings of all devices in force, and divides the limit by them.
+    fn follow_settings(&self) {
+        let mut waiting = self.devices();
+        loop {
+            let before = waiting.len();
+            // Together they fit. One that takes what another gives up has to come after it.
+            waiting.retain(|device| device.follow_settings().is_err());
+            if waiting.is_empty() || waiting.len() == before {
+                break;
+            }
+        }
+        let now = self.now();
+        lock(&self.writeback).keep(now);
+        for device in self.devices() {
+            device.volumes().iter().for_each(|volume| volume.ask_again());
+        }
+    }
+
+    /// Forgets what was set for devices that are gone, and tells of configured ones that never came.
+    /// To be called when volumes were added or removed, not from within a change of parameters.
+    pub(crate) fn settle(&self) {
+        let here: Vec<_> = self.devices().iter().map(|device| device.name.clone()).collect();
+        for name in self.parameters.bdis_with_volumes() {
+            if !here.contains(&name) {
+                self.parameters.bdi_leaves(&name);
+            }
+        }
+        for bdi in self.parameters.bdis_without_volumes() {
+            tracing::warn!(
+                bdi,
+                "the configuration bounds a backing device that no volume is on: \
+                 `ebbd stat bdi` shows the names of those that are there"
+            );
+        }
     }
 
     fn nanos(&self, at: Instant) -> Nanos {
@@ -174,6 +250,7 @@ impl Bdis {
         cache: &Arc<VolumeCache>,
     ) -> Result<Arc<dyn ebb_cache::Control>, Error> {
         let key = Key::of(cache.name(), config);
+        let settings = self.parameters.bdi_arrives(&key.text());
         let mut devices = lock(&self.devices);
         devices.retain(|_, device| device.strong_count() > 0);
         let device = match devices.get(&key).and_then(Weak::upgrade) {
@@ -182,6 +259,7 @@ impl Bdis {
                 let bdi = lock(&self.writeback).add_bdi(BdiOptions::default(), self.now())?;
                 let device = Arc::new(Device {
                     name: key.text(),
+                    settings,
                     bdi: Mutex::new(bdi),
                     volumes: Mutex::default(),
                 });
@@ -191,6 +269,9 @@ impl Bdis {
         };
         let id = lock(&device.bdi).add_volume(1)?;
         lock(&device.volumes).push(Arc::downgrade(cache));
+        drop(devices);
+        // Nobody writes yet.
+        self.follow_settings();
         self.follow_memory();
         Ok(Arc::new(Member { all: self.clone(), device, id }))
     }
@@ -246,15 +327,14 @@ impl Bdis {
             Level::L3 => Pressure::LastResort,
         };
         lock(&self.writeback).set_pressure(level, self.now());
-        let devices: Vec<_> = lock(&self.devices).values().filter_map(Weak::upgrade).collect();
-        for device in devices {
+        for device in self.devices() {
             device.volumes().iter().for_each(|volume| volume.ask_again());
         }
     }
 
     /// The figures of each, by name.
     pub(crate) fn stats(&self) -> Vec<BdiStat> {
-        let devices: Vec<_> = lock(&self.devices).values().filter_map(Weak::upgrade).collect();
+        let devices = self.devices();
         let now = self.now();
         let stat = |device: &Arc<Device>| {
             let volumes = device.volumes().iter().map(|volume| volume.name().to_owned()).collect();

@@ -47,10 +47,16 @@ pub enum Command {
     Set(SetArgs),
     /// Print what a running daemon does
     ///
-    /// Prints memory pressure, volumes, memory, zones and page pools as tables. LIMIT, USED, FREE
-    /// and WSS of a zone are blocks of its SIZE in bytes (LIMIT 0 is none); EMPTY is the time since
-    /// its caches were last empty. FREE, LENT and SQUEEZED of a pool are pages of 4096 bytes. Times
-    /// are seconds.
+    /// Prints memory pressure, volumes, backing devices, memory, zones and page pools as tables. LIMIT,
+    /// USED, FREE and WSS of a zone are blocks of its SIZE in bytes (LIMIT 0 is none); EMPTY is the
+    /// time since its caches were last empty. FREE, LENT and SQUEEZED of a pool are pages of 4096
+    /// bytes. Times are seconds.
+    ///
+    /// Of a backing device (BDI) DIRTY waits to be written and WRITEBACK is on its way; both
+    /// together are at most THRESH, which is SHARE of the limit of all dirty data. RATE/S is what it
+    /// is estimated to write, BUSY how much of the last second it did. PAUSES counts writes that
+    /// were held up, LONGEST is the longest of them. MIN, MAX, MAXBYTES and STRICT are its parameters
+    /// min_ratio, max_ratio, max_bytes and strict_limit.
     Stat(StatArgs),
     /// Tell a running daemon of memory pressure
     ///
@@ -93,6 +99,10 @@ pub struct GetArgs {
     #[arg(long, value_name = "VOLUME")]
     pub volume: Option<String>,
 
+    /// Print what counts for this backing device; `ebbd stat bdi` lists them
+    #[arg(long, value_name = "BDI", conflicts_with = "volume")]
+    pub bdi: Option<String>,
+
     /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
     #[arg(long, value_name = "PATH")]
     pub control: Option<String>,
@@ -122,6 +132,10 @@ pub struct SetArgs {
     #[arg(long, value_name = "VOLUME")]
     pub volume: Option<String>,
 
+    /// Set the value of this backing device; `ebbd stat bdi` lists them
+    #[arg(long, value_name = "BDI", conflicts_with = "volume")]
+    pub bdi: Option<String>,
+
     /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
     #[arg(long, value_name = "PATH")]
     pub control: Option<String>,
@@ -130,14 +144,18 @@ pub struct SetArgs {
 /// The options of `ebbd stat`.
 #[derive(Clone, Debug, Default, Args)]
 pub struct StatArgs {
+    /// Print only this: bdi, the backing devices
+    #[arg(value_name = "WHAT", value_parser = ["bdi"], hide_possible_values = true)]
+    pub what: Option<String>,
+
     /// Print JSON, sizes in bytes, times in seconds
-    #[arg(long, conflicts_with = "watch")]
+    #[arg(long, conflicts_with_all = ["watch", "what"])]
     pub json: bool,
 
     /// Show memory flowing: a table per second, or per N seconds, of what each volume read, wrote,
     /// found in the cache, and holds of it; until interrupted
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "1",
-          value_parser = clap::value_parser!(u64).range(1..=3600))]
+          conflicts_with = "what", value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub watch: Option<u64>,
 
     /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]

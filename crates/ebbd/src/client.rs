@@ -62,7 +62,7 @@ impl ClientError {
 /// [`ClientError`].
 pub fn get(args: &GetArgs) -> Result<String, ClientError> {
     let daemon = Daemon::new(args.control.as_deref())?;
-    let target = parameters(args.volume.as_deref());
+    let target = parameters(args.volume.as_deref(), args.bdi.as_deref());
     if let Some(name) = &args.name {
         let view: ParameterView =
             daemon.json("GET", &format!("{target}/{}", encoded(name)), None)?;
@@ -82,7 +82,8 @@ pub fn get(args: &GetArgs) -> Result<String, ClientError> {
 /// [`ClientError`].
 pub fn set(args: &SetArgs) -> Result<String, ClientError> {
     let daemon = Daemon::new(args.control.as_deref())?;
-    let target = format!("{}/{}", parameters(args.volume.as_deref()), encoded(&args.name));
+    let owner = parameters(args.volume.as_deref(), args.bdi.as_deref());
+    let target = format!("{owner}/{}", encoded(&args.name));
     let body = args.value.as_ref().map(|value| serde_json::json!({ "value": value }).to_string());
     let method = if body.is_some() { "PUT" } else { "DELETE" };
     let change: ChangeView = daemon.json(method, &target, body.as_deref())?;
@@ -110,7 +111,11 @@ pub fn stat(args: &StatArgs) -> Result<String, ClientError> {
         let bytes = daemon.request("GET", "/v1/stat", None)?;
         return String::from_utf8(bytes).map_err(|_| daemon.no_answer("the answer is no text"));
     }
-    Ok(show::all(&daemon.json("GET", "/v1/stat", None)?))
+    let stat: Stat = daemon.json("GET", "/v1/stat", None)?;
+    Ok(match &args.what {
+        Some(_) => show::bdis(&stat.bdis),
+        None => show::all(&stat),
+    })
 }
 
 /// Shows the flow of memory and requests, again and again, until `show` says that it is enough or
@@ -135,10 +140,11 @@ pub fn watch(
     }
 }
 
-fn parameters(volume: Option<&str>) -> String {
-    match volume {
-        None => "/v1/parameters".to_owned(),
-        Some(volume) => format!("/v1/volumes/{}/parameters", encoded(volume)),
+fn parameters(volume: Option<&str>, bdi: Option<&str>) -> String {
+    match (volume, bdi) {
+        (Some(volume), _) => format!("/v1/volumes/{}/parameters", encoded(volume)),
+        (None, Some(bdi)) => format!("/v1/bdis/{}/parameters", encoded(bdi)),
+        (None, None) => "/v1/parameters".to_owned(),
     }
 }
 

@@ -33,6 +33,7 @@ pub use self::value::{
     CacheMode, Choice, Direct, IdleMemory, Listen, LogLevel, MAX_NAME_BYTES, MAX_UNIX_PATH_BYTES,
     SECTOR_BYTES, StoreUri, Tls,
 };
+use crate::percent::Percent;
 use crate::size::Size;
 
 /// The largest configuration file in bytes: enough for ten thousand volumes.
@@ -65,6 +66,8 @@ pub struct Config {
     pub cache_min: Size,
     /// The NBD server.
     pub nbd: Nbd,
+    /// What is said of backing devices, by their names as `ebbd stat bdi` shows them.
+    pub bdis: BTreeMap<String, BdiConfig>,
     /// The volumes by export name: 1 to [`MAX_NAME_BYTES`] bytes without control characters.
     pub volumes: BTreeMap<String, VolumeConfig>,
 }
@@ -114,6 +117,20 @@ pub struct VolumeConfig {
     pub max_buffer_pages: Option<u64>,
     /// Its own [`Config::buffer_squeeze_duration_ms`], if it has one.
     pub buffer_squeeze_duration_ms: Option<u64>,
+}
+
+/// What the configuration says of a backing device; see the parameters of the same names. Of all
+/// devices `min_ratio` is at most the whole together, and of each at most `max_ratio`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BdiConfig {
+    /// Part of the limit of all dirty data that is kept for it.
+    pub min_ratio: Option<Percent>,
+    /// The largest part it may have, above 0.
+    pub max_ratio: Option<Percent>,
+    /// The most it may have, 64K to 1T, or 0 for no limit.
+    pub max_bytes: Option<Size>,
+    /// Whether no write may exceed its threshold.
+    pub strict_limit: Option<bool>,
 }
 
 impl Default for Nbd {

@@ -97,7 +97,7 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
     let cache = start_cache(&memory, &parameters, started)?;
     // Of I/O memory half may be dirty: requests and reads need some, too.
     let most = u64::try_from(memory.arena_stats().ceiling / 2).unwrap_or(u64::MAX);
-    let bdis = Bdis::new(&cache, most, started).context("writeback")?;
+    let bdis = Bdis::new(&cache, &parameters, most, started).context("writeback")?;
     for (name, volume) in &config.volumes {
         let opened = open_volume(name, volume, &cache).with_context(|| format!("volume {name}"))?;
         server.add(opened, parameters.pool(Some(name)));
@@ -131,6 +131,7 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
                 .with_context(|| format!("volume {}", volume.name()))?;
         }
     }
+    bdis.settle();
     let control = if config.control.is_some() || config.web.is_some() {
         let shared = Shared {
             server: server.clone(),
@@ -425,7 +426,8 @@ impl Daemon {
         for change in self.parameters.reload(&Configured::from(&new)) {
             let definition = change.key.definition();
             let (from, to) = (definition.text(change.from), definition.text(change.to));
-            tracing::info!(parameter = %change.key, volume = change.volume, from, to, "changed");
+            let (volume, bdi) = (change.volume, change.bdi);
+            tracing::info!(parameter = %change.key, volume, bdi, from, to, "changed");
         }
         self.reload_volumes(&new, &changes);
         tracing::info!(volumes = self.config.volumes.len(), "reloaded");
@@ -467,6 +469,10 @@ impl Daemon {
                 Err(error) => tracing::error!(volume = name, "not offered: {error}"),
             }
         }
+        self.bdis.settle();
+        self.config.bdis.clone_from(&new.bdis);
+        self.config.cache_max = new.cache_max;
+        self.config.cache_min = new.cache_min;
         self.config.nbd.max_clients = new.nbd.max_clients;
         self.config.nbd.max_request = new.nbd.max_request;
         self.config.nbd.connection_memory = new.nbd.connection_memory;

@@ -17,6 +17,7 @@ pub mod listener;
 pub mod man;
 pub mod metrics;
 pub mod params;
+pub mod percent;
 pub mod size;
 pub mod stat;
 pub mod stores;

@@ -79,8 +79,8 @@ const COMMANDS: [CommandPage; 6] = [
         title: "ebbd-get",
         file: "ebbd-get.1",
         examples: &[(
-            "All parameters, and one as it counts for a volume:",
-            "ebbd get\nebbd get max_buffer_pages --volume disk",
+            "All parameters, one as it counts for a volume, and those of a backing device:",
+            "ebbd get\nebbd get max_buffer_pages --volume disk\nebbd get --bdi stick",
         )],
         see_also: &["ebbd(1)", "ebbd-set(1)", "ebbd-stat(1)"],
     },
@@ -95,6 +95,10 @@ const COMMANDS: [CommandPage; 6] = [
               ebbd set max_buffer_pages --unset --volume disk",
             ),
             ("Log more for a while:", "ebbd set log debug"),
+            (
+                "Have at most 16 MiB unwritten for a backing device:",
+                "ebbd stat bdi\nebbd set max_bytes 16M --bdi stick",
+            ),
         ],
         see_also: &["ebbd(1)", "ebbd-get(1)", "ebbd.toml(5)"],
     },

@@ -262,7 +262,9 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::stat::{CacheStat, OwnerStat, PoolStat, VolumeCacheStat, VolumeStat, WorkerStat};
+    use crate::stat::{
+        BdiStat, CacheStat, OwnerStat, PoolStat, VolumeCacheStat, VolumeStat, WorkerStat,
+    };
 
     fn full() -> Stat {
         let operation = OperationStat { requests: 7, bytes: 4096, errors: 1 };
@@ -290,6 +292,16 @@ mod tests {
             }),
             pressure: Some(PressureStat { level: 2, events: [0, 4, 1, 0], ..Default::default() }),
             cache: Some(CacheStat { bufspace_bytes: 8192, ..CacheStat::default() }),
+            bdis: vec![BdiStat {
+                name: "8:0".into(),
+                min_ratio: 0.05,
+                max_ratio: 0.25,
+                max_bytes: Some(7 << 20),
+                strict_limit: true,
+                pauses: 3,
+                pause_seconds: 0.5,
+                ..BdiStat::default()
+            }],
             ..Stat::default()
         }
     }
@@ -309,6 +321,12 @@ mod tests {
             "ebbd_cache_bufspace_bytes 8192.0",
             "ebbd_volume_cache_hit_bytes_total{volume=\"a \\\"b\\\"\\\\c\\nd\"} 12",
             "ebbd_pressure_level 2.0",
+            "ebbd_bdi_min_ratio{bdi=\"8:0\"} 0.05",
+            "ebbd_bdi_max_ratio{bdi=\"8:0\"} 0.25",
+            "ebbd_bdi_max_bytes{bdi=\"8:0\"} 7340032",
+            "ebbd_bdi_strict_limit{bdi=\"8:0\"} 1",
+            "ebbd_bdi_pauses_total{bdi=\"8:0\"} 3",
+            "ebbd_bdi_paused_seconds{bdi=\"8:0\"} 0.5",
             "ebbd_pressure_events_total{level=\"1\"} 4",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in:\n{text}");

@@ -24,5 +24,5 @@ mod set;
 pub mod table;
 
 pub use self::error::{ParameterError, ParameterErrorKind};
-pub use self::set::{Change, Configured, Live, Origin, Parameters, Reading};
+pub use self::set::{BdiLive, Change, Configured, Live, Origin, Parameters, Reading};
 pub use self::table::{Definition, Key, Kind, Scope, SizeClass};

@@ -10,7 +10,7 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::task::Poll;
+use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use ebb_store::{BlockError, Buf, BufResult, Io, Store};
@@ -261,25 +261,29 @@ impl VolumeCache {
     /// Writes back in the background until [`VolumeCache::end_flusher`], or as long as the volume's
     /// cache has other users: a task of one worker.
     pub async fn run_flusher(self: Arc<Self>, io: Io, store: Arc<Store>) {
-        let reserve = Rc::new(RefCell::new(Some(io.pool().take(RESERVE).await)));
-        let in_flight = Rc::new(Cell::new(0));
-        let not_before = Rc::new(Cell::new(Instant::now()));
-        while Arc::strong_count(&self) > 1 + in_flight.get()
+        let crew = Rc::new(Crew::new(io.pool().take(RESERVE).await));
+        let mut rested = false;
+        while Arc::strong_count(&self) > 1 + crew.in_flight.get()
             && !self.back.ended.load(Ordering::SeqCst)
         {
             let now = Instant::now();
-            let bytes = match self.order(now, not_before.get(), in_flight.get()) {
+            let bytes = match self.order(now, crew.not_before.get(), crew.in_flight.get()) {
                 Order::Write(bytes) => bytes.clamp(PAGE_BYTES, CLUSTER_MAX),
                 Order::Wait(time) => {
+                    if rested && time == LOOK_UP {
+                        crew.dismiss();
+                    }
+                    rested = time == LOOK_UP;
                     self.back.work.wait(&io, time).await;
                     continue;
                 }
             };
+            rested = false;
             // The one that is always there, or another one.
-            let own = reserve.borrow_mut().take();
+            let own = crew.reserve.borrow_mut().take();
             let (mut buf, is_reserve) = match (own, io.pool().try_take(bytes)) {
                 (own, Some(buf)) => {
-                    *reserve.borrow_mut() = own;
+                    *crew.reserve.borrow_mut() = own;
                     (buf, false)
                 }
                 (Some(own), None) => (own, true),
@@ -292,29 +296,20 @@ impl VolumeCache {
             buf.set_len(most);
             let Some(cluster) = self.take_oldest(&mut buf) else {
                 if is_reserve {
-                    *reserve.borrow_mut() = Some(buf);
+                    *crew.reserve.borrow_mut() = Some(buf);
                 }
                 self.back.work.wait(&io, AGAIN).await;
                 continue;
             };
-            in_flight.set(in_flight.get() + 1);
-            let (volume, store, on) = (self.clone(), store.clone(), io.clone());
-            let (reserve, in_flight) = (reserve.clone(), in_flight.clone());
-            let not_before = not_before.clone();
-            io.spawn(async move {
-                let (result, buf) = volume.save(&on, &store, cluster, buf).await;
-                if is_reserve {
-                    *reserve.borrow_mut() = Some(buf);
-                }
-                if let Err(error) = result {
-                    *volume.back.failed.lock() = Some(error);
-                    not_before.set(Instant::now() + AFTER_FAILURE);
-                }
-                in_flight.set(in_flight.get() - 1);
-                volume.back.work.poke();
-            })
-            .detach();
+            crew.in_flight.set(crew.in_flight.get() + 1);
+            let job = Job { volume: self.clone(), cluster, buf, is_reserve };
+            if let Some(job) = crew.hand_over(job) {
+                let hand = Rc::new(Hand::default());
+                io.spawn(work(crew.clone(), hand, job, io.clone(), store.clone())).detach();
+            }
         }
+        crew.ended.set(true);
+        crew.dismiss();
     }
 
     /// What the flusher is to do.
@@ -361,6 +356,105 @@ impl VolumeCache {
     pub fn ask_again(&self) {
         self.back.line.first.poke();
         self.back.work.poke();
+    }
+}
+
+/// What one of the crew does next. Between two jobs it holds nothing of the volume.
+struct Job {
+    volume: Arc<VolumeCache>,
+    cluster: Cluster,
+    buf: Buf,
+    is_reserve: bool,
+}
+
+/// One of the crew, while it waits for its next job.
+#[derive(Default)]
+struct Hand {
+    job: RefCell<Option<Job>>,
+    dismissed: Cell<bool>,
+    waker: Cell<Option<Waker>>,
+}
+
+impl Hand {
+    fn wake(&self) {
+        self.waker.take().into_iter().for_each(Waker::wake);
+    }
+
+    /// The next job, or none when it is dismissed.
+    async fn next(&self) -> Option<Job> {
+        poll_fn(|cx| {
+            let job = self.job.borrow_mut().take();
+            if job.is_some() || self.dismissed.get() {
+                return Poll::Ready(job);
+            }
+            self.waker.set(Some(cx.waker().clone()));
+            Poll::Pending
+        })
+        .await
+    }
+}
+
+/// Tasks that each carry one write to the store at a time: as many as were ever needed at once, so that
+/// a write takes nothing from the heap, until nothing is dirty for a while.
+struct Crew {
+    idle: RefCell<Vec<Rc<Hand>>>,
+    in_flight: Cell<usize>,
+    /// The buffer that is always there.
+    reserve: RefCell<Option<Buf>>,
+    not_before: Cell<Instant>,
+    ended: Cell<bool>,
+}
+
+impl Crew {
+    fn new(reserve: Buf) -> Crew {
+        Crew {
+            idle: RefCell::new(Vec::with_capacity(DEPTH)),
+            in_flight: Cell::new(0),
+            reserve: RefCell::new(Some(reserve)),
+            not_before: Cell::new(Instant::now()),
+            ended: Cell::new(false),
+        }
+    }
+
+    /// Gives the job to somebody idle; gives it back if there is nobody.
+    fn hand_over(&self, job: Job) -> Option<Job> {
+        let Some(hand) = self.idle.borrow_mut().pop() else { return Some(job) };
+        *hand.job.borrow_mut() = Some(job);
+        hand.wake();
+        None
+    }
+
+    /// Ends those who are idle.
+    fn dismiss(&self) {
+        for hand in self.idle.borrow_mut().drain(..) {
+            hand.dismissed.set(true);
+            hand.wake();
+        }
+    }
+}
+
+/// One of the crew: writes what it is given, and waits for more.
+async fn work(crew: Rc<Crew>, hand: Rc<Hand>, first: Job, io: Io, store: Arc<Store>) {
+    let mut next = Some(first);
+    while let Some(Job { volume, cluster, buf, is_reserve }) = next {
+        let (result, buf) = volume.save(&io, &store, cluster, buf).await;
+        if is_reserve {
+            *crew.reserve.borrow_mut() = Some(buf);
+        } else {
+            drop(buf);
+        }
+        if let Err(error) = result {
+            *volume.back.failed.lock() = Some(error);
+            crew.not_before.set(Instant::now() + AFTER_FAILURE);
+        }
+        crew.in_flight.set(crew.in_flight.get() - 1);
+        volume.back.work.poke();
+        drop(volume);
+        if crew.ended.get() {
+            return;
+        }
+        crew.idle.borrow_mut().push(hand.clone());
+        next = hand.next().await;
     }
 }
 

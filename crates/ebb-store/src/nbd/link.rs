@@ -10,7 +10,8 @@
 //! - a request fails for want of a connection when none has been there for `reconnect`, and at
 //!   once while that lasts on; attempts go on for ever;
 //! - before anything else is asked on a new connection, it is flushed if there is something that a
-//!   flush would have covered on the old one.
+//!   flush would have covered on the old one;
+//! - while answers are owed, somebody looks each second whether any comes; while none is owed nobody does.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -40,6 +41,8 @@ const STAGE_BYTES: usize = 16 << 10;
 const PROVEN: Duration = Duration::from_secs(5);
 /// How long a sender has for its last words.
 const GOODBYE: Duration = Duration::from_secs(1);
+/// How often somebody looks whether a server that owes answers gives any.
+const LOOK: Duration = Duration::from_secs(1);
 /// Data in one message, bytes.
 const BATCH_BYTES: usize = 1 << 20;
 
@@ -72,6 +75,13 @@ pub(crate) struct Link {
     room: Rc<Budget>,
     /// There is something to send, or the connection is over.
     work: Signal,
+    /// Nobody looks whether the server answers, until it is `asked` again.
+    resting: Cell<bool>,
+    asked: Signal,
+    /// When the server last answered, or was asked after a rest.
+    heard: Cell<Instant>,
+    /// The connection is given up for its silence.
+    silenced: Cell<Option<Duration>>,
     /// The connection that is up is to end.
     over: Cell<bool>,
     /// No connection for longer than the limit: requests fail at once.
@@ -87,6 +97,10 @@ impl Link {
             slots: RefCell::default(),
             room: Budget::new(IN_FLIGHT),
             work: Signal::default(),
+            resting: Cell::new(false),
+            asked: Signal::default(),
+            heard: Cell::new(Instant::now()),
+            silenced: Cell::new(None),
             over: Cell::new(false),
             down: Cell::new(false),
             ended: Cell::new(false),
@@ -206,11 +220,17 @@ impl Link {
             let own = self.clone();
             io.spawn(async move { own.cover(cookie, mark, &hold_back).await })
         });
+        let (own, own_io, wire) = (self.clone(), io.clone(), transport.clone());
+        let watch = io.spawn(async move { own.watch(&own_io, &wire, id).await });
         let mut end = ("closed".to_owned(), false);
         if !shared.is_closed() {
             let mut served = false;
             let reason = self.receive(io, &transport, &mut served).await;
             end = (reason, served);
+        }
+        watch.cancel().await;
+        if let Some(silence) = self.silenced.take() {
+            end.0 = format!("the server gave no answer for {} s", silence.as_secs());
         }
         self.wind_up(io, &transport, id, sender, cover).await;
         end
@@ -253,6 +273,37 @@ impl Link {
         }
         hold_back.set(false);
         self.work.set();
+    }
+
+    /// Tells of a server that owes answers and gives none, and gives up its connection if there is a limit.
+    async fn watch(&self, io: &Io, transport: &Transport, id: u64) {
+        let limit = self.remote.options.silence;
+        let mut told = 0;
+        self.heard.set(Instant::now());
+        loop {
+            if !self.slots.borrow().has_sent() {
+                if std::mem::take(&mut told) != 0 {
+                    self.remote.shared.silent(id, 0);
+                }
+                self.resting.set(true);
+                self.asked.wait().await;
+            }
+            io.sleep(LOOK).await;
+            let silence = self.heard.get().elapsed();
+            let owes = self.slots.borrow().has_sent();
+            // A moment without an answer is no silence.
+            let seconds = if owes && silence >= LOOK * 2 { silence.as_secs() } else { 0 };
+            if seconds != told {
+                told = seconds;
+                self.remote.shared.silent(id, seconds);
+            }
+            if owes && limit.is_some_and(|limit| silence >= limit) {
+                self.silenced.set(Some(silence));
+                // Both directions hear the end of the stream.
+                transport.shut();
+                return;
+            }
+        }
     }
 
     async fn send(&self, io: &Io, transport: &Transport, hold_back: &Cell<bool>) {
@@ -300,6 +351,10 @@ impl Link {
     /// Puts what is queued into one message; with `alone` only the first.
     fn pack(&self, message: &mut Gather, away: &mut Vec<Cookie>, alone: bool) {
         let mut slots = self.slots.borrow_mut();
+        if self.resting.replace(false) {
+            self.heard.set(Instant::now());
+            self.asked.set();
+        }
         while message.has_room(2, REQUEST_LEN) && message.remaining() < BATCH_BYTES {
             let Some(next) = slots.next_to_send() else { return };
             message.push_bytes(&next.header);
@@ -319,7 +374,10 @@ impl Link {
         let mut stage = Stage { buf: Some(io.pool().take(STAGE_BYTES).await), start: 0, end: 0 };
         loop {
             match self.next_frame(io, transport, &mut stage).await {
-                Ok(()) => *served = true,
+                Ok(()) => {
+                    *served = true;
+                    self.heard.set(Instant::now());
+                }
                 Err(Broken::Violation(Violation(what))) => {
                     return format!("the server broke the protocol: {what}");
                 }

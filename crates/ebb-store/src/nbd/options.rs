@@ -59,6 +59,9 @@ pub struct NbdOptions {
     pub read_only: bool,
     /// How long requests wait for a lost server before they fail.
     pub reconnect: Duration,
+    /// How long a server may owe answers and give none before its connection counts as lost; `None`:
+    /// for ever. See the module for what a limit costs.
+    pub silence: Option<Duration>,
     /// Whether a lost connection may have lost acknowledged writes.
     pub lost_writes: LostWrites,
     /// Where the random part of waiting times starts.
@@ -75,6 +78,7 @@ impl NbdOptions {
             tls: None,
             read_only: false,
             reconnect: RECONNECT_DEFAULT,
+            silence: None,
             lost_writes: LostWrites::default(),
             jitter_seed: 1,
         }

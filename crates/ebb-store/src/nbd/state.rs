@@ -32,6 +32,8 @@ pub struct StoreState {
     pub last_error: Option<String>,
     /// Seconds since `connections` last changed.
     pub since_seconds: u64,
+    /// Seconds for which a server that is connected has owed answers and given none; 0 if it answers.
+    pub silent_seconds: u64,
 }
 
 /// See the module.
@@ -58,6 +60,8 @@ struct Story {
     lost: Option<String>,
     /// The sockets, so that closing the store ends them.
     sockets: HashMap<u64, Weak<OwnedFd>>,
+    /// For how many seconds connections are silent that are.
+    silent: HashMap<u64, u64>,
     next: u64,
 }
 
@@ -77,6 +81,7 @@ impl Shared {
                 since: Instant::now(),
                 lost: None,
                 sockets: HashMap::new(),
+                silent: HashMap::new(),
                 next: 0,
             }),
             has_lost: AtomicBool::new(false),
@@ -109,6 +114,7 @@ impl Shared {
         let mut story = self.story();
         story.since = Instant::now();
         story.sockets.remove(&id);
+        story.silent.remove(&id);
         drop(story);
         let (acknowledged, covered) =
             (self.acknowledged.load(Ordering::SeqCst), self.covered.load(Ordering::SeqCst));
@@ -160,6 +166,15 @@ impl Shared {
         self.acknowledged.load(Ordering::SeqCst) > self.covered.load(Ordering::SeqCst)
     }
 
+    /// A connection has been silent for so many seconds; 0: it answers.
+    pub(crate) fn silent(&self, id: u64, seconds: u64) {
+        let mut story = self.story();
+        match seconds {
+            0 => story.silent.remove(&id),
+            seconds => story.silent.insert(id, seconds),
+        };
+    }
+
     pub(crate) fn replayed(&self, count: u64) {
         self.replayed.fetch_add(count, Ordering::Relaxed);
     }
@@ -192,6 +207,7 @@ impl Shared {
             unflushed: get(&self.acknowledged).saturating_sub(get(&self.covered)),
             last_error: story.last_error.clone(),
             since_seconds: story.since.elapsed().as_secs(),
+            silent_seconds: story.silent.values().copied().max().unwrap_or(0),
         }
     }
 }

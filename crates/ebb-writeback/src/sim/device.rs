@@ -4,7 +4,7 @@
 //! something to do; what has been served but not yet told of (latency, batches) is not busy.
 
 use super::random::Random;
-use crate::units::{Nanos, time_of};
+use crate::units::{Nanos, bytes_in, time_of};
 
 /// Jitter of each service time, in parts per million.
 const JITTER: u32 = 100_000;
@@ -24,6 +24,8 @@ pub struct Model {
     pub batch: u64,
     /// From then on nothing completes.
     pub dies: Option<Nanos>,
+    /// Bytes that a rested device takes at once, as into a cache of its own; it rests at its rate.
+    pub burst: u64,
 }
 
 impl Model {
@@ -42,6 +44,8 @@ pub(crate) struct Device {
     free_at: Nanos,
     busy: Nanos,
     next_stall: Nanos,
+    /// What of [`Model::burst`] is there, since when.
+    rested: (u64, Nanos),
 }
 
 impl Device {
@@ -51,7 +55,8 @@ impl Device {
             Some((every, _)) => random.next() % every.max(1) + every / 2,
             None => Nanos::MAX,
         };
-        Self { model, random, free_at: 0, busy: 0, next_stall }
+        let rested = (model.burst, 0);
+        Self { model, random, free_at: 0, busy: 0, next_stall, rested }
     }
 
     /// Moves past the stall at `next_stall`; returns its end.
@@ -70,7 +75,8 @@ impl Device {
         while self.next_stall <= start {
             start = start.max(self.stall());
         }
-        let service = time_of(bytes, self.model.rate).saturating_add(self.model.seek);
+        let left = bytes - self.take_at_once(bytes, start);
+        let service = time_of(left, self.model.rate).saturating_add(self.model.seek);
         let mut end = start.saturating_add(self.random.around(service, JITTER));
         while self.next_stall < end {
             let before = self.next_stall;
@@ -81,7 +87,18 @@ impl Device {
         }
         self.busy = self.busy.saturating_add(end - begin);
         self.free_at = end;
+        self.rested.1 = end;
         Some(end)
+    }
+
+    /// How much of a write costs no time, since the device has rested until `start`.
+    fn take_at_once(&mut self, bytes: u64, start: Nanos) -> u64 {
+        let (before, since) = self.rested;
+        let more = bytes_in(self.model.rate, start.saturating_sub(since));
+        let there = before.saturating_add(more).min(self.model.burst);
+        let taken = bytes.min(there);
+        self.rested = (there - taken, start);
+        taken
     }
 
     /// Busy time up to `now`.
@@ -112,6 +129,19 @@ mod tests {
             assert!((rate - expected).abs() < 1.5, "{rate} {expected}");
             assert_eq!(device.busy_at(end), end);
         }
+    }
+
+    #[test]
+    fn a_rested_one_takes_a_burst_at_once() {
+        let model = Model { burst: 5_000_000, ..Model::plain(10_000_000) };
+        let mut device = Device::new(model, 1);
+        assert_eq!(device.submit(3_000_000, 0), Some(0));
+        let second = device.submit(3_000_000, 0).unwrap();
+        assert!(second.abs_diff(100 * MILLISECOND) < 11 * MILLISECOND, "{second}");
+        // Half a second later all of it is there again, and not more.
+        let later = second + SECOND / 2;
+        assert_eq!(device.submit(5_000_000, later), Some(later));
+        assert!(device.submit(1_000_000, later).unwrap() > later + 80 * MILLISECOND);
     }
 
     #[test]

@@ -54,7 +54,8 @@ impl fmt::Display for Bar {
 }
 
 /// Seconds.
-pub(crate) fn seconds(time: Nanos) -> f64 {
+#[must_use]
+pub fn seconds(time: Nanos) -> f64 {
     time as f64 / SECOND as f64
 }
 
@@ -68,13 +69,15 @@ fn index(at: Nanos) -> usize {
 }
 
 /// The samples of a device from one moment to another.
-pub(crate) fn between(samples: &[Sample], from: Nanos, to: Nanos) -> &[Sample] {
+#[must_use]
+pub fn between(samples: &[Sample], from: Nanos, to: Nanos) -> &[Sample] {
     let end = index(to).min(samples.len());
     samples.get(index(from).min(end)..end).unwrap_or_default()
 }
 
 /// The mean of something over samples; 0 of none.
-pub(crate) fn mean(samples: &[Sample], what: impl Fn(&Sample) -> u64) -> f64 {
+#[must_use]
+pub fn mean(samples: &[Sample], what: impl Fn(&Sample) -> u64) -> f64 {
     let sum: f64 = samples.iter().map(|sample| what(sample) as f64).sum();
     sum / (samples.len().max(1) as f64)
 }
@@ -148,7 +151,8 @@ pub(crate) fn pauses(
 }
 
 /// The value `percent` of sorted ones do not exceed; 0 of none.
-pub(crate) fn percentile(sorted: &[f64], percent: usize) -> f64 {
+#[must_use]
+pub fn percentile(sorted: &[f64], percent: usize) -> f64 {
     let place = (sorted.len() * percent).div_ceil(100).saturating_sub(1);
     sorted.get(place).copied().unwrap_or(0.0)
 }

@@ -3,7 +3,7 @@
 //! The controller is run as the daemon runs it, through its public functions only; what is simulated
 //! is the world: devices that stall, complete in batches, seek, die ([`device`]), writers like those
 //! of `fio` ([`world`]), and a flusher that follows [`crate::FlushPlan`]. [`scenario`] holds the
-//! scenarios T1 to T12, [`figure`] what is measured of them and its bars, [`report`] the table and
+//! scenarios T1 to T12, [`real`] those that are run on real devices, too, [`figure`] what is measured of them and its bars, [`report`] the table and
 //! [`plot`] the curves.
 //!
 //! Invariants: the same seed gives the same run, to the byte, on any machine: integers decide
@@ -13,6 +13,7 @@ pub mod device;
 pub mod figure;
 pub mod plot;
 mod random;
+pub mod real;
 pub mod report;
 pub mod scenario;
 pub mod world;

@@ -64,6 +64,7 @@ batches; the flusher is ideal. The Linux laws are their formulas, in that world,
 flight. Their ramps and hand-overs agree with those that were published (100 s, 25 s and 10 s are
 4.32 half-periods: 92 s, 23 s, 9.8 s); their pauses and how busy they keep disks are orders of
 magnitude, and kinder than what was measured on real machines. Names end in the unit; `never` means not within the run.
+[REAL.md](REAL.md) has real devices beside simulated ones.
 ";
 
 /// A figure's text in the table.

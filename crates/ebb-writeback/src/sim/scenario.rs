@@ -11,7 +11,7 @@ use super::world::{Action, Run, SAMPLE, Sample, Setup, WriterModel};
 use crate::units::{MILLISECOND, Nanos, SECOND, WHOLE};
 use crate::{BdiOptions, Law, Pressure};
 
-const MB: u64 = 1_000_000;
+pub(super) const MB: u64 = 1_000_000;
 
 /// One scenario.
 #[derive(Debug, Clone, Copy)]
@@ -90,7 +90,7 @@ const WARM: Nanos = 10 * SECOND;
 type Make = fn(Law) -> Setup;
 type Measure = fn(&Setup, &Run) -> Vec<Figure>;
 
-const fn scenario(
+pub(super) const fn scenario(
     id: &'static str,
     title: &'static str,
     shown: usize,
@@ -106,7 +106,7 @@ pub fn by_id(id: &str) -> Option<&'static Scenario> {
     ALL.iter().find(|scenario| scenario.id == id)
 }
 
-fn setup(law: Law, limit: u64, length: u64) -> Setup {
+pub(super) fn setup(law: Law, limit: u64, length: u64) -> Setup {
     Setup {
         law,
         limit,
@@ -119,29 +119,29 @@ fn setup(law: Law, limit: u64, length: u64) -> Setup {
     }
 }
 
-fn device(model: Model) -> (Model, BdiOptions) {
+pub(super) fn device(model: Model) -> (Model, BdiOptions) {
     (model, BdiOptions::default())
 }
 
 /// Bars hold for our law; the others are shown beside it.
-fn figure(setup: &Setup, name: &'static str, value: f64, bar: Bar) -> Figure {
+pub(super) fn figure(setup: &Setup, name: &'static str, value: f64, bar: Bar) -> Figure {
     Figure { name, value, bar: if setup.law == Law::Ours { bar } else { Bar::None } }
 }
 
-fn shown(name: &'static str, value: f64) -> Figure {
+pub(super) fn shown(name: &'static str, value: f64) -> Figure {
     Figure { name, value, bar: Bar::None }
 }
 
-fn longest(sorted: &[f64]) -> f64 {
+pub(super) fn longest(sorted: &[f64]) -> f64 {
     sorted.last().copied().unwrap_or(0.0)
 }
 
-fn drain(held: f64, rate: u64) -> f64 {
+pub(super) fn drain(held: f64, rate: u64) -> f64 {
     held / (rate as f64)
 }
 
 /// What a threshold climbs to: for Linux the whole limit, for ours what it ends with.
-fn destination(setup: &Setup, samples: &[Sample]) -> f64 {
+pub(super) fn destination(setup: &Setup, samples: &[Sample]) -> f64 {
     if setup.law == Law::Ours {
         let end = setup.length;
         mean(between(samples, end - 5 * SECOND, end), |sample| sample.threshold)

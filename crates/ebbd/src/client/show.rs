@@ -84,7 +84,8 @@ pub(super) fn all(stat: &Stat) -> String {
         out.push_str(&show_cache(cache, &stat.volumes));
     }
     if !stat.bdis.is_empty() {
-        out.push_str(&show_bdis(&stat.bdis));
+        out.push('\n');
+        out.push_str(&bdis(&stat.bdis));
     }
     if let Some(memory) = &stat.memory {
         out.push_str(&show_memory(memory));
@@ -139,6 +140,10 @@ fn show_remotes(volumes: &[VolumeStat]) -> String {
     for volume in volumes {
         let Some(remote) = &volume.remote else { continue };
         let state = if remote.connections > 0 { "connected" } else { "not connected" };
+        let state = match remote.silent_seconds {
+            0 => state.to_owned(),
+            seconds => format!("{state} and silent for {seconds} s"),
+        };
         let last = remote.last_error.as_deref().unwrap_or("none");
         out.push_str(&format!(
             "\n{}: server {}, {state} ({} connection(s), for {} s), {} reconnect(s)\n  \
@@ -228,7 +233,10 @@ fn show_cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
 }
 
 /// As `/sys/kernel/debug/bdi/*/stats` has them, a line for each.
-fn show_bdis(bdis: &[BdiStat]) -> String {
+pub(super) fn bdis(bdis: &[BdiStat]) -> String {
+    if bdis.is_empty() {
+        return "no volume has a writeback cache\n".to_owned();
+    }
     let titles = [
         "BDI",
         "VOLUMES",
@@ -249,6 +257,11 @@ fn show_bdis(bdis: &[BdiStat]) -> String {
     ];
     let mut table = Table::new(&titles, 0b11);
     let percent = |part: f64| format!("{:.0}%", part * 100.0);
+    // What was set, without the zeroes behind.
+    let exact = |part: f64| {
+        let text = format!("{:.4}", part * 100.0);
+        format!("{}%", text.trim_end_matches('0').trim_end_matches('.'))
+    };
     for bdi in bdis {
         table.row([
             bdi.name.clone(),
@@ -262,14 +275,14 @@ fn show_bdis(bdis: &[BdiStat]) -> String {
             bdi.pauses.to_string(),
             format!("{:.0}ms", bdi.longest_pause_seconds * 1000.0),
             bdi.failures.to_string(),
-            percent(bdi.min_ratio),
-            percent(bdi.max_ratio),
+            exact(bdi.min_ratio),
+            exact(bdi.max_ratio),
             bdi.max_bytes.map_or_else(|| "-".to_owned(), bytes),
             if bdi.strict_limit { "yes" } else { "no" }.to_owned(),
             if bdi.stuck { "stuck" } else { "ok" }.to_owned(),
         ]);
     }
-    format!("\n{}", table.text())
+    table.text()
 }
 
 /// `part` of `part` and `rest` together, in per cent; `-` of nothing.
@@ -348,6 +361,30 @@ mod tests {
         let shown = [0, 1023, 1024, 1536, 1 << 20, (5 << 30) + (1 << 29), u64::MAX].map(bytes);
         let all = ["0", "1023", "1.0K", "1.5K", "1.0M", "5.5G", "16777215.9T"];
         assert_eq!(shown.each_ref().map(String::as_str), all);
+    }
+
+    #[test]
+    fn backing_devices_show_their_settings() {
+        let stat = BdiStat {
+            name: "array".into(),
+            volumes: vec!["a".into(), "b".into()],
+            dirty_bytes: 3 << 20,
+            threshold_bytes: 4 << 20,
+            share: 0.5,
+            min_ratio: 0.005,
+            max_ratio: 1.0,
+            max_bytes: Some(7 << 20),
+            strict_limit: true,
+            ..BdiStat::default()
+        };
+        let text = bdis(&[stat]);
+        let words: Vec<&str> = text.lines().last().unwrap().split_whitespace().collect();
+        let expected = [
+            "array", "a,b", "3.0M", "0", "4.0M", "0", "50%", "0%", "0", "0ms", "0", "0.5%", "100%",
+            "7.0M", "yes", "ok",
+        ];
+        assert_eq!(words, expected, "{text}");
+        assert!(bdis(&[]).contains("no volume"));
     }
 
     #[test]

@@ -13,8 +13,8 @@ pub struct Changes {
     pub volumes_changed: Vec<String>,
     /// Whether another volume, or none, answers to the empty export name.
     pub default_changed: bool,
-    /// Whether a run-time parameter differs, other than the log level: of the daemon, or of a
-    /// volume that is in both.
+    /// Whether a run-time parameter differs, other than the log level: of the daemon, of a backing
+    /// device, or of a volume that is in both.
     pub limits_changed: bool,
     /// Whether the log level differs.
     pub log_changed: bool,
@@ -85,6 +85,7 @@ impl Config {
                 || self.buffer_squeeze_duration_ms != new.buffer_squeeze_duration_ms
                 || self.cache_max != new.cache_max
                 || self.cache_min != new.cache_min
+                || self.bdis != new.bdis
                 || self.volumes.iter().any(|(name, volume)| {
                     let own = |volume: &super::VolumeConfig| {
                         (volume.max_buffer_pages, volume.buffer_squeeze_duration_ms)
@@ -152,6 +153,8 @@ mod tests {
                 assert_eq!(diff(&text), expected, "{text}");
             }
         }
+        let changes = diff(&format!("{BASE}\n[bdi.array]\nmax_bytes = '1M'"));
+        assert_eq!(changes, Changes { limits_changed: true, ..Changes::default() });
         let changes = diff(&format!("log = 'debug'\n{BASE}"));
         assert_eq!(changes, Changes { log_changed: true, ..Changes::default() });
     }

@@ -17,10 +17,11 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
 use super::error::{BadValue, ConfigError, ErrorKind, Located, Place, shorten};
-use super::keys::{self, NBD, Section, TOP, VOLUME};
-use super::layer::{Layer, VolumeLayer};
+use super::keys::{self, BDI, NBD, Section, TOP, VOLUME};
+use super::layer::{BdiLayer, Layer, VolumeLayer};
 use super::value::{self, Choice};
 use super::{MAX_FILE_BYTES, value::volume_name};
+use crate::percent::Percent;
 use crate::size::Size;
 
 /// The top of the file, as serde reads it.
@@ -39,7 +40,18 @@ struct FileTop {
     cache_max: Option<Spanned<Size>>,
     cache_min: Option<Spanned<Size>>,
     nbd: Option<FileNbd>,
+    bdi: Option<BTreeMap<Spanned<String>, FileBdi>>,
     volume: Option<BTreeMap<Spanned<String>, FileVolume>>,
+}
+
+/// A table `[bdi.NAME]`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FileBdi {
+    min_ratio: Option<Spanned<Percent>>,
+    max_ratio: Option<Spanned<Percent>>,
+    max_bytes: Option<Spanned<Size>>,
+    strict_limit: Option<Spanned<bool>>,
 }
 
 /// The table `[nbd]`.
@@ -218,10 +230,12 @@ impl Source<'_> {
         if let Some(nbd) = subtable(top, "nbd") {
             self.check_section(&NBD, NBD.names(), "nbd.", nbd)?;
         }
-        for (name, volume) in subtable(top, "volume").into_iter().flatten() {
-            if let DeValue::Table(volume) = volume.get_ref() {
-                let prefix = format!("volume.{}.", shorten(name.get_ref()));
-                self.check_section(&VOLUME, VOLUME.names(), &prefix, volume)?;
+        for (kind, section) in [("bdi", &BDI), ("volume", &VOLUME)] {
+            for (name, table) in subtable(top, kind).into_iter().flatten() {
+                if let DeValue::Table(table) = table.get_ref() {
+                    let prefix = format!("{kind}.{}.", shorten(name.get_ref()));
+                    self.check_section(section, section.names(), &prefix, table)?;
+                }
             }
         }
         Ok(())
@@ -281,6 +295,18 @@ impl Source<'_> {
         };
         for address in top.listen.into_iter().flatten() {
             layer.listen.extend(self.convert("listen", Some(address), str::parse)?);
+        }
+        for (name, bdi) in top.bdi.into_iter().flatten() {
+            let table = format!("bdi.{}", shorten(name.get_ref()));
+            let place = self.place(table.as_str(), &name.span());
+            let key = |key: &str| format!("{table}.{key}");
+            layer.bdis.push(BdiLayer {
+                name: volume_name(name.get_ref()).map_err(|bad| place.error(bad))?,
+                min_ratio: bdi.min_ratio.map(|part| self.located(&key("min_ratio"), part)),
+                max_ratio: bdi.max_ratio.map(|part| self.located(&key("max_ratio"), part)),
+                max_bytes: bdi.max_bytes.map(|size| self.located(&key("max_bytes"), size)),
+                strict_limit: bdi.strict_limit.map(|on| self.located(&key("strict_limit"), on)),
+            });
         }
         for (name, volume) in top.volume.into_iter().flatten() {
             layer.volumes.push(self.volume(&name, volume)?);

@@ -224,6 +224,9 @@ pub const VOLUME: Section = Section {
                   it the system's authorities count), tls-psk-file=FILE (with NAME@ before the \
                   host), tls-hostname=NAME, tls-verify-peer=false, reconnect=SECONDS (how long \
                   requests wait for a lost server before they fail, 0 to 86400, else 60), \
+                  silence=SECONDS (how long a server that is connected may owe answers and give \
+                  none before its connection counts as lost, up to 86400; else it is waited for, \
+                  since one that is only slow may carry out old writes after newer ones), \
                   lost-writes=report (for a server that may lose acknowledged writes when it is \
                   killed: the next flush then fails). When the daemon starts, the server must be \
                   there.",
@@ -306,11 +309,56 @@ pub const VOLUME: Section = Section {
     ],
 };
 
+/// The keys of a table `[bdi.NAME]`.
+pub const BDI: Section = Section {
+    header: "bdi.NAME",
+    doc: "A table for each backing device that is to be bounded: what volumes with cache = \
+          \"writeback\" share because they are on one disk, on one server, or name it with their key \
+          bdi. NAME is the name that ebbd stat bdi shows: that of the key, \"MAJOR:MINOR\" of a disk, \
+          or the address of a server. Nothing here must be set for hardware. All can be set at run \
+          time, see ebbd-set(1).",
+    keys: &[
+        Key {
+            name: "min_ratio",
+            value: "PERCENT",
+            expected: "write a number of percent: min_ratio = 5",
+            default: "0",
+            doc: "The part of the limit of all dirty data that is kept for the device whatever \
+                  others do, in percent, 0 to 100, with up to four digits after the point; at most \
+                  max_ratio, and of all devices together at most 100.",
+        },
+        Key {
+            name: "max_ratio",
+            value: "PERCENT",
+            expected: "write a number of percent: max_ratio = 25",
+            default: "100",
+            doc: "The largest part of the limit of all dirty data that the device may have, in \
+                  percent, 0.0001 to 100.",
+        },
+        Key {
+            name: "max_bytes",
+            value: "SIZE",
+            expected: "write a size: max_bytes = \"16M\"",
+            default: "0",
+            doc: "The most that may be dirty for the device, on its way included, 64K to 1T. 0 is \
+                  no limit but the two seconds it takes to write.",
+        },
+        Key {
+            name: "strict_limit",
+            value: "BOOL",
+            expected: "write true or false without quotes: strict_limit = true",
+            default: "false",
+            doc: "Whether not a single write may take the device above its threshold. Without it \
+                  a write that finds at most half of the threshold used is taken whole.",
+        },
+    ],
+};
+
 /// All tables, in the order people write them.
-pub const SECTIONS: [Section; 3] = [TOP, NBD, VOLUME];
+pub const SECTIONS: [Section; 4] = [TOP, NBD, BDI, VOLUME];
 
 /// The tables' names at the top of the file.
-const TABLES: [&str; 2] = ["nbd", "volume"];
+const TABLES: [&str; 3] = ["nbd", "bdi", "volume"];
 
 /// A complete configuration file, for the manual; a test parses it.
 pub const EXAMPLE: &str = r#"listen = ["unix:/run/ebbd/nbd.sock", "tcp:127.0.0.1:10809"]
@@ -332,6 +380,9 @@ tls = "require"
 tls_certificates = "/etc/ebbd/tls"
 tls_verify_peer = true
 
+[bdi.stick]
+max_bytes = "16M"
+
 [volume.disk]
 store = "file:/var/lib/ebbd/disk.img"
 size = "1G"
@@ -345,6 +396,11 @@ read_only = true
 [volume.scratch]
 store = "memory:256M"
 max_buffer_pages = 64
+
+[volume.portable]
+store = "file:/dev/disk/by-label/portable"
+cache = "writeback"
+bdi = "stick"
 "#;
 
 impl Section {
@@ -379,11 +435,14 @@ pub(super) fn expected(path: &[String]) -> &'static str {
     let key = match path.as_slice() {
         ["nbd"] => return "write a table: [nbd] and its keys below",
         ["volume"] => return "write a table for each volume: [volume.disk] and its keys below",
+        ["bdi"] => return "write a table for each device: [bdi.array] and its keys below",
+        ["bdi", _] => return "write a table: [bdi.array] and below it max_bytes = \"16M\"",
         ["volume", _] => {
             return "write a table: [volume.disk] and below it store = \"file:/path/to/image\"";
         }
         [top] => TOP.find(top),
         ["nbd", name, ..] => NBD.find(name),
+        ["bdi", _, name, ..] => BDI.find(name),
         ["volume", _, name, ..] => VOLUME.find(name),
         _ => None,
     };
@@ -445,7 +504,8 @@ mod tests {
         assert_eq!(
             unknown_key_remedy(&TOP, "zebra"),
             "the keys here are listen, workers, log, control, web, xen, max_buffer_pages, \
-             buffer_squeeze_duration_ms, idle_memory, cache_max, cache_min, nbd, volume"
+             buffer_squeeze_duration_ms, idle_memory, cache_max, cache_min, nbd, bdi, \
+             volume"
         );
     }
 }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use super::error::{Located, Place};
 use super::value::{CacheMode, Direct, IdleMemory, Listen, LogLevel, StoreUri, Tls};
+use crate::percent::Percent;
 use crate::size::Size;
 
 /// What one source, the file or the command line, says.
@@ -27,7 +28,17 @@ pub(super) struct Layer {
     pub(super) tls_certificates: Option<Located<PathBuf>>,
     pub(super) tls_psk: Option<Located<PathBuf>>,
     pub(super) tls_verify_peer: Option<Located<bool>>,
+    pub(super) bdis: Vec<BdiLayer>,
     pub(super) volumes: Vec<VolumeLayer>,
+}
+
+/// What the file says of a backing device.
+pub(super) struct BdiLayer {
+    pub(super) name: String,
+    pub(super) min_ratio: Option<Located<Percent>>,
+    pub(super) max_ratio: Option<Located<Percent>>,
+    pub(super) max_bytes: Option<Located<Size>>,
+    pub(super) strict_limit: Option<Located<bool>>,
 }
 
 /// What one source says of a volume.

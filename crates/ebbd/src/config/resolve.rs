@@ -5,10 +5,11 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
 
 use super::error::{BadValue, ConfigError, ErrorKind, Located, Place};
-use super::layer::{Layer, VolumeLayer};
+use super::layer::{BdiLayer, Layer, VolumeLayer};
 use super::value::{Listen, StoreUri, volume_size};
-use super::{CacheMode, Config, Direct, Nbd, Tls, VolumeConfig};
+use super::{BdiConfig, CacheMode, Config, Direct, Nbd, Tls, VolumeConfig};
 use crate::params::Key;
+use crate::percent::Percent;
 use crate::size::Size;
 
 /// How to start, for someone who gave nothing to serve.
@@ -80,6 +81,7 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
             tls_psk: tls_psk.map(|path| path.value),
             tls_verify_peer: verify_peer.is_some_and(|verify| verify.value),
         },
+        bdis: check_bdis(file.bdis)?,
         volumes,
     })
 }
@@ -216,6 +218,51 @@ fn size(key: Key, given: Option<&Located<Size>>) -> Result<Size, ConfigError> {
         format!("{} is out of range", given.value),
         format!("choose a size from {}", definition.range()),
     ))
+}
+
+/// What is said of backing devices, each value in its limits and all parts fitting together.
+fn check_bdis(layers: Vec<BdiLayer>) -> Result<BTreeMap<String, BdiConfig>, ConfigError> {
+    let (mut bdis, mut kept) = (BTreeMap::new(), 0_u64);
+    for BdiLayer { name, min_ratio, max_ratio, max_bytes, strict_limit } in layers {
+        let out_of_range = |given: &Located<Percent>| {
+            given.error(
+                ErrorKind::OutOfRange,
+                format!("{} is out of range", given.value),
+                format!("choose {}", Key::MaxRatio.definition().range()),
+            )
+        };
+        let most = max_ratio.as_ref().map_or(Percent::WHOLE, |given| given.value);
+        if let Some(given) = max_ratio.as_ref().filter(|given| given.value.parts_per_million() == 0)
+        {
+            return Err(out_of_range(given));
+        }
+        if let Some(given) = &min_ratio {
+            kept += u64::from(given.value.parts_per_million());
+            let whole = u64::from(Percent::WHOLE.parts_per_million());
+            if given.value > most || kept > whole {
+                return Err(given.error(
+                    ErrorKind::Conflict,
+                    if given.value > most {
+                        format!("{} is more than max_ratio, {most}", given.value)
+                    } else {
+                        "all min_ratio together are more than 100".to_owned()
+                    },
+                    "choose less",
+                ));
+            }
+        }
+        let bdi = BdiConfig {
+            min_ratio: min_ratio.map(|given| given.value),
+            max_ratio: max_ratio.map(|given| given.value),
+            max_bytes: match &max_bytes {
+                Some(given) => Some(size(Key::MaxBytes, Some(given))?),
+                None => None,
+            },
+            strict_limit: strict_limit.map(|given| given.value),
+        };
+        bdis.insert(name, bdi);
+    }
+    Ok(bdis)
 }
 
 /// `cache_max` and `cache_min`, each in its limits.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use proptest::prelude::*;
 
-use super::keys::{EXAMPLE, NBD, TOP, VOLUME};
+use super::keys::{BDI, EXAMPLE, NBD, TOP, VOLUME};
 use super::*;
 
 const FILE: &str = "/etc/ebbd/ebbd.toml";
@@ -74,6 +74,38 @@ fn the_example_of_the_manual() {
         }
     );
     assert!(config.volumes["install cd"].read_only);
+    let max_bytes = Some(Size::new(16 << 20));
+    assert_eq!(config.bdis["stick"], BdiConfig { max_bytes, ..BdiConfig::default() });
+}
+
+#[test]
+fn what_is_said_of_backing_devices() {
+    let bdis = |lines: &str| {
+        parse(&format!("listen = ['unix:/a']\n[volume.a]\nstore = 'null:1G'\n{lines}"))
+    };
+    let config = bdis("[bdi.'8:0']\nmin_ratio = 5\nmax_ratio = 12.5\nstrict_limit = true").unwrap();
+    let bdi = BdiConfig {
+        min_ratio: Some(Percent::new(50_000)),
+        max_ratio: Some(Percent::new(125_000)),
+        max_bytes: None,
+        strict_limit: Some(true),
+    };
+    assert_eq!(config.bdis["8:0"], bdi);
+    let key = "bdi.x.min_ratio";
+    refused(bdis("[bdi.x]\nmin_ratio = 101"), ErrorKind::InvalidValue, 5, key, "0 to 100");
+    refused(bdis("[bdi.x]\nmin_ratio = true"), ErrorKind::InvalidValue, 5, key, "percent");
+    let text = "[bdi.x]\nmin_ratio = 6\nmax_ratio = 5";
+    refused(bdis(text), ErrorKind::Conflict, 5, key, "more than max_ratio, 5");
+    let text = "[bdi.a]\nmin_ratio = 60\n[bdi.x]\nmin_ratio = 41";
+    refused(bdis(text), ErrorKind::Conflict, 7, key, "together");
+    let text = "[bdi.x]\nmax_ratio = 0";
+    refused(bdis(text), ErrorKind::OutOfRange, 5, "bdi.x.max_ratio", "0.0001 to 100");
+    let text = "[bdi.x]\nmax_bytes = '32K'";
+    refused(bdis(text), ErrorKind::OutOfRange, 5, "bdi.x.max_bytes", "64K to 1T");
+    let text = "[bdi.x]\nmax_byte = 1";
+    refused(bdis(text), ErrorKind::UnknownKey, 5, "bdi.x.max_byte", "`max_bytes`");
+    let text = "[bdi.x]\nstrict_limit = 1";
+    refused(bdis(text), ErrorKind::InvalidValue, 5, "bdi.x.strict_limit", "true or false");
 }
 
 #[test]
@@ -100,6 +132,9 @@ fn the_defaults_are_those_of_the_table() {
         (VOLUME, "cache", volume.cache.to_string()),
         (VOLUME, "default", volume.default.to_string()),
     ];
+    // What is not said of a device is the default of its parameter; see the table of those.
+    let of_bdi = BDI.keys.iter().map(|key| (BDI, key.name, key.default.to_owned()));
+    let shown: Vec<_> = shown.into_iter().chain(of_bdi).collect();
     for (section, name, value) in &shown {
         assert_eq!(section.find(name).unwrap().default, value, "{name}");
     }
@@ -143,7 +178,7 @@ fn flags_win_and_add() {
     );
     assert_eq!(config.listen.len(), 3);
     let names: Vec<_> = config.volumes.keys().collect();
-    assert_eq!(names, ["disk", "install cd", "more", "scratch"]);
+    assert_eq!(names, ["disk", "install cd", "more", "portable", "scratch"]);
     // The volume of the flags replaced the one of the file with all its options.
     assert_eq!(config.volumes["disk"].store, StoreUri::Memory(Size::new(1 << 20)));
     assert!(!config.volumes["disk"].default && !config.volumes["disk"].create);

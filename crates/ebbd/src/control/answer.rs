@@ -41,7 +41,9 @@ impl From<ParameterError> for Refusal {
         let status = match error.kind {
             ParameterErrorKind::UnknownParameter
             | ParameterErrorKind::UnknownVolume
-            | ParameterErrorKind::NotPerVolume => StatusCode::NOT_FOUND,
+            | ParameterErrorKind::UnknownBdi
+            | ParameterErrorKind::NotPerVolume
+            | ParameterErrorKind::NotPerBdi => StatusCode::NOT_FOUND,
             ParameterErrorKind::InvalidValue | ParameterErrorKind::OutOfRange => {
                 StatusCode::UNPROCESSABLE_ENTITY
             }

@@ -81,7 +81,7 @@ fn elsewhere() -> Refusal {
 }
 
 async fn nothing_there() -> Refusal {
-    let remedy = "the paths are /, /v1/version, /v1/volumes, /v1/stat and /metrics";
+    let remedy = "the paths are /, /v1/version, /v1/volumes, /v1/bdis, /v1/stat and /metrics";
     Refusal::new(StatusCode::NOT_FOUND, "not_found", "there is nothing at this path", remedy)
 }
 

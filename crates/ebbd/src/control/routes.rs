@@ -23,7 +23,7 @@ use super::answer::{Answer, Refusal, json};
 use super::{MAX_BODY_BYTES, Shared};
 use crate::config::{shorten, suggest};
 use crate::params::{Change, Reading, Scope};
-use crate::stat::{Stat, VolumeStat, WorkerStat, resident_bytes, volume_stat, xen_stat};
+use crate::stat::{BdiStat, Stat, VolumeStat, WorkerStat, resident_bytes, volume_stat, xen_stat};
 use crate::{metrics, params};
 
 /// How long workers may take to tell their counters.
@@ -32,6 +32,9 @@ const WORKERS: Duration = Duration::from_millis(500);
 pub(crate) const MAX_HOLD_SECONDS: u64 = 86_400;
 /// How often a level that is held by hand is published: more often than levels fall.
 const HOLD: Duration = Duration::from_millis(500);
+
+/// The body that sets a parameter, as a remedy.
+const SET_FORM: &str = "send {\"value\": ...}";
 
 /// What the handlers share.
 pub(super) struct App {
@@ -45,14 +48,22 @@ type Named<T> = Result<Path<T>, PathRejection>;
 type Body = Result<Bytes, BytesRejection>;
 
 /// The paths there are, for suggestions.
-const PATHS: [&str; 6] =
-    ["/v1/version", "/v1/parameters", "/v1/volumes", "/v1/stat", "/v1/pressure", "/metrics"];
+const PATHS: [&str; 7] = [
+    "/v1/version",
+    "/v1/parameters",
+    "/v1/volumes",
+    "/v1/bdis",
+    "/v1/stat",
+    "/v1/pressure",
+    "/metrics",
+];
 
 /// The routes that only tell figures.
 pub(super) fn figures() -> Router<Arc<App>> {
     Router::new()
         .route("/v1/version", get(version))
         .route("/v1/volumes", get(volumes))
+        .route("/v1/bdis", get(bdis))
         .route("/v1/stat", get(whole_stat))
         .route("/metrics", get(open_metrics))
 }
@@ -61,11 +72,14 @@ pub(super) fn figures() -> Router<Arc<App>> {
 pub(super) fn router(app: Arc<App>) -> Router {
     let parameter = get(read_parameter).put(set_parameter).delete(unset_parameter);
     let own = get(read_own).put(set_own).delete(unset_own);
+    let of_bdi = get(read_of_bdi).put(set_of_bdi).delete(unset_of_bdi);
     figures()
         .route("/v1/parameters", get(list_parameters))
         .route("/v1/parameters/{name}", parameter)
         .route("/v1/volumes/{volume}/parameters", get(list_own))
         .route("/v1/volumes/{volume}/parameters/{name}", own)
+        .route("/v1/bdis/{bdi}/parameters", get(list_of_bdi))
+        .route("/v1/bdis/{bdi}/parameters/{name}", of_bdi)
         .route("/v1/pressure", post(pressure))
         .fallback(no_such_path)
         .method_not_allowed_fallback(no_such_method)
@@ -90,7 +104,7 @@ pub struct ParameterView {
     pub range: String,
     /// What is counted.
     pub unit: String,
-    /// `daemon`, or `volume` if volumes may have their own.
+    /// `daemon`, `volume` if volumes may have their own, or `bdi` if backing devices have it.
     pub scope: String,
     /// The version that had it first.
     pub since: String,
@@ -112,6 +126,7 @@ impl From<&Reading> for ParameterView {
             scope: match definition.scope {
                 Scope::Daemon => "daemon".to_owned(),
                 Scope::Volume => "volume".to_owned(),
+                Scope::Bdi => "bdi".to_owned(),
             },
             since: definition.since.to_owned(),
             effect: definition.effect.to_owned(),
@@ -127,6 +142,9 @@ pub struct ChangeView {
     /// The volume whose own it is; absent for the daemon's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub volume: Option<String>,
+    /// The backing device whose it is; absent for all others.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bdi: Option<String>,
     /// The value before, as people write it.
     pub from: String,
     /// The value in force now, as people write it.
@@ -192,6 +210,32 @@ async fn set_own(State(app): On, names: Named<(String, String)>, body: Body) -> 
 async fn unset_own(State(app): On, names: Named<(String, String)>) -> Answer {
     let (volume, name) = path(names)?;
     app.unset(&name, Some(&volume))
+}
+
+async fn list_of_bdi(State(app): On, bdi: Named<String>) -> Answer {
+    let readings = app.shared.parameters.list_bdi(&path(bdi)?)?;
+    json(&readings.iter().map(ParameterView::from).collect::<Vec<_>>())
+}
+
+async fn read_of_bdi(State(app): On, names: Named<(String, String)>) -> Answer {
+    let (bdi, name) = path(names)?;
+    json(&ParameterView::from(&app.shared.parameters.get_bdi(&name, &bdi)?))
+}
+
+async fn set_of_bdi(State(app): On, names: Named<(String, String)>, body: Body) -> Answer {
+    let (bdi, name) = path(names)?;
+    params::Key::parse(&name)?;
+    let body: SetBody = parse(body, SET_FORM)?;
+    changed(&app.shared.parameters.set_bdi(&name, &bdi, &body.value)?)
+}
+
+async fn unset_of_bdi(State(app): On, names: Named<(String, String)>) -> Answer {
+    let (bdi, name) = path(names)?;
+    changed(&app.shared.parameters.unset_bdi(&name, &bdi)?)
+}
+
+async fn bdis(State(app): On) -> Answer {
+    json(&app.bdis())
 }
 
 async fn volumes(State(app): On) -> Answer {
@@ -284,7 +328,7 @@ impl App {
     fn set(&self, name: &str, volume: Option<&str>, body: Body) -> Answer {
         // An unknown name is the first thing to say, whatever the body.
         params::Key::parse(name)?;
-        let body: SetBody = parse(body, "send {\"value\": ...}")?;
+        let body: SetBody = parse(body, SET_FORM)?;
         changed(&self.shared.parameters.set(name, volume, &body.value)?)
     }
 
@@ -295,6 +339,10 @@ impl App {
     fn volumes(&self) -> Vec<VolumeStat> {
         let all = self.shared.server.volumes().into_iter();
         all.map(|(volume, clients)| volume_stat(&volume, clients)).collect()
+    }
+
+    fn bdis(&self) -> Vec<BdiStat> {
+        self.shared.memory.bdis.as_ref().map(|read| read()).unwrap_or_default()
     }
 
     async fn stat(&self) -> Stat {
@@ -310,7 +358,7 @@ impl App {
             memory: shared.memory.read.as_ref().map(|read| read()),
             pressure: shared.memory.pressure.as_ref().map(|read| read()),
             cache: shared.memory.cache.as_ref().map(|read| read()),
-            bdis: shared.memory.bdis.as_ref().map(|read| read()).unwrap_or_default(),
+            bdis: self.bdis(),
         }
     }
 
@@ -375,10 +423,12 @@ fn changed(change: &Change) -> Answer {
     let view = ChangeView {
         name: change.key.name(),
         volume: change.volume.clone(),
+        bdi: change.bdi.clone(),
         from: definition.text(change.from),
         to: definition.text(change.to),
     };
-    let volume = change.volume.as_deref();
-    tracing::info!(parameter = view.name, volume, from = view.from, to = view.to, "parameter set");
+    let (volume, bdi) = (change.volume.as_deref(), change.bdi.as_deref());
+    let (from, to) = (&view.from, &view.to);
+    tracing::info!(parameter = view.name, volume, bdi, from, to, "parameter set");
     json(&view)
 }

@@ -110,7 +110,7 @@ impl Running {
 fn parameters_are_read_set_and_unset() {
     let daemon = start();
     let all = daemon.json("GET", "/v1/parameters", "");
-    assert_eq!(all.as_array().unwrap().len(), Key::all().count());
+    assert_eq!(all.as_array().unwrap().len(), Key::of_daemon().count());
     let path = "/v1/parameters/max_buffer_pages";
     let one = daemon.json("GET", path, "");
     assert_eq!((&one["value"], &one["origin"]), (&json!(1024), &json!("configuration")));
@@ -130,6 +130,33 @@ fn parameters_are_read_set_and_unset() {
     assert_eq!(live.get(), 7);
     daemon.json("DELETE", path, "");
     assert_eq!(live.get(), 1024);
+}
+
+#[test]
+fn parameters_of_backing_devices_have_their_own_paths() {
+    let daemon = start();
+    let live = daemon.parameters.bdi_arrives("8:0");
+    let own = "/v1/bdis/8%3A0/parameters";
+    let all = daemon.json("GET", own, "");
+    let names: Vec<_> = all.as_array().unwrap().iter().map(|one| one["name"].clone()).collect();
+    assert_eq!(names, ["min_ratio", "max_ratio", "max_bytes", "strict_limit"]);
+    assert_eq!(all[1]["value"], 100);
+    assert_eq!(all[1]["scope"], "bdi");
+    let path = format!("{own}/max_ratio");
+    let change = daemon.json("PUT", &path, "{\"value\": 12.5}");
+    let expected = json!({"name": "max_ratio", "bdi": "8:0", "from": "100", "to": "12.5"});
+    assert_eq!(change, expected);
+    assert_eq!(live.get(Key::MaxRatio), 125_000);
+    assert_eq!(daemon.json("GET", &path, "")["value"], 12.5);
+    daemon.json("DELETE", &path, "");
+    assert_eq!(live.get(Key::MaxRatio), 1_000_000);
+    assert_eq!(daemon.json("GET", "/v1/bdis", ""), json!([]));
+    let body = "{\"value\": 1}";
+    let of = |path: &'static str| ("PUT", path, body);
+    daemon.refuses(of("/v1/parameters/max_bytes"), 404, "not_per_bdi", "--bdi");
+    daemon.refuses(of("/v1/bdis/8%3A1/parameters/max_bytes"), 404, "unknown_bdi", "8:0");
+    daemon.refuses(of("/v1/bdis/8%3A0/parameters/max_bytes"), 422, "out_of_range", "64K");
+    daemon.refuses(of("/v1/bdis/8%3A0/parameters/log"), 404, "not_per_bdi", "max_bytes");
 }
 
 #[test]

@@ -38,5 +38,8 @@ pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     out.counters(("ebbd_bdi_written", "Written back"), bytes, count(|b| b.written_bytes))?;
     out.counters(("ebbd_bdi_dirtied", "Made dirty"), bytes, count(|b| b.dirtied_bytes))?;
     out.counters(("ebbd_bdi_failures", "Writes that failed"), None, count(|b| b.failures))?;
-    out.counters(("ebbd_bdi_pauses", "Writes that waited"), None, count(|b| b.pauses))
+    out.counters(("ebbd_bdi_pauses", "Writes that waited"), None, count(|b| b.pauses))?;
+    // A gauge for its fractions; it only grows.
+    let waited = ("ebbd_bdi_paused", "How long writes have waited, in all");
+    out.fractions(waited, Some(&Unit::Seconds), of(|b| b.pause_seconds))
 }

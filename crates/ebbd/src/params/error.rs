@@ -8,8 +8,12 @@ pub enum ParameterErrorKind {
     UnknownParameter,
     /// There is no volume of this name.
     UnknownVolume,
+    /// There is no backing device of this name.
+    UnknownBdi,
     /// The parameter is there for the daemon as a whole only.
     NotPerVolume,
+    /// The parameter is one of backing devices, and none was named; or the other way round.
+    NotPerBdi,
     /// The value has the wrong type or form.
     InvalidValue,
     /// The value is outside its range.
@@ -24,7 +28,9 @@ impl ParameterErrorKind {
         match self {
             Self::UnknownParameter => "unknown_parameter",
             Self::UnknownVolume => "unknown_volume",
+            Self::UnknownBdi => "unknown_bdi",
             Self::NotPerVolume => "not_per_volume",
+            Self::NotPerBdi => "not_per_bdi",
             Self::InvalidValue => "invalid_value",
             Self::OutOfRange => "out_of_range",
             Self::Conflict => "conflict",

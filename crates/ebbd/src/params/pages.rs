@@ -54,6 +54,7 @@ fn page(definition: &Definition) -> String {
         Scope::Volume => {
             "the daemon; a volume may have its own, and follows the daemon's otherwise".to_owned()
         }
+        Scope::Bdi => "each backing device".to_owned(),
     };
     let config = definition.config.map_or_else(
         || "none: only at run time".to_owned(),
@@ -84,11 +85,12 @@ fn page(definition: &Definition) -> String {
     section(&mut out, "Description", definition.doc);
     let member = first.map_or_else(|| name.to_owned(), |member| format!("{name}.{member}"));
     let value = example_value(definition);
-    let mut example = format!("ebbd get {member}\nebbd set {member} {value}\n");
+    let of = if definition.scope == Scope::Bdi { " --bdi stick" } else { "" };
+    let mut example = format!("ebbd get {member}{of}\nebbd set {member} {value}{of}\n");
     if definition.scope == Scope::Volume {
         let _ = writeln!(example, "ebbd set {member} {value} --volume disk");
     }
-    let _ = write!(out, "\n## Example\n\n```sh\n{example}ebbd set {member} --unset\n```\n");
+    let _ = write!(out, "\n## Example\n\n```sh\n{example}ebbd set {member} --unset{of}\n```\n");
     out
 }
 
@@ -96,6 +98,7 @@ fn page(definition: &Definition) -> String {
 fn example_value(definition: &Definition) -> String {
     match definition.kind {
         Kind::Word(words) => words.last().copied().unwrap_or_default().to_owned(),
+        Kind::Percent => "25".to_owned(),
         _ if definition.default == 0 => definition.text(definition.minimum << 5),
         _ => definition.text(definition.default / 2),
     }
@@ -106,7 +109,8 @@ fn index() -> String {
     wrap(
         &mut out,
         "What can be read and written while `ebbd` runs: with `ebbd get` and `ebbd set`, or over \
-         the control socket at `/v1/parameters` and `/v1/volumes/NAME/parameters`. The pages are \
+         the control socket at `/v1/parameters`, `/v1/volumes/NAME/parameters` and \
+         `/v1/bdis/NAME/parameters`. The pages are \
          made from the table in the program (`ebbd man --parameters docs/parameters`); names and \
          meanings here are an interface, and stay.",
     );
@@ -115,6 +119,7 @@ fn index() -> String {
         let scope = match definition.scope {
             Scope::Daemon => "daemon",
             Scope::Volume => "daemon, volume",
+            Scope::Bdi => "backing device",
         };
         let _ = writeln!(
             out,
@@ -129,7 +134,8 @@ fn index() -> String {
         &mut out,
         "Which value counts",
         "A volume's own value wins over the daemon's; a volume without one follows the daemon's, \
-         also when that changes.\n\n\
+         also when that changes. A backing device has values of its own only; what nobody says of it \
+         is the default.\n\n\
          The value of a parameter is what the configuration says (the command line wins over the \
          file), or the default, until it is set at run time. Unsetting it goes back to the \
          configuration. What is set at run time is not written to any file and ends with the \
@@ -138,7 +144,9 @@ fn index() -> String {
          value set at run time stays, unless the file now says something else about that parameter \
          than it did when it was read before. A `max_request` and a `connection_memory` of which \
          only one is new, and which do not fit together, both become what the file says. A volume \
-         that leaves the configuration takes what was set for it along.",
+         that leaves the configuration takes what was set for it along, and so does a backing device \
+         that no volume is on any more. Where `min_ratio` and `max_ratio` of backing devices do not \
+         fit together, all of them become what the file says.",
     );
     out
 }

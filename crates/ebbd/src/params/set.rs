@@ -9,8 +9,12 @@ use ebb_export_xen::XenParameters;
 use ebb_mem::PoolParameters;
 use serde_json::Value;
 
+mod bdi;
+
+pub use self::bdi::BdiLive;
+use self::bdi::{BdiCells, needs_bdi};
 use super::error::{ParameterError, ParameterErrorKind as ErrorKind};
-use super::table::Key;
+use super::table::{Key, Scope};
 use crate::config::{Choice, Config, LogLevel, shorten, suggest};
 
 /// A value for whoever acts by it: always the one in force. Cheap to clone and to read.
@@ -46,6 +50,8 @@ pub struct Configured {
     pub daemon: BTreeMap<Key, u64>,
     /// The volumes, each with its own values.
     pub volumes: BTreeMap<String, BTreeMap<Key, u64>>,
+    /// The backing devices that are named, each with the values it is given.
+    pub bdis: BTreeMap<String, BTreeMap<Key, u64>>,
 }
 
 impl From<&Config> for Configured {
@@ -72,7 +78,11 @@ impl From<&Config> for Configured {
             .collect()
         };
         let volumes = &config.volumes;
-        Self { daemon, volumes: volumes.iter().map(|(name, v)| (name.clone(), own(v))).collect() }
+        Self {
+            daemon,
+            volumes: volumes.iter().map(|(name, v)| (name.clone(), own(v))).collect(),
+            bdis: bdi::configured(config),
+        }
     }
 }
 
@@ -116,6 +126,8 @@ pub struct Change {
     pub key: Key,
     /// The volume whose own value it is; `None` for the daemon's.
     pub volume: Option<String>,
+    /// The backing device whose value it is; `None` for all other parameters.
+    pub bdi: Option<String>,
     /// The value before.
     pub from: u64,
     /// The value now.
@@ -152,6 +164,7 @@ struct State {
     /// The daemon's values for page pools that belong to no volume.
     pool: Arc<PoolParameters>,
     volumes: BTreeMap<String, VolumeCells>,
+    bdis: BTreeMap<String, BdiCells>,
     watchers: Vec<Watcher>,
 }
 
@@ -173,7 +186,7 @@ impl Parameters {
     /// The parameters as configured.
     pub fn new(configured: &Configured) -> Self {
         let mut state = State::default();
-        for key in Key::all() {
+        for key in Key::of_daemon() {
             let value = configured_value(configured, key);
             state.daemon.insert(key, DaemonCell { configured: value, live: Live::new(value) });
         }
@@ -256,7 +269,7 @@ impl Parameters {
     pub fn list(&self, volume: Option<&str>) -> Result<Vec<Reading>, ParameterError> {
         let state = self.lock();
         let keys: Vec<Key> = match volume {
-            None => Key::all().collect(),
+            None => Key::of_daemon().collect(),
             Some(_) => Key::per_volume().collect(),
         };
         keys.into_iter().map(|key| state.reading(key, volume)).collect()
@@ -310,6 +323,7 @@ impl Parameters {
         let mut state = self.lock();
         let mut changes = state.reload_daemon(configured);
         changes.extend(state.reload_volumes(configured));
+        changes.extend(state.reload_bdis(configured));
         state.follow_daemon();
         for change in &changes {
             state.tell(change);
@@ -346,6 +360,9 @@ impl State {
 
     fn reading(&self, key: Key, volume: Option<&str>) -> Result<Reading, ParameterError> {
         let Some(volume) = volume else {
+            if key.definition().scope == Scope::Bdi {
+                return Err(needs_bdi(key));
+            }
             let value = self.daemon_value(key);
             let configured = self.daemon.get(&key).is_none_or(|cell| cell.configured == value);
             let origin = if configured { Origin::Configuration } else { Origin::RunTime };
@@ -392,7 +409,7 @@ impl State {
             }
         }
         self.follow_daemon();
-        let change = Change { key, volume: volume.map(str::to_owned), from, to };
+        let change = Change { key, volume: volume.map(str::to_owned), bdi: None, from, to };
         if from != to {
             self.tell(&change);
         }
@@ -466,7 +483,7 @@ impl State {
         }
         let change = |(key, from)| {
             let to = self.daemon_value(key);
-            (from != to).then_some(Change { key, volume: None, from, to })
+            (from != to).then_some(Change { key, volume: None, bdi: None, from, to })
         };
         before.into_iter().filter_map(change).collect()
     }
@@ -491,7 +508,7 @@ impl State {
                 let (from, to) = (cell.live.get(), configured.unwrap_or(daemon));
                 cell.live.set(to);
                 if from != to {
-                    changes.push(Change { key, volume: Some(name.clone()), from, to });
+                    changes.push(Change { key, volume: Some(name.clone()), bdi: None, from, to });
                 }
             }
         }

@@ -7,9 +7,17 @@ use std::fmt;
 
 use serde_json::Value;
 
+use self::definitions::{
+    BUFFER_SQUEEZE_DURATION_MS, CACHE_MAX, CACHE_MIN, CONNECTION_MEMORY, FEATURE_PERSISTENT, LOG,
+    MAX_BUFFER_PAGES, MAX_BYTES, MAX_CLIENTS, MAX_PERSISTENT_GRANTS, MAX_RATIO, MAX_REQUEST,
+    MIN_RATIO, PERSISTENT_GRANT_UNUSED_SECONDS, STRICT_LIMIT, ZONE_LIMIT_BYTES,
+};
 use super::error::{ParameterError, ParameterErrorKind as ErrorKind};
 use crate::config::{closest, shorten, suggest};
+use crate::percent::Percent;
 use crate::size::Size;
+
+mod definitions;
 
 /// A parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -30,6 +38,14 @@ pub enum Key {
     PersistentGrantUnusedSeconds,
     /// Whether guests are offered that their pages stay mapped.
     FeaturePersistent,
+    /// Part of the limit of dirty data that is kept for a backing device.
+    MinRatio,
+    /// Largest part of it that a backing device may have.
+    MaxRatio,
+    /// Most dirty data of a backing device.
+    MaxBytes,
+    /// Whether no write may exceed a backing device's threshold.
+    StrictLimit,
     /// Connections at a time.
     MaxClients,
     /// The largest READ or WRITE.
@@ -54,6 +70,8 @@ pub enum Scope {
     Daemon,
     /// The daemon, and each volume may have its own value.
     Volume,
+    /// Each backing device; there is no value of the daemon's.
+    Bdi,
 }
 
 /// What a value is.
@@ -63,6 +81,8 @@ pub enum Kind {
     Number,
     /// A number of bytes, also written with a unit: "32M".
     Size,
+    /// A part of a whole in percent, as a [`Percent`] counts it: in parts per million.
+    Percent,
     /// A word out of these; the number of a value counts them from 0.
     Word(&'static [&'static str]),
 }
@@ -98,242 +118,8 @@ pub struct Definition {
     pub doc: &'static str,
 }
 
-const SWITCH: &[&str] = &["off", "on"];
-const LEVELS: &[&str] = &["error", "warn", "info", "debug"];
-
-const MAX_BUFFER_PAGES: Definition = Definition {
-    name: "max_buffer_pages",
-    members: &[],
-    scope: Scope::Volume,
-    kind: Kind::Number,
-    unit: "pages of 4096 bytes, for each queue",
-    default: 1024,
-    minimum: 0,
-    maximum: 1 << 20,
-    zero: None,
-    config: Some("max_buffer_pages"),
-    since: "0.1.0",
-    effect: "The next time a queue has no request under way, 100 ms later at most. A smaller \
-             value gives pages back then, a larger one lets the pool keep more of what requests \
-             bring.",
-    doc: "How many free pages each queue keeps for the requests to come. A queue's pool starts \
-          with none and grows on demand while requests are carried out: the value does not limit \
-          how much memory requests take, only how much stays behind them.\n\n\
-          0 keeps nothing. Under memory pressure the limit is 0 for buffer_squeeze_duration_ms, \
-          whatever the value.",
-};
-
-const BUFFER_SQUEEZE_DURATION_MS: Definition = Definition {
-    name: "buffer_squeeze_duration_ms",
-    members: &[],
-    scope: Scope::Volume,
-    kind: Kind::Number,
-    unit: "milliseconds",
-    default: 10,
-    minimum: 0,
-    maximum: 60_000,
-    zero: None,
-    config: Some("buffer_squeeze_duration_ms"),
-    since: "0.1.0",
-    effect: "At the next sign of memory pressure. A squeeze that is under way keeps its end.",
-    doc: "How long pools of free pages keep nothing after a sign of memory pressure. Each further \
-          sign starts the time again. Idle queues are woken to give back theirs.\n\n\
-          A longer time gives back more of what requests bring meanwhile and costs more \
-          allocations. 0 gives back what is free at the moment of the sign and lets pools grow at \
-          once again.",
-};
-
-const ZONE_LIMIT_BYTES: Definition = Definition {
-    name: "zone_limit_bytes",
-    members: &CLASSES,
-    scope: Scope::Daemon,
-    kind: Kind::Size,
-    unit: "bytes",
-    default: 0,
-    minimum: 2 << 20,
-    maximum: 1 << 40,
-    zero: Some("no limit"),
-    config: None,
-    since: "0.1.0",
-    effect: "At once for memory to be taken. Memory above a smaller limit stays until it is free.",
-    doc: "The most memory that blocks of one size may take, in use and free together. There is \
-          one parameter for each size of blocks: zone_limit_bytes.4K to zone_limit_bytes.1M.\n\n\
-          A request that finds its zone at the limit waits until a block is free; requests wait in \
-          their order. The smallest limit, 2M, is the unit in which zones take memory. 0 is no \
-          limit: memory pressure alone decides.",
-};
-
-const CACHE_MAX: Definition = Definition {
-    name: "cache_max",
-    members: &[],
-    scope: Scope::Daemon,
-    kind: Kind::Size,
-    unit: "bytes",
-    default: 0,
-    minimum: 1 << 20,
-    maximum: 1 << 40,
-    zero: Some("as the host allows"),
-    config: Some("cache_max"),
-    since: "0.1.0",
-    effect: "At once. What the cache holds above a smaller value goes within a second, the coldest \
-             first.",
-    doc: "The most memory the cache of all volumes together may hold, wired or lent \
-          (`bufspace`).\n\n\
-          0 leaves it to the host: the cache grows while memory is free, up to four fifths of \
-          what the host, or the daemon's control group, has. Most of it is lent to the kernel, \
-          which takes it back by itself when others need it, so that there is seldom a reason to \
-          set a limit.",
-};
-
-const CACHE_MIN: Definition = Definition {
-    name: "cache_min",
-    members: &[],
-    scope: Scope::Daemon,
-    kind: Kind::Size,
-    unit: "bytes",
-    default: 0,
-    minimum: 0,
-    maximum: 1 << 40,
-    zero: None,
-    config: Some("cache_min"),
-    since: "0.1.0",
-    effect: "At the next sign of memory pressure.",
-    doc: "What the cache keeps at levels L1 and L2 of memory pressure; it must not be more than \
-          cache_max. The last resort, L3, gives back all of it.\n\n\
-          The memory is not reserved: the cache only stops shrinking there. What the kernel takes \
-          of the lent part by itself it takes whatever the value.",
-};
-
-const MAX_PERSISTENT_GRANTS: Definition = Definition {
-    name: "max_persistent_grants",
-    members: &[],
-    scope: Scope::Daemon,
-    kind: Kind::Number,
-    unit: "grants, for each ring of a Xen guest",
-    default: 1056,
-    minimum: 0,
-    maximum: 1 << 20,
-    zero: None,
-    config: None,
-    since: "0.1.0",
-    effect: "At once for grants to be mapped. A ring that holds more gives back the excess and 5 % \
-             of the value, the least recently used first, within 100 ms.",
-    doc: "How many pages of a Xen guest each of its rings keeps mapped, so that requests that use \
-          them again need no call of the hypervisor. It applies to guests that agreed on \
-          persistent grants (feature_persistent); 1056 is what one ring page of requests with 32 \
-          segments each, and their descriptors, can name.\n\n\
-          A guest that uses more pages than that is served as well: what finds no place is copied \
-          by the hypervisor, and each 100 ms the least recently used 5 % of the value make room. 0 \
-          keeps nothing mapped.",
-};
-
-const PERSISTENT_GRANT_UNUSED_SECONDS: Definition = Definition {
-    name: "persistent_grant_unused_seconds",
-    members: &[],
-    scope: Scope::Daemon,
-    kind: Kind::Number,
-    unit: "seconds",
-    default: 60,
-    minimum: 0,
-    maximum: 86_400,
-    zero: None,
-    config: None,
-    since: "0.1.0",
-    effect: "Within 100 ms, also for grants that are mapped already.",
-    doc: "How long a page of a Xen guest stays mapped that no request uses. Then it is unmapped, \
-          and the guest can have it back. 0 is for ever, but memory pressure of the second level \
-          unmaps everything that is idle, whatever the value.",
-};
-
-const FEATURE_PERSISTENT: Definition = Definition {
-    name: "feature_persistent",
-    members: &[],
-    scope: Scope::Daemon,
-    kind: Kind::Word(SWITCH),
-    unit: "switch",
-    default: 1,
-    minimum: 0,
-    maximum: 1,
-    zero: None,
-    config: None,
-    since: "0.1.0",
-    effect: "For disks that connect from then on. Those connected keep what they agreed on, also \
-             across a restart of the daemon.",
-    doc: "Whether Xen guests are offered persistent grants: that pages they use for requests stay \
-          mapped by the daemon and are used again. Both sides have to want it; a guest without \
-          them has its pages copied by the hypervisor, several requests at a time.",
-};
-
-const MAX_CLIENTS: Definition = Definition {
-    name: "max_clients",
-    members: &[],
-    scope: Scope::Daemon,
-    kind: Kind::Number,
-    unit: "connections",
-    default: 256,
-    minimum: 1,
-    maximum: 65_536,
-    zero: None,
-    config: Some("nbd.max_clients"),
-    since: "0.1.0",
-    effect: "For the next client. Nobody who is connected is sent away.",
-    doc: "The number of NBD connections the daemon holds at a time. One more is closed before its \
-          handshake, and the log says so.",
-};
-
-const MAX_REQUEST: Definition = Definition {
-    name: "max_request",
-    members: &[],
-    scope: Scope::Daemon,
-    kind: Kind::Size,
-    unit: "bytes",
-    default: 32 << 20,
-    minimum: 4 << 10,
-    maximum: 64 << 20,
-    zero: None,
-    config: Some("nbd.max_request"),
-    since: "0.1.0",
-    effect: "For connections to come: a client is told the value in its handshake.",
-    doc: "The largest payload of one READ or WRITE request. It must fit into connection_memory.",
-};
-
-const CONNECTION_MEMORY: Definition = Definition {
-    name: "connection_memory",
-    members: &[],
-    scope: Scope::Daemon,
-    kind: Kind::Size,
-    unit: "bytes",
-    default: 64 << 20,
-    minimum: 4 << 10,
-    maximum: u64::MAX,
-    zero: None,
-    config: Some("nbd.connection_memory"),
-    since: "0.1.0",
-    effect: "For connections to come.",
-    doc: "The memory the requests of one connection may hold, max_request or more. Requests that \
-          would need more wait in the socket.",
-};
-
-const LOG: Definition = Definition {
-    name: "log",
-    members: &[],
-    scope: Scope::Daemon,
-    kind: Kind::Word(LEVELS),
-    unit: "level",
-    default: 2,
-    minimum: 0,
-    maximum: 3,
-    zero: None,
-    config: Some("log"),
-    since: "0.1.0",
-    effect: "At once.",
-    doc: "What goes to the log on stderr, each level with all before it: error (what the daemon \
-          could not do), warn (what an operator should look at), info (start, stop, reload, \
-          connections), debug (why).",
-};
-
 /// All definitions, in the order they are listed.
-pub const DEFINITIONS: [&Definition; 12] = [
+pub const DEFINITIONS: [&Definition; 16] = [
     &MAX_BUFFER_PAGES,
     &BUFFER_SQUEEZE_DURATION_MS,
     &ZONE_LIMIT_BYTES,
@@ -342,6 +128,10 @@ pub const DEFINITIONS: [&Definition; 12] = [
     &MAX_PERSISTENT_GRANTS,
     &PERSISTENT_GRANT_UNUSED_SECONDS,
     &FEATURE_PERSISTENT,
+    &MIN_RATIO,
+    &MAX_RATIO,
+    &MAX_BYTES,
+    &STRICT_LIMIT,
     &MAX_CLIENTS,
     &MAX_REQUEST,
     &CONNECTION_MEMORY,
@@ -382,12 +172,23 @@ impl Key {
                 Self::PersistentGrantUnusedSeconds,
                 Self::FeaturePersistent,
             ])
+            .chain(Self::per_bdi())
             .chain([Self::MaxClients, Self::MaxRequest, Self::ConnectionMemory, Self::Log])
     }
 
     /// Those a volume may have its own value of.
     pub fn per_volume() -> impl Iterator<Item = Self> {
         Self::all().filter(|key| key.definition().scope == Scope::Volume)
+    }
+
+    /// Those the daemon has a value of.
+    pub fn of_daemon() -> impl Iterator<Item = Self> {
+        Self::all().filter(|key| key.definition().scope != Scope::Bdi)
+    }
+
+    /// Those a backing device has a value of.
+    pub fn per_bdi() -> impl Iterator<Item = Self> {
+        [Self::MinRatio, Self::MaxRatio, Self::MaxBytes, Self::StrictLimit].into_iter()
     }
 
     /// What is said of it.
@@ -401,6 +202,10 @@ impl Key {
             Self::MaxPersistentGrants => &MAX_PERSISTENT_GRANTS,
             Self::PersistentGrantUnusedSeconds => &PERSISTENT_GRANT_UNUSED_SECONDS,
             Self::FeaturePersistent => &FEATURE_PERSISTENT,
+            Self::MinRatio => &MIN_RATIO,
+            Self::MaxRatio => &MAX_RATIO,
+            Self::MaxBytes => &MAX_BYTES,
+            Self::StrictLimit => &STRICT_LIMIT,
             Self::MaxClients => &MAX_CLIENTS,
             Self::MaxRequest => &MAX_REQUEST,
             Self::ConnectionMemory => &CONNECTION_MEMORY,
@@ -452,12 +257,17 @@ impl fmt::Display for Key {
     }
 }
 
+fn percent(value: u64) -> Percent {
+    Percent::new(u32::try_from(value).unwrap_or(u32::MAX))
+}
+
 impl Definition {
     /// A value as people write it: `1024`, `32M`, `info`.
     pub fn text(&self, value: u64) -> String {
         match self.kind {
             Kind::Number => value.to_string(),
             Kind::Size => Size::new(value).to_string(),
+            Kind::Percent => percent(value).to_string(),
             Kind::Word(words) => {
                 let at = usize::try_from(value).unwrap_or(usize::MAX);
                 words.get(at).copied().unwrap_or_default().to_owned()
@@ -469,6 +279,8 @@ impl Definition {
     pub fn json(&self, value: u64) -> Value {
         match self.kind {
             Kind::Number | Kind::Size => value.into(),
+            // A JSON number; its text is one by what a percentage is.
+            Kind::Percent => serde_json::from_str(&percent(value).to_string()).unwrap_or_default(),
             Kind::Word(_) => self.text(value).into(),
         }
     }
@@ -496,6 +308,9 @@ impl Definition {
     /// [`ErrorKind::InvalidValue`] or [`ErrorKind::OutOfRange`].
     pub fn parse(&self, given: &Value) -> Result<u64, ParameterError> {
         let value = match given {
+            Value::Number(number) if self.kind == Kind::Percent => {
+                self.parse_text(&number.to_string())
+            }
             Value::Number(number) if !matches!(self.kind, Kind::Word(_)) => number.as_u64(),
             Value::String(text) => self.parse_text(text),
             _ => None,
@@ -508,6 +323,7 @@ impl Definition {
             let remedy = match (self.kind, given.as_str()) {
                 (Kind::Word(words), text) => suggest(text, words.iter().copied(), "the values are"),
                 (Kind::Number, _) => format!("write a whole number: {}", self.range()),
+                (Kind::Percent, _) => format!("write a number of percent: {}", self.range()),
                 (Kind::Size, _) => {
                     format!("write a number of bytes or a size such as 32M: {}", self.range())
                 }
@@ -531,6 +347,9 @@ impl Definition {
             Kind::Number if text.starts_with('+') => None,
             Kind::Number => text.parse().ok(),
             Kind::Size => text.parse().ok().map(Size::bytes),
+            Kind::Percent => {
+                text.parse().ok().map(|part: Percent| u64::from(part.parts_per_million()))
+            }
             Kind::Word(words) => {
                 words.iter().position(|word| *word == text).and_then(|at| u64::try_from(at).ok())
             }
@@ -572,14 +391,23 @@ mod tests {
 
     #[test]
     fn the_words_and_defaults_are_those_of_the_configuration() {
-        assert!(LogLevel::names().eq(LEVELS.iter().copied()));
+        assert!(LogLevel::names().eq(definitions::LEVELS.iter().copied()));
         for definition in DEFINITIONS {
             let Some(path) = definition.config else { continue };
             let (header, name) = path.rsplit_once('.').unwrap_or(("", path));
             let section = SECTIONS.iter().find(|section| section.header == header).unwrap();
             let key = section.find(name).unwrap_or_else(|| panic!("no key {path}"));
-            assert_eq!(key.default, definition.text(definition.default), "{path}");
+            let default = match definition.kind {
+                // The file has a switch as true or false.
+                Kind::Word(["off", "on"]) => (definition.default == 1).to_string(),
+                _ => definition.text(definition.default),
+            };
+            assert_eq!(key.default, default, "{path}");
             let volume = SECTIONS.iter().find(|section| section.header == "volume.NAME").unwrap();
+            if definition.scope == Scope::Bdi {
+                assert_eq!(header, "bdi.NAME");
+                continue;
+            }
             assert_eq!(
                 volume.find(name).is_some(),
                 definition.scope == Scope::Volume,

@@ -21,6 +21,9 @@ pub struct RemoteStat {
     pub last_error: Option<String>,
     /// Seconds since `connections` last changed.
     pub since_seconds: u64,
+    /// Seconds for which the server, connected, has owed answers and given none; 0 if it answers.
+    #[serde(default)]
+    pub silent_seconds: u64,
 }
 
 impl From<ebb_store::StoreState> for RemoteStat {
@@ -34,6 +37,7 @@ impl From<ebb_store::StoreState> for RemoteStat {
             unflushed: state.unflushed,
             last_error: state.last_error,
             since_seconds: state.since_seconds,
+            silent_seconds: state.silent_seconds,
         }
     }
 }

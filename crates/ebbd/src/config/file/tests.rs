@@ -63,6 +63,7 @@ fn joined(names: impl Iterator<Item = &'static str>) -> String {
 fn the_table_of_keys_is_what_serde_accepts() {
     assert_eq!(fields::<FileTop>(), joined(keys::top_names()));
     assert_eq!(fields::<FileNbd>(), joined(NBD.names()));
+    assert_eq!(fields::<FileBdi>(), joined(keys::BDI.names()));
     assert_eq!(fields::<FileVolume>(), joined(VOLUME.names()));
 }
 
@@ -80,6 +81,7 @@ fn the_expected_values_are_accepted() {
             let (header, store) = match section.header {
                 "" => ("", ""),
                 "nbd" => ("[nbd]\n", ""),
+                "bdi.NAME" => ("[bdi.a]\n", ""),
                 _ if key.name == "store" => ("[volume.a]\n", ""),
                 _ => ("[volume.a]\n", "store = \"file:/a\"\n"),
             };

@@ -16,13 +16,14 @@ const MAX_RECONNECT: u64 = 86_400;
 /// How such a URI looks.
 const FORM: &str = "write nbd://HOST[:PORT]/EXPORT or nbd+unix:///EXPORT?socket=/path";
 /// The parameters a URI may have.
-const PARAMETERS: [&str; 7] = [
+const PARAMETERS: [&str; 8] = [
     "socket",
     "tls-certificates",
     "tls-psk-file",
     "tls-hostname",
     "tls-verify-peer",
     "reconnect",
+    "silence",
     "lost-writes",
 ];
 
@@ -91,7 +92,10 @@ pub(super) fn parse((tls, unix): (bool, bool), rest: &str) -> Result<NbdOptions,
     options.tls =
         if tls { Some(encryption(&parameters, user)?) } else { no_tls(&parameters, user)? };
     if let Some(text) = parameters.get("reconnect") {
-        options.reconnect = reconnect(text)?;
+        options.reconnect = seconds("reconnect", text)?;
+    }
+    if let Some(text) = parameters.get("silence") {
+        options.silence = Some(seconds("silence", text)?).filter(|time| !time.is_zero());
     }
     options.lost_writes = match parameters.get("lost-writes") {
         None | Some("flush") => LostWrites::Flush,
@@ -203,7 +207,7 @@ fn no_tls(parameters: &Parameters, user: Option<String>) -> Result<Option<NbdTls
     }
 }
 
-fn reconnect(text: &str) -> Result<Duration, BadValue> {
+fn seconds(name: &str, text: &str) -> Result<Duration, BadValue> {
     let digits = text.strip_suffix('s').unwrap_or(text);
     Some(digits)
         .filter(|digits| digits.bytes().all(|b| b.is_ascii_digit()))
@@ -212,7 +216,7 @@ fn reconnect(text: &str) -> Result<Duration, BadValue> {
         .map(Duration::from_secs)
         .ok_or_else(|| {
             let message = format!("`{}` is no time to wait for a server", shorten(text));
-            bad(message, "write seconds from 0 to 86400, such as reconnect=60")
+            bad(message, format!("write seconds from 0 to 86400, such as {name}=60"))
         })
 }
 
@@ -286,6 +290,9 @@ pub(super) fn uri(options: &NbdOptions) -> String {
     }
     if options.reconnect != ebb_store::RECONNECT_DEFAULT {
         parameters.push(("reconnect", options.reconnect.as_secs().to_string()));
+    }
+    if let Some(silence) = options.silence {
+        parameters.push(("silence", silence.as_secs().to_string()));
     }
     if options.lost_writes == LostWrites::Report {
         parameters.push(("lost-writes", "report".to_owned()));

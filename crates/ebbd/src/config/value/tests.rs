@@ -162,6 +162,9 @@ fn remote_exports() {
     assert_eq!(unix.export, "a \u{e4}%");
     assert_eq!(unix.reconnect, Duration::from_secs(5));
     assert_eq!(unix.lost_writes, LostWrites::Report);
+    assert_eq!(unix.silence, None);
+    assert_eq!(nbd("nbd://h/x?silence=90").silence, Some(Duration::from_secs(90)));
+    assert_eq!(nbd("nbd://h/x?silence=0").silence, None);
     let tls = nbd("nbds://alice@h:7/e?tls-psk-file=/k").tls.unwrap();
     assert_eq!(tls.keys, NbdTlsKeys::Psk { file: "/k".into(), user: "alice".to_owned() });
     let tls = nbd("nbds+unix:///e?socket=/s&tls-certificates=/d&tls-verify-peer=0").tls.unwrap();
@@ -171,6 +174,7 @@ fn remote_exports() {
         "nbd://server:10809/",
         "nbd://[::1]:1/a/b",
         "nbd+unix:///a%20b?socket=/run/a%3Fb&reconnect=5&lost-writes=report",
+        "nbd://h:10809/x?reconnect=5&silence=90",
         "nbds://al%40ice@h:7/e?tls-psk-file=/k",
         "nbds://h:7/e?tls-certificates=/d&tls-hostname=x.y&tls-verify-peer=false",
     ] {
@@ -207,6 +211,7 @@ fn refused_remote_exports_come_with_a_remedy() {
         ("nbds://h/x?tls-verify-peer=maybe", "tls-verify-peer=true"),
         ("nbd://h/x?reconnect=1m", "0 to 86400"),
         ("nbd://h/x?reconnect=86401", "0 to 86400"),
+        ("nbd://h/x?silence=86401", "silence=60"),
         ("nbd://h/x?lost-writes=keep", "lost-writes=report"),
         ("ndb://h/x", "did you mean `nbd:`?"),
     ] {

@@ -13,6 +13,7 @@ fn configured(daemon: &[(Key, u64)], volumes: &[(&str, &[(Key, u64)])]) -> Confi
             .iter()
             .map(|(name, own)| ((*name).to_owned(), own.iter().copied().collect()))
             .collect(),
+        ..Configured::default()
     }
 }
 
@@ -116,7 +117,7 @@ fn names_that_are_not_there() {
     assert_eq!(error.kind, ErrorKind::NotPerVolume);
     assert!(error.remedy.contains("max_buffer_pages, buffer_squeeze_duration_ms"), "{error}");
     assert_eq!(parameters.get("logs", None).unwrap_err().remedy, "did you mean `log`?");
-    assert_eq!(parameters.list(None).unwrap().len(), Key::all().count());
+    assert_eq!(parameters.list(None).unwrap().len(), Key::of_daemon().count());
     assert_eq!(parameters.list(Some("disk")).unwrap().len(), 2);
 }
 
@@ -181,7 +182,7 @@ enum Step {
 }
 
 fn any_key() -> impl Strategy<Value = Key> {
-    prop::sample::select(Key::all().collect::<Vec<_>>())
+    prop::sample::select(Key::of_daemon().collect::<Vec<_>>())
 }
 
 fn any_value(key: Key) -> impl Strategy<Value = (Key, u64)> {
@@ -238,6 +239,7 @@ proptest! {
                         volumes: volumes.iter().map(|(name, pages)| {
                             (name.to_string(), pages.iter().map(|pages| (PAGES, *pages)).collect())
                         }).collect(),
+                        ..Configured::default()
                     };
                     parameters.reload(&file);
                     own.retain(|(name, _), _| file.volumes.contains_key(name));

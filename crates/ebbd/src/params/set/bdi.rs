@@ -1,0 +1,433 @@
+//! The values of backing devices. A device has no daemon to follow: what nobody says of it is the
+//! default.
+//!
+//! # Invariants
+//! - Known is what the configuration names, and what has arrived and not left.
+//! - The `min_ratio` of a device is at most its `max_ratio`, and those of all known devices together
+//!   are at most the whole: so the controller accepts what is in force here, in some order.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+use super::super::error::{ParameterError, ParameterErrorKind as ErrorKind};
+use super::super::table::Key;
+use super::{Change, Live, Origin, Parameters, Reading, State};
+use crate::config::{Config, shorten, suggest};
+use crate::percent::Percent;
+
+/// The values of one backing device: always those in force.
+#[derive(Clone, Debug)]
+pub struct BdiLive(BTreeMap<Key, Live>);
+
+impl BdiLive {
+    fn new(configured: &BTreeMap<Key, u64>) -> BdiLive {
+        let value = |key: Key| value_of(configured, key);
+        BdiLive(Key::per_bdi().map(|key| (key, Live::new(value(key)))).collect())
+    }
+
+    /// The value in force of one of [`Key::per_bdi`].
+    pub fn get(&self, key: Key) -> u64 {
+        self.0.get(&key).map_or(key.definition().default, Live::get)
+    }
+
+    fn set(&self, key: Key, value: u64) {
+        if let Some(live) = self.0.get(&key) {
+            live.set(value);
+        }
+    }
+}
+
+/// What is known of one backing device.
+#[derive(Debug)]
+pub(super) struct BdiCells {
+    configured: BTreeMap<Key, u64>,
+    live: BdiLive,
+    /// Whether volumes are on it.
+    here: bool,
+}
+
+/// What the configuration says of backing devices.
+pub(super) fn configured(config: &Config) -> BTreeMap<String, BTreeMap<Key, u64>> {
+    let values = |bdi: &crate::config::BdiConfig| {
+        let part = |part: Option<Percent>| part.map(|part| u64::from(part.parts_per_million()));
+        [
+            (Key::MinRatio, part(bdi.min_ratio)),
+            (Key::MaxRatio, part(bdi.max_ratio)),
+            (Key::MaxBytes, bdi.max_bytes.map(crate::size::Size::bytes)),
+            (Key::StrictLimit, bdi.strict_limit.map(u64::from)),
+        ]
+        .into_iter()
+        .filter_map(|(key, value)| Some((key, value?)))
+        .collect()
+    };
+    config.bdis.iter().map(|(name, bdi)| (name.clone(), values(bdi))).collect()
+}
+
+fn value_of(configured: &BTreeMap<Key, u64>, key: Key) -> u64 {
+    configured.get(&key).copied().unwrap_or(key.definition().default)
+}
+
+/// The error for a parameter of backing devices without one.
+pub(super) fn needs_bdi(key: Key) -> ParameterError {
+    ParameterError::new(
+        ErrorKind::NotPerBdi,
+        format!("{key} belongs to a backing device"),
+        "name one with --bdi NAME; `ebbd stat bdi` lists them",
+    )
+}
+
+impl Parameters {
+    /// A backing device has its first volume: from now on its values can be read and set.
+    pub fn bdi_arrives(&self, name: &str) -> BdiLive {
+        let mut state = self.lock();
+        let cells = state.bdis.entry(name.to_owned()).or_insert_with(|| BdiCells {
+            configured: BTreeMap::new(),
+            live: BdiLive::new(&BTreeMap::new()),
+            here: true,
+        });
+        cells.here = true;
+        cells.live.clone()
+    }
+
+    /// A backing device has no volume any more, and takes along what was set for it.
+    pub fn bdi_leaves(&self, name: &str) {
+        let mut state = self.lock();
+        let before = state.bdi_values();
+        if let Some(cells) = state.bdis.get_mut(name) {
+            cells.here = false;
+            for key in Key::per_bdi() {
+                cells.live.set(key, value_of(&cells.configured, key));
+            }
+            if cells.configured.is_empty() {
+                state.bdis.remove(name);
+            }
+        }
+        state.settle_bdis();
+        state.bdi_changes(before).iter().for_each(|change| state.tell(change));
+    }
+
+    /// Names of backing devices that have arrived and not left.
+    pub fn bdis_with_volumes(&self) -> Vec<String> {
+        let state = self.lock();
+        let here = state.bdis.iter().filter(|(_, cells)| cells.here);
+        here.map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Names of backing devices that the configuration has and that no volume is on.
+    pub fn bdis_without_volumes(&self) -> Vec<String> {
+        let state = self.lock();
+        let absent = state.bdis.iter().filter(|(_, cells)| !cells.here);
+        absent.map(|(name, _)| name.clone()).collect()
+    }
+
+    /// The parameters of a backing device, in order.
+    ///
+    /// # Errors
+    /// [`ErrorKind::UnknownBdi`].
+    pub fn list_bdi(&self, bdi: &str) -> Result<Vec<Reading>, ParameterError> {
+        let state = self.lock();
+        Key::per_bdi().map(|key| state.reading_bdi(key, bdi)).collect()
+    }
+
+    /// A backing device's value of the parameter called `name`.
+    ///
+    /// # Errors
+    /// An unknown name, an unknown device, or a parameter that devices do not have.
+    pub fn get_bdi(&self, name: &str, bdi: &str) -> Result<Reading, ParameterError> {
+        let key = Key::parse(name)?;
+        self.lock().reading_bdi(key, bdi)
+    }
+
+    /// Sets a backing device's parameter at run time; the change is in force when this returns.
+    ///
+    /// # Errors
+    /// As for [`Self::get_bdi`], or a value that is refused.
+    pub fn set_bdi(&self, name: &str, bdi: &str, value: &Value) -> Result<Change, ParameterError> {
+        let key = Key::parse(name)?;
+        let mut state = self.lock();
+        let from = state.reading_bdi(key, bdi)?.value;
+        let to = key.definition().parse(value)?;
+        state.put_bdi(key, bdi, from, to)
+    }
+
+    /// Goes back to what the configuration says of a backing device, or else to the default.
+    ///
+    /// # Errors
+    /// As for [`Self::get_bdi`], or [`ErrorKind::Conflict`] with a value set meanwhile.
+    pub fn unset_bdi(&self, name: &str, bdi: &str) -> Result<Change, ParameterError> {
+        let key = Key::parse(name)?;
+        let mut state = self.lock();
+        let from = state.reading_bdi(key, bdi)?.value;
+        let to = state.bdis.get(bdi).map_or(from, |cells| value_of(&cells.configured, key));
+        state.put_bdi(key, bdi, from, to)
+    }
+}
+
+impl State {
+    fn reading_bdi(&self, key: Key, bdi: &str) -> Result<Reading, ParameterError> {
+        let Some(cells) = self.bdis.get(bdi) else {
+            let names = self.bdis.keys().map(String::as_str);
+            let remedy = suggest(bdi, names, "the backing devices are");
+            let message = format!("there is no backing device `{}`", shorten(bdi));
+            return Err(ParameterError::new(ErrorKind::UnknownBdi, message, remedy));
+        };
+        if !Key::per_bdi().any(|own| own == key) {
+            let names: Vec<String> = Key::per_bdi().map(Key::name).collect();
+            return Err(ParameterError::new(
+                ErrorKind::NotPerBdi,
+                format!("{key} is none of a backing device's"),
+                format!("leave the device out; devices have {}", names.join(", ")),
+            ));
+        }
+        let value = cells.live.get(key);
+        let configured = value_of(&cells.configured, key) == value;
+        let origin = if configured { Origin::Configuration } else { Origin::RunTime };
+        Ok(Reading { key, value, origin })
+    }
+
+    fn put_bdi(
+        &mut self,
+        key: Key,
+        bdi: &str,
+        from: u64,
+        to: u64,
+    ) -> Result<Change, ParameterError> {
+        self.bdi_fits(key, bdi, to)?;
+        if let Some(cells) = self.bdis.get(bdi) {
+            cells.live.set(key, to);
+        }
+        let change = Change { key, volume: None, bdi: Some(bdi.to_owned()), from, to };
+        if from != to {
+            self.tell(&change);
+        }
+        Ok(change)
+    }
+
+    /// Whether a device's `key` may be `value`, as far as other values are concerned.
+    fn bdi_fits(&self, key: Key, bdi: &str, value: u64) -> Result<(), ParameterError> {
+        let text = |value| key.definition().text(value);
+        let of = |key| self.bdis.get(bdi).map_or(0, |cells| cells.live.get(key));
+        let conflict = |message: String, remedy: String| {
+            Err(ParameterError::new(ErrorKind::Conflict, message, remedy))
+        };
+        match key {
+            Key::MaxRatio if value < of(Key::MinRatio) => {
+                let least = text(of(Key::MinRatio));
+                conflict(
+                    format!("{} is less than min_ratio, {least}", text(value)),
+                    format!("choose {least} or more, or a smaller min_ratio first"),
+                )
+            }
+            Key::MinRatio if value > of(Key::MaxRatio) => {
+                let most = text(of(Key::MaxRatio));
+                conflict(
+                    format!("{} is more than max_ratio, {most}", text(value)),
+                    format!("choose {most} or less, or a larger max_ratio first"),
+                )
+            }
+            Key::MinRatio => {
+                let left = whole().saturating_sub(self.kept(Some(bdi)));
+                if value <= left {
+                    return Ok(());
+                }
+                conflict(
+                    format!("{} is more than the others leave of the whole", text(value)),
+                    format!("choose {} or less, or a smaller min_ratio for another", text(left)),
+                )
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What is kept for all devices but one.
+    fn kept(&self, except: Option<&str>) -> u64 {
+        let others = self.bdis.iter().filter(|(name, _)| Some(name.as_str()) != except);
+        others.fold(0, |sum, (_, cells)| sum.saturating_add(cells.live.get(Key::MinRatio)))
+    }
+
+    pub(super) fn reload_bdis(&mut self, configured: &super::Configured) -> Vec<Change> {
+        let before = self.bdi_values();
+        let none = BTreeMap::new();
+        for (name, cells) in &mut self.bdis {
+            let new = configured.bdis.get(name).unwrap_or(&none);
+            for key in Key::per_bdi() {
+                if value_of(&cells.configured, key) != value_of(new, key) {
+                    cells.live.set(key, value_of(new, key));
+                }
+            }
+            cells.configured.clone_from(new);
+        }
+        self.bdis.retain(|_, cells| cells.here || !cells.configured.is_empty());
+        for (name, configured) in &configured.bdis {
+            self.bdis.entry(name.clone()).or_insert_with(|| BdiCells {
+                configured: configured.clone(),
+                live: BdiLive::new(configured),
+                here: false,
+            });
+        }
+        self.settle_bdis();
+        self.bdi_changes(before)
+    }
+
+    fn bdi_values(&self) -> Vec<(String, Key, u64)> {
+        let of = |(name, cells): (&String, &BdiCells)| {
+            let value = |key| (name.clone(), key, cells.live.get(key));
+            Key::per_bdi().map(value).collect::<Vec<_>>()
+        };
+        self.bdis.iter().flat_map(of).collect()
+    }
+
+    /// Where parts do not fit together, the configuration's count: those do.
+    fn settle_bdis(&self) {
+        let crossed =
+            |cells: &BdiCells| cells.live.get(Key::MinRatio) > cells.live.get(Key::MaxRatio);
+        if self.kept(None) > whole() || self.bdis.values().any(crossed) {
+            for cells in self.bdis.values() {
+                for key in [Key::MinRatio, Key::MaxRatio] {
+                    cells.live.set(key, value_of(&cells.configured, key));
+                }
+            }
+        }
+    }
+
+    fn bdi_changes(&self, before: Vec<(String, Key, u64)>) -> Vec<Change> {
+        let change = |(name, key, from): (String, Key, u64)| {
+            let to = self.bdis.get(&name)?.live.get(key);
+            (from != to).then_some(Change { key, volume: None, bdi: Some(name), from, to })
+        };
+        before.into_iter().filter_map(change).collect()
+    }
+}
+
+fn whole() -> u64 {
+    u64::from(Percent::WHOLE.parts_per_million())
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::super::Configured;
+    use super::*;
+
+    fn configured(bdis: &[(&str, &[(Key, u64)])]) -> Configured {
+        let bdi = |(name, own): &(&str, &[(Key, u64)])| {
+            ((*name).to_owned(), own.iter().copied().collect())
+        };
+        Configured { bdis: bdis.iter().map(bdi).collect(), ..Configured::default() }
+    }
+
+    fn kind<T: std::fmt::Debug>(outcome: Result<T, ParameterError>) -> ErrorKind {
+        outcome.unwrap_err().kind
+    }
+
+    #[test]
+    fn a_device_has_what_the_file_says_until_it_is_set_and_loses_that_with_its_volumes() {
+        let parameters = Parameters::new(&configured(&[("array", &[(Key::MaxBytes, 8 << 20)])]));
+        assert_eq!(parameters.bdis_without_volumes(), ["array"]);
+        let (array, disk) = (parameters.bdi_arrives("array"), parameters.bdi_arrives("8:0"));
+        assert_eq!((array.get(Key::MaxBytes), disk.get(Key::MaxBytes)), (8 << 20, 0));
+        assert_eq!(disk.get(Key::MaxRatio), 1_000_000);
+        assert!(parameters.bdis_without_volumes().is_empty());
+
+        let change = parameters.set_bdi("max_bytes", "array", &json!("16M")).unwrap();
+        assert_eq!(
+            (change.from, change.to, array.get(Key::MaxBytes)),
+            (8 << 20, 16 << 20, 16 << 20)
+        );
+        assert_eq!(parameters.get_bdi("max_bytes", "array").unwrap().origin, Origin::RunTime);
+        parameters.set_bdi("strict_limit", "8:0", &json!("on")).unwrap();
+        parameters.set_bdi("max_ratio", "8:0", &json!(12.5)).unwrap();
+        assert_eq!((disk.get(Key::StrictLimit), disk.get(Key::MaxRatio)), (1, 125_000));
+        parameters.unset_bdi("max_bytes", "array").unwrap();
+        assert_eq!(array.get(Key::MaxBytes), 8 << 20);
+
+        parameters.set_bdi("max_bytes", "array", &json!(1 << 20)).unwrap();
+        parameters.bdi_leaves("array");
+        parameters.bdi_leaves("8:0");
+        assert_eq!(parameters.get_bdi("max_bytes", "array").unwrap().value, 8 << 20);
+        assert_eq!(kind(parameters.list_bdi("8:0")), ErrorKind::UnknownBdi);
+    }
+
+    #[test]
+    fn a_reload_keeps_what_was_set_unless_the_file_changed_it() {
+        let file = |bytes, part| {
+            configured(&[("array", &[(Key::MaxBytes, bytes), (Key::MinRatio, part)])])
+        };
+        let parameters = Parameters::new(&file(1 << 20, 100_000));
+        let array = parameters.bdi_arrives("array");
+        parameters.set_bdi("max_bytes", "array", &json!("2M")).unwrap();
+        assert_eq!(parameters.reload(&file(1 << 20, 200_000)).len(), 1);
+        assert_eq!((array.get(Key::MaxBytes), array.get(Key::MinRatio)), (2 << 20, 200_000));
+        let changes = parameters.reload(&file(3 << 20, 200_000));
+        assert_eq!(changes[0].bdi.as_deref(), Some("array"));
+        assert_eq!(array.get(Key::MaxBytes), 3 << 20);
+        // The section leaves the file, the volumes stay.
+        parameters.reload(&configured(&[]));
+        assert_eq!((array.get(Key::MaxBytes), array.get(Key::MinRatio)), (0, 0));
+        assert_eq!(parameters.list_bdi("array").unwrap().len(), 4);
+    }
+
+    #[test]
+    fn parts_fit_together() {
+        let parameters = Parameters::new(&Configured::default());
+        let (a, b) = (parameters.bdi_arrives("a"), parameters.bdi_arrives("b"));
+        parameters.set_bdi("min_ratio", "a", &json!(60)).unwrap();
+        let error = parameters.set_bdi("min_ratio", "b", &json!(41)).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Conflict);
+        assert!(error.remedy.contains("choose 40 or less"), "{error}");
+        parameters.set_bdi("min_ratio", "b", &json!("40%")).unwrap();
+        assert_eq!(kind(parameters.set_bdi("max_ratio", "a", &json!(59))), ErrorKind::Conflict);
+        parameters.set_bdi("max_ratio", "b", &json!(50)).unwrap();
+        assert_eq!(kind(parameters.set_bdi("min_ratio", "b", &json!(51))), ErrorKind::Conflict);
+        // What the file says now does not fit what was set: the file's counts for all.
+        parameters.reload(&configured(&[("b", &[(Key::MinRatio, 450_000)])]));
+        assert_eq!((a.get(Key::MinRatio), b.get(Key::MinRatio)), (0, 450_000));
+    }
+
+    #[test]
+    fn names_that_are_not_there() {
+        let parameters = Parameters::new(&configured(&[("array", &[])]));
+        let error = parameters.get_bdi("max_bytes", "aray").unwrap_err();
+        assert_eq!(error.remedy, "did you mean `array`?");
+        assert_eq!(kind(parameters.get_bdi("log", "array")), ErrorKind::NotPerBdi);
+        let error = parameters.set("max_bytes", None, &json!(0)).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::NotPerBdi);
+        assert!(error.remedy.contains("--bdi"), "{error}");
+        assert_eq!(
+            kind(parameters.set_bdi("max_bytes", "array", &json!(1))),
+            ErrorKind::OutOfRange
+        );
+        assert_eq!(
+            kind(parameters.set_bdi("max_ratio", "array", &json!(0))),
+            ErrorKind::OutOfRange
+        );
+    }
+
+    proptest! {
+        /// Whatever is set, loaded, or comes and goes: the controller accepts it.
+        #[test]
+        fn what_is_in_force_fits(steps in prop::collection::vec((0u8..6, 0u8..3, 0u64..=1_000_000), 1..60)) {
+            let parameters = Parameters::new(&Configured::default());
+            for (what, bdi, value) in steps {
+                let name = bdi.to_string();
+                let text = json!(Percent::new(u32::try_from(value).unwrap()).to_string());
+                match what {
+                    0 => drop(parameters.bdi_arrives(&name)),
+                    1 => parameters.bdi_leaves(&name),
+                    2 => drop(parameters.set_bdi("min_ratio", &name, &text)),
+                    3 => drop(parameters.set_bdi("max_ratio", &name, &text)),
+                    4 => drop(parameters.unset_bdi("max_ratio", &name)),
+                    _ => drop(parameters.reload(&configured(&[(&name, &[(Key::MinRatio, value)])]))),
+                }
+                let state = parameters.lock();
+                prop_assert!(state.kept(None) <= whole());
+                for cells in state.bdis.values() {
+                    prop_assert!(cells.live.get(Key::MinRatio) <= cells.live.get(Key::MaxRatio));
+                }
+            }
+        }
+    }
+}
