@@ -67,9 +67,10 @@ bench-memory: ## Elastic memory beside plain ways to hold it; figures on stdout,
 	@test -n "$(BENCH)" || cargo build --locked --release --quiet -p ebbd -p testbed --bin ebbd --bin bench-pool
 	@test -n "$(BENCH)" || "$(TARGET)/release/bench-pool"
 
-bench-writeback: ## The law of writeback beside Linux's, simulated; figures on stdout, progress on stderr
+bench-writeback: ## Writeback, simulated and on slow stores, and killed under a guest; figures on stdout, progress on stderr
 	@packaging/install-build-deps >&2
-	@cargo build --locked --release --quiet -p testbed --bin bench-writeback
+	@testbed/install >&2
+	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-writeback
 	@"$(TARGET)/release/bench-writeback" $(BENCH)
 
 bench-xen: ## ebbd beside xen-blkback and QEMU's qdisk on real Xen; figures on stdout, progress on stderr

@@ -26,6 +26,7 @@ pub mod server;
 pub mod student;
 pub mod syscalls;
 pub mod workdir;
+pub mod writeback;
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};

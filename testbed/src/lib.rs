@@ -29,6 +29,7 @@ pub mod binary;
 pub mod error;
 pub mod guest;
 pub mod kernel;
+pub mod journal;
 pub mod ledger;
 pub mod nbd;
 pub mod nbdkit;

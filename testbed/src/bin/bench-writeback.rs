@@ -2,13 +2,13 @@
 //! ok|short`; the log goes to stderr. The peer is Linux's present law.
 //!
 //! Figures are costs: less is better, so that what is to be at least 99 % busy is shown as at most
-//! 1 % idle. Each group of figures is one function in [`GROUPS`]; those of real devices stand beside
-//! the simulated ones there.
+//! 1 % idle. First come simulated devices, then real ones, which are slow stores behind a daemon.
 //!
 //! Exit status: 0 when everything ran (a missed bar is said in its line), 1 when something failed to
 //! run, 2 for bad usage.
 
 use std::io::{self, Write};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use ebb_writeback::Law;
@@ -16,18 +16,36 @@ use ebb_writeback::sim::figure::{self, Figure as Measured};
 use ebb_writeback::sim::report::measure;
 use ebb_writeback::sim::scenario::{ALL, Scenario};
 use testbed::bench::figure::{Bar, Figure};
+use testbed::bench::writeback::{self, Options};
 
 const HELP: &str = "\
-usage: bench-writeback [--only PATTERN]
+usage: bench-writeback [--only PATTERN] [--real DIR]
 
   --only PATTERN  only figures whose name contains PATTERN
+  --real DIR      real devices only, with plots and a table of them written to DIR
 ";
 
 type Print<'a> = &'a mut dyn FnMut(&Figure) -> io::Result<()>;
-type Group = fn(Print) -> Result<(), String>;
 
-/// What is measured, in order: a name for the log, and how.
-const GROUPS: [(&str, Group); 1] = [("simulated devices", simulated)];
+/// What the person asked for.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Asked {
+    only: Option<String>,
+    real: Option<PathBuf>,
+}
+
+fn parse(arguments: &[String]) -> Option<Asked> {
+    let mut asked = Asked::default();
+    for pair in arguments.chunks(2) {
+        let [option, value] = pair else { return None };
+        match option.as_str() {
+            "--only" => asked.only = Some(value.clone()),
+            "--real" => asked.real = Some(value.into()),
+            _ => return None,
+        }
+    }
+    Some(asked)
+}
 
 /// All scenarios in the simulator.
 fn simulated(print: Print) -> Result<(), String> {
@@ -94,18 +112,35 @@ fn log(text: &str) {
     let _ = writeln!(io::stderr().lock(), "bench-writeback: {text}");
 }
 
+fn run(asked: Asked, mut print: impl FnMut(&Figure) -> io::Result<()>) -> bool {
+    let mut failed = false;
+    if asked.real.is_none() {
+        log("simulated devices");
+        if let Err(error) = simulated(&mut print) {
+            log(&format!("simulated devices: {error}"));
+            failed = true;
+        }
+    }
+    log("real devices");
+    match writeback::run(&Options { only: asked.only, out: asked.real }, print) {
+        Ok(0) => failed,
+        Ok(_) => true,
+        Err(error) => {
+            log(&format!("real devices: {error}"));
+            true
+        }
+    }
+}
+
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let only = match &arguments[..] {
-        [] => None,
-        [option, pattern] if option == "--only" => Some(pattern.as_str()),
-        _ => {
-            log(HELP);
-            return ExitCode::from(2);
-        }
+    let Some(asked) = parse(&arguments) else {
+        log(HELP);
+        return ExitCode::from(2);
     };
-    let mut print = |figure: &Figure| {
-        if only.is_some_and(|pattern| !figure.name.contains(pattern)) {
+    let only = asked.only.clone();
+    let print = |figure: &Figure| {
+        if only.as_ref().is_some_and(|pattern| !figure.name.contains(pattern.as_str())) {
             return Ok(());
         }
         // Flushed line by line, so that a long run can be followed through a pipe.
@@ -113,13 +148,22 @@ fn main() -> ExitCode {
         writeln!(stdout, "{figure}")?;
         stdout.flush()
     };
-    let mut failed = false;
-    for (name, group) in GROUPS {
-        log(name);
-        if let Err(error) = group(&mut print) {
-            log(&format!("{name} FAILED: {error}"));
-            failed = true;
-        }
+    if run(asked, print) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_come_in_pairs() {
+        let parse = |words: &[&str]| {
+            super::parse(&words.iter().map(ToString::to_string).collect::<Vec<_>>())
+        };
+        assert_eq!(parse(&[]), Some(Asked::default()));
+        let both = Asked { only: Some("r2".into()), real: Some("/d".into()) };
+        assert_eq!(parse(&["--only", "r2", "--real", "/d"]), Some(both));
+        assert_eq!(parse(&["--only"]), None);
+        assert_eq!(parse(&["--fast", "x"]), None);
     }
-    if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }

@@ -1,0 +1,98 @@
+//! Writeback on real devices: slow stores made with `nbdkit`, behind a real daemon, under real writers;
+//! beside them the same scenario in the simulator.
+//!
+//! Invariants:
+//! - A scenario is one value, a simulator's [`Setup`](ebb_writeback::sim::world::Setup): the devices, the daemon and
+//!   the writers are made from it, and so is the simulated run. Nothing is fitted to what came out.
+//! - Figures of both are taken by the same functions from the same kind of samples.
+//! - How far the two are apart is said in two ways, each with a bar of 20 %. Of a curve: the mean
+//!   distance of what is held (and of the thresholds) over the whole run, as a part of the device's
+//!   threshold at the end of its load. Of a figure that has a bar: the distance as a part of that bar.
+//! - What compares two ways of serving runs A B A B in one go.
+
+pub mod curves;
+pub mod devices;
+pub mod speed;
+
+use std::io;
+use std::path::PathBuf;
+
+use super::figure::{Bar, Figure};
+use super::workdir::Workdir;
+use super::{Error, daemon_path, io_context, log, place, process};
+use crate::binary::Build;
+use crate::journal::kill_daemons;
+use crate::pattern::Random;
+
+/// What the person asked for.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Options {
+    /// Only figures whose name contains this text.
+    pub only: Option<String>,
+    /// Where to write plots and the table of real runs.
+    pub out: Option<PathBuf>,
+}
+
+impl Options {
+    fn wants(&self, prefix: &str, names: &[&str]) -> bool {
+        let Some(only) = &self.only else { return true };
+        prefix.contains(only.as_str())
+            || names.iter().any(|name| format!("{prefix}{name}").contains(only.as_str()))
+    }
+
+    fn wants_one(&self, name: &str) -> bool {
+        self.only.as_ref().is_none_or(|only| name.contains(only.as_str()))
+    }
+}
+
+/// File systems of a guest that are not clean after their daemon was killed, of twenty.
+const KILLS: &str = "writeback_ext4_not_clean_of_20_kills";
+
+/// Kills daemons under a guest's file systems.
+fn killed() -> Result<Vec<Figure>, Error> {
+    let report = kill_daemons(20, Build::Release, Random::seed(0xebb_b011))?;
+    for broken in &report.broken {
+        log(broken);
+    }
+    log(format_args!("{KILLS}: {} kills, {} promises", report.kills, report.promised));
+    let (ours, bar) = (report.broken.len() as f64, Bar::AtMost(0.0));
+    Ok(vec![Figure { name: KILLS.into(), ours, peer: None, bar }])
+}
+
+/// Runs everything the options ask for and hands each finished figure to `print`.
+///
+/// Returns the number of measurements that failed to run; each was logged.
+///
+/// # Errors
+/// [`Error`] when nothing can be measured at all: a tool or the daemon is missing, no directory can
+/// be made, or `print` fails.
+pub fn run(
+    options: &Options,
+    mut print: impl FnMut(&Figure) -> io::Result<()>,
+) -> Result<usize, Error> {
+    let daemon = daemon_path()?;
+    process::describe_machine(&daemon, &["fio", "nbdkit"])?;
+    let work = Workdir::without_disk(&place()?)?;
+    let mut failed = 0;
+    let mut report = |name: &str, result: Result<Vec<Figure>, Error>| match result {
+        Ok(figures) => figures
+            .iter()
+            .filter(|figure| options.wants_one(&figure.name))
+            .try_for_each(&mut print)
+            .map_err(io_context("writing a figure to stdout")),
+        Err(error) => {
+            failed += 1;
+            log(format_args!("{name} FAILED: {error}"));
+            Ok(())
+        }
+    };
+    curves::all(&daemon, &work, options, &mut report)?;
+    if speed::NAMES.iter().any(|name| options.wants("", &[name])) {
+        report("speed", speed::all(&daemon, &work))?;
+    }
+    if options.wants("", &[KILLS]) {
+        report(KILLS, killed())?;
+    }
+    process::describe_load();
+    Ok(failed)
+}

@@ -1,0 +1,20 @@
+//! A guest's ext4 on a writeback volume outlives `kill -9` of the daemon: three times here, twenty times
+//! in `make bench-writeback`. `EBBD_KILLS` asks for another number.
+
+use testbed::binary::Build;
+use testbed::journal::kill_daemons;
+use testbed::pattern::Random;
+use testbed::{Error, Result, check};
+
+#[test]
+fn ext4_is_clean_after_its_journal_is_replayed_whenever_the_daemon_was_killed() -> Result {
+    let count = match std::env::var("EBBD_KILLS") {
+        Ok(text) => text.parse().map_err(|_| Error::unexpected("EBBD_KILLS is a number"))?,
+        Err(_) => 3,
+    };
+    let report = kill_daemons(count, Build::AsTests, Random::seed(0xebb_b010))?;
+    check(report.kills == count && report.promised >= 3 * count as u64, || {
+        format!("{} kills, {} promises", report.kills, report.promised)
+    })?;
+    check(report.broken.is_empty(), || report.broken.join("\n"))
+}
