@@ -416,7 +416,7 @@ fn a_silent_server_is_seen_and_given_up_after_the_time_that_was_set() {
         let mut silent = 0;
         while !read.is_finished() {
             silent = silent.max(state().silent_seconds);
-            std::thread::sleep(Duration::from_millis(50));
+            std::thread::park_timeout(Duration::from_millis(50));
         }
         let error = read.join().unwrap().unwrap_err();
         assert_eq!(error.kind, ErrorKind::Io, "{error:?}");

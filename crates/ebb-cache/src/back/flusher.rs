@@ -262,7 +262,7 @@ impl VolumeCache {
     /// cache has other users: a task of one worker.
     pub async fn run_flusher(self: Arc<Self>, io: Io, store: Arc<Store>) {
         let crew = Rc::new(Crew::new(io.pool().take(RESERVE).await));
-        let mut rested = false;
+        let mut resting: Option<Instant> = None;
         while Arc::strong_count(&self) > 1 + crew.in_flight.get()
             && !self.back.ended.load(Ordering::SeqCst)
         {
@@ -270,15 +270,15 @@ impl VolumeCache {
             let bytes = match self.order(now, crew.not_before.get(), crew.in_flight.get()) {
                 Order::Write(bytes) => bytes.clamp(PAGE_BYTES, CLUSTER_MAX),
                 Order::Wait(time) => {
-                    if rested && time == LOOK_UP {
+                    resting = (time == LOOK_UP).then(|| *resting.get_or_insert(now));
+                    if resting.is_some_and(|since| now - since >= LOOK_UP) {
                         crew.dismiss();
                     }
-                    rested = time == LOOK_UP;
                     self.back.work.wait(&io, time).await;
                     continue;
                 }
             };
-            rested = false;
+            resting = None;
             // The one that is always there, or another one.
             let own = crew.reserve.borrow_mut().take();
             let (mut buf, is_reserve) = match (own, io.pool().try_take(bytes)) {

@@ -30,8 +30,9 @@ use crate::nbd::{Client, Failure};
 
 /// Size of each device and of the region a writer goes round in: more than is ever held.
 const BYTES: u64 = 1 << 30;
-/// What the daemon keeps in its cache whatever the host says, so that nothing has to be read again.
-const FLOOR: &str = "64M";
+/// What the daemon keeps in its cache whatever the host says: more than is ever dirty, since what finds no
+/// place in memory goes through to the store at its speed.
+const FLOOR: &str = "512M";
 
 fn failed(program: &str, what: impl Into<String>) -> Error {
     Error::Failed { program: program.into(), what: what.into() }
