@@ -198,7 +198,7 @@ fn show_cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
     };
     let mut out = format!(
         "\ncache    bufspace {}{limit}, bufwiredspace {}, bufkvaspace {}; {}\n\
-         reads    {} found, {} not; rewired {} kept, {} lost; {} evicted\n",
+         reads    {} found, {} not; rewired {} kept, {} lost; {} evicted, {} of it for others on the host\n",
         bytes(cache.bufspace_bytes),
         bytes(cache.bufwiredspace_bytes),
         bytes(cache.bufkvaspace_bytes),
@@ -208,6 +208,7 @@ fn show_cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
         bytes(cache.rewire_kept_bytes),
         bytes(cache.rewire_lost_bytes),
         bytes(cache.evicted_bytes),
+        bytes(cache.receded_bytes),
     );
     let titles =
         ["CACHED", "MODE", "DIRTY", "BUFSPACE", "WIRED", "KVA", "HIT", "FOUND", "MISSED", "LOST"];

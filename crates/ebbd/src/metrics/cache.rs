@@ -20,6 +20,10 @@ pub(super) fn encode(cache: &CacheStat, stat: &Stat, out: &mut Out<'_>) -> fmt::
     ] {
         out.gauge((name, help), Some(&Unit::Bytes), float(value))?;
     }
+    out.counter(
+        ("ebbd_cache_receded_bytes", "Bytes returned because the host was about to need them"),
+        cache.receded_bytes,
+    )?;
     let volumes = |value: Value| {
         stat.volumes.iter().filter_map(move |volume| {
             let own = volume.cache.as_ref()?;

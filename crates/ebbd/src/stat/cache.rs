@@ -38,6 +38,9 @@ pub struct CacheStat {
     pub reclaimed_bytes: u64,
     /// Bytes given up for others.
     pub evicted_bytes: u64,
+    /// Of them, returned because the host was about to need them.
+    #[serde(default)]
+    pub receded_bytes: u64,
 }
 
 /// What the cache does for a volume.
@@ -91,6 +94,7 @@ impl From<&CacheStats> for CacheStat {
             rewire_lost_bytes: bytes(total.lost_hits),
             reclaimed_bytes: bytes(total.reclaimed),
             evicted_bytes: bytes(total.evictions),
+            receded_bytes: stats.receded,
         }
     }
 }
