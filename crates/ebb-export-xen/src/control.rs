@@ -393,6 +393,7 @@ impl Control {
         let name = get("params")?.unwrap_or_default();
         let mode = get("mode")?.unwrap_or_default();
         let discard = get("discard-enable")?.is_none_or(|value| value != "0");
+        let flush = get("flush-enable")?.is_none_or(|value| value != "0");
         let cdrom = get("device-type")?.is_some_and(|value| value == "cdrom");
         let removable = get("removable")?.is_some_and(|value| value == "1");
         let plain = name.strip_prefix("ebbd:").unwrap_or(&name);
@@ -403,7 +404,7 @@ impl Control {
         let bits = [(cdrom, INFO_CDROM), (removable, INFO_REMOVABLE), (read_only, INFO_READ_ONLY)];
         let info = bits.iter().filter(|(on, _)| *on).map(|(_, bit)| bit).sum();
         let persistent = self.parameters.feature_persistent();
-        Ok(Offer { volume, pool, read_only, discard, info, persistent })
+        Ok(Offer { volume, pool, read_only, discard, flush, info, persistent })
     }
 
     fn offer(&mut self, key: &Key) -> Result<(), DeviceError> {

@@ -110,6 +110,8 @@ pub(crate) struct Offer {
     pub(crate) pool: Arc<PoolParameters>,
     pub(crate) read_only: bool,
     pub(crate) discard: bool,
+    /// Flushes are offered; without them frontends use barriers.
+    pub(crate) flush: bool,
     pub(crate) info: u32,
     pub(crate) persistent: bool,
 }
@@ -125,7 +127,7 @@ impl Offer {
         nodes.insert("feature-max-indirect-segments", MAX_SEGMENTS.to_string());
         nodes.insert("multi-queue-max-queues", settings.max_queues.to_string());
         nodes.insert("max-ring-page-order", MAX_RING_ORDER.to_string());
-        nodes.insert("feature-flush-cache", flag(changes));
+        nodes.insert("feature-flush-cache", flag(changes && self.flush));
         nodes.insert("feature-barrier", flag(changes));
         nodes.insert("feature-persistent", flag(self.persistent));
         if self.discard {

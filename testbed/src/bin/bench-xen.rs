@@ -9,19 +9,21 @@ use std::process::ExitCode;
 use testbed::Result;
 use testbed::bench::daemon_path;
 use testbed::bench::figure::Figure;
-use testbed::xen::bench;
+use testbed::xen::bench::{self, Pressure};
 
 const HELP: &str = "\
-usage: bench-xen [--only side|pressure|pressure-copy]
-Boot Xen and compare ebbd with the kernel's xen-blkback and QEMU's qdisk; then the test of memory
-pressure at the daemon's defaults, and without persistent grants. Each is a boot of minutes.
+usage: bench-xen [--only side|cap|pressure|pressure-copy|pressure-drop]
+Boot Xen and compare ebbd with the kernel's xen-blkback and QEMU's qdisk; measure what a guest past
+the cap of grants costs its neighbour; then the test of memory pressure: at the daemon's defaults,
+without persistent grants, and with idle memory that only a sign of pressure takes away.
+Each is a boot of minutes.
 Environment: EBBD_BIN, the daemon to measure (target/release/ebbd).
 ";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let parts = ["side", "pressure", "pressure-copy"];
+    let parts = ["side", "cap", "pressure", "pressure-copy", "pressure-drop"];
     let wanted = match words[..] {
         [] => parts.to_vec(),
         ["--only", part] if parts.contains(&part) => vec![part],
@@ -42,7 +44,15 @@ fn main() -> ExitCode {
         log(&format!("booting for {part}"));
         let figures = match part {
             "side" => bench::side_by_side(&daemon),
-            _ => bench::pressure(&daemon, part == "pressure"),
+            "cap" => bench::cap(),
+            _ => bench::pressure(
+                &daemon,
+                Pressure {
+                    persistent: part != "pressure-copy",
+                    idle_memory: if part == "pressure-drop" { "drop" } else { "lend" },
+                    rounds: 2,
+                },
+            ),
         };
         if let Err(error) = figures.and_then(|figures| print(&figures)) {
             log(&format!("{part} FAILED: {error}"));

@@ -4,6 +4,12 @@
 //! Times are instructions (see [`super`]): of the whole machine, guest and dom0, for one operation.
 //! A figure is the median of its rounds, which take turns.
 
+mod cap;
+mod pressure;
+
+pub use cap::cap;
+pub use pressure::{Pressure, pressure};
+
 use super::trace::{EVENT_CHANNEL, GRANT_TABLE, Hypercalls};
 use super::{Machine, Outcome};
 use crate::bench::figure::{Bar, Better, Figure};
@@ -83,54 +89,4 @@ fn calls(outcome: &Outcome, phase: &str) -> Result<Hypercalls> {
     let path = outcome.out().join(format!("{phase}.trace"));
     let bytes = std::fs::read(&path).map_err(Error::io(path.display().to_string()))?;
     Ok(Hypercalls::read(&bytes, 0))
-}
-
-/// Runs the seed's test of memory pressure for each length of a squeeze, with or without persistent
-/// grants.
-///
-/// # Errors
-/// As [`side_by_side`].
-pub fn pressure(daemon: &Path, persistent: bool) -> Result<Vec<Figure>> {
-    let load = binary::release("testbed", "guest-load")?;
-    let outcome = Machine::new(include_str!("bench/pressure.sh"))
-        .file("pressure-guest.sh", include_str!("bench/pressure-guest.sh"))
-        .file("persistent", if persistent { "on" } else { "off" })
-        .guest(1, 512)
-        .dom0_mib(600)
-        .program(daemon)
-        .program(&load)
-        .guest_program(&load)
-        .limit(Duration::from_secs(3000))
-        .ok()?;
-    let mode = if persistent { "persistent" } else { "copy" };
-    let mut figures = Vec::new();
-    for answer in outcome.answers("swap") {
-        let words: Vec<&str> = answer.split(' ').collect();
-        let [squeeze, phase, numbers @ ..] = words.as_slice() else { continue };
-        let numbers: Vec<f64> = numbers.iter().filter_map(|n| n.parse().ok()).collect();
-        let [in_before, out_before, in_after, out_after] = numbers[..] else { continue };
-        // The bar is on the defaults: disks in turn, with a squeeze of 10 ms.
-        let bar = match (*squeeze, *phase) {
-            ("10", "turns") => Bar::AtMost(1000.0),
-            _ => Bar::None,
-        };
-        for (what, before, after) in
-            [("pswpin", in_before, in_after), ("pswpout", out_before, out_after)]
-        {
-            let name = format!("xen_pressure_{mode}_{phase}_squeeze_{squeeze}ms_{what}");
-            figures.push(Figure { name, ours: after - before, peer: None, bar });
-        }
-    }
-    for answer in outcome.answers("peer.seconds") {
-        let words: Vec<&str> = answer.split(' ').collect();
-        let [squeeze, phase, start, end] = words[..] else { continue };
-        if let (Ok(start), Ok(end)) = (start.parse::<f64>(), end.parse::<f64>()) {
-            let name = format!("xen_pressure_{mode}_{phase}_squeeze_{squeeze}ms_seconds");
-            figures.push(Figure { name, ours: end - start, peer: None, bar: Bar::None });
-        }
-    }
-    match figures.is_empty() {
-        true => Err(outcome.unexpected("figures")),
-        false => Ok(figures),
-    }
 }

@@ -45,13 +45,16 @@ node() { xenstore-read "$1" 2>/dev/null || true; }
 
 # The next processors that no guest has: each has its own, and dom0 the first.
 next_cpu=1
+# The disk with programs for guests.
+tools_disk='format=raw,backendtype=phy,vdev=xvdy,access=r,target=/dev/vdc'
+# For `xl create`: no process stays behind. A guest that restarts needs one: then this is empty.
+create_options=-e
 
 # Starts a guest: guest NAME SCRIPT VCPUS MIB [DISK, as in xl's configuration]...
 guest() {
     local name=$1 script=$2 vcpus=$3 mib=$4 first=$next_cpu disk
     shift 4
-    # The disk with programs for guests, if there is one.
-    if [ -b /dev/vdc ]; then set -- "$@" 'format=raw,backendtype=phy,vdev=xvdy,access=r,target=/dev/vdc'; fi
+    if [ -b /dev/vdc ]; then set -- "$@" "$tools_disk"; fi
     next_cpu=$((next_cpu + vcpus))
     mkdir -p "/run/g/$name/job"
     cp "$script" "/run/g/$name/job/run.sh"
@@ -68,12 +71,14 @@ guest() {
         echo "cpus='$first-$((next_cpu - 1))'"
         echo "tsc_mode='native'"
         echo "on_poweroff='preserve'"
+        echo "on_reboot='restart'"
         echo "on_crash='preserve'"
         echo "disk=["
         for disk in "$@"; do echo "'$disk',"; done
         echo "]"
     } >"/run/$name.cfg"
-    xl create -q -e "/run/$name.cfg"
+    # shellcheck disable=SC2086 # none or one
+    xl create -q $create_options "/run/$name.cfg"
 }
 guest_log() { echo "/var/log/xen/console/guest-$1.log"; }
 domid() { xl domid "$1"; }

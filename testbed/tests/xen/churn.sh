@@ -1,19 +1,48 @@
-# Verified load on a raw disk: fio with requests of many pages, then content that survives its daemon.
+# Verified load on raw disks: fio with requests of many pages, then content that survives its daemon,
+# parameters that change meanwhile, disks without persistent grants and with barriers.
 tools
 ask disk
 wait_disk xvdb
+say segments "$(cat /sys/block/xvdb/queue/max_segments)"
 fio --name=verify --filename=/dev/xvdb --rw=randwrite --bs=4k-256k --size=24m --direct=1 \
     --ioengine=libaio --iodepth=16 --verify=crc32c --verify_fatal=1 --minimal >/tmp/fio || {
     cat /tmp/fio
     exit 1
 }
 say fio ok
-ask kill
-say churn "$(guest-load /dev/xvdb churn 32 6 1)"
-ask killed
-say churn "$(guest-load /dev/xvdb churn 32 1 2)"
+# Until dom0 says that it is enough; the next load begins anew.
+load() {
+    ask "$1"
+    while [ "$(xenstore-read data/load)" = "$1" ]; do say churn "$(guest-load /dev/xvdb churn 32 1 "$2")"; done
+    ask "$1-end"
+}
+load kill 1
+load restart 2
+load parameters 3
+ask counts
+wait_disk xvde
+count() {
+    # Grants are mapped when they are first used, and each processor has a ring of its own.
+    taskset 1 guest-load "/dev/$2" rr 4k 32 1000
+    ask "$1"
+    taskset 1 guest-load "/dev/$2" rr 4k 32 20000
+    ask end
+}
+ask idle
+ask end
+count persistent xvde
 # Known to the frontend when the next disk connects.
 echo N >/sys/module/xen_blkfront/parameters/feature_persistent
 ask plain
 wait_disk xvdc
-say plain "$(guest-load /dev/xvdc churn 32 1 3)"
+say plain "$(guest-load /dev/xvdc churn 32 1 4)"
+count copy xvdc
+ask barrier
+wait_disk xvdd
+# Without a flush of its own a frontend writes what must be stable behind a barrier.
+say fua "$(cat /sys/block/xvdd/queue/fua)"
+for i in 1 2 3 4 5; do
+    dd if=/tools/bin/guest-load of=/dev/xvdd bs=64k seek=$i count=1 conv=fsync 2>/dev/null
+    dd if=/tools/bin/guest-load of=/dev/xvdd bs=4k seek=$((i * 100)) count=1 oflag=direct conv=fsync 2>/dev/null
+done
+say barriers ok

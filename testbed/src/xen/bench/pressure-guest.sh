@@ -1,4 +1,4 @@
-# Writes on 23 disks: one after the other three times over, then on all at once.
+# Writes on 23 disks: one after the other three times over, then on all at once; for each setting.
 tools
 ask mode
 if [ "$(xenstore-read data/persistent)" = off ]; then
@@ -7,18 +7,24 @@ fi
 ask disks
 names="b c d e f g h i j k l m n o p q r s t u v w x"
 for letter in $names; do wait_disk xvd$letter; done
-for squeeze in 0 1 10 100; do
+now() { cut -d' ' -f1 /proc/uptime; }
+while :; do
+    ask setting
+    setting=$(xenstore-read data/setting)
+    [ "$setting" != end ] || break
     ask turns
-    start=$(cut -d' ' -f1 /proc/uptime)
+    start=$(now)
     for pass in 1 2 3; do
-        for letter in $names; do guest-load /dev/xvd$letter rw 128k 32 600 >/dev/null; done
+        for letter in $names; do guest-load /dev/xvd$letter rw 128k 32 128 >/dev/null; done
     done
+    end=$(now)
     ask turns-end
-    say seconds $squeeze turns $start $(cut -d' ' -f1 /proc/uptime)
+    say seconds $setting turns $start $end
     ask all
-    start=$(cut -d' ' -f1 /proc/uptime)
-    for letter in $names; do guest-load /dev/xvd$letter rw 128k 32 1500 >/dev/null & done
+    start=$(now)
+    for letter in $names; do guest-load /dev/xvd$letter rw 128k 32 192 >/dev/null & done
     wait
+    end=$(now)
     ask all-end
-    say seconds $squeeze all $start $(cut -d' ' -f1 /proc/uptime)
+    say seconds $setting all $start $end
 done
