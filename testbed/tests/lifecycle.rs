@@ -5,13 +5,14 @@ use std::fs;
 use std::os::unix::net::UnixDatagram;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
+use testbed::binary::{self, Build};
 use testbed::ledger::Ledger;
 use testbed::nbd::{Client, Failure, Handshake};
 use testbed::pattern::{Random, content};
 use testbed::process::until;
 use testbed::server::Setup;
 use testbed::writer::{Promise, Writer};
-use testbed::{Error, Result, Server, check};
+use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;
 const DISK: usize = 16 << 20;
@@ -144,6 +145,39 @@ fn volumes_are_not_mixed_up() -> Result {
         check(seen == content(stamp, 4096, 4096), || format!("volume {stamp} holds other data"))?;
     }
     drop(clients);
+    server.healthy()?;
+    server.stop()
+}
+
+#[test]
+fn a_volume_grows_while_it_is_used_and_shrinks_only_if_that_is_said() -> Result {
+    let setup = Setup::new()?.image("disk", MIB)?;
+    let control = setup.dir().join("control.sock");
+    let mut server = setup.arg("--control").arg(&control).start()?;
+    let resize = |arguments: &[&str]| -> Result<Tool> {
+        let tool = Tool::new(&binary::ebbd(Build::AsTests)?).arg("resize").args(arguments);
+        Ok(tool.arg("--control").arg(&control))
+    };
+    let mut early = Client::open(&server.socket(), "disk")?;
+    early.write(4096, &content(1, 4096, 4096), 0)?;
+    resize(&["disk", "2M"])?.ok()?;
+    let mut late = Client::open(&server.socket(), "disk")?;
+    late.write(2 * MIB - 4096, &content(2, 0, 4096), 0)?;
+    check(late.read(2 * MIB - 4096, 4096)? == content(2, 0, 4096), || "the new end".into())?;
+    check(early.read(4096, 4096)? == content(1, 4096, 4096), || "the old data".into())?;
+
+    for (arguments, word) in
+        [(&["disk", "1M"][..], "--shrink"), (&["disk", "1000"], "512"), (&["disc", "4M"], "disk")]
+    {
+        let refused = resize(arguments)?.run()?;
+        check(!refused.status.success() && refused.stderr.contains(word), || {
+            format!("{arguments:?}: {refused:?}")
+        })?;
+    }
+    check(late.read(2 * MIB - 4096, 4096)? == content(2, 0, 4096), || "kept".into())?;
+    resize(&["disk", "1M", "--shrink"])?.ok()?;
+    check(late.read(2 * MIB - 4096, 4096).is_err(), || "read past the end".into())?;
+    check(late.read(4096, 4096)? == content(1, 4096, 4096), || "what is left".into())?;
     server.healthy()?;
     server.stop()
 }

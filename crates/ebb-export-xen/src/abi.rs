@@ -7,6 +7,8 @@
 
 /// Bytes of the largest slot: a request of the 64-bit layout.
 pub const SLOT_BYTES: usize = 112;
+/// Words of it.
+pub const SLOT_WORDS: usize = SLOT_BYTES / 8;
 /// Segments within a ring slot.
 pub const MAX_DIRECT_SEGMENTS: usize = 11;
 /// Segment descriptors in a page of them.
@@ -82,15 +84,84 @@ impl Abi {
 
     /// What a 64-bit number behind `head` bytes of smaller ones is moved by.
     fn place(self) -> Places {
+        if self.is_narrow() { NARROW } else { WIDE }
+    }
+
+    /// What a slot's copy says before its segments, and where those are.
+    #[inline]
+    pub fn head(self, slot: &Slot) -> Head<'_> {
+        let at = if self.is_narrow() { &NARROW } else { &WIDE };
+        Head { slot, at }
+    }
+
+    /// Words of a slot that are in use, going by its first one.
+    #[inline]
+    pub fn used_words(self, first: u64) -> usize {
         if self.is_narrow() {
-            Places { id: 4, sector: 12, third: 20, segments: 20, grefs: 24 }
-        } else {
-            Places { id: 8, sector: 16, third: 24, segments: 24, grefs: 28 }
+            return SLOT_WORDS;
+        }
+        match byte(first, 0) {
+            op::READ | op::WRITE | op::WRITE_BARRIER | op::FLUSH_DISKCACHE => {
+                3 + usize::from(byte(first, 1)).min(MAX_DIRECT_SEGMENTS)
+            }
+            op::INDIRECT => 8,
+            op::DISCARD => 4,
+            _ => 2,
         }
     }
 }
 
+const NARROW: Places = Places { id: 4, sector: 12, third: 20, segments: 20, grefs: 24 };
+const WIDE: Places = Places { id: 8, sector: 16, third: 24, segments: 24, grefs: 28 };
+
+/// A request that is taken apart as far as it is looked at: most are reads and writes of a page.
+#[derive(Clone, Copy, Debug)]
+pub struct Head<'a> {
+    slot: &'a Slot,
+    at: &'static Places,
+}
+
+impl Head<'_> {
+    /// The operation.
+    #[inline]
+    pub fn code(&self) -> u8 {
+        byte(self.slot[0], 0)
+    }
+
+    /// The guest's name for it.
+    #[inline]
+    pub fn id(&self) -> u64 {
+        whole(self.slot, self.at.id)
+    }
+
+    /// The first sector.
+    #[inline]
+    pub fn sector(&self) -> u64 {
+        whole(self.slot, self.at.sector)
+    }
+
+    /// Segments within a read or write; more than [`MAX_DIRECT_SEGMENTS`] is a lie.
+    #[inline]
+    pub fn count(&self) -> u8 {
+        byte(self.slot[0], 1)
+    }
+
+    /// A segment of those, below [`MAX_DIRECT_SEGMENTS`].
+    #[inline]
+    pub fn segment(&self, number: usize) -> Segment {
+        Segment::from_word(whole(self.slot, self.at.segments + number * SEGMENT_BYTES))
+    }
+
+    /// Of an indirect request: the inner operation, how many segments, the grant of the first page
+    /// of their descriptors.
+    pub fn indirect(&self) -> (u8, u16, u32) {
+        let count = u16::from_le_bytes([byte(self.slot[0], 2), byte(self.slot[0], 3)]);
+        (byte(self.slot[0], 1), count, half(self.slot, self.at.grefs))
+    }
+}
+
 /// Where the fields of a request stand.
+#[derive(Debug)]
 struct Places {
     id: usize,
     sector: usize,
@@ -116,6 +187,13 @@ impl Segment {
     pub fn parse(bytes: &[u8; SEGMENT_BYTES]) -> Segment {
         let gref = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         Segment { gref, first: bytes[4], last: bytes[5] }
+    }
+
+    /// From its 8 bytes as a word.
+    #[inline]
+    pub fn from_word(word: u64) -> Segment {
+        let gref = u32::try_from(word & 0xffff_ffff).unwrap_or_default();
+        Segment { gref, first: byte(word, 4), last: byte(word, 5) }
     }
 
     /// Its 8 bytes.
@@ -224,10 +302,49 @@ pub enum Body {
     Unknown,
 }
 
-fn u32_at(bytes: &[u8; SLOT_BYTES], at: usize) -> u32 {
-    let mut raw = [0; 4];
-    raw.copy_from_slice(&bytes[at..at + 4]);
-    u32::from_le_bytes(raw)
+/// The private copy of a slot, in words: requests are taken apart by words, since that is the least
+/// work. Bytes stand in it as in the ring.
+pub type Slot = [u64; SLOT_WORDS];
+
+/// A slot's bytes as words.
+pub fn to_words(bytes: &[u8; SLOT_BYTES]) -> Slot {
+    let mut words = [0; SLOT_WORDS];
+    for (word, raw) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
+        *word = u64::from_le_bytes(*raw);
+    }
+    words
+}
+
+/// A slot's words as bytes.
+pub fn to_bytes(words: &Slot) -> [u8; SLOT_BYTES] {
+    let mut bytes = [0; SLOT_BYTES];
+    for (raw, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+        *raw = word.to_le_bytes();
+    }
+    bytes
+}
+
+/// The byte of a word.
+fn byte(word: u64, at: u32) -> u8 {
+    word.to_le_bytes()[at as usize]
+}
+
+/// Half of the words, `at` counted in bytes: a multiple of 4.
+#[inline]
+fn half(words: &Slot, at: usize) -> u32 {
+    let word = words[at / 8];
+    let word = if at.is_multiple_of(8) { word } else { word >> 32 };
+    // The lower half is all of it.
+    u32::try_from(word & 0xffff_ffff).unwrap_or_default()
+}
+
+/// A number of 64 bits at a multiple of 4 bytes.
+#[inline]
+fn whole(words: &Slot, at: usize) -> u64 {
+    if at.is_multiple_of(8) {
+        return words[at / 8];
+    }
+    u64::from(half(words, at)) | u64::from(half(words, at + 4)) << 32
 }
 
 fn u64_at(bytes: &[u8; SLOT_BYTES], at: usize) -> u64 {
@@ -239,34 +356,44 @@ fn u64_at(bytes: &[u8; SLOT_BYTES], at: usize) -> u64 {
 impl Request {
     /// Takes a slot's private copy apart. Never fails: what is no request is [`Body::Unknown`].
     pub fn parse(abi: Abi, slot: &[u8; SLOT_BYTES]) -> Request {
-        let at = abi.place();
-        let (id, code) = (u64_at(slot, at.id), slot[0]);
-        let sector = u64_at(slot, at.sector);
+        Request::from_words(abi, &to_words(slot))
+    }
+
+    /// As [`Request::parse`], from words.
+    #[inline]
+    pub fn from_words(abi: Abi, slot: &Slot) -> Request {
+        match abi.is_narrow() {
+            true => Request::at_places(&NARROW, slot),
+            false => Request::at_places(&WIDE, slot),
+        }
+    }
+
+    #[inline(always)]
+    fn at_places(at: &Places, slot: &Slot) -> Request {
+        let (id, code) = (whole(slot, at.id), byte(slot[0], 0));
+        let sector = whole(slot, at.sector);
         match code {
             op::READ | op::WRITE | op::WRITE_BARRIER | op::FLUSH_DISKCACHE => {
                 let mut segments = [Segment::default(); MAX_DIRECT_SEGMENTS];
-                for (number, segment) in segments.iter_mut().enumerate() {
-                    let mut raw = [0; SEGMENT_BYTES];
-                    let from = at.segments + number * SEGMENT_BYTES;
-                    raw.copy_from_slice(&slot[from..from + SEGMENT_BYTES]);
-                    *segment = Segment::parse(&raw);
+                let count = byte(slot[0], 1);
+                for (number, segment) in segments.iter_mut().enumerate().take(count.into()) {
+                    *segment = Segment::from_word(whole(slot, at.segments + number * 8));
                 }
-                let body = Body::Direct { sector, count: slot[1], segments };
-                Request { id, operation: code, body }
+                Request { id, operation: code, body: Body::Direct { sector, count, segments } }
             }
             op::INDIRECT => {
                 let mut grefs = [0; MAX_INDIRECT_PAGES];
                 for (number, gref) in grefs.iter_mut().enumerate() {
-                    *gref = u32_at(slot, at.grefs + 4 * number);
+                    *gref = half(slot, at.grefs + 4 * number);
                 }
-                let count = u16::from_le_bytes([slot[2], slot[3]]);
+                let count = u16::from_le_bytes([byte(slot[0], 2), byte(slot[0], 3)]);
                 // The response carries the inner code: frontends insist on it.
                 let body = Body::Indirect { sector, count, grefs };
-                Request { id, operation: slot[1], body }
+                Request { id, operation: byte(slot[0], 1), body }
             }
             op::DISCARD => {
-                let sectors = u64_at(slot, at.third);
-                let body = Body::Discard { sector, sectors, secure: slot[1] & 1 != 0 };
+                let secure = byte(slot[0], 1) & 1 != 0;
+                let body = Body::Discard { sector, sectors: whole(slot, at.third), secure };
                 Request { id, operation: code, body }
             }
             _ => Request { id, operation: code, body: Body::Unknown },
@@ -331,6 +458,13 @@ impl Response {
         bytes[8] = self.operation;
         bytes[10..12].copy_from_slice(&self.status.to_le_bytes());
         bytes
+    }
+
+    /// Its bytes as words.
+    #[inline]
+    pub fn words(self) -> [u64; 2] {
+        let status = u64::from(self.status.cast_unsigned());
+        [self.id, u64::from(self.operation) | status << 16]
     }
 
     /// From a slot's private copy: what a frontend does.
@@ -414,5 +548,7 @@ mod tests {
     fn a_response_has_no_stray_bytes() {
         let bytes = Response { id: u64::MAX, operation: 3, status: -2 }.encode();
         assert_eq!(&bytes[8..], [3, 0, 0xfe, 0xff, 0, 0, 0, 0]);
+        let words = Response { id: u64::MAX, operation: 3, status: -2 }.words();
+        assert_eq!(bytes.as_chunks::<8>().0, words.map(u64::to_le_bytes));
     }
 }

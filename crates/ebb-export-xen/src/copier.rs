@@ -8,6 +8,7 @@ use std::rc::Rc;
 
 use ebb_io::{Buf, Signal};
 
+use crate::abi::Segment;
 use crate::lane::Lane;
 use crate::platform::{CopyOp, Domain, Grants};
 
@@ -18,6 +19,22 @@ struct Job {
     lane: Rc<Lane>,
     buf: Buf,
     to_guest: bool,
+}
+
+/// The copy between a segment and `part`, which has its length.
+pub(crate) fn operation_on(
+    guest: Domain,
+    segment: Segment,
+    part: &mut [u8],
+    to_guest: bool,
+) -> CopyOp {
+    let (gref, offset) = (segment.gref, u16::from(segment.first) * 512);
+    let len = u16::try_from(part.len()).unwrap_or_default();
+    let part = part.as_mut_ptr();
+    match to_guest {
+        true => CopyOp::to_guest(guest, gref, offset, len, part),
+        false => CopyOp::from_guest(guest, gref, offset, len, part),
+    }
 }
 
 /// See the module.
@@ -53,14 +70,7 @@ impl Copier {
             count += 1;
             for (segment, at) in job.lane.left_over().iter() {
                 let Some(part) = job.buf.get_mut(*at..*at + segment.bytes()) else { continue };
-                let (gref, offset) = (segment.gref, u16::from(segment.first) * 512);
-                let len = u16::try_from(part.len()).unwrap_or_default();
-                let part = part.as_mut_ptr();
-                operations.push(if job.to_guest {
-                    CopyOp::to_guest(guest, gref, offset, len, part)
-                } else {
-                    CopyOp::from_guest(guest, gref, offset, len, part)
-                });
+                operations.push(operation_on(guest, *segment, part, job.to_guest));
             }
         }
         // SAFETY: the operations point into buffers the jobs own, within their bounds; nobody else

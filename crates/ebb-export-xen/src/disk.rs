@@ -46,6 +46,13 @@ pub(crate) struct Disk {
     pub(crate) counters: Counters,
 }
 
+impl Disk {
+    /// See [`Disk::broken`].
+    pub(crate) fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Relaxed)
+    }
+}
+
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
         /// Counters of a device since it was connected; see [`XenStats`].

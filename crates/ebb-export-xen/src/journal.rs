@@ -30,7 +30,7 @@ use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::abi::SLOT_BYTES;
+use crate::abi::{SLOT_WORDS, Slot};
 use crate::memory::{Mapping, Unmap, write_barrier};
 
 const MAGIC: u32 = 0x6a62_6265;
@@ -189,10 +189,12 @@ impl Journal {
         HEADER + ENTRY * usize::try_from(number).unwrap_or_default()
     }
 
-    /// Notes a request that is being taken: `number` in the ring, at a free entry.
-    pub fn take(&self, entry: u32, number: u32, slot: &[u8; SLOT_BYTES]) {
+    /// Notes a request that is being taken: `number` in the ring, at a free entry. `slot` is the
+    /// words of it that are in use.
+    #[inline]
+    pub fn take(&self, entry: u32, number: u32, slot: &[u64]) {
         let at = Self::entry(entry);
-        let _ = self.memory.write(at + AT_SLOT, slot);
+        let _ = self.memory.write_words(at + AT_SLOT, slot);
         self.memory.store(at + AT_NUMBER, number);
         write_barrier();
         self.memory.store(at + AT_STATE, RUNNING);
@@ -200,10 +202,11 @@ impl Journal {
         self.memory.store(AT_REQ_CONS, number.wrapping_add(1));
     }
 
-    /// The private copy of a request that was taken.
-    pub fn slot(&self, entry: u32) -> [u8; SLOT_BYTES] {
-        let mut slot = [0; SLOT_BYTES];
-        let _ = self.memory.read(Self::entry(entry) + AT_SLOT, &mut slot);
+    /// The private copy of a request that was taken. Words that are not in use are those of an
+    /// earlier one.
+    pub fn slot(&self, entry: u32) -> Slot {
+        let mut slot = [0; SLOT_WORDS];
+        let _ = self.memory.read_words(Self::entry(entry) + AT_SLOT, &mut slot);
         slot
     }
 

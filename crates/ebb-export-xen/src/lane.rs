@@ -4,21 +4,21 @@
 use std::cell::{Cell, Ref, RefCell};
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
 use ebb_io::{Buf, BufPool, Signal};
 use ebb_volume::{BlockError, ErrorKind};
 
 use crate::abi::{
     Abi, Body, MAX_DIRECT_SEGMENTS, PAGE_BYTES, Request, Response, SECTOR_BYTES, SEGMENT_BYTES,
-    SEGMENTS_PER_PAGE, SLOT_BYTES, Segment, Status, op,
+    SEGMENTS_PER_PAGE, Segment, Slot, Status, op,
 };
 use crate::disk::{MAX_SEGMENTS, Transient, add};
 use crate::memory::Mapping;
+use crate::persistent::Table;
 use crate::queue::Queue;
 
 /// What a request without data counts against the queue's memory, bytes.
-const REQUEST_BYTES: usize = 512;
+pub(crate) const REQUEST_BYTES: usize = 512;
 
 /// See the module.
 #[derive(Default)]
@@ -85,13 +85,8 @@ impl Lane {
 
 impl Queue {
     /// Does what a slot's private copy asks.
-    pub(crate) async fn execute(
-        &self,
-        lane: &Rc<Lane>,
-        abi: Abi,
-        slot: &[u8; SLOT_BYTES],
-    ) -> Response {
-        let request = Request::parse(abi, slot);
+    pub(crate) async fn execute(&self, lane: &Rc<Lane>, abi: Abi, slot: &Slot) -> Response {
+        let request = Request::from_words(abi, slot);
         let status = match self.carry_out(lane, &request).await {
             Ok(()) => Status::Okay,
             Err(status) => status,
@@ -146,8 +141,12 @@ impl Queue {
     }
 
     /// The verdict on reads and writes: where they begin and how long they are, bytes.
-    fn check(&self, lane: &Lane, operation: u8, sector: u64) -> Result<(u64, usize), Status> {
-        let segments = lane.segments.borrow();
+    pub(crate) fn check(
+        &self,
+        segments: &[Segment],
+        operation: u8,
+        sector: u64,
+    ) -> Result<(u64, usize), Status> {
         let empty_is_fine = matches!(operation, op::WRITE_BARRIER | op::FLUSH_DISKCACHE);
         if segments.is_empty() && !empty_is_fine {
             return Err(Status::Error);
@@ -171,7 +170,7 @@ impl Queue {
     }
 
     async fn transfer(&self, lane: &Rc<Lane>, operation: u8, sector: u64) -> Result<(), Status> {
-        let (offset, bytes) = self.check(lane, operation, sector)?;
+        let (offset, bytes) = self.check(&lane.segments.borrow(), operation, sector)?;
         let counters = &self.disk.counters;
         let _held = self.memory.take(BufPool::footprint(bytes.max(1)) + REQUEST_BYTES).await;
         match operation {
@@ -198,7 +197,7 @@ impl Queue {
     }
 
     async fn write(&self, lane: &Rc<Lane>, offset: u64, bytes: usize) -> Result<(), Status> {
-        if self.disk.broken.load(Ordering::Relaxed) {
+        if self.disk.is_broken() {
             return Err(Status::Error);
         }
         add(&self.disk.counters.wr_sect, bytes as u64 / SECTOR_BYTES);
@@ -212,7 +211,7 @@ impl Queue {
     }
 
     async fn make_stable(&self) -> Result<(), Status> {
-        let result = match self.disk.broken.load(Ordering::Relaxed) {
+        let result = match self.disk.is_broken() {
             true => return Err(Status::Error),
             false => self.disk.volume.flush(&self.io).await,
         };
@@ -237,7 +236,7 @@ impl Queue {
         self.judge(self.disk.volume.discard(&self.io, offset, bytes, false).await)
     }
 
-    fn judge(&self, result: Result<(), BlockError>) -> Result<(), Status> {
+    pub(crate) fn judge(&self, result: Result<(), BlockError>) -> Result<(), Status> {
         let Err(error) = result else { return Ok(()) };
         let refused = matches!(error.kind, ErrorKind::OutOfRange | ErrorKind::Invalid);
         if !refused && self.may_log() {
@@ -267,13 +266,12 @@ impl Queue {
     fn copy_mapped(&self, lane: &Lane, buf: &mut [u8], to_guest: bool) -> bool {
         let mut left_over = lane.left_over.borrow_mut();
         left_over.clear();
-        let now = self.now.get();
         let mut at = 0;
         for segment in lane.segments.borrow().iter() {
             let range = at..at + segment.bytes();
             at = range.end;
             let Some(part) = buf.get_mut(range.clone()) else { return false };
-            match self.copy_persistent(*segment, part, to_guest, now) {
+            match self.copy_persistent(*segment, part, to_guest) {
                 Some(true) => {}
                 Some(false) => return false,
                 None if self.disk.transient == Transient::Map => {
@@ -292,17 +290,24 @@ impl Queue {
     }
 
     /// Copies a segment through a mapping that stays; `None` if there is none and no place for one.
-    fn copy_persistent(
-        &self,
-        segment: Segment,
-        part: &mut [u8],
-        to_guest: bool,
-        now: Instant,
-    ) -> Option<bool> {
+    fn copy_persistent(&self, segment: Segment, part: &mut [u8], to_guest: bool) -> Option<bool> {
         let mut table = self.table.as_ref()?.borrow_mut();
-        if let Some(page) = table.get(segment.gref, now) {
-            return Some(move_bytes(page, segment, part, to_guest));
+        let Some(place) = self.find_page(&mut table, segment.gref)? else { return Some(false) };
+        Some(table.page(place).is_some_and(|page| move_bytes(page, segment, part, to_guest)))
+    }
+
+    /// Where the mapping of a grant is, which is made if there is none. `None` if it has no room,
+    /// `Some(None)` if it cannot be made.
+    #[inline]
+    pub(crate) fn find_page(&self, table: &mut Table, gref: u32) -> Option<Option<u32>> {
+        match table.touch(gref, self.now.get()) {
+            Some(place) => Some(Some(place)),
+            None => self.map_page(table, gref),
         }
+    }
+
+    #[cold]
+    fn map_page(&self, table: &mut Table, gref: u32) -> Option<Option<u32>> {
         let idle = table.is_empty() || !table.overflowed();
         if !table.has_room(self.disk.parameters.max_persistent_grants()) {
             if idle {
@@ -311,15 +316,13 @@ impl Queue {
             return None;
         }
         // Always writable, since the guest will use the page for reads and writes alike.
-        let Ok(page) = self.grants.map(&[segment.gref], true) else { return Some(false) };
+        let Ok(page) = self.grants.map(&[gref], true) else { return Some(None) };
         if table.is_empty() {
             self.untidy.set();
         }
         add(&self.disk.counters.maps, 1);
         self.disk.counters.note_mapped(1);
-        let done = move_bytes(&page, segment, part, to_guest);
-        table.insert(segment.gref, page, now);
-        Some(done)
+        Some(Some(table.insert(gref, page, self.now.get())))
     }
 }
 

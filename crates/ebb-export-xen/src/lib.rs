@@ -8,8 +8,8 @@
 //! - **xenstore** (`control`, on a thread of its own): finds devices, follows the states of both
 //!   ends (`machine`, pure), reads the frontend's nodes with distrust (`nodes`), maps rings.
 //! - **the ring** (`queue`, on a worker): takes requests (`ring`, `abi`), carries them out in lanes
-//!   (`lane`), keeps grants mapped (`persistent`) or has the hypervisor copy (`copier`), answers
-//!   in batches.
+//!   (`lane`), or at once where nothing must be waited for (`express`), keeps grants mapped
+//!   (`persistent`) or has the hypervisor copy (`copier`), answers in batches.
 //!
 //! Xen itself stands behind small traits ([`platform`]); with the feature `shm` there is a second
 //! implementation within the process, and models of frontends ([`shm`]).
@@ -33,6 +33,7 @@ mod control;
 mod copier;
 mod device;
 mod disk;
+mod express;
 pub mod journal;
 mod lane;
 pub mod machine;

@@ -83,14 +83,27 @@ impl Table {
 
     /// The mapping of a grant, which is the most recently used one now.
     pub fn get(&mut self, gref: u32, now: Instant) -> Option<&Mapping> {
+        let index = self.touch(gref, now)?;
+        self.page(index)
+    }
+
+    /// Where the mapping of a grant is (see [`Table::page`]) until the table is changed; the grant is
+    /// the most recently used one now.
+    #[inline]
+    pub fn touch(&mut self, gref: u32, now: Instant) -> Option<u32> {
         let index = self.find(gref)?;
         if self.newest != index {
             self.unlink(index);
             self.link(index);
         }
-        let entry = self.entries.get_mut(place(index))?;
-        entry.used = now;
-        entry.mapping.as_ref()
+        self.entries.get_mut(place(index))?.used = now;
+        Some(index)
+    }
+
+    /// The mapping at a place that [`Table::touch`] or [`Table::insert`] named.
+    #[inline]
+    pub fn page(&self, index: u32) -> Option<&Mapping> {
+        self.entries.get(place(index))?.mapping.as_ref()
     }
 
     /// True if one more has a place under `cap`; if not, tidying will make some.
@@ -100,8 +113,8 @@ impl Table {
         room
     }
 
-    /// Keeps a mapping of a grant that is not in the table.
-    pub fn insert(&mut self, gref: u32, mapping: Mapping, now: Instant) {
+    /// Keeps a mapping of a grant that is not in the table; its place.
+    pub fn insert(&mut self, gref: u32, mapping: Mapping, now: Instant) -> u32 {
         let entry = Entry { gref, mapping: Some(mapping), used: now, older: NONE, newer: NONE };
         let index = match self.free.pop() {
             Some(index) => {
@@ -120,6 +133,7 @@ impl Table {
         }
         self.remember(gref, index);
         self.link(index);
+        index
     }
 
     #[inline]
@@ -337,7 +351,9 @@ mod tests {
     fn zero_seconds_are_for_ever_and_a_large_turn_is_split() {
         let (count, now) = (Arc::<Count>::default(), Instant::now());
         let mut table = Table::default();
-        (0..1000).for_each(|gref| table.insert(gref, mapping(&count), now));
+        for gref in 0..1000 {
+            table.insert(gref, mapping(&count), now);
+        }
         assert_eq!(table.next_expiry(None), None);
         assert!(!table.tidy(1000, None, now + Duration::from_secs(1 << 20), 10));
         assert_eq!(table.len(), 1000);

@@ -98,23 +98,14 @@ pub trait Grants: Send + Sync + fmt::Debug {
     unsafe fn copy(&self, operations: &mut [CopyOp]) -> io::Result<()>;
 }
 
-/// An event channel to a guest. An event stays masked from [`Channel::take`] to
-/// [`Channel::unmask`]: whoever floods it is not heard meanwhile.
+/// An event channel to a guest. An event stays masked from the moment it is read until the
+/// [`Channel::token`] is written: whoever floods it is not heard meanwhile.
 pub trait Channel: Send + fmt::Debug {
-    /// Is readable while an event waits.
+    /// Is readable while an event waits; does not block.
     fn fd(&self) -> Fd;
 
-    /// Takes the event that waits; false if there is none.
-    ///
-    /// # Errors
-    /// Those of the system.
-    fn take(&self) -> io::Result<bool>;
-
-    /// Lets the next event through.
-    ///
-    /// # Errors
-    /// Those of the system.
-    fn unmask(&self) -> io::Result<()>;
+    /// What is written to let the next event through; as many bytes are read when one has come.
+    fn token(&self) -> &[u8];
 
     /// Sends an event to the guest.
     ///

@@ -14,11 +14,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ebb_io::{Budget, BufPool, Io, Signal};
+use ebb_io::{Budget, Buf, BufPool, Io, Signal};
 
-use crate::abi::{Response, SLOT_BYTES, Status, op};
+use crate::abi::{Response, Slot, Status, op};
 use crate::copier::Copier;
 use crate::disk::{Disk, add};
+use crate::express::Express;
 use crate::journal::Journal;
 use crate::lane::Lane;
 use crate::persistent::Table;
@@ -62,6 +63,8 @@ pub(crate) struct Queue {
     pub(crate) grants: Arc<dyn Grants>,
     name: String,
     channel: Box<dyn Channel>,
+    /// What events are read into.
+    event: Cell<Option<Buf>>,
     ring: RefCell<Ring>,
     journal: Journal,
     /// Grants that stay mapped, if guest and backend agreed on it.
@@ -69,6 +72,7 @@ pub(crate) struct Queue {
     pub(crate) buffers: BufPool,
     pub(crate) memory: Rc<Budget>,
     pub(crate) copier: Copier,
+    pub(crate) express: Express,
     /// The table of grants wants a look.
     pub(crate) untidy: Signal,
     lanes: Lanes,
@@ -107,12 +111,14 @@ impl Queue {
             grants,
             name,
             channel,
+            event: Cell::default(),
             ring: RefCell::new(ring),
             journal,
             table: parts.persistent.then(RefCell::default),
             buffers,
             memory,
             copier: Copier::default(),
+            express: Express::default(),
             untidy: Signal::default(),
             lanes: Lanes::default(),
             free_entries: RefCell::new(free),
@@ -150,7 +156,7 @@ impl Queue {
     async fn serve(self: &Rc<Self>, left_over: Vec<u32>) {
         add(&self.disk.counters.resumed, left_over.len() as u64);
         for entry in left_over {
-            self.begin(entry, self.journal.slot(entry)[0] == op::WRITE_BARRIER).await;
+            self.begin(entry, is_barrier(&self.journal.slot(entry))).await;
         }
         // The guest may have waited for us.
         self.notify();
@@ -177,32 +183,40 @@ impl Queue {
         }
     }
 
+    /// Lets the next event through and waits for it, in one call of the system.
     async fn wait_for_event(&self, fd: &ebb_io::Fd) -> std::io::Result<()> {
-        self.channel.unmask()?;
+        let token = self.channel.token();
+        let mut masked = true;
         loop {
-            let ready = async {
-                self.io.readable(fd).await?;
-                Ok(())
+            let mut buf = match self.event.take() {
+                Some(buf) => buf,
+                None => self.io.pool().take(token.len()).await,
             };
+            buf.copy_from_slice(token);
+            let heard = async { Some(self.io.exchange(fd, buf, token.len(), masked).await) };
             let halted = async {
                 self.halt.wait().await;
-                Ok(())
+                None
             };
-            let outcome: std::io::Result<()> = futures_lite::future::or(ready, halted).await;
-            outcome?;
-            if self.stopping.get() {
+            let Some((outcome, buf)) = futures_lite::future::or(heard, halted).await else {
                 return Ok(());
-            }
-            if self.channel.take()? {
-                add(&self.disk.counters.events, 1);
-                return Ok(());
+            };
+            self.event.set(Some(buf));
+            match outcome {
+                Ok(count) if count == token.len() => {
+                    add(&self.disk.counters.events, 1);
+                    return Ok(());
+                }
+                Ok(_) => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+                Err(error) if is_again(&error) => masked = false,
+                Err(error) => return Err(error),
             }
         }
     }
 
     /// Takes what waits in the ring, until nothing does and the guest has been asked for an event.
     async fn take_requests(self: &Rc<Self>) -> Result<u32, Overrun> {
-        let mut taken = 0u32;
+        let (mut taken, mut turn) = (0u32, 0);
         while !self.stopping.get() {
             let waiting = self.ring.borrow().waiting()?;
             if waiting == 0 {
@@ -213,28 +227,58 @@ impl Queue {
             }
             self.now.set(Instant::now());
             let refused = self.refused.replace(0);
-            for _ in 0..waiting.min(BATCH) {
-                let Some(entry) = self.free_entries.borrow_mut().pop() else { break };
-                let barrier = self.note_next(entry);
-                taken = taken.saturating_add(1);
-                self.begin(entry, barrier).await;
+            let (count, barrier) = self.take_batch(waiting.min(BATCH));
+            taken = taken.saturating_add(count);
+            self.publish();
+            if let Some(entry) = barrier {
+                self.begin(entry, true).await;
             }
             if refused > BATCH {
                 self.io.sleep(THROTTLE).await;
             }
-            self.io.yield_now().await;
+            turn += count;
+            if turn >= BATCH || count == 0 {
+                turn = 0;
+                self.io.yield_now().await;
+            }
         }
         Ok(taken)
     }
 
-    /// Copies the next request into the journal and takes it; true if it is a barrier.
-    fn note_next(&self, entry: u32) -> bool {
-        let mut slot = [0; SLOT_BYTES];
+    /// Takes at most `most` requests and carries out those that need not wait, until one is a
+    /// barrier: how many, and the entry of that.
+    fn take_batch(self: &Rc<Self>, most: u32) -> (u32, Option<u32>) {
+        let data = self.disk.volume.at_hand();
+        let abi = self.ring.borrow().abi();
+        let (mut taken, mut barrier) = (0, None);
+        while taken < most {
+            let Some(entry) = self.free_entries.borrow_mut().pop() else { break };
+            let slot = self.note_next(entry);
+            taken += 1;
+            if is_barrier(&slot) {
+                barrier = Some(entry);
+                break;
+            }
+            let done = data.as_ref().is_some_and(|data| self.at_once(data, abi, entry, &slot));
+            if !done {
+                self.start(entry);
+            }
+        }
+        let copied = data.is_some_and(|data| self.finish_copies(&data));
+        if copied && self.lanes.busy.get() == 0 {
+            self.buffers.done(self.now.get());
+        }
+        (taken, barrier)
+    }
+
+    /// Copies the next request into the journal and takes it; the private copy.
+    fn note_next(&self, entry: u32) -> Slot {
         let mut ring = self.ring.borrow_mut();
-        ring.copy_next(&mut slot);
-        self.journal.take(entry, ring.req_cons(), &slot);
+        let slot = ring.copy_next();
+        let used = ring.abi().used_words(slot[0]);
+        self.journal.take(entry, ring.req_cons(), &slot[..used]);
         ring.advance();
-        slot[0] == op::WRITE_BARRIER
+        slot
     }
 
     /// Gives a request to a lane. Nothing passes a barrier in either direction.
@@ -242,6 +286,13 @@ impl Queue {
         if barrier {
             self.drain().await;
         }
+        self.start(entry);
+        if barrier {
+            self.drain().await;
+        }
+    }
+
+    fn start(self: &Rc<Self>, entry: u32) {
         self.lanes.busy.set(self.lanes.busy.get() + 1);
         let idle = self.lanes.idle.borrow_mut().pop();
         let lane = idle.unwrap_or_else(|| {
@@ -250,9 +301,15 @@ impl Queue {
             lane
         });
         lane.give(entry);
-        if barrier {
-            self.drain().await;
+    }
+
+    /// Notes how a request ended, to be published with others.
+    pub(crate) fn settle(&self, entry: u32, response: Response) {
+        if response.status == Status::Error.code() {
+            self.refused.set(self.refused.get().saturating_add(1));
+            add(&self.disk.counters.errors, 1);
         }
+        self.answers.borrow_mut().push((entry, response));
     }
 
     /// Waits until no request is under way.
@@ -267,11 +324,7 @@ impl Queue {
             let slot = self.journal.slot(entry);
             let abi = self.ring.borrow().abi();
             let response = self.execute(&lane, abi, &slot).await;
-            if response.status == Status::Error.code() {
-                self.refused.set(self.refused.get().saturating_add(1));
-                add(&self.disk.counters.errors, 1);
-            }
-            self.answers.borrow_mut().push((entry, response));
+            self.settle(entry, response);
             self.answered.set();
             let busy = self.lanes.busy.get() - 1;
             self.lanes.busy.set(busy);
@@ -394,4 +447,12 @@ impl Queue {
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
+}
+
+fn is_barrier(slot: &Slot) -> bool {
+    slot[0].to_le_bytes()[0] == op::WRITE_BARRIER
+}
+
+fn is_again(error: &std::io::Error) -> bool {
+    matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted)
 }

@@ -5,7 +5,7 @@
 //! (where responses go) is kept privately and never read back; a guest that claims more requests
 //! than the ring has slots is caught before one of them is read.
 
-use crate::abi::{Abi, HEADER_BYTES, Response, SLOT_BYTES};
+use crate::abi::{Abi, HEADER_BYTES, Response, SLOT_BYTES, SLOT_WORDS, Slot, to_words};
 use crate::memory::{Mapping, full_barrier, read_barrier, write_barrier};
 
 const REQ_PROD: usize = 0;
@@ -104,12 +104,24 @@ impl Ring {
         Ok(claimed.saturating_sub(taken))
     }
 
-    /// Copies the next request out, without taking it. Only if one waits.
-    pub fn copy_next(&self, to: &mut [u8; SLOT_BYTES]) {
+    /// Copies the next request out, without taking it: as many words of it as its first one says,
+    /// the rest is 0. Only if one waits.
+    #[inline]
+    pub fn copy_next(&self) -> Slot {
         let offset = self.slot_offset(self.req_cons);
-        to[self.abi.slot_bytes()..].fill(0);
+        let mut slot = [0; SLOT_WORDS];
         // Within the mapping: the place is below the number of slots.
-        let _ = self.memory.read(offset, &mut to[..self.abi.slot_bytes()]);
+        if self.abi.slot_bytes() == SLOT_BYTES {
+            let (first, rest) = slot.split_at_mut(1);
+            let _ = self.memory.read_words(offset, first);
+            // Read once: what else is read goes by the copy.
+            let used = self.abi.used_words(first[0]);
+            let _ = self.memory.read_words(offset + 8, &mut rest[..used - 1]);
+            return slot;
+        }
+        let mut bytes = [0; SLOT_BYTES];
+        let _ = self.memory.read(offset, &mut bytes[..self.abi.slot_bytes()]);
+        to_words(&bytes)
     }
 
     /// Takes the request that was copied.
@@ -131,8 +143,11 @@ impl Ring {
     /// and has no response.
     pub fn respond(&mut self, response: Response) {
         let offset = self.slot_offset(self.rsp_prod);
-        let bytes = response.encode();
-        let _ = self.memory.write(offset, &bytes[..self.abi.response_bytes()]);
+        if self.abi.response_bytes() == 16 {
+            let _ = self.memory.write_words(offset, &response.words());
+        } else {
+            let _ = self.memory.write(offset, &response.encode()[..self.abi.response_bytes()]);
+        }
         self.rsp_prod = self.rsp_prod.wrapping_add(1);
     }
 

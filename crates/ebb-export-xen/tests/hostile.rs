@@ -70,7 +70,8 @@ fn a_million_hostile_requests_harm_nobody() {
                     let mut back = vec![0; 1 << 20];
                     let sector = (at as u64) << 11;
                     assert_eq!(again.transfer(0, op::READ, sector, &mut back).unwrap(), 0);
-                    assert!(back == part, "guest {number}: a wrong byte in MiB {at}");
+                    let wrong = back.iter().zip(part).position(|(have, want)| have != want);
+                    assert_eq!(wrong, None, "guest {number}: a wrong byte in MiB {at}");
                 }
             });
         }

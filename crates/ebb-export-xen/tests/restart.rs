@@ -8,7 +8,7 @@ mod common;
 use std::collections::BTreeMap;
 
 use common::{Rig, pattern, until};
-use ebb_export_xen::abi::{Abi, Body, Request, Response, SLOT_BYTES, Segment, op};
+use ebb_export_xen::abi::{Abi, Body, Request, Response, Segment, Slot, op};
 use ebb_export_xen::journal::{Identity, Journal, ResumeError};
 use ebb_export_xen::platform::Grants;
 use ebb_export_xen::ring::Ring;
@@ -27,8 +27,8 @@ struct Backend {
     free: Vec<u32>,
 }
 
-fn id_of(slot: &[u8; SLOT_BYTES]) -> u64 {
-    Request::parse(Abi::X86_64, slot).id
+fn id_of(slot: &Slot) -> u64 {
+    Request::from_words(Abi::X86_64, slot).id
 }
 
 impl Backend {
@@ -37,8 +37,7 @@ impl Backend {
             return;
         }
         let Some(entry) = self.free.pop() else { return };
-        let mut slot = [0; SLOT_BYTES];
-        self.ring.copy_next(&mut slot);
+        let slot = self.ring.copy_next();
         self.journal.take(entry, self.ring.req_cons(), &slot);
         self.ring.advance();
         self.running.push((entry, id_of(&slot)));

@@ -214,3 +214,23 @@ fn a_guest_that_begins_anew_is_served_anew() {
         assert_eq!(back, pattern(round, 4096));
     }
 }
+
+#[test]
+fn a_disk_that_grows_is_told_to_its_guest() {
+    let rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    let mut data = pattern(3, 4096);
+    assert_eq!(disk.transfer(0, op::WRITE, SIZE / 512, &mut data).unwrap(), -1);
+    let volume = rig.volumes.lock().unwrap()["disk"].clone();
+    let order = ebb_volume::Resize { to: Some(2 * SIZE), shrink: false };
+    let grown = rig.workers[0]
+        .handle()
+        .block_on(move |io| async move { volume.resize(&io, order).await.unwrap() });
+    assert_eq!(grown, Some(2 * SIZE));
+    until("the new size is told", || disk.size() == 2 * SIZE);
+    assert_eq!(disk.backend("state").as_deref(), Some("4"));
+    assert_eq!(disk.transfer(0, op::WRITE, SIZE / 512, &mut data).unwrap(), 0);
+    let mut back = vec![0; 4096];
+    assert_eq!(disk.transfer(0, op::READ, SIZE / 512, &mut back).unwrap(), 0);
+    assert_eq!(back, pattern(3, 4096));
+}

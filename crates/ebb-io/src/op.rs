@@ -45,12 +45,14 @@ struct Op<'a> {
     key: Option<Key>,
     /// Large: submitted at once, see [`crate::ring::Ring::submit_now`].
     eager: bool,
+    /// What is done before it, see [`crate::ring::Ring::start_chain`].
+    before: Option<[squeue::Entry; 2]>,
 }
 
 impl<'a> Op<'a> {
     fn new(io: &'a Io, entry: squeue::Entry, class: Class, hold: Hold, fd: &Fd) -> Op<'a> {
         let parts = Some((hold, Some(fd.clone())));
-        Op { io, entry, class, parts, ticket: 0, key: None, eager: false }
+        Op { io, entry, class, parts, ticket: 0, key: None, eager: false, before: None }
     }
 }
 
@@ -79,9 +81,16 @@ impl Future for Op<'_> {
         }
         // An eager operation names its waker when it has looked and found nothing.
         let waker = if this.eager { Waker::noop() } else { cx.waker() };
-        // SAFETY: the constructors below build `entry` from the memory in `hold` (whose heap
-        // address does not move) and the descriptor in `fd`.
-        match unsafe { ring.start(&this.entry, this.class, hold, fd, waker) } {
+        let started = match this.before.clone() {
+            // SAFETY: as below; `exchange` asked whether the kernel can.
+            Some([first, second]) => unsafe {
+                ring.start_chain([first, second, this.entry.clone()], hold, fd, waker)
+            },
+            // SAFETY: the constructors below build `entry` from the memory in `hold` (whose heap
+            // address does not move) and the descriptor in `fd`.
+            None => unsafe { ring.start(&this.entry, this.class, hold, fd, waker) },
+        };
+        match started {
             Ok(key) => {
                 this.key = Some(key);
                 ring.leave_line(std::mem::take(&mut this.ticket));
@@ -116,6 +125,12 @@ fn send_now(fd: &Fd, message: &mut Gather) -> io::Result<usize> {
     // SAFETY: the header and all it points to belong to `message`, which is borrowed for the call.
     let sent = unsafe { libc::sendmsg(fd.as_raw_fd(), message.message(), flags) };
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+}
+
+fn write_now(fd: &Fd, bytes: &[u8]) -> io::Result<()> {
+    // SAFETY: the bytes are borrowed for the call.
+    let count = unsafe { libc::write(fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len()) };
+    if count < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 fn raw(fd: &Fd) -> types::Fd {
@@ -285,6 +300,40 @@ impl Io {
         length(accepted)?;
         // SAFETY: the kernel has just made this descriptor for us; nobody else knows it.
         Ok(unsafe { OwnedFd::from_raw_fd(accepted) })
+    }
+
+    /// Writes the first `bytes` of `buf` to `fd`, which must not block, waits until there is something
+    /// to read, and reads at most as much over them: one call of the system where the kernel can
+    /// do that (5.17), which submits and waits at once. May be short, and may find nothing
+    /// ([`io::ErrorKind::WouldBlock`]): then it is to be done again, without the writing.
+    pub async fn exchange(
+        &self,
+        fd: &Fd,
+        buf: Buf,
+        bytes: usize,
+        write: bool,
+    ) -> (io::Result<usize>, Buf) {
+        let range = 0..bytes;
+        let (ptr, len) = part(&buf, &range);
+        let current = u64::MAX;
+        let read = opcode::Read::new(raw(fd), ptr, len).offset(current).build();
+        let poll = opcode::PollAdd::new(raw(fd), POLLIN).build();
+        if !write || !self.ring().can_skip() {
+            if write && let Err(error) = write_now(fd, &buf[range]) {
+                return (Err(error), buf);
+            }
+            if let Err(error) = self.plain(poll, Class::Wait, fd).await {
+                return (Err(error), buf);
+            }
+            return self.with_buf(read, Class::Wait, buf, fd).await;
+        }
+        let write = opcode::Write::new(raw(fd), ptr, len).offset(current).build();
+        let mut op = Op::new(self, read, Class::Wait, Hold::Buf(buf), fd);
+        op.before = Some([write, poll]);
+        match op.await {
+            (result, Hold::Buf(buf)) => (length(result), buf),
+            _ => unreachable!("an operation returns the memory it was given"),
+        }
     }
 
     /// Waits until `fd` is readable (or has hung up) without holding a buffer.

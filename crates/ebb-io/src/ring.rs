@@ -165,6 +165,53 @@ impl Ring {
         Err(self.release(key.index))
     }
 
+    /// Starts three operations as one: `first`, whose outcome nobody reads, and behind it `second`
+    /// linked to `last`, which is the one that completes. For `Class::Wait` only.
+    ///
+    /// # Safety
+    /// As [`Ring::start`] for all three; the kernel must support
+    /// [`Ring::can_skip`].
+    pub(crate) unsafe fn start_chain(
+        &self,
+        entries: [squeue::Entry; 3],
+        hold: Hold,
+        fd: Option<Fd>,
+        waker: &Waker,
+    ) -> Result<Key, (Hold, Option<Fd>)> {
+        let key = self.claim(Class::Wait, hold, fd, waker);
+        let [first, second, last] = entries;
+        let quiet = squeue::Flags::SKIP_SUCCESS;
+        // All three have the name of the operation, so that a cancellation finds whichever waits. If
+        // `second` fails it completes the operation, and `last`, which the kernel then gives up,
+        // finds nobody.
+        let entries = [
+            first.flags(quiet).user_data(TAG_CANCEL),
+            second.flags(quiet | squeue::Flags::IO_LINK).user_data(key.tag()),
+            last.user_data(key.tag()),
+        ];
+        let mut uring = self.uring.borrow_mut();
+        // SAFETY: the caller vouches for them.
+        let mut pushed = unsafe { uring.submission().push_multiple(&entries) }.is_ok();
+        if !pushed {
+            // A chain must not be torn: there is room for all of it, or it waits.
+            self.enters.set(self.enters.get() + 1);
+            // SAFETY: as above.
+            pushed = uring.submit().is_ok()
+                && unsafe { uring.submission().push_multiple(&entries) }.is_ok();
+        }
+        drop(uring);
+        if pushed {
+            self.operations.set(self.operations.get() + 1);
+            return Ok(key);
+        }
+        Err(self.release(key.index))
+    }
+
+    /// True when the kernel can keep quiet about what went well (5.17).
+    pub(crate) fn can_skip(&self) -> bool {
+        self.uring.borrow().params().is_feature_skip_cqe_on_success()
+    }
+
     fn claim(&self, class: Class, hold: Hold, fd: Option<Fd>, waker: &Waker) -> Key {
         let mut slots = self.slots.borrow_mut();
         let state = State::Running(waker.clone());
@@ -387,7 +434,9 @@ impl Ring {
                 let (hold, _fd) = self.release(u32::try_from(index).unwrap_or(u32::MAX));
                 close_unowned(&hold, result);
             }
-            State::Free | State::Done(_) => unreachable!("one completion per operation"),
+            // The rest of a chain that was given up.
+            State::Done(_) => {}
+            State::Free => unreachable!("a slot that is free has another generation"),
         }
     }
 

@@ -5,15 +5,17 @@
 //! that store; where it is 512 (nearly everywhere) or 1 (page cache) there is no lock at all.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_lock::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use ebb_io::{Buf, Fd, Io, WriteFlags, fd_from};
 use rustix::fs::SeekFrom;
 
 use crate::open::{self, OpenError, OpenOptions};
+use crate::resize::judge;
 use crate::{
-    BlockError, BufResult, Capabilities, ErrorKind, Extent, MEMORY_PIECE, Operation, SECTOR,
-    ZeroFlags, push_extent,
+    BlockError, BufResult, Capabilities, ErrorKind, Extent, MEMORY_PIECE, Operation, Resize,
+    ResizeError, SECTOR, ZeroFlags, push_extent,
 };
 
 /// Zeroes written at a time when the store knows no shorter way.
@@ -25,7 +27,7 @@ const TRANSFER_MAX: usize = 1 << 30;
 #[derive(Debug)]
 pub struct FileStore {
     fd: Fd,
-    size: u64,
+    size: AtomicU64,
     block_device: bool,
     alignment: u64,
     direct: bool,
@@ -43,7 +45,7 @@ impl FileStore {
         let opened = open::open(path, options)?;
         let store = FileStore {
             fd: fd_from(opened.file),
-            size: opened.size,
+            size: AtomicU64::new(opened.size),
             block_device: opened.block_device,
             alignment: u64::from(opened.alignment),
             direct: opened.direct,
@@ -64,7 +66,36 @@ impl FileStore {
     }
 
     pub(crate) fn size(&self) -> u64 {
-        self.size
+        self.size.load(Ordering::Relaxed)
+    }
+
+    pub(crate) async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
+        let from = self.size();
+        let fd = self.fd.clone();
+        let there = io.offload(move || rustix::fs::seek(&fd, SeekFrom::End(0))).await;
+        let there = there.map_err(std::io::Error::from)?;
+        let to = order.to.unwrap_or(there);
+        judge(from, to, self.alignment, order.shrink)?;
+        if self.block_device && to != there {
+            return Err(ResizeError::Device { size: there });
+        }
+        if to < from {
+            // Nothing begins any more beyond the new end before that is cut off.
+            self.size.store(to, Ordering::Relaxed);
+        }
+        if to != there {
+            if self.read_only {
+                return Err(ResizeError::Unsupported("it is read-only: resize it elsewhere"));
+            }
+            let fd = self.fd.clone();
+            let cut = io.offload(move || rustix::fs::ftruncate(&fd, to)).await;
+            if let Err(error) = cut {
+                self.size.store(from, Ordering::Relaxed);
+                return Err(std::io::Error::from(error).into());
+            }
+        }
+        self.size.store(to, Ordering::Relaxed);
+        Ok(to)
     }
 
     pub(crate) fn capabilities(&self) -> Capabilities {
@@ -189,7 +220,7 @@ impl FileStore {
             return Ok(());
         }
         let result = io.fdatasync(&self.fd).await;
-        result.map_err(|e| BlockError::from_io(e, Operation::Flush, 0, self.size))
+        result.map_err(|e| BlockError::from_io(e, Operation::Flush, 0, self.size()))
     }
 
     pub(crate) async fn discard(
@@ -380,7 +411,7 @@ mod tests {
     fn over(end: impl Into<std::os::fd::OwnedFd>) -> FileStore {
         FileStore {
             fd: fd_from(end),
-            size: 1 << 30,
+            size: AtomicU64::new(1 << 30),
             block_device: false,
             alignment: 1,
             direct: false,

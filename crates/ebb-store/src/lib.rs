@@ -20,6 +20,7 @@ mod memory;
 mod nbd;
 mod null;
 mod open;
+mod resize;
 
 pub use ebb_io::{Buf, Io};
 pub use error::{BlockError, ErrorKind, Operation};
@@ -33,6 +34,7 @@ pub use nbd::{
 };
 pub use null::NullStore;
 pub use open::{Direct, OpenError, OpenOptions};
+pub use resize::{Resize, ResizeError};
 
 /// Bytes of a logical sector: every offset and length is a multiple.
 pub const SECTOR: u64 = 512;
@@ -99,7 +101,7 @@ pub enum Store {
 }
 
 impl Store {
-    /// Bytes, fixed while the store is open.
+    /// Bytes. May change while the store is open, see [`Store::resize`].
     pub fn size(&self) -> u64 {
         match self {
             Store::File(s) => s.size(),
@@ -142,6 +144,33 @@ impl Store {
             #[cfg(feature = "test-store")]
             Store::Test(_) => None,
         }
+    }
+
+    /// True if the bytes lie in this process: [`Store::show`] and [`Store::fill`] work.
+    pub fn is_at_hand(&self) -> bool {
+        matches!(self, Store::Memory(_) | Store::Null(_))
+    }
+
+    /// Shows a range in order, piece by piece, where it lies; what `see` does is over before anybody
+    /// else changes the piece. False, and nothing shown, for stores that are not at hand.
+    pub fn show(&self, offset: u64, length: u64, see: &mut dyn FnMut(&[u8])) -> bool {
+        match self {
+            Store::Memory(s) => s.show(offset, length, see),
+            Store::Null(s) => s.show(length, see),
+            _ => return false,
+        }
+        true
+    }
+
+    /// Has a range filled in order, piece by piece, where it lies: `put` sees what was there and
+    /// leaves what shall be. False, and nothing done, for stores that are not at hand.
+    pub fn fill(&self, offset: u64, length: u64, put: &mut dyn FnMut(&mut [u8])) -> bool {
+        match self {
+            Store::Memory(s) => s.fill(offset, length, put),
+            Store::Null(s) => s.fill(length, put),
+            _ => return false,
+        }
+        true
     }
 
     /// Fills the whole buffer from `offset`.

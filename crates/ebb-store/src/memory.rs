@@ -1,24 +1,95 @@
 //! A sparse store in memory: only blocks that were written take space.
 //!
-//! Blocks are spread over [`SHARDS`] locked maps, so that workers on different parts of a volume do
-//! not meet; no lock is shared between volumes, and none is held across a wait. Requests that
-//! overlap are atomic per 4 KiB block, as a disk's would be per sector.
+//! Blocks are kept in chunks of 16, chunks in [`SHARDS`] locked maps, so that workers on different
+//! parts of a volume do not meet; no lock is shared between volumes, and none is held across a wait.
+//! Requests that overlap are atomic per 4 KiB block, as a disk's would be per sector.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::{BLOCK, Buf, BufResult, Extent, push_extent};
+use crate::resize::judge;
+use crate::{BLOCK, Buf, BufResult, Extent, Resize, ResizeError, push_extent};
 
 const SHARDS: u64 = 16;
 const BLOCK_BYTES: usize = 4096;
+/// Neighbouring blocks that are found together.
+const CHUNK_BLOCKS: u64 = 16;
+/// What is read where nothing was written.
+const HOLE: &[u8; BLOCK_BYTES] = &[0; BLOCK_BYTES];
 
 type Block = Box<[u8; BLOCK_BYTES]>;
-type Shard = Mutex<HashMap<u64, Block>>;
+type Shard = Mutex<HashMap<u64, Chunk, Keyed>>;
+
+/// Blocks next to each other.
+#[derive(Debug, Default)]
+struct Chunk {
+    blocks: [Option<Block>; to_usize(CHUNK_BLOCKS)],
+}
+
+impl Chunk {
+    fn count(&self) -> usize {
+        self.blocks.iter().flatten().count()
+    }
+
+    fn get(&self, block: u64) -> Option<&Block> {
+        self.blocks[to_usize(block % CHUNK_BLOCKS)].as_ref()
+    }
+
+    fn place(&mut self, block: u64) -> &mut Option<Block> {
+        &mut self.blocks[to_usize(block % CHUNK_BLOCKS)]
+    }
+}
+
+/// Hashes the number of a chunk: two multiplications under a secret key, since a guest chooses the
+/// numbers and must not be able to choose where they meet.
+#[derive(Clone, Debug)]
+struct Keyed(u64, u64);
+
+impl Keyed {
+    fn new() -> Keyed {
+        let random = RandomState::new();
+        Keyed(random.hash_one(0), random.hash_one(1) | 1)
+    }
+}
+
+impl BuildHasher for Keyed {
+    type Hasher = Folded;
+
+    fn build_hasher(&self) -> Folded {
+        Folded { keys: self.clone(), state: 0 }
+    }
+}
+
+struct Folded {
+    keys: Keyed,
+    state: u64,
+}
+
+impl Hasher for Folded {
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(self.state ^ u64::from(*byte)));
+    }
+
+    #[inline]
+    fn write_u64(&mut self, value: u64) {
+        let Keyed(add, multiply) = self.keys;
+        let product = u128::from(value ^ add) * u128::from(multiply);
+        // Both halves count: their sum of bits fits 64 by construction.
+        let (low, high) = (product & u128::from(u64::MAX), product >> 64);
+        self.state = u64::try_from(low ^ high).unwrap_or_default();
+    }
+
+    fn finish(&self) -> u64 {
+        self.state
+    }
+}
 
 /// A volatile store.
 #[derive(Debug)]
 pub struct MemoryStore {
-    size: u64,
+    size: AtomicU64,
     shards: Vec<Shard>,
 }
 
@@ -44,55 +115,95 @@ fn pieces(offset: u64, length: u64) -> impl Iterator<Item = Piece> {
     })
 }
 
-fn to_usize(value: u64) -> usize {
-    usize::try_from(value).unwrap_or(usize::MAX)
+#[allow(clippy::cast_possible_truncation, reason = "64-bit machines only, as the crate's others")]
+const fn to_usize(value: u64) -> usize {
+    value as usize
 }
 
 impl MemoryStore {
     /// An empty store of `size` bytes; reads give zeroes.
     pub fn new(size: u64) -> MemoryStore {
-        MemoryStore { size, shards: (0..SHARDS).map(|_| Shard::default()).collect() }
+        let keys = Keyed::new();
+        let shards = (0..SHARDS).map(|_| Mutex::new(HashMap::with_hasher(keys.clone())));
+        MemoryStore { size: AtomicU64::new(size), shards: shards.collect() }
     }
 
     pub(crate) fn size(&self) -> u64 {
-        self.size
+        self.size.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn resize(&self, order: Resize) -> Result<u64, ResizeError> {
+        let from = self.size();
+        let to = order.to.unwrap_or(from);
+        judge(from, to, BLOCK, order.shrink)?;
+        self.size.store(to, Ordering::Relaxed);
+        if to < from {
+            self.discard(to, from - to);
+        }
+        Ok(to)
     }
 
     /// Bytes of memory behind the store.
     pub fn allocated(&self) -> u64 {
-        let blocks: usize = self.shards.iter().map(|s| lock(s).len()).sum();
-        blocks as u64 * BLOCK
+        let count = |shard| lock(shard).values().map(Chunk::count).sum::<usize>();
+        self.shards.iter().map(count).sum::<usize>() as u64 * BLOCK
     }
 
-    fn shard(&self, block: u64) -> MutexGuard<'_, HashMap<u64, Block>> {
-        // Sixteen neighbouring blocks share a shard, so that large requests lock less often.
-        lock(&self.shards[to_usize(block / 16 % SHARDS)])
+    fn shard(&self, block: u64) -> MutexGuard<'_, HashMap<u64, Chunk, Keyed>> {
+        // Neighbouring blocks share a shard, so that large requests lock less often.
+        lock(&self.shards[to_usize(block / CHUNK_BLOCKS % SHARDS)])
+    }
+
+    /// Shows a range in order, piece by piece, where it lies.
+    pub(crate) fn show(&self, offset: u64, length: u64, see: &mut dyn FnMut(&[u8])) {
+        let (number, start) = (offset / BLOCK, to_usize(offset % BLOCK));
+        if length <= BLOCK && start + to_usize(length) <= BLOCK_BYTES {
+            // Most are: one block, or a part of it.
+            let shard = self.shard(number);
+            let block = shard.get(&(number / CHUNK_BLOCKS)).and_then(|chunk| chunk.get(number));
+            return see(&block.map_or(HOLE, |block| &**block)[start..start + to_usize(length)]);
+        }
+        for run in runs(offset, length) {
+            let shard = self.shard(run.0 / BLOCK);
+            let chunk = shard.get(&(run.0 / BLOCK / CHUNK_BLOCKS));
+            for piece in pieces(run.0, run.1) {
+                let block = chunk.and_then(|chunk| chunk.get(piece.block));
+                let block = block.map_or(HOLE, |block| &**block);
+                see(&block[piece.start..piece.start + piece.length]);
+            }
+        }
+    }
+
+    /// Has a range filled in order, piece by piece, where it lies.
+    pub(crate) fn fill(&self, offset: u64, length: u64, put: &mut dyn FnMut(&mut [u8])) {
+        for run in runs(offset, length) {
+            let mut shard = self.shard(run.0 / BLOCK);
+            let chunk = shard.entry(run.0 / BLOCK / CHUNK_BLOCKS).or_default();
+            for piece in pieces(run.0, run.1) {
+                let block = chunk.place(piece.block);
+                let block = block.get_or_insert_with(|| Box::new([0; BLOCK_BYTES]));
+                put(&mut block[piece.start..piece.start + piece.length]);
+            }
+        }
     }
 
     pub(crate) fn read(&self, mut buf: Buf, offset: u64) -> BufResult {
-        let mut at = 0;
-        for piece in pieces(offset, buf.len() as u64) {
-            let target = &mut buf[at..at + piece.length];
-            match self.shard(piece.block).get(&piece.block) {
-                Some(block) => {
-                    target.copy_from_slice(&block[piece.start..piece.start + piece.length]);
-                }
-                None => target.fill(0),
-            }
-            at += piece.length;
-        }
+        let mut rest = &mut buf[..];
+        self.show(offset, rest.len() as u64, &mut |piece| {
+            let (here, after) = std::mem::take(&mut rest).split_at_mut(piece.len());
+            here.copy_from_slice(piece);
+            rest = after;
+        });
         (Ok(()), buf)
     }
 
     pub(crate) fn write(&self, buf: Buf, offset: u64) -> BufResult {
-        let mut at = 0;
-        for piece in pieces(offset, buf.len() as u64) {
-            let mut shard = self.shard(piece.block);
-            let block = shard.entry(piece.block).or_insert_with(|| Box::new([0; BLOCK_BYTES]));
-            block[piece.start..piece.start + piece.length]
-                .copy_from_slice(&buf[at..at + piece.length]);
-            at += piece.length;
-        }
+        let mut rest = &buf[..];
+        self.fill(offset, rest.len() as u64, &mut |piece| {
+            let (here, after) = rest.split_at(piece.len());
+            piece.copy_from_slice(here);
+            rest = after;
+        });
         (Ok(()), buf)
     }
 
@@ -108,17 +219,33 @@ impl MemoryStore {
         pieces(offset, head).for_each(|piece| self.zero(&piece));
         pieces(whole.end * BLOCK, tail).for_each(|piece| self.zero(&piece));
         if whole.end - whole.start <= self.allocated() / BLOCK {
-            whole.for_each(|block| drop(self.shard(block).remove(&block)));
+            whole.for_each(|block| {
+                let (mut shard, number) = (self.shard(block), block / CHUNK_BLOCKS);
+                if let Some(chunk) = shard.get_mut(&number) {
+                    *chunk.place(block) = None;
+                    if chunk.count() == 0 {
+                        shard.remove(&number);
+                    }
+                }
+            });
         } else {
             for shard in &self.shards {
-                lock(shard).retain(|block, _| !whole.contains(block));
+                let mut shard = lock(shard);
+                shard.retain(|number, chunk| {
+                    let first = number * CHUNK_BLOCKS;
+                    (first..first + CHUNK_BLOCKS)
+                        .filter(|block| whole.contains(block))
+                        .for_each(|block| *chunk.place(block) = None);
+                    chunk.count() > 0
+                });
             }
         }
     }
 
     fn zero(&self, piece: &Piece) {
         let mut shard = self.shard(piece.block);
-        if let Some(block) = shard.get_mut(&piece.block) {
+        let chunk = shard.get_mut(&(piece.block / CHUNK_BLOCKS));
+        if let Some(block) = chunk.and_then(|chunk| chunk.place(piece.block).as_mut()) {
             block[piece.start..piece.start + piece.length].fill(0);
         }
     }
@@ -129,7 +256,12 @@ impl MemoryStore {
         let range = offset / BLOCK..end.div_ceil(BLOCK);
         let mut blocks: Vec<u64> = Vec::new();
         for shard in &self.shards {
-            blocks.extend(lock(shard).keys().filter(|block| range.contains(block)));
+            for (number, chunk) in &*lock(shard) {
+                let first = number * CHUNK_BLOCKS;
+                let there =
+                    (first..first + CHUNK_BLOCKS).filter(|block| chunk.get(*block).is_some());
+                blocks.extend(there.filter(|block| range.contains(block)));
+            }
         }
         blocks.sort_unstable();
         let mut list = Vec::new();
@@ -154,7 +286,18 @@ impl MemoryStore {
     }
 }
 
-fn lock(shard: &Shard) -> MutexGuard<'_, HashMap<u64, Block>> {
+/// The parts of a range that lie in one chunk each: offset and length.
+fn runs(offset: u64, length: u64) -> impl Iterator<Item = (u64, u64)> {
+    let (end, chunk) = (offset + length, BLOCK * CHUNK_BLOCKS);
+    let mut at = offset;
+    std::iter::from_fn(move || {
+        let from = at;
+        at = end.min((from / chunk + 1).saturating_mul(chunk));
+        (from < end).then(|| (from, at - from))
+    })
+}
+
+fn lock(shard: &Shard) -> MutexGuard<'_, HashMap<u64, Chunk, Keyed>> {
     // A panic elsewhere leaves whole blocks behind: the data is as good as before.
     shard.lock().unwrap_or_else(PoisonError::into_inner)
 }

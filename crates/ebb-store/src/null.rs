@@ -2,6 +2,8 @@
 
 use crate::{Buf, BufResult};
 
+const ZEROES: &[u8; 4096] = &[0; 4096];
+
 /// Reads zeroes, forgets writes.
 #[derive(Debug)]
 pub struct NullStore {
@@ -16,6 +18,25 @@ impl NullStore {
 
     pub(crate) fn size(&self) -> u64 {
         self.size
+    }
+
+    pub(crate) fn show(&self, length: u64, see: &mut dyn FnMut(&[u8])) {
+        let mut left = usize::try_from(length).unwrap_or(usize::MAX);
+        while left > 0 {
+            let here = left.min(ZEROES.len());
+            see(&ZEROES[..here]);
+            left -= here;
+        }
+    }
+
+    pub(crate) fn fill(&self, length: u64, put: &mut dyn FnMut(&mut [u8])) {
+        let mut forgotten = [0; ZEROES.len()];
+        let mut left = usize::try_from(length).unwrap_or(usize::MAX);
+        while left > 0 {
+            let here = left.min(forgotten.len());
+            put(&mut forgotten[..here]);
+            left -= here;
+        }
     }
 
     pub(crate) fn read(&self, mut buf: Buf) -> BufResult {

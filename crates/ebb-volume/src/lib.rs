@@ -16,9 +16,9 @@ mod volume;
 
 pub use ebb_cache::{Mode, VolumeCache, VolumeCacheStats};
 pub use ebb_store::{
-    BLOCK, BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, SECTOR,
-    Store, ZeroFlags,
+    BLOCK, BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, Resize,
+    ResizeError, SECTOR, Store, ZeroFlags,
 };
 pub use gate::{Gate, Pass};
 pub use stats::{OperationStats, VolumeStats};
-pub use volume::{Volume, VolumeOptions};
+pub use volume::{AtHand, Volume, VolumeOptions};

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use ebb_cache::{Mode, VolumeCache};
 use ebb_store::{
-    BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, SECTOR, Store,
-    ZeroFlags,
+    BLOCK, BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, Resize,
+    ResizeError, SECTOR, Store, ZeroFlags,
 };
 
 use crate::gate::{Gate, Pass};
@@ -27,6 +27,8 @@ pub struct Volume {
     options: VolumeOptions,
     gate: Gate,
     stats: VolumeStats,
+    /// Held while it gets another size.
+    resizing: async_lock::Mutex<()>,
 }
 
 impl Volume {
@@ -59,6 +61,7 @@ impl Volume {
             options,
             gate: Gate::default(),
             stats: VolumeStats::default(),
+            resizing: async_lock::Mutex::default(),
         })
     }
 
@@ -67,9 +70,32 @@ impl Volume {
         &self.name
     }
 
-    /// Bytes; a multiple of [`SECTOR`].
+    /// Bytes; a multiple of [`SECTOR`]. See [`Volume::resize`].
     pub fn size(&self) -> u64 {
         self.store.size()
+    }
+
+    /// Gives it another size, on which exports go from then on; the size, bytes. Those who are told a
+    /// size once keep it: what lies beyond is refused to them or unknown to them.
+    ///
+    /// # Errors
+    /// [`ResizeError`]; then it has the size it had.
+    pub async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
+        let _pass = self.gate.enter().ok_or(ResizeError::Unsupported("it is being closed"))?;
+        let _alone = self.resizing.lock().await;
+        if self.cache_mode() == Mode::Writeback {
+            // Data that is not written yet must not be forgotten with the page it lies in.
+            if !self.size().is_multiple_of(BLOCK) || order.shrink {
+                return Err(ResizeError::Unsupported(
+                    "a volume with cache = \"writeback\" grows only, from a multiple of 4096 bytes",
+                ));
+            }
+        }
+        let size = self.store.resize(io, order).await?;
+        if let Some(cache) = &self.cache {
+            cache.resize(size);
+        }
+        Ok(size)
     }
 
     /// True when nothing may change it.
@@ -262,6 +288,13 @@ impl Volume {
         offset: u64,
         length: u64,
     ) -> Result<Pass<'_>, BlockError> {
+        self.judge(operation, offset, length)?;
+        self.gate.enter().ok_or_else(|| {
+            self.name_it(BlockError::new(ErrorKind::Closing, operation, offset, length))
+        })
+    }
+
+    fn judge(&self, operation: Operation, offset: u64, length: u64) -> Result<(), BlockError> {
         let refuse = |kind| Err(self.name_it(BlockError::new(kind, operation, offset, length)));
         let changes =
             matches!(operation, Operation::Write | Operation::Discard | Operation::WriteZeroes);
@@ -274,10 +307,16 @@ impl Volume {
         if offset.checked_add(length).is_none_or(|end| end > self.size()) {
             return refuse(ErrorKind::OutOfRange);
         }
-        match self.gate.enter() {
-            Some(pass) => Ok(pass),
-            None => refuse(ErrorKind::Closing),
+        Ok(())
+    }
+
+    /// The data itself, if it lies in this process and no cache stands before it: for requests done
+    /// at once, without a buffer and without waiting. `None` otherwise, and once it is being closed.
+    pub fn at_hand(&self) -> Option<AtHand<'_>> {
+        if self.cache.is_some() || !self.store.is_at_hand() {
+            return None;
         }
+        Some(AtHand { volume: self, _pass: self.gate.enter()? })
     }
 
     fn account<T>(
@@ -292,5 +331,47 @@ impl Volume {
 
     fn name_it(&self, error: BlockError) -> BlockError {
         BlockError { volume: Some(self.name.clone()), ..error }
+    }
+}
+
+/// A volume's data where it lies, see [`Volume::at_hand`]. Closing waits for it: not to be kept
+/// across a wait.
+#[derive(Debug)]
+pub struct AtHand<'a> {
+    volume: &'a Volume,
+    _pass: Pass<'a>,
+}
+
+impl AtHand<'_> {
+    /// Shows `length` bytes at `offset`, in order, in pieces of at most a page.
+    ///
+    /// # Errors
+    /// As [`Volume::read`]; then nothing was shown.
+    pub fn read(
+        &self,
+        offset: u64,
+        length: u64,
+        see: &mut dyn FnMut(&[u8]),
+    ) -> Result<(), BlockError> {
+        self.volume.judge(Operation::Read, offset, length)?;
+        self.volume.store.show(offset, length, see);
+        self.volume.stats.count(Operation::Read, length, true);
+        Ok(())
+    }
+
+    /// Has `length` bytes at `offset` overwritten, in order, in pieces of at most a page.
+    ///
+    /// # Errors
+    /// As [`Volume::write`]; then nothing was overwritten.
+    pub fn write(
+        &self,
+        offset: u64,
+        length: u64,
+        put: &mut dyn FnMut(&mut [u8]),
+    ) -> Result<(), BlockError> {
+        self.volume.judge(Operation::Write, offset, length)?;
+        self.volume.store.fill(offset, length, put);
+        self.volume.stats.count(Operation::Write, length, true);
+        Ok(())
     }
 }

@@ -64,6 +64,13 @@ pub enum Command {
     /// L0 (calm), L1 (squeeze: pools of free pages empty for a moment), L2 (drain: caches empty,
     /// too) or L3 (last resort: each worker gives back all it can). A level falls by itself.
     Pressure(PressureArgs),
+    /// Give a volume in use another size
+    ///
+    /// Makes the file of a volume SIZE long, or, without SIZE, takes note of the size that its file or
+    /// block device has by now. A disk of a Xen guest grows at once; an NBD client keeps the size it was
+    /// told when it connected, and learns the new one when it connects again. Prints VOLUME: OLD -> NEW
+    /// in bytes. The configuration is not changed: a `size` there must be corrected by hand.
+    Resize(ResizeArgs),
     /// Attach a volume to a Xen guest, or detach it
     ///
     /// Writes the nodes of a disk into xenstore, as a toolstack does: the guest's own driver
@@ -178,6 +185,26 @@ pub struct PressureArgs {
     /// Hold the level for N seconds, 1 to 86400, against falling by itself
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_HOLD_SECONDS))]
     pub seconds: Option<u64>,
+
+    /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<String>,
+}
+
+/// The options of `ebbd resize`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct ResizeArgs {
+    /// The volume
+    #[arg(value_name = "VOLUME")]
+    pub volume: String,
+
+    /// The size, such as 20G: a multiple of 512 bytes
+    #[arg(value_name = "SIZE", value_parser = size)]
+    pub size: Option<Size>,
+
+    /// It may become smaller: the data beyond the new end is lost
+    #[arg(long)]
+    pub shrink: bool,
 
     /// The control socket of the daemon [default: $EBBD_CONTROL, or /run/ebbd/control.sock]
     #[arg(long, value_name = "PATH")]

@@ -1,4 +1,4 @@
-//! `ebbd get`, `set`, `stat` and `pressure`: what the control socket says, for people.
+//! `ebbd get`, `set`, `stat`, `resize` and `pressure`: what the control socket says, for people.
 //!
 //! The client speaks HTTP/1.0, so that an answer is never in pieces and ends with the connection.
 //! It reads no more than a bounded answer and waits no longer than a bounded time.
@@ -11,9 +11,10 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 
 use self::show::Table;
-use crate::cli::{GetArgs, PressureArgs, SetArgs, StatArgs};
+use crate::cli::{GetArgs, PressureArgs, ResizeArgs, SetArgs, StatArgs};
 use crate::config::value::control_path;
-use crate::control::{ChangeView, DEFAULT_PATH, Failure, ParameterView};
+use crate::control::{ChangeView, DEFAULT_PATH, Failure, ParameterView, ResizeView};
+use crate::size::Size;
 use crate::stat::Stat;
 
 mod show;
@@ -99,6 +100,19 @@ pub fn pressure(args: &PressureArgs) -> Result<String, ClientError> {
     let daemon = Daemon::new(args.control.as_deref())?;
     let _: serde_json::Value = daemon.json("POST", "/v1/pressure", Some(&body))?;
     Ok(String::new())
+}
+
+/// Gives a volume another size.
+///
+/// # Errors
+/// [`ClientError`].
+pub fn resize(args: &ResizeArgs) -> Result<String, ClientError> {
+    let size = args.size.map(Size::bytes);
+    let body = serde_json::json!({ "size": size, "shrink": args.shrink }).to_string();
+    let daemon = Daemon::new(args.control.as_deref())?;
+    let target = format!("/v1/volumes/{}/resize", encoded(&args.volume));
+    let view: ResizeView = daemon.json("POST", &target, Some(&body))?;
+    Ok(format!("{}: {} -> {}\n", view.name, view.from, view.size))
 }
 
 /// The figures of the daemon: tables, or JSON.

@@ -13,6 +13,7 @@
 //! | `DELETE /v1/parameters/NAME` | back to the configuration |
 //! | the same below `/v1/volumes/VOLUME/parameters` | those of a volume |
 //! | `GET /v1/volumes` | the volumes with their counters |
+//! | `POST /v1/volumes/VOLUME/resize` with `{"size": BYTES}` | resizes it; `{}` follows its file or device; `"shrink": true` may lose data |
 //! | `GET /v1/stat` | everything: [`crate::stat::Stat`] |
 //! | `POST /v1/pressure` with `{"level": "L1", "seconds": 5}` | publishes a level of memory pressure |
 //! | `GET /metrics` | OpenMetrics text |
@@ -29,11 +30,13 @@
 
 mod answer;
 mod page;
+mod resize;
 mod routes;
 #[cfg(test)]
 mod tests;
 
 pub use self::answer::Failure;
+pub use self::resize::ResizeView;
 pub(crate) use self::routes::MAX_HOLD_SECONDS;
 pub use self::routes::{ChangeView, ParameterView};
 

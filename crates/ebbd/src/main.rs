@@ -25,6 +25,7 @@ fn main() -> ExitCode {
             None => say(client::stat(&args)),
         },
         Command::Pressure(args) => say(client::pressure(&args)),
+        Command::Resize(args) => say(client::resize(&args)),
         Command::Xen(args) => xen::attach_or_detach(&args),
         Command::Completions { shell } => print(&cli::completions(shell)),
         Command::Man { parameters: Some(out), .. } => params::pages::write_pages(&out),

@@ -66,7 +66,7 @@ struct CommandPage {
     see_also: &'static [&'static str],
 }
 
-const COMMANDS: [CommandPage; 6] = [
+const COMMANDS: [CommandPage; 7] = [
     CommandPage {
         name: "serve",
         title: "ebbd-serve",
@@ -126,6 +126,19 @@ const COMMANDS: [CommandPage; 6] = [
             "Have all free memory given back before a large job, and for a minute from then:",
             "ebbd pressure L2 --seconds 60",
         )],
+        see_also: &["ebbd(1)", "ebbd-stat(1)"],
+    },
+    CommandPage {
+        name: "resize",
+        title: "ebbd-resize",
+        file: "ebbd-resize.1",
+        examples: &[
+            ("A larger disk, while a guest uses it:", "ebbd resize disk 20G"),
+            (
+                "After the block device below a volume was grown:",
+                "lvextend -L +10G /dev/vg/disk && ebbd resize disk",
+            ),
+        ],
         see_also: &["ebbd(1)", "ebbd-stat(1)"],
     },
     CommandPage {

@@ -24,5 +24,6 @@ mod set;
 pub mod table;
 
 pub use self::error::{ParameterError, ParameterErrorKind};
+pub(crate) use self::set::unknown_volume;
 pub use self::set::{BdiLive, Change, Configured, Live, Origin, Parameters, Reading};
 pub use self::table::{Definition, Key, Kind, Scope, SizeClass};

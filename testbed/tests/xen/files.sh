@@ -42,12 +42,10 @@ e2fsck -f -n /dev/xvdb
 mount -t ext4 /dev/xvdb /mnt
 before=$(cat /sys/block/xvdb/size)
 ask resize
-if [ "$(xenstore-read data/resized 2>/dev/null)" = 1 ]; then
-    until_true '[ "$(cat /sys/block/xvdb/size)" -gt $before ]'
-    say resized "$before $(cat /sys/block/xvdb/size)"
-    resize2fs /dev/xvdb >/dev/null 2>&1
-    say grown "$(df -m /mnt | awk 'END { print $2 }')"
-fi
+until_true '[ "$(cat /sys/block/xvdb/size)" -gt $before ]'
+say resized "$before $(cat /sys/block/xvdb/size)"
+resize2fs /dev/xvdb >/dev/null 2>&1
+say grown "$(df -m /mnt | awk 'END { print $2 }')"
 umount /mnt
 e2fsck -f -n /dev/xvdb
 ask reboot

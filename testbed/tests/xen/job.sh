@@ -206,10 +206,7 @@ say used-after "$(du -k /run/files.img | cut -f1)"
 say flushes "$(flushes files)"
 answer one
 asked one 120 resize
-if ebbd resize --help >/dev/null 2>&1; then
-    ebbd resize files 384M
-    xenstore-write "/local/domain/$one/data/resized" 1
-fi
+ebbd resize files 384M
 answer one
 
 asked one 120 reboot

@@ -22,6 +22,8 @@ struct Interdomain {
 pub struct Evtchn {
     fd: Fd,
     port: u32,
+    /// The port's bytes.
+    token: [u8; 4],
 }
 
 impl Evtchn {
@@ -40,7 +42,7 @@ impl Evtchn {
         // SAFETY: takes this structure, which lives for the call.
         let local = unsafe { libc::ioctl(fd.as_raw_fd(), BIND_INTERDOMAIN, &raw mut order) };
         let port = u32::try_from(local).map_err(|_| io::Error::last_os_error())?;
-        Ok(Evtchn { fd, port })
+        Ok(Evtchn { fd, port, token: port.to_ne_bytes() })
     }
 }
 
@@ -49,18 +51,8 @@ impl Channel for Evtchn {
         self.fd.clone()
     }
 
-    fn take(&self) -> io::Result<bool> {
-        let mut port = [0; 4];
-        match rustix::io::read(&self.fd, &mut port) {
-            Ok(count) => Ok(count == 4),
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Ok(false),
-            Err(error) => Err(error.into()),
-        }
-    }
-
-    fn unmask(&self) -> io::Result<()> {
-        rustix::io::write(&self.fd, &self.port.to_ne_bytes())?;
-        Ok(())
+    fn token(&self) -> &[u8] {
+        &self.token
     }
 
     fn notify(&self) -> io::Result<()> {

@@ -165,7 +165,9 @@ impl Hostile {
                 let _ = self.guest.memory().write(at, &segment.encode());
             }
         }
-        let operation = if self.dice.once_in(100) { self.dice.byte() } else { operation };
+        // Any other inner operation; a read must not become a write of what is not its own.
+        let odd = self.dice.once_in(100).then(|| self.dice.byte());
+        let operation = odd.filter(|code| *code != op::WRITE).unwrap_or(operation);
         Request { id, operation, body: Body::Indirect { sector, count, grefs } }
     }
 

@@ -38,14 +38,14 @@ const SET_FORM: &str = "send {\"value\": ...}";
 
 /// What the handlers share.
 pub(super) struct App {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     /// Who holds a level of pressure at the moment.
     holder: Mutex<Option<AbortHandle>>,
 }
 
-type On = State<Arc<App>>;
-type Named<T> = Result<Path<T>, PathRejection>;
-type Body = Result<Bytes, BytesRejection>;
+pub(super) type On = State<Arc<App>>;
+pub(super) type Named<T> = Result<Path<T>, PathRejection>;
+pub(super) type Body = Result<Bytes, BytesRejection>;
 
 /// The paths there are, for suggestions.
 const PATHS: [&str; 7] = [
@@ -80,6 +80,7 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .route("/v1/volumes/{volume}/parameters/{name}", own)
         .route("/v1/bdis/{bdi}/parameters", get(list_of_bdi))
         .route("/v1/bdis/{bdi}/parameters/{name}", of_bdi)
+        .route("/v1/volumes/{volume}/resize", post(super::resize::resize))
         .route("/v1/pressure", post(pressure))
         .fallback(no_such_path)
         .method_not_allowed_fallback(no_such_method)
@@ -283,12 +284,13 @@ async fn no_such_path(uri: Uri) -> Refusal {
 
 async fn no_such_method(method: Method, uri: Uri) -> Refusal {
     let message = format!("`{}` has no {}", shorten(uri.path()), shorten(method.as_str()));
-    let remedy = "GET reads, PUT sets and DELETE unsets a parameter, POST publishes pressure";
+    let remedy =
+        "GET reads, PUT sets and DELETE unsets a parameter, POST publishes pressure and resizes";
     Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message, remedy)
 }
 
 /// The names in a path, decoded.
-fn path<T>(names: Named<T>) -> Result<T, Refusal> {
+pub(super) fn path<T>(names: Named<T>) -> Result<T, Refusal> {
     names.map(|Path(names)| names).map_err(|error| {
         let remedy = "percent-encode the name as UTF-8";
         Refusal::new(StatusCode::BAD_REQUEST, "malformed_path", shorten(&error.body_text()), remedy)
@@ -296,7 +298,7 @@ fn path<T>(names: Named<T>) -> Result<T, Refusal> {
 }
 
 /// The JSON of a body, whatever its content type is said to be. `form` is the remedy.
-fn parse<T: DeserializeOwned>(body: Body, form: &str) -> Result<T, Refusal> {
+pub(super) fn parse<T: DeserializeOwned>(body: Body, form: &str) -> Result<T, Refusal> {
     let bytes = body.map_err(|error| {
         if error.status() == StatusCode::PAYLOAD_TOO_LARGE {
             let message = format!("the body has more than {MAX_BODY_BYTES} bytes");

@@ -1,0 +1,106 @@
+//! A volume in use gets another size.
+
+#![allow(clippy::unwrap_used, reason = "this is a test")]
+
+use std::sync::Arc;
+
+use ebb_io::{Io, Worker};
+use ebb_store::{FileStore, MemoryStore, NullStore, OpenOptions};
+use ebb_volume::{ErrorKind, Resize, ResizeError, Store, Volume, VolumeOptions};
+
+const MIB: u64 = 1 << 20;
+
+fn with<Fut>(act: impl FnOnce(Io) -> Fut + Send + 'static)
+where
+    Fut: Future<Output = ()> + 'static,
+{
+    let worker = Worker::start_alone("resize").unwrap();
+    worker.handle().block_on(act).unwrap();
+}
+
+async fn write(io: &Io, volume: &Volume, offset: u64, byte: u8) -> Result<(), ErrorKind> {
+    let mut buf = io.pool().take(4096).await;
+    buf.fill(byte);
+    volume.write(io, buf, offset, false).await.0.map_err(|error| error.kind)
+}
+
+async fn read(io: &Io, volume: &Volume, offset: u64) -> Result<u8, ErrorKind> {
+    let buf = io.pool().take(4096).await;
+    let (result, buf) = volume.read(io, buf, offset).await;
+    result.map(|()| buf[4095]).map_err(|error| error.kind)
+}
+
+async fn grows_and_shrinks(io: Io, volume: Arc<Volume>) {
+    let to = |to, shrink| Resize { to: Some(to), shrink };
+    write(&io, &volume, 0, 1).await.unwrap();
+    assert_eq!(write(&io, &volume, MIB, 2).await, Err(ErrorKind::OutOfRange));
+    assert_eq!(volume.resize(&io, to(2 * MIB, false)).await.unwrap(), 2 * MIB);
+    assert_eq!((volume.size(), read(&io, &volume, MIB).await), (2 * MIB, Ok(0)));
+    write(&io, &volume, MIB, 2).await.unwrap();
+    // Not by accident.
+    let refused = volume.resize(&io, to(MIB, false)).await;
+    assert!(matches!(refused, Err(ResizeError::Shrinks { from, to }) if from > to), "{refused:?}");
+    for odd in [0, 2 * MIB + 1] {
+        let refused = volume.resize(&io, to(odd, true)).await;
+        assert!(matches!(refused, Err(ResizeError::Sectors { .. })), "{refused:?}");
+    }
+    assert_eq!(read(&io, &volume, MIB).await, Ok(2));
+    assert_eq!(volume.resize(&io, to(MIB, true)).await.unwrap(), MIB);
+    assert_eq!(read(&io, &volume, MIB).await, Err(ErrorKind::OutOfRange));
+    assert_eq!(read(&io, &volume, 0).await, Ok(1));
+    // What was cut off does not come back.
+    volume.resize(&io, to(2 * MIB, false)).await.unwrap();
+    assert_eq!(read(&io, &volume, MIB).await, Ok(0));
+}
+
+#[test]
+fn memory_grows_and_shrinks() {
+    let store = Store::Memory(MemoryStore::new(MIB));
+    let volume = Volume::new("memory", store, VolumeOptions::default());
+    with(|io| grows_and_shrinks(io, volume));
+}
+
+#[test]
+fn a_file_grows_and_shrinks_and_is_followed_when_it_has_grown() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk");
+    std::fs::File::create(&path).unwrap().set_len(MIB).unwrap();
+    let (store, _) = FileStore::open(&path, &OpenOptions::default()).unwrap();
+    let volume = Volume::new("file", Store::File(store), VolumeOptions::default());
+    let again = volume.clone();
+    with(|io| grows_and_shrinks(io, again));
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), 2 * MIB);
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(3 * MIB).unwrap();
+    assert_eq!(volume.size(), 2 * MIB, "nobody asked yet");
+    with(move |io| async move {
+        assert_eq!(volume.resize(&io, Resize::default()).await.unwrap(), 3 * MIB);
+        assert_eq!(read(&io, &volume, 3 * MIB - 4096).await, Ok(0));
+    });
+}
+
+#[test]
+fn a_read_only_file_is_followed_and_not_changed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk");
+    std::fs::File::create(&path).unwrap().set_len(MIB).unwrap();
+    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let (store, _) = FileStore::open(&path, &options).unwrap();
+    let volume = Volume::new("file", Store::File(store), VolumeOptions { read_only: true });
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(2 * MIB).unwrap();
+    with(move |io| async move {
+        let order = Resize { to: Some(4 * MIB), shrink: false };
+        let refused = volume.resize(&io, order).await;
+        assert!(matches!(refused, Err(ResizeError::Unsupported(_))), "{refused:?}");
+        assert_eq!(volume.resize(&io, Resize::default()).await.unwrap(), 2 * MIB);
+    });
+}
+
+#[test]
+fn a_store_without_a_size_of_its_own_says_so() {
+    let store = Store::Null(NullStore::new(MIB));
+    let volume = Volume::new("null", store, VolumeOptions::default());
+    with(move |io| async move {
+        let refused = volume.resize(&io, Resize { to: Some(2 * MIB), shrink: false }).await;
+        assert!(matches!(refused, Err(ResizeError::Unsupported(_))), "{refused:?}");
+    });
+}
