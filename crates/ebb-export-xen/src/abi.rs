@@ -325,8 +325,8 @@ pub fn to_bytes(words: &Slot) -> [u8; SLOT_BYTES] {
 }
 
 /// The byte of a word.
-fn byte(word: u64, at: u32) -> u8 {
-    word.to_le_bytes()[at as usize]
+fn byte(word: u64, at: usize) -> u8 {
+    word.to_le_bytes()[at]
 }
 
 /// Half of the words, `at` counted in bytes: a multiple of 4.

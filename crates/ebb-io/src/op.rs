@@ -54,6 +54,14 @@ impl<'a> Op<'a> {
         let parts = Some((hold, Some(fd.clone())));
         Op { io, entry, class, parts, ticket: 0, key: None, eager: false, before: None }
     }
+
+    /// The length and the buffer of one that was given a buffer.
+    async fn with_its_buf(self) -> (io::Result<usize>, Buf) {
+        match self.await {
+            (result, Hold::Buf(buf)) => (length(result), buf),
+            _ => unreachable!("an operation returns the memory it was given"),
+        }
+    }
 }
 
 impl Future for Op<'_> {
@@ -164,10 +172,7 @@ impl Io {
         let eager = class == Class::Storage && buf.len() >= EAGER_BYTES;
         let mut op = Op::new(self, entry, class, Hold::Buf(buf), fd);
         op.eager = eager;
-        match op.await {
-            (result, Hold::Buf(buf)) => (length(result), buf),
-            _ => unreachable!("an operation returns the memory it was given"),
-        }
+        op.with_its_buf().await
     }
 
     async fn plain(&self, entry: squeue::Entry, class: Class, fd: &Fd) -> io::Result<usize> {
@@ -330,10 +335,7 @@ impl Io {
         let write = opcode::Write::new(raw(fd), ptr, len).offset(current).build();
         let mut op = Op::new(self, read, Class::Wait, Hold::Buf(buf), fd);
         op.before = Some([write, poll]);
-        match op.await {
-            (result, Hold::Buf(buf)) => (length(result), buf),
-            _ => unreachable!("an operation returns the memory it was given"),
-        }
+        op.with_its_buf().await
     }
 
     /// Waits until `fd` is readable (or has hung up) without holding a buffer.

@@ -16,6 +16,7 @@ const SHARDS: u64 = 16;
 const BLOCK_BYTES: usize = 4096;
 /// Neighbouring blocks that are found together.
 const CHUNK_BLOCKS: u64 = 16;
+const CHUNK: usize = 16;
 /// What is read where nothing was written.
 const HOLE: &[u8; BLOCK_BYTES] = &[0; BLOCK_BYTES];
 
@@ -25,7 +26,7 @@ type Shard = Mutex<HashMap<u64, Chunk, Keyed>>;
 /// Blocks next to each other.
 #[derive(Debug, Default)]
 struct Chunk {
-    blocks: [Option<Block>; to_usize(CHUNK_BLOCKS)],
+    blocks: [Option<Block>; CHUNK],
 }
 
 impl Chunk {
@@ -115,9 +116,9 @@ fn pieces(offset: u64, length: u64) -> impl Iterator<Item = Piece> {
     })
 }
 
-#[allow(clippy::cast_possible_truncation, reason = "64-bit machines only, as the crate's others")]
-const fn to_usize(value: u64) -> usize {
-    value as usize
+/// A number below that of blocks in a chunk, or of bytes in a block.
+fn to_usize(value: u64) -> usize {
+    usize::try_from(value).unwrap_or(usize::MAX)
 }
 
 impl MemoryStore {

@@ -45,6 +45,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
 /// or another thread uses.
 pub(crate) const UNSAFE: &[&str] = &[
     "crates/ebb-export-xen/src/copier.rs",
+    "crates/ebb-export-xen/src/express.rs",
     "crates/ebb-export-xen/src/journal.rs",
     "crates/ebb-export-xen/src/memory.rs",
     "crates/ebb-export-xen/src/platform.rs",
