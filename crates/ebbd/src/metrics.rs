@@ -7,6 +7,8 @@
 
 mod bdi;
 mod cache;
+mod remote;
+mod xen;
 
 use std::fmt;
 
@@ -129,6 +131,12 @@ impl Collector for Snapshot {
         }
         if !stat.bdis.is_empty() {
             bdi::encode(stat, &mut out)?;
+        }
+        if stat.volumes.iter().any(|volume| volume.remote.is_some()) {
+            remote::encode(stat, &mut out)?;
+        }
+        if !stat.xen.is_empty() {
+            xen::encode(stat, &mut out)?;
         }
         Ok(())
     }
@@ -263,7 +271,8 @@ mod tests {
 
     use super::*;
     use crate::stat::{
-        BdiStat, CacheStat, OwnerStat, PoolStat, VolumeCacheStat, VolumeStat, WorkerStat,
+        BdiStat, CacheStat, OwnerStat, PoolStat, RemoteStat, VolumeCacheStat, VolumeStat,
+        WorkerStat, XenStat,
     };
 
     fn full() -> Stat {
@@ -278,6 +287,7 @@ mod tests {
                 size_bytes: 1 << 20,
                 operations: [("read".to_owned(), operation)].into(),
                 cache: Some(VolumeCacheStat { hit_bytes: 12, ..Default::default() }),
+                remote: Some(RemoteStat { silent_seconds: 8, ..Default::default() }),
                 ..VolumeStat::default()
             }],
             workers: vec![
@@ -292,6 +302,14 @@ mod tests {
             }),
             pressure: Some(PressureStat { level: 2, events: [0, 4, 1, 0], ..Default::default() }),
             cache: Some(CacheStat { bufspace_bytes: 8192, ..CacheStat::default() }),
+            xen: vec![XenStat {
+                domain: 3,
+                device: 51728,
+                volume: "root".into(),
+                requests: [("read".to_owned(), 11)].into(),
+                mapped_grants: 1056,
+                ..XenStat::default()
+            }],
             bdis: vec![BdiStat {
                 name: "8:0".into(),
                 min_ratio: 0.05,
@@ -328,6 +346,10 @@ mod tests {
             "ebbd_bdi_pauses_total{bdi=\"8:0\"} 3",
             "ebbd_bdi_paused_seconds{bdi=\"8:0\"} 0.5",
             "ebbd_pressure_events_total{level=\"1\"} 4",
+            "ebbd_cache_receded_bytes_total 0",
+            "ebbd_remote_silent_seconds{volume=\"a \\\"b\\\"\\\\c\\nd\"} 8",
+            "ebbd_xen_mapped_grants{domain=\"3\",device=\"51728\",volume=\"root\"} 1056",
+            "ebbd_xen_requests_total{domain=\"3\",device=\"51728\",volume=\"root\",operation=\"read\"} 11",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in:\n{text}");
         }

@@ -71,6 +71,10 @@ impl Options {
                 _ => return Err(usage(format!("unknown argument {name}"))),
             }
         }
+        if !MEASUREMENTS.iter().any(|(names, _)| options.wants(names)) {
+            let what = "no figure has this in its name".to_owned();
+            return Err(Error::Usage { what, usage: USAGE });
+        }
         Ok(options)
     }
 
@@ -148,8 +152,14 @@ mod tests {
 
     #[test]
     fn options_refuse_what_they_do_not_know() {
-        let refused: [&[&str]; 5] =
-            [&["--minutes"], &["--minutes", "0"], &["--seed", "x"], &["--fast"], &["-5"]];
+        let refused: [&[&str]; 6] = [
+            &["--minutes"],
+            &["--minutes", "0"],
+            &["--seed", "x"],
+            &["--fast"],
+            &["-5"],
+            &["--only", "hits"],
+        ];
         for arguments in refused {
             let error = parse(arguments).unwrap_err();
             assert!(error.to_string().contains(USAGE), "{arguments:?}: {error}");

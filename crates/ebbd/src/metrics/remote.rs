@@ -1,0 +1,33 @@
+//! Remote stores as metrics, for each volume that is on one.
+
+use std::fmt;
+
+use prometheus_client::registry::Unit;
+
+use super::Out;
+use crate::stat::{RemoteStat, Stat};
+
+type Value = fn(&RemoteStat) -> u64;
+
+/// Writes them.
+pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
+    let of = |value: Value| {
+        stat.volumes.iter().filter_map(move |volume| {
+            let remote = volume.remote.as_ref()?;
+            Some(([("volume", volume.name.as_str())], value(remote)))
+        })
+    };
+    for (name, help, value) in [
+        ("ebbd_remote_connections", "Connections that are up", (|own| own.connections) as Value),
+        ("ebbd_remote_in_flight", "Requests under way", |own| own.in_flight),
+        ("ebbd_remote_unflushed", "Changes acknowledged and not flushed", |own| own.unflushed),
+    ] {
+        out.gauges((name, help), None, of(value))?;
+    }
+    let silent = ("ebbd_remote_silent", "How long the server has owed answers and given none");
+    out.gauges(silent, Some(&Unit::Seconds), of(|own| own.silent_seconds))?;
+    let again = ("ebbd_remote_reconnects", "Connections lost and made again");
+    out.counters(again, None, of(|own| own.reconnects))?;
+    let replayed = ("ebbd_remote_replayed", "Requests asked again on a new connection");
+    out.counters(replayed, None, of(|own| own.replayed))
+}
