@@ -7,7 +7,7 @@
 //!   failed test only.
 
 use crate::binary::{self, Build};
-use crate::{Error, Result, check, process};
+use crate::{Error, Result, Tool, check, process};
 use rustix::process::{Signal, kill_process};
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -157,6 +157,19 @@ impl Server {
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.setup.socket()
+    }
+
+    /// A job of `fio` that writes and reads back with checksums for some seconds, on volume `disk`.
+    pub fn verified_load(&self) -> Tool {
+        Tool::new("fio")
+            .args(["--name=verify", "--ioengine=nbd", "--rw=randrw", "--bsrange=512-64k"])
+            .args(["--bs_unaligned=0", "--iodepth=16", "--size=48M", "--io_size=300M"])
+            .args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--verify_backlog=64"])
+            .args(["--rate_iops=1500", "--fsync=50", "--randrepeat=1", "--blockalign=512"])
+            .args(["--time_based", "--runtime=6"])
+            .arg(format!("--uri={}", self.uri("disk")))
+            .dir(self.dir())
+            .limit(Duration::from_secs(120))
     }
 
     /// URI of an export, as NBD tools take it.

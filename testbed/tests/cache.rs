@@ -480,22 +480,9 @@ fn only_remote_stores_are_cached_unless_asked_for() -> Result {
     server.stop()
 }
 
-/// A job of `fio` that writes and reads back with checksums for some seconds.
-fn verified(server: &Server) -> Tool {
-    Tool::new("fio")
-        .args(["--name=verify", "--ioengine=nbd", "--rw=randrw", "--bsrange=512-64k"])
-        .args(["--bs_unaligned=0", "--iodepth=16", "--size=48M", "--io_size=300M"])
-        .args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--verify_backlog=64"])
-        .args(["--rate_iops=1500", "--fsync=50", "--randrepeat=1", "--blockalign=512"])
-        .args(["--time_based", "--runtime=6"])
-        .arg(format!("--uri={}", server.uri("disk")))
-        .dir(server.dir())
-        .limit(Duration::from_secs(120))
-}
-
 /// Runs the verified load and calls `disturb` every so often meanwhile. Returns how often.
 fn under_load(rig: &mut Rig, mut disturb: impl FnMut(&mut Rig, usize) -> Result) -> Result<usize> {
-    let tool = verified(&rig.server);
+    let tool = rig.server.verified_load();
     let job = std::thread::spawn(move || tool.run());
     let mut times = 0;
     while !job.is_finished() {

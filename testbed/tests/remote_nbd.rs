@@ -132,22 +132,9 @@ fn real_clients_over_qemu_nbd() -> Result {
     server.stop()
 }
 
-/// A job of `fio` that writes and reads back with checksums for some seconds.
-fn load(server: &Server) -> Tool {
-    Tool::new("fio")
-        .args(["--name=verify", "--ioengine=nbd", "--rw=randrw", "--bsrange=512-64k"])
-        .args(["--bs_unaligned=0", "--iodepth=16", "--size=48M", "--io_size=300M"])
-        .args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1", "--verify_backlog=64"])
-        .args(["--rate_iops=1500", "--fsync=50", "--randrepeat=1", "--blockalign=512"])
-        .args(["--time_based", "--runtime=6"])
-        .arg(format!("--uri={}", server.uri("disk")))
-        .dir(server.dir())
-        .limit(Duration::from_secs(120))
-}
-
 /// Runs the load while `end_and_restart` is called again and again.
 fn under_load(server: &mut Server, mut end_and_restart: impl FnMut() -> Result) -> Result {
-    let tool = load(server);
+    let tool = server.verified_load();
     let job = std::thread::spawn(move || tool.run());
     let mut times = 0;
     while !job.is_finished() {

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, Signal};
 use ebb_tls::Transport;
-use ebb_volume::Volume;
+use ebb_volume::{Stop, Volume};
 
 use crate::decode::{self, Decoded, Fatal, Operation, RequestHeader};
 use crate::handshake::Session;
@@ -26,7 +26,6 @@ use crate::proto::Errno;
 use crate::receiver::Receiver;
 use crate::reply::ReplyTo;
 use crate::sender::Sender;
-use crate::stop::Stop;
 
 /// Requests of one connection under way at a time.
 const IN_FLIGHT_MAX: usize = 256;

@@ -5,10 +5,9 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use ebb_io::BufPool;
 use ebb_mem::{Memory, OwnerId, PoolParameters};
-use ebb_volume::{Gate, Volume};
+use ebb_volume::{Gate, Stop, Volume};
 
 use crate::handshake::{BlockSizes, Capabilities, ExportInfo, Exports};
-use crate::stop::Stop;
 
 /// The smallest request, bytes: a sector.
 const MINIMUM: u32 = 512;

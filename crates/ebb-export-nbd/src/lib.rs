@@ -22,7 +22,6 @@ mod receiver;
 pub mod reply;
 mod sender;
 mod server;
-mod stop;
 
 pub use ebb_nbd_proto as proto;
 pub use ebb_tls::{ServerTls, TlsError};

@@ -12,12 +12,11 @@ use std::time::Duration;
 use ebb_io::{Fd, Gather, Io, WorkerHandle, fd_from};
 use ebb_mem::PoolParameters;
 use ebb_tls::{ServerTls, Transport};
-use ebb_volume::{Gate, Volume};
+use ebb_volume::{Gate, Stop, Volume};
 
 use crate::connection::{Connection, End};
 use crate::exports::{Registry, View};
 use crate::handshake::{Handshake, HandshakeError, Policy, Session, Step, Tls};
-use crate::stop::Stop;
 
 /// How long a client may take from its first byte to the transmission phase.
 const HANDSHAKE: Duration = Duration::from_secs(30);

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use ebb_io::WorkerHandle;
 use ebb_mem::PoolParameters;
-use ebb_volume::Volume;
+use ebb_volume::{Stop, Volume};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::device::{Device, DeviceError, Key, Offer, Serving, Settings, open_queue};
@@ -23,7 +23,6 @@ use crate::nodes::{Frontend, number, optional, publish, show_state, transact};
 use crate::params::XenParameters;
 use crate::platform::{Domain, Platform, StoreError, XenStore};
 use crate::queue::Queue;
-use crate::stop::Stop;
 
 /// The least time between two looks at a device.
 const PAUSE: Duration = Duration::from_millis(5);

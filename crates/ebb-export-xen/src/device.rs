@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Instant;
 
 use ebb_mem::PoolParameters;
-use ebb_volume::Volume;
+use ebb_volume::{Stop, Volume};
 
 use crate::abi::SECTOR_BYTES;
 use crate::disk::{Counters, Disk, MAX_SEGMENTS};
@@ -16,7 +16,6 @@ use crate::nodes::{Frontend, MAX_RING_ORDER, NodeError, Nodes, QueueNodes};
 use crate::platform::{Domain, Platform, StoreError};
 use crate::queue::Parts;
 use crate::ring::Ring;
-use crate::stop::Stop;
 
 /// Which device: of which kind, of which guest, under which number.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

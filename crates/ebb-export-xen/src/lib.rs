@@ -46,7 +46,6 @@ mod queue;
 pub mod ring;
 #[cfg(feature = "shm")]
 pub mod shm;
-mod stop;
 
 pub use attach::{AttachError, Disk, attach, detach, device_number, find_domain};
 pub use backend::{Backend, DeviceStats, Figures, Options, StartError};

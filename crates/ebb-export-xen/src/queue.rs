@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_io::{Budget, Buf, BufPool, Io, Signal};
+use ebb_volume::Stop;
 
 use crate::abi::{Response, Slot, Status, op};
 use crate::copier::Copier;
@@ -25,7 +26,6 @@ use crate::lane::Lane;
 use crate::persistent::Table;
 use crate::platform::{Channel, Domain, Grants};
 use crate::ring::{Overrun, Ring};
-use crate::stop::Stop;
 
 /// Requests taken between two looks at what else there is to do.
 const BATCH: u32 = 64;

@@ -12,6 +12,7 @@
 
 mod gate;
 mod stats;
+mod stop;
 mod volume;
 
 pub use ebb_cache::{Mode, VolumeCache, VolumeCacheStats};
@@ -21,4 +22,5 @@ pub use ebb_store::{
 };
 pub use gate::{Gate, Pass};
 pub use stats::{OperationStats, VolumeStats};
+pub use stop::Stop;
 pub use volume::{AtHand, Volume, VolumeOptions};
