@@ -92,12 +92,18 @@ counters! {
     mapped_most,
     /// Grants that were mapped, ever.
     maps,
+    /// Mappings that made room for others.
+    evictions,
+    /// Mappings that had lain idle for too long.
+    expiries,
     /// Segments copied by the hypervisor.
     copies,
     /// Calls in which it did so.
     copy_calls,
     /// Events of the guest.
     events,
+    /// Times that requests were found by looking, without an event.
+    polls,
     /// Events sent to the guest.
     notifications,
     /// Times at which responses were published.

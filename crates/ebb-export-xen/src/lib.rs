@@ -39,6 +39,7 @@ mod lane;
 pub mod machine;
 pub mod memory;
 pub mod nodes;
+mod pace;
 mod params;
 pub mod persistent;
 pub mod platform;

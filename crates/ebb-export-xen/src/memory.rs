@@ -154,7 +154,7 @@ pub fn full_barrier() {
 const WIDE: usize = 512;
 /// Bytes moved in one round of wide registers.
 #[cfg(target_arch = "x86_64")]
-const ROUND: usize = 256;
+const ROUND: usize = 512;
 
 /// Moves bytes that another may be writing.
 ///
@@ -187,7 +187,7 @@ unsafe fn copy_wide(from: *const u8, to: *mut u8, rounds: usize) {
     unsafe {
         std::arch::asm!(
             "2:",
-            "vmovdqu ymm0, [rsi]",
+            "vmovdqu ymm0, [rsi + 0]",
             "vmovdqu ymm1, [rsi + 32]",
             "vmovdqu ymm2, [rsi + 64]",
             "vmovdqu ymm3, [rsi + 96]",
@@ -195,8 +195,16 @@ unsafe fn copy_wide(from: *const u8, to: *mut u8, rounds: usize) {
             "vmovdqu ymm5, [rsi + 160]",
             "vmovdqu ymm6, [rsi + 192]",
             "vmovdqu ymm7, [rsi + 224]",
-            "add rsi, 256",
-            "vmovdqu [rdi], ymm0",
+            "vmovdqu ymm8, [rsi + 256]",
+            "vmovdqu ymm9, [rsi + 288]",
+            "vmovdqu ymm10, [rsi + 320]",
+            "vmovdqu ymm11, [rsi + 352]",
+            "vmovdqu ymm12, [rsi + 384]",
+            "vmovdqu ymm13, [rsi + 416]",
+            "vmovdqu ymm14, [rsi + 448]",
+            "vmovdqu ymm15, [rsi + 480]",
+            "add rsi, 512",
+            "vmovdqu [rdi + 0], ymm0",
             "vmovdqu [rdi + 32], ymm1",
             "vmovdqu [rdi + 64], ymm2",
             "vmovdqu [rdi + 96], ymm3",
@@ -204,7 +212,15 @@ unsafe fn copy_wide(from: *const u8, to: *mut u8, rounds: usize) {
             "vmovdqu [rdi + 160], ymm5",
             "vmovdqu [rdi + 192], ymm6",
             "vmovdqu [rdi + 224], ymm7",
-            "add rdi, 256",
+            "vmovdqu [rdi + 256], ymm8",
+            "vmovdqu [rdi + 288], ymm9",
+            "vmovdqu [rdi + 320], ymm10",
+            "vmovdqu [rdi + 352], ymm11",
+            "vmovdqu [rdi + 384], ymm12",
+            "vmovdqu [rdi + 416], ymm13",
+            "vmovdqu [rdi + 448], ymm14",
+            "vmovdqu [rdi + 480], ymm15",
+            "add rdi, 512",
             "dec rcx",
             "jnz 2b",
             "vzeroupper",

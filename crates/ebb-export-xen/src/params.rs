@@ -13,6 +13,7 @@ pub struct XenParameters {
     max_persistent_grants: AtomicU32,
     unused_seconds: AtomicU32,
     feature_persistent: AtomicBool,
+    poll_us: AtomicU32,
     /// Counts orders to give idle mappings back.
     shrinks: AtomicU64,
     changed: Event,
@@ -20,12 +21,13 @@ pub struct XenParameters {
 
 impl Default for XenParameters {
     /// `max_persistent_grants` 1056, `persistent_grant_unused_seconds` 60, `feature_persistent`
-    /// true.
+    /// true, `poll_us` 100.
     fn default() -> XenParameters {
         XenParameters {
             max_persistent_grants: AtomicU32::new(1056),
             unused_seconds: AtomicU32::new(60),
             feature_persistent: AtomicBool::new(true),
+            poll_us: AtomicU32::new(100),
             shrinks: AtomicU64::new(0),
             changed: Event::new(),
         }
@@ -64,6 +66,17 @@ impl XenParameters {
     /// Sets [`XenParameters::feature_persistent`]; connections of now keep what was agreed on.
     pub fn set_feature_persistent(&self, offered: bool) {
         self.feature_persistent.store(offered, Ordering::Relaxed);
+    }
+
+    /// How long a ring that ran empty is looked at before its worker sleeps, microseconds for each
+    /// request it brought before; 0 is not at all.
+    pub fn poll_us(&self) -> u32 {
+        self.poll_us.load(Ordering::Relaxed)
+    }
+
+    /// Sets [`XenParameters::poll_us`], for the next time a ring runs empty.
+    pub fn set_poll_us(&self, microseconds: u32) {
+        self.poll_us.store(microseconds, Ordering::Relaxed);
     }
 
     /// Has every ring give its idle mappings back: the answer to memory pressure.

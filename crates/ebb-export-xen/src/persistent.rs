@@ -5,16 +5,16 @@
 //! long, or memory is wanted back. Copies into and out of mappings begin and end between two waits,
 //! so a mapping is never in use when the table is tidied.
 //!
-//! Invariants: never more than the cap is mapped; the list is in the order of last use (the seed's
-//! "LRU", which Linux takes from the lowest reference up); finding and using allocate nothing.
+//! Invariants: never more than the cap is mapped; who goes first was used least recently (the seed's
+//! "LRU", which Linux takes from the lowest reference up); finding and using allocate nothing. A use
+//! only notes its place among all uses: who was used least recently is asked when the table is tidied,
+//! ten times a second at most, and a use is thousands of times as frequent.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use crate::memory::Mapping;
 
-/// No entry.
-const NONE: u32 = u32::MAX;
 /// References below this are found by their number: a guest has 32,768 unless it was given more.
 /// The list of them takes 256 KiB at most.
 const NEAR: u32 = 1 << 16;
@@ -25,13 +25,13 @@ const PERCENT: u32 = 5;
 struct Entry {
     gref: u32,
     mapping: Option<Mapping>,
+    /// Its last use: the time, and the place among all uses.
     used: Instant,
-    older: u32,
-    newer: u32,
+    order: u64,
 }
 
 /// See the module.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Table {
     /// Where the entries of small references are, plus 1: guests use few and small ones.
     near: Vec<u32>,
@@ -40,25 +40,18 @@ pub struct Table {
     len: usize,
     entries: Vec<Entry>,
     free: Vec<u32>,
-    oldest: u32,
-    newest: u32,
+    /// Uses so far.
+    uses: u64,
+    /// No mapping was used before this for the last time.
+    oldest: Option<Instant>,
     /// A grant found no place since the last tidying.
     overflowed: bool,
-}
-
-impl Default for Table {
-    fn default() -> Table {
-        Table {
-            near: Vec::new(),
-            far: HashMap::new(),
-            len: 0,
-            entries: Vec::new(),
-            free: Vec::new(),
-            oldest: NONE,
-            newest: NONE,
-            overflowed: false,
-        }
-    }
+    /// What tidying unmaps, the next one last: the entry, and its last use when it was chosen.
+    doomed: Vec<(u64, u32)>,
+    /// They are because they were idle, not because there are too many.
+    doomed_by_age: bool,
+    evictions: u64,
+    expiries: u64,
 }
 
 fn place(index: u32) -> usize {
@@ -81,6 +74,11 @@ impl Table {
         self.overflowed
     }
 
+    /// How many were unmapped so far because there were too many, and because they were idle.
+    pub fn unmapped(&self) -> (u64, u64) {
+        (self.evictions, self.expiries)
+    }
+
     /// The mapping of a grant, which is the most recently used one now.
     pub fn get(&mut self, gref: u32, now: Instant) -> Option<&Mapping> {
         let index = self.touch(gref, now)?;
@@ -92,11 +90,10 @@ impl Table {
     #[inline]
     pub fn touch(&mut self, gref: u32, now: Instant) -> Option<u32> {
         let index = self.find(gref)?;
-        if self.newest != index {
-            self.unlink(index);
-            self.link(index);
-        }
-        self.entries.get_mut(place(index))?.used = now;
+        let entry = self.entries.get_mut(place(index))?;
+        self.uses += 1;
+        entry.order = self.uses;
+        entry.used = now;
         Some(index)
     }
 
@@ -115,7 +112,12 @@ impl Table {
 
     /// Keeps a mapping of a grant that is not in the table; its place.
     pub fn insert(&mut self, gref: u32, mapping: Mapping, now: Instant) -> u32 {
-        let entry = Entry { gref, mapping: Some(mapping), used: now, older: NONE, newer: NONE };
+        self.uses += 1;
+        let entry = Entry { gref, mapping: Some(mapping), used: now, order: self.uses };
+        if let Some(index) = self.find(gref) {
+            self.entries[place(index)] = entry;
+            return index;
+        }
         let index = match self.free.pop() {
             Some(index) => {
                 self.entries[place(index)] = entry;
@@ -123,16 +125,11 @@ impl Table {
             }
             None => {
                 self.entries.push(entry);
-                u32::try_from(self.entries.len() - 1).unwrap_or(NONE)
+                u32::try_from(self.entries.len() - 1).unwrap_or(u32::MAX)
             }
         };
-        if let Some(old) = self.find(gref) {
-            self.forget(gref);
-            self.unlink(old);
-            self.retire(old);
-        }
         self.remember(gref, index);
-        self.link(index);
+        self.oldest.get_or_insert(now);
         index
     }
 
@@ -156,78 +153,72 @@ impl Table {
         self.near[place(gref)] = index + 1;
     }
 
-    fn forget(&mut self, gref: u32) {
+    fn unmap(&mut self, index: u32) {
+        let entry = &mut self.entries[place(index)];
+        let gref = entry.gref;
+        entry.mapping = None;
+        self.free.push(index);
         self.len -= 1;
         if gref >= NEAR {
             self.far.remove(&gref);
         } else if let Some(index) = self.near.get_mut(place(gref)) {
             *index = 0;
         }
-    }
-
-    /// Makes the entry the newest.
-    fn link(&mut self, index: u32) {
-        let newest = self.newest;
-        let entry = &mut self.entries[place(index)];
-        entry.older = newest;
-        entry.newer = NONE;
-        self.newest = index;
-        match self.entries.get_mut(place(newest)) {
-            Some(before) => before.newer = index,
-            None => self.oldest = index,
+        if self.len == 0 {
+            self.oldest = None;
         }
     }
 
-    fn unlink(&mut self, index: u32) {
-        let entry = &self.entries[place(index)];
-        let (older, newer) = (entry.older, entry.newer);
-        match self.entries.get_mut(place(older)) {
-            Some(entry) => entry.newer = newer,
-            None => self.oldest = newer,
-        }
-        match self.entries.get_mut(place(newer)) {
-            Some(entry) => entry.older = older,
-            None => self.newest = older,
-        }
-    }
-
-    fn retire(&mut self, index: u32) {
-        self.entries[place(index)].mapping = None;
-        self.free.push(index);
-    }
-
-    /// Unmaps the grant used least recently; false if there is none.
-    fn drop_oldest(&mut self) -> bool {
-        let index = self.oldest;
-        let Some(entry) = self.entries.get(place(index)) else { return false };
-        let gref = entry.gref;
-        self.forget(gref);
-        self.unlink(index);
-        self.retire(index);
-        true
-    }
-
-    /// One turn of tidying: unmaps what has lain idle for `unused`; and while the cap is too small
-    /// what is above it and 5 % of it. At most `most` are unmapped. True if more are due.
+    /// One turn of tidying: unmaps what is above the cap and 5 % of it while that is too small, the
+    /// least recently used first; then what has lain idle for `unused`. At most `most` are unmapped.
+    /// True if more are due.
     pub fn tidy(&mut self, cap: u32, unused: Option<Duration>, now: Instant, most: usize) -> bool {
-        let mut left = most;
-        let mut due = self.excess(cap);
-        while left > 0 && due > 0 && self.drop_oldest() {
-            left -= 1;
-            due -= 1;
+        for _ in 0..most {
+            let more = !self.doomed.is_empty() || self.condemn(cap, unused, now);
+            let Some((order, index)) = self.doomed.pop() else { return more };
+            // Who was used since it was chosen stays.
+            let chosen = self.entries.get(place(index)).is_some_and(|entry| entry.order == order);
+            if !chosen || self.page(index).is_none() {
+                continue;
+            }
+            self.unmap(index);
+            match self.doomed_by_age {
+                true => self.expiries += 1,
+                false => self.evictions += 1,
+            }
         }
-        if due > 0 && !self.is_empty() {
+        !self.doomed.is_empty() || self.condemn(cap, unused, now)
+    }
+
+    /// Chooses what is to be unmapped next; false if nothing is.
+    fn condemn(&mut self, cap: u32, unused: Option<Duration>, now: Instant) -> bool {
+        let due = self.excess(cap);
+        self.overflowed = false;
+        let mapped = || {
+            let entries = self.entries.iter().zip(0..);
+            entries.filter(|(entry, _)| entry.mapping.is_some())
+        };
+        if due > 0 {
+            let all = mapped().map(|(entry, index)| (entry.order, index));
+            let mut all: Vec<(u64, u32)> = all.collect();
+            all.select_nth_unstable(due - 1);
+            all.truncate(due);
+            all.sort_unstable_by(|a, b| b.cmp(a));
+            (self.doomed, self.doomed_by_age) = (all, false);
             return true;
         }
-        self.overflowed = false;
-        while self.next_expiry(unused).is_some_and(|at| at <= now) {
-            if left == 0 {
-                return true;
-            }
-            self.drop_oldest();
-            left -= 1;
+        if self.next_expiry(unused).is_none_or(|at| at > now) {
+            return false;
         }
-        false
+        let is_idle = |entry: &Entry| unused.is_some_and(|unused| entry.used + unused <= now);
+        let (idle, busy): (Vec<_>, Vec<_>) = mapped().partition(|(entry, _)| is_idle(entry));
+        let oldest = busy.iter().map(|(entry, _)| entry.used).min();
+        let mut doomed: Vec<_> = idle.iter().map(|(entry, index)| (entry.order, *index)).collect();
+        doomed.sort_unstable_by(|a, b| b.cmp(a));
+        // While these are there none of them is older.
+        self.oldest = oldest.or(Some(now));
+        (self.doomed, self.doomed_by_age) = (doomed, true);
+        !self.doomed.is_empty()
     }
 
     fn excess(&self, cap: u32) -> usize {
@@ -240,17 +231,27 @@ impl Table {
         (len - cap + share).min(len)
     }
 
-    /// When the oldest will have lain idle for `unused`.
+    /// When to look for mappings that have lain idle for `unused`: none has before.
     pub fn next_expiry(&self, unused: Option<Duration>) -> Option<Instant> {
-        self.entries.get(place(self.oldest)).and_then(|entry| entry.used.checked_add(unused?))
+        self.oldest?.checked_add(unused?)
     }
 
     /// Unmaps everything, at most `most`; true if some are left.
     pub fn clear(&mut self, most: usize) -> bool {
-        for _ in 0..most {
-            if !self.drop_oldest() {
+        self.doomed.clear();
+        let mut left = most;
+        for index in (0..self.entries.len()).rev() {
+            if left == 0 || self.is_empty() {
                 break;
             }
+            if self.entries[index].mapping.is_some() {
+                self.unmap(u32::try_from(index).unwrap_or(u32::MAX));
+                left -= 1;
+            }
+        }
+        if self.is_empty() {
+            self.entries.clear();
+            self.free.clear();
         }
         !self.is_empty()
     }
@@ -340,7 +341,10 @@ mod tests {
                 prop_assert_eq!(table.len(), model.len());
                 prop_assert_eq!(count.0.load(Ordering::SeqCst), model.len());
                 let oldest = model.front().map(|(_, used)| *used + Duration::from_secs(9));
-                prop_assert_eq!(table.next_expiry(Some(Duration::from_secs(9))), oldest);
+                // Looking too early does no harm.
+                let next = table.next_expiry(Some(Duration::from_secs(9)));
+                prop_assert_eq!(next.is_some(), oldest.is_some());
+                prop_assert!(next <= oldest);
             }
             prop_assert!(!table.clear(64));
             prop_assert_eq!(count.0.load(Ordering::SeqCst), 0);

@@ -10,6 +10,7 @@
 //!   is heard no more.
 
 use std::cell::{Cell, RefCell};
+use std::hint::spin_loop;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,6 +24,7 @@ use crate::disk::{Disk, add};
 use crate::express::Express;
 use crate::journal::Journal;
 use crate::lane::Lane;
+use crate::pace::Pace;
 use crate::persistent::Table;
 use crate::platform::{Channel, Domain, Grants};
 use crate::ring::{Overrun, Ring};
@@ -35,6 +37,8 @@ const SPURIOUS: u32 = 16;
 const THROTTLE: Duration = Duration::from_millis(1);
 /// How often too full a table of grants is tidied (seed `003`).
 const TIDY: Duration = Duration::from_millis(100);
+/// Looks at an empty ring between two turns of the worker, a pause of the processor before each.
+const LOOKS: u32 = 16;
 /// Grants unmapped in one turn of the worker.
 const UNMAP_TURN: usize = 64;
 /// Failed requests logged for each queue: a broken disk or guest must not fill the log.
@@ -80,6 +84,7 @@ pub(crate) struct Queue {
     answers: RefCell<Vec<(u32, Response)>>,
     answered: Signal,
     refused: Cell<u32>,
+    pace: Pace,
     /// The time as of the last requests taken: exact enough for the order of use.
     pub(crate) now: Cell<Instant>,
     stopping: Cell<bool>,
@@ -125,6 +130,7 @@ impl Queue {
             answers: RefCell::new(Vec::with_capacity(slots)),
             answered: Signal::default(),
             refused: Cell::new(0),
+            pace: Pace::default(),
             now: Cell::new(Instant::now()),
             stopping: Cell::new(false),
             halt: Signal::default(),
@@ -220,7 +226,7 @@ impl Queue {
         while !self.stopping.get() {
             let waiting = self.ring.borrow().waiting()?;
             if waiting == 0 {
-                if self.ring.borrow().arm()? {
+                if self.look().await? || self.ring.borrow().arm()? {
                     continue;
                 }
                 break;
@@ -228,6 +234,7 @@ impl Queue {
             self.now.set(Instant::now());
             let refused = self.refused.replace(0);
             let (count, barrier) = self.take_batch(waiting.min(BATCH));
+            self.pace.took(count, self.now.get());
             taken = taken.saturating_add(count);
             self.publish();
             if let Some(entry) = barrier {
@@ -243,6 +250,27 @@ impl Queue {
             }
         }
         Ok(taken)
+    }
+
+    /// Looks at the empty ring while that is likely to pay, without asking the guest for an event; true
+    /// if requests came. A guest that waits for something else to be over is not looked at.
+    async fn look(&self) -> Result<bool, Overrun> {
+        let each = Duration::from_micros(self.disk.parameters.poll_us().into());
+        let Some(until) = self.pace.look_until(each, Instant::now()) else { return Ok(false) };
+        while !self.stopping.get() && self.lanes.busy.get() == 0 {
+            for _ in 0..LOOKS {
+                spin_loop();
+                if self.ring.borrow().waiting()? > 0 {
+                    add(&self.disk.counters.polls, 1);
+                    return Ok(true);
+                }
+            }
+            if Instant::now() >= until {
+                break;
+            }
+            self.io.next_turn().await;
+        }
+        Ok(false)
     }
 
     /// Takes at most `most` requests and carries out those that need not wait, until one is a
@@ -424,12 +452,15 @@ impl Queue {
     fn with_table(&self, act: impl FnOnce(&mut Table) -> bool) -> bool {
         let Some(table) = &self.table else { return false };
         let mut table = table.borrow_mut();
-        let before = table.len();
+        let (before, (evictions, expiries)) = (table.len(), table.unmapped());
         let more = act(&mut table);
-        let after = table.len();
+        let (after, unmapped) = (table.len(), table.unmapped());
         drop(table);
         let gone = i64::try_from(before - after).unwrap_or(i64::MAX);
-        self.disk.counters.note_mapped(-gone);
+        let counters = &self.disk.counters;
+        counters.note_mapped(-gone);
+        add(&counters.evictions, unmapped.0 - evictions);
+        add(&counters.expiries, unmapped.1 - expiries);
         more
     }
 

@@ -46,6 +46,7 @@ fn no_persistent_grants_leave_no_mapping_and_lose_no_request() {
     let mut disk = load.join().unwrap();
     let stats = rig.stats();
     assert_eq!((stats.mapped, stats.errors), (0, 0));
+    assert!(stats.evictions > 100 && stats.expiries == 0, "{stats:?}");
 
     // With room for a few again, no more than these.
     rig.parameters.set_max_persistent_grants(8);
@@ -64,12 +65,32 @@ fn idle_grants_go_after_the_time_that_is_set_while_they_are_idle() {
     assert!(rig.stats().mapped > 100);
     rig.parameters.set_persistent_grant_unused_seconds(1);
     until("idle grants are given back", || rig.stats().mapped == 0);
+    assert!(rig.stats().expiries > 100 && rig.stats().evictions == 0, "{:?}", rig.stats());
     rig.parameters.set_persistent_grant_unused_seconds(0);
     verified(&mut disk, 10);
     let mapped = rig.stats().mapped;
     assert!(mapped > 100);
     rig.parameters.shrink();
     until("under pressure also those kept for ever", || rig.stats().mapped == 0);
+}
+
+#[test]
+fn requests_that_come_soon_are_found_without_an_event_unless_nobody_looks() {
+    let rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    rig.parameters.set_poll_us(1000);
+    // On a busy machine a pause may be long; not every time.
+    let found = (0..10_000).any(|_| {
+        verified(&mut disk, 1);
+        rig.stats().polls > 0
+    });
+    assert!(found, "{:?}", rig.stats());
+    rig.parameters.set_poll_us(0);
+    verified(&mut disk, 1);
+    let polls = rig.stats().polls;
+    verified(&mut disk, 200);
+    let stats = rig.stats();
+    assert_eq!((stats.polls, stats.errors), (polls, 0));
 }
 
 #[test]

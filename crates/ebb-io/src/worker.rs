@@ -170,6 +170,8 @@ struct Core {
     /// The kernel can wait for several completions with a deadline.
     linger: bool,
     timers: Timers,
+    /// Who goes on after the next look at the ring.
+    next_turn: RefCell<Vec<Waker>>,
     pool: BufPool,
     offload: Rc<Budget>,
     tasks: Rc<Tasks>,
@@ -290,6 +292,20 @@ impl Io {
         .await;
     }
 
+    /// Waits for the worker's next turn: until everything that is ready has run and completions were
+    /// looked at, without sleeping. For those who look at memory that others write.
+    pub async fn next_turn(&self) {
+        let mut waited = false;
+        std::future::poll_fn(|cx| {
+            if std::mem::replace(&mut waited, true) {
+                return Poll::Ready(());
+            }
+            self.0.next_turn.borrow_mut().push(cx.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+
     /// Figures of this worker.
     pub fn stats(&self) -> WorkerStats {
         let ring = &self.0.ring;
@@ -306,7 +322,9 @@ impl Io {
                 rearm = !core.ring.arm_wake(core.shared.wake.as_raw_fd());
             }
             run_ready();
-            let busy = READY.with_borrow(|ready| !ready.is_empty()) || core.ring.has_news();
+            let looking = !core.next_turn.borrow().is_empty();
+            let ready = READY.with_borrow(|ready| !ready.is_empty());
+            let busy = looking || ready || core.ring.has_news();
             if busy {
                 if core.ring.wants_enter() {
                     core.ring.enter(0, None, None);
@@ -316,7 +334,13 @@ impl Io {
             }
             let reaped = core.ring.reap();
             rearm |= reaped.rearm;
-            core.load.note(reaped.count);
+            // Who only looked says nothing about how many come at a time.
+            if reaped.count > 0 || !looking {
+                core.load.note(reaped.count);
+            }
+            if looking {
+                core.next_turn.borrow_mut().drain(..).for_each(Waker::wake);
+            }
             if reaped.woken {
                 self.read_inbox();
             }
@@ -510,6 +534,7 @@ impl Worker {
                     tended: Cell::default(),
                     linger,
                     timers,
+                    next_turn: RefCell::default(),
                     pool,
                     offload,
                     tasks,

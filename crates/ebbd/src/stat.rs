@@ -119,8 +119,17 @@ pub struct XenStat {
     pub copies: u64,
     /// Its calls in which it did so.
     pub copy_calls: u64,
+    /// Mappings that made room for others: the ring had more than it may keep.
+    #[serde(default)]
+    pub evictions: u64,
+    /// Mappings that had lain idle for too long.
+    #[serde(default)]
+    pub expiries: u64,
     /// Events of the guest.
     pub events: u64,
+    /// Times that requests were found without an event.
+    #[serde(default)]
+    pub polls: u64,
     /// Events sent to it.
     pub notifications: u64,
 }
@@ -458,7 +467,10 @@ pub fn xen_stat(disk: &ebb_export_xen::DeviceStats) -> XenStat {
         maps: stats.maps,
         copies: stats.copies,
         copy_calls: stats.copy_calls,
+        evictions: stats.evictions,
+        expiries: stats.expiries,
         events: stats.events,
+        polls: stats.polls,
         notifications: stats.notifications,
     }
 }

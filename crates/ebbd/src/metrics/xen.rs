@@ -44,7 +44,10 @@ pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
         ("ebbd_xen_maps", "Pages mapped", |disk| disk.maps),
         ("ebbd_xen_copies", "Pieces the hypervisor copied", |disk| disk.copies),
         ("ebbd_xen_copy_calls", "Calls in which it did so", |disk| disk.copy_calls),
+        ("ebbd_xen_evictions", "Mappings that made room for others", |disk| disk.evictions),
+        ("ebbd_xen_expiries", "Mappings that had lain idle for too long", |disk| disk.expiries),
         ("ebbd_xen_events", "Events of the guest", |disk| disk.events),
+        ("ebbd_xen_polls", "Times that requests were found without an event", |disk| disk.polls),
         ("ebbd_xen_notifications", "Events sent to the guest", |disk| disk.notifications),
     ] {
         out.counters((name, help), None, of(value))?;

@@ -252,6 +252,7 @@ impl Parameters {
                     grants.set_persistent_grant_unused_seconds(number);
                 }
                 Key::FeaturePersistent => grants.set_feature_persistent(value != 0),
+                Key::PollUs => grants.set_poll_us(number),
                 _ => {}
             }
         };

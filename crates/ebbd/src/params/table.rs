@@ -10,7 +10,7 @@ use serde_json::Value;
 use self::definitions::{
     BUFFER_SQUEEZE_DURATION_MS, CACHE_MAX, CACHE_MIN, CONNECTION_MEMORY, FEATURE_PERSISTENT, LOG,
     MAX_BUFFER_PAGES, MAX_BYTES, MAX_CLIENTS, MAX_PERSISTENT_GRANTS, MAX_RATIO, MAX_REQUEST,
-    MIN_RATIO, PERSISTENT_GRANT_UNUSED_SECONDS, STRICT_LIMIT, ZONE_LIMIT_BYTES,
+    MIN_RATIO, PERSISTENT_GRANT_UNUSED_SECONDS, POLL_US, STRICT_LIMIT, ZONE_LIMIT_BYTES,
 };
 use super::error::{ParameterError, ParameterErrorKind as ErrorKind};
 use crate::config::{closest, shorten, suggest};
@@ -38,6 +38,8 @@ pub enum Key {
     PersistentGrantUnusedSeconds,
     /// Whether guests are offered that their pages stay mapped.
     FeaturePersistent,
+    /// How long an empty ring of a guest is looked at.
+    PollUs,
     /// Part of the limit of dirty data that is kept for a backing device.
     MinRatio,
     /// Largest part of it that a backing device may have.
@@ -119,7 +121,7 @@ pub struct Definition {
 }
 
 /// All definitions, in the order they are listed.
-pub const DEFINITIONS: [&Definition; 16] = [
+pub const DEFINITIONS: [&Definition; 17] = [
     &MAX_BUFFER_PAGES,
     &BUFFER_SQUEEZE_DURATION_MS,
     &ZONE_LIMIT_BYTES,
@@ -128,6 +130,7 @@ pub const DEFINITIONS: [&Definition; 16] = [
     &MAX_PERSISTENT_GRANTS,
     &PERSISTENT_GRANT_UNUSED_SECONDS,
     &FEATURE_PERSISTENT,
+    &POLL_US,
     &MIN_RATIO,
     &MAX_RATIO,
     &MAX_BYTES,
@@ -171,6 +174,7 @@ impl Key {
                 Self::MaxPersistentGrants,
                 Self::PersistentGrantUnusedSeconds,
                 Self::FeaturePersistent,
+                Self::PollUs,
             ])
             .chain(Self::per_bdi())
             .chain([Self::MaxClients, Self::MaxRequest, Self::ConnectionMemory, Self::Log])
@@ -202,6 +206,7 @@ impl Key {
             Self::MaxPersistentGrants => &MAX_PERSISTENT_GRANTS,
             Self::PersistentGrantUnusedSeconds => &PERSISTENT_GRANT_UNUSED_SECONDS,
             Self::FeaturePersistent => &FEATURE_PERSISTENT,
+            Self::PollUs => &POLL_US,
             Self::MinRatio => &MIN_RATIO,
             Self::MaxRatio => &MAX_RATIO,
             Self::MaxBytes => &MAX_BYTES,

@@ -280,6 +280,7 @@ fn xen_rings_follow_the_parameters_of_grants() {
             grants.max_persistent_grants(),
             grants.persistent_grant_unused_seconds(),
             grants.feature_persistent(),
+            grants.poll_us(),
         )
     };
     let ours = values();
@@ -287,17 +288,19 @@ fn xen_rings_follow_the_parameters_of_grants() {
         (Key::MaxPersistentGrants, u64::from(ours.0)),
         (Key::PersistentGrantUnusedSeconds, u64::from(ours.1)),
         (Key::FeaturePersistent, u64::from(ours.2)),
+        (Key::PollUs, u64::from(ours.3)),
     ] {
         assert_eq!(key.definition().default, value, "both crates have one default");
     }
     parameters.govern_grants(&grants);
-    assert_eq!(values(), (99, 60, true));
+    assert_eq!(values(), (99, 60, true, 100));
     parameters.set("max_persistent_grants", None, &json!(0)).unwrap();
     parameters.set("persistent_grant_unused_seconds", None, &json!("5")).unwrap();
     parameters.set("feature_persistent", None, &json!("off")).unwrap();
-    assert_eq!(values(), (0, 5, false));
+    parameters.set("poll_us", None, &json!(7)).unwrap();
+    assert_eq!(values(), (0, 5, false, 7));
     parameters.unset("max_persistent_grants", None).unwrap();
     parameters.unset("feature_persistent", None).unwrap();
-    assert_eq!(values(), (99, 5, true));
+    assert_eq!(values(), (99, 5, true, 7));
     assert!(parameters.set("feature_persistent", None, &json!("maybe")).is_err());
 }

@@ -168,6 +168,29 @@ pub(super) const FEATURE_PERSISTENT: Definition = Definition {
           them has its pages copied by the hypervisor, several requests at a time.",
 };
 
+pub(super) const POLL_US: Definition = Definition {
+    name: "poll_us",
+    members: &[],
+    scope: Scope::Daemon,
+    kind: Kind::Number,
+    unit: "microseconds, for each request",
+    default: 100,
+    minimum: 0,
+    maximum: 1000,
+    zero: None,
+    config: None,
+    since: "0.1.0",
+    effect: "The next time a ring runs empty.",
+    doc: "How long a Xen guest's ring that has run empty is looked at before its worker sleeps: so \
+          long for each request it brought before, and 500 microseconds at most. Requests that come \
+          meanwhile need no event and wake nobody, which saves more than the looking takes. A ring is \
+          looked at only if its last pause was shorter than that, and only while nothing of its is \
+          under way; a look in vain is not repeated before requests come quickly again. 0 never \
+          looks: the least processor time in dom0, and the longest way for a lone request.\n\n\
+          It is for volumes whose bytes lie in memory: requests of others wait for a device, and \
+          their rings are not looked at meanwhile.",
+};
+
 pub(super) const MAX_CLIENTS: Definition = Definition {
     name: "max_clients",
     members: &[],
