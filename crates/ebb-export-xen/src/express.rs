@@ -22,12 +22,15 @@ use crate::abi::{
 use crate::copier::operation_on;
 use crate::disk::{MAX_SEGMENTS, Transient, add};
 use crate::lane::REQUEST_BYTES;
+use crate::memory::Mapping;
 use crate::persistent::Table;
 use crate::platform::CopyOp;
 use crate::queue::Queue;
 
 /// Segments the hypervisor copies in one call, more or less.
 const COPIES_TURN: usize = 512;
+/// Bytes of a sector.
+const SECTOR: u16 = 512;
 /// Segments of the largest request that is served.
 const MOST: usize = MAX_SEGMENTS as usize;
 
@@ -39,11 +42,19 @@ pub(crate) struct Express(RefCell<Work>);
 struct Work {
     /// The segments of the request at hand.
     segments: Vec<Segment>,
-    /// Where their pages are in the table of grants.
-    places: Vec<u32>,
+    /// Where these are.
+    spans: Vec<Span>,
     /// Requests whose data the hypervisor is to copy.
     copying: Vec<Copying>,
     operations: Vec<CopyOp>,
+}
+
+/// A segment whose page is mapped: where that is in the table of grants, and which of its bytes.
+#[derive(Clone, Copy)]
+struct Span {
+    place: u32,
+    offset: u16,
+    bytes: u16,
 }
 
 /// A request whose data the hypervisor is to copy.
@@ -130,23 +141,31 @@ impl Queue {
         let mut cursor = Cursor::new(&table, work);
         let length = bytes as u64;
         let moved = match operation {
-            op::READ => data.read(offset, length, &mut |piece| cursor.put(piece)),
-            _ => data.write(offset, length, &mut |piece| cursor.get(piece)),
+            op::READ => data.read(offset, length, |piece| cursor.put(piece)),
+            _ => data.write(offset, length, |piece| cursor.get(piece)),
         };
-        let failed = cursor.failed;
-        Outcome::Over(self.judge(moved).and(if failed { Err(Status::Error) } else { Ok(()) }))
+        Outcome::Over(match moved {
+            Ok(()) if !cursor.failed => Ok(()),
+            Ok(()) => Err(Status::Error),
+            Err(_) => self.judge(moved),
+        })
     }
 
     /// Finds the mappings of the segments' pages, and makes those that are missing and have room.
     /// `None` if one has none; `Some(false)` if one cannot be mapped.
     fn find_pages(&self, work: &mut Work) -> Option<bool> {
         let mut table = self.table.as_ref()?.borrow_mut();
-        work.places.clear();
+        let now = self.now.get();
+        work.spans.clear();
         for segment in &work.segments {
-            match self.find_page(&mut table, segment.gref)? {
-                Some(place) => work.places.push(place),
-                None => return Some(false),
-            }
+            let place = match table.touch(segment.gref, now) {
+                Some(place) => place,
+                None => match self.map_page(&mut table, segment.gref)? {
+                    Some(place) => place,
+                    None => return Some(false),
+                },
+            };
+            work.spans.push(Span::new(*segment, place));
         }
         Some(true)
     }
@@ -190,7 +209,7 @@ impl Queue {
         let to_guest = operation == op::READ;
         if to_guest {
             let mut rest = &mut buf[..];
-            let shown = data.read(offset, bytes as u64, &mut |piece| {
+            let shown = data.read(offset, bytes as u64, |piece| {
                 let (here, after) = std::mem::take(&mut rest).split_at_mut(piece.len());
                 here.copy_from_slice(piece);
                 rest = after;
@@ -238,7 +257,7 @@ impl Queue {
             if whole && request.operation == op::WRITE {
                 let mut rest = &request.buf[..];
                 let length = rest.len() as u64;
-                let written = data.write(request.offset, length, &mut |piece| {
+                let written = data.write(request.offset, length, |piece| {
                     let (here, after) = rest.split_at(piece.len());
                     piece.copy_from_slice(here);
                     rest = after;
@@ -263,38 +282,51 @@ impl Queue {
     }
 }
 
+impl Span {
+    #[inline]
+    fn new(segment: Segment, place: u32) -> Span {
+        // A valid segment lies within a page.
+        let [first, last] = [u16::from(segment.first), u16::from(segment.last)];
+        let sectors = last.saturating_sub(first) + 1;
+        Span { place, offset: first * SECTOR, bytes: sectors * SECTOR }
+    }
+}
+
 /// Where in the guest's pages the next bytes go, or come from.
 struct Cursor<'a> {
     table: &'a Table,
-    segments: &'a [Segment],
-    places: &'a [u32],
-    /// Bytes of the first segment that are done.
+    spans: &'a [Span],
+    /// Bytes of the first span that are done.
     done: usize,
     failed: bool,
 }
 
 impl<'a> Cursor<'a> {
     fn new(table: &'a Table, work: &'a Work) -> Cursor<'a> {
-        let (segments, places) = (&work.segments[..], &work.places[..]);
-        Cursor { table, segments, places, done: 0, failed: false }
+        Cursor { table, spans: &work.spans, done: 0, failed: false }
     }
 
     /// The next at most `most` bytes that lie in one page: the mapping, the offset, how many.
     #[inline]
-    fn next(&mut self, most: usize) -> Option<(&'a crate::memory::Mapping, usize, usize)> {
-        let (segment, place) = (self.segments.first()?, self.places.first()?);
-        let page = self.table.page(*place)?;
-        let offset = segment.offset() + self.done;
-        let here = most.min(segment.bytes() - self.done);
+    fn next(&mut self, most: usize) -> Option<(&'a Mapping, usize, usize)> {
+        let (span, rest) = self.spans.split_first()?;
+        let (page, bytes) = (self.table.page(span.place)?, usize::from(span.bytes));
+        let offset = usize::from(span.offset) + self.done;
+        if self.done == 0 && bytes == most {
+            // Most: a page here, a page there.
+            self.spans = rest;
+            return Some((page, offset, bytes));
+        }
+        let here = most.min(bytes - self.done);
         self.done += here;
-        if self.done == segment.bytes() {
+        if self.done == bytes {
             self.done = 0;
-            self.segments = &self.segments[1..];
-            self.places = &self.places[1..];
+            self.spans = rest;
         }
         Some((page, offset, here))
     }
 
+    #[inline]
     fn put(&mut self, mut piece: &[u8]) {
         while !piece.is_empty() {
             let Some((page, offset, here)) = self.next(piece.len()) else { return self.fail() };
@@ -304,6 +336,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
+    #[inline]
     fn get(&mut self, mut piece: &mut [u8]) {
         while !piece.is_empty() {
             let Some((page, offset, here)) = self.next(piece.len()) else { return self.fail() };

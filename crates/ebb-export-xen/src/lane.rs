@@ -151,21 +151,21 @@ impl Queue {
         if segments.is_empty() && !empty_is_fine {
             return Err(Status::Error);
         }
-        if !segments.iter().all(|segment| segment.is_valid()) {
-            return Err(Status::Error);
-        }
         if operation != op::READ && self.disk.read_only {
             return Err(Status::Error);
         }
-        let bytes: usize = segments.iter().map(|segment| segment.bytes()).sum();
+        let mut bytes = 0;
+        for segment in segments {
+            if !segment.is_valid() {
+                return Err(Status::Error);
+            }
+            bytes += segment.bytes();
+        }
         if bytes == 0 {
             return Ok((0, 0));
         }
+        // Whether that is within the volume the volume says, before a byte of it moves.
         let offset = sector.checked_mul(SECTOR_BYTES).ok_or(Status::Error)?;
-        let end = offset.checked_add(bytes as u64).ok_or(Status::Error)?;
-        if end > self.disk.volume.size() {
-            return Err(Status::Error);
-        }
         Ok((offset, bytes))
     }
 
@@ -298,16 +298,16 @@ impl Queue {
 
     /// Where the mapping of a grant is, which is made if there is none. `None` if it has no room,
     /// `Some(None)` if it cannot be made.
-    #[inline]
-    pub(crate) fn find_page(&self, table: &mut Table, gref: u32) -> Option<Option<u32>> {
+    fn find_page(&self, table: &mut Table, gref: u32) -> Option<Option<u32>> {
         match table.touch(gref, self.now.get()) {
             Some(place) => Some(Some(place)),
             None => self.map_page(table, gref),
         }
     }
 
+    /// Maps a page that the table does not have; as [`Queue::find_page`].
     #[cold]
-    fn map_page(&self, table: &mut Table, gref: u32) -> Option<Option<u32>> {
+    pub(crate) fn map_page(&self, table: &mut Table, gref: u32) -> Option<Option<u32>> {
         let idle = table.is_empty() || !table.overflowed();
         if !table.has_room(self.disk.parameters.max_persistent_grants()) {
             if idle {

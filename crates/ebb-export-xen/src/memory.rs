@@ -151,10 +151,10 @@ pub fn full_barrier() {
 
 /// Bytes from which on wide registers are worth it.
 #[cfg(target_arch = "x86_64")]
-const WIDE: usize = 512;
+const WIDE: usize = 1024;
 /// Bytes moved in one round of wide registers.
 #[cfg(target_arch = "x86_64")]
-const ROUND: usize = 512;
+const ROUND: usize = 1024;
 
 /// Moves bytes that another may be writing.
 ///
@@ -187,40 +187,16 @@ unsafe fn copy_wide(from: *const u8, to: *mut u8, rounds: usize) {
     unsafe {
         std::arch::asm!(
             "2:",
-            "vmovdqu ymm0, [rsi + 0]",
-            "vmovdqu ymm1, [rsi + 32]",
-            "vmovdqu ymm2, [rsi + 64]",
-            "vmovdqu ymm3, [rsi + 96]",
-            "vmovdqu ymm4, [rsi + 128]",
-            "vmovdqu ymm5, [rsi + 160]",
-            "vmovdqu ymm6, [rsi + 192]",
-            "vmovdqu ymm7, [rsi + 224]",
-            "vmovdqu ymm8, [rsi + 256]",
-            "vmovdqu ymm9, [rsi + 288]",
-            "vmovdqu ymm10, [rsi + 320]",
-            "vmovdqu ymm11, [rsi + 352]",
-            "vmovdqu ymm12, [rsi + 384]",
-            "vmovdqu ymm13, [rsi + 416]",
-            "vmovdqu ymm14, [rsi + 448]",
-            "vmovdqu ymm15, [rsi + 480]",
-            "add rsi, 512",
-            "vmovdqu [rdi + 0], ymm0",
-            "vmovdqu [rdi + 32], ymm1",
-            "vmovdqu [rdi + 64], ymm2",
-            "vmovdqu [rdi + 96], ymm3",
-            "vmovdqu [rdi + 128], ymm4",
-            "vmovdqu [rdi + 160], ymm5",
-            "vmovdqu [rdi + 192], ymm6",
-            "vmovdqu [rdi + 224], ymm7",
-            "vmovdqu [rdi + 256], ymm8",
-            "vmovdqu [rdi + 288], ymm9",
-            "vmovdqu [rdi + 320], ymm10",
-            "vmovdqu [rdi + 352], ymm11",
-            "vmovdqu [rdi + 384], ymm12",
-            "vmovdqu [rdi + 416], ymm13",
-            "vmovdqu [rdi + 448], ymm14",
-            "vmovdqu [rdi + 480], ymm15",
-            "add rdi, 512",
+            ".irp half, 0, 512",
+            ".irp n, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15",
+            "vmovdqu ymm\\n, [rsi + \\half + 32 * \\n]",
+            ".endr",
+            ".irp n, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15",
+            "vmovdqu [rdi + \\half + 32 * \\n], ymm\\n",
+            ".endr",
+            ".endr",
+            "add rsi, 1024",
+            "add rdi, 1024",
             "dec rcx",
             "jnz 2b",
             "vzeroupper",

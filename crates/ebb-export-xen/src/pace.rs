@@ -14,7 +14,7 @@ use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 /// The longest a ring is looked at, however many requests it brought.
-const LONGEST: Duration = Duration::from_micros(500);
+const LONGEST: Duration = Duration::from_micros(1000);
 
 /// How a ring's requests come; see the module.
 #[derive(Debug, Default)]
@@ -70,10 +70,10 @@ mod tests {
         pace.took(1, now);
         assert_eq!(pace.look_until(EACH, now), Some(now + EACH));
         assert_eq!(pace.look_until(EACH, now + us(50)), None, "once for each pause");
-        now += us(300);
+        now += us(900);
         pace.took(1, now);
         assert_eq!(pace.look_until(EACH, now), None, "the last pause was long");
-        now += us(300);
+        now += us(900);
         pace.took(30, now);
         assert_eq!(pace.look_until(EACH, now), Some(now + LONGEST), "many are worth more");
         now += us(10);

@@ -279,9 +279,10 @@ impl Queue {
         let data = self.disk.volume.at_hand();
         let abi = self.ring.borrow().abi();
         let (mut taken, mut barrier) = (0, None);
+        let (mut ring, mut free) = (self.ring.borrow_mut(), self.free_entries.borrow_mut());
         while taken < most {
-            let Some(entry) = self.free_entries.borrow_mut().pop() else { break };
-            let slot = self.note_next(entry);
+            let Some(entry) = free.pop() else { break };
+            let slot = self.note_next(&mut ring, entry);
             taken += 1;
             if is_barrier(&slot) {
                 barrier = Some(entry);
@@ -292,6 +293,7 @@ impl Queue {
                 self.start(entry);
             }
         }
+        drop((ring, free));
         let copied = data.is_some_and(|data| self.finish_copies(&data));
         if copied && self.lanes.busy.get() == 0 {
             self.buffers.done(self.now.get());
@@ -300,8 +302,8 @@ impl Queue {
     }
 
     /// Copies the next request into the journal and takes it; the private copy.
-    fn note_next(&self, entry: u32) -> Slot {
-        let mut ring = self.ring.borrow_mut();
+    #[inline]
+    fn note_next(&self, ring: &mut Ring, entry: u32) -> Slot {
         let slot = ring.copy_next();
         let used = ring.abi().used_words(slot[0]);
         self.journal.take(entry, ring.req_cons(), &slot[..used]);

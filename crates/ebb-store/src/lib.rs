@@ -153,7 +153,7 @@ impl Store {
 
     /// Shows a range in order, piece by piece, where it lies; what `see` does is over before anybody
     /// else changes the piece. False, and nothing shown, for stores that are not at hand.
-    pub fn show(&self, offset: u64, length: u64, see: &mut dyn FnMut(&[u8])) -> bool {
+    pub fn show(&self, offset: u64, length: u64, see: impl FnMut(&[u8])) -> bool {
         match self {
             Store::Memory(s) => s.show(offset, length, see),
             Store::Null(s) => s.show(length, see),
@@ -164,7 +164,7 @@ impl Store {
 
     /// Has a range filled in order, piece by piece, where it lies: `put` sees what was there and
     /// leaves what shall be. False, and nothing done, for stores that are not at hand.
-    pub fn fill(&self, offset: u64, length: u64, put: &mut dyn FnMut(&mut [u8])) -> bool {
+    pub fn fill(&self, offset: u64, length: u64, put: impl FnMut(&mut [u8])) -> bool {
         match self {
             Store::Memory(s) => s.fill(offset, length, put),
             Store::Null(s) => s.fill(length, put),

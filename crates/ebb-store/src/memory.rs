@@ -19,6 +19,8 @@ const CHUNK_BLOCKS: u64 = 16;
 const CHUNK: usize = 16;
 /// What is read where nothing was written.
 const HOLE: &[u8; BLOCK_BYTES] = &[0; BLOCK_BYTES];
+/// What is found where no block of a chunk was written.
+const EMPTY: &[Option<Block>; CHUNK] = &[const { None }; CHUNK];
 
 type Block = Box<[u8; BLOCK_BYTES]>;
 type Shard = Mutex<HashMap<u64, Chunk, Keyed>>;
@@ -156,7 +158,7 @@ impl MemoryStore {
     }
 
     /// Shows a range in order, piece by piece, where it lies.
-    pub(crate) fn show(&self, offset: u64, length: u64, see: &mut dyn FnMut(&[u8])) {
+    pub(crate) fn show(&self, offset: u64, length: u64, mut see: impl FnMut(&[u8])) {
         let (number, start) = (offset / BLOCK, to_usize(offset % BLOCK));
         if length <= BLOCK && start + to_usize(length) <= BLOCK_BYTES {
             // Most are: one block, or a part of it.
@@ -167,30 +169,43 @@ impl MemoryStore {
         for run in runs(offset, length) {
             let shard = self.shard(run.0 / BLOCK);
             let chunk = shard.get(&(run.0 / BLOCK / CHUNK_BLOCKS));
-            for piece in pieces(run.0, run.1) {
-                let block = chunk.and_then(|chunk| chunk.get(piece.block));
-                let block = block.map_or(HOLE, |block| &**block);
-                see(&block[piece.start..piece.start + piece.length]);
+            let blocks = chunk.map_or(EMPTY, |chunk| &chunk.blocks);
+            let (mut start, mut left) = (to_usize(run.0 % BLOCK), to_usize(run.1));
+            for block in blocks.iter().skip(to_usize(run.0 / BLOCK % CHUNK_BLOCKS)) {
+                let piece = &block.as_deref().unwrap_or(HOLE)[start..];
+                if left <= piece.len() {
+                    see(&piece[..left]);
+                    break;
+                }
+                see(piece);
+                (start, left) = (0, left - piece.len());
             }
         }
     }
 
     /// Has a range filled in order, piece by piece, where it lies.
-    pub(crate) fn fill(&self, offset: u64, length: u64, put: &mut dyn FnMut(&mut [u8])) {
+    pub(crate) fn fill(&self, offset: u64, length: u64, mut put: impl FnMut(&mut [u8])) {
         for run in runs(offset, length) {
             let mut shard = self.shard(run.0 / BLOCK);
             let chunk = shard.entry(run.0 / BLOCK / CHUNK_BLOCKS).or_default();
-            for piece in pieces(run.0, run.1) {
-                let block = chunk.place(piece.block);
+            let (mut start, mut left) = (to_usize(run.0 % BLOCK), to_usize(run.1));
+            for block in chunk.blocks.iter_mut().skip(to_usize(run.0 / BLOCK % CHUNK_BLOCKS)) {
                 let block = block.get_or_insert_with(|| Box::new([0; BLOCK_BYTES]));
-                put(&mut block[piece.start..piece.start + piece.length]);
+                let piece = &mut block[start..];
+                if left <= piece.len() {
+                    put(&mut piece[..left]);
+                    break;
+                }
+                let whole = piece.len();
+                put(piece);
+                (start, left) = (0, left - whole);
             }
         }
     }
 
     pub(crate) fn read(&self, mut buf: Buf, offset: u64) -> BufResult {
         let mut rest = &mut buf[..];
-        self.show(offset, rest.len() as u64, &mut |piece| {
+        self.show(offset, rest.len() as u64, |piece| {
             let (here, after) = std::mem::take(&mut rest).split_at_mut(piece.len());
             here.copy_from_slice(piece);
             rest = after;
@@ -200,7 +215,7 @@ impl MemoryStore {
 
     pub(crate) fn write(&self, buf: Buf, offset: u64) -> BufResult {
         let mut rest = &buf[..];
-        self.fill(offset, rest.len() as u64, &mut |piece| {
+        self.fill(offset, rest.len() as u64, |piece| {
             let (here, after) = rest.split_at(piece.len());
             piece.copy_from_slice(here);
             rest = after;

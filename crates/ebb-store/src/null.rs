@@ -20,7 +20,7 @@ impl NullStore {
         self.size
     }
 
-    pub(crate) fn show(&self, length: u64, see: &mut dyn FnMut(&[u8])) {
+    pub(crate) fn show(&self, length: u64, mut see: impl FnMut(&[u8])) {
         let mut left = usize::try_from(length).unwrap_or(usize::MAX);
         while left > 0 {
             let here = left.min(ZEROES.len());
@@ -29,7 +29,7 @@ impl NullStore {
         }
     }
 
-    pub(crate) fn fill(&self, length: u64, put: &mut dyn FnMut(&mut [u8])) {
+    pub(crate) fn fill(&self, length: u64, mut put: impl FnMut(&mut [u8])) {
         let mut forgotten = [0; ZEROES.len()];
         let mut left = usize::try_from(length).unwrap_or(usize::MAX);
         while left > 0 {

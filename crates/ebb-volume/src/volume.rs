@@ -347,12 +347,7 @@ impl AtHand<'_> {
     ///
     /// # Errors
     /// As [`Volume::read`]; then nothing was shown.
-    pub fn read(
-        &self,
-        offset: u64,
-        length: u64,
-        see: &mut dyn FnMut(&[u8]),
-    ) -> Result<(), BlockError> {
+    pub fn read(&self, offset: u64, length: u64, see: impl FnMut(&[u8])) -> Result<(), BlockError> {
         self.volume.judge(Operation::Read, offset, length)?;
         self.volume.store.show(offset, length, see);
         self.volume.stats.count(Operation::Read, length, true);
@@ -367,7 +362,7 @@ impl AtHand<'_> {
         &self,
         offset: u64,
         length: u64,
-        put: &mut dyn FnMut(&mut [u8]),
+        put: impl FnMut(&mut [u8]),
     ) -> Result<(), BlockError> {
         self.volume.judge(Operation::Write, offset, length)?;
         self.volume.store.fill(offset, length, put);

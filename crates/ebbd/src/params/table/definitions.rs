@@ -182,7 +182,7 @@ pub(super) const POLL_US: Definition = Definition {
     since: "0.1.0",
     effect: "The next time a ring runs empty.",
     doc: "How long a Xen guest's ring that has run empty is looked at before its worker sleeps: so \
-          long for each request it brought before, and 500 microseconds at most. Requests that come \
+          long for each request it brought before, and 1000 microseconds at most. Requests that come \
           meanwhile need no event and wake nobody, which saves more than the looking takes. A ring is \
           looked at only if its last pause was shorter than that, and only while nothing of its is \
           under way; a look in vain is not repeated before requests come quickly again. 0 never \
