@@ -16,8 +16,8 @@ use ebb_io::{BudgetGuard, Buf, BufPool};
 use ebb_volume::AtHand;
 
 use crate::abi::{
-    Abi, Head, MAX_DIRECT_SEGMENTS, Response, SECTOR_BYTES, SEGMENTS_PER_PAGE, Segment, Slot,
-    Status, op,
+    Abi, Head, MAX_DIRECT_SEGMENTS, PAGE_BYTES, Response, SECTOR_BYTES, SEGMENTS_PER_PAGE, Segment,
+    Slot, Status, op,
 };
 use crate::copier::operation_on;
 use crate::disk::{MAX_SEGMENTS, Transient, add};
@@ -79,38 +79,43 @@ enum Outcome {
 }
 
 impl Queue {
-    /// Carries a request out at once, or has it copied with others; false if a lane must do it.
-    pub(crate) fn at_once(&self, data: &AtHand<'_>, abi: Abi, entry: u32, slot: &Slot) -> bool {
+    /// Carries a request out at once, or has it copied with others, and gives the bytes of its pages;
+    /// `None` if a lane must do it.
+    pub(crate) fn at_once(
+        &self,
+        data: &AtHand<'_>,
+        abi: Abi,
+        entry: u32,
+        slot: &Slot,
+    ) -> Option<usize> {
         let head = abi.head(slot);
         let work = &mut *self.express.0.borrow_mut();
         let operation = match head.code() {
             code @ (op::READ | op::WRITE) => {
                 let count = usize::from(head.count());
                 if count > MAX_DIRECT_SEGMENTS {
-                    return false;
+                    return None;
                 }
                 work.segments.clear();
                 (0..count).for_each(|number| work.segments.push(head.segment(number)));
                 code
             }
-            op::INDIRECT => match self.read_descriptors(work, head) {
-                Some(inner) => inner,
-                None => return false,
-            },
-            _ => return false,
+            op::INDIRECT => self.read_descriptors(work, head)?,
+            _ => return None,
         };
         if work.segments.is_empty() {
-            return false;
+            return None;
         }
         let (id, sector) = (head.id(), head.sector());
+        let bytes = work.segments.len() * PAGE_BYTES;
         let status = match self.carry(data, work, entry, id, operation, sector) {
             Outcome::Over(Ok(())) => Status::Okay,
             Outcome::Over(Err(status)) => status,
-            Outcome::Copied => return true,
-            Outcome::Lane => return false,
+            Outcome::Copied => return Some(bytes),
+            Outcome::Lane => return None,
         };
         self.settle(entry, Response { id, operation, status: status.code() });
-        true
+        Some(bytes)
     }
 
     fn carry(

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use ebb_io::{Budget, Buf, BufPool, Io, Signal};
 use ebb_volume::Stop;
 
-use crate::abi::{Response, Slot, Status, op};
+use crate::abi::{PAGE_BYTES, Response, Slot, Status, op};
 use crate::copier::Copier;
 use crate::disk::{Disk, add};
 use crate::express::Express;
@@ -31,6 +31,11 @@ use crate::ring::{Overrun, Ring};
 
 /// Requests taken between two looks at what else there is to do.
 const BATCH: u32 = 64;
+/// Bytes moved from which on requests make way for what else there is to do: the pages of a ring of
+/// small requests, and of a few calls of the hypervisor.
+const QUANTUM: usize = 64 * PAGE_BYTES;
+/// Bytes moved at most between two such looks.
+const TURN_BYTES: usize = 4 << 20;
 /// Turns without a request after which a guest's events are let through more slowly.
 const SPURIOUS: u32 = 16;
 /// How much more slowly; and how long a guest must wait that only sends what is refused.
@@ -149,7 +154,7 @@ impl Queue {
         drop(helpers);
         queue.retire_idle();
         while queue.with_table(|table| table.clear(UNMAP_TURN)) {
-            queue.io.yield_now().await;
+            queue.io.next_turn().await;
         }
     }
 
@@ -233,7 +238,7 @@ impl Queue {
             }
             self.now.set(Instant::now());
             let refused = self.refused.replace(0);
-            let (count, barrier) = self.take_batch(waiting.min(BATCH));
+            let (count, barrier, make_way) = self.take_batch(waiting.min(BATCH));
             self.pace.took(count, self.now.get());
             taken = taken.saturating_add(count);
             self.publish();
@@ -244,9 +249,9 @@ impl Queue {
                 self.io.sleep(THROTTLE).await;
             }
             turn += count;
-            if turn >= BATCH || count == 0 {
+            if turn >= BATCH || count == 0 || make_way {
                 turn = 0;
-                self.io.yield_now().await;
+                self.io.next_turn().await;
             }
         }
         Ok(taken)
@@ -274,13 +279,14 @@ impl Queue {
     }
 
     /// Takes at most `most` requests and carries out those that need not wait, until one is a
-    /// barrier: how many, and the entry of that.
-    fn take_batch(self: &Rc<Self>, most: u32) -> (u32, Option<u32>) {
+    /// barrier, or others shall go on: how many, the entry of that, and whether they shall.
+    fn take_batch(self: &Rc<Self>, most: u32) -> (u32, Option<u32>, bool) {
         let data = self.disk.volume.at_hand();
         let abi = self.ring.borrow().abi();
         let (mut taken, mut barrier) = (0, None);
         let (mut ring, mut free) = (self.ring.borrow_mut(), self.free_entries.borrow_mut());
-        while taken < most {
+        let (mut moved, mut make_way) = (0, false);
+        while taken < most && !make_way {
             let Some(entry) = free.pop() else { break };
             let slot = self.note_next(&mut ring, entry);
             taken += 1;
@@ -288,17 +294,18 @@ impl Queue {
                 barrier = Some(entry);
                 break;
             }
-            let done = data.as_ref().is_some_and(|data| self.at_once(data, abi, entry, &slot));
-            if !done {
-                self.start(entry);
+            match data.as_ref().and_then(|data| self.at_once(data, abi, entry, &slot)) {
+                Some(bytes) => moved += bytes,
+                None => self.start(entry),
             }
+            make_way = moved >= TURN_BYTES || (moved >= QUANTUM && self.io.is_wanted());
         }
         drop((ring, free));
         let copied = data.is_some_and(|data| self.finish_copies(&data));
         if copied && self.lanes.busy.get() == 0 {
             self.buffers.done(self.now.get());
         }
-        (taken, barrier)
+        (taken, barrier, make_way)
     }
 
     /// Copies the next request into the journal and takes it; the private copy.
@@ -428,13 +435,13 @@ impl Queue {
                 shrinks = parameters.shrinks();
                 self.retire_idle();
                 while self.with_table(|table| table.clear(UNMAP_TURN)) {
-                    self.io.yield_now().await;
+                    self.io.next_turn().await;
                 }
             }
             let (cap, unused) = (parameters.max_persistent_grants(), parameters.unused());
             let now = Instant::now();
             while self.with_table(|table| table.tidy(cap, unused, now, UNMAP_TURN)) {
-                self.io.yield_now().await;
+                self.io.next_turn().await;
             }
             let expiry = self.table.as_ref().and_then(|table| table.borrow().next_expiry(unused));
             let expired = async {

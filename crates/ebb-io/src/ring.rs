@@ -368,6 +368,12 @@ impl Ring {
             || !self.cancels.borrow().is_empty()
     }
 
+    /// True when something has completed, or the kernel says that it would if it were asked.
+    pub(crate) fn has_completions(&self) -> bool {
+        let mut uring = self.uring.borrow_mut();
+        uring.submission().taskrun() || !uring.completion().is_empty()
+    }
+
     /// True when the kernel can wait for several completions with a short minimum wait (6.12).
     pub(crate) fn can_linger(&self) -> bool {
         self.uring.borrow().params().is_feature_min_timeout()

@@ -306,6 +306,12 @@ impl Io {
         .await;
     }
 
+    /// True if somebody else on this worker could go on: another task is ready, or something that was
+    /// waited for has come. Those who have much to do look here how long they may go on.
+    pub fn is_wanted(&self) -> bool {
+        READY.with_borrow(|ready| !ready.is_empty()) || self.0.ring.has_completions()
+    }
+
     /// Figures of this worker.
     pub fn stats(&self) -> WorkerStats {
         let ring = &self.0.ring;

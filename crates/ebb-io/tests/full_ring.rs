@@ -197,3 +197,33 @@ fn waits_do_not_starve_storage_and_complete_all_at_once() {
         assert_eq!(got.get(), OPERATIONS);
     });
 }
+
+#[test]
+fn who_only_looks_keeps_nobody_waiting() {
+    on_worker(|io| async move {
+        let (mut write_end, read_end) = UnixStream::pair().unwrap();
+        let read_end = fd_from(read_end);
+        let heard = Rc::new(Cell::new(false));
+        let listener = io.spawn({
+            let (io, heard) = (io.clone(), heard.clone());
+            async move {
+                io.readable(&read_end).await.unwrap();
+                heard.set(true);
+            }
+        });
+        // The wait is with the kernel after this.
+        for _ in 0..3 {
+            io.next_turn().await;
+        }
+        assert!(!heard.get() && !io.is_wanted());
+        write_end.write_all(b"x").unwrap();
+        assert!(io.is_wanted(), "somebody could go on");
+        let mut turns = 0;
+        while !heard.get() {
+            io.next_turn().await;
+            turns += 1;
+        }
+        assert!(turns <= 3, "{turns} turns for what had come before the first");
+        listener.await;
+    });
+}
