@@ -308,8 +308,14 @@ impl Queue {
     /// Maps a page that the table does not have; as [`Queue::find_page`].
     #[cold]
     pub(crate) fn map_page(&self, table: &mut Table, gref: u32) -> Option<Option<u32>> {
+        let (left, cap) = (self.maps_left.get(), self.disk.parameters.max_persistent_grants());
+        // Who goes through more pages than are kept gets new places a few at a time.
+        let crowded = table.len() * 16 >= usize::try_from(cap).unwrap_or(usize::MAX) * 15;
+        if left == 0 && crowded && self.disk.transient == Transient::Copy {
+            return None;
+        }
         let idle = table.is_empty() || !table.overflowed();
-        if !table.has_room(self.disk.parameters.max_persistent_grants()) {
+        if !table.has_room(cap) {
             if idle {
                 self.untidy.set();
             }
@@ -320,6 +326,7 @@ impl Queue {
         if table.is_empty() {
             self.untidy.set();
         }
+        self.maps_left.set(left.saturating_sub(1));
         add(&self.disk.counters.maps, 1);
         self.disk.counters.note_mapped(1);
         Some(Some(table.insert(gref, page, self.now.get())))

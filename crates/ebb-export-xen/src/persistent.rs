@@ -30,6 +30,15 @@ struct Entry {
     order: u64,
 }
 
+/// What a table is kept within.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Most grants mapped.
+    pub cap: u32,
+    /// How long one may lie idle; `None` is for ever.
+    pub unused: Option<Duration>,
+}
+
 /// See the module.
 #[derive(Debug, Default)]
 pub struct Table {
@@ -171,14 +180,18 @@ impl Table {
 
     /// One turn of tidying: unmaps what is above the cap and 5 % of it while that is too small, the
     /// least recently used first; then what has lain idle for `unused`. At most `most` are unmapped.
-    /// True if more are due.
-    pub fn tidy(&mut self, cap: u32, unused: Option<Duration>, now: Instant, most: usize) -> bool {
+    /// True if more are due; `first` is the first turn of several: the share of the cap goes once.
+    pub fn tidy(&mut self, limits: &Limits, now: Instant, most: usize, first: bool) -> bool {
+        let mut share = first;
         for _ in 0..most {
-            let more = !self.doomed.is_empty() || self.condemn(cap, unused, now);
-            let Some((order, index)) = self.doomed.pop() else { return more };
-            // Who was used since it was chosen stays.
+            if self.doomed.is_empty() && !self.condemn(limits, now, std::mem::take(&mut share)) {
+                return false;
+            }
+            let Some((order, index)) = self.doomed.pop() else { break };
+            // Who was used since it was chosen stays, but for what is above the cap.
             let chosen = self.entries.get(place(index)).is_some_and(|entry| entry.order == order);
-            if !chosen || self.page(index).is_none() {
+            let above = !self.doomed_by_age && self.len() > place(limits.cap);
+            if (!chosen && !above) || self.page(index).is_none() {
                 continue;
             }
             self.unmap(index);
@@ -187,13 +200,17 @@ impl Table {
                 false => self.evictions += 1,
             }
         }
-        !self.doomed.is_empty() || self.condemn(cap, unused, now)
+        !self.doomed.is_empty() || self.condemn(limits, now, false)
     }
 
-    /// Chooses what is to be unmapped next; false if nothing is.
-    fn condemn(&mut self, cap: u32, unused: Option<Duration>, now: Instant) -> bool {
-        let due = self.excess(cap);
-        self.overflowed = false;
+    /// Chooses what is to be unmapped next; false if nothing is. With `share` room is made if there was
+    /// none.
+    fn condemn(&mut self, limits: &Limits, now: Instant, share: bool) -> bool {
+        let Limits { cap, unused } = *limits;
+        let due = if share || self.len() > place(cap) { self.excess(cap) } else { 0 };
+        if share {
+            self.overflowed = false;
+        }
         let mapped = || {
             let entries = self.entries.iter().zip(0..);
             entries.filter(|(entry, _)| entry.mapping.is_some())
@@ -335,7 +352,8 @@ mod tests {
                         while model.front().is_some_and(|(_, used)| *used + unused <= now) {
                             model.pop_front();
                         }
-                        prop_assert!(!table.tidy(cap, Some(unused), now, 64));
+                        let limits = Limits { cap, unused: Some(unused) };
+                        prop_assert!(!table.tidy(&limits, now, 64, true));
                     }
                 }
                 prop_assert_eq!(table.len(), model.len());
@@ -359,13 +377,52 @@ mod tests {
             table.insert(gref, mapping(&count), now);
         }
         assert_eq!(table.next_expiry(None), None);
-        assert!(!table.tidy(1000, None, now + Duration::from_secs(1 << 20), 10));
+        let limits = |cap| Limits { cap, unused: None };
+        assert!(!table.tidy(&limits(1000), now + Duration::from_secs(1 << 20), 10, true));
         assert_eq!(table.len(), 1000);
         assert!(!table.has_room(1000));
         // 5 % of 1000.
-        assert!(!table.tidy(1000, None, now, 64));
+        assert!(!table.tidy(&limits(1000), now, 64, true));
         assert_eq!(table.len(), 950);
-        assert!(table.tidy(0, None, now, 64));
+        assert!(table.tidy(&limits(0), now, 64, true));
         assert_eq!(table.len(), 886);
+    }
+
+    #[test]
+    fn the_share_goes_once_in_turns_and_what_is_above_the_cap_goes_though_it_is_used() {
+        let (count, now) = (Arc::<Count>::default(), Instant::now());
+        let mut table = Table::default();
+        for gref in 0..1000 {
+            table.insert(gref, mapping(&count), now);
+        }
+        let limits = |cap| Limits { cap, unused: None };
+        // 5 % in turns of 8, while the guest takes every place that comes free.
+        assert!(!table.has_room(1000));
+        let (mut first, mut next) = (true, 1000);
+        while table.tidy(&limits(1000), now, 8, std::mem::take(&mut first)) {
+            while table.has_room(1000) {
+                table.insert(next, mapping(&count), now);
+                next += 1;
+            }
+        }
+        assert_eq!(table.unmapped(), (50, 0));
+        // The oldest of those chosen are used again before their turn: they stay.
+        while table.has_room(1000) {
+            table.insert(next, mapping(&count), now);
+            next += 1;
+        }
+        assert!(table.tidy(&limits(1000), now, 8, true));
+        assert!((58..100).all(|gref| table.touch(gref, now).is_some()));
+        while table.tidy(&limits(1000), now, 8, false) {}
+        assert_eq!(table.unmapped().0, 58);
+        // A cap of nothing spares nobody.
+        first = true;
+        while table.tidy(&limits(0), now, 8, std::mem::take(&mut first)) {
+            assert!((0..next).any(|gref| table.touch(gref, now).is_some()));
+            (0..next).for_each(|gref| {
+                table.touch(gref, now);
+            });
+        }
+        assert!(table.is_empty() && count.0.load(Ordering::SeqCst) == 0);
     }
 }

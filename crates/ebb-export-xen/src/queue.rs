@@ -25,7 +25,7 @@ use crate::express::Express;
 use crate::journal::Journal;
 use crate::lane::Lane;
 use crate::pace::Pace;
-use crate::persistent::Table;
+use crate::persistent::{Limits, Table};
 use crate::platform::{Channel, Domain, Grants};
 use crate::ring::{Overrun, Ring};
 
@@ -33,7 +33,7 @@ use crate::ring::{Overrun, Ring};
 const BATCH: u32 = 64;
 /// Bytes moved from which on requests make way for what else there is to do: the pages of a ring of
 /// small requests, and of a few calls of the hypervisor.
-const QUANTUM: usize = 64 * PAGE_BYTES;
+const QUANTUM: usize = 32 * PAGE_BYTES;
 /// Bytes moved at most between two such looks.
 const TURN_BYTES: usize = 4 << 20;
 /// Turns without a request after which a guest's events are let through more slowly.
@@ -44,8 +44,10 @@ const THROTTLE: Duration = Duration::from_millis(1);
 const TIDY: Duration = Duration::from_millis(100);
 /// Looks at an empty ring between two turns of the worker, a pause of the processor before each.
 const LOOKS: u32 = 16;
-/// Grants unmapped in one turn of the worker.
-const UNMAP_TURN: usize = 64;
+/// Grants unmapped in one turn of the worker, and mapped while there are nearly as many as may be: each
+/// costs as much as many requests.
+const UNMAP_TURN: usize = 8;
+const MAP_TURN: u32 = 8;
 /// Failed requests logged for each queue: a broken disk or guest must not fill the log.
 const ERRORS_LOGGED: u32 = 10;
 
@@ -78,6 +80,8 @@ pub(crate) struct Queue {
     journal: Journal,
     /// Grants that stay mapped, if guest and backend agreed on it.
     pub(crate) table: Option<RefCell<Table>>,
+    /// Grants that may still be mapped in this turn while the table is crowded; others are copied.
+    pub(crate) maps_left: Cell<u32>,
     pub(crate) buffers: BufPool,
     pub(crate) memory: Rc<Budget>,
     pub(crate) copier: Copier,
@@ -125,6 +129,7 @@ impl Queue {
             ring: RefCell::new(ring),
             journal,
             table: parts.persistent.then(RefCell::default),
+            maps_left: Cell::new(MAP_TURN),
             buffers,
             memory,
             copier: Copier::default(),
@@ -281,6 +286,7 @@ impl Queue {
     /// Takes at most `most` requests and carries out those that need not wait, until one is a
     /// barrier, or others shall go on: how many, the entry of that, and whether they shall.
     fn take_batch(self: &Rc<Self>, most: u32) -> (u32, Option<u32>, bool) {
+        self.maps_left.set(MAP_TURN);
         let data = self.disk.volume.at_hand();
         let abi = self.ring.borrow().abi();
         let (mut taken, mut barrier) = (0, None);
@@ -438,12 +444,17 @@ impl Queue {
                     self.io.next_turn().await;
                 }
             }
-            let (cap, unused) = (parameters.max_persistent_grants(), parameters.unused());
+            let limits =
+                Limits { cap: parameters.max_persistent_grants(), unused: parameters.unused() };
             let now = Instant::now();
-            while self.with_table(|table| table.tidy(cap, unused, now, UNMAP_TURN)) {
+            let mut first = true;
+            while self.with_table(|table| {
+                table.tidy(&limits, now, UNMAP_TURN, std::mem::take(&mut first))
+            }) {
                 self.io.next_turn().await;
             }
-            let expiry = self.table.as_ref().and_then(|table| table.borrow().next_expiry(unused));
+            let expiry =
+                self.table.as_ref().and_then(|table| table.borrow().next_expiry(limits.unused));
             let expired = async {
                 match expiry {
                     Some(at) => self.io.sleep(at.saturating_duration_since(now)).await,
