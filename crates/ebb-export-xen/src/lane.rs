@@ -172,6 +172,7 @@ impl Queue {
     async fn transfer(&self, lane: &Rc<Lane>, operation: u8, sector: u64) -> Result<(), Status> {
         let (offset, bytes) = self.check(&lane.segments.borrow(), operation, sector)?;
         let counters = &self.disk.counters;
+        let _turn = self.buffers.turn(BufPool::footprint(bytes.max(1))).await;
         let _held = self.memory.take(BufPool::footprint(bytes.max(1)) + REQUEST_BYTES).await;
         match operation {
             op::READ => {

@@ -44,6 +44,10 @@ const THROTTLE: Duration = Duration::from_millis(1);
 const TIDY: Duration = Duration::from_millis(100);
 /// Looks at an empty ring between two turns of the worker, a pause of the processor before each.
 const LOOKS: u32 = 16;
+/// When memory is wanted, what has not been used for so long is unmapped, and what comes to that in the
+/// same time after the sign. Mappings in use are worth their memory (0.9 KiB each): made again at
+/// once, each costs several calls of the system and of the hypervisor.
+const IDLE: Duration = Duration::from_secs(5);
 /// Grants unmapped in one turn of the worker, and mapped while there are nearly as many as may be: each
 /// costs as much as many requests.
 const UNMAP_TURN: usize = 8;
@@ -434,19 +438,19 @@ impl Queue {
     /// Keeps the table of grants within its limits, and gives it back when memory is wanted.
     async fn keep_house(self: Rc<Self>) {
         let parameters = self.disk.parameters.clone();
-        let mut shrinks = parameters.shrinks();
+        let (mut shrinks, mut sign) = (parameters.shrinks(), None);
         loop {
             let changed = parameters.listen();
             if parameters.shrinks() != shrinks {
                 shrinks = parameters.shrinks();
+                sign = Some(Instant::now());
                 self.retire_idle();
-                while self.with_table(|table| table.clear(UNMAP_TURN)) {
-                    self.io.next_turn().await;
-                }
             }
-            let limits =
-                Limits { cap: parameters.max_persistent_grants(), unused: parameters.unused() };
             let now = Instant::now();
+            let limits = Limits {
+                cap: parameters.max_persistent_grants(),
+                unused: may_rest(parameters.unused(), sign, now),
+            };
             let mut first = true;
             while self.with_table(|table| {
                 table.tidy(&limits, now, UNMAP_TURN, std::mem::take(&mut first))
@@ -500,10 +504,33 @@ impl Queue {
     }
 }
 
+/// How long a mapping may lie idle, when memory was last wanted at `sign`.
+fn may_rest(unused: Option<Duration>, sign: Option<Instant>, now: Instant) -> Option<Duration> {
+    let wanted = sign.is_some_and(|sign| now.saturating_duration_since(sign) < IDLE * 2);
+    if wanted { Some(unused.map_or(IDLE, |unused| unused.min(IDLE))) } else { unused }
+}
+
 fn is_barrier(slot: &Slot) -> bool {
     slot[0].to_le_bytes()[0] == op::WRITE_BARRIER
 }
 
 fn is_again(error: &std::io::Error) -> bool {
     matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn when_memory_is_wanted_idle_mappings_go_soon_and_those_in_use_stay() {
+        let (start, unused) = (Instant::now(), Some(Duration::from_secs(60)));
+        assert_eq!(may_rest(unused, None, start), unused);
+        for after in [Duration::ZERO, IDLE, IDLE * 2 - Duration::from_millis(1)] {
+            let rest = |unused| may_rest(unused, Some(start), start + after);
+            assert_eq!((rest(unused), rest(None)), (Some(IDLE), Some(IDLE)), "{after:?}");
+            assert_eq!(rest(Some(Duration::from_millis(5))), Some(Duration::from_millis(5)));
+        }
+        assert_eq!(may_rest(unused, Some(start), start + IDLE * 2), unused, "it is over");
+    }
 }

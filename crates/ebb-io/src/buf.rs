@@ -12,9 +12,20 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ebb_mem::{Block, Memory, OwnerId, PagePool, PoolParameters};
+use futures_lite::future::or;
+
+use crate::signal::{Budget, BudgetGuard};
 
 /// The largest buffer that can be asked for, in bytes.
 pub const MAX_BUF: usize = ebb_mem::MAX_BLOCK_BYTES;
+
+/// While pressure goes on, the queues of a worker have this share of the memory's ceiling under way
+/// together, within these bounds: as much as keeps a few disks busy (64 requests of 128 KiB are 8 MiB).
+const PRESSED_SHARE: usize = 32;
+const PRESSED_LEAST: usize = 4 << 20;
+const PRESSED_MOST: usize = 64 << 20;
+/// And each queue so much beside it, so that none waits for another one's store.
+const PRESSED_OWN: usize = 256 << 10;
 
 /// Where buffers come from: a worker, or one queue of it. Cheap to clone; not shared between
 /// threads.
@@ -26,11 +37,26 @@ struct Inner {
     owner: OwnerId,
     queue: Option<PagePool>,
     used_bytes: Cell<usize>,
+    /// See [`BufPool::turn`]: of all queues of the worker, and of this one.
+    turns: Rc<Budget>,
+    own_turns: Rc<Budget>,
 }
 
 impl BufPool {
     pub(crate) fn new(worker: ebb_mem::Worker, owner: OwnerId) -> BufPool {
-        BufPool(Rc::new(Inner { worker, owner, queue: None, used_bytes: Cell::new(0) }))
+        let share = worker.memory().arena_stats().ceiling / PRESSED_SHARE;
+        let turns = Budget::new(share.clamp(PRESSED_LEAST, PRESSED_MOST));
+        BufPool::build(worker, owner, None, turns)
+    }
+
+    fn build(
+        worker: ebb_mem::Worker,
+        owner: OwnerId,
+        queue: Option<PagePool>,
+        turns: Rc<Budget>,
+    ) -> BufPool {
+        let (used_bytes, own_turns) = (Cell::new(0), Budget::new(PRESSED_OWN));
+        BufPool(Rc::new(Inner { worker, owner, queue, used_bytes, turns, own_turns }))
     }
 
     /// A pool of its own for one queue, accounted to `owner`, which keeps free pages within
@@ -39,7 +65,19 @@ impl BufPool {
     pub fn queue(&self, owner: OwnerId, parameters: Arc<PoolParameters>) -> BufPool {
         let worker = self.0.worker.clone();
         let queue = Some(PagePool::new(&worker, owner, parameters));
-        BufPool(Rc::new(Inner { worker, owner, queue, used_bytes: Cell::new(0) }))
+        BufPool::build(worker, owner, queue, self.0.turns.clone())
+    }
+
+    /// Waits for a request's turn to take buffers of `bytes` bytes in all: while pressure goes on,
+    /// else at once. Requests that all begin before any ends would hold as much memory as their
+    /// clients can ask for, and need it no sooner than the store gets to them; in turn, they use the
+    /// same few buffers again. Keep what this returns until the buffers are given back, and ask
+    /// before taking the first: who holds some must not wait for more.
+    pub async fn turn(&self, bytes: usize) -> Option<BudgetGuard> {
+        if !self.memory().draining() {
+            return None;
+        }
+        Some(or(self.0.own_turns.take(bytes), self.0.turns.take(bytes)).await)
     }
 
     /// Whom its buffers are accounted to.
@@ -211,6 +249,8 @@ pub(crate) fn private_pool() -> BufPool {
 
 #[cfg(test)]
 mod tests {
+    use futures_lite::future::{block_on, poll_once};
+
     use super::*;
 
     #[test]
@@ -235,6 +275,38 @@ mod tests {
         let second = pool.get_for_test(8000);
         assert_eq!(second.as_ptr(), address);
         assert_eq!(pool.used_bytes(), 8192);
+    }
+
+    /// Requests of 128 KiB that have had their turn, until one has to wait.
+    fn turns(queue: &BufPool) -> Vec<Option<BudgetGuard>> {
+        std::iter::from_fn(|| block_on(poll_once(queue.turn(128 << 10)))).take(1000).collect()
+    }
+
+    #[test]
+    fn while_pressure_goes_on_requests_take_turns_and_no_queue_waits_for_another_one() {
+        let pool = private_pool();
+        let queue = |name| {
+            let owner = pool.memory().owner(name).unwrap();
+            pool.queue(owner, Arc::new(PoolParameters::default()))
+        };
+        let (stalled, other) = (queue("stalled"), queue("other"));
+        assert_eq!(turns(&stalled).len(), 1000, "calm: no limit");
+        pool.memory().reclaim(ebb_mem::Reclaim::Drain, Instant::now());
+        let held = turns(&stalled);
+        assert_eq!(held.len() << 17, PRESSED_LEAST + PRESSED_OWN);
+        // One queue's store never answers: the other's own share is left, and those who wait get it.
+        let mut first = turns(&other);
+        assert_eq!(first.len() << 17, PRESSED_OWN);
+        let mut waiting = Box::pin(other.turn(1 << 20));
+        assert!(block_on(poll_once(&mut waiting)).is_none());
+        first.pop();
+        assert!(block_on(poll_once(&mut waiting)).is_none(), "larger than that: all of it");
+        drop(first);
+        let large = block_on(poll_once(&mut waiting)).flatten();
+        assert_eq!(large.map(|guard| guard.amount()), Some(PRESSED_OWN));
+        pool.memory().calm();
+        assert_eq!(turns(&other).len(), 1000);
+        drop(held);
     }
 
     #[test]

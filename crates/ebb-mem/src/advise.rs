@@ -6,15 +6,15 @@
 //! *advising*: nobody takes it until the call is back; a page only offered can be taken at any moment,
 //! which cancels the offer.
 //!
-//! The advisor is idle (no wake-up at all) unless there is something to do; while freed runs are
-//! cooling it looks every [`SWEEP`]. The helper sleeps until [`HELP_PAGES`] wait, as they do after a
+//! The advisor is idle (no wake-up at all) unless there is something to do; while freed memory
+//! is cooling it looks every [`SWEEP`]. The helper sleeps until [`HELP_PAGES`] wait, as they do after a
 //! low-memory event, and takes batches off the same books: the kernel's part of returning pages is
 //! bound by the CPU and runs in parallel (1 GiB of small pages, two CPUs: 54 ms by one thread, 29 by
 //! two).
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::arena::Arena;
 use crate::class::EXTENT_PAGES;
@@ -22,10 +22,13 @@ use crate::memory::Core;
 use crate::sync::{Condvar, Mutex, MutexGuard, wait};
 use crate::sys::{Advice, BATCH, Reservation, Span};
 
-/// How long a freed run stays wired in case it is wanted again. Measured: lending a page and
+/// How long freed memory that cools stays wired in case it is wanted again. Measured: lending a page and
 /// taking it back costs about 0.6 µs of CPU, so with this interval even memory that is wanted again
 /// just after costs under 1 % of a CPU per 16,000 pages.
 pub(crate) const SWEEP: Duration = Duration::from_millis(100);
+/// The same while pressure goes on. What a busy worker frees it wants again within milliseconds, so
+/// this keeps what is in turnover; and what is not is returned before 100 ms have passed.
+pub(crate) const SWEEP_PRESSED: Duration = Duration::from_millis(50);
 /// How long a small offer may wait for company: one call for 64 pages costs a tenth of 64 calls.
 const COALESCE: Duration = Duration::from_millis(2);
 /// Offered pages (64 MiB of them) that are worth waking the helper for: several milliseconds of the
@@ -164,9 +167,10 @@ impl Books {
 
     /// The advisor's life.
     pub(crate) fn run(&self, kernel: &mut impl Kernel, orders: &Orders) {
-        let mut hasty = false;
+        let (mut hasty, mut due) = (false, None);
         loop {
             let mut arena = self.arena.lock();
+            let rest = sweep(&mut arena, &mut due, Instant::now());
             if arena.urgent() || hasty {
                 drop(arena);
                 hasty = false;
@@ -183,11 +187,8 @@ impl Books {
                 let (guard, waited) = timed_wait(&self.work, arena, COALESCE);
                 drop(guard);
                 hasty = waited;
-            } else if arena.cooling() {
-                let (mut guard, waited) = timed_wait(&self.work, arena, SWEEP);
-                if waited {
-                    guard.sweep();
-                }
+            } else if let Some(rest) = rest {
+                drop(timed_wait(&self.work, arena, rest));
             } else {
                 arena = wait(&self.work, arena);
                 drop(arena);
@@ -227,6 +228,24 @@ impl Books {
             arena = wait(&self.settled, arena);
         }
     }
+}
+
+/// Sweeps when it is time; how long until the next sweep, if anything cools. `due` is kept between
+/// calls: offers that come in meanwhile do not put a sweep off.
+fn sweep(arena: &mut Arena, due: &mut Option<Instant>, now: Instant) -> Option<Duration> {
+    if !arena.cooling() {
+        *due = None;
+        return None;
+    }
+    let pause = if arena.prefer_return() { SWEEP_PRESSED } else { SWEEP };
+    // Pressure may have come since it was reckoned.
+    let at = due.map_or(now + pause, |at| at.min(now + pause));
+    if now < at {
+        *due = Some(at);
+        return Some(at - now);
+    }
+    *due = arena.sweep().then_some(now + pause);
+    due.map(|_| pause)
 }
 
 /// Starts the advisor and its helper.
@@ -272,6 +291,29 @@ mod tests {
             let pages = spans.iter().map(|span| span.pages).sum();
             self.0.fetch_add(pages, crate::sync::Ordering::Relaxed);
         }
+    }
+
+    #[test]
+    fn what_cools_goes_after_two_sweeps_whatever_comes_in_between() {
+        let mut arena = Arena::new(4, 0, 4 * EXTENT_PAGES, true);
+        let start = Instant::now();
+        let at = |ms| start + Duration::from_millis(ms);
+        let mut due = None;
+        assert_eq!(sweep(&mut arena, &mut due, start), None, "nothing to look at");
+        let pages: Vec<usize> = (0..8).map(|_| arena.take(5).unwrap()).collect();
+        arena.give(pages[0], 5, Give::Cool);
+        for ms in (0..100).step_by(10) {
+            let rest = sweep(&mut arena, &mut due, at(ms));
+            assert_eq!(rest, Some(Duration::from_millis(100 - ms)), "woken early, no later for it");
+        }
+        assert_eq!(sweep(&mut arena, &mut due, at(100)), Some(SWEEP));
+        assert_eq!(arena.counts().offered, 0, "it may have been freed just now");
+        // Pressure: what is left of the pause is cut short.
+        arena.set_prefer_return(true);
+        assert_eq!(sweep(&mut arena, &mut due, at(110)), Some(SWEEP_PRESSED));
+        assert_eq!(sweep(&mut arena, &mut due, at(160)), None);
+        assert_eq!(arena.counts().offered, 32);
+        assert_eq!(arena.claim(&mut [Span::default(); BATCH]), (1, Advice::Return));
     }
 
     #[test]

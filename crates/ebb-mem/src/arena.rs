@@ -39,7 +39,8 @@ pub(crate) enum Shortage {
 /// What becomes of a freed block's pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Give {
-    /// They stay wired, and are lent if nobody takes them soon ([`Arena::sweep`]).
+    /// They stay wired, and go if nobody takes them soon ([`Arena::sweep`]): what is in turnover
+    /// is worth more than the faults that having it again would cost.
     Cool,
     /// Lent to the kernel.
     Lend,
@@ -79,6 +80,8 @@ struct Extent {
     advising: Pages,
     lent: Pages,
     pinned: Pages,
+    /// Free wired pages that nobody has taken since the last sweep.
+    resting: Pages,
 }
 
 impl Extent {
@@ -92,6 +95,7 @@ impl Extent {
             advising: Pages::EMPTY,
             lent: Pages::EMPTY,
             pinned: Pages::EMPTY,
+            resting: Pages::EMPTY,
         }
     }
 
@@ -126,9 +130,8 @@ pub(crate) struct Arena {
     /// Extents with offered pages: the advisor's queue.
     queue: Extents,
     cursor: usize,
-    /// Extents of freed runs: freed since the last sweep, and before it.
-    fresh: Extents,
-    stale: Extents,
+    /// Extents with pages that were freed to cool.
+    cooling: Extents,
     counts: PageCounts,
     /// Blocks out of the slabs (in use, in pools or in caches) per class, and the limit.
     out: [usize; CLASSES],
@@ -157,8 +160,7 @@ impl Arena {
             warm: std::array::from_fn(|_| Extents::new(small)),
             queue: Extents::new(total),
             cursor: 0,
-            fresh: Extents::new(total),
-            stale: Extents::new(total),
+            cooling: Extents::new(total),
             counts: PageCounts::default(),
             out: [0; CLASSES],
             limits: [usize::MAX; CLASSES],
@@ -221,6 +223,7 @@ impl Arena {
         let offered = x.offered.and(pages).count();
         let lent = x.lent.and(pages).count();
         x.wired = x.wired.or(pages);
+        x.resting = x.resting.without(pages);
         x.offered = x.offered.without(pages);
         x.returning = x.returning.without(pages);
         x.lent = x.lent.without(pages);
@@ -241,6 +244,7 @@ impl Arena {
         let lent = if returning { x.lent.and(pages) } else { Pages::EMPTY };
         let moved = wired.or(&lent);
         x.wired = x.wired.without(&wired);
+        x.resting = x.resting.without(&wired);
         x.lent = x.lent.without(&lent);
         x.offered = x.offered.or(&moved);
         if returning {
@@ -258,8 +262,8 @@ impl Arena {
 
     fn give_pages(&mut self, extent: usize, pages: &Pages, give: Give) {
         match give {
-            Give::Cool => {}
-            Give::Lend if self.keep_freed => {}
+            Give::Cool | Give::Lend if self.keep_freed => {}
+            Give::Cool => self.cooling.insert(extent),
             Give::Lend => self.offer_pages(extent, pages, Advice::Lend),
             Give::Return => self.offer_pages(extent, pages, Advice::Return),
         }
@@ -354,8 +358,6 @@ impl Arena {
 
     fn assign(&mut self, extent: usize, class: usize) {
         self.free.remove(extent);
-        self.fresh.remove(extent);
-        self.stale.remove(extent);
         let x = self.extent(extent);
         x.kind = Kind::Class(u8::try_from(class).unwrap_or(u8::MAX));
         let warm = !x.warm().is_empty();
@@ -382,9 +384,6 @@ impl Arena {
             self.warm[class].remove(extent);
             self.extent(extent).kind = Kind::Free;
             self.free.insert(extent);
-            if give == Give::Cool && !self.keep_freed {
-                self.fresh.insert(extent);
-            }
         } else {
             self.avail[class].insert(extent);
             self.warm[class].insert(extent);
@@ -417,11 +416,10 @@ impl Arena {
         }
         for (extent, part) in parts {
             self.free.remove(extent);
-            self.fresh.remove(extent);
-            self.stale.remove(extent);
             let x = self.extent(extent);
             x.kind = if extent == start { Kind::Run(pages) } else { Kind::RunBody };
             x.free = Pages::EMPTY;
+            x.resting = Pages::EMPTY;
             self.wire(extent, &part);
         }
         Ok(start * EXTENT_PAGES)
@@ -439,12 +437,7 @@ impl Arena {
             x.kind = Kind::Free;
             x.free = Pages::range(0, EXTENT_PAGES);
             self.free.insert(extent);
-            if give == Give::Cool && !self.keep_freed {
-                self.fresh.insert(extent);
-            } else {
-                let all = Pages::range(0, EXTENT_PAGES);
-                self.give_pages(extent, &all, give);
-            }
+            self.give_pages(extent, &Pages::range(0, EXTENT_PAGES), give);
         }
     }
 
@@ -528,6 +521,7 @@ impl Arena {
             }
             assert!(x.returning.without(&x.offered).is_empty());
             assert!(x.pinned.without(&x.wired).is_empty(), "pinned pages are wired");
+            assert!(x.resting.without(&x.wired.and(&x.free)).is_empty(), "only free ones rest");
             assert_eq!(self.queue.contains(index), !x.offered.is_empty());
             assert_eq!(self.free.contains(index), x.kind == Kind::Free);
             counts.wired += x.wired.count();

@@ -88,6 +88,7 @@ mod gauge;
 mod memory;
 #[cfg(all(test, feature = "shuttle"))]
 mod models;
+mod options;
 mod pool;
 pub mod pressure;
 mod sentinel;
@@ -102,7 +103,8 @@ mod zone;
 pub use block::{Block, OwnerId};
 pub use buffer::{Buffer, PageSet, Registered, RewireError};
 pub use class::{CLASSES, EXTENT_BYTES, MAX_BLOCK_BYTES, PAGE_BYTES};
-pub use memory::{Error, Memory, Options, Policy, Reclaim};
+pub use memory::{Error, Memory, Reclaim};
+pub use options::{Options, Policy};
 pub use pool::{POOL_INTERVAL, PagePool, PoolParameters};
 pub use small::{Offers, Residency, SMALL_PAGES, SmallBuffer};
 pub use stats::{ArenaStats, OwnerStats, PoolStats, Stats, ZoneStats};

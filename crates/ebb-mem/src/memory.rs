@@ -9,6 +9,7 @@ use crate::arena::{Arena, Give, Shortage};
 use crate::block::OwnerId;
 use crate::class::{CLASSES, EXTENT_BYTES, PAGE_BYTES, class_bytes};
 use crate::gauge::{PURGE, Retired, SQUEEZE, STARVED, UNCACHED, WAITERS, WorkerShared};
+use crate::options::{Options, Policy};
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering};
 use crate::sys::{self, Advice, Reservation};
 use crate::wait::WaitList;
@@ -26,74 +27,6 @@ const PURGE_EVERY: Duration = Duration::from_secs(1);
 const GROWTH_PAUSE: Duration = Duration::from_secs(1);
 /// Bytes a zone's depot may always keep, whatever the estimate says.
 const ZONE_FLOOR_BYTES: usize = 256 << 10;
-
-/// How memory is kept and given back. [`Policy::Elastic`] is what this crate is for; the others
-/// are there to be compared with it, and for hosts where it does not fit.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Policy {
-    /// Caches sized by their working set; the surplus is lent.
-    #[default]
-    Elastic,
-    /// Caches grow freely and are all purged when memory has run out.
-    LastResortOnly,
-    /// No caches, and pools that keep nothing once their requests are done: every block comes from
-    /// the slabs and goes back to them.
-    Uncached,
-    /// Idle memory stays wired until a sign of pressure, which returns it: what Linux's xen-blkback
-    /// does (seed `000`). Nothing is lent.
-    Told,
-    /// What the load once took stays wired, whatever the pressure; only the ceiling makes some of
-    /// it go, when other memory is wanted. Nothing is lent.
-    Static,
-}
-
-impl Policy {
-    /// Whether idle memory stays wired where it lies.
-    pub(crate) fn keeps(self) -> bool {
-        matches!(self, Policy::Told | Policy::Static)
-    }
-}
-
-/// What a [`Memory`] is made with.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Bytes of address space to reserve, rounded up to 2 MiB. Costs nothing until used; a few
-    /// times the ceiling keeps fragmentation from mattering.
-    pub reserve_bytes: usize,
-    /// Bytes of address space reserved for blocks on huge pages ([`Worker::alloc_huge`]).
-    pub huge_bytes: usize,
-    /// Most bytes wired at a time. Tie it to the machine: a share of its RAM or of the limit of
-    /// the control group.
-    pub ceiling_bytes: usize,
-    /// Most owners that can be registered (1 to 65,535).
-    pub owners: u16,
-    /// A zone that has not run out of cache for so long returns a quarter of what it never
-    /// needed, at each period of the estimator (one second).
-    pub idle_after: Duration,
-    /// Lend idle memory to the kernel (`MADV_FREE`) if it can do that and the policy keeps none
-    /// wired; else it is returned.
-    pub lend: bool,
-    /// How memory is kept.
-    pub policy: Policy,
-    /// The time from which this memory counts.
-    pub started: Instant,
-}
-
-impl Options {
-    /// Defaults for a ceiling of `ceiling_bytes`: four times as much address space, 1,024 owners.
-    pub fn new(ceiling_bytes: usize, started: Instant) -> Options {
-        Options {
-            reserve_bytes: ceiling_bytes.saturating_mul(4).max(64 << 20),
-            huge_bytes: ceiling_bytes,
-            ceiling_bytes,
-            owners: 1024,
-            idle_after: Duration::from_secs(60),
-            lend: true,
-            policy: Policy::Elastic,
-            started,
-        }
-    }
-}
 
 /// Why a memory cannot be made or used so.
 #[derive(Debug, thiserror::Error)]
@@ -164,6 +97,8 @@ pub struct Memory {
     squeezed: AtomicU64,
     pub(crate) squeezes: AtomicU64,
     uncached: AtomicBool,
+    /// See [`Memory::draining`].
+    draining: AtomicBool,
     /// Pages rewired that were still there, and that were not.
     pub(crate) kept: AtomicU64,
     pub(crate) lost: AtomicU64,
@@ -180,8 +115,8 @@ impl Memory {
         Memory::build(options, true)
     }
 
-    /// For models, which step the advisor themselves.
-    #[cfg(all(test, feature = "shuttle"))]
+    /// For models and tests, which step the advisor themselves.
+    #[cfg(test)]
     pub(crate) fn without_advisor(options: Options) -> Result<Arc<Memory>, Error> {
         Memory::build(options, false)
     }
@@ -227,6 +162,7 @@ impl Memory {
             kept: AtomicU64::new(0),
             lost: AtomicU64::new(0),
             uncached: AtomicBool::new(options.policy == Policy::Uncached),
+            draining: AtomicBool::new(false),
             pace: Mutex::new(Pace {
                 estimated: options.started,
                 purged: None,
@@ -309,8 +245,10 @@ impl Memory {
             Policy::Static => return,
             _ => {}
         }
+        let again = self.draining();
         if level >= Reclaim::Drain {
             self.core.books.lock().set_prefer_return(true);
+            self.draining.store(true, Ordering::Relaxed);
         }
         // All workers once, each for all its zones: they act while the zones are walked here.
         if level == Reclaim::DrainWorkers {
@@ -330,8 +268,11 @@ impl Memory {
                 _ => zone.shrink_target(),
             }
         }
-        let advice = if lends { Advice::Lend } else { Advice::Return };
-        self.core.books.lock().offer_free(advice);
+        // Once drained, what is free is in turnover, or the sweep returns it.
+        if !again {
+            let advice = if lends { Advice::Lend } else { Advice::Return };
+            self.core.books.lock().offer_free(advice);
+        }
         self.serve_waiters();
         self.pace.lock().paused = Some(now);
         self.zones.iter().for_each(Zone::pause);
@@ -360,6 +301,7 @@ impl Memory {
     /// rather than returned.
     pub fn calm(&self) {
         self.core.books.lock().set_prefer_return(false);
+        self.draining.store(false, Ordering::Relaxed);
         if self.pace.lock().paused.take().is_some() {
             self.resume_growth();
         }
@@ -394,6 +336,16 @@ impl Memory {
         for worker in &self.workers.lock().list {
             worker.ask(SQUEEZE);
         }
+    }
+
+    /// Whether pressure goes on: a drain has been asked for and calm has not come since. Until then
+    /// free memory is kept in the slabs alone, where all queues and workers share it, and as long
+    /// as it is in turnover: what nobody takes for some tens of milliseconds is returned. Returning
+    /// all of it would have each request fault its memory in again, for as long as pressure lasts.
+    #[inline]
+    #[must_use]
+    pub fn draining(&self) -> bool {
+        self.draining.load(Ordering::Relaxed)
     }
 
     /// When the last squeeze was, and a number that is another one for each event. The number is

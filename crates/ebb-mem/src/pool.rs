@@ -5,7 +5,11 @@
 //! `buffer_squeeze_duration_ms` after a memory-pressure event that limit is 0, and each event starts
 //! the time anew. A queue that is idle is woken for it.
 //!
-//! Beyond the seed: blocks that were not needed during the last 100 ms, except for a small floor,
+//! Beyond the seed: while pressure goes on ([`crate::Memory::draining`]), pools keep nothing. What one
+//! queue gives back is at once there for all of them, so that together they hold what is in use
+//! rather than each the most it ever used.
+//!
+//! Beyond the seed, too: blocks that were not needed during the last 100 ms, except for a small floor,
 //! are lent to the kernel where they lie. The kernel may take them before anybody is told. They need
 //! no sentinel, since nobody cares what is in a free block; taking one back only cancels the loan, and
 //! a block the advisor is at this moment lending is passed over for another.
@@ -23,7 +27,7 @@ use crate::arena::{Give, Retake};
 use crate::block::{Block, OwnerId};
 use crate::class::{CLASSES, PAGE_BYTES, class_bytes, class_of, class_pages};
 use crate::gauge::SQUEEZE;
-use crate::memory::Policy;
+use crate::options::Policy;
 use crate::sync::{AtomicU32, AtomicUsize, Ordering};
 use crate::sys::Span;
 use crate::worker::{Exhausted, Worker, WorkerInner};
@@ -208,7 +212,8 @@ impl PagePool {
     #[inline]
     pub fn put(&self, block: Block) {
         self.inner.busy.set(true);
-        if let Some(block) = self.inner.put(block) {
+        let shares = self.worker.memory().draining();
+        if let Some(block) = self.inner.put(block, shares) {
             self.worker.free(block);
         }
     }
@@ -302,14 +307,14 @@ impl PoolInner {
 
     /// The block itself if it cannot stay.
     #[inline]
-    fn put(&self, block: Block) -> Option<Block> {
+    fn put(&self, block: Block, shares: bool) -> Option<Block> {
         let mut state = self.state.borrow_mut();
         let state = &mut *state;
         let class = block.class();
         let Some(list) = state.lists.get_mut(class) else { return Some(block) };
         list.out = list.out.saturating_sub(1);
-        // With a limit of 0 it would only be moved twice: straight to the worker's caches.
-        let keeps = self.parameters.max_buffer_pages() > 0;
+        // With nothing to be kept it would only be moved twice: straight to the worker's caches.
+        let keeps = !shares && self.parameters.max_buffer_pages() > 0;
         let room = list.blocks.len() < list.blocks.capacity();
         if !keeps || !room || block.owner() != self.owner {
             return Some(block);
@@ -497,4 +502,60 @@ impl PoolInner {
 
 fn signed(count: usize) -> i64 {
     i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    use super::*;
+    use crate::arena::PageCounts;
+    use crate::memory::{Memory, Reclaim};
+    use crate::options::Options;
+
+    const QUEUES: usize = 23;
+
+    /// 32 requests of 128 KiB at once: as much as a pool may keep.
+    fn burst(pool: &PagePool, now: Instant) {
+        let blocks: Vec<Block> = (0..32).map(|_| pool.take(128 << 10).unwrap()).collect();
+        blocks.into_iter().for_each(|block| pool.put(block));
+        pool.done(now);
+    }
+
+    #[test]
+    fn while_pressure_goes_on_queues_share_what_is_in_turnover_and_it_stays() {
+        for level in [Reclaim::Drain, Reclaim::DrainWorkers] {
+            let mut now = Instant::now();
+            let memory = Memory::without_advisor(Options::new(256 << 20, now)).unwrap();
+            let worker = memory.worker(|| ());
+            let pool = |_| PagePool::new(&worker, OwnerId(0), Arc::default());
+            let pools: Vec<PagePool> = (0..QUEUES).map(pool).collect();
+            let counts = || memory.core.books.lock().counts();
+            for event in 0..5 {
+                memory.squeeze(now);
+                memory.reclaim(level, now);
+                worker.poll(now);
+                assert_eq!(
+                    counts().unwired,
+                    0,
+                    "an event more takes none of it: {event} {level:?}"
+                );
+                for pool in &pools {
+                    now += Duration::from_millis(50);
+                    burst(pool, now);
+                    assert_eq!(pool.free_pages(), (0, 0));
+                    // Nothing of it is on its way to the kernel, to be faulted in again.
+                    let shared = PageCounts { wired: 1024, ..PageCounts::default() };
+                    assert_eq!(counts(), shared, "{level:?}");
+                    memory.core.books.lock().sweep();
+                }
+            }
+            // Nobody takes it any more: two sweeps, and a worker's last two blocks.
+            let _ = memory.core.books.lock().sweep();
+            let _ = memory.core.books.lock().sweep();
+            assert!(counts().wired <= 2 * 32, "{:?} {level:?}", counts());
+            memory.calm();
+            burst(&pools[0], now);
+            assert_eq!(pools[0].free_pages(), (1024, 0), "calm: queues keep their own");
+        }
+    }
 }

@@ -23,7 +23,8 @@ use crate::class::{
     pages_of,
 };
 use crate::gauge::{PURGE, SQUEEZE, STARVED, STICKY, WAITERS, WorkerShared};
-use crate::memory::{Memory, Policy};
+use crate::memory::Memory;
+use crate::options::Policy;
 use crate::pool::PoolInner;
 use crate::sync::Ordering;
 use crate::wait::Waiter;
@@ -325,13 +326,13 @@ impl WorkerInner {
     fn free_slow(&self, page: usize, class: usize) {
         if class >= CLASSES {
             let pressed = self.flags() & STICKY != 0;
-            let give = if pressed { self.give() } else { Give::Cool };
+            let give = if pressed { self.surplus() } else { Give::Cool };
             self.shared.zones[CLASSES].filled.add(-1);
             self.memory.core.books.lock().give_run(page, give);
             return self.after_give();
         }
         if self.flags() & STICKY != 0 {
-            self.to_slab(page, class, self.give());
+            self.to_slab(page, class, self.surplus());
             return self.after_give();
         }
         let mut caches = self.caches.borrow_mut();
@@ -346,7 +347,7 @@ impl WorkerInner {
             if self.memory.zones[class].exchange_full(&mut cache.previous) {
                 self.shared.zones[class].filled.add(-full);
             } else {
-                self.empty_bucket(&mut cache.previous, class, Give::Lend);
+                self.empty_bucket(&mut cache.previous, class, self.surplus());
                 cache.previous.resize(self.memory.zones[class].target());
             }
             std::mem::swap(&mut cache.loaded, &mut cache.previous);
@@ -355,7 +356,7 @@ impl WorkerInner {
         }
         if !cache.loaded.push(page32) {
             drop(caches);
-            self.to_slab(page, class, Give::Lend);
+            self.to_slab(page, class, self.surplus());
         }
     }
 
@@ -395,7 +396,13 @@ impl WorkerInner {
             return self.free(block);
         }
         self.account(block.owner(), -signed(block.capacity()), 0);
-        self.release(std::iter::once(block), self.give());
+        self.release(std::iter::once(block), self.surplus());
+    }
+
+    /// What becomes of a freed block that no cache has room for. While pressure goes on there are
+    /// no caches to speak of, and this is all that is in turnover.
+    fn surplus(&self) -> Give {
+        if self.memory.draining() { Give::Cool } else { Give::Lend }
     }
 
     /// What becomes of memory that pressure takes from the pools.

@@ -10,22 +10,28 @@ use crate::sys::{Advice, BATCH, Span};
 const BATCH_PAGES: usize = 16 * EXTENT_PAGES;
 
 impl Arena {
-    /// Offers free wired pages that have been idle since before the last call. True if some wait
-    /// for the next one.
+    /// Offers those pages freed to cool that nobody has taken since the last call, so that the rest
+    /// is what is in turnover: to be lent, or returned under pressure. True if some wait for the next
+    /// call.
     pub(crate) fn sweep(&mut self) -> bool {
+        let advice = if self.prefer_return { Advice::Return } else { Advice::Lend };
         let mut from = 0;
-        while let Some(extent) = self.stale.first_from(from) {
-            self.stale.remove(extent);
-            self.offer_pages(extent, &Pages::range(0, EXTENT_PAGES), Advice::Lend);
+        while let Some(extent) = self.cooling.first_from(from) {
+            let x = self.extent(extent);
+            let idle = x.resting;
+            x.resting = x.free.and(&x.wired).without(&idle);
+            if x.resting.is_empty() {
+                self.cooling.remove(extent);
+            }
+            self.offer_pages(extent, &idle, advice);
             from = extent + 1;
         }
-        std::mem::swap(&mut self.fresh, &mut self.stale);
-        !self.stale.is_empty()
+        self.cooling()
     }
 
-    /// Whether freed runs wait to be swept.
+    /// Whether freed pages wait to be swept.
     pub(crate) fn cooling(&self) -> bool {
-        !self.fresh.is_empty() || !self.stale.is_empty()
+        !self.cooling.is_empty()
     }
 
     /// Offers every free page at once: lent, or returned (then lent ones are, too).
@@ -36,8 +42,7 @@ impl Arena {
                 self.offer_pages(extent, &free, advice);
             }
         }
-        self.fresh.clear();
-        self.stale.clear();
+        self.cooling.clear();
     }
 
     /// Under pressure lending is not enough: free pages are returned.

@@ -332,6 +332,35 @@ fn a_run_stays_warm_for_one_sweep_and_is_lent_at_the_next() {
 }
 
 #[test]
+fn blocks_in_turnover_stay_wired_and_those_beside_them_go() {
+    for (pressed, advice) in [(false, Advice::Lend), (true, Advice::Return)] {
+        let mut arena = Arena::new(SMALL, HUGE, 8192, true);
+        arena.set_prefer_return(pressed);
+        // 40 requests at once, then never more than eight.
+        let peak: Vec<usize> = (0..40).map(|_| arena.take(5).unwrap()).collect();
+        peak.into_iter().for_each(|page| arena.give(page, 5, Give::Cool));
+        let mut offered = 0;
+        for _ in 0..4 {
+            let few: Vec<usize> = (0..8).map(|_| arena.take(5).unwrap()).collect();
+            few.into_iter().for_each(|page| arena.give(page, 5, Give::Cool));
+            assert!(arena.sweep());
+            arena.check();
+            let mut spans = [Span::default(); BATCH];
+            let (count, given) = arena.claim(&mut spans);
+            assert!(count == 0 || given == advice);
+            for span in &spans[..count] {
+                arena.complete(*span, given, true);
+                offered += span.pages;
+            }
+        }
+        assert_eq!(offered, 32 * 32, "what was not needed");
+        assert_eq!(arena.counts().wired, 8 * 32, "what was, each time anew");
+        assert!(!arena.sweep());
+        assert_eq!((arena.counts().wired, arena.counts().offered), (0, 8 * 32));
+    }
+}
+
+#[test]
 fn the_largest_block_fits_a_run() {
     let pages = MAX_BLOCK_BYTES / crate::class::PAGE_BYTES;
     let mut arena = Arena::new(64, 0, pages, true);

@@ -23,8 +23,8 @@ pub(super) const MAX_BUFFER_PAGES: Definition = Definition {
     doc: "How many free pages each queue keeps for the requests to come. A queue's pool starts \
           with none and grows on demand while requests are carried out: the value does not limit \
           how much memory requests take, only how much stays behind them.\n\n\
-          0 keeps nothing. Under memory pressure the limit is 0 for buffer_squeeze_duration_ms, \
-          whatever the value.",
+          0 keeps nothing. Under memory pressure the limit is 0 for buffer_squeeze_duration_ms, and \
+          as long as the pressure goes on, whatever the value: then all queues share what is free.",
 };
 
 pub(super) const BUFFER_SQUEEZE_DURATION_MS: Definition = Definition {
@@ -41,7 +41,8 @@ pub(super) const BUFFER_SQUEEZE_DURATION_MS: Definition = Definition {
     since: "0.1.0",
     effect: "At the next sign of memory pressure. A squeeze that is under way keeps its end.",
     doc: "How long pools of free pages keep nothing after a sign of memory pressure. Each further \
-          sign starts the time again. Idle queues are woken to give back theirs.\n\n\
+          sign starts the time again, and while pressure goes on (drain, last resort) it does not end. \
+          Idle queues are woken to give back theirs.\n\n\
           A longer time gives back more of what requests bring meanwhile and costs more \
           allocations. 0 gives back what is free at the moment of the sign and lets pools grow at \
           once again.",
@@ -146,7 +147,7 @@ pub(super) const PERSISTENT_GRANT_UNUSED_SECONDS: Definition = Definition {
     effect: "Within 100 ms, also for grants that are mapped already.",
     doc: "How long a page of a Xen guest stays mapped that no request uses. Then it is unmapped, \
           and the guest can have it back. 0 is for ever, but memory pressure of the second level \
-          unmaps everything that is idle, whatever the value.",
+          unmaps what has not been used for 5 seconds, whatever the value.",
 };
 
 pub(super) const FEATURE_PERSISTENT: Definition = Definition {
