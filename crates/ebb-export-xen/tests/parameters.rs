@@ -5,13 +5,16 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use common::{Rig, memory, pattern, until};
-use ebb_export_xen::abi::op;
+use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::shm::frontend::{Frontend, Wishes};
 use ebb_io::Worker;
 use ebb_mem::{Memory, PoolParameters};
+use ebb_store::{Store, TestStore};
+use ebb_volume::{Volume, VolumeOptions};
 
 /// Writes and reads back `rounds` times, each time in other pages.
 fn verified(disk: &mut Frontend, rounds: u64) {
@@ -148,6 +151,50 @@ fn page_pools_of_rings_follow_their_parameters_and_are_squeezed() {
     until("the second sign is answered", || io.stats().pools.iter().any(|p| p.squeezes >= 2));
     verified(&mut disk, 5);
     until("no time at all is over at once", || kept() > 0);
+    rig.stop();
+    drop(worker);
+}
+
+#[test]
+fn while_pressure_goes_on_a_rings_requests_take_turns_with_buffers() {
+    let io = Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
+    let worker = Worker::start("xen", &io).unwrap();
+    let store = Arc::new(TestStore::new(common::SIZE, 1));
+    // Long enough for all requests to take their buffers before one is over.
+    store.latency_us.store(20_000, Ordering::Relaxed);
+    let volume = Volume::new("disk", Store::Test(store), VolumeOptions::default());
+    let mut rig = Rig::with(1, |options| {
+        let volume = volume.clone();
+        options.volumes = Arc::new(move |_| Some((volume.clone(), Arc::default())));
+        options.workers = vec![worker.handle()];
+    });
+    let guest = rig.guest(1, 4096);
+    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    disk.connect().unwrap();
+    // 32 reads of 1 MiB at once; the most that their buffers took.
+    let pages = disk.pages(256);
+    let page = |gref: &u32| Segment { gref: *gref, first: 0, last: 7 };
+    let segments: Vec<Segment> = pages.iter().map(page).collect();
+    let mut most = || {
+        for _ in 0..32 {
+            let (_, request) = disk.request(op::READ, 0, &segments);
+            disk.queues[0].put(request);
+        }
+        disk.queues[0].push();
+        let (mut most, mut answers) = (0, 0);
+        while answers < 32 {
+            while let Some(response) = disk.queues[0].take().unwrap() {
+                assert_eq!(response.status, 0);
+                answers += 1;
+            }
+            most = most.max(io.stats().owners.iter().map(|owner| owner.wired).sum());
+        }
+        most
+    };
+    let calm = most();
+    io.reclaim(ebb_mem::Reclaim::Drain, Instant::now());
+    let pressed = most();
+    assert!(calm > 16 << 20 && pressed < 8 << 20, "{calm} and {pressed} bytes");
     rig.stop();
     drop(worker);
 }
