@@ -125,14 +125,21 @@ fn the_gauges_are_true_after_load_pressure_and_scans() {
         let now = stage.rig.start + stage.clock;
         stage.rig.memory.reclaim(ebb_mem::Reclaim::DrainWorkers, now);
         stage.pass(Duration::from_secs(1));
-        stage.io.sleep(Duration::from_millis(50)).await;
-        stage.rig.memory.settle();
-        let stats = stage.cache().stats().total;
-        let resident = common::resident(mapping) * 4096;
-        println!("bufspace {} resident {resident} {stats:?}", stats.bufspace);
-        assert!(stats.bufspace > 4 * MIB, "there is something to measure");
-        let apart = stats.bufspace.abs_diff(resident);
-        assert!(apart * 100 <= resident, "{apart} bytes apart of {resident}");
+        let mut apart = (u64::MAX, 0);
+        // What was freed cools for two sweeps of the advisor, whose clock is not the stage's.
+        for _ in 0..100 {
+            stage.io.sleep(Duration::from_millis(50)).await;
+            stage.rig.memory.settle();
+            let stats = stage.cache().stats().total;
+            let resident = common::resident(mapping) * 4096;
+            println!("bufspace {} resident {resident} {stats:?}", stats.bufspace);
+            assert!(stats.bufspace > 4 * MIB, "there is something to measure");
+            apart = (stats.bufspace.abs_diff(resident), resident);
+            if apart.0 * 100 <= apart.1 {
+                return;
+            }
+        }
+        panic!("{} bytes apart of {}", apart.0, apart.1);
     });
 }
 
@@ -161,8 +168,9 @@ fn taken_pages_are_noticed_within_a_second_and_their_address_space_is_used_again
 fn a_lost_page_is_refilled_alone() {
     Stage::run(64 * MIB, |mut stage| async move {
         stage.read(0, 65536).await;
-        stage.pass(Duration::from_secs(3));
         let mapping = common::mapping(stage.io.pool().get_for_test(4096).as_ptr().addr());
+        ebb_mem::testing::enter_pages();
+        stage.pass(Duration::from_secs(3));
         // A page that somebody else holds for a moment, as other tests' reclaim may, is passed over.
         for _ in 0..50 {
             common::reclaim(mapping);

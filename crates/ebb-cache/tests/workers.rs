@@ -230,7 +230,9 @@ fn run(seed: u64, mode: Mode) -> VolumeCacheStats {
     disturber.join().unwrap();
     assert!(results.iter().all(Option::is_some), "a task panicked; see above");
     if mode == Mode::Writeback {
+        // What is looked at below is content: a fault here would be told, and say nothing of it.
         disk.test.write_faults.store(0, Ordering::Relaxed);
+        disk.test.read_faults.store(0, Ordering::Relaxed);
         let (cached, store) = (disk.cached.clone(), disk.store.clone());
         let flushed = workers[2].handle().block_on(move |io| async move {
             while cached.flush(&io, &store).await.is_err() {}

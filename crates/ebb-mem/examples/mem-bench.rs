@@ -9,7 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use ebb_mem::{Block, Buffer, Memory, Options, OwnerId, PagePool, Policy, Reclaim, Worker};
+use ebb_mem::{
+    Block, Buffer, Memory, Options, OwnerId, PagePool, Policy, Reclaim, Worker, testing,
+};
 
 const MIB: usize = 1 << 20;
 /// Bytes one worker has in flight in the mixed load.
@@ -326,9 +328,7 @@ fn rewire(name: &'static str, cycles: u64, huge: bool) {
         std::thread::spawn(move || {
             while !stop.load(Ordering::Relaxed) {
                 for &(start, len) in &ranges {
-                    // SAFETY: ranges of the arena; MADV_PAGEOUT loses no data of its own accord, it
-                    // only makes the kernel reclaim now what it may reclaim at any time.
-                    unsafe { libc::madvise(start as *mut _, len, libc::MADV_PAGEOUT) };
+                    testing::take(start, len);
                 }
                 std::thread::sleep(Duration::from_micros(200));
             }

@@ -96,6 +96,8 @@ mod small;
 mod stats;
 mod sync;
 mod sys;
+#[cfg(feature = "testing")]
+pub mod testing;
 mod wait;
 mod worker;
 mod zone;

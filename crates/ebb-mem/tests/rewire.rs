@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use ebb_mem::{Buffer, Memory, Options, OwnerId, RewireError, Worker};
+use ebb_mem::{Buffer, Memory, Options, OwnerId, RewireError, Worker, testing};
 
 /// Every word of a page says which page it is and how often it was filled.
 fn fill(buffer: &mut Buffer, page: usize, mark: u64) {
@@ -37,8 +37,7 @@ impl Reclaimer {
         let thread = std::thread::spawn(move || {
             while !stopped.load(Ordering::Relaxed) {
                 for &(start, len) in &ranges {
-                    // SAFETY: MADV_PAGEOUT never loses data of its own accord.
-                    unsafe { libc::madvise(start as *mut _, len, libc::MADV_PAGEOUT) };
+                    testing::take(start, len);
                 }
                 std::thread::sleep(std::time::Duration::from_micros(100));
             }

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use ebb_mem::{
-    Buffer, Memory, Offers, Options, OwnerId, Residency, RewireError, SmallBuffer, Worker,
+    Buffer, Memory, Offers, Options, OwnerId, Residency, RewireError, SmallBuffer, Worker, testing,
 };
 
 const PAGE: usize = 4096;
@@ -19,41 +19,13 @@ struct Reclaimer {
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
-fn page_out(ranges: &[(usize, usize)]) {
-    for &(start, len) in ranges {
-        // SAFETY: MADV_PAGEOUT never loses data of its own accord.
-        unsafe { libc::madvise(start as *mut _, len, libc::MADV_PAGEOUT) };
-    }
-}
-
-/// As [`page_out`], on each processor: pages lent a moment ago wait in a list of the one that lent
-/// them, and the call empties that of its own only (`elastic-memory.md` 4.3, T7).
-fn page_out_everywhere(ranges: &[(usize, usize)]) {
-    // SAFETY: a set of processors is plain data, and so all of its zeroes are one.
-    let mut before: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    let size = size_of::<libc::cpu_set_t>();
-    // SAFETY: the set is writable and of this size.
-    unsafe { libc::sched_getaffinity(0, size, &raw mut before) };
-    for processor in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-        // SAFETY: as above.
-        let mut one: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-        // SAFETY: the number is far below the set's size.
-        unsafe { libc::CPU_SET(processor, &mut one) };
-        // SAFETY: the set is readable and of this size; where it fails the call is made here again.
-        unsafe { libc::sched_setaffinity(0, size, &raw const one) };
-        page_out(ranges);
-    }
-    // SAFETY: the set is the one the thread had.
-    unsafe { libc::sched_setaffinity(0, size, &raw const before) };
-}
-
 impl Reclaimer {
     fn start(ranges: Vec<(usize, usize)>) -> Reclaimer {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = stop.clone();
         let thread = std::thread::spawn(move || {
             while !stopped.load(Ordering::Relaxed) {
-                page_out(&ranges);
+                ranges.iter().for_each(|&(start, len)| testing::take(start, len));
                 std::thread::yield_now();
             }
         });
@@ -245,6 +217,7 @@ fn what_is_armed_and_rewired_before_it_is_offered_stays() {
         assert_eq!(buffer.arm(&worker, 0b11), 0b11);
         assert!(buffer.bytes(0..1).is_none() && buffer.bytes(2..16).is_some());
         assert_eq!(buffer.rewire(&worker, 1), Ok(0));
+        testing::enter_pages();
         {
             let mut offers = Offers::new(&memory);
             offers.add(&buffer);
@@ -254,7 +227,7 @@ fn what_is_armed_and_rewired_before_it_is_offered_stays() {
         // The kernel takes a lent page when nobody else holds it for a moment, as other tests' reclaim
         // may.
         for _ in 0..20 {
-            page_out_everywhere(&[(start, 65536)]);
+            testing::take_everywhere(&[(start, 65536)]);
         }
         buffer
     };

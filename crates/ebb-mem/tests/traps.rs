@@ -10,7 +10,9 @@ use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ebb_mem::{Block, Buffer, Memory, Options, OwnerId, PagePool, Reclaim, Registered, Worker};
+use ebb_mem::{
+    Block, Buffer, Memory, Options, OwnerId, PagePool, Reclaim, Registered, Worker, testing,
+};
 
 const MIB: usize = 1 << 20;
 
@@ -39,12 +41,6 @@ fn rig_with(change: impl FnOnce(&mut Options)) -> Rig {
 
 fn rig() -> Rig {
     rig_with(|_| ())
-}
-
-/// Makes the kernel reclaim now what it may reclaim at any time.
-fn page_out(address: *mut u8, bytes: usize) {
-    // SAFETY: MADV_PAGEOUT never loses data of its own accord.
-    unsafe { libc::madvise(address.cast(), bytes, libc::MADV_PAGEOUT) };
 }
 
 /// One field (bytes) of the mapping at `address`, and its flags.
@@ -113,7 +109,7 @@ fn t1_fresh_data_in_registered_memory_survives_an_earlier_loan() {
     let mut registered = Registered::new(&worker, block).unwrap();
     read_fixed(&mut registered, &file);
     let block = registered.unregister();
-    page_out(block.as_ptr(), block.capacity());
+    testing::take(block.as_ptr().addr(), block.capacity());
     assert!(block.iter().all(|&byte| byte == 0xa5), "no page of fresh data was taken");
     worker.free(block);
 }
@@ -130,7 +126,7 @@ fn t1_registered_memory_is_never_advised() {
         worker.poll(now);
         memory.settle();
     }
-    page_out(registered.as_ptr(), registered.len());
+    testing::take(registered.as_ptr().addr(), registered.len());
     assert!(registered.iter().all(|&byte| byte == 0x5a));
     worker.free(registered.unregister());
 }
@@ -231,11 +227,11 @@ fn t6_loss_is_judged_by_the_sentinel_not_by_return_codes() {
     let Rig { memory, worker, owner, .. } = rig();
     let mut buffer = Buffer::new(&worker, worker.alloc(MIB, owner).unwrap()).unwrap();
     buffer.bytes_mut(0..256).unwrap().fill(9);
-    let address = buffer.bytes(0..1).unwrap().as_ptr().cast_mut();
+    let address = buffer.bytes(0..1).unwrap().as_ptr();
     assert!(buffer.unwire(&worker, 0..256));
     memory.settle();
     // The kernel takes pages 64..128 and perhaps others; its return code says nothing.
-    page_out(address.wrapping_add(64 * 4096), 64 * 4096);
+    testing::take(address.addr() + 64 * 4096, 64 * 4096);
     let lost = buffer.rewire(&worker, 0..256).unwrap();
     for page in 0..256 {
         let bytes = buffer.bytes(page..page + 1).unwrap();

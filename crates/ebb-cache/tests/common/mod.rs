@@ -97,26 +97,7 @@ pub fn mapping(address: usize) -> (usize, usize) {
 
 /// The kernel takes what it may of a mapping: lent pages go, others stay.
 pub fn reclaim(mapping: (usize, usize)) {
-    let length = mapping.1 - mapping.0;
-    // Pages lent a moment ago wait in a list of the processor that lent them, and the call empties
-    // that of its own processor only (`elastic-memory.md` 4.3, T7): so it is made on each.
-    // SAFETY: a set of processors is plain data, and so all of its zeroes are one.
-    let mut before: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    let size = size_of::<libc::cpu_set_t>();
-    // SAFETY: the set is writable and of this size.
-    unsafe { libc::sched_getaffinity(0, size, &raw mut before) };
-    for processor in 0..std::thread::available_parallelism().map_or(1, usize::from) {
-        // SAFETY: as above.
-        let mut one: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-        // SAFETY: the number is far below the set's size.
-        unsafe { libc::CPU_SET(processor, &mut one) };
-        // SAFETY: the set is readable and of this size; where it fails the call below is made anyway.
-        unsafe { libc::sched_setaffinity(0, size, &raw const one) };
-        // SAFETY: MADV_PAGEOUT never loses data of its own accord.
-        unsafe { libc::madvise(mapping.0 as *mut _, length, libc::MADV_PAGEOUT) };
-    }
-    // SAFETY: the set is the one the thread had.
-    unsafe { libc::sched_setaffinity(0, size, &raw const before) };
+    ebb_mem::testing::take_everywhere(&[(mapping.0, mapping.1 - mapping.0)]);
 }
 
 /// Pages of a mapping that memory is behind now.
