@@ -60,6 +60,7 @@ fn hypercalls(outcome: &Outcome, phase: &str) -> Result<Hypercalls> {
 #[test]
 fn linux_guests_on_xen_keep_their_files_while_the_daemon_is_killed() -> Result {
     let outcome = machine()?.ok()?;
+    println!("{}", outcome.text("answers"));
     let expect = |condition: bool, what: &str| match condition {
         true => Ok(()),
         false => Err(outcome.unexpected(what)),

@@ -16,8 +16,8 @@ use ebb_io::{BudgetGuard, Buf, BufPool};
 use ebb_volume::AtHand;
 
 use crate::abi::{
-    Abi, Head, MAX_DIRECT_SEGMENTS, PAGE_BYTES, Response, SECTOR_BYTES, SEGMENTS_PER_PAGE, Segment,
-    Slot, Status, op,
+    Abi, Head, MAX_DIRECT_SEGMENTS, Response, SECTOR_BYTES, SEGMENTS_PER_PAGE, Segment, Slot,
+    Status, op,
 };
 use crate::copier::operation_on;
 use crate::disk::{MAX_SEGMENTS, Transient, add};
@@ -78,8 +78,15 @@ enum Outcome {
     Lane,
 }
 
+/// What pages cost, in copies of a page that stays mapped: so many of those, so many that the hypervisor
+/// copied, and so many newly mapped, which are unmapped again one day. In instructions of dom0 and
+/// the hypervisor, on real Xen.
+pub(crate) fn cost(at_hand: usize, copied: usize, mapped: u32) -> usize {
+    at_hand + 3 * copied + 16 * mapped as usize
+}
+
 impl Queue {
-    /// Carries a request out at once, or has it copied with others, and gives the bytes of its pages;
+    /// Carries a request out at once, or has it copied with others: what that costs, see [`cost`].
     /// `None` if a lane must do it.
     pub(crate) fn at_once(
         &self,
@@ -107,15 +114,17 @@ impl Queue {
             return None;
         }
         let (id, sector) = (head.id(), head.sector());
-        let bytes = work.segments.len() * PAGE_BYTES;
-        let status = match self.carry(data, work, entry, id, operation, sector) {
+        let (pages, may_map) = (work.segments.len(), self.maps_left.get());
+        let outcome = self.carry(data, work, entry, id, operation, sector);
+        let mapped = may_map - self.maps_left.get();
+        let status = match outcome {
             Outcome::Over(Ok(())) => Status::Okay,
             Outcome::Over(Err(status)) => status,
-            Outcome::Copied => return Some(bytes),
+            Outcome::Copied => return Some(cost(0, pages, mapped)),
             Outcome::Lane => return None,
         };
         self.settle(entry, Response { id, operation, status: status.code() });
-        Some(bytes)
+        Some(cost(pages, 0, mapped))
     }
 
     fn carry(
@@ -209,7 +218,9 @@ impl Queue {
     ) -> Outcome {
         let footprint = BufPool::footprint(bytes) + REQUEST_BYTES;
         let Some(held) = self.memory.try_take(footprint) else { return Outcome::Lane };
-        let Some(mut buf) = self.buffers.try_take(bytes) else { return Outcome::Lane };
+        // Of the worker's own, not of the queue's pool: it is free again within the turn, and the next
+        // ring then finds it in the processor's cache.
+        let Some(mut buf) = self.io.pool().try_take(bytes) else { return Outcome::Lane };
         self.count(operation, bytes);
         let to_guest = operation == op::READ;
         if to_guest {
@@ -237,15 +248,12 @@ impl Queue {
         Outcome::Copied
     }
 
-    /// Has the hypervisor copy what has gathered, and answers the requests it was for; false if there
-    /// were none.
-    pub(crate) fn finish_copies(&self, data: &AtHand<'_>) -> bool {
+    /// Has the hypervisor copy what has gathered, and answers the requests it was for.
+    pub(crate) fn finish_copies(&self, data: &AtHand<'_>) {
         let work = &mut *self.express.0.borrow_mut();
-        let any = !work.copying.is_empty();
-        if any {
+        if !work.copying.is_empty() {
             self.copy_all(data, work);
         }
-        any
     }
 
     fn copy_all(&self, data: &AtHand<'_>, work: &mut Work) {

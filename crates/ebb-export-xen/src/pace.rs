@@ -16,6 +16,9 @@ use std::time::{Duration, Instant};
 /// The longest a ring is looked at, however many requests it brought.
 const LONGEST: Duration = Duration::from_micros(1000);
 
+/// Requests at a time that are few.
+const LIGHT: u32 = 8;
+
 /// How a ring's requests come; see the module.
 #[derive(Debug, Default)]
 pub(crate) struct Pace {
@@ -35,6 +38,12 @@ impl Pace {
             self.requests.set(0);
         }
         self.requests.set(self.requests.get().saturating_add(requests));
+    }
+
+    /// Few requests came since the last pause: whoever has so little to do should not wait for those
+    /// who have much.
+    pub(crate) fn is_light(&self) -> bool {
+        self.requests.get() <= LIGHT
     }
 
     /// The ring is empty: until when to look at it, if `each` is what a request is worth. The pause

@@ -1,13 +1,13 @@
 //! A frontend that behaves as Linux's is served in every form it may take.
 
-#![allow(clippy::unwrap_used, reason = "this is a test")]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
 mod common;
 
 use common::{Rig, SIZE, memory, pattern, until};
 use ebb_export_xen::abi::{Abi, Body, Request, Segment, op};
 use ebb_export_xen::platform::Platform;
-use ebb_export_xen::shm::frontend::Wishes;
+use ebb_export_xen::shm::frontend::{Wishes, offset};
 use ebb_export_xen::{Transient, detach};
 
 fn round_trip(rig: &Rig, wishes: Wishes) {
@@ -233,4 +233,58 @@ fn a_disk_that_grows_is_told_to_its_guest() {
     let mut back = vec![0; 4096];
     assert_eq!(disk.transfer(0, op::READ, SIZE / 512, &mut back).unwrap(), 0);
     assert_eq!(back, pattern(3, 4096));
+}
+
+/// Two rings of one worker, which is held up until both have requests: one of them 500, each a write
+/// of its number to the same page, the other one request, which reads that page. What it reads is how
+/// many went first. Whose event comes first is either's.
+#[test]
+fn a_lone_request_does_not_wait_for_a_full_ring() {
+    const MANY: u32 = 500;
+    let mut rig = Rig::new();
+    let guest = rig.guest(1, 4096);
+    let mut deep = rig.attach(&guest, "xvdb", "disk", Wishes { order: 4, ..Wishes::default() });
+    deep.connect().unwrap();
+    let other = rig.guest(2, 64);
+    let mut lone = rig.attach(&other, "xvdb", "disk", Wishes::default());
+    lone.connect().unwrap();
+    let pages = deep.pages(MANY as usize);
+    for (number, page) in pages.iter().enumerate() {
+        assert!(guest.memory().write(offset(*page), &(number as u64 + 1).to_le_bytes()));
+    }
+    let result = lone.pages(1)[0];
+    let whole = |gref: u32| [Segment { gref, first: 0, last: 7 }];
+    let mut round = |deep_first: bool| {
+        assert_eq!(lone.transfer(0, op::WRITE, 0, &mut vec![0; 4096]).unwrap(), 0);
+        let (held, hold) = std::sync::mpsc::channel::<()>();
+        rig.workers[0].handle().spawn(move |_| async move {
+            let _ = hold.recv();
+        });
+        for page in &pages {
+            let request = deep.request(op::WRITE, 0, &whole(*page)).1;
+            deep.queues[0].put(request);
+        }
+        let request = lone.request(op::READ, 0, &whole(result)).1;
+        lone.queues[0].put(request);
+        let mut rings = [&mut deep.queues[0], &mut lone.queues[0]];
+        if !deep_first {
+            rings.reverse();
+        }
+        for ring in rings {
+            ring.push();
+        }
+        drop(held);
+        assert_eq!(lone.queues[0].wait().unwrap().status, 0);
+        (0..MANY).for_each(|_| assert_eq!(deep.queues[0].wait().unwrap().status, 0));
+        let mut read = [0; 8];
+        assert!(other.memory().read(offset(result), &mut read));
+        u64::from_le_bytes(read)
+    };
+    // Once all pages are mapped.
+    round(true);
+    let before: Vec<u64> = (0..20).map(|number| round(number % 2 == 0)).collect();
+    println!("{before:?}");
+    assert!(before.iter().all(|count| *count <= 64), "a batch at most: {before:?}");
+    assert!(before.iter().any(|count| *count > 0), "the full ring was first at times: {before:?}");
+    rig.stop();
 }

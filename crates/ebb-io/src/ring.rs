@@ -368,10 +368,9 @@ impl Ring {
             || !self.cancels.borrow().is_empty()
     }
 
-    /// True when something has completed, or the kernel says that it would if it were asked.
-    pub(crate) fn has_completions(&self) -> bool {
-        let mut uring = self.uring.borrow_mut();
-        uring.submission().taskrun() || !uring.completion().is_empty()
+    /// True when somebody waits for the kernel to be entered, or for what has completed.
+    pub(crate) fn is_waited_for(&self) -> bool {
+        self.wants_enter() || !self.uring.borrow_mut().completion().is_empty()
     }
 
     /// True when the kernel can wait for several completions with a short minimum wait (6.12).

@@ -160,6 +160,29 @@ impl Load {
     }
 }
 
+/// Who waits for the next turn.
+#[derive(Default)]
+struct Waiting {
+    /// Soon: they look at something, or have little to do.
+    soon: Vec<Waker>,
+    /// Patiently: they have much to do.
+    patient: Vec<Waker>,
+    /// Patient ones whose turn has come and who have not gone on yet: they are ready, and nobody
+    /// makes way for them.
+    due: usize,
+}
+
+impl Waiting {
+    fn is_empty(&self) -> bool {
+        self.soon.is_empty() && self.patient.is_empty()
+    }
+
+    fn wake(&mut self) {
+        self.due = self.patient.len();
+        self.soon.drain(..).chain(self.patient.drain(..)).for_each(Waker::wake);
+    }
+}
+
 struct Core {
     ring: Ring,
     load: Load,
@@ -171,7 +194,7 @@ struct Core {
     linger: bool,
     timers: Timers,
     /// Who goes on after the next look at the ring.
-    next_turn: RefCell<Vec<Waker>>,
+    next_turn: RefCell<Waiting>,
     pool: BufPool,
     offload: Rc<Budget>,
     tasks: Rc<Tasks>,
@@ -300,16 +323,36 @@ impl Io {
             if std::mem::replace(&mut waited, true) {
                 return Poll::Ready(());
             }
-            self.0.next_turn.borrow_mut().push(cx.waker().clone());
+            self.0.next_turn.borrow_mut().soon.push(cx.waker().clone());
             Poll::Pending
         })
         .await;
     }
 
-    /// True if somebody else on this worker could go on: another task is ready, or something that was
-    /// waited for has come. Those who have much to do look here how long they may go on.
+    /// As [`Io::next_turn`], for those who have much to do: behind all others, and without being a reason
+    /// for others of their kind to make way sooner.
+    pub async fn make_way(&self) {
+        let mut waited = false;
+        std::future::poll_fn(|cx| {
+            let waiting = &mut *self.0.next_turn.borrow_mut();
+            if std::mem::replace(&mut waited, true) {
+                waiting.due = waiting.due.saturating_sub(1);
+                return Poll::Ready(());
+            }
+            waiting.patient.push(cx.waker().clone());
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// True if somebody on this worker should go on soon: a task is ready or looks at something, has asked
+    /// the kernel for something, or what it waited for has come. Those who have much to do look here how long they may
+    /// go on; those who have made way for others do not count.
     pub fn is_wanted(&self) -> bool {
-        READY.with_borrow(|ready| !ready.is_empty()) || self.0.ring.has_completions()
+        let waiting = self.0.next_turn.borrow();
+        !waiting.soon.is_empty()
+            || READY.with_borrow(|ready| ready.len() > waiting.due)
+            || self.0.ring.is_waited_for()
     }
 
     /// Figures of this worker.
@@ -345,7 +388,7 @@ impl Io {
                 core.load.note(reaped.count);
             }
             if looking {
-                core.next_turn.borrow_mut().drain(..).for_each(Waker::wake);
+                core.next_turn.borrow_mut().wake();
             }
             if reaped.woken {
                 self.read_inbox();

@@ -5,7 +5,7 @@
 
 mod common;
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -225,5 +225,46 @@ fn who_only_looks_keeps_nobody_waiting() {
         }
         assert!(turns <= 3, "{turns} turns for what had come before the first");
         listener.await;
+    });
+}
+
+#[test]
+fn who_has_much_to_do_makes_way_for_all_but_its_own_kind() {
+    on_worker(|io| async move {
+        let order = Rc::new(RefCell::new(Vec::new()));
+        let busy = |name: &'static str| {
+            let (io, order) = (io.clone(), order.clone());
+            async move {
+                for _ in 0..3 {
+                    order.borrow_mut().push((name, io.is_wanted()));
+                    io.make_way().await;
+                }
+            }
+        };
+        let (one, two) = (io.spawn(busy("one")), io.spawn(busy("two")));
+        one.await;
+        two.await;
+        let seen = order.take();
+        // The first sees the second start; from then on both have made way.
+        assert_eq!(seen[0], ("one", true));
+        assert_eq!(
+            seen[1..],
+            [("two", false), ("one", false), ("two", false), ("one", false), ("two", false)]
+        );
+        let looks = io.spawn({
+            let io = io.clone();
+            async move {
+                for _ in 0..3 {
+                    io.next_turn().await;
+                }
+            }
+        });
+        let one = io.spawn(busy("one"));
+        one.await;
+        looks.await;
+        assert!(
+            order.take().iter().take(2).all(|(_, wanted)| *wanted),
+            "somebody looks at something"
+        );
     });
 }
