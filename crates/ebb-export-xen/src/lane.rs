@@ -310,10 +310,13 @@ impl Queue {
     #[cold]
     pub(crate) fn map_page(&self, table: &mut Table, gref: u32) -> Option<Option<u32>> {
         let (left, cap) = (self.maps_left.get(), self.disk.parameters.max_persistent_grants());
-        // Who goes through more pages than are kept gets new places a few at a time.
+        // Near the cap places are for pages that come again, and are filled a few at a time.
         let crowded = table.len() * 16 >= usize::try_from(cap).unwrap_or(usize::MAX) * 15;
-        if left == 0 && crowded && self.disk.transient == Transient::Copy {
-            return None;
+        if crowded && self.disk.transient == Transient::Copy {
+            let worth_it = table.came_before(gref);
+            if left == 0 || !worth_it {
+                return None;
+            }
         }
         let idle = table.is_empty() || !table.overflowed();
         if !table.has_room(cap) {

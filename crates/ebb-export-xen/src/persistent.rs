@@ -18,6 +18,8 @@ use crate::memory::Mapping;
 /// References below this are found by their number: a guest has 32,768 unless it was given more.
 /// The list of them takes 256 KiB at most.
 const NEAR: u32 = 1 << 16;
+/// Grants that are remembered as having come while there was little room.
+const LATELY: usize = 256;
 /// How much of the cap goes at each turn while it is too small, percent.
 const PERCENT: u32 = 5;
 
@@ -55,6 +57,8 @@ pub struct Table {
     oldest: Option<Instant>,
     /// A grant found no place since the last tidying.
     overflowed: bool,
+    /// Grants that came while there was little room, by the end of their number; empty until then.
+    lately: Vec<u32>,
     /// What tidying unmaps, the next one last: the entry, and its last use when it was chosen.
     doomed: Vec<(u64, u32)>,
     /// They are because they were idle, not because there are too many.
@@ -117,6 +121,17 @@ impl Table {
         let room = self.len() < place(cap);
         self.overflowed |= !room;
         room
+    }
+
+    /// True if a grant that is not in the table came lately, and then it is remembered that it did. While
+    /// there is little room only such a one is worth a place: a guest that goes through more pages
+    /// than are kept would otherwise have each mapped and unmapped for one use.
+    pub fn came_before(&mut self, gref: u32) -> bool {
+        if self.lately.is_empty() {
+            self.lately = vec![u32::MAX; LATELY];
+        }
+        let last = &mut self.lately[place(gref) % LATELY];
+        std::mem::replace(last, gref) == gref
     }
 
     /// Keeps a mapping of a grant that is not in the table; its place.

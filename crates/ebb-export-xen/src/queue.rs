@@ -54,10 +54,10 @@ const LOOKS: u32 = 16;
 const IDLE: Duration = Duration::from_secs(5);
 /// Grants unmapped between two looks whether somebody is waiting, and in one turn of the worker at most:
 /// each costs as much as many requests.
-const UNMAP_STEP: usize = 2;
+const UNMAP_STEP: usize = 1;
 const UNMAP_TURN: usize = 16;
 /// Grants mapped in one batch while there are nearly as many as may be.
-const MAP_TURN: u32 = 2;
+const MAP_TURN: u32 = 1;
 /// Failed requests logged for each queue: a broken disk or guest must not fill the log.
 const ERRORS_LOGGED: u32 = 10;
 
@@ -131,6 +131,8 @@ impl Queue {
         let free: Vec<u32> = entries.filter(|n| !parts.left_over.contains(n)).collect();
         let buffers = io.pool().queue(io.pool().owner(), disk.pool.clone());
         let memory = Budget::new(disk.queue_memory);
+        // As of now: a sign that comes before the housekeeper's first turn is for this ring, too.
+        let shrinks = disk.parameters.shrinks();
         let queue = Rc::new(Queue {
             io: io.clone(),
             guest,
@@ -163,7 +165,7 @@ impl Queue {
         let helpers = [
             io.spawn(queue.clone().publish_answers()),
             io.spawn(queue.clone().copy_for_lanes()),
-            io.spawn(queue.clone().keep_house()),
+            io.spawn(queue.clone().keep_house(shrinks)),
             io.spawn(queue.clone().obey(parts.stop)),
         ];
         queue.serve(parts.left_over).await;
@@ -450,10 +452,11 @@ impl Queue {
         }
     }
 
-    /// Keeps the table of grants within its limits, and gives it back when memory is wanted.
-    async fn keep_house(self: Rc<Self>) {
+    /// Keeps the table of grants within its limits, and gives it back when memory is wanted: has been
+    /// since there were `shrinks` signs of that.
+    async fn keep_house(self: Rc<Self>, mut shrinks: u64) {
         let parameters = self.disk.parameters.clone();
-        let (mut shrinks, mut sign) = (parameters.shrinks(), None);
+        let mut sign = None;
         loop {
             let changed = parameters.listen();
             if parameters.shrinks() != shrinks {
