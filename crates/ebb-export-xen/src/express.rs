@@ -28,7 +28,7 @@ use crate::platform::CopyOp;
 use crate::queue::Queue;
 
 /// Segments the hypervisor copies in one call, more or less.
-const COPIES_TURN: usize = 512;
+const COPIES_TURN: usize = 32;
 /// Bytes of a sector.
 const SECTOR: u16 = 512;
 /// Segments of the largest request that is served.
