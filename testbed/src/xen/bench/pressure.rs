@@ -30,7 +30,7 @@ pub struct Pressure {
     pub persistent: bool,
     /// The daemon's `idle_memory`.
     pub idle_memory: &'static str,
-    /// Times that all settings are gone through.
+    /// Times that all settings are gone through: every other time in the opposite order.
     pub rounds: u32,
 }
 
@@ -40,13 +40,11 @@ pub struct Pressure {
 /// The machine cannot be booted, or a load failed; the error shows the consoles.
 pub fn pressure(daemon: &Path, how: Pressure) -> Result<Vec<Figure>> {
     let load = binary::release("testbed", "guest-load")?;
-    let settings = SETTINGS.map(|(name, squeeze, pages)| format!("{name} {squeeze} {pages}\n"));
     let outcome = Machine::new(include_str!("pressure.sh"))
         .file("pressure-guest.sh", include_str!("pressure-guest.sh"))
         .file("persistent", if how.persistent { "on" } else { "off" })
         .file("options", format!("--idle-memory {}", how.idle_memory))
-        .file("rounds", how.rounds.to_string())
-        .file("settings", settings.concat())
+        .file("settings", settings(how.rounds))
         .guest(1, 512)
         .dom0_mib(600)
         .program(daemon)
@@ -101,6 +99,20 @@ pub fn pressure(daemon: &Path, how: Pressure) -> Result<Vec<Figure>> {
         true => Ok(figures),
         false => Err(outcome.unexpected("figures of all settings")),
     }
+}
+
+/// What is set, in order. The first is nobody's: whoever is first has the neighbour swap what it does
+/// not use, and maps what was given back meanwhile.
+fn settings(rounds: u32) -> String {
+    let line = |&(name, squeeze, pages): &(&str, u32, u32)| format!("{name} {squeeze} {pages}\n");
+    let mut lines = vec!["warm 10 1024\n".to_owned()];
+    for round in 0..rounds {
+        match round % 2 {
+            0 => lines.extend(SETTINGS.iter().map(line)),
+            _ => lines.extend(SETTINGS.iter().rev().map(line)),
+        }
+    }
+    lines.concat()
 }
 
 /// "SETTING PHASE NUMBER...".

@@ -55,17 +55,15 @@ phase() {
 before=$(swapped)
 sleep 10
 say swap neighbour alone $before $(swapped)
-for round in $(seq "$(cat /job/rounds)"); do
-    while read -r setting squeeze pages; do
-        ebbd set buffer_squeeze_duration_ms "$squeeze"
-        ebbd set max_buffer_pages "$pages"
-        xenstore-write "$data/setting" "$setting"
-        asked peer 400 setting
-        answer peer
-        phase "$setting" turns
-        phase "$setting" all
-    done </job/settings
-done
+while read -r setting squeeze pages; do
+    ebbd set buffer_squeeze_duration_ms "$squeeze"
+    ebbd set max_buffer_pages "$pages"
+    xenstore-write "$data/setting" "$setting"
+    asked peer 400 setting
+    answer peer
+    phase "$setting" turns
+    phase "$setting" all
+done </job/settings
 xenstore-write "$data/setting" end
 asked peer 60 setting
 answer peer
