@@ -114,9 +114,9 @@ impl Queue {
             return None;
         }
         let (id, sector) = (head.id(), head.sector());
-        let (pages, may_map) = (work.segments.len(), self.maps_left.get());
+        let (pages, before) = (work.segments.len(), self.mapped.get());
         let outcome = self.carry(data, work, entry, id, operation, sector);
-        let mapped = may_map - self.maps_left.get();
+        let mapped = self.mapped.get() - before;
         let status = match outcome {
             Outcome::Over(Ok(())) => Status::Okay,
             Outcome::Over(Err(status)) => status,

@@ -15,7 +15,7 @@ use crate::abi::{
 use crate::disk::{MAX_SEGMENTS, Transient, add};
 use crate::memory::Mapping;
 use crate::persistent::Table;
-use crate::queue::Queue;
+use crate::queue::{MAP_TURN, Queue};
 
 /// What a request without data counts against the queue's memory, bytes.
 pub(crate) const REQUEST_BYTES: usize = 512;
@@ -309,12 +309,12 @@ impl Queue {
     /// Maps a page that the table does not have; as [`Queue::find_page`].
     #[cold]
     pub(crate) fn map_page(&self, table: &mut Table, gref: u32) -> Option<Option<u32>> {
-        let (left, cap) = (self.maps_left.get(), self.disk.parameters.max_persistent_grants());
+        let (mapped, cap) = (self.mapped.get(), self.disk.parameters.max_persistent_grants());
         // Near the cap places are for pages that come again, and are filled a few at a time.
         let crowded = table.len() * 16 >= usize::try_from(cap).unwrap_or(usize::MAX) * 15;
         if crowded && self.disk.transient == Transient::Copy {
             let worth_it = table.came_before(gref);
-            if left == 0 || !worth_it {
+            if mapped >= MAP_TURN || !worth_it {
                 return None;
             }
         }
@@ -330,7 +330,7 @@ impl Queue {
         if table.is_empty() {
             self.untidy.set();
         }
-        self.maps_left.set(left.saturating_sub(1));
+        self.mapped.set(mapped.saturating_add(1));
         add(&self.disk.counters.maps, 1);
         self.disk.counters.note_mapped(1);
         Some(Some(table.insert(gref, page, self.now.get())))

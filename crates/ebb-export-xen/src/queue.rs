@@ -36,9 +36,8 @@ const BATCH: u32 = 64;
 const QUANTUM: usize = 32;
 /// Work between two looks whether anybody is.
 const STEP: usize = 8;
-/// Work after which they make way at all. Many rings with much to do each lose the others' share of the
-/// processor's cache when they take turns, so turns are long: with 16 guests on two processors, past
-/// the cap, 64 gave 2.6 million requests a second, 512 3.3 million, and no end 3.5.
+/// Work after which they make way at all: long, since rings that take turns find their pages gone from
+/// the processor's cache (ADR 6).
 const SLICE: usize = 512;
 /// Turns without a request after which a guest's events are let through more slowly.
 const SPURIOUS: u32 = 16;
@@ -56,8 +55,8 @@ const IDLE: Duration = Duration::from_secs(5);
 /// each costs as much as many requests.
 const UNMAP_STEP: usize = 1;
 const UNMAP_TURN: usize = 16;
-/// Grants mapped in one batch while there are nearly as many as may be.
-const MAP_TURN: u32 = 1;
+/// Grants mapped in one batch while there are nearly as many as may be; others are copied.
+pub(crate) const MAP_TURN: u32 = 1;
 /// Failed requests logged for each queue: a broken disk or guest must not fill the log.
 const ERRORS_LOGGED: u32 = 10;
 
@@ -90,8 +89,8 @@ pub(crate) struct Queue {
     journal: Journal,
     /// Grants that stay mapped, if guest and backend agreed on it.
     pub(crate) table: Option<RefCell<Table>>,
-    /// Grants that may still be mapped in this batch while the table is crowded; others are copied.
-    pub(crate) maps_left: Cell<u32>,
+    /// Grants mapped in this batch.
+    pub(crate) mapped: Cell<u32>,
     /// Work done since others had their turn.
     spent: Cell<usize>,
     pub(crate) buffers: BufPool,
@@ -143,7 +142,7 @@ impl Queue {
             ring: RefCell::new(ring),
             journal,
             table: parts.persistent.then(RefCell::default),
-            maps_left: Cell::new(MAP_TURN),
+            mapped: Cell::new(0),
             spent: Cell::new(0),
             buffers,
             memory,
@@ -246,6 +245,7 @@ impl Queue {
     /// Takes what waits in the ring, until nothing does and the guest has been asked for an event.
     async fn take_requests(self: &Rc<Self>) -> Result<u32, Overrun> {
         let mut taken = 0u32;
+        self.spent.set(0);
         while !self.stopping.get() {
             let waiting = self.ring.borrow().waiting()?;
             if waiting == 0 {
@@ -302,7 +302,7 @@ impl Queue {
     /// Takes at most `most` requests and carries out those that need not wait, until one is a
     /// barrier, or others shall go on: how many, the entry of that, and whether they shall.
     fn take_batch(self: &Rc<Self>, most: u32) -> (u32, Option<u32>, bool) {
-        self.maps_left.set(MAP_TURN);
+        self.mapped.set(0);
         let data = self.disk.volume.at_hand();
         let abi = self.ring.borrow().abi();
         let (mut taken, mut barrier) = (0, None);

@@ -7,7 +7,7 @@ mod common;
 use common::{Rig, SIZE, memory, pattern, until};
 use ebb_export_xen::abi::{Abi, Body, Request, Segment, op};
 use ebb_export_xen::platform::Platform;
-use ebb_export_xen::shm::frontend::{Wishes, offset};
+use ebb_export_xen::shm::frontend::{FrontQueue, Wishes, offset};
 use ebb_export_xen::{Transient, detach};
 
 fn round_trip(rig: &Rig, wishes: Wishes) {
@@ -235,9 +235,10 @@ fn a_disk_that_grows_is_told_to_its_guest() {
     assert_eq!(back, pattern(3, 4096));
 }
 
-/// Two rings of one worker, which is held up until both have requests: one of them 500, each a write
-/// of its number to the same page, the other one request, which reads that page. What it reads is how
-/// many went first. Whose event comes first is either's.
+/// Two rings of one worker. One has 500 requests at a time, each a write of its number to the same place,
+/// with ten pages more, so that it lasts;
+/// when some of them are answered the other sends one request, which reads that page. What it reads
+/// is how many went before it.
 #[test]
 fn a_lone_request_does_not_wait_for_a_full_ring() {
     const MANY: u32 = 500;
@@ -254,37 +255,36 @@ fn a_lone_request_does_not_wait_for_a_full_ring() {
     }
     let result = lone.pages(1)[0];
     let whole = |gref: u32| [Segment { gref, first: 0, last: 7 }];
-    let mut round = |deep_first: bool| {
-        assert_eq!(lone.transfer(0, op::WRITE, 0, &mut vec![0; 4096]).unwrap(), 0);
-        let (held, hold) = std::sync::mpsc::channel::<()>();
-        rig.workers[0].handle().spawn(move |_| async move {
-            let _ = hold.recv();
-        });
-        for page in &pages {
-            let request = deep.request(op::WRITE, 0, &whole(*page)).1;
-            deep.queues[0].put(request);
+    let writes: Vec<Request> =
+        pages.iter().map(|page| deep.request(op::WRITE, 0, &[whole(*page)[0]; 11]).1).collect();
+    let read = lone.request(op::READ, 0, &whole(result)).1;
+    let mut round = || {
+        let answered = |ring: &FrontQueue, since: u32| u64::from(ring.load(8).wrapping_sub(since));
+        let ring = &mut deep.queues[0];
+        let since = ring.load(8);
+        for request in &writes {
+            ring.put(*request);
         }
-        let request = lone.request(op::READ, 0, &whole(result)).1;
-        lone.queues[0].put(request);
-        let mut rings = [&mut deep.queues[0], &mut lone.queues[0]];
-        if !deep_first {
-            rings.reverse();
+        lone.queues[0].put(read);
+        ring.push();
+        while answered(ring, since) == 0 {
+            std::hint::spin_loop();
         }
-        for ring in rings {
-            ring.push();
-        }
-        drop(held);
+        lone.queues[0].push();
+        let before = answered(ring, since);
         assert_eq!(lone.queues[0].wait().unwrap().status, 0);
-        (0..MANY).for_each(|_| assert_eq!(deep.queues[0].wait().unwrap().status, 0));
-        let mut read = [0; 8];
-        assert!(other.memory().read(offset(result), &mut read));
-        u64::from_le_bytes(read)
+        (0..MANY).for_each(|_| assert_eq!(ring.wait().unwrap().status, 0));
+        let mut found = [0; 8];
+        assert!(other.memory().read(offset(result), &mut found));
+        (before, u64::from_le_bytes(found))
     };
-    // Once all pages are mapped.
-    round(true);
-    let before: Vec<u64> = (0..20).map(|number| round(number % 2 == 0)).collect();
-    println!("{before:?}");
-    assert!(before.iter().all(|count| *count <= 64), "a batch at most: {before:?}");
-    assert!(before.iter().any(|count| *count > 0), "the full ring was first at times: {before:?}");
+    // Once all pages are mapped. This thread may be held up, too, and then comes late.
+    round();
+    let mut rounds = (0..1000).map(|_| round()).filter(|(before, _)| *before < 400);
+    let first: Vec<(u64, u64)> = rounds.by_ref().take(10).collect();
+    println!("{first:?}");
+    assert!(!first.is_empty(), "always late");
+    let waited = |(before, found): &(u64, u64)| found.saturating_sub(*before);
+    assert!(first.iter().all(|round| waited(round) <= 64), "a batch at most: {first:?}");
     rig.stop();
 }

@@ -345,9 +345,9 @@ impl Io {
         .await;
     }
 
-    /// True if somebody on this worker should go on soon: a task is ready or looks at something, has asked
-    /// the kernel for something, or what it waited for has come. Those who have much to do look here how long they may
-    /// go on; those who have made way for others do not count.
+    /// True if somebody on this worker should go on soon: a task is ready or looks at something, has
+    /// asked the kernel for something, or what it waited for has come. Those who have much to do look
+    /// here how long they may go on; those who have made way for others do not count.
     pub fn is_wanted(&self) -> bool {
         let waiting = self.0.next_turn.borrow();
         !waiting.soon.is_empty()

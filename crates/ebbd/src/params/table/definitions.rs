@@ -128,7 +128,8 @@ pub(super) const MAX_PERSISTENT_GRANTS: Definition = Definition {
           persistent grants (feature_persistent); 1056 is what one ring page of requests with 32 \
           segments each, and their descriptors, can name.\n\n\
           A guest that uses more pages than that is served as well: what finds no place is copied \
-          by the hypervisor, and each 100 ms the least recently used 5 % of the value make room. 0 \
+          by the hypervisor, and each 100 ms the least recently used 5 % of the value make room. \
+          The last sixteenth of the places is for pages that come a second time within a while. 0 \
           keeps nothing mapped.",
 };
 
