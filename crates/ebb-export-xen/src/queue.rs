@@ -38,7 +38,7 @@ const QUANTUM: usize = 32;
 const STEP: usize = 8;
 /// Work after which they make way at all: long, since rings that take turns find their pages gone from
 /// the processor's cache (ADR 6).
-const SLICE: usize = 512;
+const SLICE: usize = 2048;
 /// Turns without a request after which a guest's events are let through more slowly.
 const SPURIOUS: u32 = 16;
 /// How much more slowly; and how long a guest must wait that only sends what is refused.
