@@ -334,8 +334,10 @@ fn arrows(source: &Source) -> Vec<Finding> {
         }
         let key = text.split(['=', '.', ' ']).next().unwrap_or_default();
         let ours = key == "ebbd" || key.starts_with("ebb-") || key == "testbed";
+        // Itself with features for its own tests.
+        let itself = in_tests && key == name;
         let below = in_tests && MAY_KNOW[..place].iter().any(|(name, _)| *name == key);
-        if in_dependencies && ours && !below && !MAY_KNOW[place].1.contains(&key) {
+        if in_dependencies && ours && !itself && !below && !MAY_KNOW[place].1.contains(&key) {
             found.push(source.finding("arrow", index + 1, hint));
         }
     }
@@ -512,6 +514,7 @@ fn arrows_that_point_up_are_caught() {
     let (io, mem) = ("crates/ebb-io/Cargo.toml", "crates/ebb-mem/Cargo.toml");
     assert_eq!(found(mem, &toml("dependencies", "ebb-io")), [("arrow", 4)]);
     assert_eq!(found(io, &toml("dependencies", "ebb-mem")), []);
+    assert_eq!(found(mem, &toml("dev-dependencies", "ebb-mem")), []);
     assert_eq!(found(io, &toml("dependencies", "ebb-store")), [("arrow", 4)]);
     assert_eq!(found(io, &toml("dev-dependencies", "ebbd")), [("arrow", 4)]);
     assert_eq!(found(io, &toml("target.'cfg(unix)'.dependencies", "testbed")), [("arrow", 4)]);

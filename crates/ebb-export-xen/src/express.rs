@@ -81,8 +81,8 @@ enum Outcome {
 /// What pages cost, in copies of a page that stays mapped: so many of those, so many that the hypervisor
 /// copied, and so many newly mapped, which are unmapped again one day. In instructions of dom0 and
 /// the hypervisor, on real Xen.
-pub(crate) fn cost(at_hand: usize, copied: usize, mapped: u32) -> usize {
-    at_hand + 3 * copied + 16 * mapped as usize
+pub(crate) fn cost(at_hand: usize, copied: usize, mapped: usize) -> usize {
+    at_hand + 3 * copied + 16 * mapped
 }
 
 impl Queue {

@@ -56,7 +56,7 @@ const IDLE: Duration = Duration::from_secs(5);
 const UNMAP_STEP: usize = 1;
 const UNMAP_TURN: usize = 16;
 /// Grants mapped in one batch while there are nearly as many as may be; others are copied.
-pub(crate) const MAP_TURN: u32 = 1;
+pub(crate) const MAP_TURN: usize = 1;
 /// Failed requests logged for each queue: a broken disk or guest must not fill the log.
 const ERRORS_LOGGED: u32 = 10;
 
@@ -90,7 +90,7 @@ pub(crate) struct Queue {
     /// Grants that stay mapped, if guest and backend agreed on it.
     pub(crate) table: Option<RefCell<Table>>,
     /// Grants mapped in this batch.
-    pub(crate) mapped: Cell<u32>,
+    pub(crate) mapped: Cell<usize>,
     /// Work done since others had their turn.
     spent: Cell<usize>,
     pub(crate) buffers: BufPool,

@@ -225,3 +225,9 @@ pub(crate) fn lending_works() -> bool {
     // SAFETY: as above.
     unsafe { word.read_volatile() == 0x5a }
 }
+/// Makes the kernel reclaim now what it may reclaim of a range at any time.
+#[cfg(feature = "testing")]
+pub(crate) fn page_out(start: usize, len: usize) {
+    // SAFETY: MADV_PAGEOUT loses no data of its own accord; a range that is not mapped is refused.
+    unsafe { libc::madvise(std::ptr::without_provenance_mut(start), len, libc::MADV_PAGEOUT) };
+}

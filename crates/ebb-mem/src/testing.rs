@@ -6,12 +6,12 @@
 //! dropped without a word (`elastic-memory.md` 4.3, T7). The call that takes pages empties the lists
 //! of its own processor alone, so whoever wants certainty makes it on each.
 
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
 /// Makes the kernel take what it may of a range of `len` bytes from the page at `start`: lent pages
 /// go, others stay. Those in another processor's lists stay, too.
 pub fn take(start: usize, len: usize) {
-    // SAFETY: MADV_PAGEOUT loses no data of its own accord: it only makes the kernel reclaim now what
-    // it may reclaim at any time. A range that is not mapped is refused.
-    unsafe { libc::madvise(std::ptr::without_provenance_mut(start), len, libc::MADV_PAGEOUT) };
+    crate::sys::page_out(start, len);
 }
 
 /// As [`take`], of whole ranges (start, length) and on every processor this thread may use.
@@ -28,24 +28,13 @@ pub fn enter_pages() {
 }
 
 fn on_each_processor(mut call: impl FnMut()) {
-    // SAFETY: a set of processors is plain data, and so all of its zeroes are one.
-    let mut before: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    let size = size_of::<libc::cpu_set_t>();
-    // SAFETY: the set is writable and of this size.
-    unsafe { libc::sched_getaffinity(0, size, &raw mut before) };
-    for processor in 0..8 * size {
-        // SAFETY: the number is below the set's bits.
-        if !unsafe { libc::CPU_ISSET(processor, &before) } {
-            continue;
-        }
-        // SAFETY: as above.
-        let mut one: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-        // SAFETY: as for CPU_ISSET.
-        unsafe { libc::CPU_SET(processor, &mut one) };
-        // SAFETY: the set is readable and of this size; where it fails the call is made here again.
-        unsafe { libc::sched_setaffinity(0, size, &raw const one) };
+    let Ok(before) = sched_getaffinity(None) else { return call() };
+    for processor in (0..CpuSet::MAX_CPU).filter(|processor| before.is_set(*processor)) {
+        let mut one = CpuSet::new();
+        one.set(processor);
+        // Where it fails the call is made here again.
+        let _ = sched_setaffinity(None, &one);
         call();
     }
-    // SAFETY: the set is the one the thread had.
-    unsafe { libc::sched_setaffinity(0, size, &raw const before) };
+    let _ = sched_setaffinity(None, &before);
 }
