@@ -236,9 +236,8 @@ fn a_disk_that_grows_is_told_to_its_guest() {
 }
 
 /// Two rings of one worker. One has 500 requests at a time, each a write of its number to the same place,
-/// with ten pages more, so that it lasts;
-/// when some of them are answered the other sends one request, which reads that page. What it reads
-/// is how many went before it.
+/// with ten pages more, so that it lasts; when some of them are answered the other sends one request,
+/// which reads that place. What it reads is how many went before it.
 #[test]
 fn a_lone_request_does_not_wait_for_a_full_ring() {
     const MANY: u32 = 500;

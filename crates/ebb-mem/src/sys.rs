@@ -225,6 +225,7 @@ pub(crate) fn lending_works() -> bool {
     // SAFETY: as above.
     unsafe { word.read_volatile() == 0x5a }
 }
+
 /// Makes the kernel reclaim now what it may reclaim of a range at any time.
 #[cfg(feature = "testing")]
 pub(crate) fn page_out(start: usize, len: usize) {
