@@ -12,7 +12,7 @@ TARGET := $(or $(CARGO_TARGET_DIR),target)
 SCRIPTS = .ci/run .ci/test packaging/install-build-deps packaging/run-disk testbed/install
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-xen clean
+.PHONY: help run test check fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-xen clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,7 +43,7 @@ check: ## Format, lints, scripts and manual pages, without the tests
 fmt: ## Format all Rust code
 	cargo fmt --all
 
-bench: bench-memory bench-nbd bench-cache bench-writeback bench-xen ## Every benchmark
+bench: bench-memory bench-nbd bench-cache bench-writeback bench-outage bench-xen ## Every benchmark
 
 bench-nbd: ## ebbd beside nbdkit and qemu-storage-daemon; figures on stdout, progress on stderr
 	@packaging/install-build-deps
@@ -72,6 +72,12 @@ bench-writeback: ## Writeback, simulated and on slow stores, and killed under a 
 	@testbed/install >&2
 	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-writeback
 	@"$(TARGET)/release/bench-writeback" $(BENCH)
+
+bench-outage: ## Healthy volumes beside dead stores, as root; figures on stdout, progress on stderr
+	@packaging/install-build-deps >&2
+	@testbed/install >&2
+	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-outage
+	@"$(TARGET)/release/bench-outage" $(BENCH)
 
 bench-xen: ## ebbd beside xen-blkback and QEMU's qdisk on real Xen; figures on stdout, progress on stderr
 	@packaging/install-build-deps >&2
