@@ -178,12 +178,12 @@ impl VolumeCache {
         if bytes == 0 {
             return Leave { volume: self, bytes };
         }
-        let asked = Instant::now();
+        let asked = ebb_mem::clock::now();
         let ask = |now| self.control().ask(asked, now, bytes, self.dirty());
         if !self.back.line.is_free() || !ask(asked).is_zero() {
             let _place = self.back.line.enter().await;
             loop {
-                let pause = ask(Instant::now());
+                let pause = ask(ebb_mem::clock::now());
                 if pause.is_zero() {
                     break;
                 }
@@ -279,7 +279,7 @@ impl VolumeCache {
         prepared.attach(&mut shard, part.frame, 0, tick);
         // What was attached holds the data, too.
         let attached = shard.valid(part.frame) & whole & !valid;
-        let now = Instant::now();
+        let now = ebb_mem::clock::now();
         let (marked, fresh) =
             shard.mark_dirty(part.frame, (updated | attached) & want, self.cache.millis(now));
         drop(shard);

@@ -282,14 +282,14 @@ fn run(cache: &Weak<Cache>) {
     if let Ok(mut host) = HostLook::open(&Roots::default()) {
         keeper = keeper.watching(Box::new(move || host.now().ok()));
     }
-    let (mut called, mut next) = (true, Instant::now());
+    let (mut called, mut next) = (true, ebb_mem::clock::now());
     loop {
         let Some(cache) = cache.upgrade() else { return };
-        let mut now = Instant::now();
+        let mut now = ebb_mem::clock::now();
         if called || now >= next {
             let busy = keeper.turn(&cache, now);
             next = now + if busy { TURN } else { REST };
-            now = Instant::now();
+            now = ebb_mem::clock::now();
         }
         let time = next.saturating_duration_since(now);
         let time = keeper.recede(&cache, now).map_or(time, |soon| soon.min(time));

@@ -13,7 +13,7 @@ use std::io;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, Signal};
 use ebb_tls::Transport;
@@ -366,7 +366,7 @@ impl Connection {
             }
             self.lanes.busy.set(self.lanes.busy.get() - 1);
             if self.lanes.busy.get() == 0 {
-                self.buffers.done(Instant::now());
+                self.buffers.done(ebb_mem::clock::now());
             }
             self.lanes.idle.borrow_mut().push(lane.clone());
             self.lanes.freed.set();

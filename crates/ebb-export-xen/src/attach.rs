@@ -1,6 +1,6 @@
 //! Attaching and detaching disks: the nodes a toolstack writes (reference, section 5.1).
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::nodes::{number, optional, transact};
 use crate::platform::{Domain, StoreError, XenStore};
@@ -197,13 +197,13 @@ pub fn detach(
     if !there {
         return Err(AttachError::NotAttached { domain: guest, name: name.to_owned() });
     }
-    let begun = Instant::now();
+    let begun = ebb_mem::clock::now();
     loop {
         let now = optional(store, 0, &state)?;
         if now.is_none_or(|state| state == "6") {
             break;
         }
-        if begun.elapsed() > PATIENCE {
+        if ebb_mem::clock::since(begun) > PATIENCE {
             if force {
                 break;
             }

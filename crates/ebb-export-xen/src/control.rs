@@ -111,7 +111,7 @@ pub(crate) struct Control {
 
 impl Control {
     pub(crate) fn run(mut self) {
-        let mut sizes = Instant::now();
+        let mut sizes = ebb_mem::clock::now();
         let mut broken = self.watch_kinds().is_err();
         loop {
             if broken {
@@ -125,7 +125,7 @@ impl Control {
             if self.leaving && self.devices.values().all(|device| device.serving.is_none()) {
                 return;
             }
-            let now = Instant::now();
+            let now = ebb_mem::clock::now();
             if !broken {
                 match self.look_at_dirty(now) {
                     Ok(true) => continue,

@@ -155,7 +155,7 @@ impl Queue {
             answered: Signal::default(),
             refused: Cell::new(0),
             pace: Pace::default(),
-            now: Cell::new(Instant::now()),
+            now: Cell::new(ebb_mem::clock::now()),
             stopping: Cell::new(false),
             halt: Signal::default(),
             logged: Cell::new(0),
@@ -254,7 +254,7 @@ impl Queue {
                 }
                 break;
             }
-            self.now.set(Instant::now());
+            self.now.set(ebb_mem::clock::now());
             let refused = self.refused.replace(0);
             let (count, barrier, make_way) = self.take_batch(waiting.min(BATCH));
             self.pace.took(count, self.now.get());
@@ -278,7 +278,9 @@ impl Queue {
     /// if requests came. A guest that waits for something else to be over is not looked at.
     async fn look(&self) -> Result<bool, Overrun> {
         let each = Duration::from_micros(self.disk.parameters.poll_us().into());
-        let Some(until) = self.pace.look_until(each, Instant::now()) else { return Ok(false) };
+        let Some(until) = self.pace.look_until(each, ebb_mem::clock::now()) else {
+            return Ok(false);
+        };
         while !self.stopping.get() && self.lanes.busy.get() == 0 {
             for _ in 0..LOOKS {
                 spin_loop();
@@ -287,7 +289,7 @@ impl Queue {
                     return Ok(true);
                 }
             }
-            if Instant::now() >= until {
+            if ebb_mem::clock::now() >= until {
                 break;
             }
             self.spent.set(0);
@@ -394,7 +396,7 @@ impl Queue {
             self.lanes.busy.set(busy);
             if busy == 0 {
                 self.lanes.quiet.set();
-                self.buffers.done(Instant::now());
+                self.buffers.done(ebb_mem::clock::now());
             }
             self.lanes.idle.borrow_mut().push(lane.clone());
         }
@@ -461,10 +463,10 @@ impl Queue {
             let changed = parameters.listen();
             if parameters.shrinks() != shrinks {
                 shrinks = parameters.shrinks();
-                sign = Some(Instant::now());
+                sign = Some(ebb_mem::clock::now());
                 self.retire_idle();
             }
-            let now = Instant::now();
+            let now = ebb_mem::clock::now();
             let limits = Limits {
                 cap: parameters.max_persistent_grants(),
                 unused: may_rest(parameters.unused(), sign, now),
@@ -482,7 +484,7 @@ impl Queue {
             };
             let untidy = async {
                 self.untidy.wait().await;
-                self.io.sleep((now + TIDY).saturating_duration_since(Instant::now())).await;
+                self.io.sleep((now + TIDY).saturating_duration_since(ebb_mem::clock::now())).await;
             };
             futures_lite::future::or(changed, futures_lite::future::or(expired, untidy)).await;
         }

@@ -28,8 +28,13 @@ mod offload;
 mod op;
 mod ring;
 mod signal;
+#[cfg(feature = "sim")]
+pub mod sim;
+mod tasks;
 mod timer;
 mod worker;
+
+pub use ebb_mem::clock;
 
 pub use buf::{Buf, BufPool, MAX_BUF};
 pub use gather::Gather;

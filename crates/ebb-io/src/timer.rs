@@ -55,7 +55,7 @@ pub struct Sleep<'a> {
 impl Io {
     /// Waits for `duration`.
     pub fn sleep(&self, duration: Duration) -> Sleep<'_> {
-        let now = Instant::now();
+        let now = ebb_mem::clock::now();
         // Longer than the clock counts is for ever, or near enough.
         let at = now.checked_add(duration).unwrap_or(now + FOR_EVER);
         Sleep { io: self, at, id: None }
@@ -78,7 +78,7 @@ impl Io {
 impl Future for Sleep<'_> {
     type Output = ();
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        if Instant::now() >= self.at {
+        if ebb_mem::clock::now() >= self.at {
             return Poll::Ready(());
         }
         let timers = self.io.timers();

@@ -11,22 +11,21 @@ use std::collections::VecDeque;
 use std::future::Future;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll, Waker};
+use std::task::{Poll, Waker};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use async_task::Runnable;
-use ebb_mem::Memory;
-use pin_project_lite::pin_project;
+use ebb_mem::{Memory, OwnerId};
 
 use crate::buf::BufPool;
 use crate::offload;
 use crate::ring::Ring;
 use crate::signal::Budget;
+use crate::tasks::{Placed, Tasks};
 use crate::timer::Timers;
 
 /// A spawned task; dropping it cancels, `detach` lets it run on.
@@ -73,6 +72,23 @@ struct Inbox {
 }
 
 impl Shared {
+    fn new() -> io::Result<Arc<Shared>> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        // SAFETY: no preconditions; the result is checked.
+        let wake = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if wake < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a fresh descriptor that nobody else owns.
+        let wake = unsafe { OwnedFd::from_raw_fd(wake) };
+        Ok(Arc::new(Shared {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            wake,
+            inbox: Mutex::default(),
+            stop: AtomicBool::new(false),
+        }))
+    }
+
     fn schedule(&self, runnable: Runnable) {
         if WORKER.try_with(Cell::get) == Ok(self.id) {
             // The queue outlives the loop only while the thread ends; then the task is dropped.
@@ -201,62 +217,6 @@ struct Core {
     shared: Arc<Shared>,
 }
 
-/// All tasks that are not over, so that a stopping worker can drop them: a task may wait for
-/// something that only it holds on to, and would otherwise stay with all it owns.
-#[derive(Default)]
-struct Tasks {
-    /// The waker of each; `None` is a free place.
-    list: RefCell<Vec<Option<Waker>>>,
-    free: RefCell<Vec<usize>>,
-}
-
-/// A task's place in [`Tasks`], given up when its future is dropped.
-struct Place {
-    tasks: Rc<Tasks>,
-    index: usize,
-}
-
-impl Tasks {
-    fn place(self: &Rc<Self>) -> Place {
-        let mut list = self.list.borrow_mut();
-        let index = self.free.borrow_mut().pop().unwrap_or_else(|| {
-            list.push(None);
-            list.len() - 1
-        });
-        Place { tasks: self.clone(), index }
-    }
-
-    fn is_empty(&self) -> bool {
-        self.free.borrow().len() == self.list.borrow().len()
-    }
-}
-
-pin_project! {
-    /// A task's future beside its place. Not an `async` block, which would hold the future twice: as what
-    /// it was given and as what it waits for.
-    struct Placed<F> {
-        #[pin]
-        future: F,
-        _place: Place,
-    }
-}
-
-impl<F: Future> Future for Placed<F> {
-    type Output = F::Output;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
-        self.project().future.poll(cx)
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let waker = self.tasks.list.borrow_mut()[self.index].take();
-        self.tasks.free.borrow_mut().push(self.index);
-        drop(waker);
-    }
-}
-
 /// A task's way to its worker: spawn, wait, read, write. Cheap to clone; stays on its thread.
 #[derive(Clone)]
 pub struct Io(Rc<Core>);
@@ -293,11 +253,9 @@ impl Io {
     /// Runs `future` on this worker beside the caller.
     pub fn spawn<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Task<T> {
         let shared = self.0.shared.clone();
-        let place = self.0.tasks.place();
-        let index = place.index;
-        let future = Placed { future, _place: place };
+        let (index, future) = Placed::new(future, &self.0.tasks);
         let (runnable, task) = async_task::spawn_local(future, move |r| shared.schedule(r));
-        self.0.tasks.list.borrow_mut()[index] = Some(runnable.waker());
+        self.0.tasks.set_waker(index, runnable.waker());
         runnable.schedule();
         task
     }
@@ -361,48 +319,77 @@ impl Io {
         WorkerStats { enters: ring.enters.get(), operations: ring.operations.get() }
     }
 
+    /// The worker of this thread.
+    fn new(ring: Ring, shared: Arc<Shared>, memory: &Arc<Memory>, owner: OwnerId) -> Io {
+        WORKER.set(shared.id);
+        let bell = shared.clone();
+        let memory = memory.worker(move || bell.ring_bell());
+        Io(Rc::new(Core {
+            load: Load::default(),
+            tend_at: Cell::default(),
+            tended: Cell::default(),
+            linger: ring.can_linger(),
+            timers: Timers::default(),
+            next_turn: RefCell::default(),
+            pool: BufPool::new(memory.clone(), owner),
+            offload: Budget::new(offload::AT_ONCE),
+            tasks: Rc::default(),
+            ring,
+            memory,
+            shared,
+        }))
+    }
+
     fn run(&self) {
         let core = &*self.0;
         // Also when a task panics: the kernel must let go of all memory before it is freed.
         let _end = WindDown(self);
         let mut rearm = true;
         while !core.shared.stop.load(Ordering::Acquire) {
-            if rearm {
-                rearm = !core.ring.arm_wake(core.shared.wake.as_raw_fd());
-            }
-            run_ready();
-            let looking = !core.next_turn.borrow().is_empty();
-            let ready = READY.with_borrow(|ready| !ready.is_empty());
-            let busy = looking || ready || core.ring.has_news();
-            if busy {
-                if core.ring.wants_enter() {
-                    core.ring.enter(0, None, None);
-                }
-            } else {
-                self.sleep_in_ring();
-            }
-            let reaped = core.ring.reap();
-            rearm |= reaped.rearm;
-            // Who only looked says nothing about how many come at a time.
-            if reaped.count > 0 || !looking {
-                core.load.note(reaped.count);
-            }
-            if looking {
-                core.next_turn.borrow_mut().wake();
-            }
-            if reaped.woken {
-                self.read_inbox();
-            }
-            let now = Instant::now();
-            core.timers.fire(now);
-            self.tend_memory(now);
+            self.turn(&mut rearm, true);
         }
+    }
+
+    /// One turn of the loop, which may `sleep` if there is nothing to do. Returns whether anything was
+    /// done.
+    fn turn(&self, rearm: &mut bool, sleep: bool) -> bool {
+        let core = &*self.0;
+        if *rearm {
+            *rearm = !core.ring.arm_wake(core.shared.wake.as_raw_fd());
+        }
+        let ran = run_ready();
+        let looking = !core.next_turn.borrow().is_empty();
+        let ready = READY.with_borrow(|ready| !ready.is_empty());
+        let busy = looking || ready || core.ring.has_news();
+        if busy || !sleep {
+            if core.ring.wants_enter() {
+                core.ring.enter(0, None, None);
+            }
+        } else {
+            self.sleep_in_ring();
+        }
+        let reaped = core.ring.reap();
+        *rearm |= reaped.rearm;
+        // Who only looked says nothing about how many come at a time.
+        if reaped.count > 0 || !looking {
+            core.load.note(reaped.count);
+        }
+        if looking {
+            core.next_turn.borrow_mut().wake();
+        }
+        if reaped.woken {
+            self.read_inbox();
+        }
+        let now = ebb_mem::clock::now();
+        core.timers.fire(now);
+        self.tend_memory(now);
+        ran || busy || reaped.count > 0
     }
 
     /// Waits for a completion or an alarm: a timer, or the time to give idle buffers back.
     fn sleep_in_ring(&self) {
         let core = &*self.0;
-        let now = Instant::now();
+        let now = ebb_mem::clock::now();
         let next =
             [core.timers.next_deadline(), self.next_tending(now)].into_iter().flatten().min();
         if let Some(at) = next {
@@ -464,8 +451,7 @@ impl Io {
         // Again until none is left: dropping a task may spawn others, and another thread that is
         // just waking one may not have put it into the inbox yet.
         while !core.tasks.is_empty() && Instant::now() < deadline {
-            let wakers: Vec<Waker> = core.tasks.list.borrow().iter().flatten().cloned().collect();
-            wakers.into_iter().for_each(Waker::wake);
+            core.tasks.wake_all();
             let sent = std::mem::take(&mut core.shared.inbox().runnables);
             drop(sent);
             while let Some(runnable) = READY.with_borrow_mut(VecDeque::pop_front) {
@@ -486,11 +472,22 @@ impl Drop for WindDown<'_> {
     }
 }
 
-fn run_ready() {
-    for _ in 0..POLLS_PER_TURN {
-        let Some(runnable) = READY.with_borrow_mut(VecDeque::pop_front) else { return };
+/// Runs what is ready; false if nothing was.
+fn run_ready() -> bool {
+    for polls in 0..POLLS_PER_TURN {
+        let Some(runnable) = READY.with_borrow_mut(next_ready) else { return polls > 0 };
         runnable.run();
     }
+    true
+}
+
+/// Who runs next: who came first, or in a simulation whom its seed says.
+fn next_ready(ready: &mut VecDeque<Runnable>) -> Option<Runnable> {
+    #[cfg(feature = "sim")]
+    if let Some(at) = crate::sim::choose(ready.len()) {
+        return ready.swap_remove_front(at);
+    }
+    ready.pop_front()
 }
 
 /// A handle other threads use to give a worker something to do.
@@ -544,20 +541,7 @@ impl Worker {
     /// # Errors
     /// When the thread or its io_uring cannot be made; the message says what to change.
     pub fn start(name: &str, memory: &Arc<Memory>) -> io::Result<Worker> {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        // SAFETY: no preconditions; the result is checked.
-        let wake = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if wake < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: a fresh descriptor that nobody else owns.
-        let wake = unsafe { OwnedFd::from_raw_fd(wake) };
-        let shared = Arc::new(Shared {
-            id: NEXT.fetch_add(1, Ordering::Relaxed),
-            wake,
-            inbox: Mutex::default(),
-            stop: AtomicBool::new(false),
-        });
+        let shared = Shared::new()?;
         let (report, started) = std::sync::mpsc::sync_channel(1);
         let for_thread = shared.clone();
         let memory = memory.clone();
@@ -565,31 +549,8 @@ impl Worker {
         let builder = std::thread::Builder::new().name(name.to_owned()).stack_size(512 << 10);
         let thread = builder.spawn(move || match Ring::new() {
             Ok(ring) => {
-                WORKER.set(for_thread.id);
                 let _ = report.send(Ok(()));
-                let offload = Budget::new(offload::AT_ONCE);
-                let bell = for_thread.clone();
-                let memory = memory.worker(move || bell.ring_bell());
-                let pool = BufPool::new(memory.clone(), owner);
-                let timers = Timers::default();
-                let linger = ring.can_linger();
-                let tasks = Rc::default();
-                let shared = for_thread;
-                Io(Rc::new(Core {
-                    ring,
-                    load: Load::default(),
-                    memory,
-                    tend_at: Cell::default(),
-                    tended: Cell::default(),
-                    linger,
-                    timers,
-                    next_turn: RefCell::default(),
-                    pool,
-                    offload,
-                    tasks,
-                    shared,
-                }))
-                .run();
+                Io::new(ring, for_thread, &memory, owner).run();
             }
             Err(error) => drop(report.send(Err(error))),
         })?;
@@ -602,7 +563,7 @@ impl Worker {
     /// # Errors
     /// As [`Worker::start`], or when the address space cannot be reserved.
     pub fn start_alone(name: &str) -> io::Result<Worker> {
-        let options = ebb_mem::Options::new(ALONE_BYTES, Instant::now());
+        let options = ebb_mem::Options::new(ALONE_BYTES, ebb_mem::clock::now());
         let memory = Memory::new(options).map_err(io::Error::other)?;
         Worker::start(name, &memory)
     }
@@ -610,6 +571,46 @@ impl Worker {
     /// A handle for other threads.
     pub fn handle(&self) -> WorkerHandle {
         self.handle.clone()
+    }
+}
+
+/// A worker that its owner turns, on its own thread: see [`crate::sim`].
+#[cfg(feature = "sim")]
+pub(crate) struct Turned {
+    pub(crate) io: Io,
+    rearm: bool,
+}
+
+#[cfg(feature = "sim")]
+impl Turned {
+    pub(crate) fn new(name: &str, memory: &Arc<Memory>) -> io::Result<Turned> {
+        assert_eq!(WORKER.get(), 0, "one worker on a thread at a time");
+        let owner = memory.owner(name).map_err(io::Error::other)?;
+        let io = Io::new(Ring::new()?, Shared::new()?, memory, owner);
+        Ok(Turned { io, rearm: true })
+    }
+
+    pub(crate) fn handle(&self) -> WorkerHandle {
+        WorkerHandle(self.io.0.shared.clone())
+    }
+
+    pub(crate) fn turn(&mut self) -> bool {
+        self.io.turn(&mut self.rearm, false)
+    }
+
+    /// When there is something to do, if nothing else happens.
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        let tending = self.io.next_tending(ebb_mem::clock::now());
+        [self.io.0.timers.next_deadline(), tending].into_iter().flatten().min()
+    }
+}
+
+#[cfg(feature = "sim")]
+impl Drop for Turned {
+    fn drop(&mut self) {
+        self.io.wind_down();
+        READY.with_borrow_mut(VecDeque::clear);
+        WORKER.set(0);
     }
 }
 

@@ -170,7 +170,7 @@ impl Books {
         let (mut hasty, mut due) = (false, None);
         loop {
             let mut arena = self.arena.lock();
-            let rest = sweep(&mut arena, &mut due, Instant::now());
+            let rest = sweep(&mut arena, &mut due, crate::clock::now());
             if arena.urgent() || hasty {
                 drop(arena);
                 hasty = false;
@@ -194,6 +194,19 @@ impl Books {
                 drop(arena);
             }
         }
+    }
+
+    /// What the advisor does of its own accord now; how long until it must look again.
+    #[cfg(feature = "sim")]
+    pub(crate) fn turn(
+        &self,
+        kernel: &mut impl Kernel,
+        due: &mut Option<Instant>,
+        now: Instant,
+    ) -> Option<Duration> {
+        let rest = sweep(&mut self.arena.lock(), due, now);
+        while self.step(kernel) {}
+        rest
     }
 
     /// The helper's life.

@@ -83,6 +83,7 @@ mod bits;
 mod block;
 mod buffer;
 mod class;
+pub mod clock;
 mod estimate;
 mod gauge;
 mod memory;

@@ -104,6 +104,9 @@ pub struct Memory {
     pub(crate) lost: AtomicU64,
     pace: Mutex<Pace>,
     advisors: Vec<JoinHandle<()>>,
+    /// When [`Memory::advise`] sweeps next.
+    #[cfg(feature = "sim")]
+    advised: Mutex<Option<Instant>>,
 }
 
 impl Memory {
@@ -112,7 +115,17 @@ impl Memory {
     /// # Errors
     /// [`Error::Size`], [`Error::Reserve`] or [`Error::Thread`].
     pub fn new(options: Options) -> Result<Arc<Memory>, Error> {
-        Memory::build(options, true)
+        // A simulation does the advisor's work itself: `Memory::advise`.
+        Memory::build(options, !crate::clock::is_virtual())
+    }
+
+    /// Does what the advisor would do now, on this thread: for simulations, whose memory has none.
+    /// Returns when to come again, if anything is cooling.
+    #[cfg(feature = "sim")]
+    #[must_use]
+    pub fn advise(&self, now: Instant) -> Option<Duration> {
+        let mut real = advise::Real { reservation: &self.core.reservation, vectored: true };
+        self.core.books.turn(&mut real, &mut self.advised.lock(), now)
     }
 
     /// For models and tests, which step the advisor themselves.
@@ -171,6 +184,8 @@ impl Memory {
             }),
             options,
             advisors,
+            #[cfg(feature = "sim")]
+            advised: Mutex::default(),
         }))
     }
 

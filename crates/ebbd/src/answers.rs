@@ -29,7 +29,7 @@ pub(crate) fn answer(
 ) -> Subscription {
     let (memory, cache) = (Arc::clone(memory), Arc::clone(cache));
     let (bdis, grants) = (Arc::clone(bdis), Arc::clone(grants));
-    let log = Mutex::new(Log::new(Instant::now()));
+    let log = Mutex::new(Log::new(ebb_mem::clock::now()));
     monitor.pressure().subscribe(move |state| {
         let before = memory.arena_stats();
         act(&memory, &cache, state);
@@ -39,7 +39,7 @@ pub(crate) fn answer(
             grants.shrink();
         }
         let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(line) = log.note(Instant::now(), state.level, state.cause, &before) {
+        if let Some(line) = log.note(ebb_mem::clock::now(), state.level, state.cause, &before) {
             say(&line);
         }
     })

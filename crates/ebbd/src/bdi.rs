@@ -237,7 +237,7 @@ impl Bdis {
     }
 
     fn now(&self) -> Nanos {
-        self.nanos(Instant::now())
+        self.nanos(ebb_mem::clock::now())
     }
 
     /// The control of a volume, on its backing device.

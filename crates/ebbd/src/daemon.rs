@@ -84,7 +84,7 @@ fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> 
 /// # Errors
 /// What kept it from starting, or data that could not be made stable at the end.
 pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> anyhow::Result<()> {
-    let started = Instant::now();
+    let started = ebb_mem::clock::now();
     raise_descriptor_limit();
     let (give_up, mut signals) = watch_signals()?;
     let inherited = listener::inherited().context("LISTEN_FDS")?;
@@ -295,7 +295,7 @@ fn keep_time(worker: &WorkerHandle, memory: Arc<Memory>) {
     worker.spawn(move |io| async move {
         loop {
             io.sleep(Duration::from_secs(1)).await;
-            memory.tick(Instant::now());
+            memory.tick(ebb_mem::clock::now());
         }
     });
 }

@@ -38,7 +38,7 @@ where
     F: FnOnce(Io) -> Fut + Send + 'static,
     Fut: Future<Output = ()> + 'static,
 {
-    let deadline = Instant::now() + limit;
+    let deadline = ebb_mem::clock::now() + limit;
     let (sender, outcomes) = channel::<Outcome>();
     let all = volumes.to_vec();
     worker.spawn(move |io| async move {
@@ -50,9 +50,9 @@ where
     });
     let mut open: Vec<bool> = volumes.iter().map(|_| true).collect();
     let mut failed = Vec::new();
-    let mut told = Instant::now();
+    let mut told = ebb_mem::clock::now();
     loop {
-        let now = Instant::now();
+        let now = ebb_mem::clock::now();
         if now >= deadline && open.contains(&true) {
             break;
         }
@@ -67,7 +67,7 @@ where
                 }
             }
             Err(RecvTimeoutError::Timeout) => {
-                told = Instant::now();
+                told = ebb_mem::clock::now();
                 tell(volumes, &open);
             }
             // All have told, or nobody is there to do so.
@@ -92,7 +92,8 @@ async fn close(
     let mut first = true;
     let result = loop {
         let result = volume.close(&io).await;
-        let again = volume.cache_mode() == Mode::Writeback && Instant::now() + RETRY < deadline;
+        let again =
+            volume.cache_mode() == Mode::Writeback && ebb_mem::clock::now() + RETRY < deadline;
         match result {
             Err(error) if again => {
                 if first {

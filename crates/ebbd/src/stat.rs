@@ -313,7 +313,7 @@ impl Memory {
                 listening: listening.clone(),
                 missing: missing.clone(),
                 notes: notes.clone(),
-                ..watch.stat(Instant::now())
+                ..watch.stat(ebb_mem::clock::now())
             })
         });
         let inject = monitor.map(|monitor| -> Box<dyn Fn(Level) + Send + Sync> {

@@ -243,7 +243,7 @@ impl VolumeCache {
     /// Writes a cluster, and says what became of its pages.
     async fn save(&self, io: &Io, store: &Store, cluster: Cluster, mut buf: Buf) -> BufResult {
         let Cluster { offset, length, .. } = cluster;
-        let sent = Instant::now();
+        let sent = ebb_mem::clock::now();
         self.control().sent(sent, cluster.bytes);
         let mut pending = Pending { volume: self, cluster, sent, saved: false };
         buf.set_len(length);
@@ -266,7 +266,7 @@ impl VolumeCache {
         while Arc::strong_count(&self) > 1 + crew.in_flight.get()
             && !self.back.ended.load(Ordering::SeqCst)
         {
-            let now = Instant::now();
+            let now = ebb_mem::clock::now();
             let bytes = match self.order(now, crew.not_before.get(), crew.in_flight.get()) {
                 Order::Write(bytes) => bytes.clamp(PAGE_BYTES, CLUSTER_MAX),
                 Order::Wait(time) => {
@@ -411,7 +411,7 @@ impl Crew {
             idle: RefCell::new(Vec::with_capacity(DEPTH)),
             in_flight: Cell::new(0),
             reserve: RefCell::new(Some(reserve)),
-            not_before: Cell::new(Instant::now()),
+            not_before: Cell::new(ebb_mem::clock::now()),
             ended: Cell::new(false),
         }
     }
@@ -445,7 +445,7 @@ async fn work(crew: Rc<Crew>, hand: Rc<Hand>, first: Job, io: Io, store: Arc<Sto
         }
         if let Err(error) = result {
             *volume.back.failed.lock() = Some(error);
-            crew.not_before.set(Instant::now() + AFTER_FAILURE);
+            crew.not_before.set(ebb_mem::clock::now() + AFTER_FAILURE);
         }
         crew.in_flight.set(crew.in_flight.get() - 1);
         volume.back.work.poke();
@@ -468,7 +468,7 @@ struct Pending<'a> {
 
 impl Drop for Pending<'_> {
     fn drop(&mut self) {
-        let now = Instant::now();
+        let now = ebb_mem::clock::now();
         let millis = self.volume.cache.millis(now);
         let mut dirty_twice = 0;
         for &(frame, id, pages) in &self.cluster.taken[..self.cluster.count] {

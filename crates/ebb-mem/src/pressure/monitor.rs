@@ -167,7 +167,7 @@ impl Monitor {
     /// # Errors
     /// As [`Monitor::start_with`].
     pub fn start(options: Options) -> Result<(Self, Report), StartError> {
-        let (publisher, _) = Pressure::new(Instant::now());
+        let (publisher, _) = Pressure::new(crate::clock::now());
         Self::start_with(options, publisher)
     }
 
@@ -180,7 +180,7 @@ impl Monitor {
         options: Options,
         publisher: Publisher,
     ) -> Result<(Self, Report), StartError> {
-        let now = Instant::now();
+        let now = crate::clock::now();
         let ladder = Ladder::new(options.thresholds.clone(), options.seed, now)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| StartError::Eventfd(error.into()))?;
@@ -362,7 +362,7 @@ impl Worker {
             if self.inner.stop.load(Ordering::Acquire) {
                 return;
             }
-            let now = Instant::now();
+            let now = crate::clock::now();
             let signals = self.look(now, &ready);
             let event = self.ladder.step(now, &signals);
             if let Some(event) = event {
@@ -374,7 +374,7 @@ impl Worker {
 
     /// Waits; which sources are ready, and for what.
     fn wait(&mut self, timeout: Duration) -> [PollFlags; WAITS] {
-        let now = Instant::now();
+        let now = crate::clock::now();
         let mut timeout = timeout;
         let mut fds: [PollFd<'_>; WAITS] = std::array::from_fn(|_| {
             PollFd::from_borrowed_fd(self.inner.wake.as_fd(), PollFlags::IN)

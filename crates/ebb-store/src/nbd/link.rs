@@ -99,7 +99,7 @@ impl Link {
             work: Signal::default(),
             resting: Cell::new(false),
             asked: Signal::default(),
-            heard: Cell::new(Instant::now()),
+            heard: Cell::new(ebb_io::clock::now()),
             silenced: Cell::new(None),
             over: Cell::new(false),
             down: Cell::new(false),
@@ -139,22 +139,22 @@ impl Link {
         let remote = self.remote.clone();
         let limit = remote.options.reconnect;
         let mut backoff = Backoff::new(remote.options.jitter_seed);
-        let mut lost_at = Instant::now();
+        let mut lost_at = ebb_io::clock::now();
         let mut again = false;
         while !remote.shared.is_closed() {
             match self.attempt(io, lost_at).await {
                 Ok(connected) => {
                     self.down.set(false);
-                    let since = Instant::now();
+                    let since = ebb_io::clock::now();
                     let (reason, served) = self.serve(io, connected, again).await;
                     again = true;
                     let idle = !self.slots.borrow().has_sent();
-                    if served || idle || since.elapsed() >= PROVEN {
+                    if served || idle || ebb_io::clock::since(since) >= PROVEN {
                         backoff.reset();
-                        lost_at = Instant::now();
+                        lost_at = ebb_io::clock::now();
                     }
                     remote.shared.note_error(&reason);
-                    let replayed = self.slots.borrow_mut().replay(Instant::now(), limit);
+                    let replayed = self.slots.borrow_mut().replay(ebb_io::clock::now(), limit);
                     remote.shared.replayed(replayed);
                 }
                 Err(error) => remote.shared.note_error(&error.to_string()),
@@ -163,7 +163,7 @@ impl Link {
                 break;
             }
             let pause = backoff.next();
-            let left = limit.saturating_sub(lost_at.elapsed());
+            let left = limit.saturating_sub(ebb_io::clock::since(lost_at));
             if !self.down.get() && left <= pause {
                 io.sleep(left).await;
                 self.give_up();
@@ -181,7 +181,7 @@ impl Link {
             &remote.options,
             remote.tls.as_ref()
         )));
-        let left = self.remote.options.reconnect.saturating_sub(lost_at.elapsed());
+        let left = self.remote.options.reconnect.saturating_sub(ebb_io::clock::since(lost_at));
         let connected = if self.down.get() || left > ATTEMPT {
             attempt.await
         } else if let Some(result) = io.timeout(left, attempt.as_mut()).await {
@@ -279,7 +279,7 @@ impl Link {
     async fn watch(&self, io: &Io, transport: &Transport, id: u64) {
         let limit = self.remote.options.silence;
         let mut told = 0;
-        self.heard.set(Instant::now());
+        self.heard.set(ebb_io::clock::now());
         loop {
             if !self.slots.borrow().has_sent() {
                 if std::mem::take(&mut told) != 0 {
@@ -289,7 +289,7 @@ impl Link {
                 self.asked.wait().await;
             }
             io.sleep(LOOK).await;
-            let silence = self.heard.get().elapsed();
+            let silence = ebb_io::clock::since(self.heard.get());
             let owes = self.slots.borrow().has_sent();
             // A moment without an answer is no silence.
             let seconds = if owes && silence >= LOOK * 2 { silence.as_secs() } else { 0 };
@@ -352,7 +352,7 @@ impl Link {
     fn pack(&self, message: &mut Gather, away: &mut Vec<Cookie>, alone: bool) {
         let mut slots = self.slots.borrow_mut();
         if self.resting.replace(false) {
-            self.heard.set(Instant::now());
+            self.heard.set(ebb_io::clock::now());
             self.asked.set();
         }
         while message.has_room(2, REQUEST_LEN) && message.remaining() < BATCH_BYTES {
@@ -376,7 +376,7 @@ impl Link {
             match self.next_frame(io, transport, &mut stage).await {
                 Ok(()) => {
                     *served = true;
-                    self.heard.set(Instant::now());
+                    self.heard.set(ebb_io::clock::now());
                 }
                 Err(Broken::Violation(Violation(what))) => {
                     return format!("the server broke the protocol: {what}");

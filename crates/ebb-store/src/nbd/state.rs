@@ -78,7 +78,7 @@ impl Shared {
             covered: AtomicU64::new(0),
             story: Mutex::new(Story {
                 last_error: None,
-                since: Instant::now(),
+                since: ebb_io::clock::now(),
                 lost: None,
                 sockets: HashMap::new(),
                 silent: HashMap::new(),
@@ -102,7 +102,7 @@ impl Shared {
         self.connections.fetch_add(1, Ordering::Relaxed);
         self.reconnects.fetch_add(u64::from(again), Ordering::Relaxed);
         let mut story = self.story();
-        story.since = Instant::now();
+        story.since = ebb_io::clock::now();
         let id = story.next;
         story.next += 1;
         story.sockets.insert(id, Arc::downgrade(fd));
@@ -112,7 +112,7 @@ impl Shared {
     pub(crate) fn disconnected(&self, id: u64) {
         self.connections.fetch_sub(1, Ordering::Relaxed);
         let mut story = self.story();
-        story.since = Instant::now();
+        story.since = ebb_io::clock::now();
         story.sockets.remove(&id);
         story.silent.remove(&id);
         drop(story);
@@ -206,7 +206,7 @@ impl Shared {
             replayed: get(&self.replayed),
             unflushed: get(&self.acknowledged).saturating_sub(get(&self.covered)),
             last_error: story.last_error.clone(),
-            since_seconds: story.since.elapsed().as_secs(),
+            since_seconds: ebb_io::clock::since(story.since).as_secs(),
             silent_seconds: story.silent.values().copied().max().unwrap_or(0),
         }
     }

@@ -1,0 +1,84 @@
+//! The tasks of a worker that are not over.
+
+use std::cell::RefCell;
+use std::future::Future;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+
+use pin_project_lite::pin_project;
+
+/// All tasks that are not over, so that a stopping worker can drop them: a task may wait for
+/// something that only it holds on to, and would otherwise stay with all it owns.
+#[derive(Default)]
+pub(crate) struct Tasks {
+    /// The waker of each; `None` is a free place.
+    list: RefCell<Vec<Option<Waker>>>,
+    free: RefCell<Vec<usize>>,
+}
+
+/// A task's place in [`Tasks`], given up when its future is dropped.
+struct Place {
+    tasks: Rc<Tasks>,
+    index: usize,
+}
+
+impl Tasks {
+    fn place(self: &Rc<Self>) -> Place {
+        let mut list = self.list.borrow_mut();
+        let index = self.free.borrow_mut().pop().unwrap_or_else(|| {
+            list.push(None);
+            list.len() - 1
+        });
+        Place { tasks: self.clone(), index }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.free.borrow().len() == self.list.borrow().len()
+    }
+
+    /// Says how the task at a place is woken.
+    pub(crate) fn set_waker(&self, index: usize, waker: Waker) {
+        self.list.borrow_mut()[index] = Some(waker);
+    }
+
+    /// Wakes all of them: who is woken is scheduled, and can be dropped.
+    pub(crate) fn wake_all(&self) {
+        let wakers: Vec<Waker> = self.list.borrow().iter().flatten().cloned().collect();
+        wakers.into_iter().for_each(Waker::wake);
+    }
+}
+
+pin_project! {
+    /// A task's future beside its place. Not an `async` block, which would hold the future twice: as what
+    /// it was given and as what it waits for.
+    pub(crate) struct Placed<F> {
+        #[pin]
+        future: F,
+        _place: Place,
+    }
+}
+
+impl<F> Placed<F> {
+    /// A future with a place in the list, and the number of that place.
+    pub(crate) fn new(future: F, tasks: &Rc<Tasks>) -> (usize, Placed<F>) {
+        let place = tasks.place();
+        (place.index, Placed { future, _place: place })
+    }
+}
+
+impl<F: Future> Future for Placed<F> {
+    type Output = F::Output;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
+        self.project().future.poll(cx)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let waker = self.tasks.list.borrow_mut()[self.index].take();
+        self.tasks.free.borrow_mut().push(self.index);
+        drop(waker);
+    }
+}
