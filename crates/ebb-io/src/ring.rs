@@ -95,6 +95,9 @@ pub(crate) struct Ring {
     cancels: RefCell<Vec<u64>>,
     /// When the earliest armed alarm goes off.
     alarm: Cell<Option<Instant>>,
+    /// How long from its submission. The kernel reads it when it takes the entry, which may be at a
+    /// later call than the one that pushed it: so it lives as long as the ring, at one address.
+    alarm_in: Box<Cell<Timespec>>,
     /// What was seen by [`Ring::submit_now`] and not yet reported.
     early: Cell<Reaped>,
     pub(crate) enters: Cell<u64>,
@@ -131,6 +134,7 @@ impl Ring {
             next_ticket: Cell::new(1),
             cancels: RefCell::default(),
             alarm: Cell::default(),
+            alarm_in: Box::new(Cell::new(Timespec::new())),
             early: Cell::default(),
             enters: Cell::new(0),
             operations: Cell::new(0),
@@ -261,19 +265,22 @@ impl Ring {
         self.push(&poll.build().user_data(TAG_WAKE))
     }
 
-    /// Makes sure that the ring wakes up at `at` or before. Armed once for many waits: a deadline
-    /// with each wait would set up and take down a timer for each request.
-    pub(crate) fn wake_at(&self, at: Instant, now: Instant) {
+    /// Makes sure that the ring wakes up at `at` or before; false if it cannot: the next wait must not be
+    /// long. Armed once for many waits: a deadline with each wait would set up and take down a
+    /// timer for each request.
+    pub(crate) fn wake_at(&self, at: Instant, now: Instant) -> bool {
         if self.alarm.get().is_some_and(|armed| armed <= at) {
-            return;
+            return true;
         }
-        let spec = Timespec::from(at.saturating_duration_since(now));
-        let entry = opcode::Timeout::new(&raw const spec).build().user_data(TAG_ALARM);
-        // The kernel reads the time when the entry is submitted: at once, before `spec` goes.
-        if self.push(&entry) {
+        // An alarm that is still queued takes this time, too: it is the earlier one.
+        self.alarm_in.set(Timespec::from(at.saturating_duration_since(now)));
+        let spec: *const Timespec = self.alarm_in.as_ptr();
+        let armed = self.push(&opcode::Timeout::new(spec).build().user_data(TAG_ALARM));
+        if armed {
             self.enter(0, None, None);
             self.alarm.set(Some(at));
         }
+        armed
     }
 
     /// The result of an operation with its memory, or `None` while it runs.

@@ -42,6 +42,8 @@ const DIRECT_BELOW: u32 = 3;
 const LINGER_FROM: u32 = 4;
 /// How long a batch of completions may be waited for once work is there.
 const LINGER: Duration = Duration::from_micros(50);
+/// The longest wait while the kernel does not take an alarm.
+const UNARMED: Duration = Duration::from_millis(1);
 /// How often the memory is asked when it must be tended next.
 const TEND_INTERVAL: Duration = Duration::from_millis(100);
 /// How long a stopping worker waits for the kernel to let go of buffers.
@@ -392,10 +394,10 @@ impl Io {
         let now = ebb_mem::clock::now();
         let next =
             [core.timers.next_deadline(), self.next_tending(now)].into_iter().flatten().min();
-        if let Some(at) = next {
-            core.ring.wake_at(at, now);
-        }
         let (want, linger) = if core.linger { core.load.batch() } else { (1, None) };
+        if next.is_some_and(|at| !core.ring.wake_at(at, now)) {
+            return core.ring.enter(1, Some(UNARMED), None);
+        }
         core.ring.enter(want, None, linger);
     }
 

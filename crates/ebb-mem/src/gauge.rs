@@ -3,6 +3,8 @@
 //! Each worker has its own set; a block taken on one worker and freed on another makes one of them
 //! go up and another down, and the sum over all is exact.
 
+use std::sync::OnceLock;
+
 use crate::class::CLASSES;
 use crate::sync::{AtomicI64, AtomicU32, Ordering};
 
@@ -51,13 +53,49 @@ pub(crate) struct OwnerGauges {
     pub(crate) unwired: Gauge,
 }
 
+/// Owners in one chunk of a table (4 KiB), and chunks: one for each number an [`crate::OwnerId`] has.
+const CHUNK: usize = 256;
+const CHUNKS: usize = 1 << 16 >> CHUNK.trailing_zeros();
+
+/// A worker's gauges by owner. Chunks are made as owners are registered ([`crate::Memory::owner`]), so
+/// that counting never allocates, and stay: what is never registered costs nothing.
+pub(crate) struct OwnerTable(Box<[OnceLock<Box<[OwnerGauges]>>]>);
+
+impl OwnerTable {
+    /// With room for the first `owners`.
+    pub(crate) fn new(owners: usize) -> OwnerTable {
+        let table = OwnerTable(std::iter::repeat_with(OnceLock::new).take(CHUNKS).collect());
+        table.make_room(owners);
+        table
+    }
+
+    /// Makes room for the first `owners`. Any thread may do that.
+    pub(crate) fn make_room(&self, owners: usize) {
+        for chunk in self.0.iter().take(owners.div_ceil(CHUNK)) {
+            chunk
+                .get_or_init(|| std::iter::repeat_with(OwnerGauges::default).take(CHUNK).collect());
+        }
+    }
+
+    #[inline]
+    pub(crate) fn get(&self, owner: u16) -> Option<&OwnerGauges> {
+        let owner = usize::from(owner);
+        self.0.get(owner / CHUNK)?.get()?.get(owner % CHUNK)
+    }
+
+    /// All there is room for, by number.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &OwnerGauges> {
+        self.0.iter().map_while(OnceLock::get).flat_map(|chunk| chunk.iter())
+    }
+}
+
 /// The part of a worker that other threads see.
 pub(crate) struct WorkerShared {
     pub(crate) flags: AtomicU32,
     pub(crate) wake: Box<dyn Fn() + Send + Sync>,
     /// Per class; the last is for runs.
     pub(crate) zones: [ZoneGauges; CLASSES + 1],
-    pub(crate) owners: Box<[OwnerGauges]>,
+    pub(crate) owners: OwnerTable,
     /// Times the worker was asked to purge, and did.
     pub(crate) purges: Gauge,
 }
@@ -68,7 +106,7 @@ impl WorkerShared {
             flags: AtomicU32::new(0),
             wake,
             zones: Default::default(),
-            owners: std::iter::repeat_with(OwnerGauges::default).take(owners).collect(),
+            owners: OwnerTable::new(owners),
             purges: Gauge::default(),
         }
     }
@@ -97,7 +135,17 @@ impl Retired {
                 *sum += gauge.get();
             }
         }
-        for (sum, owner) in self.owners.iter_mut().zip(&worker.owners) {
+        add_owners(&mut self.owners, worker);
+    }
+}
+
+/// Adds what `worker` did for each owner.
+pub(crate) fn add_owners(sums: &mut Vec<[i64; 2]>, worker: &WorkerShared) {
+    for (number, owner) in worker.owners.iter().enumerate() {
+        if sums.len() <= number {
+            sums.push([0; 2]);
+        }
+        if let Some(sum) = sums.get_mut(number) {
             sum[0] += owner.wired.get();
             sum[1] += owner.unwired.get();
         }

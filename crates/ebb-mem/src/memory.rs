@@ -43,7 +43,7 @@ pub enum Error {
     #[error("cannot start the memory advisor's threads")]
     Thread(#[source] std::io::Error),
     /// All owners are taken.
-    #[error("more than {0} owners of memory: raise Options::owners")]
+    #[error("more than {0} owners of memory, such as volumes with a cache: have fewer of them")]
     Owners(u16),
     /// The size cannot be reserved: zero, or more than 8 TiB.
     #[error("cannot manage {0} bytes: between 2 MiB and 8 TiB are possible")]
@@ -72,8 +72,18 @@ pub(crate) struct Core {
 #[derive(Default)]
 pub(crate) struct Workers {
     pub(crate) list: Vec<Arc<WorkerShared>>,
+    /// Owners there is room for, in each worker's table.
+    owners: usize,
     pub(crate) retired: Retired,
     pub(crate) pools: Vec<std::sync::Weak<crate::pool::PoolShared>>,
+}
+
+/// Who memory is accounted to, by number.
+#[derive(Default)]
+pub(crate) struct Owners {
+    pub(crate) names: Vec<Option<String>>,
+    /// Numbers without a name.
+    free: Vec<u16>,
 }
 
 struct Pace {
@@ -91,7 +101,7 @@ pub struct Memory {
     pub(crate) zones: [Zone; CLASSES],
     pub(crate) waits: WaitList,
     pub(crate) workers: Mutex<Workers>,
-    pub(crate) owners: Mutex<Vec<Option<String>>>,
+    pub(crate) owners: Mutex<Owners>,
     pub(crate) options: Options,
     /// Nanoseconds after `options.started` of the last squeeze, and how many there were.
     squeezed: AtomicU64,
@@ -161,15 +171,14 @@ impl Memory {
         let advisors =
             if advised { advise::start(&core).map_err(Error::Thread)? } else { Vec::new() };
         let ceiling = options.ceiling_bytes;
-        let retired =
-            Retired { owners: vec![[0; 2]; usize::from(options.owners)], ..Retired::default() };
+        let names = vec![Some("cache".to_owned())];
         Ok(Arc::new(Memory {
             core,
             saved,
             zones: std::array::from_fn(|class| Zone::new(class, ceiling)),
             waits: WaitList::default(),
-            workers: Mutex::new(Workers { retired, ..Workers::default() }),
-            owners: Mutex::new(vec![Some("cache".to_owned())]),
+            workers: Mutex::new(Workers { owners: names.len(), ..Workers::default() }),
+            owners: Mutex::new(Owners { names, free: Vec::new() }),
             squeezed: AtomicU64::new(0),
             squeezes: AtomicU64::new(0),
             kept: AtomicU64::new(0),
@@ -193,9 +202,8 @@ impl Memory {
     /// when [`Worker::poll`] should be called soon: it must make the worker's loop turn. It is called
     /// with a lock held and must do no more than that (write to an eventfd, say).
     pub fn worker(self: &Arc<Self>, wake: impl Fn() + Send + Sync + 'static) -> Worker {
-        let owners = usize::from(self.options.owners);
-        let shared = Arc::new(WorkerShared::new(owners, Box::new(wake)));
         let mut workers = self.workers.lock();
+        let shared = Arc::new(WorkerShared::new(workers.owners, Box::new(wake)));
         if self.uncached.load(Ordering::Relaxed) {
             shared.flags.fetch_or(UNCACHED, Ordering::Relaxed);
         }
@@ -213,23 +221,31 @@ impl Memory {
     /// [`Error::Owners`] when there are more than [`Options::owners`].
     pub fn owner(&self, name: &str) -> Result<OwnerId, Error> {
         let mut owners = self.owners.lock();
-        let slot = owners.iter().position(Option::is_none).unwrap_or(owners.len());
-        let id = u16::try_from(slot).ok().filter(|&id| id < self.options.owners);
-        let id = id.ok_or(Error::Owners(self.options.owners))?;
-        if slot == owners.len() {
-            owners.push(None);
+        let (name, new) = (Some(name.to_owned()), owners.names.len());
+        if let Some(id) = owners.free.pop() {
+            owners.names[usize::from(id)] = name;
+            return Ok(OwnerId(id));
         }
-        owners[slot] = Some(name.to_owned());
+        let id = u16::try_from(new).ok().filter(|&id| id < self.options.owners);
+        let id = id.ok_or(Error::Owners(self.options.owners))?;
+        // Every worker can count for it before anybody knows its number.
+        let mut workers = self.workers.lock();
+        workers.owners = new + 1;
+        workers.list.iter().for_each(|worker| worker.owners.make_room(new + 1));
+        drop(workers);
+        owners.names.push(name);
         Ok(OwnerId(id))
     }
 
     /// Lets an owner's number be used again. Memory still accounted to it stays so under the next
     /// owner's name: free it first.
     pub fn release_owner(&self, owner: OwnerId) {
+        let mut owners = self.owners.lock();
         if owner.0 != 0
-            && let Some(slot) = self.owners.lock().get_mut(usize::from(owner.0))
+            && let Some(name) = owners.names.get_mut(usize::from(owner.0))
+            && name.take().is_some()
         {
-            *slot = None;
+            owners.free.push(owner.0);
         }
     }
 

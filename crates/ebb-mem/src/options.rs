@@ -40,7 +40,7 @@ pub struct Options {
     /// Most bytes wired at a time. Tie it to the machine: a share of its RAM or of the limit of
     /// the control group.
     pub ceiling_bytes: usize,
-    /// Most owners that can be registered (1 to 65,535).
+    /// Most owners that can be registered at a time (1 to 65,535). Room for them is made as they come.
     pub owners: u16,
     /// A zone that has not run out of cache for so long returns a quarter of what it never
     /// needed, at each period of the estimator (one second).
@@ -55,13 +55,13 @@ pub struct Options {
 }
 
 impl Options {
-    /// Defaults for a ceiling of `ceiling_bytes`: four times as much address space, 1,024 owners.
+    /// Defaults for a ceiling of `ceiling_bytes`: four times as much address space, 65,535 owners.
     pub fn new(ceiling_bytes: usize, started: Instant) -> Options {
         Options {
             reserve_bytes: ceiling_bytes.saturating_mul(4).max(64 << 20),
             huge_bytes: ceiling_bytes,
             ceiling_bytes,
-            owners: 1024,
+            owners: u16::MAX,
             idle_after: Duration::from_secs(60),
             lend: true,
             policy: Policy::Elastic,

@@ -1,6 +1,7 @@
 //! What the memory looks like now: zones as `vmstat -z` shows them, gauges per owner.
 
 use crate::class::{CLASSES, PAGE_BYTES, class_bytes};
+use crate::gauge::add_owners;
 use crate::memory::Memory;
 use crate::sync::Ordering;
 
@@ -128,7 +129,7 @@ impl Memory {
             waiting: self.waits.len(),
             ..Stats::default()
         };
-        let names = self.owners.lock().clone();
+        let names = self.owners.lock().names.clone();
         let name = |owner: usize| names.get(owner).cloned().flatten();
         let (mut zones, mut owners);
         {
@@ -142,10 +143,7 @@ impl Memory {
                     sum[1] += zone.frees.get();
                     sum[2] += zone.filled.get();
                 }
-                for (sum, owner) in owners.iter_mut().zip(&worker.owners) {
-                    sum[0] += owner.wired.get();
-                    sum[1] += owner.unwired.get();
-                }
+                add_owners(&mut owners, worker);
                 stats.purges += count(worker.purges.get());
             }
             for pool in workers.pools.iter().filter_map(std::sync::Weak::upgrade) {
@@ -161,8 +159,10 @@ impl Memory {
         for (class, [allocs, frees, filled]) in zones.into_iter().enumerate() {
             stats.zones.push(self.zone_stats(class, allocs, frees, filled));
         }
-        for (owner, [wired, unwired]) in owners.into_iter().enumerate() {
-            if let Some(name) = name(owner) {
+        for (owner, name) in names.into_iter().enumerate() {
+            if let Some(name) = name {
+                // Where no worker has made room yet, none has counted.
+                let [wired, unwired] = owners.get(owner).copied().unwrap_or_default();
                 stats.owners.push(OwnerStats { name, wired, unwired });
             }
         }

@@ -190,7 +190,7 @@ impl WorkerInner {
 
     #[inline]
     pub(crate) fn account(&self, owner: OwnerId, wired: i64, unwired: i64) {
-        if let Some(gauges) = self.shared.owners.get(usize::from(owner.0)) {
+        if let Some(gauges) = self.shared.owners.get(owner.0) {
             gauges.wired.add(wired);
             if unwired != 0 {
                 gauges.unwired.add(unwired);

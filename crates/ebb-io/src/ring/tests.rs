@@ -18,6 +18,22 @@ fn waker() -> Waker {
     Arc::new(Nobody).into()
 }
 
+/// Moves a ring to another thread.
+struct Elsewhere<'a>(&'a Ring);
+// SAFETY: the thread that owns the ring waits for the other to end before it goes on.
+unsafe impl Send for Elsewhere<'_> {}
+
+/// Runs `use_ring` on another thread, whose submissions the kernel refuses: a ring has one issuer.
+fn elsewhere(ring: &Ring, use_ring: impl FnOnce(&Ring) + Send) {
+    let ring = Elsewhere(ring);
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let Elsewhere(ring) = { ring };
+            use_ring(ring);
+        });
+    });
+}
+
 /// Starts a receive that nothing will ever answer.
 fn receive(ring: &Ring, pool: &BufPool, fd: &Fd) -> Key {
     use std::os::fd::AsRawFd;
@@ -94,22 +110,34 @@ fn a_cancellation_that_finds_the_queue_full_waits() {
     let keys: Vec<_> = (0..SQ_ENTRIES).map(|_| receive(&ring, &pool, &fd)).collect();
     keys.into_iter().for_each(|key| ring.abandon(key));
 
-    /// Moves a ring to another thread.
-    struct Elsewhere<'a>(&'a Ring);
-    // SAFETY: the thread that owns the ring waits for the other to end before it goes on.
-    unsafe impl Send for Elsewhere<'_> {}
-    let elsewhere = Elsewhere(&ring);
-    std::thread::scope(|scope| {
-        scope.spawn(move || {
-            let Elsewhere(ring) = { elsewhere };
-            // The kernel refuses what another thread submits, so that the queue stays full.
-            ring.push_cancels();
-        });
-    });
+    // The kernel refuses what another thread submits, so that the queue stays full.
+    elsewhere(&ring, Ring::push_cancels);
     assert_eq!(ring.cancels.borrow().len(), SQ_ENTRIES as usize, "none is lost");
     while ring.orphans() > 0 {
         ring.enter(1, Some(Duration::from_millis(20)), None);
         ring.reap();
     }
     assert_eq!(pool.used_bytes(), 0);
+}
+
+/// The kernel reads an alarm's time when it takes the entry, which may be long after it was queued.
+#[test]
+fn an_alarm_that_was_not_submitted_at_once_keeps_its_time() {
+    /// Overwrites the part of the stack that earlier calls have used.
+    #[inline(never)]
+    fn scribble(depth: u32) -> u64 {
+        let garbage = std::hint::black_box([u64::MAX; 256]);
+        if depth == 0 { garbage[7] } else { garbage[depth as usize] & scribble(depth - 1) }
+    }
+    let ring = Ring::new().unwrap();
+    let now = Instant::now();
+    elsewhere(&ring, |ring| {
+        assert!(ring.wake_at(now + Duration::from_millis(30), now));
+        std::hint::black_box(scribble(8));
+        // On the thread that owns the ring it would be the same stack; this one ends with its own.
+    });
+    assert!(ring.wants_enter(), "the kernel did not take it");
+    ring.enter(1, Some(Duration::from_secs(20)), None);
+    let result = ring.uring.borrow_mut().completion().next().map(|entry| entry.result());
+    assert_eq!(result, Some(-libc::ETIME), "it went off, after a time that makes sense");
 }
