@@ -63,7 +63,7 @@ fn writes_stay_in_memory_until_a_flush_and_go_in_clusters() {
             .iter()
             .map(|record| match record {
                 Record::Write { offset, data, .. } => (*offset, data.len()),
-                Record::Flush { .. } => (u64::MAX, 0),
+                Record::Flush { .. } | Record::Left { .. } => (u64::MAX, 0),
             })
             .collect();
         assert_eq!(record, [(0, 64 * 4096), (MIB, 4096), (u64::MAX, 0)]);

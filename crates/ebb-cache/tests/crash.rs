@@ -175,6 +175,12 @@ impl Remains {
                     self.values[sector].push((number, stamp_of(bytes)));
                 }
             }
+            Record::Left { offset, data } => {
+                let first = usize::try_from(*offset).unwrap() / SECTOR;
+                for (sector, bytes) in (first..).zip(data.chunks(SECTOR)) {
+                    self.values[sector] = vec![(number, stamp_of(bytes))];
+                }
+            }
             Record::Flush { covers } => {
                 for values in &mut self.values {
                     let last = values.iter().rposition(|(number, _)| number < covers);

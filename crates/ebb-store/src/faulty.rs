@@ -1,14 +1,25 @@
-//! A store for tests: memory that can fail, dawdle, tear and remember (feature `test-store`).
+//! A store for tests that fails as disks and kernels do (feature `test-store`).
 //!
-//! Everything it does is decided by a seed and by the counters set by the test. A request is carried out
-//! in pieces with waits between them, so that requests that overlap in time really mix. A
-//! failed write may have written any part of its data, as a device's may.
+//! What reads see and what a power failure leaves are kept apart. A flush makes what was written before
+//! it stable. **A flush that fails loses any subset of what was not flushed, and is told of once**: the next
+//! flush says OK over the loss, as `fdatasync` on Linux does. A write with FUA makes its own range
+//! stable, and tells of an earlier loss in the place of the next flush, as `RWF_DSYNC` does.
+//!
+//! Everything it does is decided by a seed and by knobs. A request is carried out in pieces with waits
+//! between them, so that requests that overlap in time really mix. A failed write may have written
+//! any sectors from its beginning on.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+mod bytes;
+mod hold;
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::{BlockError, Buf, BufResult, Extent, Io, Operation};
+use self::bytes::{Bytes, Left, SECTOR};
+use self::hold::Hold;
+use crate::resize::judge;
+use crate::{BlockError, Buf, BufResult, Extent, Io, Operation, Resize, ResizeError};
 
 /// Bytes carried out between two waits.
 const PIECE: usize = 4096;
@@ -30,17 +41,67 @@ pub enum Record {
         /// So many of what was remembered.
         covers: usize,
     },
+    /// Data was lost: this is what is stable of a range that was not flushed, and nothing newer will be.
+    Left {
+        /// First byte.
+        offset: u64,
+        /// The data.
+        data: Vec<u8>,
+    },
+}
+
+/// How a test store fails; numbers are of 1,000 requests of a kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Faults {
+    /// Reads that fail.
+    pub reads: u32,
+    /// Writes and zeroes that fail, part of them done; writes with FUA, too.
+    pub writes: u32,
+    /// Flushes that fail, and lose any subset of what was not flushed.
+    pub flushes: u32,
+    /// Writes after which the system's own writing back fails: any subset of what was not flushed is lost,
+    /// and the next flush or FUA tells of it.
+    pub writing_back: u32,
+    /// Requests that hang until [`TestStore::release`].
+    pub hangs: u32,
+    /// Requests that are carried out and answered late, by `late_us`.
+    pub late: u32,
+    /// Microseconds.
+    pub late_us: u64,
+    /// A loss is told by every flush until all that was lost is written again; else by one only.
+    pub told_always: bool,
+}
+
+/// A source of numbers that any thread may take from.
+#[derive(Debug)]
+pub(crate) struct Random(AtomicU64);
+
+impl Random {
+    /// The next number: any thread's calls take from one sequence.
+    pub(crate) fn next(&self) -> u64 {
+        let seed = self.0.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
+        let mixed = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
 }
 
 /// See the module.
 #[derive(Debug)]
 pub struct TestStore {
-    bytes: Mutex<Vec<u8>>,
-    random: AtomicU64,
+    bytes: Mutex<Bytes>,
+    random: Random,
+    hold: Hold,
     /// How many of 1,000 reads fail.
     pub read_faults: AtomicU32,
     /// How many of 1,000 writes, flushes and others fail.
     pub write_faults: AtomicU32,
+    /// How many of 1,000 flushes fail besides.
+    pub flush_faults: AtomicU32,
+    more: Mutex<Faults>,
+    /// A failed flush keeps what it was to make stable, so that the next may succeed: no disk and no
+    /// kernel promises that.
+    pub forgiving: AtomicBool,
     /// Most turns of the worker's loop that a request waits for, between two pieces.
     pub waits: AtomicU32,
     /// Microseconds that each request takes at least.
@@ -55,6 +116,14 @@ pub struct TestStore {
     pub written_bytes: AtomicU64,
     /// Flushes so far.
     pub flushes: AtomicU64,
+    /// Times that data was lost.
+    pub losses: AtomicU64,
+    /// Bytes that may be written until it is full.
+    room: AtomicU64,
+    /// A loss that no flush has told of yet.
+    owed: AtomicBool,
+    /// Times the power failed: requests from before it fail.
+    cuts: AtomicU64,
     record: Mutex<Option<Vec<Record>>>,
 }
 
@@ -71,10 +140,14 @@ impl TestStore {
     #[must_use]
     pub fn new(size: u64, seed: u64) -> TestStore {
         TestStore {
-            bytes: Mutex::new(vec![0; place(size)]),
-            random: AtomicU64::new(seed),
+            bytes: Mutex::new(Bytes::new(place(size))),
+            random: Random(AtomicU64::new(seed)),
+            hold: Hold::default(),
             read_faults: AtomicU32::new(0),
             write_faults: AtomicU32::new(0),
+            flush_faults: AtomicU32::new(0),
+            more: Mutex::default(),
+            forgiving: AtomicBool::new(false),
             waits: AtomicU32::new(0),
             latency_us: AtomicU64::new(0),
             reads: AtomicU64::new(0),
@@ -82,8 +155,72 @@ impl TestStore {
             writes: AtomicU64::new(0),
             written_bytes: AtomicU64::new(0),
             flushes: AtomicU64::new(0),
+            losses: AtomicU64::new(0),
+            room: AtomicU64::new(u64::MAX),
+            owed: AtomicBool::new(false),
+            cuts: AtomicU64::new(0),
             record: Mutex::default(),
         }
+    }
+
+    /// Says how it fails from now on. What hangs goes on hanging.
+    pub fn faults(&self, faults: &Faults) {
+        self.read_faults.store(faults.reads, Ordering::Relaxed);
+        self.write_faults.store(faults.writes, Ordering::Relaxed);
+        self.flush_faults.store(faults.flushes, Ordering::Relaxed);
+        *lock(&self.more) = *faults;
+    }
+
+    /// From now on nothing is answered, until [`TestStore::release`]: connected, and silent.
+    pub fn hang(&self) {
+        self.hold.shut(hold::ALL);
+    }
+
+    /// From now on operations of these kinds are not answered, until [`TestStore::release`].
+    pub fn hang_only(&self, kinds: &[Operation]) {
+        self.hold.shut(kinds.iter().fold(0, |all, kind| all | hold::bit(*kind)));
+    }
+
+    /// Lets everything go on that hangs, and nothing hangs any more for having been told so.
+    pub fn release(&self) {
+        self.hold.release();
+    }
+
+    /// Requests that hang now.
+    #[must_use]
+    pub fn hanging(&self) -> usize {
+        self.hold.count(hold::ALL)
+    }
+
+    /// Only so many more bytes find room: then writes and zeroes fail with `ENOSPC`, having done
+    /// nothing. `None`: there is room again.
+    pub fn set_room(&self, bytes: Option<u64>) {
+        self.room.store(bytes.unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// The power fails and comes back: any subset of what was not flushed is there, and requests under
+    /// way fail.
+    pub fn power_cut(&self) {
+        self.cuts.fetch_add(1, Ordering::SeqCst);
+        self.owed.store(false, Ordering::SeqCst);
+        lock(&self.bytes).power_cut(&self.random);
+    }
+
+    /// A flush fails without being asked for: any subset of what was not flushed is lost, and the next
+    /// flush or FUA tells of it.
+    pub fn lose(&self) {
+        self.lose_some();
+        self.owed.store(true, Ordering::SeqCst);
+    }
+
+    /// Of what was lost reads show what is stable from now on: the system has evicted the rest.
+    pub fn evict(&self) {
+        lock(&self.bytes).evict_lost();
+    }
+
+    /// Gives it another size; requests beyond it fail.
+    pub fn set_size(&self, size: u64) {
+        lock(&self.bytes).resize(place(size));
     }
 
     /// Remembers writes and flushes from now on.
@@ -109,71 +246,154 @@ impl TestStore {
         lock(&self.record).take().unwrap_or_default()
     }
 
-    /// A copy of what it holds.
+    /// A copy of what reads see.
     #[must_use]
     pub fn content(&self) -> Vec<u8> {
-        lock(&self.bytes).clone()
+        lock(&self.bytes).seen.clone()
     }
 
-    /// Copies what it holds from `offset` on.
+    /// A copy of what a power failure leaves for certain.
+    #[must_use]
+    pub fn stable_bytes(&self) -> Vec<u8> {
+        lock(&self.bytes).stable.clone()
+    }
+
+    /// Sectors that were lost and not written since.
+    #[must_use]
+    pub fn lost_sectors(&self) -> Vec<u64> {
+        lock(&self.bytes).lost.list().into_iter().map(|sector| sector as u64).collect()
+    }
+
+    /// Copies what reads see from `offset` on.
     pub fn look(&self, offset: u64, out: &mut [u8]) {
-        out.copy_from_slice(&lock(&self.bytes)[place(offset)..place(offset) + out.len()]);
+        out.copy_from_slice(&lock(&self.bytes).seen[place(offset)..place(offset) + out.len()]);
     }
 
-    /// Changes what it holds, as somebody else might.
+    /// Changes what it holds, as another program might; stable at once.
     pub fn change(&self, offset: u64, data: &[u8]) {
-        lock(&self.bytes)[place(offset)..place(offset) + data.len()].copy_from_slice(data);
+        lock(&self.bytes).change(place(offset), data);
+    }
+
+    pub(crate) fn resize(&self, order: Resize) -> Result<u64, ResizeError> {
+        let to = order.to.unwrap_or(self.size());
+        judge(self.size(), to, SECTOR as u64, order.shrink)?;
+        self.set_size(to);
+        Ok(to)
     }
 
     pub(crate) fn size(&self) -> u64 {
-        lock(&self.bytes).len() as u64
+        lock(&self.bytes).seen.len() as u64
     }
 
-    /// The next number: any thread's calls take from one sequence.
-    fn next(&self) -> u64 {
-        let seed = self.random.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
-        let mixed = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
+    fn chance(&self, per_thousand: u32) -> bool {
+        per_thousand > 0 && self.random.next() % 1000 < u64::from(per_thousand)
     }
 
     fn fails(&self, per_thousand: &AtomicU32) -> bool {
-        self.next() % 1000 < u64::from(per_thousand.load(Ordering::Relaxed))
+        self.random.next() % 1000 < u64::from(per_thousand.load(Ordering::Relaxed))
     }
 
     async fn pause(&self, io: &Io) {
         let most = u64::from(self.waits.load(Ordering::Relaxed));
         if most > 0 {
-            for _ in 0..self.next() % (most + 1) {
+            for _ in 0..self.random.next() % (most + 1) {
                 io.yield_now().await;
             }
         }
     }
 
-    async fn begin(&self, io: &Io) {
+    /// What each request begins with; the number of power failures so far.
+    async fn begin(&self, io: &Io, operation: Operation) -> u64 {
+        let cuts = self.cuts.load(Ordering::SeqCst);
+        let hangs = self.chance(lock(&self.more).hangs);
+        self.hold.pass(operation, hangs).await;
         let latency = self.latency_us.load(Ordering::Relaxed);
         if latency > 0 {
             io.sleep(Duration::from_micros(latency)).await;
         }
         self.pause(io).await;
+        cuts
+    }
+
+    /// What each request that was carried out ends with.
+    async fn end(&self, io: &Io) {
+        let Faults { late, late_us, .. } = *lock(&self.more);
+        if self.chance(late) {
+            io.sleep(Duration::from_micros(late_us)).await;
+        }
+    }
+
+    /// The power has failed since a request began.
+    fn is_cut(&self, cuts: u64) -> bool {
+        self.cuts.load(Ordering::SeqCst) != cuts
     }
 
     fn error(operation: Operation, offset: u64, length: u64) -> BlockError {
         BlockError::from_io(std::io::Error::from_raw_os_error(libc::EIO), operation, offset, length)
     }
 
+    /// Takes room for a write, or says that there is none.
+    fn take_room(&self, length: u64) -> Result<(), std::io::Error> {
+        let left = |room: u64| if room == u64::MAX { Some(room) } else { room.checked_sub(length) };
+        match self.room.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left) {
+            Ok(_) => Ok(()),
+            Err(_) => Err(std::io::Error::from_raw_os_error(libc::ENOSPC)),
+        }
+    }
+
+    /// Loses any subset of what is not flushed.
+    fn lose_some(&self) {
+        self.losses.fetch_add(1, Ordering::SeqCst);
+        let mut bytes = lock(&self.bytes);
+        let left = bytes.lose(&self.random);
+        for Left { sector, data } in left {
+            self.remember(|| Record::Left { offset: (sector * SECTOR) as u64, data });
+        }
+    }
+
+    /// A loss has met a write under way: what of it was not remembered then is told now.
+    fn remember_left(&self, offset: u64, length: usize) {
+        let bytes = lock(&self.bytes);
+        for sector in place(offset) / SECTOR..(place(offset) + length).div_ceil(SECTOR) {
+            let at = sector * SECTOR;
+            if !bytes.unflushed.has(sector)
+                && let Some(data) = bytes.stable.get(at..at + SECTOR)
+            {
+                self.remember(|| Record::Left { offset: at as u64, data: data.to_vec() });
+            }
+        }
+    }
+
+    /// Whether what makes data stable now fails, and what it fails with is lost.
+    fn sync_fails(&self) -> bool {
+        if self.owed.swap(false, Ordering::SeqCst) {
+            return true;
+        }
+        let told_always = lock(&self.more).told_always;
+        if told_always && !lock(&self.bytes).lost.list().is_empty() {
+            return true;
+        }
+        if !self.fails(&self.write_faults) && !self.fails(&self.flush_faults) {
+            return false;
+        }
+        if !self.forgiving.load(Ordering::Relaxed) {
+            self.lose_some();
+        }
+        true
+    }
+
     pub(crate) async fn read(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
         let length = buf.len();
         self.reads.fetch_add(1, Ordering::Relaxed);
         self.read_bytes.fetch_add(length as u64, Ordering::Relaxed);
-        self.begin(io).await;
+        let cuts = self.begin(io, Operation::Read).await;
         let fails = self.fails(&self.read_faults);
         let mut at = 0;
         while at < length {
             let end = length.min(at + PIECE);
             {
                 let bytes = lock(&self.bytes);
-                match bytes.get(place(offset) + at..place(offset) + end) {
+                match bytes.seen.get(place(offset) + at..place(offset) + end) {
                     Some(from) => buf[at..end].copy_from_slice(from),
                     None => return (Err(Self::error(Operation::Read, offset, length as u64)), buf),
                 }
@@ -181,7 +401,8 @@ impl TestStore {
             at = end;
             self.pause(io).await;
         }
-        if fails {
+        self.end(io).await;
+        if fails || self.is_cut(cuts) {
             buf.fill(0xdb);
             return (Err(Self::error(Operation::Read, offset, length as u64)), buf);
         }
@@ -192,34 +413,76 @@ impl TestStore {
         let length = buf.len();
         self.writes.fetch_add(1, Ordering::Relaxed);
         self.written_bytes.fetch_add(length as u64, Ordering::Relaxed);
-        self.begin(io).await;
+        let cuts = self.begin(io, Operation::Write).await;
+        let losses = self.losses.load(Ordering::SeqCst);
+        if let Err(full) = self.take_room(length as u64) {
+            let error = BlockError::from_io(full, Operation::Write, offset, length as u64);
+            return (Err(error), buf);
+        }
         let fails = self.fails(&self.write_faults);
-        let until =
-            if fails { place(self.next() % (length as u64 + 1)) / 512 * 512 } else { length };
+        let until = if fails {
+            place(self.random.next() % (length as u64 + 1)) / 512 * 512
+        } else {
+            length
+        };
         let mut at = 0;
         while at < until {
             let end = until.min(at + PIECE);
-            self.change(offset + at as u64, &buf[at..end]);
+            if !self.put(cuts, offset + at as u64, &buf[at..end]) {
+                return (Err(Self::error(Operation::Write, offset, length as u64)), buf);
+            }
             at = end;
             self.pause(io).await;
         }
-        // A failed one has done a part.
-        let stable = fua && !fails;
-        self.remember(|| Record::Write { offset, data: buf[..until].to_vec(), fua: stable });
-        if fails {
+        self.remember(|| Record::Write { offset, data: buf[..until].to_vec(), fua: false });
+        if losses != self.losses.load(Ordering::SeqCst) {
+            self.remember_left(offset, until);
+        }
+        if self.chance(lock(&self.more).writing_back) {
+            self.lose();
+        }
+        let mut fails = fails;
+        if fua && !fails {
+            fails = self.sync_fails();
+            if !fails && !self.is_cut(cuts) {
+                lock(&self.bytes).save_range(place(offset), length);
+                self.remember(|| Record::Write { offset, data: buf.to_vec(), fua: true });
+            }
+        }
+        self.end(io).await;
+        if fails || self.is_cut(cuts) {
             return (Err(Self::error(Operation::Write, offset, length as u64)), buf);
         }
         (Ok(()), buf)
     }
 
+    /// Writes a piece, unless the power has failed or it lies beyond the end.
+    fn put(&self, cuts: u64, offset: u64, data: &[u8]) -> bool {
+        let mut bytes = lock(&self.bytes);
+        !self.is_cut(cuts) && bytes.write(place(offset), data, &self.random)
+    }
+
     pub(crate) async fn flush(&self, io: &Io) -> Result<(), BlockError> {
         self.flushes.fetch_add(1, Ordering::Relaxed);
         let covers = self.recorded();
-        self.begin(io).await;
-        if self.fails(&self.write_faults) {
+        let covered = lock(&self.bytes).unflushed.list();
+        let cuts = self.begin(io, Operation::Flush).await;
+        let fails = self.sync_fails();
+        if !fails && !self.is_cut(cuts) {
+            {
+                let mut bytes = lock(&self.bytes);
+                for sector in covered {
+                    if bytes.unflushed.has(sector) {
+                        bytes.save(sector);
+                    }
+                }
+            }
+            self.remember(|| Record::Flush { covers });
+        }
+        self.end(io).await;
+        if fails || self.is_cut(cuts) {
             return Err(Self::error(Operation::Flush, 0, 0));
         }
-        self.remember(|| Record::Flush { covers });
         Ok(())
     }
 
@@ -231,18 +494,23 @@ impl TestStore {
         offset: u64,
         length: u64,
     ) -> Result<(), BlockError> {
-        self.begin(io).await;
+        let cuts = self.begin(io, operation).await;
+        let needed = if operation == Operation::Discard { 0 } else { length };
+        self.take_room(needed).map_err(|e| BlockError::from_io(e, operation, offset, length))?;
         let fails = self.fails(&self.write_faults);
-        let until = if fails { self.next() % (length + 1) / 512 * 512 } else { length };
+        let until = if fails { self.random.next() % (length + 1) / 512 * 512 } else { length };
         let mut at = 0;
         while at < until {
             let end = until.min(at + 8 * PIECE as u64);
-            lock(&self.bytes)[place(offset + at)..place(offset + end)].fill(0);
+            if !self.put(cuts, offset + at, &vec![0; place(end - at)]) {
+                return Err(Self::error(operation, offset, length));
+            }
             at = end;
             self.pause(io).await;
         }
         self.remember(|| Record::Write { offset, data: vec![0; place(until)], fua: false });
-        if fails {
+        self.end(io).await;
+        if fails || self.is_cut(cuts) {
             return Err(Self::error(operation, offset, length));
         }
         Ok(())

@@ -25,7 +25,7 @@ mod resize;
 pub use ebb_io::{Buf, Io};
 pub use error::{BlockError, ErrorKind, Operation};
 #[cfg(feature = "test-store")]
-pub use faulty::{Record, TestStore};
+pub use faulty::{Faults, Record, TestStore};
 pub use file::FileStore;
 pub use memory::MemoryStore;
 pub use nbd::{

@@ -1,0 +1,123 @@
+//! The test store loses what disks and kernels lose, and tells of it as they do.
+#![cfg(feature = "test-store")]
+#![allow(clippy::unwrap_used, reason = "this is a test")]
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use ebb_io::{Io, Worker};
+use ebb_store::{Faults, Operation, Resize, Store, TestStore};
+
+const SIZE: u64 = 1 << 20;
+
+fn play<Fut: Future<Output = ()> + 'static>(
+    seed: u64,
+    act: impl FnOnce(Io, Arc<TestStore>, Arc<Store>) -> Fut + Send + 'static,
+) {
+    let worker = Worker::start_alone("faulty").unwrap();
+    let test = Arc::new(TestStore::new(SIZE, seed));
+    let store = Arc::new(Store::Test(test.clone()));
+    let done = worker.handle().block_on(move |io| act(io, test, store));
+    assert!(done.is_some(), "it panicked; see above");
+}
+
+async fn write(io: &Io, store: &Store, offset: u64, length: usize, byte: u8, fua: bool) -> bool {
+    let mut buf = io.pool().get_for_test(length);
+    buf.fill(byte);
+    store.write(io, buf, offset, fua).await.0.is_ok()
+}
+
+fn sectors_with(bytes: &[u8], byte: u8) -> usize {
+    bytes.chunks(512).filter(|sector| sector.iter().all(|b| *b == byte)).count()
+}
+
+#[test]
+fn a_failed_flush_loses_any_subset() {
+    let mut kept = std::collections::BTreeSet::new();
+    for seed in 0..60 {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        play(seed, move |io, test, store| async move {
+            assert!(write(&io, &store, 0, 8192, 1, false).await);
+            test.lose();
+            test.evict();
+            let content = test.content();
+            assert_eq!(content, test.stable_bytes());
+            let lost = test.lost_sectors().len();
+            let there = sectors_with(&content[..8192], 1);
+            assert_eq!(lost + there, 16);
+            assert!(store.flush(&io).await.is_err(), "it is told");
+            assert_eq!(test.stable_bytes(), content, "and nothing more becomes stable");
+            sender.send(there).unwrap();
+        });
+        kept.insert(receiver.recv().unwrap());
+    }
+    assert!(kept.contains(&0) && kept.contains(&16) && kept.len() > 6, "{kept:?}");
+}
+
+#[test]
+fn what_is_flushed_survives_the_power_and_what_is_not_may() {
+    play(3, |io, test, store| async move {
+        assert!(write(&io, &store, 0, 65536, 1, false).await);
+        assert!(store.flush(&io).await.is_ok());
+        assert!(write(&io, &store, 32768, 65536, 2, false).await);
+        assert!(write(&io, &store, 1 << 17, 4096, 3, true).await);
+        test.power_cut();
+        let content = test.content();
+        assert_eq!(sectors_with(&content[..32768], 1), 64);
+        let new = sectors_with(&content[32768..98304], 2);
+        assert!(new > 0 && new < 128, "{new} of 128");
+        assert_eq!(sectors_with(&content[1 << 17..(1 << 17) + 4096], 3), 8);
+        assert!(store.flush(&io).await.is_ok());
+    });
+}
+
+#[test]
+fn requests_hang_until_they_are_released_or_dropped() {
+    play(4, |io, test, store| async move {
+        test.hang();
+        let (late, other) = (io.clone(), store.clone());
+        let task = io.spawn(async move { write(&late, &other, 0, 4096, 1, false).await });
+        let given_up = io.timeout(Duration::from_millis(5), store.flush(&io)).await;
+        assert!(given_up.is_none());
+        assert_eq!(test.hanging(), 1, "what was dropped has let go");
+        test.power_cut();
+        test.release();
+        assert!(!task.await, "the power has failed meanwhile");
+        assert_eq!(sectors_with(&test.content(), 0), 2048);
+        test.hang_only(&[Operation::Flush]);
+        assert!(write(&io, &store, 0, 4096, 1, false).await);
+        let given_up = io.timeout(Duration::from_millis(5), store.flush(&io)).await;
+        assert!(given_up.is_none());
+        test.release();
+        assert!(store.flush(&io).await.is_ok());
+        test.faults(&Faults { hangs: 1000, late: 500, late_us: 100, ..Faults::default() });
+        let (late, other) = (io.clone(), store.clone());
+        let task = io.spawn(async move { write(&late, &other, 0, 4096, 2, false).await });
+        while test.hanging() == 0 {
+            io.yield_now().await;
+        }
+        test.release();
+        assert!(task.await);
+    });
+}
+
+#[test]
+fn a_full_store_says_so_and_has_room_again() {
+    play(5, |io, test, store| async move {
+        test.set_room(Some(4096));
+        assert!(write(&io, &store, 0, 4096, 1, false).await);
+        let buf = io.pool().get_for_test(512);
+        let error = store.write(&io, buf, 8192, false).await.0.unwrap_err();
+        assert_eq!(error.kind, ebb_store::ErrorKind::NoSpace);
+        test.set_room(None);
+        assert!(write(&io, &store, 8192, 512, 1, false).await);
+        assert_eq!(test.writes.load(Ordering::Relaxed), 3);
+        let order = Resize { to: Some(SIZE / 2), shrink: true };
+        assert_eq!(store.resize(&io, order).await.unwrap(), SIZE / 2);
+        assert!(!write(&io, &store, SIZE / 2, 512, 1, false).await);
+        let order = Resize { to: Some(SIZE), shrink: false };
+        assert_eq!(store.resize(&io, order).await.unwrap(), SIZE);
+        assert!(write(&io, &store, SIZE / 2, 512, 1, false).await);
+    });
+}
