@@ -264,6 +264,18 @@ impl Store {
         }
     }
 
+    /// Gives the store up, from any thread: requests that wait for a server, a flush included, and all
+    /// that come later fail with [`ErrorKind::Closing`]. Operations the kernel has begun on a file or device
+    /// cannot be taken back: they end in their time.
+    pub fn abort(&self) {
+        match self {
+            Store::Nbd(s) => s.abort(),
+            Store::File(_) | Store::Memory(_) | Store::Null(_) => {}
+            #[cfg(feature = "test-store")]
+            Store::Test(_) => {}
+        }
+    }
+
     /// Tells the store that a range will be read soon.
     pub async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         match self {

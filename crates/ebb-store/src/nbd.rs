@@ -119,6 +119,13 @@ impl NbdStore {
         self.remote.export.size
     }
 
+    /// Gives the store up, from any thread: what waits for the server fails at once, whatever it waits
+    /// for, and so does all that comes later. What was acknowledged and not flushed stays counted in
+    /// [`StoreState::unflushed`].
+    pub fn abort(&self) {
+        self.remote.shared.abort();
+    }
+
     /// How the connections fare.
     pub fn state(&self) -> StoreState {
         self.remote.shared.state(self.remote.options.address.to_string())
@@ -212,6 +219,13 @@ impl NbdStore {
                     io::ErrorKind::InvalidData,
                     format!("NBD server {address} broke the protocol: {what}"),
                 )
+            }
+            Failure::Lost if self.remote.shared.is_aborted() => {
+                let address = &self.remote.options.address;
+                let what = format!("given up before the NBD server {address} answered");
+                let source = Some(io::Error::new(io::ErrorKind::Interrupted, what));
+                let error = BlockError::new(ErrorKind::Closing, operation, offset, length);
+                return BlockError { source, ..error };
             }
             Failure::Lost => {
                 let limit = self.remote.options.reconnect.as_secs_f64();

@@ -11,6 +11,7 @@
 //!   `close` knows of every write the kernel may still do.
 
 mod gate;
+mod log_limit;
 mod stats;
 mod stop;
 mod volume;
@@ -21,6 +22,7 @@ pub use ebb_store::{
     ResizeError, SECTOR, Store, ZeroFlags,
 };
 pub use gate::{Gate, Pass};
+pub use log_limit::LogLimit;
 pub use stats::{OperationStats, VolumeStats};
 pub use stop::Stop;
 pub use volume::{AtHand, Volume, VolumeOptions};

@@ -273,6 +273,14 @@ impl Volume {
         closed
     }
 
+    /// Gives the volume up, from any thread: new requests are refused, and those that wait for a remote
+    /// store fail at once with [`ErrorKind::Closing`], [`Volume::close`] included. What was acknowledged and
+    /// not flushed may be lost. Operations of a file or device are the kernel's: they end in their time.
+    pub fn abort(&self) {
+        self.gate.shut();
+        self.store.abort();
+    }
+
     /// Everything acknowledged is on the store, and stable there.
     async fn make_stable(&self, io: &Io) -> Result<(), BlockError> {
         match &self.cache {

@@ -142,7 +142,11 @@ impl Link {
         let mut lost_at = ebb_io::clock::now();
         let mut again = false;
         while !remote.shared.is_closed() {
-            match self.attempt(io, lost_at).await {
+            let Some(attempted) = remote.shared.unless_closed(self.attempt(io, lost_at)).await
+            else {
+                break;
+            };
+            match attempted {
                 Ok(connected) => {
                     self.down.set(false);
                     let since = ebb_io::clock::now();
@@ -162,19 +166,24 @@ impl Link {
             if remote.shared.is_closed() {
                 break;
             }
-            let pause = backoff.next();
             let left = limit.saturating_sub(ebb_io::clock::since(lost_at));
-            if !self.down.get() && left <= pause {
-                io.sleep(left).await;
-                self.give_up();
-                io.sleep(pause.saturating_sub(left)).await;
-            } else {
-                io.sleep(pause).await;
-            }
+            let _ = remote.shared.unless_closed(self.pause(io, backoff.next(), left)).await;
         }
     }
 
-    /// One attempt, on a helper thread. When time runs out meanwhile, waiting requests fail.
+    /// Waits before the next attempt. When time runs out meanwhile, waiting requests fail.
+    async fn pause(&self, io: &Io, pause: Duration, left: Duration) {
+        if !self.down.get() && left <= pause {
+            io.sleep(left).await;
+            self.give_up();
+            io.sleep(pause.saturating_sub(left)).await;
+        } else {
+            io.sleep(pause).await;
+        }
+    }
+
+    /// One attempt, on a helper thread, which is left to itself if this is dropped: its time is limited,
+    /// and its connection closes. When time runs out meanwhile, waiting requests fail.
     async fn attempt(&self, io: &Io, lost_at: Instant) -> Result<Connected, NbdError> {
         let remote = self.remote.clone();
         let mut attempt = std::pin::pin!(blocking::unblock(move || connect(
@@ -246,10 +255,10 @@ impl Link {
     ) {
         self.over.set(true);
         self.work.set();
-        if self.remote.shared.is_closed() {
+        if self.remote.shared.is_closed() && !self.remote.shared.is_aborted() {
             let _ = io.timeout(GOODBYE, sender).await;
         } else {
-            // A sender that waits for room in the socket hears of it only this way.
+            // A sender that waits for room in the socket hears of it only this way, and gives buffers back.
             transport.shut();
             sender.await;
         }
@@ -337,7 +346,7 @@ impl Link {
             }
             futures_lite::future::or(self.work.wait(), transport.wants_send()).await;
         }
-        if self.remote.shared.is_closed() {
+        if self.remote.shared.is_closed() && !self.remote.shared.is_aborted() {
             message.push_bytes(&farewell());
             let _ = transport.send(io, message).await;
         }

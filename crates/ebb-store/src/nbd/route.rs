@@ -16,6 +16,7 @@ use ebb_nbd_proto::{Command, TransmissionFlags};
 
 use super::link::{IN_FLIGHT, Link, Remote};
 use super::slots::{Failure, Outcome, Request};
+use super::state::Shared;
 use crate::Extent;
 
 /// Requests that wait to be handed over.
@@ -71,9 +72,12 @@ impl Routes {
         request: Request,
         buf: Option<Buf>,
     ) -> Outcome<Buf> {
+        if self.remote.shared.is_closed() {
+            return lost(buf);
+        }
         match self.route(io) {
             Route::Own(link) => link.request(request, buf).await,
-            Route::Other(jobs) => hand_over(&jobs, request, buf).await,
+            Route::Other(jobs) => hand_over(&self.remote.shared, &jobs, request, buf).await,
         }
     }
 
@@ -116,7 +120,16 @@ impl Routes {
     }
 }
 
-async fn hand_over(jobs: &Sender<Job>, request: Request, mut buf: Option<Buf>) -> Outcome<Buf> {
+fn lost(buf: Option<Buf>) -> Outcome<Buf> {
+    Outcome { result: Err(Failure::Lost), buf, extents: Vec::new() }
+}
+
+async fn hand_over(
+    shared: &Shared,
+    jobs: &Sender<Job>,
+    request: Request,
+    mut buf: Option<Buf>,
+) -> Outcome<Buf> {
     let (answer, answered) = async_channel::bounded(1);
     let length = usize::try_from(request.length).unwrap_or(0);
     let range = request.at..request.at + length;
@@ -125,13 +138,12 @@ async fn hand_over(jobs: &Sender<Job>, request: Request, mut buf: Option<Buf>) -
         _ => Vec::new(),
     };
     let job = Job { request: Request { at: 0, ..request }, data, answer };
-    let lost = Err(Failure::Lost);
-    if jobs.send(job).await.is_err() {
-        return Outcome { result: lost, buf, extents: Vec::new() };
-    }
-    let Ok(answer) = answered.recv().await else {
-        return Outcome { result: lost, buf, extents: Vec::new() };
+    // The other worker has a copy of the data: when the store goes, nothing of it is needed here.
+    let asked = async {
+        jobs.send(job).await.ok()?;
+        answered.recv().await.ok()
     };
+    let Some(Some(answer)) = shared.unless_closed(asked).await else { return lost(buf) };
     let mut result = answer.result;
     if let Some(buf) = &mut buf
         && request.command == Command::Read
@@ -140,7 +152,7 @@ async fn hand_over(jobs: &Sender<Job>, request: Request, mut buf: Option<Buf>) -
         if answer.data.len() == length {
             buf[range].copy_from_slice(&answer.data);
         } else {
-            result = lost;
+            result = Err(Failure::Lost);
         }
     }
     Outcome { result, buf, extents: answer.extents }

@@ -6,10 +6,14 @@
 //! between the two may be lost with a server that ended, too.
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
+
+use async_channel::{Receiver, Sender};
+use rustix::net::Shutdown;
 
 use super::options::LostWrites;
 
@@ -40,7 +44,12 @@ pub struct StoreState {
 #[derive(Debug)]
 pub(crate) struct Shared {
     lost_writes: LostWrites,
-    pub(crate) closed: AtomicBool,
+    closed: AtomicBool,
+    /// Closed while requests waited: they fail.
+    aborted: AtomicBool,
+    /// A channel that carries nothing: its end wakes all that wait for something else, on any thread.
+    end: Sender<Infallible>,
+    ended: Receiver<Infallible>,
     connections: AtomicU64,
     reconnects: AtomicU64,
     pub(crate) in_flight: AtomicU64,
@@ -67,9 +76,13 @@ struct Story {
 
 impl Shared {
     pub(crate) fn new(lost_writes: LostWrites) -> Shared {
+        let (end, ended) = async_channel::bounded(1);
         Shared {
             lost_writes,
             closed: AtomicBool::new(false),
+            aborted: AtomicBool::new(false),
+            end,
+            ended,
             connections: AtomicU64::new(0),
             reconnects: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
@@ -118,7 +131,8 @@ impl Shared {
         drop(story);
         let (acknowledged, covered) =
             (self.acknowledged.load(Ordering::SeqCst), self.covered.load(Ordering::SeqCst));
-        if acknowledged > covered && self.lost_writes == LostWrites::Report {
+        let report = self.lost_writes == LostWrites::Report && !self.is_aborted();
+        if acknowledged > covered && report {
             let count = acknowledged - covered;
             self.lose(format!(
                 "the connection was lost after {count} changes (numbers {} to {acknowledged} since \
@@ -187,12 +201,39 @@ impl Shared {
         self.story().last_error.clone().unwrap_or_else(|| "no connection yet".to_owned())
     }
 
+    /// Whether the store was given up.
+    pub(crate) fn is_aborted(&self) -> bool {
+        self.aborted.load(Ordering::Acquire)
+    }
+
     /// The store goes: every connection hears the end of its stream and says goodbye.
     pub(crate) fn close(&self) {
+        self.end_all(Shutdown::Read);
+    }
+
+    /// The store is given up: connections end without a word, and their requests fail.
+    pub(crate) fn abort(&self) {
+        self.aborted.store(true, Ordering::Release);
+        self.end_all(Shutdown::Both);
+    }
+
+    fn end_all(&self, how: Shutdown) {
         self.closed.store(true, Ordering::Release);
+        // A socket that comes later is looked after by its link, which sees `closed` then.
         for socket in self.story().sockets.values().filter_map(Weak::upgrade) {
-            let _ = rustix::net::shutdown(&socket, rustix::net::Shutdown::Read);
+            let _ = rustix::net::shutdown(&socket, how);
         }
+        self.end.close();
+    }
+
+    /// What `waiting` gives, or `None` as soon as the store goes.
+    pub(crate) async fn unless_closed<T>(&self, waiting: impl Future<Output = T>) -> Option<T> {
+        let closed = async {
+            // Never a value: the channel carries none.
+            let _ = self.ended.recv().await;
+            None
+        };
+        futures_lite::future::or(async { Some(waiting.await) }, closed).await
     }
 
     pub(crate) fn state(&self, address: String) -> StoreState {

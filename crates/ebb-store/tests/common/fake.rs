@@ -1,0 +1,256 @@
+//! An NBD server that does what a test says: it counts what it is asked, answers, refuses, or is silent.
+#![allow(dead_code, reason = "each test program uses a part")]
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use ebb_nbd_proto::{chunk, context, info, magic, option, option_reply};
+
+pub(crate) const READ: u16 = 0;
+pub(crate) const WRITE: u16 = 1;
+pub(crate) const FLUSH: u16 = 3;
+pub(crate) const BLOCK_STATUS: u16 = 7;
+pub(crate) const REQ_ONE: u16 = 1 << 3;
+pub(crate) const ESHUTDOWN: u32 = 108;
+
+/// `HAS_FLAGS`, `SEND_FLUSH`, `SEND_FUA`, `SEND_TRIM`.
+pub(crate) const ONE_CONNECTION: u16 = 1 | 4 | 8 | 32;
+/// With `CAN_MULTI_CONN`.
+pub(crate) const MANY_CONNECTIONS: u16 = ONE_CONNECTION | 256;
+
+/// A request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Asked {
+    /// Of which connection, in the order in which they came.
+    pub(crate) connection: usize,
+    pub(crate) command: u16,
+    pub(crate) flags: u16,
+    pub(crate) offset: u64,
+    pub(crate) length: u32,
+}
+
+/// What the server does about a request.
+#[derive(Clone, Debug)]
+pub(crate) enum Act {
+    /// Success; a read gives bytes of this value.
+    Good(u8),
+    /// These extents, as length and state.
+    Status(Vec<(u32, u32)>),
+    Error(u32),
+    /// No answer, ever.
+    Silence,
+    /// The end of the connection.
+    HangUp,
+}
+
+struct State {
+    size: u64,
+    flags: u16,
+    act: Box<dyn Fn(&Asked) -> Act + Send + Sync>,
+    asked: Mutex<Vec<Asked>>,
+    /// Connections that are accepted are not greeted.
+    mute: AtomicBool,
+    accepted: AtomicUsize,
+    open: AtomicUsize,
+    over: AtomicBool,
+}
+
+pub(crate) struct Fake {
+    state: Arc<State>,
+    socket: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+impl Fake {
+    pub(crate) fn start(
+        size: u64,
+        flags: u16,
+        act: impl Fn(&Asked) -> Act + Send + Sync + 'static,
+    ) -> Fake {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("s");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let state = Arc::new(State {
+            size,
+            flags,
+            act: Box::new(act),
+            asked: Mutex::default(),
+            mute: AtomicBool::new(false),
+            accepted: AtomicUsize::new(0),
+            open: AtomicUsize::new(0),
+            over: AtomicBool::new(false),
+        });
+        let own = state.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                if own.over.load(Ordering::SeqCst) {
+                    return;
+                }
+                let (state, stream) = (own.clone(), stream.unwrap());
+                let number = state.accepted.fetch_add(1, Ordering::SeqCst);
+                state.open.fetch_add(1, Ordering::SeqCst);
+                std::thread::spawn(move || {
+                    // What the client breaks off ends the connection.
+                    let _ = serve(&state, stream, number);
+                    state.open.fetch_sub(1, Ordering::SeqCst);
+                });
+            }
+        });
+        Fake { state, socket, _folder: folder }
+    }
+
+    pub(crate) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// What was asked so far.
+    pub(crate) fn asked(&self) -> Vec<Asked> {
+        self.state.asked.lock().unwrap().clone()
+    }
+
+    pub(crate) fn count(&self, command: u16) -> usize {
+        self.asked().iter().filter(|asked| asked.command == command).count()
+    }
+
+    /// From now on whoever connects is not greeted.
+    pub(crate) fn mute(&self) {
+        self.state.mute.store(true, Ordering::SeqCst);
+    }
+
+    pub(crate) fn accepted(&self) -> usize {
+        self.state.accepted.load(Ordering::SeqCst)
+    }
+
+    /// Connections that are open.
+    pub(crate) fn open(&self) -> usize {
+        self.state.open.load(Ordering::SeqCst)
+    }
+}
+
+impl Drop for Fake {
+    fn drop(&mut self) {
+        self.state.over.store(true, Ordering::SeqCst);
+        let _ = UnixStream::connect(&self.socket);
+    }
+}
+
+/// Waits for something that must come; the limit is for hangs only.
+pub(crate) fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(90);
+    while !done() {
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
+}
+
+fn take<const N: usize>(stream: &mut UnixStream) -> std::io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    stream.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn serve(state: &State, mut stream: UnixStream, number: usize) -> std::io::Result<()> {
+    if state.mute.load(Ordering::SeqCst) {
+        // Ends when the client does.
+        let _: [u8; 1] = take(&mut stream)?;
+        return Ok(());
+    }
+    shake_hands(state, &mut stream)?;
+    loop {
+        let header: [u8; 28] = take(&mut stream)?;
+        let asked = Asked {
+            connection: number,
+            flags: u16::from_be_bytes([header[4], header[5]]),
+            command: u16::from_be_bytes([header[6], header[7]]),
+            offset: u64::from_be_bytes(header[16..24].try_into().unwrap()),
+            length: u32::from_be_bytes(header[24..28].try_into().unwrap()),
+        };
+        if asked.command == 2 {
+            return Ok(());
+        }
+        if asked.command == WRITE {
+            let mut data = vec![0; usize::try_from(asked.length).unwrap()];
+            stream.read_exact(&mut data)?;
+        }
+        state.asked.lock().unwrap().push(asked);
+        let cookie = &header[8..16];
+        match (state.act)(&asked) {
+            Act::Good(value) if asked.command == READ => {
+                let mut payload = asked.offset.to_be_bytes().to_vec();
+                payload.resize(8 + usize::try_from(asked.length).unwrap(), value);
+                stream.write_all(&reply(cookie, chunk::OFFSET_DATA, &payload))?;
+            }
+            Act::Good(_) => stream.write_all(&reply(cookie, chunk::NONE, &[]))?,
+            Act::Status(list) => {
+                let mut payload = 1u32.to_be_bytes().to_vec();
+                for (length, flags) in list {
+                    payload.extend(length.to_be_bytes());
+                    payload.extend(flags.to_be_bytes());
+                }
+                stream.write_all(&reply(cookie, chunk::BLOCK_STATUS, &payload))?;
+            }
+            Act::Error(error) => {
+                let mut payload = error.to_be_bytes().to_vec();
+                payload.extend([0, 0]);
+                stream.write_all(&reply(cookie, chunk::ERROR, &payload))?;
+            }
+            Act::Silence => {}
+            Act::HangUp => return Ok(()),
+        }
+    }
+}
+
+fn reply(cookie: &[u8], kind: u16, payload: &[u8]) -> Vec<u8> {
+    let mut bytes = magic::STRUCTURED_REPLY.to_be_bytes().to_vec();
+    bytes.extend(chunk::FLAG_DONE.to_be_bytes());
+    bytes.extend(kind.to_be_bytes());
+    bytes.extend(cookie);
+    bytes.extend(u32::try_from(payload.len()).unwrap().to_be_bytes());
+    bytes.extend(payload);
+    bytes
+}
+
+fn shake_hands(state: &State, stream: &mut UnixStream) -> std::io::Result<()> {
+    stream.write_all(&magic::INIT.to_be_bytes())?;
+    stream.write_all(&magic::OPTION.to_be_bytes())?;
+    stream.write_all(&3u16.to_be_bytes())?;
+    let _flags: [u8; 4] = take(stream)?;
+    loop {
+        let header: [u8; 16] = take(stream)?;
+        let number = u32::from_be_bytes(header[8..12].try_into().unwrap());
+        let length = u32::from_be_bytes(header[12..16].try_into().unwrap());
+        let mut data = vec![0; usize::try_from(length).unwrap()];
+        stream.read_exact(&mut data)?;
+        let mut answer = |kind: u32, payload: &[u8]| {
+            let mut bytes = magic::OPTION_REPLY.to_be_bytes().to_vec();
+            bytes.extend(number.to_be_bytes());
+            bytes.extend(kind.to_be_bytes());
+            bytes.extend(u32::try_from(payload.len()).unwrap().to_be_bytes());
+            bytes.extend(payload);
+            stream.write_all(&bytes)
+        };
+        match number {
+            option::STRUCTURED_REPLY => answer(option_reply::ACK, &[])?,
+            option::SET_META_CONTEXT => {
+                let mut payload = 1u32.to_be_bytes().to_vec();
+                payload.extend(context::ALLOCATION.as_bytes());
+                answer(option_reply::META_CONTEXT, &payload)?;
+                answer(option_reply::ACK, &[])?;
+            }
+            option::GO => {
+                let mut payload = info::EXPORT.to_be_bytes().to_vec();
+                payload.extend(state.size.to_be_bytes());
+                payload.extend(state.flags.to_be_bytes());
+                answer(option_reply::INFO, &payload)?;
+                answer(option_reply::ACK, &[])?;
+                return Ok(());
+            }
+            _ => answer(option_reply::ERR_UNSUP, &[])?,
+        }
+    }
+}

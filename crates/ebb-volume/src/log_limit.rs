@@ -1,0 +1,88 @@
+//! How often the log tells of what may happen without end: so many lines per period, and with the next
+//! line how many were left out. For messages that a client, a guest, a server or a broken device can cause.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Limits the lines of one kind of message. Shared by threads; not for a warm path.
+///
+/// # Example
+/// ```
+/// use ebb_volume::LogLimit;
+/// use std::time::{Duration, Instant};
+///
+/// static REFUSED: LogLimit = LogLimit::new(5, Duration::from_secs(10));
+/// if let Some(suppressed) = REFUSED.admit(Instant::now()) {
+///     println!("refused; {suppressed} earlier refusals were not logged");
+/// }
+/// ```
+#[derive(Debug)]
+pub struct LogLimit {
+    lines: u32,
+    period: Duration,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// When the period began.
+    since: Option<Instant>,
+    /// Lines written in it.
+    written: u32,
+    /// Lines left out since the last one that was written.
+    suppressed: u64,
+}
+
+impl LogLimit {
+    /// At most `lines` per `period`.
+    #[must_use]
+    pub const fn new(lines: u32, period: Duration) -> LogLimit {
+        let state = State { since: None, written: 0, suppressed: 0 };
+        LogLimit { lines, period, state: Mutex::new(state) }
+    }
+
+    /// Whether a line may be written at `now`: then how many were left out since the last one.
+    pub fn admit(&self, now: Instant) -> Option<u64> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.since.is_none_or(|since| now.saturating_duration_since(since) >= self.period) {
+            state.since = Some(now);
+            state.written = 0;
+        }
+        if state.written >= self.lines {
+            state.suppressed = state.suppressed.saturating_add(1);
+            return None;
+        }
+        state.written += 1;
+        Some(std::mem::take(&mut state.suppressed))
+    }
+
+    /// How many lines were left out and not told of, once the period is over: for who looks now and then.
+    pub fn left_out(&self, now: Instant) -> Option<u64> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let over =
+            state.since.is_some_and(|since| now.saturating_duration_since(since) >= self.period);
+        (over && state.suppressed > 0).then(|| std::mem::take(&mut state.suppressed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_storm_writes_its_lines_per_period_and_counts_the_rest() {
+        let limit = LogLimit::new(3, Duration::from_secs(10));
+        let start = Instant::now();
+        let at = |seconds: u64| start + Duration::from_secs(seconds);
+        let storm = |seconds, lines: u32| -> Vec<u64> {
+            (0..lines).filter_map(|_| limit.admit(at(seconds))).collect()
+        };
+        assert_eq!(storm(0, 100), [0, 0, 0]);
+        assert_eq!(storm(9, 10), []);
+        assert_eq!(limit.left_out(at(9)), None, "the period lasts on");
+        assert_eq!(storm(10, 10), [107, 0, 0], "the next line tells of those left out");
+        assert_eq!(limit.left_out(at(20)), Some(7));
+        assert_eq!(limit.left_out(at(20)), None, "told once");
+        assert_eq!(storm(30, 1), [0]);
+    }
+}
