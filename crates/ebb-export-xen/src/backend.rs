@@ -2,17 +2,19 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use ebb_io::WorkerHandle;
 
-use crate::control::{Control, Lookup, Mailbox, Message, Served};
+use crate::control::{Control, Lookup};
 use crate::device::Settings;
 use crate::disk::{Transient, XenStats};
+use crate::mailbox::{Mailbox, Message};
 use crate::params::XenParameters;
 use crate::platform::{Platform, StoreError, XenStore};
+use crate::served::{Ending, Served};
 
 /// What a backend is made of.
 pub struct Options {
@@ -98,10 +100,15 @@ pub struct DeviceStats {
     pub stats: XenStats,
 }
 
-/// A running backend. Dropping it is [`Backend::stop`].
+/// How long a backend that is dropped waits for its requests.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A running backend. Dropping it is [`Backend::stop`] with a deadline some seconds away.
 pub struct Backend {
     mailbox: Mailbox,
-    served: Served,
+    served: Arc<Served>,
+    volumes: Lookup,
+    /// The one that speaks to xenstore.
     thread: Option<JoinHandle<()>>,
 }
 
@@ -111,6 +118,21 @@ impl Backend {
     /// # Errors
     /// See [`StartError`].
     pub fn start(options: Options) -> Result<Backend, StartError> {
+        let (mut backend, control) = Backend::prepare(options)?;
+        let thread = std::thread::Builder::new()
+            .name("ebbd-xenstore".to_owned())
+            .spawn(move || control.run())
+            .map_err(StartError::Thread)?;
+        backend.thread = Some(thread);
+        Ok(backend)
+    }
+
+    /// As [`Backend::start`], without a thread: guests are attached and told while the caller calls
+    /// [`Control::turn`]. For tests that have one thread and a clock of their own.
+    ///
+    /// # Errors
+    /// See [`StartError`].
+    pub fn prepare(options: Options) -> Result<(Backend, Control), StartError> {
         let mut store = options.platform.xenstore().map_err(StartError::Xen)?;
         let own = own_domain(&mut *store);
         if let Some(path) = &options.journals {
@@ -118,7 +140,7 @@ impl Backend {
                 .map_err(|source| StartError::Journals { path: path.clone(), source })?;
         }
         let (mailbox, inbox) = Mailbox::new().map_err(StartError::Thread)?;
-        let served = Served::default();
+        let served = Arc::<Served>::default();
         let control = Control {
             platform: options.platform,
             store,
@@ -126,7 +148,7 @@ impl Backend {
             kinds: options.kinds.iter().map(|kind| Arc::from(kind.as_str())).collect(),
             workers: options.workers,
             parameters: options.parameters,
-            volumes: options.volumes,
+            volumes: options.volumes.clone(),
             settings: Settings {
                 max_queues: options.max_queues.max(1),
                 queue_memory: options.queue_memory,
@@ -139,36 +161,57 @@ impl Backend {
             devices: BTreeMap::new(),
             dirty: BTreeSet::new(),
             generation: 0,
-            leaving: false,
+            broken: true,
+            retry: None,
+            sizes: None,
+            given_up: false,
         };
-        let thread = std::thread::Builder::new()
-            .name("ebbd-xenstore".to_owned())
-            .spawn(move || control.run())
-            .map_err(StartError::Thread)?;
-        Ok(Backend { mailbox, served, thread: Some(thread) })
+        Ok((Backend { mailbox, served, volumes: options.volumes, thread: None }, control))
     }
 
-    /// Serves a volume no more: its rings are wound up, the guests told. Does not wait.
-    pub fn withdraw(&self, volume: &str) {
+    /// Serves a volume no more: its rings are wound up from now on, whatever xenstore does, and when they have ended the
+    /// guests are told. Until the lookup finds another volume of that name none is attached to it. Does not wait:
+    /// the requests under way are over when [`Ending::over`] is.
+    pub fn withdraw(&self, volume: &str) -> Ending {
+        let found = (self.volumes)(volume);
+        // First: a ring's end must not be heard before.
         self.mailbox.send(Message::Withdraw(volume.to_owned()));
+        self.served.withdraw(volume, found.as_ref().map(|(volume, _)| volume))
     }
 
-    /// Stops: requests under way end and are answered. Guests stay connected and wait for a
-    /// successor.
-    pub fn stop(mut self) {
-        self.wind_up();
-    }
-
-    fn wind_up(&mut self) {
+    /// Begins to stop: all rings are wound up from now on. Guests stay connected and wait for a successor. Does not
+    /// wait; the devices of each volume end by themselves, see [`Ending::of`].
+    pub fn begin_stop(&self) -> Ending {
+        let ending = self.served.leave();
         self.mailbox.send(Message::Leave);
-        if let Some(thread) = self.thread.take() {
+        ending
+    }
+
+    /// Stops: requests under way end and are answered, until `deadline`. The devices that have some left are returned:
+    /// their rings' journals stay, so that a successor does again what was not answered, and their workers go on with
+    /// them as long as the process lives.
+    pub fn stop(mut self, deadline: Instant) -> Vec<DeviceStats> {
+        self.wind_up(deadline)
+    }
+
+    fn wind_up(&mut self, deadline: Instant) -> Vec<DeviceStats> {
+        let ending = self.begin_stop();
+        let Some(thread) = self.thread.take() else { return ending.left() };
+        ending.wait_until(deadline);
+        let left = ending.left();
+        if !left.is_empty() {
+            self.mailbox.send(Message::GiveUp);
+        }
+        // Past the deadline it is left behind: it may be waiting for xenstored.
+        if self.served.wait_for_end(deadline) {
             let _ = thread.join();
         }
+        left
     }
 
     /// Figures of the devices that are served.
     pub fn stats(&self) -> Vec<DeviceStats> {
-        self.figures().read()
+        self.served.figures()
     }
 
     /// Where the figures come from, for whoever outlives the backend.
@@ -179,28 +222,20 @@ impl Backend {
 
 /// Figures of the devices of a backend; none once it has ended. Cheap to clone.
 #[derive(Clone)]
-pub struct Figures(Served);
+pub struct Figures(Arc<Served>);
 
 impl Figures {
     /// The figures now.
     pub fn read(&self) -> Vec<DeviceStats> {
-        let served = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let figures = served.iter().map(|(key, disk)| DeviceStats {
-            guest: key.guest,
-            device: key.device,
-            volume: disk.volume.name().clone(),
-            closing: disk.closing.load(Ordering::Relaxed),
-            queues: disk.queues.load(Ordering::Relaxed),
-            persistent: disk.persistent.load(Ordering::Relaxed),
-            stats: disk.counters.read(),
-        });
-        figures.collect()
+        self.0.figures()
     }
 }
 
 impl Drop for Backend {
     fn drop(&mut self) {
-        self.wind_up();
+        if self.thread.is_some() {
+            self.wind_up(Instant::now() + PATIENCE);
+        }
     }
 }
 

@@ -1,31 +1,33 @@
 //! The xenstore side: finds devices, follows their states, publishes, connects and disconnects.
 //!
 //! One thread does this for all guests, with calls that wait for xenstored. What a guest does to
-//! its nodes only marks its device to be looked at, and each device is looked at every
-//! [`PAUSE`] at most: floods of changes cost the flooder its changes, and nobody memory (XSA-349).
+//! its nodes only marks its device to be looked at, and each device is looked at every few
+//! milliseconds at most: floods of changes cost the flooder its changes, and nobody memory (XSA-349).
+//!
+//! [`Control::turn`] does what is due and says when to call it again. The thread calls it in a loop and waits in
+//! between; a test may call it itself, with times of its own.
+
+mod actions;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use ebb_io::WorkerHandle;
 use ebb_mem::PoolParameters;
-use ebb_volume::{Stop, Volume};
+use ebb_volume::Volume;
 use rustix::event::{PollFd, PollFlags, poll};
 
-use crate::device::{Device, DeviceError, Key, Offer, Serving, Settings, open_queue};
-use crate::disk::Disk;
-use crate::machine::{Action, Phase, Seen, State, next};
-use crate::nodes::{Frontend, number, optional, publish, show_state, transact};
+use crate::device::{Device, DeviceError, Key, Settings};
+use crate::machine::{Action, Phase, State, next};
+use crate::mailbox::{Mailbox, Message};
+use crate::nodes::{number, optional};
 use crate::params::XenParameters;
 use crate::platform::{Domain, Platform, StoreError, XenStore};
-use crate::queue::Queue;
+use crate::served::Served;
 
-/// The least time between two looks at a device.
-const PAUSE: Duration = Duration::from_millis(5);
 /// How often volumes are asked for their size.
 const SIZES: Duration = Duration::from_millis(100);
 /// How long to wait before xenstore is tried again.
@@ -34,64 +36,25 @@ const RECONNECT: Duration = Duration::from_secs(1);
 const STEPS: u32 = 8;
 /// Devices of all guests; more are not looked at.
 const DEVICES_MAX: usize = 4096;
-/// Failures of a device that go to the log.
-const FAILURES_LOGGED: u32 = 10;
 /// What a disk line's script is called.
 const SCRIPT: &str = "block-ebbd";
 /// The backend kind of the toolstack's own, which is served where the kernel does not.
 const TOOLSTACK_KIND: &str = "vbd";
-/// `info` bits.
-const INFO_CDROM: u32 = 1;
-const INFO_REMOVABLE: u32 = 2;
-const INFO_READ_ONLY: u32 = 4;
 
 /// Finds a volume by name, with the limits of its page pools.
 pub type Lookup = Arc<dyn Fn(&str) -> Option<(Arc<Volume>, Arc<PoolParameters>)> + Send + Sync>;
 
-pub(crate) enum Message {
-    /// A ring has ended.
-    Ended(Key, u64),
-    /// Stop all rings and end; guests stay connected.
-    Leave,
-    /// Serve a volume no more.
-    Withdraw(String),
+/// What a turn of [`Control`] left to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// Nothing until this time, or until xenstore or another thread has something new.
+    Wait(Option<Instant>),
+    /// The backend was stopped, and nothing is under way any more: there are no more turns.
+    Ended,
 }
 
-/// Wakes the thread that polls the other end.
-#[derive(Clone)]
-pub(crate) struct Mailbox {
-    sender: Sender<Message>,
-    bell: Arc<OwnedFd>,
-}
-
-impl Mailbox {
-    pub(crate) fn new() -> std::io::Result<(Mailbox, Receiver<Message>)> {
-        let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-        let bell = Arc::new(rustix::event::eventfd(0, flags)?);
-        let (sender, receiver) = std::sync::mpsc::channel();
-        Ok((Mailbox { sender, bell }, receiver))
-    }
-
-    pub(crate) fn send(&self, message: Message) {
-        // Nobody listens any more only when all rings have ended.
-        let _ = self.sender.send(message);
-        let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
-    }
-}
-
-/// Reports the end of a ring, also of one whose worker dropped it.
-struct EndOfRing(Mailbox, Key, u64);
-
-impl Drop for EndOfRing {
-    fn drop(&mut self) {
-        self.0.send(Message::Ended(self.1.clone(), self.2));
-    }
-}
-
-/// Devices that are served, for whoever shows figures.
-pub(crate) type Served = Arc<Mutex<BTreeMap<Key, Arc<Disk>>>>;
-
-pub(crate) struct Control {
+/// The backend's side of xenstore; see [`crate::Backend::prepare`].
+pub struct Control {
     pub(crate) platform: Arc<dyn Platform>,
     pub(crate) store: Box<dyn XenStore>,
     pub(crate) own: Domain,
@@ -102,67 +65,96 @@ pub(crate) struct Control {
     pub(crate) settings: Settings,
     pub(crate) mailbox: Mailbox,
     pub(crate) inbox: Receiver<Message>,
-    pub(crate) served: Served,
+    pub(crate) served: Arc<Served>,
     pub(crate) devices: BTreeMap<Key, Device>,
     pub(crate) dirty: BTreeSet<Key>,
     pub(crate) generation: u64,
-    pub(crate) leaving: bool,
+    /// Xenstore is of no use until it is connected to again.
+    pub(crate) broken: bool,
+    /// When xenstore is tried again, and when volumes are asked for their size; at once at first.
+    pub(crate) retry: Option<Instant>,
+    pub(crate) sizes: Option<Instant>,
+    /// Told to end whatever is under way.
+    pub(crate) given_up: bool,
+}
+
+/// Says that there are no more turns, also when a turn panicked.
+impl Drop for Control {
+    fn drop(&mut self) {
+        self.served.note_end();
+    }
 }
 
 impl Control {
     pub(crate) fn run(mut self) {
-        let mut sizes = ebb_mem::clock::now();
-        let mut broken = self.watch_kinds().is_err();
-        loop {
-            if broken {
-                tracing::error!("xenstore cannot be reached: disks are served, none is attached");
-                broken = self.reconnect().is_err();
-            } else if let Err(error) = self.take_events() {
-                tracing::error!(%error, "xenstore");
-                broken = true;
-            }
-            self.take_messages();
-            if self.leaving && self.devices.values().all(|device| device.serving.is_none()) {
-                return;
-            }
-            let now = ebb_mem::clock::now();
-            if !broken {
-                match self.look_at_dirty(now) {
-                    Ok(true) => continue,
-                    Ok(false) => {}
-                    Err(error) => {
-                        tracing::error!(%error, "xenstore");
-                        broken = true;
-                    }
-                }
-            }
-            if now >= sizes + SIZES {
-                sizes = now;
-                self.compare_sizes();
-            }
-            self.wait(broken);
+        while let Turn::Wait(until) = self.turn(ebb_mem::clock::now()) {
+            self.wait(until);
         }
     }
 
-    fn wait(&self, broken: bool) {
+    /// Does what is due at `now`.
+    pub fn turn(&mut self, now: Instant) -> Turn {
+        let outcome = match self.broken {
+            true => self.reconnect(now),
+            false => self.take_events(),
+        };
+        self.note(outcome, now);
+        self.take_messages();
+        let leaving = self.served.is_leaving();
+        let idle = self.devices.values().all(|device| device.serving.is_none());
+        if self.given_up || leaving && idle {
+            return Turn::Ended;
+        }
+        if !self.broken && !leaving {
+            match self.look_at_dirty(now) {
+                Ok(true) => return Turn::Wait(Some(now)),
+                Ok(false) => {}
+                Err(error) => self.note(Err(error), now),
+            }
+        }
+        if !idle && !self.broken && self.sizes.is_none_or(|at| now >= at) {
+            self.sizes = Some(now + SIZES);
+            self.compare_sizes();
+        }
+        Turn::Wait(self.next_turn(leaving))
+    }
+
+    /// Notes whether xenstore can be used.
+    fn note(&mut self, outcome: Result<(), StoreError>, now: Instant) {
+        if let Err(error) = outcome {
+            tracing::error!(%error, "xenstore cannot be reached: disks are served, none is attached");
+            self.broken = true;
+            self.retry = Some(now + RECONNECT);
+        }
+    }
+
+    fn next_turn(&self, leaving: bool) -> Option<Instant> {
         let serving = self.devices.values().any(|device| device.serving.is_some());
-        let span = match () {
-            () if broken => RECONNECT,
-            () if !self.dirty.is_empty() => PAUSE,
-            () if serving => SIZES,
-            () => Duration::from_secs(3600),
+        let sizes = self.sizes.filter(|_| serving && !self.broken);
+        let look = match self.broken {
+            true => self.retry,
+            false if leaving => None,
+            false => self.dirty.iter().filter_map(|key| self.devices.get(key)?.next_look()).min(),
         };
-        let timeout = rustix::time::Timespec {
-            tv_sec: i64::try_from(span.as_secs()).unwrap_or(1),
-            tv_nsec: span.subsec_nanos().into(),
-        };
-        let bell = PollFd::new(&*self.mailbox.bell, PollFlags::IN);
+        [sizes, look].into_iter().flatten().min()
+    }
+
+    /// Waits until it is time for a turn.
+    fn wait(&self, until: Option<Instant>) {
+        let timeout = until.map(|until| {
+            let span = until.saturating_duration_since(ebb_mem::clock::now());
+            rustix::time::Timespec {
+                tv_sec: i64::try_from(span.as_secs()).unwrap_or(i64::MAX),
+                tv_nsec: span.subsec_nanos().into(),
+            }
+        });
+        let bell = PollFd::from_borrowed_fd(self.mailbox.bell(), PollFlags::IN);
         let fd = self.store.fd();
         let store = PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN);
         let mut fds = [bell, store];
-        let count = if broken { 1 } else { 2 };
+        let count = if self.broken { 1 } else { 2 };
         // Interrupted or not, everything is looked at next.
-        let _ = poll(&mut fds[..count], Some(&timeout));
+        let _ = poll(&mut fds[..count], timeout.as_ref());
     }
 
     fn kind_path(&self, kind: &str) -> String {
@@ -177,14 +169,21 @@ impl Control {
         Ok(())
     }
 
-    fn reconnect(&mut self) -> Result<(), StoreError> {
-        self.store = self.platform.xenstore()?;
+    /// Connects to xenstore, the first time and whenever the connection broke.
+    fn reconnect(&mut self, now: Instant) -> Result<(), StoreError> {
+        if self.retry.is_some_and(|at| now < at) {
+            return Ok(());
+        }
+        if self.retry.is_some() {
+            self.store = self.platform.xenstore()?;
+        }
         self.watch_kinds()?;
         for (key, device) in &self.devices {
             self.store.watch(&format!("{}/state", device.frontend), &key.name())?;
         }
         self.dirty.extend(self.devices.keys().cloned());
-        Ok(())
+        self.broken = false;
+        self.take_events()
     }
 
     fn take_events(&mut self) -> Result<(), StoreError> {
@@ -242,27 +241,25 @@ impl Control {
     }
 
     fn take_messages(&mut self) {
-        let mut counter = [0; 8];
-        let _ = rustix::io::read(&*self.mailbox.bell, &mut counter);
+        self.mailbox.answer_bell();
         while let Ok(message) = self.inbox.try_recv() {
             match message {
                 Message::Ended(key, generation) => self.ring_ended(&key, generation),
-                Message::Leave => {
-                    self.leaving = true;
-                    for serving in self.devices.values().filter_map(|d| d.serving.as_ref()) {
-                        serving.wind_up();
-                    }
-                }
-                Message::Withdraw(name) => {
-                    for (key, device) in &mut self.devices {
-                        let serving = device.serving.as_ref();
-                        if let Some(serving) = serving.filter(|s| **s.disk.volume.name() == *name) {
-                            serving.wind_up();
-                            device.phase = Phase::Draining;
-                            self.dirty.insert(key.clone());
-                        }
-                    }
-                }
+                Message::Leave => {}
+                Message::GiveUp => self.given_up = true,
+                Message::Withdraw(name) => self.withdraw(&name),
+            }
+        }
+    }
+
+    /// The devices of a volume are being wound up.
+    fn withdraw(&mut self, name: &str) {
+        for (key, device) in &mut self.devices {
+            let serving = device.serving.as_ref();
+            if serving.is_some_and(|serving| **serving.disk.volume.name() == *name) {
+                device.phase = Phase::Draining;
+                device.withdrawn = Some(name.to_owned());
+                self.dirty.insert(key.clone());
             }
         }
     }
@@ -274,11 +271,10 @@ impl Control {
             return;
         }
         serving.running = serving.running.saturating_sub(1);
-        serving.disk.queues.store(serving.running, Ordering::Relaxed);
         if serving.running > 0 {
             return;
         }
-        if !self.leaving {
+        if !self.served.is_leaving() {
             for path in &serving.journals {
                 let _ = std::fs::remove_file(path);
             }
@@ -287,20 +283,17 @@ impl Control {
         if device.phase == Phase::Draining {
             device.phase = Phase::Closed;
         }
-        self.served.lock().unwrap_or_else(PoisonError::into_inner).remove(key);
+        self.served.remove(key);
         tracing::info!(device = key.name(), "disconnected");
         self.dirty.insert(key.clone());
     }
 
     /// Looks at devices that changed; true if at one at least.
     fn look_at_dirty(&mut self, now: Instant) -> Result<bool, StoreError> {
-        if self.leaving {
-            return Ok(false);
-        }
         let mut any = false;
         for key in self.dirty.clone() {
-            let early = |device: &Device| device.looked.is_some_and(|at| now < at + PAUSE);
-            if self.devices.get(&key).is_some_and(early) {
+            let due = self.devices.get(&key).and_then(Device::next_look);
+            if due.is_some_and(|at| now < at) {
                 continue;
             }
             self.dirty.remove(&key);
@@ -330,8 +323,15 @@ impl Control {
             }
         }
         store.watch(&format!("{frontend}/state"), &key.name())?;
-        let device =
-            Device { base, frontend, phase: Phase::New, looked: None, serving: None, logged: 0 };
+        let device = Device {
+            base,
+            frontend,
+            phase: Phase::New,
+            looked: None,
+            serving: None,
+            withdrawn: None,
+            logged: 0,
+        };
         self.devices.insert(key.clone(), device);
         Ok(true)
     }
@@ -341,9 +341,18 @@ impl Control {
             return Ok(());
         }
         for _ in 0..STEPS {
+            if self.served.is_leaving() {
+                return Ok(());
+            }
             let Some(device) = self.devices.get_mut(key) else { return Ok(()) };
             device.looked = Some(now);
-            let seen = see(&mut *self.store, device, self.settings.max_queues)?;
+            if device.serving.is_none()
+                && let Some(name) = device.withdrawn.take()
+            {
+                self.fail(key, &DeviceError::Withdrawn(name))?;
+                continue;
+            }
+            let seen = actions::see(&mut *self.store, device, self.settings.max_queues)?;
             if let Phase::Connected { settled } = &mut device.phase {
                 *settled |= seen.frontend == Some(State::Connected);
             }
@@ -375,196 +384,6 @@ impl Control {
         self.dirty.insert(key.clone());
         Ok(())
     }
-
-    fn show(&mut self, key: &Key, state: State) -> Result<(), StoreError> {
-        show_state(&mut *self.store, &key.base(self.own), state.text())?;
-        if state == State::Closed {
-            self.set_phase(key, Phase::Closed);
-        }
-        Ok(())
-    }
-
-    /// What the backend's directory and the volume say.
-    fn terms(&mut self, key: &Key) -> Result<Offer, DeviceError> {
-        let base = key.base(self.own);
-        let store = &mut *self.store;
-        let mut get = |name: &str| optional(store, 0, &format!("{base}/{name}"));
-        let name = get("params")?.unwrap_or_default();
-        let mode = get("mode")?.unwrap_or_default();
-        let discard = get("discard-enable")?.is_none_or(|value| value != "0");
-        let flush = get("flush-enable")?.is_none_or(|value| value != "0");
-        let cdrom = get("device-type")?.is_some_and(|value| value == "cdrom");
-        let removable = get("removable")?.is_some_and(|value| value == "1");
-        let plain = name.strip_prefix("ebbd:").unwrap_or(&name);
-        let found = (self.volumes)(plain);
-        let (volume, pool) = found.ok_or_else(|| DeviceError::NoVolume(plain.to_owned()))?;
-        let read_only = volume.read_only() || !mode.contains('w');
-        let discard = discard && !read_only && volume.capabilities().discard;
-        let bits = [(cdrom, INFO_CDROM), (removable, INFO_REMOVABLE), (read_only, INFO_READ_ONLY)];
-        let info = bits.iter().filter(|(on, _)| *on).map(|(_, bit)| bit).sum();
-        let persistent = self.parameters.feature_persistent();
-        Ok(Offer { volume, pool, read_only, discard, flush, info, persistent })
-    }
-
-    fn offer(&mut self, key: &Key) -> Result<(), DeviceError> {
-        let offer = self.terms(key)?;
-        let base = key.base(self.own);
-        publish(&mut *self.store, &base, &offer.nodes(&self.settings))?;
-        self.show(key, State::InitWait)?;
-        self.set_phase(key, Phase::Waiting);
-        Ok(())
-    }
-
-    fn set_phase(&mut self, key: &Key, phase: Phase) {
-        if let Some(device) = self.devices.get_mut(key) {
-            device.phase = phase;
-        }
-    }
-
-    /// Maps and binds all rings, then says so. With `resume` the guest is using them already.
-    fn connect(&mut self, key: &Key, resume: bool) -> Result<(), DeviceError> {
-        let Some(device) = self.devices.get(key) else { return Ok(()) };
-        let (base, path) = (device.base.clone(), device.frontend.clone());
-        let mut offer = self.terms(key)?;
-        let max_queues = self.settings.max_queues;
-        let mut frontend = Frontend::read(&mut *self.store, 0, &path, max_queues)?;
-        if resume {
-            // What was agreed on stays.
-            let agreed = optional(&mut *self.store, 0, &format!("{base}/feature-persistent"))?;
-            offer.persistent = agreed.is_some_and(|value| value == "1");
-        }
-        let asked = frontend.persistent;
-        frontend.persistent = asked && offer.persistent;
-        let disk = offer.disk(&self.parameters, &self.settings);
-        disk.persistent.store(frontend.persistent, Ordering::Relaxed);
-        let stop = Arc::<Stop>::default();
-        let mut rings = Vec::new();
-        for number in 0..frontend.queues.len() {
-            let shared = (&disk, &stop);
-            let platform = &*self.platform;
-            let settings = &self.settings;
-            rings.push(open_queue(platform, key, &frontend, number, resume, settings, shared)?);
-        }
-        frontend.persistent = asked;
-        publish(&mut *self.store, &base, &offer.nodes(&self.settings))?;
-        self.generation += 1;
-        let generation = self.generation;
-        let queues = rings.len();
-        for (number, parts) in rings.into_iter().enumerate() {
-            let end = EndOfRing(self.mailbox.clone(), key.clone(), generation);
-            let worker = (usize::try_from(generation).unwrap_or_default() + number)
-                % self.workers.len().max(1);
-            let Some(worker) = self.workers.get(worker) else { continue };
-            worker.spawn(move |io| async move {
-                Queue::run(io, parts).await;
-                drop(end);
-            });
-        }
-        let journals = self.settings.journals.iter().flat_map(|folder| {
-            (0..queues).map(|number| crate::device::journal_path(folder, key, number))
-        });
-        let serving = Serving {
-            generation,
-            disk: disk.clone(),
-            stop,
-            frontend,
-            running: u32::try_from(queues).unwrap_or(u32::MAX),
-            size: offer.volume.size(),
-            journals: journals.collect(),
-        };
-        disk.queues.store(serving.running, Ordering::Relaxed);
-        let settled = resume;
-        let volume = offer.volume.name().clone();
-        if let Some(device) = self.devices.get_mut(key) {
-            device.phase = Phase::Connected { settled };
-            device.serving = Some(serving);
-            device.logged = 0;
-        }
-        self.served.lock().unwrap_or_else(PoisonError::into_inner).insert(key.clone(), disk);
-        tracing::info!(device = key.name(), volume = &*volume, queues, resume, "connected");
-        Ok(self.show(key, State::Connected)?)
-    }
-
-    fn disconnect(&mut self, key: &Key) {
-        let Some(device) = self.devices.get_mut(key) else { return };
-        match &device.serving {
-            Some(serving) => {
-                serving.wind_up();
-                device.phase = Phase::Draining;
-            }
-            None => device.phase = Phase::Closed,
-        }
-    }
-
-    /// Says what is wrong, to the log and to the toolstack, and takes leave of the frontend.
-    fn fail(&mut self, key: &Key, error: &DeviceError) -> Result<(), StoreError> {
-        let own = self.own;
-        let Some(device) = self.devices.get_mut(key) else { return Ok(()) };
-        device.logged = device.logged.saturating_add(1);
-        if device.logged <= FAILURES_LOGGED {
-            let cause = std::error::Error::source(error).map(ToString::to_string);
-            let cause = cause.unwrap_or_default();
-            tracing::error!(device = key.name(), %error, cause, "not served");
-        }
-        let Key { kind, guest, device: id } = key;
-        let path = format!("/local/domain/{own}/error/backend/{kind}/{guest}/{id}/error");
-        let text: String = format!("22 {error}").chars().take(512).collect();
-        match self.store.write(0, &path, &text) {
-            Ok(()) | Err(StoreError::Refused(_)) => {}
-            Err(error) => return Err(error),
-        }
-        self.show(key, State::Closing)?;
-        self.disconnect(key);
-        if let Some(device) = self.devices.get_mut(key).filter(|d| d.serving.is_none()) {
-            device.phase = Phase::Failed;
-        }
-        Ok(())
-    }
-
-    fn forget(&mut self, key: &Key) -> Result<(), StoreError> {
-        let Some(device) = self.devices.remove(key) else { return Ok(()) };
-        let store = &mut *self.store;
-        match store.unwatch(&format!("{}/state", device.frontend), &key.name()) {
-            Ok(()) | Err(StoreError::Missing) => {}
-            Err(error @ StoreError::Io(_)) => return Err(error),
-            Err(_) => {}
-        }
-        // The toolstack clears up after its own kind; nobody else does after ours.
-        let gone = optional(store, 0, &format!("{}/state", device.frontend))?.is_none();
-        if gone && &*key.kind != TOOLSTACK_KIND {
-            match store.remove(0, &device.base) {
-                Ok(()) | Err(StoreError::Missing) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
-    /// Tells guests whose disk has another size than before.
-    fn compare_sizes(&mut self) {
-        for (key, device) in &mut self.devices {
-            let Some(serving) = &mut device.serving else { continue };
-            let size = serving.disk.volume.size();
-            if size == serving.size || !matches!(device.phase, Phase::Connected { .. }) {
-                continue;
-            }
-            let sectors = (size / crate::abi::SECTOR_BYTES).to_string();
-            let (base, connected) = (&device.base, State::Connected.text());
-            // The state is written anew, with the value it has: that is what frontends watch.
-            let told = transact(&mut *self.store, |store, within| {
-                store.read(within, &format!("{base}/state"))?;
-                store.write(within, &format!("{base}/sectors"), &sectors)?;
-                store.write(within, &format!("{base}/state"), connected)
-            });
-            match told {
-                Ok(()) => {
-                    serving.size = size;
-                    tracing::info!(device = key.name(), bytes = size, "resized");
-                }
-                Err(error) => tracing::warn!(device = key.name(), %error, "not resized"),
-            }
-        }
-    }
 }
 
 fn list(store: &mut dyn XenStore, path: &str) -> Result<Vec<String>, StoreError> {
@@ -572,26 +391,4 @@ fn list(store: &mut dyn XenStore, path: &str) -> Result<Vec<String>, StoreError>
         Err(StoreError::Missing) => Ok(Vec::new()),
         other => other,
     }
-}
-
-fn see(store: &mut dyn XenStore, device: &Device, max_queues: u32) -> Result<Seen, StoreError> {
-    let mut state = |base: &str| -> Result<Option<State>, StoreError> {
-        Ok(optional(store, 0, &format!("{base}/state"))?.map(|text| State::parse(&text)))
-    };
-    let (frontend, own) = (state(&device.frontend)?, state(&device.base)?);
-    let online = optional(store, 0, &format!("{}/online", device.base))?;
-    let running = matches!(frontend, Some(State::Initialised | State::Connected));
-    let other_ring = match &device.serving {
-        Some(serving) if running && matches!(device.phase, Phase::Connected { .. }) => {
-            match Frontend::read(store, 0, &device.frontend, max_queues) {
-                Ok(now) => now != serving.frontend,
-                Err(crate::nodes::NodeError::Store(error @ StoreError::Io(_))) => {
-                    return Err(error);
-                }
-                Err(_) => true,
-            }
-        }
-        _ => false,
-    };
-    Ok(Seen { frontend, own, online: online.is_some_and(|value| value == "1"), other_ring })
 }

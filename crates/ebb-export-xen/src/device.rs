@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::time::{Duration, Instant};
 
 use ebb_mem::PoolParameters;
 use ebb_volume::{Stop, Volume};
@@ -16,6 +16,9 @@ use crate::nodes::{Frontend, MAX_RING_ORDER, NodeError, Nodes, QueueNodes};
 use crate::platform::{Domain, Platform, StoreError};
 use crate::queue::Parts;
 use crate::ring::Ring;
+
+/// The least time between two looks at a device.
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// Which device: of which kind, of which guest, under which number.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -43,6 +46,8 @@ impl Key {
 pub(crate) enum DeviceError {
     #[error("no volume is called `{0}`: name one of the daemon's volumes when attaching the disk")]
     NoVolume(String),
+    #[error("volume `{0}` is not served any more: detach the disk, or attach another volume")]
+    Withdrawn(String),
     #[error("the frontend's nodes: {0}")]
     Nodes(#[from] NodeError),
     #[error("cannot {what}")]
@@ -69,29 +74,29 @@ pub(crate) struct Device {
     pub(crate) phase: Phase,
     pub(crate) looked: Option<Instant>,
     pub(crate) serving: Option<Serving>,
+    /// Its volume, if that was withdrawn: the guest is to be told once the rings have ended.
+    pub(crate) withdrawn: Option<String>,
     /// Failures that went to the log.
     pub(crate) logged: u32,
+}
+
+impl Device {
+    /// When it may be looked at next; `None` is at any time.
+    pub(crate) fn next_look(&self) -> Option<Instant> {
+        self.looked.map(|at| at + PAUSE)
+    }
 }
 
 /// A device being served.
 pub(crate) struct Serving {
     pub(crate) generation: u64,
     pub(crate) disk: Arc<Disk>,
-    pub(crate) stop: Arc<Stop>,
     pub(crate) frontend: Frontend,
     /// Rings that have not ended.
     pub(crate) running: u32,
     /// Bytes, as the guest knows.
     pub(crate) size: u64,
     pub(crate) journals: Vec<PathBuf>,
-}
-
-impl Serving {
-    /// Has what is under way end, and nothing begin any more.
-    pub(crate) fn wind_up(&self) {
-        self.disk.closing.store(true, Ordering::Relaxed);
-        self.stop.stop();
-    }
 }
 
 /// How devices are served.
@@ -159,6 +164,7 @@ impl Offer {
             queues: AtomicU32::new(0),
             persistent: AtomicBool::new(false),
             closing: AtomicBool::new(false),
+            stop: Stop::default(),
             counters: Counters::default(),
         })
     }
@@ -172,7 +178,7 @@ pub(crate) fn open_queue(
     number: usize,
     resume: bool,
     settings: &Settings,
-    (disk, stop): (&Arc<Disk>, &Arc<Stop>),
+    disk: &Arc<Disk>,
 ) -> Result<Parts, DeviceError> {
     let nodes = &frontend.queues[number];
     let io = |what| move |source| DeviceError::Io { what, source };
@@ -219,7 +225,6 @@ pub(crate) fn open_queue(
         left_over,
         // What a guest never learns of it cannot use.
         persistent: frontend.persistent,
-        stop: stop.clone(),
     })
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use ebb_mem::PoolParameters;
-use ebb_volume::Volume;
+use ebb_volume::{Stop, Volume};
 
 use crate::params::XenParameters;
 
@@ -43,6 +43,8 @@ pub(crate) struct Disk {
     pub(crate) persistent: AtomicBool,
     /// It is being wound up: what is under way ends, nothing begins.
     pub(crate) closing: AtomicBool,
+    /// Tells its rings so.
+    pub(crate) stop: Stop,
     pub(crate) counters: Counters,
 }
 
@@ -50,6 +52,12 @@ impl Disk {
     /// See [`Disk::broken`].
     pub(crate) fn is_broken(&self) -> bool {
         self.broken.load(Ordering::Relaxed)
+    }
+
+    /// Has what is under way end, and nothing begin any more. Does not wait.
+    pub(crate) fn wind_up(&self) {
+        self.closing.store(true, Ordering::Relaxed);
+        self.stop.stop();
     }
 }
 

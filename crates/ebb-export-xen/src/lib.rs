@@ -37,6 +37,7 @@ mod express;
 pub mod journal;
 mod lane;
 pub mod machine;
+mod mailbox;
 pub mod memory;
 pub mod nodes;
 mod pace;
@@ -45,11 +46,13 @@ pub mod persistent;
 pub mod platform;
 mod queue;
 pub mod ring;
+mod served;
 #[cfg(feature = "shm")]
 pub mod shm;
 
 pub use attach::{AttachError, Disk, attach, detach, device_number, find_domain};
 pub use backend::{Backend, DeviceStats, Figures, Options, StartError};
-pub use control::Lookup;
+pub use control::{Control, Lookup, Turn};
 pub use disk::{MAX_SEGMENTS, Transient, XenStats};
 pub use params::XenParameters;
+pub use served::Ending;

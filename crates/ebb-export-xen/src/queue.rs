@@ -16,7 +16,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_io::{Budget, Buf, BufPool, Io, Signal};
-use ebb_volume::Stop;
 
 use crate::abi::{Response, Slot, Status, op};
 use crate::copier::Copier;
@@ -72,7 +71,6 @@ pub(crate) struct Parts {
     /// Entries of the journal to be done again.
     pub(crate) left_over: Vec<u32>,
     pub(crate) persistent: bool,
-    pub(crate) stop: Arc<Stop>,
 }
 
 /// See the module.
@@ -165,7 +163,7 @@ impl Queue {
             io.spawn(queue.clone().publish_answers()),
             io.spawn(queue.clone().copy_for_lanes()),
             io.spawn(queue.clone().keep_house(shrinks)),
-            io.spawn(queue.clone().obey(parts.stop)),
+            io.spawn(queue.clone().obey()),
         ];
         queue.serve(parts.left_over).await;
         queue.drain().await;
@@ -175,8 +173,8 @@ impl Queue {
         queue.unmap(|table| table.clear(UNMAP_STEP)).await;
     }
 
-    async fn obey(self: Rc<Self>, stop: Arc<Stop>) {
-        stop.wait().await;
+    async fn obey(self: Rc<Self>) {
+        self.disk.stop.wait().await;
         self.stopping.set(true);
         self.halt.set();
     }

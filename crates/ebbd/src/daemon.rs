@@ -387,12 +387,17 @@ impl Daemon {
         self.stop()
     }
 
-    fn stop(mut self) -> anyhow::Result<()> {
+    fn stop(self) -> anyhow::Result<()> {
         // Guests stay connected and wait for a successor; what they asked for is answered.
-        drop(self.xen.take());
+        let guests = self.xen.as_ref().map(Backend::begin_stop);
         let volumes: Vec<_> = self.server.volumes().into_iter().map(|(v, _)| v).collect();
         let server = self.server.clone();
-        let seen_off = move |_| async move { server.stop().await };
+        let seen_off = move |_| async move {
+            if let Some(guests) = guests {
+                guests.over().await;
+            }
+            server.stop().await;
+        };
         let limit = Duration::from_secs(self.args.drain);
         let failures = drain(&self.first_worker(), &volumes, seen_off, limit)?;
         if failures.is_empty() {
@@ -447,7 +452,8 @@ impl Daemon {
     fn reload_volumes(&mut self, new: &Config, changes: &Changes) {
         for name in changes.volumes_removed.iter().chain(&changes.volumes_changed) {
             if let Some(xen) = &self.xen {
-                xen.withdraw(name);
+                // The requests of its guests end by themselves; closing the volume waits for them.
+                let _ = xen.withdraw(name);
             }
             self.withdraw(name);
             self.config.volumes.remove(name);

@@ -57,6 +57,11 @@ impl Frontend {
         Frontend { world, guest, device, wishes, queues: Vec::new(), free }
     }
 
+    /// The guest it is in.
+    pub fn guest(&self) -> &Arc<Guest> {
+        &self.guest
+    }
+
     fn path(&self, name: &str) -> String {
         format!("/local/domain/{}/device/vbd/{}/{name}", self.guest.number(), self.device)
     }
@@ -117,6 +122,42 @@ impl Frontend {
         self.await_backend("4")?;
         self.set("state", "4");
         Ok(())
+    }
+
+    /// Takes the next step of [`Frontend::connect`] if it is our turn, without waiting; true once connected.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn step_connect(&mut self) -> io::Result<bool> {
+        let own = self.world.tree.get(&self.path("state"));
+        match (own.as_deref(), self.backend("state").as_deref()) {
+            (Some("4"), _) => return Ok(true),
+            (Some("1"), Some("2")) => {
+                self.share()?;
+                self.set("state", "3");
+            }
+            (Some("3"), Some("4")) => self.set("state", "4"),
+            (Some("1" | "3"), _) => {}
+            _ => self.set("state", "1"),
+        }
+        Ok(false)
+    }
+
+    /// Takes the next step of [`Frontend::close`] if it is our turn, without waiting; true once closed.
+    pub fn step_close(&mut self) -> bool {
+        let own = self.world.tree.get(&self.path("state"));
+        match (own.as_deref(), self.backend("state").as_deref()) {
+            (Some("6"), Some("6")) => {
+                for queue in std::mem::take(&mut self.queues) {
+                    self.free_pages(&queue.ring);
+                }
+                return true;
+            }
+            (Some("5"), Some("5")) => self.set("state", "6"),
+            (Some("5" | "6"), _) => {}
+            _ => self.set("state", "5"),
+        }
+        false
     }
 
     /// Makes rings and writes their nodes.

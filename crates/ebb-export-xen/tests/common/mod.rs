@@ -39,9 +39,13 @@ impl Rig {
     }
 
     pub fn with(workers: usize, change: impl Fn(&mut Options)) -> Rig {
+        Rig::in_world(World::default(), workers, change)
+    }
+
+    pub fn in_world(world: World, workers: usize, change: impl Fn(&mut Options)) -> Rig {
         let volumes = Volumes::default();
         let mut rig = Rig {
-            world: World::default(),
+            world,
             backend: None,
             workers: Vec::new(),
             volumes,

@@ -1,0 +1,281 @@
+//! A stop, and a volume that is withdrawn: each device ends by itself, and who waits may give up.
+
+#![allow(clippy::unwrap_used, reason = "this is a test")]
+
+mod common;
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
+
+use common::{Rig, SIZE, memory, pattern, until};
+use ebb_export_xen::abi::{Segment, op};
+use ebb_export_xen::platform::{Channel, Domain, Grants, Platform, StoreError, XenStore};
+use ebb_export_xen::shm::World;
+use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::{Backend, Options, Turn, device_number};
+use ebb_io::Worker;
+use ebb_store::{Store, TestStore};
+use ebb_volume::{Volume, VolumeOptions};
+
+/// Longer than any test.
+const NEVER_US: u64 = 3_600_000_000;
+
+/// A deadline that is only met by what never ends.
+fn soon() -> Instant {
+    Instant::now() + Duration::from_millis(200)
+}
+
+fn generous() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+/// A volume whose store can be made to answer nothing.
+fn volume(rig: &Rig, name: &str) -> (Arc<Volume>, Arc<TestStore>) {
+    let store = Arc::new(TestStore::new(SIZE, 1));
+    let volume = Volume::new(name, Store::Test(store.clone()), VolumeOptions::default());
+    rig.add(volume.clone());
+    (volume, store)
+}
+
+/// Sends a write of one page, and does not wait for its answer.
+fn send(disk: &mut Frontend, sector: u64, data: &[u8]) -> u32 {
+    let page = disk.pages(1)[0];
+    let guest = disk.guest().clone();
+    assert!(guest.memory().write(ebb_export_xen::shm::frontend::offset(page), data));
+    let segment = Segment { gref: page, first: 0, last: 7 };
+    let (_, request) = disk.request(op::WRITE, sector, &[segment]);
+    disk.queues[0].put(request);
+    disk.queues[0].push();
+    page
+}
+
+/// Two disks of one worker, one on a store that answers nothing: the other ends at once, a stop ends at its deadline
+/// and names the one that is left, and a successor does what that had under way.
+#[test]
+fn a_dead_store_keeps_only_its_own_disk_from_ending() {
+    let mut rig = Rig::new();
+    let (_, store) = volume(&rig, "dead");
+    let mut disks: Vec<Frontend> = [(1, "dead"), (2, "disk")]
+        .into_iter()
+        .map(|(number, volume)| {
+            let guest = rig.guest(number, 64);
+            let mut disk = rig.attach(&guest, "xvdb", volume, Wishes::default());
+            disk.connect().unwrap();
+            disk
+        })
+        .collect();
+    store.latency_us.store(NEVER_US, Ordering::SeqCst);
+    let data = pattern(5, 4096);
+    send(&mut disks[0], 8, &data);
+    until("it is under way", || store.writes.load(Ordering::SeqCst) > 0);
+    assert_eq!(disks[1].transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
+    let backend = rig.backend.take().unwrap();
+    let ending = backend.begin_stop();
+    assert!(ending.of("disk").wait_until(generous()), "its own requests are over");
+    let left = ending.left();
+    assert_eq!(left.len(), 1, "{left:?}");
+    assert_eq!((left[0].guest, &*left[0].volume, left[0].closing), (1, "dead", true));
+    let left = backend.stop(soon());
+    assert_eq!(left.len(), 1, "{left:?}");
+    // The workers end with the process; what they hold is not answered.
+    rig.workers.clear();
+    assert_eq!(disks[0].queues[0].take().unwrap(), None);
+    store.latency_us.store(0, Ordering::SeqCst);
+    rig.start(1, |_| {});
+    assert_eq!(disks[0].queues[0].wait().unwrap().status, 0, "a successor did it again");
+    let mut back = vec![0; 4096];
+    store.look(8 * 512, &mut back);
+    assert!(back == data);
+    assert_eq!(disks[1].transfer(0, op::READ, 0, &mut back).unwrap(), 0);
+    assert!(back == pattern(1, 4096));
+}
+
+/// A volume that is withdrawn ends by itself, and says so to who waits; no request of another disk waits for it.
+#[test]
+fn a_withdrawn_volume_ends_by_itself_and_its_guest_is_told() {
+    let rig = Rig::new();
+    let (_, store) = volume(&rig, "slow");
+    let (first, second) = (rig.guest(1, 64), rig.guest(2, 64));
+    let mut slow = rig.attach(&first, "xvdb", "slow", Wishes::default());
+    slow.connect().unwrap();
+    let mut other = rig.attach(&second, "xvdb", "disk", Wishes::default());
+    other.connect().unwrap();
+    store.waits.store(1, Ordering::SeqCst);
+    store.latency_us.store(50_000, Ordering::SeqCst);
+    send(&mut slow, 0, &[1; 4096]);
+    until("it is under way", || store.writes.load(Ordering::SeqCst) > 0);
+    let backend = rig.backend.as_ref().unwrap();
+    let ending = backend.withdraw("slow");
+    assert_eq!(other.transfer(0, op::WRITE, 0, &mut [2; 4096]).unwrap(), 0);
+    // Awaited by a task, as the daemon does.
+    let waited = ending.clone();
+    rig.workers[0].handle().block_on(move |_| async move { waited.over().await }).unwrap();
+    assert!(ending.is_over() && ending.left().is_empty());
+    assert_eq!(slow.queues[0].wait().unwrap().status, 0, "what was under way was answered");
+    slow.await_backend("5").unwrap();
+    let told = rig.world.tree.get("/local/domain/0/error/backend/ebbd/1/51728/error").unwrap();
+    assert!(told.contains("`slow` is not served any more"), "{told}");
+    assert!(backend.withdraw("slow").is_over(), "nothing is left to wait for");
+    // The lookup still finds it; it is not attached again.
+    slow.set("state", "6");
+    slow.await_backend("6").unwrap();
+    slow.set("state", "1");
+    until("it is refused", || slow.backend("state").as_deref() == Some("5"));
+    assert_eq!(other.transfer(0, op::WRITE, 0, &mut [3; 4096]).unwrap(), 0);
+    // A new one of that name is.
+    rig.add(memory("slow", SIZE, false));
+    slow.set("state", "6");
+    slow.await_backend("6").unwrap();
+    slow.connect().unwrap();
+    assert_eq!(slow.transfer(0, op::WRITE, 0, &mut [4; 4096]).unwrap(), 0);
+}
+
+/// Where xenstored can be made to answer nothing.
+#[derive(Clone, Default)]
+struct Stuck {
+    world: World,
+    gate: Arc<(Mutex<bool>, Condvar)>,
+    waiting: Arc<AtomicBool>,
+}
+
+impl Stuck {
+    fn shut(&self, shut: bool) {
+        *self.gate.0.lock().unwrap() = shut;
+        self.gate.1.notify_all();
+    }
+
+    fn pass(&self) {
+        let mut shut = self.gate.0.lock().unwrap();
+        while *shut {
+            self.waiting.store(true, Ordering::SeqCst);
+            shut = self.gate.1.wait(shut).unwrap();
+        }
+    }
+}
+
+impl Platform for Stuck {
+    fn grants(&self, guest: Domain) -> io::Result<Arc<dyn Grants>> {
+        self.world.grants(guest)
+    }
+
+    fn bind(&self, guest: Domain, port: u32) -> io::Result<Box<dyn Channel>> {
+        self.world.bind(guest, port)
+    }
+
+    fn xenstore(&self) -> io::Result<Box<dyn XenStore>> {
+        Ok(Box::new(StuckStore(self.clone(), self.world.xenstore()?)))
+    }
+}
+
+struct StuckStore(Stuck, Box<dyn XenStore>);
+
+impl XenStore for StuckStore {
+    fn read(&mut self, within: u32, path: &str) -> Result<Vec<u8>, StoreError> {
+        self.0.pass();
+        self.1.read(within, path)
+    }
+
+    fn write(&mut self, within: u32, path: &str, value: &str) -> Result<(), StoreError> {
+        self.1.write(within, path, value)
+    }
+
+    fn list(&mut self, within: u32, path: &str) -> Result<Vec<String>, StoreError> {
+        self.1.list(within, path)
+    }
+
+    fn remove(&mut self, within: u32, path: &str) -> Result<(), StoreError> {
+        self.1.remove(within, path)
+    }
+
+    fn give(&mut self, within: u32, path: &str, a: Domain, b: Domain) -> Result<(), StoreError> {
+        self.1.give(within, path, a, b)
+    }
+
+    fn watch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+        self.1.watch(path, token)
+    }
+
+    fn unwatch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+        self.1.unwatch(path, token)
+    }
+
+    fn begin(&mut self) -> Result<u32, StoreError> {
+        self.1.begin()
+    }
+
+    fn end(&mut self, transaction: u32, commit: bool) -> Result<(), StoreError> {
+        self.1.end(transaction, commit)
+    }
+
+    fn event(&mut self) -> Result<Option<(String, String)>, StoreError> {
+        self.1.event()
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.1.fd()
+    }
+}
+
+/// While xenstored answers nothing, disks end all the same, and a stop ends at its deadline.
+#[test]
+fn a_stop_does_not_wait_for_xenstored() {
+    let stuck = Stuck::default();
+    let platform = stuck.clone();
+    let mut rig = Rig::in_world(stuck.world.clone(), 1, |options| {
+        options.platform = Arc::new(platform.clone())
+    });
+    let mut disk = rig.disk(Wishes::default());
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut [1; 4096]).unwrap(), 0);
+    stuck.shut(true);
+    disk.set("state", "4");
+    until("the thread waits for xenstored", || stuck.waiting.load(Ordering::SeqCst));
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut [1; 4096]).unwrap(), 0, "disks are served");
+    let backend = rig.backend.take().unwrap();
+    assert!(backend.begin_stop().wait_until(generous()));
+    assert!(backend.stop(soon()).is_empty(), "no disk is left");
+    stuck.shut(false);
+}
+
+/// The xenstore side without its thread, at times that the test chooses: a disk comes, is used, and goes.
+#[test]
+fn the_xenstore_side_can_be_driven_turn_by_turn() {
+    let world = World::default();
+    let worker = Worker::start_alone("xen").unwrap();
+    let disk = memory("disk", SIZE, false);
+    let lookup = move |_: &str| Some((disk.clone(), Arc::default()));
+    let options = Options::new(Arc::new(world.clone()), vec![worker.handle()], Arc::new(lookup));
+    let (backend, mut control) = Backend::prepare(options).unwrap();
+    let guest = world.guest(1, 64).unwrap();
+    let order = ebb_export_xen::Disk { volume: "disk", name: "xvdb", read_only: false };
+    ebb_export_xen::attach(&mut *world.xenstore().unwrap(), 1, &order).unwrap();
+    let mut disk = Frontend::new(&world, &guest, device_number("xvdb").unwrap(), Wishes::default());
+    let mut now = Instant::now();
+    let mut turns = 0;
+    let mut go = |done: &mut dyn FnMut() -> bool| {
+        while !done() {
+            turns += 1;
+            assert!(turns < 1000, "it does not come to rest");
+            // Time goes where the turn says, without waiting.
+            match control.turn(now) {
+                Turn::Wait(Some(at)) => now = now.max(at),
+                Turn::Wait(None) => {}
+                Turn::Ended => return true,
+            }
+        }
+        false
+    };
+    go(&mut || disk.step_connect().unwrap());
+    let mut data = pattern(3, 4096);
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut data).unwrap(), 0);
+    go(&mut || disk.step_close() && guest.mapped() == 0);
+    go(&mut || disk.step_connect().unwrap());
+    let mut back = vec![0; 4096];
+    assert_eq!(disk.transfer(0, op::READ, 0, &mut back).unwrap(), 0);
+    assert!(back == data);
+    assert!(backend.begin_stop().wait_until(generous()));
+    assert!(go(&mut || false), "the end is told");
+    assert_eq!(guest.mapped(), 0);
+}
