@@ -225,7 +225,7 @@ fn a_stop_does_not_wait_for_xenstored() {
     let stuck = Stuck::default();
     let platform = stuck.clone();
     let mut rig = Rig::in_world(stuck.world.clone(), 1, |options| {
-        options.platform = Arc::new(platform.clone())
+        options.platform = Arc::new(platform.clone());
     });
     let mut disk = rig.disk(Wishes::default());
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut [1; 4096]).unwrap(), 0);
