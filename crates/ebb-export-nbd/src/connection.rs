@@ -5,7 +5,8 @@
 //! - What a client can make us hold is bounded: [`IN_FLIGHT_MAX`] requests, and the memory budget
 //!   of the connection. Past either the socket is simply not read.
 //! - Requests that have begun run to their end, also when the client is gone: only then does the
-//!   connection end, so that closing a volume knows of every write.
+//!   connection end, so that closing a volume knows of every write. Questions for block status, which
+//!   change nothing, end with the client.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -17,7 +18,7 @@ use std::time::Duration;
 
 use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, Signal};
 use ebb_tls::Transport;
-use ebb_volume::{Stop, Volume};
+use ebb_volume::{Mode, Stop, Volume};
 
 use crate::decode::{self, Decoded, Fatal, Operation, RequestHeader};
 use crate::handshake::Session;
@@ -79,6 +80,8 @@ pub(crate) struct Connection {
     stopping: Cell<bool>,
     /// Set with `stopping`, for a reader that waits for memory or a lane.
     halt: Signal,
+    /// Sent when the client went without a goodbye: nobody takes answers any more.
+    gone: Stop,
     errors: Cell<u32>,
 }
 
@@ -123,6 +126,7 @@ impl Connection {
             dozing: Cell::new(true),
             stopping: Cell::new(false),
             halt: Signal::default(),
+            gone: Stop::default(),
             errors: Cell::new(0),
         })
     }
@@ -137,6 +141,7 @@ impl Connection {
                 if result.is_err() {
                     // Nobody reads replies: stop reading requests, too.
                     this.sender.give_up();
+                    this.gone.stop();
                     this.stop_reading();
                 }
                 result
@@ -149,6 +154,9 @@ impl Connection {
             Ok(never) => match never {},
             Err(end) => end,
         };
+        if matches!(end, End::Closed | End::Broken(_)) {
+            self.gone.stop();
+        }
         drop(receiver);
         // Boxed, so that a connection that lives does not hold what it needs to end.
         Box::pin(self.finish(sending)).await;
@@ -358,9 +366,21 @@ impl Connection {
                 }
                 continue;
             };
-            let outcome =
-                execute(&self.io, &self.volume, &self.session, &self.buffers, &self.sender, job)
-                    .await;
+            // What changes nothing need not go on for a client that is gone, which matters where it is many
+            // questions to another server. With a writeback cache it writes first.
+            let only_asks = matches!(job.operation, Operation::BlockStatus { .. })
+                && self.volume.cache_mode() != Mode::Writeback;
+            let (io, volume, session) = (&self.io, &self.volume, &self.session);
+            let mut doing = pin!(execute(io, volume, session, &self.buffers, &self.sender, job));
+            let outcome = if only_asks {
+                let gone = async {
+                    self.gone.wait().await;
+                    Ok(())
+                };
+                futures_lite::future::or(doing.as_mut(), gone).await
+            } else {
+                doing.await
+            };
             if let Err(error) = outcome {
                 self.log(&error);
             }

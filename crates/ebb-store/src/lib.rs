@@ -245,8 +245,8 @@ impl Store {
         }
     }
 
-    /// The runs of data and holes in a range, in order and without gaps, at most `limit` of them
-    /// (the rest is left out).
+    /// The runs of data and holes in a range, in order and without gaps, at least one and at most `limit`
+    /// of them. The rest is left out, and so may be what a store would have to search for long.
     pub async fn extents(
         &self,
         io: &Io,

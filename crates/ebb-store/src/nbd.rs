@@ -73,6 +73,12 @@ const ZERO_CHUNK: u32 = 1 << 20;
 const RANGE_MAX: u64 = 1 << 30;
 /// Extents asked for at a time.
 const EXTENTS_AT_ONCE: usize = 4096;
+/// The longest range of a question for block status: as [`RANGE_MAX`], fewer questions for large holes.
+const STATUS_MAX: u64 = 1 << 31;
+/// Questions for one request for block status. An answer may end before the range it is about ("the
+/// server MAY return fewer extents"), and who asked goes on from there: a large export keeps no request, no
+/// client and no stop for longer than this. Enough for a request of 32 bits in one answer.
+const STATUS_ROUNDS: usize = 4;
 
 /// An export of an NBD server.
 #[derive(Debug)]
@@ -423,12 +429,18 @@ impl NbdStore {
         }
         let end = offset + length;
         let fail = |failure| self.error(failure, Operation::Extents, offset, length);
+        // With the flag the server says one extent, and as far as it goes.
+        let one = CommandFlags::NONE.with_if(limit == 1, CommandFlags::REQ_ONE);
+        let rounds = if limit == 1 { 1 } else { STATUS_ROUNDS };
         let mut list: Vec<Extent> = Vec::new();
         let mut at = offset;
-        while at < end && list.len() <= limit {
+        for _ in 0..rounds {
+            if at >= end || list.len() > limit {
+                break;
+            }
             let start = at - at % self.block();
-            let until = end.next_multiple_of(self.block()).min(start + RANGE_MAX);
-            let what = (Command::BlockStatus, CommandFlags::NONE);
+            let until = end.next_multiple_of(self.block()).min(start + STATUS_MAX);
+            let what = (Command::BlockStatus, one);
             let outcome = self.ask(io, what, (start, until - start)).await.map_err(fail)?;
             let before = at;
             for extent in outcome.extents {

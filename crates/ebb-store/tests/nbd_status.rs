@@ -1,0 +1,86 @@
+//! Block status of large exports, by counts: how often a server is asked for one request.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+#[path = "common/fake.rs"]
+mod fake;
+
+use std::time::Duration;
+
+use common::Bench;
+use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
+use fake::{Act, Asked, BLOCK_STATUS, Fake, MANY_CONNECTIONS, REQ_ONE, wait_for};
+
+const PIB: u64 = 1 << 50;
+/// The most questions for one request: see `STATUS_ROUNDS` in `nbd.rs`.
+const ROUNDS: usize = 4;
+
+fn bench(fake: &Fake) -> Bench {
+    let options = NbdOptions::new(NbdAddress::Unix(fake.socket().into()), "");
+    Bench::new(Store::Nbd(NbdStore::open(options).unwrap().0))
+}
+
+/// One hole as long as was asked for.
+fn hole(asked: &Asked) -> Act {
+    Act::Status(vec![(asked.length, 3)])
+}
+
+#[test]
+fn a_petabyte_of_holes_costs_a_bounded_number_of_questions() {
+    let fake = Fake::start(PIB, MANY_CONNECTIONS, hole);
+    let bench = bench(&fake);
+    let list = bench.extents(0, PIB, 2048).unwrap();
+    assert!(fake.count(BLOCK_STATUS) <= ROUNDS, "{} questions", fake.count(BLOCK_STATUS));
+    // It may end early, and says so by its length; at least as much as a request of 32 bits can want.
+    assert_eq!(list.len(), 1);
+    let (offset, length, is_hole) = list[0];
+    assert!(offset == 0 && is_hole && (1 << 32..PIB).contains(&length), "{length}");
+    // Who goes on from there comes to the end.
+    let rest = bench.extents(PIB - 8192, 8192, 2048).unwrap();
+    assert_eq!(rest, [(PIB - 8192, 8192, true)]);
+}
+
+#[test]
+fn one_extent_costs_one_question() {
+    let fake = Fake::start(PIB, MANY_CONNECTIONS, hole);
+    let bench = bench(&fake);
+    let list = bench.extents(4096, PIB - 4096, 1).unwrap();
+    assert_eq!((list.len(), list[0].0), (1, 4096));
+    let asked = fake.asked();
+    assert_eq!(asked.len(), 1);
+    assert_eq!((asked[0].command, asked[0].flags), (BLOCK_STATUS, REQ_ONE));
+}
+
+/// A server may tell of one extent at a time, however small, and of data and holes in turns.
+#[test]
+fn a_server_that_tells_little_at_a_time_is_asked_a_bounded_number_of_times() {
+    let fake = Fake::start(PIB, MANY_CONNECTIONS, |asked| {
+        Act::Status(vec![(4096, if asked.offset / 4096 % 2 == 0 { 3 } else { 0 })])
+    });
+    let bench = bench(&fake);
+    let list = bench.extents(0, 1 << 30, 2048).unwrap();
+    assert!(fake.count(BLOCK_STATUS) <= ROUNDS, "{} questions", fake.count(BLOCK_STATUS));
+    let expected: Vec<_> =
+        (0..list.len() as u64).map(|n| (n * 4096, 4096, n.is_multiple_of(2))).collect();
+    assert!(!list.is_empty() && list == expected, "{list:?}");
+}
+
+/// What nobody waits for any more asks no further.
+#[test]
+fn a_request_that_is_dropped_asks_no_further() {
+    let fake = Fake::start(PIB, MANY_CONNECTIONS, |asked| {
+        // The first question is answered when its asker is gone.
+        std::thread::park_timeout(Duration::from_millis(100));
+        hole(asked)
+    });
+    let bench = bench(&fake);
+    bench.on(|io, store| async move {
+        let own = io.clone();
+        let task = io.spawn(async move { store.extents(&own, 0, PIB, 2048).await.is_ok() });
+        io.sleep(Duration::from_millis(20)).await;
+        task.cancel().await;
+    });
+    wait_for("the end of the question", || bench.store().state().unwrap().in_flight == 0);
+    assert!(fake.count(BLOCK_STATUS) <= 1, "{} questions", fake.count(BLOCK_STATUS));
+}
