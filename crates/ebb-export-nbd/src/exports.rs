@@ -45,6 +45,8 @@ impl Export {
 #[derive(Debug, Default)]
 struct Table {
     by_name: BTreeMap<Arc<str>, Arc<Export>>,
+    /// Volumes that are not served now, each with the text its clients are refused with.
+    refused: BTreeMap<Arc<str>, Arc<str>>,
     default: Option<Arc<str>>,
 }
 
@@ -64,14 +66,28 @@ impl Registry {
     pub(crate) fn add(&self, volume: Arc<Volume>, pool: Arc<PoolParameters>) {
         let name = volume.name().clone();
         let (stop, connections) = (Arc::default(), Gate::default());
-        self.write().by_name.insert(
-            name,
-            Arc::new(Export { volume, stop, connections, pool, owner: OnceLock::new() }),
-        );
+        let export = Export { volume, stop, connections, pool, owner: OnceLock::new() };
+        let mut table = self.write();
+        table.refused.remove(&name);
+        table.by_name.insert(name, Arc::new(export));
     }
 
     pub(crate) fn remove(&self, name: &str) -> Option<Arc<Export>> {
-        self.write().by_name.remove(name)
+        let mut table = self.write();
+        table.refused.remove(name);
+        table.by_name.remove(name)
+    }
+
+    /// Clients that ask for this volume are told `why` they cannot have it; for one that is not offered.
+    pub(crate) fn refuse(&self, name: &str, why: &str) {
+        self.write().refused.insert(name.into(), why.into());
+    }
+
+    /// Why a volume cannot be had now.
+    fn refusal(&self, name: &str) -> Option<String> {
+        let table = self.read();
+        let name = if name.is_empty() { table.default.as_deref()? } else { name };
+        table.refused.get(name).map(|why| why.to_string())
     }
 
     pub(crate) fn set_default(&self, name: Option<&str>) {
@@ -100,6 +116,10 @@ impl Exports for View<'_> {
         for name in self.registry.read().by_name.keys() {
             visit(name, "");
         }
+    }
+
+    fn refusal(&self, name: &str) -> Option<String> {
+        self.registry.refusal(name)
     }
 
     fn lookup(&self, name: &str) -> Option<ExportInfo> {

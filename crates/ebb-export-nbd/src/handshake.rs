@@ -30,7 +30,7 @@ use crate::proto::{
 };
 use refusal::{
     CHUNKS_NEEDED, EXTENDED_ALREADY, NO_DATA_EXPECTED, Refusal, SHUTTING_DOWN, TLS_ALREADY,
-    TLS_OFF, TLS_REQUIRED, TOO_BIG, UNKNOWN_EXPORT, UNSUPPORTED,
+    TLS_OFF, TLS_REQUIRED, TOO_BIG, UNSUPPORTED,
 };
 use replies::Replies;
 use request::{ContextRequest, InfoRequest};
@@ -162,7 +162,7 @@ pub enum HandshakeError {
     Ended,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum State {
     /// Waiting for the client's flags.
     Flags,
@@ -412,12 +412,13 @@ impl Handshake {
     }
 
     fn skip(&mut self, input: &[u8], out: &mut Vec<u8>) -> (usize, Step) {
-        let State::Skipping { option, left, refusal } = self.state else {
+        let State::Skipping { option, left, ref refusal } = self.state else {
             return (0, Step::NeedMore);
         };
         let available = u32::try_from(input.len()).unwrap_or(u32::MAX);
         let left_after = left.saturating_sub(available);
         if left_after > 0 {
+            let refusal = refusal.clone();
             self.state = State::Skipping { option, left: left_after, refusal };
             return (input.len(), Step::NeedMore);
         }
@@ -466,7 +467,7 @@ impl Handshake {
         };
         match done {
             Ok(()) => replies.ack(),
-            Err(refusal) => replies.refuse(refusal),
+            Err(refusal) => replies.refuse(&refusal),
         }
         Ok(Step::Again)
     }
@@ -496,7 +497,9 @@ impl Handshake {
         replies: &mut Replies<'_>,
     ) -> Result<(ExportInfo, bool), Refusal> {
         let request = InfoRequest::parse(payload)?;
-        let export = exports.lookup(request.name).ok_or(UNKNOWN_EXPORT)?;
+        let export = exports
+            .lookup(request.name)
+            .ok_or_else(|| Refusal::of_export(exports, request.name))?;
         replies.info_export(&export, self.style);
         if request.wants_name {
             replies.info_text(info::NAME, &export.name);
@@ -516,7 +519,7 @@ impl Handshake {
         replies: &mut Replies<'_>,
     ) -> Result<(), Refusal> {
         let request = self.context_request(payload)?;
-        exports.lookup(request.name).ok_or(UNKNOWN_EXPORT)?;
+        exports.lookup(request.name).ok_or_else(|| Refusal::of_export(exports, request.name))?;
         if request.queries == 0 || request.names_allocation || request.names_base {
             // "The metadata context ID in these replies is reserved and SHOULD be set to zero".
             replies.allocation_context(0);
@@ -533,7 +536,9 @@ impl Handshake {
     ) -> Result<(), Refusal> {
         self.allocation_for = None;
         let request = self.context_request(payload)?;
-        let export = exports.lookup(request.name).ok_or(UNKNOWN_EXPORT)?;
+        let export = exports
+            .lookup(request.name)
+            .ok_or_else(|| Refusal::of_export(exports, request.name))?;
         if request.names_allocation {
             replies.allocation_context(context::ALLOCATION_ID);
             self.allocation_for = Some(export.name);

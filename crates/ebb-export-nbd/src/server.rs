@@ -131,11 +131,42 @@ impl Server {
         export.release(io.pool().memory());
     }
 
-    /// Lets nobody in any more and waits until everybody has been seen off.
-    pub async fn stop(&self) {
+    /// Refuses the clients of a volume that is not offered, with `why`; until it is added or withdrawn.
+    pub fn refuse(&self, name: &str, why: &str) {
+        self.0.registry.refuse(name, why);
+    }
+
+    /// The volume offered under this name.
+    pub fn volume(&self, name: &str) -> Option<Arc<Volume>> {
+        if name.is_empty() {
+            return None;
+        }
+        self.0.registry.get(name).map(|export| export.volume.clone())
+    }
+
+    /// Lets nobody in any more, and has all connections finish what is under way and end. Does not wait:
+    /// see [`Server::seen_off`] and [`Server::empty`].
+    pub fn begin_stop(&self) {
         self.0.stop.stop();
         self.0.inside.shut();
+    }
+
+    /// After [`Server::begin_stop`]: waits until the connections of this volume have ended.
+    pub async fn seen_off(&self, name: &str) {
+        let Some(export) = self.0.registry.get(name) else { return };
+        export.connections.shut();
+        export.connections.empty().await;
+    }
+
+    /// After [`Server::begin_stop`]: waits until all clients are gone, those in their handshake included.
+    pub async fn empty(&self) {
         self.0.inside.empty().await;
+    }
+
+    /// Lets nobody in any more and waits until everybody has been seen off.
+    pub async fn stop(&self) {
+        self.begin_stop();
+        self.empty().await;
     }
 
     /// Accepts connections on a listening socket until the server stops, and spreads them over

@@ -33,7 +33,7 @@ pub use nbd::{
     StoreState,
 };
 pub use null::NullStore;
-pub use open::{Direct, OpenError, OpenOptions};
+pub use open::{Direct, OpenError, OpenOptions, inspect};
 pub use resize::{Resize, ResizeError};
 
 /// Bytes of a logical sector: every offset and length is a multiple.

@@ -110,13 +110,7 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, OpenErr
         Err(error) => return Err(explain(path, options, error)),
     };
     lock(path, &file, options.read_only)?;
-    let size = size_of(path, &file)?;
-    if size < SECTOR || !size.is_multiple_of(SECTOR) {
-        return Err(OpenError::Size { path: path.into(), size });
-    }
-    if let Some(wanted) = options.create.filter(|wanted| *wanted != size) {
-        return Err(OpenError::OtherSize { path: path.into(), size, wanted });
-    }
+    let size = check_size(path, &file, options)?;
     let mut alignment = 1;
     let mut file = file;
     if direct {
@@ -132,6 +126,34 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, OpenErr
         }
     }
     Ok(Opened { file, size, block_device, alignment, direct, notes })
+}
+
+/// Looks whether a file could be opened with these options, and closes it again: nothing is made, and its lock is not
+/// taken, so that it may be in use.
+///
+/// # Errors
+/// As for opening it, other than those of the lock. A file that is still to be made is fine where its folder is.
+pub fn inspect(path: &Path, options: &OpenOptions) -> Result<(), OpenError> {
+    if options.create.is_some() && !options.read_only && !path.exists() {
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        let fail = |source| {
+            let action = "create the file (does its folder exist?)";
+            OpenError::Io { path: path.into(), action, source }
+        };
+        return std::fs::metadata(folder.unwrap_or(Path::new("."))).map(|_| ()).map_err(fail);
+    }
+    check_type(path, options)?;
+    let direct = options.direct != Direct::Off;
+    let file = match try_open(path, options, direct) {
+        Err(error) if direct && error.raw_os_error() == Some(libc::EINVAL) => {
+            let reason = "the file system refuses O_DIRECT";
+            fall_back(path, options, reason, &mut Vec::new())?;
+            try_open(path, options, false)
+        }
+        other => other,
+    };
+    check_size(path, &file.map_err(|error| explain(path, options, error))?, options)?;
+    Ok(())
 }
 
 fn create(path: &Path, size: u64) -> Result<(), OpenError> {
@@ -197,6 +219,17 @@ fn lock(path: &Path, file: &File, read_only: bool) -> Result<(), OpenError> {
             }
         }
     }
+}
+
+fn check_size(path: &Path, file: &File, options: &OpenOptions) -> Result<u64, OpenError> {
+    let size = size_of(path, file)?;
+    if size < SECTOR || !size.is_multiple_of(SECTOR) {
+        return Err(OpenError::Size { path: path.into(), size });
+    }
+    if let Some(wanted) = options.create.filter(|wanted| *wanted != size) {
+        return Err(OpenError::OtherSize { path: path.into(), size, wanted });
+    }
+    Ok(size)
 }
 
 fn size_of(path: &Path, file: &File) -> Result<u64, OpenError> {

@@ -50,6 +50,13 @@ impl VolumeStats {
         cell.fetch_add(amount, Ordering::Relaxed);
     }
 
+    /// Requests that changed data, or may have.
+    pub(crate) fn changes(&self) -> u64 {
+        let of = |operation| self.cells[index(operation)].requests.load(Ordering::Relaxed);
+        let all = [Operation::Write, Operation::Discard, Operation::WriteZeroes];
+        all.into_iter().map(of).fold(0, u64::wrapping_add)
+    }
+
     /// The counters of one kind of operation.
     pub fn of(&self, operation: Operation) -> OperationStats {
         let cells = &self.cells[index(operation)];

@@ -1,6 +1,7 @@
 //! The volume itself: checks, then the cache if it has one, then the store.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use ebb_cache::{Mode, VolumeCache};
 use ebb_store::{
@@ -27,6 +28,8 @@ pub struct Volume {
     options: VolumeOptions,
     gate: Gate,
     stats: VolumeStats,
+    /// Requests that changed data when the last flush that succeeded began.
+    flushed: AtomicU64,
     /// Held while it gets another size.
     resizing: async_lock::Mutex<()>,
 }
@@ -61,6 +64,7 @@ impl Volume {
             options,
             gate: Gate::default(),
             stats: VolumeStats::default(),
+            flushed: AtomicU64::new(0),
             resizing: async_lock::Mutex::default(),
         })
     }
@@ -283,10 +287,25 @@ impl Volume {
 
     /// Everything acknowledged is on the store, and stable there.
     async fn make_stable(&self, io: &Io) -> Result<(), BlockError> {
+        let changes = self.stats.changes();
         match &self.cache {
-            Some(cache) => cache.flush(io, &self.store).await,
-            None => self.store.flush(io).await,
+            Some(cache) => cache.flush(io, &self.store).await?,
+            None => self.store.flush(io).await?,
         }
+        // What ended before the flush began is stable now.
+        self.flushed.fetch_max(changes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// True if nothing that was acknowledged may be missing on the store after a crash: it is read-only, or all
+    /// requests that changed data ended before a flush that succeeded began.
+    pub fn is_stable(&self) -> bool {
+        self.options.read_only || self.flushed.load(Ordering::Relaxed) == self.stats.changes()
+    }
+
+    /// Requests that are under way.
+    pub fn under_way(&self) -> u64 {
+        self.gate.inside()
     }
 
     /// The verdict on a request, and the pass that keeps the volume open for it.

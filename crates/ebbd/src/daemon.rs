@@ -1,36 +1,33 @@
-//! The daemon's life: open everything, serve, reload, drain, stop.
+//! The daemon's life: what the engine has no part in. Signals, the service manager, sockets.
 //!
-//! The main thread waits for signals; workers serve. SIGTERM or SIGINT: nobody is let in any more,
-//! requests under way end and are answered, every volume is flushed, exit. A second one while that
-//! lasts gives up at once. SIGHUP: the configuration file is read again.
+//! The main thread waits for events: signals, and what the engine has done on a worker. SIGTERM or SIGINT: nobody is
+//! let in any more, requests under way end and are answered, every volume is flushed, exit. A second one while that
+//! lasts gives the volumes that can be written a moment more; a third gives up at once. SIGHUP: the configuration file
+//! is read again. A stop interrupts a start and a reload.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
 
 use anyhow::Context;
 use ebb_cache::{Cache, CacheOptions};
 use ebb_export_nbd::{Limits, Server, ServerTls};
-use ebb_export_xen::{Backend, XenParameters};
-use ebb_io::{Worker, WorkerHandle, fd_from};
+use ebb_export_xen::XenParameters;
+use ebb_io::{Io, Worker, WorkerHandle, fd_from};
 use ebb_mem::pressure::{Monitor, Watch};
 use ebb_mem::{Memory, Policy};
-use ebb_volume::Volume;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::answers;
-use crate::bdi::Bdis;
 use crate::cli::ServeArgs;
-use crate::config::{
-    CacheMode, Changes, Choice, Config, IdleMemory, LogLevel, Nbd, Tls, VolumeConfig,
-};
+use crate::config::{Choice, Config, IdleMemory, LogLevel, Nbd, Tls};
 use crate::control::{Control, Shared};
-use crate::drain::drain;
+use crate::engine::{Engine, HelperThreads, Parts, Phase, Report};
 use crate::listener::{self, Listener};
 use crate::params::{Configured, Key, Live, Parameters};
 use crate::stat;
-use crate::stores::{StoreError, open_store, open_volume};
+use crate::stores::open_store;
 
 /// Bounds of the ceiling of I/O memory, and what it is where no limit can be found, bytes.
 const CEILING_MIN: usize = 64 << 20;
@@ -40,17 +37,31 @@ const CEILING_UNKNOWN: u64 = 1 << 30;
 /// Changes the level of the log while the daemon runs.
 pub type SetLogLevel = Box<dyn Fn(LogLevel) + Send + Sync>;
 
+/// How long a start waits for stores of which none answers, before it says that it is ready without them. More than
+/// a successor waits for the lock of an image.
+const START_PATIENCE: Duration = Duration::from_secs(6);
+/// How long a stop may still take once it was asked for again.
+const HURRY: Duration = Duration::from_secs(3);
+
+/// What the main thread waits for.
+enum Event {
+    Signal(i32),
+    /// The engine has started.
+    Started,
+    Reloaded,
+    Stopped(Report),
+}
+
 struct Daemon {
-    config: Config,
+    engine: Arc<Engine>,
     args: ServeArgs,
     inherited: usize,
     server: Server,
     workers: Vec<Worker>,
-    parameters: Parameters,
-    cache: Arc<Cache>,
-    /// Serves Xen guests.
-    xen: Option<Backend>,
-    bdis: Arc<Bdis>,
+    nbd: Nbd,
+    events: Receiver<Event>,
+    /// For those who tell.
+    teller: Sender<Event>,
     /// Listens to memory pressure as long as it is here.
     _monitor: Option<Monitor>,
 }
@@ -83,26 +94,19 @@ fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> 
 ///
 /// # Errors
 /// What kept it from starting, or data that could not be made stable at the end.
-pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> anyhow::Result<()> {
+pub fn serve(config: &Config, args: ServeArgs, set_log_level: SetLogLevel) -> anyhow::Result<()> {
     let started = ebb_mem::clock::now();
     raise_descriptor_limit();
-    let (give_up, mut signals) = watch_signals()?;
+    let (teller, events) = channel();
+    watch_signals(teller.clone())?;
     let inherited = listener::inherited().context("LISTEN_FDS")?;
-    let parameters = Parameters::new(&Configured::from(&config));
+    let parameters = Parameters::new(&Configured::from(config));
     let limits = LiveLimits::new(&parameters);
     let server = Server::new(limits.now(), tls_policy(config.nbd.tls), tls_context(&config.nbd)?);
     follow(&parameters, server.clone(), limits, set_log_level);
     let memory = elastic_memory(started, config.idle_memory)?;
     parameters.govern(&memory);
     let cache = start_cache(&memory, &parameters, started)?;
-    // Of I/O memory half may be dirty: requests and reads need some, too.
-    let most = u64::try_from(memory.arena_stats().ceiling / 2).unwrap_or(u64::MAX);
-    let bdis = Bdis::new(&cache, &parameters, most, started).context("writeback")?;
-    for (name, volume) in &config.volumes {
-        let opened = open_volume(name, volume, &cache).with_context(|| format!("volume {name}"))?;
-        server.add(opened, parameters.pool(Some(name)));
-    }
-    server.set_default(config.default_volume());
     let inherited_count = inherited.len();
     let mut listeners = inherited;
     for address in &config.listen {
@@ -112,35 +116,60 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
         .map(|number| Worker::start(&format!("ebbd-{number}"), &memory))
         .collect::<std::io::Result<Vec<_>>>()
         .context("worker")?;
+    let handles = || workers.iter().map(Worker::handle).collect::<Vec<_>>();
+    let engine = Engine::new(Parts {
+        server: server.clone(),
+        parameters: parameters.clone(),
+        cache: cache.clone(),
+        workers: handles(),
+        opener: Arc::new(HelperThreads),
+        drain: Duration::from_secs(args.drain),
+        // Of I/O memory half may be dirty: requests and reads need some, too.
+        dirty_max: u64::try_from(memory.arena_stats().ceiling / 2).unwrap_or(u64::MAX),
+        started,
+    })
+    .context("writeback")?;
     let monitor = listen_to_pressure();
     let grants = Arc::<XenParameters>::default();
     parameters.govern_grants(&grants);
-    let answers =
-        monitor.as_ref().map(|monitor| answers::answer(monitor, &memory, &cache, &bdis, &grants));
-    let handles = || workers.iter().map(Worker::handle).collect();
+    let answers = monitor
+        .as_ref()
+        .map(|monitor| answers::answer(monitor, &memory, &cache, engine.bdis(), &grants));
+    keep_time(&workers[0].handle(), memory.clone());
+    engine.bdis().keep(&workers[0].handle());
+    let daemon = Daemon {
+        engine: engine.clone(),
+        args,
+        inherited: inherited_count,
+        server: server.clone(),
+        workers,
+        nbd: config.nbd.clone(),
+        events,
+        teller,
+        _monitor: monitor,
+    };
+    if !daemon.start(config)? {
+        return daemon.stop(listeners);
+    }
+    let workers = || daemon.workers.iter().map(Worker::handle).collect::<Vec<_>>();
     let xen = match config.xen {
-        true => Some(crate::xen::serve(&server, &parameters, handles(), grants)?),
+        true => {
+            let backend = crate::xen::serve(&server, &parameters, workers(), grants)?;
+            let figures = backend.figures();
+            engine.guests().set(backend);
+            Some(figures)
+        }
         false => None,
     };
-    keep_time(&workers[0].handle(), memory.clone());
-    bdis.keep(&workers[0].handle());
-    for (volume, worker) in server.volumes().into_iter().map(|(v, _)| v).zip(workers.iter().cycle())
-    {
-        if let Some(config) = config.volumes.get(&**volume.name()) {
-            start_writeback(&bdis, config, &volume, &worker.handle())
-                .with_context(|| format!("volume {}", volume.name()))?;
-        }
-    }
-    bdis.settle();
     let control = if config.control.is_some() || config.web.is_some() {
         let shared = Shared {
-            server: server.clone(),
-            parameters: parameters.clone(),
-            memory: stat::Memory::new(Some(memory.clone()), monitor.as_ref())
-                .with_cache(cache.clone())
-                .with_bdis(bdis.clone()),
-            workers: workers.iter().map(Worker::handle).collect(),
-            xen: xen.as_ref().map(Backend::figures),
+            server,
+            parameters,
+            memory: stat::Memory::new(Some(memory.clone()), daemon._monitor.as_ref())
+                .with_cache(cache)
+                .with_bdis(engine.bdis().clone()),
+            workers: workers(),
+            xen,
             started,
         };
         let (socket, web) = (config.control.as_deref(), config.web.as_deref());
@@ -148,34 +177,31 @@ pub fn serve(config: Config, args: ServeArgs, set_log_level: SetLogLevel) -> any
     } else {
         None
     };
-    let daemon = Daemon {
-        config,
-        args,
-        inherited: inherited_count,
-        server,
-        workers,
-        parameters,
-        cache,
-        xen,
-        bdis,
-        _monitor: monitor,
-    };
     daemon.listen(&listeners)?;
-    tracing::info!(volumes = daemon.config.volumes.len(), "ready");
-    // Without a service manager there is nobody to tell.
-    let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
-    let outcome = daemon.run(&mut signals, &give_up, listeners);
+    daemon.say_ready();
+    let outcome = daemon.run(listeners);
     // To the end it shows what the daemon waits for.
     drop((control, answers));
     outcome
 }
 
-fn watch_signals() -> anyhow::Result<(Arc<AtomicBool>, signal_hook::iterator::Signals)> {
-    let give_up = Arc::new(AtomicBool::new(false));
-    for signal in [SIGTERM, SIGINT] {
-        signal_hook::flag::register_conditional_shutdown(signal, 1, give_up.clone())?;
-    }
-    Ok((give_up, signal_hook::iterator::Signals::new([SIGTERM, SIGINT, SIGHUP])?))
+/// Has signals told as events. The third that asks for an end ends the process, whatever the main thread does.
+fn watch_signals(teller: Sender<Event>) -> anyhow::Result<()> {
+    let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT, SIGHUP])?;
+    let watch = move || {
+        let mut ends = 0;
+        for signal in signals.forever() {
+            ends += u32::from(signal != SIGHUP);
+            if ends > 2 {
+                signal_hook::low_level::exit(1);
+            }
+            // Nobody listens any more when the process ends.
+            let _ = teller.send(Event::Signal(signal));
+        }
+    };
+    let thread = std::thread::Builder::new().name("ebbd-signals".into()).stack_size(128 << 10);
+    thread.spawn(watch).context("the thread for signals")?;
+    Ok(())
 }
 
 /// Each volume and each client takes a descriptor: use what the system allows.
@@ -274,22 +300,6 @@ fn start_cache(
     Ok(cache)
 }
 
-/// Has a volume with a writeback cache written back, on this worker; others stay as they are.
-fn start_writeback(
-    bdis: &Arc<Bdis>,
-    config: &VolumeConfig,
-    volume: &Arc<Volume>,
-    worker: &WorkerHandle,
-) -> Result<(), StoreError> {
-    let Some(cache) = volume.cache().filter(|_| config.cache == CacheMode::Writeback) else {
-        return Ok(());
-    };
-    let control = bdis.control(config, cache)?;
-    let volume = volume.clone();
-    worker.block_on(move |io| async move { volume.start_writeback(&io, control) });
-    Ok(())
-}
-
 /// The memory's estimates go by the second.
 fn keep_time(worker: &WorkerHandle, memory: Arc<Memory>) {
     worker.spawn(move |io| async move {
@@ -367,130 +377,128 @@ impl Daemon {
         Ok(())
     }
 
-    fn run(
-        mut self,
-        signals: &mut signal_hook::iterator::Signals,
-        give_up: &AtomicBool,
-        listeners: Vec<Listener>,
-    ) -> anyhow::Result<()> {
-        for signal in signals.forever() {
-            if signal == SIGHUP {
-                self.reload();
-            } else {
-                break;
+    /// Runs a future of the engine on a worker, and tells when it is over.
+    fn drive<Fut>(&self, step: impl FnOnce(Arc<Engine>, Io) -> Fut + Send + 'static)
+    where
+        Fut: Future<Output = Event> + 'static,
+    {
+        let (engine, teller) = (self.engine.clone(), self.teller.clone());
+        self.first_worker().spawn(move |io| {
+            let step = step(engine, io);
+            async move {
+                // Nobody listens any more when the process ends.
+                let _ = teller.send(step.await);
+            }
+        });
+    }
+
+    fn next_event(&self) -> anyhow::Result<Event> {
+        // The daemon holds a sender itself.
+        self.events.recv().context("the threads of the daemon have ended")
+    }
+
+    /// Opens the volumes; false if told to stop meanwhile.
+    fn start(&self, config: &Config) -> anyhow::Result<bool> {
+        let (config, patience) = (config.clone(), Some(START_PATIENCE));
+        self.drive(move |engine, io| async move {
+            engine.start(&io, config, patience).await;
+            Event::Started
+        });
+        loop {
+            match self.next_event()? {
+                Event::Signal(SIGHUP) => {}
+                Event::Signal(_) => return Ok(false),
+                _ => return Ok(true),
             }
         }
-        give_up.store(true, Ordering::SeqCst);
+    }
+
+    fn say_ready(&self) {
+        let states = self.engine.states();
+        let served = states.iter().filter(|state| state.phase == Phase::Serving).count();
+        for state in states.iter().filter(|state| state.phase == Phase::Opening) {
+            tracing::warn!(
+                volume = state.name,
+                "its store does not answer: offered as soon as it is opened"
+            );
+        }
+        tracing::info!(volumes = served, of = states.len(), "ready");
+        // Without a service manager there is nobody to tell.
+        let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+    }
+
+    fn run(self, listeners: Vec<Listener>) -> anyhow::Result<()> {
+        let (mut reloading, mut again) = (false, false);
+        loop {
+            match self.next_event()? {
+                Event::Signal(SIGHUP) if reloading => again = true,
+                Event::Signal(SIGHUP) => reloading = self.reload(),
+                Event::Signal(_) => return self.stop(listeners),
+                Event::Reloaded => {
+                    reloading = false;
+                    if std::mem::take(&mut again) {
+                        reloading = self.reload();
+                    }
+                }
+                Event::Started | Event::Stopped(_) => {}
+            }
+        }
+    }
+
+    fn stop(self, listeners: Vec<Listener>) -> anyhow::Result<()> {
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
         tracing::info!(clients = self.server.clients(), "stopping: draining requests");
         drop(listeners);
-        self.stop()
-    }
-
-    fn stop(self) -> anyhow::Result<()> {
-        // Guests stay connected and wait for a successor; what they asked for is answered.
-        let guests = self.xen.as_ref().map(Backend::begin_stop);
-        let volumes: Vec<_> = self.server.volumes().into_iter().map(|(v, _)| v).collect();
-        let server = self.server.clone();
-        let seen_off = move |_| async move {
-            if let Some(guests) = guests {
-                guests.over().await;
+        self.drive(|engine, io| async move { Event::Stopped(engine.stop(&io).await) });
+        let report = loop {
+            match self.next_event()? {
+                Event::Stopped(report) => break report,
+                Event::Signal(signal) if signal != SIGHUP => {
+                    tracing::warn!("asked again to stop: what is not written soon is given up");
+                    self.engine.hurry(HURRY);
+                }
+                _ => {}
             }
-            server.stop().await;
         };
-        let limit = Duration::from_secs(self.args.drain);
-        let failures = drain(&self.first_worker(), &volumes, seen_off, limit)?;
-        if failures.is_empty() {
+        self.engine.guests().end();
+        if report.is_clean() {
             tracing::info!("stopped: all volumes flushed");
             return Ok(());
         }
         // Workers may be held by what could not be written: they end with the process.
         std::mem::forget(self);
-        anyhow::bail!("{} volume(s) could not be flushed", failures.len())
+        if report.unflushed.is_empty() {
+            tracing::info!("stopped: all volumes flushed, requests to dead stores abandoned");
+            return Ok(());
+        }
+        let list = report.unflushed.iter().map(|volume| {
+            format!("{} ({} bytes unwritten: {})", volume.volume, volume.bytes, volume.why)
+        });
+        let list: Vec<_> = list.collect();
+        anyhow::bail!("{} volume(s) could not be flushed: {}", list.len(), list.join("; "))
     }
 
-    /// Reads the configuration again and does what can be done while running. What is wrong with
-    /// it is logged, and the old one stays in force.
-    fn reload(&mut self) {
+    /// Reads the configuration again and begins to do what can be done while running; whether there is something to
+    /// do. What is wrong with it is logged, and the old one stays in force.
+    fn reload(&self) -> bool {
         let overrides = self.args.overrides(self.inherited);
         let new = match Config::load(self.args.config.as_deref(), &overrides) {
             Ok(new) => new,
             Err(error) => {
                 tracing::error!("not reloaded, the old configuration stays: {error}");
-                return;
+                return false;
             }
         };
-        let changes = self.config.reload_diff(&new);
-        for key in &changes.needs_restart {
-            tracing::warn!(key, "changed in the configuration: takes effect at the next start");
-        }
-        match tls_context(&self.config.nbd) {
+        match tls_context(&self.nbd) {
             Ok(context) => self.server.set_tls_context(context),
             Err(error) => tracing::error!("the old TLS keys stay: {error:#}"),
         }
-        for change in self.parameters.reload(&Configured::from(&new)) {
-            let definition = change.key.definition();
-            let (from, to) = (definition.text(change.from), definition.text(change.to));
-            let (volume, bdi) = (change.volume, change.bdi);
-            tracing::info!(parameter = %change.key, volume, bdi, from, to, "changed");
-        }
-        self.reload_volumes(&new, &changes);
-        tracing::info!(volumes = self.config.volumes.len(), "reloaded");
-    }
-
-    /// Takes a volume away: its clients first, then what is in memory only goes to its store.
-    fn withdraw(&self, name: &str) {
-        let volumes = self.server.volumes().into_iter().map(|(volume, _)| volume);
-        let volume: Vec<_> = volumes.filter(|volume| &**volume.name() == name).collect();
-        let (server, removed) = (self.server.clone(), name.to_owned());
-        let seen_off = move |io| async move { server.withdraw(&io, &removed).await };
-        let limit = Duration::from_secs(self.args.drain);
-        // What failed was logged.
-        let _ = drain(&self.first_worker(), &volume, seen_off, limit);
-    }
-
-    fn reload_volumes(&mut self, new: &Config, changes: &Changes) {
-        for name in changes.volumes_removed.iter().chain(&changes.volumes_changed) {
-            if let Some(xen) = &self.xen {
-                // The requests of its guests end by themselves; closing the volume waits for them.
-                let _ = xen.withdraw(name);
-            }
-            self.withdraw(name);
-            self.config.volumes.remove(name);
-            tracing::info!(volume = name, "withdrawn");
-        }
-        for name in changes.volumes_added.iter().chain(&changes.volumes_changed) {
-            let Some(volume) = new.volumes.get(name) else { continue };
-            match open_volume(name, volume, &self.cache) {
-                Ok(opened) => {
-                    let worker = self.first_worker();
-                    if let Err(error) = start_writeback(&self.bdis, volume, &opened, &worker) {
-                        tracing::error!(volume = name, "not offered: {error}");
-                        continue;
-                    }
-                    self.server.add(opened, self.parameters.pool(Some(name)));
-                    self.config.volumes.insert(name.clone(), volume.clone());
-                    tracing::info!(volume = name, "offered");
-                }
-                Err(error) => tracing::error!(volume = name, "not offered: {error}"),
-            }
-        }
-        self.bdis.settle();
-        self.config.bdis.clone_from(&new.bdis);
-        self.config.cache_max = new.cache_max;
-        self.config.cache_min = new.cache_min;
-        self.config.nbd.max_clients = new.nbd.max_clients;
-        self.config.nbd.max_request = new.nbd.max_request;
-        self.config.nbd.connection_memory = new.nbd.connection_memory;
-        self.config.log = new.log;
-        self.config.max_buffer_pages = new.max_buffer_pages;
-        self.config.buffer_squeeze_duration_ms = new.buffer_squeeze_duration_ms;
-        for (name, volume) in &mut self.config.volumes {
-            let Some(new) = new.volumes.get(name) else { continue };
-            volume.default = new.default;
-            volume.max_buffer_pages = new.max_buffer_pages;
-            volume.buffer_squeeze_duration_ms = new.buffer_squeeze_duration_ms;
-        }
-        self.server.set_default(self.config.default_volume());
+        self.drive(|engine, io| async move {
+            let volumes = new.volumes.len();
+            engine.reload(&io, new).await;
+            tracing::info!(volumes, "reloaded");
+            Event::Reloaded
+        });
+        true
     }
 }

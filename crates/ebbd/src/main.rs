@@ -82,7 +82,7 @@ fn serve(args: ServeArgs) -> anyhow::Result<()> {
         daemon::check(&config, |line| said = print(format!("{line}\n").as_bytes()))?;
         return said;
     }
-    daemon::serve(config, args, set_log_level)
+    daemon::serve(&config, args, set_log_level)
 }
 
 fn start_log(level: LogLevel) -> daemon::SetLogLevel {

@@ -1,5 +1,7 @@
 //! From a volume's configuration to the volume.
 
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::Arc;
 
 use ebb_cache::{Cache, Mode};
@@ -26,29 +28,94 @@ pub enum StoreError {
     /// No place on its backing device.
     #[error(transparent)]
     Bdi(#[from] ebb_writeback::Error),
+    /// No thread to open it on.
+    #[error("no thread to open it on: raise TasksMax, or the limit of processes")]
+    Thread(#[source] std::io::Error),
+    /// The thread that opened it ended.
+    #[error("opening it was interrupted")]
+    Interrupted,
 }
 
-/// Opens a volume: its store, and its part of `cache` if the configuration wants one.
+impl StoreError {
+    /// The message with its causes, in a line.
+    pub fn full_text(&self) -> String {
+        let mut text = self.to_string();
+        let mut source = std::error::Error::source(self);
+        while let Some(error) = source {
+            let cause = error.to_string();
+            // A transparent error and its source say the same.
+            if !text.ends_with(&cause) {
+                text = format!("{text}: {cause}");
+            }
+            source = error.source();
+        }
+        text
+    }
+}
+
+/// Makes a volume of an opened store, with its part of `cache` if the configuration wants one.
+///
+/// # Errors
+/// [`StoreError::Cache`].
+pub fn make_volume(
+    name: &str,
+    config: &VolumeConfig,
+    store: Store,
+    cache: &Arc<Cache>,
+) -> Result<Arc<Volume>, StoreError> {
+    let options = VolumeOptions { read_only: config.read_only };
+    let mode = match config.cache {
+        CacheMode::None => return Ok(Volume::new(name, store, options)),
+        CacheMode::Writethrough => Mode::Writethrough,
+        CacheMode::Writeback => Mode::Writeback,
+    };
+    let cache = cache.volume_as(name, store.size(), mode)?;
+    Ok(Volume::with_cache(name, store, options, cache))
+}
+
+/// Whether two configurations name the same bytes: the same file by whatever path, the same export of a server.
+pub fn same_target(one: &StoreUri, other: &StoreUri) -> bool {
+    match (one, other) {
+        (StoreUri::File(one), StoreUri::File(other)) => {
+            one == other || identity(one).is_some_and(|found| identity(other) == Some(found))
+        }
+        (StoreUri::Nbd(one), StoreUri::Nbd(other)) => {
+            (&one.address, &one.export) == (&other.address, &other.export)
+        }
+        _ => false,
+    }
+}
+
+/// What tells a file, or the device behind a node, from all others.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let found = std::fs::metadata(path).ok()?;
+    match found.rdev() {
+        0 => Some((found.dev(), found.ino())),
+        device => Some((u64::MAX, device)),
+    }
+}
+
+/// Looks whether a store could be opened, without changing anything and without its lock.
 ///
 /// # Errors
 /// Those of the store, each with a remedy.
-pub fn open_volume(
-    name: &str,
-    config: &VolumeConfig,
-    cache: &Arc<Cache>,
-) -> Result<Arc<Volume>, StoreError> {
-    let store = open_store(name, config)?;
-    let options = VolumeOptions { read_only: config.read_only };
-    match config.cache {
-        CacheMode::None => Ok(Volume::new(name, store, options)),
-        CacheMode::Writethrough => {
-            let cache = cache.volume(name, store.size())?;
-            Ok(Volume::with_cache(name, store, options, cache))
-        }
-        CacheMode::Writeback => {
-            let cache = cache.volume_as(name, store.size(), Mode::Writeback)?;
-            Ok(Volume::with_cache(name, store, options, cache))
-        }
+pub fn inspect(config: &VolumeConfig) -> Result<(), StoreError> {
+    match &config.store {
+        StoreUri::File(path) => Ok(ebb_store::inspect(path, &file_options(config))?),
+        // A server may let in one client only: it is asked when the old connection is gone.
+        StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => Ok(()),
+    }
+}
+
+fn file_options(config: &VolumeConfig) -> OpenOptions {
+    OpenOptions {
+        read_only: config.read_only,
+        direct: match config.direct {
+            Direct::Auto => ebb_store::Direct::Auto,
+            Direct::On => ebb_store::Direct::On,
+            Direct::Off => ebb_store::Direct::Off,
+        },
+        create: config.size.filter(|_| config.create).map(crate::size::Size::bytes),
     }
 }
 
@@ -59,16 +126,7 @@ pub fn open_volume(
 pub fn open_store(name: &str, config: &VolumeConfig) -> Result<Store, StoreError> {
     let store = match &config.store {
         StoreUri::File(path) => {
-            let options = OpenOptions {
-                read_only: config.read_only,
-                direct: match config.direct {
-                    Direct::Auto => ebb_store::Direct::Auto,
-                    Direct::On => ebb_store::Direct::On,
-                    Direct::Off => ebb_store::Direct::Off,
-                },
-                create: config.size.filter(|_| config.create).map(crate::size::Size::bytes),
-            };
-            let (store, notes) = FileStore::open(path, &options)?;
+            let (store, notes) = FileStore::open(path, &file_options(config))?;
             for note in notes {
                 tracing::warn!(volume = name, "{note}");
             }

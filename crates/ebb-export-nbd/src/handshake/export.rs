@@ -16,6 +16,12 @@ pub trait Exports {
     /// The export a client means by `name` (at most 4096 bytes, no NUL); the empty name is the
     /// default export, if there is one. `None` becomes `NBD_REP_ERR_UNKNOWN`.
     fn lookup(&self, name: &str) -> Option<ExportInfo>;
+
+    /// Why the export of that name, which [`Exports::lookup`] does not find, cannot be had now: a text for the
+    /// human at the client. `None`: there is no such export.
+    fn refusal(&self, _name: &str) -> Option<String> {
+        None
+    }
 }
 
 /// One export as it stands when a client asks for it.

@@ -2,20 +2,31 @@
 //!
 //! Answers "Option reply types": every error may carry a message.
 
+use std::borrow::Cow;
+
+use super::Exports;
 use crate::proto::option_reply;
 
 /// A refusal of an option: an error type and a message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Refusal {
     /// One of the `NBD_REP_ERR_` values.
     pub(super) kind: u32,
     /// For the human at the client.
-    pub(super) message: &'static str,
+    pub(super) message: Cow<'static, str>,
 }
 
 impl Refusal {
     const fn new(kind: u32, message: &'static str) -> Self {
-        Self { kind, message }
+        Self { kind, message: Cow::Borrowed(message) }
+    }
+
+    /// Of an export that is not found: there is none, or it cannot be had now.
+    pub(super) fn of_export(exports: &dyn Exports, name: &str) -> Self {
+        match exports.refusal(name) {
+            Some(why) => Self { kind: option_reply::ERR_UNKNOWN, message: Cow::Owned(why) },
+            None => UNKNOWN_EXPORT,
+        }
     }
 }
 

@@ -42,8 +42,9 @@ impl<'a> Replies<'a> {
         self.reply(option_reply::ACK, &[]);
     }
 
-    pub(super) fn refuse(&mut self, refusal: Refusal) {
-        self.reply(refusal.kind, &[refusal.message.as_bytes()]);
+    pub(super) fn refuse(&mut self, refusal: &Refusal) {
+        // A message is a string, and strings are bounded.
+        self.reply(refusal.kind, &[display(&refusal.message).as_bytes()]);
     }
 
     /// `NBD_REP_SERVER`; an export whose name cannot be expressed is left out.

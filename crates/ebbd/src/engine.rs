@@ -1,0 +1,322 @@
+//! The engine: the volumes of a daemon and their lives, without signals, sockets and calls that block.
+//!
+//! Everything here is a future on a worker, so that the main thread (`daemon.rs`) only drives it, and so that a
+//! test can drive the same code with one thread. What blocks (opening a store) goes through an [`Opener`].
+//!
+//! # Invariants
+//! - Volumes live side by side: no step of one waits for another. One whose store hangs, while it is opened,
+//!   withdrawn or closed, delays no other, nor a reload or a stop beyond its limit.
+//! - A volume that cannot be opened is refused to clients with its reason, and tried again with pauses
+//!   that double, until it is opened, changed, removed, or the daemon stops.
+//! - A volume that is served stays served until what replaces it was opened or, where both are the same file or
+//!   export, looked at.
+//! - What was acknowledged is dropped only when the process ends, and then it is listed: a volume that is
+//!   withdrawn and cannot be written is tried again until it can, or until the stop lists it.
+
+mod change;
+mod open;
+mod slot;
+mod stop;
+#[cfg(test)]
+mod tests;
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ebb_cache::{Cache, Mode};
+use ebb_export_nbd::Server;
+use ebb_io::{Io, Signal, WorkerHandle};
+use ebb_store::{Resize, ResizeError};
+use ebb_volume::{Stop, Volume};
+use futures_lite::future::or;
+
+pub use self::open::{Comparing, HelperThreads, Opener, Opening};
+pub use self::slot::{Failure, Phase, VolumeState};
+pub use self::stop::{Report, Unflushed};
+use crate::bdi::Bdis;
+use crate::config::{CacheMode, Config, VolumeConfig};
+use crate::guests::Guests;
+use crate::params::Parameters;
+use crate::stores::{StoreError, make_volume};
+use slot::Slot;
+
+/// The first pause before a store that could not be opened is tried again, and the longest.
+const RETRY_FIRST: Duration = Duration::from_secs(1);
+const RETRY_MOST: Duration = Duration::from_secs(60);
+
+/// What an engine is made of.
+pub struct Parts {
+    /// Offers the volumes to NBD clients.
+    pub server: Server,
+    /// The run-time parameters.
+    pub parameters: Parameters,
+    /// The cache of all volumes.
+    pub cache: Arc<Cache>,
+    /// At least one.
+    pub workers: Vec<WorkerHandle>,
+    /// Opens stores.
+    pub opener: Arc<dyn Opener>,
+    /// How long a stop, or withdrawing a volume, may take.
+    pub drain: Duration,
+    /// The most bytes of all volumes that may be dirty.
+    pub dirty_max: u64,
+    /// When the daemon started.
+    pub started: Instant,
+}
+
+/// See the module.
+pub struct Engine {
+    server: Server,
+    parameters: Parameters,
+    cache: Arc<Cache>,
+    bdis: Arc<Bdis>,
+    workers: Vec<WorkerHandle>,
+    next_worker: AtomicUsize,
+    opener: Arc<dyn Opener>,
+    drain: Duration,
+    guests: Guests,
+    config: Mutex<Option<Config>>,
+    slots: Mutex<BTreeMap<String, Arc<Slot>>>,
+    reloading: async_lock::Mutex<()>,
+    stopping: Stop,
+    deadline: stop::Deadline,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits until a number of things are done. For tasks of one worker.
+struct Countdown {
+    left: Cell<usize>,
+    over: Signal,
+}
+
+impl Countdown {
+    fn new(left: usize) -> Countdown {
+        Countdown { left: Cell::new(left), over: Signal::default() }
+    }
+
+    fn count(&self) {
+        self.left.set(self.left.get().saturating_sub(1));
+        self.over.set();
+    }
+
+    fn left(&self) -> usize {
+        self.left.get()
+    }
+
+    /// One may wait at a time.
+    async fn over(&self) {
+        while self.left.get() > 0 {
+            self.over.wait().await;
+        }
+    }
+}
+
+impl Engine {
+    /// An engine without volumes.
+    ///
+    /// # Errors
+    /// None that the options made here can bring about.
+    pub fn new(parts: Parts) -> Result<Arc<Engine>, ebb_writeback::Error> {
+        let Parts { server, parameters, cache, workers, opener, drain, dirty_max, started } = parts;
+        let bdis = Bdis::new(&cache, &parameters, dirty_max, started)?;
+        Ok(Arc::new(Engine {
+            server,
+            parameters,
+            cache,
+            bdis,
+            workers,
+            next_worker: AtomicUsize::new(0),
+            opener,
+            drain,
+            guests: Guests::default(),
+            config: Mutex::default(),
+            slots: Mutex::default(),
+            reloading: async_lock::Mutex::default(),
+            stopping: Stop::default(),
+            deadline: stop::Deadline::default(),
+        }))
+    }
+
+    /// The backing devices.
+    pub(crate) fn bdis(&self) -> &Arc<Bdis> {
+        &self.bdis
+    }
+
+    /// Xen guests that are served, too.
+    pub(crate) fn guests(&self) -> &Guests {
+        &self.guests
+    }
+
+    /// Begins to open all volumes of `config`, side by side, and offers each as soon as it is opened. Returns when all
+    /// were tried once, or, with `patience`, when for so long none was. What is missing then is tried on.
+    pub async fn start(self: &Arc<Self>, io: &Io, config: Config, patience: Option<Duration>) {
+        self.server.set_default(config.default_volume());
+        let tried = Rc::new(Countdown::new(config.volumes.len()));
+        for (name, volume) in &config.volumes {
+            let slot = Arc::new(Slot::new(name));
+            slot.want(Some(volume.clone()));
+            lock(&self.slots).insert(name.clone(), slot.clone());
+            let tried = tried.clone();
+            self.attempt(io, &slot, move || tried.count());
+        }
+        *lock(&self.config) = Some(config);
+        let patience = async {
+            let mut left = tried.left();
+            let Some(patience) = patience else { return std::future::pending().await };
+            loop {
+                io.sleep(patience).await;
+                if std::mem::replace(&mut left, tried.left()) == left {
+                    return;
+                }
+            }
+        };
+        or(tried.over(), or(self.stopping.wait(), patience)).await;
+        self.bdis.settle();
+    }
+
+    /// Tries to open the volume of `slot` until it succeeds or is told otherwise; `tried` is called after the
+    /// first time.
+    fn attempt(self: &Arc<Self>, io: &Io, slot: &Arc<Slot>, tried: impl FnOnce() + 'static) {
+        let (engine, slot, on) = (self.clone(), slot.clone(), io.clone());
+        self.server.refuse(slot.name(), "the volume is being opened: try again in a moment");
+        let current = slot.begin_attempt();
+        let task = async move {
+            let mut tried = Some(tried);
+            let mut pause = RETRY_FIRST;
+            while let Some(config) = slot.wanted() {
+                let opened = or(
+                    async { Some(engine.open(slot.name(), &config).await) },
+                    or(engine.stopped(), async {
+                        current.wait().await;
+                        None
+                    }),
+                );
+                match opened.await {
+                    None => break,
+                    Some(Ok(volume)) => {
+                        engine.offer(&slot, &current, volume, config);
+                        break;
+                    }
+                    Some(Err(error)) => engine.tell_failure(&slot, &current, &error, pause),
+                }
+                if let Some(tried) = tried.take() {
+                    tried();
+                }
+                let slept = async {
+                    on.sleep(pause).await;
+                    Some(())
+                };
+                let cancelled = async {
+                    current.wait().await;
+                    None
+                };
+                if or(slept, or(engine.stopped(), cancelled)).await.is_none() {
+                    break;
+                }
+                pause = (pause * 2).min(RETRY_MOST);
+            }
+            if let Some(tried) = tried.take() {
+                tried();
+            }
+        };
+        // It runs by itself; the slot cancels it.
+        io.spawn(task).detach();
+    }
+
+    /// Waits for the stop; then nothing.
+    async fn stopped<T>(&self) -> Option<T> {
+        self.stopping.wait().await;
+        None
+    }
+
+    fn tell_failure(&self, slot: &Slot, current: &Arc<Stop>, error: &StoreError, pause: Duration) {
+        let reason = error.full_text();
+        let Some(attempts) = slot.fail(current, &reason, pause) else { return };
+        if attempts == 1 {
+            tracing::error!(
+                volume = slot.name(),
+                "cannot be opened, is refused to clients, and is tried again: {reason}"
+            );
+        } else {
+            tracing::debug!(volume = slot.name(), "still cannot be opened: {reason}");
+        }
+        let refusal = format!("the volume cannot be opened now: {reason}");
+        self.server.refuse(slot.name(), &refusal);
+    }
+
+    /// Offers a volume of `slot`, unless its opening was cancelled.
+    fn offer(&self, slot: &Slot, current: &Arc<Stop>, volume: Arc<Volume>, config: VolumeConfig) {
+        let name = slot.name().to_owned();
+        let add = |volume: &Arc<Volume>| {
+            self.server.add(volume.clone(), self.parameters.pool(Some(&name)));
+        };
+        match slot.serve(current, &self.stopping, (volume, config), add) {
+            Some(0) => {}
+            Some(attempts) => {
+                tracing::info!(volume = slot.name(), attempts, "opened at last: offered");
+            }
+            None => {}
+        }
+    }
+
+    /// Opens a store and makes a volume of it, which is written back if its cache is.
+    async fn open(&self, name: &str, config: &VolumeConfig) -> Result<Arc<Volume>, StoreError> {
+        let store = self.opener.open(name, config).await?;
+        let volume = make_volume(name, config, store, &self.cache)?;
+        self.start_writeback(config, &volume).await?;
+        Ok(volume)
+    }
+
+    /// Has a volume with a writeback cache written back, on one of the workers; others stay as they are.
+    async fn start_writeback(
+        &self,
+        config: &VolumeConfig,
+        volume: &Arc<Volume>,
+    ) -> Result<(), StoreError> {
+        let Some(cache) = volume.cache().filter(|_| config.cache == CacheMode::Writeback) else {
+            return Ok(());
+        };
+        debug_assert_eq!(volume.cache_mode(), Mode::Writeback);
+        let control = self.bdis.control(config, cache)?;
+        let turn = self.next_worker.fetch_add(1, Ordering::Relaxed);
+        let Some(worker) = self.workers.get(turn % self.workers.len().max(1)) else {
+            return Ok(());
+        };
+        let volume = volume.clone();
+        let (sender, started) = tokio::sync::oneshot::channel();
+        worker.spawn(move |io| async move {
+            volume.start_writeback(&io, control);
+            let _ = sender.send(());
+        });
+        // A worker that has ended writes nothing back any more.
+        let _ = started.await;
+        Ok(())
+    }
+
+    /// Gives a volume another size; the size, bytes.
+    ///
+    /// # Errors
+    /// Those of [`Volume::resize`]; `None` if no volume of that name is served.
+    pub async fn resize(
+        &self,
+        io: &Io,
+        name: &str,
+        order: Resize,
+    ) -> Option<Result<u64, ResizeError>> {
+        let volume = self.server.volume(name)?;
+        Some(volume.resize(io, order).await)
+    }
+
+    /// All volumes by name, with what becomes of each now.
+    pub fn states(&self) -> Vec<VolumeState> {
+        let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
+        slots.iter().map(|slot| slot.state()).collect()
+    }
+}

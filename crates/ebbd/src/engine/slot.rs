@@ -1,0 +1,230 @@
+//! A volume's place in the engine: what is wanted of it, and what it is now.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ebb_volume::{Stop, Volume};
+
+use crate::config::VolumeConfig;
+
+/// What a volume is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Its store is being opened for the first time.
+    Opening,
+    /// It is offered.
+    Serving,
+    /// Its store cannot be opened; that is tried again.
+    Failed,
+    /// It is being withdrawn: requests end, and what is in memory only is written.
+    Closing,
+}
+
+impl Phase {
+    /// In a word.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Phase::Opening => "opening",
+            Phase::Serving => "serving",
+            Phase::Failed => "failed",
+            Phase::Closing => "closing",
+        }
+    }
+}
+
+/// Why a volume is not served, and when that is tried again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// The cause, and what to do.
+    pub reason: String,
+    /// How often it was tried.
+    pub attempts: u64,
+    /// The first time.
+    pub since: Instant,
+    /// The next.
+    pub next: Instant,
+}
+
+/// A volume as it is now.
+#[derive(Clone, Debug)]
+pub struct VolumeState {
+    /// Its name.
+    pub name: String,
+    /// What it is doing.
+    pub phase: Phase,
+    /// Why it is not served, if it cannot be opened.
+    pub failure: Option<Failure>,
+    /// The volume itself, while it is served or closing.
+    pub volume: Option<Arc<Volume>>,
+}
+
+enum State {
+    /// Not opened yet, or closed for good.
+    Opening,
+    Serving(Arc<Volume>),
+    Failed(Failure),
+    Closing(Arc<Volume>),
+}
+
+struct Inner {
+    /// `None`: to be removed.
+    wanted: Option<VolumeConfig>,
+    /// What is served.
+    served: Option<VolumeConfig>,
+    state: State,
+    /// Cancels the attempts to open it that are being made.
+    attempt: Arc<Stop>,
+}
+
+/// See the module.
+pub(super) struct Slot {
+    name: String,
+    inner: Mutex<Inner>,
+    /// One change of it at a time.
+    pub(super) turn: async_lock::Mutex<()>,
+}
+
+impl Slot {
+    pub(super) fn new(name: &str) -> Slot {
+        Slot {
+            name: name.to_owned(),
+            inner: Mutex::new(Inner {
+                wanted: None,
+                served: None,
+                state: State::Opening,
+                attempt: Arc::default(),
+            }),
+            turn: async_lock::Mutex::default(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(super) fn wanted(&self) -> Option<VolumeConfig> {
+        self.lock().wanted.clone()
+    }
+
+    pub(super) fn want(&self, config: Option<VolumeConfig>) {
+        self.lock().wanted = config;
+    }
+
+    /// Where `new` is wanted, `old` is from now on.
+    pub(super) fn want_instead(&self, new: &VolumeConfig, old: VolumeConfig) {
+        let mut inner = self.lock();
+        if inner.wanted.as_ref() == Some(new) {
+            inner.wanted = Some(old);
+        }
+    }
+
+    /// Takes what changes while the volume is served from `new`.
+    pub(super) fn follow(&self, new: &VolumeConfig) {
+        let inner = &mut *self.lock();
+        for wanted in [&mut inner.wanted, &mut inner.served].into_iter().flatten() {
+            wanted.default = new.default;
+            wanted.max_buffer_pages = new.max_buffer_pages;
+            wanted.buffer_squeeze_duration_ms = new.buffer_squeeze_duration_ms;
+        }
+    }
+
+    /// Cancels earlier attempts to open it; what cancels the one that begins.
+    pub(super) fn begin_attempt(&self) -> Arc<Stop> {
+        let mut inner = self.lock();
+        inner.attempt.stop();
+        inner.attempt = Arc::default();
+        if !matches!(inner.state, State::Failed(_)) {
+            inner.state = State::Opening;
+        }
+        inner.attempt.clone()
+    }
+
+    /// Cancels attempts to open it.
+    pub(super) fn cancel_attempts(&self) {
+        self.lock().attempt.stop();
+    }
+
+    /// An attempt has failed: how many have. `None` if it was cancelled.
+    pub(super) fn fail(&self, current: &Arc<Stop>, reason: &str, pause: Duration) -> Option<u64> {
+        let mut inner = self.lock();
+        if current.is_stopped() {
+            return None;
+        }
+        let now = ebb_mem::clock::now();
+        let (attempts, since) = match &inner.state {
+            State::Failed(failure) => (failure.attempts + 1, failure.since),
+            _ => (1, now),
+        };
+        let reason = reason.to_owned();
+        inner.state = State::Failed(Failure { reason, attempts, since, next: now + pause });
+        Some(attempts)
+    }
+
+    /// Serves `volume` from now on, and calls `add`, unless the attempt was cancelled or all is stopping. How often
+    /// opening it had failed.
+    pub(super) fn serve(
+        &self,
+        current: &Stop,
+        stopping: &Stop,
+        (volume, config): (Arc<Volume>, VolumeConfig),
+        add: impl FnOnce(&Arc<Volume>),
+    ) -> Option<u64> {
+        let mut inner = self.lock();
+        if current.is_stopped() || stopping.is_stopped() {
+            return None;
+        }
+        let failed = match &inner.state {
+            State::Failed(failure) => failure.attempts,
+            _ => 0,
+        };
+        add(&volume);
+        inner.served = Some(config);
+        inner.state = State::Serving(volume);
+        Some(failed)
+    }
+
+    /// The volume that is offered, and as what.
+    pub(super) fn served(&self) -> Option<(Arc<Volume>, VolumeConfig)> {
+        let inner = self.lock();
+        match &inner.state {
+            State::Serving(volume) => Some((volume.clone(), inner.served.clone()?)),
+            _ => None,
+        }
+    }
+
+    /// The volume that is served or closing.
+    pub(super) fn open_volume(&self) -> Option<Arc<Volume>> {
+        match &self.lock().state {
+            State::Serving(volume) | State::Closing(volume) => Some(volume.clone()),
+            _ => None,
+        }
+    }
+
+    /// The volume is being withdrawn.
+    pub(super) fn close(&self) {
+        let mut inner = self.lock();
+        if let State::Serving(volume) = &inner.state {
+            inner.state = State::Closing(volume.clone());
+        }
+    }
+
+    /// It was withdrawn.
+    pub(super) fn closed(&self) {
+        self.lock().state = State::Opening;
+    }
+
+    pub(super) fn state(&self) -> VolumeState {
+        let inner = self.lock();
+        let (phase, failure, volume) = match &inner.state {
+            State::Opening => (Phase::Opening, None, None),
+            State::Serving(volume) => (Phase::Serving, None, Some(volume.clone())),
+            State::Failed(failure) => (Phase::Failed, Some(failure.clone()), None),
+            State::Closing(volume) => (Phase::Closing, None, Some(volume.clone())),
+        };
+        VolumeState { name: self.name.clone(), phase, failure, volume }
+    }
+}
