@@ -20,6 +20,28 @@ use crate::stores::StoreError;
 const RETRY_FIRST: Duration = Duration::from_millis(500);
 const RETRY_MOST: Duration = Duration::from_secs(30);
 
+/// The time to withdraw a volume is over: if nothing of it can be lost it is given up.
+fn give_up(volume: &Volume) {
+    let (name, unwritten_bytes) = (volume.name().to_string(), unwritten(volume));
+    let under_way = volume.under_way();
+    if volume.is_stable() {
+        tracing::warn!(
+            volume = name,
+            under_way,
+            "its store does not answer: requests are abandoned"
+        );
+        volume.abort();
+        return;
+    }
+    tracing::error!(
+        volume = name,
+        unwritten_bytes,
+        under_way,
+        "not withdrawn within --drain, for its store does not answer: it is waited for, \
+         so that nothing is lost"
+    );
+}
+
 /// The daemon stops: what was begun is left to the stop.
 struct Stopped;
 
@@ -50,14 +72,10 @@ impl Engine {
         }
         let limit = async {
             io.sleep(self.drain).await;
-            for state in self.states().into_iter().filter(|state| state.phase == Phase::Closing) {
-                let (volume, unwritten_bytes) =
-                    (state.name, state.volume.map_or(0, |volume| unwritten(&volume)));
-                tracing::error!(
-                    volume,
-                    unwritten_bytes,
-                    "not withdrawn within --drain: its store does not answer, it is waited for on"
-                );
+            for state in self.states() {
+                if let (Phase::Closing, Some(volume)) = (state.phase, state.volume) {
+                    give_up(&volume);
+                }
             }
         };
         or(done.over(), or(limit, self.stopping.wait())).await;

@@ -18,6 +18,9 @@ const RETRY: Duration = Duration::from_millis(500);
 /// How long clients may take to receive their last replies before their volume is closed all the same.
 const FAREWELL: Duration = Duration::from_secs(15);
 
+/// How long clients of volumes that were given up may take to hear of it.
+const GOODBYE: Duration = Duration::from_secs(1);
+
 /// A volume that is not on its store as clients were told.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unflushed {
@@ -142,6 +145,12 @@ impl Engine {
         or(all, or(self.deadline.over(io), telling)).await;
         let mut report = Report::default();
         jobs.iter().for_each(|job| job.report(&mut report));
+        // What still waits for a server is told to its clients; what the kernel has is not waited for.
+        let left: Vec<_> = jobs.iter().filter(|job| job.outcome.borrow().is_none()).collect();
+        if !left.is_empty() {
+            left.iter().for_each(|job| job.volume.abort());
+            io.timeout(GOODBYE, self.server.empty()).await;
+        }
         report
     }
 
