@@ -27,6 +27,8 @@
 //! - A server that still executes a request of a lost connection after the same request was
 //!   acknowledged on a new one can undo a later write. The protocol has no fence against it; servers
 //!   avoid it by ending the requests of a connection before they let go of it.
+//! - A server that is told to stop and waits for its clients is let go: when one connection hears
+//!   `NBD_ESHUTDOWN`, or cannot be made, those at rest ask for a flush, and hear it, too.
 //! - A server that vanishes from a TCP network is noticed within a minute. One that keeps a connection up
 //!   and never answers is waited for, and [`StoreState::silent_seconds`] tells of it; with
 //!   [`NbdOptions::silence`] its connection counts as lost after that time. There is no such limit by

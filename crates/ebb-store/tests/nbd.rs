@@ -274,6 +274,59 @@ fn a_server_that_shuts_down_is_survived() {
     survives(Server::terminate);
 }
 
+/// A server that is told to stop waits for its clients: connections of other workers, which ask nothing, must
+/// not keep it while the busy one waits for its successor.
+#[test]
+fn a_server_told_to_stop_is_not_kept_by_idle_connections() {
+    let folder = common::folder();
+    let image = common::file(&folder, "image");
+    std::fs::File::create(&image).unwrap().set_len(8 << 20).unwrap();
+    let mut server = Server::nbdkit(&["file", image.to_str().unwrap()]);
+    let store = Arc::new(Store::Nbd(open(&server)));
+    let workers: Vec<_> =
+        (0..4).map(|n| ebb_io::Worker::start_alone(&format!("w{n}")).unwrap()).collect();
+    let ask_each = || {
+        for worker in &workers {
+            let store = store.clone();
+            let asked = worker.handle().block_on(move |io| async move {
+                store.read(&io, io.pool().take(4096).await, 0).await.0.is_ok()
+            });
+            assert_eq!(asked, Some(true));
+        }
+        assert_eq!(store.state().unwrap().connections, 4);
+    };
+    for round in 0..3 {
+        ask_each();
+        let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let (told, own) = (stop.clone(), store.clone());
+        let (sender, rounds) = std::sync::mpsc::channel();
+        workers[0].handle().spawn(move |io| async move {
+            let mut rounds = 0u64;
+            let mut result = Ok(());
+            while result.is_ok() && !told.load(std::sync::atomic::Ordering::Relaxed) {
+                let buf = io.pool().take(4096).await;
+                result = own.write(&io, buf, rounds % 64 * 4096, rounds.is_multiple_of(3)).await.0;
+                rounds += 1;
+            }
+            let _ = sender.send(result.map(|()| rounds));
+        });
+        std::thread::park_timeout(Duration::from_millis(100));
+        server.ask_to_end();
+        // Some servers finish what they have first: a moment with both is normal.
+        let deadline = Instant::now() + Duration::from_secs(90);
+        while !server.has_ended() {
+            assert!(Instant::now() < deadline, "round {round}: idle connections keep the server");
+            std::thread::park_timeout(Duration::from_millis(10));
+        }
+        server.restart();
+        let before = store.state().unwrap().reconnects;
+        wait_for("the connection", || store.state().unwrap().reconnects > before);
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        let rounds = rounds.recv_timeout(Duration::from_secs(90)).unwrap().unwrap();
+        assert!(rounds > 0);
+    }
+}
+
 #[test]
 fn no_server_within_the_limit_is_an_error_and_its_return_ends_that() {
     let mut server = Server::nbdkit(&["memory", "8M"]);

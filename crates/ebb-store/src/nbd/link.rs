@@ -13,6 +13,8 @@
 //!   flush would have covered on the old one;
 //! - while answers are owed, somebody looks each second whether any comes; while none is owed nobody does.
 
+mod watch;
+
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::io;
@@ -41,8 +43,6 @@ const STAGE_BYTES: usize = 16 << 10;
 const PROVEN: Duration = Duration::from_secs(5);
 /// How long a sender has for its last words.
 const GOODBYE: Duration = Duration::from_secs(1);
-/// How often somebody looks whether a server that owes answers gives any.
-const LOOK: Duration = Duration::from_secs(1);
 /// Data in one message, bytes.
 const BATCH_BYTES: usize = 1 << 20;
 
@@ -161,7 +161,10 @@ impl Link {
                     let replayed = self.slots.borrow_mut().replay(ebb_io::clock::now(), limit);
                     remote.shared.replayed(replayed);
                 }
-                Err(error) => remote.shared.note_error(&error.to_string()),
+                Err(error) => {
+                    remote.shared.note_error(&error.to_string());
+                    remote.shared.doubt_now_and_then();
+                }
             }
             if remote.shared.is_closed() {
                 break;
@@ -284,37 +287,6 @@ impl Link {
         self.work.set();
     }
 
-    /// Tells of a server that owes answers and gives none, and gives up its connection if there is a limit.
-    async fn watch(&self, io: &Io, transport: &Transport, id: u64) {
-        let limit = self.remote.options.silence;
-        let mut told = 0;
-        self.heard.set(ebb_io::clock::now());
-        loop {
-            if !self.slots.borrow().has_sent() {
-                if std::mem::take(&mut told) != 0 {
-                    self.remote.shared.silent(id, 0);
-                }
-                self.resting.set(true);
-                self.asked.wait().await;
-            }
-            io.sleep(LOOK).await;
-            let silence = ebb_io::clock::since(self.heard.get());
-            let owes = self.slots.borrow().has_sent();
-            // A moment without an answer is no silence.
-            let seconds = if owes && silence >= LOOK * 2 { silence.as_secs() } else { 0 };
-            if seconds != told {
-                told = seconds;
-                self.remote.shared.silent(id, seconds);
-            }
-            if owes && limit.is_some_and(|limit| silence >= limit) {
-                self.silenced.set(Some(silence));
-                // Both directions hear the end of the stream.
-                transport.shut();
-                return;
-            }
-        }
-    }
-
     async fn send(&self, io: &Io, transport: &Transport, hold_back: &Cell<bool>) {
         let mut message = Box::<Gather>::default();
         let mut away: Vec<Cookie> = Vec::with_capacity(IN_FLIGHT);
@@ -390,7 +362,10 @@ impl Link {
                 Err(Broken::Violation(Violation(what))) => {
                     return format!("the server broke the protocol: {what}");
                 }
-                Err(Broken::Farewell) => return "the server is shutting down".to_owned(),
+                Err(Broken::Farewell) => {
+                    self.remote.shared.doubt();
+                    return "the server is shutting down".to_owned();
+                }
                 Err(Broken::Io(error)) => return format!("the connection was lost: {error}"),
             }
         }

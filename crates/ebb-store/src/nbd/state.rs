@@ -10,12 +10,16 @@ use std::convert::Infallible;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use async_channel::{Receiver, Sender};
+use event_listener::Event;
 use rustix::net::Shutdown;
 
 use super::options::LostWrites;
+
+/// How long after one doubt for a failed attempt there is none for another.
+const DOUBTS: Duration = Duration::from_secs(5);
 
 /// A remote store at a moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -57,6 +61,9 @@ pub(crate) struct Shared {
     acknowledged: AtomicU64,
     covered: AtomicU64,
     story: Mutex<Story>,
+    /// How often there was reason to think that the server goes, and who waits for one more.
+    doubts: AtomicU64,
+    doubted: Event,
     /// Set beside `Story::lost`, so that a flush need not lock.
     has_lost: AtomicBool,
 }
@@ -72,6 +79,8 @@ struct Story {
     /// For how many seconds connections are silent that are.
     silent: HashMap<u64, u64>,
     next: u64,
+    /// When an attempt that failed last raised a doubt.
+    doubted_at: Option<Instant>,
 }
 
 impl Shared {
@@ -96,8 +105,11 @@ impl Shared {
                 sockets: HashMap::new(),
                 silent: HashMap::new(),
                 next: 0,
+                doubted_at: None,
             }),
             has_lost: AtomicBool::new(false),
+            doubts: AtomicU64::new(0),
+            doubted: Event::new(),
         }
     }
 
@@ -187,6 +199,39 @@ impl Shared {
             0 => story.silent.remove(&id),
             seconds => story.silent.insert(id, seconds),
         };
+    }
+
+    /// A connection heard that the server goes: those at rest are to ask.
+    pub(crate) fn doubt(&self) {
+        self.doubts.fetch_add(1, Ordering::SeqCst);
+        self.doubted.notify(usize::MAX);
+    }
+
+    /// As [`Shared::doubt`], for an attempt that failed: not with each of them.
+    pub(crate) fn doubt_now_and_then(&self) {
+        let now = ebb_io::clock::now();
+        let mut story = self.story();
+        if story.doubted_at.is_none_or(|at| now.saturating_duration_since(at) >= DOUBTS) {
+            story.doubted_at = Some(now);
+            drop(story);
+            self.doubt();
+        }
+    }
+
+    pub(crate) fn doubts(&self) -> u64 {
+        self.doubts.load(Ordering::SeqCst)
+    }
+
+    /// Waits until there were more doubts than `seen`.
+    pub(crate) async fn doubted(&self, seen: u64) {
+        while self.doubts() == seen {
+            let listener = self.doubted.listen();
+            // Looked at again after the listener is in place: a doubt since then wakes it.
+            if self.doubts() != seen {
+                return;
+            }
+            listener.await;
+        }
     }
 
     pub(crate) fn replayed(&self, count: u64) {

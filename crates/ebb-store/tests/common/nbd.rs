@@ -71,11 +71,23 @@ impl Server {
 
     /// SIGTERM, and waits for the end.
     pub(crate) fn terminate(&mut self) {
+        self.ask_to_end();
         if let Some(mut child) = self.child.take() {
-            let pid = rustix::process::Pid::from_child(&child);
-            rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
             child.wait().unwrap();
         }
+    }
+
+    /// SIGTERM.
+    pub(crate) fn ask_to_end(&mut self) {
+        if let Some(child) = &self.child {
+            let pid = rustix::process::Pid::from_child(child);
+            rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        }
+    }
+
+    /// Whether it runs no more.
+    pub(crate) fn has_ended(&mut self) -> bool {
+        self.child.as_mut().is_none_or(|child| child.try_wait().unwrap().is_some())
     }
 }
 

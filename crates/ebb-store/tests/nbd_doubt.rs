@@ -1,0 +1,70 @@
+//! Connections at rest, when another one hears that the server goes or cannot be made.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+#[path = "common/fake.rs"]
+mod fake;
+
+use std::sync::Arc;
+
+use ebb_io::Worker;
+use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
+use fake::{Act, ESHUTDOWN, FLUSH, Fake, MANY_CONNECTIONS, READ, wait_for};
+
+const MIB: u64 = 1 << 20;
+
+fn read(worker: &Worker, store: &Arc<Store>, offset: u64) -> bool {
+    let store = store.clone();
+    let read = worker.handle().block_on(move |io| async move {
+        store.read(&io, io.pool().take(4096).await, offset).await.0.is_ok()
+    });
+    read.unwrap()
+}
+
+fn open(fake: &Fake) -> Arc<Store> {
+    let options = NbdOptions::new(NbdAddress::Unix(fake.socket().into()), "");
+    Arc::new(Store::Nbd(NbdStore::open(options).unwrap().0))
+}
+
+/// One connection is lost and cannot be made again: the other one asks whether it is still of use, and is,
+/// so it stays.
+#[test]
+fn a_connection_at_rest_asks_when_another_cannot_be_made() {
+    let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, |asked| {
+        if asked.command == READ && asked.offset > 0 { Act::HangUp } else { Act::Good(1) }
+    });
+    let store = open(&fake);
+    let workers: Vec<_> = ["a", "b"].map(|name| Worker::start_alone(name).unwrap()).into();
+    assert!(read(&workers[0], &store, 0) && read(&workers[1], &store, 0));
+    assert_eq!(fake.count(FLUSH), 0);
+    std::fs::remove_file(fake.socket()).unwrap();
+    let own = store.clone();
+    workers[0].handle().spawn(move |io| async move {
+        let _ = own.read(&io, io.pool().take(4096).await, 4096).await;
+    });
+    wait_for("the question", || fake.count(FLUSH) > 0);
+    let flushes: Vec<_> = fake.asked().into_iter().filter(|a| a.command == FLUSH).collect();
+    assert!(flushes.iter().all(|asked| asked.connection == 2), "{flushes:?}");
+    assert!(read(&workers[1], &store, 0), "it answers, and is kept");
+    assert_eq!(fake.accepted(), 3);
+    store.abort();
+}
+
+/// One connection hears that the server goes; the other one asks, hears it, and lets go.
+#[test]
+fn connections_at_rest_let_go_of_a_server_that_goes() {
+    let fake =
+        Fake::start(8 * MIB, MANY_CONNECTIONS, |asked| match (asked.command, asked.offset) {
+            (FLUSH, _) => Act::Error(ESHUTDOWN),
+            (READ, 4096) if asked.connection < 3 => Act::Error(ESHUTDOWN),
+            _ => Act::Good(1),
+        });
+    let store = open(&fake);
+    let workers: Vec<_> = ["a", "b"].map(|name| Worker::start_alone(name).unwrap()).into();
+    assert!(read(&workers[0], &store, 0) && read(&workers[1], &store, 0));
+    assert!(read(&workers[0], &store, 4096), "the next connection answers");
+    wait_for("both connections made again", || store.state().unwrap().reconnects == 2);
+    assert!(fake.asked().iter().any(|asked| asked.command == FLUSH && asked.connection == 2));
+    assert!(read(&workers[1], &store, 0));
+}
