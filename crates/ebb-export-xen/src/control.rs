@@ -274,7 +274,9 @@ impl Control {
         if serving.running > 0 {
             return;
         }
-        if !self.served.is_leaving() {
+        // A guest whose volume was withdrawn may meet a successor before it has let go of the disk: that must
+        // know which store the disk was on.
+        if !self.served.is_leaving() && device.withdrawn.is_none() {
             for path in &serving.journals {
                 let _ = std::fs::remove_file(path);
             }

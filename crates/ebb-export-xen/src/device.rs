@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use ebb_mem::PoolParameters;
@@ -190,22 +190,32 @@ pub(crate) fn open_queue(
     }
     let identity = identity(key, number, nodes, &ring);
     let path = settings.journals.as_deref().map(|folder| journal_path(folder, key, number));
+    let backing = disk.backing();
     let fail = |source| DeviceError::Resume { queue: number, source };
     let (sent, published) = ring.shared_numbers();
     let found = match (resume, &path) {
-        (true, Some(path)) => Some(Journal::open(path, &identity)),
+        (true, Some(path)) => Some(Journal::open(path, &identity, &backing)),
         _ => None,
     };
     let (journal, left_over) = match found {
         Some(Ok(journal)) => {
             let (req_cons, left_over) = journal.resume(published).map_err(fail)?;
             ring.resume(req_cons, published);
+            journal.note_size(backing.size);
+            if journal.is_broken() {
+                disk.broken.store(true, Ordering::Relaxed);
+            }
             (journal, left_over)
         }
+        // Idle or not: the guest has data of another store in its memory.
+        Some(Err(error @ (ResumeError::OtherStore { .. } | ResumeError::Smaller { .. }))) => {
+            return Err(fail(error));
+        }
         // Whoever served it may have answered out of order: only an idle ring can be taken over.
-        _ if resume && sent != published => return Err(fail(ResumeError::Foreign)),
+        Some(Err(error)) if sent != published => return Err(fail(error)),
+        None if resume && sent != published => return Err(fail(ResumeError::Foreign)),
         _ => {
-            let journal = Journal::create(path.as_deref(), &identity)
+            let journal = Journal::create(path.as_deref(), &identity, &backing)
                 .map_err(io("make the ring's journal"))?;
             journal.reset(published);
             ring.resume(published, published);

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use ebb_mem::PoolParameters;
 use ebb_volume::{Stop, Volume};
 
+use crate::journal::Backing;
 use crate::params::XenParameters;
 
 /// Segments in an indirect request, as offered to guests.
@@ -52,6 +53,15 @@ impl Disk {
     /// See [`Disk::broken`].
     pub(crate) fn is_broken(&self) -> bool {
         self.broken.load(Ordering::Relaxed)
+    }
+
+    /// What its journals are about.
+    pub(crate) fn backing(&self) -> Backing {
+        Backing {
+            volume: self.volume.name().to_string(),
+            store: self.volume.store_identity(),
+            size: self.volume.size(),
+        }
     }
 
     /// Has what is under way end, and nothing begin any more. Does not wait.

@@ -21,7 +21,10 @@
 //! together; if it fails the ring is not resumed.
 //!
 //! What cannot be resumed is told apart from what can by [`Identity`]: another ring, another
-//! channel or another guest is another journal.
+//! channel or another guest is another journal. And by [`Backing`]: requests for one store must not be done on
+//! another one that has the volume's name now, nor on one that is too small for them. That flushes failed
+//! ([`Journal::note_broken`]) is kept as well: a guest to which the loss was told by failing writes must not
+//! find them working again.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -30,16 +33,29 @@ use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use ebb_volume::Identity as StoreIdentity;
+
 use crate::abi::{SLOT_WORDS, Slot};
 use crate::memory::{Mapping, Unmap, write_barrier};
 
-const MAGIC: u32 = 0x6a62_6265;
-const HEADER: usize = 128;
+const MAGIC: u32 = 0x6b62_6265;
+/// Of journals that do not say which store they are about, as daemons up to 0.1 made them.
+const MAGIC_OLD: u32 = 0x6a62_6265;
+const FORMAT: u32 = 2;
+const HEADER: usize = 1024;
 const ENTRY: usize = 128;
 /// Places in the header.
 const AT_MAGIC: usize = 0;
 const AT_REQ_CONS: usize = 4;
-const AT_IDENTITY: usize = 8;
+const AT_FORMAT: usize = 8;
+const AT_BROKEN: usize = 12;
+const AT_SIZE: usize = 16;
+const AT_DIGEST: usize = 24;
+const AT_IDENTITY: usize = 32;
+/// Texts: bytes, and then as many of them as there is room for.
+const AT_VOLUME: usize = 64;
+const AT_STORE: usize = 384;
+const AT_END: usize = HEADER;
 /// Places in an entry.
 const AT_STATE: usize = 0;
 const AT_NUMBER: usize = 4;
@@ -76,6 +92,27 @@ impl Identity {
     }
 }
 
+/// What the requests of a journal are for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Backing {
+    /// The volume's name.
+    pub volume: String,
+    /// Its store.
+    pub store: StoreIdentity,
+    /// Its size as the guest knows it, bytes.
+    pub size: u64,
+}
+
+impl Backing {
+    /// Of what must not change: FNV-1a, for chance and not for adversaries, since the operator chooses all of it.
+    fn digest(&self) -> u64 {
+        let bytes = self.volume.bytes().chain([0]).chain(self.store.key.bytes());
+        bytes.fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
+            (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        })
+    }
+}
+
 /// Why a ring cannot be taken over.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -83,6 +120,38 @@ pub enum ResumeError {
     /// The journal is about something else.
     #[error("there is no journal of this ring: detach the disk and attach it again")]
     Foreign,
+    /// The journal is of another format.
+    #[error(
+        "its journal was made by another version of ebbd and cannot be used while requests are open: \
+             start that version again until the guest is at rest, or detach the disk and attach it again"
+    )]
+    Format,
+    /// The journal is about another volume or store.
+    #[error(
+        "the guest was served volume `{volume}` on {store} before, now the disk is volume `{now}` on \
+             {now_store}: give it back what it had and start again, or detach the disk and attach it again"
+    )]
+    OtherStore {
+        /// The volume it was.
+        volume: String,
+        /// The store that was.
+        store: String,
+        /// The volume it would be.
+        now: String,
+        /// The store that would be.
+        now_store: StoreIdentity,
+    },
+    /// The volume is smaller than the guest knows.
+    #[error(
+        "the volume has {now} bytes, and the guest knows it with {size}: give the store back its size and \
+             start again, or detach the disk and attach it again"
+    )]
+    Smaller {
+        /// Bytes, as the guest knows.
+        size: u64,
+        /// Bytes that there are.
+        now: u64,
+    },
     /// The journal contradicts the ring.
     #[error(
         "the journal does not fit the ring ({open} open requests, the ring has {expected}): \
@@ -128,12 +197,21 @@ fn bytes_for(slots: u32) -> usize {
     HEADER + ENTRY * usize::try_from(slots).unwrap_or_default()
 }
 
+fn word_pair(value: u64) -> [u32; 2] {
+    let [a, b, c, d, e, f, g, h] = value.to_le_bytes();
+    [u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h])]
+}
+
 impl Journal {
     /// An empty one, in a file at `path`; without a path it dies with the process.
     ///
     /// # Errors
     /// Those of the system.
-    pub fn create(path: Option<&Path>, identity: &Identity) -> io::Result<Journal> {
+    pub fn create(
+        path: Option<&Path>,
+        identity: &Identity,
+        backing: &Backing,
+    ) -> io::Result<Journal> {
         let bytes = bytes_for(identity.slots);
         let file = match path {
             Some(path) => OpenOptions::new()
@@ -154,16 +232,65 @@ impl Journal {
         for (number, word) in identity.words().into_iter().enumerate() {
             memory.store(AT_IDENTITY + 4 * number, word);
         }
+        let journal = Journal { memory, slots: identity.slots };
+        journal.store_pair(AT_DIGEST, backing.digest());
+        journal.note_size(backing.size);
+        journal.store_text(AT_VOLUME, AT_STORE, &backing.volume);
+        journal.store_text(AT_STORE, AT_END, &backing.store.to_string());
+        journal.memory.store(AT_FORMAT, FORMAT);
         write_barrier();
-        memory.store(AT_MAGIC, MAGIC);
-        Ok(Journal { memory, slots: identity.slots })
+        journal.memory.store(AT_MAGIC, MAGIC);
+        Ok(journal)
+    }
+
+    fn store_pair(&self, at: usize, value: u64) {
+        let [low, high] = word_pair(value);
+        self.memory.store(at, low);
+        self.memory.store(at + 4, high);
+    }
+
+    fn load_pair(&self, at: usize) -> u64 {
+        u64::from(self.memory.load(at)) | u64::from(self.memory.load(at + 4)) << 32
+    }
+
+    fn store_text(&self, at: usize, end: usize, text: &str) {
+        let text = &text.as_bytes()[..text.len().min(end - at - 4)];
+        self.memory.store(at, u32::try_from(text.len()).unwrap_or_default());
+        let _ = self.memory.write(at + 4, text);
+    }
+
+    fn load_text(&self, at: usize, end: usize) -> String {
+        let bytes = usize::try_from(self.memory.load(at)).unwrap_or(usize::MAX);
+        let mut text = vec![0; bytes.min(end - at - 4)];
+        let _ = self.memory.read(at + 4, &mut text);
+        String::from_utf8_lossy(&text).into_owned()
+    }
+
+    /// Notes the size the guest knows from now on.
+    pub fn note_size(&self, size: u64) {
+        self.store_pair(AT_SIZE, size);
+    }
+
+    /// Notes that data could not be made stable: writes fail from now on, in this process and in a successor.
+    pub fn note_broken(&self) {
+        self.memory.store(AT_BROKEN, 1);
+    }
+
+    /// See [`Journal::note_broken`].
+    pub fn is_broken(&self) -> bool {
+        self.memory.load(AT_BROKEN) != 0
     }
 
     /// The one a predecessor left at `path`.
     ///
     /// # Errors
-    /// [`ResumeError::Foreign`] if there is none, or one of another ring.
-    pub fn open(path: &Path, identity: &Identity) -> Result<Journal, ResumeError> {
+    /// [`ResumeError::Foreign`] if there is none, or one of another ring; else what keeps its requests from
+    /// being done on `backing`.
+    pub fn open(
+        path: &Path,
+        identity: &Identity,
+        backing: &Backing,
+    ) -> Result<Journal, ResumeError> {
         let foreign = |_| ResumeError::Foreign;
         let file = OpenOptions::new()
             .read(true)
@@ -171,18 +298,44 @@ impl Journal {
             .custom_flags(libc::O_NOFOLLOW)
             .open(path)
             .map_err(foreign)?;
-        let bytes = bytes_for(identity.slots);
-        if file.metadata().map_err(foreign)?.len() != bytes as u64 {
-            return Err(ResumeError::Foreign);
+        let (bytes, found) = (bytes_for(identity.slots), file.metadata().map_err(foreign)?.len());
+        if found != bytes as u64 {
+            let mut magic = [0; 4];
+            let old =
+                rustix::io::pread(&file, &mut magic, 0).is_ok() && magic == MAGIC_OLD.to_le_bytes();
+            return Err(if old { ResumeError::Format } else { ResumeError::Foreign });
         }
         let memory = map(file, bytes).map_err(foreign)?;
-        let mut words = identity.words().into_iter().enumerate();
-        let fits = memory.load(AT_MAGIC) == MAGIC
-            && words.all(|(number, word)| memory.load(AT_IDENTITY + 4 * number) == word);
-        if !fits {
+        if memory.load(AT_MAGIC) != MAGIC {
             return Err(ResumeError::Foreign);
         }
-        Ok(Journal { memory, slots: identity.slots })
+        if memory.load(AT_FORMAT) != FORMAT {
+            return Err(ResumeError::Format);
+        }
+        let mut words = identity.words().into_iter().enumerate();
+        if !words.all(|(number, word)| memory.load(AT_IDENTITY + 4 * number) == word) {
+            return Err(ResumeError::Foreign);
+        }
+        let journal = Journal { memory, slots: identity.slots };
+        journal.compare(backing)?;
+        Ok(journal)
+    }
+
+    /// Its requests may be done on `backing`.
+    fn compare(&self, backing: &Backing) -> Result<(), ResumeError> {
+        if self.load_pair(AT_DIGEST) != backing.digest() {
+            return Err(ResumeError::OtherStore {
+                volume: self.load_text(AT_VOLUME, AT_STORE),
+                store: self.load_text(AT_STORE, AT_END),
+                now: backing.volume.clone(),
+                now_store: backing.store.clone(),
+            });
+        }
+        let size = self.load_pair(AT_SIZE);
+        if size > backing.size {
+            return Err(ResumeError::Smaller { size, now: backing.size });
+        }
+        Ok(())
     }
 
     fn entry(number: u32) -> usize {
@@ -264,6 +417,16 @@ impl Journal {
         open.sort_unstable_by(|a, b| b.cmp(a));
         Ok((req_cons, open.into_iter().map(|(_, entry)| entry).collect()))
     }
+}
+
+/// Notes in the journal at `path`, which a ring of this process is using, the size the guest knows from now on.
+///
+/// # Errors
+/// Those of the system.
+pub fn note_size_at(path: &Path, size: u64) -> io::Result<()> {
+    let file = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
+    rustix::io::pwrite(&file, &size.to_le_bytes(), AT_SIZE as u64)?;
+    Ok(())
 }
 
 /// Whether one running number comes before another.

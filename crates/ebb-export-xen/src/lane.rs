@@ -219,6 +219,7 @@ impl Queue {
         let unsupported = matches!(&result, Err(e) if e.kind == ErrorKind::Unsupported);
         if result.is_err() && !unsupported && !self.disk.volume.is_closing() {
             self.disk.broken.store(true, Ordering::Relaxed);
+            self.journal.note_broken();
         }
         self.judge(result)
     }

@@ -84,7 +84,7 @@ pub(crate) struct Queue {
     /// What events are read into.
     event: Cell<Option<Buf>>,
     ring: RefCell<Ring>,
-    journal: Journal,
+    pub(crate) journal: Journal,
     /// Grants that stay mapped, if guest and backend agreed on it.
     pub(crate) table: Option<RefCell<Table>>,
     /// Grants mapped in this batch.

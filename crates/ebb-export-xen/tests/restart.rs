@@ -6,14 +6,19 @@
 mod common;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
 
-use common::{Rig, pattern, until};
+use common::{Rig, SIZE, pattern, until};
 use ebb_export_xen::abi::{Abi, Body, Request, Response, Segment, Slot, op};
-use ebb_export_xen::journal::{Identity, Journal, ResumeError};
+use ebb_export_xen::journal::{Backing, Identity, Journal, ResumeError};
 use ebb_export_xen::platform::Grants;
 use ebb_export_xen::ring::Ring;
 use ebb_export_xen::shm::World;
-use ebb_export_xen::shm::frontend::{FrontQueue, Wishes};
+use ebb_export_xen::shm::frontend::{FrontQueue, Frontend, Wishes, offset};
+use ebb_store::{FileStore, OpenOptions, Store, TestStore};
+use ebb_volume::{Volume, VolumeOptions};
 use proptest::prelude::*;
 
 /// A backend that does one small step at a time, in an order of its own.
@@ -100,15 +105,16 @@ proptest! {
         guest.grant(8, true);
         let mut front = FrontQueue::on(&guest, vec![8], 0, Abi::X86_64);
         let identity = Identity { guest: 1, slots: 32, slot_bytes: 112, ..Identity::default() };
+        let backing = Backing::default();
         let fresh = |resume: bool| {
             let mut ring = Ring::new(guest.map(&[8], true).unwrap(), Abi::X86_64);
             if !resume {
-                let journal = Journal::create(Some(&path), &identity).unwrap();
+                let journal = Journal::create(Some(&path), &identity, &backing).unwrap();
                 journal.reset(0);
                 let free = (0..32).collect();
                 return Backend { ring, journal, running: vec![], written: vec![], free };
             }
-            let journal = Journal::open(&path, &identity).unwrap();
+            let journal = Journal::open(&path, &identity, &backing).unwrap();
             let (_, published) = ring.shared_numbers();
             let (req_cons, left) = journal.resume(published).unwrap();
             ring.resume(req_cons, published);
@@ -173,10 +179,11 @@ fn a_journal_of_another_ring_is_not_taken() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("journal");
     let identity = Identity { guest: 1, slots: 32, slot_bytes: 112, ..Identity::default() };
-    assert!(matches!(Journal::open(&path, &identity), Err(ResumeError::Foreign)));
-    let journal = Journal::create(Some(&path), &identity).unwrap();
+    let backing = Backing::default();
+    assert!(matches!(Journal::open(&path, &identity, &backing), Err(ResumeError::Foreign)));
+    let journal = Journal::create(Some(&path), &identity, &backing).unwrap();
     journal.reset(5);
-    assert!(Journal::open(&path, &identity).is_ok());
+    assert!(Journal::open(&path, &identity, &backing).is_ok());
     for other in [
         Identity { guest: 2, ..identity },
         Identity { device: 1, ..identity },
@@ -186,13 +193,16 @@ fn a_journal_of_another_ring_is_not_taken() {
         Identity { slots: 64, ..identity },
         Identity { slot_bytes: 108, ..identity },
     ] {
-        assert!(matches!(Journal::open(&path, &other), Err(ResumeError::Foreign)), "{other:?}");
+        assert!(
+            matches!(Journal::open(&path, &other, &backing), Err(ResumeError::Foreign)),
+            "{other:?}"
+        );
     }
-    let again = Journal::open(&path, &identity).unwrap();
+    let again = Journal::open(&path, &identity, &backing).unwrap();
     assert_eq!(again.resume(5).unwrap(), (5, vec![]));
     assert!(matches!(again.resume(4), Err(ResumeError::Contradiction { open: 0, expected: 1 })));
     std::fs::write(&path, b"short").unwrap();
-    assert!(matches!(Journal::open(&path, &identity), Err(ResumeError::Foreign)));
+    assert!(matches!(Journal::open(&path, &identity, &backing), Err(ResumeError::Foreign)));
 }
 
 /// An upgrade: one backend leaves, another comes, and guests see neither.
@@ -248,4 +258,189 @@ fn a_ring_without_its_journal_is_taken_over_only_when_idle() {
     disk.queues[0].push();
     rig.start(1, |_| {});
     disk.await_backend("5").unwrap();
+}
+
+/// A disk on a store of the test's, with a write under way that its store does not answer: what a kill leaves.
+fn killed(rig: &mut Rig, store: &Arc<TestStore>) -> Frontend {
+    rig.add(volume_on("disk", store));
+    let mut disk = rig.disk(Wishes::default());
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
+    store.latency_us.store(u64::MAX >> 8, Ordering::SeqCst);
+    let page = disk.pages(1)[0];
+    assert!(disk.guest().memory().write(offset(page), &pattern(2, 4096)));
+    let (_, request) = disk.request(op::WRITE, 8, &[Segment { gref: page, first: 0, last: 7 }]);
+    disk.queues[0].put(request);
+    disk.queues[0].push();
+    until("it is under way", || store.writes.load(Ordering::SeqCst) > 1);
+    assert_eq!(rig.backend.take().unwrap().stop(Instant::now()).len(), 1);
+    rig.workers.clear();
+    store.latency_us.store(0, Ordering::SeqCst);
+    disk
+}
+
+fn volume_on(name: &str, store: &Arc<TestStore>) -> Arc<Volume> {
+    Volume::new(name, Store::Test(store.clone()), VolumeOptions::default())
+}
+
+fn told(rig: &Rig) -> String {
+    rig.world.tree.get("/local/domain/0/error/backend/ebbd/1/51728/error").unwrap_or_default()
+}
+
+/// What a guest sent for one store is not done on another that has the volume's name now; when the first one is back,
+/// it is done there.
+#[test]
+fn requests_are_not_done_on_another_store_than_they_were_sent_for() {
+    let mut rig = Rig::new();
+    let (store, other) = (Arc::new(TestStore::new(SIZE, 1)), Arc::new(TestStore::new(SIZE, 2)));
+    let mut disk = killed(&mut rig, &store);
+    rig.add(volume_on("disk", &other));
+    rig.start(1, |_| {});
+    disk.await_backend("5").unwrap();
+    assert!(told(&rig).contains("was served volume `disk` on test 0x"), "{}", told(&rig));
+    assert_eq!(other.writes.load(Ordering::SeqCst), 0);
+    assert_eq!(disk.queues[0].take().unwrap(), None);
+    rig.stop();
+    // Nor by a volume of another name.
+    rig.add(volume_on("disk", &store));
+    rig.add(volume_on("second", &store));
+    rig.world.tree.set("/local/domain/0/backend/ebbd/1/51728/params", "second");
+    rig.start(1, |_| {});
+    until("it is refused", || told(&rig).contains("now the disk is volume `second`"));
+    disk.await_backend("5").unwrap();
+    rig.stop();
+    rig.world.tree.set("/local/domain/0/backend/ebbd/1/51728/params", "disk");
+    rig.start(1, |_| {});
+    assert_eq!(disk.queues[0].wait().unwrap().status, 0);
+    let mut back = vec![0; 4096];
+    store.look(8 * 512, &mut back);
+    assert!(back == pattern(2, 4096));
+}
+
+/// Even a guest at rest has data of its store in memory: it is not handed another one, nor one that has shrunk.
+#[test]
+fn a_guest_at_rest_is_not_handed_another_store_or_a_smaller_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk");
+    let open = || {
+        let create = (!path.exists()).then_some(SIZE);
+        let options = OpenOptions { create, ..OpenOptions::default() };
+        let (store, _) = FileStore::open(&path, &options).unwrap();
+        Volume::new("disk", Store::File(store), VolumeOptions::default())
+    };
+    let mut rig = Rig::new();
+    rig.add(open());
+    let mut disk = rig.disk(Wishes::default());
+    let data = pattern(3, 65536);
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut data.clone()).unwrap(), 0);
+    let end = |rig: &mut Rig| {
+        rig.stop();
+        // The file is let go.
+        rig.volumes.lock().unwrap().clear();
+    };
+    end(&mut rig);
+    let kept = folder.path().join("kept");
+    std::fs::rename(&path, &kept).unwrap();
+    rig.add(open());
+    rig.start(1, |_| {});
+    disk.await_backend("5").unwrap();
+    assert!(told(&rig).contains("was served volume `disk` on "), "{}", told(&rig));
+    end(&mut rig);
+    std::fs::rename(&kept, &path).unwrap();
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.set_len(SIZE / 2).unwrap();
+    rig.add(open());
+    rig.start(1, |_| {});
+    until("it is refused", || told(&rig).contains("and the guest knows it with"));
+    disk.await_backend("5").unwrap();
+    end(&mut rig);
+    // Larger does no harm, and the same file is the same store.
+    file.set_len(SIZE * 2).unwrap();
+    rig.add(open());
+    rig.start(1, |_| {});
+    disk.await_backend("4").unwrap();
+    let mut back = vec![0; 65536];
+    assert_eq!(disk.transfer(0, op::READ, 0, &mut back).unwrap(), 0);
+    assert!(back == data);
+    assert_eq!(disk.transfer(0, op::WRITE, SIZE / 512, &mut back).unwrap(), 0);
+    // It knows the new size: a file as small as before is refused from now on.
+    end(&mut rig);
+    file.set_len(SIZE).unwrap();
+    rig.add(open());
+    rig.start(1, |_| {});
+    until("it is refused", || told(&rig).contains(&format!("knows it with {}", SIZE * 2)));
+}
+
+/// A volume that grows while it is used: the journal knows, for a kill at any time.
+#[test]
+fn a_size_that_was_told_is_in_the_journal() {
+    let mut rig = Rig::new();
+    let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+    let volume = rig.volumes.lock().unwrap()["disk"].clone();
+    let grown = volume.clone();
+    let order = ebb_volume::Resize { to: Some(2 * SIZE), shrink: false };
+    let worker = rig.workers[0].handle();
+    worker.block_on(move |io| async move { grown.resize(&io, order).await.unwrap() }).unwrap();
+    until("the new size is told", || disk.size() == 2 * SIZE);
+    rig.stop();
+    let order = ebb_volume::Resize { to: Some(SIZE), shrink: true };
+    let worker = ebb_io::Worker::start_alone("shrink").unwrap();
+    let handle = worker.handle();
+    handle.block_on(move |io| async move { volume.resize(&io, order).await.unwrap() }).unwrap();
+    rig.start(1, |_| {});
+    until("it is refused", || told(&rig).contains(&format!("knows it with {}", SIZE * 2)));
+    assert_eq!(disk.queues[0].take().unwrap(), None);
+}
+
+/// Writes that fail since a flush failed go on failing under a successor: the guest may not have met one yet.
+#[test]
+fn a_failed_flush_is_remembered_by_a_successor() {
+    let mut rig = Rig::new();
+    let store = Arc::new(TestStore::new(SIZE, 1));
+    rig.add(volume_on("disk", &store));
+    let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
+    store.write_faults.store(1000, Ordering::SeqCst);
+    assert_eq!(disk.flush(op::FLUSH_DISKCACHE).unwrap(), -1);
+    store.write_faults.store(0, Ordering::SeqCst);
+    for restarts in 0..3 {
+        for queue in 0..2 {
+            let status = disk.transfer(queue, op::WRITE, 0, &mut pattern(1, 4096)).unwrap();
+            assert_eq!(status, -1, "queue {queue} after {restarts} restarts");
+        }
+        assert_eq!(disk.transfer(1, op::READ, 0, &mut vec![0; 4096]).unwrap(), 0);
+        rig.stop();
+        rig.start(1, |_| {});
+    }
+    // A guest that begins anew has forgotten what it wrote, and is told the truth about what it writes.
+    disk.close().unwrap();
+    disk.connect().unwrap();
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
+}
+
+/// A journal without a store in it, as earlier daemons made it: of use for nothing but a ring at rest.
+#[test]
+fn a_journal_of_an_earlier_format_is_taken_over_only_when_idle() {
+    let mut rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    let age = |rig: &Rig| {
+        for file in std::fs::read_dir(rig.journals.path()).unwrap() {
+            let mut old = vec![0; 128 + 32 * 128];
+            old[..4].copy_from_slice(b"ebbj");
+            std::fs::write(file.unwrap().path(), old).unwrap();
+        }
+    };
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
+    rig.stop();
+    age(&rig);
+    rig.start(1, |_| {});
+    until("taken over", || !rig.backend.as_ref().unwrap().stats().is_empty());
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
+    rig.stop();
+    age(&rig);
+    let (_, request) = disk.request(op::FLUSH_DISKCACHE, 0, &[]);
+    disk.queues[0].put(request);
+    disk.queues[0].push();
+    rig.start(1, |_| {});
+    disk.await_backend("5").unwrap();
+    assert!(told(&rig).contains("made by another version of ebbd"), "{}", told(&rig));
 }

@@ -253,11 +253,12 @@ fn the_xenstore_side_can_be_driven_turn_by_turn() {
     ebb_export_xen::attach(&mut *world.xenstore().unwrap(), 1, &order).unwrap();
     let mut disk = Frontend::new(&world, &guest, device_number("xvdb").unwrap(), Wishes::default());
     let mut now = Instant::now();
-    let mut turns = 0;
+    let begun = Instant::now();
     let mut go = |done: &mut dyn FnMut() -> bool| {
         while !done() {
-            turns += 1;
-            assert!(turns < 1000, "it does not come to rest");
+            // The ring runs on a worker of its own, and takes the time it takes.
+            assert!(begun.elapsed() < Duration::from_secs(60), "it does not come to rest");
+            std::thread::yield_now();
             // Time goes where the turn says, without waiting.
             match control.turn(now) {
                 Turn::Wait(Some(at)) => now = now.max(at),

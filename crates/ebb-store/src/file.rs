@@ -65,6 +65,10 @@ impl FileStore {
         self
     }
 
+    pub(crate) fn identity(&self) -> crate::Identity {
+        crate::Identity::of_file(&*self.fd)
+    }
+
     pub(crate) fn size(&self) -> u64 {
         self.size.load(Ordering::Relaxed)
     }

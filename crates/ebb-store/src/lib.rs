@@ -16,6 +16,7 @@ mod error;
 #[cfg(feature = "test-store")]
 mod faulty;
 mod file;
+mod identity;
 mod memory;
 mod nbd;
 mod null;
@@ -27,6 +28,7 @@ pub use error::{BlockError, ErrorKind, Operation};
 #[cfg(feature = "test-store")]
 pub use faulty::{Faults, Record, TestStore};
 pub use file::FileStore;
+pub use identity::Identity;
 pub use memory::MemoryStore;
 pub use nbd::{
     LostWrites, NbdAddress, NbdError, NbdOptions, NbdStore, NbdTls, NbdTlsKeys, RECONNECT_DEFAULT,
@@ -133,6 +135,18 @@ impl Store {
                 direct: false,
                 read_piece: Some(MEMORY_PIECE),
             },
+        }
+    }
+
+    /// Which store it is.
+    pub fn identity(&self) -> Identity {
+        match self {
+            Store::File(s) => s.identity(),
+            Store::Memory(s) => s.identity(),
+            Store::Null(_) => Identity::of_key("null".to_owned()),
+            Store::Nbd(s) => s.identity(),
+            #[cfg(feature = "test-store")]
+            Store::Test(s) => Identity::of_key(format!("test {:p}", std::sync::Arc::as_ptr(s))),
         }
     }
 

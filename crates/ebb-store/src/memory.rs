@@ -92,6 +92,8 @@ impl Hasher for Folded {
 /// A volatile store.
 #[derive(Debug)]
 pub struct MemoryStore {
+    /// No other store has it.
+    nonce: u64,
     size: AtomicU64,
     shards: Vec<Shard>,
 }
@@ -128,7 +130,12 @@ impl MemoryStore {
     pub fn new(size: u64) -> MemoryStore {
         let keys = Keyed::new();
         let shards = (0..SHARDS).map(|_| Mutex::new(HashMap::with_hasher(keys.clone())));
-        MemoryStore { size: AtomicU64::new(size), shards: shards.collect() }
+        let nonce = crate::identity::nonce();
+        MemoryStore { nonce, size: AtomicU64::new(size), shards: shards.collect() }
+    }
+
+    pub(crate) fn identity(&self) -> crate::Identity {
+        crate::Identity::of_key(format!("memory {:016x}", self.nonce))
     }
 
     pub(crate) fn size(&self) -> u64 {

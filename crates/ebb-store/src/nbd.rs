@@ -122,6 +122,12 @@ impl NbdStore {
         Ok((NbdStore { remote, routes, unaligned }, notes))
     }
 
+    /// Which store it is: its address and the export's name.
+    pub(crate) fn identity(&self) -> crate::Identity {
+        let options = &self.remote.options;
+        crate::Identity::of_key(format!("NBD export `{}` of {}", options.export, options.address))
+    }
+
     /// Bytes.
     pub fn size(&self) -> u64 {
         self.remote.export.size

@@ -18,8 +18,8 @@ mod volume;
 
 pub use ebb_cache::{Mode, VolumeCache, VolumeCacheStats};
 pub use ebb_store::{
-    BLOCK, BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, Resize,
-    ResizeError, SECTOR, Store, ZeroFlags,
+    BLOCK, BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Identity, Io, Operation,
+    Resize, ResizeError, SECTOR, Store, ZeroFlags,
 };
 pub use gate::{Gate, Pass};
 pub use log_limit::LogLimit;

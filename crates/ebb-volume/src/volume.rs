@@ -102,6 +102,11 @@ impl Volume {
         Ok(size)
     }
 
+    /// Which store its bytes are in.
+    pub fn store_identity(&self) -> ebb_store::Identity {
+        self.store.identity()
+    }
+
     /// True when nothing may change it.
     pub fn read_only(&self) -> bool {
         self.options.read_only

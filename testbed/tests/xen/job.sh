@@ -59,11 +59,12 @@ load_over() {
     answer two
 }
 # Whether requests were open in a ring of which later ones were answered: from what a killed daemon
-# left. A journal has a head and entries of 128 bytes; see crates/ebb-export-xen/src/journal.rs.
+# left. A journal has a head of 1024 bytes and entries of 128; see crates/ebb-export-xen/src/journal.rs.
 overtaken() {
     for journal in /run/ebbd/xen/*; do
         od -An -v -tu4 -w128 "$journal" | awk '
-            NR == 1 { taken = $2; next }
+            NR == 1 { taken = $2 }
+            NR <= 8 { next }
             $1 != 0 && $2 != taken { open++; behind = (taken - $2 + 4294967296) % 4294967296; if (behind > most) most = behind }
             END { if (open) print open, most }'
     done | awk '{ open += $1; if ($2 > $1) overtaken = 1 } END { print open + 0, overtaken + 0 }'

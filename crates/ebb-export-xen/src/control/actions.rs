@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 
 use super::{Control, TOOLSTACK_KIND};
 use crate::device::{Device, DeviceError, Key, Offer, Serving, open_queue};
+use crate::journal::note_size_at;
 use crate::machine::{Phase, Seen, State};
 use crate::mailbox::EndOfRing;
 use crate::nodes::{Frontend, optional, publish, show_state, transact};
@@ -179,6 +180,13 @@ impl Control {
             Err(error @ StoreError::Io(_)) => return Err(error),
             Err(_) => {}
         }
+        let folder = self.settings.journals.as_deref();
+        for (folder, number) in
+            folder.iter().flat_map(|at| (0..self.settings.max_queues).map(move |n| (at, n)))
+        {
+            let number = usize::try_from(number).unwrap_or(usize::MAX);
+            let _ = std::fs::remove_file(crate::device::journal_path(folder, key, number));
+        }
         // The toolstack clears up after its own kind; nobody else does after ours.
         let gone = optional(store, 0, &format!("{}/state", device.frontend))?.is_none();
         if gone && &*key.kind != TOOLSTACK_KIND {
@@ -197,6 +205,12 @@ impl Control {
             let size = serving.disk.volume.size();
             if size == serving.size || !matches!(device.phase, Phase::Connected { .. }) {
                 continue;
+            }
+            for path in &serving.journals {
+                // Before the guest knows: what it sends then must find its journal right.
+                if let Err(error) = note_size_at(path, size) {
+                    tracing::warn!(device = key.name(), %error, "the journal keeps the old size");
+                }
             }
             let sectors = (size / crate::abi::SECTOR_BYTES).to_string();
             let (base, connected) = (&device.base, State::Connected.text());

@@ -1,0 +1,100 @@
+//! Which store this is: so that whoever comes back to a volume after a restart can tell whether its bytes are the same.
+
+use std::fmt;
+use std::os::fd::{AsFd, AsRawFd};
+
+use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
+
+/// Which store it is. Two are equal if their bytes are the same ones; a store keeps its identity whatever is written to
+/// it, and when it is resized. Opened again, also by another process, it has the same; memory has not, since its
+/// bytes are gone with the process.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Identity {
+    /// What is compared.
+    pub key: String,
+    /// Where it is, for the operator. Not compared: a file may be renamed.
+    pub place: String,
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.place.is_empty() {
+            return f.write_str(&self.key);
+        }
+        write!(f, "{} ({})", self.place, self.key)
+    }
+}
+
+impl Identity {
+    /// Of what has no other name than its key.
+    pub(crate) fn of_key(key: String) -> Identity {
+        Identity { key, place: String::new() }
+    }
+
+    /// Of an open file: device and inode, with the time it was made, since inodes are used again. Of a block
+    /// device: its number.
+    pub(crate) fn of_file(file: impl AsFd) -> Identity {
+        let number = file.as_fd().as_raw_fd();
+        let place = std::fs::read_link(format!("/proc/self/fd/{number}"));
+        let place = place.map(|path| path.display().to_string()).unwrap_or_default();
+        let fields = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
+        let key = match statx(file, c"", AtFlags::EMPTY_PATH, fields) {
+            Ok(found)
+                if FileType::from_raw_mode(found.stx_mode.into()) == FileType::BlockDevice =>
+            {
+                format!("block device {}:{}", found.stx_rdev_major, found.stx_rdev_minor)
+            }
+            Ok(found) => {
+                let (major, minor, inode) =
+                    (found.stx_dev_major, found.stx_dev_minor, found.stx_ino);
+                let made = found.stx_mask & StatxFlags::BTIME.bits() != 0;
+                let made = match (made, found.stx_btime) {
+                    (true, at) => format!(", made at {}.{:09}", at.tv_sec, at.tv_nsec),
+                    (false, _) => String::new(),
+                };
+                format!("inode {inode} of device {major}:{minor}{made}")
+            }
+            // Equal to nothing: who cannot tell must not take it for the same.
+            Err(error) => format!("unknown: {error}, {:x}", nonce()),
+        };
+        Identity { key, place }
+    }
+}
+
+/// A number that no other store has, in this process or another.
+pub(crate) fn nonce() -> u64 {
+    use std::hash::{BuildHasher, Hasher};
+    std::hash::RandomState::new().build_hasher().finish()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "this is a test")]
+
+    use crate::{FileStore, MemoryStore, OpenOptions, Store};
+
+    #[test]
+    fn a_file_keeps_its_identity_and_another_in_its_place_has_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, other) = (folder.path().join("disk"), folder.path().join("moved"));
+        let open = |path: &std::path::Path| {
+            let options = OpenOptions { create: Some(1 << 20), ..OpenOptions::default() };
+            Store::File(FileStore::open(path, &options).unwrap().0).identity()
+        };
+        let first = open(&path);
+        assert_eq!(open(&path), first);
+        std::fs::write(&path, vec![1; 1 << 20]).unwrap();
+        assert_eq!(open(&path).key, first.key, "whatever is written to it");
+        std::fs::rename(&path, &other).unwrap();
+        assert_ne!(open(&path).key, first.key, "a new file of that name");
+        assert_eq!(open(&other).key, first.key, "wherever it lies");
+        assert!(first.place.ends_with("disk"), "{first}");
+    }
+
+    #[test]
+    fn memory_is_the_same_only_as_long_as_it_is_there() {
+        let one = Store::Memory(MemoryStore::new(4096));
+        assert_eq!(one.identity(), one.identity());
+        assert_ne!(one.identity(), Store::Memory(MemoryStore::new(4096)).identity());
+    }
+}
