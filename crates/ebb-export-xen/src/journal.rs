@@ -128,18 +128,14 @@ pub enum ResumeError {
     Format,
     /// The journal is about another volume or store.
     #[error(
-        "the guest was served volume `{volume}` on {store} before, now the disk is volume `{now}` on \
-             {now_store}: give it back what it had and start again, or detach the disk and attach it again"
+        "the guest was served {before} before, now the disk is {now}: give it back what it had and \
+             start again, or detach the disk and attach it again"
     )]
     OtherStore {
-        /// The volume it was.
-        volume: String,
-        /// The store that was.
-        store: String,
-        /// The volume it would be.
+        /// Volume and store as they were.
+        before: String,
+        /// As they would be.
         now: String,
-        /// The store that would be.
-        now_store: StoreIdentity,
     },
     /// The volume is smaller than the guest knows.
     #[error(
@@ -324,11 +320,11 @@ impl Journal {
     /// Its requests may be done on `backing`.
     fn compare(&self, backing: &Backing) -> Result<(), ResumeError> {
         if self.load_pair(AT_DIGEST) != backing.digest() {
+            let say = |volume: &str, store: &str| format!("volume `{volume}` on {store}");
+            let volume = self.load_text(AT_VOLUME, AT_STORE);
             return Err(ResumeError::OtherStore {
-                volume: self.load_text(AT_VOLUME, AT_STORE),
-                store: self.load_text(AT_STORE, AT_END),
-                now: backing.volume.clone(),
-                now_store: backing.store.clone(),
+                before: say(&volume, &self.load_text(AT_STORE, AT_END)),
+                now: say(&backing.volume, &backing.store.to_string()),
             });
         }
         let size = self.load_pair(AT_SIZE);
