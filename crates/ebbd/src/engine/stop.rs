@@ -184,6 +184,9 @@ impl Engine {
                 outcome => break outcome,
             }
         };
+        if outcome.is_ok() {
+            tracing::debug!(volume = name.to_string(), "volume closed");
+        }
         *job.outcome.borrow_mut() = Some(outcome);
     }
 

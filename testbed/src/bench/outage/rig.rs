@@ -82,7 +82,10 @@ impl Rig {
                 shell
             }
         };
-        command.args(["serve", "--drain", DRAIN, "--config"]).arg(dir.path().join("ebbd.toml"));
+        // At this level the log tells when each volume is closed.
+        command
+            .args(["serve", "--log", "debug", "--drain", DRAIN, "--config"])
+            .arg(dir.path().join("ebbd.toml"));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let child = command.spawn().map_err(|source| Error::Tool {
             program: daemon.display().to_string(),
