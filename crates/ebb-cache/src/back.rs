@@ -137,7 +137,7 @@ impl Drop for Leave<'_> {
 }
 
 impl VolumeCache {
-    fn control(&self) -> &Arc<dyn Control> {
+    pub(crate) fn control(&self) -> &Arc<dyn Control> {
         self.back.control.get_or_init(|| Arc::new(FixedLimit::default()))
     }
 
@@ -203,11 +203,12 @@ impl VolumeCache {
     ) -> bool {
         let number = VolumeCache::shard_of(part.frame);
         let worker = io.pool().worker();
-        let whole = part.covered(self.size());
         let fresh = part.touched() & !self.lock(number).ready(part.frame);
         let mut leave = self.leave(io, fresh).await;
         let mut tries = 0;
         while tries < TRIES {
+            // The size changes only while the last page is under a change, which is waited for below.
+            let whole = part.covered(self.size());
             let (change, absent, fresh, short) = {
                 let shard = self.lock(number);
                 let short = leave.is_short_of(part.touched() & !shard.ready(part.frame));
@@ -267,7 +268,9 @@ impl VolumeCache {
         let want = part.touched();
         let there = shard.valid(part.frame) | whole;
         let fresh = want & !shard.ready(part.frame);
-        let unready = shard.flights.changing(part.frame, want) != 0 || want & !there != 0;
+        let unready = shard.flights.changing(part.frame, want) != 0
+            || want & !there != 0
+            || whole != part.covered(self.size());
         if unready || leave.is_short_of(fresh) {
             return 0;
         }

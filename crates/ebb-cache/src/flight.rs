@@ -161,6 +161,12 @@ impl Flights {
         found
     }
 
+    /// The number of one clean that has any of `pages`.
+    pub(crate) fn cleaned_in(&self, pages: &Range<u64>) -> Option<u64> {
+        let meets = |clean: &&Clean| within(clean.frame, pages) & clean.pages != 0;
+        self.cleans.iter().find(meets).map(|clean| clean.id)
+    }
+
     /// Frames with pages that are being cleaned.
     pub(crate) fn cleaned_frames(&self) -> impl Iterator<Item = u64> + '_ {
         self.cleans.iter().map(|clean| clean.frame)

@@ -344,7 +344,10 @@ impl Round<'_> {
             let claim = claims.list[at];
             claims.count -= 1;
             claims.list[at] = claims.list[claims.count];
-            volume.end_fill(worker, claim.id, &part, [claim.pages, claim.fresh], data, kind);
+            // The volume may have become shorter since they were claimed.
+            let there = part.touched();
+            let (claim_pages, fresh) = (claim.pages & there, claim.fresh & there);
+            volume.end_fill(worker, claim.id, &part, [claim_pages, fresh], data, kind);
             kind &= !MARK;
         }
     }

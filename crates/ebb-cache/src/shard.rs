@@ -380,8 +380,16 @@ impl Shard {
     }
 
     /// Makes `pages` of a frame invalid; buffers without a valid page go to `batch`. False if the batch
-    /// was full before all was done: free it and call again.
+    /// was full before all was done: free it and call again. None of the pages is dirty: who invalidates
+    /// has had them written before. One that is all the same stays, since nothing else has its data.
     pub(crate) fn invalidate(&mut self, frame: u64, pages: u16, batch: &mut Batch) -> bool {
+        let unsaved = self.fold(frame, Slot::unsaved);
+        debug_assert!(unsaved & pages == 0, "dirty data of frame {frame} is not to be dropped");
+        self.forget(frame, pages & !unsaved, batch)
+    }
+
+    /// As [`Shard::invalidate`], for pages that the volume does not have any more, dirty or not.
+    pub(crate) fn forget(&mut self, frame: u64, pages: u16, batch: &mut Batch) -> bool {
         let mut at = self.first(frame);
         while let Some(slot) = self.slots.get_mut(at) {
             let next = slot.next;

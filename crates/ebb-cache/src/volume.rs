@@ -28,7 +28,7 @@ pub struct VolumeCache {
     pub(crate) cache: Arc<Cache>,
     pub(crate) memory: Arc<Memory>,
     owner: OwnerId,
-    size: AtomicU64,
+    pub(crate) size: AtomicU64,
     mode: Mode,
     pub(crate) back: Back,
     shards: [Mutex<Shard>; SHARDS],
@@ -178,7 +178,7 @@ impl VolumeCache {
     }
 
     /// Forgets what is cached of a range: it was changed from outside. Data that is just being read
-    /// from the store is not kept.
+    /// from the store is not kept. Of a volume in writeback mode nothing of the range may be dirty.
     pub fn invalidate(&self, offset: u64, length: u64) {
         let pages = touched(offset, length);
         let worker = self.memory.worker(|| ());
@@ -190,13 +190,6 @@ impl VolumeCache {
             }
             self.drop_pages(shard, &pages, &worker);
         }
-    }
-
-    /// The volume has another size. What is beyond the end is forgotten, and so is the last page.
-    pub fn resize(&self, size: u64) {
-        let old = self.size.swap(size, Ordering::Relaxed);
-        let from = old.min(size) / PAGE * PAGE;
-        self.invalidate(from, u64::MAX - from);
     }
 
     /// The shard a frame belongs to.
@@ -352,8 +345,11 @@ impl VolumeCache {
 
     /// Drops all of `pages` that is cached in one shard.
     pub(crate) fn drop_pages(&self, shard: usize, pages: &std::ops::Range<u64>, worker: &Worker) {
+        self.drop_by(Walk::new(pages), shard, worker);
+    }
+
+    fn drop_by(&self, mut walk: Walk, shard: usize, worker: &Worker) {
         let mut batch = Batch::new();
-        let mut walk = Walk::new(pages);
         while !walk.step(&mut self.lock(shard), shard, &mut batch) {
             batch.free(worker, false);
         }
@@ -367,6 +363,9 @@ pub(crate) struct Walk {
     /// The next frame, or entry of the shard's table.
     at: u64,
     by_entry: bool,
+    /// Dirty pages go as well; so many went.
+    all: bool,
+    pub(crate) dropped: u64,
 }
 
 impl Walk {
@@ -377,7 +376,14 @@ impl Walk {
             pages: pages.clone(),
             at: if by_entry { 0 } else { pages.start / FRAME_PAGES },
             by_entry,
+            all: false,
+            dropped: 0,
         }
+    }
+
+    /// A walk over pages that the volume does not have any more: what is dirty of them goes, too.
+    pub(crate) fn beyond(pages: &std::ops::Range<u64>) -> Walk {
+        Walk { all: true, ..Walk::new(pages) }
     }
 
     /// Invalidates some. True when all is done; else free the batch and call again.
@@ -398,7 +404,16 @@ impl Walk {
             };
             if let Some(frame) = frame {
                 let pages = within(frame, &self.pages);
-                if pages != 0 && !shard.invalidate(frame, pages, batch) {
+                let dirty = if self.all { shard.dirty_of(frame, pages) } else { 0 };
+                let done = match self.all {
+                    _ if pages == 0 => true,
+                    true => shard.forget(frame, pages, batch),
+                    false => shard.invalidate(frame, pages, batch),
+                };
+                if self.all {
+                    self.dropped += dirty - shard.dirty_of(frame, pages);
+                }
+                if !done {
                     return false;
                 }
             }
@@ -412,7 +427,8 @@ impl Drop for VolumeCache {
     fn drop(&mut self) {
         let worker = self.memory.worker(|| ());
         for shard in 0..SHARDS {
-            self.drop_pages(shard, &(0..u64::MAX), &worker);
+            // Nobody is left who could have written back what is dirty.
+            self.drop_by(Walk::beyond(&(0..u64::MAX)), shard, &worker);
         }
         drop(worker);
         self.memory.release_owner(self.owner);

@@ -42,7 +42,7 @@ impl<'a> Change<'a> {
     }
 
     /// As [`Change::begin`], once nothing of the range is dirty or on its way.
-    async fn begin_clean(
+    pub(crate) async fn begin_clean(
         volume: &'a Arc<VolumeCache>,
         (io, store): (&Io, &Store),
         offset: u64,

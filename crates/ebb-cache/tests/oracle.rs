@@ -222,7 +222,6 @@ async fn disturb(
             let (offset, length) = range(random, disk.cached.size());
             disk.cached.invalidate(offset, length);
         }
-        40..42 if disk.cached.mode() != Mode::Writeback => disk.cached.resize(disk.cached.size()),
         42..46 => rig.cache.set_max(Some(MIB << random.below(5))),
         _ => {}
     }

@@ -164,6 +164,15 @@ async fn status(
 /// The one table from kinds of errors to numbers on the wire ("Error values").
 fn errno(error: &BlockError) -> Errno {
     match error.kind {
+        // The volume has become shorter than the client believes.
+        ErrorKind::OutOfRange
+            if matches!(
+                error.operation,
+                ebb_volume::Operation::Write | ebb_volume::Operation::WriteZeroes
+            ) =>
+        {
+            Errno::NoSpc
+        }
         ErrorKind::Invalid | ErrorKind::OutOfRange => Errno::Inval,
         ErrorKind::ReadOnly => Errno::Perm,
         ErrorKind::NoSpace => Errno::NoSpc,
@@ -175,6 +184,7 @@ fn errno(error: &BlockError) -> Errno {
 
 fn text(kind: ErrorKind) -> &'static str {
     match kind {
+        ErrorKind::OutOfRange => "the range is not within the volume: it has become shorter",
         ErrorKind::NoSpace => "the store is full",
         ErrorKind::ReadOnly => "the volume is read-only",
         ErrorKind::Closing => "the volume is being closed",

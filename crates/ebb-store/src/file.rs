@@ -73,30 +73,32 @@ impl FileStore {
         self.size.load(Ordering::Relaxed)
     }
 
-    pub(crate) async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
-        let from = self.size();
+    /// The size it would get, and the one that the file or device has.
+    pub(crate) async fn judge_resize(
+        &self,
+        io: &Io,
+        order: Resize,
+    ) -> Result<(u64, u64), ResizeError> {
         let fd = self.fd.clone();
         let there = io.offload(move || rustix::fs::seek(&fd, SeekFrom::End(0))).await;
         let there = there.map_err(std::io::Error::from)?;
         let to = order.to.unwrap_or(there);
-        judge(from, to, self.alignment, order.shrink)?;
+        judge(self.size(), to, self.alignment, order.shrink)?;
         if self.block_device && to != there {
             return Err(ResizeError::Device { size: there });
         }
-        if to < from {
-            // Nothing begins any more beyond the new end before that is cut off.
-            self.size.store(to, Ordering::Relaxed);
+        if to != there && self.read_only {
+            return Err(ResizeError::Unsupported("it is read-only: resize it elsewhere"));
         }
+        Ok((to, there))
+    }
+
+    pub(crate) async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
+        let (to, there) = self.judge_resize(io, order).await?;
         if to != there {
-            if self.read_only {
-                return Err(ResizeError::Unsupported("it is read-only: resize it elsewhere"));
-            }
             let fd = self.fd.clone();
             let cut = io.offload(move || rustix::fs::ftruncate(&fd, to)).await;
-            if let Err(error) = cut {
-                self.size.store(from, Ordering::Relaxed);
-                return Err(std::io::Error::from(error).into());
-            }
+            cut.map_err(std::io::Error::from)?;
         }
         self.size.store(to, Ordering::Relaxed);
         Ok(to)

@@ -7,7 +7,7 @@ use std::io;
 
 use ebb_io::Io;
 
-use crate::{SECTOR, Store};
+use crate::{BlockError, SECTOR, Store};
 
 /// What size a store shall have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -50,6 +50,18 @@ pub enum ResizeError {
         /// Its size, bytes.
         size: u64,
     },
+    /// Something of the old size is still under way, and did not end in time.
+    #[error(
+        "what was asked of it before is not over after {seconds} s, and it keeps its size: \
+             see whether the store answers, then ask again"
+    )]
+    Busy {
+        /// How long it was waited for.
+        seconds: u64,
+    },
+    /// What is in memory only could not be written.
+    #[error("data of the volume's cache could not be written, and it keeps its size")]
+    Unsaved(#[source] BlockError),
     /// The system says no.
     #[error("the file cannot be resized")]
     Io(#[from] io::Error),
@@ -68,7 +80,31 @@ pub(crate) fn judge(from: u64, to: u64, unit: u64, shrink: bool) -> Result<(), R
 }
 
 impl Store {
-    /// Gives the store another size; the size it has then, bytes. One at a time for each store.
+    /// The size that [`Store::resize`] would give it, bytes; nothing is changed.
+    ///
+    /// # Errors
+    /// [`ResizeError`]: it would keep the size it has.
+    pub async fn judge_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
+        match self {
+            Store::File(s) => s.judge_resize(io, order).await.map(|(to, _)| to),
+            Store::Memory(_) => {
+                let (from, unit) = (self.size(), crate::BLOCK);
+                let to = order.to.unwrap_or(from);
+                judge(from, to, unit, order.shrink).map(|()| to)
+            }
+            #[cfg(feature = "test-store")]
+            Store::Test(_) => {
+                let to = order.to.unwrap_or(self.size());
+                judge(self.size(), to, SECTOR, order.shrink).map(|()| to)
+            }
+            // They say why not.
+            Store::Null(_) | Store::Nbd(_) => self.resize(io, order).await,
+        }
+    }
+
+    /// Gives the store another size; the size it has then, bytes. One at a time for each store. Whoever has it
+    /// shrunk sees to it that nothing is under way beyond the new end: a write that runs after the file
+    /// was cut would make it longer again.
     ///
     /// # Errors
     /// [`ResizeError`]; then it has the size it had.

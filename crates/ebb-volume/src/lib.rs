@@ -7,11 +7,14 @@
 //! - A read-only volume's store is never asked to change anything.
 //! - Closing refuses new requests, waits for those in flight, and flushes: after [`Volume::close`]
 //!   everything acknowledged is as stable as the store makes it.
+//! - Requests are judged by the size of the moment, from inside the gate; a store is cut only when all
+//!   that were judged by a larger size are over.
 //! - Requests run to their end: an export whose client is gone still waits for them, so that
 //!   `close` knows of every write the kernel may still do.
 
 mod gate;
 mod log_limit;
+mod resize;
 mod stats;
 mod stop;
 mod volume;

@@ -1,12 +1,12 @@
 //! The volume itself: checks, then the cache if it has one, then the store.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use ebb_cache::{Mode, VolumeCache};
 use ebb_store::{
-    BLOCK, BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, Resize,
-    ResizeError, SECTOR, Store, ZeroFlags,
+    BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, SECTOR, Store,
+    ZeroFlags,
 };
 
 use crate::gate::{Gate, Pass};
@@ -23,15 +23,18 @@ pub struct VolumeOptions {
 #[derive(Debug)]
 pub struct Volume {
     name: Arc<str>,
-    store: Arc<Store>,
-    cache: Option<Arc<VolumeCache>>,
+    pub(crate) store: Arc<Store>,
+    pub(crate) cache: Option<Arc<VolumeCache>>,
     options: VolumeOptions,
-    gate: Gate,
+    pub(crate) gate: Gate,
     stats: VolumeStats,
     /// Requests that changed data when the last flush that succeeded began.
     flushed: AtomicU64,
-    /// Held while it gets another size.
-    resizing: async_lock::Mutex<()>,
+    /// What requests are judged by, once they are inside the gate.
+    pub(crate) size: AtomicU64,
+    /// Held while it gets another size; and whether that is a smaller one.
+    pub(crate) resizing: async_lock::Mutex<()>,
+    pub(crate) shrinking: AtomicBool,
 }
 
 impl Volume {
@@ -59,6 +62,7 @@ impl Volume {
     ) -> Arc<Volume> {
         Arc::new(Volume {
             name: name.into(),
+            size: AtomicU64::new(store.size()),
             store: Arc::new(store),
             cache,
             options,
@@ -66,6 +70,7 @@ impl Volume {
             stats: VolumeStats::default(),
             flushed: AtomicU64::new(0),
             resizing: async_lock::Mutex::default(),
+            shrinking: AtomicBool::new(false),
         })
     }
 
@@ -76,30 +81,7 @@ impl Volume {
 
     /// Bytes; a multiple of [`SECTOR`]. See [`Volume::resize`].
     pub fn size(&self) -> u64 {
-        self.store.size()
-    }
-
-    /// Gives it another size, on which exports go from then on; the size, bytes. Those who are told a
-    /// size once keep it: what lies beyond is refused to them or unknown to them.
-    ///
-    /// # Errors
-    /// [`ResizeError`]; then it has the size it had.
-    pub async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
-        let _pass = self.gate.enter().ok_or(ResizeError::Unsupported("it is being closed"))?;
-        let _alone = self.resizing.lock().await;
-        if self.cache_mode() == Mode::Writeback {
-            // Data that is not written yet must not be forgotten with the page it lies in.
-            if !self.size().is_multiple_of(BLOCK) || order.shrink {
-                return Err(ResizeError::Unsupported(
-                    "a volume with cache = \"writeback\" grows only, from a multiple of 4096 bytes",
-                ));
-            }
-        }
-        let size = self.store.resize(io, order).await?;
-        if let Some(cache) = &self.cache {
-            cache.resize(size);
-        }
-        Ok(size)
+        self.size.load(Ordering::SeqCst)
     }
 
     /// Which store its bytes are in.
@@ -188,7 +170,14 @@ impl Volume {
 
     /// Makes everything acknowledged before stable.
     pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
-        let _pass = self.admit(Operation::Flush, 0, 0)?;
+        let mut pass = self.admit(Operation::Flush, 0, 0)?;
+        while self.shrinking.load(Ordering::SeqCst) {
+            // Data beyond the new end is held back until the store is cut, and stays if that fails: a
+            // flush that has come in between waits for it, outside.
+            drop(pass);
+            drop(self.resizing.lock().await);
+            pass = self.admit(Operation::Flush, 0, 0)?;
+        }
         let result = self.make_stable(io).await;
         self.account(Operation::Flush, 0, result)
     }
@@ -272,6 +261,8 @@ impl Volume {
     pub async fn close(&self, io: &Io) -> Result<(), BlockError> {
         self.gate.shut();
         self.gate.empty().await;
+        // Who is about to shrink it gives up.
+        let _alone = self.resizing.lock().await;
         if self.options.read_only {
             return Ok(());
         }
@@ -320,10 +311,12 @@ impl Volume {
         offset: u64,
         length: u64,
     ) -> Result<Pass<'_>, BlockError> {
-        self.judge(operation, offset, length)?;
-        self.gate.enter().ok_or_else(|| {
+        let pass = self.gate.enter().ok_or_else(|| {
             self.name_it(BlockError::new(ErrorKind::Closing, operation, offset, length))
-        })
+        })?;
+        // From inside: who has the volume shrunk waits for those judged by the size before.
+        self.judge(operation, offset, length)?;
+        Ok(pass)
     }
 
     fn judge(&self, operation: Operation, offset: u64, length: u64) -> Result<(), BlockError> {

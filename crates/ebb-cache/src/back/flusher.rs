@@ -60,6 +60,7 @@ impl VolumeCache {
         store: &Store,
         pages: &Range<u64>,
     ) -> Result<(), BlockError> {
+        let pages = &self.existing(pages);
         let frames = self.unsaved_frames(pages);
         if frames.is_empty() {
             return Ok(());
@@ -162,8 +163,8 @@ impl VolumeCache {
         loop {
             let busy = {
                 let shard = self.lock(number);
-                // What is neither dirty nor on its way is on the store.
-                want &= shard.unsaved(frame);
+                // What is neither dirty nor on its way is on the store, or beyond its end by now.
+                want &= shard.unsaved(frame) & within(frame, &self.existing(pages));
                 shard.flights.cleaning(frame, want).1
             };
             if want == 0 {
@@ -212,7 +213,8 @@ impl VolumeCache {
         let (mut at, mut from) = (frame, from);
         while cluster.count < FRAMES && cluster.length < buf.len() {
             let mut shard = self.lock(VolumeCache::shard_of(at));
-            let ready = shard.ready(at) & !mask(0, from);
+            let ready =
+                shard.ready(at) & !mask(0, from) & within(at, &self.existing(&(0..u64::MAX)));
             let room = (buf.len() - cluster.length) / PAGE_BYTES;
             let run = runs(ready).next().map(|(start, count)| (start, count.min(room)));
             let Some((start, count)) = run.filter(|run| run.1 > 0) else { break };
@@ -247,12 +249,7 @@ impl VolumeCache {
         self.control().sent(sent, cluster.bytes);
         let mut pending = Pending { volume: self, cluster, sent, saved: false };
         buf.set_len(length);
-        let (result, buf) = if length > 0 {
-            store.write(io, buf, offset, false).await
-        } else {
-            // Beyond the end: the volume has become shorter.
-            (Ok(()), buf)
-        };
+        let (result, buf) = store.write(io, buf, offset, false).await;
         pending.saved = result.is_ok();
         drop(pending);
         (result, buf)

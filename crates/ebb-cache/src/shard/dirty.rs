@@ -32,6 +32,11 @@ impl Shard {
         self.fold(frame, super::Slot::unsaved) | self.flights.cleaning(frame, u16::MAX).0
     }
 
+    /// How many of `pages` of `frame` count as dirty with the [`Control`](crate::Control).
+    pub(crate) fn dirty_of(&self, frame: u64, pages: u16) -> u64 {
+        u64::from((self.fold(frame, |slot| slot.dirty) & pages).count_ones())
+    }
+
     /// Marks valid, wired pages of `frame` as dirty. Those that are not both stay as they are.
     /// Returns the pages marked, and those of them that were not dirty before.
     pub(crate) fn mark_dirty(&mut self, frame: u64, pages: u16, now: u64) -> (u16, u16) {
