@@ -1,0 +1,561 @@
+//! An NBD client of the world: speaks the real protocol over a real socket, with several requests under way,
+//! and holds each answer against the oracle. It never waits: it is given turns.
+
+use std::collections::HashMap;
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use crate::oracle::{Change, Oracle, SECTOR, Writing};
+use crate::random::Random;
+
+const READ: u16 = 0;
+const WRITE: u16 = 1;
+const DISC: u16 = 2;
+const FLUSH: u16 = 3;
+const TRIM: u16 = 4;
+const CACHE: u16 = 5;
+const WRITE_ZEROES: u16 = 6;
+const FUA: u16 = 1;
+
+const OPTION_EXPORT: u32 = 7;
+const OPTION_STRUCTURED: u32 = 8;
+const OPTION_EXTENDED: u32 = 11;
+const REPLY_ACK: u32 = 1;
+const REPLY_INFO: u32 = 3;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Style {
+    Simple,
+    Structured,
+    Extended,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Waits for the greeting.
+    Greeting,
+    /// Waits for the answer to an option.
+    Option(u32),
+    Transmission,
+    /// Said goodbye, or was told to.
+    Over,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Read {
+        begun: u64,
+        data: Vec<u8>,
+        covered: usize,
+    },
+    Change(Writing),
+    Flush {
+        begun: u64,
+    },
+    /// Nothing to hold anything against.
+    Hint,
+}
+
+/// A request under way.
+#[derive(Debug)]
+struct Request {
+    kind: Kind,
+    first: usize,
+    count: usize,
+    error: u32,
+    sent: Instant,
+}
+
+/// How a client behaves; drawn once for each.
+#[derive(Clone, Debug)]
+pub(crate) struct Manner {
+    /// Requests under way at a time.
+    pub(crate) depth: usize,
+    /// Of 100 requests.
+    pub(crate) reads: u64,
+    /// Longest request, sectors.
+    pub(crate) longest: usize,
+    /// Flushes, of 100.
+    pub(crate) flushes: u64,
+    /// Microseconds between two requests, at most.
+    pub(crate) pause_us: u64,
+    /// Part of the volume it keeps to: as many sectors at most.
+    pub(crate) reach: usize,
+}
+
+impl Manner {
+    pub(crate) fn draw(random: &mut Random, sectors: usize) -> Manner {
+        Manner {
+            depth: random.pick(&[1, 1, 2, 4, 16]),
+            reads: random.pick(&[10, 40, 40, 80]),
+            longest: random.pick(&[8, 8, 32, 128]),
+            flushes: random.pick(&[1, 5, 15]),
+            pause_us: random.pick(&[0, 50, 1000, 20_000]),
+            reach: random.pick(&[64, 512, sectors]).min(sectors),
+        }
+    }
+}
+
+/// What became of a turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Turn {
+    Idle,
+    Busy,
+    /// The connection is over.
+    Gone,
+}
+
+/// See the module.
+pub(crate) struct Client {
+    stream: UnixStream,
+    style: Style,
+    phase: Phase,
+    export: String,
+    manner: Manner,
+    random: Random,
+    input: Vec<u8>,
+    output: Vec<u8>,
+    written: usize,
+    cookie: u64,
+    open: HashMap<u64, Request>,
+    /// Sectors, as the server said.
+    size: usize,
+    next_at: Instant,
+    /// Does not read what comes.
+    pub(crate) deaf: bool,
+    /// Asks for nothing more.
+    pub(crate) quiet: bool,
+    /// Requests that were answered, and of those with success.
+    pub(crate) answered: u64,
+    pub(crate) succeeded: u64,
+    /// The longest that an answer took.
+    pub(crate) slowest: Duration,
+}
+
+fn be16(bytes: &[u8]) -> u16 {
+    u16::from_be_bytes(bytes[..2].try_into().unwrap())
+}
+
+fn be32(bytes: &[u8]) -> u32 {
+    u32::from_be_bytes(bytes[..4].try_into().unwrap())
+}
+
+fn be64(bytes: &[u8]) -> u64 {
+    u64::from_be_bytes(bytes[..8].try_into().unwrap())
+}
+
+fn counted(bytes: &[u8]) -> Vec<u8> {
+    [&u32::try_from(bytes.len()).unwrap().to_be_bytes()[..], bytes].concat()
+}
+
+impl Client {
+    pub(crate) fn new(
+        stream: UnixStream,
+        export: &str,
+        manner: Manner,
+        mut random: Random,
+        now: Instant,
+    ) -> Client {
+        stream.set_nonblocking(true).unwrap();
+        let style = random.pick(&[Style::Simple, Style::Structured, Style::Extended]);
+        Client {
+            stream,
+            style,
+            phase: Phase::Greeting,
+            export: export.to_owned(),
+            manner,
+            random,
+            input: Vec::new(),
+            output: Vec::new(),
+            written: 0,
+            cookie: 0,
+            open: HashMap::new(),
+            size: 0,
+            next_at: now,
+            deaf: false,
+            quiet: false,
+            answered: 0,
+            succeeded: 0,
+            slowest: Duration::ZERO,
+        }
+    }
+
+    /// Requests under way.
+    pub(crate) fn open(&self) -> usize {
+        self.open.len()
+    }
+
+    /// When the oldest request was sent.
+    pub(crate) fn oldest(&self) -> Option<Instant> {
+        self.open.values().map(|request| request.sent).min()
+    }
+
+    /// When it wants a turn without having heard anything.
+    pub(crate) fn wants(&self) -> Option<Instant> {
+        let may = self.phase == Phase::Transmission && self.open.len() < self.manner.depth;
+        (may && !self.quiet && !self.deaf).then_some(self.next_at)
+    }
+
+    /// One turn: send, hear, ask.
+    ///
+    /// # Errors
+    /// A promise that was not kept.
+    pub(crate) fn turn(&mut self, oracle: &mut Oracle, now: Instant) -> Result<Turn, String> {
+        let mut busy = self.send();
+        if !self.deaf {
+            match self.hear() {
+                Ok(heard) => busy |= heard,
+                Err(()) => return Ok(Turn::Gone),
+            }
+            while self.take(oracle, now)? {
+                busy = true;
+            }
+        }
+        while self.wants().is_some_and(|at| at <= now) {
+            self.ask(oracle, now);
+            busy = true;
+            let pause = self.random.below(self.manner.pause_us + 1);
+            if pause > 0 {
+                self.next_at = now + Duration::from_micros(pause);
+            }
+        }
+        busy |= self.send();
+        Ok(if busy { Turn::Busy } else { Turn::Idle })
+    }
+
+    /// The connection ends. Returns the changes that nobody knows the end of: the server goes on with
+    /// them until its side of the connection ends, too.
+    pub(crate) fn leave(mut self, oracle: &mut Oracle) -> Vec<Writing> {
+        let mut orphans = Vec::new();
+        let mut open: Vec<_> = self.open.drain().collect();
+        open.sort_unstable_by_key(|(cookie, _)| *cookie);
+        for (_, request) in open {
+            match request.kind {
+                Kind::Change(writing) => orphans.push(writing),
+                Kind::Read { begun, .. } => oracle.end_read(begun),
+                _ => {}
+            }
+        }
+        orphans
+    }
+
+    /// Says goodbye; the server ends the connection when everything is answered.
+    pub(crate) fn goodbye(&mut self) {
+        if self.phase == Phase::Transmission {
+            self.quiet = true;
+            let header = self.header(DISC, 0, 0, 0, 0);
+            self.output.extend(header);
+            self.phase = Phase::Over;
+        }
+    }
+
+    pub(crate) fn is_serving(&self) -> bool {
+        self.phase == Phase::Transmission
+    }
+
+    fn send(&mut self) -> bool {
+        let mut busy = false;
+        while self.written < self.output.len() {
+            match self.stream.write(&self.output[self.written..]) {
+                Ok(count) => {
+                    self.written += count;
+                    busy = true;
+                }
+                // Full, or gone: then reading says so.
+                Err(_) => break,
+            }
+        }
+        if self.written == self.output.len() {
+            self.output.clear();
+            self.written = 0;
+        }
+        busy
+    }
+
+    fn hear(&mut self) -> Result<bool, ()> {
+        let mut chunk = [0; 64 << 10];
+        let mut busy = false;
+        loop {
+            match self.stream.read(&mut chunk) {
+                // What was heard before the end counts.
+                Ok(0) if busy => return Ok(true),
+                Ok(0) => return Err(()),
+                Ok(count) => {
+                    self.input.extend_from_slice(&chunk[..count]);
+                    busy = true;
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(busy),
+                Err(_) => return Err(()),
+            }
+        }
+    }
+
+    fn option(&mut self, number: u32, data: &[u8]) {
+        self.output.extend_from_slice(b"IHAVEOPT");
+        self.output.extend_from_slice(&number.to_be_bytes());
+        self.output.extend(counted(data));
+        self.phase = Phase::Option(number);
+    }
+
+    fn enter(&mut self) {
+        let data = [counted(self.export.as_bytes()), vec![0, 0]].concat();
+        self.option(OPTION_EXPORT, &data);
+    }
+
+    /// Takes one message of the server, if it is there whole.
+    fn take(&mut self, oracle: &mut Oracle, now: Instant) -> Result<bool, String> {
+        match self.phase {
+            Phase::Greeting => {
+                let Some(greeting) = self.input.first_chunk::<18>() else { return Ok(false) };
+                if greeting != b"NBDMAGICIHAVEOPT\0\x03" {
+                    return Err(format!("greeting {greeting:?}"));
+                }
+                self.input.drain(..18);
+                self.output.extend_from_slice(&3u32.to_be_bytes());
+                match self.style {
+                    Style::Simple => self.enter(),
+                    Style::Structured => self.option(OPTION_STRUCTURED, b""),
+                    Style::Extended => self.option(OPTION_EXTENDED, b""),
+                }
+                Ok(true)
+            }
+            Phase::Option(number) => self.take_option(number),
+            Phase::Transmission | Phase::Over => self.take_reply(oracle, now),
+        }
+    }
+
+    fn take_option(&mut self, number: u32) -> Result<bool, String> {
+        let Some(header) = self.input.first_chunk::<20>() else { return Ok(false) };
+        let (kind, length) = (be32(&header[12..]), be32(&header[16..]) as usize);
+        if self.input.len() < 20 + length {
+            return Ok(false);
+        }
+        if be32(&header[8..]) != number {
+            return Err(format!("option {number} is answered as {}", be32(&header[8..])));
+        }
+        let data: Vec<u8> = self.input.drain(..20 + length).skip(20).collect();
+        match (number, kind) {
+            (OPTION_EXPORT, REPLY_INFO) if data.starts_with(&[0, 0]) => {
+                self.size = usize::try_from(be64(&data[2..])).unwrap() / SECTOR;
+            }
+            (OPTION_EXPORT, REPLY_INFO) => {}
+            (OPTION_EXPORT, REPLY_ACK) => self.phase = Phase::Transmission,
+            // The export is not there now: the world makes another client.
+            (OPTION_EXPORT, _) => self.phase = Phase::Over,
+            (_, REPLY_ACK) => self.enter(),
+            (number, kind) => return Err(format!("option {number} is refused with {kind:#x}")),
+        }
+        Ok(true)
+    }
+
+    fn header(&self, command: u16, flags: u16, cookie: u64, offset: u64, length: u64) -> Vec<u8> {
+        let extended = self.style == Style::Extended;
+        let mut bytes = Vec::with_capacity(32);
+        let magic: u32 = if extended { 0x21e4_1c71 } else { 0x2560_9513 };
+        bytes.extend(magic.to_be_bytes());
+        let flags = if extended && command == WRITE { flags | 32 } else { flags };
+        bytes.extend(flags.to_be_bytes());
+        bytes.extend(command.to_be_bytes());
+        bytes.extend(cookie.to_be_bytes());
+        bytes.extend(offset.to_be_bytes());
+        match extended {
+            true => bytes.extend(length.to_be_bytes()),
+            false => bytes.extend(u32::try_from(length).unwrap().to_be_bytes()),
+        }
+        bytes
+    }
+
+    /// Asks for something.
+    fn ask(&mut self, oracle: &mut Oracle, now: Instant) {
+        let random = &mut self.random;
+        let size = self.size.min(oracle.sectors());
+        let count = 1 + random.index(self.manner.longest.min(size));
+        let reach = self.manner.reach.min(size);
+        let first = random.index(reach).min(size - count);
+        // Mostly whole pages: that is what guests do.
+        let (first, count) = if random.chance(70) && size >= 8 {
+            let first = first / 8 * 8;
+            (first, count.next_multiple_of(8).min((size - first) / 8 * 8).max(8).min(size - first))
+        } else {
+            (first, count)
+        };
+        if random.chance(self.manner.flushes) {
+            let begun = oracle.now();
+            return self.request(FLUSH, 0, (0, 0), Kind::Flush { begun }, now);
+        }
+        if random.chance(self.manner.reads) {
+            if random.chance(3) {
+                return self.request(CACHE, 0, (first, count), Kind::Hint, now);
+            }
+            return self.read(first, count, oracle, now);
+        }
+        let fua = random.chance(8);
+        let flags = if fua { FUA } else { 0 };
+        let (command, change) = match random.below(12) {
+            0 => (TRIM, Change::Discard),
+            1 => (WRITE_ZEROES, Change::Zeroes),
+            _ => (WRITE, Change::Data),
+        };
+        let writing = oracle.begin(change, first, count, fua);
+        self.request(command, flags, (first, count), Kind::Change(writing), now);
+        if change == Change::Data {
+            let at = self.output.len();
+            self.output.resize(at + count * SECTOR, 0);
+            Oracle::fill(writing.number, first, &mut self.output[at..]);
+        }
+    }
+
+    /// Reads this now, whatever its manner.
+    pub(crate) fn read(&mut self, first: usize, count: usize, oracle: &mut Oracle, now: Instant) {
+        let begun = oracle.begin_read();
+        let data = vec![0xee; count * SECTOR];
+        let kind = Kind::Read { begun, data, covered: 0 };
+        self.request(READ, 0, (first, count), kind, now);
+    }
+
+    fn request(
+        &mut self,
+        command: u16,
+        flags: u16,
+        (first, count): (usize, usize),
+        kind: Kind,
+        now: Instant,
+    ) {
+        self.cookie += 1;
+        let (offset, length) = ((first * SECTOR) as u64, (count * SECTOR) as u64);
+        let header = self.header(command, flags, self.cookie, offset, length);
+        self.output.extend(header);
+        self.open.insert(self.cookie, Request { kind, first, count, error: 0, sent: now });
+    }
+
+    fn take_reply(&mut self, oracle: &mut Oracle, now: Instant) -> Result<bool, String> {
+        let Some(magic) = self.input.first_chunk::<4>().copied() else { return Ok(false) };
+        let (header, extended) = match u32::from_be_bytes(magic) {
+            0x6744_6698 => return self.take_simple(oracle, now),
+            0x668e_33ef if self.style == Style::Structured => (20, false),
+            0x6e8a_278c if self.style == Style::Extended => (32, true),
+            other => return Err(format!("reply begins with {other:#x}")),
+        };
+        if self.input.len() < header {
+            return Ok(false);
+        }
+        let length = if extended {
+            usize::try_from(be64(&self.input[24..])).unwrap()
+        } else {
+            be32(&self.input[16..]) as usize
+        };
+        if self.input.len() < header + length {
+            return Ok(false);
+        }
+        let (flags, kind, cookie) =
+            (be16(&self.input[4..]), be16(&self.input[6..]), be64(&self.input[8..]));
+        let payload: Vec<u8> = self.input.drain(..header + length).skip(header).collect();
+        let Some(request) = self.open.get_mut(&cookie) else {
+            return Err(format!("a chunk for a request that is not under way: {cookie}"));
+        };
+        chunk(request, kind, &payload)?;
+        if flags & 1 != 0 {
+            self.finish(cookie, oracle, now)?;
+        }
+        Ok(true)
+    }
+
+    fn take_simple(&mut self, oracle: &mut Oracle, now: Instant) -> Result<bool, String> {
+        if self.input.len() < 16 {
+            return Ok(false);
+        }
+        let (error, cookie) = (be32(&self.input[4..]), be64(&self.input[8..]));
+        let Some(request) = self.open.get_mut(&cookie) else {
+            return Err(format!("a reply for a request that is not under way: {cookie}"));
+        };
+        let mut length = 16;
+        if let (0, Kind::Read { data, covered, .. }) = (error, &mut request.kind) {
+            length += data.len();
+            if self.input.len() < length {
+                return Ok(false);
+            }
+            data.copy_from_slice(&self.input[16..length]);
+            *covered = data.len();
+        }
+        request.error = error;
+        self.input.drain(..length);
+        self.finish(cookie, oracle, now)?;
+        Ok(true)
+    }
+
+    fn finish(&mut self, cookie: u64, oracle: &mut Oracle, now: Instant) -> Result<(), String> {
+        let Some(request) = self.open.remove(&cookie) else { return Ok(()) };
+        let done = request.error == 0;
+        self.answered += 1;
+        self.succeeded += u64::from(done);
+        self.slowest = self.slowest.max(now - request.sent);
+        if let Kind::Read { begun, .. } = &request.kind {
+            oracle.end_read(*begun);
+        }
+        match request.kind {
+            Kind::Read { begun, data, covered } if done => {
+                if covered != data.len() {
+                    return Err(format!("a read of {} bytes brought {covered}", data.len()));
+                }
+                oracle.check(begun, request.first, &data)?;
+            }
+            Kind::Change(writing) => oracle.end(writing, done),
+            Kind::Flush { begun } if done => oracle.flushed(begun),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// What is under way, for people.
+    pub(crate) fn describe(&self) -> String {
+        let mut open: Vec<_> = self.open.iter().collect();
+        open.sort_unstable_by_key(|(cookie, _)| **cookie);
+        let open: Vec<String> = open
+            .iter()
+            .map(|(cookie, request)| {
+                let kind = match &request.kind {
+                    Kind::Read { .. } => "read",
+                    Kind::Change(_) => "change",
+                    Kind::Flush { .. } => "flush",
+                    Kind::Hint => "hint",
+                };
+                format!("{cookie}: {kind} {}+{}", request.first, request.count)
+            })
+            .collect();
+        format!("{} {:?} {:?}: {}", self.export, self.style, self.phase, open.join(", "))
+    }
+}
+
+/// Puts a chunk into the reply it is a part of.
+fn chunk(request: &mut Request, kind: u16, payload: &[u8]) -> Result<(), String> {
+    let start = (request.first * SECTOR) as u64;
+    match (kind, &mut request.kind) {
+        (0, _) => Ok(()),
+        (1, Kind::Read { data, covered, .. }) => {
+            let at = usize::try_from(be64(payload).wrapping_sub(start)).unwrap_or(usize::MAX);
+            let end = at.saturating_add(payload.len() - 8);
+            let Some(place) = data.get_mut(at..end) else {
+                return Err("data beside the read".into());
+            };
+            place.copy_from_slice(&payload[8..]);
+            *covered += payload.len() - 8;
+            Ok(())
+        }
+        (2, Kind::Read { data, covered, .. }) => {
+            let at = usize::try_from(be64(payload).wrapping_sub(start)).unwrap_or(usize::MAX);
+            let length = be32(&payload[8..]) as usize;
+            let Some(place) = data.get_mut(at..at.saturating_add(length)) else {
+                return Err("a hole beside the read".into());
+            };
+            place.fill(0);
+            *covered += length;
+            Ok(())
+        }
+        (0x8001 | 0x8002, _) => {
+            request.error = be32(payload).max(1);
+            Ok(())
+        }
+        (other, _) => Err(format!("a chunk of type {other:#x} in a reply to {:?}", request.kind)),
+    }
+}

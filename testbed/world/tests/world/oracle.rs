@@ -1,0 +1,360 @@
+//! What a volume may hold: for each sector the writes that could be what is read, and those that could be
+//! what a crash leaves.
+//!
+//! Each write has a number, and the content of a sector tells the number (0: zeroes), so that a read says
+//! which write it saw, and a torn sector shows.
+//!
+//! # The rules
+//! Times are those of the client: a write begins when it is sent and is over when it is answered. A write `e` lies *before* `w` if `e` was over when `w` began.
+//! - A read may see `e` unless some write that was acknowledged before the read began lies after `e`.
+//! - A flush that succeeds makes stable what was acknowledged when it was asked for; FUA its own write.
+//! - A crash may leave `e` unless some stable write lies after `e`.
+//! - A write whose connection is lost is under way until the server is done with it.
+//! - A write that failed may have happened, or happen in part, sector by sector. So may a discard.
+//! - When a store loses what was not flushed, reads may see what a crash may leave.
+
+use std::collections::BTreeSet;
+
+/// Bytes of a sector.
+pub(crate) const SECTOR: usize = 512;
+const WORDS: usize = SECTOR / 8;
+const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
+const NEVER: u64 = u64::MAX;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    /// Under way.
+    Open,
+    /// Over at this time; whether it was done nobody knows.
+    Unknown(u64),
+    /// Acknowledged at this time.
+    Done(u64),
+}
+
+/// A write that a sector may hold.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    number: u64,
+    begun: u64,
+    end: End,
+    /// Reads that began from then on do not see it.
+    hidden: u64,
+    stable: bool,
+    /// Lies before a stable write: no crash leaves it.
+    gone: bool,
+    /// A discard: what is read may change.
+    vague: bool,
+}
+
+impl Entry {
+    fn over(&self) -> u64 {
+        match self.end {
+            End::Open => NEVER,
+            End::Unknown(at) | End::Done(at) => at,
+        }
+    }
+}
+
+/// What kind of change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Change {
+    Data,
+    Zeroes,
+    Discard,
+}
+
+/// A change under way.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Writing {
+    pub(crate) number: u64,
+    pub(crate) first: usize,
+    pub(crate) count: usize,
+    pub(crate) fua: bool,
+    change: Change,
+    begun: u64,
+}
+
+/// See the module.
+pub(crate) struct Oracle {
+    name: String,
+    /// An empty list is zeroes from the beginning.
+    sectors: Vec<Vec<Entry>>,
+    /// Sectors with acknowledged writes that are not stable.
+    unstable: Vec<u32>,
+    /// Reads under way, by when they began.
+    reads: BTreeSet<u64>,
+    /// When the store last lost something.
+    loss: u64,
+    clock: u64,
+    numbers: u64,
+    /// Sectors held against what was promised, and writes whose stability was promised.
+    pub(crate) checked: u64,
+}
+
+fn number_of(content: &[u8]) -> u64 {
+    u64::from_le_bytes(content[..8].try_into().unwrap())
+}
+
+impl Oracle {
+    pub(crate) fn new(name: &str, sectors: usize) -> Oracle {
+        Oracle {
+            name: name.to_owned(),
+            sectors: vec![Vec::new(); sectors],
+            unstable: Vec::new(),
+            reads: BTreeSet::new(),
+            loss: 0,
+            clock: 1,
+            numbers: 0,
+            checked: 0,
+        }
+    }
+
+    pub(crate) fn sectors(&self) -> usize {
+        self.sectors.len()
+    }
+
+    /// A moment, later than all before.
+    pub(crate) fn now(&mut self) -> u64 {
+        self.clock += 1;
+        self.clock
+    }
+
+    /// The content of a sector with a write's number.
+    pub(crate) fn fill(number: u64, first: usize, out: &mut [u8]) {
+        for (at, sector) in out.chunks_exact_mut(SECTOR).enumerate() {
+            let place = (first + at) as u64;
+            for (word, bytes) in sector.chunks_exact_mut(8).enumerate() {
+                let value = match word {
+                    0 => number,
+                    _ => number.wrapping_mul(ODD) ^ (place << 20) ^ word as u64,
+                };
+                bytes.copy_from_slice(&value.to_le_bytes());
+            }
+        }
+    }
+
+    /// The number in a sector, if it is whole.
+    fn whole(content: &[u8], place: usize) -> Option<u64> {
+        let number = number_of(content);
+        if number == 0 {
+            return content.iter().all(|byte| *byte == 0).then_some(0);
+        }
+        let mut expected = [0; SECTOR];
+        Oracle::fill(number, place, &mut expected);
+        (expected == *content).then_some(number)
+    }
+
+    /// A read is asked for; the time it begins.
+    pub(crate) fn begin_read(&mut self) -> u64 {
+        let begun = self.now();
+        self.reads.insert(begun);
+        begun
+    }
+
+    /// A read is over, whether or not it brought anything.
+    pub(crate) fn end_read(&mut self, begun: u64) {
+        self.reads.remove(&begun);
+    }
+
+    /// A change is asked for.
+    pub(crate) fn begin(
+        &mut self,
+        change: Change,
+        first: usize,
+        count: usize,
+        fua: bool,
+    ) -> Writing {
+        let begun = self.now();
+        let number = if change == Change::Data {
+            self.numbers += 1;
+            self.numbers
+        } else {
+            0
+        };
+        let entry = Entry {
+            number,
+            begun,
+            end: End::Open,
+            hidden: NEVER,
+            stable: false,
+            gone: false,
+            vague: change == Change::Discard,
+        };
+        for sector in &mut self.sectors[first..first + count] {
+            if sector.is_empty() {
+                let end = End::Done(0);
+                sector.push(Entry {
+                    number: 0,
+                    begun: 0,
+                    end,
+                    stable: true,
+                    vague: false,
+                    ..entry
+                });
+            }
+            sector.push(entry);
+        }
+        Writing { number, first, count, fua, change, begun }
+    }
+
+    /// A change was answered (not `done`: with an error), or is over without an answer.
+    pub(crate) fn end(&mut self, writing: Writing, done: bool) {
+        let now = self.now();
+        let certain = done && writing.change != Change::Discard;
+        let until = (writing.first + writing.count).min(self.sectors.len());
+        for place in writing.first.min(until)..until {
+            let sector = &mut self.sectors[place];
+            let Some(own) = sector.iter_mut().find(|entry| entry.begun == writing.begun) else {
+                continue;
+            };
+            own.end = if certain { End::Done(now) } else { End::Unknown(now) };
+            own.stable = certain && writing.fua;
+            if !certain {
+                continue;
+            }
+            // One that a loss has met may be there no more, although it is answered only now.
+            if writing.begun > self.loss {
+                for entry in sector.iter_mut().filter(|entry| entry.over() < writing.begun) {
+                    entry.hidden = entry.hidden.min(now);
+                }
+            }
+            if writing.fua {
+                Oracle::forget(sector, writing.begun, &self.reads);
+            } else {
+                self.unstable.push(u32::try_from(place).unwrap());
+            }
+        }
+    }
+
+    /// What lies before a stable write is never there again; and is forgotten once no read under way may
+    /// see it.
+    fn forget(sector: &mut Vec<Entry>, begun: u64, reads: &BTreeSet<u64>) {
+        let oldest = reads.first().copied().unwrap_or(NEVER);
+        sector.retain_mut(|entry| {
+            entry.gone |= entry.over() < begun;
+            !entry.gone || entry.hidden > oldest
+        });
+    }
+
+    /// A flush that was asked for at `begun` succeeded.
+    pub(crate) fn flushed(&mut self, begun: u64) {
+        let (sectors, reads) = (&mut self.sectors, &self.reads);
+        self.unstable.retain(|&place| {
+            let sector = &mut sectors[place as usize];
+            let mut last = 0;
+            let mut left = false;
+            for entry in sector.iter_mut().filter(|entry| !entry.stable) {
+                match entry.end {
+                    End::Done(at) if at <= begun => {
+                        entry.stable = true;
+                        last = last.max(entry.begun);
+                    }
+                    End::Done(_) => left = true,
+                    _ => {}
+                }
+            }
+            Oracle::forget(sector, last, reads);
+            left
+        });
+    }
+
+    /// All that was acknowledged is stable: a clean stop.
+    pub(crate) fn closed(&mut self) {
+        let now = self.now();
+        self.flushed(now);
+    }
+
+    /// The store has lost some of what was not stable: reads may see what is left. What was promised
+    /// stays so: a flush that succeeds from now on covers what was acknowledged before, too.
+    pub(crate) fn lost(&mut self) {
+        self.loss = self.now();
+        for sector in self.sectors.iter_mut().filter(|sector| sector.len() > 1) {
+            sector.iter_mut().filter(|e| !e.gone).for_each(|entry| entry.hidden = NEVER);
+        }
+    }
+
+    /// A crash: what was not stable is there or not, and nobody's promise any more.
+    pub(crate) fn crashed(&mut self) {
+        self.lost();
+        self.sectors.iter_mut().for_each(|sector| sector.retain(|entry| !entry.gone));
+        for place in self.unstable.drain(..) {
+            for entry in &mut self.sectors[place as usize] {
+                if let (End::Done(at), false) = (entry.end, entry.stable) {
+                    entry.end = End::Unknown(at);
+                }
+            }
+        }
+    }
+
+    /// Everything is gone: the memory of a process that ended.
+    pub(crate) fn wiped(&mut self) {
+        self.sectors.iter_mut().for_each(Vec::clear);
+        self.unstable.clear();
+    }
+
+    /// A read that began at `begun` brought this.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(crate) fn check(&mut self, begun: u64, first: usize, data: &[u8]) -> Result<(), String> {
+        let now = self.now();
+        for (at, content) in data.chunks_exact(SECTOR).enumerate() {
+            let place = first + at;
+            let Some(sector) = self.sectors.get_mut(place) else { continue };
+            self.checked += 1;
+            let number = Oracle::whole(content, place);
+            if sector.is_empty() && number == Some(0) {
+                continue;
+            }
+            let fits = |entry: &&mut Entry| Some(entry.number) == number && entry.hidden > begun;
+            // After a loss a cache and its store may differ, and either may be seen.
+            let doubtful = |entry: &Entry| !entry.stable && entry.begun <= self.loss || entry.vague;
+            let quiet = sector.iter().all(|entry| entry.over() < begun && !doubtful(entry));
+            if sector.iter_mut().find(fits).is_none() {
+                return Err(self.complaint(place, number, content, begun));
+            }
+            // Nothing goes on here: from now on it is this.
+            if let (true, Some(number)) = (quiet, number) {
+                for entry in sector.iter_mut().filter(|entry| entry.number != number) {
+                    entry.hidden = entry.hidden.min(now);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn complaint(&self, place: usize, number: Option<u64>, content: &[u8], begun: u64) -> String {
+        let what = match number {
+            Some(number) => format!("holds write {number}"),
+            None => {
+                let words: Vec<u64> = content.chunks_exact(8).map(number_of).collect();
+                let same = (1..WORDS).take_while(|word| {
+                    words[*word]
+                        == words[0].wrapping_mul(ODD) ^ ((place as u64) << 20) ^ *word as u64
+                });
+                let whole = same.count() + 1;
+                format!("is torn: begins with {:#x}, {whole} words of it are whole", words[0])
+            }
+        };
+        let may: Vec<String> = self.sectors[place]
+            .iter()
+            .map(|entry| {
+                let hidden = if entry.hidden == NEVER {
+                    String::new()
+                } else {
+                    format!(" hidden {}", entry.hidden)
+                };
+                let stable = if entry.stable { " stable" } else { "" };
+                format!(
+                    "write {} begun {} {:?}{hidden}{stable}",
+                    entry.number, entry.begun, entry.end
+                )
+            })
+            .collect();
+        format!(
+            "volume {}: sector {place} {what}; read since {begun}; it may be: {}",
+            self.name,
+            if may.is_empty() { "zeroes".to_owned() } else { may.join(", ") }
+        )
+    }
+}

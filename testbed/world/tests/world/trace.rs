@@ -1,0 +1,47 @@
+//! What happened in a world: a hash of all of it, and the last of it in words.
+
+use std::collections::VecDeque;
+use std::fmt::Write as _;
+
+/// Lines that are kept.
+const LINES: usize = 120;
+
+/// See the module.
+#[derive(Default)]
+pub(crate) struct Trace {
+    hash: u64,
+    lines: VecDeque<String>,
+    /// Words cost time: they are for those who look at a failure.
+    words: bool,
+}
+
+impl Trace {
+    pub(crate) fn new(words: bool) -> Trace {
+        Trace { words, ..Trace::default() }
+    }
+
+    pub(crate) fn note(&mut self, at: u64, what: std::fmt::Arguments<'_>) {
+        if self.words {
+            if self.lines.len() == LINES {
+                self.lines.pop_front();
+            }
+            self.lines.push_back(format!("{:>12.6} ms  {what}", at as f64 / 1e6));
+        }
+    }
+
+    /// Something that must be the same each time the seed is run.
+    pub(crate) fn mix(&mut self, number: u64) {
+        self.hash = (self.hash ^ number).wrapping_mul(0x0100_0000_01b3).rotate_left(23);
+    }
+
+    pub(crate) fn hash(&self) -> u64 {
+        self.hash
+    }
+
+    pub(crate) fn text(&self) -> String {
+        self.lines.iter().fold(String::new(), |mut text, line| {
+            let _ = writeln!(text, "{line}");
+            text
+        })
+    }
+}
