@@ -184,6 +184,12 @@ impl Cache {
         self.adjust(|growth| growth.min = min);
     }
 
+    /// The memory its buffers come from.
+    #[must_use]
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
     /// The figures of now.
     #[must_use]
     pub fn stats(&self) -> CacheStats {

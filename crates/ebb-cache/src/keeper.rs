@@ -158,7 +158,8 @@ impl Keeper {
             cache.active.store(u32::try_from(active).unwrap_or(u32::MAX).max(1), Ordering::Relaxed);
         }
         let level = cache.orders.level.swap(0, Ordering::Relaxed);
-        let short = cache.orders.short.swap(false, Ordering::Relaxed);
+        // Requests wait at the ceiling, too, below which lent pages do not count.
+        let short = cache.orders.short.swap(false, Ordering::Relaxed) || cache.memory.has_waiters();
         let all = level > Level::L1.number() || short;
         if cache.memory.lends() {
             self.lend(cache, &volumes, all);

@@ -16,13 +16,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, Signal};
+use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, Purse, Signal};
 use ebb_tls::Transport;
 use ebb_volume::{Mode, Stop, Volume};
 
 use crate::decode::{self, Decoded, Fatal, Operation, RequestHeader};
 use crate::handshake::Session;
-use crate::lane::{Body, Job, Reply, STATUS_BYTES_MAX, execute};
+use crate::lane::{Body, Job, Means, Parts, REQUEST_BYTES, Reply, Room, STATUS_BYTES_MAX, execute};
 use crate::proto::Errno;
 use crate::receiver::Receiver;
 use crate::reply::ReplyTo;
@@ -30,8 +30,15 @@ use crate::sender::Sender;
 
 /// Requests of one connection under way at a time.
 const IN_FLIGHT_MAX: usize = 256;
-/// What a request without data counts against the memory budget, bytes.
-const REQUEST_BYTES: usize = 512;
+/// A longer WRITE is received and written in pieces: the first one of `FIRST`, the others of `PIECE`
+/// bytes. So what a client makes us hold is what it has sent, and a piece.
+const FIRST: usize = 256 << 10;
+const PIECE: usize = 1 << 20;
+/// A connection that moves nothing for so many looks in a row (see `SILENCE`), within the data of a
+/// WRITE or of a reply, is closed if requests of its volume wait for memory.
+const STALLED: u32 = 5;
+/// Less than this between two looks is nothing.
+const PROGRESS: usize = 64 << 10;
 /// How long a connection must be silent before its lanes end.
 const SILENCE: Duration = Duration::from_secs(1);
 /// How long a client may take to receive its last replies when the server stops.
@@ -53,6 +60,9 @@ pub(crate) enum End {
     /// The volume or the server is stopping.
     #[error("the volume is being closed")]
     Stopped,
+    /// It held memory others wait for, and neither sent nor received.
+    #[error("the client stopped in the middle of a request while others waited for its memory")]
+    Stalled,
     /// The client broke the protocol.
     #[error(transparent)]
     Protocol(#[from] Fatal),
@@ -69,6 +79,8 @@ pub(crate) struct Connection {
     session: Session,
     transport: Transport,
     memory: Rc<Budget>,
+    /// The volume's share of the memory for requests.
+    purse: Rc<Purse>,
     /// The page pool of this queue.
     buffers: BufPool,
     lanes: Lanes,
@@ -82,6 +94,10 @@ pub(crate) struct Connection {
     halt: Signal,
     /// Sent when the client went without a goodbye: nobody takes answers any more.
     gone: Stop,
+    stalled: Cell<bool>,
+    /// A WRITE's data is being received, and how much of it has come so far, over all WRITEs.
+    receiving: Cell<bool>,
+    received: Cell<usize>,
     errors: Cell<u32>,
 }
 
@@ -111,6 +127,7 @@ impl Connection {
         buffers: BufPool,
         memory_bytes: usize,
     ) -> Rc<Connection> {
+        let share = volume.share(buffers.memory().shares()).clone();
         Rc::new(Connection {
             io,
             number,
@@ -118,6 +135,7 @@ impl Connection {
             session,
             transport,
             memory: Budget::new(memory_bytes),
+            purse: Purse::new(share),
             buffers,
             lanes: Lanes::default(),
             sender: Sender::default(),
@@ -127,6 +145,9 @@ impl Connection {
             stopping: Cell::new(false),
             halt: Signal::default(),
             gone: Stop::default(),
+            stalled: Cell::new(false),
+            receiving: Cell::new(false),
+            received: Cell::new(0),
             errors: Cell::new(0),
         })
     }
@@ -149,7 +170,7 @@ impl Connection {
         };
         // A task of its own, so that no request polls it; it ends with this function.
         let _housekeeping = self.io.spawn(self.clone().keep_house(stops));
-        let mut receiver = Receiver::new(self.buffers.clone(), rest).await;
+        let mut receiver = Receiver::new(self.buffers.clone(), self.purse.clone(), rest).await;
         let end = match self.read_requests(&mut receiver).await {
             Ok(never) => match never {},
             Err(end) => end,
@@ -158,6 +179,7 @@ impl Connection {
             self.gone.stop();
         }
         drop(receiver);
+        let end = if self.stalled.get() { End::Stalled } else { end };
         // Boxed, so that a connection that lives does not hold what it needs to end.
         Box::pin(self.finish(sending)).await;
         end
@@ -199,17 +221,29 @@ impl Connection {
             loop {
                 self.awake.wait().await;
                 let mut seen = u64::MAX;
-                while self.requests.get() != seen || self.lanes.busy.get() > 0 {
+                let mut watch = Watch::default();
+                while self.requests.get() != seen || self.is_busy() {
                     seen = self.requests.get();
                     self.io.sleep(SILENCE).await;
+                    if watch.look(&self) {
+                        self.stalled.set(true);
+                        self.sender.give_up();
+                        self.transport.shut();
+                        return;
+                    }
                 }
                 self.dozing.set(true);
                 self.retire_idle();
                 self.sender.shrink();
+                self.purse.empty();
             }
         };
         futures_lite::future::or(stopped, tidying).await;
         self.stop_reading();
+    }
+
+    fn is_busy(&self) -> bool {
+        self.lanes.busy.get() > 0 || self.receiving.get() || self.sender.holds_data()
     }
 
     fn retire_idle(&self) {
@@ -268,20 +302,80 @@ impl Connection {
             Ok(operation) => operation,
             Err(errno) => {
                 self.skip(receiver, u64::from(header.payload_len)).await?;
-                let held = Some(self.reserve(REQUEST_BYTES).await?);
+                let budget = Some(self.reserve(REQUEST_BYTES).await?);
                 let body = Body::Error(errno, refusal(errno));
-                self.sender.push(Reply { to, body, held });
+                self.sender.push(Reply { to, body, held: Some(Room { budget, share: None }) });
                 return Ok(());
             }
         };
-        let held = self.reserve(footprint(&operation)).await?;
-        let payload = match operation {
-            Operation::Write { length, .. } => {
-                Some(self.payload(receiver, to_usize(length)).await?)
+        let bytes = footprint(&operation);
+        let budget = self.reserve(bytes).await?;
+        match operation {
+            Operation::Write { offset, length, fua } => {
+                let length = to_usize(length);
+                if length > PIECE || bytes > self.purse.share().reserve() {
+                    return self.write_in_pieces(receiver, to, budget, (offset, length, fua)).await;
+                }
+                let held = Room { share: Some(self.share(bytes).await?), budget: Some(budget) };
+                let payload = Some(self.payload(receiver, length).await?);
+                self.start(Job { to, operation, payload, held, parts: None, short: false }).await
             }
-            _ => None,
-        };
-        self.start(Job { to, operation, payload, held }).await
+            operation => {
+                let (share, short) = self.share_or_short(bytes).await?;
+                let held = Room { share: Some(share), budget: Some(budget) };
+                self.start(Job { to, operation, payload: None, held, parts: None, short }).await
+            }
+        }
+    }
+
+    /// Takes memory of the volume's share, after the volume's other requests.
+    async fn share(&self, bytes: usize) -> Result<ebb_io::Held, End> {
+        match self.purse.try_take(bytes) {
+            Some(held) => Ok(held),
+            None => self.unless_halted(pin!(self.purse.take(bytes))).await,
+        }
+    }
+
+    /// The same for a request that is carried out in pieces if there is not enough for all of it,
+    /// which a volume is sure of within its reserve only: then true, and only what the request
+    /// itself takes.
+    async fn share_or_short(&self, bytes: usize) -> Result<(ebb_io::Held, bool), End> {
+        if bytes <= self.purse.share().reserve() {
+            return Ok((self.share(bytes).await?, false));
+        }
+        match self.purse.try_take(bytes) {
+            Some(held) => Ok((held, false)),
+            None => Ok((self.share(REQUEST_BYTES).await?, true)),
+        }
+    }
+
+    /// Receives and writes a large WRITE piece by piece, each with memory of its own; the reply
+    /// follows the last one.
+    async fn write_in_pieces(
+        self: &Rc<Self>,
+        receiver: &mut Receiver,
+        to: ReplyTo,
+        budget: BudgetGuard,
+        (mut offset, mut left, fua): (u64, usize, bool),
+    ) -> Result<(), End> {
+        let share = Some(self.share(REQUEST_BYTES).await?);
+        let parts = Parts::new(to, Room { budget: Some(budget), share });
+        let mut next = FIRST;
+        while left > 0 {
+            let length = left.min(next).min(Means::piece(&self.purse));
+            next = PIECE;
+            left -= length;
+            parts.begin(left == 0);
+            let share = Some(self.share(BufPool::footprint(length)).await?);
+            let payload = Some(self.payload(receiver, length).await?);
+            let held = Room { share, budget: None };
+            let operation =
+                Operation::Write { offset, length: u32::try_from(length).unwrap_or(u32::MAX), fua };
+            let parts = Some(parts.clone());
+            self.start(Job { to, operation, payload, held, parts, short: false }).await?;
+            offset += length as u64;
+        }
+        Ok(())
     }
 
     /// Takes memory from the connection's budget, waiting for replies to leave if need be.
@@ -306,6 +400,7 @@ impl Connection {
     }
 
     async fn payload(&self, receiver: &mut Receiver, length: usize) -> Result<Buf, End> {
+        self.receiving.set(true);
         if receiver.suits(length) {
             self.receive(receiver, length).await.map_err(within)?;
         }
@@ -313,9 +408,19 @@ impl Connection {
         let here = receiver.bytes().len().min(length);
         buf[..here].copy_from_slice(&receiver.bytes()[..here]);
         receiver.consume(here);
-        let receiving = pin!(self.transport.recv_exact(&self.io, buf, here..length));
-        let (result, buf) = self.unless_halted(receiving).await?;
-        result.map_err(End::Broken)?;
+        let mut at = here;
+        while at < length {
+            let receiving = pin!(self.transport.recv(&self.io, buf, at..length));
+            let (result, returned) = self.unless_halted(receiving).await?;
+            buf = returned;
+            match result {
+                Ok(0) => return Err(End::Broken(io::ErrorKind::UnexpectedEof.into())),
+                Ok(count) => at += count,
+                Err(error) => return Err(End::Broken(error)),
+            }
+            self.received.set(self.received.get().wrapping_add(at));
+        }
+        self.receiving.set(false);
         Ok(buf)
     }
 
@@ -370,8 +475,15 @@ impl Connection {
             // questions to another server. With a writeback cache it writes first.
             let only_asks = matches!(job.operation, Operation::BlockStatus { .. })
                 && self.volume.cache_mode() != Mode::Writeback;
-            let (io, volume, session) = (&self.io, &self.volume, &self.session);
-            let mut doing = pin!(execute(io, volume, session, &self.buffers, &self.sender, job));
+            let means = Means {
+                io: &self.io,
+                volume: &self.volume,
+                session: &self.session,
+                buffers: &self.buffers,
+                purse: &self.purse,
+                sender: &self.sender,
+            };
+            let mut doing = pin!(execute(means, job));
             let outcome = if only_asks {
                 let gone = async {
                     self.gone.wait().await;
@@ -402,6 +514,27 @@ impl Connection {
         } else if count == ERRORS_LOGGED {
             tracing::warn!(connection = self.number, "more failed requests; not logged any more");
         }
+    }
+}
+
+/// How long a connection has moved nothing while others waited.
+#[derive(Default)]
+struct Watch {
+    received: usize,
+    sent: usize,
+    still: u32,
+}
+
+impl Watch {
+    /// Whether the connection has stalled; to be asked about once in a `SILENCE`.
+    fn look(&mut self, connection: &Connection) -> bool {
+        let (received, sent) = (connection.received.get(), connection.transport.sent_bytes());
+        let moved = received.wrapping_sub(self.received).max(sent.wrapping_sub(self.sent));
+        (self.received, self.sent) = (received, sent);
+        let holds = connection.receiving.get() || connection.sender.holds_data();
+        let stands = holds && moved < PROGRESS && connection.purse.share().has_waiters();
+        self.still = if stands { self.still + 1 } else { 0 };
+        self.still >= STALLED
     }
 }
 

@@ -4,8 +4,9 @@
 //! falls silent, so that an idle connection holds one page.
 
 use std::io;
+use std::rc::Rc;
 
-use ebb_io::{Buf, BufPool, Io};
+use ebb_io::{Buf, BufPool, Held, Io, Purse};
 use ebb_tls::Transport;
 
 /// What an idle connection holds, bytes.
@@ -16,6 +17,9 @@ const LARGE: usize = 256 << 10;
 /// Received bytes that were not consumed yet.
 pub(crate) struct Receiver {
     buffers: BufPool,
+    purse: Rc<Purse>,
+    /// What more than a page takes of the volume's share.
+    room: Option<Held>,
     buf: Option<Buf>,
     start: usize,
     end: usize,
@@ -25,10 +29,11 @@ pub(crate) struct Receiver {
 
 impl Receiver {
     /// A receiver with bytes that came in behind the handshake.
-    pub(crate) async fn new(buffers: BufPool, rest: &[u8]) -> Receiver {
+    pub(crate) async fn new(buffers: BufPool, purse: Rc<Purse>, rest: &[u8]) -> Receiver {
         let mut buf = buffers.take(rest.len().max(SMALL)).await;
         buf[..rest.len()].copy_from_slice(rest);
-        Receiver { buffers, buf: Some(buf), start: 0, end: rest.len(), wanted: SMALL }
+        let (buf, end) = (Some(buf), rest.len());
+        Receiver { buffers, purse, room: None, buf, start: 0, end, wanted: SMALL }
     }
 
     /// What is there.
@@ -86,9 +91,23 @@ impl Receiver {
         Ok(())
     }
 
+    /// Has memory for as large a buffer as is wanted, or wants a small one.
+    fn afford(&mut self) {
+        let has = self.room.as_ref().map_or(SMALL, Held::bytes);
+        if self.wanted > has {
+            self.room = self.purse.try_take(self.wanted);
+            if self.room.is_none() {
+                self.wanted = SMALL;
+            }
+        } else if self.wanted <= SMALL {
+            self.room = None;
+        }
+    }
+
     /// A buffer with the unconsumed bytes at `start..end` and room for `needed` in all.
     async fn make_room(&mut self, needed: usize) -> Buf {
         let unconsumed = self.end - self.start;
+        self.afford();
         let capacity = self.wanted.max(needed);
         let old = self.buf.take();
         match old {

@@ -7,12 +7,13 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::poll_fn;
 use std::io;
+use std::rc::Rc;
 use std::task::{Poll, Waker};
 
-use ebb_io::{BudgetGuard, Buf, Gather, Io, Signal};
+use ebb_io::{Budget, BudgetGuard, Buf, Gather, Io, Signal};
 use ebb_tls::Transport;
 
-use crate::lane::{Body, Reply};
+use crate::lane::{Body, Reply, Room};
 use crate::reply::{Chunks, zero_runs};
 
 /// Runs of data and zeroes one read is split into at most; what follows is sent as data.
@@ -28,7 +29,6 @@ const INLINE_MAX: usize = 64 * PARTS_MAX;
 const UNSENT_MAX: usize = 256 << 10;
 
 /// See the module.
-#[derive(Default)]
 pub(crate) struct Sender {
     queue: RefCell<VecDeque<Reply>>,
     ready: Signal,
@@ -38,9 +38,90 @@ pub(crate) struct Sender {
     /// Replies will not be sent any more: nobody is held back.
     given_up: Cell<bool>,
     line: RefCell<VecDeque<Waker>>,
+    stream: Stream,
+}
+
+/// A chunk that leaves piece by piece; see [`Body::First`].
+struct Stream {
+    /// For one at a time.
+    turns: Rc<Budget>,
+    /// Its first piece has been put into a message, and its last one has not.
+    on: Cell<bool>,
+    /// The piece to be sent next.
+    piece: RefCell<Option<Reply>>,
+    /// A piece has left, or never will.
+    left: Signal,
+    /// It cannot be brought to its end.
+    broken: Cell<bool>,
+}
+
+impl Default for Sender {
+    fn default() -> Sender {
+        Sender {
+            queue: RefCell::default(),
+            ready: Signal::default(),
+            finish: Cell::new(false),
+            unsent: Cell::new(0),
+            given_up: Cell::new(false),
+            line: RefCell::default(),
+            stream: Stream {
+                turns: Budget::new(1),
+                on: Cell::new(false),
+                piece: RefCell::default(),
+                left: Signal::default(),
+                broken: Cell::new(false),
+            },
+        }
+    }
 }
 
 impl Sender {
+    /// Waits for the turn of a chunk that leaves piece by piece.
+    pub(crate) async fn stream_turn(&self) -> BudgetGuard {
+        self.stream.turns.take(1).await
+    }
+
+    /// Queues a piece of such a chunk and waits until it has left, or nothing leaves any more.
+    pub(crate) async fn push_stream(&self, reply: Reply) {
+        match &reply.body {
+            Body::First { .. } => self.push(reply),
+            _ => {
+                self.unsent.set(self.unsent.get() + data_bytes(&reply));
+                *self.stream.piece.borrow_mut() = Some(reply);
+                self.ready.set();
+            }
+        }
+        if !self.given_up.get() {
+            self.stream.left.wait().await;
+        }
+    }
+
+    /// The rest of a chunk cannot be had: the connection must end.
+    pub(crate) fn break_off(&self) {
+        self.stream.broken.set(true);
+        self.ready.set();
+    }
+
+    /// What goes next, if anything is ready.
+    fn next(&self) -> Option<Reply> {
+        if self.stream.on.get() {
+            return self.stream.piece.borrow_mut().take();
+        }
+        self.queue.borrow_mut().pop_front()
+    }
+
+    fn is_idle(&self) -> bool {
+        match self.stream.on.get() {
+            true => self.stream.piece.borrow().is_none(),
+            false => self.queue.borrow().is_empty(),
+        }
+    }
+
+    /// Whether data waits to be sent, or is being sent.
+    pub(crate) fn holds_data(&self) -> bool {
+        self.unsent.get() > 0
+    }
+
     /// Queues a reply. Bounded by the connection's memory budget, of which each holds a part.
     pub(crate) fn push(&self, reply: Reply) {
         self.unsent.set(self.unsent.get() + data_bytes(&reply));
@@ -72,6 +153,7 @@ impl Sender {
     /// The client takes no replies any more.
     pub(crate) fn give_up(&self) {
         self.given_up.set(true);
+        self.stream.left.set();
         self.wake_waiting();
     }
 
@@ -92,10 +174,13 @@ impl Sender {
     /// Sends until `finish`, or an error.
     pub(crate) async fn run(&self, io: &Io, transport: &Transport) -> io::Result<()> {
         let mut message = Box::<Gather>::default();
-        let mut held: Vec<BudgetGuard> = Vec::new();
+        let mut held: Vec<Room> = Vec::new();
         let mut sending = 0;
         loop {
-            if self.queue.borrow().is_empty() {
+            if self.stream.broken.get() {
+                return Err(io::Error::other("the rest of a reply could not be read"));
+            }
+            if self.is_idle() {
                 transport.send_pending(io).await?;
                 if self.finish.get() {
                     return Ok(());
@@ -103,19 +188,34 @@ impl Sender {
                 futures_lite::future::or(self.ready.wait(), transport.wants_send()).await;
                 continue;
             }
+            let mut streamed = false;
             while message.has_room(PARTS_MAX, INLINE_MAX) {
-                let Some(reply) = self.queue.borrow_mut().pop_front() else { break };
+                let Some(reply) = self.next() else { break };
                 sending += data_bytes(&reply);
+                streamed |= self.follow(&reply.body);
                 held.extend(encode(reply, &mut message));
             }
             let (result, returned) = transport.send(io, message).await;
             message = returned;
+            if streamed {
+                self.stream.left.set();
+            }
             message.clear();
             held.clear();
             self.unsent.set(self.unsent.get() - std::mem::take(&mut sending));
             self.wake_waiting();
             result?;
         }
+    }
+
+    /// Whether this is a piece of a stream, which begins or ends with it.
+    fn follow(&self, body: &Body) -> bool {
+        match body {
+            Body::First { .. } => self.stream.on.set(true),
+            Body::More { last, .. } => self.stream.on.set(!last),
+            _ => return false,
+        }
+        true
     }
 
     /// Drops what cannot be sent any more.
@@ -126,13 +226,13 @@ impl Sender {
 
 fn data_bytes(reply: &Reply) -> usize {
     match &reply.body {
-        Body::Data { data, .. } => data.len(),
+        Body::Data { data, .. } | Body::First { data, .. } | Body::More { data, .. } => data.len(),
         _ => 0,
     }
 }
 
 /// Appends a reply; returns what to give back when it has left.
-fn encode(reply: Reply, message: &mut Gather) -> Option<BudgetGuard> {
+fn encode(reply: Reply, message: &mut Gather) -> Option<Room> {
     let Reply { to, body, held } = reply;
     match body {
         Body::Done => message.push_bytes(to.success().as_bytes()),
@@ -153,6 +253,14 @@ fn encode(reply: Reply, message: &mut Gather) -> Option<BudgetGuard> {
                 encode_data(message, content, data, unfragmented);
             }
         },
+        Body::First { offset, length, data } => {
+            match to.chunks() {
+                None => message.push_bytes(to.success().as_bytes()),
+                Some(chunks) => message.push_bytes(chunks.data(offset, length, true).as_bytes()),
+            }
+            push_all(message, data);
+        }
+        Body::More { data, .. } => push_all(message, data),
         Body::Status { context, count, descriptors } => {
             // Only connections with chunks can select a context.
             if let Some(chunks) = to.chunks() {
@@ -164,6 +272,12 @@ fn encode(reply: Reply, message: &mut Gather) -> Option<BudgetGuard> {
         }
     }
     held
+}
+
+fn push_all(message: &mut Gather, data: Buf) {
+    let length = data.len();
+    let index = message.hold(data);
+    message.push_range(index, 0..length);
 }
 
 /// Where the chunks of some data belong.

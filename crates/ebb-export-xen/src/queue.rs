@@ -15,7 +15,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ebb_io::{Budget, Buf, BufPool, Io, Signal};
+use ebb_io::{Budget, Buf, BufPool, Io, Purse, Signal};
 
 use crate::abi::{Response, Slot, Status, op};
 use crate::copier::Copier;
@@ -93,6 +93,8 @@ pub(crate) struct Queue {
     spent: Cell<usize>,
     pub(crate) buffers: BufPool,
     pub(crate) memory: Rc<Budget>,
+    /// The volume's share of the memory for requests.
+    pub(crate) purse: Rc<Purse>,
     pub(crate) copier: Copier,
     pub(crate) express: Express,
     /// The table of grants wants a look.
@@ -128,6 +130,7 @@ impl Queue {
         let free: Vec<u32> = entries.filter(|n| !parts.left_over.contains(n)).collect();
         let buffers = io.pool().queue(io.pool().owner(), disk.pool.clone());
         let memory = Budget::new(disk.queue_memory);
+        let purse = Purse::new(disk.volume.share(io.pool().memory().shares()).clone());
         // As of now: a sign that comes before the housekeeper's first turn is for this ring, too.
         let shrinks = disk.parameters.shrinks();
         let queue = Rc::new(Queue {
@@ -144,6 +147,7 @@ impl Queue {
             spent: Cell::new(0),
             buffers,
             memory,
+            purse,
             copier: Copier::default(),
             express: Express::default(),
             untidy: Signal::default(),

@@ -10,6 +10,7 @@ use crate::block::OwnerId;
 use crate::class::{CLASSES, EXTENT_BYTES, PAGE_BYTES, class_bytes};
 use crate::gauge::{PURGE, Retired, SQUEEZE, STARVED, UNCACHED, WAITERS, WorkerShared};
 use crate::options::{Options, Policy};
+use crate::share::Shares;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering};
 use crate::sys::{self, Advice, Reservation};
 use crate::wait::WaitList;
@@ -113,6 +114,7 @@ pub struct Memory {
     pub(crate) kept: AtomicU64,
     pub(crate) lost: AtomicU64,
     pace: Mutex<Pace>,
+    shares: Shares,
     advisors: Vec<JoinHandle<()>>,
     /// When [`Memory::advise`] sweeps next.
     #[cfg(feature = "sim")]
@@ -191,6 +193,7 @@ impl Memory {
                 paused: None,
                 returned: false,
             }),
+            shares: Shares::new(ceiling / 4 * 3),
             options,
             advisors,
             #[cfg(feature = "sim")]
@@ -264,7 +267,18 @@ impl Memory {
     /// freed; nothing in use is taken away.
     pub fn set_ceiling(&self, bytes: usize) {
         self.core.books.lock().set_ceiling(bytes / PAGE_BYTES);
+        self.shares.set_total(bytes / 4 * 3);
         self.waits.wake();
+    }
+
+    /// Whether anybody waits for memory.
+    pub fn has_waiters(&self) -> bool {
+        self.waits.len() > 0
+    }
+
+    /// What the ceiling has for requests, shared out among volumes: three quarters of it.
+    pub fn shares(&self) -> &Shares {
+        &self.shares
     }
 
     /// Gives back as `level` says, and pauses the growth of idle stock: for a second (until the first

@@ -23,6 +23,8 @@ pub struct Transport {
     tls: Option<RefCell<TlsSession>>,
     wants_send: Signal,
     eof: Cell<bool>,
+    /// Bytes the socket has taken so far; it wraps.
+    sent: Cell<usize>,
 }
 
 impl std::fmt::Debug for Transport {
@@ -35,7 +37,13 @@ impl Transport {
     /// In plain text, or under a session whose handshake is done.
     pub fn new(fd: Fd, session: Option<TlsSession>) -> Transport {
         let tls = session.map(RefCell::new);
-        Transport { fd, tls, wants_send: Signal::default(), eof: Cell::new(false) }
+        Transport {
+            fd,
+            tls,
+            wants_send: Signal::default(),
+            eof: Cell::new(false),
+            sent: Cell::new(0),
+        }
     }
 
     /// Waits until receiving has made cipher text that only [`Transport::send_pending`] sends.
@@ -111,7 +119,7 @@ impl Transport {
     /// Sends all of the message, or what can be sent before an error. Its buffers stay in it.
     pub async fn send(&self, io: &Io, message: Box<Gather>) -> (io::Result<()>, Box<Gather>) {
         match &self.tls {
-            None => send_plain(io, &self.fd, message).await,
+            None => self.send_plain(io, message).await,
             Some(tls) => self.send_tls(io, tls, message).await,
         }
     }
@@ -158,7 +166,7 @@ impl Transport {
             let mut message = Box::<Gather>::default();
             let index = message.hold(cipher);
             message.push_range(index, 0..count);
-            send_plain(io, &self.fd, message).await.0?;
+            self.send_plain(io, message).await.0?;
         }
     }
 
@@ -206,24 +214,32 @@ impl Transport {
         let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Write);
     }
 
+    async fn send_plain(&self, io: &Io, mut message: Box<Gather>) -> (io::Result<()>, Box<Gather>) {
+        while !message.is_empty() {
+            let (result, returned) = io.send(&self.fd, message).await;
+            message = returned;
+            match result {
+                Ok(count) => {
+                    self.sent.set(self.sent.get().wrapping_add(count));
+                    message.advance(count);
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return (Err(error), message),
+            }
+        }
+        (Ok(()), message)
+    }
+
+    /// Bytes the socket has taken so far; the number wraps.
+    pub fn sent_bytes(&self) -> usize {
+        self.sent.get()
+    }
+
     /// Ends both directions: whoever sends or receives hears of it.
     pub fn shut(&self) {
         // A connection that is gone already is no loss.
         let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Both);
     }
-}
-
-async fn send_plain(io: &Io, fd: &Fd, mut message: Box<Gather>) -> (io::Result<()>, Box<Gather>) {
-    while !message.is_empty() {
-        let (result, returned) = io.send(fd, message).await;
-        message = returned;
-        match result {
-            Ok(count) => message.advance(count),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return (Err(error), message),
-        }
-    }
-    (Ok(()), message)
 }
 
 /// Encrypts a batch from the front of the message; returns the plain bytes taken.

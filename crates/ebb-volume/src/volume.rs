@@ -1,9 +1,10 @@
 //! The volume itself: checks, then the cache if it has one, then the store.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use ebb_cache::{Mode, VolumeCache};
+use ebb_io::{Share, Shares};
 use ebb_store::{
     BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, SECTOR, Store,
     ZeroFlags,
@@ -35,6 +36,7 @@ pub struct Volume {
     /// Held while it gets another size; and whether that is a smaller one.
     pub(crate) resizing: async_lock::Mutex<()>,
     pub(crate) shrinking: AtomicBool,
+    share: OnceLock<Arc<Share>>,
 }
 
 impl Volume {
@@ -69,6 +71,7 @@ impl Volume {
             gate: Gate::default(),
             stats: VolumeStats::default(),
             flushed: AtomicU64::new(0),
+            share: OnceLock::new(),
             resizing: async_lock::Mutex::default(),
             shrinking: AtomicBool::new(false),
         })
@@ -77,6 +80,18 @@ impl Volume {
     /// The name it is exported under.
     pub fn name(&self) -> &Arc<str> {
         &self.name
+    }
+
+    /// Its share of the memory for requests, which exports count against before they take a buffer.
+    /// Made here, as that of a store of its own, unless [`Volume::join`] has made it.
+    pub fn share(&self, shares: &Shares) -> &Arc<Share> {
+        self.share.get_or_init(|| shares.join(&format!("volume {}", self.name)))
+    }
+
+    /// Gives it a share of the memory for requests before any is asked; `store` is a name that
+    /// volumes with the same disk or server have in common.
+    pub fn join(&self, shares: &Shares, store: &str) {
+        self.share.get_or_init(|| shares.join(store));
     }
 
     /// Bytes; a multiple of [`SECTOR`]. See [`Volume::resize`].

@@ -86,6 +86,11 @@ impl Key {
     }
 }
 
+/// What volumes with the same backing device have in common: its name.
+pub(crate) fn device_name(volume: &str, config: &VolumeConfig) -> String {
+    Key::of(volume, config).text()
+}
+
 /// The disk a partition is on, or the only one a mapped device is made of; else the device itself.
 fn whole_disk(sys: &Path, device: u64) -> u64 {
     let mut device = device;

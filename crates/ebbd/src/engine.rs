@@ -158,6 +158,7 @@ impl Engine {
     /// were tried once, or, with `patience`, when for so long none was. What is missing then is tried on.
     pub async fn start(self: &Arc<Self>, io: &Io, config: Config, patience: Option<Duration>) {
         self.server.set_default(config.default_volume());
+        crate::ceiling::apportion(&config, self.cache.memory());
         let tried = Rc::new(Countdown::new(config.volumes.len()));
         for (name, volume) in &config.volumes {
             let slot = Arc::new(Slot::new(name));
@@ -179,6 +180,9 @@ impl Engine {
         };
         or(tried.over(), or(self.stopping.wait(), patience)).await;
         self.bdis.settle();
+        if let Some(config) = &*lock(&self.config) {
+            crate::ceiling::tell(config, self.cache.memory());
+        }
     }
 
     /// Tries to open the volume of `slot` until it succeeds or is told otherwise; `tried` is called after the

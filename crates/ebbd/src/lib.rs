@@ -7,6 +7,7 @@
 
 mod answers;
 mod bdi;
+mod ceiling;
 pub mod cli;
 pub mod client;
 pub mod config;

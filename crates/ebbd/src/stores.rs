@@ -65,12 +65,19 @@ pub fn make_volume(
 ) -> Result<Arc<Volume>, StoreError> {
     let options = VolumeOptions { read_only: config.read_only };
     let mode = match config.cache {
-        CacheMode::None => return Ok(Volume::new(name, store, options)),
-        CacheMode::Writethrough => Mode::Writethrough,
-        CacheMode::Writeback => Mode::Writeback,
+        CacheMode::None => None,
+        CacheMode::Writethrough => Some(Mode::Writethrough),
+        CacheMode::Writeback => Some(Mode::Writeback),
     };
-    let cache = cache.volume_as(name, store.size(), mode)?;
-    Ok(Volume::with_cache(name, store, options, cache))
+    let volume = match mode {
+        None => Volume::new(name, store, options),
+        Some(mode) => {
+            let cache = cache.volume_as(name, store.size(), mode)?;
+            Volume::with_cache(name, store, options, cache)
+        }
+    };
+    volume.join(cache.memory().shares(), &crate::bdi::device_name(name, config));
+    Ok(volume)
 }
 
 /// Whether two configurations name the same bytes: the same file by whatever path, the same export of a server.

@@ -314,9 +314,13 @@ pub(crate) struct Rig {
 
 impl Rig {
     pub(crate) fn new(limits: Limits, tls: Tls, context: Option<ServerTls>) -> Rig {
+        Rig::on(Worker::start_alone("nbd-test").unwrap(), limits, tls, context)
+    }
+
+    /// On a worker with memory of the test's choice.
+    pub(crate) fn on(worker: Worker, limits: Limits, tls: Tls, context: Option<ServerTls>) -> Rig {
         let server = Server::new(limits, tls, context);
         let folder = tempfile::tempdir().unwrap();
-        let worker = Worker::start_alone("nbd-test").unwrap();
         let rig = Rig { server, worker: Some(worker), folder };
         rig.listen(fd_from(UnixListener::bind(rig.path()).unwrap()));
         rig

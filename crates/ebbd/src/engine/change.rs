@@ -80,6 +80,8 @@ impl Engine {
         };
         or(done.over(), or(limit, self.stopping.wait())).await;
         self.bdis.settle();
+        crate::ceiling::apportion(&new, self.cache.memory());
+        crate::ceiling::tell(&new, self.cache.memory());
         self.server.set_default(new.default_volume());
         self.keep(old, new);
     }

@@ -1,0 +1,175 @@
+//! What clients of one volume hold of the memory for requests takes nothing from another volume.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use common::{Client, FLUSH, READ, Rig, STYLES, Stream, Style, WRITE, memory, pattern};
+use ebb_export_nbd::{Limits, Tls};
+use ebb_io::Worker;
+use ebb_store::{Store, TestStore};
+use ebb_volume::{Volume, VolumeOptions};
+
+const MIB: usize = 1 << 20;
+const CEILING: usize = 64 * MIB;
+
+/// A server whose requests share a ceiling of 64 MiB.
+fn rig(volumes: &[&Arc<Volume>]) -> Rig {
+    let memory = ebb_mem::Memory::new(ebb_mem::Options::new(CEILING, Instant::now())).unwrap();
+    let worker = Worker::start("nbd-test", &memory).unwrap();
+    for volume in volumes {
+        volume.join(memory.shares(), volume.name());
+    }
+    let rig = Rig::on(worker, Limits::default(), Tls::Off, None);
+    volumes.iter().for_each(|volume| rig.server.add((*volume).clone(), Arc::default()));
+    rig
+}
+
+/// A volume whose store takes requests and never answers.
+fn silent(name: &str) -> Arc<Volume> {
+    let store = TestStore::new(64 << 20, 1);
+    store.latency_us.store(3_600_000_000, Ordering::Relaxed);
+    Volume::new(name, Store::Test(Arc::new(store)), VolumeOptions::default())
+}
+
+/// Everything a client may want of a volume, small and large, on connections made now.
+fn is_served(rig: &Rig, name: &str) {
+    for style in STYLES {
+        let mut client = rig.client(name, style);
+        assert_eq!(client.write(0, 0, &pattern(1, 4096)), 0);
+        assert_eq!(client.ask(FLUSH, 0, 0, 0), 0);
+        assert!(client.read(0, 4096).unwrap() == pattern(1, 4096));
+        let expected = pattern(2, 32 * MIB);
+        assert_eq!(client.write(1, 0, &expected), 0, "32 MiB in one request");
+        assert!(client.read(0, 32 * MIB).unwrap() == expected, "{style:?}");
+        // Several at once.
+        for cookie in 1..=4 {
+            client.send(READ, 0, cookie, (cookie - 1) << 23, 8 << 20);
+        }
+        for _ in 0..4 {
+            let reply = client.reply(|cookie| Some(((cookie - 1) << 23, 8 << 20))).unwrap();
+            let at = usize::try_from((reply.cookie - 1) << 23).unwrap();
+            assert!(reply.error == 0 && reply.data == expected[at..at + 8 * MIB]);
+        }
+    }
+}
+
+/// A client in the middle of a WRITE of 32 MiB.
+fn stalled(rig: &Rig, name: &str) -> Client {
+    let mut client = rig.client(name, Style::Simple);
+    let header = client.header(WRITE, 0, 1, 0, 32 << 20);
+    client.stream.write_all(&[&header[..], &[7; 1000]].concat()).unwrap();
+    client
+}
+
+#[test]
+fn writers_that_stop_in_the_middle_hold_up_no_other_volume() {
+    let (attacked, healthy) = (memory("attacked", 64 << 20), memory("healthy", 64 << 20));
+    let rig = rig(&[&attacked, &healthy]);
+    let stalled: Vec<_> = (0..64).map(|_| stalled(&rig, "attacked")).collect();
+    is_served(&rig, "healthy");
+    // Nor new clients of their own, and after a while they have to go if these want their memory.
+    is_served(&rig, "attacked");
+    drop(stalled);
+}
+
+#[test]
+fn writers_to_a_silent_store_hold_up_no_other_volume() {
+    let (dead, healthy) = (silent("dead"), memory("healthy", 64 << 20));
+    let rig = rig(&[&dead, &healthy]);
+    let writers: Vec<_> = (0..16)
+        .map(|_| {
+            let mut client = rig.client("dead", Style::Simple);
+            std::thread::spawn(move || {
+                let mut bytes = Vec::new();
+                for cookie in 1..=2 {
+                    bytes.extend(client.header(WRITE, 0, cookie, 0, 31 << 20));
+                    bytes.extend(std::iter::repeat_n(7, 31 * MIB));
+                }
+                // Held back at some point, until the connection is closed by the other side.
+                let _ = client.stream.write_all(&bytes);
+            })
+        })
+        .collect();
+    let readers: Vec<_> = (0..8)
+        .map(|_| {
+            let mut client = rig.client("dead", Style::Structured);
+            for cookie in 1..=8 {
+                client.send(READ, 0, cookie, 0, 4 << 20);
+            }
+            client
+        })
+        .collect();
+    is_served(&rig, "healthy");
+    let _still_greeted: Client = rig.client("dead", Style::Simple);
+    drop((readers, rig));
+    writers.into_iter().for_each(|writer| writer.join().unwrap());
+}
+
+#[test]
+fn readers_that_take_no_reply_hold_up_no_other_volume() {
+    let (attacked, healthy) = (memory("attacked", 64 << 20), memory("healthy", 64 << 20));
+    let rig = rig(&[&attacked, &healthy]);
+    assert_eq!(rig.client("attacked", Style::Simple).write(0, 0, &pattern(1, 32 * MIB)), 0);
+    let greedy: Vec<_> = (0..32)
+        .map(|number| {
+            let mut client = rig.client("attacked", STYLES[number % 3]);
+            for cookie in 1..=20 {
+                client.send(READ, 0, cookie, 0, 16 << 20);
+            }
+            client
+        })
+        .collect();
+    is_served(&rig, "healthy");
+    drop(greedy);
+}
+
+/// More volumes than the reserves of which large requests could be kept in whole.
+#[test]
+fn large_requests_are_carried_out_in_pieces_where_many_share_little() {
+    let volumes: Vec<_> = (0..40).map(|n| memory(&format!("disk {n}"), 64 << 20)).collect();
+    let dead = [silent("dead"), silent("dead too"), silent("as well")];
+    let rig = rig(&volumes.iter().chain(&dead).collect::<Vec<_>>());
+    let hold = |name: &str| {
+        let mut client = rig.client(name, Style::Simple);
+        for cookie in 1..=60 {
+            client.send(READ, 0, cookie, 0, 1 << 19);
+        }
+        client
+    };
+    let held: Vec<_> = ["dead", "dead too", "as well"].map(hold).into_iter().collect();
+    is_served(&rig, "disk 7");
+    drop((held, rig));
+}
+
+#[test]
+fn a_read_that_fails_after_its_first_piece_ends_the_connection() {
+    let store = Arc::new(TestStore::new(64 << 20, 1));
+    let flaky = Volume::new("flaky", Store::Test(store.clone()), VolumeOptions::default());
+    let others: Vec<_> = (0..40).map(|n| memory(&format!("disk {n}"), MIB as u64)).collect();
+    let rig = rig(&others.iter().chain([&flaky]).collect::<Vec<_>>());
+    store.read_faults.store(100, Ordering::Relaxed);
+    let (mut whole, mut refused, mut broken) = (0, 0, 0);
+    for _ in 0..60 {
+        let mut client = rig.client("flaky", Style::Simple);
+        client.send(READ, 0, 1, 0, 60 << 20 >> 1);
+        match client.reply(|_| Some((0, 30 * MIB))) {
+            Ok(reply) if reply.error == 0 => {
+                assert!(reply.data.iter().all(|byte| *byte == 0));
+                whole += 1;
+            }
+            Ok(_) => refused += 1,
+            Err(_) => broken += 1,
+        }
+    }
+    assert!(broken > 0, "{whole} {refused} {broken}");
+    store.read_faults.store(0, Ordering::Relaxed);
+    let mut client = rig.client("flaky", Style::Simple);
+    assert_eq!(client.read(0, 30 * MIB).unwrap().len(), 30 * MIB);
+    let _: &dyn Stream = &client.stream;
+}

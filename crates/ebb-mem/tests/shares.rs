@@ -1,0 +1,132 @@
+//! What a volume finds of the memory for requests, whatever its neighbours hold.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::task::{Context, Poll, Waker};
+
+use ebb_mem::{Held, Purse, Shares};
+
+const MIB: usize = 1 << 20;
+
+fn all(purse: &Rc<Purse>, bytes: usize) -> Vec<Held> {
+    std::iter::from_fn(|| purse.try_take(bytes)).collect()
+}
+
+fn once(future: Pin<&mut impl Future<Output = Held>>) -> Option<Held> {
+    match future.poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(held) => Some(held),
+        Poll::Pending => None,
+    }
+}
+
+fn bytes(held: &[Held]) -> usize {
+    held.iter().map(Held::bytes).sum()
+}
+
+#[test]
+fn a_volume_alone_uses_nearly_everything() {
+    let shares = Shares::new(48 * MIB);
+    let purse = Purse::new(shares.join("disk"));
+    let held = all(&purse, MIB);
+    assert!(bytes(&held) >= 40 * MIB, "{} MiB", bytes(&held) / MIB);
+    assert!(bytes(&held) <= 48 * MIB);
+    drop(held);
+    purse.empty();
+    assert_eq!(purse.share().used(), 0);
+}
+
+#[test]
+fn every_volume_finds_its_reserve_whatever_the_others_hold() {
+    let shares = Shares::new(48 * MIB);
+    let purses: Vec<_> =
+        (0..8).map(|number| Purse::new(shares.join(&format!("disk {number}")))).collect();
+    assert_eq!(shares.reserve(), 3 * MIB);
+    let greedy: Vec<_> = purses[1..].iter().map(|purse| all(purse, 64 << 10)).collect();
+    let mine = all(&purses[0], 64 << 10);
+    assert!(bytes(&mine) >= shares.reserve());
+    let sum = greedy.iter().map(|held| bytes(held)).sum::<usize>() + bytes(&mine);
+    assert!(sum <= shares.total(), "{sum}");
+    // And again, although they hold all they could get.
+    drop(mine);
+    let whole = purses[0].try_take(shares.reserve() - (64 << 10)).unwrap();
+    drop(whole);
+}
+
+#[test]
+fn volumes_of_one_store_have_no_more_in_common_than_one() {
+    let shares = Shares::new(64 * MIB);
+    let silent: Vec<_> = (0..4).map(|_| Purse::new(shares.join("silent"))).collect();
+    let healthy = Purse::new(shares.join("healthy"));
+    let (common, reserve) = (shares.total() - 5 * shares.reserve(), shares.reserve());
+    let held: Vec<_> = silent.iter().map(|purse| all(purse, MIB / 4)).collect();
+    let taken = held.iter().map(|held| bytes(held)).sum::<usize>();
+    assert!(taken <= 4 * reserve + common / 5 * 4, "{taken}");
+    assert!(bytes(&all(&healthy, MIB / 4)) > reserve, "the common part has some left");
+}
+
+#[test]
+fn who_waits_is_served_in_line_and_a_smaller_one_does_not_pass() {
+    let shares = Shares::new(16 * MIB);
+    let (one, two) = (Purse::new(shares.join("disk")), Purse::new(shares.join("other")));
+    let held = all(&one, MIB / 8);
+    let mut large = pin!(one.take(4 * MIB));
+    assert!(once(large.as_mut()).is_none());
+    assert!(one.share().has_waiters());
+    let mut small = pin!(one.take(4096));
+    assert!(once(small.as_mut()).is_none(), "after the large one");
+    assert!(two.try_take(MIB).is_some(), "another volume's requests do not wait in this line");
+    drop(held);
+    assert!(once(small.as_mut()).is_none(), "still after it");
+    assert_eq!(once(large.as_mut()).unwrap().bytes(), 4 * MIB);
+    assert_eq!(once(small.as_mut()).unwrap().bytes(), 4096);
+    assert!(!one.share().has_waiters());
+}
+
+#[test]
+fn who_gives_up_waiting_lets_the_next_one_pass() {
+    let shares = Shares::new(16 * MIB);
+    let purse = Purse::new(shares.join("disk"));
+    let held = all(&purse, MIB / 8);
+    let mut next = {
+        let mut gone = Box::pin(purse.take(8 * MIB));
+        assert!(once(gone.as_mut()).is_none());
+        let mut next = Box::pin(purse.take(4096));
+        assert!(once(next.as_mut()).is_none());
+        next
+    };
+    drop(held);
+    assert!(once(next.as_mut()).is_some());
+}
+
+#[test]
+fn small_requests_are_served_out_of_the_purse_until_others_wait() {
+    let shares = Shares::new(64 * MIB);
+    let share = shares.join("disk");
+    let (one, two) = (Purse::new(share.clone()), Purse::new(share.clone()));
+    drop(one.try_take(4096));
+    assert_eq!(share.used(), 4096, "kept");
+    drop(one.try_take(4096));
+    assert_eq!(share.used(), 4096, "used again");
+    let held = all(&two, MIB);
+    let mut waiting = pin!(two.take(2 * MIB));
+    assert!(once(waiting.as_mut()).is_none());
+    assert!(one.try_take(4096).is_none(), "nobody passes those who wait");
+    one.empty();
+    drop(held);
+    assert!(once(waiting.as_mut()).is_some());
+}
+
+#[test]
+fn reserves_follow_the_number_of_volumes() {
+    let shares = Shares::new(1 << 30);
+    let first = shares.join("disk");
+    assert!(first.reserve() > 64 * MIB, "the largest request and its header");
+    let many: Vec<_> = (0..1000).map(|_| shares.join("disk")).collect();
+    assert_eq!(first.reserve(), (1 << 29) / 1001);
+    drop(many);
+    assert!(first.reserve() > 64 * MIB);
+    shares.set_total(16 * MIB);
+    assert_eq!(first.reserve(), 8 * MIB);
+}
