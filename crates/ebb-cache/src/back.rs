@@ -21,6 +21,7 @@ use ebb_store::{BlockError, Buf, BufResult, Io, Store};
 use self::line::{Line, Poke};
 use crate::pages::{FRAME_PAGES, PAGE, Part, each, index, parts, touched};
 use crate::read::Wait;
+use crate::stats::Mode;
 use crate::sync::Mutex;
 use crate::volume::{Prepared, VolumeCache};
 
@@ -31,6 +32,10 @@ const CLUSTER_MAX: usize = 1 << 20;
 const FRAMES: usize = CLUSTER_MAX / 65536 + 1;
 /// Times a write tries to find its place in memory before it goes through to the store.
 const TRIES: usize = 3;
+
+/// What holds while there is no control, and nothing dirty.
+static BEFORE: FixedLimit =
+    FixedLimit { dirty_max: 64 << 20, age_max: Duration::from_secs(5), cluster: CLUSTER_MAX };
 
 /// What a flusher does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -83,8 +88,7 @@ pub struct FixedLimit {
 
 impl Default for FixedLimit {
     fn default() -> FixedLimit {
-        let age_max = Duration::from_secs(5);
-        FixedLimit { dirty_max: 64 << 20, age_max, cluster: CLUSTER_MAX }
+        BEFORE
     }
 }
 
@@ -137,13 +141,20 @@ impl Drop for Leave<'_> {
 }
 
 impl VolumeCache {
-    pub(crate) fn control(&self) -> &Arc<dyn Control> {
-        self.back.control.get_or_init(|| Arc::new(FixedLimit::default()))
+    /// Who decides. Nothing is dirty before one was set, and so nobody asks.
+    pub(crate) fn control(&self) -> &dyn Control {
+        self.back.control.get().map_or(&BEFORE, |control| &**control)
     }
 
-    /// Says who decides; the first call counts. Without one it is [`FixedLimit`].
+    /// Says who decides, before which nothing becomes dirty: writes go to the store first. The first
+    /// call counts, and it alone: no write settles this.
     pub fn set_control(&self, control: Arc<dyn Control>) {
         let _ = self.back.control.set(control);
+    }
+
+    /// Whether a write may stay in memory.
+    pub(crate) fn is_written_back(&self) -> bool {
+        self.mode() == Mode::Writeback && self.back.control.get().is_some()
     }
 
     /// Takes a write into memory. What finds no place there goes through to the store.

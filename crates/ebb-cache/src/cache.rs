@@ -133,7 +133,8 @@ impl Cache {
     }
 
     /// As [`Cache::volume`], with a mode. With [`Mode::Writeback`] somebody must run
-    /// [`VolumeCache::run_flusher`], and flush before the volume is dropped.
+    /// [`VolumeCache::run_flusher`], and flush before the volume is dropped; until
+    /// [`VolumeCache::set_control`] its writes go through to the store.
     ///
     /// # Errors
     /// As [`Cache::volume`].
@@ -258,20 +259,28 @@ impl Cache {
     /// those that have more than theirs. If it can, the pages are reserved until [`Cache::settle`].
     pub(crate) fn make_room(&self, volume: &VolumeCache, worker: &Worker, pages: u64) -> bool {
         self.reserved.fetch_add(pages, Ordering::Relaxed);
-        for _ in 0..TRIES {
+        // Those that gave nothing: what they hold is dirty, or in use.
+        let mut spent = [std::ptr::null(); TRIES];
+        for turn in 0..TRIES {
             if self.excess() == 0 {
                 return true;
             }
             let share = self.fair_share();
             let own = volume.held() + pages > share;
             let want = pages + SPARE_PAGES;
-            let got = match if own { None } else { self.most_above(share) } {
-                Some(other) => other.evict(worker, want, false),
-                None => volume.evict(worker, want, false),
+            let victim = if own { None } else { self.most_above(share, &spent) };
+            let Some(other) = victim else {
+                if volume.evict(worker, want, false) == 0 {
+                    break;
+                }
+                continue;
             };
-            if got == 0 && own {
-                break;
+            if other.evict(worker, want, false) == 0 {
+                spent[turn] = Arc::as_ptr(&other);
             }
+        }
+        if self.excess() > 0 {
+            volume.evict(worker, pages + SPARE_PAGES, false);
         }
         let room = self.excess() == 0;
         if !room {
@@ -285,13 +294,21 @@ impl Cache {
         self.reserved.fetch_sub(pages, Ordering::Relaxed);
     }
 
-    /// The volume that is most above its share (idle ones have none).
-    pub(crate) fn most_above(&self, share: u64) -> Option<Arc<VolumeCache>> {
+    /// The volume that is most above its share (idle ones have none), as far as that is clean: what is
+    /// dirty cannot go. Not one of those `but`, which gave nothing.
+    pub(crate) fn most_above(
+        &self,
+        share: u64,
+        but: &[*const VolumeCache],
+    ) -> Option<Arc<VolumeCache>> {
         let volumes = self.volumes.lock();
         let above = |volume: &Arc<VolumeCache>| {
-            volume.held().saturating_sub(if volume.is_active() { share } else { 0 })
+            let held = volume.held();
+            let above = held.saturating_sub(if volume.is_active() { share } else { 0 });
+            above.min(held.saturating_sub(volume.dirty() / PAGE))
         };
         let all = volumes.iter().filter_map(Weak::upgrade);
+        let all = all.filter(|volume| !but.contains(&Arc::as_ptr(volume)));
         all.filter(|volume| above(volume) > 0).max_by_key(above)
     }
 

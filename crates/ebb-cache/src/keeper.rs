@@ -190,12 +190,18 @@ impl Keeper {
         let seen = Seen { room, wired, ours };
         let mut left = self.recede.look(now, &seen) / PAGE;
         if left > 0 {
+            let mut spent = Vec::new();
             while left > 0 {
-                let most = cache.most_above(cache.fair_share()).or_else(|| cache.most_above(0));
+                let most = cache.most_above(cache.fair_share(), &spent);
+                let most = most.or_else(|| cache.most_above(0, &spent));
                 let Some(volume) = most else { break };
                 let got = volume.evict(&self.worker, left.min(EVICT_AT_ONCE), true);
                 cache.receded.fetch_add(got, Ordering::Relaxed);
-                left = if got == 0 { 0 } else { left.saturating_sub(got) };
+                left = left.saturating_sub(got);
+                if got == 0 {
+                    // All of it is dirty, or in use: others may have some.
+                    spent.push(Arc::as_ptr(&volume));
+                }
             }
             let held = cache.held.load(Ordering::Relaxed) * PAGE;
             cache.adjust(|growth| growth.recede(held, now));
@@ -224,14 +230,15 @@ impl Keeper {
 
     /// Evicts what is above the limit, from those first that have more than their share.
     fn shrink(&mut self, cache: &Cache, now: bool) {
+        let mut spent = Vec::new();
         loop {
             let excess = cache.excess();
             if excess == 0 {
                 return;
             }
-            let Some(volume) = cache.most_above(0) else { return };
+            let Some(volume) = cache.most_above(0, &spent) else { return };
             if volume.evict(&self.worker, excess.min(EVICT_AT_ONCE), now) == 0 {
-                return;
+                spent.push(Arc::as_ptr(&volume));
             }
         }
     }

@@ -121,7 +121,7 @@ impl VolumeCache {
         offset: u64,
         fua: bool,
     ) -> BufResult {
-        if self.mode() == Mode::Writeback {
+        if self.is_written_back() {
             return self.write_back(io, store, buf, offset, fua).await;
         }
         self.write_through(io, store, buf, offset, fua).await

@@ -46,6 +46,7 @@ async fn read(io: &Io, disk: &Disk, offset: u64, length: usize) -> Vec<u8> {
 #[test]
 fn writes_stay_in_memory_until_a_flush_and_go_in_clusters() {
     play(|io, _rig, disk| async move {
+        disk.cached.set_control(Arc::new(FixedLimit::default()));
         disk.test.start_record();
         // Backwards, so that the order of writing is not that of the offsets.
         for page in (0..64u64).rev() {
@@ -75,6 +76,7 @@ fn writes_stay_in_memory_until_a_flush_and_go_in_clusters() {
 #[test]
 fn a_failed_write_back_is_told_once_and_its_data_is_kept() {
     play(|io, rig, disk| async move {
+        disk.cached.set_control(Arc::new(FixedLimit::default()));
         assert!(write(&io, &disk, 0, 65536, 3, false).await);
         disk.test.write_faults.store(1000, Ordering::Relaxed);
         assert!(!flush(&io, &disk).await);
@@ -87,6 +89,23 @@ fn a_failed_write_back_is_told_once_and_its_data_is_kept() {
         disk.test.write_faults.store(0, Ordering::Relaxed);
         assert!(flush(&io, &disk).await);
         assert_eq!(disk.test.content()[..65536], vec![3; 65536]);
+    });
+}
+
+/// A guest of a daemon that is just starting.
+#[test]
+fn a_write_before_there_is_a_controller_goes_through_and_settles_nothing() {
+    play(|io, _rig, disk| async move {
+        assert!(write(&io, &disk, 0, 8192, 1, false).await);
+        assert_eq!(disk.cached.dirty(), 0, "nobody has given it leave");
+        assert_eq!(disk.test.content()[..8192], [1; 8192]);
+        let room = Arc::new(Full(AtomicU64::new(4 * 4096)));
+        disk.cached.set_control(room.clone());
+        assert!(write(&io, &disk, 0, 8192, 2, false).await);
+        assert_eq!((room.0.load(Ordering::SeqCst), disk.cached.dirty()), (2 * 4096, 8192));
+        assert_eq!(disk.test.content()[..8192], [1; 8192]);
+        assert!(flush(&io, &disk).await);
+        assert_eq!(disk.test.content()[..8192], [2; 8192]);
     });
 }
 
@@ -174,6 +193,7 @@ fn what_is_dirty_is_written_anew_without_leave() {
 #[test]
 fn fua_zeroes_and_extents_see_what_is_in_memory() {
     play(|io, _rig, disk| async move {
+        disk.cached.set_control(Arc::new(FixedLimit::default()));
         assert!(write(&io, &disk, 0, 8192, 1, false).await);
         assert!(write(&io, &disk, 4096, 4096, 2, true).await);
         let content = disk.test.content();

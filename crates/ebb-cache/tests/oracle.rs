@@ -247,6 +247,7 @@ fn run(Run { seed, rounds, size, max, mode }: Run) -> ebb_cache::VolumeCacheStat
     let rig = Arc::new(Rig::new(max));
     let worker = Worker::start("oracle", &rig.memory).unwrap();
     let disk = rig.volume_as("disk", size, seed, mode);
+    disk.cached.set_control(Arc::new(ebb_cache::FixedLimit::default()));
     disk.test.waits.store(2, Ordering::Relaxed);
     disk.test.read_faults.store(3, Ordering::Relaxed);
     disk.test.write_faults.store(10, Ordering::Relaxed);

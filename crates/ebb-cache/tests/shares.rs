@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Disk, MIB, Random, Rig};
-use ebb_cache::{Keeper, pages_taken};
+use ebb_cache::{FixedLimit, Keeper, Mode, pages_taken};
 use ebb_io::{Io, Worker};
 
 const PAGE: u64 = 4096;
@@ -174,5 +174,47 @@ fn a_noisy_volume_costs_the_quiet_one_ten_points_at_most() {
         let held = |disk: &Disk| disk.cached.stats().bufspace;
         println!("quiet {} noisy {}", held(&quiet), held(&noisy));
         assert!(held(&noisy) > CACHE * 9 / 10, "an idle volume has no share");
+    });
+}
+
+#[test]
+fn a_volume_whose_pages_are_all_dirty_does_not_keep_others_from_caching() {
+    on_a_worker(|io, rig| async move {
+        let mut keeper = Keeper::new(&rig.cache, Box::new(pages_taken));
+        let dirty = rig.volume_as("dirty", 64 * MIB, 1, Mode::Writeback);
+        dirty.cached.set_control(Arc::new(FixedLimit::default()));
+        let clean = rig.volume("clean", 64 * MIB, 2);
+        let other = rig.volume("other", 64 * MIB, 3);
+        for offset in (0..9 * MIB).step_by(65536) {
+            let buf = io.pool().get_for_test(65536);
+            dirty.cached.write(&io, &dirty.store, buf, offset, false).await.0.unwrap();
+        }
+        for page in 0..CACHE / PAGE {
+            read(&io, &clean, page * PAGE, 4096).await;
+        }
+        read(&io, &other, 0, 4096).await;
+        keeper.turn(&rig.cache, rig.start + Duration::from_millis(300));
+        let held = |disk: &Disk| disk.cached.stats().bufspace;
+        assert!(held(&clean) > 6 * MIB, "more than its third: {}", held(&clean));
+        assert_eq!(dirty.cached.dirty(), 9 * MIB);
+        // The third one finds room for a little at the cost of the one with clean pages,
+        let pass = async |from: u64, pages: u64| {
+            let before = other.cached.stats().hits;
+            for page in 0..pages {
+                read(&io, &other, from + page * PAGE, 4096).await;
+            }
+            other.cached.stats().hits - before
+        };
+        pass(0, 200).await;
+        let hits = pass(0, 200).await;
+        assert!(hits >= 190, "{hits} of 200 hits");
+        // and when there is no more to be had, of its own: what it used before goes.
+        pass(8 * MIB, 2000).await;
+        pass(16 * MIB, 100).await;
+        let hits = pass(16 * MIB, 100).await;
+        assert!(hits >= 95, "{hits} of 100 hits");
+        assert_eq!(dirty.cached.dirty(), 9 * MIB);
+        assert!(rig.cache.stats().total.bufspace <= CACHE);
+        dirty.cached.flush(&io, &dirty.store).await.unwrap();
     });
 }
