@@ -5,14 +5,16 @@
 //! - Of a page at most one copy is on its way to the store.
 //! - A page is dirty or under a [`Change`](crate::write::Change), never both: who wants the other waits.
 //! - Whatever becomes dirty has leave to; a page that is so already needs none, and its writer does not wait.
+//! - What the store has is kept until it is stable there (`back/stable.rs`).
 //! - The flusher has its buffer before anything is dirty: writing back never waits for memory.
 //!
 //! How much is written when, and how long writers pause, is for a [`Control`] to say.
 
 mod flusher;
 mod line;
+mod stable;
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -117,6 +119,14 @@ pub(crate) struct Back {
     work: Poke,
     idle: AtomicBool,
     ended: AtomicBool,
+    /// Flushes of the store: whose turn it is, the number of the last one that began and of the last one
+    /// that went well, the milliseconds when that was (after a failure: from when on it is tried
+    /// again), and the store's losses that were made good.
+    syncing: Line,
+    begun: AtomicU64,
+    done: AtomicU64,
+    synced: AtomicU64,
+    losses: AtomicU64,
 }
 
 /// Leave to make so many bytes dirty; what is not used of it is given back.
@@ -175,7 +185,7 @@ impl VolumeCache {
         if fua {
             let pages = touched(offset, length);
             let saved = match Box::pin(self.clean(io, store, &pages)).await {
-                Ok(()) => store.flush(io).await,
+                Ok(()) => Box::pin(self.stabilize(io, store)).await,
                 failed => failed,
             };
             return (saved, buf);
@@ -324,7 +334,7 @@ impl VolumeCache {
     ) -> Result<(), BlockError> {
         let cleaned = self.clean(io, store, &(0..u64::MAX)).await;
         let flushed = match cleaned {
-            Ok(()) => store.flush(io).await,
+            Ok(()) => self.stabilize(io, store).await,
             failed => failed,
         };
         let before = self.back.failed.lock().take();

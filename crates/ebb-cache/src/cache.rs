@@ -63,6 +63,8 @@ pub struct Cache {
     volumes: Mutex<Vec<Weak<VolumeCache>>>,
     /// Pages that memory is behind, over all volumes; and pages that are about to be.
     pub(crate) held: AtomicU64,
+    /// Pages that must stay in memory until the stores were flushed, over all volumes.
+    pub(crate) unstable: AtomicU64,
     reserved: AtomicU64,
     /// [`Growth::limit`] in pages, and [`Growth::admits`].
     limit: AtomicU64,
@@ -107,6 +109,7 @@ impl Cache {
             memory: memory.clone(),
             volumes: Mutex::default(),
             held: AtomicU64::new(0),
+            unstable: AtomicU64::new(0),
             reserved: AtomicU64::new(0),
             limit: AtomicU64::new(0),
             admits: AtomicBool::new(true),

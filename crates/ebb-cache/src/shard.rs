@@ -7,7 +7,8 @@
 //! # Invariants
 //! - A page is *valid* in at most one slot of its frame, and then equals what the store holds (or is
 //!   dirty: newer than the store).
-//! - A dirty page is valid and wired; a slot with one is not evicted.
+//! - A dirty page is valid and wired; a slot with one is not evicted. So is one that is not stable on
+//!   the store (`stable.rs`).
 //! - A *lost* page is one the kernel took: lent, not valid, and no longer counted as held.
 //! - Every slot that has a wired page which may be lent is in the queue `wired`.
 
@@ -22,6 +23,7 @@ use crate::table::{Index, Linked, NONE, Slab};
 
 mod dirty;
 mod lend;
+mod stable;
 
 pub(crate) use dirty::{Aged, few_frames};
 
@@ -47,6 +49,9 @@ pub(crate) struct Slot {
     /// Of the dirty pages a copy is on its way to the store. A page may be in both: it was written
     /// again meanwhile.
     cleaning: u16,
+    /// On the store and not stable there: `stable.rs`.
+    unstable: u16,
+    flushing: u16,
     /// First page of the buffer, within the frame.
     base: u8,
     flags: u8,
@@ -59,8 +64,23 @@ const _: () = assert!(size_of::<Slot>() == 40, "there are millions of them");
 impl Default for Slot {
     fn default() -> Slot {
         let (frame, next) = (NONE, NONE);
-        let (valid, lost, dirty, cleaning, base, flags, tick) = (0, 0, 0, 0, 0, 0, 0);
-        Slot { buffer: None, frame, next, valid, lost, dirty, cleaning, base, flags, tick }
+        let (valid, lost, dirty, cleaning, unstable, flushing) = (0, 0, 0, 0, 0, 0);
+        let (base, flags, tick) = (0, 0, 0);
+        let buffer = None;
+        Slot {
+            buffer,
+            frame,
+            next,
+            valid,
+            lost,
+            dirty,
+            cleaning,
+            unstable,
+            flushing,
+            base,
+            flags,
+            tick,
+        }
     }
 }
 
@@ -100,6 +120,8 @@ pub(crate) struct Tally {
     pub(crate) lost: u64,
     /// That the store does not have yet.
     pub(crate) dirty: u64,
+    /// That are on the store and not known to be stable there.
+    pub(crate) unstable: u64,
     /// Slots in use.
     pub(crate) buffers: u64,
     /// Pages read from the cache, and of those while they were lent.
@@ -143,6 +165,12 @@ pub(crate) struct Shard {
     aged: u64,
     /// Frames that became dirty, the oldest first. Some are clean again, or in it twice.
     aging: VecDeque<Aged>,
+    /// Frames with unstable pages, see `stable.rs`; those that a flush is to make stable.
+    kept: Vec<u64>,
+    kept_flushing: Vec<u64>,
+    /// Something is on the store, not stable, and not in memory.
+    pub(crate) loose: bool,
+    pub(crate) loose_flushing: bool,
 }
 
 /// Buffers taken out of a shard, to be freed when its lock is free again.
@@ -209,6 +237,10 @@ impl Shard {
             marked: false,
             aged: 0,
             aging: VecDeque::new(),
+            kept: Vec::new(),
+            kept_flushing: Vec::new(),
+            loose: false,
+            loose_flushing: false,
         }
     }
 
@@ -401,6 +433,11 @@ impl Shard {
                 self.tally.dirty -= u64::from((slot.unsaved() & pages).count_ones());
                 slot.dirty &= !pages;
                 slot.cleaning &= !pages;
+                let unstable = slot.unstable() & pages;
+                self.loose |= unstable != 0;
+                self.tally.unstable -= u64::from(unstable.count_ones());
+                slot.unstable &= !pages;
+                slot.flushing &= !pages;
                 if slot.valid == 0 {
                     self.policy.remove(at);
                     self.detach(at, batch);
@@ -425,7 +462,7 @@ impl Shard {
     fn detach(&mut self, at: u32, batch: &mut Batch) {
         let Some(slot) = self.slots.get(at) else { return };
         let (entry, next) = (slot.frame, slot.next);
-        debug_assert!(slot.unsaved() == 0, "dirty data is never dropped");
+        debug_assert!(slot.kept() == 0, "dirty data is never dropped");
         if let Some(frame) = self.index.get_mut(entry) {
             if frame.first == at {
                 frame.first = next;
@@ -468,7 +505,7 @@ impl Shard {
         let before = self.tally.held();
         while before - self.tally.held() < pages && !batch.is_full() {
             let slots = &self.slots;
-            let clean = |at| slots.get(at).is_some_and(|slot| slot.unsaved() == 0);
+            let clean = |at| slots.get(at).is_some_and(|slot| slot.kept() == 0);
             let Some(at) = self.policy.evict(clean) else { break };
             let pages = self.slots.get(at).map_or(0, |slot| slot.valid.count_ones());
             self.tally.evicted += u64::from(pages);

@@ -36,6 +36,8 @@ pub struct VolumeCache {
     held: AtomicU64,
     /// Pages that the store does not have yet.
     dirty: AtomicU64,
+    /// Pages that are on the store and not known to be stable there.
+    pub(crate) unstable: AtomicU64,
     /// The shard that is looked at first when some is evicted.
     cursor: AtomicU32,
     /// How far the shard was gone round that was evicted from last ([`Next::Used`]).
@@ -56,6 +58,7 @@ pub(crate) struct Locked<'a> {
     volume: &'a VolumeCache,
     held: u64,
     dirty: u64,
+    unstable: u64,
 }
 
 impl std::ops::Deref for Locked<'_> {
@@ -83,6 +86,12 @@ impl Drop for Locked<'_> {
         let dirty = self.shard.tally.dirty;
         if dirty != self.dirty {
             self.volume.dirty.fetch_add(dirty.wrapping_sub(self.dirty), Ordering::Relaxed);
+        }
+        let unstable = self.shard.tally.unstable;
+        if unstable != self.unstable {
+            let change = unstable.wrapping_sub(self.unstable);
+            self.volume.unstable.fetch_add(change, Ordering::Relaxed);
+            self.volume.cache.unstable.fetch_add(change, Ordering::Relaxed);
         }
     }
 }
@@ -141,6 +150,7 @@ impl VolumeCache {
             shards: std::array::from_fn(|_| Mutex::new(Shard::new())),
             held: AtomicU64::new(0),
             dirty: AtomicU64::new(0),
+            unstable: AtomicU64::new(0),
             cursor: AtomicU32::new(0),
             turned: AtomicU64::new(0),
             changes: AtomicU64::new(0),
@@ -201,8 +211,9 @@ impl VolumeCache {
     #[inline]
     pub(crate) fn lock(&self, shard: usize) -> Locked<'_> {
         let shard = self.shards[shard % SHARDS].lock();
-        let (held, dirty) = (shard.tally.held(), shard.tally.dirty);
-        Locked { shard, volume: self, held, dirty }
+        let tally = &shard.tally;
+        let (held, dirty, unstable) = (tally.held(), tally.dirty, tally.unstable);
+        Locked { shard, volume: self, held, dirty, unstable }
     }
 
     /// Pages that memory is behind.

@@ -10,10 +10,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ebb_mem::Worker;
-use ebb_store::{BlockError, Buf, BufResult, Extent, Io, Store, ZeroFlags};
+use ebb_store::{BlockError, Buf, BufResult, ErrorKind, Extent, Io, Operation, Store, ZeroFlags};
 
 use crate::flight::Wakers;
-use crate::pages::{Part, each, mask, parts, sectors, touched};
+use crate::pages::{PAGE, Part, each, mask, parts, sectors, touched};
 use crate::shard::{Batch, COLD};
 use crate::stats::Mode;
 use crate::volume::{VolumeCache, Walk};
@@ -142,7 +142,11 @@ impl VolumeCache {
             Err(error) => return (Err(error), buf),
         };
         self.uses.fetch_add(1, Ordering::Relaxed);
-        let (result, buf) = store.write(io, buf, offset, fua).await;
+        let losses = store.losses();
+        let (mut result, buf) = store.write(io, buf, offset, fua).await;
+        if result.is_ok() && !fua {
+            result = self.bypassed(store, losses, Operation::Write, offset, length);
+        }
         let worker = io.pool().worker();
         if result.is_ok() {
             for part in parts(offset, buf.len()) {
@@ -151,6 +155,22 @@ impl VolumeCache {
         }
         change.end(worker, result.is_ok());
         (result, buf)
+    }
+
+    /// In writeback mode a change has gone past memory: if a flush fails it cannot be written again. If
+    /// one has failed meanwhile it may be lost already.
+    fn bypassed(
+        &self,
+        store: &Store,
+        losses: u64,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+    ) -> Result<(), BlockError> {
+        if self.mode() != Mode::Writeback || self.note_bypass(store, losses, offset) {
+            return Ok(());
+        }
+        Err(BlockError::new(ErrorKind::Lost, operation, offset, length))
     }
 
     /// Brings one frame up to date with a write.
@@ -208,6 +228,13 @@ impl VolumeCache {
     ) -> Result<(), BlockError> {
         let change = Change::begin_clean(self, (io, store), offset, length).await?;
         let result = store.discard(io, offset, length).await;
+        if result.is_ok() && self.mode() == Mode::Writeback {
+            // Whatever is found there is right.
+            let whole = offset.div_ceil(PAGE)..(offset + length) / PAGE;
+            for shard in each(VolumeCache::shards_of(&whole)) {
+                self.lock(shard).forget_unstable(&whole);
+            }
+        }
         change.end(io.pool().worker(), false);
         result
     }
@@ -225,7 +252,11 @@ impl VolumeCache {
         flags: ZeroFlags,
     ) -> Result<(), BlockError> {
         let change = Change::begin_clean(self, (io, store), offset, length).await?;
-        let result = store.write_zeroes(io, offset, length, flags).await;
+        let losses = store.losses();
+        let mut result = store.write_zeroes(io, offset, length, flags).await;
+        if result.is_ok() {
+            result = self.bypassed(store, losses, Operation::WriteZeroes, offset, length);
+        }
         change.end(io.pool().worker(), false);
         result
     }

@@ -171,7 +171,6 @@ fn run(seed: u64, mode: Mode) -> VolumeCacheStats {
     options.max_bytes = Some(3 * MIB);
     let cache = Cache::start(&memory, options).unwrap();
     let test = Arc::new(TestStore::new(SIZE, seed));
-    test.forgiving.store(true, Ordering::Relaxed);
     test.waits.store(2, Ordering::Relaxed);
     test.read_faults.store(2, Ordering::Relaxed);
     test.write_faults.store(5, Ordering::Relaxed);

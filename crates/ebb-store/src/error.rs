@@ -22,6 +22,8 @@ pub enum ErrorKind {
     Short,
     /// The volume is being closed.
     Closing,
+    /// A flush failed before: changes since the last one that went well may be on no disk.
+    Lost,
     /// Any other failure of the store.
     Io,
 }
@@ -102,6 +104,11 @@ impl BlockError {
             ErrorKind::Unsupported => "the store cannot do this",
             ErrorKind::Short => "the store is shorter than the volume: was it truncated?",
             ErrorKind::Closing => "the volume is being closed",
+            ErrorKind::Lost => {
+                "an earlier flush failed, and writes since the last good flush may be lost: mend the \
+                 device, open the volume anew (remove and add it, or restart ebbd), and check the \
+                 guest's file systems"
+            }
             ErrorKind::Io => "the store failed",
         }
     }

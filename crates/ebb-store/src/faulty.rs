@@ -19,6 +19,7 @@ use std::time::Duration;
 use self::bytes::{Bytes, Left, SECTOR};
 use self::hold::Hold;
 use crate::resize::judge;
+use crate::syncs::Syncs;
 use crate::{BlockError, Buf, BufResult, Extent, Io, Operation, Resize, ResizeError};
 
 /// Bytes carried out between two waits.
@@ -55,9 +56,9 @@ pub enum Record {
 pub struct Faults {
     /// Reads that fail.
     pub reads: u32,
-    /// Writes and zeroes that fail, part of them done; writes with FUA, too.
+    /// Writes and zeroes that fail, part of them done.
     pub writes: u32,
-    /// Flushes that fail, and lose any subset of what was not flushed.
+    /// Flushes, and syncs of writes with FUA, that fail and lose any subset of what was not flushed.
     pub flushes: u32,
     /// Writes after which the system's own writing back fails: any subset of what was not flushed is lost,
     /// and the next flush or FUA tells of it.
@@ -92,16 +93,14 @@ pub struct TestStore {
     bytes: Mutex<Bytes>,
     random: Random,
     hold: Hold,
+    syncs: Syncs,
     /// How many of 1,000 reads fail.
     pub read_faults: AtomicU32,
-    /// How many of 1,000 writes, flushes and others fail.
+    /// How many of 1,000 writes and zeroes fail.
     pub write_faults: AtomicU32,
-    /// How many of 1,000 flushes fail besides.
+    /// How many of 1,000 flushes, and syncs of writes with FUA, fail and lose data.
     pub flush_faults: AtomicU32,
     more: Mutex<Faults>,
-    /// A failed flush keeps what it was to make stable, so that the next may succeed: no disk and no
-    /// kernel promises that.
-    pub forgiving: AtomicBool,
     /// Most turns of the worker's loop that a request waits for, between two pieces.
     pub waits: AtomicU32,
     /// Microseconds that each request takes at least.
@@ -143,11 +142,11 @@ impl TestStore {
             bytes: Mutex::new(Bytes::new(place(size))),
             random: Random(AtomicU64::new(seed)),
             hold: Hold::default(),
+            syncs: Syncs::default(),
             read_faults: AtomicU32::new(0),
             write_faults: AtomicU32::new(0),
             flush_faults: AtomicU32::new(0),
             more: Mutex::default(),
-            forgiving: AtomicBool::new(false),
             waits: AtomicU32::new(0),
             latency_us: AtomicU64::new(0),
             reads: AtomicU64::new(0),
@@ -204,6 +203,20 @@ impl TestStore {
         self.cuts.fetch_add(1, Ordering::SeqCst);
         self.owed.store(false, Ordering::SeqCst);
         lock(&self.bytes).power_cut(&self.random);
+    }
+
+    /// The machine loses its power: what is there when it is up again, opened anew. Who uses this one does
+    /// not reach that.
+    #[must_use]
+    pub fn reboot(&self) -> TestStore {
+        self.power_cut();
+        let stable = self.stable_bytes();
+        let next = TestStore::new(stable.len() as u64, self.random.next());
+        next.change(0, &stable);
+        next.faults(&lock(&self.more));
+        next.waits.store(self.waits.load(Ordering::Relaxed), Ordering::Relaxed);
+        next.latency_us.store(self.latency_us.load(Ordering::Relaxed), Ordering::Relaxed);
+        next
     }
 
     /// A flush fails without being asked for: any subset of what was not flushed is lost, and the next
@@ -272,6 +285,10 @@ impl TestStore {
     /// Changes what it holds, as another program might; stable at once.
     pub fn change(&self, offset: u64, data: &[u8]) {
         lock(&self.bytes).change(place(offset), data);
+    }
+
+    pub(crate) fn syncs(&self) -> &Syncs {
+        &self.syncs
     }
 
     pub(crate) fn resize(&self, order: Resize) -> Result<u64, ResizeError> {
@@ -373,12 +390,10 @@ impl TestStore {
         if told_always && !lock(&self.bytes).lost.list().is_empty() {
             return true;
         }
-        if !self.fails(&self.write_faults) && !self.fails(&self.flush_faults) {
+        if !self.fails(&self.flush_faults) {
             return false;
         }
-        if !self.forgiving.load(Ordering::Relaxed) {
-            self.lose_some();
-        }
+        self.lose_some();
         true
     }
 

@@ -13,6 +13,7 @@ use rustix::fs::SeekFrom;
 
 use crate::open::{self, OpenError, OpenOptions};
 use crate::resize::judge;
+use crate::syncs::Syncs;
 use crate::{
     BlockError, BufResult, Capabilities, ErrorKind, Extent, MEMORY_PIECE, Operation, Resize,
     ResizeError, SECTOR, ZeroFlags, push_extent,
@@ -34,6 +35,7 @@ pub struct FileStore {
     read_only: bool,
     /// Held shared by aligned writes and alone by unaligned ones; `None` where all are aligned.
     unaligned: Option<RwLock<()>>,
+    syncs: Syncs,
 }
 
 impl FileStore {
@@ -51,6 +53,7 @@ impl FileStore {
             direct: opened.direct,
             read_only: options.read_only,
             unaligned: (u64::from(opened.alignment) > SECTOR).then(RwLock::default),
+            syncs: Syncs::default(),
         };
         Ok((store, opened.notes))
     }
@@ -71,6 +74,10 @@ impl FileStore {
 
     pub(crate) fn size(&self) -> u64 {
         self.size.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn syncs(&self) -> &Syncs {
+        &self.syncs
     }
 
     /// The size it would get, and the one that the file or device has.
@@ -423,6 +430,7 @@ mod tests {
             direct: false,
             read_only: false,
             unaligned: None,
+            syncs: Syncs::default(),
         }
     }
 

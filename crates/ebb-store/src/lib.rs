@@ -7,6 +7,7 @@
 //! - A short read or write is continued, or reported as [`ErrorKind::Short`]; never success.
 //! - `flush` returns when every write acknowledged before it is stable (`fdatasync`).
 //! - A write with `fua` returns when that write is stable.
+//! - After a flush or a write with `fua` has failed no flush succeeds over what may be lost (`syncs.rs`).
 //! - Buffers are owned by the operation and come back with the result.
 //!
 //! To add a store: one file with the functions of [`Store`], one variant, one line in each
@@ -22,6 +23,7 @@ mod nbd;
 mod null;
 mod open;
 mod resize;
+mod syncs;
 
 pub use ebb_io::{Buf, Io};
 pub use error::{BlockError, ErrorKind, Operation};
@@ -200,7 +202,17 @@ impl Store {
     }
 
     /// Writes the whole buffer at `offset`; with `fua` it is stable on return.
+    /// After an error with `fua` flushes fail, as after one of [`Store::flush`].
     pub async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        if let Some(syncs) = self.syncs_of_fua(fua) {
+            let range = (offset, buf.len() as u64);
+            let write = self.write_to(io, buf, offset, true);
+            return self.write_stable(syncs, range, write).await;
+        }
+        self.write_to(io, buf, offset, fua).await
+    }
+
+    async fn write_to(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
         match self {
             Store::File(s) => s.write(io, buf, offset, fua).await,
             Store::Nbd(s) => s.write(io, buf, offset, fua).await,
@@ -208,17 +220,6 @@ impl Store {
             Store::Test(s) => s.write(io, buf, offset, fua).await,
             Store::Memory(s) => s.write(buf, offset),
             Store::Null(_) => (Ok(()), buf),
-        }
-    }
-
-    /// Makes all acknowledged writes stable.
-    pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
-        match self {
-            Store::File(s) => s.flush(io).await,
-            Store::Nbd(s) => s.flush(io).await,
-            #[cfg(feature = "test-store")]
-            Store::Test(s) => s.flush(io).await,
-            Store::Memory(_) | Store::Null(_) => Ok(()),
         }
     }
 

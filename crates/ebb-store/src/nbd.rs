@@ -56,6 +56,7 @@ use ebb_io::{Buf, Io};
 use ebb_nbd_proto::{Command, CommandFlags, Errno, TransmissionFlags};
 use ebb_tls::{ClientTls, TlsError};
 
+use crate::syncs::Syncs;
 use crate::{
     BlockError, BufResult, Capabilities, ErrorKind, Extent, Operation, SECTOR, ZeroFlags,
     push_extent,
@@ -89,6 +90,7 @@ pub struct NbdStore {
     routes: Routes,
     /// Held shared by aligned writes and alone by unaligned ones; `None` where all are aligned.
     unaligned: Option<RwLock<()>>,
+    syncs: Syncs,
 }
 
 impl Drop for NbdStore {
@@ -119,7 +121,7 @@ impl NbdStore {
         let shared = Shared::new(options.lost_writes);
         let remote = Arc::new(Remote { options, tls, export, shared });
         let routes = Routes::new(NEXT.fetch_add(1, Ordering::Relaxed), remote.clone());
-        Ok((NbdStore { remote, routes, unaligned }, notes))
+        Ok((NbdStore { remote, routes, unaligned, syncs: Syncs::default() }, notes))
     }
 
     /// Which store it is: its address and the export's name.
@@ -138,6 +140,10 @@ impl NbdStore {
     /// [`StoreState::unflushed`].
     pub fn abort(&self) {
         self.remote.shared.abort();
+    }
+
+    pub(crate) fn syncs(&self) -> &Syncs {
+        &self.syncs
     }
 
     /// How the connections fare.

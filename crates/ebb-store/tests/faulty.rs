@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ebb_io::{Io, Worker};
-use ebb_store::{Faults, Operation, Resize, Store, TestStore};
+use ebb_store::{ErrorKind, Faults, Operation, Resize, Store, TestStore};
 
 const SIZE: u64 = 1 << 20;
 
@@ -57,19 +57,23 @@ fn a_failed_flush_loses_any_subset() {
 
 #[test]
 fn what_is_flushed_survives_the_power_and_what_is_not_may() {
-    play(3, |io, test, store| async move {
-        assert!(write(&io, &store, 0, 65536, 1, false).await);
-        assert!(store.flush(&io).await.is_ok());
-        assert!(write(&io, &store, 32768, 65536, 2, false).await);
-        assert!(write(&io, &store, 1 << 17, 4096, 3, true).await);
-        test.power_cut();
-        let content = test.content();
-        assert_eq!(sectors_with(&content[..32768], 1), 64);
-        let new = sectors_with(&content[32768..98304], 2);
-        assert!(new > 0 && new < 128, "{new} of 128");
-        assert_eq!(sectors_with(&content[1 << 17..(1 << 17) + 4096], 3), 8);
-        assert!(store.flush(&io).await.is_ok());
-    });
+    let kept = Arc::new(std::sync::Mutex::new(Vec::new()));
+    for seed in 0..20 {
+        let kept = kept.clone();
+        play(seed, move |io, test, store| async move {
+            assert!(write(&io, &store, 0, 65536, 1, false).await);
+            assert!(store.flush(&io).await.is_ok());
+            assert!(write(&io, &store, 32768, 65536, 2, false).await);
+            assert!(write(&io, &store, 1 << 17, 4096, 3, true).await);
+            let next = test.reboot();
+            let content = next.content();
+            assert_eq!(sectors_with(&content[..32768], 1), 64);
+            assert_eq!(sectors_with(&content[1 << 17..(1 << 17) + 4096], 3), 8);
+            kept.lock().unwrap().push(sectors_with(&content[32768..98304], 2));
+        });
+    }
+    let kept = kept.lock().unwrap();
+    assert!(kept.iter().any(|new| *new > 0 && *new < 128), "{kept:?} of 128");
 }
 
 #[test]
@@ -78,7 +82,8 @@ fn requests_hang_until_they_are_released_or_dropped() {
         test.hang();
         let (late, other) = (io.clone(), store.clone());
         let task = io.spawn(async move { write(&late, &other, 0, 4096, 1, false).await });
-        let given_up = io.timeout(Duration::from_millis(5), store.flush(&io)).await;
+        let buf = io.pool().get_for_test(512);
+        let given_up = io.timeout(Duration::from_millis(5), store.read(&io, buf, 0)).await;
         assert!(given_up.is_none());
         assert_eq!(test.hanging(), 1, "what was dropped has let go");
         test.power_cut();
@@ -87,10 +92,13 @@ fn requests_hang_until_they_are_released_or_dropped() {
         assert_eq!(sectors_with(&test.content(), 0), 2048);
         test.hang_only(&[Operation::Flush]);
         assert!(write(&io, &store, 0, 4096, 1, false).await);
-        let given_up = io.timeout(Duration::from_millis(5), store.flush(&io)).await;
-        assert!(given_up.is_none());
+        let (late, other) = (io.clone(), store.clone());
+        let task = io.spawn(async move { other.flush(&late).await.is_ok() });
+        while test.hanging() == 0 {
+            io.yield_now().await;
+        }
         test.release();
-        assert!(store.flush(&io).await.is_ok());
+        assert!(task.await);
         test.faults(&Faults { hangs: 1000, late: 500, late_us: 100, ..Faults::default() });
         let (late, other) = (io.clone(), store.clone());
         let task = io.spawn(async move { write(&late, &other, 0, 4096, 2, false).await });
@@ -119,5 +127,84 @@ fn a_full_store_says_so_and_has_room_again() {
         let order = Resize { to: Some(SIZE), shrink: false };
         assert_eq!(store.resize(&io, order).await.unwrap(), SIZE);
         assert!(write(&io, &store, SIZE / 2, 512, 1, false).await);
+    });
+}
+
+#[test]
+fn a_failed_flush_is_not_followed_by_one_that_goes_well() {
+    play(6, |io, test, store| async move {
+        assert!(write(&io, &store, 0, 65536, 1, false).await);
+        test.faults(&Faults { flushes: 1000, ..Faults::default() });
+        let error = store.flush(&io).await.unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Io);
+        test.faults(&Faults::default());
+        for _ in 0..3 {
+            let error = store.flush(&io).await.unwrap_err();
+            assert_eq!(error.kind, ErrorKind::Lost);
+            assert!(error.to_string().contains("open the volume anew"), "{error}");
+        }
+        assert!(store.is_lost());
+        assert_eq!(test.flushes.load(Ordering::Relaxed), 1, "the kernel would say OK");
+        // What is stable by itself may be said to be.
+        assert!(write(&io, &store, 1 << 17, 4096, 2, true).await);
+        assert_eq!(sectors_with(&test.stable_bytes(), 2), 8);
+        // All is written again, and then the flush is true.
+        let seen = store.losses();
+        assert!(write(&io, &store, 0, 65536, 1, false).await);
+        store.flush_rewritten(&io, seen).await.unwrap();
+        assert_eq!(sectors_with(&test.stable_bytes(), 1), 128);
+        store.flush(&io).await.unwrap();
+    });
+}
+
+#[test]
+fn a_write_with_fua_that_is_told_of_the_loss_of_others_counts_as_a_failed_flush() {
+    play(7, |io, test, store| async move {
+        assert!(write(&io, &store, 0, 65536, 1, false).await);
+        test.lose();
+        assert!(!write(&io, &store, 1 << 17, 4096, 2, true).await);
+        let error = store.flush(&io).await.unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Lost);
+    });
+}
+
+/// The kernel tells one of them only; what it says to the others is not true.
+#[test]
+fn of_flushes_that_run_side_by_side_none_goes_well_if_one_fails() {
+    for seed in 0..50 {
+        play(seed, |io, test, store| async move {
+            assert!(write(&io, &store, 0, 65536, 1, false).await);
+            test.waits.store(8, Ordering::Relaxed);
+            test.faults(&Faults { flushes: 300, late: 500, late_us: 300, ..Faults::default() });
+            let tasks: Vec<_> = (0..8)
+                .map(|number| {
+                    let (io_, store) = (io.clone(), store.clone());
+                    io.spawn(async move {
+                        match number % 2 {
+                            0 => store.flush(&io_).await.is_ok(),
+                            _ => write(&io_, &store, 1 << 18, 4096, 2, true).await,
+                        }
+                    })
+                })
+                .collect();
+            let mut went_well = false;
+            for (number, task) in tasks.into_iter().enumerate() {
+                went_well |= task.await && number % 2 == 0;
+            }
+            if went_well {
+                assert_eq!(sectors_with(&test.stable_bytes()[..65536], 1), 128);
+            }
+        });
+    }
+}
+
+#[test]
+fn of_a_flush_that_was_given_up_the_worst_is_assumed() {
+    play(8, |io, test, store| async move {
+        assert!(write(&io, &store, 0, 4096, 1, false).await);
+        test.hang();
+        assert!(io.timeout(Duration::from_millis(5), store.flush(&io)).await.is_none());
+        test.release();
+        assert_eq!(store.flush(&io).await.unwrap_err().kind, ErrorKind::Lost);
     });
 }

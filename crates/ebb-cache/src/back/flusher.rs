@@ -247,7 +247,8 @@ impl VolumeCache {
         let Cluster { offset, length, .. } = cluster;
         let sent = ebb_mem::clock::now();
         self.control().sent(sent, cluster.bytes);
-        let mut pending = Pending { volume: self, cluster, sent, saved: false };
+        let losses = store.losses();
+        let mut pending = Pending { volume: self, store, cluster, sent, losses, saved: false };
         buf.set_len(length);
         let (result, buf) = store.write(io, buf, offset, false).await;
         pending.saved = result.is_ok();
@@ -260,10 +261,14 @@ impl VolumeCache {
     pub async fn run_flusher(self: Arc<Self>, io: Io, store: Arc<Store>) {
         let crew = Rc::new(Crew::new(io.pool().take(RESERVE).await));
         let mut resting: Option<Instant> = None;
-        while Arc::strong_count(&self) > 1 + crew.in_flight.get()
+        while Arc::strong_count(&self) > 1 + crew.in_flight.get() + usize::from(crew.syncing.get())
             && !self.back.ended.load(Ordering::SeqCst)
         {
             let now = ebb_mem::clock::now();
+            if !crew.syncing.get() && self.wants_sync(now) {
+                crew.syncing.set(true);
+                io.spawn(sync(crew.clone(), self.clone(), io.clone(), store.clone())).detach();
+            }
             let bytes = match self.order(now, crew.not_before.get(), crew.in_flight.get()) {
                 Order::Write(bytes) => bytes.clamp(PAGE_BYTES, CLUSTER_MAX),
                 Order::Wait(time) => {
@@ -400,6 +405,8 @@ struct Crew {
     reserve: RefCell<Option<Buf>>,
     not_before: Cell<Instant>,
     ended: Cell<bool>,
+    /// The store is being flushed in the background.
+    syncing: Cell<bool>,
 }
 
 impl Crew {
@@ -410,6 +417,7 @@ impl Crew {
             reserve: RefCell::new(Some(reserve)),
             not_before: Cell::new(ebb_mem::clock::now()),
             ended: Cell::new(false),
+            syncing: Cell::new(false),
         }
     }
 
@@ -428,6 +436,13 @@ impl Crew {
             hand.wake();
         }
     }
+}
+
+/// Flushes the store in the background. A failure is left to who flushes next, or to another try.
+async fn sync(crew: Rc<Crew>, volume: Arc<VolumeCache>, io: Io, store: Arc<Store>) {
+    let _ = volume.stabilize(&io, &store).await;
+    crew.syncing.set(false);
+    volume.back.work.poke();
 }
 
 /// One of the crew: writes what it is given, and waits for more.
@@ -458,8 +473,11 @@ async fn work(crew: Rc<Crew>, hand: Rc<Hand>, first: Job, io: Io, store: Arc<Sto
 /// A cluster that is being written. Dropped before its end its pages are dirty again.
 struct Pending<'a> {
     volume: &'a VolumeCache,
+    store: &'a Store,
     cluster: Cluster,
     sent: Instant,
+    /// The store's losses when it began.
+    losses: u64,
     saved: bool,
 }
 
@@ -467,16 +485,30 @@ impl Drop for Pending<'_> {
     fn drop(&mut self) {
         let now = ebb_mem::clock::now();
         let millis = self.volume.cache.millis(now);
-        let mut dirty_twice = 0;
+        let keep = self.volume.keeps();
+        let (mut twice, mut saved_pages, mut failed_pages) = (0, 0, 0);
         for &(frame, id, pages) in &self.cluster.taken[..self.cluster.count] {
             let mut wakers = Wakers::default();
             let mut shard = self.volume.lock(VolumeCache::shard_of(frame));
-            dirty_twice += shard.end_clean(frame, (id, pages), self.saved, millis, &mut wakers);
+            // Under the lock: who sees to a loss looks at this shard after it was counted.
+            let saved = self.saved && self.store.losses() == self.losses;
+            let again = shard.end_clean(frame, (id, pages), (saved, keep), millis, &mut wakers);
+            let count = u64::from(pages.count_ones());
+            if saved {
+                saved_pages += count;
+            } else {
+                twice += again;
+                failed_pages += count;
+            }
         }
-        let (control, bytes) = (self.volume.control(), self.cluster.bytes);
-        control.written(now, bytes, self.sent, self.saved);
-        if !self.saved && dirty_twice > 0 {
-            control.unused(dirty_twice * PAGE);
+        let control = self.volume.control();
+        for (pages, saved) in [(saved_pages, true), (failed_pages, false)] {
+            if pages > 0 {
+                control.written(now, pages * PAGE, self.sent, saved);
+            }
+        }
+        if twice > 0 {
+            control.unused(twice * PAGE);
         }
     }
 }

@@ -128,12 +128,12 @@ impl Shard {
     }
 
     /// A copy of `pages` has reached the store, or, if not `saved`, has not: then they are dirty again.
-    /// Returns how many of them were dirty again before.
+    /// Those that are not are unstable, with `keep`. Returns how many of them were dirty again before.
     pub(crate) fn end_clean(
         &mut self,
         frame: u64,
         (id, pages): (u64, u16),
-        saved: bool,
+        (saved, keep): (bool, bool),
         now: u64,
         wakers: &mut Wakers,
     ) -> u64 {
@@ -158,6 +158,9 @@ impl Shard {
         }
         if was == 0 && dirty != 0 {
             self.aging.push_front(Aged { frame, since: now });
+        }
+        if saved {
+            self.note_saved(frame, pages, keep);
         }
         self.flights.end_clean(id, wakers);
         twice

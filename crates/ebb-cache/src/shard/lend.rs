@@ -59,7 +59,7 @@ impl Shard {
             result.looked += 1;
             let Some(slot) = self.slots.get_mut(at) else { continue };
             slot.flags &= !QUEUED;
-            let free = slot.covers() & !slot.unsaved() & !slot.lent();
+            let free = slot.covers() & !slot.kept() & !slot.lent();
             let Some(buffer) = slot.buffer.as_mut().filter(|_| free != 0) else { continue };
             let rested = slot.flags & COLD != 0 || tick.wrapping_sub(slot.tick) >= idle;
             if !all && !rested {

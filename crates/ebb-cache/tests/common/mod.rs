@@ -69,7 +69,6 @@ impl Rig {
 
     pub fn volume_as(&self, name: &str, size: u64, seed: u64, mode: Mode) -> Disk {
         let test = Arc::new(TestStore::new(size, seed));
-        test.forgiving.store(true, std::sync::atomic::Ordering::Relaxed);
         let cached = self.cache.volume_as(name, size, mode).unwrap();
         Disk { store: Arc::new(Store::Test(test.clone())), test, cached }
     }

@@ -1,0 +1,172 @@
+//! Pages that were written to the store and are not stable there: kept until a flush of the store has gone
+//! well, to be written again if it fails.
+//!
+//! # Invariants
+//! - An unstable page is valid and wired, and its slot is not evicted. It may be dirty, too.
+//! - `unstable` became so since the last flush of the store began, `flushing` before that.
+//! - What is on the store, not stable and not kept makes the shard `loose`: a failed flush may
+//!   have lost it, and nothing can be written again.
+
+use super::{QUEUED, Shard, Slot};
+use crate::pages::{PAGE_BYTES, runs, within};
+
+impl Slot {
+    /// Pages that are to be written again if a flush fails.
+    pub(super) fn unstable(&self) -> u16 {
+        self.unstable | self.flushing
+    }
+
+    /// Pages that must stay in memory.
+    pub(super) fn kept(&self) -> u16 {
+        self.unsaved() | self.unstable()
+    }
+}
+
+impl Shard {
+    /// Changes the marks of a frame's slots, and counts.
+    fn mark(&mut self, frame: u64, change: impl Fn(&mut Slot)) {
+        let mut at = self.first(frame);
+        while let Some(slot) = self.slots.get_mut(at) {
+            let before = slot.unstable().count_ones();
+            change(slot);
+            let after = slot.unstable().count_ones();
+            self.tally.unstable =
+                (self.tally.unstable + u64::from(after)).saturating_sub(u64::from(before));
+            // What need not be kept may be lent.
+            if after < before && slot.flags & QUEUED == 0 {
+                slot.flags |= QUEUED;
+                self.wired.push_back(at);
+            }
+            at = slot.next;
+        }
+    }
+
+    /// Pages of `frame` that are on the store and not stable.
+    pub(crate) fn unstable(&self, frame: u64) -> u16 {
+        self.fold(frame, Slot::unstable)
+    }
+
+    /// Pages of a frame have been written to the store. With `keep` they are kept until it is flushed.
+    pub(super) fn note_saved(&mut self, frame: u64, pages: u16, keep: bool) {
+        if !keep {
+            self.loose |= pages != 0;
+            return;
+        }
+        // What was dropped meanwhile cannot be written again.
+        self.loose |= pages & !self.valid(frame) != 0;
+        let was = self.fold(frame, |slot| slot.unstable);
+        self.mark(frame, |slot| slot.unstable |= slot.valid & slot.covers() & pages);
+        if was == 0 && pages != 0 {
+            self.kept.push(frame);
+            self.tidy_kept();
+        }
+    }
+
+    /// Keeps the list of frames in proportion to what is unstable.
+    fn tidy_kept(&mut self) {
+        let most = usize::try_from(self.tally.unstable).unwrap_or(usize::MAX).saturating_mul(2);
+        if self.kept.len() <= most.saturating_add(64) {
+            return;
+        }
+        let mut list = std::mem::take(&mut self.kept);
+        list.sort_unstable();
+        list.dedup();
+        list.retain(|&frame| self.fold(frame, |slot| slot.unstable) != 0);
+        self.kept = list;
+    }
+
+    /// A flush of the store begins: what is unstable now will be stable if it goes well.
+    pub(crate) fn begin_flush(&mut self) {
+        for frame in std::mem::take(&mut self.kept) {
+            self.mark(frame, |slot| {
+                slot.flushing |= slot.unstable;
+                slot.unstable = 0;
+            });
+            self.kept_flushing.push(frame);
+        }
+        self.loose_flushing |= std::mem::take(&mut self.loose);
+    }
+
+    /// It has gone well.
+    pub(crate) fn end_flush(&mut self) {
+        for frame in std::mem::take(&mut self.kept_flushing) {
+            self.mark(frame, |slot| slot.flushing = 0);
+        }
+        self.loose_flushing = false;
+    }
+
+    /// It has not, or was given up: all is as it was before, and may be lost.
+    pub(crate) fn fail_flush(&mut self) {
+        for frame in std::mem::take(&mut self.kept_flushing) {
+            self.mark(frame, |slot| {
+                slot.unstable |= slot.flushing;
+                slot.flushing = 0;
+            });
+            self.kept.push(frame);
+        }
+        self.loose |= std::mem::take(&mut self.loose_flushing);
+        self.tidy_kept();
+    }
+
+    /// Frames with pages that are not stable.
+    pub(crate) fn unstable_frames(&self, out: &mut Vec<u64>) {
+        out.extend(self.kept.iter().chain(&self.kept_flushing));
+    }
+
+    /// Pages whose data does not matter any more need not be kept.
+    pub(crate) fn forget_unstable(&mut self, pages: &std::ops::Range<u64>) {
+        let mut frames = Vec::new();
+        self.unstable_frames(&mut frames);
+        for frame in frames {
+            let gone = within(frame, pages);
+            if gone != 0 {
+                self.mark(frame, |slot| {
+                    slot.unstable &= !gone;
+                    slot.flushing &= !gone;
+                });
+            }
+        }
+    }
+
+    /// Copies `pages` of `frame`, one run of unstable pages that are neither dirty nor on their way, to `out`,
+    /// and takes them for being on their way. Returns the number to end that with.
+    pub(crate) fn take_unstable(&mut self, frame: u64, pages: u16, out: &mut [u8]) -> u64 {
+        let from = usize::try_from(pages.trailing_zeros()).unwrap_or(0);
+        let mut at = self.first(frame);
+        while let Some(slot) = self.slots.get_mut(at) {
+            let here = slot.unstable() & pages;
+            let base = usize::from(slot.base);
+            for (start, count) in runs(here) {
+                let bytes =
+                    slot.buffer.as_ref().and_then(|b| b.bytes(start - base..start - base + count));
+                debug_assert!(bytes.is_some(), "unstable pages are wired");
+                let Some(bytes) = bytes else { continue };
+                // The last page of a volume may be short.
+                let place = (start - from) * PAGE_BYTES;
+                let length = bytes.len().min(out.len().saturating_sub(place));
+                out[place..place + length].copy_from_slice(&bytes[..length]);
+            }
+            slot.cleaning |= here;
+            self.tally.dirty += u64::from(here.count_ones());
+            at = slot.next;
+        }
+        self.flights.begin_clean(frame, pages)
+    }
+
+    /// Those have been written again, or not: they are unstable as before, and not on their way.
+    pub(crate) fn end_rewrite(
+        &mut self,
+        frame: u64,
+        (id, pages): (u64, u16),
+        wakers: &mut crate::flight::Wakers,
+    ) {
+        let mut at = self.first(frame);
+        while let Some(slot) = self.slots.get_mut(at) {
+            let here = slot.cleaning & pages;
+            slot.cleaning &= !here;
+            self.tally.dirty -= u64::from((here & !slot.dirty).count_ones());
+            at = slot.next;
+        }
+        self.flights.end_clean(id, wakers);
+    }
+}

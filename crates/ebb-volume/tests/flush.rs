@@ -1,0 +1,403 @@
+//! Flushes after flushes that failed: random runs on a store that loses any subset of what was not
+//! flushed when a flush fails, and tells of it once. Whatever a flush said OK to is stable, and survives
+//! the power; without a cache, with one in writethrough and in writeback mode.
+//!
+//! Writers work side by side, each in sectors of its own, which share pages. Of each sector a run knows
+//! the values it was given, in order, and which of them was promised to be stable: that one or a
+//! later one must be there.
+//!
+//! `EBBD_FLUSH_RUNS` says how many runs each mode has.
+#![cfg(not(feature = "shuttle"))]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use ebb_cache::{Cache, CacheOptions, Control, Keeper, Order};
+use ebb_io::Worker;
+use ebb_mem::Memory;
+use ebb_mem::pressure::Level;
+use ebb_store::{Faults, Resize, Store, TestStore};
+use ebb_volume::{ErrorKind, Io, Mode, Volume, VolumeOptions, ZeroFlags};
+
+const SECTOR: u64 = 512;
+/// Sectors that a writer has: of one size or another of the volume.
+const PART: usize = 20;
+const WRITERS: usize = 4;
+const SECTORS: usize = PART * WRITERS;
+const RUNS: u64 = 2_500;
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+    fn below(&mut self, end: usize) -> usize {
+        usize::try_from(self.next() % u64::try_from(end).unwrap()).unwrap()
+    }
+    fn chance(&mut self, percent: usize) -> bool {
+        self.below(100) < percent
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Value {
+    stamp: u64,
+    /// It may be anything that was there before, or zeroes.
+    any: bool,
+    acknowledged: bool,
+}
+
+#[derive(Clone, Debug)]
+struct History {
+    /// The first is what was there when the volume was opened.
+    values: Vec<Value>,
+    /// The first that may be found after a power failure.
+    promised: usize,
+}
+
+impl History {
+    fn of(stamp: u64) -> History {
+        let first = Value { stamp, any: false, acknowledged: true };
+        History { values: vec![first], promised: 0 }
+    }
+    fn acknowledged(&self) -> usize {
+        self.values.iter().rposition(|value| value.acknowledged).unwrap()
+    }
+    /// Whether it may hold this, of the values from number `from` on.
+    fn allows(&self, from: usize, stamp: u64) -> bool {
+        let any = self.values[from..].iter().any(|value| value.any)
+            && (stamp == 0 || self.values.iter().any(|value| value.stamp == stamp));
+        any || self.values[from..].iter().any(|value| value.stamp == stamp)
+    }
+}
+
+#[derive(Default, Debug)]
+struct Counts {
+    flushes: u64,
+    failed: u64,
+    lost: u64,
+    /// Went well although data had been lost before.
+    mended: u64,
+    cuts: u64,
+    promises: u64,
+}
+
+struct Run {
+    seed: u64,
+    test: RefCell<Arc<TestStore>>,
+    sectors: RefCell<Vec<History>>,
+    stamp: RefCell<u64>,
+    counts: RefCell<Counts>,
+}
+
+impl Run {
+    fn test(&self) -> Arc<TestStore> {
+        self.test.borrow().clone()
+    }
+
+    fn acknowledged(&self) -> Vec<usize> {
+        self.sectors.borrow().iter().map(History::acknowledged).collect()
+    }
+
+    /// A flush that began when these were acknowledged said OK.
+    fn promise(&self, first: usize, until: &[usize]) {
+        let stable = self.test().stable_bytes();
+        let mut sectors = self.sectors.borrow_mut();
+        for (sector, &until) in (first..).zip(until) {
+            let Some(history) = sectors.get_mut(sector) else { return };
+            history.promised = history.promised.max(until);
+            let found = stamp_of(&stable, sector);
+            let fits = history.allows(history.promised, found);
+            assert!(fits, "seed {}: sector {sector} has {found} of {history:?}", self.seed);
+        }
+        self.counts.borrow_mut().promises += u64::try_from(until.len()).unwrap();
+    }
+
+    fn flushed(&self, result: &Result<(), ebb_volume::BlockError>, until: &[usize], losses: u64) {
+        match result {
+            Ok(()) => {
+                self.promise(0, until);
+                let mut counts = self.counts.borrow_mut();
+                counts.flushes += 1;
+                counts.mended += u64::from(losses > 0);
+            }
+            Err(error) => {
+                let mut counts = self.counts.borrow_mut();
+                counts.failed += 1;
+                counts.lost += u64::from(error.kind == ErrorKind::Lost);
+            }
+        }
+    }
+
+    /// The power fails; then what was promised is there.
+    fn reboot(&self) {
+        let next = Arc::new(self.test().reboot());
+        *self.test.borrow_mut() = next;
+        let content = self.test().content();
+        let mut sectors = self.sectors.borrow_mut();
+        sectors.resize(content.len() / 512, History::of(0));
+        for (sector, history) in sectors.iter_mut().enumerate() {
+            let found = stamp_of(&content, sector);
+            let fits = history.allows(history.promised, found);
+            assert!(fits, "seed {}: sector {sector} has {found} of {history:?}", self.seed);
+            *history = History::of(found);
+        }
+        self.counts.borrow_mut().cuts += 1;
+    }
+}
+
+fn stamp_of(bytes: &[u8], sector: usize) -> u64 {
+    let bytes = &bytes[sector * 512..(sector + 1) * 512];
+    let stamp = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+    assert!(bytes.chunks(8).all(|word| word == stamp.to_le_bytes()), "a torn sector");
+    stamp
+}
+
+async fn writer(io: Io, volume: Arc<Volume>, run: Rc<Run>, number: usize, seed: u64) {
+    let mut random = Random(seed | 1);
+    for _ in 0..4 {
+        let there = usize::try_from(volume.size() / SECTOR).unwrap();
+        let (start, end) = (number * PART, ((number + 1) * PART).min(there));
+        let kind = random.below(100);
+        if kind < 22 || start >= end {
+            let (until, losses) = (run.acknowledged(), run.test().losses.load(Ordering::Relaxed));
+            run.flushed(&volume.flush(&io).await, &until, losses);
+            continue;
+        }
+        let first = start + random.below(end - start);
+        let count = 1 + random.below((end - first).min(12));
+        let (offset, length) = (first as u64 * SECTOR, count as u64 * SECTOR);
+        if kind < 40 {
+            read(&io, &volume, &run, first, count).await;
+            continue;
+        }
+        let stamp = {
+            let mut stamp = run.stamp.borrow_mut();
+            *stamp += 1;
+            *stamp
+        };
+        let (zero, discard) = ((40..46).contains(&kind), (46..52).contains(&kind));
+        let stamp = if zero || discard { 0 } else { stamp };
+        for history in &mut run.sectors.borrow_mut()[first..first + count] {
+            history.values.push(Value { stamp, any: discard, acknowledged: false });
+        }
+        let fua = random.chance(20);
+        let before = run.acknowledged();
+        let done = if zero {
+            volume.write_zeroes(&io, offset, length, ZeroFlags::default(), fua).await
+        } else if discard {
+            volume.discard(&io, offset, length, fua).await
+        } else {
+            let mut buf = io.pool().get_for_test(count * 512);
+            buf.chunks_mut(8).for_each(|word| word.copy_from_slice(&stamp.to_le_bytes()));
+            volume.write(&io, buf, offset, fua).await.0
+        };
+        if done.is_err() {
+            continue;
+        }
+        for history in &mut run.sectors.borrow_mut()[first..first + count] {
+            history.values.last_mut().unwrap().acknowledged = true;
+        }
+        if fua {
+            let own = run.acknowledged()[first..first + count].to_vec();
+            run.promise(first, &own);
+            if zero || discard {
+                // Those flush.
+                run.promise(0, &before);
+            }
+        }
+    }
+}
+
+async fn read(io: &Io, volume: &Volume, run: &Run, first: usize, count: usize) {
+    let losses = run.test().losses.load(Ordering::Relaxed);
+    let buf = io.pool().get_for_test(count * 512);
+    let from = run.acknowledged();
+    let (result, buf) = volume.read(io, buf, first as u64 * SECTOR).await;
+    if result.is_err() {
+        return;
+    }
+    let lossless = losses == 0 && run.test().losses.load(Ordering::Relaxed) == 0;
+    for (number, history) in run.sectors.borrow()[first..first + count].iter().enumerate() {
+        let from = if lossless { from[first + number] } else { history.promised };
+        let found = stamp_of(&buf, number);
+        assert!(history.allows(from, found), "seed {}: read {found} of {history:?}", run.seed);
+    }
+}
+
+/// Writes some of what is dirty now and then.
+struct Whim(u64);
+
+impl Control for Whim {
+    fn ask(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
+        Duration::ZERO
+    }
+    fn next(&self, _: Instant, dirty: u64, _: Duration) -> Order {
+        if (dirty / 4096 + self.0).is_multiple_of(3) {
+            return Order::Wait(Duration::from_micros(100));
+        }
+        Order::Write(16 << 10)
+    }
+}
+
+struct Machine {
+    cache: Arc<Cache>,
+    keeper: Keeper,
+    start: Instant,
+}
+
+impl Machine {
+    fn open(&self, io: &Io, run: &Run, mode: Mode, whim: u64) -> Arc<Volume> {
+        let (store, options) = (Store::Test(run.test()), VolumeOptions::default());
+        if mode == Mode::None {
+            return Volume::new("disk", store, options);
+        }
+        let cached = self.cache.volume_as("disk", store.size(), mode).unwrap();
+        let volume = Volume::with_cache("disk", store, options, cached);
+        volume.start_writeback(io, Arc::new(Whim(whim)));
+        volume
+    }
+
+    /// What may happen beside requests.
+    async fn disturb(&mut self, io: &Io, volume: &Volume, run: &Run, random: &mut Random) {
+        let now = self.start + Duration::from_millis(random.next() % 10_000);
+        match random.below(30) {
+            0..3 => self.cache.pressure(Level::L2, now),
+            3 => self.cache.pressure(Level::L3, now),
+            4..9 => self.cache.pressure(Level::L0, now + Duration::from_secs(60)),
+            9 => self.cache.set_max(Some(16 << 10)),
+            10..15 => self.cache.set_max(Some(16 << 20)),
+            15..19 => {
+                let pages = SECTORS / 8;
+                let to = (1 + random.below(pages)) as u64 * 4096;
+                let to = to.min(SECTORS as u64 * SECTOR);
+                let order = Resize { to: Some(to), shrink: random.chance(50) };
+                if let Ok(size) = volume.resize(io, order).await {
+                    let sectors = usize::try_from(size / SECTOR).unwrap();
+                    run.sectors.borrow_mut().resize(sectors, History::of(0));
+                }
+            }
+            19 => run.test().evict(),
+            _ => {}
+        }
+        if random.chance(30) {
+            self.keeper.turn(&self.cache, now);
+        }
+    }
+}
+
+async fn play(io: &Io, machine: &mut Machine, seed: u64, mode: Mode) -> Counts {
+    let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+    let size = SECTORS as u64 * SECTOR;
+    let run = Rc::new(Run {
+        seed,
+        test: RefCell::new(Arc::new(TestStore::new(size, seed))),
+        sectors: RefCell::new(vec![History::of(0); SECTORS]),
+        stamp: RefCell::new(0),
+        counts: RefCell::default(),
+    });
+    run.test().waits.store(u32::try_from(random.below(4)).unwrap(), Ordering::Relaxed);
+    let of = |random: &mut Random, all: &[u32]| all[random.below(all.len())];
+    run.test().faults(&Faults {
+        reads: of(&mut random, &[0, 0, 20]),
+        writes: of(&mut random, &[0, 0, 20, 100]),
+        flushes: of(&mut random, &[0, 50, 300]),
+        writing_back: of(&mut random, &[0, 0, 20]),
+        told_always: random.chance(20),
+        ..Faults::default()
+    });
+    let mut volume = machine.open(io, &run, mode, seed);
+    for _ in 0..2 + random.below(3) {
+        let tasks: Vec<_> = (0..WRITERS)
+            .map(|number| {
+                let seed = random.next();
+                io.spawn(writer(io.clone(), volume.clone(), run.clone(), number, seed))
+            })
+            .collect();
+        if random.chance(30) {
+            // The machine loses its power, requests, memory and all.
+            for _ in 0..random.below(40) {
+                io.yield_now().await;
+            }
+            drop(tasks);
+        } else {
+            for task in tasks {
+                task.await;
+            }
+            if random.chance(50) {
+                machine.disturb(io, &volume, &run, &mut random).await;
+                continue;
+            }
+            let until = run.acknowledged();
+            if random.chance(50) && volume.close(io).await.is_ok() {
+                run.promise(0, &until);
+            }
+        }
+        if let Some(cache) = volume.cache() {
+            cache.end_flusher();
+        }
+        run.reboot();
+        volume = machine.open(io, &run, mode, seed);
+    }
+    if let Some(cache) = volume.cache() {
+        cache.end_flusher();
+    }
+    Rc::try_unwrap(run).map(|run| run.counts.into_inner()).unwrap_or_default()
+}
+
+fn run_all(mode: Mode) -> Counts {
+    let runs = std::env::var("EBBD_FLUSH_RUNS").ok().and_then(|text| text.parse().ok());
+    let runs: u64 = runs.unwrap_or(RUNS);
+    let first = std::env::var("EBBD_FLUSH_SEED").ok().and_then(|text| text.parse().ok());
+    let first: u64 = first.unwrap_or(1);
+    let start = Instant::now();
+    let memory = Memory::new(ebb_mem::Options::new(256 << 20, start)).unwrap();
+    let worker = Worker::start("flush", &memory).unwrap();
+    let done = worker.handle().block_on(move |io| async move {
+        let cache = Cache::without_keeper(&memory, CacheOptions::new(start));
+        let keeper = Keeper::new(&cache, Box::new(|| None));
+        let mut machine = Machine { cache, keeper, start };
+        let mut all = Counts::default();
+        for seed in first..first + runs {
+            let counts = play(&io, &mut machine, seed, mode).await;
+            all.flushes += counts.flushes;
+            all.failed += counts.failed;
+            all.lost += counts.lost;
+            all.mended += counts.mended;
+            all.cuts += counts.cuts;
+            all.promises += counts.promises;
+        }
+        all
+    });
+    let counts = done.expect("a run panicked; see above");
+    println!("{runs} runs in {:?}: {counts:?}", start.elapsed());
+    assert!(counts.flushes > runs / 4 && counts.failed > runs / 8 && counts.cuts > runs / 4);
+    assert!(counts.lost > runs / 32, "flushes are refused after a loss");
+    counts
+}
+
+#[test]
+fn without_a_cache_no_flush_says_ok_over_lost_data() {
+    let counts = run_all(Mode::None);
+    assert_eq!(counts.mended, 0, "after a loss none goes well");
+}
+
+#[test]
+fn with_writethrough_no_flush_says_ok_over_lost_data() {
+    let counts = run_all(Mode::Writethrough);
+    assert_eq!(counts.mended, 0, "after a loss none goes well");
+}
+
+#[test]
+fn with_writeback_no_flush_says_ok_over_lost_data() {
+    let counts = run_all(Mode::Writeback);
+    assert!(counts.mended > 0, "what was lost was written again");
+}
