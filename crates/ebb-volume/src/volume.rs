@@ -314,6 +314,15 @@ impl Volume {
         self.options.read_only || self.flushed.load(Ordering::Relaxed) == self.stats.changes()
     }
 
+    /// True if a flush has failed, and what it was to make stable may be lost for good: no flush goes well
+    /// until the volume is opened anew.
+    pub fn is_lost(&self) -> bool {
+        match &self.cache {
+            Some(cache) => cache.is_lost(&self.store),
+            None => self.store.is_lost(),
+        }
+    }
+
     /// Requests that are under way.
     pub fn under_way(&self) -> u64 {
         self.gate.inside()

@@ -7,6 +7,7 @@
 //! # Invariants
 //! - Of a volume's flushes of the store one is under way at a time. Who comes meanwhile is covered by the
 //!   next, which all of them share.
+//! - Of a page that is on its way to the store, or under a change, no older copy is written again.
 //! - What was on its way to the store while a flush failed counts as lost with it: the number of losses
 //!   is looked at under the shard's lock, before pages are taken for saved.
 //! - What is on the store, not stable, and not in memory cannot be written again: after a loss flushes
@@ -26,6 +27,7 @@ use super::RESERVE;
 use crate::flight::Wakers;
 use crate::pages::{FRAME, FRAME_PAGES, PAGE, PAGE_BYTES, index, mask, runs};
 use crate::read::Wait;
+use crate::stats::Mode;
 use crate::volume::{SHARDS, VolumeCache};
 
 /// Bytes of one volume that are kept before the background flushes the store.
@@ -40,6 +42,16 @@ impl VolumeCache {
     /// Bytes that are on the store and not known to be stable there; they are kept in memory.
     pub fn unstable(&self) -> u64 {
         self.unstable.load(Ordering::Relaxed) * PAGE
+    }
+
+    /// True if changes may be lost and cannot be written again: no flush goes well any more.
+    pub fn is_lost(&self, store: &Store) -> bool {
+        match self.mode() {
+            Mode::Writeback => {
+                store.losses() != self.back.losses.load(Ordering::SeqCst) && self.is_loose()
+            }
+            _ => store.is_lost(),
+        }
     }
 
     /// Whether what is saved now is to be kept until the store is flushed.
@@ -73,9 +85,7 @@ impl VolumeCache {
         let first = self.flush_store(io, store).await;
         let result = match first {
             // Once more: what may be lost is written again first.
-            Err(error) if error.kind != ErrorKind::Lost || !self.is_loose() => {
-                self.flush_store(io, store).await
-            }
+            Err(_) if !self.is_loose() => self.flush_store(io, store).await,
             result => result,
         };
         let wait = if result.is_ok() { Duration::ZERO } else { AFTER_FAILURE };
@@ -153,10 +163,15 @@ impl VolumeCache {
         let mut want = self.lock(number).unstable(frame);
         while want != 0 {
             let (busy, dirty) = {
-                let shard = self.lock(number);
+                let mut shard = self.lock(number);
                 want &= shard.unstable(frame) | shard.unsaved(frame);
-                (shard.flights.cleaning(frame, want).1, want & shard.unsaved(frame))
+                let (change, stuck) = shard.flights.changed_by(frame, want);
+                // A change that nobody waits for may still reach the store, before or after this.
+                shard.loose |= stuck;
+                let busy = change.or(shard.flights.cleaning(frame, want).1);
+                (busy, want & shard.unsaved(frame))
             };
+            self.refuse_if_loose()?;
             if let Some(fill) = busy {
                 Wait { volume: self, shard: number, fill, waiter: None }.await;
                 continue;
@@ -188,8 +203,9 @@ impl VolumeCache {
         let (rewrite, offset, length) = {
             let mut shard = self.lock(VolumeCache::shard_of(frame));
             let unsaved = shard.unsaved(frame);
-            let here = want & shard.unstable(frame) & !unsaved;
-            // Another one was faster: it is dirty now, or on its way.
+            let here =
+                want & shard.unstable(frame) & !unsaved & !shard.flights.changing(frame, want);
+            // Another one was faster: it is dirty now, on its way, or being changed.
             let Some((start, count)) = runs(here).next() else {
                 return (0, Ok(()), buf);
             };

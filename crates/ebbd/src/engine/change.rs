@@ -266,7 +266,7 @@ impl Engine {
         let mut pause = RETRY_FIRST;
         loop {
             let Err(error) = self.unless_stopped(volume.close(io)).await? else { break };
-            if volume.cache_mode() != Mode::Writeback {
+            if volume.cache_mode() != Mode::Writeback || volume.is_lost() {
                 let error = full_text(&error);
                 let volume = slot.name();
                 tracing::error!(volume, error, "not everything could be made stable");

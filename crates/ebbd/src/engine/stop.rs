@@ -192,7 +192,8 @@ impl Engine {
 
     fn may_try_again(&self, volume: &Volume) -> bool {
         let deadline = self.deadline.get().unwrap_or_else(ebb_mem::clock::now);
-        volume.cache_mode() == Mode::Writeback && ebb_mem::clock::now() + RETRY < deadline
+        let may_help = volume.cache_mode() == Mode::Writeback && !volume.is_lost();
+        may_help && ebb_mem::clock::now() + RETRY < deadline
     }
 }
 
@@ -247,5 +248,5 @@ pub(super) fn full_text(error: &BlockError) -> String {
 }
 
 pub(super) fn unwritten(volume: &Volume) -> u64 {
-    volume.cache().map_or(0, |cache| cache.dirty())
+    volume.cache().map_or(0, |cache| cache.dirty().saturating_add(cache.unstable()))
 }
