@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use ebb_io::BufPool;
 use ebb_mem::{Memory, OwnerId, PoolParameters};
-use ebb_volume::{Gate, Stop, Volume};
+use ebb_volume::{Gate, Stop, Volume, Writer};
 
 use crate::handshake::{BlockSizes, Capabilities, ExportInfo, Exports};
 
@@ -120,6 +120,11 @@ impl Exports for View<'_> {
 
     fn refusal(&self, name: &str) -> Option<String> {
         self.registry.refusal(name)
+    }
+
+    fn busy(&self, name: &str) -> Option<String> {
+        let export = self.registry.get(name).filter(|export| !export.volume.read_only())?;
+        export.volume.writer_conflict(&Writer::nbd()).map(|conflict| conflict.to_string())
     }
 
     fn lookup(&self, name: &str) -> Option<ExportInfo> {

@@ -134,6 +134,9 @@ pub enum HandshakeError {
     /// `NBD_OPT_EXPORT_NAME` cannot report an error but by closing.
     #[error("client asked for export {0:?}, which does not exist; check the volume names")]
     UnknownExport(String),
+    /// `NBD_OPT_EXPORT_NAME` cannot be told that an export has another writer.
+    #[error("client asked for an export that it cannot have: {0}")]
+    Busy(String),
     /// The name in `NBD_OPT_EXPORT_NAME` is too long, not UTF-8, or has a NUL in it.
     #[error("client asked for an export by a name that is too long or not UTF-8")]
     BadExportName,
@@ -453,8 +456,8 @@ impl Handshake {
                 self.style = ReplyStyle::Extended;
                 Ok(())
             }
-            option::INFO => self.describe(payload, exports, &mut replies).map(|_| ()),
-            option::GO => match self.describe(payload, exports, &mut replies) {
+            option::INFO => self.describe(payload, exports, &mut replies, false).map(|_| ()),
+            option::GO => match self.describe(payload, exports, &mut replies, true) {
                 Ok((export, block_size_requested)) => {
                     replies.ack();
                     return Ok(self.begin(export, block_size_requested));
@@ -484,6 +487,9 @@ impl Handshake {
             let shown = name.chars().take(LOGGED_NAME_MAX).collect();
             return Err(HandshakeError::UnknownExport(shown));
         };
+        if let Some(why) = exports.busy(name) {
+            return Err(HandshakeError::Busy(why));
+        }
         replies::export_name(&export, self.style, self.no_zeroes, out);
         Ok(self.begin(export, false))
     }
@@ -495,11 +501,15 @@ impl Handshake {
         payload: &[u8],
         exports: &dyn Exports,
         replies: &mut Replies<'_>,
+        enter: bool,
     ) -> Result<(ExportInfo, bool), Refusal> {
         let request = InfoRequest::parse(payload)?;
         let export = exports
             .lookup(request.name)
             .ok_or_else(|| Refusal::of_export(exports, request.name))?;
+        if let Some(why) = exports.busy(request.name).filter(|_| enter) {
+            return Err(refusal::busy(why));
+        }
         replies.info_export(&export, self.style);
         if request.wants_name {
             replies.info_text(info::NAME, &export.name);

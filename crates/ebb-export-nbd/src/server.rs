@@ -12,7 +12,7 @@ use std::time::Duration;
 use ebb_io::{Fd, Gather, Io, WorkerHandle, fd_from};
 use ebb_mem::PoolParameters;
 use ebb_tls::{ServerTls, Transport};
-use ebb_volume::{Gate, Stop, Volume};
+use ebb_volume::{Gate, Stop, Volume, Writer};
 
 use crate::connection::{Connection, End};
 use crate::exports::{Registry, View};
@@ -252,6 +252,16 @@ impl Shared {
         };
         let Some(_pass) = export.connections.enter() else { return };
         let (volume, tls) = (export.volume.clone(), session.tls);
+        // As long as it is connected no guest may write.
+        let writes = !volume.read_only();
+        let lease = writes.then(|| volume.claim_writer(Writer::nbd(), false)).transpose();
+        let _lease = match lease {
+            Ok(lease) => lease,
+            Err(conflict) => {
+                tracing::warn!(connection = number, error = %conflict, "refused");
+                return;
+            }
+        };
         tracing::info!(connection = number, volume = %volume.name(), tls, "connected");
         let memory = limits.connection_memory;
         let buffers = export.queue(io.pool());

@@ -10,7 +10,7 @@ use common::{Client, FLUSH, HANG, READ, Rig, STYLES, Stream, Style, file, memory
 use ebb_export_nbd::{Limits, Tls};
 use ebb_io::fd_from;
 use ebb_store::Direct;
-use ebb_volume::{Operation, Volume};
+use ebb_volume::{Operation, Volume, Writer};
 
 const MIB: u64 = 1 << 20;
 
@@ -28,6 +28,33 @@ fn more_clients_than_allowed_are_turned_away_until_one_leaves() {
         std::thread::yield_now();
     }
     assert_eq!(rig.client("disk", Style::Simple).ask(FLUSH, 0, 0, 0), 0);
+}
+
+/// A guest writes to the volume: clients are refused with the reason, and connect again when it has let go; while one of
+/// them is connected the guest is kept out, however many connections there are.
+#[test]
+fn a_volume_with_another_writer_is_refused_to_clients() {
+    let volume = memory("disk", MIB);
+    let rig = Rig::with([volume.clone()]);
+    let guest = || Writer { name: "Xen guest 3".into(), group: None };
+    let lease = volume.claim_writer(guest(), false).unwrap();
+    let mut refused: Box<dyn Stream> = Box::new(rig.stream());
+    Client::greet(&mut refused).unwrap();
+    let mut name = 4u32.to_be_bytes().to_vec();
+    name.extend(b"disk\0\0");
+    let (kind, text) = Client::option(&mut refused, 7, &name).unwrap().pop().unwrap();
+    assert_eq!(kind, (1 << 31) + 2, "NBD_REP_ERR_POLICY");
+    assert!(String::from_utf8(text).unwrap().contains("written to by Xen guest 3"));
+    drop(lease);
+    let mut clients = [rig.client("disk", Style::Simple), rig.client("disk", Style::Simple)];
+    assert!(clients.iter_mut().all(|client| client.ask(FLUSH, 0, 0, 0) == 0));
+    let [first, second] = clients;
+    drop(first);
+    assert!(volume.claim_writer(guest(), false).is_err());
+    drop(second);
+    while volume.claim_writer(guest(), false).is_err() {
+        std::thread::yield_now();
+    }
 }
 
 /// Sends reads one after the other without taking replies.

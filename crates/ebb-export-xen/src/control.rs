@@ -282,6 +282,7 @@ impl Control {
             }
         }
         device.serving = None;
+        device.lease = None;
         if device.phase == Phase::Draining {
             device.phase = Phase::Closed;
         }
@@ -331,6 +332,8 @@ impl Control {
             phase: Phase::New,
             looked: None,
             serving: None,
+            lease: None,
+            waiting: None,
             withdrawn: None,
             logged: 0,
         };
@@ -339,6 +342,15 @@ impl Control {
     }
 
     fn look(&mut self, key: &Key, now: Instant) -> Result<(), StoreError> {
+        let outcome = self.take_steps(key, now);
+        let device = self.devices.get_mut(key).filter(|device| device.serving.is_none());
+        if let Some(device) = device.filter(|device| device.phase != Phase::Waiting) {
+            device.lease = None;
+        }
+        outcome
+    }
+
+    fn take_steps(&mut self, key: &Key, now: Instant) -> Result<(), StoreError> {
         if !self.adopt(key)? {
             return Ok(());
         }
@@ -358,6 +370,11 @@ impl Control {
             if let Phase::Connected { settled } = &mut device.phase {
                 *settled |= seen.frontend == Some(State::Connected);
             }
+            let (begun, over) = (Some(State::Initialising), Some(State::Closed));
+            if device.phase == Phase::Failed && seen.frontend == over && seen.own == over {
+                device.phase = Phase::Closed;
+            }
+            let failed = device.phase == Phase::Failed && seen.frontend == begun;
             let action = next(device.phase, &seen);
             let outcome = match action {
                 Action::Nothing => return Ok(()),
@@ -369,12 +386,23 @@ impl Control {
                     self.disconnect(key);
                     Ok(())
                 }
-                Action::Show(state) => self.show(key, state).map_err(DeviceError::from),
+                Action::Show(state) => {
+                    let shown = self.show(key, state).map_err(DeviceError::from);
+                    if failed {
+                        self.set_phase(key, Phase::Failed);
+                    }
+                    shown
+                }
                 Action::Fail => Err(DeviceError::BadState),
                 Action::Forget => return self.forget(key),
             };
             match outcome {
                 Ok(()) => {}
+                // The one before may be about to end, as when a guest is restarted or moves.
+                Err(DeviceError::Writer(_)) if self.may_wait(key, now) => {
+                    self.dirty.insert(key.clone());
+                    return Ok(());
+                }
                 Err(DeviceError::Nodes(crate::nodes::NodeError::Store(
                     error @ StoreError::Io(_),
                 ))) => {

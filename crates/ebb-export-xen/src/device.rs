@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use ebb_mem::PoolParameters;
-use ebb_volume::{Stop, Volume};
+use ebb_volume::{Lease, Stop, Volume, WriterConflict};
 
 use crate::abi::SECTOR_BYTES;
 use crate::disk::{Counters, Disk, MAX_SEGMENTS};
@@ -19,6 +19,9 @@ use crate::ring::Ring;
 
 /// The least time between two looks at a device.
 const PAUSE: Duration = Duration::from_millis(5);
+
+/// How often a device that waits for another writer to end tries again.
+const TRY_AGAIN: Duration = Duration::from_millis(100);
 
 /// Which device: of which kind, of which guest, under which number.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,6 +49,8 @@ impl Key {
 pub(crate) enum DeviceError {
     #[error("no volume is called `{0}`: name one of the daemon's volumes when attaching the disk")]
     NoVolume(String),
+    #[error(transparent)]
+    Writer(#[from] WriterConflict),
     #[error("volume `{0}` is not served any more: detach the disk, or attach another volume")]
     Withdrawn(String),
     #[error("the frontend's nodes: {0}")]
@@ -74,6 +79,10 @@ pub(crate) struct Device {
     pub(crate) phase: Phase,
     pub(crate) looked: Option<Instant>,
     pub(crate) serving: Option<Serving>,
+    /// The right to write to the volume, from the offer until its last request is over.
+    pub(crate) lease: Option<Lease>,
+    /// Since when another writer keeps it waiting.
+    pub(crate) waiting: Option<Instant>,
     /// Its volume, if that was withdrawn: the guest is to be told once the rings have ended.
     pub(crate) withdrawn: Option<String>,
     /// Failures that went to the log.
@@ -83,7 +92,8 @@ pub(crate) struct Device {
 impl Device {
     /// When it may be looked at next; `None` is at any time.
     pub(crate) fn next_look(&self) -> Option<Instant> {
-        self.looked.map(|at| at + PAUSE)
+        let pause = if self.waiting.is_some() { TRY_AGAIN } else { PAUSE };
+        self.looked.map(|at| at + pause)
     }
 }
 
@@ -113,6 +123,8 @@ pub(crate) struct Offer {
     pub(crate) volume: Arc<Volume>,
     pub(crate) pool: Arc<PoolParameters>,
     pub(crate) read_only: bool,
+    /// The toolstack takes it upon itself that there is another writer (mode `w!`).
+    pub(crate) share: bool,
     pub(crate) discard: bool,
     /// Flushes are offered; without them frontends use barriers.
     pub(crate) flush: bool,

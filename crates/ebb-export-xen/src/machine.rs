@@ -130,6 +130,8 @@ pub fn next(phase: Phase, seen: &Seen) -> Action {
         Some(State::Initialising) => match phase {
             _ if served => Action::Disconnect,
             Phase::Waiting if own == State::InitWait => Action::Nothing,
+            // It waits since before we gave up: to try again at once would go on for ever.
+            Phase::Failed if own == State::Closed => Action::Nothing,
             _ if own == State::Closing => Action::Show(State::Closed),
             _ if seen.online => Action::Offer,
             _ => Action::Nothing,

@@ -9,6 +9,8 @@ use ebb_export_xen::abi::{Abi, Body, Request, Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::frontend::{FrontQueue, Wishes, offset};
 use ebb_export_xen::{Transient, detach};
+use ebb_store::{MemoryStore, Store};
+use ebb_volume::{Volume, VolumeOptions};
 
 fn round_trip(rig: &Rig, wishes: Wishes) {
     let mut disk = rig.disk(wishes);
@@ -242,6 +244,8 @@ fn a_disk_that_grows_is_told_to_its_guest() {
 fn a_lone_request_does_not_wait_for_a_full_ring() {
     const MANY: u32 = 500;
     let mut rig = Rig::new();
+    let options = VolumeOptions { shared: true, ..VolumeOptions::default() };
+    rig.add(Volume::new("disk", Store::Memory(MemoryStore::new(SIZE)), options));
     let guest = rig.guest(1, 4096);
     let mut deep = rig.attach(&guest, "xvdb", "disk", Wishes { order: 4, ..Wishes::default() });
     deep.connect().unwrap();

@@ -18,6 +18,7 @@ mod resize;
 mod stats;
 mod stop;
 mod volume;
+mod writer;
 
 pub use ebb_cache::{Mode, VolumeCache, VolumeCacheStats};
 pub use ebb_store::{
@@ -29,3 +30,4 @@ pub use log_limit::LogLimit;
 pub use stats::{OperationStats, VolumeStats};
 pub use stop::Stop;
 pub use volume::{AtHand, Volume, VolumeOptions};
+pub use writer::{Lease, Writer, WriterConflict};

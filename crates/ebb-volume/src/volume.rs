@@ -12,12 +12,15 @@ use ebb_store::{
 
 use crate::gate::{Gate, Pass};
 use crate::stats::VolumeStats;
+use crate::writer::{Lease, Writer, WriterConflict, Writers};
 
 /// What an operator may say of a volume.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VolumeOptions {
     /// Refuse everything that changes data.
     pub read_only: bool,
+    /// Let several write at the same time: they expect each other.
+    pub shared: bool,
 }
 
 /// A disk. Shared by the workers that serve it.
@@ -28,6 +31,7 @@ pub struct Volume {
     pub(crate) cache: Option<Arc<VolumeCache>>,
     options: VolumeOptions,
     pub(crate) gate: Gate,
+    writers: Arc<Writers>,
     stats: VolumeStats,
     /// Requests that changed data when the last flush that succeeded began.
     flushed: AtomicU64,
@@ -69,6 +73,7 @@ impl Volume {
             cache,
             options,
             gate: Gate::default(),
+            writers: Arc::default(),
             stats: VolumeStats::default(),
             flushed: AtomicU64::new(0),
             share: OnceLock::new(),
@@ -97,6 +102,27 @@ impl Volume {
     /// Bytes; a multiple of [`SECTOR`]. See [`Volume::resize`].
     pub fn size(&self) -> u64 {
         self.size.load(Ordering::SeqCst)
+    }
+
+    /// Lets `writer` write until the lease is dropped. The one at a time that may; see [`VolumeOptions::shared`]
+    /// and `share`, with which it is let in beside whoever there is.
+    ///
+    /// # Errors
+    /// [`WriterConflict`] if there is another one.
+    pub fn claim_writer(&self, writer: Writer, share: bool) -> Result<Lease, WriterConflict> {
+        let claimed = self.writers.claim(writer, share || self.options.shared);
+        claimed.map_err(|by| WriterConflict { volume: self.name.clone(), by })
+    }
+
+    /// Why `writer` may not write now.
+    pub fn writer_conflict(&self, writer: &Writer) -> Option<WriterConflict> {
+        let by = self.writers.conflict(writer).filter(|_| !self.options.shared)?;
+        Some(WriterConflict { volume: self.name.clone(), by })
+    }
+
+    /// The lease is one of this volume.
+    pub fn is_leased(&self, lease: &Lease) -> bool {
+        lease.is_of(&self.writers)
     }
 
     /// Which store its bytes are in.

@@ -85,7 +85,11 @@ fn a_read_only_file_is_followed_and_not_changed() {
     std::fs::File::create(&path).unwrap().set_len(MIB).unwrap();
     let options = OpenOptions { read_only: true, ..OpenOptions::default() };
     let (store, _) = FileStore::open(&path, &options).unwrap();
-    let volume = Volume::new("file", Store::File(store), VolumeOptions { read_only: true });
+    let volume = Volume::new(
+        "file",
+        Store::File(store),
+        VolumeOptions { read_only: true, ..VolumeOptions::default() },
+    );
     std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(2 * MIB).unwrap();
     with(move |io| async move {
         let order = Resize { to: Some(4 * MIB), shrink: false };

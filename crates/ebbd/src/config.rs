@@ -104,6 +104,8 @@ pub struct VolumeConfig {
     pub create: bool,
     /// Whether clients may only read.
     pub read_only: bool,
+    /// Whether several may write at the same time.
+    pub shared: bool,
     /// Whether a file is opened with `O_DIRECT`. `Auto` for other stores.
     pub direct: Direct,
     /// What the cache does for it.

@@ -63,7 +63,7 @@ pub fn make_volume(
     store: Store,
     cache: &Arc<Cache>,
 ) -> Result<Arc<Volume>, StoreError> {
-    let options = VolumeOptions { read_only: config.read_only };
+    let options = VolumeOptions { read_only: config.read_only, shared: config.shared };
     let mode = match config.cache {
         CacheMode::None => None,
         CacheMode::Writethrough => Some(Mode::Writethrough),

@@ -22,6 +22,12 @@ pub trait Exports {
     fn refusal(&self, _name: &str) -> Option<String> {
         None
     }
+
+    /// Why the export of that name, which [`Exports::lookup`] finds, cannot be entered now: a text for the human at
+    /// the client. `None`: it can.
+    fn busy(&self, _name: &str) -> Option<String> {
+        None
+    }
 }
 
 /// One export as it stands when a client asks for it.

@@ -30,6 +30,11 @@ impl Refusal {
     }
 }
 
+/// Of an export that cannot be entered now.
+pub(super) fn busy(why: String) -> Refusal {
+    Refusal { kind: option_reply::ERR_POLICY, message: Cow::Owned(why) }
+}
+
 pub(super) const SHUTTING_DOWN: Refusal =
     Refusal::new(option_reply::ERR_SHUTDOWN, "the server is shutting down");
 pub(super) const NO_DATA_EXPECTED: Refusal =

@@ -383,7 +383,11 @@ pub(crate) fn memory(name: &str, size: u64) -> Arc<Volume> {
 }
 
 pub(crate) fn read_only(name: &str, size: u64) -> Arc<Volume> {
-    Volume::new(name, Store::Memory(MemoryStore::new(size)), VolumeOptions { read_only: true })
+    Volume::new(
+        name,
+        Store::Memory(MemoryStore::new(size)),
+        VolumeOptions { read_only: true, ..VolumeOptions::default() },
+    )
 }
 
 pub(crate) fn file(name: &str, path: &std::path::Path, size: u64, direct: Direct) -> Arc<Volume> {

@@ -1,6 +1,10 @@
 //! What is done about one device: what the state machine says ([`crate::machine`]), carried out.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use ebb_volume::Writer;
 
 use super::{Control, TOOLSTACK_KIND};
 use crate::device::{Device, DeviceError, Key, Offer, Serving, open_queue};
@@ -13,6 +17,8 @@ use crate::queue::Queue;
 
 /// Failures of a device that go to the log.
 const FAILURES_LOGGED: u32 = 10;
+/// How long a disk waits for another writer of its volume to end.
+const WRITER_PATIENCE: Duration = Duration::from_secs(2);
 /// `info` bits.
 const INFO_CDROM: u32 = 1;
 const INFO_REMOVABLE: u32 = 2;
@@ -43,15 +49,52 @@ impl Control {
         let offered = found.filter(|(volume, _)| !self.served.is_withdrawn(volume));
         let (volume, pool) = offered.ok_or_else(|| DeviceError::NoVolume(plain.to_owned()))?;
         let read_only = volume.read_only() || !mode.contains('w');
+        let share = mode.contains('!');
         let discard = discard && !read_only && volume.capabilities().discard;
         let bits = [(cdrom, INFO_CDROM), (removable, INFO_REMOVABLE), (read_only, INFO_READ_ONLY)];
         let info = bits.iter().filter(|(on, _)| *on).map(|(_, bit)| bit).sum();
         let persistent = self.parameters.feature_persistent();
-        Ok(Offer { volume, pool, read_only, discard, flush, info, persistent })
+        Ok(Offer { volume, pool, read_only, share, discard, flush, info, persistent })
+    }
+
+    /// Takes the right to write to the volume, if the guest is to have it and has not yet.
+    fn claim(&mut self, key: &Key, offer: &Offer) -> Result<(), DeviceError> {
+        let held = |device: &Device| {
+            device.lease.as_ref().is_some_and(|lease| offer.volume.is_leased(lease))
+        };
+        if offer.read_only || self.devices.get(key).is_some_and(held) {
+            return Ok(());
+        }
+        let Key { guest, device, .. } = key;
+        // A machine that moves within the host is two guests for a while. A guest that has the volume as another disk
+        // already is a writer like any other.
+        let twice =
+            self.devices.iter().any(|(other, device)| other.guest == *guest && held(device));
+        let machine = optional(&mut *self.store, 0, &format!("/local/domain/{guest}/vm"))?;
+        let group = machine.filter(|path| !twice && !path.is_empty()).map(Arc::from);
+        let name = format!("Xen guest {guest} (disk {device})").into();
+        let lease = offer.volume.claim_writer(Writer { name, group }, offer.share)?;
+        if let Some(device) = self.devices.get_mut(key) {
+            device.lease = Some(lease);
+            device.waiting = None;
+        }
+        Ok(())
+    }
+
+    /// Whether a device may go on waiting for another writer to end.
+    pub(super) fn may_wait(&mut self, key: &Key, now: Instant) -> bool {
+        let Some(device) = self.devices.get_mut(key) else { return false };
+        let since = *device.waiting.get_or_insert(now);
+        let may = now < since + WRITER_PATIENCE;
+        if !may {
+            device.waiting = None;
+        }
+        may
     }
 
     pub(super) fn offer(&mut self, key: &Key) -> Result<(), DeviceError> {
         let offer = self.terms(key)?;
+        self.claim(key, &offer)?;
         let base = key.base(self.own);
         publish(&mut *self.store, &base, &offer.nodes(&self.settings))?;
         self.show(key, State::InitWait)?;
@@ -59,7 +102,7 @@ impl Control {
         Ok(())
     }
 
-    fn set_phase(&mut self, key: &Key, phase: Phase) {
+    pub(super) fn set_phase(&mut self, key: &Key, phase: Phase) {
         if let Some(device) = self.devices.get_mut(key) {
             device.phase = phase;
         }
@@ -70,6 +113,7 @@ impl Control {
         let Some(device) = self.devices.get(key) else { return Ok(()) };
         let (base, path) = (device.base.clone(), device.frontend.clone());
         let mut offer = self.terms(key)?;
+        self.claim(key, &offer)?;
         let max_queues = self.settings.max_queues;
         let mut frontend = Frontend::read(&mut *self.store, 0, &path, max_queues)?;
         if resume {

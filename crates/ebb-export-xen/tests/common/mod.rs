@@ -30,7 +30,8 @@ pub struct Rig {
 }
 
 pub fn memory(name: &str, size: u64, read_only: bool) -> Arc<Volume> {
-    Volume::new(name, Store::Memory(MemoryStore::new(size)), VolumeOptions { read_only })
+    let options = VolumeOptions { read_only, ..VolumeOptions::default() };
+    Volume::new(name, Store::Memory(MemoryStore::new(size)), options)
 }
 
 impl Rig {

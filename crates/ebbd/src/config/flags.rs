@@ -136,6 +136,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         size: None,
         create: None,
         read_only: None,
+        shared: None,
         direct: None,
         cache: None,
         bdi: None,
@@ -156,6 +157,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
             }
             "create" => set(&mut volume.create, value::boolean(text).map_err(fail)?, &place),
             "read-only" => set(&mut volume.read_only, value::boolean(text).map_err(fail)?, &place),
+            "shared" => set(&mut volume.shared, value::boolean(text).map_err(fail)?, &place),
             "direct" => set(&mut volume.direct, Choice::parse(text).map_err(fail)?, &place),
             "cache" => set(&mut volume.cache, Choice::parse(text).map_err(fail)?, &place),
             "bdi" => set(&mut volume.bdi, value::volume_name(text).map_err(fail)?, &place),
@@ -207,7 +209,7 @@ fn split_option(piece: &str) -> Result<(&str, &str), BadValue> {
     }
     let message = format!("`{}` is no option=value", shorten(piece));
     let remedy = match piece {
-        "create" | "read-only" | "default" => format!("write {piece}=true"),
+        "create" | "read-only" | "shared" | "default" => format!("write {piece}=true"),
         "read_only" => "write read-only=true".to_owned(),
         "" => "take out the comma that nothing follows".to_owned(),
         _ => format!(

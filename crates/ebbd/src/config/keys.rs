@@ -254,6 +254,16 @@ pub const VOLUME: Section = Section {
             doc: "Whether clients may only read.",
         },
         Key {
+            name: "shared",
+            value: "BOOL",
+            expected: "write true or false without quotes: shared = true",
+            default: "false",
+            doc: "Whether several may write at the same time: Xen guests, or a guest and NBD clients, \
+                  that expect each other, as cluster file systems do. Without it a volume has one \
+                  writer at a time: one guest, or the NBD clients, who count as one; a second one \
+                  is refused, and a guest may still attach the volume to read it.",
+        },
+        Key {
             name: "direct",
             value: "MODE",
             expected: "write a mode: direct = \"auto\"",

@@ -50,6 +50,7 @@ pub(super) struct VolumeLayer {
     pub(super) size: Option<Located<Size>>,
     pub(super) create: Option<Located<bool>>,
     pub(super) read_only: Option<Located<bool>>,
+    pub(super) shared: Option<Located<bool>>,
     pub(super) direct: Option<Located<Direct>>,
     pub(super) cache: Option<Located<CacheMode>>,
     pub(super) bdi: Option<Located<String>>,

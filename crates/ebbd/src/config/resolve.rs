@@ -469,6 +469,7 @@ fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
         size: volume.size.as_ref().map(|size| size.value),
         create: create.is_some(),
         read_only,
+        shared: volume.shared.as_ref().is_some_and(|given| given.value),
         direct: volume.direct.as_ref().map_or(Direct::Auto, |given| given.value),
         cache,
         bdi: volume.bdi.as_ref().map(|given| given.value.clone()),

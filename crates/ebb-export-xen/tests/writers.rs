@@ -1,0 +1,139 @@
+//! One writer at a time: guests among themselves, and beside the clients of the NBD server.
+
+#![allow(clippy::unwrap_used, reason = "this is a test")]
+
+mod common;
+
+use common::{Rig, SIZE, memory, until};
+use ebb_export_xen::abi::op;
+use ebb_export_xen::platform::Platform;
+use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::{Disk, detach};
+use ebb_store::{MemoryStore, Store};
+use ebb_volume::{Volume, VolumeOptions, Writer};
+
+fn attach(rig: &Rig, number: u16, disk: &str, read_only: bool) -> Frontend {
+    let guest = rig.world.find_guest(number).unwrap_or_else(|| rig.guest(number, 256));
+    rig.attach_as(&guest, disk, "disk", Wishes::default(), read_only)
+}
+
+fn write(disk: &mut Frontend) -> i16 {
+    disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap()
+}
+
+/// It is refused: both ends take leave.
+fn refused(rig: &Rig, disk: &Frontend, guest: u16) -> String {
+    disk.await_backend("6").unwrap();
+    told(rig, guest, 51728)
+}
+
+/// The disk is detached, and attached again.
+fn attach_again(rig: &Rig, disk: &Frontend) {
+    let (mut store, guest) = (rig.world.xenstore().unwrap(), disk.guest().number());
+    detach(&mut *store, guest, "xvdb", false).unwrap();
+    let order = Disk { volume: "disk", name: "xvdb", read_only: false };
+    ebb_export_xen::attach(&mut *store, guest, &order).unwrap();
+}
+
+fn told(rig: &Rig, guest: u16, device: u32) -> String {
+    let path = format!("/local/domain/0/error/backend/ebbd/{guest}/{device}/error");
+    rig.world.tree.get(&path).unwrap_or_default()
+}
+
+#[test]
+fn a_second_guest_may_read_and_not_write() {
+    let rig = Rig::new();
+    let mut first = attach(&rig, 1, "xvdb", false);
+    first.connect().unwrap();
+    let second = attach(&rig, 2, "xvdb", false);
+    let why = refused(&rig, &second, 2);
+    assert!(why.contains("written to by Xen guest 1 (disk 51728)"), "{why}");
+    assert!(why.contains("shared = true"), "{why}");
+    // Nor may the first have it twice.
+    attach(&rig, 1, "xvdc", false).await_backend("6").unwrap();
+    let mut reader = attach(&rig, 3, "xvdb", true);
+    reader.connect().unwrap();
+    assert_eq!(reader.transfer(0, op::READ, 0, &mut vec![0; 4096]).unwrap(), 0);
+    assert_eq!(write(&mut first), 0);
+    // When the first has let go the second may have it.
+    first.close().unwrap();
+    let mut second = second;
+    attach_again(&rig, &second);
+    second.connect().unwrap();
+    assert_eq!(write(&mut second), 0);
+}
+
+#[test]
+fn a_writer_that_is_about_to_end_is_waited_for() {
+    let rig = Rig::new();
+    let mut first = attach(&rig, 1, "xvdb", false);
+    first.connect().unwrap();
+    let mut second = attach(&rig, 2, "xvdb", false);
+    rig.world.destroy(1);
+    second.connect().unwrap();
+    assert_eq!(write(&mut second), 0);
+}
+
+#[test]
+fn guests_and_nbd_clients_keep_each_other_out() {
+    let rig = Rig::new();
+    let volume = rig.volumes.lock().unwrap()["disk"].clone();
+    let client = volume.claim_writer(Writer::nbd(), false).unwrap();
+    let mut guest = attach(&rig, 1, "xvdb", false);
+    assert!(refused(&rig, &guest, 1).contains("written to by an NBD client"));
+    drop(client);
+    attach_again(&rig, &guest);
+    guest.connect().unwrap();
+    let refused = volume.claim_writer(Writer::nbd(), false).unwrap_err();
+    assert_eq!(&*refused.by, "Xen guest 1 (disk 51728)");
+    guest.close().unwrap();
+    until("it may write", || volume.claim_writer(Writer::nbd(), false).is_ok());
+}
+
+#[test]
+fn shared_volumes_and_disks_that_are_told_to_have_several_writers() {
+    let rig = Rig::new();
+    let options = VolumeOptions { shared: true, ..VolumeOptions::default() };
+    rig.add(Volume::new("disk", Store::Memory(MemoryStore::new(SIZE)), options));
+    for number in 1..4 {
+        let mut disk = attach(&rig, number, "xvdb", false);
+        disk.connect().unwrap();
+        assert_eq!(write(&mut disk), 0);
+    }
+    rig.add(memory("disk", SIZE, false));
+    let mut first = attach(&rig, 4, "xvdb", false);
+    first.connect().unwrap();
+    // As Xen's own `block` script, which looks at no other disk then.
+    let mut forced = attach(&rig, 5, "xvdb", false);
+    rig.world.tree.set("/local/domain/0/backend/ebbd/5/51728/mode", "w!");
+    forced.connect().unwrap();
+    assert_eq!((write(&mut first), write(&mut forced)), (0, 0));
+}
+
+/// One machine under two numbers, as it is while it moves within the host.
+#[test]
+fn a_machine_that_moves_keeps_its_disk() {
+    let rig = Rig::new();
+    for number in [1, 2] {
+        rig.world.tree.set(&format!("/local/domain/{number}/vm"), "/vm/7d44840-9dc0");
+    }
+    let mut old = attach(&rig, 1, "xvdb", false);
+    old.connect().unwrap();
+    let mut new = attach(&rig, 2, "xvdb", false);
+    new.connect().unwrap();
+    rig.world.tree.set("/local/domain/3/vm", "/vm/another");
+    assert!(refused(&rig, &attach(&rig, 3, "xvdb", false), 3).contains("guest 1"));
+}
+
+/// What one daemon had granted its successor grants again, with the disk in use all the time.
+#[test]
+fn a_successor_has_the_same_writer() {
+    let mut rig = Rig::new();
+    let mut disk = attach(&rig, 1, "xvdb", false);
+    disk.connect().unwrap();
+    rig.stop();
+    rig.start(1, |_| {});
+    assert_eq!(write(&mut disk), 0);
+    assert!(refused(&rig, &attach(&rig, 2, "xvdb", false), 2).contains("guest 1"));
+    assert_eq!(write(&mut disk), 0);
+}
