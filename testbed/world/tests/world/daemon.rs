@@ -152,7 +152,7 @@ impl Daemon {
             Place::Disk(store) => Store::Test(store.clone()),
             Place::Memory(size) => Store::Memory(MemoryStore::new(*size)),
         };
-        let options = VolumeOptions { read_only: false };
+        let options = VolumeOptions::default();
         let volume = if config.mode == Mode::None {
             Volume::new(&config.name, store, options)
         } else {
