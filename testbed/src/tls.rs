@@ -44,6 +44,19 @@ impl Authority {
     /// # Errors
     /// `certtool` is missing or fails.
     pub fn issue(&self, role: Role, dir: impl Into<PathBuf>) -> Result<PathBuf> {
+        self.issue_for(role, "expiration_days = 2\n", dir)
+    }
+
+    /// As [`Authority::issue`], with a certificate that is not valid any more.
+    ///
+    /// # Errors
+    /// `certtool` is missing or fails.
+    pub fn issue_expired(&self, role: Role, dir: impl Into<PathBuf>) -> Result<PathBuf> {
+        let dates = "activation_date = \"2001-01-01\"\nexpiration_date = \"2002-01-01\"\n";
+        self.issue_for(role, dates, dir)
+    }
+
+    fn issue_for(&self, role: Role, dates: &str, dir: impl Into<PathBuf>) -> Result<PathBuf> {
         let dir = dir.into();
         fs::create_dir_all(&dir).map_err(Error::io(dir.display().to_string()))?;
         let ca = dir.join("ca-cert.pem");
@@ -52,15 +65,13 @@ impl Authority {
             Role::Server => (
                 "server",
                 "cn = localhost\ndns_name = localhost\nip_address = 127.0.0.1\nip_address = ::1\n\
-                 tls_www_server\nsigning_key\nexpiration_days = 2\n",
+                 tls_www_server\nsigning_key\n",
             ),
-            Role::Client => {
-                ("client", "cn = a client\ntls_www_client\nsigning_key\nexpiration_days = 2\n")
-            }
+            Role::Client => ("client", "cn = a client\ntls_www_client\nsigning_key\n"),
         };
         key(&dir.join(format!("{name}-key.pem")))?;
         let file = dir.join("template");
-        write(&file, template)?;
+        write(&file, &format!("{template}{dates}"))?;
         Tool::new("certtool")
             .args(["--generate-certificate", "--load-ca-privkey"])
             .arg(self.dir.join("ca-key.pem"))

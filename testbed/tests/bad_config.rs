@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 use testbed::binary::{self, Build};
 use testbed::server::Setup;
+use testbed::tls::{Authority, Role};
 use testbed::tool::Outcome;
 use testbed::{Error, Result, Server, Tool, check};
 
@@ -58,6 +59,48 @@ fn stores_that_cannot_be_served_are_named() -> Result {
     refuse("v".into(), &["NAME=STORE"])?;
     refuse("v=memory:1M,color=red".into(), &["color"])?;
     refuse("v=memory:1M,read-only=perhaps".into(), &["perhaps"])
+}
+
+#[test]
+fn a_check_makes_nothing_and_finds_what_would_fail_later() -> Result {
+    let dir = tempfile::tempdir().map_err(Error::io("make a directory"))?;
+    let path = dir.path().join("image").display().to_string();
+    let volume = |name: &str, more: &str| format!("{name}=file:{path},{more}");
+    let made = volume("d", "size=1M,create=true");
+    let outcome = serve(&["--check", "--volume", &made])?;
+    outcome.check(outcome.status.success(), "an image that can be made to pass")?;
+    outcome.check(outcome.stdout.contains("to be created"), "a word that it is to be made")?;
+    check(!Path::new(&path).exists(), || "the check has made the image".into())?;
+
+    let two =
+        |more: &str| ["--check".into(), "--volume".into(), volume("one", more), "--volume".into()];
+    let same = [&two("size=1M,create=true")[..], &[volume("two", "size=1M,create=true")]].concat();
+    let same: Vec<&str> = same.iter().map(String::as_str).collect();
+    refused(&same, 2, &["one", "two", "same file"])?;
+    write(Path::new(&path), vec![0; 4096])?;
+    // By another path, too.
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink(&path, &link).map_err(Error::io("make a link"))?;
+    let other = format!("two=file:{}", link.display());
+    let same = [&two("read-only=true")[..], &[other.clone()]].concat();
+    let same: Vec<&str> = same.iter().map(String::as_str).collect();
+    refused(&same, 2, &["one", "two", "same file"])?;
+    let readers = [&two("read-only=true")[..], &[format!("{other},read-only=true")]].concat();
+    let readers: Vec<&str> = readers.iter().map(String::as_str).collect();
+    let outcome = serve(&readers)?;
+    outcome.check(outcome.status.success(), "two that only read to pass")
+}
+
+#[test]
+fn an_expired_certificate_is_refused_by_a_check() -> Result {
+    let dir = tempfile::tempdir().map_err(Error::io("make a directory"))?;
+    let authority = Authority::new(dir.path().join("ca"))?;
+    let good = authority.issue(Role::Server, dir.path().join("good"))?.display().to_string();
+    let old = authority.issue_expired(Role::Server, dir.path().join("old"))?.display().to_string();
+    let arguments = ["--check", "--volume", "d=memory:1M", "--tls", "on", "--tls-certificates"];
+    let outcome = serve(&[&arguments[..], &[&good]].concat())?;
+    outcome.check(outcome.status.success(), "a good certificate to pass")?;
+    refused(&[&arguments[..], &[&old]].concat(), 2, &["server-cert.pem", "expired", "2002"])
 }
 
 #[test]

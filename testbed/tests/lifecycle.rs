@@ -181,3 +181,27 @@ fn a_volume_grows_while_it_is_used_and_shrinks_only_if_that_is_said() -> Result 
     server.healthy()?;
     server.stop()
 }
+
+#[test]
+fn a_volume_that_has_grown_is_served_again_after_a_restart() -> Result {
+    let setup = Setup::new()?;
+    let (image, control) = (setup.dir().join("grows.img"), setup.dir().join("control.sock"));
+    let mut server = setup
+        .volume(&format!("grows=file:{},size=1M,create=true", image.display()))
+        .volume("other=memory:1M")
+        .arg("--control")
+        .arg(&control)
+        .start()?;
+    let resize = Tool::new(binary::ebbd(Build::AsTests)?).args(["resize", "grows", "2M"]);
+    resize.arg("--control").arg(&control).ok()?;
+    server.stop()?;
+    // The configuration still says 1 MiB.
+    server.restart()?;
+    let mut client = Client::open(&server.socket(), "grows")?;
+    check(client.size == 2 * MIB, || format!("{} bytes", client.size))?;
+    client.write(2 * MIB - 4096, &content(3, 0, 4096), 0)?;
+    Client::open(&server.socket(), "other")?.disconnect()?;
+    check(server.log().contains("1048576"), || "no word of the other size".into())?;
+    client.disconnect()?;
+    server.stop()
+}

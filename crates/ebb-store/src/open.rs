@@ -51,8 +51,8 @@ pub enum OpenError {
     Denied { path: PathBuf, read_only: bool },
     /// Another process has it.
     #[error(
-        "{path}: in use by another process (its lock is held): stop that one first, \
-             or open both read-only"
+        "{path}: in use by another process, or by another volume (its lock is held): stop that \
+             one first, or open both read-only"
     )]
     InUse { path: PathBuf },
     /// Neither a regular file nor a block device.
@@ -64,10 +64,11 @@ pub enum OpenError {
              grow it with `truncate -s`"
     )]
     Size { path: PathBuf, size: u64 },
-    /// There is a file of another size than the one to be created.
+    /// There is a file that is smaller than the one to be created.
     #[error(
         "{path}: is {size} bytes, but the configuration says {wanted}: \
-             correct `size`, or leave it out to take the file as it is"
+             correct `size`, or leave it and `create` out to take the file as it is, \
+             or grow it with `truncate -s`"
     )]
     OtherSize { path: PathBuf, size: u64, wanted: u64 },
     /// O_DIRECT was demanded and cannot be had.
@@ -110,7 +111,7 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, OpenErr
         Err(error) => return Err(explain(path, options, error)),
     };
     lock(path, &file, options.read_only)?;
-    let size = check_size(path, &file, options)?;
+    let size = check_size(path, &file, options, &mut notes)?;
     let mut alignment = 1;
     let mut file = file;
     if direct {
@@ -152,7 +153,8 @@ pub fn inspect(path: &Path, options: &OpenOptions) -> Result<(), OpenError> {
         }
         other => other,
     };
-    check_size(path, &file.map_err(|error| explain(path, options, error))?, options)?;
+    let file = file.map_err(|error| explain(path, options, error))?;
+    check_size(path, &file, options, &mut Vec::new())?;
     Ok(())
 }
 
@@ -221,13 +223,28 @@ fn lock(path: &Path, file: &File, read_only: bool) -> Result<(), OpenError> {
     }
 }
 
-fn check_size(path: &Path, file: &File, options: &OpenOptions) -> Result<u64, OpenError> {
+fn check_size(
+    path: &Path,
+    file: &File,
+    options: &OpenOptions,
+    notes: &mut Vec<String>,
+) -> Result<u64, OpenError> {
     let size = size_of(path, file)?;
     if size < SECTOR || !size.is_multiple_of(SECTOR) {
         return Err(OpenError::Size { path: path.into(), size });
     }
-    if let Some(wanted) = options.create.filter(|wanted| *wanted != size) {
-        return Err(OpenError::OtherSize { path: path.into(), size, wanted });
+    match options.create {
+        // What the configuration has beyond its end would be missing.
+        Some(wanted) if wanted > size => {
+            return Err(OpenError::OtherSize { path: path.into(), size, wanted });
+        }
+        // It has grown since: `size` is that of the file to be made.
+        Some(wanted) if wanted < size => notes.push(format!(
+            "{}: is {size} bytes and the configuration says {wanted}: served as it is; \
+             correct `size`, or leave it and `create` out",
+            path.display()
+        )),
+        _ => {}
     }
     Ok(size)
 }

@@ -142,11 +142,15 @@ fn a_size_that_is_not_whole_sectors() {
 }
 
 #[test]
-fn a_size_other_than_configured() {
+fn an_image_that_has_grown_is_served_as_it_is_and_one_too_small_is_refused() {
     let folder = folder();
     let path = file(&folder, "image");
     drop(create(&path, MIB, Direct::Off));
     drop(create(&path, MIB, Direct::Off));
+    let options = OpenOptions { create: Some(MIB / 2), ..OpenOptions::default() };
+    let (store, notes) = FileStore::open(&path, &options).unwrap();
+    assert_eq!(Bench::new(Store::File(store)).store().size(), MIB);
+    assert!(notes.iter().any(|note| note.contains("524288") && note.contains("size")), "{notes:?}");
     let options = OpenOptions { create: Some(2 * MIB), ..OpenOptions::default() };
     let (error, text) = refused(FileStore::open(&path, &options).map(|(store, _)| store));
     assert!(matches!(error, OpenError::OtherSize { size: MIB, .. }), "{error:?}");

@@ -56,6 +56,22 @@ impl ServerTls {
         Ok(ServerTls(builder.build()))
     }
 
+    /// Whether the certificates in `folder` that a server shows, and with `verify_peer` trusts, are valid today.
+    ///
+    /// # Errors
+    /// [`TlsError::Expired`], [`TlsError::NotYet`], or those of reading them.
+    pub fn check_dates(folder: &Path, verify_peer: bool) -> Result<(), TlsError> {
+        check_date(existing(folder, "server-cert.pem", "the server's certificate (PEM)")?)?;
+        if verify_peer {
+            check_date(existing(
+                folder,
+                "ca-cert.pem",
+                "the CA that signs clients' certificates",
+            )?)?;
+        }
+        Ok(())
+    }
+
     /// From a file of pre-shared keys: lines `name:hex`, `#` starts a comment.
     ///
     /// # Errors
@@ -212,6 +228,28 @@ fn present(builder: &mut SslContextBuilder, file: &Path, user: &str) -> Result<(
         room.copy_from_slice(&key);
         Ok(key.len())
     });
+    Ok(())
+}
+
+fn check_date(path: PathBuf) -> Result<(), TlsError> {
+    let purpose = "a certificate (PEM)";
+    let text = std::fs::read(&path).map_err(|source| TlsError::File {
+        path: path.clone(),
+        purpose,
+        source,
+    })?;
+    let certificate = openssl::x509::X509::from_pem(&text).map_err(|reason| TlsError::Content {
+        path: path.clone(),
+        purpose,
+        reason: reason.to_string(),
+    })?;
+    let now = openssl::asn1::Asn1Time::days_from_now(0)?;
+    if certificate.not_after() < now {
+        return Err(TlsError::Expired { path, date: certificate.not_after().to_string() });
+    }
+    if certificate.not_before() > now {
+        return Err(TlsError::NotYet { path, date: certificate.not_before().to_string() });
+    }
     Ok(())
 }
 

@@ -44,6 +44,12 @@ pub enum TlsError {
     /// The key and the certificate do not belong together.
     #[error("{path}: the key is not that of the certificate beside it")]
     Mismatch { path: PathBuf },
+    /// A certificate is not valid any more.
+    #[error("{path}: the certificate expired on {date}: clients refuse it; make a new one")]
+    Expired { path: PathBuf, date: String },
+    /// A certificate is not valid yet.
+    #[error("{path}: the certificate is valid from {date} on: set the clock, or make a new one")]
+    NotYet { path: PathBuf, date: String },
     /// OpenSSL refused.
     #[error("OpenSSL could not be set up for TLS")]
     Setup(#[from] openssl::error::ErrorStack),

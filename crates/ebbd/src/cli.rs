@@ -265,6 +265,11 @@ pub struct ServeArgs {
     #[arg(long)]
     pub check: bool,
 
+    /// Refuse to start if a volume cannot be opened, instead of serving the others and trying it
+    /// again [default: false]
+    #[arg(long)]
+    pub strict: bool,
+
     /// Encrypt connections: off, on (if the client asks) or require (always) [default: off]
     #[arg(long, value_name = "MODE", value_parser = choice::<Tls>(), hide_possible_values = true)]
     pub tls: Option<Tls>,

@@ -60,6 +60,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 use self::routes::App;
 use crate::config::Listen;
+use crate::engine::Engine;
 use crate::listener::{self, ListenError, Listener};
 use crate::params::Parameters;
 use crate::stat::Memory;
@@ -85,6 +86,8 @@ const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
 pub struct Shared {
     /// The NBD server with its volumes.
     pub server: Server,
+    /// The volumes' lives; without it those of the server are shown.
+    pub engine: Option<Arc<Engine>>,
     /// The run-time parameters.
     pub parameters: Parameters,
     /// Where figures of memory and pressure come from.

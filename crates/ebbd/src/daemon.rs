@@ -5,6 +5,7 @@
 //! lasts gives the volumes that can be written a moment more; a third gives up at once. SIGHUP: the configuration file
 //! is read again. A stop interrupts a start and a reload.
 
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -27,7 +28,7 @@ use crate::engine::{Engine, HelperThreads, Parts, Phase, Report};
 use crate::listener::{self, Listener};
 use crate::params::{Configured, Key, Live, Parameters};
 use crate::stat;
-use crate::stores::open_store;
+use crate::stores::{FileIdentity, inspect, open_store, to_be_created};
 
 /// Bounds of the ceiling of I/O memory, and what it is where no limit can be found, bytes.
 const CEILING_MIN: usize = 64 << 20;
@@ -81,7 +82,23 @@ pub fn check(config: &Config, say: impl FnMut(String)) -> anyhow::Result<()> {
 
 fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> {
     tls_context(&config.nbd)?;
+    if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != Tls::Off) {
+        ServerTls::check_dates(folder, config.nbd.tls_verify_peer).context("TLS")?;
+    }
+    let mut files = BTreeMap::new();
     for (name, volume) in &config.volumes {
+        if let Some(file) = FileIdentity::of(&volume.store)
+            && let Some((other, read_only)) = files.insert(file, (name, volume.read_only))
+            && !(read_only && volume.read_only)
+        {
+            let remedy = "give each a file of its own, or set `read_only = true` for both";
+            anyhow::bail!("volumes {other} and {name} are on the same file: {remedy}");
+        }
+        if let Some(size) = to_be_created(volume) {
+            inspect(volume).with_context(|| format!("volume {name}"))?;
+            say(format!("ok volume {name}: {size} bytes, to be created"));
+            continue;
+        }
         let store = open_store(name, volume).with_context(|| format!("volume {name}"))?;
         let direct = if store.capabilities().direct { ", direct" } else { "" };
         say(format!("ok volume {name}: {} bytes{direct}", store.size()));
@@ -97,6 +114,11 @@ fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> 
 pub fn serve(config: &Config, args: ServeArgs, set_log_level: SetLogLevel) -> anyhow::Result<()> {
     let started = ebb_mem::clock::now();
     raise_descriptor_limit();
+    if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != Tls::Off)
+        && let Err(error) = ServerTls::check_dates(folder, config.nbd.tls_verify_peer)
+    {
+        tracing::warn!("TLS: {error}");
+    }
     let (teller, events) = channel();
     watch_signals(teller.clone())?;
     let inherited = listener::inherited().context("LISTEN_FDS")?;
@@ -151,6 +173,9 @@ pub fn serve(config: &Config, args: ServeArgs, set_log_level: SetLogLevel) -> an
     if !daemon.start(config)? {
         return daemon.stop(listeners);
     }
+    if daemon.args.strict {
+        refuse_if_degraded(&engine)?;
+    }
     let workers = || daemon.workers.iter().map(Worker::handle).collect::<Vec<_>>();
     let xen = match config.xen {
         true => {
@@ -163,6 +188,7 @@ pub fn serve(config: &Config, args: ServeArgs, set_log_level: SetLogLevel) -> an
     };
     let control = if config.control.is_some() || config.web.is_some() {
         let shared = Shared {
+            engine: Some(engine.clone()),
             server,
             parameters,
             memory: stat::Memory::new(Some(memory.clone()), daemon._monitor.as_ref())
@@ -183,6 +209,17 @@ pub fn serve(config: &Config, args: ServeArgs, set_log_level: SetLogLevel) -> an
     // To the end it shows what the daemon waits for.
     drop((control, answers));
     outcome
+}
+
+/// With `--strict` all volumes are served, or none.
+fn refuse_if_degraded(engine: &Engine) -> anyhow::Result<()> {
+    let states = engine.states();
+    let Some(state) = states.iter().find(|state| state.phase != Phase::Serving) else {
+        return Ok(());
+    };
+    let reason = state.failure.as_ref().map(|failure| failure.reason.clone());
+    let reason = reason.unwrap_or_else(|| "its store does not answer".to_owned());
+    anyhow::bail!("volume {}: {reason} (--strict)", state.name)
 }
 
 /// Has signals told as events. The third that asks for an end ends the process, whatever the main thread does.
@@ -399,7 +436,8 @@ impl Daemon {
 
     /// Opens the volumes; false if told to stop meanwhile.
     fn start(&self, config: &Config) -> anyhow::Result<bool> {
-        let (config, patience) = (config.clone(), Some(START_PATIENCE));
+        let patience = (!self.args.strict).then_some(START_PATIENCE);
+        let config = config.clone();
         self.drive(move |engine, io| async move {
             engine.start(&io, config, patience).await;
             Event::Started

@@ -149,6 +149,8 @@ fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     };
     let size = ("ebbd_volume_size", "Size of the volume");
     out.gauges(size, Some(&Unit::Bytes), gauge(|volume| volume.size_bytes))?;
+    let up = ("ebbd_volume_up", "Whether the volume is served; 0 if its store cannot be opened");
+    out.gauges(up, None, gauge(|volume| u64::from(volume.failure.is_none())))?;
     let clients = ("ebbd_volume_clients", "Connections that use the volume");
     out.gauges(clients, None, gauge(|volume| volume.clients))?;
     let counter = |value: fn(&OperationStat) -> u64| {

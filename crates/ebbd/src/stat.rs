@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 pub use self::bdi::BdiStat;
 pub use self::cache::{CacheStat, VolumeCacheStat};
 pub use self::remote::RemoteStat;
+use crate::engine::{Phase, VolumeState};
 
 /// Everything.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -66,6 +67,12 @@ pub struct VolumeStat {
     pub direct: bool,
     /// Whether it is being withdrawn.
     pub closing: bool,
+    /// `serving`; `opening`, before its store was first opened; `failed`, if that cannot be opened; `closing`.
+    #[serde(default)]
+    pub state: String,
+    /// Why it is not served, if it cannot be opened.
+    #[serde(default)]
+    pub failure: Option<FailureStat>,
     /// Connections that use it now.
     pub clients: u64,
     /// What the cache does for it; absent without one.
@@ -75,6 +82,19 @@ pub struct VolumeStat {
     /// Counters by operation: `read`, `write`, `flush`, `discard`, `write-zeroes`, `extents`,
     /// `prefetch`.
     pub operations: BTreeMap<String, OperationStat>,
+}
+
+/// Why a volume cannot be opened.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct FailureStat {
+    /// The cause, and what to do.
+    pub reason: String,
+    /// How often it was tried.
+    pub attempts: u64,
+    /// Seconds since the first time.
+    pub since_seconds: f64,
+    /// Seconds until the next.
+    pub next_seconds: f64,
 }
 
 /// Counters of one kind of operation.
@@ -434,12 +454,32 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         read_only: volume.read_only(),
         direct: volume.capabilities().direct,
         closing: volume.is_closing(),
+        state: if volume.is_closing() { Phase::Closing } else { Phase::Serving }.as_str().into(),
+        failure: None,
         clients,
         cache: volume
             .cache()
             .map(|cache| VolumeCacheStat::new(volume.cache_mode(), &cache.stats())),
         remote: volume.store_state().map(RemoteStat::from),
         operations: OPERATIONS.into_iter().map(operation).collect(),
+    }
+}
+
+/// The figures of a volume of the engine that `clients` connections use.
+pub fn engine_stat(state: &VolumeState, clients: u64, now: Instant) -> VolumeStat {
+    let of_volume = state.volume.as_ref().map(|volume| volume_stat(volume, clients));
+    let failure = state.failure.as_ref().map(|failure| FailureStat {
+        reason: failure.reason.clone(),
+        attempts: failure.attempts,
+        since_seconds: now.saturating_duration_since(failure.since).as_secs_f64(),
+        next_seconds: failure.next.saturating_duration_since(now).as_secs_f64(),
+    });
+    VolumeStat {
+        name: state.name.clone(),
+        closing: state.phase == Phase::Closing,
+        state: state.phase.as_str().to_owned(),
+        failure,
+        ..of_volume.unwrap_or_default()
     }
 }
 

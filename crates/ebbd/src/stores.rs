@@ -1,7 +1,7 @@
 //! From a volume's configuration to the volume.
 
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use ebb_cache::{Cache, Mode};
@@ -83,9 +83,7 @@ pub fn make_volume(
 /// Whether two configurations name the same bytes: the same file by whatever path, the same export of a server.
 pub fn same_target(one: &StoreUri, other: &StoreUri) -> bool {
     match (one, other) {
-        (StoreUri::File(one), StoreUri::File(other)) => {
-            one == other || identity(one).is_some_and(|found| identity(other) == Some(found))
-        }
+        (StoreUri::File(_), StoreUri::File(_)) => FileIdentity::of(one) == FileIdentity::of(other),
         (StoreUri::Nbd(one), StoreUri::Nbd(other)) => {
             (&one.address, &one.export) == (&other.address, &other.export)
         }
@@ -94,11 +92,33 @@ pub fn same_target(one: &StoreUri, other: &StoreUri) -> bool {
 }
 
 /// What tells a file, or the device behind a node, from all others.
-fn identity(path: &Path) -> Option<(u64, u64)> {
-    let found = std::fs::metadata(path).ok()?;
-    match found.rdev() {
-        0 => Some((found.dev(), found.ino())),
-        device => Some((u64::MAX, device)),
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum FileIdentity {
+    /// A file, by its file system and number.
+    File(u64, u64),
+    /// A block device.
+    Device(u64),
+    /// A file that is not there yet.
+    Path(PathBuf),
+}
+
+impl FileIdentity {
+    /// That of a store, if it is a file; may block.
+    pub fn of(store: &StoreUri) -> Option<FileIdentity> {
+        let StoreUri::File(path) = store else { return None };
+        Some(match std::fs::metadata(path) {
+            Ok(found) if found.file_type().is_block_device() => FileIdentity::Device(found.rdev()),
+            Ok(found) => FileIdentity::File(found.dev(), found.ino()),
+            Err(_) => FileIdentity::Path(path.clone()),
+        })
+    }
+}
+
+/// The size of the file that opening the volume would make, if there is none yet.
+pub fn to_be_created(config: &VolumeConfig) -> Option<u64> {
+    match (&config.store, config.size) {
+        (StoreUri::File(path), Some(size)) if config.create && !path.exists() => Some(size.bytes()),
+        _ => None,
     }
 }
 

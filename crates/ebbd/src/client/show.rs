@@ -111,6 +111,23 @@ fn show_pressure(pressure: &PressureStat) -> String {
     )
 }
 
+/// Volumes that are not served, each with why and what to do.
+fn show_failures(volumes: &[VolumeStat]) -> String {
+    let mut out = String::new();
+    for volume in volumes.iter().filter(|volume| !matches!(&*volume.state, "" | "serving")) {
+        let name = &volume.name;
+        let line = match &volume.failure {
+            Some(failure) => format!(
+                "{name} is not served: {}\n    tried {} times in {:.0} s, again in {:.0} s\n",
+                failure.reason, failure.attempts, failure.since_seconds, failure.next_seconds
+            ),
+            None => format!("{name} is {}\n", volume.state),
+        };
+        out.push_str(&line);
+    }
+    if out.is_empty() { out } else { format!("\n{out}") }
+}
+
 fn show_volumes(stat: &Stat) -> String {
     let titles =
         ["VOLUME", "SIZE", "CLIENTS", "READS", "READ", "WRITES", "WRITTEN", "FLUSHES", "ERRORS"];
@@ -131,7 +148,7 @@ fn show_volumes(stat: &Stat) -> String {
             volume.operations.values().fold(0, errors).to_string(),
         ]);
     }
-    format!("\n{}{}", table.text(), show_remotes(&stat.volumes))
+    format!("\n{}{}{}", table.text(), show_failures(&stat.volumes), show_remotes(&stat.volumes))
 }
 
 /// A paragraph for each volume whose store is a server: what an operator asks when it is slow.

@@ -1,5 +1,6 @@
 //! The routes of version 1, and what each does.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -23,7 +24,9 @@ use super::answer::{Answer, Refusal, json};
 use super::{MAX_BODY_BYTES, Shared};
 use crate::config::{shorten, suggest};
 use crate::params::{Change, Reading, Scope};
-use crate::stat::{BdiStat, Stat, VolumeStat, WorkerStat, resident_bytes, volume_stat, xen_stat};
+use crate::stat::{
+    BdiStat, Stat, VolumeStat, WorkerStat, engine_stat, resident_bytes, volume_stat, xen_stat,
+};
 use crate::{metrics, params};
 
 /// How long workers may take to tell their counters.
@@ -339,8 +342,18 @@ impl App {
     }
 
     fn volumes(&self) -> Vec<VolumeStat> {
-        let all = self.shared.server.volumes().into_iter();
-        all.map(|(volume, clients)| volume_stat(&volume, clients)).collect()
+        let all = self.shared.server.volumes();
+        let Some(engine) = &self.shared.engine else {
+            return all.iter().map(|(volume, clients)| volume_stat(volume, *clients)).collect();
+        };
+        let clients: BTreeMap<_, _> =
+            all.iter().map(|(volume, clients)| (&**volume.name(), *clients)).collect();
+        let now = ebb_mem::clock::now();
+        let stat = |state: &crate::engine::VolumeState| {
+            let clients = clients.get(&*state.name).copied().unwrap_or_default();
+            engine_stat(state, clients, now)
+        };
+        engine.states().iter().map(stat).collect()
     }
 
     fn bdis(&self) -> Vec<BdiStat> {

@@ -56,6 +56,7 @@ fn start_with(xen: Option<Figures>) -> Running {
         inject: Some(Box::new(move |level| inject.lock().unwrap().push(level.number()))),
     };
     let shared = Shared {
+        engine: None,
         server,
         parameters: parameters.clone(),
         memory,
@@ -320,6 +321,7 @@ fn workers_that_stopped_are_no_obstacle() {
     let (one, two) =
         (ebb_io::Worker::start_alone("one").unwrap(), ebb_io::Worker::start_alone("two").unwrap());
     let shared = Shared {
+        engine: None,
         server: Server::new(Limits::default(), Tls::Off, None),
         parameters: Parameters::new(&Configured::default()),
         memory: Memory::default(),

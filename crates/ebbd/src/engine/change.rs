@@ -148,7 +148,7 @@ impl Engine {
         let _turn = self.unless_stopped(slot.turn.lock()).await?;
         match (slot.served(), slot.wanted()) {
             (Some((volume, old)), Some(new)) if old != new => {
-                return self.replace(io, slot, &volume, old, new).await;
+                return self.replace(io, slot, volume, old, new).await;
             }
             (Some(_), Some(_)) => return Ok(()),
             (Some((volume, _)), None) => {
@@ -183,7 +183,7 @@ impl Engine {
         self: &Arc<Self>,
         io: &Io,
         slot: &Arc<Slot>,
-        volume: &Arc<Volume>,
+        volume: Arc<Volume>,
         old: VolumeConfig,
         new: VolumeConfig,
     ) -> Result<(), Stopped> {
@@ -205,7 +205,9 @@ impl Engine {
                 return Ok(());
             }
         };
-        self.retire(io, slot, volume).await?;
+        self.retire(io, slot, &volume).await?;
+        // Its file's lock goes with it.
+        drop(volume);
         tracing::info!(volume = slot.name(), "withdrawn");
         if let Some(opened) = opened {
             let current = slot.begin_attempt();

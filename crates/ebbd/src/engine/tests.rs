@@ -1,1 +1,327 @@
+//! The engine over stores that fail, hang and come back, driven by futures on one worker.
 
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use ebb_cache::CacheOptions;
+use ebb_export_nbd::{Limits, Tls};
+use ebb_io::Worker;
+use ebb_mem::Memory;
+use ebb_store::{NbdError, Store, TestStore};
+use ebb_volume::BlockError;
+
+use super::*;
+use crate::config::Overrides;
+use crate::params::Configured;
+
+const SIZE: u64 = 1 << 20;
+/// Nothing here takes so long, unless it hangs.
+const SOON: Duration = Duration::from_secs(60);
+
+/// What becomes of a store that is opened.
+#[derive(Clone)]
+enum Fate {
+    Opens(Arc<TestStore>),
+    Fails,
+    Hangs,
+}
+
+/// Opens stores as it is told.
+#[derive(Default)]
+struct Stores {
+    fates: Mutex<BTreeMap<String, Fate>>,
+    opened: Mutex<Vec<String>>,
+}
+
+impl Stores {
+    fn set(&self, name: &str, fate: Fate) {
+        lock(&self.fates).insert(name.to_owned(), fate);
+    }
+}
+
+fn failure() -> StoreError {
+    let source = std::io::Error::other("not today");
+    StoreError::Nbd(NbdError::Connect { address: "here".to_owned(), source })
+}
+
+impl Opener for Stores {
+    fn open(&self, name: &str, _: &VolumeConfig) -> Opening {
+        lock(&self.opened).push(name.to_owned());
+        let fate = lock(&self.fates).get(name).cloned();
+        Box::pin(async move {
+            match fate {
+                Some(Fate::Opens(store)) => Ok(Store::Test(store)),
+                Some(Fate::Fails) | None => Err(failure()),
+                Some(Fate::Hangs) => std::future::pending().await,
+            }
+        })
+    }
+
+    fn compare(&self, _: &VolumeConfig, _: &VolumeConfig) -> Comparing {
+        Box::pin(std::future::ready(Ok(false)))
+    }
+}
+
+struct World {
+    engine: Arc<Engine>,
+    stores: Arc<Stores>,
+    server: Server,
+    /// The last: its tasks hold on to the rest.
+    worker: Worker,
+}
+
+fn config(text: &str) -> Config {
+    let text = format!("listen = [\"unix:/never\"]\n{text}");
+    Config::parse(&text, Path::new("test"), &Overrides::default()).unwrap()
+}
+
+fn volumes(names: &[&str], cache: &str) -> Config {
+    let volume = |name: &&str| format!("[volume.{name}]\nstore='file:/{name}'\ncache='{cache}'\n");
+    config(&names.iter().map(volume).collect::<String>())
+}
+
+impl World {
+    fn new(config: &Config, drain: Duration) -> World {
+        let started = ebb_mem::clock::now();
+        let memory = Memory::new(ebb_mem::Options::new(64 << 20, started)).unwrap();
+        let worker = Worker::start("engine", &memory).unwrap();
+        let options = CacheOptions { max_bytes: Some(16 << 20), min_bytes: 0, started };
+        let stores = Arc::<Stores>::default();
+        let server = Server::new(Limits::default(), Tls::Off, None);
+        let engine = Engine::new(Parts {
+            server: server.clone(),
+            parameters: Parameters::new(&Configured::from(config)),
+            cache: Cache::without_keeper(&memory, options),
+            workers: vec![worker.handle()],
+            opener: stores.clone(),
+            drain,
+            dirty_max: 8 << 20,
+            started,
+        });
+        World { engine: engine.unwrap(), stores, server, worker }
+    }
+
+    fn store(&self, name: &str) -> Arc<TestStore> {
+        let store = Arc::new(TestStore::new(SIZE, 1));
+        self.stores.set(name, Fate::Opens(store.clone()));
+        store
+    }
+
+    fn run<Fut, T: Send + 'static>(
+        &self,
+        step: impl FnOnce(Arc<Engine>, Io) -> Fut + Send + 'static,
+    ) -> T
+    where
+        Fut: Future<Output = T> + 'static,
+    {
+        let engine = self.engine.clone();
+        let step = |io: Io| async move {
+            let inner = io.clone();
+            inner.timeout(SOON, step(engine, io)).await.expect("it hangs")
+        };
+        self.worker.handle().block_on(step).expect("the worker ended")
+    }
+
+    fn start(&self, config: Config, patience: Option<Duration>) {
+        self.run(move |engine, io| async move { engine.start(&io, config, patience).await });
+    }
+
+    fn reload(&self, config: Config) {
+        self.run(move |engine, io| async move { engine.reload(&io, config).await });
+    }
+
+    fn stop(&self) -> Report {
+        self.run(|engine, io| async move { engine.stop(&io).await })
+    }
+
+    fn write(&self, name: &str, byte: u8) -> Result<(), BlockError> {
+        let volume = self.server.volume(name).expect("it is served");
+        self.run(move |_, io| async move {
+            let mut buf = io.pool().take(4096).await;
+            buf.fill(byte);
+            volume.write(&io, buf, 0, false).await.0
+        })
+    }
+
+    /// Begins a write and does not wait for it.
+    fn leave_a_write(&self, name: &str) {
+        let volume = self.server.volume(name).expect("it is served");
+        self.worker.handle().spawn(move |io| async move {
+            let buf = io.pool().take(4096).await;
+            let _ = volume.write(&io, buf, 8192, false).await;
+        });
+    }
+
+    fn phases(&self) -> Vec<(String, Phase)> {
+        self.engine.states().into_iter().map(|state| (state.name, state.phase)).collect()
+    }
+
+    fn wait_for(&self, what: &str, seen: impl Fn(&World) -> bool) {
+        let deadline = std::time::Instant::now() + SOON;
+        while !seen(self) {
+            assert!(std::time::Instant::now() < deadline, "not seen: {what}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+fn phase(name: &str, phase: Phase) -> (String, Phase) {
+    (name.to_owned(), phase)
+}
+
+#[test]
+fn a_store_that_hangs_while_it_is_opened_delays_neither_start_nor_stop_nor_a_change_of_it() {
+    let first = volumes(&["good", "hangs"], "none");
+    let world = World::new(&first, SOON);
+    world.store("good");
+    world.stores.set("hangs", Fate::Hangs);
+    world.start(first.clone(), Some(Duration::from_millis(50)));
+    assert_eq!(world.phases(), [phase("good", Phase::Serving), phase("hangs", Phase::Opening)]);
+    assert!(world.server.volume("hangs").is_none());
+    // What is wanted of it now opens at once; the old attempt is forgotten.
+    world.store("hangs");
+    world.reload(config(
+        "[volume.good]\nstore='file:/good'\n[volume.hangs]\nstore='file:/elsewhere'\n",
+    ));
+    assert_eq!(world.phases(), [phase("good", Phase::Serving), phase("hangs", Phase::Serving)]);
+    assert_eq!(world.stop(), Report::default());
+}
+
+#[test]
+fn a_store_that_cannot_be_opened_is_tried_again_until_it_can() {
+    let both = volumes(&["bad", "good"], "none");
+    let world = World::new(&both, SOON);
+    world.store("good");
+    world.stores.set("bad", Fate::Fails);
+    world.start(both, None);
+    assert_eq!(world.phases(), [phase("bad", Phase::Failed), phase("good", Phase::Serving)]);
+    let failure = world.engine.states()[0].failure.clone().unwrap();
+    assert!(failure.reason.contains("not today"), "{}", failure.reason);
+    world.store("bad");
+    world.wait_for("it is served", |world| world.server.volume("bad").is_some());
+    assert_eq!(lock(&world.stores.opened).iter().filter(|name| *name == "bad").count(), 2);
+    assert!(world.stop().is_clean());
+}
+
+#[test]
+fn a_stop_writes_what_can_be_written_and_lists_the_store_that_hangs_alone() {
+    for cache in ["none", "writethrough", "writeback"] {
+        let both = volumes(&["dead", "good"], cache);
+        let world = World::new(&both, Duration::from_millis(300));
+        let (dead, good) = (world.store("dead"), world.store("good"));
+        world.start(both, None);
+        world.write("dead", 1).unwrap();
+        world.write("good", 2).unwrap();
+        dead.hang();
+        let report = world.stop();
+        let listed: Vec<_> = report.unflushed.iter().map(|left| left.volume.as_str()).collect();
+        assert_eq!(listed, ["dead"], "{cache}: {report:?}");
+        let bytes = if cache == "writeback" { 4096 } else { 0 };
+        assert_eq!(report.unflushed[0].bytes, bytes, "{cache}");
+        assert!(report.abandoned.is_empty());
+        assert_eq!(good.stable_bytes()[..4096], [2; 4096], "{cache}: it is flushed");
+        dead.release();
+    }
+}
+
+#[test]
+fn a_store_that_hangs_and_of_which_nothing_is_missing_is_not_on_the_list() {
+    let text =
+        "[volume.dead]\nstore='file:/dead'\n[volume.still]\nstore='file:/still'\nread_only=true\n";
+    let both = config(text);
+    let world = World::new(&both, Duration::from_millis(300));
+    let (dead, still) = (world.store("dead"), world.store("still"));
+    world.start(both, None);
+    dead.hang();
+    still.hang();
+    world.leave_a_write("dead");
+    world.wait_for("a write that hangs", |_| dead.hanging() == 1);
+    let report = world.stop();
+    // Nothing was acknowledged.
+    assert_eq!((report.unflushed, report.abandoned), (Vec::new(), vec!["dead".to_owned()]));
+    dead.release();
+    still.release();
+}
+
+#[test]
+fn a_hurried_stop_ends_and_has_flushed_what_could_be() {
+    let both = volumes(&["dead", "good"], "writeback");
+    let world = World::new(&both, Duration::from_secs(3600));
+    let (dead, good) = (world.store("dead"), world.store("good"));
+    world.start(both, None);
+    world.write("dead", 1).unwrap();
+    world.write("good", 2).unwrap();
+    dead.hang();
+    world.engine.hurry(Duration::from_millis(300));
+    let report = world.stop();
+    assert_eq!(report.unflushed.len(), 1, "{report:?}");
+    assert_eq!(good.stable_bytes()[..4096], [2; 4096]);
+    dead.release();
+}
+
+#[test]
+fn a_stop_interrupts_a_reload_that_waits_for_a_dead_store() {
+    let all = volumes(&["dead", "gone", "good"], "none");
+    let world = World::new(&all, Duration::from_millis(500));
+    let (dead, gone, good) = (world.store("dead"), world.store("gone"), world.store("good"));
+    world.start(all, None);
+    world.write("dead", 1).unwrap();
+    world.write("gone", 3).unwrap();
+    world.write("good", 2).unwrap();
+    dead.hang();
+    let next = volumes(&["good"], "none");
+    world.worker.handle().spawn({
+        let engine = world.engine.clone();
+        |io| async move { engine.reload(&io, next).await }
+    });
+    // The other one that goes does not wait for it.
+    world.wait_for("gone is gone", |world| {
+        world.phases() == [phase("dead", Phase::Closing), phase("good", Phase::Serving)]
+    });
+    assert_eq!(gone.stable_bytes()[..4096], [3; 4096]);
+    let report = world.stop();
+    let listed: Vec<_> = report.unflushed.iter().map(|left| left.volume.as_str()).collect();
+    assert_eq!(listed, ["dead"]);
+    assert_eq!(good.stable_bytes()[..4096], [2; 4096]);
+    dead.release();
+}
+
+#[test]
+fn a_reload_keeps_what_is_served_when_its_successor_cannot_be_opened() {
+    let old = volumes(&["disk"], "none");
+    let world = World::new(&old, SOON);
+    let first = world.store("disk");
+    world.start(old.clone(), None);
+    let served = world.server.volume("disk").unwrap();
+    world.stores.set("disk", Fate::Fails);
+    let new = config("[volume.disk]\nstore='file:/other'\n");
+    world.reload(new.clone());
+    assert!(Arc::ptr_eq(&served, &world.server.volume("disk").unwrap()));
+    world.write("disk", 4).unwrap();
+    // The same file again: it was not changed, so that it is tried again.
+    let second = world.store("disk");
+    world.reload(new);
+    assert!(!Arc::ptr_eq(&served, &world.server.volume("disk").unwrap()));
+    assert_eq!(first.stable_bytes()[..4096], [4; 4096], "flushed on its way out");
+    world.write("disk", 5).unwrap();
+    assert!(world.stop().is_clean());
+    assert_eq!(second.stable_bytes()[..4096], [5; 4096]);
+}
+
+#[test]
+fn a_volume_that_is_removed_and_cannot_be_written_is_tried_until_it_can() {
+    let both = volumes(&["disk", "other"], "writeback");
+    let world = World::new(&both, Duration::from_millis(200));
+    let disk = world.store("disk");
+    world.store("other");
+    world.start(both, None);
+    world.write("disk", 6).unwrap();
+    disk.hang();
+    // The reload ends at its limit, and nothing is dropped.
+    world.reload(volumes(&["other"], "writeback"));
+    assert_eq!(world.phases(), [phase("disk", Phase::Closing), phase("other", Phase::Serving)]);
+    disk.release();
+    world.wait_for("it is closed", |world| world.phases() == [phase("other", Phase::Serving)]);
+    assert_eq!(disk.stable_bytes()[..4096], [6; 4096]);
+    assert!(world.stop().is_clean());
+}
