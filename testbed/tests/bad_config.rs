@@ -82,7 +82,7 @@ fn a_check_makes_nothing_and_finds_what_would_fail_later() -> Result {
     let link = dir.path().join("link");
     std::os::unix::fs::symlink(&path, &link).map_err(Error::io("make a link"))?;
     let other = format!("two=file:{}", link.display());
-    let same = [&two("read-only=true")[..], &[other.clone()]].concat();
+    let same = [&two("read-only=true")[..], std::slice::from_ref(&other)].concat();
     let same: Vec<&str> = same.iter().map(String::as_str).collect();
     refused(&same, 2, &["one", "two", "same file"])?;
     let readers = [&two("read-only=true")[..], &[format!("{other},read-only=true")]].concat();

@@ -149,7 +149,7 @@ fn an_image_that_has_grown_is_served_as_it_is_and_one_too_small_is_refused() {
     drop(create(&path, MIB, Direct::Off));
     let options = OpenOptions { create: Some(MIB / 2), ..OpenOptions::default() };
     let (store, notes) = FileStore::open(&path, &options).unwrap();
-    assert_eq!(Bench::new(Store::File(store)).store().size(), MIB);
+    assert_eq!(Bench::new(store).store().size(), MIB);
     assert!(notes.iter().any(|note| note.contains("524288") && note.contains("size")), "{notes:?}");
     let options = OpenOptions { create: Some(2 * MIB), ..OpenOptions::default() };
     let (error, text) = refused(FileStore::open(&path, &options).map(|(store, _)| store));
