@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use rustix::process::{Signal, kill_process};
+
 use crate::nbd::Client;
 use crate::{Error, Result, process};
 
@@ -70,6 +72,39 @@ impl Nbdkit {
             child.wait().map_err(Error::io("wait for nbdkit"))?;
         }
         Ok(())
+    }
+
+    /// Has it stand still: it keeps its connections and answers nothing, until [`Nbdkit::go_on`].
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn stand_still(&self) -> Result {
+        let pid = self.signal(Signal::STOP)?;
+        // Each thread stops by itself, a moment later.
+        process::until("nbdkit stands still", PATIENCE, || {
+            let tasks = format!("/proc/{pid}/task");
+            let tasks = fs::read_dir(&tasks).map_err(Error::io("read the threads of nbdkit"))?;
+            let still = tasks.flatten().all(|task| {
+                let status = fs::read_to_string(task.path().join("status")).unwrap_or_default();
+                status.contains("State:\tT")
+            });
+            Ok(still.then_some(()))
+        })
+    }
+
+    /// Has it go on after [`Nbdkit::stand_still`].
+    ///
+    /// # Errors
+    /// It does not run.
+    pub fn go_on(&self) -> Result {
+        self.signal(Signal::CONT).map(drop)
+    }
+
+    fn signal(&self, signal: Signal) -> Result<u32> {
+        let child = self.child.as_ref().ok_or_else(|| Error::unexpected("nbdkit does not run"))?;
+        let sent = kill_process(process::pid_of(child)?, signal);
+        sent.map_err(|e| Error::io("signal nbdkit")(e.into()))?;
+        Ok(child.id())
     }
 
     /// The URI under which a daemon finds it.

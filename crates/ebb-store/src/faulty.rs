@@ -20,7 +20,7 @@ use self::bytes::{Bytes, Left, SECTOR};
 use self::hold::Hold;
 use crate::resize::judge;
 use crate::syncs::Syncs;
-use crate::{BlockError, Buf, BufResult, Extent, Io, Operation, Resize, ResizeError};
+use crate::{BlockError, Buf, BufResult, Extent, Io, Operation, Resize, ResizeError, Watched};
 
 /// Bytes carried out between two waits.
 const PIECE: usize = 4096;
@@ -91,6 +91,7 @@ impl Random {
 #[derive(Debug)]
 pub struct TestStore {
     bytes: Mutex<Bytes>,
+    watched: Watched,
     random: Random,
     hold: Hold,
     syncs: Syncs,
@@ -135,11 +136,16 @@ fn place(offset: u64) -> usize {
 }
 
 impl TestStore {
+    pub(crate) fn watched(&self) -> &Watched {
+        &self.watched
+    }
+
     /// A store of `size` zeroes that never fails and answers at once.
     #[must_use]
     pub fn new(size: u64, seed: u64) -> TestStore {
         TestStore {
             bytes: Mutex::new(Bytes::new(place(size))),
+            watched: Watched::default(),
             random: Random(AtomicU64::new(seed)),
             hold: Hold::default(),
             syncs: Syncs::default(),

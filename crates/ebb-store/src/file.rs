@@ -16,7 +16,7 @@ use crate::resize::judge;
 use crate::syncs::Syncs;
 use crate::{
     BlockError, BufResult, Capabilities, ErrorKind, Extent, MEMORY_PIECE, Operation, Resize,
-    ResizeError, SECTOR, ZeroFlags, push_extent,
+    ResizeError, SECTOR, Watched, ZeroFlags, push_extent,
 };
 
 /// Zeroes written at a time when the store knows no shorter way.
@@ -28,6 +28,8 @@ const TRANSFER_MAX: usize = 1 << 30;
 #[derive(Debug)]
 pub struct FileStore {
     fd: Fd,
+    path: Box<Path>,
+    watched: Watched,
     size: AtomicU64,
     block_device: bool,
     alignment: u64,
@@ -47,6 +49,8 @@ impl FileStore {
         let opened = open::open(path, options)?;
         let store = FileStore {
             fd: fd_from(opened.file),
+            path: path.into(),
+            watched: Watched::default(),
             size: AtomicU64::new(opened.size),
             block_device: opened.block_device,
             alignment: u64::from(opened.alignment),
@@ -70,6 +74,14 @@ impl FileStore {
 
     pub(crate) fn identity(&self) -> crate::Identity {
         crate::Identity::of_file(&*self.fd)
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn watched(&self) -> &Watched {
+        &self.watched
     }
 
     pub(crate) fn size(&self) -> u64 {
@@ -423,6 +435,8 @@ mod tests {
     /// A store over one end of a pipe: the kernel moves what there is, and no more.
     fn over(end: impl Into<std::os::fd::OwnedFd>) -> FileStore {
         FileStore {
+            path: Path::new("test").into(),
+            watched: Watched::default(),
             fd: fd_from(end),
             size: AtomicU64::new(1 << 30),
             block_device: false,

@@ -24,6 +24,7 @@ mod null;
 mod open;
 mod resize;
 mod syncs;
+mod watched;
 
 pub use ebb_io::{Buf, Io};
 pub use error::{BlockError, ErrorKind, Operation};
@@ -39,6 +40,7 @@ pub use nbd::{
 pub use null::NullStore;
 pub use open::{Direct, OpenError, OpenOptions, inspect};
 pub use resize::{Resize, ResizeError};
+pub use watched::{FailedKind, Watched};
 
 /// Bytes of a logical sector: every offset and length is a multiple.
 pub const SECTOR: u64 = 512;
@@ -162,6 +164,33 @@ impl Store {
         }
     }
 
+    /// What of it is watched, so that its outages are told; `None` for those in memory.
+    pub fn watched(&self) -> Option<&Watched> {
+        match self {
+            Store::File(s) => Some(s.watched()),
+            Store::Nbd(s) => Some(s.watched()),
+            #[cfg(feature = "test-store")]
+            Store::Test(s) => Some(s.watched()),
+            Store::Memory(_) | Store::Null(_) => None,
+        }
+    }
+
+    /// The file or server, for messages.
+    pub fn place(&self) -> String {
+        match self {
+            Store::File(s) => s.path().display().to_string(),
+            Store::Nbd(s) => s.state().address,
+            Store::Memory(_) | Store::Null(_) => "memory".to_owned(),
+            #[cfg(feature = "test-store")]
+            Store::Test(_) => "a test".to_owned(),
+        }
+    }
+
+    pub(crate) fn begin(&self) -> Request<'_> {
+        let watched = self.watched();
+        Request { watched, _begun: watched.map(Watched::begin) }
+    }
+
     /// True if the bytes lie in this process: [`Store::show`] and [`Store::fill`] work.
     pub fn is_at_hand(&self) -> bool {
         matches!(self, Store::Memory(_) | Store::Null(_))
@@ -191,14 +220,16 @@ impl Store {
 
     /// Fills the whole buffer from `offset`.
     pub async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
-        match self {
+        let watch = self.begin();
+        let (result, buf) = match self {
             Store::File(s) => s.read(io, buf, offset).await,
             Store::Nbd(s) => s.read(io, buf, offset).await,
             #[cfg(feature = "test-store")]
             Store::Test(s) => s.read(io, buf, offset).await,
             Store::Memory(s) => s.read(buf, offset),
             Store::Null(s) => s.read(buf),
-        }
+        };
+        (watch.ended(result), buf)
     }
 
     /// Writes the whole buffer at `offset`; with `fua` it is stable on return.
@@ -213,20 +244,23 @@ impl Store {
     }
 
     async fn write_to(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
-        match self {
+        let watch = self.begin();
+        let (result, buf) = match self {
             Store::File(s) => s.write(io, buf, offset, fua).await,
             Store::Nbd(s) => s.write(io, buf, offset, fua).await,
             #[cfg(feature = "test-store")]
             Store::Test(s) => s.write(io, buf, offset, fua).await,
             Store::Memory(s) => s.write(buf, offset),
             Store::Null(_) => (Ok(()), buf),
-        }
+        };
+        (watch.ended(result), buf)
     }
 
     /// Gives the space of a range back if the store can; what is read there afterwards is
     /// unspecified. A store that cannot does nothing.
     pub async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
-        match self {
+        let watch = self.begin();
+        let result = match self {
             Store::File(s) => s.discard(io, offset, length).await,
             Store::Nbd(s) => s.discard(io, offset, length).await,
             #[cfg(feature = "test-store")]
@@ -236,7 +270,8 @@ impl Store {
                 Ok(())
             }
             Store::Null(_) => Ok(()),
-        }
+        };
+        watch.ended(result)
     }
 
     /// Makes a range read as zeroes.
@@ -247,7 +282,8 @@ impl Store {
         length: u64,
         flags: ZeroFlags,
     ) -> Result<(), BlockError> {
-        match self {
+        let watch = self.begin();
+        let result = match self {
             Store::File(s) => s.write_zeroes(io, offset, length, flags).await,
             Store::Nbd(s) => s.write_zeroes(io, offset, length, flags).await,
             #[cfg(feature = "test-store")]
@@ -257,7 +293,8 @@ impl Store {
                 Ok(())
             }
             Store::Null(_) => Ok(()),
-        }
+        };
+        watch.ended(result)
     }
 
     /// The runs of data and holes in a range, in order and without gaps, at least one and at most `limit`
@@ -269,14 +306,16 @@ impl Store {
         length: u64,
         limit: usize,
     ) -> Result<Vec<Extent>, BlockError> {
-        match self {
+        let watch = self.begin();
+        let result = match self {
             Store::File(s) => s.extents(io, offset, length, limit).await,
             Store::Nbd(s) => s.extents(io, offset, length, limit).await,
             #[cfg(feature = "test-store")]
             Store::Test(_) => Ok(TestStore::extents(offset, length)),
             Store::Memory(s) => Ok(s.extents(offset, length, limit)),
             Store::Null(_) => Ok(vec![Extent { offset, length, hole: true }]),
-        }
+        };
+        watch.ended(result)
     }
 
     /// Gives the store up, from any thread: requests that wait for a server, a flush included, and all
@@ -293,13 +332,31 @@ impl Store {
 
     /// Tells the store that a range will be read soon.
     pub async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
-        match self {
+        let watch = self.begin();
+        let result = match self {
             Store::File(s) => s.prefetch(io, offset, length).await,
             Store::Nbd(s) => s.prefetch(io, offset, length).await,
             #[cfg(feature = "test-store")]
             Store::Test(_) => Ok(()),
             Store::Memory(_) | Store::Null(_) => Ok(()),
+        };
+        watch.ended(result)
+    }
+}
+
+/// A request of a store that is watched, or of one that is not.
+pub(crate) struct Request<'a> {
+    watched: Option<&'a Watched>,
+    _begun: Option<watched::Begun<'a>>,
+}
+
+impl Request<'_> {
+    /// It has ended; a failure is noted.
+    pub(crate) fn ended<T>(self, result: Result<T, BlockError>) -> Result<T, BlockError> {
+        if let (Some(watched), Err(error)) = (self.watched, &result) {
+            watched.note(error);
         }
+        result
     }
 }
 

@@ -58,7 +58,7 @@ use ebb_tls::{ClientTls, TlsError};
 
 use crate::syncs::Syncs;
 use crate::{
-    BlockError, BufResult, Capabilities, ErrorKind, Extent, Operation, SECTOR, ZeroFlags,
+    BlockError, BufResult, Capabilities, ErrorKind, Extent, Operation, SECTOR, Watched, ZeroFlags,
     push_extent,
 };
 use link::Remote;
@@ -91,6 +91,7 @@ pub struct NbdStore {
     /// Held shared by aligned writes and alone by unaligned ones; `None` where all are aligned.
     unaligned: Option<RwLock<()>>,
     syncs: Syncs,
+    watched: Watched,
 }
 
 impl Drop for NbdStore {
@@ -121,7 +122,8 @@ impl NbdStore {
         let shared = Shared::new(options.lost_writes);
         let remote = Arc::new(Remote { options, tls, export, shared });
         let routes = Routes::new(NEXT.fetch_add(1, Ordering::Relaxed), remote.clone());
-        Ok((NbdStore { remote, routes, unaligned, syncs: Syncs::default() }, notes))
+        let (syncs, watched) = (Syncs::default(), Watched::default());
+        Ok((NbdStore { remote, routes, unaligned, syncs, watched }, notes))
     }
 
     /// Which store it is: its address and the export's name.
@@ -159,6 +161,10 @@ impl NbdStore {
             direct: false,
             read_piece: None,
         }
+    }
+
+    pub(crate) fn watched(&self) -> &Watched {
+        &self.watched
     }
 
     fn offers(&self, flag: TransmissionFlags) -> bool {

@@ -206,6 +206,7 @@ impl Store {
 
     async fn sync(&self, io: &Io, sync: Option<Sync<'_>>) -> Result<(), BlockError> {
         let Some(sync) = sync else { return Err(lost(Operation::Flush, 0, self.size())) };
+        let watch = self.begin();
         let result = match self {
             Store::File(s) => s.flush(io).await,
             Store::Nbd(s) => s.flush(io).await,
@@ -213,7 +214,7 @@ impl Store {
             Store::Test(s) => s.flush(io).await,
             Store::Memory(_) | Store::Null(_) => Ok(()),
         };
-        match result {
+        match watch.ended(result) {
             Err(error) => {
                 sync.fail(self.tells_once(&error));
                 Err(error)

@@ -155,6 +155,16 @@ impl Volume {
         self.store.state()
     }
 
+    /// What can be seen of its store from outside; `None` for those in memory.
+    pub fn watched(&self) -> Option<&ebb_store::Watched> {
+        self.store.watched()
+    }
+
+    /// The file or server its store is at, for messages.
+    pub fn place(&self) -> String {
+        self.store.place()
+    }
+
     /// Starts writing back in the background, on this worker; `control` decides how much and when. For
     /// a volume whose cache is in writeback mode; ends when the volume has gone.
     pub fn start_writeback(&self, io: &Io, control: Arc<dyn ebb_cache::Control>) {

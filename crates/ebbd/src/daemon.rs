@@ -26,6 +26,7 @@ use crate::config::{Choice, Config, IdleMemory, LogLevel, Nbd, Tls};
 use crate::control::{Control, Shared};
 use crate::engine::{Engine, HelperThreads, Parts, Phase, Report};
 use crate::listener::{self, Listener};
+use crate::outages;
 use crate::params::{Configured, Key, Live, Parameters};
 use crate::stat;
 use crate::stores::{FileIdentity, inspect, open_store, to_be_created};
@@ -159,6 +160,7 @@ pub fn serve(config: &Config, args: ServeArgs, set_log_level: SetLogLevel) -> an
         .map(|monitor| answers::answer(monitor, &memory, &cache, engine.bdis(), &grants));
     keep_time(&workers[0].handle(), memory.clone());
     engine.bdis().keep(&workers[0].handle());
+    outages::tell(&workers[0].handle(), server.clone());
     let daemon = Daemon {
         engine: engine.clone(),
         args,

@@ -18,6 +18,7 @@ mod guests;
 pub mod listener;
 pub mod man;
 pub mod metrics;
+mod outages;
 pub mod params;
 pub mod percent;
 pub mod size;

@@ -22,6 +22,20 @@ as_root() {
 [ "$(dpkg --print-architecture)" = amd64 ] || { echo "Xen guests are amd64 only" >&2; exit 1; }
 if [ "$(cat "$directory/complete" 2>/dev/null)" = "${packages[*]}" ]; then exit 0; fi
 
+# Another apt may be at work, as one that updates the machine by itself: wait for it, ten minutes at most. The
+# option is for installing; `update` of apt before 2.9 fails at once, and is tried again.
+apt=(apt-get -qq -o DPkg::Lock::Timeout=600)
+update_now() {
+    local deadline=$((SECONDS + 600)) error
+    until error=$(as_root "${apt[@]}" update 2>&1 >/dev/null); do
+        case "$error" in
+            *'Could not get lock'* | *'Unable to lock'*) ;;
+            *) printf '%s\n' "$error" >&2; return 1 ;;
+        esac
+        [ "$SECONDS" -lt "$deadline" ] || { printf '%s\n' "$error" >&2; return 1; }
+        sleep 2
+    done
+}
 kernel() {
     apt-cache depends --important linux-image-amd64 2>/dev/null |
         sed -n 's/^ *Depends: \(linux-image-[0-9].*\)/\1/p' | head -n 1
@@ -35,11 +49,11 @@ download() {
     image=$(kernel)
     [ -n "$image" ] || { echo "apt knows no linux-image-amd64" >"$work/error"; return 1; }
     # apt's download helper may not write here; it says so and goes on, so keep that to ourselves.
-    (cd "$work" && apt-get -qq download "$image" "${packages[@]}" 2>"$work/error")
+    (cd "$work" && "${apt[@]}" download "$image" "${packages[@]}" 2>"$work/error")
 }
 # An index older than the mirror names files that are gone: renew it and try once more.
 if ! download; then
-    as_root apt-get -qq update
+    update_now
     download || { echo "cannot download Xen's packages: $(cat "$work/error")" >&2; exit 1; }
 fi
 

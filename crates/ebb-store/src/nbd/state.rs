@@ -28,6 +28,8 @@ pub struct StoreState {
     pub address: String,
     /// Connections that are up.
     pub connections: u64,
+    /// Connections that were lost.
+    pub lost: u64,
     /// Connections that were lost and made again.
     pub reconnects: u64,
     /// Requests under way, those that wait for a connection included.
@@ -55,6 +57,7 @@ pub(crate) struct Shared {
     end: Sender<Infallible>,
     ended: Receiver<Infallible>,
     connections: AtomicU64,
+    lost: AtomicU64,
     reconnects: AtomicU64,
     pub(crate) in_flight: AtomicU64,
     replayed: AtomicU64,
@@ -93,6 +96,7 @@ impl Shared {
             end,
             ended,
             connections: AtomicU64::new(0),
+            lost: AtomicU64::new(0),
             reconnects: AtomicU64::new(0),
             in_flight: AtomicU64::new(0),
             replayed: AtomicU64::new(0),
@@ -136,6 +140,9 @@ impl Shared {
 
     pub(crate) fn disconnected(&self, id: u64) {
         self.connections.fetch_sub(1, Ordering::Relaxed);
+        if !self.is_closed() {
+            self.lost.fetch_add(1, Ordering::Relaxed);
+        }
         let mut story = self.story();
         story.since = ebb_io::clock::now();
         story.sockets.remove(&id);
@@ -287,6 +294,7 @@ impl Shared {
         StoreState {
             address,
             connections: get(&self.connections),
+            lost: get(&self.lost),
             reconnects: get(&self.reconnects),
             in_flight: get(&self.in_flight),
             replayed: get(&self.replayed),

@@ -1,0 +1,160 @@
+//! What can be seen of a store from outside, so that its outages are told: requests it has not answered for
+//! long, and those that failed. One look per second costs nothing between two looks but two counters.
+//!
+//! Requests are counted in two generations. A look finds whether the older one has ended; if so, the younger
+//! becomes the older and new requests are counted in the other cell. So what is left of the older one has
+//! waited at least since the generations last changed, without a time kept for any request.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use crate::{BlockError, ErrorKind, Operation};
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct Watched {
+    generations: [AtomicU64; 2],
+    /// Which of them new requests belong to.
+    young: AtomicUsize,
+    failed: [Failed; FailedKind::ALL.len()],
+}
+
+#[derive(Debug, Default)]
+struct Failed {
+    count: AtomicU64,
+    /// Why one failed, until it is fetched; the first since then.
+    why: Mutex<Option<String>>,
+    /// Set beside `why`, so that a storm of failures writes one text.
+    told: AtomicBool,
+}
+
+/// What failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FailedKind {
+    /// A read, or a question for block status.
+    Read,
+    /// A write, zeroes or a discard.
+    Write,
+    /// A flush.
+    Flush,
+}
+
+impl FailedKind {
+    /// All kinds, in the order of [`Watched::failures`].
+    pub const ALL: [FailedKind; 3] = [FailedKind::Read, FailedKind::Write, FailedKind::Flush];
+
+    fn of(operation: Operation) -> FailedKind {
+        match operation {
+            Operation::Read | Operation::Extents | Operation::Prefetch => FailedKind::Read,
+            Operation::Write | Operation::Discard | Operation::WriteZeroes => FailedKind::Write,
+            Operation::Flush => FailedKind::Flush,
+        }
+    }
+
+    fn index(self) -> usize {
+        match self {
+            FailedKind::Read => 0,
+            FailedKind::Write => 1,
+            FailedKind::Flush => 2,
+        }
+    }
+}
+
+/// A request under way; dropping it ends it.
+#[derive(Debug)]
+pub(crate) struct Begun<'a>(&'a AtomicU64);
+
+impl Drop for Begun<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Watched {
+    pub(crate) fn begin(&self) -> Begun<'_> {
+        let cell = &self.generations[self.young.load(Ordering::Relaxed) & 1];
+        cell.fetch_add(1, Ordering::Relaxed);
+        Begun(cell)
+    }
+
+    /// Notes a failure of the store; what it cannot do at all is none, nor is being given up.
+    pub(crate) fn note(&self, error: &BlockError) {
+        if matches!(error.kind, ErrorKind::Unsupported | ErrorKind::Closing) {
+            return;
+        }
+        let failed = &self.failed[FailedKind::of(error.operation).index()];
+        if !failed.told.swap(true, Ordering::AcqRel) {
+            let cause = error.source.as_ref().map(|cause| format!(" ({cause})"));
+            let text = format!("{error}{}", cause.unwrap_or_default());
+            *failed.why.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
+        }
+        // Counted last: who sees the count finds the text.
+        failed.count.fetch_add(1, Ordering::Release);
+    }
+
+    /// How many requests of each kind have failed since the store was opened.
+    pub fn failures(&self) -> [u64; 3] {
+        FailedKind::ALL.map(|kind| self.failed[kind.index()].count.load(Ordering::Acquire))
+    }
+
+    /// The first failure of a kind since this was last asked.
+    pub fn take_why(&self, kind: FailedKind) -> Option<String> {
+        let failed = &self.failed[kind.index()];
+        let why = failed.why.lock().unwrap_or_else(PoisonError::into_inner).take();
+        failed.told.store(false, Ordering::Release);
+        why
+    }
+
+    /// A look, by one who looks now and then: how many requests have been under way since the last look that
+    /// returned 0, or longer.
+    pub fn unanswered(&self) -> u64 {
+        let young = self.young.load(Ordering::Relaxed) & 1;
+        let left = self.generations[1 - young].load(Ordering::Relaxed);
+        if left == 0 {
+            self.young.store(1 - young, Ordering::Relaxed);
+        }
+        left
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_that_waits_is_found_among_many_that_do_not() {
+        let watched = Watched::default();
+        assert_eq!(watched.unanswered(), 0);
+        let stuck = watched.begin();
+        drop(watched.begin());
+        assert_eq!(watched.unanswered(), 0, "it may have begun just now");
+        for _ in 0..10 {
+            drop(watched.begin());
+            let _quick = watched.begin();
+            assert_eq!(watched.unanswered(), 1);
+        }
+        drop(stuck);
+        assert_eq!(watched.unanswered(), 0);
+        assert_eq!(watched.unanswered(), 0);
+    }
+
+    #[test]
+    fn failures_are_counted_by_kind_and_the_first_is_told() {
+        let watched = Watched::default();
+        let fail = |operation, code| {
+            let source = std::io::Error::from_raw_os_error(code);
+            watched.note(&BlockError::from_io(source, operation, 4096, 512));
+        };
+        fail(Operation::Write, libc::EIO);
+        fail(Operation::WriteZeroes, libc::ENOSPC);
+        fail(Operation::Flush, libc::EIO);
+        fail(Operation::WriteZeroes, libc::EOPNOTSUPP);
+        watched.note(&BlockError::new(ErrorKind::Closing, Operation::Read, 0, 512));
+        assert_eq!(watched.failures(), [0, 2, 1]);
+        let why = watched.take_why(FailedKind::Write).unwrap();
+        assert!(why.contains("write of 512 bytes at 4096") && why.contains("os error 5"), "{why}");
+        assert_eq!(watched.take_why(FailedKind::Write), None);
+        fail(Operation::Read, libc::EIO);
+        assert!(watched.take_why(FailedKind::Read).unwrap().contains("read of 512 bytes"));
+    }
+}
