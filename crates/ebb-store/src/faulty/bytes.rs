@@ -35,7 +35,7 @@ impl Sectors {
         for (at, &word) in self.0.iter().enumerate() {
             let mut rest = word;
             while rest != 0 {
-                all.push(at * 64 + rest.trailing_zeros() as usize);
+                all.push(at * 64 + usize::try_from(rest.trailing_zeros()).unwrap_or(0));
                 rest &= rest - 1;
             }
         }

@@ -24,7 +24,15 @@ pub(super) struct Hold(Mutex<State>);
 pub(super) const ALL: u32 = u32::MAX;
 
 pub(super) fn bit(operation: Operation) -> u32 {
-    1 << operation as u32
+    match operation {
+        Operation::Read => 1,
+        Operation::Write => 2,
+        Operation::Flush => 4,
+        Operation::Discard => 8,
+        Operation::WriteZeroes => 16,
+        Operation::Extents => 32,
+        Operation::Prefetch => 64,
+    }
 }
 
 impl Hold {
