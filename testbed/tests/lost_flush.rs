@@ -1,0 +1,140 @@
+//! A real disk whose flushes fail, and which tells of lost data once: a loop device over a full tmpfs.
+//! After `EIO` the kernel says OK to the next `fdatasync`, with the data on no disk. Needs root, for the
+//! mount and the device.
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use rustix::process::Signal;
+use testbed::nbd::Client;
+use testbed::server::Setup;
+use testbed::{Error, Result, Server, Tool, check};
+
+const SIZE: u64 = 16 << 20;
+/// More than the file system below has room for.
+const DATA: usize = 8 << 20;
+const SOON: Duration = Duration::from_secs(60);
+
+/// The device; taken down again when dropped.
+struct Disk {
+    folder: tempfile::TempDir,
+    device: String,
+}
+
+impl Disk {
+    fn new() -> Result<Disk> {
+        let folder = tempfile::tempdir().map_err(Error::io("make a folder"))?;
+        Tool::new("mount")
+            .args(["-t", "tmpfs", "-o", "size=2M", "tmpfs"])
+            .arg(folder.path())
+            .ok()?;
+        let mut disk = Disk { folder, device: String::new() };
+        let image = fs::File::create(disk.image()).and_then(|file| file.set_len(SIZE));
+        image.map_err(Error::io("make the image"))?;
+        let shown = Tool::new("losetup").args(["-f", "--show"]).arg(disk.image()).ok()?;
+        disk.device = shown.stdout.trim().to_owned();
+        Ok(disk)
+    }
+
+    fn image(&self) -> PathBuf {
+        self.folder.path().join("disk.img")
+    }
+
+    /// A daemon with the device as its only volume, through the page cache.
+    fn serve(&self, cache: &str) -> Result<Server> {
+        let volume = format!("disk=file:{},direct=off,cache={cache}", self.device);
+        Setup::new()?.volume(&volume).args(["--drain", "5"]).start()
+    }
+
+    /// The file system below gets room.
+    fn enlarge(&self) -> Result {
+        let options = ["-o", "remount,size=64M"];
+        Tool::new("mount").args(options).arg(self.folder.path()).ok().map(drop)
+    }
+
+    fn holds(&self, byte: u8) -> Result<bool> {
+        let mut data = vec![0; DATA];
+        let image = fs::File::open(self.image()).map_err(Error::io("open the image"))?;
+        image.read_exact_at(&mut data, 0).map_err(Error::io("read the image"))?;
+        Ok(data.iter().all(|b| *b == byte))
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        if !self.device.is_empty() {
+            let _ = Tool::new("losetup").arg("-d").arg(&self.device).ok();
+        }
+        let _ = Tool::new("umount").arg("-l").arg(self.folder.path()).ok();
+    }
+}
+
+fn write_all(client: &mut Client, byte: u8) -> Result {
+    for piece in 0..DATA / (1 << 20) {
+        client.write((piece << 20) as u64, &vec![byte; 1 << 20], 0)?;
+    }
+    Ok(())
+}
+
+/// SIGTERM: it says that data was lost, and exits with 1.
+fn stop_in_sorrow(server: &mut Server) -> Result {
+    server.signal(Signal::TERM)?;
+    let status = server.wait(SOON)?;
+    let log = server.log();
+    check(status.code() == Some(1), || format!("exit status {status}\n--- log\n{log}"))?;
+    check(!log.contains("all volumes flushed"), || format!("it boasts\n--- log\n{log}"))?;
+    let told = log.contains("not everything could be made stable");
+    check(told, || format!("it does not tell\n--- log\n{log}"))
+}
+
+fn a_flush_that_failed_stays_failed(cache: &str) -> Result {
+    let disk = Disk::new()?;
+    let mut server = disk.serve(cache)?;
+    let (mut a, mut b) =
+        (Client::open(&server.socket(), "disk")?, Client::open(&server.socket(), "disk")?);
+    write_all(&mut a, 7)?;
+    check(b.flush().is_err(), || "the disk is full: B's flush must fail".to_owned())?;
+    for _ in 0..3 {
+        let log = server.log();
+        check(a.flush().is_err(), || format!("A's flush said OK: the data is lost\n{log}"))?;
+    }
+    drop((a, b));
+    stop_in_sorrow(&mut server)
+}
+
+#[test]
+fn one_clients_failed_flush_is_not_another_ones_success() -> Result {
+    a_flush_that_failed_stays_failed("none")?;
+    a_flush_that_failed_stays_failed("writethrough")
+}
+
+#[test]
+fn a_stop_over_a_disk_that_lost_data_says_so() -> Result {
+    let disk = Disk::new()?;
+    let mut server = disk.serve("writeback")?;
+    let mut client = Client::open(&server.socket(), "disk")?;
+    write_all(&mut client, 7)?;
+    drop(client);
+    stop_in_sorrow(&mut server)?;
+    check(!disk.holds(7)?, || "the disk has no room for it".to_owned())
+}
+
+#[test]
+fn what_a_disk_lost_is_written_again_when_it_has_room() -> Result {
+    let disk = Disk::new()?;
+    let mut server = disk.serve("writeback")?;
+    let mut client = Client::open(&server.socket(), "disk")?;
+    write_all(&mut client, 7)?;
+    check(client.flush().is_err(), || "the disk is full".to_owned())?;
+    check(client.flush().is_err(), || "it is full still, and the data lost".to_owned())?;
+    disk.enlarge()?;
+    let log = server.log();
+    // A failure from before may still be told, once.
+    let flushed = client.flush().is_ok() || client.flush().is_ok();
+    check(flushed, || format!("there is room\n{log}"))?;
+    check(disk.holds(7)?, || "what was flushed is not there".to_owned())?;
+    drop(client);
+    server.stop()
+}
