@@ -38,6 +38,8 @@ const SCAN_EVERY: Duration = Duration::from_millis(400);
 const SCAN_ANYWAY: Duration = Duration::from_secs(30);
 /// A cache that holds less has nothing that others would miss.
 const RECEDE_FROM: u64 = 1 << 20;
+/// One part in so many goes in a turn while the kernel refuses address space.
+const REFUSED_SHARE: u64 = 8;
 /// Pages evicted between two looks at the orders.
 const EVICT_AT_ONCE: u64 = 4096;
 
@@ -104,6 +106,8 @@ pub struct Keeper {
     recede: Recede,
     /// Some was lent since the last look at the host's memory.
     lending: bool,
+    /// Refusals of the kernel that were answered.
+    refusals: u64,
 }
 
 impl Keeper {
@@ -121,6 +125,7 @@ impl Keeper {
             look: None,
             recede: Recede::default(),
             lending: false,
+            refusals: 0,
         }
     }
 
@@ -164,7 +169,8 @@ impl Keeper {
         if cache.memory.lends() {
             self.lend(cache, &volumes, all);
         }
-        self.shrink(cache, level > Level::L2.number());
+        let refused = self.answer_refusals(cache, now);
+        self.shrink(cache, refused || level > Level::L2.number());
         self.scan(cache, &volumes, now);
         self.worker.poll(now);
         held > 0 || cache.growth.lock().is_held_back()
@@ -226,6 +232,18 @@ impl Keeper {
                 }
             }
         }
+    }
+
+    /// Where the kernel has no address space for the memory any more (a limit on what it promises), what is
+    /// lent is no room for requests: some of the cache must go. True if it was refused since the last turn.
+    fn answer_refusals(&mut self, cache: &Cache, now: Instant) -> bool {
+        let refusals = cache.memory.refusals();
+        let refused = std::mem::replace(&mut self.refusals, refusals) != refusals;
+        if refused {
+            let held = cache.held.load(Ordering::Relaxed) * PAGE;
+            cache.adjust(|growth| growth.recede(held - held / REFUSED_SHARE, now));
+        }
+        refused
     }
 
     /// Evicts what is above the limit, from those first that have more than their share.

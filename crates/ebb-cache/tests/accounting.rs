@@ -93,7 +93,7 @@ fn of_owner(stage: &Stage) -> (u64, u64) {
 fn the_gauges_are_true_after_load_pressure_and_scans() {
     Stage::run(24 * MIB, |mut stage| async move {
         let mut random = Random::new(5);
-        let mapping = common::mapping(stage.io.pool().get_for_test(4096).as_ptr().addr());
+        let mapping = ebb_mem::testing::range(stage.io.pool().memory());
         for round in 0..63u32 {
             for _ in 0..200 {
                 let offset = random.below(SIZE / 4096) * 4096;
@@ -153,7 +153,7 @@ fn taken_pages_are_noticed_within_a_second_and_their_address_space_is_used_again
         stage.pass(Duration::from_secs(3));
         assert_eq!(stage.cache().stats().total.bufwiredspace, 0, "all rests, so all is lent");
         assert_eq!(stage.bufspace(), 16 * MIB);
-        let mapping = common::mapping(stage.io.pool().get_for_test(4096).as_ptr().addr());
+        let mapping = ebb_mem::testing::range(stage.io.pool().memory());
         common::reclaim(mapping);
         stage.pass(Duration::from_secs(1));
         let stats = stage.cache().stats().total;
@@ -168,7 +168,7 @@ fn taken_pages_are_noticed_within_a_second_and_their_address_space_is_used_again
 fn a_lost_page_is_refilled_alone() {
     Stage::run(64 * MIB, |mut stage| async move {
         stage.read(0, 65536).await;
-        let mapping = common::mapping(stage.io.pool().get_for_test(4096).as_ptr().addr());
+        let mapping = ebb_mem::testing::range(stage.io.pool().memory());
         ebb_mem::testing::enter_pages();
         stage.pass(Duration::from_secs(3));
         // A page that somebody else holds for a moment, as other tests' reclaim may, is passed over.
@@ -238,7 +238,7 @@ fn memory_returned_under_l2_is_gone_from_the_process() {
             stage.read(offset, 65536).await;
         }
         stage.pass(Duration::from_secs(3));
-        let mapping = common::mapping(stage.io.pool().get_for_test(4096).as_ptr().addr());
+        let mapping = ebb_mem::testing::range(stage.io.pool().memory());
         let before = common::resident(mapping);
         stage.press(Level::L2);
         stage.rig.memory.settle();

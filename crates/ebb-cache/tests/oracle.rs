@@ -259,7 +259,7 @@ fn run(Run { seed, rounds, size, max, mode }: Run) -> ebb_cache::VolumeCacheStat
         let mut oracle = Oracle { bytes: vec![0; usize::try_from(size).unwrap()] };
         let mut clock = Duration::ZERO;
         let started = std::time::Instant::now();
-        let mapping = common::mapping(io.pool().get_for_test(4096).as_ptr().addr());
+        let mapping = ebb_mem::testing::range(io.pool().memory());
         let flusher = (mode == Mode::Writeback)
             .then(|| io.spawn(disk.cached.clone().run_flusher(io.clone(), disk.store.clone())));
         for round in 0..rounds {

@@ -204,9 +204,9 @@ fn run(seed: u64, mode: Mode) -> VolumeCacheStats {
         .collect();
     let disturber = {
         let (cache, memory, ended) = (cache.clone(), memory.clone(), ended.clone());
-        let mapping = workers[0].handle().block_on(|io| async move {
-            common::mapping(io.pool().get_for_test(4096).as_ptr().addr())
-        });
+        let mapping = workers[0]
+            .handle()
+            .block_on(|io| async move { ebb_mem::testing::range(io.pool().memory()) });
         std::thread::spawn(move || {
             let mut random = Random::new(seed);
             while !ended.load(Ordering::Relaxed) {

@@ -16,11 +16,11 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::arena::Arena;
+use crate::arena::{Arena, Closed};
 use crate::class::EXTENT_PAGES;
-use crate::memory::Core;
+use crate::space::Core;
 use crate::sync::{Condvar, Mutex, MutexGuard, wait};
-use crate::sys::{Advice, BATCH, Reservation, Span};
+use crate::sys::{Advice, BATCH, Span};
 
 /// How long freed memory that cools stays wired in case it is wanted again. Measured: lending a page and
 /// taking it back costs about 0.6 µs of CPU, so with this interval even memory that is wanted again
@@ -47,17 +47,32 @@ pub(crate) struct Books {
 pub(crate) trait Kernel {
     /// Advises `spans`; calls `failed` for each the kernel refused.
     fn advise(&mut self, spans: &[Span], advice: Advice, failed: &mut dyn FnMut(Span));
+
+    /// Takes the access to a chunk away.
+    fn close(&mut self, _: Span) -> Closed {
+        Closed::Yes
+    }
 }
 
 /// The real one.
 pub(crate) struct Real<'a> {
-    pub(crate) reservation: &'a Reservation,
-    pub(crate) vectored: bool,
+    core: &'a Core,
+    vectored: bool,
+}
+
+impl Real<'_> {
+    pub(crate) fn new(core: &Core) -> Real<'_> {
+        Real { core, vectored: true }
+    }
 }
 
 impl Kernel for Real<'_> {
     fn advise(&mut self, spans: &[Span], advice: Advice, failed: &mut dyn FnMut(Span)) {
-        self.reservation.advise(spans, advice, &mut self.vectored, failed);
+        self.core.reservation.advise(spans, advice, &mut self.vectored, failed);
+    }
+
+    fn close(&mut self, span: Span) -> Closed {
+        self.core.close(span)
     }
 }
 
@@ -104,7 +119,7 @@ impl Locked<'_> {
     /// What waits for the advisor: nothing, something to do in a while, something to do now, more
     /// than one thread should do.
     fn work(&self) -> u8 {
-        match (self.counts().offered, self.urgent(), self.cooling()) {
+        match (self.counts().offered, self.urgent(), self.cooling() || self.may_close()) {
             (HELP_PAGES.., ..) => MUCH,
             (_, true, _) => 3,
             (1.., ..) => 2,
@@ -165,6 +180,16 @@ impl Books {
         true
     }
 
+    /// Closes one chunk in which nothing is left.
+    fn close(&self, kernel: &mut impl Kernel) {
+        // A statement of its own: the lock must have ended when the kernel is called.
+        let closing = self.arena.lock().close_begin();
+        if let Some(closing) = closing {
+            let closed = kernel.close(closing.span);
+            self.lock().close_end(closing, closed);
+        }
+    }
+
     /// The advisor's life.
     pub(crate) fn run(&self, kernel: &mut impl Kernel, orders: &Orders) {
         let (mut hasty, mut due) = (false, None);
@@ -182,6 +207,11 @@ impl Books {
             }
             if arena.settled() {
                 self.settled.notify_all();
+            }
+            if arena.may_close() && arena.counts().offered == 0 {
+                drop(arena);
+                self.close(kernel);
+                continue;
             }
             if arena.counts().offered > 0 {
                 let (guard, waited) = timed_wait(&self.work, arena, COALESCE);
@@ -206,6 +236,9 @@ impl Books {
     ) -> Option<Duration> {
         let rest = sweep(&mut self.arena.lock(), due, now);
         while self.step(kernel) {}
+        while self.arena.lock().may_close() {
+            self.close(kernel);
+        }
         rest
     }
 
@@ -266,7 +299,7 @@ pub(crate) fn start(core: &Arc<Core>) -> std::io::Result<Vec<JoinHandle<()>>> {
     let start = |name: &str, run: fn(&Books, &mut Real<'_>, &Orders)| {
         let core = core.clone();
         std::thread::Builder::new().name(name.to_owned()).stack_size(128 << 10).spawn(move || {
-            let mut real = Real { reservation: &core.reservation, vectored: true };
+            let mut real = Real::new(&core);
             run(&core.books, &mut real, &core.orders);
         })
     };

@@ -24,8 +24,12 @@ use crate::class::{CLASSES, EXTENT_PAGES, class_pages};
 use crate::sys::{Advice, Span};
 
 mod advisory;
+mod chunks;
 #[cfg(all(test, not(feature = "shuttle")))]
 mod tests;
+
+use chunks::Chunks;
+pub(crate) use chunks::Closed;
 
 /// Why a block cannot be had now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +38,8 @@ pub(crate) enum Shortage {
     Budget,
     /// The limit of this block's zone is reached.
     Zone,
+    /// More address space must be opened first ([`Arena::open_begin`]).
+    Shut,
 }
 
 /// What becomes of a freed block's pages.
@@ -124,6 +130,7 @@ pub(crate) struct Arena {
     /// Extents below serve classes and runs on small pages; the others runs on huge pages.
     small: usize,
     free: Extents,
+    chunks: Chunks,
     /// Per class: extents with a free block, and (a hint) those where one has memory behind it.
     avail: [Extents; CLASSES],
     warm: [Extents; CLASSES],
@@ -156,6 +163,7 @@ impl Arena {
             extents: std::iter::repeat_with(|| None).take(total).collect(),
             small,
             free,
+            chunks: Chunks::none(),
             avail: std::array::from_fn(|_| Extents::new(small)),
             warm: std::array::from_fn(|_| Extents::new(small)),
             queue: Extents::new(total),
@@ -353,7 +361,13 @@ impl Arena {
             }
             from = extent + 1;
         }
-        Err(Shortage::Budget)
+        Err(self.shut_or_short(class_pages(class), 1, false))
+    }
+
+    /// Why there is nothing for `pages` pages in `need` extents: all is in use, or shut.
+    fn shut_or_short(&mut self, pages: usize, need: usize, huge: bool) -> Shortage {
+        let opens = self.has_room(pages) && self.can_open(need, huge);
+        if opens { Shortage::Shut } else { Shortage::Budget }
     }
 
     fn assign(&mut self, extent: usize, class: usize) {
@@ -396,7 +410,7 @@ impl Arena {
         let (mut from, end) = if huge { (self.small, self.extents.len()) } else { (0, self.small) };
         let start = loop {
             let first = self.free.first_from(from).filter(|&first| first + need <= end);
-            let Some(first) = first else { return Err(Shortage::Budget) };
+            let Some(first) = first else { return Err(self.shut_or_short(pages, need, huge)) };
             let blocked = (first..first + need).rev().find(|&extent| {
                 !self.free.contains(extent) || !self.extent(extent).advising.is_empty()
             });
@@ -523,7 +537,8 @@ impl Arena {
             assert!(x.pinned.without(&x.wired).is_empty(), "pinned pages are wired");
             assert!(x.resting.without(&x.wired.and(&x.free)).is_empty(), "only free ones rest");
             assert_eq!(self.queue.contains(index), !x.offered.is_empty());
-            assert_eq!(self.free.contains(index), x.kind == Kind::Free);
+            let free = x.kind == Kind::Free && !self.is_shut(index);
+            assert_eq!(self.free.contains(index), free);
             counts.wired += x.wired.count();
             counts.offered += x.offered.count();
             counts.advising += x.advising.count();

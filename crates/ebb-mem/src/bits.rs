@@ -96,6 +96,10 @@ impl Extents {
         self.count == 0
     }
 
+    pub(crate) fn len(&self) -> usize {
+        self.count
+    }
+
     pub(crate) fn contains(&self, extent: usize) -> bool {
         self.words[extent / 64] >> (extent % 64) & 1 == 1
     }

@@ -133,7 +133,7 @@ impl Buffer {
             return false;
         }
         for page in (PageSet(wanted)).iter() {
-            sentinel::arm(&core.reservation, &self.memory.saved, self.first + page);
+            sentinel::arm(&core.reservation, &core.saved, self.first + page);
         }
         {
             let mut arena = core.books.lock();
@@ -169,7 +169,7 @@ impl Buffer {
         }
         let mut lost = Pages::EMPTY;
         for page in PageSet(wanted).iter() {
-            if !sentinel::disarm(&core.reservation, &self.memory.saved, self.first + page) {
+            if !sentinel::disarm(&core.reservation, &core.saved, self.first + page) {
                 lost.insert(page);
             }
         }
@@ -191,7 +191,8 @@ impl Buffer {
     pub fn read_lent(&self, page: usize, from: usize, out: &mut [u8]) -> bool {
         assert!(self.unwired.contains(page), "only of an unwired page");
         let (memory, page) = (&self.memory, self.first + page);
-        let there = sentinel::copy_lent(&memory.core.reservation, &memory.saved, page, from, out);
+        let there =
+            sentinel::copy_lent(&memory.core.reservation, &memory.core.saved, page, from, out);
         if !there {
             memory.lost.fetch_add(1, Ordering::Relaxed);
         }

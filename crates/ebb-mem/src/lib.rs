@@ -82,19 +82,23 @@ mod arena;
 mod bits;
 mod block;
 mod buffer;
+mod charge;
 mod class;
 pub mod clock;
+
 mod estimate;
 mod gauge;
 mod memory;
 #[cfg(all(test, feature = "shuttle"))]
 mod models;
 mod options;
+mod owners;
 mod pool;
 pub mod pressure;
 mod sentinel;
 mod share;
 mod small;
+mod space;
 mod stats;
 mod sync;
 mod sys;

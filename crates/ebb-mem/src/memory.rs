@@ -6,11 +6,13 @@ use std::time::{Duration, Instant};
 
 use crate::advise::{self, Books, Orders};
 use crate::arena::{Arena, Give, Shortage};
-use crate::block::OwnerId;
+use crate::charge::Charge;
 use crate::class::{CLASSES, EXTENT_BYTES, PAGE_BYTES, class_bytes};
 use crate::gauge::{PURGE, Retired, SQUEEZE, STARVED, UNCACHED, WAITERS, WorkerShared};
 use crate::options::{Options, Policy};
+use crate::owners::Owners;
 use crate::share::Shares;
+use crate::space::{Core, WORD};
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering};
 use crate::sys::{self, Advice, Reservation};
 use crate::wait::WaitList;
@@ -63,28 +65,13 @@ pub enum Reclaim {
     DrainWorkers,
 }
 
-/// What the advisor's threads share with the memory.
-pub(crate) struct Core {
-    pub(crate) reservation: Reservation,
-    pub(crate) books: Books,
-    pub(crate) orders: Orders,
-}
-
 #[derive(Default)]
 pub(crate) struct Workers {
     pub(crate) list: Vec<Arc<WorkerShared>>,
     /// Owners there is room for, in each worker's table.
-    owners: usize,
+    pub(crate) owners: usize,
     pub(crate) retired: Retired,
     pub(crate) pools: Vec<std::sync::Weak<crate::pool::PoolShared>>,
-}
-
-/// Who memory is accounted to, by number.
-#[derive(Default)]
-pub(crate) struct Owners {
-    pub(crate) names: Vec<Option<String>>,
-    /// Numbers without a name.
-    free: Vec<u16>,
 }
 
 struct Pace {
@@ -98,7 +85,6 @@ struct Pace {
 /// Elastic memory: see the [crate documentation](crate).
 pub struct Memory {
     pub(crate) core: Arc<Core>,
-    pub(crate) saved: Reservation,
     pub(crate) zones: [Zone; CLASSES],
     pub(crate) waits: WaitList,
     pub(crate) workers: Mutex<Workers>,
@@ -113,6 +99,8 @@ pub struct Memory {
     /// Pages rewired that were still there, and that were not.
     pub(crate) kept: AtomicU64,
     pub(crate) lost: AtomicU64,
+    /// Times the kernel refused to open address space.
+    pub(crate) refusals: AtomicU64,
     pace: Mutex<Pace>,
     shares: Shares,
     advisors: Vec<JoinHandle<()>>,
@@ -136,7 +124,7 @@ impl Memory {
     #[cfg(feature = "sim")]
     #[must_use]
     pub fn advise(&self, now: Instant) -> Option<Duration> {
-        let mut real = advise::Real { reservation: &self.core.reservation, vectored: true };
+        let mut real = advise::Real::new(&self.core);
         self.core.books.turn(&mut real, &mut self.advised.lock(), now)
     }
 
@@ -149,11 +137,14 @@ impl Memory {
     fn build(options: Options, advised: bool) -> Result<Arc<Memory>, Error> {
         let small = options.reserve_bytes.div_ceil(EXTENT_BYTES);
         let huge = options.huge_bytes.div_ceil(EXTENT_BYTES);
-        let bytes = small
-            .checked_add(huge)
-            .and_then(|extents| extents.checked_mul(EXTENT_BYTES))
-            .filter(|&bytes| small > 0 && bytes <= 8 << 40)
-            .ok_or(Error::Size(options.reserve_bytes))?;
+        let fits = |extents: usize| {
+            let bytes = extents.checked_mul(EXTENT_BYTES);
+            bytes.filter(|&bytes| small > 0 && bytes <= 8 << 40)
+        };
+        let chunk = small.checked_add(huge).filter(|&extents| fits(extents).is_some());
+        let chunk = Arena::chunk_extents(chunk.ok_or(Error::Size(options.reserve_bytes))?);
+        let (small, huge) = (small.next_multiple_of(chunk), huge.next_multiple_of(chunk));
+        let bytes = (small + huge) * EXTENT_BYTES;
         let reserve =
             |bytes| Reservation::new(bytes).map_err(|source| Error::Reserve { bytes, source });
         let reservation = reserve(bytes)?;
@@ -162,29 +153,30 @@ impl Memory {
         if huge > 0 {
             reservation.set_huge(split, bytes - split, true);
         }
-        // One word per page, for the sentinels' saved words.
-        let saved = reserve((bytes / PAGE_BYTES * 8).next_multiple_of(EXTENT_BYTES))?;
+        let saved = reserve((bytes / PAGE_BYTES * WORD).next_multiple_of(EXTENT_BYTES))?;
         saved.set_huge(0, saved.bytes(), false);
         let lending = options.lend && !options.policy.keeps() && sys::lending_works();
         let mut arena = Arena::new(small, huge, options.ceiling_bytes / PAGE_BYTES, lending);
         arena.set_keep_freed(options.policy.keeps());
-        let core =
-            Arc::new(Core { reservation, books: Books::new(arena), orders: Orders::default() });
+        let charge = Charge::now();
+        arena.close_all(chunk, charge.is_any());
+        let (books, orders) = (Books::new(arena), Orders::default());
+        let core = Arc::new(Core { reservation, saved, split, charge, books, orders });
         let advisors =
             if advised { advise::start(&core).map_err(Error::Thread)? } else { Vec::new() };
         let ceiling = options.ceiling_bytes;
         let names = vec![Some("cache".to_owned())];
         Ok(Arc::new(Memory {
             core,
-            saved,
             zones: std::array::from_fn(|class| Zone::new(class, ceiling)),
             waits: WaitList::default(),
             workers: Mutex::new(Workers { owners: names.len(), ..Workers::default() }),
-            owners: Mutex::new(Owners { names, free: Vec::new() }),
+            owners: Mutex::new(Owners::new(names)),
             squeezed: AtomicU64::new(0),
             squeezes: AtomicU64::new(0),
             kept: AtomicU64::new(0),
             lost: AtomicU64::new(0),
+            refusals: AtomicU64::new(0),
             uncached: AtomicBool::new(options.policy == Policy::Uncached),
             draining: AtomicBool::new(false),
             pace: Mutex::new(Pace {
@@ -216,40 +208,6 @@ impl Memory {
         workers.list.push(shared.clone());
         drop(workers);
         Worker::new(self.clone(), shared)
-    }
-
-    /// Registers an owner to account memory to.
-    ///
-    /// # Errors
-    /// [`Error::Owners`] when there are more than [`Options::owners`].
-    pub fn owner(&self, name: &str) -> Result<OwnerId, Error> {
-        let mut owners = self.owners.lock();
-        let (name, new) = (Some(name.to_owned()), owners.names.len());
-        if let Some(id) = owners.free.pop() {
-            owners.names[usize::from(id)] = name;
-            return Ok(OwnerId(id));
-        }
-        let id = u16::try_from(new).ok().filter(|&id| id < self.options.owners);
-        let id = id.ok_or(Error::Owners(self.options.owners))?;
-        // Every worker can count for it before anybody knows its number.
-        let mut workers = self.workers.lock();
-        workers.owners = new + 1;
-        workers.list.iter().for_each(|worker| worker.owners.make_room(new + 1));
-        drop(workers);
-        owners.names.push(name);
-        Ok(OwnerId(id))
-    }
-
-    /// Lets an owner's number be used again. Memory still accounted to it stays so under the next
-    /// owner's name: free it first.
-    pub fn release_owner(&self, owner: OwnerId) {
-        let mut owners = self.owners.lock();
-        if owner.0 != 0
-            && let Some(name) = owners.names.get_mut(usize::from(owner.0))
-            && name.take().is_some()
-        {
-            owners.free.push(owner.0);
-        }
     }
 
     /// Limits the blocks of the zone that serves `len` bytes (1 to 1 MiB) to `bytes` in use and in
@@ -421,6 +379,10 @@ impl Memory {
                 drop(pace);
                 self.resume_growth();
             }
+        }
+        // The kernel may have refused what others have given back since: nobody here is told.
+        if self.refusals.load(Ordering::Relaxed) > 0 && self.waits.len() > 0 {
+            self.serve_waiters();
         }
         if self.options.policy != Policy::Elastic {
             return;

@@ -122,8 +122,13 @@ impl SmallBuffer {
     pub fn read_lent(&self, memory: &Memory, page: usize, from: usize, out: &mut [u8]) -> bool {
         assert!(page < self.pages() && self.lent() >> page & 1 == 1, "only of a lent page");
         let Some(first) = self.first(memory) else { return false };
-        let there =
-            sentinel::copy_lent(&memory.core.reservation, &memory.saved, first + page, from, out);
+        let there = sentinel::copy_lent(
+            &memory.core.reservation,
+            &memory.core.saved,
+            first + page,
+            from,
+            out,
+        );
         if !there {
             memory.lost.fetch_add(1, Ordering::Relaxed);
         }
@@ -138,7 +143,7 @@ impl SmallBuffer {
         let wanted = pages & self.all() & !self.lent();
         let Some(first) = self.first(memory).filter(|_| wanted != 0) else { return 0 };
         for page in each(wanted) {
-            sentinel::arm(&memory.core.reservation, &memory.saved, first + page);
+            sentinel::arm(&memory.core.reservation, &memory.core.saved, first + page);
         }
         self.0.set_lent(self.lent() | wanted);
         self.account(worker, wanted, -1);
@@ -171,7 +176,7 @@ impl SmallBuffer {
         }
         let mut lost = 0;
         for page in each(wanted) {
-            if !sentinel::disarm(&memory.core.reservation, &memory.saved, first + page) {
+            if !sentinel::disarm(&memory.core.reservation, &memory.core.saved, first + page) {
                 lost |= run(page, 1);
             }
         }

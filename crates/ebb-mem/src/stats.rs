@@ -71,6 +71,8 @@ pub struct PoolStats {
 pub struct ArenaStats {
     /// Address space.
     pub reserved: usize,
+    /// Of that, what may be touched: what a kernel with strict overcommit charges for.
+    pub open: usize,
     /// Most that may be wired.
     pub ceiling: usize,
     /// In use, or free and kept warm: `Rss - LazyFree`, once all of it has been touched.
@@ -176,6 +178,7 @@ impl Memory {
         let counts = arena.counts();
         ArenaStats {
             reserved: self.core.reservation.bytes(),
+            open: arena.open_pages() * PAGE_BYTES,
             ceiling: arena.ceiling() * PAGE_BYTES,
             wired: counts.wired * PAGE_BYTES,
             unwired: counts.unwired * PAGE_BYTES,

@@ -7,7 +7,8 @@
 use std::io;
 use std::ptr::NonNull;
 
-use crate::class::{EXTENT_BYTES, PAGE_BYTES};
+use crate::arena::Closed;
+use crate::class::{EXTENT_BYTES, EXTENT_PAGES, PAGE_BYTES};
 
 /// `process_madvise(2)`: not in the C library's older versions.
 const SYS_PROCESS_MADVISE: libc::c_long = 440;
@@ -15,6 +16,9 @@ const SYS_PROCESS_MADVISE: libc::c_long = 440;
 const PIDFD_SELF: i32 = -10_000;
 /// Linux 5.18: MADV_DONTNEED that also works on locked memory.
 const MADV_DONTNEED_LOCKED: i32 = 24;
+
+/// How address space is reserved.
+const RESERVED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
 
 /// What to tell the kernel about idle memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,10 +60,10 @@ unsafe impl Sync for Reservation {}
 
 impl Reservation {
     /// Reserves `bytes` (a multiple of the extent), aligned to the extent, not inherited by
-    /// children: a page shared copy-on-write with a child would never be given back.
+    /// children: a page shared copy-on-write with a child would never be given back. Without access:
+    /// see [`Reservation::open`].
     pub(crate) fn new(bytes: usize) -> io::Result<Reservation> {
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let (prot, flags) = (libc::PROT_NONE, RESERVED);
         let padded = bytes.checked_add(EXTENT_BYTES).ok_or(io::ErrorKind::OutOfMemory)?;
         // SAFETY: a new anonymous mapping at an address of the kernel's choice.
         let start = unsafe { libc::mmap(std::ptr::null_mut(), padded, prot, flags, -1, 0) };
@@ -92,6 +96,52 @@ impl Reservation {
 
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    fn is_inside(&self, offset: usize, bytes: usize) -> bool {
+        offset.checked_add(bytes).is_some_and(|end| end <= self.bytes)
+    }
+
+    /// Makes a part of the range accessible. Fails where the kernel has no memory to promise
+    /// (`vm.overcommit_memory=2`, `RLIMIT_DATA`) or no mapping more (`vm.max_map_count`).
+    pub(crate) fn open(&self, offset: usize, bytes: usize) -> io::Result<()> {
+        if !self.is_inside(offset, bytes) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let start = self.base.as_ptr().wrapping_add(offset);
+        // SAFETY: a range inside the mapping this type owns (checked); more access breaks nothing.
+        let result =
+            unsafe { libc::mprotect(start.cast(), bytes, libc::PROT_READ | libc::PROT_WRITE) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Takes access and content of a part of the range away: a new mapping in its place, since no
+    /// other call takes back what the kernel has charged for. Nobody may refer to it.
+    pub(crate) fn close(&self, offset: usize, bytes: usize, huge: bool) -> Closed {
+        if !self.is_inside(offset, bytes) {
+            return Closed::No;
+        }
+        let start = self.base.as_ptr().wrapping_add(offset);
+        let flags = RESERVED | libc::MAP_FIXED;
+        // SAFETY: replaces a part of the mapping this type owns (checked) in which, as the caller
+        // knows, nothing is.
+        let mapped = unsafe { libc::mmap(start.cast(), bytes, libc::PROT_NONE, flags, -1, 0) };
+        if mapped == libc::MAP_FAILED {
+            // Kernels before 6.13 may have taken the old mapping away before they failed.
+            return if self.is_mapped(offset, bytes) { Closed::No } else { Closed::Lost };
+        }
+        // As in `new`. Where it fails the next mapping but one is not joined with its neighbours.
+        let _ = self.advise_raw(offset, bytes, libc::MADV_DONTFORK);
+        self.set_huge(offset, bytes, huge);
+        Closed::Yes
+    }
+
+    fn is_mapped(&self, offset: usize, bytes: usize) -> bool {
+        let mut states = [0; EXTENT_PAGES];
+        (offset..offset + bytes).step_by(EXTENT_BYTES).all(|at| {
+            let pages = (offset + bytes - at).min(EXTENT_BYTES) / PAGE_BYTES;
+            self.resident(at / PAGE_BYTES, &mut states[..pages])
+        })
     }
 
     #[inline]
@@ -215,6 +265,9 @@ pub(crate) const BATCH: usize = 64;
 /// a machine without swap discarded at once).
 pub(crate) fn lending_works() -> bool {
     let Ok(probe) = Reservation::new(EXTENT_BYTES) else { return false };
+    if probe.open(0, EXTENT_BYTES).is_err() {
+        return false;
+    }
     probe.set_huge(0, EXTENT_BYTES, false);
     let word = probe.address(0);
     // SAFETY: the first byte of a mapping that only this function knows.
@@ -224,6 +277,14 @@ pub(crate) fn lending_works() -> bool {
     }
     // SAFETY: as above.
     unsafe { word.read_volatile() == 0x5a }
+}
+
+/// The limit on memory of this process that could be written (`RLIMIT_DATA`), if there is one.
+pub(crate) fn data_limit() -> Option<u64> {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: a structure of this call's kind to write to.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_DATA, &raw mut limit) } == 0;
+    (known && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
 }
 
 /// Makes the kernel reclaim now what it may reclaim of a range at any time.

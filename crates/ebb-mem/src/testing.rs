@@ -8,6 +8,13 @@
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
+/// Where a memory's blocks are, but those on huge pages: (start, end).
+#[must_use]
+pub fn range(memory: &crate::Memory) -> (usize, usize) {
+    let start = memory.core.reservation.address(0).addr().get();
+    (start, start + memory.core.split)
+}
+
 /// Makes the kernel take what it may of a range of `len` bytes from the page at `start`: lent pages
 /// go, others stay. Those in another processor's lists stay, too.
 pub fn take(start: usize, len: usize) {

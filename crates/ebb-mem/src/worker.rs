@@ -16,7 +16,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use crate::arena::{Give, Shortage};
+use crate::advise::Locked;
+use crate::arena::{Arena, Give, Shortage};
 use crate::block::{Block, OwnerId};
 use crate::class::{
     CLASSES, EXTENT_PAGES, MAX_BLOCK_BYTES, PAGE_BYTES, class_bytes, class_of, class_pages,
@@ -271,8 +272,7 @@ impl WorkerInner {
         }
         let mut count = 1;
         let (page, out) = {
-            let mut arena = self.memory.core.books.lock();
-            let page = arena.take(class)?;
+            let (mut arena, page) = self.take(|arena| arena.take(class), 1, false)?;
             while caching && count < bucket.room() {
                 let Some(more) = arena.take_warm(class) else { break };
                 if !bucket.push(u32::try_from(more).unwrap_or(u32::MAX)) {
@@ -291,8 +291,33 @@ impl WorkerInner {
         Ok(page)
     }
 
+    /// Takes with `take`; opens address space for it as long as that is what it needs.
+    fn take(
+        &self,
+        take: impl Fn(&mut Arena) -> Result<usize, Shortage>,
+        extents: usize,
+        huge: bool,
+    ) -> Result<(Locked<'_>, usize), Shortage> {
+        loop {
+            let mut arena = self.memory.core.books.lock();
+            match take(&mut arena) {
+                Ok(page) => return Ok((arena, page)),
+                // Others may have taken what was opened: then they got on.
+                Err(Shortage::Shut) => {
+                    drop(arena);
+                    if !self.memory.open(extents, huge) {
+                        return Err(Shortage::Budget);
+                    }
+                }
+                Err(shortage) => return Err(shortage),
+            }
+        }
+    }
+
     fn alloc_run(&self, pages: usize, huge: bool, owner: OwnerId) -> Result<Block, Shortage> {
-        let take = || self.memory.core.books.lock().take_run(pages, huge);
+        let extents = pages.div_ceil(EXTENT_PAGES).max(1);
+        let take =
+            || self.take(|arena| arena.take_run(pages, huge), extents, huge).map(|(_, page)| page);
         let page = take().or_else(|_| {
             if !self.memory.relieve(pages) {
                 self.purge(Give::Lend);

@@ -82,19 +82,6 @@ pub struct Disk {
     pub cached: Arc<VolumeCache>,
 }
 
-/// The mapping an address lies in.
-pub fn mapping(address: usize) -> (usize, usize) {
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    let range = maps.lines().find_map(|line| {
-        let (start, rest) = line.split_once('-')?;
-        let end = rest.split_once(' ')?.0;
-        let start = usize::from_str_radix(start, 16).ok()?;
-        let end = usize::from_str_radix(end, 16).ok()?;
-        (start <= address && address < end).then_some((start, end))
-    });
-    range.expect("every address in use is mapped")
-}
-
 /// The kernel takes what it may of a mapping: lent pages go, others stay.
 pub fn reclaim(mapping: (usize, usize)) {
     ebb_mem::testing::take_everywhere(&[(mapping.0, mapping.1 - mapping.0)]);

@@ -135,7 +135,10 @@ impl Arena {
                         self.offer_pages(extent, &free, Advice::Return);
                     }
                 }
-                (true, Advice::Return) => self.counts.unwired -= count,
+                (true, Advice::Return) => {
+                    self.counts.unwired -= count;
+                    self.emptied(extent);
+                }
                 (false, _) => {
                     self.counts.unwired -= count;
                     self.counts.wired += count;
@@ -152,6 +155,7 @@ impl Arena {
 
     /// Whether the advisor has nothing to do.
     pub(crate) fn settled(&self) -> bool {
-        self.queue.is_empty() && self.counts.advising == 0
+        let advised = self.queue.is_empty() && self.counts.advising == 0;
+        advised && !self.may_close() && !self.closing()
     }
 }

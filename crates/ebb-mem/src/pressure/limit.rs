@@ -14,6 +14,8 @@ use super::report::SourceKind;
 pub enum LimitSource {
     /// The host has no more.
     Ram,
+    /// The host promises no more (`vm.overcommit_memory=2`).
+    Commit,
     /// A limit of the cgroup in this directory, version 1 or 2.
     Cgroup(PathBuf),
 }
@@ -39,13 +41,18 @@ fn levels(roots: &Roots) -> Vec<(SourceKind, PathBuf)> {
     all
 }
 
-/// The memory limit that applies: the least of all memory of the host and the limits (`high`, `max`,
+/// The memory limit that applies: the least of all memory of the host, what it may promise where it is
+/// strict, and the limits (`high`, `max`,
 /// version 1's limit) of the own cgroup and those above it. `None` if the size of the host's memory
 /// cannot be read. Reads files: not for the hot path.
 #[must_use]
 pub fn limit(roots: &Roots) -> Option<Limit> {
     let (total, _) = total_and_available(roots)?;
     let mut limit = Limit { bytes: total, source: LimitSource::Ram };
+    let promises = crate::charge::commit_limit(&roots.proc);
+    if let Some(bytes) = promises.filter(|bytes| *bytes < limit.bytes) {
+        limit = Limit { bytes, source: LimitSource::Commit };
+    }
     for (kind, dir) in levels(roots) {
         if let Some(bytes) = Names::of(kind).limit(&dir).filter(|bytes| *bytes < limit.bytes) {
             limit = Limit { bytes, source: LimitSource::Cgroup(dir) };

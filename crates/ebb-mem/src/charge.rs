@@ -1,0 +1,114 @@
+//! What the kernel charges for: memory that could be written, whether it is or not, under strict overcommit
+//! (`vm.overcommit_memory=2`) and under a limit on the data of this process (`RLIMIT_DATA`).
+//!
+//! Elastic memory takes what it can get; where that is charged for it must leave some to the heap of this
+//! process and to all others, whose allocations would fail otherwise. Looked at when address space is
+//! opened, a few MiB at a time, and only where something is charged.
+
+use std::path::Path;
+
+use crate::class::PAGE_BYTES;
+use crate::sys;
+
+/// One part in so many of what the host may promise is left to others, and of what this process may
+/// have to its heap.
+const HOST_RESERVE: u64 = 32;
+const DATA_RESERVE: u64 = 8;
+
+/// What is charged here.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Charge {
+    strict: bool,
+    data: bool,
+}
+
+impl Charge {
+    /// As it is when the process looks.
+    pub(crate) fn now() -> Charge {
+        // A host that does not say may be.
+        let strict = is_strict(Path::new("/proc")).unwrap_or(true);
+        Charge { strict, data: sys::data_limit().is_some() }
+    }
+
+    /// Whether closing what is not used gives something back.
+    pub(crate) fn is_any(self) -> bool {
+        self.strict || self.data
+    }
+
+    /// Whether `bytes` more may be charged for without taking what others need.
+    pub(crate) fn allows(self, bytes: usize) -> bool {
+        let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
+        let host = if self.strict { commit(Path::new("/proc")) } else { None };
+        // Asked for anew: another process may change it.
+        let data = if self.data { sys::data_limit().zip(data_used()) } else { None };
+        fits(bytes, host, HOST_RESERVE) && fits(bytes, data, DATA_RESERVE)
+    }
+}
+
+/// Whether `bytes` more leave the reserve of (limit, used).
+fn fits(bytes: u64, room: Option<(u64, u64)>, reserve: u64) -> bool {
+    room.is_none_or(|(limit, used)| {
+        used.saturating_add(bytes) <= limit.saturating_sub(limit / reserve)
+    })
+}
+
+/// Whether the host promises no more than it has, if it says so.
+fn is_strict(proc: &Path) -> Option<bool> {
+    let mode = std::fs::read_to_string(proc.join("sys/vm/overcommit_memory")).ok()?;
+    Some(mode.trim() == "2")
+}
+
+/// Bytes the host may promise, and has.
+fn commit(proc: &Path) -> Option<(u64, u64)> {
+    let text = std::fs::read_to_string(proc.join("meminfo")).ok()?;
+    let field = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+        line.split_ascii_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
+    };
+    Some((field("CommitLimit:")?, field("Committed_AS:")?))
+}
+
+/// What limits the memory that can be promised, if the host is strict: for those who size things.
+pub(crate) fn commit_limit(proc: &Path) -> Option<u64> {
+    is_strict(proc).filter(|strict| *strict)?;
+    commit(proc).map(|(limit, _)| limit)
+}
+
+/// Bytes of this process that count against `RLIMIT_DATA`.
+fn data_used() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/statm").ok()?;
+    let pages: u64 = text.split_ascii_whitespace().nth(5)?.parse().ok()?;
+    pages.checked_mul(PAGE_BYTES as u64)
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reserve_is_left() {
+        assert!(fits(u64::MAX, None, 8));
+        assert!(fits(7, Some((80, 63)), 8) && !fits(8, Some((80, 63)), 8));
+        assert!(!fits(1, Some((80, u64::MAX)), 8) && !fits(u64::MAX, Some((80, 0)), 8));
+        assert!(!fits(1, Some((0, 0)), 8));
+    }
+
+    #[test]
+    fn what_the_host_says_is_understood() {
+        let dir = tempfile::tempdir().unwrap();
+        let say = |mode: &str, meminfo: &str| {
+            std::fs::create_dir_all(dir.path().join("sys/vm")).unwrap();
+            std::fs::write(dir.path().join("sys/vm/overcommit_memory"), mode).unwrap();
+            std::fs::write(dir.path().join("meminfo"), meminfo).unwrap();
+            commit_limit(dir.path())
+        };
+        let text = "MemTotal: 9 kB\nCommitLimit:      100 kB\nCommitted_AS:      30 kB\n";
+        assert_eq!(say("2\n", text), Some(100 << 10));
+        assert_eq!(commit(dir.path()), Some((100 << 10, 30 << 10)));
+        assert_eq!(say("0\n", text), None);
+        assert_eq!(say("2\n", "CommitLimit: 18446744073709551615 kB\nCommitted_AS: x"), None);
+        assert_eq!(is_strict(Path::new("/nowhere")), None);
+        assert!(data_used().unwrap() > 0 && commit(Path::new("/proc")).is_some());
+    }
+}

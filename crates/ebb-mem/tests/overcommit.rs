@@ -1,0 +1,209 @@
+//! What the kernel charges for: nothing before it is used, and nothing for what was given back. One test
+//! after another in this process: its limits and its mappings are looked at as a whole.
+#![cfg(not(feature = "shuttle"))]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use ebb_mem::{Block, Memory, Options, Reclaim};
+
+const MIB: usize = 1 << 20;
+
+#[derive(Default)]
+struct Bell(AtomicUsize);
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Bytes of private memory of this process that could be written: what strict overcommit charges for.
+fn writable() -> usize {
+    let text = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("VmData:")).unwrap();
+    line.split_whitespace().next().unwrap().parse::<usize>().unwrap() * 1024
+}
+
+fn mappings() -> usize {
+    std::fs::read_to_string("/proc/self/maps").unwrap().lines().count()
+}
+
+/// Limits the private memory of this process that could be written.
+fn limit_data(bytes: Option<usize>) {
+    let rlim_cur = bytes.map_or(libc::RLIM_INFINITY, |bytes| bytes as u64);
+    let limit = libc::rlimit { rlim_cur, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: a limit of this process, read from a structure on the stack.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_DATA, &raw const limit) }, 0);
+}
+
+/// A great memory costs nothing; what is used is charged; what was given back is not any more.
+fn charges_follow_use() {
+    let before = (writable(), mappings());
+    limit_data(Some(before.0 + 512 * MIB));
+    let now = Instant::now();
+    let memory = Memory::new(Options::new(12 << 30, now)).unwrap();
+    let made = (writable() - before.0, mappings() - before.1);
+    assert!(made.0 < 16 * MIB, "{} bytes are charged for before anything is used", made.0);
+    assert!(made.1 < 30, "{} mappings", made.1);
+    let owner = memory.owner("test").unwrap();
+    let worker = memory.worker(|| ());
+    let mut blocks: Vec<Block> = (0..200).map(|_| worker.alloc(MIB, owner).unwrap()).collect();
+    blocks.iter_mut().for_each(|block| block[0] = 1);
+    let mut run = worker.alloc(33 * MIB, owner).unwrap();
+    run[32 * MIB] = 1;
+    let used = writable() - before.0;
+    assert!(used >= 233 * MIB && used < 300 * MIB, "{used} bytes are charged for");
+    blocks.into_iter().for_each(|block| worker.free(block));
+    worker.free(run);
+    memory.reclaim(Reclaim::DrainWorkers, now);
+    worker.poll(now);
+    memory.settle();
+    let arena = memory.stats().arena;
+    assert_eq!((arena.resident(), arena.open), (0, 0));
+    let left = writable() - before.0;
+    assert!(left < 16 * MIB, "{left} bytes are still charged for");
+    // And it can all be had again.
+    memory.calm();
+    let mut block = worker.alloc(4096, owner).unwrap();
+    block.fill(7);
+    worker.free(block);
+    limit_data(None);
+}
+
+/// Memory that the kernel does not promise is as memory above the ceiling: whoever can wait waits, and is
+/// served when some is given back, here or by others.
+fn a_refusal_is_a_ceiling() {
+    let before = writable();
+    limit_data(Some(before + 64 * MIB));
+    let now = Instant::now();
+    let memory = Memory::new(Options::new(12 << 30, now)).unwrap();
+    let owner = memory.owner("test").unwrap();
+    let worker = memory.worker(|| ());
+    let mut blocks: Vec<Block> =
+        std::iter::from_fn(|| worker.alloc(256 << 10, owner).ok()).collect();
+    assert!(blocks.len() >= 64 && blocks.len() < 256, "{} blocks", blocks.len());
+    blocks.iter_mut().for_each(|block| block[0] = 1);
+    assert!(worker.alloc(4096, owner).is_err());
+    assert!(worker.alloc(4 * MIB, owner).is_err());
+
+    let bell = Arc::<Bell>::default();
+    let waker = Waker::from(bell.clone());
+    let context = &mut Context::from_waker(&waker);
+    let mut waiting = pin!(worker.alloc_wait(4096, owner));
+    assert!(waiting.as_mut().poll(context).is_pending());
+    // Given back by others: the memory's beat has whoever waits look again.
+    limit_data(None);
+    let rung = bell.0.load(Ordering::Relaxed);
+    memory.tick(now + Duration::from_secs(2));
+    assert!(bell.0.load(Ordering::Relaxed) > rung);
+    let Poll::Ready(Ok(block)) = waiting.as_mut().poll(context) else { panic!("there is room") };
+    worker.free(block);
+
+    // Given back here: blocks of another size, whose extents must become free first.
+    limit_data(Some(before + 64 * MIB));
+    blocks.extend(std::iter::from_fn(|| worker.alloc(256 << 10, owner).ok()));
+    let mut waiting = pin!(worker.alloc_wait(MIB, owner));
+    assert!(waiting.as_mut().poll(context).is_pending());
+    blocks.drain(..).for_each(|block| worker.free(block));
+    worker.poll(now);
+    let Poll::Ready(Ok(block)) = waiting.as_mut().poll(context) else { panic!("it was freed") };
+    worker.free(block);
+    limit_data(None);
+}
+
+/// Mappings that are used up (`vm.max_map_count`), by other parts of the process.
+fn no_mapping_left_is_a_ceiling() {
+    let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap();
+    let most: usize = text.trim().parse().unwrap();
+    let now = Instant::now();
+    let memory = Memory::new(Options::new(4 << 30, now)).unwrap();
+    let owner = memory.owner("test").unwrap();
+    let worker = memory.worker(|| ());
+    let held = worker.alloc(4096, owner).unwrap();
+    // Every other page of a range of its own: neighbours that are alike would be joined.
+    let bytes = 4096 * (most + 1024);
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: a new mapping, which nothing else refers to.
+    let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, libc::PROT_NONE, flags, -1, 0) };
+    assert_ne!(start, libc::MAP_FAILED);
+    let mut page = 0;
+    loop {
+        let at = start.wrapping_byte_add(page * 4096);
+        // SAFETY: a page of the mapping just made.
+        if unsafe { libc::mprotect(at, 4096, libc::PROT_READ) } != 0 {
+            break;
+        }
+        page += 2;
+        assert!(page * 4096 < bytes, "the kernel has a limit");
+    }
+    // What is open serves as before, and then it is as if the ceiling were reached.
+    let mut blocks = Vec::new();
+    while let Ok(block) = worker.alloc(64 << 10, owner) {
+        blocks.push(block);
+        assert!(blocks.len() < 1 << 20, "the kernel refuses sooner or later");
+    }
+    let served = blocks.len();
+    let waker = Waker::from(Arc::<Bell>::default());
+    let context = &mut Context::from_waker(&waker);
+    let mut waiting = pin!(worker.alloc_wait(64 << 10, owner));
+    assert!(waiting.as_mut().poll(context).is_pending());
+    // Advice needs no mapping; what is given back is used again.
+    blocks.drain(..served / 2).for_each(|block| worker.free(block));
+    let Poll::Ready(Ok(block)) = waiting.as_mut().poll(context) else { panic!("it was freed") };
+    blocks.push(block);
+    memory.reclaim(Reclaim::Drain, now);
+    memory.settle();
+    memory.calm();
+    // SAFETY: the mapping made above.
+    assert_eq!(unsafe { libc::munmap(start, bytes) }, 0);
+    let more: Vec<Block> = (0..4096).map(|_| worker.alloc(64 << 10, owner).unwrap()).collect();
+    blocks.into_iter().chain(more).chain([held]).for_each(|block| worker.free(block));
+}
+
+/// However it is taken and given back, the mappings of a memory are bounded.
+fn mappings_are_bounded() {
+    let before = mappings();
+    let limit = writable() + (3 << 30);
+    limit_data(Some(limit));
+    let now = Instant::now();
+    let memory = Memory::new(Options::new(12 << 30, now)).unwrap();
+    let owner = memory.owner("test").unwrap();
+    let worker = memory.worker(|| ());
+    let mut blocks: Vec<Option<Block>> =
+        std::iter::from_fn(|| worker.alloc(2 * MIB, owner).ok()).map(Some).collect();
+    assert!(blocks.len() > 1000, "{} blocks", blocks.len());
+    // One of many extents stays: as scattered as can be.
+    for (index, block) in blocks.iter_mut().enumerate() {
+        if index % 16 != 0
+            && let Some(block) = block.take()
+        {
+            worker.free(block);
+        }
+    }
+    memory.reclaim(Reclaim::DrainWorkers, now);
+    worker.poll(now);
+    memory.settle();
+    let scattered = mappings() - before;
+    assert!(scattered < 2 * 4096 + 100, "{scattered} mappings");
+    memory.calm();
+    blocks.into_iter().flatten().for_each(|block| worker.free(block));
+    memory.reclaim(Reclaim::DrainWorkers, now);
+    memory.settle();
+    let left = mappings() - before;
+    assert!(left < 40, "{left} mappings are left of {scattered}");
+    limit_data(None);
+}
+
+#[test]
+fn what_the_kernel_charges_for_ebbs_and_its_refusals_are_a_ceiling() {
+    charges_follow_use();
+    a_refusal_is_a_ceiling();
+    mappings_are_bounded();
+    no_mapping_left_is_a_ceiling();
+}
