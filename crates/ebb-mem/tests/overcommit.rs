@@ -58,7 +58,7 @@ fn charges_follow_use() {
     let mut run = worker.alloc(33 * MIB, owner).unwrap();
     run[32 * MIB] = 1;
     let used = writable() - before.0;
-    assert!(used >= 233 * MIB && used < 300 * MIB, "{used} bytes are charged for");
+    assert!((233 * MIB..300 * MIB).contains(&used), "{used} bytes are charged for");
     blocks.into_iter().for_each(|block| worker.free(block));
     worker.free(run);
     memory.reclaim(Reclaim::DrainWorkers, now);
@@ -87,7 +87,7 @@ fn a_refusal_is_a_ceiling() {
     let worker = memory.worker(|| ());
     let mut blocks: Vec<Block> =
         std::iter::from_fn(|| worker.alloc(256 << 10, owner).ok()).collect();
-    assert!(blocks.len() >= 64 && blocks.len() < 256, "{} blocks", blocks.len());
+    assert!((64..256).contains(&blocks.len()), "{} blocks", blocks.len());
     blocks.iter_mut().for_each(|block| block[0] = 1);
     assert!(worker.alloc(4096, owner).is_err());
     assert!(worker.alloc(4 * MIB, owner).is_err());
