@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ebb_io::WorkerHandle;
 
-use crate::control::{Control, Lookup};
+use crate::control::{Awaited, Control, Lookup};
 use crate::device::Settings;
 use crate::disk::{Transient, XenStats};
 use crate::mailbox::{Mailbox, Message};
@@ -24,6 +24,8 @@ pub struct Options {
     pub workers: Vec<WorkerHandle>,
     /// The volumes.
     pub volumes: Lookup,
+    /// Which volumes that are not found will come; see [`Backend::look_again`].
+    pub awaited: Awaited,
     /// What can be changed at run time.
     pub parameters: Arc<XenParameters>,
     /// Backend kinds to serve: directories below `backend` in xenstore. `ebbd` is the daemon's own.
@@ -51,6 +53,7 @@ impl Options {
             platform,
             workers,
             volumes,
+            awaited: Arc::new(|_| false),
             parameters: Arc::default(),
             kinds: vec!["ebbd".to_owned()],
             journals: None,
@@ -149,6 +152,7 @@ impl Backend {
             workers: options.workers,
             parameters: options.parameters,
             volumes: options.volumes.clone(),
+            awaited: options.awaited,
             settings: Settings {
                 max_queues: options.max_queues.max(1),
                 queue_memory: options.queue_memory,
@@ -177,6 +181,11 @@ impl Backend {
         // First: a ring's end must not be heard before.
         self.mailbox.send(Message::Withdraw(volume.to_owned()));
         self.served.withdraw(volume, found.as_ref().map(|(volume, _)| volume))
+    }
+
+    /// Looks at all devices again: a volume is there that was awaited.
+    pub fn look_again(&self) {
+        self.mailbox.send(Message::Arrived);
     }
 
     /// Begins to stop: all rings are wound up from now on. Guests stay connected and wait for a successor. Does not

@@ -41,6 +41,9 @@ const SCRIPT: &str = "block-ebbd";
 /// The backend kind of the toolstack's own, which is served where the kernel does not.
 const TOOLSTACK_KIND: &str = "vbd";
 
+/// Whether a volume that is not found will come: then its guests wait for it.
+pub type Awaited = Arc<dyn Fn(&str) -> bool + Send + Sync>;
+
 /// Finds a volume by name, with the limits of its page pools.
 pub type Lookup = Arc<dyn Fn(&str) -> Option<(Arc<Volume>, Arc<PoolParameters>)> + Send + Sync>;
 
@@ -62,6 +65,7 @@ pub struct Control {
     pub(crate) workers: Vec<WorkerHandle>,
     pub(crate) parameters: Arc<XenParameters>,
     pub(crate) volumes: Lookup,
+    pub(crate) awaited: Awaited,
     pub(crate) settings: Settings,
     pub(crate) mailbox: Mailbox,
     pub(crate) inbox: Receiver<Message>,
@@ -247,6 +251,7 @@ impl Control {
                 Message::Ended(key, generation) => self.ring_ended(&key, generation),
                 Message::Leave => {}
                 Message::GiveUp => self.given_up = true,
+                Message::Arrived => self.dirty.extend(self.devices.keys().cloned()),
                 Message::Withdraw(name) => self.withdraw(&name),
             }
         }
@@ -398,6 +403,11 @@ impl Control {
             };
             match outcome {
                 Ok(()) => {}
+                // Looked at again when it is there: a guest that waits for a successor waits on.
+                Err(DeviceError::NoVolume(name)) if (self.awaited)(&name) => {
+                    tracing::info!(device = key.name(), volume = name, "waits for its volume");
+                    return Ok(());
+                }
                 // The one before may be about to end, as when a guest is restarted or moves.
                 Err(DeviceError::Writer(_)) if self.may_wait(key, now) => {
                     self.dirty.insert(key.clone());

@@ -52,7 +52,7 @@ pub mod shm;
 
 pub use attach::{AttachError, Disk, attach, detach, device_number, find_domain};
 pub use backend::{Backend, DeviceStats, Figures, Options, StartError};
-pub use control::{Control, Lookup, Turn};
+pub use control::{Awaited, Control, Lookup, Turn};
 pub use disk::{MAX_SEGMENTS, Transient, XenStats};
 pub use params::XenParameters;
 pub use served::Ending;

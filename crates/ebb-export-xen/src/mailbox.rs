@@ -15,6 +15,8 @@ pub(crate) enum Message {
     Leave,
     /// End now, whatever is still under way.
     GiveUp,
+    /// A volume is there that was not: look at all devices again.
+    Arrived,
     /// The rings of a volume are being wound up: tell its guests when they have ended.
     Withdraw(String),
 }

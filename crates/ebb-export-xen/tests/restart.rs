@@ -444,3 +444,29 @@ fn a_journal_of_an_earlier_format_is_taken_over_only_when_idle() {
     disk.await_backend("5").unwrap();
     assert!(told(&rig).contains("made by another version of ebbd"), "{}", told(&rig));
 }
+
+#[test]
+fn a_guest_waits_for_a_volume_that_its_successor_cannot_open_yet() {
+    let mut rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(3, 4096)).unwrap(), 0);
+    rig.stop();
+    let volume = rig.volumes.lock().unwrap().remove("disk").unwrap();
+    let asked = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    rig.start(1, |options| {
+        let asked = asked.clone();
+        options.awaited = Arc::new(move |name| {
+            assert_eq!(name, "disk");
+            asked.store(true, Ordering::SeqCst);
+            true
+        });
+    });
+    until("the successor looks for the volume", || asked.load(Ordering::SeqCst));
+    rig.add(volume);
+    let backend = rig.backend.as_ref().unwrap();
+    backend.look_again();
+    until("it is served again", || backend.stats().len() == 1);
+    let mut read = vec![0; 4096];
+    assert_eq!(disk.transfer(0, op::READ, 0, &mut read).unwrap(), 0);
+    assert_eq!(read, pattern(3, 4096));
+}

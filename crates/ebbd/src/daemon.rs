@@ -181,7 +181,7 @@ pub fn serve(config: &Config, args: ServeArgs, set_log_level: SetLogLevel) -> an
     let workers = || daemon.workers.iter().map(Worker::handle).collect::<Vec<_>>();
     let xen = match config.xen {
         true => {
-            let backend = crate::xen::serve(&server, &parameters, workers(), grants)?;
+            let backend = crate::xen::serve(&server, &parameters, workers(), grants, &engine)?;
             let figures = backend.figures();
             engine.guests().set(backend);
             Some(figures)

@@ -262,8 +262,9 @@ impl Engine {
             self.server.add(volume.clone(), self.parameters.pool(Some(&name)));
         };
         match slot.serve(current, &self.stopping, (volume, config), add) {
-            Some(0) => {}
+            Some(0) => self.guests.look_again(),
             Some(attempts) => {
+                self.guests.look_again();
                 tracing::info!(volume = slot.name(), attempts, "opened at last: offered");
             }
             None => {}
@@ -316,6 +317,13 @@ impl Engine {
     ) -> Option<Result<u64, ResizeError>> {
         let volume = self.server.volume(name)?;
         Some(volume.resize(io, order).await)
+    }
+
+    /// Whether a volume is not served and will be: it is being opened, or tried again.
+    pub fn awaits(&self, name: &str) -> bool {
+        let slot = lock(&self.slots).get(name).cloned();
+        let phase = slot.map(|slot| slot.state().phase);
+        matches!(phase, Some(Phase::Opening | Phase::Failed))
     }
 
     /// All volumes by name, with what becomes of each now.

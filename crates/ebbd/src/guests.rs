@@ -23,6 +23,15 @@ impl Guests {
     /// Serves guests through this backend.
     pub(crate) fn set(&self, backend: Backend) {
         *lock(&self.backend) = Some(backend);
+        // A volume may have come before.
+        self.look_again();
+    }
+
+    /// A volume is there that was awaited.
+    pub(crate) fn look_again(&self) {
+        if let Some(backend) = &*lock(&self.backend) {
+            backend.look_again();
+        }
     }
 
     /// Serves a volume no more: the requests that are under way, to be waited for. To be called while the volume is

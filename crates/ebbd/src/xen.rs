@@ -11,6 +11,7 @@ use ebb_export_xen::{Backend, Disk, Options, XenParameters, attach, detach, find
 use ebb_io::WorkerHandle;
 
 use crate::cli::XenArgs;
+use crate::engine::Engine;
 use crate::params::Parameters;
 
 /// What a successor of a killed daemon needs lies here: in memory, gone with the host.
@@ -27,6 +28,7 @@ pub(crate) fn serve(
     parameters: &Parameters,
     workers: Vec<WorkerHandle>,
     grants: Arc<XenParameters>,
+    engine: &Arc<Engine>,
 ) -> anyhow::Result<Backend> {
     let (server, parameters) = (server.clone(), parameters.clone());
     let lookup = move |name: &str| {
@@ -35,6 +37,10 @@ pub(crate) fn serve(
     };
     let mut options = Options::new(Arc::new(Host), workers, Arc::new(lookup));
     options.parameters = grants;
+    // The engine holds the backend.
+    let engine = Arc::downgrade(engine);
+    options.awaited =
+        Arc::new(move |name| engine.upgrade().is_some_and(|engine| engine.awaits(name)));
     options.journals = Some(JOURNALS.into());
     if Path::new(KERNEL_BACKEND).exists() {
         tracing::info!("xen-blkback is loaded: disk lines with block-ebbd are left to it");
