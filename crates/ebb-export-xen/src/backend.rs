@@ -1,7 +1,8 @@
 //! The backend as the daemon sees it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::fs::File;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -79,6 +80,15 @@ pub enum StartError {
         /// The cause.
         source: std::io::Error,
     },
+    /// Another daemon serves the guests of this host.
+    #[error(
+        "another ebbd serves the Xen guests of this host (it holds {path}): stop it first, or start this one \
+             without --xen"
+    )]
+    Running {
+        /// The directory it holds.
+        path: PathBuf,
+    },
     /// A thread cannot be made.
     #[error("cannot start the thread for xenstore")]
     Thread(#[source] std::io::Error),
@@ -103,6 +113,9 @@ pub struct DeviceStats {
     pub stats: XenStats,
 }
 
+/// Tries to hold the directory of journals, and the time between them.
+const LOCK_TRIES: u32 = 20;
+const LOCK_PAUSE: Duration = Duration::from_millis(100);
 /// How long a backend that is dropped waits for its requests.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -142,6 +155,7 @@ impl Backend {
             std::fs::create_dir_all(path)
                 .map_err(|source| StartError::Journals { path: path.clone(), source })?;
         }
+        let lock = options.journals.as_deref().map(lock).transpose()?;
         let (mailbox, inbox) = Mailbox::new().map_err(StartError::Thread)?;
         let served = Arc::<Served>::default();
         let control = Control {
@@ -169,6 +183,7 @@ impl Backend {
             retry: None,
             sizes: None,
             given_up: false,
+            _lock: lock,
         };
         Ok((Backend { mailbox, served, volumes: options.volumes, thread: None }, control))
     }
@@ -246,6 +261,21 @@ impl Drop for Backend {
             self.wind_up(Instant::now() + PATIENCE);
         }
     }
+}
+
+/// Holds the directory of journals: two backends would answer the same rings. One that is about to end is waited for.
+fn lock(path: &Path) -> Result<File, StartError> {
+    use rustix::fs::{FlockOperation, flock};
+    let fail = |source| StartError::Journals { path: path.to_owned(), source };
+    let folder = File::open(path).map_err(fail)?;
+    for _ in 0..LOCK_TRIES {
+        match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(folder),
+            Err(rustix::io::Errno::WOULDBLOCK) => std::thread::park_timeout(LOCK_PAUSE),
+            Err(error) => return Err(fail(error.into())),
+        }
+    }
+    Err(StartError::Running { path: path.to_owned() })
 }
 
 /// Our own domain: connections of guests may ask, that of dom0's socket may not.

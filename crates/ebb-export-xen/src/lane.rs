@@ -281,10 +281,11 @@ impl Queue {
                 None if self.disk.transient == Transient::Map => {
                     let mapping = self.grants.map(&[segment.gref], to_guest);
                     add(&self.disk.counters.maps, 1);
-                    let done =
-                        mapping.is_ok_and(|page| move_bytes(&page, *segment, part, to_guest));
-                    if !done {
-                        return false;
+                    match mapping {
+                        Ok(page) if move_bytes(&page, *segment, part, to_guest) => {}
+                        Ok(_) => return false,
+                        // The hypervisor needs no mapping, and tells which grants are wrong.
+                        Err(_) => left_over.push((*segment, range.start)),
                     }
                 }
                 None => left_over.push((*segment, range.start)),
@@ -312,7 +313,10 @@ impl Queue {
     /// Maps a page that the table does not have; as [`Queue::find_page`].
     #[cold]
     pub(crate) fn map_page(&self, table: &mut Table, gref: u32) -> Option<Option<u32>> {
-        let (mapped, cap) = (self.mapped.get(), self.disk.parameters.max_persistent_grants());
+        if self.starved.get() {
+            return None;
+        }
+        let (mapped, cap) = (self.mapped.get(), self.disk.parameters.ring_cap());
         // Near the cap places are for pages that come again, and are filled a few at a time.
         let crowded = table.len() * 16 >= usize::try_from(cap).unwrap_or(usize::MAX) * 15;
         if crowded && self.disk.transient == Transient::Copy {
@@ -329,7 +333,22 @@ impl Queue {
             return None;
         }
         // Always writable, since the guest will use the page for reads and writes alike.
-        let Ok(page) = self.grants.map(&[gref], true) else { return Some(None) };
+        if !self.disk.parameters.take_mapping() {
+            self.starve();
+            return None;
+        }
+        let page = match self.grants.map(&[gref], true) {
+            Ok(page) => page,
+            Err(error) => {
+                self.disk.parameters.give_mappings_back(1);
+                // A grant that is wrong is wrong for a copy, too, which says so. Else this process has too many
+                // mappings, or the host too little memory: no fault of the guest's.
+                if error.kind() != std::io::ErrorKind::InvalidInput {
+                    self.starve();
+                }
+                return None;
+            }
+        };
         if table.is_empty() {
             self.untidy.set();
         }
@@ -337,6 +356,14 @@ impl Queue {
         add(&self.disk.counters.maps, 1);
         self.disk.counters.note_mapped(1);
         Some(Some(table.insert(gref, page, self.now.get())))
+    }
+}
+
+impl Queue {
+    /// Maps nothing more until the table is tidied next.
+    fn starve(&self) {
+        self.starved.set(true);
+        self.untidy.set();
     }
 }
 

@@ -1,5 +1,6 @@
 //! What may be changed while guests are served.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -14,6 +15,10 @@ pub struct XenParameters {
     unused_seconds: AtomicU32,
     feature_persistent: AtomicBool,
     poll_us: AtomicU32,
+    /// Most grants that all rings together keep mapped, the rings there are, and the grants that are mapped.
+    budget: AtomicU32,
+    rings: AtomicU32,
+    mapped: AtomicU32,
     /// Counts orders to give idle mappings back.
     shrinks: AtomicU64,
     changed: Event,
@@ -28,6 +33,9 @@ impl Default for XenParameters {
             unused_seconds: AtomicU32::new(60),
             feature_persistent: AtomicBool::new(true),
             poll_us: AtomicU32::new(100),
+            budget: AtomicU32::new(budget_of_process()),
+            rings: AtomicU32::new(0),
+            mapped: AtomicU32::new(0),
             shrinks: AtomicU64::new(0),
             changed: Event::new(),
         }
@@ -56,6 +64,42 @@ impl XenParameters {
     pub fn set_persistent_grant_unused_seconds(&self, seconds: u32) {
         self.unused_seconds.store(seconds, Ordering::Relaxed);
         self.changed.notify(usize::MAX);
+    }
+
+    /// Most grants that all rings together keep mapped: each is a mapping of its own, and the kernel allows a process
+    /// `vm.max_map_count` of them. Half of that unless it is set.
+    pub fn map_budget(&self) -> u32 {
+        self.budget.load(Ordering::Relaxed)
+    }
+
+    /// Sets [`XenParameters::map_budget`]. Rings that hold more than their share give it back.
+    pub fn set_map_budget(&self, grants: u32) {
+        self.budget.store(grants, Ordering::Relaxed);
+        self.changed.notify(usize::MAX);
+    }
+
+    /// Most grants one ring keeps mapped: no more than its share of what all may.
+    pub(crate) fn ring_cap(&self) -> u32 {
+        let share = self.map_budget() / self.rings.load(Ordering::Relaxed).max(1);
+        self.max_persistent_grants().min(share)
+    }
+
+    /// One more ring: the others' shares get smaller, until the guard is dropped.
+    pub(crate) fn enter(self: &Arc<Self>) -> Ringing {
+        self.rings.fetch_add(1, Ordering::Relaxed);
+        self.changed.notify(usize::MAX);
+        Ringing(self.clone())
+    }
+
+    /// Takes one mapping from the budget; false if there is none left.
+    pub(crate) fn take_mapping(&self) -> bool {
+        let budget = self.map_budget();
+        let more = |mapped: u32| (mapped < budget).then_some(mapped.saturating_add(1));
+        self.mapped.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+    }
+
+    pub(crate) fn give_mappings_back(&self, count: u32) {
+        self.mapped.fetch_sub(count, Ordering::Relaxed);
     }
 
     /// Whether persistent grants are offered to frontends that connect.
@@ -99,4 +143,23 @@ impl XenParameters {
     pub(crate) fn listen(&self) -> EventListener {
         self.changed.listen()
     }
+}
+
+/// A ring that has a share; see [`XenParameters::map_budget`].
+pub(crate) struct Ringing(Arc<XenParameters>);
+
+impl Drop for Ringing {
+    fn drop(&mut self) {
+        self.0.rings.fetch_sub(1, Ordering::Relaxed);
+        self.0.changed.notify(usize::MAX);
+    }
+}
+
+/// Half of the mappings the kernel allows a process: the rest of it needs some, too, and an `mmap` that fails for want
+/// of them fails everywhere.
+fn budget_of_process() -> u32 {
+    /// The kernel's default.
+    const USUAL: u32 = 65_530;
+    let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();
+    text.trim().parse::<u32>().unwrap_or(USUAL) / 2
 }

@@ -89,6 +89,8 @@ pub(crate) struct Queue {
     pub(crate) table: Option<RefCell<Table>>,
     /// Grants mapped in this batch.
     pub(crate) mapped: Cell<usize>,
+    /// No mapping could be had lately: pages are copied until the table was tidied.
+    pub(crate) starved: Cell<bool>,
     /// Work done since others had their turn.
     spent: Cell<usize>,
     pub(crate) buffers: BufPool,
@@ -144,6 +146,7 @@ impl Queue {
             journal,
             table: parts.persistent.then(RefCell::default),
             mapped: Cell::new(0),
+            starved: Cell::new(false),
             spent: Cell::new(0),
             buffers,
             memory,
@@ -169,12 +172,14 @@ impl Queue {
             io.spawn(queue.clone().keep_house(shrinks)),
             io.spawn(queue.clone().obey()),
         ];
+        let share = parts.persistent.then(|| queue.disk.parameters.enter());
         queue.serve(parts.left_over).await;
         queue.drain().await;
         queue.publish();
         drop(helpers);
         queue.retire_idle();
         queue.unmap(|table| table.clear(UNMAP_STEP)).await;
+        drop(share);
     }
 
     async fn obey(self: Rc<Self>) {
@@ -469,8 +474,9 @@ impl Queue {
                 self.retire_idle();
             }
             let now = ebb_mem::clock::now();
+            self.starved.set(false);
             let limits = Limits {
-                cap: parameters.max_persistent_grants(),
+                cap: parameters.ring_cap(),
                 unused: may_rest(parameters.unused(), sign, now),
             };
             let mut first = true;
@@ -514,6 +520,7 @@ impl Queue {
         let gone = i64::try_from(before - after).unwrap_or(i64::MAX);
         let counters = &self.disk.counters;
         counters.note_mapped(-gone);
+        self.disk.parameters.give_mappings_back(u32::try_from(gone).unwrap_or_default());
         add(&counters.evictions, unmapped.0 - evictions);
         add(&counters.expiries, unmapped.1 - expiries);
         more

@@ -142,6 +142,8 @@ pub struct Guest {
     /// What is mapped where.
     maps: Mutex<HashMap<usize, usize>>,
     channels: Mutex<Vec<Ends>>,
+    /// Maps of pages fail, as when a process has as many mappings as it may.
+    full: std::sync::atomic::AtomicBool,
     itself: std::sync::Weak<Guest>,
 }
 
@@ -189,6 +191,7 @@ impl Guest {
             mapped: AtomicU64::new(0),
             maps: Mutex::default(),
             channels: Mutex::default(),
+            full: std::sync::atomic::AtomicBool::new(false),
             itself: itself.clone(),
         }))
     }
@@ -235,6 +238,11 @@ impl Guest {
         self.mapped.load(Ordering::SeqCst)
     }
 
+    /// Has the backend's maps fail from now on, or no more.
+    pub fn fail_maps(&self, fail: bool) {
+        self.full.store(fail, Ordering::SeqCst);
+    }
+
     /// Opens an event channel; its port.
     ///
     /// # Errors
@@ -275,6 +283,9 @@ impl Grants for Guest {
     fn map(&self, grefs: &[u32], writable: bool) -> io::Result<Mapping> {
         if grefs.is_empty() || !grefs.iter().all(|gref| self.may(*gref, writable)) {
             return Err(io::ErrorKind::InvalidInput.into());
+        }
+        if self.full.load(Ordering::SeqCst) {
+            return Err(io::ErrorKind::OutOfMemory.into());
         }
         let bytes = grefs.len() * PAGE_BYTES;
         let base = match grefs {

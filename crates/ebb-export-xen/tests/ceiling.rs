@@ -51,7 +51,8 @@ fn rings_on_a_silent_store_hold_up_no_other_volume() {
     store.latency_us.store(3_600_000_000, Ordering::Relaxed);
     let dead = Volume::new("dead", Store::Test(store), VolumeOptions::default());
     let store = Store::Test(Arc::new(TestStore::new(16 << 20, 2)));
-    let healthy = Volume::new("healthy", store, VolumeOptions::default());
+    let healthy =
+        Volume::new("healthy", store, VolumeOptions { shared: true, ..VolumeOptions::default() });
     // The rings of the dead store never come to their end, so that nothing can wait for it.
     let rig = ManuallyDrop::new(rig(&[&dead, &healthy]));
     let (one, two) = (rig.guest(1, 4096), rig.guest(2, 4096));

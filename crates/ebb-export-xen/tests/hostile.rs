@@ -208,6 +208,7 @@ fn nonsense_in_the_nodes_is_refused_and_can_be_mended() {
         ("event-channel", "77777"),
         ("protocol", "x86_16-abi"),
         ("protocol", &long),
+        ("protocol", "x\nERROR forged\r\u{1b}[2J\u{2028}"),
         ("ring-page-order", "5"),
         ("ring-page-order", "4294967295"),
         ("multi-queue-num-queues", "0"),
@@ -222,7 +223,10 @@ fn nonsense_in_the_nodes_is_refused_and_can_be_mended() {
         disk.set("state", "3");
         disk.await_backend("5").unwrap();
         let base = "/local/domain/0/error/backend/ebbd/1/51728/error";
-        assert!(rig.world.tree.get(base).is_some(), "{node}={value:.20}");
+        let told = rig.world.tree.get(base).unwrap();
+        // One line, whatever the guest wrote.
+        assert!(!told.contains(|c: char| c.is_control() || c == '\u{2028}'), "{told:?}");
+        assert!(told.len() < 1024, "{} bytes", told.len());
         assert_eq!(guest.mapped(), 0, "{node}={value:.20}: nothing stays mapped");
         rig.world.tree.remove_all("/local/domain/1/device");
         until("forgotten", || {
@@ -293,4 +297,64 @@ fn idle_grants_are_given_back() {
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 44 << 10]).unwrap(), 0);
     rig.parameters.set_persistent_grant_unused_seconds(1);
     until("all but the ring come back", || guest.mapped() == 1);
+}
+
+/// Rings share what the process may map: each has its part, none fails for want of a mapping, and the sum holds.
+#[test]
+fn all_rings_together_stay_within_the_budget_of_mappings() {
+    let rig = Rig::new();
+    rig.parameters.set_map_budget(100);
+    let guests: Vec<_> = (1..=4).map(|number| rig.guest(number, 400)).collect();
+    let mut disks = Vec::new();
+    let mapped = || guests.iter().map(|guest| guest.mapped()).sum::<u64>();
+    for (number, guest) in guests.iter().enumerate() {
+        let name = format!("disk-{number}");
+        rig.add(memory(&name, SIZE, false));
+        let mut disk = rig.attach(guest, "xvdb", &name, Wishes::default());
+        disk.connect().unwrap();
+        disks.push(disk);
+        let rings = disks.len() as u64;
+        // Each goes through 200 pages, twice, and gets its data right.
+        for disk in &mut disks {
+            for round in 0..2 {
+                let data = pattern(round, 200 * 4096);
+                assert_eq!(disk.transfer(0, op::WRITE, 0, &mut data.clone()).unwrap(), 0);
+                assert!(mapped() <= 100 + rings, "{} mapped", mapped());
+                let mut back = vec![0; data.len()];
+                assert_eq!(disk.transfer(0, op::READ, 0, &mut back).unwrap(), 0);
+                assert!(back == data && mapped() <= 100 + rings, "{} mapped", mapped());
+            }
+        }
+    }
+    // The first one gave its places to the others.
+    until("each has its share", || guests.iter().all(|guest| guest.mapped() <= 26));
+    let all = rig.backend.as_ref().unwrap().stats();
+    assert!(all.iter().all(|disk| disk.stats.errors == 0 && disk.stats.copies > 0), "{all:?}");
+    drop(disks);
+}
+
+/// A process that can map nothing more: requests are copied, and none fails.
+#[test]
+fn a_map_that_fails_is_a_copy_and_no_error() {
+    let rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    let guest = rig.world.find_guest(1).unwrap();
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 65536)).unwrap(), 0);
+    guest.fail_maps(true);
+    let before = rig.stats();
+    for round in 0..50 {
+        // Pages that were not mapped yet, direct and by descriptors.
+        let data = pattern(round, if round % 2 == 0 { 32 << 10 } else { 256 << 10 });
+        assert_eq!(disk.transfer(0, op::WRITE, 0, &mut data.clone()).unwrap(), 0);
+        let mut back = vec![0; data.len()];
+        assert_eq!(disk.transfer(0, op::READ, 0, &mut back).unwrap(), 0);
+        assert!(back == data);
+    }
+    let stats = rig.stats();
+    assert!(stats.errors == 0 && stats.copies > before.copies, "{stats:?}");
+    guest.fail_maps(false);
+    until("pages are mapped again", || {
+        assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 65536)).unwrap(), 0);
+        rig.stats().maps > stats.maps
+    });
 }

@@ -399,9 +399,9 @@ fn a_failed_flush_is_remembered_by_a_successor() {
     rig.add(volume_on("disk", &store));
     let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
-    store.write_faults.store(1000, Ordering::SeqCst);
+    store.flush_faults.store(1000, Ordering::SeqCst);
     assert_eq!(disk.flush(op::FLUSH_DISKCACHE).unwrap(), -1);
-    store.write_faults.store(0, Ordering::SeqCst);
+    store.flush_faults.store(0, Ordering::SeqCst);
     for restarts in 0..3 {
         for queue in 0..2 {
             let status = disk.transfer(queue, op::WRITE, 0, &mut pattern(1, 4096)).unwrap();

@@ -15,7 +15,7 @@ use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::{Channel, Domain, Grants, Platform, StoreError, XenStore};
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{Frontend, Wishes};
-use ebb_export_xen::{Backend, Options, Turn, device_number};
+use ebb_export_xen::{Backend, Disk, Options, Turn, attach, detach, device_number};
 use ebb_io::Worker;
 use ebb_store::{Store, TestStore};
 use ebb_volume::{Volume, VolumeOptions};
@@ -120,15 +120,23 @@ fn a_withdrawn_volume_ends_by_itself_and_its_guest_is_told() {
     assert!(told.contains("`slow` is not served any more"), "{told}");
     assert!(backend.withdraw("slow").is_over(), "nothing is left to wait for");
     // The lookup still finds it; it is not attached again.
+    let attach_again = || {
+        rig.world.tree.remove_all("/local/domain/0/error");
+        let mut store = rig.world.xenstore().unwrap();
+        detach(&mut *store, 1, "xvdb", true).unwrap();
+        let order = Disk { volume: "slow", name: "xvdb", read_only: false };
+        attach(&mut *store, 1, &order).unwrap();
+    };
     slow.set("state", "6");
+    attach_again();
+    until("it is refused", || {
+        rig.world.tree.get("/local/domain/0/error/backend/ebbd/1/51728/error").is_some()
+    });
     slow.await_backend("6").unwrap();
-    slow.set("state", "1");
-    until("it is refused", || slow.backend("state").as_deref() == Some("5"));
     assert_eq!(other.transfer(0, op::WRITE, 0, &mut [3; 4096]).unwrap(), 0);
-    // A new one of that name is.
+    // A new one of that name is attached.
     rig.add(memory("slow", SIZE, false));
-    slow.set("state", "6");
-    slow.await_backend("6").unwrap();
+    attach_again();
     slow.connect().unwrap();
     assert_eq!(slow.transfer(0, op::WRITE, 0, &mut [4; 4096]).unwrap(), 0);
 }
@@ -249,8 +257,8 @@ fn the_xenstore_side_can_be_driven_turn_by_turn() {
     let options = Options::new(Arc::new(world.clone()), vec![worker.handle()], Arc::new(lookup));
     let (backend, mut control) = Backend::prepare(options).unwrap();
     let guest = world.guest(1, 64).unwrap();
-    let order = ebb_export_xen::Disk { volume: "disk", name: "xvdb", read_only: false };
-    ebb_export_xen::attach(&mut *world.xenstore().unwrap(), 1, &order).unwrap();
+    let order = Disk { volume: "disk", name: "xvdb", read_only: false };
+    attach(&mut *world.xenstore().unwrap(), 1, &order).unwrap();
     let mut disk = Frontend::new(&world, &guest, device_number("xvdb").unwrap(), Wishes::default());
     let mut now = Instant::now();
     let begun = Instant::now();
@@ -279,4 +287,22 @@ fn the_xenstore_side_can_be_driven_turn_by_turn() {
     assert!(backend.begin_stop().wait_until(generous()));
     assert!(go(&mut || false), "the end is told");
     assert_eq!(guest.mapped(), 0);
+}
+
+/// Two backends for the same guests: the second is refused, until the first has ended.
+#[test]
+fn a_second_backend_is_refused_while_there_is_one() {
+    let rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    let start = || {
+        let workers = rig.workers.iter().map(Worker::handle).collect();
+        let lookup = |_: &str| None;
+        let mut options = Options::new(Arc::new(rig.world.clone()), workers, Arc::new(lookup));
+        options.journals = Some(rig.journals.path().to_owned());
+        Backend::start(options)
+    };
+    let error = start().err().unwrap().to_string();
+    assert!(error.contains("another ebbd serves the Xen guests of this host"), "{error}");
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut [1; 4096]).unwrap(), 0);
+    assert_eq!(disk.backend("state").as_deref(), Some("4"), "it is left alone");
 }

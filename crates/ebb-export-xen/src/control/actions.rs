@@ -19,6 +19,8 @@ use crate::queue::Queue;
 const FAILURES_LOGGED: u32 = 10;
 /// How long a disk waits for another writer of its volume to end.
 const WRITER_PATIENCE: Duration = Duration::from_secs(2);
+/// Most characters of an error that are shown.
+const SHOWN_MAX: usize = 512;
 /// `info` bits.
 const INFO_CDROM: u32 = 1;
 const INFO_REMOVABLE: u32 = 2;
@@ -198,12 +200,12 @@ impl Control {
         device.logged = device.logged.saturating_add(1);
         if device.logged <= FAILURES_LOGGED {
             let cause = std::error::Error::source(error).map(ToString::to_string);
-            let cause = cause.unwrap_or_default();
-            tracing::error!(device = key.name(), %error, cause, "not served");
+            let (error, cause) = (tame(&error.to_string()), tame(&cause.unwrap_or_default()));
+            tracing::error!(device = key.name(), error, cause, "not served");
         }
         let Key { kind, guest, device: id } = key;
         let path = format!("/local/domain/{own}/error/backend/{kind}/{guest}/{id}/error");
-        let text: String = format!("22 {error}").chars().take(512).collect();
+        let text = tame(&format!("22 {error}"));
         match self.store.write(0, &path, &text) {
             Ok(()) | Err(StoreError::Refused(_)) => {}
             Err(error) => return Err(error),
@@ -273,6 +275,17 @@ impl Control {
             }
         }
     }
+}
+
+/// A text with words of a guest's in it, such that it is one line of visible characters and not long.
+fn tame(text: &str) -> String {
+    let shown = text.chars().flat_map(|c| {
+        let plain =
+            !c.is_control() && !matches!(c, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}');
+        let escaped = (!plain).then(|| c.escape_unicode());
+        escaped.into_iter().flatten().chain(plain.then_some(c))
+    });
+    shown.take(SHOWN_MAX).collect()
 }
 
 pub(super) fn see(
