@@ -1,5 +1,6 @@
 //! The volumes a server offers, by name; changed while it runs.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
@@ -13,6 +14,9 @@ use crate::handshake::{BlockSizes, Capabilities, ExportInfo, Exports};
 const MINIMUM: u32 = 512;
 /// What requests are best aligned to, bytes.
 const PREFERRED: u32 = 4096;
+
+/// Characters of a name the log quotes.
+const LOGGED_NAME_MAX: usize = 256;
 
 /// A volume on offer, with what its connections wait for and are counted by.
 #[derive(Debug)]
@@ -109,6 +113,8 @@ impl Registry {
 pub(crate) struct View<'a> {
     pub(crate) registry: &'a Registry,
     pub(crate) max_request: u32,
+    /// The last name asked for under which nothing is offered.
+    pub(crate) missed: RefCell<Option<String>>,
 }
 
 impl Exports for View<'_> {
@@ -128,7 +134,10 @@ impl Exports for View<'_> {
     }
 
     fn lookup(&self, name: &str) -> Option<ExportInfo> {
-        let export = self.registry.get(name)?;
+        let Some(export) = self.registry.get(name) else {
+            *self.missed.borrow_mut() = Some(name.chars().take(LOGGED_NAME_MAX).collect());
+            return None;
+        };
         let (volume, can) = (&export.volume, export.volume.capabilities());
         Some(ExportInfo {
             handle: 0,

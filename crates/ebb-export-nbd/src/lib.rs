@@ -15,6 +15,7 @@
 
 mod connection;
 pub mod decode;
+mod door;
 mod exports;
 pub mod handshake;
 mod lane;

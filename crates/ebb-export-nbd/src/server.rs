@@ -3,6 +3,7 @@
 //! A client costs nothing of anybody else's: handshakes have a deadline, connections a limit, and
 //! each connection its own memory budget. Connections are spread over the workers in turn.
 
+use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -15,18 +16,19 @@ use ebb_tls::{ServerTls, Transport};
 use ebb_volume::{Gate, Stop, Volume, Writer};
 
 use crate::connection::{Connection, End};
+use crate::door::{Door, Lines, Peer};
 use crate::exports::{Registry, View};
 use crate::handshake::{Handshake, HandshakeError, Policy, Session, Step, Tls};
 
 /// How long a client may take from its first byte to the transmission phase.
-const HANDSHAKE: Duration = Duration::from_secs(30);
+const HANDSHAKE: Duration = Duration::from_secs(10);
 /// How long to wait when the process is out of descriptors.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
 
 /// What clients may do to the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections at a time.
+    /// Connections at a time that have logged in; handshakes are counted apart.
     pub max_clients: usize,
     /// The largest READ or WRITE, bytes: 4 KiB to 64 MiB.
     pub max_request: u32,
@@ -55,6 +57,9 @@ struct Shared {
     stop: Arc<Stop>,
     /// Everybody who was let in, handshakes included.
     inside: Gate,
+    door: Door,
+    /// Of the log, on refusals.
+    lines: Lines,
 }
 
 /// Why a connection ended before it served anything.
@@ -64,6 +69,12 @@ enum Refused {
     Handshake(#[from] HandshakeError),
     #[error("the connection broke during the handshake")]
     Io(#[from] std::io::Error),
+    #[error("no TLS: {0}")]
+    Tls(std::io::Error),
+    #[error("too many handshakes at once: this one was the oldest")]
+    Crowded,
+    #[error("max_clients ({0}) reached")]
+    Full(usize),
     #[error("the client closed the connection during the handshake")]
     Left,
     #[error("the handshake took longer than {} s", HANDSHAKE.as_secs())]
@@ -87,6 +98,8 @@ impl Server {
             numbers: AtomicU64::new(1),
             stop: Arc::default(),
             inside: Gate::default(),
+            door: Door::default(),
+            lines: Lines::default(),
         }))
     }
 
@@ -200,11 +213,9 @@ impl Server {
         let shared = self.0.clone();
         let number = shared.numbers.fetch_add(1, Ordering::Relaxed);
         let limits = *shared.limits.read().unwrap_or_else(PoisonError::into_inner);
-        let clients = shared.clients.fetch_add(1, Ordering::Relaxed);
+        let clients = shared.clients.load(Ordering::Relaxed);
         if clients >= limits.max_clients {
-            shared.clients.fetch_sub(1, Ordering::Relaxed);
-            tracing::warn!(connection = number, "refused: max_clients ({clients}) reached");
-            return;
+            return shared.tell_refusal(number, Peer::of(&client), &Refused::Full(clients));
         }
         // Small replies must not wait for larger ones; unix sockets have no such option.
         let _ = rustix::net::sockopt::set_tcp_nodelay(&client, true);
@@ -213,7 +224,6 @@ impl Server {
             if let Some(_inside) = shared.inside.enter() {
                 shared.attend(io, number, client, limits).await;
             }
-            shared.clients.fetch_sub(1, Ordering::Relaxed);
         });
     }
 }
@@ -228,8 +238,15 @@ impl Shared {
     async fn attend(&self, io: Io, number: u64, client: OwnedFd, limits: Limits) {
         // A box of its own: what the handshake needs would else stay part of the connection's task,
         // and double what an idle connection weighs.
+        let peer = Peer::of(&client);
         let greeted = Box::pin(async {
-            let handshake = self.shake_hands(&io, client, limits);
+            let entered = self.door.enter(peer.address());
+            let crowded = async {
+                entered.leave.wait().await;
+                Err(Refused::Crowded)
+            };
+            let handshake = self.shake_hands(&io, (number, peer), client, limits);
+            let handshake = futures_lite::future::or(handshake, crowded);
             let in_time = async { io.timeout(HANDSHAKE, handshake).await };
             let stopped = async {
                 self.stop.wait().await;
@@ -241,14 +258,13 @@ impl Shared {
         let (session, transport, rest) = match greeted {
             Ok(Some(parts)) => parts,
             Ok(None) => return,
-            Err(error) => {
-                tracing::debug!(connection = number, %error, "refused");
-                return;
-            }
+            Err(error) => return self.tell_refusal(number, peer, &error),
+        };
+        let Some(_counted) = self.count(limits.max_clients) else {
+            return self.tell_refusal(number, peer, &Refused::Full(limits.max_clients));
         };
         let Some(export) = self.registry.get(&session.export.name) else {
-            tracing::debug!(connection = number, error = %Refused::Gone, "refused");
-            return;
+            return self.tell_refusal(number, peer, &Refused::Gone);
         };
         let Some(_pass) = export.connections.enter() else { return };
         let (volume, tls) = (export.volume.clone(), session.tls);
@@ -262,7 +278,7 @@ impl Shared {
                 return;
             }
         };
-        tracing::info!(connection = number, volume = %volume.name(), tls, "connected");
+        tracing::info!(connection = number, volume = %volume.name(), tls, %peer, "connected");
         let memory = limits.connection_memory;
         let buffers = export.queue(io.pool());
         let connection = Connection::new(io, number, volume, session, transport, buffers, memory);
@@ -277,16 +293,38 @@ impl Shared {
         }
     }
 
+    /// Counts a client that has logged in, if there is room for one more.
+    fn count(&self, max_clients: usize) -> Option<Counted<'_>> {
+        let more = |clients: usize| (clients < max_clients).then_some(clients + 1);
+        self.clients.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
+        Some(Counted(&self.clients))
+    }
+
+    /// The operator wants to know who tries to log in and cannot, and who is turned away; not of those who
+    /// only come and go. Anybody can cause such lines: there are a few at a time.
+    fn tell_refusal(&self, number: u64, peer: Peer, why: &Refused) {
+        if matches!(why, Refused::Io(_) | Refused::Left | Refused::Late | Refused::Stopped) {
+            tracing::debug!(connection = number, %peer, error = %why, "refused");
+        } else if let Some(others) = self.lines.may_write(ebb_mem::clock::now()) {
+            tracing::info!(connection = number, %peer, error = %why, others, "refused");
+        }
+    }
+
     /// Option haggling. `None` when the client took its leave.
     async fn shake_hands(
         &self,
         io: &Io,
+        (number, peer): (u64, Peer),
         client: OwnedFd,
         limits: Limits,
     ) -> Result<Option<(Session, Transport, Vec<u8>)>, Refused> {
         let mut transport = Transport::new(fd_from(client), None);
         let mut handshake = Handshake::new(Policy { tls: self.policy, ..Policy::default() });
-        let view = View { registry: &self.registry, max_request: limits.max_request };
+        let view = View {
+            registry: &self.registry,
+            max_request: limits.max_request,
+            missed: RefCell::default(),
+        };
         let (mut input, mut output) = (Vec::new(), Vec::new());
         handshake.greeting(&mut output);
         let mut step = Step::NeedMore;
@@ -302,12 +340,18 @@ impl Shared {
                 Step::StartTls => {
                     let context = self.tls.read().unwrap_or_else(PoisonError::into_inner).clone();
                     let context = context.ok_or(Refused::Gone)?;
-                    transport.start_tls(io, context.session()?).await?;
+                    let started = transport.start_tls(io, context.session()?, peer.address()).await;
+                    started.map_err(Refused::Tls)?;
                     handshake.tls_established()?;
                 }
                 Step::Transmission(session) => return Ok(Some((session, transport, input))),
             }
             let advanced = handshake.advance(&input, &view, &mut output);
+            if let Some(name) = view.missed.take()
+                && let Some(others) = self.lines.may_write(ebb_mem::clock::now())
+            {
+                tracing::info!(connection = number, %peer, ?name, others, "asked for an unknown export");
+            }
             let (consumed, next) = match advanced {
                 Ok(ok) => ok,
                 Err(error) => {
@@ -319,6 +363,15 @@ impl Shared {
             input.drain(..consumed);
             step = next;
         }
+    }
+}
+
+/// A client that is counted.
+struct Counted<'a>(&'a AtomicUsize);
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -57,6 +57,20 @@ fn a_volume_with_another_writer_is_refused_to_clients() {
     }
 }
 
+/// Peers that never log in are counted apart from clients, and the newest is always let in.
+#[test]
+fn a_thousand_peers_that_never_log_in_lock_nobody_out() {
+    let rig = Rig::new(Limits { max_clients: 4, ..Limits::default() }, Tls::Off, None);
+    rig.server.add(memory("disk", MIB), std::sync::Arc::default());
+    let mut first = rig.client("disk", Style::Simple);
+    let idle: Vec<_> = (0..1000).map(|_| rig.stream()).collect();
+    for style in STYLES {
+        assert_eq!(rig.client("disk", style).ask(FLUSH, 0, 0, 0), 0);
+    }
+    assert_eq!(first.ask(FLUSH, 0, 0, 0), 0, "who is in stays");
+    drop(idle);
+}
+
 /// Sends reads one after the other without taking replies.
 fn stuff(client: &mut Client, reads: u64, length: u64) {
     let mut bytes = Vec::new();

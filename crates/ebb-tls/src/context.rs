@@ -5,11 +5,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use openssl::ssl::{
-    Ssl, SslContext, SslContextBuilder, SslFiletype, SslMethod, SslOptions, SslVerifyMode,
-    SslVersion,
+    Ssl, SslContext, SslContextBuilder, SslFiletype, SslMethod, SslMode, SslOptions,
+    SslSessionCacheMode, SslVerifyMode, SslVersion,
 };
 
 use crate::{TlsError, TlsSession, keys};
+
+/// Suites of TLS 1.2 whose sessions stay secret when the key of a certificate, or a pre-shared key,
+/// becomes known later; TLS 1.3 has no others (and with pre-shared keys only `psk_dhe_ke` is on).
+const FORWARD_SECRET: &str = "DEFAULT:!kRSA:!PSK";
+const FORWARD_SECRET_PSK: &str = "kECDHEPSK:kDHEPSK";
 
 /// How a client shows who it is, and whom it trusts.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -80,7 +85,7 @@ impl ServerTls {
         let keys = Arc::new(keys::read(path)?);
         let mut builder = server()?;
         // Clients offer suites with and without PSK; without a certificate only these can work.
-        builder.set_cipher_list("PSK")?;
+        builder.set_cipher_list(FORWARD_SECRET_PSK)?;
         builder.set_psk_server_callback(move |_, identity, out| {
             let Some(key) = identity.and_then(|name| keys.get(name)) else { return Ok(0) };
             let Some(room) = out.get_mut(..key.len()) else { return Ok(0) };
@@ -174,14 +179,20 @@ impl ClientTls {
 fn common(method: SslMethod) -> Result<SslContextBuilder, TlsError> {
     let mut builder = SslContext::builder(method)?;
     builder.set_min_proto_version(Some(SslVersion::TLS1_2))?;
-    builder.set_options(SslOptions::NO_RENEGOTIATION | SslOptions::NO_COMPRESSION);
+    let never = SslOptions::NO_RENEGOTIATION | SslOptions::NO_COMPRESSION | SslOptions::NO_TICKET;
+    builder.set_options(never);
+    // An idle connection holds no buffers.
+    builder.set_mode(SslMode::RELEASE_BUFFERS);
+    builder.set_cipher_list(FORWARD_SECRET)?;
     Ok(builder)
 }
 
 fn server() -> Result<SslContextBuilder, TlsError> {
     let mut builder = common(SslMethod::tls_server())?;
-    // Disks are not visited by browsers: sessions are long and few, and tickets only cost.
+    // Disks are not visited by browsers: sessions are long and few. Nothing is kept of one by which a
+    // later one could be begun, here or with the client.
     builder.set_num_tickets(0)?;
+    builder.set_session_cache_mode(SslSessionCacheMode::OFF);
     Ok(builder)
 }
 
@@ -217,7 +228,7 @@ fn present(builder: &mut SslContextBuilder, file: &Path, user: &str) -> Result<(
     let user = user.to_owned();
     let Some(key) = key else { return Err(TlsError::NoKey { path: file.into(), user }) };
     // Without certificates only these suites can work.
-    builder.set_cipher_list("PSK")?;
+    builder.set_cipher_list(FORWARD_SECRET_PSK)?;
     builder.set_psk_client_callback(move |_, _, identity, out| {
         let (name, end) = (user.as_bytes(), user.len());
         let (Some(place), Some(room)) = (identity.get_mut(..=end), out.get_mut(..key.len())) else {

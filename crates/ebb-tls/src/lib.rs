@@ -10,9 +10,13 @@
 //!
 //! # Invariants
 //! - What waits in memory is bounded by what the caller feeds and takes: one record, or one batch.
+//! - A server's handshakes run on threads of their own (`crew`), in turn by address.
+//! - Nothing is received while much cipher text waits to be sent: what a peer makes OpenSSL say that it
+//!   never reads (alerts, key updates) holds up that peer.
 //! - Records leave in the order OpenSSL made them: one task sends.
 
 mod context;
+mod crew;
 mod keys;
 mod session;
 mod transport;
@@ -21,6 +25,7 @@ use std::io;
 use std::path::PathBuf;
 
 pub use context::{ClientTls, Keys, ServerTls};
+pub use crew::Peer;
 pub use session::TlsSession;
 pub use transport::Transport;
 

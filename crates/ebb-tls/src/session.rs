@@ -5,6 +5,9 @@ use std::io::{self, Read, Write};
 use openssl::ssl::{ErrorCode, Ssl, SslStream};
 use openssl::x509::X509VerifyResult;
 
+/// What was taken of the output is forgotten from so many bytes on, even if it never becomes empty.
+const COMPACT: usize = 64 << 10;
+
 /// The two ends OpenSSL reads from and writes to.
 #[derive(Debug, Default)]
 struct Pipe {
@@ -35,6 +38,10 @@ impl Read for Pipe {
 
 impl Write for Pipe {
     fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        if self.taken >= COMPACT {
+            self.output.drain(..self.taken);
+            self.taken = 0;
+        }
         self.output.extend_from_slice(buf);
         Ok(buf.len())
     }
@@ -71,6 +78,12 @@ impl TlsSession {
     /// True while cipher text waits for the other side.
     pub fn has_output(&self) -> bool {
         !self.stream.get_ref().output.is_empty()
+    }
+
+    /// Bytes of cipher text that wait for the other side.
+    pub fn output_bytes(&self) -> usize {
+        let pipe = self.stream.get_ref();
+        pipe.output.len() - pipe.taken
     }
 
     /// Moves cipher text for the other side into `target`; 0 when there is none.

@@ -11,9 +11,12 @@ use std::ops::Range;
 use ebb_io::{Buf, Fd, Gather, Io, Signal};
 
 use crate::TlsSession;
+use crate::crew::{self, Peer};
 
 /// Cipher text received or sent at a time, bytes: a TLS record and its frame fit.
 const CIPHER_BYTES: usize = 32 << 10;
+/// Nothing is received while more cipher text waits to be sent, bytes.
+const OUTPUT_MAX: usize = 64 << 10;
 /// Plain text put into one batch of records.
 const PLAIN_BATCH: usize = 256 << 10;
 
@@ -22,6 +25,8 @@ pub struct Transport {
     fd: Fd,
     tls: Option<RefCell<TlsSession>>,
     wants_send: Signal,
+    /// Set when cipher text has left.
+    drained: Signal,
     eof: Cell<bool>,
     /// Bytes the socket has taken so far; it wraps.
     sent: Cell<usize>,
@@ -41,6 +46,7 @@ impl Transport {
             fd,
             tls,
             wants_send: Signal::default(),
+            drained: Signal::default(),
             eof: Cell::new(false),
             sent: Cell::new(0),
         }
@@ -98,6 +104,10 @@ impl Transport {
                 Ok(None) if self.eof.get() => return (Ok(0), buf),
                 Ok(None) => {}
                 Err(error) => return (Err(error), buf),
+            }
+            // A peer that never reads what it makes us say is not listened to.
+            while tls.borrow().output_bytes() > OUTPUT_MAX {
+                self.drained.wait().await;
             }
             if let Err(error) = self.fill_tls(io, tls).await {
                 return (Err(error), buf);
@@ -167,29 +177,37 @@ impl Transport {
             let index = message.hold(cipher);
             message.push_range(index, 0..count);
             self.send_plain(io, message).await.0?;
+            self.drained.set();
         }
     }
 
-    /// Runs the handshake; what follows is under TLS.
+    /// Runs the handshake, its costly part on another thread in the turn of `peer`; what follows is
+    /// under TLS.
     ///
     /// # Errors
     /// The socket's, or the handshake failed.
-    pub async fn start_tls(&mut self, io: &Io, session: TlsSession) -> io::Result<()> {
-        let tls = RefCell::new(session);
+    pub async fn start_tls(&mut self, io: &Io, session: TlsSession, peer: Peer) -> io::Result<()> {
+        let mut session = session;
         loop {
-            let done = tls.borrow_mut().handshake();
+            let (returned, done) = crew::handshake(session, peer).await;
+            let tls = RefCell::new(returned);
             // An alert for the client may be waiting also when the handshake has failed.
             self.send_output(io, &tls).await?;
             if done? {
-                break;
+                self.tls = Some(tls);
+                return Ok(());
             }
             if self.eof.get() {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
             self.fill_tls(io, &tls).await?;
+            session = tls.into_inner();
         }
-        self.tls = Some(tls);
-        Ok(())
+    }
+
+    /// Bytes of cipher text that wait to be sent.
+    pub fn queued_bytes(&self) -> usize {
+        self.tls.as_ref().map_or(0, |tls| tls.borrow().output_bytes())
     }
 
     /// Reads and drops what still comes, until the other side has closed its side, too: a close with
