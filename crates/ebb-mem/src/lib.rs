@@ -88,6 +88,7 @@ pub mod clock;
 
 mod estimate;
 mod gauge;
+mod kernel;
 mod memory;
 #[cfg(all(test, feature = "shuttle"))]
 mod models;

@@ -161,7 +161,8 @@ impl Memory {
         let charge = Charge::now();
         arena.close_all(chunk, charge.is_any());
         let (books, orders) = (Books::new(arena), Orders::default());
-        let core = Arc::new(Core { reservation, saved, split, charge, books, orders });
+        let touches = AtomicBool::new(lending && crate::kernel::touches());
+        let core = Arc::new(Core { reservation, saved, split, charge, touches, books, orders });
         let advisors =
             if advised { advise::start(&core).map_err(Error::Thread)? } else { Vec::new() };
         let ceiling = options.ceiling_bytes;

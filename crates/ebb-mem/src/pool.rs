@@ -280,11 +280,13 @@ impl PoolInner {
         // advisor is at, the slabs have others.
         for index in (list.lent.saturating_sub(4)..list.lent).rev() {
             let page = worker.memory.core.reservation.page_of(list.blocks[index].start())?;
-            let retake = worker.memory.core.books.lock().retake(Span { page, pages });
+            let span = Span { page, pages };
+            let retake = worker.memory.core.books.lock().retake(span);
             match retake {
                 Retake::Busy => {}
                 Retake::Short => return None,
                 Retake::Taken => {
+                    worker.memory.core.take_back(span);
                     let block = list.blocks.remove(index);
                     list.lent -= 1;
                     state.lent_pages -= pages;

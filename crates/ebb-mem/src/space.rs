@@ -5,7 +5,8 @@ use crate::arena::Closed;
 use crate::charge::Charge;
 use crate::class::PAGE_BYTES;
 use crate::memory::Memory;
-use crate::sync::Ordering;
+use crate::sentinel;
+use crate::sync::{AtomicBool, Ordering};
 use crate::sys::{Reservation, Span};
 
 /// Bytes of a page's saved word.
@@ -19,6 +20,8 @@ pub(crate) struct Core {
     /// Bytes of the reservation that are on small pages; behind them it is on large ones.
     pub(crate) split: usize,
     pub(crate) charge: Charge,
+    /// Pages are written to when they come back from a loan (`kernel.rs`).
+    pub(crate) touches: AtomicBool,
     pub(crate) books: Books,
     pub(crate) orders: Orders,
 }
@@ -27,6 +30,16 @@ impl Core {
     /// The saved words of these pages, in bytes: where they begin, and how many.
     fn words(span: Span) -> (usize, usize) {
         (span.page * WORD, span.pages * WORD)
+    }
+
+    /// Takes these pages off loan where the kernel might throw away what is read into them. The caller
+    /// has wired them.
+    #[inline]
+    pub(crate) fn take_back(&self, span: Span) {
+        if self.touches.load(Ordering::Relaxed) {
+            let pages = span.page..span.page + span.pages;
+            pages.for_each(|page| sentinel::touch(&self.reservation, page));
+        }
     }
 
     /// Gives access to a chunk, which is charged for if the kernel charges.

@@ -15,6 +15,11 @@ pub fn range(memory: &crate::Memory) -> (usize, usize) {
     (start, start + memory.core.split)
 }
 
+/// Has pages written to when they come back from a loan, whatever this kernel needs.
+pub fn touch_on_return(memory: &crate::Memory, on: bool) {
+    memory.core.touches.store(on, crate::sync::Ordering::Relaxed);
+}
+
 /// Makes the kernel take what it may of a range of `len` bytes from the page at `start`: lent pages
 /// go, others stay. Those in another processor's lists stay, too.
 pub fn take(start: usize, len: usize) {

@@ -28,6 +28,7 @@ use crate::memory::Memory;
 use crate::options::Policy;
 use crate::pool::PoolInner;
 use crate::sync::Ordering;
+use crate::sys::Span;
 use crate::wait::Waiter;
 use crate::zone::Bucket;
 
@@ -283,6 +284,11 @@ impl WorkerInner {
             }
             (page, arena.out(class))
         };
+        let (core, pages) = (&self.memory.core, class_pages(class));
+        core.take_back(Span { page, pages });
+        for &page in bucket.newest(count - 1) {
+            core.take_back(Span { page: page as usize, pages });
+        }
         self.stocked.set(true);
         self.shared.zones[class].filled.add(signed(count));
         if caching {
@@ -324,6 +330,7 @@ impl WorkerInner {
             }
             take()
         })?;
+        self.memory.core.take_back(Span { page, pages });
         self.shared.zones[CLASSES].filled.add(1);
         Ok(self.hand_out(page, CLASSES, pages, owner))
     }

@@ -50,6 +50,12 @@ impl Bucket {
         true
     }
 
+    /// The blocks put in last, at most `count`.
+    pub(crate) fn newest(&self, count: usize) -> &[u32] {
+        let pages = self.pages.get(..self.len).unwrap_or_default();
+        pages.get(self.len.saturating_sub(count)..).unwrap_or_default()
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.len
     }

@@ -4,6 +4,7 @@
 //! for more by itself, which costs whoever allocates. One look reads one open file, some 10 µs.
 
 use std::io;
+use std::path::{Path, PathBuf};
 
 use super::files::{LARGE, Roots, Watched, read};
 use super::host::not_understood;
@@ -40,20 +41,30 @@ impl Room {
 /// See the module.
 pub struct HostLook {
     meminfo: Watched,
+    zoneinfo: PathBuf,
     floor: u64,
+    /// Looks since the floor was read.
+    looks: u32,
+}
+
+/// The watermarks are read again after so many looks: a balloon, hotplug or an operator moves them.
+const FLOOR_EVERY: u32 = 100;
+
+fn floor(zoneinfo: &Path) -> io::Result<u64> {
+    let page = u64::try_from(rustix::param::page_size()).unwrap_or(u64::MAX);
+    parse::reclaim_floor(&read(zoneinfo, LARGE)?, page).ok_or_else(not_understood)
 }
 
 impl HostLook {
-    /// Opens what it reads, and takes the watermarks as they are now.
+    /// Opens what it reads. The watermarks are read now, and again from time to time.
     ///
     /// # Errors
     /// A file cannot be read or is not understood: a host that does not say.
     pub fn open(roots: &Roots) -> io::Result<HostLook> {
-        let zones = read(&roots.proc.join("zoneinfo"), LARGE)?;
-        let page = u64::try_from(rustix::param::page_size()).unwrap_or(u64::MAX);
-        let floor = parse::reclaim_floor(&zones, page).ok_or_else(not_understood)?;
+        let zoneinfo = roots.proc.join("zoneinfo");
+        let floor = floor(&zoneinfo)?;
         let meminfo = Watched::open(&roots.proc.join("meminfo"))?;
-        let mut look = HostLook { meminfo, floor };
+        let mut look = HostLook { meminfo, zoneinfo, floor, looks: 0 };
         look.now()?;
         Ok(look)
     }
@@ -63,6 +74,12 @@ impl HostLook {
     /// # Errors
     /// As [`HostLook::open`].
     pub fn now(&mut self) -> io::Result<Room> {
+        self.looks += 1;
+        if self.looks >= FLOOR_EVERY {
+            self.looks = 0;
+            // Where it cannot be read any more, what was read last is the best there is.
+            self.floor = floor(&self.zoneinfo).unwrap_or(self.floor);
+        }
         let text = self.meminfo.look()?;
         let value = |key| parse::meminfo(text, key).ok_or_else(not_understood);
         Ok(Room {
@@ -108,6 +125,28 @@ mod tests {
         assert_eq!(room.reclaimable(), 900 << 10);
         write("meminfo", "MemTotal: 1000 kB\nMemFree: 800 kB\n");
         assert!(look.now().is_err() || look.now().is_err(), "a figure is missing");
+    }
+
+    #[test]
+    fn watermarks_that_move_are_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+        let zones = |low: u32| {
+            let text = "Node 0, zone   Normal\n  pages free     3840\n        min      10\n        \
+                        low      LOW\n        high     300\n        managed  9999\n        \
+                        protection: (0, 0)\n";
+            write("zoneinfo", &text.replace("LOW", &low.to_string()));
+        };
+        zones(200);
+        write("meminfo", "MemTotal: 1000 kB\nMemFree: 800 kB\nMemAvailable: 900 kB\n");
+        let roots = Roots { proc: dir.path().to_path_buf(), ..Roots::default() };
+        let mut look = HostLook::open(&roots).unwrap();
+        let mut floors = |looks: u32| (0..looks).map(|_| look.now().unwrap().floor).last().unwrap();
+        let before = floors(1);
+        zones(100);
+        assert_eq!(floors(FLOOR_EVERY) * 2, before);
+        write("zoneinfo", "nothing");
+        assert_eq!(floors(FLOOR_EVERY) * 2, before, "the last one that was understood");
     }
 
     #[test]

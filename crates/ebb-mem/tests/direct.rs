@@ -1,0 +1,130 @@
+//! Lent memory that comes back and is read into by direct I/O while the kernel reclaims.
+#![cfg(not(feature = "shuttle"))]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use ebb_mem::{
+    Block, Memory, Options, OwnerId, POOL_INTERVAL, PagePool, PoolParameters, Reclaim, Worker,
+    testing,
+};
+
+const LEN: usize = 64 << 10;
+
+fn rig() -> (Arc<Memory>, OwnerId, Worker) {
+    let memory = Memory::new(Options::new(64 << 20, Instant::now())).unwrap();
+    let owner = memory.owner("test").unwrap();
+    let worker = memory.worker(|| ());
+    assert!(memory.lending(), "this kernel cannot lend memory: run where MADV_FREE works");
+    (memory, owner, worker)
+}
+
+/// Ends the reclaimer, even if the test fails.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A block that was lent in a pool, and taken back.
+fn back_from_pool(memory: &Memory, worker: &Worker, pool: &PagePool, at: &mut Instant) -> Block {
+    let mut block = pool.take(LEN).unwrap();
+    block.fill(7);
+    testing::enter_pages();
+    pool.put(block);
+    // Quiet for more than a second: then a pool keeps no floor wired either.
+    for _ in 0..20 {
+        *at += POOL_INTERVAL;
+        worker.poll(*at);
+    }
+    assert!(pool.free_pages().1 > 0, "lent in place");
+    memory.settle();
+    pool.take(LEN).unwrap()
+}
+
+/// A block that was lent as free memory, and taken again.
+fn back_from_slabs(memory: &Memory, worker: &Worker, owner: OwnerId, at: Instant) -> Block {
+    let mut block = worker.alloc(LEN, owner).unwrap();
+    block.fill(7);
+    testing::enter_pages();
+    worker.free(block);
+    memory.reclaim(Reclaim::DrainWorkers, at);
+    worker.poll(at);
+    memory.calm();
+    let mut block = worker.alloc(LEN, owner).unwrap();
+    block.fill(7);
+    testing::enter_pages();
+    worker.free(block);
+    memory.reclaim(Reclaim::Trim, at);
+    memory.settle();
+    worker.alloc(LEN, owner).unwrap()
+}
+
+fn kept(block: &Block) -> bool {
+    testing::take_everywhere(&[(block.as_ptr().addr(), LEN)]);
+    block[..LEN].iter().all(|&byte| byte == 7)
+}
+
+#[test]
+fn what_is_written_to_on_its_way_back_is_off_loan() {
+    let (memory, owner, worker) = rig();
+    let pool = PagePool::new(&worker, owner, Arc::new(PoolParameters::default()));
+    let mut now = Instant::now();
+    let mut lost = 0;
+    for touch in [false, true] {
+        testing::touch_on_return(&memory, touch);
+        for _ in 0..20 {
+            let block = back_from_pool(&memory, &worker, &pool, &mut now);
+            let there = kept(&block);
+            assert!(there || !touch, "taken from under its owner");
+            lost += u32::from(!there);
+            pool.put(block);
+        }
+    }
+    // That the books say it is ours is not enough; or else this test shows nothing.
+    assert!(lost > 0, "what was not written to is still on loan");
+    drop(pool);
+    let block = back_from_slabs(&memory, &worker, owner, now);
+    assert!(kept(&block), "taken from under its owner");
+    worker.free(block);
+}
+
+/// Direct reads into memory that was just lent, beside a reclaimer: on every kernel what was read stays.
+#[test]
+fn what_is_read_directly_into_memory_that_was_lent_stays() {
+    let path = tempfile::Builder::new().tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let content: Vec<u8> = (0..LEN).map(|at| u8::try_from(at / 512 + 1).unwrap()).collect();
+    path.as_file().write_all_at(&content, 0).unwrap();
+    path.as_file().sync_all().unwrap();
+    let open = |flags| File::options().read(true).custom_flags(flags).open(path.path());
+    // Where the file system has no direct I/O the page cache will do: then it is the easier test.
+    let file = open(libc::O_DIRECT).or_else(|_| open(0)).unwrap();
+    let (memory, owner, worker) = rig();
+    let pool = PagePool::new(&worker, owner, Arc::new(PoolParameters::default()));
+    let (start, end) = testing::range(&memory);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                testing::take(start, (end - start).min(8 << 20));
+            }
+        });
+        let _stop = Stop(&stop);
+        let mut now = Instant::now();
+        let wrong = (0..40).find(|_| {
+            let mut block = back_from_pool(&memory, &worker, &pool, &mut now);
+            file.read_exact_at(&mut block[..LEN], 0).unwrap();
+            testing::take(block.as_ptr().addr(), LEN);
+            let right = block[..LEN] == content[..];
+            pool.put(block);
+            !right
+        });
+        assert_eq!(wrong, None, "what was read has gone");
+    });
+}
