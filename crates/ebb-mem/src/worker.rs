@@ -287,7 +287,7 @@ impl WorkerInner {
         let (core, pages) = (&self.memory.core, class_pages(class));
         core.take_back(Span { page, pages });
         for &page in bucket.newest(count - 1) {
-            core.take_back(Span { page: page as usize, pages });
+            core.take_back(Span { page: usize::try_from(page).unwrap_or(usize::MAX), pages });
         }
         self.stocked.set(true);
         self.shared.zones[class].filled.add(signed(count));
