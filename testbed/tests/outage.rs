@@ -201,15 +201,10 @@ fn a_second_signal_ends_a_stop_soon_and_still_writes_what_can_be() -> Result {
     rig.die()?;
     rig.write_healthy(&HEALTHY, 4)?;
     rig.server.signal(Signal::TERM)?;
-    rig.server.signal(Signal::TERM)?;
     // Two that are pending at once are one.
-    until("the second signal", SOON, || {
-        if !rig.server.log().contains("asked again") {
-            rig.server.signal(Signal::INT)?;
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        Ok(rig.server.log().contains("asked again").then_some(()))
-    })?;
+    rig.log_has("stopping: draining")?;
+    rig.server.signal(Signal::TERM)?;
+    rig.log_has("asked again")?;
     rig.ends_with_the_dead_listed()?;
     rig.check_images(&HEALTHY, 4)
 }

@@ -267,7 +267,17 @@ impl Engine {
         self.unless_stopped(seen_off).await?;
         let mut pause = RETRY_FIRST;
         loop {
-            let Err(error) = self.unless_stopped(volume.close(io)).await? else { break };
+            // By itself: a flush that is cancelled counts as failed, and the stop goes on with this volume.
+            let (sender, closed) = tokio::sync::oneshot::channel();
+            let (closing, on) = (volume.clone(), io.clone());
+            let close = async move {
+                let outcome = closing.close(&on).await;
+                drop(closing);
+                let _ = sender.send(outcome);
+            };
+            io.spawn(close).detach();
+            // A task that is gone ended with its worker.
+            let Ok(Err(error)) = self.unless_stopped(closed).await? else { break };
             if volume.cache_mode() != Mode::Writeback || volume.is_lost() {
                 let error = full_text(&error);
                 let volume = slot.name();
