@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use ebb_store::{BlockError, Buf, BufResult, Io, Store};
+use ebb_store::{BlockError, Buf, BufResult, ErrorKind, Io, Operation, Store};
 
 use self::line::{Line, Poke};
 use crate::pages::{FRAME_PAGES, PAGE, Part, each, index, parts, touched};
@@ -32,6 +32,8 @@ const RESERVE: usize = 64 << 10;
 const CLUSTER_MAX: usize = 1 << 20;
 /// Frames that a cluster may touch.
 const FRAMES: usize = CLUSTER_MAX / 65536 + 1;
+/// How long a write waits for a store that is full, see [`Control::patience`].
+const FULL_PATIENCE: Duration = Duration::from_secs(30);
 /// Times a write tries to find its place in memory before it goes through to the store.
 const TRIES: usize = 3;
 
@@ -70,6 +72,12 @@ pub trait Control: Send + Sync {
     /// What was sent at `sent` has ended; `saved`: it is in the store, else it is dirty again.
     fn written(&self, now: Instant, bytes: u64, sent: Instant, saved: bool) {
         let _ = (now, bytes, sent, saved);
+    }
+
+    /// How long a write waits for leave while the store answers that it is full: then it fails with
+    /// [`ErrorKind::NoSpace`](ebb_store::ErrorKind::NoSpace).
+    fn patience(&self) -> Duration {
+        FULL_PATIENCE
     }
 
     /// What the flusher does next, while `dirty` bytes are not on the store, the oldest of them for
@@ -123,11 +131,16 @@ pub(crate) struct Back {
     /// that went well, the milliseconds when that was (after a failure: from when on it is tried
     /// again), and the store's losses that were made good.
     syncing: Line,
+    /// The last write to the store found it full.
+    full: AtomicBool,
     begun: AtomicU64,
     done: AtomicU64,
     synced: AtomicU64,
     losses: AtomicU64,
 }
+
+/// The store has been full for too long.
+struct Full;
 
 /// Leave to make so many bytes dirty; what is not used of it is given back.
 struct Leave<'a> {
@@ -178,8 +191,14 @@ impl VolumeCache {
     ) -> BufResult {
         let length = buf.len() as u64;
         for part in parts(offset, buf.len()) {
-            if !self.dirty_part(io, store, &part, &buf[part.range()]).await {
-                return self.write_through(io, store, buf, offset, fua).await;
+            match self.dirty_part(io, store, &part, &buf[part.range()]).await {
+                Ok(true) => {}
+                Ok(false) => return self.write_through(io, store, buf, offset, fua).await,
+                Err(_) => {
+                    let error =
+                        BlockError::new(ErrorKind::NoSpace, Operation::Write, offset, length);
+                    return (Err(error), buf);
+                }
             }
         }
         if fua {
@@ -194,24 +213,29 @@ impl VolumeCache {
     }
 
     /// Waits for leave to make these pages dirty. What is dirty already needs none.
-    async fn leave(&self, io: &Io, pages: u16) -> Leave<'_> {
+    async fn leave(&self, io: &Io, pages: u16) -> Result<Leave<'_>, Full> {
         let bytes = u64::from(pages.count_ones()) * PAGE;
         if bytes == 0 {
-            return Leave { volume: self, bytes };
+            return Ok(Leave { volume: self, bytes });
         }
         let asked = ebb_mem::clock::now();
         let ask = |now| self.control().ask(asked, now, bytes, self.dirty());
         if !self.back.line.is_free() || !ask(asked).is_zero() {
             let _place = self.back.line.enter().await;
             loop {
-                let pause = ask(ebb_mem::clock::now());
+                let now = ebb_mem::clock::now();
+                let pause = ask(now);
                 if pause.is_zero() {
                     break;
+                }
+                let waited = now.saturating_duration_since(asked);
+                if self.back.full.load(Ordering::SeqCst) && waited >= self.control().patience() {
+                    return Err(Full);
                 }
                 self.back.line.first.wait(io, pause).await;
             }
         }
-        Leave { volume: self, bytes }
+        Ok(Leave { volume: self, bytes })
     }
 
     /// Makes one frame's part dirty. False if there is no place for it.
@@ -221,11 +245,11 @@ impl VolumeCache {
         store: &Arc<Store>,
         part: &Part,
         data: &[u8],
-    ) -> bool {
+    ) -> Result<bool, Full> {
         let number = VolumeCache::shard_of(part.frame);
         let worker = io.pool().worker();
         let fresh = part.touched() & !self.lock(number).ready(part.frame);
-        let mut leave = self.leave(io, fresh).await;
+        let mut leave = self.leave(io, fresh).await?;
         let mut tries = 0;
         while tries < TRIES {
             // The size changes only while the last page is under a change, which is waited for below.
@@ -239,12 +263,12 @@ impl VolumeCache {
                 (change, absent, whole & !shard.covered(part.frame), short)
             };
             if change.1 {
-                return false;
+                return Ok(false);
             }
             if short {
                 // Some of it was written back in the meantime: with leave for all this happens once.
                 drop(leave);
-                leave = self.leave(io, part.touched()).await;
+                leave = self.leave(io, part.touched()).await?;
                 continue;
             }
             if let Some(fill) = change.0 {
@@ -257,7 +281,7 @@ impl VolumeCache {
                 for page in each(absent) {
                     let page = part.frame * FRAME_PAGES + page as u64;
                     if !Box::pin(self.fetch(io, store, page)).await {
-                        return false;
+                        return Ok(false);
                     }
                 }
                 continue;
@@ -270,10 +294,10 @@ impl VolumeCache {
             let marked = self.dirty_now(worker, part, whole, data, (&mut prepared, &mut leave));
             prepared.finish(&self.cache, worker);
             if marked == part.touched() {
-                return true;
+                return Ok(true);
             }
         }
-        false
+        Ok(false)
     }
 
     /// Updates and marks, if nothing has come in between. Returns the pages that hold the data.

@@ -12,7 +12,7 @@ use common::{Disk, MIB, Rig};
 use ebb_cache::{Control, FixedLimit, Mode, Order};
 use ebb_io::{Io, Worker};
 use ebb_mem::pressure::Level;
-use ebb_store::{Record, ZeroFlags};
+use ebb_store::{ErrorKind, Record, ZeroFlags};
 
 const SIZE: u64 = 8 * MIB;
 
@@ -221,4 +221,52 @@ fn the_fixed_limit_pauses_writers_and_wakes_the_flusher() {
     assert_eq!(control.next(now, 4096, control.age_max), Order::Write(control.cluster));
     assert!(matches!(control.next(now, 4096, Duration::ZERO), Order::Wait(_)));
     assert!(matches!(control.next(now, control.dirty_max, Duration::ZERO), Order::Write(_)));
+}
+
+/// A limit of a few pages, and little patience with a store that is full.
+struct Small(FixedLimit);
+
+impl Control for Small {
+    fn ask(&self, asked: Instant, now: Instant, bytes: u64, dirty: u64) -> Duration {
+        self.0.ask(asked, now, bytes, dirty)
+    }
+    fn next(&self, now: Instant, dirty: u64, age: Duration) -> Order {
+        self.0.next(now, dirty, age)
+    }
+    fn patience(&self) -> Duration {
+        Duration::from_millis(50)
+    }
+}
+
+#[test]
+fn a_writer_that_waits_long_for_a_full_store_is_told_that_it_is_full() {
+    play(|io, _rig, disk| async move {
+        let limit = FixedLimit { dirty_max: 65536, ..FixedLimit::default() };
+        disk.cached.set_control(Arc::new(Small(limit)));
+        let flusher = io.spawn(disk.cached.clone().run_flusher(io.clone(), disk.store.clone()));
+        disk.test.set_room(Some(0));
+        assert!(write(&io, &disk, 0, 65536, 1, false).await, "it finds room in memory");
+        let mut tasks = Vec::new();
+        for number in 1..5u64 {
+            let (late, other) = (io.clone(), disk.clone());
+            tasks.push(io.spawn(async move {
+                let mut buf = late.pool().get_for_test(65536);
+                buf.fill(2);
+                let offset = number * 65536;
+                other.cached.write(&late, &other.store, buf, offset, false).await.0
+            }));
+        }
+        for task in tasks {
+            assert_eq!(task.await.unwrap_err().kind, ErrorKind::NoSpace);
+        }
+        assert_eq!(disk.cached.dirty(), 65536, "what was acknowledged is kept");
+        // There is room again: writers go on, and what was acknowledged is there.
+        disk.test.set_room(None);
+        while !write(&io, &disk, 65536, 65536, 3, false).await {}
+        while !flush(&io, &disk).await {}
+        let stable = disk.test.stable_bytes();
+        assert!(stable[..65536].iter().all(|byte| *byte == 1));
+        assert!(stable[65536..131072].iter().all(|byte| *byte == 3));
+        drop(flusher);
+    });
 }

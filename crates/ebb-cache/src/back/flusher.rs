@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
-use ebb_store::{BlockError, Buf, BufResult, Io, Store};
+use ebb_store::{BlockError, Buf, BufResult, ErrorKind, Io, Store};
 
 use super::{CLUSTER_MAX, FRAMES, Order, RESERVE};
 use crate::flight::Wakers;
@@ -252,6 +252,8 @@ impl VolumeCache {
         buf.set_len(length);
         let (result, buf) = store.write(io, buf, offset, false).await;
         pending.saved = result.is_ok();
+        let full = result.as_ref().is_err_and(|error| error.kind == ErrorKind::NoSpace);
+        self.back.full.store(full, Ordering::SeqCst);
         drop(pending);
         (result, buf)
     }
