@@ -80,6 +80,13 @@ impl Dead {
         }
         self.device.as_ref().map_or(Ok(()), Frozen::freeze)
     }
+
+    /// Has a device answer again.
+    pub fn revive(&self) {
+        if let Some(frozen) = &self.device {
+            frozen.thaw();
+        }
+    }
 }
 
 /// An NBD server that reads requests and never answers them after `die`; before, it answers all of
@@ -242,12 +249,18 @@ impl Frozen {
     }
 }
 
-impl Drop for Frozen {
-    fn drop(&mut self) {
-        // What can be undone is; the rest is told by the tools themselves.
-        if self.frozen.load(Ordering::SeqCst) {
+impl Frozen {
+    fn thaw(&self) {
+        if self.frozen.swap(false, Ordering::SeqCst) {
+            // What hangs on after a failure is found when it is unmounted.
             let _ = tool("fsfreeze", &["-u".as_ref(), self.mount.as_os_str()]);
         }
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        self.thaw();
         if !self.device.is_empty() {
             let _ = tool("losetup", &["-d".as_ref(), self.device.as_ref()]);
         }

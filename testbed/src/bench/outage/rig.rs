@@ -186,9 +186,12 @@ impl Rig {
                 log.lines().any(|line| line.contains("volume closed") && line.contains(&volume))
             })
         })?;
-        let taken = begun.elapsed().as_secs_f64();
-        process::finish(&mut self.child, "ebbd", HANG)?;
-        Ok(taken)
+        Ok(begun.elapsed().as_secs_f64())
+    }
+
+    /// Waits for the daemon's end.
+    pub(super) fn finish(&mut self) -> Result<(), Error> {
+        process::finish(&mut self.child, "ebbd", HANG).map(drop)
     }
 
     fn until(&mut self, what: &str, done: impl Fn(&Rig) -> bool) -> Result<(), Error> {
