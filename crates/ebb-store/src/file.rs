@@ -84,6 +84,11 @@ impl FileStore {
         &self.watched
     }
 
+    pub(crate) fn release(&self) {
+        // A lock that cannot be taken off goes with the descriptor.
+        let _ = rustix::fs::flock(&self.fd, rustix::fs::FlockOperation::Unlock);
+    }
+
     pub(crate) fn size(&self) -> u64 {
         self.size.load(Ordering::Relaxed)
     }

@@ -330,6 +330,18 @@ impl Store {
         }
     }
 
+    /// Lets another process have the store: takes its lock off. For a store that is closed, with nothing
+    /// in flight that changes it. The process itself may live on for as long as the kernel holds a
+    /// request of its other stores, and its descriptors, with their locks, live as long.
+    pub fn release(&self) {
+        match self {
+            Store::File(s) => s.release(),
+            Store::Nbd(_) | Store::Memory(_) | Store::Null(_) => {}
+            #[cfg(feature = "test-store")]
+            Store::Test(_) => {}
+        }
+    }
+
     /// Tells the store that a range will be read soon.
     pub async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         let watch = self.begin();

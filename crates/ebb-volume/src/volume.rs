@@ -304,8 +304,9 @@ impl Volume {
         self.account(Operation::Prefetch, length, result)
     }
 
-    /// Refuses new requests, waits for those in flight, and flushes. Safe to call twice: data of a
-    /// writeback cache that could not be written is tried again.
+    /// Refuses new requests, waits for those in flight, flushes, and takes the store's lock off, so that a
+    /// successor can open it. Safe to call twice: data of a writeback cache that could not be written is
+    /// tried again.
     ///
     /// # Errors
     /// That of the last flush: data acknowledged without a flush may then not be stable.
@@ -314,14 +315,14 @@ impl Volume {
         self.gate.empty().await;
         // Who is about to shrink it gives up.
         let _alone = self.resizing.lock().await;
-        if self.options.read_only {
-            return Ok(());
+        if !self.options.read_only {
+            self.make_stable(io).await.map_err(|e| self.name_it(e))?;
+            if let Some(cache) = &self.cache {
+                cache.end_flusher();
+            }
         }
-        let closed = self.make_stable(io).await.map_err(|e| self.name_it(e));
-        if let (Ok(()), Some(cache)) = (&closed, &self.cache) {
-            cache.end_flusher();
-        }
-        closed
+        self.store.release();
+        Ok(())
     }
 
     /// Gives the volume up, from any thread: new requests are refused, and those that wait for a remote
