@@ -8,11 +8,14 @@ export PATH := $(HOME)/.cargo/bin:$(PATH)
 DATA ?= data
 BENCH ?=
 PRESSURE ?=
+# How long `make world` goes on, and its first seed.
+SECONDS ?= 7200
+FROM ?= 100000
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 SCRIPTS = .ci/run .ci/test packaging/install-build-deps packaging/run-disk testbed/install
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-xen clean
+.PHONY: help run test check world fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-xen clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +42,9 @@ check: ## Format, lints, scripts and manual pages, without the tests
 	@diff -ru docs/man "$(TARGET)/man" || { echo "bring docs/man up to date: cargo run -p ebbd -- man --out docs/man"; exit 1; }
 	cargo run --locked --quiet -p ebbd -- man --parameters "$(TARGET)/parameters"
 	@diff -ru docs/parameters "$(TARGET)/parameters" || { echo "bring docs/parameters up to date: cargo run -p ebbd -- man --parameters docs/parameters"; exit 1; }
+
+world: ## Whole daemons simulated from seeds, for SECONDS (7200); a seed that fails is told
+	EBBD_WORLD_SECONDS=$(SECONDS) EBBD_WORLD_FROM=$(FROM) cargo test --locked -p ebb-world worlds -- --nocapture
 
 fmt: ## Format all Rust code
 	cargo fmt --all

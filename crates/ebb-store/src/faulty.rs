@@ -293,6 +293,11 @@ impl TestStore {
         lock(&self.bytes).change(place(offset), data);
     }
 
+    /// Another process opens it, or this one anew: flushes are no longer refused for what was lost before.
+    pub fn reopen(&self) {
+        self.syncs.reopen();
+    }
+
     pub(crate) fn syncs(&self) -> &Syncs {
         &self.syncs
     }

@@ -34,10 +34,7 @@ pub(crate) fn answer(
         let before = memory.arena_stats();
         act(&memory, &cache, state);
         bdis.pressure(state.level);
-        // Mappings of guests' pages cost them memory only while they are short of it.
-        if state.cause.is_event() && state.level > Level::L1 {
-            grants.shrink();
-        }
+        shrink(&grants, state);
         let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(line) = log.note(ebb_mem::clock::now(), state.level, state.cause, &before) {
             say(&line);
@@ -45,7 +42,14 @@ pub(crate) fn answer(
     })
 }
 
-fn act(memory: &Memory, cache: &Cache, state: State) {
+/// Mappings of guests' pages cost them memory only while they are short of it.
+pub(crate) fn shrink(grants: &XenParameters, state: State) {
+    if state.cause.is_event() && state.level > Level::L1 {
+        grants.shrink();
+    }
+}
+
+pub(crate) fn act(memory: &Memory, cache: &Cache, state: State) {
     if !state.cause.is_event() {
         if state.level == Level::L0 {
             memory.calm();

@@ -159,7 +159,7 @@ pub fn serve(config: &Config, args: ServeArgs, set_log_level: SetLogLevel) -> an
         .as_ref()
         .map(|monitor| answers::answer(monitor, &memory, &cache, engine.bdis(), &grants));
     keep_time(&workers[0].handle(), memory.clone());
-    engine.bdis().keep(&workers[0].handle());
+    engine.keep_dirty_limits(&workers[0].handle());
     outages::tell(&workers[0].handle(), server.clone());
     let daemon = Daemon {
         engine: engine.clone(),

@@ -29,7 +29,10 @@ use std::time::{Duration, Instant};
 
 use ebb_cache::{Cache, Mode};
 use ebb_export_nbd::Server;
+use ebb_export_xen::XenParameters;
 use ebb_io::{Io, Signal, WorkerHandle};
+use ebb_mem::Memory;
+use ebb_mem::pressure::State;
 use ebb_store::{Resize, ResizeError};
 use ebb_volume::{Stop, Volume};
 use futures_lite::future::or;
@@ -147,6 +150,18 @@ impl Engine {
     /// The backing devices.
     pub(crate) fn bdis(&self) -> &Arc<Bdis> {
         &self.bdis
+    }
+
+    /// Has the limit of dirty data divided among the backing devices, for as long as this worker runs.
+    pub fn keep_dirty_limits(&self, worker: &WorkerHandle) {
+        self.bdis.keep(worker);
+    }
+
+    /// Answers memory pressure, or its end, as the daemon does when it is told by the host.
+    pub fn pressure(&self, memory: &Memory, grants: &XenParameters, state: State) {
+        crate::answers::act(memory, &self.cache, state);
+        self.bdis.pressure(state.level);
+        crate::answers::shrink(grants, state);
     }
 
     /// Xen guests that are served, too.

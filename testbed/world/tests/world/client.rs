@@ -38,8 +38,10 @@ enum Phase {
     /// Waits for the answer to an option.
     Option(u32),
     Transmission,
-    /// Said goodbye, or was told to.
+    /// Said goodbye.
     Over,
+    /// The export is not there now.
+    Refused,
 }
 
 #[derive(Debug)]
@@ -212,6 +214,9 @@ impl Client {
                 busy = true;
             }
         }
+        if self.phase == Phase::Refused {
+            return Ok(Turn::Gone);
+        }
         while self.wants().is_some_and(|at| at <= now) {
             self.ask(oracle, now);
             busy = true;
@@ -248,6 +253,15 @@ impl Client {
             self.output.extend(header);
             self.phase = Phase::Over;
         }
+    }
+
+    /// The sectors of its export.
+    pub(crate) fn size(&self) -> usize {
+        self.size
+    }
+
+    pub(crate) fn was_refused(&self) -> bool {
+        self.phase == Phase::Refused
     }
 
     pub(crate) fn is_serving(&self) -> bool {
@@ -321,7 +335,7 @@ impl Client {
                 Ok(true)
             }
             Phase::Option(number) => self.take_option(number),
-            Phase::Transmission | Phase::Over => self.take_reply(oracle, now),
+            Phase::Transmission | Phase::Over | Phase::Refused => self.take_reply(oracle, now),
         }
     }
 
@@ -341,8 +355,7 @@ impl Client {
             }
             (OPTION_EXPORT, REPLY_INFO) => {}
             (OPTION_EXPORT, REPLY_ACK) => self.phase = Phase::Transmission,
-            // The export is not there now: the world makes another client.
-            (OPTION_EXPORT, _) => self.phase = Phase::Over,
+            (OPTION_EXPORT, _) => self.phase = Phase::Refused,
             (_, REPLY_ACK) => self.enter(),
             (number, kind) => return Err(format!("option {number} is refused with {kind:#x}")),
         }

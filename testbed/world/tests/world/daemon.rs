@@ -1,24 +1,31 @@
 //! One life of the daemon: from its start to a stop, a kill or a power cut.
 //!
 //! Everything is the product's but what starts threads: the keeper, the memory's advisor and the timer of
-//! its estimates are given their turns here.
+//! its estimates are given their turns here, and stores are opened by an opener that the world can have fail.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use ebb_cache::{Cache, CacheOptions, FixedLimit, Keeper};
+use ebb_cache::{Cache, CacheOptions, Keeper};
 use ebb_export_nbd::{Limits, Server, Tls};
+use ebb_export_xen::XenParameters;
 use ebb_io::fd_from;
 use ebb_io::sim::SimWorker;
-use ebb_mem::pressure::Level;
-use ebb_mem::{Memory, PoolParameters, Reclaim};
+use ebb_mem::Memory;
+use ebb_mem::pressure::{Cause, Level, State};
 use ebb_store::{Io, MemoryStore, Store, TestStore};
-use ebb_volume::{Mode, Volume, VolumeOptions};
+use ebb_volume::{Mode, Volume};
+use ebbd::config::{Config, Overrides, VolumeConfig};
+use ebbd::engine::{Comparing, Engine, Opener, Opening, Parts};
+use ebbd::params::{Configured, Key, Parameters};
+use ebbd::stores::StoreError;
 
 use crate::random::Random;
 
@@ -26,30 +33,25 @@ use crate::random::Random;
 const KEEPER: Duration = Duration::from_millis(100);
 const TICK: Duration = Duration::from_secs(1);
 
-/// What a daemon is configured with; drawn once for each life.
+/// What a daemon is started with; drawn once for each life.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     ceiling: usize,
     cache_max: u64,
     cache_min: u64,
     lend: bool,
-    dirty_max: u64,
-    age_ms: u64,
-    cluster: usize,
-    limits: Limits,
+    pub(crate) drain: Duration,
 }
 
 impl Settings {
     pub(crate) fn draw(random: &mut Random) -> Settings {
+        let cache_max = random.pick(&[1 << 20, 1 << 20, 2 << 20, 8 << 20]);
         Settings {
-            ceiling: random.pick(&[16 << 20, 32 << 20, 64 << 20]),
-            cache_max: random.pick(&[256 << 10, 1 << 20, 4 << 20, 8 << 20]),
+            ceiling: random.pick(&[32 << 20, 64 << 20]),
+            cache_max,
             cache_min: random.pick(&[0, 0, 128 << 10]),
             lend: random.chance(30),
-            dirty_max: random.pick(&[512 << 10, 1 << 20, 4 << 20]),
-            age_ms: random.pick(&[5, 50, 5000]),
-            cluster: random.pick(&[4096, 65536, 1 << 20]),
-            limits: Limits::default(),
+            drain: Duration::from_millis(random.pick(&[500, 5_000, 60_000])),
         }
     }
 }
@@ -63,10 +65,70 @@ pub(crate) enum Place {
 
 /// A volume as the configuration has it.
 #[derive(Clone)]
-pub(crate) struct VolumeConfig {
+pub(crate) struct Wanted {
     pub(crate) name: String,
     pub(crate) place: Place,
     pub(crate) mode: Mode,
+    /// The backing device it shares, if it does.
+    pub(crate) bdi: Option<String>,
+}
+
+/// The file that the daemon reads.
+fn configuration(settings: &Settings, volumes: &[Wanted]) -> Config {
+    use std::fmt::Write as _;
+    let Settings { cache_max, cache_min, .. } = settings;
+    let mut text = format!(
+        "listen = [\"unix:/world.sock\"]\ncache_max = \"{cache_max}\"\ncache_min = \"{cache_min}\"\n"
+    );
+    for Wanted { name, place, mode, bdi } in volumes {
+        let store = match place {
+            Place::Disk(_) => format!("file:/world/{name}"),
+            Place::Memory(size) => format!("memory:{size}"),
+        };
+        let _ = write!(text, "[volume.{name}]\nstore = \"{store}\"\ncache = \"{mode}\"\n");
+        if let (Some(bdi), Mode::Writeback) = (bdi, mode) {
+            let _ = writeln!(text, "bdi = \"{bdi}\"");
+        }
+    }
+    Config::parse(&text, Path::new("world.toml"), &Overrides::default()).unwrap()
+}
+
+/// Opens the disks of the world.
+#[derive(Default)]
+pub(crate) struct Disks(Mutex<BTreeMap<String, (Place, bool)>>);
+
+impl Disks {
+    pub(crate) fn put(&self, name: &str, place: &Place) {
+        self.0.lock().unwrap().insert(name.to_owned(), (place.clone(), false));
+    }
+
+    /// From now on it cannot be opened, or can.
+    pub(crate) fn fail(&self, name: &str, fails: bool) {
+        if let Some(found) = self.0.lock().unwrap().get_mut(name) {
+            found.1 = fails;
+        }
+    }
+}
+
+/// What the engine has of [`Disks`].
+struct OpenDisks(Arc<Disks>);
+
+impl Opener for OpenDisks {
+    fn open(&self, name: &str, _: &VolumeConfig) -> Opening {
+        let opened = match self.0.0.lock().unwrap().get(name) {
+            Some((Place::Disk(disk), false)) => {
+                disk.reopen();
+                Ok(Store::Test(disk.clone()))
+            }
+            Some((Place::Memory(size), false)) => Ok(Store::Memory(MemoryStore::new(*size))),
+            _ => Err(StoreError::Interrupted),
+        };
+        Box::pin(std::future::ready(opened))
+    }
+
+    fn compare(&self, old: &VolumeConfig, new: &VolumeConfig) -> Comparing {
+        Box::pin(std::future::ready(Ok(old.store == new.store)))
+    }
 }
 
 /// What became of something that was asked of the worker.
@@ -77,12 +139,15 @@ pub(crate) struct Daemon {
     // First: its tasks end before what they use.
     pub(crate) worker: SimWorker,
     pub(crate) server: Server,
+    pub(crate) engine: Arc<Engine>,
+    parameters: Parameters,
+    pub(crate) settings: Settings,
     address: SocketAddr,
-    pub(crate) memory: Arc<Memory>,
-    pub(crate) cache: Arc<Cache>,
+    memory: Arc<Memory>,
+    cache: Arc<Cache>,
+    grants: Arc<XenParameters>,
     keeper: Keeper,
-    pub(crate) pool: Arc<PoolParameters>,
-    settings: Settings,
+    started: Instant,
     keep_at: Instant,
     tick_at: Instant,
     advise_at: Option<Instant>,
@@ -92,6 +157,7 @@ pub(crate) struct Daemon {
 pub(crate) struct Remains {
     memory: Weak<Memory>,
     cache: Weak<Cache>,
+    engine: Weak<Engine>,
     volumes: Vec<Weak<Volume>>,
 }
 
@@ -99,31 +165,49 @@ impl Remains {
     pub(crate) fn check(&self) -> Result<(), String> {
         let volumes = self.volumes.iter().filter(|volume| volume.strong_count() > 0).count();
         let (memory, cache) = (self.memory.strong_count(), self.cache.strong_count());
-        if memory + cache + volumes > 0 {
-            return Err(format!("left behind: memory {memory}, cache {cache}, {volumes} volumes"));
+        let engine = self.engine.strong_count();
+        if memory + cache + engine + volumes > 0 {
+            return Err(format!(
+                "left behind: memory {memory}, cache {cache}, engine {engine}, {volumes} volumes"
+            ));
         }
         Ok(())
     }
 }
 
 impl Daemon {
-    pub(crate) fn start(settings: Settings, volumes: &[VolumeConfig], now: Instant) -> Daemon {
+    pub(crate) fn start(
+        settings: Settings,
+        volumes: &[Wanted],
+        disks: &Arc<Disks>,
+        now: Instant,
+    ) -> Daemon {
         static NEXT: AtomicU64 = AtomicU64::new(0);
+        let config = configuration(&settings, volumes);
+        let parameters = Parameters::new(&Configured::from(&config));
         let mut options = ebb_mem::Options::new(settings.ceiling, now);
         options.lend = settings.lend;
         let memory = Memory::new(options).unwrap();
-        let options = CacheOptions {
-            max_bytes: Some(settings.cache_max),
-            min_bytes: settings.cache_min,
-            started: now,
-        };
-        let cache = Cache::without_keeper(&memory, options);
-        // What the kernel takes is not for a seed to say; it is said to have taken some each time.
-        let keeper = Keeper::new(&cache, Box::new(|| None));
+        parameters.govern(&memory);
+        let grants = Arc::<XenParameters>::default();
+        parameters.govern_grants(&grants);
+        let (cache, keeper) = start_cache(&memory, &parameters, now);
         let worker = SimWorker::new("world", &memory).unwrap();
-        let server = Server::new(settings.limits, Tls::Off, None);
-        let name =
-            format!("ebb-world-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let server = Server::new(Limits::default(), Tls::Off, None);
+        let engine = Engine::new(Parts {
+            server: server.clone(),
+            parameters: parameters.clone(),
+            cache: cache.clone(),
+            workers: vec![worker.handle()],
+            opener: Arc::new(OpenDisks(disks.clone())),
+            drain: settings.drain,
+            dirty_max: (settings.ceiling / 2) as u64,
+            started: now,
+        })
+        .unwrap();
+        engine.keep_dirty_limits(&worker.handle());
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("ebb-world-{}-{number}", std::process::id());
         let address = SocketAddr::from_abstract_name(name).unwrap();
         let listener = UnixListener::bind_addr(&address).unwrap();
         let (serving, socket, handles) = (server.clone(), fd_from(listener), vec![worker.handle()]);
@@ -132,46 +216,32 @@ impl Daemon {
         let daemon = Daemon {
             worker,
             server,
+            engine,
+            parameters,
+            settings,
             address,
             memory,
             cache,
+            grants,
             keeper,
-            pool: Arc::default(),
-            settings,
+            started: now,
             keep_at: now + KEEPER,
             tick_at: now + TICK,
             advise_at: None,
         };
-        volumes.iter().for_each(|volume| daemon.offer(volume));
+        let engine = daemon.engine.clone();
+        daemon.ask(|io| async move { engine.start(&io, config, None).await });
         daemon
     }
 
-    /// Opens a volume and offers it.
-    pub(crate) fn offer(&self, config: &VolumeConfig) {
-        let store = match &config.place {
-            Place::Disk(store) => Store::Test(store.clone()),
-            Place::Memory(size) => Store::Memory(MemoryStore::new(*size)),
-        };
-        let options = VolumeOptions::default();
-        let volume = if config.mode == Mode::None {
-            Volume::new(&config.name, store, options)
-        } else {
-            let cache = self.cache.volume_as(&config.name, store.size(), config.mode).unwrap();
-            let volume = Volume::with_cache(&config.name, store, options, cache);
-            let control = FixedLimit {
-                dirty_max: self.settings.dirty_max,
-                age_max: Duration::from_millis(self.settings.age_ms),
-                cluster: self.settings.cluster,
-            };
-            volume.start_writeback(self.worker.io(), Arc::new(control));
-            volume
-        };
-        self.server.add(volume, self.pool.clone());
+    /// Reads its configuration again.
+    pub(crate) fn reload(&self, volumes: &[Wanted]) -> Later<()> {
+        let (engine, config) = (self.engine.clone(), configuration(&self.settings, volumes));
+        self.ask(|io| async move { engine.reload(&io, config).await })
     }
 
     pub(crate) fn volume(&self, name: &str) -> Option<Arc<Volume>> {
-        let mut all = self.server.volumes().into_iter().map(|(volume, _)| volume);
-        all.find(|volume| &**volume.name() == name)
+        self.server.volume(name)
     }
 
     pub(crate) fn connect(&self) -> UnixStream {
@@ -179,10 +249,14 @@ impl Daemon {
     }
 
     pub(crate) fn remains(&self) -> Remains {
-        let volumes =
-            self.server.volumes().iter().map(|(volume, _)| Arc::downgrade(volume)).collect();
-        let (memory, cache) = (Arc::downgrade(&self.memory), Arc::downgrade(&self.cache));
-        Remains { memory, cache, volumes }
+        let states = self.engine.states();
+        let volumes = states.iter().filter_map(|state| state.volume.as_ref());
+        Remains {
+            memory: Arc::downgrade(&self.memory),
+            cache: Arc::downgrade(&self.cache),
+            engine: Arc::downgrade(&self.engine),
+            volumes: volumes.map(Arc::downgrade).collect(),
+        }
     }
 
     /// Has the worker do something beside its requests.
@@ -218,24 +292,56 @@ impl Daemon {
 
     /// When it wants a turn if nothing happens.
     pub(crate) fn wants(&self) -> Instant {
-        let all =
-            [Some(self.keep_at), Some(self.tick_at), self.advise_at, self.worker.next_deadline()];
-        all.into_iter().flatten().min().unwrap_or(self.keep_at)
+        let own = [Some(self.keep_at), Some(self.tick_at), self.advise_at];
+        let all = own.into_iter().chain([self.worker.next_deadline()]);
+        all.flatten().min().unwrap_or(self.keep_at)
     }
 
-    /// Memory pressure, answered as the daemon does.
-    pub(crate) fn pressure(&self, level: Level, now: Instant) {
-        self.cache.pressure(level, now);
-        let reclaim = match level {
-            Level::L0 => {
-                self.memory.calm();
-                return;
-            }
-            Level::L1 => Reclaim::Trim,
-            Level::L2 => Reclaim::Drain,
-            Level::L3 => Reclaim::DrainWorkers,
+    /// Sets a parameter, or goes back to what the configuration says.
+    pub(crate) fn set(&self, name: &str, value: Option<u64>) -> bool {
+        let changed = match value {
+            Some(value) => self.parameters.set(name, None, &serde_json::json!(value)),
+            None => self.parameters.unset(name, None),
         };
-        self.memory.squeeze(now);
-        self.memory.reclaim(reclaim, now);
+        // Not by a watcher: one that held the server would keep its volumes, which know the parameters.
+        let live = |key| usize::try_from(self.parameters.live(key).get()).unwrap();
+        self.server.set_limits(Limits {
+            max_clients: live(Key::MaxClients),
+            max_request: u32::try_from(live(Key::MaxRequest)).unwrap(),
+            connection_memory: live(Key::ConnectionMemory),
+        });
+        changed.is_ok()
     }
+
+    /// The host says this of memory.
+    pub(crate) fn pressure(&self, level: Level, now: Instant) {
+        let cause = if level == Level::L0 { Cause::Easing } else { Cause::Stall };
+        let state = State { level, cause, since: now, event: now, sequence: 1 };
+        debug_assert!(now >= self.started);
+        self.engine.pressure(&self.memory, &self.grants, state);
+    }
+}
+
+/// The cache, which follows its parameters as the daemon's does, and the keeper.
+fn start_cache(
+    memory: &Arc<Memory>,
+    parameters: &Parameters,
+    started: Instant,
+) -> (Arc<Cache>, Keeper) {
+    let options = CacheOptions {
+        max_bytes: Some(parameters.live(Key::CacheMax).get()),
+        min_bytes: parameters.live(Key::CacheMin).get(),
+        started,
+    };
+    let cache = Cache::without_keeper(memory, options);
+    let governed = cache.clone();
+    parameters.watch(move |change| match change.key {
+        // As much as the machine allows is nothing that a seed decides.
+        Key::CacheMax => governed.set_max(Some(change.to.clamp(64 << 10, 16 << 20))),
+        Key::CacheMin => governed.set_min(change.to),
+        _ => {}
+    });
+    // What the kernel takes is not for a seed to say; it is said to have taken some each time.
+    let keeper = Keeper::new(&cache, Box::new(|| None));
+    (cache, keeper)
 }

@@ -1,7 +1,7 @@
 //! The whole daemon simulated from one seed.
 //!
 //! `EBBD_WORLD_SEED=n` runs one seed and tells what happened; `EBBD_WORLD_SECONDS=n` goes on for so long
-//! (`make world SECONDS=7200`). Why it is made so: `docs/adr/0007-world.md`.
+//! (`make world SECONDS=7200`), from `EBBD_WORLD_FROM` on. Why it is made so: `docs/adr/0007-world.md`.
 
 #![allow(
     clippy::unwrap_used,
@@ -18,22 +18,28 @@ mod random;
 mod trace;
 mod world;
 
+use std::io::{BufRead as _, BufReader};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use world::{Outcome, World};
 
 /// Requests of a world.
 const REQUESTS: u64 = 600;
+/// Worlds of a run, unless it is told otherwise.
+const SEEDS: u64 = 2_000;
+/// Worlds that fail before a run gives up.
+const FAILURES: u64 = 20;
 
 fn run(seed: u64, words: bool) -> Result<Outcome, String> {
     let before = descriptors();
     let mut text = String::new();
     let result = catch_unwind(AssertUnwindSafe(|| {
         let mut world = World::new(seed, words);
-        let result = world.run(REQUESTS);
+        let result = catch_unwind(AssertUnwindSafe(|| world.run(REQUESTS)));
         text = world.trace.text();
-        result
+        result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     }));
     let result = result.unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().cloned();
@@ -56,6 +62,40 @@ fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|text| text.parse().ok())
 }
 
+/// Every `parts`th world from `part` on. Each fails by itself, with what it tells of its end.
+fn some_worlds(part: u64, parts: u64) {
+    let begun = Instant::now();
+    let seconds = Duration::from_secs(number("EBBD_WORLD_SECONDS").unwrap_or(0));
+    let seeds = number("EBBD_WORLD_SEEDS").unwrap_or(SEEDS);
+    let from = number("EBBD_WORLD_FROM").unwrap_or(0);
+    let (mut total, mut done, mut failed) = (Outcome::default(), 0, 0);
+    for nth in (part..).step_by(usize::try_from(parts).unwrap()) {
+        let over = if seconds.is_zero() { nth >= seeds } else { begun.elapsed() >= seconds };
+        if over || failed >= FAILURES {
+            break;
+        }
+        done += 1;
+        match run(from + nth, false) {
+            Ok(outcome) => total.add(&outcome),
+            Err(_) => {
+                // Once more, with words.
+                let error = run(from + nth, true).err();
+                println!("{}", error.unwrap_or_else(|| format!("seed {nth}: fails now and then")));
+                failed += 1;
+            }
+        }
+    }
+    println!(
+        "TOTAL {done} {failed} {} {} {} {} {} {}",
+        total.requests,
+        total.succeeded,
+        total.checked,
+        total.lives,
+        total.simulated.as_millis(),
+        total.slowest.as_millis()
+    );
+}
+
 #[test]
 fn worlds_keep_their_promises() {
     if let Some(seed) = number("EBBD_WORLD_SEED") {
@@ -64,31 +104,64 @@ fn worlds_keep_their_promises() {
             Err(error) => panic!("{error}"),
         };
     }
-    let begun = Instant::now();
-    let seconds = number("EBBD_WORLD_SECONDS").unwrap_or(0);
-    let count = number("EBBD_WORLD_SEEDS").unwrap_or(200);
-    let from = number("EBBD_WORLD_FROM").unwrap_or(0);
-    let (mut total, mut seeds, mut failed) = (Outcome::default(), 0, 0);
-    for seed in from.. {
-        if seeds >= count && begun.elapsed() >= Duration::from_secs(seconds) {
-            break;
-        }
-        seeds += 1;
-        match run(seed, false) {
-            Ok(outcome) => {
-                total.requests += outcome.requests;
-                total.succeeded += outcome.succeeded;
-                total.checked += outcome.checked;
-                total.lives += outcome.lives;
-                total.simulated += outcome.simulated;
-                total.slowest = total.slowest.max(outcome.slowest);
-            }
-            Err(error) => {
-                println!("{error}");
-                failed += 1;
-            }
-        }
+    // A process each: descriptors are counted, and threads would share them.
+    let parts = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
+    if let Some(part) = number("EBBD_WORLD_PART") {
+        return some_worlds(part, parts);
     }
-    println!("{seeds} seeds in {:?}: {total:?}", begun.elapsed());
-    assert_eq!(failed, 0, "worlds that failed; EBBD_WORLD_SEED=… tells of one");
+    let begun = Instant::now();
+    let children: Vec<_> = (0..parts)
+        .map(|part| {
+            Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "worlds_keep_their_promises", "--nocapture"])
+                .env("EBBD_WORLD_PART", part.to_string())
+                .env("RUST_BACKTRACE", "0")
+                .stdout(Stdio::piped())
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap()
+        })
+        .collect();
+    let mut sums = [0; 8];
+    for mut child in children {
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut told = false;
+        for line in lines.by_ref().map_while(Result::ok) {
+            match line.strip_prefix("TOTAL ") {
+                Some(numbers) => {
+                    told = true;
+                    for (sum, number) in sums.iter_mut().zip(numbers.split(' ')) {
+                        *sum += number.parse::<u64>().unwrap();
+                    }
+                }
+                None => println!("{line}"),
+            }
+        }
+        assert!(child.wait().unwrap().success() && told, "a part of the worlds ended early");
+    }
+    let [worlds, failed, requests, succeeded, sectors, lives, simulated, _] = sums;
+    println!(
+        "{worlds} worlds in {:?}: {requests} requests, {succeeded} with success, {sectors} sectors \
+         compared, {lives} lives, {} s simulated",
+        begun.elapsed(),
+        simulated / 1000
+    );
+    assert_eq!(failed, 0, "worlds that failed: run one with EBBD_WORLD_SEED=…");
+    assert!(requests >= worlds * REQUESTS * 9 / 10, "worlds in which hardly anything happens");
+}
+
+#[test]
+fn a_seed_is_the_same_world_each_time() {
+    if number("EBBD_WORLD_PART").is_none() {
+        // In a process of its own, for the same reason.
+        let status = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "a_seed_is_the_same_world_each_time", "--nocapture"])
+            .env("EBBD_WORLD_PART", "0")
+            .status();
+        return assert!(status.unwrap().success(), "it tells above which seed differs");
+    }
+    for seed in (0..30).map(|nth| nth * 101) {
+        let [first, again] = [run(seed, false), run(seed, false)];
+        assert_eq!(first, again, "seed {seed}");
+    }
 }

@@ -83,6 +83,8 @@ pub(crate) struct Oracle {
     unstable: Vec<u32>,
     /// Reads under way, by when they began.
     reads: BTreeSet<u64>,
+    /// When the daemon last started.
+    life: u64,
     /// When the store last lost something.
     loss: u64,
     clock: u64,
@@ -102,6 +104,7 @@ impl Oracle {
             sectors: vec![Vec::new(); sectors],
             unstable: Vec::new(),
             reads: BTreeSet::new(),
+            life: 0,
             loss: 0,
             clock: 1,
             numbers: 0,
@@ -238,6 +241,21 @@ impl Oracle {
 
     /// A flush that was asked for at `begun` succeeded.
     pub(crate) fn flushed(&mut self, begun: u64) {
+        self.flushed_since(0, begun);
+    }
+
+    /// Its volume was closed in good order, which was asked for at `begun`: what was acknowledged in this life
+    /// is stable. One that nobody wrote to need not flush what an earlier life left unflushed.
+    pub(crate) fn closed(&mut self, begun: u64) {
+        self.flushed_since(self.life, begun);
+    }
+
+    /// A daemon starts.
+    pub(crate) fn begin_life(&mut self) {
+        self.life = self.now();
+    }
+
+    fn flushed_since(&mut self, life: u64, begun: u64) {
         let (sectors, reads) = (&mut self.sectors, &self.reads);
         self.unstable.retain(|&place| {
             let sector = &mut sectors[place as usize];
@@ -245,7 +263,7 @@ impl Oracle {
             let mut left = false;
             for entry in sector.iter_mut().filter(|entry| !entry.stable) {
                 match entry.end {
-                    End::Done(at) if at <= begun => {
+                    End::Done(at) if at <= begun && entry.begun >= life => {
                         entry.stable = true;
                         last = last.max(entry.begun);
                     }
@@ -258,12 +276,6 @@ impl Oracle {
         });
     }
 
-    /// All that was acknowledged is stable: a clean stop.
-    pub(crate) fn closed(&mut self) {
-        let now = self.now();
-        self.flushed(now);
-    }
-
     /// The store has lost some of what was not stable: reads may see what is left. What was promised
     /// stays so: a flush that succeeds from now on covers what was acknowledged before, too.
     pub(crate) fn lost(&mut self) {
@@ -271,6 +283,22 @@ impl Oracle {
         for sector in self.sectors.iter_mut().filter(|sector| sector.len() > 1) {
             sector.iter_mut().filter(|e| !e.gone).for_each(|entry| entry.hidden = NEVER);
         }
+    }
+
+    /// The store is opened by a process that knows nothing of what it lost before: that is nobody's promise.
+    pub(crate) fn reopened(&mut self) {
+        let (sectors, loss) = (&mut self.sectors, self.loss);
+        self.unstable.retain(|&place| {
+            let mut left = false;
+            for entry in &mut sectors[place as usize] {
+                match (entry.end, entry.stable) {
+                    (End::Done(at), false) if entry.begun <= loss => entry.end = End::Unknown(at),
+                    (End::Done(_), false) => left = true,
+                    _ => {}
+                }
+            }
+            left
+        });
     }
 
     /// A crash: what was not stable is there or not, and nobody's promise any more.
@@ -284,6 +312,17 @@ impl Oracle {
                 }
             }
         }
+    }
+
+    /// It is larger now; what is new is zeroes.
+    pub(crate) fn grow(&mut self, sectors: usize) {
+        self.sectors.resize(sectors.max(self.sectors.len()), Vec::new());
+    }
+
+    /// All of it is zeroes now, while clients are at it.
+    pub(crate) fn cleared(&mut self) {
+        let zeroes = self.begin(Change::Zeroes, 0, self.sectors.len(), true);
+        self.end(zeroes, true);
     }
 
     /// Everything is gone: the memory of a process that ended.

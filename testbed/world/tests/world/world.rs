@@ -3,40 +3,52 @@
 //! The loop gives everybody a turn, and when nobody has anything to do moves the clock to when somebody
 //! has. What befalls them is drawn from the seed, and so is the order of everything.
 
+mod ends;
+mod events;
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use ebb_mem::clock;
-use ebb_mem::pressure::Level;
-use ebb_store::{Faults, TestStore};
+use ebb_store::TestStore;
 use ebb_volume::{Mode, Volume};
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
+use self::events::{EVENTS, Event};
 use crate::client::{Client, Manner, Turn};
-use crate::daemon::{Daemon, Later, Place, Settings, VolumeConfig};
+use crate::daemon::{Daemon, Disks, Later, Place, Settings, Wanted};
 use crate::oracle::{Oracle, SECTOR, Writing};
 use crate::random::Random;
 use crate::trace::Trace;
 
 /// A volume whose store is healthy answers within this, whatever befalls its neighbours.
-const BOUND: Duration = Duration::from_secs(2);
+const BOUND: Duration = Duration::from_secs(5);
 /// What a daemon may take to end what is under way once everything is healthy.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Whether disks fail writes and flushes, and lose what was not flushed.
-const LOSSES: bool = false;
 /// Turns without the clock being moved, at most: more is a loop.
 const TURNS: u64 = 200_000;
 
 /// A volume, its disk, and what is known of it.
 struct Site {
-    config: VolumeConfig,
+    config: Wanted,
     oracle: Oracle,
     /// Losses of its disk that the oracle knows of.
     losses: u64,
+    /// The volume as it is served now, and when the last reload was asked for.
+    serving: Weak<Volume>,
+    mode: Mode,
+    /// Its flushes are refused, since something may be lost.
+    lost: bool,
+    reloaded: u64,
+    /// The configuration was read again in this life.
+    changed: bool,
+    /// It is in the configuration.
+    listed: bool,
     /// Changes of clients that are gone, which the server may be at still.
     orphans: Vec<Writing>,
-    /// Its disk hangs; it has no room.
+    /// Its disk hangs, or did in this life; it has no room.
     hangs: bool,
+    hung: bool,
     full: bool,
     /// Since when the disk has been healthy; `None` while it is not.
     healthy: Option<Instant>,
@@ -80,36 +92,6 @@ struct Seat {
     again: Instant,
 }
 
-/// What may befall a world, and how often: a share of 100.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Event {
-    Faults,
-    Hang,
-    Lose,
-    Pressure,
-    Leave,
-    Deaf,
-    Parameters,
-    Reoffer,
-    Kill,
-    PowerCut,
-    Stop,
-}
-
-const EVENTS: [(Event, u64); 11] = [
-    (Event::Faults, 20),
-    (Event::Hang, 10),
-    (Event::Lose, 5),
-    (Event::Pressure, 20),
-    (Event::Leave, 15),
-    (Event::Deaf, 8),
-    (Event::Parameters, 8),
-    (Event::Reoffer, 4),
-    (Event::Kill, 5),
-    (Event::PowerCut, 3),
-    (Event::Stop, 3),
-];
-
 /// What a seed came to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Outcome {
@@ -122,6 +104,17 @@ pub(crate) struct Outcome {
     pub(crate) simulated: Duration,
 }
 
+impl Outcome {
+    pub(crate) fn add(&mut self, other: &Outcome) {
+        self.requests += other.requests;
+        self.succeeded += other.succeeded;
+        self.checked += other.checked;
+        self.lives += other.lives;
+        self.simulated += other.simulated;
+        self.slowest = self.slowest.max(other.slowest);
+    }
+}
+
 /// See the module.
 pub(crate) struct World {
     random: Random,
@@ -130,6 +123,9 @@ pub(crate) struct World {
     sites: Vec<Site>,
     seats: Vec<Seat>,
     daemon: Option<Daemon>,
+    disks: Arc<Disks>,
+    /// A disk was full in this life: writers may wait for longer, also after it has room again.
+    filled: bool,
     events: Vec<(Event, u64)>,
     event_at: Instant,
     event_every: u64,
@@ -147,6 +143,8 @@ impl World {
         clock::set(Some(begin));
         ebb_io::sim::set_order(Some(random.next()));
         let sites: Vec<Site> = (0..random.between(1, 4)).map(|n| site(n, &mut random)).collect();
+        let disks = Arc::<Disks>::default();
+        sites.iter().for_each(|site| disks.put(&site.config.name, &site.config.place));
         let mut seats = Vec::new();
         for site in 0..sites.len() {
             for _ in 0..random.between(1, 3) {
@@ -163,6 +161,8 @@ impl World {
             sites,
             seats,
             daemon: None,
+            disks,
+            filled: false,
             events,
             event_at: begin,
             event_every,
@@ -199,13 +199,13 @@ impl World {
         self.settle()?;
         self.look_at_all()?;
         match self.random.below(3) {
-            0 => self.stop(None)?,
+            0 => self.stop()?,
             1 => self.kill(false)?,
             _ => self.kill(true)?,
         }
         self.start();
         self.look_at_all()?;
-        self.stop(None)?;
+        self.stop()?;
         for site in &self.sites {
             self.outcome.checked += site.oracle.checked;
         }
@@ -225,12 +225,23 @@ impl World {
             self.note(format_args!("{what}"));
         }
         self.note(format_args!("start {settings:?}"));
-        let volumes: Vec<_> = self.sites.iter().map(|site| site.config.clone()).collect();
-        self.daemon = Some(Daemon::start(settings, &volumes, self.now));
+        let volumes = self.listed();
+        self.daemon = Some(Daemon::start(settings, &volumes, &self.disks, self.now));
         self.outcome.lives += 1;
+        self.filled = self.sites.iter().any(|site| site.full);
+        for site in &mut self.sites {
+            (site.hung, site.changed) = (site.hangs, false);
+            site.oracle.begin_life();
+        }
         for seat in &mut self.seats {
             seat.again = self.now;
         }
+    }
+
+    /// What is in the configuration.
+    fn listed(&self) -> Vec<Wanted> {
+        let listed = self.sites.iter().filter(|site| site.listed);
+        listed.map(|site| site.config.clone()).collect()
     }
 
     fn daemon(&mut self) -> &mut Daemon {
@@ -249,6 +260,7 @@ impl World {
         for site in &mut self.sites {
             site.notice();
         }
+        self.look_at_volumes();
         self.bury();
         let first = self.random.index(self.seats.len());
         for at in 0..self.seats.len() {
@@ -329,7 +341,7 @@ impl World {
         if let (Some(oldest), Some(healthy), false) = (client.oldest(), site.healthy, client.deaf) {
             let waits = now.saturating_duration_since(oldest.max(healthy));
             self.outcome.slowest = self.outcome.slowest.max(waits);
-            if waits > BOUND {
+            if waits > BOUND && !self.filled {
                 return Err(format!(
                     "a request to a healthy store has waited for {waits:?}: {}",
                     self.describe()
@@ -345,8 +357,11 @@ impl World {
 
     /// A client's connection is over; another one comes soon.
     fn leave(&mut self, number: usize) {
-        let pause = Duration::from_micros(self.random.below(5_000));
+        let mut pause = Duration::from_micros(self.random.below(5_000));
         let seat = &mut self.seats[number];
+        if seat.client.as_ref().is_some_and(Client::was_refused) {
+            pause *= 50;
+        }
         seat.again = self.now + pause;
         if let Some(client) = seat.client.take() {
             let what = client.describe();
@@ -362,168 +377,30 @@ impl World {
         clients.join("; ")
     }
 
-    fn befall(&mut self) -> Result<(), String> {
-        let all: u64 = self.events.iter().map(|(_, share)| share).sum();
-        if all == 0 {
-            return Ok(());
-        }
-        let mut at = self.random.below(all);
-        let mut event = self.events[0].0;
-        for (which, share) in &self.events {
-            event = *which;
-            if at < *share {
-                break;
+    /// Notices volumes that were replaced: what was acknowledged before that was asked for is stable.
+    fn look_at_volumes(&mut self) {
+        let Some(daemon) = &self.daemon else { return };
+        for site in &mut self.sites {
+            let served = site.serving.upgrade();
+            site.lost |= served.is_some_and(|volume| volume.is_lost());
+            let Some(volume) = daemon.volume(&site.config.name) else { continue };
+            if std::ptr::eq(site.serving.as_ptr(), Arc::as_ptr(&volume)) {
+                continue;
             }
-            at -= share;
-        }
-        self.trace.mix(event as u64);
-        match event {
-            Event::Faults => self.set_faults(),
-            Event::Hang => self.hang(),
-            Event::Lose => self.lose(),
-            Event::Pressure => {
-                let level = self.random.pick(&[Level::L0, Level::L1, Level::L2, Level::L3]);
-                self.note(format_args!("pressure {level:?}"));
-                let now = self.now;
-                self.daemon().pressure(level, now);
+            let first = site.serving.as_ptr() == Weak::<Volume>::new().as_ptr();
+            site.serving = Arc::downgrade(&volume);
+            site.mode = volume.cache_mode();
+            if first {
+                continue;
             }
-            Event::Leave => {
-                let number = self.random.index(self.seats.len());
-                if self.random.chance(50) {
-                    self.leave(number);
-                } else if let Some(client) = &mut self.seats[number].client {
-                    client.goodbye();
-                    self.note(format_args!("client {number} says goodbye"));
-                }
+            site.notice();
+            match (&site.config.place, std::mem::take(&mut site.lost)) {
+                (Place::Memory(_), _) => site.oracle.cleared(),
+                (Place::Disk(_), true) => site.oracle.crashed(),
+                // One that did not answer may have been given up: nothing of it was missing in this life.
+                (Place::Disk(_), false) if site.hung => {}
+                (Place::Disk(_), false) => site.oracle.closed(site.reloaded),
             }
-            Event::Deaf => {
-                let number = self.random.index(self.seats.len());
-                if let Some(client) = &mut self.seats[number].client {
-                    client.deaf = !client.deaf;
-                    let deaf = client.deaf;
-                    self.note(format_args!("client {number} deaf: {deaf}"));
-                }
-            }
-            Event::Parameters => self.set_parameters(),
-            Event::Reoffer => return self.reoffer(),
-            Event::Kill => {
-                self.kill(false)?;
-                self.start();
-            }
-            Event::PowerCut => {
-                self.kill(true)?;
-                self.start();
-            }
-            Event::Stop => {
-                let limit = self.random.pick(&[None, Some(Duration::from_millis(20)), Some(BOUND)]);
-                self.stop(limit)?;
-                self.start();
-            }
-        }
-        Ok(())
-    }
-
-    fn set_faults(&mut self) {
-        let at = self.random.index(self.sites.len());
-        let random = &mut self.random;
-        let faults = if random.chance(50) {
-            Faults::default()
-        } else {
-            Faults {
-                reads: random.pick(&[0, 0, 20, 200]),
-                writes: if LOSSES { random.pick(&[0, 0, 20, 200]) } else { 0 },
-                flushes: if LOSSES { random.pick(&[0, 50, 300]) } else { 0 },
-                late: random.pick(&[0, 0, 50]),
-                late_us: 3_000,
-                ..Faults::default()
-            }
-        };
-        let (latency, waits) = (random.pick(&[0, 0, 20, 100, 1000]), random.pick(&[0, 0, 2, 8]));
-        let site = &mut self.sites[at];
-        let told_always = site.config.mode != Mode::Writeback;
-        let Some(disk) = site.disk() else { return };
-        disk.faults(&Faults { told_always, ..faults });
-        disk.latency_us.store(latency, Ordering::Relaxed);
-        disk.waits.store(waits, Ordering::Relaxed);
-        self.note(format_args!("disk {at}: {faults:?}, {latency} us, {waits} waits"));
-    }
-
-    fn hang(&mut self) {
-        let at = self.random.index(self.sites.len());
-        let hang = self.random.chance(50);
-        let now = self.now;
-        let site = &mut self.sites[at];
-        let Some(disk) = site.disk() else { return };
-        if hang {
-            disk.hang();
-        } else {
-            disk.release();
-        }
-        site.hangs = hang;
-        site.judge(now);
-        self.note(format_args!("disk {at} hangs: {hang}"));
-    }
-
-    fn lose(&mut self) {
-        let at = self.random.index(self.sites.len());
-        let full = self.random.chance(30) || !LOSSES;
-        let Some(disk) = self.sites[at].disk() else { return };
-        if full {
-            let room = self.random.pick(&[None, None, Some(0), Some(100 << 10)]);
-            disk.set_room(room);
-            self.sites[at].full = room.is_some();
-            self.sites[at].judge(self.now);
-            self.note(format_args!("disk {at} has room for {room:?}"));
-        } else {
-            disk.lose();
-            self.note(format_args!("disk {at} loses what was not flushed"));
-        }
-    }
-
-    fn set_parameters(&mut self) {
-        let random = &mut self.random;
-        let max = random.pick(&[0, 64 << 10, 1 << 20, 8 << 20]);
-        let min = random.pick(&[0, 0, 64 << 10, 1 << 20]);
-        let (pages, squeeze) = (random.pick(&[0, 16, 1024]), random.pick(&[0, 10, 1000]));
-        let daemon = self.daemon();
-        daemon.cache.set_max(Some(max));
-        daemon.cache.set_min(min);
-        daemon.pool.set_max_buffer_pages(pages);
-        daemon.pool.set_buffer_squeeze_duration_ms(squeeze);
-        self.note(format_args!("cache {min} to {max}, pools {pages} pages, squeeze {squeeze} ms"));
-    }
-
-    /// A volume is withdrawn, and offered again when it is closed.
-    fn reoffer(&mut self) -> Result<(), String> {
-        let at = self.random.index(self.sites.len());
-        if self.sites[at].healthy.is_none() {
-            return Ok(());
-        }
-        let name = self.sites[at].config.name.clone();
-        self.note(format_args!("volume {name} is withdrawn"));
-        let server = self.daemon().server.clone();
-        let Some(volume) = self.daemon().volume(&name) else { return Ok(()) };
-        let gone = self.daemon().ask(|io| async move {
-            server.withdraw(&io, &name).await;
-            volume.close(&io).await
-        });
-        let outcome = self.wait_for(&gone, PATIENCE, "a withdrawal")?;
-        self.after_close(at, outcome.is_ok());
-        let config = self.sites[at].config.clone();
-        self.daemon().offer(&config);
-        self.note(format_args!("volume {at} is offered again; closed well: {}", outcome.is_ok()));
-        Ok(())
-    }
-
-    /// A volume was closed, and with `well` all of it is stable.
-    fn after_close(&mut self, at: usize, well: bool) {
-        let site = &mut self.sites[at];
-        site.notice();
-        site.end_orphans();
-        match (&site.config.place, well) {
-            (Place::Memory(_), _) => site.oracle.wiped(),
-            (Place::Disk(_), true) => site.oracle.closed(),
-            (Place::Disk(_), false) => site.oracle.crashed(),
         }
     }
 
@@ -542,166 +419,6 @@ impl World {
             self.turn()?;
         }
     }
-
-    /// The process is gone; with `power` the host, too.
-    fn kill(&mut self, power: bool) -> Result<(), String> {
-        self.note(format_args!("{}", if power { "power cut" } else { "kill" }));
-        let daemon = self.daemon.take().expect("it lives");
-        let remains = daemon.remains();
-        drop(daemon);
-        (0..self.seats.len()).for_each(|number| self.leave(number));
-        for site in &mut self.sites {
-            site.notice();
-            site.end_orphans();
-            match &site.config.place {
-                Place::Memory(_) => site.oracle.wiped(),
-                Place::Disk(disk) => {
-                    if power {
-                        disk.power_cut();
-                        site.losses = disk.losses.load(Ordering::SeqCst);
-                    }
-                    // What was handed to the system outlives the process.
-                    if power || site.config.mode == Mode::Writeback {
-                        site.oracle.crashed();
-                    }
-                }
-            }
-        }
-        remains.check()
-    }
-
-    /// The daemon is told to stop; volumes that are not closed within the limit count as lost.
-    fn stop(&mut self, limit: Option<Duration>) -> Result<(), String> {
-        self.note(format_args!("stop within {limit:?}"));
-        let unhealthy = self.sites.iter().any(|site| site.healthy.is_none());
-        let limit = limit.or(unhealthy.then_some(BOUND));
-        let server = self.daemon().server.clone();
-        let volumes: Vec<_> = server.volumes().into_iter().map(|(volume, _)| volume).collect();
-        let seen_off = self.daemon().ask(|_| async move { server.stop().await });
-        let closing: Vec<_> = volumes
-            .iter()
-            .map(|volume| {
-                let (name, volume) = (volume.name().to_string(), volume.clone());
-                let later = self.daemon().ask(|io| async move {
-                    loop {
-                        let result = volume.close(&io).await;
-                        if result.is_ok() || volume.cache_mode() != Mode::Writeback {
-                            return result.is_ok();
-                        }
-                        io.sleep(Duration::from_millis(10)).await;
-                    }
-                });
-                (name, later)
-            })
-            .collect();
-        drop(volumes);
-        let end = self.now + limit.unwrap_or(PATIENCE);
-        let calm = std::mem::replace(&mut self.calm, true);
-        let open = |later: &Later<bool>| later.borrow().is_none();
-        while self.now < end
-            && (seen_off.borrow().is_none() || closing.iter().any(|(_, l)| open(l)))
-        {
-            self.turn()?;
-        }
-        self.calm = calm;
-        let sound = |name: &str| {
-            let site = self.sites.iter().find(|site| site.config.name == name);
-            site.and_then(Site::disk).is_none_or(|disk| disk.lost_sectors().is_empty())
-        };
-        let late = closing.iter().filter(|(name, later)| open(later) && sound(name));
-        let who: Vec<_> = late.map(|(name, _)| name).collect();
-        if limit.is_none() && !who.is_empty() {
-            return Err(format!(
-                "a stop of healthy stores does not end: {who:?} {}",
-                self.describe()
-            ));
-        }
-        let daemon = self.daemon.take().expect("it lives");
-        let remains = daemon.remains();
-        drop(daemon);
-        (0..self.seats.len()).for_each(|number| self.leave(number));
-        for (name, later) in &closing {
-            let at = self.sites.iter().position(|site| site.config.name == *name).unwrap();
-            let well = *later.borrow() == Some(true);
-            self.after_close(at, well);
-            self.note(format_args!("volume {name} closed well: {well}"));
-        }
-        drop(closing);
-        remains.check()
-    }
-
-    /// Everything is healthy from now on, and whatever was asked is answered.
-    fn settle(&mut self) -> Result<(), String> {
-        self.calm = true;
-        for site in &mut self.sites {
-            if let Some(disk) = site.disk() {
-                let told_always = site.config.mode != Mode::Writeback;
-                disk.faults(&Faults { told_always, ..Faults::default() });
-                disk.latency_us.store(20, Ordering::Relaxed);
-                disk.set_room(None);
-                disk.release();
-            }
-            (site.hangs, site.full) = (false, false);
-            site.judge(self.now);
-        }
-        for seat in &mut self.seats {
-            if let Some(client) = &mut seat.client {
-                client.deaf = false;
-                client.quiet = true;
-            }
-        }
-        self.drain("requests")
-    }
-
-    /// Turns until no client waits for anything.
-    fn drain(&mut self, what: &str) -> Result<(), String> {
-        let end = self.now + PATIENCE;
-        while self.seats.iter().any(|seat| seat.client.as_ref().is_some_and(|c| c.open() > 0)) {
-            if self.now > end {
-                return Err(format!("{what} are not answered: {}", self.describe()));
-            }
-            self.turn()?;
-        }
-        Ok(())
-    }
-
-    /// Reads all of all volumes, as one client each.
-    fn look_at_all(&mut self) -> Result<(), String> {
-        self.calm = true;
-        (0..self.seats.len()).for_each(|number| self.leave(number));
-        for at in 0..self.sites.len() {
-            let sectors = self.sites[at].oracle.sectors();
-            let manner =
-                Manner { depth: 0, reads: 100, longest: 8, flushes: 0, pause_us: 0, reach: 8 };
-            let stream = self.daemon().connect();
-            let random = self.random.fork();
-            let client = Client::new(stream, &self.sites[at].config.name, manner, random, self.now);
-            let number = self.seats.iter().position(|seat| seat.site == at).expect("each has one");
-            self.seats[number].client = Some(client);
-            let end = self.now + PATIENCE;
-            loop {
-                let seat = &self.seats[number];
-                if seat.client.as_ref().is_some_and(Client::is_serving) {
-                    break;
-                }
-                if self.now > end || seat.client.is_none() {
-                    return Err(format!("a client of volume {at} finds no way in"));
-                }
-                self.turn()?;
-            }
-            let now = self.now;
-            for first in (0..sectors).step_by(256) {
-                let client = self.seats[number].client.as_mut().expect("just seen");
-                client.read(first, 256.min(sectors - first), &mut self.sites[at].oracle, now);
-            }
-            self.drain("reads of all")?;
-            if self.seats[number].client.is_none() {
-                return Err(format!("the client of volume {at} was put out"));
-            }
-            self.leave(number);
-        }
-        Ok(())
-    }
 }
 
 fn site(number: u64, random: &mut Random) -> Site {
@@ -713,18 +430,25 @@ fn site(number: u64, random: &mut Random) -> Site {
         (Place::Memory(bytes), Mode::None)
     } else {
         let disk = TestStore::new(bytes, random.next());
-        disk.faults(&Faults { told_always: mode != Mode::Writeback, ..Faults::default() });
         disk.latency_us.store(random.pick(&[0, 20, 100, 1000]), Ordering::Relaxed);
         (Place::Disk(Arc::new(disk)), mode)
     };
     let oracle = Oracle::new(&name, sectors);
-    let config = VolumeConfig { name, place, mode };
+    let bdi = random.chance(30).then(|| "shared".to_owned());
+    let config = Wanted { name, place, mode, bdi };
     Site {
         config,
         oracle,
         losses: 0,
+        serving: Weak::new(),
+        mode: Mode::None,
+        lost: false,
+        reloaded: 0,
+        changed: false,
+        listed: true,
         orphans: Vec::new(),
         hangs: false,
+        hung: false,
         full: false,
         healthy: Some(clock::now()),
     }

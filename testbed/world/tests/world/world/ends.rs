@@ -1,0 +1,179 @@
+//! How a daemon's life ends, and a world.
+
+use std::sync::Weak;
+use std::sync::atomic::Ordering;
+
+use ebb_store::Faults;
+use ebb_volume::Mode;
+
+use super::{BOUND, PATIENCE, World};
+use crate::client::{Client, Manner};
+use crate::daemon::Place;
+
+impl World {
+    /// A volume was closed, and with `well` all of it is stable.
+    fn after_close(&mut self, at: usize, well: bool, abandoned: bool) {
+        let site = &mut self.sites[at];
+        site.notice();
+        site.end_orphans();
+        match (&site.config.place, well) {
+            (Place::Memory(_), _) => site.oracle.wiped(),
+            // What an earlier life left in the system's memory was not flushed by this one.
+            (Place::Disk(_), true) if abandoned => {}
+            (Place::Disk(_), true) => {
+                let now = site.oracle.now();
+                site.oracle.closed(now);
+            }
+            (Place::Disk(_), false) => site.oracle.crashed(),
+        }
+    }
+
+    /// The process is gone; with `power` the host, too.
+    pub(super) fn kill(&mut self, power: bool) -> Result<(), String> {
+        self.note(format_args!("{}", if power { "power cut" } else { "kill" }));
+        let daemon = self.daemon.take().expect("it lives");
+        let remains = daemon.remains();
+        drop(daemon);
+        (0..self.seats.len()).for_each(|number| self.leave(number));
+        for site in &mut self.sites {
+            (site.serving, site.lost) = (Weak::new(), false);
+            site.notice();
+            site.end_orphans();
+            match &site.config.place {
+                Place::Memory(_) => site.oracle.wiped(),
+                Place::Disk(disk) => {
+                    if power {
+                        disk.power_cut();
+                        site.losses = disk.losses.load(Ordering::SeqCst);
+                    }
+                    // What was handed to the system outlives the process.
+                    let modes = [site.mode, site.config.mode];
+                    if power || modes.contains(&Mode::Writeback) {
+                        site.oracle.crashed();
+                    }
+                    site.oracle.reopened();
+                }
+            }
+        }
+        remains.check()
+    }
+
+    /// The daemon is told to stop. What it lists counts as lost; it may list no volume whose disk is well.
+    pub(super) fn stop(&mut self) -> Result<(), String> {
+        let drain = self.daemon().settings.drain;
+        self.note(format_args!("stop within {drain:?}"));
+        let engine = self.daemon().engine.clone();
+        let stopped = self.daemon().ask(|io| async move { engine.stop(&io).await });
+        let report = self.wait_for(&stopped, drain + BOUND, "a stop")?;
+        let daemon = self.daemon.take().expect("it lives");
+        let remains = daemon.remains();
+        drop(daemon);
+        (0..self.seats.len()).for_each(|number| self.leave(number));
+        for at in 0..self.sites.len() {
+            let site = &mut self.sites[at];
+            let listed = report.unflushed.iter().find(|left| left.volume == site.config.name);
+            let well = site.healthy.is_some() && !site.lost && !site.hung && !site.changed;
+            if let Some(listed) = listed.filter(|_| well) {
+                return Err(format!("a stop lists a volume whose disk is well: {listed:?}"));
+            }
+            let (well, name) = (listed.is_none(), site.config.name.clone());
+            // A volume that was not served in this life was not flushed either.
+            let served = site.serving.as_ptr() != Weak::new().as_ptr();
+            let abandoned = report.abandoned.contains(&name) || !served;
+            (site.serving, site.lost) = (Weak::new(), false);
+            self.after_close(at, well, abandoned);
+            self.note(format_args!("volume {name} closed well: {well}"));
+        }
+        drop(stopped);
+        remains.check()
+    }
+
+    /// Everything is healthy from now on, and whatever was asked is answered.
+    pub(super) fn settle(&mut self) -> Result<(), String> {
+        self.calm = true;
+        for site in &mut self.sites {
+            if let Some(disk) = site.disk() {
+                disk.faults(&Faults::default());
+                disk.latency_us.store(20, Ordering::Relaxed);
+                disk.set_room(None);
+                disk.release();
+            }
+            (site.hangs, site.full) = (false, false);
+            site.judge(self.now);
+        }
+        for seat in &mut self.seats {
+            if let Some(client) = &mut seat.client {
+                client.deaf = false;
+                client.quiet = true;
+            }
+        }
+        for at in 0..self.sites.len() {
+            self.sites[at].listed = true;
+            self.disks.fail(&self.sites[at].config.name, false);
+        }
+        for name in ["max_clients", "max_request", "connection_memory"] {
+            self.daemon().set(name, None);
+        }
+        let reloaded = self.read_configuration();
+        self.wait_for(&reloaded, PATIENCE, "a reload")?;
+        self.drain("requests")
+    }
+
+    /// Turns until no client waits for anything.
+    fn drain(&mut self, what: &str) -> Result<(), String> {
+        let end = self.now + PATIENCE;
+        while self.seats.iter().any(|seat| seat.client.as_ref().is_some_and(|c| c.open() > 0)) {
+            if self.now > end {
+                return Err(format!("{what} are not answered: {}", self.describe()));
+            }
+            self.turn()?;
+        }
+        Ok(())
+    }
+
+    /// Reads all of all volumes, as one client each.
+    pub(super) fn look_at_all(&mut self) -> Result<(), String> {
+        self.calm = true;
+        (0..self.seats.len()).for_each(|number| self.leave(number));
+        for at in 0..self.sites.len() {
+            let name = self.sites[at].config.name.clone();
+            let end = self.now + PATIENCE;
+            while self.daemon().volume(&name).is_none() {
+                if self.now > end {
+                    return Err(format!("volume {name} is not served"));
+                }
+                self.turn()?;
+            }
+            let manner =
+                Manner { depth: 0, reads: 100, longest: 8, flushes: 0, pause_us: 0, reach: 8 };
+            let stream = self.daemon().connect();
+            let random = self.random.fork();
+            let client = Client::new(stream, &self.sites[at].config.name, manner, random, self.now);
+            let number = self.seats.iter().position(|seat| seat.site == at).expect("each has one");
+            self.seats[number].client = Some(client);
+            let end = self.now + PATIENCE;
+            loop {
+                let seat = &self.seats[number];
+                if seat.client.as_ref().is_some_and(Client::is_serving) {
+                    break;
+                }
+                if self.now > end || seat.client.is_none() {
+                    return Err(format!("a client of volume {at} finds no way in"));
+                }
+                self.turn()?;
+            }
+            let now = self.now;
+            let sectors = self.seats[number].client.as_ref().map_or(0, Client::size);
+            for first in (0..sectors).step_by(256) {
+                let client = self.seats[number].client.as_mut().expect("just seen");
+                client.read(first, 256.min(sectors - first), &mut self.sites[at].oracle, now);
+            }
+            self.drain("reads of all")?;
+            if self.seats[number].client.is_none() {
+                return Err(format!("the client of volume {at} was put out"));
+            }
+            self.leave(number);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,239 @@
+//! What befalls a world.
+
+use std::sync::atomic::Ordering;
+
+use ebb_mem::pressure::Level;
+use ebb_store::{Faults, Resize};
+use ebb_volume::Mode;
+
+use super::World;
+use crate::daemon::Later;
+use crate::oracle::SECTOR;
+
+/// Whether disks fail writes and flushes, and lose what was not flushed.
+const LOSSES: bool = false;
+/// What may befall a world, and how often: a share of 100.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Event {
+    Faults,
+    Hang,
+    Lose,
+    Pressure,
+    Leave,
+    Deaf,
+    Parameters,
+    Reload,
+    Resize,
+    Opening,
+    Kill,
+    PowerCut,
+    Stop,
+}
+
+pub(super) const EVENTS: [(Event, u64); 13] = [
+    (Event::Faults, 20),
+    (Event::Hang, 10),
+    (Event::Lose, 5),
+    (Event::Pressure, 20),
+    (Event::Leave, 15),
+    (Event::Deaf, 8),
+    (Event::Parameters, 8),
+    (Event::Reload, 8),
+    (Event::Resize, 4),
+    (Event::Opening, 4),
+    (Event::Kill, 5),
+    (Event::PowerCut, 3),
+    (Event::Stop, 3),
+];
+
+impl World {
+    pub(super) fn befall(&mut self) -> Result<(), String> {
+        let all: u64 = self.events.iter().map(|(_, share)| share).sum();
+        if all == 0 {
+            return Ok(());
+        }
+        let mut at = self.random.below(all);
+        let mut event = self.events[0].0;
+        for (which, share) in &self.events {
+            event = *which;
+            if at < *share {
+                break;
+            }
+            at -= share;
+        }
+        self.trace.mix(event as u64);
+        match event {
+            Event::Faults => self.set_faults(),
+            Event::Hang => self.hang(),
+            Event::Lose => self.lose(),
+            Event::Pressure => {
+                let level = self.random.pick(&[Level::L0, Level::L1, Level::L2, Level::L3]);
+                self.note(format_args!("pressure {level:?}"));
+                let now = self.now;
+                self.daemon().pressure(level, now);
+            }
+            Event::Leave => {
+                let number = self.random.index(self.seats.len());
+                if self.random.chance(50) {
+                    self.leave(number);
+                } else if let Some(client) = &mut self.seats[number].client {
+                    client.goodbye();
+                    self.note(format_args!("client {number} says goodbye"));
+                }
+            }
+            Event::Deaf => {
+                let number = self.random.index(self.seats.len());
+                if let Some(client) = &mut self.seats[number].client {
+                    client.deaf = !client.deaf;
+                    let deaf = client.deaf;
+                    self.note(format_args!("client {number} deaf: {deaf}"));
+                }
+            }
+            Event::Parameters => self.set_parameters(),
+            Event::Reload => self.reload(),
+            Event::Resize => self.resize(),
+            Event::Opening => self.opening(),
+            Event::Kill => {
+                self.kill(false)?;
+                self.start();
+            }
+            Event::PowerCut => {
+                self.kill(true)?;
+                self.start();
+            }
+            Event::Stop => {
+                self.stop()?;
+                self.start();
+            }
+        }
+        Ok(())
+    }
+
+    fn set_faults(&mut self) {
+        let at = self.random.index(self.sites.len());
+        let random = &mut self.random;
+        let faults = if random.chance(50) {
+            Faults::default()
+        } else {
+            Faults {
+                reads: random.pick(&[0, 0, 20, 200]),
+                writes: if LOSSES { random.pick(&[0, 0, 20, 200]) } else { 0 },
+                flushes: if LOSSES { random.pick(&[0, 50, 300]) } else { 0 },
+                late: random.pick(&[0, 0, 50]),
+                late_us: 3_000,
+                ..Faults::default()
+            }
+        };
+        let (latency, waits) = (random.pick(&[0, 0, 20, 100, 1000]), random.pick(&[0, 0, 2, 8]));
+        let site = &mut self.sites[at];
+        let Some(disk) = site.disk() else { return };
+        disk.faults(&faults);
+        disk.latency_us.store(latency, Ordering::Relaxed);
+        disk.waits.store(waits, Ordering::Relaxed);
+        self.note(format_args!("disk {at}: {faults:?}, {latency} us, {waits} waits"));
+    }
+
+    fn hang(&mut self) {
+        let at = self.random.index(self.sites.len());
+        let hang = self.random.chance(50);
+        let now = self.now;
+        let site = &mut self.sites[at];
+        let Some(disk) = site.disk() else { return };
+        if hang {
+            disk.hang();
+        } else {
+            disk.release();
+        }
+        site.hangs = hang;
+        site.hung |= hang;
+        site.judge(now);
+        self.note(format_args!("disk {at} hangs: {hang}"));
+    }
+
+    fn lose(&mut self) {
+        let at = self.random.index(self.sites.len());
+        let full = self.random.chance(30) || !LOSSES;
+        let Some(disk) = self.sites[at].disk() else { return };
+        if full {
+            let room = self.random.pick(&[None, None, Some(0), Some(100 << 10)]);
+            disk.set_room(room);
+            self.sites[at].full = room.is_some();
+            self.filled |= room.is_some();
+            self.sites[at].judge(self.now);
+            self.note(format_args!("disk {at} has room for {room:?}"));
+        } else {
+            disk.lose();
+            self.note(format_args!("disk {at} loses what was not flushed"));
+        }
+    }
+
+    fn set_parameters(&mut self) {
+        const VALUES: [(&str, &[u64]); 7] = [
+            ("cache_max", &[1 << 20, 2 << 20, 8 << 20]),
+            ("cache_min", &[0, 65536, 1 << 20]),
+            ("max_buffer_pages", &[0, 16, 1024]),
+            ("buffer_squeeze_duration_ms", &[0, 10, 1000]),
+            ("max_clients", &[2, 8, 256]),
+            ("max_request", &[4096, 65536, 32 << 20]),
+            ("connection_memory", &[65536, 1 << 20, 64 << 20]),
+        ];
+        let (name, values) = self.random.pick(&VALUES);
+        let value = self.random.pick(values);
+        let set = self.daemon().set(name, Some(value));
+        self.note(format_args!("{name} = {value}: {set}"));
+    }
+
+    /// The configuration is another one, and is read again.
+    fn reload(&mut self) {
+        let at = self.random.index(self.sites.len());
+        let modes = [Mode::None, Mode::Writethrough, Mode::Writeback];
+        let mode = self.random.pick(&modes);
+        let site = &mut self.sites[at];
+        if self.random.chance(30) {
+            site.listed = !site.listed;
+        } else if site.disk().is_some() {
+            site.config.mode = mode;
+        }
+        if self.sites.iter().all(|site| !site.listed) {
+            self.sites[at].listed = true;
+        }
+        let (mode, listed) = (self.sites[at].config.mode, self.sites[at].listed);
+        self.note(format_args!("reload: v{at} {mode}, listed: {listed}"));
+        self.read_configuration();
+    }
+
+    pub(super) fn read_configuration(&mut self) -> Later<()> {
+        for site in &mut self.sites {
+            site.reloaded = site.oracle.now();
+            site.changed = true;
+        }
+        let volumes = self.listed();
+        self.daemon().reload(&volumes)
+    }
+
+    fn resize(&mut self) {
+        let at = self.random.index(self.sites.len());
+        let more = self.random.between(1, 64) as usize;
+        let site = &mut self.sites[at];
+        if site.disk().is_none() || site.oracle.sectors() > 16_384 {
+            return;
+        }
+        let to = (site.oracle.sectors() + more).next_multiple_of(8);
+        site.oracle.grow(to);
+        let (name, bytes) = (site.config.name.clone(), (to * SECTOR) as u64);
+        let engine = self.daemon().engine.clone();
+        self.daemon().ask(|io| async move {
+            let order = Resize { to: Some(bytes), shrink: false };
+            engine.resize(&io, &name, order).await.map(|result| result.is_ok())
+        });
+        self.note(format_args!("v{at} grows to {to} sectors"));
+    }
+
+    fn opening(&mut self) {
+        let at = self.random.index(self.sites.len());
+        let fails = self.random.chance(50);
+        let name = self.sites[at].config.name.clone();
+        self.disks.fail(&name, fails);
+        self.note(format_args!("{name} cannot be opened: {fails}"));
+    }
+}
