@@ -52,6 +52,8 @@ pub struct Config {
     pub control: Option<PathBuf>,
     /// Where the page and the metrics are shown, `HOST:PORT`, if anywhere.
     pub web: Option<String>,
+    /// Further names the page answers to.
+    pub web_names: Vec<String>,
     /// Whether disks of Xen guests are served.
     pub xen: bool,
     /// Free pages of 4096 bytes each queue keeps, 0 to 1048576.

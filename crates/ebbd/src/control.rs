@@ -112,6 +112,15 @@ pub enum ControlError {
     Start(#[source] io::Error),
 }
 
+/// Where the page is.
+#[derive(Clone, Copy, Debug)]
+pub struct Web<'a> {
+    /// `HOST:PORT`.
+    pub address: &'a str,
+    /// Names it answers to besides those of this machine.
+    pub names: &'a [String],
+}
+
 /// A running control socket, a page, or both. Dropping it closes them and removes the socket's file.
 #[derive(Debug)]
 pub struct Control {
@@ -121,18 +130,19 @@ pub struct Control {
 }
 
 impl Control {
-    /// Listens at the unix socket `control` and shows the page at `web` (`HOST:PORT`), from one thread.
+    /// Listens at the unix socket `control` and shows the page at `web`, from one thread.
     ///
     /// # Errors
     /// [`ControlError`].
     pub fn start(
         control: Option<&Path>,
-        web: Option<&str>,
+        web: Option<Web<'_>>,
         shared: Arc<Shared>,
     ) -> Result<Self, ControlError> {
         let control = control.map(listener::open_private).transpose()?;
+        let names = web.map(|web| page::names(web.address, web.names)).unwrap_or_default();
         let web =
-            web.map(|address| listener::open(&Listen::Tcp(address.to_owned()))).transpose()?;
+            web.map(|web| listener::open(&Listen::Tcp(web.address.to_owned()))).transpose()?;
         let control_fd = control.as_ref().map(duplicate).transpose()?;
         let web_fd = web.as_ref().map(duplicate).transpose()?;
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -155,7 +165,9 @@ impl Control {
                     tasks.push(tokio::spawn(async move { answers(serve_unix(fd, router).await) }));
                 }
                 if let Some(fd) = web_fd {
-                    tasks.push(tokio::spawn(async move { answers(serve_tcp(fd, app).await) }));
+                    tasks.push(tokio::spawn(
+                        async move { answers(serve_tcp(fd, app, names).await) },
+                    ));
                 }
                 // An error means that the sender is gone: to be stopped as well.
                 let _ = stopped.await;
@@ -208,10 +220,10 @@ async fn serve_unix(fd: OwnedFd, router: Router) -> io::Result<()> {
     Ok(())
 }
 
-async fn serve_tcp(fd: OwnedFd, app: Arc<App>) -> io::Result<()> {
+async fn serve_tcp(fd: OwnedFd, app: Arc<App>, names: Vec<String>) -> io::Result<()> {
     let socket = std::net::TcpListener::from(fd);
     socket.set_nonblocking(true)?;
-    let router = page::router(app, socket.local_addr()?);
+    let router = page::router(app, names);
     let socket = TcpListener::from_std(socket)?;
     let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     while let Ok(permit) = room.clone().acquire_owned().await {

@@ -23,7 +23,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use crate::answers;
 use crate::cli::ServeArgs;
 use crate::config::{Choice, Config, IdleMemory, LogLevel, Nbd, Tls};
-use crate::control::{Control, Shared};
+use crate::control::{Control, Shared, Web};
 use crate::engine::{Engine, HelperThreads, Parts, Phase, Report};
 use crate::listener::{self, Listener};
 use crate::outages;
@@ -200,7 +200,8 @@ pub fn serve(config: &Config, args: ServeArgs, set_log_level: SetLogLevel) -> an
             xen,
             started,
         };
-        let (socket, web) = (config.control.as_deref(), config.web.as_deref());
+        let socket = config.control.as_deref();
+        let web = config.web.as_deref().map(|address| Web { address, names: &config.web_names });
         Some(Control::start(socket, web, Arc::new(shared))?)
     } else {
         None

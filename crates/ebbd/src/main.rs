@@ -16,7 +16,11 @@ use tracing_subscriber::prelude::*;
 use tracing_subscriber::reload;
 
 fn main() -> ExitCode {
-    let outcome = match Cli::parse().command {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return told(&error),
+    };
+    let outcome = match cli.command {
         Command::Serve(args) => serve(*args),
         Command::Get(args) => say(client::get(&args)),
         Command::Set(args) => say(client::set(&args)),
@@ -40,6 +44,20 @@ fn main() -> ExitCode {
             let mistake = error.is::<ConfigError>() || error.is::<daemon::CheckFailed>();
             ExitCode::from(if refused || mistake { 2 } else { 1 })
         }
+    }
+}
+
+/// Help and version go to stdout, mistakes to stderr. What could not be written is a failure: a script that keeps
+/// them in a file on a full disk must hear of it.
+fn told(error: &clap::Error) -> ExitCode {
+    let code = ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
+    match error.print().and_then(|()| io::stdout().flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            let _ =
+                writeln!(io::stderr().lock(), "ebbd: cannot write to the standard output: {error}");
+            ExitCode::FAILURE
+        }
+        _ => code,
     }
 }
 

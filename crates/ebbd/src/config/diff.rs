@@ -39,6 +39,7 @@ impl Config {
             ("workers", self.workers != new.workers),
             ("control", self.control != new.control),
             ("web", self.web != new.web),
+            ("web_names", self.web_names != new.web_names),
             ("idle_memory", self.idle_memory != new.idle_memory),
             ("xen", self.xen != new.xen),
             ("nbd.tls", old_nbd.tls != new_nbd.tls),
@@ -164,7 +165,7 @@ mod tests {
         let changes = diff(
             &(BASE.replace("unix:/a", "unix:/c").replace(
                 "listen",
-                "workers = 2\ncontrol = '/c/s'\nweb = 'tcp:h:1'\nidle_memory = 'keep'\nlisten",
+                "workers = 2\ncontrol = '/c/s'\nweb = 'tcp:h:1'\nweb_names = ['n']\nidle_memory = 'keep'\nlisten",
             ) + "[nbd]\ntls = 'on'\ntls_certificates = '/t'\ntls_verify_peer = true"),
         );
         assert_eq!(
@@ -174,6 +175,7 @@ mod tests {
                 "workers",
                 "control",
                 "web",
+                "web_names",
                 "idle_memory",
                 "nbd.tls",
                 "nbd.tls_certificates",

@@ -33,6 +33,7 @@ struct FileTop {
     log: Option<Spanned<String>>,
     control: Option<Spanned<String>>,
     web: Option<Spanned<String>>,
+    web_names: Option<Vec<Spanned<String>>>,
     xen: Option<Spanned<bool>>,
     max_buffer_pages: Option<Spanned<i64>>,
     buffer_squeeze_duration_ms: Option<Spanned<i64>>,
@@ -294,6 +295,9 @@ impl Source<'_> {
             tls_verify_peer: nbd.tls_verify_peer.map(|b| self.located("nbd.tls_verify_peer", b)),
             ..Layer::default()
         };
+        for name in top.web_names.into_iter().flatten() {
+            layer.web_names.extend(self.convert("web_names", Some(name), value::web_name)?);
+        }
         for address in top.listen.into_iter().flatten() {
             layer.listen.extend(self.convert("listen", Some(address), str::parse)?);
         }

@@ -78,8 +78,16 @@ pub const TOP: Section = Section {
             default: "",
             doc: "Where a browser finds a page with plots of memory, cache and traffic, at /, and \
                   Prometheus its metrics, at /metrics. Everybody who can connect may look, names of \
-                  volumes included; nothing can be changed there. An address of this machine alone \
-                  answers to localhost and to addresses only. Without the key there is none. A \
+                  volumes included; nothing can be changed there. It answers to addresses, localhost, the \
+                  names of this machine and those of web_names, so that no other site can have a \
+                  browser read it. Without the key there is none. A change needs a restart.",
+        },
+        Key {
+            name: "web_names",
+            value: "[NAME, ...]",
+            expected: "write a list of names: web_names = [\"storage.example\"]",
+            default: "",
+            doc: "Further names under which browsers reach the page, such as those of a proxy. A \
                   change needs a restart.",
         },
         Key {
@@ -513,9 +521,9 @@ mod tests {
         );
         assert_eq!(
             unknown_key_remedy(&TOP, "zebra"),
-            "the keys here are listen, workers, log, control, web, xen, max_buffer_pages, \
-             buffer_squeeze_duration_ms, idle_memory, cache_max, cache_min, nbd, bdi, \
-             volume"
+            "the keys here are listen, workers, log, control, web, web_names, xen, \
+             max_buffer_pages, buffer_squeeze_duration_ms, idle_memory, cache_max, cache_min, \
+             nbd, bdi, volume"
         );
     }
 }

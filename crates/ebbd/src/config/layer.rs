@@ -15,6 +15,7 @@ pub(super) struct Layer {
     pub(super) log: Option<Located<LogLevel>>,
     pub(super) control: Option<Located<PathBuf>>,
     pub(super) web: Option<Located<String>>,
+    pub(super) web_names: Vec<Located<String>>,
     pub(super) xen: Option<Located<bool>>,
     pub(super) max_buffer_pages: Option<Located<i64>>,
     pub(super) buffer_squeeze_duration_ms: Option<Located<i64>>,

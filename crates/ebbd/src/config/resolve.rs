@@ -59,6 +59,7 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         log: flags.log.or(file.log).map(|log| log.value).unwrap_or_default(),
         control: control.map(|control| control.value),
         web: web.map(|web| web.value),
+        web_names: file.web_names.into_iter().map(|name| name.value).collect(),
         xen,
         max_buffer_pages: max_buffer_pages.unwrap_or(default(Key::MaxBufferPages)),
         buffer_squeeze_duration_ms: buffer_squeeze_duration_ms

@@ -291,6 +291,19 @@ pub(crate) fn web_address(text: &str) -> Result<String, BadValue> {
     tcp_address(text.strip_prefix("tcp:").unwrap_or(text))
 }
 
+/// A further name of the page: as in a URL, without scheme and port.
+pub(crate) fn web_name(text: &str) -> Result<String, BadValue> {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+    if text.is_empty() || text.len() > 253 || !text.bytes().all(fits) {
+        return Err(BadValue::new(
+            ErrorKind::InvalidValue,
+            format!("`{}` is no name of a machine", shorten(text)),
+            "write the name as in the URL, without http:// and without a port",
+        ));
+    }
+    Ok(text.to_owned())
+}
+
 fn tcp_address(text: &str) -> Result<String, BadValue> {
     let bad = |message: &str, remedy: &str| {
         BadValue::new(

@@ -3,10 +3,10 @@
 //! Read only, and for everybody who can connect: the same figures as on the control socket, no parameter
 //! and no pressure. It refers to nothing outside itself, and its policy lets it load nothing else.
 //!
-//! At an address of this machine alone ("loopback") it answers only to names of this machine, so that
-//! no other site can have a browser here read it under a name of its own.
+//! It answers only to addresses, to names of this machine and to those it was told, so that no other site
+//! can have a browser read it under a name of its own, which it makes point here ("DNS rebinding").
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use axum::Router;
@@ -34,8 +34,20 @@ const HEADERS: [(HeaderName, &str); 4] = [
     (header::CACHE_CONTROL, "no-store"),
 ];
 
-/// All routes of the page at `address`.
-pub(super) fn router(app: Arc<App>, address: SocketAddr) -> Router {
+/// The names the page at `address` (`HOST:PORT`) answers to, with the `further` ones.
+pub(super) fn names(address: &str, further: &[String]) -> Vec<String> {
+    let uname = rustix::system::uname();
+    let own = uname.nodename().to_string_lossy().into_owned();
+    let short = own.split('.').next().unwrap_or_default().to_owned();
+    let host = address.rsplit_once(':').map_or(address, |(host, _)| host).to_owned();
+    let mut names = vec!["localhost".to_owned(), own, short, host];
+    names.extend_from_slice(further);
+    names.retain(|name| !name.is_empty());
+    names
+}
+
+/// All routes of the page, which answers to `names`.
+pub(super) fn router(app: Arc<App>, names: Vec<String>) -> Router {
     let serve = |kind: &'static str, text: &'static str| {
         get(move || async move { ([(header::CONTENT_TYPE, kind)], text) })
     };
@@ -46,12 +58,15 @@ pub(super) fn router(app: Arc<App>, address: SocketAddr) -> Router {
         .fallback(nothing_there)
         .method_not_allowed_fallback(read_only)
         .with_state(app);
-    let local = address.ip().is_loopback();
-    routes.layer(middleware::from_fn(move |request: Request, next: Next| async move {
-        if local && !names_this_machine(&request) {
-            return elsewhere().into_response();
+    let names: Arc<[String]> = names.into();
+    routes.layer(middleware::from_fn(move |request: Request, next: Next| {
+        let known = is_known(&request, &names);
+        async move {
+            if !known {
+                return elsewhere().into_response();
+            }
+            guarded(next.run(request).await)
         }
-        guarded(next.run(request).await)
     }))
 }
 
@@ -62,8 +77,9 @@ fn guarded(mut answer: Response) -> Response {
     answer
 }
 
-/// Whether the name the client used is one of this machine: its own, or an address.
-fn names_this_machine(request: &Request) -> bool {
+/// Whether the name the client used is one of `names`, or an address, which no other site can make its own.
+/// Browsers always give one.
+fn is_known(request: &Request, names: &[String]) -> bool {
     let Some(host) = request.headers().get(header::HOST) else { return true };
     let Ok(host) = host.to_str() else { return false };
     let name = match host.rsplit_once(':') {
@@ -71,12 +87,14 @@ fn names_this_machine(request: &Request) -> bool {
         _ => host,
     };
     let name = name.trim_start_matches('[').trim_end_matches(']');
-    name.eq_ignore_ascii_case("localhost") || name.parse::<IpAddr>().is_ok()
+    let name = name.strip_suffix('.').unwrap_or(name);
+    let known = names.iter().any(|known| known.eq_ignore_ascii_case(name));
+    known || name.parse::<IpAddr>().is_ok()
 }
 
 fn elsewhere() -> Refusal {
-    let message = "this address answers to `localhost` and to addresses only";
-    let remedy = "use http://localhost with the port, or let `web` listen at another address";
+    let message = "the page answers to addresses and to names of this machine only";
+    let remedy = "use the address, or add the name to `web_names` in the configuration";
     Refusal::new(StatusCode::MISDIRECTED_REQUEST, "wrong_host", message, remedy)
 }
 
@@ -110,14 +128,27 @@ mod tests {
     }
 
     #[test]
-    fn only_names_of_this_machine_pass() {
+    fn only_known_names_and_addresses_pass() {
+        let further = ["storage.example".to_owned()];
+        let names = names("page.example:9477", &further);
         let asked = |host: &str| {
             let request = Request::builder().header(header::HOST, host);
-            names_this_machine(&request.body(axum::body::Body::empty()).unwrap())
+            is_known(&request.body(axum::body::Body::empty()).unwrap(), &names)
         };
-        for host in ["localhost", "LOCALHOST:9477", "127.0.0.1:1", "[::1]:9477"] {
+        for host in [
+            "localhost",
+            "LOCALHOST:9477",
+            "localhost.",
+            "127.0.0.1:1",
+            "192.0.2.7:9477",
+            "[::1]:9477",
+            "page.example:9477",
+            "Storage.example",
+        ] {
             assert!(asked(host), "{host}");
         }
+        let own = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        assert!(asked(&own) && asked(&format!("{own}:9477")), "{own}");
         for host in ["ebbd.example", "localhost.example:80", "127.0.0.1.example", "", "a:b"] {
             assert!(!asked(host), "{host}");
         }

@@ -64,7 +64,12 @@ fn start_with(xen: Option<Figures>) -> Running {
         workers: Vec::new(),
         started: Instant::now(),
     };
-    let control = Control::start(Some(&path), Some("127.0.0.1:0"), Arc::new(shared)).unwrap();
+    let control = Control::start(
+        Some(&path),
+        Some(Web { address: "127.0.0.1:0", names: &["proxy.example".to_owned()] }),
+        Arc::new(shared),
+    )
+    .unwrap();
     Running { path, parameters, injected, control, _folder: folder }
 }
 
@@ -468,6 +473,8 @@ fn the_page_shows_figures_and_changes_nothing() {
         assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{method} {path}: {answer}");
     }
     assert_eq!(daemon.parameters.live(Key::MaxBufferPages).get(), 1024);
+    let answer = ask_page(&daemon, "GET", "/v1/stat", "Proxy.example:443");
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     let answer = ask_page(&daemon, "GET", "/v1/stat", "evil.example");
     assert!(answer.starts_with("HTTP/1.1 421") && !answer.contains("disk"), "{answer}");
 }
