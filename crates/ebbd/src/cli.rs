@@ -314,6 +314,11 @@ pub struct ServeArgs {
     #[arg(long, value_name = "HOST:PORT")]
     pub web: Option<String>,
 
+    /// A further name under which browsers reach the page, such as that of a proxy. May be given
+    /// several times [default: the names of the file]
+    #[arg(long, value_name = "NAME")]
+    pub web_names: Vec<String>,
+
     /// Serve disks of Xen guests, too: those of `ebbd xen attach`, and where the kernel's own
     /// backend is not loaded those with the script block-ebbd [default: false]
     #[arg(long)]
@@ -388,6 +393,7 @@ impl ServeArgs {
             log: self.log,
             control: self.control.clone(),
             web: self.web.clone(),
+            web_names: self.web_names.clone(),
             xen: self.xen,
             max_buffer_pages: self.max_buffer_pages,
             buffer_squeeze_duration_ms: self.buffer_squeeze_duration_ms,
@@ -453,6 +459,8 @@ mod tests {
             "--workers=3",
             "--control=/c",
             "--web=h:2",
+            "--web-names=a",
+            "--web-names=b",
             "--xen",
             "--max-buffer-pages=4",
             "--buffer-squeeze-duration-ms=5",
@@ -480,6 +488,7 @@ mod tests {
                 log: Some(LogLevel::Debug),
                 control: Some("/c".into()),
                 web: Some("h:2".into()),
+                web_names: vec!["a".into(), "b".into()],
                 xen: true,
                 max_buffer_pages: Some(4),
                 buffer_squeeze_duration_ms: Some(5),

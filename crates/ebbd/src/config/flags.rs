@@ -41,6 +41,8 @@ pub struct Overrides {
     pub control: Option<String>,
     /// Where the page is shown, with or without `tcp:` before it.
     pub web: Option<String>,
+    /// `--web-names NAME`, repeatable.
+    pub web_names: Vec<String>,
     /// Whether disks of Xen guests are served.
     pub xen: bool,
     /// Free pages each queue keeps; 0 to 1048576 is allowed.
@@ -103,6 +105,11 @@ pub(super) fn layer(overrides: &Overrides) -> Result<Layer, ConfigError> {
         let place = Place::option("--web");
         let value = value::web_address(text).map_err(|bad| place.error(bad))?;
         layer.web = Some(Located { value, place });
+    }
+    for text in &overrides.web_names {
+        let place = Place::option(format!("--web-names {}", shorten(text)));
+        let value = value::web_name(text).map_err(|bad| place.error(bad))?;
+        layer.web_names.push(Located { value, place });
     }
     for text in &overrides.listen {
         let place = Place::option(format!("--listen {}", shorten(text)));

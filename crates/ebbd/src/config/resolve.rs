@@ -51,6 +51,7 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
     let control = flags.control.or(file.control);
     check_control(control.as_ref(), &addresses)?;
     let web = flags.web.or(file.web);
+    let names = file.web_names.into_iter().chain(flags.web_names);
     check_web(web.as_ref(), &addresses)?;
     let default = |key: Key| key.definition().default;
     Ok(Config {
@@ -59,7 +60,7 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         log: flags.log.or(file.log).map(|log| log.value).unwrap_or_default(),
         control: control.map(|control| control.value),
         web: web.map(|web| web.value),
-        web_names: file.web_names.into_iter().map(|name| name.value).collect(),
+        web_names: names.map(|name| name.value).collect(),
         xen,
         max_buffer_pages: max_buffer_pages.unwrap_or(default(Key::MaxBufferPages)),
         buffer_squeeze_duration_ms: buffer_squeeze_duration_ms
