@@ -15,6 +15,7 @@
 //! Guests are heavy: one at a time, over all test programs (a lock file in the cache).
 
 use crate::kernel::{self, Kernel};
+use crate::process::PATIENCE;
 use crate::{Error, Result, Server, Tool, process};
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -93,7 +94,7 @@ impl Guest {
             kernel_words: String::new(),
             processors: 2,
             memory_mib: 384,
-            limit: Duration::from_secs(240),
+            limit: PATIENCE * 4,
         }
     }
 

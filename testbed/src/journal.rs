@@ -24,7 +24,7 @@ use crate::{Error, Result, Server, Tool, check, process};
 const DISK: u64 = 48 << 20;
 /// The most disks a guest has.
 pub const MOST: usize = 24;
-const BOOT: Duration = Duration::from_secs(240);
+const BOOT: Duration = Duration::from_secs(600);
 const LIMIT: Duration = Duration::from_secs(900);
 /// Promises that a disk must have made before its daemon is killed.
 const PROMISES: u64 = 3;

@@ -29,6 +29,7 @@ pub struct Ledger {
     in_flight: HashMap<Ticket, Range<usize>>,
     acknowledged: Vec<(Ticket, Range<usize>)>,
     next: u64,
+    answers: u64,
 }
 
 impl Ledger {
@@ -40,6 +41,7 @@ impl Ledger {
             in_flight: HashMap::new(),
             acknowledged: Vec::new(),
             next: 1,
+            answers: 0,
         }
     }
 
@@ -57,6 +59,7 @@ impl Ledger {
 
     /// A write was acknowledged; `durable` if it carried FUA.
     pub fn written(&mut self, ticket: Ticket, durable: bool) {
+        self.answers += 1;
         if let Some(sectors) = self.in_flight.remove(&ticket) {
             match durable {
                 true => self.survived(ticket, sectors),
@@ -73,6 +76,7 @@ impl Ledger {
 
     /// A flush was acknowledged.
     pub fn flushed(&mut self, flush: Flush) {
+        self.answers += 1;
         for (ticket, sectors) in flush.0 {
             self.acknowledged.retain(|(other, _)| *other != ticket);
             self.survived(ticket, sectors);
@@ -86,6 +90,12 @@ impl Ledger {
                 sector.drain(..place);
             }
         }
+    }
+
+    /// Writes and flushes that were acknowledged so far.
+    #[must_use]
+    pub fn answers(&self) -> u64 {
+        self.answers
     }
 
     /// Number of sectors with a value that must have survived and is not the disk's first.

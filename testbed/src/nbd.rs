@@ -154,8 +154,7 @@ pub fn connect(socket: &Path, limit: Duration) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
-/// How long one read or write of a well-behaved client may take, on a busy machine.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub use crate::process::PATIENCE;
 
 impl Handshake {
     /// Connects and exchanges greetings (fixed newstyle, no zeroes).

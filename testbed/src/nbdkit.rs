@@ -11,10 +11,8 @@ use std::time::Duration;
 use rustix::process::{Signal, kill_process};
 
 use crate::nbd::Client;
+use crate::process::PATIENCE;
 use crate::{Error, Result, process};
-
-/// How long it may take to start, on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A running `nbdkit`, killed when dropped.
 #[derive(Debug)]

@@ -7,6 +7,7 @@
 //!   failed test only.
 
 use crate::binary::{self, Build};
+use crate::process::PATIENCE;
 use crate::{Error, Result, Tool, check, process};
 use rustix::process::{Signal, kill_process};
 use std::ffi::{OsStr, OsString};
@@ -17,9 +18,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 use tempfile::TempDir;
-
-/// How long a daemon may take to start, and to end when asked, on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What a daemon is to be started with.
 #[derive(Debug)]
@@ -169,7 +167,7 @@ impl Server {
             .args(["--time_based", "--runtime=6"])
             .arg(format!("--uri={}", self.uri("disk")))
             .dir(self.dir())
-            .limit(Duration::from_secs(120))
+            .limit(PATIENCE * 4)
     }
 
     /// URI of an export, as NBD tools take it.

@@ -1,5 +1,6 @@
 //! Runs a program with a time limit and keeps everything it said.
 
+use crate::process::PATIENCE;
 use crate::{Error, Result, process};
 use rustix::process::{Signal, kill_process_group};
 use std::ffi::{OsStr, OsString};
@@ -10,7 +11,7 @@ use std::process::{Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::Duration;
 
-/// A program to run, with its arguments. [`Tool::run`] runs it; the default time limit is 60 s.
+/// A program to run, with its arguments. [`Tool::run`] runs it; the default time limit is [`PATIENCE`].
 #[derive(Debug, Clone)]
 pub struct Tool {
     program: OsString,
@@ -43,7 +44,7 @@ impl Tool {
             env: Vec::new(),
             dir: None,
             stdin: Vec::new(),
-            limit: Duration::from_secs(60),
+            limit: PATIENCE,
         }
     }
 

@@ -3,14 +3,17 @@
 //! Writes, writes of zeroes and flushes in random order, many in flight, of 512 bytes to 32 KiB,
 //! some with FUA. It goes on until the connection ends: that is how the daemon's end is watched.
 
+use crate::Result;
 use crate::ledger::{Flush, Ledger, Ticket};
 use crate::nbd::{Client, Failure, Request, read_reply, wire};
 use crate::pattern::{Random, SECTOR, content};
+use crate::process::{PATIENCE, until};
 use std::collections::HashMap;
 use std::io::Write;
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// Requests in flight.
 const DEPTH: usize = 16;
@@ -144,6 +147,19 @@ impl Writer<'_> {
         }
         Ok(())
     }
+}
+
+/// Waits until so many more requests were acknowledged, and a little longer, to stop a daemon at any moment of its
+/// work: a time alone is all idle on a busy machine.
+///
+/// # Errors
+/// They were not acknowledged in time.
+pub fn let_write(ledger: &Mutex<Ledger>, more: u64, longer: Duration) -> Result {
+    let answers = || ledger.lock().unwrap_or_else(PoisonError::into_inner).answers();
+    let enough = answers() + more;
+    until(&format!("{more} writes"), PATIENCE, || Ok((answers() >= enough).then_some(())))?;
+    std::thread::sleep(longer);
+    Ok(())
 }
 
 /// Numbers here are below the size of a small disk.

@@ -13,7 +13,7 @@ use serde_json::Value;
 use testbed::binary::{self, Build};
 use testbed::nbd::{Client, wire};
 use testbed::pattern::{Random, content};
-use testbed::process::until;
+use testbed::process::{PATIENCE, until};
 use testbed::server::Setup;
 use testbed::{Error, Nbdkit, Result, Server, Tool, check};
 
@@ -22,9 +22,6 @@ const MIB: u64 = 1 << 20;
 const SIZE: u64 = 16 * MIB;
 /// Keeps all of a volume in the cache, whatever the host's memory pressure short of a last resort.
 const FLOOR: [&str; 2] = ["--cache-min", "32M"];
-/// How soon the daemon must have followed, on a busy machine; without load it is a second.
-const SOON: Duration = Duration::from_secs(20);
-
 /// A daemon with one volume `disk` on `nbdkit`, and its control socket.
 struct Rig {
     store: Nbdkit,
@@ -72,7 +69,7 @@ impl Rig {
     /// Waits for a condition on `bufspace`, in bytes.
     fn bufspace(&self, what: &str, fits: impl Fn(u64) -> bool) -> Result<u64> {
         let mut last = 0;
-        until(what, SOON, || {
+        until(what, PATIENCE, || {
             last = self.cache("bufspace_bytes")?;
             Ok(fits(last).then_some(last))
         })
@@ -81,7 +78,7 @@ impl Rig {
 
     /// Waits for a state of the cache.
     fn state(&self, wanted: &str) -> Result {
-        until(&format!("the cache is {wanted}"), SOON, || {
+        until(&format!("the cache is {wanted}"), PATIENCE, || {
             Ok((self.stat()?["cache"]["state"] == wanted).then_some(()))
         })
     }
@@ -277,7 +274,7 @@ fn limits_follow_what_is_set() -> Result {
         read_pattern(&mut rig.client()?, SIZE, 64 << 10)?;
         Ok((rig.cache("bufspace_bytes")? >= SIZE).then_some(()))
     };
-    until("the cache holds all of the volume again", SOON, fill)?;
+    until("the cache holds all of the volume again", PATIENCE, fill)?;
     rig.stop()
 }
 
@@ -289,10 +286,10 @@ fn pressure_shrinks_the_cache_down_to_its_floor_and_the_last_resort_empties_it()
     rig.bufspace("all of the volume is cached", |held| held >= SIZE)?;
     rig.set("cache_min", "4M")?;
     // L1 lends, but drops nothing that the kernel does not need.
-    rig.pressure(&["L1"])?;
+    rig.pressure(&["L1", "--seconds", "3600"])?;
     rig.state("pausing")?;
     let lent = || Ok((rig.cache("bufwiredspace_bytes")? == 0).then_some(()));
-    until("everything idle is lent", SOON, lent)?;
+    until("everything idle is lent", PATIENCE, lent)?;
     let kept = rig.cache("bufspace_bytes")?;
     check(kept >= SIZE, || format!("after L1 only {kept} bytes are cached"))?;
     rig.pressure(&["L2"])?;
@@ -302,21 +299,22 @@ fn pressure_shrinks_the_cache_down_to_its_floor_and_the_last_resort_empties_it()
     }
     let held = rig.bufspace("L2 takes all but the floor", |held| held <= 5 * MIB)?;
     check(held >= 3 * MIB, || format!("cache_min is 4M and {held} bytes are cached"))?;
-    rig.pressure(&["L3", "--seconds", "5"])?;
+    rig.pressure(&["L3", "--seconds", "3600"])?;
     rig.state("off")?;
     rig.bufspace("L3 takes everything", |held| held == 0)?;
     let before = rig.store.count_at_rest("Read")?;
     read_pattern(&mut client, SIZE, 1 << 20)?;
     check(rig.store.count("Read")? >= before + 16, || "reads did not reach the store".into())?;
     check(rig.cache("bufspace_bytes")? == 0, || "data was cached in the last resort".into())?;
+    rig.pressure(&["L0"])?;
     let calm = || Ok((rig.stat()?["cache"]["state"] != "off").then_some(()));
-    until("the cache is on again once it is calm", Duration::from_secs(120), calm)?;
+    until("the cache is on again once it is calm", PATIENCE, calm)?;
     rig.set("cache_min", "32M")?;
     let fill = || {
         read_pattern(&mut rig.client()?, SIZE, 64 << 10)?;
         Ok((rig.cache("bufspace_bytes")? >= SIZE).then_some(()))
     };
-    until("the cache holds all of the volume again", SOON, fill)?;
+    until("the cache holds all of the volume again", PATIENCE, fill)?;
     rig.stop()
 }
 
@@ -346,13 +344,13 @@ fn a_reload_keeps_what_is_cached_and_takes_new_limits() -> Result {
     };
     let tool = |what: &str| Tool::new(&rig.1).arg(what).arg("--control").arg(&control);
     let bufspace = |what: &str, fits: &dyn Fn(u64) -> bool| {
-        until(what, SOON, || {
+        until(what, PATIENCE, || {
             let stat = tool("stat").arg("--json").ok()?.json()?;
             Ok(stat["cache"]["bufspace_bytes"].as_u64().filter(|held| fits(*held)))
         })
     };
     let reloaded = |times: usize| {
-        until("the file was read again", SOON, || {
+        until("the file was read again", PATIENCE, || {
             let log = rig.0.log();
             Ok((log.matches("reloaded").count() >= times).then_some(()))
         })

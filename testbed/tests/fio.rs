@@ -1,7 +1,7 @@
 //! `fio` writes and reads back with checksums: several connections, deep queues.
 
 use serde_json::Value;
-use std::time::Duration;
+use testbed::process::PATIENCE;
 use testbed::{Result, Server, Setup, Tool, check};
 
 const MIB: u64 = 1 << 20;
@@ -15,7 +15,7 @@ fn verifying(server: &Server, export: &str, options: &[&str]) -> Tool {
         .args(["--randrepeat=1", "--thread", "--group_reporting"])
         .args(options)
         .dir(server.dir())
-        .limit(Duration::from_secs(120))
+        .limit(PATIENCE * 4)
 }
 
 /// Runs such a job and asks that it wrote, read back, and found every checksum right.

@@ -7,7 +7,7 @@ use testbed::ledger::Ledger;
 use testbed::nbd::{Client, wire};
 use testbed::pattern::Random;
 use testbed::server::Setup;
-use testbed::writer::{Promise, Writer};
+use testbed::writer::{Promise, Writer, let_write};
 use testbed::{Error, Result, Server, check};
 
 const ROUNDS: u32 = 24;
@@ -15,12 +15,12 @@ const DISK: usize = 16 << 20;
 /// Each on a connection of its own.
 const WRITERS: usize = 2;
 
-/// Writes on every connection until the daemon is killed after `delay`.
+/// Writes on every connection until the daemon is killed, `delay` after `least` acknowledged requests.
 fn write_and_kill(
     server: &mut Server,
     ledger: &Mutex<Ledger>,
     random: &mut Random,
-    delay: Duration,
+    (least, delay): (u64, Duration),
 ) -> Result<u64> {
     let share = DISK / WRITERS;
     let mut writers = Vec::new();
@@ -34,9 +34,8 @@ fn write_and_kill(
     }
     std::thread::scope(|scope| {
         let writers: Vec<_> = writers.into_iter().map(|w| scope.spawn(|| w.run())).collect();
-        std::thread::sleep(delay);
         // Whatever is wrong: the writers end with the daemon only.
-        let healthy = server.healthy();
+        let healthy = let_write(ledger, least, delay).and_then(|()| server.healthy());
         server.kill9()?;
         healthy?;
         let ended = writers.into_iter().map(|w| w.join());
@@ -62,11 +61,16 @@ fn rounds(setup: Setup, seed: u64) -> Result {
     let ledger = Mutex::new(Ledger::new(DISK));
     let mut acknowledged = 0;
     for round in 0..ROUNDS {
-        let delay = Duration::from_micros(500 + random.below(120_000));
+        // Some are killed at once.
+        let least = random.below(25) * random.below(25);
+        let delay = Duration::from_micros(500 + random.below(20_000));
         let place = |e: Error| {
-            Error::unexpected(format!("EBBD_TEST_SEED={seed}, round {round}, {delay:?}: {e}"))
+            Error::unexpected(format!(
+                "EBBD_TEST_SEED={seed}, round {round}, {least} and {delay:?}: {e}"
+            ))
         };
-        acknowledged += write_and_kill(&mut server, &ledger, &mut random, delay).map_err(place)?;
+        acknowledged +=
+            write_and_kill(&mut server, &ledger, &mut random, (least, delay)).map_err(place)?;
         server.restart().map_err(place)?;
         let mut ledger = ledger.lock().unwrap_or_else(PoisonError::into_inner);
         verify(&server, &mut ledger).map_err(place)?;

@@ -9,21 +9,20 @@ use testbed::binary::{self, Build};
 use testbed::ledger::Ledger;
 use testbed::nbd::{Client, Failure, Handshake};
 use testbed::pattern::{Random, content};
-use testbed::process::until;
+use testbed::process::{PATIENCE, until};
 use testbed::server::Setup;
-use testbed::writer::{Promise, Writer};
+use testbed::writer::{Promise, Writer, let_write};
 use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;
 const DISK: usize = 16 << 20;
-const SOON: Duration = Duration::from_secs(20);
 
 #[test]
 fn readiness_is_told_to_the_service_manager_and_in_the_log() -> Result {
     let setup = Setup::new()?.image("disk", MIB)?;
     let path = setup.dir().join("notify.sock");
     let manager = UnixDatagram::bind(&path).map_err(Error::io("bind"))?;
-    manager.set_read_timeout(Some(SOON)).map_err(Error::io("set a time limit"))?;
+    manager.set_read_timeout(Some(PATIENCE)).map_err(Error::io("set a time limit"))?;
     let mut server = setup.env("NOTIFY_SOCKET", &path).start()?;
     let next = || {
         let mut message = [0; 4096];
@@ -35,7 +34,7 @@ fn readiness_is_told_to_the_service_manager_and_in_the_log() -> Result {
     check(server.log().contains("ready"), || "no word of ready in the log".into())?;
     server.stop()?;
     // Whatever else it tells, that it is stopping comes before its end.
-    until("STOPPING=1", SOON, || Ok(next()?.lines().any(|l| l == "STOPPING=1").then_some(())))
+    until("STOPPING=1", PATIENCE, || Ok(next()?.lines().any(|l| l == "STOPPING=1").then_some(())))
 }
 
 #[test]
@@ -53,17 +52,18 @@ fn nothing_acknowledged_is_lost_by_a_stop_under_load() -> Result {
             let promise = Promise::Acknowledged;
             writers.push(Writer::new(client, &ledger, range, random.bits(), promise));
         }
-        let delay = Duration::from_millis(20 + random.below(200));
+        let least = 200 + random.below(600);
+        let delay = Duration::from_micros(random.below(20_000));
         std::thread::scope(|scope| {
             let writers: Vec<_> = writers.into_iter().map(|w| scope.spawn(|| w.run())).collect();
-            std::thread::sleep(delay);
-            let stopped = server.signal(signal).and_then(|()| server.wait(SOON));
+            let written = let_write(&ledger, least, delay);
+            let stopped = server.signal(signal).and_then(|()| server.wait(PATIENCE));
             // Whatever was wrong, the writers end with the daemon.
             server.kill9()?;
             for writer in writers {
-                let ended = writer.join().map_err(|_| Error::unexpected("a writer panicked"))?;
-                check(ended? > 0, || "nothing written".into())?;
+                writer.join().map_err(|_| Error::unexpected("a writer panicked"))??;
             }
+            written?;
             check(stopped?.code() == Some(0), || format!("{signal:?}: exit status 0"))
         })
         .map_err(place)?;
@@ -104,10 +104,12 @@ fn a_hangup_rereads_the_configuration() -> Result {
         names.sort();
         Ok(names)
     };
-    until("volumes comes and stays", SOON, || Ok((names()? == ["comes", "stays"]).then_some(())))?;
+    until("volumes comes and stays", PATIENCE, || {
+        Ok((names()? == ["comes", "stays"]).then_some(()))
+    })?;
     check(stays.read(0, 4096)? == data, || "a volume that stays has changed".into())?;
     Client::open(&socket, "comes")?.disconnect()?;
-    until("the connection to a volume that goes ends", SOON, || match goes.read(0, 512) {
+    until("the connection to a volume that goes ends", PATIENCE, || match goes.read(0, 512) {
         Ok(_) => Ok(None),
         Err(Failure::Io(_) | Failure::Refused(_)) => Ok(Some(())),
         Err(e) => Err(e.into()),
@@ -117,7 +119,7 @@ fn a_hangup_rereads_the_configuration() -> Result {
     let before = server.log().len();
     fs::write(&file, "[volume.stays]\nstroe = 1\n").map_err(Error::io("write"))?;
     server.signal(Signal::HUP)?;
-    until("the mistake in the log", SOON, || {
+    until("the mistake in the log", PATIENCE, || {
         Ok(server.log()[before..].contains("stroe").then_some(()))
     })?;
     check(names()? == ["comes", "stays"], || "a mistake has changed the volumes".into())?;

@@ -5,17 +5,16 @@
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use rustix::process::Signal;
 use testbed::nbd::Client;
+use testbed::process::PATIENCE;
 use testbed::server::Setup;
 use testbed::{Error, Result, Server, Tool, check};
 
 const SIZE: u64 = 16 << 20;
 /// More than the file system below has room for.
 const DATA: usize = 8 << 20;
-const SOON: Duration = Duration::from_secs(60);
 
 /// The device; taken down again when dropped.
 struct Disk {
@@ -81,7 +80,7 @@ fn write_all(client: &mut Client, byte: u8) -> Result {
 /// SIGTERM: it says that data was lost, and exits with 1.
 fn stop_in_sorrow(server: &mut Server) -> Result {
     server.signal(Signal::TERM)?;
-    let status = server.wait(SOON)?;
+    let status = server.wait(PATIENCE)?;
     let log = server.log();
     check(status.code() == Some(1), || format!("exit status {status}\n--- log\n{log}"))?;
     check(!log.contains("all volumes flushed"), || format!("it boasts\n--- log\n{log}"))?;

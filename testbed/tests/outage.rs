@@ -13,13 +13,12 @@ use testbed::bench::outage::dead::{Dead, Kind};
 use testbed::binary::{self, Build};
 use testbed::nbd::{Client, Failure, Handshake, go_data, option_bytes, wire};
 use testbed::pattern::content;
-use testbed::process::until;
+use testbed::process::{PATIENCE, until};
 use testbed::server::Setup;
 use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;
 /// Nothing here takes so long, unless it hangs.
-const SOON: Duration = Duration::from_secs(60);
 const HEALTHY: [&str; 3] = ["one", "two", "three"];
 
 fn broken(what: &str) -> impl Fn(testbed::bench::Error) -> Error {
@@ -107,7 +106,7 @@ impl Rig {
 
     /// The daemon ends with 1, every healthy volume closed, and only the dead ones on the list.
     fn ends_with_the_dead_listed(&mut self) -> Result {
-        let status = self.server.wait(SOON)?;
+        let status = self.server.wait(PATIENCE)?;
         let log = self.server.log();
         check(status.code() == Some(1), || format!("exit {status}\n{log}"))?;
         let listed = |name: &str| {
@@ -136,11 +135,11 @@ impl Rig {
 
     fn ebbd(&self, arguments: &[&str]) -> Result<Tool> {
         let ebbd = binary::ebbd(Build::AsTests)?;
-        Ok(Tool::new(&ebbd).args(arguments).arg("--control").arg(&self.control).limit(SOON))
+        Ok(Tool::new(&ebbd).args(arguments).arg("--control").arg(&self.control).limit(PATIENCE))
     }
 
     fn log_has(&self, words: &str) -> Result {
-        until(words, SOON, || Ok(self.server.log().contains(words).then_some(())))
+        until(words, PATIENCE, || Ok(self.server.log().contains(words).then_some(())))
     }
 
     fn names(&self) -> Result<Vec<String>> {
@@ -217,7 +216,7 @@ fn a_third_signal_gives_up() -> Result {
         rig.server.signal(signal)?;
         std::thread::sleep(Duration::from_millis(100));
     }
-    let status = rig.server.wait(SOON)?;
+    let status = rig.server.wait(PATIENCE)?;
     check(status.code() == Some(1), || format!("exit {status}\n{}", rig.server.log()))?;
     rig.join()
 }
@@ -232,7 +231,7 @@ fn a_reload_and_a_resize_beside_a_dead_store_change_the_others() -> Result {
         check(Client::open(&rig.server.socket(), "two")?.size == 2 * MIB, || "two's size".into())?;
         // One goes, one comes, and the dead one is to go.
         rig.configure(&["two", "three", "spare"], 0)?;
-        until("one goes and spare comes", SOON, || {
+        until("one goes and spare comes", PATIENCE, || {
             Ok((rig.names()? == ["memory", "spare", "three", "two"]).then_some(()))
         })?;
         rig.log_has("volume=\"one\"")?;
@@ -251,7 +250,7 @@ fn a_stop_does_not_wait_for_a_reload() -> Result {
     rig.die()?;
     rig.write_healthy(&HEALTHY, 8)?;
     rig.configure(&["one"], 0)?;
-    until("the reload", SOON, || Ok((rig.names()? == ["memory", "one"]).then_some(())))?;
+    until("the reload", PATIENCE, || Ok((rig.names()? == ["memory", "one"]).then_some(())))?;
     rig.server.signal(Signal::TERM)?;
     // One by one this takes 100 s.
     rig.ends_with_the_dead_listed()?;
@@ -276,7 +275,7 @@ fn a_reload_that_cannot_open_a_store_keeps_the_one_that_is_served() -> Result {
     let mut server = setup.arg("--config").arg(&config).start()?;
     let mut client = Client::open(&server.socket(), "disk")?;
     let logged = |server: &Server, from: usize, words: &str| {
-        until(words, SOON, || Ok(server.log()[from..].contains(words).then_some(())))
+        until(words, PATIENCE, || Ok(server.log()[from..].contains(words).then_some(())))
     };
 
     // Another path that is wrong; then the same file in a way it cannot be opened.
@@ -390,7 +389,7 @@ fn a_volume_that_cannot_be_opened_is_refused_and_tried_again_and_the_others_are_
 
     let made = fs::File::create(&absent).and_then(|file| file.set_len(2 * MIB));
     made.map_err(Error::io("make the image"))?;
-    until("the volume is served", SOON, || match Client::open(&socket, "absent") {
+    until("the volume is served", PATIENCE, || match Client::open(&socket, "absent") {
         Ok(client) => Ok(Some(client.size)),
         Err(Failure::OptionRefused(_)) => Ok(None),
         Err(error) => Err(error.into()),
@@ -409,7 +408,7 @@ fn a_strict_daemon_does_not_start_without_a_volume() -> Result {
     let outcome = Tool::new(binary::ebbd(Build::AsTests)?)
         .args(["serve", "--strict", "--volume", "memory=memory:1M"])
         .args(["--volume", &format!("absent=file:{absent}"), "--listen", &listen])
-        .limit(SOON)
+        .limit(PATIENCE)
         .run()?;
     check(outcome.status.code() == Some(1) && outcome.stderr.contains(&absent), || {
         format!("{outcome:?}")

@@ -1,14 +1,10 @@
 //! What the log of a real daemon says of stores that are lost, silent or broken, and how much of it: lines are
 //! counted, in storms too.
 
-use std::time::Duration;
 use testbed::nbd::{Client, Failure};
 use testbed::nbdkit::Nbdkit;
 use testbed::server::Setup;
 use testbed::{Error, Result, Server, check, process};
-
-/// For hangs only.
-const PATIENCE: Duration = Duration::from_secs(120);
 
 const LOST: &str = "the connection to the server was lost, and requests wait";
 const MOMENT: &str = "was lost and made again at once";
@@ -21,7 +17,9 @@ fn lines<'a>(log: &'a str, what: &str) -> Vec<&'a str> {
 }
 
 fn until_logged(server: &Server, what: &str, count: usize) -> Result {
-    process::until(what, PATIENCE, || Ok((lines(&server.log(), what).len() >= count).then_some(())))
+    process::until(what, process::PATIENCE, || {
+        Ok((lines(&server.log(), what).len() >= count).then_some(()))
+    })
 }
 
 fn expect(server: &Server, what: &str, counts: std::ops::RangeInclusive<usize>) -> Result {

@@ -6,11 +6,10 @@
 
 use std::fs::File;
 use std::path::Path;
-use std::time::Duration;
 use testbed::binary::{self, Build};
 use testbed::guest::Guest;
 use testbed::pattern::Random;
-use testbed::process::until;
+use testbed::process::{PATIENCE, until};
 use testbed::{Error, Result, Tool};
 
 /// Starts the daemon on two images of the guest's file system.
@@ -47,7 +46,7 @@ fn what_was_durable_before_a_power_cut_is_there_after_it() -> Result {
         let done = answers.iter().rev().find(|(key, _)| key == "done");
         done.and_then(|(_, n)| n.parse().ok()).unwrap_or(0)
     };
-    let wrote = until("durable writes in the guest", Duration::from_secs(200), || {
+    let wrote = until("durable writes in the guest", PATIENCE * 3, || {
         if let Some((_, status)) = machine.answers().iter().find(|(key, _)| key == "exit") {
             let console = machine.console();
             return Err(Error::unexpected(format!("ended with {status}\n--- console\n{console}")));

@@ -5,11 +5,10 @@ use rustix::fs::{CWD, FileType, Mode, mknodat};
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
-use std::time::Duration;
 use testbed::bench::pressure::{Measured, guest, shell};
 use testbed::binary::{self, Build};
 use testbed::nbd::Client;
-use testbed::process::{resident, until};
+use testbed::process::{PATIENCE, resident, until};
 use testbed::server::Setup;
 use testbed::{Error, Result, Server, Tool, check};
 
@@ -74,7 +73,7 @@ fn an_event_on_the_watched_fifo_empties_idle_pools() -> Result {
     })?;
 
     tell(&watch)?;
-    until("the daemon's memory falls after the event", Duration::from_secs(20), || {
+    until("the daemon's memory falls after the event", PATIENCE, || {
         Ok((resident(pid)? + held * 3 / 4 <= filled).then_some(()))
     })?;
     let after = stat(&control)?;

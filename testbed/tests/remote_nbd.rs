@@ -9,7 +9,7 @@ use std::time::Duration;
 use testbed::pattern::content;
 use testbed::server::Setup;
 use testbed::tls::{Authority, Role, pre_shared_keys};
-use testbed::{Error, Result, Server, Tool, check, process};
+use testbed::{Error, Result, Server, Tool, process};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 64 * MIB;
@@ -50,7 +50,7 @@ impl Backend {
         let failed = |e| Error::io(format!("{} (run testbed/install)", self.program))(e);
         self.child = Some(command.spawn().map_err(failed)?);
         let socket = self.socket.clone();
-        process::until("the server behind", Duration::from_secs(30), || {
+        process::until("the server behind", process::PATIENCE, || {
             Ok(UnixStream::connect(&socket).ok())
         })
         .map(drop)
@@ -134,19 +134,21 @@ fn real_clients_over_qemu_nbd() -> Result {
 
 /// Runs the load while `end_and_restart` is called again and again.
 fn under_load(server: &mut Server, mut end_and_restart: impl FnMut() -> Result) -> Result {
-    let tool = server.verified_load();
-    let job = std::thread::spawn(move || tool.run());
     let mut times = 0;
-    while !job.is_finished() {
-        std::thread::park_timeout(Duration::from_millis(700));
-        if times < 6 {
-            end_and_restart()?;
-            times += 1;
+    // On a busy machine a restart takes longer than on an idle one, and a load is over after few.
+    while times < 4 {
+        let tool = server.verified_load();
+        let job = std::thread::spawn(move || tool.run());
+        while !job.is_finished() {
+            std::thread::park_timeout(Duration::from_millis(700));
+            if times < 6 {
+                end_and_restart()?;
+                times += 1;
+            }
         }
+        let outcome = job.join().map_err(|_| Error::unexpected("the load panicked"))??;
+        outcome.check(outcome.status.success(), "fio finds its data and no error")?;
     }
-    let outcome = job.join().map_err(|_| Error::unexpected("the load panicked"))??;
-    outcome.check(outcome.status.success(), "fio finds its data and no error")?;
-    check(times >= 4, || format!("the server was restarted only {times} times under load"))?;
     server.healthy()
 }
 

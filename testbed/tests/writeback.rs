@@ -12,16 +12,15 @@ use testbed::binary::{self, Build};
 use testbed::ledger::Ledger;
 use testbed::nbd::{Client, Failure};
 use testbed::pattern::{Random, content};
-use testbed::process::until;
+use testbed::process::{PATIENCE, until};
 use testbed::server::Setup;
-use testbed::writer::{Promise, Writer};
+use testbed::writer::{Promise, Writer, let_write};
 use testbed::{Error, Nbdkit, Result, Server, Tool, check};
 
 const PAGE: u64 = 4096;
 const SIZE: u64 = 16 << 20;
 /// Stands for a file of the store, which outlives its server.
 const DATA: &str = "DATA";
-const SOON: Duration = Duration::from_secs(60);
 
 /// A daemon with volumes on stores of their own, each an `nbdkit`.
 struct Rig {
@@ -168,7 +167,8 @@ fn what_was_durable_before_a_kill_is_in_the_store() -> Result {
     let ledger = Mutex::new(Ledger::new(size));
     let mut acknowledged = 0;
     for round in 0..10 {
-        let delay = Duration::from_micros(5000 + random.below(200_000));
+        let least = random.below(400);
+        let delay = Duration::from_micros(500 + random.below(20_000));
         let mut writers = Vec::new();
         for n in 0..2 {
             let range = n * size / 2..(n + 1) * size / 2;
@@ -178,8 +178,7 @@ fn what_was_durable_before_a_kill_is_in_the_store() -> Result {
         let server = &mut rig.server;
         acknowledged += std::thread::scope(|scope| {
             let writers: Vec<_> = writers.into_iter().map(|w| scope.spawn(|| w.run())).collect();
-            std::thread::sleep(delay);
-            let healthy = server.healthy();
+            let healthy = let_write(&ledger, least, delay).and_then(|()| server.healthy());
             server.kill9()?;
             healthy?;
             let ended = writers.into_iter().map(|w| w.join());
@@ -248,7 +247,7 @@ fn a_stop_that_cannot_write_lists_what_is_left() -> Result {
     let mut client = rig.client("disk0")?;
     write_pages(&mut client, &[1, 3, 5], 5)?;
     rig.server.signal(Signal::TERM)?;
-    let status = rig.server.wait(SOON)?;
+    let status = rig.server.wait(PATIENCE)?;
     let log = rig.server.log();
     check(status.code() == Some(1), || format!("exit {status}\n{log}"))?;
     check(log.contains("unwritten_bytes=12288"), || format!("no list of what is left\n{log}"))
@@ -264,7 +263,7 @@ fn a_dead_store_holds_up_nobody_on_another() -> Result {
         let pages: Vec<u64> = (0..SIZE / PAGE).collect();
         let _ = write_pages(&mut slow, &pages, 1);
     });
-    until("the dead store has something on its way", SOON, || {
+    until("the dead store has something on its way", PATIENCE, || {
         let stat = rig.stat()?;
         let all = stat["bdis"].as_array().cloned().unwrap_or_default();
         let some = |bdi: &Value| bdi["volumes"][0] == "disk0" && bdi["writeback_bytes"] != 0;
@@ -323,11 +322,11 @@ fn bounds_of_a_device_are_set_while_it_runs_and_hold_from_the_first_byte() -> Re
     }
     check(rig.bdi("written_bytes")? > 256 << 10, || "nothing is written".into())?;
     set(&["set", "max_bytes", "--unset"])?;
-    until("more is taken without the bound", SOON, || {
+    until("more is taken without the bound", PATIENCE, || {
         Ok((rig.bdi("threshold_bytes")? > 512 << 10 && held()? > 512 << 10).then_some(()))
     })?;
     set(&["set", "max_bytes", "128K"])?;
-    until("what is above drains", SOON, || Ok((held()? <= 128 << 10).then_some(())))?;
+    until("what is above drains", PATIENCE, || Ok((held()? <= 128 << 10).then_some(())))?;
     rig.server.healthy()?;
     rig.server.kill9()?;
     writer.join().map_err(|_| Error::unexpected("the writer panicked"))
@@ -358,13 +357,13 @@ fn bounds_of_a_device_come_from_the_file_and_change_with_it() -> Result {
     // A mistake changes nothing.
     configure("min_ratio = 200")?;
     rig.server.signal(Signal::HUP)?;
-    until("the mistake is told", SOON, || {
+    until("the mistake is told", PATIENCE, || {
         Ok(rig.server.log().contains("bdi.stick.min_ratio").then_some(()))
     })?;
     check(rig.bdi("max_bytes")? == 512 << 10, || "a mistake changed something".into())?;
     configure("max_bytes = \"768K\"\nmax_ratio = 50")?;
     rig.server.signal(Signal::HUP)?;
-    until("the file is read", SOON, || Ok((rig.bdi("max_bytes")? == 768 << 10).then_some(())))?;
+    until("the file is read", PATIENCE, || Ok((rig.bdi("max_bytes")? == 768 << 10).then_some(())))?;
     let stat = rig.stat()?;
     let bdi = &stat["bdis"][0];
     check(bdi["max_ratio"] == 0.5 && bdi["strict_limit"] == true, || {

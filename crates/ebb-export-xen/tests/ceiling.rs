@@ -7,9 +7,9 @@ mod common;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use common::{Rig, pattern};
+use common::{HANG, Rig, pattern};
 use ebb_export_xen::Options;
 use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::shm::frontend::Wishes;
@@ -88,5 +88,5 @@ fn rings_on_a_silent_store_hold_up_no_other_volume() {
         }
         done.send(()).unwrap();
     });
-    over.recv_timeout(Duration::from_secs(60)).expect("the healthy volume is held up");
+    over.recv_timeout(HANG).expect("the healthy volume is held up");
 }

@@ -28,7 +28,6 @@ fn a_million_hostile_requests_harm_nobody() {
     ];
     let rig = Rig::new();
     rig.parameters.set_max_persistent_grants(100);
-    let begun = Instant::now();
     std::thread::scope(|scope| {
         for (number, (abi, order, persistent)) in (1u16..).zip(kinds) {
             let rig = &rig;
@@ -76,8 +75,6 @@ fn a_million_hostile_requests_harm_nobody() {
             });
         }
     });
-    // Speed is no matter here; that it fits a run of the tests is.
-    assert!(begun.elapsed() < Duration::from_secs(300));
 }
 
 /// XSA-155: descriptors and data that change while they are used are read once.
@@ -186,8 +183,9 @@ fn a_storm_of_events_is_throttled() {
     while begun.elapsed() < Duration::from_secs(1) {
         guest.notify(disk.queues[0].port);
     }
-    let heard = rig.stats().events - before;
-    assert!(heard < 3000, "{heard} events in a second");
+    let heard = u128::from(rig.stats().events - before);
+    let milliseconds = begun.elapsed().as_millis();
+    assert!(heard < 3 * milliseconds, "{heard} events in {milliseconds} ms");
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
 }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use common::{Rig, SIZE, memory, pattern, until};
+use common::{HANG, Rig, SIZE, memory, pattern, until};
 use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::{Channel, Domain, Grants, Platform, StoreError, XenStore};
 use ebb_export_xen::shm::World;
@@ -29,7 +29,7 @@ fn soon() -> Instant {
 }
 
 fn generous() -> Instant {
-    Instant::now() + Duration::from_secs(60)
+    Instant::now() + HANG
 }
 
 /// A volume whose store can be made to answer nothing.
@@ -265,7 +265,7 @@ fn the_xenstore_side_can_be_driven_turn_by_turn() {
     let mut go = |done: &mut dyn FnMut() -> bool| {
         while !done() {
             // The ring runs on a worker of its own, and takes the time it takes.
-            assert!(begun.elapsed() < Duration::from_secs(60), "it does not come to rest");
+            assert!(begun.elapsed() < HANG, "it does not come to rest");
             std::thread::yield_now();
             // Time goes where the turn says, without waiting.
             match control.turn(now) {

@@ -20,7 +20,7 @@ use ebb_mem::pressure::{
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(90);
 const CALM_PSI: &str = "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\nfull avg10=0.00 total=0\n";
 
 /// The kernel's files, on paper.

@@ -6,6 +6,8 @@ mod common;
 #[path = "common/fake.rs"]
 mod fake;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use common::Bench;
@@ -69,9 +71,11 @@ fn a_server_that_tells_little_at_a_time_is_asked_a_bounded_number_of_times() {
 /// What nobody waits for any more asks no further.
 #[test]
 fn a_request_that_is_dropped_asks_no_further() {
-    let fake = Fake::start(PIB, MANY_CONNECTIONS, |asked| {
+    let gone = Arc::new(AtomicBool::new(false));
+    let gate = gone.clone();
+    let fake = Fake::start(PIB, MANY_CONNECTIONS, move |asked| {
         // The first question is answered when its asker is gone.
-        std::thread::park_timeout(Duration::from_millis(100));
+        wait_for("the end of the asker", || gate.load(Ordering::SeqCst));
         hole(asked)
     });
     let bench = bench(&fake);
@@ -80,6 +84,7 @@ fn a_request_that_is_dropped_asks_no_further() {
         let task = io.spawn(async move { store.extents(&own, 0, PIB, 2048).await.is_ok() });
         io.sleep(Duration::from_millis(20)).await;
         task.cancel().await;
+        gone.store(true, Ordering::SeqCst);
     });
     wait_for("the end of the question", || bench.store().state().unwrap().in_flight == 0);
     assert!(fake.count(BLOCK_STATUS) <= 1, "{} questions", fake.count(BLOCK_STATUS));

@@ -259,7 +259,7 @@ impl Remote {
             .spawn()
             .expect("these tests need nbdkit: run testbed/install");
         let remote = Remote { child, folder };
-        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(90);
         while std::os::unix::net::UnixStream::connect(remote.socket()).is_err() {
             assert!(std::time::Instant::now() < deadline, "nbdkit does not listen");
             std::thread::park_timeout(std::time::Duration::from_millis(2));

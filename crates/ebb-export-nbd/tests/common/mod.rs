@@ -17,7 +17,7 @@ use ebb_store::{Direct, FileStore, MemoryStore, OpenOptions, Store};
 use ebb_volume::{Volume, VolumeOptions};
 
 /// How long something may take before it counts as a hang.
-pub(crate) const HANG: Duration = Duration::from_secs(60);
+pub(crate) const HANG: Duration = Duration::from_secs(180);
 
 pub(crate) const READ: u16 = 0;
 pub(crate) const WRITE: u16 = 1;

@@ -14,8 +14,8 @@ use crate::abi::{
 };
 use crate::memory::{full_barrier, read_barrier, write_barrier};
 
-/// How long a backend may take, for tests.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// How long a backend may take: for tests, and to end those that hang only.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
 
 /// What a frontend wants.
 #[derive(Clone, Copy, Debug)]

@@ -272,7 +272,7 @@ impl Hostile {
             queue.store(12, queue.numbers().1.wrapping_add(1));
             crate::memory::full_barrier();
             if queue.load(8) == queue.numbers().1 {
-                if begun.elapsed() > std::time::Duration::from_secs(20) {
+                if begun.elapsed() > super::frontend::PATIENCE {
                     return Err(io::ErrorKind::TimedOut.into());
                 }
                 self.guest.wait(queue.port, 1000);

@@ -118,11 +118,14 @@ impl Rig {
     }
 }
 
+/// How long a test may hang.
+pub const HANG: Duration = Duration::from_secs(90);
+
 /// Waits until `condition` holds, for a bounded time.
 pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !condition() {
-        assert!(begun.elapsed() < Duration::from_secs(20), "{what}");
+        assert!(begun.elapsed() < HANG, "{what}");
         std::thread::park_timeout(Duration::from_millis(1));
     }
 }

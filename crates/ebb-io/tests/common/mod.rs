@@ -11,7 +11,7 @@ use ebb_io::{Io, Worker};
 
 /// How long something may take before a test calls it a hang: generous, since it is waited for in
 /// full only by a test that fails.
-pub(crate) const HANG: Duration = Duration::from_secs(60);
+pub(crate) const HANG: Duration = Duration::from_secs(180);
 
 /// Runs `test` on a worker of its own.
 pub(crate) fn on_worker<F, Fut, T>(test: F) -> T

@@ -20,6 +20,9 @@ use super::*;
 use crate::params::{Configured, Key};
 use crate::stat::{MemoryStat, PressureStat, Stat, XenStat, ZoneStat};
 
+/// How long a test may hang.
+const HANG: Duration = Duration::from_secs(90);
+
 struct Running {
     path: std::path::PathBuf,
     parameters: Parameters,
@@ -77,7 +80,7 @@ impl Running {
     /// Sends bytes, and what comes back until the end.
     fn send(&self, bytes: &[u8]) -> String {
         let mut stream = UnixStream::connect(&self.path).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        stream.set_read_timeout(Some(HANG)).unwrap();
         // A refusal may come before all is written.
         let _ = stream.write_all(bytes);
         let _ = stream.shutdown(std::net::Shutdown::Write);
@@ -442,7 +445,7 @@ fn ask_page(daemon: &Running, method: &str, path: &str, host: &str) -> String {
     let address =
         daemon.control.addresses().find_map(|at| at.strip_prefix("tcp:")).unwrap().to_owned();
     let mut stream = std::net::TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream.set_read_timeout(Some(HANG)).unwrap();
     let request = format!("{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).unwrap();
     let mut answer = String::new();
