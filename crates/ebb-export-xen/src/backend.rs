@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use ebb_io::WorkerHandle;
 
 use crate::control::{Awaited, Control, Lookup};
+use crate::counted::Counted;
 use crate::device::Settings;
 use crate::disk::{Transient, XenStats};
 use crate::mailbox::{Mailbox, Message};
@@ -160,7 +161,7 @@ impl Backend {
         let served = Arc::<Served>::default();
         let control = Control {
             platform: options.platform,
-            store,
+            store: Counted::new(store),
             own,
             kinds: options.kinds.iter().map(|kind| Arc::from(kind.as_str())).collect(),
             workers: options.workers,
@@ -178,6 +179,8 @@ impl Backend {
             served: served.clone(),
             devices: BTreeMap::new(),
             dirty: BTreeSet::new(),
+            allowances: BTreeMap::new(),
+            more: false,
             generation: 0,
             broken: true,
             retry: None,

@@ -20,11 +20,14 @@ use ebb_mem::PoolParameters;
 use ebb_volume::Volume;
 use rustix::event::{PollFd, PollFlags, poll};
 
+use crate::allowance::Allowance;
+use crate::counted::Counted;
 use crate::device::{Device, DeviceError, Key, Settings};
 use crate::machine::{Action, Phase, State, next};
 use crate::mailbox::{Mailbox, Message};
 use crate::nodes::{number, optional};
 use crate::params::XenParameters;
+use crate::platform::xenbus::{DIRECTORIES, EVERYTHING};
 use crate::platform::{Domain, Platform, StoreError, XenStore};
 use crate::served::Served;
 
@@ -32,6 +35,8 @@ use crate::served::Served;
 const SIZES: Duration = Duration::from_millis(100);
 /// How long to wait before xenstore is tried again.
 const RECONNECT: Duration = Duration::from_secs(1);
+/// Events that are taken in before devices are looked at.
+const EVENTS: u32 = 1024;
 /// Steps of a device before the next one has its turn.
 const STEPS: u32 = 8;
 /// Devices of all guests; more are not looked at.
@@ -59,7 +64,7 @@ pub enum Turn {
 /// The backend's side of xenstore; see [`crate::Backend::prepare`].
 pub struct Control {
     pub(crate) platform: Arc<dyn Platform>,
-    pub(crate) store: Box<dyn XenStore>,
+    pub(crate) store: Counted,
     pub(crate) own: Domain,
     pub(crate) kinds: Vec<Arc<str>>,
     pub(crate) workers: Vec<WorkerHandle>,
@@ -72,6 +77,10 @@ pub struct Control {
     pub(crate) served: Arc<Served>,
     pub(crate) devices: BTreeMap<Key, Device>,
     pub(crate) dirty: BTreeSet<Key>,
+    /// What each guest may make us ask of xenstored.
+    pub(crate) allowances: BTreeMap<Domain, Allowance>,
+    /// Events were left for the next turn.
+    pub(crate) more: bool,
     pub(crate) generation: u64,
     /// Xenstore is of no use until it is connected to again.
     pub(crate) broken: bool,
@@ -122,6 +131,9 @@ impl Control {
             self.sizes = Some(now + SIZES);
             self.compare_sizes();
         }
+        if self.more && !self.broken {
+            return Turn::Wait(Some(now));
+        }
         Turn::Wait(self.next_turn(leaving))
     }
 
@@ -140,7 +152,7 @@ impl Control {
         let look = match self.broken {
             true => self.retry,
             false if leaving => None,
-            false => self.dirty.iter().filter_map(|key| self.devices.get(key)?.next_look()).min(),
+            false => self.dirty.iter().filter_map(|key| self.due(key)).min(),
         };
         [sizes, look].into_iter().flatten().min()
     }
@@ -170,7 +182,7 @@ impl Control {
     fn watch_kinds(&mut self) -> Result<(), StoreError> {
         for kind in self.kinds.clone() {
             let path = self.kind_path(&kind);
-            self.store.watch(&path, "backend")?;
+            self.store.watch(&path, DIRECTORIES)?;
         }
         Ok(())
     }
@@ -181,32 +193,65 @@ impl Control {
             return Ok(());
         }
         if self.retry.is_some() {
-            self.store = self.platform.xenstore()?;
+            self.store = Counted::new(self.platform.xenstore()?);
         }
         self.watch_kinds()?;
-        for (key, device) in &self.devices {
+        for (key, device) in &mut self.devices {
             self.store.watch(&format!("{}/state", device.frontend), &key.name())?;
+            device.watch_begins = true;
         }
-        self.dirty.extend(self.devices.keys().cloned());
+        self.mark_all();
         self.broken = false;
         self.take_events()
     }
 
+    /// Takes in what xenstore tells; what is too much for one turn is left for the next one.
     fn take_events(&mut self) -> Result<(), StoreError> {
-        while let Some((path, token)) = self.store.event()? {
-            if token == crate::platform::xenbus::EVERYTHING {
+        self.more = false;
+        for _ in 0..EVENTS {
+            let Some((path, token)) = self.store.event()? else { return Ok(()) };
+            if token == EVERYTHING {
                 for kind in self.kinds.clone() {
                     self.find_devices(&kind)?;
                 }
-                self.dirty.extend(self.devices.keys().cloned());
-            } else if token == "backend" {
+                self.mark_all();
+            } else if token == DIRECTORIES {
                 self.backend_changed(&path)?;
-            } else {
-                let key = self.devices.keys().find(|key| key.name() == token).cloned();
-                self.dirty.extend(key);
+            } else if let Some(key) = Key::parse(&token, &self.kinds) {
+                self.frontend_changed(key);
             }
         }
+        self.more = true;
         Ok(())
+    }
+
+    /// A guest wrote its state, perhaps the one it had.
+    fn frontend_changed(&mut self, key: Key) {
+        if let Some(device) = self.devices.get_mut(&key) {
+            device.touched = true;
+            device.rings.open = true;
+            device.written |= !std::mem::take(&mut device.watch_begins);
+            self.dirty.insert(key);
+        }
+    }
+
+    /// A device is to be looked at as if nothing were known of it.
+    fn mark(&mut self, key: &Key) {
+        if let Some(device) = self.devices.get_mut(key) {
+            device.touched = true;
+            device.rested = None;
+        }
+        self.dirty.insert(key.clone());
+    }
+
+    /// As [`Control::mark`] for all devices; events of theirs may have been lost.
+    fn mark_all(&mut self) {
+        for (key, device) in &mut self.devices {
+            device.touched = true;
+            device.rested = None;
+            device.rings.open = true;
+            self.dirty.insert(key.clone());
+        }
     }
 
     /// Something below one of our kinds changed: a known device, or perhaps a new one.
@@ -228,8 +273,8 @@ impl Control {
 
     fn find_devices(&mut self, kind: &Arc<str>) -> Result<(), StoreError> {
         let base = self.kind_path(kind);
-        for guest in list(&mut *self.store, &base)? {
-            for device in list(&mut *self.store, &format!("{base}/{guest}"))? {
+        for guest in list(&mut self.store, &base)? {
+            for device in list(&mut self.store, &format!("{base}/{guest}"))? {
                 if let (Some(guest), Some(device)) = (number(&guest), number(&device)) {
                     self.notice(kind, guest, device);
                 }
@@ -242,7 +287,7 @@ impl Control {
         let Ok(guest) = Domain::try_from(guest) else { return };
         let key = Key { kind: kind.clone(), guest, device };
         if self.devices.contains_key(&key) || self.devices.len() < DEVICES_MAX {
-            self.dirty.insert(key);
+            self.mark(&key);
         }
     }
 
@@ -253,7 +298,7 @@ impl Control {
                 Message::Ended(key, generation) => self.ring_ended(&key, generation),
                 Message::Leave => {}
                 Message::GiveUp => self.given_up = true,
-                Message::Arrived => self.dirty.extend(self.devices.keys().cloned()),
+                Message::Arrived => self.mark_all(),
                 Message::Withdraw(name) => self.withdraw(&name),
             }
         }
@@ -266,6 +311,8 @@ impl Control {
             if serving.is_some_and(|serving| **serving.disk.volume.name() == *name) {
                 device.phase = Phase::Draining;
                 device.withdrawn = Some(name.to_owned());
+                device.rested = None;
+                device.touched = true;
                 self.dirty.insert(key.clone());
             }
         }
@@ -295,15 +342,23 @@ impl Control {
         }
         self.served.remove(key);
         tracing::info!(device = key.name(), "disconnected");
-        self.dirty.insert(key.clone());
+        self.mark(key);
+    }
+
+    /// When a device that changed may be looked at; `None` is at once.
+    fn due(&self, key: &Key) -> Option<Instant> {
+        let next = self.devices.get(key).and_then(Device::next_look);
+        next.max(self.allowances.get(&key.guest).map(Allowance::ready_at))
     }
 
     /// Looks at devices that changed; true if at one at least.
     fn look_at_dirty(&mut self, now: Instant) -> Result<bool, StoreError> {
+        let due = |key: &&Key| self.due(key).is_none_or(|at| now >= at);
+        let due: Vec<Key> = self.dirty.iter().filter(due).cloned().collect();
         let mut any = false;
-        for key in self.dirty.clone() {
-            let due = self.devices.get(&key).and_then(Device::next_look);
-            if due.is_some_and(|at| now < at) {
+        for key in due {
+            // A guest's devices before this one may have taken all there was.
+            if !self.pay(&key, 0, now) {
                 continue;
             }
             self.dirty.remove(&key);
@@ -313,13 +368,20 @@ impl Control {
         Ok(any)
     }
 
+    /// Takes requests to xenstored from the allowance of a device's guest; true if it may cause more.
+    fn pay(&mut self, key: &Key, requests: u64, now: Instant) -> bool {
+        let Some(allowance) = self.allowances.get_mut(&key.guest) else { return true };
+        allowance.take(requests);
+        allowance.is_ready(now)
+    }
+
     /// Takes in a device that was not known; false if it is not ours, or not complete yet.
-    fn adopt(&mut self, key: &Key) -> Result<bool, StoreError> {
+    fn adopt(&mut self, key: &Key, now: Instant) -> Result<bool, StoreError> {
         if self.devices.contains_key(key) {
             return Ok(true);
         }
         let base = key.base(self.own);
-        let store = &mut *self.store;
+        let store = &mut self.store;
         let Some(frontend) = optional(store, 0, &format!("{base}/frontend"))? else {
             return Ok(false);
         };
@@ -333,23 +395,17 @@ impl Control {
             }
         }
         store.watch(&format!("{frontend}/state"), &key.name())?;
-        let device = Device {
-            base,
-            frontend,
-            phase: Phase::New,
-            looked: None,
-            serving: None,
-            lease: None,
-            waiting: None,
-            withdrawn: None,
-            logged: 0,
-        };
+        let device = Device::new(base, frontend);
         self.devices.insert(key.clone(), device);
+        self.allowances.entry(key.guest).or_insert_with(|| Allowance::new(now)).add_device();
         Ok(true)
     }
 
     fn look(&mut self, key: &Key, now: Instant) -> Result<(), StoreError> {
+        self.store.take_count();
         let outcome = self.take_steps(key, now);
+        let requests = self.store.take_count();
+        self.pay(key, requests, now);
         let device = self.devices.get_mut(key).filter(|device| device.serving.is_none());
         if let Some(device) = device.filter(|device| device.phase != Phase::Waiting) {
             device.lease = None;
@@ -358,33 +414,49 @@ impl Control {
     }
 
     fn take_steps(&mut self, key: &Key, now: Instant) -> Result<(), StoreError> {
-        if !self.adopt(key)? {
+        if !self.adopt(key, now)? {
             return Ok(());
         }
-        for _ in 0..STEPS {
+        for step in 0..STEPS {
             if self.served.is_leaving() {
                 return Ok(());
             }
+            let requests = self.store.take_count();
+            if !self.pay(key, requests, now) && step > 0 {
+                break;
+            }
             let Some(device) = self.devices.get_mut(key) else { return Ok(()) };
             device.looked = Some(now);
+            device.touched = false;
             if device.serving.is_none()
                 && let Some(name) = device.withdrawn.take()
             {
                 self.fail(key, &DeviceError::Withdrawn(name))?;
                 continue;
             }
-            let seen = actions::see(&mut *self.store, device, self.settings.max_queues)?;
+            let written = std::mem::take(&mut device.written);
+            let seen = actions::see(&mut self.store, device, self.settings.max_queues, now)?;
             if let Phase::Connected { settled } = &mut device.phase {
                 *settled |= seen.frontend == Some(State::Connected);
             }
             let (begun, over) = (Some(State::Initialising), Some(State::Closed));
-            if device.phase == Phase::Failed && seen.frontend == over && seen.own == over {
+            // It begins anew: as is seen by its end, or, if that went unseen, by its having written its state since.
+            let anew = seen.frontend == over || seen.frontend == begun && written;
+            if device.phase == Phase::Failed && anew && seen.own == over {
                 device.phase = Phase::Closed;
             }
-            let failed = device.phase == Phase::Failed && seen.frontend == begun;
+            let failed = device.phase == Phase::Failed && seen.frontend == begun && !written;
             let action = next(device.phase, &seen);
+            if action == Action::Nothing {
+                device.rested = Some(seen);
+                if device.rings.open {
+                    self.dirty.insert(key.clone());
+                }
+                return Ok(());
+            }
+            device.rested = None;
             let outcome = match action {
-                Action::Nothing => return Ok(()),
+                Action::Nothing => Ok(()),
                 Action::Offer => self.offer(key),
                 Action::Connect | Action::Resume => {
                     self.connect(key, seen.frontend == Some(State::Connected))
@@ -412,7 +484,7 @@ impl Control {
                 }
                 // The one before may be about to end, as when a guest is restarted or moves.
                 Err(DeviceError::Writer(_)) if self.may_wait(key, now) => {
-                    self.dirty.insert(key.clone());
+                    self.mark(key);
                     return Ok(());
                 }
                 Err(DeviceError::Nodes(crate::nodes::NodeError::Store(
@@ -423,7 +495,7 @@ impl Control {
                 Err(error) => self.fail(key, &error)?,
             }
         }
-        self.dirty.insert(key.clone());
+        self.mark(key);
         Ok(())
     }
 }

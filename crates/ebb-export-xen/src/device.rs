@@ -11,14 +11,18 @@ use ebb_volume::{Lease, Stop, Volume, WriterConflict};
 use crate::abi::SECTOR_BYTES;
 use crate::disk::{Counters, Disk, MAX_SEGMENTS};
 use crate::journal::{Identity, Journal, ResumeError};
-use crate::machine::Phase;
-use crate::nodes::{Frontend, MAX_RING_ORDER, NodeError, Nodes, QueueNodes};
+use crate::machine::{Phase, Seen};
+use crate::nodes::{Frontend, MAX_RING_ORDER, NodeError, Nodes, QueueNodes, number};
 use crate::platform::{Domain, Platform, StoreError};
 use crate::queue::Parts;
 use crate::ring::Ring;
 
 /// The least time between two looks at a device.
 const PAUSE: Duration = Duration::from_millis(5);
+
+/// The first and the longest pause between two looks at the nodes of a device's rings.
+const RINGS_PAUSE: Duration = Duration::from_millis(100);
+const RINGS_PAUSE_MAX: Duration = Duration::from_secs(60);
 
 /// How often a device that waits for another writer to end tries again.
 const TRY_AGAIN: Duration = Duration::from_millis(100);
@@ -38,9 +42,19 @@ impl Key {
         format!("/local/domain/{own}/backend/{kind}/{guest}/{device}")
     }
 
-    /// Its name in the log and in file names.
+    /// Its name in the log and in file names, and the token of its watch.
     pub(crate) fn name(&self) -> String {
         format!("{}-{}-{}", self.kind, self.guest, self.device)
+    }
+
+    /// The device of a [`Key::name`], of one of `kinds`.
+    pub(crate) fn parse(name: &str, kinds: &[Arc<str>]) -> Option<Key> {
+        let mut parts = name.rsplitn(3, '-');
+        let device = parts.next().and_then(number)?;
+        let guest = parts.next().and_then(number).and_then(|guest| Domain::try_from(guest).ok())?;
+        let kind = parts.next()?;
+        let kind = kinds.iter().find(|one| ***one == *kind)?.clone();
+        Some(Key { kind, guest, device })
     }
 }
 
@@ -87,13 +101,69 @@ pub(crate) struct Device {
     pub(crate) withdrawn: Option<String>,
     /// Failures that went to the log.
     pub(crate) logged: u32,
+    /// What was seen when there was nothing to do. As long as only the guest may have changed something, and its state is
+    /// the same, there is nothing to do still.
+    pub(crate) rested: Option<Seen>,
+    /// Something changed since it was looked at.
+    pub(crate) touched: bool,
+    /// The guest wrote its state since it was looked at.
+    pub(crate) written: bool,
+    /// The next event is the one that comes with a new watch.
+    pub(crate) watch_begins: bool,
+    /// Whether it may have other rings.
+    pub(crate) rings: Doubt,
 }
 
 impl Device {
+    pub(crate) fn new(base: String, frontend: String) -> Device {
+        Device {
+            base,
+            frontend,
+            phase: Phase::New,
+            looked: None,
+            serving: None,
+            lease: None,
+            waiting: None,
+            withdrawn: None,
+            logged: 0,
+            rested: None,
+            touched: true,
+            written: false,
+            watch_begins: true,
+            rings: Doubt::default(),
+        }
+    }
+
     /// When it may be looked at next; `None` is at any time.
     pub(crate) fn next_look(&self) -> Option<Instant> {
         let pause = if self.waiting.is_some() { TRY_AGAIN } else { PAUSE };
-        self.looked.map(|at| at + pause)
+        let next = self.looked.map(|at| at + pause);
+        if self.touched { next } else { next.max(self.rings.next) }
+    }
+}
+
+/// Whether a frontend may have begun anew with other rings, while all that is seen of it is the state it had before. To
+/// find out takes a request to xenstored for each node of its rings: that is done at once the first time, and then
+/// after pauses that grow.
+#[derive(Debug, Default)]
+pub(crate) struct Doubt {
+    /// Its state was written since the rings' nodes were read.
+    pub(crate) open: bool,
+    /// When they may be read again.
+    next: Option<Instant>,
+    pause: Duration,
+}
+
+impl Doubt {
+    /// Whether the nodes are to be read now; then the doubt is over.
+    pub(crate) fn settle(&mut self, now: Instant) -> bool {
+        let due = self.open && self.next.is_none_or(|at| now >= at);
+        if due {
+            self.open = false;
+            self.next = Some(now + self.pause);
+            self.pause = (self.pause * 2).clamp(RINGS_PAUSE, RINGS_PAUSE_MAX);
+        }
+        due
     }
 }
 

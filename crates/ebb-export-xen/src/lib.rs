@@ -27,10 +27,12 @@
 //!   breaks is its own.
 
 pub mod abi;
+mod allowance;
 mod attach;
 mod backend;
 mod control;
 mod copier;
+mod counted;
 mod device;
 mod disk;
 mod express;

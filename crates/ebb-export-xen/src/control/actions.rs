@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use ebb_volume::Writer;
 
 use super::{Control, TOOLSTACK_KIND};
-use crate::device::{Device, DeviceError, Key, Offer, Serving, open_queue};
+use crate::device::{Device, DeviceError, Doubt, Key, Offer, Serving, open_queue};
 use crate::journal::note_size_at;
 use crate::machine::{Phase, Seen, State};
 use crate::mailbox::EndOfRing;
@@ -28,7 +28,7 @@ const INFO_READ_ONLY: u32 = 4;
 
 impl Control {
     pub(super) fn show(&mut self, key: &Key, state: State) -> Result<(), StoreError> {
-        show_state(&mut *self.store, &key.base(self.own), state.text())?;
+        show_state(&mut self.store, &key.base(self.own), state.text())?;
         if state == State::Closed {
             self.set_phase(key, Phase::Closed);
         }
@@ -38,7 +38,7 @@ impl Control {
     /// What the backend's directory and the volume say.
     fn terms(&mut self, key: &Key) -> Result<Offer, DeviceError> {
         let base = key.base(self.own);
-        let store = &mut *self.store;
+        let store = &mut self.store;
         let mut get = |name: &str| optional(store, 0, &format!("{base}/{name}"));
         let name = get("params")?.unwrap_or_default();
         let mode = get("mode")?.unwrap_or_default();
@@ -72,7 +72,7 @@ impl Control {
         // already is a writer like any other.
         let twice =
             self.devices.iter().any(|(other, device)| other.guest == *guest && held(device));
-        let machine = optional(&mut *self.store, 0, &format!("/local/domain/{guest}/vm"))?;
+        let machine = optional(&mut self.store, 0, &format!("/local/domain/{guest}/vm"))?;
         let group = machine.filter(|path| !twice && !path.is_empty()).map(Arc::from);
         let name = format!("Xen guest {guest} (disk {device})").into();
         let lease = offer.volume.claim_writer(Writer { name, group }, offer.share)?;
@@ -98,7 +98,7 @@ impl Control {
         let offer = self.terms(key)?;
         self.claim(key, &offer)?;
         let base = key.base(self.own);
-        publish(&mut *self.store, &base, &offer.nodes(&self.settings))?;
+        publish(&mut self.store, &base, &offer.nodes(&self.settings))?;
         self.show(key, State::InitWait)?;
         self.set_phase(key, Phase::Waiting);
         Ok(())
@@ -117,10 +117,10 @@ impl Control {
         let mut offer = self.terms(key)?;
         self.claim(key, &offer)?;
         let max_queues = self.settings.max_queues;
-        let mut frontend = Frontend::read(&mut *self.store, 0, &path, max_queues)?;
+        let mut frontend = Frontend::read(&mut self.store, 0, &path, max_queues)?;
         if resume {
             // What was agreed on stays.
-            let agreed = optional(&mut *self.store, 0, &format!("{base}/feature-persistent"))?;
+            let agreed = optional(&mut self.store, 0, &format!("{base}/feature-persistent"))?;
             offer.persistent = agreed.is_some_and(|value| value == "1");
         }
         let asked = frontend.persistent;
@@ -134,7 +134,7 @@ impl Control {
             rings.push(open_queue(platform, key, &frontend, number, resume, settings, &disk)?);
         }
         frontend.persistent = asked;
-        publish(&mut *self.store, &base, &offer.nodes(&self.settings))?;
+        publish(&mut self.store, &base, &offer.nodes(&self.settings))?;
         self.generation += 1;
         let generation = self.generation;
         let queues = rings.len();
@@ -176,6 +176,7 @@ impl Control {
         if let Some(device) = self.devices.get_mut(key) {
             device.phase = Phase::Connected { settled };
             device.serving = Some(serving);
+            device.rings = Doubt::default();
             device.logged = 0;
         }
         tracing::info!(device = key.name(), volume = &*volume, queues, resume, "connected");
@@ -220,7 +221,10 @@ impl Control {
 
     pub(super) fn forget(&mut self, key: &Key) -> Result<(), StoreError> {
         let Some(device) = self.devices.remove(key) else { return Ok(()) };
-        let store = &mut *self.store;
+        if self.allowances.get_mut(&key.guest).is_some_and(|allowance| !allowance.remove_device()) {
+            self.allowances.remove(&key.guest);
+        }
+        let store = &mut self.store;
         match store.unwatch(&format!("{}/state", device.frontend), &key.name()) {
             Ok(()) | Err(StoreError::Missing) => {}
             Err(error @ StoreError::Io(_)) => return Err(error),
@@ -261,7 +265,7 @@ impl Control {
             let sectors = (size / crate::abi::SECTOR_BYTES).to_string();
             let (base, connected) = (&device.base, State::Connected.text());
             // The state is written anew, with the value it has: that is what frontends watch.
-            let told = transact(&mut *self.store, |store, within| {
+            let told = transact(&mut self.store, |store, within| {
                 store.read(within, &format!("{base}/state"))?;
                 store.write(within, &format!("{base}/sectors"), &sectors)?;
                 store.write(within, &format!("{base}/state"), connected)
@@ -288,28 +292,41 @@ fn tame(text: &str) -> String {
     shown.take(SHOWN_MAX).collect()
 }
 
+/// What xenstore shows of a device. One request, if only its guest may have changed something and did not.
 pub(super) fn see(
     store: &mut dyn XenStore,
-    device: &Device,
+    device: &mut Device,
     max_queues: u32,
+    now: Instant,
 ) -> Result<Seen, StoreError> {
     let mut state = |base: &str| -> Result<Option<State>, StoreError> {
         Ok(optional(store, 0, &format!("{base}/state"))?.map(|text| State::parse(&text)))
     };
-    let (frontend, own) = (state(&device.frontend)?, state(&device.base)?);
-    let online = optional(store, 0, &format!("{}/online", device.base))?;
+    let frontend = state(&device.frontend)?;
+    let mut seen = match device.rested {
+        Some(rested) if rested.frontend == frontend => rested,
+        _ => {
+            let own = state(&device.base)?;
+            let online = optional(store, 0, &format!("{}/online", device.base))?;
+            let online = online.is_some_and(|value| value == "1");
+            Seen { frontend, own, online, other_ring: false }
+        }
+    };
     let running = matches!(frontend, Some(State::Initialised | State::Connected));
-    let other_ring = match &device.serving {
+    match &device.serving {
         Some(serving) if running && matches!(device.phase, Phase::Connected { .. }) => {
-            match Frontend::read(store, 0, &device.frontend, max_queues) {
-                Ok(now) => now != serving.frontend,
-                Err(crate::nodes::NodeError::Store(error @ StoreError::Io(_))) => {
-                    return Err(error);
-                }
-                Err(_) => true,
+            if device.rings.settle(now) {
+                seen.other_ring = match Frontend::read(store, 0, &device.frontend, max_queues) {
+                    Ok(now) => now != serving.frontend,
+                    Err(crate::nodes::NodeError::Store(error @ StoreError::Io(_))) => {
+                        return Err(error);
+                    }
+                    Err(_) => true,
+                };
             }
         }
-        _ => false,
-    };
-    Ok(Seen { frontend, own, online: online.is_some_and(|value| value == "1"), other_ring })
+        // Its rings are not served, or it is about to leave them.
+        _ => device.rings.open = false,
+    }
+    Ok(seen)
 }

@@ -1,9 +1,9 @@
 //! A connection to xenstore: its unix socket, or the kernel's device.
 //!
 //! Invariants: requests go out one at a time, so that the next reply is theirs; watches that fire
-//! meanwhile are kept, each place once, and no more than [`EVENTS_MAX`] (XSA-349): beyond that one
-//! event for everything stands in their place. Messages are told apart by their kind alone, since
-//! the kernel's device leaves the other words of its events unset.
+//! meanwhile are kept, each token once ([`DIRECTORIES`]: each device once), and no more than
+//! [`EVENTS_MAX`] (XSA-349): beyond that one event for everything stands in their place. Messages are
+//! told apart by their kind alone, since the kernel's device leaves the other words of its events unset.
 
 use std::collections::{HashSet, VecDeque};
 use std::io;
@@ -19,6 +19,13 @@ use crate::platform::{Domain, StoreError, Transaction, XenStore};
 const EVENTS_MAX: usize = 4096;
 /// The token of the event that stands for all that found no place.
 pub const EVERYTHING: &str = "*";
+/// The token of watches over backend directories: of their events one waits for each device's directory, of those of
+/// any other token one at all. So a guest takes one place for each of its devices, whatever it writes below its state.
+pub const DIRECTORIES: &str = "backend";
+/// Parts of the path of a device's directory: `/local/domain/D/backend/KIND/GUEST/DEVICE`.
+const DIRECTORY_PARTS: usize = 8;
+/// Messages that are taken in before an event is told.
+const TAKEN_AT_ONCE: u32 = 256;
 /// Where the socket is if the environment does not say.
 const RUN_DIRECTORIES: [&str; 2] = ["/run/xenstored", "/var/run/xenstored"];
 const DEVICES: [&str; 2] = ["/dev/xen/xenbus", "/proc/xen/xenbus"];
@@ -31,7 +38,8 @@ pub struct Connection {
     fd: OwnedFd,
     request: u32,
     events: VecDeque<(String, String)>,
-    pending: HashSet<(String, String)>,
+    /// What tells the events that wait apart: the token, or the path of a device's directory.
+    pending: HashSet<String>,
     payload: Vec<u8>,
 }
 
@@ -128,13 +136,18 @@ impl Connection {
     }
 
     fn keep_event(&mut self) {
-        let Some(event) = watch_event(&self.payload) else { return };
-        let event = if self.events.len() >= EVENTS_MAX {
-            (String::new(), EVERYTHING.to_owned())
-        } else {
-            event
-        };
-        if self.pending.insert(event.clone()) {
+        let Some(mut event) = watch_event(&self.payload) else { return };
+        if event.1 == DIRECTORIES {
+            let end = event.0.match_indices('/').nth(DIRECTORY_PARTS - 1).map(|(at, _)| at);
+            event.0.truncate(end.unwrap_or(event.0.len()));
+        }
+        if self.pending.contains(identity(&event)) {
+            return;
+        }
+        if self.events.len() >= EVENTS_MAX {
+            event = (String::new(), EVERYTHING.to_owned());
+        }
+        if self.pending.insert(identity(&event).to_owned()) {
             self.events.push_back(event);
         }
     }
@@ -172,6 +185,10 @@ impl Connection {
             }
         }
     }
+}
+
+fn identity((path, token): &(String, String)) -> &str {
+    if token == DIRECTORIES { path } else { token }
 }
 
 fn open(place: &std::path::Path) -> io::Result<OwnedFd> {
@@ -240,25 +257,28 @@ impl XenStore for Connection {
     }
 
     fn event(&mut self) -> Result<Option<(String, String)>, StoreError> {
-        loop {
+        // Those that wait are taken in first, so that each counts once: but not without end, since a guest may be
+        // faster than this.
+        let mut taken = 0;
+        while taken < TAKEN_AT_ONCE && self.events.len() < EVENTS_MAX {
             let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
             let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
-            let ready = match poll(&mut fds, Some(&now)) {
-                Ok(ready) => ready > 0,
+            match poll(&mut fds, Some(&now)) {
+                Ok(0) => break,
+                Ok(_) => {}
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(error) => return Err(io::Error::from(error).into()),
-            };
-            // All that wait are taken in first, so that each place counts once.
-            if ready && self.events.len() < EVENTS_MAX {
-                if self.message()?.kind == kind::WATCH_EVENT {
-                    self.keep_event();
-                }
-                continue;
             }
-            let Some(event) = self.events.pop_front() else { return Ok(None) };
-            self.pending.remove(&event);
-            return Ok(Some(event));
+            taken += 1;
+            if self.message()?.kind == kind::WATCH_EVENT {
+                self.keep_event();
+            }
         }
+        let event = self.events.pop_front();
+        if let Some(event) = &event {
+            self.pending.remove(identity(event));
+        }
+        Ok(event)
     }
 
     fn fd(&self) -> BorrowedFd<'_> {

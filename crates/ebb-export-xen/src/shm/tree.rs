@@ -19,6 +19,8 @@ struct State {
     watches: Vec<(u64, String, String)>,
     mail: HashMap<u64, (VecDeque<(String, String)>, Fd)>,
     next: u64,
+    /// What connections have asked for.
+    requests: u64,
 }
 
 impl State {
@@ -83,6 +85,11 @@ impl Tree {
         Ok(Store { tree: self.clone(), number, bell, transactions, next: 0 })
     }
 
+    /// How much its connections have asked for: calls other than those for events.
+    pub fn requests(&self) -> u64 {
+        lock(&self.0).requests
+    }
+
     /// A node's value as text.
     pub fn get(&self, path: &str) -> Option<String> {
         let state = lock(&self.0);
@@ -137,6 +144,10 @@ impl Drop for Store {
 }
 
 impl Store {
+    fn count(&self) {
+        lock(&self.tree.0).requests += 1;
+    }
+
     fn change(&mut self, within: Transaction, change: Change) -> Result<(), StoreError> {
         let Some(pending) = self.transactions.get_mut(&within) else {
             let mut state = lock(&self.tree.0);
@@ -166,6 +177,7 @@ impl Store {
 
 impl XenStore for Store {
     fn read(&mut self, within: Transaction, path: &str) -> Result<Vec<u8>, StoreError> {
+        self.count();
         if let Some(pending) = self.transactions.get_mut(&within) {
             pending.seen.push(path.to_owned());
             return pending.nodes.get(path).cloned().ok_or(StoreError::Missing);
@@ -174,10 +186,12 @@ impl XenStore for Store {
     }
 
     fn write(&mut self, within: Transaction, path: &str, value: &str) -> Result<(), StoreError> {
+        self.count();
         self.change(within, Change::Write(path.to_owned(), value.as_bytes().to_owned()))
     }
 
     fn list(&mut self, _within: Transaction, path: &str) -> Result<Vec<String>, StoreError> {
+        self.count();
         let state = lock(&self.tree.0);
         let prefix = format!("{path}/");
         let mut names: Vec<String> = state
@@ -194,6 +208,7 @@ impl XenStore for Store {
     }
 
     fn remove(&mut self, within: Transaction, path: &str) -> Result<(), StoreError> {
+        self.count();
         self.change(within, Change::Remove(path.to_owned()))
     }
 
@@ -204,10 +219,12 @@ impl XenStore for Store {
         _owner: Domain,
         _reader: Domain,
     ) -> Result<(), StoreError> {
+        self.count();
         Ok(())
     }
 
     fn watch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+        self.count();
         let mut state = lock(&self.tree.0);
         state.watches.push((self.number, path.to_owned(), token.to_owned()));
         if let Some((mail, bell)) = state.mail.get_mut(&self.number) {
@@ -218,6 +235,7 @@ impl XenStore for Store {
     }
 
     fn unwatch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+        self.count();
         let mut state = lock(&self.tree.0);
         let number = self.number;
         state.watches.retain(|(n, p, t)| !(*n == number && p == path && t == token));
@@ -225,6 +243,7 @@ impl XenStore for Store {
     }
 
     fn begin(&mut self) -> Result<Transaction, StoreError> {
+        self.count();
         let state = lock(&self.tree.0);
         let (begun, nodes) = (state.time, state.nodes.clone());
         drop(state);
@@ -235,6 +254,7 @@ impl XenStore for Store {
     }
 
     fn end(&mut self, transaction: Transaction, commit: bool) -> Result<(), StoreError> {
+        self.count();
         let Some(pending) = self.transactions.remove(&transaction) else {
             return Err(StoreError::Missing);
         };

@@ -1,0 +1,275 @@
+//! What guests make xenstored and the backend's xenstore side do: bounded, whatever they write and how often.
+
+#![allow(clippy::unwrap_used, reason = "this is a test")]
+
+mod common;
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{SIZE, memory, pattern};
+use ebb_export_xen::abi::op;
+use ebb_export_xen::platform::wire::{Header, kind};
+use ebb_export_xen::platform::xenbus::Connection;
+use ebb_export_xen::platform::{Platform, XenStore};
+use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::shm::{Guest, World};
+use ebb_export_xen::{Backend, Control, Disk, Options, Turn, attach, device_number};
+use ebb_io::Worker;
+
+/// A backend whose xenstore side has turns when the test says so, at times that the test makes up.
+struct Stage {
+    world: World,
+    _backend: Backend,
+    control: Control,
+    now: Instant,
+    _worker: Worker,
+}
+
+impl Stage {
+    fn new() -> Stage {
+        let world = World::default();
+        let worker = Worker::start_alone("xen").unwrap();
+        let disk = memory("disk", SIZE, false);
+        let other = memory("other", SIZE, false);
+        let lookup = move |name: &str| {
+            let found = [&disk, &other].into_iter().find(|volume| **volume.name() == *name);
+            Some((found?.clone(), Arc::default()))
+        };
+        let platform = Arc::new(world.clone());
+        let options = Options::new(platform, vec![worker.handle()], Arc::new(lookup));
+        let (backend, control) = Backend::prepare(options).unwrap();
+        Stage { world, _backend: backend, control, now: Instant::now(), _worker: worker }
+    }
+
+    fn attach(&self, number: u16, volume: &str, wishes: Wishes) -> (Arc<Guest>, Frontend) {
+        let guest = self.world.guest(number, 600).unwrap();
+        let order = Disk { volume, name: "xvdb", read_only: false };
+        attach(&mut *self.world.xenstore().unwrap(), number, &order).unwrap();
+        let device = device_number("xvdb").unwrap();
+        (guest.clone(), Frontend::new(&self.world, &guest, device, wishes))
+    }
+
+    /// All that is due now.
+    fn settle(&mut self) {
+        for _ in 0..100_000 {
+            match self.control.turn(self.now) {
+                Turn::Wait(Some(at)) if at <= self.now => {}
+                _ => return,
+            }
+        }
+        panic!("turns without end");
+    }
+
+    /// Some time passes: no turn is called before one is due.
+    fn pass(&mut self, span: Duration) {
+        let end = self.now + span;
+        for _ in 0..100_000 {
+            self.settle();
+            match self.control.turn(self.now) {
+                Turn::Wait(Some(at)) if at <= end => self.now = self.now.max(at),
+                _ => break,
+            }
+        }
+        self.now = end;
+        self.settle();
+    }
+
+    /// Time passes until `done`; how much it was.
+    fn until(&mut self, what: &str, mut done: impl FnMut() -> bool) -> Duration {
+        let (begun, clock) = (self.now, Instant::now());
+        while !done() {
+            // Rings run on a worker of their own and take the time they take.
+            assert!(clock.elapsed() < Duration::from_secs(60), "{what}");
+            std::thread::yield_now();
+            self.pass(Duration::from_millis(1));
+        }
+        self.now - begun
+    }
+
+    fn connect(&mut self, disk: &mut Frontend) -> Duration {
+        self.until("it connects", || disk.step_connect().unwrap())
+    }
+}
+
+/// All rings a disk may have, of the largest kind: 16 pages each.
+const LARGE: Wishes =
+    Wishes { abi: ebb_export_xen::abi::Abi::X86_64, order: 4, queues: 8, persistent: true };
+
+/// A guest that writes the state it has already, over and over: slowly, as fast as it is looked at, and faster.
+#[test]
+fn writing_the_same_state_again_costs_xenstored_no_more_than_it_costs_the_guest() {
+    let mut stage = Stage::new();
+    let (_, mut disk) = stage.attach(1, "disk", LARGE);
+    stage.connect(&mut disk);
+    stage.pass(Duration::from_secs(10));
+    let before = stage.world.tree.requests();
+    let mut writes = 0;
+    for pause in [1000, 100, 7, 1] {
+        for _ in 0..500 {
+            disk.set("state", "4");
+            writes += 1;
+            stage.pass(Duration::from_millis(pause));
+        }
+    }
+    let requests = stage.world.tree.requests() - before;
+    // One for each write, and now and then those for the nodes of the rings.
+    assert!(requests <= 3 * writes, "{requests} requests for {writes} writes");
+    // The guest is served, and heard when it has something to say.
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
+    stage.until("it closes", || disk.step_close());
+    stage.connect(&mut disk);
+}
+
+/// A guest that goes through all states makes each write of its own cost many requests: those are rationed, and another
+/// guest does not wait for it.
+#[test]
+fn a_guest_that_goes_through_all_states_is_rationed_alone() {
+    let mut stage = Stage::new();
+    let (_, mut disk) = stage.attach(1, "disk", LARGE);
+    stage.connect(&mut disk);
+    stage.pass(Duration::from_secs(60));
+    let before = stage.world.tree.requests();
+    for round in 0..4000 {
+        disk.set("state", ["6", "1", "3", "4", "x", "6", "1", "5"][round % 8]);
+        stage.pass(Duration::from_millis(10));
+    }
+    let requests = stage.world.tree.requests() - before;
+    // 1,000 at once, 100 a second for 40 seconds, and a step of the state machine.
+    assert!(requests < 1000 + 4000 + 500, "{requests} requests in 40 seconds");
+    // Now with another guest, which comes and goes; its turns are its own.
+    let (other, mut neighbour) = stage.attach(2, "other", Wishes::default());
+    let mut round = 0;
+    let mut storm = || {
+        round += 1;
+        disk.set("state", ["6", "1", "3", "4"][round % 4]);
+    };
+    let took = stage.until("the neighbour connects", || {
+        storm();
+        neighbour.step_connect().unwrap()
+    });
+    assert!(took < Duration::from_secs(1), "{took:?}");
+    assert_eq!(neighbour.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
+    stage.until("the neighbour closes", || {
+        storm();
+        neighbour.step_close() && other.mapped() == 0
+    });
+}
+
+/// A guest that began anew so fast that only its last state is seen, the one it had before: its new rings are found.
+#[test]
+fn a_guest_that_begins_anew_unseen_is_noticed_by_its_rings() {
+    for (rewrites, patience) in [(0, 1), (3, 1), (50, 60)] {
+        let mut stage = Stage::new();
+        let (_, mut disk) = stage.attach(1, "disk", Wishes::default());
+        stage.connect(&mut disk);
+        stage.pass(Duration::from_secs(1));
+        for _ in 0..rewrites {
+            disk.set("state", "4");
+            stage.pass(Duration::from_millis(10));
+        }
+        assert_eq!(disk.backend("state").as_deref(), Some("4"));
+        disk.set("state", "6");
+        disk.set("ring-ref", "99");
+        disk.set("state", "4");
+        let left = || disk.backend("state").as_deref() != Some("4");
+        let took = stage.until("the old ring is left", left);
+        assert!(took <= Duration::from_secs(patience), "{took:?} after {rewrites} rewrites");
+    }
+}
+
+/// A guest whose rings were refused begins anew so fast that its end is not seen: it is offered the disk again. One that
+/// only waits is not, over and over.
+#[test]
+fn a_guest_that_was_refused_and_begins_anew_unseen_is_served() {
+    let mut stage = Stage::new();
+    let (_, mut disk) = stage.attach(1, "disk", Wishes::default());
+    let shows = |disk: &Frontend, state: &str| disk.backend("state").as_deref() == Some(state);
+    stage.until("it is offered", || shows(&disk, "2"));
+    disk.share().unwrap();
+    disk.set("ring-ref", "x");
+    disk.set("state", "3");
+    stage.until("it is refused", || shows(&disk, "5"));
+    disk.set("state", "6");
+    disk.set("state", "1");
+    stage.until("it is offered again", || shows(&disk, "2"));
+    let pages = std::mem::take(&mut disk.queues).remove(0).ring;
+    disk.free_pages(&pages);
+    stage.connect(&mut disk);
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
+    // A disk without a volume: refused once, though its guest waits.
+    let (_, waiting) = stage.attach(2, "none", Wishes::default());
+    stage.until("it is refused", || shows(&waiting, "6"));
+    stage.pass(Duration::from_secs(1));
+    let before = stage.world.tree.requests();
+    stage.pass(Duration::from_secs(60));
+    assert_eq!(stage.world.tree.requests(), before, "nothing is asked while nothing changes");
+}
+
+/// One watch event as xenstored sends it.
+fn message(path: &str, token: &str) -> Vec<u8> {
+    let payload = format!("{path}\0{token}\0");
+    let len = u32::try_from(payload.len()).unwrap();
+    let header = Header { kind: kind::WATCH_EVENT, request: 0, transaction: 0, len };
+    [&header.encode()[..], payload.as_bytes()].concat()
+}
+
+fn connection() -> (UnixStream, Connection) {
+    let (far, near) = UnixStream::pair().unwrap();
+    near.set_nonblocking(true).unwrap();
+    (far, Connection::over(near.into()))
+}
+
+/// A guest repeats one event faster than it is read: it is told, again and again, and the caller gets to its other work.
+#[test]
+fn an_event_that_repeats_without_end_is_told_in_between() {
+    let (mut far, mut connection) = connection();
+    let one = message("/local/domain/1/device/vbd/51728/state", "ebbd-1-51728");
+    let mut refill = || {
+        far.set_nonblocking(true).unwrap();
+        while let Ok(count) = far.write(&one) {
+            if count < one.len() {
+                // The rest of a message must follow.
+                far.set_nonblocking(false).unwrap();
+                return;
+            }
+        }
+    };
+    refill();
+    let waiting = |connection: &Connection| rustix::io::ioctl_fionread(connection.fd()).unwrap();
+    let full = waiting(&connection);
+    assert!(full > 10_000, "{full} bytes");
+    assert!(connection.event().unwrap().is_some());
+    assert!(waiting(&connection) > 0, "all {full} bytes were read before one event was told");
+}
+
+/// A guest that changes many nodes below its state takes one place among the events that wait: others keep theirs.
+#[test]
+fn a_guest_with_many_nodes_displaces_no_events_of_others() {
+    let (mut far, mut connection) = connection();
+    let sender = std::thread::spawn(move || {
+        for number in 0..10_000 {
+            let path = format!("/local/domain/1/device/vbd/51728/state/{number}");
+            far.write_all(&message(&path, "ebbd-1-51728")).unwrap();
+            let path = format!("/local/domain/0/backend/ebbd/2/51728/node-{number}");
+            far.write_all(&message(&path, "backend")).unwrap();
+        }
+        far.write_all(&message("/local/domain/3/device/vbd/51712/state", "ebbd-3-51712")).unwrap();
+        let answer = Header { kind: kind::READ, request: 1, transaction: 0, len: 1 };
+        far.write_all(&[&answer.encode()[..], b"0"].concat()).unwrap();
+        far
+    });
+    // The events are taken in while a request waits for its answer.
+    assert_eq!(connection.read(0, "domid").unwrap(), b"0");
+    let told: Vec<_> = std::iter::from_fn(|| connection.event().unwrap()).collect();
+    drop(sender.join().unwrap());
+    let expected = [
+        ("/local/domain/1/device/vbd/51728/state/0", "ebbd-1-51728"),
+        ("/local/domain/0/backend/ebbd/2/51728", "backend"),
+        ("/local/domain/3/device/vbd/51712/state", "ebbd-3-51712"),
+    ];
+    let told: Vec<_> = told.iter().map(|(path, token)| (&path[..], &token[..])).collect();
+    assert_eq!(told[..told.len().min(9)], expected, "{} events", told.len());
+}
