@@ -115,11 +115,7 @@ fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> 
 pub fn serve(config: &Config, args: ServeArgs, set_log_level: SetLogLevel) -> anyhow::Result<()> {
     let started = ebb_mem::clock::now();
     raise_descriptor_limit();
-    if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != Tls::Off)
-        && let Err(error) = ServerTls::check_dates(folder, config.nbd.tls_verify_peer)
-    {
-        tracing::warn!("TLS: {error}");
-    }
+    warn_of_certificates(config);
     let (teller, events) = channel();
     watch_signals(teller.clone())?;
     let inherited = listener::inherited().context("LISTEN_FDS")?;
@@ -135,16 +131,12 @@ pub fn serve(config: &Config, args: ServeArgs, set_log_level: SetLogLevel) -> an
     for address in &config.listen {
         listeners.push(listener::open(address)?);
     }
-    let workers = (0..config.workers)
-        .map(|number| Worker::start(&format!("ebbd-{number}"), &memory))
-        .collect::<std::io::Result<Vec<_>>>()
-        .context("worker")?;
-    let handles = || workers.iter().map(Worker::handle).collect::<Vec<_>>();
+    let workers = start_workers(config.workers, &memory)?;
     let engine = Engine::new(Parts {
         server: server.clone(),
         parameters: parameters.clone(),
         cache: cache.clone(),
-        workers: handles(),
+        workers: handles(&workers),
         opener: Arc::new(HelperThreads),
         drain: Duration::from_secs(args.drain),
         // Of I/O memory half may be dirty: requests and reads need some, too.
@@ -178,40 +170,61 @@ pub fn serve(config: &Config, args: ServeArgs, set_log_level: SetLogLevel) -> an
     if daemon.args.strict {
         refuse_if_degraded(&engine)?;
     }
-    let workers = || daemon.workers.iter().map(Worker::handle).collect::<Vec<_>>();
+    let workers = handles(&daemon.workers);
     let xen = match config.xen {
         true => {
-            let backend = crate::xen::serve(&server, &parameters, workers(), grants, &engine)?;
+            let backend =
+                crate::xen::serve(&server, &parameters, workers.clone(), grants, &engine)?;
             let figures = backend.figures();
             engine.guests().set(backend);
             Some(figures)
         }
         false => None,
     };
-    let control = if config.control.is_some() || config.web.is_some() {
-        let shared = Shared {
-            engine: Some(engine.clone()),
-            server,
-            parameters,
-            memory: stat::Memory::new(Some(memory.clone()), daemon._monitor.as_ref())
-                .with_cache(cache)
-                .with_bdis(engine.bdis().clone()),
-            workers: workers(),
-            xen,
-            started,
-        };
-        let socket = config.control.as_deref();
-        let web = config.web.as_deref().map(|address| Web { address, names: &config.web_names });
-        Some(Control::start(socket, web, Arc::new(shared))?)
-    } else {
-        None
-    };
+    let memory = stat::Memory::new(Some(memory), daemon._monitor.as_ref())
+        .with_cache(cache)
+        .with_bdis(engine.bdis().clone());
+    let engine = Some(engine);
+    let control = start_control(
+        config,
+        Shared { engine, server, parameters, memory, workers, xen, started },
+    )?;
     daemon.listen(&listeners)?;
     daemon.say_ready();
     let outcome = daemon.run(listeners);
     // To the end it shows what the daemon waits for.
     drop((control, answers));
     outcome
+}
+
+/// Certificates that are out of date are served with: clients that do not look at them still can.
+fn warn_of_certificates(config: &Config) {
+    if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != Tls::Off)
+        && let Err(error) = ServerTls::check_dates(folder, config.nbd.tls_verify_peer)
+    {
+        tracing::warn!("TLS: {error}");
+    }
+}
+
+fn start_workers(count: usize, memory: &Arc<Memory>) -> anyhow::Result<Vec<Worker>> {
+    (0..count)
+        .map(|number| Worker::start(&format!("ebbd-{number}"), memory))
+        .collect::<std::io::Result<Vec<_>>>()
+        .context("worker")
+}
+
+fn handles(workers: &[Worker]) -> Vec<WorkerHandle> {
+    workers.iter().map(Worker::handle).collect()
+}
+
+/// The control socket and the page, where they are wanted.
+fn start_control(config: &Config, shared: Shared) -> anyhow::Result<Option<Control>> {
+    if config.control.is_none() && config.web.is_none() {
+        return Ok(None);
+    }
+    let socket = config.control.as_deref();
+    let web = config.web.as_deref().map(|address| Web { address, names: &config.web_names });
+    Ok(Some(Control::start(socket, web, Arc::new(shared))?))
 }
 
 /// With `--strict` all volumes are served, or none.

@@ -160,7 +160,7 @@ impl World {
         let deadline = std::time::Instant::now() + SOON;
         while !seen(self) {
             assert!(std::time::Instant::now() < deadline, "not seen: {what}");
-            std::thread::sleep(Duration::from_millis(2));
+            std::thread::park_timeout(Duration::from_millis(2));
         }
     }
 }
