@@ -84,6 +84,7 @@ bench-outage: ## Healthy volumes beside dead stores, as root; figures on stdout,
 	@testbed/install >&2
 	@cargo build --locked --release -p ebbd -p testbed --bin ebbd --bin bench-outage
 	@"$(TARGET)/release/bench-outage" $(BENCH)
+	@test -n "$(BENCH)" || cargo run --locked --release --quiet -p ebb-export-xen --example outage-shm
 
 bench-xen: ## ebbd beside xen-blkback and QEMU's qdisk on real Xen; figures on stdout, progress on stderr
 	@packaging/install-build-deps >&2
