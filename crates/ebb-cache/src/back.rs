@@ -26,6 +26,7 @@ use crate::read::Wait;
 use crate::stats::Mode;
 use crate::sync::Mutex;
 use crate::volume::{Prepared, VolumeCache};
+use crate::write::FRAMES_AT_ONCE;
 
 /// Bytes that are always there to write from, and most that are written at once.
 const RESERVE: usize = 64 << 10;
@@ -190,7 +191,10 @@ impl VolumeCache {
         fua: bool,
     ) -> BufResult {
         let length = buf.len() as u64;
-        for part in parts(offset, buf.len()) {
+        for (number, part) in parts(offset, buf.len()).enumerate() {
+            if number > 0 && number % FRAMES_AT_ONCE == 0 {
+                io.yield_now().await;
+            }
             match self.dirty_part(io, store, &part, &buf[part.range()]).await {
                 Ok(true) => {}
                 Ok(false) => return self.write_through(io, store, buf, offset, fua).await,

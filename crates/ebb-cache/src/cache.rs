@@ -236,8 +236,9 @@ impl Cache {
         held.saturating_sub(self.limit.load(Ordering::Relaxed))
     }
 
-    /// What may be held now, in bytes.
-    pub(crate) fn limit_bytes(&self) -> u64 {
+    /// What may be held now, in bytes: one number, without a look at any volume.
+    #[must_use]
+    pub fn limit_bytes(&self) -> u64 {
         self.limit.load(Ordering::Relaxed) * PAGE
     }
 

@@ -129,6 +129,9 @@ impl VolumeCache {
         hit
     }
 
+    /// Bytes that are copied without a look at other tasks: longer reads are for [`VolumeCache::read`].
+    pub const AT_ONCE: usize = WINDOW;
+
     /// Reads `buf.len()` bytes at `offset`.
     pub async fn read(
         self: &Arc<Self>,
@@ -138,11 +141,24 @@ impl VolumeCache {
         offset: u64,
     ) -> BufResult {
         let length = buf.len();
-        let sequential = self.look_ahead(io, store, &touched(offset, length as u64));
-        let kind = if sequential { COLD } else { 0 };
+        let mut kind = None;
         let mut at = 0;
         while at < length {
             let end = length.min(at + WINDOW);
+            if at > 0 {
+                // A window is copied at a time, and others on this worker come in between.
+                io.yield_now().await;
+            }
+            let position = offset + at as u64;
+            if length > WINDOW && self.read_cached(io, store, &mut buf[at..end], position) {
+                at = end;
+                continue;
+            }
+            let kind = *kind.get_or_insert_with(|| {
+                let sequential =
+                    self.look_ahead(io, store, &touched(position, (length - at) as u64));
+                if sequential { COLD } else { 0 }
+            });
             let (result, returned) =
                 self.read_window(io, store, (buf, offset), at..end, kind).await;
             buf = returned;

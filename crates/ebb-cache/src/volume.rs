@@ -371,9 +371,9 @@ impl VolumeCache {
 /// A walk over the cached frames of a range, in one shard, a bounded number at a time.
 pub(crate) struct Walk {
     pages: std::ops::Range<u64>,
-    /// The next frame, or entry of the shard's table.
+    /// The next frame, or entry of the shard's table: whichever are fewer. Not known before the first step.
     at: u64,
-    by_entry: bool,
+    by_entry: Option<bool>,
     /// Dirty pages go as well; so many went.
     all: bool,
     pub(crate) dropped: u64,
@@ -381,15 +381,7 @@ pub(crate) struct Walk {
 
 impl Walk {
     pub(crate) fn new(pages: &std::ops::Range<u64>) -> Walk {
-        let frames = pages.end.div_ceil(FRAME_PAGES).saturating_sub(pages.start / FRAME_PAGES);
-        let by_entry = frames > 256;
-        Walk {
-            pages: pages.clone(),
-            at: if by_entry { 0 } else { pages.start / FRAME_PAGES },
-            by_entry,
-            all: false,
-            dropped: 0,
-        }
+        Walk { pages: pages.clone(), at: 0, by_entry: None, all: false, dropped: 0 }
     }
 
     /// A walk over pages that the volume does not have any more: what is dirty of them goes, too.
@@ -399,7 +391,15 @@ impl Walk {
 
     /// Invalidates some. True when all is done; else free the batch and call again.
     pub(crate) fn step(&mut self, shard: &mut Shard, number: usize, batch: &mut Batch) -> bool {
-        let end = if self.by_entry {
+        let by_entry = self.by_entry.unwrap_or_else(|| {
+            let first = self.pages.start / FRAME_PAGES;
+            let frames = self.pages.end.div_ceil(FRAME_PAGES).saturating_sub(first);
+            let by_entry = frames > u64::from(shard.entries());
+            self.at = if by_entry { 0 } else { first };
+            by_entry
+        });
+        self.by_entry = Some(by_entry);
+        let end = if by_entry {
             u64::from(shard.entries())
         } else {
             self.pages.end.div_ceil(FRAME_PAGES)
@@ -408,7 +408,7 @@ impl Walk {
             if self.at >= end {
                 return true;
             }
-            let frame = if self.by_entry {
+            let frame = if by_entry {
                 shard.frame_at(u32::try_from(self.at).unwrap_or(u32::MAX))
             } else {
                 Some(self.at).filter(|&frame| VolumeCache::shard_of(frame) == number)

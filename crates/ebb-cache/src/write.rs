@@ -21,6 +21,11 @@ use crate::volume::{VolumeCache, Walk};
 /// Writes of so many bytes are taken for one-pass data.
 const LARGE: usize = 256 << 10;
 
+/// Holds of a lock, of up to 64 frames each, between two looks at other tasks.
+const STEPS: u32 = 8;
+/// Frames of a request that are copied between two looks at other tasks: a MiB.
+pub(crate) const FRAMES_AT_ONCE: usize = 16;
+
 /// A change under way. Dropped before its end it stays with the shards, since the store may still carry
 /// it out.
 pub(crate) struct Change<'a> {
@@ -56,6 +61,10 @@ impl<'a> Change<'a> {
         // Not abandoned if it never begins: nothing was asked of the store yet.
         let mut change = Change { volume, id, pages, shards: 0, open: true };
         for shard in each(shards) {
+            if shards == u16::MAX {
+                // A long range: there may be much to look at in each.
+                io.yield_now().await;
+            }
             loop {
                 {
                     let mut locked = volume.lock(shard);
@@ -76,25 +85,42 @@ impl<'a> Change<'a> {
 
     /// Ends it; with `keep` what is cached of its pages stays, unless another change has met it.
     pub(crate) fn end(mut self, worker: &Worker, keep: bool) {
-        self.open = false;
         for number in each(self.shards) {
-            let mut batch = Batch::new();
             let mut walk = Walk::new(&self.pages);
-            loop {
-                let mut wakers = Wakers::default();
-                let mut shard = self.volume.lock(number);
-                let spoilt = !keep || shard.flights.has_clash(self.id);
-                let done = !spoilt || walk.step(&mut shard, number, &mut batch);
-                if done {
-                    shard.flights.end_change(self.id, &mut wakers);
-                }
-                drop(shard);
-                batch.free(worker, false);
-                if done {
-                    break;
+            while !self.end_some(worker, number, &mut walk, keep) {}
+        }
+        self.open = false;
+    }
+
+    /// As [`Change::end`], for long ranges: some at a time, and others on this worker come in between.
+    pub(crate) async fn end_by_and_by(mut self, io: &Io, keep: bool) {
+        let mut steps = 0;
+        for number in each(self.shards) {
+            let mut walk = Walk::new(&self.pages);
+            while !self.end_some(io.pool().worker(), number, &mut walk, keep) {
+                steps += 1;
+                if steps % STEPS == 0 {
+                    io.yield_now().await;
                 }
             }
         }
+        self.open = false;
+    }
+
+    /// One hold of a shard's lock. True once the change has ended there.
+    fn end_some(&mut self, worker: &Worker, number: usize, walk: &mut Walk, keep: bool) -> bool {
+        let mut batch = Batch::new();
+        let mut wakers = Wakers::default();
+        let mut shard = self.volume.lock(number);
+        let spoilt = !keep || shard.flights.has_clash(self.id);
+        let done = !spoilt || walk.step(&mut shard, number, &mut batch);
+        if done {
+            shard.flights.end_change(self.id, &mut wakers);
+            self.shards &= !mask(number, 1);
+        }
+        drop(shard);
+        batch.free(worker, false);
+        done
     }
 }
 
@@ -149,7 +175,10 @@ impl VolumeCache {
         }
         let worker = io.pool().worker();
         if result.is_ok() {
-            for part in parts(offset, buf.len()) {
+            for (number, part) in parts(offset, buf.len()).enumerate() {
+                if number > 0 && number % FRAMES_AT_ONCE == 0 {
+                    io.yield_now().await;
+                }
                 self.keep_written(worker, change.id, &part, &buf);
             }
         }
@@ -235,7 +264,7 @@ impl VolumeCache {
                 self.lock(shard).forget_unstable(&whole);
             }
         }
-        change.end(io.pool().worker(), false);
+        change.end_by_and_by(io, false).await;
         result
     }
 
@@ -257,7 +286,7 @@ impl VolumeCache {
         if result.is_ok() {
             result = self.bypassed(store, losses, Operation::WriteZeroes, offset, length);
         }
-        change.end(io.pool().worker(), false);
+        change.end_by_and_by(io, false).await;
         result
     }
 

@@ -266,7 +266,7 @@ impl Store {
             #[cfg(feature = "test-store")]
             Store::Test(s) => s.zero(io, Operation::Discard, offset, length).await,
             Store::Memory(s) => {
-                s.discard(offset, length);
+                s.discard(io, offset, length).await;
                 Ok(())
             }
             Store::Null(_) => Ok(()),
@@ -289,7 +289,7 @@ impl Store {
             #[cfg(feature = "test-store")]
             Store::Test(s) => s.zero(io, Operation::WriteZeroes, offset, length).await,
             Store::Memory(s) => {
-                s.discard(offset, length);
+                s.discard(io, offset, length).await;
                 Ok(())
             }
             Store::Null(_) => Ok(()),
@@ -312,7 +312,7 @@ impl Store {
             Store::Nbd(s) => s.extents(io, offset, length, limit).await,
             #[cfg(feature = "test-store")]
             Store::Test(_) => Ok(TestStore::extents(offset, length)),
-            Store::Memory(s) => Ok(s.extents(offset, length, limit)),
+            Store::Memory(s) => Ok(s.extents(io, offset, length, limit).await),
             Store::Null(_) => Ok(vec![Extent { offset, length, hole: true }]),
         };
         watch.ended(result)

@@ -3,14 +3,20 @@
 //! Blocks are kept in chunks of 16, chunks in [`SHARDS`] locked maps, so that workers on different
 //! parts of a volume do not meet; no lock is shared between volumes, and none is held across a wait.
 //! Requests that overlap are atomic per 4 KiB block, as a disk's would be per sector.
+//!
+//! Each map has its keys in order beside it, which changes only when a chunk comes or goes: discards and
+//! extents find what there is in a range without a look at the rest. They do some at a time, and other
+//! tasks of the worker come in between.
 
-use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeSet, HashMap};
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::resize::judge;
-use crate::{BLOCK, Buf, BufResult, Extent, Resize, ResizeError, push_extent};
+use crate::{BLOCK, Buf, BufResult, Extent, Io, Resize, ResizeError, push_extent};
 
 const SHARDS: u64 = 16;
 const BLOCK_BYTES: usize = 4096;
@@ -23,7 +29,40 @@ const HOLE: &[u8; BLOCK_BYTES] = &[0; BLOCK_BYTES];
 const EMPTY: &[Option<Block>; CHUNK] = &[const { None }; CHUNK];
 
 type Block = Box<[u8; BLOCK_BYTES]>;
-type Shard = Mutex<HashMap<u64, Chunk, Keyed>>;
+type Shard = Mutex<Part>;
+
+/// Chunks that are freed, or listed, between two looks at other tasks.
+const AT_ONCE: usize = 16;
+const LISTED_AT_ONCE: usize = 256;
+
+/// What one lock guards.
+#[derive(Debug)]
+struct Part {
+    chunks: HashMap<u64, Chunk, Keyed>,
+    /// Their numbers.
+    order: BTreeSet<u64>,
+    /// Blocks that memory is behind.
+    blocks: u64,
+}
+
+impl Part {
+    fn get(&self, number: u64) -> Option<&Chunk> {
+        self.chunks.get(&number)
+    }
+
+    /// Frees those blocks of a chunk that are in a range.
+    fn free(&mut self, number: u64, blocks: &Range<u64>) {
+        let Some(chunk) = self.chunks.get_mut(&number) else { return };
+        let first = number * CHUNK_BLOCKS;
+        for block in first.max(blocks.start)..blocks.end.min(first + CHUNK_BLOCKS) {
+            self.blocks -= u64::from(chunk.place(block).take().is_some());
+        }
+        if chunk.blocks.iter().all(Option::is_none) {
+            self.chunks.remove(&number);
+            self.order.remove(&number);
+        }
+    }
+}
 
 /// Blocks next to each other.
 #[derive(Debug, Default)]
@@ -32,10 +71,6 @@ struct Chunk {
 }
 
 impl Chunk {
-    fn count(&self) -> usize {
-        self.blocks.iter().flatten().count()
-    }
-
     fn get(&self, block: u64) -> Option<&Block> {
         self.blocks[to_usize(block % CHUNK_BLOCKS)].as_ref()
     }
@@ -129,7 +164,11 @@ impl MemoryStore {
     /// An empty store of `size` bytes; reads give zeroes.
     pub fn new(size: u64) -> MemoryStore {
         let keys = Keyed::new();
-        let shards = (0..SHARDS).map(|_| Mutex::new(HashMap::with_hasher(keys.clone())));
+        let part = |_| {
+            let chunks = HashMap::with_hasher(keys.clone());
+            Mutex::new(Part { chunks, order: BTreeSet::new(), blocks: 0 })
+        };
+        let shards = (0..SHARDS).map(part);
         let nonce = crate::identity::nonce();
         MemoryStore { nonce, size: AtomicU64::new(size), shards: shards.collect() }
     }
@@ -142,24 +181,23 @@ impl MemoryStore {
         self.size.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn resize(&self, order: Resize) -> Result<u64, ResizeError> {
+    pub(crate) async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         let from = self.size();
         let to = order.to.unwrap_or(from);
         judge(from, to, BLOCK, order.shrink)?;
         self.size.store(to, Ordering::Relaxed);
         if to < from {
-            self.discard(to, from - to);
+            self.discard(io, to, from - to).await;
         }
         Ok(to)
     }
 
     /// Bytes of memory behind the store.
     pub fn allocated(&self) -> u64 {
-        let count = |shard| lock(shard).values().map(Chunk::count).sum::<usize>();
-        self.shards.iter().map(count).sum::<usize>() as u64 * BLOCK
+        self.shards.iter().map(|shard| lock(shard).blocks).sum::<u64>() * BLOCK
     }
 
-    fn shard(&self, block: u64) -> MutexGuard<'_, HashMap<u64, Chunk, Keyed>> {
+    fn shard(&self, block: u64) -> MutexGuard<'_, Part> {
         // Neighbouring blocks share a shard, so that large requests lock less often.
         lock(&self.shards[to_usize(block / CHUNK_BLOCKS % SHARDS)])
     }
@@ -170,12 +208,12 @@ impl MemoryStore {
         if length <= BLOCK && start + to_usize(length) <= BLOCK_BYTES {
             // Most are: one block, or a part of it.
             let shard = self.shard(number);
-            let block = shard.get(&(number / CHUNK_BLOCKS)).and_then(|chunk| chunk.get(number));
+            let block = shard.get(number / CHUNK_BLOCKS).and_then(|chunk| chunk.get(number));
             return see(&block.map_or(HOLE, |block| &**block)[start..start + to_usize(length)]);
         }
         for run in runs(offset, length) {
             let shard = self.shard(run.0 / BLOCK);
-            let chunk = shard.get(&(run.0 / BLOCK / CHUNK_BLOCKS));
+            let chunk = shard.get(run.0 / BLOCK / CHUNK_BLOCKS);
             let blocks = chunk.map_or(EMPTY, |chunk| &chunk.blocks);
             let (mut start, mut left) = (to_usize(run.0 % BLOCK), to_usize(run.1));
             for block in blocks.iter().skip(to_usize(run.0 / BLOCK % CHUNK_BLOCKS)) {
@@ -194,10 +232,20 @@ impl MemoryStore {
     pub(crate) fn fill(&self, offset: u64, length: u64, mut put: impl FnMut(&mut [u8])) {
         for run in runs(offset, length) {
             let mut shard = self.shard(run.0 / BLOCK);
-            let chunk = shard.entry(run.0 / BLOCK / CHUNK_BLOCKS).or_default();
+            let Part { chunks, order, blocks } = &mut *shard;
+            let chunk = match chunks.entry(run.0 / BLOCK / CHUNK_BLOCKS) {
+                Entry::Occupied(there) => there.into_mut(),
+                Entry::Vacant(place) => {
+                    order.insert(*place.key());
+                    place.insert(Chunk::default())
+                }
+            };
             let (mut start, mut left) = (to_usize(run.0 % BLOCK), to_usize(run.1));
             for block in chunk.blocks.iter_mut().skip(to_usize(run.0 / BLOCK % CHUNK_BLOCKS)) {
-                let block = block.get_or_insert_with(|| Box::new([0; BLOCK_BYTES]));
+                let block = block.get_or_insert_with(|| {
+                    *blocks += 1;
+                    Box::new([0; BLOCK_BYTES])
+                });
                 let piece = &mut block[start..];
                 if left <= piece.len() {
                     put(&mut piece[..left]);
@@ -230,8 +278,8 @@ impl MemoryStore {
         (Ok(()), buf)
     }
 
-    /// Frees whole blocks and zeroes parts of blocks. Costs what is allocated, not what is asked.
-    pub(crate) fn discard(&self, offset: u64, length: u64) {
+    /// Frees whole blocks and zeroes parts of blocks. Costs what is allocated of the range.
+    pub(crate) async fn discard(&self, io: &Io, offset: u64, length: u64) {
         let end = offset + length;
         let whole = offset.div_ceil(BLOCK)..end / BLOCK;
         if whole.is_empty() {
@@ -241,64 +289,76 @@ impl MemoryStore {
         let (head, tail) = (whole.start * BLOCK - offset, end - whole.end * BLOCK);
         pieces(offset, head).for_each(|piece| self.zero(&piece));
         pieces(whole.end * BLOCK, tail).for_each(|piece| self.zero(&piece));
-        if whole.end - whole.start <= self.allocated() / BLOCK {
-            whole.for_each(|block| {
-                let (mut shard, number) = (self.shard(block), block / CHUNK_BLOCKS);
-                if let Some(chunk) = shard.get_mut(&number) {
-                    *chunk.place(block) = None;
-                    if chunk.count() == 0 {
-                        shard.remove(&number);
-                    }
-                }
-            });
-        } else {
-            for shard in &self.shards {
-                let mut shard = lock(shard);
-                shard.retain(|number, chunk| {
-                    let first = number * CHUNK_BLOCKS;
-                    (first..first + CHUNK_BLOCKS)
-                        .filter(|block| whole.contains(block))
-                        .for_each(|block| *chunk.place(block) = None);
-                    chunk.count() > 0
-                });
+        let chunks = whole.start / CHUNK_BLOCKS..whole.end.div_ceil(CHUNK_BLOCKS);
+        if chunks.end - chunks.start <= SHARDS {
+            chunks.for_each(|number| self.shard(number * CHUNK_BLOCKS).free(number, &whole));
+            return;
+        }
+        for shard in &self.shards {
+            let mut from = chunks.start;
+            loop {
+                let next = free_some(&mut lock(shard), from..chunks.end, &whole);
+                let Some(next) = next else { break };
+                from = next;
+                io.yield_now().await;
             }
         }
     }
 
     fn zero(&self, piece: &Piece) {
         let mut shard = self.shard(piece.block);
-        let chunk = shard.get_mut(&(piece.block / CHUNK_BLOCKS));
+        let chunk = shard.chunks.get_mut(&(piece.block / CHUNK_BLOCKS));
         if let Some(block) = chunk.and_then(|chunk| chunk.place(piece.block).as_mut()) {
             block[piece.start..piece.start + piece.length].fill(0);
         }
     }
 
-    /// Walks what is allocated (sorted), so that a huge empty store costs nothing.
-    pub(crate) fn extents(&self, offset: u64, length: u64, limit: usize) -> Vec<Extent> {
+    /// Walks what is allocated, in order, so that a huge empty store costs nothing.
+    pub(crate) async fn extents(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        limit: usize,
+    ) -> Vec<Extent> {
         let end = offset + length;
         let range = offset / BLOCK..end.div_ceil(BLOCK);
-        let mut blocks: Vec<u64> = Vec::new();
-        for shard in &self.shards {
-            for (number, chunk) in &*lock(shard) {
-                let first = number * CHUNK_BLOCKS;
-                let there =
-                    (first..first + CHUNK_BLOCKS).filter(|block| chunk.get(*block).is_some());
-                blocks.extend(there.filter(|block| range.contains(block)));
+        let last = range.end.div_ceil(CHUNK_BLOCKS);
+        let after = |part: &Part, from: u64| part.order.range(from.min(last)..last).next().copied();
+        // The next chunk of each shard.
+        let first = |shard| after(&lock(shard), range.start / CHUNK_BLOCKS);
+        let mut next: Vec<Option<u64>> = self.shards.iter().map(first).collect();
+        let (mut list, mut at, mut listed) = (Vec::new(), offset, 0);
+        while list.len() <= limit
+            && let Some(number) = next.iter().flatten().min().copied()
+        {
+            let mut there = 0u32;
+            {
+                let shard = self.shard(number * CHUNK_BLOCKS);
+                for (place, block) in
+                    shard.get(number).into_iter().flat_map(|c| &c.blocks).enumerate()
+                {
+                    there |= u32::from(block.is_some()) << place;
+                }
+                next[to_usize(number % SHARDS)] = after(&shard, number + 1);
             }
-        }
-        blocks.sort_unstable();
-        let mut list = Vec::new();
-        let mut at = offset;
-        for block in blocks {
-            let data = (block * BLOCK).max(offset)..((block + 1) * BLOCK).min(end);
-            if data.start > at {
-                push_extent(&mut list, Extent { offset: at, length: data.start - at, hole: true });
+            let blocks = number * CHUNK_BLOCKS..(number + 1) * CHUNK_BLOCKS;
+            for block in blocks.filter(|block| range.contains(block)) {
+                if there >> (block % CHUNK_BLOCKS) & 1 == 0 {
+                    continue;
+                }
+                let data = (block * BLOCK).max(offset)..((block + 1) * BLOCK).min(end);
+                if data.start > at {
+                    let length = data.start - at;
+                    push_extent(&mut list, Extent { offset: at, length, hole: true });
+                }
+                let length = data.end - data.start;
+                push_extent(&mut list, Extent { offset: data.start, length, hole: false });
+                at = data.end;
             }
-            let length = data.end - data.start;
-            push_extent(&mut list, Extent { offset: data.start, length, hole: false });
-            at = data.end;
-            if list.len() > limit {
-                break;
+            listed += 1;
+            if listed % LISTED_AT_ONCE == 0 {
+                io.yield_now().await;
             }
         }
         if at < end {
@@ -307,6 +367,19 @@ impl MemoryStore {
         list.truncate(limit);
         list
     }
+}
+
+/// Frees blocks of a few chunks of a shard. Returns where to go on, if there may be more.
+fn free_some(part: &mut Part, mut chunks: Range<u64>, blocks: &Range<u64>) -> Option<u64> {
+    for _ in 0..AT_ONCE {
+        let number = part.order.range(chunks.clone()).next().copied()?;
+        part.free(number, blocks);
+        chunks.start = number + 1;
+        if chunks.is_empty() {
+            return None;
+        }
+    }
+    Some(chunks.start)
 }
 
 /// The parts of a range that lie in one chunk each: offset and length.
@@ -320,7 +393,7 @@ fn runs(offset: u64, length: u64) -> impl Iterator<Item = (u64, u64)> {
     })
 }
 
-fn lock(shard: &Shard) -> MutexGuard<'_, HashMap<u64, Chunk, Keyed>> {
+fn lock(shard: &Shard) -> MutexGuard<'_, Part> {
     // A panic elsewhere leaves whole blocks behind: the data is as good as before.
     shard.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -111,7 +111,7 @@ impl Store {
     pub async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         match self {
             Store::File(s) => s.resize(io, order).await,
-            Store::Memory(s) => s.resize(order),
+            Store::Memory(s) => s.resize(io, order).await,
             Store::Null(_) => Err(ResizeError::Unsupported("a null store keeps its size")),
             Store::Nbd(_) => Err(ResizeError::Unsupported(
                 "the server says how large an export is: resize it there, and open it anew",

@@ -194,7 +194,8 @@ impl Volume {
         let (result, buf) = match &self.cache {
             Some(cache) => {
                 let mut buf = buf;
-                if cache.read_cached(io, &self.store, &mut buf, offset) {
+                let short = buf.len() <= VolumeCache::AT_ONCE;
+                if short && cache.read_cached(io, &self.store, &mut buf, offset) {
                     (Ok(()), buf)
                 } else {
                     cache.read(io, &self.store, buf, offset).await

@@ -9,7 +9,7 @@
 //!   leaves its device.
 //! - Nothing here waits but for the lock of one device, which is held for a calculation.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -164,6 +164,9 @@ pub(crate) struct Bdis {
     /// Most that may ever be dirty, bytes.
     most: u64,
     start: Instant,
+    /// How often the host was asked, and how often settings were put in force.
+    #[cfg(test)]
+    work: [std::sync::atomic::AtomicU64; 2],
 }
 
 impl Bdis {
@@ -185,8 +188,10 @@ impl Bdis {
             parameters: parameters.clone(),
             most,
             start,
+            #[cfg(test)]
+            work: Default::default(),
         };
-        bdis.follow_memory();
+        bdis.follow_memory(bdis.ask_host());
         let bdis = Arc::new(bdis);
         let followers = Arc::downgrade(&bdis);
         parameters.watch(move |change| {
@@ -201,13 +206,19 @@ impl Bdis {
         lock(&self.devices).values().filter_map(Weak::upgrade).collect()
     }
 
+    fn settings_in_force(&self, device: &Device) -> Result<(), Error> {
+        #[cfg(test)]
+        self.work[1].fetch_add(1, Ordering::Relaxed);
+        device.follow_settings()
+    }
+
     /// Puts the settings of all devices in force, and divides the limit by them.
     fn follow_settings(&self) {
         let mut waiting = self.devices();
         loop {
             let before = waiting.len();
             // Together they fit. One that takes what another gives up has to come after it.
-            waiting.retain(|device| device.follow_settings().is_err());
+            waiting.retain(|device| self.settings_in_force(device).is_err());
             if waiting.is_empty() || waiting.len() == before {
                 break;
             }
@@ -222,9 +233,10 @@ impl Bdis {
     /// Forgets what was set for devices that are gone, and tells of configured ones that never came.
     /// To be called when volumes were added or removed, not from within a change of parameters.
     pub(crate) fn settle(&self) {
-        let here: Vec<_> = self.devices().iter().map(|device| device.name.clone()).collect();
+        let devices = self.devices();
+        let here: BTreeSet<&str> = devices.iter().map(|device| device.name.as_str()).collect();
         for name in self.parameters.bdis_with_volumes() {
-            if !here.contains(&name) {
+            if !here.contains(name.as_str()) {
                 self.parameters.bdi_leaves(&name);
             }
         }
@@ -258,7 +270,9 @@ impl Bdis {
         let settings = self.parameters.bdi_arrives(&key.text());
         let mut devices = lock(&self.devices);
         devices.retain(|_, device| device.strong_count() > 0);
-        let device = match devices.get(&key).and_then(Weak::upgrade) {
+        let (first, known) = (devices.is_empty(), devices.get(&key).and_then(Weak::upgrade));
+        let is_new = known.is_none();
+        let device = match known {
             Some(device) => device,
             None => {
                 let bdi = lock(&self.writeback).add_bdi(BdiOptions::default(), self.now())?;
@@ -275,9 +289,16 @@ impl Bdis {
         let id = lock(&device.bdi).add_volume(1)?;
         lock(&device.volumes).push(Arc::downgrade(cache));
         drop(devices);
-        // Nobody writes yet.
-        self.follow_settings();
-        self.follow_memory();
+        // Nobody writes yet. What the others have is as it was, so that this costs the same however many
+        // there are: a device whose share is not to be had until another one gives it up is the exception.
+        if is_new && self.settings_in_force(&device).is_err() {
+            self.follow_settings();
+        } else if is_new {
+            lock(&self.writeback).keep(self.now());
+        }
+        if first {
+            self.follow_memory(self.ask_host());
+        }
         Ok(Arc::new(Member { all: self.clone(), device, id }))
     }
 
@@ -296,7 +317,10 @@ impl Bdis {
                 }
                 if since >= KEEP_IDLE {
                     since = Duration::ZERO;
-                    all.follow_memory();
+                    // Files of the kernel: not on a thread that serves requests.
+                    let host = all.clone();
+                    let available = io.offload(move || host.ask_host()).await;
+                    all.follow_memory(available);
                 }
                 let now = all.now();
                 lock(&all.writeback).keep(now);
@@ -310,12 +334,18 @@ impl Bdis {
         idle
     }
 
-    /// The limit follows what memory is available, and what the cache may hold.
-    fn follow_memory(&self) {
+    /// What the host, and the control group, have for us. Reads files of the kernel.
+    fn ask_host(&self) -> u64 {
+        #[cfg(test)]
+        self.work[0].fetch_add(1, Ordering::Relaxed);
         let of_group = ebb_mem::pressure::limit(&ebb_mem::pressure::Roots::default());
         let of_group = of_group.map_or(u64::MAX, |limit| limit.bytes);
-        let available = available().unwrap_or(AVAILABLE_UNKNOWN).min(of_group);
-        let cache = match self.cache.stats().limit {
+        available().unwrap_or(AVAILABLE_UNKNOWN).min(of_group)
+    }
+
+    /// The limit follows what memory is available, and what the cache may hold.
+    fn follow_memory(&self, available: u64) {
+        let cache = match self.cache.limit_bytes() {
             0 => u64::MAX,
             limit => limit / 2,
         };
@@ -452,6 +482,42 @@ mod tests {
         assert_eq!(of(253, 0), number(8, 0));
         assert_eq!(of(253, 1), number(253, 1), "of two disks it is neither");
         assert_eq!(of(7, 7), number(7, 7), "unknown");
+    }
+
+    #[test]
+    fn a_start_costs_the_same_for_each_volume_however_many_there_are() {
+        let start = Instant::now();
+        let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
+        let cache = Cache::without_keeper(&memory, ebb_cache::CacheOptions::new(start));
+        let parameters = Parameters::new(&crate::params::Configured::default());
+        let bdis = Bdis::new(&cache, &parameters, 1 << 30, start).unwrap();
+        let config = |bdi: String| VolumeConfig {
+            store: StoreUri::Memory(crate::size::Size::new(1 << 20)),
+            size: None,
+            create: false,
+            read_only: false,
+            shared: false,
+            direct: crate::config::Direct::Auto,
+            cache: crate::config::CacheMode::Writeback,
+            bdi: Some(bdi),
+            default: false,
+            max_buffer_pages: None,
+            buffer_squeeze_duration_ms: None,
+        };
+        let mut all = Vec::new();
+        for number in 0..200 {
+            let mode = ebb_cache::Mode::Writeback;
+            let volume = cache.volume_as(&format!("disk {number}"), 1 << 20, mode).unwrap();
+            // Four on each device.
+            let config = config(format!("device {}", number / 4));
+            all.push((bdis.control(&config, &volume).unwrap(), volume));
+        }
+        let work = |at: usize| bdis.work[at].load(Ordering::Relaxed);
+        assert!(work(0) <= 2, "the host was asked {} times", work(0));
+        assert_eq!(work(1), 50, "settings of each device once");
+        assert_eq!(bdis.stats().len(), 50);
+        // Without any look at a volume's shards.
+        assert_eq!(cache.limit_bytes(), cache.stats().limit);
     }
 
     #[test]

@@ -90,7 +90,10 @@ impl Shard {
 
     /// Whether the store lacks anything of a range; `number` is this shard's.
     pub(crate) fn has_unsaved(&self, pages: &Range<u64>, number: usize) -> bool {
-        let meets = |frame: u64| self.unsaved(frame) & within(frame, pages) != 0;
+        let meets = |frame: u64| {
+            let pages = within(frame, pages);
+            pages != 0 && self.unsaved(frame) & pages != 0
+        };
         match few_frames(pages) {
             Some(mut frames) => {
                 frames.any(|frame| VolumeCache::shard_of(frame) == number && meets(frame))

@@ -1,0 +1,58 @@
+//! What a store does between two looks at other tasks does not grow with what it holds: polls are counted.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::future::Future;
+use std::pin::pin;
+
+use ebb_io::{Io, Worker};
+use ebb_store::{MemoryStore, Store, ZeroFlags};
+
+const MIB: u64 = 1 << 20;
+const SIZE: u64 = 32 * MIB;
+/// Chunks of 64 KiB that it holds.
+const CHUNKS: u32 = 512;
+
+/// The result, and how often it was polled for that.
+async fn polls<T>(future: impl Future<Output = T>) -> (T, u32) {
+    let (mut future, mut count) = (pin!(future), 0);
+    std::future::poll_fn(|cx| {
+        count += 1;
+        future.as_mut().poll(cx).map(|result| (result, count))
+    })
+    .await
+}
+
+async fn fill(io: &Io, store: &Store) {
+    for at in (0..SIZE).step_by(1 << 20) {
+        let mut buf = io.pool().take(1 << 20).await;
+        buf.fill(1);
+        store.write(io, buf, at, false).await.0.unwrap();
+    }
+}
+
+#[test]
+fn discards_and_extents_of_memory_do_some_at_a_time() {
+    let worker = Worker::start_alone("bounded").unwrap();
+    let done = worker.handle().block_on(|io| async move {
+        let store = Store::Memory(MemoryStore::new(1 << 40));
+        fill(&io, &store).await;
+        // Little of it: what else is there does not count.
+        let (freed, count) = polls(store.discard(&io, 4096, 65536)).await;
+        freed.unwrap();
+        assert_eq!(count, 1);
+        let (freed, count) = polls(store.discard(&io, SIZE, (1 << 40) - SIZE)).await;
+        freed.unwrap();
+        assert_eq!(count, 1, "there is nothing to free");
+        let (list, count) = polls(store.extents(&io, 0, 1 << 40, 10)).await;
+        assert_eq!(list.unwrap().len(), 4);
+        assert!(count > CHUNKS / 256, "{count} polls");
+        let flags = ZeroFlags { may_unmap: true, fast_only: false };
+        let (freed, count) = polls(store.write_zeroes(&io, 0, 1 << 40, flags)).await;
+        freed.unwrap();
+        assert!(count >= CHUNKS / 16, "{count} polls to free {CHUNKS} chunks");
+        let Store::Memory(memory) = &store else { panic!("it is memory") };
+        assert_eq!(memory.allocated(), 0);
+    });
+    assert!(done.is_some(), "the run panicked; see above");
+}
