@@ -11,6 +11,7 @@
 //! How much is written when, and how long writers pause, is for a [`Control`] to say.
 
 mod flusher;
+mod frames;
 mod line;
 mod stable;
 
@@ -124,6 +125,8 @@ pub(crate) struct Back {
     /// A failure that no flush has told of yet.
     failed: Mutex<Option<BlockError>>,
     line: Line,
+    /// Whose turn it is to make a long list of what is dirty.
+    listing: Line,
     /// What the flusher waits by; whether it waits for something to become dirty; whether it is to end.
     work: Poke,
     idle: AtomicBool,

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use common::{Disk, MIB, Rig};
 use ebb_cache::{FixedLimit, Mode};
 use ebb_io::{Io, Worker};
-use ebb_store::ZeroFlags;
+use ebb_store::{MemoryStore, Store, ZeroFlags};
 
 const SIZE: u64 = 1 << 30;
 
@@ -84,4 +84,70 @@ fn a_trim_of_much_drops_some_frames_at_a_time_and_looks_at_no_others() {
             assert!(few <= 16 + 16 + 4, "{few} polls to drop nothing");
         });
     }
+}
+
+/// A page in each of so many frames, dirty.
+const DIRTY: u64 = 8192;
+
+async fn dirty_frames(io: &Io, disk: &Disk) {
+    // Backwards, so that there is something to sort.
+    for frame in (0..DIRTY).rev() {
+        let buf = io.pool().get_for_test(4096);
+        disk.cached.write(io, &disk.store, buf, frame * 65536, false).await.0.unwrap();
+    }
+    assert_eq!(disk.cached.dirty(), DIRTY * 4096);
+}
+
+/// With a store that never waits, so that all looks at other tasks are the cache's own.
+fn play_at_once<Fut: Future<Output = ()> + 'static>(
+    act: impl FnOnce(Io, Disk) -> Fut + Send + 'static,
+) {
+    play(Mode::Writeback, |io, disk| {
+        act(io, Disk { store: Arc::new(Store::Memory(MemoryStore::new(SIZE))), ..disk })
+    });
+}
+
+#[test]
+fn a_flush_of_much_does_some_at_a_time() {
+    play_at_once(|io, disk| async move {
+        dirty_frames(&io, &disk).await;
+        let (done, writing) = polls(disk.cached.flush(&io, &disk.store)).await;
+        done.unwrap();
+        assert_eq!((disk.cached.dirty(), disk.cached.unstable()), (0, 0));
+        // 16 writes of two frames each between two looks at other tasks.
+        assert!(writing >= 200, "{writing} polls to write {DIRTY} frames");
+        let (done, nothing) = polls(disk.cached.flush(&io, &disk.store)).await;
+        done.unwrap();
+        // It forgets what was dirty, and has nothing to write.
+        assert!(nothing <= 16, "{nothing} polls to write nothing");
+    });
+}
+
+#[test]
+fn what_becomes_stable_or_is_clean_again_is_noted_some_frames_at_a_time() {
+    play_at_once(|io, disk| async move {
+        dirty_frames(&io, &disk).await;
+        // Block status has all of it written, and leaves it unstable.
+        disk.cached.extents(&io, &disk.store, 0, SIZE, 1).await.unwrap();
+        assert_eq!((disk.cached.dirty(), disk.cached.unstable()), (0, DIRTY * 4096));
+        let (done, stable) = polls(disk.cached.flush(&io, &disk.store)).await;
+        done.unwrap();
+        assert_eq!(disk.cached.unstable(), 0);
+        // It forgets that they were dirty, and marks them before the store is flushed, and after.
+        assert!(stable >= 3 * 5, "{stable} polls to mark {DIRTY} frames");
+        dirty_frames(&io, &disk).await;
+        disk.cached.extents(&io, &disk.store, 0, SIZE, 1).await.unwrap();
+        let flusher = disk.cached.clone().run_flusher(io.clone(), disk.store.clone());
+        let (ended, on) = (disk.cached.clone(), io.clone());
+        io.spawn(async move {
+            // By then it has looked at all there is.
+            for _ in 0..256 {
+                on.yield_now().await;
+            }
+            ended.end_flusher();
+        })
+        .detach();
+        let ((), cleaned) = polls(flusher).await;
+        assert!(cleaned >= 5, "{cleaned} polls to forget {DIRTY} frames that are clean");
+    });
 }

@@ -18,16 +18,18 @@ struct Counting;
 
 thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+    static BYTES: Cell<u64> = const { Cell::new(0) };
 }
 
-fn count() {
+fn count(bytes: usize) {
     let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
+    let _ = BYTES.try_with(|count| count.set(count.get() + bytes as u64));
 }
 
 // SAFETY: hands everything on to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count();
+        count(layout.size());
         // SAFETY: the caller's promise.
         unsafe { System.alloc(layout) }
     }
@@ -36,7 +38,7 @@ unsafe impl GlobalAlloc for Counting {
         unsafe { System.dealloc(ptr, layout) }
     }
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        count();
+        count(size);
         // SAFETY: the caller's promise.
         unsafe { System.realloc(ptr, layout, size) }
     }
@@ -154,6 +156,45 @@ fn a_warm_flusher_does_not_touch_the_heap() {
         }
         assert_eq!(last, 0, "writes of a warm flusher");
         drop((flusher, timer));
+    });
+    assert!(done.is_some(), "the run panicked; see above");
+}
+
+#[test]
+fn flushes_that_come_at_once_make_one_long_list_and_not_one_each() {
+    const FRAMES: u64 = 20_000;
+    let rig = Arc::new(Rig::new(128 * MIB));
+    let worker = Worker::start("flushes", &rig.memory).unwrap();
+    let disk = rig.volume_as("disk", FRAMES * 65536, 1, Mode::Writeback);
+    let done = worker.handle().block_on(move |io| async move {
+        disk.cached.set_control(Arc::new(Eager));
+        let store = Arc::new(ebb_store::Store::Memory(ebb_store::MemoryStore::new(FRAMES * 65536)));
+        for frame in 0..FRAMES {
+            let buf = io.pool().get_for_test(4096);
+            disk.cached.write(&io, &store, buf, frame * 65536, false).await.0.unwrap();
+        }
+        assert_eq!(disk.cached.dirty(), FRAMES * 4096);
+        // What the store and its marks take of the heap for that is known from the first time.
+        let before = BYTES.get();
+        disk.cached.flush(&io, &store).await.unwrap();
+        let alone = BYTES.get() - before;
+        for frame in 0..FRAMES {
+            let buf = io.pool().get_for_test(4096);
+            disk.cached.write(&io, &store, buf, frame * 65536, false).await.0.unwrap();
+        }
+        assert_eq!(disk.cached.dirty(), FRAMES * 4096);
+        let before = BYTES.get();
+        let flush = || {
+            let (cached, store, on) = (disk.cached.clone(), store.clone(), io.clone());
+            io.spawn(async move { cached.flush(&on, &store).await.unwrap() })
+        };
+        let flushes: Vec<_> = (0..32).map(|_| flush()).collect();
+        for flush in flushes {
+            flush.await;
+        }
+        let together = BYTES.get() - before;
+        assert_eq!((disk.cached.dirty(), disk.cached.unstable()), (0, 0));
+        assert!(together < alone + 16 * FRAMES * 8, "{together} bytes, and {alone} for one");
     });
     assert!(done.is_some(), "the run panicked; see above");
 }

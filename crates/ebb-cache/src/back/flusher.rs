@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 
 use ebb_store::{BlockError, Buf, BufResult, ErrorKind, Io, Store};
 
+use super::frames::{Frames, MARKED_AT_ONCE, Turns, WRITTEN_AT_ONCE};
 use super::{CLUSTER_MAX, FRAMES, Order, RESERVE};
 use crate::flight::Wakers;
 use crate::pages::{FRAME, PAGE, PAGE_BYTES, index, mask, runs, within};
 use crate::read::Wait;
-use crate::shard::few_frames;
 use crate::volume::{SHARDS, VolumeCache};
 
 /// Writes of one volume's flusher, and of one flush, that are under way at once.
@@ -46,7 +46,7 @@ struct Cluster {
 
 /// What a flush works on: each of several writes takes the next frame.
 struct Work {
-    frames: RefCell<std::vec::IntoIter<u64>>,
+    frames: RefCell<Frames>,
     /// What somebody else has on its way, or what failed.
     left: RefCell<Vec<u64>>,
     failed: RefCell<Option<BlockError>>,
@@ -61,24 +61,33 @@ impl VolumeCache {
         pages: &Range<u64>,
     ) -> Result<(), BlockError> {
         let pages = &self.existing(pages);
-        let frames = self.unsaved_frames(pages);
-        if frames.is_empty() {
+        // Long lists take memory: those who come meanwhile find less to do in their turn.
+        let _turn = match self.lists_much(pages) {
+            true => Some(self.back.listing.enter().await),
+            false => None,
+        };
+        // What an earlier flush has saved is not looked at again.
+        self.drop_clean(io).await;
+        let mut frames = self.unsaved_frames(io, pages).await;
+        if frames.left() == 0 {
             return Ok(());
         }
         let buf = match io.pool().try_take(CLUSTER_MAX) {
             Some(buf) => buf,
             None => io.pool().take(RESERVE).await,
         };
-        if frames.len() == 1 {
-            return self.clean_frame(io, store, (frames[0], pages), buf).await.0;
+        if frames.left() == 1
+            && let Some(frame) = frames.next()
+        {
+            return self.clean_frame(io, store, (frame, pages), buf).await.0;
         }
+        let more = frames.left().min(DEPTH_OF_FLUSH) - 1;
         let work = Work {
-            frames: RefCell::new(frames.into_iter()),
+            frames: RefCell::new(frames),
             left: RefCell::default(),
             failed: RefCell::default(),
         };
         // Several at once; none of them waits for what is on its way already.
-        let more = work.frames.borrow().len().min(DEPTH_OF_FLUSH) - 1;
         let more = (0..more).map_while(|_| io.pool().try_take(CLUSTER_OF_FLUSH));
         let mut writes: Vec<Pin<Box<dyn Future<Output = ()> + '_>>> = Vec::new();
         writes.push(Box::pin(self.clean_some(io, store, &work, buf, pages)));
@@ -99,29 +108,14 @@ impl VolumeCache {
             return Ok(());
         }
         let mut buf = io.pool().take(RESERVE).await;
+        let mut turns = Turns::default();
         for frame in left {
+            turns.done(io, MARKED_AT_ONCE / WRITTEN_AT_ONCE).await;
             let (done, back) = self.clean_frame(io, store, (frame, pages), buf).await;
             buf = back;
             done?;
         }
         Ok(())
-    }
-
-    /// Frames with pages of a range that the store does not have, in order.
-    fn unsaved_frames(&self, pages: &Range<u64>) -> Vec<u64> {
-        let mut frames = Vec::new();
-        if let Some(few) = few_frames(pages) {
-            let unsaved = |frame: u64| self.lock(VolumeCache::shard_of(frame)).unsaved(frame);
-            frames.extend(few.filter(|&frame| unsaved(frame) & within(frame, pages) != 0));
-        } else {
-            for shard in 0..SHARDS {
-                self.lock(shard).unsaved_frames(&mut frames);
-            }
-            frames.retain(|&frame| within(frame, pages) != 0);
-            frames.sort_unstable();
-            frames.dedup();
-        }
-        frames
     }
 
     /// Writes one frame after the other, as long as there are any.
@@ -133,9 +127,12 @@ impl VolumeCache {
         mut buf: Buf,
         pages: &Range<u64>,
     ) {
+        let mut turns = Turns::default();
         loop {
             let next = work.frames.borrow_mut().next();
             let Some(frame) = next else { return };
+            // Much may have been saved since, and some stores never wait.
+            turns.done(io, MARKED_AT_ONCE / WRITTEN_AT_ONCE).await;
             let (result, back) = self.write_frame(io, store, frame, buf).await;
             buf = back;
             if let Err(error) = result {
@@ -266,6 +263,7 @@ impl VolumeCache {
         while Arc::strong_count(&self) > 1 + crew.in_flight.get() + usize::from(crew.syncing.get())
             && !self.back.ended.load(Ordering::SeqCst)
         {
+            self.drop_clean(&io).await;
             let now = ebb_mem::clock::now();
             if !crew.syncing.get() && self.wants_sync(now) {
                 crew.syncing.set(true);
@@ -314,6 +312,20 @@ impl VolumeCache {
         }
         crew.ended.set(true);
         crew.dismiss();
+    }
+
+    /// Forgets what was dirty and is saved by now, some at a time: after a flush that may be much.
+    async fn drop_clean(&self, io: &Io) {
+        let mut turns = Turns::default();
+        for shard in 0..SHARDS {
+            loop {
+                let dropped = self.lock(shard).drop_clean(MARKED_AT_ONCE);
+                turns.done(io, dropped).await;
+                if dropped < MARKED_AT_ONCE {
+                    break;
+                }
+            }
+        }
     }
 
     /// What the flusher is to do.

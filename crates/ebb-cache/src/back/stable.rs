@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 use ebb_store::{BlockError, Buf, ErrorKind, Io, Operation, Store};
 
 use super::RESERVE;
+use super::frames::{Frames, MARKED_AT_ONCE, Turns, WRITTEN_AT_ONCE};
 use crate::flight::Wakers;
 use crate::pages::{FRAME, FRAME_PAGES, PAGE, PAGE_BYTES, index, mask, runs};
 use crate::read::Wait;
@@ -101,18 +102,45 @@ impl VolumeCache {
         if losses != back.losses.load(Ordering::SeqCst) {
             self.write_again(io, store).await?;
         }
-        for shard in 0..SHARDS {
-            self.lock(shard).begin_flush();
-        }
+        self.begin_flush(io).await;
         let result = store.flush_rewritten(io, losses).await;
-        for shard in 0..SHARDS {
-            let mut shard = self.lock(shard);
-            if result.is_ok() { shard.end_flush() } else { shard.fail_flush() }
+        let good = result.is_ok();
+        (0..SHARDS).for_each(|shard| self.lock(shard).end_flush(good));
+        if good {
+            back.losses.store(losses, Ordering::SeqCst);
+            back.done.store(number, Ordering::SeqCst);
         }
-        result?;
-        back.losses.store(losses, Ordering::SeqCst);
-        back.done.store(number, Ordering::SeqCst);
-        Ok(())
+        // Given up in the middle, what is left of this is the next flush's.
+        self.settle_flush(io, good).await;
+        result
+    }
+
+    /// What is on the store by now will be stable once it was flushed.
+    async fn begin_flush(&self, io: &Io) {
+        let mut turns = Turns::default();
+        for shard in 0..SHARDS {
+            let frames = self.lock(shard).kept_frames();
+            // What comes meanwhile is not followed without end.
+            for _ in 0..frames / MARKED_AT_ONCE {
+                self.lock(shard).begin_flush(MARKED_AT_ONCE);
+                turns.done(io, MARKED_AT_ONCE).await;
+            }
+            self.lock(shard).begin_flush(usize::MAX);
+            turns.done(io, frames % MARKED_AT_ONCE).await;
+        }
+    }
+
+    async fn settle_flush(&self, io: &Io, good: bool) {
+        let mut turns = Turns::default();
+        for shard in 0..SHARDS {
+            loop {
+                let settled = self.lock(shard).settle_flush(good, MARKED_AT_ONCE);
+                turns.done(io, settled).await;
+                if settled < MARKED_AT_ONCE {
+                    break;
+                }
+            }
+        }
     }
 
     /// Whether anything is on the store, not stable, and not in memory.
@@ -132,20 +160,22 @@ impl VolumeCache {
 
     /// Writes all again that may be lost.
     async fn write_again(self: &Arc<Self>, io: &Io, store: &Store) -> Result<(), BlockError> {
-        let mut frames = Vec::new();
+        let mut frames = Frames::default();
+        // One that was given up is over, too.
+        (0..SHARDS).for_each(|shard| self.lock(shard).end_flush(false));
+        self.settle_flush(io, false).await;
         for shard in 0..SHARDS {
-            let mut shard = self.lock(shard);
-            // One that was given up is over, too.
-            shard.fail_flush();
-            shard.unstable_frames(&mut frames);
+            let mut some = Vec::new();
+            self.lock(shard).unstable_frames(&mut some);
+            frames.add(io, some).await;
         }
-        frames.sort_unstable();
-        frames.dedup();
         self.refuse_if_loose()?;
         // What is on its way may be lost with the rest: then it is dirty again when that has ended.
         Box::pin(self.clean(io, store, &(0..u64::MAX))).await?;
         let mut buf = io.pool().take(RESERVE).await;
-        for frame in frames {
+        let mut turns = Turns::default();
+        while let Some(frame) = frames.next() {
+            turns.done(io, MARKED_AT_ONCE / WRITTEN_AT_ONCE).await;
             buf = self.write_frame_again(io, store, frame, buf).await?;
         }
         Box::pin(self.clean(io, store, &(0..u64::MAX))).await?;

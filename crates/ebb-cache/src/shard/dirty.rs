@@ -7,6 +7,9 @@ use crate::flight::Wakers;
 use crate::pages::{FRAME_PAGES, PAGE_BYTES, runs, within};
 use crate::volume::VolumeCache;
 
+/// Entries of the list of dirty frames that a write drops at most, while they are clean.
+const CLEAN_AT_ONCE: usize = 32;
+
 /// A frame that became dirty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Aged {
@@ -59,7 +62,8 @@ impl Shard {
     /// Keeps the list of dirty frames in proportion to what is dirty.
     fn tidy_aging(&mut self) {
         let most = usize::try_from(self.tally.dirty).unwrap_or(usize::MAX).saturating_mul(4);
-        if self.aging.len() <= most.saturating_add(64) {
+        // From the front some at a time: after a flush all of a long list is clean.
+        if self.aging.len() <= most.saturating_add(64) || self.drop_clean(CLEAN_AT_ONCE) > 0 {
             return;
         }
         let mut list = std::mem::take(&mut self.aging);
@@ -69,6 +73,18 @@ impl Shard {
         list.retain(|aged| last.replace(aged.frame) != Some(aged.frame));
         list.make_contiguous().sort_unstable_by_key(|aged| aged.since);
         self.aging = list;
+    }
+
+    /// Drops clean frames from the front of the list, at most so many. Returns how many.
+    pub(crate) fn drop_clean(&mut self, most: usize) -> usize {
+        for dropped in 0..most {
+            let front = self.aging.front();
+            if front.is_none_or(|aged| self.fold(aged.frame, |slot| slot.dirty) != 0) {
+                return dropped;
+            }
+            self.aging.pop_front();
+        }
+        most
     }
 
     /// The frame that has been dirty for longest.
@@ -82,10 +98,18 @@ impl Shard {
         None
     }
 
-    /// Frames that the store does not have all of, in no order; some may be clean.
-    pub(crate) fn unsaved_frames(&self, out: &mut Vec<u64>) {
-        out.extend(self.aging.iter().map(|aged| aged.frame));
-        out.extend(self.flights.cleaned_frames());
+    /// Frames with pages of a range that the store does not have all of, in no order; some may be clean. Returns
+    /// how many were looked at.
+    pub(crate) fn unsaved_frames(&self, pages: &Range<u64>, out: &mut Vec<u64>) -> usize {
+        let aged = self.aging.iter().map(|aged| aged.frame);
+        let all = aged.chain(self.flights.cleaned_frames());
+        out.extend(all.filter(|&frame| within(frame, pages) != 0));
+        self.listed()
+    }
+
+    /// Entries of the list of dirty frames.
+    pub(crate) fn listed(&self) -> usize {
+        self.aging.len()
     }
 
     /// Whether the store lacks anything of a range; `number` is this shard's.

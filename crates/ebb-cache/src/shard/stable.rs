@@ -7,7 +7,7 @@
 //! - What is on the store, not stable and not kept makes the shard `loose`: a failed flush may
 //!   have lost it, and nothing can be written again.
 
-use super::{QUEUED, Shard, Slot};
+use super::{QUEUED, Shard, Slot, few_frames};
 use crate::pages::{PAGE_BYTES, runs, within};
 
 impl Slot {
@@ -75,37 +75,51 @@ impl Shard {
         self.kept = list;
     }
 
-    /// A flush of the store begins: what is unstable now will be stable if it goes well.
-    pub(crate) fn begin_flush(&mut self) {
-        for frame in std::mem::take(&mut self.kept) {
+    /// Frames with pages that became unstable since the last flush of the store began.
+    pub(crate) fn kept_frames(&self) -> usize {
+        self.kept.len()
+    }
+
+    /// A flush of the store begins: what is unstable now will be stable if it goes well. At most `most`
+    /// frames at a time.
+    pub(crate) fn begin_flush(&mut self, most: usize) {
+        for _ in 0..most {
+            let Some(frame) = self.kept.pop() else {
+                self.loose_flushing |= std::mem::take(&mut self.loose);
+                return;
+            };
             self.mark(frame, |slot| {
                 slot.flushing |= slot.unstable;
                 slot.unstable = 0;
             });
             self.kept_flushing.push(frame);
         }
-        self.loose_flushing |= std::mem::take(&mut self.loose);
     }
 
-    /// It has gone well.
-    pub(crate) fn end_flush(&mut self) {
-        for frame in std::mem::take(&mut self.kept_flushing) {
-            self.mark(frame, |slot| slot.flushing = 0);
-        }
-        self.loose_flushing = false;
+    /// It has gone well, or it has not: then what has gone past memory may be lost.
+    /// [`Shard::settle_flush`] does the rest.
+    pub(crate) fn end_flush(&mut self, good: bool) {
+        self.loose |= std::mem::take(&mut self.loose_flushing) && !good;
     }
 
-    /// It has not, or was given up: all is as it was before, and may be lost.
-    pub(crate) fn fail_flush(&mut self) {
-        for frame in std::mem::take(&mut self.kept_flushing) {
+    /// What was to be stable by a flush that is over is so, or, if that was not `good`, is as before. At
+    /// most `most` frames at a time. Returns how many: all was done if they are less.
+    pub(crate) fn settle_flush(&mut self, good: bool, most: usize) -> usize {
+        for settled in 0..most {
+            let Some(frame) = self.kept_flushing.pop() else {
+                self.kept_flushing = Vec::new();
+                self.tidy_kept();
+                return settled;
+            };
             self.mark(frame, |slot| {
-                slot.unstable |= slot.flushing;
+                slot.unstable |= if good { 0 } else { slot.flushing };
                 slot.flushing = 0;
             });
-            self.kept.push(frame);
+            if !good {
+                self.kept.push(frame);
+            }
         }
-        self.loose |= std::mem::take(&mut self.loose_flushing);
-        self.tidy_kept();
+        most
     }
 
     /// Frames with pages that are not stable.
@@ -116,7 +130,13 @@ impl Shard {
     /// Pages whose data does not matter any more need not be kept.
     pub(crate) fn forget_unstable(&mut self, pages: &std::ops::Range<u64>) {
         let mut frames = Vec::new();
-        self.unstable_frames(&mut frames);
+        match few_frames(pages) {
+            Some(few) => frames.extend(few),
+            None => {
+                self.unstable_frames(&mut frames);
+                frames.retain(|&frame| within(frame, pages) != 0);
+            }
+        }
         for frame in frames {
             let gone = within(frame, pages);
             if gone != 0 {
