@@ -15,6 +15,7 @@ use io_uring::{opcode, squeue, types};
 
 use crate::buf::Buf;
 use crate::gather::Gather;
+use crate::ring::line::file_number;
 use crate::ring::{Class, Hold, Key, POLLIN};
 use crate::worker::Io;
 
@@ -41,6 +42,7 @@ struct Op<'a> {
     entry: squeue::Entry,
     class: Class,
     parts: Option<(Hold, Option<Fd>)>,
+    file: usize,
     ticket: u64,
     key: Option<Key>,
     /// Large: submitted at once, see [`crate::ring::Ring::submit_now`].
@@ -52,7 +54,8 @@ struct Op<'a> {
 impl<'a> Op<'a> {
     fn new(io: &'a Io, entry: squeue::Entry, class: Class, hold: Hold, fd: &Fd) -> Op<'a> {
         let parts = Some((hold, Some(fd.clone())));
-        Op { io, entry, class, parts, ticket: 0, key: None, eager: false, before: None }
+        let file = file_number(Some(fd));
+        Op { io, entry, class, parts, file, ticket: 0, key: None, eager: false, before: None }
     }
 
     /// The length and the buffer of one that was given a buffer.
@@ -82,9 +85,9 @@ impl Future for Op<'_> {
         let Some((hold, fd)) = this.parts.take() else {
             unreachable!("an operation is not polled after it is over")
         };
-        if this.class == Class::Storage && ring.must_queue(this.ticket) {
+        if this.class == Class::Storage && ring.lines.must_queue(this.file, this.ticket) {
             this.parts = Some((hold, fd));
-            this.ticket = ring.queue_up(this.ticket, cx.waker());
+            this.ticket = ring.lines.queue_up(this.file, this.ticket, cx.waker());
             return Poll::Pending;
         }
         // An eager operation names its waker when it has looked and found nothing.
@@ -101,7 +104,7 @@ impl Future for Op<'_> {
         match started {
             Ok(key) => {
                 this.key = Some(key);
-                ring.leave_line(std::mem::take(&mut this.ticket));
+                ring.lines.leave(this.file, std::mem::take(&mut this.ticket));
                 if this.eager {
                     ring.submit_now();
                     if let Some(output) = ring.take(key, cx.waker()) {
@@ -112,7 +115,7 @@ impl Future for Op<'_> {
             }
             Err(parts) => {
                 this.parts = Some(parts);
-                this.ticket = ring.queue_up(this.ticket, cx.waker());
+                this.ticket = ring.lines.queue_up(this.file, this.ticket, cx.waker());
             }
         }
         Poll::Pending
@@ -124,7 +127,7 @@ impl Drop for Op<'_> {
         if let Some(key) = self.key {
             self.io.ring().abandon(key);
         }
-        self.io.ring().leave_line(self.ticket);
+        self.io.ring().lines.leave(self.file, self.ticket);
     }
 }
 

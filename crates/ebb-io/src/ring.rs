@@ -4,12 +4,13 @@
 //! - a slot owns its operation's memory ([`Hold`]) and file from submission to completion, whatever
 //!   becomes of the future;
 //! - a completion is matched by slot index *and* generation, so a late one never meets a new owner;
-//! - storage operations in flight never exceed the completion queue; waits (receive, accept, poll)
-//!   do not count, since they may last for ever and must not starve the rest. The kernel keeps
-//!   completions that find the queue full (`IORING_FEAT_NODROP`).
+//! - storage operations in flight have a limit for each file ([`line`]), so that a device that hangs leaves room
+//!   for all others; waits (receive, accept, poll) do not count, since they may last for ever. The
+//!   kernel keeps completions that find the queue full (`IORING_FEAT_NODROP`);
+//! - system calls that block in the kernel's threads (`fdatasync`, `fallocate`, requests that find a device's
+//!   queue full) find a thread, however many those of devices that hang have taken ([`BLOCKING_MAX`]).
 
 use std::cell::{Cell, RefCell};
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::task::Waker;
@@ -22,10 +23,17 @@ use crate::buf::Buf;
 use crate::gather::Gather;
 use crate::op::Fd;
 
+pub(crate) mod line;
+
+use line::{Lines, file_number};
+
 /// Entries of the submission queue.
 const SQ_ENTRIES: u32 = 256;
-/// Entries of the completion queue; also the cap on storage operations in flight.
+/// Entries of the completion queue.
 const CQ_ENTRIES: u32 = 1024;
+/// Threads of the kernel that may do one worker's blocking calls. It starts them as the others block; its own limit is
+/// four for each processor, which the requests of one device that hangs would take.
+const BLOCKING_MAX: u32 = 4096;
 /// `user_data` of cancellations, whose result nobody reads.
 const TAG_CANCEL: u64 = u64::MAX;
 /// `user_data` of the alarm clock.
@@ -87,11 +95,8 @@ struct Slots {
 pub(crate) struct Ring {
     uring: RefCell<IoUring>,
     slots: RefCell<Slots>,
-    /// Storage operations in flight.
-    storage: Cell<u32>,
-    /// Futures that found no room, in order of arrival.
-    line: RefCell<VecDeque<(u64, Waker)>>,
-    next_ticket: Cell<u64>,
+    /// Storage operations in flight, and futures that found no room.
+    pub(crate) lines: Lines,
     cancels: RefCell<Vec<u64>>,
     /// When the earliest armed alarm goes off.
     alarm: Cell<Option<Instant>>,
@@ -120,6 +125,8 @@ impl Ring {
         let uring = build()?;
         // Saves a file look-up per system call where the kernel has it (5.18); no loss where not.
         let _ = uring.submitter().register_ring_fd();
+        // 0: the other kind of thread as it is.
+        let _ = uring.submitter().register_iowq_max_workers(&mut [BLOCKING_MAX, 0]);
         if !uring.params().is_feature_nodrop() || !uring.params().is_feature_ext_arg() {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
@@ -129,9 +136,7 @@ impl Ring {
         Ok(Ring {
             uring: RefCell::new(uring),
             slots: RefCell::default(),
-            storage: Cell::new(0),
-            line: RefCell::default(),
-            next_ticket: Cell::new(1),
+            lines: Lines::default(),
             cancels: RefCell::default(),
             alarm: Cell::default(),
             alarm_in: Box::new(Cell::new(Timespec::new())),
@@ -154,7 +159,8 @@ impl Ring {
         fd: Option<Fd>,
         waker: &Waker,
     ) -> Result<Key, (Hold, Option<Fd>)> {
-        if class == Class::Storage && self.storage.get() >= CQ_ENTRIES {
+        let file = file_number(fd.as_ref());
+        if class == Class::Storage && !self.lines.has_room(file) {
             return Err((hold, fd));
         }
         let key = self.claim(class, hold, fd, waker);
@@ -162,10 +168,11 @@ impl Ring {
         if self.push(&entry) {
             self.operations.set(self.operations.get() + 1);
             if class == Class::Storage {
-                self.storage.set(self.storage.get() + 1);
+                self.lines.begin(file);
             }
             return Ok(key);
         }
+        self.lines.note_refused();
         Err(self.release(key.index))
     }
 
@@ -208,6 +215,7 @@ impl Ring {
             self.operations.set(self.operations.get() + 1);
             return Ok(key);
         }
+        self.lines.note_refused();
         Err(self.release(key.index))
     }
 
@@ -402,10 +410,7 @@ impl Ring {
             }
         }
         drop(uring);
-        // Only the first: who leaves the line, served or not, wakes the next.
-        if let Some((_, waker)) = self.line.borrow().front() {
-            waker.wake_by_ref();
-        }
+        self.lines.try_again();
         reaped
     }
 
@@ -434,7 +439,7 @@ impl Ring {
             return;
         }
         if slot.class == Class::Storage {
-            self.storage.set(self.storage.get() - 1);
+            self.lines.end(file_number(slot.fd.as_ref()));
         }
         match std::mem::replace(&mut slot.state, State::Done(result)) {
             State::Running(waker) => {
@@ -449,35 +454,6 @@ impl Ring {
             // The rest of a chain that was given up.
             State::Done(_) => {}
             State::Free => unreachable!("a slot that is free has another generation"),
-        }
-    }
-
-    /// A place in the line of those that found the ring full; 0 is no place.
-    pub(crate) fn queue_up(&self, ticket: u64, waker: &Waker) -> u64 {
-        let mut line = self.line.borrow_mut();
-        if let Some(place) = line.iter_mut().find(|(t, _)| *t == ticket) {
-            place.1.clone_from(waker);
-            return ticket;
-        }
-        let ticket = self.next_ticket.get();
-        self.next_ticket.set(ticket + 1);
-        line.push_back((ticket, waker.clone()));
-        ticket
-    }
-
-    /// True if somebody came before `ticket` (or before a newcomer, ticket 0).
-    pub(crate) fn must_queue(&self, ticket: u64) -> bool {
-        self.line.borrow().front().is_some_and(|(first, _)| ticket == 0 || *first < ticket)
-    }
-
-    pub(crate) fn leave_line(&self, ticket: u64) {
-        if ticket == 0 {
-            return;
-        }
-        let mut line = self.line.borrow_mut();
-        line.retain(|(t, _)| *t != ticket);
-        if let Some((_, waker)) = line.front() {
-            waker.wake_by_ref();
         }
     }
 

@@ -215,6 +215,7 @@ struct Core {
     next_turn: RefCell<Waiting>,
     pool: BufPool,
     offload: Rc<Budget>,
+    offload_files: offload::FileBudgets,
     tasks: Rc<Tasks>,
     shared: Arc<Shared>,
 }
@@ -234,6 +235,10 @@ impl Io {
 
     pub(crate) fn offload_budget(&self) -> &Rc<Budget> {
         &self.0.offload
+    }
+
+    pub(crate) fn file_budgets(&self) -> &offload::FileBudgets {
+        &self.0.offload_files
     }
 
     /// True while there is little to batch.
@@ -335,6 +340,7 @@ impl Io {
             next_turn: RefCell::default(),
             pool: BufPool::new(memory.clone(), owner),
             offload: Budget::new(offload::AT_ONCE),
+            offload_files: offload::FileBudgets::default(),
             tasks: Rc::default(),
             ring,
             memory,

@@ -268,3 +268,31 @@ fn who_has_much_to_do_makes_way_for_all_but_its_own_kind() {
         );
     });
 }
+
+/// Files whose operations hang, thousands of them, in the ring and in line: those of another go on.
+#[test]
+fn files_that_hang_leave_room_for_others() {
+    let file = Pieces::make("beside");
+    let fd = file.open();
+    on_worker(move |io| async move {
+        let pipes: Vec<_> = (0..4).map(|_| std::io::pipe().unwrap()).collect();
+        let hanging: Vec<_> = pipes
+            .iter()
+            .flat_map(|pipe| {
+                let end = fd_from(pipe.0.try_clone().unwrap());
+                (0..OPERATIONS / 4).map(move |_| end.clone())
+            })
+            .map(|end| {
+                let io2 = io.clone();
+                io.spawn(async move {
+                    let _ = io2.read_at(&end, io2.pool().get_for_test(1), 0..1, 0).await;
+                })
+            })
+            .collect();
+        io.yield_now().await;
+        for number in 0..100 {
+            read_one(io.clone(), fd.clone(), number).await;
+        }
+        drop(hanging);
+    });
+}

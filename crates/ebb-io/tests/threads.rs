@@ -322,6 +322,42 @@ fn a_dropped_call_keeps_its_turn_while_it_runs() {
     });
 }
 
+/// Calls on a device that hangs, more than run at a time: those on other files go on, and so do those on none.
+#[test]
+fn calls_on_a_file_that_hang_hold_up_no_call_on_another() {
+    on_worker(|io| async move {
+        let crowd = Arc::new(Crowd::default());
+        let barrier = Arc::new(Barrier::new(2 + 1));
+        let pipes: Vec<_> = (0..2).map(|_| std::io::pipe().unwrap()).collect();
+        let ends: Vec<_> = pipes.into_iter().map(|(end, _)| ebb_io::fd_from(end)).collect();
+        let hanging: Vec<_> = (0..40)
+            .map(|_| {
+                let (io2, end) = (io.clone(), ends[0].clone());
+                let (crowd, barrier) = (crowd.clone(), barrier.clone());
+                io.spawn(async move {
+                    io2.offload_on(&end, move |_| crowd.call(Some(&barrier))).await;
+                })
+            })
+            .collect();
+        until(&io, "two have begun", || crowd.calls.load(Ordering::SeqCst) == 2).await;
+        for _ in 0..20 {
+            io.offload_on(&ends[1], |_| ()).await;
+            io.offload(|| ()).await;
+        }
+        assert_eq!(crowd.calls.load(Ordering::SeqCst), 2, "two of a file at a time");
+        // The others of that file follow, two by two.
+        for _ in 0..20 {
+            let barrier = barrier.clone();
+            io.offload(move || barrier.wait().is_leader()).await;
+        }
+        for call in hanging {
+            call.await;
+        }
+        assert_eq!(crowd.calls.load(Ordering::SeqCst), 40);
+        assert_eq!(crowd.most.load(Ordering::SeqCst), 2);
+    });
+}
+
 #[test]
 fn a_stop_does_not_wait_for_offloaded_calls() {
     within(|| {

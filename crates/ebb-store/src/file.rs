@@ -103,8 +103,7 @@ impl FileStore {
         io: &Io,
         order: Resize,
     ) -> Result<(u64, u64), ResizeError> {
-        let fd = self.fd.clone();
-        let there = io.offload(move || rustix::fs::seek(&fd, SeekFrom::End(0))).await;
+        let there = io.offload_on(&self.fd, |fd| rustix::fs::seek(fd, SeekFrom::End(0))).await;
         let there = there.map_err(std::io::Error::from)?;
         let to = order.to.unwrap_or(there);
         judge(self.size(), to, self.alignment, order.shrink)?;
@@ -120,8 +119,7 @@ impl FileStore {
     pub(crate) async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         let (to, there) = self.judge_resize(io, order).await?;
         if to != there {
-            let fd = self.fd.clone();
-            let cut = io.offload(move || rustix::fs::ftruncate(&fd, to)).await;
+            let cut = io.offload_on(&self.fd, move |fd| rustix::fs::ftruncate(fd, to)).await;
             cut.map_err(std::io::Error::from)?;
         }
         self.size.store(to, Ordering::Relaxed);
@@ -260,8 +258,7 @@ impl FileStore {
         length: u64,
     ) -> Result<(), BlockError> {
         let result = if self.block_device {
-            let fd = self.fd.clone();
-            io.offload(move || block_discard(&fd, offset, length)).await
+            io.offload_on(&self.fd, move |fd| block_discard(fd, offset, length)).await
         } else {
             let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
             io.fallocate(&self.fd, mode, offset, length).await
@@ -350,9 +347,8 @@ impl FileStore {
             // A device does not tell where its holes are.
             return Ok(vec![Extent { offset, length, hole: false }]);
         }
-        let fd = self.fd.clone();
-        let walk = move || walk_extents(&fd, offset, offset + length, limit);
-        let result = io.offload(walk).await;
+        let walk = move |fd: &Fd| walk_extents(fd, offset, offset + length, limit);
+        let result = io.offload_on(&self.fd, walk).await;
         result.map_err(|e| BlockError::from_io(e.into(), Operation::Extents, offset, length))
     }
 
@@ -365,12 +361,11 @@ impl FileStore {
         if self.direct {
             return Ok(());
         }
-        let fd = self.fd.clone();
-        let advise = move || {
+        let advise = move |fd: &Fd| {
             let length = std::num::NonZeroU64::new(length);
-            rustix::fs::fadvise(&fd, offset, length, rustix::fs::Advice::WillNeed)
+            rustix::fs::fadvise(fd, offset, length, rustix::fs::Advice::WillNeed)
         };
-        let result = io.offload(advise).await;
+        let result = io.offload_on(&self.fd, advise).await;
         result.map_err(|e| BlockError::from_io(e.into(), Operation::Prefetch, offset, length))
     }
 }

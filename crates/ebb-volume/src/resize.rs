@@ -82,7 +82,7 @@ impl Volume {
         if self.is_closing() {
             return Err(CLOSING);
         }
-        let to = self.store.judge_resize(io, order).await?;
+        let to = limit.on(self.store.judge_resize(io, order)).await??;
         let order = Resize { to: Some(to), ..order };
         if to >= self.size() {
             return self.grow(&limit, order).await;

@@ -65,25 +65,26 @@ fn slots_are_reused_and_stay_as_many_as_were_ever_needed_at_once() {
     assert_eq!(ring.slots.borrow().list.len(), 40);
 }
 
-/// Storage never takes more slots than the completion queue has entries, however many wait.
+/// Storage of one file never takes more slots than it may, however many wait, and leaves room for that of
+/// another.
 #[test]
-fn storage_beyond_the_completion_queue_is_given_back() {
+fn storage_of_a_file_that_hangs_is_given_back_and_another_finds_room() {
+    use std::os::fd::AsRawFd;
     let (ring, pool) = (Ring::new().unwrap(), private_pool());
-    let (read_end, _write_end) = std::io::pipe().unwrap();
-    let fd = fd_from(read_end);
-    let mut refused = 0;
-    for _ in 0..CQ_ENTRIES + 100 {
-        use std::os::fd::AsRawFd;
+    let start = |fd: &Fd| {
         let buf = pool.get_for_test(1);
         let entry = opcode::Read::new(io_uring::types::Fd(fd.as_raw_fd()), buf.addr(), 1).build();
         // SAFETY: the entry points into the hold, and its descriptor is `fd`'s.
-        let started = unsafe {
-            ring.start(&entry, Class::Storage, Hold::Buf(buf), Some(fd.clone()), &waker())
-        };
-        refused += u32::from(started.is_err());
+        unsafe { ring.start(&entry, Class::Storage, Hold::Buf(buf), Some(fd.clone()), &waker()) }
+            .is_ok()
+    };
+    let pipes: Vec<_> = (0..8).map(|_| std::io::pipe().unwrap()).collect();
+    let ends: Vec<_> = pipes.iter().map(|pipe| fd_from(pipe.0.try_clone().unwrap())).collect();
+    for fd in &ends {
+        let started = (0..line::PER_FILE + 100).filter(|_| start(fd)).count();
+        assert_eq!(started, line::PER_FILE as usize);
     }
-    assert_eq!(refused, 100);
-    assert_eq!(ring.slots.borrow().list.len(), CQ_ENTRIES as usize);
+    assert_eq!(ring.slots.borrow().list.len(), line::PER_FILE as usize * ends.len());
     ring.shut_down(Duration::from_secs(10));
     assert_eq!(pool.used_bytes(), 0, "a shut ring has given everything back");
 }

@@ -1,0 +1,111 @@
+//! A block device whose requests hang, with as many of them under way as its clients can send, beside healthy
+//! volumes that the same worker serves: these go on. Needs root, for the device.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+
+use testbed::bench::outage::dead::{Dead, Kind};
+use testbed::nbd::{Client, Request, wire};
+use testbed::server::Setup;
+use testbed::{Error, Result, Server, check};
+
+const MIB: u64 = 1 << 20;
+
+fn broken(error: &testbed::bench::Error) -> Error {
+    Error::unexpected(format!("a device that hangs: {error}"))
+}
+
+/// One worker with a device that hangs and a file.
+struct Rig {
+    server: Server,
+    dead: Dead,
+    /// Connections whose requests are waited for in vain.
+    waiting: Vec<UnixStream>,
+}
+
+impl Rig {
+    fn new(options: &str) -> Result<Rig> {
+        let setup = Setup::new()?;
+        let path = setup.image_path("well");
+        let made = File::create(&path).and_then(|file| file.set_len(MIB));
+        made.map_err(Error::io("make an image"))?;
+        let dead = Dead::make(Kind::Device, setup.dir()).map_err(|e| broken(&e))?;
+        let server = setup
+            .volume(&format!("dead={}{options}", dead.uri()))
+            .volume(&format!("well=file:{}{options}", path.display()))
+            .args(["--workers", "1", "--drain", "1"])
+            .start()?;
+        Ok(Rig { server, dead, waiting: Vec::new() })
+    }
+
+    /// Sends `count` requests to the device on each of `clients` connections, which nothing answers.
+    fn flood(&mut self, clients: usize, count: u64, command: u16, length: u32) -> Result {
+        for client in 0..clients {
+            let mut stream = Client::open(&self.server.socket(), "dead")?.into_stream();
+            for number in 0..count {
+                let cookie = number + 1;
+                let offset = (client as u64 * count + number) * 4096;
+                let mut bytes =
+                    Request { flags: 0, command, cookie, offset, length }.bytes().to_vec();
+                if command == wire::CMD_WRITE {
+                    bytes.resize(bytes.len() + length as usize, 7);
+                }
+                stream.write_all(&bytes).map_err(Error::io("send a request"))?;
+            }
+            self.waiting.push(stream);
+        }
+        Ok(())
+    }
+
+    /// The healthy volume does everything that it can.
+    fn well(&self, stamp: u8) -> Result {
+        let mut client = Client::open(&self.server.socket(), "well")?;
+        let told = |what: &'static str| {
+            move |error: testbed::nbd::Failure| Error::unexpected(format!("{what}: {error}"))
+        };
+        let data = vec![stamp; 64 << 10];
+        client.write(0, &data, 0).map_err(told("write"))?;
+        client.flush().map_err(told("flush"))?;
+        client.write(0, &data, wire::FLAG_FUA).map_err(told("write with FUA"))?;
+        client.command(wire::CMD_WRITE_ZEROES, 0, 128 << 10, 4096).map_err(told("zeroes"))?;
+        client.command(wire::CMD_TRIM, 0, 256 << 10, 4096).map_err(told("trim"))?;
+        client.command(wire::CMD_CACHE, 0, 0, 4096).map_err(told("cache"))?;
+        let read = client.read(0, 64 << 10).map_err(told("read"))?;
+        check(read == data, || "other data was read".to_owned())
+    }
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        // A daemon whose requests the kernel has does not end before they do.
+        self.dead.revive();
+    }
+}
+
+fn changes_beside_a_device_that_hangs(options: &str) -> Result<Rig> {
+    let mut rig = Rig::new(options)?;
+    rig.well(1)?;
+    rig.dead.die().map_err(|e| broken(&e))?;
+    rig.flood(2, 40, wire::CMD_TRIM, 4096)?;
+    rig.well(2)?;
+    rig.flood(6, 256, wire::CMD_WRITE, 512)?;
+    rig.well(3)?;
+    rig.flood(2, 40, wire::CMD_FLUSH, 0)?;
+    rig.flood(2, 40, wire::CMD_WRITE_ZEROES, 4096)?;
+    rig.well(4)?;
+    Ok(rig)
+}
+
+#[test]
+fn requests_of_a_device_that_hangs_hold_up_no_other_volume() -> Result {
+    let mut rig = changes_beside_a_device_that_hangs("")?;
+    rig.flood(6, 256, wire::CMD_READ, 512)?;
+    rig.well(5)
+}
+
+#[test]
+fn also_changes_through_the_page_cache_hold_up_no_other_volume() -> Result {
+    // Not with reads: where zeroes hang, Linux from 6.15 on has the thread that submits a read wait for them.
+    changes_beside_a_device_that_hangs(",direct=off").map(drop)
+}
