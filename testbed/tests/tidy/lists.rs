@@ -82,6 +82,7 @@ pub(crate) const ALLOWED: &[Allowed] = &[
     ("panic", "crates/ebb-mem/src/advise.rs", 2, "a lock's guard is there until it is dropped"),
     ("panic", "crates/ebb-mem/src/arena.rs", 1, "a block is freed once: its type sees to it"),
     ("panic", "crates/ebb-mem/src/worker.rs", 1, "a block of another memory: a mistake of ours"),
+    ("sleep", "crates/ebb-export-xen/examples/outage-shm.rs", 1, "how long the bench runs"),
     ("sleep", "crates/ebb-mem/examples/mem-bench.rs", 1, "paces a reclaimer beside the bench"),
     ("sleep", "crates/ebb-mem/tests/rewire.rs", 1, "paces a reclaimer beside the test"),
     ("sleep", "crates/ebbd/src/client.rs", 1, "a table each second; the client does nothing else"),
