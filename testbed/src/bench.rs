@@ -20,6 +20,7 @@ pub mod fio;
 pub mod handshake;
 pub mod idle;
 pub mod load;
+pub mod neighbours;
 pub mod outage;
 pub mod pressure;
 pub mod process;

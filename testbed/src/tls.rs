@@ -28,7 +28,7 @@ impl Authority {
     pub fn new(dir: impl Into<PathBuf>) -> Result<Authority> {
         let dir = dir.into();
         fs::create_dir_all(&dir).map_err(Error::io(dir.display().to_string()))?;
-        key(&dir.join("ca-key.pem"))?;
+        key(Key::EcdsaP256, &dir.join("ca-key.pem"))?;
         let template = dir.join("ca.template");
         write(&template, "cn = Authority of a test\nca\ncert_signing_key\nexpiration_days = 2\n")?;
         Tool::new("certtool")
@@ -44,7 +44,15 @@ impl Authority {
     /// # Errors
     /// `certtool` is missing or fails.
     pub fn issue(&self, role: Role, dir: impl Into<PathBuf>) -> Result<PathBuf> {
-        self.issue_for(role, "expiration_days = 2\n", dir)
+        self.issue_for(role, Key::EcdsaP256, "expiration_days = 2\n", dir)
+    }
+
+    /// As [`Authority::issue`], with an RSA key of so many bits.
+    ///
+    /// # Errors
+    /// `certtool` is missing or fails.
+    pub fn issue_rsa(&self, role: Role, bits: u32, dir: impl Into<PathBuf>) -> Result<PathBuf> {
+        self.issue_for(role, Key::Rsa(bits), "expiration_days = 2\n", dir)
     }
 
     /// As [`Authority::issue`], with a certificate that is not valid any more.
@@ -53,10 +61,16 @@ impl Authority {
     /// `certtool` is missing or fails.
     pub fn issue_expired(&self, role: Role, dir: impl Into<PathBuf>) -> Result<PathBuf> {
         let dates = "activation_date = \"2001-01-01\"\nexpiration_date = \"2002-01-01\"\n";
-        self.issue_for(role, dates, dir)
+        self.issue_for(role, Key::EcdsaP256, dates, dir)
     }
 
-    fn issue_for(&self, role: Role, dates: &str, dir: impl Into<PathBuf>) -> Result<PathBuf> {
+    fn issue_for(
+        &self,
+        role: Role,
+        kind: Key,
+        dates: &str,
+        dir: impl Into<PathBuf>,
+    ) -> Result<PathBuf> {
         let dir = dir.into();
         fs::create_dir_all(&dir).map_err(Error::io(dir.display().to_string()))?;
         let ca = dir.join("ca-cert.pem");
@@ -69,7 +83,7 @@ impl Authority {
             ),
             Role::Client => ("client", "cn = a client\ntls_www_client\nsigning_key\n"),
         };
-        key(&dir.join(format!("{name}-key.pem")))?;
+        key(kind, &dir.join(format!("{name}-key.pem")))?;
         let file = dir.join("template");
         write(&file, &format!("{template}{dates}"))?;
         Tool::new("certtool")
@@ -98,9 +112,21 @@ pub fn pre_shared_keys(dir: &Path, users: &[&str]) -> Result<PathBuf> {
     Ok(path)
 }
 
-fn key(path: &Path) -> Result {
-    let certtool = Tool::new("certtool").args(["--generate-privkey", "--key-type", "ecdsa"]);
-    certtool.args(["--curve", "secp256r1", "--outfile"]).arg(path).ok().map(drop)
+/// What a private key is made for.
+#[derive(Debug, Clone, Copy)]
+enum Key {
+    EcdsaP256,
+    /// Of so many bits.
+    Rsa(u32),
+}
+
+fn key(kind: Key, path: &Path) -> Result {
+    let certtool = Tool::new("certtool").args(["--generate-privkey", "--key-type"]);
+    let certtool = match kind {
+        Key::EcdsaP256 => certtool.args(["ecdsa", "--curve", "secp256r1"]),
+        Key::Rsa(bits) => certtool.args(["rsa", "--bits", &bits.to_string()]),
+    };
+    certtool.arg("--outfile").arg(path).ok().map(drop)
 }
 
 fn write(path: &Path, text: &str) -> Result {

@@ -239,8 +239,10 @@ fn handshakes_cut_within_tls_leave_nothing_behind() -> Result {
     run(0, 300)?;
     fresh.returned(64 * MIB)?;
     let held = Held::by(server.pid()?)?;
-    run(300, 1500)?;
-    held.returned(MIB)?;
+    run(300, 3000)?;
+    // As many handshakes as there may be at once are held up behind one another, and what they took
+    // stays with the allocator. Of each of these it would be less than 3 KiB.
+    held.returned(8 * MIB)?;
     let uri = by_certificate(&server, &files.client);
     still_serves(&mut server, &uri)?;
     server.stop()

@@ -1,0 +1,132 @@
+//! Fuzzed conversations over the record layer, on any toolchain, the same each time.
+//!
+//! `EBBD_FUZZ_SEED=<number>` chooses others and `EBBD_FUZZ_INPUTS=<number>` more; the seed is printed,
+//! and a finding names the input. Broken wrappers must be found out, or else the rig itself is broken.
+#![expect(unreachable_pub, reason = "the modules are also those of a fuzz target")]
+
+use std::io;
+
+use ebb_tls::{ServerTls, TlsSession};
+
+#[path = "../../../fuzz/src/choices.rs"]
+mod choices;
+#[path = "../../../fuzz/src/sealer.rs"]
+mod sealer;
+#[path = "../../../fuzz/src/tls.rs"]
+mod tls;
+
+/// What the server did that it must not.
+#[derive(Debug)]
+pub struct Finding(pub String);
+
+fn number(name: &str, default: u64) -> u64 {
+    match std::env::var(name) {
+        Ok(text) => text.parse().unwrap_or_else(|_| panic!("{name} must be a number")),
+        Err(_) => default,
+    }
+}
+
+/// `split_mix`.
+fn mixed(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut mixed = *state;
+    mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ mixed >> 31
+}
+
+/// Runs inputs of 16 to 271 bytes up to the first finding.
+fn hunt<S: tls::Session>(wrap: fn(TlsSession) -> S) -> Result<tls::Tally, String> {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(file.path(), sealer::KEY_LINE).expect("a file");
+    let rig = tls::Rig::new(ServerTls::from_psk(file.path()).expect("a server"));
+    let (seed, inputs) =
+        (number("EBBD_FUZZ_SEED", 0x0ebb_d5ee_d000_0002), number("EBBD_FUZZ_INPUTS", 8_000));
+    let (mut state, mut sum) = (seed, tls::Tally::default());
+    for number in 0..inputs {
+        let words = 2 + mixed(&mut state) % 32;
+        let input: Vec<u8> = (0..words).flat_map(|_| mixed(&mut state).to_le_bytes()).collect();
+        match tls::run(&rig, wrap, &input) {
+            Ok(tally) => {
+                sum.shaken += tally.shaken;
+                sum.records += tally.records;
+                sum.failed += tally.failed;
+                sum.read += tally.read;
+                sum.received += tally.received;
+            }
+            Err(Finding(text)) => {
+                return Err(format!("seed {seed}, input {number}, bytes {input:02x?}:\n{text}"));
+            }
+        }
+    }
+    Ok(sum)
+}
+
+#[test]
+fn thousands_of_conversations_over_the_record_layer() {
+    let sum = hunt(|session| session).unwrap_or_else(|finding| panic!("{finding}"));
+    println!("{sum:?}");
+    // It gets everywhere: a generator that stops at the door would find nothing for ever.
+    let inputs = number("EBBD_FUZZ_INPUTS", 8_000);
+    assert!(sum.shaken > inputs / 2 && sum.shaken < inputs, "{sum:?}");
+    assert!(sum.records > inputs * 5, "{sum:?}");
+    assert!(sum.failed > inputs / 10 && sum.failed < inputs * 9 / 10, "{sum:?}");
+    assert!(sum.read > inputs * 100 && sum.received > inputs * 10, "{sum:?}");
+}
+
+/// A wrapper with one of two mistakes.
+struct Careless {
+    inner: TlsSession,
+    /// What does not fit the target of `take_output` is lost; else data are made up after an error.
+    loses: bool,
+    failed: bool,
+}
+
+impl tls::Session for Careless {
+    fn feed(&mut self, bytes: &[u8]) {
+        self.inner.feed(bytes);
+    }
+
+    fn handshake(&mut self) -> io::Result<bool> {
+        self.inner.handshake()
+    }
+
+    fn read(&mut self, target: &mut [u8]) -> io::Result<Option<usize>> {
+        let result = self.inner.read(target);
+        if !self.loses && self.failed && result.is_err() {
+            return Ok(Some(1));
+        }
+        self.failed |= result.is_err();
+        result
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.inner.write(bytes)
+    }
+
+    fn take_output(&mut self, target: &mut [u8]) -> usize {
+        let count = self.inner.take_output(target);
+        if self.loses && count == target.len() && count < 16 {
+            self.inner.take_output(&mut [0]);
+        }
+        count
+    }
+
+    fn output_bytes(&self) -> usize {
+        self.inner.output_bytes()
+    }
+}
+
+#[test]
+fn lost_output_is_found_out() {
+    let outcome = hunt(|inner| Careless { inner, loses: true, failed: false });
+    let finding = outcome.map(drop).expect_err("the rig must find what is lost");
+    assert!(finding.contains("the client reads"), "{finding}");
+}
+
+#[test]
+fn data_after_an_error_are_found_out() {
+    let outcome = hunt(|inner| Careless { inner, loses: false, failed: false });
+    let finding = outcome.map(drop).expect_err("the rig must find made-up data");
+    assert!(finding.contains("data read"), "{finding}");
+}

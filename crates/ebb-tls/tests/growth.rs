@@ -1,0 +1,193 @@
+//! Peers that send handshake records without end and read nothing: memory does not grow.
+//!
+//! `EBBD_FLOOD_MIB=<number>` says how many MiB of each kind are sent. A test on its own: it looks at the
+//! memory of its process.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::rc::Rc;
+use std::time::Duration;
+
+use ebb_io::{Worker, fd_from};
+use ebb_tls::{ServerTls, Transport};
+use openssl::ssl::SslVersion;
+use sealer::{DATA, HANDSHAKE, Library, Sealer};
+
+#[expect(dead_code, unreachable_pub, reason = "a client for several tests")]
+#[path = "../../../fuzz/src/sealer.rs"]
+mod sealer;
+
+const GROWTH_MAX: usize = 1 << 20;
+/// Sent at a time; and before the first look at the memory.
+const BATCH: usize = 64 << 10;
+const WARM_UP: usize = 512 << 10;
+
+fn flood_bytes() -> usize {
+    let mib = std::env::var("EBBD_FLOOD_MIB").map(|text| text.parse().expect("a number of MiB"));
+    mib.unwrap_or(6) << 20
+}
+
+fn resident() -> usize {
+    let text = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("Rss:")).unwrap();
+    line.trim().trim_end_matches("kB").trim().parse::<usize>().unwrap() << 10
+}
+
+/// A worker that serves one connection under TLS: it reads what comes, and sends what there is to say.
+fn serve(server: &ServerTls) -> (Worker, UnixStream) {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let session = server.session().unwrap();
+    let worker = Worker::start_alone("tls-test").unwrap();
+    worker.handle().spawn(move |io| async move {
+        let mut transport = Transport::new(fd_from(ours), None);
+        if transport.start_tls(&io, session, 1).await.is_err() {
+            return;
+        }
+        let transport = Rc::new(transport);
+        let sender = async {
+            loop {
+                transport.wants_send().await;
+                if transport.send_pending(&io).await.is_err() {
+                    return;
+                }
+            }
+        };
+        let receiver = async {
+            loop {
+                let buf = io.pool().take(4096).await;
+                if !matches!(transport.recv(&io, buf, 0..4096).await.0, Ok(1..)) {
+                    return;
+                }
+            }
+        };
+        futures_lite::future::or(receiver, sender).await;
+    });
+    theirs.set_write_timeout(Some(Duration::from_secs(2))).unwrap();
+    (worker, theirs)
+}
+
+/// Sends batches until there were enough, or the server does not take more; returns how much it took
+/// and how much the process grew, bytes.
+fn send(mut socket: &UnixStream, mut batch: impl FnMut() -> Vec<u8>) -> (usize, usize) {
+    let (mut sent, mut before, mut most) = (0, None, 0);
+    while sent < flood_bytes() {
+        let bytes = batch();
+        if socket.write_all(&bytes).is_err() {
+            // Held back, or cut off.
+            break;
+        }
+        sent += bytes.len();
+        if sent >= WARM_UP {
+            let now = resident();
+            most = most.max(now.saturating_sub(*before.get_or_insert(now)));
+        }
+    }
+    (sent, most)
+}
+
+fn with_keys(
+    version: SslVersion,
+    server: &ServerTls,
+    say: fn(&mut Sealer, &mut Vec<u8>),
+) -> (usize, usize) {
+    let (_worker, socket) = serve(server);
+    let library = Library::new(version);
+    let mut client = library.client(&socket);
+    client.do_handshake().unwrap();
+    let mut sealer = library.sealer(client.ssl());
+    send(&socket, || {
+        let mut batch = Vec::with_capacity(BATCH + (20 << 10));
+        while batch.len() < BATCH {
+            say(&mut sealer, &mut batch);
+        }
+        batch
+    })
+}
+
+/// A message of 16 MiB that never ends, in records of this size, to servers one after the other: each
+/// gives up at some time.
+fn without_keys(server: &ServerTls, size: usize) -> (usize, usize) {
+    let (mut sum, mut growth, mut before) = (0, 0, None);
+    let head = [sealer::CLIENT_HELLO, 0xff, 0xff, 0xff];
+    let record = |body: &[u8]| {
+        let length = u16::try_from(body.len()).unwrap().to_be_bytes();
+        [&[HANDSHAKE, 3, 1][..], &length, body].concat()
+    };
+    while sum < flood_bytes() {
+        let (_worker, mut socket) = serve(server);
+        let _ = socket.write_all(&record(&head));
+        let batch = record(&vec![3; size]).repeat(BATCH / (size + 5) + 1);
+        let mut sent = batch.len();
+        while sent < WARM_UP && socket.write_all(&batch).is_ok() {
+            sent += batch.len();
+        }
+        sum += sent;
+        drop(socket);
+        let now = resident();
+        // Threads and rings of the first are there for good.
+        if sum >= 4 * WARM_UP {
+            growth = growth.max(now.saturating_sub(*before.get_or_insert(now)));
+        }
+    }
+    (sum, growth)
+}
+
+#[test]
+fn handshake_records_without_end_do_not_grow_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let keys = folder.path().join("keys");
+    std::fs::write(&keys, sealer::KEY_LINE).unwrap();
+    let server = ServerTls::from_psk(&keys).unwrap();
+    let floods = [
+        (
+            "TLS 1.2: renegotiation",
+            with_keys(SslVersion::TLS1_2, &server, |sealer, batch| {
+                batch.extend(sealer.seal(HANDSHAKE, &sealer::hello()));
+            }),
+        ),
+        (
+            "TLS 1.2: beginnings of a message of 16 MiB",
+            with_keys(SslVersion::TLS1_2, &server, |sealer, batch| {
+                let mut body = vec![3; 16 << 10];
+                body[..4].copy_from_slice(&[sealer::CLIENT_HELLO, 0xff, 0xff, 0xff]);
+                batch.extend(sealer.seal(HANDSHAKE, &body));
+            }),
+        ),
+        (
+            "TLS 1.2: fragments of 1 byte",
+            with_keys(SslVersion::TLS1_2, &server, |sealer, batch| {
+                batch.extend(sealer.seal(HANDSHAKE, &[sealer::CLIENT_HELLO]));
+            }),
+        ),
+        (
+            "TLS 1.3: fragments of a message of 16 MiB",
+            with_keys(SslVersion::TLS1_3, &server, |sealer, batch| {
+                let mut body = vec![3; 16 << 10];
+                body[..4].copy_from_slice(&[sealer::KEY_UPDATE, 0xff, 0xff, 0xff]);
+                batch.extend(sealer.seal(HANDSHAKE, &body));
+            }),
+        ),
+        (
+            "TLS 1.3: key updates that want an answer",
+            with_keys(SslVersion::TLS1_3, &server, |sealer, batch| {
+                batch.extend(sealer.update(true));
+                batch.extend(sealer.seal(DATA, &[7]));
+            }),
+        ),
+        (
+            "TLS 1.3: key updates that want none",
+            with_keys(SslVersion::TLS1_3, &server, |sealer, batch| {
+                batch.extend(sealer.update(false));
+                batch.extend(sealer.seal(DATA, &[7]));
+            }),
+        ),
+        ("without keys: fragments of 1 byte", without_keys(&server, 1)),
+        ("without keys: fragments of 16 KiB", without_keys(&server, 16 << 10)),
+    ];
+    for (name, (sent, growth)) in floods {
+        println!("{name}: {} KiB taken, {} KiB grown", sent >> 10, growth >> 10);
+        assert!(growth <= GROWTH_MAX, "{name}: {growth} bytes more after {sent} bytes");
+    }
+}
