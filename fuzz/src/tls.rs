@@ -175,9 +175,10 @@ fn without_keys<S: Session>(
     Ok(tally)
 }
 
-/// A place in something of up to 64 KiB.
+/// A place in something of this length.
 fn place(choices: &mut Choices<'_>, length: usize) -> usize {
-    (choices.below(256) << 8 | choices.below(256)) % length
+    let length = length.max(1) as u64;
+    usize::try_from(choices.number() % length).unwrap_or_default()
 }
 
 fn plain(kind: u8, body: &[u8]) -> Vec<u8> {

@@ -13,6 +13,9 @@ pub const ARGUMENT: &str = "flood";
 /// It ends after so many connections and so much time, whatever its arguments say.
 const MOST_CONNECTIONS: usize = 10_000_000;
 const MOST_TIME: Duration = Duration::from_secs(3700);
+/// Connections a second: more handshakes than the server has time for with RSA-4096, and few enough that
+/// both the server and the sink take all of them. Else the faster of the two would be flooded more.
+const RATE: u32 = 1000;
 /// Connections it has open, and the age at which each says its ClientHello: the answer to STARTTLS is
 /// there by then, and is not read.
 const OPEN: usize = 96;
@@ -94,10 +97,15 @@ struct Done {
 
 fn flood(address: SocketAddr, time: Duration) -> io::Result<Done> {
     let (first, hello) = (starttls(), client_hello());
-    let end = Instant::now() + time.min(MOST_TIME);
+    let begun = Instant::now();
+    let mut due = begun;
     let (mut open, mut done) = (VecDeque::<TcpStream>::new(), Done::default());
     let mut seen = vec![0; BEFORE_TLS + 1];
-    while Instant::now() < end && done.connections < MOST_CONNECTIONS {
+    while begun.elapsed() < time.min(MOST_TIME) && done.connections < MOST_CONNECTIONS {
+        // What was missed is not caught up on: a burst would be another flood.
+        due = due.max(Instant::now());
+        std::thread::sleep(due.saturating_duration_since(Instant::now()));
+        due += Duration::from_secs(1) / RATE;
         // The server may be out of room for a moment, or close what is too old: go on.
         let Ok(mut stream) = TcpStream::connect_timeout(&address, Duration::from_millis(100))
         else {
