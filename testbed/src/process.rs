@@ -16,17 +16,33 @@ pub const PATIENCE: Duration = Duration::from_secs(180);
 /// # Errors
 /// The process is gone.
 pub fn resident(pid: u32) -> Result<u64> {
+    let [resident, lent] = rollup(pid, ["Rss:", "LazyFree:"])?;
+    Ok(resident.saturating_sub(lent))
+}
+
+/// As [`resident`], without the pages of mapped files, its program among them: they are page cache, and how
+/// much of it is resident depends on what else runs on the machine. With what is in swap.
+///
+/// # Errors
+/// The process is gone.
+pub fn own(pid: u32) -> Result<u64> {
+    let [anonymous, lent, swapped] = rollup(pid, ["Anonymous:", "LazyFree:", "Swap:"])?;
+    Ok(anonymous.saturating_sub(lent) + swapped)
+}
+
+/// Figures of all mappings of a process together, in bytes.
+fn rollup<const N: usize>(pid: u32, names: [&str; N]) -> Result<[u64; N]> {
     let path = format!("/proc/{pid}/smaps_rollup");
     let text = std::fs::read_to_string(&path).map_err(Error::io(&path))?;
-    let field = |name: &str| {
-        let value = text.lines().find_map(|l| l.strip_prefix(name))?;
-        value.trim().trim_end_matches(" kB").parse::<u64>().ok()
-    };
-    match (field("Rss:"), field("LazyFree:")) {
-        (Some(resident), Some(lent)) => Ok(resident.saturating_sub(lent) * 1024),
+    let mut figures = [0; N];
+    for (figure, name) in figures.iter_mut().zip(names) {
+        let value = text.lines().find_map(|line| line.strip_prefix(name));
+        let kib = value.and_then(|value| value.trim().trim_end_matches(" kB").parse::<u64>().ok());
         // A process that has ended but was not waited for has none.
-        _ => Err(Error::unexpected(format!("process {pid} has ended"))),
+        let ended = || Error::unexpected(format!("process {pid} has ended"));
+        *figure = kib.ok_or_else(ended)? * 1024;
     }
+    Ok(figures)
 }
 
 /// Open file descriptors, each with what it points at, sorted.
@@ -94,7 +110,7 @@ pub(crate) fn pid_of(child: &Child) -> Result<Pid> {
 pub struct Held {
     pid: u32,
     files: Vec<String>,
-    resident: u64,
+    own: u64,
 }
 
 impl Held {
@@ -103,26 +119,27 @@ impl Held {
     /// # Errors
     /// It is gone.
     pub fn by(pid: u32) -> Result<Held> {
-        Ok(Held { pid, files: open_files(pid)?, resident: resident(pid)? })
+        Ok(Held { pid, files: open_files(pid)?, own: own(pid)? })
     }
 
     /// Waits until the process holds as many descriptors as then, and at most `slack` bytes more
-    /// resident memory.
+    /// memory of its own.
     ///
     /// # Errors
     /// It still holds more after [`PATIENCE`]; the error shows what.
     pub fn returned(&self, slack: u64) -> Result {
-        // Stock of a zone that ran out a moment ago begins to decay a minute later.
+        // Stock of a zone that ran out a moment ago begins to decay a minute later; the heap is trimmed three
+        // times a minute.
         let back = until("descriptors and memory are given back", PATIENCE, || {
             let now = Held::by(self.pid)?;
             let fewer = now.files.len() <= self.files.len();
-            Ok((fewer && now.resident <= self.resident + slack).then_some(()))
+            Ok((fewer && now.own <= self.own + slack).then_some(()))
         });
         back.map_err(|e| match Held::by(self.pid) {
             Ok(now) => Error::unexpected(format!(
-                "{e}\nresident {} KiB, was {} KiB (slack {} KiB)\n{} descriptors, were {}:\n{}",
-                now.resident / 1024,
-                self.resident / 1024,
+                "{e}\nmemory of its own {} KiB, was {} KiB (slack {} KiB)\n{} descriptors, were {}:\n{}",
+                now.own / 1024,
+                self.own / 1024,
                 slack / 1024,
                 now.files.len(),
                 self.files.len(),
@@ -175,6 +192,9 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         assert!(open_files(me).unwrap().len() > before.len());
         drop(file);
-        assert!(resident(me).unwrap() > 100_000);
+        let memory = vec![1_u8; 8 << 20];
+        let (resident, own) = (resident(me).unwrap(), own(me).unwrap());
+        assert!((8 << 20..=resident).contains(&own), "{own} of {resident} bytes");
+        drop(memory);
     }
 }

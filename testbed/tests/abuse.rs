@@ -384,6 +384,27 @@ fn cut(socket: &Path, bytes: &[u8], way: usize, answers: usize, n: usize) -> Res
 }
 
 #[test]
+fn many_connections_at_once_leave_no_memory_behind() -> Result {
+    let limits = ["--max-clients", "1000"];
+    let mut server = Setup::new()?.image("disk", DISK)?.args(limits).log_level("error").start()?;
+    let socket = server.socket();
+    let open = |count: usize| -> Result<Vec<Client>> {
+        (0..count).map(|_| Ok(Client::open(&socket, "disk")?)).collect()
+    };
+    // Threads and buffers that are kept on purpose.
+    let used = |count: usize| -> Result {
+        Ok(open(count)?.iter_mut().try_for_each(|client| client.read(0, 4096).map(drop))?)
+    };
+    used(20)?;
+    let held = Held::by(server.pid()?)?;
+    // Whatever is allocated meanwhile and stays keeps the heap from shrinking by itself.
+    used(900)?;
+    held.returned(MIB)?;
+    others_are_served(&mut server)?;
+    server.stop()
+}
+
+#[test]
 fn ten_thousand_connections_cut_at_every_byte_leave_nothing_behind() -> Result {
     let setup = Setup::new()?.image("disk", DISK)?.log_level("error");
     let mut server = setup.start()?;

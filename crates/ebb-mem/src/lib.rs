@@ -118,4 +118,5 @@ pub use pool::{POOL_INTERVAL, PagePool, PoolParameters};
 pub use share::{Held, Purse, Share, Shares};
 pub use small::{Offers, Residency, SMALL_PAGES, SmallBuffer};
 pub use stats::{ArenaStats, OwnerStats, PoolStats, Stats, ZoneStats};
+pub use sys::trim_heap;
 pub use worker::{AllocWait, Exhausted, QUIET, Worker};

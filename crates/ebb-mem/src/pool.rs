@@ -183,10 +183,7 @@ impl PagePool {
             squeeze: Cell::new(squeeze),
             draining: Cell::default(),
         });
-        let mut workers = worker.memory().workers.lock();
-        workers.pools.retain(|pool| pool.strong_count() > 0);
-        workers.pools.push(Arc::downgrade(&shared));
-        drop(workers);
+        worker.memory().workers.lock().pools.push(Arc::downgrade(&shared));
         worker.add_pool(&inner);
         PagePool { worker: worker.clone(), inner }
     }
@@ -235,6 +232,12 @@ impl Drop for PagePool {
     fn drop(&mut self) {
         self.inner.empty(&self.worker.0);
         self.worker.0.after_give();
+        // A weak reference keeps the allocation, and that a page of the heap: none stays behind.
+        let mut workers = self.worker.memory().workers.lock();
+        let own = Arc::as_ptr(&self.inner.shared);
+        workers.pools.retain(|pool| !std::ptr::eq(pool.as_ptr(), own));
+        drop(workers);
+        self.worker.remove_pool(&self.inner);
     }
 }
 

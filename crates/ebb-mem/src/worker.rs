@@ -162,9 +162,11 @@ impl Worker {
     }
 
     pub(crate) fn add_pool(&self, pool: &Rc<PoolInner>) {
-        let mut pools = self.0.pools.borrow_mut();
-        pools.retain(|pool| pool.strong_count() > 0);
-        pools.push(Rc::downgrade(pool));
+        self.0.pools.borrow_mut().push(Rc::downgrade(pool));
+    }
+
+    pub(crate) fn remove_pool(&self, pool: &Rc<PoolInner>) {
+        self.0.pools.borrow_mut().retain(|other| !std::ptr::eq(other.as_ptr(), Rc::as_ptr(pool)));
     }
 }
 

@@ -58,6 +58,8 @@ pub(crate) fn act(memory: &Memory, cache: &Cache, state: State) {
         return;
     }
     let now = state.event;
+    // What closed connections and volumes have left in the heap is idle memory, too.
+    ebb_mem::trim_heap();
     match (state.level, state.cause) {
         (Level::L0, _) => {}
         // Nothing says that it is our memory they need, and on a host whose page cache fills all
