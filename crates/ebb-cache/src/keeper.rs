@@ -3,15 +3,15 @@
 //! Each turn, about ten a second while there is something to do: it answers pressure, lends buffers that
 //! rest (one-pass data at once), evicts what is above the limit, and when the kernel says that it has
 //! taken lent memory from anybody it looks what it was of ours, so that `bufspace` is right within a
-//! second. While nothing is held it looks once a second. Between turns it looks at the host's free memory, and
-//! returns what others are about to need (`recede.rs`).
+//! second. While nothing is held it looks once a second. Between turns it looks at the free memory of the host and of
+//! its control groups, and returns what others are about to need (`recede.rs`).
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use ebb_mem::pressure::{HostLook, Level, Room, Roots};
+use ebb_mem::pressure::{Level, Room, Rooms, Roots};
 use ebb_mem::{Policy, Residency, Worker};
 
 use crate::cache::Cache;
@@ -91,8 +91,9 @@ impl Orders {
 /// does not say.
 pub type Taken = Box<dyn FnMut() -> Option<u64> + Send>;
 
-/// The host's memory now; `None` if it does not say.
-pub type Look = Box<dyn FnMut() -> Option<Room> + Send>;
+/// Has the memory now of the host and of each control group with a limit replace what is in the list; nothing
+/// if neither says. False if these are not the same places as at the look before.
+pub type Look = Box<dyn FnMut(&mut Vec<Room>) -> bool + Send>;
 
 /// See the module. Belongs to one thread.
 pub struct Keeper {
@@ -103,8 +104,10 @@ pub struct Keeper {
     ticks: u64,
     residency: Residency,
     look: Option<Look>,
-    recede: Recede,
-    /// Some was lent since the last look at the host's memory.
+    /// What was seen last, and one [`Recede`] for each of it.
+    rooms: Vec<Room>,
+    recede: Vec<Recede>,
+    /// Some was lent since the last look at free memory.
     lending: bool,
     /// Refusals of the kernel that were answered.
     refusals: u64,
@@ -123,14 +126,15 @@ impl Keeper {
             ticks: 0,
             residency: Residency::default(),
             look: None,
-            recede: Recede::default(),
+            rooms: Vec::new(),
+            recede: Vec::new(),
             lending: false,
             refusals: 0,
         }
     }
 
-    /// Has it return memory that others are about to need ([`Keeper::recede`]); `look` tells how much the host
-    /// has.
+    /// Has it return memory that others are about to need ([`Keeper::recede`]); `look` tells how much there
+    /// is.
     #[must_use]
     pub fn watching(self, look: Look) -> Keeper {
         Keeper { look: Some(look), ..self }
@@ -176,25 +180,34 @@ impl Keeper {
         held > 0 || cache.growth.lock().is_held_back()
     }
 
-    /// Looks at the host's memory, and returns of the cache what others are about to need. Returns when to look
-    /// again; `None`: not before the next turn.
+    /// Looks at the memory of the host and of its control groups, and returns of the cache what others are about
+    /// to need. Returns when to look again; `None`: not before the next turn.
     pub fn recede(&mut self, cache: &Cache, now: Instant) -> Option<Duration> {
         let keeps = matches!(cache.memory.policy(), Policy::Told | Policy::Static);
         let ours = if keeps { 0 } else { cache.spare() };
         let Some(look) = self.look.as_mut().filter(|_| ours >= RECEDE_FROM) else {
-            self.recede.forget();
+            // Nothing could be returned: what was seen is of no use when there is something again.
+            self.recede.clear();
             return None;
         };
         let arena = cache.memory.arena_stats();
         // What was just lent is neither wired nor, yet, available.
         if std::mem::take(&mut self.lending) {
             self.lending = arena.advising > 0;
-            return Some(self.recede.skip(now));
+            return self.recede.iter_mut().map(|recede| recede.skip(now)).min();
         }
-        let room = look()?;
+        if !look(&mut self.rooms) {
+            self.recede.clear();
+        }
+        self.recede.resize(self.rooms.len(), Recede::default());
         let wired = u64::try_from(arena.wired).unwrap_or(u64::MAX);
-        let seen = Seen { room, wired, ours };
-        let mut left = self.recede.look(now, &seen) / PAGE;
+        let (mut left, mut soon) = (0, None::<Duration>);
+        for (recede, room) in self.recede.iter_mut().zip(&self.rooms) {
+            let seen = Seen { room: *room, wired, ours };
+            left = left.max(recede.look(now, &seen) / PAGE);
+            let interval = recede.interval(&seen);
+            soon = Some(soon.map_or(interval, |soon| soon.min(interval)));
+        }
         if left > 0 {
             let mut spent = Vec::new();
             while left > 0 {
@@ -212,7 +225,7 @@ impl Keeper {
             let held = cache.held.load(Ordering::Relaxed) * PAGE;
             cache.adjust(|growth| growth.recede(held, now));
         }
-        Some(self.recede.interval(&seen))
+        soon
     }
 
     /// Lends what rests; with `all` everything that may be.
@@ -303,11 +316,10 @@ impl std::fmt::Debug for Keeper {
 
 fn run(cache: &Weak<Cache>) {
     let Some(first) = cache.upgrade() else { return };
-    let mut keeper = Keeper::new(&first, Box::new(pages_taken));
+    let mut rooms = Rooms::open(&Roots::default());
+    let mut keeper =
+        Keeper::new(&first, Box::new(pages_taken)).watching(Box::new(move |list| rooms.now(list)));
     drop(first);
-    if let Ok(mut host) = HostLook::open(&Roots::default()) {
-        keeper = keeper.watching(Box::new(move || host.now().ok()));
-    }
     let (mut called, mut next) = (true, ebb_mem::clock::now());
     loop {
         let Some(cache) = cache.upgrade() else { return };

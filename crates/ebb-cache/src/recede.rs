@@ -10,6 +10,10 @@
 //! change nothing in that, and what we wire ourselves is known. Where the page cache fills all that is free, as
 //! it mostly does, free memory alone would say that memory is short for ever.
 //!
+//! The same holds in a control group that has a limit, for its other processes: what it may use more is
+//! its free memory, and the kernel begins to reclaim at the limit. The keeper has one of these for the host
+//! and one for each group with a limit that it is in; what is returned is what the one that wants most asks for.
+//!
 //! A state machine without clock or I/O: the keeper looks and returns.
 
 use std::time::{Duration, Instant};
@@ -28,9 +32,8 @@ const SURPRISE: u64 = 2 << 30;
 /// The rate that is reckoned with halves in this time, once memory goes less fast.
 const HALF_LIFE: Duration = Duration::from_millis(50);
 /// Falls of what is available that say nothing: the kernel sums up in batches, for each processor. They add up
-/// for [`SLOW`] at most. Bytes, and one part in so many of all memory.
+/// for [`SLOW`] at most. Bytes at the least; [`Room::behind`] may be more.
 const NOISE: u64 = 512 << 10;
-const NOISE_SHARE: u64 = 1 << 14;
 /// Less is not worth a call.
 const LEAST: u64 = 256 << 10;
 
@@ -99,7 +102,7 @@ impl Recede {
         let passed = now.saturating_duration_since(at);
         let taken = before.saturating_sub(all);
         self.rate = decayed(self.rate, since);
-        let noise = NOISE.max(seen.room.total / NOISE_SHARE);
+        let noise = NOISE.max(seen.room.behind);
         let mut wanted = 0;
         if taken >= noise || all >= before || passed >= SLOW {
             self.last = Some((now, all));
@@ -130,11 +133,6 @@ impl Recede {
         let since = now.saturating_duration_since(self.looked.unwrap_or(now));
         *self = Recede { last: None, looked: Some(now), rate: decayed(self.rate, since), ..*self };
         FAST
-    }
-
-    /// Nothing could be returned: what was seen is of no use when there is something again.
-    pub(crate) fn forget(&mut self) {
-        *self = Recede::default();
     }
 
     /// When to look again.
@@ -171,7 +169,7 @@ mod tests {
             let floor = total / 64;
             let free = headroom + floor;
             let available = headroom + ours + page_cache;
-            let room = Room { total, free, available, floor };
+            let room = Room { total, free, available, floor, behind: total >> 14 };
             let seen = Seen { room, wired: 0, ours };
             let now = Instant::now();
             let (recede, next, looks) = (Recede::default(), Duration::ZERO, 0);
@@ -260,8 +258,9 @@ mod tests {
     fn values_of_any_size_are_borne() {
         let mut recede = Recede::default();
         let now = Instant::now();
-        let most = Room { total: u64::MAX, free: 0, available: u64::MAX, floor: u64::MAX };
-        let none = Room { total: 0, free: 0, available: 0, floor: u64::MAX };
+        let most =
+            Room { total: u64::MAX, available: u64::MAX, floor: u64::MAX, ..Room::default() };
+        let none = Room { floor: u64::MAX, behind: u64::MAX, ..Room::default() };
         for (step, room) in [most, none, most, none].into_iter().enumerate() {
             let seen = Seen { room, wired: u64::MAX, ours: u64::MAX };
             recede.look(now + Duration::from_millis(step as u64 / 2), &seen);

@@ -25,7 +25,8 @@ struct Host(Arc<Mutex<Room>>);
 impl Host {
     fn new(free: u64) -> Host {
         let floor = 2 * MIB;
-        let room = Room { total: 128 * MIB, free: free + floor, available: free + HELD, floor };
+        let available = free + HELD;
+        let room = Room { total: 128 * MIB, free: free + floor, available, floor, behind: 0 };
         Host(Arc::new(Mutex::new(room)))
     }
 
@@ -50,6 +51,17 @@ async fn fill(io: &Io, disk: &Disk) {
 /// What is held after others took `taken` bytes, 2 MiB each 5 ms, and what the keeper returned. The cache
 /// is full before, lent where it may be.
 fn beside(policy: Policy, min: u64, free: u64, taken: u64) -> (u64, u64) {
+    beside_with(None, policy, min, free, taken)
+}
+
+/// The same where it is all in a control group, on a host that has `plenty`.
+fn beside_with(
+    plenty: Option<Room>,
+    policy: Policy,
+    min: u64,
+    free: u64,
+    taken: u64,
+) -> (u64, u64) {
     let rig = Arc::new(Rig::of(64 * MIB, policy));
     rig.cache.set_min(min);
     let worker = Worker::start("recede", &rig.memory).unwrap();
@@ -60,8 +72,13 @@ fn beside(policy: Policy, min: u64, free: u64, taken: u64) -> (u64, u64) {
         fill(&io, &disk).await;
         let host = Host::new(free);
         let look = host.clone();
-        let mut keeper = Keeper::new(&rig.cache, Box::new(pages_taken))
-            .watching(Box::new(move || Some(*look.0.lock().unwrap())));
+        let mut keeper =
+            Keeper::new(&rig.cache, Box::new(pages_taken)).watching(Box::new(move |list| {
+                list.clear();
+                list.extend(plenty);
+                list.push(*look.0.lock().unwrap());
+                true
+            }));
         let mut now = rig.start;
         let mut step = |keeper: &mut Keeper, lend: bool| {
             now += if lend { Duration::from_millis(300) } else { Duration::from_millis(5) };
@@ -109,6 +126,15 @@ fn others_find_free_memory_and_the_rest_stays() {
     // 10 MiB are free, 20 are wanted: 10 are returned, and what would do for a moment more.
     let (held, receded) = beside(Policy::Elastic, 0, 10 * MIB, 20 * MIB);
     println!("{held} of {HELD} bytes are left, {receded} were returned");
+    assert!((10 * MIB - PIECE..=18 * MIB).contains(&receded), "{receded} bytes returned");
+    assert_eq!(held + receded, HELD);
+}
+
+#[test]
+fn neighbours_in_a_control_group_find_free_memory_on_a_host_that_has_plenty() {
+    let all = 8192 * MIB;
+    let plenty = Room { total: all, free: all / 2, available: all / 2, floor: MIB, behind: MIB };
+    let (held, receded) = beside_with(Some(plenty), Policy::Elastic, 0, 10 * MIB, 20 * MIB);
     assert!((10 * MIB - PIECE..=18 * MIB).contains(&receded), "{receded} bytes returned");
     assert_eq!(held + receded, HELD);
 }

@@ -66,6 +66,19 @@ pub(super) fn places(roots: &Roots) -> (Option<Place>, Option<Place>) {
     (v2, v1)
 }
 
+/// The own groups of both versions and those above them, each version from the own one upwards.
+pub(super) fn levels(roots: &Roots) -> Vec<(SourceKind, PathBuf)> {
+    let (v2, v1) = places(roots);
+    let list = |kind, place: Option<Place>| {
+        place
+            .map(|place| place.levels().map(|dir| (kind, dir.to_path_buf())).collect::<Vec<_>>())
+            .unwrap_or_default()
+    };
+    let mut all = list(SourceKind::CgroupV2, v2);
+    all.extend(list(SourceKind::CgroupV1, v1));
+    all
+}
+
 /// A figure in a small file; `None` if it is absent or not understood.
 pub(super) fn figure(path: &Path) -> Option<u64> {
     parse::size(&read(path, SMALL).ok()?)
@@ -73,7 +86,7 @@ pub(super) fn figure(path: &Path) -> Option<u64> {
 
 /// Which files say what, in one version.
 pub(super) struct Names {
-    used: &'static str,
+    pub(super) used: &'static str,
     limits: &'static [&'static str],
     /// Counters of limits met: `key value` lines in version 2, one figure in version 1.
     events: &'static str,

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::cgroup::{Names, Place, places};
+use super::cgroup::{Names, levels};
 use super::files::{Roots, SMALL, read};
 use super::host::total_and_available;
 use super::parse;
@@ -27,18 +27,6 @@ pub struct Limit {
     pub bytes: u64,
     /// What sets it.
     pub source: LimitSource,
-}
-
-fn levels(roots: &Roots) -> Vec<(SourceKind, PathBuf)> {
-    let (v2, v1) = places(roots);
-    let list = |kind, place: Option<Place>| {
-        place
-            .map(|place| place.levels().map(|dir| (kind, dir.to_path_buf())).collect::<Vec<_>>())
-            .unwrap_or_default()
-    };
-    let mut all = list(SourceKind::CgroupV2, v2);
-    all.extend(list(SourceKind::CgroupV1, v1));
-    all
 }
 
 /// The memory limit that applies: the least of all memory of the host, what it may promise where it is

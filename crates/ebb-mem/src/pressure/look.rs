@@ -1,4 +1,5 @@
-//! A look at the host's free memory, for owners who give back ahead of the kernel.
+//! A look at free memory, for owners who give back ahead of the kernel: the host's here, that of
+//! control groups in `rooms.rs`.
 //!
 //! The ladder asks whether memory is short; this says how much there is until the kernel begins to look
 //! for more by itself, which costs whoever allocates. One look reads one open file, some 10 µs.
@@ -10,18 +11,20 @@ use super::files::{LARGE, Roots, Watched, read};
 use super::host::not_understood;
 use super::parse;
 
-/// The host's memory at a moment, in bytes.
+/// Memory at a moment, in bytes: the host's, or what a control group may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Room {
-    /// All memory the kernel manages.
+    /// All memory the kernel manages, or the group's limit.
     pub total: u64,
-    /// Free memory.
+    /// Free memory: of a group, what it may use more.
     pub free: u64,
     /// Memory available without swapping; lent pages are part of it.
     pub available: u64,
     /// Free memory at which the kernel begins to reclaim: the zones' low watermarks, and what lower zones
-    /// keep for those who can use nothing else.
+    /// keep for those who can use nothing else. In a control group it begins at the limit: 0.
     pub floor: u64,
+    /// By so much these figures may be behind: the kernel sums up in batches, for each processor.
+    pub behind: u64,
 }
 
 impl Room {
@@ -47,6 +50,8 @@ pub struct HostLook {
     looks: u32,
 }
 
+/// One part in so many of all memory is what the host's figures may be behind.
+const BEHIND_SHARE: u64 = 1 << 14;
 /// The watermarks are read again after so many looks: a balloon, hotplug or an operator moves them.
 const FLOOR_EVERY: u32 = 100;
 
@@ -82,11 +87,13 @@ impl HostLook {
         }
         let text = self.meminfo.look()?;
         let value = |key| parse::meminfo(text, key).ok_or_else(not_understood);
+        let total = value("MemTotal")?;
         Ok(Room {
-            total: value("MemTotal")?,
+            total,
             free: value("MemFree")?,
             available: value("MemAvailable")?,
             floor: self.floor,
+            behind: total / BEHIND_SHARE,
         })
     }
 }
