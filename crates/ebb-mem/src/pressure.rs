@@ -13,7 +13,7 @@
 //! | level | sign | what an owner of memory answers |
 //! |---|---|---|
 //! | [`Level::L0`] calm | time passes | idle stock decays slowly, at each [`Cause::Decay`] |
-//! | [`Level::L1`] squeeze | first stall, free memory near its target, cgroup near `high`, a lost rewire | pools to 0 for a moment, zones to their working set, clean idle memory unwired |
+//! | [`Level::L1`] squeeze | first stall, free memory near its target, cgroup near `high` | pools to 0 for a moment, zones to their working set, clean idle memory unwired |
 //! | [`Level::L2`] drain | it goes on, or full stalls | zones to 0, cold clean buffers returned at once |
 //! | [`Level::L3`] last resort | next to no free memory | every worker once: its caches purged; caching off until calm |
 //!
@@ -23,8 +23,8 @@
 //! # What the sources see
 //! Every source is optional and probed at the start; the [`Report`] says which were found and why
 //! others were not. Pressure stall information (trigger and polled total, of the host and of the
-//! own cgroup), cgroup v2 and v1 files, systemd's `MEMORY_PRESSURE_WATCH`, free memory against the
-//! zones' watermarks, and the owner's own count of lost rewires.
+//! own cgroup), cgroup v2 and v1 files, systemd's `MEMORY_PRESSURE_WATCH`, and free memory
+//! against the zones' watermarks.
 //!
 //! # Invariants
 //! - One publisher: the type is not cloneable, and nothing else stores into the value.
@@ -61,7 +61,7 @@ pub use monitor::{Handle, Monitor, OnLostSource, Options, StartError};
 pub use report::{Finding, Report, SourceKind};
 pub use rooms::Rooms;
 pub use shared::{Pressure, Publisher, State, Subscription};
-pub use signals::{Cgroup, Host, Rewires, Signals, Stall, Watermarks};
+pub use signals::{Cgroup, Host, Signals, Stall, Watermarks};
 pub use systemd::Watch;
 pub use thresholds::{Thresholds, ThresholdsError};
 
@@ -168,12 +168,10 @@ pub enum Cause {
     CgroupNearLimit,
     /// The cgroup ran out of memory.
     CgroupOutOfMemory,
-    /// The kernel took a page that we had lent.
-    LostRewire,
 }
 
 impl Cause {
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 11] = [
         Self::Start,
         Self::Decay,
         Self::Easing,
@@ -185,7 +183,6 @@ impl Cause {
         Self::AvailableLow,
         Self::CgroupNearLimit,
         Self::CgroupOutOfMemory,
-        Self::LostRewire,
     ];
 
     /// Whether owners of memory are asked to act. False for [`Cause::Start`] and [`Cause::Easing`].
@@ -209,7 +206,6 @@ impl Cause {
             Self::AvailableLow => "little memory available",
             Self::CgroupNearLimit => "cgroup at its memory limit",
             Self::CgroupOutOfMemory => "cgroup out of memory",
-            Self::LostRewire => "the kernel took lent memory",
         }
     }
 

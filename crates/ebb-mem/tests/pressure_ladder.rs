@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use ebb_mem::pressure::{
-    Cause, Cgroup, Event, Host, Ladder, Level, Rewires, Signals, Stall, Thresholds, Watermarks,
+    Cause, Cgroup, Event, Host, Ladder, Level, Signals, Stall, Thresholds, Watermarks,
 };
 use proptest::prelude::*;
 
@@ -112,7 +112,6 @@ fn every_first_sign_leads_to_a_squeeze_and_no_further() {
     let cgroup = |cgroup| Signals { cgroup: Some(cgroup), ..plenty() };
     let near = Cgroup { used: Some(96 * MIB), limit: Some(100 * MIB), ..Cgroup::default() };
     let met = Cgroup { used: Some(MIB), limit: Some(100 * MIB), reclaims: 1, ..Cgroup::default() };
-    let lost = Signals { rewires: Rewires { kept: 0, lost: 1 }, ..plenty() };
     for (sign, cause) in [
         (notice(), Cause::Notice),
         (own_stall(1), Cause::Stall),
@@ -121,7 +120,6 @@ fn every_first_sign_leads_to_a_squeeze_and_no_further() {
         (memory(200, 100), Cause::AvailableLow),
         (cgroup(near), Cause::CgroupNearLimit),
         (cgroup(met), Cause::CgroupNearLimit),
-        (lost, Cause::LostRewire),
     ] {
         let mut script = Script::quiet(7);
         // The memory figures are a state and last; the others are passing.
@@ -184,11 +182,6 @@ fn stalls_of_the_host_need_a_second_sign_for_a_drain() {
     let low = Signals { host: Some(host(90, 100)), ..host_stall(5, 5) };
     confirmed.until(1_000, |_| low);
     assert!(!confirmed.events(Level::L2).is_empty());
-
-    let mut lost = Script::quiet(3);
-    let loses = Signals { rewires: Rewires { kept: 9, lost: 1 }, ..host_stall(5, 0) };
-    lost.until(1_000, |_| loses);
-    assert!(!lost.events(Level::L2).is_empty());
 }
 
 #[test]
@@ -441,14 +434,15 @@ fn signals() -> impl Strategy<Value = Signals> {
         (stall.clone(), stall),
         prop::option::of(host),
         prop::option::of(cgroup),
-        prop_oneof![Just((0u64, 0u64)), (0u64..200, 0u64..20), Just((u64::MAX, u64::MAX))],
     )
-        .prop_map(
-            |(injected, notices, (host_stall, own_stall), host, cgroup, (kept, lost))| {
-                let rewires = Rewires { kept, lost };
-                Signals { injected, notices, host_stall, own_stall, host, cgroup, rewires }
-            },
-        )
+        .prop_map(|(injected, notices, (host_stall, own_stall), host, cgroup)| Signals {
+            injected,
+            notices,
+            host_stall,
+            own_stall,
+            host,
+            cgroup,
+        })
 }
 
 proptest! {

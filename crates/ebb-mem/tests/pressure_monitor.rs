@@ -382,10 +382,9 @@ fn dev_null_turns_listening_off_but_not_the_hand() {
     assert_eq!(running.report.notes.len(), 1);
     fake.memory(1, 1);
     running.answers();
-    running.monitor.handle().rewired(0, 1);
+    running.monitor.handle().inject(Level::L1);
+    running.wait(Level::L1, Cause::Injected);
     running.wait(Level::L0, Cause::Easing);
-    running.monitor.handle().rewired(5, 1);
-    running.wait(Level::L1, Cause::LostRewire);
 }
 
 #[test]
@@ -407,20 +406,6 @@ fn a_watch_that_cannot_be_is_reported_with_its_reason() {
     let socket = fake.path("deaf");
     drop(UnixListener::bind(&socket).unwrap());
     assert!(problem(watch(&socket, None)).contains("refused"));
-}
-
-#[test]
-fn lost_rewires_wake_an_idle_monitor() {
-    let running = Fake::empty().start();
-    running.monitor.handle().rewired(1_000, 1);
-    running.wait(Level::L1, Cause::LostRewire);
-    // A share that matters goes on: the next level.
-    let until = Instant::now() + PATIENCE;
-    while running.monitor.pressure().level() < Level::L2 {
-        assert!(Instant::now() < until);
-        running.monitor.handle().rewired(50, 50);
-        std::thread::yield_now();
-    }
 }
 
 #[test]
@@ -460,7 +445,6 @@ fn a_callback_may_drop_the_monitor() {
     told.recv_timeout(PATIENCE).unwrap();
     // Nobody listens any more, and nobody minds.
     handle.inject(Level::L1);
-    handle.rewired(1, 1);
 }
 
 #[test]

@@ -13,7 +13,8 @@ const ROUNDS: u64 = 100_000;
 /// What publication number `n` says: readers can tell any mixture of two.
 fn said(n: u64) -> (Level, Cause) {
     let level = Level::ALL[usize::try_from(n % 4).unwrap()];
-    let causes = [Cause::Stall, Cause::Notice, Cause::LostRewire, Cause::Easing, Cause::Injected];
+    let causes =
+        [Cause::Stall, Cause::Notice, Cause::CgroupNearLimit, Cause::Easing, Cause::Injected];
     (level, causes[usize::try_from(n % 5).unwrap()])
 }
 

@@ -36,24 +36,17 @@ enum Kind {
     Free,
     Available,
     Cgroup,
-    Loss,
     Notice,
 }
 
-const KINDS: usize = 7;
+const KINDS: usize = 6;
 
 /// Two kinds of which each confirms the other.
-const PAIRS: [(Kind, Kind); 10] = [
+const PAIRS: [(Kind, Kind); 4] = [
     (Kind::HostStall, Kind::Available),
-    (Kind::HostStall, Kind::Loss),
     (Kind::Notice, Kind::Available),
-    (Kind::Notice, Kind::Loss),
     (Kind::Available, Kind::Free),
-    (Kind::Available, Kind::Loss),
-    (Kind::Free, Kind::Loss),
     (Kind::OwnStall, Kind::Cgroup),
-    (Kind::OwnStall, Kind::Loss),
-    (Kind::Cgroup, Kind::Loss),
 ];
 
 #[derive(Clone, Copy)]
@@ -86,8 +79,6 @@ pub struct Ladder {
     host_full: Window,
     own_some: Window,
     own_full: Window,
-    kept: Window,
-    lost: Window,
     seen: [Option<Instant>; KINDS],
     dampers: [Damper; KINDS],
     free: Edge,
@@ -127,8 +118,6 @@ impl Ladder {
             host_full: window,
             own_some: window,
             own_full: window,
-            kept: window,
-            lost: window,
             seen: [None; KINDS],
             dampers: [damper; KINDS],
             free: Edge::default(),
@@ -208,8 +197,6 @@ impl Ladder {
             (&mut self.host_full, micros(s.host_stall.full)),
             (&mut self.own_some, micros(s.own_stall.some)),
             (&mut self.own_full, micros(s.own_stall.full)),
-            (&mut self.kept, s.rewires.kept),
-            (&mut self.lost, s.rewires.lost),
         ] {
             window.add(now, amount);
         }
@@ -224,7 +211,6 @@ impl Ladder {
             (Kind::Free, host.is_some() && self.free.inside),
             (Kind::Available, host.is_some_and(|h| h.available.is_some()) && self.available.inside),
             (Kind::Cgroup, cgroup),
-            (Kind::Loss, s.rewires.lost > 0),
             (Kind::Notice, s.notices > 0),
         ] {
             if here {
@@ -300,7 +286,6 @@ impl Ladder {
             |kind: Kind| self.seen[index(kind)].is_some_and(|at| since(now, at) <= self.t.window);
         // In the order of what they say.
         let named = [
-            (Kind::Loss, Cause::LostRewire),
             (Kind::OwnStall, Cause::Stall),
             (Kind::HostStall, Cause::Stall),
             (Kind::Notice, Cause::Notice),
@@ -321,13 +306,6 @@ impl Ladder {
         let strong = micros(self.t.strong_stall);
         if !s.own_stall.some.is_zero() && self.own_some.sum(now) >= strong {
             return Some(Cause::Stall);
-        }
-        if s.rewires.lost > 0 {
-            let lost = self.lost.sum(now);
-            let all = lost.saturating_add(self.kept.sum(now));
-            if all >= self.t.loss_samples && lost >= share(all, self.t.loss) {
-                return Some(Cause::LostRewire);
-            }
         }
         if let Some(Host { total: total @ 1.., available: Some(available), .. }) = s.host {
             if available <= share(total, self.t.available_drain) {
@@ -350,7 +328,6 @@ impl Ladder {
         }
         let reclaims = s.cgroup.is_some_and(|c| c.reclaims > 0);
         let present = [
-            (Kind::Loss, true, Cause::LostRewire),
             (Kind::Cgroup, reclaims || self.cgroup.unanswered, Cause::CgroupNearLimit),
             (Kind::Available, self.available.unanswered, Cause::AvailableLow),
             (Kind::Free, self.free.unanswered, Cause::FreeNearTarget),
@@ -476,7 +453,7 @@ impl Ladder {
 
 /// Signs of the own process or cgroup: no other daemon sees the same one.
 fn local(cause: Cause) -> bool {
-    matches!(cause, Cause::LostRewire | Cause::CgroupNearLimit | Cause::CgroupOutOfMemory)
+    matches!(cause, Cause::CgroupNearLimit | Cause::CgroupOutOfMemory)
 }
 
 fn index(kind: Kind) -> usize {
@@ -486,7 +463,6 @@ fn index(kind: Kind) -> usize {
         Kind::Free => 2,
         Kind::Available => 3,
         Kind::Cgroup => 4,
-        Kind::Loss => 5,
-        Kind::Notice => 6,
+        Kind::Notice => 5,
     }
 }

@@ -7,7 +7,7 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -21,7 +21,7 @@ use super::psi::{self, Whose};
 use super::report::{Finding, Report, SourceKind};
 use super::sampler::{BUSY, FAST, Sampler};
 use super::shared::{Pressure, Publisher};
-use super::signals::{Rewires, Signals};
+use super::signals::Signals;
 use super::source::Source;
 use super::systemd::{Systemd, Watch};
 use super::{Ladder, Level, Thresholds, ThresholdsError};
@@ -104,10 +104,6 @@ struct Inner {
     wake: OwnedFd,
     /// A level asked for by hand, plus one; 0 for none.
     injected: AtomicU8,
-    kept: AtomicU64,
-    lost: AtomicU64,
-    /// A lost page has woken the thread already.
-    told: AtomicBool,
     stop: AtomicBool,
     report: Mutex<Report>,
 }
@@ -130,21 +126,6 @@ impl Handle {
     pub fn inject(&self, level: Level) {
         self.0.injected.store(level.number() + 1, Ordering::Release);
         self.0.wake();
-    }
-
-    /// Counts pages that were lent and are wanted back: how many were still there, and how many
-    /// the kernel had taken. Two atomic additions; the first lost page since the monitor last
-    /// looked also wakes it.
-    pub fn rewired(&self, kept: u64, lost: u64) {
-        if kept > 0 {
-            self.0.kept.fetch_add(kept, Ordering::Relaxed);
-        }
-        if lost > 0 {
-            self.0.lost.fetch_add(lost, Ordering::Release);
-            if !self.0.told.swap(true, Ordering::AcqRel) {
-                self.0.wake();
-            }
-        }
     }
 }
 
@@ -191,9 +172,6 @@ impl Monitor {
         let inner = Arc::new(Inner {
             wake,
             injected: AtomicU8::new(0),
-            kept: AtomicU64::new(0),
-            lost: AtomicU64::new(0),
-            told: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             report: Mutex::new(report.clone()),
         });
@@ -204,7 +182,6 @@ impl Monitor {
             sampler: Sampler::new(),
             publisher,
             on_lost_source: options.on_lost_source,
-            told_at: now,
         };
         let thread = std::thread::Builder::new()
             .name("ebb-pressure".into())
@@ -220,7 +197,7 @@ impl Monitor {
         self.pressure.clone()
     }
 
-    /// To inject levels and to count rewires.
+    /// To inject levels.
     #[must_use]
     pub fn handle(&self) -> Handle {
         Handle(Arc::clone(&self.inner))
@@ -350,8 +327,6 @@ struct Worker {
     sampler: Sampler,
     publisher: Publisher,
     on_lost_source: Option<OnLostSource>,
-    /// When lost pages last got leave to wake the thread again.
-    told_at: Instant,
 }
 
 impl Worker {
@@ -432,14 +407,6 @@ impl Worker {
         if let Some((at, reason)) = lost {
             self.lose(at, &reason);
         }
-        if now.duration_since(self.told_at) >= FAST {
-            self.told_at = now;
-            self.inner.told.store(false, Ordering::Release);
-        }
-        signals.rewires = Rewires {
-            lost: self.inner.lost.swap(0, Ordering::Acquire),
-            kept: self.inner.kept.swap(0, Ordering::Relaxed),
-        };
         signals.injected = self
             .inner
             .injected
@@ -469,7 +436,6 @@ impl Worker {
         let moved = signals.notices > 0
             || !signals.host_stall.some.is_zero()
             || !signals.own_stall.some.is_zero()
-            || signals.rewires.lost > 0
             || signals.cgroup.is_some_and(|cgroup| cgroup.reclaims > 0);
         let alert = self.ladder.alert();
         let thresholds = self.ladder.thresholds();

@@ -53,15 +53,6 @@ pub struct Cgroup {
     pub under_oom: bool,
 }
 
-/// The fate of pages lent to the kernel and asked back since the last look.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Rewires {
-    /// Pages that were still there.
-    pub kept: u64,
-    /// Pages the kernel had taken.
-    pub lost: u64,
-}
-
 /// All that was seen since the last look. A default value says: nothing seen, nothing known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signals {
@@ -77,6 +68,4 @@ pub struct Signals {
     pub host: Option<Host>,
     /// The own memory cgroup, if there is one.
     pub cgroup: Option<Cgroup>,
-    /// Lent pages asked back.
-    pub rewires: Rewires,
 }

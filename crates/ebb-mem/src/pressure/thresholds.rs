@@ -5,7 +5,7 @@ use std::time::Duration;
 /// When the ladder steps. Times are lengths; shares are in permille (thousandths).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Thresholds {
-    /// Length of the windows over which stalls and rewires are summed; 10 ms to 60 s. Default 1 s,
+    /// Length of the windows over which stalls are summed; 10 ms to 60 s. Default 1 s,
     /// between the shortest window of a pressure trigger (500 ms) and the one for everybody (2 s).
     pub window: Duration,
     /// Stall time per window that is a first sign (L1). Default 1 ms: below it, strays are seen
@@ -34,11 +34,6 @@ pub struct Thresholds {
     pub available_fall: u32,
     /// Share of the cgroup's limit from which it is near (L1). Default 950.
     pub cgroup_near: u32,
-    /// Share of rewires lost per window that counts towards L2. Default 100; a single lost one is
-    /// a first sign (L1).
-    pub loss: u32,
-    /// Rewires per window below which their share says nothing. Default 64, one batch.
-    pub loss_samples: u64,
     /// How long after the first event a second one says "it goes on". Default 100 ms: time for the
     /// first answer to show.
     pub again_after: Duration,
@@ -84,8 +79,6 @@ impl Default for Thresholds {
             available_last: 20,
             available_fall: 10,
             cgroup_near: 950,
-            loss: 100,
-            loss_samples: 64,
             again_after: Duration::from_millis(100),
             herd_delay: Duration::from_millis(20),
             hint_gap: Duration::from_secs(1),
@@ -138,8 +131,6 @@ impl Thresholds {
             ),
             ("available_fall", self.available_fall > 0, "must be above 0"),
             ("cgroup_near", (500..=1000).contains(&self.cgroup_near), "must be 500 to 1000"),
-            ("loss", (1..=1000).contains(&self.loss), "must be 1 to 1000"),
-            ("loss_samples", self.loss_samples > 0, "must be above 0"),
             ("again_after", self.again_after <= ms(10_000), "must be 10 s or less"),
             ("herd_delay", self.herd_delay <= ms(50), "must be 50 ms or less"),
             ("hint_gap", self.hint_gap >= ms(100), "must be 100 ms or more"),
