@@ -1,0 +1,104 @@
+//! A neighbour in the daemon's own control group, in a guest that has plenty: the cache gives way there
+//! as it does on a host that is short of memory.
+
+use std::fmt::Write as _;
+use std::path::Path;
+use testbed::binary::{self, Build};
+use testbed::guest::{Guest, Outcome};
+use testbed::{Error, Result, check};
+
+const MIB: u64 = 1 << 20;
+/// What daemon and neighbour may use together, and what the neighbour takes of it.
+const LIMIT: u64 = 256 * MIB;
+const TAKEN: u64 = 192 * MIB;
+/// Each is read for 4 MiB.
+const VOLUMES: u32 = 40;
+
+/// The store has no memory of its own (`null_blk`, direct I/O). The neighbour's memory is a file in memory, 2 MiB
+/// at a time; there is no swap.
+const BESIDE: &str = r#"
+mount -t cgroup2 none /sys/fs/cgroup
+echo +memory >/sys/fs/cgroup/cgroup.subtree_control
+group=/sys/fs/cgroup/both
+mkdir $group
+echo 256M >$group/memory.max
+(
+    echo 0 >$group/cgroup.procs
+    exec ebbd serve --listen unix:/tmp/nbd.sock --control /tmp/control.sock $volumes 2>/tmp/log
+) &
+pid=$!
+i=0
+until grep -q ready /tmp/log; do
+    [ $i -lt 600 ] || { cat /tmp/log; exit 1; }
+    i=$((i + 1))
+    usleep 50000
+done
+stat() { ebbd stat --json --control /tmp/control.sock | tr -d '\n'; }
+event() { sed -n "s/^$1 //p" $group/$2; }
+guest-pressure fill /tmp/nbd.sock 40
+# Long enough for the daemon to lend what is not used.
+sleep 4
+say before $(stat)
+lazily=$(event pglazyfreed memory.stat)
+met=$(event max memory.events)
+(
+    echo 0 >$group/cgroup.procs
+    i=0
+    while [ $i -lt 96 ]; do
+        dd if=/dev/zero of=/tmp/taken bs=1M count=2 seek=$((2 * i)) conv=notrunc 2>/dev/null
+        usleep 20000
+        i=$((i + 1))
+    done
+)
+say after $(stat)
+say lazily $(($(event pglazyfreed memory.stat) - lazily))
+say met $(($(event max memory.events) - met))
+say oom $(event oom memory.events)
+kill $pid
+wait $pid
+"#;
+
+fn cache(outcome: &Outcome, key: &str, figure: &str) -> Result<u64> {
+    let stat: serde_json::Value = serde_json::from_str(outcome.answer(key)?)
+        .map_err(|e| outcome.unexpected(&format!("JSON ({e})")))?;
+    let value = stat["cache"][figure].as_u64();
+    value.ok_or_else(|| outcome.unexpected(&format!("{figure} in {stat:#}")))
+}
+
+#[test]
+fn the_cache_gives_way_to_a_neighbour_in_its_control_group() -> Result {
+    let mut volumes = String::new();
+    for n in 0..VOLUMES {
+        let volume = format!("v{n}=file:/dev/nullb0,read-only=true,direct=on,cache=writethrough");
+        write!(volumes, " --volume {volume}").map_err(|e| Error::unexpected(e.to_string()))?;
+    }
+    let script = format!("volumes='{volumes}'\n{BESIDE}");
+    let outcome = Guest::new(script)
+        .program_as(&binary::ebbd(Build::AsTests)?, "ebbd")
+        .program_as(Path::new(env!("CARGO_BIN_EXE_guest-pressure")), "guest-pressure")
+        .processors(1)
+        .memory_mib(1024)
+        .module("null_blk")
+        .ok()?;
+    let full = cache(&outcome, "before", "bufspace_bytes")?;
+    let left = cache(&outcome, "after", "bufspace_bytes")?;
+    let receded = cache(&outcome, "after", "receded_bytes")?;
+    let count = |key| -> Result<u64> {
+        let text = outcome.answer(key)?;
+        text.parse().map_err(|_| outcome.unexpected(&format!("a number for {key}, not {text}")))
+    };
+    let (lazily, met) = (count("lazily")? * 4096, count("met")?);
+    println!(
+        "of {} MiB {} are left, {} were returned; the kernel took {} by itself, and met the limit {met} times",
+        full / MIB,
+        left / MIB,
+        receded / MIB,
+        lazily / MIB
+    );
+    check(full + TAKEN > LIMIT, || format!("{full} bytes cached leave the neighbour its own"))?;
+    check(left + TAKEN <= LIMIT, || format!("{left} bytes are left beside the neighbour"))?;
+    check(count("oom")? == 0, || outcome.unexpected("memory enough").to_string())?;
+    // The host has plenty: whoever looks there only returns nothing.
+    check(receded >= MIB, || outcome.unexpected("memory returned ahead").to_string())?;
+    check(lazily <= TAKEN / 8, || format!("the kernel had to take {lazily} bytes by itself"))
+}
