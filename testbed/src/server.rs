@@ -269,6 +269,16 @@ impl Server {
         Ok(())
     }
 
+    /// Starts a successor beside the daemon, which is ending; that one is returned.
+    ///
+    /// # Errors
+    /// As [`Server::restart`].
+    pub fn succeed(&mut self) -> Result<Child> {
+        let old = self.child.take().ok_or_else(|| Error::unexpected("not running"))?;
+        self.restart()?;
+        Ok(old)
+    }
+
     /// Sends a signal to the daemon.
     ///
     /// # Errors

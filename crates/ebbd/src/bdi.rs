@@ -45,7 +45,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// What makes two volumes share a backing device.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Key {
+pub enum DeviceKey {
     /// As the configuration names it.
     Named(String),
     /// A disk, by the number of its device.
@@ -56,39 +56,36 @@ enum Key {
     Own(String),
 }
 
-impl Key {
-    fn of(name: &str, config: &VolumeConfig) -> Key {
+impl DeviceKey {
+    /// That of a volume; may block as long as its file system does.
+    pub(crate) fn of(name: &str, config: &VolumeConfig) -> DeviceKey {
         if let Some(bdi) = &config.bdi {
-            return Key::Named(bdi.clone());
+            return DeviceKey::Named(bdi.clone());
         }
         match &config.store {
             StoreUri::File(path) => match std::fs::metadata(path) {
                 Ok(found) => {
                     let own = if found.rdev() != 0 { found.rdev() } else { found.dev() };
-                    Key::Disk(whole_disk(Path::new("/sys/dev/block"), own))
+                    DeviceKey::Disk(whole_disk(Path::new("/sys/dev/block"), own))
                 }
-                Err(_) => Key::Own(name.to_owned()),
+                Err(_) => DeviceKey::Own(name.to_owned()),
             },
-            StoreUri::Nbd(options) => Key::Server(options.address.to_string()),
-            StoreUri::Memory(_) | StoreUri::Null(_) => Key::Own(name.to_owned()),
+            StoreUri::Nbd(options) => DeviceKey::Server(options.address.to_string()),
+            StoreUri::Memory(_) | StoreUri::Null(_) => DeviceKey::Own(name.to_owned()),
         }
     }
 
-    fn text(&self) -> String {
+    /// What volumes with the same backing device have in common: its name.
+    pub(crate) fn text(&self) -> String {
         match self {
-            Key::Named(name) => name.clone(),
-            Key::Disk(device) => {
+            DeviceKey::Named(name) => name.clone(),
+            DeviceKey::Disk(device) => {
                 format!("{}:{}", rustix::fs::major(*device), rustix::fs::minor(*device))
             }
-            Key::Server(address) => address.clone(),
-            Key::Own(volume) => format!("volume {volume}"),
+            DeviceKey::Server(address) => address.clone(),
+            DeviceKey::Own(volume) => format!("volume {volume}"),
         }
     }
-}
-
-/// What volumes with the same backing device have in common: its name.
-pub(crate) fn device_name(volume: &str, config: &VolumeConfig) -> String {
-    Key::of(volume, config).text()
 }
 
 /// The disk a partition is on, or the only one a mapped device is made of; else the device itself.
@@ -156,7 +153,7 @@ impl Device {
 /// All backing devices.
 pub(crate) struct Bdis {
     writeback: Mutex<Writeback>,
-    devices: Mutex<BTreeMap<Key, Weak<Device>>>,
+    devices: Mutex<BTreeMap<DeviceKey, Weak<Device>>>,
     /// Nothing is dirty: the keeper sleeps long.
     idle: AtomicBool,
     cache: Arc<Cache>,
@@ -257,16 +254,15 @@ impl Bdis {
         self.nanos(ebb_mem::clock::now())
     }
 
-    /// The control of a volume, on its backing device.
+    /// The control of a volume, on its backing device `key`.
     ///
     /// # Errors
     /// There are too many devices, or too many volumes on this one.
     pub(crate) fn control(
         self: &Arc<Self>,
-        config: &VolumeConfig,
+        key: DeviceKey,
         cache: &Arc<VolumeCache>,
     ) -> Result<Arc<dyn ebb_cache::Control>, Error> {
-        let key = Key::of(cache.name(), config);
         let settings = self.parameters.bdi_arrives(&key.text());
         let mut devices = lock(&self.devices);
         devices.retain(|_, device| device.strong_count() > 0);

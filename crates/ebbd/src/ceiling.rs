@@ -15,10 +15,13 @@ pub(crate) fn apportion(config: &Config, memory: &Memory) {
     memory.shares().set_total(if writeback { ceiling / 8 * 3 } else { ceiling / 4 * 3 });
 }
 
-/// Says if the limits of clients promise more than there is, once the volumes have their shares.
-pub(crate) fn tell(config: &Config, memory: &Memory) {
+/// Says if the limits of clients promise more than there is, once the volumes have their shares; `told` has what was
+/// said last, which is not said again.
+pub(crate) fn tell(config: &Config, memory: &Memory, told: &mut Vec<Finding>) {
     let shares = memory.shares();
-    for finding in findings(&config.nbd, shares.total(), shares.reserve()) {
+    let found = findings(&config.nbd, shares.total(), shares.reserve());
+    let before = std::mem::replace(told, found);
+    for finding in told.iter().filter(|finding| !before.contains(finding)) {
         match finding {
             Finding::Note(text) => tracing::info!("{text}"),
             Finding::Warning(text) => tracing::warn!("{text}"),
@@ -26,8 +29,9 @@ pub(crate) fn tell(config: &Config, memory: &Memory) {
     }
 }
 
-#[derive(Debug)]
-enum Finding {
+/// What the operator should know.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Finding {
     Note(String),
     Warning(String),
 }

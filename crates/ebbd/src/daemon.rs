@@ -22,7 +22,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::answers;
 use crate::cli::ServeArgs;
-use crate::config::{Choice, Config, IdleMemory, LogLevel, Nbd, Tls};
+use crate::config::{Choice, Config, ConfigError, IdleMemory, LogLevel, Nbd, Tls};
 use crate::control::{Control, Shared, Web};
 use crate::engine::{Engine, HelperThreads, Parts, Phase, Report};
 use crate::listener::{self, Listener};
@@ -50,8 +50,16 @@ enum Event {
     Signal(i32),
     /// The engine has started.
     Started,
+    /// The configuration file was read again.
+    Loaded(Box<Result<Loaded, ConfigError>>),
     Reloaded,
     Stopped(Report),
+}
+
+/// What a reload reads.
+struct Loaded {
+    config: Config,
+    tls: anyhow::Result<Option<ServerTls>>,
 }
 
 struct Daemon {
@@ -450,7 +458,7 @@ impl Daemon {
         self.events.recv().context("the threads of the daemon have ended")
     }
 
-    /// Opens the volumes; false if told to stop meanwhile.
+    /// Opens the volumes; false if told to stop meanwhile. A reload that is asked for meanwhile comes next.
     fn start(&self, config: &Config) -> anyhow::Result<bool> {
         let patience = (!self.args.strict).then_some(START_PATIENCE);
         let config = config.clone();
@@ -458,13 +466,19 @@ impl Daemon {
             engine.start(&io, config, patience).await;
             Event::Started
         });
+        let mut reload = false;
         loop {
             match self.next_event()? {
-                Event::Signal(SIGHUP) => {}
+                Event::Signal(SIGHUP) => reload = true,
                 Event::Signal(_) => return Ok(false),
-                _ => return Ok(true),
+                _ => break,
             }
         }
+        if reload {
+            // The receiver is here.
+            let _ = self.teller.send(Event::Signal(SIGHUP));
+        }
+        Ok(true)
     }
 
     fn say_ready(&self) {
@@ -482,19 +496,22 @@ impl Daemon {
     }
 
     fn run(self, listeners: Vec<Listener>) -> anyhow::Result<()> {
-        let (mut reloading, mut again) = (false, false);
+        let (mut reading, mut again) = (false, false);
         loop {
             match self.next_event()? {
-                Event::Signal(SIGHUP) if reloading => again = true,
-                Event::Signal(SIGHUP) => reloading = self.reload(),
-                Event::Signal(_) => return self.stop(listeners),
-                Event::Reloaded => {
-                    reloading = false;
-                    if std::mem::take(&mut again) {
-                        reloading = self.reload();
-                    }
+                Event::Signal(SIGHUP) if reading => {
+                    tracing::info!(
+                        "the configuration file is still being read: it is read again after that"
+                    );
+                    again = true;
                 }
-                Event::Started | Event::Stopped(_) => {}
+                Event::Signal(SIGHUP) => reading = self.read_configuration(),
+                Event::Signal(_) => return self.stop(listeners),
+                Event::Loaded(loaded) => {
+                    self.reload(*loaded);
+                    reading = std::mem::take(&mut again) && self.read_configuration();
+                }
+                Event::Started | Event::Reloaded | Event::Stopped(_) => {}
             }
         }
     }
@@ -532,18 +549,36 @@ impl Daemon {
         anyhow::bail!("{} volume(s) could not be flushed: {}", list.len(), list.join("; "))
     }
 
-    /// Reads the configuration again and begins to do what can be done while running; whether there is something to
-    /// do. What is wrong with it is logged, and the old one stays in force.
-    fn reload(&self) -> bool {
-        let overrides = self.args.overrides(self.inherited);
-        let new = match Config::load(self.args.config.as_deref(), &overrides) {
-            Ok(new) => new,
+    /// Begins to read the configuration again, on a thread of its own: the file system it is on may hang, and a stop
+    /// does not wait for it. False if there is no such thread.
+    fn read_configuration(&self) -> bool {
+        let (path, overrides) = (self.args.config.clone(), self.args.overrides(self.inherited));
+        let (nbd, teller) = (self.nbd.clone(), self.teller.clone());
+        let read = move || {
+            let loaded = Config::load(path.as_deref(), &overrides)
+                .map(|config| Loaded { config, tls: tls_context(&nbd) });
+            // Nobody listens any more when the process ends.
+            let _ = teller.send(Event::Loaded(Box::new(loaded)));
+        };
+        let thread = std::thread::Builder::new().name("ebbd-config".into());
+        if let Err(error) = thread.spawn(read) {
+            tracing::error!(%error, "not reloaded, for there is no thread to read the file: raise TasksMax");
+            return false;
+        }
+        true
+    }
+
+    /// Begins to do what can be done while running. What is wrong with the configuration is logged, and the old one
+    /// stays in force.
+    fn reload(&self, loaded: Result<Loaded, ConfigError>) {
+        let Loaded { config: new, tls } = match loaded {
+            Ok(loaded) => loaded,
             Err(error) => {
                 tracing::error!("not reloaded, the old configuration stays: {error}");
-                return false;
+                return;
             }
         };
-        match tls_context(&self.nbd) {
+        match tls {
             Ok(context) => self.server.set_tls_context(context),
             Err(error) => tracing::error!("the old TLS keys stay: {error:#}"),
         }
@@ -553,6 +588,5 @@ impl Daemon {
             tracing::info!(volumes, "reloaded");
             Event::Reloaded
         });
-        true
     }
 }

@@ -14,6 +14,7 @@
 //!   withdrawn and cannot be written is tried again until it can, or until the stop lists it.
 
 mod change;
+mod claims;
 mod open;
 mod slot;
 mod stop;
@@ -33,23 +34,27 @@ use ebb_export_xen::XenParameters;
 use ebb_io::{Io, Signal, WorkerHandle};
 use ebb_mem::Memory;
 use ebb_mem::pressure::State;
-use ebb_store::{Resize, ResizeError};
 use ebb_volume::{Stop, Volume};
 use futures_lite::future::or;
 
-pub use self::open::{Comparing, HelperThreads, Opener, Opening};
+pub use self::claims::{Claim, Claims};
+pub use self::open::{Comparing, HelperThreads, Opened, Opener, Opening};
 pub use self::slot::{Failure, Phase, VolumeState};
 pub use self::stop::{Report, Unflushed};
-use crate::bdi::Bdis;
+use crate::bdi::{Bdis, DeviceKey};
+use crate::ceiling::Finding;
 use crate::config::{CacheMode, Config, VolumeConfig};
 use crate::guests::Guests;
 use crate::params::Parameters;
 use crate::stores::{StoreError, make_volume};
-use slot::Slot;
+use change::Reloads;
+use slot::{Claimed, Slot};
 
 /// The first pause before a store that could not be opened is tried again, and the longest.
 const RETRY_FIRST: Duration = Duration::from_secs(1);
 const RETRY_MOST: Duration = Duration::from_secs(60);
+/// How often one that waits for the file of a volume that leaves it looks whether that still does.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// What an engine is made of.
 pub struct Parts {
@@ -84,7 +89,11 @@ pub struct Engine {
     guests: Guests,
     config: Mutex<Option<Config>>,
     slots: Mutex<BTreeMap<String, Arc<Slot>>>,
+    claims: Arc<Claims>,
     reloading: async_lock::Mutex<()>,
+    reloads: Reloads,
+    /// What was said of limits that do not fit.
+    told: Mutex<Vec<Finding>>,
     stopping: Stop,
     deadline: stop::Deadline,
 }
@@ -141,7 +150,10 @@ impl Engine {
             guests: Guests::default(),
             config: Mutex::default(),
             slots: Mutex::default(),
+            claims: Arc::default(),
             reloading: async_lock::Mutex::default(),
+            reloads: Reloads::default(),
+            told: Mutex::default(),
             stopping: Stop::default(),
             deadline: stop::Deadline::default(),
         }))
@@ -196,7 +208,7 @@ impl Engine {
         or(tried.over(), or(self.stopping.wait(), patience)).await;
         self.bdis.settle();
         if let Some(config) = &*lock(&self.config) {
-            crate::ceiling::tell(config, self.cache.memory());
+            crate::ceiling::tell(config, self.cache.memory(), &mut lock(&self.told));
         }
     }
 
@@ -211,7 +223,7 @@ impl Engine {
             let mut pause = RETRY_FIRST;
             while let Some(config) = slot.wanted() {
                 let opened = or(
-                    async { Some(engine.open(slot.name(), &config).await) },
+                    async { Some(engine.open(&on, slot.name(), &config).await) },
                     or(engine.stopped(), async {
                         current.wait().await;
                         None
@@ -271,7 +283,7 @@ impl Engine {
     }
 
     /// Offers a volume of `slot`, unless its opening was cancelled.
-    fn offer(&self, slot: &Slot, current: &Arc<Stop>, volume: Arc<Volume>, config: VolumeConfig) {
+    fn offer(&self, slot: &Slot, current: &Arc<Stop>, volume: Claimed, config: VolumeConfig) {
         let name = slot.name().to_owned();
         let add = |volume: &Arc<Volume>| {
             self.server.add(volume.clone(), self.parameters.pool(Some(&name)));
@@ -286,25 +298,58 @@ impl Engine {
         }
     }
 
+    /// Opens a volume. If another one is about to leave its file, that is waited for.
+    async fn open(
+        &self,
+        io: &Io,
+        name: &str,
+        config: &VolumeConfig,
+    ) -> Result<Claimed, StoreError> {
+        let deadline = ebb_mem::clock::now() + self.drain;
+        loop {
+            let (error, other, gone) = match self.open_now(name, config).await {
+                Err(StoreError::SameFile { store, other, gone }) => {
+                    let (leaving, left) = (other.clone(), gone.clone());
+                    (StoreError::SameFile { store, other, gone }, leaving, left)
+                }
+                outcome => return outcome,
+            };
+            while !gone.is_stopped() {
+                if !self.is_leaving(&other) || ebb_mem::clock::now() >= deadline {
+                    return Err(error);
+                }
+                or(gone.wait(), io.sleep(LOOK)).await;
+            }
+        }
+    }
+
+    /// Whether a volume is being withdrawn, or will be to become what is wanted of it.
+    fn is_leaving(&self, name: &str) -> bool {
+        let slot = lock(&self.slots).get(name).cloned();
+        slot.is_none_or(|slot| slot.is_leaving())
+    }
+
     /// Opens a store and makes a volume of it, which is written back if its cache is.
-    async fn open(&self, name: &str, config: &VolumeConfig) -> Result<Arc<Volume>, StoreError> {
-        let store = self.opener.open(name, config).await?;
-        let volume = make_volume(name, config, store, &self.cache)?;
-        self.start_writeback(config, &volume).await?;
-        Ok(volume)
+    async fn open_now(&self, name: &str, config: &VolumeConfig) -> Result<Claimed, StoreError> {
+        let opened = self.opener.open(name, config, &self.claims).await?;
+        let Opened { store, claim, device } = opened;
+        let volume = make_volume(name, config, store, &device.text(), &self.cache)?;
+        self.start_writeback(config, device, &volume).await?;
+        Ok(Claimed { volume, claim })
     }
 
     /// Has a volume with a writeback cache written back, on one of the workers; others stay as they are.
     async fn start_writeback(
         &self,
         config: &VolumeConfig,
+        device: DeviceKey,
         volume: &Arc<Volume>,
     ) -> Result<(), StoreError> {
         let Some(cache) = volume.cache().filter(|_| config.cache == CacheMode::Writeback) else {
             return Ok(());
         };
         debug_assert_eq!(volume.cache_mode(), Mode::Writeback);
-        let control = self.bdis.control(config, cache)?;
+        let control = self.bdis.control(device, cache)?;
         let turn = self.next_worker.fetch_add(1, Ordering::Relaxed);
         let Some(worker) = self.workers.get(turn % self.workers.len().max(1)) else {
             return Ok(());
@@ -318,20 +363,6 @@ impl Engine {
         // A worker that has ended writes nothing back any more.
         let _ = started.await;
         Ok(())
-    }
-
-    /// Gives a volume another size; the size, bytes.
-    ///
-    /// # Errors
-    /// Those of [`Volume::resize`]; `None` if no volume of that name is served.
-    pub async fn resize(
-        &self,
-        io: &Io,
-        name: &str,
-        order: Resize,
-    ) -> Option<Result<u64, ResizeError>> {
-        let volume = self.server.volume(name)?;
-        Some(volume.resize(io, order).await)
     }
 
     /// Whether a volume is not served and will be: it is being opened, or tried again.

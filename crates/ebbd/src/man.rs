@@ -347,7 +347,8 @@ fn signals(roff: &mut Roff) {
         roff,
         vec![bold("SIGTERM"), roman(", "), bold("SIGINT")],
         "Finish the requests under way, write and flush each volume as soon as its own are over, and \
-         exit with status 0; or with 1, and a list, if some could not be flushed within --drain. The \
+         exit with status 0; or with 1, and a list, if some could not be flushed within --drain. Writes \
+         under way on a dead store were never acknowledged and do not count. The \
          same again leaves 3 seconds for what can still be written; a third time ends at once.",
     );
     entry(
@@ -357,7 +358,7 @@ fn signals(roff: &mut Roff) {
          their requests and go; the log level and the limits change. A parameter that was set with \
          ebbd-set(1) stays, unless the file says something else about it than before. What needs a \
          restart is said in the log. A file with a mistake changes nothing; a volume whose new store \
-         cannot be opened is served as before.",
+         cannot be opened is served as before. During the start it is remembered.",
     );
 }
 

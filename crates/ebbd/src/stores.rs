@@ -8,7 +8,7 @@ use ebb_cache::{Cache, Mode};
 use ebb_store::{
     FileStore, MemoryStore, NbdError, NbdStore, NullStore, OpenError, OpenOptions, Store,
 };
-use ebb_volume::{Volume, VolumeOptions};
+use ebb_volume::{Stop, Volume, VolumeOptions};
 
 use crate::config::{CacheMode, Direct, StoreUri, VolumeConfig};
 
@@ -31,6 +31,19 @@ pub enum StoreError {
     /// No thread to open it on.
     #[error("no thread to open it on: raise TasksMax, or the limit of processes")]
     Thread(#[source] std::io::Error),
+    /// Another volume has the file.
+    #[error(
+        "{store}: volume {other} is on the same file: give each a file of its own, or set \
+         `read_only = true` for both"
+    )]
+    SameFile {
+        /// The store.
+        store: String,
+        /// The other volume.
+        other: String,
+        /// Sent when that has the file no more.
+        gone: Arc<Stop>,
+    },
     /// The thread that opened it ended.
     #[error("opening it was interrupted")]
     Interrupted,
@@ -53,7 +66,8 @@ impl StoreError {
     }
 }
 
-/// Makes a volume of an opened store, with its part of `cache` if the configuration wants one.
+/// Makes a volume of an opened store on backing device `device`, with its part of `cache` if the configuration wants
+/// one.
 ///
 /// # Errors
 /// [`StoreError::Cache`].
@@ -61,6 +75,7 @@ pub fn make_volume(
     name: &str,
     config: &VolumeConfig,
     store: Store,
+    device: &str,
     cache: &Arc<Cache>,
 ) -> Result<Arc<Volume>, StoreError> {
     let options = VolumeOptions { read_only: config.read_only, shared: config.shared };
@@ -76,7 +91,7 @@ pub fn make_volume(
             Volume::with_cache(name, store, options, cache)
         }
     };
-    volume.join(cache.memory().shares(), &crate::bdi::device_name(name, config));
+    volume.join(cache.memory().shares(), device);
     Ok(volume)
 }
 

@@ -1,12 +1,15 @@
 //! A reload: volumes come, go and change, side by side.
 
+use std::collections::BTreeSet;
 use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use ebb_io::Io;
 use ebb_volume::{Mode, Volume};
+use event_listener::Event;
 use futures_lite::future::{or, poll_once};
 
 use super::slot::{Phase, Slot};
@@ -42,14 +45,40 @@ fn give_up(volume: &Volume) {
     );
 }
 
+/// How often a reload was asked for. A later one does not wait for what an earlier one waits for.
+#[derive(Default)]
+pub(super) struct Reloads {
+    count: AtomicU64,
+    more: Event,
+}
+
+impl Reloads {
+    fn begin(&self) -> u64 {
+        let number = self.count.fetch_add(1, Ordering::SeqCst) + 1;
+        self.more.notify(usize::MAX);
+        number
+    }
+
+    async fn later_than(&self, number: u64) {
+        loop {
+            let more = self.more.listen();
+            if self.count.load(Ordering::SeqCst) > number {
+                return;
+            }
+            more.await;
+        }
+    }
+}
+
 /// The daemon stops: what was begun is left to the stop.
 struct Stopped;
 
 impl Engine {
     /// Puts in force of `new` what can be changed while running. Returns when all volumes are as they should be, or
-    /// at the latest after the time that withdrawing may take, or when the engine is stopped: what is not done by then
-    /// goes on in the background.
+    /// at the latest after the time that withdrawing may take, or when the engine is stopped or told to reload again:
+    /// what is not done by then goes on in the background.
     pub async fn reload(self: &Arc<Self>, io: &Io, new: Config) {
+        let number = self.reloads.begin();
         let Ok(_alone) = self.unless_stopped(self.reloading.lock()).await else { return };
         let Some(mut old) = lock(&self.config).clone() else { return };
         // Where a change was not made, the volume as it is now counts.
@@ -65,10 +94,12 @@ impl Engine {
             tracing::info!(parameter = %change.key, volume, bdi, from, to, "changed");
         }
         let all = changes.volumes_removed.iter().chain(&changes.volumes_changed);
-        let names: Vec<_> = all.chain(&changes.volumes_added).collect();
+        let mut names: BTreeSet<_> = all.chain(&changes.volumes_added).cloned().collect();
+        // What an earlier reload began is waited for, too.
+        names.extend(self.being_changed());
         let done = Rc::new(Countdown::new(names.len()));
         for name in names {
-            self.begin_change(io, name, new.volumes.get(name), &done);
+            self.begin_change(io, &name, new.volumes.get(&name), &done);
         }
         let limit = async {
             io.sleep(self.drain).await;
@@ -78,10 +109,11 @@ impl Engine {
                 }
             }
         };
-        or(done.over(), or(limit, self.stopping.wait())).await;
+        let cut_short = or(self.stopping.wait(), self.reloads.later_than(number));
+        or(done.over(), or(limit, cut_short)).await;
         self.bdis.settle();
         crate::ceiling::apportion(&new, self.cache.memory());
-        crate::ceiling::tell(&new, self.cache.memory());
+        crate::ceiling::tell(&new, self.cache.memory(), &mut lock(&self.told));
         self.server.set_default(new.default_volume());
         self.keep(old, new);
     }
@@ -92,6 +124,12 @@ impl Engine {
             Err(Stopped)
         };
         or(async { Ok(step.await) }, stopped).await
+    }
+
+    fn being_changed(&self) -> Vec<String> {
+        let slots = lock(&self.slots);
+        let busy = slots.iter().filter(|(_, slot)| slot.turn.try_lock().is_none());
+        busy.map(|(name, _)| name.clone()).collect()
     }
 
     fn volumes_wanted(&self) -> std::collections::BTreeMap<String, VolumeConfig> {
@@ -190,7 +228,13 @@ impl Engine {
         let same = self.unless_stopped(self.opener.compare(&old, &new)).await?;
         let opened = match same {
             Ok(true) => Ok(None),
-            Ok(false) => self.unless_stopped(self.open(slot.name(), &new)).await?.map(Some),
+            Ok(false) => match self.unless_stopped(self.open_now(slot.name(), &new)).await? {
+                // Volumes that exchange files each wait for the other: here nobody does, once it was looked at.
+                Err(StoreError::SameFile { other, .. }) if self.is_leaving(&other) => {
+                    self.unless_stopped(self.opener.compare(&new, &new)).await?.map(|_| None)
+                }
+                opened => opened.map(Some),
+            },
             Err(error) => Err(error),
         };
         let opened = match opened {
@@ -215,7 +259,7 @@ impl Engine {
             tracing::info!(volume = slot.name(), "offered");
             return Ok(());
         }
-        match self.unless_stopped(self.open(slot.name(), &new)).await? {
+        match self.unless_stopped(self.open(io, slot.name(), &new)).await? {
             Ok(opened) => {
                 let current = slot.begin_attempt();
                 self.offer(slot, &current, opened, new);
@@ -236,7 +280,7 @@ impl Engine {
         error: &StoreError,
     ) -> Result<(), Stopped> {
         let reason = error.full_text();
-        if let Ok(opened) = self.unless_stopped(self.open(slot.name(), &old)).await? {
+        if let Ok(opened) = self.unless_stopped(self.open(io, slot.name(), &old)).await? {
             tracing::error!(
                 volume = slot.name(),
                 "not changed, and offered again as before, until the next reload: {reason}"

@@ -2,21 +2,36 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 
 use ebb_store::Store;
 
+use super::claims::{Claim, Claims};
+use crate::bdi::DeviceKey;
 use crate::config::VolumeConfig;
 use crate::stores::{StoreError, inspect, open_store, same_target};
 
+/// A store that was opened, and what had to be asked of its file system besides.
+#[derive(Debug)]
+pub struct Opened {
+    /// The store.
+    pub store: Store,
+    /// Keeps other volumes off its file.
+    pub claim: Option<Claim>,
+    /// The backing device it is on.
+    pub device: DeviceKey,
+}
+
 /// A store that is being opened.
-pub type Opening = Pin<Box<dyn Future<Output = Result<Store, StoreError>> + Send>>;
+pub type Opening = Pin<Box<dyn Future<Output = Result<Opened, StoreError>> + Send>>;
 /// Two stores that are being compared.
 pub type Comparing = Pin<Box<dyn Future<Output = Result<bool, StoreError>> + Send>>;
 
 /// Opens stores for an engine.
 pub trait Opener: Send + Sync {
-    /// Opens the store of a volume. The future may be dropped: then the store, if it is opened after all, is closed.
-    fn open(&self, name: &str, config: &VolumeConfig) -> Opening;
+    /// Opens the store of a volume, once its file is claimed. The future may be dropped: then the store, if it is
+    /// opened after all, is closed.
+    fn open(&self, name: &str, config: &VolumeConfig, claims: &Arc<Claims>) -> Opening;
 
     /// Finds out whether `old`, which is open, and `new` are the same bytes: the same file or export. If so, `new` is
     /// looked at as far as that can be done without its lock, which `old` has, and without changing anything.
@@ -44,9 +59,16 @@ async fn on_a_thread<T: Send + 'static>(
 }
 
 impl Opener for HelperThreads {
-    fn open(&self, name: &str, config: &VolumeConfig) -> Opening {
-        let (name, config) = (name.to_owned(), config.clone());
-        Box::pin(on_a_thread(move || open_store(&name, &config)))
+    fn open(&self, name: &str, config: &VolumeConfig, claims: &Arc<Claims>) -> Opening {
+        let (name, config, claims) = (name.to_owned(), config.clone(), claims.clone());
+        Box::pin(on_a_thread(move || {
+            let mut claim = claims.claim(&name, &config)?;
+            let store = open_store(&name, &config)?;
+            if let Some(claim) = &mut claim {
+                claim.opened(&config);
+            }
+            Ok(Opened { store, claim, device: DeviceKey::of(&name, &config) })
+        }))
     }
 
     fn compare(&self, old: &VolumeConfig, new: &VolumeConfig) -> Comparing {

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use ebb_volume::{Stop, Volume};
 
+use super::claims::Claim;
 use crate::config::VolumeConfig;
 
 /// What a volume is doing.
@@ -58,6 +59,12 @@ pub struct VolumeState {
     pub volume: Option<Arc<Volume>>,
 }
 
+/// A volume, and its hold on its file.
+pub(super) struct Claimed {
+    pub(super) volume: Arc<Volume>,
+    pub(super) claim: Option<Claim>,
+}
+
 enum State {
     /// Not opened yet, or closed for good.
     Opening,
@@ -72,6 +79,8 @@ struct Inner {
     /// What is served.
     served: Option<VolumeConfig>,
     state: State,
+    /// While it is served or closing: keeps other volumes off its file.
+    claim: Option<Claim>,
     /// Cancels the attempts to open it that are being made.
     attempt: Arc<Stop>,
 }
@@ -92,6 +101,7 @@ impl Slot {
                 wanted: None,
                 served: None,
                 state: State::Opening,
+                claim: None,
                 attempt: Arc::default(),
             }),
             turn: async_lock::Mutex::default(),
@@ -170,7 +180,7 @@ impl Slot {
         &self,
         current: &Stop,
         stopping: &Stop,
-        (volume, config): (Arc<Volume>, VolumeConfig),
+        (Claimed { volume, claim }, config): (Claimed, VolumeConfig),
         add: impl FnOnce(&Arc<Volume>),
     ) -> Option<u64> {
         let mut inner = self.lock();
@@ -184,6 +194,7 @@ impl Slot {
         add(&volume);
         inner.served = Some(config);
         inner.state = State::Serving(volume);
+        inner.claim = claim;
         Some(failed)
     }
 
@@ -214,7 +225,26 @@ impl Slot {
 
     /// It was withdrawn.
     pub(super) fn closed(&self) {
-        self.lock().state = State::Opening;
+        let mut inner = self.lock();
+        inner.state = State::Opening;
+        let claim = inner.claim.take();
+        drop(inner);
+        drop(claim);
+    }
+
+    /// Whether it is closing, or will be, to be gone or on another file or opened for reading only.
+    pub(super) fn is_leaving(&self) -> bool {
+        let inner = self.lock();
+        match inner.state {
+            State::Serving(_) => match (&inner.wanted, &inner.served) {
+                (Some(wanted), Some(served)) => {
+                    (&wanted.store, wanted.read_only) != (&served.store, served.read_only)
+                }
+                _ => true,
+            },
+            State::Closing(_) => true,
+            State::Opening | State::Failed(_) => inner.wanted.is_none(),
+        }
     }
 
     pub(super) fn state(&self) -> VolumeState {

@@ -14,6 +14,9 @@ use super::*;
 use crate::config::Overrides;
 use crate::params::Configured;
 
+mod files;
+mod guests;
+
 const SIZE: u64 = 1 << 20;
 /// Nothing here takes so long, unless it hangs.
 const SOON: Duration = Duration::from_secs(60);
@@ -45,12 +48,18 @@ fn failure() -> StoreError {
 }
 
 impl Opener for Stores {
-    fn open(&self, name: &str, _: &VolumeConfig) -> Opening {
+    fn open(&self, name: &str, config: &VolumeConfig, claims: &Arc<Claims>) -> Opening {
         lock(&self.opened).push(name.to_owned());
-        let fate = lock(&self.fates).get(name).cloned();
+        // By its path, if that has a fate, else by its name.
+        let path = config.store.to_string().replacen("file:/", "", 1);
+        let fates = lock(&self.fates);
+        let fate = fates.get(&path).or_else(|| fates.get(name)).cloned();
+        let claim = claims.claim(name, config);
+        let device = DeviceKey::of(name, config);
         Box::pin(async move {
+            let claim = claim?;
             match fate {
-                Some(Fate::Opens(store)) => Ok(Store::Test(store)),
+                Some(Fate::Opens(store)) => Ok(Opened { store: Store::Test(store), claim, device }),
                 Some(Fate::Fails) | None => Err(failure()),
                 Some(Fate::Hangs) => std::future::pending().await,
             }

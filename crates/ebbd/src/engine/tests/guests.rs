@@ -1,0 +1,69 @@
+//! Xen guests and reloads, on a Xen in shared memory.
+
+use std::sync::Arc;
+
+use ebb_export_xen::abi::op;
+use ebb_export_xen::platform::Platform;
+use ebb_export_xen::shm::World as Machine;
+use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::{Backend, Disk, Options, attach, detach, device_number};
+
+use super::*;
+
+/// Where the backend says what is wrong with the disk of guest 1.
+const ERROR: &str = "/local/domain/0/error/backend/ebbd/1/51728/error";
+
+fn attach_disk(machine: &Machine) {
+    let order = Disk { volume: "disk", name: "xvdb", read_only: false };
+    attach(&mut *machine.xenstore().unwrap(), 1, &order).unwrap();
+}
+
+fn transfer(disk: &mut Frontend, operation: u8, byte: u8) -> Vec<u8> {
+    let mut data = vec![byte; 4096];
+    assert_eq!(disk.transfer(0, operation, 0, &mut data).unwrap(), 0);
+    data
+}
+
+#[test]
+fn a_guest_keeps_its_disk_through_a_reload_that_fails_and_is_told_when_its_store_changes() {
+    let on = |file: &str| config(&format!("[volume.disk]\nstore='file:/{file}'\n"));
+    let world = World::new(&on("one"), SOON);
+    let (one, two) = (world.store("one"), world.store("two"));
+    world.start(on("one"), None);
+    let machine = Machine::default();
+    let server = world.server.clone();
+    let lookup = move |name: &str| Some((server.volume(name)?, Arc::default()));
+    let workers = vec![world.worker.handle()];
+    let options = Options::new(Arc::new(machine.clone()), workers, Arc::new(lookup));
+    world.engine.guests().set(Backend::start(options).unwrap());
+    let guest = machine.guest(1, 64).unwrap();
+    attach_disk(&machine);
+    let device = device_number("xvdb").unwrap();
+    let mut disk = Frontend::new(&machine, &guest, device, Wishes::default());
+    disk.connect().unwrap();
+    transfer(&mut disk, op::WRITE, 1);
+
+    world.stores.set("absent", Fate::Fails);
+    world.reload(on("absent"));
+    assert_eq!(transfer(&mut disk, op::READ, 0), [1; 4096]);
+    assert_eq!(machine.tree.get(ERROR), None);
+
+    world.reload(on("two"));
+    assert_eq!(one.stable_bytes()[..4096], [1; 4096], "flushed before the new one is offered");
+    // Closing, and why.
+    disk.await_backend("5").unwrap();
+    let told = machine.tree.get(ERROR).unwrap();
+    assert!(told.contains("`disk` is not served any more"), "{told}");
+
+    // Attached again, it is the new store.
+    machine.tree.remove_all("/local/domain/0/error");
+    disk.set("state", "6");
+    detach(&mut *machine.xenstore().unwrap(), 1, "xvdb", true).unwrap();
+    attach_disk(&machine);
+    disk.connect().unwrap();
+    assert_eq!(transfer(&mut disk, op::READ, 9), [0; 4096]);
+    transfer(&mut disk, op::WRITE, 2);
+    assert!(world.stop().is_clean());
+    world.engine.guests().end();
+    assert_eq!((one.stable_bytes()[0], two.stable_bytes()[0]), (1, 2));
+}

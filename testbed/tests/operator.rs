@@ -1,0 +1,144 @@
+//! Stops, reloads and successors at the worst moment.
+
+use std::fs;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::Signal;
+use testbed::bench::outage::dead::{Dead, Kind};
+use testbed::binary::{self, Build};
+use testbed::nbd::Client;
+use testbed::pattern::content;
+use testbed::process::{self, until};
+use testbed::server::Setup;
+use testbed::{Error, Result, Server, Tool, check};
+
+const MIB: u64 = 1 << 20;
+/// Nothing here takes so long, unless it hangs.
+const SOON: Duration = Duration::from_secs(60);
+
+fn log_has(server: &Server, words: &str) -> Result {
+    until(words, SOON, || Ok(server.log().contains(words).then_some(())))
+}
+
+#[test]
+fn a_successor_serves_the_healthy_while_a_dead_device_holds_the_old_daemon() -> Result {
+    let setup = Setup::new()?.image("disk", MIB)?;
+    let broken = |error| Error::unexpected(format!("a device that can die: {error}"));
+    let dead = Dead::make(Kind::Device, setup.dir()).map_err(broken)?;
+    let control = setup.dir().join("control.sock");
+    let mut server = setup
+        // A device that hangs in fsync: the kernel lets the process go only when it answers.
+        .volume(&format!("dead={},direct=off", dead.uri()))
+        .args(["--drain", "2", "--control"])
+        .arg(&control)
+        .start()?;
+    let outcome = while_it_is_held(&mut server, &dead, &control);
+    // Before anything is waited for.
+    dead.revive();
+    let mut old = outcome?;
+    let status = process::wait(&mut old, SOON)?;
+    check(status.and_then(|s| s.code()) == Some(1), || format!("{status:?}\n{}", server.log()))?;
+    until("the device is served again", SOON, || Ok(Client::open(&server.socket(), "dead").ok()))?;
+    server.healthy()?;
+    server.stop()
+}
+
+fn while_it_is_held(server: &mut Server, dead: &Dead, control: &Path) -> Result<Child> {
+    let socket = server.socket();
+    let mut client = Client::open(&socket, "dead")?;
+    client.write(0, &content(1, 0, 4096), 0)?;
+    dead.die().map_err(|error| Error::unexpected(format!("die: {error}")))?;
+    client.write(8192, &content(1, 8192, 4096), 0)?;
+    let flush = std::thread::spawn(move || client.flush().is_ok());
+    Client::open(&socket, "disk")?.write(4096, &content(2, 4096, 4096), 0)?;
+    server.signal(Signal::TERM)?;
+    log_has(server, "1 volume(s) could not be flushed: dead (")?;
+    let old = server.succeed()?;
+    let mut client = Client::open(&socket, "disk")?;
+    check(client.read(4096, 4096)? == content(2, 4096, 4096), || "a write is lost".into())?;
+    client.write(8192, &content(3, 8192, 4096), 0)?;
+    client.flush()?;
+    let stat = Tool::new(binary::ebbd(Build::AsTests)?).args(["stat", "--control"]).arg(control);
+    let stat = stat.limit(SOON).ok()?.stdout;
+    check(stat.contains("dead is not served"), || format!("no word of the device:\n{stat}"))?;
+    let flushed = flush.join().map_err(|_| Error::unexpected("a client panicked"))?;
+    check(!flushed, || "a flush of a dead device went well".into())?;
+    Ok(old)
+}
+
+#[test]
+fn a_stop_does_not_wait_for_a_configuration_that_cannot_be_read() -> Result {
+    let setup = Setup::new()?;
+    let (config, pipe) = (setup.dir().join("ebbd.toml"), setup.dir().join("pipe"));
+    let image = setup.dir().join("disk.img");
+    let made = fs::File::create(&image).and_then(|file| file.set_len(MIB));
+    made.map_err(Error::io("make an image"))?;
+    let text =
+        format!("[volume.disk]\nstore = \"file:{}\"\ncache = \"writeback\"\n", image.display());
+    fs::write(&config, text).map_err(Error::io("write the configuration"))?;
+    let mut server = setup.arg("--config").arg(&config).start()?;
+    let mut client = Client::open(&server.socket(), "disk")?;
+    client.write(0, &content(4, 0, 4096), 0)?;
+    // Whoever opens it to read waits for a writer, as for a file on a server that is gone.
+    Tool::new("mkfifo").arg(&pipe).ok()?;
+    fs::rename(&pipe, &config).map_err(Error::io("put a pipe in place"))?;
+    until("a reload that hangs", SOON, || {
+        server.signal(Signal::HUP)?;
+        Ok(server.log().contains("still being read").then_some(()))
+    })?;
+    check(client.read(0, 4096)? == content(4, 0, 4096), || "it is not served".into())?;
+    server.stop()?;
+    let kept = fs::read(&image).map_err(Error::io("read the image"))?;
+    check(kept[..4096] == content(4, 0, 4096), || "an acknowledged write is lost".into())
+}
+
+/// Killed when dropped.
+struct Daemon(Child);
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Daemon {
+    fn signal(&self, signal: Signal) -> Result {
+        let pid = rustix::process::Pid::from_child(&self.0);
+        rustix::process::kill_process(pid, signal).map_err(|e| Error::io("signal")(e.into()))
+    }
+
+    fn has_thread(&self, name: &str) -> bool {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.0.id())).into_iter().flatten();
+        let names = tasks.flatten().map(|task| fs::read_to_string(task.path().join("comm")));
+        names.flatten().any(|found| found.trim() == name)
+    }
+}
+
+#[test]
+fn a_reload_that_is_asked_for_during_the_start_is_carried_out() -> Result {
+    let setup = Setup::new()?;
+    let (config, mute) = (setup.dir().join("ebbd.toml"), setup.dir().join("mute.sock"));
+    // It takes connections and never says a word: the start waits for it for seconds.
+    let _listener = UnixListener::bind(&mute).map_err(Error::io("bind"))?;
+    let text = format!(
+        "listen = [\"unix:{}\"]\n[volume.mute]\nstore = \"nbd+unix:///x?socket={}\"\n",
+        setup.socket().display(),
+        mute.display()
+    );
+    fs::write(&config, &text).map_err(Error::io("write the configuration"))?;
+    let mut command = Command::new(binary::ebbd(Build::AsTests)?);
+    command.args(["serve", "--drain", "2", "--config"]).arg(&config).stderr(Stdio::null());
+    let mut daemon = Daemon(command.spawn().map_err(Error::io("start ebbd"))?);
+    until("the start", SOON, || Ok(daemon.has_thread("ebbd-open").then_some(())))?;
+    fs::write(&config, format!("{text}[volume.added]\nstore = \"memory:1M\"\n"))
+        .map_err(Error::io("write the configuration"))?;
+    daemon.signal(Signal::HUP)?;
+    until("the volume that was added", SOON, || Ok(Client::open(&setup.socket(), "added").ok()))?;
+    daemon.signal(Signal::TERM)?;
+    let status = process::wait(&mut daemon.0, SOON)?;
+    check(status.and_then(|s| s.code()) == Some(0), || format!("{status:?}"))
+}
