@@ -45,7 +45,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// What makes two volumes share a backing device.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum DeviceKey {
+pub(crate) enum DeviceKey {
     /// As the configuration names it.
     Named(String),
     /// A disk, by the number of its device.

@@ -14,12 +14,18 @@ use crate::stores::{StoreError, inspect, open_store, same_target};
 /// A store that was opened, and what had to be asked of its file system besides.
 #[derive(Debug)]
 pub struct Opened {
-    /// The store.
-    pub store: Store,
+    pub(super) store: Store,
     /// Keeps other volumes off its file.
-    pub claim: Option<Claim>,
+    pub(super) claim: Option<Claim>,
     /// The backing device it is on.
-    pub device: DeviceKey,
+    pub(super) device: DeviceKey,
+}
+
+impl Opened {
+    /// The store of a volume, whose file is claimed. Asks its file system for the backing device, and so may block.
+    pub fn new(name: &str, config: &VolumeConfig, store: Store, claim: Option<Claim>) -> Opened {
+        Opened { store, claim, device: DeviceKey::of(name, config) }
+    }
 }
 
 /// A store that is being opened.
@@ -67,7 +73,7 @@ impl Opener for HelperThreads {
             if let Some(claim) = &mut claim {
                 claim.opened(&config);
             }
-            Ok(Opened { store, claim, device: DeviceKey::of(&name, &config) })
+            Ok(Opened::new(&name, &config, store, claim))
         }))
     }
 

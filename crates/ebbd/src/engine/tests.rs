@@ -55,11 +55,13 @@ impl Opener for Stores {
         let fates = lock(&self.fates);
         let fate = fates.get(&path).or_else(|| fates.get(name)).cloned();
         let claim = claims.claim(name, config);
-        let device = DeviceKey::of(name, config);
+        let (name, config) = (name.to_owned(), config.clone());
         Box::pin(async move {
             let claim = claim?;
             match fate {
-                Some(Fate::Opens(store)) => Ok(Opened { store: Store::Test(store), claim, device }),
+                Some(Fate::Opens(store)) => {
+                    Ok(Opened::new(&name, &config, Store::Test(store), claim))
+                }
                 Some(Fate::Fails) | None => Err(failure()),
                 Some(Fate::Hangs) => std::future::pending().await,
             }

@@ -23,7 +23,7 @@ use ebb_mem::pressure::{Cause, Level, State};
 use ebb_store::{Io, MemoryStore, Store, TestStore};
 use ebb_volume::{Mode, Volume};
 use ebbd::config::{Config, Overrides, VolumeConfig};
-use ebbd::engine::{Comparing, Engine, Opener, Opening, Parts};
+use ebbd::engine::{Claims, Comparing, Engine, Opened, Opener, Opening, Parts};
 use ebbd::params::{Configured, Key, Parameters};
 use ebbd::stores::StoreError;
 
@@ -114,8 +114,8 @@ impl Disks {
 struct OpenDisks(Arc<Disks>);
 
 impl Opener for OpenDisks {
-    fn open(&self, name: &str, _: &VolumeConfig) -> Opening {
-        let opened = match self.0.0.lock().unwrap().get(name) {
+    fn open(&self, name: &str, config: &VolumeConfig, claims: &Arc<Claims>) -> Opening {
+        let store = match self.0.0.lock().unwrap().get(name) {
             Some((Place::Disk(disk), false)) => {
                 disk.reopen();
                 Ok(Store::Test(disk.clone()))
@@ -123,6 +123,9 @@ impl Opener for OpenDisks {
             Some((Place::Memory(size), false)) => Ok(Store::Memory(MemoryStore::new(*size))),
             _ => Err(StoreError::Interrupted),
         };
+        let opened = claims
+            .claim(name, config)
+            .and_then(|claim| Ok(Opened::new(name, config, store?, claim)));
         Box::pin(std::future::ready(opened))
     }
 

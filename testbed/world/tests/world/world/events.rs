@@ -221,10 +221,10 @@ impl World {
         let to = (site.oracle.sectors() + more).next_multiple_of(8);
         site.oracle.grow(to);
         let (name, bytes) = (site.config.name.clone(), (to * SECTOR) as u64);
-        let engine = self.daemon().engine.clone();
+        let server = self.daemon().server.clone();
         self.daemon().ask(|io| async move {
             let order = Resize { to: Some(bytes), shrink: false };
-            engine.resize(&io, &name, order).await.map(|result| result.is_ok())
+            Some(server.volume(&name)?.resize(&io, order).await.is_ok())
         });
         self.note(format_args!("v{at} grows to {to} sectors"));
     }
