@@ -8,6 +8,7 @@ use std::io;
 
 use ebb_tls::{ServerTls, TlsSession};
 
+#[allow(dead_code, reason = "the fuzz targets share it, and each uses its part")]
 #[path = "../../../fuzz/src/choices.rs"]
 mod choices;
 #[path = "../../../fuzz/src/sealer.rs"]

@@ -487,26 +487,13 @@ mod tests {
         let cache = Cache::without_keeper(&memory, ebb_cache::CacheOptions::new(start));
         let parameters = Parameters::new(&crate::params::Configured::default());
         let bdis = Bdis::new(&cache, &parameters, 1 << 30, start).unwrap();
-        let config = |bdi: String| VolumeConfig {
-            store: StoreUri::Memory(crate::size::Size::new(1 << 20)),
-            size: None,
-            create: false,
-            read_only: false,
-            shared: false,
-            direct: crate::config::Direct::Auto,
-            cache: crate::config::CacheMode::Writeback,
-            bdi: Some(bdi),
-            default: false,
-            max_buffer_pages: None,
-            buffer_squeeze_duration_ms: None,
-        };
         let mut all = Vec::new();
         for number in 0..200 {
             let mode = ebb_cache::Mode::Writeback;
             let volume = cache.volume_as(&format!("disk {number}"), 1 << 20, mode).unwrap();
             // Four on each device.
-            let config = config(format!("device {}", number / 4));
-            all.push((bdis.control(&config, &volume).unwrap(), volume));
+            let key = DeviceKey::Named(format!("device {}", number / 4));
+            all.push((bdis.control(key, &volume).unwrap(), volume));
         }
         let work = |at: usize| bdis.work[at].load(Ordering::Relaxed);
         assert!(work(0) <= 2, "the host was asked {} times", work(0));
