@@ -12,8 +12,9 @@
 mod bytes;
 mod hold;
 
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use self::bytes::{Bytes, Left, SECTOR};
@@ -63,7 +64,7 @@ pub struct Faults {
     /// Writes after which the system's own writing back fails: any subset of what was not flushed is lost,
     /// and the next flush or FUA tells of it.
     pub writing_back: u32,
-    /// Requests that hang until [`TestStore::release`].
+    /// Requests that hang until [`Disk::release`].
     pub hangs: u32,
     /// Requests that are carried out and answered late, by `late_us`.
     pub late: u32,
@@ -87,14 +88,58 @@ impl Random {
     }
 }
 
-/// See the module.
+/// A disk that was opened, see the module: what is common to all who opened it is its [`Disk`].
 #[derive(Debug)]
 pub struct TestStore {
-    bytes: Mutex<Bytes>,
+    disk: Arc<Disk>,
     watched: Watched,
+    syncs: Syncs,
+}
+
+impl Deref for TestStore {
+    type Target = Disk;
+
+    fn deref(&self) -> &Disk {
+        &self.disk
+    }
+}
+
+impl TestStore {
+    /// A store of `size` zeroes that never fails and answers at once.
+    #[must_use]
+    pub fn new(size: u64, seed: u64) -> TestStore {
+        TestStore::open(Arc::new(Disk::new(size, seed)))
+    }
+
+    fn open(disk: Arc<Disk>) -> TestStore {
+        TestStore { disk, watched: Watched::default(), syncs: Syncs::default() }
+    }
+
+    /// The same disk, opened anew: it knows nothing of flushes that failed before, as a file that is opened anew.
+    #[must_use]
+    pub fn open_anew(&self) -> TestStore {
+        TestStore::open(self.disk.clone())
+    }
+
+    pub(crate) fn watched(&self) -> &Watched {
+        &self.watched
+    }
+
+    pub(crate) fn syncs(&self) -> &Syncs {
+        &self.syncs
+    }
+
+    pub(crate) fn extents(offset: u64, length: u64) -> Vec<Extent> {
+        vec![Extent { offset, length, hole: false }]
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Disk {
+    bytes: Mutex<Bytes>,
     random: Random,
     hold: Hold,
-    syncs: Syncs,
     /// How many of 1,000 reads fail.
     pub read_faults: AtomicU32,
     /// How many of 1,000 writes and zeroes fail.
@@ -135,20 +180,12 @@ fn place(offset: u64) -> usize {
     usize::try_from(offset).unwrap_or(usize::MAX)
 }
 
-impl TestStore {
-    pub(crate) fn watched(&self) -> &Watched {
-        &self.watched
-    }
-
-    /// A store of `size` zeroes that never fails and answers at once.
-    #[must_use]
-    pub fn new(size: u64, seed: u64) -> TestStore {
-        TestStore {
+impl Disk {
+    fn new(size: u64, seed: u64) -> Disk {
+        Disk {
             bytes: Mutex::new(Bytes::new(place(size))),
-            watched: Watched::default(),
             random: Random(AtomicU64::new(seed)),
             hold: Hold::default(),
-            syncs: Syncs::default(),
             read_faults: AtomicU32::new(0),
             write_faults: AtomicU32::new(0),
             flush_faults: AtomicU32::new(0),
@@ -176,12 +213,12 @@ impl TestStore {
         *lock(&self.more) = *faults;
     }
 
-    /// From now on nothing is answered, until [`TestStore::release`]: connected, and silent.
+    /// From now on nothing is answered, until [`Disk::release`]: connected, and silent.
     pub fn hang(&self) {
         self.hold.shut(hold::ALL);
     }
 
-    /// From now on operations of these kinds are not answered, until [`TestStore::release`].
+    /// From now on operations of these kinds are not answered, until [`Disk::release`].
     pub fn hang_only(&self, kinds: &[Operation]) {
         self.hold.shut(kinds.iter().fold(0, |all, kind| all | hold::bit(*kind)));
     }
@@ -291,15 +328,6 @@ impl TestStore {
     /// Changes what it holds, as another program might; stable at once.
     pub fn change(&self, offset: u64, data: &[u8]) {
         lock(&self.bytes).change(place(offset), data);
-    }
-
-    /// Another process opens it, or this one anew: flushes are no longer refused for what was lost before.
-    pub fn reopen(&self) {
-        self.syncs.reopen();
-    }
-
-    pub(crate) fn syncs(&self) -> &Syncs {
-        &self.syncs
     }
 
     pub(crate) fn resize(&self, order: Resize) -> Result<u64, ResizeError> {
@@ -540,9 +568,5 @@ impl TestStore {
             return Err(Self::error(operation, offset, length));
         }
         Ok(())
-    }
-
-    pub(crate) fn extents(offset: u64, length: u64) -> Vec<Extent> {
-        vec![Extent { offset, length, hole: false }]
     }
 }

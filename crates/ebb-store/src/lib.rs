@@ -29,7 +29,7 @@ mod watched;
 pub use ebb_io::{Buf, Io};
 pub use error::{BlockError, ErrorKind, Operation};
 #[cfg(feature = "test-store")]
-pub use faulty::{Faults, Record, TestStore};
+pub use faulty::{Disk, Faults, Record, TestStore};
 pub use file::FileStore;
 pub use identity::Identity;
 pub use memory::MemoryStore;

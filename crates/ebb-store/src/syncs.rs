@@ -67,13 +67,6 @@ impl Syncs {
         self.state().losses
     }
 
-    /// The store is opened anew: what was lost before is forgotten.
-    #[cfg(feature = "test-store")]
-    pub(crate) fn reopen(&self) {
-        let mut state = self.state();
-        state.repaired = state.refused;
-    }
-
     /// Whether a flush would be refused.
     pub(crate) fn is_lost(&self) -> bool {
         let state = self.state();

@@ -90,6 +90,8 @@ pub struct Engine {
     config: Mutex<Option<Config>>,
     slots: Mutex<BTreeMap<String, Arc<Slot>>>,
     claims: Arc<Claims>,
+    /// Volumes that a reload has withdrawn and not flushed, until they are served anew.
+    lost: Mutex<BTreeMap<String, Unflushed>>,
     reloading: async_lock::Mutex<()>,
     reloads: Reloads,
     /// What was said of limits that do not fit.
@@ -151,6 +153,7 @@ impl Engine {
             config: Mutex::default(),
             slots: Mutex::default(),
             claims: Arc::default(),
+            lost: Mutex::default(),
             reloading: async_lock::Mutex::default(),
             reloads: Reloads::default(),
             told: Mutex::default(),
@@ -286,6 +289,7 @@ impl Engine {
     fn offer(&self, slot: &Slot, current: &Arc<Stop>, volume: Claimed, config: VolumeConfig) {
         let name = slot.name().to_owned();
         let add = |volume: &Arc<Volume>| {
+            lock(&self.lost).remove(&name);
             self.server.add(volume.clone(), self.parameters.pool(Some(&name)));
         };
         match slot.serve(current, &self.stopping, (volume, config), add) {

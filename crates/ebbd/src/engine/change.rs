@@ -13,7 +13,7 @@ use event_listener::Event;
 use futures_lite::future::{or, poll_once};
 
 use super::slot::{Phase, Slot};
-use super::stop::{full_text, tell_retry, unwritten};
+use super::stop::{Unflushed, full_text, tell_retry, unwritten};
 use super::{Countdown, Engine, lock};
 use crate::config::{Config, VolumeConfig};
 use crate::params::Configured;
@@ -323,9 +323,12 @@ impl Engine {
             // A task that is gone ended with its worker.
             let Ok(Err(error)) = self.unless_stopped(closed).await? else { break };
             if volume.cache_mode() != Mode::Writeback || volume.is_lost() {
-                let error = full_text(&error);
-                let volume = slot.name();
-                tracing::error!(volume, error, "not everything could be made stable");
+                let why = full_text(&error);
+                let (name, bytes) = (slot.name(), unwritten(volume));
+                tracing::error!(volume = name, error = why, "not everything could be made stable");
+                // The stop lists it, unless it is served anew until then.
+                let left = Unflushed { volume: name.to_owned(), bytes, why };
+                lock(&self.lost).insert(name.to_owned(), left);
                 break;
             }
             if pause == RETRY_FIRST {

@@ -145,6 +145,11 @@ impl Engine {
         or(all, or(self.deadline.over(io), telling)).await;
         let mut report = Report::default();
         jobs.iter().for_each(|job| job.report(&mut report));
+        for left in lock(&self.lost).values() {
+            if !report.unflushed.iter().any(|listed| listed.volume == left.volume) {
+                report.unflushed.push(left.clone());
+            }
+        }
         // What still waits for a server is told to its clients; what the kernel has is not waited for.
         let left: Vec<_> = jobs.iter().filter(|job| job.outcome.borrow().is_none()).collect();
         if !left.is_empty() {

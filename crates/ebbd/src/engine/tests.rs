@@ -336,3 +336,25 @@ fn a_volume_that_is_removed_and_cannot_be_written_is_tried_until_it_can() {
     assert_eq!(disk.stable_bytes()[..4096], [6; 4096]);
     assert!(world.stop().is_clean());
 }
+
+#[test]
+fn a_stop_lists_a_volume_that_a_reload_withdrew_with_a_loss_unless_it_is_served_anew() {
+    for anew in [false, true] {
+        let both = volumes(&["disk", "other"], "none");
+        let world = World::new(&both, SOON);
+        let disk = world.store("disk");
+        world.store("other");
+        world.start(both.clone(), None);
+        world.write("disk", 6).unwrap();
+        disk.faults(&ebb_store::Faults { flushes: 1000, ..ebb_store::Faults::default() });
+        world.reload(volumes(&["other"], "none"));
+        assert_eq!(world.phases(), [phase("other", Phase::Serving)]);
+        if anew {
+            // What the log told the operator to do.
+            world.stores.set("disk", Fate::Opens(Arc::new(TestStore::new(SIZE, 2))));
+            world.reload(both);
+        }
+        let listed: Vec<_> = world.stop().unflushed.into_iter().map(|left| left.volume).collect();
+        assert_eq!(listed, if anew { vec![] } else { vec!["disk"] });
+    }
+}

@@ -93,19 +93,43 @@ fn configuration(settings: &Settings, volumes: &[Wanted]) -> Config {
     Config::parse(&text, Path::new("world.toml"), &Overrides::default()).unwrap()
 }
 
+/// A disk as the daemon opens it.
+struct Slot {
+    place: Place,
+    fails: bool,
+    /// As it was opened last in this life.
+    opened: Option<Store>,
+    /// It was opened anew after one that was closed with a loss.
+    lost: bool,
+}
+
 /// Opens the disks of the world.
 #[derive(Default)]
-pub(crate) struct Disks(Mutex<BTreeMap<String, (Place, bool)>>);
+pub(crate) struct Disks(Mutex<BTreeMap<String, Slot>>);
 
 impl Disks {
     pub(crate) fn put(&self, name: &str, place: &Place) {
-        self.0.lock().unwrap().insert(name.to_owned(), (place.clone(), false));
+        let slot = Slot { place: place.clone(), fails: false, opened: None, lost: false };
+        self.0.lock().unwrap().insert(name.to_owned(), slot);
     }
 
     /// From now on it cannot be opened, or can.
     pub(crate) fn fail(&self, name: &str, fails: bool) {
         if let Some(found) = self.0.lock().unwrap().get_mut(name) {
-            found.1 = fails;
+            found.fails = fails;
+        }
+    }
+
+    /// Whether it was opened anew over a loss since this was last asked.
+    pub(crate) fn take_lost(&self, name: &str) -> bool {
+        let mut disks = self.0.lock().unwrap();
+        disks.get_mut(name).is_some_and(|slot| std::mem::take(&mut slot.lost))
+    }
+
+    /// A daemon is gone.
+    pub(crate) fn end_life(&self) {
+        for slot in self.0.lock().unwrap().values_mut() {
+            (slot.opened, slot.lost) = (None, false);
         }
     }
 }
@@ -113,19 +137,28 @@ impl Disks {
 /// What the engine has of [`Disks`].
 struct OpenDisks(Arc<Disks>);
 
+impl OpenDisks {
+    fn store(&self, name: &str) -> Result<Store, StoreError> {
+        let mut disks = self.0.0.lock().unwrap();
+        let slot = disks.get_mut(name).filter(|slot| !slot.fails);
+        let slot = slot.ok_or(StoreError::Interrupted)?;
+        Ok(match &slot.place {
+            Place::Disk(disk) => {
+                let disk = Arc::new(disk.open_anew());
+                let before = slot.opened.replace(Store::Test(disk.clone()));
+                slot.lost |= before.is_some_and(|before| before.is_lost());
+                Store::Test(disk)
+            }
+            Place::Memory(size) => Store::Memory(MemoryStore::new(*size)),
+        })
+    }
+}
+
 impl Opener for OpenDisks {
     fn open(&self, name: &str, config: &VolumeConfig, claims: &Arc<Claims>) -> Opening {
-        let store = match self.0.0.lock().unwrap().get(name) {
-            Some((Place::Disk(disk), false)) => {
-                disk.reopen();
-                Ok(Store::Test(disk.clone()))
-            }
-            Some((Place::Memory(size), false)) => Ok(Store::Memory(MemoryStore::new(*size))),
-            _ => Err(StoreError::Interrupted),
-        };
         let opened = claims
             .claim(name, config)
-            .and_then(|claim| Ok(Opened::new(name, config, store?, claim)));
+            .and_then(|claim| Ok(Opened::new(name, config, self.store(name)?, claim)));
         Box::pin(std::future::ready(opened))
     }
 

@@ -1,6 +1,7 @@
 //! The whole daemon simulated from one seed.
 //!
-//! `EBBD_WORLD_SEED=n` runs one seed and tells what happened; `EBBD_WORLD_SECONDS=n` goes on for so long
+//! `EBBD_WORLD_SEED=n` runs one seed and tells what happened, with `EBBD_WORLD_LOG=1` all of it and the daemon's log;
+//! `EBBD_WORLD_SECONDS=n` goes on for so long
 //! (`make world SECONDS=7200`), from `EBBD_WORLD_FROM` on. Why it is made so: `docs/adr/0007-world.md`.
 
 #![allow(
@@ -99,6 +100,9 @@ fn some_worlds(part: u64, parts: u64) {
 #[test]
 fn worlds_keep_their_promises() {
     if let Some(seed) = number("EBBD_WORLD_SEED") {
+        if std::env::var_os("EBBD_WORLD_LOG").is_some() {
+            tracing_subscriber::fmt().without_time().with_writer(std::io::stdout).init();
+        }
         return match run(seed, true) {
             Ok(outcome) => println!("{outcome:?}"),
             Err(error) => panic!("{error}"),

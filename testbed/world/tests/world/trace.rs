@@ -13,11 +13,14 @@ pub(crate) struct Trace {
     lines: VecDeque<String>,
     /// Words cost time: they are for those who look at a failure.
     words: bool,
+    /// Each line is printed as it comes, between those of the daemon's log.
+    told: bool,
 }
 
 impl Trace {
     pub(crate) fn new(words: bool) -> Trace {
-        Trace { words, ..Trace::default() }
+        let told = words && std::env::var_os("EBBD_WORLD_LOG").is_some();
+        Trace { words, told, ..Trace::default() }
     }
 
     pub(crate) fn note(&mut self, at: u64, what: std::fmt::Arguments<'_>) {
@@ -25,7 +28,11 @@ impl Trace {
             if self.lines.len() == LINES {
                 self.lines.pop_front();
             }
-            self.lines.push_back(format!("{:>12.6} ms  {what}", at as f64 / 1e6));
+            let line = format!("{:>12.6} ms  {what}", at as f64 / 1e6);
+            if self.told {
+                println!("{line}");
+            }
+            self.lines.push_back(line);
         }
     }
 

@@ -394,6 +394,16 @@ impl World {
                 continue;
             }
             site.notice();
+            // It may have been lost and gone within one turn.
+            site.lost |= self.disks.take_lost(&site.config.name);
+            let (name, lost, hung) = (&site.config.name, site.lost, site.hung);
+            let (at, clock) =
+                (u64::try_from((self.now - self.begin).as_nanos()).unwrap(), site.oracle.now());
+            let reloaded = site.reloaded;
+            self.trace.note(
+                at,
+                format_args!("{name} is another volume: lost {lost}, hung {hung}, reloaded at {reloaded}, now {clock}"),
+            );
             match (&site.config.place, std::mem::take(&mut site.lost)) {
                 (Place::Memory(_), _) => site.oracle.cleared(),
                 (Place::Disk(_), true) => site.oracle.crashed(),

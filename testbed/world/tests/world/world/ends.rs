@@ -34,6 +34,7 @@ impl World {
         let daemon = self.daemon.take().expect("it lives");
         let remains = daemon.remains();
         drop(daemon);
+        self.disks.end_life();
         (0..self.seats.len()).for_each(|number| self.leave(number));
         for site in &mut self.sites {
             (site.serving, site.lost) = (Weak::new(), false);
@@ -68,6 +69,7 @@ impl World {
         let daemon = self.daemon.take().expect("it lives");
         let remains = daemon.remains();
         drop(daemon);
+        self.disks.end_life();
         (0..self.seats.len()).for_each(|number| self.leave(number));
         for at in 0..self.sites.len() {
             let site = &mut self.sites[at];
@@ -76,13 +78,23 @@ impl World {
             if let Some(listed) = listed.filter(|_| well) {
                 return Err(format!("a stop lists a volume whose disk is well: {listed:?}"));
             }
+            let served = site.serving.as_ptr() != Weak::new().as_ptr();
+            // A flush that a stop cancels counts as failed: of one that was abandoned nothing is missing.
+            let left = report.abandoned.contains(&site.config.name);
+            if served && site.lost && listed.is_none() && !left {
+                return Err(format!("a stop does not list {}, which is lost", site.config.name));
+            }
+            let told = listed.map(|left| left.why.clone());
             let (well, name) = (listed.is_none(), site.config.name.clone());
             // A volume that was not served in this life was not flushed either.
-            let served = site.serving.as_ptr() != Weak::new().as_ptr();
             let abandoned = report.abandoned.contains(&name) || !served;
+            let (lost, hung, clock) = (site.lost, site.hung, site.oracle.now());
             (site.serving, site.lost) = (Weak::new(), false);
             self.after_close(at, well, abandoned);
-            self.note(format_args!("volume {name} closed well: {well}"));
+            self.note(format_args!(
+                "volume {name} closed well: {well} {told:?}, abandoned or not served: {abandoned}, \
+                 lost {lost}, hung {hung}, now {clock}"
+            ));
         }
         drop(stopped);
         remains.check()

@@ -10,8 +10,11 @@ use super::World;
 use crate::daemon::Later;
 use crate::oracle::SECTOR;
 
-/// Whether disks fail writes and flushes, and lose what was not flushed.
-const LOSSES: bool = false;
+/// Whether disks fail writes and flushes, and lose what was not flushed: the oracle does not follow all of that yet.
+fn losses() -> bool {
+    std::env::var_os("EBBD_WORLD_LOSSES").is_some()
+}
+
 /// What may befall a world, and how often: a share of 100.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
@@ -117,8 +120,8 @@ impl World {
         } else {
             Faults {
                 reads: random.pick(&[0, 0, 20, 200]),
-                writes: if LOSSES { random.pick(&[0, 0, 20, 200]) } else { 0 },
-                flushes: if LOSSES { random.pick(&[0, 50, 300]) } else { 0 },
+                writes: if losses() { random.pick(&[0, 0, 20, 200]) } else { 0 },
+                flushes: if losses() { random.pick(&[0, 50, 300]) } else { 0 },
                 late: random.pick(&[0, 0, 50]),
                 late_us: 3_000,
                 ..Faults::default()
@@ -152,7 +155,7 @@ impl World {
 
     fn lose(&mut self) {
         let at = self.random.index(self.sites.len());
-        let full = self.random.chance(30) || !LOSSES;
+        let full = self.random.chance(30) || !losses();
         let Some(disk) = self.sites[at].disk() else { return };
         if full {
             let room = self.random.pick(&[None, None, Some(0), Some(100 << 10)]);
