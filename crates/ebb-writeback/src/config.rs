@@ -54,7 +54,7 @@ impl Options {
             horizon: 2 * SECOND,
             expire: 30 * SECOND,
             bdis: 256,
-            volumes: 4096,
+            volumes: 1 << 16,
         }
     }
 

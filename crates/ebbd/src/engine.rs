@@ -56,6 +56,10 @@ const RETRY_MOST: Duration = Duration::from_secs(60);
 /// How often one that waits for the file of a volume that leaves it looks whether that still does.
 const LOOK: Duration = Duration::from_millis(100);
 
+/// Stores that are opened at once, each on a thread; those that take longer than [`OPENING_SOON`] do not count.
+const OPENINGS: usize = 64;
+const OPENING_SOON: Duration = Duration::from_millis(250);
+
 /// What an engine is made of.
 pub struct Parts {
     /// Offers the volumes to NBD clients.
@@ -96,6 +100,7 @@ pub struct Engine {
     reloads: Reloads,
     /// What was said of limits that do not fit.
     told: Mutex<Vec<Finding>>,
+    openings: async_lock::Semaphore,
     stopping: Stop,
     deadline: stop::Deadline,
 }
@@ -157,6 +162,7 @@ impl Engine {
             reloading: async_lock::Mutex::default(),
             reloads: Reloads::default(),
             told: Mutex::default(),
+            openings: async_lock::Semaphore::new(OPENINGS),
             stopping: Stop::default(),
             deadline: stop::Deadline::default(),
         }))
@@ -311,7 +317,7 @@ impl Engine {
     ) -> Result<Claimed, StoreError> {
         let deadline = ebb_mem::clock::now() + self.drain;
         loop {
-            let (error, other, gone) = match self.open_now(name, config).await {
+            let (error, other, gone) = match self.open_now(io, name, config).await {
                 Err(StoreError::SameFile { store, other, gone }) => {
                     let (leaving, left) = (other.clone(), gone.clone());
                     (StoreError::SameFile { store, other, gone }, leaving, left)
@@ -334,8 +340,25 @@ impl Engine {
     }
 
     /// Opens a store and makes a volume of it, which is written back if its cache is.
-    async fn open_now(&self, name: &str, config: &VolumeConfig) -> Result<Claimed, StoreError> {
-        let opened = self.opener.open(name, config, &self.claims).await?;
+    async fn open_now(
+        &self,
+        io: &Io,
+        name: &str,
+        config: &VolumeConfig,
+    ) -> Result<Claimed, StoreError> {
+        let place = self.openings.acquire().await;
+        let mut opening = self.opener.open(name, config, &self.claims);
+        let soon = async {
+            io.sleep(OPENING_SOON).await;
+            None
+        };
+        let opened = or(async { Some(opening.as_mut().await) }, soon).await;
+        // One that hangs holds up no other.
+        drop(place);
+        let opened = match opened {
+            Some(opened) => opened?,
+            None => opening.await?,
+        };
         let Opened { store, claim, device } = opened;
         let volume = make_volume(name, config, store, &device.text(), &self.cache)?;
         self.start_writeback(config, device, &volume).await?;

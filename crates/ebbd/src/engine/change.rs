@@ -228,7 +228,7 @@ impl Engine {
         let same = self.unless_stopped(self.opener.compare(&old, &new)).await?;
         let opened = match same {
             Ok(true) => Ok(None),
-            Ok(false) => match self.unless_stopped(self.open_now(slot.name(), &new)).await? {
+            Ok(false) => match self.unless_stopped(self.open_now(io, slot.name(), &new)).await? {
                 // Volumes that exchange files each wait for the other: here nobody does, once it was looked at.
                 Err(StoreError::SameFile { other, .. }) if self.is_leaving(&other) => {
                     self.unless_stopped(self.opener.compare(&new, &new)).await?.map(|_| None)

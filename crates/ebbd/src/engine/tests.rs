@@ -34,6 +34,27 @@ enum Fate {
 struct Stores {
     fates: Mutex<BTreeMap<String, Fate>>,
     opened: Mutex<Vec<String>>,
+    /// Openings that are under way, and the most there were.
+    under_way: Arc<Mutex<(usize, usize)>>,
+}
+
+/// An opening that is under way.
+struct UnderWay(Arc<Mutex<(usize, usize)>>);
+
+impl UnderWay {
+    fn begin(all: &Arc<Mutex<(usize, usize)>>) -> UnderWay {
+        let mut counts = lock(all);
+        counts.0 += 1;
+        counts.1 = counts.1.max(counts.0);
+        drop(counts);
+        UnderWay(all.clone())
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        lock(&self.0).0 -= 1;
+    }
 }
 
 impl Stores {
@@ -55,8 +76,11 @@ impl Opener for Stores {
         let fates = lock(&self.fates);
         let fate = fates.get(&path).or_else(|| fates.get(name)).cloned();
         let claim = claims.claim(name, config);
+        let all = self.under_way.clone();
         let (name, config) = (name.to_owned(), config.clone());
         Box::pin(async move {
+            let _under_way = UnderWay::begin(&all);
+            futures_lite::future::yield_now().await;
             let claim = claim?;
             match fate {
                 Some(Fate::Opens(store)) => {
@@ -195,6 +219,30 @@ fn a_store_that_hangs_while_it_is_opened_delays_neither_start_nor_stop_nor_a_cha
         "[volume.good]\nstore='file:/good'\n[volume.hangs]\nstore='file:/elsewhere'\n",
     ));
     assert_eq!(world.phases(), [phase("good", Phase::Serving), phase("hangs", Phase::Serving)]);
+    assert_eq!(world.stop(), Report::default());
+}
+
+#[test]
+fn thousands_of_stores_are_opened_some_at_a_time_and_those_that_hang_hold_up_no_other() {
+    let names: Vec<_> = (0..1000).map(|number| format!("disk{number:04}")).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let world = World::new(&volumes(&names, "none"), SOON);
+    names.iter().for_each(|name| drop(world.store(name)));
+    world.start(volumes(&names, "none"), None);
+    let serving =
+        |world: &World| world.phases().iter().filter(|(_, phase)| *phase == Phase::Serving).count();
+    assert_eq!(serving(&world), 1000);
+    let (left, most) = *lock(&world.stores.under_way);
+    assert_eq!(left, 0);
+    assert!((2..=64).contains(&most), "{most} at once");
+    assert_eq!(world.stop(), Report::default());
+    // As many hang as are opened at once, and come first.
+    let world = World::new(&volumes(&names, "none"), SOON);
+    names[..100].iter().for_each(|name| world.stores.set(name, Fate::Hangs));
+    names[100..200].iter().for_each(|name| drop(world.store(name)));
+    let first = volumes(&names[..200], "none");
+    world.start(first, Some(Duration::from_secs(1)));
+    world.wait_for("all others are served", |world| serving(world) == 100);
     assert_eq!(world.stop(), Report::default());
 }
 
