@@ -87,7 +87,7 @@ pub enum StartError {
              without --xen"
     )]
     Running {
-        /// The directory it holds.
+        /// What it holds: the directory of journals, or a device of Xen's.
         path: PathBuf,
     },
     /// A thread cannot be made.
@@ -114,7 +114,7 @@ pub struct DeviceStats {
     pub stats: XenStats,
 }
 
-/// Tries to hold the directory of journals, and the time between them.
+/// Tries to take a lock, and the time between them.
 const LOCK_TRIES: u32 = 20;
 const LOCK_PAUSE: Duration = Duration::from_millis(100);
 /// How long a backend that is dropped waits for its requests.
@@ -156,7 +156,15 @@ impl Backend {
             std::fs::create_dir_all(path)
                 .map_err(|source| StartError::Journals { path: path.clone(), source })?;
         }
-        let lock = options.journals.as_deref().map(lock).transpose()?;
+        // Both: daemons may differ in their directories, and in a platform of tests in the other one.
+        let mut locks = Vec::new();
+        if let Some(path) = &options.journals {
+            let fail = |source| StartError::Journals { path: path.clone(), source };
+            locks.push(lock(File::open(path).map_err(fail)?, path)?);
+        }
+        if let Some((file, path)) = options.platform.lock_file().map_err(StartError::Xen)? {
+            locks.push(lock(file, &path)?);
+        }
         let (mailbox, inbox) = Mailbox::new().map_err(StartError::Thread)?;
         let served = Arc::<Served>::default();
         let control = Control {
@@ -186,7 +194,7 @@ impl Backend {
             retry: None,
             sizes: None,
             given_up: false,
-            _lock: lock,
+            _locks: locks,
         };
         Ok((Backend { mailbox, served, volumes: options.volumes, thread: None }, control))
     }
@@ -266,16 +274,15 @@ impl Drop for Backend {
     }
 }
 
-/// Holds the directory of journals: two backends would answer the same rings. One that is about to end is waited for.
-fn lock(path: &Path) -> Result<File, StartError> {
+/// Locks a file: two backends would answer the same rings. One that is about to end is waited for, and the kernel gives the
+/// lock of one that was killed back.
+fn lock(file: File, path: &Path) -> Result<File, StartError> {
     use rustix::fs::{FlockOperation, flock};
-    let fail = |source| StartError::Journals { path: path.to_owned(), source };
-    let folder = File::open(path).map_err(fail)?;
     for _ in 0..LOCK_TRIES {
-        match flock(&folder, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(folder),
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(file),
             Err(rustix::io::Errno::WOULDBLOCK) => std::thread::park_timeout(LOCK_PAUSE),
-            Err(error) => return Err(fail(error.into())),
+            Err(error) => return Err(StartError::Xen(error.into())),
         }
     }
     Err(StartError::Running { path: path.to_owned() })

@@ -89,8 +89,8 @@ pub struct Control {
     pub(crate) sizes: Option<Instant>,
     /// Told to end whatever is under way.
     pub(crate) given_up: bool,
-    /// Keeps other backends from the same guests.
-    pub(crate) _lock: Option<std::fs::File>,
+    /// Keep other backends from the same guests.
+    pub(crate) _locks: Vec<std::fs::File>,
 }
 
 /// Says that there are no more turns, also when a turn panicked.

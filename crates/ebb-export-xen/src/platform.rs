@@ -4,8 +4,10 @@
 //! device. With the feature `shm` there is another one within the process.
 
 use std::fmt;
+use std::fs::File;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use ebb_io::Fd;
@@ -214,6 +216,13 @@ pub trait Platform: Send + Sync {
     /// # Errors
     /// Those of the system; the message says what is missing.
     fn xenstore(&self) -> io::Result<Box<dyn XenStore>>;
+    /// A file there is once on the host and its path: the backend that serves the host's guests locks it. None by default.
+    ///
+    /// # Errors
+    /// Those of the system; the message says what is missing.
+    fn lock_file(&self) -> io::Result<Option<(File, PathBuf)>> {
+        Ok(None)
+    }
 }
 
 /// The machine this runs on.
@@ -231,6 +240,11 @@ impl Platform for Host {
 
     fn xenstore(&self) -> io::Result<Box<dyn XenStore>> {
         Ok(Box::new(xenbus::Connection::open()?))
+    }
+
+    /// A device of Xen's: each daemon has it, whatever its directories, its user and its mounts are.
+    fn lock_file(&self) -> io::Result<Option<(File, PathBuf)>> {
+        Ok(Some((evtchn::open()?.into(), evtchn::DEVICE.into())))
     }
 }
 

@@ -4,8 +4,11 @@
 
 mod common;
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
 use std::os::fd::BorrowedFd;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
@@ -305,4 +308,59 @@ fn a_second_backend_is_refused_while_there_is_one() {
     assert!(error.contains("another ebbd serves the Xen guests of this host"), "{error}");
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut [1; 4096]).unwrap(), 0);
     assert_eq!(disk.backend("state").as_deref(), Some("4"), "it is left alone");
+}
+
+/// The machine with a lock that all its backends share, as they share Xen's devices.
+struct Locked(World, PathBuf);
+
+impl Platform for Locked {
+    fn grants(&self, guest: Domain) -> io::Result<Arc<dyn Grants>> {
+        self.0.grants(guest)
+    }
+    fn bind(&self, guest: Domain, port: u32) -> io::Result<Box<dyn Channel>> {
+        self.0.bind(guest, port)
+    }
+    fn xenstore(&self) -> io::Result<Box<dyn XenStore>> {
+        self.0.xenstore()
+    }
+    fn lock_file(&self) -> io::Result<Option<(File, PathBuf)>> {
+        Ok(Some((File::open(&self.1)?, self.1.clone())))
+    }
+}
+
+/// Two backends with directories of their own are kept apart by the host's lock, which outlives neither a stop nor a kill.
+#[test]
+fn a_second_backend_with_directories_of_its_own_is_refused_until_the_first_is_gone() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let world = World::default();
+    let worker = Worker::start_alone("xen").unwrap();
+    let folders = [(); 2].map(|()| tempfile::tempdir_in("/dev/shm").unwrap());
+    let start = |folder: usize| {
+        let platform = Arc::new(Locked(world.clone(), file.path().to_owned()));
+        let mut options = Options::new(platform, vec![worker.handle()], Arc::new(|_: &str| None));
+        options.journals = Some(folders[folder].path().to_owned());
+        Backend::start(options)
+    };
+    let refused = |folder| {
+        let error = start(folder).err().unwrap().to_string();
+        assert!(error.contains(&file.path().display().to_string()), "{error}");
+    };
+    let first = start(0).unwrap();
+    refused(1);
+    drop(first);
+    drop(start(1).unwrap());
+    // Held by another process, which is killed.
+    let mut holder = Command::new("flock")
+        .arg("--no-fork")
+        .arg(file.path())
+        .args(["sh", "-c", "echo held; exec sleep 600"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let told = &mut [0; 1];
+    holder.stdout.take().unwrap().read_exact(told).unwrap();
+    refused(0);
+    holder.kill().unwrap();
+    holder.wait().unwrap();
+    drop(start(0).unwrap());
 }

@@ -1,7 +1,7 @@
 //! Event channels over `/dev/xen/evtchn` (reference, section 6.2): one descriptor for each.
 
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 
 use ebb_io::{Fd, fd_from};
 
@@ -15,6 +15,14 @@ const RESTRICT_DOMID: libc::c_ulong = 0x0002_4506;
 struct Interdomain {
     domain: u32,
     port: u32,
+}
+
+/// The device.
+pub(crate) const DEVICE: &str = "/dev/xen/evtchn";
+
+/// Opens the device.
+pub(crate) fn open() -> io::Result<OwnedFd> {
+    open_device(DEVICE, "xen-evtchn")
 }
 
 /// A bound event channel. Dropping it unbinds.
@@ -32,7 +40,7 @@ impl Evtchn {
     /// # Errors
     /// Those of the system; a port the guest has not opened to us is one of them.
     pub fn bind(guest: Domain, port: u32) -> io::Result<Evtchn> {
-        let fd = fd_from(open_device("/dev/xen/evtchn", "xen-evtchn")?);
+        let fd = fd_from(open()?);
         if guest != 0 {
             // From here on it is good for this guest only. Kernels that cannot are no worse.
             // SAFETY: takes a pointer to 16 bits, which live for the call.
