@@ -249,9 +249,9 @@ pub struct ServeArgs {
 
     /// Serve a volume: its export NAME, a STORE and options, such as
     /// disk=file:/path/to/image,size=1G,create=true. STORE is file:PATH, memory:SIZE or
-    /// null:SIZE; options are size=SIZE, create=BOOL, read-only=BOOL, direct=auto|on|off,
-    /// cache=none|writethrough|writeback, bdi=NAME, default=BOOL, max-buffer-pages=N and
-    /// buffer-squeeze-duration-ms=N. A comma in a path is written twice. May be given several times
+    /// null:SIZE; options are size=SIZE, create=BOOL, read-only=BOOL, shared=BOOL,
+    /// direct=auto|on|off, cache=none|writethrough|writeback, bdi=NAME, default=BOOL,
+    /// max-buffer-pages=N and buffer-squeeze-duration-ms=N. A comma in a path is written twice. May be given several times
     /// [default: the volumes of the file]
     #[arg(long = "volume", value_name = "NAME=STORE[,option=value]...")]
     pub volumes: Vec<String>,

@@ -180,6 +180,9 @@ fn parameters_act() {
     let first = UnixStream::connect(&nbd).expect("connected");
     let mut hello = [0; 18];
     (&first).read_exact(&mut hello).expect("a greeting");
+    // It counts once it has logged in: fixed newstyle without zeroes, NBD_OPT_EXPORT_NAME.
+    (&first).write_all(b"\0\0\0\x03IHAVEOPT\0\0\0\x01\0\0\0\x04disk").expect("sent");
+    (&first).read_exact(&mut [0; 10]).expect("size and flags");
     let mut second = UnixStream::connect(&nbd).expect("connected");
     let mut rest = Vec::new();
     second.read_to_end(&mut rest).expect("closed");
