@@ -1,6 +1,7 @@
 //! Stops, reloads and successors at the worst moment.
 
 use std::fs;
+use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -9,7 +10,7 @@ use std::time::Duration;
 use rustix::process::Signal;
 use testbed::bench::outage::dead::{Dead, Kind};
 use testbed::binary::{self, Build};
-use testbed::nbd::Client;
+use testbed::nbd::{Client, Request, wire};
 use testbed::pattern::content;
 use testbed::process::{self, until};
 use testbed::server::Setup;
@@ -52,7 +53,10 @@ fn while_it_is_held(server: &mut Server, dead: &Dead, control: &Path) -> Result<
     client.write(0, &content(1, 0, 4096), 0)?;
     dead.die().map_err(|error| Error::unexpected(format!("die: {error}")))?;
     client.write(8192, &content(1, 8192, 4096), 0)?;
-    let flush = std::thread::spawn(move || client.flush().is_ok());
+    // Its answer is not waited for: the kernel keeps the old process's sockets, too.
+    let mut waiting = client.into_stream();
+    let flush = Request { command: wire::CMD_FLUSH, ..Request::default() };
+    waiting.write_all(&flush.bytes()).map_err(Error::io("send a flush"))?;
     Client::open(&socket, "disk")?.write(4096, &content(2, 4096, 4096), 0)?;
     server.signal(Signal::TERM)?;
     log_has(server, "1 volume(s) could not be flushed: dead (")?;
@@ -64,8 +68,9 @@ fn while_it_is_held(server: &mut Server, dead: &Dead, control: &Path) -> Result<
     let stat = Tool::new(binary::ebbd(Build::AsTests)?).args(["stat", "--control"]).arg(control);
     let stat = stat.limit(SOON).ok()?.stdout;
     check(stat.contains("dead is not served"), || format!("no word of the device:\n{stat}"))?;
-    let flushed = flush.join().map_err(|_| Error::unexpected("a client panicked"))?;
-    check(!flushed, || "a flush of a dead device went well".into())?;
+    waiting.set_nonblocking(true).map_err(Error::io("look for a reply"))?;
+    let replied = waiting.read(&mut [0; 16]).is_ok_and(|length| length > 0);
+    check(!replied, || "a flush of a dead device was answered".into())?;
     Ok(old)
 }
 
