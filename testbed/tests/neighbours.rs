@@ -10,7 +10,7 @@ use testbed::{Error, Result, check};
 const MIB: u64 = 1 << 20;
 /// What daemon and neighbour may use together, and what the neighbour takes of it.
 const LIMIT: u64 = 256 * MIB;
-const TAKEN: u64 = 192 * MIB;
+const TAKEN: u64 = 208 * MIB;
 /// Each is read for 4 MiB.
 const VOLUMES: u32 = 40;
 
@@ -44,7 +44,7 @@ met=$(event max memory.events)
 (
     echo 0 >$group/cgroup.procs
     i=0
-    while [ $i -lt 96 ]; do
+    while [ $i -lt 104 ]; do
         dd if=/dev/zero of=/tmp/taken bs=1M count=2 seek=$((2 * i)) conv=notrunc 2>/dev/null
         usleep 20000
         i=$((i + 1))
