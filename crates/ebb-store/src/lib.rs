@@ -33,6 +33,8 @@ pub use faulty::{Disk, Faults, Record, TestStore};
 pub use file::FileStore;
 pub use identity::Identity;
 pub use memory::MemoryStore;
+#[cfg(feature = "sim")]
+pub use nbd::sim::set_peer;
 pub use nbd::{
     LostWrites, NbdAddress, NbdError, NbdOptions, NbdStore, NbdTls, NbdTlsKeys, RECONNECT_DEFAULT,
     StoreState,

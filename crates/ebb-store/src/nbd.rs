@@ -44,6 +44,8 @@ mod link;
 mod options;
 mod reply;
 mod route;
+#[cfg(feature = "sim")]
+pub(crate) mod sim;
 mod slots;
 mod state;
 

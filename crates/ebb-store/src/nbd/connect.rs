@@ -4,14 +4,17 @@
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ebb_io::{Io, clock};
 use ebb_tls::{ClientTls, TlsSession};
 use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::export::Export;
 use super::handshake::Negotiation;
+use super::link::Remote;
 use super::options::{NbdAddress, NbdError, NbdOptions};
 
 /// How long connecting and negotiating may take together.
@@ -27,12 +30,24 @@ pub(crate) struct Connected {
     pub(crate) export: Export,
 }
 
+/// [`connect`] on a helper thread, which is left to itself if this is dropped: its time is limited, and its
+/// connection closes.
+pub(crate) async fn connect_aside(io: &Io, remote: Arc<Remote>) -> Result<Connected, NbdError> {
+    let call = move || connect(&remote.options, remote.tls.as_ref());
+    #[cfg(feature = "sim")]
+    if clock::is_virtual() {
+        return super::sim::attempt(io, call).await;
+    }
+    let _ = io;
+    blocking::unblock(call).await
+}
+
 /// Connects and enters the export.
 pub(crate) fn connect(
     options: &NbdOptions,
     tls: Option<&ClientTls>,
 ) -> Result<Connected, NbdError> {
-    let deadline = Instant::now() + ATTEMPT;
+    let deadline = clock::now() + ATTEMPT;
     let address = || options.address.to_string();
     let fd = open_socket(&options.address, deadline)
         .map_err(|source| NbdError::Connect { address: address(), source })?;
@@ -91,7 +106,7 @@ fn watch_over(fd: &OwnedFd) -> io::Result<()> {
 
 /// Time left, never zero (which would mean for ever).
 fn left(deadline: Instant) -> io::Result<Duration> {
-    let left = deadline.saturating_duration_since(Instant::now());
+    let left = deadline.saturating_duration_since(clock::now());
     if left < Duration::from_millis(1) { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
@@ -104,6 +119,10 @@ struct Wire {
 
 impl Wire {
     fn receive(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        #[cfg(feature = "sim")]
+        if clock::is_virtual() {
+            return super::sim::receive(&self.fd, buf);
+        }
         sockopt::set_socket_timeout(&self.fd, Timeout::Recv, Some(left(self.deadline)?))?;
         loop {
             match rustix::net::recv(&self.fd, &mut *buf, RecvFlags::empty()) {

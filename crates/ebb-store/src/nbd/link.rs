@@ -28,7 +28,7 @@ use ebb_nbd_proto::{Command, CommandFlags, REQUEST_LEN, TransmissionFlags, magic
 use ebb_tls::{ClientTls, Transport};
 
 use super::backoff::Backoff;
-use super::connect::{ATTEMPT, Connected, connect};
+use super::connect::{ATTEMPT, Connected, connect_aside};
 use super::export::Export;
 use super::options::{NbdError, NbdOptions};
 use super::reply::{FRAME_MAX, Frame, Violation, decode};
@@ -185,14 +185,9 @@ impl Link {
         }
     }
 
-    /// One attempt, on a helper thread, which is left to itself if this is dropped: its time is limited,
-    /// and its connection closes. When time runs out meanwhile, waiting requests fail.
+    /// One attempt, which may be dropped. When time runs out meanwhile, waiting requests fail.
     async fn attempt(&self, io: &Io, lost_at: Instant) -> Result<Connected, NbdError> {
-        let remote = self.remote.clone();
-        let mut attempt = std::pin::pin!(blocking::unblock(move || connect(
-            &remote.options,
-            remote.tls.as_ref()
-        )));
+        let mut attempt = std::pin::pin!(connect_aside(io, self.remote.clone()));
         let left = self.remote.options.reconnect.saturating_sub(ebb_io::clock::since(lost_at));
         let connected = if self.down.get() || left > ATTEMPT {
             attempt.await

@@ -20,14 +20,15 @@ use ebb_io::fd_from;
 use ebb_io::sim::SimWorker;
 use ebb_mem::Memory;
 use ebb_mem::pressure::{Cause, Level, State};
-use ebb_store::{Io, MemoryStore, Store, TestStore};
+use ebb_store::{Io, MemoryStore, NbdOptions, NbdStore, Store, TestStore};
 use ebb_volume::{Mode, Volume};
-use ebbd::config::{Config, Overrides, VolumeConfig};
+use ebbd::config::{Config, Overrides, StoreUri, VolumeConfig};
 use ebbd::engine::{Claims, Comparing, Engine, Opened, Opener, Opening, Parts};
 use ebbd::params::{Configured, Key, Parameters};
 use ebbd::stores::StoreError;
 
 use crate::random::Random;
+use crate::remote::Remote;
 
 /// Between two looks of the keeper, and two ticks of the memory.
 const KEEPER: Duration = Duration::from_millis(100);
@@ -61,6 +62,8 @@ impl Settings {
 pub(crate) enum Place {
     Disk(Arc<TestStore>),
     Memory(u64),
+    /// An export of a server, and what its URI says beside the address.
+    Remote(Remote, &'static str),
 }
 
 /// A volume as the configuration has it.
@@ -84,6 +87,9 @@ fn configuration(settings: &Settings, volumes: &[Wanted]) -> Config {
         let store = match place {
             Place::Disk(_) => format!("file:/world/{name}"),
             Place::Memory(size) => format!("memory:{size}"),
+            Place::Remote(server, rest) => {
+                format!("nbd+unix:///{name}?socket={}{rest}", server.path().display())
+            }
         };
         let _ = write!(text, "[volume.{name}]\nstore = \"{store}\"\ncache = \"{mode}\"\n");
         if let (Some(bdi), Mode::Writeback) = (bdi, mode) {
@@ -138,18 +144,23 @@ impl Disks {
 struct OpenDisks(Arc<Disks>);
 
 impl OpenDisks {
-    fn store(&self, name: &str) -> Result<Store, StoreError> {
+    fn store(&self, name: &str, config: &VolumeConfig) -> Result<Store, StoreError> {
         let mut disks = self.0.0.lock().unwrap();
         let slot = disks.get_mut(name).filter(|slot| !slot.fails);
         let slot = slot.ok_or(StoreError::Interrupted)?;
-        Ok(match &slot.place {
-            Place::Disk(disk) => {
+        Ok(match (&slot.place, &config.store) {
+            (Place::Disk(disk), _) => {
                 let disk = Arc::new(disk.open_anew());
                 let before = slot.opened.replace(Store::Test(disk.clone()));
                 slot.lost |= before.is_some_and(|before| before.is_lost());
                 Store::Test(disk)
             }
-            Place::Memory(size) => Store::Memory(MemoryStore::new(*size)),
+            // With the same waits between attempts each time.
+            (Place::Remote(..), StoreUri::Nbd(options)) => {
+                Store::Nbd(NbdStore::open(NbdOptions::clone(options))?.0)
+            }
+            (Place::Remote(..), _) => return Err(StoreError::Interrupted),
+            (Place::Memory(size), _) => Store::Memory(MemoryStore::new(*size)),
         })
     }
 }
@@ -158,7 +169,7 @@ impl Opener for OpenDisks {
     fn open(&self, name: &str, config: &VolumeConfig, claims: &Arc<Claims>) -> Opening {
         let opened = claims
             .claim(name, config)
-            .and_then(|claim| Ok(Opened::new(name, config, self.store(name)?, claim)));
+            .and_then(|claim| Ok(Opened::new(name, config, self.store(name, config)?, claim)));
         Box::pin(std::future::ready(opened))
     }
 

@@ -87,6 +87,8 @@ pub(crate) struct Oracle {
     life: u64,
     /// When the store last lost something.
     loss: u64,
+    /// Of what began until then nothing is promised.
+    forgiven: u64,
     clock: u64,
     numbers: u64,
     /// Sectors held against what was promised, and writes whose stability was promised.
@@ -106,6 +108,7 @@ impl Oracle {
             reads: BTreeSet::new(),
             life: 0,
             loss: 0,
+            forgiven: 0,
             clock: 1,
             numbers: 0,
             checked: 0,
@@ -203,7 +206,7 @@ impl Oracle {
     /// A change was answered (not `done`: with an error), or is over without an answer.
     pub(crate) fn end(&mut self, writing: Writing, done: bool) {
         let now = self.now();
-        let certain = done && writing.change != Change::Discard;
+        let certain = done && writing.change != Change::Discard && writing.begun > self.forgiven;
         let until = (writing.first + writing.count).min(self.sectors.len());
         for place in writing.first.min(until)..until {
             let sector = &mut self.sectors[place];
@@ -312,6 +315,14 @@ impl Oracle {
                 }
             }
         }
+    }
+
+    /// The server of the store has lost any of what was not stable, and nobody can know of it: of nothing that was
+    /// asked for until now anything is promised.
+    pub(crate) fn host_crashed(&mut self) {
+        self.lost();
+        self.forgiven = self.loss;
+        self.reopened();
     }
 
     /// It is larger now; what is new is zeroes.

@@ -5,6 +5,7 @@
 
 mod ends;
 mod events;
+mod remotes;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -19,6 +20,7 @@ use crate::client::{Client, Manner, Turn};
 use crate::daemon::{Daemon, Disks, Later, Place, Settings, Wanted};
 use crate::oracle::{Oracle, SECTOR, Writing};
 use crate::random::Random;
+use crate::remote::Remote;
 use crate::trace::Trace;
 
 /// A volume whose store is healthy answers within this, whatever befalls its neighbours.
@@ -58,7 +60,14 @@ impl Site {
     fn disk(&self) -> Option<&Arc<TestStore>> {
         match &self.config.place {
             Place::Disk(disk) => Some(disk),
-            Place::Memory(_) => None,
+            Place::Memory(_) | Place::Remote(..) => None,
+        }
+    }
+
+    fn remote(&self) -> Option<&Remote> {
+        match &self.config.place {
+            Place::Remote(remote, _) => Some(remote),
+            Place::Disk(_) | Place::Memory(_) => None,
         }
     }
 
@@ -151,6 +160,7 @@ impl World {
                 seats.push(Seat { site, client: None, again: begin });
             }
         }
+        remotes::give_turns_in_handshakes(&sites);
         // Each world knows some of the events only: what is rare meets what is rare in some of them.
         let events: Vec<_> = EVENTS.into_iter().filter(|_| random.chance(60)).collect();
         let event_every = random.pick(&[200, 2_000, 20_000, 200_000]);
@@ -220,7 +230,11 @@ impl World {
         let settings = Settings::draw(&mut self.random);
         for at in 0..self.sites.len() {
             let (config, sectors) = (&self.sites[at].config, self.sites[at].oracle.sectors());
-            let kind = if self.sites[at].disk().is_some() { "disk" } else { "memory" };
+            let kind = match &config.place {
+                Place::Disk(_) => "disk",
+                Place::Memory(_) => "memory",
+                Place::Remote(..) => "server",
+            };
             let what = format!("{}: {kind} of {sectors} sectors, {}", config.name, config.mode);
             self.note(format_args!("{what}"));
         }
@@ -257,6 +271,7 @@ impl World {
         }
         let now = self.now;
         let mut busy = self.daemon.as_mut().is_some_and(|daemon| daemon.turn(now));
+        busy |= self.serve_remotes()?;
         for site in &mut self.sites {
             site.notice();
         }
@@ -308,7 +323,8 @@ impl World {
                 None => (self.daemon.is_some() && !self.calm).then_some(seat.again),
             });
             let event = (!self.calm).then_some(self.event_at);
-            let next = clients.chain(daemon).chain(event).min();
+            let remotes = self.sites.iter().filter_map(|site| site.remote()?.wants());
+            let next = clients.chain(daemon).chain(remotes).chain(event).min();
             self.now = next.map_or(self.now + step, |next| next.max(self.now + step));
         }
         clock::set(Some(self.now));
@@ -406,10 +422,12 @@ impl World {
             );
             match (&site.config.place, std::mem::take(&mut site.lost)) {
                 (Place::Memory(_), _) => site.oracle.cleared(),
-                (Place::Disk(_), true) => site.oracle.crashed(),
+                (Place::Disk(_) | Place::Remote(..), true) => site.oracle.crashed(),
+                // Its last flush may have failed for want of a server.
+                (Place::Remote(..), false) if site.hung => site.oracle.crashed(),
                 // One that did not answer may have been given up: nothing of it was missing in this life.
                 (Place::Disk(_), false) if site.hung => {}
-                (Place::Disk(_), false) => site.oracle.closed(site.reloaded),
+                (Place::Disk(_) | Place::Remote(..), false) => site.oracle.closed(site.reloaded),
             }
         }
     }
@@ -438,6 +456,8 @@ fn site(number: u64, random: &mut Random) -> Site {
     let mode = random.pick(&[Mode::None, Mode::Writethrough, Mode::Writeback, Mode::Writeback]);
     let (place, mode) = if random.chance(12) {
         (Place::Memory(bytes), Mode::None)
+    } else if random.chance(35) {
+        (remotes::place(bytes, random), mode)
     } else {
         let disk = TestStore::new(bytes, random.next());
         disk.latency_us.store(random.pick(&[0, 20, 100, 1000]), Ordering::Relaxed);
@@ -468,6 +488,7 @@ impl Drop for World {
     fn drop(&mut self) {
         self.daemon = None;
         ebb_io::sim::set_order(None);
+        ebb_store::set_peer(None);
         clock::set(None);
     }
 }

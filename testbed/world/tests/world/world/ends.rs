@@ -19,12 +19,12 @@ impl World {
         match (&site.config.place, well) {
             (Place::Memory(_), _) => site.oracle.wiped(),
             // What an earlier life left in the system's memory was not flushed by this one.
-            (Place::Disk(_), true) if abandoned => {}
-            (Place::Disk(_), true) => {
+            (Place::Disk(_) | Place::Remote(..), true) if abandoned => {}
+            (Place::Disk(_) | Place::Remote(..), true) => {
                 let now = site.oracle.now();
                 site.oracle.closed(now);
             }
-            (Place::Disk(_), false) => site.oracle.crashed(),
+            (Place::Disk(_) | Place::Remote(..), false) => site.oracle.crashed(),
         }
     }
 
@@ -36,11 +36,19 @@ impl World {
         drop(daemon);
         self.disks.end_life();
         (0..self.seats.len()).for_each(|number| self.leave(number));
+        self.let_remotes_hear();
         for site in &mut self.sites {
             (site.serving, site.lost) = (Weak::new(), false);
             site.notice();
             site.end_orphans();
             match &site.config.place {
+                // On another host: it has what it was sent.
+                Place::Remote(..) => {
+                    if [site.mode, site.config.mode].contains(&Mode::Writeback) {
+                        site.oracle.crashed();
+                    }
+                    site.oracle.reopened();
+                }
                 Place::Memory(_) => site.oracle.wiped(),
                 Place::Disk(disk) => {
                     if power {
@@ -71,6 +79,7 @@ impl World {
         drop(daemon);
         self.disks.end_life();
         (0..self.seats.len()).for_each(|number| self.leave(number));
+        self.let_remotes_hear();
         for at in 0..self.sites.len() {
             let site = &mut self.sites[at];
             let listed = report.unflushed.iter().find(|left| left.volume == site.config.name);
@@ -113,6 +122,7 @@ impl World {
             (site.hangs, site.full) = (false, false);
             site.judge(self.now);
         }
+        self.revive_remotes();
         for seat in &mut self.seats {
             if let Some(client) = &mut seat.client {
                 client.deaf = false;

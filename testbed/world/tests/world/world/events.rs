@@ -20,6 +20,7 @@ fn losses() -> bool {
 pub(super) enum Event {
     Faults,
     Hang,
+    Remote,
     Lose,
     Pressure,
     Leave,
@@ -33,9 +34,10 @@ pub(super) enum Event {
     Stop,
 }
 
-pub(super) const EVENTS: [(Event, u64); 13] = [
+pub(super) const EVENTS: [(Event, u64); 14] = [
     (Event::Faults, 20),
     (Event::Hang, 10),
+    (Event::Remote, 15),
     (Event::Lose, 5),
     (Event::Pressure, 20),
     (Event::Leave, 15),
@@ -68,6 +70,7 @@ impl World {
         match event {
             Event::Faults => self.set_faults(),
             Event::Hang => self.hang(),
+            Event::Remote => self.befall_remote(),
             Event::Lose => self.lose(),
             Event::Pressure => {
                 let level = self.random.pick(&[Level::L0, Level::L1, Level::L2, Level::L3]);
@@ -194,7 +197,7 @@ impl World {
         let site = &mut self.sites[at];
         if self.random.chance(30) {
             site.listed = !site.listed;
-        } else if site.disk().is_some() {
+        } else if site.disk().is_some() || site.remote().is_some() {
             site.config.mode = mode;
         }
         if self.sites.iter().all(|site| !site.listed) {

@@ -1,0 +1,123 @@
+//! The servers of a world: their turns, and what befalls them.
+
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use ebb_mem::clock;
+
+use super::{Site, World};
+use crate::daemon::Place;
+use crate::random::Random;
+use crate::remote::{Health, Pace, Remote};
+
+/// What a client may take to be connected again: an attempt that the server did not answer, and the longest
+/// pause between two.
+const RECONNECTED: Duration = Duration::from_secs(13);
+
+/// A volume on a server, and how its client is told to wait.
+pub(super) fn place(bytes: u64, random: &mut Random) -> Place {
+    const WAYS: [&str; 4] = ["", "&reconnect=1", "&reconnect=5", "&reconnect=86400&silence=20"];
+    let remote = Remote::new(usize::try_from(bytes).unwrap(), random);
+    Place::Remote(remote, random.pick(&WAYS))
+}
+
+/// While the daemon waits in a handshake nothing else turns: the servers do so then.
+pub(super) fn give_turns_in_handshakes(sites: &[Site]) {
+    let remotes: Vec<Remote> = sites.iter().filter_map(Site::remote).cloned().collect();
+    ebb_store::set_peer(Some(Rc::new(move || {
+        for remote in &remotes {
+            remote.turn(clock::now());
+        }
+    })));
+}
+
+impl World {
+    /// A turn of each server.
+    pub(super) fn serve_remotes(&mut self) -> Result<bool, String> {
+        let mut busy = false;
+        for site in &mut self.sites {
+            let Some(remote) = site.remote().cloned() else { continue };
+            busy |= remote.turn(self.now);
+            if let Some(wrong) = remote.wrong() {
+                return Err(format!("volume {}: {wrong}", site.config.name));
+            }
+        }
+        Ok(busy)
+    }
+
+    /// A daemon is gone: servers that listen end what it asked them for.
+    pub(super) fn let_remotes_hear(&mut self) {
+        for remote in self.sites.iter().filter_map(Site::remote) {
+            remote.turn(self.now);
+        }
+    }
+
+    /// All are well from now on.
+    pub(super) fn revive_remotes(&mut self) {
+        let now = self.now;
+        for site in &mut self.sites {
+            if let Some(remote) = site.remote().cloned() {
+                remote.set_pace(Pace::default());
+                site.revive(&remote, now);
+            }
+        }
+    }
+
+    pub(super) fn befall_remote(&mut self) {
+        let at = self.random.index(self.sites.len());
+        let Some(remote) = self.sites[at].remote().cloned() else { return };
+        let now = self.now;
+        if remote.health() != Health::Well && self.random.chance(60) {
+            self.sites[at].revive(&remote, now);
+            return self.note(format_args!("server {at} is back"));
+        }
+        let random = &mut self.random;
+        match random.below(6) {
+            0 | 1 => {
+                let pace = Pace {
+                    work_us: random.pick(&[0, 20, 500, 20_000]),
+                    answer_us: random.pick(&[0, 0, 500, 20_000]),
+                    bad_reads: random.pick(&[0, 0, 0, 100]),
+                };
+                remote.set_pace(pace);
+                self.note(format_args!("server {at}: {pace:?}"));
+            }
+            2 => {
+                remote.die(false);
+                self.sites[at].strike(now);
+                self.note(format_args!("server {at} dies"));
+            }
+            3 => {
+                remote.die(true);
+                self.sites[at].strike(now);
+                self.sites[at].oracle.host_crashed();
+                self.note(format_args!("the host of server {at} crashes"));
+            }
+            4 if remote.health() == Health::Well => {
+                remote.turn_away(Health::Silent);
+                self.sites[at].strike(now);
+                self.note(format_args!("server {at} falls silent"));
+            }
+            5 if remote.health() == Health::Well => {
+                remote.turn_away(Health::Leaving);
+                self.sites[at].strike(now);
+                self.note(format_args!("server {at} is told to stop"));
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Site {
+    fn strike(&mut self, now: Instant) {
+        (self.hangs, self.hung) = (true, true);
+        self.judge(now);
+    }
+
+    fn revive(&mut self, remote: &Remote, now: Instant) {
+        let before = remote.health();
+        remote.come_back();
+        self.hangs = false;
+        self.judge(if before == Health::Well { now } else { now + RECONNECTED });
+    }
+}
