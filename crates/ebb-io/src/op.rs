@@ -195,9 +195,23 @@ impl Io {
         self.with_buf(entry, Class::Storage, buf, fd).await
     }
 
+    /// As [`Io::read_at`], from a thread of the kernel: for files whose reads may hold up the thread that submits
+    /// them. A block device's buffered reads take its inode's lock, for which not even `RWF_NOWAIT` forbids waiting.
+    pub async fn read_at_apart(
+        &self,
+        fd: &Fd,
+        buf: Buf,
+        range: Range<usize>,
+        offset: u64,
+    ) -> (io::Result<usize>, Buf) {
+        let (ptr, len) = part(&buf, &range);
+        let entry = opcode::Read::new(raw(fd), ptr, len).offset(offset).build();
+        self.with_buf(entry.flags(squeue::Flags::ASYNC), Class::Storage, buf, fd).await
+    }
+
     /// Reads into `buf[range]` from `offset` (bytes) what the page cache holds, without waiting and
     /// without the ring; `None` when it holds nothing, or when many requests are under way: then
-    /// the ring does it for less, several in one call. For files opened without O_DIRECT.
+    /// the ring does it for less, several in one call. For regular files opened without O_DIRECT.
     pub fn read_cached(
         &self,
         fd: &Fd,

@@ -15,6 +15,10 @@ use crate::{TlsError, TlsSession, keys};
 /// becomes known later; TLS 1.3 has no others (and with pre-shared keys only `psk_dhe_ke` is on).
 const FORWARD_SECRET: &str = "DEFAULT:!kRSA:!PSK";
 const FORWARD_SECRET_PSK: &str = "kECDHEPSK:kDHEPSK";
+/// Of those, what a server offers: without parameters for Diffie-Hellman in finite fields it has no use for the suites
+/// that need them. A client takes them from the server.
+const SERVER: &str = "DEFAULT:!kRSA:!kDHE:!PSK";
+const SERVER_PSK: &str = "kECDHEPSK";
 
 /// How a client shows who it is, and whom it trusts.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -85,7 +89,7 @@ impl ServerTls {
         let keys = Arc::new(keys::read(path)?);
         let mut builder = server()?;
         // Clients offer suites with and without PSK; without a certificate only these can work.
-        builder.set_cipher_list(FORWARD_SECRET_PSK)?;
+        builder.set_cipher_list(SERVER_PSK)?;
         builder.set_psk_server_callback(move |_, identity, out| {
             let Some(key) = identity.and_then(|name| keys.get(name)) else { return Ok(0) };
             let Some(room) = out.get_mut(..key.len()) else { return Ok(0) };
@@ -189,6 +193,7 @@ fn common(method: SslMethod) -> Result<SslContextBuilder, TlsError> {
 
 fn server() -> Result<SslContextBuilder, TlsError> {
     let mut builder = common(SslMethod::tls_server())?;
+    builder.set_cipher_list(SERVER)?;
     // Disks are not visited by browsers: sessions are long and few. Nothing is kept of one by which a
     // later one could be begun, here or with the client.
     builder.set_num_tickets(0)?;
@@ -274,6 +279,8 @@ fn existing(folder: &Path, name: &str, purpose: &'static str) -> Result<PathBuf,
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     #[test]
@@ -284,6 +291,38 @@ mod tests {
         let keys = Keys::Certificates(folder.path().into());
         let error = ClientTls::new(&keys, None, true).unwrap_err();
         assert!(error.to_string().contains("ca-cert.pem"), "{error}");
+    }
+
+    /// The suites of TLS 1.2 that a list stands for: what a client that was given it offers.
+    fn suites(list: &str) -> BTreeSet<[u8; 2]> {
+        let mut builder = SslContext::builder(SslMethod::tls_client()).unwrap();
+        builder.set_max_proto_version(Some(SslVersion::TLS1_2)).unwrap();
+        builder.set_cipher_list(list).unwrap();
+        builder.set_psk_client_callback(|_, _, _, _| Ok(0));
+        let mut ssl = Ssl::new(&builder.build()).unwrap();
+        ssl.set_connect_state();
+        let mut session = TlsSession::new(ssl).unwrap();
+        assert!(!session.handshake().unwrap());
+        let mut hello = [0; 4096];
+        let count = session.take_output(&mut hello);
+        // After the headers of record and message, version and random: the session's name, then the suites.
+        let mut rest = &hello[5 + 4 + 2 + 32..count];
+        rest = &rest[1 + usize::from(rest[0])..];
+        let length = usize::from(u16::from_be_bytes([rest[0], rest[1]]));
+        let signal = [0, 0xff];
+        let all = rest[2..2 + length].chunks(2).map(|suite| [suite[0], suite[1]]);
+        all.filter(|suite| *suite != signal).collect()
+    }
+
+    #[test]
+    fn a_server_lists_no_suite_that_needs_parameters_it_has_not() {
+        let needless = &suites("kDHEPSK") | &suites("kDHE");
+        assert!(needless.len() > 8, "{needless:?}");
+        for list in [SERVER, SERVER_PSK] {
+            let listed = suites(list);
+            assert!(listed.len() > 3, "{listed:?}");
+            assert!(listed.is_disjoint(&needless), "{list}: {:?}", &listed & &needless);
+        }
     }
 
     #[test]
