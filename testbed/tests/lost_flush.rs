@@ -7,7 +7,9 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use rustix::process::Signal;
-use testbed::nbd::Client;
+use serde_json::Value;
+use testbed::binary::{self, Build};
+use testbed::nbd::{Client, wire};
 use testbed::process::PATIENCE;
 use testbed::server::Setup;
 use testbed::{Error, Result, Server, Tool, check};
@@ -44,6 +46,35 @@ impl Disk {
     /// A daemon with the device as its only volume, through the page cache.
     fn serve(&self, cache: &str) -> Result<Server> {
         let volume = format!("disk=file:{},direct=off,cache={cache}", self.device);
+        let setup = Setup::new()?.volume(&volume).args(["--drain", "5"]);
+        setup.arg("--control").arg(self.control()).start()
+    }
+
+    fn control(&self) -> PathBuf {
+        self.folder.path().join("control.sock")
+    }
+
+    fn stat(&self, more: &[&str]) -> Result<String> {
+        let tool = Tool::new(&binary::ebbd(Build::AsTests)?).arg("stat").args(more);
+        Ok(tool.arg("--control").arg(self.control()).ok()?.stdout)
+    }
+
+    /// `ebbd stat` tells of it, with the error and what to do.
+    fn shows_the_loss(&self) -> Result {
+        let table = self.stat(&[])?;
+        for part in ["disk may have lost changes", "flush", "os error", "mend the device"] {
+            check(table.contains(part), || format!("no {part:?}\n{table}"))?;
+        }
+        let stat: Value = serde_json::from_str(&self.stat(&["--json"])?)
+            .map_err(|e| Error::unexpected(format!("JSON: {e}")))?;
+        let volume = &stat["volumes"][0];
+        let told = volume["state"] == "lost" && volume["loss"]["since_seconds"].is_number();
+        check(told, || format!("{volume}"))
+    }
+
+    /// A daemon with the file below as its only volume.
+    fn serve_file(&self, cache: &str) -> Result<Server> {
+        let volume = format!("disk=file:{},cache={cache}", self.image().display());
         Setup::new()?.volume(&volume).args(["--drain", "5"]).start()
     }
 
@@ -99,6 +130,7 @@ fn a_flush_that_failed_stays_failed(cache: &str) -> Result {
         let log = server.log();
         check(a.flush().is_err(), || format!("A's flush said OK: the data is lost\n{log}"))?;
     }
+    disk.shows_the_loss()?;
     drop((a, b));
     stop_in_sorrow(&mut server)
 }
@@ -136,4 +168,25 @@ fn what_a_disk_lost_is_written_again_when_it_has_room() -> Result {
     check(disk.holds(7)?, || "what was flushed is not there".to_owned())?;
     drop(client);
     server.stop()
+}
+
+#[test]
+fn a_write_with_fua_to_a_full_file_system_fails_alone() -> Result {
+    for cache in ["none", "writethrough"] {
+        let disk = Disk::new()?;
+        let mut server = disk.serve_file(cache)?;
+        let mut client = Client::open(&server.socket(), "disk")?;
+        client.write(0, &vec![7; 1 << 20], 0)?;
+        let full = client.write(4 << 20, &vec![7; 4 << 20], wire::FLAG_FUA);
+        check(full.is_err(), || "there is no room for that".to_owned())?;
+        let log = server.log();
+        check(client.flush().is_ok(), || format!("nothing is lost\n{log}"))?;
+        disk.enlarge()?;
+        client.write(0, &vec![7; DATA], wire::FLAG_FUA)?;
+        client.flush()?;
+        check(disk.holds(7)?, || "what was flushed is not there".to_owned())?;
+        drop(client);
+        server.stop()?;
+    }
+    Ok(())
 }

@@ -95,6 +95,14 @@ impl BlockError {
         BlockError { kind, volume: None, operation, offset, length, source: Some(source) }
     }
 
+    /// The message with its cause.
+    pub fn full_text(&self) -> String {
+        match &self.source {
+            Some(source) => format!("{self}: {source}"),
+            None => self.to_string(),
+        }
+    }
+
     fn remedy(&self) -> &'static str {
         match self.kind {
             ErrorKind::Invalid => "offset and length must be multiples of 512 bytes",

@@ -72,6 +72,8 @@ pub struct Faults {
     pub late_us: u64,
     /// A loss is told by every flush until all that was lost is written again; else by one only.
     pub told_always: bool,
+    /// A loss is told as "no space": what was to be written back found none.
+    pub told_as_full: bool,
 }
 
 /// A source of numbers that any thread may take from.
@@ -167,6 +169,8 @@ pub struct Disk {
     room: AtomicU64,
     /// A loss that no flush has told of yet.
     owed: AtomicBool,
+    /// The same, for [`Disk::knows_of_no_loss`].
+    unseen: AtomicBool,
     /// Times the power failed: requests from before it fail.
     cuts: AtomicU64,
     record: Mutex<Option<Vec<Record>>>,
@@ -200,6 +204,7 @@ impl Disk {
             losses: AtomicU64::new(0),
             room: AtomicU64::new(u64::MAX),
             owed: AtomicBool::new(false),
+            unseen: AtomicBool::new(false),
             cuts: AtomicU64::new(0),
             record: Mutex::default(),
         }
@@ -397,8 +402,21 @@ impl Disk {
         }
     }
 
+    /// As that of a file: true if nothing was lost since this was asked before.
+    pub(crate) fn knows_of_no_loss(&self) -> bool {
+        !self.unseen.swap(false, Ordering::SeqCst)
+    }
+
+    /// What a sync fails with.
+    fn sync_error(&self, operation: Operation, offset: u64, length: u64) -> BlockError {
+        let number = if lock(&self.more).told_as_full { libc::ENOSPC } else { libc::EIO };
+        let source = std::io::Error::from_raw_os_error(number);
+        BlockError::from_io(source, operation, offset, length)
+    }
+
     /// Loses any subset of what is not flushed.
     fn lose_some(&self) {
+        self.unseen.store(true, Ordering::SeqCst);
         self.losses.fetch_add(1, Ordering::SeqCst);
         let mut bytes = lock(&self.bytes);
         let left = bytes.lose(&self.random);
@@ -495,15 +513,18 @@ impl Disk {
         if self.chance(lock(&self.more).writing_back) {
             self.lose();
         }
-        let mut fails = fails;
+        let mut unsynced = false;
         if fua && !fails {
-            fails = self.sync_fails();
-            if !fails && !self.is_cut(cuts) {
+            unsynced = self.sync_fails();
+            if !unsynced && !self.is_cut(cuts) {
                 lock(&self.bytes).save_range(place(offset), length);
                 self.remember(|| Record::Write { offset, data: buf.to_vec(), fua: true });
             }
         }
         self.end(io).await;
+        if unsynced {
+            return (Err(self.sync_error(Operation::Write, offset, length as u64)), buf);
+        }
         if fails || self.is_cut(cuts) {
             return (Err(Self::error(Operation::Write, offset, length as u64)), buf);
         }
@@ -535,7 +556,7 @@ impl Disk {
         }
         self.end(io).await;
         if fails || self.is_cut(cuts) {
-            return Err(Self::error(Operation::Flush, 0, 0));
+            return Err(self.sync_error(Operation::Flush, 0, 0));
         }
         Ok(())
     }

@@ -38,6 +38,9 @@ pub struct FileStore {
     /// Held shared by aligned writes and alone by unaligned ones; `None` where all are aligned.
     unaligned: Option<RwLock<()>>,
     syncs: Syncs,
+    /// The same file, opened once more: the system tells each open file description of every error of writing back,
+    /// and this one is asked only whether there was any.
+    witness: Option<Fd>,
 }
 
 impl FileStore {
@@ -47,7 +50,9 @@ impl FileStore {
     /// [`OpenError`], each with a remedy.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<(FileStore, Vec<String>), OpenError> {
         let opened = open::open(path, options)?;
+        let witness = if options.read_only { None } else { open::again(&opened.file) };
         let store = FileStore {
+            witness: witness.map(fd_from),
             fd: fd_from(opened.file),
             path: path.into(),
             watched: Watched::default(),
@@ -166,12 +171,19 @@ impl FileStore {
         let length = buf.len();
         let fail = |source| BlockError::from_io(source, Operation::Read, offset, length as u64);
         let mut done = 0;
-        if !self.direct {
+        // Zeroes and discards of a block device hold its inode's lock until the device has answered, and a buffered
+        // read waits for that lock: never on the worker's thread.
+        let apart = self.block_device && !self.direct;
+        if !self.direct && !apart {
             done = io.read_cached(&self.fd, &mut buf, 0..length, offset).unwrap_or(0);
         }
         while done < length {
             let range = done..length.min(done + TRANSFER_MAX);
-            let (result, returned) = io.read_at(&self.fd, buf, range, offset + done as u64).await;
+            let at = offset + done as u64;
+            let (result, returned) = match apart {
+                true => io.read_at_apart(&self.fd, buf, range, at).await,
+                false => io.read_at(&self.fd, buf, range, at).await,
+            };
             buf = returned;
             match result {
                 Ok(count) => match self.progress(count) {
@@ -249,6 +261,14 @@ impl FileStore {
         }
         let result = io.fdatasync(&self.fd).await;
         result.map_err(|e| BlockError::from_io(e, Operation::Flush, 0, self.size()))
+    }
+
+    /// True if no writing back has failed since the file was opened, or since this was asked before.
+    pub(crate) async fn knows_of_no_loss(&self, io: &Io) -> bool {
+        match &self.witness {
+            Some(witness) => io.fdatasync(witness).await.is_ok(),
+            None => false,
+        }
     }
 
     pub(crate) async fn discard(
@@ -445,6 +465,7 @@ mod tests {
             read_only: false,
             unaligned: None,
             syncs: Syncs::default(),
+            witness: None,
         }
     }
 

@@ -7,7 +7,7 @@
 //! - A short read or write is continued, or reported as [`ErrorKind::Short`]; never success.
 //! - `flush` returns when every write acknowledged before it is stable (`fdatasync`).
 //! - A write with `fua` returns when that write is stable.
-//! - After a flush or a write with `fua` has failed no flush succeeds over what may be lost (`syncs.rs`).
+//! - After a flush or a write with `fua` has failed (other than for want of room) no flush succeeds over what may be lost (`syncs.rs`).
 //! - Buffers are owned by the operation and come back with the result.
 //!
 //! To add a store: one file with the functions of [`Store`], one variant, one line in each
@@ -42,6 +42,7 @@ pub use nbd::{
 pub use null::NullStore;
 pub use open::{Direct, OpenError, OpenOptions, inspect};
 pub use resize::{Resize, ResizeError};
+pub use syncs::Loss;
 pub use watched::{FailedKind, Watched};
 
 /// Bytes of a logical sector: every offset and length is a multiple.
@@ -235,12 +236,11 @@ impl Store {
     }
 
     /// Writes the whole buffer at `offset`; with `fua` it is stable on return.
-    /// After an error with `fua` flushes fail, as after one of [`Store::flush`].
+    /// After an error with `fua` flushes fail, as after one of [`Store::flush`], unless the store was merely full.
     pub async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
         if let Some(syncs) = self.syncs_of_fua(fua) {
-            let range = (offset, buf.len() as u64);
             let write = self.write_to(io, buf, offset, true);
-            return self.write_stable(syncs, range, write).await;
+            return self.write_stable(io, syncs, offset, write).await;
         }
         self.write_to(io, buf, offset, fua).await
     }

@@ -176,6 +176,13 @@ fn try_open(path: &Path, options: &OpenOptions, direct: bool) -> io::Result<File
     std::fs::OpenOptions::new().read(true).write(!options.read_only).custom_flags(flags).open(path)
 }
 
+/// Another open file description of the same file, whatever its name leads to now. `None` without `/proc`, or where
+/// the file may be written and not read by this process.
+pub(crate) fn again(file: &File) -> Option<File> {
+    use std::os::fd::AsRawFd;
+    File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
+}
+
 fn explain(path: &Path, options: &OpenOptions, source: io::Error) -> OpenError {
     let path = path.to_path_buf();
     match source.kind() {

@@ -10,34 +10,62 @@
 //!   any change since the last flush that went well may be lost.
 //! - After a loss every flush fails with [`ErrorKind::Lost`](crate::ErrorKind::Lost), until one that
 //!   follows on writing again all that may be lost ([`Store::flush_rewritten`]) goes well.
+//! - A write with FUA that fails since the store is full is no loss if that is all there is to it: the same write
+//!   without FUA finds no room either, and a second open file description, to which the system tells all
+//!   errors once more, knows of none. Where there is no such witness (a remote server) it counts as a loss.
 //! - A sync that went well is believed when all that ran beside it have ended, and none has failed: the
 //!   error of its own range may have been told to one of those.
 
 use std::future::poll_fn;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
+use std::time::Instant;
 
-use crate::{BlockError, BufResult, ErrorKind, Io, Operation, Store};
+use crate::{BlockError, Buf, BufResult, ErrorKind, Io, Operation, Store};
+
+/// Changes that may be on no disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Loss {
+    /// When the flush, or the write with FUA, failed.
+    pub since: Instant,
+    /// How.
+    pub error: String,
+}
+
+impl Loss {
+    /// What an operator is to do.
+    pub const REMEDY: &'static str = "mend the device, take the volume out of the configuration and in again, or \
+                                      restart ebbd, and check the guest's file systems";
+}
 
 #[derive(Debug, Default)]
 struct State {
     /// The number of the next sync, and those under way.
     next: u64,
     open: Vec<u64>,
+    /// Of those under way the ones that have failed, and of which it is being found out whether that is a loss.
+    doubtful: Vec<u64>,
     waiting: Vec<Waker>,
     losses: u64,
     /// The last loss that a plain flush is refused for, and the last one that was made good.
     refused: u64,
     repaired: u64,
+    /// The first of the losses that were not made good.
+    first: Option<Loss>,
 }
 
 impl State {
     fn close(&mut self, number: u64) -> Vec<Waker> {
         self.open.retain(|open| *open != number);
+        self.doubtful.retain(|doubtful| *doubtful != number);
         std::mem::take(&mut self.waiting)
     }
 
-    fn lose(&mut self, once: bool) {
+    fn lose(&mut self, once: bool, error: impl FnOnce() -> String) {
+        // One that was told once, and to which nothing was added, is of no interest.
+        if self.first.is_none() || self.refused <= self.repaired {
+            self.first = Some(Loss { since: ebb_io::clock::now(), error: error() });
+        }
         self.losses += 1;
         if !once {
             self.refused = self.losses;
@@ -108,13 +136,25 @@ impl Syncs {
 
 impl Sync<'_> {
     /// It has failed; with `once` the next flush is not refused for that.
-    fn fail(mut self, once: bool) {
+    fn fail(mut self, once: bool, error: &BlockError) {
         self.open = false;
         let wakers = {
             let mut state = self.syncs.state();
-            state.lose(once);
+            state.lose(once, || error.full_text());
             state.close(self.number)
         };
+        self.syncs.wake(wakers);
+    }
+
+    /// It has failed, perhaps with a loss: those beside it wait for what [`Sync::fail`] or [`Sync::end`] will say.
+    fn doubt(&self) {
+        self.syncs.state().doubtful.push(self.number);
+    }
+
+    /// It has failed, and nothing that was there before is lost.
+    fn end(mut self) {
+        self.open = false;
+        let wakers = self.syncs.state().close(self.number);
         self.syncs.wake(wakers);
     }
 
@@ -129,7 +169,8 @@ impl Sync<'_> {
         self.syncs.wake(wakers);
         poll_fn(|cx| {
             let mut state = self.syncs.state();
-            if beside && state.open.iter().any(|open| *open < until) {
+            let others = if beside { &state.open } else { &state.doubtful };
+            if others.iter().any(|other| *other < until) {
                 if !state.waiting.iter().any(|waker| waker.will_wake(cx.waker())) {
                     state.waiting.push(cx.waker().clone());
                 }
@@ -146,7 +187,7 @@ impl Drop for Sync<'_> {
         if self.open {
             let wakers = {
                 let mut state = self.syncs.state();
-                state.lose(false);
+                state.lose(false, || "a flush was given up before its end".to_owned());
                 state.close(self.number)
             };
             self.syncs.wake(wakers);
@@ -179,6 +220,11 @@ impl Store {
         self.syncs().is_some_and(Syncs::is_lost)
     }
 
+    /// The first of the losses that were not made good by writing all again.
+    pub fn loss(&self) -> Option<Loss> {
+        self.syncs().and_then(|syncs| syncs.state().first.clone())
+    }
+
     /// Makes all acknowledged writes stable.
     ///
     /// # Errors
@@ -201,6 +247,9 @@ impl Store {
         self.sync(io, syncs.begin_rewritten(seen)).await?;
         let mut state = syncs.state();
         state.repaired = state.repaired.max(seen);
+        if state.losses <= state.repaired {
+            state.first = None;
+        }
         Ok(())
     }
 
@@ -216,7 +265,7 @@ impl Store {
         };
         match watch.ended(result) {
             Err(error) => {
-                sync.fail(self.tells_once(&error));
+                sync.fail(self.tells_once(&error), &error);
                 Err(error)
             }
             Ok(()) if sync.succeed(true).await => Ok(()),
@@ -234,15 +283,26 @@ impl Store {
     /// Sees to the outcome of a write with FUA.
     pub(crate) async fn write_stable(
         &self,
+        io: &Io,
         syncs: &Syncs,
-        (offset, length): (u64, u64),
+        offset: u64,
         write: impl Future<Output = BufResult>,
     ) -> BufResult {
         let sync = syncs.begin();
         let (result, buf) = write.await;
+        let length = buf.len() as u64;
         match result {
+            Err(error) if error.kind == ErrorKind::NoSpace => {
+                sync.doubt();
+                let (only_full, buf) = Box::pin(self.is_only_full(io, buf, offset)).await;
+                match only_full {
+                    true => sync.end(),
+                    false => sync.fail(self.tells_once(&error), &error),
+                }
+                (Err(error), buf)
+            }
             Err(error) => {
-                sync.fail(self.tells_once(&error));
+                sync.fail(self.tells_once(&error), &error);
                 (Err(error), buf)
             }
             // Errors of direct I/O are told to the request they belong to.
@@ -251,6 +311,21 @@ impl Store {
                 false => (Err(lost(Operation::Write, offset, length)), buf),
             },
         }
+    }
+
+    /// Whether a write with FUA, which was told that the store is full, was told so for want of room for itself: its
+    /// sync may have been told of older data that found none.
+    async fn is_only_full(&self, io: &Io, buf: Buf, offset: u64) -> (bool, Buf) {
+        let (again, buf) = self.write_to(io, buf, offset, false).await;
+        let full = again.is_err_and(|error| error.kind == ErrorKind::NoSpace);
+        let lossless = full
+            && match self {
+                Store::File(s) => s.knows_of_no_loss(io).await,
+                #[cfg(feature = "test-store")]
+                Store::Test(s) => s.knows_of_no_loss(),
+                Store::Nbd(_) | Store::Memory(_) | Store::Null(_) => false,
+            };
+        (lossless, buf)
     }
 
     pub(crate) fn syncs_of_fua(&self, fua: bool) -> Option<&Syncs> {

@@ -168,6 +168,34 @@ fn a_write_with_fua_that_is_told_of_the_loss_of_others_counts_as_a_failed_flush(
     });
 }
 
+#[test]
+fn a_write_with_fua_that_finds_no_room_loses_nothing_unless_something_is_lost() {
+    play(9, |io, test, store| async move {
+        assert!(write(&io, &store, 0, 65536, 1, false).await);
+        test.set_room(Some(0));
+        assert!(!write(&io, &store, 1 << 17, 4096, 2, true).await);
+        assert!(!store.is_lost());
+        store.flush(&io).await.unwrap();
+        assert_eq!(sectors_with(&test.stable_bytes(), 1), 128);
+        // What is told as a lack of room may be the loss of older data.
+        test.set_room(None);
+        assert!(write(&io, &store, 0, 65536, 3, false).await);
+        test.faults(&Faults { told_as_full: true, ..Faults::default() });
+        test.lose();
+        assert!(!write(&io, &store, 1 << 17, 4096, 2, true).await);
+        assert_eq!(store.flush(&io).await.unwrap_err().kind, ErrorKind::Lost);
+    });
+    play(10, |io, test, store| async move {
+        assert!(write(&io, &store, 0, 65536, 1, false).await);
+        test.faults(&Faults { told_as_full: true, ..Faults::default() });
+        // Both at once.
+        test.set_room(Some(0));
+        test.lose();
+        assert!(!write(&io, &store, 1 << 17, 4096, 2, true).await);
+        assert_eq!(store.flush(&io).await.unwrap_err().kind, ErrorKind::Lost);
+    });
+}
+
 /// The kernel tells one of them only; what it says to the others is not true.
 #[test]
 fn of_flushes_that_run_side_by_side_none_goes_well_if_one_fails() {

@@ -361,6 +361,11 @@ impl Volume {
         }
     }
 
+    /// Since when and why [`Volume::is_lost`].
+    pub fn loss(&self) -> Option<ebb_store::Loss> {
+        if self.is_lost() { self.store.loss() } else { None }
+    }
+
     /// Requests that are under way.
     pub fn under_way(&self) -> u64 {
         self.gate.inside()

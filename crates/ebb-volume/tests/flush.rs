@@ -286,6 +286,8 @@ impl Machine {
                 }
             }
             19 => run.test().evict(),
+            20..22 => run.test().set_room(Some(random.next() % 32_768)),
+            22..24 => run.test().set_room(None),
             _ => {}
         }
         if random.chance(30) {
@@ -312,6 +314,7 @@ async fn play(io: &Io, machine: &mut Machine, seed: u64, mode: Mode) -> Counts {
         flushes: of(&mut random, &[0, 50, 300]),
         writing_back: of(&mut random, &[0, 0, 20]),
         told_always: random.chance(20),
+        told_as_full: random.chance(30),
         ..Faults::default()
     });
     let mut volume = machine.open(io, &run, mode, seed);

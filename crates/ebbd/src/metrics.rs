@@ -151,6 +151,8 @@ fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     out.gauges(size, Some(&Unit::Bytes), gauge(|volume| volume.size_bytes))?;
     let up = ("ebbd_volume_up", "Whether the volume is served; 0 if its store cannot be opened");
     out.gauges(up, None, gauge(|volume| u64::from(volume.failure.is_none())))?;
+    let lost = ("ebbd_volume_lost", "Whether changes may be lost, and all flushes fail");
+    out.gauges(lost, None, gauge(|volume| u64::from(volume.loss.is_some())))?;
     let clients = ("ebbd_volume_clients", "Connections that use the volume");
     out.gauges(clients, None, gauge(|volume| volume.clients))?;
     let counter = |value: fn(&OperationStat) -> u64| {
@@ -287,6 +289,7 @@ mod tests {
             volumes: vec![VolumeStat {
                 name: "a \"b\"\\c\nd".into(),
                 size_bytes: 1 << 20,
+                loss: Some(crate::stat::LossStat::default()),
                 operations: [("read".to_owned(), operation)].into(),
                 cache: Some(VolumeCacheStat { hit_bytes: 12, ..Default::default() }),
                 remote: Some(RemoteStat { silent_seconds: 8, ..Default::default() }),
@@ -334,6 +337,7 @@ mod tests {
             "ebbd_uptime_seconds 1.5",
             "ebbd_clients 3.0",
             "ebbd_volume_size_bytes{volume=\"a \\\"b\\\"\\\\c\\nd\"} 1048576",
+            "ebbd_volume_lost{volume=\"a \\\"b\\\"\\\\c\\nd\"} 1",
             "ebbd_worker_ring_enters_total{worker=\"0\"} 5",
             "ebbd_worker_up{worker=\"1\"} 0",
             "ebbd_zone_used_blocks{zone=\"4K\"} 9",

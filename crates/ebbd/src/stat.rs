@@ -67,12 +67,16 @@ pub struct VolumeStat {
     pub direct: bool,
     /// Whether it is being withdrawn.
     pub closing: bool,
-    /// `serving`; `opening`, before its store was first opened; `failed`, if that cannot be opened; `closing`.
+    /// `serving`; `opening`, before its store was first opened; `failed`, if that cannot be opened; `lost`, if it is
+    /// served and changes may be lost; `closing`.
     #[serde(default)]
     pub state: String,
     /// Why it is not served, if it cannot be opened.
     #[serde(default)]
     pub failure: Option<FailureStat>,
+    /// What has become of its changes, if some may be lost for good; then all flushes fail.
+    #[serde(default)]
+    pub loss: Option<LossStat>,
     /// Connections that use it now.
     pub clients: u64,
     /// What the cache does for it; absent without one.
@@ -95,6 +99,17 @@ pub struct FailureStat {
     pub since_seconds: f64,
     /// Seconds until the next.
     pub next_seconds: f64,
+}
+
+/// Changes of a volume that may be on no disk.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LossStat {
+    /// Seconds since the flush, or the write with FUA, failed.
+    pub since_seconds: f64,
+    /// How it failed.
+    pub error: String,
+    /// What to do.
+    pub remedy: String,
 }
 
 /// Counters of one kind of operation.
@@ -435,6 +450,9 @@ fn memory_stat(stats: &ebb_mem::Stats) -> MemoryStat {
     }
 }
 
+/// The state of a volume that is served, and whose changes may be lost.
+const LOST: &str = "lost";
+
 /// The operations a volume counts.
 const OPERATIONS: [ebb_store::Operation; 7] = {
     use ebb_store::Operation::{Discard, Extents, Flush, Prefetch, Read, Write, WriteZeroes};
@@ -448,14 +466,26 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         let stat = OperationStat { requests: of.requests, bytes: of.bytes, errors: of.errors };
         (operation.name().to_owned(), stat)
     };
+    let now = ebb_mem::clock::now();
+    let loss = volume.loss().map(|loss| LossStat {
+        since_seconds: now.saturating_duration_since(loss.since).as_secs_f64(),
+        error: loss.error,
+        remedy: ebb_store::Loss::REMEDY.to_owned(),
+    });
     VolumeStat {
         name: volume.name().to_string(),
         size_bytes: volume.size(),
         read_only: volume.read_only(),
         direct: volume.capabilities().direct,
         closing: volume.is_closing(),
-        state: if volume.is_closing() { Phase::Closing } else { Phase::Serving }.as_str().into(),
+        state: match (volume.is_closing(), &loss) {
+            (true, _) => Phase::Closing.as_str(),
+            (false, Some(_)) => LOST,
+            (false, None) => Phase::Serving.as_str(),
+        }
+        .to_owned(),
         failure: None,
+        loss,
         clients,
         cache: volume
             .cache()
@@ -474,12 +504,14 @@ pub fn engine_stat(state: &VolumeState, clients: u64, now: Instant) -> VolumeSta
         since_seconds: now.saturating_duration_since(failure.since).as_secs_f64(),
         next_seconds: failure.next.saturating_duration_since(now).as_secs_f64(),
     });
+    let of_volume = of_volume.unwrap_or_default();
+    let lost = state.phase == Phase::Serving && of_volume.loss.is_some();
     VolumeStat {
         name: state.name.clone(),
         closing: state.phase == Phase::Closing,
-        state: state.phase.as_str().to_owned(),
+        state: if lost { LOST } else { state.phase.as_str() }.to_owned(),
         failure,
-        ..of_volume.unwrap_or_default()
+        ..of_volume
     }
 }
 

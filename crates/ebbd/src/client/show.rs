@@ -111,12 +111,19 @@ fn show_pressure(pressure: &PressureStat) -> String {
     )
 }
 
-/// Volumes that are not served, each with why and what to do.
+/// Volumes that are not served, or not as they should be, each with why and what to do.
 fn show_failures(volumes: &[VolumeStat]) -> String {
     let mut out = String::new();
     for volume in volumes.iter().filter(|volume| !matches!(&*volume.state, "" | "serving")) {
         let name = &volume.name;
+        if let Some(loss) = &volume.loss {
+            out.push_str(&format!(
+                "{name} may have lost changes, and all its flushes fail, since {:.0} s: {}\n    {}\n",
+                loss.since_seconds, loss.error, loss.remedy
+            ));
+        }
         let line = match &volume.failure {
+            None if volume.state == "lost" => continue,
             Some(failure) => format!(
                 "{name} is not served: {}\n    tried {} times in {:.0} s, again in {:.0} s\n",
                 failure.reason, failure.attempts, failure.since_seconds, failure.next_seconds
@@ -379,6 +386,24 @@ mod tests {
         let shown = [0, 1023, 1024, 1536, 1 << 20, (5 << 30) + (1 << 29), u64::MAX].map(bytes);
         let all = ["0", "1023", "1.0K", "1.5K", "1.0M", "5.5G", "16777215.9T"];
         assert_eq!(shown.each_ref().map(String::as_str), all);
+    }
+
+    #[test]
+    fn a_loss_is_shown_with_its_error_and_what_to_do() {
+        let loss = crate::stat::LossStat {
+            since_seconds: 3.0,
+            error: "flush: EIO".into(),
+            remedy: "mend the device".into(),
+        };
+        let volume = VolumeStat {
+            name: "disk".into(),
+            state: "lost".into(),
+            loss: Some(loss),
+            ..VolumeStat::default()
+        };
+        let text = show_failures(&[volume]);
+        let expected = "\ndisk may have lost changes, and all its flushes fail, since 3 s: flush: EIO\n    mend the device\n";
+        assert_eq!(text, expected);
     }
 
     #[test]

@@ -246,10 +246,7 @@ pub(super) fn tell_retry(volume: &Volume, error: &BlockError) {
 }
 
 pub(super) fn full_text(error: &BlockError) -> String {
-    match &error.source {
-        Some(source) => format!("{error}: {source}"),
-        None => error.to_string(),
-    }
+    error.full_text()
 }
 
 pub(super) fn unwritten(volume: &Volume) -> u64 {
