@@ -274,6 +274,12 @@ impl Disk {
         self.owed.store(true, Ordering::SeqCst);
     }
 
+    /// A loss that no flush has told of yet: the next one will.
+    #[must_use]
+    pub fn owes_a_failure(&self) -> bool {
+        self.owed.load(Ordering::SeqCst)
+    }
+
     /// Of what was lost reads show what is stable from now on: the system has evicted the rest.
     pub fn evict(&self) {
         lock(&self.bytes).evict_lost();

@@ -44,7 +44,6 @@ enum Phase {
     Refused,
 }
 
-#[derive(Debug)]
 enum Kind {
     Read {
         begun: u64,
@@ -57,6 +56,17 @@ enum Kind {
     },
     /// Nothing to hold anything against.
     Hint,
+}
+
+impl std::fmt::Debug for Kind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Kind::Read { begun, .. } => write!(f, "read since {begun}"),
+            Kind::Change(writing) => write!(f, "{writing:?}"),
+            Kind::Flush { begun } => write!(f, "flush since {begun}"),
+            Kind::Hint => f.write_str("hint"),
+        }
+    }
 }
 
 /// A request under way.
@@ -128,6 +138,8 @@ pub(crate) struct Client {
     pub(crate) deaf: bool,
     /// Asks for nothing more.
     pub(crate) quiet: bool,
+    /// Each request and answer is printed.
+    told: bool,
     /// Requests that were answered, and of those with success.
     pub(crate) answered: u64,
     pub(crate) succeeded: u64,
@@ -177,6 +189,7 @@ impl Client {
             next_at: now,
             deaf: false,
             quiet: false,
+            told: crate::trace::is_told(),
             answered: 0,
             succeeded: 0,
             slowest: Duration::ZERO,
@@ -439,6 +452,12 @@ impl Client {
         let (offset, length) = ((first * SECTOR) as u64, (count * SECTOR) as u64);
         let header = self.header(command, flags, self.cookie, offset, length);
         self.output.extend(header);
+        if self.told {
+            println!(
+                "    {} asks {}: {command} {first}+{count} flags {flags} {kind:?}",
+                self.export, self.cookie
+            );
+        }
         self.open.insert(self.cookie, Request { kind, first, count, error: 0, sent: now });
     }
 
@@ -500,6 +519,9 @@ impl Client {
     fn finish(&mut self, cookie: u64, oracle: &mut Oracle, now: Instant) -> Result<(), String> {
         let Some(request) = self.open.remove(&cookie) else { return Ok(()) };
         let done = request.error == 0;
+        if self.told {
+            println!("    {} is answered {cookie}: {}", self.export, request.error);
+        }
         self.answered += 1;
         self.succeeded += u64::from(done);
         self.slowest = self.slowest.max(now - request.sent);

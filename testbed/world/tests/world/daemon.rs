@@ -132,6 +132,12 @@ impl Disks {
         disks.get_mut(name).is_some_and(|slot| std::mem::take(&mut slot.lost))
     }
 
+    /// Whether it was closed with a loss, or is served with one.
+    pub(crate) fn is_lost(&self, name: &str) -> bool {
+        let disks = self.0.lock().unwrap();
+        disks.get(name).and_then(|slot| slot.opened.as_ref()).is_some_and(Store::is_lost)
+    }
+
     /// A daemon is gone.
     pub(crate) fn end_life(&self) {
         for slot in self.0.lock().unwrap().values_mut() {

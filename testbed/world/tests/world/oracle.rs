@@ -11,6 +11,10 @@
 //! - A crash may leave `e` unless some stable write lies after `e`.
 //! - A write whose connection is lost is under way until the server is done with it.
 //! - A write that failed may have happened, or happen in part, sector by sector. So may a discard.
+//! - What a discard covers is whatever is found there until it is written again (NBD: "the client MUST NOT make any
+//!   assumptions about the contents"). So a cache need not keep what it covers until a flush, and when the store loses
+//!   the discard together with the write before it, an older one comes back. A flush therefore makes no write
+//!   stable that a discard may lie after.
 //! - When a store loses what was not flushed, reads may see what a crash may leave.
 
 use std::collections::BTreeSet;
@@ -214,7 +218,6 @@ impl Oracle {
                 continue;
             };
             own.end = if certain { End::Done(now) } else { End::Unknown(now) };
-            own.stable = certain && writing.fua;
             if !certain {
                 continue;
             }
@@ -224,7 +227,11 @@ impl Oracle {
                     entry.hidden = entry.hidden.min(now);
                 }
             }
-            if writing.fua {
+            if writing.fua && Oracle::discarded(sector) < writing.begun {
+                sector
+                    .iter_mut()
+                    .filter(|e| e.begun == writing.begun)
+                    .for_each(|e| e.stable = true);
                 Oracle::forget(sector, writing.begun, &self.reads);
             } else {
                 self.unstable.push(u32::try_from(place).unwrap());
@@ -240,6 +247,11 @@ impl Oracle {
             entry.gone |= entry.over() < begun;
             !entry.gone || entry.hidden > oldest
         });
+    }
+
+    /// When the last discard of it was over: 0 if there was none.
+    fn discarded(sector: &[Entry]) -> u64 {
+        sector.iter().filter(|entry| entry.vague).map(Entry::over).max().unwrap_or(0)
     }
 
     /// A flush that was asked for at `begun` succeeded.
@@ -262,11 +274,13 @@ impl Oracle {
         let (sectors, reads) = (&mut self.sectors, &self.reads);
         self.unstable.retain(|&place| {
             let sector = &mut sectors[place as usize];
-            let mut last = 0;
+            let (mut last, discarded) = (0, Oracle::discarded(sector));
             let mut left = false;
             for entry in sector.iter_mut().filter(|entry| !entry.stable) {
                 match entry.end {
-                    End::Done(at) if at <= begun && entry.begun >= life => {
+                    End::Done(at)
+                        if at <= begun && entry.begun >= life && discarded < entry.begun =>
+                    {
                         entry.stable = true;
                         last = last.max(entry.begun);
                     }

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
+use std::sync::OnceLock;
 
 /// Lines that are kept.
 const LINES: usize = 120;
@@ -17,9 +18,15 @@ pub(crate) struct Trace {
     told: bool,
 }
 
+/// Whether everything is to be printed as it comes.
+pub(crate) fn is_told() -> bool {
+    static TOLD: OnceLock<bool> = OnceLock::new();
+    *TOLD.get_or_init(|| std::env::var_os("EBBD_WORLD_LOG").is_some())
+}
+
 impl Trace {
     pub(crate) fn new(words: bool) -> Trace {
-        let told = words && std::env::var_os("EBBD_WORLD_LOG").is_some();
+        let told = words && is_told();
         Trace { words, told, ..Trace::default() }
     }
 

@@ -42,8 +42,8 @@ struct Site {
     /// Its flushes are refused, since something may be lost.
     lost: bool,
     reloaded: u64,
-    /// The configuration was read again in this life.
-    changed: bool,
+    /// When the configuration was first read again in this life.
+    changed: Option<Instant>,
     /// It is in the configuration.
     listed: bool,
     /// Changes of clients that are gone, which the server may be at still.
@@ -52,6 +52,11 @@ struct Site {
     hangs: bool,
     hung: bool,
     full: bool,
+    /// Its disk fails writes or flushes.
+    fails: bool,
+    /// Since when its disk has been able to do everything that a stop asks of it; in this life it lost something.
+    well_since: Option<Instant>,
+    shaken: bool,
     /// Since when the disk has been healthy; `None` while it is not.
     healthy: Option<Instant>,
 }
@@ -75,6 +80,13 @@ impl Site {
     fn judge(&mut self, now: Instant) {
         let sound = !self.hangs && !self.full;
         self.healthy = sound.then(|| self.healthy.unwrap_or(now));
+        let well = sound && !self.fails;
+        self.well_since = well.then(|| self.well_since.unwrap_or(now));
+    }
+
+    /// Since when a flush has gone well for certain, if it does.
+    fn well_since(&self) -> Option<Instant> {
+        self.well_since.filter(|_| !self.disk().is_some_and(|disk| disk.owes_a_failure()))
     }
 
     /// Nothing is under way any more.
@@ -89,6 +101,7 @@ impl Site {
         let losses = self.disk().map_or(0, |disk| disk.losses.load(Ordering::SeqCst));
         if losses != self.losses {
             self.losses = losses;
+            self.shaken = true;
             self.oracle.lost();
         }
     }
@@ -133,8 +146,6 @@ pub(crate) struct World {
     seats: Vec<Seat>,
     daemon: Option<Daemon>,
     disks: Arc<Disks>,
-    /// A disk was full in this life: writers may wait for longer, also after it has room again.
-    filled: bool,
     events: Vec<(Event, u64)>,
     event_at: Instant,
     event_every: u64,
@@ -172,7 +183,6 @@ impl World {
             seats,
             daemon: None,
             disks,
-            filled: false,
             events,
             event_at: begin,
             event_every,
@@ -242,9 +252,9 @@ impl World {
         let volumes = self.listed();
         self.daemon = Some(Daemon::start(settings, &volumes, &self.disks, self.now));
         self.outcome.lives += 1;
-        self.filled = self.sites.iter().any(|site| site.full);
         for site in &mut self.sites {
-            (site.hung, site.changed) = (site.hangs, false);
+            (site.hung, site.changed) = (site.hangs, None);
+            site.shaken = site.disk().is_some_and(|disk| disk.owes_a_failure());
             site.oracle.begin_life();
         }
         for seat in &mut self.seats {
@@ -357,7 +367,7 @@ impl World {
         if let (Some(oldest), Some(healthy), false) = (client.oldest(), site.healthy, client.deaf) {
             let waits = now.saturating_duration_since(oldest.max(healthy));
             self.outcome.slowest = self.outcome.slowest.max(waits);
-            if waits > BOUND && !self.filled {
+            if waits > BOUND {
                 return Err(format!(
                     "a request to a healthy store has waited for {waits:?}: {}",
                     self.describe()
@@ -474,12 +484,15 @@ fn site(number: u64, random: &mut Random) -> Site {
         mode: Mode::None,
         lost: false,
         reloaded: 0,
-        changed: false,
+        changed: None,
         listed: true,
         orphans: Vec::new(),
         hangs: false,
         hung: false,
         full: false,
+        fails: false,
+        well_since: Some(clock::now()),
+        shaken: false,
         healthy: Some(clock::now()),
     }
 }

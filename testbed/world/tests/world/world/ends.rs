@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use ebb_store::Faults;
 use ebb_volume::Mode;
 
-use super::{BOUND, PATIENCE, World};
+use super::{BOUND, PATIENCE, Site, World};
 use crate::client::{Client, Manner};
 use crate::daemon::Place;
 
@@ -72,18 +72,25 @@ impl World {
         let drain = self.daemon().settings.drain;
         self.note(format_args!("stop within {drain:?}"));
         let engine = self.daemon().engine.clone();
+        let begun: Vec<_> = self.sites.iter().map(Site::well_since).collect();
         let stopped = self.daemon().ask(|io| async move { engine.stop(&io).await });
         let report = self.wait_for(&stopped, drain + BOUND, "a stop")?;
         let daemon = self.daemon.take().expect("it lives");
         let remains = daemon.remains();
         drop(daemon);
+        let lost = |site: &Site| self.disks.is_lost(&site.config.name);
+        let withdrawn: Vec<_> = self.sites.iter().map(|site| !site.listed && lost(site)).collect();
         self.disks.end_life();
         (0..self.seats.len()).for_each(|number| self.leave(number));
         self.let_remotes_hear();
         for at in 0..self.sites.len() {
+            let (well_since, withdrawn) = (begun[at], withdrawn[at]);
             let site = &mut self.sites[at];
+            site.lost |= withdrawn;
             let listed = report.unflushed.iter().find(|left| left.volume == site.config.name);
-            let well = site.healthy.is_some() && !site.lost && !site.hung && !site.changed;
+            // What a reload replaced or withdrew was closed then, however the disk is today.
+            let closed_well = site.changed.is_none_or(|at| !site.shaken && well_since <= Some(at));
+            let well = well_since.is_some() && closed_well && !site.lost && !site.hung;
             if let Some(listed) = listed.filter(|_| well) {
                 return Err(format!("a stop lists a volume whose disk is well: {listed:?}"));
             }
@@ -119,7 +126,7 @@ impl World {
                 disk.set_room(None);
                 disk.release();
             }
-            (site.hangs, site.full) = (false, false);
+            (site.hangs, site.full, site.fails) = (false, false, false);
             site.judge(self.now);
         }
         self.revive_remotes();

@@ -10,11 +10,6 @@ use super::World;
 use crate::daemon::Later;
 use crate::oracle::SECTOR;
 
-/// Whether disks fail writes and flushes, and lose what was not flushed: the oracle does not follow all of that yet.
-fn losses() -> bool {
-    std::env::var_os("EBBD_WORLD_LOSSES").is_some()
-}
-
 /// What may befall a world, and how often: a share of 100.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
@@ -123,8 +118,8 @@ impl World {
         } else {
             Faults {
                 reads: random.pick(&[0, 0, 20, 200]),
-                writes: if losses() { random.pick(&[0, 0, 20, 200]) } else { 0 },
-                flushes: if losses() { random.pick(&[0, 50, 300]) } else { 0 },
+                writes: random.pick(&[0, 0, 20, 200]),
+                flushes: random.pick(&[0, 50, 300]),
                 late: random.pick(&[0, 0, 50]),
                 late_us: 3_000,
                 ..Faults::default()
@@ -136,6 +131,8 @@ impl World {
         disk.faults(&faults);
         disk.latency_us.store(latency, Ordering::Relaxed);
         disk.waits.store(waits, Ordering::Relaxed);
+        site.fails = faults.writes > 0 || faults.flushes > 0;
+        site.judge(self.now);
         self.note(format_args!("disk {at}: {faults:?}, {latency} us, {waits} waits"));
     }
 
@@ -158,13 +155,12 @@ impl World {
 
     fn lose(&mut self) {
         let at = self.random.index(self.sites.len());
-        let full = self.random.chance(30) || !losses();
+        let full = self.random.chance(60);
         let Some(disk) = self.sites[at].disk() else { return };
         if full {
             let room = self.random.pick(&[None, None, Some(0), Some(100 << 10)]);
             disk.set_room(room);
             self.sites[at].full = room.is_some();
-            self.filled |= room.is_some();
             self.sites[at].judge(self.now);
             self.note(format_args!("disk {at} has room for {room:?}"));
         } else {
@@ -211,7 +207,7 @@ impl World {
     pub(super) fn read_configuration(&mut self) -> Later<()> {
         for site in &mut self.sites {
             site.reloaded = site.oracle.now();
-            site.changed = true;
+            site.changed.get_or_insert(self.now);
         }
         let volumes = self.listed();
         self.daemon().reload(&volumes)
