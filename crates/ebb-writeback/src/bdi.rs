@@ -21,7 +21,7 @@ use crate::units::{MILLISECOND, Nanos, RATE_MOST, SECOND, WHOLE, mul_div};
 
 /// After a failure nothing is sent for this long, doubling up to the second.
 const BACKOFF: Nanos = 100 * MILLISECOND;
-const BACKOFF_MOST: Nanos = 5 * SECOND;
+const BACKOFF_MOST: Nanos = SECOND;
 /// Failures in a row after which the device counts as stuck.
 const FAILURES: u32 = 3;
 /// A write larger than this part of the limit is to be split.
@@ -115,6 +115,8 @@ pub struct Bdi {
     failures: u64,
     failed_in_a_row: u32,
     not_before: Nanos,
+    /// How long after a failure: longer after each try that failed.
+    pause: Nanos,
     busy: Busy,
     pauses: Pauses,
 }
@@ -141,6 +143,7 @@ impl Bdi {
             failures: 0,
             failed_in_a_row: 0,
             not_before: 0,
+            pause: BACKOFF,
             busy,
             pauses: Pauses::default(),
         };
@@ -362,7 +365,7 @@ impl Bdi {
         }
         match outcome {
             Outcome::Written => self.success(bytes, sent, now),
-            Outcome::Failed => self.failure(bytes, now),
+            Outcome::Failed => self.failure(bytes, sent, now),
         }
         self.publish();
         let (held, threshold) = (self.held(), self.threshold());
@@ -396,12 +399,17 @@ impl Bdi {
         slot.failing.store(false, Relaxed);
     }
 
-    fn failure(&mut self, bytes: u64, now: Nanos) {
+    fn failure(&mut self, bytes: u64, sent: Nanos, now: Nanos) {
         self.dirty = self.dirty.saturating_add(bytes);
         self.failures = self.failures.saturating_add(1);
         self.failed_in_a_row = self.failed_in_a_row.saturating_add(1);
-        let doubled = BACKOFF << (self.failed_in_a_row - 1).min(6);
-        self.not_before = now.saturating_add(doubled.min(BACKOFF_MOST));
+        // Writes that were under way together are one try.
+        if self.not_before == 0 {
+            self.pause = BACKOFF;
+        } else if sent >= self.not_before {
+            self.pause = self.pause.saturating_mul(2).min(BACKOFF_MOST);
+        }
+        self.not_before = now.saturating_add(self.pause);
         if let Engine::Ours(ours) = &mut self.engine {
             ours.rate.failed(now);
         }

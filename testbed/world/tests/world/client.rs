@@ -520,7 +520,8 @@ impl Client {
         let Some(request) = self.open.remove(&cookie) else { return Ok(()) };
         let done = request.error == 0;
         if self.told {
-            println!("    {} is answered {cookie}: {}", self.export, request.error);
+            let time = now - request.sent;
+            println!("    {} is answered {cookie}: {} after {time:?}", self.export, request.error);
         }
         self.answered += 1;
         self.succeeded += u64::from(done);

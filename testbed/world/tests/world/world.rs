@@ -407,8 +407,10 @@ impl World {
     fn look_at_volumes(&mut self) {
         let Some(daemon) = &self.daemon else { return };
         for site in &mut self.sites {
-            let served = site.serving.upgrade();
-            site.lost |= served.is_some_and(|volume| volume.is_lost());
+            // Not for good: a change that goes past memory to a store whose flush just failed is stable with the next.
+            if let Some(volume) = site.serving.upgrade() {
+                site.lost = volume.is_lost();
+            }
             let Some(volume) = daemon.volume(&site.config.name) else { continue };
             if std::ptr::eq(site.serving.as_ptr(), Arc::as_ptr(&volume)) {
                 continue;

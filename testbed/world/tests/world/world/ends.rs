@@ -83,6 +83,7 @@ impl World {
         self.disks.end_life();
         (0..self.seats.len()).for_each(|number| self.leave(number));
         self.let_remotes_hear();
+        self.note(format_args!("stopped: {report:?}"));
         for at in 0..self.sites.len() {
             let (well_since, withdrawn) = (begun[at], withdrawn[at]);
             let site = &mut self.sites[at];
@@ -140,8 +141,11 @@ impl World {
             self.sites[at].listed = true;
             self.disks.fail(&self.sites[at].config.name, false);
         }
-        for name in ["max_clients", "max_request", "connection_memory"] {
-            self.daemon().set(name, None);
+        // In this order: a connection's memory must have room for the largest request.
+        for name in ["max_clients", "connection_memory", "max_request"] {
+            if !self.daemon().set(name, None) {
+                return Err(format!("{name} cannot be set back"));
+            }
         }
         let reloaded = self.read_configuration();
         self.wait_for(&reloaded, PATIENCE, "a reload")?;
@@ -198,8 +202,12 @@ impl World {
                 client.read(first, 256.min(sectors - first), &mut self.sites[at].oracle, now);
             }
             self.drain("reads of all")?;
-            if self.seats[number].client.is_none() {
-                return Err(format!("the client of volume {at} was put out"));
+            match &self.seats[number].client {
+                None => return Err(format!("the client of volume {at} was put out")),
+                Some(client) if client.succeeded < client.answered => {
+                    return Err(format!("volume {name} is healthy, and reads of it fail"));
+                }
+                Some(_) => {}
             }
             self.leave(number);
         }
