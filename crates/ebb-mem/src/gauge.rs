@@ -57,35 +57,50 @@ pub(crate) struct OwnerGauges {
 const CHUNK: usize = 256;
 const CHUNKS: usize = 1 << 16 >> CHUNK.trailing_zeros();
 
-/// A worker's gauges by owner. Chunks are made as owners are registered ([`crate::Memory::owner`]), so
-/// that counting never allocates, and stay: what is never registered costs nothing.
-pub(crate) struct OwnerTable(Box<[OnceLock<Box<[OwnerGauges]>>]>);
+type Chunk = [OwnerGauges; CHUNK];
+
+/// A worker's gauges by owner. The first chunk is part of the table: few daemons have more owners, and
+/// theirs are reached without a further load. The others are made as owners are registered
+/// ([`crate::Memory::owner`]), so that counting never allocates, and stay: what is never registered
+/// costs nothing.
+pub(crate) struct OwnerTable {
+    first: Chunk,
+    rest: [OnceLock<Box<Chunk>>; CHUNKS - 1],
+}
+
+fn chunk() -> Chunk {
+    std::array::from_fn(|_| OwnerGauges::default())
+}
 
 impl OwnerTable {
     /// With room for the first `owners`.
-    pub(crate) fn new(owners: usize) -> OwnerTable {
-        let table = OwnerTable(std::iter::repeat_with(OnceLock::new).take(CHUNKS).collect());
+    fn new(owners: usize) -> OwnerTable {
+        let table =
+            OwnerTable { first: chunk(), rest: std::array::from_fn(|_| OnceLock::default()) };
         table.make_room(owners);
         table
     }
 
     /// Makes room for the first `owners`. Any thread may do that.
     pub(crate) fn make_room(&self, owners: usize) {
-        for chunk in self.0.iter().take(owners.div_ceil(CHUNK)) {
-            chunk
-                .get_or_init(|| std::iter::repeat_with(OwnerGauges::default).take(CHUNK).collect());
+        for place in self.rest.iter().take(owners.div_ceil(CHUNK).saturating_sub(1)) {
+            place.get_or_init(|| Box::new(chunk()));
         }
     }
 
     #[inline]
     pub(crate) fn get(&self, owner: u16) -> Option<&OwnerGauges> {
         let owner = usize::from(owner);
-        self.0.get(owner / CHUNK)?.get()?.get(owner % CHUNK)
+        match self.first.get(owner) {
+            Some(gauges) => Some(gauges),
+            None => self.rest.get(owner / CHUNK - 1)?.get()?.get(owner % CHUNK),
+        }
     }
 
     /// All there is room for, by number.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &OwnerGauges> {
-        self.0.iter().map_while(OnceLock::get).flat_map(|chunk| chunk.iter())
+        let rest = self.rest.iter().map_while(OnceLock::get).flat_map(|chunk| chunk.iter());
+        self.first.iter().chain(rest)
     }
 }
 
@@ -149,5 +164,31 @@ pub(crate) fn add_owners(sums: &mut Vec<[i64; 2]>, worker: &WorkerShared) {
             sum[0] += owner.wired.get();
             sum[1] += owner.unwired.get();
         }
+    }
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn owners_are_counted_by_number_in_and_past_the_first_chunk() {
+        let worker = WorkerShared::new(CHUNK, Box::new(|| ()));
+        let last = |table: &OwnerTable| u16::try_from(table.iter().count() - 1).unwrap();
+        assert_eq!(usize::from(last(&worker.owners)), CHUNK - 1);
+        assert!(worker.owners.get(256).is_none() && worker.owners.get(u16::MAX).is_none());
+        worker.owners.make_room(CHUNK + 1);
+        assert_eq!(usize::from(last(&worker.owners)), 2 * CHUNK - 1);
+        worker.owners.make_room(1 << 16);
+        assert_eq!(last(&worker.owners), u16::MAX);
+        let mut sums = Vec::new();
+        for owner in [0, 255, 256, 511, 512, u16::MAX] {
+            worker.owners.get(owner).unwrap().wired.add(i64::from(owner) + 1);
+        }
+        add_owners(&mut sums, &worker);
+        let counted: Vec<_> = (0..1 << 16).filter(|&owner| sums[owner][0] != 0).collect();
+        assert_eq!(counted, [0, 255, 256, 511, 512, 65535]);
+        assert!(counted.iter().all(|&owner| sums[owner][0] == i64::try_from(owner).unwrap() + 1));
     }
 }
