@@ -13,11 +13,9 @@ use testbed::{Error, Result, Server, check};
 
 const VOLUMES: u64 = 1000;
 /// Bars: an idle daemon, each further idle volume, and each idle connection, never used or used before.
-/// The first and the last were 8 MiB and 16 KiB and are to be so again: `bench-nbd` holds the daemon to that. Meanwhile these
-/// catch what makes it worse.
-const DAEMON: u64 = 9 << 20;
+const DAEMON: u64 = 8 << 20;
 const VOLUME: u64 = 32 << 10;
-const CONNECTION: u64 = 18 << 10;
+const CONNECTION: u64 = 16 << 10;
 
 /// A daemon with this many file-backed volumes from a configuration file, and the time it took
 /// until it served.

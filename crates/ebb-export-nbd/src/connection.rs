@@ -568,3 +568,18 @@ fn refusal(errno: Errno) -> &'static str {
         _ => "not valid: check range, alignment to 512 bytes, length, flags and command",
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn size_of_future<F: Future>(_: impl FnOnce(Rc<Connection>, Rc<Lane>) -> F) -> usize {
+        size_of::<F>()
+    }
+
+    #[test]
+    fn the_task_of_a_request_is_small() {
+        let bytes = size_of_future(Connection::run_lane);
+        assert!(bytes <= 3328, "{bytes} bytes for each request in flight");
+    }
+}

@@ -238,11 +238,13 @@ impl Store {
     /// Writes the whole buffer at `offset`; with `fua` it is stable on return.
     /// After an error with `fua` flushes fail, as after one of [`Store::flush`], unless the store was merely full.
     pub async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
-        if let Some(syncs) = self.syncs_of_fua(fua) {
-            let write = self.write_to(io, buf, offset, true);
-            return self.write_stable(io, syncs, offset, write).await;
+        let sync = self.begin_stable(fua);
+        // In one place for both, as every request holds what its longest way needs.
+        let written = self.write_to(io, buf, offset, fua).await;
+        match sync {
+            Some(sync) => self.end_stable(io, sync, offset, written).await,
+            None => written,
         }
-        self.write_to(io, buf, offset, fua).await
     }
 
     async fn write_to(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {

@@ -78,7 +78,7 @@ impl State {
 pub(crate) struct Syncs(Mutex<State>);
 
 /// One under way. Dropped before its end it counts as failed.
-struct Sync<'a> {
+pub(crate) struct Sync<'a> {
     syncs: &'a Syncs,
     number: u64,
     losses: u64,
@@ -280,16 +280,19 @@ impl Store {
         matches!(self, Store::Nbd(_)) && !answered
     }
 
+    /// Begins the sync that a write with FUA is, if this is one and the store has any.
+    pub(crate) fn begin_stable(&self, fua: bool) -> Option<Sync<'_>> {
+        if fua { self.syncs().map(Syncs::begin) } else { None }
+    }
+
     /// Sees to the outcome of a write with FUA.
-    pub(crate) async fn write_stable(
+    pub(crate) async fn end_stable(
         &self,
         io: &Io,
-        syncs: &Syncs,
+        sync: Sync<'_>,
         offset: u64,
-        write: impl Future<Output = BufResult>,
+        (result, buf): BufResult,
     ) -> BufResult {
-        let sync = syncs.begin();
-        let (result, buf) = write.await;
         let length = buf.len() as u64;
         match result {
             Err(error) if error.kind == ErrorKind::NoSpace => {
@@ -326,9 +329,5 @@ impl Store {
                 Store::Nbd(_) | Store::Memory(_) | Store::Null(_) => false,
             };
         (lossless, buf)
-    }
-
-    pub(crate) fn syncs_of_fua(&self, fua: bool) -> Option<&Syncs> {
-        if fua { self.syncs() } else { None }
     }
 }
