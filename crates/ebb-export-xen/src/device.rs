@@ -16,6 +16,7 @@ use crate::nodes::{Frontend, MAX_RING_ORDER, NodeError, Nodes, QueueNodes, numbe
 use crate::platform::{Domain, Platform, StoreError};
 use crate::queue::Parts;
 use crate::ring::Ring;
+use crate::unstable::Unstable;
 
 /// The least time between two looks at a device.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -248,6 +249,7 @@ impl Offer {
             closing: AtomicBool::new(false),
             stop: Stop::default(),
             counters: Counters::default(),
+            unstable: Unstable::default(),
         })
     }
 }
@@ -284,6 +286,15 @@ pub(crate) fn open_queue(
             let (req_cons, left_over) = journal.resume(published).map_err(fail)?;
             ring.resume(req_cons, published);
             journal.note_size(backing.size);
+            if journal.is_unstable() {
+                journal.note_broken();
+                tracing::error!(
+                    device = key.name(),
+                    "writes were acknowledged, and in the memory of a daemon that has ended only: the guest's \
+                     writes fail from now on, so that it notices; have it check its file systems, then \
+                     detach the disk and attach it again"
+                );
+            }
             if journal.is_broken() {
                 disk.broken.store(true, Ordering::Relaxed);
             }
@@ -304,6 +315,8 @@ pub(crate) fn open_queue(
             (journal, Vec::new())
         }
     };
+    let journal = Arc::new(journal);
+    disk.unstable.add(&journal);
     let channel =
         platform.bind(key.guest, nodes.port).map_err(io("bind the frontend's event channel"))?;
     Ok(Parts {

@@ -8,6 +8,7 @@ use ebb_volume::{Stop, Volume};
 
 use crate::journal::Backing;
 use crate::params::XenParameters;
+use crate::unstable::Unstable;
 
 /// Segments in an indirect request, as offered to guests.
 pub const MAX_SEGMENTS: u16 = 256;
@@ -47,6 +48,8 @@ pub(crate) struct Disk {
     /// Tells its rings so.
     pub(crate) stop: Stop,
     pub(crate) counters: Counters,
+    /// What a kill would lose of it.
+    pub(crate) unstable: Unstable,
 }
 
 impl Disk {

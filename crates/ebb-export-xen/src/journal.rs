@@ -24,7 +24,8 @@
 //! channel or another guest is another journal. And by [`Backing`]: requests for one store must not be done on
 //! another one that has the volume's name now, nor on one that is too small for them. That flushes failed
 //! ([`Journal::note_broken`]) is kept as well: a guest to which the loss was told by failing writes must not
-//! find them working again.
+//! find them working again. So is that writes were acknowledged from memory alone ([`Journal::note_unstable`]): a kill
+//! loses them, and the guest, which lives on, would take the next flush for their being stable.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -52,6 +53,7 @@ const AT_BROKEN: usize = 12;
 const AT_SIZE: usize = 16;
 const AT_DIGEST: usize = 24;
 const AT_IDENTITY: usize = 32;
+const AT_UNSTABLE: usize = 60;
 /// Texts: bytes, and then as many of them as there is room for.
 const AT_VOLUME: usize = 64;
 const AT_STORE: usize = 384;
@@ -275,6 +277,16 @@ impl Journal {
     /// See [`Journal::note_broken`].
     pub fn is_broken(&self) -> bool {
         self.memory.load(AT_BROKEN) != 0
+    }
+
+    /// Notes whether writes were acknowledged that are in this process only, and no flush has covered.
+    pub fn note_unstable(&self, unstable: bool) {
+        self.memory.store(AT_UNSTABLE, unstable.into());
+    }
+
+    /// See [`Journal::note_unstable`].
+    pub fn is_unstable(&self) -> bool {
+        self.memory.load(AT_UNSTABLE) != 0
     }
 
     /// The one a predecessor left at `path`.

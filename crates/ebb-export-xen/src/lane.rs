@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
 use ebb_io::{Buf, BufPool, Signal};
-use ebb_volume::{BlockError, ErrorKind};
+use ebb_volume::{BlockError, ErrorKind, Mode};
 
 use crate::abi::{
     Abi, Body, MAX_DIRECT_SEGMENTS, PAGE_BYTES, Request, Response, SECTOR_BYTES, SEGMENT_BYTES,
@@ -210,14 +210,21 @@ impl Queue {
             return Err(Status::Error);
         }
         let (result, _) = self.disk.volume.write(&self.io, buf, offset, false).await;
+        if self.disk.volume.cache_mode() == Mode::Writeback && result.is_ok() {
+            self.disk.unstable.note(&self.journal);
+        }
         self.judge(result)
     }
 
     async fn make_stable(&self) -> Result<(), Status> {
+        let mark = self.disk.unstable.mark();
         let result = match self.disk.is_broken() {
             true => return Err(Status::Error),
             false => self.disk.volume.flush(&self.io).await,
         };
+        if result.is_ok() {
+            self.disk.unstable.cover(mark);
+        }
         let unsupported = matches!(&result, Err(e) if e.kind == ErrorKind::Unsupported);
         if result.is_err() && !unsupported && !self.disk.volume.is_closing() {
             self.disk.broken.store(true, Ordering::Relaxed);

@@ -51,6 +51,7 @@ pub mod ring;
 mod served;
 #[cfg(feature = "shm")]
 pub mod shm;
+mod unstable;
 
 pub use attach::{AttachError, Disk, attach, detach, device_number, find_domain};
 pub use backend::{Backend, DeviceStats, Figures, Options, StartError};

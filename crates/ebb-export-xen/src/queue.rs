@@ -67,7 +67,7 @@ pub(crate) struct Parts {
     pub(crate) grants: Arc<dyn Grants>,
     pub(crate) channel: Box<dyn Channel>,
     pub(crate) ring: Ring,
-    pub(crate) journal: Journal,
+    pub(crate) journal: Arc<Journal>,
     /// Entries of the journal to be done again.
     pub(crate) left_over: Vec<u32>,
     pub(crate) persistent: bool,
@@ -84,7 +84,7 @@ pub(crate) struct Queue {
     /// What events are read into.
     event: Cell<Option<Buf>>,
     ring: RefCell<Ring>,
-    pub(crate) journal: Journal,
+    pub(crate) journal: Arc<Journal>,
     /// Grants that stay mapped, if guest and backend agreed on it.
     pub(crate) table: Option<RefCell<Table>>,
     /// Grants mapped in this batch.

@@ -158,6 +158,11 @@ impl Ending {
         self.running().map(|(key, disk)| figures(key, disk)).collect()
     }
 
+    /// Their volumes are closed in good order: a successor finds all that was acknowledged.
+    pub fn note_stable(&self) {
+        self.disks.iter().for_each(|(_, disk)| disk.unstable.settle());
+    }
+
     /// True once no request is under way.
     pub fn is_over(&self) -> bool {
         self.running().next().is_none()

@@ -28,6 +28,7 @@ fn rig(volumes: &[&Arc<Volume>]) -> Rig {
         volumes: common::Volumes::default(),
         parameters: Arc::default(),
         journals: tempfile::tempdir_in("/dev/shm").unwrap(),
+        memory: None,
     };
     for volume in volumes {
         volume.join(memory.shares(), volume.name());

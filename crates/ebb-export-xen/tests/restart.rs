@@ -10,13 +10,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use common::{Rig, SIZE, pattern, until};
+use common::{HANG, Rig, SIZE, pattern, until};
+use ebb_cache::{Cache, CacheOptions, Mode};
 use ebb_export_xen::abi::{Abi, Body, Request, Response, Segment, Slot, op};
 use ebb_export_xen::journal::{Backing, Identity, Journal, ResumeError};
 use ebb_export_xen::platform::Grants;
 use ebb_export_xen::ring::Ring;
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{FrontQueue, Frontend, Wishes, offset};
+use ebb_mem::Memory;
 use ebb_store::{FileStore, OpenOptions, Store, TestStore};
 use ebb_volume::{Volume, VolumeOptions};
 use proptest::prelude::*;
@@ -280,6 +282,60 @@ fn killed(rig: &mut Rig, store: &Arc<TestStore>) -> Frontend {
 
 fn volume_on(name: &str, store: &Arc<TestStore>) -> Arc<Volume> {
     Volume::new(name, Store::Test(store.clone()), VolumeOptions::default())
+}
+
+/// A volume that acknowledges writes from the memory of this process.
+fn written_back(memory: &Arc<Memory>, store: &Arc<TestStore>) -> Arc<Volume> {
+    let options = CacheOptions { max_bytes: Some(8 << 20), ..CacheOptions::new(Instant::now()) };
+    let cache = Cache::without_keeper(memory, options);
+    let cached = cache.volume_as("disk", SIZE, Mode::Writeback).unwrap();
+    Volume::with_cache("disk", Store::Test(store.clone()), VolumeOptions::default(), cached)
+}
+
+/// What became of writes that were acknowledged from the memory of a daemon, and not flushed, when the daemon is replaced.
+fn replaced_with_unflushed_writes(flushed: bool, in_order: bool) -> (Rig, Frontend) {
+    let mut rig = Rig::new();
+    rig.stop();
+    let memory = Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
+    rig.memory = Some(memory.clone());
+    let store = Arc::new(TestStore::new(SIZE, 1));
+    rig.add(written_back(&memory, &store));
+    rig.start(1, |_| {});
+    let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
+    if flushed {
+        assert_eq!(disk.flush(op::FLUSH_DISKCACHE).unwrap(), 0);
+    }
+    let backend = rig.backend.take().unwrap();
+    let ending = backend.begin_stop();
+    assert!(ending.wait_until(Instant::now() + HANG));
+    if in_order {
+        ending.of("disk").note_stable();
+    }
+    backend.stop(Instant::now() + HANG);
+    rig.workers.clear();
+    rig.add(written_back(&memory, &store));
+    rig.start(1, |_| {});
+    (rig, disk)
+}
+
+/// The guest lives on: it must not take its next flush for the stability of what the kill has lost.
+#[test]
+fn a_successor_does_not_flush_over_writes_that_a_kill_has_lost() {
+    let (_rig, mut disk) = replaced_with_unflushed_writes(false, false);
+    assert_ne!(disk.flush(op::FLUSH_DISKCACHE).unwrap(), 0, "over a write that is nowhere");
+    // No guest overlooks that, whichever ring it asks.
+    assert_ne!(disk.transfer(1, op::WRITE, 8, &mut pattern(2, 4096)).unwrap(), 0);
+    assert_eq!(disk.transfer(1, op::READ, 8, &mut vec![0; 4096]).unwrap(), 0);
+}
+
+#[test]
+fn writes_that_were_flushed_or_closed_in_good_order_are_not_missed_by_a_successor() {
+    for (flushed, in_order) in [(true, false), (false, true)] {
+        let (_rig, mut disk) = replaced_with_unflushed_writes(flushed, in_order);
+        assert_eq!(disk.flush(op::FLUSH_DISKCACHE).unwrap(), 0, "{flushed} {in_order}");
+        assert_eq!(disk.transfer(1, op::WRITE, 8, &mut pattern(2, 4096)).unwrap(), 0);
+    }
 }
 
 fn told(rig: &Rig) -> String {

@@ -59,6 +59,13 @@ impl Guests {
         }
     }
 
+    /// After [`Guests::begin_stop`]: nothing of this volume is missing on its store.
+    pub(crate) fn note_stable(&self, volume: &str) {
+        if let Some(ending) = &*lock(&self.ending) {
+            ending.of(volume).note_stable();
+        }
+    }
+
     /// Ends the backend, at the end of a stop. Blocks, but not for long.
     pub(crate) fn end(&self) {
         let backend = lock(&self.backend).take();

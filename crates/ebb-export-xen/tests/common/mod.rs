@@ -12,7 +12,7 @@ use ebb_export_xen::shm::frontend::{Frontend, Wishes};
 use ebb_export_xen::shm::{Guest, World};
 use ebb_export_xen::{Backend, Disk, Options, XenParameters, XenStats, attach, device_number};
 use ebb_io::Worker;
-use ebb_mem::PoolParameters;
+use ebb_mem::{Memory, PoolParameters};
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions};
 
@@ -27,6 +27,8 @@ pub struct Rig {
     pub volumes: Volumes,
     pub parameters: Arc<XenParameters>,
     pub journals: tempfile::TempDir,
+    /// Of all workers, where they share it.
+    pub memory: Option<Arc<Memory>>,
 }
 
 pub fn memory(name: &str, size: u64, read_only: bool) -> Arc<Volume> {
@@ -52,6 +54,7 @@ impl Rig {
             volumes,
             parameters: Arc::default(),
             journals: tempfile::tempdir_in("/dev/shm").unwrap(),
+            memory: None,
         };
         rig.add(memory("disk", SIZE, false));
         rig.start(workers, change);
@@ -63,8 +66,11 @@ impl Rig {
     }
 
     pub fn start(&mut self, workers: usize, change: impl Fn(&mut Options)) {
-        self.workers =
-            (0..workers).map(|n| Worker::start_alone(&format!("xen-{n}")).unwrap()).collect();
+        let worker = |n| match &self.memory {
+            Some(memory) => Worker::start(&format!("xen-{n}"), memory),
+            None => Worker::start_alone(&format!("xen-{n}")),
+        };
+        self.workers = (0..workers).map(|n| worker(n).unwrap()).collect();
         let volumes = self.volumes.clone();
         let lookup = move |name: &str| {
             let volume = volumes.lock().unwrap().get(name).cloned()?;

@@ -145,6 +145,7 @@ impl Engine {
         or(all, or(self.deadline.over(io), telling)).await;
         let mut report = Report::default();
         jobs.iter().for_each(|job| job.report(&mut report));
+        report.abandoned.iter().for_each(|volume| self.guests.note_stable(volume));
         for left in lock(&self.lost).values() {
             if !report.unflushed.iter().any(|listed| listed.volume == left.volume) {
                 report.unflushed.push(left.clone());
@@ -190,6 +191,7 @@ impl Engine {
             }
         };
         if outcome.is_ok() {
+            self.guests.note_stable(name);
             tracing::debug!(volume = name.to_string(), "volume closed");
         }
         *job.outcome.borrow_mut() = Some(outcome);

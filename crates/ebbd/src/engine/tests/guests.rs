@@ -67,3 +67,36 @@ fn a_guest_keeps_its_disk_through_a_reload_that_fails_and_is_told_when_its_store
     world.engine.guests().end();
     assert_eq!((one.stable_bytes()[0], two.stable_bytes()[0]), (1, 2));
 }
+
+/// Writes that were acknowledged from memory are on the store when a stop has ended well: a successor goes on with the guest.
+#[test]
+fn a_stop_in_good_order_leaves_a_written_back_volume_to_a_successor() {
+    let listed = || volumes(&["disk"], "writeback");
+    let journals = tempfile::tempdir_in("/dev/shm").unwrap();
+    let machine = Machine::default();
+    let guest = machine.guest(1, 64).unwrap();
+    let device = device_number("xvdb").unwrap();
+    let mut disk = Frontend::new(&machine, &guest, device, Wishes::default());
+    let store = Arc::new(TestStore::new(SIZE, 1));
+    for life in 1..3 {
+        let world = World::new(&listed(), SOON);
+        world.stores.set("disk", Fate::Opens(store.clone()));
+        world.start(listed(), None);
+        let server = world.server.clone();
+        let lookup = move |name: &str| Some((server.volume(name)?, Arc::default()));
+        let workers = vec![world.worker.handle()];
+        let mut options = Options::new(Arc::new(machine.clone()), workers, Arc::new(lookup));
+        options.journals = Some(journals.path().to_owned());
+        world.engine.guests().set(Backend::start(options).unwrap());
+        if life == 1 {
+            attach_disk(&machine);
+            disk.connect().unwrap();
+        }
+        // Not flushed by the guest.
+        transfer(&mut disk, op::WRITE, life);
+        assert!(world.stop().is_clean());
+        world.engine.guests().end();
+        assert_eq!(store.stable_bytes()[..4096], [life; 4096]);
+        assert_eq!(disk.backend("state").as_deref(), Some("4"), "it stays connected");
+    }
+}
