@@ -6,6 +6,10 @@
 //! waits by address, in turn: many handshakes of one peer wait behind one another, not before those
 //! of other peers.
 //!
+//! Low priority alone is not enough: a request that wakes a worker still waits until the kernel takes the
+//! processor from the handshake, a millisecond or more, and one at a time in flight is slowed by all of it.
+//! So the threads compute for [`BURST`] at once, and then one part in [`ONE_IN`] of the time.
+//!
 //! What waits is bounded by the callers: each connection has at most one step under way.
 
 use std::collections::{HashMap, VecDeque};
@@ -13,6 +17,9 @@ use std::future::poll_fn;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Poll, Waker};
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
 
 use crate::TlsSession;
 
@@ -22,6 +29,13 @@ const THREADS_MAX: usize = 4;
 const NICE: i32 = 10;
 /// What one step needs, and room to spare.
 const STACK_BYTES: usize = 512 << 10;
+
+/// A thread computes for one part in so many of the time, where there is always something to do.
+const ONE_IN: u32 = 8;
+/// What it computes before, without a rest: the logins of some tens of clients that come at once.
+const BURST: Duration = Duration::from_millis(200);
+/// The longest rest, however long one step takes.
+const REST_MOST: Duration = Duration::from_secs(1);
 
 /// Whose turn a handshake takes: a number for a peer's address.
 pub type Peer = u128;
@@ -71,6 +85,33 @@ impl Line {
     }
 }
 
+/// What a thread may still compute, of the [`BURST`] and of the time that goes by.
+struct Pace {
+    spent: Duration,
+    seen: Instant,
+}
+
+impl Pace {
+    fn new(now: Instant) -> Pace {
+        Pace { spent: Duration::ZERO, seen: now }
+    }
+
+    /// How long to rest after a step that took so much of a processor and has ended `now`.
+    fn rest(&mut self, took: Duration, now: Instant) -> Duration {
+        let earned = now.saturating_duration_since(self.seen) / ONE_IN;
+        self.seen = now;
+        self.spent = self.spent.saturating_sub(earned).saturating_add(took);
+        // What a rest that is cut short leaves is forgiven.
+        self.spent = self.spent.min(BURST + REST_MOST / ONE_IN);
+        self.spent.saturating_sub(BURST) * ONE_IN
+    }
+}
+
+/// What this thread has computed so far.
+fn computed() -> Duration {
+    Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
+}
+
 struct Crew {
     line: Mutex<Line>,
     more: Condvar,
@@ -99,6 +140,7 @@ fn crew() -> Option<&'static Crew> {
 fn work(crew: &Crew) {
     // Of this thread alone on Linux. Without it handshakes are as urgent as requests: no harm done.
     let _ = rustix::process::setpriority_process(None, NICE);
+    let mut pace = Pace::new(Instant::now());
     loop {
         let mut line = lock(&crew.line);
         let job = loop {
@@ -112,13 +154,16 @@ fn work(crew: &Crew) {
         if lock(&step).gone {
             continue;
         }
+        let before = computed();
         let result = session.handshake();
+        let took = computed().saturating_sub(before);
         let waker = {
             let mut step = lock(&step);
             step.done = Some((session, result));
             step.waker.take()
         };
         waker.into_iter().for_each(Waker::wake);
+        std::thread::sleep(pace.rest(took, Instant::now()));
     }
 }
 
@@ -158,6 +203,39 @@ pub(crate) async fn handshake(mut session: TlsSession, peer: Peer) -> Done {
 mod tests {
     use super::*;
     use crate::ServerTls;
+
+    /// Steps of a thread that always has one to do, each of `took`, within `time`.
+    fn steps(pace: &mut Pace, now: &mut Instant, took: Duration, time: Duration) -> u32 {
+        let end = *now + time;
+        let mut count = 0;
+        while *now < end {
+            *now += took;
+            *now += pace.rest(took, *now);
+            count += 1;
+        }
+        count
+    }
+
+    #[test]
+    fn handshakes_without_end_take_an_eighth_of_a_processor_and_a_few_none_of_the_rests() {
+        let mut now = Instant::now();
+        let mut pace = Pace::new(now);
+        let step = Duration::from_millis(2);
+        // A burst is not held up.
+        for _ in 0..100 {
+            now += step;
+            assert_eq!(pace.rest(step, now), Duration::ZERO);
+        }
+        let many = steps(&mut pace, &mut now, step, Duration::from_secs(100));
+        assert!((6_250..6_300).contains(&many), "{many} steps of 2 ms in 100 s");
+        // Nor is the next one, after a while.
+        now += BURST * ONE_IN;
+        assert_eq!(pace.rest(step, now), Duration::ZERO);
+        // One that takes seconds is followed by a rest that ends.
+        assert_eq!(pace.rest(Duration::from_secs(3600), now), REST_MOST);
+        now += REST_MOST;
+        assert!(pace.rest(step, now) < 2 * step * ONE_IN);
+    }
 
     #[test]
     fn peers_take_turns_however_many_handshakes_each_has() {

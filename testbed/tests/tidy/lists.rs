@@ -87,6 +87,7 @@ pub(crate) const ALLOWED: &[Allowed] = &[
     ("sleep", "crates/ebb-mem/tests/rewire.rs", 1, "paces a reclaimer beside the test"),
     ("sleep", "crates/ebbd/src/client.rs", 1, "a table each second; the client does nothing else"),
     ("sleep", "crates/ebb-io/tests/threads.rs", 1, "stands for a call that blocks a helper"),
+    ("sleep", "crates/ebb-tls/src/crew.rs", 1, "a thread of its own rests between handshakes"),
     ("ignore", "crates/ebb-store/tests/short.rs", 1, "another test runs it, on a small disk"),
     ("print", "testbed/src/server.rs", 2, "the harness shows it for failed tests only"),
     ("cast", "crates/ebb-nbd-proto/src/lib.rs", 1, "the number of an enum's variant"),
