@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use ebb_io::Io;
-use ebb_volume::{Mode, Volume};
+use ebb_volume::{ErrorKind, Mode, Volume};
 use event_listener::Event;
 use futures_lite::future::{or, poll_once};
 
@@ -322,6 +322,10 @@ impl Engine {
             io.spawn(close).detach();
             // A task that is gone ended with its worker.
             let Ok(Err(error)) = self.unless_stopped(closed).await? else { break };
+            // Given up, with nothing that can be lost: its store fails whatever it is asked.
+            if error.kind == ErrorKind::Closing && volume.is_stable() {
+                break;
+            }
             if volume.cache_mode() != Mode::Writeback || volume.is_lost() {
                 let why = full_text(&error);
                 let (name, bytes) = (slot.name(), unwritten(volume));

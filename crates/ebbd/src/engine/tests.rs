@@ -7,7 +7,7 @@ use ebb_cache::CacheOptions;
 use ebb_export_nbd::{Limits, Tls};
 use ebb_io::Worker;
 use ebb_mem::Memory;
-use ebb_store::{NbdError, Store, TestStore};
+use ebb_store::{NbdAddress, NbdError, NbdOptions, NbdStore, Store, TestStore};
 use ebb_volume::BlockError;
 
 use super::*;
@@ -16,6 +16,7 @@ use crate::params::Configured;
 
 mod files;
 mod guests;
+mod remote;
 
 const SIZE: u64 = 1 << 20;
 /// Nothing here takes so long, unless it hangs.
@@ -25,6 +26,8 @@ const SOON: Duration = Duration::from_secs(60);
 #[derive(Clone)]
 enum Fate {
     Opens(Arc<TestStore>),
+    /// An export of this name of a server with a socket here.
+    Remote(NbdOptions),
     Fails,
     Hangs,
 }
@@ -85,6 +88,10 @@ impl Opener for Stores {
             match fate {
                 Some(Fate::Opens(store)) => {
                     Ok(Opened::new(&name, &config, Store::Test(store), claim))
+                }
+                Some(Fate::Remote(options)) => {
+                    let (store, _) = NbdStore::open(options)?;
+                    Ok(Opened::new(&name, &config, Store::Nbd(store), claim))
                 }
                 Some(Fate::Fails) | None => Err(failure()),
                 Some(Fate::Hangs) => std::future::pending().await,
