@@ -414,3 +414,21 @@ fn a_strict_daemon_does_not_start_without_a_volume() -> Result {
         format!("{outcome:?}")
     })
 }
+
+#[test]
+fn a_strict_start_does_not_wait_without_limit_for_a_store_that_hangs() -> Result {
+    let setup = Setup::new()?;
+    let mute = setup.dir().join("mute.sock");
+    // It takes connections and never says a word.
+    let _listener = UnixListener::bind(&mute).map_err(Error::io("bind"))?;
+    let listen = format!("unix:{}", setup.socket().display());
+    let outcome = Tool::new(binary::ebbd(Build::AsTests)?)
+        .args(["serve", "--strict"])
+        .args(["--volume", &format!("mute=nbd+unix:///x?socket={}", mute.display())])
+        .args(["--listen", &listen])
+        .limit(PATIENCE)
+        .run()?;
+    let told = outcome.stderr.contains("volume mute: its store has not answered within")
+        && outcome.stderr.contains("without --strict");
+    check(outcome.status.code() == Some(1) && told, || format!("{outcome:?}"))
+}

@@ -14,6 +14,7 @@ mod flusher;
 mod frames;
 mod line;
 mod stable;
+mod zeroes;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -261,13 +262,14 @@ impl VolumeCache {
         while tries < TRIES {
             // The size changes only while the last page is under a change, which is waited for below.
             let whole = part.covered(self.size());
-            let (change, absent, fresh, short) = {
+            let (change, absent, fresh, short, zeroed) = {
                 let shard = self.lock(number);
                 let short = leave.is_short_of(part.touched() & !shard.ready(part.frame));
                 let change = shard.flights.changed_by(part.frame, part.touched());
                 let valid = shard.valid(part.frame);
                 let absent = part.touched() & !whole & !valid;
-                (change, absent, whole & !shard.covered(part.frame), short)
+                let zeroed = if absent == 0 { 0 } else { shard.zeroed(part.frame) };
+                (change, absent, whole & !shard.covered(part.frame), short, zeroed)
             };
             if change.1 {
                 return Ok(false);
@@ -283,6 +285,10 @@ impl VolumeCache {
                 continue;
             }
             tries += 1;
+            if absent & zeroed != 0 {
+                // What is read of it would not be kept.
+                return Ok(false);
+            }
             if absent != 0 {
                 // A part of a page: the rest is read first.
                 for page in each(absent) {

@@ -273,6 +273,7 @@ impl VolumeCache {
             let missing = part.touched() & !shard.valid(part.frame);
             let missing = missing & !shard.flights.filling(part.frame, missing).0;
             let missing = missing & !shard.flights.changing(part.frame, missing);
+            let missing = missing & !shard.zeroed(part.frame);
             if missing != 0 && round.takes(part.frame, missing) {
                 round.claim(&mut shard, part.frame, missing);
             }
@@ -307,7 +308,8 @@ impl VolumeCache {
                 continue;
             }
             shard.tally.misses += u64::from(load.count_ones());
-            let pages = load & !shard.flights.changing(part.frame, load);
+            let pages =
+                load & !shard.flights.changing(part.frame, load) & !shard.zeroed(part.frame);
             if admits && pages != 0 {
                 round.claim(&mut shard, part.frame, pages);
             }

@@ -24,8 +24,11 @@ use crate::table::{Index, Linked, NONE, Slab};
 mod dirty;
 mod lend;
 mod stable;
+mod zeroed;
 
 pub(crate) use dirty::{Aged, few_frames};
+use zeroed::Zeroed;
+pub(crate) use zeroed::{Zero, join};
 
 /// The slot is in the queue `wired`.
 const QUEUED: u8 = 1;
@@ -171,6 +174,7 @@ pub(crate) struct Shard {
     /// Something is on the store, not stable, and not in memory.
     pub(crate) loose: bool,
     pub(crate) loose_flushing: bool,
+    zeroed: Zeroed,
 }
 
 /// Buffers taken out of a shard, to be freed when its lock is free again.
@@ -241,6 +245,7 @@ impl Shard {
             kept_flushing: Vec::new(),
             loose: false,
             loose_flushing: false,
+            zeroed: Zeroed::default(),
         }
     }
 

@@ -171,7 +171,9 @@ impl VolumeCache {
         let losses = store.losses();
         let (mut result, buf) = store.write(io, buf, offset, fua).await;
         if result.is_ok() && !fua {
-            result = self.bypassed(store, losses, Operation::Write, offset, length);
+            result = self.bypassed(store, losses, offset, length);
+        } else if result.is_ok() {
+            self.note_stable(offset, length);
         }
         let worker = io.pool().worker();
         if result.is_ok() {
@@ -192,14 +194,13 @@ impl VolumeCache {
         &self,
         store: &Store,
         losses: u64,
-        operation: Operation,
         offset: u64,
         length: u64,
     ) -> Result<(), BlockError> {
         if self.mode() != Mode::Writeback || self.note_bypass(store, losses, offset) {
             return Ok(());
         }
-        Err(BlockError::new(ErrorKind::Lost, operation, offset, length))
+        Err(BlockError::new(ErrorKind::Lost, Operation::Write, offset, length))
     }
 
     /// Brings one frame up to date with a write.
@@ -283,8 +284,12 @@ impl VolumeCache {
         let change = Change::begin_clean(self, (io, store), offset, length).await?;
         let losses = store.losses();
         let mut result = store.write_zeroes(io, offset, length, flags).await;
-        if result.is_ok() {
-            result = self.bypassed(store, losses, Operation::WriteZeroes, offset, length);
+        if result.is_ok() && self.mode() == Mode::Writeback {
+            let noted = (change.id, losses);
+            if !self.note_zeroes(store, noted, (offset, length), flags.may_unmap) {
+                let (kind, operation) = (ErrorKind::Lost, Operation::WriteZeroes);
+                result = Err(BlockError::new(kind, operation, offset, length));
+            }
         }
         change.end_by_and_by(io, false).await;
         result

@@ -270,3 +270,66 @@ fn a_writer_that_waits_long_for_a_full_store_is_told_that_it_is_full() {
         drop(flusher);
     });
 }
+
+async fn zero(io: &Io, disk: &Disk, offset: u64, length: u64) {
+    let flags = ZeroFlags { may_unmap: true, fast_only: false };
+    disk.cached.write_zeroes(io, &disk.store, offset, length, flags).await.unwrap();
+}
+
+/// The disk loses what was not flushed, and reads show that.
+fn lose(disk: &Disk) {
+    disk.test.lose();
+    disk.test.evict();
+}
+
+#[test]
+fn zeroes_that_a_failed_flush_may_have_lost_are_made_again_and_nothing_newer_with_them() {
+    for seed in 0..20 {
+        play(move |io, rig, _disk| async move {
+            let disk = rig.volume_as("other", SIZE, seed, Mode::Writeback);
+            disk.cached.set_control(Arc::new(FixedLimit::default()));
+            assert!(write(&io, &disk, 0, 2 << 20, 7, false).await);
+            assert!(flush(&io, &disk).await);
+            zero(&io, &disk, 4096, MIB).await;
+            // Newer: a page in memory, one on the store, and one that is read as zeroes in between.
+            assert!(write(&io, &disk, 8192, 4096, 8, false).await);
+            assert!(write(&io, &disk, 65536, 4096, 9, true).await);
+            zero(&io, &disk, 4096, 4096).await;
+            zero(&io, &disk, 131_072, MIB).await;
+            assert!(write(&io, &disk, 262_144, 4096, 5, false).await);
+            lose(&disk);
+            read(&io, &disk, 131_072, 65536).await;
+            assert!(flush(&io, &disk).await, "it was all written again");
+            assert!(!disk.cached.is_lost(&disk.store));
+            let stable = disk.test.stable_bytes();
+            for (page, bytes) in stable[..2 << 20].chunks(4096).enumerate() {
+                let byte = match page {
+                    2 => 8,
+                    16 => 9,
+                    64 => 5,
+                    1..=287 => 0,
+                    _ => 7,
+                };
+                assert!(
+                    bytes.iter().all(|b| *b == byte),
+                    "page {page} is {}, not {byte}",
+                    bytes[0]
+                );
+            }
+            assert_eq!(read(&io, &disk, 131_072, 65536).await, vec![0; 65536]);
+        });
+    }
+}
+
+#[test]
+fn zeroes_of_a_part_of_a_page_cannot_be_made_again_and_flushes_stay_failed() {
+    play(|io, _rig, disk| async move {
+        disk.cached.set_control(Arc::new(FixedLimit::default()));
+        zero(&io, &disk, 512, 8192).await;
+        lose(&disk);
+        for _ in 0..3 {
+            assert!(!flush(&io, &disk).await);
+        }
+        assert!(disk.cached.is_lost(&disk.store));
+    });
+}

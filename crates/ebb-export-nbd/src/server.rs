@@ -4,10 +4,11 @@
 //! each connection its own memory budget. Connections are spread over the workers in turn.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
 use ebb_io::{Fd, Gather, Io, WorkerHandle, fd_from};
@@ -60,6 +61,8 @@ struct Shared {
     door: Door,
     /// Of the log, on refusals.
     lines: Lines,
+    /// The sockets of everybody who was let in, by number.
+    sockets: Mutex<BTreeMap<u64, Weak<OwnedFd>>>,
 }
 
 /// Why a connection ended before it served anything.
@@ -100,6 +103,7 @@ impl Server {
             inside: Gate::default(),
             door: Door::default(),
             lines: Lines::default(),
+            sockets: Mutex::default(),
         }))
     }
 
@@ -176,6 +180,18 @@ impl Server {
         self.0.inside.empty().await;
     }
 
+    /// Ends the connections that are left, whatever is under way on them: their clients hear of it at once, also where
+    /// the kernel holds the process, and so the descriptors, for as long as a device hangs. How many there were.
+    pub fn hang_up(&self) -> usize {
+        let sockets = self.0.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        let open: Vec<_> = sockets.values().filter_map(Weak::upgrade).collect();
+        for fd in &open {
+            // One that is gone already is no loss.
+            let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Both);
+        }
+        open.len()
+    }
+
     /// Lets nobody in any more and waits until everybody has been seen off.
     pub async fn stop(&self) {
         self.begin_stop();
@@ -240,6 +256,8 @@ impl Shared {
     /// One client from its first byte to its last.
     async fn attend(&self, io: Io, number: u64, client: OwnedFd, limits: Limits) {
         let peer = Peer::of(&client);
+        let client = fd_from(client);
+        let _listed = Listed::new(&self.sockets, number, &client);
         // A box of its own: what the handshake needs would else stay part of the connection's task,
         // and double what an idle connection weighs. So would its result, had it a name here.
         let greeting = Box::pin(self.greet(&io, (number, peer), client, limits));
@@ -286,7 +304,7 @@ impl Shared {
         &self,
         io: &Io,
         who: (u64, Peer),
-        client: OwnedFd,
+        client: Fd,
         limits: Limits,
     ) -> Result<Option<Greeted>, Refused> {
         let entered = self.door.enter(who.1.address());
@@ -326,10 +344,10 @@ impl Shared {
         &self,
         io: &Io,
         (number, peer): (u64, Peer),
-        client: OwnedFd,
+        client: Fd,
         limits: Limits,
     ) -> Result<Option<Greeted>, Refused> {
-        let mut transport = Transport::new(fd_from(client), None);
+        let mut transport = Transport::new(client, None);
         let mut handshake = Handshake::new(Policy { tls: self.policy, ..Policy::default() });
         let view = View {
             registry: &self.registry,
@@ -374,6 +392,23 @@ impl Shared {
             input.drain(..consumed);
             step = next;
         }
+    }
+}
+
+/// A socket that is listed.
+struct Listed<'a>(&'a Mutex<BTreeMap<u64, Weak<OwnedFd>>>, u64);
+
+impl<'a> Listed<'a> {
+    fn new(list: &'a Mutex<BTreeMap<u64, Weak<OwnedFd>>>, number: u64, fd: &Fd) -> Listed<'a> {
+        let mut sockets = list.lock().unwrap_or_else(PoisonError::into_inner);
+        sockets.insert(number, Arc::downgrade(fd));
+        Listed(list, number)
+    }
+}
+
+impl Drop for Listed<'_> {
+    fn drop(&mut self) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.1);
     }
 }
 

@@ -9,8 +9,8 @@ use std::net::{TcpListener, TcpStream};
 use common::{Client, FLUSH, HANG, READ, Rig, STYLES, Stream, Style, file, memory, pattern};
 use ebb_export_nbd::{Limits, Tls};
 use ebb_io::fd_from;
-use ebb_store::Direct;
-use ebb_volume::{Operation, Volume, Writer};
+use ebb_store::{Direct, Store, TestStore};
+use ebb_volume::{Operation, Volume, VolumeOptions, Writer};
 
 const MIB: u64 = 1 << 20;
 
@@ -224,4 +224,27 @@ fn a_volume_removed_under_load_ends_its_connections_and_keeps_what_it_acknowledg
     let name = [&4u32.to_be_bytes()[..], b"disk", &[0, 0]].concat();
     let replies = Client::option(&mut stream, 7, &name).unwrap();
     assert_eq!(replies.last().unwrap().0, (1 << 31) + 6, "unknown from now on");
+}
+
+/// The kernel may hold the process, with its descriptors, for as long as a device hangs.
+#[test]
+fn clients_whose_requests_hang_hear_the_end_when_they_are_hung_up_on() {
+    let test = std::sync::Arc::new(TestStore::new(MIB, 1));
+    let volume = Volume::new("disk", Store::Test(test.clone()), VolumeOptions::default());
+    let rig = Rig::with([volume]);
+    let mut client = rig.client("disk", Style::Simple);
+    let mut idle: Box<dyn Stream> = Box::new(rig.stream());
+    Client::greet(&mut idle).unwrap();
+    test.hang();
+    stuff(&mut client, 1, 4096);
+    while test.hanging() == 0 {
+        std::thread::yield_now();
+    }
+    rig.server.begin_stop();
+    assert!(rig.server.hang_up() > 0);
+    assert_eq!(drain(&mut client, 4096, &[]), 0, "the request is under way still");
+    assert_eq!(test.hanging(), 1);
+    test.release();
+    rig.stop();
+    assert_eq!(rig.server.hang_up(), 0);
 }

@@ -39,7 +39,8 @@ const CEILING_UNKNOWN: u64 = 1 << 30;
 /// Changes the level of the log while the daemon runs.
 pub type SetLogLevel = Box<dyn Fn(LogLevel) + Send + Sync>;
 
-/// How long a start waits for stores of which none answers, before it says that it is ready without them. More than
+/// How long a start waits for stores of which none answers, before it says that it is ready without them, or with
+/// `--strict` refuses. More than
 /// a successor waits for the lock of an image.
 const START_PATIENCE: Duration = Duration::from_secs(6);
 /// How long a stop may still take once it was asked for again.
@@ -242,7 +243,13 @@ fn refuse_if_degraded(engine: &Engine) -> anyhow::Result<()> {
         return Ok(());
     };
     let reason = state.failure.as_ref().map(|failure| failure.reason.clone());
-    let reason = reason.unwrap_or_else(|| "its store does not answer".to_owned());
+    let reason = reason.unwrap_or_else(|| {
+        format!(
+            "its store has not answered within {} s: see to it, or start without --strict, which serves the other \
+             volumes and tries this one again",
+            START_PATIENCE.as_secs()
+        )
+    });
     anyhow::bail!("volume {}: {reason} (--strict)", state.name)
 }
 
@@ -460,10 +467,9 @@ impl Daemon {
 
     /// Opens the volumes; false if told to stop meanwhile. A reload that is asked for meanwhile comes next.
     fn start(&self, config: &Config) -> anyhow::Result<bool> {
-        let patience = (!self.args.strict).then_some(START_PATIENCE);
         let config = config.clone();
         self.drive(move |engine, io| async move {
-            engine.start(&io, config, patience).await;
+            engine.start(&io, config, Some(START_PATIENCE)).await;
             Event::Started
         });
         let mut reload = false;

@@ -10,7 +10,8 @@
 //! - Of a page that is on its way to the store, or under a change, no older copy is written again.
 //! - What was on its way to the store while a flush failed counts as lost with it: the number of losses
 //!   is looked at under the shard's lock, before pages are taken for saved.
-//! - What is on the store, not stable, and not in memory cannot be written again: after a loss flushes
+//! - Zeroes that went past memory are made again from a list of ranges (`zeroes.rs`), as far as it goes.
+//! - What else is on the store, not stable, and not in memory cannot be written again: after a loss flushes
 //!   fail until the volume is opened anew.
 //!
 //! Memory: the background flushes the store when [`KEEP_MAX`] or an eighth of the cache's limit is kept, after
@@ -151,7 +152,12 @@ impl VolumeCache {
         })
     }
 
-    fn refuse_if_loose(&self) -> Result<(), BlockError> {
+    /// Whether zeroes are on the store and not stable.
+    fn has_zeroed(&self) -> bool {
+        (0..SHARDS).any(|shard| self.lock(shard).has_zeroed())
+    }
+
+    pub(super) fn refuse_if_loose(&self) -> Result<(), BlockError> {
         match self.is_loose() {
             true => Err(BlockError::new(ErrorKind::Lost, Operation::Flush, 0, self.size())),
             false => Ok(()),
@@ -172,6 +178,7 @@ impl VolumeCache {
         self.refuse_if_loose()?;
         // What is on its way may be lost with the rest: then it is dirty again when that has ended.
         Box::pin(self.clean(io, store, &(0..u64::MAX))).await?;
+        Box::pin(self.zero_again(io, store)).await?;
         let mut buf = io.pool().take(RESERVE).await;
         let mut turns = Turns::default();
         while let Some(frame) = frames.next() {
@@ -265,7 +272,7 @@ impl VolumeCache {
         let pressed = !self.cache.admits() || self.cache.excess() > 0;
         kept > KEEP_MAX.min(limit / 8)
             || kept > 0 && pressed && since >= UNDER_PRESSURE
-            || since >= KEEP_TIME && (kept > 0 || self.is_loose())
+            || since >= KEEP_TIME && (kept > 0 || self.is_loose() || self.has_zeroed())
     }
 }
 

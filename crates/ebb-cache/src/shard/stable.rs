@@ -86,6 +86,7 @@ impl Shard {
         for _ in 0..most {
             let Some(frame) = self.kept.pop() else {
                 self.loose_flushing |= std::mem::take(&mut self.loose);
+                self.begin_flush_of_zeroed();
                 return;
             };
             self.mark(frame, |slot| {
@@ -100,6 +101,7 @@ impl Shard {
     /// [`Shard::settle_flush`] does the rest.
     pub(crate) fn end_flush(&mut self, good: bool) {
         self.loose |= std::mem::take(&mut self.loose_flushing) && !good;
+        self.end_flush_of_zeroed(good);
     }
 
     /// What was to be stable by a flush that is over is so, or, if that was not `good`, is as before. At

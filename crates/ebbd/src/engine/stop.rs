@@ -157,6 +157,10 @@ impl Engine {
             left.iter().for_each(|job| job.volume.abort());
             io.timeout(GOODBYE, self.server.empty()).await;
         }
+        let connections = self.server.hang_up();
+        if connections > 0 {
+            tracing::info!(connections, "clients that wait for dead stores are hung up on");
+        }
         report
     }
 

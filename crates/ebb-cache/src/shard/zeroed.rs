@@ -1,0 +1,178 @@
+//! Pages that were made zeroes on the store past memory, and are not stable there: remembered until a flush of
+//! the store has gone well, to be made zeroes again if it fails.
+//!
+//! # Invariants
+//! - A page that is listed and neither dirty, on its way nor unstable reads as zeroes, whatever a failed flush has
+//!   left of that on the store. A page that is dirty, on its way or unstable is newer, and kept whole.
+//! - So a listed page is in memory only as one of those: what is read of it is not kept.
+//! - What cannot be listed makes the shard `loose`.
+
+use std::ops::Range;
+
+use super::Shard;
+use crate::pages::{FRAME_PAGES, within};
+use crate::volume::VolumeCache;
+
+/// Ranges that a shard lists, and pages that one of them may have (a TiB): no more is done again.
+const RANGES_MAX: usize = 256;
+const PAGES_MAX: u64 = 1 << 28;
+
+/// A range of pages that are zeroes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Zero {
+    pub(crate) pages: Range<u64>,
+    /// The store may leave a hole.
+    pub(crate) may_unmap: bool,
+}
+
+/// A shard's list; it counts for the frames of this shard.
+#[derive(Debug, Default)]
+pub(crate) struct Zeroed {
+    /// Since the last flush of the store began, and before.
+    list: Vec<Zero>,
+    flushing: Vec<Zero>,
+}
+
+/// Joins ranges that meet, in order.
+pub(crate) fn join(list: &mut Vec<Zero>) {
+    list.sort_unstable_by_key(|zero| (zero.pages.start, zero.pages.end));
+    list.dedup_by(|next, last| {
+        let meets = next.pages.start <= last.pages.end && next.may_unmap == last.may_unmap;
+        if meets {
+            last.pages.end = last.pages.end.max(next.pages.end);
+        }
+        meets
+    });
+}
+
+impl Zeroed {
+    fn all(&self) -> impl Iterator<Item = &Zero> {
+        self.list.iter().chain(&self.flushing)
+    }
+
+    /// Takes pages out of one of the lists.
+    fn cut(list: &mut Vec<Zero>, gone: &Range<u64>) {
+        let mut rests = Vec::new();
+        list.retain_mut(|zero| {
+            let (start, end) = (zero.pages.start, zero.pages.end);
+            if gone.start >= end || start >= gone.end {
+                return true;
+            }
+            if gone.end < end {
+                rests.push(Zero { pages: gone.end..end, may_unmap: zero.may_unmap });
+            }
+            zero.pages.end = gone.start.max(start);
+            zero.pages.end > start
+        });
+        list.append(&mut rests);
+    }
+}
+
+impl Shard {
+    /// Pages of a frame that were made zeroes past memory.
+    pub(crate) fn zeroed(&self, frame: u64) -> u16 {
+        self.zeroed.all().fold(0, |all, zero| all | within(frame, &zero.pages))
+    }
+
+    /// Whether anything is listed.
+    pub(crate) fn has_zeroed(&self) -> bool {
+        self.zeroed.all().next().is_some()
+    }
+
+    /// What is listed.
+    pub(crate) fn zeroed_ranges(&self, out: &mut Vec<Zero>) {
+        out.extend(self.zeroed.all().cloned());
+    }
+
+    fn limit_zeroed(&mut self) {
+        if self.zeroed.list.len() > RANGES_MAX {
+            join(&mut self.zeroed.list);
+        }
+        let mut longest = self.zeroed.list.iter().map(|zero| zero.pages.end - zero.pages.start);
+        if self.zeroed.list.len() > RANGES_MAX || longest.any(|pages| pages > PAGES_MAX) {
+            self.zeroed.list = Vec::new();
+            self.loose = true;
+        }
+    }
+
+    /// Whole pages are zeroes on the store now; what was to be written again of them is not any more.
+    pub(crate) fn note_zeroed(&mut self, zero: Zero) {
+        if zero.pages.is_empty() || self.loose {
+            self.loose |= !zero.pages.is_empty();
+            return;
+        }
+        self.forget_unstable(&zero.pages);
+        self.zeroed.list.push(zero);
+        self.limit_zeroed();
+    }
+
+    /// A write has gone past memory, and is stable: it touches `pages`, of which those in `whole` wholly. The rest of
+    /// another page that was zeroes cannot be made so alone.
+    pub(crate) fn note_written_over(
+        &mut self,
+        number: usize,
+        pages: &Range<u64>,
+        whole: &Range<u64>,
+    ) {
+        if !self.has_zeroed() {
+            return;
+        }
+        for edge in [pages.start, pages.end.saturating_sub(1)] {
+            let frame = edge / FRAME_PAGES;
+            let own = VolumeCache::shard_of(frame) == number && !whole.contains(&edge);
+            self.loose |= own && self.zeroed(frame) & within(frame, &(edge..edge + 1)) != 0;
+        }
+        Zeroed::cut(&mut self.zeroed.list, pages);
+        Zeroed::cut(&mut self.zeroed.flushing, pages);
+        self.limit_zeroed();
+    }
+
+    /// A flush of the store begins.
+    pub(super) fn begin_flush_of_zeroed(&mut self) {
+        let mut list = std::mem::take(&mut self.zeroed.list);
+        self.zeroed.flushing.append(&mut list);
+    }
+
+    /// It is over.
+    pub(super) fn end_flush_of_zeroed(&mut self, good: bool) {
+        let mut flushing = std::mem::take(&mut self.zeroed.flushing);
+        if !good {
+            self.zeroed.list.append(&mut flushing);
+            self.limit_zeroed();
+        }
+    }
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use super::*;
+
+    fn zero(pages: Range<u64>) -> Zero {
+        Zero { pages, may_unmap: true }
+    }
+
+    #[test]
+    fn ranges_are_joined_and_cut() {
+        let mut list = vec![zero(10..20), zero(0..5), zero(5..10), zero(30..31)];
+        join(&mut list);
+        assert_eq!(list, [zero(0..20), zero(30..31)]);
+        Zeroed::cut(&mut list, &(3..4));
+        Zeroed::cut(&mut list, &(29..40));
+        join(&mut list);
+        assert_eq!(list, [zero(0..3), zero(4..20)]);
+    }
+
+    #[test]
+    fn what_is_too_much_to_remember_makes_the_shard_loose() {
+        let mut shard = Shard::new();
+        for number in 0..RANGES_MAX as u64 {
+            shard.note_zeroed(zero(2 * number..2 * number + 1));
+        }
+        assert!(!shard.loose && shard.zeroed(0) == 0x5555);
+        shard.note_zeroed(zero(1_000_000..1_000_001));
+        assert!(shard.loose && !shard.has_zeroed());
+        let mut shard = Shard::new();
+        shard.note_zeroed(zero(0..PAGES_MAX + 1));
+        assert!(shard.loose);
+    }
+}
