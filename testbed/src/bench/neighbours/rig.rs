@@ -15,8 +15,9 @@ use crate::tls::{Authority, Role};
 
 /// After so long a step counts as hanging.
 const HANG: Duration = Duration::from_secs(60);
-/// Before it is measured, the flood goes on for so long.
-const WARM_UP: Duration = Duration::from_millis(500);
+/// Before it is measured, the flood goes on for so long: the daemon answers some seconds of handshakes that come
+/// at once without a rest, and that is over then.
+const WARM_UP: Duration = Duration::from_secs(4);
 
 /// Where the flood goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -136,7 +137,7 @@ impl Rig {
         let own = std::env::current_exe().map_err(io_context("finding this program's own path"))?;
         let mut command = Command::new(own);
         // It outlasts the measurement.
-        let seconds = time.as_secs() + 2;
+        let seconds = (time + WARM_UP).as_secs() + 2;
         command.args([flood::ARGUMENT, &address.to_string(), &seconds.to_string()]);
         command.stdin(Stdio::null()).stdout(Stdio::piped());
         let mut child = command.spawn().map_err(io_context("starting the flood"))?;
