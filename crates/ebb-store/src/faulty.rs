@@ -348,7 +348,9 @@ impl Disk {
         Ok(to)
     }
 
-    pub(crate) fn size(&self) -> u64 {
+    /// Bytes.
+    #[must_use]
+    pub fn size(&self) -> u64 {
         lock(&self.bytes).seen.len() as u64
     }
 

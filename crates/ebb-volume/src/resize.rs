@@ -15,6 +15,7 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use ebb_cache::{Edge, VolumeCache};
+use ebb_io::clock;
 use ebb_store::{Io, Resize, ResizeError};
 
 use crate::volume::Volume;
@@ -35,7 +36,7 @@ impl Limit<'_> {
     /// Waits for it, but not longer.
     async fn on<T>(&self, wait: impl Future<Output = T>) -> Result<T, ResizeError> {
         let mut wait = pin!(wait);
-        let mut late = pin!(self.io.sleep(self.end.saturating_duration_since(Instant::now())));
+        let mut late = pin!(self.io.sleep(self.end.saturating_duration_since(clock::now())));
         poll_fn(|cx| {
             if let Poll::Ready(result) = wait.as_mut().poll(cx) {
                 return Poll::Ready(Ok(result));
@@ -77,7 +78,7 @@ impl Volume {
         order: Resize,
         time: Duration,
     ) -> Result<u64, ResizeError> {
-        let limit = Limit { io, time, end: Instant::now() + time };
+        let limit = Limit { io, time, end: clock::now() + time };
         let _alone = limit.on(self.resizing.lock()).await?;
         if self.is_closing() {
             return Err(CLOSING);

@@ -18,6 +18,14 @@ const CACHE: u16 = 5;
 const WRITE_ZEROES: u16 = 6;
 const FUA: u16 = 1;
 
+/// Errors of the protocol.
+mod nbd_error {
+    pub(super) const EINVAL: u32 = 22;
+    pub(super) const ENOSPC: u32 = 28;
+    pub(super) const EOVERFLOW: u32 = 75;
+    pub(super) const ESHUTDOWN: u32 = 108;
+}
+
 const OPTION_EXPORT: u32 = 7;
 const OPTION_STRUCTURED: u32 = 8;
 const OPTION_EXTENDED: u32 = 11;
@@ -76,6 +84,9 @@ struct Request {
     first: usize,
     count: usize,
     error: u32,
+    /// It lies beyond the end, while there were so many resizes.
+    beyond: Option<u64>,
+    command: u16,
     sent: Instant,
 }
 
@@ -395,7 +406,8 @@ impl Client {
     /// Asks for something.
     fn ask(&mut self, oracle: &mut Oracle, now: Instant) {
         let random = &mut self.random;
-        let size = self.size.min(oracle.sectors());
+        // Also beyond the end, where it was shrunk since this was told its size.
+        let size = self.size;
         let count = 1 + random.index(self.manner.longest.min(size));
         let reach = self.manner.reach.min(size);
         let first = random.index(reach).min(size - count);
@@ -408,11 +420,11 @@ impl Client {
         };
         if random.chance(self.manner.flushes) {
             let begun = oracle.now();
-            return self.request(FLUSH, 0, (0, 0), Kind::Flush { begun }, now);
+            return self.request(FLUSH, 0, (0, 0), Kind::Flush { begun }, None, now);
         }
         if random.chance(self.manner.reads) {
             if random.chance(3) {
-                return self.request(CACHE, 0, (first, count), Kind::Hint, now);
+                return self.request(CACHE, 0, (first, count), Kind::Hint, None, now);
             }
             return self.read(first, count, oracle, now);
         }
@@ -424,7 +436,8 @@ impl Client {
             _ => (WRITE, Change::Data),
         };
         let writing = oracle.begin(change, first, count, fua);
-        self.request(command, flags, (first, count), Kind::Change(writing), now);
+        let beyond = beyond(oracle, first + count);
+        self.request(command, flags, (first, count), Kind::Change(writing), beyond, now);
         if change == Change::Data {
             let at = self.output.len();
             self.output.resize(at + count * SECTOR, 0);
@@ -437,7 +450,7 @@ impl Client {
         let begun = oracle.begin_read();
         let data = vec![0xee; count * SECTOR];
         let kind = Kind::Read { begun, data, covered: 0 };
-        self.request(READ, 0, (first, count), kind, now);
+        self.request(READ, 0, (first, count), kind, beyond(oracle, first + count), now);
     }
 
     fn request(
@@ -446,6 +459,7 @@ impl Client {
         flags: u16,
         (first, count): (usize, usize),
         kind: Kind,
+        beyond: Option<u64>,
         now: Instant,
     ) {
         self.cookie += 1;
@@ -458,7 +472,10 @@ impl Client {
                 self.export, self.cookie
             );
         }
-        self.open.insert(self.cookie, Request { kind, first, count, error: 0, sent: now });
+        self.open.insert(
+            self.cookie,
+            Request { kind, first, count, error: 0, beyond, command, sent: now },
+        );
     }
 
     fn take_reply(&mut self, oracle: &mut Oracle, now: Instant) -> Result<bool, String> {
@@ -529,6 +546,9 @@ impl Client {
         if let Kind::Read { begun, .. } = &request.kind {
             oracle.end_read(*begun);
         }
+        if request.beyond.is_some_and(|resizes| oracle.end_and_resizes().1 == resizes) {
+            check_beyond(&request)?;
+        }
         match request.kind {
             Kind::Read { begun, data, covered } if done => {
                 if covered != data.len() {
@@ -560,6 +580,30 @@ impl Client {
             })
             .collect();
         format!("{} {:?} {:?}: {}", self.export, self.style, self.phase, open.join(", "))
+    }
+}
+
+/// How often the volume was resized, if a request up to `end` lies beyond it.
+fn beyond(oracle: &Oracle, end: usize) -> Option<u64> {
+    let (size, resizes) = oracle.end_and_resizes();
+    (end > size).then_some(resizes)
+}
+
+/// What a request beyond the end is answered: unless the volume is being closed, or it is too long besides.
+fn check_beyond(request: &Request) -> Result<(), String> {
+    let expected = match request.command {
+        WRITE | WRITE_ZEROES => nbd_error::ENOSPC,
+        _ => nbd_error::EINVAL,
+    };
+    let others = [nbd_error::EINVAL, nbd_error::EOVERFLOW, nbd_error::ESHUTDOWN];
+    let long = request.count > 7;
+    match request.error {
+        error if error == expected || error == nbd_error::ESHUTDOWN => Ok(()),
+        error if long && others.contains(&error) => Ok(()),
+        error => Err(format!(
+            "command {} at {}+{} lies beyond the end and is answered with {error}",
+            request.command, request.first, request.count
+        )),
     }
 }
 

@@ -10,6 +10,8 @@
 //! - A flush that succeeds makes stable what was acknowledged when it was asked for; FUA its own write.
 //! - A crash may leave `e` unless some stable write lies after `e`.
 //! - A write whose connection is lost is under way until the server is done with it.
+//! - Beyond the end nothing can be read or written. What a shrink cuts off is zeroes, stable, when it has gone well;
+//!   with a write that is under way then it may still happen, when the volume has grown again.
 //! - A write that failed may have happened, or happen in part, sector by sector. So may a discard.
 //! - What a discard covers is whatever is found there until it is written again (NBD: "the client MUST NOT make any
 //!   assumptions about the contents"). So a cache need not keep what it covers until a flush, and when the store loses
@@ -83,6 +85,9 @@ pub(crate) struct Oracle {
     name: String,
     /// An empty list is zeroes from the beginning.
     sectors: Vec<Vec<Entry>>,
+    /// Sectors that there are: those beyond were cut off. Resizes that were asked for or have ended.
+    size: usize,
+    resizes: u64,
     /// Sectors with acknowledged writes that are not stable.
     unstable: Vec<u32>,
     /// Reads under way, by when they began.
@@ -108,6 +113,8 @@ impl Oracle {
         Oracle {
             name: name.to_owned(),
             sectors: vec![Vec::new(); sectors],
+            size: sectors,
+            resizes: 0,
             unstable: Vec::new(),
             reads: BTreeSet::new(),
             life: 0,
@@ -120,7 +127,12 @@ impl Oracle {
     }
 
     pub(crate) fn sectors(&self) -> usize {
-        self.sectors.len()
+        self.size
+    }
+
+    /// Whether requests of so many sectors lie beyond the end, and how often that has changed.
+    pub(crate) fn end_and_resizes(&self) -> (usize, u64) {
+        (self.size, self.resizes)
     }
 
     /// A moment, later than all before.
@@ -190,7 +202,7 @@ impl Oracle {
             gone: false,
             vague: change == Change::Discard,
         };
-        for sector in &mut self.sectors[first..first + count] {
+        for sector in self.sectors.iter_mut().skip(first).take(count) {
             if sector.is_empty() {
                 let end = End::Done(0);
                 sector.push(Entry {
@@ -339,15 +351,29 @@ impl Oracle {
         self.reopened();
     }
 
-    /// It is larger now; what is new is zeroes.
-    pub(crate) fn grow(&mut self, sectors: usize) {
-        self.sectors.resize(sectors.max(self.sectors.len()), Vec::new());
+    /// Another size is asked for: what lies beyond the old or the new one is answered in either way.
+    pub(crate) fn begin_resize(&mut self) {
+        self.resizes += 1;
+    }
+
+    /// It has this size now, and this is certain; what is new, or cut off, is zeroes.
+    pub(crate) fn resized(&mut self, to: usize) {
+        self.resizes += 1;
+        if to < self.size {
+            self.zeroed(to, self.size - to);
+        }
+        self.sectors.resize(to.max(self.sectors.len()), Vec::new());
+        self.size = to;
+    }
+
+    fn zeroed(&mut self, first: usize, count: usize) {
+        let zeroes = self.begin(Change::Zeroes, first, count, true);
+        self.end(zeroes, true);
     }
 
     /// All of it is zeroes now, while clients are at it.
     pub(crate) fn cleared(&mut self) {
-        let zeroes = self.begin(Change::Zeroes, 0, self.sectors.len(), true);
-        self.end(zeroes, true);
+        self.zeroed(0, self.sectors.len());
     }
 
     /// Everything is gone: the memory of a process that ended.

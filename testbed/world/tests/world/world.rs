@@ -42,6 +42,8 @@ struct Site {
     /// Its flushes are refused, since something may be lost.
     lost: bool,
     reloaded: u64,
+    /// A resize that is under way.
+    resizing: Option<Later<Result<u64, String>>>,
     /// When the configuration was first read again in this life.
     changed: Option<Instant>,
     /// It is in the configuration.
@@ -87,6 +89,18 @@ impl Site {
     /// Since when a flush has gone well for certain, if it does.
     fn well_since(&self) -> Option<Instant> {
         self.well_since.filter(|_| !self.disk().is_some_and(|disk| disk.owes_a_failure()))
+    }
+
+    /// Tells the oracle that a resize is over: with its answer, or with the end of the daemon.
+    fn end_resize(&mut self, life_ends: bool) -> Option<String> {
+        let answer = self.resizing.as_ref()?.borrow_mut().take();
+        if answer.is_none() && !life_ends {
+            return None;
+        }
+        self.resizing = None;
+        let now = usize::try_from(self.disk()?.size()).unwrap() / SECTOR;
+        self.oracle.resized(now);
+        Some(format!("{} has {now} sectors: {answer:?}", self.config.name))
     }
 
     /// Nothing is under way any more.
@@ -285,6 +299,7 @@ impl World {
         for site in &mut self.sites {
             site.notice();
         }
+        self.end_resizes(false);
         self.look_at_volumes();
         self.bury();
         let first = self.random.index(self.seats.len());
@@ -292,6 +307,14 @@ impl World {
             busy |= self.serve((first + at) % self.seats.len())?;
         }
         self.pass_time(busy)
+    }
+
+    fn end_resizes(&mut self, life_ends: bool) {
+        for at in 0..self.sites.len() {
+            if let Some(what) = self.sites[at].end_resize(life_ends) {
+                self.note(format_args!("{what}"));
+            }
+        }
     }
 
     /// Changes of clients that are gone are over when the server serves nobody but those who are here.
@@ -486,6 +509,7 @@ fn site(number: u64, random: &mut Random) -> Site {
         mode: Mode::None,
         lost: false,
         reloaded: 0,
+        resizing: None,
         changed: None,
         listed: true,
         orphans: Vec::new(),

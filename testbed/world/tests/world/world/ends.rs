@@ -36,6 +36,7 @@ impl World {
         drop(daemon);
         self.disks.end_life();
         (0..self.seats.len()).for_each(|number| self.leave(number));
+        self.end_resizes(true);
         self.let_remotes_hear();
         for site in &mut self.sites {
             (site.serving, site.lost) = (Weak::new(), false);
@@ -82,6 +83,7 @@ impl World {
         let withdrawn: Vec<_> = self.sites.iter().map(|site| !site.listed && lost(site)).collect();
         self.disks.end_life();
         (0..self.seats.len()).for_each(|number| self.leave(number));
+        self.end_resizes(true);
         self.let_remotes_hear();
         self.note(format_args!("stopped: {report:?}"));
         for at in 0..self.sites.len() {

@@ -216,19 +216,30 @@ impl World {
     fn resize(&mut self) {
         let at = self.random.index(self.sites.len());
         let more = self.random.between(1, 64) as usize;
+        let (shrink, whole) = (self.random.chance(50), self.random.chance(50));
         let site = &mut self.sites[at];
-        if site.disk().is_none() || site.oracle.sectors() > 16_384 {
+        let size = site.oracle.sectors();
+        if site.disk().is_none() || site.resizing.is_some() || size > 16_384 {
             return;
         }
-        let to = (site.oracle.sectors() + more).next_multiple_of(8);
-        site.oracle.grow(to);
+        let to = match (shrink, whole) {
+            (true, true) => size.saturating_sub(more).max(128) / 8 * 8,
+            (true, false) => size.saturating_sub(more).max(128),
+            (false, _) => (size + more).next_multiple_of(8),
+        };
+        site.oracle.begin_resize();
         let (name, bytes) = (site.config.name.clone(), (to * SECTOR) as u64);
         let server = self.daemon().server.clone();
-        self.daemon().ask(|io| async move {
-            let order = Resize { to: Some(bytes), shrink: false };
-            Some(server.volume(&name)?.resize(&io, order).await.is_ok())
+        let asked = self.daemon().ask(|io| async move {
+            let order = Resize { to: Some(bytes), shrink };
+            // One that is not served keeps its size.
+            match server.volume(&name) {
+                Some(volume) => volume.resize(&io, order).await.map_err(|error| error.to_string()),
+                None => Err("not served".to_owned()),
+            }
         });
-        self.note(format_args!("v{at} grows to {to} sectors"));
+        self.sites[at].resizing = Some(asked);
+        self.note(format_args!("v{at} of {size} sectors is to have {to}"));
     }
 
     fn opening(&mut self) {
