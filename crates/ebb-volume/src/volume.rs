@@ -317,7 +317,14 @@ impl Volume {
         // Who is about to shrink it gives up.
         let _alone = self.resizing.lock().await;
         if !self.options.read_only {
-            self.make_stable(io).await.map_err(|e| self.name_it(e))?;
+            let stable = match self.make_stable(io).await {
+                // What failed in the background before is told once, also if all of it was written since.
+                Err(_) if !self.is_lost() && self.cache().is_some_and(|c| c.dirty() == 0) => {
+                    self.make_stable(io).await
+                }
+                stable => stable,
+            };
+            stable.map_err(|e| self.name_it(e))?;
             if let Some(cache) = &self.cache {
                 cache.end_flusher();
             }

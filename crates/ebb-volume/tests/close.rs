@@ -3,9 +3,14 @@
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use std::fs::TryLockError;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
+use ebb_cache::{Cache, CacheOptions, Control, Mode, Order};
 use ebb_io::Worker;
-use ebb_store::{FileStore, OpenOptions};
+use ebb_mem::Memory;
+use ebb_store::{FileStore, OpenOptions, TestStore};
 use ebb_volume::{Store, Volume, VolumeOptions};
 
 /// The process may live on, with its descriptors, while the kernel holds a request of another store.
@@ -31,4 +36,50 @@ fn the_image_of_a_closed_volume_can_be_opened_by_a_successor() {
         successor.try_lock().unwrap();
         drop((volume, successor));
     }
+}
+
+/// Writes everything back at once.
+struct AtOnce;
+
+impl Control for AtOnce {
+    fn ask(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
+        Duration::ZERO
+    }
+    fn next(&self, _: Instant, _: u64, _: Duration) -> Order {
+        Order::Write(1 << 20)
+    }
+}
+
+/// A flush tells once of what failed in the background; a stop that hears of it lists a volume of which nothing is missing.
+#[test]
+fn a_failure_that_was_made_good_before_the_close_is_none_of_the_close() {
+    let start = Instant::now();
+    let memory = Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
+    let cache = Cache::without_keeper(&memory, CacheOptions::new(start));
+    let worker = Worker::start("close", &memory).unwrap();
+    let test = Arc::new(TestStore::new(1 << 20, 1));
+    let cached = cache.volume_as("disk", 1 << 20, Mode::Writeback).unwrap();
+    let store = Store::Test(test.clone());
+    let volume = Volume::with_cache("disk", store, VolumeOptions::default(), cached.clone());
+    let closed = worker.handle().block_on(move |io| async move {
+        volume.start_writeback(&io, Arc::new(AtOnce));
+        test.set_room(Some(0));
+        let mut buf = io.pool().take(4096).await;
+        buf.fill(7);
+        volume.write(&io, buf, 0, false).await.0.unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while test.writes.load(Ordering::Relaxed) == 0 {
+            assert!(Instant::now() < deadline, "it is not written back");
+            io.sleep(Duration::from_millis(1)).await;
+        }
+        test.set_room(None);
+        while cached.dirty() > 0 {
+            assert!(Instant::now() < deadline, "it is not written back again");
+            io.sleep(Duration::from_millis(1)).await;
+        }
+        let closed = volume.close(&io).await;
+        assert_eq!(test.stable_bytes()[..4096], [7; 4096]);
+        closed
+    });
+    closed.expect("the worker panicked").unwrap();
 }

@@ -129,8 +129,11 @@ impl World {
                 disk.set_room(None);
                 disk.release();
             }
-            (site.hangs, site.full, site.fails) = (false, false, false);
-            site.judge(self.now);
+            // A server is back below, and its client a while later.
+            if site.remote().is_none() {
+                (site.hangs, site.full, site.fails) = (false, false, false);
+                site.judge(self.now);
+            }
         }
         self.revive_remotes();
         for seat in &mut self.seats {
