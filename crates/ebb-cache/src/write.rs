@@ -10,7 +10,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ebb_mem::Worker;
-use ebb_store::{BlockError, Buf, BufResult, ErrorKind, Extent, Io, Operation, Store, ZeroFlags};
+use ebb_store::{
+    BlockError, Buf, BufResult, ErrorKind, Extent, Io, Operation, Store, Wanted, ZeroFlags,
+};
 
 use crate::flight::Wakers;
 use crate::pages::{PAGE, Part, each, mask, parts, sectors, touched};
@@ -281,9 +283,25 @@ impl VolumeCache {
         length: u64,
         flags: ZeroFlags,
     ) -> Result<(), BlockError> {
+        self.write_zeroes_while(io, store, offset, length, flags, &|| true).await
+    }
+
+    /// See [`Store::write_zeroes_while`].
+    ///
+    /// # Errors
+    /// The store's.
+    pub async fn write_zeroes_while(
+        self: &Arc<Self>,
+        io: &Io,
+        store: &Store,
+        offset: u64,
+        length: u64,
+        flags: ZeroFlags,
+        wanted: Wanted<'_>,
+    ) -> Result<(), BlockError> {
         let change = Change::begin_clean(self, (io, store), offset, length).await?;
         let losses = store.losses();
-        let mut result = store.write_zeroes(io, offset, length, flags).await;
+        let mut result = store.write_zeroes_while(io, offset, length, flags, wanted).await;
         if result.is_ok() && self.mode() == Mode::Writeback {
             let noted = (change.id, losses);
             if !self.note_zeroes(store, noted, (offset, length), flags.may_unmap) {

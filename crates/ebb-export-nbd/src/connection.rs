@@ -6,7 +6,7 @@
 //!   of the connection. Past either the socket is simply not read.
 //! - Requests that have begun run to their end, also when the client is gone: only then does the
 //!   connection end, so that closing a volume knows of every write. Questions for block status, which
-//!   change nothing, end with the client.
+//!   change nothing, end with the client, and so do zeroes that have to be written out.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, Purse, Signal};
 use ebb_tls::Transport;
-use ebb_volume::{Mode, Stop, Volume};
+use ebb_volume::{ErrorKind, Mode, Stop, Volume};
 
 use crate::decode::{self, Decoded, Fatal, Operation, RequestHeader};
 use crate::handshake::Session;
@@ -482,6 +482,7 @@ impl Connection {
                 buffers: &self.buffers,
                 purse: &self.purse,
                 sender: &self.sender,
+                gone: &|| self.is_gone(),
             };
             let mut doing = pin!(execute(means, job));
             let outcome = if only_asks {
@@ -493,7 +494,9 @@ impl Connection {
             } else {
                 doing.await
             };
-            if let Err(error) = outcome {
+            if let Err(error) = outcome
+                && !(error.kind == ErrorKind::Closing && self.gone.is_stopped())
+            {
                 self.log(&error);
             }
             self.lanes.busy.set(self.lanes.busy.get() - 1);
@@ -503,6 +506,15 @@ impl Connection {
             self.lanes.idle.borrow_mut().push(lane.clone());
             self.lanes.freed.set();
         }
+    }
+
+    /// Whether nobody takes answers any more, also where requests that came before the end of the stream have not
+    /// been read yet.
+    fn is_gone(&self) -> bool {
+        if !self.gone.is_stopped() && self.transport.is_hung_up() {
+            self.gone.stop();
+        }
+        self.gone.is_stopped()
     }
 
     fn log(&self, error: &ebb_volume::BlockError) {

@@ -43,6 +43,8 @@ pub(crate) struct Means<'a> {
     pub(crate) buffers: &'a BufPool,
     pub(crate) purse: &'a Rc<Purse>,
     pub(crate) sender: &'a Sender,
+    /// Whether the client is gone.
+    pub(crate) gone: &'a dyn Fn() -> bool,
 }
 
 impl Means<'_> {
@@ -164,7 +166,9 @@ pub(crate) async fn execute(means: Means<'_>, job: Job) -> Result<(), BlockError
         }
         Operation::WriteZeroes { offset, length, fua, no_hole, fast } => {
             let flags = ZeroFlags { may_unmap: !no_hole, fast_only: fast };
-            volume.write_zeroes(io, offset, length, flags, fua).await.map(|()| Body::Done)
+            let wanted = || !(means.gone)();
+            let zeroes = volume.write_zeroes_while(io, offset, length, flags, fua, &wanted);
+            zeroes.await.map(|()| Body::Done)
         }
         Operation::BlockStatus { offset, length, one } => {
             status(io, volume, buffers, session, (offset, length), one).await

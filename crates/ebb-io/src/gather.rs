@@ -1,7 +1,8 @@
 //! Many pieces, one send: the headers and payloads of a batch of replies as one message.
 //!
 //! Invariants: pieces leave in the order they were pushed; payload buffers are kept until the whole
-//! batch has been sent; nothing moves while the kernel reads it (the ring holds the `Box`).
+//! batch has been sent; nothing moves while the kernel reads it (the ring holds the `Box`); zeroes take no
+//! memory, however many.
 
 use std::ops::Range;
 
@@ -12,9 +13,19 @@ const MAX_PARTS: usize = 256;
 /// Bytes of small pieces (headers) in one message.
 const MAX_INLINE: usize = 16 << 10;
 
+/// What all zeroes are sent from: part of the program, read-only, and aligned for direct I/O.
+#[repr(align(4096))]
+struct Zeroes([u8; 64 << 10]);
+static ZEROES: Zeroes = Zeroes([0; 64 << 10]);
+
 enum Part {
     Inline(Range<usize>),
-    Buf { index: usize, range: Range<usize> },
+    Buf {
+        index: usize,
+        range: Range<usize>,
+    },
+    /// At most as long as [`ZEROES`].
+    Zeroes(usize),
 }
 
 /// A message under construction, reused from batch to batch.
@@ -88,6 +99,22 @@ impl Gather {
         self.parts.push(Part::Buf { index, range });
     }
 
+    /// Pieces that `length` bytes of zeroes take, for [`Gather::has_room`].
+    pub const fn zero_parts(length: usize) -> usize {
+        length.div_ceil(ZEROES.0.len())
+    }
+
+    /// Appends zeroes, for which no buffer is needed.
+    pub fn push_zeroes(&mut self, length: usize) {
+        self.total += length;
+        let mut left = length;
+        while left > 0 {
+            let count = left.min(ZEROES.0.len());
+            self.parts.push(Part::Zeroes(count));
+            left -= count;
+        }
+    }
+
     /// Notes that `bytes` more have left. The buffers stay until [`Gather::clear`] or
     /// [`Gather::take_back`].
     pub fn advance(&mut self, bytes: usize) {
@@ -120,6 +147,7 @@ impl Gather {
             let bytes: &[u8] = match part {
                 Part::Inline(range) => &self.inline[range.clone()],
                 Part::Buf { index, range } => &self.bufs[*index][range.clone()],
+                Part::Zeroes(length) => &ZEROES.0[..*length],
             };
             if skip >= bytes.len() {
                 skip -= bytes.len();
@@ -134,6 +162,14 @@ impl Gather {
 
     /// The message header for the unsent rest. Valid until the Gather is changed or dropped.
     pub(crate) fn message(&mut self) -> *const libc::msghdr {
+        self.vectors();
+        self.header.msg_iov = self.vectors.as_mut_ptr();
+        self.header.msg_iovlen = self.vectors.len();
+        &raw const self.header
+    }
+
+    /// The unsent rest. Valid as long as [`Gather::message`].
+    pub(crate) fn vectors(&mut self) -> &[libc::iovec] {
         let mut vectors = std::mem::take(&mut self.vectors);
         vectors.clear();
         self.for_each(|bytes| {
@@ -142,9 +178,7 @@ impl Gather {
             true
         });
         self.vectors = vectors;
-        self.header.msg_iov = self.vectors.as_mut_ptr();
-        self.header.msg_iovlen = self.vectors.len();
-        &raw const self.header
+        &self.vectors
     }
 }
 
@@ -196,6 +230,23 @@ mod tests {
         // SAFETY: one vector was built, and the Gather that owns it is still borrowed here.
         let vector = unsafe { &*header.msg_iov };
         assert_eq!(vector.iov_len, 3);
+    }
+
+    #[test]
+    fn zeroes_take_no_memory_and_survive_short_sends() {
+        let mut gather = Gather::default();
+        let length = 2 * ZEROES.0.len() + 512;
+        gather.push_bytes(b"head");
+        gather.push_zeroes(length);
+        gather.push_bytes(b"tail");
+        let whole = [b"head".as_slice(), &vec![0; length], b"tail"].concat();
+        assert_eq!((gather.parts.len(), Gather::zero_parts(length)), (5, 3));
+        for cut in [0, 3, 4, 5, ZEROES.0.len(), length + 3, length + 4, length + 6] {
+            gather.sent = 0;
+            gather.advance(cut);
+            assert!(bytes_of(&gather) == whole[cut..], "{cut}");
+        }
+        assert!(gather.bufs.is_empty());
     }
 
     #[test]

@@ -247,6 +247,26 @@ impl Io {
         self.with_buf(entry, Class::Storage, buf, fd).await
     }
 
+    /// Writes what is left of a message at `offset` (bytes). May be short: `Gather::advance` by the result.
+    pub async fn write_message_at(
+        &self,
+        fd: &Fd,
+        mut message: Box<Gather>,
+        offset: u64,
+    ) -> (io::Result<usize>, Box<Gather>) {
+        let vectors = message.vectors();
+        // A Gather has a few hundred pieces at most.
+        let count = u32::try_from(vectors.len()).unwrap_or(u32::MAX);
+        let entry = opcode::Writev::new(raw(fd), vectors.as_ptr(), count).offset(offset).build();
+        let eager = message.remaining() >= EAGER_BYTES;
+        let mut op = Op::new(self, entry, Class::Storage, Hold::Gather(message), fd);
+        op.eager = eager;
+        match op.await {
+            (result, Hold::Gather(message)) => (length(result), message),
+            _ => unreachable!("an operation returns the memory it was given"),
+        }
+    }
+
     /// Makes written data stable (`fdatasync`).
     pub async fn fdatasync(&self, fd: &Fd) -> io::Result<()> {
         let entry = opcode::Fsync::new(raw(fd)).flags(types::FsyncFlags::DATASYNC).build();

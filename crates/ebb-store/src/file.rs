@@ -8,19 +8,18 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_lock::{RwLock, RwLockReadGuard, RwLockWriteGuard};
-use ebb_io::{Buf, Fd, Io, WriteFlags, fd_from};
+use ebb_io::{Buf, Fd, Gather, Io, WriteFlags, fd_from};
 use rustix::fs::SeekFrom;
 
 use crate::open::{self, OpenError, OpenOptions};
 use crate::resize::judge;
 use crate::syncs::Syncs;
+use crate::zeroes::{Left, NOTHING, Zeroing};
 use crate::{
     BlockError, BufResult, Capabilities, ErrorKind, Extent, MEMORY_PIECE, Operation, Resize,
     ResizeError, SECTOR, Watched, ZeroFlags, push_extent,
 };
 
-/// Zeroes written at a time when the store knows no shorter way.
-const ZERO_CHUNK: u64 = 1 << 20;
 /// The kernel moves at most this much in one read or write (`MAX_RW_COUNT` is a little more).
 const TRANSFER_MAX: usize = 1 << 30;
 
@@ -38,6 +37,7 @@ pub struct FileStore {
     /// Held shared by aligned writes and alone by unaligned ones; `None` where all are aligned.
     unaligned: Option<RwLock<()>>,
     syncs: Syncs,
+    zeroing: Zeroing,
     /// The same file, opened once more: the system tells each open file description of every error of writing back,
     /// and this one is asked only whether there was any.
     witness: Option<Fd>,
@@ -63,6 +63,7 @@ impl FileStore {
             read_only: options.read_only,
             unaligned: (u64::from(opened.alignment) > SECTOR).then(RwLock::default),
             syncs: Syncs::default(),
+            zeroing: Zeroing::default(),
         };
         Ok((store, opened.notes))
     }
@@ -100,6 +101,10 @@ impl FileStore {
 
     pub(crate) fn syncs(&self) -> &Syncs {
         &self.syncs
+    }
+
+    pub(crate) fn zeroing(&self) -> &Zeroing {
+        &self.zeroing
     }
 
     /// The size it would get, and the one that the file or device has.
@@ -290,13 +295,14 @@ impl FileStore {
         }
     }
 
-    pub(crate) async fn write_zeroes(
+    /// Has the kernel or the device make zeroes, and says what is left to write out: nothing, or all.
+    pub(crate) async fn zero_quickly(
         &self,
         io: &Io,
         offset: u64,
         length: u64,
         flags: ZeroFlags,
-    ) -> Result<(), BlockError> {
+    ) -> Result<Left, BlockError> {
         let keep = libc::FALLOC_FL_KEEP_SIZE;
         let punch = libc::FALLOC_FL_PUNCH_HOLE | keep;
         let zero = libc::FALLOC_FL_ZERO_RANGE | keep;
@@ -310,7 +316,7 @@ impl FileStore {
         let order = self.order_zeroes(offset, length).await;
         for mode in modes {
             match io.fallocate(&self.fd, *mode, offset, length).await {
-                Ok(()) => return Ok(()),
+                Ok(()) => return Ok(NOTHING),
                 // EINVAL: a block device whose sectors are larger than the range's alignment.
                 Err(error) if is_unsupported(&error) => {}
                 Err(error) => {
@@ -324,7 +330,7 @@ impl FileStore {
             let kind = ErrorKind::Unsupported;
             return Err(BlockError::new(kind, Operation::WriteZeroes, offset, length));
         }
-        self.write_zeroes_slowly(io, offset, length).await
+        Ok([offset..offset + length, 0..0])
     }
 
     /// Keeps zeroes for part of a block apart from the read-modify-write of its other sectors,
@@ -338,20 +344,34 @@ impl FileStore {
         })
     }
 
-    async fn write_zeroes_slowly(
+    /// Writes zeroes over whole blocks, for which no memory is needed.
+    pub(crate) async fn zero_blocks(
         &self,
         io: &Io,
         offset: u64,
         length: u64,
     ) -> Result<(), BlockError> {
-        let mut done = 0;
-        while done < length {
-            let chunk = ZERO_CHUNK.min(length - done);
-            let mut buf = io.pool().take(usize::try_from(chunk).unwrap_or(usize::MAX)).await;
-            buf.fill(0);
-            let (result, _) = self.write(io, buf, offset + done, false).await;
-            result.map_err(|e| BlockError { operation: Operation::WriteZeroes, ..e })?;
-            done += chunk;
+        let _shared = match &self.unaligned {
+            Some(lock) => Some(lock.read().await),
+            None => None,
+        };
+        let mut message = Box::<Gather>::default();
+        message.push_zeroes(usize::try_from(length).unwrap_or(usize::MAX));
+        while !message.is_empty() {
+            let at = offset + length - message.remaining() as u64;
+            let (result, returned) = io.write_message_at(&self.fd, message, at).await;
+            message = returned;
+            match result.map(|count| self.progress(count)) {
+                Ok(0) => {
+                    let (kind, operation) = (ErrorKind::Short, Operation::WriteZeroes);
+                    return Err(BlockError::new(kind, operation, offset, length));
+                }
+                Ok(count) => message.advance(count),
+                Err(error) if is_retry(&error) => {}
+                Err(error) => {
+                    return Err(BlockError::from_io(error, Operation::WriteZeroes, offset, length));
+                }
+            }
         }
         Ok(())
     }
@@ -447,13 +467,13 @@ fn block_discard(fd: &Fd, offset: u64, length: u64) -> std::io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::io::{Read, Write};
 
     use super::*;
 
     /// A store over one end of a pipe: the kernel moves what there is, and no more.
-    fn over(end: impl Into<std::os::fd::OwnedFd>) -> FileStore {
+    pub(crate) fn over(end: impl Into<std::os::fd::OwnedFd>) -> FileStore {
         FileStore {
             path: Path::new("test").into(),
             watched: Watched::default(),
@@ -465,6 +485,7 @@ mod tests {
             read_only: false,
             unaligned: None,
             syncs: Syncs::default(),
+            zeroing: Zeroing::default(),
             witness: None,
         }
     }

@@ -25,6 +25,7 @@ mod open;
 mod resize;
 mod syncs;
 mod watched;
+mod zeroes;
 
 pub use ebb_io::{Buf, Io};
 pub use error::{BlockError, ErrorKind, Operation};
@@ -44,6 +45,7 @@ pub use open::{Direct, OpenError, OpenOptions, inspect};
 pub use resize::{Resize, ResizeError};
 pub use syncs::Loss;
 pub use watched::{FailedKind, Watched};
+pub use zeroes::Wanted;
 
 /// Bytes of a logical sector: every offset and length is a multiple.
 pub const SECTOR: u64 = 512;
@@ -269,29 +271,6 @@ impl Store {
             Store::Nbd(s) => s.discard(io, offset, length).await,
             #[cfg(feature = "test-store")]
             Store::Test(s) => s.zero(io, Operation::Discard, offset, length).await,
-            Store::Memory(s) => {
-                s.discard(io, offset, length).await;
-                Ok(())
-            }
-            Store::Null(_) => Ok(()),
-        };
-        watch.ended(result)
-    }
-
-    /// Makes a range read as zeroes.
-    pub async fn write_zeroes(
-        &self,
-        io: &Io,
-        offset: u64,
-        length: u64,
-        flags: ZeroFlags,
-    ) -> Result<(), BlockError> {
-        let watch = self.begin();
-        let result = match self {
-            Store::File(s) => s.write_zeroes(io, offset, length, flags).await,
-            Store::Nbd(s) => s.write_zeroes(io, offset, length, flags).await,
-            #[cfg(feature = "test-store")]
-            Store::Test(s) => s.zero(io, Operation::WriteZeroes, offset, length).await,
             Store::Memory(s) => {
                 s.discard(io, offset, length).await;
                 Ok(())

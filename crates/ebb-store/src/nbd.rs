@@ -59,6 +59,7 @@ use ebb_nbd_proto::{Command, CommandFlags, Errno, TransmissionFlags};
 use ebb_tls::{ClientTls, TlsError};
 
 use crate::syncs::Syncs;
+use crate::zeroes::{Left, Zeroing};
 use crate::{
     BlockError, BufResult, Capabilities, ErrorKind, Extent, Operation, SECTOR, Watched, ZeroFlags,
     push_extent,
@@ -72,8 +73,6 @@ use slots::{Failure, Outcome, Request};
 use state::Shared;
 pub use state::StoreState;
 
-/// Zeroes written at a time when the server knows no shorter way.
-const ZERO_CHUNK: u32 = 1 << 20;
 /// The longest range of a request without data: below 2^32, and a multiple of every block size.
 const RANGE_MAX: u64 = 1 << 30;
 /// Extents asked for at a time.
@@ -93,6 +92,7 @@ pub struct NbdStore {
     /// Held shared by aligned writes and alone by unaligned ones; `None` where all are aligned.
     unaligned: Option<RwLock<()>>,
     syncs: Syncs,
+    zeroing: Zeroing,
     watched: Watched,
 }
 
@@ -124,8 +124,8 @@ impl NbdStore {
         let shared = Shared::new(options.lost_writes);
         let remote = Arc::new(Remote { options, tls, export, shared });
         let routes = Routes::new(NEXT.fetch_add(1, Ordering::Relaxed), remote.clone());
-        let (syncs, watched) = (Syncs::default(), Watched::default());
-        Ok((NbdStore { remote, routes, unaligned, syncs, watched }, notes))
+        let (syncs, zeroing, watched) = Default::default();
+        Ok((NbdStore { remote, routes, unaligned, syncs, zeroing, watched }, notes))
     }
 
     /// Which store it is: its address and the export's name.
@@ -148,6 +148,15 @@ impl NbdStore {
 
     pub(crate) fn syncs(&self) -> &Syncs {
         &self.syncs
+    }
+
+    pub(crate) fn zeroing(&self) -> &Zeroing {
+        &self.zeroing
+    }
+
+    /// The most one write may move, bytes.
+    pub(crate) fn write_most(&self) -> u64 {
+        u64::from(self.remote.export.max_block)
     }
 
     /// How the connections fare.
@@ -198,7 +207,7 @@ impl NbdStore {
         // Callers keep to RANGE_MAX.
         let length = u32::try_from(length).unwrap_or(u32::MAX);
         let limit = EXTENTS_AT_ONCE;
-        let request = Request { command, flags, offset, length, at: 0, limit };
+        let request = Request { command, flags, offset, length, at: 0, limit, zeroes: false };
         let outcome = self.routes.request(io, request, None).await;
         match outcome.result {
             Ok(()) => Ok(outcome),
@@ -312,7 +321,7 @@ impl NbdStore {
             let count = (whole - at).min(most);
             let length = u32::try_from(count).unwrap_or(u32::MAX);
             let offset = offset + at as u64;
-            let request = Request { command, flags, offset, length, at, limit: 0 };
+            let request = Request { command, flags, offset, length, at, limit: 0, zeroes: false };
             let outcome = self.routes.request(io, request, Some(buf)).await;
             let fail = |failure| self.error(failure, operation, offset, u64::from(length));
             buf = match outcome.buf {
@@ -391,27 +400,26 @@ impl NbdStore {
         result.map_err(|failure| self.error(failure, Operation::Discard, offset, length))
     }
 
-    pub(crate) async fn write_zeroes(
+    /// Has the server make zeroes, and says what is left to write out: nothing, parts of blocks, or all.
+    pub(crate) async fn zero_quickly(
         &self,
         io: &Io,
         offset: u64,
         length: u64,
         flags: ZeroFlags,
-    ) -> Result<(), BlockError> {
-        let refuse =
-            || BlockError::new(ErrorKind::Unsupported, Operation::WriteZeroes, offset, length);
+    ) -> Result<Left, BlockError> {
+        let end = offset + length;
         let can = self.offers(TransmissionFlags::SEND_WRITE_ZEROES);
         let fast = self.offers(TransmissionFlags::SEND_FAST_ZERO);
         if flags.fast_only && !(can && fast && self.is_aligned(offset, length)) {
-            return Err(refuse());
+            let kind = ErrorKind::Unsupported;
+            return Err(BlockError::new(kind, Operation::WriteZeroes, offset, length));
         }
         if !can {
-            return self.write_out_zeroes(io, offset, offset + length).await;
+            return Ok([offset..end, end..end]);
         }
-        let end = offset + length;
         let head = offset.next_multiple_of(self.block()).min(end);
         let tail = (end - end % self.block()).max(head);
-        self.write_out_zeroes(io, offset, head).await?;
         let shared = match &self.unaligned {
             Some(lock) => Some(lock.read().await),
             None => None,
@@ -423,20 +431,31 @@ impl NbdStore {
         let result = self.ask_range(io, what, head, tail - head).await;
         drop(shared);
         result.map_err(|failure| self.error(failure, Operation::WriteZeroes, offset, length))?;
-        self.write_out_zeroes(io, tail, end).await
+        Ok([offset..head, tail..end])
     }
 
-    async fn write_out_zeroes(&self, io: &Io, start: u64, end: u64) -> Result<(), BlockError> {
-        let most = u64::from(ZERO_CHUNK.min(self.remote.export.max_block));
-        let mut at = start;
-        while at < end {
-            let count = (end - at).min(most);
-            let mut buf = io.pool().take(usize::try_from(count).unwrap_or(usize::MAX)).await;
-            buf.fill(0);
-            self.write(io, buf, at, false).await.0?;
-            at += count;
-        }
-        Ok(())
+    /// Writes zeroes over whole blocks, at most [`NbdStore::write_most`] bytes; no memory is needed.
+    pub(crate) async fn zero_blocks(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+    ) -> Result<(), BlockError> {
+        let _shared = match &self.unaligned {
+            Some(lock) => Some(lock.read().await),
+            None => None,
+        };
+        let request = Request {
+            command: Command::Write,
+            flags: CommandFlags::NONE,
+            offset,
+            length: u32::try_from(length).unwrap_or(u32::MAX),
+            at: 0,
+            limit: 0,
+            zeroes: true,
+        };
+        let result = self.routes.request(io, request, None).await.result;
+        result.map_err(|failure| self.error(failure, Operation::WriteZeroes, offset, length))
     }
 
     pub(crate) async fn extents(

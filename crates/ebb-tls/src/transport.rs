@@ -253,6 +253,15 @@ impl Transport {
         self.sent.get()
     }
 
+    /// Whether the other side is gone: it takes nothing any more. Who has closed the sending side only is not.
+    pub fn is_hung_up(&self) -> bool {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        // These two are told without being asked for.
+        let mut fds = [PollFd::new(&self.fd, PollFlags::empty())];
+        let found = poll(&mut fds, Some(&Timespec::default()));
+        found.is_ok() && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+    }
+
     /// Ends both directions: whoever sends or receives hears of it.
     pub fn shut(&self) {
         // A connection that is gone already is no loss.

@@ -7,7 +7,7 @@ use ebb_cache::{Mode, VolumeCache};
 use ebb_io::{Share, Shares};
 use ebb_store::{
     BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, SECTOR, Store,
-    ZeroFlags,
+    Wanted, ZeroFlags,
 };
 
 use crate::gate::{Gate, Pass};
@@ -265,12 +265,30 @@ impl Volume {
         flags: ZeroFlags,
         fua: bool,
     ) -> Result<(), BlockError> {
+        self.write_zeroes_while(io, offset, length, flags, fua, &|| true).await
+    }
+
+    /// As [`Volume::write_zeroes`]. Where the store has to write zeroes out, which takes long, it ends with
+    /// [`ErrorKind::Closing`] as soon as they are not wanted any more, or the volume is being closed.
+    pub async fn write_zeroes_while(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        flags: ZeroFlags,
+        fua: bool,
+        wanted: Wanted<'_>,
+    ) -> Result<(), BlockError> {
         let _pass = self.admit(Operation::WriteZeroes, offset, length)?;
+        let wanted: Wanted<'_> = &|| !self.is_closing() && wanted();
         let mut result = Ok(());
         if length > 0 {
             result = match &self.cache {
-                Some(cache) => cache.write_zeroes(io, &self.store, offset, length, flags).await,
-                None => self.store.write_zeroes(io, offset, length, flags).await,
+                Some(cache) => {
+                    let store = &self.store;
+                    cache.write_zeroes_while(io, store, offset, length, flags, wanted).await
+                }
+                None => self.store.write_zeroes_while(io, offset, length, flags, wanted).await,
             };
         }
         if fua && result.is_ok() {

@@ -45,6 +45,8 @@ const PROVEN: Duration = Duration::from_secs(5);
 const GOODBYE: Duration = Duration::from_secs(1);
 /// Data in one message, bytes.
 const BATCH_BYTES: usize = 1 << 20;
+/// Pieces of a message that a request takes: its header, and its buffer or zeroes.
+const PARTS_MOST: usize = 2 + Gather::zero_parts(crate::zeroes::PIECE_BYTES);
 
 /// What a link is made from; shared by the links of a store.
 #[derive(Debug)]
@@ -331,9 +333,10 @@ impl Link {
             self.heard.set(ebb_io::clock::now());
             self.asked.set();
         }
-        while message.has_room(2, REQUEST_LEN) && message.remaining() < BATCH_BYTES {
+        while message.has_room(PARTS_MOST, REQUEST_LEN) && message.remaining() < BATCH_BYTES {
             let Some(next) = slots.next_to_send() else { return };
             message.push_bytes(&next.header);
+            message.push_zeroes(next.zeroes);
             if let Some(buf) = next.payload {
                 let index = message.hold(buf);
                 message.push_range(index, next.range);
@@ -543,6 +546,7 @@ fn flush_request() -> Request {
         length: 0,
         at: 0,
         limit: 0,
+        zeroes: false,
     }
 }
 

@@ -175,7 +175,7 @@ async fn serve_others(io: Io, link: Rc<Link>, jobs: Receiver<Job>) {
 async fn serve_other(io: &Io, link: &Link, job: Job) {
     let length = usize::try_from(job.request.length).unwrap_or(0);
     let mut buf = None;
-    if matches!(job.request.command, Command::Read | Command::Write) {
+    if matches!(job.request.command, Command::Read | Command::Write) && !job.request.zeroes {
         let mut own = io.pool().take(length).await;
         if job.request.command == Command::Write {
             own.copy_from_slice(&job.data);

@@ -29,6 +29,8 @@ pub(crate) struct Request {
     pub(crate) at: usize,
     /// The most extents wanted.
     pub(crate) limit: usize,
+    /// A write of zeroes, which has no buffer.
+    pub(crate) zeroes: bool,
 }
 
 /// Why a request failed.
@@ -161,6 +163,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
                 length: 0,
                 at: 0,
                 limit: 0,
+                zeroes: false,
             },
             buf: None,
             away: false,
@@ -203,7 +206,8 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         slot.away = payload.is_some();
         let length = usize::try_from(slot.request.length).unwrap_or(0);
         let range = slot.request.at..slot.request.at + length;
-        Some(ToSend { cookie, header: header(&slot.request, cookie), payload, range })
+        let zeroes = if slot.request.zeroes { length } else { 0 };
+        Some(ToSend { cookie, header: header(&slot.request, cookie), payload, range, zeroes })
     }
 
     /// A buffer is back from the sender or the receiver.
@@ -430,6 +434,8 @@ pub(crate) struct ToSend<B> {
     pub(crate) payload: Option<B>,
     /// The part of the payload's buffer to send.
     pub(crate) range: Range<usize>,
+    /// So many zeroes instead of a payload.
+    pub(crate) zeroes: usize,
 }
 
 impl<B: DerefMut<Target = [u8]>, H> Slot<B, H> {

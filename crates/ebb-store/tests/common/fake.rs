@@ -32,6 +32,8 @@ pub(crate) struct Asked {
     pub(crate) flags: u16,
     pub(crate) offset: u64,
     pub(crate) length: u32,
+    /// A write of zeroes only.
+    pub(crate) zeroes: bool,
 }
 
 /// What the server does about a request.
@@ -163,7 +165,8 @@ fn serve(state: &State, mut stream: UnixStream, number: usize) -> std::io::Resul
     shake_hands(state, &mut stream)?;
     loop {
         let header: [u8; 28] = take(&mut stream)?;
-        let asked = Asked {
+        let mut asked = Asked {
+            zeroes: false,
             connection: number,
             flags: u16::from_be_bytes([header[4], header[5]]),
             command: u16::from_be_bytes([header[6], header[7]]),
@@ -176,6 +179,7 @@ fn serve(state: &State, mut stream: UnixStream, number: usize) -> std::io::Resul
         if asked.command == WRITE {
             let mut data = vec![0; usize::try_from(asked.length).unwrap()];
             stream.read_exact(&mut data)?;
+            asked.zeroes = data.iter().all(|byte| *byte == 0);
         }
         state.asked.lock().unwrap().push(asked);
         let cookie = &header[8..16];

@@ -53,7 +53,8 @@ fn receive(slots: &mut Requests, mut bytes: &[u8]) -> Result<usize, Violation> {
 }
 
 fn request(command: Command, offset: u64, length: u32) -> Request {
-    Request { command, flags: CommandFlags::NONE, offset, length, at: 0, limit: 8 }
+    let zeroes = false;
+    Request { command, flags: CommandFlags::NONE, offset, length, at: 0, limit: 8, zeroes }
 }
 
 /// Queues and sends one request; reads and writes get a buffer full of `0xee`.
