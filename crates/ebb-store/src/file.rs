@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_lock::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use ebb_io::{Buf, Fd, Gather, Io, WriteFlags, fd_from};
-use rustix::fs::SeekFrom;
+use rustix::fs::{FileType, SeekFrom};
 
 use crate::open::{self, OpenError, OpenOptions};
 use crate::resize::judge;
@@ -23,6 +23,20 @@ use crate::{
 /// The kernel moves at most this much in one read or write (`MAX_RW_COUNT` is a little more).
 const TRANSFER_MAX: usize = 1 << 30;
 
+/// What tells an open file, or the device behind a node, from all others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileNumber {
+    /// A file.
+    File {
+        /// The file system, as `st_dev`.
+        device: u64,
+        /// Its number there.
+        inode: u64,
+    },
+    /// A block device, as `st_rdev`.
+    Device(u64),
+}
+
 /// A file or block device.
 #[derive(Debug)]
 pub struct FileStore {
@@ -34,6 +48,7 @@ pub struct FileStore {
     alignment: u64,
     direct: bool,
     read_only: bool,
+    made: bool,
     /// Held shared by aligned writes and alone by unaligned ones; `None` where all are aligned.
     unaligned: Option<RwLock<()>>,
     syncs: Syncs,
@@ -61,6 +76,7 @@ impl FileStore {
             alignment: u64::from(opened.alignment),
             direct: opened.direct,
             read_only: options.read_only,
+            made: opened.made,
             unaligned: (u64::from(opened.alignment) > SECTOR).then(RwLock::default),
             syncs: Syncs::default(),
             zeroing: Zeroing::default(),
@@ -76,6 +92,23 @@ impl FileStore {
         self.alignment = u64::from(alignment);
         self.unaligned = (self.alignment > SECTOR).then(RwLock::default);
         self
+    }
+
+    /// Whether there was no file, and opening it made one.
+    pub fn was_made(&self) -> bool {
+        self.made
+    }
+
+    /// Which file is open, wherever its name leads to by now.
+    ///
+    /// # Errors
+    /// Those of `fstat`.
+    pub fn number(&self) -> std::io::Result<FileNumber> {
+        let found = rustix::fs::fstat(&*self.fd)?;
+        if FileType::from_raw_mode(found.st_mode) == FileType::BlockDevice {
+            return Ok(FileNumber::Device(found.st_rdev));
+        }
+        Ok(FileNumber::File { device: found.st_dev, inode: found.st_ino })
     }
 
     pub(crate) fn identity(&self) -> crate::Identity {
@@ -483,6 +516,7 @@ pub(crate) mod tests {
             alignment: 1,
             direct: false,
             read_only: false,
+            made: false,
             unaligned: None,
             syncs: Syncs::default(),
             zeroing: Zeroing::default(),

@@ -13,6 +13,7 @@
 //! To add a store: one file with the functions of [`Store`], one variant, one line in each
 //! function here, and its URI in the program's configuration.
 
+mod create;
 mod error;
 #[cfg(feature = "test-store")]
 mod faulty;
@@ -31,7 +32,7 @@ pub use ebb_io::{Buf, Io};
 pub use error::{BlockError, ErrorKind, Operation};
 #[cfg(feature = "test-store")]
 pub use faulty::{Disk, Faults, Record, TestStore};
-pub use file::FileStore;
+pub use file::{FileNumber, FileStore};
 pub use identity::Identity;
 pub use memory::MemoryStore;
 #[cfg(feature = "sim")]

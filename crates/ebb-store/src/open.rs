@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::SECTOR;
+use crate::create::{create, inspect_folder, is_named};
 
 /// How long to wait for another process to let go of a file.
 const LOCK_PATIENCE: Duration = Duration::from_secs(5);
@@ -33,8 +34,17 @@ pub struct OpenOptions {
     pub read_only: bool,
     /// Page cache or not.
     pub direct: Direct,
-    /// Make a sparse file of this many bytes if there is none.
+    /// Make a sparse file of this many bytes if there is none; one that is smaller is refused.
     pub create: Option<u64>,
+    /// There was a file before: none is made in its place, whatever `create` says.
+    pub existing: bool,
+}
+
+impl OpenOptions {
+    /// The size of the file to make if there is none.
+    fn makes(&self) -> Option<u64> {
+        self.create.filter(|_| !self.read_only && !self.existing)
+    }
 }
 
 /// Why a file could not become a store. Each message says what to do.
@@ -45,6 +55,12 @@ pub enum OpenError {
     /// It does not exist.
     #[error("{path}: no such file: give `create = true` and a `size` to make one")]
     Missing { path: PathBuf },
+    /// The process has as many open files as it may.
+    #[error(
+        "{path}: no file descriptor is left to open it with: raise `LimitNOFILE` of the service, \
+             or `ulimit -n`"
+    )]
+    Descriptors { path: PathBuf },
     /// The user of the daemon may not.
     #[error("{path}: permission denied: give the daemon's user access to it{}",
         if *.read_only { "" } else { ", or set `read_only = true`" })]
@@ -82,6 +98,17 @@ pub enum OpenError {
     Io { path: PathBuf, action: &'static str, source: io::Error },
 }
 
+impl OpenError {
+    /// What the system says, with what was being done.
+    pub(crate) fn of(path: &Path, action: &'static str, source: io::Error) -> OpenError {
+        let path = path.to_path_buf();
+        match source.raw_os_error() {
+            Some(libc::EMFILE | libc::ENFILE) => OpenError::Descriptors { path },
+            _ => OpenError::Io { path, action, source },
+        }
+    }
+}
+
 /// An opened file with what was found out about it.
 pub(crate) struct Opened {
     pub(crate) file: File,
@@ -90,14 +117,17 @@ pub(crate) struct Opened {
     /// Alignment I/O needs: 1 through the page cache.
     pub(crate) alignment: u32,
     pub(crate) direct: bool,
+    /// There was none: it was made.
+    pub(crate) made: bool,
     pub(crate) notes: Vec<String>,
 }
 
 pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, OpenError> {
     let mut notes = Vec::new();
-    if let (Some(size), false) = (options.create, options.read_only) {
-        create(path, size)?;
-    }
+    let made = match options.makes() {
+        Some(size) => create(path, size)?,
+        None => false,
+    };
     // Before opening: opening a FIFO would wait for its other end.
     let block_device = check_type(path, options)?;
     let direct_wanted = options.direct != Direct::Off;
@@ -126,7 +156,7 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, OpenErr
             }
         }
     }
-    Ok(Opened { file, size, block_device, alignment, direct, notes })
+    Ok(Opened { file, size, block_device, alignment, direct, made, notes })
 }
 
 /// Looks whether a file could be opened with these options, and closes it again: nothing is made, and its lock is not
@@ -135,13 +165,8 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, OpenErr
 /// # Errors
 /// As for opening it, other than those of the lock. A file that is still to be made is fine where its folder is.
 pub fn inspect(path: &Path, options: &OpenOptions) -> Result<(), OpenError> {
-    if options.create.is_some() && !options.read_only && !path.exists() {
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        let fail = |source| {
-            let action = "create the file (does its folder exist?)";
-            OpenError::Io { path: path.into(), action, source }
-        };
-        return std::fs::metadata(folder.unwrap_or(Path::new("."))).map(|_| ()).map_err(fail);
+    if options.makes().is_some() && !is_named(path)? {
+        return inspect_folder(path);
     }
     check_type(path, options)?;
     let direct = options.direct != Direct::Off;
@@ -158,19 +183,6 @@ pub fn inspect(path: &Path, options: &OpenOptions) -> Result<(), OpenError> {
     Ok(())
 }
 
-fn create(path: &Path, size: u64) -> Result<(), OpenError> {
-    let made = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
-    let fail = |action| move |source| OpenError::Io { path: path.into(), action, source };
-    match made {
-        Ok(file) => {
-            file.set_len(size).map_err(fail("make it that long"))?;
-            file.sync_all().map_err(fail("make the new file stable"))
-        }
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        Err(source) => Err(fail("create the file (does its folder exist?)")(source)),
-    }
-}
-
 fn try_open(path: &Path, options: &OpenOptions, direct: bool) -> io::Result<File> {
     let flags = if direct { libc::O_DIRECT } else { 0 };
     std::fs::OpenOptions::new().read(true).write(!options.read_only).custom_flags(flags).open(path)
@@ -183,14 +195,14 @@ pub(crate) fn again(file: &File) -> Option<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
 }
 
-fn explain(path: &Path, options: &OpenOptions, source: io::Error) -> OpenError {
+pub(crate) fn explain(path: &Path, options: &OpenOptions, source: io::Error) -> OpenError {
     let path = path.to_path_buf();
     match source.kind() {
         io::ErrorKind::NotFound => OpenError::Missing { path },
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
             OpenError::Denied { path, read_only: options.read_only }
         }
-        _ => OpenError::Io { path, action: "open it", source },
+        _ => OpenError::of(&path, "open it", source),
     }
 }
 

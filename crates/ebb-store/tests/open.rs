@@ -11,7 +11,8 @@ use std::path::Path;
 use common::{Bench, MIB, create, file, folder, open};
 use ebb_store::{Direct, ErrorKind, FileStore, OpenError, OpenOptions};
 
-const READ_ONLY: OpenOptions = OpenOptions { read_only: true, direct: Direct::Auto, create: None };
+const READ_ONLY: OpenOptions =
+    OpenOptions { read_only: true, direct: Direct::Auto, create: None, existing: false };
 
 fn refused(result: Result<FileStore, OpenError>) -> (OpenError, String) {
     let error = result.expect_err("this must not open");
@@ -166,6 +167,67 @@ fn a_created_file_is_sparse_and_private() {
     let metadata = std::fs::metadata(&path).unwrap();
     assert_eq!((metadata.len(), metadata.blocks()), (1 << 40, 0));
     assert_eq!(metadata.permissions().mode() & 0o777, 0o600);
+}
+
+#[test]
+fn a_file_that_cannot_be_made_leaves_nothing_at_its_path() {
+    let folder = folder();
+    let path = file(&folder, "image");
+    // No file system has files of that size.
+    let options = OpenOptions { create: Some(u64::MAX - 511), ..OpenOptions::default() };
+    let (error, text) = refused(FileStore::open(&path, &options).map(|(store, _)| store));
+    assert!(matches!(error, OpenError::Io { .. }), "{error:?}");
+    assert!(text.contains("correct `size`"), "{text}");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    assert!(create(&path, MIB, Direct::Auto).was_made());
+    assert!(!create(&path, MIB, Direct::Auto).was_made());
+}
+
+#[test]
+fn a_new_file_has_its_size_from_the_moment_it_has_its_name() {
+    let folder = folder();
+    let paths: Vec<_> = (0..200).map(|number| file(&folder, &number.to_string())).collect();
+    std::thread::scope(|scope| {
+        let seen = scope.spawn(|| {
+            let (mut sizes, begun) = (Vec::new(), std::time::Instant::now());
+            for path in &paths {
+                sizes.push(loop {
+                    if let Ok(found) = std::fs::metadata(path) {
+                        break found.len();
+                    }
+                    assert!(begun.elapsed().as_secs() < 120, "it is not made");
+                });
+            }
+            sizes
+        });
+        paths.iter().for_each(|path| drop(create(path, MIB, Direct::Off)));
+        assert!(seen.join().unwrap().iter().all(|size| *size == MIB));
+    });
+}
+
+#[test]
+fn a_file_that_was_there_before_is_not_made_anew() {
+    let folder = folder();
+    let path = file(&folder, "image");
+    let options = OpenOptions { create: Some(MIB), existing: true, ..OpenOptions::default() };
+    let (error, _) = refused(FileStore::open(&path, &options).map(|(store, _)| store));
+    assert!(matches!(error, OpenError::Missing { .. }), "{error:?}");
+    assert!(matches!(ebb_store::inspect(&path, &options), Err(OpenError::Missing { .. })));
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_file_that_may_not_be_looked_for_is_not_taken_for_a_missing_one() {
+    let folder = folder();
+    let inner = file(&folder, "inner");
+    std::fs::create_dir(&inner).unwrap();
+    std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
+    std::fs::set_permissions(&inner, PermissionsExt::from_mode(0o000)).unwrap();
+    let options = OpenOptions { create: Some(MIB), ..OpenOptions::default() };
+    as_nobody(|| {
+        let path = inner.join("image");
+        assert!(matches!(ebb_store::inspect(&path, &options), Err(OpenError::Denied { .. })));
+    });
 }
 
 /// The kernel's own files refuse direct I/O, on every machine.

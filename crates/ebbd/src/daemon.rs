@@ -29,7 +29,7 @@ use crate::listener::{self, Listener};
 use crate::outages;
 use crate::params::{Configured, Key, Live, Parameters};
 use crate::stat;
-use crate::stores::{FileIdentity, inspect, open_store, to_be_created};
+use crate::stores::{Expected, FileIdentity, inspect, open_store, to_be_created};
 
 /// Bounds of the ceiling of I/O memory, and what it is where no limit can be found, bytes.
 const CEILING_MIN: usize = 64 << 20;
@@ -97,7 +97,8 @@ fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> 
     }
     let mut files = BTreeMap::new();
     for (name, volume) in &config.volumes {
-        if let Some(file) = FileIdentity::of(&volume.store)
+        let file = FileIdentity::of(&volume.store).with_context(|| format!("volume {name}"))?;
+        if let Some(file) = file
             && let Some((other, read_only)) = files.insert(file, (name, volume.read_only))
             && !(read_only && volume.read_only)
         {
@@ -109,7 +110,8 @@ fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> 
             say(format!("ok volume {name}: {size} bytes, to be created"));
             continue;
         }
-        let store = open_store(name, volume).with_context(|| format!("volume {name}"))?;
+        let store =
+            open_store(name, volume, &Expected::Any).with_context(|| format!("volume {name}"))?;
         let direct = if store.capabilities().direct { ", direct" } else { "" };
         say(format!("ok volume {name}: {} bytes{direct}", store.size()));
     }

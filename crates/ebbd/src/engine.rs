@@ -46,7 +46,7 @@ use crate::ceiling::Finding;
 use crate::config::{CacheMode, Config, VolumeConfig};
 use crate::guests::Guests;
 use crate::params::Parameters;
-use crate::stores::{StoreError, make_volume};
+use crate::stores::{Expected, StoreError, make_volume};
 use change::Reloads;
 use slot::{Claimed, Slot};
 
@@ -231,8 +231,9 @@ impl Engine {
             let mut tried = Some(tried);
             let mut pause = RETRY_FIRST;
             while let Some(config) = slot.wanted() {
+                let expected = slot.expected(&config);
                 let opened = or(
-                    async { Some(engine.open(&on, slot.name(), &config).await) },
+                    async { Some(engine.open(&on, slot.name(), &config, expected).await) },
                     or(engine.stopped(), async {
                         current.wait().await;
                         None
@@ -308,19 +309,25 @@ impl Engine {
         }
     }
 
-    /// Opens a volume. If another one is about to leave its file, that is waited for.
+    /// Opens a volume, if its file is the one expected. If another one is about to leave it, that is waited for.
     async fn open(
         &self,
         io: &Io,
         name: &str,
         config: &VolumeConfig,
+        mut expected: Expected,
     ) -> Result<Claimed, StoreError> {
         let deadline = ebb_mem::clock::now() + self.drain;
         loop {
-            let (error, other, gone) = match self.open_now(io, name, config).await {
-                Err(StoreError::SameFile { store, other, gone }) => {
+            let (error, other, gone) = match self.open_now(io, name, config, expected.clone()).await
+            {
+                Err(StoreError::SameFile { store, other, file, gone }) => {
+                    // The file is there: none is made in its place when the other one has left it.
+                    if expected == Expected::Any {
+                        expected = Expected::file(Some(file.clone()));
+                    }
                     let (leaving, left) = (other.clone(), gone.clone());
-                    (StoreError::SameFile { store, other, gone }, leaving, left)
+                    (StoreError::SameFile { store, other, file, gone }, leaving, left)
                 }
                 outcome => return outcome,
             };
@@ -345,9 +352,10 @@ impl Engine {
         io: &Io,
         name: &str,
         config: &VolumeConfig,
+        expected: Expected,
     ) -> Result<Claimed, StoreError> {
         let place = self.openings.acquire().await;
-        let mut opening = self.opener.open(name, config, &self.claims);
+        let mut opening = self.opener.open(name, config, expected, &self.claims);
         let soon = async {
             io.sleep(OPENING_SOON).await;
             None

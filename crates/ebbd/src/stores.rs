@@ -1,12 +1,14 @@
 //! From a volume's configuration to the volume.
 
+use std::io::ErrorKind;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ebb_cache::{Cache, Mode};
 use ebb_store::{
-    FileStore, MemoryStore, NbdError, NbdStore, NullStore, OpenError, OpenOptions, Store,
+    FileNumber, FileStore, MemoryStore, NbdError, NbdStore, NullStore, OpenError, OpenOptions,
+    Store,
 };
 use ebb_volume::{Stop, Volume, VolumeOptions};
 
@@ -41,8 +43,22 @@ pub enum StoreError {
         store: String,
         /// The other volume.
         other: String,
+        /// The file that it has.
+        file: FileIdentity,
         /// Sent when that has the file no more.
         gone: Arc<Stop>,
+    },
+    /// The path of a volume leads to its file no more.
+    #[error(
+        "{store}: the file that the volume was served from is no longer at its path ({found}): move it back; to have \
+         the volume on what is there now, or on a new file, take it out of the configuration, reload, put it back, \
+         and reload again"
+    )]
+    Moved {
+        /// The store.
+        store: String,
+        /// What is there instead.
+        found: &'static str,
     },
     /// The thread that opened it ended.
     #[error("opening it was interrupted")]
@@ -95,14 +111,87 @@ pub fn make_volume(
     Ok(volume)
 }
 
-/// Whether two configurations name the same bytes: the same file by whatever path, the same export of a server.
-pub fn same_target(one: &StoreUri, other: &StoreUri) -> bool {
-    match (one, other) {
-        (StoreUri::File(_), StoreUri::File(_)) => FileIdentity::of(one) == FileIdentity::of(other),
-        (StoreUri::Nbd(one), StoreUri::Nbd(other)) => {
-            (&one.address, &one.export) == (&other.address, &other.export)
+/// Whether `new` leads to the bytes that are served as `old`, of which the file `open` is open: the same file by
+/// whatever path, the same export of a server. May block.
+///
+/// # Errors
+/// [`StoreError::Moved`]: `new` has the path of `old`, and that leads elsewhere by now. What is there may be a blank
+/// disk, or be made as one: only another path, or another volume, says that this is meant.
+pub fn same_target(
+    old: &StoreUri,
+    open: Option<&FileIdentity>,
+    new: &StoreUri,
+) -> Result<bool, StoreError> {
+    match (old, new) {
+        (StoreUri::File(was), StoreUri::File(path)) => {
+            let found = FileIdentity::of(new)?;
+            let Some(open) = open else { return Ok(FileIdentity::of(old)? == found) };
+            if found.as_ref() == Some(open) {
+                return Ok(true);
+            }
+            if place(was) != place(path) {
+                return Ok(false);
+            }
+            let found = match found {
+                Some(FileIdentity::Path(_)) | None => GONE,
+                Some(_) => REPLACED,
+            };
+            Err(StoreError::Moved { store: new.to_string(), found })
         }
-        _ => false,
+        (StoreUri::Nbd(one), StoreUri::Nbd(other)) => {
+            Ok((&one.address, &one.export) == (&other.address, &other.export))
+        }
+        _ => Ok(false),
+    }
+}
+
+const GONE: &str = "there is none";
+const REPLACED: &str = "another file is in its place";
+
+/// A path without links to folders, so that two spellings of it are equal.
+fn place(path: &Path) -> PathBuf {
+    let folder = path.parent().and_then(|folder| folder.canonicalize().ok());
+    match (folder, path.file_name()) {
+        (Some(folder), Some(name)) => folder.join(name),
+        _ => path.to_owned(),
+    }
+}
+
+/// Which file a volume is to be opened on.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Expected {
+    /// What the configuration leads to; a new one if it says so.
+    #[default]
+    Any,
+    /// The one that the volume has had: none is made in its place, and no other is taken for it.
+    File(FileIdentity),
+    /// As [`Expected::File`], and whatever its size: as it was served.
+    AsItWas(FileIdentity),
+}
+
+impl Expected {
+    /// That `file`, if it was there.
+    pub fn file(file: Option<FileIdentity>) -> Expected {
+        match file {
+            Some(file @ (FileIdentity::File(..) | FileIdentity::Device(_))) => Expected::File(file),
+            Some(FileIdentity::Path(_)) | None => Expected::Any,
+        }
+    }
+
+    /// Whatever its size.
+    #[must_use]
+    pub fn as_it_was(self) -> Expected {
+        match self {
+            Expected::File(file) => Expected::AsItWas(file),
+            other => other,
+        }
+    }
+
+    fn identity(&self) -> Option<&FileIdentity> {
+        match self {
+            Expected::Any => None,
+            Expected::File(file) | Expected::AsItWas(file) => Some(file),
+        }
     }
 }
 
@@ -118,21 +207,56 @@ pub enum FileIdentity {
 }
 
 impl FileIdentity {
-    /// That of a store, if it is a file; may block.
-    pub fn of(store: &StoreUri) -> Option<FileIdentity> {
-        let StoreUri::File(path) = store else { return None };
-        Some(match std::fs::metadata(path) {
+    /// Where the path of a store leads, if it is a file; may block.
+    ///
+    /// # Errors
+    /// It cannot be found out: only "no such file" means that there is none.
+    pub fn of(store: &StoreUri) -> Result<Option<FileIdentity>, StoreError> {
+        let StoreUri::File(path) = store else { return Ok(None) };
+        let path = path.clone();
+        Ok(Some(match std::fs::metadata(&path) {
             Ok(found) if found.file_type().is_block_device() => FileIdentity::Device(found.rdev()),
             Ok(found) => FileIdentity::File(found.dev(), found.ino()),
-            Err(_) => FileIdentity::Path(path.clone()),
-        })
+            Err(error) => match error.kind() {
+                ErrorKind::NotFound => FileIdentity::Path(path),
+                // To read only does not help.
+                ErrorKind::PermissionDenied => {
+                    return Err(OpenError::Denied { path, read_only: true }.into());
+                }
+                _ => {
+                    let action = "find out whether it is there";
+                    return Err(OpenError::Io { path, action, source: error }.into());
+                }
+            },
+        }))
+    }
+
+    /// That of what is open, if it is a file.
+    ///
+    /// # Errors
+    /// Those of `fstat`.
+    pub fn of_open(store: &Store) -> Result<Option<FileIdentity>, StoreError> {
+        let Store::File(file) = store else { return Ok(None) };
+        match file.number() {
+            Ok(FileNumber::File { device, inode }) => Ok(Some(FileIdentity::File(device, inode))),
+            Ok(FileNumber::Device(number)) => Ok(Some(FileIdentity::Device(number))),
+            Err(source) => {
+                let (path, action) =
+                    (PathBuf::from(store.identity().place), "find out which file it is");
+                Err(OpenError::Io { path, action, source }.into())
+            }
+        }
     }
 }
 
 /// The size of the file that opening the volume would make, if there is none yet.
 pub fn to_be_created(config: &VolumeConfig) -> Option<u64> {
     match (&config.store, config.size) {
-        (StoreUri::File(path), Some(size)) if config.create && !path.exists() => Some(size.bytes()),
+        (StoreUri::File(path), Some(size))
+            if config.create && path.try_exists().is_ok_and(|there| !there) =>
+        {
+            Some(size.bytes())
+        }
         _ => None,
     }
 }
@@ -143,13 +267,16 @@ pub fn to_be_created(config: &VolumeConfig) -> Option<u64> {
 /// Those of the store, each with a remedy.
 pub fn inspect(config: &VolumeConfig) -> Result<(), StoreError> {
     match &config.store {
-        StoreUri::File(path) => Ok(ebb_store::inspect(path, &file_options(config))?),
+        StoreUri::File(path) => {
+            Ok(ebb_store::inspect(path, &file_options(config, &Expected::Any))?)
+        }
         // A server may let in one client only: it is asked when the old connection is gone.
         StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => Ok(()),
     }
 }
 
-fn file_options(config: &VolumeConfig) -> OpenOptions {
+fn file_options(config: &VolumeConfig, expected: &Expected) -> OpenOptions {
+    let size = config.size.filter(|_| config.create && !matches!(expected, Expected::AsItWas(_)));
     OpenOptions {
         read_only: config.read_only,
         direct: match config.direct {
@@ -157,7 +284,8 @@ fn file_options(config: &VolumeConfig) -> OpenOptions {
             Direct::On => ebb_store::Direct::On,
             Direct::Off => ebb_store::Direct::Off,
         },
-        create: config.size.filter(|_| config.create).map(crate::size::Size::bytes),
+        create: size.map(crate::size::Size::bytes),
+        existing: *expected != Expected::Any,
     }
 }
 
@@ -165,14 +293,34 @@ fn file_options(config: &VolumeConfig) -> OpenOptions {
 ///
 /// # Errors
 /// Those of the store, each with a remedy.
-pub fn open_store(name: &str, config: &VolumeConfig) -> Result<Store, StoreError> {
+pub fn open_store(
+    name: &str,
+    config: &VolumeConfig,
+    expected: &Expected,
+) -> Result<Store, StoreError> {
     let store = match &config.store {
         StoreUri::File(path) => {
-            let (store, notes) = FileStore::open(path, &file_options(config))?;
+            let moved = |found| StoreError::Moved { store: config.store.to_string(), found };
+            let (store, notes) = match FileStore::open(path, &file_options(config, expected)) {
+                Err(OpenError::Missing { .. }) if *expected != Expected::Any => {
+                    return Err(moved(GONE));
+                }
+                outcome => outcome?,
+            };
+            let (made, store) = (store.was_made(), Store::File(store));
+            if let Some(expected) = expected.identity()
+                && FileIdentity::of_open(&store)?.as_ref() != Some(expected)
+            {
+                return Err(moved(REPLACED));
+            }
             for note in notes {
                 tracing::warn!(volume = name, "{note}");
             }
-            Store::File(store)
+            if made {
+                let (bytes, path) = (store.size(), path.display());
+                tracing::info!(volume = name, bytes, "made a new file, for there was none: {path}");
+            }
+            store
         }
         StoreUri::Memory(size) => Store::Memory(MemoryStore::new(size.bytes())),
         StoreUri::Null(size) => Store::Null(NullStore::new(size.bytes())),

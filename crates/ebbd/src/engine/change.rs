@@ -17,7 +17,7 @@ use super::stop::{Unflushed, full_text, tell_retry, unwritten};
 use super::{Countdown, Engine, lock};
 use crate::config::{Config, VolumeConfig};
 use crate::params::Configured;
-use crate::stores::StoreError;
+use crate::stores::{Expected, StoreError};
 
 /// How soon a volume that could not be written on its way out is tried again, and the longest pause.
 const RETRY_FIRST: Duration = Duration::from_millis(500);
@@ -225,16 +225,28 @@ impl Engine {
         old: VolumeConfig,
         new: VolumeConfig,
     ) -> Result<(), Stopped> {
-        let same = self.unless_stopped(self.opener.compare(&old, &new)).await?;
+        let open = slot.open_file();
+        let same = self.unless_stopped(self.opener.compare(&old, open.clone(), &new)).await?;
+        let had = Expected::file(open);
+        // What is opened anew once it was withdrawn.
+        let mut expected = had.clone();
         let opened = match same {
-            Ok(true) => Ok(None),
-            Ok(false) => match self.unless_stopped(self.open_now(io, slot.name(), &new)).await? {
-                // Volumes that exchange files each wait for the other: here nobody does, once it was looked at.
-                Err(StoreError::SameFile { other, .. }) if self.is_leaving(&other) => {
-                    self.unless_stopped(self.opener.compare(&new, &new)).await?.map(|_| None)
+            Ok(true) => {
+                slot.expect_same(&new);
+                Ok(None)
+            }
+            Ok(false) => {
+                let opening = self.open_now(io, slot.name(), &new, Expected::Any);
+                match self.unless_stopped(opening).await? {
+                    // Volumes that exchange files each wait for the other: here nobody does, once it was looked at.
+                    Err(StoreError::SameFile { other, file, .. }) if self.is_leaving(&other) => {
+                        expected = Expected::file(Some(file));
+                        let look = self.opener.compare(&new, None, &new);
+                        self.unless_stopped(look).await?.map(|_| None)
+                    }
+                    opened => opened.map(Some),
                 }
-                opened => opened.map(Some),
-            },
+            }
             Err(error) => Err(error),
         };
         let opened = match opened {
@@ -259,14 +271,14 @@ impl Engine {
             tracing::info!(volume = slot.name(), "offered");
             return Ok(());
         }
-        match self.unless_stopped(self.open(io, slot.name(), &new)).await? {
+        match self.unless_stopped(self.open(io, slot.name(), &new, expected)).await? {
             Ok(opened) => {
                 let current = slot.begin_attempt();
                 self.offer(slot, &current, opened, new);
                 tracing::info!(volume = slot.name(), "offered");
                 Ok(())
             }
-            Err(error) => self.put_back(io, slot, old, &new, &error).await,
+            Err(error) => self.put_back(io, slot, (old, had), &new, &error).await,
         }
     }
 
@@ -275,12 +287,14 @@ impl Engine {
         self: &Arc<Self>,
         io: &Io,
         slot: &Arc<Slot>,
-        old: VolumeConfig,
+        (old, had): (VolumeConfig, Expected),
         new: &VolumeConfig,
         error: &StoreError,
     ) -> Result<(), Stopped> {
         let reason = error.full_text();
-        if let Ok(opened) = self.unless_stopped(self.open(io, slot.name(), &old)).await? {
+        // Whatever its size by now: it was served.
+        let opening = self.open(io, slot.name(), &old, had.as_it_was());
+        if let Ok(opened) = self.unless_stopped(opening).await? {
             tracing::error!(
                 volume = slot.name(),
                 "not changed, and offered again as before, until the next reload: {reason}"

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
+use ebb_store::Store;
 use ebb_volume::Stop;
 
 use super::lock;
@@ -49,7 +50,7 @@ impl Claims {
         volume: &str,
         config: &VolumeConfig,
     ) -> Result<Option<Claim>, StoreError> {
-        let Some(file) = FileIdentity::of(&config.store) else { return Ok(None) };
+        let Some(file) = FileIdentity::of(&config.store)? else { return Ok(None) };
         let read_only = config.read_only;
         let mut held = lock(&self.held);
         held.last += 1;
@@ -63,6 +64,7 @@ impl Claims {
             return Err(StoreError::SameFile {
                 store: config.store.to_string(),
                 other: other.volume.clone(),
+                file,
                 gone: other.gone.clone(),
             });
         }
@@ -73,16 +75,25 @@ impl Claims {
 }
 
 impl Claim {
+    /// The file that is held.
+    pub fn file(&self) -> &FileIdentity {
+        &self.file
+    }
+
     /// The file was opened, and if need be made: it has a number now.
-    pub fn opened(&mut self, config: &VolumeConfig) {
-        let Some(file) = FileIdentity::of(&config.store).filter(|file| *file != self.file) else {
-            return;
+    ///
+    /// # Errors
+    /// That cannot be found out.
+    pub fn opened(&mut self, store: &Store) -> Result<(), StoreError> {
+        let Some(file) = FileIdentity::of_open(store)?.filter(|file| *file != self.file) else {
+            return Ok(());
         };
         let mut held = lock(&self.claims.held);
         if let Some(holder) = held.take(&self.file, self.number) {
             held.files.entry(file.clone()).or_default().push(holder);
             self.file = file;
         }
+        Ok(())
     }
 }
 

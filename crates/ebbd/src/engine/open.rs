@@ -9,7 +9,7 @@ use ebb_store::Store;
 use super::claims::{Claim, Claims};
 use crate::bdi::DeviceKey;
 use crate::config::VolumeConfig;
-use crate::stores::{StoreError, inspect, open_store, same_target};
+use crate::stores::{Expected, FileIdentity, StoreError, inspect, open_store, same_target};
 
 /// A store that was opened, and what had to be asked of its file system besides.
 #[derive(Debug)]
@@ -35,16 +35,28 @@ pub type Comparing = Pin<Box<dyn Future<Output = Result<bool, StoreError>> + Sen
 
 /// Opens stores for an engine.
 pub trait Opener: Send + Sync {
-    /// Opens the store of a volume, once its file is claimed. The future may be dropped: then the store, if it is
-    /// opened after all, is closed.
-    fn open(&self, name: &str, config: &VolumeConfig, claims: &Arc<Claims>) -> Opening;
+    /// Opens the store of a volume, once its file is claimed, if it is the one that is expected. The future may be
+    /// dropped: then the store, if it is opened after all, is closed.
+    fn open(
+        &self,
+        name: &str,
+        config: &VolumeConfig,
+        expected: Expected,
+        claims: &Arc<Claims>,
+    ) -> Opening;
 
-    /// Finds out whether `old`, which is open, and `new` are the same bytes: the same file or export. If so, `new` is
-    /// looked at as far as that can be done without its lock, which `old` has, and without changing anything.
+    /// Finds out whether `old`, of which the file `open` is open, and `new` are the same bytes: the same file or
+    /// export. If so, `new` is looked at as far as that can be done without its lock, which `old` has, and without
+    /// changing anything.
     ///
     /// # Errors
-    /// Those of opening `new`.
-    fn compare(&self, old: &VolumeConfig, new: &VolumeConfig) -> Comparing;
+    /// Those of opening `new`; [`StoreError::Moved`] if the file is no longer at its path.
+    fn compare(
+        &self,
+        old: &VolumeConfig,
+        open: Option<FileIdentity>,
+        new: &VolumeConfig,
+    ) -> Comparing;
 }
 
 /// Opens each store on a thread of its own: one that hangs takes a thread and nothing else.
@@ -65,22 +77,33 @@ async fn on_a_thread<T: Send + 'static>(
 }
 
 impl Opener for HelperThreads {
-    fn open(&self, name: &str, config: &VolumeConfig, claims: &Arc<Claims>) -> Opening {
+    fn open(
+        &self,
+        name: &str,
+        config: &VolumeConfig,
+        expected: Expected,
+        claims: &Arc<Claims>,
+    ) -> Opening {
         let (name, config, claims) = (name.to_owned(), config.clone(), claims.clone());
         Box::pin(on_a_thread(move || {
             let mut claim = claims.claim(&name, &config)?;
-            let store = open_store(&name, &config)?;
+            let store = open_store(&name, &config, &expected)?;
             if let Some(claim) = &mut claim {
-                claim.opened(&config);
+                claim.opened(&store)?;
             }
             Ok(Opened::new(&name, &config, store, claim))
         }))
     }
 
-    fn compare(&self, old: &VolumeConfig, new: &VolumeConfig) -> Comparing {
+    fn compare(
+        &self,
+        old: &VolumeConfig,
+        open: Option<FileIdentity>,
+        new: &VolumeConfig,
+    ) -> Comparing {
         let (old, new) = (old.clone(), new.clone());
         Box::pin(on_a_thread(move || {
-            let same = same_target(&old.store, &new.store);
+            let same = same_target(&old.store, open.as_ref(), &new.store)?;
             if same {
                 inspect(&new)?;
             }

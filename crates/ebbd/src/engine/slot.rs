@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use ebb_volume::{Stop, Volume};
 
 use super::claims::Claim;
-use crate::config::VolumeConfig;
+use crate::config::{StoreUri, VolumeConfig};
+use crate::stores::{Expected, FileIdentity};
 
 /// What a volume is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +82,8 @@ struct Inner {
     state: State,
     /// While it is served or closing: keeps other volumes off its file.
     claim: Option<Claim>,
+    /// What it was served from last, and where that was: no new file takes its place.
+    had: Option<(FileIdentity, Vec<StoreUri>)>,
     /// Cancels the attempts to open it that are being made.
     attempt: Arc<Stop>,
 }
@@ -102,6 +105,7 @@ impl Slot {
                 served: None,
                 state: State::Opening,
                 claim: None,
+                had: None,
                 attempt: Arc::default(),
             }),
             turn: async_lock::Mutex::default(),
@@ -121,7 +125,33 @@ impl Slot {
     }
 
     pub(super) fn want(&self, config: Option<VolumeConfig>) {
-        self.lock().wanted = config;
+        let mut inner = self.lock();
+        if config.is_none() {
+            // Wanted again after that, it may be on another file.
+            inner.had = None;
+        }
+        inner.wanted = config;
+    }
+
+    /// Which file `config` is to be opened on: where that is what the volume was served as, the same one.
+    pub(super) fn expected(&self, config: &VolumeConfig) -> Expected {
+        let inner = self.lock();
+        let had = inner.had.as_ref().filter(|(_, stores)| stores.contains(&config.store));
+        Expected::file(had.map(|(file, _)| file.clone()))
+    }
+
+    /// `config` leads to the file that is served, too.
+    pub(super) fn expect_same(&self, config: &VolumeConfig) {
+        if let Some((_, stores)) = &mut self.lock().had
+            && !stores.contains(&config.store)
+        {
+            stores.push(config.store.clone());
+        }
+    }
+
+    /// The file that is open.
+    pub(super) fn open_file(&self) -> Option<FileIdentity> {
+        self.lock().claim.as_ref().map(|claim| claim.file().clone())
     }
 
     /// Where `new` is wanted, `old` is from now on.
@@ -192,6 +222,7 @@ impl Slot {
             _ => 0,
         };
         add(&volume);
+        inner.had = claim.as_ref().map(|claim| (claim.file().clone(), vec![config.store.clone()]));
         inner.served = Some(config);
         inner.state = State::Serving(volume);
         inner.claim = claim;

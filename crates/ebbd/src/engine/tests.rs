@@ -13,9 +13,11 @@ use ebb_volume::BlockError;
 use super::*;
 use crate::config::Overrides;
 use crate::params::Configured;
+use crate::stores::FileIdentity;
 
 mod files;
 mod guests;
+mod moved;
 mod remote;
 
 const SIZE: u64 = 1 << 20;
@@ -72,7 +74,13 @@ fn failure() -> StoreError {
 }
 
 impl Opener for Stores {
-    fn open(&self, name: &str, config: &VolumeConfig, claims: &Arc<Claims>) -> Opening {
+    fn open(
+        &self,
+        name: &str,
+        config: &VolumeConfig,
+        _: Expected,
+        claims: &Arc<Claims>,
+    ) -> Opening {
         lock(&self.opened).push(name.to_owned());
         // By its path, if that has a fate, else by its name.
         let path = config.store.to_string().replacen("file:/", "", 1);
@@ -99,7 +107,7 @@ impl Opener for Stores {
         })
     }
 
-    fn compare(&self, _: &VolumeConfig, _: &VolumeConfig) -> Comparing {
+    fn compare(&self, _: &VolumeConfig, _: Option<FileIdentity>, _: &VolumeConfig) -> Comparing {
         Box::pin(std::future::ready(Ok(false)))
     }
 }
@@ -124,18 +132,32 @@ fn volumes(names: &[&str], cache: &str) -> Config {
 
 impl World {
     fn new(config: &Config, drain: Duration) -> World {
+        let stores = Arc::<Stores>::default();
+        World::over(config, drain, stores.clone(), stores)
+    }
+
+    /// On files.
+    fn on_files(config: &Config) -> World {
+        World::over(config, SOON, Arc::default(), Arc::new(HelperThreads))
+    }
+
+    fn over(
+        config: &Config,
+        drain: Duration,
+        stores: Arc<Stores>,
+        opener: Arc<dyn Opener>,
+    ) -> World {
         let started = ebb_mem::clock::now();
         let memory = Memory::new(ebb_mem::Options::new(64 << 20, started)).unwrap();
         let worker = Worker::start("engine", &memory).unwrap();
         let options = CacheOptions { max_bytes: Some(16 << 20), min_bytes: 0, started };
-        let stores = Arc::<Stores>::default();
         let server = Server::new(Limits::default(), Tls::Off, None);
         let engine = Engine::new(Parts {
             server: server.clone(),
             parameters: Parameters::new(&Configured::from(config)),
             cache: Cache::without_keeper(&memory, options),
             workers: vec![worker.handle()],
-            opener: stores.clone(),
+            opener,
             drain,
             dirty_max: 8 << 20,
             started,

@@ -25,7 +25,7 @@ use ebb_volume::{Mode, Volume};
 use ebbd::config::{Config, Overrides, StoreUri, VolumeConfig};
 use ebbd::engine::{Claims, Comparing, Engine, Opened, Opener, Opening, Parts};
 use ebbd::params::{Configured, Key, Parameters};
-use ebbd::stores::StoreError;
+use ebbd::stores::{Expected, FileIdentity, StoreError};
 
 use crate::random::Random;
 use crate::remote::Remote;
@@ -172,14 +172,25 @@ impl OpenDisks {
 }
 
 impl Opener for OpenDisks {
-    fn open(&self, name: &str, config: &VolumeConfig, claims: &Arc<Claims>) -> Opening {
+    fn open(
+        &self,
+        name: &str,
+        config: &VolumeConfig,
+        _: Expected,
+        claims: &Arc<Claims>,
+    ) -> Opening {
         let opened = claims
             .claim(name, config)
             .and_then(|claim| Ok(Opened::new(name, config, self.store(name, config)?, claim)));
         Box::pin(std::future::ready(opened))
     }
 
-    fn compare(&self, old: &VolumeConfig, new: &VolumeConfig) -> Comparing {
+    fn compare(
+        &self,
+        old: &VolumeConfig,
+        _: Option<FileIdentity>,
+        new: &VolumeConfig,
+    ) -> Comparing {
         Box::pin(std::future::ready(Ok(old.store == new.store)))
     }
 }

@@ -1,0 +1,172 @@
+//! Making the file of a new volume: its name appears when it has its size and is stable, so that a process that ends in
+//! the middle, or a file system that refuses the size, leaves nothing at the path.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
+
+use crate::open::{OpenError, OpenOptions, explain};
+
+/// What is the matter with a folder that a file is to be made in, most often.
+const IN_FOLDER: &str = "create the file (does its folder exist?)";
+
+/// Whether there is a name at `path`, whatever it leads to.
+///
+/// # Errors
+/// It cannot be found out: only "no such file" says that there is none.
+pub(crate) fn is_named(path: &Path) -> Result<bool, OpenError> {
+    match std::fs::symlink_metadata(path) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(source) => Err(explain(path, &OpenOptions::default(), source)),
+    }
+}
+
+/// The folder of a file.
+pub(crate) fn folder_of(path: &Path) -> &Path {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    folder.unwrap_or(Path::new("."))
+}
+
+/// Looks whether the folder that a file is to be made in is there.
+pub(crate) fn inspect_folder(path: &Path) -> Result<(), OpenError> {
+    let fail = |source| OpenError::of(path, IN_FOLDER, source);
+    let found = std::fs::metadata(folder_of(path)).map_err(fail)?;
+    if found.is_dir() { Ok(()) } else { Err(fail(io::ErrorKind::NotADirectory.into())) }
+}
+
+/// Makes a sparse file of `size` bytes at `path`, if there is none; whether it did.
+pub(crate) fn create(path: &Path, size: u64) -> Result<bool, OpenError> {
+    if is_named(path)? {
+        return Ok(false);
+    }
+    let folder = folder_of(path);
+    let made = match unnamed(folder, path, size)? {
+        Some(made) => made,
+        None => named(folder, path, size)?,
+    };
+    if made {
+        let stable = File::open(folder).and_then(|folder| folder.sync_all());
+        stable.map_err(|source| {
+            OpenError::of(path, "make the name of the new file stable", source)
+        })?;
+    }
+    Ok(made)
+}
+
+/// Gives a new file its size.
+fn fill(path: &Path, file: &File, size: u64) -> Result<(), OpenError> {
+    let fail = |action| move |source| OpenError::of(path, action, source);
+    file.set_len(size).map_err(fail("make a new file that long: correct `size`"))?;
+    file.sync_all().map_err(fail("make the new file stable"))
+}
+
+/// By a file that has no name until it is whole. `None` where the file system has no such files, or there is no
+/// `/proc` to name one by.
+fn unnamed(folder: &Path, path: &Path, size: u64) -> Result<Option<bool>, OpenError> {
+    let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
+    let file = match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
+        Ok(file) => File::from(file),
+        // Old kernels take the flag for an attempt to write to a folder.
+        Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::ISDIR | rustix::io::Errno::INVAL) => {
+            return Ok(None);
+        }
+        Err(error) => return Err(OpenError::of(path, IN_FOLDER, error.into())),
+    };
+    fill(path, &file, size)?;
+    let number = format!("/proc/self/fd/{}", file.as_raw_fd());
+    match rustix::fs::linkat(CWD, number, CWD, path, AtFlags::SYMLINK_FOLLOW) {
+        Ok(()) => Ok(Some(true)),
+        Err(rustix::io::Errno::EXIST) => Ok(Some(false)),
+        Err(_) => Ok(None),
+    }
+}
+
+/// By a file of another name in the same folder, which is renamed when it is whole.
+fn named(folder: &Path, path: &Path, size: u64) -> Result<bool, OpenError> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let fail = |source| OpenError::of(path, IN_FOLDER, source);
+    let beside = beside(folder, path);
+    let mut how = std::fs::OpenOptions::new();
+    let file = how.write(true).create_new(true).mode(0o600).open(&beside).map_err(fail)?;
+    let made = fill(path, &file, size).and_then(|()| match give_name(&beside, path) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
+        Err(error) => Err(fail(error)),
+    });
+    if !matches!(made, Ok(true)) {
+        let _ = std::fs::remove_file(&beside);
+    }
+    made
+}
+
+/// A name that no other process or attempt has.
+fn beside(folder: &Path, path: &Path) -> PathBuf {
+    let mut name = OsString::from(".");
+    name.push(path.file_name().unwrap_or_default());
+    name.push(format!(".{:016x}.new", crate::identity::nonce()));
+    folder.join(name)
+}
+
+/// Never in place of a file that is there.
+fn give_name(from: &Path, to: &Path) -> io::Result<()> {
+    match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        // The file system does not know the flag.
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
+            std::fs::hard_link(from, to)?;
+            std::fs::remove_file(from)
+        }
+        outcome => Ok(outcome?),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "this is a test")]
+
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn names(folder: &Path) -> Vec<OsString> {
+        std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name()).collect()
+    }
+
+    #[test]
+    fn with_and_without_unnamed_files_a_name_appears_whole_or_not_at_all() {
+        let folder = tempfile::tempdir().unwrap();
+        type Make = fn(&Path, &Path, u64) -> Result<bool, OpenError>;
+        let ways: [(&str, Make); 2] = [
+            ("named", named),
+            ("whichever", |folder, path, size| {
+                Ok(match unnamed(folder, path, size)? {
+                    Some(made) => made,
+                    None => named(folder, path, size)?,
+                })
+            }),
+        ];
+        for (name, make) in ways {
+            let path = folder.path().join(name);
+            // No file system has files of that size.
+            let refused = make(folder.path(), &path, u64::MAX - 511).unwrap_err();
+            assert!(refused.to_string().contains("correct `size`"), "{refused}");
+            assert!(!path.exists());
+            assert!(make(folder.path(), &path, MIB).unwrap());
+            let first = std::fs::metadata(&path).unwrap();
+            assert_eq!((first.len(), first.mode() & 0o777), (MIB, 0o600));
+            // What is there is never replaced.
+            assert!(!make(folder.path(), &path, 2 * MIB).unwrap());
+            let second = std::fs::metadata(&path).unwrap();
+            assert_eq!((second.ino(), second.len()), (first.ino(), MIB));
+        }
+        let mut left = names(folder.path());
+        left.sort();
+        assert_eq!(left, ["named", "whichever"], "nothing else is left in the folder");
+    }
+}

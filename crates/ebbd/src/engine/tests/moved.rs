@@ -1,0 +1,193 @@
+//! Files that are moved, removed and replaced while their volume is served: no reload takes another disk for them.
+
+use std::path::PathBuf;
+
+use super::*;
+
+struct Disk {
+    folder: tempfile::TempDir,
+    world: World,
+}
+
+impl Disk {
+    /// A volume whose file is made, with something in it.
+    fn new() -> Disk {
+        let folder = tempfile::tempdir().unwrap();
+        let first = Disk::config_in(folder.path(), "image", "writeback");
+        let world = World::on_files(&first);
+        world.start(first, None);
+        world.write("disk", 7).unwrap();
+        let disk = Disk { folder, world };
+        assert_eq!(disk.served(), 7);
+        disk
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn config_in(folder: &Path, name: &str, cache: &str) -> Config {
+        let path = folder.join(name);
+        config(&format!(
+            "[volume.disk]\nstore='file:{}'\nsize='1M'\ncreate=true\ncache='{cache}'\n",
+            path.display()
+        ))
+    }
+
+    fn config(&self, name: &str, cache: &str) -> Config {
+        Disk::config_in(self.folder.path(), name, cache)
+    }
+
+    fn served(&self) -> u8 {
+        let volume = self.world.server.volume("disk").expect("it is served");
+        self.world.run(move |_, io| async move {
+            let (outcome, buf) = volume.read(&io, io.pool().take(4096).await, 0).await;
+            outcome.unwrap();
+            buf[0]
+        })
+    }
+
+    /// A reload that changes the entry is refused, and what was served is.
+    fn refuses(&self, new: &Config, how: &str) {
+        let before = self.world.server.volume("disk").unwrap();
+        self.world.reload(new.clone());
+        assert!(Arc::ptr_eq(&before, &self.world.server.volume("disk").unwrap()), "{how}");
+        assert_eq!(self.served(), 7, "{how}");
+    }
+}
+
+#[test]
+fn a_reload_does_not_make_a_new_file_where_the_one_served_was() {
+    for how in ["moved", "removed", "folder moved"] {
+        let disk = Disk::new();
+        match how {
+            "moved" => std::fs::rename(disk.path("image"), disk.path("elsewhere")).unwrap(),
+            "removed" => std::fs::remove_file(disk.path("image")).unwrap(),
+            _ => {
+                std::fs::create_dir(disk.path("folder")).unwrap();
+                let inner = disk.config("folder/image", "none");
+                disk.world.reload(inner);
+                disk.world.write("disk", 7).unwrap();
+                std::fs::rename(disk.path("folder"), disk.path("other")).unwrap();
+            }
+        }
+        let name = if how == "folder moved" { "folder/image" } else { "image" };
+        disk.refuses(&disk.config(name, "writethrough"), how);
+        assert!(!disk.path(name).exists(), "{how}");
+        // Another spelling of the path is no other path.
+        disk.refuses(&disk.config(&format!("../{}/{name}", folder_name(&disk)), "none"), how);
+        assert!(!disk.path(name).exists(), "{how}");
+        assert!(disk.world.stop().is_clean());
+    }
+}
+
+fn folder_name(disk: &Disk) -> String {
+    disk.folder.path().file_name().unwrap().to_str().unwrap().to_owned()
+}
+
+#[test]
+fn a_reload_does_not_take_another_file_for_the_one_served() {
+    let disk = Disk::new();
+    std::fs::rename(disk.path("image"), disk.path("elsewhere")).unwrap();
+    std::fs::write(disk.path("image"), vec![9; 1 << 20]).unwrap();
+    let new = disk.config("image", "none");
+    disk.refuses(&new, "replaced");
+    // It is where it was again: now it is changed, and the same.
+    std::fs::rename(disk.path("elsewhere"), disk.path("image")).unwrap();
+    let before = disk.world.server.volume("disk").unwrap();
+    disk.world.reload(new);
+    assert!(!Arc::ptr_eq(&before, &disk.world.server.volume("disk").unwrap()));
+    drop(before);
+    assert_eq!(disk.served(), 7);
+    assert!(disk.world.stop().is_clean());
+}
+
+#[test]
+fn a_file_that_was_moved_is_followed_by_its_new_path_and_a_swap_takes_a_volume_out_and_in() {
+    let disk = Disk::new();
+    std::fs::rename(disk.path("image"), disk.path("elsewhere")).unwrap();
+    disk.world.reload(disk.config("elsewhere", "none"));
+    assert_eq!(disk.served(), 7);
+    assert!(!disk.path("image").exists());
+    // Another path says that another file is meant.
+    disk.world.reload(disk.config("new", "none"));
+    assert_eq!(disk.served(), 0);
+    std::fs::remove_file(disk.path("new")).unwrap();
+    disk.world.reload(disk.config("new", "writeback"));
+    assert!(!disk.path("new").exists());
+    // And so do two reloads.
+    disk.world.reload(config("[volume.other]\nstore='memory:1M'\n"));
+    disk.world.reload(disk.config("new", "writeback"));
+    assert_eq!(disk.served(), 0);
+    assert!(disk.path("new").exists());
+    assert!(disk.world.stop().is_clean());
+}
+
+/// Opens files, and does something at the first opening that expects a file.
+struct Meanwhile(Mutex<Option<Box<dyn FnOnce() + Send>>>);
+
+impl Opener for Meanwhile {
+    fn open(
+        &self,
+        name: &str,
+        config: &VolumeConfig,
+        expected: Expected,
+        claims: &Arc<Claims>,
+    ) -> Opening {
+        if expected != Expected::Any
+            && let Some(act) = lock(&self.0).take()
+        {
+            act();
+        }
+        HelperThreads.open(name, config, expected, claims)
+    }
+
+    fn compare(
+        &self,
+        old: &VolumeConfig,
+        open: Option<FileIdentity>,
+        new: &VolumeConfig,
+    ) -> Comparing {
+        HelperThreads.compare(old, open, new)
+    }
+}
+
+/// A volume that is changed, and `act` between its being looked at and its being opened anew.
+fn changed_meanwhile(folder: &Path, act: impl FnOnce() + Send + 'static) -> World {
+    let first = Disk::config_in(folder, "image", "none");
+    let opener = Arc::new(Meanwhile(Mutex::new(Some(Box::new(act)))));
+    let world = World::over(&first, SOON, Arc::default(), opener);
+    world.start(first, None);
+    world.write("disk", 7).unwrap();
+    world.reload(Disk::config_in(folder, "image", "writethrough"));
+    world
+}
+
+#[test]
+fn a_file_that_goes_while_its_volume_is_changed_is_waited_for_and_not_made_anew() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, other) = (folder.path().join("image"), folder.path().join("other"));
+    let (from, to) = (path.clone(), other.clone());
+    let world = changed_meanwhile(folder.path(), move || std::fs::rename(from, to).unwrap());
+    assert_eq!(world.phases(), [phase("disk", Phase::Failed)]);
+    let reason = world.engine.states()[0].failure.clone().unwrap().reason;
+    assert!(reason.contains("no longer at its path (there is none)"), "{reason}");
+    assert!(!path.exists());
+    std::fs::rename(&other, &path).unwrap();
+    world.wait_for("it is served", |world| world.server.volume("disk").is_some());
+    let disk = Disk { folder, world };
+    assert_eq!(disk.served(), 7);
+    assert!(disk.world.stop().is_clean());
+}
+
+#[test]
+fn a_file_that_is_shrunk_while_its_volume_is_changed_is_served_as_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("image");
+    let world = changed_meanwhile(folder.path(), move || {
+        std::fs::File::options().write(true).open(path).unwrap().set_len(1 << 19).unwrap();
+    });
+    assert_eq!(world.phases(), [phase("disk", Phase::Serving)]);
+    assert_eq!(world.server.volume("disk").unwrap().size(), 1 << 19);
+    assert!(world.stop().is_clean());
+}
