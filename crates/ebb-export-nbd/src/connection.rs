@@ -308,7 +308,7 @@ impl Connection {
                 return Ok(());
             }
         };
-        let bytes = footprint(&operation);
+        let bytes = footprint(&operation).saturating_add(self.bounce(&operation));
         let budget = self.reserve(bytes).await?;
         match operation {
             Operation::Write { offset, length, fua } => {
@@ -325,6 +325,16 @@ impl Connection {
                 let held = Room { share: Some(share), budget: Some(budget) };
                 self.start(Job { to, operation, payload: None, held, parts: None, short }).await
             }
+        }
+    }
+
+    /// What the store takes beside the request's buffer, for parts of its blocks.
+    fn bounce(&self, operation: &Operation) -> usize {
+        match operation {
+            Operation::Read { offset, length, .. } | Operation::Write { offset, length, .. } => {
+                self.volume.bounce_footprint(*offset, to_usize(*length))
+            }
+            _ => 0,
         }
     }
 
@@ -366,7 +376,9 @@ impl Connection {
             next = PIECE;
             left -= length;
             parts.begin(left == 0);
-            let share = Some(self.share(BufPool::footprint(length)).await?);
+            let piece = (offset, length);
+            let share = Means::piece_bytes(&self.volume, &self.purse, piece);
+            let share = Some(self.share(share).await?);
             let payload = Some(self.payload(receiver, length).await?);
             let held = Room { share, budget: None };
             let operation =

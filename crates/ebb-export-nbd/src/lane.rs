@@ -54,6 +54,20 @@ impl Means<'_> {
         // A power of two: that is what a buffer takes.
         (most.max(4096) / 2 + 1).next_power_of_two()
     }
+
+    /// What a piece takes of the volume's share: its buffer, and what the store needs for parts of blocks as far as
+    /// the volume is sure of it.
+    pub(crate) fn piece_bytes(
+        volume: &Volume,
+        purse: &Purse,
+        (offset, length): (u64, usize),
+    ) -> usize {
+        let buffer = BufPool::footprint(length);
+        match volume.bounce_footprint(offset, length) {
+            0 => buffer,
+            bounce => (buffer + bounce).min(purse.share().reserve()).max(buffer),
+        }
+    }
 }
 
 /// A WRITE that is carried out in pieces; its reply leaves when the last one has ended.
@@ -238,7 +252,7 @@ async fn read_short(
         sender.keeps_up().await;
         let length = left.min(u32::try_from(Means::piece(purse)).unwrap_or(u32::MAX));
         let bytes = usize::try_from(length).unwrap_or(usize::MAX);
-        let share = Some(purse.take(BufPool::footprint(bytes)).await);
+        let share = Some(purse.take(Means::piece_bytes(volume, purse, (offset, bytes))).await);
         let (result, data) = volume.read(io, buffers.take(bytes).await, offset).await;
         result?;
         left -= length;
@@ -265,7 +279,8 @@ async fn read_stream(
     let Range { mut offset, length, .. } = range;
     let piece = u32::try_from(Means::piece(purse)).unwrap_or(u32::MAX);
     // Taken once, before the turn, and used for all pieces: replies behind this one hold memory.
-    let share = purse.take(BufPool::footprint(usize::try_from(piece).unwrap_or(usize::MAX))).await;
+    let bytes = usize::try_from(piece).unwrap_or(usize::MAX);
+    let share = purse.take(Means::piece_bytes(volume, purse, (offset, bytes))).await;
     held.share = Some(share);
     let turn = sender.stream_turn().await;
     let mut left = length;

@@ -173,7 +173,8 @@ impl Queue {
         let (offset, bytes) = self.check(&lane.segments.borrow(), operation, sector)?;
         let counters = &self.disk.counters;
         let _turn = self.buffers.turn(BufPool::footprint(bytes.max(1))).await;
-        let wanted = BufPool::footprint(bytes.max(1)) + REQUEST_BYTES;
+        let bounce = self.disk.volume.bounce_footprint(offset, bytes);
+        let wanted = BufPool::footprint(bytes.max(1)) + bounce + REQUEST_BYTES;
         let _held = self.memory.take(wanted).await;
         let _share = self.purse.take(wanted.min(self.purse.share().reserve())).await;
         match operation {

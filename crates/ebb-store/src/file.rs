@@ -14,6 +14,7 @@ use rustix::fs::{FileType, SeekFrom};
 use crate::open::{self, OpenError, OpenOptions};
 use crate::resize::judge;
 use crate::syncs::Syncs;
+use crate::unaligned::{self, Blocks};
 use crate::zeroes::{Left, NOTHING, Zeroing};
 use crate::{
     BlockError, BufResult, Capabilities, ErrorKind, Extent, MEMORY_PIECE, Operation, Resize,
@@ -179,30 +180,17 @@ impl FileStore {
         }
     }
 
-    fn is_aligned(&self, offset: u64, length: usize) -> bool {
-        offset.is_multiple_of(self.alignment) && (length as u64).is_multiple_of(self.alignment)
-    }
-
-    /// The aligned range around a request, within the file (whose size is aligned).
-    fn widened(&self, offset: u64, length: usize) -> (u64, usize) {
-        let start = offset - offset % self.alignment;
-        let end = (offset + length as u64).next_multiple_of(self.alignment);
-        (start, usize::try_from(end - start).unwrap_or(usize::MAX))
+    /// See [`bounce_bytes`](crate::Store::bounce_bytes).
+    pub(crate) fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
+        unaligned::bounce_bytes(self.alignment, offset, length)
     }
 
     pub(crate) async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
-        if self.is_aligned(offset, buf.len()) {
+        if unaligned::is_aligned(self.alignment, offset, buf.len()) {
             return self.read_whole(io, buf, offset).await;
         }
-        let mut buf = buf;
-        let (start, length) = self.widened(offset, buf.len());
-        let (result, wide) = self.read_whole(io, io.pool().take(length).await, start).await;
-        if result.is_ok() {
-            let skip = usize::try_from(offset - start).unwrap_or(usize::MAX);
-            let end = skip + buf.len();
-            buf.copy_from_slice(&wide[skip..end]);
-        }
-        (result, buf)
+        // In a box, since every request in flight holds what its longest way needs.
+        Box::pin(unaligned::read(self, io, buf, offset)).await
     }
 
     async fn read_whole(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
@@ -251,20 +239,13 @@ impl FileStore {
         let Some(lock) = &self.unaligned else {
             return self.write_whole(io, buf, offset, fua).await;
         };
-        if self.is_aligned(offset, buf.len()) {
+        if unaligned::is_aligned(self.alignment, offset, buf.len()) {
             let _shared = lock.read().await;
             return self.write_whole(io, buf, offset, fua).await;
         }
         let _alone = lock.write().await;
-        let (start, length) = self.widened(offset, buf.len());
-        let (result, mut wide) = self.read_whole(io, io.pool().take(length).await, start).await;
-        if result.is_err() {
-            return (result, buf);
-        }
-        let skip = usize::try_from(offset - start).unwrap_or(usize::MAX);
-        wide[skip..skip + buf.len()].copy_from_slice(&buf);
-        let (result, _) = self.write_whole(io, wide, start, fua).await;
-        (result, buf)
+        // In a box, as there.
+        Box::pin(unaligned::write(self, io, buf, offset, fua)).await
     }
 
     async fn write_whole(&self, io: &Io, mut buf: Buf, offset: u64, fua: bool) -> BufResult {
@@ -440,6 +421,26 @@ impl FileStore {
         };
         let result = io.offload_on(&self.fd, advise).await;
         result.map_err(|e| BlockError::from_io(e.into(), Operation::Prefetch, offset, length))
+    }
+}
+
+impl Blocks for FileStore {
+    fn block(&self) -> u64 {
+        self.alignment
+    }
+
+    fn read_blocks(&self, io: &Io, buf: Buf, offset: u64) -> impl Future<Output = BufResult> {
+        self.read_whole(io, buf, offset)
+    }
+
+    fn write_blocks(
+        &self,
+        io: &Io,
+        buf: Buf,
+        offset: u64,
+        fua: bool,
+    ) -> impl Future<Output = BufResult> {
+        self.write_whole(io, buf, offset, fua)
     }
 }
 

@@ -25,6 +25,7 @@ mod null;
 mod open;
 mod resize;
 mod syncs;
+mod unaligned;
 mod watched;
 mod zeroes;
 
@@ -145,6 +146,18 @@ impl Store {
                 direct: false,
                 read_piece: Some(MEMORY_PIECE),
             },
+        }
+    }
+
+    /// Bytes of the buffer that a READ or WRITE takes beside its own, for parts of blocks at its ends: at most two
+    /// blocks, and 0 where the request is of whole blocks. Callers account for it, as [`ebb_io::BufPool::footprint`] says.
+    pub fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
+        match self {
+            Store::File(s) => s.bounce_bytes(offset, length),
+            Store::Nbd(s) => s.bounce_bytes(offset, length),
+            Store::Memory(_) | Store::Null(_) => 0,
+            #[cfg(feature = "test-store")]
+            Store::Test(_) => 0,
         }
     }
 

@@ -59,6 +59,7 @@ use ebb_nbd_proto::{Command, CommandFlags, Errno, TransmissionFlags};
 use ebb_tls::{ClientTls, TlsError};
 
 use crate::syncs::Syncs;
+use crate::unaligned::{self, Blocks};
 use crate::zeroes::{Left, Zeroing};
 use crate::{
     BlockError, BufResult, Capabilities, ErrorKind, Extent, Operation, SECTOR, Watched, ZeroFlags,
@@ -182,19 +183,13 @@ impl NbdStore {
         self.remote.export.offers(flag)
     }
 
-    fn block(&self) -> u64 {
-        u64::from(self.remote.export.min_block)
-    }
-
     fn is_aligned(&self, offset: u64, length: u64) -> bool {
         offset.is_multiple_of(self.block()) && length.is_multiple_of(self.block())
     }
 
-    /// The aligned range around a request, within the export (whose size is aligned).
-    fn widened(&self, offset: u64, length: usize) -> (u64, usize) {
-        let start = offset - offset % self.block();
-        let end = (offset + length as u64).next_multiple_of(self.block());
-        (start, usize::try_from(end - start).unwrap_or(usize::MAX))
+    /// See [`bounce_bytes`](crate::Store::bounce_bytes).
+    pub(crate) fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
+        unaligned::bounce_bytes(self.block(), offset, length)
     }
 
     /// Asks once.
@@ -276,18 +271,12 @@ impl NbdStore {
         BlockError::from_io(source, operation, offset, length)
     }
 
-    pub(crate) async fn read(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
+    pub(crate) async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
         if self.is_aligned(offset, buf.len() as u64) {
             return self.read_whole(io, buf, offset).await;
         }
-        let (start, length) = self.widened(offset, buf.len());
-        let (result, wide) = self.read_whole(io, io.pool().take(length).await, start).await;
-        if result.is_ok() {
-            let skip = usize::try_from(offset - start).unwrap_or(usize::MAX);
-            let end = skip + buf.len();
-            buf.copy_from_slice(&wide[skip..end]);
-        }
-        (result, buf)
+        // In a box, since every request in flight holds what its longest way needs.
+        Box::pin(unaligned::read(self, io, buf, offset)).await
     }
 
     async fn read_whole(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
@@ -346,20 +335,8 @@ impl NbdStore {
             return self.write_whole(io, buf, offset, fua).await;
         }
         let _alone = lock.write().await;
-        self.write_around(io, buf, offset, fua).await
-    }
-
-    /// Reads around a write of parts of blocks and writes whole ones; under the lock.
-    async fn write_around(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
-        let (start, length) = self.widened(offset, buf.len());
-        let (result, mut wide) = self.read_whole(io, io.pool().take(length).await, start).await;
-        if result.is_err() {
-            return (result, buf);
-        }
-        let skip = usize::try_from(offset - start).unwrap_or(usize::MAX);
-        wide[skip..skip + buf.len()].copy_from_slice(&buf);
-        let (result, _) = self.write_whole(io, wide, start, fua).await;
-        (result, buf)
+        // In a box, as there.
+        Box::pin(unaligned::write(self, io, buf, offset, fua)).await
     }
 
     pub(crate) async fn flush(&self, io: &Io) -> Result<(), BlockError> {
@@ -513,6 +490,26 @@ impl NbdStore {
         let what = (Command::Cache, CommandFlags::NONE);
         let result = self.ask_range(io, what, start, end - start).await;
         result.map_err(|failure| self.error(failure, Operation::Prefetch, offset, length))
+    }
+}
+
+impl Blocks for NbdStore {
+    fn block(&self) -> u64 {
+        u64::from(self.remote.export.min_block)
+    }
+
+    fn read_blocks(&self, io: &Io, buf: Buf, offset: u64) -> impl Future<Output = BufResult> {
+        self.read_whole(io, buf, offset)
+    }
+
+    fn write_blocks(
+        &self,
+        io: &Io,
+        buf: Buf,
+        offset: u64,
+        fua: bool,
+    ) -> impl Future<Output = BufResult> {
+        self.write_whole(io, buf, offset, fua)
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use ebb_cache::{Mode, VolumeCache};
-use ebb_io::{Share, Shares};
+use ebb_io::{BufPool, Share, Shares};
 use ebb_store::{
     BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, SECTOR, Store,
     Wanted, ZeroFlags,
@@ -138,6 +138,14 @@ impl Volume {
     /// What its store can do.
     pub fn capabilities(&self) -> Capabilities {
         self.store.capabilities()
+    }
+
+    /// Bytes of memory that a READ or WRITE takes beside its own buffer, see [`Store::bounce_bytes`]; 0 for most.
+    pub fn bounce_footprint(&self, offset: u64, length: usize) -> usize {
+        match self.store.bounce_bytes(offset, length) {
+            0 => 0,
+            bytes => BufPool::footprint(bytes),
+        }
     }
 
     /// Its cache, if it has one.

@@ -1,0 +1,206 @@
+//! Requests that are not whole blocks of a store whose blocks are larger than sectors.
+//!
+//! Whole blocks are moved between the store and the request's own buffer. Parts of blocks, at both ends, go
+//! through a bounce buffer, as in the Linux `dm-ebs` target: of one block, or of two where that is the whole
+//! request. So a request of any length takes no more memory beside its own than [`bounce_bytes`], which
+//! callers account for.
+
+use std::ops::Range;
+
+use crate::{Buf, BufResult, Io};
+
+/// Bytes copied before other tasks of the worker have their turn.
+const COPY: usize = 1 << 20;
+
+/// A store of blocks. Offsets and lengths are multiples of [`Blocks::block`].
+pub(crate) trait Blocks {
+    /// Bytes of a block.
+    fn block(&self) -> u64;
+    /// Fills the whole buffer.
+    fn read_blocks(&self, io: &Io, buf: Buf, offset: u64) -> impl Future<Output = BufResult>;
+    /// Writes the whole buffer.
+    fn write_blocks(
+        &self,
+        io: &Io,
+        buf: Buf,
+        offset: u64,
+        fua: bool,
+    ) -> impl Future<Output = BufResult>;
+}
+
+pub(crate) fn is_aligned(block: u64, offset: u64, length: usize) -> bool {
+    offset.is_multiple_of(block) && (length as u64).is_multiple_of(block)
+}
+
+/// Bytes of the bounce buffer of a request; 0 if it needs none.
+pub(crate) fn bounce_bytes(block: u64, offset: u64, length: usize) -> usize {
+    if length == 0 || is_aligned(block, offset, length) {
+        return 0;
+    }
+    let edges = [0, 1].map(|number| Plan::new(block, offset, length).edges[number].bytes);
+    edges[0].max(edges[1])
+}
+
+/// What of a request goes through the bounce buffer.
+#[derive(Clone, Copy, Debug, Default)]
+struct Edge {
+    /// The blocks it is in.
+    start: u64,
+    bytes: usize,
+    /// Where it is in these.
+    skip: usize,
+    /// And in the request.
+    at: usize,
+    length: usize,
+}
+
+impl Edge {
+    fn in_bounce(&self) -> Range<usize> {
+        self.skip..self.skip + self.length
+    }
+
+    fn in_request(&self) -> Range<usize> {
+        self.at..self.at + self.length
+    }
+}
+
+/// The parts of a request.
+#[derive(Debug)]
+struct Plan {
+    edges: [Edge; 2],
+    /// Whole blocks, by their place in the request.
+    body: Range<usize>,
+}
+
+impl Plan {
+    fn new(block: u64, offset: u64, length: usize) -> Plan {
+        // Both are less than a block, and a block of any store is far less than 2^32.
+        let to_usize = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+        let (skip, end) = (to_usize(offset % block), offset + length as u64);
+        let (tail, size) = (to_usize(end % block), to_usize(block));
+        let start = offset - offset % block;
+        let wide = (skip + length).next_multiple_of(size);
+        if wide <= 2 * size {
+            let only = Edge { start, bytes: wide, skip, at: 0, length };
+            return Plan { edges: [only, Edge::default()], body: 0..0 };
+        }
+        let mut plan = Plan { edges: [Edge::default(); 2], body: 0..length - tail };
+        if skip > 0 {
+            plan.edges[0] = Edge { start, bytes: size, skip, at: 0, length: size - skip };
+            plan.body.start = size - skip;
+        }
+        if tail > 0 {
+            let (start, at) = (end - tail as u64, length - tail);
+            plan.edges[1] = Edge { start, bytes: size, skip: 0, at, length: tail };
+        }
+        plan
+    }
+
+    /// One of the two. Not kept, as every request in flight would hold it.
+    fn edge(block: u64, offset: u64, length: usize, number: usize) -> Option<Edge> {
+        let edge = Plan::new(block, offset, length).edges[number];
+        (edge.length > 0).then_some(edge)
+    }
+}
+
+/// Moves a part of the buffer to another place in it, some at a time.
+async fn shift(io: &Io, buf: &mut Buf, from: Range<usize>, to: usize) {
+    let length = from.len();
+    let mut done = 0;
+    while done < length {
+        let count = COPY.min(length - done);
+        // Up from the end, down from the beginning: nothing is overwritten before it was moved.
+        let at = if to > from.start { length - done - count } else { done };
+        let piece = from.start + at..from.start + at + count;
+        buf.copy_within(piece, to + at);
+        done += count;
+        if done < length {
+            io.yield_now().await;
+        }
+    }
+}
+
+/// Gives the buffer the length of the request again. Shorter only where the buffer itself was lost, with the worker.
+fn restore(buf: &mut Buf, length: usize) {
+    buf.set_len(length.min(buf.capacity()));
+}
+
+/// Fills the whole buffer from `offset`.
+pub(crate) async fn read(store: &impl Blocks, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
+    let (block, length) = (store.block(), buf.len());
+    let body = Plan::new(block, offset, length).body;
+    if !body.is_empty() {
+        // To the beginning of the buffer, which is aligned in memory, too, as direct I/O needs it.
+        buf.set_len(body.len());
+        let (result, back) = store.read_blocks(io, buf, offset + body.start as u64).await;
+        buf = back;
+        restore(&mut buf, length);
+        if result.is_err() || buf.len() < length {
+            return (result, buf);
+        }
+        if body.start > 0 {
+            shift(io, &mut buf, 0..body.len(), body.start).await;
+        }
+    }
+    let mut bounce = io.pool().take(bounce_bytes(block, offset, length)).await;
+    for number in [0, 1] {
+        let Some(edge) = Plan::edge(block, offset, length, number) else { continue };
+        bounce.set_len(edge.bytes);
+        let (result, back) = store.read_blocks(io, bounce, edge.start).await;
+        bounce = back;
+        if result.is_err() {
+            return (result, buf);
+        }
+        if let Some(edge) = Plan::edge(block, offset, length, number) {
+            buf[edge.in_request()].copy_from_slice(&bounce[edge.in_bounce()]);
+        }
+    }
+    (Ok(()), buf)
+}
+
+/// Writes the whole buffer at `offset`. The caller sees to it that nothing else is written to these blocks meanwhile.
+pub(crate) async fn write(
+    store: &impl Blocks,
+    io: &Io,
+    mut buf: Buf,
+    offset: u64,
+    fua: bool,
+) -> BufResult {
+    let (block, length) = (store.block(), buf.len());
+    let mut bounce = io.pool().take(bounce_bytes(block, offset, length)).await;
+    for number in [0, 1] {
+        let Some(edge) = Plan::edge(block, offset, length, number) else { continue };
+        bounce.set_len(edge.bytes);
+        let (result, back) = store.read_blocks(io, bounce, edge.start).await;
+        bounce = back;
+        if result.is_err() {
+            return (result, buf);
+        }
+        let Some(edge) = Plan::edge(block, offset, length, number) else { continue };
+        bounce[edge.in_bounce()].copy_from_slice(&buf[edge.in_request()]);
+        let (result, back) = store.write_blocks(io, bounce, edge.start, fua).await;
+        bounce = back;
+        if result.is_err() {
+            return (result, buf);
+        }
+    }
+    let body = Plan::new(block, offset, length).body;
+    if body.is_empty() {
+        return (Ok(()), buf);
+    }
+    // From the beginning of the buffer, as above; then all is put back, since callers may write it again.
+    let head = body.start;
+    if head > 0 {
+        restore(&mut bounce, head);
+        bounce.copy_from_slice(&buf[..head]);
+        shift(io, &mut buf, body.clone(), 0).await;
+    }
+    buf.set_len(body.len());
+    let (result, mut buf) = store.write_blocks(io, buf, offset + head as u64, fua).await;
+    restore(&mut buf, length);
+    if head > 0 && buf.len() == length {
+        shift(io, &mut buf, 0..body.len(), head).await;
+        buf[..head].copy_from_slice(&bounce);
+    }
+    (result, buf)
+}
