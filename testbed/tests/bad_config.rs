@@ -188,7 +188,11 @@ fn a_path_that_is_no_socket_is_left_alone() -> Result {
 fn two_daemons_do_not_write_to_one_image() -> Result {
     let mut server = Server::with_disk(1 << 20)?;
     let image = server.image_path("disk").display().to_string();
-    let outcome = serve(&["--check", "--volume", &format!("d=file:{image}")])?;
+    let volume = format!("d=file:{image}");
+    let outcome = serve(&["--check", "--volume", &volume])?;
+    outcome.check(outcome.status.success(), "a check beside the daemon to pass")?;
+    outcome.check(outcome.stdout.contains("in use"), "a word that it is in use")?;
+    let outcome = serve(&["--strict", "--volume", &volume])?;
     outcome.check(matches!(outcome.status.code(), Some(1 | 2)), "exit status 1 or 2")?;
     outcome.check(outcome.stderr.contains(&image), "the path of the image")?;
     outcome.check(outcome.stderr.contains("in use"), "the words `in use`")?;

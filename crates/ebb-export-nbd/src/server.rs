@@ -14,7 +14,7 @@ use std::time::Duration;
 use ebb_io::{Fd, Gather, Io, WorkerHandle, fd_from};
 use ebb_mem::PoolParameters;
 use ebb_tls::{ServerTls, Transport};
-use ebb_volume::{Gate, Stop, Volume, Writer};
+use ebb_volume::{Gate, LogLimit, Stop, Volume, Writer};
 
 use crate::connection::{Connection, End};
 use crate::door::{Door, Lines, Peer};
@@ -25,6 +25,8 @@ use crate::handshake::{Handshake, HandshakeError, Policy, Session, Step, Tls};
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// How long to wait when the process is out of descriptors.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
+/// As long as descriptors are missing each listener finds that out ten times a second.
+static EXHAUSTED: LogLimit = LogLimit::new(1, Duration::from_secs(10));
 
 /// What clients may do to the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -215,7 +217,9 @@ impl Server {
                 Some(Ok(client)) => self.welcome(client, &workers[turn % workers.len()]),
                 Some(Err(error)) => {
                     if is_exhausted(&error) {
-                        tracing::warn!(%error, "cannot accept a client: raise LimitNOFILE");
+                        if let Some(suppressed) = EXHAUSTED.admit(ebb_mem::clock::now()) {
+                            tracing::warn!(%error, suppressed, "cannot accept a client: raise LimitNOFILE");
+                        }
                         io.sleep(OUT_OF_DESCRIPTORS).await;
                     } else {
                         tracing::debug!(%error, "a client left before it was accepted");

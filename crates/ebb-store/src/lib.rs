@@ -43,7 +43,7 @@ pub use nbd::{
     StoreState,
 };
 pub use null::NullStore;
-pub use open::{Direct, OpenError, OpenOptions, inspect};
+pub use open::{Direct, OpenError, OpenOptions, inspect, is_in_use};
 pub use resize::{Resize, ResizeError};
 pub use syncs::Loss;
 pub use watched::{FailedKind, Watched};

@@ -159,6 +159,17 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, OpenErr
     Ok(Opened { file, size, block_device, alignment, direct, made, notes })
 }
 
+/// Whether another process, or another store of this one, holds the lock that opening the file would take; false also
+/// where that cannot be found out. Does not wait.
+pub fn is_in_use(path: &Path, options: &OpenOptions) -> bool {
+    if check_type(path, options).is_err() {
+        return false;
+    }
+    let Ok(file) = try_open(path, options, false) else { return false };
+    let locked = if options.read_only { file.try_lock_shared() } else { file.try_lock() };
+    matches!(locked, Err(std::fs::TryLockError::WouldBlock))
+}
+
 /// Looks whether a file could be opened with these options, and closes it again: nothing is made, and its lock is not
 /// taken, so that it may be in use.
 ///

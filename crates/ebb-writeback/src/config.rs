@@ -179,7 +179,10 @@ pub enum Error {
         in_flight: u64,
     },
     /// No slot is free for another backing device.
-    #[error("{most} backing devices are in use: remove one, or make the controller for more")]
+    #[error(
+        "{most} backing devices are in use, and there are no more: have several volumes share one \
+             (the same `bdi = NAME` in the entry of each)"
+    )]
     ManyBdis {
         /// How many there are slots for.
         most: usize,

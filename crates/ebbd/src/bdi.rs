@@ -232,10 +232,10 @@ impl Bdis {
     pub(crate) fn settle(&self) {
         let devices = self.devices();
         let here: BTreeSet<&str> = devices.iter().map(|device| device.name.as_str()).collect();
-        for name in self.parameters.bdis_with_volumes() {
-            if !here.contains(name.as_str()) {
-                self.parameters.bdi_leaves(&name);
-            }
+        let mut gone = self.parameters.bdis_with_volumes();
+        gone.retain(|name| !here.contains(name.as_str()));
+        if !gone.is_empty() {
+            self.parameters.bdis_leave(gone.iter().map(String::as_str));
         }
         for bdi in self.parameters.bdis_without_volumes() {
             tracing::warn!(
@@ -271,7 +271,23 @@ impl Bdis {
         let device = match known {
             Some(device) => device,
             None => {
-                let bdi = lock(&self.writeback).add_bdi(BdiOptions::default(), self.now())?;
+                let added = lock(&self.writeback).add_bdi(BdiOptions::default(), self.now());
+                let bdi = match added {
+                    Ok(bdi) => bdi,
+                    Err(error) => {
+                        let name = key.text();
+                        let shared = {
+                            let mut others = devices.values().filter_map(Weak::upgrade);
+                            others.any(|device| device.name == name)
+                        };
+                        // Those who follow parameters look at the devices.
+                        drop(devices);
+                        if !shared {
+                            self.parameters.bdis_leave([name.as_str()]);
+                        }
+                        return Err(error);
+                    }
+                };
                 let device = Arc::new(Device {
                     name: key.text(),
                     settings,
@@ -501,6 +517,33 @@ mod tests {
         assert_eq!(bdis.stats().len(), 50);
         // Without any look at a volume's shards.
         assert_eq!(cache.limit_bytes(), cache.stats().limit);
+    }
+
+    #[test]
+    fn a_device_that_finds_no_place_leaves_nothing_behind_and_the_remedy_is_told() {
+        let start = Instant::now();
+        let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
+        let cache = Cache::without_keeper(&memory, ebb_cache::CacheOptions::new(start));
+        let parameters = Parameters::new(&crate::params::Configured::default());
+        let bdis = Bdis::new(&cache, &parameters, 1 << 30, start).unwrap();
+        let mut all = Vec::new();
+        for number in 0..300 {
+            let mode = ebb_cache::Mode::Writeback;
+            let volume = cache.volume_as(&format!("disk {number}"), 1 << 20, mode).unwrap();
+            let key = DeviceKey::Named(format!("device {number}"));
+            match bdis.control(key, &volume) {
+                Ok(control) => all.push((control, volume)),
+                Err(error) => assert!(error.to_string().contains("`bdi = NAME`"), "{error}"),
+            }
+        }
+        assert_eq!(all.len(), 256);
+        assert_eq!(parameters.bdis_with_volumes().len(), 256);
+        // There is room again when some have gone, and those leave together.
+        all.truncate(100);
+        bdis.settle();
+        assert_eq!(parameters.bdis_with_volumes().len(), 100);
+        let volume = cache.volume_as("new", 1 << 20, ebb_cache::Mode::Writeback).unwrap();
+        assert!(bdis.control(DeviceKey::Named("new".to_owned()), &volume).is_ok());
     }
 
     #[test]

@@ -248,8 +248,8 @@ pub struct ServeArgs {
     pub config: Option<PathBuf>,
 
     /// Serve a volume: its export NAME, a STORE and options, such as
-    /// disk=file:/path/to/image,size=1G,create=true. STORE is file:PATH, memory:SIZE or
-    /// null:SIZE; options are size=SIZE, create=BOOL, read-only=BOOL, shared=BOOL,
+    /// disk=file:/path/to/image,size=1G,create=true. STORE is file:PATH, an NBD
+    /// server's nbd://HOST/EXPORT, memory:SIZE or null:SIZE; options are size=SIZE, create=BOOL, read-only=BOOL, shared=BOOL,
     /// direct=auto|on|off, cache=none|writethrough|writeback, bdi=NAME, default=BOOL,
     /// max-buffer-pages=N and buffer-squeeze-duration-ms=N. A comma in a path is written twice. May be given several times
     /// [default: the volumes of the file]

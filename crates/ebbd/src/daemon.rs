@@ -5,9 +5,9 @@
 //! lasts gives the volumes that can be written a moment more; a third gives up at once. SIGHUP: the configuration file
 //! is read again. A stop interrupts a start and a reload.
 
-use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use ebb_export_xen::XenParameters;
 use ebb_io::{Io, Worker, WorkerHandle, fd_from};
 use ebb_mem::pressure::{Monitor, Watch};
 use ebb_mem::{Memory, Policy};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
 use crate::answers;
 use crate::cli::ServeArgs;
@@ -29,7 +29,6 @@ use crate::listener::{self, Listener};
 use crate::outages;
 use crate::params::{Configured, Key, Live, Parameters};
 use crate::stat;
-use crate::stores::{Expected, FileIdentity, inspect, open_store, to_be_created};
 
 /// Bounds of the ceiling of I/O memory, and what it is where no limit can be found, bytes.
 const CEILING_MIN: usize = 64 << 20;
@@ -77,58 +76,43 @@ struct Daemon {
     _monitor: Option<Monitor>,
 }
 
-/// The configuration names something that cannot be opened.
-#[derive(Debug, thiserror::Error)]
-#[error("the configuration was checked and cannot be served")]
-pub struct CheckFailed;
-
-/// Opens what the configuration names and says `ok` for each on the way, without serving.
-///
-/// # Errors
-/// The first thing that cannot be opened.
-pub fn check(config: &Config, say: impl FnMut(String)) -> anyhow::Result<()> {
-    open_all(config, say).map_err(|error| error.context(CheckFailed))
+/// Signals that would end the process before the daemon is ready for them.
+#[derive(Debug)]
+pub struct EarlySignals {
+    hangup: Arc<AtomicBool>,
 }
 
-fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> {
-    tls_context(&config.nbd)?;
-    if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != Tls::Off) {
-        ServerTls::check_dates(folder, config.nbd.tls_verify_peer).context("TLS")?;
+impl EarlySignals {
+    /// From now on SIGHUP asks for a reload, which is made when the daemon has started, and a file that reaches the
+    /// process's limit of size (`RLIMIT_FSIZE`) is an error of the write and ends nothing. To be called before the
+    /// configuration is read: a reload that is asked for while it is read must not be lost.
+    ///
+    /// # Errors
+    /// The system has no more signal handlers to give.
+    pub fn watch() -> std::io::Result<EarlySignals> {
+        let hangup = Arc::<AtomicBool>::default();
+        signal_hook::flag::register(SIGHUP, hangup.clone())?;
+        // Caught is as good as ignored: the write fails with EFBIG.
+        signal_hook::flag::register(SIGXFSZ, Arc::default())?;
+        Ok(EarlySignals { hangup })
     }
-    let mut files = BTreeMap::new();
-    for (name, volume) in &config.volumes {
-        let file = FileIdentity::of(&volume.store).with_context(|| format!("volume {name}"))?;
-        if let Some(file) = file
-            && let Some((other, read_only)) = files.insert(file, (name, volume.read_only))
-            && !(read_only && volume.read_only)
-        {
-            let remedy = "give each a file of its own, or set `read_only = true` for both";
-            anyhow::bail!("volumes {other} and {name} are on the same file: {remedy}");
-        }
-        if let Some(size) = to_be_created(volume) {
-            inspect(volume).with_context(|| format!("volume {name}"))?;
-            say(format!("ok volume {name}: {size} bytes, to be created"));
-            continue;
-        }
-        let store =
-            open_store(name, volume, &Expected::Any).with_context(|| format!("volume {name}"))?;
-        let direct = if store.capabilities().direct { ", direct" } else { "" };
-        say(format!("ok volume {name}: {} bytes{direct}", store.size()));
-    }
-    say("ok configuration".to_owned());
-    Ok(())
 }
 
 /// Serves until told to stop.
 ///
 /// # Errors
 /// What kept it from starting, or data that could not be made stable at the end.
-pub fn serve(config: &Config, args: ServeArgs, set_log_level: SetLogLevel) -> anyhow::Result<()> {
+pub fn serve(
+    config: &Config,
+    args: ServeArgs,
+    set_log_level: SetLogLevel,
+    signals: &EarlySignals,
+) -> anyhow::Result<()> {
     let started = ebb_mem::clock::now();
     raise_descriptor_limit();
     warn_of_certificates(config);
     let (teller, events) = channel();
-    watch_signals(teller.clone())?;
+    watch_signals(teller.clone(), signals)?;
     let inherited = listener::inherited().context("LISTEN_FDS")?;
     let parameters = Parameters::new(&Configured::from(config));
     let limits = LiveLimits::new(&parameters);
@@ -256,8 +240,12 @@ fn refuse_if_degraded(engine: &Engine) -> anyhow::Result<()> {
 }
 
 /// Has signals told as events. The third that asks for an end ends the process, whatever the main thread does.
-fn watch_signals(teller: Sender<Event>) -> anyhow::Result<()> {
+fn watch_signals(teller: Sender<Event>, early: &EarlySignals) -> anyhow::Result<()> {
     let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT, SIGHUP])?;
+    if early.hangup.load(Ordering::SeqCst) {
+        // The receiver is with the caller.
+        let _ = teller.send(Event::Signal(SIGHUP));
+    }
     let watch = move || {
         let mut ends = 0;
         for signal in signals.forever() {
@@ -415,7 +403,7 @@ fn tls_policy(tls: Tls) -> ebb_export_nbd::Tls {
     }
 }
 
-fn tls_context(nbd: &Nbd) -> anyhow::Result<Option<ServerTls>> {
+pub(crate) fn tls_context(nbd: &Nbd) -> anyhow::Result<Option<ServerTls>> {
     if nbd.tls == Tls::Off {
         return Ok(None);
     }
@@ -596,5 +584,25 @@ impl Daemon {
             tracing::info!(volumes, "reloaded");
             Event::Reloaded
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::process::{Signal, getpid, kill_process};
+
+    use super::*;
+
+    #[test]
+    fn a_hangup_before_the_daemon_listens_to_signals_is_a_reload_and_a_large_file_ends_nothing() {
+        let early = EarlySignals::watch().unwrap();
+        kill_process(getpid(), Signal::HUP).unwrap();
+        kill_process(getpid(), Signal::XFSZ).unwrap();
+        while !early.hangup.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        let (teller, events) = channel();
+        watch_signals(teller, &early).unwrap();
+        assert!(matches!(events.recv().unwrap(), Event::Signal(SIGHUP)));
     }
 }

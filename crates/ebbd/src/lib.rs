@@ -8,6 +8,7 @@
 mod answers;
 mod bdi;
 mod ceiling;
+pub mod check;
 pub mod cli;
 pub mod client;
 pub mod config;

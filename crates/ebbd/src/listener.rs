@@ -6,7 +6,7 @@
 use std::io;
 use std::net::{TcpListener, ToSocketAddrs};
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -40,12 +40,35 @@ pub struct Listener {
     pub fd: OwnedFd,
     /// How it is called in the log.
     pub name: String,
-    path: Option<PathBuf>,
+    own: Option<Own>,
+}
+
+/// The file of a socket of ours.
+#[derive(Debug)]
+struct Own {
+    path: PathBuf,
+    /// Device and inode: the kernel gives them to no other file as long as the socket is open.
+    number: Option<(u64, u64)>,
+}
+
+impl Own {
+    /// To be called when the socket was just bound.
+    fn of(path: &Path) -> Own {
+        Own { path: path.into(), number: number(path) }
+    }
+}
+
+fn number(path: &Path) -> Option<(u64, u64)> {
+    let found = std::fs::symlink_metadata(path).ok()?;
+    Some((found.dev(), found.ino()))
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Some(path) = &self.path {
+        if let Some(Own { path, number: Some(own) }) = &self.own
+            // Another daemon may have its socket there by now.
+            && number(path) == Some(*own)
+        {
             // Gone already is as good.
             let _ = std::fs::remove_file(path);
         }
@@ -81,14 +104,14 @@ pub fn open_private(path: &Path) -> Result<Listener, ListenError> {
         Ok(fd)
     };
     let fd = bind().map_err(|source| bind_error(&name, source))?;
-    Ok(Listener { fd, name, path: Some(path.into()) })
+    Ok(Listener { fd, name, own: Some(Own::of(path)) })
 }
 
 fn unix(path: &Path) -> Result<Listener, ListenError> {
     let name = format!("unix:{}", path.display());
     take_over(path)?;
     let socket = UnixListener::bind(path).map_err(|source| bind_error(&name, source))?;
-    Ok(Listener { fd: socket.into(), name, path: Some(path.into()) })
+    Ok(Listener { fd: socket.into(), name, own: Some(Own::of(path)) })
 }
 
 /// Removes a socket that nobody answers at. That of a daemon that was killed answers until the
@@ -148,7 +171,7 @@ fn tcp(address: &str) -> Result<Listener, ListenError> {
         ListenError::Bind { address: name.clone(), remedy, source }
     })?;
     let name = socket.local_addr().map_or(name, |address| format!("tcp:{address}"));
-    Ok(Listener { fd: socket.into(), name, path: None })
+    Ok(Listener { fd: socket.into(), name, own: None })
 }
 
 /// The sockets the service manager passed (`LISTEN_FDS`). To be called once.
@@ -161,7 +184,7 @@ pub fn inherited() -> io::Result<Vec<Listener>> {
         // SAFETY: the service manager passed this descriptor for us to own, and this function is
         // called once, before anything else could have taken it.
         let fd = unsafe { OwnedFd::from_raw_fd(number) };
-        Listener { fd, name: format!("socket {number} of the service manager"), path: None }
+        Listener { fd, name: format!("socket {number} of the service manager"), own: None }
     };
     Ok(numbers.map(listener).collect())
 }
@@ -183,6 +206,21 @@ mod tests {
         std::fs::write(&path, "precious").unwrap();
         assert!(matches!(open(&Listen::Unix(path.clone())), Err(ListenError::NotASocket { .. })));
         assert!(path.exists());
+    }
+
+    #[test]
+    fn the_socket_of_another_daemon_at_the_same_path_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        for open in [open_private, unix] {
+            let first = open(&path).unwrap();
+            std::fs::remove_file(&path).unwrap();
+            let second = open(&path).unwrap();
+            drop(first);
+            assert!(std::os::unix::net::UnixStream::connect(&path).is_ok());
+            drop(second);
+            assert!(!path.exists());
+        }
     }
 
     #[test]

@@ -10,7 +10,7 @@ use clap::Parser;
 use ebbd::cli::{self, Cli, Command, ServeArgs};
 use ebbd::client::{self, ClientError};
 use ebbd::config::{Config, ConfigError, LogLevel};
-use ebbd::{daemon, man, params, xen};
+use ebbd::{check, daemon, man, params, xen};
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::reload;
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
             // If stderr is gone, too, there is nobody to tell.
             let _ = writeln!(io::stderr().lock(), "ebbd: {error:#}");
             let refused = error.downcast_ref::<ClientError>().is_some_and(ClientError::is_usage);
-            let mistake = error.is::<ConfigError>() || error.is::<daemon::CheckFailed>();
+            let mistake = error.is::<ConfigError>() || error.is::<check::CheckFailed>();
             ExitCode::from(if refused || mistake { 2 } else { 1 })
         }
     }
@@ -92,15 +92,17 @@ fn print(bytes: &[u8]) -> anyhow::Result<()> {
 }
 
 fn serve(args: ServeArgs) -> anyhow::Result<()> {
+    // First: until then SIGHUP ends the process.
+    let signals = if args.check { None } else { Some(daemon::EarlySignals::watch()?) };
     let inherited = sd_notify::listen_fds()?.len();
     let config = Config::load(args.config.as_deref(), &args.overrides(inherited))?;
     let set_log_level = start_log(config.log);
-    if args.check {
+    let Some(signals) = signals else {
         let mut said = Ok(());
-        daemon::check(&config, |line| said = print(format!("{line}\n").as_bytes()))?;
+        check::check(&config, |line| said = print(format!("{line}\n").as_bytes()))?;
         return said;
-    }
-    daemon::serve(&config, args, set_log_level)
+    };
+    daemon::serve(&config, args, set_log_level, &signals)
 }
 
 fn start_log(level: LogLevel) -> daemon::SetLogLevel {

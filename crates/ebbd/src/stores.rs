@@ -275,6 +275,14 @@ pub fn inspect(config: &VolumeConfig) -> Result<(), StoreError> {
     }
 }
 
+/// Whether another process serves the file of a volume; may block as its file system does.
+pub fn is_in_use(config: &VolumeConfig) -> bool {
+    match &config.store {
+        StoreUri::File(path) => ebb_store::is_in_use(path, &file_options(config, &Expected::Any)),
+        StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => false,
+    }
+}
+
 fn file_options(config: &VolumeConfig, expected: &Expected) -> OpenOptions {
     let size = config.size.filter(|_| config.create && !matches!(expected, Expected::AsItWas(_)));
     OpenOptions {

@@ -236,8 +236,8 @@ pub const VOLUME: Section = Section {
                   none before its connection counts as lost, up to 86400; else it is waited for, \
                   since one that is only slow may carry out old writes after newer ones), \
                   lost-writes=report (for a server that may lose acknowledged writes when it is \
-                  killed: the next flush then fails). When the daemon starts, the server must be \
-                  there.",
+                  killed: the next flush then fails). A server that is not there when the daemon starts is \
+                  tried again until it is; its volume is refused meanwhile.",
         },
         Key {
             name: "size",
@@ -299,7 +299,7 @@ pub const VOLUME: Section = Section {
             default: "",
             doc: "The backing device of a volume with cache = \"writeback\": volumes that name the \
                   same one share what may be unwritten in memory, and are slowed together. Without \
-                  the key volumes on the same disk, or on the same server, share one.",
+                  the key volumes on the same disk, or on the same server, share one. There may be 256 of them.",
         },
         Key {
             name: "default",

@@ -90,11 +90,13 @@ impl Parameters {
         cells.live.clone()
     }
 
-    /// A backing device has no volume any more, and takes along what was set for it.
-    pub fn bdi_leaves(&self, name: &str) {
+    /// Backing devices have no volume any more, and take along what was set for them. The cost is that of looking at
+    /// all devices once, however many leave.
+    pub fn bdis_leave<'a>(&self, names: impl IntoIterator<Item = &'a str>) {
         let mut state = self.lock();
         let before = state.bdi_values();
-        if let Some(cells) = state.bdis.get_mut(name) {
+        for name in names {
+            let Some(cells) = state.bdis.get_mut(name) else { continue };
             cells.here = false;
             for key in Key::per_bdi() {
                 cells.live.set(key, value_of(&cells.configured, key));
@@ -345,8 +347,7 @@ mod tests {
         assert_eq!(array.get(Key::MaxBytes), 8 << 20);
 
         parameters.set_bdi("max_bytes", "array", &json!(1 << 20)).unwrap();
-        parameters.bdi_leaves("array");
-        parameters.bdi_leaves("8:0");
+        parameters.bdis_leave(["array", "8:0", "never"]);
         assert_eq!(parameters.get_bdi("max_bytes", "array").unwrap().value, 8 << 20);
         assert_eq!(kind(parameters.list_bdi("8:0")), ErrorKind::UnknownBdi);
     }
@@ -416,7 +417,7 @@ mod tests {
                 let text = json!(Percent::new(u32::try_from(value).unwrap()).to_string());
                 match what {
                     0 => drop(parameters.bdi_arrives(&name)),
-                    1 => parameters.bdi_leaves(&name),
+                    1 => parameters.bdis_leave([name.as_str()]),
                     2 => drop(parameters.set_bdi("min_ratio", &name, &text)),
                     3 => drop(parameters.set_bdi("max_ratio", &name, &text)),
                     4 => drop(parameters.unset_bdi("max_ratio", &name)),
