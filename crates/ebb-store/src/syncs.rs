@@ -13,14 +13,19 @@
 //! - A write with FUA that fails since the store is full is no loss if that is all there is to it: the same write
 //!   without FUA finds no room either, and a second open file description, to which the system tells all
 //!   errors once more, knows of none. Where there is no such witness (a remote server) it counts as a loss.
+//! - Flushes that come while one is under way are carried out together by the next one, which covers what was
+//!   acknowledged before any of them. If it fails, or a sync has failed since one of them came, so does that one.
 //! - A sync that went well is believed when all that ran beside it have ended, and none has failed: the
 //!   error of its own range may have been told to one of those.
+
+mod line;
 
 use std::future::poll_fn;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::Instant;
 
+use self::line::{Line, Numbers, Place};
 use crate::{BlockError, Buf, BufResult, ErrorKind, Io, Operation, Store};
 
 /// Changes that may be on no disk.
@@ -42,11 +47,20 @@ impl Loss {
 struct State {
     /// The number of the next sync, and those under way.
     next: u64,
-    open: Vec<u64>,
+    open: Numbers,
     /// Of those under way the ones that have failed, and of which it is being found out whether that is a loss.
-    doubtful: Vec<u64>,
-    waiting: Vec<Waker>,
+    doubtful: Numbers,
+    /// Those who wait for the end of open ones, and of doubtful ones.
+    for_open: Line,
+    for_doubtful: Line,
+    flushes: Flushes,
+    /// Kept for its memory.
+    spare: Vec<Waker>,
     losses: u64,
+    /// Of which those who wait for a flush were told.
+    told: u64,
+    /// What the last one failed with.
+    failure: Option<(ErrorKind, Option<i32>)>,
     /// The last loss that a plain flush is refused for, and the last one that was made good.
     refused: u64,
     repaired: u64,
@@ -54,11 +68,29 @@ struct State {
     first: Option<Loss>,
 }
 
+/// Flushes: one is under way, and those who came since wait for the next.
+#[derive(Debug, Default)]
+struct Flushes {
+    led: bool,
+    /// The number of the last that began, and of the last that went well.
+    begun: u64,
+    ended: u64,
+    line: Line,
+}
+
 impl State {
+    /// Those to wake.
     fn close(&mut self, number: u64) -> Vec<Waker> {
-        self.open.retain(|open| *open != number);
-        self.doubtful.retain(|doubtful| *doubtful != number);
-        std::mem::take(&mut self.waiting)
+        self.open.remove(number);
+        self.doubtful.remove(number);
+        let mut woken = std::mem::take(&mut self.spare);
+        self.for_open.serve(self.open.first(), &mut woken);
+        self.for_doubtful.serve(self.doubtful.first(), &mut woken);
+        if self.losses != self.told {
+            self.told = self.losses;
+            self.flushes.line.serve(u64::MAX, &mut woken);
+        }
+        woken
     }
 
     fn lose(&mut self, once: bool, error: impl FnOnce() -> String) {
@@ -101,12 +133,12 @@ impl Syncs {
         state.refused > state.repaired
     }
 
-    /// Wakes who waits, outside the lock, and keeps the list's memory.
-    fn wake(&self, mut wakers: Vec<Waker>) {
-        wakers.drain(..).for_each(Waker::wake);
+    /// Wakes them outside the lock, and keeps the list's memory.
+    fn wake(&self, mut woken: Vec<Waker>) {
+        woken.drain(..).for_each(Waker::wake);
         let mut state = self.state();
-        if state.waiting.capacity() == 0 {
-            state.waiting = wakers;
+        if state.spare.capacity() < woken.capacity() {
+            state.spare = woken;
         }
     }
 
@@ -117,14 +149,28 @@ impl Syncs {
     fn begin_if(&self, state: &mut State) -> Sync<'_> {
         let number = state.next;
         state.next += 1;
-        state.open.push(number);
+        state.open.insert(number);
         Sync { syncs: self, number, losses: state.losses, open: true }
     }
 
-    /// None if it would be refused.
-    fn begin_flush(&self) -> Option<Sync<'_>> {
-        let mut state = self.state();
-        (state.refused <= state.repaired).then(|| self.begin_if(&mut state))
+    /// A flush that has come. None if it would be refused.
+    fn join(&self) -> Option<Joined<'_>> {
+        let state = self.state();
+        let (losses, wanted) = (state.losses, state.flushes.begun + 1);
+        (state.refused <= state.repaired).then_some(Joined {
+            syncs: self,
+            losses,
+            wanted,
+            place: None,
+            leads: false,
+        })
+    }
+
+    /// What a flush that was not carried out by itself fails with.
+    fn failure(&self, size: u64) -> BlockError {
+        let (kind, number) = self.state().failure.unwrap_or((ErrorKind::Lost, None));
+        let source = number.map(std::io::Error::from_raw_os_error);
+        BlockError { source, ..BlockError::new(kind, Operation::Flush, 0, size) }
     }
 
     /// None if there were other losses than those `seen`.
@@ -141,6 +187,8 @@ impl Sync<'_> {
         let wakers = {
             let mut state = self.syncs.state();
             state.lose(once, || error.full_text());
+            let number = error.source.as_ref().and_then(std::io::Error::raw_os_error);
+            state.failure = Some((error.kind, number));
             state.close(self.number)
         };
         self.syncs.wake(wakers);
@@ -148,7 +196,7 @@ impl Sync<'_> {
 
     /// It has failed, perhaps with a loss: those beside it wait for what [`Sync::fail`] or [`Sync::end`] will say.
     fn doubt(&self) {
-        self.syncs.state().doubtful.push(self.number);
+        self.syncs.state().doubtful.insert(self.number);
     }
 
     /// It has failed, and nothing that was there before is lost.
@@ -167,18 +215,121 @@ impl Sync<'_> {
             (state.close(self.number), state.next)
         };
         self.syncs.wake(wakers);
+        let mut waits = Waits { syncs: self.syncs, beside, place: None };
         poll_fn(|cx| {
             let mut state = self.syncs.state();
-            let others = if beside { &state.open } else { &state.doubtful };
-            if others.iter().any(|other| *other < until) {
-                if !state.waiting.iter().any(|waker| waker.will_wake(cx.waker())) {
-                    state.waiting.push(cx.waker().clone());
-                }
+            let first = if beside { state.open.first() } else { state.doubtful.first() };
+            if first < until {
+                line_of(beside, &mut state).wait(&mut waits.place, until, cx.waker());
                 return Poll::Pending;
             }
+            waits.place = None;
             Poll::Ready(state.losses == self.losses)
         })
         .await
+    }
+}
+
+/// One who waits for those beside it.
+struct Waits<'a> {
+    syncs: &'a Syncs,
+    beside: bool,
+    place: Option<Place>,
+}
+
+impl Drop for Waits<'_> {
+    fn drop(&mut self) {
+        if let Some(place) = self.place {
+            line_of(self.beside, &mut self.syncs.state()).leave(place);
+        }
+    }
+}
+
+fn line_of(beside: bool, state: &mut State) -> &mut Line {
+    if beside { &mut state.for_open } else { &mut state.for_doubtful }
+}
+
+/// What a flush that has come is to do.
+enum Turn<'a> {
+    /// It is carried out: it began after it had come.
+    Covered,
+    Failed,
+    /// To carry out the next one, for all who have come so far.
+    Lead(Sync<'a>, u64),
+}
+
+/// A flush that has come.
+struct Joined<'a> {
+    syncs: &'a Syncs,
+    losses: u64,
+    /// The flush that will cover it.
+    wanted: u64,
+    place: Option<Place>,
+    leads: bool,
+}
+
+impl<'a> Joined<'a> {
+    async fn turn(&mut self) -> Turn<'a> {
+        poll_fn(|cx| {
+            let mut state = self.syncs.state();
+            let state = &mut *state;
+            let turn = if state.losses != self.losses {
+                Turn::Failed
+            } else if state.flushes.ended >= self.wanted {
+                Turn::Covered
+            } else if !state.flushes.led {
+                self.leads = true;
+                state.flushes.led = true;
+                state.flushes.begun += 1;
+                Turn::Lead(self.syncs.begin_if(state), state.flushes.begun)
+            } else {
+                state.flushes.line.wait(&mut self.place, self.wanted, cx.waker());
+                return Poll::Pending;
+            };
+            if let Some(place) = self.place.take() {
+                state.flushes.line.leave(place);
+            }
+            Poll::Ready(turn)
+        })
+        .await
+    }
+
+    /// The one that it led went well.
+    fn covers(&self, number: u64) {
+        let woken = {
+            let mut state = self.syncs.state();
+            let mut woken = std::mem::take(&mut state.spare);
+            let flushes = &mut state.flushes;
+            flushes.ended = flushes.ended.max(number);
+            flushes.line.serve(flushes.ended, &mut woken);
+            woken
+        };
+        self.syncs.wake(woken);
+    }
+}
+
+impl Drop for Joined<'_> {
+    /// However it ends, the next one leads.
+    fn drop(&mut self) {
+        if !self.leads && self.place.is_none() {
+            return;
+        }
+        let woken = {
+            let mut state = self.syncs.state();
+            let mut woken = std::mem::take(&mut state.spare);
+            let flushes = &mut state.flushes;
+            if let Some(place) = self.place {
+                flushes.line.leave(place);
+            }
+            if self.leads {
+                flushes.led = false;
+            }
+            if !flushes.led {
+                flushes.line.first(&mut woken);
+            }
+            woken
+        };
+        self.syncs.wake(woken);
     }
 }
 
@@ -188,6 +339,7 @@ impl Drop for Sync<'_> {
             let wakers = {
                 let mut state = self.syncs.state();
                 state.lose(false, || "a flush was given up before its end".to_owned());
+                state.failure = None;
                 state.close(self.number)
             };
             self.syncs.wake(wakers);
@@ -233,7 +385,18 @@ impl Store {
     /// [`Store::flush_rewritten`], or when the store is opened anew.
     pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
         let Some(syncs) = self.syncs() else { return Ok(()) };
-        self.sync(io, syncs.begin_flush()).await
+        let Some(mut joined) = syncs.join() else {
+            return Err(lost(Operation::Flush, 0, self.size()));
+        };
+        match joined.turn().await {
+            Turn::Covered => Ok(()),
+            Turn::Failed => Err(syncs.failure(self.size())),
+            Turn::Lead(sync, number) => {
+                self.sync(io, Some(sync)).await?;
+                joined.covers(number);
+                Ok(())
+            }
+        }
     }
 
     /// As [`Store::flush`], by a caller who, since [`Store::losses`] was `seen`, has written all again that
@@ -329,5 +492,56 @@ impl Store {
                 Store::Nbd(_) | Store::Memory(_) | Store::Null(_) => false,
             };
         (lossless, buf)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::{Pin, pin};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::{Context, Wake};
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Bell(AtomicUsize);
+
+    impl Wake for Bell {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn poll<T>(future: Pin<&mut impl Future<Output = T>>, bell: &Arc<Bell>) -> Poll<T> {
+        future.poll(&mut Context::from_waker(&Waker::from(bell.clone())))
+    }
+
+    #[test]
+    fn syncs_that_wait_for_those_beside_them_are_woken_once() {
+        const MANY: usize = 1000;
+        let syncs = Syncs::default();
+        let bell = Arc::new(Bell::default());
+        let mut begun: Vec<_> = (0..MANY).map(|_| syncs.begin()).collect();
+        let first = begun.remove(0);
+        let mut waiting: Vec<_> =
+            begun.into_iter().rev().map(|sync| Box::pin(sync.succeed(true))).collect();
+        for future in &mut waiting {
+            assert!(poll(future.as_mut(), &bell).is_pending());
+        }
+        // One that is polled without having been woken, and one that is given up.
+        assert!(poll(waiting[7].as_mut(), &bell).is_pending());
+        drop(waiting.remove(100));
+        let late = syncs.begin();
+        let mut first = pin!(first.succeed(true));
+        assert_eq!(bell.0.load(Ordering::Relaxed), 0, "what they wait for is under way");
+        assert!(poll(first.as_mut(), &bell).is_pending(), "one began before it ended");
+        assert_eq!(bell.0.load(Ordering::Relaxed), MANY - 2);
+        for mut future in waiting {
+            assert_eq!(poll(future.as_mut(), &bell), Poll::Ready(true));
+        }
+        drop(late);
+        assert_eq!(bell.0.load(Ordering::Relaxed), MANY - 1);
+        assert_eq!(poll(first.as_mut(), &bell), Poll::Ready(false), "that was a loss");
     }
 }

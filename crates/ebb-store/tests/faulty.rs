@@ -236,3 +236,149 @@ fn of_a_flush_that_was_given_up_the_worst_is_assumed() {
         assert_eq!(store.flush(&io).await.unwrap_err().kind, ErrorKind::Lost);
     });
 }
+
+/// Its result, and how often it was polled for that.
+async fn polls<T>(future: impl Future<Output = T>) -> (T, u64) {
+    let (mut future, mut count) = (std::pin::pin!(future), 0);
+    std::future::poll_fn(|cx| {
+        count += 1;
+        future.as_mut().poll(cx).map(|result| (result, count))
+    })
+    .await
+}
+
+/// Lets everything go that hangs, also what hangs only then.
+async fn release_all(io: &Io, test: &TestStore, mut done: impl FnMut() -> bool) {
+    while !done() {
+        test.release();
+        io.yield_now().await;
+    }
+}
+
+const MANY: u64 = 2000;
+
+#[test]
+fn flushes_that_come_together_are_carried_out_together() {
+    play(11, |io, test, store| async move {
+        assert!(write(&io, &store, 0, 4096, 1, false).await);
+        test.hang_only(&[Operation::Flush]);
+        let flush = |byte: u8| {
+            let (own, store) = (io.clone(), store.clone());
+            io.spawn(async move {
+                // Acknowledged before the flush is asked for.
+                assert!(write(&own, &store, 65536, 512, byte, false).await);
+                polls(store.flush(&own)).await
+            })
+        };
+        let first = flush(2);
+        while test.hanging() == 0 {
+            io.yield_now().await;
+        }
+        let later: Vec<_> = (0..MANY).map(|_| flush(3)).collect();
+        while test.writes.load(Ordering::Relaxed) < MANY + 2 {
+            io.yield_now().await;
+        }
+        // Given up before they began: that is nobody's loss.
+        let (own, other) = (io.clone(), store.clone());
+        let gone = io.spawn(async move { other.flush(&own).await });
+        io.yield_now().await;
+        drop(gone);
+        assert!(!first.is_finished() && later.iter().all(|task| !task.is_finished()));
+        assert_eq!(test.flushes.load(Ordering::Relaxed), 1, "the others wait for the next");
+        test.release();
+        let mut count = first.await.1;
+        for task in later {
+            let (result, polls) = task.await;
+            result.unwrap();
+            count += polls;
+        }
+        assert!(count <= 4 * MANY, "{count} polls for {MANY} flushes");
+        assert_eq!(test.flushes.load(Ordering::Relaxed), 2);
+        assert_eq!(sectors_with(&test.stable_bytes(), 3), 1, "each covers what came before it");
+        assert_eq!(store.losses(), 0);
+        store.flush(&io).await.unwrap();
+        assert_eq!(test.flushes.load(Ordering::Relaxed), 3);
+    });
+}
+
+/// What is under way fails, or is given up: so does all that has come since, and nothing is asked of the disk.
+#[test]
+fn flushes_that_wait_fail_with_the_one_before_them() {
+    for given_up in [false, true] {
+        play(13, move |io, test, store| async move {
+            assert!(write(&io, &store, 0, 4096, 1, false).await);
+            test.hang_only(&[Operation::Flush]);
+            let flush = || {
+                let (own, store) = (io.clone(), store.clone());
+                io.spawn(async move { store.flush(&own).await })
+            };
+            let first = flush();
+            while test.hanging() == 0 {
+                io.yield_now().await;
+            }
+            let later: Vec<_> = (0..50).map(|_| flush()).collect();
+            io.yield_now().await;
+            if given_up {
+                drop(first);
+            } else {
+                test.lose();
+                test.release();
+                assert_eq!(first.await.unwrap_err().kind, ErrorKind::Io);
+            }
+            for task in later {
+                let kind = task.await.unwrap_err().kind;
+                assert_eq!(kind, if given_up { ErrorKind::Lost } else { ErrorKind::Io });
+            }
+            assert_eq!(test.flushes.load(Ordering::Relaxed), 1);
+            assert_eq!(store.losses(), 1);
+            assert_eq!(store.flush(&io).await.unwrap_err().kind, ErrorKind::Lost);
+        });
+    }
+}
+
+/// Those who wait are given up at any moment: another one goes on in their place.
+#[test]
+fn a_flush_that_is_given_up_while_it_waits_holds_up_no_other() {
+    for seed in 0..40u64 {
+        play(seed, move |io, test, store| async move {
+            test.hang_only(&[Operation::Flush, Operation::Write]);
+            let (own, other) = (io.clone(), store.clone());
+            let fua = io.spawn(async move { write(&own, &other, 0, 512, 1, true).await });
+            let mut tasks: Vec<_> = (0..8)
+                .map(|_| {
+                    let (own, store) = (io.clone(), store.clone());
+                    io.spawn(async move { store.flush(&own).await.is_ok() })
+                })
+                .collect();
+            while test.hanging() < 2 {
+                io.yield_now().await;
+            }
+            // The first is under way; it is left alone.
+            let mut random = seed;
+            while tasks.len() > 3 {
+                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                let number = 1 + usize::try_from(random >> 33).unwrap() % (tasks.len() - 1);
+                drop(tasks.remove(number));
+                if random & (1 << 20) > 0 {
+                    test.release();
+                    io.yield_now().await;
+                    test.hang_only(&[Operation::Flush, Operation::Write]);
+                }
+            }
+            let mut went = 0;
+            let (own, released) = (io.clone(), test.clone());
+            let done = std::rc::Rc::new(std::cell::Cell::new(false));
+            let seen = done.clone();
+            let releaser =
+                io.spawn(async move { release_all(&own, &released, || seen.get()).await });
+            for task in tasks {
+                went += u64::from(task.await);
+            }
+            let _ = fua.await;
+            done.set(true);
+            releaser.await;
+            // One that was under way when it was given up is a loss; else all goes well.
+            assert!(went == 3 || store.losses() > 0, "{went}");
+        });
+    }
+}
