@@ -58,6 +58,14 @@ impl<'a> Op<'a> {
         Op { io, entry, class, parts, file, ticket: 0, key: None, eager: false, before: None }
     }
 
+    /// The length and the message of one that was given a message.
+    async fn with_its_message(self) -> (io::Result<usize>, Box<Gather>) {
+        match self.await {
+            (result, Hold::Gather(message)) => (length(result), message),
+            _ => unreachable!("an operation returns the memory it was given"),
+        }
+    }
+
     /// The length and the buffer of one that was given a buffer.
     async fn with_its_buf(self) -> (io::Result<usize>, Buf) {
         match self.await {
@@ -261,10 +269,7 @@ impl Io {
         let eager = message.remaining() >= EAGER_BYTES;
         let mut op = Op::new(self, entry, Class::Storage, Hold::Gather(message), fd);
         op.eager = eager;
-        match op.await {
-            (result, Hold::Gather(message)) => (length(result), message),
-            _ => unreachable!("an operation returns the memory it was given"),
-        }
+        op.with_its_message().await
     }
 
     /// Makes written data stable (`fdatasync`).
@@ -327,10 +332,7 @@ impl Io {
         let entry = opcode::SendMsg::new(raw(fd), message.message())
             .flags(libc::MSG_NOSIGNAL.cast_unsigned() | libc::MSG_WAITALL.cast_unsigned())
             .build();
-        match Op::new(self, entry, Class::Wait, Hold::Gather(message), fd).await {
-            (result, Hold::Gather(message)) => (length(result), message),
-            _ => unreachable!("an operation returns the memory it was given"),
-        }
+        Op::new(self, entry, Class::Wait, Hold::Gather(message), fd).with_its_message().await
     }
 
     /// Accepts a connection.

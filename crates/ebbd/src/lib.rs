@@ -17,6 +17,7 @@ pub mod daemon;
 pub mod engine;
 mod guests;
 pub mod listener;
+pub mod log;
 pub mod man;
 pub mod metrics;
 mod outages;

@@ -5,11 +5,14 @@
 
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
+use std::sync::OnceLock;
 
+use anyhow::Context;
 use clap::Parser;
 use ebbd::cli::{self, Cli, Command, ServeArgs};
 use ebbd::client::{self, ClientError};
 use ebbd::config::{Config, ConfigError, LogLevel};
+use ebbd::log::Log;
 use ebbd::{check, daemon, man, params, xen};
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::prelude::*;
@@ -35,15 +38,30 @@ fn main() -> ExitCode {
         Command::Man { parameters: Some(out), .. } => params::pages::write_pages(&out),
         Command::Man { out, .. } => man::write_pages(&out),
     };
-    match outcome {
+    let code = match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // If stderr is gone, too, there is nobody to tell.
-            let _ = writeln!(io::stderr().lock(), "ebbd: {error:#}");
+            report(&format!("ebbd: {error:#}\n"));
             let refused = error.downcast_ref::<ClientError>().is_some_and(ClientError::is_usage);
             let mistake = error.is::<ConfigError>() || error.is::<check::CheckFailed>();
             ExitCode::from(if refused || mistake { 2 } else { 1 })
         }
+    };
+    if let Some(log) = LOG.get() {
+        log.finish();
+    }
+    code
+}
+
+/// The log of a daemon.
+static LOG: OnceLock<Log> = OnceLock::new();
+
+/// To standard error; in a daemon behind the lines of the log, and without waiting for who reads it.
+fn report(text: &str) {
+    match LOG.get() {
+        Some(log) => log.line(text.as_bytes()),
+        // If stderr is gone, too, there is nobody to tell.
+        None => drop(io::stderr().lock().write_all(text.as_bytes())),
     }
 }
 
@@ -96,7 +114,8 @@ fn serve(args: ServeArgs) -> anyhow::Result<()> {
     let signals = if args.check { None } else { Some(daemon::EarlySignals::watch()?) };
     let inherited = sd_notify::listen_fds()?.len();
     let config = Config::load(args.config.as_deref(), &args.overrides(inherited))?;
-    let set_log_level = start_log(config.log);
+    let set_log_level =
+        start_log(config.log).context("cannot start the log's thread: raise TasksMax")?;
     let Some(signals) = signals else {
         let mut said = Ok(());
         check::check(&config, |line| said = print(format!("{line}\n").as_bytes()))?;
@@ -105,15 +124,17 @@ fn serve(args: ServeArgs) -> anyhow::Result<()> {
     daemon::serve(&config, args, set_log_level, &signals)
 }
 
-fn start_log(level: LogLevel) -> daemon::SetLogLevel {
+fn start_log(level: LogLevel) -> io::Result<daemon::SetLogLevel> {
+    let log = Log::start(io::stderr())?;
+    let log = LOG.get_or_init(|| log);
     let (filter, handle) = reload::Layer::new(level_filter(level));
     let lines = tracing_subscriber::fmt::layer()
-        .with_writer(io::stderr)
+        .with_writer(log.clone())
         .with_ansi(io::stderr().is_terminal())
         .with_target(false);
     tracing_subscriber::registry().with(lines.with_filter(filter)).init();
     // The filter lives as long as the process.
-    Box::new(move |level| drop(handle.reload(level_filter(level))))
+    Ok(Box::new(move |level| drop(handle.reload(level_filter(level)))))
 }
 
 fn level_filter(level: LogLevel) -> LevelFilter {

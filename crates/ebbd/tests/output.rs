@@ -1,9 +1,13 @@
-//! What the program says on its standard output, when that is full.
+//! What the program says on its standard output and error, when they are full or not read.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::fs::File;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 fn run(arguments: &[&str], stdout: Stdio) -> Output {
     let program = env!("CARGO_BIN_EXE_ebbd");
@@ -31,4 +35,60 @@ fn what_cannot_be_written_is_a_failure() {
     // A mistake is a mistake wherever the output goes.
     let full = File::options().write(true).open("/dev/full").unwrap();
     assert_eq!(run(&["--nonsense"], full.into()).status.code(), Some(2));
+}
+
+/// A client logs in, reads a sector and leaves.
+fn read_a_sector(socket: &Path) -> std::io::Result<()> {
+    let mut stream = UnixStream::connect(socket)?;
+    // For hangs only.
+    stream.set_read_timeout(Some(Duration::from_secs(90)))?;
+    let mut greeting = [0; 18];
+    stream.read_exact(&mut greeting)?;
+    // NBD_FLAG_C_FIXED_NEWSTYLE and NBD_FLAG_C_NO_ZEROES, then NBD_OPT_EXPORT_NAME.
+    let hello = [&3u32.to_be_bytes()[..], b"IHAVEOPT", &1u32.to_be_bytes(), &4u32.to_be_bytes()];
+    stream.write_all(&[&hello.concat()[..], b"disk"].concat())?;
+    stream.read_exact(&mut [0; 10])?;
+    let mut request = [0; 28];
+    request[..4].copy_from_slice(&0x2560_9513_u32.to_be_bytes());
+    request[24..].copy_from_slice(&512u32.to_be_bytes());
+    stream.write_all(&request)?;
+    let mut reply = [0; 16 + 512];
+    stream.read_exact(&mut reply)?;
+    assert_eq!(reply[4..8], [0; 4], "an error");
+    Ok(())
+}
+
+/// Standard error is a pipe that is never read, and holds far less than what is logged.
+#[test]
+fn a_log_that_is_not_read_holds_up_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("s");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_ebbd"))
+        .args(["serve", "--log", "debug", "--volume", "disk=memory:1M", "--listen"])
+        .arg(format!("unix:{}", socket.display()))
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let deadline = Instant::now() + Duration::from_secs(90);
+    while UnixStream::connect(&socket).is_err() {
+        assert!(child.try_wait().unwrap().is_none() && Instant::now() < deadline, "no start");
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
+    for number in 0..3000 {
+        read_a_sector(&socket).unwrap_or_else(|error| panic!("client {number}: {error}"));
+    }
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(90);
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        if Instant::now() > deadline {
+            child.kill().unwrap();
+            panic!("SIGTERM has no effect");
+        }
+        std::thread::park_timeout(Duration::from_millis(5));
+    };
+    assert_eq!(status.code(), Some(0));
 }
