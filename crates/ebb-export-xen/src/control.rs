@@ -157,14 +157,22 @@ impl Control {
         [sizes, look].into_iter().flatten().min()
     }
 
+    /// Whether xenstore or another thread has something new, so that a turn is due whatever the time is.
+    pub fn has_news(&self) -> bool {
+        self.wait_for(Some(Duration::ZERO))
+    }
+
     /// Waits until it is time for a turn.
     fn wait(&self, until: Option<Instant>) {
-        let timeout = until.map(|until| {
-            let span = until.saturating_duration_since(ebb_mem::clock::now());
-            rustix::time::Timespec {
-                tv_sec: i64::try_from(span.as_secs()).unwrap_or(i64::MAX),
-                tv_nsec: span.subsec_nanos().into(),
-            }
+        let span = until.map(|until| until.saturating_duration_since(ebb_mem::clock::now()));
+        self.wait_for(span);
+    }
+
+    /// Waits for news, for so long at most; true if there are some.
+    fn wait_for(&self, span: Option<Duration>) -> bool {
+        let timeout = span.map(|span| rustix::time::Timespec {
+            tv_sec: i64::try_from(span.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: span.subsec_nanos().into(),
         });
         let bell = PollFd::from_borrowed_fd(self.mailbox.bell(), PollFlags::IN);
         let fd = self.store.fd();
@@ -172,7 +180,7 @@ impl Control {
         let mut fds = [bell, store];
         let count = if self.broken { 1 } else { 2 };
         // Interrupted or not, everything is looked at next.
-        let _ = poll(&mut fds[..count], timeout.as_ref());
+        poll(&mut fds[..count], timeout.as_ref()).is_ok_and(|ready| ready > 0)
     }
 
     fn kind_path(&self, kind: &str) -> String {

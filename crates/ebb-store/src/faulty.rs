@@ -123,6 +123,11 @@ impl TestStore {
         TestStore::open(self.disk.clone())
     }
 
+    /// Which disk it is, however often it is opened.
+    pub(crate) fn number(&self) -> u64 {
+        self.disk.number
+    }
+
     pub(crate) fn watched(&self) -> &Watched {
         &self.watched
     }
@@ -139,6 +144,8 @@ impl TestStore {
 /// See the module.
 #[derive(Debug)]
 pub struct Disk {
+    /// No other disk of this process has it.
+    number: u64,
     bytes: Mutex<Bytes>,
     random: Random,
     hold: Hold,
@@ -186,7 +193,9 @@ fn place(offset: u64) -> usize {
 
 impl Disk {
     fn new(size: u64, seed: u64) -> Disk {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
         Disk {
+            number: NEXT.fetch_add(1, Ordering::Relaxed),
             bytes: Mutex::new(Bytes::new(place(size))),
             random: Random(AtomicU64::new(seed)),
             hold: Hold::default(),

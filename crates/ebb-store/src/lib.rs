@@ -169,7 +169,7 @@ impl Store {
             Store::Null(_) => Identity::of_key("null".to_owned()),
             Store::Nbd(s) => s.identity(),
             #[cfg(feature = "test-store")]
-            Store::Test(s) => Identity::of_key(format!("test {:p}", std::sync::Arc::as_ptr(s))),
+            Store::Test(s) => Identity::of_key(format!("test {}", s.number())),
         }
     }
 

@@ -171,7 +171,7 @@ pub fn serve(
             let backend =
                 crate::xen::serve(&server, &parameters, workers.clone(), grants, &engine)?;
             let figures = backend.figures();
-            engine.guests().set(backend);
+            engine.serve_guests(backend);
             Some(figures)
         }
         false => None,
@@ -527,7 +527,7 @@ impl Daemon {
                 _ => {}
             }
         };
-        self.engine.guests().end();
+        self.engine.end_guests();
         if report.is_clean() {
             tracing::info!("stopped: all volumes flushed");
             return Ok(());

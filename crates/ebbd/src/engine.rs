@@ -185,9 +185,14 @@ impl Engine {
         crate::answers::shrink(grants, state);
     }
 
-    /// Xen guests that are served, too.
-    pub(crate) fn guests(&self) -> &Guests {
-        &self.guests
+    /// Serves Xen guests through this backend, too.
+    pub fn serve_guests(&self, backend: ebb_export_xen::Backend) {
+        self.guests.set(backend);
+    }
+
+    /// Ends the backend of the guests, after [`Engine::stop`]. Blocks, but not for long.
+    pub fn end_guests(&self) {
+        self.guests.end();
     }
 
     /// Begins to open all volumes of `config`, side by side, and offers each as soon as it is opened. Returns when all

@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 
 use ebb_cache::{Cache, CacheOptions, Keeper};
 use ebb_export_nbd::{Limits, Server, Tls};
-use ebb_export_xen::XenParameters;
+use ebb_export_xen::shm::World as Machine;
+use ebb_export_xen::{Backend, Control, Figures, Options, Turn, XenParameters};
 use ebb_io::fd_from;
 use ebb_io::sim::SimWorker;
 use ebb_mem::Memory;
@@ -74,6 +75,8 @@ pub(crate) struct Wanted {
     pub(crate) mode: Mode,
     /// The backing device it shares, if it does.
     pub(crate) bdi: Option<String>,
+    /// Xen guests and NBD clients write to it at the same time.
+    pub(crate) shared: bool,
 }
 
 /// The file that the daemon reads.
@@ -83,7 +86,7 @@ fn configuration(settings: &Settings, volumes: &[Wanted]) -> Config {
     let mut text = format!(
         "listen = [\"unix:/world.sock\"]\ncache_max = \"{cache_max}\"\ncache_min = \"{cache_min}\"\n"
     );
-    for Wanted { name, place, mode, bdi } in volumes {
+    for Wanted { name, place, mode, bdi, shared } in volumes {
         let store = match place {
             Place::Disk(_) => format!("file:/world/{name}"),
             Place::Memory(size) => format!("memory:{size}"),
@@ -94,6 +97,9 @@ fn configuration(settings: &Settings, volumes: &[Wanted]) -> Config {
         let _ = write!(text, "[volume.{name}]\nstore = \"{store}\"\ncache = \"{mode}\"\n");
         if let (Some(bdi), Mode::Writeback) = (bdi, mode) {
             let _ = writeln!(text, "bdi = \"{bdi}\"");
+        }
+        if *shared {
+            text.push_str("shared = true\n");
         }
     }
     Config::parse(&text, Path::new("world.toml"), &Overrides::default()).unwrap()
@@ -195,6 +201,14 @@ impl Opener for OpenDisks {
     }
 }
 
+/// What a daemon finds of Xen.
+#[derive(Clone)]
+pub(crate) struct Xen {
+    pub(crate) machine: Machine,
+    /// Where journals are.
+    pub(crate) journals: PathBuf,
+}
+
 /// What became of something that was asked of the worker.
 pub(crate) type Later<T> = Rc<RefCell<Option<T>>>;
 
@@ -215,6 +229,12 @@ pub(crate) struct Daemon {
     keep_at: Instant,
     tick_at: Instant,
     advise_at: Option<Instant>,
+    /// What it finds of Xen, if it serves guests: it does once its volumes were tried once, and then this is taken.
+    xen: Option<Xen>,
+    tried: Later<()>,
+    control: Option<Control>,
+    figures: Option<Figures>,
+    control_at: Option<Instant>,
 }
 
 /// What must be gone when a daemon is.
@@ -244,6 +264,7 @@ impl Daemon {
         settings: Settings,
         volumes: &[Wanted],
         disks: &Arc<Disks>,
+        xen: Option<Xen>,
         now: Instant,
     ) -> Daemon {
         static NEXT: AtomicU64 = AtomicU64::new(0);
@@ -277,7 +298,7 @@ impl Daemon {
         let (serving, socket, handles) = (server.clone(), fd_from(listener), vec![worker.handle()]);
         let io = worker.io().clone();
         worker.io().spawn(async move { serving.listen(io, socket, handles).await }).detach();
-        let daemon = Daemon {
+        let mut daemon = Daemon {
             worker,
             server,
             engine,
@@ -292,9 +313,14 @@ impl Daemon {
             keep_at: now + KEEPER,
             tick_at: now + TICK,
             advise_at: None,
+            xen,
+            tried: Later::default(),
+            control: None,
+            figures: None,
+            control_at: None,
         };
         let engine = daemon.engine.clone();
-        daemon.ask(|io| async move { engine.start(&io, config, None).await });
+        daemon.tried = daemon.ask(|io| async move { engine.start(&io, config, None).await });
         daemon
     }
 
@@ -336,7 +362,8 @@ impl Daemon {
 
     /// A turn of each thread it would have. False if none had anything to do.
     pub(crate) fn turn(&mut self, now: Instant) -> bool {
-        let mut busy = self.worker.turn();
+        let mut busy = self.turn_xen(now);
+        busy |= self.worker.turn();
         if now >= self.keep_at {
             self.keeper.turn(&self.cache, now);
             self.keep_at = now + KEEPER;
@@ -354,10 +381,56 @@ impl Daemon {
         busy
     }
 
+    /// A turn of the thread that speaks to xenstore, if there is something for it to do.
+    fn turn_xen(&mut self, now: Instant) -> bool {
+        if self.tried.borrow().is_some()
+            && let Some(xen) = self.xen.take()
+        {
+            self.serve_guests(xen);
+            self.control_at = Some(now);
+        }
+        let Some(control) = &mut self.control else { return false };
+        if self.control_at.is_none_or(|at| at > now) && !control.has_news() {
+            return false;
+        }
+        match control.turn(now) {
+            Turn::Wait(until) => self.control_at = until,
+            Turn::Ended => (self.control, self.control_at) = (None, None),
+        }
+        true
+    }
+
+    /// As `ebbd` does.
+    fn serve_guests(&mut self, xen: Xen) {
+        let (server, parameters) = (self.server.clone(), self.parameters.clone());
+        let lookup = move |name: &str| {
+            let volume = server.volume(name)?;
+            Some((volume, parameters.pool(Some(name))))
+        };
+        let workers = vec![self.worker.handle()];
+        let mut options = Options::new(Arc::new(xen.machine), workers, Arc::new(lookup));
+        options.parameters = self.grants.clone();
+        let engine = Arc::downgrade(&self.engine);
+        options.awaited =
+            Arc::new(move |name| engine.upgrade().is_some_and(|engine| engine.awaits(name)));
+        options.journals = Some(xen.journals);
+        let (backend, control) = Backend::prepare(options).unwrap();
+        self.figures = Some(backend.figures());
+        self.control = Some(control);
+        self.engine.serve_guests(backend);
+    }
+
+    /// Whether a disk of this guest is served, and not being wound up; or is served at all.
+    pub(crate) fn serves_guest(&self, guest: u16) -> (bool, bool) {
+        let disks = self.figures.as_ref().map(Figures::read).unwrap_or_default();
+        let of_this: Vec<_> = disks.iter().filter(|disk| disk.guest == guest).collect();
+        (of_this.iter().any(|disk| !disk.closing), !of_this.is_empty())
+    }
+
     /// When it wants a turn if nothing happens.
     pub(crate) fn wants(&self) -> Instant {
         let own = [Some(self.keep_at), Some(self.tick_at), self.advise_at];
-        let all = own.into_iter().chain([self.worker.next_deadline()]);
+        let all = own.into_iter().chain([self.worker.next_deadline(), self.control_at]);
         all.flatten().min().unwrap_or(self.keep_at)
     }
 

@@ -14,6 +14,7 @@
 
 mod client;
 mod daemon;
+mod guest;
 mod oracle;
 mod random;
 mod remote;
@@ -88,13 +89,16 @@ fn some_worlds(part: u64, parts: u64) {
         }
     }
     println!(
-        "TOTAL {done} {failed} {} {} {} {} {} {}",
+        "TOTAL {done} {failed} {} {} {} {} {} {} {} {} {}",
         total.requests,
         total.succeeded,
         total.checked,
         total.lives,
         total.simulated.as_millis(),
-        total.slowest.as_millis()
+        total.slowest.as_millis(),
+        total.guests,
+        total.handed_over,
+        total.deprived
     );
 }
 
@@ -127,7 +131,7 @@ fn worlds_keep_their_promises() {
                 .unwrap()
         })
         .collect();
-    let mut sums = [0; 8];
+    let mut sums = [0; 11];
     for mut child in children {
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let mut told = false;
@@ -144,14 +148,18 @@ fn worlds_keep_their_promises() {
         }
         assert!(child.wait().unwrap().success() && told, "a part of the worlds ended early");
     }
-    let [worlds, failed, requests, succeeded, sectors, lives, simulated, _] = sums;
+    let [worlds, failed, requests, succeeded, sectors, lives, simulated, _, rest @ ..] = sums;
+    let [guests, handed_over, deprived] = rest;
     println!(
         "{worlds} worlds in {:?}: {requests} requests, {succeeded} with success, {sectors} sectors \
-         compared, {lives} lives, {} s simulated",
+         compared, {lives} lives, {} s simulated; {guests} requests of Xen guests, which {handed_over} times had some \
+         under way and {deprived} times data in memory only when their daemon was gone",
         begun.elapsed(),
         simulated / 1000
     );
     assert_eq!(failed, 0, "worlds that failed: run one with EBBD_WORLD_SEED=…");
+    let many = worlds >= 1_000;
+    assert!(!many || guests.min(handed_over).min(deprived) > 0, "guests that do hardly anything");
     assert!(requests >= worlds * REQUESTS * 9 / 10, "worlds in which hardly anything happens");
 }
 

@@ -80,6 +80,12 @@ pub(crate) struct Writing {
     begun: u64,
 }
 
+impl Writing {
+    pub(crate) fn is_discard(&self) -> bool {
+        self.change == Change::Discard
+    }
+}
+
 /// See the module.
 pub(crate) struct Oracle {
     name: String,

@@ -5,6 +5,7 @@
 
 mod ends;
 mod events;
+mod guests;
 mod remotes;
 
 use std::sync::atomic::Ordering;
@@ -16,8 +17,10 @@ use ebb_store::TestStore;
 use ebb_volume::{Mode, Volume};
 
 use self::events::{EVENTS, Event};
+use self::guests::{Berth, Grave};
 use crate::client::{Client, Manner, Turn};
-use crate::daemon::{Daemon, Disks, Later, Place, Settings, Wanted};
+use crate::daemon::{Daemon, Disks, Later, Place, Settings, Wanted, Xen};
+use crate::guest::Guest;
 use crate::oracle::{Oracle, SECTOR, Writing};
 use crate::random::Random;
 use crate::remote::Remote;
@@ -29,6 +32,10 @@ const BOUND: Duration = Duration::from_secs(5);
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Turns without the clock being moved, at most: more is a loop.
 const TURNS: u64 = 200_000;
+
+/// Turns until a world goes on to its end, however little was answered: some have events so often that it takes them
+/// long in real time to come to the end of their clock.
+const TURNS_MOST: u64 = 200_000;
 
 /// A volume, its disk, and what is known of it.
 struct Site {
@@ -133,6 +140,11 @@ struct Seat {
 pub(crate) struct Outcome {
     pub(crate) requests: u64,
     pub(crate) succeeded: u64,
+    /// Of the requests those of Xen guests; guests that had some under way, or acknowledged writes in memory only, when
+    /// their daemon was gone.
+    pub(crate) guests: u64,
+    pub(crate) handed_over: u64,
+    pub(crate) deprived: u64,
     pub(crate) checked: u64,
     pub(crate) lives: u64,
     pub(crate) hash: u64,
@@ -144,6 +156,9 @@ impl Outcome {
     pub(crate) fn add(&mut self, other: &Outcome) {
         self.requests += other.requests;
         self.succeeded += other.succeeded;
+        self.guests += other.guests;
+        self.handed_over += other.handed_over;
+        self.deprived += other.deprived;
         self.checked += other.checked;
         self.lives += other.lives;
         self.simulated += other.simulated;
@@ -158,6 +173,12 @@ pub(crate) struct World {
     now: Instant,
     sites: Vec<Site>,
     seats: Vec<Seat>,
+    /// Xen, if guests use it, and where they are.
+    xen: Option<Xen>,
+    berths: Vec<Berth>,
+    graves: Vec<Grave>,
+    /// The number of the next guest.
+    next_guest: u16,
     daemon: Option<Daemon>,
     disks: Arc<Disks>,
     events: Vec<(Event, u64)>,
@@ -168,6 +189,8 @@ pub(crate) struct World {
     pub(crate) trace: Trace,
     outcome: Outcome,
     turns: u64,
+    /// Turns of all of it.
+    all_turns: u64,
 }
 
 impl World {
@@ -176,7 +199,8 @@ impl World {
         let begin = Instant::now();
         clock::set(Some(begin));
         ebb_io::sim::set_order(Some(random.next()));
-        let sites: Vec<Site> = (0..random.between(1, 4)).map(|n| site(n, &mut random)).collect();
+        let mut sites: Vec<Site> =
+            (0..random.between(1, 4)).map(|n| site(n, &mut random)).collect();
         let disks = Arc::<Disks>::default();
         sites.iter().for_each(|site| disks.put(&site.config.name, &site.config.place));
         let mut seats = Vec::new();
@@ -187,7 +211,10 @@ impl World {
         }
         remotes::give_turns_in_handshakes(&sites);
         // Each world knows some of the events only: what is rare meets what is rare in some of them.
-        let events: Vec<_> = EVENTS.into_iter().filter(|_| random.chance(60)).collect();
+        let mut events: Vec<_> = EVENTS.into_iter().filter(|_| random.chance(60)).collect();
+        let berths = guests::draw(seed, &mut sites, begin);
+        let xen = (!berths.is_empty()).then(guests::host);
+        events.extend(xen.iter().map(|_| (Event::Guest, 15)));
         let event_every = random.pick(&[200, 2_000, 20_000, 200_000]);
         let trace = Trace::new(words);
         let mut world = World {
@@ -195,6 +222,10 @@ impl World {
             now: begin,
             sites,
             seats,
+            xen,
+            berths,
+            graves: Vec::new(),
+            next_guest: 1,
             daemon: None,
             disks,
             events,
@@ -204,6 +235,7 @@ impl World {
             trace,
             outcome: Outcome::default(),
             turns: 0,
+            all_turns: 0,
             random,
         };
         world.start();
@@ -226,7 +258,7 @@ impl World {
     pub(crate) fn run(&mut self, requests: u64) -> Result<Outcome, String> {
         // A world in which hardly anything is answered ends by its clock.
         let end = self.begin + Duration::from_secs(300);
-        while self.outcome.requests < requests && self.now < end {
+        while self.outcome.requests < requests && self.now < end && self.all_turns < TURNS_MOST {
             self.turn()?;
         }
         self.note(format_args!("calm"));
@@ -239,6 +271,7 @@ impl World {
         }
         self.start();
         self.look_at_all()?;
+        self.end_guests()?;
         self.stop()?;
         for site in &self.sites {
             self.outcome.checked += site.oracle.checked;
@@ -264,7 +297,8 @@ impl World {
         }
         self.note(format_args!("start {settings:?}"));
         let volumes = self.listed();
-        self.daemon = Some(Daemon::start(settings, &volumes, &self.disks, self.now));
+        self.daemon =
+            Some(Daemon::start(settings, &volumes, &self.disks, self.xen.clone(), self.now));
         self.outcome.lives += 1;
         for site in &mut self.sites {
             (site.hung, site.changed) = (site.hangs, None);
@@ -288,6 +322,7 @@ impl World {
 
     /// Everybody has a turn; time goes on.
     fn turn(&mut self) -> Result<(), String> {
+        self.all_turns += 1;
         if !self.calm && self.now >= self.event_at {
             self.befall()?;
             let pause = self.random.between(1, 2 * self.event_every);
@@ -300,12 +335,15 @@ impl World {
             site.notice();
         }
         self.end_resizes(false);
+        // First: a volume that was replaced has answered them before.
+        self.hear_guests()?;
         self.look_at_volumes();
         self.bury();
         let first = self.random.index(self.seats.len());
         for at in 0..self.seats.len() {
             busy |= self.serve((first + at) % self.seats.len())?;
         }
+        busy |= self.serve_guests()?;
         self.pass_time(busy)
     }
 
@@ -357,7 +395,11 @@ impl World {
             });
             let event = (!self.calm).then_some(self.event_at);
             let remotes = self.sites.iter().filter_map(|site| site.remote()?.wants());
-            let next = clients.chain(daemon).chain(remotes).chain(event).min();
+            let guests = self.berths.iter().filter_map(|berth| match &berth.guest {
+                Some(guest) => guest.wants(),
+                None => (!self.calm).then_some(berth.again),
+            });
+            let next = clients.chain(guests).chain(daemon).chain(remotes).chain(event).min();
             self.now = next.map_or(self.now + step, |next| next.max(self.now + step));
         }
         clock::set(Some(self.now));
@@ -422,8 +464,10 @@ impl World {
 
     fn describe(&self) -> String {
         let clients = self.seats.iter().filter_map(|seat| seat.client.as_ref());
-        let clients: Vec<String> = clients.map(Client::describe).collect();
-        clients.join("; ")
+        let guests = self.berths.iter().filter_map(|berth| berth.guest.as_ref());
+        let all: Vec<String> =
+            clients.map(Client::describe).chain(guests.map(Guest::describe)).collect();
+        all.join("; ")
     }
 
     /// Notices volumes that were replaced: what was acknowledged before that was asked for is stable.
@@ -500,7 +544,7 @@ fn site(number: u64, random: &mut Random) -> Site {
     };
     let oracle = Oracle::new(&name, sectors);
     let bdi = random.chance(30).then(|| "shared".to_owned());
-    let config = Wanted { name, place, mode, bdi };
+    let config = Wanted { name, place, mode, bdi, shared: false };
     Site {
         config,
         oracle,
@@ -526,6 +570,9 @@ fn site(number: u64, random: &mut Random) -> Site {
 impl Drop for World {
     fn drop(&mut self) {
         self.daemon = None;
+        if let Some(xen) = &self.xen {
+            let _ = std::fs::remove_dir_all(&xen.journals);
+        }
         ebb_io::sim::set_order(None);
         ebb_store::set_peer(None);
         clock::set(None);

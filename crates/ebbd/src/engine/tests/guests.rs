@@ -35,7 +35,7 @@ fn a_guest_keeps_its_disk_through_a_reload_that_fails_and_is_told_when_its_store
     let lookup = move |name: &str| Some((server.volume(name)?, Arc::default()));
     let workers = vec![world.worker.handle()];
     let options = Options::new(Arc::new(machine.clone()), workers, Arc::new(lookup));
-    world.engine.guests().set(Backend::start(options).unwrap());
+    world.engine.serve_guests(Backend::start(options).unwrap());
     let guest = machine.guest(1, 64).unwrap();
     attach_disk(&machine);
     let device = device_number("xvdb").unwrap();
@@ -64,7 +64,7 @@ fn a_guest_keeps_its_disk_through_a_reload_that_fails_and_is_told_when_its_store
     assert_eq!(transfer(&mut disk, op::READ, 9), [0; 4096]);
     transfer(&mut disk, op::WRITE, 2);
     assert!(world.stop().is_clean());
-    world.engine.guests().end();
+    world.engine.end_guests();
     assert_eq!((one.stable_bytes()[0], two.stable_bytes()[0]), (1, 2));
 }
 
@@ -87,7 +87,7 @@ fn a_stop_in_good_order_leaves_a_written_back_volume_to_a_successor() {
         let workers = vec![world.worker.handle()];
         let mut options = Options::new(Arc::new(machine.clone()), workers, Arc::new(lookup));
         options.journals = Some(journals.path().to_owned());
-        world.engine.guests().set(Backend::start(options).unwrap());
+        world.engine.serve_guests(Backend::start(options).unwrap());
         if life == 1 {
             attach_disk(&machine);
             disk.connect().unwrap();
@@ -95,7 +95,7 @@ fn a_stop_in_good_order_leaves_a_written_back_volume_to_a_successor() {
         // Not flushed by the guest.
         transfer(&mut disk, op::WRITE, life);
         assert!(world.stop().is_clean());
-        world.engine.guests().end();
+        world.engine.end_guests();
         assert_eq!(store.stable_bytes()[..4096], [life; 4096]);
         assert_eq!(disk.backend("state").as_deref(), Some("4"), "it stays connected");
     }

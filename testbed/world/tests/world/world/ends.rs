@@ -9,6 +9,7 @@ use ebb_volume::Mode;
 use super::{BOUND, PATIENCE, Site, World};
 use crate::client::{Client, Manner};
 use crate::daemon::Place;
+use crate::guest::Guest;
 
 impl World {
     /// A volume was closed, and with `well` all of it is stable.
@@ -35,6 +36,10 @@ impl World {
         let remains = daemon.remains();
         drop(daemon);
         self.disks.end_life();
+        self.lose_the_guests_daemon()?;
+        if power {
+            self.destroy_the_guests_host()?;
+        }
         (0..self.seats.len()).for_each(|number| self.leave(number));
         self.end_resizes(true);
         self.let_remotes_hear();
@@ -77,8 +82,12 @@ impl World {
         let stopped = self.daemon().ask(|io| async move { engine.stop(&io).await });
         let report = self.wait_for(&stopped, drain + BOUND, "a stop")?;
         let daemon = self.daemon.take().expect("it lives");
+        daemon.engine.end_guests();
         let remains = daemon.remains();
         drop(daemon);
+        self.hear_guests()?;
+        self.note_guests_stable(&report);
+        self.lose_the_guests_daemon()?;
         let lost = |site: &Site| self.disks.is_lost(&site.config.name);
         let withdrawn: Vec<_> = self.sites.iter().map(|site| !site.listed && lost(site)).collect();
         self.disks.end_life();
@@ -136,6 +145,10 @@ impl World {
             }
         }
         self.revive_remotes();
+        self.berths
+            .iter_mut()
+            .filter_map(|berth| berth.guest.as_mut())
+            .for_each(|g| g.quiet = true);
         for seat in &mut self.seats {
             if let Some(client) = &mut seat.client {
                 client.deaf = false;
@@ -160,7 +173,12 @@ impl World {
     /// Turns until no client waits for anything.
     fn drain(&mut self, what: &str) -> Result<(), String> {
         let end = self.now + PATIENCE;
-        while self.seats.iter().any(|seat| seat.client.as_ref().is_some_and(|c| c.open() > 0)) {
+        let waits = |world: &World| {
+            let guests = world.berths.iter().filter_map(|berth| berth.guest.as_ref());
+            guests.map(Guest::open).sum::<usize>() > 0
+                || world.seats.iter().any(|seat| seat.client.as_ref().is_some_and(|c| c.open() > 0))
+        };
+        while waits(self) {
             if self.now > end {
                 return Err(format!("{what} are not answered: {}", self.describe()));
             }

@@ -27,6 +27,7 @@ pub(super) enum Event {
     Kill,
     PowerCut,
     Stop,
+    Guest,
 }
 
 pub(super) const EVENTS: [(Event, u64); 14] = [
@@ -106,6 +107,7 @@ impl World {
                 self.stop()?;
                 self.start();
             }
+            Event::Guest => self.befall_guest(),
         }
         Ok(())
     }

@@ -1,0 +1,305 @@
+//! The Xen guests of a world: their turns, and what befalls them. They live on when the daemon is killed, and end when
+//! the host's power does.
+
+use std::path::PathBuf;
+use std::sync::Weak;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use ebb_export_xen::shm::World as Machine;
+use ebb_volume::Mode;
+use ebbd::engine::Report;
+
+use super::{BOUND, PATIENCE, Site, World};
+use crate::client::Manner;
+use crate::daemon::{Place, Xen};
+use crate::guest::{Guest, Remains, Turn};
+use crate::random::Random;
+
+/// Within this the backend unmaps what it had of a guest, once it serves it no more.
+const UNMAPPED: Duration = Duration::from_secs(1);
+
+/// Where a guest is, or will be.
+pub(super) struct Berth {
+    site: usize,
+    pub(super) guest: Option<Guest>,
+    /// When another one comes.
+    pub(super) again: Instant,
+}
+
+/// Where a guest was that the daemon may not be done with.
+pub(super) struct Grave {
+    site: usize,
+    remains: Remains,
+    /// Since when it is not served any more.
+    over: Option<Instant>,
+}
+
+/// Which volumes of this world are served to guests, too: in each third world.
+pub(super) fn draw(seed: u64, sites: &mut [Site], now: Instant) -> Vec<Berth> {
+    // Not from the world's own source: those without guests stay what they were.
+    let mut random = Random::new(seed.wrapping_add(0x0067_7565_7374));
+    if random.below(3) > 0 {
+        return Vec::new();
+    }
+    let certain = random.index(sites.len());
+    let mut berths = Vec::new();
+    for (number, site) in sites.iter_mut().enumerate() {
+        if number == certain || random.chance(40) {
+            site.config.shared = true;
+            berths.push(Berth { site: number, guest: None, again: now });
+        }
+    }
+    berths
+}
+
+/// A new host, with nothing in its memory.
+pub(super) fn host() -> Xen {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let name = format!("/dev/shm/ebb-world-{}-{number}", std::process::id());
+    Xen { machine: Machine::default(), journals: PathBuf::from(name) }
+}
+
+impl World {
+    /// What was answered until now.
+    pub(super) fn hear_guests(&mut self) -> Result<(), String> {
+        for at in 0..self.berths.len() {
+            let Berth { site, guest, .. } = &mut self.berths[at];
+            let Some(guest) = guest else { continue };
+            let oracle = &mut self.sites[*site].oracle;
+            let (answered, succeeded) = (guest.answered, guest.succeeded);
+            guest.hear(oracle)?;
+            if guest.answered > answered {
+                self.outcome.requests += guest.answered - answered;
+                self.outcome.guests += guest.answered - answered;
+                self.outcome.succeeded += guest.succeeded - succeeded;
+                self.trace.mix(guest.answered << 16 | u64::from(guest.number()));
+            }
+        }
+        Ok(())
+    }
+
+    /// A turn of each guest.
+    pub(super) fn serve_guests(&mut self) -> Result<bool, String> {
+        let mut busy = self.close_graves()?;
+        for at in 0..self.berths.len() {
+            busy |= self.serve_guest(at)?;
+        }
+        Ok(busy)
+    }
+
+    fn serve_guest(&mut self, at: usize) -> Result<bool, String> {
+        let now = self.now;
+        let site = self.berths[at].site;
+        if self.berths[at].guest.is_none() {
+            if self.calm || self.berths[at].again > now {
+                return Ok(false);
+            }
+            self.seat_guest(at);
+            return Ok(true);
+        }
+        let Some(guest) = &mut self.berths[at].guest else { return Ok(false) };
+        let served = guest.is_serving();
+        let own = &mut self.sites[site];
+        let turn = guest.turn(&mut own.oracle, &own.serving, now)?;
+        let complaint = guest.complaint();
+        if let Some(text) = complaint.filter(|_| served && !guest.is_serving()) {
+            let number = guest.number();
+            self.judge_complaint(site, &text)?;
+            self.note(format_args!("guest {number} is refused: {text}"));
+        }
+        if turn == Turn::Gone {
+            self.destroy_guest(at);
+            return Ok(true);
+        }
+        self.look_for_hang(at)?;
+        Ok(turn == Turn::Busy)
+    }
+
+    fn seat_guest(&mut self, at: usize) {
+        let Some(xen) = &self.xen else { return };
+        let site = &self.sites[self.berths[at].site];
+        let mut manner = Manner::draw(&mut self.random, site.oracle.sectors());
+        if self.random.chance(20) {
+            manner.depth = 32;
+        }
+        let (random, number) = (self.random.fork(), self.next_guest);
+        self.next_guest += 1;
+        let name = site.config.name.clone();
+        let guest = Guest::new(&xen.machine, number, &name, manner, random, self.now);
+        self.berths[at].guest = Some(guest);
+        self.trace.mix(u64::from(number));
+        self.note(format_args!("guest {number} has a disk on {name}"));
+    }
+
+    /// Whether the backend may end to serve a guest for this reason.
+    fn judge_complaint(&self, site: usize, text: &str) -> Result<(), String> {
+        let site = &self.sites[site];
+        let changed = site.changed.is_some() || !site.listed;
+        let (_, resizes) = site.oracle.end_and_resizes();
+        let may = text.contains("is not served any more")
+            || changed && text.contains("no volume is called")
+            || resizes > 0 && text.contains("the guest knows it with")
+            // Another one, although of the same name.
+            || matches!(site.config.place, Place::Memory(_)) && text.contains("was served volume");
+        match may {
+            true => Ok(()),
+            false => Err(format!("the guest of {} is refused: {text}", site.config.name)),
+        }
+    }
+
+    /// A guest that is served waits for no request to a healthy store for longer than NBD clients do.
+    fn look_for_hang(&mut self, at: usize) -> Result<(), String> {
+        let (now, site) = (self.now, self.berths[at].site);
+        let (Some(daemon), Some(guest)) = (&self.daemon, &mut self.berths[at].guest) else {
+            return Ok(());
+        };
+        let old = guest.oldest().filter(|oldest| now.saturating_duration_since(*oldest) > BOUND);
+        let waits = old.is_some()
+            && self.sites[site].healthy.is_some_and(|since| now >= since)
+            && daemon.serves_guest(guest.number()).0;
+        guest.waits = waits.then(|| guest.waits.unwrap_or(now));
+        match guest.waits {
+            Some(since) if now - since > BOUND => {
+                let what = self.describe();
+                Err(format!("a guest's request to a healthy store has waited too long: {what}"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn befall_guest(&mut self) {
+        const VALUES: [(&str, &[u64]); 4] = [
+            ("max_persistent_grants", &[1, 16, 1056]),
+            ("persistent_grant_unused_seconds", &[0, 1, 60]),
+            ("feature_persistent", &[0, 1]),
+            ("poll_us", &[0, 100, 1000]),
+        ];
+        let at = self.random.index(self.berths.len());
+        match self.random.below(4) {
+            0 => self.destroy_guest(at),
+            1 => {
+                let (name, values) = self.random.pick(&VALUES);
+                let value = self.random.pick(values);
+                let set = self.daemon().set(name, Some(value));
+                self.note(format_args!("{name} = {value}: {set}"));
+            }
+            _ => {
+                let patient = self.random.chance(50);
+                if let Some(guest) = &mut self.berths[at].guest {
+                    guest.close(patient);
+                    let number = guest.number();
+                    self.note(format_args!("guest {number} lets go; patient: {patient}"));
+                }
+            }
+        }
+    }
+
+    /// A guest is gone, whatever it had under way; another one comes soon.
+    fn destroy_guest(&mut self, at: usize) {
+        let mut pause = Duration::from_micros(self.random.below(5_000));
+        let berth = &mut self.berths[at];
+        if berth.guest.as_ref().is_some_and(|guest| guest.complaint().is_some()) {
+            pause *= 50;
+        }
+        berth.again = self.now + pause;
+        if let Some(guest) = berth.guest.take() {
+            let (site, what) = (berth.site, guest.describe());
+            let remains = guest.die(&mut self.sites[site].oracle);
+            self.graves.push(Grave { site, remains, over: None });
+            self.note(format_args!("gone: {what}"));
+        }
+    }
+
+    /// The changes of guests that are gone are over when the daemon does not serve them any more; then it has nothing
+    /// of their memory mapped.
+    fn close_graves(&mut self) -> Result<bool, String> {
+        if self.graves.is_empty() {
+            return Ok(false);
+        }
+        let (now, mut wrong) = (self.now, None);
+        let (sites, daemon) = (&mut self.sites, &self.daemon);
+        let before = self.graves.len();
+        self.graves.retain_mut(|Grave { site, remains, over }| {
+            if daemon.as_ref().is_some_and(|daemon| daemon.serves_guest(remains.number).1) {
+                return true;
+            }
+            let since = *over.get_or_insert(now);
+            let oracle = &mut sites[*site].oracle;
+            remains.orphans.drain(..).for_each(|writing| oracle.end(writing, false));
+            let mapped = remains.domain.mapped();
+            if mapped > 0 && now - since > UNMAPPED {
+                wrong = Some(format!("{mapped} pages of guest {} are mapped", remains.number));
+            }
+            mapped > 0
+        });
+        wrong.map_or(Ok(self.graves.len() < before), Err)
+    }
+
+    /// There is no daemon any more, and nothing is mapped: the guests wait for the next one.
+    pub(super) fn lose_the_guests_daemon(&mut self) -> Result<(), String> {
+        self.hear_guests()?;
+        for Berth { site, guest, .. } in &mut self.berths {
+            let Some(guest) = guest else { continue };
+            let site = &self.sites[*site];
+            if guest.mapped() > 0 {
+                let (pages, number) = (guest.mapped(), guest.number());
+                return Err(format!(
+                    "the daemon is gone; {pages} pages of guest {number} are mapped"
+                ));
+            }
+            if guest.open() > 0 {
+                self.outcome.handed_over += 1;
+            }
+            let none = site.serving.ptr_eq(&Weak::new());
+            if !none && site.mode == Mode::Writeback && guest.would_lose(&site.serving) {
+                guest.lose();
+                self.outcome.deprived += 1;
+            }
+        }
+        self.close_graves()?;
+        match self.graves.first() {
+            Some(Grave { remains, .. }) => Err(format!(
+                "the daemon is gone; {} pages of guest {}, which is, too, are mapped",
+                remains.domain.mapped(),
+                remains.number
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// The host is gone: its guests, xenstore, and what lay in memory.
+    pub(super) fn destroy_the_guests_host(&mut self) -> Result<(), String> {
+        let Some(xen) = self.xen.take() else { return Ok(()) };
+        (0..self.berths.len()).for_each(|at| self.destroy_guest(at));
+        let _ = std::fs::remove_dir_all(&xen.journals);
+        self.xen = Some(host());
+        self.close_graves()?;
+        Ok(())
+    }
+
+    /// The daemon was told to stop: what was closed in good order is stable.
+    pub(super) fn note_guests_stable(&mut self, report: &Report) {
+        for Berth { site, guest, .. } in &mut self.berths {
+            let name = &self.sites[*site].config.name;
+            let left = report.unflushed.iter().any(|left| left.volume == *name);
+            if let Some(guest) = guest.as_mut().filter(|_| !left) {
+                guest.note_stable();
+            }
+        }
+    }
+
+    /// All guests are destroyed, and the daemon has nothing of theirs.
+    pub(super) fn end_guests(&mut self) -> Result<(), String> {
+        (0..self.berths.len()).for_each(|at| self.destroy_guest(at));
+        let end = self.now + PATIENCE;
+        while !self.graves.is_empty() {
+            if self.now > end {
+                return Err("guests that are gone are served".to_owned());
+            }
+            self.turn()?;
+        }
+        Ok(())
+    }
+}
