@@ -47,6 +47,8 @@ const FAREWELL: Duration = Duration::from_secs(10);
 const LINGER: Duration = Duration::from_secs(1);
 /// Failed requests logged per connection: a broken disk must not fill the log.
 const ERRORS_LOGGED: u32 = 10;
+/// Requests that are refused at once before others have their turn.
+const REFUSED_AT_ONCE: u64 = 32;
 
 /// Why a transmission phase ended.
 #[derive(Debug, thiserror::Error)]
@@ -305,6 +307,10 @@ impl Connection {
                 let budget = Some(self.reserve(REQUEST_BYTES).await?);
                 let body = Body::Error(errno, refusal(errno));
                 self.sender.push(Reply { to, body, held: Some(Room { budget, share: None }) });
+                // Nothing of this waits: thousands of them in one buffer would hold the worker.
+                if self.requests.get().is_multiple_of(REFUSED_AT_ONCE) {
+                    self.io.yield_now().await;
+                }
                 return Ok(());
             }
         };

@@ -3,10 +3,11 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+use std::time::Duration;
 
 use ebb_io::BufPool;
 use ebb_mem::{Memory, OwnerId, PoolParameters};
-use ebb_volume::{Gate, Stop, Volume, Writer};
+use ebb_volume::{Gate, LogLimit, Stop, Volume, Writer};
 
 use crate::handshake::{BlockSizes, Capabilities, ExportInfo, Exports};
 
@@ -18,6 +19,10 @@ const PREFERRED: u32 = 4096;
 /// Characters of a name the log quotes.
 const LOGGED_NAME_MAX: usize = 256;
 
+/// Connections to a volume that the log tells of, in so much time.
+const CONNECTED_LINES: u32 = 20;
+const CONNECTED_PERIOD: Duration = Duration::from_secs(10);
+
 /// A volume on offer, with what its connections wait for and are counted by.
 #[derive(Debug)]
 pub(crate) struct Export {
@@ -28,6 +33,8 @@ pub(crate) struct Export {
     pub(crate) pool: Arc<PoolParameters>,
     /// Whom its memory is accounted to, from the first connection on.
     owner: OnceLock<Option<OwnerId>>,
+    /// Of who comes and goes: a client that logs in without end must not fill the log.
+    pub(crate) lines: LogLimit,
 }
 
 impl Export {
@@ -70,7 +77,8 @@ impl Registry {
     pub(crate) fn add(&self, volume: Arc<Volume>, pool: Arc<PoolParameters>) {
         let name = volume.name().clone();
         let (stop, connections) = (Arc::default(), Gate::default());
-        let export = Export { volume, stop, connections, pool, owner: OnceLock::new() };
+        let lines = LogLimit::new(CONNECTED_LINES, CONNECTED_PERIOD);
+        let export = Export { volume, stop, connections, pool, owner: OnceLock::new(), lines };
         let mut table = self.write();
         table.refused.remove(&name);
         table.by_name.insert(name, Arc::new(export));

@@ -284,17 +284,34 @@ impl Shared {
         let _lease = match lease {
             Ok(lease) => lease,
             Err(conflict) => {
-                tracing::warn!(connection = number, error = %conflict, "refused");
+                if let Some(suppressed) = export.lines.admit(ebb_mem::clock::now()) {
+                    tracing::warn!(connection = number, error = %conflict, suppressed, "refused");
+                }
                 return;
             }
         };
-        tracing::info!(connection = number, volume = %volume.name(), tls, %peer, "connected");
+        let logged = export.lines.admit(ebb_mem::clock::now());
+        match logged {
+            Some(0) => {
+                tracing::info!(connection = number, volume = %volume.name(), tls, %peer, "connected");
+            }
+            Some(suppressed) => {
+                tracing::info!(connection = number, volume = %volume.name(), tls, %peer, suppressed, "connected");
+            }
+            None => {
+                tracing::debug!(connection = number, volume = %volume.name(), tls, %peer, "connected");
+            }
+        }
         let memory = limits.connection_memory;
         let buffers = export.queue(io.pool());
         let connection = Connection::new(io, number, volume, session, transport, buffers, memory);
         let end =
             Rc::clone(&connection).serve(&rest, [self.stop.clone(), export.stop.clone()]).await;
         match end {
+            // It had no line when it came.
+            end if logged.is_none() => {
+                tracing::debug!(connection = number, reason = %end, "closed");
+            }
             End::Protocol(error) => {
                 tracing::warn!(connection = number, %error, "closed: the client broke the protocol");
             }

@@ -92,3 +92,33 @@ fn a_log_that_is_not_read_holds_up_nothing() {
     };
     assert_eq!(status.code(), Some(0));
 }
+
+/// One client that logs in and out without end must not push what matters out of the journal.
+#[test]
+fn a_client_that_comes_and_goes_has_some_lines_and_then_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let (socket, log) = (folder.path().join("s"), folder.path().join("log"));
+    let mut child = Command::new(env!("CARGO_BIN_EXE_ebbd"))
+        .args(["serve", "--volume", "disk=memory:1M", "--listen"])
+        .arg(format!("unix:{}", socket.display()))
+        .stderr(File::create(&log).unwrap())
+        .spawn()
+        .unwrap();
+    let deadline = Instant::now() + Duration::from_secs(90);
+    while UnixStream::connect(&socket).is_err() {
+        assert!(child.try_wait().unwrap().is_none() && Instant::now() < deadline, "no start");
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
+    let begun = Instant::now();
+    for number in 0..1000 {
+        read_a_sector(&socket).unwrap_or_else(|error| panic!("client {number}: {error}"));
+    }
+    // 20 in each 10 s, and a line for the end of each.
+    let most = 40 * (begun.elapsed().as_secs() / 10 + 1);
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    assert!(child.wait().unwrap().success());
+    let log = std::fs::read_to_string(&log).unwrap();
+    let lines = log.lines().filter(|line| line.contains("connection=")).count() as u64;
+    assert!((2..=most).contains(&lines), "{lines} lines, and {most} at most\n{log}");
+}

@@ -85,6 +85,7 @@ pub(crate) const ALLOWED: &[Allowed] = &[
     ("sleep", "crates/ebb-export-xen/examples/outage-shm.rs", 1, "how long the bench runs"),
     ("sleep", "crates/ebb-mem/examples/mem-bench.rs", 1, "paces a reclaimer beside the bench"),
     ("sleep", "crates/ebb-mem/tests/rewire.rs", 1, "paces a reclaimer beside the test"),
+    ("sleep", "crates/ebb-tls/src/crew.rs", 1, "a handshake thread rests; no worker waits for it"),
     ("sleep", "crates/ebbd/src/client.rs", 1, "a table each second; the client does nothing else"),
     ("sleep", "crates/ebb-io/tests/threads.rs", 1, "stands for a call that blocks a helper"),
     ("sleep", "crates/ebb-tls/src/crew.rs", 1, "a thread of its own rests between handshakes"),
