@@ -7,10 +7,11 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use async_lock::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use async_lock::{RwLockReadGuard, RwLockWriteGuard};
 use ebb_io::{Buf, Fd, Gather, Io, WriteFlags, fd_from};
 use rustix::fs::{FileType, SeekFrom};
 
+use crate::blocks::BlockOrder;
 use crate::open::{self, OpenError, OpenOptions};
 use crate::resize::judge;
 use crate::syncs::Syncs;
@@ -51,7 +52,7 @@ pub struct FileStore {
     read_only: bool,
     made: bool,
     /// Held shared by aligned writes and alone by unaligned ones; `None` where all are aligned.
-    unaligned: Option<RwLock<()>>,
+    unaligned: Option<BlockOrder>,
     syncs: Syncs,
     zeroing: Zeroing,
     /// The same file, opened once more: the system tells each open file description of every error of writing back,
@@ -78,7 +79,7 @@ impl FileStore {
             direct: opened.direct,
             read_only: options.read_only,
             made: opened.made,
-            unaligned: (u64::from(opened.alignment) > SECTOR).then(RwLock::default),
+            unaligned: (u64::from(opened.alignment) > SECTOR).then(BlockOrder::default),
             syncs: Syncs::default(),
             zeroing: Zeroing::default(),
         };
@@ -91,7 +92,7 @@ impl FileStore {
     #[must_use]
     pub fn assume_alignment(mut self, alignment: u32) -> FileStore {
         self.alignment = u64::from(alignment);
-        self.unaligned = (self.alignment > SECTOR).then(RwLock::default);
+        self.unaligned = (self.alignment > SECTOR).then(BlockOrder::default);
         self
     }
 

@@ -13,6 +13,7 @@
 //! To add a store: one file with the functions of [`Store`], one variant, one line in each
 //! function here, and its URI in the program's configuration.
 
+mod blocks;
 mod create;
 mod error;
 #[cfg(feature = "test-store")]

@@ -53,7 +53,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use async_lock::RwLock;
+use crate::blocks::BlockOrder;
 use ebb_io::{Buf, Io};
 use ebb_nbd_proto::{Command, CommandFlags, Errno, TransmissionFlags};
 use ebb_tls::{ClientTls, TlsError};
@@ -91,7 +91,7 @@ pub struct NbdStore {
     remote: Arc<Remote>,
     routes: Routes,
     /// Held shared by aligned writes and alone by unaligned ones; `None` where all are aligned.
-    unaligned: Option<RwLock<()>>,
+    unaligned: Option<BlockOrder>,
     syncs: Syncs,
     zeroing: Zeroing,
     watched: Watched,
@@ -121,7 +121,7 @@ impl NbdStore {
         if !export.offers(TransmissionFlags::CAN_MULTI_CONN) {
             notes.push("the server allows one connection: workers share it".into());
         }
-        let unaligned = (u64::from(export.min_block) > SECTOR).then(RwLock::default);
+        let unaligned = (u64::from(export.min_block) > SECTOR).then(BlockOrder::default);
         let shared = Shared::new(options.lost_writes);
         let remote = Arc::new(Remote { options, tls, export, shared });
         let routes = Routes::new(NEXT.fetch_add(1, Ordering::Relaxed), remote.clone());

@@ -103,8 +103,9 @@ pub(crate) struct Manner {
     pub(crate) flushes: u64,
     /// Microseconds between two requests, at most.
     pub(crate) pause_us: u64,
-    /// Part of the volume it keeps to: as many sectors at most.
+    /// Part of the volume it keeps to: as many sectors at most, at its beginning or at its end.
     pub(crate) reach: usize,
+    pub(crate) at_end: bool,
 }
 
 impl Manner {
@@ -116,7 +117,30 @@ impl Manner {
             flushes: random.pick(&[1, 5, 15]),
             pause_us: random.pick(&[0, 50, 1000, 20_000]),
             reach: random.pick(&[64, 512, sectors]).min(sectors),
+            at_end: random.chance(25),
         }
+    }
+
+    /// Most of these keep to the end of their volume.
+    pub(crate) fn at_end(random: &mut Random, sectors: usize) -> Manner {
+        let at_end = random.chance(70);
+        Manner { at_end, reach: 64.min(sectors), ..Manner::draw(random, sectors) }
+    }
+
+    /// More under way than there is memory for.
+    pub(crate) fn greedy(random: &mut Random, sectors: usize) -> Manner {
+        Manner {
+            depth: 48,
+            longest: 512,
+            pause_us: 0,
+            reach: sectors,
+            ..Manner::draw(random, sectors)
+        }
+    }
+
+    /// A little at a time, for long.
+    pub(crate) fn modest(random: &mut Random, sectors: usize) -> Manner {
+        Manner { depth: random.pick(&[1, 2]), pause_us: 200_000, ..Manner::draw(random, sectors) }
     }
 }
 
@@ -410,7 +434,8 @@ impl Client {
         let size = self.size;
         let count = 1 + random.index(self.manner.longest.min(size));
         let reach = self.manner.reach.min(size);
-        let first = random.index(reach).min(size - count);
+        let from = if self.manner.at_end { size - reach } else { 0 };
+        let first = (from + random.index(reach)).min(size - count);
         // Mostly whole pages: that is what guests do.
         let (first, count) = if random.chance(70) && size >= 8 {
             let first = first / 8 * 8;

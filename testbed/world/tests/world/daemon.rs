@@ -56,6 +56,11 @@ impl Settings {
             drain: Duration::from_millis(random.pick(&[500, 5_000, 60_000])),
         }
     }
+
+    /// The same with little memory.
+    pub(crate) fn draw_small(random: &mut Random) -> Settings {
+        Settings { ceiling: 8 << 20, cache_max: 1 << 20, ..Settings::draw(random) }
+    }
 }
 
 /// Where a volume's bytes are.

@@ -372,6 +372,16 @@ impl Oracle {
         self.size = to;
     }
 
+    /// Its store has grown to this size from outside, with this write in what is new. Nobody sees any of it before
+    /// the volume has grown, too.
+    pub(crate) fn grown_outside(&mut self, to: usize) -> Writing {
+        let from = self.size;
+        self.resized(to);
+        let writing = self.begin(Change::Data, from, to - from, true);
+        self.end(writing, true);
+        writing
+    }
+
     fn zeroed(&mut self, first: usize, count: usize) {
         let zeroes = self.begin(Change::Zeroes, first, count, true);
         self.end(zeroes, true);

@@ -7,6 +7,7 @@ mod ends;
 mod events;
 mod guests;
 mod remotes;
+mod theme;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -16,10 +17,11 @@ use ebb_mem::clock;
 use ebb_store::TestStore;
 use ebb_volume::{Mode, Volume};
 
-use self::events::{EVENTS, Event};
+use self::events::Event;
 use self::guests::{Berth, Grave};
-use crate::client::{Client, Manner, Turn};
-use crate::daemon::{Daemon, Disks, Later, Place, Settings, Wanted, Xen};
+use self::theme::Theme;
+use crate::client::{Client, Turn};
+use crate::daemon::{Daemon, Disks, Later, Place, Wanted, Xen};
 use crate::guest::Guest;
 use crate::oracle::{Oracle, SECTOR, Writing};
 use crate::random::Random;
@@ -49,6 +51,10 @@ struct Site {
     /// Its flushes are refused, since something may be lost.
     lost: bool,
     reloaded: u64,
+    /// Its size before it was last cut.
+    before: usize,
+    /// Its size before the last resize.
+    ended: usize,
     /// A resize that is under way.
     resizing: Option<Later<Result<u64, String>>>,
     /// When the configuration was first read again in this life.
@@ -169,6 +175,7 @@ impl Outcome {
 /// See the module.
 pub(crate) struct World {
     random: Random,
+    theme: Theme,
     begin: Instant,
     now: Instant,
     sites: Vec<Site>,
@@ -199,8 +206,10 @@ impl World {
         let begin = Instant::now();
         clock::set(Some(begin));
         ebb_io::sim::set_order(Some(random.next()));
+        let theme = Theme::draw(&mut random);
         let mut sites: Vec<Site> =
-            (0..random.between(1, 4)).map(|n| site(n, &mut random)).collect();
+            (0..theme.volumes(&mut random)).map(|n| theme.site(n, &mut random)).collect();
+        theme.begin(&mut sites);
         let disks = Arc::<Disks>::default();
         sites.iter().for_each(|site| disks.put(&site.config.name, &site.config.place));
         let mut seats = Vec::new();
@@ -210,12 +219,13 @@ impl World {
             }
         }
         remotes::give_turns_in_handshakes(&sites);
-        // Each world knows some of the events only: what is rare meets what is rare in some of them.
-        let mut events: Vec<_> = EVENTS.into_iter().filter(|_| random.chance(60)).collect();
-        let berths = guests::draw(seed, &mut sites, begin);
+        let (mut events, event_every, event_at) = theme.events(&mut random, begin);
+        let berths = match theme {
+            Theme::Any => guests::draw(seed, &mut sites, begin),
+            Theme::Sizes | Theme::Crowd => Vec::new(),
+        };
         let xen = (!berths.is_empty()).then(guests::host);
         events.extend(xen.iter().map(|_| (Event::Guest, 15)));
-        let event_every = random.pick(&[200, 2_000, 20_000, 200_000]);
         let trace = Trace::new(words);
         let mut world = World {
             begin,
@@ -229,7 +239,7 @@ impl World {
             daemon: None,
             disks,
             events,
-            event_at: begin,
+            event_at,
             event_every,
             calm: false,
             trace,
@@ -237,6 +247,7 @@ impl World {
             turns: 0,
             all_turns: 0,
             random,
+            theme,
         };
         world.start();
         world
@@ -284,7 +295,7 @@ impl World {
     }
 
     fn start(&mut self) {
-        let settings = Settings::draw(&mut self.random);
+        let settings = self.theme.settings(&mut self.random);
         for at in 0..self.sites.len() {
             let (config, sectors) = (&self.sites[at].config, self.sites[at].oracle.sectors());
             let kind = match &config.place {
@@ -351,6 +362,32 @@ impl World {
         for at in 0..self.sites.len() {
             if let Some(what) = self.sites[at].end_resize(life_ends) {
                 self.note(format_args!("{what}"));
+                if self.theme == Theme::Sizes && !life_ends {
+                    self.look_at_ends(at);
+                }
+            }
+        }
+    }
+
+    /// Clients of a volume read where it ended before it was resized, and where it ends now; who does not know of
+    /// that goes, now and then, and is told the new size.
+    fn look_at_ends(&mut self, at: usize) {
+        let now = self.now;
+        let site = &mut self.sites[at];
+        let sectors = site.oracle.sectors();
+        let ends = [std::mem::replace(&mut site.ended, sectors), sectors];
+        for seat in self.seats.iter_mut().filter(|seat| seat.site == at) {
+            let Some(client) = seat.client.as_mut().filter(|client| client.is_serving()) else {
+                continue;
+            };
+            for first in ends.map(|end| (end - 1) / 8 * 8).into_iter().filter(|at| *at < sectors) {
+                let count = 16.min(sectors - first);
+                if first + count <= client.size() {
+                    client.read(first, count, &mut site.oracle, now);
+                } else if self.random.chance(50) {
+                    client.goodbye();
+                    break;
+                }
             }
         }
     }
@@ -415,7 +452,8 @@ impl World {
                 return Ok(false);
             }
             let Some(daemon) = &self.daemon else { return Ok(false) };
-            let manner = Manner::draw(&mut self.random, site.oracle.sectors());
+            let sectors = site.oracle.sectors();
+            let manner = self.theme.manner(seat.site, &mut self.random, sectors);
             let stream = daemon.connect();
             let random = self.random.fork();
             self.trace.mix(number as u64);
@@ -553,6 +591,8 @@ fn site(number: u64, random: &mut Random) -> Site {
         mode: Mode::None,
         lost: false,
         reloaded: 0,
+        before: sectors,
+        ended: sectors,
         resizing: None,
         changed: None,
         listed: true,

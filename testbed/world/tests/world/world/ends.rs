@@ -200,8 +200,16 @@ impl World {
                 }
                 self.turn()?;
             }
-            let manner =
-                Manner { depth: 0, reads: 100, longest: 8, flushes: 0, pause_us: 0, reach: 8 };
+            let at_end = false;
+            let manner = Manner {
+                depth: 0,
+                reads: 100,
+                longest: 8,
+                flushes: 0,
+                pause_us: 0,
+                reach: 8,
+                at_end,
+            };
             let stream = self.daemon().connect();
             let random = self.random.fork();
             let client = Client::new(stream, &self.sites[at].config.name, manner, random, self.now);

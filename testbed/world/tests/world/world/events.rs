@@ -3,12 +3,12 @@
 use std::sync::atomic::Ordering;
 
 use ebb_mem::pressure::Level;
-use ebb_store::{Faults, Resize};
+use ebb_store::{Faults, Resize, TestStore};
 use ebb_volume::Mode;
 
 use super::World;
 use crate::daemon::Later;
-use crate::oracle::SECTOR;
+use crate::oracle::{Oracle, SECTOR};
 
 /// What may befall a world, and how often: a share of 100.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -219,21 +219,50 @@ impl World {
         let at = self.random.index(self.sites.len());
         let more = self.random.between(1, 64) as usize;
         let (shrink, whole) = (self.random.chance(50), self.random.chance(50));
+        let (outside, back) = (self.random.chance(40), self.random.chance(50));
         let site = &mut self.sites[at];
-        let size = site.oracle.sectors();
-        if site.disk().is_none() || site.resizing.is_some() || size > 16_384 {
+        let (size, before) = (site.oracle.sectors(), site.before);
+        let Some(disk) = site.disk().cloned() else { return };
+        if site.resizing.is_some() || size > 16_384 {
             return;
         }
         let to = match (shrink, whole) {
             (true, true) => size.saturating_sub(more).max(128) / 8 * 8,
             (true, false) => size.saturating_sub(more).max(128),
-            (false, _) => (size + more).next_multiple_of(8),
+            // What was cut off is there again, and is zeroes.
+            (false, _) if back && before > size => before,
+            (false, true) => (size + more).next_multiple_of(8),
+            (false, false) => size + more,
         };
+        if shrink {
+            site.before = size;
+        }
+        if !shrink && outside {
+            return self.grow_outside(at, &disk, to);
+        }
         site.oracle.begin_resize();
         let (name, bytes) = (site.config.name.clone(), (to * SECTOR) as u64);
+        self.note(format_args!("v{at} of {size} sectors is to have {to}"));
+        self.ask_resize(at, name, Resize { to: Some(bytes), shrink });
+    }
+
+    /// A disk is larger now, and holds something there, as a logical volume may; the daemon is told to follow.
+    fn grow_outside(&mut self, at: usize, disk: &TestStore, to: usize) {
+        let site = &mut self.sites[at];
+        let from = site.oracle.sectors();
+        let writing = site.oracle.grown_outside(to);
+        let mut data = vec![0; (to - from) * SECTOR];
+        Oracle::fill(writing.number, from, &mut data);
+        disk.set_size((to * SECTOR) as u64);
+        disk.change((from * SECTOR) as u64, &data);
+        let name = site.config.name.clone();
+        self.note(format_args!("disk {at} of {from} sectors has {to} now"));
+        self.ask_resize(at, name, Resize { to: None, shrink: false });
+    }
+
+    fn ask_resize(&mut self, at: usize, name: String, order: Resize) {
         let server = self.daemon().server.clone();
         let asked = self.daemon().ask(|io| async move {
-            let order = Resize { to: Some(bytes), shrink };
             // One that is not served keeps its size.
             match server.volume(&name) {
                 Some(volume) => volume.resize(&io, order).await.map_err(|error| error.to_string()),
@@ -241,7 +270,6 @@ impl World {
             }
         });
         self.sites[at].resizing = Some(asked);
-        self.note(format_args!("v{at} of {size} sectors is to have {to}"));
     }
 
     fn opening(&mut self) {

@@ -1,0 +1,136 @@
+//! Order among requests where blocks are larger than sectors: those of whole blocks run beside each other, and one
+//! that reads, changes and writes back part of a block runs alone.
+
+use async_lock::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// A lock of a store. At most one task waits in the lock itself, and the rest in line before it: of two readers
+/// that `async_lock::RwLock` wakes while the next writer has it already, each wakes the other for as long as
+/// the writer has it, which takes a whole processor while a server does not answer.
+#[derive(Debug, Default)]
+pub(crate) struct BlockOrder {
+    line: Mutex<()>,
+    lock: RwLock<()>,
+}
+
+impl BlockOrder {
+    /// For whole blocks.
+    pub(crate) async fn read(&self) -> RwLockReadGuard<'_, ()> {
+        // Refused also while a writer waits.
+        if let Some(guard) = self.lock.try_read() {
+            return guard;
+        }
+        let _first = self.line.lock().await;
+        self.lock.read().await
+    }
+
+    /// For parts of blocks.
+    pub(crate) async fn write(&self) -> RwLockWriteGuard<'_, ()> {
+        let _first = self.line.lock().await;
+        self.lock.write().await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::Future;
+    use std::pin::Pin;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::task::{Context, Poll, Wake, Waker};
+
+    use super::BlockOrder;
+
+    struct Woken(AtomicBool);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.store(true, Ordering::SeqCst);
+        }
+    }
+
+    type Task<'a> = (Arc<Woken>, Pin<Box<dyn Future<Output = ()> + 'a>>);
+
+    fn task<'a>(future: impl Future<Output = ()> + 'a) -> Task<'a> {
+        (Arc::new(Woken(AtomicBool::new(true))), Box::pin(future))
+    }
+
+    /// Polls who was woken until none is; how often that was.
+    fn settle(tasks: &mut Vec<Task<'_>>) -> usize {
+        let mut polls = 0;
+        while let Some(at) = tasks.iter().position(|task| task.0.0.swap(false, Ordering::SeqCst)) {
+            polls += 1;
+            assert!(polls < 1000, "those who wait wake each other without end");
+            let task = tasks.remove(at);
+            let waker = Waker::from(task.0.clone());
+            let (woken, mut future) = task;
+            if future.as_mut().poll(&mut Context::from_waker(&waker)) == Poll::Pending {
+                // Behind the others, as in a run queue.
+                tasks.push((woken, future));
+            }
+        }
+        polls
+    }
+
+    #[test]
+    fn who_waits_for_part_of_a_block_wakes_nobody_else_who_waits() {
+        let blocks = BlockOrder::default();
+        let mut first = Box::pin(blocks.write());
+        let Poll::Ready(first) = first.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+        else {
+            panic!("nobody has it");
+        };
+        let mut tasks = Vec::new();
+        // It never ends: a server that does not answer.
+        let stays = || async {
+            let _alone = blocks.write().await;
+            std::future::pending::<()>().await;
+        };
+        let mut writer = task(stays());
+        for _ in 0..8 {
+            tasks.push(task(async { drop(blocks.read().await) }));
+        }
+        settle(&mut tasks);
+        drop(first);
+        // The next one comes before those who were woken have looked.
+        let waker = Waker::from(writer.0.clone());
+        let _ = writer.1.as_mut().poll(&mut Context::from_waker(&waker));
+        tasks.push(writer);
+        let polls = settle(&mut tasks);
+        assert!(polls <= 32, "{polls} looks of 9 tasks");
+    }
+
+    #[test]
+    fn each_has_its_turn() {
+        let blocks = BlockOrder::default();
+        let mut tasks: Vec<Task<'_>> = (0..32)
+            .map(|nth| {
+                let blocks = &blocks;
+                task(async move {
+                    for _ in 0..10 {
+                        if nth % 3 == 0 {
+                            let _alone = blocks.write().await;
+                            futures_lite::future::yield_now().await;
+                        } else {
+                            let _shared = blocks.read().await;
+                            futures_lite::future::yield_now().await;
+                        }
+                    }
+                })
+            })
+            .collect();
+        let mut rounds = 0;
+        while !tasks.is_empty() {
+            rounds += 1;
+            assert!(
+                rounds < 100_000 && tasks.iter().any(|t| t.0.0.load(Ordering::SeqCst)),
+                "stuck"
+            );
+            let at = tasks.iter().position(|t| t.0.0.swap(false, Ordering::SeqCst)).unwrap_or(0);
+            let (woken, mut future) = tasks.remove(at);
+            let waker = Waker::from(woken.clone());
+            if future.as_mut().poll(&mut Context::from_waker(&waker)) == Poll::Pending {
+                tasks.push((woken, future));
+            }
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! What a world is about: most know any of the events; some have what takes long to meet by chance.
+
+use std::time::{Duration, Instant};
+
+use super::events::{EVENTS, Event};
+use super::{Site, site};
+use crate::client::Manner;
+use crate::daemon::Settings;
+use crate::random::Random;
+
+/// See the module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Theme {
+    Any,
+    /// Volumes change their sizes again and again while clients are at their ends.
+    Sizes,
+    /// There is little memory, a disk does not answer, and its clients ask for more than there is.
+    Crowd,
+}
+
+const SIZES: [(Event, u64); 9] = [
+    (Event::Resize, 50),
+    (Event::Leave, 20),
+    (Event::Faults, 8),
+    (Event::Hang, 4),
+    (Event::Pressure, 5),
+    (Event::Reload, 3),
+    (Event::Kill, 2),
+    (Event::PowerCut, 2),
+    (Event::Stop, 2),
+];
+
+const CROWD: [(Event, u64); 6] = [
+    (Event::Hang, 20),
+    (Event::Pressure, 10),
+    (Event::Leave, 10),
+    (Event::Reload, 5),
+    (Event::Kill, 2),
+    (Event::Stop, 2),
+];
+
+impl Theme {
+    pub(super) fn draw(random: &mut Random) -> Theme {
+        match random.below(20) {
+            0..3 => Theme::Sizes,
+            3 => Theme::Crowd,
+            _ => Theme::Any,
+        }
+    }
+
+    pub(super) fn volumes(self, random: &mut Random) -> u64 {
+        let least = if self == Theme::Crowd { 2 } else { 1 };
+        random.between(least, 4)
+    }
+
+    /// A volume; those of worlds that are about disks have one.
+    pub(super) fn site(self, number: u64, random: &mut Random) -> Site {
+        loop {
+            let site = site(number, random);
+            if self == Theme::Any || site.disk().is_some() {
+                return site;
+            }
+        }
+    }
+
+    /// In a crowd the first disk does not answer from the beginning.
+    pub(super) fn begin(self, sites: &mut [Site]) {
+        if let (Theme::Crowd, Some(first)) = (self, sites.first_mut()) {
+            first.disk().into_iter().for_each(|disk| disk.hang());
+            (first.hangs, first.hung) = (true, true);
+            first.judge(ebb_mem::clock::now());
+        }
+    }
+
+    /// What befalls it, microseconds between two of that, and from when on.
+    pub(super) fn events(
+        self,
+        random: &mut Random,
+        begin: Instant,
+    ) -> (Vec<(Event, u64)>, u64, Instant) {
+        match self {
+            // Each world knows some of the events only: what is rare meets what is rare in some of them.
+            Theme::Any => {
+                let events = EVENTS.into_iter().filter(|_| random.chance(60)).collect();
+                (events, random.pick(&[200, 2_000, 20_000, 200_000]), begin)
+            }
+            Theme::Sizes => (SIZES.to_vec(), random.pick(&[200, 1_000, 5_000]), begin),
+            // Longer than anybody may wait.
+            Theme::Crowd => (CROWD.to_vec(), 200_000, begin + Duration::from_secs(8)),
+        }
+    }
+
+    pub(super) fn settings(self, random: &mut Random) -> Settings {
+        match self {
+            Theme::Any | Theme::Sizes => Settings::draw(random),
+            Theme::Crowd => Settings::draw_small(random),
+        }
+    }
+
+    /// What a client of this volume is like.
+    pub(super) fn manner(self, site: usize, random: &mut Random, sectors: usize) -> Manner {
+        match (self, site) {
+            (Theme::Any, _) => Manner::draw(random, sectors),
+            (Theme::Sizes, _) => Manner::at_end(random, sectors),
+            (Theme::Crowd, 0) => Manner::greedy(random, sectors),
+            (Theme::Crowd, _) => Manner::modest(random, sectors),
+        }
+    }
+}
