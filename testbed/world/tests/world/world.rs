@@ -32,6 +32,8 @@ use crate::trace::Trace;
 const BOUND: Duration = Duration::from_secs(5);
 /// What a daemon may take to end what is under way once everything is healthy.
 const PATIENCE: Duration = Duration::from_secs(120);
+/// Between two looks at a volume that cannot be read yet.
+const AGAIN: Duration = Duration::from_millis(100);
 /// Turns without the clock being moved, at most: more is a loop.
 const TURNS: u64 = 200_000;
 
