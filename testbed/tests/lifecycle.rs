@@ -31,7 +31,7 @@ fn readiness_is_told_to_the_service_manager_and_in_the_log() -> Result {
     };
     let told = next()?;
     check(told.lines().any(|l| l == "READY=1"), || format!("READY=1 first, not {told:?}"))?;
-    check(server.log().contains("ready"), || "no word of ready in the log".into())?;
+    until("ready in the log", PATIENCE, || Ok(server.log().contains("ready").then_some(())))?;
     server.stop()?;
     // Whatever else it tells, that it is stopping comes before its end.
     until("STOPPING=1", PATIENCE, || Ok(next()?.lines().any(|l| l == "STOPPING=1").then_some(())))
@@ -203,7 +203,7 @@ fn a_volume_that_has_grown_is_served_again_after_a_restart() -> Result {
     check(client.size == 2 * MIB, || format!("{} bytes", client.size))?;
     client.write(2 * MIB - 4096, &content(3, 0, 4096), 0)?;
     Client::open(&server.socket(), "other")?.disconnect()?;
-    check(server.log().contains("1048576"), || "no word of the other size".into())?;
+    until("the other size", PATIENCE, || Ok(server.log().contains("1048576").then_some(())))?;
     client.disconnect()?;
     server.stop()
 }
