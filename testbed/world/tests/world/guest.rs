@@ -13,7 +13,7 @@ use ebb_export_xen::shm::{Guest as Domain, World as Machine};
 use ebb_export_xen::{Disk, attach, device_number};
 use ebb_volume::Volume;
 
-use crate::client::Manner;
+use crate::manner::Manner;
 use crate::oracle::{Change, Oracle, SECTOR, Writing};
 use crate::random::Random;
 

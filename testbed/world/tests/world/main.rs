@@ -15,6 +15,7 @@
 mod client;
 mod daemon;
 mod guest;
+mod manner;
 mod oracle;
 mod random;
 mod remote;

@@ -7,9 +7,10 @@ use ebb_store::Faults;
 use ebb_volume::Mode;
 
 use super::{AGAIN, BOUND, PATIENCE, Site, World};
-use crate::client::{Client, Manner};
+use crate::client::Client;
 use crate::daemon::Place;
 use crate::guest::Guest;
+use crate::manner::Manner;
 use crate::oracle::SECTOR;
 
 impl World {

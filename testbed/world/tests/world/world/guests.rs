@@ -11,9 +11,9 @@ use ebb_volume::Mode;
 use ebbd::engine::Report;
 
 use super::{BOUND, PATIENCE, Site, World};
-use crate::client::Manner;
 use crate::daemon::{Place, Xen};
 use crate::guest::{Guest, Remains, Turn};
+use crate::manner::Manner;
 use crate::random::Random;
 
 /// Within this the backend unmaps what it had of a guest, once it serves it no more.

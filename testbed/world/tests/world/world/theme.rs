@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use super::events::{EVENTS, Event};
 use super::{Site, site};
-use crate::client::Manner;
 use crate::daemon::Settings;
+use crate::manner::Manner;
 use crate::random::Random;
 
 /// See the module.

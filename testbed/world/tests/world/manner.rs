@@ -1,0 +1,57 @@
+//! How the clients of a world differ.
+
+use crate::random::Random;
+
+/// How a client behaves; drawn once for each.
+#[derive(Clone, Debug)]
+pub(crate) struct Manner {
+    /// Requests under way at a time.
+    pub(crate) depth: usize,
+    /// Of 100 requests.
+    pub(crate) reads: u64,
+    /// Longest request, sectors.
+    pub(crate) longest: usize,
+    /// Flushes, of 100.
+    pub(crate) flushes: u64,
+    /// Microseconds between two requests, at most.
+    pub(crate) pause_us: u64,
+    /// Part of the volume it keeps to: as many sectors at most, at its beginning or at its end.
+    pub(crate) reach: usize,
+    pub(crate) at_end: bool,
+}
+
+impl Manner {
+    pub(crate) fn draw(random: &mut Random, sectors: usize) -> Manner {
+        Manner {
+            depth: random.pick(&[1, 1, 2, 4, 16]),
+            reads: random.pick(&[10, 40, 40, 80]),
+            longest: random.pick(&[8, 8, 32, 128]),
+            flushes: random.pick(&[1, 5, 15]),
+            pause_us: random.pick(&[0, 50, 1000, 20_000]),
+            reach: random.pick(&[64, 512, sectors]).min(sectors),
+            at_end: random.chance(25),
+        }
+    }
+
+    /// Most of these keep to the end of their volume.
+    pub(crate) fn at_end(random: &mut Random, sectors: usize) -> Manner {
+        let at_end = random.chance(70);
+        Manner { at_end, reach: 64.min(sectors), ..Manner::draw(random, sectors) }
+    }
+
+    /// More under way than there is memory for.
+    pub(crate) fn greedy(random: &mut Random, sectors: usize) -> Manner {
+        Manner {
+            depth: 48,
+            longest: 512,
+            pause_us: 0,
+            reach: sectors,
+            ..Manner::draw(random, sectors)
+        }
+    }
+
+    /// A little at a time, for long.
+    pub(crate) fn modest(random: &mut Random, sectors: usize) -> Manner {
+        Manner { depth: random.pick(&[1, 2]), pause_us: 200_000, ..Manner::draw(random, sectors) }
+    }
+}
