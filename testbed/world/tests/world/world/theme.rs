@@ -56,7 +56,11 @@ impl Theme {
     /// A volume; those of worlds that are about disks have one.
     pub(super) fn site(self, number: u64, random: &mut Random) -> Site {
         loop {
-            let site = site(number, random);
+            let mut site = site(number, random);
+            if self == Theme::Crowd {
+                // Volumes that are told to share a device share what it has when it does not answer.
+                site.config.bdi = None;
+            }
             if self == Theme::Any || site.disk().is_some() {
                 return site;
             }
