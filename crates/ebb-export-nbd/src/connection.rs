@@ -526,7 +526,7 @@ impl Connection {
         }
     }
 
-    /// Whether nobody takes answers any more, also where requests that came before the end of the stream have not
+    /// Whether the client takes no replies any more, also where requests that came before the end of the stream have not
     /// been read yet.
     fn is_gone(&self) -> bool {
         if !self.gone.is_stopped() && self.transport.is_hung_up() {

@@ -33,7 +33,7 @@ pub(crate) struct Export {
     pub(crate) pool: Arc<PoolParameters>,
     /// Whom its memory is accounted to, from the first connection on.
     owner: OnceLock<Option<OwnerId>>,
-    /// Of who comes and goes: a client that logs in without end must not fill the log.
+    /// Rations the lines about connections: a client that logs in without end must not fill the log.
     pub(crate) lines: LogLimit,
 }
 

@@ -63,7 +63,7 @@ struct Shared {
     door: Door,
     /// Of the log, on refusals.
     lines: Lines,
-    /// The sockets of everybody who was let in, by number.
+    /// The sockets of all accepted clients, by connection number.
     sockets: Mutex<BTreeMap<u64, Weak<OwnedFd>>>,
 }
 

@@ -72,12 +72,12 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_part_of_a_block_wakes_nobody_else_who_waits() {
+    fn a_waiting_request_for_part_of_a_block_wakes_no_other() {
         let blocks = BlockOrder::default();
         let mut first = Box::pin(blocks.write());
         let Poll::Ready(first) = first.as_mut().poll(&mut Context::from_waker(Waker::noop()))
         else {
-            panic!("nobody has it");
+            panic!("the lock is free");
         };
         let mut tasks = Vec::new();
         // It never ends: a server that does not answer.

@@ -230,7 +230,7 @@ impl Sync<'_> {
     }
 }
 
-/// One who waits for those beside it.
+/// A sync that waits for the syncs that ran beside it.
 struct Waits<'a> {
     syncs: &'a Syncs,
     beside: bool,

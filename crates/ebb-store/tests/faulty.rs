@@ -278,7 +278,7 @@ fn flushes_that_come_together_are_carried_out_together() {
         while test.writes.load(Ordering::Relaxed) < MANY + 2 {
             io.yield_now().await;
         }
-        // Given up before they began: that is nobody's loss.
+        // Given up before they began: that is no loss.
         let (own, other) = (io.clone(), store.clone());
         let gone = io.spawn(async move { other.flush(&own).await });
         io.yield_now().await;

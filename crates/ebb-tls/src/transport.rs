@@ -253,7 +253,7 @@ impl Transport {
         self.sent.get()
     }
 
-    /// Whether the other side is gone: it takes nothing any more. Who has closed the sending side only is not.
+    /// Whether the other side is gone: it takes nothing any more. A peer that has closed its sending side only is not.
     pub fn is_hung_up(&self) -> bool {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
         // These two are told without being asked for.

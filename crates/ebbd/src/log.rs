@@ -173,7 +173,7 @@ mod tests {
         const LINES: usize = 50_000;
         (0..LINES).for_each(|_| log.line(&line));
         assert!(log.state().waiting.len() <= WAITING_MOST);
-        assert!(!log.finish(), "nobody reads");
+        assert!(!log.finish(), "the pipe is not read");
         let reader = std::thread::spawn(move || {
             let (mut text, mut piece) = (String::new(), [0; 4096]);
             while !text.ends_with("the last\n") {

@@ -60,7 +60,7 @@ static LOG: OnceLock<Log> = OnceLock::new();
 fn report(text: &str) {
     match LOG.get() {
         Some(log) => log.line(text.as_bytes()),
-        // If stderr is gone, too, there is nobody to tell.
+        // If stderr is gone, too, there is no place to say so.
         None => drop(io::stderr().lock().write_all(text.as_bytes())),
     }
 }

@@ -203,7 +203,7 @@ impl VolumeCache {
                 let mut shard = self.lock(number);
                 want &= shard.unstable(frame) | shard.unsaved(frame);
                 let (change, stuck) = shard.flights.changed_by(frame, want);
-                // A change that nobody waits for may still reach the store, before or after this.
+                // A change whose request was dropped may still reach the store, before or after this.
                 shard.loose |= stuck;
                 let busy = change.or(shard.flights.cleaning(frame, want).1);
                 (busy, want & shard.unsaved(frame))

@@ -142,7 +142,7 @@ impl VolumeCache {
             let mut shard = self.lock(number);
             let listed = shard.zeroed(*frame);
             let (change, stuck) = shard.flights.changed_by(*frame, listed);
-            // A change that nobody waits for may still reach the store, before or after this.
+            // A change whose request was dropped may still reach the store, before or after this.
             shard.loose |= stuck;
             if let Some(change) = change {
                 return (held, Some((number, change)));

@@ -1,4 +1,4 @@
-//! Who waits for syncs to end, in the order in which that comes about: each is woken once.
+//! Waiters for the end of syncs, ordered by the sync they wait for: each is woken once.
 
 use std::collections::VecDeque;
 use std::task::Waker;
@@ -26,7 +26,7 @@ impl Numbers {
     }
 }
 
-/// One who waits until all syncs below `until` have ended.
+/// A waiter for the end of all syncs below `until`.
 #[derive(Debug)]
 struct Waiting {
     until: u64,
@@ -50,7 +50,7 @@ pub(super) struct Line {
 }
 
 impl Line {
-    /// Puts in who waits, or renews the waker of who has a place.
+    /// Adds a waiter, or renews the waker of one that has a place.
     pub(super) fn wait(&mut self, place: &mut Option<Place>, until: u64, waker: &Waker) {
         if let Some(waiting) = place.and_then(|place| self.find(place)) {
             if !waiting.waker.as_ref().is_some_and(|old| old.will_wake(waker)) {

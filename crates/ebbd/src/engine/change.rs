@@ -238,7 +238,7 @@ impl Engine {
             Ok(false) => {
                 let opening = self.open_now(io, slot.name(), &new, Expected::Any);
                 match self.unless_stopped(opening).await? {
-                    // Volumes that exchange files each wait for the other: here nobody does, once it was looked at.
+                    // Volumes that exchange files would each wait for the other: a look at the file is enough here.
                     Err(StoreError::SameFile { other, file, .. }) if self.is_leaving(&other) => {
                         expected = Expected::file(Some(file));
                         let look = self.opener.compare(&new, None, &new);

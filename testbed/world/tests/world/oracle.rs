@@ -349,7 +349,7 @@ impl Oracle {
         }
     }
 
-    /// The server of the store has lost any of what was not stable, and nobody can know of it: of nothing that was
+    /// The server of the store has lost any of what was not stable, and no client can know of it: of nothing that was
     /// asked for until now anything is promised.
     pub(crate) fn host_crashed(&mut self) {
         self.lost();
@@ -372,7 +372,7 @@ impl Oracle {
         self.size = to;
     }
 
-    /// Its store has grown to this size from outside, with this write in what is new. Nobody sees any of it before
+    /// Its store has grown to this size from outside, with this write in what is new. No client sees any of it before
     /// the volume has grown, too.
     pub(crate) fn grown_outside(&mut self, to: usize) -> Writing {
         let from = self.size;

@@ -59,7 +59,7 @@ struct Connection {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Health {
     Well,
-    /// Nobody listens.
+    /// No process listens.
     Dead,
     /// Lets clients in, and answers nothing.
     Silent,

@@ -89,7 +89,7 @@ impl Theme {
                 (events, random.pick(&[200, 2_000, 20_000, 200_000]), begin)
             }
             Theme::Sizes => (SIZES.to_vec(), random.pick(&[200, 1_000, 5_000]), begin),
-            // Longer than anybody may wait.
+            // Longer than any request may wait.
             Theme::Crowd => (CROWD.to_vec(), 200_000, begin + Duration::from_secs(8)),
         }
     }
