@@ -223,7 +223,7 @@ impl VolumeCache {
                 return (Ok(()), buf);
             }
             let length = index(span.end.saturating_sub(span.start));
-            let Some(own) = io.pool().try_take(length).filter(|_| length > 0) else {
+            let Some((own, _spare)) = self.spare_buffer(io, length, length) else {
                 // No memory but the request's own.
                 drop(round);
                 return self.read_past(io, store, buf, offset).await;
@@ -253,7 +253,7 @@ impl VolumeCache {
             }
             let start = round.load.start * PAGE;
             let length = index((round.load.end * PAGE).min(self.size()).saturating_sub(start));
-            let Some(buf) = io.pool().try_take(length).filter(|_| length > 0) else { return };
+            let Some((buf, _spare)) = self.spare_buffer(io, length, length) else { return };
             let (result, buf) = store.read(io, buf, start).await;
             if result.is_err() {
                 return;

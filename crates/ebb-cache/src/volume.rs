@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use ebb_mem::{Memory, OwnerId, SmallBuffer, Worker};
+use ebb_io::{Buf, BufPool, Io};
+use ebb_mem::{Memory, OwnerId, SmallBuffer, Spare, SpareHeld, Worker};
 
 use crate::ahead::Ahead;
 use crate::back::Back;
@@ -27,6 +28,8 @@ pub struct VolumeCache {
     name: Arc<str>,
     pub(crate) cache: Arc<Cache>,
     pub(crate) memory: Arc<Memory>,
+    /// For buffers of work that does with less.
+    spare: Arc<Spare>,
     owner: OwnerId,
     pub(crate) size: AtomicU64,
     mode: Mode,
@@ -142,6 +145,7 @@ impl VolumeCache {
         VolumeCache {
             name: name.into(),
             memory: cache.memory.clone(),
+            spare: cache.memory.spares().join(),
             cache,
             owner,
             size: AtomicU64::new(size),
@@ -170,6 +174,20 @@ impl VolumeCache {
     /// How it is used.
     pub fn mode(&self) -> Mode {
         self.mode
+    }
+
+    /// A buffer for work that helps but does not have to be done, such as read-ahead: of `most` bytes, or as many of them
+    /// as there are, but at least `least`. What it takes is given back with the second part.
+    pub(crate) fn spare_buffer(
+        &self,
+        io: &Io,
+        most: usize,
+        least: usize,
+    ) -> Option<(Buf, SpareHeld)> {
+        let most = Some(most).filter(|&most| most > 0)?;
+        let held = self.spare.try_take_some(BufPool::footprint(most), least)?;
+        let buf = io.pool().try_take(most.min(held.bytes()))?;
+        Some((buf, held))
     }
 
     /// Bytes of the volume.

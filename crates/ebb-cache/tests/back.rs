@@ -239,6 +239,49 @@ impl Control for Small {
 }
 
 #[test]
+fn the_writeback_of_disks_that_hang_leaves_the_memory_that_requests_are_promised() {
+    play(|io, rig, disk| async move {
+        let second = rig.volume_as("second", disk.cached.size(), 2, Mode::Writeback);
+        let (before, ceiling) = (io.pool().used_bytes(), rig.memory.arena_stats().ceiling);
+        let mut flushers = Vec::new();
+        for disk in [&disk, &second] {
+            disk.test.hang();
+            let limit = FixedLimit { age_max: Duration::ZERO, ..FixedLimit::default() };
+            disk.cached.set_control(Arc::new(limit));
+            let flusher = disk.cached.clone().run_flusher(io.clone(), disk.store.clone());
+            flushers.push(io.spawn(flusher));
+            for number in 0..48 {
+                // One in two frames, so that each is a write of its own.
+                assert!(write(&io, disk, number * 131_072, 65_536, 1, false).await);
+            }
+        }
+        let mut tasks = Vec::new();
+        for disk in [&disk, &second] {
+            for _ in 0..4 {
+                let (late, other) = (io.clone(), disk.clone());
+                tasks.push(io.spawn(async move { flush(&late, &other).await }));
+            }
+        }
+        while disk.test.hanging() < 4 || second.test.hanging() < 2 {
+            io.sleep(Duration::from_millis(1)).await;
+        }
+        for _ in 0..50 {
+            io.sleep(Duration::from_millis(1)).await;
+        }
+        let taken = io.pool().used_bytes() - before;
+        // A sixteenth of it; each flusher and each flush has a buffer of 64 KiB beside.
+        assert!(taken <= ceiling / 16 + 10 * 65_536, "{} KiB of {}", taken >> 10, ceiling >> 10);
+        for disk in [&disk, &second] {
+            disk.test.release();
+        }
+        for task in tasks {
+            assert!(task.await);
+        }
+        drop(flushers);
+    });
+}
+
+#[test]
 fn a_writer_that_waits_long_for_a_full_store_is_told_that_it_is_full() {
     play(|io, _rig, disk| async move {
         let limit = FixedLimit { dirty_max: 65536, ..FixedLimit::default() };

@@ -13,6 +13,7 @@ use crate::options::{Options, Policy};
 use crate::owners::Owners;
 use crate::share::Shares;
 use crate::space::{Core, WORD};
+use crate::spare::Spares;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering};
 use crate::sys::{self, Advice, Reservation};
 use crate::wait::WaitList;
@@ -103,6 +104,7 @@ pub struct Memory {
     pub(crate) refusals: AtomicU64,
     pace: Mutex<Pace>,
     shares: Shares,
+    spares: Spares,
     advisors: Vec<JoinHandle<()>>,
     /// When [`Memory::advise`] sweeps next.
     #[cfg(feature = "sim")]
@@ -187,6 +189,7 @@ impl Memory {
                 returned: false,
             }),
             shares: Shares::new(ceiling / 4 * 3),
+            spares: Spares::new(ceiling),
             options,
             advisors,
             #[cfg(feature = "sim")]
@@ -227,6 +230,7 @@ impl Memory {
     pub fn set_ceiling(&self, bytes: usize) {
         self.core.books.lock().set_ceiling(bytes / PAGE_BYTES);
         self.shares.set_total(bytes / 4 * 3);
+        self.spares.set_ceiling(bytes);
         self.waits.wake();
     }
 
@@ -238,6 +242,11 @@ impl Memory {
     /// What the ceiling has for requests, shared out among volumes: three quarters of it.
     pub fn shares(&self) -> &Shares {
         &self.shares
+    }
+
+    /// Memory for work that helps but does not have to be done.
+    pub fn spares(&self) -> &Spares {
+        &self.spares
     }
 
     /// Gives back as `level` says, and pauses the growth of idle stock: for a second (until the first

@@ -8,8 +8,8 @@
 //! - What is not reserved is **common**. Volumes of one store (a disk, a server) form a group, and a
 //!   group may hold four times as much of the common part as it leaves free: one that takes all it
 //!   can gets four fifths, two get four ninths each. A group alone may use nearly everything.
-//! - A quarter of the ceiling is in no share: handshakes, receive buffers, and what a store needs
-//!   beside a request's own buffer.
+//! - A quarter of the ceiling is in no share: handshakes, receive buffers, what a store needs beside a
+//!   request's own buffer, and spare memory ([`crate::Spares`]).
 //!
 //! # Invariants
 //! - The reserves and the common part add up to the total; nothing is granted beyond either, except

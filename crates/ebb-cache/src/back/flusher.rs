@@ -13,6 +13,7 @@ use std::sync::atomic::Ordering;
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
+use ebb_mem::SpareHeld;
 use ebb_store::{BlockError, Buf, BufResult, ErrorKind, Io, Store};
 
 use super::frames::{Frames, MARKED_AT_ONCE, Turns, WRITTEN_AT_ONCE};
@@ -72,9 +73,9 @@ impl VolumeCache {
         if frames.left() == 0 {
             return Ok(());
         }
-        let buf = match io.pool().try_take(CLUSTER_MAX) {
-            Some(buf) => buf,
-            None => io.pool().take(RESERVE).await,
+        let (buf, _spare) = match self.spare_buffer(io, CLUSTER_MAX, RESERVE) {
+            Some((buf, spare)) => (buf, Some(spare)),
+            None => (io.pool().take(RESERVE).await, None),
         };
         if frames.left() == 1
             && let Some(frame) = frames.next()
@@ -88,11 +89,15 @@ impl VolumeCache {
             failed: RefCell::default(),
         };
         // Several at once; none of them waits for what is on its way already.
-        let more = (0..more).map_while(|_| io.pool().try_take(CLUSTER_OF_FLUSH));
+        let more = (0..more).map_while(|_| self.spare_buffer(io, CLUSTER_OF_FLUSH, RESERVE));
         let mut writes: Vec<Pin<Box<dyn Future<Output = ()> + '_>>> = Vec::new();
         writes.push(Box::pin(self.clean_some(io, store, &work, buf, pages)));
-        for buf in more {
-            writes.push(Box::pin(self.clean_some(io, store, &work, buf, pages)));
+        for (buf, spare) in more {
+            let write = self.clean_some(io, store, &work, buf, pages);
+            writes.push(Box::pin(async move {
+                write.await;
+                drop(spare);
+            }));
         }
         poll_fn(|cx| {
             writes.retain_mut(|write| write.as_mut().poll(cx).is_pending());
@@ -283,12 +288,13 @@ impl VolumeCache {
             resting = None;
             // The one that is always there, or another one.
             let own = crew.reserve.borrow_mut().take();
-            let (mut buf, is_reserve) = match (own, io.pool().try_take(bytes)) {
-                (own, Some(buf)) => {
+            let spare = self.spare_buffer(&io, bytes, bytes.min(RESERVE));
+            let (mut buf, spare) = match (own, spare) {
+                (own, Some((buf, spare))) => {
                     *crew.reserve.borrow_mut() = own;
-                    (buf, false)
+                    (buf, Some(spare))
                 }
-                (Some(own), None) => (own, true),
+                (Some(own), None) => (own, None),
                 (None, None) => {
                     self.back.work.wait(&io, AGAIN).await;
                     continue;
@@ -297,14 +303,14 @@ impl VolumeCache {
             let most = buf.capacity().min(bytes.max(PAGE_BYTES));
             buf.set_len(most);
             let Some(cluster) = self.take_oldest(&mut buf) else {
-                if is_reserve {
+                if spare.is_none() {
                     *crew.reserve.borrow_mut() = Some(buf);
                 }
                 self.back.work.wait(&io, AGAIN).await;
                 continue;
             };
             crew.in_flight.set(crew.in_flight.get() + 1);
-            let job = Job { volume: self.clone(), cluster, buf, is_reserve };
+            let job = Job { volume: self.clone(), cluster, buf, spare };
             if let Some(job) = crew.hand_over(job) {
                 let hand = Rc::new(Hand::default());
                 io.spawn(work(crew.clone(), hand, job, io.clone(), store.clone())).detach();
@@ -380,7 +386,8 @@ struct Job {
     volume: Arc<VolumeCache>,
     cluster: Cluster,
     buf: Buf,
-    is_reserve: bool,
+    /// What `buf` takes, unless it is the one that is always there.
+    spare: Option<SpareHeld>,
 }
 
 /// One of the crew, while it waits for its next job.
@@ -462,12 +469,12 @@ async fn sync(crew: Rc<Crew>, volume: Arc<VolumeCache>, io: Io, store: Arc<Store
 /// One of the crew: writes what it is given, and waits for more.
 async fn work(crew: Rc<Crew>, hand: Rc<Hand>, first: Job, io: Io, store: Arc<Store>) {
     let mut next = Some(first);
-    while let Some(Job { volume, cluster, buf, is_reserve }) = next {
+    while let Some(Job { volume, cluster, buf, spare }) = next {
         let (result, buf) = volume.save(&io, &store, cluster, buf).await;
-        if is_reserve {
+        if spare.is_none() {
             *crew.reserve.borrow_mut() = Some(buf);
         } else {
-            drop(buf);
+            drop((buf, spare));
         }
         if let Err(error) = result {
             *volume.back.failed.lock() = Some(error);

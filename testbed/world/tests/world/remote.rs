@@ -170,6 +170,12 @@ impl Remote {
         self.server().health = health;
     }
 
+    /// Whether some requests one after the other may take it a second.
+    pub(crate) fn is_slow(&self) -> bool {
+        let Pace { work_us, answer_us, .. } = self.server().pace;
+        work_us + answer_us >= 10_000
+    }
+
     pub(crate) fn set_pace(&self, pace: Pace) {
         self.server().pace = pace;
     }
