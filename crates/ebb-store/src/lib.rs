@@ -98,6 +98,9 @@ pub struct Capabilities {
 /// See [`Capabilities::read_piece`].
 pub(crate) const MEMORY_PIECE: u32 = 128 << 10;
 
+/// Bytes that are copied between two looks at other tasks.
+const COPIED_AT_ONCE: usize = 256 << 10;
+
 /// A place for bytes.
 #[derive(Debug)]
 pub enum Store {
@@ -246,10 +249,27 @@ impl Store {
             Store::Nbd(s) => s.read(io, buf, offset).await,
             #[cfg(feature = "test-store")]
             Store::Test(s) => s.read(io, buf, offset).await,
-            Store::Memory(s) => s.read(buf, offset),
-            Store::Null(s) => s.read(buf),
+            Store::Memory(_) | Store::Null(_) => (Ok(()), self.copy_out(io, buf, offset).await),
         };
         (watch.ended(result), buf)
+    }
+
+    /// Reads what is at hand, some at a time.
+    async fn copy_out(&self, io: &Io, mut buf: Buf, offset: u64) -> Buf {
+        let mut at = 0;
+        loop {
+            let end = buf.len().min(at + COPIED_AT_ONCE);
+            let part = &mut buf[at..end];
+            match self {
+                Store::Memory(s) => s.read(part, offset + at as u64),
+                _ => part.fill(0),
+            }
+            if end == buf.len() {
+                return buf;
+            }
+            at = end;
+            io.yield_now().await;
+        }
     }
 
     /// Writes the whole buffer at `offset`; with `fua` it is stable on return.
@@ -271,7 +291,7 @@ impl Store {
             Store::Nbd(s) => s.write(io, buf, offset, fua).await,
             #[cfg(feature = "test-store")]
             Store::Test(s) => s.write(io, buf, offset, fua).await,
-            Store::Memory(s) => s.write(buf, offset),
+            Store::Memory(s) => (Ok(()), copy_in(s, io, buf, offset).await),
             Store::Null(_) => (Ok(()), buf),
         };
         (watch.ended(result), buf)
@@ -351,6 +371,20 @@ impl Store {
             Store::Memory(_) | Store::Null(_) => Ok(()),
         };
         watch.ended(result)
+    }
+}
+
+/// Writes to memory, some at a time.
+async fn copy_in(store: &MemoryStore, io: &Io, buf: Buf, offset: u64) -> Buf {
+    let mut at = 0;
+    loop {
+        let end = buf.len().min(at + COPIED_AT_ONCE);
+        store.write(&buf[at..end], offset + at as u64);
+        if end == buf.len() {
+            return buf;
+        }
+        at = end;
+        io.yield_now().await;
     }
 }
 

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::resize::judge;
-use crate::{BLOCK, Buf, BufResult, Extent, Io, Resize, ResizeError, push_extent};
+use crate::{BLOCK, Extent, Io, Resize, ResizeError, push_extent};
 
 const SHARDS: u64 = 16;
 const BLOCK_BYTES: usize = 4096;
@@ -258,24 +258,20 @@ impl MemoryStore {
         }
     }
 
-    pub(crate) fn read(&self, mut buf: Buf, offset: u64) -> BufResult {
-        let mut rest = &mut buf[..];
+    pub(crate) fn read(&self, mut rest: &mut [u8], offset: u64) {
         self.show(offset, rest.len() as u64, |piece| {
             let (here, after) = std::mem::take(&mut rest).split_at_mut(piece.len());
             here.copy_from_slice(piece);
             rest = after;
         });
-        (Ok(()), buf)
     }
 
-    pub(crate) fn write(&self, buf: Buf, offset: u64) -> BufResult {
-        let mut rest = &buf[..];
+    pub(crate) fn write(&self, mut rest: &[u8], offset: u64) {
         self.fill(offset, rest.len() as u64, |piece| {
             let (here, after) = rest.split_at(piece.len());
             piece.copy_from_slice(here);
             rest = after;
         });
-        (Ok(()), buf)
     }
 
     /// Frees whole blocks and zeroes parts of blocks. Costs what is allocated of the range.

@@ -6,7 +6,7 @@ use std::future::Future;
 use std::pin::pin;
 
 use ebb_io::{Io, Worker};
-use ebb_store::{MemoryStore, Store, ZeroFlags};
+use ebb_store::{MemoryStore, NullStore, Store, ZeroFlags};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 32 * MIB;
@@ -29,6 +29,47 @@ async fn fill(io: &Io, store: &Store) {
         buf.fill(1);
         store.write(io, buf, at, false).await.0.unwrap();
     }
+}
+
+/// Other tasks come in between, and short requests are done at once.
+#[test]
+fn long_requests_of_memory_are_copied_some_at_a_time() {
+    const LONG: usize = 16 << 20;
+    let worker = Worker::start_alone("copies").unwrap();
+    let done = worker.handle().block_on(|io| async move {
+        let pattern = |at: usize| u8::try_from(at / 4096 % 251).unwrap() + 1;
+        // The second one ends within a block.
+        for (length, pieces) in [(LONG, 64), ((4 << 20) + 512, 17)] {
+            let store = Store::Memory(MemoryStore::new(1 << 30));
+            let mut buf = io.pool().take(length).await;
+            buf.iter_mut().enumerate().for_each(|(at, byte)| *byte = pattern(at));
+            let ((written, mut buf), count) = polls(store.write(&io, buf, 512, false)).await;
+            written.unwrap();
+            assert_eq!(count, pieces, "polls for a write of {length}");
+            buf.fill(0);
+            let ((read, buf), count) = polls(store.read(&io, buf, 512)).await;
+            read.unwrap();
+            assert_eq!(count, pieces, "polls for a read of {length}");
+            assert!(buf.iter().enumerate().all(|(at, byte)| *byte == pattern(at)));
+            let ((read, buf), count) =
+                polls(Store::Null(NullStore::new(1 << 30)).read(&io, buf, 0)).await;
+            read.unwrap();
+            assert_eq!(count, pieces, "polls for zeroes");
+            assert!(buf.iter().all(|byte| *byte == 0));
+        }
+        for store in
+            [Store::Memory(MemoryStore::new(1 << 30)), Store::Null(NullStore::new(1 << 30))]
+        {
+            for length in [512, 4096, 256 << 10] {
+                let buf = io.pool().take(length).await;
+                let ((written, buf), writing) = polls(store.write(&io, buf, 0, false)).await;
+                let ((read, _), reading) = polls(store.read(&io, buf, 0)).await;
+                written.and(read).unwrap();
+                assert_eq!((writing, reading), (1, 1), "{length}");
+            }
+        }
+    });
+    assert!(done.is_some(), "the run panicked; see above");
 }
 
 #[test]
