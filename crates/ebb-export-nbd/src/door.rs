@@ -1,10 +1,14 @@
 //! Peers that have not logged in: who they are, how many there may be, and who goes when they are too many.
 //!
 //! They are counted apart from clients: whoever can connect can be one, so that their number says
-//! nothing. The newest is always let in; an older one goes for it.
+//! nothing. The newest is always let in; an older one goes for it, of the address that has most: of two that are drawn
+//! the one that has come less far. Were it the oldest, a flood would send away every honest handshake of its address
+//! that takes longer than the flood to fill the places; were it the one least far of all, a few that have come far and
+//! wait there would have every newcomer sent away by the next one.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
+use std::hash::{BuildHasher, RandomState};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -72,8 +76,26 @@ pub(crate) struct Door(Mutex<State>);
 #[derive(Debug, Default)]
 struct State {
     next: u64,
-    /// The oldest first.
-    waiting: BTreeMap<u64, (ebb_tls::Peer, Arc<Stop>)>,
+    waiting: BTreeMap<u64, Waiting>,
+    /// Its keys are what numbers are drawn with, so that no peer knows who will go.
+    draw: RandomState,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    peer: ebb_tls::Peer,
+    stage: Stage,
+    leave: Arc<Stop>,
+}
+
+/// How far a handshake has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Stage {
+    Connected,
+    /// The peer sent what the protocol wants of it.
+    Understood,
+    /// The TLS handshake is over.
+    Encrypted,
 }
 
 /// A handshake that is counted; `leave` is sent when it has to go for a newer one.
@@ -92,14 +114,15 @@ impl Door {
     /// Counts a handshake; where there are too many, sends an older one away.
     pub(crate) fn enter(&self, peer: ebb_tls::Peer) -> Entered<'_> {
         let mut state = self.state();
-        if let Some(oldest) = state.too_many(peer)
-            && let Some((_, leave)) = state.waiting.remove(&oldest)
+        if let Some(one) = state.too_many(peer)
+            && let Some(waiting) = state.waiting.remove(&one)
         {
-            leave.stop();
+            waiting.leave.stop();
         }
         let (number, leave) = (state.next, Arc::<Stop>::default());
         state.next += 1;
-        state.waiting.insert(number, (peer, leave.clone()));
+        let stage = Stage::Connected;
+        state.waiting.insert(number, Waiting { peer, stage, leave: leave.clone() });
         Entered { door: self, number, leave }
     }
 
@@ -110,22 +133,45 @@ impl Door {
 }
 
 impl State {
-    /// Who must go: the oldest of an address that has too many, else of the one that has most.
+    /// Who must go: one of an address that has too many, else of the one that has most.
     fn too_many(&self, newcomer: ebb_tls::Peer) -> Option<u64> {
-        let oldest_of = |peer| {
-            self.waiting.iter().find(|(_, waiting)| waiting.0 == peer).map(|(number, _)| *number)
-        };
-        if self.waiting.values().filter(|(peer, _)| *peer == newcomer).count() >= MOST_OF_ONE {
-            return oldest_of(newcomer);
+        let of_newcomer = self.waiting.values().filter(|waiting| waiting.peer == newcomer).count();
+        if of_newcomer >= MOST_OF_ONE {
+            return self.draw_from(newcomer, of_newcomer);
         }
         if self.waiting.len() < MOST {
             return None;
         }
         let mut counts = HashMap::new();
-        for (peer, _) in self.waiting.values() {
-            *counts.entry(*peer).or_insert(0usize) += 1;
+        for waiting in self.waiting.values() {
+            *counts.entry(waiting.peer).or_insert(0usize) += 1;
         }
-        counts.into_iter().max_by_key(|(_, count)| *count).and_then(|(peer, _)| oldest_of(peer))
+        let (peer, count) = counts.into_iter().max_by_key(|(_, count)| *count)?;
+        self.draw_from(peer, count)
+    }
+
+    /// Of two of an address's handshakes, of which there are `count`, the one that has come less far.
+    fn draw_from(&self, peer: ebb_tls::Peer, count: usize) -> Option<u64> {
+        // The remainders are below `count`.
+        let below = |most: usize, what: u8| {
+            let drawn = self.draw.hash_one((self.next, what)) % u64::try_from(most.max(1)).ok()?;
+            usize::try_from(drawn).ok()
+        };
+        let first = below(count, 0)?;
+        // Another one, if there is another.
+        let second = (first + 1 + below(count.saturating_sub(1), 1)?) % count.max(1);
+        let nth = |place| self.waiting.iter().filter(|(_, one)| one.peer == peer).nth(place);
+        let least = [nth(first)?, nth(second)?].into_iter().min_by_key(|(_, one)| one.stage);
+        least.map(|(number, _)| *number)
+    }
+}
+
+impl Entered<'_> {
+    /// The handshake has come this far.
+    pub(crate) fn reached(&self, stage: Stage) {
+        if let Some(waiting) = self.door.state().waiting.get_mut(&self.number) {
+            waiting.stage = waiting.stage.max(stage);
+        }
     }
 }
 
@@ -166,16 +212,52 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_of_an_address_goes_when_it_has_too_many() {
+    fn one_of_an_address_goes_when_it_has_too_many() {
         let door = Door::default();
         let other = door.enter(7);
         let flood: Vec<_> = (0..MOST_OF_ONE + 10).map(|_| door.enter(1)).collect();
         assert_eq!(flood.iter().filter(|entered| is_sent_away(entered)).count(), 10);
-        assert!(flood[..10].iter().all(is_sent_away), "the oldest");
+        assert!(!is_sent_away(&flood[MOST_OF_ONE + 9]), "the newest is let in");
         assert!(!is_sent_away(&other));
         assert_eq!(door.inside(), MOST_OF_ONE + 1);
         drop((flood, other));
         assert_eq!(door.inside(), 0);
+    }
+
+    #[test]
+    fn a_handshake_outlives_a_flood_of_its_address_that_comes_less_far() {
+        for stage in [Stage::Understood, Stage::Encrypted] {
+            let door = Door::default();
+            let honest = door.enter(1);
+            honest.reached(stage);
+            // No way back.
+            honest.reached(Stage::Connected);
+            let mut flood: Vec<_> = (0..MOST_OF_ONE).map(|_| door.enter(1)).collect();
+            for _ in 0..100 {
+                flood.drain(..64);
+                flood.extend((0..64).map(|_| door.enter(1)));
+                flood.extend((0..64).map(|_| door.enter(1)));
+                flood.retain(|entered| !is_sent_away(entered));
+                assert!(!is_sent_away(&honest), "{stage:?}");
+            }
+        }
+    }
+
+    /// Each one is as likely to go as any other: the first does not always, and none that waits is safe for long.
+    #[test]
+    fn who_goes_of_those_that_came_equally_far_is_drawn() {
+        let doors: [Door; 32] = std::array::from_fn(|_| Door::default());
+        let mut stayed = 0;
+        for door in &doors {
+            let honest = door.enter(1);
+            let flood: Vec<_> = (0..MOST_OF_ONE + 10).map(|_| door.enter(1)).collect();
+            stayed += usize::from(!is_sent_away(&honest));
+            let more: Vec<_> = (0..MOST_OF_ONE * 20).map(|_| door.enter(1)).collect();
+            assert!(is_sent_away(&honest), "thousands came since");
+            drop((flood, more));
+        }
+        // Some 29 of 32: each of eleven newcomers sends one of 128 away.
+        assert!(stayed > 12, "{stayed} of 32 outlived eleven newcomers");
     }
 
     #[test]

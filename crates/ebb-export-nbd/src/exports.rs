@@ -10,6 +10,8 @@ use ebb_mem::{Memory, OwnerId, PoolParameters};
 use ebb_volume::{Gate, LogLimit, Stop, Volume, Writer};
 
 use crate::handshake::{BlockSizes, Capabilities, ExportInfo, Exports};
+use crate::seats::{NoSeat, Seats, Wanted};
+use crate::server::Limits;
 
 /// The smallest request, bytes: a sector.
 const MINIMUM: u32 = 512;
@@ -29,6 +31,8 @@ pub(crate) struct Export {
     pub(crate) volume: Arc<Volume>,
     pub(crate) stop: Arc<Stop>,
     pub(crate) connections: Gate,
+    /// Those of `max_clients` that its clients have.
+    seats: Seats,
     /// Limits of the page pools of its queues.
     pub(crate) pool: Arc<PoolParameters>,
     /// Whom its memory is accounted to, from the first connection on.
@@ -43,6 +47,11 @@ impl Export {
     pub(crate) fn queue(&self, worker: &BufPool) -> BufPool {
         let owner = self.owner.get_or_init(|| worker.memory().owner(self.volume.name()).ok());
         worker.queue(owner.unwrap_or(worker.owner()), self.pool.clone())
+    }
+
+    /// A place for one more of its clients.
+    pub(crate) fn seat(&self, alone: bool, most: usize) -> Wanted<'_> {
+        Wanted { name: self.volume.name(), own: &self.seats, alone, most }
     }
 
     /// Gives its number back once nothing is under way any more.
@@ -78,7 +87,8 @@ impl Registry {
         let name = volume.name().clone();
         let (stop, connections) = (Arc::default(), Gate::default());
         let lines = LogLimit::new(CONNECTED_LINES, CONNECTED_PERIOD);
-        let export = Export { volume, stop, connections, pool, owner: OnceLock::new(), lines };
+        let (seats, owner) = (Seats::default(), OnceLock::new());
+        let export = Export { volume, stop, connections, seats, pool, owner, lines };
         let mut table = self.write();
         table.refused.remove(&name);
         table.by_name.insert(name, Arc::new(export));
@@ -112,6 +122,11 @@ impl Registry {
         table.by_name.get(name).cloned()
     }
 
+    /// Whether no more than one volume is served.
+    pub(crate) fn is_alone(&self) -> bool {
+        self.read().by_name.len() <= 1
+    }
+
     pub(crate) fn all(&self) -> Vec<Arc<Export>> {
         self.read().by_name.values().cloned().collect()
     }
@@ -120,9 +135,12 @@ impl Registry {
 /// What the handshake of one connection sees of the registry.
 pub(crate) struct View<'a> {
     pub(crate) registry: &'a Registry,
-    pub(crate) max_request: u32,
+    pub(crate) limits: Limits,
+    pub(crate) seats: &'a Seats,
     /// The last name asked for under which nothing is offered.
     pub(crate) missed: RefCell<Option<String>>,
+    /// Why there was no place for the client, where the last volume it asked for has none.
+    pub(crate) no_seat: RefCell<Option<NoSeat>>,
 }
 
 impl Exports for View<'_> {
@@ -137,7 +155,16 @@ impl Exports for View<'_> {
     }
 
     fn busy(&self, name: &str) -> Option<String> {
-        let export = self.registry.get(name).filter(|export| !export.volume.read_only())?;
+        let export = self.registry.get(name)?;
+        let wanted = export.seat(self.registry.is_alone(), self.limits.max_clients);
+        if let Err(why) = self.seats.look(wanted) {
+            let text = why.to_string();
+            *self.no_seat.borrow_mut() = Some(why);
+            return Some(text);
+        }
+        if export.volume.read_only() {
+            return None;
+        }
         export.volume.writer_conflict(&Writer::nbd()).map(|conflict| conflict.to_string())
     }
 
@@ -164,7 +191,7 @@ impl Exports for View<'_> {
                 cache: true,
                 rotational: false,
             },
-            block: BlockSizes::new(MINIMUM, PREFERRED, self.max_request).unwrap_or_default(),
+            block: BlockSizes::new(MINIMUM, PREFERRED, self.limits.max_request).unwrap_or_default(),
         })
     }
 }

@@ -507,7 +507,7 @@ impl Handshake {
         let export = exports
             .lookup(request.name)
             .ok_or_else(|| Refusal::of_export(exports, request.name))?;
-        if let Some(why) = exports.busy(request.name).filter(|_| enter) {
+        if enter && let Some(why) = exports.busy(request.name) {
             return Err(refusal::busy(why));
         }
         replies.info_export(&export, self.style);

@@ -21,6 +21,7 @@ pub mod handshake;
 mod lane;
 mod receiver;
 pub mod reply;
+mod seats;
 mod sender;
 mod server;
 

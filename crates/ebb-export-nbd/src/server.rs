@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
@@ -17,9 +17,10 @@ use ebb_tls::{ServerTls, Transport};
 use ebb_volume::{Gate, LogLimit, Stop, Volume, Writer};
 
 use crate::connection::{Connection, End};
-use crate::door::{Door, Lines, Peer};
+use crate::door::{Door, Entered, Lines, Peer, Stage};
 use crate::exports::{Registry, View};
 use crate::handshake::{Handshake, HandshakeError, Policy, Session, Step, Tls};
+use crate::seats::{NoSeat, Seats};
 
 /// How long a client may take from its first byte to the transmission phase.
 const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -31,7 +32,8 @@ static EXHAUSTED: LogLimit = LogLimit::new(1, Duration::from_secs(10));
 /// What clients may do to the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections at a time that have logged in; handshakes are counted apart.
+    /// Connections at a time that have logged in; handshakes are counted apart. Where several volumes are served,
+    /// those of one are at most four times as many as the places they leave free.
     pub max_clients: usize,
     /// The largest READ or WRITE, bytes: 4 KiB to 64 MiB.
     pub max_request: u32,
@@ -55,7 +57,7 @@ struct Shared {
     limits: RwLock<Limits>,
     tls: RwLock<Option<ServerTls>>,
     policy: Tls,
-    clients: AtomicUsize,
+    seats: Seats,
     numbers: AtomicU64,
     stop: Arc<Stop>,
     /// Everybody who was let in, handshakes included.
@@ -76,10 +78,10 @@ enum Refused {
     Io(#[from] std::io::Error),
     #[error("no TLS: {0}")]
     Tls(std::io::Error),
-    #[error("too many handshakes at once: this one was the oldest")]
+    #[error("too many handshakes of its address at once: this one made room for a newer one")]
     Crowded,
-    #[error("max_clients ({0}) reached")]
-    Full(usize),
+    #[error(transparent)]
+    NoSeat(#[from] NoSeat),
     #[error("the client closed the connection during the handshake")]
     Left,
     #[error("the handshake took longer than {} s", HANDSHAKE.as_secs())]
@@ -99,7 +101,7 @@ impl Server {
             limits: RwLock::new(limits),
             tls: RwLock::new(context),
             policy: tls,
-            clients: AtomicUsize::new(0),
+            seats: Seats::default(),
             numbers: AtomicU64::new(1),
             stop: Arc::default(),
             inside: Gate::default(),
@@ -131,7 +133,7 @@ impl Server {
 
     /// Connections at the moment.
     pub fn clients(&self) -> usize {
-        self.0.clients.load(Ordering::Relaxed)
+        self.0.seats.taken()
     }
 
     /// The volumes on offer, in the order of their names, each with the number of connections that
@@ -233,9 +235,9 @@ impl Server {
         let shared = self.0.clone();
         let number = shared.numbers.fetch_add(1, Ordering::Relaxed);
         let limits = *shared.limits.read().unwrap_or_else(PoisonError::into_inner);
-        let clients = shared.clients.load(Ordering::Relaxed);
-        if clients >= limits.max_clients {
-            return shared.tell_refusal(number, Peer::of(&client), &Refused::Full(clients));
+        if shared.seats.taken() >= limits.max_clients {
+            let full = NoSeat::Full(limits.max_clients).into();
+            return shared.tell_refusal(number, Peer::of(&client), &full);
         }
         // Small replies must not wait for larger ones; unix sockets have no such option.
         let _ = rustix::net::sockopt::set_tcp_nodelay(&client, true);
@@ -270,11 +272,13 @@ impl Shared {
             Ok(None) => return,
             Err(error) => return self.tell_refusal(number, peer, &error),
         };
-        let Some(_counted) = self.count(limits.max_clients) else {
-            return self.tell_refusal(number, peer, &Refused::Full(limits.max_clients));
-        };
         let Some(export) = self.registry.get(&session.export.name) else {
             return self.tell_refusal(number, peer, &Refused::Gone);
+        };
+        let wanted = export.seat(self.registry.is_alone(), limits.max_clients);
+        let _seat = match self.seats.take(wanted) {
+            Ok(seat) => seat,
+            Err(why) => return self.tell_refusal(number, peer, &why.into()),
         };
         let Some(_pass) = export.connections.enter() else { return };
         let (volume, tls) = (export.volume.clone(), session.tls);
@@ -333,7 +337,7 @@ impl Shared {
             entered.leave.wait().await;
             Err(Refused::Crowded)
         };
-        let handshake = self.shake_hands(io, who, client, limits);
+        let handshake = self.shake_hands(io, who, (client, &entered), limits);
         let handshake = futures_lite::future::or(handshake, crowded);
         let in_time = async { io.timeout(HANDSHAKE, handshake).await };
         let stopped = async {
@@ -341,13 +345,6 @@ impl Shared {
             Some(Err(Refused::Stopped))
         };
         futures_lite::future::or(in_time, stopped).await.unwrap_or(Err(Refused::Late))
-    }
-
-    /// Counts a client that has logged in, if there is room for one more.
-    fn count(&self, max_clients: usize) -> Option<Counted<'_>> {
-        let more = |clients: usize| (clients < max_clients).then_some(clients + 1);
-        self.clients.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
-        Some(Counted(&self.clients))
     }
 
     /// The operator wants to know who tries to log in and cannot, and who is turned away; not of those who
@@ -365,15 +362,17 @@ impl Shared {
         &self,
         io: &Io,
         (number, peer): (u64, Peer),
-        client: Fd,
+        (client, entered): (Fd, &Entered<'_>),
         limits: Limits,
     ) -> Result<Option<Greeted>, Refused> {
         let mut transport = Transport::new(client, None);
         let mut handshake = Handshake::new(Policy { tls: self.policy, ..Policy::default() });
         let view = View {
             registry: &self.registry,
-            max_request: limits.max_request,
+            limits,
+            seats: &self.seats,
             missed: RefCell::default(),
+            no_seat: RefCell::default(),
         };
         let (mut input, mut output) = (Vec::new(), Vec::new());
         handshake.greeting(&mut output);
@@ -393,6 +392,7 @@ impl Shared {
                     let started = transport.start_tls(io, context.session()?, peer.address()).await;
                     started.map_err(Refused::Tls)?;
                     handshake.tls_established()?;
+                    entered.reached(Stage::Encrypted);
                 }
                 Step::Transmission(session) => return Ok(Some((session, transport, input))),
             }
@@ -410,6 +410,12 @@ impl Shared {
                     return Err(error.into());
                 }
             };
+            if let Some(why) = view.no_seat.take() {
+                self.tell_refusal(number, peer, &why.into());
+            }
+            if consumed > 0 {
+                entered.reached(Stage::Understood);
+            }
             input.drain(..consumed);
             step = next;
         }
@@ -430,15 +436,6 @@ impl<'a> Listed<'a> {
 impl Drop for Listed<'_> {
     fn drop(&mut self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.1);
-    }
-}
-
-/// A client that is counted.
-struct Counted<'a>(&'a AtomicUsize);
-
-impl Drop for Counted<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -30,6 +30,37 @@ fn more_clients_than_allowed_are_turned_away_until_one_leaves() {
     assert_eq!(rig.client("disk", Style::Simple).ask(FLUSH, 0, 0, 0), 0);
 }
 
+/// Clients of one volume, however many want to, leave places that clients of another one find; they are told why.
+#[test]
+fn clients_of_one_volume_leave_places_for_another_one() {
+    let rig = Rig::new(Limits { max_clients: 10, ..Limits::default() }, Tls::Off, None);
+    rig.server.add(memory("disk", MIB), std::sync::Arc::default());
+    rig.server.add(memory("other", MIB), std::sync::Arc::default());
+    let mut clients: Vec<_> = (0..8).map(|_| rig.client("disk", Style::Simple)).collect();
+    let go = |name: &str| {
+        let mut stream: Box<dyn Stream> = Box::new(rig.stream());
+        Client::greet(&mut stream).unwrap();
+        let length = u32::try_from(name.len()).unwrap().to_be_bytes();
+        let request = [&length[..], name.as_bytes(), &[0, 0]].concat();
+        let (kind, text) = Client::option(&mut stream, 7, &request).unwrap().pop().unwrap();
+        (kind, String::from_utf8_lossy(&text).into_owned())
+    };
+    for _ in 0..3 {
+        let (kind, text) = go("disk");
+        assert_eq!(kind, (1 << 31) + 2, "NBD_REP_ERR_POLICY: {text}");
+        assert!(text.contains("max_clients (10)") && text.contains("volume disk"), "{text}");
+    }
+    let mut other = rig.client("other", Style::Simple);
+    assert_eq!(other.ask(FLUSH, 0, 0, 0), 0);
+    assert!(clients.iter_mut().all(|client| client.ask(FLUSH, 0, 0, 0) == 0), "who is in stays");
+    assert_eq!(rig.server.clients(), 9);
+    drop(other);
+    rig.run(|server, io| async move { server.withdraw(&io, "other").await });
+    // The only one served has all the places.
+    clients.extend((0..2).map(|_| rig.client("disk", Style::Simple)));
+    assert!(clients.iter_mut().all(|client| client.ask(FLUSH, 0, 0, 0) == 0));
+}
+
 /// A guest writes to the volume: clients are refused with the reason, and connect again when it has let go; while one of
 /// them is connected the guest is kept out, however many connections there are.
 #[test]

@@ -157,7 +157,8 @@ pub const NBD: Section = Section {
             value: "N",
             expected: "write a whole number from 1 to 65536: max_clients = 256",
             default: "256",
-            doc: "The number of connections the daemon holds at a time, 1 to 65536.",
+            doc: "The number of connections the daemon holds at a time, 1 to 65536. Where several volumes are served, \
+                  those to one are at most four times as many as they leave free.",
         },
         Key {
             name: "max_request",

@@ -207,7 +207,9 @@ pub(super) const MAX_CLIENTS: Definition = Definition {
     since: "0.1.0",
     effect: "For the next client. Nobody who is connected is sent away.",
     doc: "The number of NBD connections the daemon holds at a time. One more is closed before its \
-          handshake, and the log says so.",
+          handshake, and the log says so. Where several volumes are served, the clients of one are \
+          at most four times as many as the places they leave free, so that those of another one \
+          find some; one more is refused with the reason.",
 };
 
 pub(super) const MAX_REQUEST: Definition = Definition {
