@@ -75,6 +75,33 @@ fn while_it_is_held(server: &mut Server, dead: &Dead, control: &Path) -> Result<
 }
 
 #[test]
+fn a_stop_does_not_wait_for_a_socket_that_another_server_has() -> Result {
+    let setup = Setup::new()?;
+    let control = setup.dir().join("control.sock");
+    for path in [&setup.socket(), &control] {
+        let other = UnixListener::bind(path).map_err(Error::io("bind"))?;
+        let listen = format!("unix:{}", setup.socket().display());
+        let mut command = Command::new(binary::ebbd(Build::AsTests)?);
+        command.args(["serve", "--volume", "disk=memory:1M", "--listen", &listen, "--control"]);
+        command.arg(&control).stderr(Stdio::piped());
+        let mut daemon = Daemon(command.spawn().map_err(Error::io("start ebbd"))?);
+        // It knocks.
+        other.accept().map_err(Error::io("accept"))?;
+        daemon.signal(Signal::TERM)?;
+        let mut said = String::new();
+        let stderr = daemon.0.stderr.as_mut();
+        let stderr = stderr.ok_or_else(|| Error::unexpected("no log"))?;
+        stderr.read_to_string(&mut said).map_err(Error::io("read the log"))?;
+        let status = process::wait(&mut daemon.0, SOON)?;
+        check(status.and_then(|s| s.code()) == Some(0), || format!("{status:?}\n{said}"))?;
+        check(!said.contains("ready"), || format!("it was not:\n{said}"))?;
+        drop(other);
+        fs::remove_file(path).map_err(Error::io("remove the socket"))?;
+    }
+    Ok(())
+}
+
+#[test]
 fn a_stop_does_not_wait_for_a_configuration_that_cannot_be_read() -> Result {
     let setup = Setup::new()?;
     let (config, pipe) = (setup.dir().join("ebbd.toml"), setup.dir().join("pipe"));

@@ -254,6 +254,8 @@ fn a_stop_does_not_wait_for_a_reload() -> Result {
     rig.server.signal(Signal::TERM)?;
     // One by one this takes 100 s.
     rig.ends_with_the_dead_listed()?;
+    let log = rig.server.log();
+    check(!log.contains("reloaded"), || format!("it was cut short, and is not done:\n{log}"))?;
     rig.check_images(&HEALTHY, 8)
 }
 

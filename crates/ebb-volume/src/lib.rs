@@ -27,6 +27,7 @@ pub use ebb_store::{
 };
 pub use gate::{Gate, Pass};
 pub use log_limit::LogLimit;
+pub use resize::{RESIZE_LIMIT, Resized};
 pub use stats::{OperationStats, VolumeStats};
 pub use stop::Stop;
 pub use volume::{AtHand, Volume, VolumeOptions};

@@ -20,8 +20,8 @@ use ebb_store::{Io, Resize, ResizeError};
 
 use crate::volume::Volume;
 
-/// How long a shrink waits for what is under way.
-const LIMIT: Duration = Duration::from_secs(30);
+/// How long [`Volume::resize`] waits for what is under way.
+pub const RESIZE_LIMIT: Duration = Duration::from_secs(30);
 
 const CLOSING: ResizeError = ResizeError::Unsupported("it is being closed");
 
@@ -57,6 +57,15 @@ impl Drop for Held<'_> {
     }
 }
 
+/// What a resize has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resized {
+    /// The size it had when its turn came, bytes.
+    pub from: u64,
+    /// The size it has, bytes.
+    pub to: u64,
+}
+
 impl Volume {
     /// Gives it another size, on which exports go from then on; the size, bytes. Those who are told a
     /// size once keep it: what lies beyond is refused to them or unknown to them. Shrinking waits up to
@@ -65,10 +74,10 @@ impl Volume {
     /// # Errors
     /// [`ResizeError`]; then it has the size it had.
     pub async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
-        self.resize_within(io, order, LIMIT).await
+        self.resize_within(io, order, RESIZE_LIMIT).await.map(|done| done.to)
     }
 
-    /// As [`Volume::resize`], with a limit to how long it waits for what is under way.
+    /// As [`Volume::resize`], with a limit to how long it waits for what is under way; also the size before.
     ///
     /// # Errors
     /// As [`Volume::resize`].
@@ -77,7 +86,7 @@ impl Volume {
         io: &Io,
         order: Resize,
         time: Duration,
-    ) -> Result<u64, ResizeError> {
+    ) -> Result<Resized, ResizeError> {
         let limit = Limit { io, time, end: clock::now() + time };
         let _alone = limit.on(self.resizing.lock()).await?;
         if self.is_closing() {
@@ -85,12 +94,15 @@ impl Volume {
         }
         let to = limit.on(self.store.judge_resize(io, order)).await??;
         let order = Resize { to: Some(to), ..order };
-        if to >= self.size() {
-            return self.grow(&limit, order).await;
+        let from = self.size();
+        if to >= from {
+            let to = self.grow(&limit, order).await?;
+            return Ok(Resized { from, to });
         }
         self.shrinking.store(true, Ordering::SeqCst);
         let _flushes = Held(self);
-        self.shrink(&limit, order, to).await
+        let to = self.shrink(&limit, order, to).await?;
+        Ok(Resized { from, to })
     }
 
     async fn grow(&self, limit: &Limit<'_>, order: Resize) -> Result<u64, ResizeError> {

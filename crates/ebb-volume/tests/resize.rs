@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use ebb_io::{Io, Worker};
 use ebb_store::{FileStore, MemoryStore, NullStore, OpenOptions};
-use ebb_volume::{ErrorKind, Resize, ResizeError, Store, Volume, VolumeOptions};
+use ebb_volume::{
+    ErrorKind, RESIZE_LIMIT, Resize, ResizeError, Resized, Store, Volume, VolumeOptions,
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -51,6 +53,26 @@ async fn grows_and_shrinks(io: Io, volume: Arc<Volume>) {
     // What was cut off does not come back.
     volume.resize(&io, to(2 * MIB, false)).await.unwrap();
     assert_eq!(read(&io, &volume, MIB).await, Ok(0));
+}
+
+#[test]
+fn each_of_two_at_once_tells_the_size_that_it_changed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("image");
+    std::fs::File::create(&path).unwrap().set_len(MIB).unwrap();
+    let (store, _) = FileStore::open(&path, &OpenOptions::default()).unwrap();
+    let volume = Volume::new("file", Store::File(store), VolumeOptions::default());
+    with(|io| async move {
+        let begin = |mib: u64| {
+            let (on, volume) = (io.clone(), volume.clone());
+            let order = Resize { to: Some(mib * MIB), shrink: false };
+            io.spawn(async move { volume.resize_within(&on, order, RESIZE_LIMIT).await.unwrap() })
+        };
+        // Both begin before the first is over: it waits for a call of the system.
+        let (first, second) = (begin(2), begin(3));
+        assert_eq!(first.await, Resized { from: MIB, to: 2 * MIB });
+        assert_eq!(second.await, Resized { from: 2 * MIB, to: 3 * MIB });
+    });
 }
 
 #[test]

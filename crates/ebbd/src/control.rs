@@ -44,6 +44,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -130,7 +131,8 @@ pub struct Control {
 }
 
 impl Control {
-    /// Listens at the unix socket `control` and shows the page at `web`, from one thread.
+    /// Listens at the unix socket `control` and shows the page at `web`, from one thread; `end` ends waiting for
+    /// another server to leave the socket.
     ///
     /// # Errors
     /// [`ControlError`].
@@ -138,11 +140,12 @@ impl Control {
         control: Option<&Path>,
         web: Option<Web<'_>>,
         shared: Arc<Shared>,
+        end: &AtomicBool,
     ) -> Result<Self, ControlError> {
-        let control = control.map(listener::open_private).transpose()?;
+        let control = control.map(|path| listener::open_private(path, end)).transpose()?;
         let names = web.map(|web| page::names(web.address, web.names)).unwrap_or_default();
-        let web =
-            web.map(|web| listener::open(&Listen::Tcp(web.address.to_owned()))).transpose()?;
+        let open = |web: Web<'_>| listener::open(&Listen::Tcp(web.address.to_owned()), end);
+        let web = web.map(open).transpose()?;
         let control_fd = control.as_ref().map(duplicate).transpose()?;
         let web_fd = web.as_ref().map(duplicate).transpose()?;
         let runtime = tokio::runtime::Builder::new_current_thread()

@@ -23,9 +23,9 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 use crate::answers;
 use crate::cli::ServeArgs;
 use crate::config::{Choice, Config, ConfigError, IdleMemory, LogLevel, Nbd, Tls};
-use crate::control::{Control, Shared, Web};
+use crate::control::{Control, ControlError, Shared, Web};
 use crate::engine::{Engine, HelperThreads, Parts, Phase, Report};
-use crate::listener::{self, Listener};
+use crate::listener::{self, ListenError, Listener};
 use crate::outages;
 use crate::params::{Configured, Key, Live, Parameters};
 use crate::stat;
@@ -80,6 +80,8 @@ struct Daemon {
 #[derive(Debug)]
 pub struct EarlySignals {
     hangup: Arc<AtomicBool>,
+    /// The daemon was told to end.
+    end: Arc<AtomicBool>,
 }
 
 impl EarlySignals {
@@ -94,7 +96,7 @@ impl EarlySignals {
         signal_hook::flag::register(SIGHUP, hangup.clone())?;
         // Caught is as good as ignored: the write fails with EFBIG.
         signal_hook::flag::register(SIGXFSZ, Arc::default())?;
-        Ok(EarlySignals { hangup })
+        Ok(EarlySignals { hangup, end: Arc::default() })
     }
 }
 
@@ -124,7 +126,13 @@ pub fn serve(
     let inherited_count = inherited.len();
     let mut listeners = inherited;
     for address in &config.listen {
-        listeners.push(listener::open(address)?);
+        match listener::open(address, &signals.end) {
+            Err(ListenError::Interrupted) => {
+                tracing::info!("stopped before anything was served");
+                return Ok(());
+            }
+            opened => listeners.push(opened?),
+        }
     }
     let workers = start_workers(config.workers, &memory)?;
     let engine = Engine::new(Parts {
@@ -180,10 +188,12 @@ pub fn serve(
         .with_cache(cache)
         .with_bdis(engine.bdis().clone());
     let engine = Some(engine);
-    let control = start_control(
-        config,
-        Shared { engine, server, parameters, memory, workers, xen, started },
-    )?;
+    let shared = Shared { engine, server, parameters, memory, workers, xen, started };
+    let control = match start_control(config, shared, &signals.end) {
+        // The signal is the next event but for reloads.
+        Err(ControlError::Listen(ListenError::Interrupted)) => return daemon.run(listeners),
+        started => started?,
+    };
     daemon.listen(&listeners)?;
     daemon.say_ready();
     let outcome = daemon.run(listeners);
@@ -213,13 +223,17 @@ fn handles(workers: &[Worker]) -> Vec<WorkerHandle> {
 }
 
 /// The control socket and the page, where they are wanted.
-fn start_control(config: &Config, shared: Shared) -> anyhow::Result<Option<Control>> {
+fn start_control(
+    config: &Config,
+    shared: Shared,
+    end: &AtomicBool,
+) -> Result<Option<Control>, ControlError> {
     if config.control.is_none() && config.web.is_none() {
         return Ok(None);
     }
     let socket = config.control.as_deref();
     let web = config.web.as_deref().map(|address| Web { address, names: &config.web_names });
-    Ok(Some(Control::start(socket, web, Arc::new(shared))?))
+    Control::start(socket, web, Arc::new(shared), end).map(Some)
 }
 
 /// With `--strict` all volumes are served, or none.
@@ -246,10 +260,14 @@ fn watch_signals(teller: Sender<Event>, early: &EarlySignals) -> anyhow::Result<
         // The receiver is with the caller.
         let _ = teller.send(Event::Signal(SIGHUP));
     }
+    let end = early.end.clone();
     let watch = move || {
         let mut ends = 0;
         for signal in signals.forever() {
-            ends += u32::from(signal != SIGHUP);
+            if signal != SIGHUP {
+                ends += 1;
+                end.store(true, Ordering::SeqCst);
+            }
             if ends > 2 {
                 signal_hook::low_level::exit(1);
             }
@@ -581,7 +599,10 @@ impl Daemon {
         self.drive(|engine, io| async move {
             let volumes = new.volumes.len();
             engine.reload(&io, new).await;
-            tracing::info!(volumes, "reloaded");
+            // One that the stop cut short is not done.
+            if !engine.is_stopping() {
+                tracing::info!(volumes, "reloaded");
+            }
             Event::Reloaded
         });
     }

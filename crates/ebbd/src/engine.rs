@@ -405,6 +405,11 @@ impl Engine {
         Ok(())
     }
 
+    /// Whether [`Engine::stop`] has begun.
+    pub fn is_stopping(&self) -> bool {
+        self.stopping.is_stopped()
+    }
+
     /// Whether a volume is not served and will be: it is being opened, or tried again.
     pub fn awaits(&self, name: &str) -> bool {
         let slot = lock(&self.slots).get(name).cloned();

@@ -9,6 +9,7 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::config::Listen;
@@ -25,6 +26,9 @@ pub enum ListenError {
     /// Another server answers there.
     #[error("{path}: in use by a running server: stop that one, or listen at another path")]
     InUse { path: PathBuf },
+    /// The daemon was told to end while it waited for another server to leave the socket.
+    #[error("told to stop before there was a socket")]
+    Interrupted,
     /// Something that is no socket has the path.
     #[error("{path}: exists and is no socket: remove it, or listen at another path")]
     NotASocket { path: PathBuf },
@@ -75,24 +79,24 @@ impl Drop for Listener {
     }
 }
 
-/// Opens a socket at an address.
+/// Opens a socket at an address. Where another server still answers it is waited for, unless `end` is set.
 ///
 /// # Errors
 /// [`ListenError`].
-pub fn open(address: &Listen) -> Result<Listener, ListenError> {
+pub fn open(address: &Listen, end: &AtomicBool) -> Result<Listener, ListenError> {
     match address {
-        Listen::Unix(path) => unix(path),
+        Listen::Unix(path) => unix(path, end),
         Listen::Tcp(address) => tcp(address),
     }
 }
 
-/// Opens a unix socket that only the daemon's user may connect to.
+/// Opens a unix socket that only the daemon's user may connect to; `end` as for [`open`].
 ///
 /// # Errors
 /// [`ListenError`].
-pub fn open_private(path: &Path) -> Result<Listener, ListenError> {
+pub fn open_private(path: &Path, end: &AtomicBool) -> Result<Listener, ListenError> {
     let name = format!("unix:{}", path.display());
-    take_over(path)?;
+    take_over(path, end)?;
     let bind = || -> io::Result<OwnedFd> {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
         let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
@@ -107,16 +111,16 @@ pub fn open_private(path: &Path) -> Result<Listener, ListenError> {
     Ok(Listener { fd, name, own: Some(Own::of(path)) })
 }
 
-fn unix(path: &Path) -> Result<Listener, ListenError> {
+fn unix(path: &Path, end: &AtomicBool) -> Result<Listener, ListenError> {
     let name = format!("unix:{}", path.display());
-    take_over(path)?;
+    take_over(path, end)?;
     let socket = UnixListener::bind(path).map_err(|source| bind_error(&name, source))?;
     Ok(Listener { fd: socket.into(), name, own: Some(Own::of(path)) })
 }
 
 /// Removes a socket that nobody answers at. That of a daemon that was killed answers until the
 /// kernel has dealt with its last requests: a successor waits that long.
-fn take_over(path: &Path) -> Result<(), ListenError> {
+fn take_over(path: &Path, end: &AtomicBool) -> Result<(), ListenError> {
     let deadline = Instant::now() + PATIENCE;
     loop {
         match std::fs::symlink_metadata(path) {
@@ -132,6 +136,7 @@ fn take_over(path: &Path) -> Result<(), ListenError> {
                 let _ = std::fs::remove_file(path);
                 return Ok(());
             }
+            _ if end.load(Ordering::SeqCst) => return Err(ListenError::Interrupted),
             // On the main thread, before anything is served.
             _ if Instant::now() < deadline => std::thread::park_timeout(PAUSE),
             _ => return Err(ListenError::InUse { path: path.into() }),
@@ -193,6 +198,27 @@ pub fn inherited() -> io::Result<Vec<Listener>> {
 mod tests {
     use super::*;
 
+    fn open(address: &Listen) -> Result<Listener, ListenError> {
+        super::open(address, &AtomicBool::default())
+    }
+
+    fn open_private(path: &Path) -> Result<Listener, ListenError> {
+        super::open_private(path, &AtomicBool::default())
+    }
+
+    #[test]
+    fn who_waits_for_a_socket_in_use_is_told_to_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let _other = open(&Listen::Unix(path.clone())).unwrap();
+        let end = AtomicBool::new(true);
+        let refused = super::open(&Listen::Unix(path.clone()), &end);
+        assert!(matches!(refused, Err(ListenError::Interrupted)), "{refused:?}");
+        let refused = super::open_private(&path, &end);
+        assert!(matches!(refused, Err(ListenError::Interrupted)), "{refused:?}");
+        assert!(path.exists(), "the other one's");
+    }
+
     #[test]
     fn a_left_over_socket_is_taken_over_and_a_live_one_is_not() {
         let folder = tempfile::tempdir().unwrap();
@@ -212,7 +238,8 @@ mod tests {
     fn the_socket_of_another_daemon_at_the_same_path_is_left_alone() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
-        for open in [open_private, unix] {
+        let unix = |path: &Path| open(&Listen::Unix(path.into()));
+        for open in [open_private as fn(&Path) -> _, unix] {
             let first = open(&path).unwrap();
             std::fs::remove_file(&path).unwrap();
             let second = open(&path).unwrap();

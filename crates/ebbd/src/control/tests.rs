@@ -71,6 +71,7 @@ fn start_with(xen: Option<Figures>) -> Running {
         Some(&path),
         Some(Web { address: "127.0.0.1:0", names: &["proxy.example".to_owned()] }),
         Arc::new(shared),
+        &AtomicBool::default(),
     )
     .unwrap();
     Running { path, parameters, injected, control, _folder: folder }
@@ -337,7 +338,8 @@ fn workers_that_stopped_are_no_obstacle() {
         workers: vec![one.handle(), two.handle()],
         started: Instant::now(),
     };
-    let _control = Control::start(Some(&path), None, Arc::new(shared)).unwrap();
+    let _control =
+        Control::start(Some(&path), None, Arc::new(shared), &AtomicBool::default()).unwrap();
     drop(two);
     let mut stream = UnixStream::connect(&path).unwrap();
     stream.write_all(b"GET /v1/stat HTTP/1.0\r\n\r\n").unwrap();

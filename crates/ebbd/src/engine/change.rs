@@ -151,10 +151,12 @@ impl Engine {
             tls_verify_peer: old.nbd.tls_verify_peer,
             ..new.nbd
         };
-        let (listen, control, web) = (old.listen, old.control, old.web);
+        let (listen, control) = (old.listen, old.control);
+        let (web, web_names) = (old.web, old.web_names);
         let (workers, idle_memory, xen) = (old.workers, old.idle_memory, old.xen);
-        *lock(&self.config) =
-            Some(Config { listen, control, web, workers, idle_memory, xen, nbd, ..new });
+        let kept =
+            Config { listen, control, web, web_names, workers, idle_memory, xen, nbd, ..new };
+        *lock(&self.config) = Some(kept);
     }
 
     /// Has a volume become what is wanted of it; `done` counts down when it has, or has not.

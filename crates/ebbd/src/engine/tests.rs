@@ -375,6 +375,31 @@ fn a_stop_interrupts_a_reload_that_waits_for_a_dead_store() {
 }
 
 #[test]
+fn what_takes_a_restart_stays_in_force_as_it_was_and_is_told_of_at_each_reload() {
+    let old = volumes(&["disk"], "none");
+    let world = World::new(&old, SOON);
+    world.store("disk");
+    world.start(old.clone(), None);
+    let more =
+        "control='/c'\nweb='tcp:h:1'\nweb_names=['n']\nworkers=3\nidle_memory='keep'\nxen=true\n";
+    let more = format!(
+        "{more}[volume.disk]\nstore='file:/disk'\n[nbd]\ntls='on'\ntls_certificates='/t'\n"
+    );
+    let new = Config::parse(
+        &format!("listen=['unix:/other']\n{more}"),
+        Path::new("test"),
+        &Overrides::default(),
+    );
+    let new = new.unwrap();
+    let told = old.reload_diff(&new).needs_restart;
+    assert_eq!(told.len(), 9, "{told:?}");
+    world.reload(new.clone());
+    let kept = lock(&world.engine.config).clone().unwrap();
+    assert_eq!(kept.reload_diff(&new).needs_restart, told);
+    assert!(world.stop().is_clean());
+}
+
+#[test]
 fn a_reload_keeps_what_is_served_when_its_successor_cannot_be_opened() {
     let old = volumes(&["disk"], "none");
     let world = World::new(&old, SOON);
