@@ -75,6 +75,41 @@ fn while_it_is_held(server: &mut Server, dead: &Dead, control: &Path) -> Result<
 }
 
 #[test]
+fn figures_are_told_when_there_are_no_descriptors_left() -> Result {
+    let setup = Setup::new()?;
+    let control = setup.dir().join("control.sock");
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 64; exec \"$@\"", "sh"]).arg(binary::ebbd(Build::AsTests)?);
+    command.args(["serve", "--workers", "1", "--volume", "disk=memory:1M", "--listen"]);
+    command.arg(format!("unix:{}", setup.socket().display())).arg("--control").arg(&control);
+    let mut daemon = Daemon(command.stderr(Stdio::null()).spawn().map_err(Error::io("start"))?);
+    let descriptors = format!("/proc/{}/fd", daemon.0.id());
+    let first = until("a client", SOON, || Ok(Client::open(&setup.socket(), "disk").ok()))?;
+    let mut clients = vec![first];
+    let taken = || -> Result<usize> {
+        let all = fs::read_dir(&descriptors).map_err(Error::io("count descriptors"))?;
+        // What was inherited may be above the limit.
+        let numbers = all.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        Ok(numbers.filter(|number: &u32| *number < 64).count())
+    };
+    // Twice: one may be taken for a moment only.
+    while taken()? < 64 || taken()? < 64 {
+        clients.push(Client::open(&setup.socket(), "disk")?);
+    }
+    // More than once: what was used is there again.
+    for _ in 0..3 {
+        let stat = Tool::new(binary::ebbd(Build::AsTests)?).args(["stat", "--control"]);
+        let stat = stat.arg(&control).limit(SOON).ok()?.stdout;
+        check(stat.contains("disk"), || format!("no figures:\n{stat}"))?;
+        check(taken()? == 64, || "there are descriptors: the figures are no proof".into())?;
+    }
+    drop(clients);
+    daemon.signal(Signal::TERM)?;
+    let status = process::wait(&mut daemon.0, SOON)?;
+    check(status.and_then(|s| s.code()) == Some(0), || format!("{status:?}"))
+}
+
+#[test]
 fn a_stop_does_not_wait_for_a_socket_that_another_server_has() -> Result {
     let setup = Setup::new()?;
     let control = setup.dir().join("control.sock");

@@ -27,11 +27,14 @@
 //! - Only the daemon's user opens the control socket: mode 0600 from its first moment.
 //! - Nothing can be changed over TCP.
 //! - Bounded: connections, the time each may last, the size of headers and bodies.
+//! - No peer keeps others from the page by holding its connections.
+//! - The control socket answers, one request at a time, when the process has no descriptors left.
 
 mod answer;
 mod page;
 mod resize;
 mod routes;
+mod seats;
 #[cfg(test)]
 mod tests;
 
@@ -49,17 +52,22 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use axum::Router;
+use axum::http::{HeaderValue, header};
 use ebb_export_nbd::Server;
 use ebb_export_xen::Figures;
 use ebb_io::WorkerHandle;
+use futures_lite::future::or;
 use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::net::{TcpListener, UnixListener, UnixStream};
+use tokio::sync::{Semaphore, oneshot};
+use tokio::time::error::Elapsed;
 
 use self::routes::App;
+use self::seats::{Seat, Seats};
 use crate::config::Listen;
 use crate::engine::Engine;
 use crate::listener::{self, ListenError, Listener};
@@ -72,7 +80,7 @@ pub const DEFAULT_PATH: &str = "/run/ebbd/control.sock";
 /// The longest body of a request, bytes.
 pub const MAX_BODY_BYTES: usize = 16 << 10;
 
-/// Connections at a time; one more waits to be accepted.
+/// Connections at a time of each socket; one more waits to be accepted, or takes the place of another (`seats`).
 const MAX_CONNECTIONS: usize = 32;
 /// The longest head of a request, bytes.
 const MAX_HEAD_BYTES: usize = 16 << 10;
@@ -147,6 +155,8 @@ impl Control {
         let open = |web: Web<'_>| listener::open(&Listen::Tcp(web.address.to_owned()), end);
         let web = web.map(open).transpose()?;
         let control_fd = control.as_ref().map(duplicate).transpose()?;
+        // Before clients can take all there are.
+        let spare = control_fd.as_ref().and_then(|_| spare_descriptor());
         let web_fd = web.as_ref().map(duplicate).transpose()?;
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
@@ -165,7 +175,9 @@ impl Control {
                 let mut tasks = Vec::new();
                 if let Some(fd) = control_fd {
                     let router = routes::router(app.clone());
-                    tasks.push(tokio::spawn(async move { answers(serve_unix(fd, router).await) }));
+                    tasks.push(tokio::spawn(async move {
+                        answers(serve_unix(fd, router, spare).await);
+                    }));
                 }
                 if let Some(fd) = web_fd {
                     tasks.push(tokio::spawn(
@@ -208,7 +220,7 @@ impl Drop for Control {
     }
 }
 
-async fn serve_unix(fd: OwnedFd, router: Router) -> io::Result<()> {
+async fn serve_unix(fd: OwnedFd, router: Router, mut spare: Option<OwnedFd>) -> io::Result<()> {
     let socket = std::os::unix::net::UnixListener::from(fd);
     socket.set_nonblocking(true)?;
     // Registers with the runtime, so it has to happen inside.
@@ -216,11 +228,55 @@ async fn serve_unix(fd: OwnedFd, router: Router) -> io::Result<()> {
     let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     while let Ok(permit) = room.clone().acquire_owned().await {
         match socket.accept().await {
-            Ok((stream, _)) => spawn(stream, router.clone(), permit),
+            Ok((stream, _)) => {
+                let router = router.clone();
+                tokio::spawn(async move {
+                    attend(stream, router, None).await;
+                    drop(permit);
+                });
+            }
+            // Without a descriptor the system says so, whether a connection waits or not.
+            Err(error)
+                if spare.is_some() && is_out_of_descriptors(&error) && is_waited_for(&socket) =>
+            {
+                drop(spare.take());
+                // It may be taken by another part of the daemon: then there is nothing to accept with.
+                let accepted = tokio::time::timeout(OUT_OF_DESCRIPTORS, socket.accept()).await;
+                if let Ok(Ok((mut stream, _))) = accepted {
+                    attend_once(&mut stream, router.clone()).await;
+                    spare = kept(stream);
+                }
+            }
             Err(error) => wait_after(&error).await,
         }
+        spare = spare.or_else(spare_descriptor);
     }
     Ok(())
+}
+
+/// A descriptor to accept a connection with when the process has no other left: that is when figures are wanted.
+fn spare_descriptor() -> Option<OwnedFd> {
+    Some(std::fs::File::open("/dev/null").ok()?.into())
+}
+
+fn is_out_of_descriptors(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
+}
+
+/// Whether a connection is there to be accepted.
+fn is_waited_for(socket: &UnixListener) -> bool {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let mut looked_at = [PollFd::new(socket, PollFlags::IN)];
+    poll(&mut looked_at, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+}
+
+/// Ends a connection and keeps its descriptor, which a close would leave to any part of the daemon.
+fn kept(stream: UnixStream) -> Option<OwnedFd> {
+    let stream = stream.into_std().ok()?;
+    // Where the client has ended it there is nothing to do.
+    let _ = stream.shutdown(std::net::Shutdown::Both);
+    Some(stream.into())
 }
 
 async fn serve_tcp(fd: OwnedFd, app: Arc<App>, names: Vec<String>) -> io::Result<()> {
@@ -228,14 +284,18 @@ async fn serve_tcp(fd: OwnedFd, app: Arc<App>, names: Vec<String>) -> io::Result
     socket.set_nonblocking(true)?;
     let router = page::router(app, names);
     let socket = TcpListener::from_std(socket)?;
-    let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    while let Ok(permit) = room.clone().acquire_owned().await {
+    let seats = Seats::new(MAX_CONNECTIONS);
+    loop {
         match socket.accept().await {
-            Ok((stream, _)) => spawn(stream, router.clone(), permit),
+            Ok((stream, peer)) => {
+                let Some(seat) = seats.enter(seats::address(peer.ip())).await else {
+                    return Ok(());
+                };
+                tokio::spawn(attend(stream, router.clone(), Some(Arc::new(seat))));
+            }
             Err(error) => wait_after(&error).await,
         }
     }
-    Ok(())
 }
 
 async fn wait_after(error: &io::Error) {
@@ -243,24 +303,59 @@ async fn wait_after(error: &io::Error) {
     tokio::time::sleep(OUT_OF_DESCRIPTORS).await;
 }
 
-fn spawn(
-    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    router: Router,
-    permit: OwnedSemaphorePermit,
-) {
-    tokio::spawn(async move {
-        attend(stream, router).await;
-        drop(permit);
-    });
-}
-
-async fn attend(stream: impl AsyncRead + AsyncWrite + Unpin, router: Router) {
+fn http() -> http1::Builder {
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(HEAD).max_buf_size(MAX_HEAD_BYTES);
     // A client that has said all it wants to say still waits for the answer.
     builder.half_close(true);
-    let serve = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
-    match tokio::time::timeout(CONNECTION, serve).await {
+    builder
+}
+
+/// Answers one request.
+async fn attend_once(stream: impl AsyncRead + AsyncWrite + Unpin, router: Router) {
+    let service = TowerToHyperService::new(router);
+    let serve = http().keep_alive(false).serve_connection(TokioIo::new(stream), service);
+    tell(tokio::time::timeout(CONNECTION, serve).await);
+}
+
+/// Answers requests until the client has no more, its time is over, or its seat is wanted.
+async fn attend(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    router: Router,
+    seat: Option<Arc<Seat>>,
+) {
+    let answers = TowerToHyperService::new(router);
+    let seated = seat.clone();
+    let service = service_fn(move |request| {
+        let (seat, answer) = (seated.clone(), answers.call(request));
+        async move {
+            let Some(seat) = seat else { return answer.await };
+            seat.set_busy(true);
+            let mut answer = answer.await;
+            seat.set_busy(false);
+            if let (true, Ok(answer)) = (seat.is_full(), &mut answer) {
+                answer.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            answer
+        }
+    });
+    let serve = http().serve_connection(TokioIo::new(stream), service);
+    let serve = tokio::time::timeout(CONNECTION, serve);
+    let wanted = async {
+        match &seat {
+            Some(seat) => seat.leave().wait().await,
+            None => std::future::pending().await,
+        }
+    };
+    let leave = async {
+        wanted.await;
+        tracing::debug!("closed a connection of the page for a newer one");
+    };
+    or(async { tell(serve.await) }, leave).await;
+}
+
+fn tell(outcome: Result<hyper::Result<()>, Elapsed>) {
+    match outcome {
         Ok(Ok(())) => {}
         Ok(Err(error)) => tracing::debug!(%error, "a control connection broke"),
         Err(_) => tracing::debug!("closed a control connection that lasted too long"),

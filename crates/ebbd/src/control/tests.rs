@@ -262,6 +262,60 @@ fn more_connections_than_it_holds_wait_their_turn() {
     assert_eq!(asked.load(Ordering::SeqCst), 1);
 }
 
+/// A connection to the page, from another address of this machine.
+fn connect_page(daemon: &Running, from: [u8; 4]) -> std::net::TcpStream {
+    use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
+    let address = daemon.control.addresses().find_map(|at| at.strip_prefix("tcp:")).unwrap();
+    let fd = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    bind(&fd, &std::net::SocketAddr::from((from, 0))).unwrap();
+    connect(&fd, &address.parse::<std::net::SocketAddr>().unwrap()).unwrap();
+    let stream = std::net::TcpStream::from(fd);
+    stream.set_read_timeout(Some(HANG)).unwrap();
+    stream
+}
+
+/// Asks on a connection that is kept; the head of the answer, lower case, and whether there was one.
+fn ask_on(stream: &mut std::net::TcpStream) -> Option<String> {
+    stream.write_all(b"GET /v1/version HTTP/1.1\r\nHost: localhost\r\n\r\n").ok()?;
+    let mut answer = Vec::new();
+    while !answer.ends_with(b"}\n") {
+        let mut bytes = [0; 4096];
+        let length = stream.read(&mut bytes).ok().filter(|length| *length > 0)?;
+        answer.extend_from_slice(&bytes[..length]);
+    }
+    let text = String::from_utf8(answer).unwrap().to_lowercase();
+    assert!(text.starts_with("http/1.1 200"), "{text}");
+    text.split_once("\r\n\r\n").map(|(head, _)| head.to_owned())
+}
+
+#[test]
+fn no_peer_keeps_others_from_the_page() {
+    let (daemon, polite, greedy) = (start(), [127, 0, 0, 3], [127, 0, 0, 2]);
+    // The oldest, but of an address that has no more than its share.
+    let mut honest = connect_page(&daemon, polite);
+    assert!(ask_on(&mut honest).is_some());
+    let mut held = Vec::new();
+    while held.len() + 2 < MAX_CONNECTIONS {
+        let mut stream = connect_page(&daemon, greedy);
+        let head = ask_on(&mut stream).unwrap();
+        assert!(!head.contains("connection: close"), "{head}");
+        held.push(stream);
+    }
+    // None is kept when all are taken.
+    let mut last = connect_page(&daemon, greedy);
+    let head = ask_on(&mut last).unwrap();
+    assert!(head.contains("connection: close"), "{head}");
+    assert_eq!(last.read(&mut [0]).unwrap(), 0);
+    // All are taken, and all are idle.
+    held.push(connect_page(&daemon, greedy));
+    let mut newcomer = connect_page(&daemon, [127, 0, 0, 4]);
+    assert!(ask_on(&mut newcomer).is_some());
+    // The oldest of the greedy has made way for it, and no other.
+    assert!(ask_on(&mut held[0]).is_none());
+    assert!(held[1..].iter_mut().all(|stream| ask_on(stream).is_some()));
+    assert!(ask_on(&mut honest).is_some());
+}
+
 #[test]
 fn everything_at_once_and_metrics() {
     let daemon = start();
