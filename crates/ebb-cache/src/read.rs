@@ -209,7 +209,13 @@ impl VolumeCache {
                 Wait { volume: self, shard, fill, waiter: None }.await;
                 continue;
             }
+            let wanted = (round.load.end * PAGE).min(start + window.len() as u64);
             let end = (round.load.end * PAGE).min(self.size());
+            if end < wanted {
+                // The volume became shorter since this was asked for: nothing of it is kept.
+                drop(round);
+                return self.read_past(io, store, buf, offset).await;
+            }
             let span = (round.load.start * PAGE)..end;
             let request = offset..offset + buf.len() as u64;
             let all = window.len() == buf.len() && span == request && round.wants(&todo);

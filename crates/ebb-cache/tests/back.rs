@@ -12,7 +12,7 @@ use common::{Disk, MIB, Rig};
 use ebb_cache::{Control, FixedLimit, Mode, Order};
 use ebb_io::{Io, Worker};
 use ebb_mem::pressure::Level;
-use ebb_store::{ErrorKind, Record, ZeroFlags};
+use ebb_store::{ErrorKind, Operation, Record, ZeroFlags};
 
 const SIZE: u64 = 8 * MIB;
 
@@ -311,6 +311,40 @@ fn a_writer_that_waits_long_for_a_full_store_is_told_that_it_is_full() {
         assert!(stable[..65536].iter().all(|byte| *byte == 1));
         assert!(stable[65536..131072].iter().all(|byte| *byte == 3));
         drop(flusher);
+    });
+}
+
+#[test]
+fn a_page_that_is_read_while_the_volume_is_cut_within_it_is_read_again() {
+    play(|io, _rig, disk| async move {
+        disk.cached.set_control(Arc::new(FixedLimit::default()));
+        // A part of each of two pages: both are read first, one after the other.
+        let (start, second) = (10 * 4096 + 2048, 11 * 4096);
+        disk.test.hang_only(&[Operation::Read]);
+        let (late, other) = (io.clone(), disk.clone());
+        let writer = io.spawn(async move { write(&late, &other, start, 4096, 7, false).await });
+        while disk.test.hanging() == 0 {
+            io.sleep(Duration::from_millis(1)).await;
+        }
+        // Comes before the writer to the second page, and does not get it.
+        let (late, other) = (io.clone(), disk.clone());
+        let reader = io.spawn(async move {
+            let buf = late.pool().get_for_test(4096);
+            other.cached.read(&late, &other.store, buf, second).await.0
+        });
+        disk.test.release();
+        disk.test.hang_only(&[Operation::Read]);
+        for _ in 0..10 {
+            io.yield_now().await;
+        }
+        disk.cached.seal(second + 2048).await;
+        drop(reader);
+        for _ in 0..10 {
+            io.yield_now().await;
+        }
+        disk.test.release();
+        assert!(writer.await);
+        assert_eq!(read(&io, &disk, start, 4096).await, [7; 4096]);
     });
 }
 
