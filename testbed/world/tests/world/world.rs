@@ -472,7 +472,7 @@ impl World {
         if let (Some(oldest), Some(healthy), false) = (client.oldest(), site.healthy, client.deaf) {
             let waits = now.saturating_duration_since(oldest.max(healthy));
             self.outcome.slowest = self.outcome.slowest.max(waits);
-            if waits > BOUND {
+            if waits > BOUND * self.theme.patience(seat.site) {
                 return Err(format!(
                     "a request to a healthy store has waited for {waits:?}: {}",
                     self.describe()

@@ -229,23 +229,29 @@ impl World {
         Ok(())
     }
 
-    /// Reads all of a volume. The sectors it had for the client, if some of them could not be read.
-    fn read_all(&mut self, at: usize) -> Result<Option<usize>, String> {
+    /// A client that asks for what it is told to.
+    fn reader(&mut self, at: usize) -> Client {
         let at_end = false;
         let manner =
             Manner { depth: 0, reads: 100, longest: 8, flushes: 0, pause_us: 0, reach: 8, at_end };
-        let stream = self.daemon().connect();
-        let random = self.random.fork();
-        let client = Client::new(stream, &self.sites[at].config.name, manner, random, self.now);
+        let (stream, random) = (self.daemon().connect(), self.random.fork());
+        Client::new(stream, &self.sites[at].config.name, manner, random, self.now)
+    }
+
+    /// Reads all of a volume. The sectors it had for the client, if some of them could not be read.
+    fn read_all(&mut self, at: usize) -> Result<Option<usize>, String> {
         let number = self.seats.iter().position(|seat| seat.site == at).expect("each has one");
-        self.seats[number].client = Some(client);
-        let end = self.now + PATIENCE;
+        let (end, mut again) = (self.now + PATIENCE, self.now);
         loop {
-            let seat = &self.seats[number];
-            if seat.client.as_ref().is_some_and(Client::is_serving) {
+            // Those who left while their requests waited for a server have their places until it has answered.
+            if self.seats[number].client.is_none() && self.now >= again {
+                again = self.now + AGAIN;
+                self.seats[number].client = Some(self.reader(at));
+            }
+            if self.seats[number].client.as_ref().is_some_and(Client::is_serving) {
                 break;
             }
-            if self.now > end || seat.client.is_none() {
+            if self.now > end {
                 return Err(format!("a client of volume {at} finds no way in"));
             }
             self.turn()?;

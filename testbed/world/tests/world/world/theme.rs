@@ -76,6 +76,12 @@ impl Theme {
         }
     }
 
+    /// So many times the bound of a request: what a crowd has asked of the disk that hung goes at the pace that the disk
+    /// is known for, which is none at first.
+    pub(super) fn patience(self, site: usize) -> u32 {
+        if (self, site) == (Theme::Crowd, 0) { 3 } else { 1 }
+    }
+
     /// What befalls it, microseconds between two of that, and from when on.
     pub(super) fn events(
         self,
