@@ -129,6 +129,8 @@ counters! {
     notifications,
     /// Times at which responses were published.
     publications,
+    /// Times that the guest had to wait since it sent mostly what is refused.
+    throttled,
     /// Requests answered.
     answers,
     /// Requests taken over from a predecessor.

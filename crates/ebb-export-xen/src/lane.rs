@@ -2,10 +2,11 @@
 //! its own for the segments, so that a warm ring allocates nothing.
 
 use std::cell::{Cell, Ref, RefCell};
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
-use ebb_io::{Buf, BufPool, Signal};
+use ebb_io::{Buf, BufPool, Held, Signal};
 use ebb_volume::{BlockError, ErrorKind, Mode};
 
 use crate::abi::{
@@ -28,6 +29,9 @@ pub(crate) struct Lane {
     signal: Signal,
     /// The segments of the request at hand.
     segments: RefCell<Vec<Segment>>,
+    /// Those that are moved now: all, or a piece.
+    first: Cell<usize>,
+    end: Cell<usize>,
     /// Those the hypervisor must copy, each with its place in the buffer.
     left_over: RefCell<Vec<(Segment, usize)>>,
     copied: Cell<Option<(Buf, bool)>>,
@@ -62,6 +66,29 @@ impl Lane {
         let mut list = self.segments.borrow_mut();
         list.clear();
         list.extend(segments);
+        self.first.set(0);
+        self.end.set(list.len());
+    }
+
+    /// Goes on to the next piece: as many segments after the last piece as have at most `most` bytes, and one at least.
+    /// Their bytes; `None` if there are no more.
+    fn next_piece(&self, most: usize) -> Option<usize> {
+        let (list, first) = (self.segments.borrow(), self.end.get());
+        let rest = list.get(first..).filter(|rest| !rest.is_empty())?;
+        let (mut count, mut bytes) = (0, 0);
+        for segment in rest {
+            if count > 0 && bytes + segment.bytes() > most {
+                break;
+            }
+            (count, bytes) = (count + 1, bytes + segment.bytes());
+        }
+        self.first.set(first);
+        self.end.set(first + count);
+        Some(bytes)
+    }
+
+    fn piece(&self) -> Range<usize> {
+        self.first.get()..self.end.get()
     }
 
     pub(crate) fn left_over(&self) -> Ref<'_, Vec<(Segment, usize)>> {
@@ -125,6 +152,8 @@ impl Queue {
     ) -> Result<(), Status> {
         let bytes = (count * SEGMENT_BYTES).next_multiple_of(512);
         let _held = self.memory.take(BufPool::footprint(bytes)).await;
+        // Given back before the data's is asked for: a request waits for memory only while it holds none of the volume's.
+        let _share = self.purse.take(BufPool::footprint(bytes)).await;
         let pages = grefs.iter().zip((0..bytes).step_by(PAGE_BYTES));
         lane.set_segments(pages.map(|(gref, from)| {
             let sectors = (bytes - from).min(PAGE_BYTES) / 512;
@@ -176,28 +205,71 @@ impl Queue {
         let bounce = self.disk.volume.bounce_footprint(offset, bytes);
         let wanted = BufPool::footprint(bytes.max(1)) + bounce + REQUEST_BYTES;
         let _held = self.memory.take(wanted).await;
-        let _share = self.purse.take(wanted.min(self.purse.share().reserve())).await;
+        let reserve = self.purse.share().reserve();
+        let whole = match self.purse.try_take(wanted) {
+            None if wanted <= reserve => Some(self.purse.take(wanted).await),
+            granted => granted,
+        };
         match operation {
             op::READ => {
                 add(&counters.rd_req, 1);
                 add(&counters.rd_sect, bytes as u64 / SECTOR_BYTES);
-                let buf = self.buffers.take(bytes).await;
-                let (result, buf) = self.disk.volume.read(&self.io, buf, offset).await;
-                self.judge(result)?;
-                let (_, copied) = self.copy(lane, buf, true).await;
-                if copied { Ok(()) } else { Err(Status::Error) }
             }
-            op::WRITE => {
-                add(&counters.wr_req, 1);
-                self.write(lane, offset, bytes).await
-            }
+            op::WRITE => add(&counters.wr_req, 1),
             // A barrier has the queue to itself: the queue sees to that.
             _ => {
                 add(&counters.f_req, 1);
                 self.make_stable().await?;
-                if bytes > 0 { self.write(lane, offset, bytes).await } else { Ok(()) }
+                if bytes == 0 {
+                    return Ok(());
+                }
             }
         }
+        match whole {
+            Some(share) => self.move_piece(lane, operation, (offset, bytes), share).await,
+            None => self.transfer_in_pieces(lane, operation, offset).await,
+        }
+    }
+
+    /// For want of memory: each piece takes no more than the volume is sure to find, and waits for that while it holds none.
+    async fn transfer_in_pieces(
+        &self,
+        lane: &Rc<Lane>,
+        operation: u8,
+        mut offset: u64,
+    ) -> Result<(), Status> {
+        let reserve = self.purse.share().reserve();
+        // A power of two: that is what a buffer takes.
+        let most =
+            (reserve.saturating_sub(REQUEST_BYTES).max(PAGE_BYTES) / 2 + 1).next_power_of_two();
+        lane.end.set(0);
+        while let Some(bytes) = lane.next_piece(most) {
+            let buffer = BufPool::footprint(bytes);
+            // What the store needs for parts of blocks: as far as the volume is sure of it.
+            let bounce = self.disk.volume.bounce_footprint(offset, bytes);
+            let share = self.purse.take((buffer + bounce).min(reserve).max(buffer)).await;
+            self.move_piece(lane, operation, (offset, bytes), share).await?;
+            offset += bytes as u64;
+        }
+        Ok(())
+    }
+
+    /// Moves the lane's piece of a request, which `_share` is held for.
+    async fn move_piece(
+        &self,
+        lane: &Rc<Lane>,
+        operation: u8,
+        (offset, bytes): (u64, usize),
+        _share: Held,
+    ) -> Result<(), Status> {
+        if operation != op::READ {
+            return self.write(lane, offset, bytes).await;
+        }
+        let buf = self.buffers.take(bytes).await;
+        let (result, buf) = self.disk.volume.read(&self.io, buf, offset).await;
+        self.judge(result)?;
+        let (_, copied) = self.copy(lane, buf, true).await;
+        if copied { Ok(()) } else { Err(Status::Error) }
     }
 
     async fn write(&self, lane: &Rc<Lane>, offset: u64, bytes: usize) -> Result<(), Status> {
@@ -279,7 +351,7 @@ impl Queue {
         let mut left_over = lane.left_over.borrow_mut();
         left_over.clear();
         let mut at = 0;
-        for segment in lane.segments.borrow().iter() {
+        for segment in lane.segments.borrow().get(lane.piece()).unwrap_or_default() {
             let range = at..at + segment.bytes();
             at = range.end;
             let Some(part) = buf.get_mut(range.clone()) else { return false };

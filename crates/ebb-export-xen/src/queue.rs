@@ -105,6 +105,7 @@ pub(crate) struct Queue {
     free_entries: RefCell<Vec<u32>>,
     answers: RefCell<Vec<(u32, Response)>>,
     answered: Signal,
+    /// Requests that were refused beyond those that were carried out, since the guest was made to wait.
     refused: Cell<u32>,
     pace: Pace,
     /// The time as of the last requests taken: exact enough for the order of use.
@@ -262,7 +263,6 @@ impl Queue {
                 break;
             }
             self.now.set(ebb_mem::clock::now());
-            let refused = self.refused.replace(0);
             let (count, barrier, make_way) = self.take_batch(waiting.min(BATCH));
             self.pace.took(count, self.now.get());
             taken = taken.saturating_add(count);
@@ -270,7 +270,9 @@ impl Queue {
             if let Some(entry) = barrier {
                 self.begin(entry, true).await;
             }
-            if refused > BATCH {
+            if self.refused.get() > BATCH {
+                self.refused.set(0);
+                add(&self.disk.counters.throttled, 1);
                 self.io.sleep(THROTTLE).await;
             }
             if make_way || count == 0 {
@@ -378,9 +380,16 @@ impl Queue {
 
     /// Notes how a request ended, to be published with others.
     pub(crate) fn settle(&self, entry: u32, response: Response) {
-        if response.status == Status::Error.code() {
-            self.refused.set(self.refused.get().saturating_add(1));
-            add(&self.disk.counters.errors, 1);
+        let refused = self.refused.get();
+        if response.status == Status::Okay.code() {
+            if refused > 0 {
+                self.refused.set(refused - 1);
+            }
+        } else {
+            self.refused.set(refused.saturating_add(1));
+            if response.status == Status::Error.code() {
+                add(&self.disk.counters.errors, 1);
+            }
         }
         self.answers.borrow_mut().push((entry, response));
     }

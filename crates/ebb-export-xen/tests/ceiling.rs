@@ -11,16 +11,17 @@ use std::time::Instant;
 
 use common::{HANG, Rig, pattern};
 use ebb_export_xen::Options;
-use ebb_export_xen::abi::{Segment, op};
-use ebb_export_xen::shm::frontend::Wishes;
-use ebb_io::Worker;
+use ebb_export_xen::abi::{Body, Request, Segment, op};
+use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_io::{Held, Purse, Shares, Worker};
 use ebb_mem::{Memory, PoolParameters};
 use ebb_store::{Store, TestStore};
 use ebb_volume::{Volume, VolumeOptions};
 
 /// A machine whose requests share a ceiling of 64 MiB.
-fn rig(volumes: &[&Arc<Volume>]) -> Rig {
+fn rig(volumes: &[&Arc<Volume>]) -> (Rig, Shares) {
     let memory = Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
+    let shares = memory.shares().clone();
     let mut rig = Rig {
         world: ebb_export_xen::shm::World::default(),
         backend: None,
@@ -43,7 +44,72 @@ fn rig(volumes: &[&Arc<Volume>]) -> Rig {
     let mut options = Options::new(Arc::new(rig.world.clone()), handles, Arc::new(lookup));
     options.journals = Some(rig.journals.path().into());
     rig.backend = Some(ebb_export_xen::Backend::start(options).unwrap());
-    rig
+    (rig, shares)
+}
+
+/// Where a volume is sure of less memory than a request takes, and there is no other, the request goes in pieces.
+#[test]
+fn requests_larger_than_what_a_volume_is_sure_of_go_in_pieces() {
+    let store = Arc::new(TestStore::new(16 << 20, 1));
+    let volume = Volume::new("disk", Store::Test(store.clone()), VolumeOptions::default());
+    let (rig, shares) = rig(&[&volume]);
+    // With so many volumes each is sure of less than 64 KiB.
+    let others: Vec<_> = (0..500).map(|number| shares.join(&number.to_string())).collect();
+    let purses: Vec<_> = others.iter().map(|share| Purse::new(share.clone())).collect();
+    let guest = rig.guest(1, 4096);
+    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    disk.connect().unwrap();
+    let data = pattern(3, 1 << 20);
+    let moved = |disk: &mut Frontend| {
+        let before = store.writes.load(Ordering::Relaxed) + store.reads.load(Ordering::Relaxed);
+        assert_eq!(disk.transfer(0, op::WRITE, 8, &mut data.clone()).unwrap(), 0);
+        let mut back = vec![0; 1 << 20];
+        assert_eq!(disk.transfer(0, op::READ, 8, &mut back).unwrap(), 0);
+        assert!(back == data);
+        store.writes.load(Ordering::Relaxed) + store.reads.load(Ordering::Relaxed) - before
+    };
+    assert_eq!(moved(&mut disk), 2, "there is memory to spare");
+    let reserve = shares.reserve();
+    assert!(reserve < 64 << 10, "{reserve}");
+    // All of what is common, as far as a volume finds that there is room for one more page.
+    let mut held: Vec<Held> = Vec::new();
+    for purse in &purses {
+        for bytes in [1 << 20, 64 << 10, 4096] {
+            held.extend(std::iter::from_fn(|| purse.try_take(bytes)));
+        }
+    }
+    let pieces = moved(&mut disk);
+    assert!(pieces >= 2 * (1 << 20) / reserve as u64, "{pieces} pieces");
+    drop(held);
+    assert_eq!(moved(&mut disk), 2);
+}
+
+/// The page that descriptors are copied to is of the volume's share, too.
+#[test]
+fn descriptors_are_fetched_with_memory_of_the_volume() {
+    let store = Store::Test(Arc::new(TestStore::new(16 << 20, 1)));
+    let volume = Volume::new("disk", store, VolumeOptions::default());
+    let (rig, shares) = rig(&[&volume]);
+    let guest = rig.guest(1, 4096);
+    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    disk.connect().unwrap();
+    let purse = Purse::new(volume.share(&shares).clone());
+    let sizes = [1 << 20, 4096, 512, 1];
+    let held: Vec<Held> =
+        sizes.iter().flat_map(|bytes| std::iter::from_fn(|| purse.try_take(*bytes))).collect();
+    // Descriptors in a page that was never granted: an error, once they are looked for.
+    let body = Body::Indirect { sector: 0, count: 32, grefs: [4000; 8] };
+    let indirect = disk.queues[0].put(Request { id: 0, operation: op::READ, body });
+    disk.queues[0].push();
+    for _ in 0..200 {
+        let body = Body::Direct { sector: 0, count: 0, segments: Default::default() };
+        let unknown = disk.queues[0].put(Request { id: 0, operation: 77, body });
+        disk.queues[0].push();
+        assert_eq!(disk.queues[0].wait().unwrap().id, unknown, "the other one waits for memory");
+    }
+    drop(held);
+    let answer = disk.queues[0].wait().unwrap();
+    assert_eq!((answer.id, answer.status), (indirect, -1));
 }
 
 #[test]
@@ -55,7 +121,7 @@ fn rings_on_a_silent_store_hold_up_no_other_volume() {
     let healthy =
         Volume::new("healthy", store, VolumeOptions { shared: true, ..VolumeOptions::default() });
     // The rings of the dead store never come to their end, so that nothing can wait for it.
-    let rig = ManuallyDrop::new(rig(&[&dead, &healthy]));
+    let rig = ManuallyDrop::new(rig(&[&dead, &healthy]).0);
     let (one, two) = (rig.guest(1, 4096), rig.guest(2, 4096));
     let wishes = Wishes { order: 4, queues: 4, ..Wishes::default() };
     let mut greedy = rig.attach(&one, "xvdb", "dead", wishes);

@@ -138,6 +138,31 @@ fn a_ring_that_lies_is_parked_and_the_others_run() {
     }
 }
 
+/// A guest that sends what no backend knows waits as one does whose requests are wrong; one that is served does not.
+#[test]
+fn a_guest_that_sends_unknown_operations_is_slowed_down() {
+    let rig = Rig::new();
+    let mut disk = rig.disk(Wishes::default());
+    for round in 0..100 {
+        assert_eq!(disk.transfer(0, op::WRITE, round * 8, &mut vec![1; 4096]).unwrap(), 0);
+    }
+    assert_eq!(rig.stats().throttled, 0);
+    for _ in 0..20 {
+        let count = disk.queues[0].slots();
+        for _ in 0..count {
+            let body = Body::Direct { sector: 0, count: 0, segments: Default::default() };
+            disk.queues[0].put(Request { id: 0, operation: 77, body });
+        }
+        disk.queues[0].push();
+        for _ in 0..count {
+            assert_eq!(disk.queues[0].wait().unwrap().status, -2, "BLKIF_RSP_EOPNOTSUPP");
+        }
+    }
+    let throttled = rig.stats().throttled;
+    assert!(throttled >= 5, "{throttled} times for 640 requests");
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
+}
+
 /// XSA-349, XSA-350: connecting and leaving, over and over and in any order.
 #[test]
 fn storms_of_states_leave_everything_in_order() {
