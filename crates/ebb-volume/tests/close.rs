@@ -11,7 +11,7 @@ use ebb_cache::{Cache, CacheOptions, Control, Mode, Order};
 use ebb_io::Worker;
 use ebb_mem::Memory;
 use ebb_store::{FileStore, OpenOptions, TestStore};
-use ebb_volume::{Store, Volume, VolumeOptions};
+use ebb_volume::{ErrorKind, Io, Operation, Store, Volume, VolumeOptions};
 
 /// The process may live on, with its descriptors, while the kernel holds a request of another store.
 #[test]
@@ -36,6 +36,46 @@ fn the_image_of_a_closed_volume_can_be_opened_by_a_successor() {
         successor.try_lock().unwrap();
         drop((volume, successor));
     }
+}
+
+/// What a client was told before the close ended is on the store, and stable.
+#[test]
+fn a_close_waits_for_requests_under_way_and_refuses_new_ones() {
+    let test = Arc::new(TestStore::new(1 << 20, 1));
+    let volume = Volume::new("disk", Store::Test(test.clone()), VolumeOptions::default());
+    let worker = Worker::start_alone("close").unwrap();
+    let done = worker.handle().block_on(move |io| async move {
+        test.hang_only(&[Operation::Write]);
+        let write = async |volume: Arc<Volume>, io: Io, offset| {
+            let mut buf = io.pool().take(4096).await;
+            buf.fill(7);
+            volume.write(&io, buf, offset, false).await.0.map_err(|error| error.kind)
+        };
+        let writing = io.spawn(write(volume.clone(), io.clone(), 0));
+        while test.hanging() == 0 {
+            io.sleep(Duration::from_millis(1)).await;
+        }
+        let (own, closing) = (io.clone(), volume.clone());
+        let closing = io.spawn(async move { closing.close(&own).await });
+        while !volume.is_closing() {
+            io.sleep(Duration::from_millis(1)).await;
+        }
+        for _ in 0..20 {
+            io.sleep(Duration::from_millis(1)).await;
+            assert!(!closing.is_finished(), "it is closed while a write is under way");
+        }
+        assert_eq!(write(volume.clone(), io.clone(), 4096).await, Err(ErrorKind::Closing));
+        assert_eq!(
+            test.flushes.load(Ordering::Relaxed),
+            0,
+            "a flush that the write is not part of"
+        );
+        test.release();
+        closing.await.unwrap();
+        assert_eq!(test.stable_bytes()[..4096], [7; 4096]);
+        assert_eq!(writing.await, Ok(()));
+    });
+    done.expect("the worker panicked");
 }
 
 /// Writes everything back at once.
