@@ -624,6 +624,7 @@ mod tests {
         }
         let (teller, events) = channel();
         watch_signals(teller, &early).unwrap();
-        assert!(matches!(events.recv().unwrap(), Event::Signal(SIGHUP)));
+        let told = events.recv_timeout(Duration::from_secs(60)).expect("the reload is forgotten");
+        assert!(matches!(told, Event::Signal(SIGHUP)));
     }
 }
