@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 fn run(arguments: &[&str], stdout: Stdio) -> Output {
@@ -58,17 +58,30 @@ fn read_a_sector(socket: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
+/// A daemon that a failed test does not leave behind.
+struct Daemon(Child);
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// Standard error is a pipe that is never read, and holds far less than what is logged.
 #[test]
 fn a_log_that_is_not_read_holds_up_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("s");
-    let mut child = Command::new(env!("CARGO_BIN_EXE_ebbd"))
-        .args(["serve", "--log", "debug", "--volume", "disk=memory:1M", "--listen"])
-        .arg(format!("unix:{}", socket.display()))
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut daemon = Daemon(
+        Command::new(env!("CARGO_BIN_EXE_ebbd"))
+            .args(["serve", "--log", "debug", "--volume", "disk=memory:1M", "--listen"])
+            .arg(format!("unix:{}", socket.display()))
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap(),
+    );
+    let child = &mut daemon.0;
     let deadline = Instant::now() + Duration::from_secs(90);
     while UnixStream::connect(&socket).is_err() {
         assert!(child.try_wait().unwrap().is_none() && Instant::now() < deadline, "no start");
@@ -77,7 +90,7 @@ fn a_log_that_is_not_read_holds_up_nothing() {
     for number in 0..3000 {
         read_a_sector(&socket).unwrap_or_else(|error| panic!("client {number}: {error}"));
     }
-    let pid = rustix::process::Pid::from_child(&child);
+    let pid = rustix::process::Pid::from_child(child);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     let deadline = Instant::now() + Duration::from_secs(90);
     let status = loop {
@@ -85,7 +98,6 @@ fn a_log_that_is_not_read_holds_up_nothing() {
             break status;
         }
         if Instant::now() > deadline {
-            child.kill().unwrap();
             panic!("SIGTERM has no effect");
         }
         std::thread::park_timeout(Duration::from_millis(5));
@@ -98,12 +110,15 @@ fn a_log_that_is_not_read_holds_up_nothing() {
 fn a_client_that_comes_and_goes_has_some_lines_and_then_none() {
     let folder = tempfile::tempdir().unwrap();
     let (socket, log) = (folder.path().join("s"), folder.path().join("log"));
-    let mut child = Command::new(env!("CARGO_BIN_EXE_ebbd"))
-        .args(["serve", "--volume", "disk=memory:1M", "--listen"])
-        .arg(format!("unix:{}", socket.display()))
-        .stderr(File::create(&log).unwrap())
-        .spawn()
-        .unwrap();
+    let mut daemon = Daemon(
+        Command::new(env!("CARGO_BIN_EXE_ebbd"))
+            .args(["serve", "--volume", "disk=memory:1M", "--listen"])
+            .arg(format!("unix:{}", socket.display()))
+            .stderr(File::create(&log).unwrap())
+            .spawn()
+            .unwrap(),
+    );
+    let child = &mut daemon.0;
     let deadline = Instant::now() + Duration::from_secs(90);
     while UnixStream::connect(&socket).is_err() {
         assert!(child.try_wait().unwrap().is_none() && Instant::now() < deadline, "no start");
@@ -115,7 +130,7 @@ fn a_client_that_comes_and_goes_has_some_lines_and_then_none() {
     }
     // 20 in each 10 s, and a line for the end of each.
     let most = 40 * (begun.elapsed().as_secs() / 10 + 1);
-    let pid = rustix::process::Pid::from_child(&child);
+    let pid = rustix::process::Pid::from_child(child);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     assert!(child.wait().unwrap().success());
     let log = std::fs::read_to_string(&log).unwrap();
