@@ -188,6 +188,7 @@ impl Backend {
             devices: BTreeMap::new(),
             dirty: BTreeSet::new(),
             allowances: BTreeMap::new(),
+            lines: BTreeMap::new(),
             more: false,
             generation: 0,
             broken: true,

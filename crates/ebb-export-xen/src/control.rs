@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use ebb_io::WorkerHandle;
 use ebb_mem::PoolParameters;
-use ebb_volume::Volume;
+use ebb_volume::{LogLimit, Volume};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::allowance::Allowance;
@@ -39,6 +39,9 @@ const RECONNECT: Duration = Duration::from_secs(1);
 const EVENTS: u32 = 1024;
 /// Steps of a device before the next one has its turn.
 const STEPS: u32 = 8;
+/// Lines of the log about one guest's disks in so much time: it may connect and leave without end.
+const LINES: u32 = 20;
+const LINES_PERIOD: Duration = Duration::from_secs(10);
 /// Devices of all guests; more are not looked at.
 const DEVICES_MAX: usize = 4096;
 /// What a disk line's script is called.
@@ -79,6 +82,8 @@ pub struct Control {
     pub(crate) dirty: BTreeSet<Key>,
     /// What each guest may make us ask of xenstored.
     pub(crate) allowances: BTreeMap<Domain, Allowance>,
+    /// What of each guest goes to the log.
+    pub(crate) lines: BTreeMap<Domain, Arc<LogLimit>>,
     /// Events were left for the next turn.
     pub(crate) more: bool,
     pub(crate) generation: u64,
@@ -349,8 +354,16 @@ impl Control {
             device.phase = Phase::Closed;
         }
         self.served.remove(key);
-        tracing::info!(device = key.name(), "disconnected");
+        if let Some(suppressed) = self.lines_of(key).admit(ebb_mem::clock::now()) {
+            tracing::info!(device = key.name(), suppressed, "disconnected");
+        }
         self.mark(key);
+    }
+
+    /// What rations the lines about a device's guest.
+    pub(super) fn lines_of(&mut self, key: &Key) -> Arc<LogLimit> {
+        let new = || Arc::new(LogLimit::new(LINES, LINES_PERIOD));
+        self.lines.entry(key.guest).or_insert_with(new).clone()
     }
 
     /// When a device that changed may be looked at; `None` is at once.

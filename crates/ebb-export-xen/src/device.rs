@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use ebb_mem::PoolParameters;
-use ebb_volume::{Lease, Stop, Volume, WriterConflict};
+use ebb_volume::{Lease, LogLimit, Stop, Volume, WriterConflict};
 
 use crate::abi::SECTOR_BYTES;
 use crate::disk::{Counters, Disk, MAX_SEGMENTS};
@@ -234,6 +234,7 @@ impl Offer {
         &self,
         parameters: &Arc<crate::params::XenParameters>,
         settings: &Settings,
+        lines: Arc<LogLimit>,
     ) -> Arc<Disk> {
         Arc::new(Disk {
             volume: self.volume.clone(),
@@ -250,6 +251,7 @@ impl Offer {
             stop: Stop::default(),
             counters: Counters::default(),
             unstable: Unstable::default(),
+            lines,
         })
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use ebb_mem::PoolParameters;
-use ebb_volume::{Stop, Volume};
+use ebb_volume::{LogLimit, Stop, Volume};
 
 use crate::journal::Backing;
 use crate::params::XenParameters;
@@ -50,6 +50,8 @@ pub(crate) struct Disk {
     pub(crate) counters: Counters,
     /// What a kill would lose of it.
     pub(crate) unstable: Unstable,
+    /// Rations the lines about its guest.
+    pub(crate) lines: Arc<LogLimit>,
 }
 
 impl Disk {

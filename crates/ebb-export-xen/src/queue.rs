@@ -203,7 +203,9 @@ impl Queue {
                 Ok(0) => spurious += 1,
                 Ok(_) => spurious = 0,
                 Err(overrun) => {
-                    tracing::warn!(queue = self.name, error = %overrun, "not served any more");
+                    if let Some(suppressed) = self.disk.lines.admit(ebb_mem::clock::now()) {
+                        tracing::warn!(queue = self.name, error = %overrun, suppressed, "not served any more");
+                    }
                     self.halt.wait().await;
                     return;
                 }
@@ -542,7 +544,7 @@ impl Queue {
         if count == ERRORS_LOGGED {
             tracing::warn!(queue = self.name, "more failed requests; not logged any more");
         }
-        count < ERRORS_LOGGED
+        count < ERRORS_LOGGED && self.disk.lines.admit(ebb_mem::clock::now()).is_some()
     }
 
     /// The name it has in the log.

@@ -125,7 +125,8 @@ impl Control {
         }
         let asked = frontend.persistent;
         frontend.persistent = asked && offer.persistent;
-        let disk = offer.disk(&self.parameters, &self.settings);
+        let lines = self.lines_of(key);
+        let disk = offer.disk(&self.parameters, &self.settings, lines.clone());
         disk.persistent.store(frontend.persistent, Ordering::Relaxed);
         let mut rings = Vec::new();
         for number in 0..frontend.queues.len() {
@@ -179,7 +180,16 @@ impl Control {
             device.rings = Doubt::default();
             device.logged = 0;
         }
-        tracing::info!(device = key.name(), volume = &*volume, queues, resume, "connected");
+        if let Some(suppressed) = lines.admit(ebb_mem::clock::now()) {
+            tracing::info!(
+                device = key.name(),
+                volume = &*volume,
+                queues,
+                resume,
+                suppressed,
+                "connected"
+            );
+        }
         Ok(self.show(key, State::Connected)?)
     }
 
@@ -196,13 +206,15 @@ impl Control {
 
     /// Says what is wrong, to the log and to the toolstack, and takes leave of the frontend.
     pub(super) fn fail(&mut self, key: &Key, error: &DeviceError) -> Result<(), StoreError> {
-        let own = self.own;
+        let (own, lines) = (self.own, self.lines_of(key));
         let Some(device) = self.devices.get_mut(key) else { return Ok(()) };
         device.logged = device.logged.saturating_add(1);
-        if device.logged <= FAILURES_LOGGED {
+        if device.logged <= FAILURES_LOGGED
+            && let Some(suppressed) = lines.admit(ebb_mem::clock::now())
+        {
             let cause = std::error::Error::source(error).map(ToString::to_string);
             let (error, cause) = (tame(&error.to_string()), tame(&cause.unwrap_or_default()));
-            tracing::error!(device = key.name(), error, cause, "not served");
+            tracing::error!(device = key.name(), error, cause, suppressed, "not served");
         }
         let Key { kind, guest, device: id } = key;
         let path = format!("/local/domain/{own}/error/backend/{kind}/{guest}/{id}/error");
@@ -223,6 +235,7 @@ impl Control {
         let Some(device) = self.devices.remove(key) else { return Ok(()) };
         if self.allowances.get_mut(&key.guest).is_some_and(|allowance| !allowance.remove_device()) {
             self.allowances.remove(&key.guest);
+            self.lines.remove(&key.guest);
         }
         let store = &mut self.store;
         match store.unwatch(&format!("{}/state", device.frontend), &key.name()) {
