@@ -118,7 +118,7 @@ impl World {
             let served = site.serving.as_ptr() != Weak::new().as_ptr();
             // A flush that a stop cancels counts as failed: of one that was abandoned nothing is missing.
             let left = report.abandoned.contains(&site.config.name);
-            if served && site.lost && listed.is_none() && !left {
+            if served && site.lost && !replaced && listed.is_none() && !left {
                 return Err(format!("a stop does not list {}, which is lost", site.config.name));
             }
             let told = listed.map(|left| left.why.clone());
