@@ -1,7 +1,7 @@
 //! The whole: what all volumes share, and whose buffers go when there is no room.
 //!
 //! Nothing here is touched by a hit. Shared are a few atomics (what is held, what may be), the list of
-//! volumes, and the orders to the keeper.
+//! volumes, and the orders to the reclaimer.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -11,9 +11,9 @@ use std::time::Instant;
 use ebb_mem::pressure::{Level, Roots};
 use ebb_mem::{Memory, Policy, Worker};
 
-use crate::growth::Growth;
-use crate::keeper::{Keeper, Orders};
 use crate::pages::PAGE;
+use crate::reclaimer::{Orders, Reclaimer};
+use crate::size_limit::SizeLimit;
 use crate::stats::{CacheStats, Mode};
 use crate::sync::Mutex;
 use crate::volume::VolumeCache;
@@ -66,14 +66,14 @@ pub struct Cache {
     /// Pages that must stay in memory until the stores were flushed, over all volumes.
     pub(crate) unstable: AtomicU64,
     reserved: AtomicU64,
-    /// [`Growth::limit`] in pages, and [`Growth::admits`].
+    /// [`SizeLimit::limit`] in pages, and [`SizeLimit::admits`].
     limit: AtomicU64,
     admits: AtomicBool,
-    /// Quarters of a second, as the keeper counts them.
+    /// Quarters of a second, as the reclaimer counts them.
     pub(crate) tick: AtomicU8,
     /// Volumes that were used lately.
     pub(crate) active: AtomicU32,
-    pub(crate) growth: Mutex<Growth>,
+    pub(crate) growth: Mutex<SizeLimit>,
     pub(crate) orders: Orders,
     pub(crate) refused: AtomicU64,
     pub(crate) scans: AtomicU64,
@@ -85,26 +85,26 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// A cache out of `memory`, with a keeper thread that ends when the last user has gone.
+    /// A cache out of `memory`, with a reclaimer thread that ends when the last user has gone.
     ///
     /// # Errors
     /// When the thread cannot be started.
     pub fn start(memory: &Arc<Memory>, options: CacheOptions) -> io::Result<Arc<Cache>> {
-        let cache = Cache::without_keeper(memory, options);
-        Keeper::spawn(&cache)?;
+        let cache = Cache::without_reclaimer(memory, options);
+        Reclaimer::spawn(&cache)?;
         Ok(cache)
     }
 
-    /// A cache whose keeper is yours to turn ([`Keeper::new`]): for tests and simulations.
+    /// A cache whose reclaimer is yours to turn ([`Reclaimer::new`]): for tests and simulations.
     #[must_use]
-    pub fn without_keeper(memory: &Arc<Memory>, options: CacheOptions) -> Arc<Cache> {
+    pub fn without_reclaimer(memory: &Arc<Memory>, options: CacheOptions) -> Arc<Cache> {
         // Address space that is reserved and never used costs nothing, but it is not endless.
         let space = memory.stats().arena.reserved as u64 / 2;
         let machine =
             ebb_mem::pressure::limit(&Roots::default()).map_or(space, |limit| limit.bytes);
         let share = (machine / 100 * SHARE_PERCENT).min(space);
         let max = options.max_bytes.map_or(share, |max| max.min(space));
-        let growth = Growth::new(max, options.min_bytes, options.started);
+        let growth = SizeLimit::new(max, options.min_bytes, options.started);
         let cache = Cache {
             memory: memory.clone(),
             volumes: Mutex::default(),
@@ -158,7 +158,7 @@ impl Cache {
         Ok(volume)
     }
 
-    /// Memory pressure has been seen (or, with L0, has ceased): the limits change at once, the keeper
+    /// Memory pressure has been seen (or, with L0, has ceased): the limits change at once, the reclaimer
     /// is woken to give memory back. Never waits long; from any thread. No event at all with
     /// [`ebb_mem::Policy::Static`].
     pub fn pressure(&self, level: Level, now: Instant) {
@@ -213,7 +213,7 @@ impl Cache {
     }
 
     /// Changes the limits, and what requests see of them.
-    pub(crate) fn adjust(&self, change: impl FnOnce(&mut Growth)) {
+    pub(crate) fn adjust(&self, change: impl FnOnce(&mut SizeLimit)) {
         let mut growth = self.growth.lock();
         change(&mut growth);
         self.limit.store(growth.limit() / PAGE, Ordering::Relaxed);
@@ -244,7 +244,7 @@ impl Cache {
 
     /// Whether there is so much room that data may be loaded that nobody has asked for yet.
     pub(crate) fn has_room_ahead(&self) -> bool {
-        self.admits() && self.limit.load(Ordering::Relaxed) >= 16 * crate::ahead::WINDOW_MAX
+        self.admits() && self.limit.load(Ordering::Relaxed) >= 16 * crate::read_ahead::WINDOW_MAX
     }
 
     /// Bytes that may go if others need them: what is held beyond the floor.

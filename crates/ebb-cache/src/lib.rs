@@ -10,7 +10,7 @@
 //! - **wired**, **lent**, **lost**: in use or kept warm; given to the kernel with its content, which may
 //!   take it; found taken. `bufspace` counts the first two, `bufwiredspace` the first, `bufkvaspace` all.
 //! - **fill**: a read from the store that is kept. **change**: a write, discard or the like.
-//! - **keeper**: the thread that lends, gives back and finds out what was taken. To **recede** is to return
+//! - **reclaimer**: the thread that lends, gives back and finds out what was taken. To **recede** is to return
 //!   what others are about to need, ahead of the kernel.
 //!
 //! # Invariants
@@ -21,29 +21,29 @@
 //! - No lock is held across a wait, and no system call is made by a hit. Wakers are woken outside locks.
 //! - Requests come first: a buffer that finds no memory is not kept, and nobody waits for it.
 
-mod ahead;
-mod back;
 mod cache;
-mod flight;
-mod growth;
-mod keeper;
+mod inflight;
 #[cfg(all(test, feature = "shuttle"))]
 mod models;
 mod pages;
 pub mod policy;
+mod proactive_reclaim;
 mod read;
-mod recede;
+mod read_ahead;
+mod reclaimer;
 mod shard;
 mod size;
+mod size_limit;
 mod stats;
 mod sync;
 mod table;
 mod volume;
 mod write;
+mod writeback;
 
-pub use back::{Control, FixedLimit, Order};
 pub use cache::{Cache, CacheOptions, Error};
-pub use keeper::{Keeper, Look, Taken, pages_taken};
+pub use reclaimer::{Look, Reclaimer, Taken, pages_taken};
 pub use size::Edge;
 pub use stats::{CacheStats, Mode, ModeError, VolumeCacheStats};
 pub use volume::VolumeCache;
+pub use writeback::{FixedLimit, WritebackControl, WritebackOrder};

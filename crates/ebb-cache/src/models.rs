@@ -50,7 +50,7 @@ impl Model {
     fn new() -> Arc<Model> {
         let mut options = CacheOptions::new(Instant::now());
         options.max_bytes = Some(1 << 20);
-        let cache = Cache::without_keeper(&memory(), options);
+        let cache = Cache::without_reclaimer(&memory(), options);
         let cached = cache.volume("model", SIZE as u64).unwrap();
         let number = || ModelMutex::new(0);
         let store = ModelMutex::new([0; 2]);
@@ -204,10 +204,10 @@ fn two_writes_at_once_leave_what_the_store_has() {
 }
 
 #[test]
-fn the_keeper_and_a_reader_never_spoil_each_others_work() {
+fn the_reclaimer_and_a_reader_never_spoil_each_others_work() {
     check(|| {
         let model = Model::new();
-        let keeper = {
+        let reclaimer = {
             let model = model.clone();
             thread::spawn(move || {
                 let worker = model.worker();
@@ -236,7 +236,7 @@ fn the_keeper_and_a_reader_never_spoil_each_others_work() {
             model.check_read(&worker, false);
         }
         drop(worker);
-        keeper.join().unwrap();
+        reclaimer.join().unwrap();
         writer.join().unwrap();
         model.check_end();
         let stats = model.cached.stats();

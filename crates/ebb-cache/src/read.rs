@@ -16,7 +16,7 @@ use std::task::{Context, Poll};
 use ebb_mem::Worker;
 use ebb_store::{Buf, BufResult, Io, Store};
 
-use crate::flight::Wakers;
+use crate::inflight::Wakers;
 use crate::pages::{FRAME, FRAME_PAGES, PAGE, PAGE_BYTES, Part, index, parts, runs, touched};
 use crate::shard::{AHEAD, COLD, MARK};
 use crate::stats::Mode;

@@ -16,7 +16,7 @@ use std::collections::VecDeque;
 
 use ebb_mem::{Memory, SmallBuffer, Worker};
 
-use crate::flight::Flights;
+use crate::inflight::Flights;
 use crate::pages::{PAGE_BYTES, Part, each, mask, runs, small};
 use crate::policy::{Eviction, Next, Policy};
 use crate::table::{Index, Linked, NONE, Slab};

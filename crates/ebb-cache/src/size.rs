@@ -84,7 +84,7 @@ impl VolumeCache {
     }
 
     /// The store was cut at `size`: forgets what lies beyond. What was dirty there is given back to
-    /// the [`Control`](crate::Control). Some at a time: others on this worker come between.
+    /// the [`WritebackControl`](crate::WritebackControl). Some at a time: others on this worker come between.
     pub async fn cut(&self, io: &Io, size: u64, edge: Edge<'_>) {
         let pages = size.div_ceil(PAGE)..u64::MAX - FRAME_PAGES;
         let worker = io.pool().worker();

@@ -6,15 +6,15 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use ebb_io::{Buf, BufPool, Io};
 use ebb_mem::{Memory, OwnerId, SmallBuffer, Spare, SpareHeld, Worker};
 
-use crate::ahead::Ahead;
-use crate::back::Back;
 use crate::cache::Cache;
 use crate::pages::{FRAME_PAGES, PAGE, PAGE_BYTES, Part, blocks, mask, sectors, touched, within};
 use crate::policy::{Next, TURN};
+use crate::read_ahead::ReadAhead;
 use crate::shard::{Batch, Shard};
 use crate::stats::{Mode, VolumeCacheStats};
 use crate::sync::{Mutex, MutexGuard};
 use crate::table::hash;
+use crate::writeback::WritebackState;
 
 /// Shards of a volume: workers on different frames seldom meet.
 pub(crate) const SHARDS: usize = 16;
@@ -33,7 +33,7 @@ pub struct VolumeCache {
     owner: OwnerId,
     pub(crate) size: AtomicU64,
     mode: Mode,
-    pub(crate) back: Back,
+    pub(crate) writeback: WritebackState,
     shards: [Mutex<Shard>; SHARDS],
     /// Pages that memory is behind.
     held: AtomicU64,
@@ -46,11 +46,11 @@ pub struct VolumeCache {
     /// How far the shard was gone round that was evicted from last ([`Next::Used`]).
     turned: AtomicU64,
     changes: AtomicU64,
-    /// Requests that missed, and the keeper's account of when that last changed.
+    /// Requests that missed, and the reclaimer's account of when that last changed.
     pub(crate) uses: AtomicU64,
     seen: AtomicU64,
     idle_ticks: AtomicU32,
-    pub(crate) ahead: Ahead,
+    pub(crate) ahead: ReadAhead,
     /// A hit has met a mark of read-ahead.
     pub(crate) marked: AtomicBool,
 }
@@ -150,7 +150,7 @@ impl VolumeCache {
             owner,
             size: AtomicU64::new(size),
             mode,
-            back: Back::default(),
+            writeback: WritebackState::default(),
             shards: std::array::from_fn(|_| Mutex::new(Shard::new())),
             held: AtomicU64::new(0),
             dirty: AtomicU64::new(0),
@@ -161,7 +161,7 @@ impl VolumeCache {
             uses: AtomicU64::new(0),
             seen: AtomicU64::new(0),
             idle_ticks: AtomicU32::new(0),
-            ahead: Ahead::default(),
+            ahead: ReadAhead::default(),
             marked: AtomicBool::new(false),
         }
     }

@@ -2,7 +2,7 @@
 //! the store before any of this begins (`back.rs`).
 //!
 //! A change is known to the shards it touches from before the store is asked until the cache is up to
-//! date (`flight.rs`). A change that fails, or whose future is dropped, or that meets another one,
+//! date (`inflight.rs`). A change that fails, or whose future is dropped, or that meets another one,
 //! leaves nothing of its pages in the cache.
 
 use std::ops::Range;
@@ -14,7 +14,7 @@ use ebb_store::{
     BlockError, Buf, BufResult, ErrorKind, Extent, Io, Operation, Store, Wanted, ZeroFlags,
 };
 
-use crate::flight::Wakers;
+use crate::inflight::Wakers;
 use crate::pages::{PAGE, Part, each, mask, parts, sectors, touched};
 use crate::shard::{Batch, COLD};
 use crate::stats::Mode;
@@ -242,7 +242,7 @@ impl VolumeCache {
     /// The store's.
     pub async fn flush(self: &Arc<Self>, io: &Io, store: &Store) -> Result<(), BlockError> {
         if self.mode() == Mode::Writeback {
-            return Box::pin(self.flush_back(io, store)).await;
+            return Box::pin(self.write_back_and_flush(io, store)).await;
         }
         store.flush(io).await
     }

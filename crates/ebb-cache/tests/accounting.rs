@@ -9,18 +9,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Disk, MIB, Random, Rig};
-use ebb_cache::{Cache, Keeper, pages_taken};
+use ebb_cache::{Cache, Reclaimer, pages_taken};
 use ebb_io::{Io, Worker};
 use ebb_mem::pressure::Level;
 
 const SIZE: u64 = 48 * MIB;
 
-/// A cache, its keeper and a clock, on a worker's thread.
+/// A cache, its reclaimer and a clock, on a worker's thread.
 struct Stage {
     io: Io,
     rig: Arc<Rig>,
     disk: Disk,
-    keeper: Keeper,
+    reclaimer: Reclaimer,
     clock: Duration,
 }
 
@@ -40,8 +40,8 @@ impl Stage {
         let worker = Worker::start("stage", &rig.memory).unwrap();
         let disk = rig.volume("disk", SIZE, 1);
         let done = worker.handle().block_on(move |io| async move {
-            let keeper = Keeper::new(&rig.cache, Box::new(pages_taken));
-            play(Stage { io, rig, disk, keeper, clock: Duration::ZERO }).await;
+            let reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_taken));
+            play(Stage { io, rig, disk, reclaimer, clock: Duration::ZERO }).await;
         });
         assert!(done.is_some(), "the run panicked; see above");
     }
@@ -50,12 +50,12 @@ impl Stage {
         &self.rig.cache
     }
 
-    /// So much time passes, in turns of the keeper.
+    /// So much time passes, in turns of the reclaimer.
     fn pass(&mut self, time: Duration) {
         let end = self.clock + time;
         while self.clock < end {
             self.clock += Duration::from_millis(100);
-            self.keeper.turn(&self.rig.cache, self.rig.start + self.clock);
+            self.reclaimer.turn(&self.rig.cache, self.rig.start + self.clock);
         }
         self.rig.memory.settle();
     }

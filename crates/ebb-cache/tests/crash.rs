@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use common::{Disk, Random, Rig};
-use ebb_cache::{Control, Mode, Order};
+use ebb_cache::{Mode, WritebackControl, WritebackOrder};
 use ebb_io::{Io, Worker};
 use ebb_store::{Record, ZeroFlags};
 
@@ -88,19 +88,19 @@ impl History {
 /// Writes some of what is dirty now and then.
 struct Whim;
 
-impl Control for Whim {
+impl WritebackControl for Whim {
     fn ask(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
         Duration::ZERO
     }
-    fn next(&self, now: Instant, dirty: u64, age: Duration) -> Order {
+    fn next(&self, now: Instant, dirty: u64, age: Duration) -> WritebackOrder {
         match (dirty / 4096
             + u64::from(age.subsec_nanos())
             + u64::from(now.elapsed().subsec_nanos()))
             % 3
         {
-            0 => Order::Wait(Duration::from_micros(200)),
-            1 => Order::Write(16 << 10),
-            _ => Order::Write(256 << 10),
+            0 => WritebackOrder::Wait(Duration::from_micros(200)),
+            1 => WritebackOrder::Write(16 << 10),
+            _ => WritebackOrder::Write(256 << 10),
         }
     }
 }

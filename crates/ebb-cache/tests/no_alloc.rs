@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use common::{MIB, Random, Rig};
-use ebb_cache::{Control, Keeper, Mode, Order};
+use ebb_cache::{Mode, Reclaimer, WritebackControl, WritebackOrder};
 use ebb_io::Worker;
 
 struct Counting;
@@ -53,7 +53,7 @@ fn a_warm_cache_does_not_touch_the_heap() {
     let worker = Worker::start("warm", &rig.memory).unwrap();
     let disk = rig.volume("disk", 16 * MIB, 1);
     let done = worker.handle().block_on(move |io| async move {
-        let mut keeper = Keeper::new(&rig.cache, Box::new(|| Some(0)));
+        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(|| Some(0)));
         let mut random = Random::new(1);
         let mut random_page = move |end: u64| random.below(end) * 4096;
         let read = async |offset: u64, length: usize| {
@@ -73,7 +73,7 @@ fn a_warm_cache_does_not_touch_the_heap() {
         for lent in [false, true] {
             if lent {
                 for turn in 0..40 {
-                    keeper.turn(&rig.cache, rig.start + Duration::from_millis(100 * turn));
+                    reclaimer.turn(&rig.cache, rig.start + Duration::from_millis(100 * turn));
                 }
                 rig.memory.settle();
                 assert_eq!(rig.cache.stats().total.bufwiredspace, 0);
@@ -112,12 +112,12 @@ fn a_warm_cache_does_not_touch_the_heap() {
 /// Writes whatever is dirty at once.
 struct Eager;
 
-impl Control for Eager {
+impl WritebackControl for Eager {
     fn ask(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
         Duration::ZERO
     }
-    fn next(&self, _: Instant, _: u64, _: Duration) -> Order {
-        Order::Write(65536)
+    fn next(&self, _: Instant, _: u64, _: Duration) -> WritebackOrder {
+        WritebackOrder::Write(65536)
     }
 }
 

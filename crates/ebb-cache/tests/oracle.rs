@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use common::{Disk, MIB, Random, Rig};
-use ebb_cache::{Keeper, Mode};
+use ebb_cache::{Mode, Reclaimer};
 use ebb_io::{Io, Worker};
 use ebb_mem::pressure::Level;
 use ebb_store::ZeroFlags;
@@ -206,7 +206,7 @@ impl Oracle {
 /// What one round may meet besides requests.
 async fn disturb(
     rig: &Rig,
-    keeper: &mut Keeper,
+    reclaimer: &mut Reclaimer,
     disk: &Disk,
     random: &mut Random,
     clock: &mut Duration,
@@ -226,7 +226,7 @@ async fn disturb(
         _ => {}
     }
     if random.chance(300) {
-        keeper.turn(&rig.cache, now);
+        reclaimer.turn(&rig.cache, now);
     }
 }
 
@@ -255,7 +255,7 @@ fn run(Run { seed, rounds, size, max, mode }: Run) -> ebb_cache::VolumeCacheStat
     let done = worker.handle().block_on(move |io| async move {
         let (disk, rig) = (for_run, rig_run);
         let mut random = Random::new(seed);
-        let mut keeper = Keeper::new(&rig.cache, Box::new(ebb_cache::pages_taken));
+        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(ebb_cache::pages_taken));
         let mut oracle = Oracle { bytes: vec![0; usize::try_from(size).unwrap()] };
         let mut clock = Duration::ZERO;
         let started = std::time::Instant::now();
@@ -270,7 +270,7 @@ fn run(Run { seed, rounds, size, max, mode }: Run) -> ebb_cache::VolumeCacheStat
                 let task = io.spawn(carry_out(io.clone(), disk.clone(), request.clone()));
                 tasks.push((request, task));
             }
-            disturb(&rig, &mut keeper, &disk, &mut random, &mut clock).await;
+            disturb(&rig, &mut reclaimer, &disk, &mut random, &mut clock).await;
             if round % 20 == 0 {
                 rig.memory.settle();
                 common::reclaim(mapping);
@@ -333,7 +333,7 @@ fn what_is_written_back_is_what_was_written() {
     run_all(101..105, Mode::Writeback, ROUNDS / 2);
 }
 
-/// Writes that overlap by bytes, too: what they leave is what the store happens to have, and the cache
+/// Writes that overlap by bytes, too: what they reservation is what the store happens to have, and the cache
 /// agrees with it.
 #[test]
 fn overlapping_changes_leave_what_the_store_has() {

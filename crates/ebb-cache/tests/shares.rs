@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Disk, MIB, Random, Rig};
-use ebb_cache::{FixedLimit, Keeper, Mode, pages_taken};
+use ebb_cache::{FixedLimit, Mode, Reclaimer, pages_taken};
 use ebb_io::{Io, Worker};
 
 const PAGE: u64 = 4096;
@@ -46,7 +46,7 @@ fn on_a_worker<Fut: Future<Output = ()> + 'static>(
 fn a_scan_of_ten_times_the_cache_costs_the_hot_set_five_points_at_most() {
     on_a_worker(|io, rig| async move {
         let mut random = Random::new(3);
-        let mut keeper = Keeper::new(&rig.cache, Box::new(pages_taken));
+        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_taken));
         let disk = rig.volume("disk", 256 * MIB, 1);
         // The hot set is three quarters of the cache.
         let pages = CACHE / PAGE * 3 / 4;
@@ -59,7 +59,7 @@ fn a_scan_of_ten_times_the_cache_costs_the_hot_set_five_points_at_most() {
             hot(&io, &disk, &mut random, pages, 8).await;
             if step % 64 == 0 {
                 now += Duration::from_millis(100);
-                keeper.turn(&rig.cache, now);
+                reclaimer.turn(&rig.cache, now);
             }
         }
         let after = hot(&io, &disk, &mut random, pages, 10_000).await;
@@ -87,7 +87,7 @@ async fn each_hot(io: &Io, disk: &Disk, random: &mut Random, count: u64) -> f64 
 fn a_scan_at_rest(seed: u64, request: usize, in_order: bool) {
     on_a_worker(move |io, rig| async move {
         let mut random = Random::new(seed);
-        let mut keeper = Keeper::new(&rig.cache, Box::new(pages_taken));
+        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_taken));
         let disk = rig.volume("disk", 512 * MIB, 1);
         // The hot set is three quarters of the cache; nothing is evicted while it is read.
         let pages = CACHE / PAGE * 3 / 4;
@@ -96,7 +96,7 @@ fn a_scan_at_rest(seed: u64, request: usize, in_order: bool) {
             each_hot(&io, &disk, &mut random, pages).await;
             for _ in 0..2 {
                 now += Duration::from_secs(1);
-                keeper.turn(&rig.cache, now);
+                reclaimer.turn(&rig.cache, now);
             }
         }
         let before = each_hot(&io, &disk, &mut random, pages).await;
@@ -107,7 +107,7 @@ fn a_scan_at_rest(seed: u64, request: usize, in_order: bool) {
             read(&io, &disk, 64 * MIB + piece * request as u64, request).await;
             if step % 64 == 0 {
                 now += Duration::from_millis(100);
-                keeper.turn(&rig.cache, now);
+                reclaimer.turn(&rig.cache, now);
             }
         }
         let after = each_hot(&io, &disk, &mut random, pages).await;
@@ -135,15 +135,15 @@ fn reads_of_64_kib_all_over_a_disk_cost_a_hot_set_of_pages_five_points_at_most()
 fn a_noisy_volume_costs_the_quiet_one_ten_points_at_most() {
     on_a_worker(|io, rig| async move {
         let mut random = Random::new(4);
-        let mut keeper = Keeper::new(&rig.cache, Box::new(pages_taken));
+        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_taken));
         let quiet = rig.volume("quiet", 64 * MIB, 1);
         let noisy = rig.volume("noisy", 256 * MIB, 2);
         // The quiet one needs a little less than its half.
         let pages = CACHE / PAGE * 2 / 5;
         let mut now = rig.start;
-        let mut turn = |keeper: &mut Keeper| {
+        let mut turn = |reclaimer: &mut Reclaimer| {
             now += Duration::from_millis(300);
-            keeper.turn(&rig.cache, now);
+            reclaimer.turn(&rig.cache, now);
         };
         hot(&io, &quiet, &mut random, pages, 40_000).await;
         let before = hot(&io, &quiet, &mut random, pages, 10_000).await;
@@ -156,7 +156,7 @@ fn a_noisy_volume_costs_the_quiet_one_ten_points_at_most() {
                 read(&io, &noisy, page * PAGE, 4096).await;
             }
             during += hot(&io, &quiet, &mut random, pages, 100).await / 100.0;
-            turn(&mut keeper);
+            turn(&mut reclaimer);
         }
         println!("hit ratio {before:.3} alone, {during:.3} beside the noisy one");
         assert!(before > 0.9);
@@ -166,7 +166,7 @@ fn a_noisy_volume_costs_the_quiet_one_ten_points_at_most() {
         // Free when not tight: the quiet one sleeps, and the other takes what it wants.
         for _ in 0..200 {
             read(&io, &noisy, random.below(256 * MIB / PAGE) * PAGE, 4096).await;
-            turn(&mut keeper);
+            turn(&mut reclaimer);
         }
         for _ in 0..20_000 {
             read(&io, &noisy, random.below(256 * MIB / PAGE) * PAGE, 4096).await;
@@ -180,7 +180,7 @@ fn a_noisy_volume_costs_the_quiet_one_ten_points_at_most() {
 #[test]
 fn a_volume_whose_pages_are_all_dirty_does_not_keep_others_from_caching() {
     on_a_worker(|io, rig| async move {
-        let mut keeper = Keeper::new(&rig.cache, Box::new(pages_taken));
+        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_taken));
         let dirty = rig.volume_as("dirty", 64 * MIB, 1, Mode::Writeback);
         dirty.cached.set_control(Arc::new(FixedLimit::default()));
         let clean = rig.volume("clean", 64 * MIB, 2);
@@ -193,7 +193,7 @@ fn a_volume_whose_pages_are_all_dirty_does_not_keep_others_from_caching() {
             read(&io, &clean, page * PAGE, 4096).await;
         }
         read(&io, &other, 0, 4096).await;
-        keeper.turn(&rig.cache, rig.start + Duration::from_millis(300));
+        reclaimer.turn(&rig.cache, rig.start + Duration::from_millis(300));
         let held = |disk: &Disk| disk.cached.stats().bufspace;
         assert!(held(&clean) > 6 * MIB, "more than its third: {}", held(&clean));
         assert_eq!(dirty.cached.dirty(), 9 * MIB);

@@ -1,4 +1,4 @@
-//! Several workers on one volume, a keeper thread, pressure, and a kernel that takes what was lent, all at
+//! Several workers on one volume, a reclaimer thread, pressure, and a kernel that takes what was lent, all at
 //! once. Each task owns some sectors, between those of others in the same pages, and knows what they hold.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]

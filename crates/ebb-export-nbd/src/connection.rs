@@ -16,16 +16,18 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, Purse, Signal};
+use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, QueueShare, Signal};
 use ebb_tls::Transport;
 use ebb_volume::{ErrorKind, Mode, Stop, Volume};
 
 use crate::decode::{self, Decoded, Fatal, Operation, RequestHeader};
 use crate::handshake::Session;
-use crate::lane::{Body, Job, Means, Parts, REQUEST_BYTES, Reply, Room, STATUS_BYTES_MAX, execute};
 use crate::proto::Errno;
 use crate::receiver::Receiver;
 use crate::reply::ReplyTo;
+use crate::request_task::{
+    Body, Job, Means, Parts, REQUEST_BYTES, Reply, Room, STATUS_BYTES_MAX, execute,
+};
 use crate::sender::Sender;
 
 /// Requests of one connection under way at a time.
@@ -82,7 +84,7 @@ pub(crate) struct Connection {
     transport: Transport,
     memory: Rc<Budget>,
     /// The volume's share of the memory for requests.
-    purse: Rc<Purse>,
+    queue_share: Rc<QueueShare>,
     /// The page pool of this queue.
     buffers: BufPool,
     lanes: Lanes,
@@ -137,7 +139,7 @@ impl Connection {
             session,
             transport,
             memory: Budget::new(memory_bytes),
-            purse: Purse::new(share),
+            queue_share: QueueShare::new(share),
             buffers,
             lanes: Lanes::default(),
             sender: Sender::default(),
@@ -171,8 +173,9 @@ impl Connection {
             })
         };
         // A task of its own, so that no request polls it; it ends with this function.
-        let _housekeeping = self.io.spawn(self.clone().keep_house(stops));
-        let mut receiver = Receiver::new(self.buffers.clone(), self.purse.clone(), rest).await;
+        let _housekeeping = self.io.spawn(self.clone().housekeeping(stops));
+        let mut receiver =
+            Receiver::new(self.buffers.clone(), self.queue_share.clone(), rest).await;
         let end = match self.read_requests(&mut receiver).await {
             Ok(never) => match never {},
             Err(end) => end,
@@ -217,7 +220,7 @@ impl Connection {
     }
 
     /// Ends reading when told to stop; until then gives memory back after silence.
-    async fn keep_house(self: Rc<Self>, stops: [Arc<Stop>; 2]) {
+    async fn housekeeping(self: Rc<Self>, stops: [Arc<Stop>; 2]) {
         let stopped = futures_lite::future::or(stops[0].wait(), stops[1].wait());
         let tidying = async {
             loop {
@@ -237,7 +240,7 @@ impl Connection {
                 self.dozing.set(true);
                 self.retire_idle();
                 self.sender.shrink();
-                self.purse.empty();
+                self.queue_share.empty();
             }
         };
         futures_lite::future::or(stopped, tidying).await;
@@ -319,7 +322,7 @@ impl Connection {
         match operation {
             Operation::Write { offset, length, fua } => {
                 let length = to_usize(length);
-                if length > PIECE || bytes > self.purse.share().reserve() {
+                if length > PIECE || bytes > self.queue_share.share().reserve() {
                     return self.write_in_pieces(receiver, to, budget, (offset, length, fua)).await;
                 }
                 let held = Room { share: Some(self.share(bytes).await?), budget: Some(budget) };
@@ -345,21 +348,21 @@ impl Connection {
     }
 
     /// Takes memory of the volume's share, after the volume's other requests.
-    async fn share(&self, bytes: usize) -> Result<ebb_io::Held, End> {
-        match self.purse.try_take(bytes) {
+    async fn share(&self, bytes: usize) -> Result<ebb_io::Charge, End> {
+        match self.queue_share.try_take(bytes) {
             Some(held) => Ok(held),
-            None => self.unless_halted(pin!(self.purse.take(bytes))).await,
+            None => self.unless_halted(pin!(self.queue_share.take(bytes))).await,
         }
     }
 
     /// The same for a request that is carried out in pieces if there is not enough for all of it,
     /// which a volume is sure of within its reserve only: then true, and only what the request
     /// itself takes.
-    async fn share_or_short(&self, bytes: usize) -> Result<(ebb_io::Held, bool), End> {
-        if bytes <= self.purse.share().reserve() {
+    async fn share_or_short(&self, bytes: usize) -> Result<(ebb_io::Charge, bool), End> {
+        if bytes <= self.queue_share.share().reserve() {
             return Ok((self.share(bytes).await?, false));
         }
-        match self.purse.try_take(bytes) {
+        match self.queue_share.try_take(bytes) {
             Some(held) => Ok((held, false)),
             None => Ok((self.share(REQUEST_BYTES).await?, true)),
         }
@@ -378,12 +381,12 @@ impl Connection {
         let parts = Parts::new(to, Room { budget: Some(budget), share });
         let mut next = FIRST;
         while left > 0 {
-            let length = left.min(next).min(Means::piece(&self.purse));
+            let length = left.min(next).min(Means::piece(&self.queue_share));
             next = PIECE;
             left -= length;
             parts.begin(left == 0);
             let piece = (offset, length);
-            let share = Means::piece_bytes(&self.volume, &self.purse, piece);
+            let share = Means::piece_bytes(&self.volume, &self.queue_share, piece);
             let share = Some(self.share(share).await?);
             let payload = Some(self.payload(receiver, length).await?);
             let held = Room { share, budget: None };
@@ -498,7 +501,7 @@ impl Connection {
                 volume: &self.volume,
                 session: &self.session,
                 buffers: &self.buffers,
-                purse: &self.purse,
+                queue_share: &self.queue_share,
                 sender: &self.sender,
                 gone: &|| self.is_gone(),
             };
@@ -562,7 +565,7 @@ impl Watch {
         let moved = received.wrapping_sub(self.received).max(sent.wrapping_sub(self.sent));
         (self.received, self.sent) = (received, sent);
         let holds = connection.receiving.get() || connection.sender.holds_data();
-        let stands = holds && moved < PROGRESS && connection.purse.share().has_waiters();
+        let stands = holds && moved < PROGRESS && connection.queue_share.share().has_waiters();
         self.still = if stands { self.still + 1 } else { 0 };
         self.still >= STALLED
     }

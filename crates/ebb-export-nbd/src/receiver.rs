@@ -6,7 +6,7 @@
 use std::io;
 use std::rc::Rc;
 
-use ebb_io::{Buf, BufPool, Held, Io, Purse};
+use ebb_io::{Buf, BufPool, Charge, Io, QueueShare};
 use ebb_tls::Transport;
 
 /// What an idle connection holds, bytes.
@@ -17,9 +17,9 @@ const LARGE: usize = 256 << 10;
 /// Received bytes that were not consumed yet.
 pub(crate) struct Receiver {
     buffers: BufPool,
-    purse: Rc<Purse>,
+    queue_share: Rc<QueueShare>,
     /// What more than a page takes of the volume's share.
-    room: Option<Held>,
+    room: Option<Charge>,
     buf: Option<Buf>,
     start: usize,
     end: usize,
@@ -29,11 +29,15 @@ pub(crate) struct Receiver {
 
 impl Receiver {
     /// A receiver with bytes that came in behind the handshake.
-    pub(crate) async fn new(buffers: BufPool, purse: Rc<Purse>, rest: &[u8]) -> Receiver {
+    pub(crate) async fn new(
+        buffers: BufPool,
+        queue_share: Rc<QueueShare>,
+        rest: &[u8],
+    ) -> Receiver {
         let mut buf = buffers.take(rest.len().max(SMALL)).await;
         buf[..rest.len()].copy_from_slice(rest);
         let (buf, end) = (Some(buf), rest.len());
-        Receiver { buffers, purse, room: None, buf, start: 0, end, wanted: SMALL }
+        Receiver { buffers, queue_share, room: None, buf, start: 0, end, wanted: SMALL }
     }
 
     /// What is there.
@@ -93,9 +97,9 @@ impl Receiver {
 
     /// Has memory for as large a buffer as is wanted, or wants a small one.
     fn afford(&mut self) {
-        let has = self.room.as_ref().map_or(SMALL, Held::bytes);
+        let has = self.room.as_ref().map_or(SMALL, Charge::bytes);
         if self.wanted > has {
-            self.room = self.purse.try_take(self.wanted);
+            self.room = self.queue_share.try_take(self.wanted);
             if self.room.is_none() {
                 self.wanted = SMALL;
             }

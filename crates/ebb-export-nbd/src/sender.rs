@@ -13,8 +13,8 @@ use std::task::{Poll, Waker};
 use ebb_io::{Budget, BudgetGuard, Buf, Gather, Io, Signal};
 use ebb_tls::Transport;
 
-use crate::lane::{Body, Reply, Room};
 use crate::reply::{Chunks, zero_runs};
+use crate::request_task::{Body, Reply, Room};
 
 /// Runs of data and zeroes one read is split into at most; what follows is sent as data.
 const RUNS_MAX: usize = 16;

@@ -91,7 +91,7 @@ fn writers_to_a_silent_store_hold_up_no_other_volume() {
                     bytes.extend(client.header(WRITE, 0, cookie, 0, 31 << 20));
                     bytes.extend(std::iter::repeat_n(7, 31 * MIB));
                 }
-                // Held back at some point, until the connection is closed by the other side.
+                // Charge back at some point, until the connection is closed by the other side.
                 let _ = client.stream.write_all(&bytes);
             })
         })

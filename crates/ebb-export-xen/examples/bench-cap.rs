@@ -14,7 +14,7 @@ use ebb_export_xen::abi::{MAX_DIRECT_SEGMENTS, Request, Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{Frontend, Wishes};
-use ebb_export_xen::{Backend, Disk, Options, attach, device_number};
+use ebb_export_xen::{Backend, DiskSpec, Options, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions};
@@ -27,7 +27,7 @@ const DEPTH: usize = 32;
 
 fn connect(world: &World, number: u16, pages: u32) -> Frontend {
     let guest = world.guest(number, pages).unwrap();
-    let disk = Disk { volume: "memory", name: "xvdb", read_only: false };
+    let disk = DiskSpec { volume: "memory", name: "xvdb", read_only: false };
     attach(&mut *world.xenstore().unwrap(), number, &disk).unwrap();
     let device = device_number("xvdb").unwrap();
     let mut front = Frontend::new(world, &guest, device, Wishes::default());

@@ -15,7 +15,7 @@ use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{Frontend, Wishes};
-use ebb_export_xen::{Backend, Disk, Options, Transient, attach, device_number};
+use ebb_export_xen::{Backend, DiskSpec, Options, Transient, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{NullStore, Store};
 use ebb_volume::{Volume, VolumeOptions};
@@ -61,7 +61,7 @@ fn run(mode: Mode, guests: u16, span: Duration) -> f64 {
                 scope.spawn(move || {
                     let guest = world.guest(number, 256).unwrap();
                     let mut store = world.xenstore().unwrap();
-                    let disk = Disk { volume: "null", name: "xvdb", read_only: false };
+                    let disk = DiskSpec { volume: "null", name: "xvdb", read_only: false };
                     attach(&mut *store, number, &disk).unwrap();
                     let wishes = Wishes { persistent, ..Wishes::default() };
                     let device = device_number("xvdb").unwrap();

@@ -12,7 +12,7 @@ use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{Frontend, Wishes};
-use ebb_export_xen::{Backend, Disk, Options, Transient, attach, device_number};
+use ebb_export_xen::{Backend, DiskSpec, Options, Transient, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions};
@@ -36,7 +36,7 @@ fn main() {
     options.transient = if words[0] == "map" { Transient::Map } else { Transient::Copy };
     let backend = Backend::start(options).unwrap();
     let guest = world.guest(1, 16384).unwrap();
-    let disk = Disk { volume: "memory", name: "xvdb", read_only: false };
+    let disk = DiskSpec { volume: "memory", name: "xvdb", read_only: false };
     attach(&mut *world.xenstore().unwrap(), 1, &disk).unwrap();
     let wishes = Wishes { persistent: words[0] == "persistent", ..Wishes::default() };
     let mut front = Frontend::new(&world, &guest, device_number("xvdb").unwrap(), wishes);

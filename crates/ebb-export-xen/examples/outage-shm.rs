@@ -15,7 +15,7 @@ use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{Frontend, Wishes};
-use ebb_export_xen::{Backend, Disk, Options, attach, device_number};
+use ebb_export_xen::{Backend, DiskSpec, Options, attach, device_number};
 use ebb_io::Worker;
 use ebb_mem::Memory;
 use ebb_store::{FileStore, OpenOptions, Store, TestStore};
@@ -98,7 +98,7 @@ impl Rig {
     fn connect(&self, number: u16, volume: &str) -> Frontend {
         let guest = self.world.guest(number, 256).unwrap();
         let mut store = self.world.xenstore().unwrap();
-        attach(&mut *store, number, &Disk { volume, name: "xvdb", read_only: false }).unwrap();
+        attach(&mut *store, number, &DiskSpec { volume, name: "xvdb", read_only: false }).unwrap();
         let device = device_number("xvdb").unwrap();
         let mut front = Frontend::new(&self.world, &guest, device, Wishes::default());
         front.connect().unwrap();

@@ -16,7 +16,7 @@ const SHORT_DISKS: u32 = 16;
 
 /// A disk to be attached.
 #[derive(Clone, Copy, Debug)]
-pub struct Disk<'a> {
+pub struct DiskSpec<'a> {
     /// The volume's name.
     pub volume: &'a str,
     /// What the guest calls it: `xvda` to `xvdzz`.
@@ -117,7 +117,11 @@ impl Paths {
 ///
 /// # Errors
 /// See [`AttachError`].
-pub fn attach(store: &mut dyn XenStore, guest: Domain, disk: &Disk<'_>) -> Result<(), AttachError> {
+pub fn attach(
+    store: &mut dyn XenStore,
+    guest: Domain,
+    disk: &DiskSpec<'_>,
+) -> Result<(), AttachError> {
     let bad = || AttachError::BadName(disk.name.to_owned());
     let device = device_number(disk.name).ok_or_else(bad)?;
     let Paths { back, front } = Paths::new(guest, device);

@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 
 use ebb_io::WorkerHandle;
 
-use crate::control::{Awaited, Control, Lookup};
 use crate::counted::Counted;
 use crate::device::Settings;
-use crate::disk::{Transient, XenStats};
+use crate::device_shared::{Transient, XenStats};
 use crate::mailbox::{Mailbox, Message};
 use crate::params::XenParameters;
 use crate::platform::{Platform, StoreError, XenStore};
 use crate::served::{Ending, Served};
+use crate::xenstore::{Awaited, Lookup, XenstoreControl};
 
 /// What a backend is made of.
 pub struct Options {
@@ -145,11 +145,11 @@ impl Backend {
     }
 
     /// As [`Backend::start`], without a thread: guests are attached and told while the caller calls
-    /// [`Control::turn`]. For tests that have one thread and a clock of their own.
+    /// [`XenstoreControl::turn`]. For tests that have one thread and a clock of their own.
     ///
     /// # Errors
     /// See [`StartError`].
-    pub fn prepare(options: Options) -> Result<(Backend, Control), StartError> {
+    pub fn prepare(options: Options) -> Result<(Backend, XenstoreControl), StartError> {
         let mut store = options.platform.xenstore().map_err(StartError::Xen)?;
         let own = own_domain(&mut *store);
         if let Some(path) = &options.journals {
@@ -167,7 +167,7 @@ impl Backend {
         }
         let (mailbox, inbox) = Mailbox::new().map_err(StartError::Thread)?;
         let served = Arc::<Served>::default();
-        let control = Control {
+        let control = XenstoreControl {
             platform: options.platform,
             store: Counted::new(store),
             own,

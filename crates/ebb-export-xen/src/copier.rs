@@ -9,8 +9,8 @@ use std::rc::Rc;
 use ebb_io::{Buf, Signal};
 
 use crate::abi::Segment;
-use crate::lane::Lane;
 use crate::platform::{CopyOp, Domain, Grants};
+use crate::request_task::Lane;
 
 /// Segments in one call, more or less: the worker has other work, too.
 const SEGMENTS_TURN: usize = 512;

@@ -9,14 +9,14 @@ use ebb_mem::PoolParameters;
 use ebb_volume::{Lease, LogLimit, Stop, Volume, WriterConflict};
 
 use crate::abi::SECTOR_BYTES;
-use crate::disk::{Counters, Disk, MAX_SEGMENTS};
+use crate::device_shared::{Counters, DeviceShared, MAX_SEGMENTS};
 use crate::journal::{Identity, Journal, ResumeError};
-use crate::machine::{Phase, Seen};
 use crate::nodes::{Frontend, MAX_RING_ORDER, NodeError, Nodes, QueueNodes, number};
 use crate::platform::{Domain, Platform, StoreError};
 use crate::queue::Parts;
 use crate::ring::Ring;
 use crate::unstable::Unstable;
+use crate::xenbus_state::{Phase, Seen};
 
 /// The least time between two looks at a device.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -171,7 +171,7 @@ impl Doubt {
 /// A device being served.
 pub(crate) struct Serving {
     pub(crate) generation: u64,
-    pub(crate) disk: Arc<Disk>,
+    pub(crate) disk: Arc<DeviceShared>,
     pub(crate) frontend: Frontend,
     /// Rings that have not ended.
     pub(crate) running: u32,
@@ -185,7 +185,7 @@ pub(crate) struct Serving {
 pub(crate) struct Settings {
     pub(crate) max_queues: u32,
     pub(crate) queue_memory: usize,
-    pub(crate) transient: crate::disk::Transient,
+    pub(crate) transient: crate::device_shared::Transient,
     pub(crate) journals: Option<PathBuf>,
 }
 
@@ -235,8 +235,8 @@ impl Offer {
         parameters: &Arc<crate::params::XenParameters>,
         settings: &Settings,
         lines: Arc<LogLimit>,
-    ) -> Arc<Disk> {
-        Arc::new(Disk {
+    ) -> Arc<DeviceShared> {
+        Arc::new(DeviceShared {
             volume: self.volume.clone(),
             pool: self.pool.clone(),
             parameters: parameters.clone(),
@@ -264,7 +264,7 @@ pub(crate) fn open_queue(
     number: usize,
     resume: bool,
     settings: &Settings,
-    disk: &Arc<Disk>,
+    disk: &Arc<DeviceShared>,
 ) -> Result<Parts, DeviceError> {
     let nodes = &frontend.queues[number];
     let io = |what| move |source| DeviceError::Io { what, source };

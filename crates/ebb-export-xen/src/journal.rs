@@ -37,7 +37,7 @@ use std::sync::Arc;
 use ebb_volume::Identity as StoreIdentity;
 
 use crate::abi::{SLOT_WORDS, Slot};
-use crate::memory::{Mapping, Unmap, write_barrier};
+use crate::guest_memory::{Mapping, Unmap, write_barrier};
 
 const MAGIC: u32 = 0x6b62_6265;
 /// Of journals that do not say which store they are about, as daemons up to 0.1 made them.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 
 use crate::device::Key;
-use crate::disk::Disk;
+use crate::device_shared::DeviceShared;
 use crate::served::Served;
 
 pub(crate) enum Message {
@@ -59,7 +59,7 @@ pub(crate) struct EndOfRing {
     pub(crate) mailbox: Mailbox,
     pub(crate) served: Arc<Served>,
     pub(crate) key: Key,
-    pub(crate) disk: Arc<Disk>,
+    pub(crate) disk: Arc<DeviceShared>,
     pub(crate) generation: u64,
 }
 

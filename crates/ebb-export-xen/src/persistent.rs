@@ -13,7 +13,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use crate::memory::Mapping;
+use crate::guest_memory::Mapping;
 
 /// References below this are found by their number: a guest has 32,768 unless it was given more.
 /// The list of them takes 256 KiB at most.
@@ -299,7 +299,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::memory::Unmap;
+    use crate::guest_memory::Unmap;
 
     #[derive(Default)]
     struct Count(AtomicUsize);

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use ebb_io::Fd;
 
-use crate::memory::Mapping;
+use crate::guest_memory::Mapping;
 
 pub mod evtchn;
 pub mod gntdev;

@@ -15,23 +15,23 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ebb_io::{Budget, Buf, BufPool, Io, Purse, Signal};
+use ebb_io::{Budget, Buf, BufPool, Io, QueueShare, Signal};
 
 use crate::abi::{Response, Slot, Status, op};
+use crate::busy_poll::BusyPoll;
 use crate::copier::Copier;
-use crate::disk::{Disk, add};
-use crate::express::Express;
+use crate::device_shared::{DeviceShared, add};
+use crate::inline_io::Express;
 use crate::journal::Journal;
-use crate::lane::Lane;
-use crate::pace::Pace;
 use crate::persistent::{Limits, Table};
 use crate::platform::{Channel, Domain, Grants};
+use crate::request_task::Lane;
 use crate::ring::{Overrun, Ring};
 
 /// Requests taken between two looks at what else there is to do.
 const BATCH: u32 = 64;
 /// Work after which requests make way if somebody is waiting who has little to do; in copies of a
-/// mapped page, as all work is reckoned ([`crate::express::cost`]). A ring of small requests.
+/// mapped page, as all work is reckoned ([`crate::inline_io::cost`]). A ring of small requests.
 const QUANTUM: usize = 32;
 /// Work between two looks whether anybody is.
 const STEP: usize = 8;
@@ -61,7 +61,7 @@ const ERRORS_LOGGED: u32 = 10;
 
 /// What a queue is made of, put together where waiting does no harm.
 pub(crate) struct Parts {
-    pub(crate) disk: Arc<Disk>,
+    pub(crate) disk: Arc<DeviceShared>,
     pub(crate) name: String,
     pub(crate) guest: Domain,
     pub(crate) grants: Arc<dyn Grants>,
@@ -76,7 +76,7 @@ pub(crate) struct Parts {
 /// See the module.
 pub(crate) struct Queue {
     pub(crate) io: Io,
-    pub(crate) disk: Arc<Disk>,
+    pub(crate) disk: Arc<DeviceShared>,
     pub(crate) guest: Domain,
     pub(crate) grants: Arc<dyn Grants>,
     name: String,
@@ -96,7 +96,7 @@ pub(crate) struct Queue {
     pub(crate) buffers: BufPool,
     pub(crate) memory: Rc<Budget>,
     /// The volume's share of the memory for requests.
-    pub(crate) purse: Rc<Purse>,
+    pub(crate) queue_share: Rc<QueueShare>,
     pub(crate) copier: Copier,
     pub(crate) express: Express,
     /// The table of grants wants a look.
@@ -107,7 +107,7 @@ pub(crate) struct Queue {
     answered: Signal,
     /// Requests that were refused beyond those that were carried out, since the guest was made to wait.
     refused: Cell<u32>,
-    pace: Pace,
+    pace: BusyPoll,
     /// The time as of the last requests taken: exact enough for the order of use.
     pub(crate) now: Cell<Instant>,
     stopping: Cell<bool>,
@@ -133,7 +133,7 @@ impl Queue {
         let free: Vec<u32> = entries.filter(|n| !parts.left_over.contains(n)).collect();
         let buffers = io.pool().queue(io.pool().owner(), disk.pool.clone());
         let memory = Budget::new(disk.queue_memory);
-        let purse = Purse::new(disk.volume.share(io.pool().memory().shares()).clone());
+        let queue_share = QueueShare::new(disk.volume.share(io.pool().memory().shares()).clone());
         // As of now: a sign that comes before the housekeeper's first turn is for this ring, too.
         let shrinks = disk.parameters.shrinks();
         let queue = Rc::new(Queue {
@@ -151,7 +151,7 @@ impl Queue {
             spent: Cell::new(0),
             buffers,
             memory,
-            purse,
+            queue_share,
             copier: Copier::default(),
             express: Express::default(),
             untidy: Signal::default(),
@@ -160,7 +160,7 @@ impl Queue {
             answers: RefCell::new(Vec::with_capacity(slots)),
             answered: Signal::default(),
             refused: Cell::new(0),
-            pace: Pace::default(),
+            pace: BusyPoll::default(),
             now: Cell::new(ebb_mem::clock::now()),
             stopping: Cell::new(false),
             halt: Signal::default(),
@@ -170,7 +170,7 @@ impl Queue {
         let helpers = [
             io.spawn(queue.clone().publish_answers()),
             io.spawn(queue.clone().copy_for_lanes()),
-            io.spawn(queue.clone().keep_house(shrinks)),
+            io.spawn(queue.clone().housekeeping(shrinks)),
             io.spawn(queue.clone().obey()),
         ];
         let share = parts.persistent.then(|| queue.disk.parameters.enter());
@@ -316,7 +316,7 @@ impl Queue {
     /// barrier, or others shall go on: how many, the entry of that, and whether they shall.
     fn take_batch(self: &Rc<Self>, most: u32) -> (u32, Option<u32>, bool) {
         self.mapped.set(0);
-        let data = self.disk.volume.at_hand();
+        let data = self.disk.volume.direct_access();
         let abi = self.ring.borrow().abi();
         let (mut taken, mut barrier) = (0, None);
         let (mut ring, mut free) = (self.ring.borrow_mut(), self.free_entries.borrow_mut());
@@ -474,7 +474,7 @@ impl Queue {
 
     /// Keeps the table of grants within its limits, and gives it back when memory is wanted: has been
     /// since there were `shrinks` signs of that.
-    async fn keep_house(self: Rc<Self>, mut shrinks: u64) {
+    async fn housekeeping(self: Rc<Self>, mut shrinks: u64) {
         let parameters = self.disk.parameters.clone();
         let mut sign = None;
         loop {

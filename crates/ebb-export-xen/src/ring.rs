@@ -6,7 +6,7 @@
 //! than the ring has slots is caught before one of them is read.
 
 use crate::abi::{Abi, HEADER_BYTES, Response, SLOT_BYTES, SLOT_WORDS, Slot, to_words};
-use crate::memory::{Mapping, full_barrier, read_barrier, write_barrier};
+use crate::guest_memory::{Mapping, full_barrier, read_barrier, write_barrier};
 
 const REQ_PROD: usize = 0;
 const REQ_EVENT: usize = 4;

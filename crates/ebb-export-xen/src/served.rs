@@ -17,7 +17,7 @@ use event_listener::{Event, Listener};
 
 use crate::backend::DeviceStats;
 use crate::device::Key;
-use crate::disk::Disk;
+use crate::device_shared::DeviceShared;
 
 /// See the module.
 #[derive(Default)]
@@ -29,7 +29,7 @@ pub(crate) struct Served {
 
 #[derive(Default)]
 struct Inner {
-    disks: BTreeMap<Key, Arc<Disk>>,
+    disks: BTreeMap<Key, Arc<DeviceShared>>,
     /// Volumes that were withdrawn: a lookup may still find them.
     withdrawn: Vec<Weak<Volume>>,
     leaving: bool,
@@ -43,7 +43,7 @@ impl Served {
     }
 
     /// Adds a device whose rings are about to start; false if it must not be served any more.
-    pub(crate) fn add(&self, key: &Key, disk: &Arc<Disk>) -> bool {
+    pub(crate) fn add(&self, key: &Key, disk: &Arc<DeviceShared>) -> bool {
         let mut inner = self.lock();
         if inner.leaving || inner.is_withdrawn(&disk.volume) {
             return false;
@@ -79,7 +79,7 @@ impl Served {
         self.end(&inner, |disk| **disk.volume.name() == *name)
     }
 
-    fn end(self: &Arc<Self>, inner: &Inner, which: impl Fn(&Disk) -> bool) -> Ending {
+    fn end(self: &Arc<Self>, inner: &Inner, which: impl Fn(&DeviceShared) -> bool) -> Ending {
         let disks = inner.disks.iter().filter(|(_, disk)| which(disk));
         let disks: Vec<_> = disks.map(|(key, disk)| (key.clone(), disk.clone())).collect();
         disks.iter().for_each(|(_, disk)| disk.wind_up());
@@ -87,7 +87,7 @@ impl Served {
     }
 
     /// A ring of `disk` has ended.
-    pub(crate) fn ring_ended(&self, disk: &Disk) {
+    pub(crate) fn ring_ended(&self, disk: &DeviceShared) {
         disk.queues.fetch_sub(1, Ordering::SeqCst);
         self.ended.notify(usize::MAX);
     }
@@ -125,7 +125,7 @@ impl Inner {
     }
 }
 
-fn figures(key: &Key, disk: &Disk) -> DeviceStats {
+fn figures(key: &Key, disk: &DeviceShared) -> DeviceStats {
     DeviceStats {
         guest: key.guest,
         device: key.device,
@@ -142,7 +142,7 @@ fn figures(key: &Key, disk: &Disk) -> DeviceStats {
 #[derive(Clone)]
 pub struct Ending {
     served: Arc<Served>,
-    disks: Vec<(Key, Arc<Disk>)>,
+    disks: Vec<(Key, Arc<DeviceShared>)>,
 }
 
 impl Ending {
@@ -168,7 +168,7 @@ impl Ending {
         self.running().next().is_none()
     }
 
-    fn running(&self) -> impl Iterator<Item = &(Key, Arc<Disk>)> {
+    fn running(&self) -> impl Iterator<Item = &(Key, Arc<DeviceShared>)> {
         self.disks.iter().filter(|(_, disk)| disk.queues.load(Ordering::SeqCst) > 0)
     }
 

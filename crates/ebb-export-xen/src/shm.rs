@@ -20,7 +20,7 @@ use ebb_io::{Fd, fd_from};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::abi::PAGE_BYTES;
-use crate::memory::{Mapping, Unmap};
+use crate::guest_memory::{Mapping, Unmap};
 use crate::platform::{Channel, CopyOp, Domain, Grants, Platform, XenStore};
 
 pub use tree::{Store, Tree};

@@ -2,13 +2,13 @@
 //!
 //! A kill of the daemon loses them, and the guest lives on, connected: to its next flush a successor would say OK over
 //! the loss. So the journals say that there are some, and a successor that finds it so fails the guest's writes
-//! ([`Disk::broken`](crate::disk::Disk::broken)), as after a flush that failed.
+//! ([`Disk::broken`](crate::device_shared::Disk::broken)), as after a flush that failed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::guest_memory::full_barrier;
 use crate::journal::Journal;
-use crate::memory::full_barrier;
 
 /// Those of one device; its rings may be on several workers.
 #[derive(Debug, Default)]

@@ -13,7 +13,7 @@ use common::{HANG, Rig, pattern};
 use ebb_export_xen::Options;
 use ebb_export_xen::abi::{Body, Request, Segment, op};
 use ebb_export_xen::shm::frontend::{Frontend, Wishes};
-use ebb_io::{Held, Purse, Shares, Worker};
+use ebb_io::{Charge, QueueShare, Shares, Worker};
 use ebb_mem::{Memory, PoolParameters};
 use ebb_store::{Store, TestStore};
 use ebb_volume::{Volume, VolumeOptions};
@@ -55,7 +55,7 @@ fn requests_larger_than_what_a_volume_is_sure_of_go_in_pieces() {
     let (rig, shares) = rig(&[&volume]);
     // With so many volumes each is sure of less than 64 KiB.
     let others: Vec<_> = (0..500).map(|number| shares.join(&number.to_string())).collect();
-    let purses: Vec<_> = others.iter().map(|share| Purse::new(share.clone())).collect();
+    let queue_shares: Vec<_> = others.iter().map(|share| QueueShare::new(share.clone())).collect();
     let guest = rig.guest(1, 4096);
     let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
     disk.connect().unwrap();
@@ -72,10 +72,10 @@ fn requests_larger_than_what_a_volume_is_sure_of_go_in_pieces() {
     let reserve = shares.reserve();
     assert!(reserve < 64 << 10, "{reserve}");
     // All of what is common, as far as a volume finds that there is room for one more page.
-    let mut held: Vec<Held> = Vec::new();
-    for purse in &purses {
+    let mut held: Vec<Charge> = Vec::new();
+    for queue_share in &queue_shares {
         for bytes in [1 << 20, 64 << 10, 4096] {
-            held.extend(std::iter::from_fn(|| purse.try_take(bytes)));
+            held.extend(std::iter::from_fn(|| queue_share.try_take(bytes)));
         }
     }
     let pieces = moved(&mut disk);
@@ -93,10 +93,12 @@ fn descriptors_are_fetched_with_memory_of_the_volume() {
     let guest = rig.guest(1, 4096);
     let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
     disk.connect().unwrap();
-    let purse = Purse::new(volume.share(&shares).clone());
+    let queue_share = QueueShare::new(volume.share(&shares).clone());
     let sizes = [1 << 20, 4096, 512, 1];
-    let held: Vec<Held> =
-        sizes.iter().flat_map(|bytes| std::iter::from_fn(|| purse.try_take(*bytes))).collect();
+    let held: Vec<Charge> = sizes
+        .iter()
+        .flat_map(|bytes| std::iter::from_fn(|| queue_share.try_take(*bytes)))
+        .collect();
     // Descriptors in a page that was never granted: an error, once they are looked for.
     let body = Body::Indirect { sector: 0, count: 32, grefs: [4000; 8] };
     let indirect = disk.queues[0].put(Request { id: 0, operation: op::READ, body });

@@ -287,7 +287,7 @@ fn volume_on(name: &str, store: &Arc<TestStore>) -> Arc<Volume> {
 /// A volume that acknowledges writes from the memory of this process.
 fn written_back(memory: &Arc<Memory>, store: &Arc<TestStore>) -> Arc<Volume> {
     let options = CacheOptions { max_bytes: Some(8 << 20), ..CacheOptions::new(Instant::now()) };
-    let cache = Cache::without_keeper(memory, options);
+    let cache = Cache::without_reclaimer(memory, options);
     let cached = cache.volume_as("disk", SIZE, Mode::Writeback).unwrap();
     Volume::with_cache("disk", Store::Test(store.clone()), VolumeOptions::default(), cached)
 }

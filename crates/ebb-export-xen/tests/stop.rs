@@ -18,7 +18,7 @@ use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::{Channel, Domain, Grants, Platform, StoreError, XenStore};
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{Frontend, Wishes};
-use ebb_export_xen::{Backend, Disk, Options, Turn, attach, detach, device_number};
+use ebb_export_xen::{Backend, DiskSpec, Options, Turn, attach, detach, device_number};
 use ebb_io::Worker;
 use ebb_store::{Store, TestStore};
 use ebb_volume::{Volume, VolumeOptions};
@@ -127,7 +127,7 @@ fn a_withdrawn_volume_ends_by_itself_and_its_guest_is_told() {
         rig.world.tree.remove_all("/local/domain/0/error");
         let mut store = rig.world.xenstore().unwrap();
         detach(&mut *store, 1, "xvdb", true).unwrap();
-        let order = Disk { volume: "slow", name: "xvdb", read_only: false };
+        let order = DiskSpec { volume: "slow", name: "xvdb", read_only: false };
         attach(&mut *store, 1, &order).unwrap();
     };
     slow.set("state", "6");
@@ -260,7 +260,7 @@ fn the_xenstore_side_can_be_driven_turn_by_turn() {
     let options = Options::new(Arc::new(world.clone()), vec![worker.handle()], Arc::new(lookup));
     let (backend, mut control) = Backend::prepare(options).unwrap();
     let guest = world.guest(1, 64).unwrap();
-    let order = Disk { volume: "disk", name: "xvdb", read_only: false };
+    let order = DiskSpec { volume: "disk", name: "xvdb", read_only: false };
     attach(&mut *world.xenstore().unwrap(), 1, &order).unwrap();
     let mut disk = Frontend::new(&world, &guest, device_number("xvdb").unwrap(), Wishes::default());
     let mut now = Instant::now();
@@ -349,7 +349,7 @@ fn a_second_backend_with_directories_of_its_own_is_refused_until_the_first_is_go
     refused(1);
     drop(first);
     drop(start(1).unwrap());
-    // Held by another process, which is killed.
+    // Charge by another process, which is killed.
     let mut holder = Command::new("flock")
         .arg("--no-fork")
         .arg(file.path())

@@ -16,14 +16,14 @@ use ebb_export_xen::platform::xenbus::Connection;
 use ebb_export_xen::platform::{Platform, XenStore};
 use ebb_export_xen::shm::frontend::{Frontend, Wishes};
 use ebb_export_xen::shm::{Guest, World};
-use ebb_export_xen::{Backend, Control, Disk, Options, Turn, attach, device_number};
+use ebb_export_xen::{Backend, DiskSpec, Options, Turn, XenstoreControl, attach, device_number};
 use ebb_io::Worker;
 
 /// A backend whose xenstore side has turns when the test says so, at times that the test makes up.
 struct Stage {
     world: World,
     _backend: Backend,
-    control: Control,
+    control: XenstoreControl,
     now: Instant,
     _worker: Worker,
 }
@@ -46,7 +46,7 @@ impl Stage {
 
     fn attach(&self, number: u16, volume: &str, wishes: Wishes) -> (Arc<Guest>, Frontend) {
         let guest = self.world.guest(number, 600).unwrap();
-        let order = Disk { volume, name: "xvdb", read_only: false };
+        let order = DiskSpec { volume, name: "xvdb", read_only: false };
         attach(&mut *self.world.xenstore().unwrap(), number, &order).unwrap();
         let device = device_number("xvdb").unwrap();
         (guest.clone(), Frontend::new(&self.world, &guest, device, wishes))

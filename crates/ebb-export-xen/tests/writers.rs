@@ -8,7 +8,7 @@ use common::{Rig, SIZE, memory, until};
 use ebb_export_xen::abi::op;
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::frontend::{Frontend, Wishes};
-use ebb_export_xen::{Disk, detach};
+use ebb_export_xen::{DiskSpec, detach};
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions, Writer};
 
@@ -31,7 +31,7 @@ fn refused(rig: &Rig, disk: &Frontend, guest: u16) -> String {
 fn attach_again(rig: &Rig, disk: &Frontend) {
     let (mut store, guest) = (rig.world.xenstore().unwrap(), disk.guest().number());
     detach(&mut *store, guest, "xvdb", false).unwrap();
-    let order = Disk { volume: "disk", name: "xvdb", read_only: false };
+    let order = DiskSpec { volume: "disk", name: "xvdb", read_only: false };
     ebb_export_xen::attach(&mut *store, guest, &order).unwrap();
 }
 

@@ -37,7 +37,7 @@ mod worker;
 pub use ebb_mem::clock;
 
 pub use buf::{Buf, BufPool, MAX_BUF};
-pub use ebb_mem::{Held, Purse, Share, Shares};
+pub use ebb_mem::{Charge, QueueShare, Share, Shares};
 pub use gather::Gather;
 pub use op::{Fd, WriteFlags, fd_from};
 pub use signal::{Budget, BudgetGuard, Signal};

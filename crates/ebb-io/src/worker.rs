@@ -390,7 +390,7 @@ impl Io {
         }
         let now = ebb_mem::clock::now();
         core.timers.fire(now);
-        self.tend_memory(now);
+        self.maintain_memory(now);
         ran || busy || reaped.count > 0
     }
 
@@ -408,7 +408,7 @@ impl Io {
     }
 
     /// Lets the memory give back, lend or squeeze what is due or was asked for.
-    fn tend_memory(&self, now: Instant) {
+    fn maintain_memory(&self, now: Instant) {
         let core = &*self.0;
         if core.memory.needs_poll() || core.tend_at.get().is_some_and(|at| at <= now) {
             core.tend_at.set(None);

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use crate::advise::{self, Books, Orders};
 use crate::arena::{Arena, Give, Shortage};
-use crate::charge::Charge;
 use crate::class::{CLASSES, EXTENT_BYTES, PAGE_BYTES, class_bytes};
 use crate::gauge::{PURGE, Retired, SQUEEZE, STARVED, UNCACHED, WAITERS, WorkerShared};
 use crate::options::{Options, Policy};
+use crate::overcommit::Overcommit;
 use crate::owners::Owners;
 use crate::share::Shares;
 use crate::space::{Core, WORD};
@@ -160,7 +160,7 @@ impl Memory {
         let lending = options.lend && !options.policy.keeps() && sys::lending_works();
         let mut arena = Arena::new(small, huge, options.ceiling_bytes / PAGE_BYTES, lending);
         arena.set_keep_freed(options.policy.keeps());
-        let charge = Charge::now();
+        let charge = Overcommit::now();
         arena.close_all(chunk, charge.is_any());
         let (books, orders) = (Books::new(arena), Orders::default());
         let touches = AtomicBool::new(lending && crate::kernel::touches());

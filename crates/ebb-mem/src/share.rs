@@ -15,7 +15,7 @@
 //! - The reserves and the common part add up to the total; nothing is granted beyond either, except
 //!   for what was granted before a volume joined.
 //! - A request of at most [`Share::reserve`] bytes waits for its own volume only, in line.
-//! - A [`Purse`] with enough in it is reached without an atomic write; a share is touched by its own
+//! - A [`QueueShare`] with enough in it is reached without an atomic write; a share is touched by its own
 //!   volume only; the common part only once a volume's reserve is used up. Locks are for who waits.
 
 use std::cell::Cell;
@@ -33,7 +33,7 @@ const RESERVE_MOST: usize = (64 << 20) + (64 << 10);
 const RESERVE_LEAST: usize = 8 << 10;
 /// A group may hold so many times as much of the common part as it leaves.
 const LEAVES: usize = 4;
-/// A purse keeps at most so much. Where reserves are small none keeps anything, so that idle queues
+/// A queue_share keeps at most so much. Where reserves are small none keeps anything, so that idle queues
 /// never have what a request of another one waits for.
 const PURSE_MOST: usize = 256 << 10;
 const PURSE_FROM: usize = 16 << 20;
@@ -172,7 +172,7 @@ impl Share {
         self.common.reserve.load(Ordering::Relaxed)
     }
 
-    /// Bytes its requests hold, purses included.
+    /// Bytes its requests hold, queue_shares included.
     #[must_use]
     pub fn used(&self) -> usize {
         self.own.load(Ordering::Relaxed)
@@ -281,7 +281,7 @@ impl Drop for Place<'_> {
 /// One queue's way to its volume's share: keeps a little, so that small requests write to nothing
 /// that other threads use. Stays on its thread.
 #[derive(Debug)]
-pub struct Purse {
+pub struct QueueShare {
     share: Arc<Share>,
     /// Taken of the share's reserve, and held by no request.
     free: Cell<usize>,
@@ -289,16 +289,16 @@ pub struct Purse {
 
 /// Memory granted to a request; dropping it gives it back.
 #[derive(Debug)]
-pub struct Held {
-    purse: Rc<Purse>,
+pub struct Charge {
+    queue_share: Rc<QueueShare>,
     grant: Grant,
 }
 
-impl Purse {
-    /// An empty purse.
+impl QueueShare {
+    /// An empty queue_share.
     #[must_use]
-    pub fn new(share: Arc<Share>) -> Rc<Purse> {
-        Rc::new(Purse { share, free: Cell::new(0) })
+    pub fn new(share: Arc<Share>) -> Rc<QueueShare> {
+        Rc::new(QueueShare { share, free: Cell::new(0) })
     }
 
     /// The share behind it.
@@ -309,7 +309,7 @@ impl Purse {
 
     /// `bytes`, if they are there now and nobody of this volume waits.
     #[inline]
-    pub fn try_take(self: &Rc<Self>, bytes: usize) -> Option<Held> {
+    pub fn try_take(self: &Rc<Self>, bytes: usize) -> Option<Charge> {
         if self.share.has_waiters() {
             return None;
         }
@@ -322,7 +322,7 @@ impl Purse {
 
     /// `bytes`, at most [`Share::reserve`], after those who came before. More than the reserve is
     /// granted only if the common part has it: a caller that needs more takes it in pieces.
-    pub async fn take(self: &Rc<Self>, bytes: usize) -> Held {
+    pub async fn take(self: &Rc<Self>, bytes: usize) -> Charge {
         if let Some(held) = self.try_take(bytes) {
             return held;
         }
@@ -331,8 +331,8 @@ impl Purse {
         self.held(self.share.wait(bytes).await)
     }
 
-    fn held(self: &Rc<Self>, grant: Grant) -> Held {
-        Held { purse: self.clone(), grant }
+    fn held(self: &Rc<Self>, grant: Grant) -> Charge {
+        Charge { queue_share: self.clone(), grant }
     }
 
     /// Gives back what it keeps.
@@ -358,13 +358,13 @@ impl Purse {
     }
 }
 
-impl Drop for Purse {
+impl Drop for QueueShare {
     fn drop(&mut self) {
         self.empty();
     }
 }
 
-impl Held {
+impl Charge {
     /// Bytes granted.
     #[must_use]
     pub fn bytes(&self) -> usize {
@@ -372,8 +372,8 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for Charge {
     fn drop(&mut self) {
-        self.purse.put(self.grant);
+        self.queue_share.put(self.grant);
     }
 }

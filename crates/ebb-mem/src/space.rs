@@ -2,9 +2,9 @@
 
 use crate::advise::{Books, Orders};
 use crate::arena::Closed;
-use crate::charge::Charge;
 use crate::class::PAGE_BYTES;
 use crate::memory::Memory;
+use crate::overcommit::Overcommit;
 use crate::sentinel;
 use crate::sync::{AtomicBool, Ordering};
 use crate::sys::{Reservation, Span};
@@ -19,7 +19,7 @@ pub(crate) struct Core {
     pub(crate) saved: Reservation,
     /// Bytes of the reservation that are on small pages; behind them it is on large ones.
     pub(crate) split: usize,
-    pub(crate) charge: Charge,
+    pub(crate) charge: Overcommit,
     /// Pages are written to when they come back from a loan (`kernel.rs`).
     pub(crate) touches: AtomicBool,
     pub(crate) books: Books,

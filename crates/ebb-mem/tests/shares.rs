@@ -6,61 +6,62 @@ use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
-use ebb_mem::{Held, Purse, Shares};
+use ebb_mem::{Charge, QueueShare, Shares};
 
 const MIB: usize = 1 << 20;
 
-fn all(purse: &Rc<Purse>, bytes: usize) -> Vec<Held> {
-    std::iter::from_fn(|| purse.try_take(bytes)).collect()
+fn all(queue_share: &Rc<QueueShare>, bytes: usize) -> Vec<Charge> {
+    std::iter::from_fn(|| queue_share.try_take(bytes)).collect()
 }
 
-fn once(future: Pin<&mut impl Future<Output = Held>>) -> Option<Held> {
+fn once(future: Pin<&mut impl Future<Output = Charge>>) -> Option<Charge> {
     match future.poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(held) => Some(held),
         Poll::Pending => None,
     }
 }
 
-fn bytes(held: &[Held]) -> usize {
-    held.iter().map(Held::bytes).sum()
+fn bytes(held: &[Charge]) -> usize {
+    held.iter().map(Charge::bytes).sum()
 }
 
 #[test]
 fn a_volume_alone_uses_nearly_everything() {
     let shares = Shares::new(48 * MIB);
-    let purse = Purse::new(shares.join("disk"));
-    let held = all(&purse, MIB);
+    let queue_share = QueueShare::new(shares.join("disk"));
+    let held = all(&queue_share, MIB);
     assert!(bytes(&held) >= 40 * MIB, "{} MiB", bytes(&held) / MIB);
     assert!(bytes(&held) <= 48 * MIB);
     drop(held);
-    purse.empty();
-    assert_eq!(purse.share().used(), 0);
+    queue_share.empty();
+    assert_eq!(queue_share.share().used(), 0);
 }
 
 #[test]
 fn every_volume_finds_its_reserve_whatever_the_others_hold() {
     let shares = Shares::new(48 * MIB);
-    let purses: Vec<_> =
-        (0..8).map(|number| Purse::new(shares.join(&format!("disk {number}")))).collect();
+    let queue_shares: Vec<_> =
+        (0..8).map(|number| QueueShare::new(shares.join(&format!("disk {number}")))).collect();
     assert_eq!(shares.reserve(), 3 * MIB);
-    let greedy: Vec<_> = purses[1..].iter().map(|purse| all(purse, 64 << 10)).collect();
-    let mine = all(&purses[0], 64 << 10);
+    let greedy: Vec<_> =
+        queue_shares[1..].iter().map(|queue_share| all(queue_share, 64 << 10)).collect();
+    let mine = all(&queue_shares[0], 64 << 10);
     assert!(bytes(&mine) >= shares.reserve());
     let sum = greedy.iter().map(|held| bytes(held)).sum::<usize>() + bytes(&mine);
     assert!(sum <= shares.total(), "{sum}");
     // And again, although they hold all they could get.
     drop(mine);
-    let whole = purses[0].try_take(shares.reserve() - (64 << 10)).unwrap();
+    let whole = queue_shares[0].try_take(shares.reserve() - (64 << 10)).unwrap();
     drop(whole);
 }
 
 #[test]
 fn volumes_of_one_store_have_no_more_in_common_than_one() {
     let shares = Shares::new(64 * MIB);
-    let silent: Vec<_> = (0..4).map(|_| Purse::new(shares.join("silent"))).collect();
-    let healthy = Purse::new(shares.join("healthy"));
+    let silent: Vec<_> = (0..4).map(|_| QueueShare::new(shares.join("silent"))).collect();
+    let healthy = QueueShare::new(shares.join("healthy"));
     let (common, reserve) = (shares.total() - 5 * shares.reserve(), shares.reserve());
-    let held: Vec<_> = silent.iter().map(|purse| all(purse, MIB / 4)).collect();
+    let held: Vec<_> = silent.iter().map(|queue_share| all(queue_share, MIB / 4)).collect();
     let taken = held.iter().map(|held| bytes(held)).sum::<usize>();
     assert!(taken <= 4 * reserve + common / 5 * 4, "{taken}");
     assert!(bytes(&all(&healthy, MIB / 4)) > reserve, "the common part has some left");
@@ -69,7 +70,7 @@ fn volumes_of_one_store_have_no_more_in_common_than_one() {
 #[test]
 fn who_waits_is_served_in_line_and_a_smaller_one_does_not_pass() {
     let shares = Shares::new(16 * MIB);
-    let (one, two) = (Purse::new(shares.join("disk")), Purse::new(shares.join("other")));
+    let (one, two) = (QueueShare::new(shares.join("disk")), QueueShare::new(shares.join("other")));
     let held = all(&one, MIB / 8);
     let mut large = pin!(one.take(4 * MIB));
     assert!(once(large.as_mut()).is_none());
@@ -87,12 +88,12 @@ fn who_waits_is_served_in_line_and_a_smaller_one_does_not_pass() {
 #[test]
 fn who_gives_up_waiting_lets_the_next_one_pass() {
     let shares = Shares::new(16 * MIB);
-    let purse = Purse::new(shares.join("disk"));
-    let held = all(&purse, MIB / 8);
+    let queue_share = QueueShare::new(shares.join("disk"));
+    let held = all(&queue_share, MIB / 8);
     let mut next = {
-        let mut gone = Box::pin(purse.take(8 * MIB));
+        let mut gone = Box::pin(queue_share.take(8 * MIB));
         assert!(once(gone.as_mut()).is_none());
-        let mut next = Box::pin(purse.take(4096));
+        let mut next = Box::pin(queue_share.take(4096));
         assert!(once(next.as_mut()).is_none());
         next
     };
@@ -104,7 +105,7 @@ fn who_gives_up_waiting_lets_the_next_one_pass() {
 fn small_requests_are_served_out_of_the_purse_until_others_wait() {
     let shares = Shares::new(64 * MIB);
     let share = shares.join("disk");
-    let (one, two) = (Purse::new(share.clone()), Purse::new(share.clone()));
+    let (one, two) = (QueueShare::new(share.clone()), QueueShare::new(share.clone()));
     drop(one.try_take(4096));
     assert_eq!(share.used(), 4096, "kept");
     drop(one.try_take(4096));

@@ -16,7 +16,7 @@
 //! - Records leave in the order OpenSSL made them: one task sends.
 
 mod context;
-mod crew;
+mod handshake_threads;
 mod keys;
 mod session;
 mod transport;
@@ -25,7 +25,7 @@ use std::io;
 use std::path::PathBuf;
 
 pub use context::{ClientTls, Keys, ServerTls};
-pub use crew::Peer;
+pub use handshake_threads::Peer;
 pub use session::TlsSession;
 pub use transport::Transport;
 

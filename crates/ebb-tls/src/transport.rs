@@ -11,7 +11,7 @@ use std::ops::Range;
 use ebb_io::{Buf, Fd, Gather, Io, Signal};
 
 use crate::TlsSession;
-use crate::crew::{self, Peer};
+use crate::handshake_threads::{self, Peer};
 
 /// Cipher text received or sent at a time, bytes: a TLS record and its frame fit.
 const CIPHER_BYTES: usize = 32 << 10;
@@ -189,7 +189,7 @@ impl Transport {
     pub async fn start_tls(&mut self, io: &Io, session: TlsSession, peer: Peer) -> io::Result<()> {
         let mut session = session;
         loop {
-            let (returned, done) = crew::handshake(session, peer).await;
+            let (returned, done) = handshake_threads::handshake(session, peer).await;
             let tls = RefCell::new(returned);
             // An alert for the client may be waiting also when the handshake has failed.
             self.send_output(io, &tls).await?;

@@ -175,7 +175,7 @@ impl Volume {
 
     /// Starts writing back in the background, on this worker; `control` decides how much and when. For
     /// a volume whose cache is in writeback mode; ends when the volume has gone.
-    pub fn start_writeback(&self, io: &Io, control: Arc<dyn ebb_cache::Control>) {
+    pub fn start_writeback(&self, io: &Io, control: Arc<dyn ebb_cache::WritebackControl>) {
         if let Some(cache) = self.cache.as_ref().filter(|cache| cache.mode() == Mode::Writeback) {
             cache.set_control(control);
             io.spawn(cache.clone().run_flusher(io.clone(), self.store.clone())).detach();
@@ -437,7 +437,7 @@ impl Volume {
 
     /// The data itself, if it lies in this process and no cache stands before it: for requests done
     /// at once, without a buffer and without waiting. `None` otherwise, and once it is being closed.
-    pub fn at_hand(&self) -> Option<AtHand<'_>> {
+    pub fn direct_access(&self) -> Option<AtHand<'_>> {
         if self.cache.is_some() || !self.store.is_at_hand() {
             return None;
         }
@@ -459,7 +459,7 @@ impl Volume {
     }
 }
 
-/// A volume's data where it lies, see [`Volume::at_hand`]. Closing waits for it: not to be kept
+/// A volume's data where it lies, see [`Volume::direct_access`]. Closing waits for it: not to be kept
 /// across a wait.
 #[derive(Debug)]
 pub struct AtHand<'a> {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ebb_cache::{Cache, CacheOptions, Control, Mode, Order};
+use ebb_cache::{Cache, CacheOptions, Mode, WritebackControl, WritebackOrder};
 use ebb_io::Worker;
 use ebb_mem::Memory;
 use ebb_store::{FileStore, OpenOptions, TestStore};
@@ -81,12 +81,12 @@ fn a_close_waits_for_requests_under_way_and_refuses_new_ones() {
 /// Writes everything back at once.
 struct AtOnce;
 
-impl Control for AtOnce {
+impl WritebackControl for AtOnce {
     fn ask(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
         Duration::ZERO
     }
-    fn next(&self, _: Instant, _: u64, _: Duration) -> Order {
-        Order::Write(1 << 20)
+    fn next(&self, _: Instant, _: u64, _: Duration) -> WritebackOrder {
+        WritebackOrder::Write(1 << 20)
     }
 }
 
@@ -95,7 +95,7 @@ impl Control for AtOnce {
 fn a_failure_that_was_made_good_before_the_close_is_none_of_the_close() {
     let start = Instant::now();
     let memory = Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
-    let cache = Cache::without_keeper(&memory, CacheOptions::new(start));
+    let cache = Cache::without_reclaimer(&memory, CacheOptions::new(start));
     let worker = Worker::start("close", &memory).unwrap();
     let test = Arc::new(TestStore::new(1 << 20, 1));
     let cached = cache.volume_as("disk", 1 << 20, Mode::Writeback).unwrap();

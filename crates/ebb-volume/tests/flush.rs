@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ebb_cache::{Cache, CacheOptions, Control, Keeper, Order};
+use ebb_cache::{Cache, CacheOptions, Reclaimer, WritebackControl, WritebackOrder};
 use ebb_io::Worker;
 use ebb_mem::Memory;
 use ebb_mem::pressure::Level;
@@ -243,21 +243,21 @@ async fn read(io: &Io, volume: &Volume, run: &Run, first: usize, count: usize) {
 /// Writes some of what is dirty now and then.
 struct Whim(u64);
 
-impl Control for Whim {
+impl WritebackControl for Whim {
     fn ask(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
         Duration::ZERO
     }
-    fn next(&self, _: Instant, dirty: u64, _: Duration) -> Order {
+    fn next(&self, _: Instant, dirty: u64, _: Duration) -> WritebackOrder {
         if (dirty / 4096 + self.0).is_multiple_of(3) {
-            return Order::Wait(Duration::from_micros(100));
+            return WritebackOrder::Wait(Duration::from_micros(100));
         }
-        Order::Write(16 << 10)
+        WritebackOrder::Write(16 << 10)
     }
 }
 
 struct Machine {
     cache: Arc<Cache>,
-    keeper: Keeper,
+    reclaimer: Reclaimer,
     start: Instant,
 }
 
@@ -298,7 +298,7 @@ impl Machine {
             _ => {}
         }
         if random.chance(30) {
-            self.keeper.turn(&self.cache, now);
+            self.reclaimer.turn(&self.cache, now);
         }
     }
 }
@@ -372,9 +372,9 @@ fn run_all(mode: Mode) -> Counts {
     let memory = Memory::new(ebb_mem::Options::new(256 << 20, start)).unwrap();
     let worker = Worker::start("flush", &memory).unwrap();
     let done = worker.handle().block_on(move |io| async move {
-        let cache = Cache::without_keeper(&memory, CacheOptions::new(start));
-        let keeper = Keeper::new(&cache, Box::new(|| None));
-        let mut machine = Machine { cache, keeper, start };
+        let cache = Cache::without_reclaimer(&memory, CacheOptions::new(start));
+        let reclaimer = Reclaimer::new(&cache, Box::new(|| None));
+        let mut machine = Machine { cache, reclaimer, start };
         let mut all = Counts::default();
         for seed in first..first + runs {
             let counts = play(&io, &mut machine, seed, mode).await;

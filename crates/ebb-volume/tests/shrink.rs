@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ebb_cache::{Cache, CacheOptions, Control, Mode, Order};
+use ebb_cache::{Cache, CacheOptions, Mode, WritebackControl, WritebackOrder};
 use ebb_io::{Io, Worker};
 use ebb_mem::Memory;
 use ebb_store::TestStore;
@@ -20,7 +20,7 @@ const MODES: [Mode; 3] = [Mode::None, Mode::Writethrough, Mode::Writeback];
 #[derive(Default)]
 struct Ledger(AtomicU64);
 
-impl Control for Ledger {
+impl WritebackControl for Ledger {
     fn ask(&self, _: Instant, _: Instant, bytes: u64, _: u64) -> Duration {
         self.0.fetch_add(bytes, Ordering::SeqCst);
         Duration::ZERO
@@ -33,8 +33,8 @@ impl Control for Ledger {
             self.0.fetch_sub(bytes, Ordering::SeqCst);
         }
     }
-    fn next(&self, _: Instant, _: u64, _: Duration) -> Order {
-        Order::Wait(Duration::from_millis(5))
+    fn next(&self, _: Instant, _: u64, _: Duration) -> WritebackOrder {
+        WritebackOrder::Wait(Duration::from_millis(5))
     }
 }
 
@@ -54,7 +54,7 @@ fn play<Fut: Future<Output = ()> + 'static>(
     println!("{mode}");
     let start = Instant::now();
     let memory = Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
-    let cache = Cache::without_keeper(&memory, CacheOptions::new(start));
+    let cache = Cache::without_reclaimer(&memory, CacheOptions::new(start));
     let worker = Worker::start("shrink", &memory).unwrap();
     let (test, dirty) = (Arc::new(TestStore::new(size, 1)), Arc::<Ledger>::default());
     let (store, options) = (Store::Test(test.clone()), VolumeOptions::default());

@@ -12,8 +12,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use crate::config::{BdiOptions, Error, Law};
 use crate::fair::Tab;
 use crate::flush::{FlushPlan, Position};
+use crate::horizon::{Ours, Pace};
 use crate::linux::{Bounds, Linux, Task};
-use crate::ours::{Ours, Pace};
 use crate::shared::{Shared, Slot};
 use crate::shares::starting;
 use crate::stats::{BdiStats, Pauses, VolumeStats};
@@ -125,7 +125,7 @@ impl Bdi {
     pub(crate) fn new(shared: Arc<Shared>, index: usize, options: BdiOptions, now: Nanos) -> Self {
         let rate = options.rate.map(|rate| rate.clamp(1, RATE_MOST));
         let engine = match shared.law {
-            Law::Ours => Engine::Ours(Box::new(Ours::new(rate, now))),
+            Law::Horizon => Engine::Ours(Box::new(Ours::new(rate, now))),
             Law::Linux | Law::LinuxOld { .. } => Engine::Linux(Linux::new(rate, now)),
         };
         let busy = Busy { marks: [(now, 0); 2], ..Busy::default() };
@@ -248,7 +248,7 @@ impl Bdi {
             return Verdict::Split(piece - piece % 4096);
         }
         let verdict = match self.shared.law {
-            Law::Ours => self.ask_ours(volume, bytes, now),
+            Law::Horizon => self.ask_ours(volume, bytes, now),
             Law::Linux | Law::LinuxOld { .. } => self.ask_linux(volume, bytes, now),
         };
         if verdict == Verdict::Go {

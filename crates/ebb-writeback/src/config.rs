@@ -20,7 +20,7 @@ pub enum Law {
     Linux,
     /// Measured rate × a horizon common to all devices, enforced from the first byte.
     #[default]
-    Ours,
+    Horizon,
 }
 
 /// What holds for all backing devices together.
@@ -48,7 +48,7 @@ impl Options {
     #[must_use]
     pub fn new(limit: u64) -> Self {
         Self {
-            law: Law::Ours,
+            law: Law::Horizon,
             limit,
             background: WHOLE / 2,
             horizon: 2 * SECOND,

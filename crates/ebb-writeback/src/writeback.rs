@@ -127,7 +127,7 @@ impl Writeback {
         let passed = self.kept_at.map_or(0, |then| now.saturating_sub(then));
         self.kept_at = Some(self.kept_at.map_or(now, |then| then.max(now)));
         match self.shared.law {
-            Law::Ours => self.divide(now, passed),
+            Law::Horizon => self.divide(now, passed),
             Law::Linux | Law::LinuxOld { .. } => self.keep_linux(now),
         }
     }
@@ -160,7 +160,7 @@ impl Writeback {
     }
 
     fn divide(&mut self, now: Nanos, passed: Nanos) {
-        if self.shared.law != Law::Ours {
+        if self.shared.law != Law::Horizon {
             return;
         }
         let shared = &self.shared;

@@ -18,7 +18,7 @@ fn figures(id: &str, law: Law) -> Vec<Figure> {
 /// Our law in all scenarios, run once for all tests.
 fn ours() -> &'static [Vec<Figure>] {
     static OURS: OnceLock<Vec<Vec<Figure>>> = OnceLock::new();
-    OURS.get_or_init(|| ALL.iter().map(|scenario| figures(scenario.id, Law::Ours)).collect())
+    OURS.get_or_init(|| ALL.iter().map(|scenario| figures(scenario.id, Law::Horizon)).collect())
 }
 
 fn value(figures: &[Figure], name: &str) -> f64 {

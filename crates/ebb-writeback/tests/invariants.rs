@@ -150,7 +150,7 @@ impl World {
             let volume = device.bdi.volume_stats(device.volume).unwrap();
             assert_eq!((volume.dirty, volume.writeback), (device.dirty, in_flight));
             assert!(stats.bandwidth > 0 && stats.utilisation <= WHOLE && stats.share <= WHOLE);
-            if law == Law::Ours {
+            if law == Law::Horizon {
                 assert!(stats.threshold > 0);
             }
             held += device.held();
@@ -159,7 +159,7 @@ impl World {
         let stats = self.writeback.stats();
         assert_eq!(stats.held, held);
         assert!(stats.limit >= stats.goal);
-        if law == Law::Ours {
+        if law == Law::Horizon {
             // What was let in fits; what a lower limit found there may only shrink.
             assert!(held <= stats.limit.max(before), "{held} of {}, {before} before", stats.limit);
             let quanta = u64::try_from(self.devices.len()).unwrap();
@@ -170,7 +170,7 @@ impl World {
 
 fn laws() -> impl Strategy<Value = Law> {
     prop_oneof![
-        4 => Just(Law::Ours),
+        4 => Just(Law::Horizon),
         1 => Just(Law::Linux),
         1 => Just(Law::LinuxOld { shift: 0 }),
     ]
@@ -243,8 +243,8 @@ proptest! {
         for device in 0..count {
             turned_rates[place(device)] = rates[device];
         }
-        let mut one = World::new(Law::Ours, count, &rates[..count]);
-        let mut other = World::new(Law::Ours, count, &turned_rates);
+        let mut one = World::new(Law::Horizon, count, &rates[..count]);
+        let mut other = World::new(Law::Horizon, count, &turned_rates);
         for step in &steps {
             let turned = match step.clone() {
                 Step::Write { volume, bytes } => Step::Write { volume: place(volume), bytes },

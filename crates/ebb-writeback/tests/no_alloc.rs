@@ -31,7 +31,7 @@ static ALLOCATOR: Counting = Counting;
 
 #[test]
 fn hot_calls_do_not_touch_the_heap() {
-    for law in [Law::Ours, Law::Linux, Law::LinuxOld { shift: 0 }] {
+    for law in [Law::Horizon, Law::Linux, Law::LinuxOld { shift: 0 }] {
         let options = Options { law, ..Options::new(64 << 20) };
         let mut writeback = Writeback::new(&options).unwrap();
         let mut bdi = writeback.add_bdi(BdiOptions::default(), 0).unwrap();

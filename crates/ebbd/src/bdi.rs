@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use ebb_cache::{Cache, Order, VolumeCache};
+use ebb_cache::{Cache, VolumeCache, WritebackOrder};
 use ebb_io::WorkerHandle;
 use ebb_mem::pressure::Level;
 use ebb_writeback::{
@@ -262,7 +262,7 @@ impl Bdis {
         self: &Arc<Self>,
         key: DeviceKey,
         cache: &Arc<VolumeCache>,
-    ) -> Result<Arc<dyn ebb_cache::Control>, Error> {
+    ) -> Result<Arc<dyn ebb_cache::WritebackControl>, Error> {
         let settings = self.parameters.bdi_arrives(&key.text());
         let mut devices = lock(&self.devices);
         devices.retain(|_, device| device.strong_count() > 0);
@@ -405,7 +405,7 @@ struct Member {
     id: VolumeId,
 }
 
-impl ebb_cache::Control for Member {
+impl ebb_cache::WritebackControl for Member {
     fn ask(&self, asked: Instant, now: Instant, bytes: u64, _: u64) -> Duration {
         if self.all.idle.load(Ordering::Relaxed)
             && self.all.idle.swap(false, Ordering::Relaxed)
@@ -442,19 +442,19 @@ impl ebb_cache::Control for Member {
         }
     }
 
-    fn next(&self, now: Instant, _: u64, age: Duration) -> Order {
+    fn next(&self, now: Instant, _: u64, age: Duration) -> WritebackOrder {
         let now = self.all.nanos(now);
         let mut bdi = lock(&self.device.bdi);
         let plan = bdi.plan(now);
         if now < plan.not_before {
-            return Order::Wait(Duration::from_nanos(plan.not_before - now));
+            return WritebackOrder::Wait(Duration::from_nanos(plan.not_before - now));
         }
         let since = now.saturating_sub(u64::try_from(age.as_nanos()).unwrap_or(u64::MAX));
         let overdue = since <= plan.expired && plan.expired > 0;
         if !plan.start && !overdue || bdi.stats(now).writeback >= plan.in_flight {
-            return Order::Wait(LOOK);
+            return WritebackOrder::Wait(LOOK);
         }
-        Order::Write(usize::try_from(plan.chunk).unwrap_or(usize::MAX))
+        WritebackOrder::Write(usize::try_from(plan.chunk).unwrap_or(usize::MAX))
     }
 }
 
@@ -500,7 +500,7 @@ mod tests {
     fn a_start_costs_the_same_for_each_volume_however_many_there_are() {
         let start = Instant::now();
         let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
-        let cache = Cache::without_keeper(&memory, ebb_cache::CacheOptions::new(start));
+        let cache = Cache::without_reclaimer(&memory, ebb_cache::CacheOptions::new(start));
         let parameters = Parameters::new(&crate::params::Configured::default());
         let bdis = Bdis::new(&cache, &parameters, 1 << 30, start).unwrap();
         let mut all = Vec::new();
@@ -523,7 +523,7 @@ mod tests {
     fn a_device_that_finds_no_place_leaves_nothing_behind_and_the_remedy_is_told() {
         let start = Instant::now();
         let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
-        let cache = Cache::without_keeper(&memory, ebb_cache::CacheOptions::new(start));
+        let cache = Cache::without_reclaimer(&memory, ebb_cache::CacheOptions::new(start));
         let parameters = Parameters::new(&crate::params::Configured::default());
         let bdis = Bdis::new(&cache, &parameters, 1 << 30, start).unwrap();
         let mut all = Vec::new();

@@ -20,7 +20,6 @@ use ebb_mem::pressure::{Monitor, Watch};
 use ebb_mem::{Memory, Policy};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
-use crate::answers;
 use crate::cli::ServeArgs;
 use crate::config::{Choice, Config, ConfigError, IdleMemory, LogLevel, Nbd, Tls};
 use crate::control::{Control, ControlError, Shared, Web};
@@ -28,6 +27,7 @@ use crate::engine::{Engine, HelperThreads, Parts, Phase, Report};
 use crate::listener::{self, ListenError, Listener};
 use crate::outages;
 use crate::params::{Configured, Key, Live, Parameters};
+use crate::pressure_response;
 use crate::stat;
 
 /// Bounds of the ceiling of I/O memory, and what it is where no limit can be found, bytes.
@@ -152,7 +152,7 @@ pub fn serve(
     parameters.govern_grants(&grants);
     let answers = monitor
         .as_ref()
-        .map(|monitor| answers::answer(monitor, &memory, &cache, engine.bdis(), &grants));
+        .map(|monitor| pressure_response::answer(monitor, &memory, &cache, engine.bdis(), &grants));
     keep_time(&workers[0].handle(), memory.clone());
     engine.keep_dirty_limits(&workers[0].handle());
     outages::tell(&workers[0].handle(), server.clone());

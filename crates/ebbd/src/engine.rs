@@ -180,9 +180,9 @@ impl Engine {
 
     /// Answers memory pressure, or its end, as the daemon does when it is told by the host.
     pub fn pressure(&self, memory: &Memory, grants: &XenParameters, state: State) {
-        crate::answers::act(memory, &self.cache, state);
+        crate::pressure_response::act(memory, &self.cache, state);
         self.bdis.pressure(state.level);
-        crate::answers::shrink(grants, state);
+        crate::pressure_response::shrink(grants, state);
     }
 
     /// Serves Xen guests through this backend, too.

@@ -5,7 +5,6 @@
 //! an *override* is a setting of the command line, which wins over the configuration file; a
 //! *parameter* is a setting that can be changed while the daemon runs.
 
-mod answers;
 mod bdi;
 mod ceiling;
 pub mod check;
@@ -23,6 +22,7 @@ pub mod metrics;
 mod outages;
 pub mod params;
 pub mod percent;
+mod pressure_response;
 pub mod size;
 pub mod stat;
 pub mod stores;

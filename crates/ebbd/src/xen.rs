@@ -7,7 +7,7 @@ use anyhow::Context;
 use ebb_export_nbd::Server;
 use ebb_export_xen::platform::Host;
 use ebb_export_xen::platform::xenbus::Connection;
-use ebb_export_xen::{Backend, Disk, Options, XenParameters, attach, detach, find_domain};
+use ebb_export_xen::{Backend, DiskSpec, Options, XenParameters, attach, detach, find_domain};
 use ebb_io::WorkerHandle;
 
 use crate::cli::XenArgs;
@@ -61,7 +61,7 @@ pub fn attach_or_detach(args: &XenArgs) -> anyhow::Result<()> {
     let guest = find_domain(&mut store, &args.domain)?;
     match &args.volume {
         Some(volume) if args.action == "attach" => {
-            let disk = Disk { volume, name: &args.disk, read_only: args.read_only };
+            let disk = DiskSpec { volume, name: &args.disk, read_only: args.read_only };
             attach(&mut store, guest, &disk)?;
         }
         _ => detach(&mut store, guest, &args.disk, args.force)?,

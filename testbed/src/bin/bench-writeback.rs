@@ -55,7 +55,7 @@ fn simulated(print: Print) -> Result<(), String> {
                 .map(|result| result.figures)
                 .map_err(|error| format!("{} does not start: {error}", scenario.id))
         };
-        let (ours, peer) = (run(Law::Ours)?, run(Law::Linux)?);
+        let (ours, peer) = (run(Law::Horizon)?, run(Law::Linux)?);
         let mut figures = Vec::new();
         if scenario.id.starts_with("T1") && !scenario.id.starts_with("T10") {
             for shift in [2, 0, -1] {

@@ -45,9 +45,9 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
 /// or another thread uses.
 pub(crate) const UNSAFE: &[&str] = &[
     "crates/ebb-export-xen/src/copier.rs",
-    "crates/ebb-export-xen/src/express.rs",
+    "crates/ebb-export-xen/src/inline_io.rs",
     "crates/ebb-export-xen/src/journal.rs",
-    "crates/ebb-export-xen/src/memory.rs",
+    "crates/ebb-export-xen/src/guest_memory.rs",
     "crates/ebb-export-xen/src/platform.rs",
     "crates/ebb-export-xen/src/platform/evtchn.rs",
     "crates/ebb-export-xen/src/platform/gntdev.rs",
@@ -74,7 +74,7 @@ pub(crate) type Allowed = (&'static str, &'static str, usize, &'static str);
 pub(crate) const ALLOWED: &[Allowed] = &[
     ("flush", "crates/ebb-store/src/nbd/connect.rs", 1, "`Write` for a negotiation's bytes"),
     ("flush", "crates/ebb-tls/src/session.rs", 1, "`Write` for memory OpenSSL fills"),
-    ("panic", "crates/ebb-export-nbd/src/lane.rs", 1, "the reader adds the payload itself"),
+    ("panic", "crates/ebb-export-nbd/src/request_task.rs", 1, "the reader adds the payload itself"),
     ("panic", "crates/ebb-io/src/offload.rs", 1, "a future of ours polled after its end"),
     ("panic", "crates/ebb-io/src/op.rs", 3, "states of our own slots, not of a request"),
     ("panic", "crates/ebb-io/src/ring.rs", 2, "states of our own slots, not of a request"),
@@ -85,10 +85,20 @@ pub(crate) const ALLOWED: &[Allowed] = &[
     ("sleep", "crates/ebb-export-xen/examples/outage-shm.rs", 1, "how long the bench runs"),
     ("sleep", "crates/ebb-mem/examples/mem-bench.rs", 1, "paces a reclaimer beside the bench"),
     ("sleep", "crates/ebb-mem/tests/rewire.rs", 1, "paces a reclaimer beside the test"),
-    ("sleep", "crates/ebb-tls/src/crew.rs", 1, "a handshake thread rests; no worker waits for it"),
+    (
+        "sleep",
+        "crates/ebb-tls/src/handshake_threads.rs",
+        1,
+        "a handshake thread rests; no worker waits for it",
+    ),
     ("sleep", "crates/ebbd/src/client.rs", 1, "a table each second; the client does nothing else"),
     ("sleep", "crates/ebb-io/tests/threads.rs", 1, "stands for a call that blocks a helper"),
-    ("sleep", "crates/ebb-tls/src/crew.rs", 1, "a thread of its own rests between handshakes"),
+    (
+        "sleep",
+        "crates/ebb-tls/src/handshake_threads.rs",
+        1,
+        "a thread of its own rests between handshakes",
+    ),
     ("ignore", "crates/ebb-store/tests/short.rs", 1, "another test runs it, on a small disk"),
     ("print", "testbed/src/server.rs", 2, "the harness shows it for failed tests only"),
     ("cast", "crates/ebb-nbd-proto/src/lib.rs", 1, "the number of an enum's variant"),

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{QUEUED, Shard};
-use crate::flight::Wakers;
+use crate::inflight::Wakers;
 use crate::pages::{FRAME_PAGES, PAGE_BYTES, runs, within};
 use crate::volume::VolumeCache;
 
@@ -35,7 +35,7 @@ impl Shard {
         self.fold(frame, super::Slot::unsaved) | self.flights.cleaning(frame, u16::MAX).0
     }
 
-    /// How many of `pages` of `frame` count as dirty with the [`Control`](crate::Control).
+    /// How many of `pages` of `frame` count as dirty with the [`WritebackControl`](crate::WritebackControl).
     pub(crate) fn dirty_of(&self, frame: u64, pages: u16) -> u64 {
         u64::from((self.fold(frame, |slot| slot.dirty) & pages).count_ones())
     }

@@ -180,7 +180,7 @@ impl Shard {
         &mut self,
         frame: u64,
         (id, pages): (u64, u16),
-        wakers: &mut crate::flight::Wakers,
+        wakers: &mut crate::inflight::Wakers,
     ) {
         let mut at = self.first(frame);
         while let Some(slot) = self.slots.get_mut(at) {

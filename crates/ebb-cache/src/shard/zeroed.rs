@@ -21,7 +21,7 @@ const PAGES_MAX: u64 = 1 << 28;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Zero {
     pub(crate) pages: Range<u64>,
-    /// The store may leave a hole.
+    /// The store may reservation a hole.
     pub(crate) may_unmap: bool,
 }
 

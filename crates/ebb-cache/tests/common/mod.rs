@@ -40,7 +40,7 @@ impl Random {
     }
 }
 
-/// A cache over one or more test stores. Its keeper is turned by the test.
+/// A cache over one or more test stores. Its reclaimer is turned by the test.
 pub struct Rig {
     pub memory: Arc<Memory>,
     pub cache: Arc<Cache>,
@@ -59,7 +59,7 @@ impl Rig {
         let memory = Memory::new(memory).unwrap();
         let mut options = CacheOptions::new(start);
         options.max_bytes = Some(max);
-        let cache = Cache::without_keeper(&memory, options);
+        let cache = Cache::without_reclaimer(&memory, options);
         Rig { memory, cache, start }
     }
 

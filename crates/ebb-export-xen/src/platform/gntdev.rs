@@ -9,7 +9,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::abi::PAGE_BYTES;
-use crate::memory::{Mapping, Unmap};
+use crate::guest_memory::{Mapping, Unmap};
 use crate::platform::{CopyOp, Domain, Grants, open_device};
 
 const MAP_GRANT_REF: libc::c_ulong = 0x0018_4700;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::frontend::{Frontend, Wishes};
 use ebb_export_xen::shm::{Guest, World};
-use ebb_export_xen::{Backend, Disk, Options, XenParameters, XenStats, attach, device_number};
+use ebb_export_xen::{Backend, DiskSpec, Options, XenParameters, XenStats, attach, device_number};
 use ebb_io::Worker;
 use ebb_mem::{Memory, PoolParameters};
 use ebb_store::{MemoryStore, Store};
@@ -102,7 +102,7 @@ impl Rig {
         read_only: bool,
     ) -> Frontend {
         let mut store = self.world.xenstore().unwrap();
-        attach(&mut *store, guest.number(), &Disk { volume, name, read_only }).unwrap();
+        attach(&mut *store, guest.number(), &DiskSpec { volume, name, read_only }).unwrap();
         Frontend::new(&self.world, guest, device_number(name).unwrap(), wishes)
     }
 

@@ -37,7 +37,7 @@ pub struct Limit {
 pub fn limit(roots: &Roots) -> Option<Limit> {
     let (total, _) = total_and_available(roots)?;
     let mut limit = Limit { bytes: total, source: LimitSource::Ram };
-    let promises = crate::charge::commit_limit(&roots.proc);
+    let promises = crate::overcommit::commit_limit(&roots.proc);
     if let Some(bytes) = promises.filter(|bytes| *bytes < limit.bytes) {
         limit = Limit { bytes, source: LimitSource::Commit };
     }

@@ -26,7 +26,7 @@ pub const LAWS: [Law; 5] = [
     Law::LinuxOld { shift: 0 },
     Law::LinuxOld { shift: -1 },
     Law::Linux,
-    Law::Ours,
+    Law::Horizon,
 ];
 
 /// A law's name in tables.
@@ -35,6 +35,6 @@ pub fn name(law: Law) -> String {
     match law {
         Law::LinuxOld { shift } => format!("linux-old {shift:+}"),
         Law::Linux => "linux".to_owned(),
-        Law::Ours => "ours".to_owned(),
+        Law::Horizon => "ours".to_owned(),
     }
 }

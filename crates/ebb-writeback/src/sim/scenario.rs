@@ -125,7 +125,7 @@ pub(super) fn device(model: Model) -> (Model, BdiOptions) {
 
 /// Bars hold for our law; the others are shown beside it.
 pub(super) fn figure(setup: &Setup, name: &'static str, value: f64, bar: Bar) -> Figure {
-    Figure { name, value, bar: if setup.law == Law::Ours { bar } else { Bar::None } }
+    Figure { name, value, bar: if setup.law == Law::Horizon { bar } else { Bar::None } }
 }
 
 pub(super) fn shown(name: &'static str, value: f64) -> Figure {
@@ -142,7 +142,7 @@ pub(super) fn drain(held: f64, rate: u64) -> f64 {
 
 /// What a threshold climbs to: for Linux the whole limit, for ours what it ends with.
 pub(super) fn destination(setup: &Setup, samples: &[Sample]) -> f64 {
-    if setup.law == Law::Ours {
+    if setup.law == Law::Horizon {
         let end = setup.length;
         mean(between(samples, end - 5 * SECOND, end), |sample| sample.threshold)
     } else {
@@ -166,7 +166,7 @@ fn of_ramp(setup: &Setup, run: &Run) -> Vec<Figure> {
         (Law::LinuxOld { shift: 2 }, 50) => Bar::Near(92.0, 5.0),
         (Law::LinuxOld { shift: 0 }, 50) => Bar::Near(23.0, 5.0),
         (Law::LinuxOld { shift: -1 }, 60) => Bar::Near(9.8, 5.0),
-        (Law::Ours, _) => Bar::AtMost(1.0),
+        (Law::Horizon, _) => Bar::AtMost(1.0),
         _ => Bar::None,
     };
     let value = reached(disk, 0, goal, |sample| sample.threshold);
@@ -211,7 +211,7 @@ fn of_second(setup: &Setup, run: &Run) -> Vec<Figure> {
     let end = between(disk, setup.length - 5 * SECOND, setup.length);
     let rate = setup.devices[1].0.rate;
     let threshold = |sample: &Sample| sample.threshold;
-    let right = if setup.law == Law::Ours {
+    let right = if setup.law == Law::Horizon {
         settled(disk, CHANGE, destination(setup, disk), threshold)
     } else {
         // Beside another device Linux's share is the part of what completes.
@@ -484,7 +484,7 @@ fn of_cut(setup: &Setup, run: &Run) -> Vec<Figure> {
 fn deep(law: Law) -> Setup {
     // Two writes of 1 MiB each 3.63 ms: 578 MB/s.
     let model = Model { latency: 2_580_000, ..Model::plain(1000 * MB) };
-    let max_in_flight = if law == Law::Ours { 64 << 20 } else { 2 << 20 };
+    let max_in_flight = if law == Law::Horizon { 64 << 20 } else { 2 << 20 };
     let options = BdiOptions { max_in_flight, ..BdiOptions::default() };
     let writer = WriterModel { speed: 300 * MB, request: 256 << 10, ..WriterModel::stream(0) };
     Setup { devices: vec![(model, options)], writers: vec![writer; 4], ..setup(law, 8000 * MB, 30) }

@@ -352,7 +352,7 @@ fn disks_of_xen_guests_are_shown_and_follow_the_parameters() {
     assert_eq!(shown(), []);
 
     let guest = world.guest(7, 256).unwrap();
-    let disk = xen::Disk { volume: "root", name: "xvdb", read_only: false };
+    let disk = xen::DiskSpec { volume: "root", name: "xvdb", read_only: false };
     xen::attach(&mut *world.xenstore().unwrap(), 7, &disk).unwrap();
     let device = xen::device_number("xvdb").unwrap();
     let mut front = Frontend::new(&world, &guest, device, Wishes::default());

@@ -155,7 +155,7 @@ impl World {
         let engine = Engine::new(Parts {
             server: server.clone(),
             parameters: Parameters::new(&Configured::from(config)),
-            cache: Cache::without_keeper(&memory, options),
+            cache: Cache::without_reclaimer(&memory, options),
             workers: vec![worker.handle()],
             opener,
             drain,

@@ -48,7 +48,7 @@ pub fn all(
     let mut table = INTRODUCTION.to_owned();
     let mut complete = true;
     for scenario in &ALL {
-        let (name, setup) = (prefix(scenario), (scenario.setup)(Law::Ours));
+        let (name, setup) = (prefix(scenario), (scenario.setup)(Law::Horizon));
         let model = world::run(&setup).map_err(|error| Error::Failed {
             program: "the simulator".into(),
             what: error.to_string(),

@@ -331,7 +331,7 @@ mod tests {
     #[test]
     fn looks_become_samples_at_even_times() {
         let scenario = ebb_writeback::sim::real::ALL[3];
-        let setup = Setup { length: 4 * SAMPLE, ..(scenario.setup)(Law::Ours) };
+        let setup = Setup { length: 4 * SAMPLE, ..(scenario.setup)(Law::Horizon) };
         let look = |at, held| {
             let sample = Sample { held, ..Sample::default() };
             Look { at, devices: vec![sample, Sample::default()] }
@@ -345,7 +345,7 @@ mod tests {
 
     #[test]
     fn answers_are_read_by_name_and_what_lacks_is_told() {
-        let setup = (ebb_writeback::sim::real::ALL[4].setup)(Law::Ours);
+        let setup = (ebb_writeback::sim::real::ALL[4].setup)(Law::Horizon);
         let full = serde_json::json!([{"name": "d0", "written_bytes": 60_000_000,
             "threshold_bytes": 7, "dirty_bytes": 3, "writeback_bytes": 2,
             "bandwidth_bytes_per_second": 9}]);

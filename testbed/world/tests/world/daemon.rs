@@ -1,6 +1,6 @@
 //! One life of the daemon: from its start to a stop, a kill or a power cut.
 //!
-//! Everything is the product's but what starts threads: the keeper, the memory's advisor and the timer of
+//! Everything is the product's but what starts threads: the reclaimer, the memory's advisor and the timer of
 //! its estimates are given their turns here, and stores are opened by an opener that the world can have fail.
 
 use std::cell::RefCell;
@@ -13,10 +13,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-use ebb_cache::{Cache, CacheOptions, Keeper};
+use ebb_cache::{Cache, CacheOptions, Reclaimer};
 use ebb_export_nbd::{Limits, Server, Tls};
 use ebb_export_xen::shm::World as Machine;
-use ebb_export_xen::{Backend, Control, Figures, Options, Turn, XenParameters};
+use ebb_export_xen::{Backend, Figures, Options, Turn, XenParameters, XenstoreControl};
 use ebb_io::fd_from;
 use ebb_io::sim::SimWorker;
 use ebb_mem::Memory;
@@ -31,7 +31,7 @@ use ebbd::stores::{Expected, FileIdentity, StoreError};
 use crate::random::Random;
 use crate::remote::Remote;
 
-/// Between two looks of the keeper, and two ticks of the memory.
+/// Between two looks of the reclaimer, and two ticks of the memory.
 const KEEPER: Duration = Duration::from_millis(100);
 const TICK: Duration = Duration::from_secs(1);
 
@@ -229,7 +229,7 @@ pub(crate) struct Daemon {
     memory: Arc<Memory>,
     cache: Arc<Cache>,
     grants: Arc<XenParameters>,
-    keeper: Keeper,
+    reclaimer: Reclaimer,
     started: Instant,
     keep_at: Instant,
     tick_at: Instant,
@@ -237,7 +237,7 @@ pub(crate) struct Daemon {
     /// What it finds of Xen, if it serves guests: it does once its volumes were tried once, and then this is taken.
     xen: Option<Xen>,
     tried: Later<()>,
-    control: Option<Control>,
+    control: Option<XenstoreControl>,
     figures: Option<Figures>,
     control_at: Option<Instant>,
 }
@@ -281,7 +281,7 @@ impl Daemon {
         parameters.govern(&memory);
         let grants = Arc::<XenParameters>::default();
         parameters.govern_grants(&grants);
-        let (cache, keeper) = start_cache(&memory, &parameters, now);
+        let (cache, reclaimer) = start_cache(&memory, &parameters, now);
         let worker = SimWorker::new("world", &memory).unwrap();
         let server = Server::new(Limits::default(), Tls::Off, None);
         let engine = Engine::new(Parts {
@@ -313,7 +313,7 @@ impl Daemon {
             memory,
             cache,
             grants,
-            keeper,
+            reclaimer,
             started: now,
             keep_at: now + KEEPER,
             tick_at: now + TICK,
@@ -370,7 +370,7 @@ impl Daemon {
         let mut busy = self.turn_xen(now);
         busy |= self.worker.turn();
         if now >= self.keep_at {
-            self.keeper.turn(&self.cache, now);
+            self.reclaimer.turn(&self.cache, now);
             self.keep_at = now + KEEPER;
             busy = true;
         }
@@ -464,18 +464,18 @@ impl Daemon {
     }
 }
 
-/// The cache, which follows its parameters as the daemon's does, and the keeper.
+/// The cache, which follows its parameters as the daemon's does, and the reclaimer.
 fn start_cache(
     memory: &Arc<Memory>,
     parameters: &Parameters,
     started: Instant,
-) -> (Arc<Cache>, Keeper) {
+) -> (Arc<Cache>, Reclaimer) {
     let options = CacheOptions {
         max_bytes: Some(parameters.live(Key::CacheMax).get()),
         min_bytes: parameters.live(Key::CacheMin).get(),
         started,
     };
-    let cache = Cache::without_keeper(memory, options);
+    let cache = Cache::without_reclaimer(memory, options);
     let governed = cache.clone();
     parameters.watch(move |change| match change.key {
         // As much as the machine allows is nothing that a seed decides.
@@ -484,6 +484,6 @@ fn start_cache(
         _ => {}
     });
     // What the kernel takes is not for a seed to say; it is said to have taken some each time.
-    let keeper = Keeper::new(&cache, Box::new(|| None));
-    (cache, keeper)
+    let reclaimer = Reclaimer::new(&cache, Box::new(|| None));
+    (cache, reclaimer)
 }

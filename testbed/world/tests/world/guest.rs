@@ -10,7 +10,7 @@ use ebb_export_xen::abi::{
 };
 use ebb_export_xen::shm::frontend::{Frontend, Wishes, offset};
 use ebb_export_xen::shm::{Guest as Domain, World as Machine};
-use ebb_export_xen::{Disk, attach, device_number};
+use ebb_export_xen::{DiskSpec, attach, device_number};
 use ebb_volume::Volume;
 
 use crate::manner::Manner;
@@ -119,7 +119,7 @@ impl Guest {
         now: Instant,
     ) -> Guest {
         let domain = machine.guest(number, PAGES).unwrap();
-        let order = Disk { volume, name: DISK, read_only: false };
+        let order = DiskSpec { volume, name: DISK, read_only: false };
         attach(&mut machine.tree.connect().unwrap(), number, &order).unwrap();
         let wishes = Wishes {
             abi: random.pick(&[Abi::X86_64, Abi::X86_32]),

@@ -6,7 +6,7 @@ use ebb_export_xen::abi::op;
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World as Machine;
 use ebb_export_xen::shm::frontend::{Frontend, Wishes};
-use ebb_export_xen::{Backend, Disk, Options, attach, detach, device_number};
+use ebb_export_xen::{Backend, DiskSpec, Options, attach, detach, device_number};
 
 use super::*;
 
@@ -14,7 +14,7 @@ use super::*;
 const ERROR: &str = "/local/domain/0/error/backend/ebbd/1/51728/error";
 
 fn attach_disk(machine: &Machine) {
-    let order = Disk { volume: "disk", name: "xvdb", read_only: false };
+    let order = DiskSpec { volume: "disk", name: "xvdb", read_only: false };
     attach(&mut *machine.xenstore().unwrap(), 1, &order).unwrap();
 }
 

@@ -7,7 +7,7 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
-use ebb_io::{BudgetGuard, Buf, BufPool, Held, Io, Purse};
+use ebb_io::{BudgetGuard, Buf, BufPool, Charge, Io, QueueShare};
 use ebb_volume::{BlockError, ErrorKind, Volume, ZeroFlags};
 
 use crate::decode::Operation;
@@ -31,7 +31,7 @@ const PIECE: usize = 1 << 20;
 #[expect(dead_code, reason = "held, and given back when it is dropped")]
 pub(crate) struct Room {
     pub(crate) budget: Option<BudgetGuard>,
-    pub(crate) share: Option<Held>,
+    pub(crate) share: Option<Charge>,
 }
 
 /// What requests of a connection are carried out with.
@@ -41,7 +41,7 @@ pub(crate) struct Means<'a> {
     pub(crate) volume: &'a Volume,
     pub(crate) session: &'a Session,
     pub(crate) buffers: &'a BufPool,
-    pub(crate) purse: &'a Rc<Purse>,
+    pub(crate) queue_share: &'a Rc<QueueShare>,
     pub(crate) sender: &'a Sender,
     /// Whether the client is gone.
     pub(crate) gone: &'a dyn Fn() -> bool,
@@ -49,8 +49,8 @@ pub(crate) struct Means<'a> {
 
 impl Means<'_> {
     /// How long a piece is that a volume is sure to find memory for, bytes.
-    pub(crate) fn piece(purse: &Purse) -> usize {
-        let most = purse.share().reserve().saturating_sub(REQUEST_BYTES).min(PIECE);
+    pub(crate) fn piece(queue_share: &QueueShare) -> usize {
+        let most = queue_share.share().reserve().saturating_sub(REQUEST_BYTES).min(PIECE);
         // A power of two: that is what a buffer takes.
         (most.max(4096) / 2 + 1).next_power_of_two()
     }
@@ -59,13 +59,13 @@ impl Means<'_> {
     /// the volume is sure of it.
     pub(crate) fn piece_bytes(
         volume: &Volume,
-        purse: &Purse,
+        queue_share: &QueueShare,
         (offset, length): (u64, usize),
     ) -> usize {
         let buffer = BufPool::footprint(length);
         match volume.bounce_footprint(offset, length) {
             0 => buffer,
-            bounce => (buffer + bounce).min(purse.share().reserve()).max(buffer),
+            bounce => (buffer + bounce).min(queue_share.share().reserve()).max(buffer),
         }
     }
 }
@@ -246,13 +246,14 @@ async fn read_short(
     range: Range,
     held: &mut Room,
 ) -> Result<Body, BlockError> {
-    let Means { io, volume, buffers, purse, sender, .. } = means;
+    let Means { io, volume, buffers, queue_share, sender, .. } = means;
     let Range { mut offset, length: mut left, .. } = range;
     loop {
         sender.keeps_up().await;
-        let length = left.min(u32::try_from(Means::piece(purse)).unwrap_or(u32::MAX));
+        let length = left.min(u32::try_from(Means::piece(queue_share)).unwrap_or(u32::MAX));
         let bytes = usize::try_from(length).unwrap_or(usize::MAX);
-        let share = Some(purse.take(Means::piece_bytes(volume, purse, (offset, bytes))).await);
+        let share =
+            Some(queue_share.take(Means::piece_bytes(volume, queue_share, (offset, bytes))).await);
         let (result, data) = volume.read(io, buffers.take(bytes).await, offset).await;
         result?;
         left -= length;
@@ -275,12 +276,12 @@ async fn read_stream(
     range: Range,
     mut held: Room,
 ) -> Result<(), BlockError> {
-    let Means { io, volume, buffers, purse, sender, .. } = means;
+    let Means { io, volume, buffers, queue_share, sender, .. } = means;
     let Range { mut offset, length, .. } = range;
-    let piece = u32::try_from(Means::piece(purse)).unwrap_or(u32::MAX);
+    let piece = u32::try_from(Means::piece(queue_share)).unwrap_or(u32::MAX);
     // Taken once, before the turn, and used for all pieces: replies behind this one hold memory.
     let bytes = usize::try_from(piece).unwrap_or(usize::MAX);
-    let share = purse.take(Means::piece_bytes(volume, purse, (offset, bytes))).await;
+    let share = queue_share.take(Means::piece_bytes(volume, queue_share, (offset, bytes))).await;
     held.share = Some(share);
     let turn = sender.stream_turn().await;
     let mut left = length;

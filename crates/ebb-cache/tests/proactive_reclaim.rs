@@ -1,4 +1,4 @@
-//! Memory that others are about to need is returned before the kernel has to look for it: the keeper beside
+//! Memory that others are about to need is returned before the kernel has to look for it: the reclaimer beside
 //! a host that is made up, the cache and its memory real.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::{Disk, MIB, Rig};
-use ebb_cache::{Keeper, pages_taken};
+use ebb_cache::{Reclaimer, pages_taken};
 use ebb_io::{Io, Worker};
 use ebb_mem::Policy;
 use ebb_mem::pressure::Room;
@@ -48,7 +48,7 @@ async fn fill(io: &Io, disk: &Disk) {
     }
 }
 
-/// What is held after others took `taken` bytes, 2 MiB each 5 ms, and what the keeper returned. The cache
+/// What is held after others took `taken` bytes, 2 MiB each 5 ms, and what the reclaimer returned. The cache
 /// is full before, lent where it may be.
 fn beside(policy: Policy, min: u64, free: u64, taken: u64) -> (u64, u64) {
     beside_with(None, policy, min, free, taken)
@@ -72,38 +72,38 @@ fn beside_with(
         fill(&io, &disk).await;
         let host = Host::new(free);
         let look = host.clone();
-        let mut keeper =
-            Keeper::new(&rig.cache, Box::new(pages_taken)).watching(Box::new(move |list| {
+        let mut reclaimer =
+            Reclaimer::new(&rig.cache, Box::new(pages_taken)).watching(Box::new(move |list| {
                 list.clear();
                 list.extend(plenty);
                 list.push(*look.0.lock().unwrap());
                 true
             }));
         let mut now = rig.start;
-        let mut step = |keeper: &mut Keeper, lend: bool| {
+        let mut step = |reclaimer: &mut Reclaimer, lend: bool| {
             now += if lend { Duration::from_millis(300) } else { Duration::from_millis(5) };
             if lend {
-                keeper.turn(&rig.cache, now);
+                reclaimer.turn(&rig.cache, now);
             }
             // With what is just being lent nothing is compared.
             rig.memory.settle();
-            keeper.recede(&rig.cache, now);
+            reclaimer.recede(&rig.cache, now);
             let before = rig.cache.stats().total.bufspace;
-            keeper.recede(&rig.cache, now);
+            reclaimer.recede(&rig.cache, now);
             rig.memory.settle();
             let after = rig.cache.stats().total.bufspace;
             host.free(before - after);
         };
-        (0..20).for_each(|_| step(&mut keeper, true));
+        (0..20).for_each(|_| step(&mut reclaimer, true));
         assert_eq!(rig.cache.stats().total.bufspace, HELD, "nobody has taken anything yet");
         let mut left = taken;
         while left > 0 {
             host.take(left.min(2 * MIB));
             left -= left.min(2 * MIB);
-            step(&mut keeper, false);
+            step(&mut reclaimer, false);
         }
         // It is over, and nothing more goes.
-        (0..100).for_each(|_| step(&mut keeper, false));
+        (0..100).for_each(|_| step(&mut reclaimer, false));
         let stats = rig.cache.stats();
         out.0.store(stats.total.bufspace, Ordering::Relaxed);
         out.1.store(stats.receded, Ordering::Relaxed);

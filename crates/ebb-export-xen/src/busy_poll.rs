@@ -21,7 +21,7 @@ const LIGHT: u32 = 8;
 
 /// How a ring's requests come; see the module.
 #[derive(Debug, Default)]
-pub(crate) struct Pace {
+pub(crate) struct BusyPoll {
     /// Requests since the last pause.
     requests: Cell<u32>,
     /// When the ring ran empty, if it is.
@@ -30,7 +30,7 @@ pub(crate) struct Pace {
     pause: Cell<Option<Duration>>,
 }
 
-impl Pace {
+impl BusyPoll {
     /// Requests were taken; `now` counts if the ring was empty before.
     pub(crate) fn took(&self, requests: u32, now: Instant) {
         if let Some(since) = self.empty.take() {
@@ -72,7 +72,7 @@ mod tests {
 
     #[test]
     fn a_ring_is_looked_at_once_its_pauses_are_short_and_no_more_when_one_is_long() {
-        let (pace, mut now) = (Pace::default(), Instant::now());
+        let (pace, mut now) = (BusyPoll::default(), Instant::now());
         pace.took(1, now);
         assert_eq!(pace.look_until(EACH, now), None, "nothing is known yet");
         now += us(20);
@@ -96,7 +96,7 @@ mod tests {
         fn time_spent_in_vain_is_bounded(
             steps in prop::collection::vec((1u32..40, 0u64..2000), 1..200),
         ) {
-            let (pace, mut now) = (Pace::default(), Instant::now());
+            let (pace, mut now) = (BusyPoll::default(), Instant::now());
             let (mut vain, mut served) = (Duration::ZERO, 0);
             for (requests, pause) in steps {
                 pace.took(requests, now);

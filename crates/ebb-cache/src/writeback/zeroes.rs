@@ -8,7 +8,7 @@ use std::sync::Arc;
 use ebb_store::{BlockError, Io, Store, ZeroFlags};
 
 use super::frames::Turns;
-use crate::flight::Wakers;
+use crate::inflight::Wakers;
 use crate::pages::{FRAME, FRAME_PAGES, PAGE, each, runs, touched};
 use crate::read::Wait;
 use crate::shard::{Zero, join};

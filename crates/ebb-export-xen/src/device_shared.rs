@@ -25,7 +25,7 @@ pub enum Transient {
 
 /// What the queues of a device share.
 #[derive(Debug)]
-pub(crate) struct Disk {
+pub(crate) struct DeviceShared {
     pub(crate) volume: Arc<Volume>,
     pub(crate) pool: Arc<PoolParameters>,
     pub(crate) parameters: Arc<XenParameters>,
@@ -54,8 +54,8 @@ pub(crate) struct Disk {
     pub(crate) lines: Arc<LogLimit>,
 }
 
-impl Disk {
-    /// See [`Disk::broken`].
+impl DeviceShared {
+    /// See [`DeviceShared::broken`].
     pub(crate) fn is_broken(&self) -> bool {
         self.broken.load(Ordering::Relaxed)
     }

@@ -113,7 +113,7 @@ fn computed() -> Duration {
     Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
 }
 
-struct Crew {
+struct HandshakeThreads {
     line: Mutex<Line>,
     more: Condvar,
 }
@@ -123,11 +123,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The crew of this process; `None` if no thread could be started.
-fn crew() -> Option<&'static Crew> {
-    static CREW: OnceLock<Option<&'static Crew>> = OnceLock::new();
+fn crew() -> Option<&'static HandshakeThreads> {
+    static CREW: OnceLock<Option<&'static HandshakeThreads>> = OnceLock::new();
     *CREW.get_or_init(|| {
-        let crew: &Crew =
-            Box::leak(Box::new(Crew { line: Mutex::default(), more: Condvar::new() }));
+        let crew: &HandshakeThreads =
+            Box::leak(Box::new(HandshakeThreads { line: Mutex::default(), more: Condvar::new() }));
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let mut started = 0;
         for number in 0..(processors / 4).clamp(1, THREADS_MAX) {
@@ -138,7 +138,7 @@ fn crew() -> Option<&'static Crew> {
     })
 }
 
-fn work(crew: &Crew) {
+fn work(crew: &HandshakeThreads) {
     // Of this thread alone on Linux. Without it handshakes are as urgent as requests: no harm done.
     let _ = rustix::process::setpriority_process(None, NICE);
     let mut pace = Pace::new(Instant::now());

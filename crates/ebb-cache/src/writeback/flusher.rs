@@ -1,7 +1,7 @@
 //! The way of dirty data to the store: in the background, and when a flush asks for it.
 //!
 //! Invariants: the background has one buffer from before anything is dirty; more are taken if they
-//! are there, and nothing waits for them. What is sent is told to the [`Control`] before, and after.
+//! are there, and nothing waits for them. What is sent is told to the [`WritebackControl`] before, and after.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -17,8 +17,8 @@ use ebb_mem::SpareHeld;
 use ebb_store::{BlockError, Buf, BufResult, ErrorKind, Io, Store};
 
 use super::frames::{Frames, MARKED_AT_ONCE, Turns, WRITTEN_AT_ONCE};
-use super::{CLUSTER_MAX, FRAMES, Order, RESERVE};
-use crate::flight::Wakers;
+use super::{CLUSTER_MAX, FRAMES, RESERVE, WritebackOrder};
+use crate::inflight::Wakers;
 use crate::pages::{FRAME, PAGE, PAGE_BYTES, index, mask, runs, within};
 use crate::read::Wait;
 use crate::volume::{SHARDS, VolumeCache};
@@ -64,7 +64,7 @@ impl VolumeCache {
         let pages = &self.existing(pages);
         // Long lists take memory: those who come meanwhile find less to do in their turn.
         let _turn = match self.lists_much(pages) {
-            true => Some(self.back.listing.enter().await),
+            true => Some(self.writeback.listing.enter().await),
             false => None,
         };
         // What an earlier flush has saved is not looked at again.
@@ -255,7 +255,7 @@ impl VolumeCache {
         let (result, buf) = store.write(io, buf, offset, false).await;
         pending.saved = result.is_ok();
         let full = result.as_ref().is_err_and(|error| error.kind == ErrorKind::NoSpace);
-        self.back.full.store(full, Ordering::SeqCst);
+        self.writeback.full.store(full, Ordering::SeqCst);
         drop(pending);
         (result, buf)
     }
@@ -266,7 +266,7 @@ impl VolumeCache {
         let crew = Rc::new(Crew::new(io.pool().take(RESERVE).await));
         let mut resting: Option<Instant> = None;
         while Arc::strong_count(&self) > 1 + crew.in_flight.get() + usize::from(crew.syncing.get())
-            && !self.back.ended.load(Ordering::SeqCst)
+            && !self.writeback.ended.load(Ordering::SeqCst)
         {
             self.drop_clean(&io).await;
             let now = ebb_mem::clock::now();
@@ -275,13 +275,13 @@ impl VolumeCache {
                 io.spawn(sync(crew.clone(), self.clone(), io.clone(), store.clone())).detach();
             }
             let bytes = match self.order(now, crew.not_before.get(), crew.in_flight.get()) {
-                Order::Write(bytes) => bytes.clamp(PAGE_BYTES, CLUSTER_MAX),
-                Order::Wait(time) => {
+                WritebackOrder::Write(bytes) => bytes.clamp(PAGE_BYTES, CLUSTER_MAX),
+                WritebackOrder::Wait(time) => {
                     resting = (time == LOOK_UP).then(|| *resting.get_or_insert(now));
                     if resting.is_some_and(|since| now - since >= LOOK_UP) {
                         crew.dismiss();
                     }
-                    self.back.work.wait(&io, time).await;
+                    self.writeback.work.wait(&io, time).await;
                     continue;
                 }
             };
@@ -296,7 +296,7 @@ impl VolumeCache {
                 }
                 (Some(own), None) => (own, None),
                 (None, None) => {
-                    self.back.work.wait(&io, AGAIN).await;
+                    self.writeback.work.wait(&io, AGAIN).await;
                     continue;
                 }
             };
@@ -306,7 +306,7 @@ impl VolumeCache {
                 if spare.is_none() {
                     *crew.reserve.borrow_mut() = Some(buf);
                 }
-                self.back.work.wait(&io, AGAIN).await;
+                self.writeback.work.wait(&io, AGAIN).await;
                 continue;
             };
             crew.in_flight.set(crew.in_flight.get() + 1);
@@ -335,7 +335,7 @@ impl VolumeCache {
     }
 
     /// What the flusher is to do.
-    fn order(&self, now: Instant, not_before: Instant, in_flight: usize) -> Order {
+    fn order(&self, now: Instant, not_before: Instant, in_flight: usize) -> WritebackOrder {
         let oldest = || {
             let all = (0..SHARDS).filter_map(|shard| self.lock(shard).oldest());
             all.map(|aged| aged.since).min()
@@ -343,16 +343,16 @@ impl VolumeCache {
         let mut since = oldest();
         if since.is_none() {
             // Looked at again once it is known that the flusher sleeps: then writers wake it.
-            self.back.idle.store(true, Ordering::SeqCst);
+            self.writeback.idle.store(true, Ordering::SeqCst);
             since = oldest();
         }
-        let Some(since) = since else { return Order::Wait(LOOK_UP) };
-        self.back.idle.store(false, Ordering::SeqCst);
+        let Some(since) = since else { return WritebackOrder::Wait(LOOK_UP) };
+        self.writeback.idle.store(false, Ordering::SeqCst);
         if now < not_before {
-            return Order::Wait(not_before - now);
+            return WritebackOrder::Wait(not_before - now);
         }
         if in_flight >= DEPTH {
-            return Order::Wait(AGAIN);
+            return WritebackOrder::Wait(AGAIN);
         }
         let age = Duration::from_millis(self.cache.millis(now).saturating_sub(since));
         self.control().next(now, self.dirty(), age)
@@ -370,14 +370,14 @@ impl VolumeCache {
 
     /// Ends the flusher: the volume was closed. What is dirty stays so.
     pub fn end_flusher(&self) {
-        self.back.ended.store(true, Ordering::SeqCst);
-        self.back.work.poke();
+        self.writeback.ended.store(true, Ordering::SeqCst);
+        self.writeback.work.poke();
     }
 
-    /// Has the first writer that waits ask its [`Control`](super::Control) again, and the flusher, too.
+    /// Has the first writer that waits ask its [`WritebackControl`](super::WritebackControl) again, and the flusher, too.
     pub fn ask_again(&self) {
-        self.back.line.first.poke();
-        self.back.work.poke();
+        self.writeback.line.first.poke();
+        self.writeback.work.poke();
     }
 }
 
@@ -463,7 +463,7 @@ impl Crew {
 async fn sync(crew: Rc<Crew>, volume: Arc<VolumeCache>, io: Io, store: Arc<Store>) {
     let _ = volume.stabilize(&io, &store).await;
     crew.syncing.set(false);
-    volume.back.work.poke();
+    volume.writeback.work.poke();
 }
 
 /// One of the crew: writes what it is given, and waits for more.
@@ -477,11 +477,11 @@ async fn work(crew: Rc<Crew>, hand: Rc<Hand>, first: Job, io: Io, store: Arc<Sto
             drop((buf, spare));
         }
         if let Err(error) = result {
-            *volume.back.failed.lock() = Some(error);
+            *volume.writeback.failed.lock() = Some(error);
             crew.not_before.set(ebb_mem::clock::now() + AFTER_FAILURE);
         }
         crew.in_flight.set(crew.in_flight.get() - 1);
-        volume.back.work.poke();
+        volume.writeback.work.poke();
         drop(volume);
         if crew.ended.get() {
             return;

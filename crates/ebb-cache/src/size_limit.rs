@@ -23,7 +23,7 @@ use ebb_mem::pressure::Level;
 pub(crate) const PAUSE: Duration = Duration::from_secs(3);
 /// The same after memory was returned because somebody takes it.
 pub(crate) const BREATH: Duration = Duration::from_secs(1);
-/// Share of `max` that signs short of L2 leave room for: where they never cease, a cache that is cold
+/// Share of `max` that signs short of L2 reservation room for: where they never cease, a cache that is cold
 /// still becomes one. The kernel takes it from us by itself if it must.
 pub(crate) const ROOM: u64 = 32;
 /// Less below the limit is no loss, bytes.
@@ -33,7 +33,7 @@ pub(crate) const STEP: u64 = 64 << 20;
 
 /// The limit in force, in bytes, and how it moves.
 #[derive(Clone, Debug)]
-pub(crate) struct Growth {
+pub(crate) struct SizeLimit {
     pub(crate) max: u64,
     pub(crate) min: u64,
     /// Below `max` only after pressure.
@@ -46,9 +46,9 @@ pub(crate) struct Growth {
     updated: Instant,
 }
 
-impl Growth {
-    pub(crate) fn new(max: u64, min: u64, now: Instant) -> Growth {
-        Growth {
+impl SizeLimit {
+    pub(crate) fn new(max: u64, min: u64, now: Instant) -> SizeLimit {
+        SizeLimit {
             max,
             min: min.min(max),
             limit: max,
@@ -145,9 +145,9 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    fn rig() -> (Growth, Instant) {
+    fn rig() -> (SizeLimit, Instant) {
         let now = Instant::now();
-        (Growth::new(8 * GIB, GIB / 16, now), now)
+        (SizeLimit::new(8 * GIB, GIB / 16, now), now)
     }
 
     #[test]

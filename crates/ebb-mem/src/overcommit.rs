@@ -17,17 +17,17 @@ const DATA_RESERVE: u64 = 8;
 
 /// What is charged here.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Charge {
+pub(crate) struct Overcommit {
     strict: bool,
     data: bool,
 }
 
-impl Charge {
+impl Overcommit {
     /// As it is when the process looks.
-    pub(crate) fn now() -> Charge {
+    pub(crate) fn now() -> Overcommit {
         // A host that does not say may be.
         let strict = is_strict(Path::new("/proc")).unwrap_or(true);
-        Charge { strict, data: sys::data_limit().is_some() }
+        Overcommit { strict, data: sys::data_limit().is_some() }
     }
 
     /// Whether closing what is not used gives something back.

@@ -95,7 +95,7 @@ impl Streams {
 
 /// What a volume knows of its readers.
 #[derive(Debug, Default)]
-pub(crate) struct Ahead {
+pub(crate) struct ReadAhead {
     streams: Mutex<Streams>,
     loading: AtomicU32,
 }

@@ -1,5 +1,5 @@
 //! The device's state machine: what to do about the states the two ends show (reference, 5.2).
-//! Pure: it sees numbers and says what to do; `control.rs` reads xenstore and does it.
+//! Pure: it sees numbers and says what to do; `xenstore.rs` reads xenstore and does it.
 //!
 //! Everything the frontend writes is the guest's to choose, in any order and at any speed, and
 //! states may be missed, since watches say only that something changed.

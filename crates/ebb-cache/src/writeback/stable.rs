@@ -26,7 +26,7 @@ use ebb_store::{BlockError, Buf, ErrorKind, Io, Operation, Store};
 
 use super::RESERVE;
 use super::frames::{Frames, MARKED_AT_ONCE, Turns, WRITTEN_AT_ONCE};
-use crate::flight::Wakers;
+use crate::inflight::Wakers;
 use crate::pages::{FRAME, FRAME_PAGES, PAGE, PAGE_BYTES, index, mask, runs};
 use crate::read::Wait;
 use crate::stats::Mode;
@@ -50,7 +50,7 @@ impl VolumeCache {
     pub fn is_lost(&self, store: &Store) -> bool {
         match self.mode() {
             Mode::Writeback => {
-                store.losses() != self.back.losses.load(Ordering::SeqCst) && self.is_loose()
+                store.losses() != self.writeback.losses.load(Ordering::SeqCst) && self.is_loose()
             }
             _ => store.is_lost(),
         }
@@ -78,7 +78,7 @@ impl VolumeCache {
         io: &Io,
         store: &Store,
     ) -> Result<(), BlockError> {
-        let back = &self.back;
+        let back = &self.writeback;
         let need = back.begun.load(Ordering::SeqCst) + 1;
         let _turn = back.syncing.enter().await;
         if back.done.load(Ordering::SeqCst) >= need {
@@ -97,7 +97,7 @@ impl VolumeCache {
     }
 
     async fn flush_store(self: &Arc<Self>, io: &Io, store: &Store) -> Result<(), BlockError> {
-        let back = &self.back;
+        let back = &self.writeback;
         let number = back.begun.fetch_add(1, Ordering::SeqCst) + 1;
         let losses = store.losses();
         if losses != back.losses.load(Ordering::SeqCst) {
@@ -266,7 +266,8 @@ impl VolumeCache {
     /// Whether the background is to flush the store.
     pub(super) fn wants_sync(&self, now: Instant) -> bool {
         let kept = self.unstable();
-        let since = self.cache.millis(now).checked_sub(self.back.synced.load(Ordering::SeqCst));
+        let since =
+            self.cache.millis(now).checked_sub(self.writeback.synced.load(Ordering::SeqCst));
         let Some(since) = since.map(Duration::from_millis) else { return false };
         let limit = self.cache.limit_bytes();
         let pressed = !self.cache.admits() || self.cache.excess() > 0;

@@ -4,16 +4,16 @@
 //! - A dirty page is wired and stays until the store has it; a failed write leaves it dirty.
 //! - Of a page at most one copy is on its way to the store.
 //! - A page is dirty or under a [`Change`](crate::write::Change), never both: who wants the other waits.
-//! - Whatever becomes dirty has leave to; a page that is so already needs none, and its writer does not wait.
-//! - What the store has is kept until it is stable there (`back/stable.rs`).
+//! - Whatever becomes dirty has reservation to; a page that is so already needs none, and its writer does not wait.
+//! - What the store has is kept until it is stable there (`writeback/stable.rs`).
 //! - The flusher has its buffer before anything is dirty: writing back never waits for memory.
 //!
-//! How much is written when, and how long writers pause, is for a [`Control`] to say.
+//! How much is written when, and how long writers pause, is for a [`WritebackControl`] to say.
 
 mod flusher;
 mod frames;
-mod line;
 mod stable;
+mod throttle;
 mod zeroes;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use ebb_store::{BlockError, Buf, BufResult, ErrorKind, Io, Operation, Store};
 
-use self::line::{Line, Poke};
+use self::throttle::{Line, Poke};
 use crate::pages::{FRAME_PAGES, PAGE, Part, each, index, parts, touched};
 use crate::read::Wait;
 use crate::stats::Mode;
@@ -35,7 +35,7 @@ const RESERVE: usize = 64 << 10;
 const CLUSTER_MAX: usize = 1 << 20;
 /// Frames that a cluster may touch.
 const FRAMES: usize = CLUSTER_MAX / 65536 + 1;
-/// How long a write waits for a store that is full, see [`Control::patience`].
+/// How long a write waits for a store that is full, see [`WritebackControl::patience`].
 const FULL_PATIENCE: Duration = Duration::from_secs(30);
 /// Times a write tries to find its place in memory before it goes through to the store.
 const TRIES: usize = 3;
@@ -46,7 +46,7 @@ static BEFORE: FixedLimit =
 
 /// What a flusher does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
+pub enum WritebackOrder {
     /// Write the oldest data back, with what lies beside it: so many bytes at most (up to 1 MiB).
     Write(usize),
     /// Nothing for so long.
@@ -56,7 +56,7 @@ pub enum Order {
 /// Decides how much is written back when, and how long writers pause. All calls are quick; several
 /// workers call at once. Bytes, of whole pages: a page counts once while it is dirty, and once while a
 /// copy of it is on its way to the store.
-pub trait Control: Send + Sync {
+pub trait WritebackControl: Send + Sync {
     /// `bytes` want to become dirty, since `asked`, while `dirty` are not on the store: zero if they may,
     /// and then they count; else how long to wait before asking again, which
     /// [`VolumeCache::ask_again`] cuts short. Only the first of a volume's writers asks.
@@ -77,7 +77,7 @@ pub trait Control: Send + Sync {
         let _ = (now, bytes, sent, saved);
     }
 
-    /// How long a write waits for leave while the store answers that it is full: then it fails with
+    /// How long a write waits for reservation while the store answers that it is full: then it fails with
     /// [`ErrorKind::NoSpace`](ebb_store::ErrorKind::NoSpace).
     fn patience(&self) -> Duration {
         FULL_PATIENCE
@@ -85,7 +85,7 @@ pub trait Control: Send + Sync {
 
     /// What the flusher does next, while `dirty` bytes are not on the store, the oldest of them for
     /// `age`. Asked after each write to the store that has ended, too.
-    fn next(&self, now: Instant, dirty: u64, age: Duration) -> Order;
+    fn next(&self, now: Instant, dirty: u64, age: Duration) -> WritebackOrder;
 }
 
 /// The simplest control: a limit on what is dirty, and on how old it gets.
@@ -105,24 +105,24 @@ impl Default for FixedLimit {
     }
 }
 
-impl Control for FixedLimit {
+impl WritebackControl for FixedLimit {
     fn ask(&self, _: Instant, _: Instant, bytes: u64, dirty: u64) -> Duration {
         if dirty + bytes > self.dirty_max { Duration::from_millis(2) } else { Duration::ZERO }
     }
 
-    fn next(&self, _: Instant, dirty: u64, age: Duration) -> Order {
+    fn next(&self, _: Instant, dirty: u64, age: Duration) -> WritebackOrder {
         if dirty > self.dirty_max / 4 || age >= self.age_max {
-            Order::Write(self.cluster)
+            WritebackOrder::Write(self.cluster)
         } else {
-            Order::Wait((self.age_max - age).min(Duration::from_millis(20)))
+            WritebackOrder::Wait((self.age_max - age).min(Duration::from_millis(20)))
         }
     }
 }
 
 /// What a volume knows of its writeback.
 #[derive(Default)]
-pub(crate) struct Back {
-    control: OnceLock<Arc<dyn Control>>,
+pub(crate) struct WritebackState {
+    control: OnceLock<Arc<dyn WritebackControl>>,
     /// A failure that no flush has told of yet.
     failed: Mutex<Option<BlockError>>,
     line: Line,
@@ -147,20 +147,20 @@ pub(crate) struct Back {
 /// The store has been full for too long.
 struct Full;
 
-/// Leave to make so many bytes dirty; what is not used of it is given back.
-struct Leave<'a> {
+/// DirtyReservation to make so many bytes dirty; what is not used of it is given back.
+struct DirtyReservation<'a> {
     volume: &'a VolumeCache,
     bytes: u64,
 }
 
-impl Leave<'_> {
+impl DirtyReservation<'_> {
     /// Whether it is for less than these pages.
     fn is_short_of(&self, pages: u16) -> bool {
         u64::from(pages.count_ones()) * PAGE > self.bytes
     }
 }
 
-impl Drop for Leave<'_> {
+impl Drop for DirtyReservation<'_> {
     fn drop(&mut self) {
         if self.bytes > 0 {
             self.volume.control().unused(self.bytes);
@@ -170,19 +170,19 @@ impl Drop for Leave<'_> {
 
 impl VolumeCache {
     /// Who decides. Nothing is dirty before one was set, and so nobody asks.
-    pub(crate) fn control(&self) -> &dyn Control {
-        self.back.control.get().map_or(&BEFORE, |control| &**control)
+    pub(crate) fn control(&self) -> &dyn WritebackControl {
+        self.writeback.control.get().map_or(&BEFORE, |control| &**control)
     }
 
     /// Says who decides, before which nothing becomes dirty: writes go to the store first. The first
     /// call counts, and it alone: no write settles this.
-    pub fn set_control(&self, control: Arc<dyn Control>) {
-        let _ = self.back.control.set(control);
+    pub fn set_control(&self, control: Arc<dyn WritebackControl>) {
+        let _ = self.writeback.control.set(control);
     }
 
     /// Whether a write may stay in memory.
     pub(crate) fn is_written_back(&self) -> bool {
-        self.mode() == Mode::Writeback && self.back.control.get().is_some()
+        self.mode() == Mode::Writeback && self.writeback.control.get().is_some()
     }
 
     /// Takes a write into memory. What finds no place there goes through to the store.
@@ -220,16 +220,16 @@ impl VolumeCache {
         (Ok(()), buf)
     }
 
-    /// Waits for leave to make these pages dirty. What is dirty already needs none.
-    async fn leave(&self, io: &Io, pages: u16) -> Result<Leave<'_>, Full> {
+    /// Waits for reservation to make these pages dirty. What is dirty already needs none.
+    async fn reservation(&self, io: &Io, pages: u16) -> Result<DirtyReservation<'_>, Full> {
         let bytes = u64::from(pages.count_ones()) * PAGE;
         if bytes == 0 {
-            return Ok(Leave { volume: self, bytes });
+            return Ok(DirtyReservation { volume: self, bytes });
         }
         let asked = ebb_mem::clock::now();
         let ask = |now| self.control().ask(asked, now, bytes, self.dirty());
-        if !self.back.line.is_free() || !ask(asked).is_zero() {
-            let _place = self.back.line.enter().await;
+        if !self.writeback.line.is_free() || !ask(asked).is_zero() {
+            let _place = self.writeback.line.enter().await;
             loop {
                 let now = ebb_mem::clock::now();
                 let pause = ask(now);
@@ -237,13 +237,14 @@ impl VolumeCache {
                     break;
                 }
                 let waited = now.saturating_duration_since(asked);
-                if self.back.full.load(Ordering::SeqCst) && waited >= self.control().patience() {
+                if self.writeback.full.load(Ordering::SeqCst) && waited >= self.control().patience()
+                {
                     return Err(Full);
                 }
-                self.back.line.first.wait(io, pause).await;
+                self.writeback.line.first.wait(io, pause).await;
             }
         }
-        Ok(Leave { volume: self, bytes })
+        Ok(DirtyReservation { volume: self, bytes })
     }
 
     /// Makes one frame's part dirty. False if there is no place for it.
@@ -257,14 +258,14 @@ impl VolumeCache {
         let number = VolumeCache::shard_of(part.frame);
         let worker = io.pool().worker();
         let fresh = part.touched() & !self.lock(number).ready(part.frame);
-        let mut leave = self.leave(io, fresh).await?;
+        let mut reservation = self.reservation(io, fresh).await?;
         let mut tries = 0;
         while tries < TRIES {
             // The size changes only while the last page is under a change, which is waited for below.
             let whole = part.covered(self.size());
             let (change, absent, fresh, short, zeroed) = {
                 let shard = self.lock(number);
-                let short = leave.is_short_of(part.touched() & !shard.ready(part.frame));
+                let short = reservation.is_short_of(part.touched() & !shard.ready(part.frame));
                 let change = shard.flights.changed_by(part.frame, part.touched());
                 let valid = shard.valid(part.frame);
                 let absent = part.touched() & !whole & !valid;
@@ -275,9 +276,9 @@ impl VolumeCache {
                 return Ok(false);
             }
             if short {
-                // Some of it was written back in the meantime: with leave for all this happens once.
-                drop(leave);
-                leave = self.leave(io, part.touched()).await?;
+                // Some of it was written back in the meantime: with reservation for all this happens once.
+                drop(reservation);
+                reservation = self.reservation(io, part.touched()).await?;
                 continue;
             }
             if let Some(fill) = change.0 {
@@ -304,7 +305,8 @@ impl VolumeCache {
             } else {
                 self.prepare(worker, part, fresh, data)
             };
-            let marked = self.dirty_now(worker, part, whole, data, (&mut prepared, &mut leave));
+            let marked =
+                self.dirty_now(worker, part, whole, data, (&mut prepared, &mut reservation));
             prepared.finish(&self.cache, worker);
             if marked == part.touched() {
                 return Ok(true);
@@ -320,7 +322,7 @@ impl VolumeCache {
         part: &Part,
         whole: u16,
         data: &[u8],
-        (prepared, leave): (&mut Prepared, &mut Leave<'_>),
+        (prepared, reservation): (&mut Prepared, &mut DirtyReservation<'_>),
     ) -> u16 {
         let mut shard = self.lock(VolumeCache::shard_of(part.frame));
         let want = part.touched();
@@ -329,7 +331,7 @@ impl VolumeCache {
         let unready = shard.flights.changing(part.frame, want) != 0
             || want & !there != 0
             || whole != part.covered(self.size());
-        if unready || leave.is_short_of(fresh) {
+        if unready || reservation.is_short_of(fresh) {
             return 0;
         }
         let first = part.frame * FRAME_PAGES;
@@ -344,10 +346,10 @@ impl VolumeCache {
         let (marked, fresh) =
             shard.mark_dirty(part.frame, (updated | attached) & want, self.cache.millis(now));
         drop(shard);
-        leave.bytes = leave.bytes.saturating_sub(u64::from(fresh.count_ones()) * PAGE);
-        if fresh != 0 && self.back.idle.load(Ordering::SeqCst) {
-            self.back.idle.store(false, Ordering::SeqCst);
-            self.back.work.poke();
+        reservation.bytes = reservation.bytes.saturating_sub(u64::from(fresh.count_ones()) * PAGE);
+        if fresh != 0 && self.writeback.idle.load(Ordering::SeqCst) {
+            self.writeback.idle.store(false, Ordering::SeqCst);
+            self.writeback.work.poke();
         }
         marked
     }
@@ -364,7 +366,7 @@ impl VolumeCache {
 
     /// All that is dirty now reaches the store, and is stable there. A failure of the writeback since the
     /// last flush is told once; its data is kept.
-    pub(crate) async fn flush_back(
+    pub(crate) async fn write_back_and_flush(
         self: &Arc<Self>,
         io: &Io,
         store: &Store,
@@ -374,7 +376,7 @@ impl VolumeCache {
             Ok(()) => self.stabilize(io, store).await,
             failed => failed,
         };
-        let before = self.back.failed.lock().take();
+        let before = self.writeback.failed.lock().take();
         match (flushed, before) {
             (Ok(()), Some(error)) => Err(error),
             (result, _) => result,

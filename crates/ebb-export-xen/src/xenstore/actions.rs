@@ -1,4 +1,4 @@
-//! What is done about one device: what the state machine says ([`crate::machine`]), carried out.
+//! What is done about one device: what the state machine says ([`crate::xenbus_state`]), carried out.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 
 use ebb_volume::Writer;
 
-use super::{Control, TOOLSTACK_KIND};
+use super::{TOOLSTACK_KIND, XenstoreControl};
 use crate::device::{Device, DeviceError, Doubt, Key, Offer, Serving, open_queue};
 use crate::journal::note_size_at;
-use crate::machine::{Phase, Seen, State};
 use crate::mailbox::EndOfRing;
 use crate::nodes::{Frontend, optional, publish, show_state, transact};
 use crate::platform::{StoreError, XenStore};
 use crate::queue::Queue;
+use crate::xenbus_state::{Phase, Seen, State};
 
 /// Failures of a device that go to the log.
 const FAILURES_LOGGED: u32 = 10;
@@ -26,7 +26,7 @@ const INFO_CDROM: u32 = 1;
 const INFO_REMOVABLE: u32 = 2;
 const INFO_READ_ONLY: u32 = 4;
 
-impl Control {
+impl XenstoreControl {
     pub(super) fn show(&mut self, key: &Key, state: State) -> Result<(), StoreError> {
         show_state(&mut self.store, &key.base(self.own), state.text())?;
         if state == State::Closed {

@@ -6,15 +6,15 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
 
-use ebb_io::{Buf, BufPool, Held, Signal};
+use ebb_io::{Buf, BufPool, Charge, Signal};
 use ebb_volume::{BlockError, ErrorKind, Mode};
 
 use crate::abi::{
     Abi, Body, MAX_DIRECT_SEGMENTS, PAGE_BYTES, Request, Response, SECTOR_BYTES, SEGMENT_BYTES,
     SEGMENTS_PER_PAGE, Segment, Slot, Status, op,
 };
-use crate::disk::{MAX_SEGMENTS, Transient, add};
-use crate::memory::Mapping;
+use crate::device_shared::{MAX_SEGMENTS, Transient, add};
+use crate::guest_memory::Mapping;
 use crate::persistent::Table;
 use crate::queue::{MAP_TURN, Queue};
 
@@ -153,7 +153,7 @@ impl Queue {
         let bytes = (count * SEGMENT_BYTES).next_multiple_of(512);
         let _held = self.memory.take(BufPool::footprint(bytes)).await;
         // Given back before the data's is asked for: a request waits for memory only while it holds none of the volume's.
-        let _share = self.purse.take(BufPool::footprint(bytes)).await;
+        let _share = self.queue_share.take(BufPool::footprint(bytes)).await;
         let pages = grefs.iter().zip((0..bytes).step_by(PAGE_BYTES));
         lane.set_segments(pages.map(|(gref, from)| {
             let sectors = (bytes - from).min(PAGE_BYTES) / 512;
@@ -205,9 +205,9 @@ impl Queue {
         let bounce = self.disk.volume.bounce_footprint(offset, bytes);
         let wanted = BufPool::footprint(bytes.max(1)) + bounce + REQUEST_BYTES;
         let _held = self.memory.take(wanted).await;
-        let reserve = self.purse.share().reserve();
-        let whole = match self.purse.try_take(wanted) {
-            None if wanted <= reserve => Some(self.purse.take(wanted).await),
+        let reserve = self.queue_share.share().reserve();
+        let whole = match self.queue_share.try_take(wanted) {
+            None if wanted <= reserve => Some(self.queue_share.take(wanted).await),
             granted => granted,
         };
         match operation {
@@ -238,7 +238,7 @@ impl Queue {
         operation: u8,
         mut offset: u64,
     ) -> Result<(), Status> {
-        let reserve = self.purse.share().reserve();
+        let reserve = self.queue_share.share().reserve();
         // A power of two: that is what a buffer takes.
         let most =
             (reserve.saturating_sub(REQUEST_BYTES).max(PAGE_BYTES) / 2 + 1).next_power_of_two();
@@ -247,7 +247,7 @@ impl Queue {
             let buffer = BufPool::footprint(bytes);
             // What the store needs for parts of blocks: as far as the volume is sure of it.
             let bounce = self.disk.volume.bounce_footprint(offset, bytes);
-            let share = self.purse.take((buffer + bounce).min(reserve).max(buffer)).await;
+            let share = self.queue_share.take((buffer + bounce).min(reserve).max(buffer)).await;
             self.move_piece(lane, operation, (offset, bytes), share).await?;
             offset += bytes as u64;
         }
@@ -260,14 +260,14 @@ impl Queue {
         lane: &Rc<Lane>,
         operation: u8,
         (offset, bytes): (u64, usize),
-        _share: Held,
+        _share: Charge,
     ) -> Result<(), Status> {
         if operation != op::READ {
             return self.write(lane, offset, bytes).await;
         }
         let buf = self.buffers.take(bytes).await;
         let (result, buf) = self.disk.volume.read(&self.io, buf, offset).await;
-        self.judge(result)?;
+        self.validate(result)?;
         let (_, copied) = self.copy(lane, buf, true).await;
         if copied { Ok(()) } else { Err(Status::Error) }
     }
@@ -286,7 +286,7 @@ impl Queue {
         if self.disk.volume.cache_mode() == Mode::Writeback && result.is_ok() {
             self.disk.unstable.note(&self.journal);
         }
-        self.judge(result)
+        self.validate(result)
     }
 
     async fn make_stable(&self) -> Result<(), Status> {
@@ -303,7 +303,7 @@ impl Queue {
             self.disk.broken.store(true, Ordering::Relaxed);
             self.journal.note_broken();
         }
-        self.judge(result)
+        self.validate(result)
     }
 
     async fn discard(&self, sector: u64, sectors: u64, secure: bool) -> Result<(), Status> {
@@ -317,10 +317,10 @@ impl Queue {
         }
         let offset = sector.checked_mul(SECTOR_BYTES).ok_or(Status::Error)?;
         let bytes = sectors.checked_mul(SECTOR_BYTES).ok_or(Status::Error)?;
-        self.judge(self.disk.volume.discard(&self.io, offset, bytes, false).await)
+        self.validate(self.disk.volume.discard(&self.io, offset, bytes, false).await)
     }
 
-    pub(crate) fn judge(&self, result: Result<(), BlockError>) -> Result<(), Status> {
+    pub(crate) fn validate(&self, result: Result<(), BlockError>) -> Result<(), Status> {
         let Err(error) = result else { return Ok(()) };
         let refused = matches!(error.kind, ErrorKind::OutOfRange | ErrorKind::Invalid);
         if !refused && self.may_log() {

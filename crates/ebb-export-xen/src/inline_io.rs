@@ -20,12 +20,12 @@ use crate::abi::{
     Status, op,
 };
 use crate::copier::operation_on;
-use crate::disk::{MAX_SEGMENTS, Transient, add};
-use crate::lane::REQUEST_BYTES;
-use crate::memory::Mapping;
+use crate::device_shared::{MAX_SEGMENTS, Transient, add};
+use crate::guest_memory::Mapping;
 use crate::persistent::Table;
 use crate::platform::CopyOp;
 use crate::queue::Queue;
+use crate::request_task::REQUEST_BYTES;
 
 /// Segments the hypervisor copies in one call, more or less.
 const COPIES_TURN: usize = 32;
@@ -81,8 +81,8 @@ enum Outcome {
 /// What pages cost, in copies of a page that stays mapped: so many of those, so many that the hypervisor
 /// copied, and so many newly mapped, which are unmapped again one day. Round figures: the second from
 /// instructions on real Xen, the third from those over shared memory (ADR 6).
-pub(crate) fn cost(at_hand: usize, copied: usize, mapped: usize) -> usize {
-    at_hand + 3 * copied + 16 * mapped
+pub(crate) fn cost(direct_access: usize, copied: usize, mapped: usize) -> usize {
+    direct_access + 3 * copied + 16 * mapped
 }
 
 impl Queue {
@@ -161,7 +161,7 @@ impl Queue {
         Outcome::Over(match moved {
             Ok(()) if !cursor.failed => Ok(()),
             Ok(()) => Err(Status::Error),
-            Err(_) => self.judge(moved),
+            Err(_) => self.validate(moved),
         })
     }
 
@@ -230,7 +230,7 @@ impl Queue {
                 here.copy_from_slice(piece);
                 rest = after;
             });
-            if let Err(status) = self.judge(shown) {
+            if let Err(status) = self.validate(shown) {
                 return Outcome::Over(Err(status));
             }
         }
@@ -275,7 +275,7 @@ impl Queue {
                     piece.copy_from_slice(here);
                     rest = after;
                 });
-                result = self.judge(written);
+                result = self.validate(written);
             }
             let status = result.err().unwrap_or(Status::Okay).code();
             let Copying { entry, id, operation, .. } = request;

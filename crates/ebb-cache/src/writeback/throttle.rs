@@ -1,4 +1,4 @@
-//! Those who wait: writers in line for leave to make data dirty, and the flusher for work.
+//! Those who wait: writers in line for reservation to make data dirty, and the flusher for work.
 //!
 //! # Invariants
 //! - Of a volume's writers that must wait only the first asks again; the others follow in their order.

@@ -11,10 +11,10 @@
 //! it mostly does, free memory alone would say that memory is short for ever.
 //!
 //! The same holds in a control group that has a limit, for its other processes: what it may use more is
-//! its free memory, and the kernel begins to reclaim at the limit. The keeper has one of these for the host
+//! its free memory, and the kernel begins to reclaim at the limit. The reclaimer has one of these for the host
 //! and one for each group with a limit that it is in; what is returned is what the one that wants most asks for.
 //!
-//! A state machine without clock or I/O: the keeper looks and returns.
+//! A state machine without clock or I/O: the reclaimer looks and returns.
 
 use std::time::{Duration, Instant};
 
@@ -49,7 +49,7 @@ pub(crate) struct Seen {
 
 /// See the module.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Recede {
+pub(crate) struct ProactiveReclaim {
     /// What there was for all, and when.
     last: Option<(Instant, u64)>,
     /// When the rate was last reckoned.
@@ -89,12 +89,12 @@ fn share(of: u64, part: u64, whole: u64) -> u64 {
     u64::try_from(product / u128::from(whole.max(1))).unwrap_or(of)
 }
 
-impl Recede {
+impl ProactiveReclaim {
     /// A look. The bytes to return now.
     pub(crate) fn look(&mut self, now: Instant, seen: &Seen) -> u64 {
         let all = seen.room.available.saturating_add(seen.wired);
         let Some((at, before)) = self.last else {
-            *self = Recede { last: Some((now, all)), looked: Some(now), ..*self };
+            *self = ProactiveReclaim { last: Some((now, all)), looked: Some(now), ..*self };
             return 0;
         };
         let since = now.saturating_duration_since(self.looked.unwrap_or(now));
@@ -131,7 +131,12 @@ impl Recede {
     /// nothing.
     pub(crate) fn skip(&mut self, now: Instant) -> Duration {
         let since = now.saturating_duration_since(self.looked.unwrap_or(now));
-        *self = Recede { last: None, looked: Some(now), rate: decayed(self.rate, since), ..*self };
+        *self = ProactiveReclaim {
+            last: None,
+            looked: Some(now),
+            rate: decayed(self.rate, since),
+            ..*self
+        };
         FAST
     }
 
@@ -154,7 +159,7 @@ mod tests {
 
     /// A host with a cache, a page cache and somebody who allocates.
     struct Host {
-        recede: Recede,
+        recede: ProactiveReclaim,
         now: Instant,
         seen: Seen,
         next: Duration,
@@ -172,7 +177,7 @@ mod tests {
             let room = Room { total, free, available, floor, behind: total >> 14 };
             let seen = Seen { room, wired: 0, ours };
             let now = Instant::now();
-            let (recede, next, looks) = (Recede::default(), Duration::ZERO, 0);
+            let (recede, next, looks) = (ProactiveReclaim::default(), Duration::ZERO, 0);
             Host { recede, now, seen, next, returned: 0, looks, least: headroom }
         }
 
@@ -256,7 +261,7 @@ mod tests {
 
     #[test]
     fn values_of_any_size_are_borne() {
-        let mut recede = Recede::default();
+        let mut recede = ProactiveReclaim::default();
         let now = Instant::now();
         let most =
             Room { total: u64::MAX, available: u64::MAX, floor: u64::MAX, ..Room::default() };

@@ -4,7 +4,7 @@
 //! its nodes only marks its device to be looked at, and each device is looked at every few
 //! milliseconds at most: floods of changes cost the flooder its changes, and nobody memory (XSA-349).
 //!
-//! [`Control::turn`] does what is due and says when to call it again. The thread calls it in a loop and waits in
+//! [`XenstoreControl::turn`] does what is due and says when to call it again. The thread calls it in a loop and waits in
 //! between; a test may call it itself, with times of its own.
 
 mod actions;
@@ -23,13 +23,13 @@ use rustix::event::{PollFd, PollFlags, poll};
 use crate::allowance::Allowance;
 use crate::counted::Counted;
 use crate::device::{Device, DeviceError, Key, Settings};
-use crate::machine::{Action, Phase, State, next};
 use crate::mailbox::{Mailbox, Message};
 use crate::nodes::{number, optional};
 use crate::params::XenParameters;
 use crate::platform::xenbus::{DIRECTORIES, EVERYTHING};
 use crate::platform::{Domain, Platform, StoreError, XenStore};
 use crate::served::Served;
+use crate::xenbus_state::{Action, Phase, State, next};
 
 /// How often volumes are asked for their size.
 const SIZES: Duration = Duration::from_millis(100);
@@ -55,7 +55,7 @@ pub type Awaited = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 /// Finds a volume by name, with the limits of its page pools.
 pub type Lookup = Arc<dyn Fn(&str) -> Option<(Arc<Volume>, Arc<PoolParameters>)> + Send + Sync>;
 
-/// What a turn of [`Control`] left to be done.
+/// What a turn of [`XenstoreControl`] left to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
     /// Nothing until this time, or until xenstore or another thread has something new.
@@ -65,7 +65,7 @@ pub enum Turn {
 }
 
 /// The backend's side of xenstore; see [`crate::Backend::prepare`].
-pub struct Control {
+pub struct XenstoreControl {
     pub(crate) platform: Arc<dyn Platform>,
     pub(crate) store: Counted,
     pub(crate) own: Domain,
@@ -99,13 +99,13 @@ pub struct Control {
 }
 
 /// Says that there are no more turns, also when a turn panicked.
-impl Drop for Control {
+impl Drop for XenstoreControl {
     fn drop(&mut self) {
         self.served.note_end();
     }
 }
 
-impl Control {
+impl XenstoreControl {
     pub(crate) fn run(mut self) {
         while let Turn::Wait(until) = self.turn(ebb_mem::clock::now()) {
             self.wait(until);
@@ -257,7 +257,7 @@ impl Control {
         self.dirty.insert(key.clone());
     }
 
-    /// As [`Control::mark`] for all devices; events of theirs may have been lost.
+    /// As [`XenstoreControl::mark`] for all devices; events of theirs may have been lost.
     fn mark_all(&mut self) {
         for (key, device) in &mut self.devices {
             device.touched = true;

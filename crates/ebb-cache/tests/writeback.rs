@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Disk, MIB, Rig};
-use ebb_cache::{Control, FixedLimit, Mode, Order};
+use ebb_cache::{FixedLimit, Mode, WritebackControl, WritebackOrder};
 use ebb_io::{Io, Worker};
 use ebb_mem::pressure::Level;
 use ebb_store::{ErrorKind, Operation, Record, ZeroFlags};
@@ -83,8 +83,8 @@ fn a_failed_write_back_is_told_once_and_its_data_is_kept() {
         assert_eq!(disk.cached.dirty(), 65536);
         // No pressure takes it.
         rig.cache.pressure(Level::L3, rig.start);
-        let mut keeper = ebb_cache::Keeper::new(&rig.cache, Box::new(|| None));
-        keeper.turn(&rig.cache, rig.start);
+        let mut reclaimer = ebb_cache::Reclaimer::new(&rig.cache, Box::new(|| None));
+        reclaimer.turn(&rig.cache, rig.start);
         assert_eq!(read(&io, &disk, 0, 65536).await, vec![3; 65536]);
         disk.test.write_faults.store(0, Ordering::Relaxed);
         assert!(flush(&io, &disk).await);
@@ -97,7 +97,7 @@ fn a_failed_write_back_is_told_once_and_its_data_is_kept() {
 fn a_write_before_there_is_a_controller_goes_through_and_settles_nothing() {
     play(|io, _rig, disk| async move {
         assert!(write(&io, &disk, 0, 8192, 1, false).await);
-        assert_eq!(disk.cached.dirty(), 0, "nobody has given it leave");
+        assert_eq!(disk.cached.dirty(), 0, "nobody has given it reservation");
         assert_eq!(disk.test.content()[..8192], [1; 8192]);
         let room = Arc::new(Full(AtomicU64::new(4 * 4096)));
         disk.cached.set_control(room.clone());
@@ -112,12 +112,12 @@ fn a_write_before_there_is_a_controller_goes_through_and_settles_nothing() {
 /// Writes whatever is dirty at once.
 struct Eager;
 
-impl Control for Eager {
+impl WritebackControl for Eager {
     fn ask(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
         Duration::ZERO
     }
-    fn next(&self, _: Instant, _: u64, _: Duration) -> Order {
-        Order::Write(1 << 20)
+    fn next(&self, _: Instant, _: u64, _: Duration) -> WritebackOrder {
+        WritebackOrder::Write(1 << 20)
     }
 }
 
@@ -148,7 +148,7 @@ fn the_flusher_writes_back_by_itself_and_a_flush_tells_of_its_failure() {
 /// Lets so many bytes in, and not one more.
 struct Full(AtomicU64);
 
-impl Control for Full {
+impl WritebackControl for Full {
     fn ask(&self, _: Instant, _: Instant, bytes: u64, _: u64) -> Duration {
         let left = |room: u64| room.checked_sub(bytes);
         match self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left) {
@@ -159,8 +159,8 @@ impl Control for Full {
     fn unused(&self, bytes: u64) {
         self.0.fetch_add(bytes, Ordering::SeqCst);
     }
-    fn next(&self, _: Instant, _: u64, _: Duration) -> Order {
-        Order::Wait(Duration::from_secs(1))
+    fn next(&self, _: Instant, _: u64, _: Duration) -> WritebackOrder {
+        WritebackOrder::Wait(Duration::from_secs(1))
     }
 }
 
@@ -218,19 +218,22 @@ fn the_fixed_limit_pauses_writers_and_wakes_the_flusher() {
     let now = Instant::now();
     assert_eq!(control.ask(now, now, 4096, 0), Duration::ZERO);
     assert!(control.ask(now, now, 4096, control.dirty_max) > Duration::ZERO);
-    assert_eq!(control.next(now, 4096, control.age_max), Order::Write(control.cluster));
-    assert!(matches!(control.next(now, 4096, Duration::ZERO), Order::Wait(_)));
-    assert!(matches!(control.next(now, control.dirty_max, Duration::ZERO), Order::Write(_)));
+    assert_eq!(control.next(now, 4096, control.age_max), WritebackOrder::Write(control.cluster));
+    assert!(matches!(control.next(now, 4096, Duration::ZERO), WritebackOrder::Wait(_)));
+    assert!(matches!(
+        control.next(now, control.dirty_max, Duration::ZERO),
+        WritebackOrder::Write(_)
+    ));
 }
 
 /// A limit of a few pages, and little patience with a store that is full.
 struct Small(FixedLimit);
 
-impl Control for Small {
+impl WritebackControl for Small {
     fn ask(&self, asked: Instant, now: Instant, bytes: u64, dirty: u64) -> Duration {
         self.0.ask(asked, now, bytes, dirty)
     }
-    fn next(&self, now: Instant, dirty: u64, age: Duration) -> Order {
+    fn next(&self, now: Instant, dirty: u64, age: Duration) -> WritebackOrder {
         self.0.next(now, dirty, age)
     }
     fn patience(&self) -> Duration {

@@ -1,10 +1,10 @@
-//! The keeper: the one thread that lends, gives back and finds out, so that no I/O thread has to.
+//! The reclaimer: the one thread that lends, gives back and finds out, so that no I/O thread has to.
 //!
 //! Each turn, about ten a second while there is something to do: it answers pressure, lends buffers that
 //! rest (one-pass data at once), evicts what is above the limit, and when the kernel says that it has
 //! taken lent memory from anybody it looks what it was of ours, so that `bufspace` is right within a
 //! second. While nothing is held it looks once a second. Between turns it looks at the free memory of the host and of
-//! its control groups, and returns what others are about to need (`recede.rs`).
+//! its control groups, and returns what others are about to need (`proactive_reclaim.rs`).
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
@@ -16,7 +16,7 @@ use ebb_mem::{Policy, Residency, Worker};
 
 use crate::cache::Cache;
 use crate::pages::PAGE;
-use crate::recede::{Recede, Seen};
+use crate::proactive_reclaim::{ProactiveReclaim, Seen};
 use crate::shard::Batch;
 use crate::volume::{SHARDS, VolumeCache};
 
@@ -43,7 +43,7 @@ const REFUSED_SHARE: u64 = 8;
 /// Pages evicted between two looks at the orders.
 const EVICT_AT_ONCE: u64 = 4096;
 
-/// What the keeper is asked to do.
+/// What the reclaimer is asked to do.
 #[derive(Debug, Default)]
 pub(crate) struct Orders {
     /// A level of pressure plus one; 0: none.
@@ -66,7 +66,7 @@ impl Orders {
         }
     }
 
-    /// Ends the keeper's sleep.
+    /// Ends the reclaimer's sleep.
     pub(crate) fn wake(&self) {
         *self.asleep.lock().unwrap_or_else(PoisonError::into_inner) = false;
         self.bell.notify_one();
@@ -96,7 +96,7 @@ pub type Taken = Box<dyn FnMut() -> Option<u64> + Send>;
 pub type Look = Box<dyn FnMut(&mut Vec<Room>) -> bool + Send>;
 
 /// See the module. Belongs to one thread.
-pub struct Keeper {
+pub struct Reclaimer {
     worker: Worker,
     taken: Taken,
     seen: Option<u64>,
@@ -104,21 +104,21 @@ pub struct Keeper {
     ticks: u64,
     residency: Residency,
     look: Option<Look>,
-    /// What was seen last, and one [`Recede`] for each of it.
+    /// What was seen last, and one [`ProactiveReclaim`] for each of it.
     rooms: Vec<Room>,
-    recede: Vec<Recede>,
+    recede: Vec<ProactiveReclaim>,
     /// Some was lent since the last look at free memory.
     lending: bool,
     /// Refusals of the kernel that were answered.
     refusals: u64,
 }
 
-impl Keeper {
-    /// A keeper for `cache`; `taken` tells how much the kernel has taken so far ([`pages_taken`]).
+impl Reclaimer {
+    /// A reclaimer for `cache`; `taken` tells how much the kernel has taken so far ([`pages_taken`]).
     #[must_use]
-    pub fn new(cache: &Cache, taken: Taken) -> Keeper {
+    pub fn new(cache: &Cache, taken: Taken) -> Reclaimer {
         let worker = cache.memory.worker(|| ());
-        Keeper {
+        Reclaimer {
             worker,
             taken,
             seen: None,
@@ -133,17 +133,17 @@ impl Keeper {
         }
     }
 
-    /// Has it return memory that others are about to need ([`Keeper::recede`]); `look` tells how much there
+    /// Has it return memory that others are about to need ([`Reclaimer::recede`]); `look` tells how much there
     /// is.
     #[must_use]
-    pub fn watching(self, look: Look) -> Keeper {
-        Keeper { look: Some(look), ..self }
+    pub fn watching(self, look: Look) -> Reclaimer {
+        Reclaimer { look: Some(look), ..self }
     }
 
     /// Starts the thread. It ends when the cache has gone.
     pub(crate) fn spawn(cache: &Arc<Cache>) -> io::Result<()> {
         let weak = Arc::downgrade(cache);
-        let builder = std::thread::Builder::new().name("ebb-keeper".to_owned());
+        let builder = std::thread::Builder::new().name("ebb-reclaimer".to_owned());
         builder.stack_size(256 << 10).spawn(move || run(&weak))?;
         Ok(())
     }
@@ -199,7 +199,7 @@ impl Keeper {
         if !look(&mut self.rooms) {
             self.recede.clear();
         }
-        self.recede.resize(self.rooms.len(), Recede::default());
+        self.recede.resize(self.rooms.len(), ProactiveReclaim::default());
         let wired = u64::try_from(arena.wired).unwrap_or(u64::MAX);
         let (mut left, mut soon) = (0, None::<Duration>);
         for (recede, room) in self.recede.iter_mut().zip(&self.rooms) {
@@ -308,29 +308,29 @@ impl Keeper {
     }
 }
 
-impl std::fmt::Debug for Keeper {
+impl std::fmt::Debug for Reclaimer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Keeper").field("ticks", &self.ticks).finish_non_exhaustive()
+        f.debug_struct("Reclaimer").field("ticks", &self.ticks).finish_non_exhaustive()
     }
 }
 
 fn run(cache: &Weak<Cache>) {
     let Some(first) = cache.upgrade() else { return };
     let mut rooms = Rooms::open(&Roots::default());
-    let mut keeper =
-        Keeper::new(&first, Box::new(pages_taken)).watching(Box::new(move |list| rooms.now(list)));
+    let mut reclaimer = Reclaimer::new(&first, Box::new(pages_taken))
+        .watching(Box::new(move |list| rooms.now(list)));
     drop(first);
     let (mut called, mut next) = (true, ebb_mem::clock::now());
     loop {
         let Some(cache) = cache.upgrade() else { return };
         let mut now = ebb_mem::clock::now();
         if called || now >= next {
-            let busy = keeper.turn(&cache, now);
+            let busy = reclaimer.turn(&cache, now);
             next = now + if busy { TURN } else { REST };
             now = ebb_mem::clock::now();
         }
         let time = next.saturating_duration_since(now);
-        let time = keeper.recede(&cache, now).map_or(time, |soon| soon.min(time));
+        let time = reclaimer.recede(&cache, now).map_or(time, |soon| soon.min(time));
         called = cache.orders.sleep(time);
     }
 }
