@@ -1,12 +1,12 @@
-//! The transmission phase of one connection: read requests, hand them to lanes, send replies.
+//! The transmission phase of one connection: reads requests, starts them on request tasks, sends replies.
 //!
 //! # Invariants
-//! - A request is copied once off the wire, checked once, and answered exactly once.
-//! - What a client can make us hold is bounded: [`IN_FLIGHT_MAX`] requests, and the memory budget
-//!   of the connection. Past either the socket is simply not read.
-//! - Requests that have begun run to their end, also when the client is gone: only then does the
-//!   connection end, so that closing a volume knows of every write. Questions for block status, which
-//!   change nothing, end with the client, and so do zeroes that have to be written out.
+//! - A request is copied once off the wire, checked once, and replied to exactly once.
+//! - What a client can make the server hold is bounded: [`IN_FLIGHT_MAX`] requests, and the memory
+//!   budget of the connection. While either is exhausted, the socket is not read.
+//! - A request that has begun runs to completion, even if the client has disconnected, and the
+//!   connection ends after it: so closing a volume waits for every write. Two kinds of request are cancelled
+//!   when the client disconnects: BLOCK_STATUS, which changes nothing, and zeroes that have to be written out.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -30,48 +30,48 @@ use crate::request_task::{
 };
 use crate::sender::Sender;
 
-/// Requests of one connection under way at a time.
+/// Requests of one connection in flight at a time.
 const IN_FLIGHT_MAX: usize = 256;
-/// A longer WRITE is received and written in pieces: the first one of `FIRST`, the others of `PIECE`
-/// bytes. So what a client makes us hold is what it has sent, and a piece.
+/// A longer WRITE is received and written in pieces: a first one of `FIRST` bytes, then pieces of `PIECE`
+/// bytes. So the server holds no more memory than the data the client has sent, and one piece.
 const FIRST: usize = 256 << 10;
 const PIECE: usize = 1 << 20;
-/// A connection that moves nothing for so many looks in a row (see `SILENCE`), within the data of a
-/// WRITE or of a reply, is closed if requests of its volume wait for memory.
+/// A connection that makes no progress within the data of a WRITE or of a reply for so many checks in a
+/// row (one per `IDLE_AFTER`) is closed if requests of its volume wait for memory.
 const STALLED: u32 = 5;
-/// Less than this between two looks is nothing.
+/// Fewer bytes than this between two checks do not count as progress.
 const PROGRESS: usize = 64 << 10;
-/// How long a connection must be silent before its lanes end.
-const SILENCE: Duration = Duration::from_secs(1);
-/// How long a client may take to receive its last replies when the server stops.
-const FAREWELL: Duration = Duration::from_secs(10);
-/// How long a client may take to close its side once ours is closed.
+/// How long a connection must be idle before its request tasks end.
+const IDLE_AFTER: Duration = Duration::from_secs(1);
+/// How long a client may take to receive its last replies when the connection ends.
+const LAST_REPLIES_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a client may take to close its side of the connection after the server has closed its own.
 const LINGER: Duration = Duration::from_secs(1);
-/// Failed requests logged per connection: a broken disk must not fill the log.
+/// Failed requests logged per connection: a failing disk must not fill the log.
 const ERRORS_LOGGED: u32 = 10;
-/// Requests that are refused at once before others have their turn.
+/// After so many refused requests the connection yields to other tasks of the worker.
 const REFUSED_AT_ONCE: u64 = 32;
 
 /// Why a transmission phase ended.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum End {
-    /// The client said goodbye.
+    /// The client sent `NBD_CMD_DISC`.
     #[error("the client disconnected")]
     Disconnect,
-    /// The client closed between two requests.
+    /// The client closed the connection between two requests.
     #[error("the client closed the connection")]
     Closed,
     /// The volume or the server is stopping.
     #[error("the volume is being closed")]
     Stopped,
-    /// It held memory others wait for, and neither sent nor received.
-    #[error("the client stopped in the middle of a request while others waited for its memory")]
+    /// It held memory that other requests waited for, and neither sent nor received.
+    #[error("the client stalled within a request while other requests waited for its memory")]
     Stalled,
-    /// The client broke the protocol.
+    /// The client violated the protocol.
     #[error(transparent)]
     Protocol(#[from] Fatal),
-    /// The connection broke.
-    #[error("the connection broke")]
+    /// The connection failed.
+    #[error("the connection failed")]
     Broken(#[from] io::Error),
 }
 
@@ -85,21 +85,21 @@ pub(crate) struct Connection {
     memory: Rc<Budget>,
     /// The volume's share of the memory for requests.
     queue_share: Rc<QueueShare>,
-    /// The page pool of this queue.
+    /// The page pool of this connection.
     buffers: BufPool,
     lanes: Lanes,
     sender: Sender,
     requests: Cell<u64>,
-    /// Set by the first request after a silence.
+    /// Set by the first request after an idle period.
     awake: Signal,
-    dozing: Cell<bool>,
+    idle: Cell<bool>,
     stopping: Cell<bool>,
-    /// Set with `stopping`, for a reader that waits for memory or a lane.
+    /// Set with `stopping`, for a reader that waits for memory or for a request task.
     halt: Signal,
-    /// Sent when the client went without a goodbye: nobody takes answers any more.
-    gone: Stop,
+    /// Set when the client disconnected without `NBD_CMD_DISC`: replies cannot be sent any more.
+    disconnected: Stop,
     stalled: Cell<bool>,
-    /// A WRITE's data is being received, and how much of it has come so far, over all WRITEs.
+    /// Whether a WRITE's data is being received, and the bytes received so far, over all WRITEs.
     receiving: Cell<bool>,
     received: Cell<usize>,
     errors: Cell<u32>,
@@ -110,7 +110,7 @@ struct Lanes {
     idle: RefCell<Vec<Rc<Lane>>>,
     count: Cell<usize>,
     busy: Cell<usize>,
-    /// Set when a lane becomes idle or ends.
+    /// Set when a request task becomes idle or ends.
     freed: Signal,
 }
 
@@ -145,10 +145,10 @@ impl Connection {
             sender: Sender::default(),
             requests: Cell::new(0),
             awake: Signal::default(),
-            dozing: Cell::new(true),
+            idle: Cell::new(true),
             stopping: Cell::new(false),
             halt: Signal::default(),
-            gone: Stop::default(),
+            disconnected: Stop::default(),
             stalled: Cell::new(false),
             receiving: Cell::new(false),
             received: Cell::new(0),
@@ -156,23 +156,23 @@ impl Connection {
         })
     }
 
-    /// Serves until the client leaves, breaks the protocol, or one of the stops is sent. On return
-    /// nothing of the connection is under way any more.
+    /// Serves until the client disconnects, violates the protocol, or one of `stops` is set. On return no
+    /// request of the connection is in flight.
     pub(crate) async fn serve(self: &Rc<Self>, rest: &[u8], stops: [Arc<Stop>; 2]) -> End {
         let sending = {
             let this = self.clone();
             self.io.spawn(async move {
                 let result = this.sender.run(&this.io, &this.transport).await;
                 if result.is_err() {
-                    // Nobody reads replies: stop reading requests, too.
+                    // Replies cannot be sent, so no more requests are read.
                     this.sender.give_up();
-                    this.gone.stop();
+                    this.disconnected.stop();
                     this.stop_reading();
                 }
                 result
             })
         };
-        // A task of its own, so that no request polls it; it ends with this function.
+        // A separate task, so that no request polls it; it is cancelled when this function returns.
         let _housekeeping = self.io.spawn(self.clone().housekeeping(stops));
         let mut receiver =
             Receiver::new(self.buffers.clone(), self.queue_share.clone(), rest).await;
@@ -181,28 +181,28 @@ impl Connection {
             Err(end) => end,
         };
         if matches!(end, End::Closed | End::Broken(_)) {
-            self.gone.stop();
+            self.disconnected.stop();
         }
         drop(receiver);
         let end = if self.stalled.get() { End::Stalled } else { end };
-        // Boxed, so that a connection that lives does not hold what it needs to end.
+        // Boxed, so that a live connection does not hold the memory of this future.
         Box::pin(self.finish(sending)).await;
         end
     }
 
-    /// Waits for what is under way and sends the last replies.
+    /// Waits for the requests in flight and sends the last replies.
     async fn finish(self: &Rc<Self>, sending: ebb_io::Task<io::Result<()>>) {
         self.retire_idle();
-        if self.io.timeout(FAREWELL, self.lanes_done()).await.is_none() {
-            // Reads wait for a client that does not receive: let them end without it.
+        if self.io.timeout(LAST_REPLIES_TIMEOUT, self.lanes_done()).await.is_none() {
+            // Reads wait until the client receives earlier replies: let them complete without it.
             self.sender.give_up();
             self.lanes_done().await;
         }
         self.retire_idle();
         self.sender.finish();
-        let sent = self.io.timeout(FAREWELL, sending).await;
+        let sent = self.io.timeout(LAST_REPLIES_TIMEOUT, sending).await;
         if matches!(sent, Some(Ok(()))) {
-            let _ = self.io.timeout(FAREWELL, self.transport.finish(&self.io)).await;
+            let _ = self.io.timeout(LAST_REPLIES_TIMEOUT, self.transport.finish(&self.io)).await;
             let _ = self.io.timeout(LINGER, self.transport.drain(&self.io)).await;
         }
         self.sender.clear();
@@ -219,31 +219,32 @@ impl Connection {
         self.halt.set();
     }
 
-    /// Ends reading when told to stop; until then gives memory back after silence.
+    /// Stops the reading of requests when one of `stops` is set; until then frees memory of idle connections
+    /// and closes stalled ones.
     async fn housekeeping(self: Rc<Self>, stops: [Arc<Stop>; 2]) {
         let stopped = futures_lite::future::or(stops[0].wait(), stops[1].wait());
-        let tidying = async {
+        let checks = async {
             loop {
                 self.awake.wait().await;
                 let mut seen = u64::MAX;
                 let mut watch = Watch::default();
                 while self.requests.get() != seen || self.is_busy() {
                     seen = self.requests.get();
-                    self.io.sleep(SILENCE).await;
-                    if watch.look(&self) {
+                    self.io.sleep(IDLE_AFTER).await;
+                    if watch.has_stalled(&self) {
                         self.stalled.set(true);
                         self.sender.give_up();
                         self.transport.shut();
                         return;
                     }
                 }
-                self.dozing.set(true);
+                self.idle.set(true);
                 self.retire_idle();
                 self.sender.shrink();
                 self.queue_share.empty();
             }
         };
-        futures_lite::future::or(stopped, tidying).await;
+        futures_lite::future::or(stopped, checks).await;
         self.stop_reading();
     }
 
@@ -291,14 +292,14 @@ impl Connection {
         }
     }
 
-    /// Checks one request, takes its payload off the wire, and starts or refuses it.
+    /// Checks one request, receives its payload, and starts or refuses it.
     async fn accept(
         self: &Rc<Self>,
         receiver: &mut Receiver,
         header: RequestHeader,
     ) -> Result<(), End> {
         self.requests.set(self.requests.get() + 1);
-        if self.dozing.replace(false) {
+        if self.idle.replace(false) {
             self.awake.set();
         }
         let to = ReplyTo::new(self.session.style, &header);
@@ -310,7 +311,7 @@ impl Connection {
                 let budget = Some(self.reserve(REQUEST_BYTES).await?);
                 let body = Body::Error(errno, refusal(errno));
                 self.sender.push(Reply { to, body, held: Some(Room { budget, share: None }) });
-                // Nothing of this waits: thousands of them in one buffer would hold the worker.
+                // Nothing here waits: thousands of refused requests in one buffer would occupy the worker.
                 if self.requests.get().is_multiple_of(REFUSED_AT_ONCE) {
                     self.io.yield_now().await;
                 }
@@ -337,7 +338,7 @@ impl Connection {
         }
     }
 
-    /// What the store takes beside the request's buffer, for parts of its blocks.
+    /// Memory the store needs beside the request's buffer, for blocks that the request covers in part.
     fn bounce(&self, operation: &Operation) -> usize {
         match operation {
             Operation::Read { offset, length, .. } | Operation::Write { offset, length, .. } => {
@@ -347,7 +348,7 @@ impl Connection {
         }
     }
 
-    /// Takes memory of the volume's share, after the volume's other requests.
+    /// Takes memory from the volume's share, in the order in which requests of the volume wait for it.
     async fn share(&self, bytes: usize) -> Result<ebb_io::Charge, End> {
         match self.queue_share.try_take(bytes) {
             Some(held) => Ok(held),
@@ -355,9 +356,9 @@ impl Connection {
         }
     }
 
-    /// The same for a request that is carried out in pieces if there is not enough for all of it,
-    /// which a volume is sure of within its reserve only: then true, and only what the request
-    /// itself takes.
+    /// As [`Connection::share`], for a request that is executed in pieces if there is not enough memory for all of
+    /// it: then the result is true, with memory for the request itself only. A volume is guaranteed no more memory
+    /// than its reserve.
     async fn share_or_short(&self, bytes: usize) -> Result<(ebb_io::Charge, bool), End> {
         if bytes <= self.queue_share.share().reserve() {
             return Ok((self.share(bytes).await?, false));
@@ -368,8 +369,8 @@ impl Connection {
         }
     }
 
-    /// Receives and writes a large WRITE piece by piece, each with memory of its own; the reply
-    /// follows the last one.
+    /// Receives and writes a large WRITE in pieces, each with its own memory; the reply is sent after the last
+    /// piece has completed.
     async fn write_in_pieces(
         self: &Rc<Self>,
         receiver: &mut Receiver,
@@ -399,7 +400,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Takes memory from the connection's budget, waiting for replies to leave if need be.
+    /// Takes memory from the connection's budget; waits until enough replies have been sent.
     async fn reserve(&self, bytes: usize) -> Result<BudgetGuard, End> {
         match self.memory.try_take(bytes) {
             Some(held) => Ok(held),
@@ -407,8 +408,8 @@ impl Connection {
         }
     }
 
-    /// Waits for something that depends on the client, but not longer than the server runs. It comes
-    /// pinned: handed over by value it would be in the connection's task several times.
+    /// Waits for something that depends on the client, or until the connection is to end. The future is passed
+    /// pinned: by value it would take up space in the connection's task several times.
     async fn unless_halted<T>(&self, waiting: Pin<&mut impl Future<Output = T>>) -> Result<T, End> {
         if self.stopping.get() {
             return Err(End::Stopped);
@@ -457,7 +458,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Gives a job to an idle lane, or to a new one, or waits for one.
+    /// Gives a job to an idle request task or to a new one, or waits until one is idle.
     async fn start(self: &Rc<Self>, job: Job) -> Result<(), End> {
         let lanes = &self.lanes;
         let mut job = Some(job);
@@ -492,9 +493,10 @@ impl Connection {
                 }
                 continue;
             };
-            // What changes nothing need not go on for a client that is gone, which matters where it is many
-            // questions to another server. With a writeback cache it writes first.
-            let only_asks = matches!(job.operation, Operation::BlockStatus { .. })
+            // BLOCK_STATUS changes nothing and can be cancelled when the client disconnects, which matters where it is
+            // many requests to another server. With a writeback cache it writes dirty data first, so it runs to
+            // completion.
+            let read_only = matches!(job.operation, Operation::BlockStatus { .. })
                 && self.volume.cache_mode() != Mode::Writeback;
             let means = Means {
                 io: &self.io,
@@ -503,20 +505,20 @@ impl Connection {
                 buffers: &self.buffers,
                 queue_share: &self.queue_share,
                 sender: &self.sender,
-                gone: &|| self.is_gone(),
+                disconnected: &|| self.is_disconnected(),
             };
-            let mut doing = pin!(execute(means, job));
-            let outcome = if only_asks {
-                let gone = async {
-                    self.gone.wait().await;
+            let mut executing = pin!(execute(means, job));
+            let outcome = if read_only {
+                let disconnected = async {
+                    self.disconnected.wait().await;
                     Ok(())
                 };
-                futures_lite::future::or(doing.as_mut(), gone).await
+                futures_lite::future::or(executing.as_mut(), disconnected).await
             } else {
-                doing.await
+                executing.await
             };
             if let Err(error) = outcome
-                && !(error.kind == ErrorKind::Closing && self.gone.is_stopped())
+                && !(error.kind == ErrorKind::Closing && self.disconnected.is_stopped())
             {
                 self.log(&error);
             }
@@ -529,13 +531,13 @@ impl Connection {
         }
     }
 
-    /// Whether the client takes no replies any more, also where requests that came before the end of the stream have not
-    /// been read yet.
-    fn is_gone(&self) -> bool {
-        if !self.gone.is_stopped() && self.transport.is_hung_up() {
-            self.gone.stop();
+    /// Whether the client has disconnected and receives no more replies, even if requests sent before have not been
+    /// read yet.
+    fn is_disconnected(&self) -> bool {
+        if !self.disconnected.is_stopped() && self.transport.is_hung_up() {
+            self.disconnected.stop();
         }
-        self.gone.is_stopped()
+        self.disconnected.is_stopped()
     }
 
     fn log(&self, error: &ebb_volume::BlockError) {
@@ -545,33 +547,33 @@ impl Connection {
             let cause = error.source.as_ref().map(ToString::to_string).unwrap_or_default();
             tracing::warn!(connection = self.number, %error, cause);
         } else if count == ERRORS_LOGGED {
-            tracing::warn!(connection = self.number, "more failed requests; not logged any more");
+            tracing::warn!(connection = self.number, "further failed requests are not logged");
         }
     }
 }
 
-/// How long a connection has moved nothing while others waited.
+/// How long a connection has made no progress while other requests of its volume waited for memory.
 #[derive(Default)]
 struct Watch {
     received: usize,
     sent: usize,
-    still: u32,
+    idle_checks: u32,
 }
 
 impl Watch {
-    /// Whether the connection has stalled; to be asked about once in a `SILENCE`.
-    fn look(&mut self, connection: &Connection) -> bool {
+    /// Whether the connection has stalled; to be called once per `IDLE_AFTER`.
+    fn has_stalled(&mut self, connection: &Connection) -> bool {
         let (received, sent) = (connection.received.get(), connection.transport.sent_bytes());
         let moved = received.wrapping_sub(self.received).max(sent.wrapping_sub(self.sent));
         (self.received, self.sent) = (received, sent);
         let holds = connection.receiving.get() || connection.sender.holds_data();
-        let stands = holds && moved < PROGRESS && connection.queue_share.share().has_waiters();
-        self.still = if stands { self.still + 1 } else { 0 };
-        self.still >= STALLED
+        let blocks = holds && moved < PROGRESS && connection.queue_share.share().has_waiters();
+        self.idle_checks = if blocks { self.idle_checks + 1 } else { 0 };
+        self.idle_checks >= STALLED
     }
 }
 
-/// What a request may hold until its reply has left, bytes.
+/// Memory a request may hold until its reply has been sent, bytes.
 fn footprint(operation: &Operation) -> usize {
     let data = match operation {
         Operation::Read { length, .. } | Operation::Write { length, .. } => to_usize(*length),
@@ -585,7 +587,7 @@ fn to_usize(length: u32) -> usize {
     usize::try_from(length).unwrap_or(usize::MAX)
 }
 
-/// A stream that ends within a payload is broken, not closed.
+/// The end of the stream within a payload is a failure, not an orderly close.
 fn within(end: End) -> End {
     match end {
         End::Closed => End::Broken(io::ErrorKind::UnexpectedEof.into()),
@@ -596,9 +598,9 @@ fn within(end: End) -> End {
 fn refusal(errno: Errno) -> &'static str {
     match errno {
         Errno::Perm => "the volume is read-only",
-        Errno::NoSpc => "past the end of the volume",
-        Errno::Overflow => "longer than the largest request (see NBD_INFO_BLOCK_SIZE)",
-        _ => "not valid: check range, alignment to 512 bytes, length, flags and command",
+        Errno::NoSpc => "the request extends past the end of the volume",
+        Errno::Overflow => "the request is longer than the maximum payload (see NBD_INFO_BLOCK_SIZE)",
+        _ => "invalid request: check range, alignment to 512 bytes, length, flags and command",
     }
 }
 

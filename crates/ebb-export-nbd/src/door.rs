@@ -1,10 +1,11 @@
-//! Peers that have not logged in: who they are, how many there may be, and who goes when they are too many.
+//! Connections that are still in the handshake: their peers, their limit, and which is closed when it is exceeded.
 //!
-//! They are counted apart from clients: whoever can connect can be one, so that their number says
-//! nothing. The newest is always let in; an older one goes for it, of the address that has most: of two that are drawn
-//! the one that has come less far. Were it the oldest, a flood would send away every honest handshake of its address
-//! that takes longer than the flood to fill the places; were it the one least far of all, a few that have come far and
-//! wait there would have every newcomer sent away by the next one.
+//! They do not count towards `max_clients`, because any peer that can connect can open them. A new connection is always
+//! accepted; if there are too many, an older handshake is evicted: from the address with the most handshakes two are
+//! drawn at random, and the less advanced of the two is closed. If the oldest were evicted, a flood would evict
+//! every legitimate handshake from its address that takes longer than the flood needs to reach the limit. If the least
+//! advanced of all were evicted, a few advanced handshakes that do not continue would cause each new connection to be
+//! evicted by the next.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
@@ -19,11 +20,11 @@ use ebb_volume::Stop;
 /// Handshakes at a time, of all peers and of one address.
 const MOST: usize = 256;
 const MOST_OF_ONE: usize = 128;
-/// So many lines of the log in such a time; more are counted.
+/// Log lines per period; further ones are counted.
 const LINES: u32 = 10;
 const LINES_TIME: Duration = Duration::from_secs(10);
 
-/// Who is at the other end of a connection.
+/// The other end of a connection, for the log and for limits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Peer {
     Tcp(SocketAddr),
@@ -46,7 +47,8 @@ impl Peer {
         }
     }
 
-    /// What its connections have in common: an address, or a network where a host has many.
+    /// The key under which its handshakes are counted: an address, or the /64 network for IPv6, of which one
+    /// host can have all addresses.
     pub(crate) fn address(&self) -> ebb_tls::Peer {
         match self {
             Peer::Tcp(address) => match address.ip().to_canonical() {
@@ -77,7 +79,7 @@ pub(crate) struct Door(Mutex<State>);
 struct State {
     next: u64,
     waiting: BTreeMap<u64, Waiting>,
-    /// Its keys are what numbers are drawn with, so that no peer knows who will go.
+    /// Source of the random numbers, so that peers cannot predict which handshake is evicted.
     draw: RandomState,
 }
 
@@ -88,17 +90,17 @@ struct Waiting {
     leave: Arc<Stop>,
 }
 
-/// How far a handshake has come.
+/// How far a handshake has advanced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Stage {
     Connected,
-    /// The peer sent what the protocol wants of it.
+    /// The peer sent valid bytes of the NBD handshake.
     Understood,
-    /// The TLS handshake is over.
+    /// The TLS handshake has completed.
     Encrypted,
 }
 
-/// A handshake that is counted; `leave` is sent when it has to go for a newer one.
+/// A counted handshake; `leave` is set when it is evicted for a newer one.
 #[derive(Debug)]
 pub(crate) struct Entered<'a> {
     door: &'a Door,
@@ -111,7 +113,7 @@ impl Door {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a handshake; where there are too many, sends an older one away.
+    /// Counts a handshake; if there are too many, evicts an older one.
     pub(crate) fn enter(&self, peer: ebb_tls::Peer) -> Entered<'_> {
         let mut state = self.state();
         if let Some(one) = state.too_many(peer)
@@ -133,7 +135,8 @@ impl Door {
 }
 
 impl State {
-    /// Who must go: one of an address that has too many, else of the one that has most.
+    /// The handshake to evict, if any: one of the new peer's address if that has too many; otherwise, if there are too
+    /// many in all, one of the address that has the most.
     fn too_many(&self, newcomer: ebb_tls::Peer) -> Option<u64> {
         let of_newcomer = self.waiting.values().filter(|waiting| waiting.peer == newcomer).count();
         if of_newcomer >= MOST_OF_ONE {
@@ -150,7 +153,7 @@ impl State {
         self.draw_from(peer, count)
     }
 
-    /// Of two of an address's handshakes, of which there are `count`, the one that has come less far.
+    /// The less advanced of two random handshakes of an address, which has `count` of them.
     fn draw_from(&self, peer: ebb_tls::Peer, count: usize) -> Option<u64> {
         // The remainders are below `count`.
         let below = |most: usize, what: u8| {
@@ -158,7 +161,7 @@ impl State {
             usize::try_from(drawn).ok()
         };
         let first = below(count, 0)?;
-        // Another one, if there is another.
+        // A different one, if there is more than one.
         let second = (first + 1 + below(count.saturating_sub(1), 1)?) % count.max(1);
         let nth = |place| self.waiting.iter().filter(|(_, one)| one.peer == peer).nth(place);
         let least = [nth(first)?, nth(second)?].into_iter().min_by_key(|(_, one)| one.stage);
@@ -167,7 +170,7 @@ impl State {
 }
 
 impl Entered<'_> {
-    /// The handshake has come this far.
+    /// Notes that the handshake has advanced to this stage.
     pub(crate) fn reached(&self, stage: Stage) {
         if let Some(waiting) = self.door.state().waiting.get_mut(&self.number) {
             waiting.stage = waiting.stage.max(stage);
@@ -181,12 +184,12 @@ impl Drop for Entered<'_> {
     }
 }
 
-/// Keeps what anybody can cause from filling the log.
+/// Limits log lines that any peer can cause, so that they cannot fill the log.
 #[derive(Debug, Default)]
 pub(crate) struct Lines(Mutex<(Option<Instant>, u32, u64)>);
 
 impl Lines {
-    /// Whether a line may be written now; with how many were not since the last one.
+    /// Whether a line may be written now; if so, how many were suppressed since the last one.
     pub(crate) fn may_write(&self, now: Instant) -> Option<u64> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (since, written, unwritten) = &mut *state;
@@ -207,71 +210,71 @@ mod tests {
     use super::*;
     use futures_lite::future::{block_on, poll_once};
 
-    fn is_sent_away(entered: &Entered<'_>) -> bool {
+    fn is_evicted(entered: &Entered<'_>) -> bool {
         block_on(poll_once(entered.leave.wait())).is_some()
     }
 
     #[test]
-    fn one_of_an_address_goes_when_it_has_too_many() {
+    fn a_handshake_of_an_address_that_has_too_many_is_evicted() {
         let door = Door::default();
         let other = door.enter(7);
         let flood: Vec<_> = (0..MOST_OF_ONE + 10).map(|_| door.enter(1)).collect();
-        assert_eq!(flood.iter().filter(|entered| is_sent_away(entered)).count(), 10);
-        assert!(!is_sent_away(&flood[MOST_OF_ONE + 9]), "the newest is let in");
-        assert!(!is_sent_away(&other));
+        assert_eq!(flood.iter().filter(|entered| is_evicted(entered)).count(), 10);
+        assert!(!is_evicted(&flood[MOST_OF_ONE + 9]), "the newest is accepted");
+        assert!(!is_evicted(&other));
         assert_eq!(door.inside(), MOST_OF_ONE + 1);
         drop((flood, other));
         assert_eq!(door.inside(), 0);
     }
 
     #[test]
-    fn a_handshake_outlives_a_flood_of_its_address_that_comes_less_far() {
+    fn a_handshake_survives_a_flood_of_less_advanced_ones_from_its_address() {
         for stage in [Stage::Understood, Stage::Encrypted] {
             let door = Door::default();
             let honest = door.enter(1);
             honest.reached(stage);
-            // No way back.
+            // A stage never goes back.
             honest.reached(Stage::Connected);
             let mut flood: Vec<_> = (0..MOST_OF_ONE).map(|_| door.enter(1)).collect();
             for _ in 0..100 {
                 flood.drain(..64);
                 flood.extend((0..64).map(|_| door.enter(1)));
                 flood.extend((0..64).map(|_| door.enter(1)));
-                flood.retain(|entered| !is_sent_away(entered));
-                assert!(!is_sent_away(&honest), "{stage:?}");
+                flood.retain(|entered| !is_evicted(entered));
+                assert!(!is_evicted(&honest), "{stage:?}");
             }
         }
     }
 
-    /// Each one is as likely to go as any other: the first does not always, and none that waits is safe for long.
+    /// Each is equally likely to be evicted: not always the first, and none is kept for long.
     #[test]
-    fn who_goes_of_those_that_came_equally_far_is_drawn() {
+    fn among_equally_advanced_handshakes_the_evicted_one_is_random() {
         let doors: [Door; 32] = std::array::from_fn(|_| Door::default());
         let mut stayed = 0;
         for door in &doors {
             let honest = door.enter(1);
             let flood: Vec<_> = (0..MOST_OF_ONE + 10).map(|_| door.enter(1)).collect();
-            stayed += usize::from(!is_sent_away(&honest));
+            stayed += usize::from(!is_evicted(&honest));
             let more: Vec<_> = (0..MOST_OF_ONE * 20).map(|_| door.enter(1)).collect();
-            assert!(is_sent_away(&honest), "thousands came since");
+            assert!(is_evicted(&honest), "thousands of handshakes came after it");
             drop((flood, more));
         }
-        // Some 29 of 32: each of eleven newcomers sends one of 128 away.
-        assert!(stayed > 12, "{stayed} of 32 outlived eleven newcomers");
+        // About 29 of 32: each of eleven new handshakes evicts one of 128.
+        assert!(stayed > 12, "{stayed} of 32 survived eleven new handshakes");
     }
 
     #[test]
-    fn among_many_addresses_the_one_with_most_makes_room() {
+    fn among_many_addresses_the_one_with_most_handshakes_loses_one() {
         let door = Door::default();
         let honest: Vec<_> = (1000..1010).map(|peer| door.enter(peer)).collect();
         let flood: Vec<_> = (0..2000).map(|number| door.enter(number % 20)).collect();
-        assert!(!honest.iter().any(is_sent_away));
+        assert!(!honest.iter().any(is_evicted));
         assert_eq!(door.inside(), MOST);
         drop(flood);
     }
 
     #[test]
-    fn the_log_has_a_few_lines_and_the_number_of_the_others() {
+    fn the_log_has_a_few_lines_and_the_number_of_suppressed_ones() {
         let (lines, now) = (Lines::default(), Instant::now());
         let written = (0..1000).filter(|_| lines.may_write(now).is_some()).count();
         assert_eq!(written, 10);

@@ -1,4 +1,4 @@
-//! The volumes a server offers, by name; changed while it runs.
+//! The volumes a server exports, by name; changed while it runs.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -13,48 +13,48 @@ use crate::handshake::{BlockSizes, Capabilities, ExportInfo, Exports};
 use crate::seats::{NoSeat, Seats, Wanted};
 use crate::server::Limits;
 
-/// The smallest request, bytes: a sector.
+/// The minimum block size, bytes: a sector.
 const MINIMUM: u32 = 512;
-/// What requests are best aligned to, bytes.
+/// The preferred block size, bytes.
 const PREFERRED: u32 = 4096;
 
-/// Characters of a name the log quotes.
+/// Characters of an export name quoted in the log.
 const LOGGED_NAME_MAX: usize = 256;
 
-/// Connections to a volume that the log tells of, in so much time.
+/// Logged connections to one volume per period.
 const CONNECTED_LINES: u32 = 20;
 const CONNECTED_PERIOD: Duration = Duration::from_secs(10);
 
-/// A volume on offer, with what its connections wait for and are counted by.
+/// An exported volume, with the state that its connections share.
 #[derive(Debug)]
 pub(crate) struct Export {
     pub(crate) volume: Arc<Volume>,
     pub(crate) stop: Arc<Stop>,
     pub(crate) connections: Gate,
-    /// Those of `max_clients` that its clients have.
+    /// Its clients, which count towards `max_clients`.
     seats: Seats,
-    /// Limits of the page pools of its queues.
+    /// Limits of the page pools of its connections.
     pub(crate) pool: Arc<PoolParameters>,
-    /// Whom its memory is accounted to, from the first connection on.
+    /// The account of its memory, from the first connection on.
     owner: OnceLock<Option<OwnerId>>,
-    /// Rations the lines about connections: a client that logs in without end must not fill the log.
+    /// Limits the log lines about connections: a client that connects again and again must not fill the log.
     pub(crate) lines: LogLimit,
 }
 
 impl Export {
-    /// A page pool for one of its queues. Volumes are told apart in the accounts as long as there
-    /// are numbers for them; then they count as their worker's.
+    /// A page pool for one of its connections. If no account number is free for the volume, its memory is accounted to
+    /// the worker.
     pub(crate) fn queue(&self, worker: &BufPool) -> BufPool {
         let owner = self.owner.get_or_init(|| worker.memory().owner(self.volume.name()).ok());
         worker.queue(owner.unwrap_or(worker.owner()), self.pool.clone())
     }
 
-    /// A place for one more of its clients.
+    /// The request to admit one more of its clients.
     pub(crate) fn seat(&self, alone: bool, most: usize) -> Wanted<'_> {
         Wanted { name: self.volume.name(), own: &self.seats, alone, most }
     }
 
-    /// Gives its number back once nothing is under way any more.
+    /// Releases its account; to be called when no request is in flight.
     pub(crate) fn release(&self, memory: &Memory) {
         if let Some(Some(owner)) = self.owner.get() {
             memory.release_owner(*owner);
@@ -65,12 +65,12 @@ impl Export {
 #[derive(Debug, Default)]
 struct Table {
     by_name: BTreeMap<Arc<str>, Arc<Export>>,
-    /// Volumes that are not served now, each with the text its clients are refused with.
+    /// Volumes that are not exported now, each with the message its clients are refused with.
     refused: BTreeMap<Arc<str>, Arc<str>>,
     default: Option<Arc<str>>,
 }
 
-/// All volumes on offer.
+/// All exported volumes.
 #[derive(Debug, Default)]
 pub(crate) struct Registry(RwLock<Table>);
 
@@ -100,12 +100,12 @@ impl Registry {
         table.by_name.remove(name)
     }
 
-    /// Clients that ask for this volume are told `why` they cannot have it; for one that is not offered.
+    /// Refuses clients that request this volume, which is not exported, with the message `why`.
     pub(crate) fn refuse(&self, name: &str, why: &str) {
         self.write().refused.insert(name.into(), why.into());
     }
 
-    /// Why a volume cannot be had now.
+    /// The message for clients that request a volume which is not exported now, if one was set.
     fn refusal(&self, name: &str) -> Option<String> {
         let table = self.read();
         let name = if name.is_empty() { table.default.as_deref()? } else { name };
@@ -122,7 +122,7 @@ impl Registry {
         table.by_name.get(name).cloned()
     }
 
-    /// Whether no more than one volume is served.
+    /// Whether at most one volume is exported.
     pub(crate) fn is_alone(&self) -> bool {
         self.read().by_name.len() <= 1
     }
@@ -132,14 +132,14 @@ impl Registry {
     }
 }
 
-/// What the handshake of one connection sees of the registry.
+/// The registry as one connection's handshake uses it.
 pub(crate) struct View<'a> {
     pub(crate) registry: &'a Registry,
     pub(crate) limits: Limits,
     pub(crate) seats: &'a Seats,
-    /// The last name asked for under which nothing is offered.
+    /// The last requested name that no export has.
     pub(crate) missed: RefCell<Option<String>>,
-    /// Why there was no place for the client, where the last volume it asked for has none.
+    /// Why the last volume the client requested admits no more clients.
     pub(crate) no_seat: RefCell<Option<NoSeat>>,
 }
 
@@ -157,7 +157,7 @@ impl Exports for View<'_> {
     fn busy(&self, name: &str) -> Option<String> {
         let export = self.registry.get(name)?;
         let wanted = export.seat(self.registry.is_alone(), self.limits.max_clients);
-        if let Err(why) = self.seats.look(wanted) {
+        if let Err(why) = self.seats.check(wanted) {
             let text = why.to_string();
             *self.no_seat.borrow_mut() = Some(why);
             return Some(text);
@@ -186,7 +186,7 @@ impl Exports for View<'_> {
                 trim: can.discard,
                 write_zeroes: true,
                 fast_zero: can.fast_zero,
-                // One store behind all connections: a flush on any covers the writes of all.
+                // All connections use the same store: a flush on any of them covers the writes of all.
                 multi_conn: true,
                 cache: true,
                 rotational: false,

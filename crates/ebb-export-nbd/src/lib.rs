@@ -1,17 +1,17 @@
-//! An NBD server: the published protocol in full over volumes.
+//! An NBD server that exports volumes.
 //!
-//! Answers `doc/proto.md` of the NBD project: fixed newstyle negotiation, structured replies,
+//! Implements `doc/proto.md` of the NBD project: fixed newstyle negotiation, structured replies,
 //! extended headers, `base:allocation`, TLS.
 //!
-//! # The way of a request
-//! `server` accepts and negotiates (`handshake`, a machine without I/O), `connection` reads and
-//! checks (`decode`), a `lane` carries out through the volume, `sender` answers in batches
-//! (`reply`).
+//! # Path of a request
+//! `server` accepts a connection and negotiates (`handshake`, a state machine without I/O). `connection`
+//! reads requests and checks them (`decode`). A `request_task` executes each on the volume, and `sender`
+//! sends the replies (`reply`) in batches.
 //!
 //! # Invariants
-//! - Nothing a client sends reaches a panic, an unchecked sum, or an unbounded allocation.
-//! - A reply goes out once, and after its request has run to its end.
-//! - A client that stalls, floods, lies or disappears hurts only itself.
+//! - No input from a client causes a panic, an unchecked sum, or an unbounded allocation.
+//! - Each request has exactly one reply, sent after the request has completed.
+//! - A client that stalls, floods, violates the protocol or disconnects affects no other client.
 
 mod connection;
 pub mod decode;

@@ -1,37 +1,37 @@
-//! How many clients there may be at a time, and how many of them one volume's.
+//! The limit on clients, in all and per volume.
 //!
 //! # Invariants
-//! - No more clients get in than `max_clients`.
-//! - Where several volumes are served, the clients of one get in as long as they are at most [`LEAVES`] times as many as
-//!   the places they leave free: whatever one volume's clients do, those of another one find some. A volume without a
-//!   client needs one free place, and no more.
+//! - There are never more clients than `max_clients`.
+//! - Where several volumes are served, a volume's clients are at most [`LEAVES`] times the number of connections that
+//!   remain free: so the clients of one volume cannot use up all connections. A volume without a client needs one free
+//!   connection only.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A volume may have so many times as many clients as it leaves places free.
+/// Clients that a volume may have per connection that remains free.
 const LEAVES: usize = 4;
 
-/// Clients that have logged in: of all volumes, or of one.
+/// The number of clients in the transmission phase: of all volumes, or of one.
 #[derive(Debug, Default)]
 pub(crate) struct Seats(AtomicUsize);
 
-/// A client that is counted, as one of all and as one of its volume.
+/// Counts one client, in all and of its volume, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Seat<'a>(&'a Seats, &'a Seats);
 
-/// Why a client does not get in.
+/// Why a client is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NoSeat {
     #[error("max_clients ({0}) reached")]
     Full(usize),
     #[error(
-        "max_clients ({most}) reached for volume {volume}: with {held} clients of it, the {free} places left are \
-             kept for other volumes"
+        "max_clients ({most}) reached for volume {volume}: it has {held} clients, and the remaining {free} connections \
+             are kept for other volumes"
     )]
     Kept { volume: String, held: usize, free: usize, most: usize },
 }
 
-/// What clients ask for: a place of the volume `name`, which `alone` says is the only one served.
+/// A request to admit one more client to the volume `name`; `alone` if no other volume is served.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted<'a> {
     pub(crate) name: &'a str,
@@ -41,8 +41,8 @@ pub(crate) struct Wanted<'a> {
 }
 
 impl Wanted<'_> {
-    /// Whether one more is too many where `all` and `own` are those there are.
-    fn judge(&self, all: usize, own: usize) -> Result<(), NoSeat> {
+    /// Whether one more client is allowed beside `all` clients, of which `own` are the volume's.
+    fn check(&self, all: usize, own: usize) -> Result<(), NoSeat> {
         let most = self.most;
         if all >= most {
             return Err(NoSeat::Full(most));
@@ -56,25 +56,25 @@ impl Wanted<'_> {
 }
 
 impl Seats {
-    /// Clients at the moment.
+    /// The number of clients.
     pub(crate) fn taken(&self) -> usize {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Whether a client would get in now.
-    pub(crate) fn look(&self, wanted: Wanted<'_>) -> Result<(), NoSeat> {
-        wanted.judge(self.taken(), wanted.own.taken())
+    /// Whether a client would be admitted now.
+    pub(crate) fn check(&self, wanted: Wanted<'_>) -> Result<(), NoSeat> {
+        wanted.check(self.taken(), wanted.own.taken())
     }
 
-    /// Counts a client, if it may come in.
-    pub(crate) fn take<'a>(&'a self, wanted: Wanted<'a>) -> Result<Seat<'a>, NoSeat> {
+    /// Counts a client, if it is admitted.
+    pub(crate) fn admit<'a>(&'a self, wanted: Wanted<'a>) -> Result<Seat<'a>, NoSeat> {
         let more = |all: usize| (all < wanted.most).then_some(all + 1);
         let all = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
         let all = all.map_err(|_| NoSeat::Full(wanted.most))?;
-        // From here on it is counted, and no more when the seat is dropped.
+        // Counted from here on: dropping the guard undoes both counts, also after an error below.
         let own = wanted.own.0.fetch_add(1, Ordering::Relaxed);
         let seat = Seat(self, wanted.own);
-        wanted.judge(all, own).map(|()| seat)
+        wanted.check(all, own).map(|()| seat)
     }
 }
 
@@ -92,16 +92,16 @@ mod tests {
     fn fill<'a>(all: &'a Seats, own: &'a Seats, alone: bool, most: usize) -> Vec<Seat<'a>> {
         let wanted = Wanted { name: "disk", own, alone, most };
         std::iter::from_fn(|| {
-            let looked = all.look(wanted);
-            let taken = all.take(wanted);
-            assert_eq!(looked.err().as_ref(), taken.as_ref().err());
-            taken.ok()
+            let checked = all.check(wanted);
+            let admitted = all.admit(wanted);
+            assert_eq!(checked.err().as_ref(), admitted.as_ref().err());
+            admitted.ok()
         })
         .collect()
     }
 
     #[test]
-    fn a_volume_leaves_places_to_the_next_one_and_takes_all_where_it_is_alone() {
+    fn a_volume_keeps_connections_free_for_other_volumes_unless_it_is_the_only_one() {
         for (most, first, second) in [(256, 204, 41), (10, 8, 1), (2, 1, 1), (1, 1, 0)] {
             let (all, one, two) = (Seats::default(), Seats::default(), Seats::default());
             let held = fill(&all, &one, false, most);

@@ -1,7 +1,8 @@
-//! The server: listens, lets clients in, and sees them off.
+//! The server: accepts connections, negotiates, and ends connections when a volume or the server stops.
 //!
-//! A client costs nothing of anybody else's: handshakes have a deadline, connections a limit, and
-//! each connection its own memory budget. Connections are spread over the workers in turn.
+//! One client cannot use up the resources of another: handshakes have a deadline, connections have a
+//! limit, and each connection has its own memory budget. Connections are assigned to the workers
+//! round-robin.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -22,18 +23,18 @@ use crate::exports::{Registry, View};
 use crate::handshake::{Handshake, HandshakeError, Policy, Session, Step, Tls};
 use crate::seats::{NoSeat, Seats};
 
-/// How long a client may take from its first byte to the transmission phase.
-const HANDSHAKE: Duration = Duration::from_secs(10);
-/// How long to wait when the process is out of descriptors.
+/// How long a client may take from its connection to the transmission phase.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long to wait before the next accept when the process has no free descriptor.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
-/// As long as descriptors are missing each listener finds that out ten times a second.
+/// While the process has no free descriptor, each listener fails ten times a second.
 static EXHAUSTED: LogLimit = LogLimit::new(1, Duration::from_secs(10));
 
-/// What clients may do to the server.
+/// Limits on clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections at a time that have logged in; handshakes are counted apart. Where several volumes are served,
-    /// those of one are at most four times as many as the places they leave free.
+    /// Connections at a time in the transmission phase; handshakes have their own limit. Where several volumes are
+    /// served, the connections to one of them are at most four times the number of connections that remain free.
     pub max_clients: usize,
     /// The largest READ or WRITE, bytes: 4 KiB to 64 MiB.
     pub max_request: u32,
@@ -47,7 +48,7 @@ impl Default for Limits {
     }
 }
 
-/// An NBD server. Cheap to clone; the clones are one server.
+/// An NBD server. Cheap to clone; all clones are handles of the same server.
 #[derive(Clone, Debug)]
 pub struct Server(Arc<Shared>);
 
@@ -60,12 +61,12 @@ struct Shared {
     seats: Seats,
     numbers: AtomicU64,
     stop: Arc<Stop>,
-    /// Everybody who was let in, handshakes included.
+    /// Entered by every accepted connection, handshakes included.
     inside: Gate,
     door: Door,
-    /// Of the log, on refusals.
+    /// Limits the log lines about refused connections.
     lines: Lines,
-    /// The sockets of all accepted clients, by connection number.
+    /// The sockets of all accepted connections, by connection number.
     sockets: Mutex<BTreeMap<u64, Weak<OwnedFd>>>,
 }
 
@@ -74,17 +75,17 @@ struct Shared {
 enum Refused {
     #[error(transparent)]
     Handshake(#[from] HandshakeError),
-    #[error("the connection broke during the handshake")]
+    #[error("the connection failed during the handshake")]
     Io(#[from] std::io::Error),
-    #[error("no TLS: {0}")]
+    #[error("cannot start TLS: {0}")]
     Tls(std::io::Error),
-    #[error("too many handshakes of its address at once: this one made room for a newer one")]
+    #[error("too many handshakes in progress from this address: closed in favour of a newer one")]
     Crowded,
     #[error(transparent)]
     NoSeat(#[from] NoSeat),
     #[error("the client closed the connection during the handshake")]
     Left,
-    #[error("the handshake took longer than {} s", HANDSHAKE.as_secs())]
+    #[error("the handshake took longer than {} s", HANDSHAKE_TIMEOUT.as_secs())]
     Late,
     #[error("the export was removed during the handshake")]
     Gone,
@@ -93,8 +94,8 @@ enum Refused {
 }
 
 impl Server {
-    /// A server without volumes. `tls` says whether TLS is offered or demanded, `context` with
-    /// which keys.
+    /// A server without volumes. `tls` says whether TLS is offered or required; `context` holds the
+    /// keys.
     pub fn new(limits: Limits, tls: Tls, context: Option<ServerTls>) -> Server {
         Server(Arc::new(Shared {
             registry: Registry::default(),
@@ -111,39 +112,39 @@ impl Server {
         }))
     }
 
-    /// Offers a volume under its name; `pool` limits the free pages each of its queues keeps.
+    /// Exports a volume under its name; `pool` limits the free pages that each of its connections keeps.
     pub fn add(&self, volume: Arc<Volume>, pool: Arc<PoolParameters>) {
         self.0.registry.add(volume, pool);
     }
 
-    /// Says which volume answers to the empty name.
+    /// Sets the default export, which clients request by the empty name.
     pub fn set_default(&self, name: Option<&str>) {
         self.0.registry.set_default(name);
     }
 
-    /// Changes the limits for connections to come.
+    /// Changes the limits for new connections.
     pub fn set_limits(&self, limits: Limits) {
         *self.0.limits.write().unwrap_or_else(PoisonError::into_inner) = limits;
     }
 
-    /// Changes the keys for connections to come.
+    /// Changes the keys for new connections.
     pub fn set_tls_context(&self, context: Option<ServerTls>) {
         *self.0.tls.write().unwrap_or_else(PoisonError::into_inner) = context;
     }
 
-    /// Connections at the moment.
+    /// Connections in the transmission phase.
     pub fn clients(&self) -> usize {
         self.0.seats.taken()
     }
 
-    /// The volumes on offer, in the order of their names, each with the number of connections that
-    /// use it.
+    /// The exported volumes, ordered by name, each with the number of its connections.
     pub fn volumes(&self) -> Vec<(Arc<Volume>, u64)> {
         let all = self.0.registry.all().into_iter();
         all.map(|export| (export.volume.clone(), export.connections.inside())).collect()
     }
 
-    /// Withdraws a volume: its connections finish what is under way and end. It is not closed.
+    /// Stops exporting a volume: its connections complete their in-flight requests and end. Does not close
+    /// the volume.
     pub async fn withdraw(&self, io: &Io, name: &str) {
         let Some(export) = self.0.registry.remove(name) else { return };
         export.stop.stop();
@@ -152,12 +153,13 @@ impl Server {
         export.release(io.pool().memory());
     }
 
-    /// Refuses the clients of a volume that is not offered, with `why`; until it is added or withdrawn.
+    /// Refuses clients that request a volume which is not exported, with the message `why`, until the volume is
+    /// added or withdrawn.
     pub fn refuse(&self, name: &str, why: &str) {
         self.0.registry.refuse(name, why);
     }
 
-    /// The volume offered under this name.
+    /// The volume exported under this name.
     pub fn volume(&self, name: &str) -> Option<Arc<Volume>> {
         if name.is_empty() {
             return None;
@@ -165,38 +167,39 @@ impl Server {
         self.0.registry.get(name).map(|export| export.volume.clone())
     }
 
-    /// Lets nobody in any more, and has all connections finish what is under way and end. Does not wait:
-    /// see [`Server::seen_off`] and [`Server::empty`].
+    /// Stops accepting connections, and lets all connections complete their in-flight requests and end. Does not
+    /// wait: see [`Server::wait_for_volume`] and [`Server::wait_until_empty`].
     pub fn begin_stop(&self) {
         self.0.stop.stop();
         self.0.inside.shut();
     }
 
-    /// After [`Server::begin_stop`]: waits until the connections of this volume have ended.
+    /// After [`Server::begin_stop`]: waits until the connections to this volume have ended.
     pub async fn seen_off(&self, name: &str) {
         let Some(export) = self.0.registry.get(name) else { return };
         export.connections.shut();
         export.connections.empty().await;
     }
 
-    /// After [`Server::begin_stop`]: waits until all clients are gone, those in their handshake included.
+    /// After [`Server::begin_stop`]: waits until all connections have ended, those in the handshake included.
     pub async fn empty(&self) {
         self.0.inside.empty().await;
     }
 
-    /// Ends the connections that are left, whatever is under way on them: their clients hear of it at once, also where
-    /// the kernel holds the process, and so the descriptors, for as long as a device hangs. How many there were.
+    /// Shuts down the sockets of all remaining connections, also those with requests in flight, and returns their
+    /// number. The clients see the end of the stream at once, even if a device that hangs keeps the process from
+    /// exiting, and so its descriptors open.
     pub fn hang_up(&self) -> usize {
         let sockets = self.0.sockets.lock().unwrap_or_else(PoisonError::into_inner);
         let open: Vec<_> = sockets.values().filter_map(Weak::upgrade).collect();
         for fd in &open {
-            // One that is gone already is no loss.
+            // Fails if the client has disconnected already.
             let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Both);
         }
         open.len()
     }
 
-    /// Lets nobody in any more and waits until everybody has been seen off.
+    /// Stops accepting connections and waits until all connections have ended.
     pub async fn stop(&self) {
         self.begin_stop();
         self.empty().await;
@@ -205,7 +208,7 @@ impl Server {
     /// Accepts connections on a listening socket until the server stops, and spreads them over
     /// `workers`. Runs on the worker it is called on.
     pub async fn listen(&self, io: Io, socket: Fd, workers: Vec<WorkerHandle>) {
-        for turn in 0usize.. {
+        for count in 0usize.. {
             let accepted = {
                 let accept = async { Some(io.accept(&socket).await) };
                 let stop = async {
@@ -216,42 +219,42 @@ impl Server {
             };
             match accepted {
                 None => return,
-                Some(Ok(client)) => self.welcome(client, &workers[turn % workers.len()]),
+                Some(Ok(client)) => self.accepted(client, &workers[count % workers.len()]),
                 Some(Err(error)) => {
                     if is_exhausted(&error) {
                         if let Some(suppressed) = EXHAUSTED.admit(ebb_mem::clock::now()) {
-                            tracing::warn!(%error, suppressed, "cannot accept a client: raise LimitNOFILE");
+                            tracing::warn!(%error, suppressed, "cannot accept a connection: raise LimitNOFILE");
                         }
                         io.sleep(OUT_OF_DESCRIPTORS).await;
                     } else {
-                        tracing::debug!(%error, "a client left before it was accepted");
+                        tracing::debug!(%error, "a client disconnected before its connection was accepted");
                     }
                 }
             }
         }
     }
 
-    fn welcome(&self, client: OwnedFd, worker: &WorkerHandle) {
+    fn accepted(&self, client: OwnedFd, worker: &WorkerHandle) {
         let shared = self.0.clone();
         let number = shared.numbers.fetch_add(1, Ordering::Relaxed);
         let limits = *shared.limits.read().unwrap_or_else(PoisonError::into_inner);
         if shared.seats.taken() >= limits.max_clients {
             let full = NoSeat::Full(limits.max_clients).into();
-            return shared.tell_refusal(number, Peer::of(&client), &full);
+            return shared.log_refusal(number, Peer::of(&client), &full);
         }
-        // Small replies must not wait for larger ones; unix sockets have no such option.
+        // No Nagle delay for small replies; unix sockets do not have these options.
         let _ = rustix::net::sockopt::set_tcp_nodelay(&client, true);
         let _ = rustix::net::sockopt::set_socket_keepalive(&client, true);
         worker.spawn(move |io| async move {
             if let Some(_inside) = shared.inside.enter() {
-                shared.attend(io, number, client, limits).await;
+                shared.serve_client(io, number, client, limits).await;
             }
         });
     }
 }
 
-/// What a handshake comes to, and what came behind it.
-type Greeted = (Session, Transport, Vec<u8>);
+/// The result of a handshake, and the bytes received after it.
+type Negotiated = (Session, Transport, Vec<u8>);
 
 fn is_exhausted(error: &std::io::Error) -> bool {
     let number = error.raw_os_error();
@@ -259,30 +262,30 @@ fn is_exhausted(error: &std::io::Error) -> bool {
 }
 
 impl Shared {
-    /// One client from its first byte to its last.
-    async fn attend(&self, io: Io, number: u64, client: OwnedFd, limits: Limits) {
+    /// Serves one connection from the handshake to its end.
+    async fn serve_client(&self, io: Io, number: u64, client: OwnedFd, limits: Limits) {
         let peer = Peer::of(&client);
         let client = fd_from(client);
         let _listed = Listed::new(&self.sockets, number, &client);
-        // A box of its own: what the handshake needs would else stay part of the connection's task,
-        // and double what an idle connection weighs. So would its result, had it a name here.
-        let greeting = Box::pin(self.greet(&io, (number, peer), client, limits));
-        let (session, transport, rest) = match greeting.await {
+        // Boxed: otherwise the handshake's state would remain part of the connection's task and double
+        // the memory of an idle connection. The same holds for a variable with its result.
+        let negotiation = Box::pin(self.negotiate_in_time(&io, (number, peer), client, limits));
+        let (session, transport, rest) = match negotiation.await {
             Ok(Some(parts)) => parts,
             Ok(None) => return,
-            Err(error) => return self.tell_refusal(number, peer, &error),
+            Err(error) => return self.log_refusal(number, peer, &error),
         };
         let Some(export) = self.registry.get(&session.export.name) else {
-            return self.tell_refusal(number, peer, &Refused::Gone);
+            return self.log_refusal(number, peer, &Refused::Gone);
         };
         let wanted = export.seat(self.registry.is_alone(), limits.max_clients);
-        let _seat = match self.seats.take(wanted) {
+        let _seat = match self.seats.admit(wanted) {
             Ok(seat) => seat,
-            Err(why) => return self.tell_refusal(number, peer, &why.into()),
+            Err(why) => return self.log_refusal(number, peer, &why.into()),
         };
         let Some(_pass) = export.connections.enter() else { return };
         let (volume, tls) = (export.volume.clone(), session.tls);
-        // As long as it is connected no guest may write.
+        // While the client is connected, no guest may write.
         let writes = !volume.read_only();
         let lease = writes.then(|| volume.claim_writer(Writer::nbd(), false)).transpose();
         let _lease = match lease {
@@ -312,34 +315,34 @@ impl Shared {
         let end =
             Rc::clone(&connection).serve(&rest, [self.stop.clone(), export.stop.clone()]).await;
         match end {
-            // It had no line when it came.
+            // Its "connected" line was suppressed.
             end if logged.is_none() => {
                 tracing::debug!(connection = number, reason = %end, "closed");
             }
             End::Protocol(error) => {
-                tracing::warn!(connection = number, %error, "closed: the client broke the protocol");
+                tracing::warn!(connection = number, %error, "closed: the client violated the protocol");
             }
-            End::Broken(error) => tracing::info!(connection = number, %error, "connection broke"),
+            End::Broken(error) => tracing::info!(connection = number, %error, "the connection failed"),
             end => tracing::info!(connection = number, reason = %end, "closed"),
         }
     }
 
-    /// The handshake, within the time and the room there is for it.
-    async fn greet(
+    /// The handshake, within its deadline, unless it is evicted for a newer one or the server stops.
+    async fn negotiate_in_time(
         &self,
         io: &Io,
         who: (u64, Peer),
         client: Fd,
         limits: Limits,
-    ) -> Result<Option<Greeted>, Refused> {
+    ) -> Result<Option<Negotiated>, Refused> {
         let entered = self.door.enter(who.1.address());
         let crowded = async {
             entered.leave.wait().await;
             Err(Refused::Crowded)
         };
-        let handshake = self.shake_hands(io, who, (client, &entered), limits);
+        let handshake = self.negotiate(io, who, (client, &entered), limits);
         let handshake = futures_lite::future::or(handshake, crowded);
-        let in_time = async { io.timeout(HANDSHAKE, handshake).await };
+        let in_time = async { io.timeout(HANDSHAKE_TIMEOUT, handshake).await };
         let stopped = async {
             self.stop.wait().await;
             Some(Err(Refused::Stopped))
@@ -347,24 +350,24 @@ impl Shared {
         futures_lite::future::or(in_time, stopped).await.unwrap_or(Err(Refused::Late))
     }
 
-    /// The operator wants to know who tries to log in and cannot, and who is turned away; not of those who
-    /// only come and go. Anybody can cause such lines: there are a few at a time.
-    fn tell_refusal(&self, number: u64, peer: Peer, why: &Refused) {
+    /// Logs a refused connection. Clients that only connect and disconnect are logged at debug level. The number of
+    /// lines is limited, because any peer that can connect can cause them.
+    fn log_refusal(&self, number: u64, peer: Peer, why: &Refused) {
         if matches!(why, Refused::Io(_) | Refused::Left | Refused::Late | Refused::Stopped) {
             tracing::debug!(connection = number, %peer, error = %why, "refused");
-        } else if let Some(others) = self.lines.may_write(ebb_mem::clock::now()) {
-            tracing::info!(connection = number, %peer, error = %why, others, "refused");
+        } else if let Some(suppressed) = self.lines.may_write(ebb_mem::clock::now()) {
+            tracing::info!(connection = number, %peer, error = %why, suppressed, "refused");
         }
     }
 
-    /// Option haggling. `None` when the client took its leave.
-    async fn shake_hands(
+    /// Option negotiation. `None` if the client aborted it.
+    async fn negotiate(
         &self,
         io: &Io,
         (number, peer): (u64, Peer),
         (client, entered): (Fd, &Entered<'_>),
         limits: Limits,
-    ) -> Result<Option<Greeted>, Refused> {
+    ) -> Result<Option<Negotiated>, Refused> {
         let mut transport = Transport::new(client, None);
         let mut handshake = Handshake::new(Policy { tls: self.policy, ..Policy::default() });
         let view = View {
@@ -398,20 +401,20 @@ impl Shared {
             }
             let advanced = handshake.advance(&input, &view, &mut output);
             if let Some(name) = view.missed.take()
-                && let Some(others) = self.lines.may_write(ebb_mem::clock::now())
+                && let Some(suppressed) = self.lines.may_write(ebb_mem::clock::now())
             {
-                tracing::info!(connection = number, %peer, ?name, others, "asked for an unknown export");
+                tracing::info!(connection = number, %peer, ?name, suppressed, "requested an unknown export");
             }
             let (consumed, next) = match advanced {
                 Ok(ok) => ok,
                 Err(error) => {
-                    // What was said before still reaches the client.
+                    // Replies that were encoded before the error still reach the client.
                     send(io, &transport, &mut output).await?;
                     return Err(error.into());
                 }
             };
             if let Some(why) = view.no_seat.take() {
-                self.tell_refusal(number, peer, &why.into());
+                self.log_refusal(number, peer, &why.into());
             }
             if consumed > 0 {
                 entered.reached(Stage::Understood);
@@ -422,7 +425,7 @@ impl Shared {
     }
 }
 
-/// A socket that is listed.
+/// An entry in the list of sockets; removed on drop.
 struct Listed<'a>(&'a Mutex<BTreeMap<u64, Weak<OwnedFd>>>, u64);
 
 impl<'a> Listed<'a> {
@@ -440,7 +443,7 @@ impl Drop for Listed<'_> {
 }
 
 async fn send(io: &Io, transport: &Transport, output: &mut Vec<u8>) -> std::io::Result<()> {
-    // A list of many exports does not fit one message.
+    // A list of many exports does not fit into one message.
     for chunk in output.chunks(8 << 10) {
         let mut message = Box::<Gather>::default();
         message.push_bytes(chunk);
@@ -455,7 +458,7 @@ async fn receive(io: &Io, transport: &Transport, input: &mut Vec<u8>) -> Result<
     let (result, buf) = transport.recv(io, buf, 0..4096).await;
     match result? {
         0 => Err(Refused::Left),
-        // Bounded: the handshake consumes or refuses before it asks for more.
+        // Bounded: the handshake consumes or refuses an option before it requests more input.
         count => {
             input.extend_from_slice(&buf[..count]);
             Ok(())
@@ -475,8 +478,8 @@ mod tests {
     fn the_task_of_a_connection_is_small() {
         type Client = (&'static Shared, Io, u64, OwnedFd, Limits);
         let bytes = size_of_future(|(shared, io, number, client, limits): Client| {
-            shared.attend(io, number, client, limits)
+            shared.serve_client(io, number, client, limits)
         });
-        assert!(bytes <= 2560, "{bytes} bytes for each connection, however idle");
+        assert!(bytes <= 2560, "{bytes} bytes for each idle connection");
     }
 }
