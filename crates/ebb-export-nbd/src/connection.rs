@@ -423,7 +423,7 @@ impl Connection {
 
     async fn payload(&self, receiver: &mut Receiver, length: usize) -> Result<Buf, End> {
         self.receiving.set(true);
-        if receiver.suits(length) {
+        if receiver.should_buffer(length) {
             self.receive(receiver, length).await.map_err(within)?;
         }
         let mut buf = self.buffers.take(length).await;

@@ -1,19 +1,19 @@
 //! The handshake of a connection, from the greeting to the transmission phase.
 //!
-//! Answers the sections "Fixed newstyle negotiation", "TLS support" and "Option types" of the
-//! protocol. [`Handshake`] is a machine without I/O and clock: bytes go in, replies come out in a
-//! buffer, a [`Step`] says what to do next. The caller owns the sockets, sends what is in the
-//! buffer after each step, runs TLS, and limits how long all this may take.
+//! Implements the sections "Fixed newstyle negotiation", "TLS support" and "Option types" of the
+//! protocol. [`Handshake`] is a state machine without I/O and clock: it consumes bytes, appends replies to
+//! a buffer, and a [`Step`] says what to do next. The caller owns the socket, sends the contents of the
+//! buffer after each step, runs TLS, and limits the time of the handshake.
 //!
-//! What holds, whatever a client sends:
-//! - Nothing is kept of an option that is refused: its payload is skipped, however long it says
-//!   it is. What is read whole is at most [`Limits::option_bytes_max`] long.
+//! # Invariants, whatever a client sends
+//! - Nothing is kept of an option that is refused: its payload is skipped, whatever its announced
+//!   length. An option that is read whole has at most [`Limits::option_bytes_max`] bytes.
 //! - One step appends at most the replies to one option.
-//! - A handshake ends: [`Limits::options_max`] options or [`Limits::bytes_max`] bytes, whichever
-//!   comes first, and the connection is closed.
-//! - No plain text that arrived with `NBD_OPT_STARTTLS` is taken for an option under TLS, and
-//!   nothing negotiated before TLS outlives it.
-//! - After an error, an abort or the start of transmission the machine takes nothing more.
+//! - A handshake is bounded: after [`Limits::options_max`] options or [`Limits::bytes_max`] bytes, whichever
+//!   comes first, the connection is closed.
+//! - Plain text that arrived with `NBD_OPT_STARTTLS` is never interpreted as an option under TLS, and
+//!   everything negotiated before TLS is discarded.
+//! - After an error, an abort or the start of transmission the state machine consumes no more input.
 
 mod export;
 mod refusal;
@@ -41,22 +41,22 @@ pub enum Tls {
     /// NOTLS: `NBD_OPT_STARTTLS` is refused.
     #[default]
     Off,
-    /// SELECTIVETLS with no export that demands it: the client may upgrade.
+    /// SELECTIVETLS with no export that requires it: the client may start TLS.
     On,
-    /// FORCEDTLS: nothing but the upgrade is answered before it.
+    /// FORCEDTLS: before TLS, all options except those that start TLS or abort are refused.
     Require,
 }
 
-/// What the server lets a client do before it has chosen an export.
+/// What a client may do before it has chosen an export.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Policy {
     /// Whether TLS is offered.
     pub tls: Tls,
-    /// What one handshake may cost.
+    /// Limits on one handshake.
     pub limits: Limits,
 }
 
-/// What one handshake may cost.
+/// Limits on one handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Longest option payload that is read, in bytes; a longer one is skipped and refused.
@@ -72,8 +72,8 @@ pub struct Limits {
 impl Default for Limits {
     /// 64 KiB per option, 8192 options, 16 MiB in all, 128 queries.
     ///
-    /// A client that lists a server in one connection asks twice about each export
-    /// (`qemu-nbd --list` does): the number of options leaves room for 4000 exports.
+    /// A client that lists a server in one connection sends two options per export
+    /// (`qemu-nbd --list` does): the number of options suffices for 4000 exports.
     fn default() -> Self {
         Self {
             option_bytes_max: 64 << 10,
@@ -84,22 +84,22 @@ impl Default for Limits {
     }
 }
 
-/// What to do after [`Handshake::advance`]. In every case: first send what is in the output.
+/// What to do after [`Handshake::advance`]. In every case, send the output first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Read more bytes behind those not consumed, then advance again.
+    /// Append more received bytes to those not consumed, then advance again.
     NeedMore,
-    /// A message was dealt with: advance again with the bytes not consumed, before reading more.
+    /// A message was processed: advance again with the bytes not consumed, before receiving more.
     Again,
     /// Do the TLS handshake on the connection, then call [`Handshake::tls_established`].
     StartTls,
-    /// The client took its leave: close the connection.
+    /// The client sent `NBD_OPT_ABORT`: close the connection.
     Abort,
-    /// The transmission phase begins; bytes not consumed are its first.
+    /// The transmission phase begins with the bytes not consumed.
     Transmission(Session),
 }
 
-/// What was agreed on in a handshake; lives as long as the transmission phase.
+/// The result of a handshake; valid for the whole transmission phase.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Session {
     /// The export, as it was described to the client.
@@ -110,11 +110,11 @@ pub struct Session {
     pub style: ReplyStyle,
     /// The number of `base:allocation`, if the client selected it for this export.
     pub allocation_context: Option<u32>,
-    /// The client asked for the size constraints, and so promised to keep them.
+    /// The client requested the block sizes, and so must observe them.
     pub block_size_requested: bool,
-    /// `NBD_FLAG_C_NO_ZEROES` was agreed. (Matters to `NBD_OPT_EXPORT_NAME` alone.)
+    /// `NBD_FLAG_C_NO_ZEROES` was negotiated. (Affects `NBD_OPT_EXPORT_NAME` only.)
     pub no_zeroes: bool,
-    /// The connection is under TLS.
+    /// The connection uses TLS.
     pub tls: bool,
 }
 
@@ -126,30 +126,28 @@ pub enum HandshakeError {
     #[error("client set unknown handshake flags {0:#x}; it speaks another version of NBD")]
     UnknownClientFlags(u32),
     /// An option did not start with `IHAVEOPT`.
-    #[error("client sent {0:#018x} where an NBD option starts; it is no NBD client or out of step")]
+    #[error("client sent {0:#018x} where an NBD option starts; it is not an NBD client, or lost synchronization")]
     BadMagic(u64),
     /// "Newstyle negotiation": without fixed newstyle only `NBD_OPT_EXPORT_NAME` is valid.
-    #[error("client sent option {0} without having agreed to fixed newstyle; upgrade the client")]
+    #[error("client sent option {0} without negotiating fixed newstyle; upgrade the client")]
     NotFixedNewstyle(u32),
-    /// `NBD_OPT_EXPORT_NAME` cannot report an error but by closing.
-    #[error("client asked for export {0:?}, which does not exist; check the volume names")]
+    /// The only possible error reply to `NBD_OPT_EXPORT_NAME` is to close the connection.
+    #[error("client requested export {0:?}, which does not exist; check the volume names")]
     UnknownExport(String),
-    /// `NBD_OPT_EXPORT_NAME` cannot be told that an export has another writer.
-    #[error("client asked for an export that it cannot have: {0}")]
+    /// The export of `NBD_OPT_EXPORT_NAME` has another writer, or too many clients.
+    #[error("client requested an export that is not available: {0}")]
     Busy(String),
     /// The name in `NBD_OPT_EXPORT_NAME` is too long, not UTF-8, or has a NUL in it.
-    #[error("client asked for an export by a name that is too long or not UTF-8")]
+    #[error("client requested an export by a name that is too long or not UTF-8")]
     BadExportName,
     /// `NBD_OPT_EXPORT_NAME` before TLS where TLS is required.
-    #[error("client asked for an export without TLS, which is required; enable TLS in the client")]
+    #[error("client requested an export without TLS, which is required; enable TLS in the client")]
     TlsRequired,
-    /// Bytes came behind `NBD_OPT_STARTTLS` in plain text.
-    #[error(
-        "client sent plain text behind its request for TLS; somebody may be injecting commands"
-    )]
+    /// Plain text followed `NBD_OPT_STARTTLS`.
+    #[error("client sent plain text after its request for TLS; this may be an attempt to inject commands")]
     PlaintextAfterStartTls,
-    /// `NBD_OPT_EXPORT_NAME` after extended headers were agreed.
-    #[error("client used the old way to ask for an export after agreeing to extended headers")]
+    /// `NBD_OPT_EXPORT_NAME` after extended headers were negotiated.
+    #[error("client used NBD_OPT_EXPORT_NAME after negotiating extended headers; NBD_OPT_GO is required")]
     ExportNameAfterExtendedHeaders,
     /// [`Limits::options_max`] was reached.
     #[error("client sent more than {0} options without choosing an export")]
@@ -157,11 +155,11 @@ pub enum HandshakeError {
     /// [`Limits::bytes_max`] would be passed.
     #[error("client sent, or announced, more than {0} bytes without choosing an export")]
     TooManyBytes(u64),
-    /// The server is going down and `NBD_OPT_EXPORT_NAME` cannot be told so.
-    #[error("client asked for an export while the server is shutting down")]
+    /// `NBD_OPT_EXPORT_NAME` while the server is shutting down.
+    #[error("client requested an export while the server is shutting down")]
     ShuttingDown,
-    /// The caller went on after the end, or mixed up the order of calls.
-    #[error("the handshake is over; the connection should have been closed")]
+    /// The caller continued after the end, or called methods out of order.
+    #[error("the handshake has ended; the connection should have been closed")]
     Ended,
 }
 
@@ -175,14 +173,14 @@ enum State {
     Skipping { option: u32, left: u32, refusal: Refusal },
     /// `NBD_OPT_STARTTLS` was acknowledged.
     AwaitingTls,
-    /// Over, for better or worse.
+    /// Completed or failed.
     Ended,
 }
 
-/// What is to be done with an option, decided from its header alone.
+/// How an option is processed, decided from its header alone.
 enum Plan {
-    /// Wait for the whole payload, then answer.
-    Answer,
+    /// Wait for the whole payload, then reply.
+    Reply,
     /// Skip the payload, then refuse.
     Refuse(Refusal),
     /// Acknowledge and wait for TLS.
@@ -208,7 +206,7 @@ pub struct Handshake {
 }
 
 impl Handshake {
-    /// A handshake in which nothing was said yet.
+    /// A handshake in which nothing has been exchanged yet.
     #[must_use]
     pub fn new(policy: Policy) -> Self {
         Self {
@@ -230,7 +228,7 @@ impl Handshake {
         replies::greeting(out);
     }
 
-    /// Bytes an input buffer must hold so that no option needs more: header and payload.
+    /// The most input bytes that one option needs at once: header and payload.
     #[must_use]
     pub fn input_max(&self) -> usize {
         usize::try_from(self.policy.limits.option_bytes_max.max(EXPORT_NAME_MAX))
@@ -238,16 +236,16 @@ impl Handshake {
             .saturating_add(OPTION_HEADER_LEN)
     }
 
-    /// From now on every option but `NBD_OPT_ABORT` is answered with `NBD_REP_ERR_SHUTDOWN`.
+    /// From now on the reply to every option except `NBD_OPT_ABORT` is `NBD_REP_ERR_SHUTDOWN`.
     pub fn shut_down(&mut self) {
         self.shutting_down = true;
     }
 
-    /// TLS is up, after [`Step::StartTls`]. All that was negotiated before is forgotten; the
-    /// limits go on counting.
+    /// To be called when TLS is established, after [`Step::StartTls`]. Everything negotiated before is
+    /// discarded; the limits count on.
     ///
     /// # Errors
-    /// [`HandshakeError::Ended`] if TLS was not what the machine waited for.
+    /// [`HandshakeError::Ended`] if the handshake did not wait for TLS.
     pub fn tls_established(&mut self) -> Result<(), HandshakeError> {
         if self.state != State::AwaitingTls {
             self.state = State::Ended;
@@ -260,11 +258,11 @@ impl Handshake {
         Ok(())
     }
 
-    /// Takes bytes from the front of `input`, appends replies to `out`, and says how many bytes
-    /// were consumed and what comes next. At most one message is dealt with at a time.
+    /// Processes at most one message from the front of `input` and appends replies to `out`. Returns the number
+    /// of bytes consumed, and what to do next.
     ///
     /// # Errors
-    /// The connection must be closed, after sending what `out` holds. The machine is at its end.
+    /// The handshake has ended, and the connection must be closed after `out` has been sent.
     pub fn advance(
         &mut self,
         input: &[u8],
@@ -316,19 +314,19 @@ impl Handshake {
             return Ok((0, Step::NeedMore));
         };
         match self.plan(option, length)? {
-            Plan::Answer => {
+            Plan::Reply => {
                 let Some(payload) = usize::try_from(length).ok().and_then(|len| reader.bytes(len))
                 else {
                     return Ok((0, Step::NeedMore));
                 };
                 self.count(length);
-                let step = self.answer(option, payload, exports, out)?;
+                let step = self.reply(option, payload, exports, out)?;
                 Ok((OPTION_HEADER_LEN + payload.len(), step))
             }
             Plan::Refuse(refusal) => {
                 self.count(length);
                 if option == option::SET_META_CONTEXT {
-                    // "including when this command fails"
+                    // The protocol: "including when this command fails".
                     self.allocation_for = None;
                 }
                 self.state = State::Skipping { option, left: length, refusal };
@@ -350,7 +348,7 @@ impl Handshake {
         }
     }
 
-    /// Decides from its header what becomes of an option. Changes nothing: it is asked again
+    /// Decides from its header how an option is processed. Changes nothing: it is called again
     /// while the payload is incomplete.
     fn plan(&self, option: u32, length: u32) -> Result<Plan, HandshakeError> {
         let limits = self.policy.limits;
@@ -365,7 +363,7 @@ impl Handshake {
         }
         let needs_tls = self.policy.tls == Tls::Require && !self.tls_active;
         if option == option::EXPORT_NAME {
-            return self.plan_export_name(length, needs_tls).map(|()| Plan::Answer);
+            return self.plan_export_name(length, needs_tls).map(|()| Plan::Reply);
         }
         if !self.fixed_newstyle {
             return Err(HandshakeError::NotFixedNewstyle(option));
@@ -382,12 +380,12 @@ impl Handshake {
             option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS if length > 0 => {
                 Plan::Refuse(NO_DATA_EXPECTED)
             }
-            option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS => Plan::Answer,
+            option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS => Plan::Reply,
             option::INFO | option::GO | option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
                 if length > limits.option_bytes_max {
                     Plan::Refuse(TOO_BIG)
                 } else {
-                    Plan::Answer
+                    Plan::Reply
                 }
             }
             _ => Plan::Refuse(UNSUPPORTED),
@@ -430,8 +428,8 @@ impl Handshake {
         (usize::try_from(left).unwrap_or(input.len()), Step::Again)
     }
 
-    /// Answers an option whose payload is complete.
-    fn answer(
+    /// Processes an option whose payload is complete.
+    fn reply(
         &mut self,
         option: u32,
         payload: &[u8],
@@ -494,8 +492,8 @@ impl Handshake {
         Ok(self.begin(export, false))
     }
 
-    /// `NBD_OPT_INFO`, and the first half of `NBD_OPT_GO`: the export, and whether the client
-    /// asked for its block sizes.
+    /// `NBD_OPT_INFO`, and the first half of `NBD_OPT_GO`: returns the export, and whether the client
+    /// requested its block sizes.
     fn describe(
         &self,
         payload: &[u8],
@@ -578,10 +576,10 @@ impl Handshake {
     }
 }
 
-/// Characters of a name an error quotes.
+/// Characters of a name quoted in an error.
 const LOGGED_NAME_MAX: usize = 256;
 
-/// Longest payload of `NBD_OPT_EXPORT_NAME`; read whole under any limits.
+/// Longest payload of `NBD_OPT_EXPORT_NAME`; read whole whatever the limits.
 #[expect(clippy::cast_possible_truncation, reason = "4096 fits")]
 const EXPORT_NAME_MAX: u32 = STRING_MAX as u32;
 

@@ -1,7 +1,7 @@
-//! The receiving end of a connection: a buffer that requests are decoded from.
+//! The receiving side of a connection: a buffer that requests are decoded from.
 //!
-//! It starts with one page, grows while bursts fill it, and goes back to one page when the client
-//! falls silent, so that an idle connection holds one page.
+//! It starts with one page, grows while bursts fill it, and shrinks to one page when little is
+//! received, so that an idle connection holds one page.
 
 use std::io;
 use std::rc::Rc;
@@ -9,26 +9,26 @@ use std::rc::Rc;
 use ebb_io::{Buf, BufPool, Charge, Io, QueueShare};
 use ebb_tls::Transport;
 
-/// What an idle connection holds, bytes.
+/// The buffer of an idle connection, bytes.
 const SMALL: usize = 4 << 10;
-/// What a busy one may grow to, bytes.
+/// The largest buffer of a busy connection, bytes.
 const LARGE: usize = 256 << 10;
 
-/// Received bytes that were not consumed yet.
+/// Received bytes that have not been consumed yet.
 pub(crate) struct Receiver {
     buffers: BufPool,
     queue_share: Rc<QueueShare>,
-    /// What more than a page takes of the volume's share.
-    room: Option<Charge>,
+    /// Memory from the volume's share, for a buffer of more than one page.
+    charge: Option<Charge>,
     buf: Option<Buf>,
     start: usize,
     end: usize,
-    /// What the next buffer should hold, bytes.
+    /// Wanted size of the next buffer, bytes.
     wanted: usize,
 }
 
 impl Receiver {
-    /// A receiver with bytes that came in behind the handshake.
+    /// A receiver that begins with the bytes received after the handshake.
     pub(crate) async fn new(
         buffers: BufPool,
         queue_share: Rc<QueueShare>,
@@ -37,10 +37,10 @@ impl Receiver {
         let mut buf = buffers.take(rest.len().max(SMALL)).await;
         buf[..rest.len()].copy_from_slice(rest);
         let (buf, end) = (Some(buf), rest.len());
-        Receiver { buffers, queue_share, room: None, buf, start: 0, end, wanted: SMALL }
+        Receiver { buffers, queue_share, charge: None, buf, start: 0, end, wanted: SMALL }
     }
 
-    /// What is there.
+    /// The received bytes.
     pub(crate) fn bytes(&self) -> &[u8] {
         match &self.buf {
             Some(buf) => &buf[self.start..self.end],
@@ -48,7 +48,7 @@ impl Receiver {
         }
     }
 
-    /// Takes bytes off the front.
+    /// Removes bytes from the front.
     pub(crate) fn consume(&mut self, count: usize) {
         debug_assert!(count <= self.end - self.start);
         self.start = (self.start + count).min(self.end);
@@ -57,17 +57,17 @@ impl Receiver {
         }
     }
 
-    /// Whether a payload of this length is better received through this buffer (with whatever
-    /// follows it) than straight into its own.
-    pub(crate) fn suits(&self, length: usize) -> bool {
+    /// Whether a payload of this length is better received through this buffer (together with the
+    /// requests that follow it) than directly into its own.
+    pub(crate) fn should_buffer(&self, length: usize) -> bool {
         length <= LARGE / 8
     }
 
-    /// Receives until at least `needed` bytes are there.
+    /// Receives until at least `needed` bytes are available.
     ///
     /// # Errors
-    /// `UnexpectedEof` when the stream ends within them, or with none of them, which callers tell
-    /// apart by [`Receiver::bytes`].
+    /// `UnexpectedEof` when the stream ends before that; [`Receiver::bytes`] says whether it ended within
+    /// the needed bytes or before the first of them.
     pub(crate) async fn fill(
         &mut self,
         io: &Io,
@@ -95,23 +95,24 @@ impl Receiver {
         Ok(())
     }
 
-    /// Has memory for as large a buffer as is wanted, or wants a small one.
-    fn afford(&mut self) {
-        let has = self.room.as_ref().map_or(SMALL, Charge::bytes);
+    /// Takes memory from the volume's share for a buffer of the wanted size; if there is not enough, the
+    /// wanted size becomes `SMALL`.
+    fn reserve_wanted(&mut self) {
+        let has = self.charge.as_ref().map_or(SMALL, Charge::bytes);
         if self.wanted > has {
-            self.room = self.queue_share.try_take(self.wanted);
-            if self.room.is_none() {
+            self.charge = self.queue_share.try_take(self.wanted);
+            if self.charge.is_none() {
                 self.wanted = SMALL;
             }
         } else if self.wanted <= SMALL {
-            self.room = None;
+            self.charge = None;
         }
     }
 
     /// A buffer with the unconsumed bytes at `start..end` and room for `needed` in all.
     async fn make_room(&mut self, needed: usize) -> Buf {
         let unconsumed = self.end - self.start;
-        self.afford();
+        self.reserve_wanted();
         let capacity = self.wanted.max(needed);
         let old = self.buf.take();
         match old {
@@ -125,7 +126,7 @@ impl Receiver {
                     }
                     return buf;
                 }
-                // Nothing is kept, and it is larger than wanted: the pool has better use for it.
+                // It holds no bytes and is larger than wanted: return it to the pool.
                 drop(buf);
                 self.buffers.take(capacity).await
             }

@@ -1,8 +1,8 @@
-//! Carrying out one request: what a lane does between taking a job and handing over its reply.
+//! Executes one request: from the job that a request task receives to the reply it passes to the sender.
 //!
-//! A lane is a task that does one request after the other, so that nothing is allocated per
-//! request. A connection has as many lanes as it has had requests at once; they end when it falls
-//! silent.
+//! A request task executes one request after the other, so that nothing is allocated per
+//! request. A connection has as many request tasks as it has had requests in flight at once; they end when the
+//! connection becomes idle.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -16,25 +16,25 @@ use crate::proto::{Errno, ExtentState};
 use crate::reply::{ExtentList, ReplyTo};
 use crate::sender::Sender;
 
-/// Extents in one answer to BLOCK_STATUS: the client asks again for the rest.
+/// Extents in one reply to BLOCK_STATUS: the client requests the remaining ones again.
 const EXTENTS_MAX: u16 = 2048;
-/// The longest answer to BLOCK_STATUS, bytes: its descriptors in their larger form.
+/// The longest reply to BLOCK_STATUS, bytes: its descriptors in their extended form.
 pub(crate) const STATUS_BYTES_MAX: usize = 16 * EXTENTS_MAX as usize;
 
 /// What a request without data counts against the memory budget, bytes.
 pub(crate) const REQUEST_BYTES: usize = 512;
-/// The most one piece of a request that is carried out in pieces takes, bytes.
+/// The longest piece of a request that is executed in pieces, bytes.
 const PIECE: usize = 1 << 20;
 
-/// Memory that a request holds: of its connection's budget, and of its volume's share.
+/// Memory that a request holds: from its connection's budget, and from its volume's share.
 #[derive(Default)]
-#[expect(dead_code, reason = "held, and given back when it is dropped")]
+#[expect(dead_code, reason = "released when it is dropped")]
 pub(crate) struct Room {
     pub(crate) budget: Option<BudgetGuard>,
     pub(crate) share: Option<Charge>,
 }
 
-/// What requests of a connection are carried out with.
+/// What the requests of a connection need for their execution.
 #[derive(Clone, Copy)]
 pub(crate) struct Means<'a> {
     pub(crate) io: &'a Io,
@@ -43,20 +43,20 @@ pub(crate) struct Means<'a> {
     pub(crate) buffers: &'a BufPool,
     pub(crate) queue_share: &'a Rc<QueueShare>,
     pub(crate) sender: &'a Sender,
-    /// Whether the client is gone.
-    pub(crate) gone: &'a dyn Fn() -> bool,
+    /// Whether the client has disconnected.
+    pub(crate) disconnected: &'a dyn Fn() -> bool,
 }
 
 impl Means<'_> {
-    /// How long a piece is that a volume is sure to find memory for, bytes.
+    /// The longest piece for which the volume's reserve suffices, bytes.
     pub(crate) fn piece(queue_share: &QueueShare) -> usize {
         let most = queue_share.share().reserve().saturating_sub(REQUEST_BYTES).min(PIECE);
-        // A power of two: that is what a buffer takes.
+        // A power of two, as the size of a buffer is.
         (most.max(4096) / 2 + 1).next_power_of_two()
     }
 
-    /// What a piece takes of the volume's share: its buffer, and what the store needs for parts of blocks as far as
-    /// the volume is sure of it.
+    /// What a piece takes from the volume's share: its buffer, and what the store needs for partially covered blocks,
+    /// as far as the volume's reserve allows.
     pub(crate) fn piece_bytes(
         volume: &Volume,
         queue_share: &QueueShare,
@@ -70,13 +70,13 @@ impl Means<'_> {
     }
 }
 
-/// A WRITE that is carried out in pieces; its reply leaves when the last one has ended.
+/// A WRITE that is executed in pieces; its reply is sent when the last piece has completed.
 pub(crate) struct Parts {
     to: ReplyTo,
-    /// Pieces begun and not ended.
-    left: Cell<usize>,
-    /// All of them have begun.
-    complete: Cell<bool>,
+    /// Pieces in flight.
+    in_flight: Cell<usize>,
+    /// All pieces have begun.
+    all_begun: Cell<bool>,
     failure: Cell<Option<(Errno, &'static str)>>,
     held: RefCell<Option<Room>>,
 }
@@ -85,26 +85,26 @@ impl Parts {
     pub(crate) fn new(to: ReplyTo, held: Room) -> Rc<Parts> {
         Rc::new(Parts {
             to,
-            left: Cell::new(0),
-            complete: Cell::new(false),
+            in_flight: Cell::new(0),
+            all_begun: Cell::new(false),
             failure: Cell::new(None),
             held: RefCell::new(Some(held)),
         })
     }
 
-    /// One more piece.
+    /// Counts one more piece.
     pub(crate) fn begin(&self, last: bool) {
-        self.left.set(self.left.get() + 1);
-        self.complete.set(last);
+        self.in_flight.set(self.in_flight.get() + 1);
+        self.all_begun.set(last);
     }
 
-    /// A piece has ended; the reply if it was the last.
+    /// Notes that a piece has completed; returns the reply if it was the last.
     fn end(&self, failure: Option<(Errno, &'static str)>) -> Option<Reply> {
-        self.left.set(self.left.get() - 1);
+        self.in_flight.set(self.in_flight.get() - 1);
         if self.failure.get().is_none() {
             self.failure.set(failure);
         }
-        if self.left.get() > 0 || !self.complete.get() {
+        if self.in_flight.get() > 0 || !self.all_begun.get() {
             return None;
         }
         let body = self.failure.get().map_or(Body::Done, |(errno, text)| Body::Error(errno, text));
@@ -112,25 +112,25 @@ impl Parts {
     }
 }
 
-/// A request on its way, by value: nothing of it is read again from the client.
+/// A checked request, by value: nothing of it is read from the client again.
 pub(crate) struct Job {
     pub(crate) to: ReplyTo,
     pub(crate) operation: Operation,
     /// The data of a write.
     pub(crate) payload: Option<Buf>,
-    /// The memory and the place it takes until its reply has been sent.
+    /// The memory it holds until its reply has been sent.
     pub(crate) held: Room,
     /// The WRITE of which it is a piece.
     pub(crate) parts: Option<Rc<Parts>>,
-    /// There was no memory for all of it: it is carried out in pieces, each with memory of its own.
+    /// There was not enough memory for all of it: it is executed in pieces, each with its own memory.
     pub(crate) short: bool,
 }
 
-/// What is to be sent for a request.
+/// A reply, or a part of one, that is to be sent.
 pub(crate) struct Reply {
     pub(crate) to: ReplyTo,
     pub(crate) body: Body,
-    /// Given back when the reply has been sent.
+    /// Released when the reply has been sent.
     pub(crate) held: Option<Room>,
 }
 
@@ -138,22 +138,22 @@ pub(crate) struct Reply {
 pub(crate) enum Body {
     /// Success without data.
     Done,
-    /// An error, and a word for the human at the client.
+    /// An error, and a message for the client's user.
     Error(Errno, &'static str),
-    /// The data of a read from `offset`; in one piece if `unfragmented`, more to come if not
+    /// The data of a read from `offset`; in one chunk if `unfragmented`; more data follows if not
     /// `last`.
     Data { offset: u64, data: Buf, unfragmented: bool, last: bool },
-    /// The beginning of the data of a read, `length` bytes in all, which leave in one chunk; nothing
-    /// but [`Body::More`] follows until the last.
+    /// The beginning of the data of a read, `length` bytes in all, which are sent in one chunk; only
+    /// [`Body::More`] follows until the last piece.
     First { offset: u64, length: u32, data: Buf },
-    /// More of it.
+    /// The next piece of such a chunk.
     More { data: Buf, last: bool },
     /// `count` descriptors for a context.
     Status { context: u32, count: u32, descriptors: Buf },
 }
 
-/// Carries out a job and hands its reply to the sender. An error is returned for the log; the
-/// client gets its number.
+/// Executes a job and passes its reply to the sender. An error is returned for the log; the
+/// client receives its NBD error number.
 pub(crate) async fn execute(means: Means<'_>, job: Job) -> Result<(), BlockError> {
     let Means { io, volume, session, buffers, sender, .. } = means;
     let Job { to, operation, payload, mut held, parts, short } = job;
@@ -169,7 +169,7 @@ pub(crate) async fn execute(means: Means<'_>, job: Job) -> Result<(), BlockError
         }
         Operation::Write { offset, fua, .. } => match payload {
             Some(data) => volume.write(io, data, offset, fua).await.0.map(|()| Body::Done),
-            None => unreachable!("the reader hands over every write with its payload"),
+            None => unreachable!("the reader passes every write with its payload"),
         },
         Operation::Flush => volume.flush(io).await.map(|()| Body::Done),
         Operation::Trim { offset, length, fua } => {
@@ -180,7 +180,7 @@ pub(crate) async fn execute(means: Means<'_>, job: Job) -> Result<(), BlockError
         }
         Operation::WriteZeroes { offset, length, fua, no_hole, fast } => {
             let flags = ZeroFlags { may_unmap: !no_hole, fast_only: fast };
-            let wanted = || !(means.gone)();
+            let wanted = || !(means.disconnected)();
             let zeroes = volume.write_zeroes_while(io, offset, length, flags, fua, &wanted);
             zeroes.await.map(|()| Body::Done)
         }
@@ -206,15 +206,15 @@ pub(crate) async fn execute(means: Means<'_>, job: Job) -> Result<(), BlockError
     outcome
 }
 
-/// What a read wants; `whole`: in one chunk.
+/// The range of a read; `whole`: to be sent in one chunk.
 struct Range {
     offset: u64,
     length: u32,
     whole: bool,
 }
 
-/// Reads; all but the last piece are handed to the sender here. A piece is read only while the
-/// sender keeps up, so that data from memory does not pile up in ours.
+/// Reads; all but the last piece are passed to the sender here. A piece is read only while little data is
+/// unsent, so that reads that are faster than the client do not fill the memory.
 async fn read(means: Means<'_>, to: ReplyTo, range: Range) -> Result<Body, BlockError> {
     let Means { io, volume, buffers, sender, .. } = means;
     let Range { mut offset, length: mut left, whole } = range;
@@ -223,7 +223,7 @@ async fn read(means: Means<'_>, to: ReplyTo, range: Range) -> Result<Body, Block
         _ => left,
     };
     loop {
-        sender.keeps_up().await;
+        sender.wait_for_room().await;
         let length = left.min(piece);
         let buf = buffers.take(usize::try_from(length).unwrap_or(usize::MAX)).await;
         let (result, data) = volume.read(io, buf, offset).await;
@@ -238,8 +238,8 @@ async fn read(means: Means<'_>, to: ReplyTo, range: Range) -> Result<Body, Block
     }
 }
 
-/// As [`read`] in chunks, where the volume has not enough memory for all of them at once. Waits for
-/// memory only while it holds none: what was read leaves without it.
+/// As [`read`] in chunks, where the volume does not have enough memory for all of them at once. Waits for
+/// memory only while it holds none: a piece that was read is sent with its own memory.
 async fn read_short(
     means: Means<'_>,
     to: ReplyTo,
@@ -249,7 +249,7 @@ async fn read_short(
     let Means { io, volume, buffers, queue_share, sender, .. } = means;
     let Range { mut offset, length: mut left, .. } = range;
     loop {
-        sender.keeps_up().await;
+        sender.wait_for_room().await;
         let length = left.min(u32::try_from(Means::piece(queue_share)).unwrap_or(u32::MAX));
         let bytes = usize::try_from(length).unwrap_or(usize::MAX);
         let share =
@@ -267,9 +267,9 @@ async fn read_short(
     }
 }
 
-/// Reads what must leave in one chunk, piece by piece, each of which leaves before the next one is
-/// read: for want of memory. Nothing else leaves meanwhile, and a failure after the first piece ends
-/// the connection, since nothing else can be said within a chunk ("Simple reply message").
+/// Reads data that must be sent in one chunk in pieces, because there is not enough memory for all of it: each
+/// piece is sent before the next one is read. No other reply is sent meanwhile, and a failure after the first piece
+/// ends the connection, since an error cannot be reported within a chunk ("Simple reply message").
 async fn read_stream(
     means: Means<'_>,
     to: ReplyTo,
@@ -279,11 +279,12 @@ async fn read_stream(
     let Means { io, volume, buffers, queue_share, sender, .. } = means;
     let Range { mut offset, length, .. } = range;
     let piece = u32::try_from(Means::piece(queue_share)).unwrap_or(u32::MAX);
-    // Taken once, before the turn, and used for all pieces: replies behind this one hold memory.
+    // Taken once for all pieces, and before the stream begins: replies queued behind it hold memory, so a stream
+    // must not wait for memory.
     let bytes = usize::try_from(piece).unwrap_or(usize::MAX);
     let share = queue_share.take(Means::piece_bytes(volume, queue_share, (offset, bytes))).await;
     held.share = Some(share);
-    let turn = sender.stream_turn().await;
+    let permit = sender.begin_stream().await;
     let mut left = length;
     while left > 0 {
         let count = left.min(piece);
@@ -306,7 +307,7 @@ async fn read_stream(
         offset += u64::from(count);
         sender.push_stream(Reply { to, body, held: None }).await;
     }
-    drop((turn, held));
+    drop((permit, held));
     Ok(())
 }
 
@@ -335,15 +336,15 @@ async fn status(
     let count = list.finish();
     let mut descriptors = buffers.take(bytes.len()).await;
     descriptors.copy_from_slice(&bytes);
-    // `check` lets BLOCK_STATUS through only where a context was selected.
+    // `check` accepts BLOCK_STATUS only if a context was selected.
     let context = session.allocation_context.unwrap_or_default();
     Ok(Body::Status { context, count, descriptors })
 }
 
-/// The one table from kinds of errors to numbers on the wire ("Error values").
+/// Maps kinds of errors to NBD error numbers ("Error values").
 fn errno(error: &BlockError) -> Errno {
     match error.kind {
-        // The volume has become shorter than the client believes.
+        // The volume has become shorter than the size the client was told.
         ErrorKind::OutOfRange
             if matches!(
                 error.operation,
@@ -363,12 +364,12 @@ fn errno(error: &BlockError) -> Errno {
 
 fn text(kind: ErrorKind) -> &'static str {
     match kind {
-        ErrorKind::OutOfRange => "the range is not within the volume: it has become shorter",
+        ErrorKind::OutOfRange => "the range is not within the volume, which has become shorter",
         ErrorKind::NoSpace => "the store is full",
         ErrorKind::ReadOnly => "the volume is read-only",
         ErrorKind::Closing => "the volume is being closed",
         ErrorKind::Short => "the store is shorter than the volume",
-        ErrorKind::Unsupported => "the store cannot do this",
-        _ => "the store failed; the server's log says more",
+        ErrorKind::Unsupported => "the store does not support this request",
+        _ => "the store failed; see the server's log",
     }
 }

@@ -1,7 +1,7 @@
-//! The sending end of a connection: replies wait here and leave in batches.
+//! The sending side of a connection: queues replies and sends them in batches.
 //!
-//! All replies that are ready when the sender runs leave in one message. A reply's memory and place
-//! are given back when it has left. Replies leave whole and in the order they became ready.
+//! All replies that are ready when the sender runs are sent in one message. A reply's memory is
+//! released when it has been sent. Replies are sent whole and in the order they became ready.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -16,42 +16,42 @@ use ebb_tls::Transport;
 use crate::reply::{Chunks, zero_runs};
 use crate::request_task::{Body, Reply, Room};
 
-/// Runs of data and zeroes one read is split into at most; what follows is sent as data.
+/// The most runs of data and zeroes that one read is split into; the remainder is sent as data.
 const RUNS_MAX: usize = 16;
 /// Zeroes shorter than this are sent as data, bytes.
 const HOLE_MIN: usize = 4096;
-/// Pieces and header bytes one reply may take: a read of `RUNS_MAX` runs and the rest.
+/// Pieces and header bytes that one reply may need: a read of `RUNS_MAX` runs and the remainder.
 const PARTS_MAX: usize = 2 * RUNS_MAX + 3;
 const INLINE_MAX: usize = 64 * PARTS_MAX;
 
-/// Data that may wait to be sent before readers of more of it are held back, bytes: about what
-/// stays in a processor's cache, and no less than a socket takes at once.
+/// Unsent data from which on further reads wait, bytes: about what stays in a processor's cache, and no less
+/// than a socket accepts at once.
 const UNSENT_MAX: usize = 256 << 10;
 
-/// See the module.
+/// Queues the replies of one connection and sends them.
 pub(crate) struct Sender {
     queue: RefCell<VecDeque<Reply>>,
     ready: Signal,
     finish: Cell<bool>,
     /// Bytes of data in the queue and in the message that is being sent.
     unsent: Cell<usize>,
-    /// Replies will not be sent any more: nobody is held back.
+    /// Replies cannot be sent any more: reads do not wait.
     given_up: Cell<bool>,
-    line: RefCell<VecDeque<Waker>>,
+    waiting_reads: RefCell<VecDeque<Waker>>,
     stream: Stream,
 }
 
-/// A chunk that leaves piece by piece; see [`Body::First`].
+/// The chunk that is sent in pieces, of which there is at most one at a time; see [`Body::First`].
 struct Stream {
-    /// For one at a time.
-    turns: Rc<Budget>,
-    /// Its first piece has been put into a message, and its last one has not.
+    /// Admits one chunk at a time.
+    permits: Rc<Budget>,
+    /// The first piece has been put into a message, and the last one has not.
     on: Cell<bool>,
     /// The piece to be sent next.
     piece: RefCell<Option<Reply>>,
-    /// A piece has left, or never will.
-    left: Signal,
-    /// It cannot be brought to its end.
+    /// Set when a piece has been sent, or cannot be sent any more.
+    sent: Signal,
+    /// The rest of the chunk could not be read.
     broken: Cell<bool>,
 }
 
@@ -63,12 +63,12 @@ impl Default for Sender {
             finish: Cell::new(false),
             unsent: Cell::new(0),
             given_up: Cell::new(false),
-            line: RefCell::default(),
+            waiting_reads: RefCell::default(),
             stream: Stream {
-                turns: Budget::new(1),
+                permits: Budget::new(1),
                 on: Cell::new(false),
                 piece: RefCell::default(),
-                left: Signal::default(),
+                sent: Signal::default(),
                 broken: Cell::new(false),
             },
         }
@@ -76,12 +76,12 @@ impl Default for Sender {
 }
 
 impl Sender {
-    /// Waits for the turn of a chunk that leaves piece by piece.
-    pub(crate) async fn stream_turn(&self) -> BudgetGuard {
-        self.stream.turns.take(1).await
+    /// Waits until a chunk may be sent in pieces.
+    pub(crate) async fn begin_stream(&self) -> BudgetGuard {
+        self.stream.permits.take(1).await
     }
 
-    /// Queues a piece of such a chunk and waits until it has left, or nothing leaves any more.
+    /// Queues a piece of such a chunk and waits until it has been sent, or cannot be sent any more.
     pub(crate) async fn push_stream(&self, reply: Reply) {
         match &reply.body {
             Body::First { .. } => self.push(reply),
@@ -92,17 +92,17 @@ impl Sender {
             }
         }
         if !self.given_up.get() {
-            self.stream.left.wait().await;
+            self.stream.sent.wait().await;
         }
     }
 
-    /// The rest of a chunk cannot be had: the connection must end.
+    /// The rest of a chunk could not be read: the connection must end.
     pub(crate) fn break_off(&self) {
         self.stream.broken.set(true);
         self.ready.set();
     }
 
-    /// What goes next, if anything is ready.
+    /// The next reply to send, if one is ready.
     fn next(&self) -> Option<Reply> {
         if self.stream.on.get() {
             return self.stream.piece.borrow_mut().take();
@@ -122,48 +122,48 @@ impl Sender {
         self.unsent.get() > 0
     }
 
-    /// Queues a reply. Bounded by the connection's memory budget, of which each holds a part.
+    /// Queues a reply. The queue is bounded by the connection's memory budget, of which each reply holds a part.
     pub(crate) fn push(&self, reply: Reply) {
         self.unsent.set(self.unsent.get() + data_bytes(&reply));
         self.queue.borrow_mut().push_back(reply);
         self.ready.set();
     }
 
-    /// Waits while much data waits to be sent. For reads before they take memory: those of a slow
-    /// store all start at once, since little is unsent; those from memory go as fast as the client
-    /// takes them.
-    pub(crate) async fn keeps_up(&self) {
+    /// Waits while much data is unsent. For reads before they take memory: reads of a slow
+    /// store all start at once, since little data is unsent; reads from memory proceed at the rate at which the
+    /// client receives.
+    pub(crate) async fn wait_for_room(&self) {
         poll_fn(|cx| {
             if self.unsent.get() < UNSENT_MAX || self.given_up.get() {
                 return Poll::Ready(());
             }
-            self.line.borrow_mut().push_back(cx.waker().clone());
+            self.waiting_reads.borrow_mut().push_back(cx.waker().clone());
             Poll::Pending
         })
         .await;
     }
 
-    /// Lets all who wait look again: the first to find room may fill it.
+    /// Wakes all waiting reads, which check again: the first may use up the room.
     fn wake_waiting(&self) {
-        while let Some(waker) = self.line.borrow_mut().pop_front() {
+        while let Some(waker) = self.waiting_reads.borrow_mut().pop_front() {
             waker.wake();
         }
     }
 
-    /// The client takes no replies any more.
+    /// Notes that the client receives no more replies.
     pub(crate) fn give_up(&self) {
         self.given_up.set(true);
-        self.stream.left.set();
+        self.stream.sent.set();
         self.wake_waiting();
     }
 
-    /// Lets [`Sender::run`] end when everything has left.
+    /// Lets [`Sender::run`] return when everything has been sent.
     pub(crate) fn finish(&self) {
         self.finish.set(true);
         self.ready.set();
     }
 
-    /// Gives memory back that a burst made grow.
+    /// Frees the queue's memory, which a burst may have made large.
     pub(crate) fn shrink(&self) {
         let mut queue = self.queue.borrow_mut();
         if queue.is_empty() {
@@ -178,7 +178,7 @@ impl Sender {
         let mut sending = 0;
         loop {
             if self.stream.broken.get() {
-                return Err(io::Error::other("the rest of a reply could not be read"));
+                return Err(io::Error::other("the store failed within a reply that was sent in part"));
             }
             if self.is_idle() {
                 transport.send_pending(io).await?;
@@ -192,13 +192,13 @@ impl Sender {
             while message.has_room(PARTS_MAX, INLINE_MAX) {
                 let Some(reply) = self.next() else { break };
                 sending += data_bytes(&reply);
-                streamed |= self.follow(&reply.body);
+                streamed |= self.note_piece(&reply.body);
                 held.extend(encode(reply, &mut message));
             }
             let (result, returned) = transport.send(io, message).await;
             message = returned;
             if streamed {
-                self.stream.left.set();
+                self.stream.sent.set();
             }
             message.clear();
             held.clear();
@@ -208,8 +208,8 @@ impl Sender {
         }
     }
 
-    /// Whether this is a piece of a stream, which begins or ends with it.
-    fn follow(&self, body: &Body) -> bool {
+    /// Whether this is a piece of a streamed chunk; notes whether the chunk has begun or ended with it.
+    fn note_piece(&self, body: &Body) -> bool {
         match body {
             Body::First { .. } => self.stream.on.set(true),
             Body::More { last, .. } => self.stream.on.set(!last),
@@ -218,7 +218,7 @@ impl Sender {
         true
     }
 
-    /// Drops what cannot be sent any more.
+    /// Drops replies that cannot be sent any more.
     pub(crate) fn clear(&self) {
         self.queue.borrow_mut().clear();
     }
@@ -231,7 +231,7 @@ fn data_bytes(reply: &Reply) -> usize {
     }
 }
 
-/// Appends a reply; returns what to give back when it has left.
+/// Appends a reply; returns the memory to release when it has been sent.
 fn encode(reply: Reply, message: &mut Gather) -> Option<Room> {
     let Reply { to, body, held } = reply;
     match body {
@@ -262,7 +262,7 @@ fn encode(reply: Reply, message: &mut Gather) -> Option<Room> {
         }
         Body::More { data, .. } => push_all(message, data),
         Body::Status { context, count, descriptors } => {
-            // Only connections with chunks can select a context.
+            // Only connections with chunked replies can select a context.
             if let Some(chunks) = to.chunks() {
                 message.push_bytes(chunks.block_status(context, count, true).as_bytes());
                 let length = descriptors.len();
@@ -280,17 +280,17 @@ fn push_all(message: &mut Gather, data: Buf) {
     message.push_range(index, 0..length);
 }
 
-/// Where the chunks of some data belong.
+/// How the data of a read is put into chunks.
 #[derive(Clone, Copy)]
 struct Content {
     chunks: Chunks,
-    /// Of the first byte in the volume.
+    /// Offset of the first byte in the volume.
     offset: u64,
-    /// No data comes after it.
+    /// No data of the read follows.
     last: bool,
 }
 
-/// Sends data as data and zeroes as holes, unless the client wants it in one piece.
+/// Sends data as data chunks and zeroes as hole chunks, unless the client requested a single chunk.
 fn encode_data(message: &mut Gather, content: Content, data: Buf, unfragmented: bool) {
     let length = data.len();
     if unfragmented {
@@ -315,7 +315,7 @@ struct Run {
     zero: bool,
 }
 
-/// Splits data into at most `RUNS_MAX` runs and a rest that counts as data; returns how many.
+/// Splits data into at most `RUNS_MAX` runs and a remainder that counts as data; returns their number.
 fn split(data: &[u8], runs: &mut [Run; RUNS_MAX + 1]) -> usize {
     let mut count = 0;
     for run in zero_runs(data, HOLE_MIN) {
