@@ -1,18 +1,19 @@
-//! Requests of the transmission phase: taken off the wire, then checked.
+//! Requests of the transmission phase: decoding and checking.
 //!
-//! Answers the sections "Request message", "Size constraints", "Command flags", "Request types"
+//! Implements the sections "Request message", "Size constraints", "Command flags", "Request types"
 //! and "Error values" of the protocol, with their extended forms. Pure functions of a
 //! [`Session`] and bytes: no I/O, no allocation.
 //!
-//! What holds, whatever a client sends:
-//! - A [`RequestHeader`] comes only from the right magic number, and says how many bytes of
-//!   payload follow it. Those must be taken from the connection **before the next header, whether
-//!   the request is carried out or refused**: a refused WRITE is skipped, not disconnected.
-//! - A payload is never longer than the advertised maximum or 32 MiB, whichever is more: up to
-//!   32 MiB must not count as an attack, beyond both the connection is closed
-//!   ([`Fatal::PayloadTooLong`]) rather than gigabytes skipped.
-//! - An [`Operation`] comes only from [`check`]: it lies within the export, is aligned, and the
-//!   export offers it. Whoever holds one need not look at flags or bounds again.
+//! # Invariants, whatever a client sends
+//! - A [`RequestHeader`] is decoded only after the correct magic number, and says how many bytes of
+//!   payload follow it. Those must be read from the connection **before the next header, whether
+//!   the request is executed or refused**: the payload of a refused WRITE is skipped, and the connection
+//!   continues.
+//! - A payload is never longer than the advertised maximum or 32 MiB, whichever is larger: the protocol
+//!   forbids treating up to 32 MiB as an attack; beyond both limits the connection is closed
+//!   ([`Fatal::PayloadTooLong`]), since gigabytes would have to be skipped.
+//! - An [`Operation`] is made only by [`check`]: it lies within the export, is aligned, and the
+//!   export supports it. Its flags and bounds need not be checked again.
 //! - No sum of an offset and a length overflows.
 
 use crate::handshake::Session;
@@ -20,46 +21,46 @@ use crate::proto::{
     Command, CommandFlags, Errno, PAYLOAD_PORTABLE, Reader, ReplyStyle, TransmissionFlags, magic,
 };
 
-/// A request as it stands on the wire, not yet checked.
+/// A request header as received, not yet checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestHeader {
-    /// The client's own mark, to be returned unread in every reply.
+    /// The client's cookie, which every reply carries unchanged.
     pub cookie: u64,
-    /// What is asked for.
+    /// The requested command.
     pub command: Command,
     /// Flags, known or not.
     pub flags: CommandFlags,
-    /// First byte of the export concerned.
+    /// Offset of the first byte.
     pub offset: u64,
-    /// Number of bytes concerned; up to 32 bits unless headers are extended.
+    /// Length in bytes; at most 32 bits unless headers are extended.
     pub length: u64,
     /// Bytes on the connection between this header and the next.
     pub payload_len: u32,
 }
 
-/// What the front of the received bytes holds.
+/// The result of decoding the front of the received bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decoded {
-    /// Too little: decode again when this many bytes are there, counted from the same start.
+    /// Incomplete: decode again when this many bytes are available, counted from the same start.
     NeedMore(usize),
-    /// A header, and the bytes it took. Its payload comes next.
+    /// A header, and its length in bytes. Its payload follows.
     Request(RequestHeader, usize),
 }
 
-/// Why a connection must be closed at once: the place where the next request starts is lost, or
+/// Why a connection must be closed at once: the start of the next request is unknown, or
 /// reaching it would cost too much.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fatal {
-    /// The bytes do not start as a request does.
+    /// The bytes do not start with the magic number of a request.
     #[error("client sent {found:#010x} where an NBD request starts ({expected:#010x})")]
     BadMagic {
-        /// What a request starts with on this connection.
+        /// The magic number of requests on this connection.
         expected: u32,
-        /// What was there.
+        /// The number received.
         found: u32,
     },
     /// The payload is longer than any client may send.
-    #[error("client announced a request payload of {length} bytes; the most is {max}")]
+    #[error("client announced a request payload of {length} bytes; the maximum is {max}")]
     PayloadTooLong {
         /// Announced, in bytes.
         length: u64,
@@ -68,10 +69,10 @@ pub enum Fatal {
     },
 }
 
-/// A request that was found to be in order.
+/// A valid request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
-    /// Send `length` bytes from `offset`.
+    /// `NBD_CMD_READ`: send `length` bytes from `offset`.
     Read {
         /// First byte.
         offset: u64,
@@ -80,55 +81,55 @@ pub enum Operation {
         /// All in one chunk (`NBD_CMD_FLAG_DF`).
         unfragmented: bool,
     },
-    /// Store the payload at `offset`.
+    /// `NBD_CMD_WRITE`: store the payload at `offset`.
     Write {
         /// First byte.
         offset: u64,
-        /// Bytes, 1 up to the maximum payload; the payload is as long.
+        /// Bytes, 1 up to the maximum payload; also the length of the payload.
         length: u32,
-        /// Reply when it is durable.
+        /// Reply when the data is stable.
         fua: bool,
     },
-    /// Finish what is under way and close the connection; there is no reply.
+    /// `NBD_CMD_DISC`: complete the requests in flight and close the connection; there is no reply.
     Disconnect,
-    /// Make every completed write durable.
+    /// `NBD_CMD_FLUSH`: make every completed write stable.
     Flush,
-    /// The bytes are no longer needed.
+    /// `NBD_CMD_TRIM`: the bytes are no longer needed.
     Trim {
         /// First byte.
         offset: u64,
         /// Bytes, at least 1; up to the size of the export.
         length: u64,
-        /// Reply when it is durable.
+        /// Reply when the data is stable.
         fua: bool,
     },
-    /// The bytes will be needed soon.
+    /// `NBD_CMD_CACHE`: the bytes will be read soon.
     Cache {
         /// First byte.
         offset: u64,
         /// Bytes, at least 1; up to the size of the export.
         length: u64,
     },
-    /// Let the bytes read as zero.
+    /// `NBD_CMD_WRITE_ZEROES`: make the bytes read as zero.
     WriteZeroes {
         /// First byte.
         offset: u64,
         /// Bytes, at least 1; up to the size of the export.
         length: u64,
-        /// Reply when it is durable.
+        /// Reply when the data is stable.
         fua: bool,
         /// Keep the space allocated.
         no_hole: bool,
         /// Fail with [`Errno::NotSup`] unless it is faster than writing.
         fast: bool,
     },
-    /// Tell which parts are allocated.
+    /// `NBD_CMD_BLOCK_STATUS`: report which parts are allocated.
     BlockStatus {
         /// First byte.
         offset: u64,
-        /// Bytes asked about, at least 1.
+        /// Bytes, at least 1.
         length: u64,
-        /// Exactly one extent, not longer than asked.
+        /// Exactly one extent, not longer than the range (`NBD_CMD_FLAG_REQ_ONE`).
         one: bool,
     },
 }
@@ -139,10 +140,10 @@ pub fn payload_max(session: &Session) -> u32 {
     session.export.block.maximum_payload().max(PAYLOAD_PORTABLE)
 }
 
-/// Looks for a request header at the front of `bytes`.
+/// Decodes a request header at the front of `bytes`.
 ///
 /// # Errors
-/// The connection must be closed; nothing behind these bytes can be understood.
+/// The connection must be closed: the start of the next request is unknown.
 pub fn decode_request(session: &Session, bytes: &[u8]) -> Result<Decoded, Fatal> {
     let extended = session.style == ReplyStyle::Extended;
     let expected = if extended { magic::EXTENDED_REQUEST } else { magic::REQUEST };
@@ -158,7 +159,7 @@ pub fn decode_request(session: &Session, bytes: &[u8]) -> Result<Decoded, Fatal>
     let has_payload = if extended {
         flags.contains(CommandFlags::PAYLOAD_LEN)
     } else {
-        // A stray NBD_CMD_FLAG_PAYLOAD_LEN means nothing to compact headers.
+        // Compact headers do not have NBD_CMD_FLAG_PAYLOAD_LEN.
         command == Command::Write
     };
     let payload_len = if has_payload {
@@ -174,7 +175,7 @@ pub fn decode_request(session: &Session, bytes: &[u8]) -> Result<Decoded, Fatal>
     Ok(Decoded::Request(header, needed))
 }
 
-/// The fields of a header behind its magic number.
+/// The fields of a header after its magic number.
 fn fields(
     reader: &mut Reader<'_>,
     extended: bool,
@@ -187,15 +188,15 @@ fn fields(
     Some((flags, command, cookie, offset, length))
 }
 
-/// Decides whether a request may be carried out.
+/// Checks whether a request may be executed.
 ///
 /// # Errors
-/// What to answer instead; then skip [`RequestHeader::payload_len`] bytes and go on. In this
+/// The error to reply with; then skip [`RequestHeader::payload_len`] bytes and continue. In this
 /// order: `NBD_EINVAL` for an unknown command, a flag that is not valid for it, or a payload that
-/// is missing or out of place; `NBD_EPERM` for writing to a read-only export; `NBD_EINVAL` for a
+/// is missing or not allowed; `NBD_EPERM` for writing to a read-only export; `NBD_EINVAL` for a
 /// command that was not offered, or a length of 0; beyond the end `NBD_ENOSPC` for WRITE and
-/// WRITE_ZEROES, else `NBD_EINVAL`; `NBD_EINVAL` for what is not aligned to the minimum block
-/// size; above the maximum payload `NBD_EOVERFLOW` for a READ answered in chunks, else
+/// WRITE_ZEROES, else `NBD_EINVAL`; `NBD_EINVAL` for a range that is not aligned to the minimum block
+/// size; above the maximum payload `NBD_EOVERFLOW` for a READ with replies in chunks, else
 /// `NBD_EINVAL`.
 pub fn check(header: &RequestHeader, session: &Session) -> Result<Operation, Errno> {
     type C = Command;
@@ -213,7 +214,7 @@ pub fn check(header: &RequestHeader, session: &Session) -> Result<Operation, Err
         return Err(Errno::Inval);
     }
     if command == C::Flush {
-        // "length and offset are reserved, and MUST be set to all-zero"
+        // The protocol: "length and offset are reserved, and MUST be set to all-zero".
         return if offset == 0 && length == 0 { Ok(Operation::Flush) } else { Err(Errno::Inval) };
     }
     check_range(header, session)?;
@@ -260,7 +261,7 @@ fn check_flags(header: &RequestHeader, session: &Session) -> Result<(), Errno> {
         Command::Disconnect | Command::Flush | Command::Trim | Command::Cache => valid,
         Command::Unknown(_) => return Err(Errno::Inval),
     };
-    // With extended headers a WRITE must say that its length is that of a payload.
+    // With extended headers, a WRITE must set NBD_CMD_FLAG_PAYLOAD_LEN.
     let payload_missing =
         header.command == Command::Write && extended && !header.flags.contains(F::PAYLOAD_LEN);
     if payload_missing || !header.flags.beyond(valid).is_none() {
@@ -269,7 +270,7 @@ fn check_flags(header: &RequestHeader, session: &Session) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Whether the client was told that it may send this command.
+/// Whether the server offered this command in the handshake.
 fn is_offered(command: Command, session: &Session) -> bool {
     type T = TransmissionFlags;
     match command {
@@ -303,7 +304,7 @@ fn check_range(header: &RequestHeader, session: &Session) -> Result<(), Errno> {
     Ok(())
 }
 
-/// The length of a request that moves its bytes over the connection.
+/// The length of a request whose data is transferred over the connection.
 fn payload_sized(header: &RequestHeader, session: &Session) -> Result<u32, Errno> {
     match u32::try_from(header.length) {
         Ok(length) if length <= session.export.block.maximum_payload() => Ok(length),

@@ -392,7 +392,7 @@ impl Handshake {
         })
     }
 
-    /// `NBD_OPT_EXPORT_NAME` has no way to report an error: what is wrong closes the connection.
+    /// `NBD_OPT_EXPORT_NAME` has no error reply: an error closes the connection.
     fn plan_export_name(&self, length: u32, needs_tls: bool) -> Result<(), HandshakeError> {
         if self.shutting_down {
             Err(HandshakeError::ShuttingDown)

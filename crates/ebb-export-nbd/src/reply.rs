@@ -1,13 +1,13 @@
 //! Replies of the transmission phase, encoded into fixed arrays.
 //!
-//! Answers the sections "Simple reply message", "Structured reply chunk message", "Extended reply
+//! Implements the sections "Simple reply message", "Structured reply chunk message", "Extended reply
 //! chunk message" and "Structured reply types" of the protocol. Nothing here allocates: a
 //! [`Header`] is 64 bytes by value, and what follows it on the wire (data, descriptors, a message)
-//! stays where it is.
+//! is not copied.
 //!
-//! What holds: a client that negotiated nothing gets simple replies only ([`ReplyTo::chunks`] is
-//! `None`); with structured replies a READ is answered in chunks even when it fails; with
-//! extended headers everything is a chunk. A reply ends with its one chunk marked `last`.
+//! Invariants: a client that negotiated nothing receives simple replies only ([`ReplyTo::chunks`] is
+//! `None`); with structured replies, the reply to a READ consists of chunks even if the READ fails; with
+//! extended headers, every reply does. Exactly one chunk of a reply is marked `last`, and it is sent last.
 
 mod extents;
 mod runs;
@@ -20,7 +20,7 @@ pub use runs::{Run, zero_runs};
 use crate::decode::RequestHeader;
 use crate::proto::{Errno, ReplyStyle, STRING_MAX, chunk, magic};
 
-/// The fixed front of a reply, ready to be sent.
+/// The header of a reply or chunk, ready to be sent.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     bytes: [u8; HEADER_MAX],
@@ -39,8 +39,7 @@ impl Header {
         &self.bytes[..self.len]
     }
 
-    /// This with a field behind it. What would not fit is a mistake in this file, found by its
-    /// tests.
+    /// Appends a field. A field that does not fit is a bug in this file, which its tests find.
     #[inline]
     fn put<const N: usize>(mut self, field: [u8; N]) -> Self {
         let place = self.bytes.get_mut(self.len..).and_then(|rest| rest.first_chunk_mut::<N>());
@@ -59,7 +58,7 @@ impl core::fmt::Debug for Header {
     }
 }
 
-/// Whom a reply is for: one request on a connection of a certain style.
+/// The request that a reply is for, and the reply style of its connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplyTo {
     style: ReplyStyle,
@@ -74,7 +73,7 @@ impl ReplyTo {
         Self { style, cookie: request.cookie, offset: request.offset }
     }
 
-    /// Success without a payload: the whole reply to anything but READ and BLOCK_STATUS. For a
+    /// Success without a payload: the whole reply to all commands except READ and BLOCK_STATUS. For a
     /// READ with simple replies, the data follows.
     #[must_use]
     pub fn success(self) -> Header {
@@ -84,9 +83,9 @@ impl ReplyTo {
         }
     }
 
-    /// Failure, and the end of the reply. Send the header, then the text returned: the message
-    /// where the style has room for one, or nothing. A message of more than 4096 bytes is left
-    /// out.
+    /// Failure, and the end of the reply. Send the header, then the text returned: the message,
+    /// or nothing if the reply style has no messages. A message of more than 4096 bytes is
+    /// omitted.
     #[must_use]
     pub fn error(self, errno: Errno, message: &str) -> (Header, &str) {
         if !self.style.is_chunked() {
@@ -103,7 +102,7 @@ impl ReplyTo {
         (header, message)
     }
 
-    /// Access to replies in chunks; `None` when the client understands simple replies only.
+    /// Access to replies in chunks; `None` if the client negotiated simple replies only.
     #[must_use]
     pub const fn chunks(self) -> Option<Chunks> {
         if self.style.is_chunked() { Some(Chunks(self)) } else { None }
@@ -116,8 +115,8 @@ impl ReplyTo {
             .put(self.cookie.to_be_bytes())
     }
 
-    /// The front of a chunk in the style that was negotiated. `length` is far below 4 GiB in all
-    /// chunks there are.
+    /// The header of a chunk in the negotiated style. `length` is far below 4 GiB in all
+    /// chunks that are sent.
     fn chunk(self, kind: u16, last: bool, length: u64) -> Header {
         let flags = if last { chunk::FLAG_DONE } else { 0 };
         if self.style == ReplyStyle::Extended {
@@ -152,7 +151,7 @@ impl Chunks {
     }
 
     /// `NBD_REPLY_TYPE_OFFSET_DATA`: `length` bytes (1 up to the maximum payload) from `offset`
-    /// follow. Mark it `last` only when the data is at hand and cannot fail any more.
+    /// follow. Mark it `last` only when the data is available, since an error cannot follow it.
     #[must_use]
     pub fn data(self, offset: u64, length: u32, last: bool) -> Header {
         debug_assert!(length > 0, "a content chunk describes at least one byte");
@@ -186,8 +185,8 @@ impl Chunks {
         }
     }
 
-    /// `NBD_REPLY_TYPE_ERROR_OFFSET`, without a message: it failed at `offset`, which lies within
-    /// the request.
+    /// `NBD_REPLY_TYPE_ERROR_OFFSET`, without a message: the request failed at `offset`, which lies within
+    /// its range.
     #[must_use]
     pub fn error_at(self, errno: Errno, offset: u64, last: bool) -> Header {
         self.0

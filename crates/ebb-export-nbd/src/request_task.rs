@@ -323,9 +323,9 @@ async fn status(
     let extents = volume.extents(io, offset, length, limit).await?;
     let mut bytes = Vec::new();
     let payload_max = session.export.block.maximum_payload();
-    let asked = (length, one);
+    let requested = (length, one);
     let mut list =
-        ExtentList::new(&mut bytes, session.style, asked, payload_max, u32::from(EXTENTS_MAX));
+        ExtentList::new(&mut bytes, session.style, requested, payload_max, u32::from(EXTENTS_MAX));
     for extent in extents {
         let state =
             if extent.hole { ExtentState::HOLE.with(ExtentState::ZERO) } else { ExtentState::NONE };

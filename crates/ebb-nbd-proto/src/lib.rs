@@ -1,15 +1,15 @@
-//! The vocabulary of the NBD protocol: magic numbers, flags, options, commands, errors.
+//! Constants of the NBD protocol: magic numbers, flags, options, commands, errors.
 //!
-//! The source of every value is the published protocol text, `doc/proto.md` of
-//! NetworkBlockDevice/nbd; the section is named at each group. What belongs to extended headers
-//! comes from the same file in the `extension-ext-header` branch, to which the main text refers.
+//! The source of every value is the published protocol, `doc/proto.md` of
+//! NetworkBlockDevice/nbd; the section is named at each group. Values for extended headers
+//! are from the same file in the `extension-ext-header` branch, to which the main text refers.
 //!
 //! Sets that a peer may extend (options, information types) are plain numbers in a module, since
-//! an unknown value is an ordinary thing to receive. Sets we choose from (errors, reply styles)
-//! are enums. All numbers travel in network byte order. No I/O, no state: the server (`ebb-export-nbd`)
-//! and the client (`ebb-store`) read the same words here.
+//! an unknown value may be received. Sets of which this program sends only known values (errors, reply styles)
+//! are enums. All numbers are in network byte order on the wire. No I/O, no state: used by the server
+//! (`ebb-export-nbd`) and the client (`ebb-store`).
 
-/// A set of bits as the wire carries it, with names for the known ones.
+/// A set of bits as sent on the wire, with names for the known ones.
 macro_rules! bit_set {
     (
         $(#[$set_doc:meta])* $set:ident($int:ty);
@@ -36,7 +36,7 @@ macro_rules! bit_set {
                 Self(self.0 | other.0)
             }
 
-            /// The bits of both if `condition` holds, else these alone.
+            /// The bits of both if `condition` holds, else these only.
             #[must_use]
             pub const fn with_if(self, condition: bool, other: Self) -> Self {
                 if condition { self.with(other) } else { self }

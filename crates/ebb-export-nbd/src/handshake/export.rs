@@ -1,49 +1,49 @@
-//! What a client may be told about an export, and how the handshake asks for it.
+//! The description of an export, and the interface by which the handshake looks exports up.
 //!
-//! Answers the sections "Transmission flags" and "Size constraints". The volumes themselves are
-//! out of sight here: the server implements [`Exports`] over them.
+//! Implements the sections "Transmission flags" and "Size constraints" of the protocol. The server implements
+//! [`Exports`] for its volumes.
 
 use crate::proto::{ReplyStyle, TransmissionFlags};
 
-/// Where the handshake finds exports by name. Asked during option haggling only.
+/// Looks up exports by name. Called during option negotiation only.
 pub trait Exports {
     /// Calls `visit` with the name and the description (may be empty) of each export to be listed.
     ///
-    /// A name of more than 4096 bytes, or with a NUL in it, cannot be expressed on the wire: such
-    /// an export is left out of the list. Descriptions are cut to 4096 bytes.
+    /// A name of more than 4096 bytes, or with a NUL in it, cannot be sent: such
+    /// an export is omitted from the list. Descriptions are cut to 4096 bytes.
     fn list(&self, visit: &mut dyn FnMut(&str, &str));
 
-    /// The export a client means by `name` (at most 4096 bytes, no NUL); the empty name is the
+    /// The export that `name` (at most 4096 bytes, no NUL) refers to; the empty name is the
     /// default export, if there is one. `None` becomes `NBD_REP_ERR_UNKNOWN`.
     fn lookup(&self, name: &str) -> Option<ExportInfo>;
 
-    /// Why the export of that name, which [`Exports::lookup`] does not find, cannot be had now: a text for the
-    /// human at the client. `None`: there is no such export.
+    /// Why the export of that name, which [`Exports::lookup`] does not find, is not available now: a message for
+    /// the client's user. `None`: there is no such export.
     fn refusal(&self, _name: &str) -> Option<String> {
         None
     }
 
-    /// Why the export of that name, which [`Exports::lookup`] finds, cannot be entered now: a text for the human at
-    /// the client. `None`: it can.
+    /// Why the export of that name, which [`Exports::lookup`] finds, cannot be used by a further client now: a message
+    /// for the client's user. `None`: it can be used.
     fn busy(&self, _name: &str) -> Option<String> {
         None
     }
 }
 
-/// One export as it stands when a client asks for it.
+/// One export, as it is when a client requests it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportInfo {
-    /// The server's own number for the export; passed through to the session unread.
+    /// The server's own number for the export; passed to the session unchanged.
     pub handle: u64,
     /// Canonical name, at most 4096 bytes.
     pub name: String,
-    /// For humans; may be empty. At most 4096 bytes are sent.
+    /// Description for users; may be empty. At most 4096 bytes are sent.
     pub description: String,
     /// Size in bytes.
     pub size: u64,
-    /// What the export can do.
+    /// The supported commands and flags.
     pub capabilities: Capabilities,
-    /// The sizes its requests must keep to.
+    /// The block sizes its requests must observe.
     pub block: BlockSizes,
 }
 
@@ -68,26 +68,26 @@ impl ExportInfo {
     }
 }
 
-/// What an export can do; each becomes a transmission flag.
+/// The commands and flags that an export supports; each becomes a transmission flag.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Writes, trims and zeroing are refused; takes precedence over the ones below.
+    /// WRITE, TRIM and WRITE_ZEROES are refused; takes precedence over the fields below.
     pub read_only: bool,
-    /// FLUSH makes completed writes durable.
+    /// FLUSH makes completed writes stable.
     pub flush: bool,
-    /// A write may ask to be durable before its reply.
+    /// With FUA, data is stable before the reply to a write.
     pub fua: bool,
-    /// TRIM is served.
+    /// TRIM is supported.
     pub trim: bool,
-    /// WRITE_ZEROES is served, NO_HOLE included.
+    /// WRITE_ZEROES is supported, including NO_HOLE.
     pub write_zeroes: bool,
-    /// FAST_ZERO is obeyed; means nothing without `write_zeroes`.
+    /// FAST_ZERO is supported; has no effect without `write_zeroes`.
     pub fast_zero: bool,
     /// A flush on one connection covers the completed writes of all connections.
     pub multi_conn: bool,
-    /// CACHE is served.
+    /// CACHE is supported.
     pub cache: bool,
-    /// The medium turns: neighbouring requests are cheaper.
+    /// The medium is rotational: sequential requests are cheaper.
     pub rotational: bool,
 }
 
@@ -100,9 +100,9 @@ pub struct BlockSizes {
 }
 
 impl BlockSizes {
-    /// Checked against the rules of the protocol; `None` where they are broken: `minimum` a power
-    /// of two of at most 64 KiB; `preferred` a power of two, at least 512 and `minimum`;
-    /// `maximum_payload` at least `preferred`.
+    /// `None` unless the rules of the protocol hold: `minimum` is a power
+    /// of two of at most 64 KiB; `preferred` is a power of two, at least 512 and `minimum`;
+    /// `maximum_payload` is at least `preferred`.
     #[must_use]
     pub const fn new(minimum: u32, preferred: u32, maximum_payload: u32) -> Option<Self> {
         let valid = minimum.is_power_of_two()
@@ -134,7 +134,7 @@ impl BlockSizes {
 }
 
 impl Default for BlockSizes {
-    /// 512 bytes, 4 KiB, 32 MiB: what clients that never ask may assume.
+    /// 512 bytes, 4 KiB, 32 MiB: what clients that do not request block sizes may assume.
     fn default() -> Self {
         Self { minimum: 512, preferred: 4096, maximum_payload: 1 << 25 }
     }
@@ -155,7 +155,7 @@ mod tests {
         }
     }
 
-    const EVERYTHING: Capabilities = Capabilities {
+    const ALL: Capabilities = Capabilities {
         read_only: false,
         flush: true,
         fua: true,
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn df_is_offered_only_with_chunked_replies() {
-        let info = export(EVERYTHING);
+        let info = export(ALL);
         let df = TransmissionFlags::SEND_DF;
         assert!(!info.transmission_flags(ReplyStyle::Simple).contains(df));
         assert!(info.transmission_flags(ReplyStyle::Structured).contains(df));
@@ -179,21 +179,21 @@ mod tests {
     }
 
     #[test]
-    fn a_read_only_export_offers_no_writing() {
-        let flags = export(Capabilities { read_only: true, ..EVERYTHING })
+    fn a_read_only_export_offers_no_write_commands() {
+        let flags = export(Capabilities { read_only: true, ..ALL })
             .transmission_flags(ReplyStyle::Simple);
         assert_eq!(flags.0, 0b0101_0000_1111);
     }
 
     #[test]
     fn fast_zero_needs_write_zeroes() {
-        let flags = export(Capabilities { write_zeroes: false, ..EVERYTHING })
+        let flags = export(Capabilities { write_zeroes: false, ..ALL })
             .transmission_flags(ReplyStyle::Simple);
         assert!(!flags.contains(TransmissionFlags::SEND_FAST_ZERO));
     }
 
     #[test]
-    fn block_sizes_keep_the_rules() {
+    fn block_sizes_that_violate_the_protocol_are_rejected() {
         assert!(BlockSizes::new(512, 4096, 1 << 25).is_some());
         assert!(BlockSizes::new(1, 512, u32::MAX).is_some());
         assert!(BlockSizes::new(0, 4096, 1 << 25).is_none());

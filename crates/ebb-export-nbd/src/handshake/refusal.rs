@@ -1,6 +1,6 @@
-//! Why options are refused, and what the human at the client is told.
+//! Error replies to options, with their messages for the client's user.
 //!
-//! Answers "Option reply types": every error may carry a message.
+//! Implements "Option reply types" of the protocol: every error may carry a message.
 
 use std::borrow::Cow;
 
@@ -12,7 +12,7 @@ use crate::proto::option_reply;
 pub(super) struct Refusal {
     /// One of the `NBD_REP_ERR_` values.
     pub(super) kind: u32,
-    /// For the human at the client.
+    /// The message for the client's user.
     pub(super) message: Cow<'static, str>,
 }
 
@@ -21,7 +21,7 @@ impl Refusal {
         Self { kind, message: Cow::Borrowed(message) }
     }
 
-    /// Of an export that is not found: there is none, or it cannot be had now.
+    /// For an export that is not found: it does not exist, or is not available now.
     pub(super) fn of_export(exports: &dyn Exports, name: &str) -> Self {
         match exports.refusal(name) {
             Some(why) => Self { kind: option_reply::ERR_UNKNOWN, message: Cow::Owned(why) },
@@ -30,7 +30,7 @@ impl Refusal {
     }
 }
 
-/// Of an export that cannot be entered now.
+/// For an export that cannot be used by a further client now.
 pub(super) fn busy(why: String) -> Refusal {
     Refusal { kind: option_reply::ERR_POLICY, message: Cow::Owned(why) }
 }
@@ -48,11 +48,11 @@ pub(super) const TLS_REQUIRED: Refusal =
 pub(super) const TOO_BIG: Refusal =
     Refusal::new(option_reply::ERR_TOO_BIG, "the option is too long");
 pub(super) const UNSUPPORTED: Refusal =
-    Refusal::new(option_reply::ERR_UNSUP, "this server does not know the option");
+    Refusal::new(option_reply::ERR_UNSUP, "this server does not support the option");
 pub(super) const UNKNOWN_EXPORT: Refusal =
-    Refusal::new(option_reply::ERR_UNKNOWN, "no export of that name");
+    Refusal::new(option_reply::ERR_UNKNOWN, "there is no export of that name");
 pub(super) const EXTENDED_ALREADY: Refusal =
-    Refusal::new(option_reply::ERR_EXT_HEADER_REQD, "extended headers are already agreed");
+    Refusal::new(option_reply::ERR_EXT_HEADER_REQD, "extended headers are already negotiated");
 pub(super) const CHUNKS_NEEDED: Refusal = Refusal::new(
     option_reply::ERR_INVALID,
     "negotiate structured replies or extended headers before metadata contexts",

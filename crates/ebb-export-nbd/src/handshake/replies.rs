@@ -1,6 +1,6 @@
 //! Replies to options, appended to an output buffer.
 //!
-//! Answers "Fixed newstyle negotiation" (the shape of a reply) and "Option reply types".
+//! Implements "Fixed newstyle negotiation" (the format of a reply) and "Option reply types" of the protocol.
 
 use super::ExportInfo;
 use super::refusal::Refusal;
@@ -43,11 +43,11 @@ impl<'a> Replies<'a> {
     }
 
     pub(super) fn refuse(&mut self, refusal: &Refusal) {
-        // A message is a string, and strings are bounded.
+        // A message is a string, whose length the protocol limits.
         self.reply(refusal.kind, &[display(&refusal.message).as_bytes()]);
     }
 
-    /// `NBD_REP_SERVER`; an export whose name cannot be expressed is left out.
+    /// `NBD_REP_SERVER`; an export whose name is not a valid string is omitted.
     pub(super) fn server(&mut self, name: &str, description: &str) {
         if name.len() > STRING_MAX || name.contains('\0') {
             return;
@@ -95,7 +95,7 @@ impl<'a> Replies<'a> {
     }
 }
 
-/// The answer to `NBD_OPT_EXPORT_NAME`, which has a shape of its own.
+/// The reply to `NBD_OPT_EXPORT_NAME`, which has its own format.
 pub(super) fn export_name(
     export: &ExportInfo,
     style: ReplyStyle,
@@ -109,13 +109,13 @@ pub(super) fn export_name(
     }
 }
 
-/// A text cut to what a string may be: before a NUL, at a character's boundary.
+/// Cuts a text to a valid string: before the first NUL, and at a character boundary.
 fn display(text: &str) -> &str {
     let text = text.split('\0').next().unwrap_or_default();
     &text[..text.floor_char_boundary(STRING_MAX)]
 }
 
-/// A length for the wire. All that is sent here is far below 4 GiB: every text is at most 4 KiB.
+/// A length field. All lengths here are far below 4 GiB: every text is at most 4 KiB.
 fn wire_len(len: usize) -> u32 {
     u32::try_from(len).unwrap_or(u32::MAX)
 }
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn an_export_that_cannot_be_named_is_not_listed() {
+    fn an_export_whose_name_is_not_a_valid_string_is_not_listed() {
         let mut out = Vec::new();
         let mut replies = Replies::to(3, &mut out);
         replies.server(&"n".repeat(STRING_MAX + 1), "");

@@ -1,12 +1,12 @@
-//! The payloads of options, taken apart: nothing is copied, nothing is trusted.
+//! Parses the payloads of options, without copying.
 //!
-//! Answers "Option types" of the protocol. A payload must be used up to its last byte; anything
-//! else is syntactically invalid and refused with `NBD_REP_ERR_INVALID`.
+//! Implements "Option types" of the protocol. A payload must be consumed to its last byte; otherwise it
+//! is syntactically invalid and refused with `NBD_REP_ERR_INVALID`.
 
 use super::refusal::{BAD_STRING, LONG_STRING, MALFORMED, MANY_QUERIES, NO_NAMESPACE, Refusal};
 use crate::proto::{Reader, STRING_MAX, context, info};
 
-/// Data of `NBD_OPT_INFO` and `NBD_OPT_GO`: a name and what is to be told about it.
+/// Data of `NBD_OPT_INFO` and `NBD_OPT_GO`: a name and the requested information.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct InfoRequest<'a> {
     pub(super) name: &'a str,
@@ -27,7 +27,7 @@ impl<'a> InfoRequest<'a> {
                 info::NAME => request.wants_name = true,
                 info::DESCRIPTION => request.wants_description = true,
                 info::BLOCK_SIZE => request.wants_block_size = true,
-                // NBD_INFO_EXPORT is sent anyway; the server must ignore what it does not know.
+                // NBD_INFO_EXPORT is always sent; unknown types must be ignored.
                 _ => {}
             }
         }
@@ -39,11 +39,11 @@ impl<'a> InfoRequest<'a> {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct ContextRequest<'a> {
     pub(super) name: &'a str,
-    /// Number of queries; none at all has a meaning of its own when listing.
+    /// Number of queries; a listing without queries lists all contexts.
     pub(super) queries: u32,
     /// A query names `base:allocation`.
     pub(super) names_allocation: bool,
-    /// A query is `base:`, the wildcard of a listing.
+    /// A query is `base:`, the wildcard for listing the namespace.
     pub(super) names_base: bool,
 }
 
@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn info_request_by_the_book() {
+    fn a_valid_info_request_is_parsed() {
         let request = InfoRequest::parse(b"\0\0\0\x04disk\0\x03\0\x03\0\x01\x12\x34").unwrap();
         assert_eq!(
             request,
@@ -97,13 +97,13 @@ mod tests {
                 wants_block_size: true
             }
         );
-        // The shortest one: the default export, nothing asked.
+        // The shortest one: the default export, without information requests.
         assert_eq!(InfoRequest::parse(b"\0\0\0\0\0\0").unwrap().name, "");
     }
 
     #[test]
-    fn info_request_whose_lengths_lie() {
-        for lie in [
+    fn an_info_request_with_wrong_lengths_is_malformed() {
+        for payload in [
             &b""[..],
             b"\0\0\0",
             b"\0\0\0\x04dis",
@@ -114,12 +114,12 @@ mod tests {
             b"\0\0\0\x04disk\0\x00\0",
             b"\xff\xff\xff\xffdisk\0\0",
         ] {
-            assert_eq!(InfoRequest::parse(lie), Err(MALFORMED), "{lie:?}");
+            assert_eq!(InfoRequest::parse(payload), Err(MALFORMED), "{payload:?}");
         }
     }
 
     #[test]
-    fn names_are_strings() {
+    fn names_must_be_valid_strings() {
         assert_eq!(InfoRequest::parse(b"\0\0\0\x02a\0\0\0"), Err(BAD_STRING));
         assert_eq!(InfoRequest::parse(b"\0\0\0\x02\xc3\x28\0\0"), Err(BAD_STRING));
         assert!(string(&[b'a'; STRING_MAX]).is_ok());
@@ -127,10 +127,10 @@ mod tests {
     }
 
     #[test]
-    fn context_request_by_the_book() {
+    fn a_valid_context_request_is_parsed() {
         let payload =
             b"\0\0\0\x01d\0\0\0\x03\0\0\0\x0fbase:allocation\0\0\0\x05base:\0\0\0\x05x-a:";
-        // One byte less than it says: the third query.
+        // The third query is one byte shorter than its length says.
         assert_eq!(ContextRequest::parse(payload, 8), Err(MALFORMED));
         let payload = b"\0\0\0\x01d\0\0\0\x02\0\0\0\x0fbase:allocation\0\0\0\x04x-a:";
         assert_eq!(

@@ -1,6 +1,6 @@
-//! Zeroes within data, so that a read may send holes as holes.
+//! Finds zeroes within data, so that the reply to a read can send them as holes.
 
-/// A stretch of data that is zero throughout, or is to be sent.
+/// A range of data that is entirely zero, or has to be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
     /// First byte, counted from the start of the data.
@@ -11,12 +11,11 @@ pub struct Run {
     pub zero: bool,
 }
 
-/// Splits `data` into blocks of `block` bytes, the last maybe shorter, and merges neighbours that
-/// are alike: runs alternate, and cover the data without a gap. A block counts as zero only if all
-/// of it is. A `block` of 0 is taken for 1.
+/// Splits `data` into blocks of `block` bytes, the last one possibly shorter, and merges adjacent blocks
+/// of the same kind: runs of zeroes and of data alternate, and cover `data` without a gap. A block counts as
+/// zero only if all of its bytes are zero. A `block` of 0 means 1.
 ///
-/// Each byte is read at most once, and of a block with data in it only as much as it takes to find
-/// the first byte that is not zero.
+/// Each byte is read at most once; a block is read only up to the first byte that is not zero.
 pub fn zero_runs(data: &[u8], block: usize) -> impl Iterator<Item = Run> {
     Runs { data, block: block.max(1), offset: 0, known: None }
 }
@@ -25,7 +24,7 @@ struct Runs<'a> {
     data: &'a [u8],
     block: usize,
     offset: usize,
-    /// Whether the block at `offset` is zero, if it was looked at to end the run before it.
+    /// Whether the block at `offset` is zero, if that was found when the run before it ended.
     known: Option<bool>,
 }
 
@@ -61,8 +60,8 @@ impl Iterator for Runs<'_> {
     }
 }
 
-/// Whether all bytes are zero: 64 at a time, which the compiler turns into vector operations, and
-/// no further than the first group that is not.
+/// Whether all bytes are zero. Checks 64 at a time, which the compiler turns into vector operations, and
+/// stops at the first group that is not zero.
 fn is_zero(data: &[u8]) -> bool {
     let (groups, rest) = data.as_chunks::<64>();
     groups.iter().all(|group| {
@@ -81,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_are_merged() {
+    fn adjacent_blocks_of_the_same_kind_are_merged() {
         let mut data = vec![0; 4096 * 5 + 100];
         assert_eq!(runs(&data, 4096), [(0, 20580, true)]);
         data[4096 * 2] = 1;
@@ -95,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn one_byte_anywhere_is_seen() {
+    fn one_nonzero_byte_anywhere_is_found() {
         let mut data = [0_u8; 300];
         assert!(is_zero(&data));
         for at in 0..data.len() {
@@ -107,7 +106,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn runs_are_what_a_slow_look_finds(
+        fn runs_equal_those_of_a_simple_implementation(
             data in proptest::collection::vec(prop_oneof![9 => Just(0_u8), 1 => any::<u8>()], 0..300),
             block in 1_usize..70,
         ) {
