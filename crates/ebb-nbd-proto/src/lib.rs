@@ -61,13 +61,13 @@ macro_rules! bit_set {
 pub mod magic {
     /// `NBDMAGIC` in ASCII: the first eight bytes a server sends (`INIT_PASSWD`).
     pub const INIT: u64 = 0x4e42_444d_4147_4943;
-    /// `IHAVEOPT` in ASCII: follows [`INIT`], and opens each option of the client.
+    /// `IHAVEOPT` in ASCII: follows [`INIT`], and starts each option of the client.
     pub const OPTION: u64 = 0x4948_4156_454f_5054;
-    /// Opens each reply to an option.
+    /// Starts each reply to an option.
     pub const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
-    /// `NBD_REQUEST_MAGIC`: opens a compact request of [`super::REQUEST_LEN`] bytes.
+    /// `NBD_REQUEST_MAGIC`: starts a compact request of [`super::REQUEST_LEN`] bytes.
     pub const REQUEST: u32 = 0x2560_9513;
-    /// `NBD_EXTENDED_REQUEST_MAGIC`: opens a request of [`super::EXTENDED_REQUEST_LEN`] bytes.
+    /// `NBD_EXTENDED_REQUEST_MAGIC`: starts a request of [`super::EXTENDED_REQUEST_LEN`] bytes.
     pub const EXTENDED_REQUEST: u32 = 0x21e4_1c71;
     /// `NBD_SIMPLE_REPLY_MAGIC`.
     pub const SIMPLE_REPLY: u32 = 0x6744_6698;
@@ -91,11 +91,11 @@ pub const SIMPLE_REPLY_LEN: usize = 16;
 pub const STRUCTURED_REPLY_LEN: usize = 20;
 /// Bytes in an extended reply chunk before its payload ("Extended reply chunk message").
 pub const EXTENDED_REPLY_LEN: usize = 32;
-/// Zeroes that follow the reply to `NBD_OPT_EXPORT_NAME` unless `NBD_FLAG_C_NO_ZEROES` was agreed.
+/// Zeroes that follow the reply to `NBD_OPT_EXPORT_NAME` unless `NBD_FLAG_C_NO_ZEROES` was negotiated.
 pub const EXPORT_NAME_PADDING: usize = 124;
-/// No string may be longer, in bytes ("Conventions").
+/// The longest string, in bytes ("Conventions").
 pub const STRING_MAX: usize = 4096;
-/// A payload of up to this many bytes is no attack, whatever maximum was advertised
+/// A payload of up to this many bytes must not be treated as an attack, whatever maximum was advertised
 /// ("Size constraints").
 pub const PAYLOAD_PORTABLE: u32 = 1 << 25;
 /// A read with `NBD_CMD_FLAG_DF` of up to this many bytes must be served in one chunk
@@ -123,7 +123,7 @@ bit_set! {
 }
 
 impl ClientFlags {
-    /// Every flag a client may set towards this server.
+    /// The flags this server supports.
     pub const KNOWN: Self = Self::FIXED_NEWSTYLE.with(Self::NO_ZEROES);
 }
 
@@ -144,7 +144,7 @@ bit_set! {
     SEND_TRIM = 5;
     /// `NBD_FLAG_SEND_WRITE_ZEROES`: `NBD_CMD_WRITE_ZEROES` and `NBD_CMD_FLAG_NO_HOLE`.
     SEND_WRITE_ZEROES = 6;
-    /// `NBD_FLAG_SEND_DF`: `NBD_CMD_FLAG_DF`; only once replies come in chunks.
+    /// `NBD_FLAG_SEND_DF`: `NBD_CMD_FLAG_DF`; only with replies in chunks.
     SEND_DF = 7;
     /// `NBD_FLAG_CAN_MULTI_CONN`: a flush on one connection covers writes of all.
     CAN_MULTI_CONN = 8;
@@ -163,7 +163,7 @@ bit_set! {
     CommandFlags(u16);
     /// `NBD_CMD_FLAG_FUA`: reply only when the data is on stable storage.
     FUA = 0;
-    /// `NBD_CMD_FLAG_NO_HOLE`: zero without giving space back.
+    /// `NBD_CMD_FLAG_NO_HOLE`: write zeroes without deallocating.
     NO_HOLE = 1;
     /// `NBD_CMD_FLAG_DF`: at most one content chunk.
     DF = 2;
@@ -273,7 +273,7 @@ pub mod context {
     pub const BASE: &str = "base:";
     /// The one context served: which extents are allocated.
     pub const ALLOCATION: &str = "base:allocation";
-    /// The number under which [`ALLOCATION`] is granted.
+    /// The context ID of [`ALLOCATION`].
     pub const ALLOCATION_ID: u32 = 1;
 }
 
@@ -305,7 +305,7 @@ pub enum Command {
     WriteZeroes,
     /// `NBD_CMD_BLOCK_STATUS`
     BlockStatus,
-    /// A type this server does not serve, `NBD_CMD_RESIZE` (8) among them.
+    /// A type this server does not support, such as `NBD_CMD_RESIZE` (8).
     Unknown(u16),
 }
 
@@ -351,13 +351,13 @@ pub enum Errno {
     Perm = 1,
     /// `NBD_EIO`
     Io = 5,
-    /// `NBD_ENOMEM`: to be avoided, says the protocol.
+    /// `NBD_ENOMEM`: the protocol recommends to avoid it.
     NoMem = 12,
     /// `NBD_EINVAL`
     Inval = 22,
     /// `NBD_ENOSPC`: also a write past the end.
     NoSpc = 28,
-    /// `NBD_EOVERFLOW`: a read longer than can be answered.
+    /// `NBD_EOVERFLOW`: a read that is longer than the maximum reply.
     Overflow = 75,
     /// `NBD_ENOTSUP`: only for a write-zeroes with `NBD_CMD_FLAG_FAST_ZERO`.
     NotSup = 95,
@@ -372,11 +372,11 @@ impl Errno {
         self as u32
     }
 
-    /// The error to report for a Linux error number that a store gave.
+    /// The error to report for a Linux error number from a store.
     ///
-    /// `EDQUOT` and `EFBIG` become `NBD_ENOSPC` as the protocol asks. `EOPNOTSUPP` and `EOVERFLOW`
-    /// become `NBD_EINVAL`, since the protocol keeps their namesakes for cases of its own.
-    /// What has no counterpart is `NBD_EIO`.
+    /// `EDQUOT` and `EFBIG` become `NBD_ENOSPC` as the protocol requires. `EOPNOTSUPP` and `EOVERFLOW`
+    /// become `NBD_EINVAL`, since the protocol reserves the errors of the same names for specific cases.
+    /// An error without counterpart becomes `NBD_EIO`.
     #[must_use]
     pub const fn from_linux(code: i32) -> Self {
         match code {
@@ -395,7 +395,7 @@ impl Errno {
     }
 }
 
-/// How headers and replies look on a connection; decided in the handshake, never changed after.
+/// The format of headers and replies on a connection; negotiated in the handshake and constant afterwards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ReplyStyle {
     /// Compact requests, simple replies: nothing was negotiated.
@@ -425,7 +425,7 @@ impl ReplyStyle {
     }
 }
 
-/// Takes numbers and byte strings off the front of a slice; `None` when too few are left.
+/// Parses numbers and byte strings from the front of a slice; `None` when too few bytes remain.
 #[derive(Clone, Copy, Debug)]
 pub struct Reader<'a>(&'a [u8]);
 
@@ -436,7 +436,7 @@ impl<'a> Reader<'a> {
         Self(bytes)
     }
 
-    /// Whether nothing is left.
+    /// Whether no bytes remain.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.0.is_empty()
@@ -470,7 +470,7 @@ impl<'a> Reader<'a> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// A string with its 32-bit length in front.
+    /// A string preceded by its 32-bit length.
     pub fn counted(&mut self) -> Option<&'a [u8]> {
         let len = usize::try_from(self.u32()?).ok()?;
         self.bytes(len)

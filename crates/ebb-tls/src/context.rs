@@ -1,4 +1,4 @@
-//! What sessions are made from: keys and certificates in the operator's files, read once.
+//! TLS contexts: keys and certificates from the operator's files, read once.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,23 +11,23 @@ use openssl::ssl::{
 
 use crate::{TlsError, TlsSession, keys};
 
-/// Suites of TLS 1.2 whose sessions stay secret when the key of a certificate, or a pre-shared key,
-/// becomes known later; TLS 1.3 has no others (and with pre-shared keys only `psk_dhe_ke` is on).
+/// Cipher suites of TLS 1.2 with forward secrecy. All suites of TLS 1.3 have it (with pre-shared keys only
+/// `psk_dhe_ke` is enabled).
 const FORWARD_SECRET: &str = "DEFAULT:!kRSA:!PSK";
 const FORWARD_SECRET_PSK: &str = "kECDHEPSK:kDHEPSK";
-/// Of those, what a server offers: without parameters for Diffie-Hellman in finite fields it has no use for the suites
-/// that need them. A client takes them from the server.
+/// The subset for servers: suites with finite-field Diffie-Hellman need parameters that the server does not have. A
+/// client receives them from its server.
 const SERVER: &str = "DEFAULT:!kRSA:!kDHE:!PSK";
 const SERVER_PSK: &str = "kECDHEPSK";
 
-/// How a client shows who it is, and whom it trusts.
+/// How a client authenticates, and which servers it trusts.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Keys {
-    /// It does not, and trusts whom this machine trusts.
+    /// Without authentication; trusts the host's CA certificates.
     System,
-    /// A folder with `ca-cert.pem`, and if the server wants it `client-cert.pem` and `client-key.pem`.
+    /// A directory with `ca-cert.pem`, and if the server requires it `client-cert.pem` and `client-key.pem`.
     Certificates(PathBuf),
-    /// A file of pre-shared keys, and the name of ours in it.
+    /// A file of pre-shared keys, and the name of the client's key in it.
     Psk {
         /// Lines `name:hex`.
         file: PathBuf,
@@ -36,7 +36,7 @@ pub enum Keys {
     },
 }
 
-/// What a server's sessions are made from.
+/// The TLS context of a server.
 #[derive(Clone)]
 pub struct ServerTls(SslContext);
 
@@ -47,8 +47,8 @@ impl std::fmt::Debug for ServerTls {
 }
 
 impl ServerTls {
-    /// From `ca-cert.pem`, `server-cert.pem` and `server-key.pem` in `folder`; with `verify_peer`
-    /// clients must show a certificate signed by the CA.
+    /// From `server-cert.pem`, `server-key.pem` and, with `verify_peer`, `ca-cert.pem` in `folder`; with
+    /// `verify_peer`, clients must present a certificate signed by the CA.
     ///
     /// # Errors
     /// [`TlsError`], naming the file and the remedy.
@@ -65,7 +65,7 @@ impl ServerTls {
         Ok(ServerTls(builder.build()))
     }
 
-    /// Whether the certificates in `folder` that a server shows, and with `verify_peer` trusts, are valid today.
+    /// Checks that the certificates in `folder` that a server presents, and with `verify_peer` trusts, are valid today.
     ///
     /// # Errors
     /// [`TlsError::Expired`], [`TlsError::NotYet`], or those of reading them.
@@ -88,7 +88,7 @@ impl ServerTls {
     pub fn from_psk(path: &Path) -> Result<ServerTls, TlsError> {
         let keys = Arc::new(keys::read(path)?);
         let mut builder = server()?;
-        // Clients offer suites with and without PSK; without a certificate only these can work.
+        // Clients offer suites with and without PSK; without a certificate only those with PSK work.
         builder.set_cipher_list(SERVER_PSK)?;
         builder.set_psk_server_callback(move |_, identity, out| {
             let Some(key) = identity.and_then(|name| keys.get(name)) else { return Ok(0) };
@@ -99,7 +99,7 @@ impl ServerTls {
         Ok(ServerTls(builder.build()))
     }
 
-    /// A session with a client that has just connected.
+    /// A session with a newly connected client.
     ///
     /// # Errors
     /// OpenSSL's.
@@ -110,11 +110,11 @@ impl ServerTls {
     }
 }
 
-/// What a client's sessions with one server are made from.
+/// The TLS context of a client, for one server.
 #[derive(Clone)]
 pub struct ClientTls {
     context: SslContext,
-    /// The name the server must have.
+    /// The host name that the server's certificate must have.
     host: Option<String>,
     verify: bool,
 }
@@ -126,8 +126,8 @@ impl std::fmt::Debug for ClientTls {
 }
 
 impl ClientTls {
-    /// For a server called `host`. Without `verify` any certificate will do; pre-shared keys check
-    /// themselves.
+    /// For the server `host`. Without `verify` any certificate is accepted; pre-shared keys need no further
+    /// verification.
     ///
     /// # Errors
     /// [`TlsError`], naming the file and the remedy.
@@ -156,7 +156,7 @@ impl ClientTls {
         Ok(ClientTls { context: builder.build(), host, verify })
     }
 
-    /// A session with the server, just connected to.
+    /// A session on a new connection to the server.
     ///
     /// # Errors
     /// OpenSSL's.
@@ -185,7 +185,7 @@ fn common(method: SslMethod) -> Result<SslContextBuilder, TlsError> {
     builder.set_min_proto_version(Some(SslVersion::TLS1_2))?;
     let never = SslOptions::NO_RENEGOTIATION | SslOptions::NO_COMPRESSION | SslOptions::NO_TICKET;
     builder.set_options(never);
-    // An idle connection holds no buffers.
+    // Idle connections hold no buffers.
     builder.set_mode(SslMode::RELEASE_BUFFERS);
     builder.set_cipher_list(FORWARD_SECRET)?;
     Ok(builder)
@@ -194,8 +194,8 @@ fn common(method: SslMethod) -> Result<SslContextBuilder, TlsError> {
 fn server() -> Result<SslContextBuilder, TlsError> {
     let mut builder = common(SslMethod::tls_server())?;
     builder.set_cipher_list(SERVER)?;
-    // Disks are not visited by browsers: sessions are long and few. Nothing is kept of one by which a
-    // later one could be begun, here or with the client.
+    // No session resumption: connections to disks are few and long. Neither the server nor the client keeps state by
+    // which a session could be resumed.
     builder.set_num_tickets(0)?;
     builder.set_session_cache_mode(SslSessionCacheMode::OFF);
     Ok(builder)
@@ -213,7 +213,7 @@ fn identify(
     })?;
     builder.set_private_key_file(&key, SslFiletype::PEM).map_err(|e| TlsError::Content {
         path: key.clone(),
-        purpose: "a private key in PEM form that fits the certificate beside it",
+        purpose: "a private key in PEM form that belongs to the certificate in the same directory",
         reason: e.to_string(),
     })?;
     builder.check_private_key().map_err(|_| TlsError::Mismatch { path: key })
@@ -227,12 +227,12 @@ fn trust(builder: &mut SslContextBuilder, ca: PathBuf) -> Result<(), TlsError> {
     })
 }
 
-/// Has the session name `user`, with the key of that name.
+/// Makes sessions authenticate as `user`, with the key of that name.
 fn present(builder: &mut SslContextBuilder, file: &Path, user: &str) -> Result<(), TlsError> {
     let key = keys::read(file)?.remove(user.as_bytes());
     let user = user.to_owned();
     let Some(key) = key else { return Err(TlsError::NoKey { path: file.into(), user }) };
-    // Without certificates only these suites can work.
+    // Without certificates only these suites work.
     builder.set_cipher_list(FORWARD_SECRET_PSK)?;
     builder.set_psk_client_callback(move |_, _, identity, out| {
         let (name, end) = (user.as_bytes(), user.len());
@@ -284,7 +284,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_certificate_is_named() {
+    fn the_error_names_a_missing_certificate() {
         let folder = tempfile::tempdir().unwrap();
         let error = ServerTls::from_certificates(folder.path(), false).unwrap_err();
         assert!(error.to_string().contains("server-cert.pem"), "{error}");
@@ -293,7 +293,7 @@ mod tests {
         assert!(error.to_string().contains("ca-cert.pem"), "{error}");
     }
 
-    /// The suites of TLS 1.2 that a list stands for: what a client that was given it offers.
+    /// The cipher suites of TLS 1.2 that a cipher list selects: those that a client configured with it offers.
     fn suites(list: &str) -> BTreeSet<[u8; 2]> {
         let mut builder = SslContext::builder(SslMethod::tls_client()).unwrap();
         builder.set_max_proto_version(Some(SslVersion::TLS1_2)).unwrap();
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_lists_no_suite_that_needs_parameters_it_has_not() {
+    fn a_server_lists_no_suite_that_needs_diffie_hellman_parameters() {
         let needless = &suites("kDHEPSK") | &suites("kDHE");
         assert!(needless.len() > 8, "{needless:?}");
         for list in [SERVER, SERVER_PSK] {
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn two_ends_with_the_same_key_understand_each_other_and_others_do_not() {
+    fn a_handshake_with_pre_shared_keys_succeeds_only_if_the_keys_are_equal() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "alice:0102030405060708\n").unwrap();
         let other = tempfile::NamedTempFile::new().unwrap();
@@ -336,7 +336,7 @@ mod tests {
             let keys = Keys::Psk { file: path.into(), user: "alice".into() };
             let client = ClientTls::new(&keys, None, true).unwrap();
             let mut ends = [client.session().unwrap(), server.session().unwrap()];
-            let mut shaken = Ok(false);
+            let mut established = Ok(false);
             for _ in 0..8 {
                 let results = ends.each_mut().map(TlsSession::handshake);
                 for (from, to) in [(0, 1), (1, 0)] {
@@ -345,12 +345,12 @@ mod tests {
                     ends[to].feed(&bytes[..count]);
                 }
                 let [one, two] = results;
-                shaken = one.and_then(|one| Ok(one & two?));
-                if !matches!(shaken, Ok(false)) {
+                established = one.and_then(|one| Ok(one & two?));
+                if !matches!(established, Ok(false)) {
                     break;
                 }
             }
-            assert_eq!(shaken.is_ok_and(|done| done), fits, "{path:?}");
+            assert_eq!(established.is_ok_and(|done| done), fits, "{path:?}");
         }
         let keys = Keys::Psk { file: file.path().into(), user: "bob".into() };
         let error = ClientTls::new(&keys, None, true).unwrap_err();

@@ -1,16 +1,16 @@
-//! Threads for the costly part of TLS handshakes: signatures, key exchange, certificates.
+//! Threads for the expensive part of TLS handshakes: signatures, key exchange, certificates.
 //!
-//! A handshake costs a server a hundred times what it costs a peer that only sends the first
-//! message, and needs no credentials. On a worker it would hold up all requests there: so it runs on
-//! a few threads of low priority, at most [`THREADS_MAX`] at once for the process. Who waits for them
-//! waits by address, in turn: many handshakes of one peer wait behind one another, not before those
-//! of other peers.
+//! A handshake costs a server about a hundred times as much as a peer that only sends the first
+//! message, and needs no credentials. On a worker it would delay all requests there: so handshakes run on
+//! a few threads of low priority, at most [`THREADS_MAX`] for the process. They are queued per peer
+//! address and served round-robin: many handshakes from one address do not delay those from other
+//! addresses.
 //!
-//! Low priority alone is not enough: a request that wakes a worker still waits until the kernel takes the
-//! processor from the handshake, a millisecond or more, and one at a time in flight is slowed by all of it.
-//! So the threads compute for [`BURST`] at once, and then one part in [`ONE_IN`] of the time.
+//! Low priority alone is not enough: a request that wakes a worker still waits until the kernel preempts
+//! the handshake, a millisecond or more, which slows down a client with one request in flight by that much per request.
+//! So a thread may compute for [`BURST`] without a pause, and then for one part in [`ONE_IN`] of the time.
 //!
-//! What waits is bounded by the callers: each connection has at most one step under way.
+//! The queues are bounded by the callers: each connection has at most one step queued or running.
 
 use std::collections::{HashMap, VecDeque};
 use std::future::poll_fn;
@@ -25,31 +25,31 @@ use crate::TlsSession;
 
 /// Threads for handshakes: one for four processors, within this bound.
 const THREADS_MAX: usize = 4;
-/// So that a worker that has something to do comes first.
+/// Workers that have something to do take precedence.
 const NICE: i32 = 10;
-/// What one step needs, and room to spare.
+/// More than one step needs.
 const STACK_BYTES: usize = 512 << 10;
 
-/// A thread computes for one part in so many of the time, where there is always something to do.
+/// A thread that always has steps to run computes for one part in so many of the time.
 const ONE_IN: u32 = 8;
-/// What it computes before, without a rest: the logins of a thousand clients that come at once, as when a host
-/// starts again, at 2 ms each.
+/// What it may compute before that, without a pause: the handshakes of a thousand clients that connect at once, as
+/// after a restart of a host, at 2 ms each.
 const BURST: Duration = Duration::from_secs(2);
-/// The longest rest, however long one step takes.
-const REST_MOST: Duration = Duration::from_secs(1);
+/// The longest pause, however long one step takes.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// Whose turn a handshake takes: a number for a peer's address.
+/// The key by which handshakes are queued: a number for a peer's address.
 pub type Peer = u128;
 
 type Done = (TlsSession, io::Result<bool>);
 
-/// A step that waits, runs, or is over.
+/// A step that is queued, running, or completed.
 #[derive(Default)]
 struct Step {
     done: Option<Done>,
     waker: Option<Waker>,
-    /// Nobody wants it any more.
-    gone: bool,
+    /// Its future was dropped.
+    cancelled: bool,
 }
 
 struct Job {
@@ -57,7 +57,7 @@ struct Job {
     step: Arc<Mutex<Step>>,
 }
 
-/// Jobs by peer, and the peers that have some in the order of their turns.
+/// Jobs by peer, and the peers that have jobs in round-robin order.
 #[derive(Default)]
 struct Line {
     jobs: HashMap<Peer, VecDeque<Job>>,
@@ -86,7 +86,7 @@ impl Line {
     }
 }
 
-/// What a thread may still compute, of the [`BURST`] and of the time that goes by.
+/// The CPU time that a thread may use: [`BURST`], and a part of the elapsed time.
 struct Pace {
     spent: Duration,
     seen: Instant,
@@ -97,19 +97,19 @@ impl Pace {
         Pace { spent: Duration::ZERO, seen: now }
     }
 
-    /// How long to rest after a step that took so much of a processor and has ended `now`.
-    fn rest(&mut self, took: Duration, now: Instant) -> Duration {
+    /// How long to pause after a step that used `took` of CPU time and ended `now`.
+    fn pause(&mut self, took: Duration, now: Instant) -> Duration {
         let earned = now.saturating_duration_since(self.seen) / ONE_IN;
         self.seen = now;
         self.spent = self.spent.saturating_sub(earned).saturating_add(took);
-        // What a rest that is cut short leaves is forgiven.
-        self.spent = self.spent.min(BURST + REST_MOST / ONE_IN);
+        // CPU time beyond the longest pause is not carried over.
+        self.spent = self.spent.min(BURST + PAUSE_MAX / ONE_IN);
         self.spent.saturating_sub(BURST) * ONE_IN
     }
 }
 
-/// What this thread has computed so far.
-fn computed() -> Duration {
+/// The CPU time of this thread.
+fn cpu_time() -> Duration {
     Duration::try_from(clock_gettime(ClockId::ThreadCPUTime)).unwrap_or_default()
 }
 
@@ -122,73 +122,73 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The crew of this process; `None` if no thread could be started.
-fn crew() -> Option<&'static HandshakeThreads> {
-    static CREW: OnceLock<Option<&'static HandshakeThreads>> = OnceLock::new();
-    *CREW.get_or_init(|| {
-        let crew: &HandshakeThreads =
+/// The handshake threads of this process; `None` if no thread could be started.
+fn threads() -> Option<&'static HandshakeThreads> {
+    static THREADS: OnceLock<Option<&'static HandshakeThreads>> = OnceLock::new();
+    *THREADS.get_or_init(|| {
+        let threads: &HandshakeThreads =
             Box::leak(Box::new(HandshakeThreads { line: Mutex::default(), more: Condvar::new() }));
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let mut started = 0;
         for number in 0..(processors / 4).clamp(1, THREADS_MAX) {
             let thread = std::thread::Builder::new().name(format!("ebb-tls-{number}"));
-            started += usize::from(thread.stack_size(STACK_BYTES).spawn(|| work(crew)).is_ok());
+            started += usize::from(thread.stack_size(STACK_BYTES).spawn(|| run(threads)).is_ok());
         }
-        (started > 0).then_some(crew)
+        (started > 0).then_some(threads)
     })
 }
 
-fn work(crew: &HandshakeThreads) {
-    // Of this thread alone on Linux. Without it handshakes are as urgent as requests: no harm done.
+fn run(threads: &HandshakeThreads) {
+    // On Linux this affects the calling thread only. If it fails, handshakes run at normal priority.
     let _ = rustix::process::setpriority_process(None, NICE);
     let mut pace = Pace::new(Instant::now());
     loop {
-        let mut line = lock(&crew.line);
+        let mut line = lock(&threads.line);
         let job = loop {
             match line.pop() {
                 Some(job) => break job,
-                None => line = crew.more.wait(line).unwrap_or_else(PoisonError::into_inner),
+                None => line = threads.more.wait(line).unwrap_or_else(PoisonError::into_inner),
             }
         };
         drop(line);
         let Job { mut session, step } = job;
-        if lock(&step).gone {
+        if lock(&step).cancelled {
             continue;
         }
-        let before = computed();
+        let before = cpu_time();
         let result = session.handshake();
-        let took = computed().saturating_sub(before);
+        let took = cpu_time().saturating_sub(before);
         let waker = {
             let mut step = lock(&step);
             step.done = Some((session, result));
             step.waker.take()
         };
         waker.into_iter().for_each(Waker::wake);
-        std::thread::sleep(pace.rest(took, Instant::now()));
+        std::thread::sleep(pace.pause(took, Instant::now()));
     }
 }
 
-/// Takes the place of a step whose future is dropped.
-struct Leave(Arc<Mutex<Step>>);
+/// Cancels a step when its future is dropped.
+struct CancelOnDrop(Arc<Mutex<Step>>);
 
-impl Drop for Leave {
+impl Drop for CancelOnDrop {
     fn drop(&mut self) {
-        lock(&self.0).gone = true;
+        lock(&self.0).cancelled = true;
     }
 }
 
-/// Goes on with a handshake ([`TlsSession::handshake`]) on one of the threads, in the turn of `peer`.
+/// Continues a handshake ([`TlsSession::handshake`]) on one of the threads, queued under `peer`.
 pub(crate) async fn handshake(mut session: TlsSession, peer: Peer) -> Done {
-    let Some(crew) = crew() else {
+    let Some(threads) = threads() else {
         let result = session.handshake();
         return (session, result);
     };
     let step = Arc::<Mutex<Step>>::default();
-    let leave = Leave(step.clone());
-    lock(&crew.line).push(peer, Job { session, step });
-    crew.more.notify_one();
+    let guard = CancelOnDrop(step.clone());
+    lock(&threads.line).push(peer, Job { session, step });
+    threads.more.notify_one();
     poll_fn(|cx| {
-        let mut step = lock(&leave.0);
+        let mut step = lock(&guard.0);
         match step.done.take() {
             Some(done) => Poll::Ready(done),
             None => {
@@ -205,41 +205,41 @@ mod tests {
     use super::*;
     use crate::ServerTls;
 
-    /// Steps of a thread that always has one to do, each of `took`, within `time`.
+    /// The number of steps of `took` each that a thread runs within `time` if it always has one to run.
     fn steps(pace: &mut Pace, now: &mut Instant, took: Duration, time: Duration) -> u32 {
         let end = *now + time;
         let mut count = 0;
         while *now < end {
             *now += took;
-            *now += pace.rest(took, *now);
+            *now += pace.pause(took, *now);
             count += 1;
         }
         count
     }
 
     #[test]
-    fn handshakes_without_end_take_an_eighth_of_a_processor_and_a_few_none_of_the_rests() {
+    fn endless_handshakes_use_an_eighth_of_a_processor_and_a_burst_is_not_delayed() {
         let mut now = Instant::now();
         let mut pace = Pace::new(now);
         let step = Duration::from_millis(2);
-        // A burst is not held up.
+        // A burst is not delayed.
         for _ in 0..1000 {
             now += step;
-            assert_eq!(pace.rest(step, now), Duration::ZERO);
+            assert_eq!(pace.pause(step, now), Duration::ZERO);
         }
         let many = steps(&mut pace, &mut now, step, Duration::from_secs(100));
         assert!((6_250..6_450).contains(&many), "{many} steps of 2 ms in 100 s");
-        // Nor is the next one, after a while.
+        // Nor is the next burst, after some time.
         now += BURST * ONE_IN;
-        assert_eq!(pace.rest(step, now), Duration::ZERO);
-        // One that takes seconds is followed by a rest that ends.
-        assert_eq!(pace.rest(Duration::from_secs(3600), now), REST_MOST);
-        now += REST_MOST;
-        assert!(pace.rest(step, now) < 2 * step * ONE_IN);
+        assert_eq!(pace.pause(step, now), Duration::ZERO);
+        // After a step of an hour the pause is bounded.
+        assert_eq!(pace.pause(Duration::from_secs(3600), now), PAUSE_MAX);
+        now += PAUSE_MAX;
+        assert!(pace.pause(step, now) < 2 * step * ONE_IN);
     }
 
     #[test]
-    fn peers_take_turns_however_many_handshakes_each_has() {
+    fn peers_are_served_round_robin_however_many_handshakes_each_has() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "alice:0102030405060708\n").unwrap();
         let server = ServerTls::from_psk(file.path()).unwrap();

@@ -12,7 +12,7 @@ const FILE_MAX: u64 = 1 << 20;
 /// The keys of a file by name.
 pub(crate) fn read(path: &Path) -> Result<HashMap<Vec<u8>, Vec<u8>>, TlsError> {
     let fail = |source| {
-        let purpose = "a file of pre-shared keys (make one with `psktool`)";
+        let purpose = "a file of pre-shared keys (create one with `psktool`)";
         TlsError::File { path: path.into(), purpose, source }
     };
     let mut text = String::new();
@@ -36,7 +36,7 @@ pub(crate) fn read(path: &Path) -> Result<HashMap<Vec<u8>, Vec<u8>>, TlsError> {
         return Err(TlsError::Content {
             path: path.into(),
             purpose: "a file of pre-shared keys",
-            reason: "there is no key in it".into(),
+            reason: "it contains no key".into(),
         });
     }
     Ok(keys)
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_line_is_named() {
+    fn the_error_names_the_malformed_line() {
         for text in ["alice", "alice:", ":00", "alice:0", "alice:zz", "ok:00\nalice:é0"] {
             let line = text.lines().count();
             match keys(text) {

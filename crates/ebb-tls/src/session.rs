@@ -1,14 +1,14 @@
-//! One connection's TLS state, over memory.
+//! The TLS state of one connection, which reads and writes memory.
 
 use std::io::{self, Read, Write};
 
 use openssl::ssl::{ErrorCode, Ssl, SslStream};
 use openssl::x509::X509VerifyResult;
 
-/// What was taken of the output is forgotten from so many bytes on, even if it never becomes empty.
+/// Output that has been taken is removed once it has so many bytes, even if the output never becomes empty.
 const COMPACT: usize = 64 << 10;
 
-/// The two ends OpenSSL reads from and writes to.
+/// The buffers that OpenSSL reads from and writes to.
 #[derive(Debug, Default)]
 struct Pipe {
     input: Vec<u8>,
@@ -51,42 +51,42 @@ impl Write for Pipe {
     }
 }
 
-/// One connection's TLS state. The caller moves cipher text between it and the socket.
+/// The TLS state of one connection. The caller moves cipher text between it and the socket.
 pub struct TlsSession {
     stream: SslStream<Pipe>,
-    shaken: bool,
+    established: bool,
 }
 
 impl std::fmt::Debug for TlsSession {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("TlsSession").field("shaken", &self.shaken).finish_non_exhaustive()
+        f.debug_struct("TlsSession").field("established", &self.established).finish_non_exhaustive()
     }
 }
 
 impl TlsSession {
-    /// A session that knows whether it connects or accepts.
+    /// A session; `ssl` is set up to connect or to accept.
     pub(crate) fn new(ssl: Ssl) -> io::Result<TlsSession> {
         let stream = SslStream::new(ssl, Pipe::default()).map_err(io::Error::other)?;
-        Ok(TlsSession { stream, shaken: false })
+        Ok(TlsSession { stream, established: false })
     }
 
-    /// Adds cipher text from the other side. Bounded: the caller receives more only after reading.
+    /// Adds cipher text from the peer. Bounded: the caller receives more only after reading.
     pub fn feed(&mut self, bytes: &[u8]) {
         self.stream.get_mut().input.extend_from_slice(bytes);
     }
 
-    /// True while cipher text waits for the other side.
+    /// True while there is cipher text to send.
     pub fn has_output(&self) -> bool {
         !self.stream.get_ref().output.is_empty()
     }
 
-    /// Bytes of cipher text that wait for the other side.
+    /// Bytes of cipher text to send.
     pub fn output_bytes(&self) -> usize {
         let pipe = self.stream.get_ref();
         pipe.output.len() - pipe.taken
     }
 
-    /// Moves cipher text for the other side into `target`; 0 when there is none.
+    /// Moves cipher text to send into `target`; 0 when there is none.
     pub fn take_output(&mut self, target: &mut [u8]) -> usize {
         let pipe = self.stream.get_mut();
         let available = &pipe.output[pipe.taken..];
@@ -100,16 +100,16 @@ impl TlsSession {
         count
     }
 
-    /// Goes on with the handshake as far as the input reaches; true when it is done.
+    /// Continues the handshake as far as the input allows; true when it has completed.
     ///
     /// # Errors
-    /// The handshake has failed; what is left to say about it is in the output.
+    /// The handshake has failed; an alert for the peer may be in the output.
     pub fn handshake(&mut self) -> io::Result<bool> {
-        if self.shaken {
+        if self.established {
             return Ok(true);
         }
         let Err(error) = self.stream.do_handshake() else {
-            self.shaken = true;
+            self.established = true;
             return Ok(true);
         };
         if matches!(error.code(), ErrorCode::WANT_READ | ErrorCode::WANT_WRITE) {
@@ -117,22 +117,22 @@ impl TlsSession {
         }
         let reason = match self.stream.ssl().verify_result() {
             X509VerifyResult::OK => error.to_string(),
-            bad => format!("the certificate of the other side: {}", bad.error_string()),
+            bad => format!("the peer's certificate: {}", bad.error_string()),
         };
         Err(io::Error::other(format!("TLS handshake failed: {reason}")))
     }
 
     fn ready(&mut self) -> io::Result<&mut SslStream<Pipe>> {
-        if self.shaken {
+        if self.established {
             return Ok(&mut self.stream);
         }
-        Err(io::Error::other("the TLS handshake has not ended"))
+        Err(io::Error::other("the TLS handshake has not completed"))
     }
 
-    /// Decrypts into `target`: bytes, 0 at the end of the stream, `None` when more input is needed.
+    /// Decrypts into `target`: the number of bytes, 0 at the end of the stream, `None` when more input is needed.
     ///
     /// # Errors
-    /// The stream is not what the other side sent, or the handshake has not ended.
+    /// The stream was corrupted, or the handshake has not completed.
     pub fn read(&mut self, target: &mut [u8]) -> io::Result<Option<usize>> {
         match self.ready()?.ssl_read(target) {
             Ok(count) => Ok(Some(count)),
@@ -147,15 +147,15 @@ impl TlsSession {
     /// Encrypts all of `bytes`.
     ///
     /// # Errors
-    /// The handshake has not ended, or the session is broken.
+    /// The handshake has not completed, or the session has failed.
     pub fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.ready()?.write_all(bytes)
     }
 
-    /// Queues the farewell.
+    /// Puts a `close_notify` alert into the output.
     pub fn close(&mut self) {
-        if self.shaken {
-            // The other side may be gone already: no loss.
+        if self.established {
+            // Fails if the peer has closed the session already.
             let _ = self.stream.shutdown();
         }
     }

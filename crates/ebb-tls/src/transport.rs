@@ -1,8 +1,8 @@
-//! A socket's bytes, in plain text or under TLS.
+//! The byte stream of a socket, in plain text or under TLS.
 //!
-//! One task receives and one sends; both hold the same [`Transport`]. Under TLS the two share one
-//! OpenSSL state, borrowed only between waits. Whatever OpenSSL wants to say on its own (tickets,
-//! key updates) leaves through the sender, so that records keep their order.
+//! One task receives and one sends; both use the same [`Transport`]. Under TLS they share one
+//! OpenSSL state, which is never borrowed across a wait. Records that OpenSSL produces by itself (tickets,
+//! key updates) are sent by the sending task, so that records keep their order.
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -13,22 +13,22 @@ use ebb_io::{Buf, Fd, Gather, Io, Signal};
 use crate::TlsSession;
 use crate::handshake_threads::{self, Peer};
 
-/// Cipher text received or sent at a time, bytes: a TLS record and its frame fit.
+/// Cipher text received or sent at a time, bytes: more than one TLS record.
 const CIPHER_BYTES: usize = 32 << 10;
 /// Nothing is received while more cipher text waits to be sent, bytes.
 const OUTPUT_MAX: usize = 64 << 10;
-/// Plain text put into one batch of records.
+/// Plain text encrypted into one batch of records, bytes.
 const PLAIN_BATCH: usize = 256 << 10;
 
-/// A connection's bytes.
+/// The byte stream of one connection.
 pub struct Transport {
     fd: Fd,
     tls: Option<RefCell<TlsSession>>,
     wants_send: Signal,
-    /// Set when cipher text has left.
+    /// Set when cipher text has been sent.
     drained: Signal,
     eof: Cell<bool>,
-    /// Bytes the socket has taken so far; it wraps.
+    /// Bytes written to the socket so far; wraps.
     sent: Cell<usize>,
 }
 
@@ -39,7 +39,7 @@ impl std::fmt::Debug for Transport {
 }
 
 impl Transport {
-    /// In plain text, or under a session whose handshake is done.
+    /// In plain text, or with a session whose handshake has completed.
     pub fn new(fd: Fd, session: Option<TlsSession>) -> Transport {
         let tls = session.map(RefCell::new);
         Transport {
@@ -52,12 +52,12 @@ impl Transport {
         }
     }
 
-    /// Waits until receiving has made cipher text that only [`Transport::send_pending`] sends.
+    /// Waits until receiving has produced cipher text, which [`Transport::send_pending`] sends.
     pub async fn wants_send(&self) {
         self.wants_send.wait().await;
     }
 
-    /// Receives into `buf[range]`; 0 is the end.
+    /// Receives into `buf[range]`; 0 is the end of the stream.
     pub async fn recv(&self, io: &Io, buf: Buf, range: Range<usize>) -> (io::Result<usize>, Buf) {
         match &self.tls {
             None => io.recv(&self.fd, buf, range).await,
@@ -65,7 +65,7 @@ impl Transport {
         }
     }
 
-    /// Receives exactly as much as the range is long.
+    /// Receives exactly `range.len()` bytes.
     pub async fn recv_exact(
         &self,
         io: &Io,
@@ -105,7 +105,7 @@ impl Transport {
                 Ok(None) => {}
                 Err(error) => return (Err(error), buf),
             }
-            // A peer that never reads what it makes us say is not listened to.
+            // Do not receive from a peer that does not receive what it causes this side to send.
             while tls.borrow().output_bytes() > OUTPUT_MAX {
                 self.drained.wait().await;
             }
@@ -115,7 +115,7 @@ impl Transport {
         }
     }
 
-    /// Takes more cipher text off the socket.
+    /// Receives more cipher text from the socket.
     async fn fill_tls(&self, io: &Io, tls: &RefCell<TlsSession>) -> io::Result<()> {
         let cipher = io.pool().take(CIPHER_BYTES).await;
         let (result, cipher) = io.recv(&self.fd, cipher, 0..CIPHER_BYTES).await;
@@ -155,10 +155,10 @@ impl Transport {
         }
     }
 
-    /// Sends the cipher text that is waiting, if any.
+    /// Sends pending cipher text, if any.
     ///
     /// # Errors
-    /// The socket's.
+    /// Those of the socket.
     pub async fn send_pending(&self, io: &Io) -> io::Result<()> {
         match &self.tls {
             None => Ok(()),
@@ -181,17 +181,17 @@ impl Transport {
         }
     }
 
-    /// Runs the handshake, its costly part on another thread in the turn of `peer`; what follows is
-    /// under TLS.
+    /// Runs the handshake, its expensive part on another thread, queued under `peer`. The stream then uses
+    /// TLS.
     ///
     /// # Errors
-    /// The socket's, or the handshake failed.
+    /// Those of the socket, or the handshake failed.
     pub async fn start_tls(&mut self, io: &Io, session: TlsSession, peer: Peer) -> io::Result<()> {
         let mut session = session;
         loop {
             let (returned, done) = handshake_threads::handshake(session, peer).await;
             let tls = RefCell::new(returned);
-            // An alert for the client may be waiting also when the handshake has failed.
+            // Also after a failure: there may be an alert for the peer.
             self.send_output(io, &tls).await?;
             if done? {
                 self.tls = Some(tls);
@@ -205,13 +205,13 @@ impl Transport {
         }
     }
 
-    /// Bytes of cipher text that wait to be sent.
+    /// Bytes of unsent cipher text.
     pub fn queued_bytes(&self) -> usize {
         self.tls.as_ref().map_or(0, |tls| tls.borrow().output_bytes())
     }
 
-    /// Reads and drops what still comes, until the other side has closed its side, too: a close with
-    /// bytes unread is a reset over TCP, which destroys what is on its way to it.
+    /// Receives and discards data until the peer has closed its side: closing a TCP socket with unread
+    /// bytes resets the connection, which discards data that the peer has not received yet.
     pub async fn drain(&self, io: &Io) {
         let mut buf = io.pool().take(CIPHER_BYTES).await;
         loop {
@@ -223,7 +223,7 @@ impl Transport {
         }
     }
 
-    /// Says goodbye under TLS and shuts the sending side.
+    /// Sends the `close_notify` alert of TLS and shuts down the sending side.
     pub async fn finish(&self, io: &Io) {
         if let Some(tls) = &self.tls {
             tls.borrow_mut().close();
@@ -248,28 +248,29 @@ impl Transport {
         (Ok(()), message)
     }
 
-    /// Bytes the socket has taken so far; the number wraps.
+    /// Bytes written to the socket so far; the number wraps.
     pub fn sent_bytes(&self) -> usize {
         self.sent.get()
     }
 
-    /// Whether the other side is gone: it takes nothing any more. A peer that has closed its sending side only is not.
+    /// Whether the peer has disconnected and receives no more data. False for a peer that has only shut down its
+    /// sending side.
     pub fn is_hung_up(&self) -> bool {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
-        // These two are told without being asked for.
+        // POLLHUP and POLLERR are always reported.
         let mut fds = [PollFd::new(&self.fd, PollFlags::empty())];
         let found = poll(&mut fds, Some(&Timespec::default()));
         found.is_ok() && fds[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
     }
 
-    /// Ends both directions: whoever sends or receives hears of it.
+    /// Shuts down both directions: pending sends and receives end.
     pub fn shut(&self) {
-        // A connection that is gone already is no loss.
+        // Fails if the peer has disconnected already.
         let _ = rustix::net::shutdown(&self.fd, rustix::net::Shutdown::Both);
     }
 }
 
-/// Encrypts a batch from the front of the message; returns the plain bytes taken.
+/// Encrypts a batch from the front of the message; returns the number of plain bytes encrypted.
 fn encrypt(tls: &mut TlsSession, message: &Gather) -> io::Result<usize> {
     let mut taken = 0;
     let mut outcome = Ok(());
