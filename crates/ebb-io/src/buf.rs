@@ -1,8 +1,8 @@
-//! Owned, aligned I/O buffers, out of elastic memory (`ebb-mem`).
+//! Owned, aligned I/O buffers, allocated from elastic memory (`ebb-mem`).
 //!
 //! Invariants: a [`Buf`] has a stable address for its whole life; its memory is always initialised;
-//! dropping it gives it back to the pool it came from: the worker's caches, or the page pool of a
-//! queue. What is kept there, lent to the kernel or given back is `ebb-mem`'s business.
+//! dropping it returns it to the pool it was allocated from: the worker's caches, or the page pool of a
+//! queue. `ebb-mem` decides which free memory is kept there, lent to the kernel, or returned.
 
 use std::cell::Cell;
 use std::mem::ManuallyDrop;
@@ -16,18 +16,18 @@ use futures_lite::future::or;
 
 use crate::signal::{Budget, BudgetGuard};
 
-/// The largest buffer that can be asked for, in bytes.
+/// The size of the largest buffer, in bytes.
 pub const MAX_BUF: usize = ebb_mem::MAX_BLOCK_BYTES;
 
-/// While pressure goes on, the queues of a worker have this share of the memory's ceiling under way
-/// together, within these bounds: as much as keeps a few disks busy (64 requests of 128 KiB are 8 MiB).
+/// During memory pressure, the requests in flight of all queues of a worker may use this share of the memory's
+/// ceiling, within these bounds: enough to keep a few disks busy (64 requests of 128 KiB are 8 MiB).
 const PRESSED_SHARE: usize = 32;
 const PRESSED_LEAST: usize = 4 << 20;
 const PRESSED_MOST: usize = 64 << 20;
-/// And each queue so much beside it, so that none waits for another one's store.
+/// Each queue may use this much in addition, so that it need not wait for the store of another queue.
 const PRESSED_OWN: usize = 256 << 10;
 
-/// Where buffers come from: a worker, or one queue of it. Cheap to clone; not shared between
+/// Allocates buffers, for a worker or for one of its queues. Cheap to clone; not shared between
 /// threads.
 #[derive(Clone)]
 pub struct BufPool(Rc<Inner>);
@@ -37,7 +37,7 @@ struct Inner {
     owner: OwnerId,
     queue: Option<PagePool>,
     used_bytes: Cell<usize>,
-    /// See [`BufPool::turn`]: of all queues of the worker, and of this one.
+    /// See [`BufPool::turn`]: the budget of all queues of the worker, and of this one.
     turns: Rc<Budget>,
     own_turns: Rc<Budget>,
 }
@@ -59,8 +59,8 @@ impl BufPool {
         BufPool(Rc::new(Inner { worker, owner, queue, used_bytes, turns, own_turns }))
     }
 
-    /// A pool of its own for one queue, accounted to `owner`, which keeps free pages within
-    /// `parameters` (seed `000`).
+    /// A pool for one queue, accounted to `owner`, which keeps free pages as `parameters` allow
+    /// (`max_buffer_pages`, `buffer_squeeze_duration_ms`).
     #[must_use]
     pub fn queue(&self, owner: OwnerId, parameters: Arc<PoolParameters>) -> BufPool {
         let worker = self.0.worker.clone();
@@ -68,11 +68,11 @@ impl BufPool {
         BufPool::build(worker, owner, queue, self.0.turns.clone())
     }
 
-    /// Waits for a request's turn to take buffers of `bytes` bytes in all: while pressure goes on,
-    /// else at once. Requests that all begin before any ends would hold as much memory as their
-    /// clients can ask for, and need it no sooner than the store gets to them; in turn, they use the
-    /// same few buffers again. Keep what this returns until the buffers are given back, and ask
-    /// before taking the first: who holds some must not wait for more.
+    /// During memory pressure, waits until a request may allocate buffers of `bytes` bytes in all; otherwise
+    /// returns at once. If all requests allocated their buffers as soon as they arrive, they would hold as much
+    /// memory as the clients can request, long before the store can process them; waiting here, they reuse the
+    /// same few buffers. Call this before allocating the first buffer, since a request that holds buffers must not
+    /// wait for more, and keep the returned guard until the buffers are freed.
     pub async fn turn(&self, bytes: usize) -> Option<BudgetGuard> {
         if !self.memory().draining() {
             return None;
@@ -80,35 +80,35 @@ impl BufPool {
         Some(or(self.0.own_turns.take(bytes), self.0.turns.take(bytes)).await)
     }
 
-    /// Whom its buffers are accounted to.
+    /// The account of its buffers.
     pub fn owner(&self) -> OwnerId {
         self.0.owner
     }
 
-    /// The memory all of this comes from.
+    /// The memory that buffers are allocated from.
     pub fn memory(&self) -> &Arc<Memory> {
         self.0.worker.memory()
     }
 
-    /// A buffer of `len` bytes (1 to [`MAX_BUF`]); its content is whatever was there before. Waits
-    /// in line when the memory's ceiling is reached.
+    /// Allocates a buffer of `len` bytes (1 to [`MAX_BUF`]) with unspecified content. Waits, in order of
+    /// arrival, while the memory's ceiling is reached.
     ///
     /// # Panics
     /// If `len` is larger than [`MAX_BUF`]: callers check lengths that come from outside first.
     pub async fn take(&self, len: usize) -> Buf {
-        assert!(len <= MAX_BUF, "buffer of {len} bytes asked for; callers check limits first");
+        assert!(len <= MAX_BUF, "buffer of {len} bytes requested; callers check limits first");
         let block = match self.try_block(len) {
             Some(block) => block,
             None => match self.0.worker.alloc_wait(len, self.0.owner).await {
                 Ok(block) => block,
-                // Refused for good: larger than the ceiling itself, which no configuration allows.
+                // Larger than the ceiling itself, which no configuration allows.
                 Err(error) => panic!("{error}"),
             },
         };
         self.wrap(block, len)
     }
 
-    /// As [`BufPool::take`], without waiting. For tests only: whoever serves waits, or refuses.
+    /// As [`BufPool::take`], without waiting. For tests only: other code waits or handles the failure.
     ///
     /// # Panics
     /// When there is no memory.
@@ -126,7 +126,7 @@ impl BufPool {
         Some(self.wrap(block, len))
     }
 
-    /// This worker's way to memory, for who keeps blocks longer than a request does.
+    /// The worker's allocator, for blocks that are kept longer than a request.
     pub fn worker(&self) -> &ebb_mem::Worker {
         &self.0.worker
     }
@@ -144,15 +144,15 @@ impl BufPool {
         Buf { block: ManuallyDrop::new(block), len, pool: self.clone() }
     }
 
-    /// Says that the requests at hand are done: the queue's free pages are cut to their limit.
+    /// To be called when no request of the queue is in flight: its free pages are cut to their limit.
     pub fn done(&self, now: Instant) {
         if let Some(queue) = &self.0.queue {
             queue.done(now);
         }
     }
 
-    /// Bytes of memory a buffer of `len` bytes takes: its size class. For whoever accounts for
-    /// memory before asking for it.
+    /// Bytes of memory that a buffer of `len` bytes uses: its size class. To account for memory
+    /// before it is allocated.
     pub fn footprint(len: usize) -> usize {
         let pages = len.clamp(1, MAX_BUF).next_multiple_of(ebb_mem::PAGE_BYTES);
         if pages > 1 << 20 { pages } else { pages.next_power_of_two() }
@@ -214,7 +214,7 @@ impl Buf {
 impl Deref for Buf {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // The kernel does not hold them: an operation takes the Buf by value while it runs.
+        // The kernel does not access them: an operation owns its Buf while it runs.
         &self.block[..self.len]
     }
 }
@@ -239,7 +239,7 @@ impl std::fmt::Debug for Buf {
     }
 }
 
-/// A pool with a memory of its own, for tests of this crate.
+/// A pool with its own memory, for tests of this crate.
 #[cfg(test)]
 pub(crate) fn private_pool() -> BufPool {
     let memory = Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
@@ -277,13 +277,13 @@ mod tests {
         assert_eq!(pool.used_bytes(), 8192);
     }
 
-    /// Requests of 128 KiB that have had their turn, until one has to wait.
+    /// Admits requests of 128 KiB until one has to wait.
     fn turns(queue: &BufPool) -> Vec<Option<BudgetGuard>> {
         std::iter::from_fn(|| block_on(poll_once(queue.turn(128 << 10)))).take(1000).collect()
     }
 
     #[test]
-    fn while_pressure_goes_on_requests_take_turns_and_no_queue_waits_for_another_one() {
+    fn under_pressure_requests_wait_for_buffers_and_no_queue_waits_for_another_one() {
         let pool = private_pool();
         let queue = |name| {
             let owner = pool.memory().owner(name).unwrap();
@@ -294,7 +294,8 @@ mod tests {
         pool.memory().reclaim(ebb_mem::Reclaim::Drain, Instant::now());
         let held = turns(&stalled);
         assert_eq!(held.len() << 17, PRESSED_LEAST + PRESSED_OWN);
-        // One queue's store never answers: the other's own share is left, and those who wait get it.
+        // The store of one queue never completes its requests: requests of the other queue use that queue's own
+        // share, one after the other.
         let mut first = turns(&other);
         assert_eq!(first.len() << 17, PRESSED_OWN);
         let mut waiting = Box::pin(other.turn(1 << 20));
@@ -310,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_keeps_what_its_limit_allows() {
+    fn a_queue_keeps_as_many_free_pages_as_its_limit_allows() {
         let pool = private_pool();
         let owner = pool.memory().owner("queue").unwrap();
         let limits = Arc::new(PoolParameters::default());

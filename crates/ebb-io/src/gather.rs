@@ -1,8 +1,8 @@
-//! Many pieces, one send: the headers and payloads of a batch of replies as one message.
+//! A message of many pieces for one send: the headers and payloads of a batch of replies.
 //!
-//! Invariants: pieces leave in the order they were pushed; payload buffers are kept until the whole
-//! batch has been sent; nothing moves while the kernel reads it (the ring holds the `Box`); zeroes take no
-//! memory, however many.
+//! Invariants: pieces are sent in the order they were pushed; payload buffers are kept until the whole
+//! batch has been sent; nothing moves while the kernel reads it (the ring holds the `Box`); zeroes need no
+//! memory, whatever their length.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ const MAX_PARTS: usize = 256;
 /// Bytes of small pieces (headers) in one message.
 const MAX_INLINE: usize = 16 << 10;
 
-/// What all zeroes are sent from: part of the program, read-only, and aligned for direct I/O.
+/// The source of all zeroes that are sent: static, read-only, and aligned for direct I/O.
 #[repr(align(4096))]
 struct Zeroes([u8; 64 << 10]);
 static ZEROES: Zeroes = Zeroes([0; 64 << 10]);
@@ -61,7 +61,7 @@ impl Gather {
         self.parts.len() + parts <= MAX_PARTS && self.inline.len() + inline <= MAX_INLINE
     }
 
-    /// True when nothing is left to send.
+    /// True when all of the message has been sent.
     pub fn is_empty(&self) -> bool {
         self.sent == self.total
     }
@@ -83,7 +83,7 @@ impl Gather {
         }
     }
 
-    /// Hands over a buffer whose pieces [`Gather::push_range`] names; returns its index.
+    /// Takes ownership of a buffer, of which [`Gather::push_range`] appends pieces; returns its index.
     pub fn hold(&mut self, buf: Buf) -> usize {
         self.bufs.push(buf);
         self.bufs.len() - 1
@@ -99,12 +99,12 @@ impl Gather {
         self.parts.push(Part::Buf { index, range });
     }
 
-    /// Pieces that `length` bytes of zeroes take, for [`Gather::has_room`].
+    /// The number of pieces for `length` bytes of zeroes, for [`Gather::has_room`].
     pub const fn zero_parts(length: usize) -> usize {
         length.div_ceil(ZEROES.0.len())
     }
 
-    /// Appends zeroes, for which no buffer is needed.
+    /// Appends zeroes, which need no buffer.
     pub fn push_zeroes(&mut self, length: usize) {
         self.total += length;
         let mut left = length;
@@ -115,14 +115,14 @@ impl Gather {
         }
     }
 
-    /// Notes that `bytes` more have left. The buffers stay until [`Gather::clear`] or
+    /// Notes that `bytes` more have been sent. The buffers are kept until [`Gather::clear`] or
     /// [`Gather::take_back`].
     pub fn advance(&mut self, bytes: usize) {
         self.sent = self.total.min(self.sent + bytes);
     }
 
-    /// Forgets everything and returns the held buffers in the order of [`Gather::hold`]: for an
-    /// owner who needs them after they were sent.
+    /// Clears the message and returns the held buffers in the order of [`Gather::hold`], for callers
+    /// that need them after they were sent.
     pub fn take_back(&mut self) -> impl Iterator<Item = Buf> {
         self.parts.clear();
         self.inline.clear();
@@ -131,7 +131,7 @@ impl Gather {
         self.bufs.drain(..)
     }
 
-    /// Forgets everything and gives the buffers back.
+    /// Clears the message and frees the buffers.
     pub fn clear(&mut self) {
         self.parts.clear();
         self.inline.clear();
@@ -160,7 +160,7 @@ impl Gather {
         }
     }
 
-    /// The message header for the unsent rest. Valid until the Gather is changed or dropped.
+    /// The message header for the unsent part. Valid until the Gather is changed or dropped.
     pub(crate) fn message(&mut self) -> *const libc::msghdr {
         self.vectors();
         self.header.msg_iov = self.vectors.as_mut_ptr();
@@ -168,7 +168,7 @@ impl Gather {
         &raw const self.header
     }
 
-    /// The unsent rest. Valid as long as [`Gather::message`].
+    /// The unsent part. Valid as long as the result of [`Gather::message`].
     pub(crate) fn vectors(&mut self) -> &[libc::iovec] {
         let mut vectors = std::mem::take(&mut self.vectors);
         vectors.clear();
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_leave_in_order_and_survive_short_sends() {
+    fn pieces_are_sent_in_order_and_survive_short_sends() {
         let pool = private_pool();
         let mut gather = Gather::default();
         let mut buf = pool.get_for_test(6);
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_take_no_memory_and_survive_short_sends() {
+    fn zeroes_need_no_memory_and_survive_short_sends() {
         let mut gather = Gather::default();
         let length = 2 * ZEROES.0.len() + 512;
         gather.push_bytes(b"head");
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn an_owner_gets_its_buffers_back_in_order() {
+    fn held_buffers_are_returned_in_order() {
         let pool = private_pool();
         let mut gather = Gather::default();
         for length in [1, 2, 3] {
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn room_is_bounded() {
+    fn the_size_of_a_message_is_bounded() {
         let mut gather = Gather::default();
         assert!(gather.has_room(MAX_PARTS, MAX_INLINE));
         gather.push_bytes(&[0; 100]);

@@ -1,26 +1,26 @@
 //! The worker: one thread, one io_uring, one executor.
 //!
-//! Everything that waits in ebbd waits here: sockets, eventfds, timers and storage I/O of a worker
-//! complete through one ring and are waited for in one system call. The room knows no policy: not
-//! what a volume is, not who may hold how much memory.
+//! Sockets, eventfds, timers and storage I/O of a worker complete through one ring, and the worker waits for
+//! all of them in one system call. This crate contains no policy: it has no notion of volumes or of limits on
+//! their memory.
 //!
-//! # Vocabulary
+//! # Terms
 //! - **worker**: a thread with a ring and a run queue ([`Worker`]). Tasks never move between workers.
 //! - **operation**: one submission and its completion. It owns its buffer and its file from the
-//!   call until the kernel has answered.
+//!   call until its completion has arrived.
 //! - **buffer**: an owned, 4 KiB-aligned piece of memory from the worker's [`BufPool`].
 //!
 //! # Invariants
-//! - *A buffer the kernel may still write is never freed or reused.* An operation's buffer lives in
-//!   the ring's slot, not in the future; a dropped future leaves it there, asks the kernel to cancel,
-//!   and the slot lets go when the completion has arrived.
-//! - *A full ring is back pressure, not an error.* An operation that finds no room waits in line.
+//! - *A buffer that the kernel may still access is never freed or reused.* An operation's buffer is owned by
+//!   its slot in the ring, not by the future. When the future is dropped, the operation is cancelled, and
+//!   the slot keeps the buffer until the completion has arrived.
+//! - *A full ring is back pressure, not an error.* An operation waits in a queue until there is room.
 //! - *One wait.* The thread sleeps in `io_uring_enter` only.
 //! - *No allocation per operation once warm*: slots, run queue and buffers are reused.
 //!
 //! # Cancellation contract
 //! Every future of this crate may be dropped at any time. A dropped read or receive may or may not
-//! have happened; a dropped write may still reach the file.
+//! have been executed; a dropped write may still reach the file.
 
 mod buf;
 mod gather;

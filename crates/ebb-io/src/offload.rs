@@ -1,8 +1,9 @@
-//! System calls the ring has no operation for, off the worker's thread.
+//! System calls for which the ring has no operation, on helper threads.
 //!
 //! For rare calls that may block (`lseek` for holes, `ioctl`, opening files): never on the path of
-//! a read or a write. At most [`AT_ONCE`] run for one worker; more wait in line. Calls on files and devices, which
-//! may hang, have a line for each: [`OF_A_FILE`] at a time, so that those of one stop no call on another.
+//! a read or a write. At most [`AT_ONCE`] run for one worker; further ones wait in a queue. Calls on files and devices,
+//! which may hang, have a queue per file, with [`PER_FILE`] running at a time, so that calls on one file do not delay
+//! calls on another.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -18,12 +19,12 @@ use crate::worker::Io;
 
 /// Offloaded calls of one worker at a time.
 pub(crate) const AT_ONCE: usize = 8;
-/// Those on one file or device.
-const OF_A_FILE: usize = 2;
-/// From so many files on those without calls are forgotten before another one is noted.
+/// Offloaded calls on one file or device at a time.
+const PER_FILE: usize = 2;
+/// From so many entries on, entries without calls are removed before a new one is added.
 const FILES: usize = 64;
 
-/// The budgets of files with calls that run or wait, by number.
+/// The budgets of files with running or waiting calls, by descriptor number.
 #[derive(Default)]
 pub(crate) struct FileBudgets(RefCell<HashMap<usize, Weak<Budget>>>);
 
@@ -37,23 +38,23 @@ impl FileBudgets {
         if all.len() >= FILES {
             all.retain(|_, budget| budget.strong_count() > 0);
         }
-        let budget = Budget::new(OF_A_FILE);
+        let budget = Budget::new(PER_FILE);
         all.insert(number, Rc::downgrade(&budget));
         budget
     }
 }
 
 impl Io {
-    /// Runs `call` on a helper thread and waits for its result without blocking the worker. A
-    /// dropped future does not stop a call that has begun. For calls that end soon whatever becomes of disks;
-    /// else [`Io::offload_on`].
+    /// Runs `call` on a helper thread and waits for its result without blocking the worker. Dropping the
+    /// future does not stop a call that has begun. For calls that do not depend on storage, which may hang; for
+    /// those, see [`Io::offload_on`].
     pub async fn offload<T: Send + 'static>(&self, call: impl FnOnce() -> T + Send + 'static) -> T {
         let budget = self.offload_budget().clone();
         self.offload_within(&budget, call).await
     }
 
-    /// As [`Io::offload`], for a call on a file or device, which may hang: it waits for others on the same one,
-    /// and no call on another waits for it.
+    /// As [`Io::offload`], for a call on a file or device, which may hang: it waits for other calls on the same
+    /// file only.
     pub async fn offload_on<T: Send + 'static>(
         &self,
         fd: &Fd,
@@ -71,17 +72,17 @@ impl Io {
     ) -> T {
         #[cfg(feature = "sim")]
         if crate::clock::is_virtual() {
-            // A helper thread would answer at a moment that no seed decides.
+            // A helper thread would complete at a time that the seed does not determine.
             let value = call();
             self.yield_now().await;
             return value;
         }
-        let turn = budget.take(1).await;
-        Call { io: self, running: Some((turn, blocking::unblock(call))) }.await
+        let permit = budget.take(1).await;
+        Call { io: self, running: Some((permit, blocking::unblock(call))) }.await
     }
 }
 
-/// A call that runs. Dropped early it keeps its turn until the helper thread is free again.
+/// A running call. If it is dropped early, its part of the budget is released when the call has returned.
 struct Call<'a, T: Send + 'static> {
     io: &'a Io,
     running: Option<(BudgetGuard, blocking::Task<T>)>,
@@ -91,7 +92,7 @@ impl<T: Send + 'static> Future for Call<'_, T> {
     type Output = T;
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
         let Some((_, task)) = &mut self.running else {
-            unreachable!("a call is not polled after it is over")
+            unreachable!("a call is not polled after it has completed")
         };
         let value = std::task::ready!(Pin::new(task).poll(cx));
         self.running = None;
@@ -101,13 +102,13 @@ impl<T: Send + 'static> Future for Call<'_, T> {
 
 impl<T: Send + 'static> Drop for Call<'_, T> {
     fn drop(&mut self) {
-        if let Some((turn, task)) = self.running.take() {
-            let rest = async move {
-                // One that has not begun never will.
+        if let Some((permit, task)) = self.running.take() {
+            let cancellation = async move {
+                // A call that has not begun is not started.
                 let _ = task.cancel().await;
-                drop(turn);
+                drop(permit);
             };
-            self.io.spawn(rest).detach();
+            self.io.spawn(cancellation).detach();
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Waiting inside one worker: a signal for one waiter, and a byte budget served in order.
+//! Synchronization between tasks of one worker: a signal for one waiter, and a budget that is granted in order.
 //!
 //! Both are for tasks of the same worker only (no atomics, no locks).
 
@@ -8,7 +8,7 @@ use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Poll, Waker};
 
-/// A flag one task waits for and others set. Setting it twice before it is seen counts once.
+/// A flag that one task waits for and other tasks set. Setting it twice before the wait completes counts once.
 #[derive(Default)]
 pub struct Signal {
     set: Cell<bool>,
@@ -41,9 +41,9 @@ impl Signal {
     }
 }
 
-/// An amount of something (bytes, requests) that waiters take in the order in which they came.
+/// A number of units (bytes, requests) that tasks acquire in the order in which they came.
 ///
-/// One that asks for more than there ever is gets all of it when nobody else holds any, so that no
+/// A task that requests more than the total acquires all units as soon as all are free, so that no
 /// request waits for ever.
 pub struct Budget {
     total: usize,
@@ -52,7 +52,7 @@ pub struct Budget {
     waiters: RefCell<VecDeque<(u64, Waker)>>,
 }
 
-/// A taken part of a [`Budget`]; dropping it gives the part back.
+/// An acquired part of a [`Budget`]; dropping it releases the part.
 pub struct BudgetGuard {
     budget: Rc<Budget>,
     amount: usize,
@@ -69,12 +69,12 @@ impl Budget {
         })
     }
 
-    /// Units nobody holds.
+    /// Free units.
     pub fn free(&self) -> usize {
         self.free.get()
     }
 
-    /// Takes `amount` units (capped at the total) if they are free and nobody waits.
+    /// Acquires `amount` units (capped at the total) if they are free and no task waits.
     pub fn try_take(self: &Rc<Self>, amount: usize) -> Option<BudgetGuard> {
         if !self.waiters.borrow().is_empty() {
             return None;
@@ -89,14 +89,14 @@ impl Budget {
         Some(BudgetGuard { budget: self.clone(), amount })
     }
 
-    /// Takes `amount` units (capped at the total), waiting in line for them.
+    /// Acquires `amount` units (capped at the total), and waits for them in order of arrival.
     pub async fn take(self: &Rc<Self>, amount: usize) -> BudgetGuard {
         if let Some(guard) = self.try_take(amount) {
             return guard;
         }
         let ticket = self.next_ticket.get();
         self.next_ticket.set(ticket + 1);
-        let in_line = InLine { budget: self, ticket };
+        let queued = Queued { budget: self, ticket };
         poll_fn(|cx| {
             let mut waiters = self.waiters.borrow_mut();
             let position = waiters.iter().position(|(t, _)| *t == ticket);
@@ -111,7 +111,7 @@ impl Budget {
             Poll::Pending
         })
         .await
-        .also_drop(in_line)
+        .also_drop(queued)
     }
 
     fn wake_first(&self) {
@@ -121,13 +121,13 @@ impl Budget {
     }
 }
 
-/// A place in line: leaving it, served or cancelled, lets the next one look.
-struct InLine<'a> {
+/// An entry in the queue of waiters: when it is dropped, served or cancelled, the next waiter is woken.
+struct Queued<'a> {
     budget: &'a Budget,
     ticket: u64,
 }
 
-impl Drop for InLine<'_> {
+impl Drop for Queued<'_> {
     fn drop(&mut self) {
         self.budget.waiters.borrow_mut().retain(|(t, _)| *t != self.ticket);
         self.budget.wake_first();
@@ -135,11 +135,11 @@ impl Drop for InLine<'_> {
 }
 
 impl BudgetGuard {
-    fn also_drop(self, _line: InLine<'_>) -> BudgetGuard {
+    fn also_drop(self, _queued: Queued<'_>) -> BudgetGuard {
         self
     }
 
-    /// Units held.
+    /// Acquired units.
     pub fn amount(&self) -> usize {
         self.amount
     }
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_is_served_in_order_even_when_a_later_one_would_fit() {
+    fn a_budget_is_granted_in_order_even_if_a_later_request_would_fit() {
         let budget = Budget::new(10);
         let held = budget.try_take(8).unwrap();
         let mut big = pin!(budget.take(6));
@@ -174,18 +174,18 @@ mod tests {
         assert!(budget.try_take(1).is_none());
         drop(held);
         assert!(poll(small.as_mut()).is_pending());
-        let Poll::Ready(first) = poll(big.as_mut()) else { panic!("first in line is served") };
+        let Poll::Ready(first) = poll(big.as_mut()) else { panic!("the first in the queue is served") };
         let Poll::Ready(second) = poll(small.as_mut()) else { panic!("then the next") };
         assert_eq!((first.amount(), second.amount(), budget.free()), (6, 1, 3));
     }
 
     #[test]
-    fn a_cancelled_waiter_leaves_the_line_and_nothing_is_lost() {
+    fn a_cancelled_waiter_leaves_the_queue_and_no_unit_is_lost() {
         let budget = Budget::new(4);
         let held = budget.try_take(4).unwrap();
         {
-            let mut gone = pin!(budget.take(4));
-            assert!(poll(gone.as_mut()).is_pending());
+            let mut cancelled = pin!(budget.take(4));
+            assert!(poll(cancelled.as_mut()).is_pending());
         }
         drop(held);
         assert_eq!(budget.free(), 4);

@@ -1,15 +1,15 @@
-//! A worker in a simulation: on the simulation's thread, in its time, its tasks in an order that a seed
-//! decides (feature `sim`).
+//! A worker in a simulation: on the simulation's thread, with the simulation's clock, and with an order of tasks
+//! that a seed determines (feature `sim`).
 //!
-//! The ring, its operations and the sockets behind them are the real ones. What makes a run repeatable
-//! is that nothing of it happens on another thread: sockets and eventfds of one thread complete within
-//! the call that fills them or in the next look at the ring. Operations the kernel hands to threads of its
-//! own (files, `fdatasync`) are not repeatable: a simulation uses stores in memory.
+//! The ring, its operations and the sockets are the real ones. A run is repeatable because it uses one
+//! thread only: sockets and eventfds of one thread complete within
+//! the call that fills them or when completions are read next. Operations that the kernel executes on its own
+//! threads (files, `fdatasync`) are not repeatable: a simulation uses stores in memory.
 //!
 //! # Invariants
-//! - Time stands still while a worker turns: who waits for time waits until the simulation moves the clock
+//! - Time does not pass during an iteration of the worker's loop: timers wait until the simulation advances the clock
 //!   ([`ebb_mem::clock::set`]).
-//! - A thread has one worker at a time. Dropping it is what a kill is to a process: its tasks are dropped,
+//! - A thread has one worker at a time. Dropping it corresponds to killing a process: its tasks are dropped,
 //!   and nothing is flushed.
 
 use std::cell::Cell;
@@ -25,12 +25,12 @@ thread_local! {
     static ORDER: Cell<Option<u64>> = const { Cell::new(None) };
 }
 
-/// Has the tasks of this thread run in an order that `seed` decides; `None`: as they become ready.
+/// Makes the tasks of this thread run in an order that `seed` determines; `None`: in the order they become ready.
 pub fn set_order(seed: Option<u64>) {
     ORDER.set(seed);
 }
 
-/// One of `count`, if there is a choice and a seed.
+/// A number below `count`, if there is a choice and a seed.
 pub(crate) fn choose(count: usize) -> Option<usize> {
     let seed = ORDER.get().filter(|_| count > 1)?;
     // SplitMix64 (Steele, Lea, Flood 2014).
@@ -41,7 +41,7 @@ pub(crate) fn choose(count: usize) -> Option<usize> {
     usize::try_from((mixed ^ (mixed >> 31)) % count as u64).ok()
 }
 
-/// See the module.
+/// A worker that the simulation runs on its own thread.
 pub struct SimWorker(Turned);
 
 impl SimWorker {
@@ -53,24 +53,24 @@ impl SimWorker {
         Turned::new(name, memory).map(SimWorker)
     }
 
-    /// Its tasks' way to it.
+    /// The interface for its tasks.
     #[must_use]
     pub fn io(&self) -> &Io {
         &self.0.io
     }
 
-    /// A handle as other threads have one. Its `block_on` must not be called: nobody would turn.
+    /// A handle as other threads use it. Its `block_on` must not be called: the worker would not run meanwhile.
     #[must_use]
     pub fn handle(&self) -> WorkerHandle {
         self.0.handle()
     }
 
-    /// One turn of its loop. False if there was nothing to do.
+    /// Runs one iteration of its loop. False if there was nothing to do.
     pub fn turn(&mut self) -> bool {
         self.0.turn()
     }
 
-    /// When it must turn again if nothing happens before.
+    /// When the next iteration is due if nothing else makes one necessary before.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Instant> {
         self.0.next_deadline()

@@ -1,4 +1,4 @@
-//! The tasks of a worker that are not over.
+//! The live tasks of a worker.
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -8,16 +8,16 @@ use std::task::{Context, Poll, Waker};
 
 use pin_project_lite::pin_project;
 
-/// All tasks that are not over, so that a stopping worker can drop them: a task may wait for
-/// something that only it holds on to, and would otherwise stay with all it owns.
+/// All live tasks, so that a stopping worker can drop them: a task may wait for
+/// something that it alone owns, and would otherwise never be freed.
 #[derive(Default)]
 pub(crate) struct Tasks {
-    /// The waker of each; `None` is a free place.
+    /// The waker of each; `None` is a free entry.
     list: RefCell<Vec<Option<Waker>>>,
     free: RefCell<Vec<usize>>,
 }
 
-/// A task's place in [`Tasks`], given up when its future is dropped.
+/// A task's entry in [`Tasks`], freed when its future is dropped.
 struct Place {
     tasks: Rc<Tasks>,
     index: usize,
@@ -37,12 +37,12 @@ impl Tasks {
         self.free.borrow().len() == self.list.borrow().len()
     }
 
-    /// Says how the task at a place is woken.
+    /// Sets the waker of the task with this index.
     pub(crate) fn set_waker(&self, index: usize, waker: Waker) {
         self.list.borrow_mut()[index] = Some(waker);
     }
 
-    /// Wakes all of them: who is woken is scheduled, and can be dropped.
+    /// Wakes all tasks: a task that was woken is in the run queue, and can be dropped.
     pub(crate) fn wake_all(&self) {
         let wakers: Vec<Waker> = self.list.borrow().iter().flatten().cloned().collect();
         wakers.into_iter().for_each(Waker::wake);
@@ -50,8 +50,8 @@ impl Tasks {
 }
 
 pin_project! {
-    /// A task's future beside its place. Not an `async` block, which would hold the future twice: as what
-    /// it was given and as what it waits for.
+    /// A task's future and its entry in the list. Not an `async` block, which would hold the future twice: as a
+    /// captured value and as the value it awaits.
     pub(crate) struct Placed<F> {
         #[pin]
         future: F,
@@ -60,7 +60,7 @@ pin_project! {
 }
 
 impl<F> Placed<F> {
-    /// A future with a place in the list, and the number of that place.
+    /// A future with an entry in the list, and the index of that entry.
     pub(crate) fn new(future: F, tasks: &Rc<Tasks>) -> (usize, Placed<F>) {
         let place = tasks.place();
         (place.index, Placed { future, _place: place })

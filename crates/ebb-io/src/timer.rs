@@ -1,6 +1,6 @@
-//! Timers of one worker: a sorted list of deadlines the ring's wait is bounded by.
+//! Timers of one worker: a sorted list of deadlines, which bound the ring's wait.
 //!
-//! Not for the data path: a timer costs a tree node. Requests do not each have one.
+//! Not for the data path: a timer costs a tree node. There is no timer per request.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use crate::worker::Io;
 
 /// A year.
-const FOR_EVER: Duration = Duration::from_secs(365 * 24 * 3600);
+const MAX_SLEEP: Duration = Duration::from_secs(365 * 24 * 3600);
 
 #[derive(Default)]
 pub(crate) struct Timers {
@@ -25,7 +25,7 @@ impl Timers {
         self.list.borrow().keys().next().map(|(at, _)| *at)
     }
 
-    /// Wakes all whose time has come.
+    /// Wakes all timers that are due.
     pub(crate) fn fire(&self, now: Instant) {
         loop {
             let due = {
@@ -39,7 +39,7 @@ impl Timers {
         }
     }
 
-    /// Forgets all timers; used when the worker ends.
+    /// Removes all timers; used when the worker ends.
     pub(crate) fn clear(&self) {
         drop(std::mem::take(&mut *self.list.borrow_mut()));
     }
@@ -56,12 +56,12 @@ impl Io {
     /// Waits for `duration`.
     pub fn sleep(&self, duration: Duration) -> Sleep<'_> {
         let now = ebb_mem::clock::now();
-        // Longer than the clock counts is for ever, or near enough.
-        let at = now.checked_add(duration).unwrap_or(now + FOR_EVER);
+        // The sum may exceed the range of the clock.
+        let at = now.checked_add(duration).unwrap_or(now + MAX_SLEEP);
         Sleep { io: self, at, id: None }
     }
 
-    /// Runs `future` for at most `duration`; `None` when time ran out (the future is dropped).
+    /// Runs `future` for at most `duration`; `None` after a timeout (the future is dropped).
     pub async fn timeout<F: Future>(&self, duration: Duration, future: F) -> Option<F::Output> {
         let mut sleep = std::pin::pin!(self.sleep(duration));
         let mut future = std::pin::pin!(future);
