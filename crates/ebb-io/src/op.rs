@@ -1,7 +1,7 @@
-//! Operations as futures: each takes its buffer by value and gives it back with the result.
+//! Operations as futures: each takes its buffer by value and returns it with the result.
 //!
-//! A result is what the kernel said: lengths may be short, and it is the caller (a store) that
-//! continues or reports. Errors are plain `io::Error`; the caller knows the volume and the offset.
+//! A result is that of the kernel: lengths may be short, and the caller (a store)
+//! continues or reports an error. Errors are plain `io::Error`; the caller adds the volume and the offset.
 
 use std::future::Future;
 use std::io;
@@ -19,7 +19,7 @@ use crate::ring::line::file_number;
 use crate::ring::{Class, Hold, Key, POLLIN};
 use crate::worker::Io;
 
-/// A file descriptor shared with the operations on it: it closes when the last of them is over.
+/// A file descriptor shared with the operations on it: it is closed when the last of them has completed.
 pub type Fd = Arc<OwnedFd>;
 
 /// Wraps anything that owns a descriptor.
@@ -27,10 +27,10 @@ pub fn fd_from(owner: impl Into<OwnedFd>) -> Fd {
     Arc::new(owner.into())
 }
 
-/// Storage operations on buffers from this size on are submitted at once, bytes.
+/// Storage operations on buffers of this size or more are submitted at once, bytes.
 const EAGER_BYTES: usize = 64 << 10;
 
-/// How a write reaches the store.
+/// Flags of a write.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WriteFlags {
     /// Complete only when the data is stable (`RWF_DSYNC`).
@@ -47,7 +47,7 @@ struct Op<'a> {
     key: Option<Key>,
     /// Large: submitted at once, see [`crate::ring::Ring::submit_now`].
     eager: bool,
-    /// What is done before it, see [`crate::ring::Ring::start_chain`].
+    /// Entries submitted before it, see [`crate::ring::Ring::start_chain`].
     before: Option<[squeue::Entry; 2]>,
 }
 
@@ -58,7 +58,7 @@ impl<'a> Op<'a> {
         Op { io, entry, class, parts, file, ticket: 0, key: None, eager: false, before: None }
     }
 
-    /// The length and the message of one that was given a message.
+    /// The length and the message of an operation on a message.
     async fn with_its_message(self) -> (io::Result<usize>, Box<Gather>) {
         match self.await {
             (result, Hold::Gather(message)) => (length(result), message),
@@ -66,7 +66,7 @@ impl<'a> Op<'a> {
         }
     }
 
-    /// The length and the buffer of one that was given a buffer.
+    /// The length and the buffer of an operation on a buffer.
     async fn with_its_buf(self) -> (io::Result<usize>, Buf) {
         match self.await {
             (result, Hold::Buf(buf)) => (length(result), buf),
@@ -91,17 +91,17 @@ impl Future for Op<'_> {
             };
         }
         let Some((hold, fd)) = this.parts.take() else {
-            unreachable!("an operation is not polled after it is over")
+            unreachable!("an operation is not polled after it has completed")
         };
         if this.class == Class::Storage && ring.lines.must_queue(this.file, this.ticket) {
             this.parts = Some((hold, fd));
             this.ticket = ring.lines.queue_up(this.file, this.ticket, cx.waker());
             return Poll::Pending;
         }
-        // An eager operation names its waker when it has looked and found nothing.
+        // An eager operation sets its waker below, if it has not completed after submission.
         let waker = if this.eager { Waker::noop() } else { cx.waker() };
         let started = match this.before.clone() {
-            // SAFETY: as below; `exchange` asked whether the kernel can.
+            // SAFETY: as below; `exchange` checked that the kernel supports it.
             Some([first, second]) => unsafe {
                 ring.start_chain([first, second, this.entry.clone()], hold, fd, waker)
             },
@@ -203,8 +203,8 @@ impl Io {
         self.with_buf(entry, Class::Storage, buf, fd).await
     }
 
-    /// As [`Io::read_at`], from a thread of the kernel: for files whose reads may hold up the thread that submits
-    /// them. A block device's buffered reads take its inode's lock, for which not even `RWF_NOWAIT` forbids waiting.
+    /// As [`Io::read_at`], on a thread of the kernel: for files whose reads may block the submitting thread.
+    /// A block device's buffered reads take its inode's lock, and wait for it even with `RWF_NOWAIT`.
     pub async fn read_at_apart(
         &self,
         fd: &Fd,
@@ -218,8 +218,8 @@ impl Io {
     }
 
     /// Reads into `buf[range]` from `offset` (bytes) what the page cache holds, without waiting and
-    /// without the ring; `None` when it holds nothing, or when many requests are under way: then
-    /// the ring does it for less, several in one call. For regular files opened without O_DIRECT.
+    /// without the ring. `None` when it holds nothing, or when many requests are in flight: then
+    /// the ring is cheaper, with several operations per system call. For regular files opened without O_DIRECT.
     pub fn read_cached(
         &self,
         fd: &Fd,
@@ -255,7 +255,7 @@ impl Io {
         self.with_buf(entry, Class::Storage, buf, fd).await
     }
 
-    /// Writes what is left of a message at `offset` (bytes). May be short: `Gather::advance` by the result.
+    /// Writes the unsent part of a message at `offset` (bytes). May be short: `Gather::advance` by the result.
     pub async fn write_message_at(
         &self,
         fd: &Fd,
@@ -291,7 +291,7 @@ impl Io {
         self.with_buf(entry, Class::Wait, buf, fd).await
     }
 
-    /// Receives exactly `range.len()` bytes from a socket, unless the stream ends before.
+    /// Receives exactly `range.len()` bytes from a socket; an error if the stream ends before.
     pub async fn recv_exact(
         &self,
         fd: &Fd,
@@ -312,11 +312,11 @@ impl Io {
         (Ok(()), buf)
     }
 
-    /// Sends what is left of a message. May be short: `Gather::advance` by the result.
+    /// Sends the unsent part of a message. May be short: `Gather::advance` by the result.
     ///
-    /// While there is little to batch, a socket with room takes it in one call right here. A full
-    /// one goes through the ring, and so does everything under load: the replies of several
-    /// connections then leave in one call.
+    /// At light load, the message is sent by a direct system call if the socket has room. If the socket is
+    /// full, and under load, it is sent through the ring: then the replies of several connections are sent with
+    /// one system call.
     pub async fn send(
         &self,
         fd: &Fd,
@@ -342,14 +342,14 @@ impl Io {
             .build();
         let (accepted, _) = Op::new(self, entry, Class::Wait, Hold::Descriptor, fd).await;
         length(accepted)?;
-        // SAFETY: the kernel has just made this descriptor for us; nobody else knows it.
+        // SAFETY: the kernel has just created this descriptor; it is owned here only.
         Ok(unsafe { OwnedFd::from_raw_fd(accepted) })
     }
 
-    /// Writes the first `bytes` of `buf` to `fd`, which must not block, waits until there is something
-    /// to read, and reads at most as much over them: one call of the system where the kernel can
-    /// do that (5.17), which submits and waits at once. May be short, and may find nothing
-    /// ([`io::ErrorKind::WouldBlock`]): then it is to be done again, without the writing.
+    /// Writes the first `bytes` of `buf` to `fd`, which must not block, waits until `fd` is readable, and
+    /// reads at most `bytes` into the same part of `buf`. From Linux 5.17 on this needs one system call, which submits
+    /// and waits. May be short, and may find nothing to read
+    /// ([`io::ErrorKind::WouldBlock`]): then call it again with `write` false.
     pub async fn exchange(
         &self,
         fd: &Fd,
@@ -377,7 +377,7 @@ impl Io {
         op.with_its_buf().await
     }
 
-    /// Waits until `fd` is readable (or has hung up) without holding a buffer.
+    /// Waits until `fd` is readable (or its peer has hung up) without holding a buffer.
     pub async fn readable(&self, fd: &Fd) -> io::Result<()> {
         let entry = opcode::PollAdd::new(raw(fd), POLLIN).build();
         self.plain(entry, Class::Wait, fd).await.map(drop)

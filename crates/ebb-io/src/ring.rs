@@ -1,14 +1,14 @@
-//! The ring: operation slots, submission, completion. The one place that hands memory to the kernel.
+//! The ring: operation slots, submission, completion. Only this module passes memory to the kernel's ring.
 //!
 //! Invariants (each has a test below or in `tests/`):
-//! - a slot owns its operation's memory ([`Hold`]) and file from submission to completion, whatever
-//!   becomes of the future;
-//! - a completion is matched by slot index *and* generation, so a late one never meets a new owner;
-//! - storage operations in flight have a limit for each file ([`line`]), so that a device that hangs leaves room
-//!   for all others; waits (receive, accept, poll) do not count, since they may last for ever. The
-//!   kernel keeps completions that find the queue full (`IORING_FEAT_NODROP`);
-//! - system calls that block in the kernel's threads (`fdatasync`, `fallocate`, requests that find a device's
-//!   queue full) find a thread, however many those of devices that hang have taken ([`BLOCKING_MAX`]).
+//! - a slot owns its operation's memory ([`Hold`]) and file from submission to completion, even if the
+//!   future is dropped;
+//! - a completion is matched by slot index *and* generation, so a late one never completes a new operation;
+//! - storage operations in flight have a limit per file ([`line`]), so that a device that hangs leaves room
+//!   for other devices; waits (receive, accept, poll) are not limited, since they may last for ever. The
+//!   kernel keeps completions for which the completion queue has no room (`IORING_FEAT_NODROP`);
+//! - system calls that block in the kernel's threads (`fdatasync`, `fallocate`, requests to a device whose
+//!   queue is full) find a free thread, even if calls on devices that hang occupy many ([`BLOCKING_MAX`]).
 
 use std::cell::{Cell, RefCell};
 use std::io;
@@ -31,26 +31,26 @@ use line::{Lines, file_number};
 const SQ_ENTRIES: u32 = 256;
 /// Entries of the completion queue.
 const CQ_ENTRIES: u32 = 1024;
-/// Threads of the kernel that may do one worker's blocking calls. It starts them as the others block; its own limit is
-/// four for each processor, which the requests of one device that hangs would take.
+/// Kernel threads for the blocking calls of one worker. The kernel starts one when all existing ones block; its default
+/// limit is four per processor, all of which the requests to one device that hangs would occupy.
 const BLOCKING_MAX: u32 = 4096;
-/// `user_data` of cancellations, whose result nobody reads.
+/// `user_data` of cancellations, whose result is ignored.
 const TAG_CANCEL: u64 = u64::MAX;
-/// `user_data` of the alarm clock.
+/// `user_data` of the alarm.
 const TAG_ALARM: u64 = u64::MAX - 2;
 /// `user_data` of the poll on the worker's wake-up eventfd.
 const TAG_WAKE: u64 = u64::MAX - 1;
 
-/// Memory an operation points the kernel at. Its address must not change while the `Hold` moves.
+/// The memory that an operation's entry points to. Its address must not change when the `Hold` moves.
 pub(crate) enum Hold {
     None,
     Buf(Buf),
     Gather(Box<Gather>),
-    /// No memory, but the result is a new descriptor, which is closed if nobody is left to own it.
+    /// No memory, but the result is a new descriptor, which is closed if the future has been dropped.
     Descriptor,
 }
 
-/// Whether an operation ends by itself (storage, send) or may wait for ever (receive, accept, poll).
+/// Whether an operation is limited per file (storage), or may wait for ever (receive, send, accept, poll).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Class {
     Storage,
@@ -60,7 +60,7 @@ pub(crate) enum Class {
 enum State {
     Free,
     Running(Waker),
-    /// The future is gone; the slot keeps the memory until the completion arrives.
+    /// The future was dropped; the slot keeps the memory until the completion arrives.
     Orphan,
     Done(i32),
 }
@@ -73,7 +73,7 @@ struct Slot {
     fd: Option<Fd>,
 }
 
-/// Names one operation in flight.
+/// Identifies one operation in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Key {
     index: u32,
@@ -95,42 +95,42 @@ struct Slots {
 pub(crate) struct Ring {
     uring: RefCell<IoUring>,
     slots: RefCell<Slots>,
-    /// Storage operations in flight, and futures that found no room.
+    /// The number of storage operations in flight per file, and the futures that wait for room.
     pub(crate) lines: Lines,
     cancels: RefCell<Vec<u64>>,
-    /// When the earliest armed alarm goes off.
+    /// When the earliest armed alarm expires.
     alarm: Cell<Option<Instant>>,
-    /// How long from its submission. The kernel reads it when it takes the entry, which may be at a
-    /// later call than the one that pushed it: so it lives as long as the ring, at one address.
+    /// The timeout of the alarm, counted from its submission. The kernel reads it when it consumes the entry,
+    /// possibly in a later call than the one that pushed it: so it lives as long as the ring, at one address.
     alarm_in: Box<Cell<Timespec>>,
-    /// What was seen by [`Ring::submit_now`] and not yet reported.
+    /// Found by [`Ring::submit_now`] and not yet reported by [`Ring::reap`].
     early: Cell<Reaped>,
     pub(crate) enters: Cell<u64>,
     pub(crate) operations: Cell<u64>,
 }
 
-/// What [`Ring::reap`] saw.
+/// The result of [`Ring::reap`].
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Reaped {
     /// The wake-up eventfd became readable.
     pub(crate) woken: bool,
     /// The poll on the eventfd ended and must be armed again.
     pub(crate) rearm: bool,
-    /// Completions taken.
+    /// Completions processed.
     pub(crate) count: u32,
 }
 
 impl Ring {
     pub(crate) fn new() -> io::Result<Ring> {
         let uring = build()?;
-        // Saves a file look-up per system call where the kernel has it (5.18); no loss where not.
+        // Saves a file look-up per system call where the kernel supports it (5.18); optional.
         let _ = uring.submitter().register_ring_fd();
-        // 0: the other kind of thread as it is.
+        // 0 leaves the limit of unbounded workers unchanged.
         let _ = uring.submitter().register_iowq_max_workers(&mut [BLOCKING_MAX, 0]);
         if !uring.params().is_feature_nodrop() || !uring.params().is_feature_ext_arg() {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
-                "io_uring of this kernel is too old: Linux 5.15 or newer is needed",
+                "this kernel's io_uring is too old: Linux 5.15 or newer is required",
             ));
         }
         Ok(Ring {
@@ -146,7 +146,7 @@ impl Ring {
         })
     }
 
-    /// Starts an operation, or gives its parts back when the ring has no room.
+    /// Starts an operation, or returns its parts when the ring has no room.
     ///
     /// # Safety
     /// Every pointer in `entry` must point into `hold`, be valid for what the operation does with
@@ -176,8 +176,8 @@ impl Ring {
         Err(self.release(key.index))
     }
 
-    /// Starts three operations as one: `first`, whose outcome nobody reads, and behind it `second`
-    /// linked to `last`, which is the one that completes. For `Class::Wait` only.
+    /// Starts three entries as one operation: `first`, whose result is ignored, then `second`
+    /// linked to `last`, whose completion is that of the operation. For `Class::Wait` only.
     ///
     /// # Safety
     /// As [`Ring::start`] for all three; the kernel must support
@@ -192,19 +192,19 @@ impl Ring {
         let key = self.claim(Class::Wait, hold, fd, waker);
         let [first, second, last] = entries;
         let quiet = squeue::Flags::SKIP_SUCCESS;
-        // All three have the name of the operation, so that a cancellation finds whichever waits. If
-        // `second` fails it completes the operation, and `last`, which the kernel then gives up,
-        // finds nobody.
+        // `second` and `last` carry the operation's tag, so that a cancellation finds the one that waits. If
+        // `second` fails, it completes the operation; the completion of `last`, which the kernel then cancels,
+        // is ignored.
         let entries = [
             first.flags(quiet).user_data(TAG_CANCEL),
             second.flags(quiet | squeue::Flags::IO_LINK).user_data(key.tag()),
             last.user_data(key.tag()),
         ];
         let mut uring = self.uring.borrow_mut();
-        // SAFETY: the caller vouches for them.
+        // SAFETY: the caller guarantees that the entries' pointers are valid.
         let mut pushed = unsafe { uring.submission().push_multiple(&entries) }.is_ok();
         if !pushed {
-            // A chain must not be torn: there is room for all of it, or it waits.
+            // A chain must not be split: if there is no room for all of it, it waits.
             self.enters.set(self.enters.get() + 1);
             // SAFETY: as above.
             pushed = uring.submit().is_ok()
@@ -219,7 +219,7 @@ impl Ring {
         Err(self.release(key.index))
     }
 
-    /// True when the kernel can keep quiet about what went well (5.17).
+    /// True when the kernel supports `IOSQE_CQE_SKIP_SUCCESS` (5.17).
     pub(crate) fn can_skip(&self) -> bool {
         self.uring.borrow().params().is_feature_skip_cqe_on_success()
     }
@@ -255,7 +255,7 @@ impl Ring {
 
     fn push(&self, entry: &squeue::Entry) -> bool {
         let mut uring = self.uring.borrow_mut();
-        // SAFETY: `start` and `arm_wake` vouch for the entry's pointers.
+        // SAFETY: the callers guarantee that the entry's pointers are valid.
         if unsafe { uring.submission().push(entry) }.is_ok() {
             return true;
         }
@@ -273,14 +273,14 @@ impl Ring {
         self.push(&poll.build().user_data(TAG_WAKE))
     }
 
-    /// Makes sure that the ring wakes up at `at` or before; false if it cannot: the next wait must not be
-    /// long. Armed once for many waits: a deadline with each wait would set up and take down a
+    /// Ensures that the ring wakes up at `at` or before; false if it cannot: then the next wait must be
+    /// short. One alarm serves many waits: a deadline per wait would set up and remove a kernel
     /// timer for each request.
     pub(crate) fn wake_at(&self, at: Instant, now: Instant) -> bool {
         if self.alarm.get().is_some_and(|armed| armed <= at) {
             return true;
         }
-        // An alarm that is still queued takes this time, too: it is the earlier one.
+        // An alarm that is still queued uses this timeout, too, which is the earlier one.
         self.alarm_in.set(Timespec::from(at.saturating_duration_since(now)));
         let spec: *const Timespec = self.alarm_in.as_ptr();
         let armed = self.push(&opcode::Timeout::new(spec).build().user_data(TAG_ALARM));
@@ -298,7 +298,7 @@ impl Ring {
             let slot = &mut slots.list[key.index as usize];
             assert_eq!(
                 slot.generation, key.generation,
-                "a future polls a slot that is not its own"
+                "a future polls the slot of another operation"
             );
             match &mut slot.state {
                 State::Done(result) => *result,
@@ -313,11 +313,11 @@ impl Ring {
         Some((result, hold))
     }
 
-    /// The future of `key` is gone: the slot keeps the memory until the kernel is done with it.
+    /// Called when the future of `key` is dropped: the slot keeps the memory until the completion arrives.
     pub(crate) fn abandon(&self, key: Key) {
         let before = {
             let mut slots = self.slots.borrow_mut();
-            // No slot: it was leaked by `shut_down`.
+            // No slot: `shut_down` has leaked it.
             let Some(slot) = slots.list.get_mut(key.index as usize) else { return };
             if slot.generation != key.generation {
                 return;
@@ -334,7 +334,7 @@ impl Ring {
 
     fn push_cancels(&self) {
         loop {
-            // A statement of its own: the borrow must have ended when the tag is put back.
+            // A separate statement: the borrow must have ended before the tag is put back.
             let tag = self.cancels.borrow_mut().pop();
             let Some(tag) = tag else { return };
             let entry = opcode::AsyncCancel::new(tag).build().user_data(TAG_CANCEL);
@@ -345,7 +345,7 @@ impl Ring {
         }
     }
 
-    /// Submits what is queued and waits for `want` completions, at most `timeout`; after
+    /// Submits queued entries and waits for `want` completions, for at most `timeout`; after
     /// `linger` one completion is enough.
     pub(crate) fn enter(&self, want: usize, timeout: Option<Duration>, linger: Option<Duration>) {
         self.push_cancels();
@@ -366,14 +366,14 @@ impl Ring {
                 }
             }
         };
-        // Time is up, a signal came, or the completion queue must be read first: all of them are
-        // answered by the reap that follows. Nothing else is returned for a valid ring; entries
+        // The timeout expired, a signal arrived, or the completion queue must be read first: in each case
+        // the following reap is the right reaction. A valid ring returns no other errors; entries
         // that could not be submitted stay queued.
         drop(result);
     }
 
-    /// True when the kernel must be entered to get on: entries wait to be submitted, or
-    /// completions wait in the kernel (which hands them over only to a thread that asks).
+    /// True when the kernel must be entered: entries wait to be submitted, or
+    /// completions wait in the kernel (which delivers them only to a thread that enters it).
     pub(crate) fn wants_enter(&self) -> bool {
         let mut uring = self.uring.borrow_mut();
         let submission = uring.submission();
@@ -383,8 +383,8 @@ impl Ring {
             || !self.cancels.borrow().is_empty()
     }
 
-    /// True when somebody waits for the kernel to be entered, or for what has completed.
-    pub(crate) fn is_waited_for(&self) -> bool {
+    /// True when the kernel must be entered, or completions wait to be processed.
+    pub(crate) fn has_work(&self) -> bool {
         self.wants_enter() || !self.uring.borrow_mut().completion().is_empty()
     }
 
@@ -393,7 +393,7 @@ impl Ring {
         self.uring.borrow().params().is_feature_min_timeout()
     }
 
-    /// Takes all completions, wakes their owners, and lets those in line look again.
+    /// Processes all completions, wakes their futures, and lets waiting operations try again.
     pub(crate) fn reap(&self) -> Reaped {
         let mut reaped = self.early.replace(Reaped::default());
         let mut uring = self.uring.borrow_mut();
@@ -414,8 +414,8 @@ impl Ring {
         reaped
     }
 
-    /// Submits what is queued and takes what is complete, without waiting. For a large operation,
-    /// which is worth a system call of its own: data that was in memory is then at hand at once,
+    /// Submits queued entries and processes completions, without waiting. For a large operation,
+    /// which is worth a separate system call: data from the page cache is then available at once,
     /// and still in the processor's cache.
     pub(crate) fn submit_now(&self) {
         self.enter(0, None, None);
@@ -423,9 +423,9 @@ impl Ring {
         self.early.set(reaped);
     }
 
-    /// True when [`Ring::submit_now`] has seen what [`Ring::reap`] must report before anybody sleeps: the
-    /// bell does not ring twice.
-    pub(crate) fn has_news(&self) -> bool {
+    /// True when [`Ring::submit_now`] has found something that [`Ring::reap`] must report before the worker sleeps:
+    /// the eventfd does not wake it a second time.
+    pub(crate) fn has_unreported(&self) -> bool {
         let early = self.early.get();
         early.woken || early.rearm
     }
@@ -451,17 +451,17 @@ impl Ring {
                 let (hold, _fd) = self.release(u32::try_from(index).unwrap_or(u32::MAX));
                 close_unowned(&hold, result);
             }
-            // The rest of a chain that was given up.
+            // The last entry of a chain that the kernel has cancelled.
             State::Done(_) => {}
-            State::Free => unreachable!("a slot that is free has another generation"),
+            State::Free => unreachable!("a free slot has a different generation"),
         }
     }
 
-    /// Cancels everything and waits until the kernel holds no memory of ours. Memory it still
-    /// holds after `patience` is leaked on purpose: a leak is harmless, a write into freed memory
+    /// Cancels all operations and waits until the kernel holds no memory of this ring. Memory that it still
+    /// holds after `timeout` is leaked on purpose: a leak is harmless, a write into freed memory
     /// is not.
-    pub(crate) fn shut_down(&self, patience: Duration) {
-        let deadline = Instant::now() + patience;
+    pub(crate) fn shut_down(&self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
         let everything =
             opcode::AsyncCancel2::new(CancelBuilder::any()).build().user_data(TAG_CANCEL);
         self.push(&everything);
@@ -490,10 +490,10 @@ impl Ring {
     }
 }
 
-/// Closes the descriptor that an operation made for a future that is gone.
+/// Closes the descriptor that an operation created for a future that was dropped.
 fn close_unowned(hold: &Hold, result: i32) {
     if matches!(hold, Hold::Descriptor) && result >= 0 {
-        // SAFETY: the kernel has just made this descriptor, and its only claimant is gone.
+        // SAFETY: the kernel has just created this descriptor, and the future that would own it was dropped.
         drop(unsafe { OwnedFd::from_raw_fd(result) });
     }
 }
@@ -508,17 +508,17 @@ fn build() -> io::Result<IoUring> {
     let modern = modern.build(SQ_ENTRIES);
     let Err(error) = modern else { return modern };
     if error.raw_os_error() == Some(libc::EINVAL) {
-        // Before Linux 6.1 there is no deferred task work: slower, otherwise the same.
+        // Linux before 6.1 does not support deferred task work: slower, otherwise equivalent.
         return IoUring::builder().setup_cqsize(CQ_ENTRIES).setup_clamp().build(SQ_ENTRIES);
     }
     let remedy = match error.raw_os_error() {
         Some(libc::EPERM) => {
-            "io_uring is forbidden here: set the sysctl kernel.io_uring_disabled to 0, \
+            "io_uring is disabled: set the sysctl kernel.io_uring_disabled to 0, \
              or allow io_uring_setup in the container's seccomp profile"
         }
-        Some(libc::ENOSYS) => "this kernel has no io_uring: Linux 5.15 or newer is needed",
+        Some(libc::ENOSYS) => "this kernel has no io_uring: Linux 5.15 or newer is required",
         Some(libc::ENOMEM) => "no memory for an io_uring: raise the memlock limit (ulimit -l)",
-        _ => "could not create an io_uring",
+        _ => "cannot create an io_uring",
     };
     Err(io::Error::new(error.kind(), format!("{remedy} ({error})")))
 }

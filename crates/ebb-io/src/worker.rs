@@ -1,10 +1,10 @@
-//! A worker thread: its run queue, its loop, and the way other threads hand it work.
+//! A worker thread: its run queue, its event loop, and the interface for other threads.
 //!
-//! The loop: run what is ready (at most [`POLLS_PER_TURN`] polls, so that completions are looked at
-//! in between), submit and wait in one system call, wake the owners of completions and timers.
+//! One iteration of the loop: run ready tasks (at most [`POLLS_PER_TURN`] polls, so that completions are processed
+//! in between), submit and wait in one system call, wake the tasks of completions and timers.
 //!
-//! Wakers may be used from any thread: on the worker itself they push to the run queue; elsewhere
-//! they go through a small locked queue and an eventfd, which is not on any data path.
+//! Wakers may be used from any thread: on the worker itself they push to the run queue; on other threads
+//! they use a locked inbox and an eventfd, which are not on any data path.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -28,26 +28,26 @@ use crate::signal::Budget;
 use crate::tasks::{Placed, Tasks};
 use crate::timer::Timers;
 
-/// A spawned task; dropping it cancels, `detach` lets it run on.
+/// A spawned task; dropping it cancels the task, `detach` lets it run to completion.
 pub type Task<T> = async_task::Task<T>;
 
-/// Polls between two looks at the ring.
+/// The most polls of tasks in one iteration.
 const POLLS_PER_TURN: usize = 512;
-/// Memory of a worker that shares with nobody.
+/// Memory ceiling of a worker with its own memory.
 const ALONE_BYTES: usize = 256 << 20;
-/// Completions per turn below which a request may take the short way: a lone one makes two, the
-/// request's arrival and its read.
+/// Completions per iteration below which a request may bypass the ring: a single request causes two, its
+/// arrival and its read.
 const DIRECT_BELOW: u32 = 3;
-/// Completions per turn from which on several are waited for.
+/// Completions per iteration from which on the worker waits for several.
 const LINGER_FROM: u32 = 4;
-/// How long a batch of completions may be waited for once work is there.
+/// How long the worker waits for further completions after the first one.
 const LINGER: Duration = Duration::from_micros(50);
-/// The longest wait while the kernel does not take an alarm.
+/// The longest wait while no alarm can be armed.
 const UNARMED: Duration = Duration::from_millis(1);
-/// How often the memory is asked when it must be tended next.
-const TEND_INTERVAL: Duration = Duration::from_millis(100);
-/// How long a stopping worker waits for the kernel to let go of buffers.
-const STOP_PATIENCE: Duration = Duration::from_secs(10);
+/// How often the worker queries when its memory needs maintenance next.
+const MAINTENANCE_INTERVAL: Duration = Duration::from_millis(100);
+/// How long a stopping worker waits until the kernel has released its buffers.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 type Starter = Box<dyn FnOnce(&Io) + Send>;
 
@@ -57,7 +57,7 @@ thread_local! {
     static READY: RefCell<VecDeque<Runnable>> = const { RefCell::new(VecDeque::new()) };
 }
 
-/// What other threads see of a worker.
+/// The part of a worker that other threads use.
 struct Shared {
     id: u64,
     wake: OwnedFd,
@@ -69,7 +69,7 @@ struct Shared {
 struct Inbox {
     runnables: Vec<Runnable>,
     starters: Vec<Starter>,
-    /// The worker has stopped: what would be started is dropped.
+    /// The worker has stopped: new work is dropped.
     closed: bool,
 }
 
@@ -81,7 +81,7 @@ impl Shared {
         if wake < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: a fresh descriptor that nobody else owns.
+        // SAFETY: a new descriptor, owned here only.
         let wake = unsafe { OwnedFd::from_raw_fd(wake) };
         Ok(Arc::new(Shared {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
@@ -93,7 +93,7 @@ impl Shared {
 
     fn schedule(&self, runnable: Runnable) {
         if WORKER.try_with(Cell::get) == Ok(self.id) {
-            // The queue outlives the loop only while the thread ends; then the task is dropped.
+            // While the thread ends, the queue may not be accessible; then the task is dropped.
             let mut pending = Some(runnable);
             let _ = READY.try_with(|ready| {
                 if let Ok(mut ready) = ready.try_borrow_mut() {
@@ -103,7 +103,7 @@ impl Shared {
             return;
         }
         self.inbox().runnables.push(runnable);
-        self.ring_bell();
+        self.signal_wake();
     }
 
     fn start(&self, starter: Starter) {
@@ -115,21 +115,21 @@ impl Shared {
             }
             inbox.starters.push(starter);
         }
-        self.ring_bell();
+        self.signal_wake();
     }
 
     fn inbox(&self) -> MutexGuard<'_, Inbox> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn ring_bell(&self) {
+    fn signal_wake(&self) {
         let one = 1u64.to_ne_bytes();
-        // SAFETY: eight readable bytes. A full counter (EAGAIN) means a wake-up is pending anyway.
+        // SAFETY: eight readable bytes. EAGAIN (a full counter) means that a wake-up is pending already.
         unsafe { libc::write(self.wake.as_raw_fd(), one.as_ptr().cast(), one.len()) };
     }
 }
 
-/// Figures of one worker since its start.
+/// Statistics of one worker since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WorkerStats {
     /// System calls made to submit and wait.
@@ -138,12 +138,12 @@ pub struct WorkerStats {
     pub operations: u64,
 }
 
-/// How many completions come at a time, lately: what decides whether to wait for several.
+/// The recent number of completions per iteration, which decides whether to wait for several.
 #[derive(Default)]
 struct Load {
-    /// Moving average of completions per turn, in sixteenths.
+    /// Moving average of completions per iteration, in sixteenths.
     average: Cell<u32>,
-    /// Operations done without the ring in this turn; they count as completions.
+    /// Operations executed without the ring in this iteration; they count as completions.
     direct: Cell<u32>,
 }
 
@@ -154,12 +154,12 @@ impl Load {
         self.average.set(average - average / 8 + completions.min(512) * 2);
     }
 
-    /// There is little to batch.
+    /// Few completions per iteration: batching would not help.
     fn is_light(&self) -> bool {
         self.average.get() / 16 < LINGER_FROM
     }
 
-    /// Requests come one by one, and this is the first of the turn: there is nothing to batch.
+    /// Requests arrive one by one, and this is the first of the iteration: batching would not help.
     fn take_direct(&self) -> bool {
         let first = self.average.get() / 16 < DIRECT_BELOW && self.direct.get() == 0;
         if first {
@@ -168,8 +168,8 @@ impl Load {
         first
     }
 
-    /// Under load, the usual number of completions is waited for, but no longer than [`LINGER`];
-    /// a lone request is never held up.
+    /// Under load, wait for the average number of completions, but no longer than [`LINGER`];
+    /// a single request is never delayed.
     fn batch(&self) -> (usize, Option<Duration>) {
         match self.average.get() / 16 {
             0..LINGER_FROM => (1, None),
@@ -178,26 +178,26 @@ impl Load {
     }
 }
 
-/// Who waits for the next turn.
+/// Tasks that wait for the next iteration.
 #[derive(Default)]
 struct Waiting {
-    /// Soon: they look at something, or have little to do.
-    soon: Vec<Waker>,
-    /// Patiently: they have much to do.
-    patient: Vec<Waker>,
-    /// Patient ones whose turn has come and who have not gone on yet: they are ready, and nobody
-    /// makes way for them.
-    due: usize,
+    /// Tasks that poll memory, or have little to do.
+    polling: Vec<Waker>,
+    /// Tasks that have much to do: they run after all other tasks.
+    bulk: Vec<Waker>,
+    /// Bulk tasks that were woken and have not run yet. They are ready, but other bulk tasks do not
+    /// yield to them.
+    bulk_woken: usize,
 }
 
 impl Waiting {
     fn is_empty(&self) -> bool {
-        self.soon.is_empty() && self.patient.is_empty()
+        self.polling.is_empty() && self.bulk.is_empty()
     }
 
     fn wake(&mut self) {
-        self.due = self.patient.len();
-        self.soon.drain(..).chain(self.patient.drain(..)).for_each(Waker::wake);
+        self.bulk_woken = self.bulk.len();
+        self.polling.drain(..).chain(self.bulk.drain(..)).for_each(Waker::wake);
     }
 }
 
@@ -205,13 +205,13 @@ struct Core {
     ring: Ring,
     load: Load,
     memory: ebb_mem::Worker,
-    /// When to tend the memory next, and when that was last asked for.
-    tend_at: Cell<Option<Instant>>,
-    tended: Cell<Option<Instant>>,
+    /// When the memory needs maintenance next, and when that was last queried.
+    maintain_at: Cell<Option<Instant>>,
+    maintenance_queried: Cell<Option<Instant>>,
     /// The kernel can wait for several completions with a deadline.
     linger: bool,
     timers: Timers,
-    /// Who goes on after the next look at the ring.
+    /// Tasks that run after completions have been processed next.
     next_turn: RefCell<Waiting>,
     pool: BufPool,
     offload: Rc<Budget>,
@@ -220,7 +220,7 @@ struct Core {
     shared: Arc<Shared>,
 }
 
-/// A task's way to its worker: spawn, wait, read, write. Cheap to clone; stays on its thread.
+/// The interface of a worker for its tasks: spawn, wait, read, write. Cheap to clone; stays on its thread.
 #[derive(Clone)]
 pub struct Io(Rc<Core>);
 
@@ -241,23 +241,23 @@ impl Io {
         &self.0.offload_files
     }
 
-    /// True while there is little to batch.
+    /// True while there are few completions per iteration, so that batching would not help.
     pub(crate) fn is_light(&self) -> bool {
         self.0.load.is_light()
     }
 
-    /// True if the caller may do an operation without the ring: while requests come one by one,
-    /// so that there is nothing to batch, and once a turn.
+    /// True if the caller may execute an operation without the ring: while requests arrive one by one,
+    /// so that batching would not help, and once per iteration.
     pub(crate) fn take_direct(&self) -> bool {
         self.0.load.take_direct()
     }
 
-    /// The worker's buffers.
+    /// The worker's buffer pool.
     pub fn pool(&self) -> &BufPool {
         &self.0.pool
     }
 
-    /// Runs `future` on this worker beside the caller.
+    /// Runs `future` on this worker, concurrently with the caller.
     pub fn spawn<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Task<T> {
         let shared = self.0.shared.clone();
         let (index, future) = Placed::new(future, &self.0.tasks);
@@ -280,61 +280,61 @@ impl Io {
         .await;
     }
 
-    /// Waits for the worker's next turn: until everything that is ready has run and completions were
-    /// looked at, without sleeping. For those who look at memory that others write.
+    /// Waits for the next iteration of the worker's loop: until all ready tasks have run and completions were
+    /// processed. The worker does not sleep before. For tasks that poll shared memory.
     pub async fn next_turn(&self) {
         let mut waited = false;
         std::future::poll_fn(|cx| {
             if std::mem::replace(&mut waited, true) {
                 return Poll::Ready(());
             }
-            self.0.next_turn.borrow_mut().soon.push(cx.waker().clone());
+            self.0.next_turn.borrow_mut().polling.push(cx.waker().clone());
             Poll::Pending
         })
         .await;
     }
 
-    /// As [`Io::next_turn`], for those who have much to do: behind all others, and without being a reason
-    /// for others of their kind to make way sooner.
+    /// As [`Io::next_turn`], for tasks that have much to do: runs after all other tasks, and does not count
+    /// for [`Io::is_wanted`] of other such tasks.
     pub async fn make_way(&self) {
         let mut waited = false;
         std::future::poll_fn(|cx| {
             let waiting = &mut *self.0.next_turn.borrow_mut();
             if std::mem::replace(&mut waited, true) {
-                waiting.due = waiting.due.saturating_sub(1);
+                waiting.bulk_woken = waiting.bulk_woken.saturating_sub(1);
                 return Poll::Ready(());
             }
-            waiting.patient.push(cx.waker().clone());
+            waiting.bulk.push(cx.waker().clone());
             Poll::Pending
         })
         .await;
     }
 
-    /// True if somebody on this worker should go on soon: a task is ready or looks at something, has
-    /// asked the kernel for something, or what it waited for has come. Those who have much to do look
-    /// here how long they may go on; those who have made way for others do not count.
+    /// True if another task of this worker should run soon: a task is ready or polls, operations wait to be
+    /// submitted, or completions to be processed. A task that has much to do checks this to decide how long it
+    /// continues; tasks in [`Io::make_way`] do not count.
     pub fn is_wanted(&self) -> bool {
         let waiting = self.0.next_turn.borrow();
-        !waiting.soon.is_empty()
-            || READY.with_borrow(|ready| ready.len() > waiting.due)
-            || self.0.ring.is_waited_for()
+        !waiting.polling.is_empty()
+            || READY.with_borrow(|ready| ready.len() > waiting.bulk_woken)
+            || self.0.ring.has_work()
     }
 
-    /// Figures of this worker.
+    /// Statistics of this worker.
     pub fn stats(&self) -> WorkerStats {
         let ring = &self.0.ring;
         WorkerStats { enters: ring.enters.get(), operations: ring.operations.get() }
     }
 
-    /// The worker of this thread.
+    /// Sets up the worker of this thread.
     fn new(ring: Ring, shared: Arc<Shared>, memory: &Arc<Memory>, owner: OwnerId) -> Io {
         WORKER.set(shared.id);
-        let bell = shared.clone();
-        let memory = memory.worker(move || bell.ring_bell());
+        let waker = shared.clone();
+        let memory = memory.worker(move || waker.signal_wake());
         Io(Rc::new(Core {
             load: Load::default(),
-            tend_at: Cell::default(),
-            tended: Cell::default(),
+            maintain_at: Cell::default(),
+            maintenance_queried: Cell::default(),
             linger: ring.can_linger(),
             timers: Timers::default(),
             next_turn: RefCell::default(),
@@ -350,7 +350,7 @@ impl Io {
 
     fn run(&self) {
         let core = &*self.0;
-        // Also when a task panics: the kernel must let go of all memory before it is freed.
+        // Also when a task panics: the kernel must have released all memory before it is freed.
         let _end = WindDown(self);
         let mut rearm = true;
         while !core.shared.stop.load(Ordering::Acquire) {
@@ -358,7 +358,7 @@ impl Io {
         }
     }
 
-    /// One turn of the loop, which may `sleep` if there is nothing to do. Returns whether anything was
+    /// One iteration of the loop, which may `sleep` if there is nothing to do. Returns whether anything was
     /// done.
     fn turn(&self, rearm: &mut bool, sleep: bool) -> bool {
         let core = &*self.0;
@@ -366,9 +366,9 @@ impl Io {
             *rearm = !core.ring.arm_wake(core.shared.wake.as_raw_fd());
         }
         let ran = run_ready();
-        let looking = !core.next_turn.borrow().is_empty();
+        let polling = !core.next_turn.borrow().is_empty();
         let ready = READY.with_borrow(|ready| !ready.is_empty());
-        let busy = looking || ready || core.ring.has_news();
+        let busy = polling || ready || core.ring.has_unreported();
         if busy || !sleep {
             if core.ring.wants_enter() {
                 core.ring.enter(0, None, None);
@@ -378,11 +378,11 @@ impl Io {
         }
         let reaped = core.ring.reap();
         *rearm |= reaped.rearm;
-        // Who only looked says nothing about how many come at a time.
-        if reaped.count > 0 || !looking {
+        // An iteration that only polled says nothing about the number of completions per wait.
+        if reaped.count > 0 || !polling {
             core.load.note(reaped.count);
         }
-        if looking {
+        if polling {
             core.next_turn.borrow_mut().wake();
         }
         if reaped.woken {
@@ -394,12 +394,12 @@ impl Io {
         ran || busy || reaped.count > 0
     }
 
-    /// Waits for a completion or an alarm: a timer, or the time to give idle buffers back.
+    /// Waits for a completion or an alarm: a timer, or the time to release idle buffers.
     fn sleep_in_ring(&self) {
         let core = &*self.0;
         let now = ebb_mem::clock::now();
         let next =
-            [core.timers.next_deadline(), self.next_tending(now)].into_iter().flatten().min();
+            [core.timers.next_deadline(), self.next_maintenance(now)].into_iter().flatten().min();
         let (want, linger) = if core.linger { core.load.batch() } else { (1, None) };
         if next.is_some_and(|at| !core.ring.wake_at(at, now)) {
             return core.ring.enter(1, Some(UNARMED), None);
@@ -407,28 +407,28 @@ impl Io {
         core.ring.enter(want, None, linger);
     }
 
-    /// Lets the memory give back, lend or squeeze what is due or was asked for.
+    /// Lets the memory return, lend or squeeze free buffers that are due, or as another thread requested.
     fn maintain_memory(&self, now: Instant) {
         let core = &*self.0;
-        if core.memory.needs_poll() || core.tend_at.get().is_some_and(|at| at <= now) {
-            core.tend_at.set(None);
+        if core.memory.needs_poll() || core.maintain_at.get().is_some_and(|at| at <= now) {
+            core.maintain_at.set(None);
             core.memory.poll(now);
         }
     }
 
-    /// When the memory must be tended next. Asked for at most every [`TEND_INTERVAL`], since the
-    /// answer takes a look at every queue.
-    fn next_tending(&self, now: Instant) -> Option<Instant> {
+    /// When the memory needs maintenance next. Queried at most every [`MAINTENANCE_INTERVAL`], since the
+    /// query visits every queue.
+    fn next_maintenance(&self, now: Instant) -> Option<Instant> {
         let core = &*self.0;
-        if core.tend_at.get().is_none() {
-            let soon = core.tended.get().map(|at| at + TEND_INTERVAL).filter(|at| *at > now);
+        if core.maintain_at.get().is_none() {
+            let soon = core.maintenance_queried.get().map(|at| at + MAINTENANCE_INTERVAL).filter(|at| *at > now);
             let next = soon.or_else(|| {
-                core.tended.set(Some(now));
+                core.maintenance_queried.set(Some(now));
                 core.memory.next_deadline()
             });
-            core.tend_at.set(next);
+            core.maintain_at.set(next);
         }
-        core.tend_at.get()
+        core.maintain_at.get()
     }
 
     fn read_inbox(&self) {
@@ -446,7 +446,7 @@ impl Io {
         }
     }
 
-    /// Drops what still runs, and waits for the kernel to return all memory.
+    /// Drops all tasks, and waits until the kernel has released all memory.
     fn wind_down(&self) {
         let core = &*self.0;
         let starters = {
@@ -455,9 +455,9 @@ impl Io {
             std::mem::take(&mut inbox.starters)
         };
         drop(starters);
-        let deadline = Instant::now() + STOP_PATIENCE;
-        // Again until none is left: dropping a task may spawn others, and another thread that is
-        // just waking one may not have put it into the inbox yet.
+        let deadline = Instant::now() + STOP_TIMEOUT;
+        // Repeated until none is left: dropping a task may spawn tasks, and another thread that is
+        // waking one may not have put it into the inbox yet.
         while !core.tasks.is_empty() && Instant::now() < deadline {
             core.tasks.wake_all();
             let sent = std::mem::take(&mut core.shared.inbox().runnables);
@@ -468,7 +468,7 @@ impl Io {
             std::thread::yield_now();
         }
         core.timers.clear();
-        core.ring.shut_down(STOP_PATIENCE);
+        core.ring.shut_down(STOP_TIMEOUT);
     }
 }
 
@@ -480,7 +480,7 @@ impl Drop for WindDown<'_> {
     }
 }
 
-/// Runs what is ready; false if nothing was.
+/// Runs ready tasks; false if there were none.
 fn run_ready() -> bool {
     for polls in 0..POLLS_PER_TURN {
         let Some(runnable) = READY.with_borrow_mut(next_ready) else { return polls > 0 };
@@ -489,7 +489,7 @@ fn run_ready() -> bool {
     true
 }
 
-/// Who runs next: who came first, or in a simulation whom its seed says.
+/// The next task to run: the first in the queue, or in a simulation one chosen by the seed.
 fn next_ready(ready: &mut VecDeque<Runnable>) -> Option<Runnable> {
     #[cfg(feature = "sim")]
     if let Some(at) = crate::sim::choose(ready.len()) {
@@ -498,13 +498,13 @@ fn next_ready(ready: &mut VecDeque<Runnable>) -> Option<Runnable> {
     ready.pop_front()
 }
 
-/// A handle other threads use to give a worker something to do.
+/// A handle by which other threads spawn tasks on a worker.
 #[derive(Clone)]
 pub struct WorkerHandle(Arc<Shared>);
 
 impl WorkerHandle {
-    /// Runs the future that `start` makes on the worker. What is handed over after the worker has
-    /// stopped is dropped.
+    /// Runs the future that `start` creates on the worker. Dropped if the worker has
+    /// stopped.
     pub fn spawn<F, Fut>(&self, start: F)
     where
         F: FnOnce(Io) -> Fut + Send + 'static,
@@ -514,8 +514,8 @@ impl WorkerHandle {
         self.0.start(starter);
     }
 
-    /// As [`WorkerHandle::spawn`], and blocks the calling thread until the future is over. `None`
-    /// if the worker stopped first.
+    /// As [`WorkerHandle::spawn`], and blocks the calling thread until the future has completed. `None`
+    /// if the worker stopped before.
     pub fn block_on<F, Fut, T>(&self, start: F) -> Option<T>
     where
         F: FnOnce(Io) -> Fut + Send + 'static,
@@ -533,11 +533,11 @@ impl WorkerHandle {
     }
 }
 
-/// A running worker. Dropping it stops the thread: tasks are dropped, the kernel's hold on buffers
-/// is waited for. Drain first; stopping does not.
+/// A running worker. Dropping it stops the thread: tasks are dropped, and the thread ends when the kernel has
+/// released all buffers. Stopping does not drain: let requests complete before.
 ///
 /// A panic in a task ends the worker in the same way (where panics unwind; a release build of the
-/// daemon aborts): all its tasks are dropped, [`WorkerHandle::block_on`] gives `None` then and later.
+/// daemon aborts): all its tasks are dropped, and [`WorkerHandle::block_on`] returns `None` then and later.
 pub struct Worker {
     handle: WorkerHandle,
     thread: Option<JoinHandle<()>>,
@@ -547,26 +547,26 @@ impl Worker {
     /// Starts a worker thread called `name`.
     ///
     /// # Errors
-    /// When the thread or its io_uring cannot be made; the message says what to change.
+    /// When the thread or its io_uring cannot be created; the message names the remedy.
     pub fn start(name: &str, memory: &Arc<Memory>) -> io::Result<Worker> {
         let shared = Shared::new()?;
-        let (report, started) = std::sync::mpsc::sync_channel(1);
+        let (result, started) = std::sync::mpsc::sync_channel(1);
         let for_thread = shared.clone();
         let memory = memory.clone();
         let owner = memory.owner(name).map_err(io::Error::other)?;
         let builder = std::thread::Builder::new().name(name.to_owned()).stack_size(512 << 10);
         let thread = builder.spawn(move || match Ring::new() {
             Ok(ring) => {
-                let _ = report.send(Ok(()));
+                let _ = result.send(Ok(()));
                 Io::new(ring, for_thread, &memory, owner).run();
             }
-            Err(error) => drop(report.send(Err(error))),
+            Err(error) => drop(result.send(Err(error))),
         })?;
         started.recv().map_err(io::Error::other)??;
         Ok(Worker { handle: WorkerHandle(shared), thread: Some(thread) })
     }
 
-    /// As [`Worker::start`] with a memory of its own of 256 MiB at most: for tests and tools.
+    /// As [`Worker::start`], with its own memory of at most 256 MiB: for tests and tools.
     ///
     /// # Errors
     /// As [`Worker::start`], or when the address space cannot be reserved.
@@ -582,7 +582,7 @@ impl Worker {
     }
 }
 
-/// A worker that its owner turns, on its own thread: see [`crate::sim`].
+/// A worker whose owner runs each iteration, on the owner's thread: see [`crate::sim`].
 #[cfg(feature = "sim")]
 pub(crate) struct Turned {
     pub(crate) io: Io,
@@ -606,10 +606,10 @@ impl Turned {
         self.io.turn(&mut self.rearm, false)
     }
 
-    /// When there is something to do, if nothing else happens.
+    /// When there is something to do, if nothing else happens before.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        let tending = self.io.next_tending(ebb_mem::clock::now());
-        [self.io.0.timers.next_deadline(), tending].into_iter().flatten().min()
+        let maintenance = self.io.next_maintenance(ebb_mem::clock::now());
+        [self.io.0.timers.next_deadline(), maintenance].into_iter().flatten().min()
     }
 }
 
@@ -625,7 +625,7 @@ impl Drop for Turned {
 impl Drop for Worker {
     fn drop(&mut self) {
         self.handle.0.stop.store(true, Ordering::Release);
-        self.handle.0.ring_bell();
+        self.handle.0.signal_wake();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }

@@ -1,5 +1,5 @@
-//! Room for storage operations: so many of each file at a time; more wait in line, in the order in which they
-//! came. A file whose operations hang fills its own line and no other.
+//! Limits the storage operations in flight per file; further ones wait in a queue, in the order in which they
+//! came. A file whose operations hang fills only its own queue.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -8,10 +8,10 @@ use std::task::Waker;
 
 use crate::op::Fd;
 
-/// Storage operations of one file in flight, of one worker.
+/// Storage operations in flight per file and worker.
 pub(crate) const PER_FILE: u32 = 256;
 
-/// A file's number, which is its own as long as an operation holds the file.
+/// A file's descriptor number, which is not reused as long as an operation holds the file.
 pub(crate) fn file_number(fd: Option<&Fd>) -> usize {
     fd.map_or(0, |fd| usize::try_from(fd.as_raw_fd()).unwrap_or(0))
 }
@@ -23,7 +23,7 @@ struct Line {
 }
 
 impl Line {
-    /// Only the first: who leaves the line, served or not, wakes the next.
+    /// Wakes the first waiter only: when it leaves the queue, served or not, it wakes the next one.
     fn wake_first(&self) {
         if let Some((_, waker)) = self.waiting.front() {
             waker.wake_by_ref();
@@ -31,12 +31,12 @@ impl Line {
     }
 }
 
-/// The lines of all files, by number.
+/// The queues of all files, by descriptor number.
 #[derive(Default)]
 pub(crate) struct Lines {
     list: RefCell<Vec<Line>>,
     last_ticket: Cell<u64>,
-    /// The kernel has refused an entry: whoever waits tries again after the next look at completions.
+    /// The submission queue had no room for an entry: waiters try again after completions have been processed.
     refused: Cell<bool>,
 }
 
@@ -57,7 +57,7 @@ impl Lines {
         self.with(file, |line| line.in_flight += 1);
     }
 
-    /// An operation of the file has completed.
+    /// To be called when a storage operation of the file has completed.
     pub(crate) fn end(&self, file: usize) {
         self.with(file, |line| {
             line.in_flight = line.in_flight.saturating_sub(1);
@@ -69,18 +69,18 @@ impl Lines {
         self.refused.set(true);
     }
 
-    /// Completions were looked at.
+    /// To be called when completions have been processed.
     pub(crate) fn try_again(&self) {
         if self.refused.take() {
             self.list.borrow().iter().for_each(Line::wake_first);
         }
     }
 
-    /// A place in a file's line; 0 is no place.
+    /// Adds a waiter to a file's queue, or updates its waker; returns its ticket. Ticket 0 is none.
     pub(crate) fn queue_up(&self, file: usize, ticket: u64, waker: &Waker) -> u64 {
         self.with(file, |line| {
-            if let Some(place) = line.waiting.iter_mut().find(|(t, _)| *t == ticket) {
-                place.1.clone_from(waker);
+            if let Some(entry) = line.waiting.iter_mut().find(|(t, _)| *t == ticket) {
+                entry.1.clone_from(waker);
                 return ticket;
             }
             let ticket = self.last_ticket.get() + 1;
@@ -90,7 +90,7 @@ impl Lines {
         })
     }
 
-    /// True if another came before `ticket` (or before a newcomer, ticket 0).
+    /// True if another operation came before `ticket` (0: a new operation).
     pub(crate) fn must_queue(&self, file: usize, ticket: u64) -> bool {
         self.with(file, |line| {
             line.waiting.front().is_some_and(|(first, _)| ticket == 0 || *first < ticket)

@@ -1,4 +1,4 @@
-//! Tests that need to see the slots.
+//! Tests that need access to the slots.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -8,33 +8,33 @@ use super::*;
 use crate::buf::{BufPool, private_pool};
 use crate::op::fd_from;
 
-struct Nobody;
+struct NoopWake;
 
-impl Wake for Nobody {
+impl Wake for NoopWake {
     fn wake(self: Arc<Self>) {}
 }
 
 fn waker() -> Waker {
-    Arc::new(Nobody).into()
+    Arc::new(NoopWake).into()
 }
 
 /// Moves a ring to another thread.
-struct Elsewhere<'a>(&'a Ring);
-// SAFETY: the thread that owns the ring waits for the other to end before it goes on.
-unsafe impl Send for Elsewhere<'_> {}
+struct SendRing<'a>(&'a Ring);
+// SAFETY: the thread that owns the ring waits until the other thread has ended.
+unsafe impl Send for SendRing<'_> {}
 
-/// Runs `use_ring` on another thread, whose submissions the kernel refuses: a ring has one issuer.
-fn elsewhere(ring: &Ring, use_ring: impl FnOnce(&Ring) + Send) {
-    let ring = Elsewhere(ring);
+/// Runs `use_ring` on another thread, whose submissions the kernel refuses: a ring has a single issuer.
+fn on_another_thread(ring: &Ring, use_ring: impl FnOnce(&Ring) + Send) {
+    let ring = SendRing(ring);
     std::thread::scope(|scope| {
         scope.spawn(move || {
-            let Elsewhere(ring) = { ring };
+            let SendRing(ring) = { ring };
             use_ring(ring);
         });
     });
 }
 
-/// Starts a receive that nothing will ever answer.
+/// Starts a receive that never completes by itself.
 fn receive(ring: &Ring, pool: &BufPool, fd: &Fd) -> Key {
     use std::os::fd::AsRawFd;
     let buf = pool.get_for_test(4096);
@@ -48,7 +48,7 @@ fn receive(ring: &Ring, pool: &BufPool, fd: &Fd) -> Key {
 }
 
 #[test]
-fn slots_are_reused_and_stay_as_many_as_were_ever_needed_at_once() {
+fn slots_are_reused_and_are_as_many_as_were_needed_at_once() {
     let (ring, pool) = (Ring::new().unwrap(), private_pool());
     let (here, _there) = UnixStream::pair().unwrap();
     let fd = fd_from(here);
@@ -65,10 +65,9 @@ fn slots_are_reused_and_stay_as_many_as_were_ever_needed_at_once() {
     assert_eq!(ring.slots.borrow().list.len(), 40);
 }
 
-/// Storage of one file never takes more slots than it may, however many wait, and leaves room for that of
-/// another.
+/// Storage operations of one file never use more slots than their limit, and leave room for other files.
 #[test]
-fn storage_of_a_file_that_hangs_is_given_back_and_another_finds_room() {
+fn storage_operations_beyond_the_limit_of_a_file_are_refused_and_other_files_find_room() {
     use std::os::fd::AsRawFd;
     let (ring, pool) = (Ring::new().unwrap(), private_pool());
     let start = |fd: &Fd| {
@@ -86,13 +85,13 @@ fn storage_of_a_file_that_hangs_is_given_back_and_another_finds_room() {
     }
     assert_eq!(ring.slots.borrow().list.len(), line::PER_FILE as usize * ends.len());
     ring.shut_down(Duration::from_secs(10));
-    assert_eq!(pool.used_bytes(), 0, "a shut ring has given everything back");
+    assert_eq!(pool.used_bytes(), 0, "a ring that was shut down has released all buffers");
 }
 
-/// Memory the kernel does not return in time is leaked; a future that is dropped after that finds
-/// nothing, and must not fall over it.
+/// Memory that the kernel does not release in time is leaked; a future that is dropped after that finds
+/// no slot, and must not panic.
 #[test]
-fn an_operation_leaked_by_the_end_of_the_ring_may_still_be_dropped() {
+fn a_future_may_be_dropped_after_its_operation_was_leaked() {
     let (ring, pool) = (Ring::new().unwrap(), private_pool());
     let (here, _there) = UnixStream::pair().unwrap();
     let key = receive(&ring, &pool, &fd_from(here));
@@ -102,9 +101,9 @@ fn an_operation_leaked_by_the_end_of_the_ring_may_still_be_dropped() {
     assert_eq!(pool.used_bytes(), 4096, "leaked, not reused");
 }
 
-/// A cancellation that finds no room is sent later.
+/// A cancellation for which there is no room is submitted later.
 #[test]
-fn a_cancellation_that_finds_the_queue_full_waits() {
+fn a_cancellation_waits_while_the_submission_queue_is_full() {
     let (ring, pool) = (Ring::new().unwrap(), private_pool());
     let (here, _there) = UnixStream::pair().unwrap();
     let fd = fd_from(here);
@@ -112,7 +111,7 @@ fn a_cancellation_that_finds_the_queue_full_waits() {
     keys.into_iter().for_each(|key| ring.abandon(key));
 
     // The kernel refuses what another thread submits, so that the queue stays full.
-    elsewhere(&ring, Ring::push_cancels);
+    on_another_thread(&ring, Ring::push_cancels);
     assert_eq!(ring.cancels.borrow().len(), SQ_ENTRIES as usize, "none is lost");
     while ring.orphans() > 0 {
         ring.enter(1, Some(Duration::from_millis(20)), None);
@@ -121,9 +120,9 @@ fn a_cancellation_that_finds_the_queue_full_waits() {
     assert_eq!(pool.used_bytes(), 0);
 }
 
-/// The kernel reads an alarm's time when it takes the entry, which may be long after it was queued.
+/// The kernel reads an alarm's timeout when it consumes the entry, which may be long after it was queued.
 #[test]
-fn an_alarm_that_was_not_submitted_at_once_keeps_its_time() {
+fn an_alarm_that_is_submitted_late_keeps_its_timeout() {
     /// Overwrites the part of the stack that earlier calls have used.
     #[inline(never)]
     fn scribble(depth: u32) -> u64 {
@@ -132,13 +131,13 @@ fn an_alarm_that_was_not_submitted_at_once_keeps_its_time() {
     }
     let ring = Ring::new().unwrap();
     let now = Instant::now();
-    elsewhere(&ring, |ring| {
+    on_another_thread(&ring, |ring| {
         assert!(ring.wake_at(now + Duration::from_millis(30), now));
         std::hint::black_box(scribble(8));
-        // On the thread that owns the ring it would be the same stack; this one ends with its own.
+        // When this thread ends, its stack is freed, too.
     });
-    assert!(ring.wants_enter(), "the kernel did not take it");
+    assert!(ring.wants_enter(), "the kernel has not consumed the entry");
     ring.enter(1, Some(Duration::from_secs(20)), None);
     let result = ring.uring.borrow_mut().completion().next().map(|entry| entry.result());
-    assert_eq!(result, Some(-libc::ETIME), "it went off, after a time that makes sense");
+    assert_eq!(result, Some(-libc::ETIME), "it expired, after a valid timeout");
 }
