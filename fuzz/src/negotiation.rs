@@ -4,8 +4,8 @@ use super::choices::Choices;
 use super::client::{OptionReply, Shape, Wire, counted, option};
 use super::{Finding, ensure};
 use ebb_export_nbd::handshake::{
-    BlockSizes, Capabilities, ExportInfo, Exports, Handshake, HandshakeError, Limits, Policy,
-    Session, Step, Tls,
+    BlockSizes, ExportCapabilities, ExportInfo, Exports, Handshake, HandshakeError,
+    HandshakeLimits, HandshakePolicy, HandshakeStep, Session, TlsMode,
 };
 use ebb_export_nbd::proto::ReplyStyle;
 
@@ -19,7 +19,7 @@ pub trait Negotiator {
         input: &[u8],
         exports: &dyn Exports,
         out: &mut Vec<u8>,
-    ) -> Result<(usize, Step), HandshakeError>;
+    ) -> Result<(usize, HandshakeStep), HandshakeError>;
     /// As [`Handshake::tls_established`].
     fn tls_established(&mut self) -> Result<(), HandshakeError>;
     /// As [`Handshake::input_max`].
@@ -35,7 +35,7 @@ impl Negotiator for Handshake {
         input: &[u8],
         exports: &dyn Exports,
         out: &mut Vec<u8>,
-    ) -> Result<(usize, Step), HandshakeError> {
+    ) -> Result<(usize, HandshakeStep), HandshakeError> {
         Self::advance(self, input, exports, out)
     }
     fn tls_established(&mut self) -> Result<(), HandshakeError> {
@@ -62,7 +62,10 @@ pub struct Tally {
 }
 
 /// Lets the bytes choose a conversation, has it in pieces and then burst by burst, and judges both.
-pub fn run<M: Negotiator>(make: impl Fn(Policy) -> M, data: &[u8]) -> Result<Tally, Finding> {
+pub fn run<M: Negotiator>(
+    make: impl Fn(HandshakePolicy) -> M,
+    data: &[u8],
+) -> Result<Tally, Finding> {
     let mut choices = Choices::new(data);
     let cuts = [(); 4].map(|()| 1 + choices.below(32));
     let policy = choose_policy(&mut choices);
@@ -94,7 +97,11 @@ fn export(handle: u64) -> Option<ExportInfo> {
         name: name.into(),
         description: description.into(),
         size: 1 << 30,
-        capabilities: Capabilities { flush: true, fua: true, ..Capabilities::default() },
+        capabilities: ExportCapabilities {
+            flush: true,
+            fua: true,
+            ..ExportCapabilities::default()
+        },
         block: BlockSizes::default(),
     })
 }
@@ -118,9 +125,9 @@ impl Exports for Shelf {
     }
 }
 
-fn choose_policy(choices: &mut Choices<'_>) -> Policy {
-    let tls = choices.pick(&[Tls::Off, Tls::On, Tls::Require]);
-    let mut limits = Limits::default();
+fn choose_policy(choices: &mut Choices<'_>) -> HandshakePolicy {
+    let tls = choices.pick(&[TlsMode::Off, TlsMode::On, TlsMode::Require]);
+    let mut limits = HandshakeLimits::default();
     if choices.rarely() {
         limits.options_max = choices.pick(&[0, 1, 3]);
     }
@@ -133,19 +140,19 @@ fn choose_policy(choices: &mut Choices<'_>) -> Policy {
     if choices.rarely() {
         limits.queries_max = choices.pick(&[0, 1]);
     }
-    Policy { tls, limits }
+    HandshakePolicy { tls, limits }
 }
 
 /// What the client sends, in bursts: it waits for replies between them, as it should, but not
 /// always.
-fn choose_bursts(tls: Tls, choices: &mut Choices<'_>) -> Vec<Vec<u8>> {
+fn choose_bursts(tls: TlsMode, choices: &mut Choices<'_>) -> Vec<Vec<u8>> {
     let flags: u32 = if choices.rarely() { choices.pick(&[0, 1, 2, 4, 7, u32::MAX]) } else { 3 };
     let mut bursts = vec![flags.to_be_bytes().to_vec()];
     // A client that knows its way: TLS first, then the style of replies.
     let tls_first = match tls {
-        Tls::Off => choices.rarely(),
-        Tls::On => choices.often(),
-        Tls::Require => !choices.rarely(),
+        TlsMode::Off => choices.rarely(),
+        TlsMode::On => choices.often(),
+        TlsMode::Require => !choices.rarely(),
     };
     if tls_first {
         bursts.push(option(5, b""));
@@ -275,7 +282,7 @@ fn converse<M: Negotiator>(
             let injected = Err(HandshakeError::PlaintextAfterStartTls);
             ensure!(!awaiting_tls || step == injected, "plain text was taken for TLS: {step:?}");
             match step {
-                Ok(Step::StartTls) => {
+                Ok(HandshakeStep::StartTls) => {
                     ensure!(buffer.is_empty(), "plain text is kept for after the upgrade");
                     // If there is more to come, the client goes on in plain text.
                     awaiting_tls = !rest.is_empty();
@@ -284,9 +291,9 @@ fn converse<M: Negotiator>(
                         ensure!(up.is_ok(), "TLS was asked for, but not wanted");
                     }
                 }
-                Ok(Step::NeedMore | Step::Again) => {}
-                Ok(Step::Abort) => talk.end = End::Abort,
-                Ok(Step::Transmission(session)) => {
+                Ok(HandshakeStep::NeedMore | HandshakeStep::Again) => {}
+                Ok(HandshakeStep::Abort) => talk.end = End::Abort,
+                Ok(HandshakeStep::Transmission(session)) => {
                     talk.end = End::Transmission(Box::new(session));
                 }
                 Err(error) => talk.end = End::Closed(error),
@@ -313,7 +320,7 @@ fn exchange<M: Negotiator>(
     machine: &mut M,
     buffer: &mut Vec<u8>,
     talk: &mut Conversation,
-) -> Result<Result<Step, HandshakeError>, Finding> {
+) -> Result<Result<HandshakeStep, HandshakeError>, Finding> {
     loop {
         let said = talk.out.len();
         let (consumed, step) = match machine.advance(buffer, &Shelf, &mut talk.out) {
@@ -326,8 +333,8 @@ fn exchange<M: Negotiator>(
         talk.taken.extend_from_slice(&buffer[..consumed]);
         buffer.drain(..consumed);
         match step {
-            Step::Again => ensure!(consumed > 0, "again, with nothing taken"),
-            Step::NeedMore => {
+            HandshakeStep::Again => ensure!(consumed > 0, "again, with nothing taken"),
+            HandshakeStep::NeedMore => {
                 ensure!(buffer.len() < machine.input_max(), "{} bytes kept", buffer.len());
                 return Ok(Ok(step));
             }
@@ -338,7 +345,7 @@ fn exchange<M: Negotiator>(
 
 /// What the client knows of the connection, from the replies it got.
 struct View {
-    policy: Policy,
+    policy: HandshakePolicy,
     tls: bool,
     shape: Shape,
     /// Handle of the export for which the context was selected.
@@ -346,7 +353,7 @@ struct View {
 }
 
 /// Walks through what was taken and what was said, side by side.
-fn audit(talk: &Conversation, policy: Policy) -> Result<Tally, Finding> {
+fn audit(talk: &Conversation, policy: HandshakePolicy) -> Result<Tally, Finding> {
     let mut tally = Tally::default();
     let mut view = View { policy, tls: false, shape: Shape::Simple, allocation: None };
     let mut taken = Wire(&talk.taken);
@@ -371,7 +378,7 @@ fn audit(talk: &Conversation, policy: Policy) -> Result<Tally, Finding> {
             let name = taken.take(len)?;
             let found = find(name).map(|info| info.handle);
             ensure!(found == Some(session.export.handle), "{name:?} led to {session:?}");
-            ensure!(policy.tls != Tls::Require || view.tls, "an export without TLS");
+            ensure!(policy.tls != TlsMode::Require || view.tls, "an export without TLS");
             ensure!(view.shape != Shape::Extended, "EXPORT_NAME with extended headers");
             ensure!(said.number(8)? == 1 << 30, "wrong size");
             said.number(2)?;
@@ -485,9 +492,9 @@ fn expected_end(number: u64, payload: &[u8], view: &View) -> Vec<u64> {
     let too_long = payload.len() > usize::try_from(limits.option_bytes_max).unwrap_or(usize::MAX);
     match number {
         5 if !payload.is_empty() || view.tls => vec![INVALID],
-        5 if view.policy.tls == Tls::Off => vec![POLICY],
+        5 if view.policy.tls == TlsMode::Off => vec![POLICY],
         5 => vec![ACK],
-        _ if view.policy.tls == Tls::Require && !view.tls => vec![TLS_REQD],
+        _ if view.policy.tls == TlsMode::Require && !view.tls => vec![TLS_REQD],
         3 | 8 | 11 if !payload.is_empty() => vec![INVALID],
         8 if view.shape == Shape::Extended => vec![EXT_HEADER_REQD],
         3 | 8 | 11 => vec![ACK],
@@ -545,7 +552,7 @@ fn judge_session(session: &Session, view: &View, by_name: bool) -> Result<(), Fi
     };
     ensure!(shape == view.shape, "{shape:?} where the client expects {:?}", view.shape);
     ensure!(session.tls == view.tls, "TLS: {}", session.tls);
-    ensure!(view.policy.tls != Tls::Require || session.tls, "an export without TLS");
+    ensure!(view.policy.tls != TlsMode::Require || session.tls, "an export without TLS");
     let granted = view.allocation == Some(session.export.handle);
     ensure!(
         session.allocation_context == granted.then_some(1),

@@ -3,8 +3,8 @@
 use super::choices::Choices;
 use super::client::{Reply, Request, Shape, What, Wire};
 use super::{Finding, ensure};
-use ebb_export_nbd::decode::{Decoded, Fatal, Operation, RequestHeader, decode_request};
-use ebb_export_nbd::handshake::{BlockSizes, Capabilities, ExportInfo, Session};
+use ebb_export_nbd::decode::{Decoded, Fatal, NbdRequest, RequestHeader, decode_request};
+use ebb_export_nbd::handshake::{BlockSizes, ExportCapabilities, ExportInfo, Session};
 use ebb_export_nbd::proto::{Errno, ExtentState, ReplyStyle};
 use ebb_export_nbd::reply::{ExtentList, ReplyTo, zero_runs};
 
@@ -34,7 +34,7 @@ struct View {
 /// Lets the bytes choose a session and its requests; `check` is what is judged, besides the
 /// decoding and the replies.
 pub fn run(
-    check: impl Fn(&RequestHeader, &Session) -> Result<Operation, Errno>,
+    check: impl Fn(&RequestHeader, &Session) -> Result<NbdRequest, Errno>,
     data: &[u8],
 ) -> Result<Tally, Finding> {
     let mut choices = Choices::new(data);
@@ -79,7 +79,7 @@ pub fn run(
                 let verdict = check(&header, &session);
                 judge_verdict(&verdict, &request, &view)?;
                 match verdict {
-                    Ok(Operation::Disconnect) => return Ok(tally),
+                    Ok(NbdRequest::Disconnect) => return Ok(tally),
                     Ok(operation) => {
                         tally.accepted += 1;
                         judge_replies(operation, &header, &request, &session, &view)?;
@@ -108,7 +108,7 @@ fn choose_session(choices: &mut Choices<'_>) -> (Session, View) {
         }
     }
     let bit = |number: u32| bits >> number & 1 == 1;
-    let capabilities = Capabilities {
+    let capabilities = ExportCapabilities {
         read_only: bit(0),
         flush: bit(1),
         fua: bit(2),
@@ -313,7 +313,7 @@ fn expected_verdict(request: &Request, view: &View) -> Result<(), u64> {
 }
 
 fn judge_verdict(
-    verdict: &Result<Operation, Errno>,
+    verdict: &Result<NbdRequest, Errno>,
     request: &Request,
     view: &View,
 ) -> Result<(), Finding> {
@@ -327,20 +327,20 @@ fn judge_verdict(
     let short = u32::try_from(request.length).unwrap_or(u32::MAX);
     let Request { offset, length, .. } = *request;
     let expected = match request.command {
-        0 => Operation::Read { offset, length: short, unfragmented: flag(4) },
-        1 => Operation::Write { offset, length: short, fua: flag(1) },
-        2 => Operation::Disconnect,
-        3 => Operation::Flush,
-        4 => Operation::Trim { offset, length, fua: flag(1) },
-        5 => Operation::Cache { offset, length },
-        6 => Operation::WriteZeroes {
+        0 => NbdRequest::Read { offset, length: short, unfragmented: flag(4) },
+        1 => NbdRequest::Write { offset, length: short, fua: flag(1) },
+        2 => NbdRequest::Disconnect,
+        3 => NbdRequest::Flush,
+        4 => NbdRequest::Trim { offset, length, fua: flag(1) },
+        5 => NbdRequest::Cache { offset, length },
+        6 => NbdRequest::WriteZeroes {
             offset,
             length,
             fua: flag(1),
             no_hole: flag(2),
             fast: flag(16),
         },
-        _ => Operation::BlockStatus { offset, length, one: flag(8) },
+        _ => NbdRequest::BlockStatus { offset, length, one: flag(8) },
     };
     ensure!(operation == expected, "{operation:?} for {request:?}");
     Ok(())
@@ -376,7 +376,7 @@ fn judge_error(
 
 /// Replies to a request that succeeds, put together as a server would.
 fn judge_replies(
-    operation: Operation,
+    operation: NbdRequest,
     header: &RequestHeader,
     request: &Request,
     session: &Session,
@@ -384,7 +384,7 @@ fn judge_replies(
 ) -> Result<(), Finding> {
     let to = ReplyTo::new(session.style, header);
     match (operation, to.chunks()) {
-        (Operation::Read { offset, length, unfragmented: false }, Some(chunks)) => {
+        (NbdRequest::Read { offset, length, unfragmented: false }, Some(chunks)) => {
             // More data than this teaches nothing new.
             let data = some_data(header.cookie, length.min(16 << 10));
             let mut bytes = Vec::new();
@@ -401,14 +401,14 @@ fn judge_replies(
             bytes.extend_from_slice(chunks.none().as_bytes());
             judge_content(&bytes, &data, request, view)
         }
-        (Operation::Read { offset, length, .. }, Some(chunks)) => {
+        (NbdRequest::Read { offset, length, .. }, Some(chunks)) => {
             let data = some_data(header.cookie, length.min(16 << 10));
             let len = u32::try_from(data.len()).unwrap_or(0);
             let mut bytes = chunks.data(offset, len, true).as_bytes().to_vec();
             bytes.extend_from_slice(&data);
             judge_content(&bytes, &data, request, view)
         }
-        (Operation::BlockStatus { length, one, .. }, Some(chunks)) => {
+        (NbdRequest::BlockStatus { length, one, .. }, Some(chunks)) => {
             let mut extents = Vec::new();
             let limit = session.export.block.maximum_payload();
             let mut list = ExtentList::new(&mut extents, session.style, (length, one), limit, 32);

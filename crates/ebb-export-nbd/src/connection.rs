@@ -20,13 +20,14 @@ use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, QueueShare, Signal};
 use ebb_tls::Transport;
 use ebb_volume::{ErrorKind, Mode, Stop, Volume};
 
-use crate::decode::{self, Decoded, Fatal, Operation, RequestHeader};
+use crate::decode::{self, Decoded, Fatal, NbdRequest, RequestHeader};
 use crate::handshake::Session;
 use crate::proto::Errno;
 use crate::receiver::Receiver;
 use crate::reply::ReplyTo;
 use crate::request_task::{
-    Body, Job, Means, Parts, REQUEST_BYTES, Reply, Room, STATUS_BYTES_MAX, execute,
+    REQUEST_BYTES, Reply, ReplyBody, RequestContext, RequestJob, RequestMemory, STATUS_BYTES_MAX,
+    SplitWrite, execute,
 };
 use crate::sender::Sender;
 
@@ -54,7 +55,7 @@ const REFUSED_AT_ONCE: u64 = 32;
 
 /// Why a transmission phase ended.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum End {
+pub(crate) enum ConnectionEnd {
     /// The client sent `NBD_CMD_DISC`.
     #[error("the client disconnected")]
     Disconnect,
@@ -87,7 +88,7 @@ pub(crate) struct Connection {
     queue_share: Rc<QueueShare>,
     /// The page pool of this connection.
     buffers: BufPool,
-    lanes: Lanes,
+    tasks: RequestTasks,
     sender: Sender,
     requests: Cell<u64>,
     /// Set by the first request after an idle period.
@@ -106,8 +107,8 @@ pub(crate) struct Connection {
 }
 
 #[derive(Default)]
-struct Lanes {
-    idle: RefCell<Vec<Rc<Lane>>>,
+struct RequestTasks {
+    idle: RefCell<Vec<Rc<RequestTask>>>,
     count: Cell<usize>,
     busy: Cell<usize>,
     /// Set when a request task becomes idle or ends.
@@ -115,8 +116,8 @@ struct Lanes {
 }
 
 #[derive(Default)]
-struct Lane {
-    job: RefCell<Option<Job>>,
+struct RequestTask {
+    job: RefCell<Option<RequestJob>>,
     signal: Signal,
     retire: Cell<bool>,
 }
@@ -141,7 +142,7 @@ impl Connection {
             memory: Budget::new(memory_bytes),
             queue_share: QueueShare::new(share),
             buffers,
-            lanes: Lanes::default(),
+            tasks: RequestTasks::default(),
             sender: Sender::default(),
             requests: Cell::new(0),
             awake: Signal::default(),
@@ -158,7 +159,11 @@ impl Connection {
 
     /// Serves until the client disconnects, violates the protocol, or one of `stops` is set. On return no
     /// request of the connection is in flight.
-    pub(crate) async fn serve(self: &Rc<Self>, rest: &[u8], stops: [Arc<Stop>; 2]) -> End {
+    pub(crate) async fn serve(
+        self: &Rc<Self>,
+        rest: &[u8],
+        stops: [Arc<Stop>; 2],
+    ) -> ConnectionEnd {
         let sending = {
             let this = self.clone();
             self.io.spawn(async move {
@@ -180,11 +185,11 @@ impl Connection {
             Ok(never) => match never {},
             Err(end) => end,
         };
-        if matches!(end, End::Closed | End::Broken(_)) {
+        if matches!(end, ConnectionEnd::Closed | ConnectionEnd::Broken(_)) {
             self.disconnected.stop();
         }
         drop(receiver);
-        let end = if self.stalled.get() { End::Stalled } else { end };
+        let end = if self.stalled.get() { ConnectionEnd::Stalled } else { end };
         // Boxed, so that a live connection does not hold the memory of this future.
         Box::pin(self.finish(sending)).await;
         end
@@ -193,10 +198,10 @@ impl Connection {
     /// Waits for the requests in flight and sends the last replies.
     async fn finish(self: &Rc<Self>, sending: ebb_io::Task<io::Result<()>>) {
         self.retire_idle();
-        if self.io.timeout(LAST_REPLIES_TIMEOUT, self.lanes_done()).await.is_none() {
+        if self.io.timeout(LAST_REPLIES_TIMEOUT, self.tasks_done()).await.is_none() {
             // Reads wait until the client receives earlier replies: let them complete without it.
             self.sender.give_up();
-            self.lanes_done().await;
+            self.tasks_done().await;
         }
         self.retire_idle();
         self.sender.finish();
@@ -208,9 +213,9 @@ impl Connection {
         self.sender.clear();
     }
 
-    async fn lanes_done(&self) {
-        while self.lanes.busy.get() > 0 {
-            self.lanes.freed.wait().await;
+    async fn tasks_done(&self) {
+        while self.tasks.busy.get() > 0 {
+            self.tasks.freed.wait().await;
         }
     }
 
@@ -227,11 +232,11 @@ impl Connection {
             loop {
                 self.awake.wait().await;
                 let mut seen = u64::MAX;
-                let mut watch = Watch::default();
+                let mut stall_detector = StallDetector::default();
                 while self.requests.get() != seen || self.is_busy() {
                     seen = self.requests.get();
                     self.io.sleep(IDLE_AFTER).await;
-                    if watch.has_stalled(&self) {
+                    if stall_detector.has_stalled(&self) {
                         self.stalled.set(true);
                         self.sender.give_up();
                         self.transport.shut();
@@ -249,23 +254,23 @@ impl Connection {
     }
 
     fn is_busy(&self) -> bool {
-        self.lanes.busy.get() > 0 || self.receiving.get() || self.sender.holds_data()
+        self.tasks.busy.get() > 0 || self.receiving.get() || self.sender.holds_data()
     }
 
     fn retire_idle(&self) {
-        for lane in self.lanes.idle.take() {
-            lane.retire.set(true);
-            lane.signal.set();
+        for task in self.tasks.idle.take() {
+            task.retire.set(true);
+            task.signal.set();
         }
     }
 
     async fn read_requests(
         self: &Rc<Self>,
         receiver: &mut Receiver,
-    ) -> Result<std::convert::Infallible, End> {
+    ) -> Result<std::convert::Infallible, ConnectionEnd> {
         loop {
             if self.stopping.get() {
-                return Err(End::Stopped);
+                return Err(ConnectionEnd::Stopped);
             }
             match decode::decode_request(&self.session, receiver.bytes())? {
                 Decoded::NeedMore(needed) => self.receive(receiver, needed).await?,
@@ -277,7 +282,7 @@ impl Connection {
         }
     }
 
-    async fn receive(&self, receiver: &mut Receiver, needed: usize) -> Result<(), End> {
+    async fn receive(&self, receiver: &mut Receiver, needed: usize) -> Result<(), ConnectionEnd> {
         let filled = {
             let filling = pin!(receiver.fill(&self.io, &self.transport, needed));
             self.unless_halted(filling).await?
@@ -286,9 +291,9 @@ impl Connection {
             Ok(()) => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 let between = receiver.bytes().is_empty();
-                Err(if between { End::Closed } else { End::Broken(error) })
+                Err(if between { ConnectionEnd::Closed } else { ConnectionEnd::Broken(error) })
             }
-            Err(error) => Err(End::Broken(error)),
+            Err(error) => Err(ConnectionEnd::Broken(error)),
         }
     }
 
@@ -297,20 +302,24 @@ impl Connection {
         self: &Rc<Self>,
         receiver: &mut Receiver,
         header: RequestHeader,
-    ) -> Result<(), End> {
+    ) -> Result<(), ConnectionEnd> {
         self.requests.set(self.requests.get() + 1);
         if self.idle.replace(false) {
             self.awake.set();
         }
         let to = ReplyTo::new(self.session.style, &header);
         let operation = match decode::check(&header, &self.session) {
-            Ok(Operation::Disconnect) => return Err(End::Disconnect),
+            Ok(NbdRequest::Disconnect) => return Err(ConnectionEnd::Disconnect),
             Ok(operation) => operation,
             Err(errno) => {
                 self.skip(receiver, u64::from(header.payload_len)).await?;
                 let budget = Some(self.reserve(REQUEST_BYTES).await?);
-                let body = Body::Error(errno, refusal(errno));
-                self.sender.push(Reply { to, body, held: Some(Room { budget, share: None }) });
+                let body = ReplyBody::Error(errno, refusal(errno));
+                self.sender.push(Reply {
+                    to,
+                    body,
+                    held: Some(RequestMemory { budget, share: None }),
+                });
                 // Nothing here waits: thousands of refused requests in one buffer would occupy the worker.
                 if self.requests.get().is_multiple_of(REFUSED_AT_ONCE) {
                     self.io.yield_now().await;
@@ -321,27 +330,44 @@ impl Connection {
         let bytes = footprint(&operation).saturating_add(self.bounce(&operation));
         let budget = self.reserve(bytes).await?;
         match operation {
-            Operation::Write { offset, length, fua } => {
+            NbdRequest::Write { offset, length, fua } => {
                 let length = to_usize(length);
                 if length > PIECE || bytes > self.queue_share.share().reserve() {
                     return self.write_in_pieces(receiver, to, budget, (offset, length, fua)).await;
                 }
-                let held = Room { share: Some(self.share(bytes).await?), budget: Some(budget) };
+                let held =
+                    RequestMemory { share: Some(self.share(bytes).await?), budget: Some(budget) };
                 let payload = Some(self.payload(receiver, length).await?);
-                self.start(Job { to, operation, payload, held, parts: None, short: false }).await
+                self.start(RequestJob {
+                    to,
+                    operation,
+                    payload,
+                    held,
+                    split_write: None,
+                    short: false,
+                })
+                .await
             }
             operation => {
                 let (share, short) = self.share_or_short(bytes).await?;
-                let held = Room { share: Some(share), budget: Some(budget) };
-                self.start(Job { to, operation, payload: None, held, parts: None, short }).await
+                let held = RequestMemory { share: Some(share), budget: Some(budget) };
+                self.start(RequestJob {
+                    to,
+                    operation,
+                    payload: None,
+                    held,
+                    split_write: None,
+                    short,
+                })
+                .await
             }
         }
     }
 
     /// Memory the store needs beside the request's buffer, for blocks that the request covers in part.
-    fn bounce(&self, operation: &Operation) -> usize {
+    fn bounce(&self, operation: &NbdRequest) -> usize {
         match operation {
-            Operation::Read { offset, length, .. } | Operation::Write { offset, length, .. } => {
+            NbdRequest::Read { offset, length, .. } | NbdRequest::Write { offset, length, .. } => {
                 self.volume.bounce_footprint(*offset, to_usize(*length))
             }
             _ => 0,
@@ -349,7 +375,7 @@ impl Connection {
     }
 
     /// Takes memory from the volume's share, in the order in which requests of the volume wait for it.
-    async fn share(&self, bytes: usize) -> Result<ebb_io::Charge, End> {
+    async fn share(&self, bytes: usize) -> Result<ebb_io::Charge, ConnectionEnd> {
         match self.queue_share.try_take(bytes) {
             Some(held) => Ok(held),
             None => self.unless_halted(pin!(self.queue_share.take(bytes))).await,
@@ -359,7 +385,7 @@ impl Connection {
     /// As [`Connection::share`], for a request that is executed in pieces if there is not enough memory for all of
     /// it: then the result is true, with memory for the request itself only. A volume is guaranteed no more memory
     /// than its reserve.
-    async fn share_or_short(&self, bytes: usize) -> Result<(ebb_io::Charge, bool), End> {
+    async fn share_or_short(&self, bytes: usize) -> Result<(ebb_io::Charge, bool), ConnectionEnd> {
         if bytes <= self.queue_share.share().reserve() {
             return Ok((self.share(bytes).await?, false));
         }
@@ -377,31 +403,35 @@ impl Connection {
         to: ReplyTo,
         budget: BudgetGuard,
         (mut offset, mut left, fua): (u64, usize, bool),
-    ) -> Result<(), End> {
+    ) -> Result<(), ConnectionEnd> {
         let share = Some(self.share(REQUEST_BYTES).await?);
-        let parts = Parts::new(to, Room { budget: Some(budget), share });
+        let split_write = SplitWrite::new(to, RequestMemory { budget: Some(budget), share });
         let mut next = FIRST;
         while left > 0 {
-            let length = left.min(next).min(Means::piece(&self.queue_share));
+            let length = left.min(next).min(RequestContext::piece(&self.queue_share));
             next = PIECE;
             left -= length;
-            parts.begin(left == 0);
+            split_write.begin(left == 0);
             let piece = (offset, length);
-            let share = Means::piece_bytes(&self.volume, &self.queue_share, piece);
+            let share = RequestContext::piece_bytes(&self.volume, &self.queue_share, piece);
             let share = Some(self.share(share).await?);
             let payload = Some(self.payload(receiver, length).await?);
-            let held = Room { share, budget: None };
-            let operation =
-                Operation::Write { offset, length: u32::try_from(length).unwrap_or(u32::MAX), fua };
-            let parts = Some(parts.clone());
-            self.start(Job { to, operation, payload, held, parts, short: false }).await?;
+            let held = RequestMemory { share, budget: None };
+            let operation = NbdRequest::Write {
+                offset,
+                length: u32::try_from(length).unwrap_or(u32::MAX),
+                fua,
+            };
+            let split_write = Some(split_write.clone());
+            self.start(RequestJob { to, operation, payload, held, split_write, short: false })
+                .await?;
             offset += length as u64;
         }
         Ok(())
     }
 
     /// Takes memory from the connection's budget; waits until enough replies have been sent.
-    async fn reserve(&self, bytes: usize) -> Result<BudgetGuard, End> {
+    async fn reserve(&self, bytes: usize) -> Result<BudgetGuard, ConnectionEnd> {
         match self.memory.try_take(bytes) {
             Some(held) => Ok(held),
             None => self.unless_halted(pin!(self.memory.take(bytes))).await,
@@ -410,18 +440,21 @@ impl Connection {
 
     /// Waits for something that depends on the client, or until the connection is to end. The future is passed
     /// pinned: by value it would take up space in the connection's task several times.
-    async fn unless_halted<T>(&self, waiting: Pin<&mut impl Future<Output = T>>) -> Result<T, End> {
+    async fn unless_halted<T>(
+        &self,
+        waiting: Pin<&mut impl Future<Output = T>>,
+    ) -> Result<T, ConnectionEnd> {
         if self.stopping.get() {
-            return Err(End::Stopped);
+            return Err(ConnectionEnd::Stopped);
         }
         let halted = async {
             self.halt.wait().await;
-            Err(End::Stopped)
+            Err(ConnectionEnd::Stopped)
         };
         futures_lite::future::or(async { Ok(waiting.await) }, halted).await
     }
 
-    async fn payload(&self, receiver: &mut Receiver, length: usize) -> Result<Buf, End> {
+    async fn payload(&self, receiver: &mut Receiver, length: usize) -> Result<Buf, ConnectionEnd> {
         self.receiving.set(true);
         if receiver.should_buffer(length) {
             self.receive(receiver, length).await.map_err(within)?;
@@ -436,9 +469,9 @@ impl Connection {
             let (result, returned) = self.unless_halted(receiving).await?;
             buf = returned;
             match result {
-                Ok(0) => return Err(End::Broken(io::ErrorKind::UnexpectedEof.into())),
+                Ok(0) => return Err(ConnectionEnd::Broken(io::ErrorKind::UnexpectedEof.into())),
                 Ok(count) => at += count,
-                Err(error) => return Err(End::Broken(error)),
+                Err(error) => return Err(ConnectionEnd::Broken(error)),
             }
             self.received.set(self.received.get().wrapping_add(at));
         }
@@ -446,7 +479,7 @@ impl Connection {
         Ok(buf)
     }
 
-    async fn skip(&self, receiver: &mut Receiver, mut left: u64) -> Result<(), End> {
+    async fn skip(&self, receiver: &mut Receiver, mut left: u64) -> Result<(), ConnectionEnd> {
         while left > 0 {
             if receiver.bytes().is_empty() {
                 self.receive(receiver, 1).await.map_err(within)?;
@@ -459,36 +492,39 @@ impl Connection {
     }
 
     /// Gives a job to an idle request task or to a new one, or waits until one is idle.
-    async fn start(self: &Rc<Self>, job: Job) -> Result<(), End> {
-        let lanes = &self.lanes;
+    async fn start(self: &Rc<Self>, job: RequestJob) -> Result<(), ConnectionEnd> {
+        let tasks = &self.tasks;
         let mut job = Some(job);
         loop {
-            let idle = lanes.idle.borrow_mut().pop();
-            if let Some(lane) = idle {
-                lanes.busy.set(lanes.busy.get() + 1);
-                *lane.job.borrow_mut() = job.take();
-                lane.signal.set();
+            let idle = tasks.idle.borrow_mut().pop();
+            if let Some(task) = idle {
+                tasks.busy.set(tasks.busy.get() + 1);
+                *task.job.borrow_mut() = job.take();
+                task.signal.set();
                 return Ok(());
             }
-            if lanes.count.get() < IN_FLIGHT_MAX {
-                lanes.count.set(lanes.count.get() + 1);
-                lanes.busy.set(lanes.busy.get() + 1);
-                let lane = Rc::new(Lane { job: RefCell::new(job.take()), ..Lane::default() });
-                lane.signal.set();
-                self.io.spawn(self.clone().run_lane(lane)).detach();
+            if tasks.count.get() < IN_FLIGHT_MAX {
+                tasks.count.set(tasks.count.get() + 1);
+                tasks.busy.set(tasks.busy.get() + 1);
+                let task = Rc::new(RequestTask {
+                    job: RefCell::new(job.take()),
+                    ..RequestTask::default()
+                });
+                task.signal.set();
+                self.io.spawn(self.clone().run_task(task)).detach();
                 return Ok(());
             }
-            self.unless_halted(pin!(lanes.freed.wait())).await?;
+            self.unless_halted(pin!(tasks.freed.wait())).await?;
         }
     }
 
-    async fn run_lane(self: Rc<Self>, lane: Rc<Lane>) {
+    async fn run_task(self: Rc<Self>, task: Rc<RequestTask>) {
         loop {
-            lane.signal.wait().await;
-            let Some(job) = lane.job.take() else {
-                if lane.retire.get() {
-                    self.lanes.count.set(self.lanes.count.get() - 1);
-                    self.lanes.freed.set();
+            task.signal.wait().await;
+            let Some(job) = task.job.take() else {
+                if task.retire.get() {
+                    self.tasks.count.set(self.tasks.count.get() - 1);
+                    self.tasks.freed.set();
                     return;
                 }
                 continue;
@@ -496,9 +532,9 @@ impl Connection {
             // BLOCK_STATUS changes nothing and can be cancelled when the client disconnects, which matters where it is
             // many requests to another server. With a writeback cache it writes dirty data first, so it runs to
             // completion.
-            let read_only = matches!(job.operation, Operation::BlockStatus { .. })
+            let read_only = matches!(job.operation, NbdRequest::BlockStatus { .. })
                 && self.volume.cache_mode() != Mode::Writeback;
-            let means = Means {
+            let context = RequestContext {
                 io: &self.io,
                 volume: &self.volume,
                 session: &self.session,
@@ -507,7 +543,7 @@ impl Connection {
                 sender: &self.sender,
                 disconnected: &|| self.is_disconnected(),
             };
-            let mut executing = pin!(execute(means, job));
+            let mut executing = pin!(execute(context, job));
             let outcome = if read_only {
                 let disconnected = async {
                     self.disconnected.wait().await;
@@ -522,12 +558,12 @@ impl Connection {
             {
                 self.log(&error);
             }
-            self.lanes.busy.set(self.lanes.busy.get() - 1);
-            if self.lanes.busy.get() == 0 {
+            self.tasks.busy.set(self.tasks.busy.get() - 1);
+            if self.tasks.busy.get() == 0 {
                 self.buffers.done(ebb_mem::clock::now());
             }
-            self.lanes.idle.borrow_mut().push(lane.clone());
-            self.lanes.freed.set();
+            self.tasks.idle.borrow_mut().push(task.clone());
+            self.tasks.freed.set();
         }
     }
 
@@ -554,13 +590,13 @@ impl Connection {
 
 /// How long a connection has made no progress while other requests of its volume waited for memory.
 #[derive(Default)]
-struct Watch {
+struct StallDetector {
     received: usize,
     sent: usize,
     idle_checks: u32,
 }
 
-impl Watch {
+impl StallDetector {
     /// Whether the connection has stalled; to be called once per `IDLE_AFTER`.
     fn has_stalled(&mut self, connection: &Connection) -> bool {
         let (received, sent) = (connection.received.get(), connection.transport.sent_bytes());
@@ -574,10 +610,10 @@ impl Watch {
 }
 
 /// Memory a request may hold until its reply has been sent, bytes.
-fn footprint(operation: &Operation) -> usize {
+fn footprint(operation: &NbdRequest) -> usize {
     let data = match operation {
-        Operation::Read { length, .. } | Operation::Write { length, .. } => to_usize(*length),
-        Operation::BlockStatus { .. } => STATUS_BYTES_MAX,
+        NbdRequest::Read { length, .. } | NbdRequest::Write { length, .. } => to_usize(*length),
+        NbdRequest::BlockStatus { .. } => STATUS_BYTES_MAX,
         _ => return REQUEST_BYTES,
     };
     BufPool::footprint(data).saturating_add(REQUEST_BYTES)
@@ -588,9 +624,9 @@ fn to_usize(length: u32) -> usize {
 }
 
 /// The end of the stream within a payload is a failure, not an orderly close.
-fn within(end: End) -> End {
+fn within(end: ConnectionEnd) -> ConnectionEnd {
     match end {
-        End::Closed => End::Broken(io::ErrorKind::UnexpectedEof.into()),
+        ConnectionEnd::Closed => ConnectionEnd::Broken(io::ErrorKind::UnexpectedEof.into()),
         other => other,
     }
 }
@@ -599,7 +635,9 @@ fn refusal(errno: Errno) -> &'static str {
     match errno {
         Errno::Perm => "the volume is read-only",
         Errno::NoSpc => "the request extends past the end of the volume",
-        Errno::Overflow => "the request is longer than the maximum payload (see NBD_INFO_BLOCK_SIZE)",
+        Errno::Overflow => {
+            "the request is longer than the maximum payload (see NBD_INFO_BLOCK_SIZE)"
+        }
         _ => "invalid request: check range, alignment to 512 bytes, length, flags and command",
     }
 }
@@ -608,13 +646,13 @@ fn refusal(errno: Errno) -> &'static str {
 mod tests {
     use super::*;
 
-    fn size_of_future<F: Future>(_: impl FnOnce(Rc<Connection>, Rc<Lane>) -> F) -> usize {
+    fn size_of_future<F: Future>(_: impl FnOnce(Rc<Connection>, Rc<RequestTask>) -> F) -> usize {
         size_of::<F>()
     }
 
     #[test]
     fn the_task_of_a_request_is_small() {
-        let bytes = size_of_future(Connection::run_lane);
+        let bytes = size_of_future(Connection::run_task);
         assert!(bytes <= 3328, "{bytes} bytes for each request in flight");
     }
 }

@@ -12,7 +12,7 @@
 //! - A payload is never longer than the advertised maximum or 32 MiB, whichever is larger: the protocol
 //!   forbids treating up to 32 MiB as an attack; beyond both limits the connection is closed
 //!   ([`Fatal::PayloadTooLong`]), since gigabytes would have to be skipped.
-//! - An [`Operation`] is made only by [`check`]: it lies within the export, is aligned, and the
+//! - An [`NbdRequest`] is made only by [`check`]: it lies within the export, is aligned, and the
 //!   export supports it. Its flags and bounds need not be checked again.
 //! - No sum of an offset and a length overflows.
 
@@ -71,7 +71,7 @@ pub enum Fatal {
 
 /// A valid request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operation {
+pub enum NbdRequest {
     /// `NBD_CMD_READ`: send `length` bytes from `offset`.
     Read {
         /// First byte.
@@ -198,12 +198,12 @@ fn fields(
 /// WRITE_ZEROES, else `NBD_EINVAL`; `NBD_EINVAL` for a range that is not aligned to the minimum block
 /// size; above the maximum payload `NBD_EOVERFLOW` for a READ with replies in chunks, else
 /// `NBD_EINVAL`.
-pub fn check(header: &RequestHeader, session: &Session) -> Result<Operation, Errno> {
+pub fn check(header: &RequestHeader, session: &Session) -> Result<NbdRequest, Errno> {
     type C = Command;
     type F = CommandFlags;
     let RequestHeader { command, flags, offset, length, .. } = *header;
     if command == C::Disconnect {
-        return Ok(Operation::Disconnect);
+        return Ok(NbdRequest::Disconnect);
     }
     check_flags(header, session)?;
     let writes = matches!(command, C::Write | C::Trim | C::WriteZeroes);
@@ -215,20 +215,20 @@ pub fn check(header: &RequestHeader, session: &Session) -> Result<Operation, Err
     }
     if command == C::Flush {
         // The protocol: "length and offset are reserved, and MUST be set to all-zero".
-        return if offset == 0 && length == 0 { Ok(Operation::Flush) } else { Err(Errno::Inval) };
+        return if offset == 0 && length == 0 { Ok(NbdRequest::Flush) } else { Err(Errno::Inval) };
     }
     check_range(header, session)?;
     let fua = flags.contains(F::FUA);
     Ok(match command {
-        C::Read => Operation::Read {
+        C::Read => NbdRequest::Read {
             offset,
             length: payload_sized(header, session)?,
             unfragmented: flags.contains(F::DF),
         },
-        C::Write => Operation::Write { offset, length: payload_sized(header, session)?, fua },
-        C::Trim => Operation::Trim { offset, length, fua },
-        C::Cache => Operation::Cache { offset, length },
-        C::WriteZeroes => Operation::WriteZeroes {
+        C::Write => NbdRequest::Write { offset, length: payload_sized(header, session)?, fua },
+        C::Trim => NbdRequest::Trim { offset, length, fua },
+        C::Cache => NbdRequest::Cache { offset, length },
+        C::WriteZeroes => NbdRequest::WriteZeroes {
             offset,
             length,
             fua,
@@ -236,10 +236,10 @@ pub fn check(header: &RequestHeader, session: &Session) -> Result<Operation, Err
             fast: flags.contains(F::FAST_ZERO),
         },
         C::BlockStatus => {
-            Operation::BlockStatus { offset, length, one: flags.contains(F::REQ_ONE) }
+            NbdRequest::BlockStatus { offset, length, one: flags.contains(F::REQ_ONE) }
         }
-        C::Disconnect => Operation::Disconnect,
-        C::Flush => Operation::Flush,
+        C::Disconnect => NbdRequest::Disconnect,
+        C::Flush => NbdRequest::Flush,
         C::Unknown(_) => return Err(Errno::Inval),
     })
 }

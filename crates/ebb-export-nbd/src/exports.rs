@@ -9,9 +9,9 @@ use ebb_io::BufPool;
 use ebb_mem::{Memory, OwnerId, PoolParameters};
 use ebb_volume::{Gate, LogLimit, Stop, Volume, Writer};
 
-use crate::handshake::{BlockSizes, Capabilities, ExportInfo, Exports};
-use crate::seats::{NoSeat, Seats, Wanted};
-use crate::server::Limits;
+use crate::client_limit::{AdmissionRequest, ClientCount, ClientLimitError};
+use crate::handshake::{BlockSizes, ExportCapabilities, ExportInfo, Exports};
+use crate::server::ServerLimits;
 
 /// The minimum block size, bytes: a sector.
 const MINIMUM: u32 = 512;
@@ -32,13 +32,13 @@ pub(crate) struct Export {
     pub(crate) stop: Arc<Stop>,
     pub(crate) connections: Gate,
     /// Its clients, which count towards `max_clients`.
-    seats: Seats,
-    /// Limits of the page pools of its connections.
+    clients: ClientCount,
+    /// ServerLimits of the page pools of its connections.
     pub(crate) pool: Arc<PoolParameters>,
     /// The account of its memory, from the first connection on.
     owner: OnceLock<Option<OwnerId>>,
-    /// Limits the log lines about connections: a client that connects again and again must not fill the log.
-    pub(crate) lines: LogLimit,
+    /// ServerLimits the log log_limit about connections: a client that connects again and again must not fill the log.
+    pub(crate) log_limit: LogLimit,
 }
 
 impl Export {
@@ -50,8 +50,8 @@ impl Export {
     }
 
     /// The request to admit one more of its clients.
-    pub(crate) fn seat(&self, alone: bool, most: usize) -> Wanted<'_> {
-        Wanted { name: self.volume.name(), own: &self.seats, alone, most }
+    pub(crate) fn admission(&self, alone: bool, most: usize) -> AdmissionRequest<'_> {
+        AdmissionRequest { name: self.volume.name(), own: &self.clients, alone, most }
     }
 
     /// Releases its account; to be called when no request is in flight.
@@ -63,7 +63,7 @@ impl Export {
 }
 
 #[derive(Debug, Default)]
-struct Table {
+struct RegistryTable {
     by_name: BTreeMap<Arc<str>, Arc<Export>>,
     /// Volumes that are not exported now, each with the message its clients are refused with.
     refused: BTreeMap<Arc<str>, Arc<str>>,
@@ -72,23 +72,23 @@ struct Table {
 
 /// All exported volumes.
 #[derive(Debug, Default)]
-pub(crate) struct Registry(RwLock<Table>);
+pub(crate) struct Registry(RwLock<RegistryTable>);
 
 impl Registry {
-    fn read(&self) -> std::sync::RwLockReadGuard<'_, Table> {
+    fn read(&self) -> std::sync::RwLockReadGuard<'_, RegistryTable> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self) -> std::sync::RwLockWriteGuard<'_, Table> {
+    fn write(&self) -> std::sync::RwLockWriteGuard<'_, RegistryTable> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn add(&self, volume: Arc<Volume>, pool: Arc<PoolParameters>) {
         let name = volume.name().clone();
         let (stop, connections) = (Arc::default(), Gate::default());
-        let lines = LogLimit::new(CONNECTED_LINES, CONNECTED_PERIOD);
-        let (seats, owner) = (Seats::default(), OnceLock::new());
-        let export = Export { volume, stop, connections, seats, pool, owner, lines };
+        let log_limit = LogLimit::new(CONNECTED_LINES, CONNECTED_PERIOD);
+        let (clients, owner) = (ClientCount::default(), OnceLock::new());
+        let export = Export { volume, stop, connections, clients, pool, owner, log_limit };
         let mut table = self.write();
         table.refused.remove(&name);
         table.by_name.insert(name, Arc::new(export));
@@ -133,17 +133,17 @@ impl Registry {
 }
 
 /// The registry as one connection's handshake uses it.
-pub(crate) struct View<'a> {
+pub(crate) struct ExportsView<'a> {
     pub(crate) registry: &'a Registry,
-    pub(crate) limits: Limits,
-    pub(crate) seats: &'a Seats,
+    pub(crate) limits: ServerLimits,
+    pub(crate) clients: &'a ClientCount,
     /// The last requested name that no export has.
     pub(crate) missed: RefCell<Option<String>>,
     /// Why the last volume the client requested admits no more clients.
-    pub(crate) no_seat: RefCell<Option<NoSeat>>,
+    pub(crate) limit_error: RefCell<Option<ClientLimitError>>,
 }
 
-impl Exports for View<'_> {
+impl Exports for ExportsView<'_> {
     fn list(&self, visit: &mut dyn FnMut(&str, &str)) {
         for name in self.registry.read().by_name.keys() {
             visit(name, "");
@@ -156,10 +156,10 @@ impl Exports for View<'_> {
 
     fn busy(&self, name: &str) -> Option<String> {
         let export = self.registry.get(name)?;
-        let wanted = export.seat(self.registry.is_alone(), self.limits.max_clients);
-        if let Err(why) = self.seats.check(wanted) {
+        let request = export.admission(self.registry.is_alone(), self.limits.max_clients);
+        if let Err(why) = self.clients.check(request) {
             let text = why.to_string();
-            *self.no_seat.borrow_mut() = Some(why);
+            *self.limit_error.borrow_mut() = Some(why);
             return Some(text);
         }
         if export.volume.read_only() {
@@ -179,7 +179,7 @@ impl Exports for View<'_> {
             name: volume.name().to_string(),
             description: String::new(),
             size: volume.size(),
-            capabilities: Capabilities {
+            capabilities: ExportCapabilities {
                 read_only: volume.read_only(),
                 flush: true,
                 fua: true,

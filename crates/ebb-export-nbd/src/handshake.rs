@@ -2,14 +2,14 @@
 //!
 //! Implements the sections "Fixed newstyle negotiation", "TLS support" and "Option types" of the
 //! protocol. [`Handshake`] is a state machine without I/O and clock: it consumes bytes, appends replies to
-//! a buffer, and a [`Step`] says what to do next. The caller owns the socket, sends the contents of the
+//! a buffer, and a [`HandshakeStep`] says what to do next. The caller owns the socket, sends the contents of the
 //! buffer after each step, runs TLS, and limits the time of the handshake.
 //!
 //! # Invariants, whatever a client sends
 //! - Nothing is kept of an option that is refused: its payload is skipped, whatever its announced
-//!   length. An option that is read whole has at most [`Limits::option_bytes_max`] bytes.
+//!   length. An option that is read whole has at most [`HandshakeLimits::option_bytes_max`] bytes.
 //! - One step appends at most the replies to one option.
-//! - A handshake is bounded: after [`Limits::options_max`] options or [`Limits::bytes_max`] bytes, whichever
+//! - A handshake is bounded: after [`HandshakeLimits::options_max`] options or [`HandshakeLimits::bytes_max`] bytes, whichever
 //!   comes first, the connection is closed.
 //! - Plain text that arrived with `NBD_OPT_STARTTLS` is never interpreted as an option under TLS, and
 //!   everything negotiated before TLS is discarded.
@@ -22,7 +22,7 @@ mod request;
 #[cfg(test)]
 mod tests;
 
-pub use export::{BlockSizes, Capabilities, ExportInfo, Exports};
+pub use export::{BlockSizes, ExportCapabilities, ExportInfo, Exports};
 
 use crate::proto::{
     ClientFlags, OPTION_HEADER_LEN, Reader, ReplyStyle, STRING_MAX, TransmissionFlags, context,
@@ -37,7 +37,7 @@ use request::{ContextRequest, InfoRequest};
 
 /// Whether TLS is offered, section "Server-side requirements" of "TLS support".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Tls {
+pub enum TlsMode {
     /// NOTLS: `NBD_OPT_STARTTLS` is refused.
     #[default]
     Off,
@@ -49,16 +49,16 @@ pub enum Tls {
 
 /// What a client may do before it has chosen an export.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Policy {
+pub struct HandshakePolicy {
     /// Whether TLS is offered.
-    pub tls: Tls,
-    /// Limits on one handshake.
-    pub limits: Limits,
+    pub tls: TlsMode,
+    /// HandshakeLimits on one handshake.
+    pub limits: HandshakeLimits,
 }
 
-/// Limits on one handshake.
+/// HandshakeLimits on one handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct HandshakeLimits {
     /// Longest option payload that is read, in bytes; a longer one is skipped and refused.
     pub option_bytes_max: u32,
     /// Options before the connection is closed.
@@ -69,7 +69,7 @@ pub struct Limits {
     pub queries_max: u32,
 }
 
-impl Default for Limits {
+impl Default for HandshakeLimits {
     /// 64 KiB per option, 8192 options, 16 MiB in all, 128 queries.
     ///
     /// A client that lists a server in one connection sends two options per export
@@ -86,7 +86,7 @@ impl Default for Limits {
 
 /// What to do after [`Handshake::advance`]. In every case, send the output first.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum HandshakeStep {
     /// Append more received bytes to those not consumed, then advance again.
     NeedMore,
     /// A message was processed: advance again with the bytes not consumed, before receiving more.
@@ -126,7 +126,9 @@ pub enum HandshakeError {
     #[error("client set unknown handshake flags {0:#x}; it speaks another version of NBD")]
     UnknownClientFlags(u32),
     /// An option did not start with `IHAVEOPT`.
-    #[error("client sent {0:#018x} where an NBD option starts; it is not an NBD client, or lost synchronization")]
+    #[error(
+        "client sent {0:#018x} where an NBD option starts; it is not an NBD client, or lost synchronization"
+    )]
     BadMagic(u64),
     /// "Newstyle negotiation": without fixed newstyle only `NBD_OPT_EXPORT_NAME` is valid.
     #[error("client sent option {0} without negotiating fixed newstyle; upgrade the client")]
@@ -144,15 +146,19 @@ pub enum HandshakeError {
     #[error("client requested an export without TLS, which is required; enable TLS in the client")]
     TlsRequired,
     /// Plain text followed `NBD_OPT_STARTTLS`.
-    #[error("client sent plain text after its request for TLS; this may be an attempt to inject commands")]
+    #[error(
+        "client sent plain text after its request for TLS; this may be an attempt to inject commands"
+    )]
     PlaintextAfterStartTls,
     /// `NBD_OPT_EXPORT_NAME` after extended headers were negotiated.
-    #[error("client used NBD_OPT_EXPORT_NAME after negotiating extended headers; NBD_OPT_GO is required")]
+    #[error(
+        "client used NBD_OPT_EXPORT_NAME after negotiating extended headers; NBD_OPT_GO is required"
+    )]
     ExportNameAfterExtendedHeaders,
-    /// [`Limits::options_max`] was reached.
+    /// [`HandshakeLimits::options_max`] was reached.
     #[error("client sent more than {0} options without choosing an export")]
     TooManyOptions(u32),
-    /// [`Limits::bytes_max`] would be passed.
+    /// [`HandshakeLimits::bytes_max`] would be passed.
     #[error("client sent, or announced, more than {0} bytes without choosing an export")]
     TooManyBytes(u64),
     /// `NBD_OPT_EXPORT_NAME` while the server is shutting down.
@@ -164,7 +170,7 @@ pub enum HandshakeError {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum State {
+enum HandshakeState {
     /// Waiting for the client's flags.
     Flags,
     /// Waiting for an option.
@@ -178,7 +184,7 @@ enum State {
 }
 
 /// How an option is processed, decided from its header alone.
-enum Plan {
+enum OptionPlan {
     /// Wait for the whole payload, then reply.
     Reply,
     /// Skip the payload, then refuse.
@@ -192,8 +198,8 @@ enum Plan {
 /// The server's side of one connection's handshake. See the [module](self).
 #[derive(Debug)]
 pub struct Handshake {
-    policy: Policy,
-    state: State,
+    policy: HandshakePolicy,
+    state: HandshakeState,
     fixed_newstyle: bool,
     no_zeroes: bool,
     tls_active: bool,
@@ -208,10 +214,10 @@ pub struct Handshake {
 impl Handshake {
     /// A handshake in which nothing has been exchanged yet.
     #[must_use]
-    pub fn new(policy: Policy) -> Self {
+    pub fn new(policy: HandshakePolicy) -> Self {
         Self {
             policy,
-            state: State::Flags,
+            state: HandshakeState::Flags,
             fixed_newstyle: false,
             no_zeroes: false,
             tls_active: false,
@@ -241,20 +247,20 @@ impl Handshake {
         self.shutting_down = true;
     }
 
-    /// To be called when TLS is established, after [`Step::StartTls`]. Everything negotiated before is
+    /// To be called when TLS is established, after [`HandshakeStep::StartTls`]. Everything negotiated before is
     /// discarded; the limits count on.
     ///
     /// # Errors
     /// [`HandshakeError::Ended`] if the handshake did not wait for TLS.
     pub fn tls_established(&mut self) -> Result<(), HandshakeError> {
-        if self.state != State::AwaitingTls {
-            self.state = State::Ended;
+        if self.state != HandshakeState::AwaitingTls {
+            self.state = HandshakeState::Ended;
             return Err(HandshakeError::Ended);
         }
         self.style = ReplyStyle::Simple;
         self.allocation_for = None;
         self.tls_active = true;
-        self.state = State::Options;
+        self.state = HandshakeState::Options;
         Ok(())
     }
 
@@ -268,25 +274,25 @@ impl Handshake {
         input: &[u8],
         exports: &dyn Exports,
         out: &mut Vec<u8>,
-    ) -> Result<(usize, Step), HandshakeError> {
+    ) -> Result<(usize, HandshakeStep), HandshakeError> {
         let result = match self.state {
-            State::Flags => self.client_flags(input),
-            State::Options => self.option(input, exports, out),
-            State::Skipping { .. } => Ok(self.skip(input, out)),
-            State::AwaitingTls if input.is_empty() => Ok((0, Step::StartTls)),
-            State::AwaitingTls => Err(HandshakeError::PlaintextAfterStartTls),
-            State::Ended => Err(HandshakeError::Ended),
+            HandshakeState::Flags => self.client_flags(input),
+            HandshakeState::Options => self.option(input, exports, out),
+            HandshakeState::Skipping { .. } => Ok(self.skip(input, out)),
+            HandshakeState::AwaitingTls if input.is_empty() => Ok((0, HandshakeStep::StartTls)),
+            HandshakeState::AwaitingTls => Err(HandshakeError::PlaintextAfterStartTls),
+            HandshakeState::Ended => Err(HandshakeError::Ended),
         };
         if result.is_err() {
-            self.state = State::Ended;
+            self.state = HandshakeState::Ended;
         }
         result
     }
 
     /// "Client flags".
-    fn client_flags(&mut self, input: &[u8]) -> Result<(usize, Step), HandshakeError> {
+    fn client_flags(&mut self, input: &[u8]) -> Result<(usize, HandshakeStep), HandshakeError> {
         let Some(flags) = Reader::new(input).u32().map(ClientFlags) else {
-            return Ok((0, Step::NeedMore));
+            return Ok((0, HandshakeStep::NeedMore));
         };
         let unknown = flags.beyond(ClientFlags::KNOWN);
         if !unknown.is_none() {
@@ -294,8 +300,8 @@ impl Handshake {
         }
         self.fixed_newstyle = flags.contains(ClientFlags::FIXED_NEWSTYLE);
         self.no_zeroes = flags.contains(ClientFlags::NO_ZEROES);
-        self.state = State::Options;
-        Ok((size_of::<u32>(), Step::Again))
+        self.state = HandshakeState::Options;
+        Ok((size_of::<u32>(), HandshakeStep::Again))
     }
 
     fn option(
@@ -303,92 +309,94 @@ impl Handshake {
         input: &[u8],
         exports: &dyn Exports,
         out: &mut Vec<u8>,
-    ) -> Result<(usize, Step), HandshakeError> {
+    ) -> Result<(usize, HandshakeStep), HandshakeError> {
         let mut reader = Reader::new(input);
         match reader.u64() {
-            None => return Ok((0, Step::NeedMore)),
+            None => return Ok((0, HandshakeStep::NeedMore)),
             Some(magic::OPTION) => {}
             Some(other) => return Err(HandshakeError::BadMagic(other)),
         }
         let (Some(option), Some(length)) = (reader.u32(), reader.u32()) else {
-            return Ok((0, Step::NeedMore));
+            return Ok((0, HandshakeStep::NeedMore));
         };
         match self.plan(option, length)? {
-            Plan::Reply => {
+            OptionPlan::Reply => {
                 let Some(payload) = usize::try_from(length).ok().and_then(|len| reader.bytes(len))
                 else {
-                    return Ok((0, Step::NeedMore));
+                    return Ok((0, HandshakeStep::NeedMore));
                 };
                 self.count(length);
                 let step = self.reply(option, payload, exports, out)?;
                 Ok((OPTION_HEADER_LEN + payload.len(), step))
             }
-            Plan::Refuse(refusal) => {
+            OptionPlan::Refuse(refusal) => {
                 self.count(length);
                 if option == option::SET_META_CONTEXT {
                     // The protocol: "including when this command fails".
                     self.allocation_for = None;
                 }
-                self.state = State::Skipping { option, left: length, refusal };
+                self.state = HandshakeState::Skipping { option, left: length, refusal };
                 let (skipped, step) = self.skip(&input[OPTION_HEADER_LEN..], out);
                 Ok((OPTION_HEADER_LEN + skipped, step))
             }
-            Plan::StartTls if !reader.is_empty() => Err(HandshakeError::PlaintextAfterStartTls),
-            Plan::StartTls => {
+            OptionPlan::StartTls if !reader.is_empty() => {
+                Err(HandshakeError::PlaintextAfterStartTls)
+            }
+            OptionPlan::StartTls => {
                 self.count(length);
                 Replies::to(option, out).ack();
-                self.state = State::AwaitingTls;
-                Ok((OPTION_HEADER_LEN, Step::StartTls))
+                self.state = HandshakeState::AwaitingTls;
+                Ok((OPTION_HEADER_LEN, HandshakeStep::StartTls))
             }
-            Plan::Abort => {
+            OptionPlan::Abort => {
                 Replies::to(option, out).ack();
-                self.state = State::Ended;
-                Ok((OPTION_HEADER_LEN, Step::Abort))
+                self.state = HandshakeState::Ended;
+                Ok((OPTION_HEADER_LEN, HandshakeStep::Abort))
             }
         }
     }
 
     /// Decides from its header how an option is processed. Changes nothing: it is called again
     /// while the payload is incomplete.
-    fn plan(&self, option: u32, length: u32) -> Result<Plan, HandshakeError> {
+    fn plan(&self, option: u32, length: u32) -> Result<OptionPlan, HandshakeError> {
         let limits = self.policy.limits;
         if self.options >= limits.options_max {
             return Err(HandshakeError::TooManyOptions(limits.options_max));
         }
         if option == option::ABORT && self.fixed_newstyle {
-            return Ok(Plan::Abort);
+            return Ok(OptionPlan::Abort);
         }
         if message_len(length) > limits.bytes_max.saturating_sub(self.bytes) {
             return Err(HandshakeError::TooManyBytes(limits.bytes_max));
         }
-        let needs_tls = self.policy.tls == Tls::Require && !self.tls_active;
+        let needs_tls = self.policy.tls == TlsMode::Require && !self.tls_active;
         if option == option::EXPORT_NAME {
-            return self.plan_export_name(length, needs_tls).map(|()| Plan::Reply);
+            return self.plan_export_name(length, needs_tls).map(|()| OptionPlan::Reply);
         }
         if !self.fixed_newstyle {
             return Err(HandshakeError::NotFixedNewstyle(option));
         }
         if self.shutting_down {
-            return Ok(Plan::Refuse(SHUTTING_DOWN));
+            return Ok(OptionPlan::Refuse(SHUTTING_DOWN));
         }
         Ok(match option {
-            option::STARTTLS if length > 0 => Plan::Refuse(NO_DATA_EXPECTED),
-            option::STARTTLS if self.tls_active => Plan::Refuse(TLS_ALREADY),
-            option::STARTTLS if self.policy.tls == Tls::Off => Plan::Refuse(TLS_OFF),
-            option::STARTTLS => Plan::StartTls,
-            _ if needs_tls => Plan::Refuse(TLS_REQUIRED),
+            option::STARTTLS if length > 0 => OptionPlan::Refuse(NO_DATA_EXPECTED),
+            option::STARTTLS if self.tls_active => OptionPlan::Refuse(TLS_ALREADY),
+            option::STARTTLS if self.policy.tls == TlsMode::Off => OptionPlan::Refuse(TLS_OFF),
+            option::STARTTLS => OptionPlan::StartTls,
+            _ if needs_tls => OptionPlan::Refuse(TLS_REQUIRED),
             option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS if length > 0 => {
-                Plan::Refuse(NO_DATA_EXPECTED)
+                OptionPlan::Refuse(NO_DATA_EXPECTED)
             }
-            option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS => Plan::Reply,
+            option::LIST | option::STRUCTURED_REPLY | option::EXTENDED_HEADERS => OptionPlan::Reply,
             option::INFO | option::GO | option::LIST_META_CONTEXT | option::SET_META_CONTEXT => {
                 if length > limits.option_bytes_max {
-                    Plan::Refuse(TOO_BIG)
+                    OptionPlan::Refuse(TOO_BIG)
                 } else {
-                    Plan::Reply
+                    OptionPlan::Reply
                 }
             }
-            _ => Plan::Refuse(UNSUPPORTED),
+            _ => OptionPlan::Refuse(UNSUPPORTED),
         })
     }
 
@@ -412,20 +420,20 @@ impl Handshake {
         self.bytes += message_len(length);
     }
 
-    fn skip(&mut self, input: &[u8], out: &mut Vec<u8>) -> (usize, Step) {
-        let State::Skipping { option, left, ref refusal } = self.state else {
-            return (0, Step::NeedMore);
+    fn skip(&mut self, input: &[u8], out: &mut Vec<u8>) -> (usize, HandshakeStep) {
+        let HandshakeState::Skipping { option, left, ref refusal } = self.state else {
+            return (0, HandshakeStep::NeedMore);
         };
         let available = u32::try_from(input.len()).unwrap_or(u32::MAX);
         let left_after = left.saturating_sub(available);
         if left_after > 0 {
             let refusal = refusal.clone();
-            self.state = State::Skipping { option, left: left_after, refusal };
-            return (input.len(), Step::NeedMore);
+            self.state = HandshakeState::Skipping { option, left: left_after, refusal };
+            return (input.len(), HandshakeStep::NeedMore);
         }
         Replies::to(option, out).refuse(refusal);
-        self.state = State::Options;
-        (usize::try_from(left).unwrap_or(input.len()), Step::Again)
+        self.state = HandshakeState::Options;
+        (usize::try_from(left).unwrap_or(input.len()), HandshakeStep::Again)
     }
 
     /// Processes an option whose payload is complete.
@@ -435,7 +443,7 @@ impl Handshake {
         payload: &[u8],
         exports: &dyn Exports,
         out: &mut Vec<u8>,
-    ) -> Result<Step, HandshakeError> {
+    ) -> Result<HandshakeStep, HandshakeError> {
         if option == option::EXPORT_NAME {
             return self.export_name(payload, exports, out);
         }
@@ -470,7 +478,7 @@ impl Handshake {
             Ok(()) => replies.ack(),
             Err(refusal) => replies.refuse(&refusal),
         }
-        Ok(Step::Again)
+        Ok(HandshakeStep::Again)
     }
 
     /// `NBD_OPT_EXPORT_NAME`
@@ -479,7 +487,7 @@ impl Handshake {
         payload: &[u8],
         exports: &dyn Exports,
         out: &mut Vec<u8>,
-    ) -> Result<Step, HandshakeError> {
+    ) -> Result<HandshakeStep, HandshakeError> {
         let name = request::string(payload).map_err(|_| HandshakeError::BadExportName)?;
         let Some(export) = exports.lookup(name) else {
             let shown = name.chars().take(LOGGED_NAME_MAX).collect();
@@ -561,10 +569,10 @@ impl Handshake {
         ContextRequest::parse(payload, self.policy.limits.queries_max)
     }
 
-    fn begin(&mut self, export: ExportInfo, block_size_requested: bool) -> Step {
-        self.state = State::Ended;
+    fn begin(&mut self, export: ExportInfo, block_size_requested: bool) -> HandshakeStep {
+        self.state = HandshakeState::Ended;
         let same_export = self.allocation_for.as_deref() == Some(export.name.as_str());
-        Step::Transmission(Session {
+        HandshakeStep::Transmission(Session {
             flags: export.transmission_flags(self.style),
             style: self.style,
             allocation_context: same_export.then_some(context::ALLOCATION_ID),

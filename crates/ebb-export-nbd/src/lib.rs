@@ -13,19 +13,19 @@
 //! - Each request has exactly one reply, sent after the request has completed.
 //! - A client that stalls, floods, violates the protocol or disconnects affects no other client.
 
+mod client_limit;
 mod connection;
 pub mod decode;
-mod door;
 mod exports;
 pub mod handshake;
+mod pending_handshakes;
 mod receiver;
 pub mod reply;
 mod request_task;
-mod seats;
 mod sender;
 mod server;
 
 pub use ebb_nbd_proto as proto;
 pub use ebb_tls::{ServerTls, TlsError};
-pub use handshake::Tls;
-pub use server::{Limits, Server};
+pub use handshake::TlsMode;
+pub use server::{Server, ServerLimits};

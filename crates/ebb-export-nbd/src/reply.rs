@@ -2,7 +2,7 @@
 //!
 //! Implements the sections "Simple reply message", "Structured reply chunk message", "Extended reply
 //! chunk message" and "Structured reply types" of the protocol. Nothing here allocates: a
-//! [`Header`] is 64 bytes by value, and what follows it on the wire (data, descriptors, a message)
+//! [`ReplyHeader`] is 64 bytes by value, and what follows it on the wire (data, descriptors, a message)
 //! is not copied.
 //!
 //! Invariants: a client that negotiated nothing receives simple replies only ([`ReplyTo::chunks`] is
@@ -15,22 +15,22 @@ mod runs;
 mod tests;
 
 pub use extents::ExtentList;
-pub use runs::{Run, zero_runs};
+pub use runs::{DataRun, zero_runs};
 
 use crate::decode::RequestHeader;
 use crate::proto::{Errno, ReplyStyle, STRING_MAX, chunk, magic};
 
 /// The header of a reply or chunk, ready to be sent.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Header {
+pub struct ReplyHeader {
     bytes: [u8; HEADER_MAX],
     len: usize,
 }
 
-/// Room in a [`Header`]; the longest, an extended error with an offset, takes 46 bytes.
+/// Room in a [`ReplyHeader`]; the longest, an extended error with an offset, takes 46 bytes.
 const HEADER_MAX: usize = 64;
 
-impl Header {
+impl ReplyHeader {
     const EMPTY: Self = Self { bytes: [0; HEADER_MAX], len: 0 };
 
     /// The bytes to send.
@@ -52,9 +52,9 @@ impl Header {
     }
 }
 
-impl core::fmt::Debug for Header {
+impl core::fmt::Debug for ReplyHeader {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "Header({:02x?})", self.as_bytes())
+        write!(f, "ReplyHeader({:02x?})", self.as_bytes())
     }
 }
 
@@ -76,7 +76,7 @@ impl ReplyTo {
     /// Success without a payload: the whole reply to all commands except READ and BLOCK_STATUS. For a
     /// READ with simple replies, the data follows.
     #[must_use]
-    pub fn success(self) -> Header {
+    pub fn success(self) -> ReplyHeader {
         match self.style {
             ReplyStyle::Simple | ReplyStyle::Structured => self.simple(0),
             ReplyStyle::Extended => self.chunk(chunk::NONE, true, 0),
@@ -87,7 +87,7 @@ impl ReplyTo {
     /// or nothing if the reply style has no messages. A message of more than 4096 bytes is
     /// omitted.
     #[must_use]
-    pub fn error(self, errno: Errno, message: &str) -> (Header, &str) {
+    pub fn error(self, errno: Errno, message: &str) -> (ReplyHeader, &str) {
         if !self.style.is_chunked() {
             return (self.simple(errno.to_wire()), "");
         }
@@ -108,8 +108,8 @@ impl ReplyTo {
         if self.style.is_chunked() { Some(Chunks(self)) } else { None }
     }
 
-    fn simple(self, error: u32) -> Header {
-        Header::EMPTY
+    fn simple(self, error: u32) -> ReplyHeader {
+        ReplyHeader::EMPTY
             .put(magic::SIMPLE_REPLY.to_be_bytes())
             .put(error.to_be_bytes())
             .put(self.cookie.to_be_bytes())
@@ -117,10 +117,10 @@ impl ReplyTo {
 
     /// The header of a chunk in the negotiated style. `length` is far below 4 GiB in all
     /// chunks that are sent.
-    fn chunk(self, kind: u16, last: bool, length: u64) -> Header {
+    fn chunk(self, kind: u16, last: bool, length: u64) -> ReplyHeader {
         let flags = if last { chunk::FLAG_DONE } else { 0 };
         if self.style == ReplyStyle::Extended {
-            Header::EMPTY
+            ReplyHeader::EMPTY
                 .put(magic::EXTENDED_REPLY.to_be_bytes())
                 .put(flags.to_be_bytes())
                 .put(kind.to_be_bytes())
@@ -128,7 +128,7 @@ impl ReplyTo {
                 .put(self.offset.to_be_bytes())
                 .put(length.to_be_bytes())
         } else {
-            Header::EMPTY
+            ReplyHeader::EMPTY
                 .put(magic::STRUCTURED_REPLY.to_be_bytes())
                 .put(flags.to_be_bytes())
                 .put(kind.to_be_bytes())
@@ -146,21 +146,21 @@ pub struct Chunks(ReplyTo);
 impl Chunks {
     /// `NBD_REPLY_TYPE_NONE`: the end of a reply whose content was not marked `last`.
     #[must_use]
-    pub fn none(self) -> Header {
+    pub fn none(self) -> ReplyHeader {
         self.0.chunk(chunk::NONE, true, 0)
     }
 
     /// `NBD_REPLY_TYPE_OFFSET_DATA`: `length` bytes (1 up to the maximum payload) from `offset`
     /// follow. Mark it `last` only when the data is available, since an error cannot follow it.
     #[must_use]
-    pub fn data(self, offset: u64, length: u32, last: bool) -> Header {
+    pub fn data(self, offset: u64, length: u32, last: bool) -> ReplyHeader {
         debug_assert!(length > 0, "a content chunk describes at least one byte");
         self.0.chunk(chunk::OFFSET_DATA, last, 8 + u64::from(length)).put(offset.to_be_bytes())
     }
 
     /// `NBD_REPLY_TYPE_OFFSET_HOLE`: `length` bytes (at least 1) from `offset` are zero.
     #[must_use]
-    pub fn hole(self, offset: u64, length: u32, last: bool) -> Header {
+    pub fn hole(self, offset: u64, length: u32, last: bool) -> ReplyHeader {
         debug_assert!(length > 0, "a content chunk describes at least one byte");
         self.0
             .chunk(chunk::OFFSET_HOLE, last, 12)
@@ -171,7 +171,7 @@ impl Chunks {
     /// `NBD_REPLY_TYPE_BLOCK_STATUS`, or its extended form: the `count` (at least 1) descriptors
     /// of an [`ExtentList`] for the context follow.
     #[must_use]
-    pub fn block_status(self, context_id: u32, count: u32, last: bool) -> Header {
+    pub fn block_status(self, context_id: u32, count: u32, last: bool) -> ReplyHeader {
         debug_assert!(count > 0, "a status chunk has at least one descriptor");
         if self.0.style == ReplyStyle::Extended {
             self.0
@@ -188,7 +188,7 @@ impl Chunks {
     /// `NBD_REPLY_TYPE_ERROR_OFFSET`, without a message: the request failed at `offset`, which lies within
     /// its range.
     #[must_use]
-    pub fn error_at(self, errno: Errno, offset: u64, last: bool) -> Header {
+    pub fn error_at(self, errno: Errno, offset: u64, last: bool) -> ReplyHeader {
         self.0
             .chunk(chunk::ERROR_OFFSET, last, 14)
             .put(errno.to_wire().to_be_bytes())

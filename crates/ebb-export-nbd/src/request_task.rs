@@ -10,7 +10,7 @@ use std::rc::Rc;
 use ebb_io::{BudgetGuard, Buf, BufPool, Charge, Io, QueueShare};
 use ebb_volume::{BlockError, ErrorKind, Volume, ZeroFlags};
 
-use crate::decode::Operation;
+use crate::decode::NbdRequest;
 use crate::handshake::Session;
 use crate::proto::{Errno, ExtentState};
 use crate::reply::{ExtentList, ReplyTo};
@@ -29,14 +29,14 @@ const PIECE: usize = 1 << 20;
 /// Memory that a request holds: from its connection's budget, and from its volume's share.
 #[derive(Default)]
 #[expect(dead_code, reason = "released when it is dropped")]
-pub(crate) struct Room {
+pub(crate) struct RequestMemory {
     pub(crate) budget: Option<BudgetGuard>,
     pub(crate) share: Option<Charge>,
 }
 
 /// What the requests of a connection need for their execution.
 #[derive(Clone, Copy)]
-pub(crate) struct Means<'a> {
+pub(crate) struct RequestContext<'a> {
     pub(crate) io: &'a Io,
     pub(crate) volume: &'a Volume,
     pub(crate) session: &'a Session,
@@ -47,7 +47,7 @@ pub(crate) struct Means<'a> {
     pub(crate) disconnected: &'a dyn Fn() -> bool,
 }
 
-impl Means<'_> {
+impl RequestContext<'_> {
     /// The longest piece for which the volume's reserve suffices, bytes.
     pub(crate) fn piece(queue_share: &QueueShare) -> usize {
         let most = queue_share.share().reserve().saturating_sub(REQUEST_BYTES).min(PIECE);
@@ -71,19 +71,19 @@ impl Means<'_> {
 }
 
 /// A WRITE that is executed in pieces; its reply is sent when the last piece has completed.
-pub(crate) struct Parts {
+pub(crate) struct SplitWrite {
     to: ReplyTo,
     /// Pieces in flight.
     in_flight: Cell<usize>,
     /// All pieces have begun.
     all_begun: Cell<bool>,
     failure: Cell<Option<(Errno, &'static str)>>,
-    held: RefCell<Option<Room>>,
+    held: RefCell<Option<RequestMemory>>,
 }
 
-impl Parts {
-    pub(crate) fn new(to: ReplyTo, held: Room) -> Rc<Parts> {
-        Rc::new(Parts {
+impl SplitWrite {
+    pub(crate) fn new(to: ReplyTo, held: RequestMemory) -> Rc<SplitWrite> {
+        Rc::new(SplitWrite {
             to,
             in_flight: Cell::new(0),
             all_begun: Cell::new(false),
@@ -107,21 +107,24 @@ impl Parts {
         if self.in_flight.get() > 0 || !self.all_begun.get() {
             return None;
         }
-        let body = self.failure.get().map_or(Body::Done, |(errno, text)| Body::Error(errno, text));
+        let body = self
+            .failure
+            .get()
+            .map_or(ReplyBody::Done, |(errno, text)| ReplyBody::Error(errno, text));
         Some(Reply { to: self.to, body, held: self.held.take() })
     }
 }
 
 /// A checked request, by value: nothing of it is read from the client again.
-pub(crate) struct Job {
+pub(crate) struct RequestJob {
     pub(crate) to: ReplyTo,
-    pub(crate) operation: Operation,
+    pub(crate) operation: NbdRequest,
     /// The data of a write.
     pub(crate) payload: Option<Buf>,
     /// The memory it holds until its reply has been sent.
-    pub(crate) held: Room,
+    pub(crate) held: RequestMemory,
     /// The WRITE of which it is a piece.
-    pub(crate) parts: Option<Rc<Parts>>,
+    pub(crate) split_write: Option<Rc<SplitWrite>>,
     /// There was not enough memory for all of it: it is executed in pieces, each with its own memory.
     pub(crate) short: bool,
 }
@@ -129,13 +132,13 @@ pub(crate) struct Job {
 /// A reply, or a part of one, that is to be sent.
 pub(crate) struct Reply {
     pub(crate) to: ReplyTo,
-    pub(crate) body: Body,
+    pub(crate) body: ReplyBody,
     /// Released when the reply has been sent.
-    pub(crate) held: Option<Room>,
+    pub(crate) held: Option<RequestMemory>,
 }
 
 /// What a reply carries.
-pub(crate) enum Body {
+pub(crate) enum ReplyBody {
     /// Success without data.
     Done,
     /// An error, and a message for the client's user.
@@ -144,7 +147,7 @@ pub(crate) enum Body {
     /// `last`.
     Data { offset: u64, data: Buf, unfragmented: bool, last: bool },
     /// The beginning of the data of a read, `length` bytes in all, which are sent in one chunk; only
-    /// [`Body::More`] follows until the last piece.
+    /// [`ReplyBody::More`] follows until the last piece.
     First { offset: u64, length: u32, data: Buf },
     /// The next piece of such a chunk.
     More { data: Buf, last: bool },
@@ -154,60 +157,63 @@ pub(crate) enum Body {
 
 /// Executes a job and passes its reply to the sender. An error is returned for the log; the
 /// client receives its NBD error number.
-pub(crate) async fn execute(means: Means<'_>, job: Job) -> Result<(), BlockError> {
-    let Means { io, volume, session, buffers, sender, .. } = means;
-    let Job { to, operation, payload, mut held, parts, short } = job;
+pub(crate) async fn execute(
+    context: RequestContext<'_>,
+    job: RequestJob,
+) -> Result<(), BlockError> {
+    let RequestContext { io, volume, session, buffers, sender, .. } = context;
+    let RequestJob { to, operation, payload, mut held, split_write, short } = job;
     let result = match operation {
-        Operation::Read { offset, length, unfragmented } => {
+        NbdRequest::Read { offset, length, unfragmented } => {
             let whole = unfragmented || to.chunks().is_none();
-            let range = Range { offset, length, whole };
+            let range = ReadRange { offset, length, whole };
             match (short, whole) {
-                (true, true) => return Box::pin(read_stream(means, to, range, held)).await,
-                (true, false) => Box::pin(read_short(means, to, range, &mut held)).await,
-                (false, _) => read(means, to, range).await,
+                (true, true) => return Box::pin(read_stream(context, to, range, held)).await,
+                (true, false) => Box::pin(read_short(context, to, range, &mut held)).await,
+                (false, _) => read(context, to, range).await,
             }
         }
-        Operation::Write { offset, fua, .. } => match payload {
-            Some(data) => volume.write(io, data, offset, fua).await.0.map(|()| Body::Done),
+        NbdRequest::Write { offset, fua, .. } => match payload {
+            Some(data) => volume.write(io, data, offset, fua).await.0.map(|()| ReplyBody::Done),
             None => unreachable!("the reader passes every write with its payload"),
         },
-        Operation::Flush => volume.flush(io).await.map(|()| Body::Done),
-        Operation::Trim { offset, length, fua } => {
-            volume.discard(io, offset, length, fua).await.map(|()| Body::Done)
+        NbdRequest::Flush => volume.flush(io).await.map(|()| ReplyBody::Done),
+        NbdRequest::Trim { offset, length, fua } => {
+            volume.discard(io, offset, length, fua).await.map(|()| ReplyBody::Done)
         }
-        Operation::Cache { offset, length } => {
-            volume.prefetch(io, offset, length).await.map(|()| Body::Done)
+        NbdRequest::Cache { offset, length } => {
+            volume.prefetch(io, offset, length).await.map(|()| ReplyBody::Done)
         }
-        Operation::WriteZeroes { offset, length, fua, no_hole, fast } => {
+        NbdRequest::WriteZeroes { offset, length, fua, no_hole, fast } => {
             let flags = ZeroFlags { may_unmap: !no_hole, fast_only: fast };
-            let wanted = || !(means.disconnected)();
+            let wanted = || !(context.disconnected)();
             let zeroes = volume.write_zeroes_while(io, offset, length, flags, fua, &wanted);
-            zeroes.await.map(|()| Body::Done)
+            zeroes.await.map(|()| ReplyBody::Done)
         }
-        Operation::BlockStatus { offset, length, one } => {
+        NbdRequest::BlockStatus { offset, length, one } => {
             status(io, volume, buffers, session, (offset, length), one).await
         }
-        Operation::Disconnect => Ok(Body::Done),
+        NbdRequest::Disconnect => Ok(ReplyBody::Done),
     };
     let (body, outcome) = match result {
         Ok(body) => (body, Ok(())),
-        Err(error) => (Body::Error(errno(&error), text(error.kind)), Err(error)),
+        Err(error) => (ReplyBody::Error(errno(&error), text(error.kind)), Err(error)),
     };
-    match parts {
+    match split_write {
         None => sender.push(Reply { to, body, held: Some(held) }),
-        Some(parts) => {
+        Some(split_write) => {
             let failure = match body {
-                Body::Error(errno, text) => Some((errno, text)),
+                ReplyBody::Error(errno, text) => Some((errno, text)),
                 _ => None,
             };
-            parts.end(failure).into_iter().for_each(|reply| sender.push(reply));
+            split_write.end(failure).into_iter().for_each(|reply| sender.push(reply));
         }
     }
     outcome
 }
 
 /// The range of a read; `whole`: to be sent in one chunk.
-struct Range {
+struct ReadRange {
     offset: u64,
     length: u32,
     whole: bool,
@@ -215,9 +221,13 @@ struct Range {
 
 /// Reads; all but the last piece are passed to the sender here. A piece is read only while little data is
 /// unsent, so that reads that are faster than the client do not fill the memory.
-async fn read(means: Means<'_>, to: ReplyTo, range: Range) -> Result<Body, BlockError> {
-    let Means { io, volume, buffers, sender, .. } = means;
-    let Range { mut offset, length: mut left, whole } = range;
+async fn read(
+    context: RequestContext<'_>,
+    to: ReplyTo,
+    range: ReadRange,
+) -> Result<ReplyBody, BlockError> {
+    let RequestContext { io, volume, buffers, sender, .. } = context;
+    let ReadRange { mut offset, length: mut left, whole } = range;
     let piece = match volume.capabilities().read_piece {
         Some(piece) if !whole => piece,
         _ => left,
@@ -229,7 +239,7 @@ async fn read(means: Means<'_>, to: ReplyTo, range: Range) -> Result<Body, Block
         let (result, data) = volume.read(io, buf, offset).await;
         result?;
         left -= length;
-        let body = Body::Data { offset, data, unfragmented: whole, last: left == 0 };
+        let body = ReplyBody::Data { offset, data, unfragmented: whole, last: left == 0 };
         if left == 0 {
             return Ok(body);
         }
@@ -241,28 +251,32 @@ async fn read(means: Means<'_>, to: ReplyTo, range: Range) -> Result<Body, Block
 /// As [`read`] in chunks, where the volume does not have enough memory for all of them at once. Waits for
 /// memory only while it holds none: a piece that was read is sent with its own memory.
 async fn read_short(
-    means: Means<'_>,
+    context: RequestContext<'_>,
     to: ReplyTo,
-    range: Range,
-    held: &mut Room,
-) -> Result<Body, BlockError> {
-    let Means { io, volume, buffers, queue_share, sender, .. } = means;
-    let Range { mut offset, length: mut left, .. } = range;
+    range: ReadRange,
+    held: &mut RequestMemory,
+) -> Result<ReplyBody, BlockError> {
+    let RequestContext { io, volume, buffers, queue_share, sender, .. } = context;
+    let ReadRange { mut offset, length: mut left, .. } = range;
     loop {
         sender.wait_for_room().await;
-        let length = left.min(u32::try_from(Means::piece(queue_share)).unwrap_or(u32::MAX));
+        let length =
+            left.min(u32::try_from(RequestContext::piece(queue_share)).unwrap_or(u32::MAX));
         let bytes = usize::try_from(length).unwrap_or(usize::MAX);
-        let share =
-            Some(queue_share.take(Means::piece_bytes(volume, queue_share, (offset, bytes))).await);
+        let share = Some(
+            queue_share
+                .take(RequestContext::piece_bytes(volume, queue_share, (offset, bytes)))
+                .await,
+        );
         let (result, data) = volume.read(io, buffers.take(bytes).await, offset).await;
         result?;
         left -= length;
-        let body = Body::Data { offset, data, unfragmented: false, last: left == 0 };
+        let body = ReplyBody::Data { offset, data, unfragmented: false, last: left == 0 };
         if left == 0 {
             held.share = share;
             return Ok(body);
         }
-        sender.push(Reply { to, body, held: Some(Room { share, budget: None }) });
+        sender.push(Reply { to, body, held: Some(RequestMemory { share, budget: None }) });
         offset += u64::from(length);
     }
 }
@@ -271,18 +285,19 @@ async fn read_short(
 /// piece is sent before the next one is read. No other reply is sent meanwhile, and a failure after the first piece
 /// ends the connection, since an error cannot be reported within a chunk ("Simple reply message").
 async fn read_stream(
-    means: Means<'_>,
+    context: RequestContext<'_>,
     to: ReplyTo,
-    range: Range,
-    mut held: Room,
+    range: ReadRange,
+    mut held: RequestMemory,
 ) -> Result<(), BlockError> {
-    let Means { io, volume, buffers, queue_share, sender, .. } = means;
-    let Range { mut offset, length, .. } = range;
-    let piece = u32::try_from(Means::piece(queue_share)).unwrap_or(u32::MAX);
+    let RequestContext { io, volume, buffers, queue_share, sender, .. } = context;
+    let ReadRange { mut offset, length, .. } = range;
+    let piece = u32::try_from(RequestContext::piece(queue_share)).unwrap_or(u32::MAX);
     // Taken once for all pieces, and before the stream begins: replies queued behind it hold memory, so a stream
     // must not wait for memory.
     let bytes = usize::try_from(piece).unwrap_or(usize::MAX);
-    let share = queue_share.take(Means::piece_bytes(volume, queue_share, (offset, bytes))).await;
+    let share =
+        queue_share.take(RequestContext::piece_bytes(volume, queue_share, (offset, bytes))).await;
     held.share = Some(share);
     let permit = sender.begin_stream().await;
     let mut left = length;
@@ -292,7 +307,7 @@ async fn read_stream(
         let (result, data) = volume.read(io, buf, offset).await;
         if let Err(error) = result {
             if left == length {
-                let body = Body::Error(errno(&error), text(error.kind));
+                let body = ReplyBody::Error(errno(&error), text(error.kind));
                 sender.push(Reply { to, body, held: Some(held) });
             } else {
                 sender.break_off();
@@ -300,8 +315,8 @@ async fn read_stream(
             return Err(error);
         }
         let body = match left == length {
-            true => Body::First { offset, length, data },
-            false => Body::More { data, last: left == count },
+            true => ReplyBody::First { offset, length, data },
+            false => ReplyBody::More { data, last: left == count },
         };
         left -= count;
         offset += u64::from(count);
@@ -318,7 +333,7 @@ async fn status(
     session: &Session,
     (offset, length): (u64, u64),
     one: bool,
-) -> Result<Body, BlockError> {
+) -> Result<ReplyBody, BlockError> {
     let limit = if one { 1 } else { usize::from(EXTENTS_MAX) };
     let extents = volume.extents(io, offset, length, limit).await?;
     let mut bytes = Vec::new();
@@ -338,7 +353,7 @@ async fn status(
     descriptors.copy_from_slice(&bytes);
     // `check` accepts BLOCK_STATUS only if a context was selected.
     let context = session.allocation_context.unwrap_or_default();
-    Ok(Body::Status { context, count, descriptors })
+    Ok(ReplyBody::Status { context, count, descriptors })
 }
 
 /// Maps kinds of errors to NBD error numbers ("Error values").

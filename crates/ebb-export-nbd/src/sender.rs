@@ -14,7 +14,7 @@ use ebb_io::{Budget, BudgetGuard, Buf, Gather, Io, Signal};
 use ebb_tls::Transport;
 
 use crate::reply::{Chunks, zero_runs};
-use crate::request_task::{Body, Reply, Room};
+use crate::request_task::{Reply, ReplyBody, RequestMemory};
 
 /// The most runs of data and zeroes that one read is split into; the remainder is sent as data.
 const RUNS_MAX: usize = 16;
@@ -38,11 +38,11 @@ pub(crate) struct Sender {
     /// Replies cannot be sent any more: reads do not wait.
     given_up: Cell<bool>,
     waiting_reads: RefCell<VecDeque<Waker>>,
-    stream: Stream,
+    stream: StreamedChunk,
 }
 
-/// The chunk that is sent in pieces, of which there is at most one at a time; see [`Body::First`].
-struct Stream {
+/// The chunk that is sent in pieces, of which there is at most one at a time; see [`ReplyBody::First`].
+struct StreamedChunk {
     /// Admits one chunk at a time.
     permits: Rc<Budget>,
     /// The first piece has been put into a message, and the last one has not.
@@ -64,7 +64,7 @@ impl Default for Sender {
             unsent: Cell::new(0),
             given_up: Cell::new(false),
             waiting_reads: RefCell::default(),
-            stream: Stream {
+            stream: StreamedChunk {
                 permits: Budget::new(1),
                 on: Cell::new(false),
                 piece: RefCell::default(),
@@ -84,7 +84,7 @@ impl Sender {
     /// Queues a piece of such a chunk and waits until it has been sent, or cannot be sent any more.
     pub(crate) async fn push_stream(&self, reply: Reply) {
         match &reply.body {
-            Body::First { .. } => self.push(reply),
+            ReplyBody::First { .. } => self.push(reply),
             _ => {
                 self.unsent.set(self.unsent.get() + data_bytes(&reply));
                 *self.stream.piece.borrow_mut() = Some(reply);
@@ -174,11 +174,13 @@ impl Sender {
     /// Sends until `finish`, or an error.
     pub(crate) async fn run(&self, io: &Io, transport: &Transport) -> io::Result<()> {
         let mut message = Box::<Gather>::default();
-        let mut held: Vec<Room> = Vec::new();
+        let mut held: Vec<RequestMemory> = Vec::new();
         let mut sending = 0;
         loop {
             if self.stream.broken.get() {
-                return Err(io::Error::other("the store failed within a reply that was sent in part"));
+                return Err(io::Error::other(
+                    "the store failed within a reply that was sent in part",
+                ));
             }
             if self.is_idle() {
                 transport.send_pending(io).await?;
@@ -209,10 +211,10 @@ impl Sender {
     }
 
     /// Whether this is a piece of a streamed chunk; notes whether the chunk has begun or ended with it.
-    fn note_piece(&self, body: &Body) -> bool {
+    fn note_piece(&self, body: &ReplyBody) -> bool {
         match body {
-            Body::First { .. } => self.stream.on.set(true),
-            Body::More { last, .. } => self.stream.on.set(!last),
+            ReplyBody::First { .. } => self.stream.on.set(true),
+            ReplyBody::More { last, .. } => self.stream.on.set(!last),
             _ => return false,
         }
         true
@@ -226,22 +228,24 @@ impl Sender {
 
 fn data_bytes(reply: &Reply) -> usize {
     match &reply.body {
-        Body::Data { data, .. } | Body::First { data, .. } | Body::More { data, .. } => data.len(),
+        ReplyBody::Data { data, .. }
+        | ReplyBody::First { data, .. }
+        | ReplyBody::More { data, .. } => data.len(),
         _ => 0,
     }
 }
 
 /// Appends a reply; returns the memory to release when it has been sent.
-fn encode(reply: Reply, message: &mut Gather) -> Option<Room> {
+fn encode(reply: Reply, message: &mut Gather) -> Option<RequestMemory> {
     let Reply { to, body, held } = reply;
     match body {
-        Body::Done => message.push_bytes(to.success().as_bytes()),
-        Body::Error(errno, text) => {
+        ReplyBody::Done => message.push_bytes(to.success().as_bytes()),
+        ReplyBody::Error(errno, text) => {
             let (header, text) = to.error(errno, text);
             message.push_bytes(header.as_bytes());
             message.push_bytes(text.as_bytes());
         }
-        Body::Data { offset, data, unfragmented, last } => match to.chunks() {
+        ReplyBody::Data { offset, data, unfragmented, last } => match to.chunks() {
             None => {
                 message.push_bytes(to.success().as_bytes());
                 let length = data.len();
@@ -249,19 +253,19 @@ fn encode(reply: Reply, message: &mut Gather) -> Option<Room> {
                 message.push_range(index, 0..length);
             }
             Some(chunks) => {
-                let content = Content { chunks, offset, last };
+                let content = ChunkContent { chunks, offset, last };
                 encode_data(message, content, data, unfragmented);
             }
         },
-        Body::First { offset, length, data } => {
+        ReplyBody::First { offset, length, data } => {
             match to.chunks() {
                 None => message.push_bytes(to.success().as_bytes()),
                 Some(chunks) => message.push_bytes(chunks.data(offset, length, true).as_bytes()),
             }
             push_all(message, data);
         }
-        Body::More { data, .. } => push_all(message, data),
-        Body::Status { context, count, descriptors } => {
+        ReplyBody::More { data, .. } => push_all(message, data),
+        ReplyBody::Status { context, count, descriptors } => {
             // Only connections with chunked replies can select a context.
             if let Some(chunks) = to.chunks() {
                 message.push_bytes(chunks.block_status(context, count, true).as_bytes());
@@ -282,7 +286,7 @@ fn push_all(message: &mut Gather, data: Buf) {
 
 /// How the data of a read is put into chunks.
 #[derive(Clone, Copy)]
-struct Content {
+struct ChunkContent {
     chunks: Chunks,
     /// Offset of the first byte in the volume.
     offset: u64,
@@ -291,46 +295,46 @@ struct Content {
 }
 
 /// Sends data as data chunks and zeroes as hole chunks, unless the client requested a single chunk.
-fn encode_data(message: &mut Gather, content: Content, data: Buf, unfragmented: bool) {
+fn encode_data(message: &mut Gather, content: ChunkContent, data: Buf, unfragmented: bool) {
     let length = data.len();
     if unfragmented {
-        let whole = Run { start: 0, end: length, zero: false };
+        let whole = ChunkRun { start: 0, end: length, zero: false };
         let index = message.hold(data);
         push_run(message, content, index, whole);
         return;
     }
-    let mut runs = [Run::default(); RUNS_MAX + 1];
+    let mut runs = [ChunkRun::default(); RUNS_MAX + 1];
     let count = split(&data, &mut runs);
     let index = message.hold(data);
     for (number, run) in runs[..count].iter().enumerate() {
         let last = content.last && number + 1 == count;
-        push_run(message, Content { last, ..content }, index, *run);
+        push_run(message, ChunkContent { last, ..content }, index, *run);
     }
 }
 
 #[derive(Clone, Copy, Default)]
-struct Run {
+struct ChunkRun {
     start: usize,
     end: usize,
     zero: bool,
 }
 
 /// Splits data into at most `RUNS_MAX` runs and a remainder that counts as data; returns their number.
-fn split(data: &[u8], runs: &mut [Run; RUNS_MAX + 1]) -> usize {
+fn split(data: &[u8], runs: &mut [ChunkRun; RUNS_MAX + 1]) -> usize {
     let mut count = 0;
     for run in zero_runs(data, HOLE_MIN) {
         if count == RUNS_MAX {
-            runs[count] = Run { start: run.offset, end: data.len(), zero: false };
+            runs[count] = ChunkRun { start: run.offset, end: data.len(), zero: false };
             return count + 1;
         }
-        runs[count] = Run { start: run.offset, end: run.offset + run.len, zero: run.zero };
+        runs[count] = ChunkRun { start: run.offset, end: run.offset + run.len, zero: run.zero };
         count += 1;
     }
     count
 }
 
-fn push_run(message: &mut Gather, content: Content, index: usize, run: Run) {
-    let Content { chunks, offset, last } = content;
+fn push_run(message: &mut Gather, content: ChunkContent, index: usize, run: ChunkRun) {
+    let ChunkContent { chunks, offset, last } = content;
     let at = offset + run.start as u64;
     // A read is at most 64 MiB long.
     let length = u32::try_from(run.end - run.start).unwrap_or(u32::MAX);

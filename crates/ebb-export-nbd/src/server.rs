@@ -17,11 +17,15 @@ use ebb_mem::PoolParameters;
 use ebb_tls::{ServerTls, Transport};
 use ebb_volume::{Gate, LogLimit, Stop, Volume, Writer};
 
-use crate::connection::{Connection, End};
-use crate::door::{Door, Entered, Lines, Peer, Stage};
-use crate::exports::{Registry, View};
-use crate::handshake::{Handshake, HandshakeError, Policy, Session, Step, Tls};
-use crate::seats::{NoSeat, Seats};
+use crate::client_limit::{ClientCount, ClientLimitError};
+use crate::connection::{Connection, ConnectionEnd};
+use crate::exports::{ExportsView, Registry};
+use crate::handshake::{
+    Handshake, HandshakeError, HandshakePolicy, HandshakeStep, Session, TlsMode,
+};
+use crate::pending_handshakes::{
+    HandshakeStage, Peer, PendingHandshake, PendingHandshakes, RefusalLog,
+};
 
 /// How long a client may take from its connection to the transmission phase.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -30,9 +34,9 @@ const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
 /// While the process has no free descriptor, each listener fails ten times a second.
 static EXHAUSTED: LogLimit = LogLimit::new(1, Duration::from_secs(10));
 
-/// Limits on clients.
+/// ServerLimits on clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct ServerLimits {
     /// Connections at a time in the transmission phase; handshakes have their own limit. Where several volumes are
     /// served, the connections to one of them are at most four times the number of connections that remain free.
     pub max_clients: usize,
@@ -42,30 +46,30 @@ pub struct Limits {
     pub connection_memory: usize,
 }
 
-impl Default for Limits {
+impl Default for ServerLimits {
     fn default() -> Self {
-        Limits { max_clients: 256, max_request: 32 << 20, connection_memory: 64 << 20 }
+        ServerLimits { max_clients: 256, max_request: 32 << 20, connection_memory: 64 << 20 }
     }
 }
 
 /// An NBD server. Cheap to clone; all clones are handles of the same server.
 #[derive(Clone, Debug)]
-pub struct Server(Arc<Shared>);
+pub struct Server(Arc<ServerState>);
 
 #[derive(Debug)]
-struct Shared {
+struct ServerState {
     registry: Registry,
-    limits: RwLock<Limits>,
+    limits: RwLock<ServerLimits>,
     tls: RwLock<Option<ServerTls>>,
-    policy: Tls,
-    seats: Seats,
+    policy: TlsMode,
+    clients: ClientCount,
     numbers: AtomicU64,
     stop: Arc<Stop>,
-    /// Entered by every accepted connection, handshakes included.
+    /// PendingHandshake by every accepted connection, handshakes included.
     inside: Gate,
-    door: Door,
-    /// Limits the log lines about refused connections.
-    lines: Lines,
+    pending: PendingHandshakes,
+    /// ServerLimits the log lines about refused connections.
+    refusal_log: RefusalLog,
     /// The sockets of all accepted connections, by connection number.
     sockets: Mutex<BTreeMap<u64, Weak<OwnedFd>>>,
 }
@@ -80,15 +84,15 @@ enum Refused {
     #[error("cannot start TLS: {0}")]
     Tls(std::io::Error),
     #[error("too many handshakes in progress from this address: closed in favour of a newer one")]
-    Crowded,
+    Evicted,
     #[error(transparent)]
-    NoSeat(#[from] NoSeat),
+    ClientLimitError(#[from] ClientLimitError),
     #[error("the client closed the connection during the handshake")]
-    Left,
+    Disconnected,
     #[error("the handshake took longer than {} s", HANDSHAKE_TIMEOUT.as_secs())]
-    Late,
+    TimedOut,
     #[error("the export was removed during the handshake")]
-    Gone,
+    ExportRemoved,
     #[error("the server is stopping")]
     Stopped,
 }
@@ -96,18 +100,18 @@ enum Refused {
 impl Server {
     /// A server without volumes. `tls` says whether TLS is offered or required; `context` holds the
     /// keys.
-    pub fn new(limits: Limits, tls: Tls, context: Option<ServerTls>) -> Server {
-        Server(Arc::new(Shared {
+    pub fn new(limits: ServerLimits, tls: TlsMode, context: Option<ServerTls>) -> Server {
+        Server(Arc::new(ServerState {
             registry: Registry::default(),
             limits: RwLock::new(limits),
             tls: RwLock::new(context),
             policy: tls,
-            seats: Seats::default(),
+            clients: ClientCount::default(),
             numbers: AtomicU64::new(1),
             stop: Arc::default(),
             inside: Gate::default(),
-            door: Door::default(),
-            lines: Lines::default(),
+            pending: PendingHandshakes::default(),
+            refusal_log: RefusalLog::default(),
             sockets: Mutex::default(),
         }))
     }
@@ -123,7 +127,7 @@ impl Server {
     }
 
     /// Changes the limits for new connections.
-    pub fn set_limits(&self, limits: Limits) {
+    pub fn set_limits(&self, limits: ServerLimits) {
         *self.0.limits.write().unwrap_or_else(PoisonError::into_inner) = limits;
     }
 
@@ -134,7 +138,7 @@ impl Server {
 
     /// Connections in the transmission phase.
     pub fn clients(&self) -> usize {
-        self.0.seats.taken()
+        self.0.clients.count()
     }
 
     /// The exported volumes, ordered by name, each with the number of its connections.
@@ -175,21 +179,21 @@ impl Server {
     }
 
     /// After [`Server::begin_stop`]: waits until the connections to this volume have ended.
-    pub async fn seen_off(&self, name: &str) {
+    pub async fn wait_for_volume(&self, name: &str) {
         let Some(export) = self.0.registry.get(name) else { return };
         export.connections.shut();
         export.connections.empty().await;
     }
 
     /// After [`Server::begin_stop`]: waits until all connections have ended, those in the handshake included.
-    pub async fn empty(&self) {
+    pub async fn wait_until_empty(&self) {
         self.0.inside.empty().await;
     }
 
     /// Shuts down the sockets of all remaining connections, also those with requests in flight, and returns their
     /// number. The clients see the end of the stream at once, even if a device that hangs keeps the process from
     /// exiting, and so its descriptors open.
-    pub fn hang_up(&self) -> usize {
+    pub fn disconnect_all(&self) -> usize {
         let sockets = self.0.sockets.lock().unwrap_or_else(PoisonError::into_inner);
         let open: Vec<_> = sockets.values().filter_map(Weak::upgrade).collect();
         for fd in &open {
@@ -202,7 +206,7 @@ impl Server {
     /// Stops accepting connections and waits until all connections have ended.
     pub async fn stop(&self) {
         self.begin_stop();
-        self.empty().await;
+        self.wait_until_empty().await;
     }
 
     /// Accepts connections on a listening socket until the server stops, and spreads them over
@@ -238,8 +242,8 @@ impl Server {
         let shared = self.0.clone();
         let number = shared.numbers.fetch_add(1, Ordering::Relaxed);
         let limits = *shared.limits.read().unwrap_or_else(PoisonError::into_inner);
-        if shared.seats.taken() >= limits.max_clients {
-            let full = NoSeat::Full(limits.max_clients).into();
+        if shared.clients.count() >= limits.max_clients {
+            let full = ClientLimitError::Full(limits.max_clients).into();
             return shared.log_refusal(number, Peer::of(&client), &full);
         }
         // No Nagle delay for small replies; unix sockets do not have these options.
@@ -261,12 +265,12 @@ fn is_exhausted(error: &std::io::Error) -> bool {
     matches!(number, Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOBUFS))
 }
 
-impl Shared {
+impl ServerState {
     /// Serves one connection from the handshake to its end.
-    async fn serve_client(&self, io: Io, number: u64, client: OwnedFd, limits: Limits) {
+    async fn serve_client(&self, io: Io, number: u64, client: OwnedFd, limits: ServerLimits) {
         let peer = Peer::of(&client);
         let client = fd_from(client);
-        let _listed = Listed::new(&self.sockets, number, &client);
+        let _listed = ListedSocket::new(&self.sockets, number, &client);
         // Boxed: otherwise the handshake's state would remain part of the connection's task and double
         // the memory of an idle connection. The same holds for a variable with its result.
         let negotiation = Box::pin(self.negotiate_in_time(&io, (number, peer), client, limits));
@@ -276,11 +280,11 @@ impl Shared {
             Err(error) => return self.log_refusal(number, peer, &error),
         };
         let Some(export) = self.registry.get(&session.export.name) else {
-            return self.log_refusal(number, peer, &Refused::Gone);
+            return self.log_refusal(number, peer, &Refused::ExportRemoved);
         };
-        let wanted = export.seat(self.registry.is_alone(), limits.max_clients);
-        let _seat = match self.seats.admit(wanted) {
-            Ok(seat) => seat,
+        let request = export.admission(self.registry.is_alone(), limits.max_clients);
+        let _counted = match self.clients.admit(request) {
+            Ok(counted) => counted,
             Err(why) => return self.log_refusal(number, peer, &why.into()),
         };
         let Some(_pass) = export.connections.enter() else { return };
@@ -291,13 +295,13 @@ impl Shared {
         let _lease = match lease {
             Ok(lease) => lease,
             Err(conflict) => {
-                if let Some(suppressed) = export.lines.admit(ebb_mem::clock::now()) {
+                if let Some(suppressed) = export.log_limit.admit(ebb_mem::clock::now()) {
                     tracing::warn!(connection = number, error = %conflict, suppressed, "refused");
                 }
                 return;
             }
         };
-        let logged = export.lines.admit(ebb_mem::clock::now());
+        let logged = export.log_limit.admit(ebb_mem::clock::now());
         match logged {
             Some(0) => {
                 tracing::info!(connection = number, volume = %volume.name(), tls, %peer, "connected");
@@ -319,10 +323,12 @@ impl Shared {
             end if logged.is_none() => {
                 tracing::debug!(connection = number, reason = %end, "closed");
             }
-            End::Protocol(error) => {
+            ConnectionEnd::Protocol(error) => {
                 tracing::warn!(connection = number, %error, "closed: the client violated the protocol");
             }
-            End::Broken(error) => tracing::info!(connection = number, %error, "the connection failed"),
+            ConnectionEnd::Broken(error) => {
+                tracing::info!(connection = number, %error, "the connection failed")
+            }
             end => tracing::info!(connection = number, reason = %end, "closed"),
         }
     }
@@ -331,31 +337,34 @@ impl Shared {
     async fn negotiate_in_time(
         &self,
         io: &Io,
-        who: (u64, Peer),
+        client_id: (u64, Peer),
         client: Fd,
-        limits: Limits,
+        limits: ServerLimits,
     ) -> Result<Option<Negotiated>, Refused> {
-        let entered = self.door.enter(who.1.address());
+        let entered = self.pending.enter(client_id.1.address());
         let crowded = async {
-            entered.leave.wait().await;
-            Err(Refused::Crowded)
+            entered.evicted.wait().await;
+            Err(Refused::Evicted)
         };
-        let handshake = self.negotiate(io, who, (client, &entered), limits);
+        let handshake = self.negotiate(io, client_id, (client, &entered), limits);
         let handshake = futures_lite::future::or(handshake, crowded);
         let in_time = async { io.timeout(HANDSHAKE_TIMEOUT, handshake).await };
         let stopped = async {
             self.stop.wait().await;
             Some(Err(Refused::Stopped))
         };
-        futures_lite::future::or(in_time, stopped).await.unwrap_or(Err(Refused::Late))
+        futures_lite::future::or(in_time, stopped).await.unwrap_or(Err(Refused::TimedOut))
     }
 
     /// Logs a refused connection. Clients that only connect and disconnect are logged at debug level. The number of
     /// lines is limited, because any peer that can connect can cause them.
     fn log_refusal(&self, number: u64, peer: Peer, why: &Refused) {
-        if matches!(why, Refused::Io(_) | Refused::Left | Refused::Late | Refused::Stopped) {
+        if matches!(
+            why,
+            Refused::Io(_) | Refused::Disconnected | Refused::TimedOut | Refused::Stopped
+        ) {
             tracing::debug!(connection = number, %peer, error = %why, "refused");
-        } else if let Some(suppressed) = self.lines.may_write(ebb_mem::clock::now()) {
+        } else if let Some(suppressed) = self.refusal_log.may_write(ebb_mem::clock::now()) {
             tracing::info!(connection = number, %peer, error = %why, suppressed, "refused");
         }
     }
@@ -365,43 +374,46 @@ impl Shared {
         &self,
         io: &Io,
         (number, peer): (u64, Peer),
-        (client, entered): (Fd, &Entered<'_>),
-        limits: Limits,
+        (client, entered): (Fd, &PendingHandshake<'_>),
+        limits: ServerLimits,
     ) -> Result<Option<Negotiated>, Refused> {
         let mut transport = Transport::new(client, None);
-        let mut handshake = Handshake::new(Policy { tls: self.policy, ..Policy::default() });
-        let view = View {
+        let mut handshake =
+            Handshake::new(HandshakePolicy { tls: self.policy, ..HandshakePolicy::default() });
+        let view = ExportsView {
             registry: &self.registry,
             limits,
-            seats: &self.seats,
+            clients: &self.clients,
             missed: RefCell::default(),
-            no_seat: RefCell::default(),
+            limit_error: RefCell::default(),
         };
         let (mut input, mut output) = (Vec::new(), Vec::new());
         handshake.greeting(&mut output);
-        let mut step = Step::NeedMore;
+        let mut step = HandshakeStep::NeedMore;
         loop {
             send(io, &transport, &mut output).await?;
             match step {
-                Step::NeedMore => receive(io, &transport, &mut input).await?,
-                Step::Again => {}
-                Step::Abort => {
+                HandshakeStep::NeedMore => receive(io, &transport, &mut input).await?,
+                HandshakeStep::Again => {}
+                HandshakeStep::Abort => {
                     transport.finish(io).await;
                     return Ok(None);
                 }
-                Step::StartTls => {
+                HandshakeStep::StartTls => {
                     let context = self.tls.read().unwrap_or_else(PoisonError::into_inner).clone();
-                    let context = context.ok_or(Refused::Gone)?;
+                    let context = context.ok_or(Refused::ExportRemoved)?;
                     let started = transport.start_tls(io, context.session()?, peer.address()).await;
                     started.map_err(Refused::Tls)?;
                     handshake.tls_established()?;
-                    entered.reached(Stage::Encrypted);
+                    entered.reached(HandshakeStage::Encrypted);
                 }
-                Step::Transmission(session) => return Ok(Some((session, transport, input))),
+                HandshakeStep::Transmission(session) => {
+                    return Ok(Some((session, transport, input)));
+                }
             }
             let advanced = handshake.advance(&input, &view, &mut output);
             if let Some(name) = view.missed.take()
-                && let Some(suppressed) = self.lines.may_write(ebb_mem::clock::now())
+                && let Some(suppressed) = self.refusal_log.may_write(ebb_mem::clock::now())
             {
                 tracing::info!(connection = number, %peer, ?name, suppressed, "requested an unknown export");
             }
@@ -413,11 +425,11 @@ impl Shared {
                     return Err(error.into());
                 }
             };
-            if let Some(why) = view.no_seat.take() {
+            if let Some(why) = view.limit_error.take() {
                 self.log_refusal(number, peer, &why.into());
             }
             if consumed > 0 {
-                entered.reached(Stage::Understood);
+                entered.reached(HandshakeStage::Understood);
             }
             input.drain(..consumed);
             step = next;
@@ -426,17 +438,21 @@ impl Shared {
 }
 
 /// An entry in the list of sockets; removed on drop.
-struct Listed<'a>(&'a Mutex<BTreeMap<u64, Weak<OwnedFd>>>, u64);
+struct ListedSocket<'a>(&'a Mutex<BTreeMap<u64, Weak<OwnedFd>>>, u64);
 
-impl<'a> Listed<'a> {
-    fn new(list: &'a Mutex<BTreeMap<u64, Weak<OwnedFd>>>, number: u64, fd: &Fd) -> Listed<'a> {
+impl<'a> ListedSocket<'a> {
+    fn new(
+        list: &'a Mutex<BTreeMap<u64, Weak<OwnedFd>>>,
+        number: u64,
+        fd: &Fd,
+    ) -> ListedSocket<'a> {
         let mut sockets = list.lock().unwrap_or_else(PoisonError::into_inner);
         sockets.insert(number, Arc::downgrade(fd));
-        Listed(list, number)
+        ListedSocket(list, number)
     }
 }
 
-impl Drop for Listed<'_> {
+impl Drop for ListedSocket<'_> {
     fn drop(&mut self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.1);
     }
@@ -457,7 +473,7 @@ async fn receive(io: &Io, transport: &Transport, input: &mut Vec<u8>) -> Result<
     let buf = io.pool().take(4096).await;
     let (result, buf) = transport.recv(io, buf, 0..4096).await;
     match result? {
-        0 => Err(Refused::Left),
+        0 => Err(Refused::Disconnected),
         // Bounded: the handshake consumes or refuses an option before it requests more input.
         count => {
             input.extend_from_slice(&buf[..count]);
@@ -476,7 +492,7 @@ mod tests {
 
     #[test]
     fn the_task_of_a_connection_is_small() {
-        type Client = (&'static Shared, Io, u64, OwnedFd, Limits);
+        type Client = (&'static ServerState, Io, u64, OwnedFd, ServerLimits);
         let bytes = size_of_future(|(shared, io, number, client, limits): Client| {
             shared.serve_client(io, number, client, limits)
         });

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use common::{Client, FLUSH, READ, Rig, STYLES, Stream, Style, WRITE, memory, pattern};
-use ebb_export_nbd::{Limits, Tls};
+use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_io::Worker;
 use ebb_store::{Store, TestStore};
 use ebb_volume::{Volume, VolumeOptions};
@@ -25,7 +25,7 @@ fn rig(volumes: &[&Arc<Volume>]) -> Rig {
     for volume in volumes {
         volume.join(memory.shares(), volume.name());
     }
-    let rig = Rig::on(worker, Limits::default(), Tls::Off, None);
+    let rig = Rig::on(worker, ServerLimits::default(), TlsMode::Off, None);
     volumes.iter().for_each(|volume| rig.server.add((*volume).clone(), Arc::default()));
     rig
 }

@@ -8,8 +8,10 @@
 #[path = "../../../fuzz/src/lib.rs"]
 mod fuzz;
 
-use ebb_export_nbd::decode::{Operation, RequestHeader, check};
-use ebb_export_nbd::handshake::{Exports, Handshake, HandshakeError, Policy, Session, Step};
+use ebb_export_nbd::decode::{NbdRequest, RequestHeader, check};
+use ebb_export_nbd::handshake::{
+    Exports, Handshake, HandshakeError, HandshakePolicy, HandshakeStep, Session,
+};
 use ebb_export_nbd::proto::{Command, Errno, ReplyStyle};
 use fuzz::negotiation::Negotiator;
 use fuzz::{Finding, negotiation, requests};
@@ -111,13 +113,13 @@ fn half_a_million_transmissions() {
 }
 
 /// Adds offset and length as many a server did, and reads where they wrap around.
-fn check_that_wraps(header: &RequestHeader, session: &Session) -> Result<Operation, Errno> {
+fn check_that_wraps(header: &RequestHeader, session: &Session) -> Result<NbdRequest, Errno> {
     let RequestHeader { command, offset, length, .. } = *header;
     let verdict = check(header, session);
     let wraps = offset.checked_add(length).is_none();
     match (command, u32::try_from(length)) {
         (Command::Read, Ok(length)) if wraps && offset.wrapping_add(length.into()) <= 4096 => {
-            Ok(Operation::Read { offset, length, unfragmented: false })
+            Ok(NbdRequest::Read { offset, length, unfragmented: false })
         }
         _ => verdict,
     }
@@ -141,7 +143,7 @@ struct Careless {
 }
 
 impl Careless {
-    fn new(policy: Policy, takes_plaintext: bool) -> Self {
+    fn new(policy: HandshakePolicy, takes_plaintext: bool) -> Self {
         let inner = Handshake::new(policy);
         Self { inner, takes_plaintext, awaiting_tls: false, structured: false }
     }
@@ -157,7 +159,7 @@ impl Negotiator for Careless {
         mut input: &[u8],
         exports: &dyn Exports,
         out: &mut Vec<u8>,
-    ) -> Result<(usize, Step), HandshakeError> {
+    ) -> Result<(usize, HandshakeStep), HandshakeError> {
         if self.takes_plaintext && self.awaiting_tls {
             self.tls_established()?;
         }
@@ -166,10 +168,10 @@ impl Negotiator for Careless {
         }
         let said = out.len();
         let (consumed, mut step) = self.inner.advance(input, exports, out)?;
-        self.awaiting_tls = step == Step::StartTls;
+        self.awaiting_tls = step == HandshakeStep::StartTls;
         self.structured |=
             input.starts_with(b"IHAVEOPT\0\0\0\x08") && out[said..].get(15) == Some(&1);
-        if let Step::Transmission(session) = &mut step
+        if let HandshakeStep::Transmission(session) = &mut step
             && self.structured
             && !self.takes_plaintext
             && session.style == ReplyStyle::Simple

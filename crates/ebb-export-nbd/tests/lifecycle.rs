@@ -7,7 +7,7 @@ mod common;
 use std::net::{TcpListener, TcpStream};
 
 use common::{Client, FLUSH, HANG, READ, Rig, STYLES, Stream, Style, file, memory, pattern};
-use ebb_export_nbd::{Limits, Tls};
+use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_io::fd_from;
 use ebb_store::{Direct, Store, TestStore};
 use ebb_volume::{Operation, Volume, VolumeOptions, Writer};
@@ -16,7 +16,8 @@ const MIB: u64 = 1 << 20;
 
 #[test]
 fn more_clients_than_allowed_are_turned_away_until_one_leaves() {
-    let rig = Rig::new(Limits { max_clients: 2, ..Limits::default() }, Tls::Off, None);
+    let rig =
+        Rig::new(ServerLimits { max_clients: 2, ..ServerLimits::default() }, TlsMode::Off, None);
     rig.server.add(memory("disk", MIB), std::sync::Arc::default());
     let first = rig.client("disk", Style::Simple);
     let mut second = rig.client("disk", Style::Simple);
@@ -33,7 +34,8 @@ fn more_clients_than_allowed_are_turned_away_until_one_leaves() {
 /// Clients of one volume, however many want to, leave places that clients of another one find; they are told why.
 #[test]
 fn clients_of_one_volume_leave_places_for_another_one() {
-    let rig = Rig::new(Limits { max_clients: 10, ..Limits::default() }, Tls::Off, None);
+    let rig =
+        Rig::new(ServerLimits { max_clients: 10, ..ServerLimits::default() }, TlsMode::Off, None);
     rig.server.add(memory("disk", MIB), std::sync::Arc::default());
     rig.server.add(memory("other", MIB), std::sync::Arc::default());
     let mut clients: Vec<_> = (0..8).map(|_| rig.client("disk", Style::Simple)).collect();
@@ -91,7 +93,8 @@ fn a_volume_with_another_writer_is_refused_to_clients() {
 /// Peers that never log in are counted apart from clients, and the newest is always let in.
 #[test]
 fn a_thousand_peers_that_never_log_in_lock_nobody_out() {
-    let rig = Rig::new(Limits { max_clients: 4, ..Limits::default() }, Tls::Off, None);
+    let rig =
+        Rig::new(ServerLimits { max_clients: 4, ..ServerLimits::default() }, TlsMode::Off, None);
     rig.server.add(memory("disk", MIB), std::sync::Arc::default());
     let mut first = rig.client("disk", Style::Simple);
     let idle: Vec<_> = (0..1000).map(|_| rig.stream()).collect();
@@ -183,8 +186,8 @@ fn a_stop_over_tcp_loses_no_reply() {
 #[test]
 fn a_stop_does_not_wait_for_a_client_that_takes_no_replies() {
     for connection_memory in [1 << 20, 64 << 20] {
-        let limits = Limits { connection_memory, ..Limits::default() };
-        let rig = Rig::new(limits, Tls::Off, None);
+        let limits = ServerLimits { connection_memory, ..ServerLimits::default() };
+        let rig = Rig::new(limits, TlsMode::Off, None);
         rig.server.add(memory("disk", 4 * MIB), std::sync::Arc::default());
         let mut client = rig.client("disk", Style::Simple);
         assert_eq!(client.write(0, 0, &pattern(3, 1 << 20)), 0);
@@ -272,10 +275,10 @@ fn clients_whose_requests_hang_hear_the_end_when_they_are_hung_up_on() {
         std::thread::yield_now();
     }
     rig.server.begin_stop();
-    assert!(rig.server.hang_up() > 0);
+    assert!(rig.server.disconnect_all() > 0);
     assert_eq!(drain(&mut client, 4096, &[]), 0, "the request is under way still");
     assert_eq!(test.hanging(), 1);
     test.release();
     rig.stop();
-    assert_eq!(rig.server.hang_up(), 0);
+    assert_eq!(rig.server.disconnect_all(), 0);
 }

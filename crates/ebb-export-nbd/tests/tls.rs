@@ -7,7 +7,7 @@ mod common;
 use std::path::Path;
 
 use common::{Client, FLUSH, Rig, STYLES, Stream, Style, memory, pattern};
-use ebb_export_nbd::{Limits, ServerTls, Tls};
+use ebb_export_nbd::{ServerLimits, ServerTls, TlsMode};
 use openssl::asn1::Asn1Time;
 use openssl::bn::BigNum;
 use openssl::ec::{EcGroup, EcKey};
@@ -120,7 +120,7 @@ fn certificates() {
     let ca = identity("the CA", None);
     write_folder(folder.path(), &ca, &identity("ebbd.test", Some(&ca)));
     let context = ServerTls::from_certificates(folder.path(), false).unwrap();
-    let rig = Rig::new(Limits::default(), Tls::Require, Some(context));
+    let rig = Rig::new(ServerLimits::default(), TlsMode::Require, Some(context));
     rig.server.add(memory("disk", 16 * MIB), std::sync::Arc::default());
     for version in VERSIONS {
         for style in STYLES {
@@ -143,7 +143,7 @@ fn certificates_of_clients() {
     let ca = identity("the CA", None);
     write_folder(folder.path(), &ca, &identity("ebbd.test", Some(&ca)));
     let context = ServerTls::from_certificates(folder.path(), true).unwrap();
-    let rig = Rig::new(Limits::default(), Tls::On, Some(context));
+    let rig = Rig::new(ServerLimits::default(), TlsMode::On, Some(context));
     rig.server.add(memory("disk", 16 * MIB), std::sync::Arc::default());
     for version in VERSIONS {
         let with = |client: &Identity| {
@@ -173,7 +173,7 @@ fn pre_shared_keys() {
     let path = folder.path().join("keys.psk");
     std::fs::write(&path, "alice:00112233445566778899aabbccddeeff\nbob:ff\n").unwrap();
     let context = ServerTls::from_psk(&path).unwrap();
-    let rig = Rig::new(Limits::default(), Tls::Require, Some(context));
+    let rig = Rig::new(ServerLimits::default(), TlsMode::Require, Some(context));
     rig.server.add(memory("disk", 16 * MIB), std::sync::Arc::default());
     let alice: Vec<u8> = (0..16).map(|n| n * 0x11).collect();
     let with = |name: &'static str, key: Vec<u8>, version| {

@@ -11,7 +11,7 @@ use common::{
     FLUSH, FUA, NO_HOLE, PAYLOAD_LEN, READ, REQ_ONE, Rig, STYLES, Style, TRIM, WRITE, WRITE_ZEROES,
     file, memory, pattern, read_only,
 };
-use ebb_export_nbd::{Limits, Tls};
+use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_store::Direct;
 
 const MIB: u64 = 1 << 20;
@@ -214,8 +214,8 @@ fn zeroes_keep_or_give_back_space_and_are_fast_or_refused() {
 #[test]
 fn what_is_wrong_is_refused_and_the_connection_stays_in_step() {
     for style in STYLES {
-        let limits = Limits { max_request: 1 << 20, ..Limits::default() };
-        let rig = Rig::new(limits, Tls::Off, None);
+        let limits = ServerLimits { max_request: 1 << 20, ..ServerLimits::default() };
+        let rig = Rig::new(limits, TlsMode::Off, None);
         rig.server.add(memory("disk", SIZE), std::sync::Arc::default());
         let mut client = rig.client("disk", style);
         let long = if style == Style::Simple { EINVAL } else { EOVERFLOW };
@@ -422,8 +422,8 @@ fn a_client_that_vanishes_leaves_whole_writes_or_none() {
 #[test]
 fn a_budget_smaller_than_one_request_still_gets_on() {
     for style in STYLES {
-        let limits = Limits { connection_memory: 64 << 10, ..Limits::default() };
-        let rig = Rig::new(limits, Tls::Off, None);
+        let limits = ServerLimits { connection_memory: 64 << 10, ..ServerLimits::default() };
+        let rig = Rig::new(limits, TlsMode::Off, None);
         rig.server.add(memory("disk", 16 * MIB), std::sync::Arc::default());
         let mut client = rig.client("disk", style);
         let expected = pattern(12, 4 << 20);

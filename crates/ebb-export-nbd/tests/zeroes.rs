@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{Client, Rig, Style, WRITE_ZEROES, memory, pattern};
-use ebb_export_nbd::{Limits, Tls};
+use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_io::Worker;
 use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
 use ebb_volume::{Volume, VolumeOptions};
@@ -50,7 +50,7 @@ fn zeroes_for_a_silent_server_take_no_memory() {
     let shared = ebb_mem::Memory::new(ebb_mem::Options::new(64 * MIB, Instant::now())).unwrap();
     let worker = Worker::start("nbd-test", &shared).unwrap();
     [&dead, &healthy].into_iter().for_each(|v| v.join(shared.shares(), v.name()));
-    let rig = Rig::on(worker, Limits::default(), Tls::Off, None);
+    let rig = Rig::on(worker, ServerLimits::default(), TlsMode::Off, None);
     [&dead, &healthy].into_iter().for_each(|v| rig.server.add(v.clone(), Arc::default()));
     let clients: Vec<_> = (0..16)
         .map(|_| {

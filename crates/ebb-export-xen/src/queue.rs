@@ -279,7 +279,7 @@ impl Queue {
             }
             if make_way || count == 0 {
                 self.spent.set(0);
-                self.io.make_way().await;
+                self.io.yield_iteration().await;
             }
         }
         Ok(taken)
@@ -305,8 +305,8 @@ impl Queue {
             }
             self.spent.set(0);
             match self.pace.is_light() {
-                true => self.io.next_turn().await,
-                false => self.io.make_way().await,
+                true => self.io.next_iteration().await,
+                false => self.io.yield_iteration().await,
             }
         }
         Ok(false)
@@ -338,7 +338,7 @@ impl Queue {
                 }
             }
             let look = spent >= QUANTUM && spent / STEP > before;
-            make_way = spent >= SLICE || (look && self.io.is_wanted());
+            make_way = spent >= SLICE || (look && self.io.has_other_work());
         }
         self.spent.set(spent);
         drop((ring, free));
@@ -514,9 +514,9 @@ impl Queue {
         let mut done = 0;
         while self.with_table(&mut step) {
             done += UNMAP_STEP;
-            if done >= UNMAP_TURN || self.io.is_wanted() {
+            if done >= UNMAP_TURN || self.io.has_other_work() {
                 done = 0;
-                self.io.next_turn().await;
+                self.io.next_iteration().await;
             }
         }
     }

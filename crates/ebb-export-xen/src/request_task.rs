@@ -201,7 +201,7 @@ impl Queue {
     async fn transfer(&self, lane: &Rc<Lane>, operation: u8, sector: u64) -> Result<(), Status> {
         let (offset, bytes) = self.check(&lane.segments.borrow(), operation, sector)?;
         let counters = &self.disk.counters;
-        let _turn = self.buffers.turn(BufPool::footprint(bytes.max(1))).await;
+        let _admitted = self.buffers.admit(BufPool::footprint(bytes.max(1))).await;
         let bounce = self.disk.volume.bounce_footprint(offset, bytes);
         let wanted = BufPool::footprint(bytes.max(1)) + bounce + REQUEST_BYTES;
         let _held = self.memory.take(wanted).await;

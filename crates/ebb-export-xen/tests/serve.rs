@@ -273,12 +273,12 @@ fn a_lone_request_does_not_wait_for_a_full_ring() {
             let (since, last) = (full.load(8), single.load(8));
             full.push();
             while !at_once && full.load(8) == since {
-                io.make_way().await;
+                io.yield_iteration().await;
             }
             let before = full.load(8).wrapping_sub(since);
             single.push();
             while single.load(8) == last {
-                io.make_way().await;
+                io.yield_iteration().await;
             }
             (full, single, u64::from(before))
         });

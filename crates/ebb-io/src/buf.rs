@@ -30,33 +30,33 @@ const PRESSED_OWN: usize = 256 << 10;
 /// Allocates buffers, for a worker or for one of its queues. Cheap to clone; not shared between
 /// threads.
 #[derive(Clone)]
-pub struct BufPool(Rc<Inner>);
+pub struct BufPool(Rc<PoolInner>);
 
-struct Inner {
+struct PoolInner {
     worker: ebb_mem::Worker,
     owner: OwnerId,
     queue: Option<PagePool>,
     used_bytes: Cell<usize>,
-    /// See [`BufPool::turn`]: the budget of all queues of the worker, and of this one.
-    turns: Rc<Budget>,
-    own_turns: Rc<Budget>,
+    /// See [`BufPool::admit`]: the budget of all queues of the worker, and of this one.
+    budget: Rc<Budget>,
+    own_budget: Rc<Budget>,
 }
 
 impl BufPool {
     pub(crate) fn new(worker: ebb_mem::Worker, owner: OwnerId) -> BufPool {
         let share = worker.memory().arena_stats().ceiling / PRESSED_SHARE;
-        let turns = Budget::new(share.clamp(PRESSED_LEAST, PRESSED_MOST));
-        BufPool::build(worker, owner, None, turns)
+        let budget = Budget::new(share.clamp(PRESSED_LEAST, PRESSED_MOST));
+        BufPool::build(worker, owner, None, budget)
     }
 
     fn build(
         worker: ebb_mem::Worker,
         owner: OwnerId,
         queue: Option<PagePool>,
-        turns: Rc<Budget>,
+        budget: Rc<Budget>,
     ) -> BufPool {
-        let (used_bytes, own_turns) = (Cell::new(0), Budget::new(PRESSED_OWN));
-        BufPool(Rc::new(Inner { worker, owner, queue, used_bytes, turns, own_turns }))
+        let (used_bytes, own_budget) = (Cell::new(0), Budget::new(PRESSED_OWN));
+        BufPool(Rc::new(PoolInner { worker, owner, queue, used_bytes, budget, own_budget }))
     }
 
     /// A pool for one queue, accounted to `owner`, which keeps free pages as `parameters` allow
@@ -65,7 +65,7 @@ impl BufPool {
     pub fn queue(&self, owner: OwnerId, parameters: Arc<PoolParameters>) -> BufPool {
         let worker = self.0.worker.clone();
         let queue = Some(PagePool::new(&worker, owner, parameters));
-        BufPool::build(worker, owner, queue, self.0.turns.clone())
+        BufPool::build(worker, owner, queue, self.0.budget.clone())
     }
 
     /// During memory pressure, waits until a request may allocate buffers of `bytes` bytes in all; otherwise
@@ -73,11 +73,11 @@ impl BufPool {
     /// memory as the clients can request, long before the store can process them; waiting here, they reuse the
     /// same few buffers. Call this before allocating the first buffer, since a request that holds buffers must not
     /// wait for more, and keep the returned guard until the buffers are freed.
-    pub async fn turn(&self, bytes: usize) -> Option<BudgetGuard> {
+    pub async fn admit(&self, bytes: usize) -> Option<BudgetGuard> {
         if !self.memory().draining() {
             return None;
         }
-        Some(or(self.0.own_turns.take(bytes), self.0.turns.take(bytes)).await)
+        Some(or(self.0.own_budget.take(bytes), self.0.budget.take(bytes)).await)
     }
 
     /// The account of its buffers.
@@ -278,8 +278,8 @@ mod tests {
     }
 
     /// Admits requests of 128 KiB until one has to wait.
-    fn turns(queue: &BufPool) -> Vec<Option<BudgetGuard>> {
-        std::iter::from_fn(|| block_on(poll_once(queue.turn(128 << 10)))).take(1000).collect()
+    fn admitted(queue: &BufPool) -> Vec<Option<BudgetGuard>> {
+        std::iter::from_fn(|| block_on(poll_once(queue.admit(128 << 10)))).take(1000).collect()
     }
 
     #[test]
@@ -290,15 +290,15 @@ mod tests {
             pool.queue(owner, Arc::new(PoolParameters::default()))
         };
         let (stalled, other) = (queue("stalled"), queue("other"));
-        assert_eq!(turns(&stalled).len(), 1000, "calm: no limit");
+        assert_eq!(admitted(&stalled).len(), 1000, "calm: no limit");
         pool.memory().reclaim(ebb_mem::Reclaim::Drain, Instant::now());
-        let held = turns(&stalled);
+        let held = admitted(&stalled);
         assert_eq!(held.len() << 17, PRESSED_LEAST + PRESSED_OWN);
         // The store of one queue never completes its requests: requests of the other queue use that queue's own
         // share, one after the other.
-        let mut first = turns(&other);
+        let mut first = admitted(&other);
         assert_eq!(first.len() << 17, PRESSED_OWN);
-        let mut waiting = Box::pin(other.turn(1 << 20));
+        let mut waiting = Box::pin(other.admit(1 << 20));
         assert!(block_on(poll_once(&mut waiting)).is_none());
         first.pop();
         assert!(block_on(poll_once(&mut waiting)).is_none(), "larger than that: all of it");
@@ -306,7 +306,7 @@ mod tests {
         let large = block_on(poll_once(&mut waiting)).flatten();
         assert_eq!(large.map(|guard| guard.amount()), Some(PRESSED_OWN));
         pool.memory().calm();
-        assert_eq!(turns(&other).len(), 1000);
+        assert_eq!(admitted(&other).len(), 1000);
         drop(held);
     }
 

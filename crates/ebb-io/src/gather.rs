@@ -18,7 +18,7 @@ const MAX_INLINE: usize = 16 << 10;
 struct Zeroes([u8; 64 << 10]);
 static ZEROES: Zeroes = Zeroes([0; 64 << 10]);
 
-enum Part {
+enum MessagePart {
     Inline(Range<usize>),
     Buf {
         index: usize,
@@ -30,7 +30,7 @@ enum Part {
 
 /// A message under construction, reused from batch to batch.
 pub struct Gather {
-    parts: Vec<Part>,
+    parts: Vec<MessagePart>,
     inline: Vec<u8>,
     bufs: Vec<Buf>,
     total: usize,
@@ -78,8 +78,8 @@ impl Gather {
         self.total += bytes.len();
         let end = self.inline.len();
         match self.parts.last_mut() {
-            Some(Part::Inline(range)) => range.end = end,
-            _ => self.parts.push(Part::Inline(start..end)),
+            Some(MessagePart::Inline(range)) => range.end = end,
+            _ => self.parts.push(MessagePart::Inline(start..end)),
         }
     }
 
@@ -96,7 +96,7 @@ impl Gather {
     pub fn push_range(&mut self, index: usize, range: Range<usize>) {
         assert!(range.start <= range.end && range.end <= self.bufs[index].len());
         self.total += range.len();
-        self.parts.push(Part::Buf { index, range });
+        self.parts.push(MessagePart::Buf { index, range });
     }
 
     /// The number of pieces for `length` bytes of zeroes, for [`Gather::has_room`].
@@ -110,7 +110,7 @@ impl Gather {
         let mut left = length;
         while left > 0 {
             let count = left.min(ZEROES.0.len());
-            self.parts.push(Part::Zeroes(count));
+            self.parts.push(MessagePart::Zeroes(count));
             left -= count;
         }
     }
@@ -145,9 +145,9 @@ impl Gather {
         let mut skip = self.sent;
         for part in &self.parts {
             let bytes: &[u8] = match part {
-                Part::Inline(range) => &self.inline[range.clone()],
-                Part::Buf { index, range } => &self.bufs[*index][range.clone()],
-                Part::Zeroes(length) => &ZEROES.0[..*length],
+                MessagePart::Inline(range) => &self.inline[range.clone()],
+                MessagePart::Buf { index, range } => &self.bufs[*index][range.clone()],
+                MessagePart::Zeroes(length) => &ZEROES.0[..*length],
             };
             if skip >= bytes.len() {
                 skip -= bytes.len();

@@ -13,7 +13,7 @@ use std::rc::{Rc, Weak};
 use std::task::{Context, Poll};
 
 use crate::op::Fd;
-use crate::ring::line::file_number;
+use crate::ring::file_queue::file_number;
 use crate::signal::{Budget, BudgetGuard};
 use crate::worker::Io;
 
@@ -78,17 +78,17 @@ impl Io {
             return value;
         }
         let permit = budget.take(1).await;
-        Call { io: self, running: Some((permit, blocking::unblock(call))) }.await
+        OffloadedCall { io: self, running: Some((permit, blocking::unblock(call))) }.await
     }
 }
 
 /// A running call. If it is dropped early, its part of the budget is released when the call has returned.
-struct Call<'a, T: Send + 'static> {
+struct OffloadedCall<'a, T: Send + 'static> {
     io: &'a Io,
     running: Option<(BudgetGuard, blocking::Task<T>)>,
 }
 
-impl<T: Send + 'static> Future for Call<'_, T> {
+impl<T: Send + 'static> Future for OffloadedCall<'_, T> {
     type Output = T;
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
         let Some((_, task)) = &mut self.running else {
@@ -100,7 +100,7 @@ impl<T: Send + 'static> Future for Call<'_, T> {
     }
 }
 
-impl<T: Send + 'static> Drop for Call<'_, T> {
+impl<T: Send + 'static> Drop for OffloadedCall<'_, T> {
     fn drop(&mut self) {
         if let Some((permit, task)) = self.running.take() {
             let cancellation = async move {

@@ -15,8 +15,8 @@ use io_uring::{opcode, squeue, types};
 
 use crate::buf::Buf;
 use crate::gather::Gather;
-use crate::ring::line::file_number;
-use crate::ring::{Class, Hold, Key, POLLIN};
+use crate::ring::file_queue::file_number;
+use crate::ring::{OpClass, OpKey, OpMemory, POLLIN};
 use crate::worker::Io;
 
 /// A file descriptor shared with the operations on it: it is closed when the last of them has completed.
@@ -40,11 +40,11 @@ pub struct WriteFlags {
 struct Op<'a> {
     io: &'a Io,
     entry: squeue::Entry,
-    class: Class,
-    parts: Option<(Hold, Option<Fd>)>,
+    class: OpClass,
+    parts: Option<(OpMemory, Option<Fd>)>,
     file: usize,
     ticket: u64,
-    key: Option<Key>,
+    key: Option<OpKey>,
     /// Large: submitted at once, see [`crate::ring::Ring::submit_now`].
     eager: bool,
     /// Entries submitted before it, see [`crate::ring::Ring::start_chain`].
@@ -52,8 +52,8 @@ struct Op<'a> {
 }
 
 impl<'a> Op<'a> {
-    fn new(io: &'a Io, entry: squeue::Entry, class: Class, hold: Hold, fd: &Fd) -> Op<'a> {
-        let parts = Some((hold, Some(fd.clone())));
+    fn new(io: &'a Io, entry: squeue::Entry, class: OpClass, memory: OpMemory, fd: &Fd) -> Op<'a> {
+        let parts = Some((memory, Some(fd.clone())));
         let file = file_number(Some(fd));
         Op { io, entry, class, parts, file, ticket: 0, key: None, eager: false, before: None }
     }
@@ -61,7 +61,7 @@ impl<'a> Op<'a> {
     /// The length and the message of an operation on a message.
     async fn with_its_message(self) -> (io::Result<usize>, Box<Gather>) {
         match self.await {
-            (result, Hold::Gather(message)) => (length(result), message),
+            (result, OpMemory::Gather(message)) => (length(result), message),
             _ => unreachable!("an operation returns the memory it was given"),
         }
     }
@@ -69,14 +69,14 @@ impl<'a> Op<'a> {
     /// The length and the buffer of an operation on a buffer.
     async fn with_its_buf(self) -> (io::Result<usize>, Buf) {
         match self.await {
-            (result, Hold::Buf(buf)) => (length(result), buf),
+            (result, OpMemory::Buf(buf)) => (length(result), buf),
             _ => unreachable!("an operation returns the memory it was given"),
         }
     }
 }
 
 impl Future for Op<'_> {
-    type Output = (i32, Hold);
+    type Output = (i32, OpMemory);
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
@@ -90,12 +90,12 @@ impl Future for Op<'_> {
                 None => Poll::Pending,
             };
         }
-        let Some((hold, fd)) = this.parts.take() else {
+        let Some((memory, fd)) = this.parts.take() else {
             unreachable!("an operation is not polled after it has completed")
         };
-        if this.class == Class::Storage && ring.lines.must_queue(this.file, this.ticket) {
-            this.parts = Some((hold, fd));
-            this.ticket = ring.lines.queue_up(this.file, this.ticket, cx.waker());
+        if this.class == OpClass::Storage && ring.file_queues.must_queue(this.file, this.ticket) {
+            this.parts = Some((memory, fd));
+            this.ticket = ring.file_queues.enqueue(this.file, this.ticket, cx.waker());
             return Poll::Pending;
         }
         // An eager operation sets its waker below, if it has not completed after submission.
@@ -103,16 +103,16 @@ impl Future for Op<'_> {
         let started = match this.before.clone() {
             // SAFETY: as below; `exchange` checked that the kernel supports it.
             Some([first, second]) => unsafe {
-                ring.start_chain([first, second, this.entry.clone()], hold, fd, waker)
+                ring.start_chain([first, second, this.entry.clone()], memory, fd, waker)
             },
-            // SAFETY: the constructors below build `entry` from the memory in `hold` (whose heap
+            // SAFETY: the constructors below build `entry` from the memory in `memory` (whose heap
             // address does not move) and the descriptor in `fd`.
-            None => unsafe { ring.start(&this.entry, this.class, hold, fd, waker) },
+            None => unsafe { ring.start(&this.entry, this.class, memory, fd, waker) },
         };
         match started {
             Ok(key) => {
                 this.key = Some(key);
-                ring.lines.leave(this.file, std::mem::take(&mut this.ticket));
+                ring.file_queues.remove(this.file, std::mem::take(&mut this.ticket));
                 if this.eager {
                     ring.submit_now();
                     if let Some(output) = ring.take(key, cx.waker()) {
@@ -123,7 +123,7 @@ impl Future for Op<'_> {
             }
             Err(parts) => {
                 this.parts = Some(parts);
-                this.ticket = ring.lines.queue_up(this.file, this.ticket, cx.waker());
+                this.ticket = ring.file_queues.enqueue(this.file, this.ticket, cx.waker());
             }
         }
         Poll::Pending
@@ -135,7 +135,7 @@ impl Drop for Op<'_> {
         if let Some(key) = self.key {
             self.io.ring().abandon(key);
         }
-        self.io.ring().lines.leave(self.file, self.ticket);
+        self.io.ring().file_queues.remove(self.file, self.ticket);
     }
 }
 
@@ -176,18 +176,18 @@ impl Io {
     async fn with_buf(
         &self,
         entry: squeue::Entry,
-        class: Class,
+        class: OpClass,
         buf: Buf,
         fd: &Fd,
     ) -> (io::Result<usize>, Buf) {
-        let eager = class == Class::Storage && buf.len() >= EAGER_BYTES;
-        let mut op = Op::new(self, entry, class, Hold::Buf(buf), fd);
+        let eager = class == OpClass::Storage && buf.len() >= EAGER_BYTES;
+        let mut op = Op::new(self, entry, class, OpMemory::Buf(buf), fd);
         op.eager = eager;
         op.with_its_buf().await
     }
 
-    async fn plain(&self, entry: squeue::Entry, class: Class, fd: &Fd) -> io::Result<usize> {
-        length(Op::new(self, entry, class, Hold::None, fd).await.0)
+    async fn plain(&self, entry: squeue::Entry, class: OpClass, fd: &Fd) -> io::Result<usize> {
+        length(Op::new(self, entry, class, OpMemory::None, fd).await.0)
     }
 
     /// Reads into `buf[range]` from `offset` (bytes). May be short.
@@ -200,7 +200,7 @@ impl Io {
     ) -> (io::Result<usize>, Buf) {
         let (ptr, len) = part(&buf, &range);
         let entry = opcode::Read::new(raw(fd), ptr, len).offset(offset).build();
-        self.with_buf(entry, Class::Storage, buf, fd).await
+        self.with_buf(entry, OpClass::Storage, buf, fd).await
     }
 
     /// As [`Io::read_at`], on a thread of the kernel: for files whose reads may block the submitting thread.
@@ -214,7 +214,7 @@ impl Io {
     ) -> (io::Result<usize>, Buf) {
         let (ptr, len) = part(&buf, &range);
         let entry = opcode::Read::new(raw(fd), ptr, len).offset(offset).build();
-        self.with_buf(entry.flags(squeue::Flags::ASYNC), Class::Storage, buf, fd).await
+        self.with_buf(entry.flags(squeue::Flags::ASYNC), OpClass::Storage, buf, fd).await
     }
 
     /// Reads into `buf[range]` from `offset` (bytes) what the page cache holds, without waiting and
@@ -252,7 +252,7 @@ impl Io {
         let (ptr, len) = part(&buf, &range);
         let rw_flags = if flags.dsync { libc::RWF_DSYNC } else { 0 };
         let entry = opcode::Write::new(raw(fd), ptr, len).offset(offset).rw_flags(rw_flags).build();
-        self.with_buf(entry, Class::Storage, buf, fd).await
+        self.with_buf(entry, OpClass::Storage, buf, fd).await
     }
 
     /// Writes the unsent part of a message at `offset` (bytes). May be short: `Gather::advance` by the result.
@@ -267,7 +267,7 @@ impl Io {
         let count = u32::try_from(vectors.len()).unwrap_or(u32::MAX);
         let entry = opcode::Writev::new(raw(fd), vectors.as_ptr(), count).offset(offset).build();
         let eager = message.remaining() >= EAGER_BYTES;
-        let mut op = Op::new(self, entry, Class::Storage, Hold::Gather(message), fd);
+        let mut op = Op::new(self, entry, OpClass::Storage, OpMemory::Gather(message), fd);
         op.eager = eager;
         op.with_its_message().await
     }
@@ -275,20 +275,20 @@ impl Io {
     /// Makes written data stable (`fdatasync`).
     pub async fn fdatasync(&self, fd: &Fd) -> io::Result<()> {
         let entry = opcode::Fsync::new(raw(fd)).flags(types::FsyncFlags::DATASYNC).build();
-        self.plain(entry, Class::Storage, fd).await.map(drop)
+        self.plain(entry, OpClass::Storage, fd).await.map(drop)
     }
 
     /// `fallocate(2)` with `mode` (`FALLOC_FL_*`) over `length` bytes at `offset`.
     pub async fn fallocate(&self, fd: &Fd, mode: i32, offset: u64, length: u64) -> io::Result<()> {
         let entry = opcode::Fallocate::new(raw(fd), length).offset(offset).mode(mode).build();
-        self.plain(entry, Class::Storage, fd).await.map(drop)
+        self.plain(entry, OpClass::Storage, fd).await.map(drop)
     }
 
     /// Receives into `buf[range]` from a socket. 0 is the end of the stream.
     pub async fn recv(&self, fd: &Fd, buf: Buf, range: Range<usize>) -> (io::Result<usize>, Buf) {
         let (ptr, len) = part(&buf, &range);
         let entry = opcode::Recv::new(raw(fd), ptr, len).build();
-        self.with_buf(entry, Class::Wait, buf, fd).await
+        self.with_buf(entry, OpClass::Wait, buf, fd).await
     }
 
     /// Receives exactly `range.len()` bytes from a socket; an error if the stream ends before.
@@ -301,7 +301,7 @@ impl Io {
         while !range.is_empty() {
             let (ptr, len) = part(&buf, &range);
             let entry = opcode::Recv::new(raw(fd), ptr, len).flags(libc::MSG_WAITALL).build();
-            let (result, returned) = self.with_buf(entry, Class::Wait, buf, fd).await;
+            let (result, returned) = self.with_buf(entry, OpClass::Wait, buf, fd).await;
             buf = returned;
             match result {
                 Ok(0) => return (Err(io::ErrorKind::UnexpectedEof.into()), buf),
@@ -332,7 +332,7 @@ impl Io {
         let entry = opcode::SendMsg::new(raw(fd), message.message())
             .flags(libc::MSG_NOSIGNAL.cast_unsigned() | libc::MSG_WAITALL.cast_unsigned())
             .build();
-        Op::new(self, entry, Class::Wait, Hold::Gather(message), fd).with_its_message().await
+        Op::new(self, entry, OpClass::Wait, OpMemory::Gather(message), fd).with_its_message().await
     }
 
     /// Accepts a connection.
@@ -340,7 +340,7 @@ impl Io {
         let entry = opcode::Accept::new(raw(fd), std::ptr::null_mut(), std::ptr::null_mut())
             .flags(libc::SOCK_CLOEXEC)
             .build();
-        let (accepted, _) = Op::new(self, entry, Class::Wait, Hold::Descriptor, fd).await;
+        let (accepted, _) = Op::new(self, entry, OpClass::Wait, OpMemory::Descriptor, fd).await;
         length(accepted)?;
         // SAFETY: the kernel has just created this descriptor; it is owned here only.
         Ok(unsafe { OwnedFd::from_raw_fd(accepted) })
@@ -366,13 +366,13 @@ impl Io {
             if write && let Err(error) = write_now(fd, &buf[range]) {
                 return (Err(error), buf);
             }
-            if let Err(error) = self.plain(poll, Class::Wait, fd).await {
+            if let Err(error) = self.plain(poll, OpClass::Wait, fd).await {
                 return (Err(error), buf);
             }
-            return self.with_buf(read, Class::Wait, buf, fd).await;
+            return self.with_buf(read, OpClass::Wait, buf, fd).await;
         }
         let write = opcode::Write::new(raw(fd), ptr, len).offset(current).build();
-        let mut op = Op::new(self, read, Class::Wait, Hold::Buf(buf), fd);
+        let mut op = Op::new(self, read, OpClass::Wait, OpMemory::Buf(buf), fd);
         op.before = Some([write, poll]);
         op.with_its_buf().await
     }
@@ -380,6 +380,6 @@ impl Io {
     /// Waits until `fd` is readable (or its peer has hung up) without holding a buffer.
     pub async fn readable(&self, fd: &Fd) -> io::Result<()> {
         let entry = opcode::PollAdd::new(raw(fd), POLLIN).build();
-        self.plain(entry, Class::Wait, fd).await.map(drop)
+        self.plain(entry, OpClass::Wait, fd).await.map(drop)
     }
 }

@@ -1,10 +1,10 @@
 //! The ring: operation slots, submission, completion. Only this module passes memory to the kernel's ring.
 //!
 //! Invariants (each has a test below or in `tests/`):
-//! - a slot owns its operation's memory ([`Hold`]) and file from submission to completion, even if the
+//! - a slot owns its operation's memory ([`OpMemory`]) and file from submission to completion, even if the
 //!   future is dropped;
 //! - a completion is matched by slot index *and* generation, so a late one never completes a new operation;
-//! - storage operations in flight have a limit per file ([`line`]), so that a device that hangs leaves room
+//! - storage operations in flight have a limit per file ([`file_queue`]), so that a device that hangs leaves room
 //!   for other devices; waits (receive, accept, poll) are not limited, since they may last for ever. The
 //!   kernel keeps completions for which the completion queue has no room (`IORING_FEAT_NODROP`);
 //! - system calls that block in the kernel's threads (`fdatasync`, `fallocate`, requests to a device whose
@@ -23,9 +23,9 @@ use crate::buf::Buf;
 use crate::gather::Gather;
 use crate::op::Fd;
 
-pub(crate) mod line;
+pub(crate) mod file_queue;
 
-use line::{Lines, file_number};
+use file_queue::{FileQueues, file_number};
 
 /// Entries of the submission queue.
 const SQ_ENTRIES: u32 = 256;
@@ -41,8 +41,8 @@ const TAG_ALARM: u64 = u64::MAX - 2;
 /// `user_data` of the poll on the worker's wake-up eventfd.
 const TAG_WAKE: u64 = u64::MAX - 1;
 
-/// The memory that an operation's entry points to. Its address must not change when the `Hold` moves.
-pub(crate) enum Hold {
+/// The memory that an operation's entry points to. Its address must not change when the `OpMemory` moves.
+pub(crate) enum OpMemory {
     None,
     Buf(Buf),
     Gather(Box<Gather>),
@@ -52,12 +52,12 @@ pub(crate) enum Hold {
 
 /// Whether an operation is limited per file (storage), or may wait for ever (receive, send, accept, poll).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Class {
+pub(crate) enum OpClass {
     Storage,
     Wait,
 }
 
-enum State {
+enum SlotState {
     Free,
     Running(Waker),
     /// The future was dropped; the slot keeps the memory until the completion arrives.
@@ -65,38 +65,38 @@ enum State {
     Done(i32),
 }
 
-struct Slot {
-    state: State,
-    class: Class,
+struct OpSlot {
+    state: SlotState,
+    class: OpClass,
     generation: u32,
-    hold: Hold,
+    memory: OpMemory,
     fd: Option<Fd>,
 }
 
 /// Identifies one operation in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Key {
+pub(crate) struct OpKey {
     index: u32,
     generation: u32,
 }
 
-impl Key {
+impl OpKey {
     fn tag(self) -> u64 {
         u64::from(self.generation) << 32 | u64::from(self.index)
     }
 }
 
 #[derive(Default)]
-struct Slots {
-    list: Vec<Slot>,
+struct OpSlots {
+    list: Vec<OpSlot>,
     free: Vec<u32>,
 }
 
 pub(crate) struct Ring {
     uring: RefCell<IoUring>,
-    slots: RefCell<Slots>,
+    slots: RefCell<OpSlots>,
     /// The number of storage operations in flight per file, and the futures that wait for room.
-    pub(crate) lines: Lines,
+    pub(crate) file_queues: FileQueues,
     cancels: RefCell<Vec<u64>>,
     /// When the earliest armed alarm expires.
     alarm: Cell<Option<Instant>>,
@@ -136,7 +136,7 @@ impl Ring {
         Ok(Ring {
             uring: RefCell::new(uring),
             slots: RefCell::default(),
-            lines: Lines::default(),
+            file_queues: FileQueues::default(),
             cancels: RefCell::default(),
             alarm: Cell::default(),
             alarm_in: Box::new(Cell::new(Timespec::new())),
@@ -149,35 +149,35 @@ impl Ring {
     /// Starts an operation, or returns its parts when the ring has no room.
     ///
     /// # Safety
-    /// Every pointer in `entry` must point into `hold`, be valid for what the operation does with
-    /// it, and stay valid while `hold` is moved; the descriptor in `entry` must be `fd`'s.
+    /// Every pointer in `entry` must point into `memory`, be valid for what the operation does with
+    /// it, and stay valid while `memory` is moved; the descriptor in `entry` must be `fd`'s.
     pub(crate) unsafe fn start(
         &self,
         entry: &squeue::Entry,
-        class: Class,
-        hold: Hold,
+        class: OpClass,
+        memory: OpMemory,
         fd: Option<Fd>,
         waker: &Waker,
-    ) -> Result<Key, (Hold, Option<Fd>)> {
+    ) -> Result<OpKey, (OpMemory, Option<Fd>)> {
         let file = file_number(fd.as_ref());
-        if class == Class::Storage && !self.lines.has_room(file) {
-            return Err((hold, fd));
+        if class == OpClass::Storage && !self.file_queues.has_room(file) {
+            return Err((memory, fd));
         }
-        let key = self.claim(class, hold, fd, waker);
+        let key = self.claim(class, memory, fd, waker);
         let entry = entry.clone().user_data(key.tag());
         if self.push(&entry) {
             self.operations.set(self.operations.get() + 1);
-            if class == Class::Storage {
-                self.lines.begin(file);
+            if class == OpClass::Storage {
+                self.file_queues.begin(file);
             }
             return Ok(key);
         }
-        self.lines.note_refused();
+        self.file_queues.note_refused();
         Err(self.release(key.index))
     }
 
     /// Starts three entries as one operation: `first`, whose result is ignored, then `second`
-    /// linked to `last`, whose completion is that of the operation. For `Class::Wait` only.
+    /// linked to `last`, whose completion is that of the operation. For `OpClass::Wait` only.
     ///
     /// # Safety
     /// As [`Ring::start`] for all three; the kernel must support
@@ -185,11 +185,11 @@ impl Ring {
     pub(crate) unsafe fn start_chain(
         &self,
         entries: [squeue::Entry; 3],
-        hold: Hold,
+        memory: OpMemory,
         fd: Option<Fd>,
         waker: &Waker,
-    ) -> Result<Key, (Hold, Option<Fd>)> {
-        let key = self.claim(Class::Wait, hold, fd, waker);
+    ) -> Result<OpKey, (OpMemory, Option<Fd>)> {
+        let key = self.claim(OpClass::Wait, memory, fd, waker);
         let [first, second, last] = entries;
         let quiet = squeue::Flags::SKIP_SUCCESS;
         // `second` and `last` carry the operation's tag, so that a cancellation finds the one that waits. If
@@ -215,7 +215,7 @@ impl Ring {
             self.operations.set(self.operations.get() + 1);
             return Ok(key);
         }
-        self.lines.note_refused();
+        self.file_queues.note_refused();
         Err(self.release(key.index))
     }
 
@@ -224,31 +224,31 @@ impl Ring {
         self.uring.borrow().params().is_feature_skip_cqe_on_success()
     }
 
-    fn claim(&self, class: Class, hold: Hold, fd: Option<Fd>, waker: &Waker) -> Key {
+    fn claim(&self, class: OpClass, memory: OpMemory, fd: Option<Fd>, waker: &Waker) -> OpKey {
         let mut slots = self.slots.borrow_mut();
-        let state = State::Running(waker.clone());
+        let state = SlotState::Running(waker.clone());
         if let Some(index) = slots.free.pop() {
             let slot = &mut slots.list[index as usize];
             slot.state = state;
             slot.class = class;
-            slot.hold = hold;
+            slot.memory = memory;
             slot.fd = fd;
-            return Key { index, generation: slot.generation };
+            return OpKey { index, generation: slot.generation };
         }
         // More than 2^32 operations would need more memory than there is address space for.
         let index = u32::try_from(slots.list.len()).unwrap_or(u32::MAX);
-        slots.list.push(Slot { state, class, generation: 0, hold, fd });
+        slots.list.push(OpSlot { state, class, generation: 0, memory, fd });
         slots.free.reserve(1);
-        Key { index, generation: 0 }
+        OpKey { index, generation: 0 }
     }
 
     /// Frees a slot and returns what it held. The generation moves on, so old tags miss.
-    fn release(&self, index: u32) -> (Hold, Option<Fd>) {
+    fn release(&self, index: u32) -> (OpMemory, Option<Fd>) {
         let mut slots = self.slots.borrow_mut();
         let slot = &mut slots.list[index as usize];
-        slot.state = State::Free;
+        slot.state = SlotState::Free;
         slot.generation = slot.generation.wrapping_add(1) & 0x7fff_ffff;
-        let held = (std::mem::replace(&mut slot.hold, Hold::None), slot.fd.take());
+        let held = (std::mem::replace(&mut slot.memory, OpMemory::None), slot.fd.take());
         slots.free.push(index);
         held
     }
@@ -292,7 +292,7 @@ impl Ring {
     }
 
     /// The result of an operation with its memory, or `None` while it runs.
-    pub(crate) fn take(&self, key: Key, waker: &Waker) -> Option<(i32, Hold)> {
+    pub(crate) fn take(&self, key: OpKey, waker: &Waker) -> Option<(i32, OpMemory)> {
         let result = {
             let mut slots = self.slots.borrow_mut();
             let slot = &mut slots.list[key.index as usize];
@@ -301,20 +301,20 @@ impl Ring {
                 "a future polls the slot of another operation"
             );
             match &mut slot.state {
-                State::Done(result) => *result,
-                State::Running(old) => {
+                SlotState::Done(result) => *result,
+                SlotState::Running(old) => {
                     old.clone_from(waker);
                     return None;
                 }
-                State::Free | State::Orphan => unreachable!("a live future owns its slot"),
+                SlotState::Free | SlotState::Orphan => unreachable!("a live future owns its slot"),
             }
         };
-        let (hold, _fd) = self.release(key.index);
-        Some((result, hold))
+        let (memory, _fd) = self.release(key.index);
+        Some((result, memory))
     }
 
     /// Called when the future of `key` is dropped: the slot keeps the memory until the completion arrives.
-    pub(crate) fn abandon(&self, key: Key) {
+    pub(crate) fn abandon(&self, key: OpKey) {
         let before = {
             let mut slots = self.slots.borrow_mut();
             // No slot: `shut_down` has leaked it.
@@ -322,11 +322,11 @@ impl Ring {
             if slot.generation != key.generation {
                 return;
             }
-            std::mem::replace(&mut slot.state, State::Orphan)
+            std::mem::replace(&mut slot.state, SlotState::Orphan)
         };
-        if let State::Done(result) = before {
-            let (hold, _fd) = self.release(key.index);
-            close_unowned(&hold, result);
+        if let SlotState::Done(result) = before {
+            let (memory, _fd) = self.release(key.index);
+            close_unowned(&memory, result);
         } else {
             self.cancels.borrow_mut().push(key.tag());
         }
@@ -410,7 +410,7 @@ impl Ring {
             }
         }
         drop(uring);
-        self.lines.try_again();
+        self.file_queues.try_again();
         reaped
     }
 
@@ -438,22 +438,22 @@ impl Ring {
         if u64::from(slot.generation) != generation {
             return;
         }
-        if slot.class == Class::Storage {
-            self.lines.end(file_number(slot.fd.as_ref()));
+        if slot.class == OpClass::Storage {
+            self.file_queues.end(file_number(slot.fd.as_ref()));
         }
-        match std::mem::replace(&mut slot.state, State::Done(result)) {
-            State::Running(waker) => {
+        match std::mem::replace(&mut slot.state, SlotState::Done(result)) {
+            SlotState::Running(waker) => {
                 drop(slots);
                 waker.wake();
             }
-            State::Orphan => {
+            SlotState::Orphan => {
                 drop(slots);
-                let (hold, _fd) = self.release(u32::try_from(index).unwrap_or(u32::MAX));
-                close_unowned(&hold, result);
+                let (memory, _fd) = self.release(u32::try_from(index).unwrap_or(u32::MAX));
+                close_unowned(&memory, result);
             }
             // The last entry of a chain that the kernel has cancelled.
-            State::Done(_) => {}
-            State::Free => unreachable!("a free slot has a different generation"),
+            SlotState::Done(_) => {}
+            SlotState::Free => unreachable!("a free slot has a different generation"),
         }
     }
 
@@ -469,8 +469,8 @@ impl Ring {
         for index in 0..count {
             let mut slots = self.slots.borrow_mut();
             let slot = &mut slots.list[index];
-            if matches!(slot.state, State::Running(_)) {
-                let old = std::mem::replace(&mut slot.state, State::Orphan);
+            if matches!(slot.state, SlotState::Running(_)) {
+                let old = std::mem::replace(&mut slot.state, SlotState::Orphan);
                 drop(slots);
                 drop(old);
             }
@@ -486,13 +486,13 @@ impl Ring {
 
     fn orphans(&self) -> usize {
         let slots = self.slots.borrow();
-        slots.list.iter().filter(|s| matches!(s.state, State::Orphan)).count()
+        slots.list.iter().filter(|s| matches!(s.state, SlotState::Orphan)).count()
     }
 }
 
 /// Closes the descriptor that an operation created for a future that was dropped.
-fn close_unowned(hold: &Hold, result: i32) {
-    if matches!(hold, Hold::Descriptor) && result >= 0 {
+fn close_unowned(memory: &OpMemory, result: i32) {
+    if matches!(memory, OpMemory::Descriptor) && result >= 0 {
         // SAFETY: the kernel has just created this descriptor, and the future that would own it was dropped.
         drop(unsafe { OwnedFd::from_raw_fd(result) });
     }

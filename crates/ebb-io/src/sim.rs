@@ -19,7 +19,7 @@ use std::time::Instant;
 
 use ebb_mem::Memory;
 
-use crate::worker::{Io, Turned, WorkerHandle};
+use crate::worker::{Io, SteppedWorker, WorkerHandle};
 
 thread_local! {
     static ORDER: Cell<Option<u64>> = const { Cell::new(None) };
@@ -42,7 +42,7 @@ pub(crate) fn choose(count: usize) -> Option<usize> {
 }
 
 /// A worker that the simulation runs on its own thread.
-pub struct SimWorker(Turned);
+pub struct SimWorker(SteppedWorker);
 
 impl SimWorker {
     /// The worker of this thread.
@@ -50,7 +50,7 @@ impl SimWorker {
     /// # Errors
     /// As [`crate::Worker::start`].
     pub fn new(name: &str, memory: &Arc<Memory>) -> io::Result<SimWorker> {
-        Turned::new(name, memory).map(SimWorker)
+        SteppedWorker::new(name, memory).map(SimWorker)
     }
 
     /// The interface for its tasks.
@@ -66,8 +66,8 @@ impl SimWorker {
     }
 
     /// Runs one iteration of its loop. False if there was nothing to do.
-    pub fn turn(&mut self) -> bool {
-        self.0.turn()
+    pub fn iterate(&mut self) -> bool {
+        self.0.iterate()
     }
 
     /// When the next iteration is due if nothing else makes one necessary before.

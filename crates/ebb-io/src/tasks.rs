@@ -18,19 +18,19 @@ pub(crate) struct Tasks {
 }
 
 /// A task's entry in [`Tasks`], freed when its future is dropped.
-struct Place {
+struct TaskEntry {
     tasks: Rc<Tasks>,
     index: usize,
 }
 
 impl Tasks {
-    fn place(self: &Rc<Self>) -> Place {
+    fn entry(self: &Rc<Self>) -> TaskEntry {
         let mut list = self.list.borrow_mut();
         let index = self.free.borrow_mut().pop().unwrap_or_else(|| {
             list.push(None);
             list.len() - 1
         });
-        Place { tasks: self.clone(), index }
+        TaskEntry { tasks: self.clone(), index }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -52,22 +52,22 @@ impl Tasks {
 pin_project! {
     /// A task's future and its entry in the list. Not an `async` block, which would hold the future twice: as a
     /// captured value and as the value it awaits.
-    pub(crate) struct Placed<F> {
+    pub(crate) struct TrackedFuture<F> {
         #[pin]
         future: F,
-        _place: Place,
+        _entry: TaskEntry,
     }
 }
 
-impl<F> Placed<F> {
+impl<F> TrackedFuture<F> {
     /// A future with an entry in the list, and the index of that entry.
-    pub(crate) fn new(future: F, tasks: &Rc<Tasks>) -> (usize, Placed<F>) {
-        let place = tasks.place();
-        (place.index, Placed { future, _place: place })
+    pub(crate) fn new(future: F, tasks: &Rc<Tasks>) -> (usize, TrackedFuture<F>) {
+        let entry = tasks.entry();
+        (entry.index, TrackedFuture { future, _entry: entry })
     }
 }
 
-impl<F: Future> Future for Placed<F> {
+impl<F: Future> Future for TrackedFuture<F> {
     type Output = F::Output;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
@@ -75,7 +75,7 @@ impl<F: Future> Future for Placed<F> {
     }
 }
 
-impl Drop for Place {
+impl Drop for TaskEntry {
     fn drop(&mut self) {
         let waker = self.tasks.list.borrow_mut()[self.index].take();
         self.tasks.free.borrow_mut().push(self.index);

@@ -1,6 +1,6 @@
 //! A worker thread: its run queue, its event loop, and the interface for other threads.
 //!
-//! One iteration of the loop: run ready tasks (at most [`POLLS_PER_TURN`] polls, so that completions are processed
+//! One iteration of the loop: run ready tasks (at most [`POLLS_PER_ITERATION`] polls, so that completions are processed
 //! in between), submit and wait in one system call, wake the tasks of completions and timers.
 //!
 //! Wakers may be used from any thread: on the worker itself they push to the run queue; on other threads
@@ -25,14 +25,14 @@ use crate::buf::BufPool;
 use crate::offload;
 use crate::ring::Ring;
 use crate::signal::Budget;
-use crate::tasks::{Placed, Tasks};
+use crate::tasks::{Tasks, TrackedFuture};
 use crate::timer::Timers;
 
 /// A spawned task; dropping it cancels the task, `detach` lets it run to completion.
 pub type Task<T> = async_task::Task<T>;
 
 /// The most polls of tasks in one iteration.
-const POLLS_PER_TURN: usize = 512;
+const POLLS_PER_ITERATION: usize = 512;
 /// Memory ceiling of a worker with its own memory.
 const ALONE_BYTES: usize = 256 << 20;
 /// Completions per iteration below which a request may bypass the ring: a single request causes two, its
@@ -58,7 +58,7 @@ thread_local! {
 }
 
 /// The part of a worker that other threads use.
-struct Shared {
+struct WorkerShared {
     id: u64,
     wake: OwnedFd,
     inbox: Mutex<Inbox>,
@@ -73,8 +73,8 @@ struct Inbox {
     closed: bool,
 }
 
-impl Shared {
-    fn new() -> io::Result<Arc<Shared>> {
+impl WorkerShared {
+    fn new() -> io::Result<Arc<WorkerShared>> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         // SAFETY: no preconditions; the result is checked.
         let wake = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
@@ -83,7 +83,7 @@ impl Shared {
         }
         // SAFETY: a new descriptor, owned here only.
         let wake = unsafe { OwnedFd::from_raw_fd(wake) };
-        Ok(Arc::new(Shared {
+        Ok(Arc::new(WorkerShared {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             wake,
             inbox: Mutex::default(),
@@ -140,14 +140,14 @@ pub struct WorkerStats {
 
 /// The recent number of completions per iteration, which decides whether to wait for several.
 #[derive(Default)]
-struct Load {
+struct CompletionLoad {
     /// Moving average of completions per iteration, in sixteenths.
     average: Cell<u32>,
     /// Operations executed without the ring in this iteration; they count as completions.
     direct: Cell<u32>,
 }
 
-impl Load {
+impl CompletionLoad {
     fn note(&self, completions: u32) {
         let completions = completions.saturating_add(self.direct.take());
         let average = self.average.get();
@@ -180,7 +180,7 @@ impl Load {
 
 /// Tasks that wait for the next iteration.
 #[derive(Default)]
-struct Waiting {
+struct IterationWaiters {
     /// Tasks that poll memory, or have little to do.
     polling: Vec<Waker>,
     /// Tasks that have much to do: they run after all other tasks.
@@ -190,7 +190,7 @@ struct Waiting {
     bulk_woken: usize,
 }
 
-impl Waiting {
+impl IterationWaiters {
     fn is_empty(&self) -> bool {
         self.polling.is_empty() && self.bulk.is_empty()
     }
@@ -201,9 +201,9 @@ impl Waiting {
     }
 }
 
-struct Core {
+struct WorkerCore {
     ring: Ring,
-    load: Load,
+    load: CompletionLoad,
     memory: ebb_mem::Worker,
     /// When the memory needs maintenance next, and when that was last queried.
     maintain_at: Cell<Option<Instant>>,
@@ -212,17 +212,17 @@ struct Core {
     linger: bool,
     timers: Timers,
     /// Tasks that run after completions have been processed next.
-    next_turn: RefCell<Waiting>,
+    waiters: RefCell<IterationWaiters>,
     pool: BufPool,
     offload: Rc<Budget>,
     offload_files: offload::FileBudgets,
     tasks: Rc<Tasks>,
-    shared: Arc<Shared>,
+    shared: Arc<WorkerShared>,
 }
 
 /// The interface of a worker for its tasks: spawn, wait, read, write. Cheap to clone; stays on its thread.
 #[derive(Clone)]
-pub struct Io(Rc<Core>);
+pub struct Io(Rc<WorkerCore>);
 
 impl Io {
     pub(crate) fn ring(&self) -> &Ring {
@@ -260,7 +260,7 @@ impl Io {
     /// Runs `future` on this worker, concurrently with the caller.
     pub fn spawn<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Task<T> {
         let shared = self.0.shared.clone();
-        let (index, future) = Placed::new(future, &self.0.tasks);
+        let (index, future) = TrackedFuture::new(future, &self.0.tasks);
         let (runnable, task) = async_task::spawn_local(future, move |r| shared.schedule(r));
         self.0.tasks.set_waker(index, runnable.waker());
         runnable.schedule();
@@ -282,24 +282,24 @@ impl Io {
 
     /// Waits for the next iteration of the worker's loop: until all ready tasks have run and completions were
     /// processed. The worker does not sleep before. For tasks that poll shared memory.
-    pub async fn next_turn(&self) {
+    pub async fn next_iteration(&self) {
         let mut waited = false;
         std::future::poll_fn(|cx| {
             if std::mem::replace(&mut waited, true) {
                 return Poll::Ready(());
             }
-            self.0.next_turn.borrow_mut().polling.push(cx.waker().clone());
+            self.0.waiters.borrow_mut().polling.push(cx.waker().clone());
             Poll::Pending
         })
         .await;
     }
 
-    /// As [`Io::next_turn`], for tasks that have much to do: runs after all other tasks, and does not count
-    /// for [`Io::is_wanted`] of other such tasks.
-    pub async fn make_way(&self) {
+    /// As [`Io::next_iteration`], for tasks that have much to do: runs after all other tasks, and does not count
+    /// for [`Io::has_other_work`] of other such tasks.
+    pub async fn yield_iteration(&self) {
         let mut waited = false;
         std::future::poll_fn(|cx| {
-            let waiting = &mut *self.0.next_turn.borrow_mut();
+            let waiting = &mut *self.0.waiters.borrow_mut();
             if std::mem::replace(&mut waited, true) {
                 waiting.bulk_woken = waiting.bulk_woken.saturating_sub(1);
                 return Poll::Ready(());
@@ -312,9 +312,9 @@ impl Io {
 
     /// True if another task of this worker should run soon: a task is ready or polls, operations wait to be
     /// submitted, or completions to be processed. A task that has much to do checks this to decide how long it
-    /// continues; tasks in [`Io::make_way`] do not count.
-    pub fn is_wanted(&self) -> bool {
-        let waiting = self.0.next_turn.borrow();
+    /// continues; tasks in [`Io::yield_iteration`] do not count.
+    pub fn has_other_work(&self) -> bool {
+        let waiting = self.0.waiters.borrow();
         !waiting.polling.is_empty()
             || READY.with_borrow(|ready| ready.len() > waiting.bulk_woken)
             || self.0.ring.has_work()
@@ -327,17 +327,17 @@ impl Io {
     }
 
     /// Sets up the worker of this thread.
-    fn new(ring: Ring, shared: Arc<Shared>, memory: &Arc<Memory>, owner: OwnerId) -> Io {
+    fn new(ring: Ring, shared: Arc<WorkerShared>, memory: &Arc<Memory>, owner: OwnerId) -> Io {
         WORKER.set(shared.id);
         let waker = shared.clone();
         let memory = memory.worker(move || waker.signal_wake());
-        Io(Rc::new(Core {
-            load: Load::default(),
+        Io(Rc::new(WorkerCore {
+            load: CompletionLoad::default(),
             maintain_at: Cell::default(),
             maintenance_queried: Cell::default(),
             linger: ring.can_linger(),
             timers: Timers::default(),
-            next_turn: RefCell::default(),
+            waiters: RefCell::default(),
             pool: BufPool::new(memory.clone(), owner),
             offload: Budget::new(offload::AT_ONCE),
             offload_files: offload::FileBudgets::default(),
@@ -354,19 +354,19 @@ impl Io {
         let _end = WindDown(self);
         let mut rearm = true;
         while !core.shared.stop.load(Ordering::Acquire) {
-            self.turn(&mut rearm, true);
+            self.iterate(&mut rearm, true);
         }
     }
 
     /// One iteration of the loop, which may `sleep` if there is nothing to do. Returns whether anything was
     /// done.
-    fn turn(&self, rearm: &mut bool, sleep: bool) -> bool {
+    fn iterate(&self, rearm: &mut bool, sleep: bool) -> bool {
         let core = &*self.0;
         if *rearm {
             *rearm = !core.ring.arm_wake(core.shared.wake.as_raw_fd());
         }
         let ran = run_ready();
-        let polling = !core.next_turn.borrow().is_empty();
+        let polling = !core.waiters.borrow().is_empty();
         let ready = READY.with_borrow(|ready| !ready.is_empty());
         let busy = polling || ready || core.ring.has_unreported();
         if busy || !sleep {
@@ -383,7 +383,7 @@ impl Io {
             core.load.note(reaped.count);
         }
         if polling {
-            core.next_turn.borrow_mut().wake();
+            core.waiters.borrow_mut().wake();
         }
         if reaped.woken {
             self.read_inbox();
@@ -421,7 +421,11 @@ impl Io {
     fn next_maintenance(&self, now: Instant) -> Option<Instant> {
         let core = &*self.0;
         if core.maintain_at.get().is_none() {
-            let soon = core.maintenance_queried.get().map(|at| at + MAINTENANCE_INTERVAL).filter(|at| *at > now);
+            let soon = core
+                .maintenance_queried
+                .get()
+                .map(|at| at + MAINTENANCE_INTERVAL)
+                .filter(|at| *at > now);
             let next = soon.or_else(|| {
                 core.maintenance_queried.set(Some(now));
                 core.memory.next_deadline()
@@ -482,7 +486,7 @@ impl Drop for WindDown<'_> {
 
 /// Runs ready tasks; false if there were none.
 fn run_ready() -> bool {
-    for polls in 0..POLLS_PER_TURN {
+    for polls in 0..POLLS_PER_ITERATION {
         let Some(runnable) = READY.with_borrow_mut(next_ready) else { return polls > 0 };
         runnable.run();
     }
@@ -500,7 +504,7 @@ fn next_ready(ready: &mut VecDeque<Runnable>) -> Option<Runnable> {
 
 /// A handle by which other threads spawn tasks on a worker.
 #[derive(Clone)]
-pub struct WorkerHandle(Arc<Shared>);
+pub struct WorkerHandle(Arc<WorkerShared>);
 
 impl WorkerHandle {
     /// Runs the future that `start` creates on the worker. Dropped if the worker has
@@ -549,7 +553,7 @@ impl Worker {
     /// # Errors
     /// When the thread or its io_uring cannot be created; the message names the remedy.
     pub fn start(name: &str, memory: &Arc<Memory>) -> io::Result<Worker> {
-        let shared = Shared::new()?;
+        let shared = WorkerShared::new()?;
         let (result, started) = std::sync::mpsc::sync_channel(1);
         let for_thread = shared.clone();
         let memory = memory.clone();
@@ -584,26 +588,26 @@ impl Worker {
 
 /// A worker whose owner runs each iteration, on the owner's thread: see [`crate::sim`].
 #[cfg(feature = "sim")]
-pub(crate) struct Turned {
+pub(crate) struct SteppedWorker {
     pub(crate) io: Io,
     rearm: bool,
 }
 
 #[cfg(feature = "sim")]
-impl Turned {
-    pub(crate) fn new(name: &str, memory: &Arc<Memory>) -> io::Result<Turned> {
+impl SteppedWorker {
+    pub(crate) fn new(name: &str, memory: &Arc<Memory>) -> io::Result<SteppedWorker> {
         assert_eq!(WORKER.get(), 0, "one worker on a thread at a time");
         let owner = memory.owner(name).map_err(io::Error::other)?;
-        let io = Io::new(Ring::new()?, Shared::new()?, memory, owner);
-        Ok(Turned { io, rearm: true })
+        let io = Io::new(Ring::new()?, WorkerShared::new()?, memory, owner);
+        Ok(SteppedWorker { io, rearm: true })
     }
 
     pub(crate) fn handle(&self) -> WorkerHandle {
         WorkerHandle(self.io.0.shared.clone())
     }
 
-    pub(crate) fn turn(&mut self) -> bool {
-        self.io.turn(&mut self.rearm, false)
+    pub(crate) fn iterate(&mut self) -> bool {
+        self.io.iterate(&mut self.rearm, false)
     }
 
     /// When there is something to do, if nothing else happens before.
@@ -614,7 +618,7 @@ impl Turned {
 }
 
 #[cfg(feature = "sim")]
-impl Drop for Turned {
+impl Drop for SteppedWorker {
     fn drop(&mut self) {
         self.io.wind_down();
         READY.with_borrow_mut(VecDeque::clear);

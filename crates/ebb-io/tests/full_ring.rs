@@ -213,14 +213,14 @@ fn who_only_looks_keeps_nobody_waiting() {
         });
         // The wait is with the kernel after this.
         for _ in 0..3 {
-            io.next_turn().await;
+            io.next_iteration().await;
         }
-        assert!(!heard.get() && !io.is_wanted());
+        assert!(!heard.get() && !io.has_other_work());
         write_end.write_all(b"x").unwrap();
-        assert!(io.is_wanted(), "somebody could go on");
+        assert!(io.has_other_work(), "somebody could go on");
         let mut turns = 0;
         while !heard.get() {
-            io.next_turn().await;
+            io.next_iteration().await;
             turns += 1;
         }
         assert!(turns <= 3, "{turns} turns for what had come before the first");
@@ -236,8 +236,8 @@ fn who_has_much_to_do_makes_way_for_all_but_its_own_kind() {
             let (io, order) = (io.clone(), order.clone());
             async move {
                 for _ in 0..3 {
-                    order.borrow_mut().push((name, io.is_wanted()));
-                    io.make_way().await;
+                    order.borrow_mut().push((name, io.has_other_work()));
+                    io.yield_iteration().await;
                 }
             }
         };
@@ -255,7 +255,7 @@ fn who_has_much_to_do_makes_way_for_all_but_its_own_kind() {
             let io = io.clone();
             async move {
                 for _ in 0..3 {
-                    io.next_turn().await;
+                    io.next_iteration().await;
                 }
             }
         });

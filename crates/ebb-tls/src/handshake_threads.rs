@@ -39,62 +39,62 @@ const BURST: Duration = Duration::from_secs(2);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
 /// The key by which handshakes are queued: a number for a peer's address.
-pub type Peer = u128;
+pub type PeerKey = u128;
 
-type Done = (TlsSession, io::Result<bool>);
+type StepResult = (TlsSession, io::Result<bool>);
 
 /// A step that is queued, running, or completed.
 #[derive(Default)]
-struct Step {
-    done: Option<Done>,
+struct QueuedStep {
+    done: Option<StepResult>,
     waker: Option<Waker>,
     /// Its future was dropped.
     cancelled: bool,
 }
 
-struct Job {
+struct HandshakeJob {
     session: TlsSession,
-    step: Arc<Mutex<Step>>,
+    step: Arc<Mutex<QueuedStep>>,
 }
 
 /// Jobs by peer, and the peers that have jobs in round-robin order.
 #[derive(Default)]
-struct Line {
-    jobs: HashMap<Peer, VecDeque<Job>>,
-    turns: VecDeque<Peer>,
+struct HandshakeQueue {
+    jobs: HashMap<PeerKey, VecDeque<HandshakeJob>>,
+    order_of_peers: VecDeque<PeerKey>,
 }
 
-impl Line {
-    fn push(&mut self, peer: Peer, job: Job) {
+impl HandshakeQueue {
+    fn push(&mut self, peer: PeerKey, job: HandshakeJob) {
         let jobs = self.jobs.entry(peer).or_default();
         if jobs.is_empty() {
-            self.turns.push_back(peer);
+            self.order_of_peers.push_back(peer);
         }
         jobs.push_back(job);
     }
 
-    fn pop(&mut self) -> Option<Job> {
-        let peer = self.turns.pop_front()?;
+    fn pop(&mut self) -> Option<HandshakeJob> {
+        let peer = self.order_of_peers.pop_front()?;
         let jobs = self.jobs.get_mut(&peer)?;
         let job = jobs.pop_front();
         if jobs.is_empty() {
             self.jobs.remove(&peer);
         } else {
-            self.turns.push_back(peer);
+            self.order_of_peers.push_back(peer);
         }
         job
     }
 }
 
 /// The CPU time that a thread may use: [`BURST`], and a part of the elapsed time.
-struct Pace {
+struct CpuAllowance {
     spent: Duration,
     seen: Instant,
 }
 
-impl Pace {
-    fn new(now: Instant) -> Pace {
-        Pace { spent: Duration::ZERO, seen: now }
+impl CpuAllowance {
+    fn new(now: Instant) -> CpuAllowance {
+        CpuAllowance { spent: Duration::ZERO, seen: now }
     }
 
     /// How long to pause after a step that used `took` of CPU time and ended `now`.
@@ -114,7 +114,7 @@ fn cpu_time() -> Duration {
 }
 
 struct HandshakeThreads {
-    line: Mutex<Line>,
+    queue: Mutex<HandshakeQueue>,
     more: Condvar,
 }
 
@@ -127,7 +127,7 @@ fn threads() -> Option<&'static HandshakeThreads> {
     static THREADS: OnceLock<Option<&'static HandshakeThreads>> = OnceLock::new();
     *THREADS.get_or_init(|| {
         let threads: &HandshakeThreads =
-            Box::leak(Box::new(HandshakeThreads { line: Mutex::default(), more: Condvar::new() }));
+            Box::leak(Box::new(HandshakeThreads { queue: Mutex::default(), more: Condvar::new() }));
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let mut started = 0;
         for number in 0..(processors / 4).clamp(1, THREADS_MAX) {
@@ -141,17 +141,17 @@ fn threads() -> Option<&'static HandshakeThreads> {
 fn run(threads: &HandshakeThreads) {
     // On Linux this affects the calling thread only. If it fails, handshakes run at normal priority.
     let _ = rustix::process::setpriority_process(None, NICE);
-    let mut pace = Pace::new(Instant::now());
+    let mut allowance = CpuAllowance::new(Instant::now());
     loop {
-        let mut line = lock(&threads.line);
+        let mut queue = lock(&threads.queue);
         let job = loop {
-            match line.pop() {
+            match queue.pop() {
                 Some(job) => break job,
-                None => line = threads.more.wait(line).unwrap_or_else(PoisonError::into_inner),
+                None => queue = threads.more.wait(queue).unwrap_or_else(PoisonError::into_inner),
             }
         };
-        drop(line);
-        let Job { mut session, step } = job;
+        drop(queue);
+        let HandshakeJob { mut session, step } = job;
         if lock(&step).cancelled {
             continue;
         }
@@ -164,12 +164,12 @@ fn run(threads: &HandshakeThreads) {
             step.waker.take()
         };
         waker.into_iter().for_each(Waker::wake);
-        std::thread::sleep(pace.pause(took, Instant::now()));
+        std::thread::sleep(allowance.pause(took, Instant::now()));
     }
 }
 
 /// Cancels a step when its future is dropped.
-struct CancelOnDrop(Arc<Mutex<Step>>);
+struct CancelOnDrop(Arc<Mutex<QueuedStep>>);
 
 impl Drop for CancelOnDrop {
     fn drop(&mut self) {
@@ -178,14 +178,14 @@ impl Drop for CancelOnDrop {
 }
 
 /// Continues a handshake ([`TlsSession::handshake`]) on one of the threads, queued under `peer`.
-pub(crate) async fn handshake(mut session: TlsSession, peer: Peer) -> Done {
+pub(crate) async fn handshake(mut session: TlsSession, peer: PeerKey) -> StepResult {
     let Some(threads) = threads() else {
         let result = session.handshake();
         return (session, result);
     };
-    let step = Arc::<Mutex<Step>>::default();
+    let step = Arc::<Mutex<QueuedStep>>::default();
     let guard = CancelOnDrop(step.clone());
-    lock(&threads.line).push(peer, Job { session, step });
+    lock(&threads.queue).push(peer, HandshakeJob { session, step });
     threads.more.notify_one();
     poll_fn(|cx| {
         let mut step = lock(&guard.0);
@@ -206,12 +206,17 @@ mod tests {
     use crate::ServerTls;
 
     /// The number of steps of `took` each that a thread runs within `time` if it always has one to run.
-    fn steps(pace: &mut Pace, now: &mut Instant, took: Duration, time: Duration) -> u32 {
+    fn steps(
+        allowance: &mut CpuAllowance,
+        now: &mut Instant,
+        took: Duration,
+        time: Duration,
+    ) -> u32 {
         let end = *now + time;
         let mut count = 0;
         while *now < end {
             *now += took;
-            *now += pace.pause(took, *now);
+            *now += allowance.pause(took, *now);
             count += 1;
         }
         count
@@ -220,22 +225,22 @@ mod tests {
     #[test]
     fn endless_handshakes_use_an_eighth_of_a_processor_and_a_burst_is_not_delayed() {
         let mut now = Instant::now();
-        let mut pace = Pace::new(now);
+        let mut allowance = CpuAllowance::new(now);
         let step = Duration::from_millis(2);
         // A burst is not delayed.
         for _ in 0..1000 {
             now += step;
-            assert_eq!(pace.pause(step, now), Duration::ZERO);
+            assert_eq!(allowance.pause(step, now), Duration::ZERO);
         }
-        let many = steps(&mut pace, &mut now, step, Duration::from_secs(100));
+        let many = steps(&mut allowance, &mut now, step, Duration::from_secs(100));
         assert!((6_250..6_450).contains(&many), "{many} steps of 2 ms in 100 s");
         // Nor is the next burst, after some time.
         now += BURST * ONE_IN;
-        assert_eq!(pace.pause(step, now), Duration::ZERO);
+        assert_eq!(allowance.pause(step, now), Duration::ZERO);
         // After a step of an hour the pause is bounded.
-        assert_eq!(pace.pause(Duration::from_secs(3600), now), PAUSE_MAX);
+        assert_eq!(allowance.pause(Duration::from_secs(3600), now), PAUSE_MAX);
         now += PAUSE_MAX;
-        assert!(pace.pause(step, now) < 2 * step * ONE_IN);
+        assert!(allowance.pause(step, now) < 2 * step * ONE_IN);
     }
 
     #[test]
@@ -243,23 +248,26 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "alice:0102030405060708\n").unwrap();
         let server = ServerTls::from_psk(file.path()).unwrap();
-        let mut line = Line::default();
+        let mut queue = HandshakeQueue::default();
         let mut steps = HashMap::new();
-        let mut push = |line: &mut Line, peer: Peer, name: &'static str| {
-            let step = Arc::<Mutex<Step>>::default();
+        let mut push = |queue: &mut HandshakeQueue, peer: PeerKey, name: &'static str| {
+            let step = Arc::<Mutex<QueuedStep>>::default();
             steps.insert(Arc::as_ptr(&step), name);
-            line.push(peer, Job { session: server.session().unwrap(), step: step.clone() });
+            queue.push(
+                peer,
+                HandshakeJob { session: server.session().unwrap(), step: step.clone() },
+            );
             step
         };
         let mut kept = Vec::new();
         for _ in 0..100 {
-            kept.push(push(&mut line, 1, "flood"));
+            kept.push(push(&mut queue, 1, "flood"));
         }
-        kept.push(push(&mut line, 2, "honest"));
+        kept.push(push(&mut queue, 2, "honest"));
         let order: Vec<_> =
-            std::iter::from_fn(|| line.pop()).map(|job| steps[&Arc::as_ptr(&job.step)]).collect();
+            std::iter::from_fn(|| queue.pop()).map(|job| steps[&Arc::as_ptr(&job.step)]).collect();
         assert_eq!(order.iter().position(|name| *name == "honest"), Some(1));
         assert_eq!(order.len(), 101);
-        assert!(line.jobs.is_empty() && line.turns.is_empty());
+        assert!(queue.jobs.is_empty() && queue.order_of_peers.is_empty());
     }
 }

@@ -25,7 +25,7 @@ use std::io;
 use std::path::PathBuf;
 
 pub use context::{ClientTls, Keys, ServerTls};
-pub use handshake_threads::Peer;
+pub use handshake_threads::PeerKey;
 pub use session::TlsSession;
 pub use transport::Transport;
 
@@ -44,7 +44,9 @@ pub enum TlsError {
     #[error("{path}, line {line}: expected `name:key` with the key in hexadecimal digits")]
     Psk { path: PathBuf, line: usize },
     /// A key file lacks the requested key.
-    #[error("{path} has no key for `{user}`: write nbds://NAME@HOST with a name that the file contains")]
+    #[error(
+        "{path} has no key for `{user}`: write nbds://NAME@HOST with a name that the file contains"
+    )]
     NoKey { path: PathBuf, user: String },
     /// The key and the certificate do not belong together.
     #[error("{path}: the key does not belong to the certificate in the same directory")]
@@ -53,7 +55,9 @@ pub enum TlsError {
     #[error("{path}: the certificate expired on {date} and clients refuse it: create a new one")]
     Expired { path: PathBuf, date: String },
     /// A certificate is not valid yet.
-    #[error("{path}: the certificate is not valid before {date}: set the clock, or create a new one")]
+    #[error(
+        "{path}: the certificate is not valid before {date}: set the clock, or create a new one"
+    )]
     NotYet { path: PathBuf, date: String },
     /// An error of OpenSSL.
     #[error("cannot set up OpenSSL for TLS")]

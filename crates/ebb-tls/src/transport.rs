@@ -11,7 +11,7 @@ use std::ops::Range;
 use ebb_io::{Buf, Fd, Gather, Io, Signal};
 
 use crate::TlsSession;
-use crate::handshake_threads::{self, Peer};
+use crate::handshake_threads::{self, PeerKey};
 
 /// Cipher text received or sent at a time, bytes: more than one TLS record.
 const CIPHER_BYTES: usize = 32 << 10;
@@ -186,7 +186,12 @@ impl Transport {
     ///
     /// # Errors
     /// Those of the socket, or the handshake failed.
-    pub async fn start_tls(&mut self, io: &Io, session: TlsSession, peer: Peer) -> io::Result<()> {
+    pub async fn start_tls(
+        &mut self,
+        io: &Io,
+        session: TlsSession,
+        peer: PeerKey,
+    ) -> io::Result<()> {
         let mut session = session;
         loop {
             let (returned, done) = handshake_threads::handshake(session, peer).await;

@@ -45,7 +45,7 @@ async fn write(io: &Io, volume: &Volume, page: u64) {
 async fn follow(io: Io, scene: Arc<Scene>, number: u64) {
     for page in (PAGES + number..PAGES + STEP * STEPS).step_by(4) {
         while scene.volume.size() <= page * PAGE {
-            io.next_turn().await;
+            io.next_iteration().await;
         }
         write(&io, &scene.volume, page).await;
         scene.written.fetch_add(1, Ordering::SeqCst);
@@ -55,7 +55,7 @@ async fn follow(io: Io, scene: Arc<Scene>, number: u64) {
 async fn flush_all_the_time(io: Io, scene: Arc<Scene>) {
     while !scene.ended.load(Ordering::SeqCst) {
         scene.volume.flush(&io).await.unwrap();
-        io.next_turn().await;
+        io.next_iteration().await;
     }
 }
 
@@ -65,7 +65,7 @@ async fn grow(io: Io, scene: Arc<Scene>) {
         let order = Resize { to: Some((PAGES + step * STEP) * PAGE), shrink: false };
         scene.volume.resize(&io, order).await.unwrap();
         while scene.written.load(Ordering::SeqCst) < step * STEP {
-            io.next_turn().await;
+            io.next_iteration().await;
         }
     }
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ebb_cache::{Cache, CacheOptions};
-use ebb_export_nbd::{Limits, Server, ServerTls};
+use ebb_export_nbd::{Server, ServerLimits, ServerTls};
 use ebb_export_xen::XenParameters;
 use ebb_io::{Io, Worker, WorkerHandle, fd_from};
 use ebb_mem::pressure::{Monitor, Watch};
@@ -306,9 +306,9 @@ impl LiveLimits {
         }
     }
 
-    fn now(&self) -> Limits {
+    fn now(&self) -> ServerLimits {
         let size = |live: &Live| usize::try_from(live.get()).unwrap_or(usize::MAX);
-        Limits {
+        ServerLimits {
             max_clients: size(&self.max_clients),
             // The parameter's range ends at 64 MiB.
             max_request: u32::try_from(self.max_request.get()).unwrap_or(u32::MAX),
@@ -413,11 +413,11 @@ fn listen_to_pressure() -> Option<Monitor> {
     }
 }
 
-fn tls_policy(tls: Tls) -> ebb_export_nbd::Tls {
+fn tls_policy(tls: Tls) -> ebb_export_nbd::TlsMode {
     match tls {
-        Tls::Off => ebb_export_nbd::Tls::Off,
-        Tls::On => ebb_export_nbd::Tls::On,
-        Tls::Require => ebb_export_nbd::Tls::Require,
+        Tls::Off => ebb_export_nbd::TlsMode::Off,
+        Tls::On => ebb_export_nbd::TlsMode::On,
+        Tls::Require => ebb_export_nbd::TlsMode::Require,
     }
 }
 

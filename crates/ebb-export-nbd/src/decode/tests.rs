@@ -1,7 +1,7 @@
 //! Requests against an encoder written from the protocol text alone.
 
 use super::*;
-use crate::handshake::{BlockSizes, Capabilities, ExportInfo};
+use crate::handshake::{BlockSizes, ExportCapabilities, ExportInfo};
 use proptest::prelude::*;
 
 const SIZE: u64 = 1 << 30;
@@ -12,7 +12,7 @@ fn session(style: ReplyStyle, read_only: bool) -> Session {
         name: "disk".into(),
         description: String::new(),
         size: SIZE,
-        capabilities: Capabilities {
+        capabilities: ExportCapabilities {
             read_only,
             flush: true,
             fua: true,
@@ -79,7 +79,7 @@ fn verdict(
     command: u16,
     offset: u64,
     length: u64,
-) -> Result<Operation, Errno> {
+) -> Result<NbdRequest, Errno> {
     let session = session(style, false);
     let payload = style == ReplyStyle::Extended && command == 1;
     let flags = if payload { flags | 0x20 } else { flags };
@@ -105,7 +105,7 @@ fn a_write_by_the_book() {
     assert_eq!(header, expected);
     assert_eq!(
         check(&header, &session),
-        Ok(Operation::Write { offset: 0x10_0000, length: 0x2000, fua: true })
+        Ok(NbdRequest::Write { offset: 0x10_0000, length: 0x2000, fua: true })
     );
 }
 
@@ -118,7 +118,7 @@ fn an_extended_trim_by_the_book() {
     assert_eq!(header.payload_len, 0);
     assert_eq!(
         check(&header, &session),
-        Ok(Operation::Trim { offset: 512, length: SIZE - 512, fua: false })
+        Ok(NbdRequest::Trim { offset: 512, length: SIZE - 512, fua: false })
     );
 }
 
@@ -142,31 +142,31 @@ fn every_command_in_every_style() {
     for style in STYLES {
         let ask = |flags, command| verdict(style, flags, command, 4096, 8192);
         let (offset, length) = (4096, 8192);
-        let read = |unfragmented| Operation::Read { offset, length: 8192, unfragmented };
+        let read = |unfragmented| NbdRequest::Read { offset, length: 8192, unfragmented };
         assert_eq!(ask(0, 0), Ok(read(false)));
         assert_eq!(ask(1, 0), Ok(read(false)), "FUA is accepted everywhere");
-        assert_eq!(ask(0, 1), Ok(Operation::Write { offset, length: 8192, fua: false }));
-        assert_eq!(ask(1, 4), Ok(Operation::Trim { offset, length, fua: true }));
-        assert_eq!(ask(0, 5), Ok(Operation::Cache { offset, length }));
+        assert_eq!(ask(0, 1), Ok(NbdRequest::Write { offset, length: 8192, fua: false }));
+        assert_eq!(ask(1, 4), Ok(NbdRequest::Trim { offset, length, fua: true }));
+        assert_eq!(ask(0, 5), Ok(NbdRequest::Cache { offset, length }));
         for bits in 0..8_u16 {
             let flags = (bits & 3) | (bits & 4) << 2;
             let [fua, no_hole, fast] = [1, 2, 4].map(|bit| bits & bit != 0);
-            let expected = Operation::WriteZeroes { offset, length, fua, no_hole, fast };
+            let expected = NbdRequest::WriteZeroes { offset, length, fua, no_hole, fast };
             assert_eq!(ask(flags, 6), Ok(expected));
         }
         if style.is_chunked() {
             assert_eq!(ask(4, 0), Ok(read(true)));
-            assert_eq!(ask(0, 7), Ok(Operation::BlockStatus { offset, length, one: false }));
-            assert_eq!(ask(8, 7), Ok(Operation::BlockStatus { offset, length, one: true }));
+            assert_eq!(ask(0, 7), Ok(NbdRequest::BlockStatus { offset, length, one: false }));
+            assert_eq!(ask(8, 7), Ok(NbdRequest::BlockStatus { offset, length, one: true }));
         } else {
             assert_eq!(ask(4, 0), Err(Errno::Inval), "DF was not offered");
             assert_eq!(ask(0, 7), Err(Errno::Inval), "no context was selected");
         }
-        assert_eq!(verdict(style, 0, 3, 0, 0), Ok(Operation::Flush));
+        assert_eq!(verdict(style, 0, 3, 0, 0), Ok(NbdRequest::Flush));
         assert_eq!(verdict(style, 0, 3, 0, 512), Err(Errno::Inval));
         assert_eq!(verdict(style, 0, 3, 512, 0), Err(Errno::Inval));
-        assert_eq!(verdict(style, 0, 2, 0, 0), Ok(Operation::Disconnect));
-        assert_eq!(verdict(style, 0xffdf, 2, 9, 9), Ok(Operation::Disconnect), "a lax farewell");
+        assert_eq!(verdict(style, 0, 2, 0, 0), Ok(NbdRequest::Disconnect));
+        assert_eq!(verdict(style, 0xffdf, 2, 9, 9), Ok(NbdRequest::Disconnect), "a lax farewell");
         for unknown in [8, 9, 0xffff] {
             assert_eq!(ask(0, unknown), Err(Errno::Inval));
         }
@@ -327,7 +327,7 @@ proptest! {
         prop_assert_eq!(header.flags.0, flags);
         prop_assert_eq!((header.offset, header.length), (offset, length));
         prop_assert_eq!(u64::from(header.payload_len), if carries { length } else { 0 });
-        if let Ok(Operation::Trim { offset, length, .. } | Operation::WriteZeroes { offset, length, .. })
+        if let Ok(NbdRequest::Trim { offset, length, .. } | NbdRequest::WriteZeroes { offset, length, .. })
             = check(&header, &session)
         {
             prop_assert!(u128::from(offset) + u128::from(length) <= u128::from(SIZE));

@@ -42,7 +42,7 @@ pub struct ExportInfo {
     /// Size in bytes.
     pub size: u64,
     /// The supported commands and flags.
-    pub capabilities: Capabilities,
+    pub capabilities: ExportCapabilities,
     /// The block sizes its requests must observe.
     pub block: BlockSizes,
 }
@@ -70,7 +70,7 @@ impl ExportInfo {
 
 /// The commands and flags that an export supports; each becomes a transmission flag.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Capabilities {
+pub struct ExportCapabilities {
     /// WRITE, TRIM and WRITE_ZEROES are refused; takes precedence over the fields below.
     pub read_only: bool,
     /// FLUSH makes completed writes stable.
@@ -144,7 +144,7 @@ impl Default for BlockSizes {
 mod tests {
     use super::*;
 
-    fn export(capabilities: Capabilities) -> ExportInfo {
+    fn export(capabilities: ExportCapabilities) -> ExportInfo {
         ExportInfo {
             handle: 0,
             name: String::new(),
@@ -155,7 +155,7 @@ mod tests {
         }
     }
 
-    const ALL: Capabilities = Capabilities {
+    const ALL: ExportCapabilities = ExportCapabilities {
         read_only: false,
         flush: true,
         fua: true,
@@ -180,14 +180,14 @@ mod tests {
 
     #[test]
     fn a_read_only_export_offers_no_write_commands() {
-        let flags = export(Capabilities { read_only: true, ..ALL })
+        let flags = export(ExportCapabilities { read_only: true, ..ALL })
             .transmission_flags(ReplyStyle::Simple);
         assert_eq!(flags.0, 0b0101_0000_1111);
     }
 
     #[test]
     fn fast_zero_needs_write_zeroes() {
-        let flags = export(Capabilities { write_zeroes: false, ..ALL })
+        let flags = export(ExportCapabilities { write_zeroes: false, ..ALL })
             .transmission_flags(ReplyStyle::Simple);
         assert!(!flags.contains(TransmissionFlags::SEND_FAST_ZERO));
     }

@@ -26,7 +26,11 @@ fn export(handle: u64, name: &str, description: &str) -> ExportInfo {
         name: name.into(),
         description: description.into(),
         size: 0x4000_0000,
-        capabilities: Capabilities { flush: true, fua: true, ..Capabilities::default() },
+        capabilities: ExportCapabilities {
+            flush: true,
+            fua: true,
+            ..ExportCapabilities::default()
+        },
         block: BlockSizes::default(),
     }
 }
@@ -80,24 +84,24 @@ struct Talk {
 }
 
 impl Talk {
-    fn new(policy: Policy) -> Self {
+    fn new(policy: HandshakePolicy) -> Self {
         Self { machine: Handshake::new(policy), buffer: Vec::new(), out: Vec::new() }
     }
 
     /// Past the client's flags, with fixed newstyle and no zeroes.
-    fn begun(policy: Policy) -> Self {
+    fn begun(policy: HandshakePolicy) -> Self {
         let mut talk = Self::new(policy);
-        assert_eq!(talk.send(&[0, 0, 0, 3]), Ok(Step::NeedMore));
+        assert_eq!(talk.send(&[0, 0, 0, 3]), Ok(HandshakeStep::NeedMore));
         talk
     }
 
     /// Takes bytes in, up to the first step that is not about bytes.
-    fn send(&mut self, bytes: &[u8]) -> Result<Step, HandshakeError> {
+    fn send(&mut self, bytes: &[u8]) -> Result<HandshakeStep, HandshakeError> {
         self.buffer.extend(bytes);
         loop {
             let (consumed, step) = self.machine.advance(&self.buffer, &shelf(), &mut self.out)?;
             self.buffer.drain(..consumed);
-            if step != Step::Again {
+            if step != HandshakeStep::Again {
                 return Ok(step);
             }
         }
@@ -109,7 +113,7 @@ impl Talk {
 
     /// The only reply to an option that is expected to be answered at once with one reply.
     fn ask(&mut self, number: u32, payload: &[u8]) -> (u32, Vec<u8>) {
-        assert_eq!(self.send(&option(number, payload)), Ok(Step::NeedMore));
+        assert_eq!(self.send(&option(number, payload)), Ok(HandshakeStep::NeedMore));
         let replies = self.replies();
         assert_eq!(replies[8..12], number.to_be_bytes(), "the reply names its option");
         (u32::from_be_bytes(replies[12..16].try_into().unwrap()), replies[20..].to_vec())
@@ -117,7 +121,7 @@ impl Talk {
 
     fn go(&mut self, payload: &[u8]) -> Session {
         match self.send(&option(7, payload)) {
-            Ok(Step::Transmission(session)) => session,
+            Ok(HandshakeStep::Transmission(session)) => session,
             other => panic!("expected transmission, got {other:?}"),
         }
     }
@@ -135,14 +139,14 @@ const EXT_HEADER_REQD: u32 = 0x8000_000a;
 #[test]
 fn greeting_by_the_book() {
     let mut out = Vec::new();
-    Handshake::new(Policy::default()).greeting(&mut out);
+    Handshake::new(HandshakePolicy::default()).greeting(&mut out);
     assert_eq!(out, b"NBDMAGICIHAVEOPT\0\x03");
     assert_eq!(out.len(), crate::proto::GREETING_LEN);
 }
 
 #[test]
 fn go_by_the_book() {
-    let mut talk = Talk::begun(Policy::default());
+    let mut talk = Talk::begun(HandshakePolicy::default());
     let session = talk.go(&go_payload("disk", &[0, 1, 2, 3, 99]));
     let mut expected = Vec::new();
     // 1 GiB; HAS_FLAGS, SEND_FLUSH, SEND_FUA
@@ -161,8 +165,8 @@ fn go_by_the_book() {
 
 #[test]
 fn info_tells_and_stays() {
-    let mut talk = Talk::begun(Policy::default());
-    assert_eq!(talk.send(&option(6, &go_payload("", &[]))), Ok(Step::NeedMore));
+    let mut talk = Talk::begun(HandshakePolicy::default());
+    assert_eq!(talk.send(&option(6, &go_payload("", &[]))), Ok(HandshakeStep::NeedMore));
     let mut expected = reply(6, 3, b"\0\0\0\0\0\0\x40\0\0\0\0\x0d");
     expected.extend(reply(6, 3, b"\0\x03\0\0\x02\0\0\0\x10\0\x02\0\0\0"));
     expected.extend(reply(6, 1, b""));
@@ -173,10 +177,12 @@ fn info_tells_and_stays() {
 #[test]
 fn export_name_by_the_book() {
     for (flags, zeroes) in [(3_u32, 0), (1, 124), (0, 124), (2, 0)] {
-        let mut talk = Talk::new(Policy::default());
+        let mut talk = Talk::new(HandshakePolicy::default());
         talk.send(&flags.to_be_bytes()).unwrap();
         let step = talk.send(&option(1, b"other")).unwrap();
-        assert!(matches!(step, Step::Transmission(Session { export, .. }) if export.handle == 8));
+        assert!(
+            matches!(step, HandshakeStep::Transmission(Session { export, .. }) if export.handle == 8)
+        );
         let mut expected = b"\0\0\0\0\x40\0\0\0\0\x0d".to_vec();
         expected.resize(expected.len() + zeroes, 0);
         assert_eq!(talk.replies(), expected, "client flags {flags}");
@@ -185,25 +191,25 @@ fn export_name_by_the_book() {
 
 #[test]
 fn export_name_can_only_close() {
-    let mut talk = Talk::begun(Policy::default());
+    let mut talk = Talk::begun(HandshakePolicy::default());
     assert_eq!(
         talk.send(&option(1, b"nothing")),
         Err(HandshakeError::UnknownExport("nothing".into()))
     );
     assert!(talk.replies().is_empty());
     for name in [&b"a\0b"[..], b"\xff", &[b'a'; 4097]] {
-        let mut talk = Talk::begun(Policy::default());
+        let mut talk = Talk::begun(HandshakePolicy::default());
         assert_eq!(talk.send(&option(1, name)), Err(HandshakeError::BadExportName));
     }
-    let mut talk = Talk::begun(Policy::default());
+    let mut talk = Talk::begun(HandshakePolicy::default());
     assert_eq!(talk.ask(11, b"").0, 1);
     assert_eq!(talk.send(&option(1, b"disk")), Err(HandshakeError::ExportNameAfterExtendedHeaders));
 }
 
 #[test]
 fn list_by_the_book() {
-    let mut talk = Talk::begun(Policy::default());
-    assert_eq!(talk.send(&option(3, b"")), Ok(Step::NeedMore));
+    let mut talk = Talk::begun(HandshakePolicy::default());
+    assert_eq!(talk.send(&option(3, b"")), Ok(HandshakeStep::NeedMore));
     let mut expected = reply(3, 2, b"\0\0\0\x04diskthe first");
     expected.extend(reply(3, 2, b"\0\0\0\x05other"));
     expected.extend(reply(3, 1, b""));
@@ -213,15 +219,15 @@ fn list_by_the_book() {
 
 #[test]
 fn abort_is_answered_whatever_it_carries() {
-    let mut talk = Talk::begun(Policy::default());
-    assert_eq!(talk.send(b"IHAVEOPT\0\0\0\x02\xff\xff\xff\xff"), Ok(Step::Abort));
+    let mut talk = Talk::begun(HandshakePolicy::default());
+    assert_eq!(talk.send(b"IHAVEOPT\0\0\0\x02\xff\xff\xff\xff"), Ok(HandshakeStep::Abort));
     assert_eq!(talk.replies(), reply(2, 1, b""));
     assert_eq!(talk.send(b"anything"), Err(HandshakeError::Ended));
 }
 
 #[test]
 fn unknown_options_are_skipped_and_refused() {
-    let mut talk = Talk::begun(Policy::default());
+    let mut talk = Talk::begun(HandshakePolicy::default());
     for number in [0, 4, 12, 0xffff_ffff] {
         assert_eq!(talk.ask(number, &[0xaa; 300]).0, UNSUP, "option {number}");
     }
@@ -230,15 +236,15 @@ fn unknown_options_are_skipped_and_refused() {
 
 #[test]
 fn refused_payloads_are_not_kept() {
-    let mut talk = Talk::begun(Policy::default());
+    let mut talk = Talk::begun(HandshakePolicy::default());
     let announced = (64 << 10) + 1_u32;
     let mut head = b"IHAVEOPT\0\0\0\x07".to_vec();
     head.extend(announced.to_be_bytes());
-    assert_eq!(talk.send(&head), Ok(Step::NeedMore));
+    assert_eq!(talk.send(&head), Ok(HandshakeStep::NeedMore));
     for _ in 0..announced {
         assert!(talk.buffer.is_empty());
         assert!(talk.replies().is_empty(), "the reply comes behind the payload");
-        assert_eq!(talk.send(b"x"), Ok(Step::NeedMore));
+        assert_eq!(talk.send(b"x"), Ok(HandshakeStep::NeedMore));
     }
     assert_eq!(talk.replies()[12..16], TOO_BIG.to_be_bytes());
     talk.go(&go_payload("disk", &[]));
@@ -246,7 +252,7 @@ fn refused_payloads_are_not_kept() {
 
 #[test]
 fn unknown_exports_are_refused() {
-    let mut talk = Talk::begun(Policy::default());
+    let mut talk = Talk::begun(HandshakePolicy::default());
     assert_eq!(talk.ask(8, b"").0, 1);
     assert_eq!(talk.ask(6, &go_payload("nothing", &[])).0, UNKNOWN);
     assert_eq!(talk.ask(7, &go_payload("nothing", &[])).0, UNKNOWN);
@@ -258,7 +264,7 @@ fn unknown_exports_are_refused() {
 
 #[test]
 fn reply_styles() {
-    let mut talk = Talk::begun(Policy::default());
+    let mut talk = Talk::begun(HandshakePolicy::default());
     assert_eq!(talk.ask(8, b"data").0, INVALID);
     assert_eq!(talk.ask(8, b"").0, 1);
     assert_eq!(talk.ask(8, b"").0, 1, "asking twice does no harm");
@@ -266,7 +272,7 @@ fn reply_styles() {
     assert_eq!(session.style, ReplyStyle::Structured);
     assert!(session.flags.contains(TransmissionFlags::SEND_DF));
 
-    let mut talk = Talk::begun(Policy::default());
+    let mut talk = Talk::begun(HandshakePolicy::default());
     assert_eq!(talk.ask(11, b"data").0, INVALID);
     assert_eq!(talk.ask(11, b"").0, 1);
     assert_eq!(talk.ask(8, b"").0, EXT_HEADER_REQD, "no way back");
@@ -277,7 +283,7 @@ fn reply_styles() {
 
 #[test]
 fn contexts_are_listed() {
-    let mut talk = Talk::begun(Policy::default());
+    let mut talk = Talk::begun(HandshakePolicy::default());
     assert_eq!(talk.ask(9, &context_payload("disk", &[])).0, INVALID, "no chunks yet");
     talk.ask(8, b"");
     for queries in [&[][..], &["base:"], &["base:allocation", "base:"], &["x:y", "base:"]] {
@@ -305,7 +311,7 @@ fn contexts_are_selected_for_one_export() {
         (vec![allocation.clone(), vec![0; 70_000]], "disk", false),
     ];
     for (selections, name, granted) in cases {
-        let mut talk = Talk::begun(Policy::default());
+        let mut talk = Talk::begun(HandshakePolicy::default());
         talk.ask(8, b"");
         for selection in &selections {
             talk.send(&option(10, selection)).unwrap();
@@ -320,16 +326,16 @@ fn contexts_are_selected_for_one_export() {
 
 #[test]
 fn client_flags_that_nobody_knows_close() {
-    let mut talk = Talk::new(Policy::default());
+    let mut talk = Talk::new(HandshakePolicy::default());
     assert_eq!(talk.send(&[0, 0, 0, 7]), Err(HandshakeError::UnknownClientFlags(4)));
-    let mut talk = Talk::new(Policy::default());
+    let mut talk = Talk::new(HandshakePolicy::default());
     assert_eq!(talk.send(&[0x80, 0, 0, 3]), Err(HandshakeError::UnknownClientFlags(1 << 31)));
 }
 
 #[test]
 fn without_fixed_newstyle_only_export_name() {
     for number in [2, 3, 5, 7, 99] {
-        let mut talk = Talk::new(Policy::default());
+        let mut talk = Talk::new(HandshakePolicy::default());
         talk.send(&[0, 0, 0, 2]).unwrap();
         assert_eq!(talk.send(&option(number, b"")), Err(HandshakeError::NotFixedNewstyle(number)));
     }
@@ -337,39 +343,39 @@ fn without_fixed_newstyle_only_export_name() {
 
 #[test]
 fn wrong_magic_closes() {
-    let mut talk = Talk::begun(Policy::default());
+    let mut talk = Talk::begun(HandshakePolicy::default());
     assert_eq!(talk.send(b"GET / HT"), Err(HandshakeError::BadMagic(0x4745_5420_2f20_4854)));
     assert_eq!(talk.send(&option(3, b"")), Err(HandshakeError::Ended));
 }
 
 #[test]
 fn a_client_may_not_loop_for_ever() {
-    let limits = Limits { options_max: 3, ..Limits::default() };
-    let mut talk = Talk::begun(Policy { limits, ..Policy::default() });
+    let limits = HandshakeLimits { options_max: 3, ..HandshakeLimits::default() };
+    let mut talk = Talk::begun(HandshakePolicy { limits, ..HandshakePolicy::default() });
     for _ in 0..3 {
         talk.ask(3, b"");
     }
     assert_eq!(talk.send(&option(3, b"")), Err(HandshakeError::TooManyOptions(3)));
 
-    let limits = Limits { bytes_max: 100, ..Limits::default() };
-    let mut talk = Talk::begun(Policy { limits, ..Policy::default() });
+    let limits = HandshakeLimits { bytes_max: 100, ..HandshakeLimits::default() };
+    let mut talk = Talk::begun(HandshakePolicy { limits, ..HandshakePolicy::default() });
     assert_eq!(talk.ask(77, &[0; 84]).0, UNSUP);
     assert_eq!(talk.send(&option(3, b"")), Err(HandshakeError::TooManyBytes(100)));
     // Announced is as bad as sent.
-    let mut talk = Talk::begun(Policy { limits, ..Policy::default() });
+    let mut talk = Talk::begun(HandshakePolicy { limits, ..HandshakePolicy::default() });
     assert_eq!(
         talk.send(b"IHAVEOPT\0\0\0\x4d\xff\xff\xff\xff"),
         Err(HandshakeError::TooManyBytes(100))
     );
 }
 
-fn tls(tls: Tls) -> Policy {
-    Policy { tls, ..Policy::default() }
+fn tls(tls: TlsMode) -> HandshakePolicy {
+    HandshakePolicy { tls, ..HandshakePolicy::default() }
 }
 
 #[test]
 fn tls_off() {
-    let mut talk = Talk::begun(tls(Tls::Off));
+    let mut talk = Talk::begun(tls(TlsMode::Off));
     assert_eq!(talk.ask(5, b"").0, POLICY);
     assert_eq!(talk.ask(5, b"data").0, INVALID);
     assert!(!talk.go(&go_payload("disk", &[])).tls);
@@ -377,11 +383,11 @@ fn tls_off() {
 
 #[test]
 fn tls_may_be_used() {
-    let mut talk = Talk::begun(tls(Tls::On));
+    let mut talk = Talk::begun(tls(TlsMode::On));
     assert_eq!(talk.ask(8, b"").0, 1);
     assert_eq!(talk.ask(10, &context_payload("disk", &["base:allocation"])).0, 4);
     assert_eq!(talk.ask(5, b"data").0, INVALID);
-    assert_eq!(talk.send(&option(5, b"")), Ok(Step::StartTls));
+    assert_eq!(talk.send(&option(5, b"")), Ok(HandshakeStep::StartTls));
     assert_eq!(talk.replies(), reply(5, 1, b""));
     talk.machine.tls_established().unwrap();
     assert_eq!(talk.ask(5, b"").0, INVALID, "TLS within TLS");
@@ -390,39 +396,39 @@ fn tls_may_be_used() {
     assert_eq!(session.style, ReplyStyle::Simple, "nothing outlives the upgrade");
     assert_eq!(session.allocation_context, None);
 
-    assert!(!Talk::begun(tls(Tls::On)).go(&go_payload("disk", &[])).tls, "it is no must");
+    assert!(!Talk::begun(tls(TlsMode::On)).go(&go_payload("disk", &[])).tls, "it is no must");
 }
 
 #[test]
 fn tls_required() {
-    let mut talk = Talk::begun(tls(Tls::Require));
+    let mut talk = Talk::begun(tls(TlsMode::Require));
     for number in [3, 6, 7, 8, 9, 10, 11, 99] {
         assert_eq!(talk.ask(number, b"some data").0, TLS_REQD, "option {number}");
     }
-    assert_eq!(talk.send(&option(5, b"")), Ok(Step::StartTls));
+    assert_eq!(talk.send(&option(5, b"")), Ok(HandshakeStep::StartTls));
     talk.machine.tls_established().unwrap();
     talk.replies();
     assert_eq!(talk.ask(99, b"").0, UNSUP, "TLS_REQD never again");
     assert!(talk.go(&go_payload("disk", &[])).tls);
 
-    let mut talk = Talk::begun(tls(Tls::Require));
+    let mut talk = Talk::begun(tls(TlsMode::Require));
     assert_eq!(talk.send(&option(1, b"disk")), Err(HandshakeError::TlsRequired));
-    let mut talk = Talk::begun(tls(Tls::Require));
-    assert_eq!(talk.send(&option(2, b"")), Ok(Step::Abort), "leaving needs no TLS");
+    let mut talk = Talk::begun(tls(TlsMode::Require));
+    assert_eq!(talk.send(&option(2, b"")), Ok(HandshakeStep::Abort), "leaving needs no TLS");
 }
 
 #[test]
 fn nothing_is_injected_before_tls() {
     for whole in [true, false] {
-        let mut talk = Talk::begun(tls(Tls::Require));
+        let mut talk = Talk::begun(tls(TlsMode::Require));
         let mut bytes = option(5, b"");
         let injected = option(7, &go_payload("disk", &[]));
         let outcome = if whole {
             bytes.extend(&injected);
             talk.send(&bytes)
         } else {
-            assert_eq!(talk.send(&bytes), Ok(Step::StartTls));
-            assert_eq!(talk.send(b""), Ok(Step::StartTls), "no bytes, no harm");
+            assert_eq!(talk.send(&bytes), Ok(HandshakeStep::StartTls));
+            assert_eq!(talk.send(b""), Ok(HandshakeStep::StartTls), "no bytes, no harm");
             talk.send(&injected)
         };
         assert_eq!(outcome, Err(HandshakeError::PlaintextAfterStartTls));
@@ -432,19 +438,19 @@ fn nothing_is_injected_before_tls() {
 
 #[test]
 fn tls_out_of_turn_ends_the_handshake() {
-    let mut talk = Talk::begun(tls(Tls::On));
+    let mut talk = Talk::begun(tls(TlsMode::On));
     assert_eq!(talk.machine.tls_established(), Err(HandshakeError::Ended));
     assert_eq!(talk.send(&option(3, b"")), Err(HandshakeError::Ended));
 }
 
 #[test]
 fn shutting_down() {
-    let mut talk = Talk::begun(Policy::default());
+    let mut talk = Talk::begun(HandshakePolicy::default());
     talk.machine.shut_down();
     assert_eq!(talk.ask(7, &go_payload("disk", &[])).0, SHUTDOWN);
     assert_eq!(talk.ask(5, b"").0, SHUTDOWN);
-    assert_eq!(talk.send(&option(2, b"")), Ok(Step::Abort));
-    let mut talk = Talk::begun(Policy::default());
+    assert_eq!(talk.send(&option(2, b"")), Ok(HandshakeStep::Abort));
+    let mut talk = Talk::begun(HandshakePolicy::default());
     talk.machine.shut_down();
     assert_eq!(talk.send(&option(1, b"disk")), Err(HandshakeError::ShuttingDown));
 }
@@ -482,17 +488,17 @@ proptest! {
         let mut bytes = vec![0, 0, 0, 3];
         bytes.extend(options.concat());
         bytes.extend(last);
-        let mut whole = Talk::new(Policy::default());
+        let mut whole = Talk::new(HandshakePolicy::default());
         let expected = whole.send(&bytes);
 
-        let mut pieces = Talk::new(Policy::default());
+        let mut pieces = Talk::new(HandshakePolicy::default());
         let mut rest = &bytes[..];
-        let mut outcome = Ok(Step::NeedMore);
+        let mut outcome = Ok(HandshakeStep::NeedMore);
         for cut in cuts.iter().cycle() {
             let (piece, behind) = rest.split_at(rest.len().min(*cut));
             rest = behind;
             outcome = pieces.send(piece);
-            if rest.is_empty() || outcome != Ok(Step::NeedMore) {
+            if rest.is_empty() || outcome != Ok(HandshakeStep::NeedMore) {
                 break;
             }
         }

@@ -26,7 +26,7 @@ impl<'a> ExtentList<'a> {
     /// An empty list for the reply to a BLOCK_STATUS of `requested` bytes, appended to `out`
     /// (which keeps its capacity from one request to the next if the caller clears it).
     ///
-    /// `one` is that of [`Operation::BlockStatus`](crate::decode::Operation::BlockStatus); `payload_max` the maximum payload in bytes;
+    /// `one` is that of [`NbdRequest::BlockStatus`](crate::decode::NbdRequest::BlockStatus); `payload_max` the maximum payload in bytes;
     /// `extents_max` the most descriptors the caller allows in one reply.
     #[must_use]
     pub fn new(

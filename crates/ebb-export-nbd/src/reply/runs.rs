@@ -2,7 +2,7 @@
 
 /// A range of data that is entirely zero, or has to be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct DataRun {
     /// First byte, counted from the start of the data.
     pub offset: usize,
     /// Bytes, at least 1.
@@ -16,7 +16,7 @@ pub struct Run {
 /// zero only if all of its bytes are zero. A `block` of 0 means 1.
 ///
 /// Each byte is read at most once; a block is read only up to the first byte that is not zero.
-pub fn zero_runs(data: &[u8], block: usize) -> impl Iterator<Item = Run> {
+pub fn zero_runs(data: &[u8], block: usize) -> impl Iterator<Item = DataRun> {
     Runs { data, block: block.max(1), offset: 0, known: None }
 }
 
@@ -36,9 +36,9 @@ impl Runs<'_> {
 }
 
 impl Iterator for Runs<'_> {
-    type Item = Run;
+    type Item = DataRun;
 
-    fn next(&mut self) -> Option<Run> {
+    fn next(&mut self) -> Option<DataRun> {
         if self.offset >= self.data.len() {
             return None;
         }
@@ -56,7 +56,7 @@ impl Iterator for Runs<'_> {
             end += next.len();
         }
         self.offset = end;
-        Some(Run { offset, len: end - offset, zero })
+        Some(DataRun { offset, len: end - offset, zero })
     }
 }
 

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ebb_export_nbd::{Limits, Server, ServerTls, Tls};
+use ebb_export_nbd::{Server, ServerLimits, ServerTls, TlsMode};
 use ebb_io::{Io, Worker, fd_from};
 use ebb_store::{Direct, FileStore, MemoryStore, OpenOptions, Store};
 use ebb_volume::{Volume, VolumeOptions};
@@ -313,12 +313,17 @@ pub(crate) struct Rig {
 }
 
 impl Rig {
-    pub(crate) fn new(limits: Limits, tls: Tls, context: Option<ServerTls>) -> Rig {
+    pub(crate) fn new(limits: ServerLimits, tls: TlsMode, context: Option<ServerTls>) -> Rig {
         Rig::on(Worker::start_alone("nbd-test").unwrap(), limits, tls, context)
     }
 
     /// On a worker with memory of the test's choice.
-    pub(crate) fn on(worker: Worker, limits: Limits, tls: Tls, context: Option<ServerTls>) -> Rig {
+    pub(crate) fn on(
+        worker: Worker,
+        limits: ServerLimits,
+        tls: TlsMode,
+        context: Option<ServerTls>,
+    ) -> Rig {
         let server = Server::new(limits, tls, context);
         let folder = tempfile::tempdir().unwrap();
         let rig = Rig { server, worker: Some(worker), folder };
@@ -327,7 +332,7 @@ impl Rig {
     }
 
     pub(crate) fn with(volumes: impl IntoIterator<Item = Arc<Volume>>) -> Rig {
-        let rig = Rig::new(Limits::default(), Tls::Off, None);
+        let rig = Rig::new(ServerLimits::default(), TlsMode::Off, None);
         volumes.into_iter().for_each(|volume| rig.server.add(volume, std::sync::Arc::default()));
         rig
     }

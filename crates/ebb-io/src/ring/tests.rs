@@ -35,13 +35,13 @@ fn on_another_thread(ring: &Ring, use_ring: impl FnOnce(&Ring) + Send) {
 }
 
 /// Starts a receive that never completes by itself.
-fn receive(ring: &Ring, pool: &BufPool, fd: &Fd) -> Key {
+fn receive(ring: &Ring, pool: &BufPool, fd: &Fd) -> OpKey {
     use std::os::fd::AsRawFd;
     let buf = pool.get_for_test(4096);
     let entry = opcode::Recv::new(io_uring::types::Fd(fd.as_raw_fd()), buf.addr(), 1).build();
-    let (hold, fd) = (Hold::Buf(buf), Some(fd.clone()));
-    // SAFETY: the entry points into `hold`, and its descriptor is `fd`'s.
-    match unsafe { ring.start(&entry, Class::Wait, hold, fd, &waker()) } {
+    let (memory, fd) = (OpMemory::Buf(buf), Some(fd.clone()));
+    // SAFETY: the entry points into `memory`, and its descriptor is `fd`'s.
+    match unsafe { ring.start(&entry, OpClass::Wait, memory, fd, &waker()) } {
         Ok(key) => key,
         Err(_) => panic!("an idle ring has room"),
     }
@@ -73,17 +73,19 @@ fn storage_operations_beyond_the_limit_of_a_file_are_refused_and_other_files_fin
     let start = |fd: &Fd| {
         let buf = pool.get_for_test(1);
         let entry = opcode::Read::new(io_uring::types::Fd(fd.as_raw_fd()), buf.addr(), 1).build();
-        // SAFETY: the entry points into the hold, and its descriptor is `fd`'s.
-        unsafe { ring.start(&entry, Class::Storage, Hold::Buf(buf), Some(fd.clone()), &waker()) }
-            .is_ok()
+        // SAFETY: the entry points into the memory, and its descriptor is `fd`'s.
+        unsafe {
+            ring.start(&entry, OpClass::Storage, OpMemory::Buf(buf), Some(fd.clone()), &waker())
+        }
+        .is_ok()
     };
     let pipes: Vec<_> = (0..8).map(|_| std::io::pipe().unwrap()).collect();
     let ends: Vec<_> = pipes.iter().map(|pipe| fd_from(pipe.0.try_clone().unwrap())).collect();
     for fd in &ends {
-        let started = (0..line::PER_FILE + 100).filter(|_| start(fd)).count();
-        assert_eq!(started, line::PER_FILE as usize);
+        let started = (0..file_queue::PER_FILE + 100).filter(|_| start(fd)).count();
+        assert_eq!(started, file_queue::PER_FILE as usize);
     }
-    assert_eq!(ring.slots.borrow().list.len(), line::PER_FILE as usize * ends.len());
+    assert_eq!(ring.slots.borrow().list.len(), file_queue::PER_FILE as usize * ends.len());
     ring.shut_down(Duration::from_secs(10));
     assert_eq!(pool.used_bytes(), 0, "a ring that was shut down has released all buffers");
 }

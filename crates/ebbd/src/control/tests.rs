@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use ebb_export_nbd::{Limits, Tls};
+use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_export_xen as xen;
 use ebb_export_xen::abi::op;
 use ebb_export_xen::platform::Platform;
@@ -38,7 +38,7 @@ fn start() -> Running {
 fn start_with(xen: Option<Figures>) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("control.sock");
-    let server = Server::new(Limits::default(), Tls::Off, None);
+    let server = Server::new(ServerLimits::default(), TlsMode::Off, None);
     let mut configured = Configured::default();
     for name in ["disk", "a/b %\"ü"] {
         let store = Store::Null(NullStore::new(1 << 20));
@@ -385,7 +385,7 @@ fn workers_that_stopped_are_no_obstacle() {
         (ebb_io::Worker::start_alone("one").unwrap(), ebb_io::Worker::start_alone("two").unwrap());
     let shared = Shared {
         engine: None,
-        server: Server::new(Limits::default(), Tls::Off, None),
+        server: Server::new(ServerLimits::default(), TlsMode::Off, None),
         parameters: Parameters::new(&Configured::default()),
         memory: Memory::default(),
         xen: None,

@@ -134,7 +134,7 @@ impl Engine {
             while jobs.iter().any(|job| job.outcome.borrow().is_none()) {
                 done.wait().await;
             }
-            self.server.empty().await;
+            self.server.wait_until_empty().await;
         };
         let telling = async {
             loop {
@@ -155,9 +155,9 @@ impl Engine {
         let left: Vec<_> = jobs.iter().filter(|job| job.outcome.borrow().is_none()).collect();
         if !left.is_empty() {
             left.iter().for_each(|job| job.volume.abort());
-            io.timeout(GOODBYE, self.server.empty()).await;
+            io.timeout(GOODBYE, self.server.wait_until_empty()).await;
         }
-        let connections = self.server.hang_up();
+        let connections = self.server.disconnect_all();
         if connections > 0 {
             tracing::info!(connections, "clients that wait for dead stores are hung up on");
         }
@@ -175,7 +175,7 @@ impl Engine {
     async fn end(&self, io: &Io, job: &Job) {
         let name = job.volume.name();
         let clients = async {
-            self.server.seen_off(name).await;
+            self.server.wait_for_volume(name).await;
             self.guests.seen_off(name).await;
         };
         // A client that does not receive must not keep its volume from being written.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use ebb_cache::CacheOptions;
-use ebb_export_nbd::{Limits, Tls};
+use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_io::Worker;
 use ebb_mem::Memory;
 use ebb_store::{NbdAddress, NbdError, NbdOptions, NbdStore, Store, TestStore};
@@ -151,7 +151,7 @@ impl World {
         let memory = Memory::new(ebb_mem::Options::new(64 << 20, started)).unwrap();
         let worker = Worker::start("engine", &memory).unwrap();
         let options = CacheOptions { max_bytes: Some(16 << 20), min_bytes: 0, started };
-        let server = Server::new(Limits::default(), Tls::Off, None);
+        let server = Server::new(ServerLimits::default(), TlsMode::Off, None);
         let engine = Engine::new(Parts {
             server: server.clone(),
             parameters: Parameters::new(&Configured::from(config)),

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use ebb_cache::{Cache, CacheOptions, Reclaimer};
-use ebb_export_nbd::{Limits, Server, Tls};
+use ebb_export_nbd::{Server, ServerLimits, TlsMode};
 use ebb_export_xen::shm::World as Machine;
 use ebb_export_xen::{Backend, Figures, Options, Turn, XenParameters, XenstoreControl};
 use ebb_io::fd_from;
@@ -283,7 +283,7 @@ impl Daemon {
         parameters.govern_grants(&grants);
         let (cache, reclaimer) = start_cache(&memory, &parameters, now);
         let worker = SimWorker::new("world", &memory).unwrap();
-        let server = Server::new(Limits::default(), Tls::Off, None);
+        let server = Server::new(ServerLimits::default(), TlsMode::Off, None);
         let engine = Engine::new(Parts {
             server: server.clone(),
             parameters: parameters.clone(),
@@ -368,7 +368,7 @@ impl Daemon {
     /// A turn of each thread it would have. False if none had anything to do.
     pub(crate) fn turn(&mut self, now: Instant) -> bool {
         let mut busy = self.turn_xen(now);
-        busy |= self.worker.turn();
+        busy |= self.worker.iterate();
         if now >= self.keep_at {
             self.reclaimer.turn(&self.cache, now);
             self.keep_at = now + KEEPER;
@@ -447,7 +447,7 @@ impl Daemon {
         };
         // Not by a watcher: one that held the server would keep its volumes, which know the parameters.
         let live = |key| usize::try_from(self.parameters.live(key).get()).unwrap();
-        self.server.set_limits(Limits {
+        self.server.set_limits(ServerLimits {
             max_clients: live(Key::MaxClients),
             max_request: u32::try_from(live(Key::MaxRequest)).unwrap(),
             connection_memory: live(Key::ConnectionMemory),

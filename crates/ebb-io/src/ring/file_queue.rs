@@ -17,12 +17,12 @@ pub(crate) fn file_number(fd: Option<&Fd>) -> usize {
 }
 
 #[derive(Default)]
-struct Line {
+struct FileQueue {
     in_flight: u32,
     waiting: VecDeque<(u64, Waker)>,
 }
 
-impl Line {
+impl FileQueue {
     /// Wakes the first waiter only: when it leaves the queue, served or not, it wakes the next one.
     fn wake_first(&self) {
         if let Some((_, waker)) = self.waiting.front() {
@@ -33,35 +33,35 @@ impl Line {
 
 /// The queues of all files, by descriptor number.
 #[derive(Default)]
-pub(crate) struct Lines {
-    list: RefCell<Vec<Line>>,
+pub(crate) struct FileQueues {
+    list: RefCell<Vec<FileQueue>>,
     last_ticket: Cell<u64>,
     /// The submission queue had no room for an entry: waiters try again after completions have been processed.
     refused: Cell<bool>,
 }
 
-impl Lines {
-    fn with<T>(&self, file: usize, f: impl FnOnce(&mut Line) -> T) -> T {
+impl FileQueues {
+    fn with<T>(&self, file: usize, f: impl FnOnce(&mut FileQueue) -> T) -> T {
         let mut list = self.list.borrow_mut();
         if file >= list.len() {
-            list.resize_with(file + 1, Line::default);
+            list.resize_with(file + 1, FileQueue::default);
         }
         f(&mut list[file])
     }
 
     pub(crate) fn has_room(&self, file: usize) -> bool {
-        self.with(file, |line| line.in_flight < PER_FILE)
+        self.with(file, |queue| queue.in_flight < PER_FILE)
     }
 
     pub(crate) fn begin(&self, file: usize) {
-        self.with(file, |line| line.in_flight += 1);
+        self.with(file, |queue| queue.in_flight += 1);
     }
 
     /// To be called when a storage operation of the file has completed.
     pub(crate) fn end(&self, file: usize) {
-        self.with(file, |line| {
-            line.in_flight = line.in_flight.saturating_sub(1);
-            line.wake_first();
+        self.with(file, |queue| {
+            queue.in_flight = queue.in_flight.saturating_sub(1);
+            queue.wake_first();
         });
     }
 
@@ -72,36 +72,36 @@ impl Lines {
     /// To be called when completions have been processed.
     pub(crate) fn try_again(&self) {
         if self.refused.take() {
-            self.list.borrow().iter().for_each(Line::wake_first);
+            self.list.borrow().iter().for_each(FileQueue::wake_first);
         }
     }
 
     /// Adds a waiter to a file's queue, or updates its waker; returns its ticket. Ticket 0 is none.
-    pub(crate) fn queue_up(&self, file: usize, ticket: u64, waker: &Waker) -> u64 {
-        self.with(file, |line| {
-            if let Some(entry) = line.waiting.iter_mut().find(|(t, _)| *t == ticket) {
+    pub(crate) fn enqueue(&self, file: usize, ticket: u64, waker: &Waker) -> u64 {
+        self.with(file, |queue| {
+            if let Some(entry) = queue.waiting.iter_mut().find(|(t, _)| *t == ticket) {
                 entry.1.clone_from(waker);
                 return ticket;
             }
             let ticket = self.last_ticket.get() + 1;
             self.last_ticket.set(ticket);
-            line.waiting.push_back((ticket, waker.clone()));
+            queue.waiting.push_back((ticket, waker.clone()));
             ticket
         })
     }
 
     /// True if another operation came before `ticket` (0: a new operation).
     pub(crate) fn must_queue(&self, file: usize, ticket: u64) -> bool {
-        self.with(file, |line| {
-            line.waiting.front().is_some_and(|(first, _)| ticket == 0 || *first < ticket)
+        self.with(file, |queue| {
+            queue.waiting.front().is_some_and(|(first, _)| ticket == 0 || *first < ticket)
         })
     }
 
-    pub(crate) fn leave(&self, file: usize, ticket: u64) {
+    pub(crate) fn remove(&self, file: usize, ticket: u64) {
         if ticket != 0 {
-            self.with(file, |line| {
-                line.waiting.retain(|(t, _)| *t != ticket);
-                line.wake_first();
+            self.with(file, |queue| {
+                queue.waiting.retain(|(t, _)| *t != ticket);
+                queue.wake_first();
             });
         }
     }

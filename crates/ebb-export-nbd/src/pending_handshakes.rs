@@ -49,7 +49,7 @@ impl Peer {
 
     /// The key under which its handshakes are counted: an address, or the /64 network for IPv6, of which one
     /// host can have all addresses.
-    pub(crate) fn address(&self) -> ebb_tls::Peer {
+    pub(crate) fn address(&self) -> ebb_tls::PeerKey {
         match self {
             Peer::Tcp(address) => match address.ip().to_canonical() {
                 IpAddr::V4(ip) => u128::from(ip.to_bits()),
@@ -73,26 +73,26 @@ impl fmt::Display for Peer {
 
 /// All handshakes of a server.
 #[derive(Debug, Default)]
-pub(crate) struct Door(Mutex<State>);
+pub(crate) struct PendingHandshakes(Mutex<PendingState>);
 
 #[derive(Debug, Default)]
-struct State {
+struct PendingState {
     next: u64,
-    waiting: BTreeMap<u64, Waiting>,
+    waiting: BTreeMap<u64, HandshakeEntry>,
     /// Source of the random numbers, so that peers cannot predict which handshake is evicted.
     draw: RandomState,
 }
 
 #[derive(Debug)]
-struct Waiting {
-    peer: ebb_tls::Peer,
-    stage: Stage,
-    leave: Arc<Stop>,
+struct HandshakeEntry {
+    peer: ebb_tls::PeerKey,
+    stage: HandshakeStage,
+    evicted: Arc<Stop>,
 }
 
 /// How far a handshake has advanced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Stage {
+pub(crate) enum HandshakeStage {
     Connected,
     /// The peer sent valid bytes of the NBD handshake.
     Understood,
@@ -100,32 +100,32 @@ pub(crate) enum Stage {
     Encrypted,
 }
 
-/// A counted handshake; `leave` is set when it is evicted for a newer one.
+/// A counted handshake; `evicted` is set when it is evicted for a newer one.
 #[derive(Debug)]
-pub(crate) struct Entered<'a> {
-    door: &'a Door,
+pub(crate) struct PendingHandshake<'a> {
+    pending: &'a PendingHandshakes,
     number: u64,
-    pub(crate) leave: Arc<Stop>,
+    pub(crate) evicted: Arc<Stop>,
 }
 
-impl Door {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl PendingHandshakes {
+    fn state(&self) -> MutexGuard<'_, PendingState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Counts a handshake; if there are too many, evicts an older one.
-    pub(crate) fn enter(&self, peer: ebb_tls::Peer) -> Entered<'_> {
+    pub(crate) fn enter(&self, peer: ebb_tls::PeerKey) -> PendingHandshake<'_> {
         let mut state = self.state();
         if let Some(one) = state.too_many(peer)
             && let Some(waiting) = state.waiting.remove(&one)
         {
-            waiting.leave.stop();
+            waiting.evicted.stop();
         }
-        let (number, leave) = (state.next, Arc::<Stop>::default());
+        let (number, evicted) = (state.next, Arc::<Stop>::default());
         state.next += 1;
-        let stage = Stage::Connected;
-        state.waiting.insert(number, Waiting { peer, stage, leave: leave.clone() });
-        Entered { door: self, number, leave }
+        let stage = HandshakeStage::Connected;
+        state.waiting.insert(number, HandshakeEntry { peer, stage, evicted: evicted.clone() });
+        PendingHandshake { pending: self, number, evicted }
     }
 
     #[cfg(test)]
@@ -134,10 +134,10 @@ impl Door {
     }
 }
 
-impl State {
+impl PendingState {
     /// The handshake to evict, if any: one of the new peer's address if that has too many; otherwise, if there are too
     /// many in all, one of the address that has the most.
-    fn too_many(&self, newcomer: ebb_tls::Peer) -> Option<u64> {
+    fn too_many(&self, newcomer: ebb_tls::PeerKey) -> Option<u64> {
         let of_newcomer = self.waiting.values().filter(|waiting| waiting.peer == newcomer).count();
         if of_newcomer >= MOST_OF_ONE {
             return self.draw_from(newcomer, of_newcomer);
@@ -154,7 +154,7 @@ impl State {
     }
 
     /// The less advanced of two random handshakes of an address, which has `count` of them.
-    fn draw_from(&self, peer: ebb_tls::Peer, count: usize) -> Option<u64> {
+    fn draw_from(&self, peer: ebb_tls::PeerKey, count: usize) -> Option<u64> {
         // The remainders are below `count`.
         let below = |most: usize, what: u8| {
             let drawn = self.draw.hash_one((self.next, what)) % u64::try_from(most.max(1)).ok()?;
@@ -169,26 +169,26 @@ impl State {
     }
 }
 
-impl Entered<'_> {
+impl PendingHandshake<'_> {
     /// Notes that the handshake has advanced to this stage.
-    pub(crate) fn reached(&self, stage: Stage) {
-        if let Some(waiting) = self.door.state().waiting.get_mut(&self.number) {
+    pub(crate) fn reached(&self, stage: HandshakeStage) {
+        if let Some(waiting) = self.pending.state().waiting.get_mut(&self.number) {
             waiting.stage = waiting.stage.max(stage);
         }
     }
 }
 
-impl Drop for Entered<'_> {
+impl Drop for PendingHandshake<'_> {
     fn drop(&mut self) {
-        self.door.state().waiting.remove(&self.number);
+        self.pending.state().waiting.remove(&self.number);
     }
 }
 
 /// Limits log lines that any peer can cause, so that they cannot fill the log.
 #[derive(Debug, Default)]
-pub(crate) struct Lines(Mutex<(Option<Instant>, u32, u64)>);
+pub(crate) struct RefusalLog(Mutex<(Option<Instant>, u32, u64)>);
 
-impl Lines {
+impl RefusalLog {
     /// Whether a line may be written now; if so, how many were suppressed since the last one.
     pub(crate) fn may_write(&self, now: Instant) -> Option<u64> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -210,36 +210,36 @@ mod tests {
     use super::*;
     use futures_lite::future::{block_on, poll_once};
 
-    fn is_evicted(entered: &Entered<'_>) -> bool {
-        block_on(poll_once(entered.leave.wait())).is_some()
+    fn is_evicted(entered: &PendingHandshake<'_>) -> bool {
+        block_on(poll_once(entered.evicted.wait())).is_some()
     }
 
     #[test]
     fn a_handshake_of_an_address_that_has_too_many_is_evicted() {
-        let door = Door::default();
-        let other = door.enter(7);
-        let flood: Vec<_> = (0..MOST_OF_ONE + 10).map(|_| door.enter(1)).collect();
+        let pending = PendingHandshakes::default();
+        let other = pending.enter(7);
+        let flood: Vec<_> = (0..MOST_OF_ONE + 10).map(|_| pending.enter(1)).collect();
         assert_eq!(flood.iter().filter(|entered| is_evicted(entered)).count(), 10);
         assert!(!is_evicted(&flood[MOST_OF_ONE + 9]), "the newest is accepted");
         assert!(!is_evicted(&other));
-        assert_eq!(door.inside(), MOST_OF_ONE + 1);
+        assert_eq!(pending.inside(), MOST_OF_ONE + 1);
         drop((flood, other));
-        assert_eq!(door.inside(), 0);
+        assert_eq!(pending.inside(), 0);
     }
 
     #[test]
     fn a_handshake_survives_a_flood_of_less_advanced_ones_from_its_address() {
-        for stage in [Stage::Understood, Stage::Encrypted] {
-            let door = Door::default();
-            let honest = door.enter(1);
+        for stage in [HandshakeStage::Understood, HandshakeStage::Encrypted] {
+            let pending = PendingHandshakes::default();
+            let honest = pending.enter(1);
             honest.reached(stage);
             // A stage never goes back.
-            honest.reached(Stage::Connected);
-            let mut flood: Vec<_> = (0..MOST_OF_ONE).map(|_| door.enter(1)).collect();
+            honest.reached(HandshakeStage::Connected);
+            let mut flood: Vec<_> = (0..MOST_OF_ONE).map(|_| pending.enter(1)).collect();
             for _ in 0..100 {
                 flood.drain(..64);
-                flood.extend((0..64).map(|_| door.enter(1)));
-                flood.extend((0..64).map(|_| door.enter(1)));
+                flood.extend((0..64).map(|_| pending.enter(1)));
+                flood.extend((0..64).map(|_| pending.enter(1)));
                 flood.retain(|entered| !is_evicted(entered));
                 assert!(!is_evicted(&honest), "{stage:?}");
             }
@@ -249,13 +249,14 @@ mod tests {
     /// Each is equally likely to be evicted: not always the first, and none is kept for long.
     #[test]
     fn among_equally_advanced_handshakes_the_evicted_one_is_random() {
-        let doors: [Door; 32] = std::array::from_fn(|_| Door::default());
+        let samples: [PendingHandshakes; 32] =
+            std::array::from_fn(|_| PendingHandshakes::default());
         let mut stayed = 0;
-        for door in &doors {
-            let honest = door.enter(1);
-            let flood: Vec<_> = (0..MOST_OF_ONE + 10).map(|_| door.enter(1)).collect();
+        for pending in &samples {
+            let honest = pending.enter(1);
+            let flood: Vec<_> = (0..MOST_OF_ONE + 10).map(|_| pending.enter(1)).collect();
             stayed += usize::from(!is_evicted(&honest));
-            let more: Vec<_> = (0..MOST_OF_ONE * 20).map(|_| door.enter(1)).collect();
+            let more: Vec<_> = (0..MOST_OF_ONE * 20).map(|_| pending.enter(1)).collect();
             assert!(is_evicted(&honest), "thousands of handshakes came after it");
             drop((flood, more));
         }
@@ -265,17 +266,17 @@ mod tests {
 
     #[test]
     fn among_many_addresses_the_one_with_most_handshakes_loses_one() {
-        let door = Door::default();
-        let honest: Vec<_> = (1000..1010).map(|peer| door.enter(peer)).collect();
-        let flood: Vec<_> = (0..2000).map(|number| door.enter(number % 20)).collect();
+        let pending = PendingHandshakes::default();
+        let honest: Vec<_> = (1000..1010).map(|peer| pending.enter(peer)).collect();
+        let flood: Vec<_> = (0..2000).map(|number| pending.enter(number % 20)).collect();
         assert!(!honest.iter().any(is_evicted));
-        assert_eq!(door.inside(), MOST);
+        assert_eq!(pending.inside(), MOST);
         drop(flood);
     }
 
     #[test]
     fn the_log_has_a_few_lines_and_the_number_of_suppressed_ones() {
-        let (lines, now) = (Lines::default(), Instant::now());
+        let (lines, now) = (RefusalLog::default(), Instant::now());
         let written = (0..1000).filter(|_| lines.may_write(now).is_some()).count();
         assert_eq!(written, 10);
         assert_eq!(lines.may_write(now + LINES_TIME), Some(990));

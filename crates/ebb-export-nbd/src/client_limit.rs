@@ -2,26 +2,26 @@
 //!
 //! # Invariants
 //! - There are never more clients than `max_clients`.
-//! - Where several volumes are served, a volume's clients are at most [`LEAVES`] times the number of connections that
+//! - Where several volumes are served, a volume's clients are at most [`PER_FREE`] times the number of connections that
 //!   remain free: so the clients of one volume cannot use up all connections. A volume without a client needs one free
 //!   connection only.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Clients that a volume may have per connection that remains free.
-const LEAVES: usize = 4;
+const PER_FREE: usize = 4;
 
 /// The number of clients in the transmission phase: of all volumes, or of one.
 #[derive(Debug, Default)]
-pub(crate) struct Seats(AtomicUsize);
+pub(crate) struct ClientCount(AtomicUsize);
 
 /// Counts one client, in all and of its volume, until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Seat<'a>(&'a Seats, &'a Seats);
+pub(crate) struct CountedClient<'a>(&'a ClientCount, &'a ClientCount);
 
 /// Why a client is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum NoSeat {
+pub(crate) enum ClientLimitError {
     #[error("max_clients ({0}) reached")]
     Full(usize),
     #[error(
@@ -33,52 +33,55 @@ pub(crate) enum NoSeat {
 
 /// A request to admit one more client to the volume `name`; `alone` if no other volume is served.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted<'a> {
+pub(crate) struct AdmissionRequest<'a> {
     pub(crate) name: &'a str,
-    pub(crate) own: &'a Seats,
+    pub(crate) own: &'a ClientCount,
     pub(crate) alone: bool,
     pub(crate) most: usize,
 }
 
-impl Wanted<'_> {
+impl AdmissionRequest<'_> {
     /// Whether one more client is allowed beside `all` clients, of which `own` are the volume's.
-    fn check(&self, all: usize, own: usize) -> Result<(), NoSeat> {
+    fn check(&self, all: usize, own: usize) -> Result<(), ClientLimitError> {
         let most = self.most;
         if all >= most {
-            return Err(NoSeat::Full(most));
+            return Err(ClientLimitError::Full(most));
         }
         let free = most - all;
-        if self.alone || own == 0 || own < (free - 1).saturating_mul(LEAVES) {
+        if self.alone || own == 0 || own < (free - 1).saturating_mul(PER_FREE) {
             return Ok(());
         }
-        Err(NoSeat::Kept { volume: self.name.to_owned(), held: own, free, most })
+        Err(ClientLimitError::Kept { volume: self.name.to_owned(), held: own, free, most })
     }
 }
 
-impl Seats {
+impl ClientCount {
     /// The number of clients.
-    pub(crate) fn taken(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         self.0.load(Ordering::Relaxed)
     }
 
     /// Whether a client would be admitted now.
-    pub(crate) fn check(&self, wanted: Wanted<'_>) -> Result<(), NoSeat> {
-        wanted.check(self.taken(), wanted.own.taken())
+    pub(crate) fn check(&self, request: AdmissionRequest<'_>) -> Result<(), ClientLimitError> {
+        request.check(self.count(), request.own.count())
     }
 
     /// Counts a client, if it is admitted.
-    pub(crate) fn admit<'a>(&'a self, wanted: Wanted<'a>) -> Result<Seat<'a>, NoSeat> {
-        let more = |all: usize| (all < wanted.most).then_some(all + 1);
+    pub(crate) fn admit<'a>(
+        &'a self,
+        request: AdmissionRequest<'a>,
+    ) -> Result<CountedClient<'a>, ClientLimitError> {
+        let more = |all: usize| (all < request.most).then_some(all + 1);
         let all = self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
-        let all = all.map_err(|_| NoSeat::Full(wanted.most))?;
+        let all = all.map_err(|_| ClientLimitError::Full(request.most))?;
         // Counted from here on: dropping the guard undoes both counts, also after an error below.
-        let own = wanted.own.0.fetch_add(1, Ordering::Relaxed);
-        let seat = Seat(self, wanted.own);
-        wanted.check(all, own).map(|()| seat)
+        let own = request.own.0.fetch_add(1, Ordering::Relaxed);
+        let counted = CountedClient(self, request.own);
+        request.check(all, own).map(|()| counted)
     }
 }
 
-impl Drop for Seat<'_> {
+impl Drop for CountedClient<'_> {
     fn drop(&mut self) {
         self.1.0.fetch_sub(1, Ordering::Relaxed);
         self.0.0.fetch_sub(1, Ordering::Relaxed);
@@ -89,11 +92,16 @@ impl Drop for Seat<'_> {
 mod tests {
     use super::*;
 
-    fn fill<'a>(all: &'a Seats, own: &'a Seats, alone: bool, most: usize) -> Vec<Seat<'a>> {
-        let wanted = Wanted { name: "disk", own, alone, most };
+    fn fill<'a>(
+        all: &'a ClientCount,
+        own: &'a ClientCount,
+        alone: bool,
+        most: usize,
+    ) -> Vec<CountedClient<'a>> {
+        let request = AdmissionRequest { name: "disk", own, alone, most };
         std::iter::from_fn(|| {
-            let checked = all.check(wanted);
-            let admitted = all.admit(wanted);
+            let checked = all.check(request);
+            let admitted = all.admit(request);
             assert_eq!(checked.err().as_ref(), admitted.as_ref().err());
             admitted.ok()
         })
@@ -103,13 +111,14 @@ mod tests {
     #[test]
     fn a_volume_keeps_connections_free_for_other_volumes_unless_it_is_the_only_one() {
         for (most, first, second) in [(256, 204, 41), (10, 8, 1), (2, 1, 1), (1, 1, 0)] {
-            let (all, one, two) = (Seats::default(), Seats::default(), Seats::default());
+            let (all, one, two) =
+                (ClientCount::default(), ClientCount::default(), ClientCount::default());
             let held = fill(&all, &one, false, most);
             assert_eq!((held.len(), fill(&all, &two, false, most).len()), (first, second));
-            assert_eq!((all.taken(), two.taken()), (first, 0), "refusals are not counted");
+            assert_eq!((all.count(), two.count()), (first, 0), "refusals are not counted");
             drop(held);
             assert_eq!(fill(&all, &one, true, most).len(), most);
-            assert_eq!((all.taken(), one.taken()), (0, 0));
+            assert_eq!((all.count(), one.count()), (0, 0));
         }
     }
 }
