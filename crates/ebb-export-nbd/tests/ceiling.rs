@@ -68,7 +68,7 @@ fn stalled(rig: &Rig, name: &str) -> Client {
 }
 
 #[test]
-fn writers_that_stop_in_the_middle_hold_up_no_other_volume() {
+fn writers_that_stall_within_a_request_do_not_delay_other_volumes() {
     let (attacked, healthy) = (memory("attacked", 64 << 20), memory("healthy", 64 << 20));
     let rig = rig(&[&attacked, &healthy]);
     let stalled: Vec<_> = (0..64).map(|_| stalled(&rig, "attacked")).collect();
@@ -79,7 +79,7 @@ fn writers_that_stop_in_the_middle_hold_up_no_other_volume() {
 }
 
 #[test]
-fn writers_to_a_silent_store_hold_up_no_other_volume() {
+fn writers_to_a_store_that_never_completes_do_not_delay_other_volumes() {
     let (dead, healthy) = (silent("dead"), memory("healthy", 64 << 20));
     let rig = rig(&[&dead, &healthy]);
     let writers: Vec<_> = (0..16)
@@ -112,7 +112,7 @@ fn writers_to_a_silent_store_hold_up_no_other_volume() {
 }
 
 #[test]
-fn readers_that_take_no_reply_hold_up_no_other_volume() {
+fn readers_that_receive_no_replies_do_not_delay_other_volumes() {
     let (attacked, healthy) = (memory("attacked", 64 << 20), memory("healthy", 64 << 20));
     let rig = rig(&[&attacked, &healthy]);
     assert_eq!(rig.client("attacked", Style::Simple).write(0, 0, &pattern(1, 32 * MIB)), 0);
@@ -131,7 +131,7 @@ fn readers_that_take_no_reply_hold_up_no_other_volume() {
 
 /// More volumes than the reserves of which large requests could be kept in whole.
 #[test]
-fn large_requests_are_carried_out_in_pieces_where_many_share_little() {
+fn large_requests_are_executed_in_pieces_when_memory_is_scarce() {
     let volumes: Vec<_> = (0..40).map(|n| memory(&format!("disk {n}"), 64 << 20)).collect();
     let dead = [silent("dead"), silent("dead too"), silent("as well")];
     let rig = rig(&volumes.iter().chain(&dead).collect::<Vec<_>>());

@@ -192,7 +192,7 @@ impl Negotiator for Careless {
 }
 
 #[test]
-fn plain_text_taken_for_tls_is_found_out() {
+fn plain_text_accepted_as_tls_is_found_out() {
     let make = |policy| Careless::new(policy, true);
     let outcome = hunt(INPUTS, 0, |input| negotiation::run(make, input).map(|_| ()));
     let finding = outcome.expect_err("the rig must find the injection");
@@ -200,7 +200,7 @@ fn plain_text_taken_for_tls_is_found_out() {
 }
 
 #[test]
-fn a_memory_across_tls_is_found_out() {
+fn state_kept_across_starttls_is_found_out() {
     let make = |policy| Careless::new(policy, false);
     let outcome = hunt(INPUTS, 0, |input| negotiation::run(make, input).map(|_| ()));
     let finding = outcome.expect_err("the rig must find what outlived the upgrade");

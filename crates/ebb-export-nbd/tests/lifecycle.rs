@@ -15,7 +15,7 @@ use ebb_volume::{Operation, Volume, VolumeOptions, Writer};
 const MIB: u64 = 1 << 20;
 
 #[test]
-fn more_clients_than_allowed_are_turned_away_until_one_leaves() {
+fn more_clients_than_allowed_are_refused_until_one_disconnects() {
     let rig =
         Rig::new(ServerLimits { max_clients: 2, ..ServerLimits::default() }, TlsMode::Off, None);
     rig.server.add(memory("disk", MIB), std::sync::Arc::default());
@@ -33,7 +33,7 @@ fn more_clients_than_allowed_are_turned_away_until_one_leaves() {
 
 /// Clients of one volume, however many want to, leave places that clients of another one find; they are told why.
 #[test]
-fn clients_of_one_volume_leave_places_for_another_one() {
+fn clients_of_one_volume_leave_connections_for_another_volume() {
     let rig =
         Rig::new(ServerLimits { max_clients: 10, ..ServerLimits::default() }, TlsMode::Off, None);
     rig.server.add(memory("disk", MIB), std::sync::Arc::default());
@@ -92,7 +92,7 @@ fn a_volume_with_another_writer_is_refused_to_clients() {
 
 /// Peers that never log in are counted apart from clients, and the newest is always let in.
 #[test]
-fn a_thousand_peers_that_never_log_in_lock_nobody_out() {
+fn a_thousand_peers_that_never_finish_the_handshake_do_not_keep_clients_out() {
     let rig =
         Rig::new(ServerLimits { max_clients: 4, ..ServerLimits::default() }, TlsMode::Off, None);
     rig.server.add(memory("disk", MIB), std::sync::Arc::default());
@@ -138,7 +138,7 @@ fn reads_carried_out(volume: &Volume) -> u64 {
 }
 
 #[test]
-fn a_stop_sends_the_replies_of_what_is_under_way_and_then_the_end() {
+fn a_stop_sends_the_replies_to_requests_in_flight_and_then_closes() {
     for style in STYLES {
         let volume = memory("disk", 4 * MIB);
         let rig = Rig::with([volume.clone()]);
@@ -184,7 +184,7 @@ fn a_stop_over_tcp_loses_no_reply() {
 /// A client that asks for more than its memory budget and never takes a reply must not hold up a
 /// stop for ever.
 #[test]
-fn a_stop_does_not_wait_for_a_client_that_takes_no_replies() {
+fn a_stop_does_not_wait_for_a_client_that_receives_no_replies() {
     for connection_memory in [1 << 20, 64 << 20] {
         let limits = ServerLimits { connection_memory, ..ServerLimits::default() };
         let rig = Rig::new(limits, TlsMode::Off, None);
@@ -262,7 +262,7 @@ fn a_volume_removed_under_load_ends_its_connections_and_keeps_what_it_acknowledg
 
 /// The kernel may hold the process, with its descriptors, for as long as a device hangs.
 #[test]
-fn clients_whose_requests_hang_hear_the_end_when_they_are_hung_up_on() {
+fn clients_with_hanging_requests_see_the_end_of_the_stream_when_they_are_disconnected() {
     let test = std::sync::Arc::new(TestStore::new(MIB, 1));
     let volume = Volume::new("disk", Store::Test(test.clone()), VolumeOptions::default());
     let rig = Rig::with([volume]);

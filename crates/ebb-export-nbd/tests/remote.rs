@@ -16,7 +16,7 @@ use fake::{Act, Fake, MANY_CONNECTIONS, wait_for};
 const TIB: u64 = 1 << 40;
 
 #[test]
-fn questions_for_block_status_end_with_their_client() {
+fn block_status_requests_end_when_their_client_disconnects() {
     // Of each three questions one is never answered.
     let fake = Fake::start(8 * TIB, MANY_CONNECTIONS, |asked| {
         std::thread::park_timeout(Duration::from_millis(1));

@@ -159,7 +159,7 @@ fn status(style: Style, context: u32, request: u64, extents: &[(u64, u32)]) -> V
 }
 
 #[test]
-fn block_status_tells_data_from_holes() {
+fn block_status_distinguishes_data_and_holes() {
     const HOLE: u32 = 3;
     for style in [Style::Structured, Style::Extended] {
         let rig = Rig::with([memory("disk", SIZE)]);
@@ -188,7 +188,7 @@ fn block_status_tells_data_from_holes() {
 }
 
 #[test]
-fn zeroes_keep_or_give_back_space_and_are_fast_or_refused() {
+fn zeroes_keep_or_free_space_and_are_fast_or_refused() {
     for style in STYLES {
         let folder = tempfile::tempdir_in("/dev/shm").expect("this needs a tmpfs at /dev/shm");
         let path = folder.path().join("image");
@@ -212,7 +212,7 @@ fn zeroes_keep_or_give_back_space_and_are_fast_or_refused() {
 }
 
 #[test]
-fn what_is_wrong_is_refused_and_the_connection_stays_in_step() {
+fn invalid_requests_are_refused_and_the_connection_continues() {
     for style in STYLES {
         let limits = ServerLimits { max_request: 1 << 20, ..ServerLimits::default() };
         let rig = Rig::new(limits, TlsMode::Off, None);
@@ -272,7 +272,7 @@ fn what_is_wrong_is_refused_and_the_connection_stays_in_step() {
 
 /// Extended headers say by a flag whether a payload follows, for any command.
 #[test]
-fn a_payload_out_of_place_is_skipped() {
+fn an_unexpected_payload_is_skipped() {
     let rig = Rig::with([memory("disk", SIZE)]);
     let mut client = rig.client("disk", Style::Extended);
     for command in [READ, FLUSH, TRIM, BLOCK_STATUS, 77] {
@@ -308,7 +308,7 @@ fn extended_lengths_reach_the_whole_of_a_large_volume() {
 }
 
 #[test]
-fn a_read_only_volume_refuses_what_changes_it() {
+fn a_read_only_volume_refuses_write_commands() {
     for style in STYLES {
         let rig = Rig::with([read_only("disk", SIZE)]);
         let mut client = rig.client("disk", style);
@@ -323,7 +323,7 @@ fn a_read_only_volume_refuses_what_changes_it() {
 }
 
 #[test]
-fn many_requests_at_once_are_all_answered_once() {
+fn many_requests_at_once_each_receive_one_reply() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     for style in STYLES {
         let path = folder.path().join(format!("{style:?}"));
@@ -362,7 +362,7 @@ fn many_requests_at_once_are_all_answered_once() {
 
 /// A client that says goodbye with requests under way gets their replies, and all its writes land.
 #[test]
-fn a_disconnect_waits_for_what_is_under_way() {
+fn a_disconnect_request_waits_for_requests_in_flight() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     for style in STYLES {
         let path = folder.path().join(format!("{style:?}"));
@@ -393,7 +393,7 @@ fn a_disconnect_waits_for_what_is_under_way() {
 /// A client that just goes, in the middle of a write: of what it had sent, each write is carried out
 /// whole or not at all, and nothing of it stays behind.
 #[test]
-fn a_client_that_vanishes_leaves_whole_writes_or_none() {
+fn a_client_that_disconnects_within_a_write_leaves_whole_writes_only() {
     let rig = Rig::with([memory("disk", SIZE)]);
     let mut other = rig.client("disk", Style::Simple);
     let written = pattern(11, 64 << 10);
@@ -420,7 +420,7 @@ fn a_client_that_vanishes_leaves_whole_writes_or_none() {
 }
 
 #[test]
-fn a_budget_smaller_than_one_request_still_gets_on() {
+fn a_budget_smaller_than_one_request_still_makes_progress() {
     for style in STYLES {
         let limits = ServerLimits { connection_memory: 64 << 10, ..ServerLimits::default() };
         let rig = Rig::new(limits, TlsMode::Off, None);

@@ -44,7 +44,7 @@ fn ask_for_zeroes(client: &mut Client, requests: u64) {
 }
 
 #[test]
-fn zeroes_for_a_silent_server_take_no_memory() {
+fn zeroes_for_a_server_that_never_replies_use_no_memory() {
     let fake = Fake::start(8 << 40, MANY_CONNECTIONS, |_| Act::Silence);
     let (dead, healthy) = (remote(&fake), memory("healthy", 64 << 20));
     let shared = ebb_mem::Memory::new(ebb_mem::Options::new(64 * MIB, Instant::now())).unwrap();
@@ -78,7 +78,7 @@ fn zeroes_for_a_silent_server_take_no_memory() {
 }
 
 #[test]
-fn zeroes_end_with_their_client() {
+fn writing_zeroes_ends_when_the_client_disconnects() {
     let fake = slow();
     let rig = Rig::with([remote(&fake)]);
     // More than are carried out at a time: the end of the stream comes behind requests that are not read.
@@ -93,7 +93,7 @@ fn zeroes_end_with_their_client() {
 }
 
 #[test]
-fn zeroes_end_with_their_volume() {
+fn writing_zeroes_ends_when_the_volume_is_closed() {
     let fake = slow();
     let volume = remote(&fake);
     let rig = Rig::with([volume.clone()]);

@@ -18,7 +18,7 @@ async fn a_turn(io: &Io) {
 }
 
 #[test]
-fn a_dropped_receive_keeps_its_buffer_until_the_kernel_lets_go() {
+fn a_dropped_receive_keeps_its_buffer_until_its_completion_arrives() {
     on_worker(|io| async move {
         for peer_writes in [true, false] {
             let (here, mut there) = UnixStream::pair().unwrap();
@@ -47,7 +47,7 @@ fn a_dropped_receive_keeps_its_buffer_until_the_kernel_lets_go() {
 }
 
 #[test]
-fn a_thousand_dropped_at_once_all_come_back() {
+fn the_buffers_of_a_thousand_receives_dropped_at_once_are_all_freed() {
     on_worker(|io| async move {
         for bytes_sent in [0, 500, 2000] {
             let (here, mut there) = UnixStream::pair().unwrap();
@@ -69,7 +69,7 @@ fn a_thousand_dropped_at_once_all_come_back() {
 }
 
 #[test]
-fn one_that_completed_unseen_gives_its_buffer_back_at_once() {
+fn a_receive_that_completed_before_it_is_dropped_frees_its_buffer() {
     on_worker(|io| async move {
         let (here, mut there) = UnixStream::pair().unwrap();
         let fd = fd_from(here);
@@ -84,7 +84,7 @@ fn one_that_completed_unseen_gives_its_buffer_back_at_once() {
 }
 
 #[test]
-fn a_dropped_send_keeps_its_message_until_the_kernel_lets_go() {
+fn a_dropped_send_keeps_its_message_until_its_completion_arrives() {
     on_worker(|io| async move {
         let (here, mut there) = UnixStream::pair().unwrap();
         let fd = fd_from(here);
@@ -127,7 +127,7 @@ fn is_hung_up(client: &mut UnixStream) -> bool {
 
 /// Who connects while the accept is being dropped must not be held by a descriptor nobody knows.
 #[test]
-fn a_connection_accepted_for_nobody_is_closed() {
+fn a_connection_accepted_by_a_dropped_accept_is_closed() {
     on_worker(|io| async move {
         for drop_first in [false, true] {
             let path = std::env::temp_dir()
@@ -156,7 +156,7 @@ fn a_connection_accepted_for_nobody_is_closed() {
 }
 
 #[test]
-fn time_running_out_drops_what_it_limited() {
+fn a_timeout_drops_the_future_it_limits() {
     on_worker(|io| async move {
         let (here, _there) = UnixStream::pair().unwrap();
         let fd = fd_from(here);

@@ -85,7 +85,7 @@ fn more_reads_than_the_ring_has_room_for_all_complete() {
 /// With a slow store completions come one by one: those who wait in line must not all be polled
 /// each time somebody else completes.
 #[test]
-fn waiting_in_line_costs_nothing_while_others_complete() {
+fn waiting_operations_are_not_polled_while_other_operations_complete() {
     let polls = on_worker(move |io| async move {
         let (read_end, mut write_end) = std::io::pipe().unwrap();
         let pipe = fd_from(read_end);
@@ -113,7 +113,7 @@ fn waiting_in_line_costs_nothing_while_others_complete() {
 }
 
 #[test]
-fn those_who_give_up_waiting_leave_the_others_their_turn() {
+fn operations_dropped_while_waiting_do_not_block_later_ones() {
     let file = Pieces::make("given-up");
     let fd = file.open();
     on_worker(move |io| async move {
@@ -135,7 +135,7 @@ fn those_who_give_up_waiting_leave_the_others_their_turn() {
 }
 
 #[test]
-fn writes_and_flushes_wait_in_line_like_reads() {
+fn writes_and_flushes_wait_for_room_like_reads() {
     let file = Pieces::make("writes");
     let fd = file.open();
     on_worker(move |io| async move {
@@ -199,7 +199,7 @@ fn waits_do_not_starve_storage_and_complete_all_at_once() {
 }
 
 #[test]
-fn who_only_looks_keeps_nobody_waiting() {
+fn a_polling_task_does_not_delay_completions() {
     on_worker(|io| async move {
         let (mut write_end, read_end) = UnixStream::pair().unwrap();
         let read_end = fd_from(read_end);
@@ -229,7 +229,7 @@ fn who_only_looks_keeps_nobody_waiting() {
 }
 
 #[test]
-fn who_has_much_to_do_makes_way_for_all_but_its_own_kind() {
+fn bulk_tasks_yield_to_all_tasks_except_other_bulk_tasks() {
     on_worker(|io| async move {
         let order = Rc::new(RefCell::new(Vec::new()));
         let busy = |name: &'static str| {
@@ -271,7 +271,7 @@ fn who_has_much_to_do_makes_way_for_all_but_its_own_kind() {
 
 /// Files whose operations hang, thousands of them, in the ring and in line: those of another go on.
 #[test]
-fn files_that_hang_leave_room_for_others() {
+fn files_that_hang_leave_room_for_other_files() {
     let file = Pieces::make("beside");
     let fd = file.open();
     on_worker(move |io| async move {

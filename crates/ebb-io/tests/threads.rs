@@ -175,7 +175,7 @@ fn a_task_that_waits_for_itself_is_dropped_too() {
 }
 
 #[test]
-fn what_is_given_to_a_stopped_worker_is_dropped() {
+fn work_for_a_stopped_worker_is_dropped() {
     within(|| {
         let worker = Worker::start_alone("stopped").unwrap();
         let handle = worker.handle();
@@ -189,7 +189,7 @@ fn what_is_given_to_a_stopped_worker_is_dropped() {
 }
 
 #[test]
-fn those_who_block_on_a_stopping_worker_are_let_go() {
+fn block_on_returns_none_when_the_worker_stops() {
     for seed in 0..50 {
         within(move || {
             let worker = Worker::start_alone("stopping").unwrap();
@@ -297,7 +297,7 @@ fn at_most_eight_calls_are_offloaded_at_a_time() {
 
 /// A call that has begun cannot be stopped: who drops its future does not get a further one.
 #[test]
-fn a_dropped_call_keeps_its_turn_while_it_runs() {
+fn a_dropped_call_counts_towards_the_limit_while_it_runs() {
     on_worker(|io| async move {
         let crowd = Arc::new(Crowd::default());
         let barrier = Arc::new(Barrier::new(AT_ONCE + 1));
@@ -324,7 +324,7 @@ fn a_dropped_call_keeps_its_turn_while_it_runs() {
 
 /// Calls on a device that hangs, more than run at a time: those on other files go on, and so do those on none.
 #[test]
-fn calls_on_a_file_that_hang_hold_up_no_call_on_another() {
+fn calls_that_hang_on_one_file_do_not_delay_calls_on_another() {
     on_worker(|io| async move {
         let crowd = Arc::new(Crowd::default());
         let barrier = Arc::new(Barrier::new(2 + 1));

@@ -70,7 +70,7 @@ impl Wake for Count {
 }
 
 #[test]
-fn a_dropped_timer_wakes_nobody() {
+fn a_dropped_timer_wakes_no_task() {
     on_worker(|io| async move {
         let count = Arc::new(Count::default());
         let waker = Waker::from(count.clone());
@@ -89,7 +89,7 @@ fn a_dropped_timer_wakes_nobody() {
 }
 
 #[test]
-fn no_time_at_all_is_over_at_once() {
+fn a_sleep_of_zero_completes_at_once() {
     on_worker(|io| async move {
         io.sleep(Duration::ZERO).await;
         assert!(io.timeout(Duration::ZERO, std::future::pending::<()>()).await.is_none());

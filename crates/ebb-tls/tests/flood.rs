@@ -126,7 +126,7 @@ fn flood(version: SslVersion, say: fn(&mut SslStream<Tap>)) -> usize {
 }
 
 #[test]
-fn key_updates_whose_answers_are_not_read_are_held_back() {
+fn a_client_that_does_not_read_replies_to_key_updates_is_held_back() {
     let queued = flood(SslVersion::TLS1_3, |stream| {
         // SAFETY: a session that is alive and ours alone; 1 asks for an answer.
         assert_eq!(unsafe { SSL_key_update(stream.ssl().as_ptr(), 1) }, 1);

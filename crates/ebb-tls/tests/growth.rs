@@ -135,7 +135,7 @@ fn without_keys(server: &ServerTls, size: usize) -> (usize, usize) {
 }
 
 #[test]
-fn handshake_records_without_end_do_not_grow_memory() {
+fn endless_handshake_records_do_not_grow_memory() {
     let folder = tempfile::tempdir().unwrap();
     let keys = folder.path().join("keys");
     std::fs::write(&keys, sealer::KEY_LINE).unwrap();

@@ -87,7 +87,7 @@ fn verdict(
 }
 
 #[test]
-fn a_write_by_the_book() {
+fn a_write_follows_the_protocol() {
     let session = session(ReplyStyle::Simple, false);
     let bytes = b"\x25\x60\x95\x13\0\x01\0\x01\x01\x02\x03\x04\x05\x06\x07\x08\
                   \0\0\0\0\0\x10\0\0\0\0\x20\0rest";
@@ -110,7 +110,7 @@ fn a_write_by_the_book() {
 }
 
 #[test]
-fn an_extended_trim_by_the_book() {
+fn an_extended_trim_follows_the_protocol() {
     let session = session(ReplyStyle::Extended, false);
     let bytes = b"\x21\xe4\x1c\x71\0\0\0\x04\0\0\0\0\0\0\0\x09\
                   \0\0\0\0\0\0\x02\0\0\0\0\0\x3f\xff\xfe\0";
@@ -123,7 +123,7 @@ fn an_extended_trim_by_the_book() {
 }
 
 #[test]
-fn a_wrong_start_is_fatal_at_once() {
+fn a_wrong_magic_number_is_fatal_at_once() {
     for style in STYLES {
         let session = session(style, false);
         for start in [*b"IHAV", [0; 4], 0x6744_6698_u32.to_be_bytes()] {
@@ -174,7 +174,7 @@ fn every_command_in_every_style() {
 }
 
 #[test]
-fn flags_only_where_they_belong() {
+fn flags_are_valid_only_for_their_commands() {
     // By command: the flags that are valid besides FUA, when all is offered.
     let valid: [u16; 8] = [0x04, 0, 0, 0, 0, 0, 0x12, 0x08];
     for (command, valid) in (0_u16..).zip(valid) {
@@ -251,7 +251,7 @@ fn lengths_above_the_maximum_payload() {
 }
 
 #[test]
-fn payloads_that_are_skipped_and_payloads_that_close() {
+fn long_payloads_are_skipped_and_longer_ones_close_the_connection() {
     for style in STYLES {
         let mut small = session(style, false);
         small.export.block = BlockSizes::new(512, 4096, 1 << 20).unwrap();

@@ -137,7 +137,7 @@ const TOO_BIG: u32 = 0x8000_0009;
 const EXT_HEADER_REQD: u32 = 0x8000_000a;
 
 #[test]
-fn greeting_by_the_book() {
+fn the_greeting_follows_the_protocol() {
     let mut out = Vec::new();
     Handshake::new(HandshakePolicy::default()).greeting(&mut out);
     assert_eq!(out, b"NBDMAGICIHAVEOPT\0\x03");
@@ -145,7 +145,7 @@ fn greeting_by_the_book() {
 }
 
 #[test]
-fn go_by_the_book() {
+fn go_follows_the_protocol() {
     let mut talk = Talk::begun(HandshakePolicy::default());
     let session = talk.go(&go_payload("disk", &[0, 1, 2, 3, 99]));
     let mut expected = Vec::new();
@@ -164,7 +164,7 @@ fn go_by_the_book() {
 }
 
 #[test]
-fn info_tells_and_stays() {
+fn info_describes_the_export_and_continues_the_handshake() {
     let mut talk = Talk::begun(HandshakePolicy::default());
     assert_eq!(talk.send(&option(6, &go_payload("", &[]))), Ok(HandshakeStep::NeedMore));
     let mut expected = reply(6, 3, b"\0\0\0\0\0\0\x40\0\0\0\0\x0d");
@@ -175,7 +175,7 @@ fn info_tells_and_stays() {
 }
 
 #[test]
-fn export_name_by_the_book() {
+fn export_name_follows_the_protocol() {
     for (flags, zeroes) in [(3_u32, 0), (1, 124), (0, 124), (2, 0)] {
         let mut talk = Talk::new(HandshakePolicy::default());
         talk.send(&flags.to_be_bytes()).unwrap();
@@ -190,7 +190,7 @@ fn export_name_by_the_book() {
 }
 
 #[test]
-fn export_name_can_only_close() {
+fn errors_of_export_name_close_the_connection() {
     let mut talk = Talk::begun(HandshakePolicy::default());
     assert_eq!(
         talk.send(&option(1, b"nothing")),
@@ -207,7 +207,7 @@ fn export_name_can_only_close() {
 }
 
 #[test]
-fn list_by_the_book() {
+fn list_follows_the_protocol() {
     let mut talk = Talk::begun(HandshakePolicy::default());
     assert_eq!(talk.send(&option(3, b"")), Ok(HandshakeStep::NeedMore));
     let mut expected = reply(3, 2, b"\0\0\0\x04diskthe first");
@@ -218,7 +218,7 @@ fn list_by_the_book() {
 }
 
 #[test]
-fn abort_is_answered_whatever_it_carries() {
+fn abort_is_acknowledged_whatever_its_payload() {
     let mut talk = Talk::begun(HandshakePolicy::default());
     assert_eq!(talk.send(b"IHAVEOPT\0\0\0\x02\xff\xff\xff\xff"), Ok(HandshakeStep::Abort));
     assert_eq!(talk.replies(), reply(2, 1, b""));
@@ -325,7 +325,7 @@ fn contexts_are_selected_for_one_export() {
 }
 
 #[test]
-fn client_flags_that_nobody_knows_close() {
+fn unknown_client_flags_close_the_connection() {
     let mut talk = Talk::new(HandshakePolicy::default());
     assert_eq!(talk.send(&[0, 0, 0, 7]), Err(HandshakeError::UnknownClientFlags(4)));
     let mut talk = Talk::new(HandshakePolicy::default());
@@ -349,7 +349,7 @@ fn wrong_magic_closes() {
 }
 
 #[test]
-fn a_client_may_not_loop_for_ever() {
+fn a_handshake_is_bounded_in_options_and_bytes() {
     let limits = HandshakeLimits { options_max: 3, ..HandshakeLimits::default() };
     let mut talk = Talk::begun(HandshakePolicy { limits, ..HandshakePolicy::default() });
     for _ in 0..3 {
@@ -437,7 +437,7 @@ fn nothing_is_injected_before_tls() {
 }
 
 #[test]
-fn tls_out_of_turn_ends_the_handshake() {
+fn tls_established_out_of_order_ends_the_handshake() {
     let mut talk = Talk::begun(tls(TlsMode::On));
     assert_eq!(talk.machine.tls_established(), Err(HandshakeError::Ended));
     assert_eq!(talk.send(&option(3, b"")), Err(HandshakeError::Ended));
@@ -475,7 +475,7 @@ fn any_option() -> impl Strategy<Value = Vec<u8>> {
 proptest! {
     /// Cutting the bytes of a client anywhere changes nothing.
     #[test]
-    fn cuts_do_not_matter(
+    fn splitting_the_input_changes_nothing(
         options in proptest::collection::vec(any_option(), 0..6),
         last in prop_oneof![
             Just(option(7, &go_payload("disk", &[3]))),

@@ -35,14 +35,14 @@ fn extended(done: u8, kind: [u8; 2], length: u8, payload: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn success_by_the_book() {
+fn success_follows_the_protocol() {
     assert_eq!(to(ReplyStyle::Simple).success().as_bytes(), simple(0));
     assert_eq!(to(ReplyStyle::Structured).success().as_bytes(), simple(0));
     assert_eq!(to(ReplyStyle::Extended).success().as_bytes(), extended(1, [0, 0], 0, b""));
 }
 
 #[test]
-fn errors_by_the_book() {
+fn errors_follow_the_protocol() {
     let (header, message) = to(ReplyStyle::Simple).error(Errno::NoSpc, "full");
     assert_eq!((header.as_bytes(), message), (&simple(28)[..], ""));
     let payload = b"\0\0\0\x1c\0\x04";
@@ -64,7 +64,7 @@ fn simple_replies_have_no_chunks() {
 }
 
 #[test]
-fn chunks_by_the_book() {
+fn chunks_follow_the_protocol() {
     let plain = to(ReplyStyle::Structured).chunks().unwrap();
     let wide = to(ReplyStyle::Extended).chunks().unwrap();
     let offset = b"\0\0\0\0\0\0\x0c\0";
@@ -118,7 +118,7 @@ fn list(
 const ROOMY: (u32, u32) = (1 << 25, u32::MAX);
 
 #[test]
-fn descriptors_by_the_book() {
+fn descriptors_follow_the_protocol() {
     let extents = [(512, 0), (1024, 3), (512, 3), (0, 1), (4096, 0)];
     assert_eq!(
         list(ReplyStyle::Structured, (4096, false), ROOMY, &extents),
@@ -154,7 +154,7 @@ proptest! {
     /// Whatever is pushed, and even if pushing goes on when no more is wanted, the result keeps
     /// the rules and describes a true beginning of what was pushed.
     #[test]
-    fn lists_keep_the_rules(
+    fn lists_follow_the_protocol(
         wide: bool,
         one: bool,
         asked in prop_oneof![1_u64..5000, 1_u64..=u64::from(u32::MAX)],
