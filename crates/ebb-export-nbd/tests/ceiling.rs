@@ -1,4 +1,4 @@
-//! What clients of one volume hold of the memory for requests takes nothing from another volume.
+//! Memory that the requests of one volume hold does not delay the requests of another volume.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -30,14 +30,14 @@ fn rig(volumes: &[&Arc<Volume>]) -> Rig {
     rig
 }
 
-/// A volume whose store takes requests and never answers.
-fn silent(name: &str) -> Arc<Volume> {
+/// A volume whose store never completes a request.
+fn never_completing(name: &str) -> Arc<Volume> {
     let store = TestStore::new(64 << 20, 1);
     store.latency_us.store(3_600_000_000, Ordering::Relaxed);
     Volume::new(name, Store::Test(Arc::new(store)), VolumeOptions::default())
 }
 
-/// Everything a client may want of a volume, small and large, on connections made now.
+/// Small and large requests of all kinds, on new connections.
 fn is_served(rig: &Rig, name: &str) {
     for style in STYLES {
         let mut client = rig.client(name, style);
@@ -47,7 +47,7 @@ fn is_served(rig: &Rig, name: &str) {
         let expected = pattern(2, 32 * MIB);
         assert_eq!(client.write(1, 0, &expected), 0, "32 MiB in one request");
         assert!(client.read(0, 32 * MIB).unwrap() == expected, "{style:?}");
-        // Several at once.
+        // Several requests at once.
         for cookie in 1..=4 {
             client.send(READ, 0, cookie, (cookie - 1) << 23, 8 << 20);
         }
@@ -73,14 +73,14 @@ fn writers_that_stall_within_a_request_do_not_delay_other_volumes() {
     let rig = rig(&[&attacked, &healthy]);
     let stalled: Vec<_> = (0..64).map(|_| stalled(&rig, "attacked")).collect();
     is_served(&rig, "healthy");
-    // Nor new clients of their own, and after a while they have to go if these want their memory.
+    // New clients of the same volume are not delayed either: stalled connections are closed when these need memory.
     is_served(&rig, "attacked");
     drop(stalled);
 }
 
 #[test]
 fn writers_to_a_store_that_never_completes_do_not_delay_other_volumes() {
-    let (dead, healthy) = (silent("dead"), memory("healthy", 64 << 20));
+    let (dead, healthy) = (never_completing("dead"), memory("healthy", 64 << 20));
     let rig = rig(&[&dead, &healthy]);
     let writers: Vec<_> = (0..16)
         .map(|_| {
@@ -91,7 +91,7 @@ fn writers_to_a_store_that_never_completes_do_not_delay_other_volumes() {
                     bytes.extend(client.header(WRITE, 0, cookie, 0, 31 << 20));
                     bytes.extend(std::iter::repeat_n(7, 31 * MIB));
                 }
-                // Charge back at some point, until the connection is closed by the other side.
+                // Blocks at some point, until the server closes the connection.
                 let _ = client.stream.write_all(&bytes);
             })
         })
@@ -129,11 +129,12 @@ fn readers_that_receive_no_replies_do_not_delay_other_volumes() {
     drop(greedy);
 }
 
-/// More volumes than the reserves of which large requests could be kept in whole.
+/// So many volumes that a volume's reserve is smaller than a large request.
 #[test]
 fn large_requests_are_executed_in_pieces_when_memory_is_scarce() {
     let volumes: Vec<_> = (0..40).map(|n| memory(&format!("disk {n}"), 64 << 20)).collect();
-    let dead = [silent("dead"), silent("dead too"), silent("as well")];
+    let dead =
+        [never_completing("dead"), never_completing("dead too"), never_completing("as well")];
     let rig = rig(&volumes.iter().chain(&dead).collect::<Vec<_>>());
     let hold = |name: &str| {
         let mut client = rig.client(name, Style::Simple);

@@ -1,8 +1,8 @@
 //! A million fuzzed inputs over both parsers, on any toolchain, the same each time.
 //!
 //! `EBBD_FUZZ_SEED=<number>` chooses another million; the seed is printed, and a finding names the
-//! input, so that it can be looked at again. Three broken servers must be found out, or else the
-//! rig itself is broken.
+//! input, so that it can be reproduced. The bugs of three broken servers must be found, otherwise the
+//! harness itself is broken.
 #![expect(unreachable_pub, reason = "the module is also a library of its own")]
 
 #[path = "../../../fuzz/src/lib.rs"]
@@ -87,7 +87,7 @@ fn half_a_million_handshakes() {
     });
     println!("seed {}: {INPUTS} handshakes, {sum:?}", seed());
     outcome.unwrap_or_else(|finding| panic!("{finding}"));
-    // It gets everywhere: a generator that stops at the door would find nothing for ever.
+    // The inputs reach all states: a generator that fails in the first state would never find anything.
     assert!(sum.answered > INPUTS, "{sum:?}");
     assert!(sum.refused > INPUTS / 4 && sum.refused < sum.answered, "{sum:?}");
     assert!(sum.upgrades > INPUTS / 10, "{sum:?}");
@@ -112,7 +112,7 @@ fn half_a_million_transmissions() {
     assert!(sum.closed > INPUTS / 100, "{sum:?}");
 }
 
-/// Adds offset and length as many a server did, and reads where they wrap around.
+/// Adds offset and length without an overflow check, a bug that servers have had.
 fn check_that_wraps(header: &RequestHeader, session: &Session) -> Result<NbdRequest, Errno> {
     let RequestHeader { command, offset, length, .. } = *header;
     let verdict = check(header, session);
@@ -128,15 +128,15 @@ fn check_that_wraps(header: &RequestHeader, session: &Session) -> Result<NbdRequ
 #[test]
 fn a_check_that_wraps_is_found_out() {
     let outcome = hunt(INPUTS, 1, |input| requests::run(check_that_wraps, input).map(|_| ()));
-    let finding = outcome.expect_err("the rig must find the overflow");
+    let finding = outcome.expect_err("the harness must find the overflow");
     assert!(finding.contains("Read"), "{finding}");
 }
 
-/// A machine with one of two mistakes that servers have made at STARTTLS.
+/// A handshake with one of two bugs that servers have had at STARTTLS.
 struct Careless {
     inner: Handshake,
-    /// Takes plain text behind STARTTLS for the first option under TLS; else remembers that
-    /// structured replies were agreed on before.
+    /// Accepts plain text after STARTTLS as the first option under TLS; otherwise keeps
+    /// structured replies that were negotiated before.
     takes_plaintext: bool,
     awaiting_tls: bool,
     structured: bool,
@@ -195,7 +195,7 @@ impl Negotiator for Careless {
 fn plain_text_accepted_as_tls_is_found_out() {
     let make = |policy| Careless::new(policy, true);
     let outcome = hunt(INPUTS, 0, |input| negotiation::run(make, input).map(|_| ()));
-    let finding = outcome.expect_err("the rig must find the injection");
+    let finding = outcome.expect_err("the harness must find the injection");
     assert!(finding.contains("plain text"), "{finding}");
 }
 
@@ -203,6 +203,6 @@ fn plain_text_accepted_as_tls_is_found_out() {
 fn state_kept_across_starttls_is_found_out() {
     let make = |policy| Careless::new(policy, false);
     let outcome = hunt(INPUTS, 0, |input| negotiation::run(make, input).map(|_| ()));
-    let finding = outcome.expect_err("the rig must find what outlived the upgrade");
+    let finding = outcome.expect_err("the harness must find the state kept across STARTTLS");
     assert!(finding.contains("Structured where the client expects Simple"), "{finding}");
 }

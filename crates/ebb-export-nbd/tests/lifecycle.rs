@@ -1,4 +1,4 @@
-//! Clients and volumes that come and go: limits, stopping, removing.
+//! Connecting and disconnecting clients, limits on clients, stopping the server, withdrawing volumes.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -23,7 +23,7 @@ fn more_clients_than_allowed_are_refused_until_one_disconnects() {
     let mut second = rig.client("disk", Style::Simple);
     let mut third: Box<dyn Stream> = Box::new(rig.stream());
     assert!(Client::greet(&mut third).is_err(), "closed without a greeting");
-    assert_eq!(second.ask(FLUSH, 0, 0, 0), 0, "the others do not notice");
+    assert_eq!(second.ask(FLUSH, 0, 0, 0), 0, "other connections continue");
     drop(first);
     while rig.server.clients() > 1 {
         std::thread::yield_now();
@@ -31,7 +31,7 @@ fn more_clients_than_allowed_are_refused_until_one_disconnects() {
     assert_eq!(rig.client("disk", Style::Simple).ask(FLUSH, 0, 0, 0), 0);
 }
 
-/// Clients of one volume, however many want to, leave places that clients of another one find; they are told why.
+/// Clients of one volume, however many connect, leave connections free for another volume; the error names the reason.
 #[test]
 fn clients_of_one_volume_leave_connections_for_another_volume() {
     let rig =
@@ -54,17 +54,20 @@ fn clients_of_one_volume_leave_connections_for_another_volume() {
     }
     let mut other = rig.client("other", Style::Simple);
     assert_eq!(other.ask(FLUSH, 0, 0, 0), 0);
-    assert!(clients.iter_mut().all(|client| client.ask(FLUSH, 0, 0, 0) == 0), "who is in stays");
+    assert!(
+        clients.iter_mut().all(|client| client.ask(FLUSH, 0, 0, 0) == 0),
+        "connected clients stay connected"
+    );
     assert_eq!(rig.server.clients(), 9);
     drop(other);
     rig.run(|server, io| async move { server.withdraw(&io, "other").await });
-    // The only one served has all the places.
+    // The only volume may use all connections.
     clients.extend((0..2).map(|_| rig.client("disk", Style::Simple)));
     assert!(clients.iter_mut().all(|client| client.ask(FLUSH, 0, 0, 0) == 0));
 }
 
-/// A guest writes to the volume: clients are refused with the reason, and connect again when it has let go; while one of
-/// them is connected the guest is kept out, however many connections there are.
+/// While a guest is the writer of a volume, clients are refused with the reason, and may connect when it has stopped
+/// writing; while a client is connected the guest is refused, however many connections there are.
 #[test]
 fn a_volume_with_another_writer_is_refused_to_clients() {
     let volume = memory("disk", MIB);
@@ -90,7 +93,7 @@ fn a_volume_with_another_writer_is_refused_to_clients() {
     }
 }
 
-/// Peers that never log in are counted apart from clients, and the newest is always let in.
+/// Handshakes do not count as clients, and the newest handshake is always accepted.
 #[test]
 fn a_thousand_peers_that_never_finish_the_handshake_do_not_keep_clients_out() {
     let rig =
@@ -101,11 +104,11 @@ fn a_thousand_peers_that_never_finish_the_handshake_do_not_keep_clients_out() {
     for style in STYLES {
         assert_eq!(rig.client("disk", style).ask(FLUSH, 0, 0, 0), 0);
     }
-    assert_eq!(first.ask(FLUSH, 0, 0, 0), 0, "who is in stays");
+    assert_eq!(first.ask(FLUSH, 0, 0, 0), 0, "connected clients stay connected");
     drop(idle);
 }
 
-/// Sends reads one after the other without taking replies.
+/// Sends reads without receiving replies.
 fn stuff(client: &mut Client, reads: u64, length: u64) {
     let mut bytes = Vec::new();
     for cookie in 1..=reads {
@@ -114,7 +117,7 @@ fn stuff(client: &mut Client, reads: u64, length: u64) {
     client.stream.write_all(&bytes).unwrap();
 }
 
-/// Takes replies until the end, which must not come within one; returns how many came.
+/// Receives replies until the end of the stream, which must not come within a reply; returns their number.
 fn drain(client: &mut Client, length: usize, expected: &[u8]) -> u64 {
     let mut replies = 0;
     loop {
@@ -146,7 +149,7 @@ fn a_stop_sends_the_replies_to_requests_in_flight_and_then_closes() {
         let expected = pattern(1, 64 << 10);
         assert_eq!(client.write(0, 0, &expected), 0);
         stuff(&mut client, 200, 64 << 10);
-        // One reply: the server is in the middle of it.
+        // After one reply, the server is processing the rest.
         assert_eq!(client.reply(|_| Some((0, 64 << 10))).unwrap().error, 0);
         let draining = std::thread::spawn(move || drain(&mut client, 64 << 10, &expected));
         rig.stop();
@@ -154,7 +157,7 @@ fn a_stop_sends_the_replies_to_requests_in_flight_and_then_closes() {
     }
 }
 
-/// Over TCP a close with requests unread is a reset, which destroys replies on their way.
+/// Closing a TCP socket with unread requests resets the connection, which discards replies not yet received.
 #[test]
 fn a_stop_over_tcp_loses_no_reply() {
     for round in 0..10 {
@@ -177,11 +180,11 @@ fn a_stop_over_tcp_loses_no_reply() {
         let draining = std::thread::spawn(move || drain(&mut client, 256 << 10, &expected));
         rig.stop();
         let replies = draining.join().unwrap() + round + 1;
-        assert_eq!(replies, reads_carried_out(&volume), "replies and requests carried out");
+        assert_eq!(replies, reads_carried_out(&volume), "replies and executed requests");
     }
 }
 
-/// A client that asks for more than its memory budget and never takes a reply must not hold up a
+/// A client that requests more than its memory budget and never receives a reply must not delay a
 /// stop for ever.
 #[test]
 fn a_stop_does_not_wait_for_a_client_that_receives_no_replies() {
@@ -192,7 +195,7 @@ fn a_stop_does_not_wait_for_a_client_that_receives_no_replies() {
         let mut client = rig.client("disk", Style::Simple);
         assert_eq!(client.write(0, 0, &pattern(3, 1 << 20)), 0);
         stuff(&mut client, 200, MIB);
-        // The server is at it when the first bytes have come.
+        // The server is sending when the first bytes have arrived.
         client.bytes(1000);
         rig.stop();
         drop(client);
@@ -252,15 +255,15 @@ fn a_volume_removed_under_load_ends_its_connections_and_keeps_what_it_acknowledg
             assert!(found == pattern(last, 4096) || found == later, "writer {number}: {last}");
         }
     }
-    assert_eq!(bystander.ask(FLUSH, 0, 0, 0), 0, "other volumes do not notice");
+    assert_eq!(bystander.ask(FLUSH, 0, 0, 0), 0, "other volumes continue");
     let mut stream: Box<dyn Stream> = Box::new(rig.stream());
     Client::greet(&mut stream).unwrap();
     let name = [&4u32.to_be_bytes()[..], b"disk", &[0, 0]].concat();
     let replies = Client::option(&mut stream, 7, &name).unwrap();
-    assert_eq!(replies.last().unwrap().0, (1 << 31) + 6, "unknown from now on");
+    assert_eq!(replies.last().unwrap().0, (1 << 31) + 6, "unknown after its removal");
 }
 
-/// The kernel may hold the process, with its descriptors, for as long as a device hangs.
+/// A device that hangs may keep the process from exiting, and so its descriptors open.
 #[test]
 fn clients_with_hanging_requests_see_the_end_of_the_stream_when_they_are_disconnected() {
     let test = std::sync::Arc::new(TestStore::new(MIB, 1));
@@ -276,7 +279,7 @@ fn clients_with_hanging_requests_see_the_end_of_the_stream_when_they_are_disconn
     }
     rig.server.begin_stop();
     assert!(rig.server.disconnect_all() > 0);
-    assert_eq!(drain(&mut client, 4096, &[]), 0, "the request is under way still");
+    assert_eq!(drain(&mut client, 4096, &[]), 0, "the request is still in flight");
     assert_eq!(test.hanging(), 1);
     test.release();
     rig.stop();

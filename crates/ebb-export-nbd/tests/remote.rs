@@ -1,4 +1,4 @@
-//! Clients of a volume on another NBD server that leave while that server owes answers.
+//! Clients of a volume on another NBD server disconnect while that server owes replies.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -17,7 +17,7 @@ const TIB: u64 = 1 << 40;
 
 #[test]
 fn block_status_requests_end_when_their_client_disconnects() {
-    // Of each three questions one is never answered.
+    // One of three requests never receives a reply.
     let fake = Fake::start(8 * TIB, MANY_CONNECTIONS, |asked| {
         std::thread::park_timeout(Duration::from_millis(1));
         match asked.offset >> 30 & 3 {
@@ -35,9 +35,9 @@ fn block_status_requests_end_when_their_client_disconnects() {
     }
     wait_for("questions", || !fake.asked().is_empty());
     drop(client);
-    // The connection has ended: nothing waits for the silent server.
+    // The connection has ended: it does not wait for the server's replies.
     wait_for("the end of the connection", || rig.server.clients() == 0);
     let asked = fake.count(fake::BLOCK_STATUS);
-    assert!(asked <= 200 * 4, "{asked} questions");
+    assert!(asked <= 200 * 4, "{asked} requests");
     rig.stop();
 }

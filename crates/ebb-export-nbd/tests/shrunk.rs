@@ -1,4 +1,4 @@
-//! A client that still believes in the size that its disk had.
+//! A client that uses the size its disk had before it shrank.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -26,7 +26,7 @@ fn beyond_the_end_of_a_shrunken_disk_writes_find_no_space_and_reads_are_invalid(
         assert_eq!(client.ask(WRITE_ZEROES, 0, MIB - 4096, 8192), ENOSPC, "{style:?}");
         assert_eq!(client.read(MIB, 4096), Err(EINVAL), "{style:?}");
         assert_eq!(client.ask(TRIM, 0, MIB, 4096), EINVAL, "{style:?}");
-        // The connection goes on.
+        // The connection continues.
         assert_eq!(client.write(0, 0, &pattern(1, 4096)), 0);
         assert_eq!(client.read(0, 4096).unwrap(), pattern(1, 4096));
     }

@@ -59,7 +59,7 @@ fn identity(name: &str, issuer: Option<&Identity>) -> Identity {
     Identity { key, certificate: builder.build() }
 }
 
-/// The three files a server's folder holds.
+/// Writes the three files of a server's directory.
 fn write_folder(folder: &Path, ca: &Identity, server: &Identity) {
     let write = |name: &str, content: Vec<u8>| std::fs::write(folder.join(name), content).unwrap();
     write("ca-cert.pem", ca.certificate.to_pem().unwrap());
@@ -76,7 +76,7 @@ fn with_ca(ca: &Identity, version: SslVersion) -> SslContextBuilder {
     builder
 }
 
-/// Asks for TLS and does its handshake.
+/// Requests TLS and does its handshake.
 fn upgrade(rig: &Rig, context: &SslContext) -> Result<Box<dyn Stream>, String> {
     let mut stream: Box<dyn Stream> = Box::new(rig.stream());
     Client::greet(&mut stream).unwrap();
@@ -87,7 +87,7 @@ fn upgrade(rig: &Rig, context: &SslContext) -> Result<Box<dyn Stream>, String> {
     Ok(Box::new(stream))
 }
 
-/// Several MiB there and back, in pieces small and large.
+/// Writes and reads several MiB, in small and large requests.
 fn round_trip(rig: &Rig, context: &SslContext, style: Style) {
     let stream = upgrade(rig, context).unwrap();
     let mut client = Client::go(stream, "disk", style).unwrap();
@@ -99,7 +99,7 @@ fn round_trip(rig: &Rig, context: &SslContext, style: Style) {
     }
     assert_eq!(client.ask(FLUSH, 0, 0, 0), 0);
     assert!(client.read(0, 6 << 20).unwrap()[..6 << 20] == expected);
-    // Several at once.
+    // Several requests at once.
     for cookie in 1..=32 {
         client.send(0, 0, cookie, cookie * 65_536, 64 << 10);
     }
@@ -109,7 +109,7 @@ fn round_trip(rig: &Rig, context: &SslContext, style: Style) {
         assert!(reply.data == expected[at..at + (64 << 10)]);
     }
     client.send(2, 0, 9, 0, 0);
-    assert!(client.is_at_end(), "the end is said under TLS, too");
+    assert!(client.is_at_end(), "TLS ends with close_notify");
 }
 
 const VERSIONS: [SslVersion; 2] = [SslVersion::TLS1_2, SslVersion::TLS1_3];
@@ -127,10 +127,10 @@ fn certificates() {
             round_trip(&rig, &with_ca(&ca, version).build(), style);
         }
     }
-    // Another CA does not know this server.
+    // The server's certificate is not signed by another CA.
     let stranger = with_ca(&identity("another CA", None), SslVersion::TLS1_3).build();
     assert!(upgrade(&rig, &stranger).err().unwrap().contains("certificate verify failed"));
-    // And without TLS there is nothing but the demand for it.
+    // Without TLS, options are refused with the requirement of TLS.
     let mut stream: Box<dyn Stream> = Box::new(rig.stream());
     Client::greet(&mut stream).unwrap();
     let refused = Client::option(&mut stream, 3, b"").unwrap();
@@ -155,7 +155,7 @@ fn certificates_of_clients() {
         round_trip(&rig, &with(&identity("client", Some(&ca))), Style::Structured);
         let other_ca = identity("another CA", None);
         for bad in [with(&identity("client", Some(&other_ca))), with_ca(&ca, version).build()] {
-            // With TLS 1.3 a client learns of its refusal when it first reads.
+            // With TLS 1.3, the client receives the alert with its first read.
             let refused = match upgrade(&rig, &bad) {
                 Err(_) => true,
                 Ok(mut stream) => Client::option(&mut stream, 3, b"").is_err(),
@@ -163,7 +163,7 @@ fn certificates_of_clients() {
             assert!(refused, "{version:?}");
         }
     }
-    // It is offered, not demanded.
+    // TLS is offered, not required.
     assert_eq!(rig.client("disk", Style::Extended).ask(FLUSH, 0, 0, 0), 0);
 }
 

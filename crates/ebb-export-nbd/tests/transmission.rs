@@ -1,4 +1,4 @@
-//! The transmission phase against a real server: every command, in every style, to the byte.
+//! The transmission phase against a real server: every command in every reply style, compared byte by byte.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -18,7 +18,7 @@ const MIB: u64 = 1 << 20;
 const SIZE: u64 = 4 * MIB;
 const COOKIE: u64 = 0x0102_0304_0506_0708;
 
-/// A chunk, or for [`Style::Simple`] nothing that exists.
+/// A chunk; [`Style::Simple`] has none.
 fn chunk(style: Style, done: bool, kind: u16, offset: u64, payload: &[u8]) -> Vec<u8> {
     let extended = style == Style::Extended;
     let magic: u32 = if extended { 0x6e8a_278c } else { 0x668e_33ef };
@@ -65,7 +65,7 @@ fn expect(client: &mut Client, what: &str, expected: &[u8]) {
     assert!(found == expected, "{what}, {:?}:\n{found:02x?}\n{expected:02x?}", client.style);
 }
 
-/// Nothing more has come than was expected: the next thing that comes is the answer to a flush.
+/// Checks that no further bytes were sent: the next reply is that to a flush.
 fn nothing_more(client: &mut Client) {
     client.send(FLUSH, 0, COOKIE, 0, 0);
     let expected = success(client.style, 0);
@@ -196,7 +196,7 @@ fn zeroes_keep_or_free_space_and_are_fast_or_refused() {
         let mut client = rig.client("disk", style);
         let written = pattern(4, 2 << 20);
         assert_eq!(client.write(0, 0, &written), 0);
-        // tmpfs cannot zero without a hole but by writing: the one case of ENOTSUP there is.
+        // On tmpfs, zeroes without a hole have to be written: the only case of ENOTSUP.
         assert_eq!(client.ask(WRITE_ZEROES, FAST_ZERO | NO_HOLE, 512, MIB), ENOTSUP);
         assert!(client.read(0, 2 << 20).unwrap() == written, "nothing was changed");
         assert_eq!(client.ask(WRITE_ZEROES, FAST_ZERO | FUA, 512, MIB), 0);
@@ -240,7 +240,7 @@ fn invalid_requests_are_refused_and_the_connection_continues() {
             (BLOCK_STATUS, 0, SIZE, 512, EINVAL, "status past the end"),
             (BLOCK_STATUS, FAST_ZERO, 0, 512, EINVAL, "status with FAST_ZERO"),
             (8, 0, 0, 512, EINVAL, "resize"),
-            (0xffff, 0, 0, 0, EINVAL, "a command nobody knows"),
+            (0xffff, 0, 0, 0, EINVAL, "an unknown command"),
         ];
         for (command, flags, offset, length, expected, what) in cases {
             assert_eq!(client.ask(command, flags, offset, length), expected, "{what}, {style:?}");
@@ -249,7 +249,7 @@ fn invalid_requests_are_refused_and_the_connection_continues() {
         if style == Style::Simple {
             assert_eq!(client.ask(READ, DF, 0, 4096), EINVAL, "DF was not offered");
         }
-        // The payload of a refused write is skipped, whatever is in it.
+        // The payload of a refused write is skipped, whatever its content.
         let looks_like_a_request = client.header(TRIM, 0, 1, 0, 4096).repeat(1024);
         let payload = &looks_like_a_request[..28_160];
         let writes = [
@@ -270,7 +270,7 @@ fn invalid_requests_are_refused_and_the_connection_continues() {
     }
 }
 
-/// Extended headers say by a flag whether a payload follows, for any command.
+/// With extended headers, a flag says whether a payload follows, for any command.
 #[test]
 fn an_unexpected_payload_is_skipped() {
     let rig = Rig::with([memory("disk", SIZE)]);
@@ -281,7 +281,7 @@ fn an_unexpected_payload_is_skipped() {
         client.stream.write_all(&bytes).unwrap();
         assert_eq!(client.reply(|_| None).unwrap().error, EINVAL, "command {command}");
     }
-    // And a write that forgets the flag has none.
+    // A write without the flag has no payload.
     let mut bytes = client.header(WRITE, 0, 9, 0, 4096);
     bytes[4..6].copy_from_slice(&[0, 0]);
     client.stream.write_all(&bytes).unwrap();
@@ -289,7 +289,7 @@ fn an_unexpected_payload_is_skipped() {
     nothing_more(&mut client);
 }
 
-/// Lengths of more than 32 bits, where a style can say them.
+/// Lengths of more than 32 bits, with extended headers.
 #[test]
 fn extended_lengths_reach_the_whole_of_a_large_volume() {
     const LARGE: u64 = 1 << 40;
@@ -333,7 +333,7 @@ fn many_requests_at_once_each_receive_one_reply() {
         for at in (0..4 << 20).step_by(1 << 20) {
             assert_eq!(client.write(0, at as u64, &expected[at..at + (1 << 20)]), 0);
         }
-        // Reads of many lengths; by cookie: its offset and length.
+        // Reads of many lengths; offset and length by cookie.
         let place = |cookie: u64| {
             let number = cookie - 1;
             let length = 512usize << (number % 8);
@@ -360,7 +360,7 @@ fn many_requests_at_once_each_receive_one_reply() {
     }
 }
 
-/// A client that says goodbye with requests under way gets their replies, and all its writes land.
+/// After `NBD_CMD_DISC` the client receives the replies to its requests in flight, and all its writes are executed.
 #[test]
 fn a_disconnect_request_waits_for_requests_in_flight() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -390,8 +390,8 @@ fn a_disconnect_request_waits_for_requests_in_flight() {
     }
 }
 
-/// A client that just goes, in the middle of a write: of what it had sent, each write is carried out
-/// whole or not at all, and nothing of it stays behind.
+/// A client disconnects within a write: each write it had sent is executed
+/// completely or not at all, and its connection ends.
 #[test]
 fn a_client_that_disconnects_within_a_write_leaves_whole_writes_only() {
     let rig = Rig::with([memory("disk", SIZE)]);

@@ -1,5 +1,5 @@
 //! No request allocates from the heap once its connection is warm: a real server, a real client,
-//! and an allocator that counts what the worker's thread asks for.
+//! and an allocator that counts the allocations of the worker's thread.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -62,10 +62,10 @@ static ALLOCATOR: Counting = Counting;
 
 const SIZE: u64 = 4 << 20;
 const BLOCK: u64 = 4096;
-/// Goes of which one must do without any allocation.
+/// Attempts of which one must make no allocation.
 const GOES: u32 = 5;
 
-/// Sends a batch of `depth` requests, then takes their replies.
+/// Sends a batch of `depth` requests, then receives their replies.
 fn batch(client: &mut Client, depth: u64, round: u64, data: &[u8], bytes: &mut Vec<u8>) {
     bytes.clear();
     for number in 0..depth {
@@ -98,8 +98,8 @@ fn allocations(rig: &Rig, style: Style, depth: u64, requests: u64) -> u64 {
     for round in 0..1000 / depth + 50 {
         batch(&mut client, depth, round, &data, &mut bytes);
     }
-    // A connection is warm when it has had as many requests at once as it will ever have, which on
-    // a busy machine may take more than one go; what is allocated per request is in every go.
+    // A connection is warm when it has had its maximum of requests in flight, which on
+    // a busy machine may take more than one attempt; allocations per request would occur in every attempt.
     let mut count = 0;
     for _ in 0..GOES {
         let before = ALLOCATIONS.load(Ordering::SeqCst);
@@ -133,7 +133,7 @@ fn is_zero(volume: Arc<Volume>) {
         let count = allocations(&rig, style, depth, requests);
         assert_eq!(count, 0, "{count} allocations in {requests} requests, {style:?}, {depth} deep");
     }
-    // The count counts: a connection does allocate.
+    // The counter works: a new connection does allocate.
     let before = ALLOCATIONS.load(Ordering::SeqCst);
     drop(rig.client("disk", Style::Simple));
     assert!(ALLOCATIONS.load(Ordering::SeqCst) > before);

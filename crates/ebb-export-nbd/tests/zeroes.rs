@@ -1,4 +1,4 @@
-//! Zeroes that a store has to write out: they take no memory, however many clients ask for, and end with their
+//! Zeroes that a store has to write out: they use no memory, however many are requested, and end with their
 //! client and their volume.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
@@ -22,14 +22,14 @@ const MIB: usize = 1 << 20;
 const GIB: u64 = 1 << 30;
 const ESHUTDOWN: u32 = 108;
 
-/// A volume on a server that knows no WRITE_ZEROES.
+/// A volume on a server without WRITE_ZEROES.
 fn remote(fake: &Fake) -> Arc<Volume> {
     let options = NbdOptions::new(NbdAddress::Unix(fake.socket().into()), "");
     let store = Store::Nbd(NbdStore::open(options).unwrap().0);
     Volume::new("remote", store, VolumeOptions::default())
 }
 
-/// A server that takes its time.
+/// A slow server.
 fn slow() -> Fake {
     Fake::start(8 << 40, MANY_CONNECTIONS, |_| {
         std::thread::park_timeout(Duration::from_millis(1));
@@ -62,14 +62,15 @@ fn zeroes_for_a_server_that_never_replies_use_no_memory() {
     wait_for("all requests", || dead.under_way() == 16 * 256);
     wait_for("a write", || fake.asked().iter().any(|asked| asked.zeroes));
     let taken = rig.run(|_, io| async move { io.pool().used_bytes() });
-    // A buffer for zeroes would be 1 MiB, also where a few ranges at a time have one; the rest is what clients have.
+    // A buffer for zeroes would be 1 MiB, even if only a few ranges at a time had one; the remaining memory is that of
+    // the connections.
     assert!(taken < MIB, "{taken} bytes are taken");
     let mut client = rig.client("healthy", Style::Simple);
     let expected = pattern(1, 16 * MIB);
     assert_eq!(client.write(0, 0, &expected), 0);
     assert!(client.read(0, 16 * MIB).unwrap() == expected);
     let used = shared.arena_stats().wired;
-    // Each request that took a buffer for its zeroes would be 1 MiB.
+    // A buffer of zeroes per request would be 1 MiB each.
     assert!(used < 40 * MIB, "{used} bytes");
     assert!(fake.count(fake::WRITE) <= 8, "a few ranges at a time");
     drop(clients);
@@ -81,14 +82,14 @@ fn zeroes_for_a_server_that_never_replies_use_no_memory() {
 fn writing_zeroes_ends_when_the_client_disconnects() {
     let fake = slow();
     let rig = Rig::with([remote(&fake)]);
-    // More than are carried out at a time: the end of the stream comes behind requests that are not read.
+    // More than are executed at a time: the end of the stream comes after requests that have not been read.
     let mut client = rig.client("remote", Style::Simple);
     ask_for_zeroes(&mut client, 1000);
     wait_for("zeroes", || fake.count(fake::WRITE) > 0);
     drop(client);
     wait_for("the end of the connection", || rig.server.clients() == 0);
     let asked = fake.count(fake::WRITE);
-    assert!(asked < 256 << 10, "{asked} pieces of {} that were asked for", 1000 << 10);
+    assert!(asked < 256 << 10, "{asked} pieces of {} that were requested", 1000 << 10);
     rig.stop();
 }
 

@@ -1,4 +1,4 @@
-//! A stopped worker leaves no descriptor open. One test, alone in its program: descriptors are
+//! A stopped worker leaves no descriptor open. The only test of its program, since descriptors are
 //! counted for the whole process.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
@@ -25,7 +25,7 @@ fn open_descriptors() -> Vec<String> {
     list
 }
 
-/// Every kind of wait is under way when the worker is stopped.
+/// Every kind of operation is in flight when the worker is stopped.
 fn stop_in_the_middle(round: u32) {
     let path = std::env::temp_dir().join(format!("ebb-io-fds-{}-{round}", std::process::id()));
     let _ = std::fs::remove_file(&path);
@@ -58,7 +58,7 @@ fn stop_in_the_middle(round: u32) {
                 drop(owned);
             })
             .detach();
-            // Held by nothing but itself.
+            // Referenced by itself only.
             let (io2, owned, signal) = (io.clone(), there.clone(), Rc::new(Signal::default()));
             io.spawn(async move {
                 signal.wait().await;
@@ -78,7 +78,7 @@ fn stop_in_the_middle(round: u32) {
         io.yield_now().await;
         reads.into_iter().for_each(async_task_detach);
         drop(buf);
-        // Some clients connect, maybe to an accept that is about to be dropped.
+        // Some clients connect, possibly while the accept is being dropped.
         for _ in 0..20 {
             let _ = UnixStream::connect(&for_task);
         }

@@ -1,4 +1,4 @@
-//! A dropped future leaves its memory, and whatever it would have returned, in good hands.
+//! Dropped futures leak neither their memory nor the descriptors they would have returned.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -12,8 +12,8 @@ use std::time::Duration;
 use common::{HANG, on_worker, poll_once, until};
 use ebb_io::{Gather, Io, fd_from};
 
-/// Long enough for the worker to have gone through the ring; nothing is asserted about it.
-async fn a_turn(io: &Io) {
+/// Gives the worker time for an iteration; nothing is asserted about it.
+async fn some_time(io: &Io) {
     io.sleep(Duration::from_millis(5)).await;
 }
 
@@ -28,18 +28,18 @@ fn a_dropped_receive_keeps_its_buffer_until_its_completion_arrives() {
             let address = buf.as_ptr() as usize;
             let mut receive = Box::pin(io.recv(&fd, buf, 0..4096));
             assert!(poll_once(&mut receive).await.is_pending());
-            a_turn(&io).await;
+            some_time(&io).await;
             drop(receive);
-            // No turn of the ring since: the kernel may write into it at any moment.
-            assert_eq!(io.pool().used_bytes(), 4096, "still with the kernel");
-            let others: Vec<_> = (0..8).map(|_| io.pool().get_for_test(4096)).collect();
-            assert!(others.iter().all(|b| b.as_ptr() as usize != address), "handed out twice");
+            // The ring was not entered since: the kernel may write into the buffer at any time.
+            assert_eq!(io.pool().used_bytes(), 4096, "still owned by the operation");
+            let buffers: Vec<_> = (0..8).map(|_| io.pool().get_for_test(4096)).collect();
+            assert!(buffers.iter().all(|b| b.as_ptr() as usize != address), "allocated twice");
             if peer_writes {
                 // Now the kernel does write into it.
                 there.write_all(b"late").unwrap();
             }
-            drop(others);
-            until(&io, "the buffer is back", || io.pool().used_bytes() == 0).await;
+            drop(buffers);
+            until(&io, "the buffer is freed", || io.pool().used_bytes() == 0).await;
             assert_eq!(io.pool().idle_bytes(), idle.max(8 * 4096) + 4096 - idle.min(4096));
             drop(there);
         }
@@ -58,12 +58,12 @@ fn the_buffers_of_a_thousand_receives_dropped_at_once_are_all_freed() {
                 assert!(poll_once(&mut receive).await.is_pending());
                 pending.push(receive);
             }
-            a_turn(&io).await;
+            some_time(&io).await;
             assert_eq!(io.pool().used_bytes(), 1000 * 4096);
             there.write_all(&vec![7; bytes_sent]).unwrap();
             drop(pending);
             assert!(io.pool().used_bytes() > 0);
-            until(&io, "all buffers are back", || io.pool().used_bytes() == 0).await;
+            until(&io, "all buffers are freed", || io.pool().used_bytes() == 0).await;
         }
     });
 }
@@ -76,10 +76,10 @@ fn a_receive_that_completed_before_it_is_dropped_frees_its_buffer() {
         let mut receive = Box::pin(io.recv(&fd, io.pool().get_for_test(4096), 0..1));
         assert!(poll_once(&mut receive).await.is_pending());
         there.write_all(b"x").unwrap();
-        // Whether it completed by now is up to the kernel; what holds at the end is not.
-        a_turn(&io).await;
+        // It may or may not have completed by now; the buffer is freed in both cases.
+        some_time(&io).await;
         drop(receive);
-        until(&io, "the buffer is back", || io.pool().used_bytes() == 0).await;
+        until(&io, "the buffer is freed", || io.pool().used_bytes() == 0).await;
     });
 }
 
@@ -93,7 +93,7 @@ fn a_dropped_send_keeps_its_message_until_its_completion_arrives() {
         let mut message = Box::<Gather>::default();
         let index = message.hold(buf);
         message.push_range(index, 0..8 << 20);
-        // What the socket has room for leaves at once; the rest waits in the ring.
+        // What the socket has room for is sent at once; the rest waits in the ring.
         let send = loop {
             let mut send = Box::pin(io.send(&fd, message));
             match poll_once(&mut send).await {
@@ -105,10 +105,10 @@ fn a_dropped_send_keeps_its_message_until_its_completion_arrives() {
                 }
             }
         };
-        a_turn(&io).await;
+        some_time(&io).await;
         drop(send);
-        assert_eq!(io.pool().used_bytes(), 8 << 20, "still with the kernel");
-        until(&io, "the buffer is back", || io.pool().used_bytes() == 0).await;
+        assert_eq!(io.pool().used_bytes(), 8 << 20, "still owned by the operation");
+        until(&io, "the buffer is freed", || io.pool().used_bytes() == 0).await;
         drop(fd);
         let mut rest = Vec::new();
         there.read_to_end(&mut rest).unwrap();
@@ -116,7 +116,7 @@ fn a_dropped_send_keeps_its_message_until_its_completion_arrives() {
     });
 }
 
-/// The end of the stream, or a reset: whoever was connected to is gone.
+/// The end of the stream, or a reset: the other end was closed.
 fn is_hung_up(client: &mut UnixStream) -> bool {
     client.set_read_timeout(Some(HANG)).unwrap();
     match client.read(&mut [0; 1]) {
@@ -125,7 +125,7 @@ fn is_hung_up(client: &mut UnixStream) -> bool {
     }
 }
 
-/// Who connects while the accept is being dropped must not be held by a descriptor nobody knows.
+/// A client that connects while the accept is dropped must not be left with an open connection that no task owns.
 #[test]
 fn a_connection_accepted_by_a_dropped_accept_is_closed() {
     on_worker(|io| async move {
@@ -136,21 +136,24 @@ fn a_connection_accepted_by_a_dropped_accept_is_closed() {
             let listener = fd_from(UnixListener::bind(&path).unwrap());
             let mut accept = Box::pin(io.accept(&listener));
             assert!(poll_once(&mut accept).await.is_pending());
-            a_turn(&io).await;
+            some_time(&io).await;
             let mut client;
             if drop_first {
                 drop(accept);
                 client = UnixStream::connect(&path).unwrap();
             } else {
                 client = UnixStream::connect(&path).unwrap();
-                a_turn(&io).await;
+                some_time(&io).await;
                 drop(accept);
             }
-            a_turn(&io).await;
+            some_time(&io).await;
             drop(listener);
             std::fs::remove_file(&path).unwrap();
-            let gone = io.offload(move || is_hung_up(&mut client)).await;
-            assert!(gone, "the client waits for ever (dropped before it came: {drop_first})");
+            let closed = io.offload(move || is_hung_up(&mut client)).await;
+            assert!(
+                closed,
+                "the client waits for ever (accept dropped before it connected: {drop_first})"
+            );
         }
     });
 }
@@ -162,7 +165,7 @@ fn a_timeout_drops_the_future_it_limits() {
         let fd = fd_from(here);
         let receive = io.recv(&fd, io.pool().get_for_test(4096), 0..1);
         assert!(io.timeout(Duration::from_millis(5), receive).await.is_none());
-        until(&io, "the buffer is back", || io.pool().used_bytes() == 0).await;
+        until(&io, "the buffer is freed", || io.pool().used_bytes() == 0).await;
         let quick = io.timeout(HANG, async { 7 }).await;
         assert_eq!(quick, Some(7));
     });

@@ -1,5 +1,5 @@
-//! A full ring is back pressure: everything completes, in order of arrival, and waits do not
-//! stand in the way of storage.
+//! A full ring is back pressure: all operations complete, in order of arrival, and waits do not
+//! delay storage operations.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -82,8 +82,8 @@ fn more_reads_than_the_ring_has_room_for_all_complete() {
     });
 }
 
-/// With a slow store completions come one by one: those who wait in line must not all be polled
-/// each time somebody else completes.
+/// With a slow store, completions arrive one by one: not all waiting operations must be polled
+/// for each completion.
 #[test]
 fn waiting_operations_are_not_polled_while_other_operations_complete() {
     let polls = on_worker(move |io| async move {
@@ -120,7 +120,7 @@ fn operations_dropped_while_waiting_do_not_block_later_ones() {
         let mut tasks: Vec<_> = (0..OPERATIONS)
             .map(|number| Some(io.spawn(read_one(io.clone(), fd.clone(), number))))
             .collect();
-        // Let them all be polled once, so that most stand in line.
+        // All are polled once, so that most of them wait for room.
         io.yield_now().await;
         for task in tasks.iter_mut().step_by(2) {
             drop(task.take());
@@ -128,8 +128,8 @@ fn operations_dropped_while_waiting_do_not_block_later_ones() {
         for task in tasks.into_iter().flatten() {
             task.await;
         }
-        until(&io, "all buffers are back", || io.pool().used_bytes() == 0).await;
-        // And the ring serves on.
+        until(&io, "all buffers are freed", || io.pool().used_bytes() == 0).await;
+        // The ring continues to work.
         read_one(io.clone(), fd, 17).await;
     });
 }
@@ -166,8 +166,8 @@ fn writes_and_flushes_wait_for_room_like_reads() {
     }
 }
 
-/// Far more receives wait than there are places for completions; storage does not notice, and when
-/// all of them complete at once none is lost.
+/// More receives wait than the completion queue has entries: storage operations are not delayed, and when
+/// all receives complete at once none is lost.
 #[test]
 fn waits_do_not_starve_storage_and_complete_all_at_once() {
     let file = Pieces::make("waits");
@@ -203,28 +203,28 @@ fn a_polling_task_does_not_delay_completions() {
     on_worker(|io| async move {
         let (mut write_end, read_end) = UnixStream::pair().unwrap();
         let read_end = fd_from(read_end);
-        let heard = Rc::new(Cell::new(false));
-        let listener = io.spawn({
-            let (io, heard) = (io.clone(), heard.clone());
+        let woken = Rc::new(Cell::new(false));
+        let reader = io.spawn({
+            let (io, woken) = (io.clone(), woken.clone());
             async move {
                 io.readable(&read_end).await.unwrap();
-                heard.set(true);
+                woken.set(true);
             }
         });
-        // The wait is with the kernel after this.
+        // After this the wait has been submitted.
         for _ in 0..3 {
             io.next_iteration().await;
         }
-        assert!(!heard.get() && !io.has_other_work());
+        assert!(!woken.get() && !io.has_other_work());
         write_end.write_all(b"x").unwrap();
-        assert!(io.has_other_work(), "somebody could go on");
-        let mut turns = 0;
-        while !heard.get() {
+        assert!(io.has_other_work(), "a completion waits");
+        let mut iterations = 0;
+        while !woken.get() {
             io.next_iteration().await;
-            turns += 1;
+            iterations += 1;
         }
-        assert!(turns <= 3, "{turns} turns for what had come before the first");
-        listener.await;
+        assert!(iterations <= 3, "{iterations} iterations for a completion from before the first");
+        reader.await;
     });
 }
 
@@ -245,13 +245,13 @@ fn bulk_tasks_yield_to_all_tasks_except_other_bulk_tasks() {
         one.await;
         two.await;
         let seen = order.take();
-        // The first sees the second start; from then on both have made way.
+        // The first one sees that the second is ready; from then on both yield.
         assert_eq!(seen[0], ("one", true));
         assert_eq!(
             seen[1..],
             [("two", false), ("one", false), ("two", false), ("one", false), ("two", false)]
         );
-        let looks = io.spawn({
+        let polling = io.spawn({
             let io = io.clone();
             async move {
                 for _ in 0..3 {
@@ -261,15 +261,12 @@ fn bulk_tasks_yield_to_all_tasks_except_other_bulk_tasks() {
         });
         let one = io.spawn(busy("one"));
         one.await;
-        looks.await;
-        assert!(
-            order.take().iter().take(2).all(|(_, wanted)| *wanted),
-            "somebody looks at something"
-        );
+        polling.await;
+        assert!(order.take().iter().take(2).all(|(_, wanted)| *wanted), "a task polls");
     });
 }
 
-/// Files whose operations hang, thousands of them, in the ring and in line: those of another go on.
+/// Thousands of operations on some files hang, in the ring and waiting for room: those of another file complete.
 #[test]
 fn files_that_hang_leave_room_for_other_files() {
     let file = Pieces::make("beside");

@@ -1,4 +1,4 @@
-//! A worker and other threads: handing over work, waking tasks, stopping, and what a panic does.
+//! A worker and other threads: spawning tasks, waking them, stopping, and panics.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -39,7 +39,7 @@ fn several_threads_block_on_one_worker() {
     });
 }
 
-/// A cell that another thread fills.
+/// A counter that other threads increase.
 #[derive(Default)]
 struct Mailbox {
     value: AtomicU64,
@@ -66,8 +66,8 @@ impl Mailbox {
     }
 }
 
-/// The hand-off from other threads (inbox, bell, reading the inbox), stressed with seeds: a wake-up
-/// or a start that is lost shows as a hang.
+/// Stresses the inbox and the wake-up eventfd with seeds: a lost wake-up
+/// or a lost start shows as a hang.
 #[test]
 fn no_wake_up_and_no_start_is_lost() {
     const SEEDS: u64 = 40;
@@ -80,7 +80,7 @@ fn no_wake_up_and_no_start_is_lost() {
             let started = Arc::new(AtomicU64::new(0));
             let start_line = Arc::new(Barrier::new(usize::try_from(THREADS).unwrap()));
             let (done, all_done) = mpsc::channel();
-            // One task per mailbox sees every single amount; another waits for the sum alone.
+            // One task per mailbox waits for each amount in turn.
             for mailbox in &boxes {
                 let (mailbox, done) = (mailbox.clone(), done.clone());
                 worker.handle().spawn(move |_| async move {
@@ -102,10 +102,10 @@ fn no_wake_up_and_no_start_is_lost() {
                             match random.below(8) {
                                 0 => {
                                     let started = started.clone();
-                                    let answer = handle.block_on(move |_| async move {
+                                    let result = handle.block_on(move |_| async move {
                                         started.fetch_add(1, Ordering::SeqCst)
                                     });
-                                    assert!(answer.is_some());
+                                    assert!(result.is_some());
                                 }
                                 1 => std::thread::yield_now(),
                                 2 => (0..random.below(300)).for_each(|_| std::hint::spin_loop()),
@@ -135,31 +135,31 @@ impl Drop for Dropped {
 #[test]
 fn a_stopped_worker_has_dropped_its_tasks_and_may_still_be_woken() {
     within(|| {
-        let worker = Worker::start_alone("gone").unwrap();
+        let worker = Worker::start_alone("woken").unwrap();
         let mailbox = Arc::new(Mailbox::default());
-        let gone = Arc::new(AtomicBool::new(false));
-        let (for_task, mark) = (mailbox.clone(), Dropped(gone.clone()));
+        let dropped = Arc::new(AtomicBool::new(false));
+        let (for_task, mark) = (mailbox.clone(), Dropped(dropped.clone()));
         let (waiting, is_waiting) = mpsc::channel();
         worker.handle().spawn(move |_| async move {
             let _mark = mark;
             waiting.send(()).unwrap();
             for_task.reaches(1).await;
-            unreachable!("nobody adds anything while the worker runs");
+            unreachable!("the mailbox is not filled while the worker runs");
         });
         is_waiting.recv().unwrap();
         drop(worker);
-        assert!(gone.load(Ordering::SeqCst), "the task was dropped with its worker");
+        assert!(dropped.load(Ordering::SeqCst), "the task was dropped with its worker");
         mailbox.add(1);
     });
 }
 
-/// Such a task is held by nothing but itself: it must not keep what it owns for ever.
+/// Such a task is referenced by itself only: it must not keep what it owns for ever.
 #[test]
 fn a_task_that_waits_for_itself_is_dropped_too() {
     within(|| {
         let worker = Worker::start_alone("knot").unwrap();
-        let gone = Arc::new(AtomicBool::new(false));
-        let mark = Dropped(gone.clone());
+        let dropped = Arc::new(AtomicBool::new(false));
+        let mark = Dropped(dropped.clone());
         worker.handle().block_on(move |io| async move {
             let signal = Rc::new(Signal::default());
             let knot = async move {
@@ -170,7 +170,7 @@ fn a_task_that_waits_for_itself_is_dropped_too() {
             io.yield_now().await;
         });
         drop(worker);
-        assert!(gone.load(Ordering::SeqCst));
+        assert!(dropped.load(Ordering::SeqCst));
     });
 }
 
@@ -180,10 +180,10 @@ fn work_for_a_stopped_worker_is_dropped() {
         let worker = Worker::start_alone("stopped").unwrap();
         let handle = worker.handle();
         drop(worker);
-        let gone = Arc::new(AtomicBool::new(false));
-        let mark = Dropped(gone.clone());
+        let dropped = Arc::new(AtomicBool::new(false));
+        let mark = Dropped(dropped.clone());
         handle.spawn(move |_| async move { drop(mark) });
-        assert!(gone.load(Ordering::SeqCst), "what it owned was let go");
+        assert!(dropped.load(Ordering::SeqCst), "what the closure owns was dropped");
         assert_eq!(handle.block_on(|_| async { 1 }), None);
     });
 }
@@ -198,17 +198,17 @@ fn block_on_returns_none_when_the_worker_stops() {
                     let handle = worker.handle();
                     std::thread::spawn(move || {
                         let mut random = Random::new(seed * 4 + thread + 1);
-                        let mut answers = 0u64;
+                        let mut results = 0u64;
                         loop {
                             let waits = random.below(4) == 0;
-                            let answer = handle.block_on(move |_| async move {
+                            let result = handle.block_on(move |_| async move {
                                 if waits {
                                     std::future::pending::<()>().await;
                                 }
                             });
-                            match answer {
-                                Some(()) => answers += 1,
-                                None => return answers,
+                            match result {
+                                Some(()) => results += 1,
+                                None => return results,
                             }
                         }
                     })
@@ -223,8 +223,8 @@ fn block_on_returns_none_when_the_worker_stops() {
     }
 }
 
-/// Completions of waits are handed over only to a thread that asks the kernel; a worker that never
-/// runs out of ready tasks must ask, too.
+/// The kernel delivers completions only to a thread that enters it; a worker that always has
+/// ready tasks must enter it, too.
 #[test]
 fn a_busy_worker_still_sees_completions_and_other_threads() {
     on_worker(|io| async move {
@@ -255,13 +255,13 @@ fn a_busy_worker_still_sees_completions_and_other_threads() {
 }
 
 #[derive(Default)]
-struct Crowd {
+struct CallCounter {
     now: AtomicUsize,
     most: AtomicUsize,
     calls: AtomicUsize,
 }
 
-impl Crowd {
+impl CallCounter {
     fn call(&self, until: Option<&Barrier>) {
         let now = self.now.fetch_add(1, Ordering::SeqCst) + 1;
         self.most.fetch_max(now, Ordering::SeqCst);
@@ -280,72 +280,72 @@ const AT_ONCE: usize = 8;
 #[test]
 fn at_most_eight_calls_are_offloaded_at_a_time() {
     on_worker(|io| async move {
-        let crowd = Arc::new(Crowd::default());
+        let counter = Arc::new(CallCounter::default());
         let tasks: Vec<_> = (0..100)
             .map(|_| {
-                let (io2, crowd) = (io.clone(), crowd.clone());
-                io.spawn(async move { io2.offload(move || crowd.call(None)).await })
+                let (io2, counter) = (io.clone(), counter.clone());
+                io.spawn(async move { io2.offload(move || counter.call(None)).await })
             })
             .collect();
         for task in tasks {
             task.await;
         }
-        assert_eq!(crowd.calls.load(Ordering::SeqCst), 100);
-        assert!(crowd.most.load(Ordering::SeqCst) <= AT_ONCE);
+        assert_eq!(counter.calls.load(Ordering::SeqCst), 100);
+        assert!(counter.most.load(Ordering::SeqCst) <= AT_ONCE);
     });
 }
 
-/// A call that has begun cannot be stopped: who drops its future does not get a further one.
+/// A call that has begun cannot be stopped: after its future is dropped it still counts towards the limit.
 #[test]
 fn a_dropped_call_counts_towards_the_limit_while_it_runs() {
     on_worker(|io| async move {
-        let crowd = Arc::new(Crowd::default());
+        let counter = Arc::new(CallCounter::default());
         let barrier = Arc::new(Barrier::new(AT_ONCE + 1));
         let mut pending = Vec::new();
         for _ in 0..AT_ONCE {
-            let (crowd, barrier) = (crowd.clone(), barrier.clone());
-            let mut call = Box::pin(io.offload(move || crowd.call(Some(&barrier))));
+            let (counter, barrier) = (counter.clone(), barrier.clone());
+            let mut call = Box::pin(io.offload(move || counter.call(Some(&barrier))));
             assert!(poll_once(&mut call).await.is_pending());
             pending.push(call);
         }
-        until(&io, "all have begun", || crowd.calls.load(Ordering::SeqCst) == AT_ONCE).await;
+        until(&io, "all have begun", || counter.calls.load(Ordering::SeqCst) == AT_ONCE).await;
         drop(pending);
         let late = {
-            let (io2, crowd) = (io.clone(), crowd.clone());
-            io.spawn(async move { io2.offload(move || crowd.call(None)).await })
+            let (io2, counter) = (io.clone(), counter.clone());
+            io.spawn(async move { io2.offload(move || counter.call(None)).await })
         };
         io.sleep(Duration::from_millis(20)).await;
-        assert_eq!(crowd.calls.load(Ordering::SeqCst), AT_ONCE, "eight are still running");
+        assert_eq!(counter.calls.load(Ordering::SeqCst), AT_ONCE, "eight are still running");
         barrier.wait();
         late.await;
-        assert!(crowd.most.load(Ordering::SeqCst) <= AT_ONCE);
+        assert!(counter.most.load(Ordering::SeqCst) <= AT_ONCE);
     });
 }
 
-/// Calls on a device that hangs, more than run at a time: those on other files go on, and so do those on none.
+/// More calls hang on one device than run at a time: calls on other files complete, and so do calls without a file.
 #[test]
 fn calls_that_hang_on_one_file_do_not_delay_calls_on_another() {
     on_worker(|io| async move {
-        let crowd = Arc::new(Crowd::default());
+        let counter = Arc::new(CallCounter::default());
         let barrier = Arc::new(Barrier::new(2 + 1));
         let pipes: Vec<_> = (0..2).map(|_| std::io::pipe().unwrap()).collect();
         let ends: Vec<_> = pipes.into_iter().map(|(end, _)| ebb_io::fd_from(end)).collect();
         let hanging: Vec<_> = (0..40)
             .map(|_| {
                 let (io2, end) = (io.clone(), ends[0].clone());
-                let (crowd, barrier) = (crowd.clone(), barrier.clone());
+                let (counter, barrier) = (counter.clone(), barrier.clone());
                 io.spawn(async move {
-                    io2.offload_on(&end, move |_| crowd.call(Some(&barrier))).await;
+                    io2.offload_on(&end, move |_| counter.call(Some(&barrier))).await;
                 })
             })
             .collect();
-        until(&io, "two have begun", || crowd.calls.load(Ordering::SeqCst) == 2).await;
+        until(&io, "two have begun", || counter.calls.load(Ordering::SeqCst) == 2).await;
         for _ in 0..20 {
             io.offload_on(&ends[1], |_| ()).await;
             io.offload(|| ()).await;
         }
-        assert_eq!(crowd.calls.load(Ordering::SeqCst), 2, "two of a file at a time");
-        // The others of that file follow, two by two.
+        assert_eq!(counter.calls.load(Ordering::SeqCst), 2, "two of a file at a time");
+        // The remaining calls on that file run, two at a time.
         for _ in 0..20 {
             let barrier = barrier.clone();
             io.offload(move || barrier.wait().is_leader()).await;
@@ -353,8 +353,8 @@ fn calls_that_hang_on_one_file_do_not_delay_calls_on_another() {
         for call in hanging {
             call.await;
         }
-        assert_eq!(crowd.calls.load(Ordering::SeqCst), 40);
-        assert_eq!(crowd.most.load(Ordering::SeqCst), 2);
+        assert_eq!(counter.calls.load(Ordering::SeqCst), 40);
+        assert_eq!(counter.most.load(Ordering::SeqCst), 2);
     });
 }
 
@@ -374,19 +374,19 @@ fn a_stop_does_not_wait_for_offloaded_calls() {
         });
         has_begun.recv().unwrap();
         drop(worker);
-        // Only now may it end, and finds its task gone.
+        // The call returns only now, after its task was dropped.
         barrier.wait();
     });
 }
 
-/// Where panics unwind, a panic ends the worker like a stop: everybody is let go, nothing hangs.
+/// Where panics unwind, a panic ends the worker like a stop: all tasks are dropped, and all waits end.
 #[test]
 fn a_panic_in_a_task_ends_the_worker() {
     within(|| {
         let worker = Worker::start_alone("panics").unwrap();
         let handle = worker.handle();
-        let gone = Arc::new(AtomicBool::new(false));
-        let mark = Dropped(gone.clone());
+        let dropped = Arc::new(AtomicBool::new(false));
+        let mark = Dropped(dropped.clone());
         let waiting = {
             let handle = worker.handle();
             let (sent, is_waiting) = mpsc::channel();
@@ -403,15 +403,16 @@ fn a_panic_in_a_task_ends_the_worker() {
             is_waiting.recv().unwrap();
             thread
         };
-        let answer = handle.block_on(|_| async { assert!(gone_wrong(), "on purpose") });
-        assert_eq!(answer, None);
-        assert_eq!(waiting.join().unwrap(), None, "other tasks went with it");
-        assert!(gone.load(Ordering::SeqCst));
-        assert_eq!(handle.block_on(|_| async { 1 }), None, "and there is no worker any more");
+        let result = handle.block_on(|_| async { assert!(panics_disabled(), "on purpose") });
+        assert_eq!(result, None);
+        assert_eq!(waiting.join().unwrap(), None, "other tasks were dropped, too");
+        assert!(dropped.load(Ordering::SeqCst));
+        assert_eq!(handle.block_on(|_| async { 1 }), None, "the worker has ended");
         drop(worker);
     });
 }
 
-fn gone_wrong() -> bool {
-    std::env::var_os("EBB_IO_NOTHING_GOES_WRONG").is_some()
+/// Never true; the compiler does not know that.
+fn panics_disabled() -> bool {
+    std::env::var_os("EBB_IO_TEST_WITHOUT_PANIC").is_some()
 }

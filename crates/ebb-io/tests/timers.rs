@@ -18,8 +18,8 @@ use ebb_io::Io;
 
 const TIMERS: u64 = 60;
 
-/// Between which times a timer's deadline lies: read before and after it was set, since a busy machine may do
-/// something else in between.
+/// The bounds of a timer's deadline: the time before and after it was set, since a busy machine may delay the
+/// thread in between.
 type Deadline = (Instant, Instant);
 
 /// The deadlines of timers in the order in which they fired.
@@ -27,7 +27,7 @@ async fn round(io: &Io, random: &mut Random) -> Vec<Deadline> {
     let fired = Rc::new(RefCell::new(Vec::new()));
     let mut tasks = Vec::new();
     for _ in 0..TIMERS {
-        // Some at the same time, nearly.
+        // Some deadlines are almost equal.
         let after = Duration::from_millis(100 + random.below(20));
         let (io2, fired) = (io.clone(), fired.clone());
         tasks.push(io.spawn(async move {

@@ -1,4 +1,4 @@
-//! A peer that makes OpenSSL answer, and never reads the answers.
+//! A peer that causes OpenSSL to send replies, and never receives them.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -21,7 +21,7 @@ unsafe extern "C" {
 
 const MUCH: usize = 8 << 20;
 
-/// A socket that can be told to take what is written without sending it.
+/// A socket that can be switched to collect what is written instead of sending it.
 #[derive(Debug)]
 struct Tap {
     socket: UnixStream,
@@ -51,8 +51,8 @@ impl Write for Tap {
     }
 }
 
-/// Sends up to `MUCH` bytes of what `say` makes the client say; returns the most that the server had
-/// waiting for it, bytes.
+/// Sends up to `MUCH` bytes that `say` makes the client produce; returns the most bytes that the server had
+/// queued for it.
 fn flood(version: SslVersion, say: fn(&mut SslStream<Tap>)) -> usize {
     let folder = tempfile::tempdir().unwrap();
     let keys = folder.path().join("keys");
@@ -118,7 +118,7 @@ fn flood(version: SslVersion, say: fn(&mut SslStream<Tap>)) -> usize {
         let bytes = collected.take().unwrap();
         match socket.write_all(&bytes) {
             Ok(()) => sent += bytes.len(),
-            // Held back, or cut off.
+            // The server has stopped receiving, or has closed the connection.
             Err(_) => break,
         }
     }
@@ -128,7 +128,7 @@ fn flood(version: SslVersion, say: fn(&mut SslStream<Tap>)) -> usize {
 #[test]
 fn a_client_that_does_not_read_replies_to_key_updates_is_held_back() {
     let queued = flood(SslVersion::TLS1_3, |stream| {
-        // SAFETY: a session that is alive and ours alone; 1 asks for an answer.
+        // SAFETY: a live session that is not shared; 1 requests a reply.
         assert_eq!(unsafe { SSL_key_update(stream.ssl().as_ptr(), 1) }, 1);
         stream.ssl_write(&[7]).unwrap();
     });

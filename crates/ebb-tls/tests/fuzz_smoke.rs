@@ -1,7 +1,7 @@
 //! Fuzzed conversations over the record layer, on any toolchain, the same each time.
 //!
-//! `EBBD_FUZZ_SEED=<number>` chooses others and `EBBD_FUZZ_INPUTS=<number>` more; the seed is printed,
-//! and a finding names the input. Broken wrappers must be found out, or else the rig itself is broken.
+//! `EBBD_FUZZ_SEED=<number>` and `EBBD_FUZZ_INPUTS=<number>` set seed and number of inputs; the seed is printed,
+//! and a finding names the input. The bugs of broken wrappers must be found, otherwise the harness itself is broken.
 #![expect(unreachable_pub, reason = "the modules are also those of a fuzz target")]
 
 use std::io;
@@ -16,7 +16,7 @@ mod sealer;
 #[path = "../../../fuzz/src/tls.rs"]
 mod tls;
 
-/// What the server did that it must not.
+/// What the server did wrong.
 #[derive(Debug)]
 pub struct Finding(pub String);
 
@@ -67,7 +67,7 @@ fn hunt<S: tls::Session>(wrap: fn(TlsSession) -> S) -> Result<tls::Tally, String
 fn thousands_of_conversations_over_the_record_layer() {
     let sum = hunt(|session| session).unwrap_or_else(|finding| panic!("{finding}"));
     println!("{sum:?}");
-    // It gets everywhere: a generator that stops at the door would find nothing for ever.
+    // The inputs reach all states: a generator that fails in the first state would never find anything.
     let inputs = number("EBBD_FUZZ_INPUTS", 8_000);
     assert!(sum.shaken > inputs / 2 && sum.shaken < inputs, "{sum:?}");
     assert!(sum.records > inputs * 5, "{sum:?}");
@@ -75,10 +75,10 @@ fn thousands_of_conversations_over_the_record_layer() {
     assert!(sum.read > inputs * 100 && sum.received > inputs * 10, "{sum:?}");
 }
 
-/// A wrapper with one of two mistakes.
+/// A wrapper with one of two bugs.
 struct Careless {
     inner: TlsSession,
-    /// What does not fit the target of `take_output` is lost; else data are made up after an error.
+    /// Output that does not fit into the target of `take_output` is lost; otherwise, data is made up after an error.
     loses: bool,
     failed: bool,
 }
@@ -121,13 +121,13 @@ impl tls::Session for Careless {
 #[test]
 fn lost_output_is_found_out() {
     let outcome = hunt(|inner| Careless { inner, loses: true, failed: false });
-    let finding = outcome.map(drop).expect_err("the rig must find what is lost");
+    let finding = outcome.map(drop).expect_err("the harness must find the loss");
     assert!(finding.contains("the client reads"), "{finding}");
 }
 
 #[test]
 fn data_after_an_error_are_found_out() {
     let outcome = hunt(|inner| Careless { inner, loses: false, failed: false });
-    let finding = outcome.map(drop).expect_err("the rig must find made-up data");
+    let finding = outcome.map(drop).expect_err("the harness must find made-up data");
     assert!(finding.contains("data read"), "{finding}");
 }

@@ -1,6 +1,6 @@
-//! Peers that send handshake records without end and read nothing: memory does not grow.
+//! Peers that send endless handshake records and receive nothing: memory does not grow.
 //!
-//! `EBBD_FLOOD_MIB=<number>` says how many MiB of each kind are sent. A test on its own: it looks at the
+//! `EBBD_FLOOD_MIB=<number>` sets how many MiB of each kind are sent. The only test of its program: it measures the
 //! memory of its process.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
@@ -20,7 +20,7 @@ use sealer::{DATA, HANDSHAKE, Library, Sealer};
 mod sealer;
 
 const GROWTH_MAX: usize = 1 << 20;
-/// Sent at a time; and before the first look at the memory.
+/// Bytes sent at a time, and before memory is first measured.
 const BATCH: usize = 64 << 10;
 const WARM_UP: usize = 512 << 10;
 
@@ -35,7 +35,7 @@ fn resident() -> usize {
     line.trim().trim_end_matches("kB").trim().parse::<usize>().unwrap() << 10
 }
 
-/// A worker that serves one connection under TLS: it reads what comes, and sends what there is to say.
+/// A worker that serves one connection under TLS: it receives, and sends pending output.
 fn serve(server: &ServerTls) -> (Worker, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let session = server.session().unwrap();
@@ -68,14 +68,14 @@ fn serve(server: &ServerTls) -> (Worker, UnixStream) {
     (worker, theirs)
 }
 
-/// Sends batches until there were enough, or the server does not take more; returns how much it took
-/// and how much the process grew, bytes.
+/// Sends batches until enough bytes were sent, or the server receives no more; returns how many bytes it received
+/// and by how many the process grew.
 fn send(mut socket: &UnixStream, mut batch: impl FnMut() -> Vec<u8>) -> (usize, usize) {
     let (mut sent, mut before, mut most) = (0, None, 0);
     while sent < flood_bytes() {
         let bytes = batch();
         if socket.write_all(&bytes).is_err() {
-            // Held back, or cut off.
+            // The server has stopped receiving, or has closed the connection.
             break;
         }
         sent += bytes.len();
@@ -106,8 +106,8 @@ fn with_keys(
     })
 }
 
-/// A message of 16 MiB that never ends, in records of this size, to servers one after the other: each
-/// gives up at some time.
+/// An endless message of 16 MiB, in records of this size, to one server after the other: each
+/// closes the connection at some point.
 fn without_keys(server: &ServerTls, size: usize) -> (usize, usize) {
     let (mut sum, mut growth, mut before) = (0, 0, None);
     let head = [sealer::CLIENT_HELLO, 0xff, 0xff, 0xff];
@@ -126,7 +126,7 @@ fn without_keys(server: &ServerTls, size: usize) -> (usize, usize) {
         sum += sent;
         drop(socket);
         let now = resident();
-        // Threads and rings of the first are there for good.
+        // Threads and rings of the first server are not freed.
         if sum >= 4 * WARM_UP {
             growth = growth.max(now.saturating_sub(*before.get_or_insert(now)));
         }

@@ -1,4 +1,4 @@
-//! What a server agrees to: only suites with forward secrecy, and no session twice.
+//! What a server negotiates: only cipher suites with forward secrecy, and no session resumption.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -35,7 +35,7 @@ fn deliver(server: &mut TlsSession, client: &mut SslStream<Wire>) {
     }
 }
 
-/// Does a handshake, then sends a byte each way; the client's side, or what the server says against it.
+/// Does a handshake, then sends a byte in each direction; returns the client's side, or the server's error.
 fn connect(
     server: &ServerTls,
     client: &SslContext,
@@ -64,12 +64,12 @@ fn connect(
     deliver(&mut server, &mut client);
     assert_eq!(server.read(&mut [0; 8]).unwrap(), Some(1));
     client.read_exact(&mut [0]).unwrap();
-    // As NBD clients do; a connection that is cut takes its session along.
+    // As NBD clients do: an aborted connection invalidates its session.
     let _ = client.shutdown();
     Ok(client)
 }
 
-/// A server with an RSA certificate of its own making.
+/// A server with a self-signed RSA certificate.
 fn with_certificate(folder: &Path) -> ServerTls {
     let key = PKey::from_rsa(Rsa::generate(2048).unwrap()).unwrap();
     let mut name = X509NameBuilder::new().unwrap();
@@ -152,7 +152,7 @@ fn no_session_is_resumed() {
             }
             sessions.extend(first.ssl().session().map(ToOwned::to_owned));
             assert!(!sessions.is_empty(), "nothing was tried");
-            // With TLS 1.3 a pre-shared key is a session to resume, the first time, too.
+            // With TLS 1.3, a pre-shared key counts as a resumed session, even the first time.
             let reused = first.ssl().session_reused();
             assert_eq!(reused, version == SslVersion::TLS1_3 && suites == "kECDHEPSK");
             for session in sessions {

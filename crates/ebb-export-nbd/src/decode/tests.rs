@@ -1,4 +1,4 @@
-//! Requests against an encoder written from the protocol text alone.
+//! Requests against an encoder written from the protocol text only.
 
 use super::*;
 use crate::handshake::{BlockSizes, ExportCapabilities, ExportInfo};
@@ -72,7 +72,7 @@ fn decoded(session: &Session, bytes: &[u8]) -> RequestHeader {
     }
 }
 
-/// Decodes and checks a request in each style; the writing flag is added where it is needed.
+/// Decodes and checks a request in each style; adds the payload flag where it is needed.
 fn verdict(
     style: ReplyStyle,
     flags: u16,
@@ -132,7 +132,7 @@ fn a_wrong_magic_number_is_fatal_at_once() {
                     Err(Fatal::BadMagic { found: was, .. }) if was == found));
         }
     }
-    // The other kind of header is as wrong as any.
+    // The magic number of the other header format is wrong, too.
     let compact = encode(ReplyStyle::Simple, 0, 0, 0, 0, 512);
     assert!(decode_request(&session(ReplyStyle::Extended, false), &compact).is_err());
 }
@@ -175,7 +175,7 @@ fn every_command_in_every_style() {
 
 #[test]
 fn flags_are_valid_only_for_their_commands() {
-    // By command: the flags that are valid besides FUA, when all is offered.
+    // By command: the flags that are valid besides FUA if all are offered.
     let valid: [u16; 8] = [0x04, 0, 0, 0, 0, 0, 0x12, 0x08];
     for (command, valid) in (0_u16..).zip(valid) {
         for bit in 1..16 {
@@ -257,7 +257,7 @@ fn long_payloads_are_skipped_and_longer_ones_close_the_connection() {
         small.export.block = BlockSizes::new(512, 4096, 1 << 20).unwrap();
         let flags = if style == ReplyStyle::Extended { 0x20 } else { 0 };
         let write = |length| encode(style, flags, 1, 0, 0, length);
-        // Longer than advertised, but no attack: refused, and skipped.
+        // Longer than advertised, but within 32 MiB: refused, and skipped.
         let header = decoded(&small, &write((1 << 20) + 512));
         assert_eq!(header.payload_len, (1 << 20) + 512);
         assert_eq!(check(&header, &small), Err(Errno::Inval));
@@ -267,7 +267,7 @@ fn long_payloads_are_skipped_and_longer_ones_close_the_connection() {
             Err(Fatal::PayloadTooLong { length: (1 << 25) + 1, max: 1 << 25 })
         );
         assert!(decode_request(&small, &write(u64::from(u32::MAX))).is_err());
-        // A larger advertised maximum counts.
+        // A larger advertised maximum applies.
         small.export.block = BlockSizes::new(512, 4096, 1 << 26).unwrap();
         assert!(check(&decoded(&small, &write(1 << 26)), &small).is_ok());
     }
@@ -279,7 +279,7 @@ fn long_payloads_are_skipped_and_longer_ones_close_the_connection() {
 #[test]
 fn payload_and_effect_of_extended_requests() {
     let session = session(ReplyStyle::Extended, false);
-    // A WRITE that does not say so has no payload, and is refused.
+    // A WRITE without the flag has no payload, and is refused.
     let header = decoded(&session, &encode(session.style, 0, 1, 0, 0, 512));
     assert_eq!((header.payload_len, check(&header, &session)), (0, Err(Errno::Inval)));
     // Any other command with a payload is refused, and its payload skipped.
@@ -287,7 +287,7 @@ fn payload_and_effect_of_extended_requests() {
         let header = decoded(&session, &encode(session.style, 0x20, command, 0, 0, 512));
         assert_eq!((header.payload_len, check(&header, &session)), (512, Err(Errno::Inval)));
     }
-    // Compact headers know no such flag.
+    // Compact headers do not have the flag.
     let plain = self::session(ReplyStyle::Structured, false);
     let header = decoded(&plain, &encode(plain.style, 0x20, 0, 0, 0, 512));
     assert_eq!((header.payload_len, check(&header, &plain)), (0, Err(Errno::Inval)));
@@ -309,7 +309,7 @@ proptest! {
         let whole = bytes.len();
         bytes.extend(behind);
         let outcome = decode_request(&session, &bytes);
-        // Cut anywhere, it asks for the rest and nothing else.
+        // Cut anywhere, it is incomplete, and the full length is needed.
         for cut in 0..whole {
             prop_assert_eq!(decode_request(&session, &bytes[..cut]), Ok(Decoded::NeedMore(whole)));
         }

@@ -1,12 +1,12 @@
-//! The handshake against a client written from the protocol text alone: numbers are spelt out
-//! here, so that a wrong constant cannot agree with itself.
+//! The handshake against a client written from the protocol text only: numbers are literals
+//! here, so that a wrong constant is found.
 
 use super::*;
 use proptest::prelude::*;
 
-struct Shelf(Vec<ExportInfo>);
+struct TestExports(Vec<ExportInfo>);
 
-impl Exports for Shelf {
+impl Exports for TestExports {
     fn list(&self, visit: &mut dyn FnMut(&str, &str)) {
         self.0.iter().for_each(|export| visit(&export.name, &export.description));
     }
@@ -35,8 +35,8 @@ fn export(handle: u64, name: &str, description: &str) -> ExportInfo {
     }
 }
 
-fn shelf() -> Shelf {
-    Shelf(vec![export(7, "disk", "the first"), export(8, "other", "")])
+fn test_exports() -> TestExports {
+    TestExports(vec![export(7, "disk", "the first"), export(8, "other", "")])
 }
 
 fn option(number: u32, payload: &[u8]) -> Vec<u8> {
@@ -76,7 +76,7 @@ fn reply(number: u32, kind: u32, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A conversation under way: what the caller of the machine is supposed to do, and no more.
+/// A conversation: does what the caller of a handshake has to do.
 struct Talk {
     machine: Handshake,
     buffer: Vec<u8>,
@@ -95,11 +95,12 @@ impl Talk {
         talk
     }
 
-    /// Takes bytes in, up to the first step that is not about bytes.
+    /// Passes bytes to the handshake until it needs more, or a step other than `Again`.
     fn send(&mut self, bytes: &[u8]) -> Result<HandshakeStep, HandshakeError> {
         self.buffer.extend(bytes);
         loop {
-            let (consumed, step) = self.machine.advance(&self.buffer, &shelf(), &mut self.out)?;
+            let (consumed, step) =
+                self.machine.advance(&self.buffer, &test_exports(), &mut self.out)?;
             self.buffer.drain(..consumed);
             if step != HandshakeStep::Again {
                 return Ok(step);
@@ -111,7 +112,7 @@ impl Talk {
         core::mem::take(&mut self.out)
     }
 
-    /// The only reply to an option that is expected to be answered at once with one reply.
+    /// Sends an option to which exactly one reply is expected; returns the reply's type and payload.
     fn ask(&mut self, number: u32, payload: &[u8]) -> (u32, Vec<u8>) {
         assert_eq!(self.send(&option(number, payload)), Ok(HandshakeStep::NeedMore));
         let replies = self.replies();
@@ -160,7 +161,7 @@ fn go_follows_the_protocol() {
     assert_eq!(session.style, ReplyStyle::Simple);
     assert!(session.block_size_requested && session.no_zeroes && !session.tls);
     assert_eq!(session.allocation_context, None);
-    assert_eq!(talk.send(b""), Err(HandshakeError::Ended), "nothing more is taken");
+    assert_eq!(talk.send(b""), Err(HandshakeError::Ended), "no more input is consumed");
 }
 
 #[test]
@@ -361,7 +362,7 @@ fn a_handshake_is_bounded_in_options_and_bytes() {
     let mut talk = Talk::begun(HandshakePolicy { limits, ..HandshakePolicy::default() });
     assert_eq!(talk.ask(77, &[0; 84]).0, UNSUP);
     assert_eq!(talk.send(&option(3, b"")), Err(HandshakeError::TooManyBytes(100)));
-    // Announced is as bad as sent.
+    // Announced bytes count like sent ones.
     let mut talk = Talk::begun(HandshakePolicy { limits, ..HandshakePolicy::default() });
     assert_eq!(
         talk.send(b"IHAVEOPT\0\0\0\x4d\xff\xff\xff\xff"),
@@ -455,7 +456,7 @@ fn shutting_down() {
     assert_eq!(talk.send(&option(1, b"disk")), Err(HandshakeError::ShuttingDown));
 }
 
-/// An option a client may well send.
+/// A plausible option of a client.
 fn any_option() -> impl Strategy<Value = Vec<u8>> {
     let name = prop_oneof![Just("disk"), Just("other"), Just(""), Just("nothing")];
     let query = prop_oneof![Just("base:allocation"), Just("base:"), Just("x-y:z"), Just("bad")];
@@ -473,7 +474,7 @@ fn any_option() -> impl Strategy<Value = Vec<u8>> {
 }
 
 proptest! {
-    /// Cutting the bytes of a client anywhere changes nothing.
+    /// Splitting the bytes of a client anywhere changes nothing.
     #[test]
     fn splitting_the_input_changes_nothing(
         options in proptest::collection::vec(any_option(), 0..6),

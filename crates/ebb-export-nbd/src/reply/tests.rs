@@ -1,4 +1,4 @@
-//! Replies, byte by byte as the protocol text lays them out.
+//! Replies, compared byte by byte with the layout in the protocol text.
 
 use super::*;
 use crate::decode::RequestHeader;
@@ -151,8 +151,8 @@ fn lists_are_limited() {
 }
 
 proptest! {
-    /// Whatever is pushed, and even if pushing goes on when no more is wanted, the result keeps
-    /// the rules and describes a true beginning of what was pushed.
+    /// Whatever is pushed, even after no more extents are needed, the result follows
+    /// the rules and describes a prefix of what was pushed.
     #[test]
     fn lists_follow_the_protocol(
         wide: bool,
@@ -185,7 +185,7 @@ proptest! {
         let known: u128 = extents.iter().map(|(length, _)| u128::from(*length)).sum();
         for (length, state) in &descriptors {
             prop_assert!(*length > 0);
-            // Every byte described has the state that was pushed for it.
+            // Every described byte has the state that was pushed for it.
             let mut start = 0_u128;
             for (pushed, as_state) in &extents {
                 let end = start + u128::from(*pushed);

@@ -1,4 +1,4 @@
-//! A plain blocking NBD client that speaks all three styles, and a server to speak with.
+//! A simple blocking NBD client for all three reply styles, and a server.
 //!
 //! The client is written from the protocol text alone: it shares no code with the server.
 #![allow(dead_code, reason = "each test program uses a part")]
@@ -16,7 +16,7 @@ use ebb_io::{Io, Worker, fd_from};
 use ebb_store::{Direct, FileStore, MemoryStore, OpenOptions, Store};
 use ebb_volume::{Volume, VolumeOptions};
 
-/// How long something may take before it counts as a hang.
+/// How long a test waits before it reports a hang.
 pub(crate) const HANG: Duration = Duration::from_secs(180);
 
 pub(crate) const READ: u16 = 0;
@@ -59,7 +59,7 @@ pub(crate) struct Client {
     pub(crate) size: u64,
     pub(crate) flags: u16,
     pub(crate) context: u32,
-    /// Replies of which some chunks have come, and how many bytes of content.
+    /// Incomplete replies, with the bytes of content received.
     partial: HashMap<u64, (Reply, usize)>,
 }
 
@@ -68,7 +68,7 @@ pub(crate) struct Client {
 pub(crate) struct Reply {
     pub(crate) cookie: u64,
     pub(crate) error: u32,
-    /// What a read brought, holes filled in, if the length of the read was given.
+    /// The data of a read, with holes filled in, if the length of the read was given.
     pub(crate) data: Vec<u8>,
 }
 
@@ -200,9 +200,9 @@ impl Client {
         Ok((short(0), short(2), be64(&rest[4..]), payload))
     }
 
-    /// Receives until one reply is whole, whichever request it is for. `read` tells what was read by
-    /// which cookie, (offset, length), so that data is put together. Chunks of different replies
-    /// may mix.
+    /// Receives until one reply is complete, whichever request it is for. `read` maps the cookie of a read to
+    /// its (offset, length), so that its data can be assembled. Chunks of different replies
+    /// may be interleaved.
     pub(crate) fn reply(
         &mut self,
         read: impl Fn(u64) -> Option<(u64, usize)>,
@@ -240,7 +240,7 @@ impl Client {
         self.stream.read_exact(&mut rest)?;
         let mut reply = Reply { error: be32(&rest), cookie: be64(&rest[4..]), data: Vec::new() };
         if let (0, Some((_, length))) = (reply.error, read(reply.cookie)) {
-            assert_eq!(self.style, Style::Simple, "reads are answered in chunks");
+            assert_eq!(self.style, Style::Simple, "replies to reads are chunks");
             reply.data = vec![0; length];
             self.stream.read_exact(&mut reply.data)?;
         }
@@ -269,7 +269,7 @@ impl Client {
         if reply.error == 0 { Ok(reply.data) } else { Err(reply.error) }
     }
 
-    /// True if the server has closed in good order: end of stream, not a reset.
+    /// True if the server has closed the connection in order: end of stream, not a reset.
     pub(crate) fn is_at_end(&mut self) -> bool {
         matches!(self.stream.read(&mut [0; 1]), Ok(0))
     }
@@ -305,7 +305,7 @@ fn take_chunk(reply: &mut Reply, kind: u16, start: u64, payload: Vec<u8>) -> usi
     }
 }
 
-/// A server on a worker of its own, listening on a unix socket.
+/// A server on a new worker, listening on a unix socket.
 pub(crate) struct Rig {
     pub(crate) server: Server,
     worker: Option<Worker>,
@@ -317,7 +317,7 @@ impl Rig {
         Rig::on(Worker::start_alone("nbd-test").unwrap(), limits, tls, context)
     }
 
-    /// On a worker with memory of the test's choice.
+    /// On a worker that the test provides.
     pub(crate) fn on(
         worker: Worker,
         limits: ServerLimits,
@@ -401,7 +401,7 @@ pub(crate) fn file(name: &str, path: &std::path::Path, size: u64, direct: Direct
     Volume::new(name, Store::File(store), VolumeOptions::default())
 }
 
-/// Bytes that differ from place to place and from seed to seed, none of them zero.
+/// Bytes that differ by position and by seed, none of them zero.
 pub(crate) fn pattern(seed: u64, length: usize) -> Vec<u8> {
     (0..length as u64)
         .map(|at| u8::try_from((at * 7 + at / 251 + seed) % 255 + 1).unwrap())

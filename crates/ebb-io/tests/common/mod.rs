@@ -1,4 +1,4 @@
-//! What the tests of the worker share.
+//! Common code of the tests of the worker.
 #![allow(dead_code, reason = "each test program uses a part")]
 
 use std::future::Future;
@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use ebb_io::{Io, Worker};
 
-/// How long something may take before a test calls it a hang: generous, since it is waited for in
-/// full only by a test that fails.
+/// How long a test waits before it reports a hang: generous, since only a failing test waits
+/// that long.
 pub(crate) const HANG: Duration = Duration::from_secs(180);
 
-/// Runs `test` on a worker of its own.
+/// Runs `test` on a new worker.
 pub(crate) fn on_worker<F, Fut, T>(test: F) -> T
 where
     F: FnOnce(Io) -> Fut + Send + 'static,
@@ -50,7 +50,7 @@ pub(crate) async fn poll_once<F: Future + ?Sized>(future: &mut Pin<Box<F>>) -> P
     std::future::poll_fn(|cx| Poll::Ready(future.as_mut().poll(cx))).await
 }
 
-/// Waits until `condition` holds, looking every millisecond.
+/// Waits until `condition` holds; checks it every millisecond.
 pub(crate) async fn until(io: &Io, what: &str, mut condition: impl FnMut() -> bool) {
     for _ in 0..HANG.as_millis() {
         if condition() {
