@@ -152,8 +152,8 @@ fn large_requests_are_executed_in_pieces_when_memory_is_scarce() {
 fn a_read_that_fails_after_its_first_piece_ends_the_connection() {
     let store = Arc::new(TestStore::new(64 << 20, 1));
     let flaky = Volume::new("flaky", Store::Test(store.clone()), VolumeOptions::default());
-    let others: Vec<_> = (0..40).map(|n| memory(&format!("disk {n}"), MIB as u64)).collect();
-    let rig = rig(&others.iter().chain([&flaky]).collect::<Vec<_>>());
+    let volumes: Vec<_> = (0..40).map(|n| memory(&format!("disk {n}"), MIB as u64)).collect();
+    let rig = rig(&volumes.iter().chain([&flaky]).collect::<Vec<_>>());
     store.read_faults.store(100, Ordering::Relaxed);
     let (mut whole, mut refused, mut broken) = (0, 0, 0);
     for _ in 0..60 {

@@ -207,7 +207,7 @@ fn zeroes_keep_or_free_space_and_are_fast_or_refused() {
         use std::os::unix::fs::MetadataExt;
         assert!(std::fs::metadata(&path).unwrap().blocks() * 512 >= 2 * MIB, "space was kept");
         assert_eq!(client.ask(WRITE_ZEROES, 0, 0, SIZE), 0);
-        assert_eq!(std::fs::metadata(&path).unwrap().blocks(), 0, "space was given back");
+        assert_eq!(std::fs::metadata(&path).unwrap().blocks(), 0, "space was freed");
     }
 }
 

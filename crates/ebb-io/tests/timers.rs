@@ -84,7 +84,7 @@ fn a_dropped_timer_wakes_no_task() {
         until(&io, "the kept one has fired", || count.0.load(Ordering::SeqCst) > 0).await;
         assert!(kept.as_mut().poll(&mut cx).is_ready());
         assert_eq!(count.0.load(Ordering::SeqCst), 1, "and the dropped one has not");
-        assert_eq!(Arc::strong_count(&count), 2, "nobody keeps the waker");
+        assert_eq!(Arc::strong_count(&count), 2, "the waker was dropped");
     });
 }
 

@@ -170,14 +170,14 @@ fn endless_handshake_records_do_not_grow_memory() {
             }),
         ),
         (
-            "TLS 1.3: key updates that want an answer",
+            "TLS 1.3: key updates that request a reply",
             with_keys(SslVersion::TLS1_3, &server, |sealer, batch| {
                 batch.extend(sealer.update(true));
                 batch.extend(sealer.seal(DATA, &[7]));
             }),
         ),
         (
-            "TLS 1.3: key updates that want none",
+            "TLS 1.3: key updates that request none",
             with_keys(SslVersion::TLS1_3, &server, |sealer, batch| {
                 batch.extend(sealer.update(false));
                 batch.extend(sealer.seal(DATA, &[7]));
