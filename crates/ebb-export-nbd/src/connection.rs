@@ -26,7 +26,7 @@ use crate::proto::Errno;
 use crate::receiver::Receiver;
 use crate::reply::ReplyTo;
 use crate::request_task::{
-    REQUEST_BYTES, Reply, ReplyBody, RequestContext, RequestJob, RequestMemory, STATUS_BYTES_MAX,
+    NbdJob, REQUEST_BYTES, Reply, ReplyBody, RequestContext, RequestMemory, STATUS_BYTES_MAX,
     SplitWrite, execute,
 };
 use crate::sender::Sender;
@@ -117,7 +117,7 @@ struct RequestTasks {
 
 #[derive(Default)]
 struct RequestTask {
-    job: RefCell<Option<RequestJob>>,
+    job: RefCell<Option<NbdJob>>,
     signal: Signal,
     retire: Cell<bool>,
 }
@@ -338,28 +338,12 @@ impl Connection {
                 let held =
                     RequestMemory { share: Some(self.share(bytes).await?), budget: Some(budget) };
                 let payload = Some(self.payload(receiver, length).await?);
-                self.start(RequestJob {
-                    to,
-                    operation,
-                    payload,
-                    held,
-                    split_write: None,
-                    short: false,
-                })
-                .await
+                self.start(NbdJob { to, operation, payload, held, split: None, short: false }).await
             }
             operation => {
                 let (share, short) = self.share_or_short(bytes).await?;
                 let held = RequestMemory { share: Some(share), budget: Some(budget) };
-                self.start(RequestJob {
-                    to,
-                    operation,
-                    payload: None,
-                    held,
-                    split_write: None,
-                    short,
-                })
-                .await
+                self.start(NbdJob { to, operation, payload: None, held, split: None, short }).await
             }
         }
     }
@@ -405,13 +389,13 @@ impl Connection {
         (mut offset, mut left, fua): (u64, usize, bool),
     ) -> Result<(), ConnectionEnd> {
         let share = Some(self.share(REQUEST_BYTES).await?);
-        let split_write = SplitWrite::new(to, RequestMemory { budget: Some(budget), share });
+        let split = SplitWrite::new(to, RequestMemory { budget: Some(budget), share });
         let mut next = FIRST;
         while left > 0 {
             let length = left.min(next).min(RequestContext::piece(&self.queue_share));
             next = PIECE;
             left -= length;
-            split_write.begin(left == 0);
+            split.begin(left == 0);
             let piece = (offset, length);
             let share = RequestContext::piece_bytes(&self.volume, &self.queue_share, piece);
             let share = Some(self.share(share).await?);
@@ -422,9 +406,8 @@ impl Connection {
                 length: u32::try_from(length).unwrap_or(u32::MAX),
                 fua,
             };
-            let split_write = Some(split_write.clone());
-            self.start(RequestJob { to, operation, payload, held, split_write, short: false })
-                .await?;
+            let split = Some(split.clone());
+            self.start(NbdJob { to, operation, payload, held, split, short: false }).await?;
             offset += length as u64;
         }
         Ok(())
@@ -492,7 +475,7 @@ impl Connection {
     }
 
     /// Gives a job to an idle request task or to a new one, or waits until one is idle.
-    async fn start(self: &Rc<Self>, job: RequestJob) -> Result<(), ConnectionEnd> {
+    async fn start(self: &Rc<Self>, job: NbdJob) -> Result<(), ConnectionEnd> {
         let tasks = &self.tasks;
         let mut job = Some(job);
         loop {

@@ -116,7 +116,7 @@ impl SplitWrite {
 }
 
 /// A checked request, by value: nothing of it is read from the client again.
-pub(crate) struct RequestJob {
+pub(crate) struct NbdJob {
     pub(crate) to: ReplyTo,
     pub(crate) operation: NbdRequest,
     /// The data of a write.
@@ -124,7 +124,7 @@ pub(crate) struct RequestJob {
     /// The memory it holds until its reply has been sent.
     pub(crate) held: RequestMemory,
     /// The WRITE of which it is a piece.
-    pub(crate) split_write: Option<Rc<SplitWrite>>,
+    pub(crate) split: Option<Rc<SplitWrite>>,
     /// There was not enough memory for all of it: it is executed in pieces, each with its own memory.
     pub(crate) short: bool,
 }
@@ -157,12 +157,9 @@ pub(crate) enum ReplyBody {
 
 /// Executes a job and passes its reply to the sender. An error is returned for the log; the
 /// client receives its NBD error number.
-pub(crate) async fn execute(
-    context: RequestContext<'_>,
-    job: RequestJob,
-) -> Result<(), BlockError> {
+pub(crate) async fn execute(context: RequestContext<'_>, job: NbdJob) -> Result<(), BlockError> {
     let RequestContext { io, volume, session, buffers, sender, .. } = context;
-    let RequestJob { to, operation, payload, mut held, split_write, short } = job;
+    let NbdJob { to, operation, payload, mut held, split, short } = job;
     let result = match operation {
         NbdRequest::Read { offset, length, unfragmented } => {
             let whole = unfragmented || to.chunks().is_none();
@@ -199,14 +196,14 @@ pub(crate) async fn execute(
         Ok(body) => (body, Ok(())),
         Err(error) => (ReplyBody::Error(errno(&error), text(error.kind)), Err(error)),
     };
-    match split_write {
+    match split {
         None => sender.push(Reply { to, body, held: Some(held) }),
-        Some(split_write) => {
+        Some(split) => {
             let failure = match body {
                 ReplyBody::Error(errno, text) => Some((errno, text)),
                 _ => None,
             };
-            split_write.end(failure).into_iter().for_each(|reply| sender.push(reply));
+            split.end(failure).into_iter().for_each(|reply| sender.push(reply));
         }
     }
     outcome
