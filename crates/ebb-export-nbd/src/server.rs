@@ -227,7 +227,7 @@ impl Server {
                 Some(Err(error)) => {
                     if is_exhausted(&error) {
                         if let Some(suppressed) = EXHAUSTED.admit(ebb_mem::clock::now()) {
-                            tracing::warn!(%error, suppressed, "cannot accept a connection: raise LimitNOFILE");
+                            tracing::warn!(%error, suppressed, "cannot accept a client: raise LimitNOFILE");
                         }
                         io.sleep(OUT_OF_DESCRIPTORS).await;
                     } else {
