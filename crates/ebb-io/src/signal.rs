@@ -174,7 +174,9 @@ mod tests {
         assert!(budget.try_take(1).is_none());
         drop(held);
         assert!(poll(small.as_mut()).is_pending());
-        let Poll::Ready(first) = poll(big.as_mut()) else { panic!("the first in the queue is served") };
+        let Poll::Ready(first) = poll(big.as_mut()) else {
+            panic!("the first in the queue is served")
+        };
         let Poll::Ready(second) = poll(small.as_mut()) else { panic!("then the next") };
         assert_eq!((first.amount(), second.amount(), budget.free()), (6, 1, 3));
     }
