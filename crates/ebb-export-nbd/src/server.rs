@@ -327,7 +327,7 @@ impl ServerState {
                 tracing::warn!(connection = number, %error, "closed: the client violated the protocol");
             }
             ConnectionEnd::Broken(error) => {
-                tracing::info!(connection = number, %error, "the connection failed")
+                tracing::info!(connection = number, %error, "the connection failed");
             }
             end => tracing::info!(connection = number, reason = %end, "closed"),
         }
