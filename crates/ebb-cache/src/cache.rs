@@ -1,7 +1,7 @@
-//! The whole: what all volumes share, and whose buffers go when there is no room.
+//! What all volumes share, and the choice of the volume to evict from.
 //!
-//! Nothing here is touched by a hit. Shared are a few atomics (what is held, what may be), the list of
-//! volumes, and the orders to the reclaimer.
+//! A hit touches nothing in this file. The shared state is a few atomics (pages held, the limit), the list of
+//! volumes, and the requests to the reclaimer.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -12,32 +12,32 @@ use ebb_mem::pressure::{Level, Roots};
 use ebb_mem::{Memory, Policy, Worker};
 
 use crate::pages::PAGE;
-use crate::reclaimer::{Orders, Reclaimer};
+use crate::reclaimer::{ReclaimRequests, Reclaimer};
 use crate::size_limit::SizeLimit;
 use crate::stats::{CacheStats, Mode};
 use crate::sync::Mutex;
 use crate::volume::VolumeCache;
 
-/// Share of the machine's memory that the cache may hold, in percent.
+/// Part of the host's memory that the cache may hold, in percent.
 const SHARE_PERCENT: u64 = 80;
-/// Pages evicted beyond what is asked for, so that not each insertion has to.
+/// Pages evicted beyond the request, so that not every insertion has to evict.
 const SPARE_PAGES: u64 = 16;
-/// Times an insertion looks for room before it gives up.
+/// Attempts of an insertion to make room before it gives up.
 const TRIES: usize = 4;
 
-/// What a cache is made with.
+/// Options of a cache.
 #[derive(Clone, Copy, Debug)]
 pub struct CacheOptions {
-    /// Most bytes it may hold; `None`: 80 % of the machine's memory or of the control group's limit.
+    /// The most bytes it may hold; `None`: 80 % of the host's memory or of the control group's limit.
     pub max_bytes: Option<u64>,
-    /// Bytes it may hold under pressure; only a last resort goes below.
+    /// Bytes it may hold under pressure; only a last resort (L3) goes below.
     pub min_bytes: u64,
-    /// From when time counts.
+    /// The moment that time is counted from.
     pub started: Instant,
 }
 
 impl CacheOptions {
-    /// No size of its own: as much as the machine allows, down to nothing.
+    /// No fixed size: as much as the host allows, down to nothing.
     #[must_use]
     pub fn new(started: Instant) -> CacheOptions {
         CacheOptions { max_bytes: None, min_bytes: 0, started }
@@ -47,12 +47,12 @@ impl CacheOptions {
 /// Why a volume cannot have a cache.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The memory knows too many owners.
-    #[error("no cache for volume {name}")]
+    /// The memory pool has no room for another owner.
+    #[error("cannot create a cache for volume {name}")]
     Owner {
-        /// The volume.
+        /// The volume's name.
         name: String,
-        /// What the memory says.
+        /// The error of the memory pool.
         source: ebb_mem::Error,
     },
 }
@@ -61,50 +61,49 @@ pub enum Error {
 pub struct Cache {
     pub(crate) memory: Arc<Memory>,
     volumes: Mutex<Vec<Weak<VolumeCache>>>,
-    /// Pages that memory is behind, over all volumes; and pages that are about to be.
+    /// Pages held by buffers, over all volumes; and pages reserved for insertions in progress.
     pub(crate) held: AtomicU64,
-    /// Pages that must stay in memory until the stores were flushed, over all volumes.
+    /// Pages that must stay in memory until their store is flushed, over all volumes.
     pub(crate) unstable: AtomicU64,
     reserved: AtomicU64,
     /// [`SizeLimit::limit`] in pages, and [`SizeLimit::admits`].
     limit: AtomicU64,
     admits: AtomicBool,
-    /// Quarters of a second, as the reclaimer counts them.
+    /// Time in quarters of a second, counted by the reclaimer.
     pub(crate) tick: AtomicU8,
-    /// Volumes that were used lately.
+    /// Recently used volumes.
     pub(crate) active: AtomicU32,
-    pub(crate) growth: Mutex<SizeLimit>,
-    pub(crate) orders: Orders,
+    pub(crate) size_limit: Mutex<SizeLimit>,
+    pub(crate) reclaim_requests: ReclaimRequests,
     pub(crate) refused: AtomicU64,
     pub(crate) scans: AtomicU64,
-    /// Pages returned ahead of the kernel.
-    pub(crate) receded: AtomicU64,
-    /// The machine's share, for when no maximum is given.
+    /// Pages returned by proactive reclaim.
+    pub(crate) proactively_reclaimed: AtomicU64,
+    /// The default maximum, used when none is configured.
     share: u64,
     started: Instant,
 }
 
 impl Cache {
-    /// A cache out of `memory`, with a reclaimer thread that ends when the last user has gone.
+    /// A cache with buffers from `memory`, and a reclaimer thread that ends when the cache is dropped.
     ///
-    /// # Errors
-    /// When the thread cannot be started.
+    /// # Errors When the thread cannot be started.
     pub fn start(memory: &Arc<Memory>, options: CacheOptions) -> io::Result<Arc<Cache>> {
         let cache = Cache::without_reclaimer(memory, options);
         Reclaimer::spawn(&cache)?;
         Ok(cache)
     }
 
-    /// A cache whose reclaimer is yours to turn ([`Reclaimer::new`]): for tests and simulations.
+    /// A cache whose reclaimer the caller runs ([`Reclaimer::new`]): for tests and simulations.
     #[must_use]
     pub fn without_reclaimer(memory: &Arc<Memory>, options: CacheOptions) -> Arc<Cache> {
-        // Address space that is reserved and never used costs nothing, but it is not endless.
+        // Reserving address space that is never used costs nothing, but there is a limit to it.
         let space = memory.stats().arena.reserved as u64 / 2;
         let machine =
             ebb_mem::pressure::limit(&Roots::default()).map_or(space, |limit| limit.bytes);
         let share = (machine / 100 * SHARE_PERCENT).min(space);
         let max = options.max_bytes.map_or(share, |max| max.min(space));
-        let growth = SizeLimit::new(max, options.min_bytes, options.started);
+        let size_limit = SizeLimit::new(max, options.min_bytes, options.started);
         let cache = Cache {
             memory: memory.clone(),
             volumes: Mutex::default(),
@@ -115,11 +114,11 @@ impl Cache {
             admits: AtomicBool::new(true),
             tick: AtomicU8::new(0),
             active: AtomicU32::new(1),
-            growth: Mutex::new(growth),
-            orders: Orders::default(),
+            size_limit: Mutex::new(size_limit),
+            reclaim_requests: ReclaimRequests::default(),
             refused: AtomicU64::new(0),
             scans: AtomicU64::new(0),
-            receded: AtomicU64::new(0),
+            proactively_reclaimed: AtomicU64::new(0),
             share,
             started: options.started,
         };
@@ -127,20 +126,18 @@ impl Cache {
         Arc::new(cache)
     }
 
-    /// A part of the cache for a volume of `size` bytes. When it is dropped, its buffers are freed.
+    /// A part of the cache for a volume of `size` bytes. Dropping it frees its buffers.
     ///
-    /// # Errors
-    /// [`Error::Owner`] when the memory knows no more owners.
+    /// # Errors [`Error::Owner`] when the memory pool has no room for another owner.
     pub fn volume(self: &Arc<Self>, name: &str, size: u64) -> Result<Arc<VolumeCache>, Error> {
         self.volume_as(name, size, Mode::Writethrough)
     }
 
-    /// As [`Cache::volume`], with a mode. With [`Mode::Writeback`] somebody must run
+    /// As [`Cache::volume`], with a mode. With [`Mode::Writeback`] the caller must run
     /// [`VolumeCache::run_flusher`], and flush before the volume is dropped; until
     /// [`VolumeCache::set_control`] its writes go through to the store.
     ///
-    /// # Errors
-    /// As [`Cache::volume`].
+    /// # Errors As [`Cache::volume`].
     pub fn volume_as(
         self: &Arc<Self>,
         name: &str,
@@ -158,43 +155,44 @@ impl Cache {
         Ok(volume)
     }
 
-    /// Memory pressure has been seen (or, with L0, has ceased): the limits change at once, the reclaimer
-    /// is woken to give memory back. Never waits long; from any thread. No event at all with
+    /// The pressure level changed (L0: pressure is over). The limits change at once, and the reclaimer is
+    /// woken to free memory. Does not wait for it; may be called from any thread. Has no effect with
     /// [`ebb_mem::Policy::Static`].
     pub fn pressure(&self, level: Level, now: Instant) {
         if self.memory.policy() == Policy::Static {
             return;
         }
         let held = self.held.load(Ordering::Relaxed) * PAGE;
-        self.adjust(|growth| growth.press(level, held, now));
-        self.orders.pressure(level);
+        self.adjust(|size_limit| size_limit.apply_pressure(level, held, now));
+        self.reclaim_requests.pressure(level);
     }
 
-    /// Lends all idle clean data now, without a pause in growth: for signs that may be anybody's.
+    /// Lends all idle clean data now without pausing growth: for pressure signs that other processes may have
+    /// caused.
     pub fn lend_idle(&self) {
-        self.orders.pressure(Level::L1);
+        self.reclaim_requests.pressure(Level::L1);
     }
 
-    /// Changes the most bytes the cache may hold; `None`: the machine's share. What is beyond goes within
-    /// a moment.
+    /// Sets the most bytes the cache may hold; `None`: the default part of the host's memory. The reclaimer
+    /// evicts the excess soon after.
     pub fn set_max(&self, max: Option<u64>) {
         let max = max.unwrap_or(self.share);
-        self.adjust(|growth| growth.set_max(max));
-        self.orders.wake();
+        self.adjust(|size_limit| size_limit.set_max(max));
+        self.reclaim_requests.wake();
     }
 
-    /// Changes the bytes the cache may hold under pressure.
+    /// Sets the bytes the cache may hold under pressure.
     pub fn set_min(&self, min: u64) {
-        self.adjust(|growth| growth.min = min);
+        self.adjust(|size_limit| size_limit.min = min);
     }
 
-    /// The memory its buffers come from.
+    /// The memory pool its buffers come from.
     #[must_use]
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
-    /// The figures of now.
+    /// Current statistics.
     #[must_use]
     pub fn stats(&self) -> CacheStats {
         let mut stats = CacheStats::default();
@@ -202,29 +200,30 @@ impl Cache {
             stats.push(volume.name(), volume.stats());
         }
         {
-            let growth = self.growth.lock();
-            (stats.limit, stats.max, stats.admits) = (growth.limit(), growth.max, growth.admits());
-            stats.min = growth.min;
+            let size_limit = self.size_limit.lock();
+            (stats.limit, stats.max, stats.admits) =
+                (size_limit.limit(), size_limit.max, size_limit.admits());
+            stats.min = size_limit.min;
         }
         stats.refused = self.refused.load(Ordering::Relaxed);
         stats.scans = self.scans.load(Ordering::Relaxed);
-        stats.receded = self.receded.load(Ordering::Relaxed) * PAGE;
+        stats.proactively_reclaimed = self.proactively_reclaimed.load(Ordering::Relaxed) * PAGE;
         stats
     }
 
-    /// Changes the limits, and what requests see of them.
+    /// Changes the limits and publishes them to requests.
     pub(crate) fn adjust(&self, change: impl FnOnce(&mut SizeLimit)) {
-        let mut growth = self.growth.lock();
-        change(&mut growth);
-        self.limit.store(growth.limit() / PAGE, Ordering::Relaxed);
-        self.admits.store(growth.admits(), Ordering::Relaxed);
+        let mut size_limit = self.size_limit.lock();
+        change(&mut size_limit);
+        self.limit.store(size_limit.limit() / PAGE, Ordering::Relaxed);
+        self.admits.store(size_limit.admits(), Ordering::Relaxed);
     }
 
     pub(crate) fn volumes(&self) -> Vec<Arc<VolumeCache>> {
         self.volumes.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Whether new data may be put in at all.
+    /// Whether new data may be inserted at all.
     #[inline]
     pub(crate) fn admits(&self) -> bool {
         self.admits.load(Ordering::Relaxed)
@@ -236,43 +235,43 @@ impl Cache {
         held.saturating_sub(self.limit.load(Ordering::Relaxed))
     }
 
-    /// What may be held now, in bytes: one number, without a look at any volume.
+    /// The current limit in bytes, without visiting any volume.
     #[must_use]
     pub fn limit_bytes(&self) -> u64 {
         self.limit.load(Ordering::Relaxed) * PAGE
     }
 
-    /// Whether there is so much room that data may be loaded that nobody has asked for yet.
+    /// Whether there is enough room to load data that no request has asked for yet.
     pub(crate) fn has_room_ahead(&self) -> bool {
         self.admits() && self.limit.load(Ordering::Relaxed) >= 16 * crate::read_ahead::WINDOW_MAX
     }
 
-    /// Bytes that may go if others need them: what is held beyond the floor.
+    /// Bytes that may be evicted for other processes: what is held above the minimum.
     pub(crate) fn spare(&self) -> u64 {
         let held = self.held.load(Ordering::Relaxed) * PAGE;
-        held.saturating_sub(self.growth.lock().min)
+        held.saturating_sub(self.size_limit.lock().min)
     }
 
-    /// What a volume may hold while others want more.
+    /// Pages that a volume may hold while other volumes want more.
     pub(crate) fn fair_share(&self) -> u64 {
         let active = u64::from(self.active.load(Ordering::Relaxed)).max(1);
         self.limit.load(Ordering::Relaxed) / active
     }
 
-    /// Makes room for `pages` of `volume`, at the cost of its own coldest if it has its share, else of
-    /// those that have more than theirs. If it can, the pages are reserved until [`Cache::settle`].
+    /// Makes room for `pages` of `volume`: evicts the volume's own coldest pages if it has its share, else
+    /// pages of volumes above their share. On success the pages are reserved until [`Cache::settle`].
     pub(crate) fn make_room(&self, volume: &VolumeCache, worker: &Worker, pages: u64) -> bool {
         self.reserved.fetch_add(pages, Ordering::Relaxed);
-        // Those that gave nothing: what they hold is dirty, or in use.
+        // Volumes that could evict nothing: all they hold is dirty or in use.
         let mut spent = [std::ptr::null(); TRIES];
-        for turn in 0..TRIES {
+        for attempt in 0..TRIES {
             if self.excess() == 0 {
                 return true;
             }
             let share = self.fair_share();
             let own = volume.held() + pages > share;
             let want = pages + SPARE_PAGES;
-            let victim = if own { None } else { self.most_above(share, &spent) };
+            let victim = if own { None } else { self.most_above_share(share, &spent) };
             let Some(other) = victim else {
                 if volume.evict(worker, want, false) == 0 {
                     break;
@@ -280,7 +279,7 @@ impl Cache {
                 continue;
             };
             if other.evict(worker, want, false) == 0 {
-                spent[turn] = Arc::as_ptr(&other);
+                spent[attempt] = Arc::as_ptr(&other);
             }
         }
         if self.excess() > 0 {
@@ -293,14 +292,14 @@ impl Cache {
         room
     }
 
-    /// Reserved pages are counted as held now, or will not be.
+    /// Ends a reservation: the pages are now counted as held, or are not inserted after all.
     pub(crate) fn settle(&self, pages: u64) {
         self.reserved.fetch_sub(pages, Ordering::Relaxed);
     }
 
-    /// The volume that is most above its share (idle ones have none), as far as that is clean: what is
-    /// dirty cannot go. Not one of those `but`, which gave nothing.
-    pub(crate) fn most_above(
+    /// The volume most above its share (an idle volume's share is 0), counting clean pages only, since dirty
+    /// pages cannot be evicted. Skips the volumes in `but`, which had nothing to evict.
+    pub(crate) fn most_above_share(
         &self,
         share: u64,
         but: &[*const VolumeCache],

@@ -1,17 +1,17 @@
-//! What is under way in one shard: fills, writes, and who waits for fills.
+//! What is in flight in one shard: fills, writes, writebacks, and the tasks that wait for them.
 //!
-//! Pure bookkeeping under the shard's lock; wakers are handed out to be woken after it. Two rules keep
-//! what is cached equal to what the store holds:
+//! Pure bookkeeping under the shard's lock; wakers are collected and woken after it is released. A *write*
+//! here is a write, discard or write-zeroes request. Two rules keep cached data equal to the store's:
 //!
-//! - A page is filled by one at a time. Others wait for the end of that fill, whatever it comes to,
-//!   and look again. Nobody waits while a fill of its own is open, so that waiting never goes in a circle.
-//! - A fill that overlaps in time with a change of its pages is **poisoned**: its data may be read by
-//!   who asked for it, but is not kept. Two changes that overlap in time and by a sector **clash**: which
-//!   of them the store did last is not known, so neither is kept.
+//! - One request fills a page at a time. Other requests wait for the end of that fill, whatever its result,
+//!   and check again. No request waits while a fill of its own is open, so waits cannot form a cycle.
+//! - A fill that overlaps in time with a write to its pages is **poisoned**: the request may return its data,
+//!   but the cache does not keep it. Two writes that overlap in time and in a sector **clash**: the order in
+//!   which the store did them is unknown, so neither is kept.
 //!
-//! A change whose future was dropped may still reach the store at any time. Its entry stays
-//! (**abandoned**), and the pages are never cached again; that happens when a worker ends, no more
-//! often than there are requests.
+//! A write whose future was dropped may still reach the store at any time. Its entry stays (**abandoned**),
+//! and its pages are never cached again. That happens when a worker ends, so there are at most as many
+//! entries as requests were in flight.
 
 use std::ops::Range;
 use std::task::Waker;
@@ -19,7 +19,7 @@ use std::task::Waker;
 use crate::pages::{pages_of, within};
 
 #[derive(Debug)]
-struct Fill {
+struct FillEntry {
     id: u64,
     frame: u64,
     pages: u16,
@@ -27,7 +27,7 @@ struct Fill {
 }
 
 #[derive(Debug)]
-struct Change {
+struct WriteEntry {
     id: u64,
     sectors: Range<u64>,
     clash: bool,
@@ -35,29 +35,29 @@ struct Change {
     abandoned: bool,
 }
 
-/// Dirty pages on their way to the store.
+/// Dirty pages under writeback.
 #[derive(Debug)]
-struct Clean {
+struct WritebackEntry {
     id: u64,
     frame: u64,
     pages: u16,
 }
 
 #[derive(Debug)]
-struct Waiter {
+struct WaiterEntry {
     id: u64,
-    /// What it waits for: a fill, a clean or a change's end.
+    /// The entry it waits for: a fill, a writeback or a write.
     fill: u64,
     waker: Waker,
 }
 
-/// Fills, changes and waiters of one shard.
+/// Fills, writes, writebacks and waiters of one shard.
 #[derive(Debug, Default)]
-pub(crate) struct Flights {
-    fills: Vec<Fill>,
-    changes: Vec<Change>,
-    cleans: Vec<Clean>,
-    waiters: Vec<Waiter>,
+pub(crate) struct InflightTable {
+    fills: Vec<FillEntry>,
+    writes: Vec<WriteEntry>,
+    cleans: Vec<WritebackEntry>,
+    waiters: Vec<WaiterEntry>,
     next: u64,
 }
 
@@ -84,14 +84,14 @@ impl Drop for Wakers {
     }
 }
 
-impl Flights {
-    /// Odd numbers; those of changes, which are given by the volume, are even.
+impl InflightTable {
+    /// Odd numbers; those of writes, which the volume assigns, are even.
     fn number(&mut self) -> u64 {
         self.next += 2;
         self.next | 1
     }
 
-    /// Pages among `pages` that somebody fills, and the number of one such fill.
+    /// Pages among `pages` that are being filled, and the number of one such fill.
     pub(crate) fn filling(&self, frame: u64, pages: u16) -> (u16, Option<u64>) {
         let mut found = (0, None);
         for fill in &self.fills {
@@ -102,17 +102,17 @@ impl Flights {
         found
     }
 
-    /// Pages among `pages` that are being changed.
-    pub(crate) fn changing(&self, frame: u64, pages: u16) -> u16 {
-        self.changes.iter().fold(0, |all, change| all | within(frame, &pages_of(&change.sectors)))
+    /// Pages among `pages` that a write in flight touches.
+    pub(crate) fn writing(&self, frame: u64, pages: u16) -> u16 {
+        self.writes.iter().fold(0, |all, write| all | within(frame, &pages_of(&write.sectors)))
             & pages
     }
 
-    /// Opens a fill of pages that nobody fills or changes.
+    /// Opens a fill of pages that have neither a fill nor a write in flight.
     pub(crate) fn begin_fill(&mut self, frame: u64, pages: u16) -> u64 {
-        debug_assert!(self.filling(frame, pages).0 == 0 && self.changing(frame, pages) == 0);
+        debug_assert!(self.filling(frame, pages).0 == 0 && self.writing(frame, pages) == 0);
         let id = self.number();
-        self.fills.push(Fill { id, frame, pages, poisoned: false });
+        self.fills.push(FillEntry { id, frame, pages, poisoned: false });
         id
     }
 
@@ -124,7 +124,7 @@ impl Flights {
         !fill.poisoned
     }
 
-    /// Collects who waits for the end of `id`.
+    /// Collects the wakers of tasks that wait for the end of `id`.
     fn wake(&mut self, id: u64, wakers: &mut Wakers) {
         let mut at = 0;
         while at < self.waiters.len() {
@@ -136,21 +136,21 @@ impl Flights {
         }
     }
 
-    /// Opens a clean of dirty pages, none of which is being cleaned.
+    /// Opens a writeback of dirty pages, none of which is under writeback.
     pub(crate) fn begin_clean(&mut self, frame: u64, pages: u16) -> u64 {
         debug_assert!(self.cleaning(frame, pages).0 == 0);
         let id = self.number();
-        self.cleans.push(Clean { id, frame, pages });
+        self.cleans.push(WritebackEntry { id, frame, pages });
         id
     }
 
-    /// Closes a clean.
+    /// Closes a writeback.
     pub(crate) fn end_clean(&mut self, id: u64, wakers: &mut Wakers) {
         self.cleans.retain(|clean| clean.id != id);
         self.wake(id, wakers);
     }
 
-    /// Pages among `pages` that are being cleaned, and the number of one such clean.
+    /// Pages among `pages` that are under writeback, and the number of one such writeback.
     pub(crate) fn cleaning(&self, frame: u64, pages: u16) -> (u16, Option<u64>) {
         let mut found = (0, None);
         for clean in &self.cleans {
@@ -161,83 +161,84 @@ impl Flights {
         found
     }
 
-    /// The number of one clean that has any of `pages`.
+    /// The number of a writeback that has any of `pages`.
     pub(crate) fn cleaned_in(&self, pages: &Range<u64>) -> Option<u64> {
-        let meets = |clean: &&Clean| within(clean.frame, pages) & clean.pages != 0;
+        let meets = |clean: &&WritebackEntry| within(clean.frame, pages) & clean.pages != 0;
         self.cleans.iter().find(meets).map(|clean| clean.id)
     }
 
-    /// Frames with pages that are being cleaned.
+    /// Frames with pages under writeback.
     pub(crate) fn cleaned_frames(&self) -> impl Iterator<Item = u64> + '_ {
         self.cleans.iter().map(|clean| clean.frame)
     }
 
-    /// The number of a change of `pages` that will end, if there is one; and whether one never will.
-    pub(crate) fn changed_by(&self, frame: u64, pages: u16) -> (Option<u64>, bool) {
-        let meets = |change: &&Change| within(frame, &pages_of(&change.sectors)) & pages != 0;
-        let open = self.changes.iter().filter(meets).find(|change| !change.abandoned);
-        let stuck = self.changes.iter().filter(meets).any(|change| change.abandoned);
-        (open.map(|change| change.id), stuck)
+    /// The number of a write to `pages` that will end, if there is one; and whether there is an abandoned
+    /// one.
+    pub(crate) fn write_in_flight(&self, frame: u64, pages: u16) -> (Option<u64>, bool) {
+        let meets = |write: &&WriteEntry| within(frame, &pages_of(&write.sectors)) & pages != 0;
+        let open = self.writes.iter().filter(meets).find(|write| !write.abandoned);
+        let stuck = self.writes.iter().filter(meets).any(|write| write.abandoned);
+        (open.map(|write| write.id), stuck)
     }
 
-    /// Nobody will end a change.
+    /// A write's future was dropped: no task will end it.
     pub(crate) fn abandon(&mut self, id: u64, wakers: &mut Wakers) {
-        for change in self.changes.iter_mut().filter(|change| change.id == id) {
-            change.abandoned = true;
+        for write in self.writes.iter_mut().filter(|write| write.id == id) {
+            write.abandoned = true;
         }
         self.wake(id, wakers);
     }
 
-    /// What is being filled of `pages` will not be kept.
+    /// Fills in flight of `pages` will not be kept.
     pub(crate) fn poison(&mut self, pages: &Range<u64>) {
         for fill in &mut self.fills {
             fill.poisoned |= within(fill.frame, pages) & fill.pages != 0;
         }
     }
 
-    /// What is being changed of `sectors` will not be kept.
+    /// Writes in flight to `sectors` will not be kept.
     pub(crate) fn mark_clash(&mut self, sectors: &Range<u64>) -> bool {
         let mut any = false;
-        for change in &mut self.changes {
-            if change.sectors.start < sectors.end && sectors.start < change.sectors.end {
-                change.clash = true;
+        for write in &mut self.writes {
+            if write.sectors.start < sectors.end && sectors.start < write.sectors.end {
+                write.clash = true;
                 any = true;
             }
         }
         any
     }
 
-    /// Opens a change of `sectors`, under a number of the caller's.
-    pub(crate) fn begin_change(&mut self, id: u64, sectors: Range<u64>) {
+    /// Opens a write to `sectors`, under the caller's number.
+    pub(crate) fn begin_write(&mut self, id: u64, sectors: Range<u64>) {
         self.poison(&pages_of(&sectors));
         let clash = self.mark_clash(&sectors);
-        self.changes.push(Change { id, sectors, clash, abandoned: false });
+        self.writes.push(WriteEntry { id, sectors, clash, abandoned: false });
     }
 
-    /// Whether another change has met this one so far.
+    /// Whether another write has overlapped this one so far.
     pub(crate) fn has_clash(&self, id: u64) -> bool {
-        self.changes.iter().any(|change| change.id == id && change.clash)
+        self.writes.iter().any(|write| write.id == id && write.clash)
     }
 
-    /// Closes a change. True if another one has met it.
-    pub(crate) fn end_change(&mut self, id: u64, wakers: &mut Wakers) -> bool {
-        let Some(at) = self.changes.iter().position(|change| change.id == id) else { return true };
+    /// Closes a write. True if another one overlapped it.
+    pub(crate) fn end_write(&mut self, id: u64, wakers: &mut Wakers) -> bool {
+        let Some(at) = self.writes.iter().position(|write| write.id == id) else { return true };
         self.wake(id, wakers);
-        self.changes.swap_remove(at).clash
+        self.writes.swap_remove(at).clash
     }
 
-    /// Waits for the end of a fill, clean or change under the caller's number; false if it is over.
+    /// Waits under the caller's number for the end of a fill, writeback or write; false if it has ended.
     pub(crate) fn wait(&mut self, waiter: u64, fill: u64, waker: &Waker) -> bool {
         let open = self.fills.iter().any(|open| open.id == fill)
             || self.cleans.iter().any(|open| open.id == fill)
-            || self.changes.iter().any(|open| open.id == fill && !open.abandoned);
+            || self.writes.iter().any(|open| open.id == fill && !open.abandoned);
         if !open {
             self.forget(waiter);
             return false;
         }
         match self.waiters.iter_mut().find(|known| known.id == waiter) {
             Some(known) => known.waker.clone_from(waker),
-            None => self.waiters.push(Waiter { id: waiter, fill, waker: waker.clone() }),
+            None => self.waiters.push(WaiterEntry { id: waiter, fill, waker: waker.clone() }),
         }
         true
     }
@@ -247,7 +248,7 @@ impl Flights {
         self.number()
     }
 
-    /// Somebody waits no more.
+    /// A waiter was dropped.
     pub(crate) fn forget(&mut self, waiter: u64) {
         self.waiters.retain(|known| known.id != waiter);
     }

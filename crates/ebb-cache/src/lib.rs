@@ -1,25 +1,28 @@
-//! The buffer cache: volumes' data in memory that nobody else needs at the moment.
+//! The buffer cache: volumes' data in memory that the host does not need at the moment.
 //!
-//! One cache serves all volumes. It has no size to tune: it grows while memory is plenty, lends what
-//! rests to the kernel with its content, and recedes at once under pressure. It answers seed `002`
-//! (dynamic buffers) and design sections 3 and 4.
+//! One cache serves all volumes. There is no size to tune: it grows while memory is plentiful, marks idle
+//! buffers `MADV_FREE` so that the kernel may discard them without I/O, and shrinks at once under memory
+//! pressure.
 //!
 //! # Vocabulary
-//! - **page**: 4 KiB of a volume. **frame**: 64 KiB of it. **buffer**: a block of 4 to 64 KiB with
+//! - **page**: 4 KiB of a volume. **frame**: 64 KiB of it. **buffer**: a block of 4 to 64 KiB that holds
 //!   pages of one frame.
-//! - **wired**, **lent**, **lost**: in use or kept warm; given to the kernel with its content, which may
-//!   take it; found taken. `bufspace` counts the first two, `bufwiredspace` the first, `bufkvaspace` all.
-//! - **fill**: a read from the store that is kept. **change**: a write, discard or the like.
-//! - **reclaimer**: the thread that lends, gives back and finds out what was taken. To **recede** is to return
-//!   what others are about to need, ahead of the kernel.
+//! - **wired**: the kernel may not take it. **lent**: marked `MADV_FREE`, still readable. **lost**: lent, and
+//!   found discarded by the kernel. `bufspace` counts wired and lent pages, `bufwiredspace` wired ones,
+//!   `bufkvaspace` all (the names are FreeBSD's).
+//! - **fill**: a read from the store whose data enters the cache. **in-flight write**: a write, discard or
+//!   write-zeroes request.
+//! - **reclaimer**: the thread that lends idle buffers, evicts, and detects discarded pages. **Proactive
+//!   reclaim**: returning memory before the kernel has to search for it.
 //!
 //! # Invariants
-//! - A valid page equals what the store holds. What could make it differ (overlapping changes, failed
-//!   ones, a fill that overlaps a change) leaves nothing in the cache.
-//! - A hit takes one lock, of a sixteenth of its volume, and nothing from the heap. It does not wire:
-//!   lent data is read where it lies, and taken data is noticed by the sentinel ([`ebb_mem::SmallBuffer`]).
-//! - No lock is held across a wait, and no system call is made by a hit. Wakers are woken outside locks.
-//! - Requests come first: a buffer that finds no memory is not kept, and nobody waits for it.
+//! - A valid page equals what the store holds. Whatever could break that (overlapping writes, failed writes,
+//!   a fill that overlaps a write) leaves nothing in the cache.
+//! - A hit takes one lock, which covers a sixteenth of its volume, and allocates nothing. It does not wire
+//!   the page: lent data is read in place, and the sentinel word shows whether the kernel discarded it
+//!   ([`ebb_mem::SmallBuffer`]).
+//! - No lock is held across an await, and a hit makes no system call. Wakers are woken outside locks.
+//! - Requests have priority: a buffer that finds no memory is not cached, and no request waits for one.
 
 mod cache;
 mod inflight;
@@ -42,7 +45,7 @@ mod write;
 mod writeback;
 
 pub use cache::{Cache, CacheOptions, Error};
-pub use reclaimer::{Look, Reclaimer, Taken, pages_taken};
+pub use reclaimer::{DiscardCounter, MemoryProbe, Reclaimer, pages_discarded_by_kernel};
 pub use size::Edge;
 pub use stats::{CacheStats, Mode, ModeError, VolumeCacheStats};
 pub use volume::VolumeCache;

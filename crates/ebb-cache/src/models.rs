@@ -1,5 +1,5 @@
-//! Hand-offs under shuttle: thousands of schedules of real threads over this crate's own fills, changes and
-//! waits, with a store whose requests take several steps.
+//! Concurrency models under shuttle: thousands of schedules of real threads over this crate's fills, writes
+//! and waits, with a store whose requests take several steps.
 //!
 //! Run with `cargo test -p ebb-cache --features shuttle --lib models`.
 
@@ -14,10 +14,10 @@ use shuttle::thread;
 
 use crate::cache::{Cache, CacheOptions};
 use crate::pages::parts;
-use crate::read::{FRAMES, Todo, Wait, copy_loaded};
-use crate::shard::Batch;
+use crate::read::{FRAMES, InflightWait, PendingPages, copy_loaded};
+use crate::shard::FreeBatch;
 use crate::volume::{SHARDS, VolumeCache};
-use crate::write::Change;
+use crate::write::InflightWrite;
 
 const SCHEDULES: usize = 800;
 /// Bytes of the volume: a page.
@@ -30,7 +30,7 @@ fn check(model: impl Fn() + Send + Sync + 'static) {
     shuttle::Runner::new(scheduler, config).run(model);
 }
 
-/// One for all schedules: making it starts a thread.
+/// Shared by all schedules: creating it starts a thread.
 fn memory() -> Arc<Memory> {
     static MEMORY: OnceLock<Arc<Memory>> = OnceLock::new();
     let make = || Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
@@ -41,7 +41,7 @@ fn memory() -> Arc<Memory> {
 struct Model {
     cached: Arc<VolumeCache>,
     store: ModelMutex<[u8; 2]>,
-    /// The version that is acknowledged, and the one that is on its way.
+    /// The acknowledged version, and the one being written.
     acknowledged: ModelMutex<u8>,
     begun: ModelMutex<u8>,
 }
@@ -77,7 +77,7 @@ impl Model {
         if self.cached.try_read_cached(&mut buf, 0) {
             return buf;
         }
-        let mut todo = Todo { first: 0, pages: [0; FRAMES] };
+        let mut todo = PendingPages { first: 0, pages: [0; FRAMES] };
         todo.pages[0] = 1;
         loop {
             let round = self.cached.round(&mut buf, 0, &mut todo);
@@ -92,7 +92,7 @@ impl Model {
                 round.keep(worker, 0, &data, 0);
             } else if let Some((shard, fill)) = round.wait {
                 drop(round);
-                let wait = Wait { volume: &self.cached, shard, fill, waiter: None };
+                let wait = InflightWait { volume: &self.cached, shard, fill, waiter: None };
                 shuttle::future::block_on(wait);
             } else {
                 return buf;
@@ -103,18 +103,18 @@ impl Model {
     /// As [`VolumeCache::write`], of the whole page.
     fn write(&self, worker: &Worker, version: u8) {
         let data = [version; SIZE];
-        let change = Change::begin(&self.cached, 0, SIZE as u64);
+        let write = InflightWrite::begin(&self.cached, 0, SIZE as u64);
         for half in [0, 1] {
             self.store.lock().unwrap()[half] = version;
             thread::yield_now();
         }
         for part in parts(0, SIZE) {
-            self.cached.keep_written(worker, change.id, &part, &data);
+            self.cached.keep_written(worker, write.id, &part, &data);
         }
-        change.end(worker, true);
+        write.end(worker, true);
     }
 
-    /// A read by a client: never older than what was acknowledged before, never newer than what was begun.
+    /// A client's read: never older than what was acknowledged before, never newer than what was begun.
     fn check_read(&self, worker: &Worker, give_up: bool) {
         let oldest = *self.acknowledged.lock().unwrap();
         let data = self.read(worker, give_up);
@@ -135,13 +135,13 @@ impl Model {
 }
 
 #[test]
-fn one_fills_the_others_wait_and_all_are_woken() {
+fn one_read_fills_and_all_waiting_reads_are_woken() {
     check(|| {
         let model = Model::new();
         let readers: Vec<_> = (0..3)
             .map(|reader| {
                 let model = model.clone();
-                // One of them goes away in the middle of its fill.
+                // The future of one of them is dropped during its fill.
                 thread::spawn(move || model.check_read(&model.worker(), reader == 0))
             })
             .collect();
@@ -151,7 +151,7 @@ fn one_fills_the_others_wait_and_all_are_woken() {
 }
 
 #[test]
-fn a_read_beside_a_write_is_never_stale_afterwards() {
+fn a_read_concurrent_with_a_write_leaves_no_stale_page() {
     check(|| {
         let model = Model::new();
         let readers: Vec<_> = (0..2)
@@ -182,7 +182,7 @@ fn a_read_beside_a_write_is_never_stale_afterwards() {
 }
 
 #[test]
-fn two_writes_at_once_leave_what_the_store_has() {
+fn after_two_concurrent_writes_the_cache_equals_the_store() {
     check(|| {
         let model = Model::new();
         let writers: Vec<_> = (1..=2)
@@ -204,7 +204,7 @@ fn two_writes_at_once_leave_what_the_store_has() {
 }
 
 #[test]
-fn the_reclaimer_and_a_reader_never_spoil_each_others_work() {
+fn the_reclaimer_and_concurrent_requests_do_not_interfere() {
     check(|| {
         let model = Model::new();
         let reclaimer = {
@@ -213,7 +213,7 @@ fn the_reclaimer_and_a_reader_never_spoil_each_others_work() {
                 let worker = model.worker();
                 for _ in 0..2 {
                     for shard in 0..SHARDS {
-                        let mut batch = Batch::new();
+                        let mut batch = FreeBatch::new();
                         model.cached.lock(shard).lend(&worker, 0, 0, true, 8);
                         thread::yield_now();
                         model.cached.lock(shard).evict(1, &mut batch);

@@ -13,10 +13,10 @@ pub(crate) const PAGE: u64 = 4096;
 pub(crate) const FRAME_PAGES: u64 = 16;
 /// Bytes of a frame.
 pub(crate) const FRAME: u64 = PAGE * FRAME_PAGES;
-/// The same for memory.
+/// The same as a `usize`.
 pub(crate) const PAGE_BYTES: usize = 4096;
 
-/// A number that is known to fit (it is below a frame's or a buffer's length).
+/// Converts a value that is known to fit (it is below the length of a frame or a buffer).
 #[inline]
 pub(crate) fn index(value: u64) -> usize {
     usize::try_from(value).unwrap_or(usize::MAX)
@@ -69,19 +69,19 @@ pub(crate) fn blocks(rest: u16) -> impl Iterator<Item = (usize, usize)> {
     })
 }
 
-/// A frame's part of a byte range.
+/// One frame's part of a byte range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Part {
+pub(crate) struct FramePart {
     /// Number of the frame.
     pub(crate) frame: u64,
     /// First byte and end, within the frame.
     pub(crate) from: usize,
     pub(crate) to: usize,
-    /// Where it begins in the range.
+    /// Its position in the range.
     pub(crate) at: usize,
 }
 
-impl Part {
+impl FramePart {
     /// Pages touched.
     #[inline]
     pub(crate) fn touched(&self) -> u16 {
@@ -89,8 +89,8 @@ impl Part {
         mask(first, self.to.div_ceil(PAGE_BYTES) - first)
     }
 
-    /// Pages wholly covered; the last page of a volume that ends at `size` is whole when all of it
-    /// that exists is covered.
+    /// Pages wholly covered; the last page of a volume that ends at `size` counts as whole when all bytes of
+    /// it that exist are covered.
     pub(crate) fn covered(&self, size: u64) -> u16 {
         let first = self.from.div_ceil(PAGE_BYTES);
         let last = self.frame * FRAME + self.to as u64 == size;
@@ -103,7 +103,7 @@ impl Part {
         self.at..self.at + (self.to - self.from)
     }
 
-    /// The bytes of `pages` (first and number) that lie in this part: within the frame.
+    /// The bytes of `pages` (first and number) within this part, relative to the frame.
     #[inline]
     pub(crate) fn clip(&self, start: usize, count: usize) -> Range<usize> {
         (start * PAGE_BYTES).max(self.from)..((start + count) * PAGE_BYTES).min(self.to)
@@ -111,7 +111,7 @@ impl Part {
 }
 
 /// The frames of a byte range.
-pub(crate) fn parts(offset: u64, length: usize) -> impl Iterator<Item = Part> {
+pub(crate) fn parts(offset: u64, length: usize) -> impl Iterator<Item = FramePart> {
     let mut at = 0;
     std::iter::from_fn(move || {
         if at >= length {
@@ -120,7 +120,7 @@ pub(crate) fn parts(offset: u64, length: usize) -> impl Iterator<Item = Part> {
         let position = offset + at as u64;
         let from = index(position % FRAME);
         let to = index(FRAME).min(from + (length - at));
-        let part = Part { frame: position / FRAME, from, to, at };
+        let part = FramePart { frame: position / FRAME, from, to, at };
         at += to - from;
         Some(part)
     })
@@ -141,7 +141,7 @@ pub(crate) fn pages_of(sectors: &Range<u64>) -> Range<u64> {
     sectors.start / (PAGE / SECTOR)..sectors.end.div_ceil(PAGE / SECTOR)
 }
 
-/// Those pages of `frame` that are in a range of pages.
+/// The pages of `frame` that are in a range of pages.
 pub(crate) fn within(frame: u64, pages: &Range<u64>) -> u16 {
     let first = frame.saturating_mul(FRAME_PAGES);
     let start = pages.start.clamp(first, first + FRAME_PAGES);
@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn a_range_is_cut_into_frames() {
-        let list: Vec<Part> = parts(FRAME - 512, 512 + 65536 + 4608).collect();
+        let list: Vec<FramePart> = parts(FRAME - 512, 512 + 65536 + 4608).collect();
         assert_eq!(list.len(), 3);
         assert_eq!((list[0].touched(), list[0].covered(u64::MAX)), (0x8000, 0));
         assert_eq!((list[1].touched(), list[1].covered(u64::MAX)), (0xffff, 0xffff));

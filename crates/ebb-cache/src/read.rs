@@ -1,10 +1,11 @@
-//! Reading: from memory what is there, the rest from the store, each page once however many wait.
+//! Reads: cached pages from memory, the remaining ones from the store, each once however many requests want
+//! it.
 //!
-//! A request goes in windows of up to 1 MiB. A round over a window copies what is valid, opens fills
-//! for what is missing, loads it with one store read, keeps it if it may, and then waits for what others
-//! are filling. The store reads into the request's own buffer where all of it is missing, else
-//! into one taken for the purpose; either way data is copied once more, between that and the cache.
-//! What readers will want next is loaded in the same way, by itself (`ahead.rs`).
+//! A request is processed in windows of up to 1 MiB. A pass over a window copies what is valid, opens fills
+//! for what is missing, loads that with one store read, inserts it if permitted, and then waits for fills of
+//! other requests. If the whole request is missing, the store reads into the request's own buffer, otherwise
+//! into a temporary one; either way the data is copied once more, between that buffer and the cache.
+//! Read-ahead is loaded in the same way, by tasks of its own (`read_ahead.rs`).
 
 use std::future::Future;
 use std::ops::Range;
@@ -17,26 +18,26 @@ use ebb_mem::Worker;
 use ebb_store::{Buf, BufResult, Io, Store};
 
 use crate::inflight::Wakers;
-use crate::pages::{FRAME, FRAME_PAGES, PAGE, PAGE_BYTES, Part, index, parts, runs, touched};
+use crate::pages::{FRAME, FRAME_PAGES, FramePart, PAGE, PAGE_BYTES, index, parts, runs, touched};
 use crate::shard::{AHEAD, COLD, MARK};
 use crate::stats::Mode;
-use crate::volume::{Locked, Prepared, VolumeCache};
+use crate::volume::{LockedShard, PreparedBuffers, VolumeCache};
 
 /// Bytes of a window.
 const WINDOW: usize = 1 << 20;
 /// Frames that a window may touch.
 pub(crate) const FRAMES: usize = WINDOW / 65536 + 1;
-/// Pages between two missing ones that are read again rather than asked around.
+/// Up to this many valid pages between two missing ones are read again, instead of splitting the store read.
 const GAP: u64 = 16;
 
 /// Pages of a window that are still to be served, per frame.
 #[derive(Clone, Copy)]
-pub(crate) struct Todo {
+pub(crate) struct PendingPages {
     pub(crate) first: u64,
     pub(crate) pages: [u16; FRAMES],
 }
 
-impl Todo {
+impl PendingPages {
     fn at(&mut self, frame: u64) -> &mut u16 {
         &mut self.pages[index(frame - self.first).min(FRAMES - 1)]
     }
@@ -44,7 +45,7 @@ impl Todo {
 
 /// An open fill.
 #[derive(Clone, Copy, Default)]
-struct Claim {
+struct OpenFill {
     id: u64,
     frame: u64,
     pages: u16,
@@ -52,41 +53,41 @@ struct Claim {
     fresh: u16,
 }
 
-/// Open fills. Those that are still open when it is dropped are given up, and who waits is woken.
-pub(crate) struct Claims<'a> {
+/// Open fills. Fills that are still open when it is dropped are abandoned, and their waiters are woken.
+pub(crate) struct OpenFills<'a> {
     volume: &'a VolumeCache,
-    list: [Claim; FRAMES],
+    list: [OpenFill; FRAMES],
     count: usize,
 }
 
-impl Drop for Claims<'_> {
+impl Drop for OpenFills<'_> {
     fn drop(&mut self) {
         for at in 0..self.count {
             let claim = self.list[at];
             let mut wakers = Wakers::default();
             let mut shard = self.volume.lock(VolumeCache::shard_of(claim.frame));
-            shard.flights.end_fill(claim.id, &mut wakers);
+            shard.inflight.end_fill(claim.id, &mut wakers);
         }
     }
 }
 
-/// What a round over a window comes to.
-pub(crate) struct Round<'a> {
-    claims: Claims<'a>,
-    /// Pages to load, of the volume: first and end. Empty if there are none.
+/// The result of one pass over a window.
+pub(crate) struct ReadRound<'a> {
+    claims: OpenFills<'a>,
+    /// Pages of the volume to load: first and end. Empty if there are none.
     pub(crate) load: Range<u64>,
-    /// A fill of somebody else's to wait for: shard and number.
+    /// A fill of another request to wait for: shard and number.
     pub(crate) wait: Option<(usize, u64)>,
 }
 
 impl VolumeCache {
-    /// Reads `buf.len()` bytes at `offset` if all of them are in memory; else it is false, and `buf`
-    /// holds garbage. Does not wait, and takes nothing from the heap.
+    /// Reads `buf.len()` bytes at `offset` if all of them are in memory; otherwise returns false, and the
+    /// content of `buf` is undefined. Neither waits nor allocates.
     pub fn try_read_cached(&self, buf: &mut [u8], offset: u64) -> bool {
         let tick = self.cache.tick.load(Ordering::Relaxed);
         let several = offset % FRAME + buf.len() as u64 > FRAME;
-        // Nothing is copied (and counted) of a request that will miss.
-        let is_valid = |part: Part| {
+        // A request that will miss is neither copied nor counted here.
+        let is_valid = |part: FramePart| {
             self.lock(VolumeCache::shard_of(part.frame)).has(part.frame, part.touched())
         };
         if several && !parts(offset, buf.len()).all(is_valid) {
@@ -106,14 +107,14 @@ impl VolumeCache {
         true
     }
 
-    fn take_mark(&self, shard: &mut Locked<'_>) {
+    fn take_mark(&self, shard: &mut LockedShard<'_>) {
         if shard.marked {
             shard.marked = false;
             self.marked.store(true, Ordering::Relaxed);
         }
     }
 
-    /// As [`VolumeCache::try_read_cached`]; besides, the reader of a stream has the next of it loaded.
+    /// As [`VolumeCache::try_read_cached`]; also starts read-ahead for a sequential reader.
     pub fn read_cached(
         self: &Arc<Self>,
         io: &Io,
@@ -124,12 +125,12 @@ impl VolumeCache {
         let hit = self.try_read_cached(buf, offset);
         if hit && self.marked.load(Ordering::Relaxed) && self.marked.swap(false, Ordering::Relaxed)
         {
-            self.look_ahead(io, store, &touched(offset, buf.len() as u64));
+            self.start_read_ahead(io, store, &touched(offset, buf.len() as u64));
         }
         hit
     }
 
-    /// Bytes that are copied without a look at other tasks: longer reads are for [`VolumeCache::read`].
+    /// Bytes that are copied without yielding to other tasks: longer reads must use [`VolumeCache::read`].
     pub const AT_ONCE: usize = WINDOW;
 
     /// Reads `buf.len()` bytes at `offset`.
@@ -146,7 +147,7 @@ impl VolumeCache {
         while at < length {
             let end = length.min(at + WINDOW);
             if at > 0 {
-                // A window is copied at a time, and others on this worker come in between.
+                // Yield after each window to the other tasks of the worker.
                 io.yield_now().await;
             }
             let position = offset + at as u64;
@@ -156,7 +157,7 @@ impl VolumeCache {
             }
             let kind = *kind.get_or_insert_with(|| {
                 let sequential =
-                    self.look_ahead(io, store, &touched(position, (length - at) as u64));
+                    self.start_read_ahead(io, store, &touched(position, (length - at) as u64));
                 if sequential { COLD } else { 0 }
             });
             let (result, returned) =
@@ -170,8 +171,8 @@ impl VolumeCache {
         (Ok(()), buf)
     }
 
-    /// Reads from the store alone.
-    async fn read_past(
+    /// Reads from the store, bypassing the cache.
+    async fn read_uncached(
         self: &Arc<Self>,
         io: &Io,
         store: &Store,
@@ -180,7 +181,7 @@ impl VolumeCache {
     ) -> BufResult {
         if self.mode() == Mode::Writeback {
             let pages = touched(offset, buf.len() as u64);
-            // Boxed here and elsewhere: rare, and a task is as large as the largest of its waits.
+            // Boxed here and elsewhere: rare, and the size of a task is that of its largest future.
             if let Err(error) = Box::pin(self.clean(io, store, &pages)).await {
                 return (Err(error), buf);
             }
@@ -197,7 +198,7 @@ impl VolumeCache {
         kind: u8,
     ) -> BufResult {
         let start = offset + window.start as u64;
-        let mut todo = Todo { first: start / FRAME, pages: [0; FRAMES] };
+        let mut todo = PendingPages { first: start / FRAME, pages: [0; FRAMES] };
         for part in parts(start, window.len()) {
             *todo.at(part.frame) = part.touched();
         }
@@ -206,15 +207,15 @@ impl VolumeCache {
             if round.load.is_empty() {
                 let Some((shard, fill)) = round.wait else { return (Ok(()), buf) };
                 drop(round);
-                Wait { volume: self, shard, fill, waiter: None }.await;
+                InflightWait { volume: self, shard, fill, waiter: None }.await;
                 continue;
             }
             let wanted = (round.load.end * PAGE).min(start + window.len() as u64);
             let end = (round.load.end * PAGE).min(self.size());
             if end < wanted {
-                // The volume became shorter since this was asked for: nothing of it is kept.
+                // The volume was shrunk after this request was submitted: nothing of it is kept.
                 drop(round);
-                return self.read_past(io, store, buf, offset).await;
+                return self.read_uncached(io, store, buf, offset).await;
             }
             let span = (round.load.start * PAGE)..end;
             let request = offset..offset + buf.len() as u64;
@@ -230,23 +231,24 @@ impl VolumeCache {
             }
             let length = index(span.end.saturating_sub(span.start));
             let Some((own, _spare)) = self.spare_buffer(io, length, length) else {
-                // No memory but the request's own.
+                // No memory except the request's own buffer.
                 drop(round);
-                return self.read_past(io, store, buf, offset).await;
+                return self.read_uncached(io, store, buf, offset).await;
             };
             let (read, own) = store.read(io, own, span.start).await;
             if read.is_err() {
-                // It may be next to the request, in the same page: asked for exactly, it may go well.
+                // The error may lie outside the request, in a page it only touches: read exactly the
+                // requested bytes.
                 drop(round);
-                return self.read_past(io, store, buf, offset).await;
+                return self.read_uncached(io, store, buf, offset).await;
             }
             copy_loaded(&mut buf[window.clone()], start, &mut todo, &own, &span);
             round.keep(io.pool().worker(), span.start, &own, kind);
         }
     }
 
-    /// Loads what is missing of `pages`, as far as there is room and nobody else is at it. Errors are left
-    /// to who reads the data.
+    /// Loads what is missing of `pages`, as far as there is room and no other request is loading it. Ignores
+    /// errors: a request that reads the data gets them.
     pub(crate) async fn load(&self, io: &Io, store: &Store, pages: Range<u64>) {
         let mut at = pages.start;
         let mut kind = COLD | AHEAD | MARK;
@@ -269,16 +271,16 @@ impl VolumeCache {
         }
     }
 
-    /// Opens fills for what is missing of `pages`, a window at most.
-    fn claim_missing(&self, pages: Range<u64>) -> Round<'_> {
-        let claims = Claims { volume: self, list: [Claim::default(); FRAMES], count: 0 };
-        let mut round = Round { claims, load: 0..0, wait: None };
+    /// Opens fills for what is missing of `pages`, at most one window.
+    fn claim_missing(&self, pages: Range<u64>) -> ReadRound<'_> {
+        let claims = OpenFills { volume: self, list: [OpenFill::default(); FRAMES], count: 0 };
+        let mut round = ReadRound { claims, load: 0..0, wait: None };
         let length = usize::try_from((pages.end - pages.start) * PAGE).unwrap_or(0);
         for part in parts(pages.start * PAGE, length) {
             let mut shard = self.lock(VolumeCache::shard_of(part.frame));
             let missing = part.touched() & !shard.valid(part.frame);
-            let missing = missing & !shard.flights.filling(part.frame, missing).0;
-            let missing = missing & !shard.flights.changing(part.frame, missing);
+            let missing = missing & !shard.inflight.filling(part.frame, missing).0;
+            let missing = missing & !shard.inflight.writing(part.frame, missing);
             let missing = missing & !shard.zeroed(part.frame);
             if missing != 0 && round.takes(part.frame, missing) {
                 round.claim(&mut shard, part.frame, missing);
@@ -287,12 +289,17 @@ impl VolumeCache {
         round
     }
 
-    /// Serves what is in memory, and opens fills for what is not.
-    pub(crate) fn round(&self, buf: &mut [u8], start: u64, todo: &mut Todo) -> Round<'_> {
+    /// Copies what is in memory, and opens fills for what is missing.
+    pub(crate) fn round(
+        &self,
+        buf: &mut [u8],
+        start: u64,
+        todo: &mut PendingPages,
+    ) -> ReadRound<'_> {
         let tick = self.cache.tick.load(Ordering::Relaxed);
         let admits = self.cache.admits();
-        let claims = Claims { volume: self, list: [Claim::default(); FRAMES], count: 0 };
-        let mut round = Round { claims, load: 0..0, wait: None };
+        let claims = OpenFills { volume: self, list: [OpenFill::default(); FRAMES], count: 0 };
+        let mut round = ReadRound { claims, load: 0..0, wait: None };
         for part in parts(start, buf.len()) {
             let want = *todo.at(part.frame);
             if want == 0 {
@@ -305,7 +312,7 @@ impl VolumeCache {
             if missing == 0 {
                 continue;
             }
-            let (filling, fill) = shard.flights.filling(part.frame, missing);
+            let (filling, fill) = shard.inflight.filling(part.frame, missing);
             if let Some(fill) = fill {
                 round.wait = round.wait.or(Some((number, fill)));
             }
@@ -315,7 +322,7 @@ impl VolumeCache {
             }
             shard.tally.misses += u64::from(load.count_ones());
             let pages =
-                load & !shard.flights.changing(part.frame, load) & !shard.zeroed(part.frame);
+                load & !shard.inflight.writing(part.frame, load) & !shard.zeroed(part.frame);
             if admits && pages != 0 {
                 round.claim(&mut shard, part.frame, pages);
             }
@@ -327,8 +334,8 @@ impl VolumeCache {
     }
 }
 
-impl Round<'_> {
-    /// Adds pages of a frame to what is loaded, unless they are far from the others.
+impl ReadRound<'_> {
+    /// Adds pages of a frame to the store read, unless they are too far from the others.
     fn takes(&mut self, frame: u64, pages: u16) -> bool {
         let first = frame * FRAME_PAGES + u64::from(pages.trailing_zeros());
         let end = (frame + 1) * FRAME_PAGES - u64::from(pages.leading_zeros());
@@ -343,20 +350,20 @@ impl Round<'_> {
     }
 
     /// Opens a fill.
-    fn claim(&mut self, shard: &mut Locked<'_>, frame: u64, pages: u16) {
+    fn claim(&mut self, shard: &mut LockedShard<'_>, frame: u64, pages: u16) {
         let fresh = pages & !shard.covered(frame);
-        let id = shard.flights.begin_fill(frame, pages);
-        self.claims.list[self.claims.count] = Claim { id, frame, pages, fresh };
+        let id = shard.inflight.begin_fill(frame, pages);
+        self.claims.list[self.claims.count] = OpenFill { id, frame, pages, fresh };
         self.claims.count += 1;
     }
 
-    /// Whether everything that is to be served is being loaded.
-    fn wants(&self, todo: &Todo) -> bool {
+    /// Whether everything still to be served is being loaded.
+    fn wants(&self, todo: &PendingPages) -> bool {
         let left: u32 = todo.pages.iter().map(|pages| pages.count_ones()).sum();
         self.wait.is_none() && u64::from(left) == self.load.end - self.load.start
     }
 
-    /// Puts loaded data into the cache, as far as it may be, and ends the fills.
+    /// Inserts loaded data into the cache where permitted, and ends the fills.
     pub(crate) fn keep(mut self, worker: &Worker, offset: u64, data: &[u8], mut kind: u8) {
         let claims = &mut self.claims;
         let volume = claims.volume;
@@ -368,7 +375,7 @@ impl Round<'_> {
             let claim = claims.list[at];
             claims.count -= 1;
             claims.list[at] = claims.list[claims.count];
-            // The volume may have become shorter since they were claimed.
+            // The volume may have been shrunk since the fills were opened.
             let there = part.touched();
             let (claim_pages, fresh) = (claim.pages & there, claim.fresh & there);
             volume.end_fill(worker, claim.id, &part, [claim_pages, fresh], data, kind);
@@ -378,13 +385,13 @@ impl Round<'_> {
 }
 
 impl VolumeCache {
-    /// Ends a fill of `pages`, of which no buffer covered `fresh`; `data` is that of the whole range the
-    /// part belongs to.
+    /// Ends a fill of `pages`, of which no buffer covered `fresh`; `data` is that of the whole range the part
+    /// belongs to.
     fn end_fill(
         &self,
         worker: &Worker,
         id: u64,
-        part: &Part,
+        part: &FramePart,
         [pages, fresh]: [u16; 2],
         data: &[u8],
         kind: u8,
@@ -394,12 +401,12 @@ impl VolumeCache {
         let mut prepared = if self.cache.admits() {
             self.prepare(worker, part, fresh, data)
         } else {
-            Prepared::none()
+            PreparedBuffers::none()
         };
         {
             let mut wakers = Wakers::default();
             let mut shard = self.lock(VolumeCache::shard_of(part.frame));
-            if shard.flights.end_fill(id, &mut wakers) {
+            if shard.inflight.end_fill(id, &mut wakers) {
                 shard.update(worker, part, pages & !fresh, pages, data);
                 prepared.attach(&mut shard, part.frame, kind, tick);
             }
@@ -408,11 +415,11 @@ impl VolumeCache {
     }
 }
 
-/// Copies those pages of the window that are to be served and lie in `span` from what was loaded.
+/// Copies the pages of the window that are still to be served and lie in `span` from the loaded data.
 pub(crate) fn copy_loaded(
     buf: &mut [u8],
     start: u64,
-    todo: &mut Todo,
+    todo: &mut PendingPages,
     loaded: &[u8],
     span: &Range<u64>,
 ) {
@@ -434,22 +441,22 @@ pub(crate) fn copy_loaded(
     }
 }
 
-/// Waits for the end of a fill.
-pub(crate) struct Wait<'a> {
+/// Waits for the end of a fill, a writeback or an in-flight write.
+pub(crate) struct InflightWait<'a> {
     pub(crate) volume: &'a VolumeCache,
     pub(crate) shard: usize,
     pub(crate) fill: u64,
     pub(crate) waiter: Option<u64>,
 }
 
-impl Future for Wait<'_> {
+impl Future for InflightWait<'_> {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         let volume = self.volume;
         let mut shard = volume.lock(self.shard);
-        let waiter = self.waiter.unwrap_or_else(|| shard.flights.new_waiter());
-        if shard.flights.wait(waiter, self.fill, cx.waker()) {
+        let waiter = self.waiter.unwrap_or_else(|| shard.inflight.new_waiter());
+        if shard.inflight.wait(waiter, self.fill, cx.waker()) {
             self.waiter = Some(waiter);
             Poll::Pending
         } else {
@@ -459,10 +466,10 @@ impl Future for Wait<'_> {
     }
 }
 
-impl Drop for Wait<'_> {
+impl Drop for InflightWait<'_> {
     fn drop(&mut self) {
         if let Some(waiter) = self.waiter {
-            self.volume.lock(self.shard).flights.forget(waiter);
+            self.volume.lock(self.shard).inflight.forget(waiter);
         }
     }
 }

@@ -1,47 +1,47 @@
-//! One shard of a volume's cache: frames, their buffers, and what may be read of them.
+//! One shard of a volume's cache: frames, their buffers, and which of their pages are readable.
 //!
-//! All of it lives behind one mutex ([`VolumeCache`](crate::VolumeCache) has sixteen) that is held for
-//! a frame at a time, never across a wait. A buffer is one block of 4 to 64 KiB at a multiple of its
-//! size within a frame; a **slot** is what is known of it, 40 bytes.
+//! A mutex protects all of it ([`VolumeCache`](crate::VolumeCache) has sixteen shards); it is held for one
+//! frame at a time, never across an await. A buffer is one block of 4 to 64 KiB at a multiple of its size
+//! within a frame; a **slot** is the 40-byte record of a buffer.
 //!
 //! # Invariants
-//! - A page is *valid* in at most one slot of its frame, and then equals what the store holds (or is
-//!   dirty: newer than the store).
-//! - A dirty page is valid and wired; a slot with one is not evicted. So is one that is not stable on
-//!   the store (`stable.rs`).
-//! - A *lost* page is one the kernel took: lent, not valid, and no longer counted as held.
-//! - Every slot that has a wired page which may be lent is in the queue `wired`.
+//! - A page is *valid* in at most one slot of its frame, and then equals what the store holds (or is dirty:
+//!   newer than the store).
+//! - A dirty page is valid and wired, and its slot is not evicted. The same holds for a page that is not
+//!   stable on the store (`stable.rs`).
+//! - A *lost* page was lent and discarded by the kernel; it is not valid and no longer counts as held.
+//! - Every slot with a wired page that may be lent is in the queue `wired`.
 
 use std::collections::VecDeque;
 
 use ebb_mem::{Memory, SmallBuffer, Worker};
 
-use crate::inflight::Flights;
-use crate::pages::{PAGE_BYTES, Part, each, mask, runs, small};
-use crate::policy::{Eviction, Next, Policy};
-use crate::table::{Index, Linked, NONE, Slab};
+use crate::inflight::InflightTable;
+use crate::pages::{FramePart, PAGE_BYTES, each, mask, runs, small};
+use crate::policy::{Eviction, NextVictim, Policy};
+use crate::table::{FrameIndex, Linked, NONE, Slab};
 
 mod dirty;
 mod lend;
 mod stable;
 mod zeroed;
 
-pub(crate) use dirty::{Aged, few_frames};
-use zeroed::Zeroed;
-pub(crate) use zeroed::{Zero, join};
+pub(crate) use dirty::{DirtyFrame, few_frames};
+use zeroed::ZeroedRanges;
+pub(crate) use zeroed::{ZeroedRange, join};
 
 /// The slot is in the queue `wired`.
 const QUEUED: u8 = 1;
 /// One-pass data: lent at once.
 pub(crate) const COLD: u8 = 2;
-/// The first of what was read ahead: who reads it wants more.
+/// The first buffer of a read-ahead window: reading it starts the next window.
 pub(crate) const MARK: u8 = 4;
-/// It was read ahead.
+/// Loaded by read-ahead.
 pub(crate) const AHEAD: u8 = 8;
 
-/// What is known of a buffer. Masks are of the frame's pages.
+/// The record of a buffer. Masks are of the frame's pages.
 #[derive(Debug)]
-pub(crate) struct Slot {
+pub(crate) struct BufferSlot {
     buffer: Option<SmallBuffer>,
     frame: u32,
     /// The frame's next slot.
@@ -49,8 +49,7 @@ pub(crate) struct Slot {
     valid: u16,
     lost: u16,
     dirty: u16,
-    /// Of the dirty pages a copy is on its way to the store. A page may be in both: it was written
-    /// again meanwhile.
+    /// Dirty pages that are under writeback. A page may be in both masks: it was written again meanwhile.
     cleaning: u16,
     /// On the store and not stable there: `stable.rs`.
     unstable: u16,
@@ -58,19 +57,19 @@ pub(crate) struct Slot {
     /// First page of the buffer, within the frame.
     base: u8,
     flags: u8,
-    /// When it was last used: [`Cache::tick`](crate::cache::Cache).
+    /// When it was last used, see `Cache::tick`.
     tick: u8,
 }
 
-const _: () = assert!(size_of::<Slot>() == 40, "there are millions of them");
+const _: () = assert!(size_of::<BufferSlot>() == 40, "there are millions of them");
 
-impl Default for Slot {
-    fn default() -> Slot {
+impl Default for BufferSlot {
+    fn default() -> BufferSlot {
         let (frame, next) = (NONE, NONE);
         let (valid, lost, dirty, cleaning, unstable, flushing) = (0, 0, 0, 0, 0, 0);
         let (base, flags, tick) = (0, 0, 0);
         let buffer = None;
-        Slot {
+        BufferSlot {
             buffer,
             frame,
             next,
@@ -87,7 +86,7 @@ impl Default for Slot {
     }
 }
 
-impl Linked for Slot {
+impl Linked for BufferSlot {
     fn link(&self) -> u32 {
         self.next
     }
@@ -96,7 +95,7 @@ impl Linked for Slot {
     }
 }
 
-impl Slot {
+impl BufferSlot {
     /// The pages its buffer covers.
     fn covers(&self) -> u16 {
         self.buffer.as_ref().map_or(0, |buffer| buffer.all() << self.base)
@@ -112,40 +111,40 @@ impl Slot {
     }
 }
 
-/// Pages and events of a shard. Gauges are in pages.
+/// Counters of a shard. Gauges are in pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Tally {
-    /// In buffers.
+pub(crate) struct ShardCounters {
+    /// Pages in buffers.
     pub(crate) address: u64,
     /// Of those, lent.
     pub(crate) lent: u64,
-    /// Of the lent, known to be taken.
+    /// Of the lent ones, known to be discarded.
     pub(crate) lost: u64,
-    /// That the store does not have yet.
+    /// Pages that the store does not have yet.
     pub(crate) dirty: u64,
-    /// That are on the store and not known to be stable there.
+    /// Pages that are on the store and not known to be stable there.
     pub(crate) unstable: u64,
     /// Slots in use.
     pub(crate) buffers: u64,
-    /// Pages read from the cache, and of those while they were lent.
+    /// Pages read from the cache, and those of them that were lent at the time.
     pub(crate) hits: u64,
     pub(crate) lent_hits: u64,
     /// Pages that had to be read from the store.
     pub(crate) misses: u64,
-    /// Pages that were lent and gone when they were wanted.
+    /// Lent pages that were found discarded by a read.
     pub(crate) lost_hits: u64,
-    /// Pages found taken by a scan.
+    /// Pages that a scan found discarded.
     pub(crate) reclaimed: u64,
     /// Pages evicted.
     pub(crate) evicted: u64,
-    /// Pages put in.
+    /// Pages inserted.
     pub(crate) inserted: u64,
-    /// Pages put in by read-ahead.
+    /// Pages inserted by read-ahead.
     pub(crate) ahead: u64,
 }
 
-impl Tally {
-    /// Pages that memory is behind.
+impl ShardCounters {
+    /// Pages that have memory.
     pub(crate) fn held(&self) -> u64 {
         self.address - self.lost
     }
@@ -154,57 +153,58 @@ impl Tally {
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Shard {
-    index: Index,
-    slots: Slab<Slot>,
+    index: FrameIndex,
+    slots: Slab<BufferSlot>,
     policy: Eviction,
     wired: VecDeque<u32>,
-    pub(crate) flights: Flights,
-    pub(crate) tally: Tally,
-    /// Where the scan for taken pages goes on.
-    hand: u32,
-    /// A mark of read-ahead was met since this was last taken.
+    pub(crate) inflight: InflightTable,
+    pub(crate) tally: ShardCounters,
+    /// Where the next scan for discarded pages continues.
+    scan_position: u32,
+    /// A read met a read-ahead mark since this was last reset.
     pub(crate) marked: bool,
-    /// Pages evicted when time last passed.
+    /// Pages evicted up to the last call of `age`.
     aged: u64,
-    /// Frames that became dirty, the oldest first. Some are clean again, or in it twice.
-    aging: VecDeque<Aged>,
-    /// Frames with unstable pages, see `stable.rs`; those that a flush is to make stable.
+    /// Frames that became dirty, oldest first. Some may be clean again, or listed twice.
+    aging: VecDeque<DirtyFrame>,
+    /// Frames with unstable pages, see `stable.rs`; those that the flush in progress makes stable.
     kept: Vec<u64>,
     kept_flushing: Vec<u64>,
-    /// Something is on the store, not stable, and not in memory.
+    /// Some data is on the store, not stable, and not in memory, so that it cannot be written again after a
+    /// failed flush.
     pub(crate) loose: bool,
     pub(crate) loose_flushing: bool,
-    zeroed: Zeroed,
+    zeroed: ZeroedRanges,
 }
 
-/// Buffers taken out of a shard, to be freed when its lock is free again.
+/// Buffers removed from a shard, to be freed after its lock is released.
 #[derive(Debug)]
-pub(crate) struct Batch {
-    buffers: [Option<SmallBuffer>; Batch::SIZE],
+pub(crate) struct FreeBatch {
+    buffers: [Option<SmallBuffer>; FreeBatch::SIZE],
     count: usize,
 }
 
-impl Batch {
+impl FreeBatch {
     pub(crate) const SIZE: usize = 64;
 
-    pub(crate) fn new() -> Batch {
-        Batch { buffers: [const { None }; Batch::SIZE], count: 0 }
+    pub(crate) fn new() -> FreeBatch {
+        FreeBatch { buffers: [const { None }; FreeBatch::SIZE], count: 0 }
     }
 
     pub(crate) fn is_full(&self) -> bool {
-        self.count == Batch::SIZE
+        self.count == FreeBatch::SIZE
     }
 
     fn push(&mut self, buffer: SmallBuffer) {
-        debug_assert!(!self.is_full(), "looked at before each");
+        debug_assert!(!self.is_full(), "checked by the caller");
         if let Some(place) = self.buffers.get_mut(self.count) {
             *place = Some(buffer);
             self.count += 1;
         }
     }
 
-    /// Gives the memory back: to the worker's caches where it is wired, else lent; with `now`, all of
-    /// it is returned to the kernel. Returns the number of pages.
+    /// Frees the buffers: wired ones to the worker's caches, the others lent; with `now`, all memory is
+    /// returned to the kernel. Returns the number of pages.
     pub(crate) fn free(&mut self, worker: &Worker, now: bool) -> usize {
         let mut pages = 0;
         let filled = &mut self.buffers[..self.count];
@@ -222,22 +222,22 @@ impl Batch {
     }
 }
 
-impl Drop for Batch {
+impl Drop for FreeBatch {
     fn drop(&mut self) {
-        debug_assert!(self.count == 0, "freed before");
+        debug_assert!(self.count == 0, "the caller frees it");
     }
 }
 
 impl Shard {
     pub(crate) fn new() -> Shard {
         Shard {
-            index: Index::new(),
+            index: FrameIndex::new(),
             slots: Slab::new(),
             policy: Eviction::with_capacity(0),
             wired: VecDeque::new(),
-            flights: Flights::default(),
-            tally: Tally::default(),
-            hand: 0,
+            inflight: InflightTable::default(),
+            tally: ShardCounters::default(),
+            scan_position: 0,
             marked: false,
             aged: 0,
             aging: VecDeque::new(),
@@ -245,7 +245,7 @@ impl Shard {
             kept_flushing: Vec::new(),
             loose: false,
             loose_flushing: false,
-            zeroed: Zeroed::default(),
+            zeroed: ZeroedRanges::default(),
         }
     }
 
@@ -273,10 +273,10 @@ impl Shard {
 
     /// Pages of `frame` that a buffer covers, valid or not.
     pub(crate) fn covered(&self, frame: u64) -> u16 {
-        self.fold(frame, Slot::covers)
+        self.fold(frame, BufferSlot::covers)
     }
 
-    fn fold(&self, frame: u64, of: impl Fn(&Slot) -> u16) -> u16 {
+    fn fold(&self, frame: u64, of: impl Fn(&BufferSlot) -> u16) -> u16 {
         let (mut all, mut at) = (0, self.first(frame));
         while let Some(slot) = self.slots.get(at) {
             all |= of(slot);
@@ -285,12 +285,12 @@ impl Shard {
         all
     }
 
-    /// Copies what is valid of `want` (pages of the part) to `out`, the part's bytes. Returns the
-    /// pages it could not serve.
+    /// Copies the valid pages among `want` (pages of the part) to `out`, the part's bytes. Returns the pages
+    /// it could not serve.
     pub(crate) fn copy_out(
         &mut self,
         memory: &Memory,
-        part: &Part,
+        part: &FramePart,
         want: u16,
         out: &mut [u8],
         tick: u8,
@@ -322,7 +322,7 @@ impl Shard {
         missing
     }
 
-    /// Marks pages of a slot as taken by the kernel.
+    /// Marks pages of a slot as discarded by the kernel.
     fn lose(&mut self, at: u32, pages: u16) {
         if let Some(slot) = self.slots.get_mut(at) {
             let new = pages & slot.lent() & !slot.lost;
@@ -332,8 +332,8 @@ impl Shard {
         }
     }
 
-    /// Takes in a buffer for the pages from `base` on, all of them valid; `kind` is [`COLD`], [`MARK`] and
-    /// [`AHEAD`], or 0. The buffer comes back if there is no room in the tables.
+    /// Inserts a buffer for the pages from `base` on, all of them valid; `kind` is [`COLD`], [`MARK`] and
+    /// [`AHEAD`], or 0. Returns the buffer if there is no room in the tables.
     pub(crate) fn attach(
         &mut self,
         frame: u64,
@@ -348,8 +348,15 @@ impl Shard {
         let first = self.index.get(entry).map_or(NONE, |frame| frame.first);
         let flags = QUEUED | kind;
         let (next, base_page) = (first, small(base));
-        let slot =
-            Slot { frame: entry, next, valid, base: base_page, flags, tick, ..Slot::default() };
+        let slot = BufferSlot {
+            frame: entry,
+            next,
+            valid,
+            base: base_page,
+            flags,
+            tick,
+            ..BufferSlot::default()
+        };
         let Some((at, left)) = self.slots.insert(slot) else { return Err(buffer) };
         if let Some(slot) = self.slots.get_mut(at) {
             slot.buffer = Some(buffer);
@@ -371,31 +378,31 @@ impl Shard {
         Ok(())
     }
 
-    /// Overwrites `want` (pages of the part that a buffer covers) with `data`, the part's bytes. Whole
-    /// pages become valid; a page that is covered in part by the range must be valid already, or is left
-    /// alone. What cannot be wired now becomes invalid. Returns the pages that are valid.
+    /// Overwrites `want` (pages of the part that a buffer covers) with `data`, the part's bytes. Whole pages
+    /// become valid; a page that the range covers in part must be valid already, or is left alone. Pages that
+    /// cannot be wired now become invalid. Returns the pages that are valid.
     pub(crate) fn update(
         &mut self,
         worker: &Worker,
-        part: &Part,
+        part: &FramePart,
         want: u16,
         whole: u16,
         data: &[u8],
     ) -> u16 {
-        // First where a page is valid, then where there is a place for it.
+        // First where a page is valid, then where a buffer covers it.
         let valid = self.update_where(worker, part, want, whole, data, |slot| slot.valid);
         let rest = want & whole & !valid;
-        valid | self.update_where(worker, part, rest, whole, data, Slot::covers)
+        valid | self.update_where(worker, part, rest, whole, data, BufferSlot::covers)
     }
 
     fn update_where(
         &mut self,
         worker: &Worker,
-        part: &Part,
+        part: &FramePart,
         want: u16,
         whole: u16,
         data: &[u8],
-        of: impl Fn(&Slot) -> u16,
+        of: impl Fn(&BufferSlot) -> u16,
     ) -> u16 {
         let (mut done, mut at) = (0, self.first(part.frame));
         while let Some(slot) = self.slots.get_mut(at) {
@@ -417,16 +424,16 @@ impl Shard {
     }
 
     /// Makes `pages` of a frame invalid; buffers without a valid page go to `batch`. False if the batch
-    /// was full before all was done: free it and call again. None of the pages is dirty: who invalidates
-    /// has had them written before. One that is all the same stays, since nothing else has its data.
-    pub(crate) fn invalidate(&mut self, frame: u64, pages: u16, batch: &mut Batch) -> bool {
-        let unsaved = self.fold(frame, Slot::unsaved);
-        debug_assert!(unsaved & pages == 0, "dirty data of frame {frame} is not to be dropped");
+    /// filled up first: free it and call again. The caller has written back all dirty pages; one that is
+    /// dirty nevertheless is kept, since it is the only copy of its data.
+    pub(crate) fn invalidate(&mut self, frame: u64, pages: u16, batch: &mut FreeBatch) -> bool {
+        let unsaved = self.fold(frame, BufferSlot::unsaved);
+        debug_assert!(unsaved & pages == 0, "dirty data of frame {frame} must not be dropped");
         self.forget(frame, pages & !unsaved, batch)
     }
 
-    /// As [`Shard::invalidate`], for pages that the volume does not have any more, dirty or not.
-    pub(crate) fn forget(&mut self, frame: u64, pages: u16, batch: &mut Batch) -> bool {
+    /// As [`Shard::invalidate`], for pages beyond the end of the volume, dirty or not.
+    pub(crate) fn forget(&mut self, frame: u64, pages: u16, batch: &mut FreeBatch) -> bool {
         let mut at = self.first(frame);
         while let Some(slot) = self.slots.get_mut(at) {
             let next = slot.next;
@@ -453,18 +460,18 @@ impl Shard {
         true
     }
 
-    /// The number of a frame's entry, if it is in use: for walks over all.
+    /// The frame number of an entry, if it is in use: for walks over all entries.
     pub(crate) fn frame_at(&self, entry: u32) -> Option<u64> {
         self.index.get(entry).map(|frame| frame.number).filter(|&number| number != u64::MAX)
     }
 
-    /// Entries of frames: `0..entries()`.
+    /// The range of frame entries: `0..entries()`.
     pub(crate) fn entries(&self) -> u32 {
         self.index.entries()
     }
 
-    /// Takes a slot out of its frame; the policy has let go of it.
-    fn detach(&mut self, at: u32, batch: &mut Batch) {
+    /// Removes a slot from its frame; the policy has removed it already.
+    fn detach(&mut self, at: u32, batch: &mut FreeBatch) {
         let Some(slot) = self.slots.get(at) else { return };
         let (entry, next) = (slot.frame, slot.next);
         debug_assert!(slot.kept() == 0, "dirty data is never dropped");
@@ -493,7 +500,7 @@ impl Shard {
         if slot.flags & QUEUED != 0
             && let Some(freed) = self.slots.get_mut(at)
         {
-            // Its place in the queue is taken over by who gets the number next.
+            // Its position in the queue passes to the next slot with this number.
             freed.flags = QUEUED;
         }
         slot.buffer.take().into_iter().for_each(|buffer| batch.push(buffer));
@@ -504,9 +511,9 @@ impl Shard {
         self.policy.catch_up(turned);
     }
 
-    /// Evicts the coldest buffers until `pages` are in the batch, it is full, or none may go. Returns the
-    /// pages that memory was behind.
-    pub(crate) fn evict(&mut self, pages: u64, batch: &mut Batch) -> u64 {
+    /// Evicts the coldest buffers until `pages` are in the batch, it is full, or none may be evicted. Returns
+    /// the number of pages that had memory.
+    pub(crate) fn evict(&mut self, pages: u64, batch: &mut FreeBatch) -> u64 {
         let before = self.tally.held();
         while before - self.tally.held() < pages && !batch.is_full() {
             let slots = &self.slots;
@@ -519,27 +526,27 @@ impl Shard {
         before - self.tally.held()
     }
 
-    /// What the next eviction would take: for a choice between shards.
-    pub(crate) fn next_out(&self) -> Next {
+    /// What the next eviction would take: for the choice between shards.
+    pub(crate) fn next_victim(&self) -> NextVictim {
         self.policy.next()
     }
 
-    /// Lets the policy forget with time, while nothing is evicted: called once a second.
+    /// Ages the policy while nothing is evicted: called once a second.
     pub(crate) fn age(&mut self) {
         if std::mem::replace(&mut self.aged, self.tally.evicted) == self.tally.evicted {
             self.policy.age(u32::try_from(self.tally.buffers / 64).unwrap_or(u32::MAX).min(1024));
         }
     }
 
-    /// Bytes of tables.
+    /// Size of the tables in bytes.
     pub(crate) fn table_bytes(&self) -> usize {
         self.index.bytes() + self.slots.bytes() + self.policy.bytes() + self.wired.capacity() * 4
     }
 }
 
-impl Slot {
-    /// Copies valid pages; returns those that are lost.
-    fn copy_out(&self, memory: &Memory, part: &Part, pages: u16, out: &mut [u8]) -> u16 {
+impl BufferSlot {
+    /// Copies valid pages; returns those that were lost.
+    fn copy_out(&self, memory: &Memory, part: &FramePart, pages: u16, out: &mut [u8]) -> u16 {
         let Some(buffer) = &self.buffer else { return pages };
         let base = usize::from(self.base);
         let lent = self.lent();
@@ -563,22 +570,29 @@ impl Slot {
         lost
     }
 
-    /// See [`Shard::update`]; the tally is the caller's.
-    fn update(&mut self, worker: &Worker, part: &Part, pages: u16, whole: u16, data: &[u8]) -> u16 {
+    /// See [`Shard::update`]; the caller updates the counters.
+    fn update(
+        &mut self,
+        worker: &Worker,
+        part: &FramePart,
+        pages: u16,
+        whole: u16,
+        data: &[u8],
+    ) -> u16 {
         let Some(buffer) = &mut self.buffer else { return 0 };
         let base = usize::from(self.base);
         let lent = pages & (buffer.lent() << base);
-        let mut gone = 0;
+        let mut unusable = 0;
         if lent != 0 {
             match buffer.rewire(worker, lent >> base) {
-                // Of a page that is overwritten wholly nothing can be lost.
-                Ok(lost) => gone = (lost << base) & !whole,
-                Err(_) => gone = lent,
+                // A page that is overwritten completely cannot be lost.
+                Ok(lost) => unusable = (lost << base) & !whole,
+                Err(_) => unusable = lent,
             }
         }
         let wired = !(buffer.lent() << base);
         self.lost &= !wired;
-        for (start, count) in runs(pages & !gone) {
+        for (start, count) in runs(pages & !unusable) {
             let range = part.clip(start, count);
             let from = range.start - start * PAGE_BYTES;
             let pages = start - base..start - base + count;
@@ -587,7 +601,7 @@ impl Slot {
                     .copy_from_slice(&data[range.start - part.from..range.end - part.from]);
             }
         }
-        self.valid = (self.valid | pages) & !gone;
+        self.valid = (self.valid | pages) & !unusable;
         self.valid & pages
     }
 }

@@ -1,11 +1,11 @@
-//! Another size for a volume whose cache is in use.
+//! Resizing a volume whose cache is in use.
 //!
 //! # Invariants
-//! - The cache knows a larger size before anybody else, and a smaller one once nobody asks for what lies
-//!   beyond: a page within the volume is never dropped while it is dirty.
-//! - The page that the old or the new end lies in, if it is no multiple of a page, is held clean while
-//!   the size changes, and read anew afterwards: beyond the end its bytes were zeroes of the cache's own.
-//! - While the store is cut nothing is on its way to it beyond the new end.
+//! - The cache adopts a larger size before requests may use it, and a smaller one after the last request
+//!   beyond the new end: a page within the volume is never dropped while it is dirty.
+//! - If the old or new end is not a multiple of a page, the page at that end is kept clean during the change
+//!   and read again afterwards: the cache had filled its bytes beyond the end with zeroes.
+//! - While the store is truncated, no writeback beyond the new end is in flight.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,27 +13,26 @@ use std::sync::atomic::Ordering;
 use ebb_store::{BlockError, Io, Store};
 
 use crate::pages::{FRAME_PAGES, PAGE, sectors};
-use crate::read::Wait;
+use crate::read::InflightWait;
 use crate::stats::Mode;
-use crate::volume::{SHARDS, VolumeCache, Walk};
-use crate::write::Change;
+use crate::volume::{FrameWalk, SHARDS, VolumeCache};
+use crate::write::InflightWrite;
 
-/// The page that an end lies in, held clean: nobody makes it dirty until this is given back. Give it
-/// back with [`VolumeCache::grow`], [`VolumeCache::cut`] or [`VolumeCache::keep_size`]; dropped, its
+/// The page at the end of a volume, kept clean: it cannot become dirty until this is passed to
+/// [`VolumeCache::grow`], [`VolumeCache::cut`] or [`VolumeCache::keep_size`]. If it is dropped instead, the
 /// page is never cached again.
 #[must_use]
-pub struct Edge<'a>(Option<Change<'a>>);
+pub struct Edge<'a>(Option<InflightWrite<'a>>);
 
 impl VolumeCache {
-    /// Those of `pages` that the volume has.
+    /// The part of `pages` that lies within the volume.
     pub(crate) fn existing(&self, pages: &std::ops::Range<u64>) -> std::ops::Range<u64> {
         pages.start..pages.end.min(self.size().div_ceil(PAGE))
     }
 
-    /// Writes what is dirty below `end`, in writeback mode.
+    /// Writes back what is dirty below `end`, in writeback mode.
     ///
-    /// # Errors
-    /// The store's; the data is kept.
+    /// # Errors Those of the store; the data is kept.
     pub async fn write_below(
         self: &Arc<Self>,
         io: &Io,
@@ -46,10 +45,9 @@ impl VolumeCache {
         }
     }
 
-    /// Holds the page that `end` lies in; a multiple of a page lies in none.
+    /// Holds the page that contains `end`; there is none if `end` is a multiple of a page.
     ///
-    /// # Errors
-    /// The store's: the page is dirty and could not be written.
+    /// # Errors Those of the store: the page is dirty and could not be written.
     pub async fn hold_edge(
         self: &Arc<Self>,
         io: &Io,
@@ -60,43 +58,44 @@ impl VolumeCache {
             return Ok(Edge(None));
         }
         let start = end / PAGE * PAGE;
-        Ok(Edge(Some(Change::begin_clean(self, (io, store), start, PAGE).await?)))
+        Ok(Edge(Some(InflightWrite::begin_clean(self, (io, store), start, PAGE).await?)))
     }
 
-    /// The volume has grown to `size`, on its store, and nobody was told yet; `edge` is that of the old end.
+    /// The store has grown to `size`, and no request uses it yet; `edge` is that of the old end.
     pub fn grow(&self, io: &Io, size: u64, edge: Edge<'_>) {
         self.size.fetch_max(size, Ordering::SeqCst);
-        edge.0.into_iter().for_each(|change| change.end(io.pool().worker(), false));
+        edge.0.into_iter().for_each(|write| write.end(io.pool().worker(), false));
     }
 
-    /// From now on nothing at or beyond `size` is sent to the store, and on return nothing is on its
-    /// way. What is dirty there stays, until it is [cut](VolumeCache::cut) or [kept](VolumeCache::keep_size).
+    /// From now on nothing at or beyond `size` is sent to the store; on return no writeback of it is in
+    /// flight. Dirty data there stays until the volume is [cut](VolumeCache::cut) or [keeps its
+    /// size](VolumeCache::keep_size).
     pub async fn seal(&self, size: u64) {
         self.size.store(size, Ordering::SeqCst);
         let beyond = size / PAGE..u64::MAX;
         for shard in 0..SHARDS {
             loop {
-                let sent = self.lock(shard).flights.cleaned_in(&beyond);
+                let sent = self.lock(shard).inflight.cleaned_in(&beyond);
                 let Some(fill) = sent else { break };
-                Wait { volume: self, shard, fill, waiter: None }.await;
+                InflightWait { volume: self, shard, fill, waiter: None }.await;
             }
         }
     }
 
-    /// The store was cut at `size`: forgets what lies beyond. What was dirty there is given back to
-    /// the [`WritebackControl`](crate::WritebackControl). Some at a time: others on this worker come between.
+    /// The store was truncated at `size`: drops what lies beyond, and returns its dirty bytes to the
+    /// [`WritebackControl`](crate::WritebackControl). Yields to other tasks of the worker.
     pub async fn cut(&self, io: &Io, size: u64, edge: Edge<'_>) {
         let pages = size.div_ceil(PAGE)..u64::MAX - FRAME_PAGES;
         let worker = io.pool().worker();
         for shard in 0..SHARDS {
             {
                 let mut shard = self.lock(shard);
-                shard.flights.poison(&pages);
-                shard.flights.mark_clash(&sectors(size, u64::MAX - size));
+                shard.inflight.poison(&pages);
+                shard.inflight.mark_clash(&sectors(size, u64::MAX - size));
             }
-            let mut walk = Walk::beyond(&pages);
+            let mut walk = FrameWalk::beyond(&pages);
             loop {
-                let mut batch = crate::shard::Batch::new();
+                let mut batch = crate::shard::FreeBatch::new();
                 let done = walk.step(&mut self.lock(shard), shard, &mut batch);
                 batch.free(worker, false);
                 let dropped = std::mem::take(&mut walk.dropped) * PAGE;
@@ -109,20 +108,20 @@ impl VolumeCache {
                 io.yield_now().await;
             }
         }
-        edge.0.into_iter().for_each(|change| change.end(worker, false));
-        self.ask_again();
+        edge.0.into_iter().for_each(|write| write.end(worker, false));
+        self.retry_reservation();
     }
 
-    /// The volume keeps the size it had: nothing came of it.
+    /// The resize failed or was cancelled: the volume keeps its size.
     pub fn keep_size(&self, io: &Io, size: u64, edge: Edge<'_>) {
         self.size.store(size, Ordering::SeqCst);
-        edge.0.into_iter().for_each(|change| change.end(io.pool().worker(), true));
-        self.ask_again();
+        edge.0.into_iter().for_each(|write| write.end(io.pool().worker(), true));
+        self.retry_reservation();
     }
 }
 
 impl Default for Edge<'_> {
-    /// Of an end at a multiple of a page.
+    /// For an end at a multiple of a page.
     fn default() -> Self {
         Edge(None)
     }

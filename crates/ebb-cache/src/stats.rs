@@ -1,27 +1,27 @@
-//! What the cache is made with, and the figures it shows.
+//! Cache modes and statistics.
 
 use std::fmt;
 use std::str::FromStr;
 
-use crate::shard::Tally;
+use crate::shard::ShardCounters;
 
 /// Bytes of a page, for gauges.
 const PAGE: u64 = crate::pages::PAGE;
 
-/// How a volume uses the cache: the words people know from QEMU.
+/// How a volume uses the cache. The names are QEMU's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
     /// Every request goes to the store.
     #[default]
     None,
-    /// Reads are served from memory; a write is acknowledged when the store has it.
+    /// Reads are served from memory; a write is acknowledged when the store has completed it.
     Writethrough,
-    /// Writes are acknowledged from memory, and reach the store later; a flush waits for that.
+    /// Writes are acknowledged from memory and reach the store later; a flush waits for that.
     Writeback,
 }
 
 impl Mode {
-    /// The word for it: `none`, `writethrough` or `writeback`.
+    /// The name used in configuration: `none`, `writethrough` or `writeback`.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -38,7 +38,7 @@ impl fmt::Display for Mode {
     }
 }
 
-/// A word that is no mode.
+/// A string that names no mode.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no cache mode `{0}`: use none, writethrough or writeback")]
 pub struct ModeError(String);
@@ -54,41 +54,41 @@ impl FromStr for Mode {
     }
 }
 
-/// The figures of one volume's part of the cache: gauges in bytes, counters since it was opened.
+/// Statistics of one volume's part of the cache: gauges in bytes, counters since it was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VolumeCacheStats {
-    /// Memory with cached data behind it: wired, or lent and not known to be taken (seed `002`).
+    /// Memory that holds cached data: wired, or lent and not known to be discarded.
     pub bufspace: u64,
-    /// Of that, what the kernel may not take.
+    /// The wired part of that.
     pub bufwiredspace: u64,
     /// Address space of all buffers.
     pub bufkvaspace: u64,
     /// Data that the store does not have yet.
     pub dirty: u64,
-    /// Buffers.
+    /// Number of buffers.
     pub buffers: u64,
-    /// Tables that all this is found with.
+    /// Bytes of the tables that index the buffers.
     pub tables: u64,
-    /// Pages (4 KiB) that reads found here.
+    /// Pages (4 KiB) that reads found in the cache.
     pub hits: u64,
-    /// Of those, pages that were lent at the time, and still there.
+    /// Of those, pages that were lent at the time and still intact.
     pub lent_hits: u64,
-    /// Pages that reads had to take from the store.
+    /// Pages that had to be read from the store.
     pub misses: u64,
-    /// Pages that reads wanted and the kernel had taken; each is a miss, too.
+    /// Pages that reads wanted and the kernel had discarded; each is a miss, too.
     pub lost_hits: u64,
-    /// Pages found taken by the scan.
+    /// Pages that the scan found discarded.
     pub reclaimed: u64,
-    /// Pages that went to make room.
+    /// Pages evicted to make room.
     pub evictions: u64,
-    /// Pages put in.
+    /// Pages inserted.
     pub insertions: u64,
     /// Of those, by read-ahead.
     pub read_ahead: u64,
 }
 
 impl VolumeCacheStats {
-    pub(crate) fn add(&mut self, tally: &Tally, tables: usize) {
+    pub(crate) fn add(&mut self, tally: &ShardCounters, tables: usize) {
         self.bufspace += tally.held() * PAGE;
         self.bufwiredspace += (tally.address - tally.lent) * PAGE;
         self.bufkvaspace += tally.address * PAGE;
@@ -127,33 +127,33 @@ impl VolumeCacheStats {
     pub fn hit_ratio(&self) -> f64 {
         let share = |value: u64| u32::try_from(value.min(1 << 31)).map_or(0.0, f64::from);
         let all = self.hits.saturating_add(self.misses);
-        // Down to 31 bits: a ratio needs no more.
+        // 31 bits are precise enough for a ratio.
         let shift = (64 - all.leading_zeros()).saturating_sub(31);
         if all == 0 { 0.0 } else { share(self.hits >> shift) / share(all >> shift) }
     }
 }
 
-/// The figures of the whole cache.
+/// Statistics of the whole cache.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CacheStats {
-    /// Sums over all volumes, those that are closed left out.
+    /// Sums over all open volumes.
     pub total: VolumeCacheStats,
     /// Each volume, by name.
     pub volumes: Vec<(String, VolumeCacheStats)>,
-    /// What the cache may hold at this moment, bytes.
+    /// What the cache may hold now, in bytes.
     pub limit: u64,
-    /// What it may hold when memory is plenty, bytes.
+    /// What it may hold when memory is plentiful, in bytes.
     pub max: u64,
-    /// What it keeps under pressure, bytes.
+    /// What it keeps under pressure, in bytes.
     pub min: u64,
-    /// False after a last resort until calm: requests go to the store.
+    /// False from a last resort (L3) until pressure is over: requests go to the store.
     pub admits: bool,
-    /// Buffers that found no memory; the data was served all the same.
+    /// Buffers that found no memory; the requests were served all the same.
     pub refused: u64,
-    /// Looks for pages that the kernel took.
+    /// Scans for pages that the kernel discarded.
     pub scans: u64,
-    /// Bytes returned because others were about to need them, since the start.
-    pub receded: u64,
+    /// Bytes returned by proactive reclaim since the start.
+    pub proactively_reclaimed: u64,
 }
 
 impl CacheStats {
@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn modes_are_words() {
+    fn modes_parse_and_print_their_names() {
         for mode in [Mode::None, Mode::Writethrough, Mode::Writeback] {
             assert_eq!(mode.to_string().parse::<Mode>(), Ok(mode));
         }

@@ -1,7 +1,7 @@
-//! The synchronisation this crate uses: the standard library's, or shuttle's under model checking.
+//! The synchronisation primitives of this crate: the standard library's, or shuttle's under model checking.
 //!
-//! A poisoned lock is taken all the same: every critical section leaves its data consistent before it
-//! can panic, and memory must flow back even after a panic somewhere else.
+//! Lock poisoning is ignored: every critical section leaves its data consistent before it can panic, and
+//! memory must be freed even after a panic elsewhere.
 
 use std::sync::PoisonError;
 

@@ -1,21 +1,21 @@
-//! Tables that grow and shrink in small steps: slots by number, and frames by their number.
+//! Tables that grow and shrink in small steps: slots by number, and frames by frame number.
 //!
-//! A shard's lock is held while they change, so nothing here moves more than a chunk or a bucket at a
-//! time: [`Slab`] adds chunks of [`CHUNK`] entries, [`Index`] is a linear hash table that splits or
-//! joins one bucket per change.
+//! They change under a shard's lock, so no operation moves more than one chunk or bucket: [`Slab`] adds
+//! chunks of [`CHUNK`] entries, [`FrameIndex`] is a linear hash table that splits or joins one bucket per
+//! change.
 
 /// Entries in a chunk.
 const CHUNK: usize = 256;
 /// No entry.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// What a [`Slab`] holds: each entry has a link to another, which is also used while it is free.
+/// An entry of a [`Slab`]: each has a link to another entry, which also chains free entries.
 pub(crate) trait Linked: Default {
     fn link(&self) -> u32;
     fn set_link(&mut self, link: u32);
 }
 
-/// Entries by number. Numbers of freed entries are used again.
+/// Entries by number. Numbers of freed entries are reused.
 #[derive(Debug)]
 pub(crate) struct Slab<T> {
     chunks: Vec<Box<[T]>>,
@@ -38,7 +38,7 @@ impl<T: Linked> Slab<T> {
         self.used
     }
 
-    /// One more than the highest number there has been.
+    /// One more than the highest number ever used.
     pub(crate) fn numbers(&self) -> u32 {
         u32::try_from(self.chunks.len() * CHUNK).unwrap_or(NONE)
     }
@@ -55,8 +55,8 @@ impl<T: Linked> Slab<T> {
         self.chunks.get_mut(chunk)?.get_mut(at)
     }
 
-    /// Takes a free entry for `value`; returns its number and what was left in it. `None` (and the
-    /// value is dropped) beyond four thousand million.
+    /// Allocates an entry for `value`; returns its number and the entry's previous content. `None` (and the
+    /// value is dropped) beyond 2^32 - 1 entries.
     pub(crate) fn insert(&mut self, value: T) -> Option<(u32, T)> {
         if self.free == NONE {
             let first = u32::try_from(self.chunks.len() * CHUNK).ok()?;
@@ -91,9 +91,9 @@ impl<T: Linked> Slab<T> {
     }
 }
 
-/// One frame that has something cached.
+/// A frame that has cached pages.
 #[derive(Debug)]
-pub(crate) struct Frame {
+pub(crate) struct FrameEntry {
     /// Its number in the volume.
     pub(crate) number: u64,
     /// Next in its bucket.
@@ -102,13 +102,13 @@ pub(crate) struct Frame {
     pub(crate) first: u32,
 }
 
-impl Default for Frame {
-    fn default() -> Frame {
-        Frame { number: u64::MAX, chain: NONE, first: NONE }
+impl Default for FrameEntry {
+    fn default() -> FrameEntry {
+        FrameEntry { number: u64::MAX, chain: NONE, first: NONE }
     }
 }
 
-impl Linked for Frame {
+impl Linked for FrameEntry {
     fn link(&self) -> u32 {
         self.chain
     }
@@ -117,27 +117,27 @@ impl Linked for Frame {
     }
 }
 
-/// Fewest buckets.
+/// Minimum number of buckets.
 const BUCKETS_MIN: usize = 16;
 
-/// Frames by their number.
+/// Frames by frame number.
 #[derive(Debug)]
-pub(crate) struct Index {
-    frames: Slab<Frame>,
+pub(crate) struct FrameIndex {
+    frames: Slab<FrameEntry>,
     heads: Vec<Box<[u32]>>,
     buckets: usize,
 }
 
-/// Spreads frame numbers: neighbours go to different places.
+/// Spreads frame numbers: neighbours go to different buckets.
 #[inline]
 pub(crate) fn hash(number: u64) -> u64 {
     let mixed = (number ^ (number >> 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     mixed ^ (mixed >> 29)
 }
 
-impl Index {
-    pub(crate) fn new() -> Index {
-        Index { frames: Slab::new(), heads: Vec::new(), buckets: BUCKETS_MIN }
+impl FrameIndex {
+    pub(crate) fn new() -> FrameIndex {
+        FrameIndex { frames: Slab::new(), heads: Vec::new(), buckets: BUCKETS_MIN }
     }
 
     pub(crate) fn len(&self) -> u32 {
@@ -147,7 +147,7 @@ impl Index {
     #[inline]
     fn bucket(&self, number: u64) -> usize {
         let whole = self.buckets.next_power_of_two();
-        // Another part of the hash than the one that chooses the shard.
+        // Other bits of the hash than those that choose the shard.
         let bucket = usize::try_from(hash(number) >> 8 & 0xffff_ffff).unwrap_or(0) & (whole - 1);
         if bucket < self.buckets { bucket } else { bucket & (whole / 2 - 1) }
     }
@@ -177,22 +177,22 @@ impl Index {
     }
 
     #[inline]
-    pub(crate) fn get(&self, entry: u32) -> Option<&Frame> {
+    pub(crate) fn get(&self, entry: u32) -> Option<&FrameEntry> {
         self.frames.get(entry)
     }
 
-    pub(crate) fn get_mut(&mut self, entry: u32) -> Option<&mut Frame> {
+    pub(crate) fn get_mut(&mut self, entry: u32) -> Option<&mut FrameEntry> {
         self.frames.get_mut(entry)
     }
 
-    /// The frame's entry; it is made if there is none.
+    /// The frame's entry, created if it does not exist.
     pub(crate) fn ensure(&mut self, number: u64) -> Option<u32> {
         if let Some(entry) = self.find(number) {
             return Some(entry);
         }
         let bucket = self.bucket(number);
         let chain = self.head(bucket);
-        let (entry, _) = self.frames.insert(Frame { number, chain, first: NONE })?;
+        let (entry, _) = self.frames.insert(FrameEntry { number, chain, first: NONE })?;
         self.set_head(bucket, entry);
         if usize::try_from(self.len()).is_ok_and(|len| len > self.buckets) {
             self.buckets += 1;
@@ -202,7 +202,7 @@ impl Index {
         Some(entry)
     }
 
-    /// Takes a frame out.
+    /// Removes a frame.
     pub(crate) fn remove(&mut self, entry: u32) {
         let Some(frame) = self.frames.get(entry) else { return };
         let (number, next) = (frame.number, frame.chain);
@@ -228,7 +228,7 @@ impl Index {
         }
     }
 
-    /// Puts the frames of one bucket where they belong now.
+    /// Moves the frames of one bucket to where they belong now.
     fn rehash(&mut self, bucket: usize) {
         let mut entry = self.head(bucket);
         self.set_head(bucket, NONE);
@@ -244,19 +244,19 @@ impl Index {
         }
     }
 
-    /// Numbers that frames' entries may have: `0..entries()`.
+    /// The range of entry numbers: `0..entries()`.
     pub(crate) fn entries(&self) -> u32 {
         self.frames.numbers()
     }
 
-    /// Bytes of memory it has.
+    /// Size in memory, in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.frames.bytes() + self.heads.len() * CHUNK * size_of::<u32>()
     }
 }
 
 impl<T> Slab<T> {
-    /// Bytes of memory it has.
+    /// Size in memory, in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.chunks.len() * CHUNK * size_of::<T>()
     }
@@ -269,12 +269,12 @@ mod tests {
 
     #[test]
     fn the_index_agrees_with_a_map() {
-        let (mut index, mut map) = (Index::new(), HashMap::new());
+        let (mut index, mut map) = (FrameIndex::new(), HashMap::new());
         let mut random = 12345u64;
         for step in 0..60_000u64 {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let number = random >> 33 & 0x3fff;
-            // Grows, then shrinks to nothing.
+            // It grows, then shrinks to nothing.
             if random & 3 != 0 && step < 40_000 || step < 3000 {
                 let entry = index.ensure(number).unwrap();
                 assert_eq!(*map.entry(number).or_insert(entry), entry);

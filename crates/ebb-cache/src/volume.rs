@@ -1,4 +1,4 @@
-//! One volume's part of the cache: its shards, and how buffers get in and out.
+//! One volume's part of the cache: its shards, insertion and eviction of buffers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -7,20 +7,22 @@ use ebb_io::{Buf, BufPool, Io};
 use ebb_mem::{Memory, OwnerId, SmallBuffer, Spare, SpareHeld, Worker};
 
 use crate::cache::Cache;
-use crate::pages::{FRAME_PAGES, PAGE, PAGE_BYTES, Part, blocks, mask, sectors, touched, within};
-use crate::policy::{Next, TURN};
+use crate::pages::{
+    FRAME_PAGES, FramePart, PAGE, PAGE_BYTES, blocks, mask, sectors, touched, within,
+};
+use crate::policy::{FULL_ROUND, NextVictim};
 use crate::read_ahead::ReadAhead;
-use crate::shard::{Batch, Shard};
+use crate::shard::{FreeBatch, Shard};
 use crate::stats::{Mode, VolumeCacheStats};
 use crate::sync::{Mutex, MutexGuard};
 use crate::table::hash;
 use crate::writeback::WritebackState;
 
-/// Shards of a volume: workers on different frames seldom meet.
+/// Shards of a volume: workers on different frames seldom contend.
 pub(crate) const SHARDS: usize = 16;
-/// Frames that one hold of a lock walks over.
+/// Frames that are visited under one acquisition of a lock.
 const WALK: u32 = 64;
-/// A volume is active if it was used within so many ticks of a quarter of a second.
+/// A volume is active if it was used within this many ticks of a quarter of a second.
 const ACTIVE_TICKS: u32 = 40;
 
 /// A volume's cache. Shared by the workers that serve it.
@@ -28,35 +30,35 @@ pub struct VolumeCache {
     name: Arc<str>,
     pub(crate) cache: Arc<Cache>,
     pub(crate) memory: Arc<Memory>,
-    /// For buffers of work that does with less.
+    /// Charged with buffers of optional work such as read-ahead.
     spare: Arc<Spare>,
     owner: OwnerId,
     pub(crate) size: AtomicU64,
     mode: Mode,
     pub(crate) writeback: WritebackState,
     shards: [Mutex<Shard>; SHARDS],
-    /// Pages that memory is behind.
+    /// Pages held by buffers.
     held: AtomicU64,
     /// Pages that the store does not have yet.
     dirty: AtomicU64,
     /// Pages that are on the store and not known to be stable there.
     pub(crate) unstable: AtomicU64,
-    /// The shard that is looked at first when some is evicted.
+    /// The shard that the next eviction examines first.
     cursor: AtomicU32,
-    /// How far the shard was gone round that was evicted from last ([`Next::Used`]).
+    /// Position of the last evicted shard's clock ([`NextVictim::Used`]).
     turned: AtomicU64,
-    changes: AtomicU64,
-    /// Requests that missed, and the reclaimer's account of when that last changed.
+    next_write_id: AtomicU64,
+    /// Requests that missed, and the reclaimer's record of when that count last changed.
     pub(crate) uses: AtomicU64,
     seen: AtomicU64,
     idle_ticks: AtomicU32,
     pub(crate) ahead: ReadAhead,
-    /// A hit has met a mark of read-ahead.
+    /// A hit met the mark of a read-ahead.
     pub(crate) marked: AtomicBool,
 }
 
-/// A shard's lock. What memory is held is told to volume and cache when it is let go.
-pub(crate) struct Locked<'a> {
+/// The lock of a shard. Dropping it adds the change of held pages to the volume's and the cache's counters.
+pub(crate) struct LockedShard<'a> {
     shard: MutexGuard<'a, Shard>,
     volume: &'a VolumeCache,
     held: u64,
@@ -64,20 +66,20 @@ pub(crate) struct Locked<'a> {
     unstable: u64,
 }
 
-impl std::ops::Deref for Locked<'_> {
+impl std::ops::Deref for LockedShard<'_> {
     type Target = Shard;
     fn deref(&self) -> &Shard {
         &self.shard
     }
 }
 
-impl std::ops::DerefMut for Locked<'_> {
+impl std::ops::DerefMut for LockedShard<'_> {
     fn deref_mut(&mut self) -> &mut Shard {
         &mut self.shard
     }
 }
 
-impl Drop for Locked<'_> {
+impl Drop for LockedShard<'_> {
     fn drop(&mut self) {
         let held = self.shard.tally.held();
         if held != self.held {
@@ -100,18 +102,18 @@ impl Drop for Locked<'_> {
 }
 
 /// Buffers that are filled and not yet in a shard.
-pub(crate) struct Prepared {
+pub(crate) struct PreparedBuffers {
     buffers: [Option<(usize, SmallBuffer)>; 16],
     count: usize,
     pages: u64,
 }
 
-impl Prepared {
-    pub(crate) const fn none() -> Prepared {
-        Prepared { buffers: [const { None }; 16], count: 0, pages: 0 }
+impl PreparedBuffers {
+    pub(crate) const fn none() -> PreparedBuffers {
+        PreparedBuffers { buffers: [const { None }; 16], count: 0, pages: 0 }
     }
 
-    /// Puts them into the shard, those left out of which a page is valid already.
+    /// Puts them into the shard, except buffers with a page that is valid already.
     pub(crate) fn attach(&mut self, shard: &mut Shard, frame: u64, kind: u8, tick: u8) {
         let valid = shard.valid(frame);
         for place in &mut self.buffers[..self.count] {
@@ -124,7 +126,7 @@ impl Prepared {
         }
     }
 
-    /// Frees what was not attached. Call it when the shard's lock is free.
+    /// Frees what was not attached. Call it without the shard's lock.
     pub(crate) fn finish(&mut self, cache: &Cache, worker: &Worker) {
         for place in &mut self.buffers[..self.count] {
             place.take().into_iter().for_each(|(_, buffer)| buffer.free(worker));
@@ -157,7 +159,7 @@ impl VolumeCache {
             unstable: AtomicU64::new(0),
             cursor: AtomicU32::new(0),
             turned: AtomicU64::new(0),
-            changes: AtomicU64::new(0),
+            next_write_id: AtomicU64::new(0),
             uses: AtomicU64::new(0),
             seen: AtomicU64::new(0),
             idle_ticks: AtomicU32::new(0),
@@ -171,13 +173,13 @@ impl VolumeCache {
         &self.name
     }
 
-    /// How it is used.
+    /// The cache mode.
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// A buffer for work that helps but does not have to be done, such as read-ahead: of `most` bytes, or as many of them
-    /// as there are, but at least `least`. What it takes is given back with the second part.
+    /// A buffer for optional work such as read-ahead: of `most` bytes, or of what is available, but at least
+    /// `least`. Dropping the second part returns the memory charged for it.
     pub(crate) fn spare_buffer(
         &self,
         io: &Io,
@@ -195,7 +197,7 @@ impl VolumeCache {
         self.size.load(Ordering::Relaxed)
     }
 
-    /// The figures of now: gauges are exact, one shard after the other.
+    /// Current statistics: gauges are exact, one shard after the other.
     pub fn stats(&self) -> VolumeCacheStats {
         let mut stats = VolumeCacheStats::default();
         for shard in 0..SHARDS {
@@ -205,36 +207,36 @@ impl VolumeCache {
         stats
     }
 
-    /// Forgets what is cached of a range: it was changed from outside. Data that is just being read
-    /// from the store is not kept. Of a volume in writeback mode nothing of the range may be dirty.
+    /// Drops what is cached of a range that was changed outside the cache. Data of reads in flight is not
+    /// kept. In writeback mode nothing of the range may be dirty.
     pub fn invalidate(&self, offset: u64, length: u64) {
         let pages = touched(offset, length);
         let worker = self.memory.worker(|| ());
         for shard in 0..SHARDS {
             {
                 let mut shard = self.lock(shard);
-                shard.flights.poison(&pages);
-                shard.flights.mark_clash(&sectors(offset, length));
+                shard.inflight.poison(&pages);
+                shard.inflight.mark_clash(&sectors(offset, length));
             }
             self.drop_pages(shard, &pages, &worker);
         }
     }
 
-    /// The shard a frame belongs to.
+    /// The shard of a frame.
     #[inline]
     pub(crate) fn shard_of(frame: u64) -> usize {
         usize::try_from(hash(frame) & 15).unwrap_or(0)
     }
 
     #[inline]
-    pub(crate) fn lock(&self, shard: usize) -> Locked<'_> {
+    pub(crate) fn lock(&self, shard: usize) -> LockedShard<'_> {
         let shard = self.shards[shard % SHARDS].lock();
         let tally = &shard.tally;
         let (held, dirty, unstable) = (tally.held(), tally.dirty, tally.unstable);
-        Locked { shard, volume: self, held, dirty, unstable }
+        LockedShard { shard, volume: self, held, dirty, unstable }
     }
 
-    /// Pages that memory is behind.
+    /// Pages held by buffers.
     pub(crate) fn held(&self) -> u64 {
         self.held.load(Ordering::Relaxed)
     }
@@ -244,13 +246,13 @@ impl VolumeCache {
         self.dirty.load(Ordering::Relaxed) * PAGE
     }
 
-    /// Whether it was used lately.
+    /// Whether it was used recently.
     pub(crate) fn is_active(&self) -> bool {
         self.idle_ticks.load(Ordering::Relaxed) < ACTIVE_TICKS
     }
 
-    /// Time has passed, by so many ticks.
-    pub(crate) fn note_time(&self, ticks: u32) {
+    /// Advances time by this many ticks.
+    pub(crate) fn advance_time(&self, ticks: u32) {
         let uses = self.uses.load(Ordering::Relaxed) + self.hits();
         if self.seen.swap(uses, Ordering::Relaxed) == uses {
             let idle = self.idle_ticks.load(Ordering::Relaxed).saturating_add(ticks);
@@ -264,14 +266,14 @@ impl VolumeCache {
         (0..SHARDS).map(|shard| self.lock(shard).tally.hits).sum()
     }
 
-    /// A second has passed.
+    /// Called once a second.
     pub(crate) fn age(&self) {
         (0..SHARDS).for_each(|shard| self.lock(shard).age());
     }
 
-    /// A number for a change.
-    pub(crate) fn new_change(&self) -> u64 {
-        self.changes.fetch_add(2, Ordering::Relaxed)
+    /// A new identifier for an in-flight write.
+    pub(crate) fn new_write_id(&self) -> u64 {
+        self.next_write_id.fetch_add(2, Ordering::Relaxed)
     }
 
     /// The shards that pages of a range lie in, as bits.
@@ -283,16 +285,16 @@ impl VolumeCache {
         frames.fold(0, |all, frame| all | mask(VolumeCache::shard_of(frame), 1))
     }
 
-    /// Buffers with `pages` of a frame, filled from `data` (the part's bytes). Empty if there is no room
-    /// or no memory now.
+    /// Buffers with `pages` of a frame, filled from `data` (the part's bytes). Empty if there is no room or
+    /// no memory now.
     pub(crate) fn prepare(
         &self,
         worker: &Worker,
-        part: &Part,
+        part: &FramePart,
         pages: u16,
         data: &[u8],
-    ) -> Prepared {
-        let mut prepared = Prepared::none();
+    ) -> PreparedBuffers {
+        let mut prepared = PreparedBuffers::none();
         let count = u64::from(pages.count_ones());
         if count == 0 || !self.cache.make_room(self, worker, count) {
             return prepared;
@@ -320,16 +322,16 @@ impl VolumeCache {
         prepared
     }
 
-    /// Evicts about `pages` pages, the coldest of all shards first. With `now` the memory is returned to
-    /// the kernel at once. Returns the pages that memory was behind.
+    /// Evicts about `pages` pages, the coldest of all shards first. With `now` the memory is returned to the
+    /// kernel at once. Returns the number of pages that had memory.
     ///
-    /// All of it goes back together: what was put in at a time lies side by side over all shards, and a
+    /// Everything is freed together: data inserted at the same time is adjacent across all shards, and one
     /// call for 2 MiB costs the kernel a fifth less than calls for 64 KiB.
     pub(crate) fn evict(&self, worker: &Worker, pages: u64, now: bool) -> u64 {
         let mut got = 0;
-        // Shards that gave nothing.
+        // Shards with nothing to evict.
         let mut left: u16 = 0;
-        let mut batch = Batch::new();
+        let mut batch = FreeBatch::new();
         while got < pages
             && let Some((number, next)) = self.coldest_shard(left)
         {
@@ -337,14 +339,14 @@ impl VolumeCache {
             let some = {
                 let mut shard = self.lock(number);
                 let most = match next {
-                    Next::Cold(pages) | Next::New(pages) => pages.min(wanted),
-                    Next::Used(turned) => {
-                        // Who has had no turn for long, since there was nothing, is not behind by that.
+                    NextVictim::Cold(pages) | NextVictim::New(pages) => pages.min(wanted),
+                    NextVictim::Used(turned) => {
+                        // A shard that was empty for long does not catch up for that time.
                         let last = self.turned.fetch_max(turned, Ordering::Relaxed);
-                        shard.catch_up(last.saturating_sub(TURN / 4));
+                        shard.catch_up(last.saturating_sub(FULL_ROUND / 4));
                         wanted.min((pages / SHARDS as u64).max(FRAME_PAGES))
                     }
-                    Next::Nothing => 0,
+                    NextVictim::Nothing => 0,
                 };
                 shard.evict(most, &mut batch)
             };
@@ -361,24 +363,24 @@ impl VolumeCache {
         got
     }
 
-    /// The shard that can best do without its coldest, of those not in `but`; `None` if all are empty.
-    fn coldest_shard(&self, but: u16) -> Option<(usize, Next)> {
-        // Among equals not always the same.
+    /// The shard whose coldest page is worth least, except those in `but`; `None` if all are empty.
+    fn coldest_shard(&self, but: u16) -> Option<(usize, NextVictim)> {
+        // Start at a different shard each time, so that equal ones are chosen in rotation.
         let from = usize::try_from(self.cursor.fetch_add(1, Ordering::Relaxed)).unwrap_or(0);
         let numbers = (from..from.saturating_add(SHARDS)).map(|number| number % SHARDS);
         let shards = numbers.filter(|&number| but & mask(number, 1) == 0);
-        let all = shards.map(|number| (number, self.lock(number).next_out()));
-        let some = all.filter(|(_, next)| *next != Next::Nothing);
+        let all = shards.map(|number| (number, self.lock(number).next_victim()));
+        let some = all.filter(|(_, next)| *next != NextVictim::Nothing);
         some.min_by_key(|(_, next)| next.rank())
     }
 
-    /// Drops all of `pages` that is cached in one shard.
+    /// Drops everything of `pages` that is cached in one shard.
     pub(crate) fn drop_pages(&self, shard: usize, pages: &std::ops::Range<u64>, worker: &Worker) {
-        self.drop_by(Walk::new(pages), shard, worker);
+        self.drop_by(FrameWalk::new(pages), shard, worker);
     }
 
-    fn drop_by(&self, mut walk: Walk, shard: usize, worker: &Worker) {
-        let mut batch = Batch::new();
+    fn drop_by(&self, mut walk: FrameWalk, shard: usize, worker: &Worker) {
+        let mut batch = FreeBatch::new();
         while !walk.step(&mut self.lock(shard), shard, &mut batch) {
             batch.free(worker, false);
         }
@@ -386,29 +388,30 @@ impl VolumeCache {
     }
 }
 
-/// A walk over the cached frames of a range, in one shard, a bounded number at a time.
-pub(crate) struct Walk {
+/// Visits the cached frames of a range in one shard, a bounded number at a time.
+pub(crate) struct FrameWalk {
     pages: std::ops::Range<u64>,
-    /// The next frame, or entry of the shard's table: whichever are fewer. Not known before the first step.
+    /// The next frame of the range, or the next entry of the shard's table, whichever are fewer. Unknown
+    /// before the first step.
     at: u64,
     by_entry: Option<bool>,
-    /// Dirty pages go as well; so many went.
+    /// Whether dirty pages are dropped as well, and how many were.
     all: bool,
     pub(crate) dropped: u64,
 }
 
-impl Walk {
-    pub(crate) fn new(pages: &std::ops::Range<u64>) -> Walk {
-        Walk { pages: pages.clone(), at: 0, by_entry: None, all: false, dropped: 0 }
+impl FrameWalk {
+    pub(crate) fn new(pages: &std::ops::Range<u64>) -> FrameWalk {
+        FrameWalk { pages: pages.clone(), at: 0, by_entry: None, all: false, dropped: 0 }
     }
 
-    /// A walk over pages that the volume does not have any more: what is dirty of them goes, too.
-    pub(crate) fn beyond(pages: &std::ops::Range<u64>) -> Walk {
-        Walk { all: true, ..Walk::new(pages) }
+    /// A walk over pages beyond the end of the volume: dirty pages are dropped, too.
+    pub(crate) fn beyond(pages: &std::ops::Range<u64>) -> FrameWalk {
+        FrameWalk { all: true, ..FrameWalk::new(pages) }
     }
 
-    /// Invalidates some. True when all is done; else free the batch and call again.
-    pub(crate) fn step(&mut self, shard: &mut Shard, number: usize, batch: &mut Batch) -> bool {
+    /// Invalidates some frames. True when all is done; otherwise free the batch and call again.
+    pub(crate) fn step(&mut self, shard: &mut Shard, number: usize, batch: &mut FreeBatch) -> bool {
         let by_entry = self.by_entry.unwrap_or_else(|| {
             let first = self.pages.start / FRAME_PAGES;
             let frames = self.pages.end.div_ceil(FRAME_PAGES).saturating_sub(first);
@@ -456,8 +459,8 @@ impl Drop for VolumeCache {
     fn drop(&mut self) {
         let worker = self.memory.worker(|| ());
         for shard in 0..SHARDS {
-            // Nobody is left who could have written back what is dirty.
-            self.drop_by(Walk::beyond(&(0..u64::MAX)), shard, &worker);
+            // The volume is being dropped: no task can write back what is dirty.
+            self.drop_by(FrameWalk::beyond(&(0..u64::MAX)), shard, &worker);
         }
         drop(worker);
         self.memory.release_owner(self.owner);
@@ -474,6 +477,6 @@ impl Cache {
     /// A buffer found no memory.
     pub(crate) fn refuse(&self) {
         self.refused.fetch_add(1, Ordering::Relaxed);
-        self.orders.short();
+        self.reclaim_requests.short();
     }
 }

@@ -1,9 +1,9 @@
-//! Changing: the store first, then what is cached of it (writethrough). What is dirty of a range goes to
-//! the store before any of this begins (`back.rs`).
+//! Writethrough writes, discards and write-zeroes: first the store, then the cached pages. In writeback mode
+//! the dirty data of the range is written to the store before the request begins (`writeback.rs`).
 //!
-//! A change is known to the shards it touches from before the store is asked until the cache is up to
-//! date (`inflight.rs`). A change that fails, or whose future is dropped, or that meets another one,
-//! leaves nothing of its pages in the cache.
+//! In this module an *in-flight write* is any of the three requests. The shards it touches know of it from
+//! before it is submitted to the store until the cache is up to date (`inflight.rs`). A write that fails,
+//! whose future is dropped, or that overlaps another one leaves none of its pages in the cache.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -15,22 +15,22 @@ use ebb_store::{
 };
 
 use crate::inflight::Wakers;
-use crate::pages::{PAGE, Part, each, mask, parts, sectors, touched};
-use crate::shard::{Batch, COLD};
+use crate::pages::{FramePart, PAGE, each, mask, parts, sectors, touched};
+use crate::shard::{COLD, FreeBatch};
 use crate::stats::Mode;
-use crate::volume::{VolumeCache, Walk};
+use crate::volume::{FrameWalk, VolumeCache};
 
-/// Writes of so many bytes are taken for one-pass data.
+/// Writes of this many bytes count as one-pass data.
 const LARGE: usize = 256 << 10;
 
-/// Holds of a lock, of up to 64 frames each, between two looks at other tasks.
-const STEPS: u32 = 8;
-/// Frames of a request that are copied between two looks at other tasks: a MiB.
+/// Lock acquisitions, of up to 64 frames each, before the task yields.
+const LOCKS_PER_YIELD: u32 = 8;
+/// Frames of a request that are copied before the task yields: a MiB.
 pub(crate) const FRAMES_AT_ONCE: usize = 16;
 
-/// A change under way. Dropped before its end it stays with the shards, since the store may still carry
-/// it out.
-pub(crate) struct Change<'a> {
+/// A write in flight. If it is dropped before it has completed, the shards keep its entry, since the store
+/// may still carry it out.
+pub(crate) struct InflightWrite<'a> {
     volume: &'a VolumeCache,
     pub(crate) id: u64,
     pages: Range<u64>,
@@ -38,70 +38,70 @@ pub(crate) struct Change<'a> {
     open: bool,
 }
 
-impl<'a> Change<'a> {
-    pub(crate) fn begin(volume: &'a VolumeCache, offset: u64, length: u64) -> Change<'a> {
+impl<'a> InflightWrite<'a> {
+    pub(crate) fn begin(volume: &'a VolumeCache, offset: u64, length: u64) -> InflightWrite<'a> {
         let (pages, sectors) = (touched(offset, length), sectors(offset, length));
-        let (id, shards) = (volume.new_change(), VolumeCache::shards_of(&pages));
+        let (id, shards) = (volume.new_write_id(), VolumeCache::shards_of(&pages));
         for shard in each(shards) {
-            volume.lock(shard).flights.begin_change(id, sectors.clone());
+            volume.lock(shard).inflight.begin_write(id, sectors.clone());
         }
-        Change { volume, id, pages, shards, open: true }
+        InflightWrite { volume, id, pages, shards, open: true }
     }
 
-    /// As [`Change::begin`], once nothing of the range is dirty or on its way.
+    /// As [`InflightWrite::begin`], once nothing of the range is dirty or under writeback.
     pub(crate) async fn begin_clean(
         volume: &'a Arc<VolumeCache>,
         (io, store): (&Io, &Store),
         offset: u64,
         length: u64,
-    ) -> Result<Change<'a>, BlockError> {
+    ) -> Result<InflightWrite<'a>, BlockError> {
         if volume.mode() != Mode::Writeback {
-            return Ok(Change::begin(volume, offset, length));
+            return Ok(InflightWrite::begin(volume, offset, length));
         }
         let (pages, sectors) = (touched(offset, length), sectors(offset, length));
-        let (id, shards) = (volume.new_change(), VolumeCache::shards_of(&pages));
-        // Not abandoned if it never begins: nothing was asked of the store yet.
-        let mut change = Change { volume, id, pages, shards: 0, open: true };
+        let (id, shards) = (volume.new_write_id(), VolumeCache::shards_of(&pages));
+        // Not abandoned if it never begins: nothing was submitted to the store yet.
+        let mut write = InflightWrite { volume, id, pages, shards: 0, open: true };
         for shard in each(shards) {
             if shards == u16::MAX {
-                // A long range: there may be much to look at in each.
+                // A long range may have many entries to check in each shard.
                 io.yield_now().await;
             }
             loop {
                 {
                     let mut locked = volume.lock(shard);
-                    if !locked.has_unsaved(&change.pages, shard) {
-                        locked.flights.begin_change(id, sectors.clone());
-                        change.shards |= mask(shard, 1);
+                    if !locked.has_unsaved(&write.pages, shard) {
+                        locked.inflight.begin_write(id, sectors.clone());
+                        write.shards |= mask(shard, 1);
                         break;
                     }
                 }
-                if let Err(error) = Box::pin(volume.clean(io, store, &change.pages)).await {
-                    change.end(io.pool().worker(), true);
+                if let Err(error) = Box::pin(volume.clean(io, store, &write.pages)).await {
+                    write.end(io.pool().worker(), true);
                     return Err(error);
                 }
             }
         }
-        Ok(change)
+        Ok(write)
     }
 
-    /// Ends it; with `keep` what is cached of its pages stays, unless another change has met it.
+    /// Ends it; with `keep` the cached data of its pages stays, unless another write overlapped it.
     pub(crate) fn end(mut self, worker: &Worker, keep: bool) {
         for number in each(self.shards) {
-            let mut walk = Walk::new(&self.pages);
-            while !self.end_some(worker, number, &mut walk, keep) {}
+            let mut walk = FrameWalk::new(&self.pages);
+            while !self.end_step(worker, number, &mut walk, keep) {}
         }
         self.open = false;
     }
 
-    /// As [`Change::end`], for long ranges: some at a time, and others on this worker come in between.
-    pub(crate) async fn end_by_and_by(mut self, io: &Io, keep: bool) {
+    /// As [`InflightWrite::end`], for long ranges: yields to other tasks of the worker.
+    pub(crate) async fn end_in_steps(mut self, io: &Io, keep: bool) {
         let mut steps = 0;
         for number in each(self.shards) {
-            let mut walk = Walk::new(&self.pages);
-            while !self.end_some(io.pool().worker(), number, &mut walk, keep) {
+            let mut walk = FrameWalk::new(&self.pages);
+            while !self.end_step(io.pool().worker(), number, &mut walk, keep) {
                 steps += 1;
-                if steps % STEPS == 0 {
+                if steps % LOCKS_PER_YIELD == 0 {
                     io.yield_now().await;
                 }
             }
@@ -109,15 +109,21 @@ impl<'a> Change<'a> {
         self.open = false;
     }
 
-    /// One hold of a shard's lock. True once the change has ended there.
-    fn end_some(&mut self, worker: &Worker, number: usize, walk: &mut Walk, keep: bool) -> bool {
-        let mut batch = Batch::new();
+    /// One acquisition of a shard's lock. True once the write has ended in that shard.
+    fn end_step(
+        &mut self,
+        worker: &Worker,
+        number: usize,
+        walk: &mut FrameWalk,
+        keep: bool,
+    ) -> bool {
+        let mut batch = FreeBatch::new();
         let mut wakers = Wakers::default();
         let mut shard = self.volume.lock(number);
-        let spoilt = !keep || shard.flights.has_clash(self.id);
-        let done = !spoilt || walk.step(&mut shard, number, &mut batch);
+        let discard = !keep || shard.inflight.has_clash(self.id);
+        let done = !discard || walk.step(&mut shard, number, &mut batch);
         if done {
-            shard.flights.end_change(self.id, &mut wakers);
+            shard.inflight.end_write(self.id, &mut wakers);
             self.shards &= !mask(number, 1);
         }
         drop(shard);
@@ -126,13 +132,13 @@ impl<'a> Change<'a> {
     }
 }
 
-impl Drop for Change<'_> {
+impl Drop for InflightWrite<'_> {
     fn drop(&mut self) {
         if self.open {
             let worker = self.volume.memory.worker(|| ());
             for shard in each(self.shards) {
                 let mut wakers = Wakers::default();
-                self.volume.lock(shard).flights.abandon(self.id, &mut wakers);
+                self.volume.lock(shard).inflight.abandon(self.id, &mut wakers);
                 self.volume.drop_pages(shard, &self.pages, &worker);
             }
         }
@@ -140,7 +146,7 @@ impl Drop for Change<'_> {
 }
 
 impl VolumeCache {
-    /// Writes the whole buffer at `offset`; with `fua` it is stable on return.
+    /// Writes the whole buffer at `offset`; with `fua` the data is stable on return.
     pub async fn write(
         self: &Arc<Self>,
         io: &Io,
@@ -155,7 +161,7 @@ impl VolumeCache {
         self.write_through(io, store, buf, offset, fua).await
     }
 
-    /// The store first.
+    /// Writes to the store first, then updates the cache.
     pub(crate) async fn write_through(
         self: &Arc<Self>,
         io: &Io,
@@ -165,15 +171,15 @@ impl VolumeCache {
         fua: bool,
     ) -> BufResult {
         let length = buf.len() as u64;
-        let change = match Change::begin_clean(self, (io, store), offset, length).await {
-            Ok(change) => change,
+        let write = match InflightWrite::begin_clean(self, (io, store), offset, length).await {
+            Ok(write) => write,
             Err(error) => return (Err(error), buf),
         };
         self.uses.fetch_add(1, Ordering::Relaxed);
         let losses = store.losses();
         let (mut result, buf) = store.write(io, buf, offset, fua).await;
         if result.is_ok() && !fua {
-            result = self.bypassed(store, losses, offset, length);
+            result = self.check_bypass(store, losses, offset, length);
         } else if result.is_ok() {
             self.note_stable(offset, length);
         }
@@ -183,16 +189,16 @@ impl VolumeCache {
                 if number > 0 && number % FRAMES_AT_ONCE == 0 {
                     io.yield_now().await;
                 }
-                self.keep_written(worker, change.id, &part, &buf);
+                self.keep_written(worker, write.id, &part, &buf);
             }
         }
-        change.end(worker, result.is_ok());
+        write.end(worker, result.is_ok());
         (result, buf)
     }
 
-    /// In writeback mode a change has gone past memory: if a flush fails it cannot be written again. If
-    /// one has failed meanwhile it may be lost already.
-    fn bypassed(
+    /// In writeback mode a write that bypassed memory cannot be written again if a flush fails. If a flush
+    /// has failed in the meantime, its data may be lost already.
+    fn check_bypass(
         &self,
         store: &Store,
         losses: u64,
@@ -205,15 +211,15 @@ impl VolumeCache {
         Err(BlockError::new(ErrorKind::Lost, Operation::Write, offset, length))
     }
 
-    /// Brings one frame up to date with a write.
-    pub(crate) fn keep_written(&self, worker: &Worker, id: u64, part: &Part, buf: &[u8]) {
+    /// Updates one frame with the data of a write.
+    pub(crate) fn keep_written(&self, worker: &Worker, id: u64, part: &FramePart, buf: &[u8]) {
         let number = VolumeCache::shard_of(part.frame);
         let tick = self.cache.tick.load(Ordering::Relaxed);
         let whole = part.covered(self.size());
         let data = &buf[part.range()];
         let fresh = {
             let mut shard = self.lock(number);
-            if shard.flights.has_clash(id) {
+            if shard.inflight.has_clash(id) {
                 return;
             }
             let fresh = whole & !shard.covered(part.frame);
@@ -226,8 +232,8 @@ impl VolumeCache {
         let mut prepared = self.prepare(worker, part, fresh, data);
         {
             let mut shard = self.lock(number);
-            if !shard.flights.has_clash(id) {
-                // Also the pages that another had no buffer for a moment ago.
+            if !shard.inflight.has_clash(id) {
+                // Including pages that gained a buffer since the check above.
                 shard.update(worker, part, part.touched(), whole, data);
                 let kind = if buf.len() >= LARGE { COLD } else { 0 };
                 prepared.attach(&mut shard, part.frame, kind, tick);
@@ -238,8 +244,7 @@ impl VolumeCache {
 
     /// Makes all acknowledged writes stable.
     ///
-    /// # Errors
-    /// The store's.
+    /// # Errors Those of the store.
     pub async fn flush(self: &Arc<Self>, io: &Io, store: &Store) -> Result<(), BlockError> {
         if self.mode() == Mode::Writeback {
             return Box::pin(self.write_back_and_flush(io, store)).await;
@@ -247,10 +252,9 @@ impl VolumeCache {
         store.flush(io).await
     }
 
-    /// Gives the space of a range back if the store can.
+    /// Frees the space of a range if the store can.
     ///
-    /// # Errors
-    /// The store's.
+    /// # Errors Those of the store.
     pub async fn discard(
         self: &Arc<Self>,
         io: &Io,
@@ -258,23 +262,22 @@ impl VolumeCache {
         offset: u64,
         length: u64,
     ) -> Result<(), BlockError> {
-        let change = Change::begin_clean(self, (io, store), offset, length).await?;
+        let write = InflightWrite::begin_clean(self, (io, store), offset, length).await?;
         let result = store.discard(io, offset, length).await;
         if result.is_ok() && self.mode() == Mode::Writeback {
-            // Whatever is found there is right.
+            // Any content is valid there afterwards.
             let whole = offset.div_ceil(PAGE)..(offset + length) / PAGE;
             for shard in each(VolumeCache::shards_of(&whole)) {
                 self.lock(shard).forget_unstable(&whole);
             }
         }
-        change.end_by_and_by(io, false).await;
+        write.end_in_steps(io, false).await;
         result
     }
 
     /// Makes a range read as zeroes.
     ///
-    /// # Errors
-    /// The store's.
+    /// # Errors Those of the store.
     pub async fn write_zeroes(
         self: &Arc<Self>,
         io: &Io,
@@ -288,8 +291,7 @@ impl VolumeCache {
 
     /// See [`Store::write_zeroes_while`].
     ///
-    /// # Errors
-    /// The store's.
+    /// # Errors Those of the store.
     pub async fn write_zeroes_while(
         self: &Arc<Self>,
         io: &Io,
@@ -299,24 +301,23 @@ impl VolumeCache {
         flags: ZeroFlags,
         wanted: Wanted<'_>,
     ) -> Result<(), BlockError> {
-        let change = Change::begin_clean(self, (io, store), offset, length).await?;
+        let write = InflightWrite::begin_clean(self, (io, store), offset, length).await?;
         let losses = store.losses();
         let mut result = store.write_zeroes_while(io, offset, length, flags, wanted).await;
         if result.is_ok() && self.mode() == Mode::Writeback {
-            let noted = (change.id, losses);
+            let noted = (write.id, losses);
             if !self.note_zeroes(store, noted, (offset, length), flags.may_unmap) {
                 let (kind, operation) = (ErrorKind::Lost, Operation::WriteZeroes);
                 result = Err(BlockError::new(kind, operation, offset, length));
             }
         }
-        change.end_by_and_by(io, false).await;
+        write.end_in_steps(io, false).await;
         result
     }
 
     /// The runs of data and holes in a range, in order and without gaps, at most `limit` of them.
     ///
-    /// # Errors
-    /// The store's.
+    /// # Errors Those of the store.
     pub async fn extents(
         self: &Arc<Self>,
         io: &Io,
@@ -331,10 +332,9 @@ impl VolumeCache {
         store.extents(io, offset, length, limit).await
     }
 
-    /// Tells that a range will be read soon.
+    /// Announces that a range will be read soon.
     ///
-    /// # Errors
-    /// The store's.
+    /// # Errors Those of the store.
     pub async fn prefetch(
         self: &Arc<Self>,
         io: &Io,

@@ -1,14 +1,17 @@
-//! Writeback: writes are acknowledged from memory, and reach the store later.
+//! Writeback: writes are acknowledged from memory and reach the store later.
 //!
 //! # Invariants
-//! - A dirty page is wired and stays until the store has it; a failed write leaves it dirty.
-//! - Of a page at most one copy is on its way to the store.
-//! - A page is dirty or under a [`Change`](crate::write::Change), never both: who wants the other waits.
-//! - Whatever becomes dirty has reservation to; a page that is so already needs none, and its writer does not wait.
-//! - What the store has is kept until it is stable there (`writeback/stable.rs`).
-//! - The flusher has its buffer before anything is dirty: writing back never waits for memory.
+//! - A dirty page is wired and stays in memory until the store has it; after a failed write it is still
+//!   dirty.
+//! - At most one copy of a page is under writeback.
+//! - A page is dirty or part of an [`InflightWrite`](crate::write::InflightWrite), never both; a request for
+//!   the other state waits.
+//! - A page becomes dirty only under a [`DirtyReservation`]; a page that is dirty already needs none, and its
+//!   writer does not wait.
+//! - Data on the store is kept in memory until it is stable there (`writeback/stable.rs`).
+//! - The flusher has its buffer before anything is dirty: writeback never waits for memory.
 //!
-//! How much is written when, and how long writers pause, is for a [`WritebackControl`] to say.
+//! A [`WritebackControl`] decides how much is written when, and how long writers are throttled.
 
 mod flusher;
 mod frames;
@@ -22,80 +25,81 @@ use std::time::{Duration, Instant};
 
 use ebb_store::{BlockError, Buf, BufResult, ErrorKind, Io, Operation, Store};
 
-use self::throttle::{Line, Poke};
-use crate::pages::{FRAME_PAGES, PAGE, Part, each, index, parts, touched};
-use crate::read::Wait;
+use self::throttle::{FifoLock, InterruptibleSleep};
+use crate::pages::{FRAME_PAGES, FramePart, PAGE, each, index, parts, touched};
+use crate::read::InflightWait;
 use crate::stats::Mode;
 use crate::sync::Mutex;
-use crate::volume::{Prepared, VolumeCache};
+use crate::volume::{PreparedBuffers, VolumeCache};
 use crate::write::FRAMES_AT_ONCE;
 
-/// Bytes that are always there to write from, and most that are written at once.
+/// Size of the flusher's reserved buffer, and of the largest write to the store.
 const RESERVE: usize = 64 << 10;
 const CLUSTER_MAX: usize = 1 << 20;
 /// Frames that a cluster may touch.
 const FRAMES: usize = CLUSTER_MAX / 65536 + 1;
-/// How long a write waits for a store that is full, see [`WritebackControl::patience`].
+/// How long a write waits for a full store, see [`WritebackControl::patience`].
 const FULL_PATIENCE: Duration = Duration::from_secs(30);
-/// Times a write tries to find its place in memory before it goes through to the store.
+/// Attempts of a write to enter the cache before it goes through to the store.
 const TRIES: usize = 3;
 
-/// What holds while there is no control, and nothing dirty.
+/// In effect until a control is set; nothing is dirty until then.
 static BEFORE: FixedLimit =
     FixedLimit { dirty_max: 64 << 20, age_max: Duration::from_secs(5), cluster: CLUSTER_MAX };
 
 /// What a flusher does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WritebackOrder {
-    /// Write the oldest data back, with what lies beside it: so many bytes at most (up to 1 MiB).
+    /// Write back the oldest data and its neighbours: at most this many bytes (up to 1 MiB).
     Write(usize),
-    /// Nothing for so long.
+    /// Do nothing for this long.
     Wait(Duration),
 }
 
-/// Decides how much is written back when, and how long writers pause. All calls are quick; several
-/// workers call at once. Bytes, of whole pages: a page counts once while it is dirty, and once while a
-/// copy of it is on its way to the store.
+/// Decides how much is written back when, and how long writers are throttled. All calls return quickly;
+/// several workers call concurrently. Sizes are in bytes of whole pages: a page counts once while it is
+/// dirty, and once while a copy of it is under writeback.
 pub trait WritebackControl: Send + Sync {
-    /// `bytes` want to become dirty, since `asked`, while `dirty` are not on the store: zero if they may,
-    /// and then they count; else how long to wait before asking again, which
-    /// [`VolumeCache::ask_again`] cuts short. Only the first of a volume's writers asks.
-    fn ask(&self, asked: Instant, now: Instant, bytes: u64, dirty: u64) -> Duration;
+    /// Requests to make `bytes` dirty, pending since `requested`, while the store lacks `dirty` bytes. Zero:
+    /// granted, and the bytes count as dirty. Otherwise the time to wait before the next call, which
+    /// [`VolumeCache::retry_reservation`] cuts short. Only the first of a volume's waiting writers calls this.
+    fn reserve(&self, requested: Instant, now: Instant, bytes: u64, dirty: u64) -> Duration;
 
-    /// So much that counted as dirty is not: it was so already.
+    /// This many bytes were counted as dirty and are not: they were dirty before.
     fn unused(&self, bytes: u64) {
         let _ = bytes;
     }
 
-    /// So much that was dirty is on its way to the store.
+    /// This many dirty bytes were sent to the store.
     fn sent(&self, now: Instant, bytes: u64) {
         let _ = (now, bytes);
     }
 
-    /// What was sent at `sent` has ended; `saved`: it is in the store, else it is dirty again.
+    /// The write that was sent at `sent` has completed; `saved`: the store has it, otherwise it is dirty
+    /// again.
     fn written(&self, now: Instant, bytes: u64, sent: Instant, saved: bool) {
         let _ = (now, bytes, sent, saved);
     }
 
-    /// How long a write waits for reservation while the store answers that it is full: then it fails with
-    /// [`ErrorKind::NoSpace`](ebb_store::ErrorKind::NoSpace).
+    /// How long a write waits for a reservation while the store reports that it is full; then the write fails
+    /// with [`ErrorKind::NoSpace`](ebb_store::ErrorKind::NoSpace).
     fn patience(&self) -> Duration {
         FULL_PATIENCE
     }
 
-    /// What the flusher does next, while `dirty` bytes are not on the store, the oldest of them for
-    /// `age`. Asked after each write to the store that has ended, too.
+    /// What the flusher does next, while the store lacks `dirty` bytes, the oldest of them for `age`. Also
+    /// called after each completed write to the store.
     fn next(&self, now: Instant, dirty: u64, age: Duration) -> WritebackOrder;
 }
 
-/// The simplest control: a limit on what is dirty, and on how old it gets.
+/// The simplest control: a limit on dirty bytes and on their age.
 #[derive(Clone, Copy, Debug)]
 pub struct FixedLimit {
-    /// Most bytes dirty before writers pause.
+    /// The most dirty bytes before writers are throttled.
     pub dirty_max: u64,
-    /// Oldest that data gets in memory.
+    /// The longest time that data stays in memory only.
     pub age_max: Duration,
-    /// Bytes of a write to the store.
+    /// Bytes of one write to the store.
     pub cluster: usize,
 }
 
@@ -106,7 +110,7 @@ impl Default for FixedLimit {
 }
 
 impl WritebackControl for FixedLimit {
-    fn ask(&self, _: Instant, _: Instant, bytes: u64, dirty: u64) -> Duration {
+    fn reserve(&self, _: Instant, _: Instant, bytes: u64, dirty: u64) -> Duration {
         if dirty + bytes > self.dirty_max { Duration::from_millis(2) } else { Duration::ZERO }
     }
 
@@ -119,24 +123,24 @@ impl WritebackControl for FixedLimit {
     }
 }
 
-/// What a volume knows of its writeback.
+/// Writeback state of a volume.
 #[derive(Default)]
 pub(crate) struct WritebackState {
     control: OnceLock<Arc<dyn WritebackControl>>,
-    /// A failure that no flush has told of yet.
+    /// A writeback error that no flush has reported yet.
     failed: Mutex<Option<BlockError>>,
-    line: Line,
-    /// Whose turn it is to make a long list of what is dirty.
-    listing: Line,
-    /// What the flusher waits by; whether it waits for something to become dirty; whether it is to end.
-    work: Poke,
+    writer_queue: FifoLock,
+    /// Serialises the building of long lists of dirty frames.
+    listing: FifoLock,
+    /// What the flusher sleeps on; whether it waits for data to become dirty; whether it is to end.
+    flusher_sleep: InterruptibleSleep,
     idle: AtomicBool,
     ended: AtomicBool,
-    /// Flushes of the store: whose turn it is, the number of the last one that began and of the last one
-    /// that went well, the milliseconds when that was (after a failure: from when on it is tried
-    /// again), and the store's losses that were made good.
-    syncing: Line,
-    /// The last write to the store found it full.
+    /// Flushes of the store: the lock that serialises them, the numbers of the last one that began and of the
+    /// last successful one, the time of that one in milliseconds (after a failure: when to try again), and
+    /// the store's losses that have been repaired.
+    syncing: FifoLock,
+    /// The last write to the store failed because the store is full.
     full: AtomicBool,
     begun: AtomicU64,
     done: AtomicU64,
@@ -144,17 +148,17 @@ pub(crate) struct WritebackState {
     losses: AtomicU64,
 }
 
-/// The store has been full for too long.
-struct Full;
+/// The store has been full for longer than the control's patience.
+struct StoreFull;
 
-/// DirtyReservation to make so many bytes dirty; what is not used of it is given back.
+/// Permission to make this many bytes dirty; the unused part is returned when it is dropped.
 struct DirtyReservation<'a> {
     volume: &'a VolumeCache,
     bytes: u64,
 }
 
 impl DirtyReservation<'_> {
-    /// Whether it is for less than these pages.
+    /// Whether it covers fewer pages than these.
     fn is_short_of(&self, pages: u16) -> bool {
         u64::from(pages.count_ones()) * PAGE > self.bytes
     }
@@ -169,13 +173,13 @@ impl Drop for DirtyReservation<'_> {
 }
 
 impl VolumeCache {
-    /// Who decides. Nothing is dirty before one was set, and so nobody asks.
+    /// The control. Nothing is dirty before it is set, so the default is never consulted.
     pub(crate) fn control(&self) -> &dyn WritebackControl {
         self.writeback.control.get().map_or(&BEFORE, |control| &**control)
     }
 
-    /// Says who decides, before which nothing becomes dirty: writes go to the store first. The first
-    /// call counts, and it alone: no write settles this.
+    /// Sets the control. Until then nothing becomes dirty: writes go to the store first. Only the first call
+    /// has an effect, whether or not writes came before it.
     pub fn set_control(&self, control: Arc<dyn WritebackControl>) {
         let _ = self.writeback.control.set(control);
     }
@@ -185,7 +189,7 @@ impl VolumeCache {
         self.mode() == Mode::Writeback && self.writeback.control.get().is_some()
     }
 
-    /// Takes a write into memory. What finds no place there goes through to the store.
+    /// Writes into memory. Parts that find no room there go through to the store.
     pub(crate) async fn write_back(
         self: &Arc<Self>,
         io: &Io,
@@ -220,78 +224,80 @@ impl VolumeCache {
         (Ok(()), buf)
     }
 
-    /// Waits for reservation to make these pages dirty. What is dirty already needs none.
-    async fn reservation(&self, io: &Io, pages: u16) -> Result<DirtyReservation<'_>, Full> {
+    /// Waits for permission to make these pages dirty. Pages that are dirty already need none.
+    async fn reservation(&self, io: &Io, pages: u16) -> Result<DirtyReservation<'_>, StoreFull> {
         let bytes = u64::from(pages.count_ones()) * PAGE;
         if bytes == 0 {
             return Ok(DirtyReservation { volume: self, bytes });
         }
-        let asked = ebb_mem::clock::now();
-        let ask = |now| self.control().ask(asked, now, bytes, self.dirty());
-        if !self.writeback.line.is_free() || !ask(asked).is_zero() {
-            let _place = self.writeback.line.enter().await;
+        let requested = ebb_mem::clock::now();
+        let reserve = |now| self.control().reserve(requested, now, bytes, self.dirty());
+        if !self.writeback.writer_queue.is_free() || !reserve(requested).is_zero() {
+            let _head = self.writeback.writer_queue.enter().await;
             loop {
                 let now = ebb_mem::clock::now();
-                let pause = ask(now);
+                let pause = reserve(now);
                 if pause.is_zero() {
                     break;
                 }
-                let waited = now.saturating_duration_since(asked);
+                let waited = now.saturating_duration_since(requested);
                 if self.writeback.full.load(Ordering::SeqCst) && waited >= self.control().patience()
                 {
-                    return Err(Full);
+                    return Err(StoreFull);
                 }
-                self.writeback.line.first.wait(io, pause).await;
+                self.writeback.writer_queue.first.wait(io, pause).await;
             }
         }
         Ok(DirtyReservation { volume: self, bytes })
     }
 
-    /// Makes one frame's part dirty. False if there is no place for it.
+    /// Makes one frame's part dirty. False if the cache has no room for it.
     async fn dirty_part(
         self: &Arc<Self>,
         io: &Io,
         store: &Arc<Store>,
-        part: &Part,
+        part: &FramePart,
         data: &[u8],
-    ) -> Result<bool, Full> {
+    ) -> Result<bool, StoreFull> {
         let number = VolumeCache::shard_of(part.frame);
         let worker = io.pool().worker();
         let fresh = part.touched() & !self.lock(number).ready(part.frame);
         let mut reservation = self.reservation(io, fresh).await?;
         let mut tries = 0;
         while tries < TRIES {
-            // The size changes only while the last page is under a change, which is waited for below.
+            // The size changes only while the last page is part of an in-flight write, which is waited for
+            // below.
             let whole = part.covered(self.size());
-            let (change, absent, fresh, short, zeroed) = {
+            let (write, absent, fresh, short, zeroed) = {
                 let shard = self.lock(number);
                 let short = reservation.is_short_of(part.touched() & !shard.ready(part.frame));
-                let change = shard.flights.changed_by(part.frame, part.touched());
+                let write = shard.inflight.write_in_flight(part.frame, part.touched());
                 let valid = shard.valid(part.frame);
                 let absent = part.touched() & !whole & !valid;
                 let zeroed = if absent == 0 { 0 } else { shard.zeroed(part.frame) };
-                (change, absent, whole & !shard.covered(part.frame), short, zeroed)
+                (write, absent, whole & !shard.covered(part.frame), short, zeroed)
             };
-            if change.1 {
+            if write.1 {
                 return Ok(false);
             }
             if short {
-                // Some of it was written back in the meantime: with reservation for all this happens once.
+                // Some of it was written back in the meantime. With a reservation for all pages this happens
+                // at most once.
                 drop(reservation);
                 reservation = self.reservation(io, part.touched()).await?;
                 continue;
             }
-            if let Some(fill) = change.0 {
-                Wait { volume: self, shard: number, fill, waiter: None }.await;
+            if let Some(fill) = write.0 {
+                InflightWait { volume: self, shard: number, fill, waiter: None }.await;
                 continue;
             }
             tries += 1;
             if absent & zeroed != 0 {
-                // What is read of it would not be kept.
+                // A fill of it would not be kept.
                 return Ok(false);
             }
             if absent != 0 {
-                // A part of a page: the rest is read first.
+                // The write covers part of a page: read the remainder first.
                 for page in each(absent) {
                     let page = part.frame * FRAME_PAGES + page as u64;
                     if !Box::pin(self.fetch(io, store, page)).await {
@@ -301,7 +307,7 @@ impl VolumeCache {
                 continue;
             }
             let mut prepared = if fresh == 0 || !self.cache.admits() {
-                Prepared::none()
+                PreparedBuffers::none()
             } else {
                 self.prepare(worker, part, fresh, data)
             };
@@ -315,32 +321,33 @@ impl VolumeCache {
         Ok(false)
     }
 
-    /// Updates and marks, if nothing has come in between. Returns the pages that hold the data.
+    /// Updates the pages and marks them dirty, unless something intervened. Returns the pages that hold the
+    /// data.
     fn dirty_now(
         &self,
         worker: &ebb_mem::Worker,
-        part: &Part,
+        part: &FramePart,
         whole: u16,
         data: &[u8],
-        (prepared, reservation): (&mut Prepared, &mut DirtyReservation<'_>),
+        (prepared, reservation): (&mut PreparedBuffers, &mut DirtyReservation<'_>),
     ) -> u16 {
         let mut shard = self.lock(VolumeCache::shard_of(part.frame));
         let want = part.touched();
         let there = shard.valid(part.frame) | whole;
         let fresh = want & !shard.ready(part.frame);
-        let unready = shard.flights.changing(part.frame, want) != 0
+        let unready = shard.inflight.writing(part.frame, want) != 0
             || want & !there != 0
             || whole != part.covered(self.size());
         if unready || reservation.is_short_of(fresh) {
             return 0;
         }
         let first = part.frame * FRAME_PAGES;
-        shard.flights.poison(&(first..first + FRAME_PAGES));
+        shard.inflight.poison(&(first..first + FRAME_PAGES));
         let tick = self.cache.tick.load(Ordering::Relaxed);
         let updated = shard.update(worker, part, want, whole, data);
         let valid = shard.valid(part.frame) & !updated;
         prepared.attach(&mut shard, part.frame, 0, tick);
-        // What was attached holds the data, too.
+        // The attached buffers hold the data, too.
         let attached = shard.valid(part.frame) & whole & !valid;
         let now = ebb_mem::clock::now();
         let (marked, fresh) =
@@ -349,7 +356,7 @@ impl VolumeCache {
         reservation.bytes = reservation.bytes.saturating_sub(u64::from(fresh.count_ones()) * PAGE);
         if fresh != 0 && self.writeback.idle.load(Ordering::SeqCst) {
             self.writeback.idle.store(false, Ordering::SeqCst);
-            self.writeback.work.poke();
+            self.writeback.flusher_sleep.interrupt();
         }
         marked
     }
@@ -364,8 +371,8 @@ impl VolumeCache {
         }
     }
 
-    /// All that is dirty now reaches the store, and is stable there. A failure of the writeback since the
-    /// last flush is told once; its data is kept.
+    /// Writes back everything that is dirty now and makes it stable. Reports a writeback failure since the
+    /// last flush once; the data of that write is kept.
     pub(crate) async fn write_back_and_flush(
         self: &Arc<Self>,
         io: &Io,

@@ -1,5 +1,5 @@
-//! The gauges of seed `002` are true: `bufspace` is the cache's resident memory, `bufwiredspace` is exact,
-//! `bufkvaspace` is the address space; and memory flows back when it is asked for.
+//! The gauges (FreeBSD's names) are true: `bufspace` is the cache's resident memory, `bufwiredspace` is
+//! exact, `bufkvaspace` is the address space; and memory is freed on request.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Disk, MIB, Random, Rig};
-use ebb_cache::{Cache, Reclaimer, pages_taken};
+use ebb_cache::{Cache, Reclaimer, pages_discarded_by_kernel};
 use ebb_io::{Io, Worker};
 use ebb_mem::pressure::Level;
 
@@ -40,7 +40,7 @@ impl Stage {
         let worker = Worker::start("stage", &rig.memory).unwrap();
         let disk = rig.volume("disk", SIZE, 1);
         let done = worker.handle().block_on(move |io| async move {
-            let reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_taken));
+            let reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_discarded_by_kernel));
             play(Stage { io, rig, disk, reclaimer, clock: Duration::ZERO }).await;
         });
         assert!(done.is_some(), "the run panicked; see above");
@@ -50,12 +50,12 @@ impl Stage {
         &self.rig.cache
     }
 
-    /// So much time passes, in turns of the reclaimer.
+    /// Lets this much time pass, in iterations of the reclaimer.
     fn pass(&mut self, time: Duration) {
         let end = self.clock + time;
         while self.clock < end {
             self.clock += Duration::from_millis(100);
-            self.reclaimer.turn(&self.rig.cache, self.rig.start + self.clock);
+            self.reclaimer.run_once(&self.rig.cache, self.rig.start + self.clock);
         }
         self.rig.memory.settle();
     }
@@ -82,7 +82,7 @@ impl Stage {
     }
 }
 
-/// What the memory itself says of the cache's owner: (wired, unwired) bytes.
+/// The memory pool's figures for the cache's owner: (wired, unwired) bytes.
 fn of_owner(stage: &Stage) -> (u64, u64) {
     let stats = stage.rig.memory.stats();
     let owner = stats.owners.iter().find(|owner| owner.name == "cache disk").unwrap();
@@ -121,12 +121,12 @@ fn the_gauges_are_true_after_load_pressure_and_scans() {
             assert_eq!(stats.bufkvaspace, wired + unwired);
             assert!(stats.bufspace <= 24 * MIB, "never above the limit");
         }
-        // All that is left resident of the arena is the cache: the caches of the workers are emptied.
+        // Only the cache remains resident in the arena: the caches of the workers are emptied.
         let now = stage.rig.start + stage.clock;
         stage.rig.memory.reclaim(ebb_mem::Reclaim::DrainWorkers, now);
         stage.pass(Duration::from_secs(1));
         let mut apart = (u64::MAX, 0);
-        // What was freed cools for two sweeps of the advisor, whose clock is not the stage's.
+        // Freed memory is held back for two sweeps of the advisor, whose clock is not the stage's.
         for _ in 0..100 {
             stage.io.sleep(Duration::from_millis(50)).await;
             stage.rig.memory.settle();
@@ -144,14 +144,18 @@ fn the_gauges_are_true_after_load_pressure_and_scans() {
 }
 
 #[test]
-fn taken_pages_are_noticed_within_a_second_and_their_address_space_is_used_again() {
+fn discarded_pages_are_detected_within_a_second_and_their_address_space_is_reused() {
     Stage::run(64 * MIB, |mut stage| async move {
         for offset in (0..16 * MIB).step_by(65536) {
             stage.read(offset, 65536).await;
         }
         assert_eq!(stage.bufspace(), 16 * MIB);
         stage.pass(Duration::from_secs(3));
-        assert_eq!(stage.cache().stats().total.bufwiredspace, 0, "all rests, so all is lent");
+        assert_eq!(
+            stage.cache().stats().total.bufwiredspace,
+            0,
+            "everything is idle, so everything is lent"
+        );
         assert_eq!(stage.bufspace(), 16 * MIB);
         let mapping = ebb_mem::testing::range(stage.io.pool().memory());
         common::reclaim(mapping);
@@ -171,12 +175,12 @@ fn a_lost_page_is_refilled_alone() {
         let mapping = ebb_mem::testing::range(stage.io.pool().memory());
         ebb_mem::testing::enter_pages();
         stage.pass(Duration::from_secs(3));
-        // A page that somebody else holds for a moment, as other tests' reclaim may, is passed over.
+        // A page that is briefly in use elsewhere, for example by another test's reclaim, is skipped.
         for _ in 0..50 {
             common::reclaim(mapping);
             std::thread::yield_now();
         }
-        // Not noticed yet by a scan: the read finds out.
+        // Not detected by a scan yet: the read detects it.
         let reads = &stage.disk.test.read_bytes;
         let before = reads.load(std::sync::atomic::Ordering::Relaxed);
         stage.read(8192, 4096).await;
@@ -188,7 +192,7 @@ fn a_lost_page_is_refilled_alone() {
 }
 
 #[test]
-fn pressure_takes_back_what_it_says() {
+fn each_pressure_level_frees_what_it_promises() {
     Stage::run(64 * MIB, |mut stage| async move {
         let fill = async |stage: &Stage| {
             for offset in (0..SIZE).step_by(65536) {
@@ -197,25 +201,25 @@ fn pressure_takes_back_what_it_says() {
         };
         fill(&stage).await;
         assert_eq!(stage.bufspace(), SIZE);
-        // L1: all is lent at once, though it was used just now, and growth stops.
+        // L1: everything is lent at once, although it was used just now, and growth stops.
         stage.press(Level::L1);
         let stats = stage.cache().stats();
         assert_eq!((stats.total.bufwiredspace, stats.total.bufspace), (0, SIZE));
         assert_eq!(stats.limit, SIZE);
-        // L2: half of it goes back at once, and again.
+        // L2: half of it is freed at once, and half again.
         stage.press(Level::L2);
         assert_eq!(stage.bufspace(), SIZE / 2);
         stage.press(Level::L2);
         assert_eq!(stage.bufspace(), SIZE / 4);
         fill(&stage).await;
         assert!(stage.bufspace() <= SIZE / 4, "growth is paused");
-        // The pause is over after three seconds, and all of it may come back within a few more.
+        // The pause ends after three seconds; a few seconds later the cache may be full again.
         stage.pass(Duration::from_millis(2700));
         assert_eq!(stage.cache().stats().limit, SIZE / 4);
         stage.pass(Duration::from_secs(3));
         fill(&stage).await;
         assert_eq!(stage.bufspace(), SIZE);
-        // L3: nothing is kept, and nothing is put in until calm.
+        // L3: nothing is kept, and nothing is inserted until L0.
         stage.press(Level::L3);
         assert_eq!((stage.bufspace(), stage.cache().stats().admits), (0, false));
         assert_eq!(stage.cache().stats().total.bufkvaspace, 0);
@@ -232,7 +236,7 @@ fn pressure_takes_back_what_it_says() {
 }
 
 #[test]
-fn memory_returned_under_l2_is_gone_from_the_process() {
+fn memory_returned_under_l2_is_no_longer_resident() {
     Stage::run(64 * MIB, |mut stage| async move {
         for offset in (0..32 * MIB).step_by(65536) {
             stage.read(offset, 65536).await;
@@ -248,7 +252,7 @@ fn memory_returned_under_l2_is_gone_from_the_process() {
 }
 
 #[test]
-fn a_static_cache_lends_nothing_and_knows_no_pressure() {
+fn a_static_cache_lends_nothing_and_ignores_pressure() {
     let rig = Rig::of(64 * MIB, ebb_mem::Policy::Static);
     Stage::run_with(rig, |mut stage| async move {
         for offset in (0..SIZE).step_by(65536) {
@@ -264,7 +268,7 @@ fn a_static_cache_lends_nothing_and_knows_no_pressure() {
 }
 
 #[test]
-fn a_floor_is_kept_and_a_ceiling_holds() {
+fn the_minimum_is_kept_and_the_maximum_holds() {
     Stage::run(64 * MIB, |mut stage| async move {
         stage.cache().set_min(20 * MIB);
         for offset in (0..SIZE).step_by(65536) {

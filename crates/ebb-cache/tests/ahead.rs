@@ -1,4 +1,5 @@
-//! Read-ahead on a slow store: a sequential reader waits for few reads only, and a random one causes none.
+//! Read-ahead on a slow store: a sequential reader waits for few reads only, and a random one causes no
+//! read-ahead.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -48,7 +49,7 @@ fn a_sequential_reader_finds_its_data_in_memory() {
 }
 
 #[test]
-fn random_reads_load_nothing_more_and_prefetch_loads_what_it_says() {
+fn random_reads_cause_no_read_ahead_and_prefetch_loads_its_range() {
     let rig = Arc::new(Rig::new(64 * MIB));
     let worker = Worker::start("ahead", &rig.memory).unwrap();
     let disk = rig.volume("disk", 256 * MIB, 1);

@@ -1,5 +1,5 @@
-//! What a request does between two looks at other tasks does not grow with its length, nor with what is
-//! cached: polls are counted, not time.
+//! The work of a request between two yields does not grow with its length or with what is cached: polls are
+//! counted, not time.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -16,7 +16,7 @@ use ebb_store::{MemoryStore, Store, ZeroFlags};
 
 const SIZE: u64 = 1 << 30;
 
-/// The result, and how often it was polled for that.
+/// The result, and the number of polls it took.
 async fn polls<T>(future: impl Future<Output = T>) -> (T, u32) {
     let (mut future, mut count) = (pin!(future), 0);
     std::future::poll_fn(|cx| {
@@ -61,7 +61,7 @@ fn long_requests_are_copied_a_mib_at_a_time() {
 }
 
 #[test]
-fn a_trim_of_much_drops_some_frames_at_a_time_and_looks_at_no_others() {
+fn a_large_trim_drops_frames_in_steps_and_visits_no_uncached_frames() {
     for mode in [Mode::Writethrough, Mode::Writeback] {
         play(mode, |io, disk| async move {
             // A page in each of 8192 frames.
@@ -71,22 +71,23 @@ fn a_trim_of_much_drops_some_frames_at_a_time_and_looks_at_no_others() {
             }
             assert_eq!(disk.cached.stats().bufspace, 8192 * 4096);
             let flags = ZeroFlags::default();
-            // 32 MiB where nothing is cached: a few looks, and not one at each frame there is.
+            // 32 MiB where nothing is cached: a few yields, and not one for each frame of the range.
             let zero = disk.cached.write_zeroes(&io, &disk.store, 600 * MIB, 32 * MIB, flags);
             let (done, few) = polls(zero).await;
             done.unwrap();
             let (done, many) = polls(disk.cached.discard(&io, &disk.store, 0, SIZE)).await;
             done.unwrap();
             assert_eq!(disk.cached.stats().bufspace, 0);
-            // Some 512 frames at a time.
+            // About 512 frames between two yields.
             assert!(many >= 16, "{many} polls to drop 8192 frames");
-            // Each shard's lock once, and 512 frames in 64s for each: 128 holds, 8 at a time.
+            // Each shard's lock once, and 512 frames in steps of 64 for each: 128 acquisitions, 8 between two
+            // yields.
             assert!(few <= 16 + 16 + 4, "{few} polls to drop nothing");
         });
     }
 }
 
-/// A page in each of so many frames, dirty.
+/// A dirty page in each of many frames.
 const DIRTY: u64 = 8192;
 
 async fn dirty_frames(io: &Io, disk: &Disk) {
@@ -98,7 +99,7 @@ async fn dirty_frames(io: &Io, disk: &Disk) {
     assert_eq!(disk.cached.dirty(), DIRTY * 4096);
 }
 
-/// With a store that never waits, so that all looks at other tasks are the cache's own.
+/// With a store that never waits, so that all yields are the cache's own.
 fn play_at_once<Fut: Future<Output = ()> + 'static>(
     act: impl FnOnce(Io, Disk) -> Fut + Send + 'static,
 ) {
@@ -108,39 +109,39 @@ fn play_at_once<Fut: Future<Output = ()> + 'static>(
 }
 
 #[test]
-fn a_flush_of_much_does_some_at_a_time() {
+fn a_flush_of_many_frames_yields_between_steps() {
     play_at_once(|io, disk| async move {
         dirty_frames(&io, &disk).await;
         let (done, writing) = polls(disk.cached.flush(&io, &disk.store)).await;
         done.unwrap();
         assert_eq!((disk.cached.dirty(), disk.cached.unstable()), (0, 0));
-        // 16 writes of two frames each between two looks at other tasks.
+        // 16 writes of two frames each between two yields.
         assert!(writing >= 200, "{writing} polls to write {DIRTY} frames");
         let (done, nothing) = polls(disk.cached.flush(&io, &disk.store)).await;
         done.unwrap();
-        // It forgets what was dirty, and has nothing to write.
+        // It drops the entries of clean frames, and has nothing to write.
         assert!(nothing <= 16, "{nothing} polls to write nothing");
     });
 }
 
 #[test]
-fn what_becomes_stable_or_is_clean_again_is_noted_some_frames_at_a_time() {
+fn marking_frames_stable_or_clean_yields_between_steps() {
     play_at_once(|io, disk| async move {
         dirty_frames(&io, &disk).await;
-        // Block status has all of it written, and leaves it unstable.
+        // Block status writes everything back and leaves it unstable.
         disk.cached.extents(&io, &disk.store, 0, SIZE, 1).await.unwrap();
         assert_eq!((disk.cached.dirty(), disk.cached.unstable()), (0, DIRTY * 4096));
         let (done, stable) = polls(disk.cached.flush(&io, &disk.store)).await;
         done.unwrap();
         assert_eq!(disk.cached.unstable(), 0);
-        // It forgets that they were dirty, and marks them before the store is flushed, and after.
+        // It drops the entries of clean frames, and marks frames before and after the store is flushed.
         assert!(stable >= 3 * 5, "{stable} polls to mark {DIRTY} frames");
         dirty_frames(&io, &disk).await;
         disk.cached.extents(&io, &disk.store, 0, SIZE, 1).await.unwrap();
         let flusher = disk.cached.clone().run_flusher(io.clone(), disk.store.clone());
         let (ended, on) = (disk.cached.clone(), io.clone());
         io.spawn(async move {
-            // By then it has looked at all there is.
+            // By then it has visited all frames.
             for _ in 0..256 {
                 on.yield_now().await;
             }

@@ -1,9 +1,9 @@
-//! The power fails, at any of twelve thousand points of a run under load: what was acknowledged and
+//! The power fails at any of twelve thousand points of a run under load: data that was acknowledged and
 //! flushed is there, and no sector is torn.
 //!
-//! The store remembers what it was asked for, in order. At a point of that record it may have kept, of
-//! what no flush covers, any subset, sector by sector: the last one that is kept is what is found. The
-//! writers remember when they asked for what, and when it was promised.
+//! The store records its requests in order. At a point of that record it may have kept any subset, sector by
+//! sector, of what no flush covers; a sector holds the last of its kept writes. The writers record when they
+//! submitted each write, and when its stability was acknowledged.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -27,20 +27,20 @@ const POINTS: usize = 3000;
 /// Writers, each in a part of its own, so that no two write one sector at once; parts share pages.
 const WRITERS: usize = 8;
 const PART: usize = SECTORS / WRITERS;
-/// Requests of each.
+/// Requests of each writer.
 const REQUESTS: usize = 600;
 
-/// One value a sector was given.
+/// One value written to a sector.
 #[derive(Clone, Copy, Debug)]
 struct Value {
     stamp: u64,
-    /// The length of the record when it was asked for, and when it was promised to be stable.
-    asked: usize,
+    /// The length of the record when it was submitted, and when it was acknowledged as stable.
+    submitted: usize,
     promised: usize,
     acknowledged: bool,
 }
 
-/// What each sector was given, in order; the first is what it began with.
+/// The values written to each sector, in order; the first is its initial value.
 struct History {
     sectors: Vec<Vec<Value>>,
     stamp: u64,
@@ -48,28 +48,28 @@ struct History {
 
 impl History {
     fn new() -> History {
-        let begin = Value { stamp: 0, asked: 0, promised: 0, acknowledged: true };
+        let begin = Value { stamp: 0, submitted: 0, promised: 0, acknowledged: true };
         History { sectors: vec![vec![begin]; SECTORS], stamp: 0 }
     }
 
-    fn ask(&mut self, sectors: std::ops::Range<usize>, zero: bool, at: usize) -> u64 {
+    fn submit(&mut self, sectors: std::ops::Range<usize>, zero: bool, at: usize) -> u64 {
         self.stamp += u64::from(!zero);
         let stamp = if zero { 0 } else { self.stamp };
         for sector in sectors {
-            let value = Value { stamp, asked: at, promised: usize::MAX, acknowledged: false };
+            let value = Value { stamp, submitted: at, promised: usize::MAX, acknowledged: false };
             self.sectors[sector].push(value);
         }
         stamp
     }
 
-    /// The last request of these sectors went well.
+    /// The last request to these sectors succeeded.
     fn acknowledge(&mut self, sectors: std::ops::Range<usize>) {
         for values in &mut self.sectors[sectors] {
             values.last_mut().unwrap().acknowledged = true;
         }
     }
 
-    /// The lengths of the histories of a part, as far as they were acknowledged by now.
+    /// The lengths of the histories of a part, up to the values acknowledged by now.
     fn lengths(&self, part: std::ops::Range<usize>) -> Vec<usize> {
         let length =
             |values: &Vec<Value>| values.iter().rposition(|value| value.acknowledged).unwrap() + 1;
@@ -85,11 +85,11 @@ impl History {
     }
 }
 
-/// Writes some of what is dirty now and then.
+/// Writes back some dirty data from time to time.
 struct Whim;
 
 impl WritebackControl for Whim {
-    fn ask(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
+    fn reserve(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
         Duration::ZERO
     }
     fn next(&self, now: Instant, dirty: u64, age: Duration) -> WritebackOrder {
@@ -131,9 +131,9 @@ async fn writer(io: Io, disk: Disk, history: Rc<RefCell<History>>, number: usize
         let first = part.start + below(&mut random, PART - count.min(PART) + 1);
         let sectors = first..first + count.min(PART);
         let (offset, length) = ((first * SECTOR) as u64, sectors.len() * SECTOR);
-        // What is zeroed goes past memory, and cannot be written again when a flush fails.
+        // Zeroes bypass memory and cannot be written again when a flush fails.
         let zero = kind < 16 && !lossy(seed);
-        let stamp = history.borrow_mut().ask(sectors.clone(), zero, at());
+        let stamp = history.borrow_mut().submit(sectors.clone(), zero, at());
         let fua = kind < 30;
         let done = if zero {
             let flags = ZeroFlags::default();
@@ -157,14 +157,14 @@ async fn writer(io: Io, disk: Disk, history: Rc<RefCell<History>>, number: usize
     }
 }
 
-/// The stamp a sector holds; a torn one is a mistake.
+/// The stamp a sector holds; a torn sector is an error.
 fn stamp_of(bytes: &[u8]) -> u64 {
     let stamp = u64::from_le_bytes(bytes[..8].try_into().unwrap());
     assert!(bytes.chunks(8).all(|word| word == stamp.to_le_bytes()), "a torn sector");
     stamp
 }
 
-/// What may be found of each sector after a crash: the last stable value, and those after it.
+/// What each sector may hold after a crash: the last stable value, and later ones.
 struct Remains {
     values: Vec<Vec<(usize, u64)>>,
 }
@@ -213,10 +213,10 @@ fn judge(history: &History, record: &[Record], seed: u64) -> u64 {
         for (sector, values) in remains.values.iter().enumerate() {
             let found = values[usize::try_from(random.below(values.len() as u64)).unwrap()].1;
             let given = &history.sectors[sector];
-            // Promised before the crash: it, or anything newer.
+            // Acknowledged as stable before the crash: this value, or a newer one.
             let least = given.iter().rposition(|value| value.promised <= point).unwrap();
             promised += u64::from(least > 0);
-            let fits = |value: &Value| value.stamp == found && value.asked <= point;
+            let fits = |value: &Value| value.stamp == found && value.submitted <= point;
             assert!(
                 given[least..].iter().any(fits),
                 "seed {seed}, after {point} of {}: sector {sector} holds {found}, was promised {:?}",
@@ -229,7 +229,7 @@ fn judge(history: &History, record: &[Record], seed: u64) -> u64 {
 }
 
 #[test]
-fn what_was_flushed_survives_a_crash_at_any_point() {
+fn flushed_data_survives_a_crash_at_any_point() {
     let mut promised = 0;
     for seed in 1..=RUNS {
         let rig = Arc::new(Rig::new(16 << 20));
@@ -241,7 +241,7 @@ fn what_was_flushed_survives_a_crash_at_any_point() {
             run.test.waits.store(6, Ordering::Relaxed);
             run.test.write_faults.store(15, Ordering::Relaxed);
             if lossy(seed) {
-                // Each loses any subset of what was not flushed.
+                // Each crash loses any subset of what was not flushed.
                 run.test.flush_faults.store(100, Ordering::Relaxed);
             }
             run.cached.set_control(Arc::new(Whim));
@@ -266,7 +266,7 @@ fn what_was_flushed_survives_a_crash_at_any_point() {
         assert_eq!(disk.test.losses.load(Ordering::Relaxed) > 10, lossy(seed));
         promised += judge(&History { sectors, stamp: 0 }, &record, seed);
     }
-    // A test in which nothing was promised has shown nothing.
+    // The test is meaningless if nothing was acknowledged as stable.
     assert!(promised > 1_000_000, "only {promised} sectors had a promise to keep");
     println!("{} points, {promised} promises kept", u64::try_from(POINTS).unwrap() * RUNS);
 }

@@ -1,4 +1,4 @@
-//! A warm hit takes nothing from the heap, nor does a miss once the tables are there.
+//! A warm hit allocates nothing, nor does a miss once the tables have their size.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -26,20 +26,20 @@ fn count(bytes: usize) {
     let _ = BYTES.try_with(|count| count.set(count.get() + bytes as u64));
 }
 
-// SAFETY: hands everything on to the system's allocator.
+// SAFETY: forwards every call to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `dealloc`.
         unsafe { System.dealloc(ptr, layout) }
     }
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         count(size);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `realloc`.
         unsafe { System.realloc(ptr, layout, size) }
     }
 }
@@ -73,7 +73,7 @@ fn a_warm_cache_does_not_touch_the_heap() {
         for lent in [false, true] {
             if lent {
                 for turn in 0..40 {
-                    reclaimer.turn(&rig.cache, rig.start + Duration::from_millis(100 * turn));
+                    reclaimer.run_once(&rig.cache, rig.start + Duration::from_millis(100 * turn));
                 }
                 rig.memory.settle();
                 assert_eq!(rig.cache.stats().total.bufwiredspace, 0);
@@ -91,7 +91,7 @@ fn a_warm_cache_does_not_touch_the_heap() {
             assert_eq!(ALLOCATIONS.get() - before, 0, "hits, lent: {lent}");
             assert_eq!(disk.cached.stats().misses, misses, "all of them were hits");
         }
-        // Misses, writes and evictions: only what grows the tables, and less and less of that.
+        // Misses, writes and evictions: only the growth of tables allocates, less and less often.
         let mut last = u64::MAX;
         for _ in 0..20 {
             let before = ALLOCATIONS.get();
@@ -109,11 +109,11 @@ fn a_warm_cache_does_not_touch_the_heap() {
     assert!(done.is_some(), "the run panicked; see above");
 }
 
-/// Writes whatever is dirty at once.
+/// Writes back dirty data at once.
 struct Eager;
 
 impl WritebackControl for Eager {
-    fn ask(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
+    fn reserve(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
         Duration::ZERO
     }
     fn next(&self, _: Instant, _: u64, _: Duration) -> WritebackOrder {
@@ -129,7 +129,7 @@ fn a_warm_flusher_does_not_touch_the_heap() {
     let done = worker.handle().block_on(move |io| async move {
         disk.cached.set_control(Arc::new(Eager));
         let flusher = io.spawn(disk.cached.clone().run_flusher(io.clone(), disk.store.clone()));
-        // A timer costs a tree node, but for the first few beside another: waits are not what is counted.
+        // A timer allocates a tree node, except the first few: waits are not part of the count.
         let clock = io.clone();
         let timer = io.spawn(async move { clock.sleep(Duration::from_secs(3600)).await });
         let mut random = Random::new(2);
@@ -161,7 +161,7 @@ fn a_warm_flusher_does_not_touch_the_heap() {
 }
 
 #[test]
-fn flushes_that_come_at_once_make_one_long_list_and_not_one_each() {
+fn concurrent_flushes_build_one_long_list_at_a_time() {
     const FRAMES: u64 = 20_000;
     let rig = Arc::new(Rig::new(128 * MIB));
     let worker = Worker::start("flushes", &rig.memory).unwrap();
@@ -174,7 +174,7 @@ fn flushes_that_come_at_once_make_one_long_list_and_not_one_each() {
             disk.cached.write(&io, &store, buf, frame * 65536, false).await.0.unwrap();
         }
         assert_eq!(disk.cached.dirty(), FRAMES * 4096);
-        // What the store and its marks take of the heap for that is known from the first time.
+        // The first flush shows how much the store and its marks allocate.
         let before = BYTES.get();
         disk.cached.flush(&io, &store).await.unwrap();
         let alone = BYTES.get() - before;

@@ -1,9 +1,9 @@
-//! The cache against a byte array: a million operations on a faulty, dawdling store, several at a time,
-//! under pressure, and with a kernel that takes what was lent.
+//! The cache against a byte array: a million operations on a slow store with faults, several at a time, under
+//! pressure, and with a kernel that discards lent pages.
 //!
-//! A run is a sequence of rounds. The requests of a round are under way together: writes do not overlap
-//! each other by a byte (they share pages all the time), reads overlap anything. A sector that was
-//! read while it was being written is the old or the new one. What a failed write left is what the store has.
+//! A run is a sequence of rounds. The requests of a round are in flight together: writes do not overlap each
+//! other by a byte (they often share pages), reads overlap anything. A sector that was read while it was
+//! being written is the old or the new one. After a failed write the store's content is right.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -47,7 +47,7 @@ impl Request {
     }
 }
 
-/// What a request ended with: its data, or an error.
+/// The result of a request: its data, or an error.
 type Outcome = Result<Option<Vec<u8>>, ()>;
 
 fn pattern(mark: u8, offset: u64, length: u64) -> Vec<u8> {
@@ -65,7 +65,7 @@ fn range(random: &mut Random, size: u64) -> (u64, u64) {
         195..199 => 600,
         _ => 3000,
     };
-    // Most of it within a part, so that there are hits.
+    // Mostly within one part, so that there are hits.
     let sectors = if random.chance(700) { size / SECTOR / 4 } else { size / SECTOR };
     let mut length = 1 + random.below(most);
     let mut sector = random.below(sectors);
@@ -129,7 +129,7 @@ async fn carry_out(io: Io, disk: Disk, request: Request) -> Outcome {
     }
 }
 
-/// The byte array, and the last round's requests and outcomes judged by it.
+/// The byte array, and the check of the last round's requests and results against it.
 struct Oracle {
     bytes: Vec<u8>,
 }
@@ -140,7 +140,7 @@ fn span(offset: u64, length: u64) -> std::ops::Range<usize> {
 
 impl Oracle {
     async fn judge(&mut self, io: &Io, disk: &Disk, round: &[(Request, Outcome)]) {
-        // What was there before, of what was changed.
+        // The previous content of what was changed.
         let mut old = Vec::new();
         for (request, outcome) in round {
             let Some((offset, length)) = request.changes() else { continue };
@@ -151,7 +151,7 @@ impl Oracle {
                     self.bytes[range].copy_from_slice(&pattern(*mark, offset, length));
                 }
                 (_, Ok(_)) => self.bytes[range].fill(0),
-                // What a failed one left: in writeback it may be the new data, which is kept.
+                // What a failed write left: in writeback mode it may be the new data, which is kept.
                 _ if disk.cached.mode() == Mode::Writeback => {
                     let data = loop {
                         let read = Request::Read { offset, length };
@@ -192,7 +192,7 @@ impl Oracle {
         }
     }
 
-    /// A change that failed may have shown any of its data.
+    /// A failed write may have shown any of its data.
     fn may_show(change: &Request, at: usize, sector: &[u8]) -> bool {
         let Some((offset, length)) = change.changes() else { return false };
         span(offset, length).contains(&at)
@@ -203,7 +203,7 @@ impl Oracle {
     }
 }
 
-/// What one round may meet besides requests.
+/// What one round may contain besides requests.
 async fn disturb(
     rig: &Rig,
     reclaimer: &mut Reclaimer,
@@ -226,7 +226,7 @@ async fn disturb(
         _ => {}
     }
     if random.chance(300) {
-        reclaimer.turn(&rig.cache, now);
+        reclaimer.run_once(&rig.cache, now);
     }
 }
 
@@ -255,7 +255,8 @@ fn run(Run { seed, rounds, size, max, mode }: Run) -> ebb_cache::VolumeCacheStat
     let done = worker.handle().block_on(move |io| async move {
         let (disk, rig) = (for_run, rig_run);
         let mut random = Random::new(seed);
-        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(ebb_cache::pages_taken));
+        let mut reclaimer =
+            Reclaimer::new(&rig.cache, Box::new(ebb_cache::pages_discarded_by_kernel));
         let mut oracle = Oracle { bytes: vec![0; usize::try_from(size).unwrap()] };
         let mut clock = Duration::ZERO;
         let started = std::time::Instant::now();
@@ -280,14 +281,14 @@ fn run(Run { seed, rounds, size, max, mode }: Run) -> ebb_cache::VolumeCacheStat
                 results.push((request, task.await));
             }
             oracle.judge(&io, &disk, &results).await;
-            // Now and then: what is flushed is on the store.
+            // From time to time: what is flushed is on the store.
             if mode == Mode::Writeback && round % 50 == 49 && flush(&io, &disk).await {
                 assert!(oracle.bytes == disk.test.content(), "round {round}");
             }
         }
         println!("{rounds} rounds in {:?}", started.elapsed());
         disk.test.write_faults.store(0, Ordering::Relaxed);
-        // A write with FUA that failed may have lost others: then no flush goes well any more.
+        // A failed write with FUA may have lost other writes: then no flush succeeds any more.
         while !flush(&io, &disk).await && !disk.store.is_lost() {}
         assert!(oracle.bytes == disk.test.content(), "the store has what was written");
         assert_eq!(disk.cached.stats().dirty, 0);
@@ -323,20 +324,19 @@ fn run_all(seeds: std::ops::Range<u64>, mode: Mode, rounds: usize) {
 }
 
 #[test]
-fn what_is_read_is_what_was_written() {
+fn reads_return_what_was_written() {
     run_all(1..9, Mode::Writethrough, ROUNDS);
 }
 
 /// The same with writes that are acknowledged from memory.
 #[test]
-fn what_is_written_back_is_what_was_written() {
+fn reads_return_what_was_written_in_writeback_mode() {
     run_all(101..105, Mode::Writeback, ROUNDS / 2);
 }
 
-/// Writes that overlap by bytes, too: what they reservation is what the store happens to have, and the cache
-/// agrees with it.
+/// Writes that also overlap by bytes: the result depends on the store, and the cache agrees with it.
 #[test]
-fn overlapping_changes_leave_what_the_store_has() {
+fn after_overlapping_writes_the_cache_equals_the_store() {
     const SIZE: u64 = MIB / 4;
     let rig = Arc::new(Rig::new(MIB));
     let worker = Worker::start("oracle", &rig.memory).unwrap();

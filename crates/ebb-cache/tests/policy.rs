@@ -1,14 +1,14 @@
-//! The eviction policy against an oracle, and what is expected of it: bounded, resistant to scans, and cold
-//! data first.
+//! The eviction policy against an oracle, and its required properties: bounded, resistant to scans, cold data
+//! first.
 
 #![allow(clippy::unwrap_used, reason = "a test")]
 
 use std::collections::{BTreeMap, HashSet};
 
-use ebb_cache::policy::{Eviction, Next, Policy};
+use ebb_cache::policy::{Eviction, NextVictim, Policy};
 use proptest::prelude::*;
 
-/// What a shard does.
+/// An operation of a shard.
 #[derive(Debug, Clone)]
 enum Step {
     Insert {
@@ -45,7 +45,7 @@ fn steps(slots: u32) -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 0..600)
 }
 
-/// Does one step; `inside` is what ought to be in the policy.
+/// Does one step; `inside` is what the policy should contain.
 fn check(policy: &mut Eviction, inside: &mut BTreeMap<u32, u64>, step: &Step) {
     match *step {
         Step::Insert { slot, key, pages, cold } => {
@@ -64,14 +64,14 @@ fn check(policy: &mut Eviction, inside: &mut BTreeMap<u32, u64>, step: &Step) {
         Step::Evict { modulus, rest } => {
             let may = |slot: u32| slot % modulus != rest;
             let least = inside.keys().any(|slot| may(*slot));
-            let went = policy.evict(|slot| {
+            let evicted = policy.evict(|slot| {
                 assert!(inside.contains_key(&slot), "slot {slot} is offered but not inside");
                 may(slot)
             });
-            assert_eq!(went.is_some(), least, "one that may go is found");
-            if let Some(slot) = went {
+            assert_eq!(evicted.is_some(), least, "a slot that may be evicted is found");
+            if let Some(slot) = evicted {
                 assert!(may(slot), "slot {slot} was refused");
-                assert!(inside.remove(&slot).is_some(), "slot {slot} went twice");
+                assert!(inside.remove(&slot).is_some(), "slot {slot} was evicted twice");
             }
         }
         Step::Coldest(n) => {
@@ -86,14 +86,14 @@ fn check(policy: &mut Eviction, inside: &mut BTreeMap<u32, u64>, step: &Step) {
     }
     assert_eq!(policy.len(), u32::try_from(inside.len()).unwrap());
     assert_eq!(policy.pages(), inside.values().sum::<u64>());
-    assert_eq!(policy.next() == Next::Nothing, inside.is_empty());
+    assert_eq!(policy.next() == NextVictim::Nothing, inside.is_empty());
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_slot_is_inside_until_it_goes_exactly_once(
+    fn a_slot_stays_until_it_is_evicted_exactly_once(
         steps in steps(120),
         capacity in prop_oneof![Just(0_u32), Just(120)],
     ) {
@@ -102,7 +102,7 @@ proptest! {
         for step in &steps {
             check(&mut policy, &mut inside, step);
         }
-        // What is left goes, each once, and then nothing.
+        // The remaining slots are evicted, each once, and then nothing.
         while let Some(slot) = policy.evict(|_| true) {
             prop_assert!(inside.remove(&slot).is_some());
         }
@@ -120,7 +120,7 @@ proptest! {
     }
 }
 
-/// A cache without data. Pages are keys; the slot of each is looked up.
+/// A cache without data: maps pages to slots.
 struct Cache {
     policy: Eviction,
     slots: BTreeMap<u64, u32>,
@@ -174,7 +174,7 @@ fn a_scan_of_ten_times_the_cache_leaves_the_hot_set() {
         let mut cache = Cache::new(1000);
         for round in 0..20_u64 {
             (0..500).for_each(|page| cache.touch(page, false));
-            // Some traffic beside it, so that the hot pages are told from the rest.
+            // Some other traffic, so that the hot pages stand out.
             (0..200).for_each(|page| cache.touch(1_000_000 + round * 200 + page, false));
         }
         (0..10_000).for_each(|page| cache.touch(10_000 + page, cold));
@@ -185,7 +185,7 @@ fn a_scan_of_ten_times_the_cache_leaves_the_hot_set() {
 
 #[test]
 fn large_slots_do_not_crowd_out_many_small_ones() {
-    // 600 hot slots of a page and room for 25 of sixteen, all over a disk and never again.
+    // 600 hot slots of a page and room for 25 of sixteen, which are read at random and never again.
     let mut policy = Eviction::with_capacity(1000);
     (0..600).for_each(|slot| policy.insert(slot, u64::from(slot), 1, false));
     for _ in 0..3 {
@@ -201,23 +201,23 @@ fn large_slots_do_not_crowd_out_many_small_ones() {
         }
         policy.insert(free.pop().unwrap(), 1_000_000 + key, 16, false);
     }
-    // The newest 30 were in their window: nothing tells that they are hot.
+    // The newest 30 were in their window: nothing shows that they are hot.
     assert!(hot.len() >= 560, "{} of 600 hot slots are left", hot.len());
 }
 
 #[test]
-fn one_pass_data_goes_first_and_in_its_order() {
+fn one_pass_data_is_evicted_first_and_in_order() {
     let mut cache = Cache::new(100);
     (0..60).for_each(|page| cache.touch(page, false));
     (100..140).for_each(|page| cache.touch(page, true));
-    // Read as a stream reads what was read ahead: at once, several times.
+    // Read like read-ahead data of a stream: at once, several times.
     (100..140).for_each(|page| cache.touch(page, true));
     let mut coldest = Vec::new();
     cache.policy.coldest(35, &mut coldest);
     let pages: Vec<u64> = coldest.iter().map(|slot| cache.pages[*slot as usize].unwrap()).collect();
-    let went: Vec<u64> = (0..35).map(|_| cache.evict()).collect();
-    assert!(went.iter().all(|page| *page >= 100), "{went:?}");
-    assert_eq!(went, pages, "lent in the order in which they would go");
+    let evicted: Vec<u64> = (0..35).map(|_| cache.evict()).collect();
+    assert!(evicted.iter().all(|page| *page >= 100), "{evicted:?}");
+    assert_eq!(evicted, pages, "lent in the order of eviction");
 }
 
 #[test]
@@ -227,7 +227,7 @@ fn uses_within_a_moment_count_as_one() {
         (0..800).for_each(|page| cache.touch(page, false));
         (0..100).for_each(|page| cache.touch(100_000 + round * 100 + page, false));
     }
-    // Each new page is read four times at once, and then never again: no reason to keep it.
+    // Each new page is read four times at once and then never again: no reason to keep it.
     for page in 2000..8000 {
         (0..4).for_each(|_| cache.touch(page, false));
     }
@@ -236,7 +236,7 @@ fn uses_within_a_moment_count_as_one() {
 }
 
 #[test]
-fn who_comes_back_soon_stays() {
+fn a_page_read_again_soon_after_its_eviction_stays() {
     let mut cache = Cache::new(1000);
     let mut scan = 10_000..;
     let mut scanned = |cache: &mut Cache, n: usize| {
@@ -249,14 +249,14 @@ fn who_comes_back_soon_stays() {
     }
     cache.access(7, false);
     scanned(&mut cache, 600);
-    assert!(!cache.has(7), "it was new and went");
+    assert!(!cache.has(7), "it was new and was evicted");
     assert!(!cache.access(7, false));
     scanned(&mut cache, 600);
     assert!(cache.has(7), "it came back, and is kept");
 }
 
 #[test]
-fn what_the_kernel_took_is_remembered_and_what_was_discarded_is_not() {
+fn keys_of_lost_pages_are_remembered_and_of_removed_pages_are_not() {
     for (lost, kept) in [(true, true), (false, false)] {
         let mut cache = Cache::new(1000);
         for _ in 0..3 {
@@ -278,9 +278,9 @@ fn what_the_kernel_took_is_remembered_and_what_was_discarded_is_not() {
 }
 
 #[test]
-fn what_was_hot_long_ago_cools_with_age() {
+fn aging_cools_pages_that_were_hot_long_ago() {
     let mut cache = Cache::new(1000);
-    // There is room for all: nothing is evicted.
+    // There is room for everything: nothing is evicted.
     for _ in 0..5 {
         (0..900).for_each(|page| cache.touch(page, false));
     }
@@ -292,32 +292,32 @@ fn what_was_hot_long_ago_cools_with_age() {
         cache.policy.age(1000);
         (600..900).for_each(|page| cache.touch(page, false));
     }
-    let went: HashSet<u64> = (0..550).map(|_| cache.evict()).collect();
-    let mistakes = went.iter().filter(|page| **page >= 600).count();
-    assert_eq!(mistakes, 0, "pages in use went before those used long ago");
+    let evicted: HashSet<u64> = (0..550).map(|_| cache.evict()).collect();
+    let mistakes = evicted.iter().filter(|page| **page >= 600).count();
+    assert_eq!(mistakes, 0, "pages in use were evicted before pages used long ago");
 }
 
 #[test]
-fn a_call_looks_at_a_bounded_number_of_slots() {
+fn a_call_examines_a_bounded_number_of_slots() {
     let mut policy = Eviction::with_capacity(100_000);
     for slot in 0..100_000 {
         policy.insert(slot, u64::from(slot), 1, slot % 3 == 0);
     }
-    let mut asked = 0;
+    let mut examined = 0;
     assert_eq!(
         policy.evict(|_| {
-            asked += 1;
+            examined += 1;
             false
         }),
         None
     );
-    assert!(asked <= 2048, "{asked} slots were looked at");
-    // All are used as much as can be: the first call finds one all the same.
+    assert!(examined <= 2048, "{examined} slots were examined");
+    // All have the maximum use count: the first call finds one nevertheless.
     for slot in 0..100_000 {
         (0..4).for_each(|_| policy.hit(slot));
     }
     assert!(policy.evict(|_| true).is_some());
-    // Only the last may go: calls go on where others ended, and come to it.
+    // Only the last may be evicted: each call continues where the previous one ended, and reaches it.
     let calls = (0..1000).position(|_| policy.evict(|slot| slot == 99_999).is_some());
     assert!(calls.is_some());
 }
@@ -343,7 +343,7 @@ fn metadata_is_small() {
     let slots = 1 << 20;
     let mut policy = Eviction::with_capacity(slots);
     assert!(policy.bytes() <= 20 * slots as usize, "{} bytes", policy.bytes());
-    // A table that grows by itself is no more than twice that.
+    // A table that grows by itself is at most twice that size.
     policy = Eviction::with_capacity(0);
     for slot in 0..(1 << 16) + 1 {
         policy.insert(slot, u64::from(slot), 1, false);

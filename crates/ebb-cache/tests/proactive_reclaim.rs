@@ -1,5 +1,5 @@
-//! Memory that others are about to need is returned before the kernel has to look for it: the reclaimer beside
-//! a host that is made up, the cache and its memory real.
+//! Proactive reclaim returns memory before the kernel has to search for it: the reclaimer with a simulated
+//! host; the cache and its memory are real.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::{Disk, MIB, Rig};
-use ebb_cache::{Reclaimer, pages_taken};
+use ebb_cache::{Reclaimer, pages_discarded_by_kernel};
 use ebb_io::{Io, Worker};
 use ebb_mem::Policy;
 use ebb_mem::pressure::Room;
@@ -18,7 +18,7 @@ use ebb_mem::pressure::Room;
 const PIECE: u64 = 64 << 10;
 const HELD: u64 = 24 * MIB;
 
-/// A host whose free memory others take.
+/// A host whose free memory is taken by other processes.
 #[derive(Clone)]
 struct Host(Arc<Mutex<Room>>);
 
@@ -48,13 +48,13 @@ async fn fill(io: &Io, disk: &Disk) {
     }
 }
 
-/// What is held after others took `taken` bytes, 2 MiB each 5 ms, and what the reclaimer returned. The cache
-/// is full before, lent where it may be.
+/// What is held after other processes took `taken` bytes, 2 MiB every 5 ms, and what the reclaimer returned.
+/// The cache is full at the start, and lent where possible.
 fn beside(policy: Policy, min: u64, free: u64, taken: u64) -> (u64, u64) {
     beside_with(None, policy, min, free, taken)
 }
 
-/// The same where it is all in a control group, on a host that has `plenty`.
+/// The same within a control group, on a host that has `plenty`.
 fn beside_with(
     plenty: Option<Room>,
     policy: Policy,
@@ -72,8 +72,8 @@ fn beside_with(
         fill(&io, &disk).await;
         let host = Host::new(free);
         let look = host.clone();
-        let mut reclaimer =
-            Reclaimer::new(&rig.cache, Box::new(pages_taken)).watching(Box::new(move |list| {
+        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_discarded_by_kernel))
+            .with_memory_probe(Box::new(move |list| {
                 list.clear();
                 list.extend(plenty);
                 list.push(*look.0.lock().unwrap());
@@ -83,31 +83,31 @@ fn beside_with(
         let mut step = |reclaimer: &mut Reclaimer, lend: bool| {
             now += if lend { Duration::from_millis(300) } else { Duration::from_millis(5) };
             if lend {
-                reclaimer.turn(&rig.cache, now);
+                reclaimer.run_once(&rig.cache, now);
             }
-            // With what is just being lent nothing is compared.
+            // The first sample after lending is not compared.
             rig.memory.settle();
-            reclaimer.recede(&rig.cache, now);
+            reclaimer.proactive_reclaim(&rig.cache, now);
             let before = rig.cache.stats().total.bufspace;
-            reclaimer.recede(&rig.cache, now);
+            reclaimer.proactive_reclaim(&rig.cache, now);
             rig.memory.settle();
             let after = rig.cache.stats().total.bufspace;
             host.free(before - after);
         };
         (0..20).for_each(|_| step(&mut reclaimer, true));
-        assert_eq!(rig.cache.stats().total.bufspace, HELD, "nobody has taken anything yet");
+        assert_eq!(rig.cache.stats().total.bufspace, HELD, "no other process has taken memory yet");
         let mut left = taken;
         while left > 0 {
             host.take(left.min(2 * MIB));
             left -= left.min(2 * MIB);
             step(&mut reclaimer, false);
         }
-        // It is over, and nothing more goes.
+        // Demand is over, and nothing more is returned.
         (0..100).for_each(|_| step(&mut reclaimer, false));
         let stats = rig.cache.stats();
         out.0.store(stats.total.bufspace, Ordering::Relaxed);
-        out.1.store(stats.receded, Ordering::Relaxed);
-        // What is left is what the store has.
+        out.1.store(stats.proactively_reclaimed, Ordering::Relaxed);
+        // What remains equals the store.
         for offset in (0..HELD).step_by(65536) {
             let mut buf = io.pool().get_for_test(65536);
             if disk.cached.try_read_cached(&mut buf, offset) {
@@ -122,21 +122,21 @@ fn beside_with(
 }
 
 #[test]
-fn others_find_free_memory_and_the_rest_stays() {
-    // 10 MiB are free, 20 are wanted: 10 are returned, and what would do for a moment more.
-    let (held, receded) = beside(Policy::Elastic, 0, 10 * MIB, 20 * MIB);
-    println!("{held} of {HELD} bytes are left, {receded} were returned");
-    assert!((10 * MIB - PIECE..=18 * MIB).contains(&receded), "{receded} bytes returned");
-    assert_eq!(held + receded, HELD);
+fn other_processes_find_free_memory_and_the_remaining_cache_stays() {
+    // 10 MiB are free, 20 are wanted: 10 are returned, and what would be wanted a moment later.
+    let (held, reclaimed) = beside(Policy::Elastic, 0, 10 * MIB, 20 * MIB);
+    println!("{held} of {HELD} bytes are left, {reclaimed} were returned");
+    assert!((10 * MIB - PIECE..=18 * MIB).contains(&reclaimed), "{reclaimed} bytes returned");
+    assert_eq!(held + reclaimed, HELD);
 }
 
 #[test]
-fn neighbours_in_a_control_group_find_free_memory_on_a_host_that_has_plenty() {
+fn processes_of_a_control_group_find_free_memory_on_a_host_with_plenty() {
     let all = 8192 * MIB;
     let plenty = Room { total: all, free: all / 2, available: all / 2, floor: MIB, behind: MIB };
-    let (held, receded) = beside_with(Some(plenty), Policy::Elastic, 0, 10 * MIB, 20 * MIB);
-    assert!((10 * MIB - PIECE..=18 * MIB).contains(&receded), "{receded} bytes returned");
-    assert_eq!(held + receded, HELD);
+    let (held, reclaimed) = beside_with(Some(plenty), Policy::Elastic, 0, 10 * MIB, 20 * MIB);
+    assert!((10 * MIB - PIECE..=18 * MIB).contains(&reclaimed), "{reclaimed} bytes returned");
+    assert_eq!(held + reclaimed, HELD);
 }
 
 #[test]
@@ -145,7 +145,7 @@ fn nothing_is_returned_while_free_memory_lasts() {
 }
 
 #[test]
-fn a_floor_holds_and_a_static_cache_keeps_all() {
+fn the_minimum_holds_and_a_static_cache_returns_nothing() {
     let (held, _) = beside(Policy::Elastic, 20 * MIB, MIB, 30 * MIB);
     assert!(held >= 20 * MIB, "{held}");
     assert_eq!(beside(Policy::Static, 0, MIB, 30 * MIB), (HELD, 0));

@@ -1,4 +1,4 @@
-//! Who gives way: a scan before the hot set, the noisy volume before the quiet one. Counts only, no time.
+//! What is evicted first: a scan before the hot set, a noisy volume before a quiet one. Counts only, no time.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{Disk, MIB, Random, Rig};
-use ebb_cache::{FixedLimit, Mode, Reclaimer, pages_taken};
+use ebb_cache::{FixedLimit, Mode, Reclaimer, pages_discarded_by_kernel};
 use ebb_io::{Io, Worker};
 
 const PAGE: u64 = 4096;
@@ -21,7 +21,7 @@ async fn read(io: &Io, disk: &Disk, offset: u64, length: usize) {
     }
 }
 
-/// Hits per page over `count` reads of a set of `pages`, most of them of a few.
+/// Hits per page over `count` reads of a set of `pages`, most reads of a few pages.
 async fn hot(io: &Io, disk: &Disk, random: &mut Random, pages: u64, count: u32) -> f64 {
     let before = disk.cached.stats();
     for _ in 0..count {
@@ -46,20 +46,20 @@ fn on_a_worker<Fut: Future<Output = ()> + 'static>(
 fn a_scan_of_ten_times_the_cache_costs_the_hot_set_five_points_at_most() {
     on_a_worker(|io, rig| async move {
         let mut random = Random::new(3);
-        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_taken));
+        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_discarded_by_kernel));
         let disk = rig.volume("disk", 256 * MIB, 1);
         // The hot set is three quarters of the cache.
         let pages = CACHE / PAGE * 3 / 4;
         hot(&io, &disk, &mut random, pages, 60_000).await;
         let before = hot(&io, &disk, &mut random, pages, 10_000).await;
-        // One pass beside the hot set, which goes on.
+        // One pass beside the hot set, which stays in use.
         let mut now = rig.start;
         for (step, offset) in (64 * MIB..64 * MIB + 10 * CACHE).step_by(65536).enumerate() {
             read(&io, &disk, offset, 65536).await;
             hot(&io, &disk, &mut random, pages, 8).await;
             if step % 64 == 0 {
                 now += Duration::from_millis(100);
-                reclaimer.turn(&rig.cache, now);
+                reclaimer.run_once(&rig.cache, now);
             }
         }
         let after = hot(&io, &disk, &mut random, pages, 10_000).await;
@@ -69,7 +69,7 @@ fn a_scan_of_ten_times_the_cache_costs_the_hot_set_five_points_at_most() {
     });
 }
 
-/// Reads each hot page once, in no order; the share of them that hit.
+/// Reads each hot page once, in random order; returns the share of hits.
 async fn each_hot(io: &Io, disk: &Disk, random: &mut Random, count: u64) -> f64 {
     let mut pages: Vec<u64> = (0..count).collect();
     for last in (1..pages.len()).rev() {
@@ -83,11 +83,11 @@ async fn each_hot(io: &Io, disk: &Disk, random: &mut Random, count: u64) -> f64 
     f64::from(u32::try_from(hits).unwrap()) / f64::from(u32::try_from(count).unwrap())
 }
 
-/// A scan while the hot set rests: nothing tells that it is in use but what was before. Points lost.
+/// A scan while the hot set is idle: only earlier uses show that it is hot. Returns the lost points.
 fn a_scan_at_rest(seed: u64, request: usize, in_order: bool) {
     on_a_worker(move |io, rig| async move {
         let mut random = Random::new(seed);
-        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_taken));
+        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_discarded_by_kernel));
         let disk = rig.volume("disk", 512 * MIB, 1);
         // The hot set is three quarters of the cache; nothing is evicted while it is read.
         let pages = CACHE / PAGE * 3 / 4;
@@ -96,7 +96,7 @@ fn a_scan_at_rest(seed: u64, request: usize, in_order: bool) {
             each_hot(&io, &disk, &mut random, pages).await;
             for _ in 0..2 {
                 now += Duration::from_secs(1);
-                reclaimer.turn(&rig.cache, now);
+                reclaimer.run_once(&rig.cache, now);
             }
         }
         let before = each_hot(&io, &disk, &mut random, pages).await;
@@ -107,7 +107,7 @@ fn a_scan_at_rest(seed: u64, request: usize, in_order: bool) {
             read(&io, &disk, 64 * MIB + piece * request as u64, request).await;
             if step % 64 == 0 {
                 now += Duration::from_millis(100);
-                reclaimer.turn(&rig.cache, now);
+                reclaimer.run_once(&rig.cache, now);
             }
         }
         let after = each_hot(&io, &disk, &mut random, pages).await;
@@ -118,7 +118,7 @@ fn a_scan_at_rest(seed: u64, request: usize, in_order: bool) {
 }
 
 #[test]
-fn a_scan_costs_a_hot_set_at_rest_five_points_at_most() {
+fn a_scan_costs_an_idle_hot_set_five_points_at_most() {
     for seed in 1..=4 {
         a_scan_at_rest(seed, 128 << 10, true);
     }
@@ -135,7 +135,7 @@ fn reads_of_64_kib_all_over_a_disk_cost_a_hot_set_of_pages_five_points_at_most()
 fn a_noisy_volume_costs_the_quiet_one_ten_points_at_most() {
     on_a_worker(|io, rig| async move {
         let mut random = Random::new(4);
-        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_taken));
+        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_discarded_by_kernel));
         let quiet = rig.volume("quiet", 64 * MIB, 1);
         let noisy = rig.volume("noisy", 256 * MIB, 2);
         // The quiet one needs a little less than its half.
@@ -143,11 +143,11 @@ fn a_noisy_volume_costs_the_quiet_one_ten_points_at_most() {
         let mut now = rig.start;
         let mut turn = |reclaimer: &mut Reclaimer| {
             now += Duration::from_millis(300);
-            reclaimer.turn(&rig.cache, now);
+            reclaimer.run_once(&rig.cache, now);
         };
         hot(&io, &quiet, &mut random, pages, 40_000).await;
         let before = hot(&io, &quiet, &mut random, pages, 10_000).await;
-        // Ten reads of the noisy one, all over its disk and each twice, for one of the quiet one.
+        // For each read of the quiet one ten of the noisy one, at random over its disk and each twice.
         let mut during = 0.0;
         for _ in 0..100 {
             for _ in 0..500 {
@@ -163,7 +163,7 @@ fn a_noisy_volume_costs_the_quiet_one_ten_points_at_most() {
         assert!(before - during <= 0.10, "{before} alone, {during} beside the noisy one");
         let stats = rig.cache.stats();
         assert!(stats.total.bufspace <= CACHE);
-        // Free when not tight: the quiet one sleeps, and the other takes what it wants.
+        // When the quiet volume is idle, the other one may take all memory.
         for _ in 0..200 {
             read(&io, &noisy, random.below(256 * MIB / PAGE) * PAGE, 4096).await;
             turn(&mut reclaimer);
@@ -178,9 +178,9 @@ fn a_noisy_volume_costs_the_quiet_one_ten_points_at_most() {
 }
 
 #[test]
-fn a_volume_whose_pages_are_all_dirty_does_not_keep_others_from_caching() {
+fn a_volume_whose_pages_are_all_dirty_does_not_keep_other_volumes_from_caching() {
     on_a_worker(|io, rig| async move {
-        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_taken));
+        let mut reclaimer = Reclaimer::new(&rig.cache, Box::new(pages_discarded_by_kernel));
         let dirty = rig.volume_as("dirty", 64 * MIB, 1, Mode::Writeback);
         dirty.cached.set_control(Arc::new(FixedLimit::default()));
         let clean = rig.volume("clean", 64 * MIB, 2);
@@ -193,11 +193,11 @@ fn a_volume_whose_pages_are_all_dirty_does_not_keep_others_from_caching() {
             read(&io, &clean, page * PAGE, 4096).await;
         }
         read(&io, &other, 0, 4096).await;
-        reclaimer.turn(&rig.cache, rig.start + Duration::from_millis(300));
+        reclaimer.run_once(&rig.cache, rig.start + Duration::from_millis(300));
         let held = |disk: &Disk| disk.cached.stats().bufspace;
         assert!(held(&clean) > 6 * MIB, "more than its third: {}", held(&clean));
         assert_eq!(dirty.cached.dirty(), 9 * MIB);
-        // The third one finds room for a little at the cost of the one with clean pages,
+        // The third one finds a little room at the cost of the one with clean pages,
         let pass = async |from: u64, pages: u64| {
             let before = other.cached.stats().hits;
             for page in 0..pages {
@@ -208,7 +208,7 @@ fn a_volume_whose_pages_are_all_dirty_does_not_keep_others_from_caching() {
         pass(0, 200).await;
         let hits = pass(0, 200).await;
         assert!(hits >= 190, "{hits} of 200 hits");
-        // and when there is no more to be had, of its own: what it used before goes.
+        // and when those are used up, it evicts its own oldest pages.
         pass(8 * MIB, 2000).await;
         pass(16 * MIB, 100).await;
         let hits = pass(16 * MIB, 100).await;

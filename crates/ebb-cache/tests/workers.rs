@@ -1,5 +1,5 @@
-//! Several workers on one volume, a reclaimer thread, pressure, and a kernel that takes what was lent, all at
-//! once. Each task owns some sectors, between those of others in the same pages, and knows what they hold.
+//! Several workers on one volume, a reclaimer thread, pressure, and a kernel that discards lent pages, all at
+//! once. Each task owns some sectors, which share pages with those of other tasks, and knows their content.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -23,12 +23,12 @@ const OWNERS: u64 = 2 * WORKERS;
 const OPERATIONS: u32 = 15_000;
 const ROUNDS: usize = 20;
 
-/// Who owns a sector: in the first half of the volume stripes of 1 KiB, in the second whole frames.
+/// The owner of a sector: in the first half of the volume stripes of 1 KiB, in the second whole frames.
 fn owner(sector: u64) -> u64 {
     if sector < SIZE / SECTOR / 2 { sector / 2 % OWNERS } else { sector / 128 % OWNERS }
 }
 
-/// A range of `owner`'s own: first sector and number.
+/// A range of `owner`'s sectors: first sector and number.
 fn own_range(random: &mut Random, owner: u64) -> (u64, u64) {
     let half = SIZE / SECTOR / 2;
     if random.chance(500) {
@@ -56,7 +56,7 @@ struct Task {
     disk: Disk,
     owner: u64,
     random: Random,
-    /// What the sectors hold, as far as they are this task's.
+    /// The content of the sectors that belong to this task.
     known: Vec<u8>,
 }
 
@@ -70,7 +70,7 @@ impl Task {
             match self.random.below(20) {
                 0..9 => self.change(number).await,
                 9 if self.disk.cached.mode() == Mode::Writeback => {
-                    // It may tell of a failure; the data is kept.
+                    // It may report a failure; the data is kept.
                     let _ = self.disk.cached.flush(&self.io, &self.disk.store).await;
                 }
                 9 if self.random.chance(200) => {
@@ -103,7 +103,7 @@ impl Task {
         if result.is_err() && cached.mode() == Mode::Writethrough {
             test.look(sector * SECTOR, &mut self.known[range]);
         } else if result.is_err() {
-            // In writeback the new data may have been kept: it is what is read now.
+            // In writeback mode the new data may have been kept: compare with what is read now.
             loop {
                 let buf = self.io.pool().get_for_test(range.len());
                 let read = cached.read(&self.io, store, buf, sector * SECTOR).await;
@@ -144,12 +144,11 @@ fn tasks_on_several_workers_find_what_they_wrote() {
 }
 
 #[test]
-fn tasks_on_several_workers_find_what_is_to_be_written_back() {
+fn tasks_on_several_workers_find_their_dirty_data() {
     until_all_was_met(12, Mode::Writeback);
 }
 
-/// Runs until hits, pages the kernel took and evictions were all met: which of them are depends on the
-/// machine, too.
+/// Repeats until hits, discarded pages and evictions have all occurred, which depends on the machine, too.
 fn until_all_was_met(seed: u64, mode: Mode) {
     let mut met = [0; 3];
     for seed in (seed..).step_by(100).take(ROUNDS) {
@@ -160,7 +159,7 @@ fn until_all_was_met(seed: u64, mode: Mode) {
             return;
         }
     }
-    panic!("hits, pages taken and evictions in {ROUNDS} rounds: {met:?}");
+    panic!("hits, discarded pages and evictions in {ROUNDS} rounds: {met:?}");
 }
 
 fn run(seed: u64, mode: Mode) -> VolumeCacheStats {
@@ -182,7 +181,7 @@ fn run(seed: u64, mode: Mode) -> VolumeCacheStats {
         let age_max = Duration::from_millis(5);
         let control = FixedLimit { age_max, ..FixedLimit::default() };
         disk.cached.set_control(Arc::new(control));
-        // Two flushers: more than there will be, so that they meet.
+        // Two flushers, more than the daemon ever runs, so that they contend.
         for worker in &workers[..2] {
             let (cached, store) = (disk.cached.clone(), disk.store.clone());
             worker.handle().spawn(move |io| cached.run_flusher(io, store));
@@ -217,7 +216,7 @@ fn run(seed: u64, mode: Mode) -> VolumeCacheStats {
                     9..20 => Some(Level::L0),
                     _ => None,
                 };
-                // As if more time had passed than has, so that growth comes back.
+                // As if more time had passed, so that the limit grows again.
                 let ahead = Duration::from_secs(random.below(100));
                 level.into_iter().for_each(|level| cache.pressure(level, now + ahead));
                 memory.settle();
@@ -230,7 +229,7 @@ fn run(seed: u64, mode: Mode) -> VolumeCacheStats {
     disturber.join().unwrap();
     assert!(results.iter().all(Option::is_some), "a task panicked; see above");
     if mode == Mode::Writeback {
-        // What is looked at below is content: a fault here would be told, and say nothing of it.
+        // Only the content is checked below: an injected fault would be reported without meaning.
         disk.test.write_faults.store(0, Ordering::Relaxed);
         disk.test.read_faults.store(0, Ordering::Relaxed);
         let (cached, store) = (disk.cached.clone(), disk.store.clone());

@@ -1,4 +1,5 @@
-//! Writeback in steps: acknowledged from memory, clustered in order of offset, kept on failure, told once.
+//! Writeback step by step: acknowledged from memory, clustered in order of offset, kept on failure, reported
+//! once.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -74,17 +75,17 @@ fn writes_stay_in_memory_until_a_flush_and_go_in_clusters() {
 }
 
 #[test]
-fn a_failed_write_back_is_told_once_and_its_data_is_kept() {
+fn a_failed_writeback_is_reported_once_and_its_data_is_kept() {
     play(|io, rig, disk| async move {
         disk.cached.set_control(Arc::new(FixedLimit::default()));
         assert!(write(&io, &disk, 0, 65536, 3, false).await);
         disk.test.write_faults.store(1000, Ordering::Relaxed);
         assert!(!flush(&io, &disk).await);
         assert_eq!(disk.cached.dirty(), 65536);
-        // No pressure takes it.
+        // No level of pressure evicts it.
         rig.cache.pressure(Level::L3, rig.start);
         let mut reclaimer = ebb_cache::Reclaimer::new(&rig.cache, Box::new(|| None));
-        reclaimer.turn(&rig.cache, rig.start);
+        reclaimer.run_once(&rig.cache, rig.start);
         assert_eq!(read(&io, &disk, 0, 65536).await, vec![3; 65536]);
         disk.test.write_faults.store(0, Ordering::Relaxed);
         assert!(flush(&io, &disk).await);
@@ -92,12 +93,12 @@ fn a_failed_write_back_is_told_once_and_its_data_is_kept() {
     });
 }
 
-/// A guest of a daemon that is just starting.
+/// A client of a daemon that is just starting.
 #[test]
-fn a_write_before_there_is_a_controller_goes_through_and_settles_nothing() {
+fn a_write_before_the_control_is_set_goes_through_and_a_later_control_applies() {
     play(|io, _rig, disk| async move {
         assert!(write(&io, &disk, 0, 8192, 1, false).await);
-        assert_eq!(disk.cached.dirty(), 0, "nobody has given it reservation");
+        assert_eq!(disk.cached.dirty(), 0, "there is no reservation without a control");
         assert_eq!(disk.test.content()[..8192], [1; 8192]);
         let room = Arc::new(Full(AtomicU64::new(4 * 4096)));
         disk.cached.set_control(room.clone());
@@ -109,11 +110,11 @@ fn a_write_before_there_is_a_controller_goes_through_and_settles_nothing() {
     });
 }
 
-/// Writes whatever is dirty at once.
+/// Writes back dirty data at once.
 struct Eager;
 
 impl WritebackControl for Eager {
-    fn ask(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
+    fn reserve(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
         Duration::ZERO
     }
     fn next(&self, _: Instant, _: u64, _: Duration) -> WritebackOrder {
@@ -122,7 +123,7 @@ impl WritebackControl for Eager {
 }
 
 #[test]
-fn the_flusher_writes_back_by_itself_and_a_flush_tells_of_its_failure() {
+fn the_flusher_writes_back_by_itself_and_a_flush_reports_its_failure() {
     play(|io, _rig, disk| async move {
         disk.cached.set_control(Arc::new(Eager));
         let flusher = io.spawn(disk.cached.clone().run_flusher(io.clone(), disk.store.clone()));
@@ -138,18 +139,18 @@ fn the_flusher_writes_back_by_itself_and_a_flush_tells_of_its_failure() {
         }
         disk.test.write_faults.store(0, Ordering::Relaxed);
         io.sleep(Duration::from_millis(1)).await;
-        assert!(!flush(&io, &disk).await, "it failed in between");
-        assert!(flush(&io, &disk).await, "and that is told once");
+        assert!(!flush(&io, &disk).await, "a write failed in between");
+        assert!(flush(&io, &disk).await, "the failure is reported once");
         assert_eq!(disk.test.content()[..4096], [6; 4096]);
         drop(flusher);
     });
 }
 
-/// Lets so many bytes in, and not one more.
+/// Grants reservations for this many bytes, and not one more.
 struct Full(AtomicU64);
 
 impl WritebackControl for Full {
-    fn ask(&self, _: Instant, _: Instant, bytes: u64, _: u64) -> Duration {
+    fn reserve(&self, _: Instant, _: Instant, bytes: u64, _: u64) -> Duration {
         let left = |room: u64| room.checked_sub(bytes);
         match self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, left) {
             Ok(_) => Duration::ZERO,
@@ -165,7 +166,7 @@ impl WritebackControl for Full {
 }
 
 #[test]
-fn what_is_dirty_is_written_anew_without_leave() {
+fn dirty_pages_are_overwritten_without_a_reservation() {
     play(|io, _rig, disk| async move {
         let room = Arc::new(Full(AtomicU64::new(4 * 4096)));
         disk.cached.set_control(room.clone());
@@ -183,7 +184,7 @@ fn what_is_dirty_is_written_anew_without_leave() {
         io.sleep(Duration::from_millis(20)).await;
         assert_eq!(disk.cached.dirty(), 4 * 4096);
         room.0.store(4096, Ordering::SeqCst);
-        disk.cached.ask_again();
+        disk.cached.retry_reservation();
         assert!(more.await);
         assert_eq!((room.0.load(Ordering::SeqCst), disk.cached.dirty()), (0, 5 * 4096));
         assert_eq!(read(&io, &disk, 4 * 4096, 4096).await, [11; 4096]);
@@ -197,9 +198,9 @@ fn fua_zeroes_and_extents_see_what_is_in_memory() {
         assert!(write(&io, &disk, 0, 8192, 1, false).await);
         assert!(write(&io, &disk, 4096, 4096, 2, true).await);
         let content = disk.test.content();
-        assert_eq!(content[4096], 2, "what lies beside it in the frame may go, too");
+        assert_eq!(content[4096], 2, "adjacent data of the frame may be written, too");
         assert_eq!(disk.test.flushes.load(Ordering::Relaxed), 1);
-        // A part of a dirty page is zeroed: the rest of it is not lost.
+        // Part of a dirty page is zeroed: the remainder is not lost.
         let flags = ZeroFlags::default();
         disk.cached.write_zeroes(&io, &disk.store, 512, 512, flags).await.unwrap();
         let data = read(&io, &disk, 0, 4096).await;
@@ -216,8 +217,8 @@ fn fua_zeroes_and_extents_see_what_is_in_memory() {
 fn the_fixed_limit_pauses_writers_and_wakes_the_flusher() {
     let control = FixedLimit::default();
     let now = Instant::now();
-    assert_eq!(control.ask(now, now, 4096, 0), Duration::ZERO);
-    assert!(control.ask(now, now, 4096, control.dirty_max) > Duration::ZERO);
+    assert_eq!(control.reserve(now, now, 4096, 0), Duration::ZERO);
+    assert!(control.reserve(now, now, 4096, control.dirty_max) > Duration::ZERO);
     assert_eq!(control.next(now, 4096, control.age_max), WritebackOrder::Write(control.cluster));
     assert!(matches!(control.next(now, 4096, Duration::ZERO), WritebackOrder::Wait(_)));
     assert!(matches!(
@@ -226,12 +227,12 @@ fn the_fixed_limit_pauses_writers_and_wakes_the_flusher() {
     ));
 }
 
-/// A limit of a few pages, and little patience with a store that is full.
+/// A limit of a few pages, and little patience with a full store.
 struct Small(FixedLimit);
 
 impl WritebackControl for Small {
-    fn ask(&self, asked: Instant, now: Instant, bytes: u64, dirty: u64) -> Duration {
-        self.0.ask(asked, now, bytes, dirty)
+    fn reserve(&self, requested: Instant, now: Instant, bytes: u64, dirty: u64) -> Duration {
+        self.0.reserve(requested, now, bytes, dirty)
     }
     fn next(&self, now: Instant, dirty: u64, age: Duration) -> WritebackOrder {
         self.0.next(now, dirty, age)
@@ -242,7 +243,7 @@ impl WritebackControl for Small {
 }
 
 #[test]
-fn the_writeback_of_disks_that_hang_leaves_the_memory_that_requests_are_promised() {
+fn writeback_of_hanging_disks_leaves_the_memory_reserved_for_requests() {
     play(|io, rig, disk| async move {
         let second = rig.volume_as("second", disk.cached.size(), 2, Mode::Writeback);
         let (before, ceiling) = (io.pool().used_bytes(), rig.memory.arena_stats().ceiling);
@@ -254,7 +255,7 @@ fn the_writeback_of_disks_that_hang_leaves_the_memory_that_requests_are_promised
             let flusher = disk.cached.clone().run_flusher(io.clone(), disk.store.clone());
             flushers.push(io.spawn(flusher));
             for number in 0..48 {
-                // One in two frames, so that each is a write of its own.
+                // In every second frame, so that each is a write of its own.
                 assert!(write(&io, disk, number * 131_072, 65_536, 1, false).await);
             }
         }
@@ -272,7 +273,7 @@ fn the_writeback_of_disks_that_hang_leaves_the_memory_that_requests_are_promised
             io.sleep(Duration::from_millis(1)).await;
         }
         let taken = io.pool().used_bytes() - before;
-        // A sixteenth of it; each flusher and each flush has a buffer of 64 KiB beside.
+        // A sixteenth of it; besides, each flusher and each flush has a buffer of 64 KiB.
         assert!(taken <= ceiling / 16 + 10 * 65_536, "{} KiB of {}", taken >> 10, ceiling >> 10);
         for disk in [&disk, &second] {
             disk.test.release();
@@ -285,7 +286,7 @@ fn the_writeback_of_disks_that_hang_leaves_the_memory_that_requests_are_promised
 }
 
 #[test]
-fn a_writer_that_waits_long_for_a_full_store_is_told_that_it_is_full() {
+fn a_write_that_waits_too_long_for_a_full_store_fails_with_no_space() {
     play(|io, _rig, disk| async move {
         let limit = FixedLimit { dirty_max: 65536, ..FixedLimit::default() };
         disk.cached.set_control(Arc::new(Small(limit)));
@@ -306,7 +307,7 @@ fn a_writer_that_waits_long_for_a_full_store_is_told_that_it_is_full() {
             assert_eq!(task.await.unwrap_err().kind, ErrorKind::NoSpace);
         }
         assert_eq!(disk.cached.dirty(), 65536, "what was acknowledged is kept");
-        // There is room again: writers go on, and what was acknowledged is there.
+        // There is room again: writers continue, and the acknowledged data is there.
         disk.test.set_room(None);
         while !write(&io, &disk, 65536, 65536, 3, false).await {}
         while !flush(&io, &disk).await {}
@@ -318,10 +319,10 @@ fn a_writer_that_waits_long_for_a_full_store_is_told_that_it_is_full() {
 }
 
 #[test]
-fn a_page_that_is_read_while_the_volume_is_cut_within_it_is_read_again() {
+fn a_page_read_while_the_volume_is_truncated_within_it_is_read_again() {
     play(|io, _rig, disk| async move {
         disk.cached.set_control(Arc::new(FixedLimit::default()));
-        // A part of each of two pages: both are read first, one after the other.
+        // Part of each of two pages: both are read first, one after the other.
         let (start, second) = (10 * 4096 + 2048, 11 * 4096);
         disk.test.hang_only(&[Operation::Read]);
         let (late, other) = (io.clone(), disk.clone());
@@ -329,7 +330,7 @@ fn a_page_that_is_read_while_the_volume_is_cut_within_it_is_read_again() {
         while disk.test.hanging() == 0 {
             io.sleep(Duration::from_millis(1)).await;
         }
-        // Comes before the writer to the second page, and does not get it.
+        // It runs before the write to the second page, which does not happen.
         let (late, other) = (io.clone(), disk.clone());
         let reader = io.spawn(async move {
             let buf = late.pool().get_for_test(4096);
@@ -356,21 +357,22 @@ async fn zero(io: &Io, disk: &Disk, offset: u64, length: u64) {
     disk.cached.write_zeroes(io, &disk.store, offset, length, flags).await.unwrap();
 }
 
-/// The disk loses what was not flushed, and reads show that.
+/// The disk loses what was not flushed, and reads show the loss.
 fn lose(disk: &Disk) {
     disk.test.lose();
     disk.test.evict();
 }
 
 #[test]
-fn zeroes_that_a_failed_flush_may_have_lost_are_made_again_and_nothing_newer_with_them() {
+fn zeroes_that_a_failed_flush_may_have_lost_are_repeated_without_overwriting_newer_data() {
     for seed in 0..20 {
         play(move |io, rig, _disk| async move {
             let disk = rig.volume_as("other", SIZE, seed, Mode::Writeback);
             assert!(write(&io, &disk, 0, 2 << 20, 7, false).await);
             assert!(flush(&io, &disk).await);
             zero(&io, &disk, 4096, MIB).await;
-            // Newer: a page that went past memory and is stable, without a flush of the store; and two in memory.
+            // Newer: a page that bypassed memory and is stable, without a flush of the store; and two in
+            // memory.
             assert!(write(&io, &disk, 65536, 4096, 9, true).await);
             assert_eq!(disk.test.flushes.load(Ordering::Relaxed), 1);
             disk.cached.set_control(Arc::new(FixedLimit::default()));
@@ -399,9 +401,9 @@ fn zeroes_that_a_failed_flush_may_have_lost_are_made_again_and_nothing_newer_wit
     }
 }
 
-/// It is not among what was on the store when the flush failed, and so is not written after the zeroes.
+/// It is not among the data on the store when the flush failed, and so is not written after the zeroes.
 #[test]
-fn what_is_written_while_a_flush_fails_is_not_made_zeroes_again() {
+fn data_written_while_a_flush_fails_is_not_zeroed_again() {
     play(|io, _rig, disk| async move {
         disk.cached.set_control(Arc::new(FixedLimit::default()));
         assert!(write(&io, &disk, 0, 1 << 20, 7, false).await);
@@ -427,7 +429,7 @@ fn what_is_written_while_a_flush_fails_is_not_made_zeroes_again() {
 }
 
 #[test]
-fn zeroes_of_a_part_of_a_page_cannot_be_made_again_and_flushes_stay_failed() {
+fn zeroes_of_part_of_a_page_cannot_be_repeated_and_flushes_keep_failing() {
     play(|io, _rig, disk| async move {
         disk.cached.set_control(Arc::new(FixedLimit::default()));
         zero(&io, &disk, 512, 8192).await;

@@ -82,7 +82,7 @@ fn a_close_waits_for_requests_under_way_and_refuses_new_ones() {
 struct AtOnce;
 
 impl WritebackControl for AtOnce {
-    fn ask(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
+    fn reserve(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
         Duration::ZERO
     }
     fn next(&self, _: Instant, _: u64, _: Duration) -> WritebackOrder {

@@ -244,7 +244,7 @@ async fn read(io: &Io, volume: &Volume, run: &Run, first: usize, count: usize) {
 struct Whim(u64);
 
 impl WritebackControl for Whim {
-    fn ask(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
+    fn reserve(&self, _: Instant, _: Instant, _: u64, _: u64) -> Duration {
         Duration::ZERO
     }
     fn next(&self, _: Instant, dirty: u64, _: Duration) -> WritebackOrder {
@@ -298,7 +298,7 @@ impl Machine {
             _ => {}
         }
         if random.chance(30) {
-            self.reclaimer.turn(&self.cache, now);
+            self.reclaimer.run_once(&self.cache, now);
         }
     }
 }

@@ -21,7 +21,7 @@ const MODES: [Mode; 3] = [Mode::None, Mode::Writethrough, Mode::Writeback];
 struct Ledger(AtomicU64);
 
 impl WritebackControl for Ledger {
-    fn ask(&self, _: Instant, _: Instant, bytes: u64, _: u64) -> Duration {
+    fn reserve(&self, _: Instant, _: Instant, bytes: u64, _: u64) -> Duration {
         self.0.fetch_add(bytes, Ordering::SeqCst);
         Duration::ZERO
     }

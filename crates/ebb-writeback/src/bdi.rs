@@ -1,82 +1,81 @@
-//! One backing device's handle: what the data path and the flusher call.
+//! The handle of one backing device: called by the data path and the flusher.
 //!
 //! Invariants:
-//! - Bytes are dirty, then under writeback, then gone (or dirty again after a failure); no call makes
-//!   a counter negative, whatever order or sizes it comes in.
-//! - Every call is O(1) and allocates nothing, but those that add a volume.
-//! - A handle touches its own state and atomics of [`Shared`]: two handles never wait for each other.
+//! - Bytes are dirty, then under writeback, then written (or dirty again after a failure); no call makes a
+//!   counter negative, whatever its order or sizes.
+//! - Every call is O(1) and allocates nothing, except those that add a volume.
+//! - A handle touches its own state and the atomics of [`SharedState`]: handles never wait for each other.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::config::{BdiOptions, Error, Law};
-use crate::fair::Tab;
-use crate::flush::{FlushPlan, Position};
-use crate::horizon::{Ours, Pace};
-use crate::linux::{Bounds, Linux, Task};
-use crate::shared::{Shared, Slot};
+use crate::fair::VolumeAccount;
+use crate::flush::{FlushPlan, FlushPosition};
+use crate::horizon::{HorizonState, PaceDecision};
+use crate::linux::{LinuxBounds, LinuxState, LinuxTask};
+use crate::shared::{DeviceSlot, SharedState};
 use crate::shares::starting;
-use crate::stats::{BdiStats, Pauses, VolumeStats};
+use crate::stats::{BdiStats, BdiVolumeStats, Pauses};
 use crate::units::{MILLISECOND, Nanos, RATE_MOST, SECOND, WHOLE, mul_div};
 
-/// After a failure nothing is sent for this long, doubling up to the second.
+/// After a failure nothing is sent for this long, doubling up to one second.
 const BACKOFF: Nanos = 100 * MILLISECOND;
 const BACKOFF_MOST: Nanos = SECOND;
-/// Failures in a row after which the device counts as stuck.
+/// Consecutive failures after which the device counts as stuck.
 const FAILURES: u32 = 3;
-/// A write larger than this part of the limit is to be split.
+/// A write larger than this fraction of the limit must be split.
 const SPLIT: u64 = 4;
 
-/// A volume on a backing device. Of use with the [`Bdi`] that gave it only.
+/// A volume on a backing device. Valid only with the [`Bdi`] that returned it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct VolumeId(usize);
 
-/// The answer to a write that wants to become dirty data.
+/// The result of a request to make data dirty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// It may; its bytes are counted as dirty from now on.
+    /// Granted; the bytes are counted as dirty from now on.
     Go,
-    /// Not yet, and nothing was counted: ask again at this moment, or when
-    /// [`Bdi::on_written`] says that those who wait should.
+    /// Not yet, and nothing was counted: retry at this moment, or when [`Bdi::on_written`] returns true.
     PauseUntil(Nanos),
-    /// Too large for the limit: ask for pieces of at most this many bytes.
+    /// Too large for the limit: request pieces of at most this many bytes.
     Split(u64),
 }
 
-/// How a write to the store ended.
+/// The result of a write to the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
+pub enum WriteOutcome {
     /// The store has all of it.
     Written,
-    /// It has not: the data is dirty still, and is to be retried.
+    /// The write failed: the data is still dirty and will be retried.
     Failed,
 }
 
 #[derive(Debug)]
-struct Volume {
-    tab: Tab,
-    task: Task,
+struct BdiVolume {
+    account: VolumeAccount,
+    task: LinuxTask,
     dirty: u64,
     writeback: u64,
     pauses: Pauses,
 }
 
 #[derive(Debug)]
-enum Engine {
-    Ours(Box<Ours>),
-    Linux(Linux),
+enum LawState {
+    Horizon(Box<HorizonState>),
+    Linux(LinuxState),
 }
 
-/// Busy time, for the utilisation of the last second or two.
+/// Busy time, for the utilisation of the last one to two seconds.
 #[derive(Debug, Clone, Copy, Default)]
-struct Busy {
+struct BusyTime {
     since: Option<Nanos>,
     total: Nanos,
-    /// Two marks at least a second apart: when, and the total then.
+    /// Two marks at least a second apart: the moment, and the total at that moment.
     marks: [(Nanos, Nanos); 2],
 }
 
-impl Busy {
+impl BusyTime {
     fn at(&self, now: Nanos) -> Nanos {
         self.total.saturating_add(self.since.map_or(0, |since| now.saturating_sub(since)))
     }
@@ -95,19 +94,19 @@ impl Busy {
     }
 }
 
-/// The handle of one backing device; see the crate's introduction for who calls what.
+/// The handle of one backing device; the crate documentation says which thread calls what.
 ///
-/// `&mut self` throughout: keep it on one thread, or behind a lock of its own. Dropping it frees its
-/// slot, and what was still counted for it.
+/// `&mut self` throughout: keep it on one thread, or behind a lock of its own. Dropping it frees its slot and
+/// everything counted for it.
 #[derive(Debug)]
 pub struct Bdi {
-    shared: Arc<Shared>,
+    shared: Arc<SharedState>,
     index: usize,
     options: BdiOptions,
-    engine: Engine,
-    volumes: Vec<Option<Volume>>,
-    /// The next tab to look at in passing.
-    hand: usize,
+    law_state: LawState,
+    volumes: Vec<Option<BdiVolume>>,
+    /// The next volume whose account is updated in passing.
+    next_account: usize,
     dirty: u64,
     writeback: u64,
     dirtied: u64,
@@ -115,27 +114,32 @@ pub struct Bdi {
     failures: u64,
     failed_in_a_row: u32,
     not_before: Nanos,
-    /// How long after a failure: longer after each try that failed.
+    /// The delay after a failure; doubles with each consecutive failure.
     pause: Nanos,
-    busy: Busy,
+    busy: BusyTime,
     pauses: Pauses,
 }
 
 impl Bdi {
-    pub(crate) fn new(shared: Arc<Shared>, index: usize, options: BdiOptions, now: Nanos) -> Self {
+    pub(crate) fn new(
+        shared: Arc<SharedState>,
+        index: usize,
+        options: BdiOptions,
+        now: Nanos,
+    ) -> Self {
         let rate = options.rate.map(|rate| rate.clamp(1, RATE_MOST));
-        let engine = match shared.law {
-            Law::Horizon => Engine::Ours(Box::new(Ours::new(rate, now))),
-            Law::Linux | Law::LinuxOld { .. } => Engine::Linux(Linux::new(rate, now)),
+        let law_state = match shared.law {
+            Law::Horizon => LawState::Horizon(Box::new(HorizonState::new(rate, now))),
+            Law::Linux | Law::LinuxOld { .. } => LawState::Linux(LinuxState::new(rate, now)),
         };
-        let busy = Busy { marks: [(now, 0); 2], ..Busy::default() };
+        let busy = BusyTime { marks: [(now, 0); 2], ..BusyTime::default() };
         let mut bdi = Self {
             shared,
             index,
             options,
-            engine,
+            law_state,
             volumes: Vec::new(),
-            hand: 0,
+            next_account: 0,
             dirty: 0,
             writeback: 0,
             dirtied: 0,
@@ -151,7 +155,7 @@ impl Bdi {
         bdi
     }
 
-    fn slot(&self) -> &Slot {
+    fn slot(&self) -> &DeviceSlot {
         &self.shared.slots[self.index]
     }
 
@@ -159,30 +163,30 @@ impl Bdi {
         self.dirty.saturating_add(self.writeback)
     }
 
-    fn bounds(&self) -> Bounds {
+    fn bounds(&self) -> LinuxBounds {
         let BdiOptions { min_ratio, max_ratio, max_bytes, strict_limit: strict, .. } = self.options;
-        Bounds { min_ratio, max_ratio, max_bytes, strict }
+        LinuxBounds { min_ratio, max_ratio, max_bytes, strict }
     }
 
-    /// The threshold as pacing sees it; above 0.
+    /// The threshold that pacing uses; above 0.
     fn threshold(&self) -> u64 {
         let granted = self.slot().threshold.load(Relaxed).max(1);
         self.starting(granted).unwrap_or(granted)
     }
 
-    /// The bound of a device that is only just being measured, if that is less than `granted`.
+    /// The bound of a device whose rate is not established yet, if it is less than `granted`.
     fn starting(&self, granted: u64) -> Option<u64> {
-        match &self.engine {
-            Engine::Ours(ours) => starting(ours.rate.proven(), granted),
-            Engine::Linux(_) => None,
+        match &self.law_state {
+            LawState::Horizon(horizon) => starting(horizon.rate.proven(), granted),
+            LawState::Linux(_) => None,
         }
     }
 
-    /// Tells the keeper and the other handles.
+    /// Publishes the state to the control thread and the other handles.
     fn publish(&mut self) {
-        let (rate, proven) = match &mut self.engine {
-            Engine::Ours(ours) => (ours.rate.value(), ours.rate.proven()),
-            Engine::Linux(linux) => (linux.estimate(), u64::MAX),
+        let (rate, proven) = match &mut self.law_state {
+            LawState::Horizon(horizon) => (horizon.rate.value(), horizon.rate.proven()),
+            LawState::Linux(linux) => (linux.estimate(), u64::MAX),
         };
         let slot = self.slot();
         slot.dirty.store(self.dirty, Relaxed);
@@ -191,17 +195,16 @@ impl Bdi {
         slot.proven.store(proven, Relaxed);
     }
 
-    /// Adds a volume; `weight` (1 to 1000) is its part of the pace beside the other volumes here.
+    /// Adds a volume; `weight` (1 to 1000) is its share relative to the other volumes of the device.
     ///
-    /// # Errors
-    /// [`Error::Weight`]; [`Error::ManyVolumes`] when there are [`crate::Options::volumes`] already.
+    /// # Errors [`Error::Weight`]; [`Error::ManyVolumes`] when there are [`crate::WritebackOptions::volumes`] already.
     pub fn add_volume(&mut self, weight: u32) -> Result<VolumeId, Error> {
         if !(1..=1000).contains(&weight) {
             return Err(Error::Weight { weight });
         }
-        let volume = Volume {
-            tab: Tab::new(weight),
-            task: Task::default(),
+        let volume = BdiVolume {
+            account: VolumeAccount::new(weight),
+            task: LinuxTask::default(),
             dirty: 0,
             writeback: 0,
             pauses: Pauses::default(),
@@ -217,44 +220,50 @@ impl Bdi {
         Ok(VolumeId(self.volumes.len() - 1))
     }
 
-    /// Removes a volume. What it still has dirty is no longer counted (a caller that drains first has
-    /// nothing); what is in flight is, until it is done.
+    /// Removes a volume. Its remaining dirty bytes are no longer counted (a caller that drains first has
+    /// none); bytes in flight are counted until their writes complete.
     pub fn remove_volume(&mut self, volume: VolumeId, now: Nanos) {
         let Some(mut removed) = self.volumes.get_mut(volume.0).and_then(Option::take) else {
             return;
         };
         let (held, threshold) = (self.held(), self.threshold());
-        if let Engine::Ours(ours) = &mut self.engine {
-            ours.turn(held, threshold, now);
-            ours.gone(&mut removed.tab, Pace::Free, (0, 0));
+        if let LawState::Horizon(horizon) = &mut self.law_state {
+            horizon.advance(held, threshold, now);
+            horizon.charge(&mut removed.account, PaceDecision::Free, (0, 0));
         }
         let dirty = removed.dirty.min(self.dirty);
         self.dirty -= dirty;
-        self.shared.give_back(dirty);
+        self.shared.release(dirty);
         self.publish();
     }
 
-    /// A write of `bytes` to `volume` wants to become dirty data; it first asked at `asked` (equal to
-    /// `now` then), from which its wait is counted.
+    /// Requests to make a write of `bytes` to `volume` dirty; it was first requested at `requested` (equal to
+    /// `now` on the first call), and its wait is counted from then.
     ///
-    /// Only the first of a volume's waiting writes should ask: the others wait in line behind it.
-    /// Bytes that are dirty already and are overwritten need not ask.
-    pub fn ask(&mut self, volume: VolumeId, bytes: u64, asked: Nanos, now: Nanos) -> Verdict {
-        self.slot().asked.store(now.max(1), Relaxed);
+    /// Only the first of a volume's waiting writes should call this; the others queue behind it. Overwriting
+    /// bytes that are dirty already needs no request.
+    pub fn reserve(
+        &mut self,
+        volume: VolumeId,
+        bytes: u64,
+        requested: Nanos,
+        now: Nanos,
+    ) -> Verdict {
+        self.slot().last_request.store(now.max(1), Relaxed);
         let limit = self.shared.limit.load(Relaxed);
         if bytes > limit / SPLIT {
             let piece = (limit / SPLIT / 2).max(4096);
-            // In whole pages, as far as that goes.
+            // In whole pages where possible.
             return Verdict::Split(piece - piece % 4096);
         }
         let verdict = match self.shared.law {
-            Law::Horizon => self.ask_ours(volume, bytes, now),
-            Law::Linux | Law::LinuxOld { .. } => self.ask_linux(volume, bytes, now),
+            Law::Horizon => self.reserve_horizon(volume, bytes, now),
+            Law::Linux | Law::LinuxOld { .. } => self.reserve_linux(volume, bytes, now),
         };
         if verdict == Verdict::Go {
             self.dirty = self.dirty.saturating_add(bytes);
             self.dirtied = self.dirtied.saturating_add(bytes);
-            let pause = now.saturating_sub(asked);
+            let pause = now.saturating_sub(requested);
             self.pauses.add(pause);
             if let Some(volume) = self.volumes.get_mut(volume.0).and_then(Option::as_mut) {
                 volume.dirty = volume.dirty.saturating_add(bytes);
@@ -265,49 +274,50 @@ impl Bdi {
         verdict
     }
 
-    fn ask_ours(&mut self, volume: VolumeId, bytes: u64, now: Nanos) -> Verdict {
+    fn reserve_horizon(&mut self, volume: VolumeId, bytes: u64, now: Nanos) -> Verdict {
         let (held, threshold) = (self.held(), self.threshold());
-        let Engine::Ours(ours) = &mut self.engine else { return Verdict::Go };
-        let free = held.saturating_add(bytes) <= ours.free(threshold);
+        let LawState::Horizon(horizon) = &mut self.law_state else { return Verdict::Go };
+        let free = held.saturating_add(bytes) <= horizon.free(threshold);
         if !free {
-            ours.turn(held, threshold, now);
+            horizon.advance(held, threshold, now);
         }
-        // One tab per call, so that nobody is counted as behind for long who is not.
-        self.hand = (self.hand + 1) % self.volumes.len().max(1);
-        if let Some(Some(other)) = self.volumes.get_mut(self.hand) {
-            ours.look(&mut other.tab);
+        // One account per call, so that no idle volume is counted as waiting for long.
+        self.next_account = (self.next_account + 1) % self.volumes.len().max(1);
+        if let Some(Some(other)) = self.volumes.get_mut(self.next_account) {
+            horizon.refresh(&mut other.account);
         }
         let slot = &self.shared.slots[self.index];
         let Some(Some(entry)) = self.volumes.get_mut(volume.0) else {
             return Verdict::PauseUntil(now.saturating_add(SECOND));
         };
         let pace = if free {
-            Pace::Free
+            PaceDecision::Free
         } else {
             let at = (held, threshold, self.options.strict_limit);
-            ours.judge(&mut entry.tab, at, bytes, now)
+            horizon.decide(&mut entry.account, at, bytes, now)
         };
-        if let Pace::Wait(until) = pace {
+        if let PaceDecision::Wait(until) = pace {
             return Verdict::PauseUntil(until);
         }
-        // Within what is kept for it a device may use the last byte; beyond, it leaves the others theirs.
+        // Within its reserved part a device may use the last byte of the limit; beyond it, the parts reserved
+        // for other devices stay free.
         let within = held.saturating_add(bytes) <= slot.kept.load(Relaxed);
         let leave = if within { 0 } else { self.shared.reserve.load(Relaxed) };
         if !self.shared.reserve(bytes, leave) {
-            return Verdict::PauseUntil(ours.limited(now));
+            return Verdict::PauseUntil(horizon.limited(now));
         }
-        ours.gone(&mut entry.tab, pace, (bytes, self.options.io_cost));
+        horizon.charge(&mut entry.account, pace, (bytes, self.options.io_cost));
         Verdict::Go
     }
 
-    fn ask_linux(&mut self, volume: VolumeId, bytes: u64, now: Nanos) -> Verdict {
+    fn reserve_linux(&mut self, volume: VolumeId, bytes: u64, now: Nanos) -> Verdict {
         let (held, bounds) = (self.held(), self.bounds());
-        let Engine::Linux(linux) = &mut self.engine else { return Verdict::Go };
+        let LawState::Linux(linux) = &mut self.law_state else { return Verdict::Go };
         let Some(Some(entry)) = self.volumes.get_mut(volume.0) else {
             return Verdict::PauseUntil(now.saturating_add(SECOND));
         };
         let around = (&*self.shared, &bounds);
-        let until = linux.ask(&mut entry.task, around, held, now);
+        let until = linux.reserve(&mut entry.task, around, held, now);
         if until > now {
             return Verdict::PauseUntil(until);
         }
@@ -322,10 +332,10 @@ impl Bdi {
         if self.writeback == 0 && bytes > 0 {
             self.busy.since = Some(now);
             self.slot().last_completed.store(now, Relaxed);
-            match &mut self.engine {
-                Engine::Ours(ours) => ours.rate.busy(now),
-                Engine::Linux(linux) if self.shared.law == Law::Linux => linux.busy(now),
-                Engine::Linux(_) => {}
+            match &mut self.law_state {
+                LawState::Horizon(horizon) => horizon.rate.busy(now),
+                LawState::Linux(linux) if self.shared.law == Law::Linux => linux.busy(now),
+                LawState::Linux(_) => {}
             }
         }
         self.dirty -= bytes;
@@ -338,15 +348,15 @@ impl Bdi {
         self.publish();
     }
 
-    /// A write of `bytes` that was sent at `sent` has ended. True: those who wait should ask again now,
-    /// the first of each volume.
+    /// A write of `bytes` that was sent at `sent` has completed. Returns true if waiting writers should retry
+    /// now, the first of each volume.
     #[must_use]
     pub fn on_written(
         &mut self,
         volume: VolumeId,
         bytes: u64,
         sent: Nanos,
-        outcome: Outcome,
+        outcome: WriteOutcome,
         now: Nanos,
     ) -> bool {
         let bytes = bytes.min(self.writeback);
@@ -359,25 +369,25 @@ impl Bdi {
         if let Some(volume) = self.volumes.get_mut(volume.0).and_then(Option::as_mut) {
             let own = bytes.min(volume.writeback);
             volume.writeback -= own;
-            if outcome == Outcome::Failed {
+            if outcome == WriteOutcome::Failed {
                 volume.dirty = volume.dirty.saturating_add(own);
             }
         }
         match outcome {
-            Outcome::Written => self.success(bytes, sent, now),
-            Outcome::Failed => self.failure(bytes, sent, now),
+            WriteOutcome::Written => self.success(bytes, sent, now),
+            WriteOutcome::Failed => self.failure(bytes, sent, now),
         }
         self.publish();
         let (held, threshold) = (self.held(), self.threshold());
-        match &mut self.engine {
-            Engine::Ours(ours) => {
+        match &mut self.law_state {
+            LawState::Horizon(horizon) => {
                 if held == 0 {
-                    ours.flusher.rest();
+                    horizon.flusher.stop();
                 }
-                ours.turn(held, threshold, now);
-                ours.ask_again(held, threshold, now)
+                horizon.advance(held, threshold, now);
+                horizon.retry_reservation(held, threshold, now)
             }
-            Engine::Linux(_) => false,
+            LawState::Linux(_) => false,
         }
     }
 
@@ -385,14 +395,14 @@ impl Bdi {
         self.failed_in_a_row = 0;
         self.not_before = 0;
         self.written = self.written.saturating_add(bytes);
-        self.shared.give_back(bytes);
+        self.shared.release(bytes);
         let (bounds, more) = (self.bounds(), self.dirty > 0);
-        match &mut self.engine {
-            Engine::Ours(ours) => {
-                ours.rate.completed(bytes, more, now);
-                ours.flusher.latency.add(now.saturating_sub(sent), now);
+        match &mut self.law_state {
+            LawState::Horizon(horizon) => {
+                horizon.rate.completed(bytes, more, now);
+                horizon.flusher.latency.add(now.saturating_sub(sent), now);
             }
-            Engine::Linux(linux) => linux.written(&self.shared, &bounds, bytes, now),
+            LawState::Linux(linux) => linux.written(&self.shared, &bounds, bytes, now),
         }
         let slot = self.slot();
         slot.last_completed.store(now, Relaxed);
@@ -403,35 +413,35 @@ impl Bdi {
         self.dirty = self.dirty.saturating_add(bytes);
         self.failures = self.failures.saturating_add(1);
         self.failed_in_a_row = self.failed_in_a_row.saturating_add(1);
-        // Writes that were under way together are one try.
+        // Failures of concurrent writes count as one attempt.
         if self.not_before == 0 {
             self.pause = BACKOFF;
         } else if sent >= self.not_before {
             self.pause = self.pause.saturating_mul(2).min(BACKOFF_MOST);
         }
         self.not_before = now.saturating_add(self.pause);
-        if let Engine::Ours(ours) = &mut self.engine {
-            ours.rate.failed(now);
+        if let LawState::Horizon(horizon) = &mut self.law_state {
+            horizon.rate.failed(now);
         }
         self.slot().failing.store(self.failed_in_a_row >= FAILURES, Relaxed);
     }
 
-    /// Dirty data of `volume` is gone without being written: it was trimmed.
+    /// Dirty data of `volume` was discarded without being written: it was trimmed.
     pub fn on_dropped(&mut self, volume: VolumeId, bytes: u64) {
         let bytes = bytes.min(self.dirty);
         self.dirty -= bytes;
-        self.shared.give_back(bytes);
+        self.shared.release(bytes);
         if let Some(volume) = self.volumes.get_mut(volume.0).and_then(Option::as_mut) {
             volume.dirty -= bytes.min(volume.dirty);
         }
         self.publish();
-        if let (0, Engine::Ours(ours)) = (self.held(), &mut self.engine) {
-            ours.flusher.rest();
+        if let (0, LawState::Horizon(horizon)) = (self.held(), &mut self.law_state) {
+            horizon.flusher.stop();
         }
     }
 
-    /// What the flusher should do now. To be asked when something was dirtied while it slept, after
-    /// each completion, and at least once a second while anything is dirty.
+    /// What the flusher should do now. Call it when data became dirty while the flusher slept, after each
+    /// completion, and at least once a second while anything is dirty.
     pub fn plan(&mut self, now: Nanos) -> FlushPlan {
         let (dirty, writeback, threshold) = (self.dirty, self.writeback, self.threshold());
         let (max_chunk, max_in_flight) = (self.options.max_chunk, self.options.max_in_flight);
@@ -439,10 +449,10 @@ impl Bdi {
         let held = shared.total.load(Relaxed);
         let limit = shared.limit.load(Relaxed);
         let urgent = shared.pressure.load(Relaxed) > 0 || held > limit - limit / 8;
-        let (start, in_flight, chunk) = match &mut self.engine {
-            Engine::Ours(ours) => {
-                let rate = ours.rate.value();
-                let at = Position {
+        let (start, in_flight, chunk) = match &mut self.law_state {
+            LawState::Horizon(horizon) => {
+                let rate = horizon.rate.value();
+                let at = FlushPosition {
                     threshold,
                     dirty,
                     writeback,
@@ -451,9 +461,9 @@ impl Bdi {
                     max_chunk,
                     max_in_flight,
                 };
-                ours.flusher.plan(&at)
+                horizon.flusher.plan(&at)
             }
-            Engine::Linux(linux) => {
+            LawState::Linux(linux) => {
                 let over = held > shared.thresholds().1 || dirty > linux.background(shared);
                 (dirty > 0 && over, max_in_flight, max_chunk)
             }
@@ -462,10 +472,9 @@ impl Bdi {
         FlushPlan { start, in_flight, chunk, expired, not_before: self.not_before }
     }
 
-    /// Changes the bounds while it runs. [`BdiOptions::rate`] is not looked at.
+    /// Changes the bounds at run time. [`BdiOptions::rate`] is ignored.
     ///
-    /// # Errors
-    /// [`Error::Ratio`], [`Error::Chunk`], or [`Error::MinRatios`] with what the others have.
+    /// # Errors [`Error::Ratio`], [`Error::Chunk`], or [`Error::MinRatios`] with the sum over all devices.
     pub fn set_options(&mut self, options: BdiOptions) -> Result<(), Error> {
         options.checked()?;
         crate::writeback::check_min_ratios(&self.shared, Some(self.index), options.min_ratio)?;
@@ -480,19 +489,19 @@ impl Bdi {
         &self.options
     }
 
-    /// What the device makes, in bytes per second: worth remembering for [`BdiOptions::rate`].
-    /// `None` before anything has completed.
+    /// The measured rate in bytes per second, to be remembered for [`BdiOptions::rate`]. `None` before
+    /// anything has completed.
     #[must_use]
     pub fn measured_rate(&self) -> Option<u64> {
         (self.written > 0).then(|| self.slot().rate.load(Relaxed))
     }
 
-    /// This device's figures.
+    /// Statistics of this device.
     pub fn stats(&mut self, now: Nanos) -> BdiStats {
         let (held, bounds) = (self.held(), self.bounds());
-        let threshold = match &mut self.engine {
-            Engine::Ours(_) => self.threshold(),
-            Engine::Linux(linux) => linux.threshold(&self.shared, &bounds, held),
+        let threshold = match &mut self.law_state {
+            LawState::Horizon(_) => self.threshold(),
+            LawState::Linux(linux) => linux.threshold(&self.shared, &bounds, held),
         };
         let limit = self.shared.limit.load(Relaxed);
         let share = mul_div(threshold, u64::from(WHOLE), limit);
@@ -515,18 +524,18 @@ impl Bdi {
         }
     }
 
-    /// A volume's figures; `None` if it is not here.
+    /// Statistics of a volume; `None` if it is not on this device.
     #[must_use]
-    pub fn volume_stats(&self, volume: VolumeId) -> Option<VolumeStats> {
+    pub fn volume_stats(&self, volume: VolumeId) -> Option<BdiVolumeStats> {
         let volume = self.volumes.get(volume.0)?.as_ref()?;
-        let Volume { dirty, writeback, pauses, .. } = *volume;
-        Some(VolumeStats { dirty, writeback, pauses })
+        let BdiVolume { dirty, writeback, pauses, .. } = *volume;
+        Some(BdiVolumeStats { dirty, writeback, pauses })
     }
 }
 
 impl Drop for Bdi {
     fn drop(&mut self) {
-        self.shared.give_back(self.held());
+        self.shared.release(self.held());
         let slot = self.slot();
         slot.dirty.store(0, Relaxed);
         slot.writeback.store(0, Relaxed);

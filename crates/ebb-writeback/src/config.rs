@@ -1,49 +1,49 @@
-//! What the caller chooses: the law, the limit, and bounds of single backing devices.
+//! Options: the law, the limit, and the bounds of single backing devices.
 //!
-//! Nothing here must be tuned for hardware: the defaults serve a stick and an array alike. Ratios are
-//! in parts per million ([`WHOLE`] = 100 %).
+//! Nothing here needs tuning for the hardware: the defaults suit a USB stick and a disk array alike. Ratios
+//! are in parts per million ([`WHOLE`] = 100 %).
 
 use crate::units::{MILLISECOND, Nanos, SECOND, WHOLE};
 
 /// How thresholds are divided and writers are paced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Law {
-    /// Linux 2.6.24 to 3.5: floating proportions counted in completed pages, with a period of
-    /// 2^(`shift` + log2(limit in pages)) pages. It shipped with +2; the patch of seed `001` made
-    /// it +0, an earlier form −1. For comparison only.
+    /// Linux 2.6.24 to 3.5: floating proportions counted in completed pages, with a period of 2^(`shift` +
+    /// log2(limit in pages)) pages. Released kernels used +2; later proposals were +0 and −1. For comparison
+    /// only.
     LinuxOld {
-        /// Added to the exponent, −8 to 8; the thread tried +2, +0 and −1.
+        /// Added to the exponent, −8 to 8; the proposals were +2, +0 and −1.
         shift: i8,
     },
-    /// Linux since 3.6: flexible proportions that halve every 3 s, position control, estimated
-    /// bandwidth, pauses, strict limits. For comparison, or where its behaviour is wanted.
+    /// Linux since 3.6: flexible proportions that halve every 3 s, position control, estimated bandwidth,
+    /// pauses, strict limits. For comparison, or where its behaviour is wanted.
     Linux,
     /// Measured rate × a horizon common to all devices, enforced from the first byte.
     #[default]
     Horizon,
 }
 
-/// What holds for all backing devices together.
+/// Options that apply to all backing devices together.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Options {
-    /// The law; it stays for the life of a controller.
+pub struct WritebackOptions {
+    /// The law; fixed for the life of a controller.
     pub law: Law,
-    /// Most bytes dirty and under writeback, of all devices; see [`crate::limit_for`]. At least 1 MiB.
+    /// The most bytes dirty and under writeback, of all devices; see [`crate::limit_for`]. At least 1 MiB.
     pub limit: u64,
-    /// The Linux laws' background threshold as a part of the limit; the other law has no use for it.
+    /// The Linux laws' background threshold as a fraction of the limit; unused by the horizon law.
     pub background: u32,
-    /// Longest time a device may need to drain what is dirty for it (10 ms to 60 s).
-    /// Less where memory is short.
+    /// The longest time that a device may need to write its dirty data (10 ms to 60 s). Less where memory is
+    /// short.
     pub horizon: Nanos,
-    /// Data dirty for longer than this is to be written whatever else holds.
+    /// Data dirty for longer than this is written regardless of everything else.
     pub expire: Nanos,
-    /// Most backing devices at once; memory for their figures is taken at the start.
+    /// The most backing devices; memory for their records is allocated at the start.
     pub bdis: usize,
-    /// Most volumes of one backing device.
+    /// The most volumes of one backing device.
     pub volumes: usize,
 }
 
-impl Options {
+impl WritebackOptions {
     /// The defaults, with this limit in bytes.
     #[must_use]
     pub fn new(limit: u64) -> Self {
@@ -76,32 +76,32 @@ impl Options {
     }
 }
 
-/// The smallest limit a controller works with.
+/// The smallest limit a controller accepts.
 pub const MIN_LIMIT: u64 = 1 << 20;
 
-/// The largest: an exbibyte, in bytes. What is above counts as this.
+/// The largest limit: an exbibyte, in bytes. Larger values are reduced to this.
 pub(crate) const MAX_LIMIT: u64 = 1 << 60;
 
-/// Bounds of one backing device; they can be changed while it runs.
+/// Bounds of one backing device; they can be changed at run time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BdiOptions {
-    /// Part of the limit that is kept for this device whatever the others do.
+    /// Part of the limit that is reserved for this device.
     pub min_ratio: u32,
     /// Largest part of the limit this device may have.
     pub max_ratio: u32,
-    /// Most bytes dirty and under writeback for this device.
+    /// The most bytes dirty and under writeback for this device.
     pub max_bytes: u64,
-    /// Count this device's own threshold alone, even while the others leave room. The Linux laws
-    /// need this to be told. The other does nothing else; to it this says that not even one write may
-    /// exceed the threshold, but for one that is larger than all of it.
+    /// Enforce this device's own threshold even while other devices leave room. The Linux laws need this
+    /// setting. The horizon law always does so; for it, strict means that not even one write may exceed the
+    /// threshold, except a write that is larger than all of it.
     pub strict_limit: bool,
-    /// Bytes per second the device made when it was here before, if that is remembered.
+    /// The device's rate in bytes per second when it was last in use, if known.
     pub rate: Option<u64>,
     /// Largest single write to the store, in bytes (at least 4096).
     pub max_chunk: u64,
-    /// Most bytes in flight to the store. The Linux laws always fill it, the other seldom does.
+    /// The most bytes in flight to the store. The Linux laws always use all of it, the horizon law seldom.
     pub max_in_flight: u64,
-    /// What one write costs beside its bytes, in bytes, where volumes share a device fairly.
+    /// The fixed cost of one write in bytes, where volumes share a device.
     pub io_cost: u64,
 }
 
@@ -135,47 +135,47 @@ impl BdiOptions {
     }
 }
 
-/// Why something was refused.
+/// Why options were refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// A limit too small to work with.
+    /// The limit is too small.
     #[error("a dirty limit of {bytes} bytes is too small: give at least {MIN_LIMIT}")]
     Limit {
-        /// What was asked for.
+        /// The requested limit.
         bytes: u64,
     },
-    /// A horizon out of range.
+    /// The horizon is out of range.
     #[error("a horizon of {nanos} ns is out of range: give 10 ms to 60 s")]
     Horizon {
-        /// What was asked for.
+        /// The requested horizon.
         nanos: Nanos,
     },
-    /// A ratio out of range, or beyond its counterpart.
+    /// A ratio is out of range, or min and max contradict each other.
     #[error("{name} of {ppm} parts per million is out of range: min_ratio <= max_ratio <= 1000000")]
     Ratio {
-        /// Which one.
+        /// The name of the ratio.
         name: &'static str,
-        /// What was asked for.
+        /// The requested value.
         ppm: u32,
     },
     /// The minimum ratios of all devices together exceed the whole.
     #[error("all min_ratio together make {ppm} parts per million: lower one of them, or this one")]
     MinRatios {
-        /// The sum, this one included.
+        /// The sum, including this one.
         ppm: u64,
     },
-    /// A shift nobody can mean.
+    /// The period shift is out of range.
     #[error("a period shift of {shift} is out of range: give -8 to 8")]
     Shift {
-        /// What was asked for.
+        /// The requested shift.
         shift: i8,
     },
-    /// Sizes of writes that do not fit together.
+    /// The sizes of writes contradict each other.
     #[error("max_chunk {chunk} and max_in_flight {in_flight}: 4096 <= max_chunk <= max_in_flight")]
     Chunk {
-        /// Largest single write.
+        /// The largest single write.
         chunk: u64,
-        /// Most in flight.
+        /// The most bytes in flight.
         in_flight: u64,
     },
     /// No slot is free for another backing device.
@@ -184,19 +184,19 @@ pub enum Error {
              (the same `bdi = NAME` in the entry of each)"
     )]
     ManyBdis {
-        /// How many there are slots for.
+        /// The number of slots.
         most: usize,
     },
     /// No slot is free for another volume.
     #[error("{most} volumes are on this backing device: remove one, or make it for more")]
     ManyVolumes {
-        /// How many there are slots for.
+        /// The number of slots.
         most: usize,
     },
-    /// A weight of 0.
+    /// The weight is out of range.
     #[error("a volume's weight is 1 to 1000, not {weight}")]
     Weight {
-        /// What was asked for.
+        /// The requested weight.
         weight: u32,
     },
 }

@@ -1,44 +1,43 @@
-//! How much a flusher should have in flight, in what pieces, and when it should begin.
+//! How much a flusher should have in flight, in pieces of what size, and when it should begin.
 //!
-//! Depth rises before writers are slowed. While little is dirty, twice what the device needs at its
-//! shortest latency (rate × latency) is in flight: if the flusher was the limit, the rate rises with
-//! that and so does the next plan; if the device is, its latency grows instead and the plan stays.
-//! From a quarter of the threshold to a half, where writers begin to be paced, depth grows to a fifth
-//! of a second of the device's rate, enough for one that completes in large batches.
+//! Depth rises before writers are throttled. While little is dirty, the plan is twice what the device needs
+//! at its shortest latency (rate × latency). If the flusher was the bottleneck, the rate rises with the depth
+//! and so does the next plan; if the device is, its latency rises instead and the plan stays. From a quarter
+//! of the threshold to a half, where pacing of writers begins, depth grows to a fifth of a second of the
+//! device's rate, enough for a device that completes in large batches.
 //!
-//! Invariants: a plan is never more than three quarters of the threshold, so that there is room to
-//! refill while a batch completes; a piece is at most an eighth of it (but 64 KiB), so that small
-//! memory means smaller writes and not idle disks.
+//! Invariants: a plan is at most three quarters of the threshold, so that there is room to refill while a
+//! batch completes; a piece is at most an eighth of it (but at least 64 KiB), so that small memory means
+//! smaller writes and not idle disks.
 
 use crate::units::{Nanos, SECOND, bytes_in};
 
-/// Over how long the shortest latency is remembered (twice this at most).
+/// How long the shortest latency is remembered (twice this at most).
 const MEMORY: Nanos = 5 * SECOND;
-/// The smallest piece that memory alone may force.
+/// The smallest piece that a small threshold may cause.
 const SMALLEST: u64 = 64 << 10;
-/// Part of the threshold at which writing back begins, and the one at which depth is full.
+/// Fraction of the threshold at which writeback begins, and at which depth is at its maximum.
 const BEGIN: u64 = 4;
 const FULL: u64 = 2;
-/// Longest queue at the device, in time of its rate: reads must not wait behind more.
+/// The longest queue at the device, in time of its rate: reads must not wait behind more.
 const QUEUE: Nanos = SECOND / 5;
-/// How many pieces are in flight at least.
+/// Minimum number of pieces in flight.
 const PIECES: u64 = 2;
 
 /// What the flusher of one device should do now. Bytes and nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FlushPlan {
-    /// Whether to write dirty data that is neither old nor asked for. Data that was dirtied at or
-    /// before `expired`, or that a flush waits for, is to be written in any case.
+    /// Whether to write dirty data that is neither old nor part of a flush. Data that became dirty at or
+    /// before `expired`, or that a flush waits for, is written in any case.
     pub start: bool,
-    /// Most bytes to have in flight.
+    /// The most bytes to have in flight.
     pub in_flight: u64,
-    /// Most bytes in one write. Neighbouring dirty data should be gathered up to this; smaller
-    /// pieces are worth sending when less than half of `in_flight` is in flight, or when they are
-    /// old or asked for.
+    /// The most bytes in one write. Adjacent dirty data should be merged up to this size; send smaller pieces
+    /// when less than half of `in_flight` is in flight, or when they are old or part of a flush.
     pub chunk: u64,
-    /// Data dirtied at or before this moment is overdue.
+    /// Data that became dirty at or before this moment is overdue.
     pub expired: Nanos,
-    /// After a failure: nothing is to be sent before this moment.
+    /// After a failure: nothing may be sent before this moment.
     pub not_before: Nanos,
 }
 
@@ -68,21 +67,21 @@ impl Latency {
     }
 }
 
-/// The flusher's side of one device under our law.
+/// The flusher state of one device under the horizon law.
 #[derive(Debug, Clone)]
 pub(crate) struct Flusher {
     pub(crate) latency: Latency,
-    /// Begun, and going on until nothing is dirty.
+    /// Writeback has begun and continues until nothing is dirty.
     running: bool,
 }
 
-/// What the plan depends on.
-pub(crate) struct Position {
+/// The inputs of a plan.
+pub(crate) struct FlushPosition {
     pub(crate) threshold: u64,
     pub(crate) dirty: u64,
     pub(crate) writeback: u64,
     pub(crate) rate: u64,
-    /// The host is short of memory, or the total near its limit: write everything.
+    /// The host is short of memory, or the total is near its limit: write everything.
     pub(crate) urgent: bool,
     pub(crate) max_chunk: u64,
     pub(crate) max_in_flight: u64,
@@ -93,18 +92,18 @@ impl Flusher {
         Self { latency: Latency::new(), running: false }
     }
 
-    /// Nothing is held any more: what comes next is gathered before it is written.
-    pub(crate) fn rest(&mut self) {
+    /// Nothing is held any more: the next data is collected before it is written.
+    pub(crate) fn stop(&mut self) {
         self.running = false;
     }
 
-    /// `(start, in_flight, chunk)`.
-    pub(crate) fn plan(&mut self, at: &Position) -> (bool, u64, u64) {
+    /// Returns `(start, in_flight, chunk)`.
+    pub(crate) fn plan(&mut self, at: &FlushPosition) -> (bool, u64, u64) {
         let held = at.dirty.saturating_add(at.writeback);
-        // Once begun it goes on: a disk that runs anyway finishes cheaply.
+        // Once begun it continues: a disk that is active anyway finishes cheaply.
         self.running = at.dirty > 0 && (self.running || at.urgent || held >= at.threshold / BEGIN);
         let chunk = (at.threshold / 8).max(SMALLEST);
-        // A power of two, so that pieces fit the alignment of stores.
+        // A power of two, so that pieces match the alignment of stores.
         let chunk = (1_u64 << chunk.ilog2()).min(at.max_chunk).max(1);
         let queue = bytes_in(at.rate, QUEUE).max(PIECES * chunk);
         let most = at.max_in_flight.min(queue).min(at.threshold / 4 * 3).max(chunk);
@@ -113,7 +112,7 @@ impl Flusher {
             None => PIECES * chunk,
         };
         let least = needed.max(PIECES * chunk).min(most);
-        // Full by half of the threshold, which is where writers begin to be paced.
+        // The maximum is reached at half of the threshold, where pacing of writers begins.
         let begin = at.threshold / BEGIN;
         let span = (at.threshold / FULL).saturating_sub(begin).max(1);
         let level = held.saturating_sub(begin).min(span);
@@ -127,22 +126,22 @@ impl Flusher {
 mod tests {
     use super::*;
 
-    fn at(threshold: u64, dirty: u64, writeback: u64, rate: u64) -> Position {
+    fn at(threshold: u64, dirty: u64, writeback: u64, rate: u64) -> FlushPosition {
         let (max_chunk, max_in_flight) = (1 << 20, 64 << 20);
-        Position { threshold, dirty, writeback, rate, urgent: false, max_chunk, max_in_flight }
+        FlushPosition { threshold, dirty, writeback, rate, urgent: false, max_chunk, max_in_flight }
     }
 
     #[test]
-    fn it_begins_at_a_quarter_and_goes_on_until_nothing_is_dirty() {
+    fn writeback_begins_at_a_quarter_of_the_threshold_and_continues_until_nothing_is_dirty() {
         let mut flusher = Flusher::new();
         assert!(!flusher.plan(&at(100 << 20, 24 << 20, 0, 50 << 20)).0);
         assert!(flusher.plan(&at(100 << 20, 25 << 20, 0, 50 << 20)).0);
         assert!(flusher.plan(&at(100 << 20, 1, 1 << 20, 50 << 20)).0);
         assert!(!flusher.plan(&at(100 << 20, 0, 1 << 20, 50 << 20)).0);
         assert!(!flusher.plan(&at(100 << 20, 1 << 20, 0, 50 << 20)).0);
-        assert!(flusher.plan(&Position { urgent: true, ..at(100 << 20, 1, 0, 1) }).0);
+        assert!(flusher.plan(&FlushPosition { urgent: true, ..at(100 << 20, 1, 0, 1) }).0);
         assert!(flusher.plan(&at(100 << 20, 1, 0, 1)).0);
-        flusher.rest();
+        flusher.stop();
         assert!(!flusher.plan(&at(100 << 20, 1, 0, 1)).0);
     }
 
@@ -162,10 +161,10 @@ mod tests {
         flusher.latency.add(SECOND / 100, 0);
         let plan =
             |dirty, rate| Flusher::plan(&mut flusher.clone(), &at(1 << 30, dirty, 0, rate)).1;
-        // 100 MiB/s at 10 ms is 1 MiB in flight, and twice that is planned.
+        // 100 MiB/s at 10 ms is 1 MiB in flight; twice that is planned.
         assert_eq!(plan(1 << 28, 100 << 20), 2 << 20);
         assert_eq!(plan(1 << 28, 400 << 20), 8 << 20);
-        // At half of the threshold a fifth of a second, or the most there may be.
+        // At half of the threshold a fifth of a second, or the configured maximum.
         assert_eq!(plan(1 << 29, 100 << 20), 20 << 20);
         assert_eq!(plan(1 << 29, 400 << 20), 64 << 20);
         // A longer latency counts once the shorter one is forgotten.

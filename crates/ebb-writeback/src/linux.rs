@@ -1,17 +1,16 @@
-//! The Linux laws: position control, estimated bandwidth and rate, pauses, strict limits.
+//! The Linux laws, for comparison: position control, estimated bandwidth and rate, pauses, strict limits.
 //!
-//! Written from the formulas of `mm/page-writeback.c` as of 6.13, in bytes instead of pages; the
-//! older law differs only in its proportions. It bills after the write, so that the limit can be
-//! exceeded by what is written between two looks, and nothing but the sum is enforced until the
-//! total is above the middle of background and limit (*free run*): both on purpose, they are what we
-//! compare with.
+//! Written from the formulas of Linux's `mm/page-writeback.c` (6.13), in bytes instead of pages; the older
+//! law differs only in its proportions. As in Linux, a write is charged afterwards, so that the limit can be
+//! exceeded by what is written between two checks, and only the total is enforced until it is above the
+//! middle of background and limit (*free run*).
 //!
 //! Invariants: integers only; rates at least 1; ratios in 1/1024.
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::proportion::{Kind, Local, ONE, PAGE};
-use crate::shared::Shared;
+use crate::proportion::{LocalProportion, ONE, PAGE, ProportionKind};
+use crate::shared::SharedState;
 use crate::units::{
     MILLISECOND, Nanos, RATE_MOST, SECOND, bytes_in, mul_div, narrow, part, time_of,
 };
@@ -21,20 +20,20 @@ const BITS: u32 = 10;
 const UNIT: u64 = 1 << BITS;
 /// Longest pause of a writer.
 const MAX_PAUSE: Nanos = 200 * MILLISECOND;
-/// Between two updates of rates.
+/// Interval of rate updates.
 const UPDATE: Nanos = 200 * MILLISECOND;
 /// The tick of a kernel with HZ = 1000.
 const TICK: Nanos = MILLISECOND;
-/// What a device is believed to make before it was measured, in bytes per second.
+/// The rate assumed of a device before it is measured, in bytes per second.
 const PRIOR: u64 = 100 << 20;
-/// Over what the bandwidth is smoothed: 3 s rounded up to a power of two of ticks.
+/// Smoothing period of the bandwidth: 3 s rounded up to a power of two of ticks.
 const SMOOTHING: Nanos = 4_096 * MILLISECOND;
-/// Writes below this much are not worth a short pause.
+/// Fewer bytes than this are not worth a short pause.
 const FEW: u64 = 32 * PAGE;
 
-/// What a law looks at. Bytes, and bytes per second.
+/// The inputs of the law. Bytes, and bytes per second.
 #[derive(Debug, Clone, Copy)]
-struct View {
+struct LinuxView {
     dirty: u64,
     threshold: u64,
     background: u64,
@@ -45,7 +44,7 @@ struct View {
     strict: bool,
 }
 
-impl View {
+impl LinuxView {
     fn freerun(&self) -> u64 {
         (self.threshold + self.background) / 2
     }
@@ -54,7 +53,7 @@ impl View {
         mul_div(self.wb_threshold, self.background, self.threshold)
     }
 
-    /// Below which nobody is paced.
+    /// Whether writers are not paced at all.
     fn is_free(&self) -> bool {
         if self.strict {
             self.wb_dirty <= u64::midpoint(self.wb_threshold, self.wb_background())
@@ -92,7 +91,7 @@ impl View {
         } else {
             ratio / 4
         };
-        // The rule of the seed as it was merged: throttled less while the device runs low.
+        // The reserve at the end of `wb_position_ratio`: throttle less while the device runs low.
         let low = wb / 2;
         if self.wb_dirty >= low {
             ratio
@@ -117,26 +116,26 @@ impl View {
 
 /// One writer, as Linux sees a task.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Task {
-    /// Written since the last pause, and how much makes the next look.
+pub(crate) struct LinuxTask {
+    /// Bytes written since the last pause, and the number of bytes until the next check.
     dirtied: u64,
     look_at: u64,
-    /// Asleep until then.
+    /// Paused until then.
     until: Nanos,
-    /// When the last pause ended as far as paying goes: later than `until` while something is owed.
+    /// When the last pause ended in terms of payment: later than `until` while a debt remains.
     paid: Nanos,
-    /// Look again after the pause, since the ratio was 0.
+    /// Check again after the pause, since the position ratio was 0.
     again: bool,
 }
 
-/// One device's bandwidth and rates.
+/// The bandwidth and rates of one device.
 #[derive(Debug, Clone)]
-pub(crate) struct Linux {
-    local: Local,
-    /// As smoothed, and what everything goes by.
+pub(crate) struct LinuxState {
+    local: LocalProportion,
+    /// The smoothed bandwidth, and the one that all decisions use.
     bandwidth: u64,
     average: u64,
-    /// Pace of one task before position control, and the newest balanced one.
+    /// The rate of one task before position control, and the latest balanced one.
     rate: u64,
     balanced: u64,
     dirtied: u64,
@@ -147,20 +146,20 @@ pub(crate) struct Linux {
     dirty_stamp_at: Nanos,
 }
 
-/// A device's bounds, for its threshold.
+/// The bounds of a device's threshold.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Bounds {
+pub(crate) struct LinuxBounds {
     pub(crate) min_ratio: u32,
     pub(crate) max_ratio: u32,
     pub(crate) max_bytes: u64,
     pub(crate) strict: bool,
 }
 
-impl Linux {
+impl LinuxState {
     pub(crate) fn new(remembered: Option<u64>, now: Nanos) -> Self {
         let bandwidth = remembered.unwrap_or(PRIOR).max(1);
         Self {
-            local: Local::default(),
+            local: LocalProportion::default(),
             bandwidth,
             average: bandwidth,
             rate: bandwidth,
@@ -179,7 +178,12 @@ impl Linux {
     }
 
     /// The device's threshold.
-    pub(crate) fn threshold(&mut self, shared: &Shared, bounds: &Bounds, wb_dirty: u64) -> u64 {
+    pub(crate) fn threshold(
+        &mut self,
+        shared: &SharedState,
+        bounds: &LinuxBounds,
+        wb_dirty: u64,
+    ) -> u64 {
         let (threshold, _) = shared.thresholds();
         let share = self.local.part(shared.proportions(), shared.events());
         let mins: u64 = shared.slots.iter().map(|slot| slot.min_ratio.load(Relaxed)).sum();
@@ -189,7 +193,7 @@ impl Linux {
         let most = part(threshold, bounds.max_ratio).min(bounds.max_bytes);
         let wb = wb.min(most);
         if bounds.strict {
-            // A floor, or an idle device could never begin again (6.13).
+            // A floor; otherwise an idle device could never begin again (6.13).
             let limit = shared.limit.load(Relaxed);
             wb.max((limit.saturating_sub(wb_dirty) / 100).min(most / 4))
         } else {
@@ -197,9 +201,9 @@ impl Linux {
         }
     }
 
-    fn view(&mut self, shared: &Shared, bounds: &Bounds, wb_dirty: u64) -> View {
+    fn view(&mut self, shared: &SharedState, bounds: &LinuxBounds, wb_dirty: u64) -> LinuxView {
         let (threshold, background) = shared.thresholds();
-        View {
+        LinuxView {
             dirty: shared.total.load(Relaxed),
             threshold,
             background,
@@ -212,10 +216,10 @@ impl Linux {
     }
 
     /// When the task may write: now, or later.
-    pub(crate) fn ask(
+    pub(crate) fn reserve(
         &mut self,
-        task: &mut Task,
-        (shared, bounds): (&Shared, &Bounds),
+        task: &mut LinuxTask,
+        (shared, bounds): (&SharedState, &LinuxBounds),
         wb_dirty: u64,
         now: Nanos,
     ) -> Nanos {
@@ -231,8 +235,8 @@ impl Linux {
     /// The task has dirtied `bytes`.
     pub(crate) fn dirtied(
         &mut self,
-        task: &mut Task,
-        (shared, bounds): (&Shared, &Bounds),
+        task: &mut LinuxTask,
+        (shared, bounds): (&SharedState, &LinuxBounds),
         (wb_dirty, bytes): (u64, u64),
         now: Nanos,
     ) {
@@ -243,11 +247,11 @@ impl Linux {
         }
     }
 
-    /// `balance_dirty_pages`: decides whether the task sleeps, and for how long.
+    /// `balance_dirty_pages`: decides whether the task pauses, and for how long.
     fn balance(
         &mut self,
-        task: &mut Task,
-        (shared, bounds): (&Shared, &Bounds),
+        task: &mut LinuxTask,
+        (shared, bounds): (&SharedState, &LinuxBounds),
         wb_dirty: u64,
         now: Nanos,
     ) {
@@ -281,7 +285,7 @@ impl Linux {
         let thought = now.saturating_sub(task.paid);
         let due = period.saturating_add(task.paid.saturating_sub(now));
         if due < thought.saturating_add(min_pause) {
-            // Too short to sleep: carried as credit, but not for more than a second.
+            // Too short to pause: carried over as credit, but for at most a second.
             if thought > due.saturating_add(SECOND) {
                 task.paid = now;
                 task.dirtied = 0;
@@ -294,24 +298,24 @@ impl Linux {
         }
         let pause = due - thought;
         self.sleep(task, pause.min(max_pause), look_at, now);
-        // What exceeds the longest pause is owed, as far as one more goes.
+        // What exceeds the longest pause is owed, up to one more such pause.
         task.paid = task.until.saturating_add(pause.saturating_sub(max_pause).min(max_pause));
     }
 
-    fn sleep(&self, task: &mut Task, pause: Nanos, look_at: u64, now: Nanos) {
+    fn sleep(&self, task: &mut LinuxTask, pause: Nanos, look_at: u64, now: Nanos) {
         task.until = now.saturating_add(pause);
         task.paid = task.until;
         task.dirtied = 0;
         task.look_at = look_at;
     }
 
-    /// An eighth of the time the device needs for what is dirty, at most 200 ms.
+    /// An eighth of the time the device needs for its dirty data, at most 200 ms.
     fn max_pause(&self, wb_dirty: u64) -> Nanos {
         let drain = time_of(wb_dirty, self.average);
         (drain.saturating_mul(128) / 1000).saturating_add(TICK).min(MAX_PAUSE)
     }
 
-    /// The shortest pause worth making, and after how many bytes to look again.
+    /// The shortest pause worth making, and the number of bytes until the next check.
     fn min_pause(&self, max_pause: Nanos, task_rate: u64) -> (Nanos, u64) {
         let log = |rate: u64| u64::from((rate / PAGE).max(1).ilog2());
         let more = log(self.average).saturating_sub(log(self.rate));
@@ -333,7 +337,7 @@ impl Linux {
         (least, bytes.max(PAGE))
     }
 
-    /// The first write after idleness is sent: long idle time must not count (5.15).
+    /// The first write after idle time is sent: long idle time must not count (5.15).
     pub(crate) fn busy(&mut self, now: Nanos) {
         if now.saturating_sub(self.stamp_at) > SECOND {
             self.stamp_at = now;
@@ -346,7 +350,13 @@ impl Linux {
     }
 
     /// Bytes have been written.
-    pub(crate) fn written(&mut self, shared: &Shared, bounds: &Bounds, bytes: u64, now: Nanos) {
+    pub(crate) fn written(
+        &mut self,
+        shared: &SharedState,
+        bounds: &LinuxBounds,
+        bytes: u64,
+        now: Nanos,
+    ) {
         self.written = self.written.saturating_add(bytes);
         let kind = shared.proportions();
         let most = mul_div(ONE, u64::from(bounds.max_ratio), u64::from(crate::units::WHOLE));
@@ -358,23 +368,24 @@ impl Linux {
         }
     }
 
-    /// The threshold at which this device alone makes its flusher begin.
-    pub(crate) fn background(&mut self, shared: &Shared) -> u64 {
+    /// The threshold of this device alone at which its flusher begins.
+    pub(crate) fn background(&mut self, shared: &SharedState) -> u64 {
         let share = self.local.part(shared.proportions(), shared.events());
         mul_div(shared.thresholds().1, share, ONE)
     }
 
-    /// Counts page by page as the kernel does, or rather: never across the end of a half-period.
-    fn count(&mut self, shared: &Shared, kind: Kind, mut bytes: u64) {
+    /// Counts completed bytes without crossing the end of a half-period, as the kernel's page-by-page
+    /// counting does.
+    fn count(&mut self, shared: &SharedState, kind: ProportionKind, mut bytes: u64) {
         while bytes > 0 {
             let step = match kind {
-                Kind::Floating { half } => {
+                ProportionKind::Floating { half } => {
                     let half = half.max(1);
                     bytes.min(half - shared.events.load(Relaxed) % half)
                 }
-                Kind::Flexible => bytes,
+                ProportionKind::Flexible => bytes,
             };
-            // Counted in the period the last byte falls into, as before its end.
+            // The last byte determines the period, as it does before the period ends.
             let mut global = shared.events();
             global.events = global.events.saturating_add(step - 1);
             self.local.add(kind, global, step);
@@ -383,8 +394,8 @@ impl Linux {
         }
     }
 
-    /// Bandwidth, and with a view also the pace of a task.
-    fn update(&mut self, view: Option<&View>, now: Nanos) {
+    /// Updates the bandwidth, and with a view also the rate of a task.
+    fn update(&mut self, view: Option<&LinuxView>, now: Nanos) {
         let elapsed = now.saturating_sub(self.stamp_at).max(1);
         if let Some(view) = view {
             let dirtied = self.dirtied.saturating_sub(self.stamp_dirtied);
@@ -410,7 +421,7 @@ impl Linux {
         let kept = u128::from(old) * u128::from(SMOOTHING - elapsed);
         let mixed = (u128::from(newest) * u128::from(elapsed) + kept) / u128::from(SMOOTHING);
         let mixed = narrow(mixed);
-        // The average follows only while all three lie in one order.
+        // The average follows only while all three values are in one order.
         if self.average > old && old >= mixed {
             self.average -= (self.average - old) / 8;
         } else if self.average < old && old <= mixed {
@@ -420,7 +431,7 @@ impl Linux {
         self.bandwidth = mixed.max(1);
     }
 
-    fn update_rate(&mut self, view: &View, dirty_rate: u64) {
+    fn update_rate(&mut self, view: &LinuxView, dirty_rate: u64) {
         let task = mul_div(self.rate, view.position(), UNIT).saturating_add(1).min(RATE_MOST);
         let balanced = mul_div(task, self.average, dirty_rate.max(1)).min(self.average);
         let (dirty, setpoint) = if view.strict {
@@ -451,8 +462,8 @@ impl Linux {
 mod tests {
     use super::*;
 
-    fn view(dirty: u64, wb_dirty: u64) -> View {
-        View {
+    fn view(dirty: u64, wb_dirty: u64) -> LinuxView {
+        LinuxView {
             dirty,
             threshold: 800 << 20,
             background: 400 << 20,
@@ -466,20 +477,20 @@ mod tests {
 
     #[test]
     fn the_cubic_is_2_at_freerun_1_at_the_setpoint_0_at_the_limit() {
-        assert_eq!(View::cubic(700, 600, 800), 2 * UNIT);
-        assert_eq!(View::cubic(700, 700, 800), UNIT);
-        assert_eq!(View::cubic(700, 800, 800), 0);
+        assert_eq!(LinuxView::cubic(700, 600, 800), 2 * UNIT);
+        assert_eq!(LinuxView::cubic(700, 700, 800), UNIT);
+        assert_eq!(LinuxView::cubic(700, 800, 800), 0);
         assert_eq!(view(800 << 20, 800 << 20).position(), 0);
         assert!(view(700 << 20, 700 << 20).position().abs_diff(UNIT) < 4);
     }
 
     #[test]
-    fn a_device_that_runs_low_is_let_through_and_one_far_over_gets_a_quarter() {
+    fn a_device_that_runs_low_is_not_throttled_and_one_far_over_gets_a_quarter() {
         let low = view(700 << 20, 1 << 20).position();
         assert!(low >= 8 * UNIT, "{low}");
-        let over = View { wb_threshold: 20 << 20, ..view(700 << 20, 600 << 20) };
+        let over = LinuxView { wb_threshold: 20 << 20, ..view(700 << 20, 600 << 20) };
         assert!(over.position().abs_diff(UNIT / 4) < 4);
-        let strict = View { strict: true, wb_threshold: 20 << 20, ..view(1 << 20, 20 << 20) };
+        let strict = LinuxView { strict: true, wb_threshold: 20 << 20, ..view(1 << 20, 20 << 20) };
         assert_eq!(strict.position(), 0);
     }
 }

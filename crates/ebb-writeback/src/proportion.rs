@@ -1,24 +1,24 @@
-//! How Linux divides its limit: by each device's part of the recently completed pages.
+//! How Linux divides its limit: by each device's share of the recently completed pages (`lib/proportions.c`
+//! of Linux 2.6.24 to 3.5, `lib/flex_proportions.c` since 3.6).
 //!
-//! Two kinds. *Floating* (2.6.24 to 3.5): a device's count halves each time half a period of pages has
-//! completed anywhere; its part is count ÷ (half a period + pages since it began), so that even a
-//! lone device climbs from 0, 1 − 2⁻ᵏ after k half-periods. *Flexible* (3.6 on): counts and their sum
-//! halve every 3 s of time.
+//! *Floating* proportions: a device's count halves each time half a period of pages has completed on any
+//! device; its share is count ÷ (half a period + pages since it began), so that even a lone device climbs
+//! from 0, 1 − 2⁻ᵏ after k half-periods. *Flexible* proportions: counts and their sum halve every 3 s.
 //!
-//! Invariants: all updates are O(1) in the number of devices; parts are at most 1.
+//! Invariants: all updates are O(1) in the number of devices; shares are at most 1.
 
 use crate::units::{Nanos, SECOND, narrow};
 
-/// Pages of Linux, the unit of its periods.
+/// The page size of Linux, the unit of its periods.
 pub(crate) const PAGE: u64 = 4096;
 /// A fraction of 1 in fixed point.
 pub(crate) const ONE: u64 = 1 << 20;
 /// Time after which flexible proportions halve.
 const HALVING: Nanos = 3 * SECOND;
 
-/// Which kind, with what they need to know.
+/// The kind of proportions and its parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum ProportionKind {
     /// Half a period, in bytes.
     Floating {
         /// At least one page.
@@ -27,26 +27,26 @@ pub(crate) enum Kind {
     Flexible,
 }
 
-impl Kind {
-    /// Linux's period for this limit: 2^(shift + log2(pages − 1) floored) pages, and half of it.
+impl ProportionKind {
+    /// Linux's period for this limit: 2^(shift + log2(pages − 1) rounded down) pages, and half of it.
     pub(crate) fn floating(limit: u64, shift: i8) -> Self {
         let pages = (limit / PAGE).max(2);
         let exponent = i64::from((pages - 1).ilog2()) + i64::from(shift);
         let half = u32::try_from(exponent - 1).map_or(PAGE, |bits| PAGE << bits.min(48));
-        Kind::Floating { half }
+        ProportionKind::Floating { half }
     }
 }
 
-/// The global side: how much has completed, and which period it is.
+/// The global counters: bytes completed, and the number of the period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Global {
+pub(crate) struct GlobalProportion {
     /// Bytes: all of them when floating, halved each period when flexible.
     pub(crate) events: u64,
     /// Periods so far.
     pub(crate) period: u64,
 }
 
-impl Global {
+impl GlobalProportion {
     /// The current period of floating proportions, from the number of events alone.
     fn floating_period(self, half: u64) -> u64 {
         self.events / half.max(1)
@@ -58,15 +58,15 @@ pub(crate) fn periods_since(start: Nanos, now: Nanos) -> u64 {
     now.saturating_sub(start) / HALVING
 }
 
-/// One device's count.
+/// The counter of one device.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Local {
+pub(crate) struct LocalProportion {
     count: u64,
     period: u64,
 }
 
-impl Local {
-    /// Halves for the periods that were missed.
+impl LocalProportion {
+    /// Halves the count for each missed period.
     fn settle(&mut self, period: u64) {
         let missed = period.saturating_sub(self.period);
         self.count =
@@ -75,22 +75,22 @@ impl Local {
     }
 
     /// Counts completed bytes; `global` already includes them.
-    pub(crate) fn add(&mut self, kind: Kind, global: Global, bytes: u64) {
+    pub(crate) fn add(&mut self, kind: ProportionKind, global: GlobalProportion, bytes: u64) {
         self.settle(match kind {
-            Kind::Floating { half } => global.floating_period(half),
-            Kind::Flexible => global.period,
+            ProportionKind::Floating { half } => global.floating_period(half),
+            ProportionKind::Flexible => global.period,
         });
         self.count = self.count.saturating_add(bytes);
     }
 
-    /// This device's part of [`ONE`].
-    pub(crate) fn part(&mut self, kind: Kind, global: Global) -> u64 {
+    /// This device's share, as a fraction of [`ONE`].
+    pub(crate) fn part(&mut self, kind: ProportionKind, global: GlobalProportion) -> u64 {
         let whole = match kind {
-            Kind::Floating { half } => {
+            ProportionKind::Floating { half } => {
                 self.settle(global.floating_period(half));
                 half + global.events % half.max(1)
             }
-            Kind::Flexible => {
+            ProportionKind::Flexible => {
                 self.settle(global.period);
                 global.events.max(1)
             }
@@ -104,23 +104,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn periods_are_those_of_the_thread() {
+    fn periods_are_those_of_linux() {
         // 782 MB: 2^17 pages and some; +2 makes half a period of 2^18 pages.
-        let half = |shift| Kind::floating(782_000_000, shift);
-        assert_eq!(half(2), Kind::Floating { half: PAGE << 18 });
-        assert_eq!(half(0), Kind::Floating { half: PAGE << 16 });
-        assert_eq!(half(-1), Kind::Floating { half: PAGE << 15 });
+        let half = |shift| ProportionKind::floating(782_000_000, shift);
+        assert_eq!(half(2), ProportionKind::Floating { half: PAGE << 18 });
+        assert_eq!(half(0), ProportionKind::Floating { half: PAGE << 16 });
+        assert_eq!(half(-1), ProportionKind::Floating { half: PAGE << 15 });
     }
 
     #[test]
     fn a_lone_device_climbs_by_halves() {
-        let kind = Kind::floating(782_000_000, 0);
-        let Kind::Floating { half } = kind else { return };
-        let (mut global, mut local) = (Global::default(), Local::default());
+        let kind = ProportionKind::floating(782_000_000, 0);
+        let ProportionKind::Floating { half } = kind else { return };
+        let (mut global, mut local) = (GlobalProportion::default(), LocalProportion::default());
         for k in 1..6 {
             global.events += half;
-            // Counted a page before the period ends, as it happens page by page.
-            local.add(kind, Global { events: global.events - 1, ..global }, half);
+            // Counted one page before the period ends, as happens when counting page by page.
+            local.add(kind, GlobalProportion { events: global.events - 1, ..global }, half);
             let expected = ONE - (ONE >> k);
             assert!(local.part(kind, global).abs_diff(expected) < 4, "after {k} half-periods");
         }
@@ -128,15 +128,16 @@ mod tests {
 
     #[test]
     fn flexible_parts_halve_with_time_and_begin_at_one() {
-        let (mut global, mut a, mut b) = (Global::default(), Local::default(), Local::default());
+        let (mut global, mut a, mut b) =
+            (GlobalProportion::default(), LocalProportion::default(), LocalProportion::default());
         global.events += 1000;
-        a.add(Kind::Flexible, global, 1000);
-        assert_eq!(a.part(Kind::Flexible, global), ONE);
-        global = Global { events: 500 + 500, period: 1 };
-        b.add(Kind::Flexible, global, 500);
-        assert_eq!(a.part(Kind::Flexible, global), ONE / 2);
-        assert_eq!(b.part(Kind::Flexible, global), ONE / 2);
+        a.add(ProportionKind::Flexible, global, 1000);
+        assert_eq!(a.part(ProportionKind::Flexible, global), ONE);
+        global = GlobalProportion { events: 500 + 500, period: 1 };
+        b.add(ProportionKind::Flexible, global, 500);
+        assert_eq!(a.part(ProportionKind::Flexible, global), ONE / 2);
+        assert_eq!(b.part(ProportionKind::Flexible, global), ONE / 2);
         global.period = 200;
-        assert_eq!(a.part(Kind::Flexible, global), 0);
+        assert_eq!(a.part(ProportionKind::Flexible, global), 0);
     }
 }

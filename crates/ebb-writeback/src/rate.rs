@@ -1,69 +1,69 @@
-//! How fast a device is: the mean over its busy time, never aged by idleness.
+//! The rate of a device: the mean over its busy time, independent of idle time.
 //!
-//! Time counts only while something is in flight, and a window ends with a completion, so that devices
-//! that complete in batches or stall are measured whole. Answers the complaints in which an
-//! estimate fell towards 0 under bursts, or began with a guess far too high.
+//! Time counts only while something is in flight, and a window ends with a completion, so that devices that
+//! complete in batches or stall are measured correctly. Linux's bandwidth estimate falls towards 0 under
+//! bursts, or starts with a guess far too high.
 //!
 //! Invariants:
 //! - Idle time changes nothing; the estimate is never 0.
-//! - A window in which the flusher had nothing more to send says what the load was, not what the
-//!   device can do: it may raise the estimate but not lower it.
-//! - One odd window (a stall, a burst into a device's cache) moves the mean by its weight in time; two
-//!   in a row on the same side replace it: the device has changed.
-//! - Of a device that is only just being measured the slower window counts at once: what it took into a
-//!   cache of its own at first is no rate, and a threshold made from it would have to be drained.
+//! - A window in which the flusher had nothing more to send shows the load, not the capability of the device:
+//!   it may raise the estimate but not lower it.
+//! - One deviating window (a stall, a burst into a device's cache) moves the mean by its weight in time; two
+//!   consecutive ones on the same side replace it, since the device has changed.
+//! - While a device is new, the slower window counts at once: what it first accepted into a cache of its own
+//!   is not its rate, and a threshold based on that would have to be drained.
 
 use crate::units::{MILLISECOND, Nanos, RATE_MOST, mul_div};
 
-/// Assumed of a device nobody has measured: slow, since a wrong guess here fills memory.
+/// Assumed of a device that was never measured: slow, since too high a guess fills memory.
 pub(crate) const PRIOR: u64 = 4_000_000;
 /// Busy time after which a completion ends a window.
 const WINDOW: Nanos = 100 * MILLISECOND;
-/// How many windows the mean is taken over.
+/// Number of windows in the mean.
 const WINDOWS: usize = 16;
-/// Until this many are there, the open one counts, too.
+/// The open window counts as well until there are this many.
 const FEW: usize = 4;
 
-/// Bytes completed, and the busy time that took.
+/// Bytes completed, and the busy time for that.
 #[derive(Debug, Clone, Copy, Default)]
-struct Window {
+struct RateWindow {
     bytes: u64,
     busy: Nanos,
-    /// Bytes of it that completed while more was waiting to be sent.
+    /// The bytes of these that completed while more was waiting to be sent.
     pressed: u64,
 }
 
-impl Window {
+impl RateWindow {
     fn rate(self) -> u64 {
         mul_div(self.bytes, crate::units::SECOND, self.busy)
     }
 }
 
-/// The estimate of one device.
+/// The rate estimate of one device.
 #[derive(Debug, Clone)]
-pub(crate) struct Rate {
-    closed: [Window; WINDOWS],
-    /// How many of `closed` count, and where the next one goes.
+pub(crate) struct RateEstimate {
+    closed: [RateWindow; WINDOWS],
+    /// How many of `closed` count, and the position of the next one.
     filled: usize,
     next: usize,
-    open: Window,
-    /// Up to when busy time has been counted; only while busy.
+    open: RateWindow,
+    /// Busy time is counted up to this moment; only while busy.
     mark: Nanos,
-    /// Bytes completed since the device came, which it has proven to take.
+    /// Bytes completed since the device was added: what it has proven to accept.
     proven: u64,
     remembered: bool,
-    /// Windows closed since the device came, as far as that matters.
+    /// Windows closed since the device was added, up to the number that matters.
     seen: usize,
     value: u64,
 }
 
-impl Rate {
+impl RateEstimate {
     pub(crate) fn new(remembered: Option<u64>) -> Self {
         Self {
-            closed: [Window::default(); WINDOWS],
+            closed: [RateWindow::default(); WINDOWS],
             filled: 0,
             next: 0,
-            open: Window::default(),
+            open: RateWindow::default(),
             mark: 0,
             proven: 0,
             remembered: remembered.is_some(),
@@ -77,18 +77,18 @@ impl Rate {
         self.value
     }
 
-    /// Bytes the device has completed; everything for one that is remembered.
+    /// Bytes the device has completed; unlimited for a device with a remembered rate.
     pub(crate) fn proven(&self) -> u64 {
         if self.remembered { u64::MAX } else { self.proven }
     }
 
-    /// The first write is in flight after idleness.
+    /// The first write is in flight after idle time.
     pub(crate) fn busy(&mut self, now: Nanos) {
         self.mark = now;
     }
 
-    /// A write of `bytes` completed; `more` says whether the flusher has more to send.
-    /// Returns the busy time since the last one.
+    /// A write of `bytes` completed; `more` says whether the flusher has more to send. Returns the busy time
+    /// since the last completion.
     pub(crate) fn completed(&mut self, bytes: u64, more: bool, now: Nanos) -> Nanos {
         let busy = now.saturating_sub(self.mark);
         self.mark = now;
@@ -106,7 +106,7 @@ impl Rate {
         busy
     }
 
-    /// A write failed: its time says nothing about the rate.
+    /// A write failed: its time does not count for the rate.
     pub(crate) fn failed(&mut self, now: Nanos) -> Nanos {
         let busy = now.saturating_sub(self.mark);
         self.mark = now;
@@ -156,7 +156,14 @@ mod tests {
     use crate::units::SECOND;
 
     /// Completes `bytes` every `every` ns, `count` times, from `now` on.
-    fn run(rate: &mut Rate, now: &mut Nanos, bytes: u64, every: Nanos, count: u32, more: bool) {
+    fn run(
+        rate: &mut RateEstimate,
+        now: &mut Nanos,
+        bytes: u64,
+        every: Nanos,
+        count: u32,
+        more: bool,
+    ) {
         for _ in 0..count {
             *now += every;
             rate.completed(bytes, more, *now);
@@ -165,7 +172,7 @@ mod tests {
 
     #[test]
     fn a_new_device_is_known_after_its_first_completions() {
-        let (mut rate, mut now) = (Rate::new(None), 5);
+        let (mut rate, mut now) = (RateEstimate::new(None), 5);
         assert_eq!(rate.value(), PRIOR);
         rate.busy(now);
         run(&mut rate, &mut now, 1_000_000, 20 * MILLISECOND, 2, true);
@@ -174,8 +181,8 @@ mod tests {
     }
 
     #[test]
-    fn what_a_new_device_takes_into_its_cache_is_no_rate() {
-        let (mut rate, mut now) = (Rate::new(None), 0);
+    fn a_new_device_is_not_rated_by_what_its_cache_accepts() {
+        let (mut rate, mut now) = (RateEstimate::new(None), 0);
         rate.busy(now);
         run(&mut rate, &mut now, 1_000_000, MILLISECOND, 5, true);
         assert!(rate.value() > 500_000_000, "{}", rate.value());
@@ -188,8 +195,8 @@ mod tests {
     }
 
     #[test]
-    fn idleness_and_light_load_do_not_lower_it() {
-        let (mut rate, mut now) = (Rate::new(None), 0);
+    fn idle_time_and_light_load_do_not_lower_the_estimate() {
+        let (mut rate, mut now) = (RateEstimate::new(None), 0);
         for _ in 0..20 {
             rate.busy(now);
             run(&mut rate, &mut now, 1_000_000, 10 * MILLISECOND, 100, true);
@@ -201,8 +208,8 @@ mod tests {
     }
 
     #[test]
-    fn one_stall_weighs_what_it_lasts_and_a_change_is_seen_in_two_windows() {
-        let (mut rate, mut now) = (Rate::new(None), 0);
+    fn one_stall_counts_by_its_duration_and_a_change_is_detected_in_two_windows() {
+        let (mut rate, mut now) = (RateEstimate::new(None), 0);
         rate.busy(now);
         run(&mut rate, &mut now, 1_000_000, 10 * MILLISECOND, 200, true);
         run(&mut rate, &mut now, 1_000_000, 100 * MILLISECOND, 1, true);

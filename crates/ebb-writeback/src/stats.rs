@@ -1,15 +1,15 @@
-//! What there is to see: one device's figures, and those of all.
+//! Statistics of one device, and of all devices.
 
 use crate::units::Nanos;
 
-/// Waits of writers, each from its first question to its leave.
+/// Waits of writers, each from its first request until it was granted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Pauses {
     /// How many writes waited.
     pub count: u64,
-    /// For how long, in all.
+    /// The total time.
     pub total: Nanos,
-    /// The longest.
+    /// The longest wait.
     pub longest: Nanos,
 }
 
@@ -26,21 +26,21 @@ impl Pauses {
 /// One backing device. Bytes, bytes per second, parts per million.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BdiStats {
-    /// Dirty, and not on its way to the store.
+    /// Dirty, and not under writeback.
     pub dirty: u64,
-    /// On its way.
+    /// Under writeback.
     pub writeback: u64,
-    /// Most of both.
+    /// The maximum of the sum of both.
     pub threshold: u64,
     /// Estimated bandwidth.
     pub bandwidth: u64,
     /// The threshold's part of the limit.
     pub share: u32,
-    /// Busy time of the last second or two.
+    /// Busy time of the last one to two seconds.
     pub utilisation: u32,
-    /// Written in all.
+    /// Total bytes written.
     pub written: u64,
-    /// Dirtied in all.
+    /// Total bytes dirtied.
     pub dirtied: u64,
     /// Writes to the store that failed.
     pub failures: u64,
@@ -60,25 +60,25 @@ pub struct BdiStats {
 
 /// One volume on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct VolumeStats {
-    /// Dirty, and not on its way to the store.
+pub struct BdiVolumeStats {
+    /// Dirty, and not under writeback.
     pub dirty: u64,
-    /// On its way.
+    /// Under writeback.
     pub writeback: u64,
-    /// Its waits.
+    /// Waits of its writers.
     pub pauses: Pauses,
 }
 
 /// All devices together. Bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Stats {
-    /// The limit in force: on its way down it follows the goal.
+pub struct WritebackStats {
+    /// The limit in force: a lowered limit takes effect gradually.
     pub limit: u64,
-    /// What was asked for, lowered by pressure.
+    /// The requested limit, lowered by pressure.
     pub goal: u64,
     /// Dirty and under writeback.
     pub held: u64,
-    /// The common horizon: within this every device can drain.
+    /// The common horizon: every device can write what it holds within this time.
     pub horizon: Nanos,
     /// Backing devices in use.
     pub bdis: usize,

@@ -1,9 +1,9 @@
 //! Time, bytes and fractions: unsigned integers, and sums that saturate instead of wrapping.
 //!
-//! Invariant: no function here panics or overflows, whatever it is given.
+//! Invariant: no function here panics or overflows, for any arguments.
 
-/// Monotonic time in nanoseconds, from any fixed moment the caller likes. Never goes back; where a
-/// caller's clocks disagree a little between threads, differences below zero count as zero.
+/// Monotonic time in nanoseconds, from any fixed origin. It must not go backwards; where the clocks of
+/// threads differ a little, negative differences count as zero.
 pub type Nanos = u64;
 
 /// One millisecond.
@@ -15,10 +15,10 @@ pub const SECOND: Nanos = 1_000_000_000;
 /// The whole of something, in parts per million: the unit of ratios (1/10000 of a percent).
 pub const WHOLE: u32 = 1_000_000;
 
-/// No device is believed to be faster, in bytes per second: sums of a few rates stay far from the end.
+/// The highest rate assumed of any device, in bytes per second: sums of a few rates stay far below overflow.
 pub(crate) const RATE_MOST: u64 = 1 << 50;
 
-/// `a × b / c`, rounded down, without overflow on the way; a divisor of 0 counts as 1.
+/// `a × b / c`, rounded down, without overflow in between; a divisor of 0 counts as 1.
 pub(crate) fn mul_div(a: u64, b: u64, c: u64) -> u64 {
     // Divisions of 128 bits are slow, and seldom needed.
     match a.checked_mul(b) {
@@ -27,7 +27,7 @@ pub(crate) fn mul_div(a: u64, b: u64, c: u64) -> u64 {
     }
 }
 
-/// The value, or the largest there is.
+/// The value, or the maximum of the type.
 pub(crate) fn narrow(value: u128) -> u64 {
     u64::try_from(value).unwrap_or(u64::MAX)
 }
@@ -37,12 +37,12 @@ pub(crate) fn part(whole: u64, ppm: u32) -> u64 {
     mul_div(whole, u64::from(ppm), u64::from(WHOLE))
 }
 
-/// What `rate` bytes per second make in `time`.
+/// The bytes that `rate` bytes per second make in `time`.
 pub(crate) fn bytes_in(rate: u64, time: Nanos) -> u64 {
     mul_div(rate, time, SECOND)
 }
 
-/// How long `bytes` take at `rate` bytes per second; a rate of 0 counts as 1.
+/// The time that `bytes` take at `rate` bytes per second; a rate of 0 counts as 1.
 pub(crate) fn time_of(bytes: u64, rate: u64) -> Nanos {
     mul_div(bytes, SECOND, rate)
 }

@@ -1,47 +1,47 @@
-//! The keeper's side: devices come and go, the limit changes, and the shares are divided anew.
+//! The control thread's side: adding devices, changing the limit, dividing it into thresholds.
 //!
-//! Invariant: nothing here is on the way of a write; handles go on while the keeper runs.
+//! Invariant: no write waits for anything here; handles continue while the control thread runs.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::bdi::Bdi;
-use crate::config::{BdiOptions, Error, Law, MAX_LIMIT, MIN_LIMIT, Options};
-use crate::limit::Pressure;
+use crate::config::{BdiOptions, Error, Law, MAX_LIMIT, MIN_LIMIT, WritebackOptions};
+use crate::limit::PressureLevel;
 use crate::proportion::periods_since;
-use crate::shared::{Shared, Slot};
-use crate::shares::{Claim, Doing, Share, divide};
-use crate::stats::Stats;
+use crate::shared::{DeviceSlot, SharedState};
+use crate::shares::{Activity, DeviceClaim, DeviceShare, divide};
+use crate::stats::WritebackStats;
 use crate::units::{MILLISECOND, Nanos, SECOND, WHOLE, part};
 
-/// A device with nothing dirty is active still for this long after its last write.
+/// A device with nothing dirty counts as active for this long after its last write.
 const ACTIVE: Nanos = SECOND;
-/// One that holds something and was not asked for more for this long only drains. More than the time
-/// after which those who wait ask again.
+/// A device that holds something counts as draining when no write was requested for this long. Longer than
+/// the time after which waiting writers retry.
 const DRAINING: Nanos = 250 * MILLISECOND;
 /// Busy without a completion for this long: stuck.
 const STUCK: Nanos = SECOND;
-/// Linux lowers its limit by 1/32 of the gap each of these.
+/// Linux lowers its limit by 1/32 of the difference at this interval.
 const LOWERING: Nanos = 200 * MILLISECOND;
 
-/// All backing devices: made once, [kept](Writeback::keep) by one thread.
+/// All backing devices: created once, [updated](Writeback::update) by one thread.
 #[derive(Debug)]
 pub struct Writeback {
-    shared: Arc<Shared>,
-    /// As it was set, before pressure.
+    shared: Arc<SharedState>,
+    /// As set, before pressure.
     limit: u64,
-    pressure: Pressure,
+    pressure: PressureLevel,
     kept_at: Option<Nanos>,
-    /// When the current series of flexible periods began, and how many of it are over.
+    /// When the current series of flexible periods began, and how many of them have ended.
     periods: Option<(Nanos, u64)>,
     lowered_at: Nanos,
-    claims: Vec<Claim>,
-    shares: Vec<Share>,
+    claims: Vec<DeviceClaim>,
+    shares: Vec<DeviceShare>,
 }
 
-/// Whether the minimum ratios of all other slots leave room for `more`.
+/// Checks that the minimum ratios of all other slots leave room for `more`.
 pub(crate) fn check_min_ratios(
-    shared: &Shared,
+    shared: &SharedState,
     except: Option<usize>,
     more: u32,
 ) -> Result<(), Error> {
@@ -51,8 +51,8 @@ pub(crate) fn check_min_ratios(
     if ppm > u64::from(WHOLE) { Err(Error::MinRatios { ppm }) } else { Ok(()) }
 }
 
-/// Tells the keeper of a device's bounds.
-pub(crate) fn publish_options(slot: &Slot, options: &BdiOptions) {
+/// Publishes the bounds of a device to the control thread.
+pub(crate) fn publish_options(slot: &DeviceSlot, options: &BdiOptions) {
     slot.min_ratio.store(u64::from(options.min_ratio), Relaxed);
     slot.max_ratio.store(u64::from(options.max_ratio), Relaxed);
     slot.max_bytes.store(options.max_bytes, Relaxed);
@@ -63,12 +63,12 @@ impl Writeback {
     ///
     /// # Errors
     /// [`Error`] for options out of range.
-    pub fn new(options: &Options) -> Result<Self, Error> {
+    pub fn new(options: &WritebackOptions) -> Result<Self, Error> {
         options.checked()?;
         Ok(Self {
-            shared: Arc::new(Shared::new(options)),
+            shared: Arc::new(SharedState::new(options)),
             limit: options.limit.min(MAX_LIMIT),
-            pressure: Pressure::Calm,
+            pressure: PressureLevel::Calm,
             kept_at: None,
             periods: None,
             lowered_at: 0,
@@ -77,7 +77,7 @@ impl Writeback {
         })
     }
 
-    /// Adds a backing device. It is gone when the handle is dropped.
+    /// Adds a backing device. Dropping the handle removes it.
     ///
     /// # Errors
     /// [`Error`] for options out of range, minimum ratios above the whole, or too many devices.
@@ -89,7 +89,7 @@ impl Writeback {
         let index = free.ok_or(Error::ManyBdis { most })?;
         let slot = &self.shared.slots[index];
         slot.used.store(true, Relaxed);
-        slot.asked.store(0, Relaxed);
+        slot.last_request.store(0, Relaxed);
         slot.threshold.store(0, Relaxed);
         slot.kept.store(0, Relaxed);
         slot.failing.store(false, Relaxed);
@@ -101,16 +101,16 @@ impl Writeback {
         Ok(bdi)
     }
 
-    /// Sets the limit in bytes (at least 1 MiB). Up at once; down as devices drain, so that writers
-    /// are slowed and not stopped: [`Stats::limit`] tells the way.
+    /// Sets the limit in bytes (at least 1 MiB). A higher limit takes effect at once, a lower one as devices
+    /// drain, so that writers are slowed and not stopped: [`WritebackStats::limit`] is the limit in force.
     pub fn set_limit(&mut self, bytes: u64, now: Nanos) {
         self.limit = bytes.clamp(MIN_LIMIT, MAX_LIMIT);
         self.follow(now);
     }
 
-    /// The host's memory pressure: from L1 on everything dirty is written, and the limit is a half, a
-    /// quarter, an eighth of the one set.
-    pub fn set_pressure(&mut self, level: Pressure, now: Nanos) {
+    /// Sets the host's memory pressure: from L1 on all dirty data is written, and the limit is a half, a
+    /// quarter or an eighth of the one set.
+    pub fn set_pressure(&mut self, level: PressureLevel, now: Nanos) {
         self.pressure = level;
         self.shared.pressure.store(level.level(), Relaxed);
         self.follow(now);
@@ -118,38 +118,38 @@ impl Writeback {
 
     fn follow(&mut self, now: Nanos) {
         self.shared.goal.store(self.pressure.lowered(self.limit), Relaxed);
-        self.keep(now);
+        self.update(now);
     }
 
-    /// Divides the limit anew. To be called each 10 to 50 ms while anything is dirty, and
-    /// once a second otherwise; costs about a microsecond per device.
-    pub fn keep(&mut self, now: Nanos) {
+    /// Divides the limit anew. Call it every 10 to 50 ms while anything is dirty, and once a second
+    /// otherwise; costs about a microsecond per device.
+    pub fn update(&mut self, now: Nanos) {
         let passed = self.kept_at.map_or(0, |then| now.saturating_sub(then));
         self.kept_at = Some(self.kept_at.map_or(now, |then| then.max(now)));
         match self.shared.law {
             Law::Horizon => self.divide(now, passed),
-            Law::Linux | Law::LinuxOld { .. } => self.keep_linux(now),
+            Law::Linux | Law::LinuxOld { .. } => self.update_linux(now),
         }
     }
 
-    fn claim(slot: &Slot, goal: u64, now: Nanos) -> Claim {
+    fn claim(slot: &DeviceSlot, goal: u64, now: Nanos) -> DeviceClaim {
         let held = slot.held();
         let busy = slot.writeback.load(Relaxed) > 0;
         let silent = now.saturating_sub(slot.last_completed.load(Relaxed)) > STUCK;
-        let asked = slot.asked.load(Relaxed);
-        let asked_within = |time| asked > 0 && now.saturating_sub(asked) < time;
-        let doing = if (busy && silent) || slot.failing.load(Relaxed) {
-            Doing::Stuck
-        } else if asked_within(if held > 0 { DRAINING } else { ACTIVE }) {
-            Doing::Active
+        let last_request = slot.last_request.load(Relaxed);
+        let requested_within = |time| last_request > 0 && now.saturating_sub(last_request) < time;
+        let activity = if (busy && silent) || slot.failing.load(Relaxed) {
+            Activity::Stuck
+        } else if requested_within(if held > 0 { DRAINING } else { ACTIVE }) {
+            Activity::Active
         } else if held > 0 {
-            Doing::Draining
+            Activity::Draining
         } else {
-            Doing::Idle
+            Activity::Idle
         };
         let ratio = |ppm: u64| part(goal, u32::try_from(ppm).unwrap_or(WHOLE));
-        Claim {
-            doing,
+        DeviceClaim {
+            activity,
             rate: slot.rate.load(Relaxed),
             proven: slot.proven.load(Relaxed),
             dirty: held,
@@ -169,14 +169,14 @@ impl Writeback {
         self.claims.clear();
         self.claims.extend(used().map(|slot| Self::claim(slot, goal, now)));
         self.shares.clear();
-        self.shares.resize(self.claims.len(), Share::default());
+        self.shares.resize(self.claims.len(), DeviceShare::default());
         let limits = (shared.limit.load(Relaxed), goal);
         let division = divide(&self.claims, &mut self.shares, limits, shared.horizon_most, passed);
         let mut reserve = 0_u64;
         for ((slot, claim), share) in used().zip(&self.claims).zip(&self.shares) {
             slot.threshold.store(share.threshold, Relaxed);
             slot.kept.store(share.kept, Relaxed);
-            slot.stuck.store(claim.doing == Doing::Stuck, Relaxed);
+            slot.stuck.store(claim.activity == Activity::Stuck, Relaxed);
             reserve = reserve.saturating_add(share.kept.saturating_sub(claim.dirty));
         }
         shared.reserve.store(reserve, Relaxed);
@@ -184,11 +184,11 @@ impl Writeback {
         shared.limit.store(division.limit, Relaxed);
     }
 
-    /// Halves flexible proportions as time passes, and lowers the limit smoothly.
-    fn keep_linux(&mut self, now: Nanos) {
+    /// Halves flexible proportions with time, and lowers the limit gradually.
+    fn update_linux(&mut self, now: Nanos) {
         let shared = &self.shared;
         let goal = shared.goal.load(Relaxed);
-        // On its way down it stays above what is held, so that nobody stops.
+        // While it is lowered, it stays above what is held, so that no writer is stopped.
         let lowest = goal.max(shared.total.load(Relaxed));
         let limit = shared.limit.load(Relaxed);
         if limit <= goal {
@@ -203,7 +203,7 @@ impl Writeback {
         }
         let events = shared.events.load(Relaxed);
         let Some((start, done)) = self.periods else {
-            // The timer sleeps while nothing completes.
+            // The timer does not run while nothing completes.
             self.periods = (events > 0).then_some((now, 0));
             return;
         };
@@ -211,7 +211,7 @@ impl Writeback {
         if missed > 0 {
             let shift = u32::try_from(missed).unwrap_or(u32::MAX);
             let halve = |events: u64| Some(events.checked_shr(shift).unwrap_or(0));
-            // Cannot fail: the function always gives a value.
+            // Cannot fail: the function always returns a value.
             let _ = shared.events.fetch_update(Relaxed, Relaxed, halve);
             shared.period.fetch_add(missed, Relaxed);
             self.periods = Some((start, done + missed));
@@ -221,11 +221,11 @@ impl Writeback {
         }
     }
 
-    /// The figures of all devices together.
+    /// Statistics of all devices together.
     #[must_use]
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> WritebackStats {
         let shared = &self.shared;
-        Stats {
+        WritebackStats {
             limit: shared.limit.load(Relaxed),
             goal: shared.goal.load(Relaxed),
             held: shared.total.load(Relaxed),

@@ -1,5 +1,5 @@
-//! The figures of issue 5 and of T1 to T12, on the simulator; and that the report in the repository
-//! is that of this version.
+//! The figures of scenarios T1 to T12 on the simulator; and that the report in the repository
+//! (`docs/results/writeback`) belongs to this version.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -15,7 +15,7 @@ fn figures(id: &str, law: Law) -> Vec<Figure> {
     measure(by_id(id).unwrap(), law).unwrap().figures
 }
 
-/// Our law in all scenarios, run once for all tests.
+/// The horizon law in all scenarios, run once for all tests.
 fn ours() -> &'static [Vec<Figure>] {
     static OURS: OnceLock<Vec<Vec<Figure>>> = OnceLock::new();
     OURS.get_or_init(|| ALL.iter().map(|scenario| figures(scenario.id, Law::Horizon)).collect())
@@ -25,8 +25,8 @@ fn value(figures: &[Figure], name: &str) -> f64 {
     figures.iter().find(|figure| figure.name == name).unwrap().value
 }
 
-/// Each figure has this bar and meets it: the bars are written here again, so that a change of the
-/// scenarios cannot lower one unseen.
+/// Each figure has this bar and meets it. The bars are repeated here, so that a change of the scenarios
+/// cannot lower one unnoticed.
 fn meets(id: &str, bars: &[(&str, Bar)]) {
     let place = ALL.iter().position(|scenario| scenario.id == id).unwrap();
     let figures = &ours()[place];
@@ -43,7 +43,7 @@ use Bar::{AtLeast, AtMost};
 
 #[test]
 fn the_oracle_linux_old_ramps_as_published() {
-    // The last was reported from another machine than the first two: 60 MB/s, 543 MB.
+    // The last one was reported from another machine than the first two: 60 MB/s, 543 MB.
     for (id, shift, expected) in [("T1", 2, 92.0), ("T1", 0, 23.0), ("T1b", -1, 9.8)] {
         let value = value(&figures(id, Law::LinuxOld { shift }), "threshold_t95_s");
         assert!((value - expected).abs() <= expected * 0.05, "{shift:+}: {value} s");
@@ -57,7 +57,7 @@ fn linux_hands_over_as_its_formula_says() {
     let (equal, slower) = (right("T2a"), right("T2b"));
     assert!((10.0..17.0).contains(&equal), "{equal}");
     assert!((20.0..28.0).contains(&slower), "{slower}");
-    // The stick owns the free run: minutes of drain.
+    // The stick fills the unpaced part: minutes of drain.
     assert!(value(&figures("T5", Law::Linux), "drain_peak_s") > 250.0);
 }
 
@@ -91,7 +91,7 @@ fn t2_hand_over_takes_a_second_and_two_horizons() {
 }
 
 #[test]
-fn t3_joining_takes_a_second_and_harms_nobody() {
+fn t3_a_joining_device_has_its_threshold_within_a_second_and_slows_no_other() {
     for id in ["T3a", "T3b", "T3c"] {
         meets(
             id,
@@ -178,7 +178,7 @@ fn t9_a_light_writer_does_not_wait() {
 }
 
 #[test]
-fn t10_a_limit_cut_in_half_blocks_nobody() {
+fn t10_halving_the_limit_blocks_no_writer() {
     meets(
         "T10",
         &[
@@ -196,11 +196,11 @@ fn t11_depth_rises_before_writers_are_paused() {
 }
 
 #[test]
-fn t12_bursts_do_not_wear_the_estimate_down() {
+fn t12_bursts_do_not_lower_the_estimate() {
     meets("T12", &[("estimate_off_pct", AtMost(20.0))]);
 }
 
-/// The column of our law; `sim-writeback --check` compares everything, curves included.
+/// The column of the horizon law; `sim-writeback --check` compares everything, including curves.
 #[test]
 fn the_report_in_the_repository_is_up_to_date() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/results/writeback");

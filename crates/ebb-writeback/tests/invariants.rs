@@ -1,18 +1,18 @@
-//! T10: what holds whatever happens. Random devices, volumes, writes, completions, failures, limits and
-//! pressure, beside an oracle that counts bytes.
+//! T10: invariants. Random devices, volumes, writes, completions, failures, limits and pressure, checked by
+//! an oracle that counts bytes.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use ebb_writeback::{
-    Bdi, BdiOptions, Law, MILLISECOND, Nanos, Options, Outcome, Pressure, SECOND, Verdict,
-    VolumeId, WHOLE, Writeback,
+    Bdi, BdiOptions, Law, MILLISECOND, Nanos, PressureLevel, SECOND, Verdict, VolumeId, WHOLE,
+    WriteOutcome, Writeback, WritebackOptions,
 };
 use proptest::prelude::*;
 use std::collections::VecDeque;
 
 const MB: u64 = 1 << 20;
 
-/// One step; numbers are taken modulo what there is.
+/// One step; numbers are taken modulo the number of devices or volumes.
 #[derive(Debug, Clone)]
 enum Step {
     Write { volume: usize, bytes: u64 },
@@ -65,7 +65,7 @@ struct World {
 
 impl World {
     fn new(law: Law, count: usize, rates: &[Option<u64>]) -> World {
-        let options = Options { law, bdis: count, ..Options::new(100 * MB) };
+        let options = WritebackOptions { law, bdis: count, ..WritebackOptions::new(100 * MB) };
         let mut writeback = Writeback::new(&options).unwrap();
         let mut devices = Vec::new();
         for index in 0..count {
@@ -78,13 +78,13 @@ impl World {
         World { now: 1, writeback, devices }
     }
 
-    /// What every device answered, so that orders can be compared.
+    /// The answers of all devices, to compare orders.
     fn step(&mut self, step: &Step) -> Option<Verdict> {
         let (now, count) = (self.now, self.devices.len());
         match *step {
             Step::Write { volume, bytes } => {
                 let device = &mut self.devices[volume % count];
-                let verdict = device.bdi.ask(device.volume, bytes, now, now);
+                let verdict = device.bdi.reserve(device.volume, bytes, now, now);
                 match verdict {
                     Verdict::Go => device.dirty += bytes,
                     Verdict::PauseUntil(until) => assert!(until > now),
@@ -106,7 +106,7 @@ impl World {
             Step::Done { device, fails } => {
                 let device = &mut self.devices[device % count];
                 if let Some((bytes, sent)) = device.in_flight.pop() {
-                    let outcome = if fails { Outcome::Failed } else { Outcome::Written };
+                    let outcome = if fails { WriteOutcome::Failed } else { WriteOutcome::Written };
                     device.dirty += if fails { bytes } else { 0 };
                     let _ = device.bdi.on_written(device.volume, bytes, sent, outcome, now);
                 }
@@ -118,14 +118,14 @@ impl World {
             }
             Step::Limit { bytes } => self.writeback.set_limit(bytes, now),
             Step::Pressure { level } => {
-                use Pressure::{Calm, Drain, LastResort, Squeeze};
+                use PressureLevel::{Calm, Drain, LastResort, Squeeze};
                 self.writeback.set_pressure([Calm, Squeeze, Drain, LastResort][level], now);
             }
             Step::Options { device, min_ratio, max_ratio, max_bytes } => {
                 let device = &mut self.devices[device % count];
                 let options =
                     BdiOptions { min_ratio, max_ratio, max_bytes, ..BdiOptions::default() };
-                // Refused when the minimums do not fit: nothing changes then.
+                // Refused when the minimums do not fit: then nothing changes.
                 let before = device.bdi.options().clone();
                 if device.bdi.set_options(options).is_err() {
                     assert_eq!(*device.bdi.options(), before);
@@ -133,7 +133,7 @@ impl World {
             }
             Step::Wait { time } => {
                 self.now += time;
-                self.writeback.keep(self.now);
+                self.writeback.update(self.now);
             }
         }
         None
@@ -160,7 +160,7 @@ impl World {
         assert_eq!(stats.held, held);
         assert!(stats.limit >= stats.goal);
         if law == Law::Horizon {
-            // What was let in fits; what a lower limit found there may only shrink.
+            // What was granted fits; what exceeds a lowered limit may only shrink.
             assert!(held <= stats.limit.max(before), "{held} of {}, {before} before", stats.limit);
             let quanta = u64::try_from(self.devices.len()).unwrap();
             assert!(sum <= stats.limit + quanta, "thresholds {sum} of {}", stats.limit);
@@ -180,7 +180,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn counters_are_right_and_the_limit_holds_whatever_happens(
+    fn counters_are_right_and_the_limit_holds_under_random_events(
         law in laws(),
         count in 1..9_usize,
         rates in prop::collection::vec(prop::option::of(1..2_000_000_000_u64), 1..4),
@@ -192,22 +192,22 @@ proptest! {
             world.step(step);
             world.check(law, before);
         }
-        // Handles give back what they held.
+        // Dropped handles release what they held.
         world.devices.clear();
         prop_assert_eq!(world.writeback.stats().held, 0);
         prop_assert_eq!(world.writeback.stats().bdis, 0);
     }
 
-    /// Nothing a caller can pass panics or overflows; all figures are from the whole range.
+    /// No argument causes a panic or an overflow; figures are from the whole range.
     #[test]
-    fn extremes_are_answered(
+    fn extreme_arguments_do_not_panic(
         law in laws(),
         limit in MB..=u64::MAX,
         rate in prop::option::of(any::<u64>()),
         strict_limit in any::<bool>(),
         steps in prop::collection::vec((0..9_u8, any::<u64>(), any::<u64>(), any::<u64>()), 1..100),
     ) {
-        let mut writeback = Writeback::new(&Options { law, ..Options::new(limit) }).unwrap();
+        let mut writeback = Writeback::new(&WritebackOptions { law, ..WritebackOptions::new(limit) }).unwrap();
         let (max_chunk, max_in_flight) = (u64::MAX, u64::MAX);
         let options =
             BdiOptions { rate, strict_limit, max_chunk, max_in_flight, io_cost: u64::MAX, ..BdiOptions::default() };
@@ -215,13 +215,13 @@ proptest! {
         let volume = bdi.add_volume(1000).unwrap();
         for (what, a, b, now) in steps {
             match what {
-                0..=2 => drop(bdi.ask(volume, a >> (b % 64), b, now)),
+                0..=2 => drop(bdi.reserve(volume, a >> (b % 64), b, now)),
                 3 => bdi.on_writeback(volume, a, now),
-                4 => drop(bdi.on_written(volume, a, b, Outcome::Written, now)),
-                5 => drop(bdi.on_written(volume, a >> (b % 64), b, Outcome::Failed, now)),
+                4 => drop(bdi.on_written(volume, a, b, WriteOutcome::Written, now)),
+                5 => drop(bdi.on_written(volume, a >> (b % 64), b, WriteOutcome::Failed, now)),
                 6 => bdi.on_dropped(volume, a >> (b % 64)),
                 7 => writeback.set_limit(a, now),
-                _ => writeback.keep(now),
+                _ => writeback.update(now),
             }
             bdi.plan(now);
             bdi.stats(now);
@@ -271,10 +271,10 @@ proptest! {
         cut in 2..9_u64,
         at in SECOND..3 * SECOND,
     ) {
-        // One device, fed as fast as it is let, in writes of 1/200 of a second.
+        // One device, fed as fast as permitted, in writes of 1/200 of a second.
         let bytes = rate / 200;
         let limit = rate;
-        let mut writeback = Writeback::new(&Options::new(limit)).unwrap();
+        let mut writeback = Writeback::new(&WritebackOptions::new(limit)).unwrap();
         let mut bdi = writeback.add_bdi(BdiOptions::default(), 0).unwrap();
         let volume = bdi.add_volume(1).unwrap();
         let (mut asked, mut longest, mut in_flight) = (None, 0, None);
@@ -284,12 +284,12 @@ proptest! {
                 writeback.set_limit(limit / cut, now);
             }
             if let Some((size, sent, done)) = in_flight && done <= now {
-                let _ = bdi.on_written(volume, size, sent, Outcome::Written, now);
+                let _ = bdi.on_written(volume, size, sent, WriteOutcome::Written, now);
                 in_flight = None;
             }
             loop {
                 let since = *asked.get_or_insert(now);
-                if bdi.ask(volume, bytes, since, now) != Verdict::Go {
+                if bdi.reserve(volume, bytes, since, now) != Verdict::Go {
                     break;
                 }
                 longest = longest.max(now - since);
@@ -302,7 +302,7 @@ proptest! {
                 in_flight = Some((size, now, now + size * SECOND / rate));
             }
             if now % (10 * MILLISECOND) == 0 {
-                writeback.keep(now);
+                writeback.update(now);
             }
         }
         prop_assert!(longest <= 200 * MILLISECOND, "{} ms", longest / MILLISECOND);
@@ -312,30 +312,30 @@ proptest! {
     }
 }
 
-/// While a device holds at most half of its threshold nobody waits for pace: the rule of the seed.
+/// While a device holds at most half of its threshold, no write waits for pace.
 #[test]
 fn a_device_that_runs_low_is_never_throttled() {
-    let mut writeback = Writeback::new(&Options::new(1 << 30)).unwrap();
+    let mut writeback = Writeback::new(&WritebackOptions::new(1 << 30)).unwrap();
     let options = BdiOptions { rate: Some(50 * MB), ..BdiOptions::default() };
     let mut bdi = writeback.add_bdi(options, 0).unwrap();
     let volume = bdi.add_volume(1).unwrap();
-    writeback.keep(0);
+    writeback.update(0);
     let threshold = bdi.stats(0).threshold;
     assert_eq!(threshold, 100 * MB);
     let mut held = 0;
     while held + 65536 <= threshold / 2 {
-        assert_eq!(bdi.ask(volume, 65536, 0, 0), Verdict::Go);
+        assert_eq!(bdi.reserve(volume, 65536, 0, 0), Verdict::Go);
         held += 65536;
     }
-    // From there on it is paced, and at the threshold it ends.
-    while bdi.ask(volume, 65536, 0, 0) == Verdict::Go {
+    // From there on writes are paced, and at the threshold they stop.
+    while bdi.reserve(volume, 65536, 0, 0) == Verdict::Go {
         held += 65536;
         assert!(held < threshold / 2 + 4 * MB, "unpaced above half");
     }
     let mut now = 0;
     while now < 60 * SECOND {
         now += 10 * MILLISECOND;
-        if bdi.ask(volume, 65536, now, now) == Verdict::Go {
+        if bdi.reserve(volume, 65536, now, now) == Verdict::Go {
             held += 65536;
         }
         assert!(held <= threshold);
@@ -343,15 +343,15 @@ fn a_device_that_runs_low_is_never_throttled() {
     assert!(held > threshold / 10 * 9);
 }
 
-/// A bound given in bytes holds from the first byte, also for a device nobody has measured, whatever
-/// the others leave; strict, not even one write is above it. Given while it runs it holds as soon as
-/// what is above has drained.
+/// A bound in bytes holds from the first byte, also for a device that was never measured, whatever room other
+/// devices leave; with a strict limit not even one write exceeds it. Set at run time, it holds as soon as the
+/// excess has drained.
 #[test]
 fn max_bytes_hold_from_the_first_byte_and_strictly_to_the_last() {
     // A small write leaves more than half free, and the large one after it does not fit.
     const SIZES: [u64; 2] = [10_000, 95_000];
     for (strict_limit, most) in [(true, 100_000), (false, 105_000)] {
-        let mut writeback = Writeback::new(&Options::new(1 << 30)).unwrap();
+        let mut writeback = Writeback::new(&WritebackOptions::new(1 << 30)).unwrap();
         let options = BdiOptions { max_bytes: 100_000, strict_limit, ..BdiOptions::default() };
         let mut bdi = writeback.add_bdi(options.clone(), 0).unwrap();
         let volume = bdi.add_volume(1).unwrap();
@@ -360,9 +360,9 @@ fn max_bytes_hold_from_the_first_byte_and_strictly_to_the_last() {
         let mut sizes = SIZES.iter().cycle().copied().peekable();
         for turn in 0..8000_u64 {
             now += MILLISECOND;
-            writeback.keep(now);
+            writeback.update(now);
             while let Some(bytes) =
-                sizes.next_if(|bytes| bdi.ask(volume, *bytes, now, now) == Verdict::Go)
+                sizes.next_if(|bytes| bdi.reserve(volume, *bytes, now, now) == Verdict::Go)
             {
                 held.push_back(bytes);
                 fullest = fullest.max(held.iter().sum());
@@ -371,65 +371,66 @@ fn max_bytes_hold_from_the_first_byte_and_strictly_to_the_last() {
                 && let Some(bytes) = held.pop_front()
             {
                 bdi.on_writeback(volume, bytes, now);
-                let _ = bdi.on_written(volume, bytes, now, Outcome::Written, now);
+                let _ = bdi.on_written(volume, bytes, now, WriteOutcome::Written, now);
             }
         }
         assert!(bdi.stats(now).written > 1 << 20);
         if strict_limit {
             assert!(fullest <= most && fullest >= 95_000, "{fullest}");
         } else {
-            assert_eq!(fullest, most, "a write that finds half of it free is taken whole");
+            assert_eq!(fullest, most, "a write is granted as a whole while half of it is free");
         }
-        // Without the bound it is what the device makes in two seconds; with it again that goes.
+        // Without the bound the threshold is two seconds of the rate; when the bound is set again, the excess
+        // drains.
         bdi.set_options(BdiOptions::default()).unwrap();
-        writeback.keep(now);
+        writeback.update(now);
         assert!(bdi.stats(now).threshold > 1 << 20);
         bdi.set_options(options.clone()).unwrap();
-        writeback.keep(now + SECOND);
+        writeback.update(now + SECOND);
         assert!(bdi.stats(now).threshold <= 200_000, "{}", bdi.stats(now).threshold);
     }
 }
 
-/// What was under way together when the disk filled up is one failure: else one full moment is taken for a
-/// long outage, and a disk that has room again is not tried for as long.
+/// Writes that were in flight together when the disk filled up count as one failure; otherwise one full
+/// moment would look like a long outage, and retries would be delayed as long.
 #[test]
-fn writes_that_fail_together_are_one_try() {
-    let mut writeback = Writeback::new(&Options::new(100 * MB)).unwrap();
+fn concurrent_write_failures_count_as_one_attempt() {
+    let mut writeback = Writeback::new(&WritebackOptions::new(100 * MB)).unwrap();
     let mut full = writeback.add_bdi(BdiOptions::default(), 0).unwrap();
     let volume = full.add_volume(1).unwrap();
-    assert_eq!(full.ask(volume, MB, 0, 0), Verdict::Go);
+    assert_eq!(full.reserve(volume, MB, 0, 0), Verdict::Go);
     for _ in 0..16 {
         full.on_writeback(volume, MB / 16, 0);
     }
     for at in 1..=16 {
-        let _ = full.on_written(volume, MB / 16, 0, Outcome::Failed, at * MILLISECOND);
+        let _ = full.on_written(volume, MB / 16, 0, WriteOutcome::Failed, at * MILLISECOND);
         assert_eq!(full.plan(at * MILLISECOND).not_before, at * MILLISECOND + SECOND / 10);
     }
 }
 
-/// A store that fails holds its own writers up only, and is asked again later and later.
+/// A failing store delays only its own writers, and is retried at growing intervals.
 #[test]
-fn a_store_that_fails_keeps_its_data_and_harms_nobody() {
-    let mut writeback = Writeback::new(&Options::new(100 * MB)).unwrap();
+fn a_failing_store_keeps_its_data_and_slows_no_other_device() {
+    let mut writeback = Writeback::new(&WritebackOptions::new(100 * MB)).unwrap();
     let mut bad = writeback.add_bdi(BdiOptions::default(), 0).unwrap();
     let volume = bad.add_volume(1).unwrap();
-    assert_eq!(bad.ask(volume, MB, 0, 0), Verdict::Go);
+    assert_eq!(bad.reserve(volume, MB, 0, 0), Verdict::Go);
     let mut now = 0;
     let mut waits = Vec::new();
     for _ in 0..10 {
         bad.on_writeback(volume, MB, now);
-        let _ = bad.on_written(volume, MB, now, Outcome::Failed, now);
+        let _ = bad.on_written(volume, MB, now, WriteOutcome::Failed, now);
         let again = bad.plan(now).not_before;
         waits.push(again - now);
         now = again;
-        writeback.keep(now);
+        writeback.update(now);
     }
     assert!(waits.is_sorted() && waits[0] == SECOND / 10 && waits[9] == SECOND, "{waits:?}");
     let stats = bad.stats(now);
     assert!(stats.stuck && stats.failures == 10 && stats.dirty == MB);
     bad.on_writeback(volume, MB, now);
-    let _ = bad.on_written(volume, MB, now, Outcome::Written, now + MILLISECOND);
-    writeback.keep(now + MILLISECOND);
+    let _ = bad.on_written(volume, MB, now, WriteOutcome::Written, now + MILLISECOND);
+    writeback.update(now + MILLISECOND);
     assert!(!bad.stats(now).stuck);
     assert_eq!(writeback.stats().held, 0);
 }

@@ -1,10 +1,12 @@
-//! The calls on the way of a write allocate nothing, and handles on several threads keep one limit.
+//! The calls on the path of a write allocate nothing, and handles on several threads keep one limit.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use ebb_writeback::{BdiOptions, Law, MILLISECOND, Options, Outcome, Verdict, Writeback};
+use ebb_writeback::{
+    BdiOptions, Law, MILLISECOND, Verdict, WriteOutcome, Writeback, WritebackOptions,
+};
 
 struct Counting;
 
@@ -12,7 +14,7 @@ thread_local! {
     static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
 }
 
-// SAFETY: hands everything to the system's allocator, and only counts beside it.
+// SAFETY: forwards every call to the system's allocator, and only counts in addition.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.with(|count| count.set(count.get() + 1));
@@ -32,7 +34,7 @@ static ALLOCATOR: Counting = Counting;
 #[test]
 fn hot_calls_do_not_touch_the_heap() {
     for law in [Law::Horizon, Law::Linux, Law::LinuxOld { shift: 0 }] {
-        let options = Options { law, ..Options::new(64 << 20) };
+        let options = WritebackOptions { law, ..WritebackOptions::new(64 << 20) };
         let mut writeback = Writeback::new(&options).unwrap();
         let mut bdi = writeback.add_bdi(BdiOptions::default(), 0).unwrap();
         let volume = bdi.add_volume(1).unwrap();
@@ -40,26 +42,32 @@ fn hot_calls_do_not_touch_the_heap() {
         let (mut now, mut paused) = (0, 0);
         for _ in 0..20_000 {
             now += MILLISECOND / 4;
-            if bdi.ask(volume, 65_536, now, now) != Verdict::Go {
+            if bdi.reserve(volume, 65_536, now, now) != Verdict::Go {
                 paused += 1;
             }
             let plan = bdi.plan(now);
             let bytes = bdi.stats(now).dirty.min(plan.chunk).min(20_000);
             if plan.start && bytes > 0 {
                 bdi.on_writeback(volume, bytes, now);
-                let _ = bdi.on_written(volume, bytes, now, Outcome::Written, now + MILLISECOND / 8);
+                let _ = bdi.on_written(
+                    volume,
+                    bytes,
+                    now,
+                    WriteOutcome::Written,
+                    now + MILLISECOND / 8,
+                );
             }
-            writeback.keep(now);
+            writeback.update(now);
         }
         assert_eq!(ALLOCATIONS.with(Cell::get), before, "{law:?}");
-        assert!(paused > 1000, "{law:?}: the paced way was taken, too");
+        assert!(paused > 1000, "{law:?}: some writes were paced");
     }
 }
 
 #[test]
 fn handles_on_several_threads_never_exceed_the_limit_together() {
     const LIMIT: u64 = 8 << 20;
-    let mut writeback = Writeback::new(&Options::new(LIMIT)).unwrap();
+    let mut writeback = Writeback::new(&WritebackOptions::new(LIMIT)).unwrap();
     let mut handles = Vec::new();
     for rate in [1 << 30, 1 << 28, 1 << 26, 1 << 24] {
         let options = BdiOptions { rate: Some(rate), ..BdiOptions::default() };
@@ -74,12 +82,18 @@ fn handles_on_several_threads_never_exceed_the_limit_together() {
                 let mut now = 0;
                 for turn in 0..30_000_u64 {
                     now += 20_000;
-                    if bdi.ask(volume, 32_768, now, now) == Verdict::Go {
+                    if bdi.reserve(volume, 32_768, now, now) == Verdict::Go {
                         went.fetch_add(1, Relaxed);
                     }
                     if turn % 3 == 0 {
                         bdi.on_writeback(volume, 65_536, now);
-                        let _ = bdi.on_written(volume, 65_536, now, Outcome::Written, now + 10_000);
+                        let _ = bdi.on_written(
+                            volume,
+                            65_536,
+                            now,
+                            WriteOutcome::Written,
+                            now + 10_000,
+                        );
                     }
                 }
                 drop(bdi);
@@ -89,7 +103,7 @@ fn handles_on_several_threads_never_exceed_the_limit_together() {
         let mut now = 0;
         while running.load(Relaxed) > 0 {
             now += MILLISECOND;
-            writeback.keep(now);
+            writeback.update(now);
             let stats = writeback.stats();
             assert!(stats.held <= LIMIT && stats.limit == LIMIT, "{stats:?}");
         }

@@ -20,8 +20,8 @@ use ebb_cache::{Cache, VolumeCache, WritebackOrder};
 use ebb_io::WorkerHandle;
 use ebb_mem::pressure::Level;
 use ebb_writeback::{
-    Bdi, BdiOptions, Error, Nanos, Options, Outcome, Pressure, Verdict, VolumeId, WHOLE, Writeback,
-    limit_for,
+    Bdi, BdiOptions, Error, Nanos, PressureLevel, Verdict, VolumeId, WHOLE, WriteOutcome,
+    Writeback, WritebackOptions, limit_for,
 };
 
 use crate::config::{StoreUri, VolumeConfig};
@@ -178,7 +178,9 @@ impl Bdis {
         start: Instant,
     ) -> Result<Arc<Bdis>, Error> {
         let bdis = Bdis {
-            writeback: Mutex::new(Writeback::new(&Options::new(ebb_writeback::MIN_LIMIT))?),
+            writeback: Mutex::new(Writeback::new(&WritebackOptions::new(
+                ebb_writeback::MIN_LIMIT,
+            ))?),
             devices: Mutex::default(),
             idle: AtomicBool::new(true),
             cache: cache.clone(),
@@ -221,9 +223,9 @@ impl Bdis {
             }
         }
         let now = self.now();
-        lock(&self.writeback).keep(now);
+        lock(&self.writeback).update(now);
         for device in self.devices() {
-            device.volumes().iter().for_each(|volume| volume.ask_again());
+            device.volumes().iter().for_each(|volume| volume.retry_reservation());
         }
     }
 
@@ -306,7 +308,7 @@ impl Bdis {
         if is_new && self.settings_in_force(&device).is_err() {
             self.follow_settings();
         } else if is_new {
-            lock(&self.writeback).keep(self.now());
+            lock(&self.writeback).update(self.now());
         }
         if first {
             self.follow_memory(self.ask_host());
@@ -335,7 +337,7 @@ impl Bdis {
                     all.follow_memory(available);
                 }
                 let now = all.now();
-                lock(&all.writeback).keep(now);
+                lock(&all.writeback).update(now);
             }
         });
     }
@@ -368,14 +370,14 @@ impl Bdis {
     /// Memory pressure of this level: less may be dirty, and what is goes to the stores.
     pub(crate) fn pressure(&self, level: Level) {
         let level = match level {
-            Level::L0 => Pressure::Calm,
-            Level::L1 => Pressure::Squeeze,
-            Level::L2 => Pressure::Drain,
-            Level::L3 => Pressure::LastResort,
+            Level::L0 => PressureLevel::Calm,
+            Level::L1 => PressureLevel::Squeeze,
+            Level::L2 => PressureLevel::Drain,
+            Level::L3 => PressureLevel::LastResort,
         };
         lock(&self.writeback).set_pressure(level, self.now());
         for device in self.devices() {
-            device.volumes().iter().for_each(|volume| volume.ask_again());
+            device.volumes().iter().for_each(|volume| volume.retry_reservation());
         }
     }
 
@@ -406,15 +408,15 @@ struct Member {
 }
 
 impl ebb_cache::WritebackControl for Member {
-    fn ask(&self, asked: Instant, now: Instant, bytes: u64, _: u64) -> Duration {
+    fn reserve(&self, asked: Instant, now: Instant, bytes: u64, _: u64) -> Duration {
         if self.all.idle.load(Ordering::Relaxed)
             && self.all.idle.swap(false, Ordering::Relaxed)
             && let Ok(mut writeback) = self.all.writeback.try_lock()
         {
-            writeback.keep(self.all.nanos(now));
+            writeback.update(self.all.nanos(now));
         }
         let (asked, now) = (self.all.nanos(asked), self.all.nanos(now));
-        match lock(&self.device.bdi).ask(self.id, bytes, asked, now) {
+        match lock(&self.device.bdi).reserve(self.id, bytes, asked, now) {
             Verdict::Go => Duration::ZERO,
             Verdict::PauseUntil(until) => {
                 let pause = Duration::from_nanos(until.saturating_sub(now));
@@ -434,11 +436,11 @@ impl ebb_cache::WritebackControl for Member {
     }
 
     fn written(&self, now: Instant, bytes: u64, sent: Instant, saved: bool) {
-        let outcome = if saved { Outcome::Written } else { Outcome::Failed };
+        let outcome = if saved { WriteOutcome::Written } else { WriteOutcome::Failed };
         let (sent, now) = (self.all.nanos(sent), self.all.nanos(now));
         let again = lock(&self.device.bdi).on_written(self.id, bytes, sent, outcome, now);
         if again {
-            self.device.volumes().iter().for_each(|volume| volume.ask_again());
+            self.device.volumes().iter().for_each(|volume| volume.retry_reservation());
         }
     }
 

@@ -1,5 +1,5 @@
-//! CLOCK-Pro (Jiang, Chen, Zhang, USENIX 2005): one clock of hot, cold and departed pages, three hands, and a
-//! share of cold pages that adapts. Slots are nodes `0..slots`, departed pages the nodes above.
+//! CLOCK-Pro (Jiang, Chen, Zhang, USENIX 2005): one clock of hot, cold and evicted pages, three hands, and an
+//! adaptive share of cold pages. Slots are nodes `0..slots`, evicted pages the nodes above.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -50,7 +50,7 @@ struct Node {
 /// The policy.
 pub(crate) struct ClockPro {
     nodes: Vec<Node>,
-    /// Departed nodes that are free.
+    /// Free nodes for evicted pages.
     spare: Vec<u32>,
     ghosts: HashMap<u64, u32, BuildHasherDefault<Quick>>,
     hot_hand: u32,
@@ -58,7 +58,7 @@ pub(crate) struct ClockPro {
     test_hand: u32,
     hot: u32,
     cold: u32,
-    /// How many of the resident pages ought to be cold.
+    /// How many of the resident pages should be cold.
     target: u32,
 }
 
@@ -67,7 +67,7 @@ impl ClockPro {
         self.hot + self.cold
     }
 
-    /// The least share of cold pages: 1 %, or else a page read twice in a moment is gone in between.
+    /// The minimum share of cold pages: 1 %; otherwise a page read twice in a moment is evicted in between.
     fn floor(&self) -> u32 {
         (self.resident() / 100).max(1)
     }
@@ -80,7 +80,7 @@ impl ClockPro {
         self.nodes[at as usize].next
     }
 
-    /// Links `at` in at the head of the clock: just behind the hot hand.
+    /// Inserts `at` at the head of the clock: just behind the hot hand.
     fn link(&mut self, at: u32) {
         if self.hot_hand == NONE {
             (self.node(at).prev, self.node(at).next) = (at, at);
@@ -129,7 +129,7 @@ impl ClockPro {
         }
     }
 
-    /// Turns the hot hand until one hot page became cold.
+    /// Advances the hot hand until one hot page became cold.
     fn cool(&mut self) {
         for _ in 0..self.nodes.len() * 3 {
             if self.hot == 0 {
@@ -169,7 +169,7 @@ impl ClockPro {
         self.node(at).kind = Kind::Free;
     }
 
-    /// A cold page leaves memory; on trial, it stays in the clock.
+    /// A cold page is evicted; during its trial, it stays in the clock.
     fn depart(&mut self, at: u32) {
         let Node { key, test, prev, .. } = self.nodes[at as usize];
         if !test {
@@ -177,7 +177,7 @@ impl ClockPro {
         }
         self.trim_ghosts();
         let ghost = self.spare.pop().unwrap_or(NONE);
-        // In its place.
+        // At its position.
         let hands = (self.hot_hand, self.cold_hand, self.test_hand);
         let keep = self.nodes[at as usize].next;
         let alone = keep == at;

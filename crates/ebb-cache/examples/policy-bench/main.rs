@@ -39,7 +39,7 @@ macro_rules! each {
     };
 }
 
-/// Parameters of the one that was chosen, each against the default: mean hit ratio over all traces.
+/// Parameters of the chosen policy, each against the default: mean hit ratio over all traces.
 fn tuning() {
     println!("\nmean hit % (parameters)     1/20    1/10     1/3");
     let row = |name: &str, run: &dyn Fn(&[Access], u32) -> f64| {
@@ -146,7 +146,7 @@ fn scan() {
     }
 }
 
-/// What an event does to the hit ratio.
+/// The effect of an event on the hit ratio.
 #[derive(Clone, Copy)]
 enum Event {
     /// Hit ratio of the next `cache` accesses after the limit was halved.
@@ -155,9 +155,9 @@ enum Event {
     HalvedWarm,
     /// After a long time at half and back: accesses until 90 % of the hit ratio, in sizes of the cache.
     Regrown,
-    /// Hit ratio of the next `cache` accesses after the kernel took the coldest half.
+    /// Hit ratio of the next `cache` accesses after the kernel discarded the coldest half.
     TookColdest,
-    /// The same after it took any half.
+    /// The same after it discarded a random half.
     TookRandom,
     /// Share of hits, of the next `cache` accesses, that are on the half called the coldest.
     Coldest,
@@ -206,7 +206,7 @@ fn elastic<P: Policy>(trace: &[Access], cache: u32, event: Event) -> f64 {
                     hits += 1;
                     on_lent += u32::from(lent[access.page as usize]);
                 }
-                // Once it is back or used, it is no longer among the coldest.
+                // Once it is read again, it is no longer among the coldest.
                 lent[access.page as usize] = false;
             }
             100.0 * f64::from(on_lent) / f64::from(hits)
@@ -239,8 +239,8 @@ fn elasticity() {
     }
 }
 
-/// A cache that never was full is halved, long after the hot pages became others: hit ratio of the next
-/// accesses. `turns`: how often all slots were aged in between.
+/// A cache that was never full is halved, long after the hot pages changed: hit ratio of the next accesses.
+/// `turns`: how often all slots were aged in between.
 fn halved_from_ease<P: Policy>(turns: usize) -> f64 {
     let (zipf, mut random) = (Zipf::new(PAGES, 0.99, SEED), Random(SEED + 1));
     let mut sim = Sim::<P>::new(PAGES, false);
@@ -278,7 +278,7 @@ fn accesses<P: Policy>(hits: bool, n: u32) -> f64 {
     for _ in 0..8 * cache {
         sim.access(access(zipf.next(&mut random)));
     }
-    // Pages made beforehand: only the cache is measured.
+    // Pages generated beforehand: only the cache is measured.
     let mut pages: Vec<u32> = Vec::new();
     if hits {
         sim.resize(cache);
@@ -286,7 +286,7 @@ fn accesses<P: Policy>(hits: bool, n: u32) -> f64 {
         resident.truncate(4096);
         pages.extend((0..n).map(|at| resident[(at as usize * 17) % resident.len()]));
     } else {
-        // A tenth comes back soon.
+        // A tenth is read again soon.
         for at in 0..n {
             let back = pages.len().checked_sub(cache as usize).filter(|_| at % 10 == 0);
             pages.push(back.map_or(PAGES + at, |back| pages[back]));

@@ -14,7 +14,7 @@ pub(crate) struct Sim<P> {
     free: Vec<u32>,
     used: u32,
     pub(crate) limit: u32,
-    /// Whether the policy is told of one-pass data.
+    /// Whether the policy is notified of one-pass data.
     hints: bool,
 }
 
@@ -89,7 +89,7 @@ impl<P: Policy> Sim<P> {
         count
     }
 
-    /// Pressure: the limit changes, and what is above it goes now.
+    /// Pressure: the limit changes, and the excess is evicted now.
     pub(crate) fn resize(&mut self, limit: u32) {
         self.limit = limit;
         while self.used > limit {
@@ -102,7 +102,7 @@ impl<P: Policy> Sim<P> {
         self.policy.age(n);
     }
 
-    /// The kernel takes the coldest half of what there is, as the policy would lend it.
+    /// The kernel discards the coldest half, in the order in which the policy would lend it.
     pub(crate) fn lose_coldest(&mut self) {
         let mut slots = Vec::new();
         self.policy.coldest(self.used as usize / 2, &mut slots);
@@ -112,7 +112,7 @@ impl<P: Policy> Sim<P> {
         }
     }
 
-    /// The kernel takes half of the pages, at random.
+    /// The kernel discards half of the pages, at random.
     pub(crate) fn lose_random(&mut self, seed: u64) {
         let mut random = Random(seed);
         for slot in 0..u32::try_from(self.page_of.len()).unwrap() {
@@ -123,7 +123,7 @@ impl<P: Policy> Sim<P> {
         }
     }
 
-    /// Which pages the policy calls the coldest half.
+    /// The pages that the policy considers the coldest half.
     pub(crate) fn coldest_half(&mut self) -> Vec<u32> {
         let mut slots = Vec::new();
         self.policy.coldest(self.used as usize / 2, &mut slots);

@@ -167,7 +167,7 @@ impl<const MOST: u8> Policy for Clock<MOST> {
     }
 }
 
-/// SIEVE (Zhang and others, NSDI 2024): a hand that leaves what was used where it is.
+/// SIEVE (Zhang et al., NSDI 2024): a hand that leaves used slots where they are.
 pub(crate) struct Sieve {
     list: List,
     hand: u32,

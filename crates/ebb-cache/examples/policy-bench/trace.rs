@@ -1,4 +1,4 @@
-//! Seeded traces: what a volume's guests might ask for, as 4 KiB page numbers.
+//! Seeded traces: what the clients of a volume might read, as 4 KiB page numbers.
 
 use std::f64::consts::PI;
 
@@ -211,8 +211,8 @@ fn journal(length: usize, seed: u64) -> Vec<Access> {
     trace
 }
 
-/// What a busy guest does: correlated re-reads over Zipf 0.9 data, a tenth of runs of 16 pages, a slow swing of
-/// what is hot, and once-read streams.
+/// A busy guest: correlated re-reads over Zipf 0.9 data, a tenth of runs of 16 pages, a slow change of the
+/// hot pages, and streams that are read once.
 pub(crate) fn block_mix(length: usize, seed: u64) -> Vec<Access> {
     let zipf = Zipf::new(PAGES, 0.9, seed);
     let (mut random, mut run, mut stream, mut asked) = (Random(seed + 1), 0..0, 4 * PAGES, 0);

@@ -1,9 +1,9 @@
-//! First-in-first-out queues over slot numbers, linked within one table, so that any slot leaves in O(1).
+//! FIFO queues of slot numbers, linked within one table, so that any slot can be removed in O(1).
 //!
-//! Invariants: a slot is in at most one queue, named in its entry; the links of a queue join all its
-//! slots and no others; a queue's weight is the sum of theirs. An entry is 16 bytes.
+//! Invariants: a slot is in at most one queue, named in its entry; the links of a queue join all its slots
+//! and no others; a queue's weight is the sum of theirs. An entry is 16 bytes.
 
-use super::ghosts::Print;
+use super::ghosts::Fingerprint;
 
 /// No slot.
 const NONE: u32 = u32::MAX;
@@ -18,18 +18,18 @@ const STAMP_SHIFT: u32 = 8;
 /// Stamps count modulo this.
 pub(super) const STAMPS: u32 = 1 << (32 - STAMP_SHIFT);
 
-/// Uses that count, at most.
+/// Uses that are counted, at most.
 pub(super) const USES_MAX: u32 = USES_MASK;
 
-/// Pages that one slot is taken to be worth, at most.
+/// Pages that one slot counts as, at most.
 pub(super) const WEIGHT_MAX: u32 = 128;
 
 /// Which queue a slot is in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum QueueKind {
     /// In none.
     Absent,
-    /// Data that is expected to be used once, or was new for long and was not used again.
+    /// Data that is expected to be used once, or was new for long without being used again.
     Cold,
     /// New data on probation.
     Small,
@@ -37,23 +37,24 @@ pub(super) enum Place {
     Main,
 }
 
-/// What is known of a slot.
+/// The record of a slot.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Entry {
+pub(super) struct QueueEntry {
     /// Neighbours in the queue.
     older: u32,
     newer: u32,
-    /// Of the slot's key.
-    pub(super) print: Print,
-    /// Uses (2 bits), place (2), whether expected to be used once (1), weight as a power of two (3),
-    /// stamp (24).
+    /// Fingerprint of the slot's key.
+    pub(super) fingerprint: Fingerprint,
+    /// Uses (2 bits), queue (2), whether expected to be used once (1), weight as a power of two (3), stamp
+    /// (24).
     state: u32,
 }
 
-impl Entry {
-    const ABSENT: Entry = Entry { older: NONE, newer: NONE, print: Print::ZERO, state: 0 };
+impl QueueEntry {
+    const ABSENT: QueueEntry =
+        QueueEntry { older: NONE, newer: NONE, fingerprint: Fingerprint::ZERO, state: 0 };
 
-    /// Uses that counted, up to [`USES_MAX`].
+    /// Counted uses, up to [`USES_MAX`].
     pub(super) fn uses(&self) -> u32 {
         self.state & USES_MASK
     }
@@ -62,26 +63,26 @@ impl Entry {
         self.state = self.state & !USES_MASK | uses.min(USES_MAX);
     }
 
-    pub(super) fn place(&self) -> Place {
+    pub(super) fn place(&self) -> QueueKind {
         match (self.state & PLACE_MASK) >> PLACE_SHIFT {
-            0 => Place::Absent,
-            1 => Place::Cold,
-            2 => Place::Small,
-            _ => Place::Main,
+            0 => QueueKind::Absent,
+            1 => QueueKind::Cold,
+            2 => QueueKind::Small,
+            _ => QueueKind::Main,
         }
     }
 
-    fn set_place(&mut self, place: Place) {
+    fn set_place(&mut self, place: QueueKind) {
         let bits = match place {
-            Place::Absent => 0,
-            Place::Cold => 1,
-            Place::Small => 2,
-            Place::Main => 3,
+            QueueKind::Absent => 0,
+            QueueKind::Cold => 1,
+            QueueKind::Small => 2,
+            QueueKind::Main => 3,
         };
         self.state = self.state & !PLACE_MASK | bits << PLACE_SHIFT;
     }
 
-    /// Pages it is worth: a power of two up to 128.
+    /// Pages it counts as: a power of two up to 128.
     pub(super) fn weight(&self) -> u32 {
         1 << ((self.state & WEIGHT_MASK) >> WEIGHT_SHIFT)
     }
@@ -91,7 +92,7 @@ impl Entry {
         self.state & ONCE != 0
     }
 
-    /// Whether it was used so that it is worth keeping: data that was expected to be used once, twice.
+    /// Whether its uses make it worth keeping: data that was expected to be used once needs two.
     pub(super) fn kept(&self) -> bool {
         self.uses() > u32::from(self.once())
     }
@@ -101,8 +102,8 @@ impl Entry {
         self.state = self.state & ((1 << STAMP_SHIFT) - 1) & !USES_MASK | stamp << STAMP_SHIFT | 1;
     }
 
-    /// From now on it is like any other, without uses.
-    pub(super) fn forgive(&mut self) {
+    /// From now on it is treated like any other slot, without uses.
+    pub(super) fn reset_uses(&mut self) {
         self.state &= !(ONCE | USES_MASK);
     }
 
@@ -122,11 +123,11 @@ struct Ends {
     weight: u64,
 }
 
-/// All entries, and the queues they are in.
+/// All entries and their queues.
 #[derive(Debug)]
 pub(super) struct Queues {
-    entries: Vec<Entry>,
-    /// By [`Place`]; that of the absent stays empty.
+    entries: Vec<QueueEntry>,
+    /// By [`QueueKind`]; that of absent slots stays empty.
     ends: [Ends; 4],
 }
 
@@ -135,19 +136,19 @@ fn index(slot: u32) -> usize {
     usize::try_from(slot).unwrap_or(usize::MAX)
 }
 
-fn number(place: Place) -> usize {
+fn number(place: QueueKind) -> usize {
     match place {
-        Place::Absent => 0,
-        Place::Cold => 1,
-        Place::Small => 2,
-        Place::Main => 3,
+        QueueKind::Absent => 0,
+        QueueKind::Cold => 1,
+        QueueKind::Small => 2,
+        QueueKind::Main => 3,
     }
 }
 
 impl Queues {
     pub(super) fn with_capacity(slots: u32) -> Queues {
         let ends = Ends { oldest: NONE, newest: NONE, len: 0, weight: 0 };
-        Queues { entries: vec![Entry::ABSENT; index(slots)], ends: [ends; 4] }
+        Queues { entries: vec![QueueEntry::ABSENT; index(slots)], ends: [ends; 4] }
     }
 
     /// Length of the table, in slots.
@@ -156,25 +157,25 @@ impl Queues {
     }
 
     /// Makes the table long enough for `slot`.
-    pub(super) fn reach(&mut self, slot: u32) {
+    pub(super) fn grow_to(&mut self, slot: u32) {
         let least = index(slot).saturating_add(1);
         if least > self.entries.len() {
-            self.entries.resize(least.next_power_of_two().max(64), Entry::ABSENT);
+            self.entries.resize(least.next_power_of_two().max(64), QueueEntry::ABSENT);
         }
     }
 
     /// Slots in a queue.
-    pub(super) fn len(&self, place: Place) -> u32 {
+    pub(super) fn len(&self, place: QueueKind) -> u32 {
         self.ends[number(place)].len
     }
 
     /// Pages in a queue.
-    pub(super) fn weight(&self, place: Place) -> u64 {
+    pub(super) fn weight(&self, place: QueueKind) -> u64 {
         self.ends[number(place)].weight
     }
 
     /// The slot that has been in the queue for longest.
-    pub(super) fn oldest(&self, place: Place) -> Option<u32> {
+    pub(super) fn oldest(&self, place: QueueKind) -> Option<u32> {
         Some(self.ends[number(place)].oldest).filter(|slot| *slot != NONE)
     }
 
@@ -183,38 +184,45 @@ impl Queues {
         self.get(slot).map(|entry| entry.newer).filter(|slot| *slot != NONE)
     }
 
-    pub(super) fn get(&self, slot: u32) -> Option<&Entry> {
+    pub(super) fn get(&self, slot: u32) -> Option<&QueueEntry> {
         self.entries.get(index(slot))
     }
 
-    pub(super) fn get_mut(&mut self, slot: u32) -> Option<&mut Entry> {
+    pub(super) fn get_mut(&mut self, slot: u32) -> Option<&mut QueueEntry> {
         self.entries.get_mut(index(slot))
     }
 
-    /// Where `slot` is.
-    pub(super) fn place(&self, slot: u32) -> Place {
-        self.get(slot).map_or(Place::Absent, Entry::place)
+    /// The queue of `slot`.
+    pub(super) fn place(&self, slot: u32) -> QueueKind {
+        self.get(slot).map_or(QueueKind::Absent, QueueEntry::place)
     }
 
-    /// Puts an absent slot of `pages` at the newest end of a queue, without uses; what goes to the cold one is
-    /// expected to be used once. The table reaches to it.
-    pub(super) fn insert(&mut self, slot: u32, place: Place, print: Print, pages: u32, stamp: u32) {
+    /// Puts an absent slot of `pages` at the newest end of a queue, with a use count of 0; in the cold queue
+    /// it is marked as expected to be used once. The table must reach to it.
+    pub(super) fn insert(
+        &mut self,
+        slot: u32,
+        place: QueueKind,
+        fingerprint: Fingerprint,
+        pages: u32,
+        stamp: u32,
+    ) {
         if let Some(entry) = self.entries.get_mut(index(slot)) {
-            entry.print = print;
-            let once = if place == Place::Cold { ONCE } else { 0 };
+            entry.fingerprint = fingerprint;
+            let once = if place == QueueKind::Cold { ONCE } else { 0 };
             let weight = pages.clamp(1, WEIGHT_MAX).next_power_of_two().ilog2();
             entry.state = stamp << STAMP_SHIFT | weight << WEIGHT_SHIFT | once;
             self.link(slot, place);
         }
     }
 
-    /// Moves a slot to the newest end of a queue, uses and stamp kept.
-    pub(super) fn shift(&mut self, slot: u32, place: Place) {
+    /// Moves a slot to the newest end of a queue; uses and stamp are kept.
+    pub(super) fn shift(&mut self, slot: u32, place: QueueKind) {
         self.remove(slot);
         self.link(slot, place);
     }
 
-    fn link(&mut self, slot: u32, place: Place) {
+    fn link(&mut self, slot: u32, place: QueueKind) {
         let weight = self.entries[index(slot)].weight();
         let ends = &mut self.ends[number(place)];
         let older = ends.newest;
@@ -231,14 +239,14 @@ impl Queues {
         entry.set_place(place);
     }
 
-    /// Takes a slot out of its queue, if it is in one.
+    /// Removes a slot from its queue, if it is in one.
     pub(super) fn remove(&mut self, slot: u32) {
         let Some(entry) = self.entries.get_mut(index(slot)) else { return };
         let (place, older, newer) = (entry.place(), entry.older, entry.newer);
-        if place == Place::Absent {
+        if place == QueueKind::Absent {
             return;
         }
-        entry.set_place(Place::Absent);
+        entry.set_place(QueueKind::Absent);
         let weight = entry.weight();
         let ends = &mut self.ends[number(place)];
         ends.len -= 1;
@@ -253,8 +261,8 @@ impl Queues {
         }
     }
 
-    /// Bytes of the table.
+    /// Size of the table in bytes.
     pub(super) fn bytes(&self) -> usize {
-        self.entries.capacity() * size_of::<Entry>()
+        self.entries.capacity() * size_of::<QueueEntry>()
     }
 }

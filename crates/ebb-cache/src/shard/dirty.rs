@@ -1,4 +1,4 @@
-//! Dirty pages of a shard: marking, taking them to be written, and what becomes of them.
+//! Dirty pages of a shard: marking them, taking them for writeback, and recording the result.
 
 use std::ops::Range;
 
@@ -7,41 +7,41 @@ use crate::inflight::Wakers;
 use crate::pages::{FRAME_PAGES, PAGE_BYTES, runs, within};
 use crate::volume::VolumeCache;
 
-/// Entries of the list of dirty frames that a write drops at most, while they are clean.
+/// Clean entries that one write removes from the list of dirty frames, at most.
 const CLEAN_AT_ONCE: usize = 32;
 
 /// A frame that became dirty.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Aged {
+pub(crate) struct DirtyFrame {
     pub(crate) frame: u64,
     /// Milliseconds since the cache was started.
     pub(crate) since: u64,
 }
 
-/// The frames of a range of pages, if they are so few that each can be asked.
+/// The frames of a range of pages, if they are few enough to check each.
 pub(crate) fn few_frames(pages: &Range<u64>) -> Option<Range<u64>> {
     let frames = pages.start / FRAME_PAGES..pages.end.div_ceil(FRAME_PAGES);
     (frames.end.saturating_sub(frames.start) <= 256).then_some(frames)
 }
 
 impl Shard {
-    /// Pages of `frame` that may be taken to be written: dirty, and no older copy on its way.
+    /// Pages of `frame` that may be taken for writeback: dirty, and no older copy under writeback.
     pub(crate) fn ready(&self, frame: u64) -> u16 {
-        self.fold(frame, |slot| slot.dirty) & !self.flights.cleaning(frame, u16::MAX).0
+        self.fold(frame, |slot| slot.dirty) & !self.inflight.cleaning(frame, u16::MAX).0
     }
 
     /// Pages of `frame` that the store does not have yet.
     pub(crate) fn unsaved(&self, frame: u64) -> u16 {
-        self.fold(frame, super::Slot::unsaved) | self.flights.cleaning(frame, u16::MAX).0
+        self.fold(frame, super::BufferSlot::unsaved) | self.inflight.cleaning(frame, u16::MAX).0
     }
 
-    /// How many of `pages` of `frame` count as dirty with the [`WritebackControl`](crate::WritebackControl).
+    /// How many of `pages` of `frame` the [`WritebackControl`](crate::WritebackControl) counts as dirty.
     pub(crate) fn dirty_of(&self, frame: u64, pages: u16) -> u64 {
         u64::from((self.fold(frame, |slot| slot.dirty) & pages).count_ones())
     }
 
-    /// Marks valid, wired pages of `frame` as dirty. Those that are not both stay as they are.
-    /// Returns the pages marked, and those of them that were not dirty before.
+    /// Marks the pages of `frame` that are valid and wired as dirty. Returns the pages marked, and those of
+    /// them that were clean before.
     pub(crate) fn mark_dirty(&mut self, frame: u64, pages: u16, now: u64) -> (u16, u16) {
         let was = self.fold(frame, |slot| slot.dirty);
         let (mut marked, mut at) = (0, self.first(frame));
@@ -53,16 +53,16 @@ impl Shard {
             at = slot.next;
         }
         if was == 0 && marked != 0 {
-            self.aging.push_back(Aged { frame, since: now });
-            self.tidy_aging();
+            self.aging.push_back(DirtyFrame { frame, since: now });
+            self.prune_aging();
         }
         (marked, marked & !was)
     }
 
-    /// Keeps the list of dirty frames in proportion to what is dirty.
-    fn tidy_aging(&mut self) {
+    /// Keeps the list of dirty frames in proportion to the dirty pages.
+    fn prune_aging(&mut self) {
         let most = usize::try_from(self.tally.dirty).unwrap_or(usize::MAX).saturating_mul(4);
-        // From the front some at a time: after a flush all of a long list is clean.
+        // A few at a time from the front: after a flush all of a long list is clean.
         if self.aging.len() <= most.saturating_add(64) || self.drop_clean(CLEAN_AT_ONCE) > 0 {
             return;
         }
@@ -75,7 +75,7 @@ impl Shard {
         self.aging = list;
     }
 
-    /// Drops clean frames from the front of the list, at most so many. Returns how many.
+    /// Removes clean frames from the front of the list, at most `most`. Returns how many.
     pub(crate) fn drop_clean(&mut self, most: usize) -> usize {
         for dropped in 0..most {
             let front = self.aging.front();
@@ -88,7 +88,7 @@ impl Shard {
     }
 
     /// The frame that has been dirty for longest.
-    pub(crate) fn oldest(&mut self) -> Option<Aged> {
+    pub(crate) fn oldest(&mut self) -> Option<DirtyFrame> {
         while let Some(&aged) = self.aging.front() {
             if self.fold(aged.frame, |slot| slot.dirty) != 0 {
                 return Some(aged);
@@ -98,21 +98,21 @@ impl Shard {
         None
     }
 
-    /// Frames with pages of a range that the store does not have all of, in no order; some may be clean. Returns
-    /// how many were looked at.
+    /// Adds the frames with pages of a range that the store may lack, in no order; some may be clean. Returns
+    /// how many were visited.
     pub(crate) fn unsaved_frames(&self, pages: &Range<u64>, out: &mut Vec<u64>) -> usize {
         let aged = self.aging.iter().map(|aged| aged.frame);
-        let all = aged.chain(self.flights.cleaned_frames());
+        let all = aged.chain(self.inflight.cleaned_frames());
         out.extend(all.filter(|&frame| within(frame, pages) != 0));
         self.listed()
     }
 
-    /// Entries of the list of dirty frames.
+    /// Length of the list of dirty frames.
     pub(crate) fn listed(&self) -> usize {
         self.aging.len()
     }
 
-    /// Whether the store lacks anything of a range; `number` is this shard's.
+    /// Whether the store lacks any page of a range; `number` is this shard's.
     pub(crate) fn has_unsaved(&self, pages: &Range<u64>, number: usize) -> bool {
         let meets = |frame: u64| {
             let pages = within(frame, pages);
@@ -123,14 +123,14 @@ impl Shard {
                 frames.any(|frame| VolumeCache::shard_of(frame) == number && meets(frame))
             }
             None => {
-                let mut cleaned = self.flights.cleaned_frames();
+                let mut cleaned = self.inflight.cleaned_frames();
                 self.aging.iter().any(|aged| meets(aged.frame)) || cleaned.any(meets)
             }
         }
     }
 
-    /// Copies `pages` of `frame`, one run of those that are [`Shard::ready`], to `out`, and takes them for
-    /// being on their way. Returns the number to end that with.
+    /// Copies `pages` of `frame`, one run of [`Shard::ready`] pages, to `out`, and marks them as under
+    /// writeback. Returns the number for ending that.
     pub(crate) fn take_dirty(&mut self, frame: u64, pages: u16, out: &mut [u8]) -> u64 {
         let from = usize::try_from(pages.trailing_zeros()).unwrap_or(0);
         let mut at = self.first(frame);
@@ -151,11 +151,12 @@ impl Shard {
             slot.cleaning |= here;
             at = slot.next;
         }
-        self.flights.begin_clean(frame, pages)
+        self.inflight.begin_clean(frame, pages)
     }
 
-    /// A copy of `pages` has reached the store, or, if not `saved`, has not: then they are dirty again.
-    /// Those that are not are unstable, with `keep`. Returns how many of them were dirty again before.
+    /// The writeback of `pages` has completed: the store has them if `saved`, otherwise they are dirty again.
+    /// Pages that are not dirty become unstable with `keep`. Returns how many had been made dirty again
+    /// before.
     pub(crate) fn end_clean(
         &mut self,
         frame: u64,
@@ -176,7 +177,7 @@ impl Shard {
                 slot.dirty |= here;
             }
             dirty |= slot.dirty;
-            // What is clean now may be lent.
+            // Clean pages may be lent.
             if here != 0 && slot.flags & QUEUED == 0 {
                 slot.flags |= QUEUED;
                 self.wired.push_back(at);
@@ -184,12 +185,12 @@ impl Shard {
             at = slot.next;
         }
         if was == 0 && dirty != 0 {
-            self.aging.push_front(Aged { frame, since: now });
+            self.aging.push_front(DirtyFrame { frame, since: now });
         }
         if saved {
             self.note_saved(frame, pages, keep);
         }
-        self.flights.end_clean(id, wakers);
+        self.inflight.end_clean(id, wakers);
         twice
     }
 }

@@ -1,29 +1,29 @@
-//! Lending: which buffers of a shard go to the kernel, and finding out what it took.
+//! Lending: which buffers of a shard are marked `MADV_FREE`, and detecting what the kernel discarded.
 
 use ebb_mem::{Memory, Offers, Residency, Worker};
 
-use super::{Batch, COLD, QUEUED, Shard};
+use super::{COLD, FreeBatch, QUEUED, Shard};
 use crate::policy::Policy;
 
-/// Most buffers that are lent, and most that are looked at, in one hold of the lock.
+/// Buffers that are lent, and that are checked, under one acquisition of the lock.
 const LEND_AT_ONCE: usize = 64;
 const LOOK_AT_ONCE: usize = 256;
-/// Slots a scan looks at in one hold of the lock.
+/// Slots that a scan checks under one acquisition of the lock.
 const SCAN_AT_ONCE: u32 = 256;
 
-/// What [`Shard::lend`] came to.
+/// Result of [`Shard::lend`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Lent {
-    /// Entries of the queue that were looked at.
-    pub(crate) looked: usize,
+pub(crate) struct LendOutcome {
+    /// Queue entries checked.
+    pub(crate) checked: usize,
     /// Pages lent.
     pub(crate) pages: u64,
 }
 
-/// What [`Shard::scan`] came to.
+/// Result of [`Shard::scan`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Scanned {
-    /// Pages found taken.
+pub(crate) struct ScanOutcome {
+    /// Pages found discarded.
     pub(crate) taken: u64,
     /// The end of the table was reached.
     pub(crate) ended: bool,
@@ -35,13 +35,13 @@ impl Shard {
         self.wired.len()
     }
 
-    /// Pages lent that are not known to be taken.
+    /// Lent pages that are not known to be discarded.
     pub(crate) fn lent_pages(&self) -> u64 {
         self.tally.lent - self.tally.lost
     }
 
-    /// Lends clean buffers that were not used for `idle` ticks (one-pass data at once; with `all` every
-    /// one). Looks at no more than `most` entries of the queue.
+    /// Lends clean buffers that were not used for `idle` ticks (one-pass data at once; with `all` every one).
+    /// Checks at most `most` entries of the queue.
     pub(crate) fn lend(
         &mut self,
         worker: &Worker,
@@ -49,14 +49,14 @@ impl Shard {
         idle: u8,
         all: bool,
         most: usize,
-    ) -> Lent {
-        let mut result = Lent::default();
+    ) -> LendOutcome {
+        let mut result = LendOutcome::default();
         let mut lent = [0u32; LEND_AT_ONCE];
         let mut count = 0;
         let most = most.min(self.wired.len()).min(LOOK_AT_ONCE);
-        while result.looked < most && count < LEND_AT_ONCE {
+        while result.checked < most && count < LEND_AT_ONCE {
             let Some(at) = self.wired.pop_front() else { break };
-            result.looked += 1;
+            result.checked += 1;
             let Some(slot) = self.slots.get_mut(at) else { continue };
             slot.flags &= !QUEUED;
             let free = slot.covers() & !slot.kept() & !slot.lent();
@@ -86,33 +86,33 @@ impl Shard {
         result
     }
 
-    /// Looks for lent pages that the kernel took, from where the last call ended. Buffers of which
-    /// nothing is left go to `batch`.
+    /// Checks lent pages for those that the kernel discarded, from where the last call ended. Buffers without
+    /// any remaining page go to `batch`.
     pub(crate) fn scan(
         &mut self,
         memory: &Memory,
         residency: &mut Residency,
-        batch: &mut Batch,
-    ) -> Scanned {
+        batch: &mut FreeBatch,
+    ) -> ScanOutcome {
         let numbers = self.slots.numbers();
-        if self.hand >= numbers {
-            self.hand = 0;
+        if self.scan_position >= numbers {
+            self.scan_position = 0;
         }
-        let end = self.hand.saturating_add(SCAN_AT_ONCE).min(numbers);
+        let end = self.scan_position.saturating_add(SCAN_AT_ONCE).min(numbers);
         let mut taken = 0;
-        while self.hand < end && !batch.is_full() {
-            let at = self.hand;
-            self.hand += 1;
+        while self.scan_position < end && !batch.is_full() {
+            let at = self.scan_position;
+            self.scan_position += 1;
             let Some(slot) = self.slots.get(at) else { break };
             let lent = slot.lent() & !slot.lost;
             let Some(buffer) = slot.buffer.as_ref().filter(|_| lent != 0) else { continue };
-            let mut gone = lent & (residency.maybe_gone(memory, buffer) << slot.base);
-            if gone != 0 {
-                gone &= !(buffer.resident(memory) << slot.base);
+            let mut discarded = lent & (residency.maybe_gone(memory, buffer) << slot.base);
+            if discarded != 0 {
+                discarded &= !(buffer.resident(memory) << slot.base);
             }
-            if gone != 0 {
-                taken += u64::from(gone.count_ones());
-                self.lose(at, gone);
+            if discarded != 0 {
+                taken += u64::from(discarded.count_ones());
+                self.lose(at, discarded);
             }
             if self.slots.get(at).is_some_and(|slot| slot.lost == slot.covers()) {
                 self.policy.lose(at);
@@ -120,10 +120,10 @@ impl Shard {
             }
         }
         self.tally.reclaimed += taken;
-        let ended = self.hand >= numbers;
+        let ended = self.scan_position >= numbers;
         if ended {
-            self.hand = 0;
+            self.scan_position = 0;
         }
-        Scanned { taken, ended }
+        ScanOutcome { taken, ended }
     }
 }

@@ -1,17 +1,18 @@
-//! Pages that were written to the store and are not stable there: kept until a flush of the store has gone
-//! well, to be written again if it fails.
+//! Pages that were written to the store and are not stable there: kept in memory until a flush of the store
+//! succeeds, and written again if it fails.
 //!
 //! # Invariants
 //! - An unstable page is valid and wired, and its slot is not evicted. It may be dirty, too.
-//! - `unstable` became so since the last flush of the store began, `flushing` before that.
-//! - What is on the store, not stable and not kept makes the shard `loose`: a failed flush may
-//!   have lost it, and nothing can be written again.
+//! - `unstable` marks pages written since the last flush of the store began, `flushing` pages written before
+//!   that.
+//! - Data that is on the store, not stable and not kept makes the shard `loose`: a failed flush may have lost
+//!   it, and it cannot be written again.
 
-use super::{QUEUED, Shard, Slot, few_frames};
+use super::{BufferSlot, QUEUED, Shard, few_frames};
 use crate::pages::{PAGE_BYTES, runs, within};
 
-impl Slot {
-    /// Pages that are to be written again if a flush fails.
+impl BufferSlot {
+    /// Pages that are written again if a flush fails.
     pub(super) fn unstable(&self) -> u16 {
         self.unstable | self.flushing
     }
@@ -23,8 +24,8 @@ impl Slot {
 }
 
 impl Shard {
-    /// Changes the marks of a frame's slots, and counts.
-    fn mark(&mut self, frame: u64, change: impl Fn(&mut Slot)) {
+    /// Changes the marks of a frame's slots and updates the counters.
+    fn mark(&mut self, frame: u64, change: impl Fn(&mut BufferSlot)) {
         let mut at = self.first(frame);
         while let Some(slot) = self.slots.get_mut(at) {
             let before = slot.unstable().count_ones();
@@ -32,7 +33,7 @@ impl Shard {
             let after = slot.unstable().count_ones();
             self.tally.unstable =
                 (self.tally.unstable + u64::from(after)).saturating_sub(u64::from(before));
-            // What need not be kept may be lent.
+            // Pages that need not be kept may be lent.
             if after < before && slot.flags & QUEUED == 0 {
                 slot.flags |= QUEUED;
                 self.wired.push_back(at);
@@ -43,7 +44,7 @@ impl Shard {
 
     /// Pages of `frame` that are on the store and not stable.
     pub(crate) fn unstable(&self, frame: u64) -> u16 {
-        self.fold(frame, Slot::unstable)
+        self.fold(frame, BufferSlot::unstable)
     }
 
     /// Pages of a frame have been written to the store. With `keep` they are kept until it is flushed.
@@ -52,18 +53,18 @@ impl Shard {
             self.loose |= pages != 0;
             return;
         }
-        // What was dropped meanwhile cannot be written again.
+        // Pages dropped meanwhile cannot be written again.
         self.loose |= pages & !self.valid(frame) != 0;
         let was = self.fold(frame, |slot| slot.unstable);
         self.mark(frame, |slot| slot.unstable |= slot.valid & slot.covers() & pages);
         if was == 0 && pages != 0 {
             self.kept.push(frame);
-            self.tidy_kept();
+            self.prune_kept();
         }
     }
 
-    /// Keeps the list of frames in proportion to what is unstable.
-    fn tidy_kept(&mut self) {
+    /// Keeps the list of frames in proportion to the unstable pages.
+    fn prune_kept(&mut self) {
         let most = usize::try_from(self.tally.unstable).unwrap_or(usize::MAX).saturating_mul(2);
         if self.kept.len() <= most.saturating_add(64) {
             return;
@@ -80,8 +81,8 @@ impl Shard {
         self.kept.len()
     }
 
-    /// A flush of the store begins: what is unstable now will be stable if it goes well. At most `most`
-    /// frames at a time.
+    /// A flush of the store begins: what is unstable now will be stable if it succeeds. At most `most` frames
+    /// per call.
     pub(crate) fn begin_flush(&mut self, most: usize) {
         for _ in 0..most {
             let Some(frame) = self.kept.pop() else {
@@ -97,20 +98,20 @@ impl Shard {
         }
     }
 
-    /// It has gone well, or it has not: then what has gone past memory may be lost.
-    /// [`Shard::settle_flush`] does the rest.
+    /// The flush has completed. If it failed, data that bypassed memory may be lost. [`Shard::settle_flush`]
+    /// does the remainder.
     pub(crate) fn end_flush(&mut self, good: bool) {
         self.loose |= std::mem::take(&mut self.loose_flushing) && !good;
         self.end_flush_of_zeroed(good);
     }
 
-    /// What was to be stable by a flush that is over is so, or, if that was not `good`, is as before. At
-    /// most `most` frames at a time. Returns how many: all was done if they are less.
+    /// After a flush has completed: its pages are stable, or unstable as before if it was not `good`. At most
+    /// `most` frames per call. Returns how many: fewer than `most` when all are done.
     pub(crate) fn settle_flush(&mut self, good: bool, most: usize) -> usize {
         for settled in 0..most {
             let Some(frame) = self.kept_flushing.pop() else {
                 self.kept_flushing = Vec::new();
-                self.tidy_kept();
+                self.prune_kept();
                 return settled;
             };
             self.mark(frame, |slot| {
@@ -129,7 +130,7 @@ impl Shard {
         out.extend(self.kept.iter().chain(&self.kept_flushing));
     }
 
-    /// Pages whose data does not matter any more need not be kept.
+    /// Pages whose content no longer matters need not be kept.
     pub(crate) fn forget_unstable(&mut self, pages: &std::ops::Range<u64>) {
         let mut frames = Vec::new();
         match few_frames(pages) {
@@ -140,18 +141,18 @@ impl Shard {
             }
         }
         for frame in frames {
-            let gone = within(frame, pages);
-            if gone != 0 {
+            let obsolete = within(frame, pages);
+            if obsolete != 0 {
                 self.mark(frame, |slot| {
-                    slot.unstable &= !gone;
-                    slot.flushing &= !gone;
+                    slot.unstable &= !obsolete;
+                    slot.flushing &= !obsolete;
                 });
             }
         }
     }
 
-    /// Copies `pages` of `frame`, one run of unstable pages that are neither dirty nor on their way, to `out`,
-    /// and takes them for being on their way. Returns the number to end that with.
+    /// Copies `pages` of `frame`, one run of unstable pages that are neither dirty nor under writeback, to
+    /// `out`, and marks them as under writeback. Returns the number for ending that.
     pub(crate) fn take_unstable(&mut self, frame: u64, pages: u16, out: &mut [u8]) -> u64 {
         let from = usize::try_from(pages.trailing_zeros()).unwrap_or(0);
         let mut at = self.first(frame);
@@ -172,10 +173,10 @@ impl Shard {
             self.tally.dirty += u64::from(here.count_ones());
             at = slot.next;
         }
-        self.flights.begin_clean(frame, pages)
+        self.inflight.begin_clean(frame, pages)
     }
 
-    /// Those have been written again, or not: they are unstable as before, and not on their way.
+    /// The pages were rewritten, or that failed: they are unstable as before and no longer under writeback.
     pub(crate) fn end_rewrite(
         &mut self,
         frame: u64,
@@ -189,6 +190,6 @@ impl Shard {
             self.tally.dirty -= u64::from((here & !slot.dirty).count_ones());
             at = slot.next;
         }
-        self.flights.end_clean(id, wakers);
+        self.inflight.end_clean(id, wakers);
     }
 }

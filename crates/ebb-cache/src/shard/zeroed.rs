@@ -1,10 +1,10 @@
-//! Pages that were made zeroes on the store past memory, and are not stable there: remembered until a flush of
-//! the store has gone well, to be made zeroes again if it fails.
+//! Pages that write-zeroes requests zeroed on the store, bypassing memory, and that are not stable there:
+//! recorded until a flush of the store succeeds, and zeroed again if it fails.
 //!
 //! # Invariants
-//! - A page that is listed and neither dirty, on its way nor unstable reads as zeroes, whatever a failed flush has
-//!   left of that on the store. A page that is dirty, on its way or unstable is newer, and kept whole.
-//! - So a listed page is in memory only as one of those: what is read of it is not kept.
+//! - A listed page that is neither dirty, under writeback nor unstable reads as zeroes, whatever a failed
+//!   flush left on the store. A page in one of these states is newer, and kept whole.
+//! - So a listed page is in memory only in one of these states: reads of it are not cached.
 //! - What cannot be listed makes the shard `loose`.
 
 use std::ops::Range;
@@ -13,28 +13,28 @@ use super::Shard;
 use crate::pages::{FRAME_PAGES, within};
 use crate::volume::VolumeCache;
 
-/// Ranges that a shard lists, and pages that one of them may have (a TiB): no more is done again.
+/// Ranges that a shard lists, and pages per range (a TiB). Beyond that nothing is repeated.
 const RANGES_MAX: usize = 256;
 const PAGES_MAX: u64 = 1 << 28;
 
 /// A range of pages that are zeroes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Zero {
+pub(crate) struct ZeroedRange {
     pub(crate) pages: Range<u64>,
-    /// The store may reservation a hole.
+    /// The store may leave a hole.
     pub(crate) may_unmap: bool,
 }
 
-/// A shard's list; it counts for the frames of this shard.
+/// A shard's list; it applies to the frames of this shard.
 #[derive(Debug, Default)]
-pub(crate) struct Zeroed {
-    /// Since the last flush of the store began, and before.
-    list: Vec<Zero>,
-    flushing: Vec<Zero>,
+pub(crate) struct ZeroedRanges {
+    /// Zeroed since the last flush of the store began, and before that.
+    list: Vec<ZeroedRange>,
+    flushing: Vec<ZeroedRange>,
 }
 
-/// Joins ranges that meet, in order.
-pub(crate) fn join(list: &mut Vec<Zero>) {
+/// Merges adjacent and overlapping ranges, in order.
+pub(crate) fn join(list: &mut Vec<ZeroedRange>) {
     list.sort_unstable_by_key(|zero| (zero.pages.start, zero.pages.end));
     list.dedup_by(|next, last| {
         let meets = next.pages.start <= last.pages.end && next.may_unmap == last.may_unmap;
@@ -45,31 +45,31 @@ pub(crate) fn join(list: &mut Vec<Zero>) {
     });
 }
 
-impl Zeroed {
-    fn all(&self) -> impl Iterator<Item = &Zero> {
+impl ZeroedRanges {
+    fn all(&self) -> impl Iterator<Item = &ZeroedRange> {
         self.list.iter().chain(&self.flushing)
     }
 
-    /// Takes pages out of one of the lists.
-    fn cut(list: &mut Vec<Zero>, gone: &Range<u64>) {
-        let mut rests = Vec::new();
+    /// Removes pages from one of the lists.
+    fn cut(list: &mut Vec<ZeroedRange>, removed: &Range<u64>) {
+        let mut remaining = Vec::new();
         list.retain_mut(|zero| {
             let (start, end) = (zero.pages.start, zero.pages.end);
-            if gone.start >= end || start >= gone.end {
+            if removed.start >= end || start >= removed.end {
                 return true;
             }
-            if gone.end < end {
-                rests.push(Zero { pages: gone.end..end, may_unmap: zero.may_unmap });
+            if removed.end < end {
+                remaining.push(ZeroedRange { pages: removed.end..end, may_unmap: zero.may_unmap });
             }
-            zero.pages.end = gone.start.max(start);
+            zero.pages.end = removed.start.max(start);
             zero.pages.end > start
         });
-        list.append(&mut rests);
+        list.append(&mut remaining);
     }
 }
 
 impl Shard {
-    /// Pages of a frame that were made zeroes past memory.
+    /// Pages of a frame that were zeroed bypassing memory.
     pub(crate) fn zeroed(&self, frame: u64) -> u16 {
         self.zeroed.all().fold(0, |all, zero| all | within(frame, &zero.pages))
     }
@@ -80,7 +80,7 @@ impl Shard {
     }
 
     /// What is listed.
-    pub(crate) fn zeroed_ranges(&self, out: &mut Vec<Zero>) {
+    pub(crate) fn zeroed_ranges(&self, out: &mut Vec<ZeroedRange>) {
         out.extend(self.zeroed.all().cloned());
     }
 
@@ -95,8 +95,8 @@ impl Shard {
         }
     }
 
-    /// Whole pages are zeroes on the store now; what was to be written again of them is not any more.
-    pub(crate) fn note_zeroed(&mut self, zero: Zero) {
+    /// Whole pages are zeroes on the store now; copies of them that were kept for a rewrite are obsolete.
+    pub(crate) fn note_zeroed(&mut self, zero: ZeroedRange) {
         if zero.pages.is_empty() || self.loose {
             self.loose |= !zero.pages.is_empty();
             return;
@@ -106,8 +106,8 @@ impl Shard {
         self.limit_zeroed();
     }
 
-    /// A write has gone past memory, and is stable: it touches `pages`, of which those in `whole` wholly. The rest of
-    /// another page that was zeroes cannot be made so alone.
+    /// A write that bypassed memory is stable: it touches `pages`, and covers those in `whole`. A listed page
+    /// that it covers in part cannot be zeroed again without losing the write.
     pub(crate) fn note_written_over(
         &mut self,
         number: usize,
@@ -122,8 +122,8 @@ impl Shard {
             let own = VolumeCache::shard_of(frame) == number && !whole.contains(&edge);
             self.loose |= own && self.zeroed(frame) & within(frame, &(edge..edge + 1)) != 0;
         }
-        Zeroed::cut(&mut self.zeroed.list, pages);
-        Zeroed::cut(&mut self.zeroed.flushing, pages);
+        ZeroedRanges::cut(&mut self.zeroed.list, pages);
+        ZeroedRanges::cut(&mut self.zeroed.flushing, pages);
         self.limit_zeroed();
     }
 
@@ -133,7 +133,7 @@ impl Shard {
         self.zeroed.flushing.append(&mut list);
     }
 
-    /// It is over.
+    /// The flush has completed.
     pub(super) fn end_flush_of_zeroed(&mut self, good: bool) {
         let mut flushing = std::mem::take(&mut self.zeroed.flushing);
         if !good {
@@ -147,23 +147,23 @@ impl Shard {
 mod tests {
     use super::*;
 
-    fn zero(pages: Range<u64>) -> Zero {
-        Zero { pages, may_unmap: true }
+    fn zero(pages: Range<u64>) -> ZeroedRange {
+        ZeroedRange { pages, may_unmap: true }
     }
 
     #[test]
-    fn ranges_are_joined_and_cut() {
+    fn ranges_are_merged_and_cut() {
         let mut list = vec![zero(10..20), zero(0..5), zero(5..10), zero(30..31)];
         join(&mut list);
         assert_eq!(list, [zero(0..20), zero(30..31)]);
-        Zeroed::cut(&mut list, &(3..4));
-        Zeroed::cut(&mut list, &(29..40));
+        ZeroedRanges::cut(&mut list, &(3..4));
+        ZeroedRanges::cut(&mut list, &(29..40));
         join(&mut list);
         assert_eq!(list, [zero(0..3), zero(4..20)]);
     }
 
     #[test]
-    fn what_is_too_much_to_remember_makes_the_shard_loose() {
+    fn more_ranges_than_fit_make_the_shard_loose() {
         let mut shard = Shard::new();
         for number in 0..RANGES_MAX as u64 {
             shard.note_zeroed(zero(2 * number..2 * number + 1));

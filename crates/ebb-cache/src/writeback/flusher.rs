@@ -1,7 +1,7 @@
-//! The way of dirty data to the store: in the background, and when a flush asks for it.
+//! Writes dirty data to the store: in the background, and for a flush.
 //!
-//! Invariants: the background has one buffer from before anything is dirty; more are taken if they
-//! are there, and nothing waits for them. What is sent is told to the [`WritebackControl`] before, and after.
+//! Invariants: the flusher owns one buffer from before anything is dirty; it takes more if they are available
+//! and never waits for them. It notifies the [`WritebackControl`] before and after each write.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -16,26 +16,26 @@ use std::time::{Duration, Instant};
 use ebb_mem::SpareHeld;
 use ebb_store::{BlockError, Buf, BufResult, ErrorKind, Io, Store};
 
-use super::frames::{Frames, MARKED_AT_ONCE, Turns, WRITTEN_AT_ONCE};
+use super::frames::{Frames, MARKED_AT_ONCE, WRITTEN_AT_ONCE, YieldCounter};
 use super::{CLUSTER_MAX, FRAMES, RESERVE, WritebackOrder};
 use crate::inflight::Wakers;
 use crate::pages::{FRAME, PAGE, PAGE_BYTES, index, mask, runs, within};
-use crate::read::Wait;
+use crate::read::InflightWait;
 use crate::volume::{SHARDS, VolumeCache};
 
-/// Writes of one volume's flusher, and of one flush, that are under way at once.
+/// Concurrent writes of one volume's flusher, and of one flush.
 const DEPTH: usize = 64;
 const DEPTH_OF_FLUSH: usize = 16;
-/// Bytes that one of a flush's writes may have.
+/// Maximum bytes of one write of a flush.
 const CLUSTER_OF_FLUSH: usize = 256 << 10;
-/// After a failure nothing is sent for so long, if the control does not want more.
+/// After a failure nothing is sent for this long, unless the control asks for a longer wait.
 const AFTER_FAILURE: Duration = Duration::from_millis(100);
-/// A flusher without work looks up so often, to see whether it is needed still.
-const LOOK_UP: Duration = Duration::from_secs(1);
-/// With work that cannot be begun: nothing to take, or no buffer.
-const AGAIN: Duration = Duration::from_millis(20);
+/// A flusher without work wakes up this often to check whether the volume is still in use.
+const IDLE_CHECK: Duration = Duration::from_secs(1);
+/// Delay when there is work that cannot begin: nothing to take, or no buffer.
+const RETRY: Duration = Duration::from_millis(20);
 
-/// Dirty data on its way.
+/// Dirty data on its way to the store.
 struct Cluster {
     offset: u64,
     length: usize,
@@ -45,16 +45,16 @@ struct Cluster {
     count: usize,
 }
 
-/// What a flush works on: each of several writes takes the next frame.
-struct Work {
+/// The work of one flush, shared by its concurrent writes: each takes the next frame.
+struct FlushWork {
     frames: RefCell<Frames>,
-    /// What somebody else has on its way, or what failed.
+    /// Frames under writeback by another task, or that failed.
     left: RefCell<Vec<u64>>,
     failed: RefCell<Option<BlockError>>,
 }
 
 impl VolumeCache {
-    /// Has all that is dirty of `pages` now on the store, and nothing of it on its way.
+    /// Writes back everything of `pages` that is dirty now, and waits until none of it is under writeback.
     pub(crate) async fn clean(
         self: &Arc<Self>,
         io: &Io,
@@ -62,12 +62,12 @@ impl VolumeCache {
         pages: &Range<u64>,
     ) -> Result<(), BlockError> {
         let pages = &self.existing(pages);
-        // Long lists take memory: those who come meanwhile find less to do in their turn.
-        let _turn = match self.lists_much(pages) {
+        // Long lists take memory: later flushes wait for this one and then have less to list.
+        let _guard = match self.lists_many_frames(pages) {
             true => Some(self.writeback.listing.enter().await),
             false => None,
         };
-        // What an earlier flush has saved is not looked at again.
+        // Frames that an earlier flush has written are not visited again.
         self.drop_clean(io).await;
         let mut frames = self.unsaved_frames(io, pages).await;
         if frames.left() == 0 {
@@ -83,12 +83,12 @@ impl VolumeCache {
             return self.clean_frame(io, store, (frame, pages), buf).await.0;
         }
         let more = frames.left().min(DEPTH_OF_FLUSH) - 1;
-        let work = Work {
+        let work = FlushWork {
             frames: RefCell::new(frames),
             left: RefCell::default(),
             failed: RefCell::default(),
         };
-        // Several at once; none of them waits for what is on its way already.
+        // Several writes at once; none of them waits for what is already under writeback.
         let more = (0..more).map_while(|_| self.spare_buffer(io, CLUSTER_OF_FLUSH, RESERVE));
         let mut writes: Vec<Pin<Box<dyn Future<Output = ()> + '_>>> = Vec::new();
         writes.push(Box::pin(self.clean_some(io, store, &work, buf, pages)));
@@ -113,9 +113,9 @@ impl VolumeCache {
             return Ok(());
         }
         let mut buf = io.pool().take(RESERVE).await;
-        let mut turns = Turns::default();
+        let mut yields = YieldCounter::default();
         for frame in left {
-            turns.done(io, MARKED_AT_ONCE / WRITTEN_AT_ONCE).await;
+            yields.done(io, MARKED_AT_ONCE / WRITTEN_AT_ONCE).await;
             let (done, back) = self.clean_frame(io, store, (frame, pages), buf).await;
             buf = back;
             done?;
@@ -123,21 +123,21 @@ impl VolumeCache {
         Ok(())
     }
 
-    /// Writes one frame after the other, as long as there are any.
+    /// Writes one frame after the other while there are any.
     async fn clean_some(
         &self,
         io: &Io,
         store: &Store,
-        work: &Work,
+        work: &FlushWork,
         mut buf: Buf,
         pages: &Range<u64>,
     ) {
-        let mut turns = Turns::default();
+        let mut yields = YieldCounter::default();
         loop {
             let next = work.frames.borrow_mut().next();
             let Some(frame) = next else { return };
-            // Much may have been saved since, and some stores never wait.
-            turns.done(io, MARKED_AT_ONCE / WRITTEN_AT_ONCE).await;
+            // Much may have been written since, and some stores never wait.
+            yields.done(io, MARKED_AT_ONCE / WRITTEN_AT_ONCE).await;
             let (result, back) = self.write_frame(io, store, frame, buf).await;
             buf = back;
             if let Err(error) = result {
@@ -150,9 +150,9 @@ impl VolumeCache {
         }
     }
 
-    /// Has all of a frame's part of `pages` that the store lacks now on it. Others may have some of it
-    /// on its way, at the beginning or in between: that is waited for, and if it failed it is
-    /// written here. Each turn but those that wait saves a page at least.
+    /// Writes back everything of a frame's part of `pages` that the store lacks now. Other tasks may have
+    /// parts of it under writeback, before or in between: this waits for them, and writes their pages here if
+    /// they failed. Every iteration that does not wait writes at least one page.
     async fn clean_frame(
         &self,
         io: &Io,
@@ -165,21 +165,21 @@ impl VolumeCache {
         loop {
             let busy = {
                 let shard = self.lock(number);
-                // What is neither dirty nor on its way is on the store, or beyond its end by now.
+                // What is neither dirty nor under writeback is on the store, or beyond its end by now.
                 want &= shard.unsaved(frame) & within(frame, &self.existing(pages));
-                shard.flights.cleaning(frame, want).1
+                shard.inflight.cleaning(frame, want).1
             };
             if want == 0 {
                 return (Ok(()), buf);
             }
             if let Some(fill) = busy {
-                Wait { volume: self, shard: number, fill, waiter: None }.await;
+                InflightWait { volume: self, shard: number, fill, waiter: None }.await;
                 continue;
             }
             let most = buf.capacity().min(CLUSTER_MAX);
             buf.set_len(most);
             let from = usize::try_from(want.trailing_zeros()).unwrap_or(0);
-            // Nothing if another worker was faster: then it is on its way.
+            // Nothing if another worker was faster: then the page is under writeback.
             let Some(cluster) = self.take(frame, from, &mut buf) else { continue };
             let taken = cluster.taken[0].2;
             let (result, back) = self.save(io, store, cluster, buf).await;
@@ -191,7 +191,7 @@ impl VolumeCache {
         }
     }
 
-    /// Writes what of a frame is dirty and not on its way, and what follows it.
+    /// Writes the pages of a frame that are dirty and not under writeback, and the dirty pages that follow.
     async fn write_frame(&self, io: &Io, store: &Store, frame: u64, mut buf: Buf) -> BufResult {
         let mut from = 0;
         while from < 16 {
@@ -208,7 +208,7 @@ impl VolumeCache {
         (Ok(()), buf)
     }
 
-    /// Takes the first run of dirty pages from page `from` of `frame` on, and what follows it.
+    /// Takes the first run of dirty pages from page `from` of `frame` on, and the dirty pages that follow.
     fn take(&self, frame: u64, from: usize, buf: &mut Buf) -> Option<Cluster> {
         let taken = [(0, 0, 0); FRAMES];
         let mut cluster = Cluster { offset: 0, length: 0, bytes: 0, taken, count: 0 };
@@ -244,13 +244,14 @@ impl VolumeCache {
         (cluster.count > 0).then_some(cluster)
     }
 
-    /// Writes a cluster, and says what became of its pages.
+    /// Writes a cluster and records the result for its pages.
     async fn save(&self, io: &Io, store: &Store, cluster: Cluster, mut buf: Buf) -> BufResult {
         let Cluster { offset, length, .. } = cluster;
         let sent = ebb_mem::clock::now();
         self.control().sent(sent, cluster.bytes);
         let losses = store.losses();
-        let mut pending = Pending { volume: self, store, cluster, sent, losses, saved: false };
+        let mut pending =
+            InflightCluster { volume: self, store, cluster, sent, losses, saved: false };
         buf.set_len(length);
         let (result, buf) = store.write(io, buf, offset, false).await;
         pending.saved = result.is_ok();
@@ -260,43 +261,44 @@ impl VolumeCache {
         (result, buf)
     }
 
-    /// Writes back in the background until [`VolumeCache::end_flusher`], or as long as the volume's
-    /// cache has other users: a task of one worker.
+    /// Writes back in the background until [`VolumeCache::end_flusher`], or while the volume's cache has
+    /// other users. Runs as a task of one worker.
     pub async fn run_flusher(self: Arc<Self>, io: Io, store: Arc<Store>) {
-        let crew = Rc::new(Crew::new(io.pool().take(RESERVE).await));
+        let tasks = Rc::new(WritebackTasks::new(io.pool().take(RESERVE).await));
         let mut resting: Option<Instant> = None;
-        while Arc::strong_count(&self) > 1 + crew.in_flight.get() + usize::from(crew.syncing.get())
+        while Arc::strong_count(&self)
+            > 1 + tasks.in_flight.get() + usize::from(tasks.syncing.get())
             && !self.writeback.ended.load(Ordering::SeqCst)
         {
             self.drop_clean(&io).await;
             let now = ebb_mem::clock::now();
-            if !crew.syncing.get() && self.wants_sync(now) {
-                crew.syncing.set(true);
-                io.spawn(sync(crew.clone(), self.clone(), io.clone(), store.clone())).detach();
+            if !tasks.syncing.get() && self.wants_sync(now) {
+                tasks.syncing.set(true);
+                io.spawn(sync(tasks.clone(), self.clone(), io.clone(), store.clone())).detach();
             }
-            let bytes = match self.order(now, crew.not_before.get(), crew.in_flight.get()) {
+            let bytes = match self.order(now, tasks.not_before.get(), tasks.in_flight.get()) {
                 WritebackOrder::Write(bytes) => bytes.clamp(PAGE_BYTES, CLUSTER_MAX),
                 WritebackOrder::Wait(time) => {
-                    resting = (time == LOOK_UP).then(|| *resting.get_or_insert(now));
-                    if resting.is_some_and(|since| now - since >= LOOK_UP) {
-                        crew.dismiss();
+                    resting = (time == IDLE_CHECK).then(|| *resting.get_or_insert(now));
+                    if resting.is_some_and(|since| now - since >= IDLE_CHECK) {
+                        tasks.end_idle_tasks();
                     }
-                    self.writeback.work.wait(&io, time).await;
+                    self.writeback.flusher_sleep.wait(&io, time).await;
                     continue;
                 }
             };
             resting = None;
-            // The one that is always there, or another one.
-            let own = crew.reserve.borrow_mut().take();
+            // The reserved buffer, or another one.
+            let own = tasks.reserve.borrow_mut().take();
             let spare = self.spare_buffer(&io, bytes, bytes.min(RESERVE));
             let (mut buf, spare) = match (own, spare) {
                 (own, Some((buf, spare))) => {
-                    *crew.reserve.borrow_mut() = own;
+                    *tasks.reserve.borrow_mut() = own;
                     (buf, Some(spare))
                 }
                 (Some(own), None) => (own, None),
                 (None, None) => {
-                    self.writeback.work.wait(&io, AGAIN).await;
+                    self.writeback.flusher_sleep.wait(&io, RETRY).await;
                     continue;
                 }
             };
@@ -304,29 +306,30 @@ impl VolumeCache {
             buf.set_len(most);
             let Some(cluster) = self.take_oldest(&mut buf) else {
                 if spare.is_none() {
-                    *crew.reserve.borrow_mut() = Some(buf);
+                    *tasks.reserve.borrow_mut() = Some(buf);
                 }
-                self.writeback.work.wait(&io, AGAIN).await;
+                self.writeback.flusher_sleep.wait(&io, RETRY).await;
                 continue;
             };
-            crew.in_flight.set(crew.in_flight.get() + 1);
-            let job = Job { volume: self.clone(), cluster, buf, spare };
-            if let Some(job) = crew.hand_over(job) {
-                let hand = Rc::new(Hand::default());
-                io.spawn(work(crew.clone(), hand, job, io.clone(), store.clone())).detach();
+            tasks.in_flight.set(tasks.in_flight.get() + 1);
+            let job = WritebackJob { volume: self.clone(), cluster, buf, spare };
+            if let Some(job) = tasks.assign(job) {
+                let task = Rc::new(WritebackTask::default());
+                io.spawn(work(tasks.clone(), task, job, io.clone(), store.clone())).detach();
             }
         }
-        crew.ended.set(true);
-        crew.dismiss();
+        tasks.ended.set(true);
+        tasks.end_idle_tasks();
     }
 
-    /// Forgets what was dirty and is saved by now, some at a time: after a flush that may be much.
+    /// Drops frames that are clean by now from the list of dirty ones, in steps: after a flush there may be
+    /// many.
     async fn drop_clean(&self, io: &Io) {
-        let mut turns = Turns::default();
+        let mut yields = YieldCounter::default();
         for shard in 0..SHARDS {
             loop {
                 let dropped = self.lock(shard).drop_clean(MARKED_AT_ONCE);
-                turns.done(io, dropped).await;
+                yields.done(io, dropped).await;
                 if dropped < MARKED_AT_ONCE {
                     break;
                 }
@@ -334,7 +337,7 @@ impl VolumeCache {
         }
     }
 
-    /// What the flusher is to do.
+    /// What the flusher does next.
     fn order(&self, now: Instant, not_before: Instant, in_flight: usize) -> WritebackOrder {
         let oldest = || {
             let all = (0..SHARDS).filter_map(|shard| self.lock(shard).oldest());
@@ -342,23 +345,23 @@ impl VolumeCache {
         };
         let mut since = oldest();
         if since.is_none() {
-            // Looked at again once it is known that the flusher sleeps: then writers wake it.
+            // Check again once writers can see that the flusher sleeps: then they wake it.
             self.writeback.idle.store(true, Ordering::SeqCst);
             since = oldest();
         }
-        let Some(since) = since else { return WritebackOrder::Wait(LOOK_UP) };
+        let Some(since) = since else { return WritebackOrder::Wait(IDLE_CHECK) };
         self.writeback.idle.store(false, Ordering::SeqCst);
         if now < not_before {
             return WritebackOrder::Wait(not_before - now);
         }
         if in_flight >= DEPTH {
-            return WritebackOrder::Wait(AGAIN);
+            return WritebackOrder::Wait(RETRY);
         }
         let age = Duration::from_millis(self.cache.millis(now).saturating_sub(since));
         self.control().next(now, self.dirty(), age)
     }
 
-    /// Takes the data that has been dirty for longest, of what is not on its way in an older copy.
+    /// Takes the data that has been dirty for longest and has no older copy under writeback.
     fn take_oldest(&self, buf: &mut Buf) -> Option<Cluster> {
         let mut all = [None; SHARDS];
         for (shard, place) in all.iter_mut().enumerate() {
@@ -368,46 +371,47 @@ impl VolumeCache {
         all.iter().flatten().find_map(|(_, frame)| self.take(*frame, 0, buf))
     }
 
-    /// Ends the flusher: the volume was closed. What is dirty stays so.
+    /// Ends the flusher: the volume was closed. Dirty data stays dirty.
     pub fn end_flusher(&self) {
         self.writeback.ended.store(true, Ordering::SeqCst);
-        self.writeback.work.poke();
+        self.writeback.flusher_sleep.interrupt();
     }
 
-    /// Has the first writer that waits ask its [`WritebackControl`](super::WritebackControl) again, and the flusher, too.
-    pub fn ask_again(&self) {
-        self.writeback.line.first.poke();
-        self.writeback.work.poke();
+    /// Wakes the first waiting writer, and the flusher, to consult the
+    /// [`WritebackControl`](super::WritebackControl) again.
+    pub fn retry_reservation(&self) {
+        self.writeback.writer_queue.first.interrupt();
+        self.writeback.flusher_sleep.interrupt();
     }
 }
 
-/// What one of the crew does next. Between two jobs it holds nothing of the volume.
-struct Job {
+/// What a writeback task does next. Between two jobs a task holds nothing of the volume.
+struct WritebackJob {
     volume: Arc<VolumeCache>,
     cluster: Cluster,
     buf: Buf,
-    /// What `buf` takes, unless it is the one that is always there.
+    /// The memory charged for `buf`, unless it is the reserved buffer.
     spare: Option<SpareHeld>,
 }
 
-/// One of the crew, while it waits for its next job.
+/// A writeback task while it waits for its next job.
 #[derive(Default)]
-struct Hand {
-    job: RefCell<Option<Job>>,
-    dismissed: Cell<bool>,
+struct WritebackTask {
+    job: RefCell<Option<WritebackJob>>,
+    ended_by_flusher: Cell<bool>,
     waker: Cell<Option<Waker>>,
 }
 
-impl Hand {
+impl WritebackTask {
     fn wake(&self) {
         self.waker.take().into_iter().for_each(Waker::wake);
     }
 
-    /// The next job, or none when it is dismissed.
-    async fn next(&self) -> Option<Job> {
+    /// The next job; `None` when the task is to end.
+    async fn next(&self) -> Option<WritebackJob> {
         poll_fn(|cx| {
             let job = self.job.borrow_mut().take();
-            if job.is_some() || self.dismissed.get() {
+            if job.is_some() || self.ended_by_flusher.get() {
                 return Poll::Ready(job);
             }
             self.waker.set(Some(cx.waker().clone()));
@@ -417,12 +421,12 @@ impl Hand {
     }
 }
 
-/// Tasks that each carry one write to the store at a time: as many as were ever needed at once, so that
-/// a write takes nothing from the heap, until nothing is dirty for a while.
-struct Crew {
-    idle: RefCell<Vec<Rc<Hand>>>,
+/// Tasks that each carry one write to the store at a time. There are as many as were ever needed at once, so
+/// that a write allocates nothing; they end when nothing has been dirty for a while.
+struct WritebackTasks {
+    idle: RefCell<Vec<Rc<WritebackTask>>>,
     in_flight: Cell<usize>,
-    /// The buffer that is always there.
+    /// The reserved buffer.
     reserve: RefCell<Option<Buf>>,
     not_before: Cell<Instant>,
     ended: Cell<bool>,
@@ -430,9 +434,9 @@ struct Crew {
     syncing: Cell<bool>,
 }
 
-impl Crew {
-    fn new(reserve: Buf) -> Crew {
-        Crew {
+impl WritebackTasks {
+    fn new(reserve: Buf) -> WritebackTasks {
+        WritebackTasks {
             idle: RefCell::new(Vec::with_capacity(DEPTH)),
             in_flight: Cell::new(0),
             reserve: RefCell::new(Some(reserve)),
@@ -442,67 +446,73 @@ impl Crew {
         }
     }
 
-    /// Gives the job to somebody idle; gives it back if there is nobody.
-    fn hand_over(&self, job: Job) -> Option<Job> {
-        let Some(hand) = self.idle.borrow_mut().pop() else { return Some(job) };
-        *hand.job.borrow_mut() = Some(job);
-        hand.wake();
+    /// Assigns the job to an idle task; returns it if there is none.
+    fn assign(&self, job: WritebackJob) -> Option<WritebackJob> {
+        let Some(task) = self.idle.borrow_mut().pop() else { return Some(job) };
+        *task.job.borrow_mut() = Some(job);
+        task.wake();
         None
     }
 
-    /// Ends those who are idle.
-    fn dismiss(&self) {
-        for hand in self.idle.borrow_mut().drain(..) {
-            hand.dismissed.set(true);
-            hand.wake();
+    /// Ends the idle tasks.
+    fn end_idle_tasks(&self) {
+        for task in self.idle.borrow_mut().drain(..) {
+            task.ended_by_flusher.set(true);
+            task.wake();
         }
     }
 }
 
-/// Flushes the store in the background. A failure is left to who flushes next, or to another try.
-async fn sync(crew: Rc<Crew>, volume: Arc<VolumeCache>, io: Io, store: Arc<Store>) {
+/// Flushes the store in the background. The next flush, or a later attempt, reports a failure.
+async fn sync(tasks: Rc<WritebackTasks>, volume: Arc<VolumeCache>, io: Io, store: Arc<Store>) {
     let _ = volume.stabilize(&io, &store).await;
-    crew.syncing.set(false);
-    volume.writeback.work.poke();
+    tasks.syncing.set(false);
+    volume.writeback.flusher_sleep.interrupt();
 }
 
-/// One of the crew: writes what it is given, and waits for more.
-async fn work(crew: Rc<Crew>, hand: Rc<Hand>, first: Job, io: Io, store: Arc<Store>) {
+/// A writeback task: carries out its job and waits for more.
+async fn work(
+    tasks: Rc<WritebackTasks>,
+    task: Rc<WritebackTask>,
+    first: WritebackJob,
+    io: Io,
+    store: Arc<Store>,
+) {
     let mut next = Some(first);
-    while let Some(Job { volume, cluster, buf, spare }) = next {
+    while let Some(WritebackJob { volume, cluster, buf, spare }) = next {
         let (result, buf) = volume.save(&io, &store, cluster, buf).await;
         if spare.is_none() {
-            *crew.reserve.borrow_mut() = Some(buf);
+            *tasks.reserve.borrow_mut() = Some(buf);
         } else {
             drop((buf, spare));
         }
         if let Err(error) = result {
             *volume.writeback.failed.lock() = Some(error);
-            crew.not_before.set(ebb_mem::clock::now() + AFTER_FAILURE);
+            tasks.not_before.set(ebb_mem::clock::now() + AFTER_FAILURE);
         }
-        crew.in_flight.set(crew.in_flight.get() - 1);
-        volume.writeback.work.poke();
+        tasks.in_flight.set(tasks.in_flight.get() - 1);
+        volume.writeback.flusher_sleep.interrupt();
         drop(volume);
-        if crew.ended.get() {
+        if tasks.ended.get() {
             return;
         }
-        crew.idle.borrow_mut().push(hand.clone());
-        next = hand.next().await;
+        tasks.idle.borrow_mut().push(task.clone());
+        next = task.next().await;
     }
 }
 
-/// A cluster that is being written. Dropped before its end its pages are dirty again.
-struct Pending<'a> {
+/// A cluster that is being written. If it is dropped before completion, its pages are dirty again.
+struct InflightCluster<'a> {
     volume: &'a VolumeCache,
     store: &'a Store,
     cluster: Cluster,
     sent: Instant,
-    /// The store's losses when it began.
+    /// The store's loss counter when it began.
     losses: u64,
     saved: bool,
 }
 
-impl Drop for Pending<'_> {
+impl Drop for InflightCluster<'_> {
     fn drop(&mut self) {
         let now = ebb_mem::clock::now();
         let millis = self.volume.cache.millis(now);
@@ -511,7 +521,7 @@ impl Drop for Pending<'_> {
         for &(frame, id, pages) in &self.cluster.taken[..self.cluster.count] {
             let mut wakers = Wakers::default();
             let mut shard = self.volume.lock(VolumeCache::shard_of(frame));
-            // Under the lock: who sees to a loss looks at this shard after it was counted.
+            // Under the lock: the repair of a loss visits this shard after the loss was counted.
             let saved = self.saved && self.store.losses() == self.losses;
             let again = shard.end_clean(frame, (id, pages), (saved, keep), millis, &mut wakers);
             let count = u64::from(pages.count_ones());

@@ -1,8 +1,7 @@
-//! The frames that a flush has to look at, in order, and how it does some at a time, so that other tasks of
-//! the worker come in between.
+//! The frames that a flush has to visit, in order, and how it yields to other tasks of the worker in between.
 //!
-//! There may be millions. They are copied from a shard at a time, sorted a few thousand at a time, and
-//! merged as they are used.
+//! There may be millions. They are copied one shard at a time, sorted a few thousand at a time, and merged on
+//! use.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -14,19 +13,19 @@ use crate::pages::within;
 use crate::shard::few_frames;
 use crate::volume::{SHARDS, VolumeCache};
 
-/// Frames whose marks change, or that are sorted, between two looks at other tasks.
+/// Frames that are marked or sorted before the task yields.
 pub(super) const MARKED_AT_ONCE: usize = 1024;
-/// Frames that one of a flush's writes takes without a wait between two looks at other tasks.
+/// Frames that one of a flush's writes takes without waiting before the task yields.
 pub(super) const WRITTEN_AT_ONCE: usize = 2;
-/// Lists of more frames are made one at a time for each volume.
+/// Longer lists are built by one flush of a volume at a time.
 const SHORT: usize = 16 << 10;
 
-/// Counts work, and yields when it is much.
+/// Counts work and yields after enough of it.
 #[derive(Default)]
-pub(super) struct Turns(usize);
+pub(super) struct YieldCounter(usize);
 
-impl Turns {
-    /// So much was done; [`MARKED_AT_ONCE`] may be in one turn.
+impl YieldCounter {
+    /// Records this much work; a task does [`MARKED_AT_ONCE`] between two yields.
     pub(super) async fn done(&mut self, io: &Io, work: usize) {
         self.0 += work;
         if self.0 >= MARKED_AT_ONCE {
@@ -40,15 +39,15 @@ impl Turns {
 #[derive(Default)]
 pub(super) struct Frames {
     all: Vec<u64>,
-    /// Sorted parts of `all`, as far as they were not used: the next frame's place, and their ends.
+    /// Sorted sections of `all` that are not used up: position of the next frame, and the section's end.
     parts: BinaryHeap<Reverse<(u64, usize, usize)>>,
     last: Option<u64>,
     left: usize,
-    turns: Turns,
+    yields: YieldCounter,
 }
 
 impl Frames {
-    /// Adds some, in any order.
+    /// Adds frames, in any order.
     pub(super) async fn add(&mut self, io: &Io, some: Vec<u64>) {
         let first = self.all.len();
         self.left += some.len();
@@ -64,7 +63,7 @@ impl Frames {
                 part.sort_unstable();
             }
             self.put(at, end);
-            self.turns.done(io, end - at).await;
+            self.yields.done(io, end - at).await;
         }
     }
 
@@ -74,7 +73,7 @@ impl Frames {
         }
     }
 
-    /// How many there are, those that are in it twice counted twice.
+    /// How many there are; duplicates count twice.
     pub(super) fn left(&self) -> usize {
         self.left
     }
@@ -92,8 +91,8 @@ impl Frames {
 }
 
 impl VolumeCache {
-    /// Whether a list of what the store lacks of a range might be long.
-    pub(super) fn lists_much(&self, pages: &Range<u64>) -> bool {
+    /// Whether a list of frames of a range that the store lacks might be long.
+    pub(super) fn lists_many_frames(&self, pages: &Range<u64>) -> bool {
         few_frames(pages).is_none()
             && (0..SHARDS).map(|shard| self.lock(shard).listed()).sum::<usize>() > SHORT
     }
@@ -107,12 +106,12 @@ impl VolumeCache {
             frames.add(io, few.collect()).await;
             return frames;
         }
-        let mut turns = Turns::default();
+        let mut yields = YieldCounter::default();
         for shard in 0..SHARDS {
             let mut some = Vec::new();
-            let looked = self.lock(shard).unsaved_frames(pages, &mut some);
-            // To look at one is a fraction of what sorting it is.
-            turns.done(io, looked / 16).await;
+            let visited = self.lock(shard).unsaved_frames(pages, &mut some);
+            // Visiting a frame costs a fraction of sorting it.
+            yields.done(io, visited / 16).await;
             frames.add(io, some).await;
         }
         frames

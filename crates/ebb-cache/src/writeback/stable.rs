@@ -1,22 +1,22 @@
-//! Making stable what the store has: flushes of the store, and what becomes of data when one fails.
+//! Flushing the store, and repairing what a failed flush may have lost.
 //!
-//! After a failed flush any change since the last good one may be lost, and the next flush would say OK
-//! over that (`ebb-store/syncs.rs`). What was written since then is still in memory, so it is
-//! written again, and then a flush that goes well is true.
+//! After a failed flush any write since the last successful one may be lost, and the next flush would report
+//! success nevertheless (`ebb-store/syncs.rs`). Those writes are still in memory: they are written again, and
+//! only then does a successful flush tell the truth (docs/adr/0008-failed-flush.md).
 //!
 //! # Invariants
-//! - Of a volume's flushes of the store one is under way at a time. Who comes meanwhile is covered by the
-//!   next, which all of them share.
-//! - Of a page that is on its way to the store, or under a change, no older copy is written again.
-//! - What was on its way to the store while a flush failed counts as lost with it: the number of losses
-//!   is looked at under the shard's lock, before pages are taken for saved.
-//! - Zeroes that went past memory are made again from a list of ranges (`zeroes.rs`), as far as it goes.
-//! - What else is on the store, not stable, and not in memory cannot be written again: after a loss flushes
-//!   fail until the volume is opened anew.
+//! - One flush of the store per volume is in flight at a time. Requests that arrive meanwhile share the next
+//!   one.
+//! - While a page is under writeback or part of an in-flight write, no older copy of it is written.
+//! - Writes in flight during a failed flush count as lost with it: the loss counter is read under the shard's
+//!   lock before pages are marked as written.
+//! - Zeroes that bypassed memory are repeated from a bounded list of ranges (`zeroes.rs`).
+//! - Anything else that is on the store, not stable and not in memory cannot be written again: after a loss
+//!   flushes fail until the volume is reopened.
 //!
-//! Memory: the background flushes the store when [`KEEP_MAX`] or an eighth of the cache's limit is kept, after
-//! [`KEEP_TIME`], and under pressure. Where more than half of the limit is kept, over all volumes,
-//! nothing more is.
+//! Memory: the background flushes the store when [`KEEP_MAX`] or an eighth of the cache's limit is kept,
+//! after [`KEEP_TIME`], and under pressure. When more than half of the limit is kept, over all volumes, no
+//! more is kept.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -25,19 +25,19 @@ use std::time::{Duration, Instant};
 use ebb_store::{BlockError, Buf, ErrorKind, Io, Operation, Store};
 
 use super::RESERVE;
-use super::frames::{Frames, MARKED_AT_ONCE, Turns, WRITTEN_AT_ONCE};
+use super::frames::{Frames, MARKED_AT_ONCE, WRITTEN_AT_ONCE, YieldCounter};
 use crate::inflight::Wakers;
 use crate::pages::{FRAME, FRAME_PAGES, PAGE, PAGE_BYTES, index, mask, runs};
-use crate::read::Wait;
+use crate::read::InflightWait;
 use crate::stats::Mode;
 use crate::volume::{SHARDS, VolumeCache};
 
 /// Bytes of one volume that are kept before the background flushes the store.
 const KEEP_MAX: u64 = 64 << 20;
-/// As long may anything be unstable, and as soon is a failed flush tried again.
+/// Data may stay unstable for this long; a failed flush is repeated this soon.
 const KEEP_TIME: Duration = Duration::from_secs(5);
 const AFTER_FAILURE: Duration = Duration::from_secs(1);
-/// Under pressure the background flushes the store no more often.
+/// Minimum interval of background flushes under pressure.
 const UNDER_PRESSURE: Duration = Duration::from_millis(100);
 
 impl VolumeCache {
@@ -46,7 +46,7 @@ impl VolumeCache {
         self.unstable.load(Ordering::Relaxed) * PAGE
     }
 
-    /// True if changes may be lost and cannot be written again: no flush goes well any more.
+    /// True if acknowledged data may be lost and cannot be written again: no flush succeeds any more.
     pub fn is_lost(&self, store: &Store) -> bool {
         match self.mode() {
             Mode::Writeback => {
@@ -56,13 +56,13 @@ impl VolumeCache {
         }
     }
 
-    /// Whether what is saved now is to be kept until the store is flushed.
+    /// Whether data written now is kept until the store is flushed.
     pub(super) fn keeps(&self) -> bool {
         self.cache.unstable.load(Ordering::Relaxed) * PAGE <= self.cache.limit_bytes() / 2
     }
 
-    /// A change has gone past memory to the store, while there were `losses` before it began. False if it may
-    /// be lost already.
+    /// A write bypassed memory; `losses` is the loss counter from before it began. False if it may be lost
+    /// already.
     pub(crate) fn note_bypass(&self, store: &Store, losses: u64, offset: u64) -> bool {
         let mut shard = self.lock(VolumeCache::shard_of(offset / FRAME));
         if store.losses() != losses {
@@ -72,7 +72,7 @@ impl VolumeCache {
         true
     }
 
-    /// What was written to the store before is stable there.
+    /// Makes stable everything that was written to the store before.
     pub(super) async fn stabilize(
         self: &Arc<Self>,
         io: &Io,
@@ -80,13 +80,13 @@ impl VolumeCache {
     ) -> Result<(), BlockError> {
         let back = &self.writeback;
         let need = back.begun.load(Ordering::SeqCst) + 1;
-        let _turn = back.syncing.enter().await;
+        let _guard = back.syncing.enter().await;
         if back.done.load(Ordering::SeqCst) >= need {
             return Ok(());
         }
         let first = self.flush_store(io, store).await;
         let result = match first {
-            // Once more: what may be lost is written again first.
+            // Again: first rewrite what may be lost.
             Err(_) if !self.is_loose() => self.flush_store(io, store).await,
             result => result,
         };
@@ -101,7 +101,7 @@ impl VolumeCache {
         let number = back.begun.fetch_add(1, Ordering::SeqCst) + 1;
         let losses = store.losses();
         if losses != back.losses.load(Ordering::SeqCst) {
-            self.write_again(io, store).await?;
+            self.rewrite_unstable(io, store).await?;
         }
         self.begin_flush(io).await;
         let result = store.flush_rewritten(io, losses).await;
@@ -111,32 +111,32 @@ impl VolumeCache {
             back.losses.store(losses, Ordering::SeqCst);
             back.done.store(number, Ordering::SeqCst);
         }
-        // Given up in the middle, what is left of this is the next flush's.
+        // If this future is dropped midway, the next flush does the remainder.
         self.settle_flush(io, good).await;
         result
     }
 
-    /// What is on the store by now will be stable once it was flushed.
+    /// Marks what is on the store now: it will be stable after the flush.
     async fn begin_flush(&self, io: &Io) {
-        let mut turns = Turns::default();
+        let mut yields = YieldCounter::default();
         for shard in 0..SHARDS {
             let frames = self.lock(shard).kept_frames();
-            // What comes meanwhile is not followed without end.
+            // Frames that arrive meanwhile are not followed without end.
             for _ in 0..frames / MARKED_AT_ONCE {
                 self.lock(shard).begin_flush(MARKED_AT_ONCE);
-                turns.done(io, MARKED_AT_ONCE).await;
+                yields.done(io, MARKED_AT_ONCE).await;
             }
             self.lock(shard).begin_flush(usize::MAX);
-            turns.done(io, frames % MARKED_AT_ONCE).await;
+            yields.done(io, frames % MARKED_AT_ONCE).await;
         }
     }
 
     async fn settle_flush(&self, io: &Io, good: bool) {
-        let mut turns = Turns::default();
+        let mut yields = YieldCounter::default();
         for shard in 0..SHARDS {
             loop {
                 let settled = self.lock(shard).settle_flush(good, MARKED_AT_ONCE);
-                turns.done(io, settled).await;
+                yields.done(io, settled).await;
                 if settled < MARKED_AT_ONCE {
                     break;
                 }
@@ -144,7 +144,7 @@ impl VolumeCache {
         }
     }
 
-    /// Whether anything is on the store, not stable, and not in memory.
+    /// Whether any shard has data on the store that is neither stable nor in memory.
     fn is_loose(&self) -> bool {
         (0..SHARDS).any(|shard| {
             let shard = self.lock(shard);
@@ -152,7 +152,7 @@ impl VolumeCache {
         })
     }
 
-    /// Whether zeroes are on the store and not stable.
+    /// Whether there are zeroes on the store that are not stable.
     fn has_zeroed(&self) -> bool {
         (0..SHARDS).any(|shard| self.lock(shard).has_zeroed())
     }
@@ -164,10 +164,10 @@ impl VolumeCache {
         }
     }
 
-    /// Writes all again that may be lost.
-    async fn write_again(self: &Arc<Self>, io: &Io, store: &Store) -> Result<(), BlockError> {
+    /// Rewrites everything that may be lost.
+    async fn rewrite_unstable(self: &Arc<Self>, io: &Io, store: &Store) -> Result<(), BlockError> {
         let mut frames = Frames::default();
-        // One that was given up is over, too.
+        // A flush whose future was dropped has ended, too.
         (0..SHARDS).for_each(|shard| self.lock(shard).end_flush(false));
         self.settle_flush(io, false).await;
         for shard in 0..SHARDS {
@@ -176,20 +176,20 @@ impl VolumeCache {
             frames.add(io, some).await;
         }
         self.refuse_if_loose()?;
-        // What is on its way may be lost with the rest: then it is dirty again when that has ended.
+        // Pages under writeback may be lost as well: they are dirty again when that writeback has ended.
         Box::pin(self.clean(io, store, &(0..u64::MAX))).await?;
-        Box::pin(self.zero_again(io, store)).await?;
+        Box::pin(self.repeat_zeroes(io, store)).await?;
         let mut buf = io.pool().take(RESERVE).await;
-        let mut turns = Turns::default();
+        let mut yields = YieldCounter::default();
         while let Some(frame) = frames.next() {
-            turns.done(io, MARKED_AT_ONCE / WRITTEN_AT_ONCE).await;
-            buf = self.write_frame_again(io, store, frame, buf).await?;
+            yields.done(io, MARKED_AT_ONCE / WRITTEN_AT_ONCE).await;
+            buf = self.rewrite_frame(io, store, frame, buf).await?;
         }
         Box::pin(self.clean(io, store, &(0..u64::MAX))).await?;
         self.refuse_if_loose()
     }
 
-    async fn write_frame_again(
+    async fn rewrite_frame(
         self: &Arc<Self>,
         io: &Io,
         store: &Store,
@@ -202,15 +202,15 @@ impl VolumeCache {
             let (busy, dirty) = {
                 let mut shard = self.lock(number);
                 want &= shard.unstable(frame) | shard.unsaved(frame);
-                let (change, stuck) = shard.flights.changed_by(frame, want);
-                // A change whose request was dropped may still reach the store, before or after this.
+                let (write, stuck) = shard.inflight.write_in_flight(frame, want);
+                // A write whose future was dropped may still reach the store, before or after this.
                 shard.loose |= stuck;
-                let busy = change.or(shard.flights.cleaning(frame, want).1);
+                let busy = write.or(shard.inflight.cleaning(frame, want).1);
                 (busy, want & shard.unsaved(frame))
             };
             self.refuse_if_loose()?;
             if let Some(fill) = busy {
-                Wait { volume: self, shard: number, fill, waiter: None }.await;
+                InflightWait { volume: self, shard: number, fill, waiter: None }.await;
                 continue;
             }
             if dirty != 0 {
@@ -227,7 +227,7 @@ impl VolumeCache {
         Ok(buf)
     }
 
-    /// Writes the first run of unstable pages among `want` again.
+    /// Rewrites the first run of unstable pages among `want`.
     async fn rewrite(
         &self,
         io: &Io,
@@ -241,8 +241,8 @@ impl VolumeCache {
             let mut shard = self.lock(VolumeCache::shard_of(frame));
             let unsaved = shard.unsaved(frame);
             let here =
-                want & shard.unstable(frame) & !unsaved & !shard.flights.changing(frame, want);
-            // Another one was faster: it is dirty now, on its way, or being changed.
+                want & shard.unstable(frame) & !unsaved & !shard.inflight.writing(frame, want);
+            // Another task was faster: the page is dirty now, under writeback, or part of an in-flight write.
             let Some((start, count)) = runs(here).next() else {
                 return (0, Ok(()), buf);
             };
@@ -263,7 +263,7 @@ impl VolumeCache {
         (pages, result, buf)
     }
 
-    /// Whether the background is to flush the store.
+    /// Whether the background should flush the store.
     pub(super) fn wants_sync(&self, now: Instant) -> bool {
         let kept = self.unstable();
         let since =
@@ -277,7 +277,7 @@ impl VolumeCache {
     }
 }
 
-/// Pages that are being written again.
+/// Pages that are being rewritten.
 struct Rewrite<'a> {
     volume: &'a VolumeCache,
     frame: u64,

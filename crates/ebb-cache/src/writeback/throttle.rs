@@ -1,8 +1,9 @@
-//! Those who wait: writers in line for reservation to make data dirty, and the flusher for work.
+//! Waiting: writers queue for a reservation to make data dirty; the flusher sleeps until there is work.
 //!
 //! # Invariants
-//! - Of a volume's writers that must wait only the first asks again; the others follow in their order.
-//! - Who is dropped while it waits leaves its place to the next. Wakers are woken outside locks.
+//! - Only the first waiting writer of a volume consults the control; the others follow in order of arrival.
+//! - A writer whose future is dropped gives its queue position to the next one. Wakers are woken outside
+//!   locks.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -14,13 +15,13 @@ use ebb_store::Io;
 
 use crate::sync::Mutex;
 
-/// One that waits for some time, and can be poked before that is over.
+/// A sleep of limited length that another task can end early.
 #[derive(Default)]
-pub(crate) struct Poke(Mutex<(bool, Option<Waker>)>);
+pub(crate) struct InterruptibleSleep(Mutex<(bool, Option<Waker>)>);
 
-impl Poke {
-    /// Ends the wait, or the next one.
-    pub(crate) fn poke(&self) {
+impl InterruptibleSleep {
+    /// Ends the current sleep, or the next one.
+    pub(crate) fn interrupt(&self) {
         let waker = {
             let mut state = self.0.lock();
             state.0 = true;
@@ -29,7 +30,7 @@ impl Poke {
         waker.into_iter().for_each(Waker::wake);
     }
 
-    /// Waits for so long, or until poked.
+    /// Sleeps for `time`, or until interrupted.
     pub(crate) async fn wait(&self, io: &Io, time: Duration) {
         let mut sleep = pin!(io.sleep(time));
         poll_fn(|cx| {
@@ -48,39 +49,39 @@ impl Poke {
 }
 
 #[derive(Default)]
-struct State {
+struct FifoState {
     taken: bool,
     tickets: u64,
     waiting: VecDeque<(u64, Waker)>,
 }
 
-/// A line of writers, whose first one asks.
+/// A fair lock: waiting tasks acquire it in order of arrival. Its holder may sleep on `first`.
 #[derive(Default)]
-pub(crate) struct Line {
-    state: Mutex<State>,
-    /// What the first one waits by.
-    pub(crate) first: Poke,
+pub(crate) struct FifoLock {
+    state: Mutex<FifoState>,
+    /// What the first writer sleeps on.
+    pub(crate) first: InterruptibleSleep,
 }
 
-/// The first place; dropping it lets the next one have it.
-pub(crate) struct Place<'a>(&'a Line);
+/// Holds the lock; dropping it gives it to the next waiting task.
+pub(crate) struct FifoGuard<'a>(&'a FifoLock);
 
-/// Waits for the first place.
-pub(crate) struct Turn<'a> {
-    line: &'a Line,
+/// Acquires the lock.
+pub(crate) struct FifoAcquire<'a> {
+    fifo: &'a FifoLock,
     ticket: Option<u64>,
 }
 
-impl Line {
-    /// Whether nobody waits.
+impl FifoLock {
+    /// Whether the lock is free and no task waits.
     pub(crate) fn is_free(&self) -> bool {
         let state = self.state.lock();
         !state.taken && state.waiting.is_empty()
     }
 
-    /// Waits until all who came before have left.
-    pub(crate) fn enter(&self) -> Turn<'_> {
-        Turn { line: self, ticket: None }
+    /// Waits until all earlier tasks have released the lock.
+    pub(crate) fn enter(&self) -> FifoAcquire<'_> {
+        FifoAcquire { fifo: self, ticket: None }
     }
 
     fn wake_next(&self) {
@@ -92,12 +93,12 @@ impl Line {
     }
 }
 
-impl<'a> Future for Turn<'a> {
-    type Output = Place<'a>;
+impl<'a> Future for FifoAcquire<'a> {
+    type Output = FifoGuard<'a>;
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Place<'a>> {
-        let line = self.line;
-        let mut state = line.state.lock();
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<FifoGuard<'a>> {
+        let fifo = self.fifo;
+        let mut state = fifo.state.lock();
         let ticket = match self.ticket {
             Some(ticket) => ticket,
             None => {
@@ -112,7 +113,7 @@ impl<'a> Future for Turn<'a> {
             state.taken = true;
             state.waiting.pop_front();
             self.ticket = None;
-            return Poll::Ready(Place(line));
+            return Poll::Ready(FifoGuard(fifo));
         }
         if let Some(own) = state.waiting.iter_mut().find(|(other, _)| *other == ticket) {
             own.1.clone_from(cx.waker());
@@ -121,16 +122,16 @@ impl<'a> Future for Turn<'a> {
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for FifoAcquire<'_> {
     fn drop(&mut self) {
         if let Some(ticket) = self.ticket {
-            self.line.state.lock().waiting.retain(|(other, _)| *other != ticket);
-            self.line.wake_next();
+            self.fifo.state.lock().waiting.retain(|(other, _)| *other != ticket);
+            self.fifo.wake_next();
         }
     }
 }
 
-impl Drop for Place<'_> {
+impl Drop for FifoGuard<'_> {
     fn drop(&mut self) {
         self.0.state.lock().taken = false;
         self.0.wake_next();
@@ -146,19 +147,19 @@ mod tests {
     }
 
     #[test]
-    fn they_go_in_order_and_one_that_gives_up_holds_nobody() {
-        let line = Line::default();
-        assert!(line.is_free());
-        let Poll::Ready(first) = poll(pin!(line.enter())) else { panic!("nobody is before it") };
-        let mut second = Box::pin(line.enter());
-        let mut third = Box::pin(line.enter());
+    fn waiting_tasks_go_in_order_and_a_dropped_one_does_not_block_the_next() {
+        let fifo = FifoLock::default();
+        assert!(fifo.is_free());
+        let Poll::Ready(first) = poll(pin!(fifo.enter())) else { panic!("it is the first") };
+        let mut second = Box::pin(fifo.enter());
+        let mut third = Box::pin(fifo.enter());
         assert!(poll(second.as_mut()).is_pending() && poll(third.as_mut()).is_pending());
-        assert!(!line.is_free());
+        assert!(!fifo.is_free());
         drop(first);
-        assert!(poll(third.as_mut()).is_pending(), "the second is before it");
+        assert!(poll(third.as_mut()).is_pending(), "the second comes first");
         drop(second);
-        let Poll::Ready(place) = poll(third.as_mut()) else { panic!("it is its turn") };
+        let Poll::Ready(place) = poll(third.as_mut()) else { panic!("it is the head now") };
         drop(place);
-        assert!(line.is_free());
+        assert!(fifo.is_free());
     }
 }

@@ -1,41 +1,42 @@
-//! Zeroes that went to the store past memory: noted, and made again after a failed flush.
+//! Write-zeroes requests that bypass memory: recorded, and repeated after a failed flush.
 //!
-//! As long as they are made again their pages count as on their way to the store: changes of these pages past memory
-//! wait, and what becomes dirty meanwhile is written afterwards. While any is held no change is waited for.
+//! While they are repeated, their pages count as under writeback: writes that bypass memory wait for these
+//! pages, and data that becomes dirty meanwhile is written afterwards. While pages are held, this does not
+//! wait for in-flight writes.
 
 use std::sync::Arc;
 
 use ebb_store::{BlockError, Io, Store, ZeroFlags};
 
-use super::frames::Turns;
+use super::frames::YieldCounter;
 use crate::inflight::Wakers;
 use crate::pages::{FRAME, FRAME_PAGES, PAGE, each, runs, touched};
-use crate::read::Wait;
-use crate::shard::{Zero, join};
+use crate::read::InflightWait;
+use crate::shard::{ZeroedRange, join};
 use crate::stats::Mode;
 use crate::volume::{SHARDS, VolumeCache};
 
-/// Frames that are made zeroes at a time.
+/// Frames that are zeroed at a time.
 const AT_ONCE: usize = 64;
 
-/// Pages that are being made zeroes; dropping it ends that.
-struct Held<'a> {
+/// Pages that are being zeroed; dropping it ends that.
+struct HeldZeroes<'a> {
     volume: &'a VolumeCache,
     frames: Vec<(u64, u64, u16)>,
 }
 
-impl Drop for Held<'_> {
+impl Drop for HeldZeroes<'_> {
     fn drop(&mut self) {
         for &(frame, id, _) in &self.frames {
             let mut wakers = Wakers::default();
             let mut shard = self.volume.lock(VolumeCache::shard_of(frame));
-            shard.flights.end_clean(id, &mut wakers);
+            shard.inflight.end_clean(id, &mut wakers);
         }
     }
 }
 
-impl Held<'_> {
-    /// Byte ranges, joined.
+impl HeldZeroes<'_> {
+    /// Byte ranges, merged.
     fn ranges(&self) -> Vec<(u64, u64)> {
         let size = self.volume.size();
         let mut out: Vec<(u64, u64)> = Vec::new();
@@ -54,15 +55,15 @@ impl Held<'_> {
 }
 
 impl VolumeCache {
-    /// The pages of a byte range that are whole; the short last one of a volume is.
+    /// The whole pages of a byte range; the short last page of a volume counts as whole.
     fn whole(&self, offset: u64, length: u64) -> std::ops::Range<u64> {
         let (start, end) = (offset.div_ceil(PAGE), offset + length);
         let end = if end == self.size() { end.div_ceil(PAGE) } else { end / PAGE };
         start..end.max(start)
     }
 
-    /// Change `id` has made a range zeroes past memory, while there were `losses` before it began. False if that may
-    /// be lost already.
+    /// Write `id` zeroed a range bypassing memory; `losses` is the loss counter from before it began. False
+    /// if that may be lost already.
     pub(crate) fn note_zeroes(
         &self,
         store: &Store,
@@ -76,19 +77,20 @@ impl VolumeCache {
             if store.losses() != losses {
                 return false;
             }
-            // Which of two changes the store did last is not known. A part of a page is not made zeroes alone.
+            // The order in which the store did two overlapping writes is unknown. Part of a page cannot be
+            // zeroed alone.
             let parts = [all.start, all.end.saturating_sub(1)];
             let own = |page: &u64| VolumeCache::shard_of(page / FRAME_PAGES) == number;
             let parted = parts.iter().any(|page| own(page) && !whole.contains(page));
-            if parted || shard.flights.has_clash(id) {
+            if parted || shard.inflight.has_clash(id) {
                 shard.loose = true;
             }
-            shard.note_zeroed(Zero { pages: whole.clone(), may_unmap });
+            shard.note_zeroed(ZeroedRange { pages: whole.clone(), may_unmap });
         }
         true
     }
 
-    /// A write has gone past memory and is stable: what it has written is not made zeroes again.
+    /// A write that bypassed memory is stable: its pages are not zeroed again.
     pub(crate) fn note_stable(&self, offset: u64, length: u64) {
         if self.mode() != Mode::Writeback {
             return;
@@ -99,8 +101,8 @@ impl VolumeCache {
         }
     }
 
-    /// Makes all zeroes again that may be lost.
-    pub(super) async fn zero_again(
+    /// Repeats all zeroes that may be lost.
+    pub(super) async fn repeat_zeroes(
         self: &Arc<Self>,
         io: &Io,
         store: &Store,
@@ -108,8 +110,8 @@ impl VolumeCache {
         let mut all = Vec::new();
         (0..SHARDS).for_each(|shard| self.lock(shard).zeroed_ranges(&mut all));
         join(&mut all);
-        let mut turns = Turns::default();
-        for Zero { pages, may_unmap } in all {
+        let mut yields = YieldCounter::default();
+        for ZeroedRange { pages, may_unmap } in all {
             let flags = ZeroFlags { may_unmap, fast_only: false };
             let end = pages.end.min(self.size().div_ceil(PAGE)).div_ceil(FRAME_PAGES);
             let mut frame = pages.start / FRAME_PAGES;
@@ -123,17 +125,18 @@ impl VolumeCache {
                 }
                 drop(held);
                 if let Some((shard, fill)) = busy {
-                    Wait { volume: self, shard, fill, waiter: None }.await;
+                    InflightWait { volume: self, shard, fill, waiter: None }.await;
                 }
-                turns.done(io, AT_ONCE).await;
+                yields.done(io, AT_ONCE).await;
             }
         }
         Ok(())
     }
 
-    /// Takes listed pages of the next frames, up to one with a change under way, which is to be waited for.
-    fn hold_zeroed(&self, frame: &mut u64, end: u64) -> (Held<'_>, Option<(usize, u64)>) {
-        let mut held = Held { volume: self, frames: Vec::with_capacity(AT_ONCE) };
+    /// Takes the recorded pages of the next frames, up to a frame with an in-flight write, which the caller
+    /// waits for.
+    fn hold_zeroed(&self, frame: &mut u64, end: u64) -> (HeldZeroes<'_>, Option<(usize, u64)>) {
+        let mut held = HeldZeroes { volume: self, frames: Vec::with_capacity(AT_ONCE) };
         for _ in 0..AT_ONCE {
             if *frame >= end {
                 break;
@@ -141,15 +144,15 @@ impl VolumeCache {
             let number = VolumeCache::shard_of(*frame);
             let mut shard = self.lock(number);
             let listed = shard.zeroed(*frame);
-            let (change, stuck) = shard.flights.changed_by(*frame, listed);
-            // A change whose request was dropped may still reach the store, before or after this.
+            let (write, stuck) = shard.inflight.write_in_flight(*frame, listed);
+            // A write whose future was dropped may still reach the store, before or after this.
             shard.loose |= stuck;
-            if let Some(change) = change {
-                return (held, Some((number, change)));
+            if let Some(write) = write {
+                return (held, Some((number, write)));
             }
             let pages = listed & !shard.unstable(*frame) & !shard.unsaved(*frame);
             if pages != 0 {
-                let id = shard.flights.begin_clean(*frame, pages);
+                let id = shard.inflight.begin_clean(*frame, pages);
                 held.frames.push((*frame, id, pages));
             }
             *frame += 1;

@@ -1,4 +1,4 @@
-//! What the tests of the cache share: a rig, a random source, and the kernel's hand.
+//! Shared by the tests of the cache: a rig, a random source, and a simulation of the kernel's reclaim.
 
 #![allow(
     dead_code,
@@ -40,7 +40,7 @@ impl Random {
     }
 }
 
-/// A cache over one or more test stores. Its reclaimer is turned by the test.
+/// A cache over one or more test stores. The test runs its reclaimer.
 pub struct Rig {
     pub memory: Arc<Memory>,
     pub cache: Arc<Cache>,
@@ -82,12 +82,12 @@ pub struct Disk {
     pub cached: Arc<VolumeCache>,
 }
 
-/// The kernel takes what it may of a mapping: lent pages go, others stay.
+/// Acts as the kernel under memory pressure: discards the lent pages of a mapping, keeps the others.
 pub fn reclaim(mapping: (usize, usize)) {
     ebb_mem::testing::take_everywhere(&[(mapping.0, mapping.1 - mapping.0)]);
 }
 
-/// Pages of a mapping that memory is behind now.
+/// Resident pages of a mapping.
 pub fn resident(mapping: (usize, usize)) -> u64 {
     let pages = (mapping.1 - mapping.0) / 4096;
     let mut there = vec![0u8; pages];

@@ -1,7 +1,7 @@
-//! A simulated device: one server with a rate, and what makes real ones difficult.
+//! A simulated device: one server with a rate, and the properties that make real devices difficult.
 //!
-//! Writes are served one after the other. A device is *busy* while it serves or stalls with
-//! something to do; what has been served but not yet told of (latency, batches) is not busy.
+//! Writes are served one after the other. A device is *busy* while it serves or stalls with work in its
+//! queue; writes that are served but not yet reported (latency, batches) do not make it busy.
 
 use super::random::Random;
 use crate::units::{Nanos, bytes_in, time_of};
@@ -9,34 +9,34 @@ use crate::units::{Nanos, bytes_in, time_of};
 /// Jitter of each service time, in parts per million.
 const JITTER: u32 = 100_000;
 
-/// What a device is like.
+/// The properties of a device.
 #[derive(Debug, Clone, Default)]
 pub struct Model {
     /// Bytes per second while it serves.
     pub rate: u64,
-    /// From served to told, without holding up the next write.
+    /// Time from the end of service to the completion, without delaying the next write.
     pub latency: Nanos,
-    /// Served before each write, whatever its size.
+    /// Fixed service time before each write.
     pub seek: Nanos,
-    /// Each about this often it does nothing for so long: `(every, length)`.
+    /// About this often it does nothing for this long: `(every, length)`.
     pub stalls: Option<(Nanos, Nanos)>,
-    /// Completions are told once this many bytes are served, or nothing is left to do; 0: at once.
+    /// Completions are reported once this many bytes are served, or when the queue is empty; 0: at once.
     pub batch: u64,
-    /// From then on nothing completes.
+    /// From this moment on nothing completes.
     pub dies: Option<Nanos>,
-    /// Bytes that a rested device takes at once, as into a cache of its own; it rests at its rate.
+    /// Bytes that a rested device accepts at once, as into a cache of its own; the cache drains at its rate.
     pub burst: u64,
 }
 
 impl Model {
-    /// A device of this rate in bytes per second, and nothing odd about it.
+    /// A device with this rate in bytes per second and no other properties.
     #[must_use]
     pub fn plain(rate: u64) -> Self {
         Self { rate, ..Self::default() }
     }
 }
 
-/// The device as it runs.
+/// The state of a device.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) model: Model,
@@ -44,7 +44,7 @@ pub(crate) struct Device {
     free_at: Nanos,
     busy: Nanos,
     next_stall: Nanos,
-    /// What of [`Model::burst`] is there, since when.
+    /// The free part of [`Model::burst`], and as of when.
     rested: (u64, Nanos),
 }
 
@@ -59,7 +59,7 @@ impl Device {
         Self { model, random, free_at: 0, busy: 0, next_stall, rested }
     }
 
-    /// Moves past the stall at `next_stall`; returns its end.
+    /// Advances past the stall at `next_stall`; returns its end.
     fn stall(&mut self) -> Nanos {
         let (every, length) = self.model.stalls.unwrap_or((Nanos::MAX / 2, 0));
         let end = self.next_stall.saturating_add(length);
@@ -68,7 +68,7 @@ impl Device {
         end
     }
 
-    /// Takes a write; when it will have been served, or never.
+    /// Accepts a write; returns when it will have been served, or `None` for never.
     pub(crate) fn submit(&mut self, bytes: u64, now: Nanos) -> Option<Nanos> {
         let begin = self.free_at.max(now);
         let mut start = begin;
@@ -91,7 +91,7 @@ impl Device {
         Some(end)
     }
 
-    /// How much of a write costs no time, since the device has rested until `start`.
+    /// The bytes of a write that take no time, since the device was idle until `start`.
     fn take_at_once(&mut self, bytes: u64, start: Nanos) -> u64 {
         let (before, since) = self.rested;
         let more = bytes_in(self.model.rate, start.saturating_sub(since));
@@ -113,7 +113,7 @@ mod tests {
     use crate::units::{MILLISECOND, SECOND};
 
     #[test]
-    fn it_serves_at_its_rate_less_stalls() {
+    fn a_device_serves_at_its_rate_minus_stalls() {
         let stalls = Some((SECOND, 100 * MILLISECOND));
         for (model, expected) in [
             (Model::plain(100_000_000), 100.0),
@@ -132,20 +132,20 @@ mod tests {
     }
 
     #[test]
-    fn a_rested_one_takes_a_burst_at_once() {
+    fn an_idle_device_accepts_a_burst_at_once() {
         let model = Model { burst: 5_000_000, ..Model::plain(10_000_000) };
         let mut device = Device::new(model, 1);
         assert_eq!(device.submit(3_000_000, 0), Some(0));
         let second = device.submit(3_000_000, 0).unwrap();
         assert!(second.abs_diff(100 * MILLISECOND) < 11 * MILLISECOND, "{second}");
-        // Half a second later all of it is there again, and not more.
+        // Half a second later all of it is free again, and not more.
         let later = second + SECOND / 2;
         assert_eq!(device.submit(5_000_000, later), Some(later));
         assert!(device.submit(1_000_000, later).unwrap() > later + 80 * MILLISECOND);
     }
 
     #[test]
-    fn the_dead_complete_nothing() {
+    fn a_dead_device_completes_nothing() {
         let model = Model { dies: Some(SECOND), ..Model::plain(1_000_000) };
         let mut device = Device::new(model, 1);
         assert!(device.submit(500_000, 0).is_some());

@@ -1,27 +1,27 @@
-//! What is measured of a run, and the bars it is held against.
+//! The figures of a run, and the bars they must meet.
 
 use std::fmt;
 
-use super::world::{Run, SAMPLE, Sample};
+use super::world::{SAMPLE, Sample, SimRun};
 use crate::units::{Nanos, SECOND};
 
-/// What a figure has to reach.
+/// The bar of a figure.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Bar {
-    /// For comparison only.
+    /// None; for comparison only.
     None,
     /// At least this.
     AtLeast(f64),
     /// At most this.
     AtMost(f64),
-    /// This, within so many percent of it.
+    /// This, within this many percent.
     Near(f64, f64),
 }
 
 /// One figure of one run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Figure {
-    /// What it is, with its unit; no blanks.
+    /// Its name, with the unit; no blanks.
     pub name: &'static str,
     /// Its value.
     pub value: f64,
@@ -68,21 +68,21 @@ fn index(at: Nanos) -> usize {
     usize::try_from(at / SAMPLE).unwrap_or(usize::MAX)
 }
 
-/// The samples of a device from one moment to another.
+/// The samples of a device between two moments.
 #[must_use]
 pub fn between(samples: &[Sample], from: Nanos, to: Nanos) -> &[Sample] {
     let end = index(to).min(samples.len());
     samples.get(index(from).min(end)..end).unwrap_or_default()
 }
 
-/// The mean of something over samples; 0 of none.
+/// The mean of a value over samples; 0 without samples.
 #[must_use]
 pub fn mean(samples: &[Sample], what: impl Fn(&Sample) -> u64) -> f64 {
     let sum: f64 = samples.iter().map(|sample| what(sample) as f64).sum();
     sum / (samples.len().max(1) as f64)
 }
 
-/// How long after `from` something first reaches `goal`; infinite if it never does.
+/// How long after `from` a value first reaches `goal`; infinite if it never does.
 pub(crate) fn reached(
     samples: &[Sample],
     from: Nanos,
@@ -94,7 +94,7 @@ pub(crate) fn reached(
     at.map_or(f64::INFINITY, |steps| steps as f64 * seconds(SAMPLE))
 }
 
-/// How long after `from` something is within 10 % of `goal` and stays there.
+/// How long after `from` a value is within 10 % of `goal` for good.
 pub(crate) fn settled(
     samples: &[Sample],
     from: Nanos,
@@ -136,7 +136,7 @@ pub(crate) fn unrest(samples: &[Sample]) -> f64 {
 
 /// Lengths in ms, sorted, of the pauses of these writers that ended within the span.
 pub(crate) fn pauses(
-    run: &Run,
+    run: &SimRun,
     writers: impl IntoIterator<Item = usize>,
     (from, to): (Nanos, Nanos),
 ) -> Vec<f64> {
@@ -150,7 +150,7 @@ pub(crate) fn pauses(
     lengths
 }
 
-/// The value `percent` of sorted ones do not exceed; 0 of none.
+/// The given percentile of sorted values; 0 without values.
 #[must_use]
 pub fn percentile(sorted: &[f64], percent: usize) -> f64 {
     let place = (sorted.len() * percent).div_ceil(100).saturating_sub(1);

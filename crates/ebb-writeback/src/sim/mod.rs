@@ -1,13 +1,13 @@
 //! A simulator around the controller: seeded devices, writers and flushers, hours in seconds.
 //!
-//! The controller is run as the daemon runs it, through its public functions only; what is simulated
-//! is the world: devices that stall, complete in batches, seek, die ([`device`]), writers like those
-//! of `fio` ([`world`]), and a flusher that follows [`crate::FlushPlan`]. [`scenario`] holds the
-//! scenarios T1 to T12, [`real`] those that are run on real devices, too, [`figure`] what is measured of them and its bars, [`report`] the table and
+//! The controller runs as in the daemon, through its public functions only. Everything else is simulated:
+//! devices that stall, complete in batches, seek and die ([`device`]), writers like those of `fio`
+//! ([`world`]), and a flusher that follows [`crate::FlushPlan`]. [`scenario`] has the scenarios T1 to T12,
+//! [`real`] those that also run on real devices, [`figure`] their figures and bars, [`report`] the table and
 //! [`plot`] the curves.
 //!
-//! Invariants: the same seed gives the same run, to the byte, on any machine: integers decide
-//! everything that happens, and floating point only describes it.
+//! Invariants: the same seed gives the same run, to the byte, on any machine: integers decide everything that
+//! happens, and floating point only describes it.
 
 pub mod device;
 pub mod figure;

@@ -12,14 +12,14 @@ const PANEL: u64 = 220;
 const LEFT: u64 = 70;
 const TOP: u64 = 50;
 const GAP: u64 = 50;
-/// Places across for which there is a point.
+/// Number of horizontal positions with a point.
 const POINTS: u64 = 220;
-/// Colours that those who see few can tell apart, the last for our law.
+/// Colours that colour-blind readers can distinguish, the last one for the horizon law.
 const COLOURS: [&str; 5] = ["#bbbbbb", "#ccaa44", "#44aa99", "#4477aa", "#cc3311"];
 
-/// One law's samples of the device that is shown.
+/// One law's samples of the plotted device.
 #[derive(Debug, Clone)]
-pub struct Line {
+pub struct Curve {
     /// The law's name.
     pub name: String,
     /// Its samples.
@@ -56,7 +56,7 @@ fn amount(bytes: u64) -> String {
 
 /// The SVG of one scenario.
 #[must_use]
-pub fn svg(title: &str, lines: &[Line]) -> String {
+pub fn svg(title: &str, lines: &[Curve]) -> String {
     let longest = lines.iter().map(|line| line.samples.len()).max().unwrap_or(0);
     let length = SAMPLE * u64::try_from(longest.max(2) - 1).unwrap_or(1);
     let height = TOP + 2 * PANEL + 2 * GAP;
@@ -90,7 +90,7 @@ fn panel(
     out: &mut String,
     (top, name): (u64, &str),
     length: Nanos,
-    lines: &[Line],
+    lines: &[Curve],
     what: impl Fn(&Sample) -> u64,
 ) {
     let all = lines.iter().flat_map(|line| &line.samples);
@@ -123,7 +123,7 @@ fn panel(
     }
 }
 
-/// A path through the largest sample of each place; points on a level stretch are left out.
+/// A path through the largest sample of each position; points within a level section are omitted.
 fn path(
     samples: &[Sample],
     length: Nanos,
@@ -172,6 +172,6 @@ mod tests {
         let samples: Vec<Sample> = [5, 5, 5, 5, 9].map(sample).to_vec();
         let path = path(&samples, 4 * SAMPLE, |sample| sample.held, |value| 100 - value);
         assert_eq!(path, "M70 95L730 95L950 91");
-        assert!(svg("x", &[Line { name: "a".into(), samples }]).ends_with("</svg>\n"));
+        assert!(svg("x", &[Curve { name: "a".into(), samples }]).ends_with("</svg>\n"));
     }
 }

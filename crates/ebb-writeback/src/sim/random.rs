@@ -1,4 +1,4 @@
-//! Repeatable numbers: splitmix64, small and good enough for jitter.
+//! Repeatable pseudo-random numbers: splitmix64, small and good enough for jitter.
 
 /// A seeded source.
 #[derive(Debug, Clone)]
@@ -17,7 +17,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Around `middle`: evenly from it less to it plus `ppm` parts per million of it.
+    /// A number around `middle`, uniformly within `ppm` parts per million of it.
     pub(crate) fn around(&mut self, middle: u64, ppm: u32) -> u64 {
         let span = crate::units::part(middle, ppm);
         middle - span + self.next() % (2 * span + 1)

@@ -1,10 +1,9 @@
-//! Scenarios that are run on real devices as well as simulated ones: R1 to R4, with the same set-up and
-//! the same figures for both.
+//! Scenarios that run on real devices as well as simulated ones: R1 to R4, with the same set-up and figures
+//! for both.
 //!
-//! They are those of the reports made small enough for any machine: rates that two processors move
-//! beside everything else, and half a minute each. What a real device is like follows from how
-//! it is made (its rate, what it takes at once after a rest, the one write it serves at a time),
-//! never from what came out.
+//! They are the reported cases, reduced to fit any machine: rates that two processors can move besides
+//! everything else, and half a minute each. The model of a real device follows from its construction (its
+//! rate, what it accepts at once after idle time, the one write it serves at a time), never from the results.
 
 use super::device::Model;
 use super::figure::{
@@ -13,7 +12,7 @@ use super::figure::{
 use super::scenario::{
     MB, Scenario, destination, device, drain, figure, longest, scenario, setup, shown,
 };
-use super::world::{Run, Sample, Setup, WriterModel};
+use super::world::{Sample, Setup, SimRun, WriterModel};
 use crate::units::{MILLISECOND, Nanos, SECOND};
 use crate::{BdiOptions, Law};
 
@@ -28,19 +27,19 @@ pub const ALL: [Scenario; 5] = [
 
 /// When the writer of the first device ends and that of the second begins.
 const CHANGE: Nanos = 10 * SECOND;
-/// When the fast disk's writer begins, and what is measured of it.
+/// When the fast disk's writer begins, and the end of its measurement.
 const FAST: Nanos = 8 * SECOND;
 const FAST_END: Nanos = 20 * SECOND;
-/// When the stick dies, where it does.
+/// When the stick dies, in the scenario where it does.
 const DEATH: Nanos = 8 * SECOND;
-/// How fast a writer is that nothing holds up.
+/// The speed of a writer that is not throttled.
 const SPEED: u64 = 300 * MB;
-/// For how long a device takes at once what comes after a rest.
+/// A device accepts at once what it can write in this time, after idle time.
 const REST: Nanos = SECOND / 4;
-/// Several times what all devices need, so that a host that is a little short of memory, and has the
-/// limit halved, runs the same scenario.
+/// Several times what all devices need, so that the scenario is the same on a host that is a little short of
+/// memory, where the limit is halved.
 const LIMIT: u64 = 1280 * MB;
-/// What the small device may hold.
+/// The limit of the small device.
 const SMALL: u64 = 7 * MB;
 
 fn disk(rate: u64) -> Model {
@@ -57,7 +56,7 @@ fn over<const A: u64, const B: u64>(law: Law) -> Setup {
     Setup { devices, writers, ..setup(law, LIMIT, 20) }
 }
 
-fn of_over(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_over(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let second = &run.devices[1];
     let end = between(second, setup.length - 3 * SECOND, setup.length);
     let held = mean(end, |sample| sample.held);
@@ -76,7 +75,7 @@ fn of_over(setup: &Setup, run: &Run) -> Vec<Figure> {
     ]
 }
 
-/// What a device wrote of what it could have, in percent.
+/// What a device wrote, in percent of what it could have written.
 fn share(samples: &[Sample], rate: u64) -> f64 {
     (throughput(samples) * 1e6 / rate as f64 * 100.0).min(100.0)
 }
@@ -87,17 +86,17 @@ fn stick(law: Law) -> Setup {
     Setup { devices, writers, ..setup(law, LIMIT, 24) }
 }
 
-/// The most seconds of work the first device ever held.
-fn longest_drain(setup: &Setup, run: &Run) -> f64 {
+/// The maximum time in seconds to write what the first device held.
+fn longest_drain(setup: &Setup, run: &SimRun) -> f64 {
     let most = run.devices[0].iter().map(|sample| sample.held).max().unwrap_or(0);
     drain(most as f64, setup.devices[0].0.rate)
 }
 
-fn fast_speed(setup: &Setup, run: &Run) -> f64 {
+fn fast_speed(setup: &Setup, run: &SimRun) -> f64 {
     share(between(&run.devices[1], FAST + SECOND, FAST_END), setup.devices[1].0.rate)
 }
 
-fn of_stick(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_stick(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let waits = pauses(run, [0], (0, FAST_END));
     let stick = &run.devices[0];
     let after = between(stick, FAST_END, setup.length);
@@ -121,7 +120,7 @@ fn dead(law: Law) -> Setup {
     Setup { length: FAST_END, ..setup }
 }
 
-fn of_dead(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_dead(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let pinned = mean(between(&run.devices[0], FAST_END - SECOND, FAST_END), |s| s.held);
     vec![
         figure(setup, "pinned_s", drain(pinned, setup.devices[0].0.rate), Bar::AtMost(2.0)),
@@ -135,7 +134,7 @@ fn small(law: Law) -> Setup {
     Setup { devices: vec![(disk(60), options)], writers, ..setup(law, LIMIT, 12) }
 }
 
-fn of_small(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_small(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let disk = &run.devices[0];
     let most = disk.iter().map(|sample| sample.held).max().unwrap_or(0);
     let waits = pauses(run, 0..4, (SECOND, Nanos::MAX));
@@ -149,7 +148,7 @@ fn of_small(setup: &Setup, run: &Run) -> Vec<Figure> {
     ]
 }
 
-/// Mean distance of two curves of one device, as a part of what `whole` gives for the second, in percent.
+/// Mean distance of two curves of one device, in percent of `whole` of the second.
 #[must_use]
 pub fn apart(real: &[Sample], model: &[Sample], what: impl Fn(&Sample) -> u64, whole: f64) -> f64 {
     let count = real.len().min(model.len());
@@ -158,8 +157,7 @@ pub fn apart(real: &[Sample], model: &[Sample], what: impl Fn(&Sample) -> u64, w
     sum / (count.max(1) as f64) / whole.max(1.0) * 100.0
 }
 
-/// What curves of the device that is shown are measured by: the threshold it has at the end of its
-/// load, bytes.
+/// The reference for the curves of the plotted device: its threshold at the end of its load, in bytes.
 #[must_use]
 pub fn target(setup: &Setup, samples: &[Sample]) -> f64 {
     let end = setup.writers.iter().map(|writer| writer.span.1.min(setup.length)).max();
@@ -167,7 +165,7 @@ pub fn target(setup: &Setup, samples: &[Sample]) -> f64 {
     mean(between(samples, end.saturating_sub(3 * SECOND), end), |sample| sample.threshold)
 }
 
-/// The shortest wait of a write that counts as a pause, as the law has it.
+/// The shortest wait of a write that counts as a pause, as in the law.
 pub const PAUSE: Nanos = MILLISECOND;
 
 #[cfg(test)]
@@ -187,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_curve_is_no_distance_from_itself() {
+    fn the_distance_of_a_curve_from_itself_is_zero() {
         let samples: Vec<Sample> =
             (0..10).map(|held| Sample { held, ..Sample::default() }).collect();
         let held = |sample: &Sample| sample.held;

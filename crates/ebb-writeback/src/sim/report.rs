@@ -3,20 +3,20 @@
 use std::fmt::Write;
 
 use super::figure::{Bar, Figure};
-use super::plot::{Line, svg};
+use super::plot::{Curve, svg};
 use super::scenario::{ALL, Scenario};
 use super::{LAWS, name, world};
 use crate::{Error, Law};
 
 /// One scenario under one law.
 #[derive(Debug, Clone)]
-pub struct Result {
+pub struct LawResult {
     /// The law.
     pub law: Law,
     /// What was measured.
     pub figures: Vec<Figure>,
-    /// The device that is shown.
-    pub line: Line,
+    /// The curve of the plotted device.
+    pub line: Curve,
 }
 
 /// One scenario under all laws.
@@ -25,19 +25,19 @@ pub struct Comparison {
     /// The scenario.
     pub scenario: &'static Scenario,
     /// In the order of [`LAWS`].
-    pub results: Vec<Result>,
+    pub results: Vec<LawResult>,
 }
 
 /// Runs a scenario under one law.
 ///
 /// # Errors
-/// What the controller says to options it does not accept.
-pub fn measure(scenario: &'static Scenario, law: Law) -> std::result::Result<Result, Error> {
+/// The controller's error for options it does not accept.
+pub fn measure(scenario: &'static Scenario, law: Law) -> std::result::Result<LawResult, Error> {
     let setup = (scenario.setup)(law);
     let mut run = world::run(&setup)?;
     let figures = (scenario.measure)(&setup, &run);
     let samples = std::mem::take(&mut run.devices[scenario.shown]);
-    Ok(Result { law, figures, line: Line { name: name(law), samples } })
+    Ok(LawResult { law, figures, line: Curve { name: name(law), samples } })
 }
 
 /// Runs everything; takes some seconds.
@@ -125,7 +125,7 @@ pub fn files(comparisons: &[Comparison]) -> Vec<(String, String)> {
     let mut files = vec![("README.md".to_owned(), markdown(comparisons))];
     for comparison in comparisons {
         let Scenario { id, title, .. } = comparison.scenario;
-        let lines: Vec<Line> =
+        let lines: Vec<Curve> =
             comparison.results.iter().map(|result| result.line.clone()).collect();
         files.push((format!("{id}.svg"), svg(&format!("{id}: {title}"), &lines)));
     }

@@ -7,9 +7,9 @@ use super::figure::{
     Bar, Figure, between, mean, millis, pauses, percentile, reached, seconds, settled, throughput,
     unrest, utilisation,
 };
-use super::world::{Action, Run, SAMPLE, Sample, Setup, WriterModel};
+use super::world::{Action, SAMPLE, Sample, Setup, SimRun, WriterModel};
 use crate::units::{MILLISECOND, Nanos, SECOND, WHOLE};
-use crate::{BdiOptions, Law, Pressure};
+use crate::{BdiOptions, Law, PressureLevel};
 
 pub(super) const MB: u64 = 1_000_000;
 
@@ -18,14 +18,14 @@ pub(super) const MB: u64 = 1_000_000;
 pub struct Scenario {
     /// Short name, without blanks.
     pub id: &'static str,
-    /// What it is about.
+    /// What it shows.
     pub title: &'static str,
-    /// What its curves show: the device, and what is interesting about it.
+    /// What its curves show: the device, and why.
     pub shown: usize,
-    /// Makes the run.
+    /// Creates the set-up.
     pub setup: fn(Law) -> Setup,
-    /// Measures it.
-    pub measure: fn(&Setup, &Run) -> Vec<Figure>,
+    /// Evaluates the run.
+    pub measure: fn(&Setup, &SimRun) -> Vec<Figure>,
 }
 
 /// All of them.
@@ -84,11 +84,11 @@ pub const ALL: [Scenario; 22] = [
     scenario("T12", "bursts of 99 MB each 5 s on 100 MB/s", 0, burst, of_burst),
 ];
 
-/// Linux's estimates need some time; pauses of steady load are counted from here on.
+/// Linux's estimates need some time; pauses of steady load are counted from this moment.
 const WARM: Nanos = 10 * SECOND;
 
 type Make = fn(Law) -> Setup;
-type Measure = fn(&Setup, &Run) -> Vec<Figure>;
+type Measure = fn(&Setup, &SimRun) -> Vec<Figure>;
 
 pub(super) const fn scenario(
     id: &'static str,
@@ -123,7 +123,7 @@ pub(super) fn device(model: Model) -> (Model, BdiOptions) {
     (model, BdiOptions::default())
 }
 
-/// Bars hold for our law; the others are shown beside it.
+/// The bars apply to the horizon law; the others are shown beside it.
 pub(super) fn figure(setup: &Setup, name: &'static str, value: f64, bar: Bar) -> Figure {
     Figure { name, value, bar: if setup.law == Law::Horizon { bar } else { Bar::None } }
 }
@@ -140,7 +140,7 @@ pub(super) fn drain(held: f64, rate: u64) -> f64 {
     held / (rate as f64)
 }
 
-/// What a threshold climbs to: for Linux the whole limit, for ours what it ends with.
+/// The value a threshold climbs to: for Linux the whole limit, for the horizon law its final value.
 pub(super) fn destination(setup: &Setup, samples: &[Sample]) -> f64 {
     if setup.law == Law::Horizon {
         let end = setup.length;
@@ -157,11 +157,11 @@ fn ramp<const RATE: u64, const LIMIT: u64>(law: Law) -> Setup {
     Setup { devices, writers: vec![WriterModel::stream(0)], ..setup(law, LIMIT * MB, 150) }
 }
 
-fn of_ramp(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_ramp(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let disk = &run.devices[0];
     let goal = destination(setup, disk) * 0.95;
     let rate = setup.devices[0].0.rate;
-    // Published for these machines: the reports of the thread name no others.
+    // Published for these machines; the reports name no others.
     let bar = match (setup.law, rate / MB) {
         (Law::LinuxOld { shift: 2 }, 50) => Bar::Near(92.0, 5.0),
         (Law::LinuxOld { shift: 0 }, 50) => Bar::Near(23.0, 5.0),
@@ -205,8 +205,8 @@ fn over<const A: u64, const B: u64>(law: Law) -> Setup {
     pair(law, [A, B], CHANGE)
 }
 
-/// When the second device's threshold is right, and how full it is and when.
-fn of_second(setup: &Setup, run: &Run) -> Vec<Figure> {
+/// When the second device's threshold is right, how full the device is, and when.
+fn of_second(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let disk = &run.devices[1];
     let end = between(disk, setup.length - 5 * SECOND, setup.length);
     let rate = setup.devices[1].0.rate;
@@ -214,7 +214,7 @@ fn of_second(setup: &Setup, run: &Run) -> Vec<Figure> {
     let right = if setup.law == Law::Horizon {
         settled(disk, CHANGE, destination(setup, disk), threshold)
     } else {
-        // Beside another device Linux's share is the part of what completes.
+        // Beside another device Linux's share is the part of the completions.
         let ends =
             run.devices.iter().map(|disk| between(disk, setup.length - 5 * SECOND, setup.length));
         let all: f64 = ends.map(throughput).sum();
@@ -236,7 +236,7 @@ fn of_second(setup: &Setup, run: &Run) -> Vec<Figure> {
     ]
 }
 
-fn of_over(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_over(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let mut figures = of_second(setup, run);
     let after = between(&run.devices[1], CHANGE + SECOND / 2, setup.length);
     let waits = pauses(run, [1], (0, Nanos::MAX));
@@ -251,7 +251,7 @@ fn join<const A: u64, const B: u64>(law: Law) -> Setup {
     pair(law, [A, B], Nanos::MAX)
 }
 
-fn of_join(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_join(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let mut figures = of_second(setup, run);
     let waits = |writer| longest(&pauses(run, [writer], (CHANGE, Nanos::MAX)));
     let first = between(&run.devices[0], CHANGE, setup.length);
@@ -282,8 +282,8 @@ fn jbod<const WRITERS: usize>(law: Law) -> Setup {
     Setup { length: 40 * SECOND, ..disks(law, 1180 * MB, &model, 12, WRITERS) }
 }
 
-/// After the start: the least busy disk, the spread of speeds, unrest of thresholds.
-fn of_disks(setup: &Setup, run: &Run) -> (f64, f64, f64) {
+/// After the start: the least busy disk, the spread of speeds, the variation of thresholds.
+fn of_disks(setup: &Setup, run: &SimRun) -> (f64, f64, f64) {
     let late: Vec<&[Sample]> =
         run.devices.iter().map(|disk| between(disk, 2 * SECOND, setup.length)).collect();
     let least = |values: Vec<f64>| values.into_iter().fold(f64::INFINITY, f64::min);
@@ -294,15 +294,15 @@ fn of_disks(setup: &Setup, run: &Run) -> (f64, f64, f64) {
     (busy, least(speeds) / most, unrests / (late.len().max(1) as f64))
 }
 
-fn all_pauses(setup: &Setup, run: &Run) -> Vec<f64> {
+fn all_pauses(setup: &Setup, run: &SimRun) -> Vec<f64> {
     pauses(run, 0..setup.writers.len(), (WARM, Nanos::MAX))
 }
 
-fn total_speed(setup: &Setup, run: &Run) -> f64 {
+fn total_speed(setup: &Setup, run: &SimRun) -> f64 {
     run.devices.iter().map(|disk| throughput(between(disk, 2 * SECOND, setup.length))).sum()
 }
 
-fn of_jbod(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_jbod(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let (busy, spread, unrest) = of_disks(setup, run);
     let waits = all_pauses(setup, run);
     vec![
@@ -322,7 +322,7 @@ fn small_jbod(law: Law) -> Setup {
     disks(law, 120 * MB, &model, 12, 1)
 }
 
-fn of_small_jbod(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_small_jbod(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let (busy, spread, unrest) = of_disks(setup, run);
     let waits = all_pauses(setup, run);
     vec![
@@ -352,12 +352,12 @@ fn stick(law: Law) -> Setup {
     Setup { devices, writers, ..setup(law, 1600 * MB, 40) }
 }
 
-fn fast_speed(setup: &Setup, run: &Run) -> Figure {
+fn fast_speed(setup: &Setup, run: &SimRun) -> Figure {
     let after = between(&run.devices[1], FAST_FROM + SECOND / 2, setup.length);
     figure(setup, "fast_speed_pct", throughput(after) / 5.0, Bar::AtLeast(98.0))
 }
 
-fn of_stick(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_stick(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let disk = &run.devices[0];
     let peak = disk.iter().map(|sample| sample.held).max().unwrap_or(0);
     let waits = pauses(run, [0], (0, Nanos::MAX));
@@ -380,7 +380,7 @@ fn dead_stick(law: Law) -> Setup {
     setup
 }
 
-fn of_dead_stick(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_dead_stick(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let pinned = run.devices[0].last().map_or(0, |sample| sample.held);
     let horizons = drain(pinned as f64, 5 * MB) / 2.0;
     vec![
@@ -398,7 +398,7 @@ fn nas<const BATCH: u64>(law: Law) -> Setup {
     Setup { background: WHOLE / 3 * 2, ..disks(law, 177 * MB, &model, 4, 1) }
 }
 
-fn of_nas(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_nas(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let (busy, spread, unrest) = of_disks(setup, run);
     let waits = all_pauses(setup, run);
     vec![
@@ -418,7 +418,7 @@ fn tiny<const BATCH: u64, const STALL: u64>(law: Law) -> Setup {
     Setup { length: 60 * SECOND, ..disks(law, 7 * MB, &model, 1, 4) }
 }
 
-fn of_tiny(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_tiny(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let (busy, _, _) = of_disks(setup, run);
     let waits = pauses(run, 0..4, (0, Nanos::MAX));
     vec![
@@ -438,7 +438,7 @@ fn light(law: Law) -> Setup {
     Setup { devices, writers, ..setup(law, 400 * MB, 60) }
 }
 
-fn of_light(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_light(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let heavy = pauses(run, 0..8, (WARM, Nanos::MAX));
     vec![
         figure(
@@ -459,12 +459,12 @@ fn cut(law: Law) -> Setup {
     let writers = vec![0, 0, 1, 1].into_iter().map(WriterModel::stream).collect();
     let actions = vec![
         (10 * SECOND, Action::Limit(150 * MB)),
-        (20 * SECOND, Action::Pressure(Pressure::Squeeze)),
+        (20 * SECOND, Action::Pressure(PressureLevel::Squeeze)),
     ];
     Setup { devices, writers, actions, ..setup(law, 300 * MB, 30) }
 }
 
-fn of_cut(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_cut(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let (busy, _, _) = of_disks(setup, run);
     vec![
         figure(
@@ -490,7 +490,7 @@ fn deep(law: Law) -> Setup {
     Setup { devices: vec![(model, options)], writers: vec![writer; 4], ..setup(law, 8000 * MB, 30) }
 }
 
-fn of_deep(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_deep(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let disk = &run.devices[0];
     let full = disk.windows(2).position(|pair| (pair[1].busy - pair[0].busy) * 100 > SAMPLE * 95);
     let until = full.map_or(setup.length, |steps| SAMPLE * (steps as u64 + 1));
@@ -513,7 +513,7 @@ fn burst(law: Law) -> Setup {
     Setup { devices, writers, ..setup(law, 800 * MB, 60) }
 }
 
-fn of_burst(setup: &Setup, run: &Run) -> Vec<Figure> {
+fn of_burst(setup: &Setup, run: &SimRun) -> Vec<Figure> {
     let late = between(&run.devices[0], 50 * SECOND, setup.length);
     let off = |sample: &Sample| (sample.bandwidth as f64 / 1e6 - 100.0).abs();
     let worst = late.iter().map(off).fold(0.0, f64::max);

@@ -1,4 +1,4 @@
-//! The world: writers, flushers and devices around the controller, moved by one queue of events.
+//! The simulated world: writers, flushers and devices around the controller, driven by one event queue.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -6,14 +6,15 @@ use std::collections::{BinaryHeap, VecDeque};
 use super::device::{Device, Model};
 use crate::units::{MILLISECOND, Nanos, SECOND, bytes_in, time_of};
 use crate::{
-    Bdi, BdiOptions, Error, Law, Options, Outcome, Pressure, Verdict, VolumeId, Writeback,
+    Bdi, BdiOptions, Error, Law, PressureLevel, Verdict, VolumeId, WriteOutcome, Writeback,
+    WritebackOptions,
 };
 
-/// How often the keeper runs, and how often curves are sampled.
+/// How often the control thread runs.
 const KEEP: Nanos = 10 * MILLISECOND;
-/// Distance of samples.
+/// Interval of samples.
 pub const SAMPLE: Nanos = 20 * MILLISECOND;
-/// After which a device that ran out of work tells of an unfinished batch.
+/// Delay after which a device without work reports an unfinished batch.
 const NOTICE: Nanos = 10 * MILLISECOND;
 
 /// How a writer behaves.
@@ -23,11 +24,11 @@ pub struct WriterModel {
     pub device: usize,
     /// Bytes of one write.
     pub request: u64,
-    /// Bytes per second it makes when nothing holds it up.
+    /// Bytes per second it writes when it is not throttled.
     pub speed: u64,
     /// When it begins and ends.
     pub span: (Nanos, Nanos),
-    /// Writes this many bytes, then nothing until so long after it began with them.
+    /// Writes this many bytes, then pauses until this long after it began them.
     pub burst: Option<(u64, Nanos)>,
 }
 
@@ -45,33 +46,33 @@ impl WriterModel {
     }
 }
 
-/// What happens to the controller during the run.
+/// A change of the controller's settings during the run.
 #[derive(Debug, Clone, Copy)]
 pub enum Action {
-    /// The limit is set anew.
+    /// The limit changes.
     Limit(u64),
     /// Memory pressure changes.
-    Pressure(Pressure),
+    Pressure(PressureLevel),
 }
 
-/// Everything about one run.
+/// Everything that defines a run.
 #[derive(Debug, Clone)]
 pub struct Setup {
     /// The law under test.
     pub law: Law,
-    /// The limit, and the Linux laws' background threshold as a part of it.
+    /// The limit in bytes.
     pub limit: u64,
-    /// See [`Options::background`].
+    /// See [`WritebackOptions::background`].
     pub background: u32,
     /// Devices, with bounds.
     pub devices: Vec<(Model, BdiOptions)>,
     /// Writers; each is a volume of its own.
     pub writers: Vec<WriterModel>,
-    /// What happens when.
+    /// Changes of settings, with their times.
     pub actions: Vec<(Nanos, Action)>,
     /// Length of the run.
     pub length: Nanos,
-    /// Of everything random.
+    /// The seed of all random numbers.
     pub seed: u64,
 }
 
@@ -90,18 +91,18 @@ pub struct Sample {
     pub written: u64,
 }
 
-/// What came out.
+/// The results of a run.
 #[derive(Debug, Clone, Default)]
-pub struct Run {
+pub struct SimRun {
     /// For each device a sample every [`SAMPLE`].
     pub devices: Vec<Vec<Sample>>,
-    /// For each writer every wait: when it ended, and how long it was.
+    /// For each writer every wait: when it ended, and its length.
     pub pauses: Vec<Vec<(Nanos, Nanos)>>,
     /// For each writer the bytes it wrote.
     pub accepted: Vec<u64>,
-    /// Largest part of the limit in force that was ever held, in parts per million.
+    /// The largest fraction of the limit in force that was ever held, in parts per million.
     pub fullest: u64,
-    /// Largest sum of thresholds as a part of the limit in force, in parts per million.
+    /// The largest sum of thresholds as a fraction of the limit in force, in parts per million.
     pub divided: u64,
 }
 
@@ -127,9 +128,9 @@ struct Write {
 struct Writer {
     model: WriterModel,
     volume: VolumeId,
-    /// When the write at hand first asked.
-    asked: Option<Nanos>,
-    /// Events of earlier turns are void.
+    /// When the current write was first requested.
+    requested: Option<Nanos>,
+    /// Events of earlier iterations are void.
     turn: u64,
     burst_left: u64,
     burst_began: Nanos,
@@ -138,22 +139,22 @@ struct Writer {
 struct Disk {
     bdi: Bdi,
     device: Device,
-    /// Served in this order: being served, served but not told, told (waiting out the latency).
+    /// Served in this order: in service, served but not reported, reported (waiting for the latency).
     serving: VecDeque<Write>,
     served: VecDeque<Write>,
-    told: VecDeque<Write>,
+    reported: VecDeque<Write>,
     served_bytes: u64,
     batch: u64,
     in_flight: u64,
-    /// The writers that are on it, what each has dirty, and whose turn it is.
+    /// The writers of this disk, their dirty bytes, and the next one to flush.
     writers: Vec<usize>,
     dirty: Vec<u64>,
-    hand: usize,
-    /// When dirty data came, oldest first.
+    next_writer: usize,
+    /// When data became dirty, oldest first.
     ages: VecDeque<(Nanos, u64)>,
 }
 
-/// A run under way.
+/// A run in progress.
 struct World {
     now: Nanos,
     length: Nanos,
@@ -163,14 +164,13 @@ struct World {
     disks: Vec<Disk>,
     writers: Vec<Writer>,
     actions: Vec<(Nanos, Action)>,
-    run: Run,
+    run: SimRun,
 }
 
 /// Runs it from beginning to end.
 ///
-/// # Errors
-/// What the controller says to options it does not accept.
-pub fn run(setup: &Setup) -> Result<Run, Error> {
+/// # Errors The controller's error for options it does not accept.
+pub fn run(setup: &Setup) -> Result<SimRun, Error> {
     let mut world = World::new(setup)?;
     while let Some(Reverse((at, _, event))) = world.events.pop() {
         if at > setup.length {
@@ -185,7 +185,8 @@ pub fn run(setup: &Setup) -> Result<Run, Error> {
 impl World {
     fn new(setup: &Setup) -> Result<Self, Error> {
         let background = setup.background;
-        let options = Options { law: setup.law, background, ..Options::new(setup.limit) };
+        let options =
+            WritebackOptions { law: setup.law, background, ..WritebackOptions::new(setup.limit) };
         let mut writeback = Writeback::new(&options)?;
         let mut disks = Vec::new();
         for (seed, (model, options)) in (setup.seed..).zip(&setup.devices) {
@@ -194,13 +195,13 @@ impl World {
                 device: Device::new(model.clone(), seed),
                 serving: VecDeque::new(),
                 served: VecDeque::new(),
-                told: VecDeque::new(),
+                reported: VecDeque::new(),
                 served_bytes: 0,
                 batch: 0,
                 in_flight: 0,
                 writers: Vec::new(),
                 dirty: Vec::new(),
-                hand: 0,
+                next_writer: 0,
                 ages: VecDeque::new(),
             });
         }
@@ -212,13 +213,20 @@ impl World {
             let volume = disk.bdi.add_volume(1)?;
             let burst_left = model.burst.map_or(u64::MAX, |(bytes, _)| bytes);
             let (model, burst_began) = (model.clone(), model.span.0);
-            writers.push(Writer { model, volume, asked: None, turn: 0, burst_left, burst_began });
+            writers.push(Writer {
+                model,
+                volume,
+                requested: None,
+                turn: 0,
+                burst_left,
+                burst_began,
+            });
         }
-        let run = Run {
+        let run = SimRun {
             devices: vec![Vec::new(); disks.len()],
             pauses: vec![Vec::new(); writers.len()],
             accepted: vec![0; writers.len()],
-            ..Run::default()
+            ..SimRun::default()
         };
         let (actions, events) = (setup.actions.clone(), BinaryHeap::new());
         let length = setup.length;
@@ -248,16 +256,16 @@ impl World {
 
     fn turn(&mut self, event: Event) {
         match event {
-            Event::Ask { writer, turn } => self.ask(writer, turn),
+            Event::Ask { writer, turn } => self.reserve(writer, turn),
             Event::Served { device } => self.served(device),
             Event::Notice { device, batch } => {
                 if self.disks[device].batch == batch {
-                    self.tell(device);
+                    self.report(device);
                 }
             }
             Event::Done { device } => self.done(device),
             Event::Keep => {
-                self.writeback.keep(self.now);
+                self.writeback.update(self.now);
                 self.check();
                 for device in 0..self.disks.len() {
                     self.flush(device);
@@ -272,7 +280,7 @@ impl World {
         }
     }
 
-    fn ask(&mut self, index: usize, turn: u64) {
+    fn reserve(&mut self, index: usize, turn: u64) {
         let now = self.now;
         let writer = &mut self.writers[index];
         if writer.turn != turn || now >= writer.model.span.1 {
@@ -280,20 +288,20 @@ impl World {
         }
         let device = writer.model.device;
         let disk = &mut self.disks[device];
-        let asked = *writer.asked.get_or_insert(now);
+        let requested = *writer.requested.get_or_insert(now);
         let bytes = writer.model.request;
         writer.turn += 1;
         let turn = writer.turn;
-        let verdict = disk.bdi.ask(writer.volume, bytes, asked, now);
+        let verdict = disk.bdi.reserve(writer.volume, bytes, requested, now);
         if let Verdict::PauseUntil(until) = verdict {
             self.at(until.max(now + 1), Event::Ask { writer: index, turn });
             return;
         }
-        // A scenario's writes are never too large for its limit.
+        // The writes of a scenario are never too large for its limit.
         debug_assert_eq!(verdict, Verdict::Go);
-        writer.asked = None;
-        if now > asked {
-            self.run.pauses[index].push((now, now - asked));
+        writer.requested = None;
+        if now > requested {
+            self.run.pauses[index].push((now, now - requested));
         }
         self.run.accepted[index] += bytes;
         if let Some(place) = disk.writers.iter().position(|writer| *writer == index) {
@@ -303,7 +311,7 @@ impl World {
             Some((at, sum)) if now - *at < 100 * MILLISECOND => *sum += bytes,
             _ => disk.ages.push_back((now, bytes)),
         }
-        let next = writer.next(asked, now);
+        let next = writer.next(requested, now);
         self.at(next, Event::Ask { writer: index, turn });
         self.check();
         self.flush(device);
@@ -346,20 +354,20 @@ impl World {
         disk.served_bytes += write.bytes;
         disk.served.push_back(write);
         if disk.served_bytes >= disk.device.model.batch {
-            self.tell(device);
+            self.report(device);
         } else if disk.serving.is_empty() {
             let batch = disk.batch;
             self.at(self.now + NOTICE, Event::Notice { device, batch });
         }
     }
 
-    /// Tells of everything served so far.
-    fn tell(&mut self, device: usize) {
+    /// Reports everything served so far.
+    fn report(&mut self, device: usize) {
         let disk = &mut self.disks[device];
         disk.served_bytes = 0;
         disk.batch += 1;
         let count = disk.served.len();
-        disk.told.append(&mut disk.served);
+        disk.reported.append(&mut disk.served);
         let at = self.now + disk.device.model.latency;
         for _ in 0..count {
             self.at(at, Event::Done { device });
@@ -369,14 +377,15 @@ impl World {
     fn done(&mut self, device: usize) {
         let now = self.now;
         let disk = &mut self.disks[device];
-        let Some(write) = disk.told.pop_front() else { return };
+        let Some(write) = disk.reported.pop_front() else { return };
         disk.in_flight -= write.bytes;
         let volume = self.writers[disk.writers[write.volume]].volume;
-        let again = disk.bdi.on_written(volume, write.bytes, write.sent, Outcome::Written, now);
+        let again =
+            disk.bdi.on_written(volume, write.bytes, write.sent, WriteOutcome::Written, now);
         if again {
             for place in 0..self.disks[device].writers.len() {
                 let writer = self.disks[device].writers[place];
-                if self.writers[writer].asked.is_some() {
+                if self.writers[writer].requested.is_some() {
                     let turn = self.writers[writer].turn;
                     self.at(now, Event::Ask { writer, turn });
                 }
@@ -385,7 +394,7 @@ impl World {
         self.flush(device);
     }
 
-    /// What must hold at every moment.
+    /// Checks what must hold at every moment.
     fn check(&mut self) {
         let stats = self.writeback.stats();
         self.run.fullest =
@@ -413,8 +422,8 @@ impl World {
 }
 
 impl Writer {
-    /// When the next write is ready, after one that asked and went.
-    fn next(&mut self, asked: Nanos, now: Nanos) -> Nanos {
+    /// When the next write is ready, after one that was requested at `requested` and granted.
+    fn next(&mut self, requested: Nanos, now: Nanos) -> Nanos {
         let model = &self.model;
         self.burst_left = self.burst_left.saturating_sub(model.request);
         if let (0, Some((bytes, every))) = (self.burst_left, model.burst) {
@@ -422,18 +431,18 @@ impl Writer {
             self.burst_left = bytes;
             return self.burst_began.max(now);
         }
-        // One that is slow of its own goes on with its work while a write waits.
+        // A slow writer goes on with its work while a write waits.
         let slow = model.speed < bytes_in(model.request, SECOND).saturating_mul(100);
-        let from = if slow { asked } else { now };
+        let from = if slow { requested } else { now };
         (from + time_of(model.request, model.speed)).max(now)
     }
 }
 
 impl Disk {
-    /// The next write: a whole chunk of one volume if there is one, else what there is if `small`.
+    /// The next write: a whole chunk of one volume if there is one, otherwise what there is if `small`.
     fn pick(&mut self, chunk: u64, small: bool, now: Nanos) -> Option<Write> {
         let count = self.dirty.len();
-        let places = (0..count).map(|step| (self.hand + step) % count);
+        let places = (0..count).map(|step| (self.next_writer + step) % count);
         let whole = places.clone().find(|place| self.dirty[*place] >= chunk);
         let some = || places.clone().find(|place| small && self.dirty[*place] > 0);
         let volume = whole.or_else(some)?;
@@ -441,7 +450,7 @@ impl Disk {
     }
 
     fn take(&mut self, write: Write) {
-        self.hand = (write.volume + 1) % self.dirty.len();
+        self.next_writer = (write.volume + 1) % self.dirty.len();
         self.dirty[write.volume] -= write.bytes;
         self.in_flight += write.bytes;
         self.serving.push_back(write);

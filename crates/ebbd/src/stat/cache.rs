@@ -94,7 +94,7 @@ impl From<&CacheStats> for CacheStat {
             rewire_lost_bytes: bytes(total.lost_hits),
             reclaimed_bytes: bytes(total.reclaimed),
             evicted_bytes: bytes(total.evictions),
-            receded_bytes: stats.receded,
+            receded_bytes: stats.proactively_reclaimed,
         }
     }
 }

@@ -5,10 +5,10 @@ use std::path::Path;
 
 use ebb_writeback::Law;
 use ebb_writeback::sim::figure::{Bar as SimBar, Figure as Measured};
-use ebb_writeback::sim::plot::{Line, svg};
+use ebb_writeback::sim::plot::{Curve, svg};
 use ebb_writeback::sim::real::{ALL, apart, target};
 use ebb_writeback::sim::scenario::Scenario;
-use ebb_writeback::sim::world::{self, Run, Sample, Setup};
+use ebb_writeback::sim::world::{self, Sample, Setup, SimRun};
 
 use super::devices::Rig;
 use super::{Error, Options};
@@ -28,8 +28,8 @@ const DISTANCES: [&str; 2] = ["held_curve_apart_pct", "threshold_curve_apart_pct
 struct Pair {
     scenario: &'static Scenario,
     setup: Setup,
-    real: (Run, Vec<Measured>),
-    model: (Run, Vec<Measured>),
+    real: (SimRun, Vec<Measured>),
+    model: (SimRun, Vec<Measured>),
 }
 
 /// Takes the figures of a measurement by its name, or its failure.
@@ -88,12 +88,17 @@ fn prefix(scenario: &Scenario) -> String {
     format!("writeback_{}_", scenario.id.to_lowercase())
 }
 
-fn measured(scenario: &Scenario, setup: &Setup, run: Run) -> (Run, Vec<Measured>) {
+fn measured(scenario: &Scenario, setup: &Setup, run: SimRun) -> (SimRun, Vec<Measured>) {
     let figures = (scenario.measure)(setup, &run);
     (run, figures)
 }
 
-fn real(daemon: &Path, work: &Workdir, scenario: &Scenario, setup: &Setup) -> Result<Run, Error> {
+fn real(
+    daemon: &Path,
+    work: &Workdir,
+    scenario: &Scenario,
+    setup: &Setup,
+) -> Result<SimRun, Error> {
     let mut tries = 0;
     loop {
         tries += 1;
@@ -108,7 +113,7 @@ fn real(daemon: &Path, work: &Workdir, scenario: &Scenario, setup: &Setup) -> Re
 }
 
 impl Pair {
-    fn shown<'a>(&self, run: &'a Run) -> &'a [Sample] {
+    fn shown<'a>(&self, run: &'a SimRun) -> &'a [Sample] {
         run.devices.get(self.scenario.shown).map_or(&[], Vec::as_slice)
     }
 
@@ -154,10 +159,12 @@ impl Pair {
 
     fn plot(&self) -> String {
         let title = format!("{}: {}", self.scenario.id, self.scenario.title);
-        let line =
-            |name: &str, run: &Run| Line { name: name.into(), samples: self.shown(run).to_vec() };
+        let line = |name: &str, run: &SimRun| Curve {
+            name: name.into(),
+            samples: self.shown(run).to_vec(),
+        };
         // The last colour is that of our law in other plots; here it is the real thing's.
-        let none = || Line { name: String::new(), samples: Vec::new() };
+        let none = || Curve { name: String::new(), samples: Vec::new() };
         let lines =
             [line("simulated", &self.model.0), none(), none(), none(), line("real", &self.real.0)];
         svg(&title, &lines)

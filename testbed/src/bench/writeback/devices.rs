@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use ebb_writeback::sim::device::Model;
 use ebb_writeback::sim::real::PAUSE;
-use ebb_writeback::sim::world::{Run, SAMPLE, Sample, Setup, WriterModel};
+use ebb_writeback::sim::world::{SAMPLE, Sample, Setup, SimRun, WriterModel};
 use ebb_writeback::{BdiOptions, Nanos, SECOND};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -119,7 +119,7 @@ impl Rig {
     ///
     /// # Errors
     /// [`Error`] when a writer or the daemon fails.
-    pub fn run(&self, setup: &Setup) -> Result<(Run, u64), Error> {
+    pub fn run(&self, setup: &Setup) -> Result<(SimRun, u64), Error> {
         let ended = AtomicBool::new(false);
         let start = Instant::now();
         let result: Result<Watched, Error> = thread::scope(|scope| {
@@ -304,8 +304,8 @@ fn samples(answer: &Value, setup: &Setup) -> Result<Vec<Sample>, Error> {
 }
 
 /// Looks at uneven times become samples at even ones: each is the last look before it.
-fn assemble(setup: &Setup, looks: &[Look], waits: Vec<Waits>) -> Run {
-    let mut run = Run { devices: vec![Vec::new(); setup.devices.len()], ..Run::default() };
+fn assemble(setup: &Setup, looks: &[Look], waits: Vec<Waits>) -> SimRun {
+    let mut run = SimRun { devices: vec![Vec::new(); setup.devices.len()], ..SimRun::default() };
     let mut last = vec![Sample::default(); setup.devices.len()];
     let mut looks = looks.iter().peekable();
     for at in (0..=setup.length).step_by(usize::try_from(SAMPLE).unwrap_or(1)) {

@@ -370,7 +370,7 @@ impl Daemon {
         let mut busy = self.turn_xen(now);
         busy |= self.worker.iterate();
         if now >= self.keep_at {
-            self.reclaimer.turn(&self.cache, now);
+            self.reclaimer.run_once(&self.cache, now);
             self.keep_at = now + KEEPER;
             busy = true;
         }
