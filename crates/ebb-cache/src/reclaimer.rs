@@ -184,7 +184,7 @@ impl Reclaimer {
     /// Samples the memory of the host and of its control groups, and evicts cached data that other processes
     /// are about to need. Returns when to sample again; `None`: not before the next iteration.
     pub fn proactive_reclaim(&mut self, cache: &Cache, now: Instant) -> Option<Duration> {
-        let keeps = matches!(cache.memory.policy(), Policy::Told | Policy::Static);
+        let keeps = matches!(cache.memory.policy(), Policy::UntilPressure | Policy::Static);
         let returnable = if keeps { 0 } else { cache.spare() };
         let Some(memory_probe) = self.memory_probe.as_mut().filter(|_| returnable >= RECLAIM_FROM)
         else {

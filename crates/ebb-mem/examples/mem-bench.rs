@@ -72,7 +72,7 @@ fn hit_path() {
         static LIST: std::cell::RefCell<Vec<usize>> = std::cell::RefCell::new(vec![7; 16]);
     }
     let nanos = |start: Instant| start.elapsed().as_secs_f64() * 1e9 / f64::from(OPS);
-    // In turns, so that both see the same machine; the fastest round of each counts.
+    // Alternating, so that both run under the same conditions; the fastest round of each counts.
     let (mut ours, mut peer) = (f64::INFINITY, f64::INFINITY);
     for _ in 0..40 {
         let start = Instant::now();
@@ -94,9 +94,9 @@ fn hit_path() {
     report(&Line { name: "hit-path-ns", ours, peer, ratio: ours - peer, bar: 10.0, most: true });
 }
 
-/// Requests of mixed sizes, `flight` bytes of them in flight, each page touched as an I/O would be:
-/// seconds for `ops` of them, and how many were refused at first. The mix shifts between small and
-/// large requests, and the load swings, as it does where many guests share a backend.
+/// Requests of mixed sizes, `flight` bytes of them in flight, each page written to as by an I/O. Returns
+/// the seconds for `ops` requests, and how many were refused at first. The mix shifts between small and
+/// large requests, and the load varies, as with many guests on one backend.
 fn mixed(worker: &Worker, owner: OwnerId, ops: usize, flight: usize) -> (f64, u64) {
     const SMALL: [usize; 5] = [4096, 4096, 4096, 8192, 16384];
     const LARGE: [usize; 5] = [16384, 32768, 65536, 65536, 131_072];
@@ -130,7 +130,7 @@ fn mixed(worker: &Worker, owner: OwnerId, ops: usize, flight: usize) -> (f64, u6
         };
         for page in 0..len / 4096 {
             let first = block.as_ptr().wrapping_add(page * 4096);
-            // SAFETY: inside the block just handed out.
+            // SAFETY: inside the block just allocated.
             unsafe { first.write_volatile(1) };
         }
         bytes += block.capacity();
@@ -167,15 +167,15 @@ fn caches() {
 }
 
 fn tight() {
-    // With 180 MiB nothing is ever short; a twentieth holds what two workers have in flight and
-    // little else.
+    // With 180 MiB memory never runs out; a twentieth of that is little more than two workers have in
+    // flight.
     let ceiling = 180 * MIB / 20;
     let ours = mixed_with(Policy::Elastic, ceiling, 200_000, FLIGHT);
     let peer = mixed_with(Policy::LastResortOnly, ceiling, 200_000, FLIGHT);
     report(&Line { name: "mixed-tight-s", ours, peer, ratio: peer / ours, bar: 1.5, most: false });
 }
 
-/// What one call of the kernel takes to return a gigabyte now, in milliseconds: the floor.
+/// How long one call takes to return a gigabyte to the kernel, in milliseconds: the lower bound.
 fn raw_return(bytes: usize) -> f64 {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let access = libc::PROT_READ | libc::PROT_WRITE;
@@ -190,7 +190,7 @@ fn raw_return(bytes: usize) -> f64 {
         unsafe { first.write_volatile(1) };
     }
     let begun = Instant::now();
-    // SAFETY: the mapping made above, which nobody else knows.
+    // SAFETY: the mapping made above, which nothing else refers to.
     unsafe { libc::madvise(start, bytes, libc::MADV_DONTNEED) };
     let time = begun.elapsed().as_secs_f64() * 1e3;
     // SAFETY: the mapping made above, not used any more.
@@ -198,9 +198,9 @@ fn raw_return(bytes: usize) -> f64 {
     time
 }
 
-/// 1 GiB of idle pool memory, all of it still wired (the worst case: what has been idle for 100 ms
-/// is lent already): milliseconds from the event until the kernel has it back, beside what the
-/// kernel's own part of that takes on this machine now.
+/// 1 GiB of idle pool memory, all of it wired (the worst case: memory that has been idle for 100 ms is
+/// lent already): milliseconds from the event until the kernel has all of it, compared with the time of
+/// the kernel's call alone.
 fn give_back() {
     let total = 1 << 30;
     let size = 64 << 10;
@@ -226,13 +226,13 @@ fn give_back() {
         }
         memory.settle();
         ours = ours.min(start.elapsed().as_secs_f64() * 1e3);
-        assert!(memory.stats().arena.resident() == 0, "all of it went back");
+        assert!(memory.stats().arena.resident() == 0, "all of it was returned");
         peer = peer.min(raw_return(total));
     }
     report(&Line { name: "give-back-1g-ms", ours, peer, ratio: ours, bar: 50.0, most: true });
 }
 
-/// Load that swings: what is cached and free stays within what the estimator promises.
+/// Varying load: cached and free memory stays within the bound of the estimator.
 fn sawtooth(seconds: u64) {
     let (memory, owner) = memory(1 << 30, Policy::Elastic);
     let worker = memory.worker(|| ());
@@ -241,7 +241,7 @@ fn sawtooth(seconds: u64) {
     let mut held: Vec<Block> = Vec::new();
     let mut samples: Vec<(f64, f64)> = Vec::new();
     let mut worst: f64 = 0.0;
-    // Time is compressed: each turn stands for a second of the estimator.
+    // Time is compressed: each iteration stands for a second of the estimator.
     let mut turn = 0u32;
     while start.elapsed() < Duration::from_secs(seconds) {
         let now = start + Duration::from_secs(u64::from(turn));
@@ -261,8 +261,8 @@ fn sawtooth(seconds: u64) {
         turn += 1;
         let stats = memory.stats();
         for zone in stats.zones.iter().filter(|zone| zone.item_bytes > 0) {
-            // Four thirds of the working set, the floor, a bucket not cut in two, and the worker's
-            // own two buckets.
+            // Four thirds of the working set, the floor, one whole bucket, and the worker's two
+            // buckets.
             let floor = (256 << 10) / zone.item_bytes + 3 * zone.bucket_max;
             let bound = zone.wss + zone.wss / 3 + floor as u64;
             worst = worst.max(float(zone.free) / float(bound));
@@ -296,7 +296,7 @@ fn sawtooth(seconds: u64) {
     });
 }
 
-/// Unwire and rewire against a thread that makes the kernel take everything lent.
+/// Unwires and rewires beside a thread that makes the kernel reclaim all lent pages.
 fn rewire(name: &'static str, cycles: u64, huge: bool) {
     let (memory, owner) = memory(64 * MIB, Policy::Elastic);
     let worker = memory.worker(|| ());
@@ -371,7 +371,7 @@ fn rewire(name: &'static str, cycles: u64, huge: bool) {
     let _ = reclaimer.join();
     let _ = writeln!(
         std::io::stderr().lock(),
-        "# {name}: {done} page cycles, {lost} lost and found out, {busy} busy, {rate:.0}/s"
+        "# {name}: {done} page cycles, {lost} lost and detected, {busy} busy, {rate:.0}/s"
     );
     report(&Line {
         name,
@@ -384,7 +384,7 @@ fn rewire(name: &'static str, cycles: u64, huge: bool) {
     buffers.into_iter().for_each(|buffer| buffer.free(&worker));
 }
 
-/// What lending costs: CPU nanoseconds per page, lent in a batch and taken back.
+/// The cost of lending: CPU nanoseconds per page, lent in a batch and wired again.
 fn lend_cost() {
     let (memory, owner) = memory(256 * MIB, Policy::Elastic);
     let worker = memory.worker(|| ());

@@ -1,16 +1,15 @@
-//! The advisor: the thread that makes advisory calls, so that no I/O thread ever does, and its
-//! helper, a second one for when there is much to do.
+//! The advisor: the thread that makes the `madvise` calls, so that no I/O thread does, and its helper, a
+//! second thread for large amounts.
 //!
-//! It takes batches of offered pages from the arena's books (up to 64 spans), advises them with one
-//! vectored call while the lock is free, and enters the outcome. A page it has claimed is in state
-//! *advising*: nobody takes it until the call is back; a page only offered can be taken at any moment,
+//! The advisor claims batches of offered pages from the arena (up to 64 spans), advises them with one
+//! vectored call while the arena is unlocked, and records the result. A claimed page is *advising*: it
+//! cannot be allocated until the call returns. A page that is only offered can be allocated at any time,
 //! which cancels the offer.
 //!
-//! The advisor is idle (no wake-up at all) unless there is something to do; while freed memory
-//! is cooling it looks every [`SWEEP`]. The helper sleeps until [`HELP_PAGES`] wait, as they do after a
-//! low-memory event, and takes batches off the same books: the kernel's part of returning pages is
-//! bound by the CPU and runs in parallel (1 GiB of small pages, two CPUs: 54 ms by one thread, 29 by
-//! two).
+//! Without work the advisor does not wake up; while freed memory waits for a sweep it wakes every
+//! [`SWEEP`]. The helper sleeps until [`HELP_PAGES`] are offered, as after a low-memory event, and claims
+//! batches from the same arena: returning pages is bound by the CPU and runs in parallel in the kernel
+//! (1 GiB of small pages on two CPUs: 54 ms with one thread, 29 ms with two).
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -22,51 +21,51 @@ use crate::space::Core;
 use crate::sync::{Condvar, Mutex, MutexGuard, wait};
 use crate::sys::{Advice, BATCH, Span};
 
-/// How long freed memory that cools stays wired in case it is wanted again. Measured: lending a page and
-/// taking it back costs about 0.6 µs of CPU, so with this interval even memory that is wanted again
-/// just after costs under 1 % of a CPU per 16,000 pages.
+/// Time between two sweeps: how long freed memory ([`crate::arena::Give::Cool`]) stays wired in case it is
+/// reused. Measured: lending a page and taking it back costs about 0.6 µs of CPU, so with this interval
+/// even memory that is reused directly after the sweep costs under 1 % of a CPU per 16,000 pages.
 pub(crate) const SWEEP: Duration = Duration::from_millis(100);
-/// The same while pressure goes on. What a busy worker frees it wants again within milliseconds, so
-/// this keeps what is in turnover; and what is not is returned before 100 ms have passed.
+/// The same under pressure. A busy worker reuses freed memory within milliseconds, so this keeps the
+/// memory that requests reuse; other memory is returned within 100 ms.
 pub(crate) const SWEEP_PRESSED: Duration = Duration::from_millis(50);
-/// How long a small offer may wait for company: one call for 64 pages costs a tenth of 64 calls.
+/// How long a small offer waits for more pages: one call for 64 pages costs a tenth of 64 calls.
 const COALESCE: Duration = Duration::from_millis(2);
-/// Offered pages (64 MiB of them) that are worth waking the helper for: several milliseconds of the
-/// advisor's time. Fewer where schedules are explored.
+/// Number of offered pages (64 MiB) that wakes the helper: several milliseconds of the advisor's time.
+/// Fewer under model checking.
 pub(crate) const HELP_PAGES: usize = if cfg!(feature = "shuttle") { 2 } else { 32 * EXTENT_PAGES };
 
-/// The arena with its lock and the conditions around it.
-pub(crate) struct Books {
+/// The arena with its lock and condition variables.
+pub(crate) struct SharedArena {
     arena: Mutex<Arena>,
     work: Condvar,
     help: Condvar,
     settled: Condvar,
 }
 
-/// What carries advice out: the kernel, or a model of it.
+/// Carries out advice: the kernel, or a model of it.
 pub(crate) trait Kernel {
     /// Advises `spans`; calls `failed` for each the kernel refused.
     fn advise(&mut self, spans: &[Span], advice: Advice, failed: &mut dyn FnMut(Span));
 
-    /// Takes the access to a chunk away.
+    /// Closes a chunk.
     fn close(&mut self, _: Span) -> Closed {
         Closed::Yes
     }
 }
 
-/// The real one.
-pub(crate) struct Real<'a> {
+/// The system's kernel.
+pub(crate) struct SystemKernel<'a> {
     core: &'a Core,
     vectored: bool,
 }
 
-impl Real<'_> {
-    pub(crate) fn new(core: &Core) -> Real<'_> {
-        Real { core, vectored: true }
+impl SystemKernel<'_> {
+    pub(crate) fn new(core: &Core) -> SystemKernel<'_> {
+        SystemKernel { core, vectored: true }
     }
 }
 
-impl Kernel for Real<'_> {
+impl Kernel for SystemKernel<'_> {
     fn advise(&mut self, spans: &[Span], advice: Advice, failed: &mut dyn FnMut(Span)) {
         self.core.reservation.advise(spans, advice, &mut self.vectored, failed);
     }
@@ -76,14 +75,14 @@ impl Kernel for Real<'_> {
     }
 }
 
-/// A lock on the books that wakes the advisor when it is let go with new offers in it.
-pub(crate) struct Locked<'a> {
+/// A lock on the arena. Dropping it wakes the advisor if there are new offers.
+pub(crate) struct LockedArena<'a> {
     arena: Option<MutexGuard<'a, Arena>>,
-    books: &'a Books,
+    shared: &'a SharedArena,
     had_work: u8,
 }
 
-impl std::ops::Deref for Locked<'_> {
+impl std::ops::Deref for LockedArena<'_> {
     type Target = Arena;
     fn deref(&self) -> &Arena {
         match &self.arena {
@@ -93,7 +92,7 @@ impl std::ops::Deref for Locked<'_> {
     }
 }
 
-impl std::ops::DerefMut for Locked<'_> {
+impl std::ops::DerefMut for LockedArena<'_> {
     fn deref_mut(&mut self) -> &mut Arena {
         match &mut self.arena {
             Some(arena) => arena,
@@ -102,22 +101,22 @@ impl std::ops::DerefMut for Locked<'_> {
     }
 }
 
-impl Drop for Locked<'_> {
+impl Drop for LockedArena<'_> {
     fn drop(&mut self) {
         let work = self.work();
         self.arena = None;
         if work > self.had_work {
-            self.books.work.notify_one();
+            self.shared.work.notify_one();
             if work == MUCH {
-                self.books.help.notify_one();
+                self.shared.help.notify_one();
             }
         }
     }
 }
 
-impl Locked<'_> {
-    /// What waits for the advisor: nothing, something to do in a while, something to do now, more
-    /// than one thread should do.
+impl LockedArena<'_> {
+    /// How much work the advisor has: 0 none, 1 at the next sweep or a chunk to close, 2 a small offer,
+    /// 3 urgent, [`MUCH`] enough for two threads.
     fn work(&self) -> u8 {
         match (self.counts().offered, self.urgent(), self.cooling() || self.may_close()) {
             (HELP_PAGES.., ..) => MUCH,
@@ -129,18 +128,18 @@ impl Locked<'_> {
     }
 }
 
-/// See [`Locked::work`].
+/// See [`LockedArena::work`].
 const MUCH: u8 = 4;
 
-/// State of the advisor's thread.
+/// Stops the advisor's threads.
 #[derive(Default)]
-pub(crate) struct Orders {
+pub(crate) struct AdvisorControl {
     pub(crate) stop: crate::sync::AtomicBool,
 }
 
-impl Books {
-    pub(crate) fn new(arena: Arena) -> Books {
-        Books {
+impl SharedArena {
+    pub(crate) fn new(arena: Arena) -> SharedArena {
+        SharedArena {
             arena: Mutex::new(arena),
             work: Condvar::new(),
             help: Condvar::new(),
@@ -148,14 +147,14 @@ impl Books {
         }
     }
 
-    pub(crate) fn lock(&self) -> Locked<'_> {
+    pub(crate) fn lock(&self) -> LockedArena<'_> {
         let arena = self.arena.lock();
-        let mut locked = Locked { arena: Some(arena), books: self, had_work: 0 };
+        let mut locked = LockedArena { arena: Some(arena), shared: self, had_work: 0 };
         locked.had_work = locked.work();
         locked
     }
 
-    /// One batch: claim, advise with the lock free, enter the outcome. False if there was none.
+    /// One batch: claims it, advises it without the lock, records the result. False if there was none.
     pub(crate) fn step(&self, kernel: &mut impl Kernel) -> bool {
         let mut spans = [Span::default(); BATCH];
         let (count, advice) = self.arena.lock().claim(&mut spans);
@@ -169,7 +168,7 @@ impl Books {
                 *failed |= *span == bad;
             }
         });
-        // What was lent may have to be returned after all, which is new work for the other one.
+        // Under pressure, pages just lent are offered again to be returned: new work for the other thread.
         let mut arena = self.lock();
         for (&span, failed) in spans.iter().zip(failed) {
             arena.complete(span, advice, !failed);
@@ -180,9 +179,9 @@ impl Books {
         true
     }
 
-    /// Closes one chunk in which nothing is left.
+    /// Closes one empty chunk.
     fn close(&self, kernel: &mut impl Kernel) {
-        // A statement of its own: the lock must have ended when the kernel is called.
+        // A statement of its own, so that the lock is released before the kernel is called.
         let closing = self.arena.lock().close_begin();
         if let Some(closing) = closing {
             let closed = kernel.close(closing.span);
@@ -190,19 +189,19 @@ impl Books {
         }
     }
 
-    /// The advisor's life.
-    pub(crate) fn run(&self, kernel: &mut impl Kernel, orders: &Orders) {
-        let (mut hasty, mut due) = (false, None);
+    /// The advisor's loop.
+    pub(crate) fn run(&self, kernel: &mut impl Kernel, control: &AdvisorControl) {
+        let (mut batch_due, mut due) = (false, None);
         loop {
             let mut arena = self.arena.lock();
-            let rest = sweep(&mut arena, &mut due, crate::clock::now());
-            if arena.urgent() || hasty {
+            let next_sweep = sweep(&mut arena, &mut due, crate::clock::now());
+            if arena.urgent() || batch_due {
                 drop(arena);
-                hasty = false;
+                batch_due = false;
                 while self.step(kernel) {}
                 continue;
             }
-            if orders.stop.load(crate::sync::Ordering::Acquire) {
+            if control.stop.load(crate::sync::Ordering::Acquire) {
                 return;
             }
             if arena.settled() {
@@ -216,9 +215,9 @@ impl Books {
             if arena.counts().offered > 0 {
                 let (guard, waited) = timed_wait(&self.work, arena, COALESCE);
                 drop(guard);
-                hasty = waited;
-            } else if let Some(rest) = rest {
-                drop(timed_wait(&self.work, arena, rest));
+                batch_due = waited;
+            } else if let Some(pause) = next_sweep {
+                drop(timed_wait(&self.work, arena, pause));
             } else {
                 arena = wait(&self.work, arena);
                 drop(arena);
@@ -226,27 +225,27 @@ impl Books {
         }
     }
 
-    /// What the advisor does of its own accord now; how long until it must look again.
+    /// Does all of the advisor's work now; returns the time until the next sweep.
     #[cfg(feature = "sim")]
-    pub(crate) fn turn(
+    pub(crate) fn run_once(
         &self,
         kernel: &mut impl Kernel,
         due: &mut Option<Instant>,
         now: Instant,
     ) -> Option<Duration> {
-        let rest = sweep(&mut self.arena.lock(), due, now);
+        let next_sweep = sweep(&mut self.arena.lock(), due, now);
         while self.step(kernel) {}
         while self.arena.lock().may_close() {
             self.close(kernel);
         }
-        rest
+        next_sweep
     }
 
-    /// The helper's life.
-    pub(crate) fn run_helper(&self, kernel: &mut impl Kernel, orders: &Orders) {
+    /// The helper's loop.
+    pub(crate) fn run_helper(&self, kernel: &mut impl Kernel, control: &AdvisorControl) {
         loop {
             let arena = self.arena.lock();
-            if orders.stop.load(crate::sync::Ordering::Acquire) {
+            if control.stop.load(crate::sync::Ordering::Acquire) {
                 return;
             }
             if arena.counts().offered < HELP_PAGES {
@@ -258,9 +257,9 @@ impl Books {
         }
     }
 
-    /// Ends [`Books::run`] and [`Books::run_helper`].
-    pub(crate) fn stop(&self, orders: &Orders) {
-        orders.stop.store(true, crate::sync::Ordering::Release);
+    /// Ends [`SharedArena::run`] and [`SharedArena::run_helper`].
+    pub(crate) fn stop(&self, control: &AdvisorControl) {
+        control.stop.store(true, crate::sync::Ordering::Release);
         drop(self.arena.lock());
         self.work.notify_one();
         self.help.notify_one();
@@ -276,15 +275,15 @@ impl Books {
     }
 }
 
-/// Sweeps when it is time; how long until the next sweep, if anything cools. `due` is kept between
-/// calls: offers that come in meanwhile do not put a sweep off.
+/// Sweeps when it is due; returns the time until the next sweep, if pages wait for one. `due` is kept
+/// between calls, so that offers in between do not delay a sweep.
 fn sweep(arena: &mut Arena, due: &mut Option<Instant>, now: Instant) -> Option<Duration> {
     if !arena.cooling() {
         *due = None;
         return None;
     }
     let pause = if arena.prefer_return() { SWEEP_PRESSED } else { SWEEP };
-    // Pressure may have come since it was reckoned.
+    // Pressure may have begun since `due` was set, and shortens the pause.
     let at = due.map_or(now + pause, |at| at.min(now + pause));
     if now < at {
         *due = Some(at);
@@ -296,20 +295,21 @@ fn sweep(arena: &mut Arena, due: &mut Option<Instant>, now: Instant) -> Option<D
 
 /// Starts the advisor and its helper.
 pub(crate) fn start(core: &Arc<Core>) -> std::io::Result<Vec<JoinHandle<()>>> {
-    let start = |name: &str, run: fn(&Books, &mut Real<'_>, &Orders)| {
+    let start = |name: &str, run: fn(&SharedArena, &mut SystemKernel<'_>, &AdvisorControl)| {
         let core = core.clone();
         std::thread::Builder::new().name(name.to_owned()).stack_size(128 << 10).spawn(move || {
-            let mut real = Real::new(&core);
-            run(&core.books, &mut real, &core.orders);
+            let mut real = SystemKernel::new(&core);
+            run(&core.arena, &mut real, &core.control);
         })
     };
-    let advisor = start("ebb-advisor", |books, kernel, orders| books.run(kernel, orders))?;
-    let helper = start("ebb-advisor-2", |books, kernel, orders| books.run_helper(kernel, orders));
-    // Without it returning takes longer, and nothing else.
+    let advisor = start("ebb-advisor", |shared, kernel, control| shared.run(kernel, control))?;
+    let helper =
+        start("ebb-advisor-2", |shared, kernel, control| shared.run_helper(kernel, control));
+    // Without the helper, returning memory takes longer.
     Ok(std::iter::once(advisor).chain(helper).collect())
 }
 
-/// Waits at most `time`; true if it passed.
+/// Waits at most `time`; true if it timed out.
 fn timed_wait<'a>(
     condvar: &Condvar,
     guard: MutexGuard<'a, Arena>,
@@ -329,7 +329,7 @@ mod tests {
     use super::*;
     use crate::arena::Give;
 
-    /// Counts pages, and does nothing else.
+    /// Only counts pages.
     struct Counting<'a>(&'a crate::sync::AtomicUsize);
 
     impl Kernel for Counting<'_> {
@@ -340,21 +340,25 @@ mod tests {
     }
 
     #[test]
-    fn what_cools_goes_after_two_sweeps_whatever_comes_in_between() {
+    fn freed_memory_is_offered_after_two_sweeps_even_if_the_advisor_wakes_in_between() {
         let mut arena = Arena::new(4, 0, 4 * EXTENT_PAGES, true);
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
         let mut due = None;
-        assert_eq!(sweep(&mut arena, &mut due, start), None, "nothing to look at");
+        assert_eq!(sweep(&mut arena, &mut due, start), None, "nothing to sweep");
         let pages: Vec<usize> = (0..8).map(|_| arena.take(5).unwrap()).collect();
         arena.give(pages[0], 5, Give::Cool);
         for ms in (0..100).step_by(10) {
-            let rest = sweep(&mut arena, &mut due, at(ms));
-            assert_eq!(rest, Some(Duration::from_millis(100 - ms)), "woken early, no later for it");
+            let next = sweep(&mut arena, &mut due, at(ms));
+            assert_eq!(
+                next,
+                Some(Duration::from_millis(100 - ms)),
+                "an early wake-up does not delay the sweep"
+            );
         }
         assert_eq!(sweep(&mut arena, &mut due, at(100)), Some(SWEEP));
         assert_eq!(arena.counts().offered, 0, "it may have been freed just now");
-        // Pressure: what is left of the pause is cut short.
+        // Pressure shortens the remaining pause.
         arena.set_prefer_return(true);
         assert_eq!(sweep(&mut arena, &mut due, at(110)), Some(SWEEP_PRESSED));
         assert_eq!(sweep(&mut arena, &mut due, at(160)), None);
@@ -363,24 +367,24 @@ mod tests {
     }
 
     #[test]
-    fn the_helper_wakes_for_much_and_sleeps_through_little() {
+    fn the_helper_wakes_for_large_offers_only() {
         let extents = 40;
-        let books = Books::new(Arena::new(extents, 0, extents * EXTENT_PAGES, true));
-        let (orders, advised) = (Orders::default(), crate::sync::AtomicUsize::new(0));
-        let pages: Vec<usize> = (0..extents * 2).map(|_| books.lock().take(8).unwrap()).collect();
+        let shared = SharedArena::new(Arena::new(extents, 0, extents * EXTENT_PAGES, true));
+        let (control, advised) = (AdvisorControl::default(), crate::sync::AtomicUsize::new(0));
+        let pages: Vec<usize> = (0..extents * 2).map(|_| shared.lock().take(8).unwrap()).collect();
         std::thread::scope(|scope| {
-            scope.spawn(|| books.run_helper(&mut Counting(&advised), &orders));
+            scope.spawn(|| shared.run_helper(&mut Counting(&advised), &control));
             let (few, many) = pages.split_at(10);
-            few.iter().for_each(|&page| books.lock().give(page, 8, Give::Return));
-            assert_eq!(books.lock().counts().offered, 10 * 256, "left to the advisor");
-            many.iter().for_each(|&page| books.lock().give(page, 8, Give::Return));
-            // Nobody else is there to do it.
-            let mut arena = books.arena.lock();
+            few.iter().for_each(|&page| shared.lock().give(page, 8, Give::Return));
+            assert_eq!(shared.lock().counts().offered, 10 * 256, "left to the advisor");
+            many.iter().for_each(|&page| shared.lock().give(page, 8, Give::Return));
+            // No advisor runs: the helper does all of it.
+            let mut arena = shared.arena.lock();
             while !arena.settled() {
-                arena = wait(&books.settled, arena);
+                arena = wait(&shared.settled, arena);
             }
             drop(arena);
-            books.stop(&orders);
+            shared.stop(&control);
         });
         assert_eq!(advised.load(crate::sync::Ordering::Relaxed), extents * EXTENT_PAGES);
     }

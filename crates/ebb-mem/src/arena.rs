@@ -1,22 +1,22 @@
-//! The arena's books: which page is in which state, and which block may be handed out.
+//! The arena: the state of every page, and the allocation of blocks.
 //!
-//! Pure bookkeeping: no system call, no clock, no memory access. It lives behind one mutex that is
-//! held for bit arithmetic only, never across a system call, so an I/O thread may take it.
+//! A data structure only: no system call, no clock, no access to the pages. One mutex protects it. The
+//! mutex is held for bit arithmetic only, never across a system call, so an I/O thread may lock it.
 //!
 //! Every page of the reservation is in one state:
 //!
 //! | state | meaning | gauge |
 //! |---|---|---|
 //! | absent | no memory behind it | – |
-//! | wired | in use, or free and kept warm | wired |
-//! | offered | free; the advisor will lend or return it; taking it cancels that | unwired |
-//! | advising | the advisor's call is under way; nobody may take it until the call is back | unwired |
-//! | lent | the kernel may take it at any moment | unwired |
+//! | wired | in use, or free and kept resident | wired |
+//! | offered | the advisor will lend or return it; allocating it cancels that | unwired |
+//! | advising | the advisor's `madvise` call is in flight; it cannot be allocated until the call returns | unwired |
+//! | lent | marked `MADV_FREE`: the kernel may discard it at any time | unwired |
 //!
-//! Invariants: the states are disjoint; only a page that is offered is ever advised; a page in use
-//! is wired; a pinned page is wired and stays so.
+//! Invariants: the states are disjoint; only an offered page is ever advised; a page in use is wired; a
+//! pinned page is wired and stays so.
 //!
-//! The advisor's queue is one bit per extent (`advisory.rs` walks it): of fixed size, it cannot
+//! The advisor's queue is one bit per extent (`advisory.rs` walks it): its size is fixed and it cannot
 //! overflow, so an offer never fails, blocks or allocates.
 
 use crate::bits::{Extents, Pages};
@@ -28,10 +28,10 @@ mod chunks;
 #[cfg(all(test, not(feature = "shuttle")))]
 mod tests;
 
-use chunks::Chunks;
+use chunks::ArenaChunks;
 pub(crate) use chunks::Closed;
 
-/// Why a block cannot be had now.
+/// Why an allocation fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Shortage {
     /// The ceiling over all wired memory, or the address space, is used up.
@@ -39,14 +39,14 @@ pub(crate) enum Shortage {
     /// The limit of this block's zone is reached.
     Zone,
     /// More address space must be opened first ([`Arena::open_begin`]).
-    Shut,
+    Closed,
 }
 
-/// What becomes of a freed block's pages.
+/// What happens to the pages of a freed block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Give {
-    /// They stay wired, and go if nobody takes them soon ([`Arena::sweep`]): what is in turnover
-    /// is worth more than the faults that having it again would cost.
+    /// They stay wired until the second [`Arena::sweep`], so that memory that is reused soon is not
+    /// faulted in again.
     Cool,
     /// Lent to the kernel.
     Lend,
@@ -54,46 +54,46 @@ pub(crate) enum Give {
     Return,
 }
 
-/// What taking back an offered or lent block of one's own came to.
+/// The result of wiring an offered or lent block that the caller owns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Retake {
     /// It is wired again.
-    Taken,
-    /// The advisor's call is under way: use another block, or try later.
+    Wired,
+    /// The advisor's call is in flight: use another block, or try later.
     Busy,
     /// The ceiling does not allow it.
-    Short,
+    Exhausted,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum ExtentUse {
     Free,
     Class(u8),
-    /// First extent of a run of so many pages.
+    /// First extent of a run of this many pages.
     Run(usize),
     RunBody,
 }
 
 /// The pages of one extent, by state.
-struct Extent {
-    kind: Kind,
+struct ExtentState {
+    kind: ExtentUse,
     /// Pages of free blocks.
     free: Pages,
     wired: Pages,
     offered: Pages,
-    /// Which offered pages are to be returned rather than lent.
+    /// Offered pages that are to be returned, not lent.
     returning: Pages,
     advising: Pages,
     lent: Pages,
     pinned: Pages,
-    /// Free wired pages that nobody has taken since the last sweep.
-    resting: Pages,
+    /// Free wired pages that have not been allocated since the last sweep.
+    idle: Pages,
 }
 
-impl Extent {
-    fn new() -> Extent {
-        Extent {
-            kind: Kind::Free,
+impl ExtentState {
+    fn new() -> ExtentState {
+        ExtentState {
+            kind: ExtentUse::Free,
             free: Pages::range(0, EXTENT_PAGES),
             wired: Pages::EMPTY,
             offered: Pages::EMPTY,
@@ -101,11 +101,11 @@ impl Extent {
             advising: Pages::EMPTY,
             lent: Pages::EMPTY,
             pinned: Pages::EMPTY,
-            resting: Pages::EMPTY,
+            idle: Pages::EMPTY,
         }
     }
 
-    /// Pages that may have memory behind them and may be taken.
+    /// Pages that may be resident and may be allocated.
     fn warm(&self) -> Pages {
         self.wired.or(&self.offered).or(&self.lent)
     }
@@ -117,38 +117,39 @@ pub(crate) struct PageCounts {
     pub(crate) wired: usize,
     /// Offered, advising or lent.
     pub(crate) unwired: usize,
-    /// Of those, offered and not yet looked at by the advisor.
+    /// Of the unwired, offered and not yet claimed by the advisor.
     pub(crate) offered: usize,
-    /// Of those, in the advisor's call now.
+    /// Of the unwired, in the advisor's call now.
     pub(crate) advising: usize,
-    /// Wired pages of free runs that wait to be lent.
+    /// Of the wired, registered with a device or the kernel.
     pub(crate) pinned: usize,
 }
 
 pub(crate) struct Arena {
-    extents: Vec<Option<Box<Extent>>>,
-    /// Extents below serve classes and runs on small pages; the others runs on huge pages.
+    extents: Vec<Option<Box<ExtentState>>>,
+    /// Number of extents on small pages, which serve classes and runs. The following extents serve runs on
+    /// huge pages.
     small: usize,
     free: Extents,
-    chunks: Chunks,
-    /// Per class: extents with a free block, and (a hint) those where one has memory behind it.
+    chunks: ArenaChunks,
+    /// Per class: extents with a free block, and (a hint) those with a resident free block.
     avail: [Extents; CLASSES],
     warm: [Extents; CLASSES],
     /// Extents with offered pages: the advisor's queue.
     queue: Extents,
     cursor: usize,
-    /// Extents with pages that were freed to cool.
+    /// Extents with pages that were freed with [`Give::Cool`].
     cooling: Extents,
     counts: PageCounts,
     /// Blocks out of the slabs (in use, in pools or in caches) per class, and the limit.
     out: [usize; CLASSES],
     limits: [usize; CLASSES],
     ceiling: usize,
-    /// Lending does not work here: everything lent is returned instead.
+    /// Lending does not work on this host: pages are returned instead.
     no_lending: bool,
     /// Freed pages stay wired unless they are to be returned; nothing is lent.
     keep_freed: bool,
-    /// Under pressure: what the advisor finishes lending is returned after all.
+    /// Under pressure: pages whose lending completes are returned as well.
     prefer_return: bool,
     urgent: bool,
 }
@@ -163,7 +164,7 @@ impl Arena {
             extents: std::iter::repeat_with(|| None).take(total).collect(),
             small,
             free,
-            chunks: Chunks::none(),
+            chunks: ArenaChunks::none(),
             avail: std::array::from_fn(|_| Extents::new(small)),
             warm: std::array::from_fn(|_| Extents::new(small)),
             queue: Extents::new(total),
@@ -204,8 +205,8 @@ impl Arena {
         self.limits[class] = blocks;
     }
 
-    /// From now on freed pages stay wired, but for those to be returned, and room that is wanted
-    /// under the ceiling ([`Arena::offer_free`]).
+    /// From now on freed pages stay wired, except those freed with [`Give::Return`] and those released to
+    /// make room under the ceiling ([`Arena::offer_free`]).
     pub(crate) fn set_keep_freed(&mut self, on: bool) {
         self.keep_freed = on;
     }
@@ -219,19 +220,19 @@ impl Arena {
         self.counts.wired + pages <= self.ceiling
     }
 
-    fn extent(&mut self, extent: usize) -> &mut Extent {
-        self.extents[extent].get_or_insert_with(|| Box::new(Extent::new()))
+    fn extent(&mut self, extent: usize) -> &mut ExtentState {
+        self.extents[extent].get_or_insert_with(|| Box::new(ExtentState::new()))
     }
 
     /// Wires `pages` of an extent, none of which is advising. The caller has checked the budget.
     fn wire(&mut self, extent: usize, pages: &Pages) {
-        let x = self.extents[extent].get_or_insert_with(|| Box::new(Extent::new()));
-        debug_assert!(!x.advising.meets(pages), "taken while the advisor is at it");
+        let x = self.extents[extent].get_or_insert_with(|| Box::new(ExtentState::new()));
+        debug_assert!(!x.advising.meets(pages), "a page is not wired while it is advised");
         let new = pages.without(&x.wired).count();
         let offered = x.offered.and(pages).count();
         let lent = x.lent.and(pages).count();
         x.wired = x.wired.or(pages);
-        x.resting = x.resting.without(pages);
+        x.idle = x.idle.without(pages);
         x.offered = x.offered.without(pages);
         x.returning = x.returning.without(pages);
         x.lent = x.lent.without(pages);
@@ -244,15 +245,15 @@ impl Arena {
         }
     }
 
-    /// Offers the wired pages among `pages` to the advisor; with `Return` the lent ones too.
+    /// Offers the wired pages among `pages` to the advisor; with `Return` also the lent ones.
     fn offer_pages(&mut self, extent: usize, pages: &Pages, advice: Advice) {
         let returning = advice == Advice::Return || self.no_lending;
-        let x = self.extents[extent].get_or_insert_with(|| Box::new(Extent::new()));
+        let x = self.extents[extent].get_or_insert_with(|| Box::new(ExtentState::new()));
         let wired = x.wired.and(pages).without(&x.pinned);
         let lent = if returning { x.lent.and(pages) } else { Pages::EMPTY };
         let moved = wired.or(&lent);
         x.wired = x.wired.without(&wired);
-        x.resting = x.resting.without(&wired);
+        x.idle = x.idle.without(&wired);
         x.lent = x.lent.without(&lent);
         x.offered = x.offered.or(&moved);
         if returning {
@@ -277,8 +278,8 @@ impl Arena {
         }
     }
 
-    /// A free block of the extent: warm ones only, or any. Never one the advisor is at.
-    fn find(x: &Extent, class: usize, warm_only: bool) -> Option<usize> {
+    /// A free block of the extent: resident ones only, or any; never one that is being advised.
+    fn find(x: &ExtentState, class: usize, warm_only: bool) -> Option<usize> {
         let usable = x.free.without(&x.advising);
         let warm = x.warm();
         if class == 0 {
@@ -316,7 +317,7 @@ impl Arena {
         Ok(extent * EXTENT_PAGES + head)
     }
 
-    /// A free block of `class` that has memory behind it, if there is one.
+    /// Allocates a resident free block of `class`, if there is one.
     pub(crate) fn take_warm(&mut self, class: usize) -> Option<usize> {
         if self.out[class] >= self.limits[class] {
             return None;
@@ -335,7 +336,7 @@ impl Arena {
         None
     }
 
-    /// A free block of `class`.
+    /// Allocates a block of `class`.
     pub(crate) fn take(&mut self, class: usize) -> Result<usize, Shortage> {
         if self.out[class] >= self.limits[class] {
             return Err(Shortage::Zone);
@@ -361,19 +362,19 @@ impl Arena {
             }
             from = extent + 1;
         }
-        Err(self.shut_or_short(class_pages(class), 1, false))
+        Err(self.why_unavailable(class_pages(class), 1, false))
     }
 
-    /// Why there is nothing for `pages` pages in `need` extents: all is in use, or shut.
-    fn shut_or_short(&mut self, pages: usize, need: usize, huge: bool) -> Shortage {
+    /// Why an allocation of `pages` pages in `need` extents fails: all is in use, or must be opened first.
+    fn why_unavailable(&mut self, pages: usize, need: usize, huge: bool) -> Shortage {
         let opens = self.has_room(pages) && self.can_open(need, huge);
-        if opens { Shortage::Shut } else { Shortage::Budget }
+        if opens { Shortage::Closed } else { Shortage::Budget }
     }
 
     fn assign(&mut self, extent: usize, class: usize) {
         self.free.remove(extent);
         let x = self.extent(extent);
-        x.kind = Kind::Class(u8::try_from(class).unwrap_or(u8::MAX));
+        x.kind = ExtentUse::Class(u8::try_from(class).unwrap_or(u8::MAX));
         let warm = !x.warm().is_empty();
         self.avail[class].insert(extent);
         if warm {
@@ -381,12 +382,12 @@ impl Arena {
         }
     }
 
-    /// Takes back a block of `class`.
+    /// Frees a block of `class`.
     pub(crate) fn give(&mut self, page: usize, class: usize, give: Give) {
         let (extent, head) = (page / EXTENT_PAGES, page % EXTENT_PAGES);
         let block = Pages::range(head, class_pages(class));
         let x = self.extent(extent);
-        debug_assert!(x.kind == Kind::Class(u8::try_from(class).unwrap_or(u8::MAX)));
+        debug_assert!(x.kind == ExtentUse::Class(u8::try_from(class).unwrap_or(u8::MAX)));
         assert!(!x.free.meets(&block), "a block is freed once");
         assert!(!x.pinned.meets(&block), "a pinned block is not freed");
         x.free = x.free.or(&block);
@@ -396,7 +397,7 @@ impl Arena {
         if whole {
             self.avail[class].remove(extent);
             self.warm[class].remove(extent);
-            self.extent(extent).kind = Kind::Free;
+            self.extent(extent).kind = ExtentUse::Free;
             self.free.insert(extent);
         } else {
             self.avail[class].insert(extent);
@@ -404,13 +405,13 @@ impl Arena {
         }
     }
 
-    /// A run of `pages` pages (more than the largest class, or a huge page).
+    /// Allocates a run of `pages` pages (more than the largest class, or a huge page).
     pub(crate) fn take_run(&mut self, pages: usize, huge: bool) -> Result<usize, Shortage> {
         let need = pages.div_ceil(EXTENT_PAGES).max(1);
         let (mut from, end) = if huge { (self.small, self.extents.len()) } else { (0, self.small) };
         let start = loop {
             let first = self.free.first_from(from).filter(|&first| first + need <= end);
-            let Some(first) = first else { return Err(self.shut_or_short(pages, need, huge)) };
+            let Some(first) = first else { return Err(self.why_unavailable(pages, need, huge)) };
             let blocked = (first..first + need).rev().find(|&extent| {
                 !self.free.contains(extent) || !self.extent(extent).advising.is_empty()
             });
@@ -431,31 +432,31 @@ impl Arena {
         for (extent, part) in parts {
             self.free.remove(extent);
             let x = self.extent(extent);
-            x.kind = if extent == start { Kind::Run(pages) } else { Kind::RunBody };
+            x.kind = if extent == start { ExtentUse::Run(pages) } else { ExtentUse::RunBody };
             x.free = Pages::EMPTY;
-            x.resting = Pages::EMPTY;
+            x.idle = Pages::EMPTY;
             self.wire(extent, &part);
         }
         Ok(start * EXTENT_PAGES)
     }
 
-    /// Takes back a run.
+    /// Frees a run.
     pub(crate) fn give_run(&mut self, page: usize, give: Give) {
         let start = page / EXTENT_PAGES;
-        let Kind::Run(pages) = self.extent(start).kind else {
+        let ExtentUse::Run(pages) = self.extent(start).kind else {
             unreachable!("a run is freed once, by its first page")
         };
         for extent in start..start + pages.div_ceil(EXTENT_PAGES).max(1) {
             let x = self.extent(extent);
             assert!(x.pinned.is_empty(), "a pinned run is not freed");
-            x.kind = Kind::Free;
+            x.kind = ExtentUse::Free;
             x.free = Pages::range(0, EXTENT_PAGES);
             self.free.insert(extent);
             self.give_pages(extent, &Pages::range(0, EXTENT_PAGES), give);
         }
     }
 
-    fn parts(span: Span) -> impl Iterator<Item = (usize, Pages)> {
+    fn by_extent(span: Span) -> impl Iterator<Item = (usize, Pages)> {
         let mut page = span.page;
         let end = span.page + span.pages;
         std::iter::from_fn(move || {
@@ -468,23 +469,23 @@ impl Arena {
         })
     }
 
-    /// Offers pages of a block that its holder keeps (a pool's free block, a clean buffer).
-    pub(crate) fn offer_held(&mut self, span: Span) {
-        for (extent, pages) in Arena::parts(span) {
+    /// Offers pages of a block that stays allocated (a pool's free block, a clean buffer).
+    pub(crate) fn offer_allocated(&mut self, span: Span) {
+        for (extent, pages) in Arena::by_extent(span) {
             debug_assert!(!self.extent(extent).free.meets(&pages), "held, so not free");
             self.offer_pages(extent, &pages, Advice::Lend);
         }
     }
 
-    /// Whether the advisor's call for some page of the span is under way.
+    /// Whether the advisor's call for a page of the span is in flight.
     pub(crate) fn is_busy(&mut self, span: Span) -> bool {
-        Arena::parts(span).any(|(extent, pages)| self.extent(extent).advising.meets(&pages))
+        Arena::by_extent(span).any(|(extent, pages)| self.extent(extent).advising.meets(&pages))
     }
 
-    /// Wires pages that [`Arena::offer_held`] offered.
+    /// Wires pages that [`Arena::offer_allocated`] offered.
     pub(crate) fn retake(&mut self, span: Span) -> Retake {
         let mut new = 0;
-        for (extent, pages) in Arena::parts(span) {
+        for (extent, pages) in Arena::by_extent(span) {
             let x = self.extent(extent);
             if x.advising.meets(&pages) {
                 return Retake::Busy;
@@ -492,17 +493,17 @@ impl Arena {
             new += pages.without(&x.wired).count();
         }
         if !self.has_room(new) {
-            return Retake::Short;
+            return Retake::Exhausted;
         }
-        for (extent, pages) in Arena::parts(span) {
+        for (extent, pages) in Arena::by_extent(span) {
             self.wire(extent, &pages);
         }
-        Retake::Taken
+        Retake::Wired
     }
 
-    /// Marks wired pages as registered with a device or the kernel, or takes the mark away.
+    /// Marks wired pages as registered with a device or the kernel, or removes the mark.
     pub(crate) fn pin(&mut self, span: Span, on: bool) {
-        for (extent, pages) in Arena::parts(span) {
+        for (extent, pages) in Arena::by_extent(span) {
             let x = self.extent(extent);
             debug_assert!(pages.without(&x.wired).is_empty(), "only wired pages are pinned");
             let before = x.pinned.count();
@@ -512,16 +513,16 @@ impl Arena {
         }
     }
 
-    /// Whether every page of the span is wired and in no free block: what a user may touch.
+    /// Whether every page of the span is wired and in no free block, so that a user may access it.
     #[cfg(all(test, not(feature = "shuttle")))]
     pub(crate) fn in_use(&mut self, span: Span) -> bool {
-        Arena::parts(span).all(|(extent, pages)| {
+        Arena::by_extent(span).all(|(extent, pages)| {
             let x = self.extent(extent);
             pages.without(&x.wired).is_empty() && !x.free.meets(&pages)
         })
     }
 
-    /// Recounts everything; the invariants of the module documentation.
+    /// Checks the invariants of the module documentation by recounting everything.
     #[cfg(test)]
     pub(crate) fn check(&self) {
         let mut counts = PageCounts::default();
@@ -535,9 +536,12 @@ impl Arena {
             }
             assert!(x.returning.without(&x.offered).is_empty());
             assert!(x.pinned.without(&x.wired).is_empty(), "pinned pages are wired");
-            assert!(x.resting.without(&x.wired.and(&x.free)).is_empty(), "only free ones rest");
+            assert!(
+                x.idle.without(&x.wired.and(&x.free)).is_empty(),
+                "only free wired pages are idle"
+            );
             assert_eq!(self.queue.contains(index), !x.offered.is_empty());
-            let free = x.kind == Kind::Free && !self.is_shut(index);
+            let free = x.kind == ExtentUse::Free && !self.is_unavailable(index);
             assert_eq!(self.free.contains(index), free);
             counts.wired += x.wired.count();
             counts.offered += x.offered.count();

@@ -81,7 +81,7 @@ impl Pages {
 /// A set of extents, of a size fixed at creation: inserting never allocates.
 pub(crate) struct Extents {
     words: Box<[u64]>,
-    /// No member lies below this word: keeps repeated searches short.
+    /// All words below this one are zero: keeps repeated searches short.
     low: usize,
     count: usize,
 }

@@ -6,25 +6,25 @@ use std::ptr::NonNull;
 
 use crate::class::{CLASSES, PAGE_BYTES};
 
-/// Who a block is accounted to (a volume, a queue, a cache). From
+/// The volume, queue or cache that a block is accounted to. From
 /// [`Memory::owner`](crate::Memory::owner).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OwnerId(pub(crate) u16);
 
-/// Owned memory: 4 KiB aligned, of stable address, always initialised. What is in it is left over
-/// from an earlier use (or zero).
+/// Owned memory with a stable address, aligned to 4 KiB, always initialised. It contains zeroes or the
+/// data of an earlier use.
 ///
-/// A block goes back by [`Worker::free`](crate::Worker::free) or into a
-/// [`PagePool`](crate::PagePool). One that is merely dropped stays accounted as in use for ever: wrap
-/// it in a type of your own that frees it. That keeps the block at 16 bytes and the hit path short.
-#[must_use = "a dropped block is lost: free it to its worker"]
+/// Return a block with [`Worker::free`](crate::Worker::free) or to a [`PagePool`](crate::PagePool). A
+/// block that is dropped stays accounted as in use for ever: wrap it in a type that frees it. Without a
+/// destructor a block has 16 bytes and the hit path is short.
+#[must_use = "a dropped block leaks its memory: free it to its worker"]
 pub struct Block {
     ptr: NonNull<u8>,
     /// At most 16,384: [`MAX_BLOCK_BYTES`](crate::MAX_BLOCK_BYTES).
     pages: u16,
     owner: OwnerId,
-    /// Room for the [`SmallBuffer`](crate::SmallBuffer) a block may become: which of its pages are
-    /// lent with their content. Zero in a plain block.
+    /// Used by [`SmallBuffer`](crate::SmallBuffer): which of its pages are lent with their content.
+    /// Zero in a plain block.
     lent: u16,
     class: u8,
 }
@@ -38,7 +38,7 @@ unsafe impl Sync for Block {}
 
 impl Block {
     /// # Safety
-    /// `ptr` leads to `pages` wired pages of an arena that nobody else refers to while the block
+    /// `ptr` points to `pages` wired pages of an arena that nothing else refers to while the block
     /// lives, and that stay mapped for as long.
     pub(crate) unsafe fn new(ptr: NonNull<u8>, pages: u32, class: usize, owner: OwnerId) -> Block {
         debug_assert!(pages <= 1 << 14, "the largest block");
@@ -46,31 +46,31 @@ impl Block {
         Block { ptr, pages, owner, lent: 0, class: u8::try_from(class).unwrap_or(u8::MAX) }
     }
 
-    /// Bytes it holds: the length asked for, rounded up to its size class (above 1 MiB: to pages).
+    /// Its size in bytes: the requested length, rounded up to its size class (above 1 MiB: to pages).
     #[inline]
     pub fn capacity(&self) -> usize {
         usize::from(self.pages) * PAGE_BYTES
     }
 
-    /// Pages of 4 KiB it holds.
+    /// Its size in pages of 4 KiB.
     #[inline]
     pub fn pages(&self) -> u32 {
         u32::from(self.pages)
     }
 
-    /// Who it is accounted to.
+    /// The owner it is accounted to.
     pub fn owner(&self) -> OwnerId {
         self.owner
     }
 
-    /// Its address. Valid for [`Block::capacity`] bytes until the block is freed, wherever the
-    /// block itself is moved.
+    /// Its address. Valid for [`Block::capacity`] bytes until the block is freed, even if the `Block`
+    /// value is moved.
     #[inline]
     pub fn as_ptr(&self) -> *mut u8 {
         self.ptr.as_ptr()
     }
 
-    /// Pages lent with their content: see the field.
+    /// The pages lent with their content: see the field.
     #[inline]
     pub(crate) fn lent(&self) -> u16 {
         self.lent
@@ -89,7 +89,7 @@ impl Block {
         usize::from(self.class)
     }
 
-    /// Some of its bytes: for one whose other pages are lent, over which no slice may be made.
+    /// Some of its bytes, for a block whose other pages are lent: no slice may cover lent pages.
     pub(crate) fn bytes_in(&self, range: std::ops::Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.capacity(), "inside the block");
         let start = self.ptr.as_ptr().wrapping_add(range.start);

@@ -1,12 +1,12 @@
-//! Content-keeping loans, and registration: the two things a block can be besides plain memory.
+//! Blocks whose pages are lent with their content, and registered blocks.
 //!
-//! A [`Buffer`] holds data that could be read again from somewhere (clean cached data). Idle parts
-//! are *unwired*: lent to the kernel with their content. *Rewiring* tells page by page whether the
-//! content is still there. Bytes of unwired pages cannot be reached.
+//! A [`Buffer`] contains data that can be read again from the store (clean cached data). Its idle pages
+//! are *unwired*: lent to the kernel with their content. *Rewiring* reports for each page whether the
+//! content is still there. Bytes of unwired pages are not accessible.
 //!
-//! A [`Registered`] block is known to the kernel or a device by address. It cannot be lent, unwired
-//! or freed before it is unregistered: advising registered memory loses data silently
-//! (`elastic-memory.md` 4.3, T1 and T2), so here the types are disjoint.
+//! A [`Registered`] block is registered with the kernel or a device by address. It cannot be lent,
+//! unwired or freed before it is unregistered: `madvise` on registered memory detaches the address from
+//! the pinned pages, and what the device writes to those is lost. Distinct types rule that out.
 
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
@@ -56,9 +56,9 @@ impl std::fmt::Debug for PageSet {
 /// Why pages cannot be rewired now. Nothing has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RewireError {
-    /// They are being lent at this moment (for microseconds): treat it as lost into another
-    /// buffer, or try again.
-    #[error("the pages are being lent to the kernel right now")]
+    /// The advisor's call for these pages is in flight (for microseconds): use another buffer and treat
+    /// the data as lost, or try again.
+    #[error("the pages are being lent to the kernel: try again")]
     Busy,
     /// The ceiling over wired memory is reached.
     #[error("no memory to wire the pages: the ceiling is reached")]
@@ -66,7 +66,7 @@ pub enum RewireError {
 }
 
 /// A block (up to 2 MiB) whose idle pages can be lent with their content.
-#[must_use = "a dropped buffer is lost: free it"]
+#[must_use = "a dropped buffer leaks its memory: free it"]
 #[derive(Debug)]
 pub struct Buffer {
     block: Block,
@@ -76,7 +76,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Makes a buffer of a block from `worker`'s memory.
+    /// Makes a block from `worker`'s memory into a buffer.
     ///
     /// # Errors
     /// The block itself, if it is larger than 2 MiB or from another memory.
@@ -123,23 +123,23 @@ impl Buffer {
         Some(self.block.bytes_in_mut(slice))
     }
 
-    /// Unwires `pages` (those of them that are wired): the kernel may take them at any moment from
-    /// now on. The data must be clean: somewhere else it exists, too. False, and nothing is done,
-    /// where memory cannot be lent.
+    /// Unwires the wired pages among `pages`: the kernel may discard them at any time from now on. The
+    /// data must be clean: a copy must exist in the store. False, and nothing is done, where memory cannot
+    /// be lent.
     pub fn unwire(&mut self, worker: &Worker, pages: Range<usize>) -> bool {
         let wanted = self.set(&pages).without(&self.unwired.0);
         let core = &self.memory.core;
-        if !core.books.lock().lending() {
+        if !core.arena.lock().lending() {
             return false;
         }
         for page in (PageSet(wanted)).iter() {
             sentinel::arm(&core.reservation, &core.saved, self.first + page);
         }
         {
-            let mut arena = core.books.lock();
+            let mut arena = core.arena.lock();
             let mut from = 0;
             while let Some((start, count)) = wanted.first_run(from) {
-                arena.offer_held(Span { page: self.first + start, pages: count });
+                arena.offer_allocated(Span { page: self.first + start, pages: count });
                 from = start + count;
             }
         }
@@ -148,8 +148,8 @@ impl Buffer {
         true
     }
 
-    /// Wires `pages` (those of them that are unwired) again, and says which of them are lost: their
-    /// content is gone and they must be filled anew, each wholly.
+    /// Wires the unwired pages among `pages` again. Returns those whose content is lost: each must be
+    /// filled again completely.
     ///
     /// # Errors
     /// [`RewireError`]; then nothing has changed.
@@ -157,10 +157,10 @@ impl Buffer {
         let wanted = self.set(&pages).and(&self.unwired.0);
         let core = &self.memory.core;
         if let (Some(low), Some(high)) = (wanted.first_from(0), PageSet(wanted).iter().last()) {
-            // One question for the whole stretch: pages between that are wired do not mind.
+            // One call for the whole range, if all its pages are unwired.
             let span = Span { page: self.first + low, pages: high + 1 - low };
             let partial = high + 1 - low != wanted.count();
-            let mut arena = core.books.lock();
+            let mut arena = core.arena.lock();
             if partial {
                 self.retake_runs(&mut arena, &wanted)?;
             } else {
@@ -175,15 +175,15 @@ impl Buffer {
         }
         self.unwired.0 = self.unwired.0.without(&wanted);
         self.account(worker, &wanted, 1);
-        let (gone, all) = (lost.count() as u64, wanted.count() as u64);
-        self.memory.lost.fetch_add(gone, Ordering::Relaxed);
-        self.memory.kept.fetch_add(all - gone, Ordering::Relaxed);
+        let (discarded, all) = (lost.count() as u64, wanted.count() as u64);
+        self.memory.lost.fetch_add(discarded, Ordering::Relaxed);
+        self.memory.kept.fetch_add(all - discarded, Ordering::Relaxed);
         Ok(PageSet(lost))
     }
 
-    /// Copies the bytes from `from` on (within `page`) out of an unwired page, without wiring it: the
-    /// kernel sees that it is in use, and may still take it. False if the kernel has taken it: then
-    /// `out` holds garbage, and the page must be rewired and filled anew.
+    /// Copies the bytes from `from` on (within `page`) from an unwired page, without wiring it: the access
+    /// marks the page as referenced, and the kernel may still discard it. False if the kernel has
+    /// discarded it: then the content of `out` is undefined, and the page must be rewired and filled again.
     ///
     /// # Panics
     /// If the range is not within the page, or the page is not unwired.
@@ -199,7 +199,7 @@ impl Buffer {
         there
     }
 
-    /// Retakes several stretches, or none of them.
+    /// Wires several runs of pages, or none of them.
     fn retake_runs(
         &self,
         arena: &mut crate::arena::Arena,
@@ -242,7 +242,7 @@ impl Buffer {
         if self.unwired.is_empty() { Ok(self.block) } else { Err(self) }
     }
 
-    /// Gives the buffer back, wired or not.
+    /// Frees the buffer, wired or not.
     pub fn free(self, worker: &Worker) {
         if self.unwired.is_empty() {
             return worker.free(self.block);
@@ -258,14 +258,14 @@ impl Buffer {
 
 fn to_error(retake: Retake) -> Result<(), RewireError> {
     match retake {
-        Retake::Taken => Ok(()),
+        Retake::Wired => Ok(()),
         Retake::Busy => Err(RewireError::Busy),
-        Retake::Short => Err(RewireError::Exhausted),
+        Retake::Exhausted => Err(RewireError::Exhausted),
     }
 }
 
-/// A block that the kernel or a device knows by address. Dereferences to its bytes.
-#[must_use = "a dropped registration keeps its memory for ever: unregister it"]
+/// A block that is registered with the kernel or a device by address. Dereferences to its bytes.
+#[must_use = "a dropped registration leaks its memory: unregister it"]
 #[derive(Debug)]
 pub struct Registered {
     block: Block,
@@ -273,8 +273,9 @@ pub struct Registered {
 }
 
 impl Registered {
-    /// Marks a block as registered; do this before telling the kernel. Every page is written to,
-    /// since one that is still on loan would be taken after unregistering, with fresh data in it.
+    /// Marks a block as registered; do this before registering it with the kernel. Every page is written
+    /// to: the kernel could discard a page that is still marked `MADV_FREE` after it is unregistered,
+    /// together with the new data in it.
     ///
     /// # Errors
     /// The block itself, if it is from another memory.
@@ -284,16 +285,16 @@ impl Registered {
             return Err(block);
         };
         let pages = block.pages() as usize;
-        memory.core.books.lock().pin(Span { page: first, pages }, true);
+        memory.core.arena.lock().pin(Span { page: first, pages }, true);
         (first..first + pages).for_each(|page| sentinel::touch(&memory.core.reservation, page));
         Ok(Registered { block, memory })
     }
 
-    /// The plain block again; do this only after the kernel has let go of the memory.
+    /// The plain block again; do this only after the kernel has unregistered the memory.
     pub fn unregister(self) -> Block {
         if let Some(first) = self.memory.core.reservation.page_of(self.block.start()) {
             let pages = self.block.pages() as usize;
-            self.memory.core.books.lock().pin(Span { page: first, pages }, false);
+            self.memory.core.arena.lock().pin(Span { page: first, pages }, false);
         }
         self.block
     }

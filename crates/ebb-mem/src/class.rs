@@ -1,13 +1,13 @@
 //! Size classes of blocks: powers of two from 4 KiB to 1 MiB, and runs of 2 MiB extents above.
 //!
-//! Why these: the smallest is the page, the unit in which the kernel takes and gives memory; every
-//! power of two divides the extent, so blocks are aligned to their size, none crosses an extent, and
-//! a request of a common length (4, 8, 16, 64, 128 KiB) fits exactly. Finer classes would waste
-//! less on odd lengths but split the same traffic over more caches; the lengths block clients use
-//! are powers of two almost always. Above 1 MiB a class would hold one block per extent or
-//! fewer, so there a request gets whole extents and pays for the pages it asked for.
+//! Why these: the smallest is the page, the kernel's unit of memory. Every power of two divides the
+//! extent, so blocks are aligned to their size, no block crosses an extent, and a request of a common
+//! length (4, 8, 16, 64, 128 KiB) fits exactly. Finer classes would waste less on odd lengths but spread
+//! the same traffic over more caches, and block clients almost always use powers of two. Above 1 MiB a
+//! class would have one block per extent or fewer, so a larger request gets whole extents and is charged
+//! for the pages it uses.
 
-/// Bytes in a page of the kernel's bookkeeping, as this crate counts.
+/// Bytes in a page, the unit in which this crate counts.
 pub const PAGE_BYTES: usize = 4096;
 /// Bytes in an extent, the unit that serves one size class (and the size of a huge page).
 pub const EXTENT_BYTES: usize = 2 << 20;

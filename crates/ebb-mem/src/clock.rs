@@ -1,8 +1,8 @@
 //! The clock of this program: the system's monotonic one, or in a simulation (feature `sim`) one that
 //! the simulation moves.
 //!
-//! A thread that has called [`set`] sees its own time from then on; every other thread, and every
-//! build without the feature, reads the system's clock directly.
+//! A thread that has called [`set`] has its own time from then on; every other thread, and every build
+//! without the feature, reads the system's clock directly.
 
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ pub fn now() -> Instant {
     Instant::now()
 }
 
-/// The time since `then`; zero if that is to come.
+/// The time since `then`; zero if `then` is in the future.
 #[inline]
 #[must_use]
 pub fn since(then: Instant) -> Duration {

@@ -1,8 +1,9 @@
-//! How much of a zone's stock is its working set: a pure estimator, after FreeBSD's UMA.
+//! Estimates how many of a zone's cached blocks are its working set, after FreeBSD's UMA
+//! (`zone_domain_update_wss` in `sys/vm/uma_core.c`).
 //!
-//! Seed `004` and `elastic-memory.md` 1.3. Only allocation runs count, not free runs: a mass free
-//! says nothing about what will be needed. The time since the zone last (nearly) ran out of cache is
-//! kept as well; it decides who gives first.
+//! Only allocation runs count, not free runs: a mass free says nothing about what will be needed. The
+//! estimate also keeps the time since the zone last (nearly) ran out of cached blocks, which decides the
+//! order in which zones are reclaimed.
 
 /// The estimate for one zone's depot. Units are blocks; a tick is one call of
 /// [`Estimate::update`].
@@ -16,13 +17,13 @@ pub(crate) struct Estimate {
     /// Trough since the last new peak.
     trough: u64,
     wss: u64,
-    /// Blocks wanted while the cache had none, since the last new peak.
+    /// Misses since the last new peak.
     short: u64,
     /// Largest allocation run that ended in a new peak since the last update.
     run: u64,
-    /// Stock that was never needed for a long time.
+    /// Cached blocks that were not needed for a long time.
     limin: u64,
-    /// Ticks since the zone last ran out of cache.
+    /// Ticks since the zone last ran out of cached blocks.
     timin: u32,
     /// The zone ran out since the last update.
     missed: bool,
@@ -34,26 +35,26 @@ impl Estimate {
         self.items
     }
 
-    /// Blocks the zone needs to cache: the largest allocation run seen lately.
+    /// Blocks that the zone needs to cache: the largest recent allocation run.
     pub(crate) fn wss(&self) -> u64 {
         self.wss
     }
 
-    /// Blocks that were not needed for hours, or since the zone last ran out.
+    /// Blocks that were not needed for hours, or since the zone last ran out of cached blocks.
     pub(crate) fn limin(&self) -> u64 {
         self.limin
     }
 
-    /// Ticks since the zone last ran out of cache.
+    /// Ticks since the zone last ran out of cached blocks.
     pub(crate) fn timin(&self) -> u32 {
         self.timin
     }
 
-    /// `count` blocks went into the cache.
+    /// `count` blocks were added to the cache.
     pub(crate) fn put(&mut self, count: u64) {
         self.items += count;
         if self.items > self.max {
-            // A new peak: what was taken before it is an allocation run.
+            // A new peak ends an allocation run.
             self.run = self.run.max(self.current());
             self.short = 0;
             self.wss = self.wss.max(self.run);
@@ -62,30 +63,29 @@ impl Estimate {
         }
     }
 
-    /// `count` blocks were taken for use.
+    /// `count` blocks were allocated from the cache.
     pub(crate) fn take(&mut self, count: u64) {
         self.items = self.items.saturating_sub(count);
         self.min = self.min.min(self.items);
         self.trough = self.trough.min(self.items);
     }
 
-    /// The allocation run since the last new peak. What was wanted beyond the stock counts for up to
-    /// half as much again: else a stock that is too small would look as if it sufficed (the upper
-    /// edge is tested), while a single burst out of nothing is still no working set.
+    /// The allocation run since the last new peak. Misses count for up to half as much again: otherwise a
+    /// cache that is too small would seem large enough, while a single burst from an empty cache is still
+    /// no working set.
     fn current(&self) -> u64 {
         let run = self.max.saturating_sub(self.trough);
         run + self.short.min(run / 2)
     }
 
-    /// A block was wanted and none was cached.
+    /// An allocation found no cached block.
     pub(crate) fn miss(&mut self) {
         self.short += 1;
         self.missed = true;
         self.timin = 0;
     }
 
-    /// `count` blocks were taken by reclaim: shifts all bounds, so that reclaim is not mistaken for
-    /// use.
+    /// `count` blocks were reclaimed: shifts all bounds, so that reclaim does not count as use.
     pub(crate) fn reclaimed(&mut self, count: u64) {
         self.items = self.items.saturating_sub(count);
         self.max = self.max.saturating_sub(count);
@@ -95,14 +95,14 @@ impl Estimate {
 
     /// Ends a period.
     pub(crate) fn update(&mut self) {
-        // Three quarters, rounded down, so that a zone nobody uses reaches zero.
-        // UMA lets a run that ended in a new peak decay at once; kept for its period, repeated trims
-        // under a steady load take the surplus only, and do not eat into what the load needs.
+        // Three quarters, rounded down, so that an unused zone reaches zero.
+        // UMA lets a run that ended in a new peak decay at once. Here it is kept for its period, so that
+        // repeated trims under a steady load take the surplus only.
         let run = self.current().max(self.run);
         self.short = 0;
         self.wss = (self.wss - self.wss.div_ceil(4)).max(run);
         self.run = 0;
-        // The middle between the old peak and now: a run over the period's edge is not cut in two.
+        // The middle between the old peak and now, so that a run across two periods is not cut in two.
         self.max = self.max.midpoint(self.items);
         let spare = self.min.checked_sub(self.wss).filter(|_| !self.missed);
         match spare {
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stock_that_is_too_small_grows_and_a_burst_out_of_nothing_does_not_count() {
+    fn a_cache_that_is_too_small_grows_and_a_burst_from_an_empty_cache_does_not_count() {
         let mut e = Estimate::default();
         (0..1000).for_each(|_| e.miss());
         e.put(1000);
@@ -184,9 +184,9 @@ mod tests {
         assert_eq!(e.wss(), 0);
         e.reclaimed(900);
         for expected in [150, 225, 256] {
-            let stock = e.items();
-            e.take(stock);
-            (stock..256).for_each(|_| e.miss());
+            let items = e.items();
+            e.take(items);
+            (items..256).for_each(|_| e.miss());
             e.put(256);
             e.update();
             assert_eq!(e.wss(), expected);

@@ -1,24 +1,24 @@
-//! Counters that one worker writes and anybody reads: no locked instruction on the hit path.
+//! Counters with a single writer and any number of readers: no locked instruction on the hit path.
 //!
-//! Each worker has its own set; a block taken on one worker and freed on another makes one of them
-//! go up and another down, and the sum over all is exact.
+//! Each worker has its own set. A block allocated by one worker and freed by another increments one
+//! worker's counter and decrements the other's; the sum over all workers is exact.
 
 use std::sync::OnceLock;
 
 use crate::class::CLASSES;
 use crate::sync::{AtomicI64, AtomicU32, Ordering};
 
-/// Everything the worker's caches hold is to be given back.
+/// The worker must free everything in its caches.
 pub(crate) const PURGE: u32 = 1;
-/// The page pools are squeezed.
+/// The worker must squeeze its page pools.
 pub(crate) const SQUEEZE: u32 = 2;
-/// Somebody has begun to wait for memory: give back what is cached, everywhere.
-pub(crate) const STARVED: u32 = 4;
-/// Somebody waits: freed memory is not cached. Stays until nobody waits.
+/// An allocation has begun to wait: the worker must free what its caches, its pools and the depots hold.
+pub(crate) const RELEASE_CACHES: u32 = 4;
+/// Allocations wait: freed memory is not cached. Set until the last one has stopped waiting.
 pub(crate) const WAITERS: u32 = 8;
-/// Caching is off until calm.
+/// Caching is off until [`crate::Memory::calm`].
 pub(crate) const UNCACHED: u32 = 16;
-/// Flags that stay set when the worker has looked.
+/// Flags that a poll does not clear.
 pub(crate) const STICKY: u32 = WAITERS | UNCACHED;
 
 /// A counter with a single writer.
@@ -26,7 +26,7 @@ pub(crate) const STICKY: u32 = WAITERS | UNCACHED;
 pub(crate) struct Gauge(AtomicI64);
 
 impl Gauge {
-    /// Adds; only ever called by the one worker that owns the gauge.
+    /// Adds. Called only by the worker that owns the gauge.
     #[inline]
     pub(crate) fn add(&self, amount: i64) {
         self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(amount), Ordering::Relaxed);
@@ -37,32 +37,31 @@ impl Gauge {
     }
 }
 
-/// What one worker did in one zone.
+/// One worker's counters of one zone.
 #[derive(Debug, Default)]
 pub(crate) struct ZoneGauges {
     pub(crate) allocs: Gauge,
     pub(crate) frees: Gauge,
-    /// Blocks that entered the worker's buckets from below, less those that left them downwards.
+    /// Blocks that the worker took from the depot or the slabs, less those that it returned to them.
     pub(crate) filled: Gauge,
 }
 
-/// What one worker did for one owner, in bytes.
+/// One worker's counters of one owner, in bytes.
 #[derive(Debug, Default)]
 pub(crate) struct OwnerGauges {
     pub(crate) wired: Gauge,
     pub(crate) unwired: Gauge,
 }
 
-/// Owners in one chunk of a table (4 KiB), and chunks: one for each number an [`crate::OwnerId`] has.
+/// Owners in one chunk of a table (4 KiB), and the number of chunks: enough for every [`crate::OwnerId`].
 const CHUNK: usize = 256;
 const CHUNKS: usize = 1 << 16 >> CHUNK.trailing_zeros();
 
 type Chunk = [OwnerGauges; CHUNK];
 
 /// A worker's gauges by owner. The first chunk is part of the table: few daemons have more owners, and
-/// theirs are reached without a further load. The others are made as owners are registered
-/// ([`crate::Memory::owner`]), so that counting never allocates, and stay: what is never registered
-/// costs nothing.
+/// these are reached without a further load. The other chunks are allocated when owners are registered
+/// ([`crate::Memory::owner`]), so that counting never allocates, and are never freed.
 pub(crate) struct OwnerTable {
     first: Chunk,
     rest: [OnceLock<Box<Chunk>>; CHUNKS - 1],
@@ -73,7 +72,7 @@ fn chunk() -> Chunk {
 }
 
 impl OwnerTable {
-    /// With room for the first `owners`.
+    /// A table with gauges for the first `owners`.
     fn new(owners: usize) -> OwnerTable {
         let table =
             OwnerTable { first: chunk(), rest: std::array::from_fn(|_| OnceLock::default()) };
@@ -81,7 +80,7 @@ impl OwnerTable {
         table
     }
 
-    /// Makes room for the first `owners`. Any thread may do that.
+    /// Allocates gauges for the first `owners`. May be called from any thread.
     pub(crate) fn make_room(&self, owners: usize) {
         for place in self.rest.iter().take(owners.div_ceil(CHUNK).saturating_sub(1)) {
             place.get_or_init(|| Box::new(chunk()));
@@ -97,7 +96,7 @@ impl OwnerTable {
         }
     }
 
-    /// All there is room for, by number.
+    /// All allocated gauges, by number.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &OwnerGauges> {
         let rest = self.rest.iter().map_while(OnceLock::get).flat_map(|chunk| chunk.iter());
         self.first.iter().chain(rest)
@@ -111,7 +110,7 @@ pub(crate) struct WorkerShared {
     /// Per class; the last is for runs.
     pub(crate) zones: [ZoneGauges; CLASSES + 1],
     pub(crate) owners: OwnerTable,
-    /// Times the worker was asked to purge, and did.
+    /// Purges that the worker has carried out on request.
     pub(crate) purges: Gauge,
 }
 
@@ -126,14 +125,14 @@ impl WorkerShared {
         }
     }
 
-    /// Raises flags and wakes the worker.
-    pub(crate) fn ask(&self, flags: u32) {
+    /// Sets flags and wakes the worker.
+    pub(crate) fn request(&self, flags: u32) {
         self.flags.fetch_or(flags, Ordering::SeqCst);
         (self.wake)();
     }
 }
 
-/// Sums over workers that have ended.
+/// Sums over workers that have been dropped.
 #[derive(Default)]
 pub(crate) struct Retired {
     pub(crate) zones: [[i64; 3]; CLASSES + 1],
@@ -154,7 +153,7 @@ impl Retired {
     }
 }
 
-/// Adds what `worker` did for each owner.
+/// Adds the counters of `worker` for each owner.
 pub(crate) fn add_owners(sums: &mut Vec<[i64; 2]>, worker: &WorkerShared) {
     for (number, owner) in worker.owners.iter().enumerate() {
         if sums.len() <= number {

@@ -1,22 +1,23 @@
-//! What this kernel does with lent memory that is read into.
+//! A kernel bug that concerns direct I/O into pages marked `MADV_FREE`.
 //!
-//! Before Linux 5.18 a page that is lent (`MADV_FREE`) and then read into by direct I/O may be thrown away with
-//! what was read: the device writes behind the page table's back, so that the page still counts as
-//! clean when it is reclaimed ("mm: fix race between MADV_FREE reclaim and blkdev direct IO read"). There
-//! every page is written to on its way back, which takes it off loan. A distribution may have mended an
-//! older kernel; its number does not say so, and a write costs less than a microsecond a page.
+//! Before Linux 5.18 the kernel may discard a page that was marked `MADV_FREE` and into which direct I/O
+//! has read since: the device does not set the dirty bit of the page table entry, so the page still
+//! counts as clean when it is reclaimed (fixed by "mm: fix race between MADV_FREE reclaim and blkdev
+//! direct IO read"). On such kernels this crate writes to every page that it takes back, which cancels
+//! the mark. A distribution may have backported the fix, which the release number does not show; the
+//! write costs less than a microsecond per page.
 
-/// Whether a kernel of this release keeps what direct I/O reads into a lent page.
+/// Whether a kernel of this release keeps data that direct I/O reads into a lent page.
 fn keeps(release: &str) -> bool {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
     match (numbers.next(), numbers.next()) {
         (Some(Ok(major)), Some(Ok(minor))) => (major, minor) >= (5, 18),
-        // One that does not say may be older.
+        // A release that cannot be parsed may be an older one.
         _ => false,
     }
 }
 
-/// Whether pages must be written to when they come back from a loan.
+/// Whether pages must be written to when they are taken back.
 pub(crate) fn touches() -> bool {
     !keeps(&rustix::system::uname().release().to_string_lossy())
 }

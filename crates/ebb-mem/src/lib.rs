@@ -1,40 +1,42 @@
-//! Elastic I/O memory: grows with the load, and goes back to the kernel when the host needs it.
+//! Elastic I/O memory: buffers that grow with the load and are returned to the kernel under memory
+//! pressure.
 //!
-//! A server that moves blocks of data holds memory in one of two bad ways: a static pool sized for
-//! the worst case, or none at all. This crate keeps what the load needs, *lends* what is idle to the
-//! kernel (which may then take it at any moment without I/O and without asking), and gives all of it
-//! back within milliseconds when told to. It answers two specifications: the squeezed page pools of
-//! Linux's xen-blkback (seed `000`) and the back pressure of FreeBSD's UMA (seed `004`).
+//! A block server usually either keeps a static buffer pool sized for the worst case or allocates every
+//! buffer anew. This crate keeps the memory that the load needs, marks idle memory `MADV_FREE` (*lends*
+//! it: the kernel may discard it at any time without I/O), and returns all free memory within
+//! milliseconds under pressure. It is modelled on the page pools of Linux's xen-blkback
+//! (`drivers/block/xen-blkback`) and on the zones of FreeBSD's UMA (`sys/vm/uma_core.c`).
 //!
-//! # Vocabulary
-//! - **block**: owned memory, 4 KiB aligned, of stable address ([`Block`]).
-//! - **arena**: the reserved address range all blocks come from, carved into 2 MiB **extents**, each
-//!   serving one size class (4 KiB to 1 MiB) or one larger run.
+//! # Terms
+//! - **block**: owned memory with a stable address, aligned to 4 KiB ([`Block`]).
+//! - **arena**: the reserved address range that all blocks come from, divided into 2 MiB **extents**.
+//!   An extent serves one size class (4 KiB to 1 MiB) or is part of one larger run.
 //! - **zone**: the cache of one size class: **buckets** of blocks at each worker, a shared **depot**,
-//!   and the extents (slabs) below.
-//! - **worker**: one thread's way in ([`Worker`]); its hit path takes no lock and touches no heap.
-//! - **pool**: free pages of one queue ([`PagePool`]).
-//! - **wired**: in use, or free and kept warm. **Unwired**: lent to the kernel (`MADV_FREE`), or
-//!   about to be. **Returned**: given up (`MADV_DONTNEED`).
-//! - **owner**: who memory is accounted to ([`OwnerId`]).
+//!   and below them the extents (slabs).
+//! - **worker**: the interface of one thread to the memory ([`Worker`]). Its hit path takes no lock and
+//!   does not use the heap.
+//! - **pool**: the free pages of one queue ([`PagePool`]).
+//! - **wired**: in use, or free and kept resident. **Unwired**: marked `MADV_FREE` (lent), or about to
+//!   be. **Returned**: released with `MADV_DONTNEED`.
+//! - **owner**: the volume, queue or cache that memory is accounted to ([`OwnerId`]).
 //!
 //! # Invariants
 //! - Memory in use, registered ([`Registered`]) or in flight is never advised. Every page is in
-//!   exactly one state, and only free or unwired ones are ever offered.
-//! - Advice is given by helper threads, in batches; a worker never waits for it: a block that is
-//!   being lent at this moment is passed over for another.
+//!   exactly one state, and only free or unwired pages are offered to the kernel.
+//! - Helper threads make the `madvise` calls, in batches. A worker never waits for them: it skips a
+//!   block that is being advised and uses another one.
 //! - Freeing never allocates, and nothing allocates while memory is being reclaimed.
 //! - Everything is bounded: wired memory by the ceiling, buckets by a share of it, depots by the
 //!   working set, the advisor's queue by one bit per extent.
-//! - No globals and no logging; time comes in as arguments. Only the advisor's pauses (2 ms to
-//!   batch small offers, 100 ms before a freed run is lent) are its own.
+//! - No globals and no logging; the caller passes the time. Only the advisor uses a clock of its own:
+//!   it waits 2 ms to batch small offers, and 100 ms before it lends a freed run.
 //!
-//! # Who calls what, when
-//! - a worker's loop: [`Worker::needs_poll`] each turn, [`Worker::poll`] when it says so and at
-//!   [`Worker::next_deadline`];
-//! - a controller: [`Memory::tick`] about once a second; under pressure [`Memory::squeeze`] and
-//!   [`Memory::reclaim`] (L1 [`Reclaim::Trim`], L2 [`Reclaim::Drain`], L3 [`Reclaim::DrainWorkers`]),
-//!   and [`Memory::calm`] when it is over. When that is, [`pressure`] can tell.
+//! # Use
+//! - A worker's loop calls [`Worker::needs_poll`] in each iteration, and [`Worker::poll`] when that
+//!   returns true and at [`Worker::next_deadline`].
+//! - A controller calls [`Memory::tick`] about once a second; under pressure [`Memory::squeeze`] and
+//!   [`Memory::reclaim`] (L1 [`Reclaim::Trim`], L2 [`Reclaim::Drain`], L3 [`Reclaim::DrainWorkers`]);
+//!   and [`Memory::calm`] when the pressure has ended. [`pressure`] measures the level.
 //!
 //! # Example
 //! ```
@@ -44,20 +46,20 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let now = Instant::now();
-//! // At most 256 MiB wired; address space is reserved, no memory used.
+//! // At most 256 MiB wired. This reserves address space and uses no memory yet.
 //! let memory = Memory::new(Options::new(256 << 20, now))?;
 //! let disk = memory.owner("disk")?;
 //!
-//! // On each I/O thread. The callback must make that thread's loop turn.
-//! let worker = memory.worker(|| { /* ring the thread's eventfd */ });
+//! // On each I/O thread. The callback must wake that thread's loop.
+//! let worker = memory.worker(|| { /* write to the thread's eventfd */ });
 //!
-//! // A request's buffer: taken, used, freed.
+//! // A request's buffer: allocated, used, freed.
 //! let mut block = worker.alloc(10_000, disk)?;
 //! assert_eq!(block.capacity(), 16_384);
 //! block[..5].copy_from_slice(b"hello");
 //! worker.free(block);
 //!
-//! // A queue's page pool, its limits changeable at run time.
+//! // The page pool of a queue. Its limits can be changed at run time.
 //! let limits = Arc::new(PoolParameters::default());
 //! let pool = PagePool::new(&worker, disk, limits.clone());
 //! let block = pool.take(4096)?;
@@ -65,12 +67,12 @@
 //! pool.done(now);
 //! assert_eq!(pool.free_pages(), (1, 0));
 //!
-//! // The host is short of memory: pools drop to nothing, caches are drained, all of it goes back.
+//! // The host is short of memory: empty the pools, drain the caches, return all of it.
 //! let event = now + Duration::from_secs(1);
 //! memory.squeeze(event);
 //! memory.reclaim(Reclaim::DrainWorkers, event);
-//! worker.poll(event); // the loop turns, since it was woken
-//! memory.settle(); // only here: waits for the advisor
+//! worker.poll(event); // the callback has woken the loop
+//! memory.settle(); // only in this example: waits for the advisor
 //! assert_eq!(memory.stats().arena.resident(), 0);
 //! memory.calm();
 //! # Ok(())
@@ -84,8 +86,6 @@ mod block;
 mod buffer;
 mod class;
 pub mod clock;
-mod overcommit;
-
 mod estimate;
 mod gauge;
 mod kernel;
@@ -93,6 +93,7 @@ mod memory;
 #[cfg(all(test, feature = "shuttle"))]
 mod models;
 mod options;
+mod overcommit;
 mod owners;
 mod pool;
 pub mod pressure;

@@ -1,13 +1,13 @@
-//! The whole: arena, zones, workers and the advisor, and how they give back.
+//! [`Memory`]: the arena, the zones, the workers and the advisor, and how memory is reclaimed.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::advise::{self, Books, Orders};
+use crate::advise::{self, AdvisorControl, SharedArena};
 use crate::arena::{Arena, Give, Shortage};
 use crate::class::{CLASSES, EXTENT_BYTES, PAGE_BYTES, class_bytes};
-use crate::gauge::{PURGE, Retired, SQUEEZE, STARVED, UNCACHED, WAITERS, WorkerShared};
+use crate::gauge::{PURGE, RELEASE_CACHES, Retired, SQUEEZE, UNCACHED, WAITERS, WorkerShared};
 use crate::options::{Options, Policy};
 use crate::overcommit::Overcommit;
 use crate::owners::Owners;
@@ -22,63 +22,63 @@ use crate::zone::Zone;
 
 /// Period of the working-set estimator.
 const ESTIMATE_EVERY: Duration = Duration::from_secs(1);
-/// Purging every worker happens at most this often.
+/// Shortest time between two purges of all workers.
 const PURGE_EVERY: Duration = Duration::from_secs(1);
-/// How long after a low-memory event idle stock does not grow, unless calm is called before: the
-/// window in which the ladder looks for a second sign. What is freed meanwhile beyond what the
-/// event left in the caches is lent, so that two who watch the same memory do not take turns in
-/// giving and taking it (`elastic-memory.md` 4.3, T14).
+/// How long the caches do not grow after a low-memory event, unless [`Memory::calm`] is called before:
+/// the window in which the ladder waits for a second sign. Blocks freed in this time that exceed what
+/// the event left in the caches are lent, so that two daemons that watch the same free memory do not
+/// alternate between releasing and using it.
 const GROWTH_PAUSE: Duration = Duration::from_secs(1);
 /// Bytes a zone's depot may always keep, whatever the estimate says.
 const ZONE_FLOOR_BYTES: usize = 256 << 10;
 
-/// Why a memory cannot be made or used so.
+/// Why a memory cannot be created or used in this way.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The address space could not be reserved.
     #[error("cannot reserve {bytes} bytes of address space: raise `ulimit -v` or lower the limit")]
     Reserve {
-        /// Bytes asked for.
+        /// Requested bytes.
         bytes: usize,
-        /// What the kernel said.
+        /// The kernel's error.
         source: std::io::Error,
     },
     /// The advisor's threads could not be started.
     #[error("cannot start the memory advisor's threads")]
     Thread(#[source] std::io::Error),
-    /// All owners are taken.
-    #[error("more than {0} owners of memory, such as volumes with a cache: have fewer of them")]
+    /// All owners are in use.
+    #[error("more than {0} owners of memory: use fewer volumes with a cache")]
     Owners(u16),
     /// The size cannot be reserved: zero, or more than 8 TiB.
-    #[error("cannot manage {0} bytes: between 2 MiB and 8 TiB are possible")]
+    #[error("cannot manage {0} bytes of memory: set between 2 MiB and 8 TiB")]
     Size(usize),
 }
 
-/// How hard to reclaim (seed `004`).
+/// How much to reclaim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reclaim {
-    /// Every zone down to its working set; buckets one smaller; the surplus is lent.
+    /// Reduces every zone to its working set and its buckets by one block; the surplus is lent.
     Trim,
-    /// Every zone down to nothing, buckets one smaller, free memory returned at once.
+    /// Empties every zone and reduces its buckets by one block; free memory is returned at once.
     Drain,
-    /// As `Drain`, and every worker's caches are purged, once; buckets half as large; caching is
-    /// off until [`Memory::calm`].
+    /// As `Drain`; also purges every worker's caches once, halves the buckets, and turns caching off
+    /// until [`Memory::calm`].
     DrainWorkers,
 }
 
 #[derive(Default)]
 pub(crate) struct Workers {
     pub(crate) list: Vec<Arc<WorkerShared>>,
-    /// Owners there is room for, in each worker's table.
+    /// Number of owners that each worker's table has gauges for.
     pub(crate) owners: usize,
     pub(crate) retired: Retired,
     pub(crate) pools: Vec<std::sync::Weak<crate::pool::PoolShared>>,
 }
 
-struct Pace {
+struct TickState {
     estimated: Instant,
     purged: Option<Instant>,
-    /// When growth was paused, while it is.
+    /// While growth is paused: since when.
     paused: Option<Instant>,
     returned: bool,
 }
@@ -91,22 +91,22 @@ pub struct Memory {
     pub(crate) workers: Mutex<Workers>,
     pub(crate) owners: Mutex<Owners>,
     pub(crate) options: Options,
-    /// Nanoseconds after `options.started` of the last squeeze, and how many there were.
+    /// Time of the last squeeze in nanoseconds after `options.started`, and the number of squeezes.
     squeezed: AtomicU64,
     pub(crate) squeezes: AtomicU64,
     uncached: AtomicBool,
     /// See [`Memory::draining`].
     draining: AtomicBool,
-    /// Pages rewired that were still there, and that were not.
+    /// Rewired pages that were still resident, and those that the kernel had discarded.
     pub(crate) kept: AtomicU64,
     pub(crate) lost: AtomicU64,
     /// Times the kernel refused to open address space.
     pub(crate) refusals: AtomicU64,
-    pace: Mutex<Pace>,
+    tick_state: Mutex<TickState>,
     shares: Shares,
     spares: Spares,
     advisors: Vec<JoinHandle<()>>,
-    /// When [`Memory::advise`] sweeps next.
+    /// When [`Memory::advise`] sweeps next time.
     #[cfg(feature = "sim")]
     advised: Mutex<Option<Instant>>,
 }
@@ -117,20 +117,20 @@ impl Memory {
     /// # Errors
     /// [`Error::Size`], [`Error::Reserve`] or [`Error::Thread`].
     pub fn new(options: Options) -> Result<Arc<Memory>, Error> {
-        // A simulation does the advisor's work itself: `Memory::advise`.
+        // A simulation runs the advisor itself: `Memory::advise`.
         Memory::build(options, !crate::clock::is_virtual())
     }
 
-    /// Does what the advisor would do now, on this thread: for simulations, whose memory has none.
-    /// Returns when to come again, if anything is cooling.
+    /// Does the advisor's work on this thread: for simulations, whose memory has no advisor thread.
+    /// Returns the time until the next call, if freed pages wait for a sweep.
     #[cfg(feature = "sim")]
     #[must_use]
     pub fn advise(&self, now: Instant) -> Option<Duration> {
-        let mut real = advise::Real::new(&self.core);
-        self.core.books.turn(&mut real, &mut self.advised.lock(), now)
+        let mut real = advise::SystemKernel::new(&self.core);
+        self.core.arena.run_once(&mut real, &mut self.advised.lock(), now)
     }
 
-    /// For models and tests, which step the advisor themselves.
+    /// For models and tests, which run the advisor step by step.
     #[cfg(test)]
     pub(crate) fn without_advisor(options: Options) -> Result<Arc<Memory>, Error> {
         Memory::build(options, false)
@@ -162,9 +162,9 @@ impl Memory {
         arena.set_keep_freed(options.policy.keeps());
         let charge = Overcommit::now();
         arena.close_all(chunk, charge.is_any());
-        let (books, orders) = (Books::new(arena), Orders::default());
+        let (arena, control) = (SharedArena::new(arena), AdvisorControl::default());
         let touches = AtomicBool::new(lending && crate::kernel::touches());
-        let core = Arc::new(Core { reservation, saved, split, charge, touches, books, orders });
+        let core = Arc::new(Core { reservation, saved, split, charge, touches, arena, control });
         let advisors =
             if advised { advise::start(&core).map_err(Error::Thread)? } else { Vec::new() };
         let ceiling = options.ceiling_bytes;
@@ -182,7 +182,7 @@ impl Memory {
             refusals: AtomicU64::new(0),
             uncached: AtomicBool::new(options.policy == Policy::Uncached),
             draining: AtomicBool::new(false),
-            pace: Mutex::new(Pace {
+            tick_state: Mutex::new(TickState {
                 estimated: options.started,
                 purged: None,
                 paused: None,
@@ -197,9 +197,9 @@ impl Memory {
         }))
     }
 
-    /// A worker's way to this memory, to be used by one thread. `wake` is called from any thread
-    /// when [`Worker::poll`] should be called soon: it must make the worker's loop turn. It is called
-    /// with a lock held and must do no more than that (write to an eventfd, say).
+    /// Creates the interface of one thread to this memory. `wake` is called from any thread when
+    /// [`Worker::poll`] should be called soon: it must wake the worker's loop. It is called with a lock
+    /// held and must do nothing else (for example, write to an eventfd).
     pub fn worker(self: &Arc<Self>, wake: impl Fn() + Send + Sync + 'static) -> Worker {
         let mut workers = self.workers.lock();
         let shared = Arc::new(WorkerShared::new(workers.owners, Box::new(wake)));
@@ -215,43 +215,43 @@ impl Memory {
     }
 
     /// Limits the blocks of the zone that serves `len` bytes (1 to 1 MiB) to `bytes` in use and in
-    /// caches; `None`: no limit. Takes effect at the next block taken from the slabs; those that
-    /// wait for the old limit are woken.
+    /// caches; `None`: no limit. Takes effect at the next allocation from the slabs; allocations that
+    /// wait because of the old limit are woken.
     pub fn set_zone_limit(&self, len: usize, bytes: Option<usize>) {
         let class = crate::class::class_of(len).min(CLASSES - 1);
         // Two at least: a read-modify-write holds one while it waits for another.
         let blocks = bytes.map_or(usize::MAX, |bytes| (bytes / class_bytes(class)).max(2));
-        self.core.books.lock().set_limit(class, blocks);
+        self.core.arena.lock().set_limit(class, blocks);
         self.waits.wake();
     }
 
-    /// Changes the ceiling over all wired memory (bytes). A lower one is reached as memory is
-    /// freed; nothing in use is taken away.
+    /// Changes the ceiling on wired memory (bytes). A lower ceiling takes effect as memory is freed;
+    /// memory in use is not affected.
     pub fn set_ceiling(&self, bytes: usize) {
-        self.core.books.lock().set_ceiling(bytes / PAGE_BYTES);
+        self.core.arena.lock().set_ceiling(bytes / PAGE_BYTES);
         self.shares.set_total(bytes / 4 * 3);
         self.spares.set_ceiling(bytes);
         self.waits.wake();
     }
 
-    /// Whether anybody waits for memory.
+    /// Whether an allocation waits for memory.
     pub fn has_waiters(&self) -> bool {
         self.waits.len() > 0
     }
 
-    /// What the ceiling has for requests, shared out among volumes: three quarters of it.
+    /// The part of the ceiling that is divided among the requests of volumes: three quarters of it.
     pub fn shares(&self) -> &Shares {
         &self.shares
     }
 
-    /// Memory for work that helps but does not have to be done.
+    /// Memory for optional work: larger writebacks, read-ahead, cache fills.
     pub fn spares(&self) -> &Spares {
         &self.spares
     }
 
-    /// Gives back as `level` says, and pauses the growth of idle stock: for a second (until the first
-    /// [`Memory::tick`] after it), or until [`Memory::calm`]. Never allocates; may be called from any
-    /// thread but those of workers in a hurry: it walks all caches.
+    /// Reclaims as `level` says, and pauses the growth of the caches for a second (until the first
+    /// [`Memory::tick`] after it) or until [`Memory::calm`]. Never allocates. May be called from any
+    /// thread, but takes time: it walks all caches.
     pub fn reclaim(&self, level: Reclaim, now: Instant) {
         match self.options.policy {
             Policy::LastResortOnly if level < Reclaim::DrainWorkers => return,
@@ -260,10 +260,10 @@ impl Memory {
         }
         let again = self.draining();
         if level >= Reclaim::Drain {
-            self.core.books.lock().set_prefer_return(true);
+            self.core.arena.lock().set_prefer_return(true);
             self.draining.store(true, Ordering::Relaxed);
         }
-        // All workers once, each for all its zones: they act while the zones are walked here.
+        // Each worker is notified once, for all its zones: workers purge while the zones are walked here.
         if level == Reclaim::DrainWorkers {
             self.purge_workers(now);
         }
@@ -281,13 +281,13 @@ impl Memory {
                 _ => zone.shrink_target(),
             }
         }
-        // Once drained, what is free is in turnover, or the sweep returns it.
+        // After the first drain, free memory is either reused soon or returned by the sweep.
         if !again {
             let advice = if lends { Advice::Lend } else { Advice::Return };
-            self.core.books.lock().offer_free(advice);
+            self.core.arena.lock().offer_free(advice);
         }
-        self.serve_waiters();
-        self.pace.lock().paused = Some(now);
+        self.wake_waiters();
+        self.tick_state.lock().paused = Some(now);
         self.zones.iter().for_each(Zone::pause);
     }
 
@@ -297,25 +297,25 @@ impl Memory {
 
     fn purge_workers(&self, now: Instant) {
         {
-            let mut pace = self.pace.lock();
+            let mut tick_state = self.tick_state.lock();
             let early = |at: Instant| now.saturating_duration_since(at) < PURGE_EVERY;
-            if pace.purged.is_some_and(early) {
+            if tick_state.purged.is_some_and(early) {
                 return;
             }
-            pace.purged = Some(now);
+            tick_state.purged = Some(now);
         }
         self.uncached.store(true, Ordering::Relaxed);
         for worker in &self.workers.lock().list {
-            worker.ask(PURGE | UNCACHED);
+            worker.request(PURGE | UNCACHED);
         }
     }
 
-    /// The pressure is over: caching is on again, idle stock may grow, and idle memory is lent
-    /// rather than returned.
+    /// The pressure has ended: turns caching on, lets the caches grow, and lends idle memory instead of
+    /// returning it.
     pub fn calm(&self) {
-        self.core.books.lock().set_prefer_return(false);
+        self.core.arena.lock().set_prefer_return(false);
         self.draining.store(false, Ordering::Relaxed);
-        if self.pace.lock().paused.take().is_some() {
+        if self.tick_state.lock().paused.take().is_some() {
             self.resume_growth();
         }
         if self.options.policy != Policy::Uncached && self.uncached.swap(false, Ordering::Relaxed) {
@@ -325,21 +325,21 @@ impl Memory {
         }
     }
 
-    /// How memory is kept and given back, as it was made with.
+    /// The policy for idle memory, from the options.
     #[must_use]
     pub fn policy(&self) -> Policy {
         self.options.policy
     }
 
-    /// Whether idle memory is lent at all: for owners that lend of their own, as a cache does.
+    /// Whether idle memory may be lent: for owners that lend buffers themselves, as a cache does.
     #[must_use]
     pub fn lends(&self) -> bool {
         self.options.lend && !self.options.policy.keeps()
     }
 
-    /// A memory-pressure event for the page pools (seed `000`): each drops to nothing at once and
-    /// stays so for its `buffer_squeeze_duration_ms` from `now`. Every event starts that time anew.
-    /// Idle workers are woken. Under [`Policy::Static`] it is no event at all.
+    /// A memory-pressure event for the page pools: each pool releases all its free pages at once and keeps
+    /// none for its `buffer_squeeze_duration_ms` from `now`, as in Linux's xen-blkback. Every event
+    /// restarts that time. Idle workers are woken. Does nothing under [`Policy::Static`].
     pub fn squeeze(&self, now: Instant) {
         if self.options.policy == Policy::Static {
             return;
@@ -347,22 +347,22 @@ impl Memory {
         self.squeezed.store(self.nanos(now), Ordering::Relaxed);
         self.squeezes.fetch_add(1, Ordering::Release);
         for worker in &self.workers.lock().list {
-            worker.ask(SQUEEZE);
+            worker.request(SQUEEZE);
         }
     }
 
-    /// Whether pressure goes on: a drain has been asked for and calm has not come since. Until then
-    /// free memory is kept in the slabs alone, where all queues and workers share it, and as long
-    /// as it is in turnover: what nobody takes for some tens of milliseconds is returned. Returning
-    /// all of it would have each request fault its memory in again, for as long as pressure lasts.
+    /// Whether pressure continues: [`Memory::reclaim`] has drained, and [`Memory::calm`] was not called
+    /// since. Until then free memory is kept in the slabs only, where all queues and workers share it, and
+    /// only while it is being reused: what stays unused for some tens of milliseconds is returned. If all
+    /// of it were returned at once, every request would fault its memory in again while pressure lasts.
     #[inline]
     #[must_use]
     pub fn draining(&self) -> bool {
         self.draining.load(Ordering::Relaxed)
     }
 
-    /// When the last squeeze was, and a number that is another one for each event. The number is
-    /// read first: a new number never comes with an old time.
+    /// The time of the last squeeze, and its sequence number. The number is read first, so that a new
+    /// number is never combined with an old time.
     pub(crate) fn last_squeeze(&self) -> (u64, u64) {
         let event = self.squeezes.load(Ordering::Acquire);
         (self.squeezed.load(Ordering::Relaxed), event)
@@ -373,26 +373,26 @@ impl Memory {
         u64::try_from(since.as_nanos()).unwrap_or(u64::MAX - 1)
     }
 
-    /// The controller's beat; call it about once a second, more often does no harm. Updates the
-    /// estimates and lends what no zone needs, without any pressure: memory that could serve the
-    /// page cache goes back even while the kernel still meets its targets.
+    /// Periodic work of the controller; call it about once a second (more often is harmless). Updates the
+    /// estimates and lends what no zone needs, without any pressure: memory that the page cache could use
+    /// is released even while the kernel has enough free memory.
     pub fn tick(&self, now: Instant) {
         {
-            let mut pace = self.pace.lock();
-            if now.saturating_duration_since(pace.estimated) < ESTIMATE_EVERY {
+            let mut tick_state = self.tick_state.lock();
+            if now.saturating_duration_since(tick_state.estimated) < ESTIMATE_EVERY {
                 return;
             }
-            pace.estimated = now;
+            tick_state.estimated = now;
             let over = |at: Instant| now.saturating_duration_since(at) >= GROWTH_PAUSE;
-            if pace.paused.is_some_and(over) {
-                pace.paused = None;
-                drop(pace);
+            if tick_state.paused.is_some_and(over) {
+                tick_state.paused = None;
+                drop(tick_state);
                 self.resume_growth();
             }
         }
-        // The kernel may have refused what others have given back since: nobody here is told.
+        // After a refusal by the kernel, other processes may have freed memory since; nothing reports that.
         if self.refusals.load(Ordering::Relaxed) > 0 && self.waits.len() > 0 {
-            self.serve_waiters();
+            self.wake_waiters();
         }
         if self.options.policy != Policy::Elastic {
             return;
@@ -412,18 +412,18 @@ impl Memory {
             };
             if surplus > 0 {
                 let items = zone.depot().items();
-                // At least one bucket, or the rest would stay for ever.
+                // At least one bucket, or the remainder would stay for ever.
                 let surplus = surplus.max(zone.max_target() as u64);
                 self.cut(zone, items.saturating_sub(surplus), Give::Return);
             }
             self.cut(zone, keep, Give::Lend);
         }
-        // Long quiet: lent memory is returned too, so that what others see of us is true.
-        let mut pace = self.pace.lock();
-        if all_idle && !pace.returned {
-            self.core.books.lock().offer_free(Advice::Return);
+        // After a long idle time lent memory is returned, too, so that RSS shows what is in use.
+        let mut tick_state = self.tick_state.lock();
+        if all_idle && !tick_state.returned {
+            self.core.arena.lock().offer_free(Advice::Return);
         }
-        pace.returned = all_idle;
+        tick_state.returned = all_idle;
     }
 
     /// Empties the zone's oldest full buckets until at most `keep` blocks are cached in the depot.
@@ -431,7 +431,7 @@ impl Memory {
         loop {
             let Some(mut bucket) = zone.depot().reclaim_above(keep) else { break };
             {
-                let mut arena = self.core.books.lock();
+                let mut arena = self.core.arena.lock();
                 while let Some(page) = bucket.pop() {
                     arena.give(page as usize, zone.class, give);
                 }
@@ -441,11 +441,11 @@ impl Memory {
         zone.depot().drop_spare();
     }
 
-    /// Makes room for `pages` under the ceiling out of the depots, those first whose zone has not
-    /// run out of cache for the longest time. True if it helped.
+    /// Makes room for `pages` under the ceiling: lends free blocks of the depots, beginning with the zone
+    /// that has not run out of cached blocks for the longest time. True if there is room then.
     pub(crate) fn relieve(&self, pages: usize) -> bool {
         let lends = {
-            let mut arena = self.core.books.lock();
+            let mut arena = self.core.arena.lock();
             arena.offer_free(Advice::Lend);
             arena.has_room(pages)
         };
@@ -458,25 +458,25 @@ impl Memory {
                 self.cut(zone, 0, Give::Return);
             }
             for worker in &self.workers.lock().list {
-                worker.ask(PURGE);
+                worker.request(PURGE);
             }
-            let mut arena = self.core.books.lock();
+            let mut arena = self.core.arena.lock();
             arena.offer_free(Advice::Return);
             return arena.has_room(pages);
         }
         let mut order: [(u32, usize); CLASSES] =
             std::array::from_fn(|class| (self.zones[class].depot().estimate.timin(), class));
         order.sort_unstable_by(|a, b| b.cmp(a));
-        // A little more than asked for: who is short once is short again soon.
+        // A little more than needed: the next allocation is likely to need room, too.
         let goal = pages + self.options.ceiling_bytes / PAGE_BYTES / 64;
         for (_, class) in order {
             let zone = &self.zones[class];
             loop {
-                if self.core.books.lock().has_room(goal) {
+                if self.core.arena.lock().has_room(goal) {
                     return true;
                 }
                 let Some(mut bucket) = zone.depot().reclaim_above(0) else { break };
-                let mut arena = self.core.books.lock();
+                let mut arena = self.core.arena.lock();
                 while let Some(page) = bucket.pop() {
                     arena.give(page as usize, class, Give::Lend);
                 }
@@ -484,22 +484,22 @@ impl Memory {
                 zone.depot().put_empty(bucket);
             }
         }
-        self.core.books.lock().has_room(pages)
+        self.core.arena.lock().has_room(pages)
     }
 
-    /// Somebody has begun to wait: every worker gives back what it caches.
-    pub(crate) fn starve(&self, lane_was_empty: bool) {
+    /// An allocation has begun to wait: every worker must free what it caches.
+    pub(crate) fn waiter_added(&self, was_empty: bool) {
         for worker in &self.workers.lock().list {
-            if lane_was_empty {
-                worker.ask(STARVED | WAITERS);
+            if was_empty {
+                worker.request(RELEASE_CACHES | WAITERS);
             } else {
                 worker.flags.fetch_or(WAITERS, Ordering::SeqCst);
             }
         }
     }
 
-    /// Nobody waits any more.
-    pub(crate) fn fed(&self) {
+    /// An allocation has stopped waiting: clears the workers' flags if it was the last one.
+    pub(crate) fn waiter_removed(&self) {
         let workers = self.workers.lock();
         if self.waits.len() == 0 {
             for worker in &workers.list {
@@ -508,41 +508,41 @@ impl Memory {
         }
     }
 
-    /// Wakes the first waiters, if any.
-    pub(crate) fn serve_waiters(&self) {
+    /// Wakes the first waiter of each queue, if any.
+    pub(crate) fn wake_waiters(&self) {
         self.waits.wake();
     }
 
-    /// Whether this shortage leaves a waiter in front of a newcomer.
+    /// Whether an allocation of this class must wait behind earlier ones.
     pub(crate) fn must_queue(&self, class: usize) -> bool {
         self.waits.has(crate::wait::BUDGET) || self.waits.has(1 + class)
     }
 
-    /// Everything the depots hold goes back: for those who wait.
+    /// Frees everything in the depots, for allocations that wait.
     pub(crate) fn empty_depots(&self, give: Give) {
         for zone in &self.zones {
             self.cut(zone, 0, give);
         }
     }
 
-    /// Pages rewired so far: (still there, lost). The share of the lost is the best sign of being
-    /// reclaimed.
+    /// Pages rewired so far: (still resident, discarded by the kernel). The share of discarded pages is
+    /// the best measure of how much the kernel reclaims from this process.
     pub fn rewires(&self) -> (u64, u64) {
         (self.kept.load(Ordering::Relaxed), self.lost.load(Ordering::Relaxed))
     }
 
-    /// Blocks until the advisor has done all there is to do. For tests, benches and shutdown: not
-    /// for a worker.
+    /// Blocks until the advisor has nothing to do. For tests, benches and shutdown: not for a worker.
     pub fn settle(&self) {
-        self.core.books.settle();
+        self.core.arena.settle();
     }
 
-    /// Whether idle memory can be lent here; if not, it is returned.
+    /// Whether idle memory can be lent on this host; if not, it is returned.
     pub fn lending(&self) -> bool {
-        self.core.books.lock().lending()
+        self.core.arena.lock().lending()
     }
 
-    pub(crate) fn lane(shortage: Shortage, class: usize) -> usize {
+    /// The queue in which an allocation waits for the end of this shortage.
+    pub(crate) fn wait_queue(shortage: Shortage, class: usize) -> usize {
         match shortage {
             Shortage::Zone if class < CLASSES => 1 + class,
             _ => crate::wait::BUDGET,
@@ -552,12 +552,12 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        self.core.books.stop(&self.core.orders);
+        self.core.arena.stop(&self.core.control);
         for advisor in self.advisors.drain(..) {
             let _ = advisor.join();
         }
         if self.stats().blocks_out() != 0 {
-            // A block is still out somewhere: its memory must stay mapped.
+            // A block was not freed: its memory must stay mapped.
             std::mem::forget(self.core.clone());
         }
     }

@@ -1,5 +1,5 @@
-//! Hand-offs under shuttle: every model runs thousands of schedules of real threads over this
-//! crate's own code, with the kernel replaced by one that checks what it is told.
+//! Models of concurrency under shuttle: each runs thousands of schedules of threads over this crate's
+//! code, with a kernel that checks the advice it gets.
 //!
 //! Run with `cargo test -p ebb-mem --features shuttle --lib models`.
 
@@ -14,7 +14,7 @@ use std::time::Instant;
 use shuttle::sync::Mutex as ModelMutex;
 use shuttle::thread;
 
-use crate::advise::{Books, Kernel, Orders};
+use crate::advise::{AdvisorControl, Kernel, SharedArena};
 use crate::arena::{Arena, Give, PageCounts, Retake};
 use crate::block::Block;
 use crate::class::PAGE_BYTES;
@@ -35,7 +35,7 @@ fn check(model: impl Fn() + Send + Sync + 'static) {
     shuttle::Runner::new(scheduler, config).run(model);
 }
 
-/// Which pages somebody is using, as the users themselves see it.
+/// The pages in use, as recorded by their users.
 #[derive(Clone, Default)]
 struct InUse(Arc<ModelMutex<HashSet<usize>>>);
 
@@ -59,7 +59,7 @@ impl InUse {
     }
 }
 
-/// A kernel whose calls take time, and during which nobody may be using what is advised.
+/// A kernel whose calls take time, and during which the advised pages must not be in use.
 struct Checking(InUse);
 
 impl Kernel for Checking {
@@ -73,18 +73,18 @@ impl Kernel for Checking {
 }
 
 #[test]
-fn the_advisor_and_a_taker_never_meet() {
+fn no_page_is_in_use_while_it_is_advised() {
     check(|| {
-        let books = Arc::new(Books::new(Arena::new(2, 0, 1024, true)));
+        let shared = Arc::new(SharedArena::new(Arena::new(2, 0, 1024, true)));
         let in_use = InUse::default();
         // The advisor, and its helper.
         let advisors: Vec<_> = (0..2)
             .map(|_| {
-                let (books, in_use) = (books.clone(), in_use.clone());
+                let (shared, in_use) = (shared.clone(), in_use.clone());
                 thread::spawn(move || {
                     let mut kernel = Checking(in_use);
                     for _ in 0..4 {
-                        books.step(&mut kernel);
+                        shared.step(&mut kernel);
                         thread::yield_now();
                     }
                 })
@@ -92,37 +92,37 @@ fn the_advisor_and_a_taker_never_meet() {
             .collect();
         let takers: Vec<_> = (0..2)
             .map(|taker| {
-                let (books, in_use) = (books.clone(), in_use.clone());
+                let (shared, in_use) = (shared.clone(), in_use.clone());
                 thread::spawn(move || {
                     for round in 0..3 {
-                        let page = books.lock().take(0).unwrap();
+                        let page = shared.lock().take(0).unwrap();
                         let span = Span { page, pages: 1 };
                         in_use.begin(span);
                         thread::yield_now();
                         in_use.end(span);
-                        // Held and lent, then taken back: as a pool does.
-                        books.lock().offer_held(span);
+                        // Allocated and lent, then wired again, as in a pool.
+                        shared.lock().offer_allocated(span);
                         thread::yield_now();
-                        let back = books.lock().retake(span);
+                        let back = shared.lock().retake(span);
                         match back {
-                            Retake::Taken => {
+                            Retake::Wired => {
                                 in_use.begin(span);
                                 thread::yield_now();
                                 in_use.end(span);
                             }
                             Retake::Busy => {}
-                            Retake::Short => panic!("there is room"),
+                            Retake::Exhausted => panic!("there is room"),
                         }
                         let give = if (taker + round) % 2 == 0 { Give::Lend } else { Give::Return };
-                        books.lock().give(page, 0, give);
+                        shared.lock().give(page, 0, give);
                     }
                 })
             })
             .collect();
         takers.into_iter().chain(advisors).for_each(|thread| thread.join().unwrap());
         let mut kernel = Checking(in_use);
-        while books.step(&mut kernel) {}
-        let arena = books.lock();
+        while shared.step(&mut kernel) {}
+        let arena = shared.lock();
         arena.check();
         assert_eq!(arena.counts().wired, 0);
     });
@@ -131,31 +131,31 @@ fn the_advisor_and_a_taker_never_meet() {
 #[test]
 fn advisor_and_helper_finish_and_stop_together() {
     check(|| {
-        let books = Arc::new(Books::new(Arena::new(4, 0, 2048, true)));
-        let orders = Arc::new(Orders::default());
+        let shared = Arc::new(SharedArena::new(Arena::new(4, 0, 2048, true)));
+        let control = Arc::new(AdvisorControl::default());
         let in_use = InUse::default();
-        let lives: [fn(&Books, &mut Checking, &Orders); 2] = [
-            |books, kernel, orders| books.run(kernel, orders),
-            |books, kernel, orders| books.run_helper(kernel, orders),
+        let loops: [fn(&SharedArena, &mut Checking, &AdvisorControl); 2] = [
+            |shared, kernel, control| shared.run(kernel, control),
+            |shared, kernel, control| shared.run_helper(kernel, control),
         ];
-        let advisors = lives.map(|life| {
-            let (books, orders, in_use) = (books.clone(), orders.clone(), in_use.clone());
-            thread::spawn(move || life(&books, &mut Checking(in_use), &orders))
+        let advisors = loops.map(|run| {
+            let (shared, control, in_use) = (shared.clone(), control.clone(), in_use.clone());
+            thread::spawn(move || run(&shared, &mut Checking(in_use), &control))
         });
         for class in [8, 0, 7] {
-            let page = books.lock().take(class).unwrap();
-            books.lock().give(page, class, Give::Return);
+            let page = shared.lock().take(class).unwrap();
+            shared.lock().give(page, class, Give::Return);
         }
-        // A wake-up that is lost, here or at the stop, is a deadlock, which shuttle reports.
-        books.settle();
-        assert_eq!(books.lock().counts(), PageCounts::default());
-        books.stop(&orders);
+        // A lost wake-up, here or at the stop, is a deadlock, which shuttle reports.
+        shared.settle();
+        assert_eq!(shared.lock().counts(), PageCounts::default());
+        shared.stop(&control);
         advisors.into_iter().for_each(|advisor| advisor.join().unwrap());
     });
 }
 
 #[test]
-fn bucket_exchange_loses_and_doubles_nothing() {
+fn bucket_exchange_neither_loses_nor_duplicates_blocks() {
     check(|| {
         let zone = Arc::new(Zone::new(0, 64 << 20));
         zone.missed(1000);
@@ -184,13 +184,13 @@ fn bucket_exchange_loses_and_doubles_nothing() {
         let reclaimer = {
             let zone = zone.clone();
             thread::spawn(move || {
-                let mut gone = Vec::new();
+                let mut reclaimed = Vec::new();
                 let bucket = zone.depot().reclaim_above(0);
                 if let Some(mut bucket) = bucket {
-                    gone.extend(std::iter::from_fn(|| bucket.pop()));
+                    reclaimed.extend(std::iter::from_fn(|| bucket.pop()));
                     zone.depot().put_empty(bucket);
                 }
-                gone
+                reclaimed
             })
         };
         let mut all: Vec<u32> =
@@ -218,10 +218,10 @@ fn memory() -> (Arc<Memory>, crate::OwnerId) {
     (memory, owner)
 }
 
-/// The advisor of a memory that has none of its own.
+/// The advisor of a memory without advisor threads.
 fn advise(memory: &Memory, in_use: &InUse) {
     let mut kernel = Checking(in_use.clone());
-    while memory.core.books.step(&mut kernel) {}
+    while memory.core.arena.step(&mut kernel) {}
 }
 
 fn span(memory: &Memory, block: &Block) -> Span {
@@ -230,7 +230,7 @@ fn span(memory: &Memory, block: &Block) -> Span {
 }
 
 #[test]
-fn a_purge_from_afar_empties_a_worker_and_touches_nothing_in_use() {
+fn a_purge_by_another_thread_empties_a_worker_and_advises_nothing_in_use() {
     check(|| {
         let (memory, owner) = memory();
         let in_use = InUse::default();
@@ -249,7 +249,7 @@ fn a_purge_from_afar_empties_a_worker_and_touches_nothing_in_use() {
                         worker.poll(now);
                     }
                 }
-                // The loop's last look.
+                // The loop's last poll.
                 worker.poll(now);
                 if memory.stats().purges > 0 {
                     assert!(!worker.needs_poll());
@@ -265,7 +265,7 @@ fn a_purge_from_afar_empties_a_worker_and_touches_nothing_in_use() {
         };
         owner_of_worker.join().unwrap();
         reclaimer.join().unwrap();
-        memory.core.books.lock().offer_free(Advice::Return);
+        memory.core.arena.lock().offer_free(Advice::Return);
         advise(&memory, &in_use);
         assert_eq!(memory.stats().arena.resident(), 0);
         assert_eq!(memory.stats().blocks_out(), 0);
@@ -273,7 +273,7 @@ fn a_purge_from_afar_empties_a_worker_and_touches_nothing_in_use() {
 }
 
 #[test]
-fn a_squeeze_meets_takes_and_puts() {
+fn a_squeeze_concurrent_with_requests_empties_the_pool() {
     check(|| {
         let (memory, owner) = memory();
         let in_use = InUse::default();
@@ -294,7 +294,7 @@ fn a_squeeze_meets_takes_and_puts() {
                 let squeezed = memory.last_squeeze().1 > 0;
                 worker.poll(now);
                 if squeezed {
-                    assert_eq!(pool.free_pages(), (0, 0), "an event is answered at the next turn");
+                    assert_eq!(pool.free_pages(), (0, 0), "the next poll carries out the squeeze");
                 }
             })
         };
@@ -335,11 +335,11 @@ fn block_on<F: Future>(future: F) -> F::Output {
 }
 
 #[test]
-fn no_waiter_is_forgotten() {
+fn every_waiter_gets_memory() {
     check(|| {
         let (memory, owner) = memory();
-        // Each takes half of what there is; all must get it in the end, though those who are served
-        // stay alive with their caches, and look at them only when they are asked to.
+        // Each allocation needs half of the memory. All must complete, although workers that are done
+        // keep their caches and poll only when requested.
         let finished = Arc::new(shuttle::sync::atomic::AtomicUsize::new(0));
         let threads: Vec<_> = (0..3)
             .map(|_| {

@@ -1,9 +1,9 @@
-//! What a memory is made with (seeds `000` and `004`): its limits, and how it keeps what is idle.
+//! The options of a [`Memory`](crate::Memory): its limits, and what it does with idle memory.
 
 use std::time::{Duration, Instant};
 
-/// How memory is kept and given back. [`Policy::Elastic`] is what this crate is for; the others
-/// are there to be compared with it, and for hosts where it does not fit.
+/// What happens to idle memory. [`Policy::Elastic`] is the default; the other policies serve for
+/// comparison, and for hosts where lending does not fit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Policy {
     /// Caches sized by their working set; the surplus is lent.
@@ -11,46 +11,47 @@ pub enum Policy {
     Elastic,
     /// Caches grow freely and are all purged when memory has run out.
     LastResortOnly,
-    /// No caches, and pools that keep nothing once their requests are done: every block comes from
-    /// the slabs and goes back to them.
+    /// No caches, and pools that keep nothing once their requests have completed: every block is
+    /// allocated from the slabs and freed to them.
     Uncached,
-    /// Idle memory stays wired until a sign of pressure, which returns it: what Linux's xen-blkback
-    /// does (seed `000`). Nothing is lent.
-    Told,
-    /// What the load once took stays wired, whatever the pressure; only the ceiling makes some of
-    /// it go, when other memory is wanted. Nothing is lent.
+    /// Idle memory stays wired until memory pressure is reported, and is then returned: what Linux's
+    /// xen-blkback does. Nothing is lent.
+    UntilPressure,
+    /// Memory that the load once used stays wired, whatever the pressure; some of it is released only
+    /// where the ceiling leaves no room for another size. Nothing is lent.
     Static,
 }
 
 impl Policy {
-    /// Whether idle memory stays wired where it lies.
+    /// Whether idle memory stays wired.
     pub(crate) fn keeps(self) -> bool {
-        matches!(self, Policy::Told | Policy::Static)
+        matches!(self, Policy::UntilPressure | Policy::Static)
     }
 }
 
-/// What a [`Memory`] is made with.
+/// The options of a [`Memory`](crate::Memory).
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Bytes of address space to reserve, rounded up to 2 MiB. Costs nothing until used; a few
-    /// times the ceiling keeps fragmentation from mattering.
+    /// Bytes of address space to reserve, rounded up to 2 MiB. Unused address space costs nothing; a
+    /// few times the ceiling makes fragmentation harmless.
     pub reserve_bytes: usize,
     /// Bytes of address space reserved for blocks on huge pages ([`crate::Worker::alloc_huge`]).
     pub huge_bytes: usize,
-    /// Most bytes wired at a time. Tie it to the machine: a share of its RAM or of the limit of
-    /// the control group.
+    /// Limit on wired memory, in bytes. Derive it from the machine: a share of its RAM or of the limit
+    /// of the control group.
     pub ceiling_bytes: usize,
-    /// Most owners that can be registered at a time (1 to 65,535). Room for them is made as they come.
+    /// How many owners can be registered at a time (1 to 65,535). Their gauges are allocated when they
+    /// are registered.
     pub owners: u16,
-    /// A zone that has not run out of cache for so long returns a quarter of what it never
-    /// needed, at each period of the estimator (one second).
+    /// A zone that has not run out of cached blocks for this long returns a quarter of what it never
+    /// needed in each period of the estimator (one second).
     pub idle_after: Duration,
-    /// Lend idle memory to the kernel (`MADV_FREE`) if it can do that and the policy keeps none
-    /// wired; else it is returned.
+    /// Lend idle memory to the kernel (`MADV_FREE`) where the kernel supports it and the policy does not
+    /// keep idle memory wired; otherwise idle memory is returned.
     pub lend: bool,
-    /// How memory is kept.
+    /// What happens to idle memory.
     pub policy: Policy,
-    /// The time from which this memory counts.
+    /// The epoch of this memory's times.
     pub started: Instant,
 }
 

@@ -1,21 +1,21 @@
-//! What the kernel charges for: memory that could be written, whether it is or not, under strict overcommit
-//! (`vm.overcommit_memory=2`) and under a limit on the data of this process (`RLIMIT_DATA`).
+//! Commit accounting: under strict overcommit (`vm.overcommit_memory=2`) and under `RLIMIT_DATA` the kernel
+//! charges for writable memory, whether it is touched or not.
 //!
-//! Elastic memory takes what it can get; where that is charged for it must leave some to the heap of this
-//! process and to all others, whose allocations would fail otherwise. Looked at when address space is
-//! opened, a few MiB at a time, and only where something is charged.
+//! Where that is so, elastic memory must leave some to the heap of this process and to other processes:
+//! their allocations would fail otherwise. Checked when address space is made accessible, a few MiB at a
+//! time, and only where the kernel charges.
 
 use std::path::Path;
 
 use crate::class::PAGE_BYTES;
 use crate::sys;
 
-/// One part in so many of what the host may promise is left to others, and of what this process may
-/// have to its heap.
+/// One part in `HOST_RESERVE` of the host's commit limit is left to other processes, and one part in
+/// `DATA_RESERVE` of `RLIMIT_DATA` to the heap of this process.
 const HOST_RESERVE: u64 = 32;
 const DATA_RESERVE: u64 = 8;
 
-/// What is charged here.
+/// Which limits apply here.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Overcommit {
     strict: bool,
@@ -23,23 +23,23 @@ pub(crate) struct Overcommit {
 }
 
 impl Overcommit {
-    /// As it is when the process looks.
+    /// The limits that apply now.
     pub(crate) fn now() -> Overcommit {
-        // A host that does not say may be.
+        // A host where this cannot be read may be strict.
         let strict = is_strict(Path::new("/proc")).unwrap_or(true);
         Overcommit { strict, data: sys::data_limit().is_some() }
     }
 
-    /// Whether closing what is not used gives something back.
+    /// Whether closing unused address space reduces a charge.
     pub(crate) fn is_any(self) -> bool {
         self.strict || self.data
     }
 
-    /// Whether `bytes` more may be charged for without taking what others need.
+    /// Whether `bytes` more may be charged without using the reserves.
     pub(crate) fn allows(self, bytes: usize) -> bool {
         let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
         let host = if self.strict { commit(Path::new("/proc")) } else { None };
-        // Asked for anew: another process may change it.
+        // Read each time: another process may change it.
         let data = if self.data { sys::data_limit().zip(data_used()) } else { None };
         fits(bytes, host, HOST_RESERVE) && fits(bytes, data, DATA_RESERVE)
     }
@@ -52,13 +52,13 @@ fn fits(bytes: u64, room: Option<(u64, u64)>, reserve: u64) -> bool {
     })
 }
 
-/// Whether the host promises no more than it has, if it says so.
+/// Whether the host's overcommit is strict; `None` if that cannot be read.
 fn is_strict(proc: &Path) -> Option<bool> {
     let mode = std::fs::read_to_string(proc.join("sys/vm/overcommit_memory")).ok()?;
     Some(mode.trim() == "2")
 }
 
-/// Bytes the host may promise, and has.
+/// The host's commit limit and what is committed, in bytes.
 fn commit(proc: &Path) -> Option<(u64, u64)> {
     let text = std::fs::read_to_string(proc.join("meminfo")).ok()?;
     let field = |name: &str| {
@@ -68,7 +68,7 @@ fn commit(proc: &Path) -> Option<(u64, u64)> {
     Some((field("CommitLimit:")?, field("Committed_AS:")?))
 }
 
-/// What limits the memory that can be promised, if the host is strict: for those who size things.
+/// The commit limit, if the host's overcommit is strict: an upper bound for the ceiling.
 pub(crate) fn commit_limit(proc: &Path) -> Option<u64> {
     is_strict(proc).filter(|strict| *strict)?;
     commit(proc).map(|(limit, _)| limit)
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reserve_is_left() {
+    fn a_charge_leaves_the_reserve() {
         assert!(fits(u64::MAX, None, 8));
         assert!(fits(7, Some((80, 63)), 8) && !fits(8, Some((80, 63)), 8));
         assert!(!fits(1, Some((80, u64::MAX)), 8) && !fits(u64::MAX, Some((80, 0)), 8));
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_host_says_is_understood() {
+    fn the_commit_limit_is_read_from_proc() {
         let dir = tempfile::tempdir().unwrap();
         let say = |mode: &str, meminfo: &str| {
             std::fs::create_dir_all(dir.path().join("sys/vm")).unwrap();

@@ -1,9 +1,9 @@
-//! Who memory is accounted to.
+//! The owners that memory is accounted to.
 
 use crate::block::OwnerId;
 use crate::memory::{Error, Memory};
 
-/// Who memory is accounted to, by number.
+/// The owners by number.
 #[derive(Default)]
 pub(crate) struct Owners {
     pub(crate) names: Vec<Option<String>>,
@@ -31,7 +31,7 @@ impl Memory {
         }
         let id = u16::try_from(new).ok().filter(|&id| id < self.options.owners);
         let id = id.ok_or(Error::Owners(self.options.owners))?;
-        // Every worker can count for it before anybody knows its number.
+        // Every worker must have gauges for the number before it is published.
         let mut workers = self.workers.lock();
         workers.owners = new + 1;
         workers.list.iter().for_each(|worker| worker.owners.make_room(new + 1));
@@ -40,8 +40,8 @@ impl Memory {
         Ok(OwnerId(id))
     }
 
-    /// Lets an owner's number be used again. Memory still accounted to it stays so under the next
-    /// owner's name: free it first.
+    /// Makes an owner's number available again. Memory that is still accounted to it would appear under
+    /// the next owner's name: free it first.
     pub fn release_owner(&self, owner: OwnerId) {
         let mut owners = self.owners.lock();
         if owner.0 != 0

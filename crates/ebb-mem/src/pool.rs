@@ -1,21 +1,22 @@
-//! The page pool of a queue (seed `000`, and better where the seed leaves room).
+//! The page pool of a queue, after the free-page pools of Linux's xen-blkback
+//! (`drivers/block/xen-blkback/blkback.c`).
 //!
-//! Free blocks, counted in 4 KiB pages. The pool grows from zero on demand; when the requests at
-//! hand are done, or 100 ms have passed, it shrinks to `max_buffer_pages`; for
-//! `buffer_squeeze_duration_ms` after a memory-pressure event that limit is 0, and each event starts
-//! the time anew. A queue that is idle is woken for it.
+//! A pool holds free blocks, counted in 4 KiB pages. It grows from zero on demand. When no request is in
+//! flight, or 100 ms have passed, it shrinks to `max_buffer_pages`. For `buffer_squeeze_duration_ms`
+//! after a memory-pressure event that limit is 0; each event restarts the time, and an idle queue is
+//! woken for it.
 //!
-//! Beyond the seed: while pressure goes on ([`crate::Memory::draining`]), pools keep nothing. What one
-//! queue gives back is at once there for all of them, so that together they hold what is in use
-//! rather than each the most it ever used.
+//! In addition to xen-blkback:
+//! - While pressure continues ([`crate::Memory::draining`]), pools keep nothing. A block freed by one
+//!   queue is at once available to all queues, so that together they hold what is in use, not the sum
+//!   of their peaks.
+//! - Blocks that were not needed during the last 100 ms, except for a small floor, are lent to the
+//!   kernel while they stay in the pool. They need no sentinel, since the content of a free block does
+//!   not matter. Allocating such a block only cancels the loan; a block that is being advised is
+//!   skipped.
 //!
-//! Beyond the seed, too: blocks that were not needed during the last 100 ms, except for a small floor,
-//! are lent to the kernel where they lie. The kernel may take them before anybody is told. They need
-//! no sentinel, since nobody cares what is in a free block; taking one back only cancels the loan, and
-//! a block the advisor is at this moment lending is passed over for another.
-//!
-//! Invariant: what the pool lends, shrinks or squeezes is in the pool, so it is in no request: in
-//! use, registered and in-flight blocks cannot be touched from here.
+//! Invariant: only blocks in the pool are lent, shrunk or squeezed; blocks in use, registered or in flight
+//! are not in the pool.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -32,20 +33,20 @@ use crate::sync::{AtomicU32, AtomicUsize, Ordering};
 use crate::sys::Span;
 use crate::worker::{Exhausted, Worker, WorkerInner};
 
-/// How often an idle pool is looked at, and how long a block must have been idle to be lent.
+/// How often a pool is checked, and how long a block must have been idle to be lent.
 ///
-/// The seed's figure, and the measured cost agrees: lending a page and taking it back costs about
-/// 0.6 µs, so lending a full default pool once per interval costs under 1 % of a CPU even if all of
-/// it is wanted again, while at 10 ms it would cost 6 %.
+/// Linux's xen-blkback shrinks its pool at this interval. Measured: lending a page and taking it back
+/// costs about 0.6 µs, so lending a full default pool once per interval costs under 1 % of a CPU even if
+/// all of it is needed again; at 10 ms it would cost 6 %.
 pub const POOL_INTERVAL: Duration = Duration::from_millis(100);
-/// A pool without any request for so long lends its floor as well.
+/// A pool without any request for this long lends its floor as well.
 const POOL_QUIET: Duration = Duration::from_secs(1);
 
-/// Blocks released under one lock, and in one turn of the worker's loop.
+/// Blocks released under one lock, and in one iteration of the worker's loop.
 const RELEASE_BATCH: usize = 64;
 const RELEASE_TURN: usize = 2048;
 
-/// Parameters of page pools, to be shared by all queues of a volume and changed at any time.
+/// Parameters of page pools, shared by all queues of a volume. They can be changed at any time.
 #[derive(Debug)]
 pub struct PoolParameters {
     max_buffer_pages: AtomicU32,
@@ -65,7 +66,7 @@ impl Default for PoolParameters {
 }
 
 impl PoolParameters {
-    /// Most free pages (4 KiB) a pool keeps once its requests are done.
+    /// Limit on the free pages (4 KiB) of a pool when no request is in flight.
     pub fn max_buffer_pages(&self) -> u32 {
         self.max_buffer_pages.load(Ordering::Relaxed)
     }
@@ -80,7 +81,7 @@ impl PoolParameters {
         self.squeeze_ms.load(Ordering::Relaxed)
     }
 
-    /// Sets [`PoolParameters::buffer_squeeze_duration_ms`]; a squeeze under way keeps its length.
+    /// Sets [`PoolParameters::buffer_squeeze_duration_ms`]; a squeeze in progress keeps its length.
     pub fn set_buffer_squeeze_duration_ms(&self, milliseconds: u32) {
         self.squeeze_ms.store(milliseconds, Ordering::Relaxed);
     }
@@ -89,7 +90,7 @@ impl PoolParameters {
         u64::from(self.buffer_squeeze_duration_ms()) * 1_000_000
     }
 
-    /// Free pages a pool in use keeps wired rather than lent.
+    /// Free pages that a pool in use keeps wired instead of lent.
     pub fn wired_floor_pages(&self) -> u32 {
         self.floor_pages.load(Ordering::Relaxed)
     }
@@ -100,7 +101,7 @@ impl PoolParameters {
     }
 }
 
-/// What other threads see of a pool.
+/// The counters of a pool that other threads read.
 #[derive(Debug, Default)]
 pub(crate) struct PoolShared {
     pub(crate) owner: u16,
@@ -110,15 +111,15 @@ pub(crate) struct PoolShared {
     pub(crate) squeezed_pages: AtomicUsize,
 }
 
-/// Free blocks of one size: lent ones (the oldest) in front, wired ones behind.
+/// Free blocks of one size: first the lent ones (the oldest), then the wired ones.
 #[derive(Default)]
 struct List {
     blocks: VecDeque<Block>,
-    /// How many in front are lent or offered.
+    /// How many at the front are lent or offered.
     lent: usize,
-    /// Fewest wired ones since the last look: so many were not needed.
+    /// Lowest number of wired blocks since the last check: this many were not needed.
     low: usize,
-    /// Blocks handed out and not put back: room for them is kept, so that putting never allocates.
+    /// Blocks allocated and not put back: capacity for them is kept, so that putting never allocates.
     out: usize,
 }
 
@@ -129,7 +130,7 @@ impl List {
 }
 
 #[derive(Default)]
-struct State {
+struct PoolState {
     lists: [List; CLASSES],
     wired_pages: usize,
     lent_pages: usize,
@@ -139,13 +140,13 @@ pub(crate) struct PoolInner {
     parameters: Arc<PoolParameters>,
     shared: Arc<PoolShared>,
     owner: OwnerId,
-    state: RefCell<State>,
-    looked: Cell<Option<Instant>>,
-    /// Last time a block was taken or put, as far as the pool was told the time.
+    state: RefCell<PoolState>,
+    checked: Cell<Option<Instant>>,
+    /// Last time a block was taken or put, as of the poll that noticed it.
     used: Cell<Option<Instant>>,
     busy: Cell<bool>,
     squeeze: Cell<Squeeze>,
-    /// An event has been seen and not all that was there then has been given back yet.
+    /// An event was seen, and not all blocks that were in the pool then have been released yet.
     draining: Cell<bool>,
 }
 
@@ -157,17 +158,17 @@ struct Squeeze {
     until: u64,
 }
 
-/// The pool of one queue, on the queue's worker. Dropping it gives everything back.
+/// The pool of one queue, on the queue's worker. Dropping it frees its blocks.
 pub struct PagePool {
     worker: Worker,
     inner: Rc<PoolInner>,
 }
 
 impl PagePool {
-    /// An empty pool. What it holds and hands out is accounted to `owner`.
+    /// An empty pool. Its blocks, free and in use, are accounted to `owner`.
     pub fn new(worker: &Worker, owner: OwnerId, parameters: Arc<PoolParameters>) -> PagePool {
         let shared = Arc::new(PoolShared { owner: owner.0, ..PoolShared::default() });
-        // A pool made while others are squeezed is squeezed as well.
+        // A pool created during a squeeze is squeezed, too.
         let squeeze = match worker.memory().last_squeeze() {
             (_, 0) => Squeeze::default(),
             (at, event) => Squeeze { event, until: at.saturating_add(parameters.squeeze_nanos()) },
@@ -177,7 +178,7 @@ impl PagePool {
             shared: shared.clone(),
             owner,
             state: RefCell::default(),
-            looked: Cell::default(),
+            checked: Cell::default(),
             used: Cell::default(),
             busy: Cell::default(),
             squeeze: Cell::new(squeeze),
@@ -188,10 +189,10 @@ impl PagePool {
         PagePool { worker: worker.clone(), inner }
     }
 
-    /// A block of at least `len` bytes: the last one put in, or a new one.
+    /// A block of at least `len` bytes: the one put in last, or a new one.
     ///
     /// # Errors
-    /// [`Exhausted`] when the pool is empty and the worker has none either.
+    /// [`Exhausted`] when the pool is empty and the worker cannot allocate one.
     #[inline]
     pub fn take(&self, len: usize) -> Result<Block, Exhausted> {
         let class = class_of(len);
@@ -204,7 +205,7 @@ impl PagePool {
         }
     }
 
-    /// Puts a block in. It may go on to the worker at once if the pool has no room for it. Never
+    /// Puts a block into the pool, or frees it to the worker if the pool has no room for it. Never
     /// allocates.
     #[inline]
     pub fn put(&self, block: Block) {
@@ -215,7 +216,7 @@ impl PagePool {
         }
     }
 
-    /// The requests at hand are done: shrinks the pool to its limit now.
+    /// No request is in flight: shrinks the pool to its limit now.
     pub fn done(&self, now: Instant) {
         self.inner.shrink(&self.worker.0, now);
         self.worker.0.after_give();
@@ -232,7 +233,7 @@ impl Drop for PagePool {
     fn drop(&mut self) {
         self.inner.empty(&self.worker.0);
         self.worker.0.after_give();
-        // A weak reference keeps the allocation, and that a page of the heap: none stays behind.
+        // A weak reference keeps the allocation alive, and with it a page of the heap: remove it.
         let mut workers = self.worker.memory().workers.lock();
         let own = Arc::as_ptr(&self.inner.shared);
         workers.pools.retain(|pool| !std::ptr::eq(pool.as_ptr(), own));
@@ -248,7 +249,7 @@ impl std::fmt::Debug for PagePool {
 }
 
 impl PoolInner {
-    fn publish(&self, state: &State) {
+    fn publish(&self, state: &PoolState) {
         self.shared.wired.store(state.wired_pages, Ordering::Relaxed);
         self.shared.lent.store(state.lent_pages, Ordering::Relaxed);
     }
@@ -273,23 +274,28 @@ impl PoolInner {
     }
 
     #[cold]
-    fn take_lent(&self, worker: &WorkerInner, class: usize, state: &mut State) -> Option<Block> {
+    fn take_lent(
+        &self,
+        worker: &WorkerInner,
+        class: usize,
+        state: &mut PoolState,
+    ) -> Option<Block> {
         let list = &mut state.lists[class];
         list.low = 0;
-        // Room for this one when it comes back.
+        // Capacity for this block when it is put back.
         list.blocks.reserve(list.out);
         let pages = class_pages(class);
-        // The youngest first: likeliest to be still there. A few tries are enough: past those the
-        // advisor is at, the slabs have others.
+        // The youngest first: it is most likely still resident. A few tries are enough: if the advisor has
+        // claimed these, the slabs have other blocks.
         for index in (list.lent.saturating_sub(4)..list.lent).rev() {
             let page = worker.memory.core.reservation.page_of(list.blocks[index].start())?;
             let span = Span { page, pages };
-            let retake = worker.memory.core.books.lock().retake(span);
+            let retake = worker.memory.core.arena.lock().retake(span);
             match retake {
                 Retake::Busy => {}
-                Retake::Short => return None,
-                Retake::Taken => {
-                    worker.memory.core.take_back(span);
+                Retake::Exhausted => return None,
+                Retake::Wired => {
+                    worker.memory.core.cancel_loan(span);
                     let block = list.blocks.remove(index);
                     list.lent -= 1;
                     state.lent_pages -= pages;
@@ -303,14 +309,14 @@ impl PoolInner {
         None
     }
 
-    /// A block that was asked for could not be had after all.
+    /// The allocation that [`PoolInner::take`] counted has failed.
     fn missed(&self, class: usize) {
         if let Some(list) = self.state.borrow_mut().lists.get_mut(class) {
             list.out = list.out.saturating_sub(1);
         }
     }
 
-    /// The block itself if it cannot stay.
+    /// Puts a block in; returns it if it cannot stay.
     #[inline]
     fn put(&self, block: Block, shares: bool) -> Option<Block> {
         let mut state = self.state.borrow_mut();
@@ -318,7 +324,7 @@ impl PoolInner {
         let class = block.class();
         let Some(list) = state.lists.get_mut(class) else { return Some(block) };
         list.out = list.out.saturating_sub(1);
-        // With nothing to be kept it would only be moved twice: straight to the worker's caches.
+        // A pool that keeps nothing passes the block directly to the worker's caches.
         let keeps = !shares && self.parameters.max_buffer_pages() > 0;
         let room = list.blocks.len() < list.blocks.capacity();
         if !keeps || !room || block.owner() != self.owner {
@@ -330,7 +336,7 @@ impl PoolInner {
         None
     }
 
-    /// The limit in force: 0 while squeezed. A new event counts at once, however late it is seen.
+    /// The limit in force, and whether it is that of a squeeze. A new event counts however late it is seen.
     fn limit(&self, worker: &WorkerInner, now: Instant) -> (usize, bool) {
         let memory = &worker.memory;
         let (at, event) = memory.last_squeeze();
@@ -351,7 +357,7 @@ impl PoolInner {
         (self.parameters.max_buffer_pages() as usize, false)
     }
 
-    /// Down to the limit, the coldest first. Under a squeeze past all caches.
+    /// Shrinks to the limit, the coldest blocks first. A squeeze frees them to the slabs, past all caches.
     pub(crate) fn shrink(&self, worker: &WorkerInner, now: Instant) {
         let (limit, squeezed) = self.limit(worker, now);
         let mut state = self.state.borrow_mut();
@@ -365,7 +371,7 @@ impl PoolInner {
             let all = self.release_all(worker, state, RELEASE_TURN, worker.squeeze_give());
             self.draining.set(!all);
             if !all {
-                // The rest at the next turn of the loop: requests go on in between.
+                // The remainder in the next iteration of the loop, so that requests run in between.
                 worker.shared.flags.fetch_or(SQUEEZE, Ordering::Relaxed);
             }
             let after = state.wired_pages + state.lent_pages;
@@ -385,13 +391,13 @@ impl PoolInner {
         self.publish(state);
     }
 
-    /// The coldest block of a class, and whether it was lent: then it is off the owner's account
-    /// already, and must go past the caches, which hold wired blocks only.
+    /// Removes the coldest block of a class. True if it was lent: then the owner's gauge is updated
+    /// already, and the block must be freed to the slabs, since caches hold wired blocks only.
     fn pop_cold(
         &self,
         worker: &WorkerInner,
         class: usize,
-        state: &mut State,
+        state: &mut PoolState,
     ) -> Option<(Block, bool)> {
         let list = &mut state.lists[class];
         let block = list.blocks.pop_front()?;
@@ -407,18 +413,18 @@ impl PoolInner {
         Some((block, false))
     }
 
-    /// Past all caches, at most `most` blocks; true if that was all.
+    /// Frees at most `most` blocks to the slabs, past all caches; true if the pool is empty then.
     fn release_all(
         &self,
         worker: &WorkerInner,
-        state: &mut State,
+        state: &mut PoolState,
         most: usize,
         give: Give,
     ) -> bool {
         let mut left = most;
         for class in 0..CLASSES {
             while left > 0 && !state.lists[class].blocks.is_empty() {
-                // A few at a time: the advisor begins with the first while the rest is collected.
+                // In batches: the advisor starts with the first one while the next ones are collected.
                 let few = left.min(RELEASE_BATCH);
                 let mut taken = 0;
                 let next = || {
@@ -436,7 +442,7 @@ impl PoolInner {
         left > 0
     }
 
-    /// Gives everything back.
+    /// Frees all blocks.
     pub(crate) fn empty(&self, worker: &WorkerInner) {
         let mut state = self.state.borrow_mut();
         let give = if worker.prefers_return() { Give::Return } else { Give::Lend };
@@ -444,12 +450,12 @@ impl PoolInner {
         self.publish(&state);
     }
 
-    /// The regular look: shrinks, and lends what was not needed since the last one.
+    /// The regular check: shrinks, and lends what was not needed since the last one.
     pub(crate) fn poll(&self, worker: &WorkerInner, now: Instant) {
         if self.busy.replace(false) || self.used.get().is_none() {
             self.used.set(Some(now));
         }
-        let due = match self.looked.get() {
+        let due = match self.checked.get() {
             Some(at) => now.saturating_duration_since(at) >= POOL_INTERVAL,
             None => true,
         };
@@ -461,7 +467,7 @@ impl PoolInner {
             }
             return;
         }
-        self.looked.set(Some(now));
+        self.checked.set(Some(now));
         self.shrink(worker, now);
         self.lend_idle(worker, now);
     }
@@ -472,7 +478,7 @@ impl PoolInner {
         let mut state = self.state.borrow_mut();
         let state = &mut *state;
         let mut floor = if quiet { 0 } else { self.parameters.wired_floor_pages() as usize };
-        let mut arena = worker.memory.core.books.lock();
+        let mut arena = worker.memory.core.arena.lock();
         if !arena.lending() {
             return;
         }
@@ -485,7 +491,7 @@ impl PoolInner {
             for index in list.lent..list.lent + idle {
                 let start = list.blocks[index].start();
                 if let Some(page) = worker.memory.core.reservation.page_of(start) {
-                    arena.offer_held(Span { page, pages });
+                    arena.offer_allocated(Span { page, pages });
                 }
             }
             list.lent += idle;
@@ -498,10 +504,10 @@ impl PoolInner {
         self.publish(state);
     }
 
-    /// When the next look is due, if there is anything to look at.
+    /// When the next check is due, if the pool has wired blocks.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         let state = self.state.borrow();
-        (state.wired_pages > 0).then(|| self.looked.get().map(|at| at + POOL_INTERVAL))?
+        (state.wired_pages > 0).then(|| self.checked.get().map(|at| at + POOL_INTERVAL))?
     }
 }
 
@@ -519,7 +525,7 @@ mod tests {
 
     const QUEUES: usize = 23;
 
-    /// 32 requests of 128 KiB at once: as much as a pool may keep.
+    /// 32 requests of 128 KiB at once: the limit of a pool.
     fn burst(pool: &PagePool, now: Instant) {
         let blocks: Vec<Block> = (0..32).map(|_| pool.take(128 << 10).unwrap()).collect();
         blocks.into_iter().for_each(|block| pool.put(block));
@@ -527,14 +533,14 @@ mod tests {
     }
 
     #[test]
-    fn while_pressure_goes_on_queues_share_what_is_in_turnover_and_it_stays() {
+    fn while_pressure_continues_queues_share_the_memory_they_reuse_and_keep_it_wired() {
         for level in [Reclaim::Drain, Reclaim::DrainWorkers] {
             let mut now = Instant::now();
             let memory = Memory::without_advisor(Options::new(256 << 20, now)).unwrap();
             let worker = memory.worker(|| ());
             let pool = |_| PagePool::new(&worker, OwnerId(0), Arc::default());
             let pools: Vec<PagePool> = (0..QUEUES).map(pool).collect();
-            let counts = || memory.core.books.lock().counts();
+            let counts = || memory.core.arena.lock().counts();
             for event in 0..5 {
                 memory.squeeze(now);
                 memory.reclaim(level, now);
@@ -542,21 +548,21 @@ mod tests {
                 assert_eq!(
                     counts().unwired,
                     0,
-                    "an event more takes none of it: {event} {level:?}"
+                    "another event releases none of it: {event} {level:?}"
                 );
                 for pool in &pools {
                     now += Duration::from_millis(50);
                     burst(pool, now);
                     assert_eq!(pool.free_pages(), (0, 0));
-                    // Nothing of it is on its way to the kernel, to be faulted in again.
+                    // None of it is offered, which would fault it in again.
                     let shared = PageCounts { wired: 1024, ..PageCounts::default() };
                     assert_eq!(counts(), shared, "{level:?}");
-                    memory.core.books.lock().sweep();
+                    memory.core.arena.lock().sweep();
                 }
             }
-            // Nobody takes it any more: two sweeps, and a worker's last two blocks.
-            let _ = memory.core.books.lock().sweep();
-            let _ = memory.core.books.lock().sweep();
+            // It is no longer used: two sweeps lend all but the worker's last blocks.
+            let _ = memory.core.arena.lock().sweep();
+            let _ = memory.core.arena.lock().sweep();
             assert!(counts().wired <= 2 * 32, "{:?} {level:?}", counts());
             memory.calm();
             burst(&pools[0], now);

@@ -1,50 +1,50 @@
-//! Memory pressure: one value with a time, computed in one place, told to every owner of memory.
+//! Memory pressure: one published value, computed in one place and read by every owner of memory.
 //!
-//! Three parts, usable one without the other:
-//! - [`Pressure`] is the value: level, cause, times and a sequence number. Reading it costs three
-//!   atomic loads and never waits. Only the one [`Publisher`] changes it; [`Pressure::subscribe`]
-//!   wakes owners that are idle and would not look by themselves.
-//! - [`Ladder`] decides. It is a state machine without I/O and without a clock: [`Signals`] and a
-//!   time in, at most one [`Event`] out, so that a simulation can run it through hours.
-//! - [`Monitor`] is the thread that listens: it waits on whatever the host offers, samples the
-//!   rest, runs the ladder and publishes.
+//! Three parts, each usable by itself:
+//! - [`Pressure`] is the value: level, cause, times and a sequence number. Reading it takes three atomic
+//!   loads and never waits. Only the [`Publisher`] changes it; [`Pressure::subscribe`] notifies owners
+//!   that are idle and would not read it by themselves.
+//! - [`Ladder`] decides. It is a state machine without I/O and without a clock: it takes [`Signals`] and a
+//!   time and returns at most one [`LadderEvent`], so that a simulation can run it through hours.
+//! - [`Monitor`] is the thread that waits for notifications, samples the other sources, runs the ladder
+//!   and publishes.
 //!
 //! # The levels
-//! | level | sign | what an owner of memory answers |
+//! | level | sign | response of an owner of memory |
 //! |---|---|---|
-//! | [`Level::L0`] calm | time passes | idle stock decays slowly, at each [`Cause::Decay`] |
-//! | [`Level::L1`] squeeze | first stall, free memory near its target, cgroup near `high` | pools to 0 for a moment, zones to their working set, clean idle memory unwired |
-//! | [`Level::L2`] drain | it goes on, or full stalls | zones to 0, cold clean buffers returned at once |
-//! | [`Level::L3`] last resort | next to no free memory | every worker once: its caches purged; caching off until calm |
+//! | [`Level::L0`] calm | none | idle cached memory decays slowly, at each [`Cause::Decay`] |
+//! | [`Level::L1`] squeeze | first stall, free memory near its target, cgroup near `high` | empties its pools for a short time, trims zones to their working set, unwires clean idle memory |
+//! | [`Level::L2`] drain | pressure continues, or full stalls | empties zones, returns cold clean buffers at once |
+//! | [`Level::L3`] last resort | almost no free memory | purges every worker's caches once; caching is off until calm |
 //!
-//! An owner acts once per *event*, which is a new sequence number with [`Cause::is_event`]; a level
-//! that merely falls ([`Cause::Easing`]) asks for nothing.
+//! An owner acts once per *event*, which is a new sequence number with [`Cause::is_event`]. A level that
+//! falls ([`Cause::Easing`]) requires no action.
 //!
-//! # What the sources see
-//! Every source is optional and probed at the start; the [`Report`] says which were found and why
-//! others were not. Pressure stall information (trigger and polled total, of the host and of the
-//! own cgroup), cgroup v2 and v1 files, systemd's `MEMORY_PRESSURE_WATCH`, and free memory
-//! against the zones' watermarks.
+//! # Sources
+//! Every source is optional and probed at the start; the [`SourceReport`] lists which were found, and why
+//! other sources were not. The sources are pressure stall information (triggers and polled totals of the
+//! host and of the process's cgroup), cgroup v2 and v1 files, systemd's `MEMORY_PRESSURE_WATCH`, and free
+//! memory compared with the zones' watermarks.
 //!
 //! # Invariants
-//! - One publisher: the type is not cloneable, and nothing else stores into the value.
-//! - A notification alone (a trigger, a FIFO: anybody's stall, or nobody's) never leads past L1.
-//!   Level 2 and 3 need something measured.
+//! - One publisher: the type is not cloneable, and nothing else stores to the value.
+//! - A notification alone (a trigger or a FIFO, which cannot tell which task stalled) never leads past L1.
+//!   L2 and L3 need a measurement.
 //! - Reading never waits, and publishing neither allocates nor waits for a reader.
 //! - Nothing read from a file may panic or allocate without bound: reads are capped, and text that
-//!   is not understood counts as no information.
+//!   cannot be parsed counts as no information.
 
 mod cgroup;
 mod files;
 mod host;
 mod ladder;
 mod limit;
-mod look;
 mod monitor;
 mod parse;
 mod parts;
 mod psi;
 mod report;
+mod room;
 mod rooms;
 mod sampler;
 mod shared;
@@ -54,28 +54,28 @@ mod systemd;
 mod thresholds;
 
 pub use files::Roots;
-pub use ladder::{Event, Ladder};
+pub use ladder::{Ladder, LadderEvent};
 pub use limit::{Limit, LimitSource, available, limit};
-pub use look::{HostLook, Room};
-pub use monitor::{Handle, Monitor, OnLostSource, Options, StartError};
-pub use report::{Finding, Report, SourceKind};
+pub use monitor::{Handle, Monitor, MonitorOptions, OnLostSource, StartError};
+pub use report::{Finding, SourceKind, SourceReport};
+pub use room::{HostMemoryReader, Room};
 pub use rooms::Rooms;
-pub use shared::{Pressure, Publisher, State, Subscription};
-pub use signals::{Cgroup, Host, Signals, Stall, Watermarks};
+pub use shared::{Pressure, PressureState, Publisher, Subscription};
+pub use signals::{Cgroup, HostSample, Signals, Stall, Watermarks};
 pub use systemd::Watch;
 pub use thresholds::{Thresholds, ThresholdsError};
 
-/// How hard the host wants memory back. Ordered: a higher level asks for all that a lower one does.
+/// How much memory the host needs. Ordered: a higher level includes the actions of the lower ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Level {
-    /// Calm: idle stock decays slowly.
+    /// Calm: idle cached memory decays slowly.
     #[default]
     L0,
     /// Squeeze: the first sign was seen.
     L1,
-    /// Drain: it goes on, or everything stalls.
+    /// Drain: pressure continues, or all tasks stall.
     L2,
-    /// Last resort: next to no free memory.
+    /// Last resort: almost no free memory.
     L3,
 }
 
@@ -106,7 +106,7 @@ impl Level {
         }
     }
 
-    /// What the level asks for, in a word: `calm`, `squeeze`, `drain` or `last resort`.
+    /// The name of the level: `calm`, `squeeze`, `drain` or `last resort`.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -148,13 +148,13 @@ pub enum Cause {
     /// Nothing was published yet.
     #[default]
     Start,
-    /// Calm, and time has passed: idle stock may decay by one step.
+    /// Calm, and a decay period has passed: idle cached memory may decay by one step.
     Decay,
-    /// Signs have ceased and the level fell. Nothing to give back.
+    /// Signs have ceased and the level fell. Nothing to release.
     Easing,
-    /// Somebody asked for the level by hand.
+    /// An operator or a test requested the level.
     Injected,
-    /// A pressure trigger of the kernel or of systemd fired; by itself anybody's stall.
+    /// A pressure trigger of the kernel or of systemd fired. It cannot tell which task stalled.
     Notice,
     /// Tasks stalled on memory.
     Stall,
@@ -185,7 +185,7 @@ impl Cause {
         Self::CgroupOutOfMemory,
     ];
 
-    /// Whether owners of memory are asked to act. False for [`Cause::Start`] and [`Cause::Easing`].
+    /// Whether owners of memory must act. False for [`Cause::Start`] and [`Cause::Easing`].
     #[must_use]
     pub const fn is_event(self) -> bool {
         !matches!(self, Self::Start | Self::Easing)
@@ -198,7 +198,7 @@ impl Cause {
             Self::Start => "start",
             Self::Decay => "voluntary decay",
             Self::Easing => "signs have ceased",
-            Self::Injected => "asked for by hand",
+            Self::Injected => "requested by hand",
             Self::Notice => "pressure notification",
             Self::Stall => "stalls on memory",
             Self::FullStall => "all tasks stalled on memory",

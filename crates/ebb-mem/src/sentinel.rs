@@ -1,24 +1,25 @@
-//! The sentinel protocol on single words: the only place that touches lent memory.
+//! The sentinel protocol: detects whether the kernel has discarded a lent page. The only module that
+//! accesses lent memory.
 //!
-//! `elastic-memory.md` 4.2. Before a page is offered its first word is saved and replaced by
-//! [`MAGIC`]. The kernel takes whole pages, and a taken page reads as zero; so when the word is
-//! exchanged back and was still `MAGIC`, the page was there, and the write of the exchange itself
-//! has made it dirty and cancelled the loan. Only a write does that: a plain look would leave a page
-//! that may go between the look and the use.
+//! Before a page is offered, its first word is saved and replaced by [`MAGIC`]. The kernel discards whole
+//! pages, and a discarded page reads as zeroes. When the page is taken back, the saved word is exchanged
+//! for the sentinel: if the word was still `MAGIC`, the page was resident, and the write of the exchange
+//! has made it dirty, which cancels `MADV_FREE` (see `madvise(2)`). A read would not be enough, since the
+//! kernel could discard the page between the read and its use.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use crate::class::PAGE_BYTES;
 use crate::sys::Reservation;
 
-/// Stands in the first word of a lent page. Never zero, which is what a taken page shows.
+/// The first word of a lent page. Not zero, since a discarded page reads as zeroes.
 const MAGIC: u64 = 0x0ebb_5ea1_dafe_ea57;
 
 fn word(reservation: &Reservation, page: usize) -> &AtomicU64 {
     let address = reservation.address(page).cast::<u64>();
     // SAFETY: aligned (a page's start), inside the mapping, initialised (anonymous memory), and
-    // while it lives only reached through this function: the caller holds the page's buffer
-    // exclusively and lends out no slice over it meanwhile.
+    // while the reference lives only accessed through this function: the caller holds the page's
+    // buffer exclusively, and no slice over it exists.
     unsafe { AtomicU64::from_ptr(address.as_ptr()) }
 }
 
@@ -30,14 +31,14 @@ fn saved(saved: &Reservation, page: usize) -> &AtomicU64 {
     unsafe { AtomicU64::from_ptr(address.cast()) }
 }
 
-/// Puts the sentinel into a page that is about to be offered. The caller owns the page alone.
+/// Writes the sentinel to a page that is about to be offered. The caller owns the page exclusively.
 pub(crate) fn arm(reservation: &Reservation, table: &Reservation, page: usize) {
     let content = word(reservation, page).swap(MAGIC, Ordering::AcqRel);
     saved(table, page).store(content, Ordering::Release);
 }
 
-/// Takes the sentinel out of a page that is wired again in the books. False: the kernel had taken
-/// the page, and its content is gone.
+/// Removes the sentinel from a page that the arena has wired again. False: the kernel had discarded the
+/// page, and its content is lost.
 #[must_use]
 pub(crate) fn disarm(reservation: &Reservation, table: &Reservation, page: usize) -> bool {
     let content = saved(table, page).load(Ordering::Acquire);
@@ -45,11 +46,12 @@ pub(crate) fn disarm(reservation: &Reservation, table: &Reservation, page: usize
 }
 
 /// Copies bytes `from..from + out.len()` of a lent page, and leaves it lent. False: the kernel had
-/// taken the page, and `out` holds garbage. The caller keeps the page from being wired meanwhile.
+/// discarded the page, and the content of `out` is undefined. The caller ensures that the page is not
+/// wired meanwhile.
 ///
-/// Why a look is enough here: nothing is used of the page after the look but what was copied before
-/// it. A taken page never shows the sentinel again (it reads as zero from then on), so one that
-/// shows it after the copy was there during the whole copy.
+/// A read of the sentinel is enough here, since only the copy made before that read is used. A discarded
+/// page reads as zeroes from then on and never contains the sentinel again; a page that contains it after
+/// the copy was therefore resident during the whole copy.
 #[must_use]
 pub(crate) fn copy_lent(
     reservation: &Reservation,
@@ -65,9 +67,8 @@ pub(crate) fn copy_lent(
     let (first, rest) = out.split_at_mut(head);
     let start = reservation.address(page).as_ptr().wrapping_add(from + head);
     // SAFETY: inside the page (checked), which is mapped and initialised; `rest` is memory of its
-    // own. No thread writes to it: whoever would wire the page is kept away by the caller. The
-    // kernel may exchange the page for one of zeroes at any moment; then what was copied is
-    // thrown away below.
+    // own. No thread writes to it: the caller ensures that the page is not wired. The kernel may
+    // replace the page by one of zeroes at any time; then the caller discards the copy (false).
     unsafe { std::ptr::copy_nonoverlapping(start, rest.as_mut_ptr(), rest.len()) };
     // All loads of the copy come before the load of the sentinel.
     fence(Ordering::Acquire);
@@ -78,12 +79,12 @@ pub(crate) fn copy_lent(
     there
 }
 
-/// Writes to a page without changing it: cancels a loan whose content does not matter. The caller owns
-/// the page alone.
+/// Writes to a page without changing it: cancels `MADV_FREE` where the content does not matter. The
+/// caller owns the page exclusively.
 pub(crate) fn touch(reservation: &Reservation, page: usize) {
     let word = word(reservation, page).as_ptr();
     // Volatile: an atomic operation that changes nothing is compiled to a load and a fence.
-    // SAFETY: from a reference to the word, which nobody else uses meanwhile.
+    // SAFETY: from a reference to the word, which nothing else uses meanwhile.
     let value = unsafe { word.read_volatile() };
     // SAFETY: as above.
     unsafe { word.write_volatile(value) };

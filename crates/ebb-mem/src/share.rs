@@ -1,22 +1,23 @@
-//! Shares of the ceiling: how much of it the requests of one volume may hold while others want some.
+//! Shares of the ceiling: how much memory the requests of each volume may hold (docs/adr/0009-shares.md).
 //!
-//! All requests take their buffers out of one [`crate::Memory`], whose ceiling is finite. What a
-//! volume may hold is therefore counted before a buffer is taken:
+//! All requests allocate their buffers from one [`crate::Memory`], whose ceiling is finite. A request is
+//! therefore charged to its volume before it allocates a buffer:
 //!
-//! - Each volume has a **reserve** that only its own requests can use: a volume whose store answers
-//!   finds memory within a time that depends on that store alone.
-//! - What is not reserved is **common**. Volumes of one store (a disk, a server) form a group, and a
-//!   group may hold four times as much of the common part as it leaves free: one that takes all it
-//!   can gets four fifths, two get four ninths each. A group alone may use nearly everything.
-//! - A quarter of the ceiling is in no share: handshakes, receive buffers, what a store needs beside a
-//!   request's own buffer, and spare memory ([`crate::Spares`]).
+//! - Each volume has a **reserve** that only its own requests can use: how long a request waits for
+//!   memory depends on its own volume's store alone.
+//! - The remainder is the **common** part. Volumes of one store (a disk, a server) form a group, and a
+//!   group may hold four times as much of the common part as it leaves free: a single busy group gets
+//!   four fifths of it, two get four ninths each.
+//! - A quarter of the ceiling is in no share: for handshakes, receive buffers, what a store needs beside
+//!   a request's own buffer, and spare memory ([`crate::Spares`]).
 //!
 //! # Invariants
 //! - The reserves and the common part add up to the total; nothing is granted beyond either, except
 //!   for what was granted before a volume joined.
-//! - A request of at most [`Share::reserve`] bytes waits for its own volume only, in line.
-//! - A [`QueueShare`] with enough in it is reached without an atomic write; a share is touched by its own
-//!   volume only; the common part only once a volume's reserve is used up. Locks are for who waits.
+//! - A request of at most [`Share::reserve`] bytes waits for requests of its own volume only, in order.
+//! - A [`QueueShare`] that keeps enough is charged without an atomic write. Only the volume's own requests
+//!   write to its share, and they write to the common part only when the reserve is used up. Only waiting
+//!   requests take locks.
 
 use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
@@ -27,30 +28,30 @@ use std::task::{Poll, Waker};
 
 use crate::sync::{AtomicU64, AtomicUsize, Mutex, Ordering};
 
-/// The largest reserve: a request of 64 MiB and what it is accounted for beside its data.
-const RESERVE_MOST: usize = (64 << 20) + (64 << 10);
-/// The smallest: a page and its request.
-const RESERVE_LEAST: usize = 8 << 10;
-/// A group may hold so many times as much of the common part as it leaves.
-const LEAVES: usize = 4;
-/// A queue_share keeps at most so much. Where reserves are small none keeps anything, so that idle queues
-/// never have what a request of another one waits for.
-const PURSE_MOST: usize = 256 << 10;
-const PURSE_FROM: usize = 16 << 20;
+/// The largest reserve: a request of 64 MiB and what it is charged for beside its data.
+const RESERVE_MAX: usize = (64 << 20) + (64 << 10);
+/// The smallest reserve: a page and its request.
+const RESERVE_MIN: usize = 8 << 10;
+/// A group may hold this many times as much of the common part as it leaves free.
+const FREE_MULTIPLE: usize = 4;
+/// How much a [`QueueShare`] keeps at most. Where reserves are below `KEEP_FROM_RESERVE` it keeps nothing,
+/// so that an idle queue never holds memory that a request of another queue waits for.
+const KEEP_MAX: usize = 256 << 10;
+const KEEP_FROM_RESERVE: usize = 16 << 20;
 
-/// What the ceiling has for requests, shared out among volumes. Cheap to clone.
+/// The part of the ceiling that is divided among the requests of volumes. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct Shares(Arc<Common>);
+pub struct Shares(Arc<ShareTotals>);
 
 #[derive(Debug)]
-struct Common {
+struct ShareTotals {
     total: AtomicUsize,
-    /// Of each share.
+    /// The reserve of each share.
     reserve: AtomicUsize,
-    /// Size of the common part, and what is taken of it.
+    /// Size of the common part, and how much of it is charged.
     room: AtomicUsize,
     used: AtomicUsize,
-    /// Who waits, over all shares.
+    /// Waiting requests of all shares.
     waiting: AtomicUsize,
     members: Mutex<Members>,
 }
@@ -64,23 +65,23 @@ struct Members {
 /// Volumes of one store.
 #[derive(Debug, Default)]
 struct Group {
-    /// What its volumes hold of the common part.
+    /// Bytes of the common part that its volumes hold.
     used: AtomicUsize,
 }
 
 /// The share of one volume.
 #[derive(Debug)]
 pub struct Share {
-    common: Arc<Common>,
+    common: Arc<ShareTotals>,
     group: Arc<Group>,
-    /// What is taken of the reserve.
+    /// Bytes of the reserve that are charged.
     own: AtomicUsize,
     waiting: AtomicUsize,
     tickets: AtomicU64,
-    line: Mutex<VecDeque<(u64, Waker)>>,
+    queue: Mutex<VecDeque<(u64, Waker)>>,
 }
 
-/// What was granted, in bytes of the reserve and of the common part. One of the two is 0.
+/// A grant, in bytes of the reserve and of the common part. One of the two is 0.
 #[derive(Clone, Copy, Debug, Default)]
 struct Grant {
     own: usize,
@@ -91,7 +92,7 @@ impl Shares {
     /// Shares of `total` bytes.
     #[must_use]
     pub fn new(total: usize) -> Shares {
-        let shares = Shares(Arc::new(Common {
+        let shares = Shares(Arc::new(ShareTotals {
             total: AtomicUsize::new(total),
             reserve: AtomicUsize::new(0),
             room: AtomicUsize::new(0),
@@ -103,27 +104,27 @@ impl Shares {
         shares
     }
 
-    /// Changes the total. What is held beyond it is not taken away.
+    /// Changes the total. Existing grants stay, even beyond it.
     pub fn set_total(&self, total: usize) {
         self.0.total.store(total, Ordering::Relaxed);
         self.0.share_out(&mut self.0.members.lock());
         self.0.wake_all();
     }
 
-    /// Bytes that are shared out.
+    /// Bytes that the shares divide.
     #[must_use]
     pub fn total(&self) -> usize {
         self.0.total.load(Ordering::Relaxed)
     }
 
-    /// Bytes that each share has for itself.
+    /// Bytes that are reserved for each share.
     #[must_use]
     pub fn reserve(&self) -> usize {
         self.0.reserve.load(Ordering::Relaxed)
     }
 
-    /// A share for a volume whose store is called `group`: volumes with the same store, which answer
-    /// or do not answer together, divide what one of them may have of the common part.
+    /// A share for a volume whose store is called `group`. Volumes with the same store, which would stall
+    /// together, divide what one group may hold of the common part.
     #[must_use]
     pub fn join(&self, group: &str) -> Arc<Share> {
         let mut members = self.0.members.lock();
@@ -140,7 +141,7 @@ impl Shares {
             own: AtomicUsize::new(0),
             waiting: AtomicUsize::new(0),
             tickets: AtomicU64::new(0),
-            line: Mutex::default(),
+            queue: Mutex::default(),
         });
         members.shares.push(Arc::downgrade(&share));
         self.0.share_out(&mut members);
@@ -148,17 +149,17 @@ impl Shares {
     }
 }
 
-impl Common {
+impl ShareTotals {
     fn share_out(&self, members: &mut Members) {
         members.shares.retain(|share| share.strong_count() > 0);
         let total = self.total.load(Ordering::Relaxed);
         let count = members.shares.len().max(1);
-        let reserve = (total / 2 / count).clamp(RESERVE_LEAST, RESERVE_MOST);
+        let reserve = (total / 2 / count).clamp(RESERVE_MIN, RESERVE_MAX);
         self.reserve.store(reserve, Ordering::Relaxed);
         self.room.store(total.saturating_sub(reserve.saturating_mul(count)), Ordering::Relaxed);
     }
 
-    /// Lets the first in line of every share look again.
+    /// Wakes the first waiting request of every share, which then tries again.
     fn wake_all(&self) {
         let shares: Vec<_> = self.members.lock().shares.iter().filter_map(Weak::upgrade).collect();
         shares.iter().for_each(|share| share.wake());
@@ -166,13 +167,13 @@ impl Common {
 }
 
 impl Share {
-    /// Bytes that no other volume can take: what asks for no more is sure to get it.
+    /// Bytes that no other volume can use: a request of at most this size always gets its memory.
     #[must_use]
     pub fn reserve(&self) -> usize {
         self.common.reserve.load(Ordering::Relaxed)
     }
 
-    /// Bytes its requests hold, queue_shares included.
+    /// Bytes of the reserve that its requests hold, including what its [`QueueShare`]s keep.
     #[must_use]
     pub fn used(&self) -> usize {
         self.own.load(Ordering::Relaxed)
@@ -197,7 +198,7 @@ impl Share {
         let free = room.saturating_sub(taken.ok()?.saturating_add(bytes));
         let group = self.group.used.fetch_add(bytes, Ordering::SeqCst).saturating_add(bytes);
         let grant = Grant { own: 0, common: bytes };
-        if group > free.saturating_mul(LEAVES) {
+        if group > free.saturating_mul(FREE_MULTIPLE) {
             self.give(grant);
             return None;
         }
@@ -224,27 +225,28 @@ impl Share {
     }
 
     fn wake(&self) {
-        let first = self.line.lock().front().map(|(_, waker)| waker.clone());
+        let first = self.queue.lock().front().map(|(_, waker)| waker.clone());
         if let Some(waker) = first {
             waker.wake();
         }
     }
 
-    /// Waits in line for `bytes`.
+    /// Waits in the queue for `bytes`.
     async fn wait(&self, bytes: usize) -> Grant {
-        let place = Place { share: self, ticket: self.tickets.fetch_add(1, Ordering::Relaxed) };
+        let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
+        let place = QueuePosition { share: self, ticket };
         self.waiting.fetch_add(1, Ordering::SeqCst);
         self.common.waiting.fetch_add(1, Ordering::SeqCst);
         poll_fn(|cx| {
             let first = {
-                let mut line = self.line.lock();
-                match line.iter_mut().find(|(ticket, _)| *ticket == place.ticket) {
+                let mut queue = self.queue.lock();
+                match queue.iter_mut().find(|(ticket, _)| *ticket == place.ticket) {
                     Some((_, waker)) => waker.clone_from(cx.waker()),
-                    None => line.push_back((place.ticket, cx.waker().clone())),
+                    None => queue.push_back((place.ticket, cx.waker().clone())),
                 }
-                line.front().is_some_and(|(ticket, _)| *ticket == place.ticket)
+                queue.front().is_some_and(|(ticket, _)| *ticket == place.ticket)
             };
-            // Counted as waiting before this look: what is given back after it wakes us.
+            // The request was counted as waiting before this check: memory released later wakes it.
             match if first { self.take_now(bytes) } else { None } {
                 Some(grant) => Poll::Ready(grant),
                 None => Poll::Pending,
@@ -263,31 +265,31 @@ impl Drop for Share {
     }
 }
 
-/// A place in line: leaving it, served or cancelled, lets the next one look.
-struct Place<'a> {
+/// A position in the queue. Dropping it, granted or cancelled, wakes the next request.
+struct QueuePosition<'a> {
     share: &'a Share,
     ticket: u64,
 }
 
-impl Drop for Place<'_> {
+impl Drop for QueuePosition<'_> {
     fn drop(&mut self) {
-        self.share.line.lock().retain(|(ticket, _)| *ticket != self.ticket);
+        self.share.queue.lock().retain(|(ticket, _)| *ticket != self.ticket);
         self.share.waiting.fetch_sub(1, Ordering::SeqCst);
         self.share.common.waiting.fetch_sub(1, Ordering::SeqCst);
         self.share.wake();
     }
 }
 
-/// One queue's way to its volume's share: keeps a little, so that small requests write to nothing
-/// that other threads use. Stays on its thread.
+/// The part of a volume's share that one queue keeps, so that small requests write to no memory that
+/// other threads use. Stays on its thread.
 #[derive(Debug)]
 pub struct QueueShare {
     share: Arc<Share>,
-    /// Taken of the share's reserve, and held by no request.
+    /// Bytes of the share's reserve that are kept here, and held by no request.
     free: Cell<usize>,
 }
 
-/// Memory granted to a request; dropping it gives it back.
+/// Memory granted to a request; dropping it releases the memory.
 #[derive(Debug)]
 pub struct Charge {
     queue_share: Rc<QueueShare>,
@@ -295,19 +297,19 @@ pub struct Charge {
 }
 
 impl QueueShare {
-    /// An empty queue_share.
+    /// One that keeps nothing yet.
     #[must_use]
     pub fn new(share: Arc<Share>) -> Rc<QueueShare> {
         Rc::new(QueueShare { share, free: Cell::new(0) })
     }
 
-    /// The share behind it.
+    /// The volume's share.
     #[must_use]
     pub fn share(&self) -> &Share {
         &self.share
     }
 
-    /// `bytes`, if they are there now and nobody of this volume waits.
+    /// `bytes`, if they are available now and no request of this volume waits.
     #[inline]
     pub fn try_take(self: &Rc<Self>, bytes: usize) -> Option<Charge> {
         if self.share.has_waiters() {
@@ -320,13 +322,13 @@ impl QueueShare {
         self.share.take_now(bytes).map(|grant| self.held(grant))
     }
 
-    /// `bytes`, at most [`Share::reserve`], after those who came before. More than the reserve is
-    /// granted only if the common part has it: a caller that needs more takes it in pieces.
+    /// `bytes`, at most [`Share::reserve`], after earlier requests. More than the reserve is granted only
+    /// if the common part has it: a caller that needs more takes it in pieces.
     pub async fn take(self: &Rc<Self>, bytes: usize) -> Charge {
         if let Some(held) = self.try_take(bytes) {
             return held;
         }
-        // Those in front have better use for what is kept here.
+        // Earlier requests may need what is kept here.
         self.empty();
         self.held(self.share.wait(bytes).await)
     }
@@ -335,7 +337,7 @@ impl QueueShare {
         Charge { queue_share: self.clone(), grant }
     }
 
-    /// Gives back what it keeps.
+    /// Releases what it keeps.
     pub fn empty(&self) {
         let free = self.free.take();
         if free > 0 {
@@ -346,7 +348,7 @@ impl QueueShare {
     #[inline]
     fn put(&self, grant: Grant) {
         let keeps = self.free.get() + grant.own;
-        let most = if self.share.reserve() < PURSE_FROM { 0 } else { PURSE_MOST };
+        let most = if self.share.reserve() < KEEP_FROM_RESERVE { 0 } else { KEEP_MAX };
         if grant.common == 0 && keeps <= most && !self.share.has_waiters() {
             self.free.set(keeps);
         } else {

@@ -1,19 +1,20 @@
-//! Buffers of at most 16 pages in 16 bytes: what a cache has a million of.
+//! Cache buffers of at most 16 pages. The handle has 16 bytes, since a cache has millions of them.
 //!
-//! A [`SmallBuffer`] is to a block of up to 64 KiB what a [`Buffer`](crate::Buffer) is to a larger
-//! one, with the same protocol (`sentinel.rs`), and two things more:
-//! - lent data can be *read where it lies* ([`SmallBuffer::read_lent`]): a cache hit need not wire;
-//! - lending is in two steps, so that thousands of buffers cost one lock: [`SmallBuffer::arm`] puts
-//!   the sentinels in, [`Offers`] then offers all that is armed. A page that was armed and never
-//!   offered merely stays with us; one that was rewired in between is not offered.
+//! A [`SmallBuffer`] is a block of up to 64 KiB whose idle pages can be lent with their content, as a
+//! [`Buffer`](crate::Buffer) is for larger blocks. It uses the same protocol (`sentinel.rs`), and in
+//! addition:
+//! - lent data can be *read in place* ([`SmallBuffer::read_lent`]): a cache hit need not wire pages;
+//! - lending has two steps, so that thousands of buffers cost one lock: [`SmallBuffer::arm`] writes the
+//!   sentinels, then [`Offers`] offers all armed pages. A page that is armed and never offered stays
+//!   resident; one that is rewired in between is not offered.
 //!
 //! # Invariants
-//! - Bytes of lent pages cannot be reached but through [`SmallBuffer::read_lent`].
+//! - Bytes of lent pages are accessible through [`SmallBuffer::read_lent`] only.
 //! - A page that is not marked as lent is never offered.
 
 use std::ops::Range;
 
-use crate::advise::Locked;
+use crate::advise::LockedArena;
 use crate::arena::{Give, Retake};
 use crate::block::Block;
 use crate::buffer::RewireError;
@@ -24,12 +25,12 @@ use crate::sync::Ordering;
 use crate::sys::Span;
 use crate::worker::Worker;
 
-/// Most pages of a [`SmallBuffer`].
+/// Largest number of pages of a [`SmallBuffer`].
 pub const SMALL_PAGES: usize = 16;
 
 /// A block of at most [`SMALL_PAGES`] pages whose idle pages can be lent with their content. Sets of
 /// its pages are bit masks: bit 0 is the first page.
-#[must_use = "a dropped buffer is lost: free it"]
+#[must_use = "a dropped buffer leaks its memory: free it"]
 #[derive(Debug)]
 pub struct SmallBuffer(Block);
 
@@ -58,7 +59,7 @@ fn run(start: usize, count: usize) -> u16 {
 }
 
 impl SmallBuffer {
-    /// Makes a buffer of a block.
+    /// Makes a block into a buffer.
     ///
     /// # Errors
     /// The block itself, if it has more than [`SMALL_PAGES`] pages.
@@ -112,9 +113,10 @@ impl SmallBuffer {
         memory.core.reservation.page_of(self.0.start())
     }
 
-    /// Copies the bytes from `from` on (within `page`) out of a lent page, without wiring it: the
-    /// kernel sees that it is in use, and may still take it. False if the kernel has taken it: then
-    /// `out` holds garbage, and the page must be [rewired](SmallBuffer::rewire) and filled anew.
+    /// Copies the bytes from `from` on (within `page`) from a lent page, without wiring it: the access
+    /// marks the page as referenced, and the kernel may still discard it. False if the kernel has
+    /// discarded it: then the content of `out` is undefined, and the page must be
+    /// [rewired](SmallBuffer::rewire) and filled again.
     ///
     /// # Panics
     /// If the range is not within the page, or the page is not lent.
@@ -135,9 +137,9 @@ impl SmallBuffer {
         there
     }
 
-    /// Marks those of `pages` that are wired as lent, and puts their sentinels in. The data must be
-    /// clean: somewhere else it exists, too. They are lent once [`Offers`] has been told. Returns
-    /// the pages marked; none where memory cannot be lent.
+    /// Marks the wired pages among `pages` as lent, and writes their sentinels. The data must be clean: a
+    /// copy must exist in the store. The pages are lent when they are passed to [`Offers::add`]. Returns
+    /// the pages marked.
     pub fn arm(&mut self, worker: &Worker, pages: u16) -> u16 {
         let memory = worker.memory();
         let wanted = pages & self.all() & !self.lent();
@@ -150,8 +152,8 @@ impl SmallBuffer {
         wanted
     }
 
-    /// Wires those of `pages` that are lent, and says which of them are lost: their content is gone
-    /// and they must be filled anew, each wholly.
+    /// Wires the lent pages among `pages`. Returns those whose content is lost: each must be filled again
+    /// completely.
     ///
     /// # Errors
     /// [`RewireError`]; then nothing has changed.
@@ -160,7 +162,7 @@ impl SmallBuffer {
         let wanted = pages & self.lent();
         let Some(first) = self.first(memory).filter(|_| wanted != 0) else { return Ok(0) };
         {
-            let mut arena = memory.core.books.lock();
+            let mut arena = memory.core.arena.lock();
             let spans = || runs(wanted).map(|(start, pages)| Span { page: first + start, pages });
             if spans().any(|span| arena.is_busy(span)) {
                 return Err(RewireError::Busy);
@@ -169,7 +171,7 @@ impl SmallBuffer {
                 return Err(RewireError::Exhausted);
             }
             for span in spans() {
-                if arena.retake(span) != Retake::Taken {
+                if arena.retake(span) != Retake::Wired {
                     return Err(RewireError::Busy);
                 }
             }
@@ -192,9 +194,9 @@ impl SmallBuffer {
         worker.0.account(self.0.owner(), bytes, -bytes);
     }
 
-    /// Which pages have memory behind them at this moment. For accounting only: a page may go right
-    /// after, so that what is still there is decided by [`SmallBuffer::read_lent`] or
-    /// [`SmallBuffer::rewire`]. All pages, if the kernel does not say.
+    /// The pages that are resident now (`mincore(2)`). For accounting only: the kernel may discard a page
+    /// directly after, so only [`SmallBuffer::read_lent`] and [`SmallBuffer::rewire`] decide whether data
+    /// is lost. All pages, if the call fails.
     pub fn resident(&self, memory: &Memory) -> u16 {
         let mut there = [1; SMALL_PAGES];
         let there = &mut there[..self.pages()];
@@ -207,8 +209,7 @@ impl SmallBuffer {
         }
     }
 
-    /// Gives the buffer back, lent or not: kept by the worker for the next who asks, if all of it
-    /// is wired.
+    /// Frees the buffer, lent or not. The worker caches its block if all of it is wired.
     pub fn free(self, worker: &Worker) {
         if self.lent() == 0 {
             return worker.free(self.0);
@@ -216,8 +217,8 @@ impl SmallBuffer {
         SmallBuffer::free_all(worker, std::iter::once(self), false);
     }
 
-    /// Gives many buffers back past all caches, with one lock: their memory is lent, or, if `now`,
-    /// returned to the kernel.
+    /// Frees many buffers to the slabs under one lock, past all caches: their memory is lent, or, if
+    /// `now`, returned to the kernel.
     pub fn free_all(worker: &Worker, buffers: impl Iterator<Item = SmallBuffer>, now: bool) {
         let give = if now || worker.0.prefers_return() { Give::Return } else { Give::Lend };
         let blocks = buffers.map(|mut buffer| {
@@ -232,33 +233,33 @@ impl SmallBuffer {
     }
 }
 
-/// What one look at memory has seen: which pages have memory behind them, an extent at a time, so that
-/// thousands of buffers cost a system call per 2 MiB and not one each.
+/// A scan of resident pages, one extent at a time, so that thousands of buffers cost one system call per
+/// 2 MiB and not one each.
 #[derive(Debug, Default)]
 pub struct Residency {
-    /// By extent: the look it is of, and a bit per page.
+    /// By extent: the number of the scan, and a bit per resident page.
     extents: Vec<(u32, [u64; EXTENT_PAGES / 64])>,
-    look: u32,
+    scan: u32,
 }
 
 impl Residency {
-    /// Begins another look: what was seen before does not count any more.
+    /// Begins a new scan: results of the previous one are no longer used.
     pub fn begin(&mut self) {
-        self.look = self.look.wrapping_add(1);
+        self.scan = self.scan.wrapping_add(1);
     }
 
-    /// Pages of `buffer` that may have gone: none that was there when its extent was looked at. Ask
-    /// [`SmallBuffer::resident`] about the others, since that look may be older than the loan.
+    /// Pages of `buffer` that were not resident when its extent was scanned. Check these with
+    /// [`SmallBuffer::resident`], since the scan may be older than the loan.
     pub fn maybe_gone(&mut self, memory: &Memory, buffer: &SmallBuffer) -> u16 {
         let Some(first) = buffer.first(memory) else { return 0 };
         let (extent, page) = (first / EXTENT_PAGES, first % EXTENT_PAGES);
         if extent >= self.extents.len() {
-            let never = (self.look.wrapping_sub(1), [0; EXTENT_PAGES / 64]);
+            let never = (self.scan.wrapping_sub(1), [0; EXTENT_PAGES / 64]);
             self.extents.resize(extent + 1, never);
         }
-        let look = self.look;
+        let scan = self.scan;
         let Some((seen, words)) = self.extents.get_mut(extent) else { return 0 };
-        if *seen != look {
+        if *seen != scan {
             let mut there = [0; EXTENT_PAGES];
             if !memory.core.reservation.resident(extent * EXTENT_PAGES, &mut there) {
                 return 0;
@@ -267,7 +268,7 @@ impl Residency {
                 let bits = pages.iter().rev();
                 *word = bits.fold(0, |word, state| word << 1 | u64::from(state & 1));
             }
-            *seen = look;
+            *seen = scan;
         }
         // A block of up to 16 pages is aligned to its size: it lies in one word.
         let bits = words[page / 64] >> (page % 64) & 0xffff;
@@ -279,24 +280,24 @@ impl Residency {
 const PAGE_BYTES_SIGNED: i64 = 4096;
 const _: () = assert!(PAGE_BYTES == 4096);
 
-/// Offers what is armed to the kernel: one lock on the memory's books from `new` to drop. Hold it
-/// for a bounded number of buffers; no other call into this memory may be made meanwhile.
+/// Offers armed pages to the advisor. Holds the arena's lock from `new` to drop: use it for a bounded
+/// number of buffers, and make no other call into this memory meanwhile.
 pub struct Offers<'a> {
-    books: Locked<'a>,
+    arena: LockedArena<'a>,
     memory: &'a Memory,
 }
 
 impl<'a> Offers<'a> {
-    /// Takes the lock.
+    /// Locks the arena.
     pub fn new(memory: &'a Memory) -> Offers<'a> {
-        Offers { books: memory.core.books.lock(), memory }
+        Offers { arena: memory.core.arena.lock(), memory }
     }
 
     /// Offers all pages of `buffer` that are lent.
     pub fn add(&mut self, buffer: &SmallBuffer) {
         let Some(first) = buffer.first(self.memory) else { return };
         for (start, pages) in runs(buffer.lent()) {
-            self.books.offer_held(Span { page: first + start, pages });
+            self.arena.offer_allocated(Span { page: first + start, pages });
         }
     }
 }

@@ -1,6 +1,6 @@
-//! What the advisor's threads share with the memory, and the address space of both.
+//! The part of a memory that the advisor's threads share, and the opening and closing of address space.
 
-use crate::advise::{Books, Orders};
+use crate::advise::{AdvisorControl, SharedArena};
 use crate::arena::Closed;
 use crate::class::PAGE_BYTES;
 use crate::memory::Memory;
@@ -12,37 +12,37 @@ use crate::sys::{Reservation, Span};
 /// Bytes of a page's saved word.
 pub(crate) const WORD: usize = 8;
 
-/// What the advisor's threads share with the memory.
+/// The part of a memory that the advisor's threads share.
 pub(crate) struct Core {
     pub(crate) reservation: Reservation,
     /// One word per page of it, for the sentinels' saved words.
     pub(crate) saved: Reservation,
-    /// Bytes of the reservation that are on small pages; behind them it is on large ones.
+    /// Bytes of the reservation on small pages; the remainder is on huge pages.
     pub(crate) split: usize,
     pub(crate) charge: Overcommit,
-    /// Pages are written to when they come back from a loan (`kernel.rs`).
+    /// Pages are written to when they are taken back (`kernel.rs`).
     pub(crate) touches: AtomicBool,
-    pub(crate) books: Books,
-    pub(crate) orders: Orders,
+    pub(crate) arena: SharedArena,
+    pub(crate) control: AdvisorControl,
 }
 
 impl Core {
-    /// The saved words of these pages, in bytes: where they begin, and how many.
+    /// Offset and length of the saved words of these pages, in bytes.
     fn words(span: Span) -> (usize, usize) {
         (span.page * WORD, span.pages * WORD)
     }
 
-    /// Takes these pages off loan where the kernel might throw away what is read into them. The caller
-    /// has wired them.
+    /// Cancels `MADV_FREE` for these pages where the kernel might discard what is read into them. The
+    /// caller has wired them.
     #[inline]
-    pub(crate) fn take_back(&self, span: Span) {
+    pub(crate) fn cancel_loan(&self, span: Span) {
         if self.touches.load(Ordering::Relaxed) {
             let pages = span.page..span.page + span.pages;
             pages.for_each(|page| sentinel::touch(&self.reservation, page));
         }
     }
 
-    /// Gives access to a chunk, which is charged for if the kernel charges.
+    /// Makes a chunk accessible. The kernel charges for it where it accounts commits.
     fn open(&self, span: Span) -> std::io::Result<()> {
         let (at, bytes) = Core::words(span);
         if self.charge.is_any() && !self.charge.allows(span.pages * PAGE_BYTES + bytes) {
@@ -52,7 +52,7 @@ impl Core {
         self.reservation.open(span.page * PAGE_BYTES, span.pages * PAGE_BYTES)
     }
 
-    /// Takes the access away, and with it what the kernel charges.
+    /// Removes the access, and with it the charge.
     pub(crate) fn close(&self, span: Span) -> Closed {
         let (at, bytes) = (span.page * PAGE_BYTES, span.pages * PAGE_BYTES);
         let closed = self.reservation.close(at, bytes, at >= self.split);
@@ -61,7 +61,7 @@ impl Core {
         }
         let (at, bytes) = Core::words(span);
         match self.saved.close(at, bytes, false) {
-            // The words are still there, and the pages will be when it is opened again.
+            // The saved words stay accessible, which is harmless.
             Closed::No => Closed::Yes,
             closed => closed,
         }
@@ -69,16 +69,17 @@ impl Core {
 }
 
 impl Memory {
-    /// Opens address space for `extents` extents in a row. False if there is none, or the kernel
-    /// refuses: that is a ceiling as any other, and what is given back, here or by others, ends it.
+    /// Opens address space for `extents` consecutive extents. False if none remains or the kernel
+    /// refuses: the caller treats that as the ceiling, and it ends when memory is freed here or by other
+    /// processes.
     #[cold]
     pub(crate) fn open(&self, extents: usize, huge: bool) -> bool {
-        let opening = self.core.books.lock().open_begin(extents, huge);
+        let opening = self.core.arena.lock().open_begin(extents, huge);
         let Some(opening) = opening else { return false };
         let mut all = true;
         for span in opening.spans() {
             let done = self.core.open(span).is_ok();
-            self.core.books.lock().open_end(span, done);
+            self.core.arena.lock().open_end(span, done);
             all &= done;
         }
         if !all {
@@ -87,8 +88,8 @@ impl Memory {
         all
     }
 
-    /// Times the kernel had no address space for this memory, or none that it should take: then it
-    /// helps nobody to lend, and only what is freed can be used again.
+    /// How often address space could not be opened: the kernel refused, or the reserves of
+    /// `overcommit.rs` would have been used. Lending does not help then; only freed memory can be reused.
     pub fn refusals(&self) -> u64 {
         self.refusals.load(Ordering::Relaxed)
     }

@@ -1,29 +1,29 @@
-//! Memory for work that helps but does not have to be done now: larger writebacks, read-ahead, filling the cache.
+//! Memory for optional work: larger writebacks, read-ahead, filling the cache.
 //!
-//! Such work takes its buffers without waiting and does with less, or with nothing, when there are none. A store that
-//! hangs keeps what it was given, so the sum is bounded: without a bound, the writeback of one dead disk could hold
-//! all of the ceiling that [`crate::Shares`] promises to the requests of other volumes.
+//! Such work allocates without waiting, and uses less memory or none when there is none available. A store
+//! that hangs keeps its buffers, so the sum is bounded: without a bound, the writeback of one dead disk
+//! could hold all of the ceiling that [`crate::Shares`] reserves for the requests of other volumes.
 //!
 //! # Invariants
-//! - All [`Spare`]s of a memory together hold at most one part in [`PART`] of its ceiling, of the quarter that is in
-//!   no share.
-//! - One of them holds at most [`LEAVES`] times what it leaves free, so that another one finds some.
+//! - All [`Spare`]s of a memory together hold at most one part in [`PART`] of its ceiling, from the quarter
+//!   that is in no share.
+//! - One [`Spare`] holds at most [`FREE_MULTIPLE`] times what it leaves free for the other volumes.
 
 use std::sync::Arc;
 
 use crate::sync::{AtomicUsize, Ordering};
 
-/// Spare memory is one part in so many of the ceiling.
+/// Spare memory is one part in `PART` of the ceiling.
 const PART: usize = 16;
-/// A volume may hold so many times as much as it leaves.
-const LEAVES: usize = 4;
+/// A volume may hold this many times as much as it leaves free.
+const FREE_MULTIPLE: usize = 4;
 
 /// The spare memory of all volumes. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct Spares(Arc<Common>);
+pub struct Spares(Arc<SpareTotals>);
 
 #[derive(Debug)]
-struct Common {
+struct SpareTotals {
     total: AtomicUsize,
     used: AtomicUsize,
 }
@@ -31,11 +31,11 @@ struct Common {
 /// The spare memory of one volume.
 #[derive(Debug)]
 pub struct Spare {
-    common: Arc<Common>,
+    common: Arc<SpareTotals>,
     used: AtomicUsize,
 }
 
-/// Spare memory that is in use; dropping it gives it back.
+/// Spare memory in use; dropping it releases the memory.
 #[derive(Debug)]
 pub struct SpareHeld {
     spare: Arc<Spare>,
@@ -45,15 +45,15 @@ pub struct SpareHeld {
 impl Spares {
     pub(crate) fn new(ceiling: usize) -> Spares {
         let total = AtomicUsize::new(ceiling / PART);
-        Spares(Arc::new(Common { total, used: AtomicUsize::new(0) }))
+        Spares(Arc::new(SpareTotals { total, used: AtomicUsize::new(0) }))
     }
 
-    /// What is held beyond it is not taken away.
+    /// Changes the ceiling. Existing grants stay, even beyond it.
     pub(crate) fn set_ceiling(&self, ceiling: usize) {
         self.0.total.store(ceiling / PART, Ordering::Relaxed);
     }
 
-    /// For one more volume.
+    /// The spare memory of one more volume.
     #[must_use]
     pub fn join(&self) -> Arc<Spare> {
         Arc::new(Spare { common: self.0.clone(), used: AtomicUsize::new(0) })
@@ -61,7 +61,7 @@ impl Spares {
 }
 
 impl Spare {
-    /// `bytes`, if they are there now.
+    /// `bytes`, if they are available now.
     pub fn try_take(self: &Arc<Self>, bytes: usize) -> Option<SpareHeld> {
         let total = self.common.total.load(Ordering::Relaxed);
         let fits = |used: usize| used.checked_add(bytes).filter(|&used| used <= total);
@@ -70,10 +70,10 @@ impl Spare {
         let own = self.used.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
         let held = SpareHeld { spare: self.clone(), bytes };
         let free = total.saturating_sub(before.saturating_add(bytes));
-        (own <= free.saturating_mul(LEAVES)).then_some(held)
+        (own <= free.saturating_mul(FREE_MULTIPLE)).then_some(held)
     }
 
-    /// `most` bytes, or half of that as often as needed, down to `least`.
+    /// `most` bytes, halved until they are available, but not less than `least`.
     pub fn try_take_some(self: &Arc<Self>, most: usize, least: usize) -> Option<SpareHeld> {
         let halves = std::iter::successors(Some(most), |bytes| Some(bytes / 2));
         halves.take_while(|&bytes| bytes >= least.max(1)).find_map(|bytes| self.try_take(bytes))
@@ -112,7 +112,7 @@ mod tests {
         assert_eq!(second.try_take_some(4 * MIB, 64 << 10).unwrap().bytes(), MIB);
         assert!(second.try_take_some(4 * MIB, 4 * MIB).is_none());
         drop(held);
-        assert!(first.try_take(8 * MIB).is_some(), "all of it came back");
+        assert!(first.try_take(8 * MIB).is_some(), "all of it was released");
         spares.set_ceiling(0);
         assert!(first.try_take(1).is_none() && first.try_take(usize::MAX).is_none());
     }

@@ -1,16 +1,16 @@
-//! What the memory looks like now: zones as `vmstat -z` shows them, gauges per owner.
+//! Statistics: zones with the columns of FreeBSD's `vmstat -z`, and gauges per owner.
 
 use crate::class::{CLASSES, PAGE_BYTES, class_bytes};
 use crate::gauge::add_owners;
 use crate::memory::Memory;
 use crate::sync::Ordering;
 
-/// One zone.
+/// Statistics of one zone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ZoneStats {
     /// Bytes in a block (0: the runs above 1 MiB, of any size).
     pub item_bytes: usize,
-    /// Most blocks out of the slabs; `None`: no limit of its own.
+    /// The zone's limit on blocks in use and in caches; `None`: only the ceiling applies.
     pub limit: Option<usize>,
     /// Blocks in use (or in page pools).
     pub used: u64,
@@ -22,19 +22,19 @@ pub struct ZoneStats {
     pub fails: u64,
     /// Allocations that waited.
     pub sleeps: u64,
-    /// Times the caches had nothing.
+    /// Allocations that found the caches empty.
     pub misses: u64,
     /// Times a worker found the depot locked.
     pub contended: u64,
-    /// Blocks a bucket holds now, and at most.
+    /// Current size of a bucket, in blocks.
     pub bucket: usize,
-    /// Most blocks a bucket may ever hold under the ceiling.
+    /// Largest size that a bucket may reach under the ceiling, in blocks.
     pub bucket_max: usize,
     /// Blocks in the depot.
     pub depot: u64,
     /// Working set: blocks the depot needs.
     pub wss: u64,
-    /// Blocks not needed for long.
+    /// Blocks that were not needed for a long time (UMA's `uzd_limin`).
     pub limin: u64,
     /// Seconds since the zone last ran out of cache.
     pub timin: u32,
@@ -45,7 +45,7 @@ pub struct ZoneStats {
 pub struct OwnerStats {
     /// Its name.
     pub name: String,
-    /// In use, or in its pools and kept wired.
+    /// In use, or in its pools and wired.
     pub wired: i64,
     /// In its pools and buffers, lent to the kernel.
     pub unwired: i64,
@@ -60,9 +60,9 @@ pub struct PoolStats {
     pub free: usize,
     /// Free pages lent.
     pub lent: usize,
-    /// Squeezes it has answered.
+    /// Squeezes it has carried out.
     pub squeezes: usize,
-    /// Pages those have given back.
+    /// Pages that these squeezes released.
     pub squeezed_pages: usize,
 }
 
@@ -71,15 +71,15 @@ pub struct PoolStats {
 pub struct ArenaStats {
     /// Address space.
     pub reserved: usize,
-    /// Of that, what may be touched: what a kernel with strict overcommit charges for.
+    /// Of that, the accessible part: what a kernel with strict overcommit charges for.
     pub open: usize,
-    /// Most that may be wired.
+    /// The limit on wired memory.
     pub ceiling: usize,
-    /// In use, or free and kept warm: `Rss - LazyFree`, once all of it has been touched.
+    /// In use, or free and kept resident: `Rss - LazyFree`, once all of it has been touched.
     pub wired: usize,
-    /// Lent, or about to be: the kernel may have taken any of it.
+    /// Lent, or about to be: the kernel may have discarded any of it.
     pub unwired: usize,
-    /// Of the unwired, what the advisor has still to do.
+    /// Of the unwired, what the advisor has yet to process.
     pub advising: usize,
     /// Of the wired, what is registered with the kernel or a device.
     pub pinned: usize,
@@ -92,8 +92,8 @@ impl ArenaStats {
     }
 }
 
-/// Everything at once. The arena's figures are exact; those of busy workers are read one after
-/// another and may be a few operations apart.
+/// All statistics. The arena's figures are exact; those of busy workers are read one after another and
+/// may differ by a few operations.
 #[derive(Clone, Debug, Default)]
 pub struct Stats {
     /// The arena.
@@ -108,7 +108,7 @@ pub struct Stats {
     pub squeezes: u64,
     /// Purges workers have done.
     pub purges: u64,
-    /// Who waits for memory now.
+    /// Allocations that wait for memory now.
     pub waiting: usize,
 }
 
@@ -124,7 +124,7 @@ fn count(value: i64) -> u64 {
 }
 
 impl Memory {
-    /// The figures of now.
+    /// The current statistics.
     pub fn stats(&self) -> Stats {
         let mut stats = Stats {
             squeezes: self.squeezes.load(Ordering::Relaxed),
@@ -163,7 +163,7 @@ impl Memory {
         }
         for (owner, name) in names.into_iter().enumerate() {
             if let Some(name) = name {
-                // Where no worker has made room yet, none has counted.
+                // A number without gauges at any worker has no memory.
                 let [wired, unwired] = owners.get(owner).copied().unwrap_or_default();
                 stats.owners.push(OwnerStats { name, wired, unwired });
             }
@@ -172,9 +172,9 @@ impl Memory {
         stats
     }
 
-    /// The arena's part of [`Memory::stats`]: one lock, and nothing is allocated.
+    /// The arena's part of [`Memory::stats`]: takes one lock and allocates nothing.
     pub fn arena_stats(&self) -> ArenaStats {
-        let arena = self.core.books.lock();
+        let arena = self.core.arena.lock();
         let counts = arena.counts();
         ArenaStats {
             reserved: self.core.reservation.bytes(),
@@ -191,13 +191,13 @@ impl Memory {
         let used = count(allocs - frees);
         let mut stats = ZoneStats { used, requests: count(allocs), ..ZoneStats::default() };
         let Some(zone) = self.zones.get(class) else { return stats };
-        let limit = self.core.books.lock().limit(class);
+        let limit = self.core.arena.lock().limit(class);
         let depot = zone.depot();
         let estimate = depot.estimate;
         stats.item_bytes = class_bytes(class);
         stats.limit = (limit != usize::MAX).then_some(limit);
         stats.depot = depot.items();
-        // What entered the workers' buckets, less what they handed out and have not got back.
+        // What entered the workers' buckets, less what they allocated and has not been freed yet.
         stats.free = stats.depot + count(filled + frees - allocs);
         stats.fails = zone.fails.load(Ordering::Relaxed);
         stats.sleeps = zone.sleeps.load(Ordering::Relaxed);

@@ -1,7 +1,7 @@
 //! The synchronisation this crate uses: the standard library's, or shuttle's under model checking.
 //!
-//! A poisoned lock is taken all the same: every critical section here leaves its data consistent
-//! before it can panic, and memory must flow back even after a panic somewhere else.
+//! A poisoned lock is acquired all the same: every critical section here leaves its data consistent
+//! before it can panic, and memory must be freed even after a panic elsewhere.
 
 #[cfg(feature = "shuttle")]
 use shuttle::sync as real;
@@ -25,7 +25,7 @@ impl<T> Mutex<T> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The lock if nobody holds it. A failure is how contention is noticed.
+    /// The lock if it is free. A failure counts as contention.
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         match self.0.try_lock() {
             Ok(guard) => Some(guard),

@@ -1,8 +1,8 @@
-//! The only system calls of this crate: reserve address space, advise the kernel about it.
+//! The memory system calls of this crate: reserving address space and advising the kernel about it.
 //!
-//! Everything here is about memory of a [`Reservation`]; a span outside it is refused. Content may
-//! be lost by [`Advice::Lend`] and [`Advice::Return`]: that no byte in use is ever in such a span is
-//! the arena's invariant (`arena.rs`), and makes these calls safe to offer to it.
+//! All calls concern the memory of a [`Reservation`]; a span outside it is refused. [`Advice::Lend`] and
+//! [`Advice::Return`] may discard content: the arena ensures that such a span contains no byte in use
+//! (`arena.rs`).
 
 use std::io;
 use std::ptr::NonNull;
@@ -17,9 +17,9 @@ const PIDFD_SELF: i32 = -10_000;
 /// Linux 5.18: MADV_DONTNEED that also works on locked memory.
 const MADV_DONTNEED_LOCKED: i32 = 24;
 
-/// Returns to the kernel what the C library's allocator keeps of freed memory. By itself it only returns what
-/// is free at the end of a thread's heap, so that a peak of connections would stay resident for good. Each
-/// heap is locked meanwhile, some microseconds for a MiB of free memory. With another C library: nothing.
+/// Returns the free memory of glibc's allocator to the kernel. By itself glibc only returns what is free at
+/// the end of a thread's heap, so that a peak of connections would stay resident. Each heap is locked
+/// meanwhile, some microseconds per MiB of free memory. Does nothing with another C library.
 pub fn trim_heap() {
     #[cfg(target_env = "gnu")]
     // SAFETY: a call without preconditions, from any thread; it only touches memory that is free.
@@ -29,12 +29,12 @@ pub fn trim_heap() {
 /// How address space is reserved.
 const RESERVED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
 
-/// What to tell the kernel about idle memory.
+/// Advice to the kernel about idle memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Advice {
-    /// `MADV_FREE`: the kernel may take the pages whenever it wants, without I/O.
+    /// `MADV_FREE`: the kernel may discard the pages at any time, without I/O.
     Lend,
-    /// `MADV_DONTNEED`: the pages go back at once.
+    /// `MADV_DONTNEED`: the kernel frees the pages at once.
     Return,
 }
 
@@ -68,9 +68,9 @@ unsafe impl Send for Reservation {}
 unsafe impl Sync for Reservation {}
 
 impl Reservation {
-    /// Reserves `bytes` (a multiple of the extent), aligned to the extent, not inherited by
-    /// children: a page shared copy-on-write with a child would never be given back. Without access:
-    /// see [`Reservation::open`].
+    /// Reserves `bytes` (a multiple of the extent), aligned to the extent and without access (see
+    /// [`Reservation::open`]). Children do not inherit it: a page shared copy-on-write with a child would
+    /// not be freed.
     pub(crate) fn new(bytes: usize) -> io::Result<Reservation> {
         let (prot, flags) = (libc::PROT_NONE, RESERVED);
         let padded = bytes.checked_add(EXTENT_BYTES).ok_or(io::ErrorKind::OutOfMemory)?;
@@ -96,8 +96,8 @@ impl Reservation {
         Ok(reservation)
     }
 
-    /// Large pages or small ones, for a part of the range that nobody uses yet. A kernel without
-    /// large pages refuses, which changes nothing.
+    /// Selects huge or small pages for a part of the range that is not used yet. A kernel without huge
+    /// pages refuses, which is harmless.
     pub(crate) fn set_huge(&self, offset: usize, bytes: usize, huge: bool) {
         let code = if huge { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
         let _ = self.advise_raw(offset, bytes, code);
@@ -111,8 +111,8 @@ impl Reservation {
         offset.checked_add(bytes).is_some_and(|end| end <= self.bytes)
     }
 
-    /// Makes a part of the range accessible. Fails where the kernel has no memory to promise
-    /// (`vm.overcommit_memory=2`, `RLIMIT_DATA`) or no mapping more (`vm.max_map_count`).
+    /// Makes a part of the range accessible. Fails at the limits of the kernel: `vm.overcommit_memory=2`,
+    /// `RLIMIT_DATA`, `vm.max_map_count`.
     pub(crate) fn open(&self, offset: usize, bytes: usize) -> io::Result<()> {
         if !self.is_inside(offset, bytes) {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -124,8 +124,8 @@ impl Reservation {
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Takes access and content of a part of the range away: a new mapping in its place, since no
-    /// other call takes back what the kernel has charged for. Nobody may refer to it.
+    /// Removes access to and content of a part of the range: maps it anew, since no other call reverses
+    /// the kernel's charge. Nothing may refer to the part.
     pub(crate) fn close(&self, offset: usize, bytes: usize, huge: bool) -> Closed {
         if !self.is_inside(offset, bytes) {
             return Closed::No;
@@ -136,10 +136,10 @@ impl Reservation {
         // knows, nothing is.
         let mapped = unsafe { libc::mmap(start.cast(), bytes, libc::PROT_NONE, flags, -1, 0) };
         if mapped == libc::MAP_FAILED {
-            // Kernels before 6.13 may have taken the old mapping away before they failed.
+            // Kernels before 6.13 may have removed the old mapping before they failed.
             return if self.is_mapped(offset, bytes) { Closed::No } else { Closed::Lost };
         }
-        // As in `new`. Where it fails the next mapping but one is not joined with its neighbours.
+        // As in `new`. If it fails, the mapping is not merged with its neighbours.
         let _ = self.advise_raw(offset, bytes, libc::MADV_DONTFORK);
         self.set_huge(offset, bytes, huge);
         Closed::Yes
@@ -161,7 +161,7 @@ impl Reservation {
         unsafe { self.base.add(page * PAGE_BYTES) }
     }
 
-    /// The page an address lies in, if it is ours.
+    /// The page that contains an address, if it is in this reservation.
     #[inline]
     pub(crate) fn page_of(&self, address: NonNull<u8>) -> Option<usize> {
         let offset = address.addr().get().wrapping_sub(self.base.addr().get());
@@ -179,8 +179,8 @@ impl Reservation {
         }
     }
 
-    /// Writes to `out`, one byte per page from page `first` on, whether memory is behind it now
-    /// (lowest bit). False if the kernel does not say.
+    /// Writes to `out`, one byte per page from page `first` on, whether the page is resident (lowest bit).
+    /// False if the call fails.
     pub(crate) fn resident(&self, first: usize, out: &mut [u8]) -> bool {
         let bytes = out.len() * PAGE_BYTES;
         if first.checked_mul(PAGE_BYTES).and_then(|at| at.checked_add(bytes)) > Some(self.bytes) {
@@ -204,8 +204,8 @@ impl Reservation {
         }
     }
 
-    /// Advises all `spans` with as few calls as the kernel allows. `failed` is told of each span
-    /// that the kernel refused; all others are done.
+    /// Advises all `spans` with as few calls as the kernel allows. Calls `failed` for each span that the
+    /// kernel refused.
     pub(crate) fn advise(
         &self,
         spans: &[Span],
@@ -224,7 +224,7 @@ impl Reservation {
         }
     }
 
-    /// One vectored call; returns how many spans it has wholly done.
+    /// One vectored call; returns how many spans it has advised completely.
     fn advise_vectored(&self, spans: &[Span], advice: Advice, vectored: &mut bool) -> usize {
         let mut vectors = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; BATCH];
         let count = spans.len().min(BATCH);
@@ -244,7 +244,7 @@ impl Reservation {
             )
         };
         let Ok(mut bytes) = usize::try_from(result) else {
-            // Kernels before 6.13 refuse to free one's own memory this way: remember it.
+            // Kernels before 6.13 refuse this call for the own process: do not try again.
             *vectored = false;
             return 0;
         };
@@ -261,17 +261,16 @@ impl Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         // SAFETY: the mapping made in `new`; the owner (Memory) leaks it instead of dropping it
-        // while a block is still out.
+        // while a block is allocated.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
 
-/// Most spans in one call.
+/// Largest number of spans in one call.
 pub(crate) const BATCH: usize = 64;
 
-/// Whether the kernel lends memory as this crate needs it: `MADV_FREE` must be accepted (it is
-/// refused when all memory is locked) and must leave the page in place for now (before Linux 4.12
-/// a machine without swap discarded at once).
+/// Whether `MADV_FREE` works as this crate needs it: the kernel must accept it (it refuses when all memory
+/// is locked), and must not discard the page at once (as Linux before 4.12 does without swap).
 pub(crate) fn lending_works() -> bool {
     let Ok(probe) = Reservation::new(EXTENT_BYTES) else { return false };
     if probe.open(0, EXTENT_BYTES).is_err() {
@@ -279,7 +278,7 @@ pub(crate) fn lending_works() -> bool {
     }
     probe.set_huge(0, EXTENT_BYTES, false);
     let word = probe.address(0);
-    // SAFETY: the first byte of a mapping that only this function knows.
+    // SAFETY: the first byte of a mapping that only this function refers to.
     unsafe { word.write_volatile(0x5a) };
     if probe.advise_one(Span { page: 0, pages: 1 }, Advice::Lend).is_err() {
         return false;
@@ -288,7 +287,7 @@ pub(crate) fn lending_works() -> bool {
     unsafe { word.read_volatile() == 0x5a }
 }
 
-/// The limit on memory of this process that could be written (`RLIMIT_DATA`), if there is one.
+/// The limit on this process's private writable memory (`RLIMIT_DATA`), if there is one.
 pub(crate) fn data_limit() -> Option<u64> {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
     // SAFETY: a structure of this call's kind to write to.
@@ -296,9 +295,9 @@ pub(crate) fn data_limit() -> Option<u64> {
     (known && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur)
 }
 
-/// Makes the kernel reclaim now what it may reclaim of a range at any time.
+/// Makes the kernel reclaim a range now (`MADV_PAGEOUT`).
 #[cfg(feature = "testing")]
 pub(crate) fn page_out(start: usize, len: usize) {
-    // SAFETY: MADV_PAGEOUT loses no data of its own accord; a range that is not mapped is refused.
+    // SAFETY: MADV_PAGEOUT discards no data but that of lent pages; a range that is not mapped is refused.
     unsafe { libc::madvise(std::ptr::without_provenance_mut(start), len, libc::MADV_PAGEOUT) };
 }

@@ -1,39 +1,39 @@
-//! The kernel's hand, for tests and benches (feature `testing`): makes it take lent memory now, which
-//! it otherwise does when it pleases.
+//! For tests and benches (feature `testing`): makes the kernel reclaim lent memory now instead of under
+//! memory pressure.
 //!
-//! Each processor has lists of pages that are on their way into the kernel's books. A page that was
-//! touched a moment ago is not taken, and advice about it that is given on another processor is
-//! dropped without a word (`elastic-memory.md` 4.3, T7). The call that takes pages empties the lists
-//! of its own processor alone, so whoever wants certainty makes it on each.
+//! Each processor batches recently touched pages before they enter the LRU lists (Linux `mm/swap.c`,
+//! `lru_add_drain`). A page in such a batch is not reclaimed, and advice about it that is given on
+//! another processor is silently ignored. `MADV_PAGEOUT` drains the batches of its own processor only, so
+//! a test that needs certainty calls it on each processor.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// Where a memory's blocks are, but those on huge pages: (start, end).
+/// The address range of a memory's blocks, without those on huge pages: (start, end).
 #[must_use]
 pub fn range(memory: &crate::Memory) -> (usize, usize) {
     let start = memory.core.reservation.address(0).addr().get();
     (start, start + memory.core.split)
 }
 
-/// Has pages written to when they come back from a loan, whatever this kernel needs.
+/// Sets whether pages are written to when they are taken back, whatever this kernel needs.
 pub fn touch_on_return(memory: &crate::Memory, on: bool) {
     memory.core.touches.store(on, crate::sync::Ordering::Relaxed);
 }
 
-/// Makes the kernel take what it may of a range of `len` bytes from the page at `start`: lent pages
-/// go, others stay. Those in another processor's lists stay, too.
+/// Makes the kernel reclaim the lent pages of the `len` bytes from the page at `start`. Other pages stay,
+/// and so do those in another processor's batches.
 pub fn take(start: usize, len: usize) {
     crate::sys::page_out(start, len);
 }
 
-/// As [`take`], of whole ranges (start, length) and on every processor this thread may use.
+/// As [`take`], for ranges (start, length), on every processor that this thread may use.
 pub fn take_everywhere(ranges: &[(usize, usize)]) {
     on_each_processor(|| ranges.iter().for_each(|&(start, len)| take(start, len)));
 }
 
-/// Enters pages that were touched so far into the kernel's books, so that advice about them holds.
+/// Drains the batches of all processors, so that advice about pages touched so far takes effect.
 pub fn enter_pages() {
-    // Any page of our own: the call empties the lists before it looks at its range.
+    // Any page of this process: the call drains the batches before it walks its range.
     let page = Box::new([0u8; 2 * crate::PAGE_BYTES]);
     let start = page.as_ptr().addr().next_multiple_of(crate::PAGE_BYTES);
     on_each_processor(|| take(start, crate::PAGE_BYTES));
@@ -44,7 +44,7 @@ fn on_each_processor(mut call: impl FnMut()) {
     for processor in (0..CpuSet::MAX_CPU).filter(|processor| before.is_set(*processor)) {
         let mut one = CpuSet::new();
         one.set(processor);
-        // Where it fails the call is made here again.
+        // If it fails, the call is made on the current processor again.
         let _ = sched_setaffinity(None, &one);
         call();
     }

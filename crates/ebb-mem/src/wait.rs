@@ -1,9 +1,10 @@
-//! Waiters on exhaustion: a first-in, first-out list whose nodes live in the waiting futures.
+//! Allocations that wait for memory: first-in, first-out queues whose nodes are fields of the waiting
+//! futures.
 //!
-//! Waiting allocates nothing: the node is a field of the future, which is pinned while it is in
-//! the list and takes itself out when it is dropped. There is a lane for the common ceiling and one
-//! per zone limit; within a lane memory is served in order: only the first may take, and when it has
-//! taken (or gives up) the next is woken.
+//! Waiting allocates nothing: the node is a field of the future, which is pinned while it is in a queue
+//! and removes itself when it is dropped. There is one queue for the ceiling and one per zone limit.
+//! Within a queue allocations complete in order: only the first one may allocate, and when it has
+//! completed (or is cancelled) the next one is woken.
 
 use std::cell::UnsafeCell;
 use std::marker::PhantomPinned;
@@ -14,11 +15,11 @@ use std::task::Waker;
 use crate::class::CLASSES;
 use crate::sync::Mutex;
 
-/// Lane of those who wait for the ceiling; lane `1 + class` waits for a zone's limit.
+/// The queue for the ceiling; queue `1 + class` is for the limit of a zone.
 pub(crate) const BUDGET: usize = 0;
-const LANES: usize = CLASSES + 1;
+const QUEUES: usize = CLASSES + 1;
 
-/// A place in the list, embedded in the future that waits.
+/// A node of a queue, embedded in the future that waits.
 #[derive(Default)]
 pub(crate) struct Waiter {
     links: UnsafeCell<Links>,
@@ -28,13 +29,13 @@ pub(crate) struct Waiter {
 struct Links {
     prev: *const Waiter,
     next: *const Waiter,
-    lane: Option<usize>,
+    queue: Option<usize>,
     waker: Option<Waker>,
 }
 
 impl Default for Links {
     fn default() -> Links {
-        Links { prev: ptr::null(), next: ptr::null(), lane: None, waker: None }
+        Links { prev: ptr::null(), next: ptr::null(), queue: None, waker: None }
     }
 }
 
@@ -44,27 +45,27 @@ unsafe impl Send for Waiter {}
 unsafe impl Sync for Waiter {}
 
 #[derive(Clone, Copy)]
-struct Lane {
+struct WaitQueue {
     first: *const Waiter,
     last: *const Waiter,
 }
 
-struct Lanes {
-    lanes: [Lane; LANES],
+struct WaitQueues {
+    queues: [WaitQueue; QUEUES],
     waiting: usize,
 }
 
-// SAFETY: the pointers lead to pinned waiters, which leave the list before they go away, and are
+// SAFETY: the pointers lead to pinned waiters, which leave their queue before they are dropped, and are
 // followed only under the mutex around this.
-unsafe impl Send for Lanes {}
+unsafe impl Send for WaitQueues {}
 
-/// The list.
-pub(crate) struct WaitList(Mutex<Lanes>);
+/// The queues.
+pub(crate) struct WaitList(Mutex<WaitQueues>);
 
 impl Default for WaitList {
     fn default() -> WaitList {
-        let empty = Lane { first: ptr::null(), last: ptr::null() };
-        WaitList(Mutex::new(Lanes { lanes: [empty; LANES], waiting: 0 }))
+        let empty = WaitQueue { first: ptr::null(), last: ptr::null() };
+        WaitList(Mutex::new(WaitQueues { queues: [empty; QUEUES], waiting: 0 }))
     }
 }
 
@@ -74,7 +75,7 @@ impl Default for WaitList {
 /// `waiter` is null or a waiter that is alive, and the caller holds the list's mutex and no other
 /// reference from this function to the same waiter.
 #[allow(clippy::mut_from_ref)]
-unsafe fn links(waiter: *const Waiter, _locked: &Lanes) -> Option<&mut Links> {
+unsafe fn links(waiter: *const Waiter, _locked: &WaitQueues) -> Option<&mut Links> {
     // SAFETY: the caller's promise: null or alive.
     let waiter = unsafe { waiter.as_ref() }?;
     // SAFETY: the caller's promise: under the mutex, and the only reference.
@@ -82,54 +83,54 @@ unsafe fn links(waiter: *const Waiter, _locked: &Lanes) -> Option<&mut Links> {
 }
 
 impl WaitList {
-    /// Puts the waiter at the end of `lane`, or (if it is in that lane already) only renews its
-    /// waker. A waiter in another lane changes over.
-    pub(crate) fn enqueue(&self, waiter: Pin<&Waiter>, lane: usize, waker: &Waker) {
-        let mut lanes = self.0.lock();
+    /// Appends the waiter to `queue`, or only replaces its waker if it is in that queue already. A waiter
+    /// in another queue is moved.
+    pub(crate) fn enqueue(&self, waiter: Pin<&Waiter>, queue: usize, waker: &Waker) {
+        let mut queues = self.0.lock();
         let this = ptr::from_ref(waiter.get_ref());
         // SAFETY: alive (borrowed), the lock is held, and no other reference exists here.
-        let Some(own) = (unsafe { links(this, &lanes) }) else { return };
+        let Some(own) = (unsafe { links(this, &queues) }) else { return };
         if !own.waker.as_ref().is_some_and(|old| old.will_wake(waker)) {
             own.waker = Some(waker.clone());
         }
-        if own.lane == Some(lane) {
+        if own.queue == Some(queue) {
             return;
         }
-        unlink(&mut lanes, this);
-        let last = lanes.lanes[lane].last;
+        unlink(&mut queues, this);
+        let last = queues.queues[queue].last;
         // SAFETY: as above; the reference taken before is not used any more.
-        if let Some(own) = unsafe { links(this, &lanes) } {
-            own.lane = Some(lane);
+        if let Some(own) = unsafe { links(this, &queues) } {
+            own.queue = Some(queue);
             own.prev = last;
             own.next = ptr::null();
         }
-        // SAFETY: the last in a lane is alive, and is not this one (unlinked above).
-        match unsafe { links(last, &lanes) } {
+        // SAFETY: the last waiter of a queue is alive, and is not this one (unlinked above).
+        match unsafe { links(last, &queues) } {
             Some(last) => last.next = this,
-            None => lanes.lanes[lane].first = this,
+            None => queues.queues[queue].first = this,
         }
-        lanes.lanes[lane].last = this;
-        lanes.waiting += 1;
+        queues.queues[queue].last = this;
+        queues.waiting += 1;
     }
 
-    /// Takes the waiter out. True if it was in the list.
+    /// Removes the waiter. True if it was in a queue.
     pub(crate) fn remove(&self, waiter: Pin<&Waiter>) -> bool {
         unlink(&mut self.0.lock(), waiter.get_ref())
     }
 
-    /// Whether this waiter is the first of its lane, so that it may take.
+    /// Whether this waiter is the first of its queue, so that it may allocate.
     pub(crate) fn is_first(&self, waiter: Pin<&Waiter>) -> bool {
-        let lanes = self.0.lock();
-        lanes.lanes.iter().any(|lane| ptr::eq(lane.first, waiter.get_ref()))
+        let queues = self.0.lock();
+        queues.queues.iter().any(|queue| ptr::eq(queue.first, waiter.get_ref()))
     }
 
-    /// Wakes the first of each lane.
+    /// Wakes the first waiter of each queue.
     pub(crate) fn wake(&self) {
-        for lane in 0..LANES {
+        for queue in 0..QUEUES {
             let waker = {
-                let lanes = self.0.lock();
-                // SAFETY: the first in a lane is alive; the lock is held.
-                unsafe { links(lanes.lanes[lane].first, &lanes) }.and_then(|l| l.waker.clone())
+                let queues = self.0.lock();
+                // SAFETY: the first waiter of a queue is alive; the lock is held.
+                unsafe { links(queues.queues[queue].first, &queues) }.and_then(|l| l.waker.clone())
             };
             if let Some(waker) = waker {
                 waker.wake();
@@ -137,34 +138,34 @@ impl WaitList {
         }
     }
 
-    /// Waiters in all lanes.
+    /// Number of waiters in all queues.
     pub(crate) fn len(&self) -> usize {
         self.0.lock().waiting
     }
 
-    /// Whether somebody waits in `lane`.
-    pub(crate) fn has(&self, lane: usize) -> bool {
-        !self.0.lock().lanes[lane].first.is_null()
+    /// Whether `queue` has a waiter.
+    pub(crate) fn has(&self, queue: usize) -> bool {
+        !self.0.lock().queues[queue].first.is_null()
     }
 }
 
-fn unlink(lanes: &mut Lanes, waiter: *const Waiter) -> bool {
+fn unlink(queues: &mut WaitQueues, waiter: *const Waiter) -> bool {
     // SAFETY: callers pass a waiter that is borrowed, under the lock.
-    let Some(own) = (unsafe { links(waiter, lanes) }) else { return false };
-    let Some(lane) = own.lane.take() else { return false };
+    let Some(own) = (unsafe { links(waiter, queues) }) else { return false };
+    let Some(queue) = own.queue.take() else { return false };
     let (prev, next) = (own.prev, own.next);
     own.prev = ptr::null();
     own.next = ptr::null();
     // SAFETY: neighbours in the list are alive and are other waiters than this one.
-    match unsafe { links(prev, lanes) } {
+    match unsafe { links(prev, queues) } {
         Some(prev) => prev.next = next,
-        None => lanes.lanes[lane].first = next,
+        None => queues.queues[queue].first = next,
     }
     // SAFETY: as above.
-    match unsafe { links(next, lanes) } {
+    match unsafe { links(next, queues) } {
         Some(next) => next.prev = prev,
-        None => lanes.lanes[lane].last = prev,
+        None => queues.queues[queue].last = prev,
     }
-    lanes.waiting -= 1;
+    queues.waiting -= 1;
     true
 }

@@ -1,12 +1,13 @@
-//! A worker's way to memory: its buckets, and the slow paths below them.
+//! A worker: one thread's buckets, and the slow paths below them.
 //!
-//! One thread owns a [`Worker`]. Its hit path is a pop from an array, two counters that nobody else
-//! writes, and no lock; the heap is not touched. Freeing never allocates: a full bucket is exchanged
-//! for an empty one that exists already, or its blocks go to the slabs.
+//! One thread owns a [`Worker`]. Its hit path is a pop from an array and two counters that only this
+//! thread writes; it takes no lock and does not use the heap. Freeing never allocates: a full bucket is
+//! exchanged for an existing empty one, or its blocks are freed to the slabs.
 //!
-//! Another thread cannot take from these buckets. It raises a flag and wakes the worker, whose loop
-//! then calls [`Worker::poll`]; all zones are done in that one visit (seed `004`: workers once, then
-//! zones). A worker that has been quiet for [`QUIET`] gives its stock back by itself.
+//! Another thread cannot empty these buckets. It sets a flag and wakes the worker, whose loop then calls
+//! [`Worker::poll`], which purges all zones at once. (FreeBSD's UMA binds to every CPU for every zone,
+//! `pcpu_cache_drain_safe` in `sys/vm/uma_core.c`.) A worker without allocations for [`QUIET`] frees its
+//! cached blocks by itself.
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -16,14 +17,14 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use crate::advise::Locked;
+use crate::advise::LockedArena;
 use crate::arena::{Arena, Give, Shortage};
 use crate::block::{Block, OwnerId};
 use crate::class::{
     CLASSES, EXTENT_PAGES, MAX_BLOCK_BYTES, PAGE_BYTES, class_bytes, class_of, class_pages,
     pages_of,
 };
-use crate::gauge::{PURGE, SQUEEZE, STARVED, STICKY, WAITERS, WorkerShared};
+use crate::gauge::{PURGE, RELEASE_CACHES, SQUEEZE, STICKY, WAITERS, WorkerShared};
 use crate::memory::Memory;
 use crate::options::Policy;
 use crate::pool::PoolInner;
@@ -32,43 +33,46 @@ use crate::sys::Span;
 use crate::wait::Waiter;
 use crate::zone::Bucket;
 
-/// A worker without any allocation for so long gives its caches back.
+/// A worker without any allocation for this long frees its cached blocks.
 pub const QUIET: Duration = Duration::from_secs(1);
 
-/// There is no memory for this now: wait for it ([`Worker::alloc_wait`]) or fail the request.
+/// No memory is available now: wait for it ([`Worker::alloc_wait`]) or fail the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no memory for {len} bytes: the ceiling or a zone limit is reached")]
 pub struct Exhausted {
-    /// Bytes asked for.
+    /// Requested bytes.
     pub len: usize,
 }
 
-struct Cache {
+struct WorkerCache {
     loaded: Box<Bucket>,
     previous: Box<Bucket>,
 }
 
-/// One thread's way to a [`Memory`]. Cheap to clone; stays on its thread. When the last clone goes,
-/// everything it cached goes back.
+/// The interface of one thread to a [`Memory`]. Cheap to clone; stays on its thread. Dropping the last
+/// clone frees everything that it cached.
 #[derive(Clone)]
 pub struct Worker(pub(crate) Rc<WorkerInner>);
 
 pub(crate) struct WorkerInner {
     pub(crate) memory: Arc<Memory>,
     pub(crate) shared: Arc<WorkerShared>,
-    caches: RefCell<[Cache; CLASSES]>,
+    caches: RefCell<[WorkerCache; CLASSES]>,
     pools: RefCell<Vec<Weak<PoolInner>>>,
-    /// Allocations seen at the last look, and when they last changed.
+    /// Number of allocations at the last poll, and when it last changed.
     seen: Cell<(i64, Option<Instant>)>,
-    /// The caches may hold something.
-    stocked: Cell<bool>,
+    /// The caches may contain blocks.
+    has_blocks: Cell<bool>,
 }
 
 impl Worker {
     pub(crate) fn new(memory: Arc<Memory>, shared: Arc<WorkerShared>) -> Worker {
         let caches = std::array::from_fn(|class| {
             let size = memory.zones[class].target();
-            Cache { loaded: Box::new(Bucket::new(size)), previous: Box::new(Bucket::new(size)) }
+            WorkerCache {
+                loaded: Box::new(Bucket::new(size)),
+                previous: Box::new(Bucket::new(size)),
+            }
         });
         Worker(Rc::new(WorkerInner {
             memory,
@@ -76,11 +80,11 @@ impl Worker {
             caches: RefCell::new(caches),
             pools: RefCell::default(),
             seen: Cell::default(),
-            stocked: Cell::new(false),
+            has_blocks: Cell::new(false),
         }))
     }
 
-    /// The memory this worker takes from.
+    /// The memory that this worker allocates from.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.0.memory
     }
@@ -88,8 +92,8 @@ impl Worker {
     /// A block of at least `len` bytes (up to [`MAX_BLOCK_BYTES`]), accounted to `owner`.
     ///
     /// # Errors
-    /// [`Exhausted`] when the ceiling or the zone's limit is reached and nothing could be given
-    /// back, when others wait for memory, or when `len` is too large.
+    /// [`Exhausted`] when the ceiling or the zone's limit is reached and nothing could be reclaimed, when
+    /// earlier allocations wait for memory, or when `len` is too large.
     #[inline]
     pub fn alloc(&self, len: usize, owner: OwnerId) -> Result<Block, Exhausted> {
         let class = class_of(len);
@@ -97,12 +101,12 @@ impl Worker {
             && let Some(cache) = caches.get_mut(class)
             && let Some(page) = cache.loaded.pop()
         {
-            return Ok(self.0.hand_out(page as usize, class, class_pages(class), owner));
+            return Ok(self.0.make_block(page as usize, class, class_pages(class), owner));
         }
         self.0.alloc_slow(len, owner, false).map_err(|_| Exhausted { len })
     }
 
-    /// A 2 MiB block backed by a huge page where the kernel has one.
+    /// A 2 MiB block, backed by a huge page where the kernel has one.
     ///
     /// # Errors
     /// [`Exhausted`], as [`Worker::alloc`].
@@ -111,14 +115,14 @@ impl Worker {
         self.0.alloc_run(EXTENT_PAGES, true, owner).map_err(|_| Exhausted { len })
     }
 
-    /// As [`Worker::alloc`], but waits for memory, first come, first served. The place in the line
-    /// is in the future itself: waiting allocates nothing. A length that can never be had is
-    /// refused at once.
+    /// As [`Worker::alloc`], but waits for memory in first-in, first-out order. The queue node is a field
+    /// of the future: waiting allocates nothing. A length above the ceiling or [`MAX_BLOCK_BYTES`] fails
+    /// at once.
     pub fn alloc_wait(&self, len: usize, owner: OwnerId) -> AllocWait {
         AllocWait { worker: self.clone(), len, owner, waiter: Waiter::default(), queued: false }
     }
 
-    /// Takes a block back. Never allocates, never waits for the kernel.
+    /// Frees a block. Never allocates, never waits for the kernel.
     ///
     /// # Panics
     /// If the block belongs to another [`Memory`].
@@ -127,24 +131,24 @@ impl Worker {
         self.0.free(block);
     }
 
-    /// Whether [`Worker::poll`] has something to do at once. Cheap: ask at each turn of the loop.
+    /// Whether [`Worker::poll`] has something to do at once. Cheap: call it in each iteration of the loop.
     #[inline]
     pub fn needs_poll(&self) -> bool {
         self.0.shared.flags.load(Ordering::Relaxed) & !STICKY != 0
     }
 
-    /// Answers what others have asked for (purge, squeeze), shrinks and lends idle pools, and gives
-    /// back the stock of a quiet worker. Call it when [`Worker::needs_poll`] says so and when
-    /// [`Worker::next_deadline`] has come.
+    /// Carries out what other threads have requested (purge, squeeze), shrinks and lends idle pools, and
+    /// frees the cached blocks of an idle worker. Call it when [`Worker::needs_poll`] returns true and at
+    /// [`Worker::next_deadline`].
     pub fn poll(&self, now: Instant) {
         self.0.poll(now);
     }
 
-    /// When [`Worker::poll`] must be called next even if nobody asks; `None`: nothing is idle here.
-    /// Ask [`Worker::needs_poll`] before sleeping as well: a large pool is given back in several turns.
+    /// When [`Worker::poll`] must be called at the latest; `None`: not before the next wake-up. Check
+    /// [`Worker::needs_poll`] before sleeping as well: a large pool is released in several iterations.
     pub fn next_deadline(&self) -> Option<Instant> {
         let quiet = match self.0.seen.get() {
-            (_, Some(since)) if self.0.stocked.get() => Some(since + QUIET),
+            (_, Some(since)) if self.0.has_blocks.get() => Some(since + QUIET),
             _ => None,
         };
         let pools = self.0.pools.borrow();
@@ -152,10 +156,10 @@ impl Worker {
         pools.chain(quiet).min()
     }
 
-    /// Bytes in this worker's own caches (pools not counted).
+    /// Bytes in this worker's caches, without its pools.
     pub fn cached_bytes(&self) -> usize {
         let caches = self.0.caches.borrow();
-        let count = |(class, cache): (usize, &Cache)| {
+        let count = |(class, cache): (usize, &WorkerCache)| {
             (cache.loaded.len() + cache.previous.len()) * class_bytes(class)
         };
         caches.iter().enumerate().map(count).sum()
@@ -182,13 +186,13 @@ fn signed(count: usize) -> i64 {
 
 impl WorkerInner {
     #[inline]
-    fn hand_out(&self, page: usize, class: usize, pages: usize, owner: OwnerId) -> Block {
+    fn make_block(&self, page: usize, class: usize, pages: usize, owner: OwnerId) -> Block {
         self.shared.zones[class.min(CLASSES)].allocs.add(1);
         self.account(owner, signed(pages * PAGE_BYTES), 0);
         let ptr = self.memory.core.reservation.address(page);
-        // SAFETY: the page comes from the arena's books (through a bucket or straight), which hand
-        // out each block once until it is given back; all its pages are wired; the mapping outlives
-        // every block (`Memory::drop`).
+        // SAFETY: the page comes from the arena (through a bucket or directly), which allocates each block
+        // once until it is freed; all its pages are wired; the mapping outlives every block
+        // (`Memory::drop`).
         unsafe { Block::new(ptr, u32::try_from(pages).unwrap_or(u32::MAX), class, owner) }
     }
 
@@ -207,10 +211,10 @@ impl WorkerInner {
     }
 
     fn give(&self) -> Give {
-        if self.memory.core.books.lock().prefer_return() { Give::Return } else { Give::Lend }
+        if self.memory.core.arena.lock().prefer_return() { Give::Return } else { Give::Lend }
     }
 
-    /// The path below the loaded bucket. `first`: this caller is the first in line.
+    /// The path below the loaded bucket. `first`: the caller is the first of its wait queue.
     #[cold]
     fn alloc_slow(&self, len: usize, owner: OwnerId, first: bool) -> Result<Block, Shortage> {
         if len > MAX_BLOCK_BYTES {
@@ -224,7 +228,7 @@ impl WorkerInner {
             return self.alloc_run(pages_of(len), false, owner);
         }
         if let Some(page) = self.cached(class) {
-            return Ok(self.hand_out(page, class, class_pages(class), owner));
+            return Ok(self.make_block(page, class, class_pages(class), owner));
         }
         if !first && self.flags() & WAITERS != 0 && self.memory.must_queue(class) {
             return Err(Shortage::Budget);
@@ -237,7 +241,7 @@ impl WorkerInner {
             result = self.refill(class);
         }
         match result {
-            Ok(page) => Ok(self.hand_out(page, class, class_pages(class), owner)),
+            Ok(page) => Ok(self.make_block(page, class, class_pages(class), owner)),
             Err(shortage) => {
                 self.memory.zones[class].fails.fetch_add(1, Ordering::Relaxed);
                 Err(shortage)
@@ -257,14 +261,14 @@ impl WorkerInner {
                 return None;
             }
             self.shared.zones[class].filled.add(signed(cache.loaded.len()));
-            self.stocked.set(true);
+            self.has_blocks.set(true);
         } else {
             std::mem::swap(&mut cache.loaded, &mut cache.previous);
         }
         cache.loaded.pop().map(|page| page as usize)
     }
 
-    /// One block from the slabs, and as many more as have memory behind them and fit the bucket.
+    /// One block from the slabs, and as many resident ones as fit the bucket.
     fn refill(&self, class: usize) -> Result<usize, Shortage> {
         let zone = &self.memory.zones[class];
         let mut caches = self.caches.borrow_mut();
@@ -287,11 +291,11 @@ impl WorkerInner {
             (page, arena.out(class))
         };
         let (core, pages) = (&self.memory.core, class_pages(class));
-        core.take_back(Span { page, pages });
+        core.cancel_loan(Span { page, pages });
         for &page in bucket.newest(count - 1) {
-            core.take_back(Span { page: usize::try_from(page).unwrap_or(usize::MAX), pages });
+            core.cancel_loan(Span { page: usize::try_from(page).unwrap_or(usize::MAX), pages });
         }
-        self.stocked.set(true);
+        self.has_blocks.set(true);
         self.shared.zones[class].filled.add(signed(count));
         if caching {
             zone.missed(out);
@@ -299,19 +303,19 @@ impl WorkerInner {
         Ok(page)
     }
 
-    /// Takes with `take`; opens address space for it as long as that is what it needs.
+    /// Calls `take`, and opens address space as long as that is what it lacks.
     fn take(
         &self,
         take: impl Fn(&mut Arena) -> Result<usize, Shortage>,
         extents: usize,
         huge: bool,
-    ) -> Result<(Locked<'_>, usize), Shortage> {
+    ) -> Result<(LockedArena<'_>, usize), Shortage> {
         loop {
-            let mut arena = self.memory.core.books.lock();
+            let mut arena = self.memory.core.arena.lock();
             match take(&mut arena) {
                 Ok(page) => return Ok((arena, page)),
-                // Others may have taken what was opened: then they got on.
-                Err(Shortage::Shut) => {
+                // Another worker may have used what was opened, so try again.
+                Err(Shortage::Closed) => {
                     drop(arena);
                     if !self.memory.open(extents, huge) {
                         return Err(Shortage::Budget);
@@ -332,9 +336,9 @@ impl WorkerInner {
             }
             take()
         })?;
-        self.memory.core.take_back(Span { page, pages });
+        self.memory.core.cancel_loan(Span { page, pages });
         self.shared.zones[CLASSES].filled.add(1);
-        Ok(self.hand_out(page, CLASSES, pages, owner))
+        Ok(self.make_block(page, CLASSES, pages, owner))
     }
 
     #[inline]
@@ -362,7 +366,7 @@ impl WorkerInner {
             let pressed = self.flags() & STICKY != 0;
             let give = if pressed { self.surplus() } else { Give::Cool };
             self.shared.zones[CLASSES].filled.add(-1);
-            self.memory.core.books.lock().give_run(page, give);
+            self.memory.core.arena.lock().give_run(page, give);
             return self.after_give();
         }
         if self.flags() & STICKY != 0 {
@@ -371,7 +375,7 @@ impl WorkerInner {
         }
         let mut caches = self.caches.borrow_mut();
         let cache = &mut caches[class];
-        self.stocked.set(true);
+        self.has_blocks.set(true);
         let page32 = u32::try_from(page).unwrap_or(u32::MAX);
         if cache.previous.is_empty() {
             cache.previous.resize(self.memory.zones[class].target());
@@ -396,21 +400,21 @@ impl WorkerInner {
 
     fn to_slab(&self, page: usize, class: usize, give: Give) {
         self.shared.zones[class].filled.add(-1);
-        self.memory.core.books.lock().give(page, class, give);
+        self.memory.core.arena.lock().give(page, class, give);
     }
 
     fn empty_bucket(&self, bucket: &mut Bucket, class: usize, give: Give) {
         self.shared.zones[class].filled.add(-signed(bucket.len()));
-        let mut arena = self.memory.core.books.lock();
+        let mut arena = self.memory.core.arena.lock();
         while let Some(page) = bucket.pop() {
             arena.give(page as usize, class, give);
         }
     }
 
-    /// Blocks that come from a pool under pressure: past all caches, in one go. The caller calls
-    /// [`WorkerInner::after_give`] once it holds nothing borrowed: waking may run other code.
+    /// Frees a pool's blocks to the slabs under one lock. The caller calls [`WorkerInner::after_give`]
+    /// when it has no `RefCell` borrowed: waking may run other code.
     pub(crate) fn release(&self, blocks: impl Iterator<Item = Block>, give: Give) {
-        let mut arena = self.memory.core.books.lock();
+        let mut arena = self.memory.core.arena.lock();
         for block in blocks {
             let Some(page) = self.memory.core.reservation.page_of(block.start()) else { continue };
             let zone = &self.shared.zones[block.class().min(CLASSES)];
@@ -424,7 +428,7 @@ impl WorkerInner {
         }
     }
 
-    /// A block a pool has no room for: into the caches, if there is caching now.
+    /// Frees a block that a pool has no room for: into the caches, if caching is on.
     pub(crate) fn spill(&self, block: Block) {
         if self.flags() & STICKY == 0 {
             return self.free(block);
@@ -433,30 +437,30 @@ impl WorkerInner {
         self.release(std::iter::once(block), self.surplus());
     }
 
-    /// What becomes of a freed block that no cache has room for. While pressure goes on there are
-    /// no caches to speak of, and this is all that is in turnover.
+    /// What happens to a freed block that no cache has room for. While pressure continues the caches are
+    /// almost empty, so that such blocks are what requests reuse: they stay wired for one sweep.
     fn surplus(&self) -> Give {
         if self.memory.draining() { Give::Cool } else { Give::Lend }
     }
 
-    /// What becomes of memory that pressure takes from the pools.
+    /// What happens to memory that a squeeze releases from the pools.
     pub(crate) fn squeeze_give(&self) -> Give {
-        let told = self.memory.options.policy == Policy::Told;
-        if told || self.prefers_return() { Give::Return } else { Give::Lend }
+        let until_pressure = self.memory.options.policy == Policy::UntilPressure;
+        if until_pressure || self.prefers_return() { Give::Return } else { Give::Lend }
     }
 
     pub(crate) fn prefers_return(&self) -> bool {
-        self.memory.core.books.lock().prefer_return()
+        self.memory.core.arena.lock().prefer_return()
     }
 
-    /// Serves those who wait out of what has been given back.
+    /// Wakes waiting allocations after memory was freed.
     pub(crate) fn after_give(&self) {
         if self.flags() & WAITERS != 0 {
-            self.memory.serve_waiters();
+            self.memory.wake_waiters();
         }
     }
 
-    /// Empties all caches of this worker, all zones in one visit.
+    /// Empties this worker's caches of all zones.
     pub(crate) fn purge(&self, give: Give) {
         let mut caches = self.caches.borrow_mut();
         for (class, cache) in caches.iter_mut().enumerate() {
@@ -466,38 +470,38 @@ impl WorkerInner {
                 }
             }
         }
-        self.stocked.set(false);
+        self.has_blocks.set(false);
     }
 
     fn poll(&self, now: Instant) {
         let flags = self.shared.flags.fetch_and(STICKY, Ordering::SeqCst);
-        let hungry = flags & STARVED != 0;
-        if flags & PURGE != 0 || hungry {
+        let release = flags & RELEASE_CACHES != 0;
+        if flags & PURGE != 0 || release {
             let give = self.give();
             self.purge(give);
             self.shared.purges.add(1);
-            if hungry {
+            if release {
                 self.memory.empty_depots(give);
             }
         }
-        self.poll_pools(now, flags & SQUEEZE != 0, hungry);
-        if hungry {
-            self.memory.serve_waiters();
+        self.poll_pools(now, flags & SQUEEZE != 0, release);
+        if release {
+            self.memory.wake_waiters();
         } else {
             self.after_give();
         }
         self.poll_quiet(now);
     }
 
-    fn poll_pools(&self, now: Instant, squeeze: bool, hungry: bool) {
+    fn poll_pools(&self, now: Instant, squeeze: bool, release: bool) {
         let mut index = 0;
         loop {
-            // One at a time: a pool's work must not find the list borrowed.
+            // The list must not be borrowed while a pool works.
             let pool = self.pools.borrow().get(index).map(Weak::upgrade);
             let Some(pool) = pool else { break };
             index += 1;
             if let Some(pool) = pool {
-                if hungry {
+                if release {
                     pool.empty(self);
                 } else if squeeze {
                     pool.shrink(self, now);
@@ -512,7 +516,7 @@ impl WorkerInner {
         let allocs: i64 = self.shared.zones.iter().map(|zone| zone.allocs.get()).sum();
         match self.seen.get() {
             (seen, Some(since)) if seen == allocs => {
-                if self.stocked.get() && now.saturating_duration_since(since) >= QUIET {
+                if self.has_blocks.get() && now.saturating_duration_since(since) >= QUIET {
                     self.purge(Give::Lend);
                 }
             }
@@ -528,11 +532,11 @@ impl Drop for WorkerInner {
         workers.retired.add(&self.shared);
         workers.list.retain(|worker| !Arc::ptr_eq(worker, &self.shared));
         drop(workers);
-        self.memory.serve_waiters();
+        self.memory.wake_waiters();
     }
 }
 
-/// Waits for a block: the future of [`Worker::alloc_wait`].
+/// The future of [`Worker::alloc_wait`].
 #[must_use = "futures do nothing unless polled"]
 pub struct AllocWait {
     worker: Worker,
@@ -543,10 +547,10 @@ pub struct AllocWait {
 }
 
 impl AllocWait {
-    /// The fields: the waiter stays pinned, the others are moved freely.
+    /// The fields: the waiter stays pinned, the other fields do not.
     fn parts(self: Pin<&mut Self>) -> (Pin<&Waiter>, &Worker, usize, OwnerId, &mut bool) {
         // SAFETY: nothing is moved out of `this`; only `waiter` is ever treated as pinned, and it
-        // is handed on pinned.
+        // is returned pinned.
         let this = unsafe { self.get_unchecked_mut() };
         // SAFETY: a field of a pinned value, never moved (above).
         let waiter = unsafe { Pin::new_unchecked(&this.waiter) };
@@ -561,18 +565,18 @@ impl Future for AllocWait {
         let (waiter, worker, len, owner, queued) = self.parts();
         let memory = worker.memory();
         let class = class_of(len);
-        if len > MAX_BLOCK_BYTES || pages_of(len) > memory.core.books.lock().ceiling() {
+        if len > MAX_BLOCK_BYTES || pages_of(len) > memory.core.arena.lock().ceiling() {
             return Poll::Ready(Err(Exhausted { len }));
         }
         if !*queued {
             match worker.alloc(len, owner) {
                 Ok(block) => return Poll::Ready(Ok(block)),
                 Err(_) => {
-                    // In the line first, then another try: what is freed in between is seen.
+                    // Queue first, then try again, so that memory freed in between is not missed.
                     let first = memory.waits.len() == 0;
                     memory.waits.enqueue(waiter, crate::wait::BUDGET, cx.waker());
                     *queued = true;
-                    memory.starve(first);
+                    memory.waiter_added(first);
                     if let Some(zone) = memory.zones.get(class) {
                         zone.sleeps.fetch_add(1, Ordering::Relaxed);
                     }
@@ -584,12 +588,12 @@ impl Future for AllocWait {
                 Ok(block) => {
                     memory.waits.remove(waiter);
                     *queued = false;
-                    memory.fed();
-                    memory.serve_waiters();
+                    memory.waiter_removed();
+                    memory.wake_waiters();
                     return Poll::Ready(Ok(block));
                 }
                 Err(shortage) => {
-                    memory.waits.enqueue(waiter, Memory::lane(shortage, class), cx.waker());
+                    memory.waits.enqueue(waiter, Memory::wait_queue(shortage, class), cx.waker());
                 }
             }
         }
@@ -606,8 +610,8 @@ impl Drop for AllocWait {
         let waiter = unsafe { Pin::new_unchecked(&self.waiter) };
         let memory = self.worker.memory();
         if memory.waits.remove(waiter) {
-            memory.fed();
-            memory.serve_waiters();
+            memory.waiter_removed();
+            memory.wake_waiters();
         }
     }
 }

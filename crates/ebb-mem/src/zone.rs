@@ -1,25 +1,25 @@
-//! A zone: the cache of one size class above the slabs (seed `004`, UMA as the model).
+//! A zone: the cache of one size class above the slabs, modelled on FreeBSD's UMA
+//! (`sys/vm/uma_core.c`) and on Bonwick's magazines (USENIX 2001).
 //!
-//! Each worker has a loaded and a previous bucket per zone (`worker.rs`); full buckets are exchanged
-//! here, at the depot, behind a mutex that is touched once per bucket. Finding the mutex held is how
-//! contention is noticed, and contention is what makes buckets grow; every low-memory event makes
-//! them shrink; a share of the ceiling bounds them.
+//! Each worker has a loaded and a previous bucket per zone (`worker.rs`). Full buckets are exchanged at
+//! the depot, behind a mutex that is locked once per bucket. Buckets grow when that mutex is contended,
+//! shrink at every low-memory event, and are bounded by a share of the ceiling.
 //!
-//! Invariants: putting a bucket in never allocates (both lists have their room from the start); a
-//! bucket is in one place at a time; the depot holds no empty bucket among the full ones.
+//! Invariants: adding a bucket never allocates (both lists are allocated in full at the start); a bucket
+//! is in one list at a time; the list of full buckets has no empty one.
 
 use crate::class::class_bytes;
 use crate::estimate::Estimate;
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, Mutex, MutexGuard, Ordering};
 
-/// Most blocks a bucket holds.
+/// Largest size of a bucket, in blocks.
 pub(crate) const BUCKET_MAX: usize = 64;
-/// Bytes of blocks in a bucket at the start.
+/// Initial size of a bucket, in bytes of its blocks.
 const BUCKET_START_BYTES: usize = 128 << 10;
-/// Most full buckets a depot keeps.
+/// Largest number of full buckets in a depot.
 const DEPOT_MAX: usize = 4096;
 
-/// A few blocks of one class, by their first page.
+/// Blocks of one class, by their first page.
 pub(crate) struct Bucket {
     len: usize,
     cap: usize,
@@ -50,7 +50,7 @@ impl Bucket {
         true
     }
 
-    /// The blocks put in last, at most `count`.
+    /// The blocks added last, at most `count`.
     pub(crate) fn newest(&self, count: usize) -> &[u32] {
         let pages = self.pages.get(..self.len).unwrap_or_default();
         pages.get(self.len.saturating_sub(count)..).unwrap_or_default()
@@ -68,7 +68,7 @@ impl Bucket {
         self.cap.saturating_sub(self.len)
     }
 
-    /// A new size; what is in it stays, even if that is more.
+    /// Sets a new size. Its blocks stay, even if there are more.
     pub(crate) fn resize(&mut self, cap: usize) {
         self.cap = cap.clamp(1, BUCKET_MAX);
     }
@@ -81,9 +81,9 @@ pub(crate) struct Depot {
     full: Vec<Box<Bucket>>,
     empty: Vec<Box<Bucket>>,
     limit: usize,
-    /// Most blocks it may hold while growth is paused; else no limit.
+    /// Limit on its blocks while growth is paused; `u64::MAX` otherwise.
     cap: u64,
-    /// Buckets made for this zone and still alive.
+    /// Buckets allocated for this zone and not dropped.
     buckets: usize,
     pub(crate) estimate: Estimate,
 }
@@ -103,7 +103,7 @@ impl Depot {
         true
     }
 
-    /// An empty bucket in exchange for a full one; false if there is none, or no room.
+    /// An empty bucket in exchange for a full one; false if there is no empty one, or no room.
     fn swap_empty(&mut self, full: &mut Box<Bucket>, size: usize) -> bool {
         if self.full.len() >= self.limit || self.items() + full.len() as u64 > self.cap {
             return false;
@@ -121,14 +121,14 @@ impl Depot {
         self.estimate.items()
     }
 
-    /// The oldest full bucket, if `keep` blocks stay without it: for reclaim. Emptied outside the
-    /// lock, it comes back by [`Depot::put_empty`].
+    /// Removes the oldest full bucket, if at least `keep` blocks remain: for reclaim. The caller empties
+    /// it without the lock and returns it with [`Depot::put_empty`].
     pub(crate) fn reclaim_above(&mut self, keep: u64) -> Option<Box<Bucket>> {
         let oldest = self.full.first()?.len() as u64;
         if self.items() < keep.saturating_add(oldest) {
             return None;
         }
-        // Moves the newest to the front, once per call: order among the cold ones matters little.
+        // This moves the newest bucket to the front: the order among old buckets matters little.
         let bucket = self.full.swap_remove(0);
         self.estimate.reclaimed(oldest);
         Some(bucket)
@@ -142,7 +142,7 @@ impl Depot {
         }
     }
 
-    /// Lets go of empty buckets that the full ones can never need.
+    /// Drops empty buckets that exchanges cannot need.
     pub(crate) fn drop_spare(&mut self) {
         let spare = self.empty.len().saturating_sub(2);
         self.buckets -= spare;
@@ -154,7 +154,7 @@ impl Depot {
 pub(crate) struct Zone {
     pub(crate) class: usize,
     depot: Mutex<Depot>,
-    /// Blocks a bucket should hold, from now on.
+    /// Current bucket size, in blocks.
     target: AtomicU32,
     max_target: u32,
     paused: AtomicBool,
@@ -199,7 +199,7 @@ impl Zone {
         self.max_target as usize
     }
 
-    /// The depot, without taking notice of contention (reclaim, statistics).
+    /// The depot, for reclaim and statistics: contention is not counted.
     pub(crate) fn depot(&self) -> MutexGuard<'_, Depot> {
         self.depot.lock()
     }
@@ -212,13 +212,13 @@ impl Zone {
         self.contended.fetch_add(1, Ordering::Relaxed);
         let target = self.target.load(Ordering::Relaxed);
         if target < self.max_target && !self.paused.load(Ordering::Relaxed) {
-            // Two that grow at once may count as one; it will be found contended again.
+            // Two workers that grow it at once may count as one, which is harmless.
             self.target.store(target + 1, Ordering::Relaxed);
         }
         self.depot.lock()
     }
 
-    /// A low-memory event: buckets shrink by one.
+    /// A low-memory event: buckets shrink by one block.
     pub(crate) fn shrink_target(&self) {
         let target = self.target.load(Ordering::Relaxed);
         self.target.store(target.saturating_sub(1).max(1), Ordering::Relaxed);
@@ -230,15 +230,15 @@ impl Zone {
         self.target.store((target / 2).max(1), Ordering::Relaxed);
     }
 
-    /// After a low-memory event: the depot gets no larger than it is now, and buckets neither more
-    /// nor larger, until [`Zone::resume`].
+    /// After a low-memory event: until [`Zone::resume`] the depot does not grow, no bucket is added, and
+    /// buckets do not get larger.
     pub(crate) fn pause(&self) {
         let mut depot = self.depot();
         depot.cap = depot.items();
         self.paused.store(true, Ordering::Relaxed);
     }
 
-    /// Growth on demand again.
+    /// Allows growth again.
     pub(crate) fn resume(&self) {
         self.depot().cap = u64::MAX;
         self.paused.store(false, Ordering::Relaxed);
@@ -249,14 +249,14 @@ impl Zone {
         self.depot_of_worker().swap_full(bucket, self.target())
     }
 
-    /// Exchanges a full bucket for an empty one. Never allocates; false if the depot has no room
-    /// or no empty bucket: then the blocks go to the slabs.
+    /// Exchanges a full bucket for an empty one. Never allocates; false if the depot has no room or no
+    /// empty bucket: then the caller frees the blocks to the slabs.
     pub(crate) fn exchange_full(&self, bucket: &mut Box<Bucket>) -> bool {
         self.depot_of_worker().swap_empty(bucket, self.target())
     }
 
-    /// The cache had nothing: notes it, and makes another bucket if the zone's blocks (`out`)
-    /// would not fit in those there are. The only place where a bucket is made once workers run.
+    /// Records a cache miss, and allocates another bucket if the zone's blocks (`out`) would not fit in
+    /// the existing ones. This is the only place that allocates buckets after a worker was created.
     pub(crate) fn missed(&self, out: usize) {
         self.misses.fetch_add(1, Ordering::Relaxed);
         let size = self.target();

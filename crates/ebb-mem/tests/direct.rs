@@ -1,4 +1,4 @@
-//! Lent memory that comes back and is read into by direct I/O while the kernel reclaims.
+//! Direct I/O into memory that was lent before, while the kernel reclaims.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -32,13 +32,13 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// A block that was lent in a pool, and taken back.
+/// A block that was lent in a pool, and allocated again.
 fn back_from_pool(memory: &Memory, worker: &Worker, pool: &PagePool, at: &mut Instant) -> Block {
     let mut block = pool.take(LEN).unwrap();
     block.fill(7);
     testing::enter_pages();
     pool.put(block);
-    // Quiet for more than a second: then a pool keeps no floor wired either.
+    // Idle for more than a second: then a pool lends its floor, too.
     for _ in 0..20 {
         *at += POOL_INTERVAL;
         worker.poll(*at);
@@ -48,7 +48,7 @@ fn back_from_pool(memory: &Memory, worker: &Worker, pool: &PagePool, at: &mut In
     pool.take(LEN).unwrap()
 }
 
-/// A block that was lent as free memory, and taken again.
+/// A block that was lent as free memory, and allocated again.
 fn back_from_slabs(memory: &Memory, worker: &Worker, owner: OwnerId, at: Instant) -> Block {
     let mut block = worker.alloc(LEN, owner).unwrap();
     block.fill(7);
@@ -72,7 +72,7 @@ fn kept(block: &Block) -> bool {
 }
 
 #[test]
-fn what_is_written_to_on_its_way_back_is_off_loan() {
+fn a_page_written_to_when_taken_back_is_no_longer_lent() {
     let (memory, owner, worker) = rig();
     let pool = PagePool::new(&worker, owner, Arc::new(PoolParameters::default()));
     let mut now = Instant::now();
@@ -82,28 +82,28 @@ fn what_is_written_to_on_its_way_back_is_off_loan() {
         for _ in 0..20 {
             let block = back_from_pool(&memory, &worker, &pool, &mut now);
             let there = kept(&block);
-            assert!(there || !touch, "taken from under its owner");
+            assert!(there || !touch, "discarded while in use");
             lost += u32::from(!there);
             pool.put(block);
         }
     }
-    // That the books say it is ours is not enough; or else this test shows nothing.
-    assert!(lost > 0, "what was not written to is still on loan");
+    // Otherwise this test shows nothing.
+    assert!(lost > 0, "a page that was not written to is still lent");
     drop(pool);
     let block = back_from_slabs(&memory, &worker, owner, now);
-    assert!(kept(&block), "taken from under its owner");
+    assert!(kept(&block), "discarded while in use");
     worker.free(block);
 }
 
-/// Direct reads into memory that was just lent, beside a reclaimer: on every kernel what was read stays.
+/// Direct reads into memory that was just lent, beside a reclaimer: every kernel keeps the data.
 #[test]
-fn what_is_read_directly_into_memory_that_was_lent_stays() {
+fn data_read_directly_into_memory_that_was_lent_is_kept() {
     let path = tempfile::Builder::new().tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let content: Vec<u8> = (0..LEN).map(|at| u8::try_from(at / 512 + 1).unwrap()).collect();
     path.as_file().write_all_at(&content, 0).unwrap();
     path.as_file().sync_all().unwrap();
     let open = |flags| File::options().read(true).custom_flags(flags).open(path.path());
-    // Where the file system has no direct I/O the page cache will do: then it is the easier test.
+    // Without direct I/O in the file system, the page cache is used: a weaker test.
     let file = open(libc::O_DIRECT).or_else(|_| open(0)).unwrap();
     let (memory, owner, worker) = rig();
     let pool = PagePool::new(&worker, owner, Arc::new(PoolParameters::default()));
@@ -125,6 +125,6 @@ fn what_is_read_directly_into_memory_that_was_lent_stays() {
             pool.put(block);
             !right
         });
-        assert_eq!(wrong, None, "what was read has gone");
+        assert_eq!(wrong, None, "the data that was read is lost");
     });
 }

@@ -22,7 +22,7 @@ fn touch(block: &mut Block) {
     block.chunks_mut(4096).for_each(|page| page[0] = 1);
 }
 
-/// What the process needs besides (heap, statistics, the kernel's batching of freed pages).
+/// What the process needs in addition (heap, statistics, the kernel's batching of freed pages).
 const SLACK: i64 = 1 << 20;
 
 #[test]
@@ -83,7 +83,7 @@ fn gauges_agree_with_the_kernel() {
     agree("and rewired");
     buffer.free(&worker);
 
-    // Every byte belongs to somebody.
+    // Every byte is accounted to an owner or a cache.
     let stats = memory.stats();
     let owners: i64 = stats.owners.iter().map(|owner| owner.wired).sum();
     let cached: u64 = stats.zones.iter().map(|zone| zone.free * zone.item_bytes as u64).sum();

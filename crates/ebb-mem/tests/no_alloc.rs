@@ -1,4 +1,4 @@
-//! Traps T11: freeing and reclaiming never allocate, and a warm hit path does not touch the heap.
+//! Freeing and reclaiming never allocate, and the warm hit path does not use the heap.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -19,7 +19,7 @@ fn count() {
     let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
 }
 
-// SAFETY: hands everything on to the system's allocator.
+// SAFETY: forwards every call to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count();
@@ -48,7 +48,7 @@ fn allocations(work: impl FnOnce()) -> u64 {
 }
 
 #[test]
-fn t11_freeing_and_reclaiming_never_allocate() {
+fn freeing_and_reclaiming_never_allocate() {
     let now = Instant::now();
     let memory = Memory::new(Options::new(256 << 20, now)).unwrap();
     let owner = memory.owner("test").unwrap();
@@ -56,10 +56,10 @@ fn t11_freeing_and_reclaiming_never_allocate() {
     for len in [4096usize, 65536, 1 << 20, 5 << 20] {
         let blocks: Vec<Block> =
             (0..(64usize << 20) / len).map_while(|_| worker.alloc(len, owner).ok()).collect();
-        // The first time, before anything has been warmed.
+        // The first time, with empty caches.
         assert_eq!(allocations(|| blocks.into_iter().for_each(|b| worker.free(b))), 0, "{len}");
     }
-    // The same after the depots have let go of their spare buckets.
+    // The same after the depots have dropped their spare buckets.
     let blocks: Vec<Block> = (0..4000).map(|_| worker.alloc(4096, owner).unwrap()).collect();
     memory.reclaim(Reclaim::Trim, now);
     assert_eq!(allocations(|| blocks.into_iter().for_each(|b| worker.free(b))), 0);
@@ -83,7 +83,7 @@ fn t11_freeing_and_reclaiming_never_allocate() {
 }
 
 #[test]
-fn the_warm_hit_path_does_not_touch_the_heap() {
+fn the_warm_hit_path_does_not_use_the_heap() {
     let memory = Memory::new(Options::new(256 << 20, Instant::now())).unwrap();
     let owner = memory.owner("test").unwrap();
     let worker = memory.worker(|| ());

@@ -1,5 +1,5 @@
-//! What the kernel charges for: nothing before it is used, and nothing for what was given back. One test
-//! after another in this process: its limits and its mappings are looked at as a whole.
+//! The kernel charges neither for memory that is not used yet nor for returned memory. The parts run one
+//! after the other, since they measure the limits and mappings of the whole process.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -23,7 +23,7 @@ impl Wake for Bell {
     }
 }
 
-/// Bytes of private memory of this process that could be written: what strict overcommit charges for.
+/// Bytes of private writable memory of this process: what strict overcommit charges for.
 fn writable() -> usize {
     let text = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix("VmData:")).unwrap();
@@ -34,7 +34,7 @@ fn mappings() -> usize {
     std::fs::read_to_string("/proc/self/maps").unwrap().lines().count()
 }
 
-/// Limits the private memory of this process that could be written.
+/// Limits the private writable memory of this process.
 fn limit_data(bytes: Option<usize>) {
     let rlim_cur = bytes.map_or(libc::RLIM_INFINITY, |bytes| bytes as u64);
     let limit = libc::rlimit { rlim_cur, rlim_max: libc::RLIM_INFINITY };
@@ -42,7 +42,7 @@ fn limit_data(bytes: Option<usize>) {
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_DATA, &raw const limit) }, 0);
 }
 
-/// A great memory costs nothing; what is used is charged; what was given back is not any more.
+/// A large memory costs nothing; used memory is charged; returned memory is not.
 fn charges_follow_use() {
     let before = (writable(), mappings());
     limit_data(Some(before.0 + 512 * MIB));
@@ -68,7 +68,7 @@ fn charges_follow_use() {
     assert_eq!((arena.resident(), arena.open), (0, 0));
     let left = writable() - before.0;
     assert!(left < 16 * MIB, "{left} bytes are still charged for");
-    // And it can all be had again.
+    // And all of it can be allocated again.
     memory.calm();
     let mut block = worker.alloc(4096, owner).unwrap();
     block.fill(7);
@@ -76,8 +76,8 @@ fn charges_follow_use() {
     limit_data(None);
 }
 
-/// Memory that the kernel does not promise is as memory above the ceiling: whoever can wait waits, and is
-/// served when some is given back, here or by others.
+/// A refusal of the kernel acts as the ceiling: allocations wait, and complete when memory is freed here or
+/// by other processes.
 fn a_refusal_is_a_ceiling() {
     let before = writable();
     limit_data(Some(before + 64 * MIB));
@@ -97,7 +97,7 @@ fn a_refusal_is_a_ceiling() {
     let context = &mut Context::from_waker(&waker);
     let mut waiting = pin!(worker.alloc_wait(4096, owner));
     assert!(waiting.as_mut().poll(context).is_pending());
-    // Given back by others: the memory's beat has whoever waits look again.
+    // Freed by another process: the next tick makes waiting allocations try again.
     limit_data(None);
     let rung = bell.0.load(Ordering::Relaxed);
     memory.tick(now + Duration::from_secs(2));
@@ -105,7 +105,7 @@ fn a_refusal_is_a_ceiling() {
     let Poll::Ready(Ok(block)) = waiting.as_mut().poll(context) else { panic!("there is room") };
     worker.free(block);
 
-    // Given back here: blocks of another size, whose extents must become free first.
+    // Freed here: blocks of another size, whose extents must become free first.
     limit_data(Some(before + 64 * MIB));
     blocks.extend(std::iter::from_fn(|| worker.alloc(256 << 10, owner).ok()));
     let mut waiting = pin!(worker.alloc_wait(MIB, owner));
@@ -117,7 +117,7 @@ fn a_refusal_is_a_ceiling() {
     limit_data(None);
 }
 
-/// Mappings that are used up (`vm.max_map_count`), by other parts of the process.
+/// All mappings are in use (`vm.max_map_count`) by other parts of the process.
 fn no_mapping_left_is_a_ceiling() {
     let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap();
     let most: usize = text.trim().parse().unwrap();
@@ -126,7 +126,7 @@ fn no_mapping_left_is_a_ceiling() {
     let owner = memory.owner("test").unwrap();
     let worker = memory.worker(|| ());
     let held = worker.alloc(4096, owner).unwrap();
-    // Every other page of a range of its own: neighbours that are alike would be joined.
+    // Every other page of a separate range: adjacent mappings with equal flags would be merged.
     let bytes = 4096 * (most + 1024);
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: a new mapping, which nothing else refers to.
@@ -142,7 +142,7 @@ fn no_mapping_left_is_a_ceiling() {
         page += 2;
         assert!(page * 4096 < bytes, "the kernel has a limit");
     }
-    // What is open serves as before, and then it is as if the ceiling were reached.
+    // Open memory is used as before; then allocations fail as at the ceiling.
     let mut blocks = Vec::new();
     while let Ok(block) = worker.alloc(64 << 10, owner) {
         blocks.push(block);
@@ -153,7 +153,7 @@ fn no_mapping_left_is_a_ceiling() {
     let context = &mut Context::from_waker(&waker);
     let mut waiting = pin!(worker.alloc_wait(64 << 10, owner));
     assert!(waiting.as_mut().poll(context).is_pending());
-    // Advice needs no mapping; what is given back is used again.
+    // Advice needs no mapping; freed memory is reused.
     blocks.drain(..served / 2).for_each(|block| worker.free(block));
     let Poll::Ready(Ok(block)) = waiting.as_mut().poll(context) else { panic!("it was freed") };
     blocks.push(block);
@@ -166,7 +166,7 @@ fn no_mapping_left_is_a_ceiling() {
     blocks.into_iter().chain(more).chain([held]).for_each(|block| worker.free(block));
 }
 
-/// However it is taken and given back, the mappings of a memory are bounded.
+/// The number of mappings of a memory is bounded, whatever the order of allocations and frees.
 fn mappings_are_bounded() {
     let before = mappings();
     let limit = writable() + (3 << 30);
@@ -178,7 +178,7 @@ fn mappings_are_bounded() {
     let mut blocks: Vec<Option<Block>> =
         std::iter::from_fn(|| worker.alloc(2 * MIB, owner).ok()).map(Some).collect();
     assert!(blocks.len() > 1000, "{} blocks", blocks.len());
-    // One of many extents stays: as scattered as can be.
+    // One of 16 extents stays in use: a scattered case.
     for (index, block) in blocks.iter_mut().enumerate() {
         if index % 16 != 0
             && let Some(block) = block.take()
@@ -201,7 +201,7 @@ fn mappings_are_bounded() {
 }
 
 #[test]
-fn what_the_kernel_charges_for_ebbs_and_its_refusals_are_a_ceiling() {
+fn charges_follow_use_and_refusals_act_as_the_ceiling() {
     charges_follow_use();
     a_refusal_is_a_ceiling();
     mappings_are_bounded();

@@ -33,7 +33,7 @@ fn there_are_as_many_owners_as_are_registered_and_each_is_counted() {
 }
 
 #[test]
-fn a_number_that_was_given_back_is_used_again_and_the_limit_is_told() {
+fn a_released_owner_number_is_reused_and_the_limit_is_reported() {
     let options = Options { owners: 3, ..Options::new(64 << 20, Instant::now()) };
     let memory = Memory::new(options).unwrap();
     let (one, two) = (memory.owner("one").unwrap(), memory.owner("two").unwrap());
@@ -41,7 +41,7 @@ fn a_number_that_was_given_back_is_used_again_and_the_limit_is_told() {
     memory.release_owner(one);
     memory.release_owner(one);
     assert_eq!(memory.owner("three").unwrap(), one);
-    assert!(matches!(memory.owner("four"), Err(Error::Owners(3))), "given back once only");
+    assert!(matches!(memory.owner("four"), Err(Error::Owners(3))), "released once only");
     memory.release_owner(two);
     let names: Vec<_> = memory.stats().owners.into_iter().map(|owner| owner.name).collect();
     assert_eq!(names, ["cache", "three"]);

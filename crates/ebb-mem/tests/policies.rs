@@ -1,4 +1,4 @@
-//! The other ways to keep idle memory, [`Policy`]: each does what it says, and no more.
+//! The policies for idle memory other than [`Policy::Elastic`].
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -35,7 +35,7 @@ impl Rig {
         self.pool.done(self.now);
     }
 
-    /// Minutes in which nothing happens.
+    /// Time without requests.
     fn idle(&mut self, seconds: u32) {
         for _ in 0..seconds {
             self.now += Duration::from_secs(1);
@@ -45,7 +45,7 @@ impl Rig {
         self.memory.settle();
     }
 
-    /// A sign of pressure, as the daemon answers it.
+    /// The daemon's response to a sign of pressure.
     fn pressure(&mut self, level: Reclaim) {
         self.now += Duration::from_secs(2);
         self.memory.squeeze(self.now);
@@ -66,9 +66,9 @@ impl Rig {
 const ALL: [Reclaim; 3] = [Reclaim::Trim, Reclaim::Drain, Reclaim::DrainWorkers];
 
 #[test]
-fn static_memory_stays_whatever_the_pressure() {
+fn policy_static_keeps_memory_under_any_pressure() {
     let mut rig = rig(Policy::Static, 256 * MIB);
-    // Twice what the pool keeps: the rest stays wired in the caches and slabs below.
+    // Twice the limit of the pool: the remainder stays wired in the caches and slabs.
     rig.burst(128);
     rig.idle(120);
     assert_eq!(rig.held(), (8 * MIB, 0));
@@ -79,15 +79,15 @@ fn static_memory_stays_whatever_the_pressure() {
     }
     rig.memory.calm();
     rig.burst(128);
-    assert_eq!(rig.held(), (8 * MIB, 0), "used again, not taken anew");
+    assert_eq!(rig.held(), (8 * MIB, 0), "reused, no new memory");
 }
 
 #[test]
-fn told_memory_stays_until_the_first_sign_and_goes_then() {
-    let mut rig = rig(Policy::Told, 256 * MIB);
+fn policy_until_pressure_keeps_memory_until_the_first_sign() {
+    let mut rig = rig(Policy::UntilPressure, 256 * MIB);
     rig.burst(128);
     rig.idle(120);
-    assert_eq!(rig.held(), (8 * MIB, 0), "time alone takes nothing");
+    assert_eq!(rig.held(), (8 * MIB, 0), "time alone releases nothing");
     rig.pressure(Reclaim::Trim);
     let (wired, unwired) = rig.held();
     assert_eq!(unwired, 0, "nothing is lent");
@@ -97,7 +97,7 @@ fn told_memory_stays_until_the_first_sign_and_goes_then() {
 }
 
 #[test]
-fn uncached_memory_goes_as_soon_as_requests_are_done() {
+fn policy_uncached_releases_memory_when_requests_have_completed() {
     let mut rig = rig(Policy::Uncached, 256 * MIB);
     rig.burst(128);
     rig.memory.settle();
@@ -108,17 +108,17 @@ fn uncached_memory_goes_as_soon_as_requests_are_done() {
 }
 
 #[test]
-fn memory_that_is_kept_never_stands_in_the_way_of_other_sizes() {
-    for policy in [Policy::Static, Policy::Told] {
+fn kept_memory_is_released_for_other_sizes_at_the_ceiling() {
+    for policy in [Policy::Static, Policy::UntilPressure] {
         let rig = rig(policy, 8 * MIB);
         rig.burst(128);
         rig.worker.poll(rig.now);
         drop(rig.pool);
-        // All of the ceiling is idle in blocks of 64 KiB; now others are wanted.
+        // All of the ceiling is idle in blocks of 64 KiB; now blocks of another size are needed.
         let owner = rig.memory.owner("other").unwrap();
         let blocks: Vec<_> = (0..1024)
             .map(|_| {
-                // The advisor may be at some of it; what it has returned is free.
+                // Some of it may be advised; returned memory is free.
                 rig.memory.settle();
                 rig.worker.alloc(4096, owner).unwrap()
             })

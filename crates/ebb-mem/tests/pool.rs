@@ -1,4 +1,4 @@
-//! The page pool against its specification, seed `000`, sentence by sentence.
+//! The page pool: its limits, squeezes, and lending of idle pages.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -61,16 +61,16 @@ fn the_pool_starts_from_zero_and_grows_on_demand() {
 }
 
 #[test]
-fn it_shrinks_to_the_limit_when_requests_are_done() {
+fn the_pool_shrinks_to_its_limit_when_no_request_is_in_flight() {
     let rig = rig();
     rig.burst(3000);
-    assert_eq!(rig.free(), 3000, "in between it may overshoot");
+    assert_eq!(rig.free(), 3000, "above the limit while requests are in flight");
     rig.pool.done(rig.now);
     assert_eq!(rig.free(), 1024, "max_buffer_pages by default");
 }
 
 #[test]
-fn it_shrinks_when_100_ms_have_passed() {
+fn the_pool_shrinks_when_100_ms_have_passed() {
     let rig = rig();
     rig.worker.poll(rig.now);
     rig.burst(3000);
@@ -127,7 +127,7 @@ fn each_event_restarts_the_squeeze() {
 }
 
 #[test]
-fn a_changed_duration_does_not_alter_a_squeeze_under_way() {
+fn a_changed_duration_does_not_alter_a_squeeze_in_progress() {
     let rig = rig();
     rig.memory.squeeze(rig.now);
     rig.worker.poll(rig.now);
@@ -141,7 +141,7 @@ fn a_changed_duration_does_not_alter_a_squeeze_under_way() {
 }
 
 #[test]
-fn a_pool_made_during_a_squeeze_is_squeezed_too() {
+fn a_pool_created_during_a_squeeze_is_squeezed() {
     let rig = rig();
     rig.memory.squeeze(rig.now);
     let owner = rig.memory.owner("late").unwrap();
@@ -155,32 +155,32 @@ fn a_pool_made_during_a_squeeze_is_squeezed_too() {
 }
 
 #[test]
-fn an_idle_queue_is_woken_and_squeezed_however_late() {
+fn an_idle_queue_is_woken_and_squeezed_even_if_it_polls_late() {
     let rig = rig();
     rig.burst(500);
     rig.memory.squeeze(rig.now);
     assert_eq!(rig.woken.load(Ordering::Relaxed), 1);
     assert!(rig.worker.needs_poll());
-    // The window of 10 ms is long over; the kernel's idle ring would have missed it.
+    // The squeeze of 10 ms has ended before the poll, and is carried out all the same.
     rig.worker.poll(rig.after(60));
     assert_eq!(rig.free(), 0);
     assert!(!rig.worker.needs_poll());
 }
 
 #[test]
-fn a_large_pool_is_given_back_in_several_turns() {
+fn a_large_pool_is_released_in_several_iterations() {
     let rig = rig();
     rig.parameters.set_max_buffer_pages(u32::MAX);
     rig.burst(20_000);
     rig.memory.squeeze(rig.now);
-    let mut turns = 0;
+    let mut iterations = 0;
     while rig.worker.needs_poll() {
-        // Past the window from the second turn on: what was there at the event goes all the same.
-        rig.worker.poll(rig.after(20 * turns));
-        turns += 1;
+        // The squeeze has ended at the second poll; pages that were in the pool at the event are released.
+        rig.worker.poll(rig.after(20 * iterations));
+        iterations += 1;
     }
     assert_eq!(rig.free(), 0);
-    assert!((2..50).contains(&turns), "{turns}");
+    assert!((2..50).contains(&iterations), "{iterations}");
 }
 
 #[test]
@@ -196,7 +196,7 @@ fn pages_in_use_are_not_touched() {
     rig.worker.poll(rig.now);
     rig.memory.settle();
     let arena = rig.memory.stats().arena;
-    assert_eq!((arena.wired, arena.unwired), (64 * 16384, 0), "they and nothing else");
+    assert_eq!((arena.wired, arena.unwired), (64 * 16384, 0), "only the blocks in use are wired");
     for (number, block) in blocks.iter().enumerate() {
         assert!(block.iter().all(|&byte| usize::from(byte) == number));
     }
@@ -219,12 +219,12 @@ fn idle_pages_beyond_the_floor_are_lent_and_can_be_taken_back() {
     rig.memory.settle();
     assert_eq!(rig.memory.stats().arena.unwired, 936 * 4096);
     rig.burst(1000);
-    assert_eq!(rig.pool.free_pages(), (1000, 0), "taking one back needs no more than taking it");
+    assert_eq!(rig.pool.free_pages(), (1000, 0), "lent blocks are allocated like wired ones");
     assert_eq!(rig.memory.stats().arena.unwired, 0);
 }
 
 #[test]
-fn a_quiet_pool_lends_its_floor_too_and_needs_no_more_looks() {
+fn an_idle_pool_lends_its_floor_and_needs_no_more_polls() {
     let rig = rig();
     rig.burst(100);
     for look in 0..30 {
@@ -237,7 +237,7 @@ fn a_quiet_pool_lends_its_floor_too_and_needs_no_more_looks() {
 }
 
 #[test]
-fn a_dropped_pool_leaves_nothing_behind() {
+fn a_dropped_pool_frees_everything() {
     let rig = rig();
     rig.burst(500);
     for look in 0..5 {
@@ -253,7 +253,7 @@ fn a_dropped_pool_leaves_nothing_behind() {
 }
 
 #[test]
-fn gauges_of_a_pool_are_seen_from_outside() {
+fn gauges_of_a_pool_appear_in_the_statistics() {
     let rig = rig();
     rig.burst(100);
     rig.worker.poll(rig.after(0));
@@ -273,8 +273,8 @@ fn gauges_of_a_pool_are_seen_from_outside() {
 }
 
 #[test]
-fn a_hundred_false_alarms_cost_little() {
-    // A burst of spurious events: what is in use stays, and the pool is full again right after.
+fn a_hundred_false_alarms_leave_the_pool_full_and_purge_nothing() {
+    // A burst of spurious events: blocks in use stay, and the pool fills again directly after.
     let rig = rig();
     let held: Vec<_> = (0..100).map(|_| rig.pool.take(4096).unwrap()).collect();
     for event in 0..100 {

@@ -1,11 +1,11 @@
-//! The ladder under scripted time: signals in, events out, no clock and no host.
+//! The ladder under scripted time, without a clock and without a host.
 
 #![allow(clippy::unwrap_used)]
 
 use std::time::{Duration, Instant};
 
 use ebb_mem::pressure::{
-    Cause, Cgroup, Event, Host, Ladder, Level, Signals, Stall, Thresholds, Watermarks,
+    Cause, Cgroup, HostSample, Ladder, LadderEvent, Level, Signals, Stall, Thresholds, Watermarks,
 };
 use proptest::prelude::*;
 
@@ -16,8 +16,8 @@ fn ms(ms: u64) -> Duration {
 }
 
 /// A host of 1000 MiB, so that permille are mebibytes. Its target (high watermark) is 10 MiB.
-fn host(free: u64, available: u64) -> Host {
-    Host {
+fn host(free: u64, available: u64) -> HostSample {
+    HostSample {
         total: 1000 * MIB,
         free: free * MIB,
         available: Some(available * MIB),
@@ -49,12 +49,12 @@ fn inject(level: Level) -> Signals {
     Signals { injected: Some(level), ..plenty() }
 }
 
-/// A ladder, its time, and what it said when (in ms).
+/// A ladder, its time, and its events with their times (in ms).
 struct Script {
     ladder: Ladder,
     start: Instant,
     at: u64,
-    said: Vec<(u64, Event)>,
+    said: Vec<(u64, LadderEvent)>,
 }
 
 impl Script {
@@ -68,13 +68,13 @@ impl Script {
         Self { ladder, start, at: 0, said: Vec::new() }
     }
 
-    /// Nor herd delays: exact times.
+    /// Without decay ticks and herd delays: exact times.
     fn exact() -> Self {
         let decay = Duration::from_secs(24 * 3600);
         Self::with(Thresholds { decay, herd_delay: Duration::ZERO, ..Thresholds::default() }, 1)
     }
 
-    /// Without decay ticks in the way.
+    /// Without decay ticks.
     fn quiet(seed: u64) -> Self {
         Self::with(
             Thresholds { decay: Duration::from_secs(24 * 3600), ..Thresholds::default() },
@@ -82,7 +82,7 @@ impl Script {
         )
     }
 
-    fn step(&mut self, signals: &Signals) -> Option<Event> {
+    fn step(&mut self, signals: &Signals) -> Option<LadderEvent> {
         let event = self.ladder.step(self.start + ms(self.at), signals);
         if let Some(event) = event {
             assert_eq!(event.level, self.ladder.level());
@@ -91,7 +91,7 @@ impl Script {
         event
     }
 
-    /// Steps each 5 ms, up to but without `end`.
+    /// Steps every 5 ms, up to but excluding `end`.
     fn until(&mut self, end: u64, signals: impl Fn(u64) -> Signals) -> &mut Self {
         while self.at < end {
             let now = signals(self.at);
@@ -102,7 +102,7 @@ impl Script {
     }
 
     fn events(&self, level: Level) -> Vec<u64> {
-        let of = |(_, e): &&(u64, Event)| e.level == level && e.cause.is_event();
+        let of = |(_, e): &&(u64, LadderEvent)| e.level == level && e.cause.is_event();
         self.said.iter().filter(of).map(|(at, _)| *at).collect()
     }
 }
@@ -122,14 +122,14 @@ fn every_first_sign_leads_to_a_squeeze_and_no_further() {
         (cgroup(met), Cause::CgroupNearLimit),
     ] {
         let mut script = Script::quiet(7);
-        // The memory figures are a state and last; the others are passing.
+        // The memory figures are conditions that last; stalls and notifications are single occurrences.
         let lasting = matches!(cause, Cause::FreeNearTarget | Cause::AvailableLow);
         script.until(10_000, |at| if at == 0 || lasting { sign } else { plenty() });
         let squeezes: Vec<_> =
             script.said.iter().filter(|(_, event)| event.cause.is_event()).collect();
         assert_eq!(squeezes.len(), 1, "{cause:?}: {:?}", script.said);
         let (at, event) = squeezes[0];
-        assert_eq!(*event, Event { level: Level::L1, cause });
+        assert_eq!(*event, LadderEvent { level: Level::L1, cause });
         assert!(*at <= 25, "{cause:?} after {at} ms");
         assert_eq!(script.ladder.level(), Level::L0);
     }
@@ -148,13 +148,13 @@ fn below_each_first_sign_nothing_happens() {
 }
 
 #[test]
-fn an_own_stall_that_goes_on_leads_to_a_drain_but_not_at_once() {
+fn a_continuing_stall_of_the_own_cgroup_leads_to_a_drain_but_not_at_once() {
     let mut script = Script::exact();
     script.until(1_000, |at| own_stall(if at % 50 == 0 { 25 } else { 0 }));
     assert_eq!(script.events(Level::L1), [0]);
     assert_eq!(script.events(Level::L2)[0], 100);
     assert_eq!(script.events(Level::L3), []);
-    // The delays of the herd add to that, within their bounds.
+    // Herd delays are added, within their bounds.
     let mut delayed = Script::quiet(3);
     delayed.until(1_000, |at| own_stall(if at % 50 == 0 { 25 } else { 0 }));
     let (first, drain) = (delayed.events(Level::L1)[0], delayed.events(Level::L2)[0]);
@@ -162,7 +162,7 @@ fn an_own_stall_that_goes_on_leads_to_a_drain_but_not_at_once() {
 }
 
 #[test]
-fn a_full_stall_of_our_own_leads_to_a_drain_at_once() {
+fn a_full_stall_of_the_own_cgroup_leads_to_a_drain_at_once() {
     let mut script = Script::quiet(3);
     let full = Signals { own_stall: Stall { some: ms(10), full: ms(10) }, ..plenty() };
     script.until(200, |at| if at == 0 { full } else { plenty() });
@@ -185,8 +185,8 @@ fn stalls_of_the_host_need_a_second_sign_for_a_drain() {
 }
 
 #[test]
-fn a_neighbour_that_ramps_up_is_answered_step_by_step_before_memory_is_gone() {
-    // 100 MiB/s from 300 MiB available; free memory goes first, then cache.
+fn the_level_rises_step_by_step_while_another_process_uses_up_memory() {
+    // 100 MiB/s from 300 MiB available; free memory is used first, then page cache.
     let ramp = |at: u64| {
         let left = 300u64.saturating_sub(at / 10);
         memory(left.saturating_sub(150).max(7), left)
@@ -197,7 +197,7 @@ fn a_neighbour_that_ramps_up_is_answered_step_by_step_before_memory_is_gone() {
     assert!(left(Level::L1) >= 100, "squeezed at {} MiB", left(Level::L1));
     assert!(left(Level::L2) >= 70, "drained at {} MiB", left(Level::L2));
     assert!((15..=20).contains(&left(Level::L3)), "last resort at {} MiB", left(Level::L3));
-    // The neighbour goes: one level at a time, and calm for good.
+    // The process ends: the level falls one step at a time, and stays calm.
     let from = script.said.len();
     script.until(12_000, |_| plenty());
     let falls: Vec<_> = script.said[from..].iter().map(|(_, e)| (e.level, e.cause)).collect();
@@ -225,15 +225,14 @@ fn out_of_memory_in_the_cgroup_is_a_last_resort() {
     ] {
         let mut script = Script::quiet(5);
         let event = script.step(&Signals { cgroup: Some(cgroup), ..plenty() });
-        assert_eq!(event, Some(Event { level: Level::L3, cause: Cause::CgroupOutOfMemory }));
+        assert_eq!(event, Some(LadderEvent { level: Level::L3, cause: Cause::CgroupOutOfMemory }));
     }
     let mut below_min = Script::quiet(5);
     assert_eq!(below_min.step(&memory(6, 49)).unwrap().level, Level::L3);
 }
 
-/// A11 of the acceptance list.
 #[test]
-fn false_alarms_cost_little() {
+fn false_alarms_cause_few_squeezes() {
     for seed in 0..50 {
         let mut script = Script::quiet(seed);
         script.until(10_000, |at| if at % 100 == 0 { notice() } else { plenty() });
@@ -241,10 +240,10 @@ fn false_alarms_cost_little() {
         assert_eq!(script.events(Level::L3), []);
         let squeezes = script.events(Level::L1).len();
         assert!((2..=5).contains(&squeezes), "{squeezes} squeezes with seed {seed}");
-        // Two windows later all is as before.
+        // Two windows later the level is calm again.
         script.until(12_000, |_| plenty());
         assert_eq!(script.ladder.level(), Level::L0);
-        // And a true sign right afterwards is answered as ever.
+        // And a real sign directly afterwards has its usual effect.
         script.until(13_000, |at| own_stall(if at % 50 == 0 { 25 } else { 0 }));
         let drain = script.events(Level::L2);
         assert!(drain.first().is_some_and(|at| *at <= 12_300), "{drain:?} with seed {seed}");
@@ -252,13 +251,13 @@ fn false_alarms_cost_little() {
 }
 
 #[test]
-fn states_that_last_are_answered_once_not_for_ever() {
+fn lasting_conditions_cause_a_single_response() {
     let hour = 3_600_000;
     // Memory full of page cache: free memory stays about the kernel's target.
     let mut cache = Script::quiet(2);
     cache.until(hour, |at| memory(8 + at / 5 % 4, 700));
     assert_eq!(cache.events(Level::L1).len(), 1);
-    // A host that just has little to spare.
+    // A host that always has little available memory.
     let mut tight = Script::quiet(2);
     tight.until(hour, |at| memory(100, 90 + at / 5 % 4));
     assert_eq!(tight.events(Level::L1).len(), 1);
@@ -270,7 +269,7 @@ fn states_that_last_are_answered_once_not_for_ever() {
     assert_eq!(full_cgroup.events(Level::L2).len(), 0);
     let squeezes = full_cgroup.events(Level::L1).len();
     assert!(squeezes <= 170, "{squeezes}");
-    // Somebody else thrashes inside a small cgroup.
+    // Another process thrashes inside a small cgroup.
     let mut foreign = Script::quiet(2);
     foreign.until(hour, |_| host_stall(2, 0));
     assert_eq!(foreign.events(Level::L2).len(), 0);
@@ -278,7 +277,7 @@ fn states_that_last_are_answered_once_not_for_ever() {
 }
 
 #[test]
-fn memory_that_falls_further_once_low_goes_on() {
+fn available_memory_that_falls_further_once_low_is_continuing_pressure() {
     let mut script = Script::quiet(2);
     // Low at 99 MiB, then 2 MiB less each 100 ms; free memory itself is far from its target.
     script.until(2_000, |at| memory(90, 99 - at / 100 * 2));
@@ -287,7 +286,7 @@ fn memory_that_falls_further_once_low_goes_on() {
 }
 
 #[test]
-fn memory_that_fell_once_and_rests_there_is_left_alone() {
+fn available_memory_that_stays_low_causes_no_further_events() {
     let mut script = Script::exact();
     script.until(60_000, |at| memory(80, if at < 5_000 { 99 } else { 85 }));
     let events: Vec<_> = script.said.iter().map(|(at, event)| (*at, event.level)).collect();
@@ -296,7 +295,7 @@ fn memory_that_fell_once_and_rests_there_is_left_alone() {
 }
 
 #[test]
-fn pressure_that_flickers_does_not_make_the_level_flap() {
+fn intermittent_pressure_does_not_make_the_level_flap() {
     let mut script = Script::quiet(4);
     script.until(20_000, |at| own_stall(if at % 400 == 0 { 30 } else { 0 }));
     assert!(script.said.iter().all(|(_, event)| event.cause != Cause::Easing), "{:?}", script.said);
@@ -320,11 +319,11 @@ fn decay_ticks_come_while_calm_only() {
 }
 
 #[test]
-fn a_level_by_hand_takes_effect_at_once_and_eases() {
+fn an_injected_level_takes_effect_at_once_and_falls() {
     for level in [Level::L1, Level::L2, Level::L3] {
         let mut script = Script::quiet(8);
         let event = script.step(&inject(level));
-        assert_eq!(event, Some(Event { level, cause: Cause::Injected }));
+        assert_eq!(event, Some(LadderEvent { level, cause: Cause::Injected }));
         script.at += 5;
         script.until(10_000, |_| plenty());
         assert_eq!(script.ladder.level(), Level::L0);
@@ -338,7 +337,7 @@ fn a_level_by_hand_takes_effect_at_once_and_eases() {
     script.at += 10;
     let calm = script.step(&inject(Level::L0)).unwrap();
     assert_eq!((calm.level, calm.cause.is_event()), (Level::L0, false));
-    // The last resort again, too early: it waits for its second, it is not forgotten.
+    // The last resort again, too early: it is published after `last_gap`.
     script.at += 10;
     assert_eq!(script.step(&inject(Level::L3)), None);
     script.at += 5;
@@ -347,7 +346,7 @@ fn a_level_by_hand_takes_effect_at_once_and_eases() {
 }
 
 #[test]
-fn daemons_of_one_host_answer_at_different_times() {
+fn daemons_of_one_host_respond_at_different_times() {
     let first = |seed| {
         let mut script = Script::quiet(seed);
         let mut at = 0;
@@ -367,11 +366,11 @@ fn daemons_of_one_host_answer_at_different_times() {
 }
 
 #[test]
-fn the_first_answer_spares_the_rest_of_the_herd() {
+fn the_first_responses_spare_the_remaining_daemons() {
     let start = Instant::now();
     let ladder = |seed| Ladder::new(Thresholds::default(), seed, start).unwrap();
     let mut herd: Vec<_> = (0..100).map(ladder).collect();
-    // Each gives 2 MiB; 8 of them would do to be clear of the target again.
+    // Each daemon releases 2 MiB; 8 of them suffice to exceed the target again.
     let mut free = 15;
     let mut answers = 0;
     for at in 0..200 {
@@ -412,7 +411,7 @@ fn signals() -> impl Strategy<Value = Signals> {
         (0u64..60, 0u64..60).prop_map(|(some, full)| Stall { some: ms(some), full: ms(full) });
     let figure = prop_oneof![Just(0u64), 0..2_000 * MIB, Just(u64::MAX)];
     let host = (figure.clone(), figure.clone(), prop::option::of(figure.clone()), any::<bool>())
-        .prop_map(|(total, free, available, marks)| Host {
+        .prop_map(|(total, free, available, marks)| HostSample {
             total,
             free,
             available,
@@ -452,10 +451,10 @@ proptest! {
         ..ProptestConfig::default()
     })]
 
-    /// Whatever comes: falls go one step at a time, the last resort keeps its gap, and silence
-    /// always ends in calm, led by the deadlines alone.
+    /// For any signals: the level falls one step at a time, the last resort keeps its gap, and without
+    /// signals the deadlines alone lead to calm.
     #[test]
-    fn any_signals_keep_the_rules(
+    fn any_signals_keep_the_invariants(
         seed: u64,
         steps in prop::collection::vec((signals(), 0u64..400), 1..300),
     ) {
@@ -493,7 +492,7 @@ proptest! {
         }
     }
 
-    /// Notifications alone, in any number and rhythm, never lead past a squeeze, and the squeezes
+    /// Notifications alone, in any number and at any times, never lead past a squeeze, and the squeezes
     /// become rarer.
     #[test]
     fn notifications_alone_never_lead_past_a_squeeze(

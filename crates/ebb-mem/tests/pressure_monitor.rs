@@ -1,6 +1,6 @@
-//! The monitor against kernel files made of paper, FIFOs and sockets, and once against this host.
+//! The monitor against fake kernel files, FIFOs and sockets, and once against this host.
 //!
-//! Nothing here asserts how fast something happens, only that it does: each wait has a generous
+//! Nothing here asserts how fast something happens, only that it happens: each wait has a generous
 //! limit, after which the test fails.
 
 #![allow(clippy::unwrap_used)]
@@ -14,8 +14,8 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use ebb_mem::pressure::{
-    Cause, Level, LimitSource, Monitor, Options, Report, Roots, SourceKind, State, Subscription,
-    Watch, available, limit,
+    Cause, Level, LimitSource, Monitor, MonitorOptions, PressureState, Roots, SourceKind,
+    SourceReport, Subscription, Watch, available, limit,
 };
 use proptest::prelude::*;
 use tempfile::TempDir;
@@ -23,7 +23,7 @@ use tempfile::TempDir;
 const PATIENCE: Duration = Duration::from_secs(90);
 const CALM_PSI: &str = "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\nfull avg10=0.00 total=0\n";
 
-/// The kernel's files, on paper.
+/// Fake kernel files.
 struct Fake(TempDir);
 
 impl Fake {
@@ -105,12 +105,12 @@ impl Fake {
         Roots { proc: self.path("proc"), cgroup: self.path("cgroup") }
     }
 
-    fn options(&self) -> Options {
-        let mut options = Options::new(42);
+    fn options(&self) -> MonitorOptions {
+        let mut options = MonitorOptions::new(42);
         options.roots = self.roots();
         options.sysinfo = false;
         options.triggers = false;
-        // No ticks in the way.
+        // No decay ticks.
         options.thresholds.decay = Duration::from_secs(3600);
         options
     }
@@ -122,13 +122,13 @@ impl Fake {
 
 struct Running {
     monitor: Monitor,
-    report: Report,
-    said: Receiver<State>,
+    report: SourceReport,
+    said: Receiver<PressureState>,
     _subscription: Subscription,
 }
 
 impl Running {
-    fn start(options: Options) -> Self {
+    fn start(options: MonitorOptions) -> Self {
         let (monitor, report) = Monitor::start(options).unwrap();
         let (tell, said) = channel();
         let _subscription = monitor.pressure().subscribe(move |state| {
@@ -137,8 +137,8 @@ impl Running {
         Self { monitor, report, said, _subscription }
     }
 
-    /// Waits for a publication; what came before it is passed over.
-    fn wait(&self, level: Level, cause: Cause) -> State {
+    /// Waits for a publication; skips earlier ones.
+    fn wait(&self, level: Level, cause: Cause) -> PressureState {
         let until = Instant::now() + PATIENCE;
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -154,8 +154,8 @@ impl Running {
         &self.report.missing.iter().find(|finding| finding.kind == kind).unwrap().detail
     }
 
-    /// Injects a level and waits for it: the monitor is alive and reachable.
-    fn answers(&self) {
+    /// Injects a level and waits for it: the monitor runs.
+    fn assert_runs(&self) {
         self.monitor.handle().inject(Level::L2);
         self.wait(Level::L2, Cause::Injected);
         assert!(self.monitor.is_running());
@@ -172,7 +172,7 @@ fn fifo(path: &Path) {
 }
 
 #[test]
-fn the_report_says_what_was_found_and_what_not() {
+fn the_report_lists_found_and_missing_sources() {
     let fake = Fake::v2();
     let running = fake.start();
     for kind in [
@@ -197,7 +197,7 @@ fn the_report_says_what_was_found_and_what_not() {
 
     let nothing = Fake::empty().start();
     assert_eq!(nothing.report.listening, []);
-    nothing.answers();
+    nothing.assert_runs();
 }
 
 #[test]
@@ -227,8 +227,8 @@ fn free_and_available_memory_are_followed() {
 fn stalls_are_polled_from_both_files() {
     let fake = Fake::v2();
     let running = fake.start();
-    // The first reading is where counting starts; the monitor has made it once it has answered.
-    running.answers();
+    // Counting starts with the first reading, which the monitor has made when it publishes.
+    running.assert_runs();
     running.wait(Level::L0, Cause::Easing);
     fake.put("proc/pressure/memory", "some avg10=1.00 total=5000\nfull avg10=0.00 total=0\n");
     running.wait(Level::L1, Cause::Stall);
@@ -241,7 +241,7 @@ fn stalls_are_polled_from_both_files() {
 fn cgroup_v2_events_and_limits_are_followed() {
     let fake = Fake::v2();
     let running = fake.start();
-    running.answers();
+    running.assert_runs();
     running.wait(Level::L0, Cause::Easing);
     fake.put("cgroup/slice/app/memory.events", "low 0\nhigh 6\nmax 5\noom 5\n");
     running.wait(Level::L1, Cause::CgroupNearLimit);
@@ -265,7 +265,7 @@ fn cgroup_v1_counters_and_out_of_memory_are_followed() {
     let request = fs::read_to_string(fake.path("cgroup/memory/app/cgroup.event_control")).unwrap();
     let words: Vec<_> = request.split(' ').collect();
     assert!(words.len() == 3 && words[2] == "medium", "{request:?}");
-    running.answers();
+    running.assert_runs();
     running.wait(Level::L0, Cause::Easing);
     fake.put("cgroup/memory/app/memory.failcnt", "4\n");
     running.wait(Level::L1, Cause::CgroupNearLimit);
@@ -285,8 +285,8 @@ fn triggers_are_set_with_the_shortest_window_first() {
         let text = fs::read(fake.path(file)).unwrap();
         assert!(text.starts_with(b"some 20000 500000\0"));
     }
-    // Text that is no pressure report any more is no information, and no harm.
-    running.answers();
+    // Text that is not a pressure report counts as no information.
+    running.assert_runs();
 }
 
 #[test]
@@ -299,8 +299,8 @@ fn a_fifo_injects_notices_and_false_alarms_stay_at_a_squeeze() {
     options.thresholds.herd_delay = Duration::ZERO;
     let running = Running::start(options);
     assert!(running.report.listens_to(SourceKind::Systemd), "{:?}", running.report.missing);
-    // What we wrote ourselves at the start was no event.
-    running.answers();
+    // The monitor's own write at the start is no event.
+    running.assert_runs();
     running.wait(Level::L0, Cause::Easing);
     assert_eq!(running.monitor.pressure().sequence(), 3);
     let flags = rustix::fs::OFlags::NONBLOCK.bits();
@@ -311,7 +311,7 @@ fn a_fifo_injects_notices_and_false_alarms_stay_at_a_squeeze() {
         .unwrap();
     writer.write_all(b"x").unwrap();
     running.wait(Level::L1, Cause::Notice);
-    // A flood: twenty times what a FIFO holds, so it is read, and no number of alarms is true.
+    // A flood of twenty times the capacity of a FIFO: the monitor reads it, and stays at a squeeze.
     let flood = [b'x'; 4096];
     let until = Instant::now() + PATIENCE;
     let mut written = 0;
@@ -325,14 +325,14 @@ fn a_fifo_injects_notices_and_false_alarms_stay_at_a_squeeze() {
     }
     let squeezes = running.said.try_iter().inspect(|s| assert!(s.level <= Level::L1, "{s:?}"));
     assert!(squeezes.filter(|state| state.cause == Cause::Notice).count() <= 5);
-    // The last writer goes and another comes: still listening.
+    // The last writer closes and another one opens: the FIFO is still watched.
     drop(writer);
-    running.answers();
+    running.assert_runs();
     assert!(running.monitor.report().listens_to(SourceKind::Systemd));
 }
 
 #[test]
-fn a_socket_is_written_watched_and_told_lost_when_it_closes() {
+fn a_socket_is_written_watched_and_reported_lost_when_it_closes() {
     let fake = Fake::v2();
     let path = fake.path("socket");
     let listener = UnixListener::bind(&path).unwrap();
@@ -353,7 +353,7 @@ fn a_socket_is_written_watched_and_told_lost_when_it_closes() {
     assert_eq!(finding.detail, "lost: the other end has closed");
     let report = running.monitor.report();
     assert!(!report.listens_to(SourceKind::Systemd) && report.missing.contains(&finding));
-    running.answers();
+    running.assert_runs();
 }
 
 #[test]
@@ -373,7 +373,7 @@ fn a_pressure_file_of_systemd_is_written_and_not_used_twice() {
 }
 
 #[test]
-fn dev_null_turns_listening_off_but_not_the_hand() {
+fn dev_null_turns_monitoring_off_but_not_injection() {
     let fake = Fake::v2();
     let mut options = fake.options();
     options.systemd = Some(watch(Path::new("/dev/null"), None));
@@ -381,20 +381,20 @@ fn dev_null_turns_listening_off_but_not_the_hand() {
     assert_eq!(running.report.listening, []);
     assert_eq!(running.report.notes.len(), 1);
     fake.memory(1, 1);
-    running.answers();
+    running.assert_runs();
     running.monitor.handle().inject(Level::L1);
     running.wait(Level::L1, Cause::Injected);
     running.wait(Level::L0, Cause::Easing);
 }
 
 #[test]
-fn a_watch_that_cannot_be_is_reported_with_its_reason() {
+fn an_invalid_watch_is_reported_with_its_reason() {
     let fake = Fake::v2();
     let problem = |watch| {
         let mut options = fake.options();
         options.systemd = Some(watch);
         let running = Running::start(options);
-        running.answers();
+        running.assert_runs();
         running.missing(SourceKind::Systemd).to_owned()
     };
     assert_eq!(problem(watch(Path::new("relative"), None)), "must be an absolute path");
@@ -409,7 +409,7 @@ fn a_watch_that_cannot_be_is_reported_with_its_reason() {
 }
 
 #[test]
-fn a_source_that_fails_is_dropped_and_the_rest_stays() {
+fn a_source_that_fails_is_dropped_and_the_other_sources_stay() {
     let fake = Fake::v2();
     // A directory opens and does not read.
     fs::remove_file(fake.path("proc/pressure/memory")).unwrap();
@@ -417,15 +417,15 @@ fn a_source_that_fails_is_dropped_and_the_rest_stays() {
     let running = fake.start();
     assert!(running.missing(SourceKind::HostStall).contains("directory"));
     assert!(running.report.listens_to(SourceKind::CgroupStall));
-    running.answers();
+    running.assert_runs();
 }
 
 #[test]
-fn this_host_is_listened_to() {
-    let running = Running::start(Options::new(1));
+fn the_monitor_runs_on_this_host() {
+    let running = Running::start(MonitorOptions::new(1));
     assert!(running.report.listens_to(SourceKind::HostMemory), "{:?}", running.report);
     assert!(running.report.listens_to(SourceKind::Watermarks), "{:?}", running.report);
-    running.answers();
+    running.assert_runs();
     let limit = limit(&Roots::default()).unwrap();
     assert!(limit.bytes > 0 && available(&Roots::default()).unwrap() <= limit.bytes);
 }
@@ -443,7 +443,7 @@ fn a_callback_may_drop_the_monitor() {
     });
     handle.inject(Level::L1);
     told.recv_timeout(PATIENCE).unwrap();
-    // Nobody listens any more, and nobody minds.
+    // A handle without a monitor has no effect.
     handle.inject(Level::L1);
 }
 
@@ -472,7 +472,7 @@ fn the_least_limit_up_the_tree_applies() {
     let slice = limit(&fake.roots()).unwrap();
     assert_eq!((slice.bytes, source(&slice)), (50 * MIB, PathBuf::from("slice")));
     assert_eq!(available(&fake.roots()), Some(0));
-    // The monitor watches the level that will be met first.
+    // The monitor watches the limit that is reached first.
     let report = fake.start().report;
     let watched = report.listening.iter().find(|found| found.kind == SourceKind::CgroupV2);
     assert_eq!(watched.unwrap().path, Some(fake.path("cgroup/slice")));
@@ -487,7 +487,7 @@ fn the_least_limit_up_the_tree_applies() {
     assert_eq!(limit(&Fake::empty().roots()), None);
 }
 
-/// Files as they are, as they may be, and as nobody would write them.
+/// Content of files: valid, unusual and invalid.
 fn text() -> impl Strategy<Value = Vec<u8>> {
     let words = "((some|full|high|max|oom|min|low|MemTotal:|MemFree:|MemAvailable:|0::|4:memory:)\
                  |[0-9]{1,22}|total=|kB|/|\\.\\.|[ \n]|\\PC){0,80}";
@@ -539,6 +539,6 @@ proptest! {
         let _ = available(&fake.roots());
         fs::write(fake.path("proc/self/cgroup"), texts.last().unwrap()).unwrap();
         let _ = limit(&fake.roots());
-        running.answers();
+        running.assert_runs();
     }
 }

@@ -1,4 +1,4 @@
-//! Publishing against reading and subscribing, all at once.
+//! Publishing, reading and subscribing at the same time.
 
 #![allow(clippy::unwrap_used)]
 
@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ebb_mem::pressure::{Cause, Level, Pressure, State};
+use ebb_mem::pressure::{Cause, Level, Pressure, PressureState};
 
 const ROUNDS: u64 = 100_000;
 
-/// What publication number `n` says: readers can tell any mixture of two.
+/// Level and cause of publication number `n`: readers detect any mixture of two publications.
 fn said(n: u64) -> (Level, Cause) {
     let level = Level::ALL[usize::try_from(n % 4).unwrap()];
     let causes =
@@ -18,16 +18,16 @@ fn said(n: u64) -> (Level, Cause) {
     (level, causes[usize::try_from(n % 5).unwrap()])
 }
 
-fn check(state: &State, start: Instant) {
+fn check(state: &PressureState, start: Instant) {
     if state.sequence > 0 {
         assert_eq!((state.level, state.cause), said(state.sequence));
-        // Times count publications, in microseconds: never older than the one seen.
+        // Times count publications, in microseconds: they are never older than the publication read.
         let entered = state.since.duration_since(start).as_micros();
         assert!(entered >= u128::from(state.sequence), "{state:?}");
     }
 }
 
-/// Ends the other threads also when the test fails.
+/// Ends the other threads, also when the test fails.
 struct Done<'a>(&'a AtomicBool);
 
 impl Drop for Done<'_> {
@@ -59,7 +59,7 @@ fn readers_never_see_a_mixture_and_never_go_back() {
                 }
             });
         }
-        // Subscribers come and go; each sees every publication from some on, in order.
+        // Subscribers subscribe and unsubscribe; each sees consecutive publications in order.
         scope.spawn(|| {
             while !done.load(Ordering::Relaxed) {
                 let last = Arc::new(AtomicU64::new(0));

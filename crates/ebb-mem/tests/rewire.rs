@@ -1,5 +1,5 @@
-//! Content safety of unwiring: a thread makes the kernel reclaim all the time, and every page that
-//! comes back either has its content or is reported lost. The long run is `mem-bench rewire`.
+//! Content safety of unwiring: a thread makes the kernel reclaim all the time, and every rewired page
+//! either has its content or is reported lost. The long run is `mem-bench rewire`.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use ebb_mem::{Buffer, Memory, Options, OwnerId, RewireError, Worker, testing};
 
-/// Every word of a page says which page it is and how often it was filled.
+/// Every word of a page contains its page and how often it was filled.
 fn fill(buffer: &mut Buffer, page: usize, mark: u64) {
     let bytes = buffer.bytes_mut(page..page + 1).unwrap();
     bytes.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&mark.to_ne_bytes()));
@@ -68,7 +68,7 @@ fn cycle(worker: &Worker, mut buffers: Vec<Buffer>, cycles: usize) -> usize {
     while done < cycles {
         round += 1;
         for buffer in &mut buffers {
-            // Now and then a part only.
+            // In some rounds a part only.
             let pages =
                 if round.is_multiple_of(3) { 1..buffer.pages() / 2 } else { 0..buffer.pages() };
             assert!(buffer.unwire(worker, pages));
@@ -78,17 +78,17 @@ fn cycle(worker: &Worker, mut buffers: Vec<Buffer>, cycles: usize) -> usize {
         }
         for (buffer, marks) in buffers.iter_mut().zip(&mut marks) {
             let wanted = buffer.unwired().len();
-            let gone = loop {
+            let discarded = loop {
                 match buffer.rewire(worker, 0..buffer.pages()) {
-                    Ok(gone) => break gone,
+                    Ok(discarded) => break discarded,
                     Err(RewireError::Busy) => std::thread::yield_now(),
                     Err(error) => panic!("{error}"),
                 }
             };
             done += wanted;
-            lost += gone.len();
+            lost += discarded.len();
             for (page, mark) in marks.iter_mut().enumerate() {
-                if gone.contains(page) {
+                if discarded.contains(page) {
                     *mark += 1 << 40;
                     fill(buffer, page, *mark);
                 }
@@ -108,7 +108,7 @@ fn rig() -> (Arc<Memory>, Worker, OwnerId) {
 }
 
 #[test]
-fn no_loss_goes_unseen_on_small_pages() {
+fn every_lost_small_page_is_reported() {
     let (memory, worker, owner) = rig();
     let buffers = (0..32)
         .map(|_| Buffer::new(&worker, worker.alloc(65536, owner).unwrap()).unwrap())
@@ -119,7 +119,7 @@ fn no_loss_goes_unseen_on_small_pages() {
 }
 
 #[test]
-fn no_loss_goes_unseen_on_huge_pages() {
+fn every_lost_huge_page_is_reported() {
     let (_memory, worker, owner) = rig();
     let buffers =
         (0..4).map(|_| Buffer::new(&worker, worker.alloc_huge(owner).unwrap()).unwrap()).collect();
@@ -128,7 +128,7 @@ fn no_loss_goes_unseen_on_huge_pages() {
 }
 
 #[test]
-fn an_unwired_page_cannot_be_reached() {
+fn an_unwired_page_is_not_accessible() {
     let (_memory, worker, owner) = rig();
     let mut buffer = Buffer::new(&worker, worker.alloc(65536, owner).unwrap()).unwrap();
     assert!(buffer.unwire(&worker, 4..8));

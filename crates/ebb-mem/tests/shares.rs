@@ -1,4 +1,4 @@
-//! What a volume finds of the memory for requests, whatever its neighbours hold.
+//! Shares of the memory for requests: what a volume gets, whatever other volumes hold.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -38,7 +38,7 @@ fn a_volume_alone_uses_nearly_everything() {
 }
 
 #[test]
-fn every_volume_finds_its_reserve_whatever_the_others_hold() {
+fn every_volume_gets_its_reserve_whatever_other_volumes_hold() {
     let shares = Shares::new(48 * MIB);
     let queue_shares: Vec<_> =
         (0..8).map(|number| QueueShare::new(shares.join(&format!("disk {number}")))).collect();
@@ -49,14 +49,14 @@ fn every_volume_finds_its_reserve_whatever_the_others_hold() {
     assert!(bytes(&mine) >= shares.reserve());
     let sum = greedy.iter().map(|held| bytes(held)).sum::<usize>() + bytes(&mine);
     assert!(sum <= shares.total(), "{sum}");
-    // And again, although they hold all they could get.
+    // And again, while the other volumes hold all they could get.
     drop(mine);
     let whole = queue_shares[0].try_take(shares.reserve() - (64 << 10)).unwrap();
     drop(whole);
 }
 
 #[test]
-fn volumes_of_one_store_have_no_more_in_common_than_one() {
+fn volumes_of_one_store_share_the_limit_of_one_group() {
     let shares = Shares::new(64 * MIB);
     let silent: Vec<_> = (0..4).map(|_| QueueShare::new(shares.join("silent"))).collect();
     let healthy = QueueShare::new(shares.join("healthy"));
@@ -64,11 +64,11 @@ fn volumes_of_one_store_have_no_more_in_common_than_one() {
     let held: Vec<_> = silent.iter().map(|queue_share| all(queue_share, MIB / 4)).collect();
     let taken = held.iter().map(|held| bytes(held)).sum::<usize>();
     assert!(taken <= 4 * reserve + common / 5 * 4, "{taken}");
-    assert!(bytes(&all(&healthy, MIB / 4)) > reserve, "the common part has some left");
+    assert!(bytes(&all(&healthy, MIB / 4)) > reserve, "some of the common part remains");
 }
 
 #[test]
-fn who_waits_is_served_in_line_and_a_smaller_one_does_not_pass() {
+fn waiting_requests_are_granted_in_order_and_a_smaller_one_does_not_overtake() {
     let shares = Shares::new(16 * MIB);
     let (one, two) = (QueueShare::new(shares.join("disk")), QueueShare::new(shares.join("other")));
     let held = all(&one, MIB / 8);
@@ -77,7 +77,7 @@ fn who_waits_is_served_in_line_and_a_smaller_one_does_not_pass() {
     assert!(one.share().has_waiters());
     let mut small = pin!(one.take(4096));
     assert!(once(small.as_mut()).is_none(), "after the large one");
-    assert!(two.try_take(MIB).is_some(), "another volume's requests do not wait in this line");
+    assert!(two.try_take(MIB).is_some(), "another volume's requests do not wait in this queue");
     drop(held);
     assert!(once(small.as_mut()).is_none(), "still after it");
     assert_eq!(once(large.as_mut()).unwrap().bytes(), 4 * MIB);
@@ -86,13 +86,13 @@ fn who_waits_is_served_in_line_and_a_smaller_one_does_not_pass() {
 }
 
 #[test]
-fn who_gives_up_waiting_lets_the_next_one_pass() {
+fn a_cancelled_request_wakes_the_next_one() {
     let shares = Shares::new(16 * MIB);
     let queue_share = QueueShare::new(shares.join("disk"));
     let held = all(&queue_share, MIB / 8);
     let mut next = {
-        let mut gone = Box::pin(queue_share.take(8 * MIB));
-        assert!(once(gone.as_mut()).is_none());
+        let mut cancelled = Box::pin(queue_share.take(8 * MIB));
+        assert!(once(cancelled.as_mut()).is_none());
         let mut next = Box::pin(queue_share.take(4096));
         assert!(once(next.as_mut()).is_none());
         next
@@ -102,7 +102,7 @@ fn who_gives_up_waiting_lets_the_next_one_pass() {
 }
 
 #[test]
-fn small_requests_are_served_out_of_the_purse_until_others_wait() {
+fn small_requests_use_what_the_queue_keeps_until_another_request_waits() {
     let shares = Shares::new(64 * MIB);
     let share = shares.join("disk");
     let (one, two) = (QueueShare::new(share.clone()), QueueShare::new(share.clone()));
@@ -113,7 +113,7 @@ fn small_requests_are_served_out_of_the_purse_until_others_wait() {
     let held = all(&two, MIB);
     let mut waiting = pin!(two.take(2 * MIB));
     assert!(once(waiting.as_mut()).is_none());
-    assert!(one.try_take(4096).is_none(), "nobody passes those who wait");
+    assert!(one.try_take(4096).is_none(), "a request does not overtake a waiting one");
     one.empty();
     drop(held);
     assert!(once(waiting.as_mut()).is_some());

@@ -1,5 +1,5 @@
-//! Reading lent memory where it lies, and the small buffers a cache is made of: a thread makes the kernel
-//! reclaim all the time, and every byte that is read is right or reported lost.
+//! Reading lent memory in place, and small buffers: a thread makes the kernel reclaim all the time, and
+//! every byte that is read is correct or reported lost.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -13,7 +13,7 @@ use ebb_mem::{
 
 const PAGE: usize = 4096;
 
-/// Makes the kernel take what it may of some ranges, until it is dropped.
+/// Makes the kernel reclaim lent pages of some ranges, until it is dropped.
 struct Reclaimer {
     stop: Arc<AtomicBool>,
     thread: Option<std::thread::JoinHandle<()>>,
@@ -42,7 +42,7 @@ impl Drop for Reclaimer {
     }
 }
 
-/// Every word says where it is and how often its page was filled.
+/// Every word contains its position and how often its page was filled.
 fn fill(bytes: &mut [u8], mark: u64) {
     for (number, word) in bytes.chunks_exact_mut(8).enumerate() {
         word.copy_from_slice(&(mark << 10 | number as u64).to_ne_bytes());
@@ -73,7 +73,7 @@ fn rig() -> (Arc<Memory>, Worker, OwnerId) {
 }
 
 #[test]
-fn what_is_read_of_lent_small_pages_is_right_or_reported_lost() {
+fn data_read_from_lent_small_pages_is_correct_or_reported_lost() {
     let (memory, worker, owner) = rig();
     let mut buffers: Vec<SmallBuffer> = (0..48)
         .map(|number| SmallBuffer::new(worker.alloc(PAGE << (number % 5), owner).unwrap()).unwrap())
@@ -122,30 +122,30 @@ fn what_is_read_of_lent_small_pages_is_right_or_reported_lost() {
                     continue;
                 }
                 lost += 1;
-                // Filled anew, as a cache would.
-                let gone = loop {
+                // Filled again, as in a cache.
+                let discarded = loop {
                     match buffer.rewire(&worker, 1 << page) {
-                        Ok(gone) => break gone,
+                        Ok(discarded) => break discarded,
                         Err(RewireError::Busy) => std::thread::yield_now(),
                         Err(error) => panic!("{error}"),
                     }
                 };
-                assert_eq!(gone, 1 << page, "a lost page stays lost");
+                assert_eq!(discarded, 1 << page, "a lost page stays lost");
                 *mark += 1 << 20;
                 fill(buffer.bytes_mut(page..page + 1).unwrap(), *mark);
             }
         }
-        // Now and then all is wired, so that the loan begins anew.
+        // From time to time all pages are wired, and lent again.
         if round % 7 == 0 {
             for (buffer, marks) in buffers.iter_mut().zip(&mut marks) {
-                let gone = loop {
+                let discarded = loop {
                     match buffer.rewire(&worker, buffer.all()) {
-                        Ok(gone) => break gone,
+                        Ok(discarded) => break discarded,
                         Err(_) => std::thread::yield_now(),
                     }
                 };
                 for (page, mark) in marks.iter_mut().enumerate() {
-                    if gone >> page & 1 == 1 {
+                    if discarded >> page & 1 == 1 {
                         *mark += 1 << 20;
                         fill(buffer.bytes_mut(page..page + 1).unwrap(), *mark);
                     }
@@ -159,11 +159,11 @@ fn what_is_read_of_lent_small_pages_is_right_or_reported_lost() {
     drop(worker);
     let figures = memory.stats();
     let cache = figures.owners.iter().find(|owner| owner.name == "cache" && owner.wired != 0);
-    assert!(cache.is_none(), "all is accounted back: {cache:?}");
+    assert!(cache.is_none(), "the owner has no memory: {cache:?}");
 }
 
 #[test]
-fn what_is_read_of_lent_huge_pages_is_right_or_reported_lost() {
+fn data_read_from_lent_huge_pages_is_correct_or_reported_lost() {
     let (memory, worker, owner) = rig();
     let mut buffers: Vec<Buffer> =
         (0..3).map(|_| Buffer::new(&worker, worker.alloc_huge(owner).unwrap()).unwrap()).collect();
@@ -209,7 +209,7 @@ fn what_is_read_of_lent_huge_pages_is_right_or_reported_lost() {
 }
 
 #[test]
-fn what_is_armed_and_rewired_before_it_is_offered_stays() {
+fn a_page_rewired_before_it_is_offered_stays_resident() {
     let (memory, worker, owner) = rig();
     let armed = || {
         let mut buffer = SmallBuffer::new(worker.alloc(65536, owner).unwrap()).unwrap();
@@ -224,15 +224,13 @@ fn what_is_armed_and_rewired_before_it_is_offered_stays() {
         }
         memory.settle();
         let start = buffer.bytes(0..1).unwrap().as_ptr().addr();
-        // The kernel takes a lent page when nobody else holds it for a moment, as other tests' reclaim
-        // may.
+        // The kernel skips a lent page while another reclaimer has isolated it, as that of another test may.
         for _ in 0..20 {
             testing::take_everywhere(&[(start, 65536)]);
         }
         buffer
     };
-    // It does not take the advice at all if it cannot split a large page just then: others are asked
-    // until it has.
+    // The kernel ignores the advice if it cannot split a huge page: try other buffers until it does not.
     let mut buffer = armed();
     let mut refused = Vec::new();
     while buffer.resident(&memory) & 0b10 != 0 && refused.len() < 200 {

@@ -1,4 +1,4 @@
-//! Waiting for memory: in order, embedded in the future, never forgotten.
+//! Waiting for memory: the order, cancellation, and wake-ups.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -65,8 +65,8 @@ fn waiters_are_served_in_order() {
     worker.free(held.pop().unwrap());
     assert!(waiting[0].bell.rung() > 0, "the first is woken");
     assert_eq!(waiting[2].bell.rung(), 0, "the last is not");
-    assert!(waiting[1].poll().is_none(), "nobody overtakes, even when polled first");
-    assert!(worker.alloc(4096, owner).is_err(), "nor does a newcomer");
+    assert!(waiting[1].poll().is_none(), "a waiter does not overtake, even when polled first");
+    assert!(worker.alloc(4096, owner).is_err(), "nor does a new allocation");
     held.push(waiting[0].poll().unwrap());
     assert!(waiting[1].poll().is_none(), "one block, one waiter");
     worker.free(held.pop().unwrap());
@@ -79,7 +79,7 @@ fn waiters_are_served_in_order() {
 }
 
 #[test]
-fn one_who_gives_up_wakes_the_next() {
+fn a_cancelled_waiter_wakes_the_next_one() {
     let (memory, owner) = rig(4 * MIB);
     let worker = memory.worker(|| ());
     let mut held: Vec<Block> = (0..4).map(|_| worker.alloc(MIB, owner).unwrap()).collect();
@@ -95,7 +95,7 @@ fn one_who_gives_up_wakes_the_next() {
 }
 
 #[test]
-fn what_another_worker_caches_comes_to_the_waiter() {
+fn a_waiter_gets_memory_cached_by_another_worker() {
     let (memory, owner) = rig(4 * MIB);
     let woken = Arc::new(AtomicUsize::new(0));
     let count = woken.clone();
@@ -104,16 +104,16 @@ fn what_another_worker_caches_comes_to_the_waiter() {
     let blocks: Vec<Block> = (0..64).map(|_| rich.alloc(65536, owner).unwrap()).collect();
     let mut waiting = Waiting::new(&poor, 65536, owner);
     assert!(waiting.poll().is_none());
-    assert!(woken.load(Ordering::Relaxed) > 0, "all workers are asked to give back");
+    assert!(woken.load(Ordering::Relaxed) > 0, "all workers are requested to free their caches");
     let now = Instant::now();
     rich.poll(now);
     let mut blocks = blocks.into_iter();
     rich.free(blocks.next().unwrap());
-    assert!(waiting.bell.rung() > 0, "freed memory is not cached while somebody waits");
+    assert!(waiting.bell.rung() > 0, "freed memory is not cached while an allocation waits");
     let block = waiting.poll().unwrap();
     poor.free(block);
     blocks.for_each(|block| rich.free(block));
-    assert!(rich.cached_bytes() > 0, "and is again when nobody does");
+    assert!(rich.cached_bytes() > 0, "and is cached again afterwards");
 }
 
 #[test]
@@ -134,13 +134,13 @@ fn a_zone_limit_makes_only_its_own_zone_wait() {
     let mut waiting = Waiting::new(&worker, 65536, owner);
     assert!(waiting.poll().is_none());
     memory.set_zone_limit(65536, None);
-    assert!(waiting.bell.rung() > 0, "a raised limit is served at once");
+    assert!(waiting.bell.rung() > 0, "raising the limit wakes the waiter");
     let d = waiting.poll().unwrap();
     [b, c, d].into_iter().for_each(|block| worker.free(block));
 }
 
 #[test]
-fn what_can_never_be_had_is_refused_at_once() {
+fn a_length_that_can_never_be_allocated_is_refused_at_once() {
     let (memory, owner) = rig(4 * MIB);
     let worker = memory.worker(|| ());
     for len in [8 * MIB, ebb_mem::MAX_BLOCK_BYTES + 1, usize::MAX] {

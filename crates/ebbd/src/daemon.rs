@@ -344,7 +344,7 @@ fn elastic_memory(started: Instant, idle: IdleMemory) -> anyhow::Result<Arc<Memo
     options.lend = idle == IdleMemory::Lend;
     options.policy = match idle {
         IdleMemory::Lend => Policy::Elastic,
-        IdleMemory::Drop => Policy::Told,
+        IdleMemory::Drop => Policy::UntilPressure,
         IdleMemory::Keep => Policy::Static,
         IdleMemory::None => Policy::Uncached,
     };
@@ -388,7 +388,7 @@ fn keep_time(worker: &WorkerHandle, memory: Arc<Memory>) {
 
 /// Listens to what the host says of memory. A host that says nothing is no reason not to serve.
 fn listen_to_pressure() -> Option<Monitor> {
-    let mut options = ebb_mem::pressure::Options::new(u64::from(std::process::id()));
+    let mut options = ebb_mem::pressure::MonitorOptions::new(u64::from(std::process::id()));
     options.systemd = Watch::from_environment();
     options.on_lost_source = Some(Box::new(|finding| {
         tracing::warn!("no longer listening to memory pressure: {finding}");

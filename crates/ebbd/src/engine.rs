@@ -33,7 +33,7 @@ use ebb_export_nbd::Server;
 use ebb_export_xen::XenParameters;
 use ebb_io::{Io, Signal, WorkerHandle};
 use ebb_mem::Memory;
-use ebb_mem::pressure::State;
+use ebb_mem::pressure::PressureState;
 use ebb_volume::{Stop, Volume};
 use futures_lite::future::or;
 
@@ -179,7 +179,7 @@ impl Engine {
     }
 
     /// Answers memory pressure, or its end, as the daemon does when it is told by the host.
-    pub fn pressure(&self, memory: &Memory, grants: &XenParameters, state: State) {
+    pub fn pressure(&self, memory: &Memory, grants: &XenParameters, state: PressureState) {
         crate::pressure_response::act(memory, &self.cache, state);
         self.bdis.pressure(state.level);
         crate::pressure_response::shrink(grants, state);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use ebb_cache::Cache;
 use ebb_export_xen::XenParameters;
-use ebb_mem::pressure::{Cause, Level, Monitor, State, Subscription};
+use ebb_mem::pressure::{Cause, Level, Monitor, PressureState, Subscription};
 use ebb_mem::{ArenaStats, Memory, Reclaim};
 
 use crate::bdi::Bdis;
@@ -43,13 +43,13 @@ pub(crate) fn answer(
 }
 
 /// Mappings of guests' pages cost them memory only while they are short of it.
-pub(crate) fn shrink(grants: &XenParameters, state: State) {
+pub(crate) fn shrink(grants: &XenParameters, state: PressureState) {
     if state.cause.is_event() && state.level > Level::L1 {
         grants.shrink();
     }
 }
 
-pub(crate) fn act(memory: &Memory, cache: &Cache, state: State) {
+pub(crate) fn act(memory: &Memory, cache: &Cache, state: PressureState) {
     if !state.cause.is_event() {
         if state.level == Level::L0 {
             memory.calm();

@@ -1,26 +1,26 @@
-//! The advisor's side of the books: what is offered when, claiming batches, entering outcomes.
+//! The arena's functions for the advisor: when pages are offered, claiming batches, recording results.
 
-use super::{Arena, Kind};
+use super::{Arena, ExtentUse};
 use crate::bits::Pages;
 use crate::class::EXTENT_PAGES;
 use crate::sys::{Advice, BATCH, Span};
 
-/// Most pages one advisory call covers (32 MiB, about 2 ms): bounds how long the kernel holds its lock
-/// for us, and lets the advisor and its helper end together.
+/// Largest number of pages in one `madvise` call (32 MiB, about 2 ms): bounds how long the kernel holds
+/// `mmap_lock`, and lets the advisor and its helper finish at about the same time.
 const BATCH_PAGES: usize = 16 * EXTENT_PAGES;
 
 impl Arena {
-    /// Offers those pages freed to cool that nobody has taken since the last call, so that the rest
-    /// is what is in turnover: to be lent, or returned under pressure. True if some wait for the next
-    /// call.
+    /// Offers pages freed with [`super::Give::Cool`] that have not been allocated since the last call: to
+    /// be lent, or under pressure returned. Memory that is being reused stays wired. True if pages wait for
+    /// the next call.
     pub(crate) fn sweep(&mut self) -> bool {
         let advice = if self.prefer_return { Advice::Return } else { Advice::Lend };
         let mut from = 0;
         while let Some(extent) = self.cooling.first_from(from) {
             let x = self.extent(extent);
-            let idle = x.resting;
-            x.resting = x.free.and(&x.wired).without(&idle);
-            if x.resting.is_empty() {
+            let idle = x.idle;
+            x.idle = x.free.and(&x.wired).without(&idle);
+            if x.idle.is_empty() {
                 self.cooling.remove(extent);
             }
             self.offer_pages(extent, &idle, advice);
@@ -34,7 +34,7 @@ impl Arena {
         !self.cooling.is_empty()
     }
 
-    /// Offers every free page at once: lent, or returned (then lent ones are, too).
+    /// Offers every free page at once: to be lent, or to be returned (then the lent ones, too).
     pub(crate) fn offer_free(&mut self, advice: Advice) {
         for extent in 0..self.extents.len() {
             if let Some(x) = &self.extents[extent] {
@@ -45,7 +45,7 @@ impl Arena {
         self.cooling.clear();
     }
 
-    /// Under pressure lending is not enough: free pages are returned.
+    /// Under pressure lending is not enough: free pages are to be returned.
     pub(crate) fn set_prefer_return(&mut self, on: bool) {
         self.prefer_return = on;
     }
@@ -54,12 +54,12 @@ impl Arena {
         self.prefer_return
     }
 
-    /// Whether the advisor has something that should not wait for more to batch.
+    /// Whether the advisor has work that should not wait for a larger batch.
     pub(crate) fn urgent(&self) -> bool {
         self.urgent || self.counts.offered >= BATCH
     }
 
-    /// Hands the advisor its next batch: up to [`BATCH`] spans of offered pages, now advising.
+    /// Claims the advisor's next batch: up to [`BATCH`] spans of offered pages, which become *advising*.
     pub(crate) fn claim(&mut self, spans: &mut [Span; BATCH]) -> (usize, Advice) {
         let mut chosen: Option<Advice> = None;
         let (mut count, mut total) = (0, 0);
@@ -114,9 +114,9 @@ impl Arena {
         (count, chosen.unwrap_or(Advice::Lend))
     }
 
-    /// The advisor's call for `span` is back.
+    /// Records the result of the advisor's call for `span`.
     pub(crate) fn complete(&mut self, span: Span, advice: Advice, done: bool) {
-        for (extent, pages) in Arena::parts(span) {
+        for (extent, pages) in Arena::by_extent(span) {
             let x = self.extent(extent);
             debug_assert!(pages.without(&x.advising).is_empty(), "completed what was claimed");
             x.advising = x.advising.without(&pages);
@@ -144,7 +144,7 @@ impl Arena {
                     self.counts.wired += count;
                 }
             }
-            if let Kind::Class(class) = kind
+            if let ExtentUse::Class(class) = kind
                 && !free.is_empty()
                 && !(done && advice == Advice::Return)
             {

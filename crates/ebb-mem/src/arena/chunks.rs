@@ -1,40 +1,40 @@
-//! Address space in use: which parts of the arena may be touched at all.
+//! Opening and closing of address space: which parts of the arena are accessible.
 //!
-//! The reservation is made without access, so that no kernel charges for it (`vm.overcommit_memory=2` and
-//! `RLIMIT_DATA` count what could be written, not what is). A **chunk**, some consecutive extents, is
-//! *opened* before the first of them is taken and, where the kernel charges, *closed* when nothing is left
-//! in any. Each is one system call, made with the books unlocked; meanwhile the chunk is neither open nor
-//! closed, and nobody takes from it.
+//! The reservation is mapped without access, so that the kernel does not charge for it
+//! (`vm.overcommit_memory=2` and `RLIMIT_DATA` count writable memory, touched or not). A **chunk**, some
+//! consecutive extents, is *opened* before its first extent is allocated. Where the kernel charges, it is
+//! *closed* when it has no page in any state. Each is one system call, made with the arena unlocked; during
+//! the call the chunk is neither open nor closed, and its extents cannot be allocated.
 //!
 //! Invariants: only extents of open chunks are in [`Arena::free`] or in use; a chunk that is being closed
-//! has no page in any state. There are at most [`CHUNKS`] of them, which bounds the mappings that the
-//! process has because of them, however they are scattered: `vm.max_map_count` is 65,530 by default.
+//! has no page in any state. There are at most [`CHUNKS`] chunks, which bounds the number of mappings:
+//! `vm.max_map_count` is 65,530 by default.
 
-use super::{Arena, Kind};
+use super::{Arena, ExtentUse};
 use crate::bits::Extents;
 use crate::class::EXTENT_PAGES;
 use crate::sys::Span;
 
-/// Most chunks of an arena. Each has one mapping here and one of the saved words at most.
+/// Largest number of chunks of an arena. Each has at most one mapping here and one of the saved words.
 const CHUNKS: usize = 4096;
 
-/// See the module.
-pub(super) struct Chunks {
+/// The chunks by state: see the module.
+pub(super) struct ArenaChunks {
     /// Extents in a chunk.
     pub(super) extents: usize,
-    /// To be opened when there is no room in the others.
+    /// Closed chunks: opened when the open ones have no room.
     pub(super) closed: Extents,
     /// Being opened or closed, or lost.
-    away: Extents,
-    /// Open ones in which the last page may have been returned.
+    changing: Extents,
+    /// Open chunks whose last page may have been returned.
     empty: Extents,
-    /// How many are being closed.
+    /// Number of chunks being closed.
     closing: usize,
-    /// Whether closing has a use here.
+    /// Whether chunks are closed at all.
     closes: bool,
 }
 
-/// Chunks that are being opened.
+/// ArenaChunks that are being opened.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Opening {
     first: usize,
@@ -48,7 +48,7 @@ impl Opening {
         (0..64).filter(move |bit| self.which >> bit & 1 == 1).map(move |bit| self.first + bit)
     }
 
-    /// What to open.
+    /// The spans to open.
     pub(crate) fn spans(self) -> impl Iterator<Item = Span> {
         let pages = self.extents * EXTENT_PAGES;
         self.chunks().map(move |chunk| Span { page: chunk * pages, pages })
@@ -62,46 +62,46 @@ pub(crate) struct Closing {
     pub(crate) span: Span,
 }
 
-/// What the attempt to close a chunk came to.
+/// The result of closing a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Closed {
     Yes,
-    /// The kernel refused; it is as it was.
+    /// The kernel refused; the chunk is unchanged.
     No,
-    /// Something else may be at these addresses now: they are not used again.
+    /// Another mapping may have these addresses now: they are not used again.
     Lost,
 }
 
-impl Chunks {
-    /// Everything is open and stays so.
-    pub(super) fn none() -> Chunks {
+impl ArenaChunks {
+    /// No chunks: everything is open and stays so.
+    pub(super) fn none() -> ArenaChunks {
         let none = || Extents::new(0);
-        let (closed, away, empty) = (none(), none(), none());
-        Chunks { extents: 1, closed, away, empty, closing: 0, closes: false }
+        let (closed, changing, empty) = (none(), none(), none());
+        ArenaChunks { extents: 1, closed, changing, empty, closing: 0, closes: false }
     }
 }
 
 impl Arena {
-    /// Extents in a chunk of an arena of so many.
+    /// Extents in a chunk of an arena with `total` extents.
     pub(crate) fn chunk_extents(total: usize) -> usize {
         total.div_ceil(CHUNKS).next_power_of_two()
     }
 
-    /// Closes everything, before anything is taken: chunks of `extents` extents, which divides both
-    /// regions. With `closes` those that are empty are closed again.
+    /// Marks everything as closed, before the first allocation: chunks of `extents` extents, which divides
+    /// both regions. With `closes`, chunks that become empty are closed again.
     pub(crate) fn close_all(&mut self, extents: usize, closes: bool) {
         debug_assert!(self.small.is_multiple_of(extents));
         let count = self.extents.len() / extents;
         let mut closed = Extents::new(count);
         (0..count).for_each(|chunk| closed.insert(chunk));
-        let (away, empty) = (Extents::new(count), Extents::new(count));
+        let (changing, empty) = (Extents::new(count), Extents::new(count));
         self.free.clear();
-        self.chunks = Chunks { extents, closed, away, empty, closing: 0, closes };
+        self.chunks = ArenaChunks { extents, closed, changing, empty, closing: 0, closes };
     }
 
     /// Pages in open chunks.
     pub(crate) fn open_pages(&self) -> usize {
-        let shut = (self.chunks.closed.len() + self.chunks.away.len()) * self.chunks.extents;
+        let shut = (self.chunks.closed.len() + self.chunks.changing.len()) * self.chunks.extents;
         (self.extents.len() - shut) * EXTENT_PAGES
     }
 
@@ -110,12 +110,13 @@ impl Arena {
         !self.chunks.closed.is_empty() && self.chunks.closed.contains(chunk)
     }
 
-    /// Whether `need` extents in a row can be had in a region by opening some.
+    /// Whether opening chunks can provide `need` consecutive extents in a region.
     pub(super) fn can_open(&mut self, need: usize, huge: bool) -> bool {
         self.openable(need, huge).is_some()
     }
 
-    /// The first of `need` extents in a row, each free or in a closed chunk, one of which is closed.
+    /// The first of `need` consecutive extents that are free or in a closed chunk, at least one of them
+    /// in a closed chunk.
     fn openable(&mut self, need: usize, huge: bool) -> Option<usize> {
         let (mut from, end) = if huge { (self.small, self.extents.len()) } else { (0, self.small) };
         loop {
@@ -124,7 +125,7 @@ impl Arena {
             if closed * size >= end {
                 return None;
             }
-            // Free extents right before it count, too.
+            // Free extents directly before it count, too.
             let mut first = (closed * size).max(from);
             while first > from && first + need > closed * size + 1 && self.is_idle(first - 1) {
                 first -= 1;
@@ -146,7 +147,7 @@ impl Arena {
         self.free.contains(extent) && self.extent(extent).advising.is_empty()
     }
 
-    /// Begins to open what `need` extents in a row take; `None`: there is no address space left.
+    /// Begins to open the chunks for `need` consecutive extents; `None`: no address space remains.
     pub(crate) fn open_begin(&mut self, need: usize, huge: bool) -> Option<Opening> {
         let start = self.openable(need, huge)?;
         let size = self.chunks.extents;
@@ -155,18 +156,18 @@ impl Arena {
         for chunk in first..=last {
             if self.chunks.closed.contains(chunk) {
                 self.chunks.closed.remove(chunk);
-                self.chunks.away.insert(chunk);
+                self.chunks.changing.insert(chunk);
                 which |= 1 << (chunk - first);
             }
         }
         Some(Opening { first, which, extents: size })
     }
 
-    /// The call for one of the spans of an [`Opening`] is back.
+    /// Records the result of the call for one span of an [`Opening`].
     pub(crate) fn open_end(&mut self, span: Span, done: bool) {
         let size = self.chunks.extents;
         let chunk = span.page / (size * EXTENT_PAGES);
-        self.chunks.away.remove(chunk);
+        self.chunks.changing.remove(chunk);
         if done {
             (chunk * size..(chunk + 1) * size).for_each(|extent| self.free.insert(extent));
         } else {
@@ -183,9 +184,9 @@ impl Arena {
 
     /// Free, and no page in any state.
     fn is_blank(&self, extent: usize) -> bool {
-        let blank = self.extents[extent]
-            .as_ref()
-            .is_none_or(|x| x.kind == Kind::Free && x.warm().is_empty() && x.advising.is_empty());
+        let blank = self.extents[extent].as_ref().is_none_or(|x| {
+            x.kind == ExtentUse::Free && x.warm().is_empty() && x.advising.is_empty()
+        });
         blank && self.free.contains(extent)
     }
 
@@ -199,7 +200,7 @@ impl Arena {
         self.chunks.closing > 0
     }
 
-    /// Begins to close a chunk that waits for it. `None`: none is empty after all.
+    /// Begins to close a chunk that waits for it; `None`: no chunk is empty.
     pub(crate) fn close_begin(&mut self) -> Option<Closing> {
         let size = self.chunks.extents;
         while let Some(chunk) = self.chunks.empty.first_from(0) {
@@ -207,7 +208,7 @@ impl Arena {
             let extents = chunk * size..(chunk + 1) * size;
             if extents.clone().all(|extent| self.is_blank(extent)) {
                 extents.for_each(|extent| self.free.remove(extent));
-                self.chunks.away.insert(chunk);
+                self.chunks.changing.insert(chunk);
                 self.chunks.closing += 1;
                 let pages = size * EXTENT_PAGES;
                 return Some(Closing { chunk, span: Span { page: chunk * pages, pages } });
@@ -216,12 +217,12 @@ impl Arena {
         None
     }
 
-    /// The call that closes it is back.
+    /// Records the result of the call that closes a chunk.
     pub(crate) fn close_end(&mut self, closing: Closing, closed: Closed) {
         self.chunks.closing -= 1;
         match closed {
             Closed::Yes => {
-                self.chunks.away.remove(closing.chunk);
+                self.chunks.changing.remove(closing.chunk);
                 self.chunks.closed.insert(closing.chunk);
             }
             Closed::No => self.open_end(closing.span, true),
@@ -229,11 +230,12 @@ impl Arena {
         }
     }
 
-    /// Whether an extent that is nobody's is not free because its chunk is not open.
+    /// Whether an extent is unavailable because its chunk is not open.
     #[cfg(test)]
-    pub(super) fn is_shut(&self, extent: usize) -> bool {
+    pub(super) fn is_unavailable(&self, extent: usize) -> bool {
         let chunk = extent / self.chunks.extents;
-        self.is_closed(extent) || (!self.chunks.away.is_empty() && self.chunks.away.contains(chunk))
+        self.is_closed(extent)
+            || (!self.chunks.changing.is_empty() && self.chunks.changing.contains(chunk))
     }
 }
 
@@ -271,28 +273,28 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_taken_before_it_is_open_and_empty_chunks_are_closed_again() {
+    fn nothing_is_allocated_before_it_is_open_and_empty_chunks_are_closed_again() {
         let mut arena = arena(8, 4);
         assert_eq!(arena.open_pages(), 0);
-        assert_eq!(arena.take(CLASS), Err(Shortage::Shut));
+        assert_eq!(arena.take(CLASS), Err(Shortage::Closed));
         assert_eq!(open(&mut arena, 1, false), [0]);
         assert_eq!(arena.open_pages(), 4 * EXTENT_PAGES);
         let pages: Vec<_> = (0..8).map(|_| arena.take(CLASS).unwrap()).collect();
         assert!(pages.iter().all(|&page| page < 4 * EXTENT_PAGES));
-        assert_eq!(arena.take(CLASS), Err(Shortage::Shut));
-        // Opened by one, and the kernel refuses: it may be tried again.
+        assert_eq!(arena.take(CLASS), Err(Shortage::Closed));
+        // The kernel refuses: opening may be tried again.
         let refused = arena.open_begin(1, false).unwrap();
         refused.spans().for_each(|span| arena.open_end(span, false));
-        assert_eq!(arena.take(CLASS), Err(Shortage::Shut));
+        assert_eq!(arena.take(CLASS), Err(Shortage::Closed));
         assert_eq!(open(&mut arena, 1, false), [1]);
-        // While the last one is being opened there is nothing left to open, and nothing to take.
+        // No chunk remains to be opened, and all open ones are in use.
         let more: Vec<_> = (0..8).map(|_| arena.take(CLASS).unwrap()).collect();
-        assert_eq!(arena.take(CLASS), Err(Shortage::Budget), "of small pages there is no more");
+        assert_eq!(arena.take(CLASS), Err(Shortage::Budget), "no small pages remain");
 
-        // All of the first chunk goes back, but is only lent at first.
+        // All of the first chunk is freed, but only lent at first.
         pages.iter().for_each(|&page| arena.give(page, CLASS, Give::Lend));
         advise(&mut arena);
-        assert!(!arena.may_close(), "lent memory may still be there");
+        assert!(!arena.may_close(), "lent memory may still be resident");
         arena.offer_free(Advice::Return);
         advise(&mut arena);
         assert!(arena.may_close() && !arena.settled());
@@ -308,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_that_is_used_again_or_cannot_be_closed_stays() {
+    fn a_chunk_that_is_used_again_or_cannot_be_closed_stays_open() {
         let mut arena = arena(4, 0);
         open(&mut arena, 1, false);
         let page = arena.take(CLASS).unwrap();
@@ -334,7 +336,7 @@ mod tests {
     #[test]
     fn runs_open_what_they_lack_and_no_more() {
         let mut arena = arena(16, 8);
-        assert_eq!(arena.take_run(6 * EXTENT_PAGES, false), Err(Shortage::Shut));
+        assert_eq!(arena.take_run(6 * EXTENT_PAGES, false), Err(Shortage::Closed));
         assert_eq!(open(&mut arena, 6, false), [0, 1]);
         let first = arena.take_run(6 * EXTENT_PAGES, false).unwrap();
         assert_eq!(first, 0);
@@ -342,16 +344,16 @@ mod tests {
         assert_eq!(open(&mut arena, 5, false), [2]);
         let second = arena.take_run(5 * EXTENT_PAGES, false).unwrap();
         assert_eq!(second, 6 * EXTENT_PAGES);
-        assert_eq!(arena.take_run(EXTENT_PAGES, true), Err(Shortage::Shut));
+        assert_eq!(arena.take_run(EXTENT_PAGES, true), Err(Shortage::Closed));
         assert_eq!(open(&mut arena, 1, true), [4]);
         assert_eq!(arena.take_run(EXTENT_PAGES, true), Ok(16 * EXTENT_PAGES));
         assert_eq!(arena.take_run(6 * EXTENT_PAGES, false), Err(Shortage::Budget));
-        // What is in use parts the space.
+        // Runs in use divide the free space.
         arena.give_run(first, Give::Return);
         assert_eq!(arena.take_run(7 * EXTENT_PAGES, false), Err(Shortage::Budget));
         assert_eq!(
             arena.take_run(5 * EXTENT_PAGES, false).map(|_| ()),
-            Err(Shortage::Shut).or(Ok(()))
+            Err(Shortage::Closed).or(Ok(()))
         );
         arena.check();
     }

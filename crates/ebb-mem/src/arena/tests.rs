@@ -1,4 +1,4 @@
-//! The books against a model: random operations, and after each of them every invariant.
+//! The arena against a model: random operations, with a check of every invariant after each.
 
 use std::collections::BTreeMap;
 
@@ -48,12 +48,12 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A block somebody holds.
+/// An allocated block.
 #[derive(Clone, Debug)]
 struct Held {
     pages: usize,
     class: Option<usize>,
-    /// Pages its holder has offered and may not touch.
+    /// Pages that its user has offered and may not access.
     offered: Option<Span>,
     pinned: bool,
 }
@@ -74,12 +74,12 @@ impl Model {
     fn hold(&mut self, page: usize, pages: usize, class: Option<usize>) {
         let before = self.held.range(..page + pages).next_back();
         if let Some((start, block)) = before {
-            assert!(start + block.pages <= page, "handed out twice");
+            assert!(start + block.pages <= page, "allocated twice");
         }
         self.held.insert(page, Held { pages, class, offered: None, pinned: false });
     }
 
-    /// Whether somebody may touch one of the span's pages.
+    /// Whether a user may access a page of the span.
     fn touches(&self, span: Span) -> bool {
         let in_use = |page: usize| {
             self.held.range(..=page).next_back().is_some_and(|(start, block)| {
@@ -131,16 +131,16 @@ fn run(arena: &mut Arena, model: &mut Model, step: &Step) {
             let from = from % block.pages;
             let span = Span { page: page + from, pages: count.min(block.pages - from) };
             block.offered = Some(span);
-            arena.offer_held(span);
+            arena.offer_allocated(span);
         }
         Step::Retake(which) => {
             let Some(page) = model.pick(which) else { return };
             let Some(block) = model.held.get_mut(&page) else { return };
             let Some(span) = block.offered else { return };
             match arena.retake(span) {
-                Retake::Taken => block.offered = None,
+                Retake::Wired => block.offered = None,
                 Retake::Busy => assert!(arena.is_busy(span)),
-                Retake::Short => assert!(!arena.has_room(span.pages)),
+                Retake::Exhausted => assert!(!arena.has_room(span.pages)),
             }
         }
         Step::Pin(which) => {
@@ -186,17 +186,17 @@ fn run(arena: &mut Arena, model: &mut Model, step: &Step) {
 
 fn check(arena: &mut Arena, model: &Model) {
     arena.check();
-    // What the kernel refuses to take stays wired, whatever the ceiling.
+    // Pages whose advice the kernel refuses stay wired, even above the ceiling.
     assert!(model.refused || arena.counts().wired <= arena.ceiling(), "the ceiling holds");
     for (spans, _) in &model.calls {
         for &span in spans {
-            assert!(!model.touches(span), "advised memory is in nobody's hands: {span:?}");
+            assert!(!model.touches(span), "advised memory is not in use: {span:?}");
         }
     }
     for (&page, block) in &model.held {
         let whole = Span { page, pages: block.pages };
         match block.offered {
-            None => assert!(arena.in_use(whole), "what is held is wired"),
+            None => assert!(arena.in_use(whole), "allocated pages are wired"),
             Some(_) => assert!(!block.pinned),
         }
     }
@@ -205,10 +205,10 @@ fn check(arena: &mut Arena, model: &Model) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
 
-    /// Design §3: never advise a page that is in use, registered, pinned or in flight; every gauge
-    /// exact; no page handed out twice.
+    /// No page in use, registered, pinned or in flight is advised; every gauge is exact; no page is
+    /// allocated twice.
     #[test]
-    fn no_advised_range_meets_one_in_use(
+    fn no_advised_range_overlaps_one_in_use(
         steps in prop::collection::vec(step(), 1..200),
         ceiling in 600..6000usize,
         lending in any::<bool>(),
@@ -219,7 +219,7 @@ proptest! {
             run(&mut arena, &mut model, &step);
             check(&mut arena, &model);
         }
-        // And all of it comes back.
+        // And everything can be freed.
         run(&mut arena, &mut model, &Step::Complete(true));
         for (page, block) in std::mem::take(&mut model.held) {
             if block.pinned {
@@ -245,28 +245,28 @@ fn an_offer_is_cancelled_by_taking_but_not_while_advised() {
     let mut arena = Arena::new(SMALL, HUGE, 4096, true);
     let page = arena.take(0).unwrap();
     let span = Span { page, pages: 1 };
-    arena.offer_held(span);
-    assert_eq!(arena.retake(span), Retake::Taken);
+    arena.offer_allocated(span);
+    assert_eq!(arena.retake(span), Retake::Wired);
     let mut spans = [Span::default(); BATCH];
-    assert_eq!(arena.claim(&mut spans).0, 0, "nothing is left to advise");
-    arena.offer_held(span);
+    assert_eq!(arena.claim(&mut spans).0, 0, "nothing remains to be advised");
+    arena.offer_allocated(span);
     assert_eq!(arena.claim(&mut spans).0, 1);
     assert_eq!(arena.retake(span), Retake::Busy);
     arena.complete(span, Advice::Lend, true);
-    assert_eq!(arena.retake(span), Retake::Taken);
+    assert_eq!(arena.retake(span), Retake::Wired);
 }
 
 #[test]
-fn a_free_block_being_advised_is_passed_over_for_another() {
+fn a_free_block_being_advised_is_skipped() {
     let mut arena = Arena::new(SMALL, HUGE, 4096, true);
     let page = arena.take(4).unwrap();
     arena.give(page, 4, Give::Lend);
     let mut spans = [Span::default(); BATCH];
     assert_eq!(arena.claim(&mut spans).0, 1);
     let other = arena.take(4).unwrap();
-    assert_ne!(other, page, "the taker does not wait");
+    assert_ne!(other, page, "the allocation does not wait");
     arena.complete(spans[0], Advice::Lend, true);
-    assert_eq!(arena.take(4), Ok(page), "lent memory is taken before new memory");
+    assert_eq!(arena.take(4), Ok(page), "lent memory is allocated before new memory");
 }
 
 #[test]
@@ -288,7 +288,7 @@ fn a_batch_is_bounded_and_neighbours_are_joined() {
     let (count, advice) = arena.claim(&mut spans);
     assert_eq!((count, advice), (1, Advice::Return));
     assert!(spans[0].pages > EXTENT_PAGES, "several extents in one span");
-    assert_eq!(arena.counts().offered, 2048 - spans[0].pages, "the rest at the next round");
+    assert_eq!(arena.counts().offered, 2048 - spans[0].pages, "the remainder is in the next batch");
 }
 
 #[test]
@@ -296,8 +296,8 @@ fn pinned_pages_are_never_offered() {
     let mut arena = Arena::new(SMALL, HUGE, 4096, true);
     let page = arena.take(3).unwrap();
     arena.pin(Span { page: page + 2, pages: 3 }, true);
-    // Even by a holder that breaks the rules.
-    arena.offer_held(Span { page, pages: 8 });
+    // Even by a user that violates the contract.
+    arena.offer_allocated(Span { page, pages: 8 });
     arena.check();
     assert_eq!((arena.counts().offered, arena.counts().wired), (5, 3));
     let mut spans = [Span::default(); BATCH];
@@ -322,7 +322,7 @@ fn a_run_stays_warm_for_one_sweep_and_is_lent_at_the_next() {
     let mut arena = Arena::new(SMALL, HUGE, 8192, true);
     let page = arena.take_run(700, false).unwrap();
     arena.give_run(page, Give::Cool);
-    assert!(arena.sweep(), "fresh: it waits for the next sweep");
+    assert!(arena.sweep(), "just freed: it waits for the next sweep");
     assert_eq!(arena.counts().wired, 700);
     assert_eq!(arena.take_run(700, false), Ok(page));
     arena.give_run(page, Give::Cool);
@@ -332,7 +332,7 @@ fn a_run_stays_warm_for_one_sweep_and_is_lent_at_the_next() {
 }
 
 #[test]
-fn blocks_in_turnover_stay_wired_and_those_beside_them_go() {
+fn reused_blocks_stay_wired_and_unused_ones_are_released() {
     for (pressed, advice) in [(false, Advice::Lend), (true, Advice::Return)] {
         let mut arena = Arena::new(SMALL, HUGE, 8192, true);
         arena.set_prefer_return(pressed);
@@ -353,8 +353,8 @@ fn blocks_in_turnover_stay_wired_and_those_beside_them_go() {
                 offered += span.pages;
             }
         }
-        assert_eq!(offered, 32 * 32, "what was not needed");
-        assert_eq!(arena.counts().wired, 8 * 32, "what was, each time anew");
+        assert_eq!(offered, 32 * 32, "the blocks that were not needed");
+        assert_eq!(arena.counts().wired, 8 * 32, "the blocks that were reused");
         assert!(!arena.sweep());
         assert_eq!((arena.counts().wired, arena.counts().offered), (0, 8 * 32));
     }

@@ -1,4 +1,4 @@
-//! The own memory cgroup, in whichever hierarchy it is found.
+//! The memory cgroup of this process, version 1 or 2.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -8,26 +8,26 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFlags, eventfd};
 use rustix::fs::OFlags;
 
-use super::files::{Roots, SMALL, Watched, open, read};
+use super::files::{OpenFile, Roots, SMALL, open, read};
 use super::parse;
 use super::psi::write_once;
-use super::report::{Report, SourceKind};
+use super::report::{SourceKind, SourceReport};
 use super::signals::{Cgroup, Signals};
-use super::source::{Gone, Source};
+use super::source::{Source, SourceLost};
 
-/// How old the limits may get: an operator may change them at any time.
+/// Largest age of the limits: an operator may change them at any time.
 const LIMIT_AGE: Duration = Duration::from_secs(1);
 
-/// A hierarchy and the own place in it.
+/// A hierarchy, and the directory of this process's cgroup in it.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct CgroupPlace {
     pub(super) mount: PathBuf,
     pub(super) own: PathBuf,
 }
 
-impl Place {
-    /// The own path below `mount`. Where it is not visible there (a container that sees its own
-    /// cgroup as the root), or leads out, the mount itself.
+impl CgroupPlace {
+    /// The path below `mount`; the mount itself where the path does not exist there (a container that sees
+    /// its own cgroup as the root) or leads out of it.
     fn new(mount: PathBuf, path: &str) -> Self {
         let relative = Path::new(path.trim_start_matches('/'));
         let plain = relative.components().all(|part| matches!(part, Component::Normal(_)));
@@ -37,7 +37,7 @@ impl Place {
         Self { mount, own }
     }
 
-    /// The own directory and those above it, up to the mount.
+    /// The cgroup's directory and those above it, up to the mount.
     pub(super) fn levels(&self) -> impl Iterator<Item = &Path> {
         self.own.ancestors().take_while(|dir| dir.starts_with(&self.mount))
     }
@@ -47,8 +47,8 @@ impl Place {
     }
 }
 
-/// The own places in the unified hierarchy and in version 1's memory hierarchy.
-pub(super) fn places(roots: &Roots) -> (Option<Place>, Option<Place>) {
+/// This process's cgroups in the unified hierarchy and in version 1's memory hierarchy.
+pub(super) fn places(roots: &Roots) -> (Option<CgroupPlace>, Option<CgroupPlace>) {
     let Ok(text) = read(&roots.proc.join("self/cgroup"), SMALL) else {
         return (None, None);
     };
@@ -57,19 +57,19 @@ pub(super) fn places(roots: &Roots) -> (Option<Place>, Option<Place>) {
         [roots.cgroup.clone(), roots.cgroup.join("unified")]
             .into_iter()
             .find(|mount| mount.join("cgroup.controllers").exists())
-            .map(|mount| Place::new(mount, path))
+            .map(|mount| CgroupPlace::new(mount, path))
     });
     let v1 = memory.and_then(|path| {
         let mount = roots.cgroup.join("memory");
-        mount.join("memory.usage_in_bytes").exists().then(|| Place::new(mount, path))
+        mount.join("memory.usage_in_bytes").exists().then(|| CgroupPlace::new(mount, path))
     });
     (v2, v1)
 }
 
-/// The own groups of both versions and those above them, each version from the own one upwards.
+/// This process's cgroups of both versions and those above them; of each version, the lowest first.
 pub(super) fn levels(roots: &Roots) -> Vec<(SourceKind, PathBuf)> {
     let (v2, v1) = places(roots);
-    let list = |kind, place: Option<Place>| {
+    let list = |kind, place: Option<CgroupPlace>| {
         place
             .map(|place| place.levels().map(|dir| (kind, dir.to_path_buf())).collect::<Vec<_>>())
             .unwrap_or_default()
@@ -79,16 +79,16 @@ pub(super) fn levels(roots: &Roots) -> Vec<(SourceKind, PathBuf)> {
     all
 }
 
-/// A figure in a small file; `None` if it is absent or not understood.
+/// A figure in a small file; `None` if it is missing or cannot be parsed.
 pub(super) fn figure(path: &Path) -> Option<u64> {
     parse::size(&read(path, SMALL).ok()?)
 }
 
-/// Which files say what, in one version.
+/// The file names of one version.
 pub(super) struct Names {
     pub(super) used: &'static str,
     limits: &'static [&'static str],
-    /// Counters of limits met: `key value` lines in version 2, one figure in version 1.
+    /// Counters of reached limits: `key value` lines in version 2, one figure in version 1.
     events: &'static str,
 }
 
@@ -123,31 +123,35 @@ impl Names {
     }
 }
 
-/// The files of one cgroup: use, limits, and counters of limits met.
-pub(super) struct Files {
+/// The files of one cgroup: usage, limits, and counters of reached limits.
+pub(super) struct CgroupFiles {
     kind: SourceKind,
     dir: PathBuf,
-    used: Option<Watched>,
-    limits: Vec<Watched>,
+    used: Option<OpenFile>,
+    limits: Vec<OpenFile>,
     limit: Option<(Instant, Option<u64>)>,
     /// Version 2: `memory.events`, which also wakes. Version 1: `memory.failcnt`.
-    events: Option<Watched>,
+    events: Option<OpenFile>,
     /// Version 1: `memory.oom_control`.
-    oom: Option<Watched>,
+    oom: Option<OpenFile>,
     counted: Option<(u64, u64)>,
 }
 
-impl Files {
-    /// Watches the level with the lowest limit, as that is the one that will be met; without any
-    /// limit the own one.
-    pub(super) fn probe(kind: SourceKind, place: &Place, report: &mut Report) -> Option<Self> {
+impl CgroupFiles {
+    /// Watches the directory with the lowest limit, which is reached first; without any limit, the
+    /// process's own.
+    pub(super) fn probe(
+        kind: SourceKind,
+        place: &CgroupPlace,
+        report: &mut SourceReport,
+    ) -> Option<Self> {
         let names = Names::of(kind);
         let bound = place
             .levels()
             .filter_map(|dir| names.limit(dir).map(|limit| (limit, dir)))
             .min_by_key(|(limit, _)| *limit);
         let dir = bound.map_or(place.own.as_path(), |(_, dir)| dir);
-        let watch = |name: &str| Watched::open(&dir.join(name)).ok();
+        let watch = |name: &str| OpenFile::open(&dir.join(name)).ok();
         let files = Self {
             kind,
             dir: dir.to_path_buf(),
@@ -171,7 +175,7 @@ impl Files {
         Some(files)
     }
 
-    fn limit(&mut self, now: Instant) -> Result<Option<u64>, Gone> {
+    fn limit(&mut self, now: Instant) -> Result<Option<u64>, SourceLost> {
         if let Some((at, limit)) = self.limit
             && now.duration_since(at) < LIMIT_AGE
         {
@@ -179,7 +183,7 @@ impl Files {
         }
         let mut lowest = None;
         for file in &mut self.limits {
-            let value = parse::size(look(file)?).filter(|value| *value != u64::MAX);
+            let value = parse::size(read_text(file)?).filter(|value| *value != u64::MAX);
             lowest = match (lowest, value) {
                 (Some(one), Some(other)) => Some(u64::min(one, other)),
                 (one, other) => one.or(other),
@@ -189,12 +193,12 @@ impl Files {
         Ok(lowest)
     }
 
-    /// Counters since the cgroup began: limits met, and times out of memory.
-    fn counters(&mut self) -> Result<Option<(u64, u64)>, Gone> {
+    /// Counters since the cgroup was created: how often a limit was reached, and out-of-memory events.
+    fn counters(&mut self) -> Result<Option<(u64, u64)>, SourceLost> {
         let Some(file) = &mut self.events else {
             return Ok(None);
         };
-        let text = look(file)?;
+        let text = read_text(file)?;
         if self.kind == SourceKind::CgroupV1 {
             return Ok(parse::size(text).map(|count| (count, 0)));
         }
@@ -207,11 +211,11 @@ impl Files {
     }
 }
 
-fn look(file: &mut Watched) -> Result<&str, Gone> {
-    file.look().map_err(|error| Gone(error.to_string()))
+fn read_text(file: &mut OpenFile) -> Result<&str, SourceLost> {
+    file.read_text().map_err(|error| SourceLost(error.to_string()))
 }
 
-impl Source for Files {
+impl Source for CgroupFiles {
     fn kind(&self) -> SourceKind {
         self.kind
     }
@@ -221,15 +225,15 @@ impl Source for Files {
     }
 
     fn wait(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
-        // Each look at the file takes the wake back. The kernel adds POLLERR to it; it means nothing.
+        // Reading the file clears the event. The kernel always sets POLLERR with it.
         let events = self.events.as_ref().filter(|_| self.kind == SourceKind::CgroupV2)?;
         Some((events.fd(), PollFlags::PRI))
     }
 
-    fn sample(&mut self, now: Instant, _: bool, s: &mut Signals) -> Result<(), Gone> {
+    fn sample(&mut self, now: Instant, _: bool, s: &mut Signals) -> Result<(), SourceLost> {
         let limit = self.limit(now)?;
         let used = match &mut self.used {
-            Some(file) => parse::size(look(file)?),
+            Some(file) => parse::size(read_text(file)?),
             None => None,
         };
         let mut cgroup = Cgroup { used, limit, ..Cgroup::default() };
@@ -241,17 +245,17 @@ impl Source for Files {
             self.counted = Some((reclaims, oom));
         }
         if let Some(file) = &mut self.oom {
-            cgroup.under_oom = parse::flat(look(file)?, "under_oom").is_some_and(|v| v != 0);
+            cgroup.under_oom = parse::flat(read_text(file)?, "under_oom").is_some_and(|v| v != 0);
         }
         s.cgroup = Some(cgroup);
         Ok(())
     }
 }
 
-/// Version 1's pressure notification, at level `medium`: the kernel swaps or drops active pages.
+/// Version 1's pressure notification at level `medium`: the kernel swaps or evicts active pages.
 pub(super) struct V1Pressure {
     event: OwnedFd,
-    /// The notification lives as long as the cgroup; the file is kept as the kernel advises.
+    /// Kept open, as the kernel's documentation requires.
     _level: OwnedFd,
     dir: PathBuf,
 }
@@ -280,14 +284,14 @@ impl Source for V1Pressure {
         Some((self.event.as_fd(), PollFlags::IN))
     }
 
-    fn ready(&mut self, _: PollFlags, _: Instant, s: &mut Signals) -> Result<(), Gone> {
+    fn ready(&mut self, _: PollFlags, _: Instant, s: &mut Signals) -> Result<(), SourceLost> {
         let mut count = [0; 8];
         match rustix::io::retry_on_intr(|| rustix::io::read(&self.event, &mut count)) {
             Ok(_) => s.notices = s.notices.saturating_add(1),
             Err(rustix::io::Errno::AGAIN) => {}
-            Err(error) => return Err(Gone(error.to_string())),
+            Err(error) => return Err(SourceLost(error.to_string())),
         }
-        // A removed cgroup signals once more.
-        if self.dir.exists() { Ok(()) } else { Err(Gone("the cgroup was removed".into())) }
+        // Removing the cgroup signals once more.
+        if self.dir.exists() { Ok(()) } else { Err(SourceLost("the cgroup was removed".into())) }
     }
 }

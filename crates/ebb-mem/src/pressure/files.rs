@@ -1,4 +1,4 @@
-//! Small files read as a whole, with a cap, and files kept open to be read again and again.
+//! Reading small files as a whole with a size limit, and files kept open for repeated reads.
 
 use std::fs::File;
 use std::io;
@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags};
 
-/// Cap for the small files: the longest, `memory.stat` and `/proc/meminfo`, have a few kilobytes.
+/// Size limit for small files: the longest, `memory.stat` and `/proc/meminfo`, have a few kilobytes.
 pub(super) const SMALL: usize = 16 * 1024;
-/// Cap for `/proc/zoneinfo`, which grows with zones times processors.
+/// Size limit for `/proc/zoneinfo`, which grows with zones times processors.
 pub(super) const LARGE: usize = 4 * 1024 * 1024;
 
 /// Where the kernel's files are. By default `/proc` and `/sys/fs/cgroup`.
@@ -27,14 +27,14 @@ impl Default for Roots {
     }
 }
 
-/// Opens without following a terminal, without waiting for the other end of a FIFO, and not for
-/// children.
+/// Opens without acquiring a controlling terminal, without waiting for the other end of a FIFO, and
+/// close-on-exec.
 pub(super) fn open(path: &Path, flags: OFlags) -> io::Result<OwnedFd> {
     let flags = flags | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     Ok(rustix::fs::open(path, flags, Mode::empty())?)
 }
 
-/// The first `cap` bytes of a file as text; bytes that are no UTF-8 are replaced.
+/// The first `cap` bytes of a file as text; invalid UTF-8 is replaced.
 pub(super) fn read(path: &Path, cap: usize) -> io::Result<String> {
     let file = open(path, OFlags::RDONLY)?;
     let mut bytes = Vec::new();
@@ -45,15 +45,15 @@ pub(super) fn read(path: &Path, cap: usize) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// A small file kept open. Each look reads from its start, into a buffer of its own: looking does
-/// not allocate.
-pub(super) struct Watched {
+/// A small file kept open. Each read starts at its beginning and uses the file's own buffer: it does not
+/// allocate.
+pub(super) struct OpenFile {
     fd: OwnedFd,
     path: PathBuf,
     buffer: Box<[u8; 4096]>,
 }
 
-impl Watched {
+impl OpenFile {
     pub(super) fn open(path: &Path) -> io::Result<Self> {
         let fd = open(path, OFlags::RDONLY)?;
         Ok(Self { fd, path: path.to_path_buf(), buffer: Box::new([0; 4096]) })
@@ -67,8 +67,8 @@ impl Watched {
         self.fd.as_fd()
     }
 
-    /// The text now; what is past 4 KiB, and what follows a byte that is no UTF-8, is left out.
-    pub(super) fn look(&mut self) -> io::Result<&str> {
+    /// The current text, without what is past 4 KiB or follows invalid UTF-8.
+    pub(super) fn read_text(&mut self) -> io::Result<&str> {
         let length =
             rustix::io::retry_on_intr(|| rustix::io::pread(&self.fd, &mut self.buffer[..], 0))?;
         let bytes = self.buffer.get(..length).unwrap_or_default();

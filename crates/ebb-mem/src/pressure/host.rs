@@ -1,35 +1,35 @@
-//! The host's memory: `sysinfo(2)` for what is free, each time; `/proc/meminfo` for what is
-//! available, when that may matter.
+//! The host's memory: free memory from `sysinfo(2)` at every sample, available memory from `/proc/meminfo`
+//! only when it may matter.
 
 use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::files::{LARGE, Roots, SMALL, Watched, read};
+use super::files::{LARGE, OpenFile, Roots, SMALL, read};
 use super::parse;
-use super::report::{Report, SourceKind};
-use super::signals::{Host, Signals, Watermarks};
-use super::source::{Gone, Source};
+use super::report::{SourceKind, SourceReport};
+use super::signals::{HostSample, Signals, Watermarks};
+use super::source::{Source, SourceLost};
 use super::thresholds::Thresholds;
 
-/// How old the figure of available memory may get while it cannot matter.
+/// Largest age of the figure of available memory while plenty is free.
 const AVAILABLE_AGE: Duration = Duration::from_secs(1);
 
 pub(super) struct HostMemory {
-    meminfo: Option<Watched>,
+    meminfo: Option<OpenFile>,
     sysinfo: bool,
     watermarks: Option<Watermarks>,
     available_low: u32,
-    looked: Option<Instant>,
+    meminfo_read: Option<Instant>,
 }
 
 impl HostMemory {
-    /// Probes. `sysinfo: false` takes everything from the files.
+    /// Probes. With `sysinfo: false` all figures come from the files.
     pub(super) fn probe(
         roots: &Roots,
         sysinfo: bool,
         thresholds: &Thresholds,
-        report: &mut Report,
+        report: &mut SourceReport,
     ) -> Option<Self> {
         let zones = roots.proc.join("zoneinfo");
         let watermarks = match watermarks(&zones) {
@@ -44,14 +44,15 @@ impl HostMemory {
             }
         };
         let path = roots.proc.join("meminfo");
-        let meminfo = Watched::open(&path).and_then(|mut file| {
-            let text = file.look()?;
+        let meminfo = OpenFile::open(&path).and_then(|mut file| {
+            let text = file.read_text()?;
             let all = ["MemTotal", "MemFree"].iter().all(|k| parse::meminfo(text, k).is_some());
             if all { Ok(file) } else { Err(not_understood()) }
         });
         let meminfo = match (meminfo, sysinfo) {
             (Ok(file), true) => {
-                let detail = "free memory by sysinfo, what is available when that is low";
+                let detail =
+                    "free memory by sysinfo; available memory by meminfo when free memory is low";
                 report.found(SourceKind::HostMemory, Some(path), detail.into());
                 Some(file)
             }
@@ -70,38 +71,38 @@ impl HostMemory {
             }
         };
         let available_low = thresholds.available_low;
-        Some(Self { meminfo, sysinfo, watermarks, available_low, looked: None })
+        Some(Self { meminfo, sysinfo, watermarks, available_low, meminfo_read: None })
     }
 
-    fn look(&mut self, now: Instant) -> io::Result<Option<Host>> {
+    fn read(&mut self, now: Instant) -> io::Result<Option<HostSample>> {
         let watermarks = self.watermarks;
         let quick = self.sysinfo.then(by_sysinfo);
         if let Some((total, free)) = quick {
-            // What is available is little less than what is free, at the least: there is no need to
-            // ask while plenty is free.
+            // Available memory is at least a little less than free memory: no need to read it while plenty
+            // is free.
             let low = total / 1000 * u64::from(self.available_low);
             let reserve = watermarks.map_or(total / 50, |marks| marks.high.saturating_mul(2));
             let plenty = free > low.saturating_add(low / 4).saturating_add(reserve);
-            let recent = self.looked.is_some_and(|at| now.duration_since(at) < AVAILABLE_AGE);
+            let recent = self.meminfo_read.is_some_and(|at| now.duration_since(at) < AVAILABLE_AGE);
             if plenty && recent {
-                return Ok(Some(Host { total, free, available: None, watermarks }));
+                return Ok(Some(HostSample { total, free, available: None, watermarks }));
             }
         }
         let Some(file) = &mut self.meminfo else {
-            return Ok(quick.map(|(total, free)| Host {
+            return Ok(quick.map(|(total, free)| HostSample {
                 total,
                 free,
                 available: None,
                 watermarks,
             }));
         };
-        let text = file.look()?;
-        self.looked = Some(now);
+        let text = file.read_text()?;
+        self.meminfo_read = Some(now);
         let available = parse::meminfo(text, "MemAvailable");
         let by_file =
             || Some((parse::meminfo(text, "MemTotal")?, parse::meminfo(text, "MemFree")?));
         let sizes = quick.or_else(by_file);
-        Ok(sizes.map(|(total, free)| Host { total, free, available, watermarks }))
+        Ok(sizes.map(|(total, free)| HostSample { total, free, available, watermarks }))
     }
 }
 
@@ -111,15 +112,15 @@ impl Source for HostMemory {
     }
 
     fn path(&self) -> Option<&Path> {
-        self.meminfo.as_ref().map(Watched::path)
+        self.meminfo.as_ref().map(OpenFile::path)
     }
 
-    fn sample(&mut self, now: Instant, _: bool, signals: &mut Signals) -> Result<(), Gone> {
-        match self.look(now) {
+    fn sample(&mut self, now: Instant, _: bool, signals: &mut Signals) -> Result<(), SourceLost> {
+        match self.read(now) {
             Ok(host) => signals.host = host,
-            // Better half than nothing: what is free is still known.
+            // Free memory is still known from `sysinfo(2)`.
             Err(_) if self.sysinfo => self.meminfo = None,
-            Err(error) => return Err(Gone(error.to_string())),
+            Err(error) => return Err(SourceLost(error.to_string())),
         }
         Ok(())
     }
@@ -147,20 +148,20 @@ pub(super) fn total_and_available(roots: &Roots) -> Option<(u64, Option<u64>)> {
     Some((parse::meminfo(&text, "MemTotal")?, parse::meminfo(&text, "MemAvailable")))
 }
 
-/// Above this, the kernel swaps anonymous memory rather than take lent pages.
+/// Above this value the kernel prefers swapping to discarding lent pages.
 const SWAPPINESS_LIMIT: u64 = 100;
 
-/// A warning, if the host prefers swapping to taking what is lent.
+/// A note, if the host prefers swapping to discarding lent pages.
 pub(super) fn swappiness_note(roots: &Roots) -> Option<String> {
     let text = read(&roots.proc.join("sys/vm/swappiness"), SMALL).ok()?;
     let value = parse::size(&text).filter(|value| *value > SWAPPINESS_LIMIT)?;
     Some(format!(
-        "vm.swappiness is {value}: above {SWAPPINESS_LIMIT} the kernel swaps before it takes lent \
-         memory, so only the answer to pressure signs gives memory back; set vm.swappiness to \
-         {SWAPPINESS_LIMIT} or less"
+        "vm.swappiness is {value}: above {SWAPPINESS_LIMIT} the kernel swaps before it discards lent \
+         memory, so memory is released only when this daemon detects memory pressure; set vm.swappiness \
+         to {SWAPPINESS_LIMIT} or less"
     ))
 }
 
 pub(super) fn not_understood() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "text not understood")
+    io::Error::new(io::ErrorKind::InvalidData, "cannot parse the content")
 }

@@ -1,36 +1,37 @@
-//! The ladder: signals and a time in, at most one event out. No I/O, no clock, no globals.
+//! The ladder: the state machine of pressure levels. It takes signals and a time and returns at most one
+//! event. No I/O, no clock, no globals.
 //!
-//! Every look is judged as one of:
-//! - a *hint*: one sign by itself. It leads to L1, and is damped per kind: each unconfirmed answer
-//!   doubles the time until the next, so that false alarms cost little.
+//! Every sample is classified as one of:
+//! - a *hint*: one sign by itself. It leads to L1 and is rate-limited per kind: each response to an
+//!   unconfirmed sign doubles the time until the next, so that false alarms cost little.
 //! - *confirmed*: two signs of different kinds at about the same time, or one that is strong by
 //!   itself. It leads to L1, and to L2 when it is seen again [`Thresholds::again_after`] later.
-//! - *full stall*: everything stalls (on the host: confirmed by another sign). L2 at once.
-//! - *next to nothing left*: L3, at most once in [`Thresholds::last_gap`].
+//! - *full stall*: all tasks stall (on the host: confirmed by another sign). It leads to L2 at once.
+//! - *almost no memory*: L3, at most once in [`Thresholds::last_gap`].
 //!
 //! Host-wide free memory near the watermark is the usual state of a machine whose memory is full of
-//! page cache, and host-wide stalls may be those of somebody inside a small cgroup: both are worth
-//! one L1 when they begin, and count further only together with little *available* memory or with
-//! lent pages lost. Pressure falls one level at a time, each after its hold.
+//! page cache, and host-wide stalls may be those of tasks in a small cgroup. Each of them leads to one L1
+//! when it begins, and counts further only together with little *available* memory. The level falls one
+//! step at a time, each after its hold time.
 
 use std::time::{Duration, Instant};
 
-use super::parts::{Damper, Edge, Random, Window, micros, share, since};
-use super::signals::{Cgroup, Host};
+use super::parts::{Hysteresis, Random, RateLimit, Window, micros, share, since};
+use super::signals::{Cgroup, HostSample};
 use super::{Cause, Level, Signals, Thresholds, ThresholdsError};
 
 /// A decision of the ladder, to be published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Event {
+pub struct LadderEvent {
     /// The level from now on.
     pub level: Level,
     /// Why.
     pub cause: Cause,
 }
 
-/// Kinds of signs. A notification cannot say whose stall it was, so it counts as the host's.
+/// Kinds of signs. A notification cannot tell which task stalled, so it counts as the host's.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum SignKind {
     HostStall,
     OwnStall,
     Free,
@@ -41,12 +42,12 @@ enum Kind {
 
 const KINDS: usize = 6;
 
-/// Two kinds of which each confirms the other.
-const PAIRS: [(Kind, Kind); 4] = [
-    (Kind::HostStall, Kind::Available),
-    (Kind::Notice, Kind::Available),
-    (Kind::Available, Kind::Free),
-    (Kind::OwnStall, Kind::Cgroup),
+/// Pairs of kinds that confirm each other.
+const PAIRS: [(SignKind, SignKind); 4] = [
+    (SignKind::HostStall, SignKind::Available),
+    (SignKind::Notice, SignKind::Available),
+    (SignKind::Available, SignKind::Free),
+    (SignKind::OwnStall, SignKind::Cgroup),
 ];
 
 #[derive(Clone, Copy)]
@@ -57,7 +58,7 @@ struct Sign {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Pending {
+struct PendingRise {
     level: Level,
     cause: Cause,
     due: Instant,
@@ -70,21 +71,21 @@ pub struct Ladder {
     random: Random,
     level: Level,
     since: Instant,
-    /// When a sign last asked for each level or a higher one.
+    /// When a sign last indicated each level or a higher one.
     supported: [Instant; 4],
     /// When the level last left L0.
     first: Option<Instant>,
-    pending: Option<Pending>,
+    pending: Option<PendingRise>,
     host_some: Window,
     host_full: Window,
     own_some: Window,
     own_full: Window,
     seen: [Option<Instant>; KINDS],
-    dampers: [Damper; KINDS],
-    free: Edge,
-    available: Edge,
-    cgroup: Edge,
-    /// The most that was available since it became low or last fell further, in bytes.
+    rate_limits: [RateLimit; KINDS],
+    free: Hysteresis,
+    available: Hysteresis,
+    cgroup: Hysteresis,
+    /// The largest amount of available memory since it became low or last fell further, in bytes.
     available_mark: Option<u64>,
     repeat_at: Instant,
     repeat_gap: Duration,
@@ -93,8 +94,8 @@ pub struct Ladder {
 }
 
 impl Ladder {
-    /// A ladder at L0. `seed` spreads the times of this daemon against those of others on the host:
-    /// give each its own. Times given later must not lie before `now`; if they do they count as `now`.
+    /// A ladder at L0. `seed` spreads the times of this daemon against those of other daemons on the host:
+    /// use a different one for each. Later times must not be before `now`; if they are, they count as `now`.
     ///
     /// # Errors
     /// A threshold is out of its range.
@@ -102,9 +103,9 @@ impl Ladder {
         t.check()?;
         let mut random = Random(seed);
         let window = Window::new(t.window, now);
-        let damper = Damper { allowed: None, gap: t.hint_gap };
+        let rate_limit = RateLimit { allowed: None, gap: t.hint_gap };
         Ok(Self {
-            // The first tick anywhere within its period: daemons started together part ways.
+            // The first tick is at a random time within its period, so that daemons started together differ.
             decay_at: now + random.below(t.decay),
             repeat_at: now,
             repeat_gap: t.repeat,
@@ -119,10 +120,10 @@ impl Ladder {
             own_some: window,
             own_full: window,
             seen: [None; KINDS],
-            dampers: [damper; KINDS],
-            free: Edge::default(),
-            available: Edge::default(),
-            cgroup: Edge::default(),
+            rate_limits: [rate_limit; KINDS],
+            free: Hysteresis::default(),
+            available: Hysteresis::default(),
+            cgroup: Hysteresis::default(),
             available_mark: None,
             last_at: None,
             t,
@@ -141,27 +142,27 @@ impl Ladder {
         &self.t
     }
 
-    /// When [`Ladder::step`] must be called again at the latest, signs or none.
+    /// When [`Ladder::step`] must be called again at the latest, with or without signs.
     #[must_use]
     pub fn deadline(&self) -> Instant {
         let own = if self.level == Level::L0 { self.decay_at } else { self.fall_at() };
         self.pending.map_or(own, |p| p.due.min(own))
     }
 
-    /// Whether something is going on, so that it is worth looking more often.
+    /// Whether the level is above L0 or about to rise, so that sources should be sampled more often.
     #[must_use]
     pub fn alert(&self) -> bool {
         self.level != Level::L0 || self.pending.is_some()
     }
 
-    /// Takes what was seen since the last step. At most one event comes out; publish it.
-    pub fn step(&mut self, now: Instant, signals: &Signals) -> Option<Event> {
-        self.note(now, signals);
+    /// Processes the signals since the last step. Returns at most one event, to be published.
+    pub fn step(&mut self, now: Instant, signals: &Signals) -> Option<LadderEvent> {
+        self.record(now, signals);
         if let Some(level) = signals.injected {
             return self.inject(level, now);
         }
-        if let Some(sign) = self.judge(now, signals)
-            && let Some(event) = self.answer(sign, now)
+        if let Some(sign) = self.classify(now, signals)
+            && let Some(event) = self.respond(sign, now)
         {
             return Some(event);
         }
@@ -172,7 +173,7 @@ impl Ladder {
             if pending.level > self.level && self.still_holds(pending.cause) {
                 return Some(self.publish(pending.level, pending.cause, now));
             }
-            // An L3 asked for by hand inside `last_gap`, while L3 holds.
+            // An L3 requested by hand within `last_gap`, while L3 holds.
             if pending.cause == Cause::Injected {
                 return Some(self.publish(pending.level, pending.cause, now));
             }
@@ -189,8 +190,8 @@ impl Ladder {
         None
     }
 
-    /// Records what was seen: sums, edges, and which kinds of signs are present.
-    fn note(&mut self, now: Instant, s: &Signals) {
+    /// Records the signals: sums, conditions, and which kinds of signs are present.
+    fn record(&mut self, now: Instant, s: &Signals) {
         let first = micros(self.t.first_stall);
         for (window, amount) in [
             (&mut self.host_some, micros(s.host_stall.some)),
@@ -202,16 +203,19 @@ impl Ladder {
         }
         let host = s.host.filter(|host| host.total > 0);
         if let Some(host) = host {
-            self.note_host(&host);
+            self.record_host(&host);
         }
-        let cgroup = s.cgroup.is_some_and(|c| self.note_cgroup(&c));
+        let cgroup = s.cgroup.is_some_and(|c| self.record_cgroup(&c));
         for (kind, here) in [
-            (Kind::HostStall, !s.host_stall.some.is_zero() && self.host_some.sum(now) >= first),
-            (Kind::OwnStall, !s.own_stall.some.is_zero() && self.own_some.sum(now) >= first),
-            (Kind::Free, host.is_some() && self.free.inside),
-            (Kind::Available, host.is_some_and(|h| h.available.is_some()) && self.available.inside),
-            (Kind::Cgroup, cgroup),
-            (Kind::Notice, s.notices > 0),
+            (SignKind::HostStall, !s.host_stall.some.is_zero() && self.host_some.sum(now) >= first),
+            (SignKind::OwnStall, !s.own_stall.some.is_zero() && self.own_some.sum(now) >= first),
+            (SignKind::Free, host.is_some() && self.free.inside),
+            (
+                SignKind::Available,
+                host.is_some_and(|h| h.available.is_some()) && self.available.inside,
+            ),
+            (SignKind::Cgroup, cgroup),
+            (SignKind::Notice, s.notices > 0),
         ] {
             if here {
                 self.seen[index(kind)] = Some(now);
@@ -219,7 +223,7 @@ impl Ladder {
         }
     }
 
-    fn note_host(&mut self, host: &Host) {
+    fn record_host(&mut self, host: &HostSample) {
         if let Some(marks) = host.watermarks {
             let near = share(marks.high, self.t.free_near);
             self.free.update(host.free <= near, host.free > near.saturating_add(near / 2));
@@ -235,7 +239,7 @@ impl Ladder {
         }
     }
 
-    fn note_cgroup(&mut self, cgroup: &Cgroup) -> bool {
+    fn record_cgroup(&mut self, cgroup: &Cgroup) -> bool {
         if let (Some(used), Some(limit)) = (cgroup.used, cgroup.limit) {
             let near = share(limit, self.t.cgroup_near);
             self.cgroup.update(used >= near, used < near.saturating_sub(limit / 20));
@@ -243,9 +247,9 @@ impl Ladder {
         cgroup.reclaims > 0 || self.cgroup.inside
     }
 
-    /// The most serious sign of this look, if it is one to answer.
-    fn judge(&mut self, now: Instant, s: &Signals) -> Option<Sign> {
-        if let Some(cause) = self.next_to_nothing(s) {
+    /// The most serious sign of this sample, if it needs a response.
+    fn classify(&mut self, now: Instant, s: &Signals) -> Option<Sign> {
+        if let Some(cause) = self.almost_no_memory(s) {
             return Some(Sign { level: Level::L3, cause, confirmed: true });
         }
         let pair = self.pair(now);
@@ -256,17 +260,17 @@ impl Ladder {
             return Some(Sign { level: Level::L2, cause: Cause::FullStall, confirmed: true });
         }
         if let Some(cause) = self.confirmed(now, s, pair) {
-            for damper in &mut self.dampers {
-                damper.gap = self.t.hint_gap;
+            for rate_limit in &mut self.rate_limits {
+                rate_limit.gap = self.t.hint_gap;
             }
-            let level = if self.went_on(now) { Level::L2 } else { Level::L1 };
+            let level = if self.continues(now) { Level::L2 } else { Level::L1 };
             return Some(Sign { level, cause, confirmed: true });
         }
         let cause = self.hint(now, s)?;
         Some(Sign { level: Level::L1, cause, confirmed: false })
     }
 
-    fn next_to_nothing(&self, s: &Signals) -> Option<Cause> {
+    fn almost_no_memory(&self, s: &Signals) -> Option<Cause> {
         if s.cgroup.is_some_and(|c| c.out_of_memory > 0 || c.under_oom) {
             return Some(Cause::CgroupOutOfMemory);
         }
@@ -278,22 +282,23 @@ impl Ladder {
         nothing.then_some(Cause::AvailableLow)
     }
 
-    /// The cause, if a kind seen in this look is confirmed by another seen within the last window.
-    /// Kinds that are only remembered do not make a new sign.
+    /// The cause, if a kind seen in this sample is confirmed by another one seen within the last window.
+    /// Two kinds seen earlier do not make a new sign.
     fn pair(&self, now: Instant) -> Option<Cause> {
-        let fresh = |kind: Kind| self.seen[index(kind)] == Some(now);
-        let recent =
-            |kind: Kind| self.seen[index(kind)].is_some_and(|at| since(now, at) <= self.t.window);
-        // In the order of what they say.
+        let fresh = |kind: SignKind| self.seen[index(kind)] == Some(now);
+        let recent = |kind: SignKind| {
+            self.seen[index(kind)].is_some_and(|at| since(now, at) <= self.t.window)
+        };
+        // The most specific cause first.
         let named = [
-            (Kind::OwnStall, Cause::Stall),
-            (Kind::HostStall, Cause::Stall),
-            (Kind::Notice, Cause::Notice),
-            (Kind::Available, Cause::AvailableLow),
-            (Kind::Free, Cause::FreeNearTarget),
-            (Kind::Cgroup, Cause::CgroupNearLimit),
+            (SignKind::OwnStall, Cause::Stall),
+            (SignKind::HostStall, Cause::Stall),
+            (SignKind::Notice, Cause::Notice),
+            (SignKind::Available, Cause::AvailableLow),
+            (SignKind::Free, Cause::FreeNearTarget),
+            (SignKind::Cgroup, Cause::CgroupNearLimit),
         ];
-        let confirmed = |kind: Kind| {
+        let confirmed = |kind: SignKind| {
             PAIRS.iter().any(|(one, other)| {
                 (*one == kind && recent(*other)) || (*other == kind && recent(*one))
             })
@@ -301,13 +306,13 @@ impl Ladder {
         named.into_iter().find(|(kind, _)| fresh(*kind) && confirmed(*kind)).map(|(_, cause)| cause)
     }
 
-    /// The cause, if this look shows confirmed pressure.
+    /// The cause, if this sample shows confirmed pressure.
     fn confirmed(&mut self, now: Instant, s: &Signals, pair: Option<Cause>) -> Option<Cause> {
         let strong = micros(self.t.strong_stall);
         if !s.own_stall.some.is_zero() && self.own_some.sum(now) >= strong {
             return Some(Cause::Stall);
         }
-        if let Some(Host { total: total @ 1.., available: Some(available), .. }) = s.host {
+        if let Some(HostSample { total: total @ 1.., available: Some(available), .. }) = s.host {
             if available <= share(total, self.t.available_drain) {
                 return Some(Cause::AvailableLow);
             }
@@ -321,27 +326,27 @@ impl Ladder {
         pair
     }
 
-    /// The cause, if this look shows one sign by itself and its kind may be answered again.
+    /// The cause, if this sample shows a single sign whose rate limit allows a response.
     fn hint(&mut self, now: Instant, s: &Signals) -> Option<Cause> {
         if self.level >= Level::L2 {
             return None;
         }
         let reclaims = s.cgroup.is_some_and(|c| c.reclaims > 0);
         let present = [
-            (Kind::Cgroup, reclaims || self.cgroup.unanswered, Cause::CgroupNearLimit),
-            (Kind::Available, self.available.unanswered, Cause::AvailableLow),
-            (Kind::Free, self.free.unanswered, Cause::FreeNearTarget),
-            (Kind::OwnStall, true, Cause::Stall),
-            (Kind::HostStall, true, Cause::Stall),
-            (Kind::Notice, true, Cause::Notice),
+            (SignKind::Cgroup, reclaims || self.cgroup.unhandled, Cause::CgroupNearLimit),
+            (SignKind::Available, self.available.unhandled, Cause::AvailableLow),
+            (SignKind::Free, self.free.unhandled, Cause::FreeNearTarget),
+            (SignKind::OwnStall, true, Cause::Stall),
+            (SignKind::HostStall, true, Cause::Stall),
+            (SignKind::Notice, true, Cause::Notice),
         ];
         for (kind, new, cause) in present {
             let here = new && self.seen[index(kind)] == Some(now);
-            if here && self.dampers[index(kind)].pass(now, &self.t, &mut self.random) {
+            if here && self.rate_limits[index(kind)].pass(now, &self.t, &mut self.random) {
                 match kind {
-                    Kind::Cgroup => self.cgroup.unanswered = false,
-                    Kind::Available => self.available.unanswered = false,
-                    Kind::Free => self.free.unanswered = false,
+                    SignKind::Cgroup => self.cgroup.unhandled = false,
+                    SignKind::Available => self.available.unhandled = false,
+                    SignKind::Free => self.free.unhandled = false,
                     _ => {}
                 }
                 return Some(cause);
@@ -350,12 +355,12 @@ impl Ladder {
         None
     }
 
-    fn went_on(&self, now: Instant) -> bool {
+    fn continues(&self, now: Instant) -> bool {
         self.first.is_some_and(|first| since(now, first) >= self.t.again_after)
     }
 
-    /// What to do about a sign: rise (at once or a little later), repeat, or only keep the level.
-    fn answer(&mut self, sign: Sign, now: Instant) -> Option<Event> {
+    /// The response to a sign: rise (at once or after the herd delay), repeat, or keep the level.
+    fn respond(&mut self, sign: Sign, now: Instant) -> Option<LadderEvent> {
         for at in self.supported.iter_mut().take(sign.level.index() + 1) {
             *at = now;
         }
@@ -373,24 +378,24 @@ impl Ladder {
             if self.pending.is_none_or(|p| p.level < sign.level) {
                 let due = now + self.random.below(limit);
                 let due = self.pending.map_or(due, |p| due.min(p.due));
-                self.pending = Some(Pending { level: sign.level, cause: sign.cause, due });
+                self.pending = Some(PendingRise { level: sign.level, cause: sign.cause, due });
             }
             return None;
         }
         let again = match self.level {
             Level::L3 => sign.level == Level::L3 && self.last_allowed(now),
             Level::L2 => sign.level == Level::L2 && now >= self.repeat_at,
-            // Confirmed signs wait here for `again_after`; hints have passed their damper.
+            // Confirmed signs wait for `again_after`; hints have passed their rate limit.
             Level::L1 => !sign.confirmed,
             Level::L0 => false,
         };
         again.then(|| self.publish(self.level, sign.cause, now))
     }
 
-    fn inject(&mut self, level: Level, now: Instant) -> Option<Event> {
+    fn inject(&mut self, level: Level, now: Instant) -> Option<LadderEvent> {
         if level == Level::L3 && !self.last_allowed(now) {
             let due = self.last_at.map_or(now, |at| at + self.t.last_gap);
-            self.pending = Some(Pending { level, cause: Cause::Injected, due });
+            self.pending = Some(PendingRise { level, cause: Cause::Injected, due });
             return None;
         }
         self.pending = None;
@@ -402,7 +407,7 @@ impl Ladder {
         self.last_at.is_none_or(|at| since(now, at) >= self.t.last_gap)
     }
 
-    /// Whether a sign that waited out its herd delay is still there, as far as it can be seen again.
+    /// Whether a sign is still present after its herd delay, as far as that can be checked.
     fn still_holds(&self, cause: Cause) -> bool {
         match cause {
             Cause::FreeNearTarget => self.free.inside,
@@ -420,7 +425,7 @@ impl Ladder {
         self.supported[self.level.index()].max(self.since) + hold
     }
 
-    fn publish(&mut self, level: Level, cause: Cause, now: Instant) -> Event {
+    fn publish(&mut self, level: Level, cause: Cause, now: Instant) -> LadderEvent {
         if level != self.level {
             self.since = now;
         }
@@ -447,22 +452,22 @@ impl Ladder {
         if self.pending.is_some_and(|p| p.level <= level) {
             self.pending = None;
         }
-        Event { level, cause }
+        LadderEvent { level, cause }
     }
 }
 
-/// Signs of the own process or cgroup: no other daemon sees the same one.
+/// Signs of the process's own cgroup: no other daemon sees the same one.
 fn local(cause: Cause) -> bool {
     matches!(cause, Cause::CgroupNearLimit | Cause::CgroupOutOfMemory)
 }
 
-fn index(kind: Kind) -> usize {
+fn index(kind: SignKind) -> usize {
     match kind {
-        Kind::HostStall => 0,
-        Kind::OwnStall => 1,
-        Kind::Free => 2,
-        Kind::Available => 3,
-        Kind::Cgroup => 4,
-        Kind::Notice => 5,
+        SignKind::HostStall => 0,
+        SignKind::OwnStall => 1,
+        SignKind::Free => 2,
+        SignKind::Available => 3,
+        SignKind::Cgroup => 4,
+        SignKind::Notice => 5,
     }
 }

@@ -1,4 +1,4 @@
-//! How much memory this process may use, and how much there is for it now.
+//! How much memory this process may use, and how much is available to it now.
 
 use std::path::PathBuf;
 
@@ -8,13 +8,13 @@ use super::host::total_and_available;
 use super::parse;
 use super::report::SourceKind;
 
-/// What sets a limit.
+/// The origin of a limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LimitSource {
-    /// The host has no more.
+    /// The host's memory.
     Ram,
-    /// The host promises no more (`vm.overcommit_memory=2`).
+    /// The host's commit limit (`vm.overcommit_memory=2`).
     Commit,
     /// A limit of the cgroup in this directory, version 1 or 2.
     Cgroup(PathBuf),
@@ -25,14 +25,13 @@ pub enum LimitSource {
 pub struct Limit {
     /// Bytes.
     pub bytes: u64,
-    /// What sets it.
+    /// Its origin.
     pub source: LimitSource,
 }
 
-/// The memory limit that applies: the least of all memory of the host, what it may promise where it is
-/// strict, and the limits (`high`, `max`,
-/// version 1's limit) of the own cgroup and those above it. `None` if the size of the host's memory
-/// cannot be read. Reads files: not for the hot path.
+/// The memory limit that applies: the least of the host's memory, its commit limit where overcommit is
+/// strict, and the limits (`high`, `max`, version 1's limit) of the process's cgroup and those above it.
+/// `None` if the size of the host's memory cannot be read. Reads files: not for the hot path.
 #[must_use]
 pub fn limit(roots: &Roots) -> Option<Limit> {
     let (total, _) = total_and_available(roots)?;
@@ -49,9 +48,9 @@ pub fn limit(roots: &Roots) -> Option<Limit> {
     Some(limit)
 }
 
-/// Bytes this process could still use without swapping: the least of what is available on the host
-/// and what each cgroup limit leaves, where inactive file pages (with them, lent pages) count as
-/// left. `None` if the host does not say. Reads files: not for the hot path.
+/// Bytes that this process could still use without swapping: the least of the memory available on the host
+/// and of what each cgroup limit leaves, where inactive file pages (and with them lent pages) count as
+/// available. `None` if the host's figures cannot be read. Reads files: not for the hot path.
 #[must_use]
 pub fn available(roots: &Roots) -> Option<u64> {
     let (_, available) = total_and_available(roots)?;

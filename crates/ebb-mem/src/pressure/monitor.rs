@@ -1,8 +1,8 @@
-//! The listening thread: waits on what can wake it, looks at the rest, runs the ladder, publishes.
+//! The monitor's thread: waits for notifications, samples the other sources, runs the ladder, publishes.
 //!
-//! One `poll(2)` holds the triggers, an eventfd for [`Handle`], and a time limit from the ladder
-//! and the sampler. Once running, the thread opens nothing and, while all sources live, allocates
-//! nothing: it has to work when there is no memory.
+//! One `poll(2)` waits for the triggers and an eventfd for [`Handle`], with a timeout from the ladder and
+//! the sampler. Once running, the thread opens no files and, unless a source is lost, allocates nothing:
+//! it must work when no memory is available.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-use super::cgroup::{Files, V1Pressure, places};
+use super::cgroup::{CgroupFiles, V1Pressure, places};
 use super::files::Roots;
 use super::host::{HostMemory, swappiness_note};
-use super::psi::{self, Whose};
-use super::report::{Finding, Report, SourceKind};
+use super::psi::{self, Scope};
+use super::report::{Finding, SourceKind, SourceReport};
 use super::sampler::{BUSY, FAST, Sampler};
 use super::shared::{Pressure, Publisher};
 use super::signals::Signals;
@@ -26,36 +26,35 @@ use super::source::Source;
 use super::systemd::{Systemd, Watch};
 use super::{Ladder, Level, Thresholds, ThresholdsError};
 
-/// How long a source that has just woken the thread is left out of the wait: whatever floods it
-/// (a writer that never stops, a file that is always ready) cannot keep the thread busy.
+/// How long a source that has just woken the thread is left out of the wait: a source that is ready all the
+/// time (such as a FIFO with a busy writer) cannot keep the thread busy.
 const MUTE: Duration = FAST;
 
-/// Room in the wait: the eventfd and each source that can wake.
+/// Largest number of descriptors in a wait: the eventfd and each source that can wake.
 const WAITS: usize = 16;
 
-/// Told about a source lost while running.
+/// Called when a source is lost while the monitor runs.
 pub type OnLostSource = Box<dyn FnMut(&Finding) + Send>;
 
-/// What to listen to, and how. Start from [`Options::new`].
-pub struct Options {
+/// Which sources to use, and how. Start from [`MonitorOptions::new`].
+pub struct MonitorOptions {
     /// Where the kernel's files are.
     pub roots: Roots,
     /// The ladder's constants.
     pub thresholds: Thresholds,
-    /// Spreads this daemon's times against those of others on the host: give each its own.
+    /// Spreads this daemon's times against those of other daemons on the host: use a different one for each.
     pub seed: u64,
     /// systemd's variables; [`Watch::from_environment`] has them.
     pub systemd: Option<Watch>,
     /// Whether to set triggers on pressure files. Default true.
     pub triggers: bool,
-    /// Whether to ask `sysinfo(2)`. If not, everything comes from the files below `roots`. Default
-    /// true.
+    /// Whether to call `sysinfo(2)`. If not, all figures come from the files below `roots`. Default true.
     pub sysinfo: bool,
     /// Called in the monitor's thread when a source is lost while running, for the log.
     pub on_lost_source: Option<OnLostSource>,
 }
 
-impl Options {
+impl MonitorOptions {
     /// The defaults: the usual places, everything on, no systemd.
     #[must_use]
     pub fn new(seed: u64) -> Self {
@@ -71,9 +70,9 @@ impl Options {
     }
 }
 
-impl std::fmt::Debug for Options {
+impl std::fmt::Debug for MonitorOptions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Options")
+        f.debug_struct("MonitorOptions")
             .field("roots", &self.roots)
             .field("thresholds", &self.thresholds)
             .field("seed", &self.seed)
@@ -84,45 +83,45 @@ impl std::fmt::Debug for Options {
     }
 }
 
-/// The monitor could not start. Absent sources are no error.
+/// The monitor could not start. Missing sources are not an error.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
     /// A threshold is out of range.
     #[error(transparent)]
     Thresholds(#[from] ThresholdsError),
-    /// No eventfd: the process or the host has too many open files, most likely.
-    #[error("cannot create the memory pressure monitor's eventfd (raise the limit of open files?)")]
+    /// No eventfd: most likely the process or the host has too many open files.
+    #[error("cannot create the memory pressure monitor's eventfd: raise the limit on open files")]
     Eventfd(#[source] io::Error),
-    /// No thread: the process or the host has too many, most likely.
-    #[error("cannot start the memory pressure monitor's thread (raise the limit of tasks?)")]
+    /// No thread: most likely the process or the host has too many tasks.
+    #[error("cannot start the memory pressure monitor's thread: raise the limit on tasks")]
     Thread(#[source] io::Error),
 }
 
 /// State shared with the handles.
-struct Inner {
+struct MonitorShared {
     wake: OwnedFd,
-    /// A level asked for by hand, plus one; 0 for none.
+    /// A level requested by hand, plus one; 0 for none.
     injected: AtomicU8,
     stop: AtomicBool,
-    report: Mutex<Report>,
+    report: Mutex<SourceReport>,
 }
 
-impl Inner {
+impl MonitorShared {
     fn wake(&self) {
-        // Fails only when the counter is full: then a wake is under way.
+        // Fails only when the counter is full: then a wake-up is pending.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 }
 
-/// Feeds a monitor from elsewhere in the process. Cheap to clone; outlives its monitor harmlessly.
+/// Injects levels into a monitor. Cheap to clone; has no effect after its monitor was dropped.
 #[derive(Clone)]
-pub struct Handle(Arc<Inner>);
+pub struct Handle(Arc<MonitorShared>);
 
 impl Handle {
-    /// Asks for a level by hand. It is published within milliseconds, is held and falls as any
-    /// other does, and rises again at once if measured signs say so. [`Level::L0`] calms at once.
-    /// Of several requests before the monitor looks, the latest counts.
+    /// Requests a level by hand. It is published within milliseconds, holds and falls as a measured one
+    /// does, and rises at once if measured signs require it. [`Level::L0`] takes effect at once. Of several
+    /// requests before the monitor wakes, the latest counts.
     pub fn inject(&self, level: Level) {
         self.0.injected.store(level.number() + 1, Ordering::Release);
         self.0.wake();
@@ -137,45 +136,46 @@ impl std::fmt::Debug for Handle {
 
 /// The running monitor. Dropping it stops its thread; the published level stays as it is.
 pub struct Monitor {
-    inner: Arc<Inner>,
+    inner: Arc<MonitorShared>,
     pressure: Pressure,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Monitor {
-    /// Starts with a [`Pressure`] of its own, see [`Monitor::pressure`].
+    /// Starts with a new [`Pressure`], see [`Monitor::pressure`].
     ///
     /// # Errors
     /// As [`Monitor::start_with`].
-    pub fn start(options: Options) -> Result<(Self, Report), StartError> {
+    pub fn start(options: MonitorOptions) -> Result<(Self, SourceReport), StartError> {
         let (publisher, _) = Pressure::new(crate::clock::now());
         Self::start_with(options, publisher)
     }
 
-    /// Probes the sources and starts the thread, which publishes through `publisher`. The report
-    /// says what is listened to.
+    /// Probes the sources and starts the thread, which publishes through `publisher`. The report lists the
+    /// sources.
     ///
     /// # Errors
-    /// A threshold out of range, or no eventfd or thread. Absent sources are no error.
+    /// A threshold out of range, or no eventfd or thread. Missing sources are not an error.
     pub fn start_with(
-        options: Options,
+        options: MonitorOptions,
         publisher: Publisher,
-    ) -> Result<(Self, Report), StartError> {
+    ) -> Result<(Self, SourceReport), StartError> {
         let now = crate::clock::now();
         let ladder = Ladder::new(options.thresholds.clone(), options.seed, now)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| StartError::Eventfd(error.into()))?;
-        let mut report = Report::default();
+        let mut report = SourceReport::default();
         let sources = probe(&options, now, &mut report);
-        let sources = sources.into_iter().map(|source| Slot { source, muted: None }).collect();
+        let sources =
+            sources.into_iter().map(|source| SourceSlot { source, muted: None }).collect();
         let pressure = publisher.pressure();
-        let inner = Arc::new(Inner {
+        let inner = Arc::new(MonitorShared {
             wake,
             injected: AtomicU8::new(0),
             stop: AtomicBool::new(false),
             report: Mutex::new(report.clone()),
         });
-        let mut worker = Worker {
+        let mut worker = MonitorThread {
             inner: Arc::clone(&inner),
             sources,
             ladder,
@@ -197,25 +197,25 @@ impl Monitor {
         self.pressure.clone()
     }
 
-    /// To inject levels.
+    /// A handle that injects levels.
     #[must_use]
     pub fn handle(&self) -> Handle {
         Handle(Arc::clone(&self.inner))
     }
 
-    /// What is listened to now: as at the start, less the sources lost since.
+    /// The sources in use now: those found at the start, less those lost since.
     #[must_use]
-    pub fn report(&self) -> Report {
+    pub fn report(&self) -> SourceReport {
         self.inner.report.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Whether the thread still listens. False only if a callback has panicked in it.
+    /// Whether the thread runs. False only if a callback has panicked in it.
     #[must_use]
     pub fn is_running(&self) -> bool {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// Stops the thread and waits for its end: no callback runs after that. Dropping does the same.
+    /// Stops the thread and waits until it has ended: no callback runs after that. Dropping does the same.
     pub fn stop(self) {
         drop(self);
     }
@@ -242,19 +242,23 @@ impl std::fmt::Debug for Monitor {
 }
 
 /// Finds the sources.
-fn probe(options: &Options, now: Instant, report: &mut Report) -> Vec<Box<dyn Source>> {
+fn probe(
+    options: &MonitorOptions,
+    now: Instant,
+    report: &mut SourceReport,
+) -> Vec<Box<dyn Source>> {
     let mut sources: Vec<Box<dyn Source>> = Vec::new();
     let roots = &options.roots;
     report.notes.extend(swappiness_note(roots));
-    // What systemd gave for watching must not be read, nor watched twice.
+    // The pressure file that systemd named must not be read, nor watched twice.
     let mut theirs = None;
     match &options.systemd {
         Some(watch) if watch.is_off() => {
             let path = Some(watch.path().to_path_buf());
-            report.missing(SourceKind::Systemd, path, "listening is turned off by it".into());
+            report.missing(SourceKind::Systemd, path, "turns monitoring off".into());
             report.notes.push(
-                "MEMORY_PRESSURE_WATCH=/dev/null: memory pressure is not listened to; unset it, or \
-                 the unit's MemoryPressureWatch=off, to listen"
+                "MEMORY_PRESSURE_WATCH=/dev/null: memory pressure is not monitored; to monitor it, unset \
+                 the variable or remove MemoryPressureWatch=off from the unit"
                     .into(),
             );
             return sources;
@@ -276,26 +280,26 @@ fn probe(options: &Options, now: Instant, report: &mut Report) -> Vec<Box<dyn So
     if let Some(host) = HostMemory::probe(roots, options.sysinfo, &options.thresholds, report) {
         sources.push(Box::new(host));
     }
-    let stalls = |path: PathBuf, whose, report: &mut Report, sources: &mut Vec<_>| {
+    let stalls = |path: PathBuf, scope, report: &mut SourceReport, sources: &mut Vec<_>| {
         if free(&path) {
-            psi::probe(&path, whose, options.triggers, now, report, sources);
+            psi::probe(&path, scope, options.triggers, now, report, sources);
         }
     };
-    stalls(roots.proc.join("pressure/memory"), Whose::Host, report, &mut sources);
+    stalls(roots.proc.join("pressure/memory"), Scope::Host, report, &mut sources);
     let (v2, v1) = places(roots);
     match &v2 {
         // The root's pressure is the host's.
         Some(place) if !place.is_root() => {
-            stalls(place.own.join("memory.pressure"), Whose::Own, report, &mut sources);
+            stalls(place.own.join("memory.pressure"), Scope::Own, report, &mut sources);
         }
-        _ => report.missing(SourceKind::CgroupStall, None, "no cgroup v2 of our own".into()),
+        _ => report.missing(SourceKind::CgroupStall, None, "no cgroup v2 below the root".into()),
     }
     for (kind, place) in [(SourceKind::CgroupV2, &v2), (SourceKind::CgroupV1, &v1)] {
         let Some(place) = place else {
             report.missing(kind, None, "no such hierarchy".into());
             continue;
         };
-        if let Some(files) = Files::probe(kind, place, report) {
+        if let Some(files) = CgroupFiles::probe(kind, place, report) {
             sources.push(Box::new(files));
         }
         if kind == SourceKind::CgroupV1 && options.triggers {
@@ -314,22 +318,22 @@ fn probe(options: &Options, now: Instant, report: &mut Report) -> Vec<Box<dyn So
     sources
 }
 
-struct Slot {
+struct SourceSlot {
     source: Box<dyn Source>,
-    /// Left out of the wait until then.
+    /// Left out of the wait until this time.
     muted: Option<Instant>,
 }
 
-struct Worker {
-    inner: Arc<Inner>,
-    sources: Vec<Slot>,
+struct MonitorThread {
+    inner: Arc<MonitorShared>,
+    sources: Vec<SourceSlot>,
     ladder: Ladder,
     sampler: Sampler,
     publisher: Publisher,
     on_lost_source: Option<OnLostSource>,
 }
 
-impl Worker {
+impl MonitorThread {
     fn run(&mut self) {
         let mut timeout = Duration::ZERO;
         loop {
@@ -338,7 +342,7 @@ impl Worker {
                 return;
             }
             let now = crate::clock::now();
-            let signals = self.look(now, &ready);
+            let signals = self.sample(now, &ready);
             let event = self.ladder.step(now, &signals);
             if let Some(event) = event {
                 self.publisher.publish(event.level, event.cause, now);
@@ -347,7 +351,7 @@ impl Worker {
         }
     }
 
-    /// Waits; which sources are ready, and for what.
+    /// Waits; returns the events of each source.
     fn wait(&mut self, timeout: Duration) -> [PollFlags; WAITS] {
         let now = crate::clock::now();
         let mut timeout = timeout;
@@ -362,21 +366,21 @@ impl Worker {
                 timeout = timeout.min(until.duration_since(now));
                 continue;
             }
-            if let (Some(entry), Some(who)) = (fds.get_mut(used), waiting.get_mut(used)) {
+            if let (Some(entry), Some(index)) = (fds.get_mut(used), waiting.get_mut(used)) {
                 *entry = PollFd::from_borrowed_fd(fd, flags);
-                *who = Some(at);
+                *index = Some(at);
                 used += 1;
             }
         }
         let limit = Timespec::try_from(timeout).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
         let mut ready = [PollFlags::empty(); WAITS];
         let fds = fds.get_mut(..used).unwrap_or_default();
-        // An interrupted wait is a short one. Nothing else can fail but for want of kernel memory.
+        // An interrupted wait counts as a short one. Otherwise only a lack of kernel memory fails.
         if poll(fds, Some(&limit)).is_err() {
             return ready;
         }
-        for (fd, who) in fds.iter().zip(waiting) {
-            if let Some(slot) = who.and_then(|at| ready.get_mut(at)) {
+        for (fd, index) in fds.iter().zip(waiting) {
+            if let Some(slot) = index.and_then(|at| ready.get_mut(at)) {
                 *slot = fd.revents();
             }
         }
@@ -387,8 +391,8 @@ impl Worker {
         ready
     }
 
-    /// Asks every source, and takes what the handles brought.
-    fn look(&mut self, now: Instant, ready: &[PollFlags; WAITS]) -> Signals {
+    /// Samples every source, and takes the level that a handle has injected.
+    fn sample(&mut self, now: Instant, ready: &[PollFlags; WAITS]) -> Signals {
         let mut signals = Signals::default();
         let awake = self.ladder.alert() || self.sampler.interval() < BUSY;
         let mut lost: Option<(usize, String)> = None;
@@ -399,9 +403,9 @@ impl Worker {
                 slot.muted = Some(now + MUTE);
                 result = slot.source.ready(events, now, &mut signals);
             }
-            if let Err(gone) = result.and_then(|()| slot.source.sample(now, awake, &mut signals)) {
-                // One at a time: another would say so again at the next look.
-                lost = Some((at, gone.0));
+            if let Err(error) = result.and_then(|()| slot.source.sample(now, awake, &mut signals)) {
+                // One at a time: another lost source fails again at the next sample.
+                lost = Some((at, error.0));
             }
         }
         if let Some((at, reason)) = lost {
@@ -426,12 +430,12 @@ impl Worker {
             report.listening.retain(|found| found.kind != kind || found.path != finding.path);
             report.missing.push(finding.clone());
         }
-        if let Some(told) = &mut self.on_lost_source {
-            told(&finding);
+        if let Some(callback) = &mut self.on_lost_source {
+            callback(&finding);
         }
     }
 
-    /// How long to wait at most.
+    /// The timeout of the next wait.
     fn timeout(&mut self, now: Instant, signals: &Signals) -> Duration {
         let moved = signals.notices > 0
             || !signals.host_stall.some.is_zero()

@@ -1,5 +1,5 @@
-//! The kernel's texts, as values. Nothing here does I/O. Text that is not understood gives `None`
-//! or is skipped: formats grow fields, and a missing figure is no reason to fail.
+//! Parsers for the kernel's text files. Nothing here does I/O. Text that cannot be parsed gives `None` or
+//! is skipped: formats gain fields, and a missing figure is no reason to fail.
 
 use std::time::Duration;
 
@@ -49,7 +49,7 @@ pub(super) fn meminfo(text: &str, key: &str) -> Option<u64> {
 
 /// A file with one figure. `max`, and version 1's figure for "no limit", give `u64::MAX`.
 pub(super) fn size(text: &str) -> Option<u64> {
-    /// Version 1 writes the largest number of whole pages, in bytes; nobody has that much.
+    /// Version 1 writes the largest number of whole pages, in bytes, for "no limit".
     const NO_LIMIT: u64 = 1 << 60;
     let word = text.trim_ascii();
     if word == "max" {
@@ -76,13 +76,13 @@ pub(super) fn zoneinfo(text: &str, page_size: u64) -> Option<Watermarks> {
             found = true;
         }
     }
-    // A target of 0 would never be passed and an order out of order means nothing.
+    // A target of 0 can never be reached, and watermarks in another order are invalid.
     (found && marks.high > 0 && marks.min <= marks.low && marks.low <= marks.high).then_some(marks)
 }
 
 /// Free memory at which the kernel begins to reclaim, from `/proc/zoneinfo`, in bytes: of each zone its low
-/// watermark and the most it keeps for those who can use nothing else (`protection: (0, 224, 224)`), but
-/// no more than there is. `None` without any zone.
+/// watermark and its largest lowmem reserve (`protection: (0, 224, 224)`), but at most its size. `None`
+/// without any zone.
 pub(super) fn reclaim_floor(text: &str, page_size: u64) -> Option<u64> {
     let (mut low, mut managed) = (0, u64::MAX);
     let mut floor = None;
@@ -103,7 +103,7 @@ pub(super) fn reclaim_floor(text: &str, page_size: u64) -> Option<u64> {
     floor.filter(|&floor| floor > 0)
 }
 
-/// The own path in the unified hierarchy (version 2) and in version 1's memory hierarchy, from
+/// The process's path in the unified hierarchy (version 2) and in version 1's memory hierarchy, from
 /// `/proc/self/cgroup`: lines of `id:controllers:path`.
 pub(super) fn own_cgroups(text: &str) -> (Option<&str>, Option<&str>) {
     let mut unified = None;
@@ -126,7 +126,7 @@ pub(super) fn own_cgroups(text: &str) -> (Option<&str>, Option<&str>) {
     (unified, memory)
 }
 
-/// RFC 4648 Base64 with padding, as `MEMORY_PRESSURE_WRITE` carries. White space is ignored.
+/// RFC 4648 Base64 with padding, as in `MEMORY_PRESSURE_WRITE`. White space is ignored.
 pub(super) fn base64(text: &[u8]) -> Option<Vec<u8>> {
     let mut out = Vec::with_capacity(text.len() / 4 * 3 + 3);
     let (mut bits, mut held, mut symbols, mut padding) = (0u32, 0u32, 0usize, 0usize);
@@ -156,12 +156,12 @@ pub(super) fn base64(text: &[u8]) -> Option<Vec<u8>> {
             bits &= (1 << held) - 1;
         }
     }
-    // Whole groups of four, at most two pads, and no stray bits left.
+    // Whole groups of four, at most two pads, and no non-zero bits remaining.
     (symbols % 4 == 0 && padding <= 2 && usize::try_from(held) == Ok(padding * 2) && bits == 0)
         .then_some(out)
 }
 
-/// Digits only: `parse` alone would take a leading plus.
+/// Digits only: `parse` alone would accept a leading plus.
 fn number(word: &str) -> Option<u64> {
     (word.as_bytes().first()?.is_ascii_digit()).then(|| word.parse().ok()).flatten()
 }

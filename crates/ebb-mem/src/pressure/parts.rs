@@ -1,4 +1,4 @@
-//! Small parts of the ladder: sums over a window, conditions with hysteresis, growing gaps, chance.
+//! Parts of the ladder: sums over a window, conditions with hysteresis, rate limits, random numbers.
 
 use std::time::{Duration, Instant};
 
@@ -17,31 +17,31 @@ pub(super) fn share(whole: u64, permille: u32) -> u64 {
     u64::try_from(u128::from(whole) * u128::from(permille) / 1000).unwrap_or(u64::MAX)
 }
 
-/// A condition with hysteresis, and whether its beginning was answered.
+/// A condition with hysteresis, and whether the ladder has yet to respond to its beginning.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Edge {
+pub(super) struct Hysteresis {
     pub(super) inside: bool,
-    pub(super) unanswered: bool,
+    pub(super) unhandled: bool,
 }
 
-impl Edge {
+impl Hysteresis {
     pub(super) fn update(&mut self, enters: bool, leaves: bool) {
         if leaves {
             *self = Self::default();
         } else if enters && !self.inside {
-            *self = Self { inside: true, unanswered: true };
+            *self = Self { inside: true, unhandled: true };
         }
     }
 }
 
-/// Doubling gaps between the answers to unconfirmed signs of one kind.
+/// Rate limit for responses to unconfirmed signs of one kind: the interval doubles with each response.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Damper {
+pub(super) struct RateLimit {
     pub(super) allowed: Option<Instant>,
     pub(super) gap: Duration,
 }
 
-impl Damper {
+impl RateLimit {
     pub(super) fn pass(&mut self, now: Instant, t: &Thresholds, random: &mut Random) -> bool {
         if let Some(allowed) = self.allowed {
             if now < allowed {
@@ -57,8 +57,8 @@ impl Damper {
     }
 }
 
-/// A sum over about the last window: the running window, and the rest of the one before in
-/// proportion.
+/// A sum over about the last window: the current window, and the previous one in proportion to the time
+/// that remains of the current one.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Window {
     length: Duration,
@@ -91,7 +91,7 @@ impl Window {
     }
 }
 
-/// SplitMix64 (Steele, Lea, Flood 2014): enough to spread times, and the same for the same seed.
+/// SplitMix64 (Steele, Lea, Flood 2014): sufficient to spread times, and deterministic for a seed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Random(pub(super) u64);
 
@@ -104,14 +104,14 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Evenly from 0 up to `limit`.
+    /// Uniform from 0 up to `limit`.
     pub(super) fn below(&mut self, limit: Duration) -> Duration {
         let limit = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
         let part = (u128::from(self.next()) * u128::from(limit)) >> 64;
         Duration::from_nanos(u64::try_from(part).unwrap_or(limit))
     }
 
-    /// `middle`, give or take a quarter.
+    /// Uniform within a quarter of `middle` above or below it.
     pub(super) fn around(&mut self, middle: Duration) -> Duration {
         middle - middle / 4 + self.below(middle / 2)
     }

@@ -1,8 +1,8 @@
 //! Pressure stall information: triggers that wake, and totals that are polled.
 //!
-//! Reading a pressure file starves the triggers that unprivileged processes have on it. So where
-//! the trigger is unprivileged, the total of the same file is read only while something is going
-//! on: the trigger wakes from calm, polling follows what comes after.
+//! Reading a pressure file delays the triggers that unprivileged processes have on it. Where the trigger is
+//! unprivileged, the total of the same file is therefore read only under pressure: the trigger reports the
+//! beginning, polling the course.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,24 +12,24 @@ use std::time::{Duration, Instant};
 use rustix::event::PollFlags;
 use rustix::fs::OFlags;
 
-use super::files::{Watched, open};
+use super::files::{OpenFile, open};
 use super::host::not_understood;
 use super::parse;
-use super::report::{Report, SourceKind};
+use super::report::{SourceKind, SourceReport};
 use super::signals::{Signals, Stall};
-use super::source::{Gone, Source};
+use super::source::{Source, SourceLost};
 
-/// What to ask for, most wanted first. Windows other than multiples of 2 s need CAP_SYS_RESOURCE.
-/// 20 ms in 500 ms is the stall from which the answer to pressure is reckoned, in the shortest window.
+/// Trigger requests, the preferred one first. Windows other than multiples of 2 s need CAP_SYS_RESOURCE.
+/// The first is the default of [`super::Thresholds::strong_stall`] in the shortest window.
 const REQUESTS: [(&str, bool); 2] =
     [("some 20000 500000\0", true), ("some 50000 2000000\0", false)];
 
-/// Stalls from before a trigger was set may fire it at once.
+/// Stalls from before a trigger was set may fire it at once: events in this time are ignored.
 const BACKLOG: Duration = Duration::from_millis(100);
 
-/// Whose pressure file.
+/// The tasks that a pressure file covers.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Whose {
+pub(super) enum Scope {
     Host,
     Own,
 }
@@ -37,23 +37,22 @@ pub(super) enum Whose {
 /// Probes one pressure file: a trigger where wanted and possible, and its total.
 pub(super) fn probe(
     path: &Path,
-    whose: Whose,
+    scope: Scope,
     triggers: bool,
     now: Instant,
-    report: &mut Report,
+    report: &mut SourceReport,
     sources: &mut Vec<Box<dyn Source>>,
 ) {
-    let (trigger_kind, total_kind) = match whose {
-        Whose::Host => (SourceKind::HostTrigger, SourceKind::HostStall),
-        Whose::Own => (SourceKind::CgroupTrigger, SourceKind::CgroupStall),
+    let (trigger_kind, total_kind) = match scope {
+        Scope::Host => (SourceKind::HostTrigger, SourceKind::HostStall),
+        Scope::Own => (SourceKind::CgroupTrigger, SourceKind::CgroupStall),
     };
     let mut only_awake = false;
     if triggers {
         match arm(path) {
             Ok((fd, privileged)) => {
                 only_awake = !privileged;
-                let window =
-                    if privileged { "500 ms" } else { "2 s, for want of CAP_SYS_RESOURCE" };
+                let window = if privileged { "500 ms" } else { "2 s, without CAP_SYS_RESOURCE" };
                 let detail = format!("window {window}");
                 report.found(trigger_kind, Some(path.to_path_buf()), detail);
                 let path = path.to_path_buf();
@@ -66,9 +65,9 @@ pub(super) fn probe(
     } else {
         report.missing(trigger_kind, Some(path.to_path_buf()), "turned off".into());
     }
-    match Total::open(path, whose, total_kind, only_awake) {
+    match Total::open(path, scope, total_kind, only_awake) {
         Ok(total) => {
-            let detail = if only_awake { "polled while awake" } else { "polled" };
+            let detail = if only_awake { "polled under pressure" } else { "polled" };
             report.found(total_kind, Some(path.to_path_buf()), detail.into());
             sources.push(Box::new(total));
         }
@@ -76,7 +75,7 @@ pub(super) fn probe(
     }
 }
 
-/// Opens a pressure file and sets a trigger. Also tells whether it is a privileged one.
+/// Opens a pressure file and sets a trigger. Also returns whether it is a privileged one.
 fn arm(path: &Path) -> io::Result<(OwnedFd, bool)> {
     let fd = open(path, OFlags::RDWR)?;
     let mut refused = None;
@@ -115,9 +114,14 @@ impl Source for Trigger {
         Some((self.fd.as_fd(), PollFlags::PRI))
     }
 
-    fn ready(&mut self, events: PollFlags, now: Instant, s: &mut Signals) -> Result<(), Gone> {
+    fn ready(
+        &mut self,
+        events: PollFlags,
+        now: Instant,
+        s: &mut Signals,
+    ) -> Result<(), SourceLost> {
         if events.intersects(PollFlags::ERR | PollFlags::NVAL) {
-            return Err(Gone("the kernel removed the trigger".into()));
+            return Err(SourceLost("the kernel removed the trigger".into()));
         }
         if events.contains(PollFlags::PRI) && now.duration_since(self.armed) >= BACKLOG {
             s.notices = s.notices.saturating_add(1);
@@ -128,19 +132,19 @@ impl Source for Trigger {
 
 struct Total {
     kind: SourceKind,
-    whose: Whose,
-    file: Watched,
+    scope: Scope,
+    file: OpenFile,
     only_awake: bool,
     last: Option<Stall>,
 }
 
 impl Total {
-    fn open(path: &Path, whose: Whose, kind: SourceKind, only_awake: bool) -> io::Result<Self> {
-        let mut file = Watched::open(path)?;
-        // Text that is not understood now may be later: only the reading must work. Where reading
-        // harms a trigger, one look at the start does not matter.
-        file.look()?;
-        Ok(Self { kind, whose, file, only_awake, last: None })
+    fn open(path: &Path, scope: Scope, kind: SourceKind, only_awake: bool) -> io::Result<Self> {
+        let mut file = OpenFile::open(path)?;
+        // Only the read must succeed: the text may become parsable later. One read at the start does no
+        // harm to a trigger.
+        file.read_text()?;
+        Ok(Self { kind, scope, file, only_awake, last: None })
     }
 }
 
@@ -153,13 +157,13 @@ impl Source for Total {
         Some(self.file.path())
     }
 
-    fn sample(&mut self, _: Instant, awake: bool, s: &mut Signals) -> Result<(), Gone> {
+    fn sample(&mut self, _: Instant, awake: bool, s: &mut Signals) -> Result<(), SourceLost> {
         if self.only_awake && !awake {
-            // What it grows by meanwhile will not have happened when it is next read.
+            // Stalls until the next read must not count as new ones then.
             self.last = None;
             return Ok(());
         }
-        let text = self.file.look().map_err(|error| Gone(error.to_string()))?;
+        let text = self.file.read_text().map_err(|error| SourceLost(error.to_string()))?;
         let Some(total) = parse::psi(text) else {
             return Ok(());
         };
@@ -170,9 +174,9 @@ impl Source for Total {
             some: total.some.saturating_sub(before.some),
             full: total.full.saturating_sub(before.full),
         };
-        match self.whose {
-            Whose::Host => s.host_stall = grown,
-            Whose::Own => s.own_stall = grown,
+        match self.scope {
+            Scope::Host => s.host_stall = grown,
+            Scope::Own => s.own_stall = grown,
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! What a monitor listens to and what it does not, for the log.
+//! The sources that a monitor uses and those it does not, for the log.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -61,7 +61,7 @@ pub struct Finding {
     pub kind: SourceKind,
     /// The file or socket, where there is one.
     pub path: Option<PathBuf>,
-    /// How it is used, or why it is not.
+    /// How the source is used, or why it is not.
     pub detail: String,
 }
 
@@ -74,18 +74,18 @@ impl fmt::Display for Finding {
     }
 }
 
-/// What a monitor listens to, what it did not find and why, and what an operator should know.
+/// The sources that a monitor uses, those it does not use and why, and notes for the operator.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct SourceReport {
     /// Sources in use.
     pub listening: Vec<Finding>,
     /// Sources not in use, with the reason.
     pub missing: Vec<Finding>,
-    /// Settings of the host that weaken the answer to pressure, with the remedy.
+    /// Settings of the host that weaken the response to pressure, with the remedy.
     pub notes: Vec<String>,
 }
 
-impl Report {
+impl SourceReport {
     /// Whether a source of this kind is in use.
     #[must_use]
     pub fn listens_to(&self, kind: SourceKind) -> bool {

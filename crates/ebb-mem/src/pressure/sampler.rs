@@ -1,22 +1,22 @@
-//! How soon to look again: often while memory moves towards a sign, seldom while it rests.
+//! The sampling interval: short while free memory falls, long while it is steady.
 //!
-//! A look costs some 10 µs of processor time. The longest interval is bounded by how far the next
-//! sign is: whatever begins right after a look must not run past it.
+//! A sample costs about 10 µs of processor time. The longest interval depends on the distance to the next
+//! sign: a fall that begins directly after a sample must not pass the sign before the next sample.
 
 use std::time::{Duration, Instant};
 
-use super::signals::Host;
+use super::signals::HostSample;
 use super::thresholds::Thresholds;
 
-/// Interval while memory moves.
+/// Interval while free memory changes.
 pub(super) const FAST: Duration = Duration::from_millis(5);
-/// Longest interval while something is going on, or a sign is close: at 20 looks a second, the cost
-/// stays below 0.1 % of one processor.
+/// Longest interval under pressure or close to a sign: at 20 samples a second the cost stays below 0.1 %
+/// of one processor.
 pub(super) const BUSY: Duration = Duration::from_millis(50);
 /// Longest interval.
 pub(super) const SLOW: Duration = Duration::from_secs(1);
 
-/// Bytes per second at which memory may suddenly begin to go.
+/// Assumed largest rate of allocation, in bytes per second.
 const SURPRISE: u64 = 2 << 30;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -39,12 +39,12 @@ impl Sampler {
         self.interval
     }
 
-    /// The interval until the next look. `moved`: something else than free memory moved (stalls,
-    /// lost pages, notifications). `alert`: the ladder is not calm.
+    /// The interval until the next sample. `moved`: other signals changed (stalls, cgroup reclaims,
+    /// notifications). `alert`: the ladder is not calm.
     pub(super) fn next(
         &mut self,
         now: Instant,
-        host: Option<&Host>,
+        host: Option<&HostSample>,
         t: &Thresholds,
         moved: bool,
         alert: bool,
@@ -61,7 +61,7 @@ impl Sampler {
                 if fallen >= noise {
                     let passed = u64::try_from(now.duration_since(at).as_millis()).unwrap_or(1);
                     let rate = fallen.saturating_mul(1000) / passed.max(1);
-                    // Several looks on the way to the sign.
+                    // Several samples before the sign.
                     wanted = wanted.min(time_for(headroom, rate) / 8);
                 }
             }
@@ -71,9 +71,9 @@ impl Sampler {
     }
 }
 
-/// What to follow, its value, and how far it is from the next sign: free memory while there is
-/// plenty, what is available when free memory is down to the kernel's target, as it mostly is.
-fn headroom(host: &Host, t: &Thresholds) -> (Measure, u64, u64) {
+/// The measure to follow, its value, and its distance to the next sign: free memory while there is plenty,
+/// available memory when free memory has fallen to the kernel's target, which is the usual state.
+fn headroom(host: &HostSample, t: &Thresholds) -> (Measure, u64, u64) {
     let share = |whole: u64, permille: u32| whole / 1000 * u64::from(permille);
     let near = host.watermarks.map_or(host.total / 50, |marks| share(marks.high, t.free_near));
     match host.available {
@@ -97,64 +97,64 @@ mod tests {
     const GIB: u64 = 1 << 30;
     const MIB: u64 = 1 << 20;
 
-    fn host(free: u64, available: u64) -> Host {
+    fn host(free: u64, available: u64) -> HostSample {
         let watermarks = Some(Watermarks { min: 8 * MIB, low: 10 * MIB, high: 12 * MIB });
-        Host { total: 8 * GIB, free, available: Some(available), watermarks }
+        HostSample { total: 8 * GIB, free, available: Some(available), watermarks }
     }
 
-    /// Looks until `end`, with memory as `at(elapsed)` says. The number of looks, the last interval.
-    fn run(end: Duration, at: impl Fn(Duration) -> Host) -> (u32, Duration) {
+    /// Samples `at(elapsed)` until `end`. Returns the number of samples and the last interval.
+    fn run(end: Duration, at: impl Fn(Duration) -> HostSample) -> (u32, Duration) {
         let start = Instant::now();
         let t = Thresholds::default();
         let mut sampler = Sampler::new();
         let mut elapsed = Duration::ZERO;
-        let mut looks = 0;
+        let mut samples = 0;
         while elapsed < end {
             let host = at(elapsed);
             elapsed += sampler.next(start + elapsed, Some(&host), &t, false, false);
-            looks += 1;
+            samples += 1;
         }
-        (looks, sampler.interval())
+        (samples, sampler.interval())
     }
 
     #[test]
-    fn resting_memory_is_looked_at_once_a_second() {
-        let (looks, last) = run(Duration::from_secs(60), |_| host(6 * GIB, 7 * GIB));
+    fn steady_memory_is_sampled_once_a_second() {
+        let (samples, last) = run(Duration::from_secs(60), |_| host(6 * GIB, 7 * GIB));
         assert_eq!(last, SLOW);
-        assert!(looks < 75, "{looks}");
+        assert!(samples < 75, "{samples}");
     }
 
     #[test]
-    fn a_host_full_of_page_cache_is_looked_at_seldom() {
+    fn a_host_full_of_page_cache_is_sampled_once_a_second() {
         let (_, last) = run(Duration::from_secs(60), |_| host(11 * MIB, 6 * GIB));
         assert_eq!(last, SLOW);
-        // Its free memory wavers; that is the kernel's business.
-        let (looks, _) = run(Duration::from_secs(60), |at| {
+        // Its free memory varies with the kernel's background reclaim.
+        let (samples, _) = run(Duration::from_secs(60), |at| {
             host(if at.as_millis() % 2 == 0 { 10 * MIB } else { 22 * MIB }, 6 * GIB)
         });
-        assert!(looks < 75, "{looks}");
+        assert!(samples < 75, "{samples}");
     }
 
     #[test]
-    fn falling_memory_is_looked_at_ever_more_often() {
+    fn falling_memory_is_sampled_more_often() {
         let falls = |at: Duration| {
-            let gone = u64::try_from(at.as_millis()).unwrap() * 100 * MIB / 1000;
-            host((2 * GIB).saturating_sub(gone).max(MIB), (2 * GIB).saturating_sub(gone))
+            let fallen = u64::try_from(at.as_millis()).unwrap() * 100 * MIB / 1000;
+            host((2 * GIB).saturating_sub(fallen).max(MIB), (2 * GIB).saturating_sub(fallen))
         };
-        // 100 MB/s: the sign is passed after some 20 s of 24 MiB.
+        // 100 MB/s: the sign at 24 MiB is passed after some 20 s.
         let near = Duration::from_millis((2 * GIB - 24 * MIB) / (100 * MIB) * 1000);
         let (_, last) = run(near, falls);
         assert!(last <= BUSY, "{last:?}");
     }
 
     #[test]
-    fn close_to_a_sign_a_rest_never_gets_long() {
+    fn close_to_a_sign_the_interval_stays_short() {
         let (_, last) = run(Duration::from_secs(60), |_| host(11 * MIB, 820 * MIB));
         assert_eq!(last, BUSY);
     }
 
     #[test]
-    fn nothing_known_means_seldom_and_stalls_mean_often() {
+    fn without_figures_the_interval_is_long_and_stalls_make_it_short() {
         let t = Thresholds::default();
         let now = Instant::now();
         let mut sampler = Sampler::new();

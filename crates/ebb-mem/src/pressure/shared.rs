@@ -1,9 +1,8 @@
-//! The published value: wait-free to read, changed in one place only.
+//! The published value: wait-free to read, with a single writer.
 //!
-//! Level, cause and sequence number share one word, so they always belong together. The two times
-//! are stored *before* that word: a reader racing with a publication may see the times of the one
-//! that is just being made, never older ones. That is harmless (a squeeze counted from a moment
-//! ago), and it spares readers every form of retry.
+//! Level, cause and sequence number share one word, so they are always consistent. The two times are stored
+//! *before* that word: a reader that races with a publication may see the times of the new publication,
+//! never older ones. That is harmless (a squeeze then counts from a moment ago), and readers never retry.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,43 +11,43 @@ use std::time::{Duration, Instant};
 
 use super::{Cause, Level};
 
-/// What was published last.
+/// The last publication.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct State {
+pub struct PressureState {
     /// The level that holds now.
     pub level: Level,
     /// Why this was published.
     pub cause: Cause,
     /// When the level was entered.
     pub since: Instant,
-    /// When owners were last asked to act ([`Cause::is_event`]); the start before the first event.
+    /// Time of the last event ([`Cause::is_event`]); before the first event, the start.
     pub event: Instant,
-    /// Counts publications, from 0 for none, up to 2^48 and around. A number not seen yet, together
-    /// with [`Cause::is_event`], is something to act on, also when the level is the same.
+    /// Number of publications, modulo 2^48. A new number together with [`Cause::is_event`] requires an
+    /// action, also if the level is unchanged.
     pub sequence: u64,
 }
 
-type Callback = Arc<dyn Fn(State) + Send + Sync>;
+type Callback = Arc<dyn Fn(PressureState) + Send + Sync>;
 type Subscribers = Arc<Vec<(u64, Callback)>>;
 
 const SEQUENCE_BITS: u32 = 48;
 const SEQUENCE_MASK: u64 = (1 << SEQUENCE_BITS) - 1;
 
-struct Shared {
+struct PressureCell {
     /// `cause << 56 | level << 48 | sequence`.
     word: AtomicU64,
     /// Nanoseconds from `epoch`.
     since: AtomicU64,
     event: AtomicU64,
     epoch: Instant,
-    /// Replaced as a whole, so that publishing need not copy (nor allocate) to call without the lock.
+    /// Replaced as a whole, so that publishing calls subscribers without the lock and without allocating.
     subscribers: Mutex<Subscribers>,
     next_subscriber: AtomicU64,
 }
 
-impl Shared {
+impl PressureCell {
     fn subscribers(&self) -> MutexGuard<'_, Subscribers> {
-        // The list is replaced in one assignment: a panic elsewhere cannot leave it half done.
+        // The list is replaced in one assignment: a panic elsewhere cannot leave it inconsistent.
         self.subscribers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -63,14 +62,14 @@ impl Shared {
 
 /// The memory pressure of the host as every owner of memory reads it. Cheap to clone.
 #[derive(Clone)]
-pub struct Pressure(Arc<Shared>);
+pub struct Pressure(Arc<PressureCell>);
 
 impl Pressure {
-    /// A calm value, and the one publisher that may change it. `now` is the time the level counts
-    /// from; times before it are taken as `now`.
+    /// A calm value, and the publisher that may change it. The level holds since `now`; earlier times
+    /// count as `now`.
     #[must_use]
     pub fn new(now: Instant) -> (Publisher, Self) {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PressureCell {
             word: AtomicU64::new(pack(Level::L0, Cause::Start, 0)),
             since: AtomicU64::new(0),
             event: AtomicU64::new(0),
@@ -94,13 +93,13 @@ impl Pressure {
         self.0.word.load(Ordering::Relaxed) & SEQUENCE_MASK
     }
 
-    /// What was published last. Three loads, never waits. Level, cause and sequence belong
-    /// together; the times are theirs or those of a publication being made at this moment.
+    /// The last publication. Three loads, never waits. Level, cause and sequence are consistent; the times
+    /// are theirs or those of a publication in progress.
     #[must_use]
-    pub fn state(&self) -> State {
+    pub fn state(&self) -> PressureState {
         // Acquire pairs with the release in `publish`: the times are at least as new as the word.
         let (level, cause, sequence) = unpack(self.0.word.load(Ordering::Acquire));
-        State {
+        PressureState {
             level,
             cause,
             sequence,
@@ -109,12 +108,15 @@ impl Pressure {
         }
     }
 
-    /// Calls `callback` at every publication from now on, in the publisher's thread, after the
-    /// value has changed, until the subscription is dropped (a call under way at that time, or just
-    /// decided on, may still end later). It must return quickly, wake rather than work, and not
-    /// panic; it may subscribe and unsubscribe.
+    /// Calls `callback` at every publication from now on, in the publisher's thread, after the value has
+    /// changed, until the subscription is dropped (a call in progress, or about to start, may complete
+    /// later). It must return quickly (wake a task instead of doing the work) and not panic; it may
+    /// subscribe and unsubscribe.
     #[must_use = "dropping the subscription ends it"]
-    pub fn subscribe(&self, callback: impl Fn(State) + Send + Sync + 'static) -> Subscription {
+    pub fn subscribe(
+        &self,
+        callback: impl Fn(PressureState) + Send + Sync + 'static,
+    ) -> Subscription {
         let id = self.0.next_subscriber.fetch_add(1, Ordering::Relaxed);
         let mut list = self.0.subscribers();
         let mut longer = Vec::with_capacity(list.len().saturating_add(1));
@@ -135,7 +137,7 @@ impl fmt::Debug for Pressure {
 
 /// Ends its callback when dropped.
 pub struct Subscription {
-    shared: Arc<Shared>,
+    shared: Arc<PressureCell>,
     id: u64,
 }
 
@@ -144,7 +146,7 @@ impl Drop for Subscription {
         let mut list = self.shared.subscribers();
         let shorter = list.iter().filter(|(id, _)| *id != self.id).cloned().collect();
         let old = std::mem::replace(&mut *list, Arc::new(shorter));
-        // What the callback holds may run any code when it is dropped: not under the lock.
+        // Dropping the callback may run any code: not under the lock.
         drop(list);
         drop(old);
     }
@@ -156,17 +158,17 @@ impl fmt::Debug for Subscription {
     }
 }
 
-/// The one place that changes a [`Pressure`]. Not cloneable, and publishing takes it exclusively.
+/// The only writer of a [`Pressure`]. Not cloneable; publishing needs exclusive access.
 pub struct Publisher {
-    shared: Arc<Shared>,
+    shared: Arc<PressureCell>,
     sequence: u64,
     level: Level,
 }
 
 impl Publisher {
-    /// Publishes a level, stores before it tells: who is called or sees the new sequence number
-    /// also sees the level. Publishing the level that holds already is a new event at that level.
-    pub fn publish(&mut self, level: Level, cause: Cause, now: Instant) -> State {
+    /// Publishes a level. Stores it before it calls subscribers: a callback, or a reader that sees the new
+    /// sequence number, sees the new level. Publishing the current level again is a new event at that level.
+    pub fn publish(&mut self, level: Level, cause: Cause, now: Instant) -> PressureState {
         let at = self.shared.nanos(now);
         if level != self.level {
             self.shared.since.store(at, Ordering::Relaxed);
@@ -229,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn times_tell_level_and_event_apart() {
+    fn level_and_event_have_separate_times() {
         let start = Instant::now();
         let later = |ms| start + Duration::from_millis(ms);
         let (mut publisher, pressure) = Pressure::new(start);

@@ -1,10 +1,10 @@
-//! What the ladder is told at one look: plain values, no files behind them.
+//! The input of the ladder at one step: plain values, independent of the files they come from.
 
 use std::time::Duration;
 
 use super::Level;
 
-/// Time that tasks stalled on memory since the last look, as pressure stall information counts it.
+/// Time that tasks stalled on memory since the last sample, as pressure stall information counts it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stall {
     /// At least one task stalled.
@@ -25,47 +25,47 @@ pub struct Watermarks {
     pub high: u64,
 }
 
-/// The host's memory, in bytes.
+/// A sample of the host's memory, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Host {
+pub struct HostSample {
     /// All memory the kernel manages.
     pub total: u64,
     /// Free memory.
     pub free: u64,
-    /// Memory available without swapping, if the look included it (a cheap one does not).
+    /// Memory available without swapping, if the sample includes it (a cheap one does not).
     pub available: Option<u64>,
     /// The watermarks, if known.
     pub watermarks: Option<Watermarks>,
 }
 
-/// The own memory cgroup. Counters are what was added since the last look, sizes are in bytes.
+/// The process's memory cgroup. Counters are increments since the last sample; sizes are in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cgroup {
     /// Memory charged to the cgroup, caches included.
     pub used: Option<u64>,
     /// The lowest limit that throttles or reclaims: `memory.high` or, where unset, the hard limit.
     pub limit: Option<u64>,
-    /// Times `high` or the hard limit was met and the kernel reclaimed on our behalf.
+    /// How often `high` or the hard limit was reached and the kernel reclaimed from the cgroup.
     pub reclaims: u64,
-    /// Times the cgroup ran out of memory.
+    /// How often the cgroup ran out of memory.
     pub out_of_memory: u64,
-    /// The cgroup is out of memory at this moment (version 1 tells so).
+    /// The cgroup is out of memory now (reported by version 1 only).
     pub under_oom: bool,
 }
 
-/// All that was seen since the last look. A default value says: nothing seen, nothing known.
+/// Everything observed since the last step. The default value means: nothing observed, nothing known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signals {
-    /// A level asked for by hand; it takes effect as it is, lower levels included.
+    /// A level requested by hand; it takes effect as it is, including a lower one.
     pub injected: Option<Level>,
     /// Triggers and notifications that fired.
     pub notices: u32,
     /// Stalls of the host.
     pub host_stall: Stall,
-    /// Stalls of the own cgroup.
+    /// Stalls of the process's cgroup.
     pub own_stall: Stall,
-    /// The host's memory, if it was looked at.
-    pub host: Option<Host>,
-    /// The own memory cgroup, if there is one.
+    /// The host's memory, if it was sampled.
+    pub host: Option<HostSample>,
+    /// The process's memory cgroup, if there is one.
     pub cgroup: Option<Cgroup>,
 }

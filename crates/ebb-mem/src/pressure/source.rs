@@ -1,4 +1,4 @@
-//! What the monitor asks of a source, so that each is optional and none is special.
+//! The interface of the monitor to a source of signals. Every source is optional.
 
 use std::os::fd::BorrowedFd;
 use std::path::Path;
@@ -9,28 +9,28 @@ use rustix::event::PollFlags;
 use super::report::SourceKind;
 use super::signals::Signals;
 
-/// A source that can give no more: it is closed, and the reason is told.
+/// A source that has failed for good, with the reason: the monitor closes and reports it.
 #[derive(Debug)]
-pub(super) struct Gone(pub(super) String);
+pub(super) struct SourceLost(pub(super) String);
 
 pub(super) trait Source: Send {
     fn kind(&self) -> SourceKind;
 
     fn path(&self) -> Option<&Path>;
 
-    /// What to wait for, for a source that can wake the monitor.
+    /// The descriptor and events to poll, for a source that can wake the monitor.
     fn wait(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
         None
     }
 
-    /// What was waited for has come.
-    fn ready(&mut self, _: PollFlags, _: Instant, _: &mut Signals) -> Result<(), Gone> {
+    /// Handles the events that were polled.
+    fn ready(&mut self, _: PollFlags, _: Instant, _: &mut Signals) -> Result<(), SourceLost> {
         Ok(())
     }
 
-    /// Looks. `awake`: something is going on, so that sources which are better left alone while
-    /// calm may be read too.
-    fn sample(&mut self, _now: Instant, _awake: bool, _: &mut Signals) -> Result<(), Gone> {
+    /// Samples the source. `awake`: there is pressure, or a sign is close. Some sources must not be read
+    /// otherwise (see `psi.rs`).
+    fn sample(&mut self, _now: Instant, _awake: bool, _: &mut Signals) -> Result<(), SourceLost> {
         Ok(())
     }
 }

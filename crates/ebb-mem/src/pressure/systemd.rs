@@ -1,10 +1,10 @@
-//! systemd's memory pressure protocol, as its documentation "Memory Pressure Handling" gives it:
+//! systemd's memory pressure protocol (systemd.io, "Memory Pressure Handling"):
 //! `MEMORY_PRESSURE_WATCH` names a pressure file, a FIFO or a stream socket to watch, or is
-//! `/dev/null` to turn listening off; `MEMORY_PRESSURE_WRITE` is Base64 of what to write right
+//! `/dev/null` to turn monitoring off; `MEMORY_PRESSURE_WRITE` is Base64 of what to write directly
 //! after opening.
 //!
-//! A pressure file is written, then waited for with `POLLPRI`, and never read. From a FIFO or socket
-//! whatever comes is read and thrown away. A FIFO makes a deterministic injector for tests.
+//! A pressure file is written, then polled for `POLLPRI`, and never read. Data from a FIFO or socket is
+//! read and discarded. Tests inject notifications through a FIFO.
 
 use std::ffi::OsString;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -22,12 +22,12 @@ use super::parse;
 use super::psi::write_once;
 use super::report::SourceKind;
 use super::signals::Signals;
-use super::source::{Gone, Source};
+use super::source::{Source, SourceLost};
 
 /// The two variables of the protocol.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Watch {
-    /// `MEMORY_PRESSURE_WATCH`: an absolute path, or `/dev/null` for "do not listen".
+    /// `MEMORY_PRESSURE_WATCH`: an absolute path, or `/dev/null` to turn monitoring off.
     pub watch: OsString,
     /// `MEMORY_PRESSURE_WRITE`: Base64 of the bytes to write after opening.
     pub write: Option<OsString>,
@@ -41,7 +41,7 @@ impl Watch {
         Some(Self { watch, write: std::env::var_os("MEMORY_PRESSURE_WRITE") })
     }
 
-    /// Whether listening is turned off.
+    /// Whether monitoring is turned off.
     #[must_use]
     pub fn is_off(&self) -> bool {
         self.watch.as_bytes() == b"/dev/null"
@@ -52,27 +52,27 @@ impl Watch {
     }
 }
 
-/// More than any request has; a longer one is refused.
+/// Longest accepted request: far more than any real one.
 const LONGEST_WRITE: usize = 64 * 1024;
 
-/// What is read of a FIFO or socket at one wake, in blocks of 4 KiB. The rest waits for the next.
+/// Blocks of 4 KiB read from a FIFO or socket at one wake-up. The remainder waits for the next.
 const READS: usize = 4;
 
-enum Way {
-    /// A pressure file: waited for, never read.
+enum WatchMode {
+    /// A pressure file: polled for `POLLPRI`, never read.
     Priority,
-    /// A FIFO or a socket: read and thrown away.
+    /// A FIFO or a socket: read, and the data discarded.
     Stream,
 }
 
 pub(super) struct Systemd {
     fd: OwnedFd,
-    way: Way,
+    mode: WatchMode,
     path: PathBuf,
 }
 
 impl Systemd {
-    /// Opens what the variables name. The error says what is wrong with it.
+    /// Opens the file that the variables name. The error states what is wrong with it.
     pub(super) fn open(watch: &Watch) -> Result<(Self, &'static str), String> {
         let path = watch.path();
         if !path.is_absolute() {
@@ -86,35 +86,35 @@ impl Systemd {
             return Err("MEMORY_PRESSURE_WRITE is not valid Base64".into());
         };
         let stat = rustix::fs::stat(path).map_err(|error| error.to_string())?;
-        let (fd, way, detail) = match FileType::from_raw_mode(stat.st_mode) {
+        let (fd, mode, detail) = match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile => {
                 let flags = if bytes.is_empty() { OFlags::RDONLY } else { OFlags::RDWR };
-                (open(path, flags), Way::Priority, "pressure file")
+                (open(path, flags), WatchMode::Priority, "pressure file")
             }
-            // Read and write: our own writing end means that others may come and go.
-            FileType::Fifo => (open(path, OFlags::RDWR), Way::Stream, "FIFO"),
-            FileType::Socket => (connect(path), Way::Stream, "socket"),
+            // Read and write: with a writing end of our own, other writers may close theirs.
+            FileType::Fifo => (open(path, OFlags::RDWR), WatchMode::Stream, "FIFO"),
+            FileType::Socket => (connect(path), WatchMode::Stream, "socket"),
             _ => return Err("is neither a pressure file nor a FIFO nor a socket".into()),
         };
         let fd = fd.map_err(|error| error.to_string())?;
         if !bytes.is_empty() {
             write_once(fd.as_fd(), &bytes).map_err(|error| error.to_string())?;
         }
-        let source = Self { fd, way, path: path.to_path_buf() };
+        let source = Self { fd, mode, path: path.to_path_buf() };
         if detail == "FIFO" && !bytes.is_empty() {
-            // What was just written came back, if nobody else reads: it is no pressure.
+            // Without another reader, this reads back what was just written: not a notification.
             let _ = source.discard();
         }
         Ok((source, detail))
     }
 
-    /// Reads and throws away. Whether there was anything.
-    fn discard(&self) -> Result<bool, Gone> {
+    /// Reads and discards. Returns whether there was any data.
+    fn discard(&self) -> Result<bool, SourceLost> {
         let mut block = [0; 4096];
         let mut any = false;
         for _ in 0..READS {
             match rustix::io::retry_on_intr(|| rustix::io::read(&self.fd, &mut block)) {
-                Ok(0) => return Err(Gone("the other end has closed".into())),
+                Ok(0) => return Err(SourceLost("the other end has closed".into())),
                 Ok(read) => {
                     any = true;
                     if read < block.len() {
@@ -122,7 +122,7 @@ impl Systemd {
                     }
                 }
                 Err(Errno::AGAIN) => break,
-                Err(error) => return Err(Gone(error.to_string())),
+                Err(error) => return Err(SourceLost(error.to_string())),
             }
         }
         Ok(any)
@@ -146,20 +146,20 @@ impl Source for Systemd {
     }
 
     fn wait(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
-        let flags = match self.way {
-            Way::Priority => PollFlags::PRI,
-            Way::Stream => PollFlags::IN,
+        let flags = match self.mode {
+            WatchMode::Priority => PollFlags::PRI,
+            WatchMode::Stream => PollFlags::IN,
         };
         Some((self.fd.as_fd(), flags))
     }
 
-    fn ready(&mut self, events: PollFlags, _: Instant, s: &mut Signals) -> Result<(), Gone> {
-        let fired = match self.way {
-            Way::Priority if events.intersects(PollFlags::ERR | PollFlags::NVAL) => {
-                return Err(Gone("the kernel removed the trigger".into()));
+    fn ready(&mut self, events: PollFlags, _: Instant, s: &mut Signals) -> Result<(), SourceLost> {
+        let fired = match self.mode {
+            WatchMode::Priority if events.intersects(PollFlags::ERR | PollFlags::NVAL) => {
+                return Err(SourceLost("the kernel removed the trigger".into()));
             }
-            Way::Priority => events.contains(PollFlags::PRI),
-            Way::Stream => self.discard()?,
+            WatchMode::Priority => events.contains(PollFlags::PRI),
+            WatchMode::Stream => self.discard()?,
         };
         if fired {
             s.notices = s.notices.saturating_add(1);

@@ -1,68 +1,66 @@
-//! The constants of the ladder: each with a default, and where the default comes from.
+//! The constants of the ladder, each with its default and the reason for it.
 
 use std::time::Duration;
 
-/// When the ladder steps. Times are lengths; shares are in permille (thousandths).
+/// When the ladder changes its level. Shares are in permille (thousandths).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Thresholds {
     /// Length of the windows over which stalls are summed; 10 ms to 60 s. Default 1 s,
-    /// between the shortest window of a pressure trigger (500 ms) and the one for everybody (2 s).
+    /// between the shortest window of a pressure trigger (500 ms) and that of unprivileged processes (2 s).
     pub window: Duration,
-    /// Stall time per window that is a first sign (L1). Default 1 ms: below it, strays are seen
-    /// that no swapping follows; from it on, swapping starts within 60 ms.
+    /// Stall time per window that is a first sign (L1). Default 1 ms: shorter stalls occur without any
+    /// swapping after them; after stalls of this length, swapping starts within 60 ms.
     pub first_stall: Duration,
-    /// Stall time per window that counts towards L2. Default 20 ms: the stall from which the answer
-    /// to pressure is reckoned.
+    /// Stall time per window that counts towards L2. Default 20 ms, as in the trigger (`psi.rs`).
     pub strong_stall: Duration,
-    /// Time per window in which everything stalled, that leads to L2 at once. Default 10 ms: in a
-    /// cgroup with a single running thread every stall is a full one, so the first stray fault
-    /// must not do.
+    /// Time per window in which all tasks stalled that leads to L2 at once. Default 10 ms: in a cgroup with
+    /// a single running thread every stall is a full one, so a single page fault must not suffice.
     pub full_stall: Duration,
     /// Free memory at or below this share of the zones' high watermark is near the target (L1).
-    /// Default 2000 (twice): passed 30 to 150 ms before the first page goes to swap. 1000 or more:
-    /// the sign must come before the kernel is short.
+    /// Default 2000 (twice): passed 30 to 150 ms before the first page is swapped out. At least 1000:
+    /// the sign must precede the kernel's reclaim.
     pub free_near: u32,
-    /// Share of all memory at or below which what is available is low (L1). Default 100 (10 %):
-    /// passed 350 to 450 ms before the first page goes to swap, when memory goes at 100 MB/s.
+    /// Share of all memory at or below which available memory is low (L1). Default 100 (10 %): passed
+    /// 350 to 450 ms before the first page is swapped out, when processes allocate 100 MB/s.
     pub available_low: u32,
-    /// Share of all memory available that counts towards L2 by itself. Default 50.
+    /// Share of all memory at or below which available memory counts towards L2 by itself. Default 50.
     pub available_drain: u32,
-    /// Share of all memory available that is next to none (L3). Default 20.
+    /// Share of all memory at or below which available memory leads to L3. Default 20.
     pub available_last: u32,
-    /// Share of all memory by which what is available must fall further, once low, to say that the
-    /// pressure goes on. Default 10 (1 %).
+    /// Share of all memory by which available memory must fall further, once low, to count as continuing
+    /// pressure. Default 10 (1 %).
     pub available_fall: u32,
-    /// Share of the cgroup's limit from which it is near (L1). Default 950.
+    /// Share of the cgroup's limit from which its use is near the limit (L1). Default 950.
     pub cgroup_near: u32,
-    /// How long after the first event a second one says "it goes on". Default 100 ms: time for the
-    /// first answer to show.
+    /// How long after the first event a second confirmed sign counts as continuing pressure. Default
+    /// 100 ms: time for the first response to take effect.
     pub again_after: Duration,
-    /// Largest wait before a sign that all daemons of a host see at once is answered; each waits a
-    /// random part of it and looks again, so that the first one's answer may spare the rest. Default
-    /// 20 ms, below the shortest lead of the first sign (30 ms). At most 50 ms. L2 waits up to five
-    /// times as long; L3, the own cgroup and levels asked for by hand do not wait.
+    /// Longest delay before the response to a sign that all daemons of a host see at once. Each daemon waits
+    /// a random part of it and checks again, since the response of the first one may be enough. Default
+    /// 20 ms, below the shortest lead of the first sign (30 ms). At most 50 ms. L2 waits up to five times as
+    /// long; L3, signs of the process's own cgroup and levels requested by hand do not wait.
     pub herd_delay: Duration,
-    /// Shortest time between two answers to unconfirmed signs of one kind. Doubles with each, up to
-    /// `hint_gap_max`, and starts anew after a confirmed sign or a long rest. Default 1 s.
+    /// Shortest time between two responses to unconfirmed signs of one kind. Doubles with each, up to
+    /// `hint_gap_max`, and is reset by a confirmed sign or a long time without signs. Default 1 s.
     pub hint_gap: Duration,
-    /// Largest time between answers to unconfirmed signs of one kind. Default 30 s.
+    /// Longest time between responses to unconfirmed signs of one kind. Default 30 s.
     pub hint_gap_max: Duration,
-    /// Time until L2 is published again while confirmed signs go on. Doubles with each up to
+    /// Time until L2 is published again while confirmed signs continue. Doubles with each up to
     /// `repeat_max`. Default 250 ms.
     pub repeat: Duration,
-    /// Largest time between two publications of L2 while it goes on. Default 4 s.
+    /// Longest time between two publications of L2 while signs continue. Default 4 s.
     pub repeat_max: Duration,
     /// Shortest time between two L3. Default 1 s.
     pub last_gap: Duration,
     /// How long L1 holds after its last sign. Default 1 s.
     pub hold_squeeze: Duration,
-    /// How long L2 holds after its last sign. Default 2 s: the window of the trigger for everybody,
-    /// so that pressure going on is seen as such.
+    /// How long L2 holds after its last sign. Default 2 s: the window of an unprivileged trigger, so that
+    /// the next notification of continuing pressure arrives while L2 holds.
     pub hold_drain: Duration,
     /// How long L3 holds after its last sign. Default 2 s.
     pub hold_last: Duration,
-    /// Time between two decay ticks while calm, give or take a quarter. Default 20 s, the period of
-    /// UMA's working-set estimate.
+    /// Time between two decay ticks while calm, varied by up to a quarter. Default 20 s, the period of
+    /// UMA's working-set estimate (`UMA_TIMEOUT`).
     pub decay: Duration,
 }
 
@@ -100,7 +98,7 @@ impl Default for Thresholds {
 pub struct ThresholdsError {
     /// The field's name.
     pub name: &'static str,
-    /// What is wrong, and what would be right.
+    /// What is wrong with it.
     pub problem: &'static str,
 }
 

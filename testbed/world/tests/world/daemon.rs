@@ -20,7 +20,7 @@ use ebb_export_xen::{Backend, Figures, Options, Turn, XenParameters, XenstoreCon
 use ebb_io::fd_from;
 use ebb_io::sim::SimWorker;
 use ebb_mem::Memory;
-use ebb_mem::pressure::{Cause, Level, State};
+use ebb_mem::pressure::{Cause, Level, PressureState};
 use ebb_store::{Io, MemoryStore, NbdOptions, NbdStore, Store, TestStore};
 use ebb_volume::{Mode, Volume};
 use ebbd::config::{Config, Overrides, StoreUri, VolumeConfig};
@@ -458,7 +458,7 @@ impl Daemon {
     /// The host says this of memory.
     pub(crate) fn pressure(&self, level: Level, now: Instant) {
         let cause = if level == Level::L0 { Cause::Easing } else { Cause::Stall };
-        let state = State { level, cause, since: now, event: now, sequence: 1 };
+        let state = PressureState { level, cause, since: now, event: now, sequence: 1 };
         debug_assert!(now >= self.started);
         self.engine.pressure(&self.memory, &self.grants, state);
     }

@@ -1,7 +1,5 @@
-//! The traps T1-T14 of user-space memory lending, each with a test (T11: `no_alloc.rs`).
-//!
-//! T12 (a scan fills caches with data read once) is the cache's to avoid; what it needs from here, to
-//! lend such a buffer at once, is in `t12_...`.
+//! Pitfalls of lending memory from user space: registered, locked and huge pages, fork, gauges, idle
+//! workers. (Allocations while freeing: `no_alloc.rs`.)
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -16,7 +14,7 @@ use ebb_mem::{
 
 const MIB: usize = 1 << 20;
 
-/// These tests look at the whole process: one at a time.
+/// These tests read figures of the whole process: one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn alone() -> impl Drop {
@@ -93,11 +91,11 @@ fn read_fixed(registered: &mut Registered, file: &std::fs::File) {
 }
 
 #[test]
-fn t1_fresh_data_in_registered_memory_survives_an_earlier_loan() {
+fn new_data_in_registered_memory_survives_an_earlier_loan() {
     let _alone = alone();
     let Rig { memory, worker, owner, now } = rig();
     let file = file_with(0xa5, 256 * 4096);
-    // A block on loan: it was lent in the pool, and is taken back, which by itself writes nothing.
+    // A lent block: it was lent in the pool and is allocated again, which by itself writes nothing.
     let pool = PagePool::new(&worker, owner, Arc::default());
     let mut block = pool.take(MIB).unwrap();
     block.fill(1);
@@ -110,12 +108,12 @@ fn t1_fresh_data_in_registered_memory_survives_an_earlier_loan() {
     read_fixed(&mut registered, &file);
     let block = registered.unregister();
     testing::take(block.as_ptr().addr(), block.capacity());
-    assert!(block.iter().all(|&byte| byte == 0xa5), "no page of fresh data was taken");
+    assert!(block.iter().all(|&byte| byte == 0xa5), "no page with new data was discarded");
     worker.free(block);
 }
 
 #[test]
-fn t1_registered_memory_is_never_advised() {
+fn registered_memory_is_never_advised() {
     let _alone = alone();
     let Rig { memory, worker, owner, now } = rig();
     let mut registered = Registered::new(&worker, worker.alloc(MIB, owner).unwrap()).unwrap();
@@ -132,7 +130,7 @@ fn t1_registered_memory_is_never_advised() {
 }
 
 #[test]
-fn t2_pinned_pages_are_not_counted_as_given_back() {
+fn pinned_pages_are_not_counted_as_released() {
     let _alone = alone();
     let Rig { memory, worker, owner, now } = rig();
     let registered = Registered::new(&worker, worker.alloc(MIB, owner).unwrap()).unwrap();
@@ -158,9 +156,9 @@ fn in_a_child(test: &str) {
 }
 
 #[test]
-fn t3_locked_memory_cannot_be_lent_and_is_returned_instead() {
+fn locked_memory_cannot_be_lent_and_is_returned_instead() {
     if std::env::var_os("EBB_MEM_CHILD").is_none() {
-        return in_a_child("t3_locked_memory_cannot_be_lent_and_is_returned_instead");
+        return in_a_child("locked_memory_cannot_be_lent_and_is_returned_instead");
     }
     // SAFETY: no preconditions. On fault: the reservation itself must not become resident.
     let locked = unsafe { libc::mlockall(libc::MCL_FUTURE | libc::MCL_ONFAULT) };
@@ -176,18 +174,18 @@ fn t3_locked_memory_cannot_be_lent_and_is_returned_instead() {
     let address = block.as_ptr();
     assert!(mapping(address, "Rss:").0 >= 256 << 10);
     let mut buffer = Buffer::new(&worker, block).unwrap();
-    assert!(!buffer.unwire(&worker, 0..64), "refused: its content would be gone");
+    assert!(!buffer.unwire(&worker, 0..64), "refused: its content would be lost");
     assert!(buffer.bytes(0..64).unwrap().iter().all(|&byte| byte == 1));
     buffer.free(&worker);
     memory.reclaim(Reclaim::DrainWorkers, now);
     worker.poll(now);
     memory.settle();
-    assert_eq!(mapping(address, "Rss:").0, 0, "given back all the same");
+    assert_eq!(mapping(address, "Rss:").0, 0, "returned to the kernel");
     assert_eq!(memory.stats().arena.resident(), 0);
 }
 
 #[test]
-fn t4_a_child_does_not_share_the_arena() {
+fn a_child_does_not_share_the_arena() {
     let _alone = alone();
     let Rig { worker, owner, .. } = rig();
     let mut block = worker.alloc(65536, owner).unwrap();
@@ -198,7 +196,7 @@ fn t4_a_child_does_not_share_the_arena() {
 }
 
 #[test]
-fn t5_huge_pages_stay_whole_and_small_ones_small() {
+fn huge_pages_stay_whole_and_small_ones_small() {
     let _alone = alone();
     let Rig { memory, worker, owner, .. } = rig();
     let mut buffer = Buffer::new(&worker, worker.alloc_huge(owner).unwrap()).unwrap();
@@ -211,7 +209,11 @@ fn t5_huge_pages_stay_whole_and_small_ones_small() {
     assert!(buffer.unwire(&worker, 0..512));
     memory.settle();
     while buffer.rewire(&worker, 0..512).is_err() {}
-    assert_eq!(mapping(address, "AnonHugePages:").0, huge, "lent and taken back in one piece");
+    assert_eq!(
+        mapping(address, "AnonHugePages:").0,
+        huge,
+        "lent and wired again without being split"
+    );
     buffer.free(&worker);
     let mut block = worker.alloc(4096, owner).unwrap();
     block.fill(1);
@@ -222,7 +224,7 @@ fn t5_huge_pages_stay_whole_and_small_ones_small() {
 }
 
 #[test]
-fn t6_loss_is_judged_by_the_sentinel_not_by_return_codes() {
+fn loss_is_detected_by_the_sentinel_not_by_return_codes() {
     let _alone = alone();
     let Rig { memory, worker, owner, .. } = rig();
     let mut buffer = Buffer::new(&worker, worker.alloc(MIB, owner).unwrap()).unwrap();
@@ -230,7 +232,7 @@ fn t6_loss_is_judged_by_the_sentinel_not_by_return_codes() {
     let address = buffer.bytes(0..1).unwrap().as_ptr();
     assert!(buffer.unwire(&worker, 0..256));
     memory.settle();
-    // The kernel takes pages 64..128 and perhaps others; its return code says nothing.
+    // The kernel discards pages 64..128; its return code does not report that.
     testing::take(address.addr() + 64 * 4096, 64 * 4096);
     let lost = buffer.rewire(&worker, 0..256).unwrap();
     for page in 0..256 {
@@ -238,17 +240,17 @@ fn t6_loss_is_judged_by_the_sentinel_not_by_return_codes() {
         let whole = bytes.iter().all(|&byte| byte == 9);
         assert_eq!(whole, !lost.contains(page), "page {page}");
     }
-    assert!(lost.len() <= 64, "only what was taken: {lost:?}");
-    let (kept, gone) = memory.rewires();
-    assert_eq!((kept + gone, gone), (256, lost.len() as u64));
+    assert!(lost.len() <= 64, "only discarded pages: {lost:?}");
+    let (kept, discarded) = memory.rewires();
+    assert_eq!((kept + discarded, discarded), (256, lost.len() as u64));
     buffer.free(&worker);
 }
 
 #[test]
-fn t7_small_loans_are_not_counted_before_the_kernel_shows_them() {
+fn the_kernel_never_shows_more_lent_memory_than_the_gauge() {
     let _alone = alone();
     let Rig { memory, worker, owner, now } = rig();
-    // The kernel keeps some freed pages in a per-CPU list first: ours is the larger figure.
+    // The kernel batches some freed pages per CPU first: our figure is the larger one.
     let before = rollup("LazyFree:");
     let mut blocks: Vec<Block> = (0..20).map(|_| worker.alloc(4096, owner).unwrap()).collect();
     blocks.iter_mut().for_each(|block| block[0] = 1);
@@ -263,7 +265,7 @@ fn t7_small_loans_are_not_counted_before_the_kernel_shows_them() {
 }
 
 #[test]
-fn t8_what_is_lent_for_long_is_returned_so_that_rss_tells_the_truth() {
+fn memory_lent_for_long_is_returned_so_that_rss_shows_what_is_in_use() {
     let _alone = alone();
     let Rig { memory, worker, owner, now } = rig();
     let mut blocks: Vec<Block> = (0..256).map(|_| worker.alloc(65536, owner).unwrap()).collect();
@@ -281,7 +283,7 @@ fn t8_what_is_lent_for_long_is_returned_so_that_rss_tells_the_truth() {
 }
 
 #[test]
-fn t9_without_lending_everything_is_returned() {
+fn without_lending_everything_is_returned() {
     let _alone = alone();
     let Rig { memory, worker, owner, now } = rig_with(|options| options.lend = false);
     let mut block = worker.alloc(MIB, owner).unwrap();
@@ -302,12 +304,12 @@ fn t9_without_lending_everything_is_returned() {
 }
 
 #[test]
-fn t10_a_pool_in_use_keeps_a_wired_floor() {
+fn a_pool_in_use_keeps_a_wired_floor() {
     let _alone = alone();
     let Rig { worker, owner, now, .. } = rig();
     let pool = PagePool::new(&worker, owner, Arc::default());
     for look in 0..50 {
-        // A trickle of requests in a pool that was large once.
+        // Few requests in a pool that was large once.
         let count = if look == 0 { 500 } else { 1 };
         let blocks: Vec<Block> = (0..count).map(|_| pool.take(4096).unwrap()).collect();
         blocks.into_iter().for_each(|block| pool.put(block));
@@ -317,7 +319,7 @@ fn t10_a_pool_in_use_keeps_a_wired_floor() {
 }
 
 #[test]
-fn t12_data_read_once_can_be_lent_at_once() {
+fn data_read_once_can_be_lent_at_once() {
     let _alone = alone();
     let Rig { memory, worker, owner, .. } = rig();
     let mut buffers = Vec::new();
@@ -333,7 +335,7 @@ fn t12_data_read_once_can_be_lent_at_once() {
 }
 
 #[test]
-fn t13_a_worker_that_ends_or_is_idle_strands_nothing() {
+fn a_worker_that_ends_or_is_idle_frees_its_caches() {
     let _alone = alone();
     let Rig { memory, worker, owner, now } = rig();
     let run = |worker: &Worker| {
@@ -346,7 +348,7 @@ fn t13_a_worker_that_ends_or_is_idle_strands_nothing() {
     let due = worker.next_deadline().unwrap();
     assert!(due <= now + ebb_mem::QUIET);
     worker.poll(due);
-    assert_eq!(worker.cached_bytes(), 0, "idle: it gives back by itself");
+    assert_eq!(worker.cached_bytes(), 0, "an idle worker frees its caches by itself");
     assert_eq!(worker.next_deadline(), None);
     run(&worker);
     let (used, free) = {
@@ -354,11 +356,11 @@ fn t13_a_worker_that_ends_or_is_idle_strands_nothing() {
         let zone = memory.stats().zones[0];
         (zone.used, zone.free - zone.depot)
     };
-    assert_eq!((used, free), (0, 0), "ended: nothing is left in its buckets");
+    assert_eq!((used, free), (0, 0), "a dropped worker leaves nothing in its buckets");
 }
 
 #[test]
-fn t14_events_in_quick_succession_do_not_make_it_swing() {
+fn events_in_quick_succession_do_not_empty_the_caches() {
     let _alone = alone();
     let Rig { memory, worker, owner, now } = rig();
     let run = |bytes: usize| {
@@ -367,15 +369,15 @@ fn t14_events_in_quick_succession_do_not_make_it_swing() {
         blocks.into_iter().for_each(|block| worker.free(block));
     };
     run(16 * MIB);
-    // Pressure that comes and goes, with a steady load: each trim keeps the working set, so the
-    // load keeps being served from the caches.
+    // Intermittent pressure with a steady load: each trim keeps the working set, so that the load still
+    // hits the caches.
     let misses = || memory.stats().zones[2].misses;
     run(4 * MIB);
     memory.reclaim(Reclaim::Trim, now);
     let mut before = misses();
     for event in 0..20 {
         if event == 10 {
-            // By now the buckets are as small as they get.
+            // The buckets have their smallest size.
             before = misses();
         }
         run(4 * MIB);

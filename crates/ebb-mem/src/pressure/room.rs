@@ -1,29 +1,29 @@
-//! A look at free memory, for owners who give back ahead of the kernel: the host's here, that of
-//! control groups in `rooms.rs`.
+//! How much memory is free before the kernel begins to reclaim, for owners that release memory before
+//! that: of the host here, of control groups in `rooms.rs`.
 //!
-//! The ladder asks whether memory is short; this says how much there is until the kernel begins to look
-//! for more by itself, which costs whoever allocates. One look reads one open file, some 10 µs.
+//! The ladder detects that memory is short; these figures show how much remains until reclaim begins, which
+//! slows down allocations of every process. One sample reads one open file and takes about 10 µs.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::files::{LARGE, Roots, Watched, read};
+use super::files::{LARGE, OpenFile, Roots, read};
 use super::host::not_understood;
 use super::parse;
 
-/// Memory at a moment, in bytes: the host's, or what a control group may use.
+/// A sample of memory in bytes: of the host, or of what a control group may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Room {
     /// All memory the kernel manages, or the group's limit.
     pub total: u64,
-    /// Free memory: of a group, what it may use more.
+    /// Free memory; of a group, what it may still use.
     pub free: u64,
     /// Memory available without swapping; lent pages are part of it.
     pub available: u64,
-    /// Free memory at which the kernel begins to reclaim: the zones' low watermarks, and what lower zones
-    /// keep for those who can use nothing else. In a control group it begins at the limit: 0.
+    /// Free memory at which the kernel begins to reclaim: the zones' low watermarks and their lowmem
+    /// reserves. In a control group reclaim begins at the limit: 0.
     pub floor: u64,
-    /// By so much these figures may be behind: the kernel sums up in batches, for each processor.
+    /// The largest error of these figures: the kernel adds them up in batches per processor.
     pub behind: u64,
 }
 
@@ -34,25 +34,25 @@ impl Room {
         self.free.saturating_sub(self.floor)
     }
 
-    /// What the kernel can take without swapping, lent pages included.
+    /// What the kernel can reclaim without swapping, lent pages included.
     #[must_use]
     pub fn reclaimable(&self) -> u64 {
         self.available.saturating_sub(self.headroom())
     }
 }
 
-/// See the module.
-pub struct HostLook {
-    meminfo: Watched,
+/// Samples the host's memory: see the module.
+pub struct HostMemoryReader {
+    meminfo: OpenFile,
     zoneinfo: PathBuf,
     floor: u64,
-    /// Looks since the floor was read.
-    looks: u32,
+    /// Samples since the floor was read.
+    samples: u32,
 }
 
-/// One part in so many of all memory is what the host's figures may be behind.
+/// The host's figures may be off by one part in `BEHIND_SHARE` of all memory.
 const BEHIND_SHARE: u64 = 1 << 14;
-/// The watermarks are read again after so many looks: a balloon, hotplug or an operator moves them.
+/// The watermarks are read again after this many samples: a balloon, hotplug or an operator changes them.
 const FLOOR_EVERY: u32 = 100;
 
 fn floor(zoneinfo: &Path) -> io::Result<u64> {
@@ -60,32 +60,32 @@ fn floor(zoneinfo: &Path) -> io::Result<u64> {
     parse::reclaim_floor(&read(zoneinfo, LARGE)?, page).ok_or_else(not_understood)
 }
 
-impl HostLook {
-    /// Opens what it reads. The watermarks are read now, and again from time to time.
+impl HostMemoryReader {
+    /// Opens its files. The watermarks are read now, and again every 100 samples.
     ///
     /// # Errors
-    /// A file cannot be read or is not understood: a host that does not say.
-    pub fn open(roots: &Roots) -> io::Result<HostLook> {
+    /// A file cannot be read or parsed.
+    pub fn open(roots: &Roots) -> io::Result<HostMemoryReader> {
         let zoneinfo = roots.proc.join("zoneinfo");
         let floor = floor(&zoneinfo)?;
-        let meminfo = Watched::open(&roots.proc.join("meminfo"))?;
-        let mut look = HostLook { meminfo, zoneinfo, floor, looks: 0 };
-        look.now()?;
-        Ok(look)
+        let meminfo = OpenFile::open(&roots.proc.join("meminfo"))?;
+        let mut reader = HostMemoryReader { meminfo, zoneinfo, floor, samples: 0 };
+        reader.now()?;
+        Ok(reader)
     }
 
     /// The host's memory now.
     ///
     /// # Errors
-    /// As [`HostLook::open`].
+    /// As [`HostMemoryReader::open`].
     pub fn now(&mut self) -> io::Result<Room> {
-        self.looks += 1;
-        if self.looks >= FLOOR_EVERY {
-            self.looks = 0;
-            // Where it cannot be read any more, what was read last is the best there is.
+        self.samples += 1;
+        if self.samples >= FLOOR_EVERY {
+            self.samples = 0;
+            // If they can no longer be read, the last values are used.
             self.floor = floor(&self.zoneinfo).unwrap_or(self.floor);
         }
-        let text = self.meminfo.look()?;
+        let text = self.meminfo.read_text()?;
         let value = |key| parse::meminfo(text, key).ok_or_else(not_understood);
         let total = value("MemTotal")?;
         Ok(Room {
@@ -98,9 +98,9 @@ impl HostLook {
     }
 }
 
-impl std::fmt::Debug for HostLook {
+impl std::fmt::Debug for HostMemoryReader {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("HostLook").field("floor", &self.floor).finish_non_exhaustive()
+        f.debug_struct("HostMemoryReader").field("floor", &self.floor).finish_non_exhaustive()
     }
 }
 
@@ -110,12 +110,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_floor_is_where_the_kernel_begins_and_what_lower_zones_keep() {
+    fn the_floor_is_the_low_watermarks_plus_the_lowmem_reserves() {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
         write(
             "zoneinfo",
-            // The first keeps more than there is of it.
+            // The reserve of the first zone is larger than the zone.
             "Node 0, zone      DMA\n  pages free     3840\n        boost    0\n        min      10\n        \
              low      20\n        high     30\n        managed  240\n        protection: (0, 200, 250, 250)\n      pagesets\n    \
              cpu: 0\n              high:  0\nNode 0, zone    DMA32\n        min      100\n        \
@@ -124,18 +124,18 @@ mod tests {
         write("meminfo", "MemTotal: 1000 kB\nMemFree: 800 kB\nMemAvailable: 900 kB\nX: 1 kB\n");
         let roots = Roots { proc: dir.path().to_path_buf(), ..Roots::default() };
         let page = u64::try_from(rustix::param::page_size()).unwrap();
-        let mut look = HostLook::open(&roots).unwrap();
-        let room = look.now().unwrap();
+        let mut reader = HostMemoryReader::open(&roots).unwrap();
+        let room = reader.now().unwrap();
         assert_eq!(room.floor, (240 + 250) * page);
         assert_eq!((room.free, room.available), (800 << 10, 900 << 10));
         assert_eq!(room.headroom(), 0);
         assert_eq!(room.reclaimable(), 900 << 10);
         write("meminfo", "MemTotal: 1000 kB\nMemFree: 800 kB\n");
-        assert!(look.now().is_err() || look.now().is_err(), "a figure is missing");
+        assert!(reader.now().is_err() || reader.now().is_err(), "`MemAvailable` is missing");
     }
 
     #[test]
-    fn watermarks_that_move_are_followed() {
+    fn changed_watermarks_are_read_again() {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
         let zones = |low: u32| {
@@ -147,18 +147,19 @@ mod tests {
         zones(200);
         write("meminfo", "MemTotal: 1000 kB\nMemFree: 800 kB\nMemAvailable: 900 kB\n");
         let roots = Roots { proc: dir.path().to_path_buf(), ..Roots::default() };
-        let mut look = HostLook::open(&roots).unwrap();
-        let mut floors = |looks: u32| (0..looks).map(|_| look.now().unwrap().floor).last().unwrap();
+        let mut reader = HostMemoryReader::open(&roots).unwrap();
+        let mut floors =
+            |samples: u32| (0..samples).map(|_| reader.now().unwrap().floor).last().unwrap();
         let before = floors(1);
         zones(100);
         assert_eq!(floors(FLOOR_EVERY) * 2, before);
         write("zoneinfo", "nothing");
-        assert_eq!(floors(FLOOR_EVERY) * 2, before, "the last one that was understood");
+        assert_eq!(floors(FLOOR_EVERY) * 2, before, "the last value that could be parsed");
     }
 
     #[test]
-    fn this_host_says() {
-        let room = HostLook::open(&Roots::default()).unwrap().now().unwrap();
+    fn the_memory_of_this_host_can_be_sampled() {
+        let room = HostMemoryReader::open(&Roots::default()).unwrap().now().unwrap();
         assert!(room.floor > 0 && room.total > room.free, "{room:?}");
     }
 }

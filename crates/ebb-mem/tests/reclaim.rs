@@ -1,4 +1,4 @@
-//! The asks of the 2013 review of UMA's back pressure (seed `004`), each by name.
+//! Reclaim under memory pressure and without it: working sets, purges, decay, and growth afterwards.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -41,7 +41,7 @@ fn classes() -> Vec<usize> {
 }
 
 #[test]
-fn workers_are_visited_once_and_all_zones_then() {
+fn each_worker_is_purged_once_for_all_zones() {
     let (memory, owner, now) = memory(256 * MIB);
     let woken = Arc::new(AtomicUsize::new(0));
     let workers: Vec<Worker> = (0..3)
@@ -55,17 +55,17 @@ fn workers_are_visited_once_and_all_zones_then() {
         assert!(worker.cached_bytes() > 4 * MIB / 2);
     }
     memory.reclaim(Reclaim::DrainWorkers, now);
-    assert_eq!(woken.load(Ordering::Relaxed), 3, "one visit a worker, whatever the zones");
+    assert_eq!(woken.load(Ordering::Relaxed), 3, "one request per worker for all zones");
     for worker in &workers {
         assert!(worker.needs_poll());
         worker.poll(now);
-        assert_eq!(worker.cached_bytes(), 0, "all zones in that visit");
+        assert_eq!(worker.cached_bytes(), 0, "all zones in one poll");
         assert!(!worker.needs_poll());
     }
     assert_eq!(memory.stats().purges, 3);
     memory.settle();
     assert_eq!(memory.stats().arena.resident(), 0);
-    // The costly visit is paced.
+    // Purges are rate-limited.
     memory.reclaim(Reclaim::DrainWorkers, now + Duration::from_millis(999));
     assert_eq!(woken.load(Ordering::Relaxed), 3);
     memory.reclaim(Reclaim::DrainWorkers, now + Duration::from_millis(1001));
@@ -73,7 +73,7 @@ fn workers_are_visited_once_and_all_zones_then() {
 }
 
 #[test]
-fn every_zone_is_penalised_alike_whatever_the_order_of_creation() {
+fn reclaim_treats_all_zones_alike_whatever_the_order_of_creation() {
     let mut kept = Vec::new();
     for reverse in [false, true] {
         let (memory, owner, now) = memory(512 * MIB);
@@ -85,7 +85,7 @@ fn every_zone_is_penalised_alike_whatever_the_order_of_creation() {
         for &len in &sizes {
             run(&worker, owner, len, 16 * MIB);
         }
-        // A working set of a quarter of the stock, for each zone alike.
+        // A working set of a quarter of the cached blocks, for each zone alike.
         for &len in &sizes {
             run(&worker, owner, len, 4 * MIB);
         }
@@ -94,15 +94,18 @@ fn every_zone_is_penalised_alike_whatever_the_order_of_creation() {
         let shares: Vec<usize> = sizes.iter().map(|&len| depot_bytes(&memory, len)).collect();
         let (low, high) = (shares.iter().min().unwrap(), shares.iter().max().unwrap());
         assert!(*low >= 3 * MIB && *high <= 5 * MIB, "each keeps its own working set: {shares:?}");
-        assert!((high - low) * 10 <= 16 * MIB, "spread at most 10 % of the stock: {shares:?}");
+        assert!(
+            (high - low) * 10 <= 16 * MIB,
+            "spread at most 10 % of the cached blocks: {shares:?}"
+        );
         kept.push(shares);
     }
     assert_eq!(kept[0], kept[1], "independent of the order of creation");
 }
 
 #[test]
-fn the_trigger_is_near_the_target_not_the_minimum() {
-    // 5 % of the ceiling is in use: nothing is near any minimum, and the first sign acts already.
+fn a_trim_acts_before_memory_is_short() {
+    // 5 % of the ceiling is in use: memory is not short, and the first sign has an effect already.
     let (memory, owner, now) = memory(640 * MIB);
     let worker = memory.worker(|| ());
     run(&worker, owner, 16384, 32 * MIB);
@@ -110,11 +113,11 @@ fn the_trigger_is_near_the_target_not_the_minimum() {
     assert!(before >= 32 * MIB);
     memory.reclaim(Reclaim::Trim, now);
     assert!(memory.stats().arena.wired < before / 10);
-    assert!(!worker.needs_poll(), "and it does not disturb the workers");
+    assert!(!worker.needs_poll(), "workers are not involved");
 }
 
 #[test]
-fn the_zone_that_ran_out_of_cache_longest_ago_gives_first() {
+fn the_zone_that_ran_out_of_cache_longest_ago_is_reclaimed_first() {
     let (memory, owner, now) = memory(64 * MIB);
     let worker = memory.worker(|| ());
     let (stale, busy) = (4096, 65536);
@@ -135,13 +138,13 @@ fn the_zone_that_ran_out_of_cache_longest_ago_gives_first() {
     let room = stats.arena.ceiling - stats.arena.wired;
     let held = hold(&worker, owner, MIB, room + 2 * MIB);
     let after = (depot_bytes(&memory, stale), depot_bytes(&memory, busy));
-    assert!(after.0 < before.0, "the stale zone gave: {before:?} {after:?}");
-    assert_eq!(after.1, before.1, "the busy one did not have to");
+    assert!(after.0 < before.0, "the stale zone was reclaimed: {before:?} {after:?}");
+    assert_eq!(after.1, before.1, "the busy one was not");
     free(&worker, held);
 }
 
 #[test]
-fn the_time_since_a_zone_ran_out_is_stamped_per_zone() {
+fn the_time_since_a_zone_ran_out_is_counted_per_zone() {
     let (memory, owner, now) = memory(64 * MIB);
     let worker = memory.worker(|| ());
     run(&worker, owner, 4096, MIB);
@@ -158,7 +161,7 @@ fn the_time_since_a_zone_ran_out_is_stamped_per_zone() {
 }
 
 #[test]
-fn memory_goes_back_while_the_kernel_still_meets_its_targets() {
+fn idle_memory_is_released_without_memory_pressure() {
     // Temporary use of a very large zone, then none: no pressure, no event, only time.
     let (memory, owner, now) = memory(256 * MIB);
     let worker = memory.worker(|| ());
@@ -171,9 +174,9 @@ fn memory_goes_back_while_the_kernel_still_meets_its_targets() {
     }
     memory.settle();
     let arena = memory.stats().arena;
-    assert!(arena.wired <= MIB, "lent without being asked: {arena:?}");
+    assert!(arena.wired <= MIB, "lent without pressure: {arena:?}");
     assert!(arena.unwired >= 60 * MIB, "the kernel may use it for its page cache");
-    // After a longer quiet it is returned, so that nobody counts it as ours.
+    // After a longer idle time it is returned, so that RSS does not include it.
     for second in 41..=140 {
         memory.tick(now + Duration::from_secs(second));
     }
@@ -182,7 +185,7 @@ fn memory_goes_back_while_the_kernel_still_meets_its_targets() {
 }
 
 #[test]
-fn a_quarter_of_what_was_never_needed_goes_each_period() {
+fn a_quarter_of_the_unneeded_blocks_is_returned_each_period() {
     let (memory, owner, now) = memory(256 * MIB);
     let worker = memory.worker(|| ());
     run(&worker, owner, 4096, MIB);
@@ -190,39 +193,39 @@ fn a_quarter_of_what_was_never_needed_goes_each_period() {
     let mut last = usize::MAX;
     for second in 1..=200 {
         memory.tick(now + Duration::from_secs(second));
-        let stock = depot_bytes(&memory, 4096);
-        assert!(stock <= last);
-        last = stock;
+        let cached = depot_bytes(&memory, 4096);
+        assert!(cached <= last);
+        last = cached;
     }
     assert!(last <= 131_072, "down to a bucket: {last}");
 }
 
 #[test]
-fn the_edges_are_tested_downwards_by_repeated_trims() {
+fn repeated_trims_reduce_the_cache_further() {
     let (memory, owner, now) = memory(256 * MIB);
     let worker = memory.worker(|| ());
     run(&worker, owner, 16384, 32 * MIB);
     run(&worker, owner, 16384, 16 * MIB);
-    let mut stock = depot_bytes(&memory, 16384);
-    let start = stock;
+    let mut cached = depot_bytes(&memory, 16384);
+    let start = cached;
     for _ in 0..6 {
         memory.reclaim(Reclaim::Trim, now);
         let less = depot_bytes(&memory, 16384);
-        assert!(less < stock, "each trim probes further: {less} of {stock}");
-        stock = less;
+        assert!(less < cached, "each trim reclaims more: {less} of {cached}");
+        cached = less;
     }
-    assert!(stock * 4 < start);
+    assert!(cached * 4 < start);
 }
 
 #[test]
-fn the_edges_are_tested_upwards_it_grows_again_after_calm() {
+fn the_cache_grows_again_after_calm() {
     let (memory, owner, now) = memory(256 * MIB);
     let worker = memory.worker(|| ());
     let misses = |memory: &Memory| memory.stats().zones[2].misses;
     run(&worker, owner, 16384, 16 * MIB);
     memory.reclaim(Reclaim::DrainWorkers, now);
     worker.poll(now);
-    // While it lasts nothing is cached.
+    // Under pressure nothing is cached.
     run(&worker, owner, 16384, 16 * MIB);
     assert_eq!(depot_bytes(&memory, 16384) + worker.cached_bytes(), 0);
     memory.calm();
@@ -233,22 +236,22 @@ fn the_edges_are_tested_upwards_it_grows_again_after_calm() {
 }
 
 #[test]
-fn idle_stock_does_not_grow_for_a_second_after_an_event() {
+fn caches_do_not_grow_for_a_second_after_an_event() {
     let (memory, owner, now) = memory(256 * MIB);
     let worker = memory.worker(|| ());
     let load = || run(&worker, owner, 16384, 16 * MIB);
     load();
     let full = depot_bytes(&memory, 16384);
-    for (over, what) in [(1000, "its second is over"), (0, "it is calm")] {
+    for (over, what) in [(1000, "a second has passed"), (0, "it is calm")] {
         memory.reclaim(Reclaim::Drain, now);
         let buckets = memory.stats().zones[2].bucket;
         load();
-        assert_eq!(depot_bytes(&memory, 16384), 0, "paused: what is freed is lent");
+        assert_eq!(depot_bytes(&memory, 16384), 0, "paused: freed memory is lent");
         assert!(memory.stats().zones[2].bucket <= buckets);
         if over == 0 {
             memory.calm();
         } else {
-            // One of the ticks of the second, whenever they are, finds it over; earlier ones do not.
+            // The first tick after the second ends the pause; earlier ones do not.
             let at = |ms| now + Duration::from_millis(ms);
             memory.tick(at(over - 1));
             load();
@@ -281,7 +284,7 @@ fn buckets_shrink_at_each_low_memory_event_and_have_a_ceiling_tied_to_ram() {
 }
 
 #[test]
-fn the_load_may_leave_and_come_back_a_thousand_times() {
+fn the_load_may_stop_and_start_a_thousand_times() {
     let (memory, owner, now) = memory(64 * MIB);
     let worker = memory.worker(|| ());
     for round in 0..1000u64 {
