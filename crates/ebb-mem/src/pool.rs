@@ -41,6 +41,8 @@ use crate::worker::{Exhausted, Worker, WorkerInner};
 pub const POOL_INTERVAL: Duration = Duration::from_millis(100);
 /// A pool without any request for this long lends its floor as well.
 const POOL_QUIET: Duration = Duration::from_secs(1);
+/// Free pages that a pool in use keeps wired instead of lent.
+const WIRED_FLOOR_PAGES: usize = 64;
 
 /// Blocks released under one lock, and in one iteration of the worker's loop.
 const RELEASE_BATCH: usize = 64;
@@ -51,17 +53,12 @@ const RELEASE_TURN: usize = 2048;
 pub struct PoolParameters {
     max_buffer_pages: AtomicU32,
     squeeze_ms: AtomicU32,
-    floor_pages: AtomicU32,
 }
 
 impl Default for PoolParameters {
-    /// `max_buffer_pages` 1024, `buffer_squeeze_duration_ms` 10, a floor of 64 pages.
+    /// `max_buffer_pages` 1024, `buffer_squeeze_duration_ms` 10.
     fn default() -> PoolParameters {
-        PoolParameters {
-            max_buffer_pages: AtomicU32::new(1024),
-            squeeze_ms: AtomicU32::new(10),
-            floor_pages: AtomicU32::new(64),
-        }
+        PoolParameters { max_buffer_pages: AtomicU32::new(1024), squeeze_ms: AtomicU32::new(10) }
     }
 }
 
@@ -88,16 +85,6 @@ impl PoolParameters {
 
     fn squeeze_nanos(&self) -> u64 {
         u64::from(self.buffer_squeeze_duration_ms()) * 1_000_000
-    }
-
-    /// Free pages that a pool in use keeps wired instead of lent.
-    pub fn wired_floor_pages(&self) -> u32 {
-        self.floor_pages.load(Ordering::Relaxed)
-    }
-
-    /// Sets [`PoolParameters::wired_floor_pages`].
-    pub fn set_wired_floor_pages(&self, pages: u32) {
-        self.floor_pages.store(pages, Ordering::Relaxed);
     }
 }
 
@@ -477,7 +464,7 @@ impl PoolInner {
             self.used.get().is_some_and(|used| now.saturating_duration_since(used) >= POOL_QUIET);
         let mut state = self.state.borrow_mut();
         let state = &mut *state;
-        let mut floor = if quiet { 0 } else { self.parameters.wired_floor_pages() as usize };
+        let mut floor = if quiet { 0 } else { WIRED_FLOOR_PAGES };
         let mut arena = worker.memory.core.arena.lock();
         if !arena.lending() {
             return;

@@ -1,6 +1,6 @@
 //! Statistics: zones with the columns of FreeBSD's `vmstat -z`, and gauges per owner.
 
-use crate::class::{CLASSES, PAGE_BYTES, class_bytes};
+use crate::class::{PAGE_BYTES, class_bytes};
 use crate::gauge::add_owners;
 use crate::memory::Memory;
 use crate::sync::Ordering;
@@ -209,10 +209,5 @@ impl Memory {
         stats.limin = estimate.limin();
         stats.timin = estimate.timin();
         stats
-    }
-
-    /// The number of size classes with a zone of their own.
-    pub fn zone_count(&self) -> usize {
-        CLASSES
     }
 }

@@ -106,7 +106,7 @@ pub(crate) const ALLOWED: &[Allowed] = &[
     ("cast", "crates/ebb-mem/src/buffer.rs", 4, "a number of pages, of 32 bits"),
     ("cast", "crates/ebb-mem/src/class.rs", 1, "a number of bits: at most 64"),
     ("cast", "crates/ebb-mem/src/memory.rs", 2, "a page's number, of 32 bits"),
-    ("cast", "crates/ebb-mem/src/pool.rs", 2, "a parameter of 32 bits"),
+    ("cast", "crates/ebb-mem/src/pool.rs", 1, "a parameter of 32 bits"),
     ("cast", "crates/ebb-mem/src/worker.rs", 3, "a page's number, of 32 bits"),
     ("cast", "crates/ebb-mem/src/zone.rs", 2, "a bucket's size, of 32 bits"),
     ("cast", "crates/ebb-io/src/ring.rs", 5, "a slot's index of 32 bits"),
