@@ -175,7 +175,7 @@ enum HandshakeState {
     Flags,
     /// Waiting for an option.
     Options,
-    /// Dropping the rest of the payload of `option`, then refusing it.
+    /// Skipping the rest of the payload of `option`, then refusing it.
     Skipping { option: u32, left: u32, refusal: Refusal },
     /// `NBD_OPT_STARTTLS` was acknowledged.
     AwaitingTls,

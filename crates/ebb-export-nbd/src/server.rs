@@ -342,12 +342,12 @@ impl ServerState {
         limits: ServerLimits,
     ) -> Result<Option<Negotiated>, Refused> {
         let entered = self.pending.enter(client_id.1.address());
-        let crowded = async {
+        let evicted = async {
             entered.evicted.wait().await;
             Err(Refused::Evicted)
         };
         let handshake = self.negotiate(io, client_id, (client, &entered), limits);
-        let handshake = futures_lite::future::or(handshake, crowded);
+        let handshake = futures_lite::future::or(handshake, evicted);
         let in_time = async { io.timeout(HANDSHAKE_TIMEOUT, handshake).await };
         let stopped = async {
             self.stop.wait().await;

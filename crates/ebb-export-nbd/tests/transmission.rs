@@ -69,7 +69,7 @@ fn expect(client: &mut Client, what: &str, expected: &[u8]) {
 fn nothing_more(client: &mut Client) {
     client.send(FLUSH, 0, COOKIE, 0, 0);
     let expected = success(client.style, 0);
-    expect(client, "nothing but a flush", &expected);
+    expect(client, "only the reply to a flush", &expected);
 }
 
 #[test]
@@ -174,7 +174,7 @@ fn block_status_distinguishes_data_and_holes() {
         client.send(BLOCK_STATUS, REQ_ONE, COOKIE, MIB + 512, 1024);
         expect(
             &mut client,
-            "not more than asked",
+            "not more than requested",
             &status(style, context, MIB + 512, &[(1024, 0)]),
         );
         assert_eq!(client.ask(TRIM, 0, MIB, 8192), 0);
@@ -232,7 +232,7 @@ fn invalid_requests_are_refused_and_the_connection_continues() {
             (FLUSH, 0, 512, 0, EINVAL, "a flush with an offset"),
             (FLUSH, 0, 0, 512, EINVAL, "a flush with a length"),
             (TRIM, 0, SIZE - 512, 1024, EINVAL, "trim across the end"),
-            (TRIM, 0, 0, 0, EINVAL, "trim nothing"),
+            (TRIM, 0, 0, 0, EINVAL, "trim of length 0"),
             (CACHE, DF, 0, 512, EINVAL, "cache with DF"),
             (CACHE, 0, 0, SIZE + 512, EINVAL, "cache across the end"),
             (WRITE_ZEROES, 0, SIZE, 512, ENOSPC, "zeroes past the end"),
@@ -264,7 +264,7 @@ fn invalid_requests_are_refused_and_the_connection_continues() {
         }
         let large = pattern(5, 3 << 20);
         assert_eq!(client.write(0, 0, &large), EINVAL, "longer than the maximum, {style:?}");
-        assert_eq!(client.write(0, 0, &[]), EINVAL, "nothing, {style:?}");
+        assert_eq!(client.write(0, 0, &[]), EINVAL, "length 0, {style:?}");
         assert!(client.read(0, 1 << 20).unwrap().iter().all(|b| *b == 0), "nothing was written");
         nothing_more(&mut client);
     }

@@ -102,7 +102,7 @@ fn writing_zeroes_ends_when_the_volume_is_closed() {
     ask_for_zeroes(&mut client, 200);
     wait_for("zeroes", || fake.count(fake::WRITE) > 0);
     rig.run(move |_, io| async move { volume.close(&io).await }).unwrap();
-    let answers: Vec<_> = (0..200).map(|_| client.reply(|_| None).unwrap().error).collect();
-    assert!(answers.iter().all(|error| *error == ESHUTDOWN), "{answers:?}");
+    let errors: Vec<_> = (0..200).map(|_| client.reply(|_| None).unwrap().error).collect();
+    assert!(errors.iter().all(|error| *error == ESHUTDOWN), "{errors:?}");
     rig.stop();
 }

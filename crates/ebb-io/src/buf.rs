@@ -30,9 +30,9 @@ const PRESSED_OWN: usize = 256 << 10;
 /// Allocates buffers, for a worker or for one of its queues. Cheap to clone; not shared between
 /// threads.
 #[derive(Clone)]
-pub struct BufPool(Rc<PoolInner>);
+pub struct BufPool(Rc<BufPoolInner>);
 
-struct PoolInner {
+struct BufPoolInner {
     worker: ebb_mem::Worker,
     owner: OwnerId,
     queue: Option<PagePool>,
@@ -56,7 +56,7 @@ impl BufPool {
         budget: Rc<Budget>,
     ) -> BufPool {
         let (used_bytes, own_budget) = (Cell::new(0), Budget::new(PRESSED_OWN));
-        BufPool(Rc::new(PoolInner { worker, owner, queue, used_bytes, budget, own_budget }))
+        BufPool(Rc::new(BufPoolInner { worker, owner, queue, used_bytes, budget, own_budget }))
     }
 
     /// A pool for one queue, accounted to `owner`, which keeps free pages as `parameters` allow

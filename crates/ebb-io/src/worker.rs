@@ -58,7 +58,7 @@ thread_local! {
 }
 
 /// The part of a worker that other threads use.
-struct WorkerShared {
+struct WorkerRemote {
     id: u64,
     wake: OwnedFd,
     inbox: Mutex<Inbox>,
@@ -73,8 +73,8 @@ struct Inbox {
     closed: bool,
 }
 
-impl WorkerShared {
-    fn new() -> io::Result<Arc<WorkerShared>> {
+impl WorkerRemote {
+    fn new() -> io::Result<Arc<WorkerRemote>> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         // SAFETY: no preconditions; the result is checked.
         let wake = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
@@ -83,7 +83,7 @@ impl WorkerShared {
         }
         // SAFETY: a new descriptor, owned here only.
         let wake = unsafe { OwnedFd::from_raw_fd(wake) };
-        Ok(Arc::new(WorkerShared {
+        Ok(Arc::new(WorkerRemote {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             wake,
             inbox: Mutex::default(),
@@ -217,7 +217,7 @@ struct WorkerCore {
     offload: Rc<Budget>,
     offload_files: offload::FileBudgets,
     tasks: Rc<Tasks>,
-    shared: Arc<WorkerShared>,
+    shared: Arc<WorkerRemote>,
 }
 
 /// The interface of a worker for its tasks: spawn, wait, read, write. Cheap to clone; stays on its thread.
@@ -327,7 +327,7 @@ impl Io {
     }
 
     /// Sets up the worker of this thread.
-    fn new(ring: Ring, shared: Arc<WorkerShared>, memory: &Arc<Memory>, owner: OwnerId) -> Io {
+    fn new(ring: Ring, shared: Arc<WorkerRemote>, memory: &Arc<Memory>, owner: OwnerId) -> Io {
         WORKER.set(shared.id);
         let waker = shared.clone();
         let memory = memory.worker(move || waker.signal_wake());
@@ -504,7 +504,7 @@ fn next_ready(ready: &mut VecDeque<Runnable>) -> Option<Runnable> {
 
 /// A handle by which other threads spawn tasks on a worker.
 #[derive(Clone)]
-pub struct WorkerHandle(Arc<WorkerShared>);
+pub struct WorkerHandle(Arc<WorkerRemote>);
 
 impl WorkerHandle {
     /// Runs the future that `start` creates on the worker. Dropped if the worker has
@@ -553,7 +553,7 @@ impl Worker {
     /// # Errors
     /// When the thread or its io_uring cannot be created; the message names the remedy.
     pub fn start(name: &str, memory: &Arc<Memory>) -> io::Result<Worker> {
-        let shared = WorkerShared::new()?;
+        let shared = WorkerRemote::new()?;
         let (result, started) = std::sync::mpsc::sync_channel(1);
         let for_thread = shared.clone();
         let memory = memory.clone();
@@ -598,7 +598,7 @@ impl SteppedWorker {
     pub(crate) fn new(name: &str, memory: &Arc<Memory>) -> io::Result<SteppedWorker> {
         assert_eq!(WORKER.get(), 0, "one worker on a thread at a time");
         let owner = memory.owner(name).map_err(io::Error::other)?;
-        let io = Io::new(Ring::new()?, WorkerShared::new()?, memory, owner);
+        let io = Io::new(Ring::new()?, WorkerRemote::new()?, memory, owner);
         Ok(SteppedWorker { io, rearm: true })
     }
 

@@ -80,7 +80,7 @@ fn no_wake_up_and_no_start_is_lost() {
             let started = Arc::new(AtomicU64::new(0));
             let start_line = Arc::new(Barrier::new(usize::try_from(THREADS).unwrap()));
             let (done, all_done) = mpsc::channel();
-            // One task per mailbox waits for each amount in turn.
+            // One task per mailbox waits for each sum, one after the other.
             for mailbox in &boxes {
                 let (mailbox, done) = (mailbox.clone(), done.clone());
                 worker.handle().spawn(move |_| async move {

@@ -227,7 +227,7 @@ fn the_end_of_the_export() {
             assert_eq!(ask(SIZE, 512), Err(beyond));
             assert_eq!(ask(u64::MAX - 511, 512), Err(beyond), "the sum would overflow");
             assert_eq!(ask(u64::MAX, 1), Err(beyond));
-            assert_eq!(ask(0, 0), Err(Errno::Inval), "nothing");
+            assert_eq!(ask(0, 0), Err(Errno::Inval), "length 0");
             assert_eq!(ask(1, 512), Err(Errno::Inval), "not aligned");
             assert_eq!(ask(512, 513), Err(Errno::Inval), "not aligned");
         }

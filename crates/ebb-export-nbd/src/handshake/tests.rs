@@ -244,7 +244,7 @@ fn refused_payloads_are_not_kept() {
     assert_eq!(talk.send(&head), Ok(HandshakeStep::NeedMore));
     for _ in 0..announced {
         assert!(talk.buffer.is_empty());
-        assert!(talk.replies().is_empty(), "the reply comes behind the payload");
+        assert!(talk.replies().is_empty(), "the reply is sent after the payload");
         assert_eq!(talk.send(b"x"), Ok(HandshakeStep::NeedMore));
     }
     assert_eq!(talk.replies()[12..16], TOO_BIG.to_be_bytes());
@@ -268,7 +268,7 @@ fn reply_styles() {
     let mut talk = Talk::begun(HandshakePolicy::default());
     assert_eq!(talk.ask(8, b"data").0, INVALID);
     assert_eq!(talk.ask(8, b"").0, 1);
-    assert_eq!(talk.ask(8, b"").0, 1, "asking twice does no harm");
+    assert_eq!(talk.ask(8, b"").0, 1, "a repeated option is accepted");
     let session = talk.go(&go_payload("disk", &[]));
     assert_eq!(session.style, ReplyStyle::Structured);
     assert!(session.flags.contains(TransmissionFlags::SEND_DF));
@@ -394,7 +394,7 @@ fn tls_may_be_used() {
     assert_eq!(talk.ask(5, b"").0, INVALID, "TLS within TLS");
     let session = talk.go(&go_payload("disk", &[]));
     assert!(session.tls);
-    assert_eq!(session.style, ReplyStyle::Simple, "nothing outlives the upgrade");
+    assert_eq!(session.style, ReplyStyle::Simple, "everything negotiated before TLS is discarded");
     assert_eq!(session.allocation_context, None);
 
     assert!(!Talk::begun(tls(TlsMode::On)).go(&go_payload("disk", &[])).tls, "it is no must");

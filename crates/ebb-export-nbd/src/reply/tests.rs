@@ -199,7 +199,7 @@ proptest! {
         }
         prop_assert!(at <= u128::from(asked));
         if known > 0 {
-            prop_assert!(at <= known, "nothing is made up");
+            prop_assert!(at <= known, "only pushed bytes are described");
         }
         prop_assert!(descriptors.windows(2).all(|pair| pair[0].1 != pair[1].1));
     }
