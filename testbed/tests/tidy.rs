@@ -12,6 +12,8 @@ use lists::{ALLOWED, Allowed, DATA_PATH, MAY_KNOW, UNSAFE};
 
 #[path = "tidy/lists.rs"]
 mod lists;
+#[path = "tidy/names.rs"]
+mod names;
 
 /// Longest source file and function, in lines.
 const FILE_LINES: usize = 650;

@@ -1,0 +1,284 @@
+//! The rules about names in prose: what ARCHITECTURE.md names exists in the code, and each document
+//! that a comment or a document cites is in the tree or public.
+
+use super::{Source, item_end, positions, read_tree, root};
+
+/// Names in ARCHITECTURE.md that are those of the standard library.
+const STANDARD: &[&str] = &["File::flush"];
+
+/// Documents of other projects that are cited by their path there.
+const PUBLIC: &[(&str, &str)] =
+    &[("doc/proto.md", "the NBD project"), ("doc/uri.md", "the NBD project"), ("docs/misc", "Xen")];
+
+/// Citations of documents that are not in the tree. In pieces, so that this file is no finding.
+const PRIVATE: &[&str] = &[
+    concat!("seed", " `0"),
+    concat!("seeds", " `0"),
+    concat!("seed", " 00"),
+    concat!("design", ", section"),
+    concat!("design", " section"),
+    concat!("reference", ", 1."),
+    concat!("reference", ", 2."),
+    concat!("reference", ", 3."),
+    concat!("reference", ", 4."),
+    concat!("reference", ", 5."),
+    concat!("reference", ", 6."),
+    concat!("in the", " reference"),
+];
+
+/// The numbered lines of a document outside its fenced blocks, and the code spans of each.
+fn spans(document: &str) -> Vec<(usize, &str)> {
+    let mut fenced = false;
+    let mut found = Vec::new();
+    for (index, line) in document.lines().enumerate() {
+        if line.starts_with("```") {
+            fenced = !fenced;
+        } else if !fenced {
+            found.extend(line.split('`').skip(1).step_by(2).map(|span| (index + 1, span)));
+        }
+    }
+    found
+}
+
+fn is_name(word: &str) -> bool {
+    !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+}
+
+/// Whether `head` stands in the code and the name at its end does not go on.
+fn has(code: &str, head: &str) -> bool {
+    positions(code, head).into_iter().any(|at| {
+        let next = code.as_bytes().get(at + head.len()).copied().unwrap_or(b' ');
+        !next.is_ascii_alphanumeric() && next != b'_'
+    })
+}
+
+/// Whether a block that begins with one of `heads` has `inside` in it.
+fn block_has(code: &str, heads: &[String], inside: &str) -> bool {
+    let begins = heads.iter().flat_map(|head| positions(code, head));
+    begins.into_iter().any(|at| has(&code[at..item_end(code, at)], inside))
+}
+
+/// Whether an `impl` of the type, or its definition, has `inside` in it.
+fn type_has(code: &str, name: &str, inside: &str) -> bool {
+    let defined = [format!("trait {name}"), format!("enum {name}")];
+    let of_type = |at: &usize| {
+        let header = code[*at..].split('{').next().unwrap_or_default();
+        has(header, name) && has(&code[*at..item_end(code, *at)], inside)
+    };
+    block_has(code, &defined, inside) || positions(code, "impl").iter().any(of_type)
+}
+
+/// Whether there is what a code span names. True for spans that are neither a file nor a name.
+fn exists(span: &str, sources: &[Source]) -> bool {
+    let rust = || sources.iter().filter(|source| source.is_rust());
+    if STANDARD.contains(&span) || span.contains("NAME") {
+        return true;
+    }
+    if span.ends_with(".rs") && !span.contains(' ') {
+        let suffix = format!("/{span}");
+        return rust().any(|source| {
+            let (whole, short) = (&source.path, source.path.replace("/src/", "/"));
+            whole == span || whole.ends_with(&suffix) || short.ends_with(&suffix)
+        });
+    }
+    if span.starts_with("ebb-") && !span.contains(' ') {
+        return sources.iter().any(|source| source.path.starts_with(&format!("crates/{span}/")));
+    }
+    let (path, is_call) = match span.strip_suffix("()") {
+        Some(path) => (path, true),
+        None => (span, false),
+    };
+    let names: Vec<&str> = path.split("::").collect();
+    if !names.iter().all(|name| is_name(name)) {
+        return true;
+    }
+    let capital = |name: &str| name.starts_with(|first: char| first.is_ascii_uppercase());
+    match names[..] {
+        [.., of, name] if capital(of) => {
+            let inside = if capital(name) { name.to_owned() } else { format!("fn {name}") };
+            rust().any(|source| source.code.contains(of) && type_has(&source.code, of, &inside))
+        }
+        [.., name] if is_call => rust().any(|source| has(&source.code, &format!("fn {name}"))),
+        [.., name] if capital(name) && name.contains(|c: char| c.is_ascii_lowercase()) => {
+            let kinds = ["struct", "enum", "trait", "type"];
+            let heads = kinds.map(|kind| format!("{kind} {name}"));
+            rust().any(|source| heads.iter().any(|head| has(&source.code, head)))
+        }
+        // A constant, a parameter, a call of the kernel, a test.
+        [.., name] => rust().any(|source| has(&source.raw, name)),
+        [] => true,
+    }
+}
+
+/// The code spans of a document that name what is not in the tree, each with its line.
+fn missing_names(document: &str, sources: &[Source]) -> Vec<String> {
+    let missing = spans(document).into_iter().filter(|(_, span)| !exists(span, sources));
+    missing.map(|(line, span)| format!("{line}: `{span}`")).collect()
+}
+
+/// The files of the code that a document names and that are not in the tree, each with its line.
+fn missing_files(document: &Source, sources: &[Source]) -> Vec<String> {
+    let files = spans(&document.raw).into_iter().filter(|(_, span)| span.ends_with(".rs"));
+    let missing = files.filter(|(_, span)| !exists(span, sources));
+    missing.map(|(line, span)| format!("{}:{line}: `{span}`", document.path)).collect()
+}
+
+/// The path of `target` as seen from the folder of `file`.
+fn relative(file: &str, target: &str) -> String {
+    let mut parts: Vec<&str> = file.split('/').collect();
+    parts.pop();
+    for part in target.split('/') {
+        match part {
+            "." | "" => {}
+            ".." => drop(parts.pop()),
+            part => parts.push(part),
+        }
+    }
+    parts.join("/")
+}
+
+/// Whether a cited path is a file or a folder of the tree, or public.
+fn is_there(file: &str, target: &str, sources: &[Source]) -> bool {
+    let known = |path: &str| {
+        let folder = format!("{path}/");
+        sources.iter().any(|source| source.path == path || source.path.starts_with(&folder))
+    };
+    // A name alone: the text of a link, or a file that the code makes.
+    let named = || {
+        let suffix = format!("/{target}");
+        !target.contains('/') && sources.iter().any(|source| source.path.ends_with(&suffix))
+    };
+    PUBLIC.iter().any(|(public, _)| target.starts_with(public))
+        || known(target)
+        || known(&relative(file, target))
+        || named()
+}
+
+/// The paths in a line that are cited as documents.
+fn cited(line: &str) -> Vec<&str> {
+    let of_path = |c: char| c.is_ascii_alphanumeric() || "_./-".contains(c);
+    let words = line.split(|c| !of_path(c));
+    let words = words.map(|word| word.trim_end_matches(['.', '/', '-']));
+    // The rest of an address of the web begins with two slashes.
+    let words = words.filter(|word| !word.starts_with("//"));
+    words
+        .filter(|word| word.starts_with("docs/") || (word.ends_with(".md") && word.len() > 3))
+        .collect()
+}
+
+/// The numbers of decisions in a line: `ADR 7`.
+fn decisions(line: &str) -> Vec<u32> {
+    let numbers = line
+        .split("ADR ")
+        .skip(1)
+        .map(|rest| rest.chars().take_while(char::is_ascii_digit).collect::<String>());
+    numbers.filter_map(|number| number.parse().ok()).collect()
+}
+
+/// What a file cites that is not there: a line each.
+fn missing_documents(source: &Source, sources: &[Source]) -> Vec<String> {
+    let mut found = Vec::new();
+    for (index, line) in source.raw.lines().enumerate() {
+        let mut missing: Vec<String> = cited(line)
+            .into_iter()
+            .filter(|target| !is_there(&source.path, target, sources))
+            .map(ToOwned::to_owned)
+            .collect();
+        missing.extend(decisions(line).into_iter().filter_map(|number| {
+            let head = format!("docs/adr/{number:04}-");
+            let known = sources.iter().any(|source| source.path.starts_with(&head));
+            (!known).then(|| format!("ADR {number}"))
+        }));
+        let lower = line.to_lowercase();
+        let private = PRIVATE.iter().filter(|text| lower.contains(*text));
+        missing.extend(private.map(|text| (*text).to_owned()));
+        found.extend(missing.iter().map(|what| format!("{}:{}: {what}", source.path, index + 1)));
+    }
+    found
+}
+
+#[test]
+fn what_the_architecture_names_is_in_the_code() {
+    let mut sources = Vec::new();
+    read_tree(&root(), "", &mut sources).unwrap();
+    let text = sources.iter().find(|source| source.path == "ARCHITECTURE.md").unwrap();
+    let missing = missing_names(&text.raw, &sources);
+    assert!(
+        missing.is_empty(),
+        "ARCHITECTURE.md names what does not exist:\n{}",
+        missing.join("\n")
+    );
+}
+
+#[test]
+fn every_document_and_file_that_is_cited_is_in_the_tree() {
+    let mut sources = Vec::new();
+    read_tree(&root(), "", &mut sources).unwrap();
+    let mut missing: Vec<_> =
+        sources.iter().flat_map(|source| missing_documents(source, &sources)).collect();
+    // The changelog names files of earlier versions.
+    let documents = sources.iter().filter(|source| source.path.ends_with(".md"));
+    let documents = documents.filter(|source| source.path != "CHANGELOG.md");
+    missing.extend(documents.flat_map(|source| missing_files(source, &sources)));
+    assert!(missing.is_empty(), "cited, and not in the tree:\n{}", missing.join("\n"));
+}
+
+#[test]
+fn names_and_citations_that_lead_nowhere_are_caught() {
+    let tree = [
+        Source::new(
+            "crates/ebb-x/src/a/disk.rs",
+            "//! ADR 3\nimpl<T> Disk<T> { fn read(&self) {} }\n",
+        ),
+        Source::new(
+            "crates/ebb-x/src/b.rs",
+            "pub enum Level { Calm }\nstruct Other;\nfn write() {}\n",
+        ),
+        Source::new("docs/adr/0003-writeback-law.md", concat!("See [it](../glossary", ".md).\n")),
+        Source::new("docs/glossary.md", "no `name`\n"),
+    ];
+    let there = "`disk.rs` `a/disk.rs` `ebb-x/b.rs` `ebb-x` `Disk::read` `Level::Calm` `write()` `Other`\n\
+        `File::flush`, `some words`, `cache = \"none\"`\n```\n`no_such_name`\n```\n";
+    assert_eq!(missing_names(there, &tree), Vec::<String>::new());
+    for gone in [
+        "c.rs",
+        "b/disk.rs",
+        "ebb-y",
+        "Disk::write",
+        "Other::read",
+        "Level::Hot",
+        "read_all()",
+        "Disks",
+        "no_such_name",
+    ] {
+        let text = format!("one line\nand `{gone}`\n");
+        assert_eq!(missing_names(&text, &tree), [format!("2: `{gone}`")], "{gone}");
+    }
+    let text = "one line\nand `a/disk.rs`, and `disks.rs`\n";
+    let document = Source::new("docs/adr/0003-writeback-law.md", text);
+    let gone = ["docs/adr/0003-writeback-law.md:2: `disks.rs`"];
+    assert_eq!(missing_files(&document, &tree), gone);
+    let cites = |line: &str| {
+        let source = Source::new("crates/ebb-x/src/c.rs", line);
+        missing_documents(&source, &tree)
+    };
+    for line in [
+        "docs/adr/0003-writeback-law.md, docs/adr, docs/glossary.md. (ADR 3)",
+        "`doc/proto.md` of NBD, docs/misc/xenstore.txt of Xen, https://example.org/docs/c.md",
+        "a seed of 7, and a reference to it",
+    ] {
+        assert_eq!(cites(line), Vec::<String>::new(), "{line}");
+    }
+    assert_eq!(missing_documents(&tree[2], &tree), Vec::<String>::new());
+    for line in [
+        concat!("see doc", "s/c", ".md"),
+        concat!("see c", ".md"),
+        concat!("see docs/adr/", "0004-y"),
+        concat!("see AD", "R 4"),
+        concat!("see Seed", " `000`"),
+        concat!("see the design", ", section 4"),
+        concat!("see the reference", ", 5.1"),
+    ] {
+        assert_eq!(cites(line).len(), 1, "{line}");
+    }
+}
