@@ -1,11 +1,12 @@
-//! Order among requests where blocks are larger than sectors: those of whole blocks run beside each other, and one
-//! that reads, changes and writes back part of a block runs alone.
+//! Ordering of requests where blocks are larger than sectors: requests for whole blocks run
+//! concurrently, and a read-modify-write of part of a block runs alone.
 
 use async_lock::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// A lock of a store. At most one task waits in the lock itself, and the rest in line before it: of two readers
-/// that `async_lock::RwLock` wakes while the next writer has it already, each wakes the other for as long as
-/// the writer has it, which takes a whole processor while a server does not answer.
+/// The lock of one store. At most one task waits in the `RwLock` itself, and the rest wait for the
+/// mutex: if `async_lock::RwLock` wakes two readers while the next writer already holds it, each
+/// wakes the other for as long as the writer holds it, which uses a whole CPU while a server does
+/// not answer.
 #[derive(Debug, Default)]
 pub(crate) struct BlockOrder {
     line: Mutex<()>,
@@ -15,7 +16,7 @@ pub(crate) struct BlockOrder {
 impl BlockOrder {
     /// For whole blocks.
     pub(crate) async fn read(&self) -> RwLockReadGuard<'_, ()> {
-        // Refused also while a writer waits.
+        // Fails also while a writer waits.
         if let Some(guard) = self.lock.try_read() {
             return guard;
         }
@@ -54,7 +55,7 @@ mod tests {
         (Arc::new(Woken(AtomicBool::new(true))), Box::pin(future))
     }
 
-    /// Polls who was woken until none is; how often that was.
+    /// Polls woken tasks until none is woken; returns the number of polls.
     fn settle(tasks: &mut Vec<Task<'_>>) -> usize {
         let mut polls = 0;
         while let Some(at) = tasks.iter().position(|task| task.0.0.swap(false, Ordering::SeqCst)) {
@@ -64,7 +65,7 @@ mod tests {
             let waker = Waker::from(task.0.clone());
             let (woken, mut future) = task;
             if future.as_mut().poll(&mut Context::from_waker(&waker)) == Poll::Pending {
-                // Behind the others, as in a run queue.
+                // To the end of the run queue.
                 tasks.push((woken, future));
             }
         }
@@ -80,7 +81,7 @@ mod tests {
             panic!("the lock is free");
         };
         let mut tasks = Vec::new();
-        // It never ends: a server that does not answer.
+        // It never completes: a server that does not answer.
         let stays = || async {
             let _alone = blocks.write().await;
             std::future::pending::<()>().await;
@@ -91,7 +92,7 @@ mod tests {
         }
         settle(&mut tasks);
         drop(first);
-        // The next one comes before those who were woken have looked.
+        // The next writer is polled before the readers that were woken.
         let waker = Waker::from(writer.0.clone());
         let _ = writer.1.as_mut().poll(&mut Context::from_waker(&waker));
         tasks.push(writer);

@@ -1,5 +1,6 @@
-//! Making the file of a new volume: its name appears when it has its size and is stable, so that a process that ends in
-//! the middle, or a file system that refuses the size, leaves nothing at the path.
+//! Creating the file of a new volume. Its name appears when it has its size and is stable, so that
+//! a process that is killed meanwhile, or a file system that refuses the size, leaves nothing at
+//! the path.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -11,13 +12,12 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
 
 use crate::open::{OpenError, OpenOptions, explain};
 
-/// What is the matter with a folder that a file is to be made in, most often.
+/// The usual cause of a failure to create a file.
 const IN_FOLDER: &str = "create the file (does its folder exist?)";
 
-/// Whether there is a name at `path`, whatever it leads to.
+/// Whether `path` exists, without following a symbolic link.
 ///
-/// # Errors
-/// It cannot be found out: only "no such file" says that there is none.
+/// # Errors That cannot be determined: only "no such file" means that it does not exist.
 pub(crate) fn is_named(path: &Path) -> Result<bool, OpenError> {
     match std::fs::symlink_metadata(path) {
         Ok(_) => Ok(true),
@@ -26,20 +26,20 @@ pub(crate) fn is_named(path: &Path) -> Result<bool, OpenError> {
     }
 }
 
-/// The folder of a file.
+/// The directory of a file.
 pub(crate) fn folder_of(path: &Path) -> &Path {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     folder.unwrap_or(Path::new("."))
 }
 
-/// Looks whether the folder that a file is to be made in is there.
+/// Checks that the directory of a new file exists.
 pub(crate) fn inspect_folder(path: &Path) -> Result<(), OpenError> {
     let fail = |source| OpenError::of(path, IN_FOLDER, source);
     let found = std::fs::metadata(folder_of(path)).map_err(fail)?;
     if found.is_dir() { Ok(()) } else { Err(fail(io::ErrorKind::NotADirectory.into())) }
 }
 
-/// Makes a sparse file of `size` bytes at `path`, if there is none; whether it did.
+/// Creates a sparse file of `size` bytes at `path` unless there is one; returns whether it did.
 pub(crate) fn create(path: &Path, size: u64) -> Result<bool, OpenError> {
     if is_named(path)? {
         return Ok(false);
@@ -58,20 +58,20 @@ pub(crate) fn create(path: &Path, size: u64) -> Result<bool, OpenError> {
     Ok(made)
 }
 
-/// Gives a new file its size.
+/// Gives a new file its size and makes it stable.
 fn fill(path: &Path, file: &File, size: u64) -> Result<(), OpenError> {
     let fail = |action| move |source| OpenError::of(path, action, source);
     file.set_len(size).map_err(fail("make a new file that long: correct `size`"))?;
     file.sync_all().map_err(fail("make the new file stable"))
 }
 
-/// By a file that has no name until it is whole. `None` where the file system has no such files, or there is no
-/// `/proc` to name one by.
+/// Uses a file without a name (`O_TMPFILE`), linked when it is complete. `None` where the file
+/// system has no `O_TMPFILE`, or there is no `/proc` to link it from.
 fn unnamed(folder: &Path, path: &Path, size: u64) -> Result<Option<bool>, OpenError> {
     let flags = OFlags::TMPFILE | OFlags::WRONLY | OFlags::CLOEXEC;
     let file = match rustix::fs::open(folder, flags, Mode::RUSR | Mode::WUSR) {
         Ok(file) => File::from(file),
-        // Old kernels take the flag for an attempt to write to a folder.
+        // Old kernels take the flag for an attempt to write to a directory.
         Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::ISDIR | rustix::io::Errno::INVAL) => {
             return Ok(None);
         }
@@ -86,7 +86,7 @@ fn unnamed(folder: &Path, path: &Path, size: u64) -> Result<Option<bool>, OpenEr
     }
 }
 
-/// By a file of another name in the same folder, which is renamed when it is whole.
+/// Uses a file of another name in the same directory, renamed when it is complete.
 fn named(folder: &Path, path: &Path, size: u64) -> Result<bool, OpenError> {
     use std::os::unix::fs::OpenOptionsExt;
     let fail = |source| OpenError::of(path, IN_FOLDER, source);
@@ -104,7 +104,7 @@ fn named(folder: &Path, path: &Path, size: u64) -> Result<bool, OpenError> {
     made
 }
 
-/// A name that no other process or attempt has.
+/// A name that no other process or attempt uses.
 fn beside(folder: &Path, path: &Path) -> PathBuf {
     let mut name = OsString::from(".");
     name.push(path.file_name().unwrap_or_default());
@@ -112,10 +112,10 @@ fn beside(folder: &Path, path: &Path) -> PathBuf {
     folder.join(name)
 }
 
-/// Never in place of a file that is there.
+/// Renames without replacing an existing file.
 fn give_name(from: &Path, to: &Path) -> io::Result<()> {
     match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        // The file system does not know the flag.
+        // The file system does not support the flag.
         Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
             std::fs::hard_link(from, to)?;
             std::fs::remove_file(from)
@@ -160,7 +160,7 @@ mod tests {
             assert!(make(folder.path(), &path, MIB).unwrap());
             let first = std::fs::metadata(&path).unwrap();
             assert_eq!((first.len(), first.mode() & 0o777), (MIB, 0o600));
-            // What is there is never replaced.
+            // An existing file is never replaced.
             assert!(!make(folder.path(), &path, 2 * MIB).unwrap());
             let second = std::fs::metadata(&path).unwrap();
             assert_eq!((second.ino(), second.len()), (first.ino(), MIB));

@@ -1,10 +1,10 @@
-//! What can go wrong with an operation: a kind to match, the context, the cause.
+//! The error of a block operation: a kind to match, the context, the cause.
 
 use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-/// What a caller may want to tell apart.
+/// The kinds of errors that callers distinguish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -16,19 +16,19 @@ pub enum ErrorKind {
     ReadOnly,
     /// The store is full.
     NoSpace,
-    /// The store cannot do this (or not in the way asked for).
+    /// The store does not support this operation, or not with these flags.
     Unsupported,
-    /// The store ended before the request did.
+    /// The store is shorter than the volume.
     Short,
     /// The volume is being closed.
     Closing,
-    /// A flush failed before: changes since the last one that went well may be on no disk.
+    /// A flush failed before: changes since the last successful one may be on no disk.
     Lost,
     /// Any other failure of the store.
     Io,
 }
 
-/// The operation an error is about.
+/// The operation that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(missing_docs, reason = "the names of the block operations say it")]
 pub enum Operation {
@@ -59,27 +59,27 @@ impl Operation {
 /// A failed operation.
 #[derive(Debug)]
 pub struct BlockError {
-    /// What a caller may match.
+    /// The kind, for callers to match.
     pub kind: ErrorKind,
-    /// The volume, once it is known.
+    /// The volume, added by its caller.
     pub volume: Option<Arc<str>>,
-    /// What was being done.
+    /// The operation.
     pub operation: Operation,
     /// First byte of the range.
     pub offset: u64,
     /// Bytes of the range.
     pub length: u64,
-    /// The cause, if the system gave one.
+    /// The system error, if there is one.
     pub source: Option<io::Error>,
 }
 
 impl BlockError {
-    /// An error without a cause from below.
+    /// An error without a system error.
     pub fn new(kind: ErrorKind, operation: Operation, offset: u64, length: u64) -> BlockError {
         BlockError { kind, volume: None, operation, offset, length, source: None }
     }
 
-    /// An error of the system, its kind taken from the error number.
+    /// A system error, its kind derived from the error number.
     pub fn from_io(
         source: io::Error,
         operation: Operation,

@@ -1,13 +1,14 @@
 //! A store for tests that fails as disks and kernels do (feature `test-store`).
 //!
-//! What reads see and what a power failure leaves are kept apart. A flush makes what was written before
-//! it stable. **A flush that fails loses any subset of what was not flushed, and is told of once**: the next
-//! flush says OK over the loss, as `fdatasync` on Linux does. A write with FUA makes its own range
-//! stable, and tells of an earlier loss in the place of the next flush, as `RWF_DSYNC` does.
+//! What reads return and what a power failure leaves are kept apart. A flush makes earlier writes
+//! stable. **A flush that fails loses any subset of what was not flushed, and is reported once**:
+//! the next flush succeeds despite the loss, as `fdatasync` on Linux does. A write with FUA makes
+//! its own range stable, and reports an earlier loss instead of the next flush, as `RWF_DSYNC`
+//! does.
 //!
-//! Everything it does is decided by a seed and by knobs. A request is carried out in pieces with waits
-//! between them, so that requests that overlap in time really mix. A failed write may have written
-//! any sectors from its beginning on.
+//! All faults follow from a seed and from settings. A request is carried out in pieces with waits
+//! between them, so that requests that overlap in time really interleave. A failed write may have
+//! written any sectors from its start on.
 
 mod bytes;
 mod hold;
@@ -26,10 +27,10 @@ use crate::{BlockError, Buf, BufResult, Extent, Io, Operation, Resize, ResizeErr
 /// Bytes carried out between two waits.
 const PIECE: usize = 4096;
 
-/// One thing that was done, for those who replay.
+/// One completed operation, for replaying.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Record {
-    /// So many bytes of data at an offset; with `fua` stable by itself.
+    /// Data written at an offset; with `fua` it is stable.
     Write {
         /// First byte.
         offset: u64,
@@ -38,12 +39,13 @@ pub enum Record {
         /// Stable on return.
         fua: bool,
     },
-    /// What was done before it was asked for is stable.
+    /// What completed before it was submitted is stable.
     Flush {
-        /// So many of what was remembered.
+        /// The number of records that it covers.
         covers: usize,
     },
-    /// Data was lost: this is what is stable of a range that was not flushed, and nothing newer will be.
+    /// Data was lost: the stable content of a range that was not flushed. Nothing newer becomes
+    /// stable.
     Left {
         /// First byte.
         offset: u64,
@@ -52,7 +54,7 @@ pub enum Record {
     },
 }
 
-/// How a test store fails; numbers are of 1,000 requests of a kind.
+/// The faults of a test store; numbers are per 1,000 requests of a kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
     /// Reads that fail.
@@ -61,27 +63,27 @@ pub struct Faults {
     pub writes: u32,
     /// Flushes, and syncs of writes with FUA, that fail and lose any subset of what was not flushed.
     pub flushes: u32,
-    /// Writes after which the system's own writing back fails: any subset of what was not flushed is lost,
-    /// and the next flush or FUA tells of it.
+    /// Writes after which the kernel's own writeback fails: any subset of what was not flushed is
+    /// lost, and the next flush or FUA reports it.
     pub writing_back: u32,
     /// Requests that hang until [`Disk::release`].
     pub hangs: u32,
-    /// Requests that are carried out and answered late, by `late_us`.
+    /// Requests that are carried out and completed late, by `late_us`.
     pub late: u32,
     /// Microseconds.
     pub late_us: u64,
-    /// A loss is told by every flush until all that was lost is written again; else by one only.
+    /// Every flush fails until all that was lost is written again; otherwise only one fails.
     pub told_always: bool,
-    /// A loss is told as "no space": what was to be written back found none.
+    /// A loss is reported as "no space": writeback found none.
     pub told_as_full: bool,
 }
 
-/// A source of numbers that any thread may take from.
+/// A random number generator shared by threads.
 #[derive(Debug)]
 pub(crate) struct Random(AtomicU64);
 
 impl Random {
-    /// The next number: any thread's calls take from one sequence.
+    /// The next number of one sequence for all threads.
     pub(crate) fn next(&self) -> u64 {
         let seed = self.0.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
         let mixed = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -90,7 +92,7 @@ impl Random {
     }
 }
 
-/// A disk that was opened, see the module: what is common to all who opened it is its [`Disk`].
+/// An opened test disk, see the module: what all openers share is its [`Disk`].
 #[derive(Debug)]
 pub struct TestStore {
     disk: Arc<Disk>,
@@ -107,7 +109,7 @@ impl Deref for TestStore {
 }
 
 impl TestStore {
-    /// A store of `size` zeroes that never fails and answers at once.
+    /// A store of `size` zeroes that never fails and completes at once.
     #[must_use]
     pub fn new(size: u64, seed: u64) -> TestStore {
         TestStore::open(Arc::new(Disk::new(size, seed)))
@@ -117,13 +119,13 @@ impl TestStore {
         TestStore { disk, watched: Watched::default(), syncs: Syncs::default() }
     }
 
-    /// The same disk, opened anew: it knows nothing of flushes that failed before, as a file that is opened anew.
+    /// The same disk, reopened: it does not know of flushes that failed before, as a reopened file.
     #[must_use]
     pub fn open_anew(&self) -> TestStore {
         TestStore::open(self.disk.clone())
     }
 
-    /// Which disk it is, however often it is opened.
+    /// The number of the disk, however often it is opened.
     pub(crate) fn number(&self) -> u64 {
         self.disk.number
     }
@@ -156,7 +158,7 @@ pub struct Disk {
     /// How many of 1,000 flushes, and syncs of writes with FUA, fail and lose data.
     pub flush_faults: AtomicU32,
     more: Mutex<Faults>,
-    /// Most turns of the worker's loop that a request waits for, between two pieces.
+    /// The most iterations of the worker's loop that a request waits for between two pieces.
     pub waits: AtomicU32,
     /// Microseconds that each request takes at least.
     pub latency_us: AtomicU64,
@@ -170,15 +172,15 @@ pub struct Disk {
     pub written_bytes: AtomicU64,
     /// Flushes so far.
     pub flushes: AtomicU64,
-    /// Times that data was lost.
+    /// How often data was lost.
     pub losses: AtomicU64,
-    /// Bytes that may be written until it is full.
+    /// Bytes that may be written until the disk is full.
     room: AtomicU64,
-    /// A loss that no flush has told of yet.
+    /// A loss that no flush has reported yet.
     owed: AtomicBool,
-    /// The same, for [`Disk::knows_of_no_loss`].
+    /// The same, for [`Disk::has_no_unreported_error`].
     unseen: AtomicBool,
-    /// Times the power failed: requests from before it fail.
+    /// How often the power failed: requests from before it fail.
     cuts: AtomicU64,
     record: Mutex<Option<Vec<Record>>>,
 }
@@ -219,7 +221,7 @@ impl Disk {
         }
     }
 
-    /// Says how it fails from now on. What hangs goes on hanging.
+    /// Sets the faults from now on. Requests that hang continue to hang.
     pub fn faults(&self, faults: &Faults) {
         self.read_faults.store(faults.reads, Ordering::Relaxed);
         self.write_faults.store(faults.writes, Ordering::Relaxed);
@@ -227,17 +229,17 @@ impl Disk {
         *lock(&self.more) = *faults;
     }
 
-    /// From now on nothing is answered, until [`Disk::release`]: connected, and silent.
+    /// From now on no request completes until [`Disk::release`]: connected, and silent.
     pub fn hang(&self) {
         self.hold.shut(hold::ALL);
     }
 
-    /// From now on operations of these kinds are not answered, until [`Disk::release`].
+    /// From now on operations of these kinds do not complete until [`Disk::release`].
     pub fn hang_only(&self, kinds: &[Operation]) {
         self.hold.shut(kinds.iter().fold(0, |all, kind| all | hold::bit(*kind)));
     }
 
-    /// Lets everything go on that hangs, and nothing hangs any more for having been told so.
+    /// Completes the requests that hang, and ends [`Disk::hang`] and [`Disk::hang_only`].
     pub fn release(&self) {
         self.hold.release();
     }
@@ -248,22 +250,22 @@ impl Disk {
         self.hold.count(hold::ALL)
     }
 
-    /// Only so many more bytes find room: then writes and zeroes fail with `ENOSPC`, having done
-    /// nothing. `None`: there is room again.
+    /// Sets the remaining space: when it is used up, writes and zeroes fail with `ENOSPC` and write
+    /// nothing. `None`: unlimited.
     pub fn set_room(&self, bytes: Option<u64>) {
         self.room.store(bytes.unwrap_or(u64::MAX), Ordering::Relaxed);
     }
 
-    /// The power fails and comes back: any subset of what was not flushed is there, and requests under
-    /// way fail.
+    /// The power fails and returns: any subset of what was not flushed is stable, and requests in
+    /// flight fail.
     pub fn power_cut(&self) {
         self.cuts.fetch_add(1, Ordering::SeqCst);
         self.owed.store(false, Ordering::SeqCst);
         lock(&self.bytes).power_cut(&self.random);
     }
 
-    /// The machine loses its power: what is there when it is up again, opened anew. Who uses this one does
-    /// not reach that.
+    /// The machine loses its power: returns the disk as it is after the boot. Users of this one
+    /// have no access to that one.
     #[must_use]
     pub fn reboot(&self) -> TestStore {
         self.power_cut();
@@ -276,35 +278,35 @@ impl Disk {
         next
     }
 
-    /// A flush fails without being asked for: any subset of what was not flushed is lost, and the next
-    /// flush or FUA tells of it.
+    /// A flush fails without being requested: any subset of what was not flushed is lost, and the
+    /// next flush or FUA reports it.
     pub fn lose(&self) {
         self.lose_some();
         self.owed.store(true, Ordering::SeqCst);
     }
 
-    /// A loss that no flush has told of yet: the next one will.
+    /// Whether there is a loss that no flush has reported yet.
     #[must_use]
     pub fn owes_a_failure(&self) -> bool {
         self.owed.load(Ordering::SeqCst)
     }
 
-    /// Of what was lost reads show what is stable from now on: the system has evicted the rest.
+    /// Evicts what was lost: reads return what is stable from now on.
     pub fn evict(&self) {
         lock(&self.bytes).evict_lost();
     }
 
-    /// Gives it another size; requests beyond it fail.
+    /// Resizes it; requests beyond the end fail.
     pub fn set_size(&self, size: u64) {
         lock(&self.bytes).resize(place(size));
     }
 
-    /// Remembers writes and flushes from now on.
+    /// Records writes and flushes from now on.
     pub fn start_record(&self) {
         *lock(&self.record) = Some(Vec::new());
     }
 
-    /// How much was remembered so far.
+    /// The number of records so far.
     #[must_use]
     pub fn recorded(&self) -> usize {
         lock(&self.record).as_ref().map_or(0, Vec::len)
@@ -316,19 +318,19 @@ impl Disk {
         }
     }
 
-    /// What was remembered.
+    /// Returns the records.
     #[must_use]
     pub fn take_record(&self) -> Vec<Record> {
         lock(&self.record).take().unwrap_or_default()
     }
 
-    /// A copy of what reads see.
+    /// A copy of what reads return.
     #[must_use]
     pub fn content(&self) -> Vec<u8> {
         lock(&self.bytes).seen.clone()
     }
 
-    /// A copy of what a power failure leaves for certain.
+    /// A copy of what a power failure leaves in any case.
     #[must_use]
     pub fn stable_bytes(&self) -> Vec<u8> {
         lock(&self.bytes).stable.clone()
@@ -340,12 +342,12 @@ impl Disk {
         lock(&self.bytes).lost.list().into_iter().map(|sector| sector as u64).collect()
     }
 
-    /// Copies what reads see from `offset` on.
+    /// Copies what reads return from `offset` on.
     pub fn look(&self, offset: u64, out: &mut [u8]) {
         out.copy_from_slice(&lock(&self.bytes).seen[place(offset)..place(offset) + out.len()]);
     }
 
-    /// Changes what it holds, as another program might; stable at once.
+    /// Changes its content, as another program might; stable at once.
     pub fn change(&self, offset: u64, data: &[u8]) {
         lock(&self.bytes).change(place(offset), data);
     }
@@ -380,7 +382,7 @@ impl Disk {
         }
     }
 
-    /// What each request begins with; the number of power failures so far.
+    /// The start of each request; returns the number of power failures so far.
     async fn begin(&self, io: &Io, operation: Operation) -> u64 {
         let cuts = self.cuts.load(Ordering::SeqCst);
         let hangs = self.chance(lock(&self.more).hangs);
@@ -393,7 +395,7 @@ impl Disk {
         cuts
     }
 
-    /// What each request that was carried out ends with.
+    /// The end of each request that was carried out.
     async fn end(&self, io: &Io) {
         let Faults { late, late_us, .. } = *lock(&self.more);
         if self.chance(late) {
@@ -401,7 +403,7 @@ impl Disk {
         }
     }
 
-    /// The power has failed since a request began.
+    /// Whether the power has failed since a request began.
     fn is_cut(&self, cuts: u64) -> bool {
         self.cuts.load(Ordering::SeqCst) != cuts
     }
@@ -410,7 +412,7 @@ impl Disk {
         BlockError::from_io(std::io::Error::from_raw_os_error(libc::EIO), operation, offset, length)
     }
 
-    /// Takes room for a write, or says that there is none.
+    /// Takes space for a write, or fails with `ENOSPC`.
     fn take_room(&self, length: u64) -> Result<(), std::io::Error> {
         let left = |room: u64| if room == u64::MAX { Some(room) } else { room.checked_sub(length) };
         match self.room.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left) {
@@ -419,12 +421,12 @@ impl Disk {
         }
     }
 
-    /// As that of a file: true if nothing was lost since this was asked before.
+    /// As that of a file: true if nothing was lost since the last call.
     pub(crate) fn knows_of_no_loss(&self) -> bool {
         !self.unseen.swap(false, Ordering::SeqCst)
     }
 
-    /// What a sync fails with.
+    /// The error of a failed sync.
     fn sync_error(&self, operation: Operation, offset: u64, length: u64) -> BlockError {
         let number = if lock(&self.more).told_as_full { libc::ENOSPC } else { libc::EIO };
         let source = std::io::Error::from_raw_os_error(number);
@@ -442,7 +444,7 @@ impl Disk {
         }
     }
 
-    /// A loss has met a write under way: what of it was not remembered then is told now.
+    /// A loss happened during a write: records what was not recorded then.
     fn remember_left(&self, offset: u64, length: usize) {
         let bytes = lock(&self.bytes);
         for sector in place(offset) / SECTOR..(place(offset) + length).div_ceil(SECTOR) {
@@ -455,7 +457,7 @@ impl Disk {
         }
     }
 
-    /// Whether what makes data stable now fails, and what it fails with is lost.
+    /// Whether a sync that runs now fails; if so, data is lost.
     fn sync_fails(&self) -> bool {
         if self.owed.swap(false, Ordering::SeqCst) {
             return true;
@@ -548,7 +550,7 @@ impl Disk {
         (Ok(()), buf)
     }
 
-    /// Writes a piece, unless the power has failed or it lies beyond the end.
+    /// Writes a piece, unless the power has failed or it is beyond the end.
     fn put(&self, cuts: u64, offset: u64, data: &[u8]) -> bool {
         let mut bytes = lock(&self.bytes);
         !self.is_cut(cuts) && bytes.write(place(offset), data, &self.random)
@@ -578,7 +580,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Zeroes: also what a discard does here, and like a write it may fail in the middle.
+    /// Writes zeroes, also for a discard. Like a write it may fail in the middle.
     pub(crate) async fn zero(
         &self,
         io: &Io,

@@ -1,8 +1,8 @@
-//! A regular file or block device through the worker's ring.
+//! A regular file or block device, accessed through the worker's io_uring.
 //!
-//! Direct I/O needs offsets and lengths that are multiples of the device's sector. Where that is
-//! 4096 bytes, smaller writes are read-modify-write under a lock that excludes the other writes of
-//! that store; where it is 512 (nearly everywhere) or 1 (page cache) there is no lock at all.
+//! Direct I/O needs offsets and lengths that are multiples of the device's sector. Where a sector
+//! is 4096 bytes, smaller writes are read-modify-write under a lock that excludes other writes to
+//! the store; where it is 512 bytes (nearly everywhere) or 1 (page cache) there is no lock.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,17 +22,17 @@ use crate::{
     ResizeError, SECTOR, Watched, ZeroFlags, push_extent,
 };
 
-/// The kernel moves at most this much in one read or write (`MAX_RW_COUNT` is a little more).
+/// The kernel transfers at most this much in one read or write (`MAX_RW_COUNT` is slightly more).
 const TRANSFER_MAX: usize = 1 << 30;
 
-/// What tells an open file, or the device behind a node, from all others.
+/// Identifies an open file, or the device behind a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileNumber {
     /// A file.
     File {
         /// The file system, as `st_dev`.
         device: u64,
-        /// Its number there.
+        /// Its inode number.
         inode: u64,
     },
     /// A block device, as `st_rdev`.
@@ -51,20 +51,21 @@ pub struct FileStore {
     direct: bool,
     read_only: bool,
     made: bool,
-    /// Held shared by aligned writes and alone by unaligned ones; `None` where all are aligned.
+    /// Held shared by aligned writes and exclusively by unaligned ones; `None` where all are
+    /// aligned.
     unaligned: Option<BlockOrder>,
     syncs: Syncs,
     zeroing: Zeroing,
-    /// The same file, opened once more: the system tells each open file description of every error of writing back,
-    /// and this one is asked only whether there was any.
+    /// A second open file description of the same file. The kernel reports each writeback error
+    /// once per description, so this one shows whether there was an error that another request has
+    /// consumed.
     witness: Option<Fd>,
 }
 
 impl FileStore {
-    /// Opens a file; the notes are for the operator's log.
+    /// Opens a file; the notes are for the log.
     ///
-    /// # Errors
-    /// [`OpenError`], each with a remedy.
+    /// # Errors [`OpenError`], each with a remedy.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<(FileStore, Vec<String>), OpenError> {
         let opened = open::open(path, options)?;
         let witness = if options.read_only { None } else { open::again(&opened.file) };
@@ -86,8 +87,8 @@ impl FileStore {
         Ok((store, opened.notes))
     }
 
-    /// As if the device had sectors of `alignment` bytes (512 or 4096): for tests on machines
-    /// whose devices have others.
+    /// Assumes sectors of `alignment` bytes (512 or 4096): for tests on machines with other
+    /// devices.
     #[doc(hidden)]
     #[must_use]
     pub fn assume_alignment(mut self, alignment: u32) -> FileStore {
@@ -96,12 +97,12 @@ impl FileStore {
         self
     }
 
-    /// Whether there was no file, and opening it made one.
+    /// Whether opening created the file.
     pub fn was_made(&self) -> bool {
         self.made
     }
 
-    /// Which file is open, wherever its name leads to by now.
+    /// Identifies the open file, even if it was renamed.
     ///
     /// # Errors
     /// Those of `fstat`.
@@ -126,7 +127,7 @@ impl FileStore {
     }
 
     pub(crate) fn release(&self) {
-        // A lock that cannot be taken off goes with the descriptor.
+        // If unlocking fails, the lock is released with the descriptor.
         let _ = rustix::fs::flock(&self.fd, rustix::fs::FlockOperation::Unlock);
     }
 
@@ -142,7 +143,7 @@ impl FileStore {
         &self.zeroing
     }
 
-    /// The size it would get, and the one that the file or device has.
+    /// The size after `order`, and the current size of the file or device.
     pub(crate) async fn judge_resize(
         &self,
         io: &Io,
@@ -190,7 +191,7 @@ impl FileStore {
         if unaligned::is_aligned(self.alignment, offset, buf.len()) {
             return self.read_whole(io, buf, offset).await;
         }
-        // In a box, since every request in flight holds what its longest way needs.
+        // Boxed, because it would enlarge the future of every request.
         Box::pin(unaligned::read(self, io, buf, offset)).await
     }
 
@@ -198,8 +199,8 @@ impl FileStore {
         let length = buf.len();
         let fail = |source| BlockError::from_io(source, Operation::Read, offset, length as u64);
         let mut done = 0;
-        // Zeroes and discards of a block device hold its inode's lock until the device has answered, and a buffered
-        // read waits for that lock: never on the worker's thread.
+        // Zeroes and discards of a block device hold its inode's lock until the device has
+        // completed them, and a buffered read waits for that lock: never on the worker's thread.
         let apart = self.block_device && !self.direct;
         if !self.direct && !apart {
             done = io.read_cached(&self.fd, &mut buf, 0..length, offset).unwrap_or(0);
@@ -228,7 +229,7 @@ impl FileStore {
         (Ok(()), buf)
     }
 
-    /// What counts of a short transfer: direct I/O must go on at an aligned offset.
+    /// How much of a short transfer counts: direct I/O must continue at an aligned offset.
     fn progress(&self, count: usize) -> usize {
         match usize::try_from(self.alignment) {
             Ok(alignment) if alignment > 1 => count - count % alignment,
@@ -245,7 +246,7 @@ impl FileStore {
             return self.write_whole(io, buf, offset, fua).await;
         }
         let _alone = lock.write().await;
-        // In a box, as there.
+        // Boxed, as in `read`.
         Box::pin(unaligned::write(self, io, buf, offset, fua)).await
     }
 
@@ -283,7 +284,7 @@ impl FileStore {
         result.map_err(|e| BlockError::from_io(e, Operation::Flush, 0, self.size()))
     }
 
-    /// True if no writing back has failed since the file was opened, or since this was asked before.
+    /// True if no writeback of this file has failed since it was opened, or since the last call.
     pub(crate) async fn knows_of_no_loss(&self, io: &Io) -> bool {
         match &self.witness {
             Some(witness) => io.fdatasync(witness).await.is_ok(),
@@ -304,13 +305,14 @@ impl FileStore {
             io.fallocate(&self.fd, mode, offset, length).await
         };
         match result.map_err(|e| BlockError::from_io(e, Operation::Discard, offset, length)) {
-            // Discard is a hint: a store that cannot has done all that was asked.
+            // Discard is a hint: a store that cannot discard has completed it.
             Err(error) if error.kind == ErrorKind::Unsupported => Ok(()),
             other => other,
         }
     }
 
-    /// Has the kernel or the device make zeroes, and says what is left to write out: nothing, or all.
+    /// Lets the kernel or the device write zeroes, and returns what remains to be written as data:
+    /// nothing or all.
     pub(crate) async fn zero_quickly(
         &self,
         io: &Io,
@@ -321,7 +323,7 @@ impl FileStore {
         let keep = libc::FALLOC_FL_KEEP_SIZE;
         let punch = libc::FALLOC_FL_PUNCH_HOLE | keep;
         let zero = libc::FALLOC_FL_ZERO_RANGE | keep;
-        // On a device the kernel may carry ZERO_RANGE out by writing, however long that takes.
+        // On a device the kernel may carry out ZERO_RANGE by writing, however long that takes.
         let modes: &[i32] = match (flags.may_unmap, self.block_device && flags.fast_only) {
             (true, true) => &[punch],
             (true, false) => &[punch, zero],
@@ -339,7 +341,7 @@ impl FileStore {
                 }
             }
         }
-        // The writes below take their own.
+        // Writing zeroes as data takes this lock itself.
         drop(order);
         if flags.fast_only {
             let kind = ErrorKind::Unsupported;
@@ -348,8 +350,8 @@ impl FileStore {
         Ok([offset..offset + length, 0..0])
     }
 
-    /// Keeps zeroes for part of a block apart from the read-modify-write of its other sectors,
-    /// which would write back what was there before.
+    /// Keeps zeroes for part of a block from running during the read-modify-write of its other
+    /// sectors, which would write back the old data.
     async fn order_zeroes(&self, offset: u64, length: u64) -> Option<Order<'_>> {
         let lock = self.unaligned.as_ref()?;
         let whole = offset.is_multiple_of(self.alignment) && length.is_multiple_of(self.alignment);
@@ -359,7 +361,7 @@ impl FileStore {
         })
     }
 
-    /// Writes zeroes over whole blocks, for which no memory is needed.
+    /// Writes zeroes over whole blocks, without allocating memory.
     pub(crate) async fn zero_blocks(
         &self,
         io: &Io,
@@ -399,7 +401,7 @@ impl FileStore {
         limit: usize,
     ) -> Result<Vec<Extent>, BlockError> {
         if self.block_device {
-            // A device does not tell where its holes are.
+            // A device does not report its holes.
             return Ok(vec![Extent { offset, length, hole: false }]);
         }
         let walk = move |fd: &Fd| walk_extents(fd, offset, offset + length, limit);
@@ -445,7 +447,7 @@ impl Blocks for FileStore {
     }
 }
 
-/// Who may write beside an operation that is under way, where blocks are larger than sectors.
+/// The lock that an operation holds where blocks are larger than sectors.
 enum Order<'a> {
     Shared { _guard: RwLockReadGuard<'a, ()> },
     Alone { _guard: RwLockWriteGuard<'a, ()> },
@@ -460,8 +462,8 @@ fn is_unsupported(error: &std::io::Error) -> bool {
     matches!(number, Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::ENODEV | libc::EINVAL))
 }
 
-/// Data and holes by `SEEK_DATA` and `SEEK_HOLE`. The shared file position it moves is used by
-/// nobody: all I/O names its offset.
+/// Data and holes by `SEEK_DATA` and `SEEK_HOLE`. Moving the shared file position is harmless,
+/// because all I/O gives its offset.
 fn walk_extents(fd: &Fd, start: u64, end: u64, limit: usize) -> rustix::io::Result<Vec<Extent>> {
     let mut list = Vec::new();
     let mut at = start;
@@ -476,8 +478,8 @@ fn walk_extents(fd: &Fd, start: u64, end: u64, limit: usize) -> rustix::io::Resu
             at = data;
             continue;
         }
-        // A file that changes under us may say its hole is here: then it counts as data, and
-        // the walk goes on by a sector at least.
+        // A file that changes meanwhile may report a hole here: it then counts as data, and the
+        // walk advances by at least a sector.
         let hole = rustix::fs::seek(fd, SeekFrom::Hole(at))?.clamp(at + SECTOR, end);
         push_extent(&mut list, Extent { offset: at, length: hole - at, hole: false });
         at = hole;
@@ -489,7 +491,7 @@ fn block_discard(fd: &Fd, offset: u64, length: u64) -> std::io::Result<()> {
     use std::os::fd::AsRawFd;
     /// `BLKDISCARD` of `linux/fs.h`: `_IO(0x12, 119)`.
     const BLKDISCARD: libc::c_ulong = 0x1277;
-    // The device takes whole sectors of its own; what sticks out of them stays.
+    // The device discards whole sectors; partial ones at the ends stay.
     let sector = u64::from(rustix::fs::ioctl_blksszget(fd)?);
     let (start, end) = (offset.next_multiple_of(sector), (offset + length) / sector * sector);
     if start >= end {
@@ -507,7 +509,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A store over one end of a pipe: the kernel moves what there is, and no more.
+    /// A store over one end of a pipe: the kernel transfers what is available, and no more.
     pub(crate) fn over(end: impl Into<std::os::fd::OwnedFd>) -> FileStore {
         FileStore {
             path: Path::new("test").into(),
@@ -576,7 +578,7 @@ pub(crate) mod tests {
         assert!(all.iter().zip(0u64..).all(|(b, at)| u64::from(*b) == at % 251));
     }
 
-    /// Direct I/O goes on at a whole sector; what was moved beyond it is moved again.
+    /// Direct I/O continues at a whole sector; bytes transferred beyond it are transferred again.
     #[test]
     fn only_whole_sectors_count_of_a_short_direct_transfer() {
         let (read_end, _write_end) = std::io::pipe().unwrap();

@@ -1,13 +1,13 @@
-//! Which store this is: so that whoever comes back to a volume after a restart can tell whether its bytes are the same.
+//! The identity of a store, by which a volume is recognised after a restart of the daemon.
 
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd};
 
 use rustix::fs::{AtFlags, FileType, StatxFlags, statx};
 
-/// Which store it is. Two are equal if their bytes are the same ones; a store keeps its identity whatever is written to
-/// it, and when it is resized. Opened again, also by another process, it has the same; memory has not, since its
-/// bytes are gone with the process.
+/// Identifies a store: two identities are equal if the stores hold the same data. Writing and
+/// resizing do not change it, and another process that opens the store gets the same one. A store
+/// in memory has a new identity in each process, since its data is lost with the process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
     /// What is compared.
@@ -26,13 +26,13 @@ impl fmt::Display for Identity {
 }
 
 impl Identity {
-    /// Of what has no other name than its key.
+    /// For a store that has no name other than its key.
     pub(crate) fn of_key(key: String) -> Identity {
         Identity { key, place: String::new() }
     }
 
-    /// Of an open file: device and inode, with the time it was made, since inodes are used again. Of a block
-    /// device: its number.
+    /// For an open file: device, inode and creation time, since inode numbers are reused. For a
+    /// block device: its number.
     pub(crate) fn of_file(file: impl AsFd) -> Identity {
         let number = file.as_fd().as_raw_fd();
         let place = std::fs::read_link(format!("/proc/self/fd/{number}"));
@@ -54,7 +54,7 @@ impl Identity {
                 };
                 format!("inode {inode} of device {major}:{minor}{made}")
             }
-            // Equal to nothing: who cannot tell must not take it for the same.
+            // Equal to no other: an unknown file must not pass for a known one.
             Err(error) => format!("unknown: {error}, {:x}", nonce()),
         };
         Identity { key, place }

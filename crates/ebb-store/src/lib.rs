@@ -1,17 +1,18 @@
-//! Where the bytes live: regular files, block devices, remote NBD exports, memory, and nothing at all.
+//! Stores hold the data of volumes: regular files, block devices, remote NBD exports, memory, null.
 //!
-//! A store is asked by a volume, which has checked the request: offsets and lengths are within the
-//! size and multiples of 512 bytes. A store does the I/O, whole or not at all:
+//! A volume validates each request before it calls its store: offset and length are multiples of
+//! 512 bytes and within the size. A store completes the whole request or fails it.
 //!
 //! # Invariants
 //! - A short read or write is continued, or reported as [`ErrorKind::Short`]; never success.
-//! - `flush` returns when every write acknowledged before it is stable (`fdatasync`).
-//! - A write with `fua` returns when that write is stable.
-//! - After a flush or a write with `fua` has failed (other than for want of room) no flush succeeds over what may be lost (`syncs.rs`).
-//! - Buffers are owned by the operation and come back with the result.
+//! - `flush` completes when every write acknowledged before it is stable (`fdatasync`).
+//! - A write with `fua` completes when that write is stable.
+//! - After a flush or a write with `fua` has failed, other than for lack of space, no flush
+//!   succeeds while acknowledged data may be lost (`flush_state.rs`).
+//! - Buffers are owned by the operation and returned with the result.
 //!
-//! To add a store: one file with the functions of [`Store`], one variant, one line in each
-//! function here, and its URI in the program's configuration.
+//! To add a store: one file with the functions of [`Store`], one variant, one arm in each `match`
+//! here, and its URI in the configuration of `ebbd`.
 
 mod blocks;
 mod create;
@@ -50,12 +51,12 @@ pub use syncs::Loss;
 pub use watched::{FailedKind, Watched};
 pub use zeroes::Wanted;
 
-/// Bytes of a logical sector: every offset and length is a multiple.
+/// Bytes of a logical sector: every offset and length is a multiple of it.
 pub const SECTOR: u64 = 512;
-/// Bytes of a block: what stores prefer, and the size of a page.
+/// Bytes of a block: the preferred I/O size of stores, and the size of a page.
 pub const BLOCK: u64 = 4096;
 
-/// What became of an operation on a buffer, with the buffer.
+/// The result of an operation on a buffer, and the buffer.
 pub type BufResult = (Result<(), BlockError>, Buf);
 
 /// How zeroes may be written.
@@ -63,62 +64,62 @@ pub type BufResult = (Result<(), BlockError>, Buf);
 pub struct ZeroFlags {
     /// The store may leave a hole (false: keep the space allocated).
     pub may_unmap: bool,
-    /// Fail with [`ErrorKind::Unsupported`] rather than write zeroes out one by one.
+    /// Fail with [`ErrorKind::Unsupported`] rather than write zeroes as data.
     pub fast_only: bool,
 }
 
-/// A run of a volume that is alike.
+/// A range of a volume that is either all data or all hole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// First byte.
     pub offset: u64,
     /// Bytes; never 0.
     pub length: u64,
-    /// Nothing is allocated here and reads give zeroes.
+    /// Nothing is allocated here, and reads return zeroes.
     pub hole: bool,
 }
 
 /// What a store can do beyond reading and writing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Discarding gives space back.
+    /// Discarding frees space.
     pub discard: bool,
-    /// Zeroes can be written without moving them.
+    /// Zeroes can be written without transferring them.
     pub fast_zero: bool,
-    /// Offset and length that need no copying, bytes (1: any).
+    /// Alignment of offset and length below which a bounce buffer is needed, bytes (1: any).
     pub alignment: u32,
-    /// I/O goes past the page cache.
+    /// I/O bypasses the page cache.
     pub direct: bool,
-    /// Long reads are best done in pieces of this many bytes: from memory, a piece that is passed
-    /// on before the next is read stays in the processor's cache, and only pieces take memory.
-    /// `None` where each read is a journey of its own.
+    /// Long reads are best split into pieces of this many bytes: a piece that is sent before the
+    /// next is read stays in the processor's cache, and only one piece at a time takes memory.
+    /// `None` where each read is a round trip to a device or server.
     pub read_piece: Option<u32>,
 }
 
 /// See [`Capabilities::read_piece`].
 pub(crate) const MEMORY_PIECE: u32 = 128 << 10;
 
-/// Bytes that are copied between two looks at other tasks.
+/// Bytes copied before the worker's other tasks run.
 const COPIED_AT_ONCE: usize = 256 << 10;
 
-/// A place for bytes.
+/// The store of one volume.
 #[derive(Debug)]
 pub enum Store {
     /// A regular file or a block device.
     File(FileStore),
-    /// Sparse memory, lost at the end of the process.
+    /// Sparse memory, lost when the process ends.
     Memory(MemoryStore),
-    /// Reads zeroes, forgets writes.
+    /// Reads return zeroes, writes are discarded.
     Null(NullStore),
     /// An export of an NBD server.
     Nbd(NbdStore),
-    /// One that fails when a test says so.
+    /// A store for tests that fails on command.
     #[cfg(feature = "test-store")]
     Test(std::sync::Arc<TestStore>),
 }
 
 impl Store {
-    /// Bytes. May change while the store is open, see [`Store::resize`].
+    /// Its size in bytes. May change while the store is open, see [`Store::resize`].
     pub fn size(&self) -> u64 {
         match self {
             Store::File(s) => s.size(),
@@ -153,8 +154,9 @@ impl Store {
         }
     }
 
-    /// Bytes of the buffer that a READ or WRITE takes beside its own, for parts of blocks at its ends: at most two
-    /// blocks, and 0 where the request is of whole blocks. Callers account for it, as [`ebb_io::BufPool::footprint`] says.
+    /// Bytes of the bounce buffer of a READ or WRITE, for parts of blocks at its ends: at most two
+    /// blocks, and 0 for a request of whole blocks. Callers charge it, see
+    /// [`ebb_io::BufPool::footprint`].
     pub fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
         match self {
             Store::File(s) => s.bounce_bytes(offset, length),
@@ -165,7 +167,7 @@ impl Store {
         }
     }
 
-    /// Which store it is.
+    /// The store's identity, which survives a restart of the daemon.
     pub fn identity(&self) -> Identity {
         match self {
             Store::File(s) => s.identity(),
@@ -177,7 +179,7 @@ impl Store {
         }
     }
 
-    /// How a store behind a network fares; `None` for those on this machine.
+    /// The state of a store behind a network; `None` for local stores.
     pub fn state(&self) -> Option<StoreState> {
         match self {
             Store::Nbd(s) => Some(s.state()),
@@ -187,7 +189,7 @@ impl Store {
         }
     }
 
-    /// What of it is watched, so that its outages are told; `None` for those in memory.
+    /// Counters from which outages are detected; `None` for stores in memory.
     pub fn watched(&self) -> Option<&Watched> {
         match self {
             Store::File(s) => Some(s.watched()),
@@ -214,13 +216,14 @@ impl Store {
         Request { watched, _begun: watched.map(Watched::begin) }
     }
 
-    /// True if the bytes lie in this process: [`Store::show`] and [`Store::fill`] work.
+    /// True if the data is in this process, so that [`Store::read_in_place`] and
+    /// [`Store::write_in_place`] work.
     pub fn is_at_hand(&self) -> bool {
         matches!(self, Store::Memory(_) | Store::Null(_))
     }
 
-    /// Shows a range in order, piece by piece, where it lies; what `see` does is over before anybody
-    /// else changes the piece. False, and nothing shown, for stores that are not at hand.
+    /// Reads a range in place: calls `see` on each piece in order, which no other task changes
+    /// during the call. False, without a call, for stores without direct access.
     pub fn show(&self, offset: u64, length: u64, see: impl FnMut(&[u8])) -> bool {
         match self {
             Store::Memory(s) => s.show(offset, length, see),
@@ -230,8 +233,8 @@ impl Store {
         true
     }
 
-    /// Has a range filled in order, piece by piece, where it lies: `put` sees what was there and
-    /// leaves what shall be. False, and nothing done, for stores that are not at hand.
+    /// Writes a range in place: calls `put` on each piece in order, which holds the old data and is
+    /// to be filled with the new. False, without a call, for stores without direct access.
     pub fn fill(&self, offset: u64, length: u64, put: impl FnMut(&mut [u8])) -> bool {
         match self {
             Store::Memory(s) => s.fill(offset, length, put),
@@ -254,7 +257,7 @@ impl Store {
         (watch.ended(result), buf)
     }
 
-    /// Reads what is at hand, some at a time.
+    /// Reads from a store in memory, some bytes at a time.
     async fn copy_out(&self, io: &Io, mut buf: Buf, offset: u64) -> Buf {
         let mut at = 0;
         loop {
@@ -272,11 +275,11 @@ impl Store {
         }
     }
 
-    /// Writes the whole buffer at `offset`; with `fua` it is stable on return.
-    /// After an error with `fua` flushes fail, as after one of [`Store::flush`], unless the store was merely full.
+    /// Writes the whole buffer at `offset`; with `fua` it is stable on return. After an error with
+    /// `fua` flushes fail, as after an error of [`Store::flush`], unless the store was merely full.
     pub async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
         let sync = self.begin_stable(fua);
-        // In one place for both, as every request holds what its longest way needs.
+        // One call for both cases: each await point adds to the size of every request's future.
         let written = self.write_to(io, buf, offset, fua).await;
         match sync {
             Some(sync) => self.end_stable(io, sync, offset, written).await,
@@ -297,8 +300,8 @@ impl Store {
         (watch.ended(result), buf)
     }
 
-    /// Gives the space of a range back if the store can; what is read there afterwards is
-    /// unspecified. A store that cannot does nothing.
+    /// Frees the space of a range if the store can; the content of the range is unspecified
+    /// afterwards. Succeeds without effect on a store that cannot discard.
     pub async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         let watch = self.begin();
         let result = match self {
@@ -315,8 +318,9 @@ impl Store {
         watch.ended(result)
     }
 
-    /// The runs of data and holes in a range, in order and without gaps, at least one and at most `limit`
-    /// of them. The rest is left out, and so may be what a store would have to search for long.
+    /// The runs of data and holes in a range, in order and without gaps: at least one and at most
+    /// `limit`. The list may end before the range does, also where a store would have to search for
+    /// long.
     pub async fn extents(
         &self,
         io: &Io,
@@ -336,9 +340,9 @@ impl Store {
         watch.ended(result)
     }
 
-    /// Gives the store up, from any thread: requests that wait for a server, a flush included, and all
-    /// that come later fail with [`ErrorKind::Closing`]. Operations the kernel has begun on a file or device
-    /// cannot be taken back: they end in their time.
+    /// Aborts the store, from any thread: all requests that wait for a server, flushes included,
+    /// and all later ones fail with [`ErrorKind::Closing`]. Operations that the kernel has begun on
+    /// a file or device cannot be cancelled and run to completion.
     pub fn abort(&self) {
         match self {
             Store::Nbd(s) => s.abort(),
@@ -348,9 +352,9 @@ impl Store {
         }
     }
 
-    /// Lets another process have the store: takes its lock off. For a store that is closed, with nothing
-    /// in flight that changes it. The process itself may live on for as long as the kernel holds a
-    /// request of its other stores, and its descriptors, with their locks, live as long.
+    /// Drops the store's lock, so that another process can open it. For a store that is closed and
+    /// has no write in flight. The descriptor alone does not drop it in time: the process lives on
+    /// while the kernel holds a request of another store.
     pub fn release(&self) {
         match self {
             Store::File(s) => s.release(),
@@ -360,7 +364,7 @@ impl Store {
         }
     }
 
-    /// Tells the store that a range will be read soon.
+    /// Hints that a range will be read soon.
     pub async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         let watch = self.begin();
         let result = match self {
@@ -374,7 +378,7 @@ impl Store {
     }
 }
 
-/// Writes to memory, some at a time.
+/// Writes to memory, some bytes at a time.
 async fn copy_in(store: &MemoryStore, io: &Io, buf: Buf, offset: u64) -> Buf {
     let mut at = 0;
     loop {
@@ -388,14 +392,14 @@ async fn copy_in(store: &MemoryStore, io: &Io, buf: Buf, offset: u64) -> Buf {
     }
 }
 
-/// A request of a store that is watched, or of one that is not.
+/// A request in flight, counted if the store has health counters.
 pub(crate) struct Request<'a> {
     watched: Option<&'a Watched>,
     _begun: Option<watched::Begun<'a>>,
 }
 
 impl Request<'_> {
-    /// It has ended; a failure is noted.
+    /// Ends the request; counts a failure.
     pub(crate) fn ended<T>(self, result: Result<T, BlockError>) -> Result<T, BlockError> {
         if let (Some(watched), Err(error)) = (self.watched, &result) {
             watched.note(error);
@@ -404,7 +408,7 @@ impl Request<'_> {
     }
 }
 
-/// Joins neighbours that are alike: how stores build their answer to `extents`.
+/// Appends an extent, merging it with the last one if both are data or both are holes.
 pub(crate) fn push_extent(list: &mut Vec<Extent>, next: Extent) {
     match list.last_mut() {
         Some(last) if last.hole == next.hole => last.length += next.length,

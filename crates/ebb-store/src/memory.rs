@@ -1,12 +1,13 @@
 //! A sparse store in memory: only blocks that were written take space.
 //!
-//! Blocks are kept in chunks of 16, chunks in [`SHARDS`] locked maps, so that workers on different
-//! parts of a volume do not meet; no lock is shared between volumes, and none is held across a wait.
-//! Requests that overlap are atomic per 4 KiB block, as a disk's would be per sector.
+//! Blocks are kept in chunks of 16, and chunks in [`SHARDS`] maps with a lock each, so that workers
+//! on different parts of a volume do not contend. No lock is shared between volumes, and none is
+//! held across an await. Overlapping requests are atomic per 4 KiB block, as a disk's are per
+//! sector.
 //!
-//! Each map has its keys in order beside it, which changes only when a chunk comes or goes: discards and
-//! extents find what there is in a range without a look at the rest. They do some at a time, and other
-//! tasks of the worker come in between.
+//! Each map has an ordered list of its keys, which changes only when a chunk is added or removed:
+//! discards and extents find the allocated chunks of a range without visiting others. They process
+//! some chunks at a time, and the worker's other tasks run in between.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};
@@ -20,28 +21,28 @@ use crate::{BLOCK, Extent, Io, Resize, ResizeError, push_extent};
 
 const SHARDS: u64 = 16;
 const BLOCK_BYTES: usize = 4096;
-/// Neighbouring blocks that are found together.
+/// Blocks of a chunk: neighbours are found with one lookup.
 const CHUNK_BLOCKS: u64 = 16;
 const CHUNK: usize = 16;
-/// What is read where nothing was written.
+/// What reads return where nothing was written.
 const HOLE: &[u8; BLOCK_BYTES] = &[0; BLOCK_BYTES];
-/// What is found where no block of a chunk was written.
+/// The content of a chunk that does not exist.
 const EMPTY: &[Option<Block>; CHUNK] = &[const { None }; CHUNK];
 
 type Block = Box<[u8; BLOCK_BYTES]>;
 type Shard = Mutex<Part>;
 
-/// Chunks that are freed, or listed, between two looks at other tasks.
+/// Chunks that are freed, or listed, before the worker's other tasks run.
 const AT_ONCE: usize = 16;
 const LISTED_AT_ONCE: usize = 256;
 
-/// What one lock guards.
+/// The chunks of one shard.
 #[derive(Debug)]
 struct Part {
     chunks: HashMap<u64, Chunk, Keyed>,
     /// Their numbers.
     order: BTreeSet<u64>,
-    /// Blocks that memory is behind.
+    /// Allocated blocks.
     blocks: u64,
 }
 
@@ -50,7 +51,7 @@ impl Part {
         self.chunks.get(&number)
     }
 
-    /// Frees those blocks of a chunk that are in a range.
+    /// Frees the blocks of a chunk that are in a range.
     fn free(&mut self, number: u64, blocks: &Range<u64>) {
         let Some(chunk) = self.chunks.get_mut(&number) else { return };
         let first = number * CHUNK_BLOCKS;
@@ -64,7 +65,7 @@ impl Part {
     }
 }
 
-/// Blocks next to each other.
+/// Neighbouring blocks.
 #[derive(Debug, Default)]
 struct Chunk {
     blocks: [Option<Block>; CHUNK],
@@ -80,8 +81,8 @@ impl Chunk {
     }
 }
 
-/// Hashes the number of a chunk: two multiplications under a secret key, since a guest chooses the
-/// numbers and must not be able to choose where they meet.
+/// Hashes a chunk number with two multiplications under a secret key: a guest chooses the numbers
+/// and must not be able to cause collisions.
 #[derive(Clone, Debug)]
 struct Keyed(u64, u64);
 
@@ -114,7 +115,7 @@ impl Hasher for Folded {
     fn write_u64(&mut self, value: u64) {
         let Keyed(add, multiply) = self.keys;
         let product = u128::from(value ^ add) * u128::from(multiply);
-        // Both halves count: their sum of bits fits 64 by construction.
+        // The product is folded; each half fits in 64 bits.
         let (low, high) = (product & u128::from(u64::MAX), product >> 64);
         self.state = u64::try_from(low ^ high).unwrap_or_default();
     }
@@ -133,7 +134,7 @@ pub struct MemoryStore {
     shards: Vec<Shard>,
 }
 
-/// One block's part of a range: block number, first byte within it, bytes.
+/// The part of a range in one block: block number, first byte within it, bytes.
 struct Piece {
     block: u64,
     start: usize,
@@ -155,7 +156,7 @@ fn pieces(offset: u64, length: u64) -> impl Iterator<Item = Piece> {
     })
 }
 
-/// A number below that of blocks in a chunk, or of bytes in a block.
+/// A number below the blocks of a chunk, or the bytes of a block.
 fn to_usize(value: u64) -> usize {
     usize::try_from(value).unwrap_or(usize::MAX)
 }
@@ -192,7 +193,7 @@ impl MemoryStore {
         Ok(to)
     }
 
-    /// Bytes of memory behind the store.
+    /// Bytes of memory that the store has allocated.
     pub fn allocated(&self) -> u64 {
         self.shards.iter().map(|shard| lock(shard).blocks).sum::<u64>() * BLOCK
     }
@@ -202,11 +203,11 @@ impl MemoryStore {
         lock(&self.shards[to_usize(block / CHUNK_BLOCKS % SHARDS)])
     }
 
-    /// Shows a range in order, piece by piece, where it lies.
+    /// Calls `see` on each piece of a range in order, in place.
     pub(crate) fn show(&self, offset: u64, length: u64, mut see: impl FnMut(&[u8])) {
         let (number, start) = (offset / BLOCK, to_usize(offset % BLOCK));
         if length <= BLOCK && start + to_usize(length) <= BLOCK_BYTES {
-            // Most are: one block, or a part of it.
+            // The common case: one block, or a part of it.
             let shard = self.shard(number);
             let block = shard.get(number / CHUNK_BLOCKS).and_then(|chunk| chunk.get(number));
             return see(&block.map_or(HOLE, |block| &**block)[start..start + to_usize(length)]);
@@ -228,7 +229,7 @@ impl MemoryStore {
         }
     }
 
-    /// Has a range filled in order, piece by piece, where it lies.
+    /// Calls `put` on each piece of a range in order, in place.
     pub(crate) fn fill(&self, offset: u64, length: u64, mut put: impl FnMut(&mut [u8])) {
         for run in runs(offset, length) {
             let mut shard = self.shard(run.0 / BLOCK);
@@ -274,7 +275,8 @@ impl MemoryStore {
         });
     }
 
-    /// Frees whole blocks and zeroes parts of blocks. Costs what is allocated of the range.
+    /// Frees whole blocks and zeroes parts of blocks. The cost depends on what is allocated in the
+    /// range.
     pub(crate) async fn discard(&self, io: &Io, offset: u64, length: u64) {
         let end = offset + length;
         let whole = offset.div_ceil(BLOCK)..end / BLOCK;
@@ -309,7 +311,7 @@ impl MemoryStore {
         }
     }
 
-    /// Walks what is allocated, in order, so that a huge empty store costs nothing.
+    /// Visits only allocated chunks, in order, so that a huge empty store costs nothing.
     pub(crate) async fn extents(
         &self,
         io: &Io,
@@ -365,7 +367,7 @@ impl MemoryStore {
     }
 }
 
-/// Frees blocks of a few chunks of a shard. Returns where to go on, if there may be more.
+/// Frees blocks of a few chunks of a shard. Returns where to continue, if there may be more.
 fn free_some(part: &mut Part, mut chunks: Range<u64>, blocks: &Range<u64>) -> Option<u64> {
     for _ in 0..AT_ONCE {
         let number = part.order.range(chunks.clone()).next().copied()?;
@@ -378,7 +380,7 @@ fn free_some(part: &mut Part, mut chunks: Range<u64>, blocks: &Range<u64>) -> Op
     Some(chunks.start)
 }
 
-/// The parts of a range that lie in one chunk each: offset and length.
+/// The parts of a range that are in one chunk each: offset and length.
 fn runs(offset: u64, length: u64) -> impl Iterator<Item = (u64, u64)> {
     let (end, chunk) = (offset + length, BLOCK * CHUNK_BLOCKS);
     let mut at = offset;
@@ -390,6 +392,6 @@ fn runs(offset: u64, length: u64) -> impl Iterator<Item = (u64, u64)> {
 }
 
 fn lock(shard: &Shard) -> MutexGuard<'_, Part> {
-    // A panic elsewhere leaves whole blocks behind: the data is as good as before.
+    // A thread that panicked left whole blocks: the data is still consistent.
     shard.lock().unwrap_or_else(PoisonError::into_inner)
 }

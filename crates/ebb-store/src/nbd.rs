@@ -1,40 +1,43 @@
 //! A remote export as a store: an NBD client.
 //!
-//! Answers the published protocol as a client: fixed newstyle with `NBD_OPT_GO`, block sizes,
-//! structured replies, `base:allocation`, FUA, TRIM, WRITE_ZEROES (fast, without holes), CACHE, TLS.
+//! Implements the client side of the NBD protocol document: fixed newstyle with `NBD_OPT_GO`, block
+//! sizes, structured replies, `base:allocation`, FUA, TRIM, WRITE_ZEROES (fast, without holes),
+//! CACHE, TLS.
 //!
-//! # What is promised
-//! - A read succeeds when each of its bytes has come exactly once; whatever else a server says is an
-//!   error of that request, and ends the connection. No length, offset or count of a server
-//!   reaches an allocation or an index unchecked.
-//! - A lost connection is made again, for ever, with waiting times that double up to two seconds.
-//!   Requests under way are asked again: reads, and writes, zeroes and discards that were not
-//!   acknowledged, which doing twice does not change. What cannot be answered within
-//!   [`NbdOptions::reconnect`] fails.
-//! - **A flush covers what was acknowledged**, on earlier connections, too, as far as a client can
-//!   know. A server may keep what it acknowledged in a volatile cache until a flush, and a client cannot
-//!   tell a lost network from a server that began anew. So:
-//!   - [`LostWrites::Flush`] (the default): the first request of a new connection is a flush, and
-//!     nothing else is asked before it has succeeded. If it fails, the next flush of the store does.
-//!     This covers everything where the server lived on, and where its process was killed and had
-//!     handed its writes to its kernel (files, block devices). It does not cover a crash of the server's
-//!     *host*, nor a server killed with a write-back cache of its own.
-//!   - [`LostWrites::Report`]: where changes were acknowledged and not flushed when a connection was
-//!     lost, the next flush fails, once, and says how many. For servers of the second kind.
-//! - A server that offers no flush has nothing to flush by its own account: `flush` succeeds.
-//! - An export that comes back with another size, smaller blocks or fewer abilities is not used:
-//!   the attempt counts as failed, and the reason is in [`StoreState::last_error`].
-//! - A server that still executes a request of a lost connection after the same request was
-//!   acknowledged on a new one can undo a later write. The protocol has no fence against it; servers
-//!   avoid it by ending the requests of a connection before they let go of it.
-//! - A server that is told to stop and waits for its clients is let go: when one connection hears
-//!   `NBD_ESHUTDOWN`, or cannot be made, those at rest ask for a flush, and hear it, too.
-//! - A server that vanishes from a TCP network is noticed within a minute. One that keeps a connection up
-//!   and never answers is waited for, and [`StoreState::silent_seconds`] tells of it; with
-//!   [`NbdOptions::silence`] its connection counts as lost after that time. There is no such limit by
-//!   default: a server that is only slow may still execute what it was asked on the connection that was
-//!   given up, after later writes on the next one (see above). A limit is for servers of which it is
-//!   known that they do not, or where failing is better than waiting.
+//! # Guarantees
+//! - A read succeeds only if each of its bytes was received exactly once; anything else is an error
+//!   of that request and closes the connection. No length, offset or count from the server reaches
+//!   an allocation or an index unchecked.
+//! - A lost connection is reconnected without limit, with waiting times that double up to two
+//!   seconds. Requests in flight are submitted again: reads, and writes, zeroes and discards that
+//!   were not acknowledged, for which repetition is harmless. A request that cannot be completed
+//!   within [`NbdOptions::reconnect`] fails.
+//! - **A flush covers what was acknowledged**, also on earlier connections, as far as a client can
+//!   know. A server may keep acknowledged data in a volatile cache until a flush, and a client
+//!   cannot distinguish a network failure from a restart of the server. Therefore:
+//!   - With [`LostWrites::Flush`] (the default), the first request of a new connection is a flush,
+//!     and no other is submitted before it has succeeded. If it fails, the next flush of the store
+//!     fails. This covers everything if the server kept running, or if its process was killed after
+//!     it had passed its writes to its kernel (files, block devices). It does not cover a crash of
+//!     the server's *host*, nor a server killed with a write-back cache of its own.
+//!   - With [`LostWrites::Report`], if changes were acknowledged and not flushed when a connection
+//!     was lost, the next flush fails, once, and reports how many. For servers with such a cache.
+//! - For a server that does not offer flush, `flush` succeeds: it declares that it has no volatile
+//!   cache.
+//! - An export that returns with another size, smaller blocks or fewer features is not used: the
+//!   attempt to connect fails, and the reason is in [`StoreState::last_error`].
+//! - A server that still executes a request of a lost connection, after the same request was
+//!   acknowledged on a new one, can undo a later write. The protocol has no fence against this;
+//!   servers avoid it by completing the requests of a connection before they release it.
+//! - A server that shuts down and waits for its clients is released: when one connection receives
+//!   `NBD_ESHUTDOWN`, or cannot be established, idle connections send a flush as a probe and
+//!   receive that error, too.
+//! - A server that vanishes from a TCP network is detected within a minute. For one that keeps its
+//!   connection open and never replies, requests wait, and [`StoreState::silent_seconds`] reports
+//!   it; with [`NbdOptions::silence`] its connection counts as lost after that time. There is no
+//!   such limit by default: a server that is merely slow may still execute requests of the
+//!   connection that was closed after later writes on the next one (see above). Set a limit only
+//!   for servers that do not, or where an error is better than a wait.
 
 mod backoff;
 mod connect;
@@ -76,13 +79,14 @@ pub use state::StoreState;
 
 /// The longest range of a request without data: below 2^32, and a multiple of every block size.
 const RANGE_MAX: u64 = 1 << 30;
-/// Extents asked for at a time.
+/// The most extents of one block status request.
 const EXTENTS_AT_ONCE: usize = 4096;
-/// The longest range of a question for block status: as [`RANGE_MAX`], fewer questions for large holes.
+/// The longest range of a block status request: longer than [`RANGE_MAX`], since large holes need
+/// fewer requests then.
 const STATUS_MAX: u64 = 1 << 31;
-/// Questions for one request for block status. An answer may end before the range it is about ("the
-/// server MAY return fewer extents"), and who asked goes on from there: a large export keeps no request, no
-/// client and no stop for longer than this. Enough for a request of 32 bits in one answer.
+/// Block status requests sent for one call. A reply may end before its range does ("the server MAY
+/// return fewer extents"), and the caller continues from there: so a large export does not delay a
+/// request, a client or a shutdown for longer. Enough for a range of 32 bits.
 const STATUS_ROUNDS: usize = 4;
 
 /// An export of an NBD server.
@@ -90,7 +94,8 @@ const STATUS_ROUNDS: usize = 4;
 pub struct NbdStore {
     remote: Arc<Remote>,
     routes: Routes,
-    /// Held shared by aligned writes and alone by unaligned ones; `None` where all are aligned.
+    /// Held shared by aligned writes and exclusively by unaligned ones; `None` where all are
+    /// aligned.
     unaligned: Option<BlockOrder>,
     syncs: Syncs,
     zeroing: Zeroing,
@@ -104,12 +109,11 @@ impl Drop for NbdStore {
 }
 
 impl NbdStore {
-    /// Connects once to learn what the export is; blocks, for ten seconds at most. Workers connect
-    /// by themselves when they first need to, and from then on again whenever it must be.
+    /// Connects once to read the properties of the export; blocks for at most ten seconds. Workers
+    /// make their own connections when they first need them, and reconnect by themselves.
     ///
-    /// # Errors
-    /// [`NbdError`], each with a remedy. A server that is not there is an error here, as a file
-    /// that is not there: who starts the daemon decides whether to try again.
+    /// # Errors [`NbdError`], each with a remedy. An unreachable server is an error here, as a
+    /// missing file is: the caller decides whether to try again.
     pub fn open(options: NbdOptions) -> Result<(NbdStore, Vec<String>), NbdError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let tls = options.tls.as_ref().map(|tls| client_tls(&options.address, tls)).transpose()?;
@@ -129,7 +133,7 @@ impl NbdStore {
         Ok((NbdStore { remote, routes, unaligned, syncs, zeroing, watched }, notes))
     }
 
-    /// Which store it is: its address and the export's name.
+    /// Identified by its address and the export's name.
     pub(crate) fn identity(&self) -> crate::Identity {
         let options = &self.remote.options;
         crate::Identity::of_key(format!("NBD export `{}` of {}", options.export, options.address))
@@ -140,8 +144,8 @@ impl NbdStore {
         self.remote.export.size
     }
 
-    /// Gives the store up, from any thread: what waits for the server fails at once, whatever it waits
-    /// for, and so does all that comes later. What was acknowledged and not flushed stays counted in
+    /// Aborts the store, from any thread: all requests that wait fail at once, and so do later
+    /// ones. Changes that were acknowledged and not flushed stay counted in
     /// [`StoreState::unflushed`].
     pub fn abort(&self) {
         self.remote.shared.abort();
@@ -155,12 +159,12 @@ impl NbdStore {
         &self.zeroing
     }
 
-    /// The most one write may move, bytes.
+    /// The most bytes of one write.
     pub(crate) fn write_most(&self) -> u64 {
         u64::from(self.remote.export.max_block)
     }
 
-    /// How the connections fare.
+    /// The state of the connections.
     pub fn state(&self) -> StoreState {
         self.remote.shared.state(self.remote.options.address.to_string())
     }
@@ -192,14 +196,14 @@ impl NbdStore {
         unaligned::bounce_bytes(self.block(), offset, length)
     }
 
-    /// Asks once.
+    /// Submits one request.
     async fn ask(
         &self,
         io: &Io,
         (command, flags): (Command, CommandFlags),
         (offset, length): (u64, u64),
     ) -> Result<Outcome<Buf>, Failure> {
-        // Callers keep to RANGE_MAX.
+        // Callers pass at most RANGE_MAX.
         let length = u32::try_from(length).unwrap_or(u32::MAX);
         let limit = EXTENTS_AT_ONCE;
         let request = Request { command, flags, offset, length, at: 0, limit, zeroes: false };
@@ -210,7 +214,7 @@ impl NbdStore {
         }
     }
 
-    /// Asks for a range in as many requests as it takes.
+    /// Submits as many requests as a range needs.
     async fn ask_range(
         &self,
         io: &Io,
@@ -237,7 +241,7 @@ impl NbdStore {
     ) -> BlockError {
         let source = match failure {
             Failure::Server(code) => {
-                // What the protocol does not name is an I/O error.
+                // An error number that the protocol does not define is an I/O error.
                 let code =
                     if code == Errno::Overflow.to_wire() { Errno::Io.to_wire() } else { code };
                 io::Error::from_raw_os_error(match i32::try_from(code) {
@@ -275,7 +279,7 @@ impl NbdStore {
         if self.is_aligned(offset, buf.len() as u64) {
             return self.read_whole(io, buf, offset).await;
         }
-        // In a box, since every request in flight holds what its longest way needs.
+        // Boxed, because it would enlarge the future of every request.
         Box::pin(unaligned::read(self, io, buf, offset)).await
     }
 
@@ -294,7 +298,7 @@ impl NbdStore {
         (result, buf)
     }
 
-    /// Moves the whole buffer in requests the server takes.
+    /// Transfers the whole buffer in requests of at most the server's limit.
     async fn transfer(
         &self,
         io: &Io,
@@ -315,7 +319,7 @@ impl NbdStore {
             let fail = |failure| self.error(failure, operation, offset, u64::from(length));
             buf = match outcome.buf {
                 Some(buf) => buf,
-                // Only a worker that ends keeps a buffer; who asked ends with it.
+                // Only a worker that ends keeps a buffer, and this task ends with it.
                 None => return (Err(fail(Failure::Lost)), io.pool().take(whole).await),
             };
             if let Err(failure) = outcome.result {
@@ -335,7 +339,7 @@ impl NbdStore {
             return self.write_whole(io, buf, offset, fua).await;
         }
         let _alone = lock.write().await;
-        // In a box, as there.
+        // Boxed, as in `read`.
         Box::pin(unaligned::write(self, io, buf, offset, fua)).await
     }
 
@@ -361,7 +365,7 @@ impl NbdStore {
         offset: u64,
         length: u64,
     ) -> Result<(), BlockError> {
-        // Parts of blocks stay.
+        // Parts of blocks are not discarded.
         let start = offset.next_multiple_of(self.block());
         let end = (offset + length) - (offset + length) % self.block();
         if !self.offers(TransmissionFlags::SEND_TRIM) || start >= end {
@@ -377,7 +381,8 @@ impl NbdStore {
         result.map_err(|failure| self.error(failure, Operation::Discard, offset, length))
     }
 
-    /// Has the server make zeroes, and says what is left to write out: nothing, parts of blocks, or all.
+    /// Lets the server write zeroes, and returns what remains to be written as data: nothing, parts
+    /// of blocks, or all.
     pub(crate) async fn zero_quickly(
         &self,
         io: &Io,
@@ -411,7 +416,8 @@ impl NbdStore {
         Ok([offset..head, tail..end])
     }
 
-    /// Writes zeroes over whole blocks, at most [`NbdStore::write_most`] bytes; no memory is needed.
+    /// Writes zeroes over whole blocks, at most [`NbdStore::write_most`] bytes, without allocating
+    /// memory.
     pub(crate) async fn zero_blocks(
         &self,
         io: &Io,
@@ -447,7 +453,7 @@ impl NbdStore {
         }
         let end = offset + length;
         let fail = |failure| self.error(failure, Operation::Extents, offset, length);
-        // With the flag the server says one extent, and as far as it goes.
+        // With the flag the server returns exactly one extent, as long as it can.
         let one = CommandFlags::NONE.with_if(limit == 1, CommandFlags::REQ_ONE);
         let rounds = if limit == 1 { 1 } else { STATUS_ROUNDS };
         let mut list: Vec<Extent> = Vec::new();
@@ -513,7 +519,7 @@ impl Blocks for NbdStore {
     }
 }
 
-/// What encrypted connections to the server at `address` are made from.
+/// The TLS configuration of connections to the server at `address`.
 fn client_tls(address: &NbdAddress, tls: &NbdTls) -> Result<ClientTls, TlsError> {
     let host = tls.hostname.clone().or_else(|| match address {
         NbdAddress::Tcp { host, .. } => Some(host.clone()),

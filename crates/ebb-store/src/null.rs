@@ -1,8 +1,8 @@
-//! A store that keeps nothing: for measuring what is above it.
+//! A store that keeps nothing, for benchmarks of the layers above it.
 
 const ZEROES: &[u8; 4096] = &[0; 4096];
 
-/// Reads zeroes, forgets writes.
+/// Reads return zeroes, writes are discarded.
 #[derive(Debug)]
 pub struct NullStore {
     size: u64,

@@ -1,5 +1,4 @@
-//! Opening a file or block device: what is there, how it may be accessed, what the operator must
-//! hear.
+//! Opening a file or block device: its type and size, how it may be accessed, and what to log.
 
 use std::fs::File;
 use std::io;
@@ -10,15 +9,15 @@ use std::time::{Duration, Instant};
 use crate::SECTOR;
 use crate::create::{create, inspect_folder, is_named};
 
-/// How long to wait for another process to let go of a file.
+/// How long to wait for another process to release its lock.
 const LOCK_PATIENCE: Duration = Duration::from_secs(5);
-/// How long between two looks at the lock.
+/// How long to wait between two attempts to lock.
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
-/// Whether I/O goes past the page cache.
+/// Whether I/O bypasses the page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Direct {
-    /// O_DIRECT where the file system has it, else through the page cache, with a note.
+    /// O_DIRECT where the file system supports it, otherwise the page cache, with a note.
     #[default]
     Auto,
     /// O_DIRECT or an error.
@@ -32,22 +31,22 @@ pub enum Direct {
 pub struct OpenOptions {
     /// Refuse writes; the file need not be writable.
     pub read_only: bool,
-    /// Page cache or not.
+    /// Whether to use O_DIRECT.
     pub direct: Direct,
-    /// Make a sparse file of this many bytes if there is none; one that is smaller is refused.
+    /// Create a sparse file of this many bytes if there is none; a smaller existing one is refused.
     pub create: Option<u64>,
-    /// There was a file before: none is made in its place, whatever `create` says.
+    /// The volume existed before: if its file is missing it is not created, whatever `create` says.
     pub existing: bool,
 }
 
 impl OpenOptions {
-    /// The size of the file to make if there is none.
+    /// The size of the file to create if there is none.
     fn makes(&self) -> Option<u64> {
         self.create.filter(|_| !self.read_only && !self.existing)
     }
 }
 
-/// Why a file could not become a store. Each message says what to do.
+/// Why a file could not be opened as a store. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the fields are the words of the messages")]
@@ -55,17 +54,17 @@ pub enum OpenError {
     /// It does not exist.
     #[error("{path}: no such file: give `create = true` and a `size` to make one")]
     Missing { path: PathBuf },
-    /// The process has as many open files as it may.
+    /// The process has reached its limit of open files.
     #[error(
         "{path}: no file descriptor is left to open it with: raise `LimitNOFILE` of the service, \
              or `ulimit -n`"
     )]
     Descriptors { path: PathBuf },
-    /// The user of the daemon may not.
+    /// The daemon's user has no access.
     #[error("{path}: permission denied: give the daemon's user access to it{}",
         if *.read_only { "" } else { ", or set `read_only = true`" })]
     Denied { path: PathBuf, read_only: bool },
-    /// Another process has it.
+    /// Another process has locked it.
     #[error(
         "{path}: in use by another process, or by another volume (its lock is held): stop that \
              one first, or open both read-only"
@@ -74,32 +73,32 @@ pub enum OpenError {
     /// Neither a regular file nor a block device.
     #[error("{path}: is {what}: a volume needs a regular file or a block device")]
     WrongType { path: PathBuf, what: &'static str },
-    /// Too small, or not whole sectors.
+    /// Too small, or not a multiple of the sector size.
     #[error(
         "{path}: is {size} bytes: a volume needs a multiple of 512 bytes, and at least 512: \
              grow it with `truncate -s`"
     )]
     Size { path: PathBuf, size: u64 },
-    /// There is a file that is smaller than the one to be created.
+    /// The existing file is smaller than the configured size.
     #[error(
         "{path}: is {size} bytes, but the configuration says {wanted}: \
              correct `size`, or leave it and `create` out to take the file as it is, \
              or grow it with `truncate -s`"
     )]
     OtherSize { path: PathBuf, size: u64, wanted: u64 },
-    /// O_DIRECT was demanded and cannot be had.
+    /// O_DIRECT was required and is not available.
     #[error(
         "{path}: direct I/O does not work here ({reason}): \
              set `direct = \"auto\"` or \"off\" to use the page cache"
     )]
     NoDirect { path: PathBuf, reason: String },
-    /// Anything else.
+    /// Any other system error.
     #[error("{path}: cannot {action}")]
     Io { path: PathBuf, action: &'static str, source: io::Error },
 }
 
 impl OpenError {
-    /// What the system says, with what was being done.
+    /// A system error, with the action that failed.
     pub(crate) fn of(path: &Path, action: &'static str, source: io::Error) -> OpenError {
         let path = path.to_path_buf();
         match source.raw_os_error() {
@@ -109,15 +108,15 @@ impl OpenError {
     }
 }
 
-/// An opened file with what was found out about it.
+/// An opened file and its properties.
 pub(crate) struct Opened {
     pub(crate) file: File,
     pub(crate) size: u64,
     pub(crate) block_device: bool,
-    /// Alignment I/O needs: 1 through the page cache.
+    /// Alignment that I/O needs, bytes: 1 through the page cache.
     pub(crate) alignment: u32,
     pub(crate) direct: bool,
-    /// There was none: it was made.
+    /// The file did not exist and was created.
     pub(crate) made: bool,
     pub(crate) notes: Vec<String>,
 }
@@ -128,7 +127,7 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, OpenErr
         Some(size) => create(path, size)?,
         None => false,
     };
-    // Before opening: opening a FIFO would wait for its other end.
+    // Before opening, because opening a FIFO waits for its other end.
     let block_device = check_type(path, options)?;
     let direct_wanted = options.direct != Direct::Off;
     let (file, mut direct) = match try_open(path, options, direct_wanted) {
@@ -159,8 +158,8 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, OpenErr
     Ok(Opened { file, size, block_device, alignment, direct, made, notes })
 }
 
-/// Whether another process, or another store of this one, holds the lock that opening the file would take; false also
-/// where that cannot be found out. Does not wait.
+/// Whether another process, or another store of this process, holds the lock that opening the file
+/// would take; false also where that cannot be determined. Does not wait.
 pub fn is_in_use(path: &Path, options: &OpenOptions) -> bool {
     if check_type(path, options).is_err() {
         return false;
@@ -170,11 +169,12 @@ pub fn is_in_use(path: &Path, options: &OpenOptions) -> bool {
     matches!(locked, Err(std::fs::TryLockError::WouldBlock))
 }
 
-/// Looks whether a file could be opened with these options, and closes it again: nothing is made, and its lock is not
-/// taken, so that it may be in use.
+/// Checks whether a file could be opened with these options, and closes it again. Nothing is
+/// created and no lock is taken, so that the file may be in use.
 ///
 /// # Errors
-/// As for opening it, other than those of the lock. A file that is still to be made is fine where its folder is.
+/// As for opening it, without those of the lock. A file that is still to be created needs only its
+/// directory.
 pub fn inspect(path: &Path, options: &OpenOptions) -> Result<(), OpenError> {
     if options.makes().is_some() && !is_named(path)? {
         return inspect_folder(path);
@@ -199,8 +199,8 @@ fn try_open(path: &Path, options: &OpenOptions, direct: bool) -> io::Result<File
     std::fs::OpenOptions::new().read(true).write(!options.read_only).custom_flags(flags).open(path)
 }
 
-/// Another open file description of the same file, whatever its name leads to now. `None` without `/proc`, or where
-/// the file may be written and not read by this process.
+/// Another open file description of the same file, even if the file was renamed. `None` without
+/// `/proc`, or where this process may write the file but not read it.
 pub(crate) fn again(file: &File) -> Option<File> {
     use std::os::fd::AsRawFd;
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
@@ -230,10 +230,10 @@ fn check_type(path: &Path, options: &OpenOptions) -> Result<bool, OpenError> {
     Err(OpenError::WrongType { path: path.into(), what })
 }
 
-/// Two writers of one image destroy it; the lock is advisory and goes with the descriptor.
+/// Two writers of one image destroy it. The lock is advisory and is released with the descriptor.
 ///
-/// A daemon that was killed holds its lock until the kernel has dealt with its last requests: a
-/// successor waits that long. Opening happens on the main thread, never on a worker.
+/// A daemon that was killed holds its lock until the kernel has completed its last requests, and a
+/// successor waits that long. Files are opened on the main thread, never on a worker.
 fn lock(path: &Path, file: &File, read_only: bool) -> Result<(), OpenError> {
     let deadline = Instant::now() + LOCK_PATIENCE;
     loop {
@@ -264,11 +264,11 @@ fn check_size(
         return Err(OpenError::Size { path: path.into(), size });
     }
     match options.create {
-        // What the configuration has beyond its end would be missing.
+        // Data that the configuration promises beyond the end would be missing.
         Some(wanted) if wanted > size => {
             return Err(OpenError::OtherSize { path: path.into(), size, wanted });
         }
-        // It has grown since: `size` is that of the file to be made.
+        // It has grown since it was created: `size` is the size to create it with.
         Some(wanted) if wanted < size => notes.push(format!(
             "{}: is {size} bytes and the configuration says {wanted}: served as it is; \
              correct `size`, or leave it and `create` out",
@@ -280,7 +280,7 @@ fn check_size(
 }
 
 fn size_of(path: &Path, file: &File) -> Result<u64, OpenError> {
-    // The end by lseek is right for regular files and block devices alike.
+    // The end found by lseek is right for regular files and block devices alike.
     rustix::fs::seek(file, rustix::fs::SeekFrom::End(0)).map_err(|e| OpenError::Io {
         path: path.into(),
         action: "find out its size",

@@ -1,7 +1,7 @@
-//! Another size for a store that is in use.
+//! Resizing a store that is in use.
 //!
-//! Growing is harmless to whoever uses the store, at any time. Shrinking loses data, so it is done
-//! only if it is asked for by name; requests for what is cut off fail from that moment on.
+//! Growing is safe while the store is in use. Shrinking loses data, so it needs an explicit flag,
+//! and requests beyond the new end fail from that moment on.
 
 use std::io;
 
@@ -9,20 +9,20 @@ use ebb_io::Io;
 
 use crate::{BlockError, SECTOR, Store};
 
-/// What size a store shall have.
+/// The size that a store is to have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resize {
-    /// Bytes; `None` is whatever the file or device has grown to by itself.
+    /// Bytes; `None`: the size that the file or device has grown to.
     pub to: Option<u64>,
-    /// It may become smaller: the data beyond the new end is lost.
+    /// Allow shrinking: the data beyond the new end is lost.
     pub shrink: bool,
 }
 
-/// Why a store keeps its size.
+/// Why a store was not resized.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResizeError {
-    /// It is another one's to say.
+    /// This store cannot be resized from here.
     #[error("{0}")]
     Unsupported(&'static str),
     /// It would become smaller.
@@ -36,7 +36,7 @@ pub enum ResizeError {
         /// The size asked for, bytes.
         to: u64,
     },
-    /// Not whole sectors.
+    /// Not a multiple of the sector size.
     #[error("a size of {to} bytes: it must be a multiple of {unit}, and not 0")]
     Sectors {
         /// The size asked for, bytes.
@@ -44,30 +44,30 @@ pub enum ResizeError {
         /// What it must be a multiple of, bytes.
         unit: u64,
     },
-    /// A block device has the size it has.
+    /// A block device cannot be resized by the daemon.
     #[error("the device has {size} bytes: resize the device itself, then ask again without a size")]
     Device {
         /// Its size, bytes.
         size: u64,
     },
-    /// Something of the old size is still under way, and did not end in time.
+    /// Requests of the old size did not complete in time.
     #[error(
         "what was asked of it before is not over after {seconds} s, and it keeps its size: \
              see whether the store answers, then ask again"
     )]
     Busy {
-        /// How long it was waited for.
+        /// How long the resize waited for them.
         seconds: u64,
     },
-    /// What is in memory only could not be written.
+    /// Data of the cache could not be written.
     #[error("data of the volume's cache could not be written, and it keeps its size")]
     Unsaved(#[source] BlockError),
-    /// The system says no.
+    /// A system error.
     #[error("the file cannot be resized")]
     Io(#[from] io::Error),
 }
 
-/// The verdict on a change from `from` to `to` bytes.
+/// Checks a change from `from` to `to` bytes.
 pub(crate) fn judge(from: u64, to: u64, unit: u64, shrink: bool) -> Result<(), ResizeError> {
     let unit = unit.max(SECTOR);
     if to == 0 || !to.is_multiple_of(unit) {
@@ -80,10 +80,9 @@ pub(crate) fn judge(from: u64, to: u64, unit: u64, shrink: bool) -> Result<(), R
 }
 
 impl Store {
-    /// The size that [`Store::resize`] would give it, bytes; nothing is changed.
+    /// The size in bytes that [`Store::resize`] would result in; nothing is changed.
     ///
-    /// # Errors
-    /// [`ResizeError`]: it would keep the size it has.
+    /// # Errors [`ResizeError`]: it would not be resized.
     pub async fn judge_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         match self {
             Store::File(s) => s.judge_resize(io, order).await.map(|(to, _)| to),
@@ -97,17 +96,16 @@ impl Store {
                 let to = order.to.unwrap_or(self.size());
                 judge(self.size(), to, SECTOR, order.shrink).map(|()| to)
             }
-            // They say why not.
+            // `resize` fails with the reason.
             Store::Null(_) | Store::Nbd(_) => self.resize(io, order).await,
         }
     }
 
-    /// Gives the store another size; the size it has then, bytes. One at a time for each store. Whoever has it
-    /// shrunk sees to it that nothing is under way beyond the new end: a write that runs after the file
-    /// was cut would make it longer again.
+    /// Resizes the store and returns its new size in bytes. One call at a time for each store.
+    /// Before shrinking, the caller waits until no write beyond the new end is in flight: one that
+    /// runs after the file was truncated would extend it again.
     ///
-    /// # Errors
-    /// [`ResizeError`]; then it has the size it had.
+    /// # Errors [`ResizeError`]; its size is unchanged then.
     pub async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         match self {
             Store::File(s) => s.resize(io, order).await,

@@ -1,22 +1,25 @@
-//! What the syncs of a store have come to: flushes, and writes with FUA.
+//! The outcome of a store's syncs: flushes, and writes with FUA.
 //!
-//! After a failed `fdatasync` Linux takes the pages it could not write for clean, and the next
-//! `fdatasync` says OK over data that is on no disk. The error is told once per open file description, to
-//! whichever sync comes first: a write with FUA, which syncs its own range, may be told of the loss of
-//! another range. So:
+//! After a failed `fdatasync` Linux marks the pages that it could not write as clean, and the next
+//! `fdatasync` succeeds although the data is on no disk. The kernel reports the error once per open
+//! file description, to whichever sync comes first: a write with FUA, which syncs only its own
+//! range, may receive the error of another range. Therefore:
 //!
 //! # Invariants
-//! - A sync that fails, or of which nothing is known since its future was dropped, counts as a **loss**:
-//!   any change since the last flush that went well may be lost.
-//! - After a loss every flush fails with [`ErrorKind::Lost`](crate::ErrorKind::Lost), until one that
-//!   follows on writing again all that may be lost ([`Store::flush_rewritten`]) goes well.
-//! - A write with FUA that fails since the store is full is no loss if that is all there is to it: the same write
-//!   without FUA finds no room either, and a second open file description, to which the system tells all
-//!   errors once more, knows of none. Where there is no such witness (a remote server) it counts as a loss.
-//! - Flushes that come while one is under way are carried out together by the next one, which covers what was
-//!   acknowledged before any of them. If it fails, or a sync has failed since one of them came, so does that one.
-//! - A sync that went well is believed when all that ran beside it have ended, and none has failed: the
-//!   error of its own range may have been told to one of those.
+//! - A sync that fails, or whose future is dropped so that its outcome is unknown, counts as a
+//!   **loss**: any change since the last successful flush may be lost.
+//! - After a loss every flush fails with [`ErrorKind::Lost`](crate::ErrorKind::Lost), until all
+//!   data that may be lost has been written again and a flush after that succeeds
+//!   ([`Store::flush_rewritten`]).
+//! - A write with FUA that fails because the store is full is no loss if nothing else failed: the
+//!   same write without FUA finds no space either, and a second open file description, to which the
+//!   kernel reports all errors separately, has none. Where there is no such description (a remote
+//!   server) it counts as a loss.
+//! - Flushes that arrive while one is in flight are merged into the next one, which covers what was
+//!   acknowledged before any of them. If it fails, or a sync has failed since one of them arrived,
+//!   that flush fails, too.
+//! - A sync that succeeded is reported as successful when all syncs that overlap with it have
+//!   completed and none has failed: one of those may have received the error of its range.
 
 mod line;
 
@@ -28,58 +31,58 @@ use std::time::Instant;
 use self::line::{Line, Numbers, Place};
 use crate::{BlockError, Buf, BufResult, ErrorKind, Io, Operation, Store};
 
-/// Changes that may be on no disk.
+/// Acknowledged changes that may be on no disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Loss {
     /// When the flush, or the write with FUA, failed.
     pub since: Instant,
-    /// How.
+    /// Its error.
     pub error: String,
 }
 
 impl Loss {
-    /// What an operator is to do.
+    /// What the operator should do.
     pub const REMEDY: &'static str = "mend the device, take the volume out of the configuration and in again, or \
                                       restart ebbd, and check the guest's file systems";
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// The number of the next sync, and those under way.
+    /// The number of the next sync, and the syncs in flight.
     next: u64,
     open: Numbers,
-    /// Of those under way the ones that have failed, and of which it is being found out whether that is a loss.
+    /// Syncs in flight that have failed, while it is being determined whether that is a loss.
     doubtful: Numbers,
-    /// Those who wait for the end of open ones, and of doubtful ones.
+    /// Tasks that wait for syncs in flight, and for doubtful ones.
     for_open: Line,
     for_doubtful: Line,
     flushes: Flushes,
-    /// Kept for its memory.
+    /// An empty list that is kept for its memory.
     spare: Vec<Waker>,
     losses: u64,
-    /// Of which those who wait for a flush were told.
+    /// The value of `losses` for which waiting flushes were last woken.
     told: u64,
-    /// What the last one failed with.
+    /// The error of the last loss.
     failure: Option<(ErrorKind, Option<i32>)>,
-    /// The last loss that a plain flush is refused for, and the last one that was made good.
+    /// The last loss that makes flushes fail, and the last one that was repaired.
     refused: u64,
     repaired: u64,
-    /// The first of the losses that were not made good.
+    /// The first loss that was not repaired.
     first: Option<Loss>,
 }
 
-/// Flushes: one is under way, and those who came since wait for the next.
+/// Flushes: one is in flight, and those that arrived since wait for the next.
 #[derive(Debug, Default)]
 struct Flushes {
     led: bool,
-    /// The number of the last that began, and of the last that went well.
+    /// The number of the last flush that began, and of the last that succeeded.
     begun: u64,
     ended: u64,
     line: Line,
 }
 
 impl State {
-    /// Those to wake.
+    /// Removes a sync; returns the tasks to wake.
     fn close(&mut self, number: u64) -> Vec<Waker> {
         self.open.remove(number);
         self.doubtful.remove(number);
@@ -94,7 +97,7 @@ impl State {
     }
 
     fn lose(&mut self, once: bool, error: impl FnOnce() -> String) {
-        // One that was told once, and to which nothing was added, is of no interest.
+        // An earlier loss that was reported once and not followed by another is no longer relevant.
         if self.first.is_none() || self.refused <= self.repaired {
             self.first = Some(Loss { since: ebb_io::clock::now(), error: error() });
         }
@@ -105,11 +108,11 @@ impl State {
     }
 }
 
-/// The syncs of one store.
+/// The state of one store's syncs.
 #[derive(Debug, Default)]
 pub(crate) struct Syncs(Mutex<State>);
 
-/// One under way. Dropped before its end it counts as failed.
+/// A sync in flight. Dropped before it completes, it counts as failed.
 pub(crate) struct Sync<'a> {
     syncs: &'a Syncs,
     number: u64,
@@ -122,18 +125,18 @@ impl Syncs {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Losses so far.
+    /// The number of losses.
     pub(crate) fn losses(&self) -> u64 {
         self.state().losses
     }
 
-    /// Whether a flush would be refused.
+    /// Whether a flush would fail.
     pub(crate) fn is_lost(&self) -> bool {
         let state = self.state();
         state.refused > state.repaired
     }
 
-    /// Wakes them outside the lock, and keeps the list's memory.
+    /// Wakes tasks outside the lock, and keeps the list's memory.
     fn wake(&self, mut woken: Vec<Waker>) {
         woken.drain(..).for_each(Waker::wake);
         let mut state = self.state();
@@ -153,7 +156,7 @@ impl Syncs {
         Sync { syncs: self, number, losses: state.losses, open: true }
     }
 
-    /// A flush that has come. None if it would be refused.
+    /// Registers a flush that has arrived. `None` if it would fail.
     fn join(&self) -> Option<Joined<'_>> {
         let state = self.state();
         let (losses, wanted) = (state.losses, state.flushes.begun + 1);
@@ -166,14 +169,14 @@ impl Syncs {
         })
     }
 
-    /// What a flush that was not carried out by itself fails with.
+    /// The error of a flush that was merged into another one.
     fn failure(&self, size: u64) -> BlockError {
         let (kind, number) = self.state().failure.unwrap_or((ErrorKind::Lost, None));
         let source = number.map(std::io::Error::from_raw_os_error);
         BlockError { source, ..BlockError::new(kind, Operation::Flush, 0, size) }
     }
 
-    /// None if there were other losses than those `seen`.
+    /// `None` if there were other losses than those `seen`.
     fn begin_rewritten(&self, seen: u64) -> Option<Sync<'_>> {
         let mut state = self.state();
         (state.losses == seen).then(|| self.begin_if(&mut state))
@@ -181,7 +184,7 @@ impl Syncs {
 }
 
 impl Sync<'_> {
-    /// It has failed; with `once` the next flush is not refused for that.
+    /// The sync has failed; with `once` the next flush does not fail for it.
     fn fail(mut self, once: bool, error: &BlockError) {
         self.open = false;
         let wakers = {
@@ -194,20 +197,21 @@ impl Sync<'_> {
         self.syncs.wake(wakers);
     }
 
-    /// It has failed, perhaps with a loss: those beside it wait for what [`Sync::fail`] or [`Sync::end`] will say.
+    /// The sync has failed, perhaps with a loss: overlapping syncs wait for [`PendingSync::fail`]
+    /// or [`PendingSync::end`].
     fn doubt(&self) {
         self.syncs.state().doubtful.insert(self.number);
     }
 
-    /// It has failed, and nothing that was there before is lost.
+    /// The sync has failed without a loss.
     fn end(mut self) {
         self.open = false;
         let wakers = self.syncs.state().close(self.number);
         self.syncs.wake(wakers);
     }
 
-    /// It went well; with `beside` that is believed when all that ran beside it have ended. False if a sync
-    /// has failed since it began.
+    /// The sync has succeeded. With `overlapping` it waits until all syncs that overlap with it
+    /// have completed. False if a sync has failed since it began.
     async fn succeed(mut self, beside: bool) -> bool {
         self.open = false;
         let (wakers, until) = {
@@ -230,7 +234,7 @@ impl Sync<'_> {
     }
 }
 
-/// A sync that waits for the syncs that ran beside it.
+/// A sync that waits for the syncs that overlap with it.
 struct Waits<'a> {
     syncs: &'a Syncs,
     beside: bool,
@@ -249,20 +253,20 @@ fn line_of(beside: bool, state: &mut State) -> &mut Line {
     if beside { &mut state.for_open } else { &mut state.for_doubtful }
 }
 
-/// What a flush that has come is to do.
+/// What a flush that has arrived does.
 enum Turn<'a> {
-    /// It is carried out: it began after it had come.
+    /// It has completed: the flush that covers it began after it arrived.
     Covered,
     Failed,
-    /// To carry out the next one, for all who have come so far.
+    /// It carries out the next flush, for all that have arrived so far.
     Lead(Sync<'a>, u64),
 }
 
-/// A flush that has come.
+/// A flush that has arrived.
 struct Joined<'a> {
     syncs: &'a Syncs,
     losses: u64,
-    /// The flush that will cover it.
+    /// The number of the flush that covers it.
     wanted: u64,
     place: Option<Place>,
     leads: bool,
@@ -294,7 +298,7 @@ impl<'a> Joined<'a> {
         .await
     }
 
-    /// The one that it led went well.
+    /// The flush that it carried out has succeeded.
     fn covers(&self, number: u64) {
         let woken = {
             let mut state = self.syncs.state();
@@ -309,7 +313,7 @@ impl<'a> Joined<'a> {
 }
 
 impl Drop for Joined<'_> {
-    /// However it ends, the next one leads.
+    /// However it ends, another one carries out the next flush.
     fn drop(&mut self) {
         if !self.leads && self.place.is_none() {
             return;
@@ -362,27 +366,26 @@ impl Store {
         }
     }
 
-    /// Times that changes may have been lost so far: syncs that failed. See [`Store::flush_rewritten`].
+    /// The number of losses so far: failed syncs. See [`Store::flush_rewritten`].
     pub fn losses(&self) -> u64 {
         self.syncs().map_or(0, Syncs::losses)
     }
 
-    /// True while every flush is refused, since changes may be lost.
+    /// True while every flush fails because changes may be lost.
     pub fn is_lost(&self) -> bool {
         self.syncs().is_some_and(Syncs::is_lost)
     }
 
-    /// The first of the losses that were not made good by writing all again.
+    /// The first loss that was not repaired by writing the data again.
     pub fn loss(&self) -> Option<Loss> {
         self.syncs().and_then(|syncs| syncs.state().first.clone())
     }
 
     /// Makes all acknowledged writes stable.
     ///
-    /// # Errors
-    /// The store's. From then on [`ErrorKind::Lost`]: changes since the last flush that went well may be
-    /// on no disk, and no later flush can say that they are. Ends with
-    /// [`Store::flush_rewritten`], or when the store is opened anew.
+    /// # Errors The store's. From then on [`ErrorKind::Lost`]: changes since the last successful
+    /// flush may be on no disk, and no later flush can show that they are. This ends with
+    /// [`Store::flush_rewritten`], or when the store is reopened.
     pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
         let Some(syncs) = self.syncs() else { return Ok(()) };
         let Some(mut joined) = syncs.join() else {
@@ -399,12 +402,11 @@ impl Store {
         }
     }
 
-    /// As [`Store::flush`], by a caller who, since [`Store::losses`] was `seen`, has written all again that
-    /// may be lost: every change since the last flush that went well. If it goes well, and no
-    /// sync has failed since, flushes are true again.
+    /// As [`Store::flush`], by a caller that has written again, since [`Store::losses`] was `seen`,
+    /// every change since the last successful flush. If it succeeds and no sync has failed since,
+    /// flushes succeed again.
     ///
-    /// # Errors
-    /// As [`Store::flush`].
+    /// # Errors As [`Store::flush`].
     pub async fn flush_rewritten(&self, io: &Io, seen: u64) -> Result<(), BlockError> {
         let Some(syncs) = self.syncs() else { return Ok(()) };
         self.sync(io, syncs.begin_rewritten(seen)).await?;
@@ -436,19 +438,19 @@ impl Store {
         }
     }
 
-    /// A server that did not answer, or of which the operator said that it may forget, see
-    /// [`LostWrites`](crate::LostWrites): that is told by one flush.
+    /// True for a server that did not answer, or whose lost writes are to be reported
+    /// ([`LostWrites`](crate::LostWrites)): only one flush fails for that.
     fn tells_once(&self, error: &BlockError) -> bool {
         let answered = error.source.as_ref().is_some_and(|e| e.raw_os_error().is_some());
         matches!(self, Store::Nbd(_)) && !answered
     }
 
-    /// Begins the sync that a write with FUA is, if this is one and the store has any.
+    /// Begins the sync of a write with FUA, if this is one and the store has syncs.
     pub(crate) fn begin_stable(&self, fua: bool) -> Option<Sync<'_>> {
         if fua { self.syncs().map(Syncs::begin) } else { None }
     }
 
-    /// Sees to the outcome of a write with FUA.
+    /// Completes a write with FUA.
     pub(crate) async fn end_stable(
         &self,
         io: &Io,
@@ -471,7 +473,7 @@ impl Store {
                 sync.fail(self.tells_once(&error), &error);
                 (Err(error), buf)
             }
-            // Errors of direct I/O are told to the request they belong to.
+            // Direct I/O reports an error only to the request that it belongs to.
             Ok(()) => match sync.succeed(!self.capabilities().direct).await {
                 true => (Ok(()), buf),
                 false => (Err(lost(Operation::Write, offset, length)), buf),
@@ -479,8 +481,8 @@ impl Store {
         }
     }
 
-    /// Whether a write with FUA, which was told that the store is full, was told so for want of room for itself: its
-    /// sync may have been told of older data that found none.
+    /// Whether a write with FUA failed with "no space" only because the write itself found none:
+    /// its sync may have received the error of older data.
     async fn is_only_full(&self, io: &Io, buf: Buf, offset: u64) -> (bool, Buf) {
         let (again, buf) = self.write_to(io, buf, offset, false).await;
         let full = again.is_err_and(|error| error.kind == ErrorKind::NoSpace);
@@ -529,7 +531,7 @@ mod tests {
         for future in &mut waiting {
             assert!(poll(future.as_mut(), &bell).is_pending());
         }
-        // One that is polled without having been woken, and one that is given up.
+        // One that is polled without having been woken, and one that is cancelled.
         assert!(poll(waiting[7].as_mut(), &bell).is_pending());
         drop(waiting.remove(100));
         let late = syncs.begin();

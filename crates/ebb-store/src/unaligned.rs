@@ -1,18 +1,18 @@
-//! Requests that are not whole blocks of a store whose blocks are larger than sectors.
+//! Requests for parts of blocks, on stores whose blocks are larger than sectors.
 //!
-//! Whole blocks are moved between the store and the request's own buffer. Parts of blocks, at both ends, go
-//! through a bounce buffer, as in the Linux `dm-ebs` target: of one block, or of two where that is the whole
-//! request. So a request of any length takes no more memory beside its own than [`bounce_bytes`], which
-//! callers account for.
+//! Whole blocks are transferred between the store and the request's own buffer. Parts of blocks, at
+//! both ends, go through a bounce buffer, as in the Linux `dm-ebs` target: of one block, or of two
+//! if the request lies within two blocks. So a request of any length takes only [`bounce_bytes`] in
+//! addition to its own buffer, which callers charge.
 
 use std::ops::Range;
 
 use crate::{Buf, BufResult, Io};
 
-/// Bytes copied before other tasks of the worker have their turn.
+/// Bytes copied before the worker's other tasks run.
 const COPY: usize = 1 << 20;
 
-/// A store of blocks. Offsets and lengths are multiples of [`Blocks::block`].
+/// A store with blocks. Offsets and lengths are multiples of [`Blocks::block`].
 pub(crate) trait Blocks {
     /// Bytes of a block.
     fn block(&self) -> u64;
@@ -41,15 +41,15 @@ pub(crate) fn bounce_bytes(block: u64, offset: u64, length: usize) -> usize {
     edges[0].max(edges[1])
 }
 
-/// What of a request goes through the bounce buffer.
+/// A part of a request that goes through the bounce buffer.
 #[derive(Clone, Copy, Debug, Default)]
 struct Edge {
-    /// The blocks it is in.
+    /// The blocks that contain it.
     start: u64,
     bytes: usize,
-    /// Where it is in these.
+    /// Its offset in these blocks.
     skip: usize,
-    /// And in the request.
+    /// Its offset in the request.
     at: usize,
     length: usize,
 }
@@ -64,11 +64,11 @@ impl Edge {
     }
 }
 
-/// The parts of a request.
+/// How a request is split.
 #[derive(Debug)]
 struct Plan {
     edges: [Edge; 2],
-    /// Whole blocks, by their place in the request.
+    /// Whole blocks, as a range of the request.
     body: Range<usize>,
 }
 
@@ -96,20 +96,21 @@ impl Plan {
         plan
     }
 
-    /// One of the two. Not kept, as every request in flight would hold it.
+    /// One of the two edges. Recomputed, as a kept plan would enlarge the future of every request.
     fn edge(block: u64, offset: u64, length: usize, number: usize) -> Option<Edge> {
         let edge = Plan::new(block, offset, length).edges[number];
         (edge.length > 0).then_some(edge)
     }
 }
 
-/// Moves a part of the buffer to another place in it, some at a time.
+/// Moves a part of the buffer to another position in it, some bytes at a time.
 async fn shift(io: &Io, buf: &mut Buf, from: Range<usize>, to: usize) {
     let length = from.len();
     let mut done = 0;
     while done < length {
         let count = COPY.min(length - done);
-        // Up from the end, down from the beginning: nothing is overwritten before it was moved.
+        // Upwards from the end, downwards from the start: nothing is overwritten before it was
+        // moved.
         let at = if to > from.start { length - done - count } else { done };
         let piece = from.start + at..from.start + at + count;
         buf.copy_within(piece, to + at);
@@ -120,7 +121,8 @@ async fn shift(io: &Io, buf: &mut Buf, from: Range<usize>, to: usize) {
     }
 }
 
-/// Gives the buffer the length of the request again. Shorter only where the buffer itself was lost, with the worker.
+/// Restores the length of the request's buffer. It is shorter only if the worker that held it
+/// ended.
 fn restore(buf: &mut Buf, length: usize) {
     buf.set_len(length.min(buf.capacity()));
 }
@@ -130,7 +132,7 @@ pub(crate) async fn read(store: &impl Blocks, io: &Io, mut buf: Buf, offset: u64
     let (block, length) = (store.block(), buf.len());
     let body = Plan::new(block, offset, length).body;
     if !body.is_empty() {
-        // To the beginning of the buffer, which is aligned in memory, too, as direct I/O needs it.
+        // To the start of the buffer, which is aligned in memory, as direct I/O requires.
         buf.set_len(body.len());
         let (result, back) = store.read_blocks(io, buf, offset + body.start as u64).await;
         buf = back;
@@ -158,7 +160,7 @@ pub(crate) async fn read(store: &impl Blocks, io: &Io, mut buf: Buf, offset: u64
     (Ok(()), buf)
 }
 
-/// Writes the whole buffer at `offset`. The caller sees to it that nothing else is written to these blocks meanwhile.
+/// Writes the whole buffer at `offset`. The caller prevents other writes to these blocks meanwhile.
 pub(crate) async fn write(
     store: &impl Blocks,
     io: &Io,
@@ -188,7 +190,8 @@ pub(crate) async fn write(
     if body.is_empty() {
         return (Ok(()), buf);
     }
-    // From the beginning of the buffer, as above; then all is put back, since callers may write it again.
+    // From the start of the buffer, as in `read`; then moved back, since callers may write it
+    // again.
     let head = body.start;
     if head > 0 {
         restore(&mut bounce, head);

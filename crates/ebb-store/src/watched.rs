@@ -1,9 +1,10 @@
-//! What can be seen of a store from outside, so that its outages are told: requests it has not answered for
-//! long, and those that failed. One look per second costs nothing between two looks but two counters.
+//! Health counters of a store, from which outages are detected: requests that it has not completed
+//! for long, and requests that failed. They cost each request two atomic operations.
 //!
-//! Requests are counted in two generations. A look finds whether the older one has ended; if so, the younger
-//! becomes the older and new requests are counted in the other cell. So what is left of the older one has
-//! waited at least since the generations last changed, without a time kept for any request.
+//! Requests are counted in two generations. A check reads whether the older generation has
+//! completed; if so, the younger becomes the older, and new requests are counted in the other cell.
+//! What remains of the older generation has waited at least since the generations last changed, and
+//! no request needs a time stamp.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -14,7 +15,7 @@ use crate::{BlockError, ErrorKind, Operation};
 #[derive(Debug, Default)]
 pub struct Watched {
     generations: [AtomicU64; 2],
-    /// Which of them new requests belong to.
+    /// Index of the generation that counts new requests.
     young: AtomicUsize,
     failed: [Failed; FailedKind::ALL.len()],
 }
@@ -22,25 +23,25 @@ pub struct Watched {
 #[derive(Debug, Default)]
 struct Failed {
     count: AtomicU64,
-    /// Why one failed, until it is fetched; the first since then.
+    /// The text of the first failure since it was last fetched.
     why: Mutex<Option<String>>,
-    /// Set beside `why`, so that a storm of failures writes one text.
+    /// Set with `text`, so that many failures format only one text.
     told: AtomicBool,
 }
 
-/// What failed.
+/// The kind of request that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FailedKind {
-    /// A read, or a question for block status.
+    /// A read or a block status request.
     Read,
-    /// A write, zeroes or a discard.
+    /// A write, write-zeroes or discard.
     Write,
     /// A flush.
     Flush,
 }
 
 impl FailedKind {
-    /// All kinds, in the order of [`Watched::failures`].
+    /// All kinds, in the order of [`StoreHealth::failures`].
     pub const ALL: [FailedKind; 3] = [FailedKind::Read, FailedKind::Write, FailedKind::Flush];
 
     fn of(operation: Operation) -> FailedKind {
@@ -60,7 +61,7 @@ impl FailedKind {
     }
 }
 
-/// A request under way; dropping it ends it.
+/// A request in flight; it completes when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Begun<'a>(&'a AtomicU64);
 
@@ -77,7 +78,7 @@ impl Watched {
         Begun(cell)
     }
 
-    /// Notes a failure of the store; what it cannot do at all is none, nor is being given up.
+    /// Counts a failure. Unsupported operations and aborted requests are not failures of the store.
     pub(crate) fn note(&self, error: &BlockError) {
         if matches!(error.kind, ErrorKind::Unsupported | ErrorKind::Closing) {
             return;
@@ -88,7 +89,7 @@ impl Watched {
             let text = format!("{error}{}", cause.unwrap_or_default());
             *failed.why.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
         }
-        // Counted last: who sees the count finds the text.
+        // Counted last: a reader of the count finds the text.
         failed.count.fetch_add(1, Ordering::Release);
     }
 
@@ -97,7 +98,7 @@ impl Watched {
         FailedKind::ALL.map(|kind| self.failed[kind.index()].count.load(Ordering::Acquire))
     }
 
-    /// The first failure of a kind since this was last asked.
+    /// The text of the first failure of a kind since the last call.
     pub fn take_why(&self, kind: FailedKind) -> Option<String> {
         let failed = &self.failed[kind.index()];
         let why = failed.why.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -105,7 +106,7 @@ impl Watched {
         why
     }
 
-    /// A look, by one who looks now and then: how many requests have been under way since the last look that
+    /// For a periodic check: how many requests have been in flight since the last check that
     /// returned 0, or longer.
     pub fn unanswered(&self) -> u64 {
         let young = self.young.load(Ordering::Relaxed) & 1;

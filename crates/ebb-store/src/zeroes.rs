@@ -1,11 +1,13 @@
-//! Zeroes, also on stores that know no other way than to write them out.
+//! Writing zeroes, also to stores that can only write them as data.
 //!
 //! # Invariants
-//! - Zeroes that are written out take no memory, however many are asked for: whole blocks are sent from where all is
-//!   zero. Only a part of a block, which is read and written again, takes a buffer for a moment.
-//! - A few ranges of a store are written out at a time; requests that wait for that hold nothing.
-//! - Who asked is looked for between two pieces: zeroes for a client that is gone, or of a volume that is
-//!   closed, end there, however long the range.
+//! - Zeroes that are written as data take no memory, however long the range: whole blocks are sent
+//!   from a shared zero page. Only a part of a block, which is read, modified and written, takes a
+//!   buffer for a moment.
+//! - A limited number of ranges of a store are written at a time; requests that wait for their
+//!   permit hold no memory.
+//! - Between two pieces it is checked whether the zeroes are still wanted: the request ends early
+//!   if its client has disconnected or its volume is being closed, however long the range.
 
 use std::ops::Range;
 
@@ -13,16 +15,16 @@ use async_lock::{Semaphore, SemaphoreGuard};
 
 use crate::{BlockError, ErrorKind, Io, Operation, Store, ZeroFlags};
 
-/// The most that is written at a time, bytes.
+/// The most bytes written at a time.
 pub(crate) const PIECE_BYTES: usize = 1 << 20;
 const PIECE: u64 = PIECE_BYTES as u64;
-/// Ranges of a store that are written out at a time.
+/// Ranges of a store that are written at a time.
 const AT_ONCE: usize = 4;
 
-/// Whether zeroes that were asked for are still wanted.
+/// Whether the zeroes of a request are still wanted.
 pub type Wanted<'a> = &'a dyn Fn() -> bool;
 
-/// Turns at writing zeroes out.
+/// Permits for writing zeroes as data.
 #[derive(Debug)]
 pub(crate) struct Zeroing(Semaphore);
 
@@ -38,24 +40,24 @@ impl Zeroing {
     }
 }
 
-/// What of a range is left to write out: two ends of it, of which both may be empty.
+/// What remains to be written as data: two ends of a range, both of which may be empty.
 pub(crate) type Left = [Range<u64>; 2];
 
-/// Nothing is left.
+/// Nothing remains.
 pub(crate) const NOTHING: Left = [0..0, 0..0];
 
-/// What is written at a time.
+/// The unit of writing zeroes as data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Piece {
-    /// So many bytes of whole blocks.
+    /// Bytes of whole blocks.
     Whole(u64),
-    /// So many bytes within a block.
+    /// Bytes within one block.
     Part(u64),
 }
 
 impl Piece {
-    /// The first piece of a range that is not empty, on a store with blocks of `block` bytes that takes `most`
-    /// bytes at a time.
+    /// The first piece of a range that is not empty, for a store with blocks of `block` bytes that
+    /// accepts `most` bytes per write.
     fn first_of(range: &Range<u64>, block: u64, most: u64) -> Piece {
         let length = range.end - range.start;
         let into = range.start % block;
@@ -85,8 +87,8 @@ impl Store {
         self.write_zeroes_while(io, offset, length, flags, &|| true).await
     }
 
-    /// As [`Store::write_zeroes`], and ends with [`ErrorKind::Closing`] when zeroes have to be written out and
-    /// are not wanted any more; what is in the range then is what was there, or zeroes.
+    /// As [`Store::write_zeroes`]; fails with [`ErrorKind::Closing`] if zeroes must be written as
+    /// data and `wanted` returns false. The range then holds old data or zeroes.
     pub async fn write_zeroes_while(
         &self,
         io: &Io,
@@ -113,7 +115,7 @@ impl Store {
         if left.iter().all(Range::is_empty) {
             return Ok(());
         }
-        // In a box: few stores need it, and all requests hold what their longest way needs.
+        // Boxed: few stores need it, and it would enlarge the future of every request.
         Box::pin(self.write_out(io, left, wanted)).await
     }
 
@@ -168,7 +170,7 @@ mod tests {
 
     use super::*;
 
-    /// On a store that takes little at a time.
+    /// A pipe accepts little at a time.
     #[test]
     fn zeroes_take_no_memory_and_end_when_they_are_not_wanted() {
         let (mut read_end, write_end) = std::io::pipe().unwrap();

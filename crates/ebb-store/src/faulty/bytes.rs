@@ -1,9 +1,9 @@
-//! What a test store holds: what reads see, and apart from it what a power failure leaves.
+//! The content of a test store: what reads return, and separately what a power failure leaves.
 //!
 //! # Invariants
-//! - A sector is *unflushed* from its write until a flush or FUA covers it, or a loss takes it.
-//! - A *lost* sector was taken by a loss, and not written since. Reads may go on showing its data, as
-//!   a page cache does, until it is evicted; then they show what is stable.
+//! - A sector is *unflushed* from its write until a flush or FUA covers it, or a loss discards it.
+//! - A *lost* sector was discarded by a loss, and not written since. Reads may still return its
+//!   data, as from a page cache, until it is evicted; then they return what is stable.
 
 use super::Random;
 
@@ -43,7 +43,7 @@ impl Sectors {
     }
 }
 
-/// What became of a sector when a flush failed.
+/// A sector after a failed flush.
 #[derive(Debug)]
 pub(super) struct Left {
     pub(super) sector: usize,
@@ -52,7 +52,7 @@ pub(super) struct Left {
 
 #[derive(Debug)]
 pub(super) struct Bytes {
-    /// What reads see.
+    /// What reads return.
     pub(super) seen: Vec<u8>,
     /// What a power failure leaves.
     pub(super) stable: Vec<u8>,
@@ -75,7 +75,7 @@ impl Bytes {
         }
     }
 
-    /// Writes data that no flush covers yet. Of what it overwrites some may have become stable by itself.
+    /// Writes data that no flush covers yet. Old unflushed data may become stable meanwhile.
     pub(super) fn write(&mut self, at: usize, data: &[u8], random: &Random) -> bool {
         let Some(end) = at.checked_add(data.len()).filter(|end| *end <= self.seen.len()) else {
             return false;
@@ -97,14 +97,14 @@ impl Bytes {
         self.stable[at..at + data.len()].copy_from_slice(data);
     }
 
-    /// A sector's data is stable now.
+    /// Makes a sector's data stable.
     pub(super) fn save(&mut self, sector: usize) {
         let range = span(sector, self.seen.len());
         self.stable[range.clone()].copy_from_slice(&self.seen[range]);
         self.unflushed.put(sector, false);
     }
 
-    /// A range is stable now, as far as it is not lost.
+    /// Makes a range stable, except for lost sectors.
     pub(super) fn save_range(&mut self, at: usize, length: usize) {
         for sector in at / SECTOR..(at + length).div_ceil(SECTOR) {
             if self.unflushed.has(sector) {
@@ -113,11 +113,11 @@ impl Bytes {
         }
     }
 
-    /// Of what is not flushed any subset is lost, and the rest is stable. Nothing is written any more by
-    /// itself afterwards. Returns what is left of each sector.
+    /// Any subset of the unflushed sectors is lost, and the others become stable. Returns the
+    /// stable content of each of them.
     pub(super) fn lose(&mut self, random: &Random) -> Vec<Left> {
         let all = self.unflushed.list();
-        // All, none, or any: subsets with one sector are as likely as those with nearly all.
+        // All, none, or any: subsets of one sector are as likely as those of nearly all.
         let share = random.next() % 9;
         for &sector in &all {
             if random.next() % 8 < share {
@@ -142,21 +142,21 @@ impl Bytes {
         self.seen[range.clone()].copy_from_slice(&self.stable[range]);
     }
 
-    /// Reads show what is stable of all that was lost.
+    /// Evicts all lost sectors: reads return what is stable.
     pub(super) fn evict_lost(&mut self) {
         for sector in self.lost.list() {
             self.evict(sector);
         }
     }
 
-    /// The power fails: of what is not flushed any subset is there.
+    /// The power fails: any subset of the unflushed sectors is stable.
     pub(super) fn power_cut(&mut self, random: &Random) {
         self.lose(random);
         self.seen.copy_from_slice(&self.stable);
         self.lost = Sectors::with(self.seen.len().div_ceil(SECTOR));
     }
 
-    /// Another size: what is cut off is gone, what is new is zeroes.
+    /// Resizes it: data beyond the new end is discarded, and new space is zeroed.
     pub(super) fn resize(&mut self, size: usize) {
         let from = size / SECTOR;
         let sectors = self.seen.len().div_ceil(SECTOR);

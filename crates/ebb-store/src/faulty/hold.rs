@@ -1,4 +1,4 @@
-//! Requests that hang until a test releases them. One that is dropped while it hangs lets go.
+//! Requests that hang until a test releases them, or until they are dropped.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -17,7 +17,7 @@ struct State {
     held: Vec<(u64, Operation, Waker)>,
 }
 
-/// Those who hang.
+/// The requests that hang.
 #[derive(Debug, Default)]
 pub(super) struct Hold(Mutex<State>);
 

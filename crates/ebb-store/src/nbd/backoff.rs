@@ -1,5 +1,5 @@
-//! How long to wait before the next attempt: doubling, with a random part so that the clients of a
-//! server that comes back do not all come at once. Pure: the seed is given.
+//! Waiting times between attempts to connect: doubling, with a random part so that the clients of a
+//! server that restarts do not all connect at once. Pure: the seed is given.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ impl Backoff {
         Backoff { step: FIRST, random: seed | 1 }
     }
 
-    /// The next wait: half of the step, and up to as much again.
+    /// The next waiting time: half of the step, plus a random part of up to as much.
     pub(crate) fn next(&mut self) -> Duration {
         // xorshift64 (Marsaglia, 2003).
         self.random ^= self.random << 13;
@@ -31,7 +31,7 @@ impl Backoff {
         half + half * share / 1024
     }
 
-    /// It worked: begin again.
+    /// After a success: begin again.
     pub(crate) fn reset(&mut self) {
         self.step = FIRST;
     }

@@ -1,5 +1,5 @@
-//! From an address to a connection in an export: blocking, on a thread that may block (the main
-//! thread at the start, a helper thread later), and bounded by one deadline for everything.
+//! From an address to a connection in transmission phase. Blocking, so it runs on the main thread
+//! at the start and on a helper thread later, and limited by one deadline for all steps.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
@@ -17,9 +17,9 @@ use super::handshake::Negotiation;
 use super::link::Remote;
 use super::options::{NbdAddress, NbdError, NbdOptions};
 
-/// How long connecting and negotiating may take together.
+/// The time limit for connecting and negotiating together.
 pub(crate) const ATTEMPT: Duration = Duration::from_secs(10);
-/// A TCP connection whose peer takes nothing for so long is lost.
+/// A TCP connection whose peer acknowledges nothing for this long is lost.
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// A connection in transmission phase.
@@ -30,8 +30,8 @@ pub(crate) struct Connected {
     pub(crate) export: Export,
 }
 
-/// [`connect`] on a helper thread, which is left to itself if this is dropped: its time is limited, and its
-/// connection closes.
+/// [`connect`] on a helper thread. If this future is dropped, the thread ends within its time limit
+/// and closes its connection.
 pub(crate) async fn connect_aside(io: &Io, remote: Arc<Remote>) -> Result<Connected, NbdError> {
     let call = move || connect(&remote.options, remote.tls.as_ref());
     #[cfg(feature = "sim")]
@@ -42,7 +42,7 @@ pub(crate) async fn connect_aside(io: &Io, remote: Arc<Remote>) -> Result<Connec
     blocking::unblock(call).await
 }
 
-/// Connects and enters the export.
+/// Connects and enters the transmission phase.
 pub(crate) fn connect(
     options: &NbdOptions,
     tls: Option<&ClientTls>,
@@ -70,7 +70,7 @@ fn open_socket(address: &NbdAddress, deadline: Instant) -> io::Result<OwnedFd> {
         NbdAddress::Unix(path) => {
             let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
             let fd = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
-            // A server that does not accept makes connecting wait.
+            // If the server does not accept, connecting waits.
             sockopt::set_socket_timeout(&fd, Timeout::Send, Some(left(deadline)?))?;
             rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
             Ok(fd)
@@ -93,7 +93,7 @@ fn open_socket(address: &NbdAddress, deadline: Instant) -> io::Result<OwnedFd> {
     }
 }
 
-/// Has the kernel notice when the other side is gone without a word.
+/// Lets the kernel detect a peer that vanished without closing the connection.
 fn watch_over(fd: &OwnedFd) -> io::Result<()> {
     sockopt::set_socket_keepalive(fd, true)?;
     sockopt::set_tcp_keepidle(fd, SILENCE / 4)?;
@@ -104,13 +104,13 @@ fn watch_over(fd: &OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Time left, never zero (which would mean for ever).
+/// The remaining time, never zero (which would mean no limit).
 fn left(deadline: Instant) -> io::Result<Duration> {
     let left = deadline.saturating_duration_since(clock::now());
     if left < Duration::from_millis(1) { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
-/// A blocking stream that keeps the deadline, in plain text or under TLS.
+/// A blocking stream with a deadline, in plain text or under TLS.
 struct Wire {
     fd: OwnedFd,
     deadline: Instant,
@@ -159,7 +159,7 @@ impl Wire {
         }
     }
 
-    /// Takes more cipher text off the socket.
+    /// Receives more cipher text from the socket.
     fn feed(&mut self) -> io::Result<()> {
         let mut cipher = [0; 4096];
         match self.receive(&mut cipher)? {
@@ -177,7 +177,7 @@ impl Wire {
         self.tls = Some(session);
         loop {
             let done = self.tls.as_mut().map_or(Ok(true), TlsSession::handshake);
-            // An alert may be waiting also when the handshake has failed.
+            // An alert may have to be sent also when the handshake has failed.
             self.send_output()?;
             if done? {
                 return Ok(());
@@ -225,14 +225,15 @@ impl Write for Wire {
 }
 
 impl Connected {
-    /// Says goodbye, if it can be said in plain text, and gives what was learnt.
+    /// Sends `NBD_CMD_DISC` if the connection is in plain text, and returns the export's
+    /// properties.
     pub(crate) fn goodbye(self) -> Export {
         if self.tls.is_none() {
             let mut request = [0; ebb_nbd_proto::REQUEST_LEN];
             request[..4].copy_from_slice(&ebb_nbd_proto::magic::REQUEST.to_be_bytes());
             let command = ebb_nbd_proto::Command::Disconnect.to_wire();
             request[6..8].copy_from_slice(&command.to_be_bytes());
-            // A server that is gone already needs none.
+            // A server that has disconnected needs none.
             let _ = rustix::net::send(&self.fd, &request, SendFlags::NOSIGNAL);
         }
         self.export

@@ -1,4 +1,4 @@
-//! What a server says of an export, checked by value.
+//! The properties of an export that the server sent, and their checks.
 
 use ebb_nbd_proto::TransmissionFlags;
 
@@ -6,7 +6,7 @@ use super::options::{NbdError, NbdOptions};
 
 /// The largest READ or WRITE if the server names no limit ("Size constraints").
 const PAYLOAD_DEFAULT: u32 = 32 << 20;
-/// The largest smallest block ("Size constraints").
+/// The largest permitted minimum block ("Size constraints").
 const MIN_BLOCK_MAX: u32 = 64 << 10;
 
 /// An export, as negotiated.
@@ -15,18 +15,18 @@ pub(crate) struct Export {
     /// Bytes.
     pub(crate) size: u64,
     pub(crate) flags: TransmissionFlags,
-    /// Offsets and lengths must be multiples: a power of two, 1 to 65536.
+    /// Offsets and lengths must be multiples of it: a power of two, 1 to 65536.
     pub(crate) min_block: u32,
-    /// The most one READ or WRITE may move: a multiple of `min_block`.
+    /// The most bytes of one READ or WRITE: a multiple of `min_block`.
     pub(crate) max_block: u32,
-    /// Replies to reads come in chunks.
+    /// Replies to reads are structured.
     pub(crate) structured: bool,
-    /// The number of `base:allocation`, if granted.
+    /// The context ID of `base:allocation`, if negotiated.
     pub(crate) allocation: Option<u32>,
 }
 
 impl Export {
-    /// An export of `size` bytes without block sizes.
+    /// An export of `size` bytes for which no block sizes were sent.
     pub(crate) fn new(size: u64, flags: u16) -> Export {
         let flags = TransmissionFlags(flags);
         let known = flags.contains(TransmissionFlags::HAS_FLAGS);
@@ -40,7 +40,7 @@ impl Export {
         }
     }
 
-    /// Takes the block sizes; false if they cannot be.
+    /// Sets the block sizes; false if they are not valid.
     pub(crate) fn set_blocks(&mut self, min: u32, preferred: u32, max: u32) -> bool {
         let fits = min.is_power_of_two()
             && min <= MIN_BLOCK_MAX
@@ -57,7 +57,7 @@ impl Export {
         self.flags.contains(flag)
     }
 
-    /// Whether a volume can be made of it.
+    /// Whether the export can be a volume.
     pub(crate) fn check(&self, options: &NbdOptions) -> Result<(), NbdError> {
         let (address, export) = (options.address.to_string(), options.export.clone());
         let unit = u64::from(self.min_block).max(crate::SECTOR);
@@ -71,7 +71,7 @@ impl Export {
         Ok(())
     }
 
-    /// Whether `new` can stand in for this one: requests were checked against this.
+    /// Whether `new` can replace this one: requests were validated against this one.
     pub(crate) fn replaced_by(&self, new: &Export, options: &NbdOptions) -> Result<(), NbdError> {
         let changed = |what: String| {
             let (address, export) = (options.address.to_string(), options.export.clone());
@@ -80,7 +80,7 @@ impl Export {
         if new.size != self.size {
             return changed(format!("{} bytes instead of {}", new.size, self.size));
         }
-        // Rotational says nothing of what can be asked; read-only does, the other way round.
+        // ROTATIONAL does not affect requests; READ_ONLY does when it is set, which `check` tests.
         let other = TransmissionFlags::READ_ONLY.with(TransmissionFlags::ROTATIONAL);
         let gone = self.flags.beyond(new.flags).beyond(other);
         if !gone.is_none() {

@@ -1,8 +1,9 @@
-//! The negotiation as a client: fixed newstyle, over any stream.
+//! The client side of the negotiation: fixed newstyle, over any stream.
 //!
-//! Answers "Fixed newstyle negotiation" of the protocol. It runs on a helper thread with a blocking
-//! stream that has a deadline, so nothing here waits for ever. A hostile server can neither make
-//! it allocate more than [`REPLY_MAX`] bytes, nor go on for more than [`REPLIES_MAX`] replies.
+//! Implements "Fixed newstyle negotiation" of the protocol document. It runs on a helper thread
+//! with a blocking stream that has a deadline, so that nothing here waits without limit. A hostile
+//! server can make it neither allocate more than [`REPLY_MAX`] bytes nor read more than
+//! [`REPLIES_MAX`] replies.
 
 use std::io::{self, Read, Write};
 
@@ -24,14 +25,14 @@ struct Reply {
     data: Vec<u8>,
 }
 
-/// A negotiation under way.
+/// A negotiation in progress.
 pub(crate) struct Negotiation<'a, S> {
     stream: S,
     options: &'a NbdOptions,
 }
 
 impl<'a, S: Read + Write> Negotiation<'a, S> {
-    /// Takes the server's greeting and answers it.
+    /// Reads the server's greeting and replies to it.
     pub(crate) fn greet(stream: S, options: &'a NbdOptions) -> Result<Self, NbdError> {
         let mut this = Negotiation { stream, options };
         let greeting: [u8; GREETING_LEN] = this.read()?;
@@ -53,7 +54,7 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
         Ok(this)
     }
 
-    /// Asks for TLS; on success the caller puts it over the stream that comes back.
+    /// Requests TLS; on success the caller starts TLS on the returned stream.
     pub(crate) fn start_tls(mut self) -> Result<S, NbdError> {
         self.option(option::STARTTLS, &[])?;
         let reply = self.reply(option::STARTTLS)?;
@@ -67,17 +68,17 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
         }
     }
 
-    /// Goes on after TLS.
+    /// Continues after TLS was started.
     pub(crate) fn resume(stream: S, options: &'a NbdOptions) -> Self {
         Negotiation { stream, options }
     }
 
-    /// Agrees on replies and block status, and enters the export.
+    /// Negotiates structured replies and block status, and enters the export.
     pub(crate) fn enter(mut self) -> Result<(Export, S), NbdError> {
         self.option(option::STRUCTURED_REPLY, &[])?;
         let structured = match self.reply(option::STRUCTURED_REPLY)?.kind {
             option_reply::ACK => true,
-            // The reason comes again, and matters, when the export is asked for.
+            // If this is fatal, the reply to GO has the reason.
             kind if kind & option_reply::ERROR_BIT != 0 => false,
             _ => return Err(self.protocol("answers STRUCTURED_REPLY with something else")),
         };
@@ -231,7 +232,7 @@ fn push_counted(data: &mut Vec<u8>, text: &[u8]) {
     data.extend_from_slice(text);
 }
 
-/// What the server says of its refusal, for people.
+/// The server's message about its refusal, for the log.
 fn reason(reply: &Reply) -> String {
     let text = String::from_utf8_lossy(&reply.data);
     let text: String = text.chars().filter(|c| !c.is_control()).take(200).collect();

@@ -1,17 +1,18 @@
-//! One connection of one worker: connect, serve, lose, wait, connect again.
+//! One connection of one worker: connect, serve, detect its loss, wait, connect again.
 //!
-//! A supervisor task lives as long as the store or the worker. While a connection is up it
-//! receives, and a task beside it sends. When the connection ends, whatever the reason, both
-//! directions are shut, all buffers come home, and what was not answered is asked again on the
-//! next one, in no particular order: none of it was acknowledged, so none has an order.
+//! A supervisor task runs as long as the store or the worker. While a connection is up it receives,
+//! and a second task sends. When the connection ends, for whatever reason, both directions are shut
+//! down, all buffers are returned, and requests without a reply are submitted again on the next
+//! connection, in no particular order: none of them was acknowledged, so none has an order.
 //!
 //! Invariants:
-//! - at most [`IN_FLIGHT`] requests have a slot; the rest wait in line for one;
-//! - a request fails for want of a connection when none has been there for `reconnect`, and at
-//!   once while that lasts on; attempts go on for ever;
-//! - before anything else is asked on a new connection, it is flushed if there is something that a
-//!   flush would have covered on the old one;
-//! - while answers are owed, somebody looks each second whether any comes; while none is owed nobody does.
+//! - At most [`IN_FLIGHT`] requests have a slot; further ones wait for one.
+//! - A request fails for lack of a connection when there has been none for `reconnect`, and at once
+//!   while that lasts; attempts to connect continue without limit.
+//! - Before any other request is sent on a new connection, it is flushed if there is something that
+//!   a flush would have covered on the old one.
+//! - While requests are in flight, it is checked each second whether the server replies; an idle
+//!   connection has no timer.
 
 mod watch;
 
@@ -35,20 +36,20 @@ use super::reply::{FRAME_MAX, Frame, Violation, decode};
 use super::slots::{Cookie, Failure, Outcome, Request, Slots, Step};
 use super::state::Shared;
 
-/// Requests of one connection at a time.
+/// The most requests in flight on one connection.
 pub(crate) const IN_FLIGHT: usize = 128;
 /// Bytes received at a time when the next frame is not known to be large.
 const STAGE_BYTES: usize = 16 << 10;
-/// A connection that held for so long was one, whether or not anything was asked on it.
+/// A connection that lasted this long counts as successful, whether or not it had requests.
 const PROVEN: Duration = Duration::from_secs(5);
-/// How long a sender has for its last words.
+/// The time limit for sending `NBD_CMD_DISC`.
 const GOODBYE: Duration = Duration::from_secs(1);
-/// Data in one message, bytes.
+/// The most bytes of data in one message.
 const BATCH_BYTES: usize = 1 << 20;
 /// Pieces of a message that a request takes: its header, and its buffer or zeroes.
 const PARTS_MOST: usize = 2 + Gather::zero_parts(crate::zeroes::PIECE_BYTES);
 
-/// What a link is made from; shared by the links of a store.
+/// Shared by the links of a store.
 #[derive(Debug)]
 pub(crate) struct Remote {
     pub(crate) options: NbdOptions,
@@ -58,7 +59,7 @@ pub(crate) struct Remote {
     pub(crate) shared: Shared,
 }
 
-/// A request that is under way, with what it holds.
+/// Held by a request in flight.
 struct Held {
     _room: BudgetGuard,
     remote: Arc<Remote>,
@@ -75,16 +76,16 @@ pub(crate) struct Link {
     remote: Arc<Remote>,
     slots: RefCell<Slots<Buf, Held>>,
     room: Rc<Budget>,
-    /// There is something to send, or the connection is over.
+    /// There is something to send, or the connection has ended.
     work: Signal,
-    /// Nobody looks whether the server answers, until it is `asked` again.
+    /// No timer checks whether the server replies, until `busy` is signalled.
     resting: Cell<bool>,
     asked: Signal,
-    /// When the server last answered, or was asked after a rest.
+    /// When the server last replied, or when a request ended an idle time.
     heard: Cell<Instant>,
-    /// The connection is given up for its silence.
+    /// The connection is being closed because the server has been silent for this long.
     silenced: Cell<Option<Duration>>,
-    /// The connection that is up is to end.
+    /// The current connection is to end.
     over: Cell<bool>,
     /// No connection for longer than the limit: requests fail at once.
     down: Cell<bool>,
@@ -117,7 +118,7 @@ impl Link {
         link
     }
 
-    /// Asks the server and waits for its answer.
+    /// Submits a request and waits for its reply.
     pub(crate) async fn request(&self, request: Request, buf: Option<Buf>) -> Outcome<Buf> {
         let room = self.room.take(1).await;
         if self.down.get() || self.ended.get() {
@@ -176,7 +177,7 @@ impl Link {
         }
     }
 
-    /// Waits before the next attempt. When time runs out meanwhile, waiting requests fail.
+    /// Waits before the next attempt. If the time limit expires meanwhile, waiting requests fail.
     async fn pause(&self, io: &Io, pause: Duration, left: Duration) {
         if !self.down.get() && left <= pause {
             io.sleep(left).await;
@@ -187,7 +188,8 @@ impl Link {
         }
     }
 
-    /// One attempt, which may be dropped. When time runs out meanwhile, waiting requests fail.
+    /// One attempt, which may be dropped. If the time limit expires meanwhile, waiting requests
+    /// fail.
     async fn attempt(&self, io: &Io, lost_at: Instant) -> Result<Connected, NbdError> {
         let mut attempt = std::pin::pin!(connect_aside(io, self.remote.clone()));
         let left = self.remote.options.reconnect.saturating_sub(ebb_io::clock::since(lost_at));
@@ -209,7 +211,8 @@ impl Link {
         self.slots.borrow_mut().fail_queued();
     }
 
-    /// Serves one connection to its end: why it ended, and whether it ever answered.
+    /// Serves one connection until it ends; returns why it ended, and whether the server ever
+    /// replied.
     async fn serve(self: &Rc<Self>, io: &Io, connected: Connected, again: bool) -> (String, bool) {
         let shared = &self.remote.shared;
         let fd = fd_from(connected.fd);
@@ -258,7 +261,7 @@ impl Link {
         if self.remote.shared.is_closed() && !self.remote.shared.is_aborted() {
             let _ = io.timeout(GOODBYE, sender).await;
         } else {
-            // A sender that waits for room in the socket hears of it only this way, and gives buffers back.
+            // Wakes a sender that waits for room in the socket, so that it returns its buffers.
             transport.shut();
             sender.await;
         }
@@ -269,7 +272,7 @@ impl Link {
         self.remote.shared.disconnected(id);
     }
 
-    /// Waits for the flush that comes first on a new connection, then lets the others go.
+    /// Waits for the flush that comes first on a new connection, then permits other requests.
     async fn cover(&self, cookie: Cookie, mark: u64, hold_back: &Cell<bool>) {
         match self.wait(cookie).await.result {
             Ok(()) => self.remote.shared.cover(mark),
@@ -301,7 +304,7 @@ impl Link {
                 drop(slots);
                 if result.is_err() {
                     self.over.set(true);
-                    // The receiver hears the end of the stream, and says why.
+                    // The receiver reads the end of the stream, and returns the reason.
                     transport.shut();
                 }
             }
@@ -326,7 +329,7 @@ impl Link {
         may && self.slots.borrow().has_queued()
     }
 
-    /// Puts what is queued into one message; with `alone` only the first.
+    /// Puts what is queued into one message; with `alone` only the first request.
     fn pack(&self, message: &mut Gather, away: &mut Vec<Cookie>, alone: bool) {
         let mut slots = self.slots.borrow_mut();
         if self.resting.replace(false) {
@@ -348,7 +351,7 @@ impl Link {
         }
     }
 
-    /// Receives until the connection ends; says why.
+    /// Receives until the connection ends; returns the reason.
     async fn receive(&self, io: &Io, transport: &Transport, served: &mut bool) -> String {
         let mut stage = Stage { buf: Some(io.pool().take(STAGE_BYTES).await), start: 0, end: 0 };
         loop {
@@ -406,7 +409,7 @@ impl Link {
         Ok(())
     }
 
-    /// The data of a read: what has come already is copied, the rest goes straight to its place.
+    /// The data of a read: what was received already is copied, the rest is received in place.
     async fn fill(
         &self,
         io: &Io,
@@ -445,7 +448,7 @@ impl From<Violation> for Broken {
     }
 }
 
-/// Bytes received and not yet looked at.
+/// Bytes received and not yet decoded.
 struct Stage {
     /// `None` while the kernel has it.
     buf: Option<Buf>,
@@ -458,7 +461,7 @@ impl Stage {
         self.buf.as_ref().and_then(|buf| buf.get(self.start..self.end)).unwrap_or(&[])
     }
 
-    /// Receives what there is, at least one byte; there are fewer than `whole` bytes now.
+    /// Receives at least one byte; there are fewer than `whole` bytes now.
     async fn more(&mut self, io: &Io, transport: &Transport, whole: usize) -> Result<(), Broken> {
         let Some(mut buf) = self.buf.take() else {
             return Err(Broken::Io(io::ErrorKind::Other.into()));
@@ -506,7 +509,7 @@ impl Stage {
     }
 }
 
-/// A waiting request: dropped early, the request is abandoned.
+/// A waiting request: dropping this abandons it.
 struct Pending<'a> {
     link: &'a Link,
     cookie: Option<Cookie>,
@@ -520,7 +523,7 @@ impl Drop for Pending<'_> {
     }
 }
 
-/// The supervisor's end, also when its worker stops.
+/// Marks the end of the supervisor, also when its worker stops.
 struct End<F: FnOnce()> {
     link: Rc<Link>,
     at_end: Option<F>,

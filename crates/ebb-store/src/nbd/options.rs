@@ -1,4 +1,4 @@
-//! How to reach a remote export, and what can be wrong with it.
+//! How to connect to a remote export, and what can fail.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use std::time::Duration;
 pub use ebb_tls::Keys as NbdTlsKeys;
 use ebb_tls::TlsError;
 
-/// How long requests wait for a lost server unless the operator says otherwise.
+/// How long requests wait for a lost server by default.
 pub const RECONNECT_DEFAULT: Duration = Duration::from_secs(60);
 
 /// Where a server listens.
@@ -24,25 +24,25 @@ pub enum NbdAddress {
     Unix(PathBuf),
 }
 
-/// How to encrypt.
+/// TLS settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdTls {
     /// The keys.
     pub keys: NbdTlsKeys,
-    /// The name the server's certificate must have; without it, the host of the address.
+    /// The name that the server's certificate must have; by default the host of the address.
     pub hostname: Option<String>,
-    /// Whether the server's certificate is checked. Pre-shared keys check themselves.
+    /// Whether the server's certificate is verified. Pre-shared keys verify the server themselves.
     pub verify: bool,
 }
 
-/// What becomes of writes that were acknowledged and not flushed when a connection was lost.
+/// How to treat writes that were acknowledged and not flushed when a connection was lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LostWrites {
-    /// The server is taken to have kept them, as one does whose process alone ended and whose
-    /// bytes are in files: a flush is the first request of a new connection, and makes them stable.
+    /// Assume that the server kept them, as one does whose process alone ended and whose data is in
+    /// files: a flush is the first request of a new connection, and makes them stable.
     #[default]
     Flush,
-    /// The server may have lost them: the next flush fails and says so.
+    /// Assume that the server may have lost them: the next flush fails with a message.
     Report,
 }
 
@@ -51,25 +51,25 @@ pub enum LostWrites {
 pub struct NbdOptions {
     /// Where the server is.
     pub address: NbdAddress,
-    /// The name of the export, at most 4096 bytes; empty is the server's default.
+    /// The name of the export, at most 4096 bytes; empty selects the server's default.
     pub export: String,
-    /// Encryption, or none.
+    /// TLS, if it is used.
     pub tls: Option<NbdTls>,
     /// Only read: the server may refuse writes.
     pub read_only: bool,
     /// How long requests wait for a lost server before they fail.
     pub reconnect: Duration,
-    /// How long a server may owe answers and give none before its connection counts as lost; `None`:
-    /// for ever. See the module for what a limit costs.
+    /// How long a server may leave requests in flight without a reply before its connection counts
+    /// as lost; `None`: without limit. See the module for the risk of a limit.
     pub silence: Option<Duration>,
-    /// Whether a lost connection may have lost acknowledged writes.
+    /// How to treat acknowledged writes when a connection is lost.
     pub lost_writes: LostWrites,
-    /// Where the random part of waiting times starts.
+    /// The seed of the random part of waiting times.
     pub jitter_seed: u64,
 }
 
 impl NbdOptions {
-    /// An export in plain text with the defaults.
+    /// An export without TLS and with the defaults.
     #[must_use]
     pub fn new(address: NbdAddress, export: &str) -> NbdOptions {
         NbdOptions {
@@ -95,57 +95,56 @@ impl std::fmt::Display for NbdAddress {
     }
 }
 
-/// Why a remote export could not become a store, or cannot be one any more. Each message says
-/// what to do.
+/// Why a remote export could not be opened, or can no longer be used. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the fields are the words of the messages")]
 pub enum NbdError {
-    /// Nobody answers.
+    /// The connection could not be established.
     #[error("NBD server {address}: cannot connect ({source}): is it running there?")]
     Connect { address: String, source: io::Error },
-    /// It stopped talking in the handshake, or took too long.
+    /// The server closed the connection during the handshake, or took too long.
     #[error("NBD server {address}: the connection ended in the handshake ({source}): see its log")]
     Handshake { address: String, source: io::Error },
-    /// What it said is not NBD, or not by the protocol.
+    /// The server does not follow the NBD protocol.
     #[error("NBD server {address}: {what}: is there an NBD server at this address?")]
     Protocol { address: String, what: String },
-    /// It is of before 2016 or so.
+    /// The server does not support fixed newstyle negotiation (before 2016).
     #[error("NBD server {address}: {what}: a server with fixed newstyle negotiation is needed")]
     TooOld { address: String, what: &'static str },
-    /// It has no such export.
+    /// The server has no such export.
     #[error(
         "NBD server {address}: has no export `{export}`{reason}: `nbdinfo --list` shows its exports"
     )]
     NoExport { address: String, export: String, reason: String },
-    /// It turned us away.
+    /// The server refused the export.
     #[error("NBD server {address}: refuses export `{export}`{reason}: allow this client there")]
     Refused { address: String, export: String, reason: String },
-    /// It wants TLS.
+    /// The server requires TLS.
     #[error("NBD server {address}: demands TLS: write nbds:// or nbds+unix://")]
     TlsNeeded { address: String },
-    /// It has no TLS.
+    /// The server does not support TLS.
     #[error("NBD server {address}: has no TLS{reason}: set it up there, or write nbd://")]
     NoTls { address: String, reason: String },
-    /// TLS did not come about.
+    /// The TLS handshake failed.
     #[error("NBD server {address}: {source}: check certificates, keys and names of both sides")]
     TlsFailed { address: String, source: io::Error },
-    /// A file of keys is unusable.
+    /// A key file cannot be used.
     #[error(transparent)]
     Keys(#[from] TlsError),
-    /// Neither whole sectors nor a possible size.
+    /// Not a multiple of the sector or block size, or not a possible size.
     #[error(
         "NBD server {address}: export `{export}` is {size} bytes: a volume needs a multiple of {unit} \
          bytes, and at least 512: resize it there"
     )]
     Size { address: String, export: String, size: u64, unit: u64 },
-    /// Writes are wanted and refused.
+    /// The volume is writable and the export is not.
     #[error(
         "NBD server {address}: export `{export}` is read-only: set `read_only = true` for the volume, \
          or allow writes there"
     )]
     ReadOnly { address: String, export: String },
-    /// It is another export than before.
+    /// The export has changed since it was opened.
     #[error(
         "NBD server {address}: export `{export}` came back with {what}: restore it there, or \
          reload after taking the volume out and in again"

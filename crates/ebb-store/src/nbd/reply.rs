@@ -1,17 +1,17 @@
-//! What a server sends in the transmission phase: from bytes to frames, by value.
+//! Replies in the transmission phase: from bytes to frames, by value.
 //!
-//! Answers "Simple reply message" and "Structured reply chunk message" of the protocol. A frame is
-//! a header with the fixed part of its payload; what follows (data, descriptors, text) has a length
-//! that is known and bounded then. Nothing here looks at requests: `slots` does.
+//! Implements "Simple reply message" and "Structured reply chunk message" of the protocol document.
+//! A frame is a header with the fixed part of its payload; the length of what follows (data,
+//! descriptors, text) is then known and limited. This module knows no requests: `slots` does.
 
 use ebb_nbd_proto::{EXTENTS_MAX, Reader, SIMPLE_REPLY_LEN, STRING_MAX, chunk, magic};
 
-/// The most bytes [`decode`] needs to see: header and fixed payload.
+/// The most bytes that [`decode`] needs: header and fixed payload.
 pub(crate) const FRAME_MAX: usize = 20 + 12;
-/// Pieces of one read that may lie apart at a time.
+/// The most separate ranges of one read that may have been received.
 const PIECES_MAX: usize = 256;
 
-/// The server broke the protocol; says how.
+/// A violation of the protocol by the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Violation(pub(crate) &'static str);
 
@@ -19,23 +19,23 @@ pub(crate) struct Violation(pub(crate) &'static str);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Frame {
     pub(crate) cookie: u64,
-    /// The last of its reply.
+    /// The last one of its reply.
     pub(crate) done: bool,
     pub(crate) what: What,
 }
 
-/// What a frame says.
+/// The content of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum What {
     /// A simple reply; the data of a read without error follows.
     Simple { error: u32 },
-    /// Nothing more.
+    /// No payload.
     None,
     /// `length` bytes of the export at `offset` follow.
     Data { offset: u64, length: u32 },
     /// Zeroes.
     Hole { offset: u64, length: u32 },
-    /// So many descriptors of eight bytes follow.
+    /// This many descriptors of eight bytes follow.
     Status { context: u32, entries: u32 },
     /// The request failed; `rest` bytes of text follow.
     Error { error: u32, rest: u32 },
@@ -105,10 +105,10 @@ fn structured(mut reader: Reader<'_>, have: usize) -> Result<Option<(Frame, usiz
     Ok(Some((Frame { cookie, done, what }, used)))
 }
 
-/// Which bytes of a read have come: each exactly once.
+/// Which bytes of a read were received: each exactly once.
 #[derive(Debug, Default)]
 pub(crate) struct Coverage {
-    /// Runs that have come, relative to the request, sorted and apart.
+    /// Ranges that were received, relative to the request, sorted and disjoint.
     runs: Vec<(u32, u32)>,
 }
 
@@ -117,13 +117,13 @@ impl Coverage {
         self.runs.clear();
     }
 
-    /// Notes `start..end`, which lies within the request.
+    /// Records `start..end`, which is within the request.
     pub(crate) fn add(&mut self, start: u32, end: u32) -> Result<(), Violation> {
         if start >= end {
             return Err(Violation("a chunk of no bytes"));
         }
         let at = self.runs.partition_point(|run| run.1 < start);
-        // The first run that ends at `start` or later, if it is not wholly behind.
+        // The first range that ends at `start` or later.
         let (mut first, mut last) = (start, end);
         let mut until = at;
         while let Some(run) = self.runs.get(until) {
@@ -144,7 +144,7 @@ impl Coverage {
         Ok(())
     }
 
-    /// Whether all of `length` bytes have come.
+    /// Whether all of `length` bytes were received.
     pub(crate) fn is_whole(&self, length: u32) -> bool {
         self.runs == [(0, length)]
     }

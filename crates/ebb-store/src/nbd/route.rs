@@ -1,9 +1,9 @@
-//! From a worker to a connection: its own, or that of the one worker that has one.
+//! From a worker to a connection: its own, or the one that another worker owns.
 //!
-//! With `NBD_FLAG_CAN_MULTI_CONN` each worker has a connection, made when the worker first needs
-//! it. Without, a flush covers only its own connection, and so there is one: the worker that comes
-//! first owns it, and the others hand requests over with a copy of the data, since buffers stay with
-//! their worker. Routes live in the thread that uses them: looking one up takes no lock.
+//! With `NBD_FLAG_CAN_MULTI_CONN` each worker has a connection, established when the worker first
+//! needs it. Without, a flush covers only its own connection, and so there is one: the first worker
+//! that needs it owns it, and other workers forward requests with a copy of the data, since buffers
+//! stay with their worker. Routes are stored per thread: a lookup takes no lock.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -19,10 +19,10 @@ use super::slots::{Failure, Outcome, Request};
 use super::state::Shared;
 use crate::Extent;
 
-/// Requests that wait to be handed over.
+/// Forwarded requests that wait in the queue.
 const IN_LINE: usize = 64;
 
-/// A request on its way to the worker that owns the connection.
+/// A request forwarded to the worker that owns the connection.
 struct Job {
     request: Request,
     data: Vec<u8>,
@@ -45,12 +45,12 @@ thread_local! {
     static ROUTES: RefCell<HashMap<u64, Route>> = RefCell::new(HashMap::new());
 }
 
-/// The ways to one store.
+/// The routes to one store.
 #[derive(Debug)]
 pub(crate) struct Routes {
     id: u64,
     remote: Arc<Remote>,
-    /// The one connection where there may only be one.
+    /// The queue of the worker that owns the connection, where only one is allowed.
     owner: Mutex<Option<Sender<Job>>>,
 }
 
@@ -65,7 +65,7 @@ impl Routes {
         Routes { id, remote, owner: Mutex::default() }
     }
 
-    /// Asks the server by whatever way there is.
+    /// Submits a request on this worker's connection, or forwards it.
     pub(crate) async fn request(
         &self,
         io: &Io,
@@ -111,7 +111,7 @@ impl Routes {
     fn start(&self, io: &Io) -> Rc<Link> {
         let id = self.id;
         Link::start(io, self.remote.clone(), move || {
-            // The thread itself may be at its end.
+            // The thread itself may be ending.
             let _ = ROUTES.try_with(|routes| {
                 let gone = routes.try_borrow_mut().ok().and_then(|mut r| r.remove(&id));
                 drop(gone);
@@ -138,7 +138,8 @@ async fn hand_over(
         _ => Vec::new(),
     };
     let job = Job { request: Request { at: 0, ..request }, data, answer };
-    // The other worker has a copy of the data: when the store goes, nothing of it is needed here.
+    // The owner has a copy of the data: if the store is closed, nothing of this worker is needed
+    // there.
     let asked = async {
         jobs.send(job).await.ok()?;
         answered.recv().await.ok()
@@ -158,7 +159,7 @@ async fn hand_over(
     Outcome { result, buf, extents: answer.extents }
 }
 
-/// On the owner's worker: asks for the others. Bounded, like the requests of the worker itself.
+/// On the owner's worker: submits forwarded requests, as many at a time as a worker's own.
 async fn serve_others(io: Io, link: Rc<Link>, jobs: Receiver<Job>) {
     let room = Budget::new(IN_FLIGHT);
     while let Ok(job) = jobs.recv().await {
@@ -188,6 +189,6 @@ async fn serve_other(io: &Io, link: &Link, job: Job) {
         _ => Vec::new(),
     };
     let answer = Answer { result: outcome.result, data, extents: outcome.extents };
-    // Who asked may be gone.
+    // The worker that forwarded it may have ended.
     let _ = job.answer.send(answer).await;
 }

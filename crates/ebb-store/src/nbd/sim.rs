@@ -1,6 +1,6 @@
-//! Making connections in a simulation (feature `sim`): on its thread, where nothing else runs meanwhile, so
-//! the server's side has its turns while the client's waits. What an attempt waits for in vain costs
-//! the time of the simulation that it may take.
+//! Connecting in a simulation (feature `sim`): on the simulation's thread, where nothing else runs
+//! meanwhile, so the server's side is run while the client waits. An attempt that times out takes
+//! its time limit of simulated time.
 
 use std::cell::RefCell;
 use std::io;
@@ -19,12 +19,14 @@ thread_local! {
     static PEER: RefCell<Option<Peer>> = const { RefCell::new(None) };
 }
 
-/// What gives the servers of this thread's simulation a turn: called when a handshake waits for one.
+/// Sets the function that runs the servers of this thread's simulation while a handshake waits for
+/// one.
 pub fn set_peer(peer: Option<Peer>) {
     PEER.set(peer);
 }
 
-/// What has come, or what comes when the server had a turn. Nothing then is a server that does not answer.
+/// Receives what is available, after running the servers once if nothing is. Nothing then means
+/// that the server does not reply.
 pub(crate) fn receive(fd: &OwnedFd, buf: &mut [u8]) -> io::Result<usize> {
     let mut turns = 0;
     loop {
@@ -43,7 +45,7 @@ pub(crate) fn receive(fd: &OwnedFd, buf: &mut [u8]) -> io::Result<usize> {
     }
 }
 
-/// An attempt; one that timed out has taken its time.
+/// One attempt; if it timed out, its time passes.
 pub(crate) async fn attempt(
     io: &Io,
     connect: impl FnOnce() -> Result<Connected, NbdError>,

@@ -1,12 +1,12 @@
-//! The requests of one connection: who waits, who was sent, what has come for whom. No I/O.
+//! The requests of one connection: queued, sent and completed. No I/O.
 //!
 //! Invariants:
-//! - a request is answered once; a cookie names a slot *and* its generation, so that a late or
-//!   invented reply meets nobody else;
-//! - a slot keeps its buffer, or knows that it is away (being sent or filled), until the request is
-//!   over, whether or not somebody still waits for it;
-//! - a read succeeds only when each of its bytes has come exactly once;
-//! - nothing is allocated once warm: slots, lists and coverage are reused.
+//! - A request completes once. A cookie names a slot *and* its generation, so that a late or forged
+//!   reply matches no other request.
+//! - A slot keeps its buffer, or records that the sender or receiver has it, until the request has
+//!   completed, also if no task waits for it any more.
+//! - A read succeeds only if each of its bytes was received exactly once.
+//! - Nothing is allocated once warm: slots, lists and coverage are reused.
 
 use std::collections::VecDeque;
 use std::ops::{DerefMut, Range};
@@ -18,7 +18,7 @@ use ebb_nbd_proto::{Command, CommandFlags, Errno, ExtentState, REQUEST_LEN, magi
 use super::reply::{Coverage, Frame, Violation, What};
 use crate::{Extent, push_extent};
 
-/// What a server is asked.
+/// A request to the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Request {
     pub(crate) command: Command,
@@ -27,7 +27,7 @@ pub(crate) struct Request {
     pub(crate) length: u32,
     /// Where the data is in the buffer.
     pub(crate) at: usize,
-    /// The most extents wanted.
+    /// The most extents to return.
     pub(crate) limit: usize,
     /// A write of zeroes, which has no buffer.
     pub(crate) zeroes: bool,
@@ -36,15 +36,15 @@ pub(crate) struct Request {
 /// Why a request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Failure {
-    /// The server said so.
+    /// The server returned this error.
     Server(u32),
-    /// The server's answer was no answer.
+    /// The reply violated the protocol.
     Broken(&'static str),
-    /// No connection within the time limit; the link knows more.
+    /// No connection within the time limit; the link has the reason.
     Lost,
 }
 
-/// The end of a request.
+/// The result of a request.
 #[derive(Debug)]
 pub(crate) struct Outcome<B> {
     pub(crate) result: Result<(), Failure>,
@@ -60,7 +60,7 @@ enum Phase {
     Answered,
 }
 
-/// Names a request: slot and generation, as on the wire.
+/// Identifies a request: slot and generation, as on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cookie(pub(crate) u64);
 
@@ -70,36 +70,36 @@ struct Slot<B, H> {
     generation: u32,
     request: Request,
     buf: Option<B>,
-    /// The buffer is at the sender or the receiver.
+    /// The sender or the receiver has the buffer.
     away: bool,
-    /// Nobody waits any more.
+    /// No task waits for the request any more.
     orphan: bool,
     failure: Option<Failure>,
     coverage: Coverage,
     extents: Vec<Extent>,
-    /// Where the next descriptor starts.
+    /// The offset that the next descriptor describes.
     status_at: u64,
     waker: Option<std::task::Waker>,
-    /// When it was first on a connection that was lost.
+    /// When a connection was first lost with this request in flight.
     lost: Option<Instant>,
-    /// What the request holds as long as it runs.
+    /// A guard that is released when the request completes.
     held: Option<H>,
 }
 
 /// What the receiver does next for a frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Nothing: the frame is dealt with.
+    /// Nothing: the frame is complete.
     Done,
-    /// Put the next bytes into this part of the buffer.
+    /// Receive the next bytes into this part of the buffer.
     Fill(Range<usize>),
-    /// Give the next `entries` descriptors to [`Slots::describe`].
+    /// Pass the next `entries` descriptors to [`RequestSlots::describe`].
     Describe(u32),
-    /// Drop so many bytes.
+    /// Discard this many bytes.
     Skip(u32),
 }
 
-/// Requests of one connection. `B` is the buffer, `H` what a request holds.
+/// The requests of one connection. `B` is the buffer, `H` a guard that each request holds.
 #[derive(Debug)]
 pub(crate) struct Slots<B, H> {
     list: Vec<Slot<B, H>>,
@@ -123,13 +123,13 @@ impl<B, H> Default for Slots<B, H> {
 }
 
 impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
-    /// What the connection that comes next agreed on.
+    /// Sets what the next connection negotiated.
     pub(crate) fn agree(&mut self, structured: bool, allocation: Option<u32>) {
         self.structured = structured;
         self.allocation = allocation;
     }
 
-    /// Queues a request. The buffer holds `request.at..` at least as long as the request.
+    /// Queues a request. The buffer is at least `request.at` plus the request's length.
     pub(crate) fn push(&mut self, request: Request, buf: Option<B>, held: Option<H>) -> Cookie {
         let index = self.place();
         let slot = &mut self.list[index];
@@ -142,7 +142,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         cookie
     }
 
-    /// As [`Slots::push`], before all others.
+    /// As [`RequestSlots::push`], at the front of the queue.
     pub(crate) fn push_first(&mut self, request: Request) -> Cookie {
         let cookie = self.push(request, None, None);
         self.queue.rotate_right(1);
@@ -183,19 +183,19 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         !self.queue.is_empty()
     }
 
-    /// Whether a request waits for its answer.
+    /// Whether a request waits for its reply.
     pub(crate) fn has_sent(&self) -> bool {
         self.list.iter().any(|slot| slot.phase == Phase::Sent)
     }
 
-    /// Requests that are not over.
+    /// Requests that have not completed.
     #[cfg(test)]
     pub(crate) fn busy(&self) -> usize {
         self.list.len() - self.free.len()
     }
 
-    /// The next request to send: its header, and the data of a write, which is away until
-    /// [`Slots::bring_back`].
+    /// The next request to send: its header, and the data of a write, whose buffer is out until
+    /// [`RequestSlots::return_buf`].
     pub(crate) fn next_to_send(&mut self) -> Option<ToSend<B>> {
         let index = self.queue.pop_front()?;
         let slot = &mut self.list[index];
@@ -210,7 +210,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         Some(ToSend { cookie, header: header(&slot.request, cookie), payload, range, zeroes })
     }
 
-    /// A buffer is back from the sender or the receiver.
+    /// The sender or receiver returns a buffer.
     pub(crate) fn bring_back(&mut self, cookie: Cookie, buf: B) {
         if let Some(slot) = self.slot(cookie) {
             slot.buf = Some(buf);
@@ -219,7 +219,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         }
     }
 
-    /// The buffer of a read, to be filled; it is away until [`Slots::bring_back`].
+    /// The buffer of a read, to be filled; it is out until [`RequestSlots::return_buf`].
     pub(crate) fn take_buf(&mut self, cookie: Cookie) -> Option<B> {
         let slot = self.slot(cookie)?;
         let buf = slot.buf.take()?;
@@ -229,8 +229,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
 
     /// What to do for a frame.
     ///
-    /// # Errors
-    /// The connection is of no use any more. The request concerned, if there is one, has failed.
+    /// # Errors The connection must be closed. The request concerned, if there is one, has failed.
     pub(crate) fn apply(&mut self, frame: &Frame) -> Result<Step, Violation> {
         let cookie = Cookie(frame.cookie);
         let structured = self.structured;
@@ -244,11 +243,10 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         step
     }
 
-    /// The payload of the frame has come: ends the request if the frame was its last. Says whether
-    /// a write was acknowledged that is not stable.
+    /// The payload of the frame was received: completes the request if the frame was its last.
+    /// Returns whether a write was acknowledged that is not stable.
     ///
-    /// # Errors
-    /// As [`Slots::apply`].
+    /// # Errors As [`RequestSlots::apply`].
     pub(crate) fn finish(&mut self, frame: &Frame) -> Result<bool, Violation> {
         let cookie = Cookie(frame.cookie);
         let Some(slot) = self.slot(cookie) else { return Ok(false) };
@@ -273,16 +271,16 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         Ok(volatile)
     }
 
-    /// True for an answer that says that the server is about to go: the request is for the next one.
+    /// True for a reply that says that the server is shutting down: the request is for its
+    /// successor.
     pub(crate) fn is_farewell(&self, frame: &Frame) -> bool {
         let gone = Errno::Shutdown.to_wire();
         matches!(frame.what, What::Simple { error } | What::Error { error, .. } if error == gone)
     }
 
-    /// Takes one descriptor of eight bytes.
+    /// Adds one descriptor of eight bytes.
     ///
-    /// # Errors
-    /// As [`Slots::apply`].
+    /// # Errors As [`RequestSlots::apply`].
     pub(crate) fn describe(&mut self, cookie: Cookie, bytes: [u8; 8]) -> Result<(), Violation> {
         let Some(slot) = self.slot(cookie) else { return Ok(()) };
         let (length, state) = (u64::from_be_bytes(bytes) >> 32, u64::from_be_bytes(bytes));
@@ -291,7 +289,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
             self.fail(cookie, Failure::Broken(violation.0));
             return Err(violation);
         }
-        // The last one may reach beyond what was asked.
+        // The last one may extend beyond the requested range.
         let end = slot.request.offset + u64::from(slot.request.length);
         let length = length.min(end.saturating_sub(slot.status_at));
         let state = ExtentState(u32::try_from(state & 0xffff_ffff).unwrap_or(0));
@@ -303,8 +301,8 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         Ok(())
     }
 
-    /// Puts what was sent and not answered at the front of the queue again. All buffers are back.
-    /// Returns how many; those first lost longer than `limit` ago fail instead.
+    /// Queues again, at the front, what was sent and not replied to. All buffers have been
+    /// returned. Returns how many; those first lost longer than `limit` ago fail instead.
     pub(crate) fn replay(&mut self, now: Instant, limit: Duration) -> u64 {
         let mut replayed = 0;
         for index in 0..self.list.len() {
@@ -328,7 +326,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         replayed
     }
 
-    /// Fails everything that is queued.
+    /// Fails all queued requests.
     pub(crate) fn fail_queued(&mut self) {
         while let Some(index) = self.queue.pop_front() {
             let id = cookie(index, self.list[index].generation);
@@ -336,7 +334,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         }
     }
 
-    /// Fails everything: there will be no other connection.
+    /// Fails all requests: there will be no further connection.
     pub(crate) fn fail_all(&mut self) {
         self.queue.clear();
         for index in 0..self.list.len() {
@@ -347,7 +345,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         }
     }
 
-    /// Fails a request that is not over.
+    /// Fails a request that has not completed.
     pub(crate) fn fail(&mut self, cookie: Cookie, failure: Failure) {
         if let Some(slot) = self.slot(cookie)
             && slot.phase != Phase::Answered
@@ -358,10 +356,10 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         }
     }
 
-    /// The outcome, once the request is over; its slot is free then.
+    /// The result, once the request has completed; this frees its slot.
     pub(crate) fn poll(&mut self, cookie: Cookie, cx: &Context<'_>) -> Poll<Outcome<B>> {
         let Some(slot) = self.slot(cookie) else {
-            // Never: who waits is the only one to take the outcome.
+            // Unreachable: only the waiting task takes the result.
             let result = Err(Failure::Broken("the request is over"));
             return Poll::Ready(Outcome { result, buf: None, extents: Vec::new() });
         };
@@ -378,7 +376,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         Poll::Ready(Outcome { result, buf, extents })
     }
 
-    /// Nobody waits any more. What was not sent never will be.
+    /// No task waits for the request any more. If it was not sent, it never will be.
     pub(crate) fn abandon(&mut self, cookie: Cookie) {
         let Some(slot) = self.slot(cookie) else { return };
         slot.orphan = true;
@@ -426,7 +424,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
     }
 }
 
-/// A request on its way out.
+/// A request to be sent.
 #[derive(Debug)]
 pub(crate) struct ToSend<B> {
     pub(crate) cookie: Cookie,
@@ -434,7 +432,7 @@ pub(crate) struct ToSend<B> {
     pub(crate) payload: Option<B>,
     /// The part of the payload's buffer to send.
     pub(crate) range: Range<usize>,
-    /// So many zeroes instead of a payload.
+    /// This many zeroes instead of a payload.
     pub(crate) zeroes: usize,
 }
 
@@ -489,7 +487,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slot<B, H> {
         }
     }
 
-    /// The place in the buffer of `length` bytes of the export at `offset`, noted as come.
+    /// The range of the buffer for `length` bytes of the export at `offset`, recorded as received.
     fn part(&mut self, offset: u64, length: u32) -> Result<Range<usize>, Violation> {
         let outside = Violation("data outside of what was asked for");
         let start = offset.checked_sub(self.request.offset).ok_or(outside)?;
@@ -503,7 +501,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slot<B, H> {
 }
 
 fn cookie(index: usize, generation: u32) -> Cookie {
-    // There are far fewer slots than 2^32: the link bounds them.
+    // There are far fewer slots than 2^32: the link limits them.
     Cookie(u64::from(generation) << 32 | u64::try_from(index).unwrap_or(0))
 }
 

@@ -1,9 +1,9 @@
-//! What the workers of one store share: figures, and what is not stable yet.
+//! What the workers of one remote store share: counters, and what is not stable yet.
 //!
-//! Two counters say what a flush has to cover: `acknowledged` counts changes the server has
-//! acknowledged, `covered` is its value when the last flush that succeeded was asked for. A change is
-//! counted before anybody can learn that it was acknowledged. When a connection ends, what lies
-//! between the two may be lost with a server that ended, too.
+//! Two counters say what a flush has to cover: `acknowledged` counts changes that the server has
+//! acknowledged, `covered` is the value it had when the last successful flush was submitted. A
+//! change is counted before its caller learns that it was acknowledged. When a connection is lost,
+//! the changes between the two may be lost with a server that ended, too.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -18,31 +18,32 @@ use rustix::net::Shutdown;
 
 use super::options::LostWrites;
 
-/// How long after one doubt for a failed attempt there is none for another.
+/// The shortest time between two probes that failed attempts to connect request.
 const DOUBTS: Duration = Duration::from_secs(5);
 
-/// A remote store at a moment.
+/// The state of a remote store.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StoreState {
     /// The server's address.
     pub address: String,
-    /// Connections that are up.
+    /// Connections that are established.
     pub connections: u64,
     /// Connections that were lost.
     pub lost: u64,
-    /// Connections that were lost and made again.
+    /// Connections that were lost and established again.
     pub reconnects: u64,
-    /// Requests under way, those that wait for a connection included.
+    /// Requests in flight, including those that wait for a connection.
     pub in_flight: u64,
-    /// Requests that were asked again on a new connection.
+    /// Requests that were submitted again on a new connection.
     pub replayed: u64,
-    /// Changes acknowledged and not flushed.
+    /// Changes that were acknowledged and not flushed.
     pub unflushed: u64,
-    /// Why the last connection ended or did not come about, if that ever happened.
+    /// Why the last connection was lost or could not be established, if there was such an error.
     pub last_error: Option<String>,
     /// Seconds since `connections` last changed.
     pub since_seconds: u64,
-    /// Seconds for which a server that is connected has owed answers and given none; 0 if it answers.
+    /// For how many seconds a connected server has not replied to a request in flight; 0 if it
+    /// replies.
     pub silent_seconds: u64,
 }
 
@@ -51,9 +52,9 @@ pub struct StoreState {
 pub(crate) struct Shared {
     lost_writes: LostWrites,
     closed: AtomicBool,
-    /// Closed while requests waited: they fail.
+    /// Aborted: waiting requests fail.
     aborted: AtomicBool,
-    /// A channel that carries nothing: its end wakes all that wait for something else, on any thread.
+    /// A channel that carries nothing: closing it wakes all waiting tasks, on any thread.
     end: Sender<Infallible>,
     ended: Receiver<Infallible>,
     connections: AtomicU64,
@@ -64,10 +65,11 @@ pub(crate) struct Shared {
     acknowledged: AtomicU64,
     covered: AtomicU64,
     story: Mutex<Story>,
-    /// How often there was reason to think that the server goes, and who waits for one more.
+    /// How often idle connections were asked to probe the server, and the tasks that wait for the
+    /// next time.
     doubts: AtomicU64,
     doubted: Event,
-    /// Set beside `Story::lost`, so that a flush need not lock.
+    /// Set with `RemoteHistory::lost`, so that a flush need not lock.
     has_lost: AtomicBool,
 }
 
@@ -77,12 +79,12 @@ struct Story {
     since: Instant,
     /// What the next flush must report.
     lost: Option<String>,
-    /// The sockets, so that closing the store ends them.
+    /// The sockets, so that closing the store shuts them down.
     sockets: HashMap<u64, Weak<OwnedFd>>,
-    /// For how many seconds connections are silent that are.
+    /// For how many seconds each silent connection has been silent.
     silent: HashMap<u64, u64>,
     next: u64,
-    /// When an attempt that failed last raised a doubt.
+    /// When a failed attempt to connect last requested a probe.
     doubted_at: Option<Instant>,
 }
 
@@ -118,7 +120,7 @@ impl Shared {
     }
 
     fn story(&self) -> MutexGuard<'_, Story> {
-        // Texts and times: what a panic elsewhere left is as good as before.
+        // Texts and times: they are valid also after a panic of another thread.
         self.story.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -126,7 +128,7 @@ impl Shared {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// A connection is up; the number is for [`Shared::disconnected`].
+    /// A connection was established; the number is for [`RemoteState::disconnected`].
     pub(crate) fn connected(&self, fd: &Arc<OwnedFd>, again: bool) -> u64 {
         self.connections.fetch_add(1, Ordering::Relaxed);
         self.reconnects.fetch_add(u64::from(again), Ordering::Relaxed);
@@ -162,7 +164,7 @@ impl Shared {
         }
     }
 
-    /// Has the next flush fail with `what`: for changes the server may have lost.
+    /// Makes the next flush fail with `what`, for changes that the server may have lost.
     pub(crate) fn lose(&self, what: String) {
         self.story().lost = Some(what);
         self.covered.fetch_max(self.acknowledged.load(Ordering::SeqCst), Ordering::SeqCst);
@@ -184,7 +186,7 @@ impl Shared {
         self.acknowledged.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// What a flush that begins now covers.
+    /// What a flush that begins now will cover.
     pub(crate) fn mark(&self) -> u64 {
         self.acknowledged.load(Ordering::SeqCst)
     }
@@ -199,7 +201,7 @@ impl Shared {
         self.acknowledged.load(Ordering::SeqCst) > self.covered.load(Ordering::SeqCst)
     }
 
-    /// A connection has been silent for so many seconds; 0: it answers.
+    /// A connection has been silent for this many seconds; 0: it has replied.
     pub(crate) fn silent(&self, id: u64, seconds: u64) {
         let mut story = self.story();
         match seconds {
@@ -208,13 +210,13 @@ impl Shared {
         };
     }
 
-    /// A connection heard that the server goes: those at rest are to ask.
+    /// The server may be shutting down: idle connections are to probe it.
     pub(crate) fn doubt(&self) {
         self.doubts.fetch_add(1, Ordering::SeqCst);
         self.doubted.notify(usize::MAX);
     }
 
-    /// As [`Shared::doubt`], for an attempt that failed: not with each of them.
+    /// As [`RemoteState::request_probe`], for a failed attempt to connect: limited in rate.
     pub(crate) fn doubt_now_and_then(&self) {
         let now = ebb_io::clock::now();
         let mut story = self.story();
@@ -229,11 +231,11 @@ impl Shared {
         self.doubts.load(Ordering::SeqCst)
     }
 
-    /// Waits until there were more doubts than `seen`.
+    /// Waits until more probes were requested than `seen`.
     pub(crate) async fn doubted(&self, seen: u64) {
         while self.doubts() == seen {
             let listener = self.doubted.listen();
-            // Looked at again after the listener is in place: a doubt since then wakes it.
+            // Checked again after the listener is registered: a later request wakes it.
             if self.doubts() != seen {
                 return;
             }
@@ -253,17 +255,17 @@ impl Shared {
         self.story().last_error.clone().unwrap_or_else(|| "no connection yet".to_owned())
     }
 
-    /// Whether the store was given up.
+    /// Whether the store was aborted.
     pub(crate) fn is_aborted(&self) -> bool {
         self.aborted.load(Ordering::Acquire)
     }
 
-    /// The store goes: every connection hears the end of its stream and says goodbye.
+    /// Closes the store: every connection receives the end of its stream and sends `NBD_CMD_DISC`.
     pub(crate) fn close(&self) {
         self.end_all(Shutdown::Read);
     }
 
-    /// The store is given up: connections end without a word, and their requests fail.
+    /// Aborts the store: connections end without `NBD_CMD_DISC`, and their requests fail.
     pub(crate) fn abort(&self) {
         self.aborted.store(true, Ordering::Release);
         self.end_all(Shutdown::Both);
@@ -271,17 +273,17 @@ impl Shared {
 
     fn end_all(&self, how: Shutdown) {
         self.closed.store(true, Ordering::Release);
-        // A socket that comes later is looked after by its link, which sees `closed` then.
+        // A socket that is added later is closed by its link, which then reads `closed`.
         for socket in self.story().sockets.values().filter_map(Weak::upgrade) {
             let _ = rustix::net::shutdown(&socket, how);
         }
         self.end.close();
     }
 
-    /// What `waiting` gives, or `None` as soon as the store goes.
+    /// What `waiting` returns, or `None` as soon as the store is closed.
     pub(crate) async fn unless_closed<T>(&self, waiting: impl Future<Output = T>) -> Option<T> {
         let closed = async {
-            // Never a value: the channel carries none.
+            // Never returns a value: the channel carries none.
             let _ = self.ended.recv().await;
             None
         };
@@ -326,7 +328,7 @@ mod tests {
         let text = shared.take_lost().unwrap();
         assert!(text.contains("1 changes (numbers 2 to 2"), "{text}");
         assert_eq!(shared.take_lost(), None);
-        // Nothing new was acknowledged: another connection lost is no loss of data.
+        // No new change was acknowledged: another lost connection loses no data.
         let id = shared.connected(&socket(), true);
         shared.disconnected(id);
         assert_eq!(shared.take_lost(), None);

@@ -1,9 +1,10 @@
-//! Waiters for the end of syncs, ordered by the sync they wait for: each is woken once.
+//! A queue of tasks that wait for syncs to complete, ordered by the sync they wait for. Each is
+//! woken once.
 
 use std::collections::VecDeque;
 use std::task::Waker;
 
-/// Numbers of syncs, in order.
+/// Numbers of syncs, in ascending order.
 #[derive(Debug, Default)]
 pub(super) struct Numbers(VecDeque<u64>);
 
@@ -20,29 +21,30 @@ impl Numbers {
         }
     }
 
-    /// The lowest; beyond all if there is none.
+    /// The lowest; `u64::MAX` if there is none.
     pub(super) fn first(&self) -> u64 {
         self.0.front().copied().unwrap_or(u64::MAX)
     }
 }
 
-/// A waiter for the end of all syncs below `until`.
+/// A task that waits until all syncs below `until` have completed.
 #[derive(Debug)]
 struct Waiting {
     until: u64,
     ticket: u64,
-    /// `None`: given up.
+    /// `None`: cancelled.
     waker: Option<Waker>,
 }
 
-/// A place in a line.
+/// The position of a waiting task.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     until: u64,
     ticket: u64,
 }
 
-/// Those who wait, the first to be served in front. Memory is kept, so that waiting allocates nothing once warm.
+/// Waiting tasks, the first to be woken in front. The queue keeps its memory, so that waiting
+/// allocates nothing once warm.
 #[derive(Debug, Default)]
 pub(super) struct Line {
     waiting: VecDeque<Waiting>,
@@ -50,7 +52,7 @@ pub(super) struct Line {
 }
 
 impl Line {
-    /// Adds a waiter, or renews the waker of one that has a place.
+    /// Adds a task, or updates the waker of one that is in the queue.
     pub(super) fn wait(&mut self, place: &mut Option<Place>, until: u64, waker: &Waker) {
         if let Some(waiting) = place.and_then(|place| self.find(place)) {
             if !waiting.waker.as_ref().is_some_and(|old| old.will_wake(waker)) {
@@ -71,7 +73,7 @@ impl Line {
         self.waiting.get_mut(found.ok()?)
     }
 
-    /// It waits no more.
+    /// Removes a task that no longer waits.
     pub(super) fn leave(&mut self, place: Place) {
         if let Some(waiting) = self.find(place) {
             waiting.waker = None;
@@ -85,14 +87,14 @@ impl Line {
         }
     }
 
-    /// Takes out those whose time has come, and only these.
+    /// Removes the tasks that wait for syncs up to `until`, and returns their wakers.
     pub(super) fn serve(&mut self, until: u64, woken: &mut Vec<Waker>) {
         while self.waiting.front().is_some_and(|waiting| waiting.until <= until) {
             woken.extend(self.waiting.pop_front().and_then(|waiting| waiting.waker));
         }
     }
 
-    /// The first, who keeps its place.
+    /// The waker of the first task, which stays in the queue.
     pub(super) fn first(&self, woken: &mut Vec<Waker>) {
         woken.extend(self.waiting.front().and_then(|waiting| waiting.waker.clone()));
     }

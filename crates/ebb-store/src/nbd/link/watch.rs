@@ -1,10 +1,11 @@
-//! Looking after a connection that is up: whether a server that owes answers gives any, and whether one that is
-//! asked nothing is still of use.
+//! Monitoring of an established connection: whether a server replies to requests in flight, and
+//! whether an idle connection is still of use.
 //!
-//! A server that is told to stop may wait for its clients before it ends, and answers `NBD_ESHUTDOWN` to what they
-//! ask (nbdkit does). A connection that asks nothing never hears that, and keeps the server while the others
-//! wait for its successor. So a connection that hears it, and one that cannot be made, raise a doubt
-//! ([`Shared::doubt`]), and connections at rest then ask for a flush: the answer shows whether the server goes.
+//! A server that shuts down may wait for its clients to disconnect, and replies `NBD_ESHUTDOWN` to
+//! their requests (nbdkit does). An idle connection never receives that, and keeps the old server
+//! alive while other connections wait for its successor. So a connection that receives it, and one
+//! that cannot be established, requests a probe ([`RemoteState::request_probe`]), and idle
+//! connections then send a flush: its reply shows whether the server is shutting down.
 
 use std::rc::Rc;
 use std::time::Duration;
@@ -16,18 +17,18 @@ use ebb_tls::Transport;
 use super::super::slots::Failure;
 use super::{Link, flush_request};
 
-/// How often a link looks whether a server that owes answers gives any.
+/// How often a link checks whether a server replies to requests in flight.
 const LOOK: Duration = Duration::from_secs(1);
 
 impl Link {
-    /// Tells of a server that owes answers and gives none, and gives up its connection if there is a limit.
-    /// At rest it asks when there is a doubt.
+    /// Reports a server that does not reply to requests in flight, and closes its connection if
+    /// there is a limit. While idle it sends a probe when one is requested.
     pub(super) async fn watch(self: &Rc<Self>, io: &Io, transport: &Transport, id: u64) {
         let remote = self.remote.clone();
         let (shared, limit) = (&remote.shared, remote.options.silence);
         let mut told = 0;
         let mut seen = shared.doubts();
-        // Kept, so that a rest allocates nothing.
+        // Kept, so that being idle allocates nothing.
         let mut doubt = Box::pin(shared.doubted(seen));
         self.heard.set(ebb_io::clock::now());
         loop {
@@ -49,7 +50,7 @@ impl Link {
             io.sleep(LOOK).await;
             let silence = ebb_io::clock::since(self.heard.get());
             let owes = self.slots.borrow().has_sent();
-            // A moment without an answer is no silence.
+            // A short time without a reply is no silence.
             let seconds = if owes && silence >= LOOK * 2 { silence.as_secs() } else { 0 };
             if seconds != told {
                 told = seconds;
@@ -57,21 +58,21 @@ impl Link {
             }
             if owes && limit.is_some_and(|limit| silence >= limit) {
                 self.silenced.set(Some(silence));
-                // Both directions hear the end of the stream.
+                // Both directions receive the end of the stream.
                 transport.shut();
                 return;
             }
         }
     }
 
-    /// Whether something was asked, or is about to be.
+    /// Whether a request was sent, or is about to be.
     fn is_busy(&self) -> bool {
         let slots = self.slots.borrow();
         slots.has_sent() || slots.has_queued()
     }
 
-    /// Asks for a flush, whose answer shows whether the server goes. False if the server knows no flush: the
-    /// connection, on which nothing is under way, may as well be made anew.
+    /// Sends a flush, whose reply shows whether the server is shutting down. False if the server
+    /// does not support flush: the connection, which is idle, can be established again instead.
     fn ask_whether_it_goes(self: &Rc<Self>, io: &Io) -> bool {
         if !self.remote.export.offers(TransmissionFlags::SEND_FLUSH) {
             return false;
@@ -84,7 +85,8 @@ impl Link {
                 Ok(()) => shared.cover(mark),
                 // The next connection begins with a flush if there is something to cover.
                 Err(Failure::Lost) => {}
-                // A server may tell of a failed flush once: the next flush of the store passes it on.
+                // A server may report a failed flush only once: the next flush of the store reports
+                // it, too.
                 Err(failure) => shared.lose(format!(
                     "a flush of a connection at rest failed ({failure:?}): changes acknowledged \
                      before may be lost"

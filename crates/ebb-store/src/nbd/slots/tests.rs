@@ -8,7 +8,7 @@ use super::*;
 
 type Requests = Slots<Vec<u8>, ()>;
 
-/// What the receiver does, over bytes at hand: how many were used, and why it ended.
+/// The receiver's loop over bytes in memory: how many were used, and why it ended.
 fn receive(slots: &mut Requests, mut bytes: &[u8]) -> Result<usize, Violation> {
     let all = bytes.len();
     loop {
@@ -192,7 +192,7 @@ fn what_was_not_answered_is_asked_again_and_old_answers_count_for_nothing() {
     send(&mut slots);
     assert!(receive(&mut slots, &data(cookie, true, 0, b"abcd")).is_ok());
     assert_eq!(outcome(&mut slots, cookie).unwrap().buf.unwrap(), b"abcd");
-    // A request that loses every connection fails when its time is over.
+    // A request that loses every connection fails when its time limit expires.
     let cookie = ask(&mut slots, Command::Read, 0, 4);
     assert_eq!(slots.replay(now, Duration::from_secs(1)), 1);
     send(&mut slots);
@@ -228,9 +228,9 @@ fn block_status_is_cut_to_what_was_asked() {
     assert_eq!(receive(&mut slots, &bytes), Ok(bytes.len()));
     let list = outcome(&mut slots, cookie).unwrap().extents;
     let plain: Vec<_> = list.iter().map(|e| (e.offset, e.length, e.hole)).collect();
-    // A hole that may not read as zeroes is data to us.
+    // A hole that may not read as zeroes counts as data.
     assert_eq!(plain, [(512, 1024, false), (1536, 512, true), (2048, 512, false)]);
-    // Another context, and an extent of nothing.
+    // Another context, and an extent of no bytes.
     for (context, length) in [(6u32, 512u32), (5, 0)] {
         let cookie = ask(&mut slots, Command::BlockStatus, 0, 512);
         let numbers = [context, length, 0];
@@ -273,7 +273,8 @@ fn content(offset: u64) -> u8 {
     u8::try_from(offset % 251).unwrap()
 }
 
-/// What an honest server answers, or what one might that lies a little. Says whether it is honest.
+/// The reply of a conforming server, or of one that changes it slightly. Returns whether it
+/// conforms.
 fn answer(random: &mut Random, cookie: Cookie, asked: Request, bytes: &mut Vec<u8>) -> bool {
     let (offset, length) = (asked.offset, asked.length);
     let bytes_at = |from: u64, count: u64| (from..from + count).map(content).collect::<Vec<u8>>();
