@@ -8,12 +8,12 @@ use async_lock::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 /// wakes the other for as long as the writer holds it, which uses a whole CPU while a server does
 /// not answer.
 #[derive(Debug, Default)]
-pub(crate) struct BlockOrder {
+pub(crate) struct BlockLock {
     line: Mutex<()>,
     lock: RwLock<()>,
 }
 
-impl BlockOrder {
+impl BlockLock {
     /// For whole blocks.
     pub(crate) async fn read(&self) -> RwLockReadGuard<'_, ()> {
         // Fails also while a writer waits.
@@ -39,7 +39,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::task::{Context, Poll, Wake, Waker};
 
-    use super::BlockOrder;
+    use super::BlockLock;
 
     struct Woken(AtomicBool);
 
@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn a_waiting_request_for_part_of_a_block_wakes_no_other() {
-        let blocks = BlockOrder::default();
+        let blocks = BlockLock::default();
         let mut first = Box::pin(blocks.write());
         let Poll::Ready(first) = first.as_mut().poll(&mut Context::from_waker(Waker::noop()))
         else {
@@ -102,7 +102,7 @@ mod tests {
 
     #[test]
     fn each_has_its_turn() {
-        let blocks = BlockOrder::default();
+        let blocks = BlockLock::default();
         let mut tasks: Vec<Task<'_>> = (0..32)
             .map(|nth| {
                 let blocks = &blocks;

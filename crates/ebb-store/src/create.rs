@@ -59,7 +59,7 @@ pub(crate) fn create(path: &Path, size: u64) -> Result<bool, OpenError> {
 }
 
 /// Gives a new file its size and makes it stable.
-fn fill(path: &Path, file: &File, size: u64) -> Result<(), OpenError> {
+fn set_size(path: &Path, file: &File, size: u64) -> Result<(), OpenError> {
     let fail = |action| move |source| OpenError::of(path, action, source);
     file.set_len(size).map_err(fail("make a new file that long: correct `size`"))?;
     file.sync_all().map_err(fail("make the new file stable"))
@@ -77,7 +77,7 @@ fn unnamed(folder: &Path, path: &Path, size: u64) -> Result<Option<bool>, OpenEr
         }
         Err(error) => return Err(OpenError::of(path, IN_FOLDER, error.into())),
     };
-    fill(path, &file, size)?;
+    set_size(path, &file, size)?;
     let number = format!("/proc/self/fd/{}", file.as_raw_fd());
     match rustix::fs::linkat(CWD, number, CWD, path, AtFlags::SYMLINK_FOLLOW) {
         Ok(()) => Ok(Some(true)),
@@ -93,7 +93,7 @@ fn named(folder: &Path, path: &Path, size: u64) -> Result<bool, OpenError> {
     let beside = beside(folder, path);
     let mut how = std::fs::OpenOptions::new();
     let file = how.write(true).create_new(true).mode(0o600).open(&beside).map_err(fail)?;
-    let made = fill(path, &file, size).and_then(|()| match give_name(&beside, path) {
+    let made = set_size(path, &file, size).and_then(|()| match give_name(&beside, path) {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(false),
         Err(error) => Err(fail(error)),

@@ -10,7 +10,7 @@
 //! between them, so that requests that overlap in time really interleave. A failed write may have
 //! written any sectors from its start on.
 
-mod bytes;
+mod contents;
 mod hold;
 
 use std::ops::Deref;
@@ -18,11 +18,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use self::bytes::{Bytes, Left, SECTOR};
-use self::hold::Hold;
-use crate::resize::judge;
-use crate::syncs::Syncs;
-use crate::{BlockError, Buf, BufResult, Extent, Io, Operation, Resize, ResizeError, Watched};
+use self::contents::{DiskContents, SectorAfterLoss, SECTOR};
+use self::hold::RequestHold;
+use crate::resize::check_size_change;
+use crate::flush_state::FlushState;
+use crate::{BlockError, Buf, BufResult, Extent, Io, Operation, Resize, ResizeError, StoreHealth};
 
 /// Bytes carried out between two waits.
 const PIECE: usize = 4096;
@@ -80,9 +80,9 @@ pub struct Faults {
 
 /// A random number generator shared by threads.
 #[derive(Debug)]
-pub(crate) struct Random(AtomicU64);
+pub(crate) struct FaultRandom(AtomicU64);
 
-impl Random {
+impl FaultRandom {
     /// The next number of one sequence for all threads.
     pub(crate) fn next(&self) -> u64 {
         let seed = self.0.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
@@ -96,8 +96,8 @@ impl Random {
 #[derive(Debug)]
 pub struct TestStore {
     disk: Arc<Disk>,
-    watched: Watched,
-    syncs: Syncs,
+    health: StoreHealth,
+    flush_state: FlushState,
 }
 
 impl Deref for TestStore {
@@ -116,7 +116,7 @@ impl TestStore {
     }
 
     fn open(disk: Arc<Disk>) -> TestStore {
-        TestStore { disk, watched: Watched::default(), syncs: Syncs::default() }
+        TestStore { disk, health: StoreHealth::default(), flush_state: FlushState::default() }
     }
 
     /// The same disk, reopened: it does not know of flushes that failed before, as a reopened file.
@@ -130,12 +130,12 @@ impl TestStore {
         self.disk.number
     }
 
-    pub(crate) fn watched(&self) -> &Watched {
-        &self.watched
+    pub(crate) fn health(&self) -> &StoreHealth {
+        &self.health
     }
 
-    pub(crate) fn syncs(&self) -> &Syncs {
-        &self.syncs
+    pub(crate) fn flush_state(&self) -> &FlushState {
+        &self.flush_state
     }
 
     pub(crate) fn extents(offset: u64, length: u64) -> Vec<Extent> {
@@ -148,9 +148,9 @@ impl TestStore {
 pub struct Disk {
     /// No other disk of this process has it.
     number: u64,
-    bytes: Mutex<Bytes>,
-    random: Random,
-    hold: Hold,
+    bytes: Mutex<DiskContents>,
+    random: FaultRandom,
+    hold: RequestHold,
     /// How many of 1,000 reads fail.
     pub read_faults: AtomicU32,
     /// How many of 1,000 writes and zeroes fail.
@@ -198,9 +198,9 @@ impl Disk {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Disk {
             number: NEXT.fetch_add(1, Ordering::Relaxed),
-            bytes: Mutex::new(Bytes::new(place(size))),
-            random: Random(AtomicU64::new(seed)),
-            hold: Hold::default(),
+            bytes: Mutex::new(DiskContents::new(place(size))),
+            random: FaultRandom(AtomicU64::new(seed)),
+            hold: RequestHold::default(),
             read_faults: AtomicU32::new(0),
             write_faults: AtomicU32::new(0),
             flush_faults: AtomicU32::new(0),
@@ -354,7 +354,7 @@ impl Disk {
 
     pub(crate) fn resize(&self, order: Resize) -> Result<u64, ResizeError> {
         let to = order.to.unwrap_or(self.size());
-        judge(self.size(), to, SECTOR as u64, order.shrink)?;
+        check_size_change(self.size(), to, SECTOR as u64, order.shrink)?;
         self.set_size(to);
         Ok(to)
     }
@@ -422,7 +422,7 @@ impl Disk {
     }
 
     /// As that of a file: true if nothing was lost since the last call.
-    pub(crate) fn knows_of_no_loss(&self) -> bool {
+    pub(crate) fn has_no_unreported_error(&self) -> bool {
         !self.unseen.swap(false, Ordering::SeqCst)
     }
 
@@ -439,7 +439,7 @@ impl Disk {
         self.losses.fetch_add(1, Ordering::SeqCst);
         let mut bytes = lock(&self.bytes);
         let left = bytes.lose(&self.random);
-        for Left { sector, data } in left {
+        for SectorAfterLoss { sector, data } in left {
             self.remember(|| Record::Left { offset: (sector * SECTOR) as u64, data });
         }
     }

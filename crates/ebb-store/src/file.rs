@@ -11,15 +11,15 @@ use async_lock::{RwLockReadGuard, RwLockWriteGuard};
 use ebb_io::{Buf, Fd, Gather, Io, WriteFlags, fd_from};
 use rustix::fs::{FileType, SeekFrom};
 
-use crate::blocks::BlockOrder;
+use crate::blocks::BlockLock;
 use crate::open::{self, OpenError, OpenOptions};
-use crate::resize::judge;
-use crate::syncs::Syncs;
+use crate::resize::check_size_change;
+use crate::flush_state::FlushState;
 use crate::unaligned::{self, Blocks};
-use crate::zeroes::{Left, NOTHING, Zeroing};
+use crate::zeroes::{Remaining, NONE_REMAINING, ZeroPermits};
 use crate::{
     BlockError, BufResult, Capabilities, ErrorKind, Extent, MEMORY_PIECE, Operation, Resize,
-    ResizeError, SECTOR, Watched, ZeroFlags, push_extent,
+    ResizeError, SECTOR, StoreHealth, ZeroFlags, push_extent,
 };
 
 /// The kernel transfers at most this much in one read or write (`MAX_RW_COUNT` is slightly more).
@@ -44,7 +44,7 @@ pub enum FileNumber {
 pub struct FileStore {
     fd: Fd,
     path: Box<Path>,
-    watched: Watched,
+    health: StoreHealth,
     size: AtomicU64,
     block_device: bool,
     alignment: u64,
@@ -53,9 +53,9 @@ pub struct FileStore {
     made: bool,
     /// Held shared by aligned writes and exclusively by unaligned ones; `None` where all are
     /// aligned.
-    unaligned: Option<BlockOrder>,
-    syncs: Syncs,
-    zeroing: Zeroing,
+    unaligned: Option<BlockLock>,
+    flush_state: FlushState,
+    zero_permits: ZeroPermits,
     /// A second open file description of the same file. The kernel reports each writeback error
     /// once per description, so this one shows whether there was an error that another request has
     /// consumed.
@@ -68,21 +68,21 @@ impl FileStore {
     /// # Errors [`OpenError`], each with a remedy.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<(FileStore, Vec<String>), OpenError> {
         let opened = open::open(path, options)?;
-        let witness = if options.read_only { None } else { open::again(&opened.file) };
+        let witness = if options.read_only { None } else { open::reopen(&opened.file) };
         let store = FileStore {
             witness: witness.map(fd_from),
             fd: fd_from(opened.file),
             path: path.into(),
-            watched: Watched::default(),
+            health: StoreHealth::default(),
             size: AtomicU64::new(opened.size),
             block_device: opened.block_device,
             alignment: u64::from(opened.alignment),
             direct: opened.direct,
             read_only: options.read_only,
             made: opened.made,
-            unaligned: (u64::from(opened.alignment) > SECTOR).then(BlockOrder::default),
-            syncs: Syncs::default(),
-            zeroing: Zeroing::default(),
+            unaligned: (u64::from(opened.alignment) > SECTOR).then(BlockLock::default),
+            flush_state: FlushState::default(),
+            zero_permits: ZeroPermits::default(),
         };
         Ok((store, opened.notes))
     }
@@ -93,7 +93,7 @@ impl FileStore {
     #[must_use]
     pub fn assume_alignment(mut self, alignment: u32) -> FileStore {
         self.alignment = u64::from(alignment);
-        self.unaligned = (self.alignment > SECTOR).then(BlockOrder::default);
+        self.unaligned = (self.alignment > SECTOR).then(BlockLock::default);
         self
     }
 
@@ -122,8 +122,8 @@ impl FileStore {
         &self.path
     }
 
-    pub(crate) fn watched(&self) -> &Watched {
-        &self.watched
+    pub(crate) fn health(&self) -> &StoreHealth {
+        &self.health
     }
 
     pub(crate) fn release(&self) {
@@ -135,36 +135,36 @@ impl FileStore {
         self.size.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn syncs(&self) -> &Syncs {
-        &self.syncs
+    pub(crate) fn flush_state(&self) -> &FlushState {
+        &self.flush_state
     }
 
-    pub(crate) fn zeroing(&self) -> &Zeroing {
-        &self.zeroing
+    pub(crate) fn zero_permits(&self) -> &ZeroPermits {
+        &self.zero_permits
     }
 
     /// The size after `order`, and the current size of the file or device.
-    pub(crate) async fn judge_resize(
+    pub(crate) async fn check_resize(
         &self,
         io: &Io,
         order: Resize,
     ) -> Result<(u64, u64), ResizeError> {
-        let there = io.offload_on(&self.fd, |fd| rustix::fs::seek(fd, SeekFrom::End(0))).await;
-        let there = there.map_err(std::io::Error::from)?;
-        let to = order.to.unwrap_or(there);
-        judge(self.size(), to, self.alignment, order.shrink)?;
-        if self.block_device && to != there {
-            return Err(ResizeError::Device { size: there });
+        let current = io.offload_on(&self.fd, |fd| rustix::fs::seek(fd, SeekFrom::End(0))).await;
+        let current = current.map_err(std::io::Error::from)?;
+        let to = order.to.unwrap_or(current);
+        check_size_change(self.size(), to, self.alignment, order.shrink)?;
+        if self.block_device && to != current {
+            return Err(ResizeError::Device { size: current });
         }
-        if to != there && self.read_only {
+        if to != current && self.read_only {
             return Err(ResizeError::Unsupported("it is read-only: resize it elsewhere"));
         }
-        Ok((to, there))
+        Ok((to, current))
     }
 
     pub(crate) async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
-        let (to, there) = self.judge_resize(io, order).await?;
-        if to != there {
+        let (to, current) = self.check_resize(io, order).await?;
+        if to != current {
             let cut = io.offload_on(&self.fd, move |fd| rustix::fs::ftruncate(fd, to)).await;
             cut.map_err(std::io::Error::from)?;
         }
@@ -285,7 +285,7 @@ impl FileStore {
     }
 
     /// True if no writeback of this file has failed since it was opened, or since the last call.
-    pub(crate) async fn knows_of_no_loss(&self, io: &Io) -> bool {
+    pub(crate) async fn has_no_unreported_error(&self, io: &Io) -> bool {
         match &self.witness {
             Some(witness) => io.fdatasync(witness).await.is_ok(),
             None => false,
@@ -319,7 +319,7 @@ impl FileStore {
         offset: u64,
         length: u64,
         flags: ZeroFlags,
-    ) -> Result<Left, BlockError> {
+    ) -> Result<Remaining, BlockError> {
         let keep = libc::FALLOC_FL_KEEP_SIZE;
         let punch = libc::FALLOC_FL_PUNCH_HOLE | keep;
         let zero = libc::FALLOC_FL_ZERO_RANGE | keep;
@@ -330,10 +330,10 @@ impl FileStore {
             (false, true) => &[],
             (false, false) => &[zero],
         };
-        let order = self.order_zeroes(offset, length).await;
+        let order = self.lock_for_zeroes(offset, length).await;
         for mode in modes {
             match io.fallocate(&self.fd, *mode, offset, length).await {
-                Ok(()) => return Ok(NOTHING),
+                Ok(()) => return Ok(NONE_REMAINING),
                 // EINVAL: a block device whose sectors are larger than the range's alignment.
                 Err(error) if is_unsupported(&error) => {}
                 Err(error) => {
@@ -352,12 +352,12 @@ impl FileStore {
 
     /// Keeps zeroes for part of a block from running during the read-modify-write of its other
     /// sectors, which would write back the old data.
-    async fn order_zeroes(&self, offset: u64, length: u64) -> Option<Order<'_>> {
+    async fn lock_for_zeroes(&self, offset: u64, length: u64) -> Option<BlockGuard<'_>> {
         let lock = self.unaligned.as_ref()?;
         let whole = offset.is_multiple_of(self.alignment) && length.is_multiple_of(self.alignment);
         Some(match whole {
-            true => Order::Shared { _guard: lock.read().await },
-            false => Order::Alone { _guard: lock.write().await },
+            true => BlockGuard::Shared { _guard: lock.read().await },
+            false => BlockGuard::Alone { _guard: lock.write().await },
         })
     }
 
@@ -448,7 +448,7 @@ impl Blocks for FileStore {
 }
 
 /// The lock that an operation holds where blocks are larger than sectors.
-enum Order<'a> {
+enum BlockGuard<'a> {
     Shared { _guard: RwLockReadGuard<'a, ()> },
     Alone { _guard: RwLockWriteGuard<'a, ()> },
 }
@@ -513,7 +513,7 @@ pub(crate) mod tests {
     pub(crate) fn over(end: impl Into<std::os::fd::OwnedFd>) -> FileStore {
         FileStore {
             path: Path::new("test").into(),
-            watched: Watched::default(),
+            health: StoreHealth::default(),
             fd: fd_from(end),
             size: AtomicU64::new(1 << 30),
             block_device: false,
@@ -522,8 +522,8 @@ pub(crate) mod tests {
             read_only: false,
             made: false,
             unaligned: None,
-            syncs: Syncs::default(),
-            zeroing: Zeroing::default(),
+            flush_state: FlushState::default(),
+            zero_permits: ZeroPermits::default(),
             witness: None,
         }
     }

@@ -26,9 +26,9 @@ mod nbd;
 mod null;
 mod open;
 mod resize;
-mod syncs;
+mod flush_state;
 mod unaligned;
-mod watched;
+mod health;
 mod zeroes;
 
 pub use ebb_io::{Buf, Io};
@@ -47,8 +47,8 @@ pub use nbd::{
 pub use null::NullStore;
 pub use open::{Direct, OpenError, OpenOptions, inspect, is_in_use};
 pub use resize::{Resize, ResizeError};
-pub use syncs::Loss;
-pub use watched::{FailedKind, Watched};
+pub use flush_state::Loss;
+pub use health::{FailedKind, StoreHealth};
 pub use zeroes::Wanted;
 
 /// Bytes of a logical sector: every offset and length is a multiple of it.
@@ -100,7 +100,7 @@ pub struct Capabilities {
 pub(crate) const MEMORY_PIECE: u32 = 128 << 10;
 
 /// Bytes copied before the worker's other tasks run.
-const COPIED_AT_ONCE: usize = 256 << 10;
+const COPY_BYTES: usize = 256 << 10;
 
 /// The store of one volume.
 #[derive(Debug)]
@@ -190,12 +190,12 @@ impl Store {
     }
 
     /// Counters from which outages are detected; `None` for stores in memory.
-    pub fn watched(&self) -> Option<&Watched> {
+    pub fn health(&self) -> Option<&StoreHealth> {
         match self {
-            Store::File(s) => Some(s.watched()),
-            Store::Nbd(s) => Some(s.watched()),
+            Store::File(s) => Some(s.health()),
+            Store::Nbd(s) => Some(s.health()),
             #[cfg(feature = "test-store")]
-            Store::Test(s) => Some(s.watched()),
+            Store::Test(s) => Some(s.health()),
             Store::Memory(_) | Store::Null(_) => None,
         }
     }
@@ -211,23 +211,23 @@ impl Store {
         }
     }
 
-    pub(crate) fn begin(&self) -> Request<'_> {
-        let watched = self.watched();
-        Request { watched, _begun: watched.map(Watched::begin) }
+    pub(crate) fn begin(&self) -> TrackedRequest<'_> {
+        let health = self.health();
+        TrackedRequest { health, _begun: health.map(StoreHealth::begin) }
     }
 
     /// True if the data is in this process, so that [`Store::read_in_place`] and
     /// [`Store::write_in_place`] work.
-    pub fn is_at_hand(&self) -> bool {
+    pub fn has_direct_access(&self) -> bool {
         matches!(self, Store::Memory(_) | Store::Null(_))
     }
 
     /// Reads a range in place: calls `see` on each piece in order, which no other task changes
     /// during the call. False, without a call, for stores without direct access.
-    pub fn show(&self, offset: u64, length: u64, see: impl FnMut(&[u8])) -> bool {
+    pub fn read_in_place(&self, offset: u64, length: u64, see: impl FnMut(&[u8])) -> bool {
         match self {
-            Store::Memory(s) => s.show(offset, length, see),
-            Store::Null(s) => s.show(length, see),
+            Store::Memory(s) => s.read_in_place(offset, length, see),
+            Store::Null(s) => s.read_in_place(length, see),
             _ => return false,
         }
         true
@@ -235,10 +235,10 @@ impl Store {
 
     /// Writes a range in place: calls `put` on each piece in order, which holds the old data and is
     /// to be filled with the new. False, without a call, for stores without direct access.
-    pub fn fill(&self, offset: u64, length: u64, put: impl FnMut(&mut [u8])) -> bool {
+    pub fn write_in_place(&self, offset: u64, length: u64, put: impl FnMut(&mut [u8])) -> bool {
         match self {
-            Store::Memory(s) => s.fill(offset, length, put),
-            Store::Null(s) => s.fill(length, put),
+            Store::Memory(s) => s.write_in_place(offset, length, put),
+            Store::Null(s) => s.write_in_place(length, put),
             _ => return false,
         }
         true
@@ -246,7 +246,7 @@ impl Store {
 
     /// Fills the whole buffer from `offset`.
     pub async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
-        let watch = self.begin();
+        let tracked = self.begin();
         let (result, buf) = match self {
             Store::File(s) => s.read(io, buf, offset).await,
             Store::Nbd(s) => s.read(io, buf, offset).await,
@@ -254,14 +254,14 @@ impl Store {
             Store::Test(s) => s.read(io, buf, offset).await,
             Store::Memory(_) | Store::Null(_) => (Ok(()), self.copy_out(io, buf, offset).await),
         };
-        (watch.ended(result), buf)
+        (tracked.end(result), buf)
     }
 
     /// Reads from a store in memory, some bytes at a time.
     async fn copy_out(&self, io: &Io, mut buf: Buf, offset: u64) -> Buf {
         let mut at = 0;
         loop {
-            let end = buf.len().min(at + COPIED_AT_ONCE);
+            let end = buf.len().min(at + COPY_BYTES);
             let part = &mut buf[at..end];
             match self {
                 Store::Memory(s) => s.read(part, offset + at as u64),
@@ -288,7 +288,7 @@ impl Store {
     }
 
     async fn write_to(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
-        let watch = self.begin();
+        let tracked = self.begin();
         let (result, buf) = match self {
             Store::File(s) => s.write(io, buf, offset, fua).await,
             Store::Nbd(s) => s.write(io, buf, offset, fua).await,
@@ -297,13 +297,13 @@ impl Store {
             Store::Memory(s) => (Ok(()), copy_in(s, io, buf, offset).await),
             Store::Null(_) => (Ok(()), buf),
         };
-        (watch.ended(result), buf)
+        (tracked.end(result), buf)
     }
 
     /// Frees the space of a range if the store can; the content of the range is unspecified
     /// afterwards. Succeeds without effect on a store that cannot discard.
     pub async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
-        let watch = self.begin();
+        let tracked = self.begin();
         let result = match self {
             Store::File(s) => s.discard(io, offset, length).await,
             Store::Nbd(s) => s.discard(io, offset, length).await,
@@ -315,7 +315,7 @@ impl Store {
             }
             Store::Null(_) => Ok(()),
         };
-        watch.ended(result)
+        tracked.end(result)
     }
 
     /// The runs of data and holes in a range, in order and without gaps: at least one and at most
@@ -328,7 +328,7 @@ impl Store {
         length: u64,
         limit: usize,
     ) -> Result<Vec<Extent>, BlockError> {
-        let watch = self.begin();
+        let tracked = self.begin();
         let result = match self {
             Store::File(s) => s.extents(io, offset, length, limit).await,
             Store::Nbd(s) => s.extents(io, offset, length, limit).await,
@@ -337,7 +337,7 @@ impl Store {
             Store::Memory(s) => Ok(s.extents(io, offset, length, limit).await),
             Store::Null(_) => Ok(vec![Extent { offset, length, hole: true }]),
         };
-        watch.ended(result)
+        tracked.end(result)
     }
 
     /// Aborts the store, from any thread: all requests that wait for a server, flushes included,
@@ -366,7 +366,7 @@ impl Store {
 
     /// Hints that a range will be read soon.
     pub async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
-        let watch = self.begin();
+        let tracked = self.begin();
         let result = match self {
             Store::File(s) => s.prefetch(io, offset, length).await,
             Store::Nbd(s) => s.prefetch(io, offset, length).await,
@@ -374,7 +374,7 @@ impl Store {
             Store::Test(_) => Ok(()),
             Store::Memory(_) | Store::Null(_) => Ok(()),
         };
-        watch.ended(result)
+        tracked.end(result)
     }
 }
 
@@ -382,7 +382,7 @@ impl Store {
 async fn copy_in(store: &MemoryStore, io: &Io, buf: Buf, offset: u64) -> Buf {
     let mut at = 0;
     loop {
-        let end = buf.len().min(at + COPIED_AT_ONCE);
+        let end = buf.len().min(at + COPY_BYTES);
         store.write(&buf[at..end], offset + at as u64);
         if end == buf.len() {
             return buf;
@@ -393,16 +393,16 @@ async fn copy_in(store: &MemoryStore, io: &Io, buf: Buf, offset: u64) -> Buf {
 }
 
 /// A request in flight, counted if the store has health counters.
-pub(crate) struct Request<'a> {
-    watched: Option<&'a Watched>,
-    _begun: Option<watched::Begun<'a>>,
+pub(crate) struct TrackedRequest<'a> {
+    health: Option<&'a StoreHealth>,
+    _begun: Option<health::InFlightRequest<'a>>,
 }
 
-impl Request<'_> {
+impl TrackedRequest<'_> {
     /// Ends the request; counts a failure.
-    pub(crate) fn ended<T>(self, result: Result<T, BlockError>) -> Result<T, BlockError> {
-        if let (Some(watched), Err(error)) = (self.watched, &result) {
-            watched.note(error);
+    pub(crate) fn end<T>(self, result: Result<T, BlockError>) -> Result<T, BlockError> {
+        if let (Some(health), Err(error)) = (self.health, &result) {
+            health.note(error);
         }
         result
     }

@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::resize::judge;
+use crate::resize::check_size_change;
 use crate::{BLOCK, Extent, Io, Resize, ResizeError, push_extent};
 
 const SHARDS: u64 = 16;
@@ -30,24 +30,24 @@ const HOLE: &[u8; BLOCK_BYTES] = &[0; BLOCK_BYTES];
 const EMPTY: &[Option<Block>; CHUNK] = &[const { None }; CHUNK];
 
 type Block = Box<[u8; BLOCK_BYTES]>;
-type Shard = Mutex<Part>;
+type Shard = Mutex<ShardChunks>;
 
 /// Chunks that are freed, or listed, before the worker's other tasks run.
-const AT_ONCE: usize = 16;
+const FREED_AT_ONCE: usize = 16;
 const LISTED_AT_ONCE: usize = 256;
 
 /// The chunks of one shard.
 #[derive(Debug)]
-struct Part {
-    chunks: HashMap<u64, Chunk, Keyed>,
+struct ShardChunks {
+    chunks: HashMap<u64, BlockChunk, KeyedHash>,
     /// Their numbers.
     order: BTreeSet<u64>,
     /// Allocated blocks.
     blocks: u64,
 }
 
-impl Part {
-    fn get(&self, number: u64) -> Option<&Chunk> {
+impl ShardChunks {
+    fn get(&self, number: u64) -> Option<&BlockChunk> {
         self.chunks.get(&number)
     }
 
@@ -56,7 +56,7 @@ impl Part {
         let Some(chunk) = self.chunks.get_mut(&number) else { return };
         let first = number * CHUNK_BLOCKS;
         for block in first.max(blocks.start)..blocks.end.min(first + CHUNK_BLOCKS) {
-            self.blocks -= u64::from(chunk.place(block).take().is_some());
+            self.blocks -= u64::from(chunk.slot(block).take().is_some());
         }
         if chunk.blocks.iter().all(Option::is_none) {
             self.chunks.remove(&number);
@@ -67,16 +67,16 @@ impl Part {
 
 /// Neighbouring blocks.
 #[derive(Debug, Default)]
-struct Chunk {
+struct BlockChunk {
     blocks: [Option<Block>; CHUNK],
 }
 
-impl Chunk {
+impl BlockChunk {
     fn get(&self, block: u64) -> Option<&Block> {
         self.blocks[to_usize(block % CHUNK_BLOCKS)].as_ref()
     }
 
-    fn place(&mut self, block: u64) -> &mut Option<Block> {
+    fn slot(&mut self, block: u64) -> &mut Option<Block> {
         &mut self.blocks[to_usize(block % CHUNK_BLOCKS)]
     }
 }
@@ -84,36 +84,36 @@ impl Chunk {
 /// Hashes a chunk number with two multiplications under a secret key: a guest chooses the numbers
 /// and must not be able to cause collisions.
 #[derive(Clone, Debug)]
-struct Keyed(u64, u64);
+struct KeyedHash(u64, u64);
 
-impl Keyed {
-    fn new() -> Keyed {
+impl KeyedHash {
+    fn new() -> KeyedHash {
         let random = RandomState::new();
-        Keyed(random.hash_one(0), random.hash_one(1) | 1)
+        KeyedHash(random.hash_one(0), random.hash_one(1) | 1)
     }
 }
 
-impl BuildHasher for Keyed {
-    type Hasher = Folded;
+impl BuildHasher for KeyedHash {
+    type Hasher = KeyedHasher;
 
-    fn build_hasher(&self) -> Folded {
-        Folded { keys: self.clone(), state: 0 }
+    fn build_hasher(&self) -> KeyedHasher {
+        KeyedHasher { keys: self.clone(), state: 0 }
     }
 }
 
-struct Folded {
-    keys: Keyed,
+struct KeyedHasher {
+    keys: KeyedHash,
     state: u64,
 }
 
-impl Hasher for Folded {
+impl Hasher for KeyedHasher {
     fn write(&mut self, bytes: &[u8]) {
         bytes.iter().for_each(|byte| self.write_u64(self.state ^ u64::from(*byte)));
     }
 
     #[inline]
     fn write_u64(&mut self, value: u64) {
-        let Keyed(add, multiply) = self.keys;
+        let KeyedHash(add, multiply) = self.keys;
         let product = u128::from(value ^ add) * u128::from(multiply);
         // The product is folded; each half fits in 64 bits.
         let (low, high) = (product & u128::from(u64::MAX), product >> 64);
@@ -135,13 +135,13 @@ pub struct MemoryStore {
 }
 
 /// The part of a range in one block: block number, first byte within it, bytes.
-struct Piece {
+struct BlockPiece {
     block: u64,
     start: usize,
     length: usize,
 }
 
-fn pieces(offset: u64, length: u64) -> impl Iterator<Item = Piece> {
+fn pieces(offset: u64, length: u64) -> impl Iterator<Item = BlockPiece> {
     let end = offset + length;
     let mut at = offset;
     std::iter::from_fn(move || {
@@ -152,7 +152,7 @@ fn pieces(offset: u64, length: u64) -> impl Iterator<Item = Piece> {
         let length = (BLOCK - start).min(end - at);
         at += length;
         // Both are at most 4096.
-        Some(Piece { block, start: to_usize(start), length: to_usize(length) })
+        Some(BlockPiece { block, start: to_usize(start), length: to_usize(length) })
     })
 }
 
@@ -164,10 +164,10 @@ fn to_usize(value: u64) -> usize {
 impl MemoryStore {
     /// An empty store of `size` bytes; reads give zeroes.
     pub fn new(size: u64) -> MemoryStore {
-        let keys = Keyed::new();
+        let keys = KeyedHash::new();
         let part = |_| {
             let chunks = HashMap::with_hasher(keys.clone());
-            Mutex::new(Part { chunks, order: BTreeSet::new(), blocks: 0 })
+            Mutex::new(ShardChunks { chunks, order: BTreeSet::new(), blocks: 0 })
         };
         let shards = (0..SHARDS).map(part);
         let nonce = crate::identity::nonce();
@@ -185,7 +185,7 @@ impl MemoryStore {
     pub(crate) async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         let from = self.size();
         let to = order.to.unwrap_or(from);
-        judge(from, to, BLOCK, order.shrink)?;
+        check_size_change(from, to, BLOCK, order.shrink)?;
         self.size.store(to, Ordering::Relaxed);
         if to < from {
             self.discard(io, to, from - to).await;
@@ -198,13 +198,13 @@ impl MemoryStore {
         self.shards.iter().map(|shard| lock(shard).blocks).sum::<u64>() * BLOCK
     }
 
-    fn shard(&self, block: u64) -> MutexGuard<'_, Part> {
+    fn shard(&self, block: u64) -> MutexGuard<'_, ShardChunks> {
         // Neighbouring blocks share a shard, so that large requests lock less often.
         lock(&self.shards[to_usize(block / CHUNK_BLOCKS % SHARDS)])
     }
 
     /// Calls `see` on each piece of a range in order, in place.
-    pub(crate) fn show(&self, offset: u64, length: u64, mut see: impl FnMut(&[u8])) {
+    pub(crate) fn read_in_place(&self, offset: u64, length: u64, mut see: impl FnMut(&[u8])) {
         let (number, start) = (offset / BLOCK, to_usize(offset % BLOCK));
         if length <= BLOCK && start + to_usize(length) <= BLOCK_BYTES {
             // The common case: one block, or a part of it.
@@ -230,15 +230,15 @@ impl MemoryStore {
     }
 
     /// Calls `put` on each piece of a range in order, in place.
-    pub(crate) fn fill(&self, offset: u64, length: u64, mut put: impl FnMut(&mut [u8])) {
+    pub(crate) fn write_in_place(&self, offset: u64, length: u64, mut put: impl FnMut(&mut [u8])) {
         for run in runs(offset, length) {
             let mut shard = self.shard(run.0 / BLOCK);
-            let Part { chunks, order, blocks } = &mut *shard;
+            let ShardChunks { chunks, order, blocks } = &mut *shard;
             let chunk = match chunks.entry(run.0 / BLOCK / CHUNK_BLOCKS) {
                 Entry::Occupied(there) => there.into_mut(),
-                Entry::Vacant(place) => {
-                    order.insert(*place.key());
-                    place.insert(Chunk::default())
+                Entry::Vacant(slot) => {
+                    order.insert(*slot.key());
+                    slot.insert(BlockChunk::default())
                 }
             };
             let (mut start, mut left) = (to_usize(run.0 % BLOCK), to_usize(run.1));
@@ -260,7 +260,7 @@ impl MemoryStore {
     }
 
     pub(crate) fn read(&self, mut rest: &mut [u8], offset: u64) {
-        self.show(offset, rest.len() as u64, |piece| {
+        self.read_in_place(offset, rest.len() as u64, |piece| {
             let (here, after) = std::mem::take(&mut rest).split_at_mut(piece.len());
             here.copy_from_slice(piece);
             rest = after;
@@ -268,7 +268,7 @@ impl MemoryStore {
     }
 
     pub(crate) fn write(&self, mut rest: &[u8], offset: u64) {
-        self.fill(offset, rest.len() as u64, |piece| {
+        self.write_in_place(offset, rest.len() as u64, |piece| {
             let (here, after) = rest.split_at(piece.len());
             piece.copy_from_slice(here);
             rest = after;
@@ -303,10 +303,10 @@ impl MemoryStore {
         }
     }
 
-    fn zero(&self, piece: &Piece) {
+    fn zero(&self, piece: &BlockPiece) {
         let mut shard = self.shard(piece.block);
         let chunk = shard.chunks.get_mut(&(piece.block / CHUNK_BLOCKS));
-        if let Some(block) = chunk.and_then(|chunk| chunk.place(piece.block).as_mut()) {
+        if let Some(block) = chunk.and_then(|chunk| chunk.slot(piece.block).as_mut()) {
             block[piece.start..piece.start + piece.length].fill(0);
         }
     }
@@ -322,7 +322,7 @@ impl MemoryStore {
         let end = offset + length;
         let range = offset / BLOCK..end.div_ceil(BLOCK);
         let last = range.end.div_ceil(CHUNK_BLOCKS);
-        let after = |part: &Part, from: u64| part.order.range(from.min(last)..last).next().copied();
+        let after = |part: &ShardChunks, from: u64| part.order.range(from.min(last)..last).next().copied();
         // The next chunk of each shard.
         let first = |shard| after(&lock(shard), range.start / CHUNK_BLOCKS);
         let mut next: Vec<Option<u64>> = self.shards.iter().map(first).collect();
@@ -333,10 +333,10 @@ impl MemoryStore {
             let mut there = 0u32;
             {
                 let shard = self.shard(number * CHUNK_BLOCKS);
-                for (place, block) in
+                for (slot, block) in
                     shard.get(number).into_iter().flat_map(|c| &c.blocks).enumerate()
                 {
-                    there |= u32::from(block.is_some()) << place;
+                    there |= u32::from(block.is_some()) << slot;
                 }
                 next[to_usize(number % SHARDS)] = after(&shard, number + 1);
             }
@@ -368,8 +368,8 @@ impl MemoryStore {
 }
 
 /// Frees blocks of a few chunks of a shard. Returns where to continue, if there may be more.
-fn free_some(part: &mut Part, mut chunks: Range<u64>, blocks: &Range<u64>) -> Option<u64> {
-    for _ in 0..AT_ONCE {
+fn free_some(part: &mut ShardChunks, mut chunks: Range<u64>, blocks: &Range<u64>) -> Option<u64> {
+    for _ in 0..FREED_AT_ONCE {
         let number = part.order.range(chunks.clone()).next().copied()?;
         part.free(number, blocks);
         chunks.start = number + 1;
@@ -391,7 +391,7 @@ fn runs(offset: u64, length: u64) -> impl Iterator<Item = (u64, u64)> {
     })
 }
 
-fn lock(shard: &Shard) -> MutexGuard<'_, Part> {
+fn lock(shard: &Shard) -> MutexGuard<'_, ShardChunks> {
     // A thread that panicked left whole blocks: the data is still consistent.
     shard.lock().unwrap_or_else(PoisonError::into_inner)
 }

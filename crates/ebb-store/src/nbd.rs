@@ -56,16 +56,16 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::blocks::BlockOrder;
+use crate::blocks::BlockLock;
 use ebb_io::{Buf, Io};
 use ebb_nbd_proto::{Command, CommandFlags, Errno, TransmissionFlags};
 use ebb_tls::{ClientTls, TlsError};
 
-use crate::syncs::Syncs;
+use crate::flush_state::FlushState;
 use crate::unaligned::{self, Blocks};
-use crate::zeroes::{Left, Zeroing};
+use crate::zeroes::{Remaining, ZeroPermits};
 use crate::{
-    BlockError, BufResult, Capabilities, ErrorKind, Extent, Operation, SECTOR, Watched, ZeroFlags,
+    BlockError, BufResult, Capabilities, ErrorKind, Extent, Operation, SECTOR, StoreHealth, ZeroFlags,
     push_extent,
 };
 use link::Remote;
@@ -73,21 +73,21 @@ pub use options::{
     LostWrites, NbdAddress, NbdError, NbdOptions, NbdTls, NbdTlsKeys, RECONNECT_DEFAULT,
 };
 use route::Routes;
-use slots::{Failure, Outcome, Request};
-use state::Shared;
+use slots::{RequestFailure, RequestOutcome, NbdRequest};
+use state::RemoteState;
 pub use state::StoreState;
 
 /// The longest range of a request without data: below 2^32, and a multiple of every block size.
 const RANGE_MAX: u64 = 1 << 30;
 /// The most extents of one block status request.
-const EXTENTS_AT_ONCE: usize = 4096;
+const EXTENTS_PER_REQUEST: usize = 4096;
 /// The longest range of a block status request: longer than [`RANGE_MAX`], since large holes need
 /// fewer requests then.
 const STATUS_MAX: u64 = 1 << 31;
 /// Block status requests sent for one call. A reply may end before its range does ("the server MAY
 /// return fewer extents"), and the caller continues from there: so a large export does not delay a
 /// request, a client or a shutdown for longer. Enough for a range of 32 bits.
-const STATUS_ROUNDS: usize = 4;
+const STATUS_REQUESTS: usize = 4;
 
 /// An export of an NBD server.
 #[derive(Debug)]
@@ -96,10 +96,10 @@ pub struct NbdStore {
     routes: Routes,
     /// Held shared by aligned writes and exclusively by unaligned ones; `None` where all are
     /// aligned.
-    unaligned: Option<BlockOrder>,
-    syncs: Syncs,
-    zeroing: Zeroing,
-    watched: Watched,
+    unaligned: Option<BlockLock>,
+    flush_state: FlushState,
+    zero_permits: ZeroPermits,
+    health: StoreHealth,
 }
 
 impl Drop for NbdStore {
@@ -117,7 +117,7 @@ impl NbdStore {
     pub fn open(options: NbdOptions) -> Result<(NbdStore, Vec<String>), NbdError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let tls = options.tls.as_ref().map(|tls| client_tls(&options.address, tls)).transpose()?;
-        let export = connect::connect(&options, tls.as_ref())?.goodbye();
+        let export = connect::connect(&options, tls.as_ref())?.disconnect();
         let mut notes = Vec::new();
         if !export.offers(TransmissionFlags::SEND_FLUSH) && !options.read_only {
             notes.push("the server offers no flush: writes are as stable as it makes them".into());
@@ -125,12 +125,12 @@ impl NbdStore {
         if !export.offers(TransmissionFlags::CAN_MULTI_CONN) {
             notes.push("the server allows one connection: workers share it".into());
         }
-        let unaligned = (u64::from(export.min_block) > SECTOR).then(BlockOrder::default);
-        let shared = Shared::new(options.lost_writes);
+        let unaligned = (u64::from(export.min_block) > SECTOR).then(BlockLock::default);
+        let shared = RemoteState::new(options.lost_writes);
         let remote = Arc::new(Remote { options, tls, export, shared });
         let routes = Routes::new(NEXT.fetch_add(1, Ordering::Relaxed), remote.clone());
-        let (syncs, zeroing, watched) = Default::default();
-        Ok((NbdStore { remote, routes, unaligned, syncs, zeroing, watched }, notes))
+        let (flush_state, zero_permits, health) = Default::default();
+        Ok((NbdStore { remote, routes, unaligned, flush_state, zero_permits, health }, notes))
     }
 
     /// Identified by its address and the export's name.
@@ -151,12 +151,12 @@ impl NbdStore {
         self.remote.shared.abort();
     }
 
-    pub(crate) fn syncs(&self) -> &Syncs {
-        &self.syncs
+    pub(crate) fn flush_state(&self) -> &FlushState {
+        &self.flush_state
     }
 
-    pub(crate) fn zeroing(&self) -> &Zeroing {
-        &self.zeroing
+    pub(crate) fn zero_permits(&self) -> &ZeroPermits {
+        &self.zero_permits
     }
 
     /// The most bytes of one write.
@@ -179,8 +179,8 @@ impl NbdStore {
         }
     }
 
-    pub(crate) fn watched(&self) -> &Watched {
-        &self.watched
+    pub(crate) fn health(&self) -> &StoreHealth {
+        &self.health
     }
 
     fn offers(&self, flag: TransmissionFlags) -> bool {
@@ -197,16 +197,16 @@ impl NbdStore {
     }
 
     /// Submits one request.
-    async fn ask(
+    async fn submit(
         &self,
         io: &Io,
         (command, flags): (Command, CommandFlags),
         (offset, length): (u64, u64),
-    ) -> Result<Outcome<Buf>, Failure> {
+    ) -> Result<RequestOutcome<Buf>, RequestFailure> {
         // Callers pass at most RANGE_MAX.
         let length = u32::try_from(length).unwrap_or(u32::MAX);
-        let limit = EXTENTS_AT_ONCE;
-        let request = Request { command, flags, offset, length, at: 0, limit, zeroes: false };
+        let limit = EXTENTS_PER_REQUEST;
+        let request = NbdRequest { command, flags, offset, length, at: 0, limit, zeroes: false };
         let outcome = self.routes.request(io, request, None).await;
         match outcome.result {
             Ok(()) => Ok(outcome),
@@ -215,18 +215,18 @@ impl NbdStore {
     }
 
     /// Submits as many requests as a range needs.
-    async fn ask_range(
+    async fn submit_range(
         &self,
         io: &Io,
         what: (Command, CommandFlags),
         offset: u64,
         length: u64,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), RequestFailure> {
         let end = offset + length;
         let mut at = offset;
         while at < end {
             let count = (end - at).min(RANGE_MAX);
-            self.ask(io, what, (at, count)).await?;
+            self.submit(io, what, (at, count)).await?;
             at += count;
         }
         Ok(())
@@ -234,13 +234,13 @@ impl NbdStore {
 
     fn error(
         &self,
-        failure: Failure,
+        failure: RequestFailure,
         operation: Operation,
         offset: u64,
         length: u64,
     ) -> BlockError {
         let source = match failure {
-            Failure::Server(code) => {
+            RequestFailure::Server(code) => {
                 // An error number that the protocol does not define is an I/O error.
                 let code =
                     if code == Errno::Overflow.to_wire() { Errno::Io.to_wire() } else { code };
@@ -249,21 +249,21 @@ impl NbdStore {
                     _ => libc::EIO,
                 })
             }
-            Failure::Broken(what) => {
+            RequestFailure::Protocol(what) => {
                 let address = &self.remote.options.address;
                 io::Error::new(
                     io::ErrorKind::InvalidData,
                     format!("NBD server {address} broke the protocol: {what}"),
                 )
             }
-            Failure::Lost if self.remote.shared.is_aborted() => {
+            RequestFailure::Lost if self.remote.shared.is_aborted() => {
                 let address = &self.remote.options.address;
                 let what = format!("given up before the NBD server {address} answered");
                 let source = Some(io::Error::new(io::ErrorKind::Interrupted, what));
                 let error = BlockError::new(ErrorKind::Closing, operation, offset, length);
                 return BlockError { source, ..error };
             }
-            Failure::Lost => {
+            RequestFailure::Lost => {
                 let limit = self.remote.options.reconnect.as_secs_f64();
                 let last = self.remote.shared.last_error();
                 io::Error::new(
@@ -314,13 +314,13 @@ impl NbdStore {
             let count = (whole - at).min(most);
             let length = u32::try_from(count).unwrap_or(u32::MAX);
             let offset = offset + at as u64;
-            let request = Request { command, flags, offset, length, at, limit: 0, zeroes: false };
+            let request = NbdRequest { command, flags, offset, length, at, limit: 0, zeroes: false };
             let outcome = self.routes.request(io, request, Some(buf)).await;
             let fail = |failure| self.error(failure, operation, offset, u64::from(length));
             buf = match outcome.buf {
                 Some(buf) => buf,
                 // Only a worker that ends keeps a buffer, and this task ends with it.
-                None => return (Err(fail(Failure::Lost)), io.pool().take(whole).await),
+                None => return (Err(fail(RequestFailure::Lost)), io.pool().take(whole).await),
             };
             if let Err(failure) = outcome.result {
                 return (Err(fail(failure)), buf);
@@ -349,8 +349,8 @@ impl NbdStore {
         }
         let shared = &self.remote.shared;
         let mark = shared.mark();
-        let asked = self.ask(io, (Command::Flush, CommandFlags::NONE), (0, 0)).await;
-        asked.map_err(|failure| self.error(failure, Operation::Flush, 0, self.size()))?;
+        let result = self.submit(io, (Command::Flush, CommandFlags::NONE), (0, 0)).await;
+        result.map_err(|failure| self.error(failure, Operation::Flush, 0, self.size()))?;
         if let Some(what) = shared.take_lost() {
             let source = io::Error::other(what);
             return Err(BlockError::from_io(source, Operation::Flush, 0, self.size()));
@@ -376,7 +376,7 @@ impl NbdStore {
             None => None,
         };
         let what = (Command::Trim, CommandFlags::NONE);
-        let result = self.ask_range(io, what, start, end - start).await;
+        let result = self.submit_range(io, what, start, end - start).await;
         drop(shared);
         result.map_err(|failure| self.error(failure, Operation::Discard, offset, length))
     }
@@ -389,7 +389,7 @@ impl NbdStore {
         offset: u64,
         length: u64,
         flags: ZeroFlags,
-    ) -> Result<Left, BlockError> {
+    ) -> Result<Remaining, BlockError> {
         let end = offset + length;
         let can = self.offers(TransmissionFlags::SEND_WRITE_ZEROES);
         let fast = self.offers(TransmissionFlags::SEND_FAST_ZERO);
@@ -410,7 +410,7 @@ impl NbdStore {
             .with_if(!flags.may_unmap, CommandFlags::NO_HOLE)
             .with_if(flags.fast_only, CommandFlags::FAST_ZERO);
         let what = (Command::WriteZeroes, command_flags);
-        let result = self.ask_range(io, what, head, tail - head).await;
+        let result = self.submit_range(io, what, head, tail - head).await;
         drop(shared);
         result.map_err(|failure| self.error(failure, Operation::WriteZeroes, offset, length))?;
         Ok([offset..head, tail..end])
@@ -428,7 +428,7 @@ impl NbdStore {
             Some(lock) => Some(lock.read().await),
             None => None,
         };
-        let request = Request {
+        let request = NbdRequest {
             command: Command::Write,
             flags: CommandFlags::NONE,
             offset,
@@ -455,7 +455,7 @@ impl NbdStore {
         let fail = |failure| self.error(failure, Operation::Extents, offset, length);
         // With the flag the server returns exactly one extent, as long as it can.
         let one = CommandFlags::NONE.with_if(limit == 1, CommandFlags::REQ_ONE);
-        let rounds = if limit == 1 { 1 } else { STATUS_ROUNDS };
+        let rounds = if limit == 1 { 1 } else { STATUS_REQUESTS };
         let mut list: Vec<Extent> = Vec::new();
         let mut at = offset;
         for _ in 0..rounds {
@@ -465,7 +465,7 @@ impl NbdStore {
             let start = at - at % self.block();
             let until = end.next_multiple_of(self.block()).min(start + STATUS_MAX);
             let what = (Command::BlockStatus, one);
-            let outcome = self.ask(io, what, (start, until - start)).await.map_err(fail)?;
+            let outcome = self.submit(io, what, (start, until - start)).await.map_err(fail)?;
             let before = at;
             for extent in outcome.extents {
                 let (from, to) = (extent.offset.max(at), (extent.offset + extent.length).min(end));
@@ -475,7 +475,7 @@ impl NbdStore {
                 }
             }
             if at == before {
-                return Err(fail(Failure::Broken("block status without an extent")));
+                return Err(fail(RequestFailure::Protocol("block status without an extent")));
             }
         }
         list.truncate(limit);
@@ -494,7 +494,7 @@ impl NbdStore {
         let start = offset - offset % self.block();
         let end = (offset + length).next_multiple_of(self.block());
         let what = (Command::Cache, CommandFlags::NONE);
-        let result = self.ask_range(io, what, start, end - start).await;
+        let result = self.submit_range(io, what, start, end - start).await;
         result.map_err(|failure| self.error(failure, Operation::Prefetch, offset, length))
     }
 }

@@ -18,7 +18,7 @@ impl NullStore {
         self.size
     }
 
-    pub(crate) fn show(&self, length: u64, mut see: impl FnMut(&[u8])) {
+    pub(crate) fn read_in_place(&self, length: u64, mut see: impl FnMut(&[u8])) {
         let mut left = usize::try_from(length).unwrap_or(usize::MAX);
         while left > 0 {
             let here = left.min(ZEROES.len());
@@ -27,7 +27,7 @@ impl NullStore {
         }
     }
 
-    pub(crate) fn fill(&self, length: u64, mut put: impl FnMut(&mut [u8])) {
+    pub(crate) fn write_in_place(&self, length: u64, mut put: impl FnMut(&mut [u8])) {
         let mut forgotten = [0; ZEROES.len()];
         let mut left = usize::try_from(length).unwrap_or(usize::MAX);
         while left > 0 {

@@ -109,7 +109,7 @@ impl OpenError {
 }
 
 /// An opened file and its properties.
-pub(crate) struct Opened {
+pub(crate) struct OpenedFile {
     pub(crate) file: File,
     pub(crate) size: u64,
     pub(crate) block_device: bool,
@@ -121,7 +121,7 @@ pub(crate) struct Opened {
     pub(crate) notes: Vec<String>,
 }
 
-pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, OpenError> {
+pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<OpenedFile, OpenError> {
     let mut notes = Vec::new();
     let made = match options.makes() {
         Some(size) => create(path, size)?,
@@ -155,7 +155,7 @@ pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<Opened, OpenErr
             }
         }
     }
-    Ok(Opened { file, size, block_device, alignment, direct, made, notes })
+    Ok(OpenedFile { file, size, block_device, alignment, direct, made, notes })
 }
 
 /// Whether another process, or another store of this process, holds the lock that opening the file
@@ -201,7 +201,7 @@ fn try_open(path: &Path, options: &OpenOptions, direct: bool) -> io::Result<File
 
 /// Another open file description of the same file, even if the file was renamed. `None` without
 /// `/proc`, or where this process may write the file but not read it.
-pub(crate) fn again(file: &File) -> Option<File> {
+pub(crate) fn reopen(file: &File) -> Option<File> {
     use std::os::fd::AsRawFd;
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).ok()
 }

@@ -68,7 +68,7 @@ pub enum ResizeError {
 }
 
 /// Checks a change from `from` to `to` bytes.
-pub(crate) fn judge(from: u64, to: u64, unit: u64, shrink: bool) -> Result<(), ResizeError> {
+pub(crate) fn check_size_change(from: u64, to: u64, unit: u64, shrink: bool) -> Result<(), ResizeError> {
     let unit = unit.max(SECTOR);
     if to == 0 || !to.is_multiple_of(unit) {
         return Err(ResizeError::Sectors { to, unit });
@@ -83,18 +83,18 @@ impl Store {
     /// The size in bytes that [`Store::resize`] would result in; nothing is changed.
     ///
     /// # Errors [`ResizeError`]: it would not be resized.
-    pub async fn judge_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
+    pub async fn check_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         match self {
-            Store::File(s) => s.judge_resize(io, order).await.map(|(to, _)| to),
+            Store::File(s) => s.check_resize(io, order).await.map(|(to, _)| to),
             Store::Memory(_) => {
                 let (from, unit) = (self.size(), crate::BLOCK);
                 let to = order.to.unwrap_or(from);
-                judge(from, to, unit, order.shrink).map(|()| to)
+                check_size_change(from, to, unit, order.shrink).map(|()| to)
             }
             #[cfg(feature = "test-store")]
             Store::Test(_) => {
                 let to = order.to.unwrap_or(self.size());
-                judge(self.size(), to, SECTOR, order.shrink).map(|()| to)
+                check_size_change(self.size(), to, SECTOR, order.shrink).map(|()| to)
             }
             // `resize` fails with the reason.
             Store::Null(_) | Store::Nbd(_) => self.resize(io, order).await,

@@ -37,13 +37,13 @@ pub(crate) fn bounce_bytes(block: u64, offset: u64, length: usize) -> usize {
     if length == 0 || is_aligned(block, offset, length) {
         return 0;
     }
-    let edges = [0, 1].map(|number| Plan::new(block, offset, length).edges[number].bytes);
+    let edges = [0, 1].map(|number| SplitPlan::new(block, offset, length).edges[number].bytes);
     edges[0].max(edges[1])
 }
 
 /// A part of a request that goes through the bounce buffer.
 #[derive(Clone, Copy, Debug, Default)]
-struct Edge {
+struct BounceEdge {
     /// The blocks that contain it.
     start: u64,
     bytes: usize,
@@ -54,7 +54,7 @@ struct Edge {
     length: usize,
 }
 
-impl Edge {
+impl BounceEdge {
     fn in_bounce(&self) -> Range<usize> {
         self.skip..self.skip + self.length
     }
@@ -66,14 +66,14 @@ impl Edge {
 
 /// How a request is split.
 #[derive(Debug)]
-struct Plan {
-    edges: [Edge; 2],
+struct SplitPlan {
+    edges: [BounceEdge; 2],
     /// Whole blocks, as a range of the request.
     body: Range<usize>,
 }
 
-impl Plan {
-    fn new(block: u64, offset: u64, length: usize) -> Plan {
+impl SplitPlan {
+    fn new(block: u64, offset: u64, length: usize) -> SplitPlan {
         // Both are less than a block, and a block of any store is far less than 2^32.
         let to_usize = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         let (skip, end) = (to_usize(offset % block), offset + length as u64);
@@ -81,24 +81,24 @@ impl Plan {
         let start = offset - offset % block;
         let wide = (skip + length).next_multiple_of(size);
         if wide <= 2 * size {
-            let only = Edge { start, bytes: wide, skip, at: 0, length };
-            return Plan { edges: [only, Edge::default()], body: 0..0 };
+            let only = BounceEdge { start, bytes: wide, skip, at: 0, length };
+            return SplitPlan { edges: [only, BounceEdge::default()], body: 0..0 };
         }
-        let mut plan = Plan { edges: [Edge::default(); 2], body: 0..length - tail };
+        let mut plan = SplitPlan { edges: [BounceEdge::default(); 2], body: 0..length - tail };
         if skip > 0 {
-            plan.edges[0] = Edge { start, bytes: size, skip, at: 0, length: size - skip };
+            plan.edges[0] = BounceEdge { start, bytes: size, skip, at: 0, length: size - skip };
             plan.body.start = size - skip;
         }
         if tail > 0 {
             let (start, at) = (end - tail as u64, length - tail);
-            plan.edges[1] = Edge { start, bytes: size, skip: 0, at, length: tail };
+            plan.edges[1] = BounceEdge { start, bytes: size, skip: 0, at, length: tail };
         }
         plan
     }
 
     /// One of the two edges. Recomputed, as a kept plan would enlarge the future of every request.
-    fn edge(block: u64, offset: u64, length: usize, number: usize) -> Option<Edge> {
-        let edge = Plan::new(block, offset, length).edges[number];
+    fn edge(block: u64, offset: u64, length: usize, number: usize) -> Option<BounceEdge> {
+        let edge = SplitPlan::new(block, offset, length).edges[number];
         (edge.length > 0).then_some(edge)
     }
 }
@@ -130,7 +130,7 @@ fn restore(buf: &mut Buf, length: usize) {
 /// Fills the whole buffer from `offset`.
 pub(crate) async fn read(store: &impl Blocks, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
     let (block, length) = (store.block(), buf.len());
-    let body = Plan::new(block, offset, length).body;
+    let body = SplitPlan::new(block, offset, length).body;
     if !body.is_empty() {
         // To the start of the buffer, which is aligned in memory, as direct I/O requires.
         buf.set_len(body.len());
@@ -146,14 +146,14 @@ pub(crate) async fn read(store: &impl Blocks, io: &Io, mut buf: Buf, offset: u64
     }
     let mut bounce = io.pool().take(bounce_bytes(block, offset, length)).await;
     for number in [0, 1] {
-        let Some(edge) = Plan::edge(block, offset, length, number) else { continue };
+        let Some(edge) = SplitPlan::edge(block, offset, length, number) else { continue };
         bounce.set_len(edge.bytes);
         let (result, back) = store.read_blocks(io, bounce, edge.start).await;
         bounce = back;
         if result.is_err() {
             return (result, buf);
         }
-        if let Some(edge) = Plan::edge(block, offset, length, number) {
+        if let Some(edge) = SplitPlan::edge(block, offset, length, number) {
             buf[edge.in_request()].copy_from_slice(&bounce[edge.in_bounce()]);
         }
     }
@@ -171,14 +171,14 @@ pub(crate) async fn write(
     let (block, length) = (store.block(), buf.len());
     let mut bounce = io.pool().take(bounce_bytes(block, offset, length)).await;
     for number in [0, 1] {
-        let Some(edge) = Plan::edge(block, offset, length, number) else { continue };
+        let Some(edge) = SplitPlan::edge(block, offset, length, number) else { continue };
         bounce.set_len(edge.bytes);
         let (result, back) = store.read_blocks(io, bounce, edge.start).await;
         bounce = back;
         if result.is_err() {
             return (result, buf);
         }
-        let Some(edge) = Plan::edge(block, offset, length, number) else { continue };
+        let Some(edge) = SplitPlan::edge(block, offset, length, number) else { continue };
         bounce[edge.in_bounce()].copy_from_slice(&buf[edge.in_request()]);
         let (result, back) = store.write_blocks(io, bounce, edge.start, fua).await;
         bounce = back;
@@ -186,7 +186,7 @@ pub(crate) async fn write(
             return (result, buf);
         }
     }
-    let body = Plan::new(block, offset, length).body;
+    let body = SplitPlan::new(block, offset, length).body;
     if body.is_empty() {
         return (Ok(()), buf);
     }

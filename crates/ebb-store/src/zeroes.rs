@@ -26,51 +26,51 @@ pub type Wanted<'a> = &'a dyn Fn() -> bool;
 
 /// Permits for writing zeroes as data.
 #[derive(Debug)]
-pub(crate) struct Zeroing(Semaphore);
+pub(crate) struct ZeroPermits(Semaphore);
 
-impl Default for Zeroing {
+impl Default for ZeroPermits {
     fn default() -> Self {
-        Zeroing(Semaphore::new(AT_ONCE))
+        ZeroPermits(Semaphore::new(AT_ONCE))
     }
 }
 
-impl Zeroing {
-    async fn turn(&self) -> SemaphoreGuard<'_> {
+impl ZeroPermits {
+    async fn acquire(&self) -> SemaphoreGuard<'_> {
         self.0.acquire().await
     }
 }
 
 /// What remains to be written as data: two ends of a range, both of which may be empty.
-pub(crate) type Left = [Range<u64>; 2];
+pub(crate) type Remaining = [Range<u64>; 2];
 
 /// Nothing remains.
-pub(crate) const NOTHING: Left = [0..0, 0..0];
+pub(crate) const NONE_REMAINING: Remaining = [0..0, 0..0];
 
 /// The unit of writing zeroes as data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Piece {
+pub(crate) enum ZeroPiece {
     /// Bytes of whole blocks.
     Whole(u64),
     /// Bytes within one block.
     Part(u64),
 }
 
-impl Piece {
+impl ZeroPiece {
     /// The first piece of a range that is not empty, for a store with blocks of `block` bytes that
     /// accepts `most` bytes per write.
-    fn first_of(range: &Range<u64>, block: u64, most: u64) -> Piece {
+    fn first_of(range: &Range<u64>, block: u64, most: u64) -> ZeroPiece {
         let length = range.end - range.start;
         let into = range.start % block;
         if into > 0 || length < block {
-            return Piece::Part((block - into).min(length));
+            return ZeroPiece::Part((block - into).min(length));
         }
         let most = PIECE.min(most).min(length);
-        Piece::Whole((most - most % block).max(block))
+        ZeroPiece::Whole((most - most % block).max(block))
     }
 
     fn bytes(self) -> u64 {
         match self {
-            Piece::Whole(bytes) | Piece::Part(bytes) => bytes,
+            ZeroPiece::Whole(bytes) | ZeroPiece::Part(bytes) => bytes,
         }
     }
 }
@@ -97,21 +97,21 @@ impl Store {
         flags: ZeroFlags,
         wanted: Wanted<'_>,
     ) -> Result<(), BlockError> {
-        let watch = self.begin();
+        let tracked = self.begin();
         let left = match self {
             Store::File(s) => s.zero_quickly(io, offset, length, flags).await,
             Store::Nbd(s) => s.zero_quickly(io, offset, length, flags).await,
             #[cfg(feature = "test-store")]
             Store::Test(s) => {
-                s.zero(io, Operation::WriteZeroes, offset, length).await.map(|()| NOTHING)
+                s.zero(io, Operation::WriteZeroes, offset, length).await.map(|()| NONE_REMAINING)
             }
             Store::Memory(s) => {
                 s.discard(io, offset, length).await;
-                Ok(NOTHING)
+                Ok(NONE_REMAINING)
             }
-            Store::Null(_) => Ok(NOTHING),
+            Store::Null(_) => Ok(NONE_REMAINING),
         };
-        let left = watch.ended(left)?;
+        let left = tracked.end(left)?;
         if left.iter().all(Range::is_empty) {
             return Ok(());
         }
@@ -119,35 +119,35 @@ impl Store {
         Box::pin(self.write_out(io, left, wanted)).await
     }
 
-    async fn write_out(&self, io: &Io, left: Left, wanted: Wanted<'_>) -> Result<(), BlockError> {
-        let (zeroing, block, most) = match self {
-            Store::File(s) => (s.zeroing(), u64::from(s.capabilities().alignment), PIECE),
-            Store::Nbd(s) => (s.zeroing(), u64::from(s.capabilities().alignment), s.write_most()),
+    async fn write_out(&self, io: &Io, left: Remaining, wanted: Wanted<'_>) -> Result<(), BlockError> {
+        let (zero_permits, block, most) = match self {
+            Store::File(s) => (s.zero_permits(), u64::from(s.capabilities().alignment), PIECE),
+            Store::Nbd(s) => (s.zero_permits(), u64::from(s.capabilities().alignment), s.write_most()),
             _ => return Ok(()),
         };
-        let _turn = zeroing.turn().await;
+        let _permit = zero_permits.acquire().await;
         for mut range in left {
             while !range.is_empty() {
-                let piece = Piece::first_of(&range, block.max(1), most);
+                let piece = ZeroPiece::first_of(&range, block.max(1), most);
                 if !wanted() {
                     let (kind, operation) = (ErrorKind::Closing, Operation::WriteZeroes);
                     let left = range.end - range.start;
                     return Err(BlockError::new(kind, operation, range.start, left));
                 }
-                let watch = self.begin();
+                let tracked = self.begin();
                 let result = self.write_out_piece(io, range.start, piece).await;
-                watch.ended(result)?;
+                tracked.end(result)?;
                 range.start += piece.bytes();
             }
         }
         Ok(())
     }
 
-    async fn write_out_piece(&self, io: &Io, at: u64, piece: Piece) -> Result<(), BlockError> {
+    async fn write_out_piece(&self, io: &Io, at: u64, piece: ZeroPiece) -> Result<(), BlockError> {
         let result = match (self, piece) {
-            (Store::File(s), Piece::Whole(length)) => s.zero_blocks(io, at, length).await,
-            (Store::Nbd(s), Piece::Whole(length)) => s.zero_blocks(io, at, length).await,
-            (_, Piece::Part(length)) => {
+            (Store::File(s), ZeroPiece::Whole(length)) => s.zero_blocks(io, at, length).await,
+            (Store::Nbd(s), ZeroPiece::Whole(length)) => s.zero_blocks(io, at, length).await,
+            (_, ZeroPiece::Part(length)) => {
                 // Less than a block.
                 let mut buf = io.pool().take(usize::try_from(length).unwrap_or(usize::MAX)).await;
                 buf.fill(0);
@@ -202,10 +202,10 @@ mod tests {
         assert!(all.iter().all(|byte| *byte == 0));
     }
 
-    fn pieces(mut range: Range<u64>, block: u64, most: u64) -> Vec<Piece> {
+    fn pieces(mut range: Range<u64>, block: u64, most: u64) -> Vec<ZeroPiece> {
         let mut all = Vec::new();
         while !range.is_empty() {
-            let piece = Piece::first_of(&range, block, most);
+            let piece = ZeroPiece::first_of(&range, block, most);
             range.start += piece.bytes();
             all.push(piece);
         }
@@ -214,7 +214,7 @@ mod tests {
 
     #[test]
     fn whole_blocks_are_whole_and_ends_are_parts() {
-        use Piece::{Part, Whole};
+        use ZeroPiece::{Part, Whole};
         let mib = 1 << 20;
         assert_eq!(pieces(512..512 + mib, 1, PIECE), [Whole(mib)]);
         assert_eq!(pieces(0..2 * mib + 512, 512, PIECE), [Whole(mib), Whole(mib), Whole(512)]);

@@ -92,7 +92,7 @@ impl Volume {
         if self.is_closing() {
             return Err(CLOSING);
         }
-        let to = limit.on(self.store.judge_resize(io, order)).await??;
+        let to = limit.on(self.store.check_resize(io, order)).await??;
         let order = Resize { to: Some(to), ..order };
         let from = self.size();
         if to >= from {

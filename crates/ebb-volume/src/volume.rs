@@ -164,8 +164,8 @@ impl Volume {
     }
 
     /// What can be seen of its store from outside; `None` for those in memory.
-    pub fn watched(&self) -> Option<&ebb_store::Watched> {
-        self.store.watched()
+    pub fn watched(&self) -> Option<&ebb_store::StoreHealth> {
+        self.store.health()
     }
 
     /// The file or server its store is at, for messages.
@@ -438,7 +438,7 @@ impl Volume {
     /// The data itself, if it lies in this process and no cache stands before it: for requests done
     /// at once, without a buffer and without waiting. `None` otherwise, and once it is being closed.
     pub fn direct_access(&self) -> Option<AtHand<'_>> {
-        if self.cache.is_some() || !self.store.is_at_hand() {
+        if self.cache.is_some() || !self.store.has_direct_access() {
             return None;
         }
         Some(AtHand { volume: self, _pass: self.gate.enter()? })
@@ -474,7 +474,7 @@ impl AtHand<'_> {
     /// As [`Volume::read`]; then nothing was shown.
     pub fn read(&self, offset: u64, length: u64, see: impl FnMut(&[u8])) -> Result<(), BlockError> {
         self.volume.judge(Operation::Read, offset, length)?;
-        self.volume.store.show(offset, length, see);
+        self.volume.store.read_in_place(offset, length, see);
         self.volume.stats.count(Operation::Read, length, true);
         Ok(())
     }
@@ -490,7 +490,7 @@ impl AtHand<'_> {
         put: impl FnMut(&mut [u8]),
     ) -> Result<(), BlockError> {
         self.volume.judge(Operation::Write, offset, length)?;
-        self.volume.store.fill(offset, length, put);
+        self.volume.store.write_in_place(offset, length, put);
         self.volume.stats.count(Operation::Write, length, true);
         Ok(())
     }

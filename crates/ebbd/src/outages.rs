@@ -141,7 +141,7 @@ fn say(volume: &Volume, look: &Look, tale: &Tale, left_out: u64) {
             "what had no answer has ended"
         ),
         Tale::Fails { kind, count } => {
-            let reason = volume.watched().and_then(|watched| watched.take_why(*kind));
+            let reason = volume.watched().and_then(|watched| watched.take_error(*kind));
             let (what, remedy) = match kind {
                 FailedKind::Read => ("reading failed", "see the log of the kernel or the server"),
                 FailedKind::Write => (

@@ -8,7 +8,7 @@ use std::task::{Context, Poll, Waker};
 use crate::Operation;
 
 #[derive(Debug, Default)]
-struct State {
+struct HoldState {
     /// Kinds of operations that hang now, as bits.
     kinds: u32,
     /// How often requests were released.
@@ -19,7 +19,7 @@ struct State {
 
 /// The requests that hang.
 #[derive(Debug, Default)]
-pub(super) struct Hold(Mutex<State>);
+pub(super) struct RequestHold(Mutex<HoldState>);
 
 pub(super) const ALL: u32 = u32::MAX;
 
@@ -35,8 +35,8 @@ pub(super) fn bit(operation: Operation) -> u32 {
     }
 }
 
-impl Hold {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl RequestHold {
+    fn state(&self) -> MutexGuard<'_, HoldState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -59,21 +59,21 @@ impl Hold {
     }
 
     /// Waits for a release if this kind hangs now, or if `anyway`.
-    pub(super) fn pass(&self, operation: Operation, anyway: bool) -> Pass<'_> {
+    pub(super) fn pass(&self, operation: Operation, anyway: bool) -> HeldRequest<'_> {
         let state = self.state();
         let hangs = anyway || state.kinds & bit(operation) != 0;
-        Pass { hold: self, operation, since: hangs.then_some(state.released), id: None }
+        HeldRequest { hold: self, operation, since: hangs.then_some(state.released), id: None }
     }
 }
 
-pub(super) struct Pass<'a> {
-    hold: &'a Hold,
+pub(super) struct HeldRequest<'a> {
+    hold: &'a RequestHold,
     operation: Operation,
     since: Option<u64>,
     id: Option<u64>,
 }
 
-impl Future for Pass<'_> {
+impl Future for HeldRequest<'_> {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
@@ -98,7 +98,7 @@ impl Future for Pass<'_> {
     }
 }
 
-impl Drop for Pass<'_> {
+impl Drop for HeldRequest<'_> {
     fn drop(&mut self) {
         if let Some(id) = self.id {
             self.hold.state().held.retain(|(held, ..)| *held != id);

@@ -12,7 +12,7 @@ use ebb_tls::{ClientTls, TlsSession};
 use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::export::Export;
+use super::export::RemoteExport;
 use super::handshake::Negotiation;
 use super::link::Remote;
 use super::options::{NbdAddress, NbdError, NbdOptions};
@@ -27,12 +27,12 @@ const SILENCE: Duration = Duration::from_secs(60);
 pub(crate) struct Connected {
     pub(crate) fd: OwnedFd,
     pub(crate) tls: Option<TlsSession>,
-    pub(crate) export: Export,
+    pub(crate) export: RemoteExport,
 }
 
 /// [`connect`] on a helper thread. If this future is dropped, the thread ends within its time limit
 /// and closes its connection.
-pub(crate) async fn connect_aside(io: &Io, remote: Arc<Remote>) -> Result<Connected, NbdError> {
+pub(crate) async fn connect_off_worker(io: &Io, remote: Arc<Remote>) -> Result<Connected, NbdError> {
     let call = move || connect(&remote.options, remote.tls.as_ref());
     #[cfg(feature = "sim")]
     if clock::is_virtual() {
@@ -52,7 +52,7 @@ pub(crate) fn connect(
     let fd = open_socket(&options.address, deadline)
         .map_err(|source| NbdError::Connect { address: address(), source })?;
     let broken = |source| NbdError::Handshake { address: address(), source };
-    let mut wire = Wire { fd, deadline, tls: None };
+    let mut wire = BlockingStream { fd, deadline, tls: None };
     if let Some(context) = tls {
         Negotiation::greet(&mut wire, options)?.start_tls()?;
         let session = context.session().map_err(broken)?;
@@ -71,18 +71,18 @@ fn open_socket(address: &NbdAddress, deadline: Instant) -> io::Result<OwnedFd> {
             let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
             let fd = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
             // If the server does not accept, connecting waits.
-            sockopt::set_socket_timeout(&fd, Timeout::Send, Some(left(deadline)?))?;
+            sockopt::set_socket_timeout(&fd, Timeout::Send, Some(time_left(deadline)?))?;
             rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
             Ok(fd)
         }
         NbdAddress::Tcp { host, port } => {
             let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
             for address in (host.as_str(), *port).to_socket_addrs()? {
-                match TcpStream::connect_timeout(&address, left(deadline)?) {
+                match TcpStream::connect_timeout(&address, time_left(deadline)?) {
                     Ok(stream) => {
                         stream.set_nodelay(true)?;
                         let fd = OwnedFd::from(stream);
-                        watch_over(&fd)?;
+                        enable_keepalive(&fd)?;
                         return Ok(fd);
                     }
                     Err(error) => last = error,
@@ -94,7 +94,7 @@ fn open_socket(address: &NbdAddress, deadline: Instant) -> io::Result<OwnedFd> {
 }
 
 /// Lets the kernel detect a peer that vanished without closing the connection.
-fn watch_over(fd: &OwnedFd) -> io::Result<()> {
+fn enable_keepalive(fd: &OwnedFd) -> io::Result<()> {
     sockopt::set_socket_keepalive(fd, true)?;
     sockopt::set_tcp_keepidle(fd, SILENCE / 4)?;
     sockopt::set_tcp_keepintvl(fd, SILENCE / 10)?;
@@ -105,25 +105,25 @@ fn watch_over(fd: &OwnedFd) -> io::Result<()> {
 }
 
 /// The remaining time, never zero (which would mean no limit).
-fn left(deadline: Instant) -> io::Result<Duration> {
+fn time_left(deadline: Instant) -> io::Result<Duration> {
     let left = deadline.saturating_duration_since(clock::now());
     if left < Duration::from_millis(1) { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
 /// A blocking stream with a deadline, in plain text or under TLS.
-struct Wire {
+struct BlockingStream {
     fd: OwnedFd,
     deadline: Instant,
     tls: Option<TlsSession>,
 }
 
-impl Wire {
+impl BlockingStream {
     fn receive(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         #[cfg(feature = "sim")]
         if clock::is_virtual() {
             return super::sim::receive(&self.fd, buf);
         }
-        sockopt::set_socket_timeout(&self.fd, Timeout::Recv, Some(left(self.deadline)?))?;
+        sockopt::set_socket_timeout(&self.fd, Timeout::Recv, Some(time_left(self.deadline)?))?;
         loop {
             match rustix::net::recv(&self.fd, &mut *buf, RecvFlags::empty()) {
                 Ok((count, _)) => return Ok(count),
@@ -136,7 +136,7 @@ impl Wire {
 
     fn transmit(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            sockopt::set_socket_timeout(&self.fd, Timeout::Send, Some(left(self.deadline)?))?;
+            sockopt::set_socket_timeout(&self.fd, Timeout::Send, Some(time_left(self.deadline)?))?;
             match rustix::net::send(&self.fd, bytes, SendFlags::NOSIGNAL) {
                 Ok(count) => bytes = &bytes[count..],
                 Err(rustix::io::Errno::INTR) => {}
@@ -186,7 +186,7 @@ impl Wire {
         }
     }
 
-    fn done(self, export: Export) -> io::Result<Connected> {
+    fn done(self, export: RemoteExport) -> io::Result<Connected> {
         for which in [Timeout::Recv, Timeout::Send] {
             sockopt::set_socket_timeout(&self.fd, which, None)?;
         }
@@ -194,7 +194,7 @@ impl Wire {
     }
 }
 
-impl Read for Wire {
+impl Read for BlockingStream {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         loop {
             let Some(tls) = &mut self.tls else { return self.receive(buf) };
@@ -207,7 +207,7 @@ impl Read for Wire {
     }
 }
 
-impl Write for Wire {
+impl Write for BlockingStream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match &mut self.tls {
             None => self.transmit(bytes)?,
@@ -227,7 +227,7 @@ impl Write for Wire {
 impl Connected {
     /// Sends `NBD_CMD_DISC` if the connection is in plain text, and returns the export's
     /// properties.
-    pub(crate) fn goodbye(self) -> Export {
+    pub(crate) fn disconnect(self) -> RemoteExport {
         if self.tls.is_none() {
             let mut request = [0; ebb_nbd_proto::REQUEST_LEN];
             request[..4].copy_from_slice(&ebb_nbd_proto::magic::REQUEST.to_be_bytes());

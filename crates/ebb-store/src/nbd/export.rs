@@ -11,7 +11,7 @@ const MIN_BLOCK_MAX: u32 = 64 << 10;
 
 /// An export, as negotiated.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Export {
+pub(crate) struct RemoteExport {
     /// Bytes.
     pub(crate) size: u64,
     pub(crate) flags: TransmissionFlags,
@@ -25,12 +25,12 @@ pub(crate) struct Export {
     pub(crate) allocation: Option<u32>,
 }
 
-impl Export {
+impl RemoteExport {
     /// An export of `size` bytes for which no block sizes were sent.
-    pub(crate) fn new(size: u64, flags: u16) -> Export {
+    pub(crate) fn new(size: u64, flags: u16) -> RemoteExport {
         let flags = TransmissionFlags(flags);
         let known = flags.contains(TransmissionFlags::HAS_FLAGS);
-        Export {
+        RemoteExport {
             size,
             flags: if known { flags } else { TransmissionFlags::NONE },
             min_block: 1,
@@ -72,7 +72,7 @@ impl Export {
     }
 
     /// Whether `new` can replace this one: requests were validated against this one.
-    pub(crate) fn replaced_by(&self, new: &Export, options: &NbdOptions) -> Result<(), NbdError> {
+    pub(crate) fn replaced_by(&self, new: &RemoteExport, options: &NbdOptions) -> Result<(), NbdError> {
         let changed = |what: String| {
             let (address, export) = (options.address.to_string(), options.export.clone());
             Err(NbdError::Changed { address, export, what })
@@ -108,9 +108,9 @@ mod tests {
     #[test]
     fn sizes_a_volume_cannot_have_are_refused() {
         for size in [0, 1, 511, 513, u64::MAX, 1 << 63] {
-            assert!(Export::new(size, 1).check(&options()).is_err(), "{size}");
+            assert!(RemoteExport::new(size, 1).check(&options()).is_err(), "{size}");
         }
-        let mut export = Export::new(512 * 9, 1);
+        let mut export = RemoteExport::new(512 * 9, 1);
         assert!(export.check(&options()).is_ok());
         assert!(export.set_blocks(4096, 4096, 1 << 20));
         let error = export.check(&options()).unwrap_err().to_string();
@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn block_sizes_by_value() {
-        let mut export = Export::new(1 << 20, 1);
+        let mut export = RemoteExport::new(1 << 20, 1);
         for (min, preferred, max) in
             [(0, 1, 1), (3, 4, 6), (1 << 17, 1 << 17, 1 << 20), (512, 1, 512), (512, 512, 700)]
         {
@@ -133,11 +133,11 @@ mod tests {
 
     #[test]
     fn a_lesser_export_is_no_replacement() {
-        let old = Export::new(1 << 20, 0b101);
-        let text = |new: &Export| old.replaced_by(new, &options()).unwrap_err().to_string();
-        assert!(old.replaced_by(&Export::new(1 << 20, 0b1101), &options()).is_ok());
-        assert!(text(&Export::new(1 << 21, 0b101)).contains("2097152 bytes instead of 1048576"));
-        assert!(text(&Export::new(1 << 20, 0b001)).contains("flags 0x4"));
-        assert!(text(&Export::new(1 << 20, 0b111)).contains("read-only"));
+        let old = RemoteExport::new(1 << 20, 0b101);
+        let text = |new: &RemoteExport| old.replaced_by(new, &options()).unwrap_err().to_string();
+        assert!(old.replaced_by(&RemoteExport::new(1 << 20, 0b1101), &options()).is_ok());
+        assert!(text(&RemoteExport::new(1 << 21, 0b101)).contains("2097152 bytes instead of 1048576"));
+        assert!(text(&RemoteExport::new(1 << 20, 0b001)).contains("flags 0x4"));
+        assert!(text(&RemoteExport::new(1 << 20, 0b111)).contains("read-only"));
     }
 }

@@ -11,7 +11,7 @@ use ebb_nbd_proto::{
     ClientFlags, GREETING_LEN, HandshakeFlags, Reader, context, info, magic, option, option_reply,
 };
 
-use super::export::Export;
+use super::export::RemoteExport;
 use super::options::{NbdError, NbdOptions};
 
 /// The longest reply to an option, bytes: descriptions may have 4096.
@@ -20,7 +20,7 @@ const REPLY_MAX: u32 = 64 << 10;
 const REPLIES_MAX: usize = 64;
 
 /// One reply to an option.
-struct Reply {
+struct OptionReply {
     kind: u32,
     data: Vec<u8>,
 }
@@ -74,7 +74,7 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
     }
 
     /// Negotiates structured replies and block status, and enters the export.
-    pub(crate) fn enter(mut self) -> Result<(Export, S), NbdError> {
+    pub(crate) fn enter(mut self) -> Result<(RemoteExport, S), NbdError> {
         self.option(option::STRUCTURED_REPLY, &[])?;
         let structured = match self.reply(option::STRUCTURED_REPLY)?.kind {
             option_reply::ACK => true,
@@ -114,12 +114,12 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
         Err(self.protocol("answers SET_META_CONTEXT without end"))
     }
 
-    fn go(&mut self) -> Result<Export, NbdError> {
+    fn go(&mut self) -> Result<RemoteExport, NbdError> {
         let mut data = self.counted_name();
         data.extend_from_slice(&1u16.to_be_bytes());
         data.extend_from_slice(&info::BLOCK_SIZE.to_be_bytes());
         self.option(option::GO, &data)?;
-        let mut export: Option<Export> = None;
+        let mut export: Option<RemoteExport> = None;
         let mut blocks = None;
         for _ in 0..REPLIES_MAX {
             let reply = self.reply(option::GO)?;
@@ -131,7 +131,7 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
                         let (Some(size), Some(flags)) = (reader.u64(), reader.u16()) else {
                             return Err(self.protocol("describes the export too briefly"));
                         };
-                        export = Some(Export::new(size, flags));
+                        export = Some(RemoteExport::new(size, flags));
                     } else if kind == Some(info::BLOCK_SIZE) {
                         blocks = Some((reader.u32(), reader.u32(), reader.u32()));
                     }
@@ -153,7 +153,7 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
         Err(self.protocol("answers GO without end"))
     }
 
-    fn refusal(&self, reply: &Reply) -> NbdError {
+    fn refusal(&self, reply: &OptionReply) -> NbdError {
         let (address, export) = (self.address(), self.options.export.clone());
         match reply.kind {
             option_reply::ERR_UNKNOWN => {
@@ -177,7 +177,7 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
         self.write(&message)
     }
 
-    fn reply(&mut self, to: u32) -> Result<Reply, NbdError> {
+    fn reply(&mut self, to: u32) -> Result<OptionReply, NbdError> {
         let header: [u8; 20] = self.read()?;
         let mut reader = Reader::new(&header);
         let (opening, number, kind, length) =
@@ -190,7 +190,7 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
         let mut data = vec![0; usize::try_from(length).unwrap_or(0)];
         let result = self.stream.read_exact(&mut data);
         result.map_err(|source| self.broken(source))?;
-        Ok(Reply { kind: kind.unwrap_or(0), data })
+        Ok(OptionReply { kind: kind.unwrap_or(0), data })
     }
 
     fn counted_name(&self) -> Vec<u8> {
@@ -233,7 +233,7 @@ fn push_counted(data: &mut Vec<u8>, text: &[u8]) {
 }
 
 /// The server's message about its refusal, for the log.
-fn reason(reply: &Reply) -> String {
+fn reason(reply: &OptionReply) -> String {
     let text = String::from_utf8_lossy(&reply.data);
     let text: String = text.chars().filter(|c| !c.is_control()).take(200).collect();
     if text.is_empty() { text } else { format!(" ({text})") }

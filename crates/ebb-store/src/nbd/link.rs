@@ -29,21 +29,21 @@ use ebb_nbd_proto::{Command, CommandFlags, REQUEST_LEN, TransmissionFlags, magic
 use ebb_tls::{ClientTls, Transport};
 
 use super::backoff::Backoff;
-use super::connect::{ATTEMPT, Connected, connect_aside};
-use super::export::Export;
+use super::connect::{ATTEMPT, Connected, connect_off_worker};
+use super::export::RemoteExport;
 use super::options::{NbdError, NbdOptions};
-use super::reply::{FRAME_MAX, Frame, Violation, decode};
-use super::slots::{Cookie, Failure, Outcome, Request, Slots, Step};
-use super::state::Shared;
+use super::reply::{FRAME_MAX, ReplyFrame, ProtocolViolation, decode};
+use super::slots::{Cookie, RequestFailure, RequestOutcome, NbdRequest, RequestSlots, ReplyStep};
+use super::state::RemoteState;
 
 /// The most requests in flight on one connection.
 pub(crate) const IN_FLIGHT: usize = 128;
 /// Bytes received at a time when the next frame is not known to be large.
 const STAGE_BYTES: usize = 16 << 10;
 /// A connection that lasted this long counts as successful, whether or not it had requests.
-const PROVEN: Duration = Duration::from_secs(5);
+const STABLE_CONNECTION: Duration = Duration::from_secs(5);
 /// The time limit for sending `NBD_CMD_DISC`.
-const GOODBYE: Duration = Duration::from_secs(1);
+const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The most bytes of data in one message.
 const BATCH_BYTES: usize = 1 << 20;
 /// Pieces of a message that a request takes: its header, and its buffer or zeroes.
@@ -55,17 +55,17 @@ pub(crate) struct Remote {
     pub(crate) options: NbdOptions,
     pub(crate) tls: Option<ClientTls>,
     /// The export as it was when the store was opened.
-    pub(crate) export: Export,
-    pub(crate) shared: Shared,
+    pub(crate) export: RemoteExport,
+    pub(crate) shared: RemoteState,
 }
 
 /// Held by a request in flight.
-struct Held {
+struct InFlightGuard {
     _room: BudgetGuard,
     remote: Arc<Remote>,
 }
 
-impl Drop for Held {
+impl Drop for InFlightGuard {
     fn drop(&mut self) {
         self.remote.shared.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
@@ -74,19 +74,19 @@ impl Drop for Held {
 /// One worker's connection.
 pub(crate) struct Link {
     remote: Arc<Remote>,
-    slots: RefCell<Slots<Buf, Held>>,
+    slots: RefCell<RequestSlots<Buf, InFlightGuard>>,
     room: Rc<Budget>,
     /// There is something to send, or the connection has ended.
     work: Signal,
     /// No timer checks whether the server replies, until `busy` is signalled.
-    resting: Cell<bool>,
-    asked: Signal,
+    idle: Cell<bool>,
+    busy: Signal,
     /// When the server last replied, or when a request ended an idle time.
-    heard: Cell<Instant>,
+    last_reply: Cell<Instant>,
     /// The connection is being closed because the server has been silent for this long.
-    silenced: Cell<Option<Duration>>,
+    silence_limit_reached: Cell<Option<Duration>>,
     /// The current connection is to end.
-    over: Cell<bool>,
+    closing: Cell<bool>,
     /// No connection for longer than the limit: requests fail at once.
     down: Cell<bool>,
     ended: Cell<bool>,
@@ -100,15 +100,15 @@ impl Link {
             slots: RefCell::default(),
             room: Budget::new(IN_FLIGHT),
             work: Signal::default(),
-            resting: Cell::new(false),
-            asked: Signal::default(),
-            heard: Cell::new(ebb_io::clock::now()),
-            silenced: Cell::new(None),
-            over: Cell::new(false),
+            idle: Cell::new(false),
+            busy: Signal::default(),
+            last_reply: Cell::new(ebb_io::clock::now()),
+            silence_limit_reached: Cell::new(None),
+            closing: Cell::new(false),
             down: Cell::new(false),
             ended: Cell::new(false),
         });
-        let guard = End { link: link.clone(), at_end: Some(at_end) };
+        let guard = SupervisorGuard { link: link.clone(), at_end: Some(at_end) };
         let (own, own_io) = (link.clone(), io.clone());
         let supervisor = async move {
             own.supervise(&own_io).await;
@@ -119,20 +119,20 @@ impl Link {
     }
 
     /// Submits a request and waits for its reply.
-    pub(crate) async fn request(&self, request: Request, buf: Option<Buf>) -> Outcome<Buf> {
+    pub(crate) async fn request(&self, request: NbdRequest, buf: Option<Buf>) -> RequestOutcome<Buf> {
         let room = self.room.take(1).await;
         if self.down.get() || self.ended.get() {
-            return Outcome { result: Err(Failure::Lost), buf, extents: Vec::new() };
+            return RequestOutcome { result: Err(RequestFailure::Lost), buf, extents: Vec::new() };
         }
         self.remote.shared.in_flight.fetch_add(1, Ordering::Relaxed);
-        let held = Held { _room: room, remote: self.remote.clone() };
+        let held = InFlightGuard { _room: room, remote: self.remote.clone() };
         let cookie = self.slots.borrow_mut().push(request, buf, Some(held));
         self.work.set();
         self.wait(cookie).await
     }
 
-    async fn wait(&self, cookie: Cookie) -> Outcome<Buf> {
-        let mut pending = Pending { link: self, cookie: Some(cookie) };
+    async fn wait(&self, cookie: Cookie) -> RequestOutcome<Buf> {
+        let mut pending = AbandonOnDrop { link: self, cookie: Some(cookie) };
         let outcome = poll_fn(|cx| self.slots.borrow_mut().poll(cookie, cx)).await;
         pending.cookie = None;
         outcome
@@ -156,7 +156,7 @@ impl Link {
                     let (reason, served) = self.serve(io, connected, again).await;
                     again = true;
                     let idle = !self.slots.borrow().has_sent();
-                    if served || idle || ebb_io::clock::since(since) >= PROVEN {
+                    if served || idle || ebb_io::clock::since(since) >= STABLE_CONNECTION {
                         backoff.reset();
                         lost_at = ebb_io::clock::now();
                     }
@@ -166,7 +166,7 @@ impl Link {
                 }
                 Err(error) => {
                     remote.shared.note_error(&error.to_string());
-                    remote.shared.doubt_now_and_then();
+                    remote.shared.request_probe_limited();
                 }
             }
             if remote.shared.is_closed() {
@@ -191,7 +191,7 @@ impl Link {
     /// One attempt, which may be dropped. If the time limit expires meanwhile, waiting requests
     /// fail.
     async fn attempt(&self, io: &Io, lost_at: Instant) -> Result<Connected, NbdError> {
-        let mut attempt = std::pin::pin!(connect_aside(io, self.remote.clone()));
+        let mut attempt = std::pin::pin!(connect_off_worker(io, self.remote.clone()));
         let left = self.remote.options.reconnect.saturating_sub(ebb_io::clock::since(lost_at));
         let connected = if self.down.get() || left > ATTEMPT {
             attempt.await
@@ -219,7 +219,7 @@ impl Link {
         let id = shared.connected(&fd, again);
         let transport = Rc::new(Transport::new(fd, connected.tls));
         let export = connected.export;
-        self.over.set(false);
+        self.closing.set(false);
         self.slots.borrow_mut().agree(export.structured, export.allocation);
         let mark = shared.mark();
         let first = again && shared.is_dirty() && export.offers(TransmissionFlags::SEND_FLUSH);
@@ -241,7 +241,7 @@ impl Link {
             end = (reason, served);
         }
         watch.cancel().await;
-        if let Some(silence) = self.silenced.take() {
+        if let Some(silence) = self.silence_limit_reached.take() {
             end.0 = format!("the server gave no answer for {} s", silence.as_secs());
         }
         self.wind_up(io, &transport, id, sender, cover).await;
@@ -256,10 +256,10 @@ impl Link {
         sender: ebb_io::Task<()>,
         cover: Option<ebb_io::Task<()>>,
     ) {
-        self.over.set(true);
+        self.closing.set(true);
         self.work.set();
         if self.remote.shared.is_closed() && !self.remote.shared.is_aborted() {
-            let _ = io.timeout(GOODBYE, sender).await;
+            let _ = io.timeout(DISCONNECT_TIMEOUT, sender).await;
         } else {
             // Wakes a sender that waits for room in the socket, so that it returns its buffers.
             transport.shut();
@@ -277,7 +277,7 @@ impl Link {
         match self.wait(cookie).await.result {
             Ok(()) => self.remote.shared.cover(mark),
             // The connection is lost again; the next one begins with a flush, too.
-            Err(Failure::Lost) => {}
+            Err(RequestFailure::Lost) => {}
             Err(failure) => self.remote.shared.lose(format!(
                 "the flush after the connection was made again failed ({failure:?}): changes \
                  acknowledged before may be lost"
@@ -292,34 +292,34 @@ impl Link {
         let mut away: Vec<Cookie> = Vec::with_capacity(IN_FLIGHT);
         let mut alone = hold_back.get();
         loop {
-            while !self.over.get() && self.has_work(alone, hold_back) {
+            while !self.closing.get() && self.has_work(alone, hold_back) {
                 self.pack(&mut message, &mut away, alone);
                 alone = false;
                 let (result, returned) = transport.send(io, message).await;
                 message = returned;
                 let mut slots = self.slots.borrow_mut();
                 for (cookie, buf) in away.drain(..).zip(message.take_back()) {
-                    slots.bring_back(cookie, buf);
+                    slots.return_buf(cookie, buf);
                 }
                 drop(slots);
                 if result.is_err() {
-                    self.over.set(true);
+                    self.closing.set(true);
                     // The receiver reads the end of the stream, and returns the reason.
                     transport.shut();
                 }
             }
-            if self.over.get() {
+            if self.closing.get() {
                 break;
             }
             if transport.send_pending(io).await.is_err() {
-                self.over.set(true);
+                self.closing.set(true);
                 transport.shut();
                 break;
             }
             futures_lite::future::or(self.work.wait(), transport.wants_send()).await;
         }
         if self.remote.shared.is_closed() && !self.remote.shared.is_aborted() {
-            message.push_bytes(&farewell());
+            message.push_bytes(&disconnect_request());
             let _ = transport.send(io, message).await;
         }
     }
@@ -332,9 +332,9 @@ impl Link {
     /// Puts what is queued into one message; with `alone` only the first request.
     fn pack(&self, message: &mut Gather, away: &mut Vec<Cookie>, alone: bool) {
         let mut slots = self.slots.borrow_mut();
-        if self.resting.replace(false) {
-            self.heard.set(ebb_io::clock::now());
-            self.asked.set();
+        if self.idle.replace(false) {
+            self.last_reply.set(ebb_io::clock::now());
+            self.busy.set();
         }
         while message.has_room(PARTS_MOST, REQUEST_LEN) && message.remaining() < BATCH_BYTES {
             let Some(next) = slots.next_to_send() else { return };
@@ -353,21 +353,21 @@ impl Link {
 
     /// Receives until the connection ends; returns the reason.
     async fn receive(&self, io: &Io, transport: &Transport, served: &mut bool) -> String {
-        let mut stage = Stage { buf: Some(io.pool().take(STAGE_BYTES).await), start: 0, end: 0 };
+        let mut stage = ReceiveBuffer { buf: Some(io.pool().take(STAGE_BYTES).await), start: 0, end: 0 };
         loop {
             match self.next_frame(io, transport, &mut stage).await {
                 Ok(()) => {
                     *served = true;
-                    self.heard.set(ebb_io::clock::now());
+                    self.last_reply.set(ebb_io::clock::now());
                 }
-                Err(Broken::Violation(Violation(what))) => {
+                Err(ReceiveError::ProtocolViolation(ProtocolViolation(what))) => {
                     return format!("the server broke the protocol: {what}");
                 }
-                Err(Broken::Farewell) => {
-                    self.remote.shared.doubt();
+                Err(ReceiveError::ShuttingDown) => {
+                    self.remote.shared.request_probe();
                     return "the server is shutting down".to_owned();
                 }
-                Err(Broken::Io(error)) => return format!("the connection was lost: {error}"),
+                Err(ReceiveError::Io(error)) => return format!("the connection was lost: {error}"),
             }
         }
     }
@@ -376,8 +376,8 @@ impl Link {
         &self,
         io: &Io,
         transport: &Transport,
-        stage: &mut Stage,
-    ) -> Result<(), Broken> {
+        stage: &mut ReceiveBuffer,
+    ) -> Result<(), ReceiveError> {
         let (frame, used) = loop {
             if let Some(found) = decode(stage.bytes())? {
                 break found;
@@ -387,16 +387,16 @@ impl Link {
         stage.start += used;
         let step = {
             let mut slots = self.slots.borrow_mut();
-            if slots.is_farewell(&frame) {
-                return Err(Broken::Farewell);
+            if slots.is_shutdown_error(&frame) {
+                return Err(ReceiveError::ShuttingDown);
             }
             slots.apply(&frame)?
         };
         match step {
-            Step::Done => {}
-            Step::Fill(range) => self.fill(io, transport, stage, &frame, range).await?,
-            Step::Skip(count) => stage.skip(io, transport, count).await?,
-            Step::Describe(entries) => {
+            ReplyStep::Done => {}
+            ReplyStep::Fill(range) => self.fill(io, transport, stage, &frame, range).await?,
+            ReplyStep::Skip(count) => stage.skip(io, transport, count).await?,
+            ReplyStep::Describe(entries) => {
                 for _ in 0..entries {
                     let bytes = stage.take8(io, transport).await?;
                     self.slots.borrow_mut().describe(Cookie(frame.cookie), bytes)?;
@@ -414,13 +414,13 @@ impl Link {
         &self,
         io: &Io,
         transport: &Transport,
-        stage: &mut Stage,
-        frame: &Frame,
+        stage: &mut ReceiveBuffer,
+        frame: &ReplyFrame,
         range: std::ops::Range<usize>,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), ReceiveError> {
         let cookie = Cookie(frame.cookie);
         let Some(mut buf) = self.slots.borrow_mut().take_buf(cookie) else {
-            return Err(Violation("data for a request without a buffer").into());
+            return Err(ProtocolViolation("data for a request without a buffer").into());
         };
         let ready = stage.bytes().len().min(range.len());
         let rest = range.start + ready..range.end;
@@ -430,41 +430,41 @@ impl Link {
         if !rest.is_empty() {
             (result, buf) = transport.recv_exact(io, buf, rest).await;
         }
-        self.slots.borrow_mut().bring_back(cookie, buf);
-        result.map_err(Broken::Io)
+        self.slots.borrow_mut().return_buf(cookie, buf);
+        result.map_err(ReceiveError::Io)
     }
 }
 
 /// Why receiving ends.
-enum Broken {
-    Violation(Violation),
-    Farewell,
+enum ReceiveError {
+    ProtocolViolation(ProtocolViolation),
+    ShuttingDown,
     Io(io::Error),
 }
 
-impl From<Violation> for Broken {
-    fn from(violation: Violation) -> Broken {
-        Broken::Violation(violation)
+impl From<ProtocolViolation> for ReceiveError {
+    fn from(violation: ProtocolViolation) -> ReceiveError {
+        ReceiveError::ProtocolViolation(violation)
     }
 }
 
 /// Bytes received and not yet decoded.
-struct Stage {
+struct ReceiveBuffer {
     /// `None` while the kernel has it.
     buf: Option<Buf>,
     start: usize,
     end: usize,
 }
 
-impl Stage {
+impl ReceiveBuffer {
     fn bytes(&self) -> &[u8] {
         self.buf.as_ref().and_then(|buf| buf.get(self.start..self.end)).unwrap_or(&[])
     }
 
     /// Receives at least one byte; there are fewer than `whole` bytes now.
-    async fn more(&mut self, io: &Io, transport: &Transport, whole: usize) -> Result<(), Broken> {
+    async fn more(&mut self, io: &Io, transport: &Transport, whole: usize) -> Result<(), ReceiveError> {
         let Some(mut buf) = self.buf.take() else {
-            return Err(Broken::Io(io::ErrorKind::Other.into()));
+            return Err(ReceiveError::Io(io::ErrorKind::Other.into()));
         };
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
@@ -476,16 +476,16 @@ impl Stage {
         let (result, buf) = transport.recv(io, buf, range).await;
         self.buf = Some(buf);
         match result {
-            Ok(0) => Err(Broken::Io(io::ErrorKind::UnexpectedEof.into())),
+            Ok(0) => Err(ReceiveError::Io(io::ErrorKind::UnexpectedEof.into())),
             Ok(count) => {
                 self.end += count;
                 Ok(())
             }
-            Err(error) => Err(Broken::Io(error)),
+            Err(error) => Err(ReceiveError::Io(error)),
         }
     }
 
-    async fn skip(&mut self, io: &Io, transport: &Transport, count: u32) -> Result<(), Broken> {
+    async fn skip(&mut self, io: &Io, transport: &Transport, count: u32) -> Result<(), ReceiveError> {
         let mut left = usize::try_from(count).unwrap_or(usize::MAX);
         loop {
             let now = self.bytes().len().min(left);
@@ -498,7 +498,7 @@ impl Stage {
         }
     }
 
-    async fn take8(&mut self, io: &Io, transport: &Transport) -> Result<[u8; 8], Broken> {
+    async fn take8(&mut self, io: &Io, transport: &Transport) -> Result<[u8; 8], ReceiveError> {
         loop {
             if let Some(bytes) = self.bytes().first_chunk::<8>().copied() {
                 self.start += 8;
@@ -510,12 +510,12 @@ impl Stage {
 }
 
 /// A waiting request: dropping this abandons it.
-struct Pending<'a> {
+struct AbandonOnDrop<'a> {
     link: &'a Link,
     cookie: Option<Cookie>,
 }
 
-impl Drop for Pending<'_> {
+impl Drop for AbandonOnDrop<'_> {
     fn drop(&mut self) {
         if let Some(cookie) = self.cookie {
             self.link.slots.borrow_mut().abandon(cookie);
@@ -524,12 +524,12 @@ impl Drop for Pending<'_> {
 }
 
 /// Marks the end of the supervisor, also when its worker stops.
-struct End<F: FnOnce()> {
+struct SupervisorGuard<F: FnOnce()> {
     link: Rc<Link>,
     at_end: Option<F>,
 }
 
-impl<F: FnOnce()> Drop for End<F> {
+impl<F: FnOnce()> Drop for SupervisorGuard<F> {
     fn drop(&mut self) {
         self.link.ended.set(true);
         if let Ok(mut slots) = self.link.slots.try_borrow_mut() {
@@ -541,8 +541,8 @@ impl<F: FnOnce()> Drop for End<F> {
     }
 }
 
-fn flush_request() -> Request {
-    Request {
+fn flush_request() -> NbdRequest {
+    NbdRequest {
         command: Command::Flush,
         flags: CommandFlags::NONE,
         offset: 0,
@@ -554,7 +554,7 @@ fn flush_request() -> Request {
 }
 
 /// `NBD_CMD_DISC`.
-fn farewell() -> [u8; REQUEST_LEN] {
+fn disconnect_request() -> [u8; REQUEST_LEN] {
     let mut bytes = [0; REQUEST_LEN];
     bytes[..4].copy_from_slice(&magic::REQUEST.to_be_bytes());
     bytes[6..8].copy_from_slice(&Command::Disconnect.to_wire().to_be_bytes());

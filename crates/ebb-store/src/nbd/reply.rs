@@ -13,20 +13,20 @@ const PIECES_MAX: usize = 256;
 
 /// A violation of the protocol by the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Violation(pub(crate) &'static str);
+pub(crate) struct ProtocolViolation(pub(crate) &'static str);
 
 /// One reply, or one chunk of a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Frame {
+pub(crate) struct ReplyFrame {
     pub(crate) cookie: u64,
     /// The last one of its reply.
     pub(crate) done: bool,
-    pub(crate) what: What,
+    pub(crate) content: FrameContent,
 }
 
 /// The content of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum What {
+pub(crate) enum FrameContent {
     /// A simple reply; the data of a read without error follows.
     Simple { error: u32 },
     /// No payload.
@@ -42,23 +42,23 @@ pub(crate) enum What {
 }
 
 /// The frame at the front of `bytes` and its length there; `None` when more bytes are needed.
-pub(crate) fn decode(bytes: &[u8]) -> Result<Option<(Frame, usize)>, Violation> {
+pub(crate) fn decode(bytes: &[u8]) -> Result<Option<(ReplyFrame, usize)>, ProtocolViolation> {
     let mut reader = Reader::new(bytes);
     match reader.u32() {
         Some(magic::SIMPLE_REPLY) => {
             let (Some(error), Some(cookie)) = (reader.u32(), reader.u64()) else {
                 return Ok(None);
             };
-            let frame = Frame { cookie, done: true, what: What::Simple { error } };
+            let frame = ReplyFrame { cookie, done: true, content: FrameContent::Simple { error } };
             Ok(Some((frame, SIMPLE_REPLY_LEN)))
         }
         Some(magic::STRUCTURED_REPLY) => structured(reader, bytes.len()),
-        Some(_) => Err(Violation("a reply does not start as one")),
+        Some(_) => Err(ProtocolViolation("a reply does not start as one")),
         None => Ok(None),
     }
 }
 
-fn structured(mut reader: Reader<'_>, have: usize) -> Result<Option<(Frame, usize)>, Violation> {
+fn structured(mut reader: Reader<'_>, have: usize) -> Result<Option<(ReplyFrame, usize)>, ProtocolViolation> {
     let (Some(flags), Some(kind), Some(cookie), Some(length)) =
         (reader.u16(), reader.u16(), reader.u64(), reader.u32())
     else {
@@ -71,38 +71,38 @@ fn structured(mut reader: Reader<'_>, have: usize) -> Result<Option<(Frame, usiz
         chunk::OFFSET_HOLE => 12,
         chunk::BLOCK_STATUS => 4,
         _ if kind & 0x8000 != 0 => 6,
-        _ => return Err(Violation("a chunk of a kind that was not agreed on")),
+        _ => return Err(ProtocolViolation("a chunk of a kind that was not agreed on")),
     };
-    let rest = length.checked_sub(fixed).ok_or(Violation("a chunk is too short for its kind"))?;
+    let rest = length.checked_sub(fixed).ok_or(ProtocolViolation("a chunk is too short for its kind"))?;
     let used = 20 + usize::try_from(fixed).unwrap_or(0);
     if have < used {
         return Ok(None);
     }
-    let what = match kind {
-        chunk::NONE if rest == 0 => What::None,
+    let content = match kind {
+        chunk::NONE if rest == 0 => FrameContent::None,
         chunk::OFFSET_DATA if rest > 0 => {
-            What::Data { offset: reader.u64().unwrap_or(0), length: rest }
+            FrameContent::Data { offset: reader.u64().unwrap_or(0), length: rest }
         }
         chunk::OFFSET_HOLE if rest == 0 => {
-            What::Hole { offset: reader.u64().unwrap_or(0), length: reader.u32().unwrap_or(0) }
+            FrameContent::Hole { offset: reader.u64().unwrap_or(0), length: reader.u32().unwrap_or(0) }
         }
         chunk::BLOCK_STATUS if rest > 0 && rest.is_multiple_of(8) && rest / 8 <= EXTENTS_MAX => {
-            What::Status { context: reader.u32().unwrap_or(0), entries: rest / 8 }
+            FrameContent::Status { context: reader.u32().unwrap_or(0), entries: rest / 8 }
         }
         chunk::NONE | chunk::OFFSET_DATA | chunk::OFFSET_HOLE | chunk::BLOCK_STATUS => {
-            return Err(Violation("a chunk has a length that its kind cannot have"));
+            return Err(ProtocolViolation("a chunk has a length that its kind cannot have"));
         }
         _ => {
             let error = reader.u32().unwrap_or(0);
             // A message, and at most an offset or what a later kind of error adds.
             if error == 0 || rest > 2 * u32::try_from(STRING_MAX).unwrap_or(0) {
-                return Err(Violation("an error chunk is malformed"));
+                return Err(ProtocolViolation("an error chunk is malformed"));
             }
-            What::Error { error, rest }
+            FrameContent::Error { error, rest }
         }
     };
     let done = flags & chunk::FLAG_DONE != 0;
-    Ok(Some((Frame { cookie, done, what }, used)))
+    Ok(Some((ReplyFrame { cookie, done, content }, used)))
 }
 
 /// Which bytes of a read were received: each exactly once.
@@ -118,9 +118,9 @@ impl Coverage {
     }
 
     /// Records `start..end`, which is within the request.
-    pub(crate) fn add(&mut self, start: u32, end: u32) -> Result<(), Violation> {
+    pub(crate) fn add(&mut self, start: u32, end: u32) -> Result<(), ProtocolViolation> {
         if start >= end {
-            return Err(Violation("a chunk of no bytes"));
+            return Err(ProtocolViolation("a chunk of no bytes"));
         }
         let at = self.runs.partition_point(|run| run.1 < start);
         // The first range that ends at `start` or later.
@@ -131,7 +131,7 @@ impl Coverage {
                 break;
             }
             if run.0 < end && start < run.1 {
-                return Err(Violation("a byte of a read comes twice"));
+                return Err(ProtocolViolation("a byte of a read comes twice"));
             }
             first = first.min(run.0);
             last = last.max(run.1);
@@ -139,7 +139,7 @@ impl Coverage {
         }
         self.runs.splice(at..until, [(first, last)]);
         if self.runs.len() > PIECES_MAX {
-            return Err(Violation("a read comes in too many pieces out of order"));
+            return Err(ProtocolViolation("a read comes in too many pieces out of order"));
         }
         Ok(())
     }
@@ -172,8 +172,8 @@ mod tests {
         for cut in 0..32 {
             assert_eq!(decode(&bytes[..cut]), Ok(None), "{cut}");
         }
-        let what = What::Hole { offset: 0, length: 9 };
-        assert_eq!(decode(&bytes), Ok(Some((Frame { cookie: 7, done: true, what }, 32))));
+        let content = FrameContent::Hole { offset: 0, length: 9 };
+        assert_eq!(decode(&bytes), Ok(Some((ReplyFrame { cookie: 7, done: true, content }, 32))));
     }
 
     #[test]

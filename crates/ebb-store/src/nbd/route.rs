@@ -15,22 +15,22 @@ use ebb_io::{Budget, Buf, Io};
 use ebb_nbd_proto::{Command, TransmissionFlags};
 
 use super::link::{IN_FLIGHT, Link, Remote};
-use super::slots::{Failure, Outcome, Request};
-use super::state::Shared;
+use super::slots::{RequestFailure, RequestOutcome, NbdRequest};
+use super::state::RemoteState;
 use crate::Extent;
 
 /// Forwarded requests that wait in the queue.
-const IN_LINE: usize = 64;
+const FORWARDED_MAX: usize = 64;
 
 /// A request forwarded to the worker that owns the connection.
-struct Job {
-    request: Request,
+struct ForwardedRequest {
+    request: NbdRequest,
     data: Vec<u8>,
-    answer: Sender<Answer>,
+    reply: Sender<ForwardedReply>,
 }
 
-struct Answer {
-    result: Result<(), Failure>,
+struct ForwardedReply {
+    result: Result<(), RequestFailure>,
     data: Vec<u8>,
     extents: Vec<Extent>,
 }
@@ -38,7 +38,7 @@ struct Answer {
 #[derive(Clone)]
 enum Route {
     Own(Rc<Link>),
-    Other(Sender<Job>),
+    Other(Sender<ForwardedRequest>),
 }
 
 thread_local! {
@@ -51,12 +51,12 @@ pub(crate) struct Routes {
     id: u64,
     remote: Arc<Remote>,
     /// The queue of the worker that owns the connection, where only one is allowed.
-    owner: Mutex<Option<Sender<Job>>>,
+    owner: Mutex<Option<Sender<ForwardedRequest>>>,
 }
 
-impl std::fmt::Debug for Job {
+impl std::fmt::Debug for ForwardedRequest {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Job").field("request", &self.request).finish_non_exhaustive()
+        f.debug_struct("ForwardedRequest").field("request", &self.request).finish_non_exhaustive()
     }
 }
 
@@ -69,22 +69,22 @@ impl Routes {
     pub(crate) async fn request(
         &self,
         io: &Io,
-        request: Request,
+        request: NbdRequest,
         buf: Option<Buf>,
-    ) -> Outcome<Buf> {
+    ) -> RequestOutcome<Buf> {
         if self.remote.shared.is_closed() {
             return lost(buf);
         }
         match self.route(io) {
             Route::Own(link) => link.request(request, buf).await,
-            Route::Other(jobs) => hand_over(&self.remote.shared, &jobs, request, buf).await,
+            Route::Other(forward_queue) => forward(&self.remote.shared, &forward_queue, request, buf).await,
         }
     }
 
     fn route(&self, io: &Io) -> Route {
         let known = ROUTES.with_borrow(|routes| routes.get(&self.id).cloned());
         match known {
-            Some(Route::Other(jobs)) if jobs.is_closed() => {}
+            Some(Route::Other(forward_queue)) if forward_queue.is_closed() => {}
             Some(route) => return route,
             None => {}
         }
@@ -98,13 +98,13 @@ impl Routes {
             return Route::Own(self.start(io));
         }
         let mut owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(jobs) = owner.as_ref().filter(|jobs| !jobs.is_closed()) {
-            return Route::Other(jobs.clone());
+        if let Some(forward_queue) = owner.as_ref().filter(|forward_queue| !forward_queue.is_closed()) {
+            return Route::Other(forward_queue.clone());
         }
-        let (sender, receiver) = async_channel::bounded(IN_LINE);
+        let (sender, receiver) = async_channel::bounded(FORWARDED_MAX);
         *owner = Some(sender);
         let link = self.start(io);
-        io.spawn(serve_others(io.clone(), link.clone(), receiver)).detach();
+        io.spawn(serve_forwarded(io.clone(), link.clone(), receiver)).detach();
         Route::Own(link)
     }
 
@@ -113,82 +113,82 @@ impl Routes {
         Link::start(io, self.remote.clone(), move || {
             // The thread itself may be ending.
             let _ = ROUTES.try_with(|routes| {
-                let gone = routes.try_borrow_mut().ok().and_then(|mut r| r.remove(&id));
-                drop(gone);
+                let removed = routes.try_borrow_mut().ok().and_then(|mut r| r.remove(&id));
+                drop(removed);
             });
         })
     }
 }
 
-fn lost(buf: Option<Buf>) -> Outcome<Buf> {
-    Outcome { result: Err(Failure::Lost), buf, extents: Vec::new() }
+fn lost(buf: Option<Buf>) -> RequestOutcome<Buf> {
+    RequestOutcome { result: Err(RequestFailure::Lost), buf, extents: Vec::new() }
 }
 
-async fn hand_over(
-    shared: &Shared,
-    jobs: &Sender<Job>,
-    request: Request,
+async fn forward(
+    shared: &RemoteState,
+    forward_queue: &Sender<ForwardedRequest>,
+    request: NbdRequest,
     mut buf: Option<Buf>,
-) -> Outcome<Buf> {
-    let (answer, answered) = async_channel::bounded(1);
+) -> RequestOutcome<Buf> {
+    let (reply, replied) = async_channel::bounded(1);
     let length = usize::try_from(request.length).unwrap_or(0);
     let range = request.at..request.at + length;
     let data = match (&buf, request.command) {
         (Some(buf), Command::Write) => buf[range.clone()].to_vec(),
         _ => Vec::new(),
     };
-    let job = Job { request: Request { at: 0, ..request }, data, answer };
+    let forwarded_request = ForwardedRequest { request: NbdRequest { at: 0, ..request }, data, reply };
     // The owner has a copy of the data: if the store is closed, nothing of this worker is needed
     // there.
-    let asked = async {
-        jobs.send(job).await.ok()?;
-        answered.recv().await.ok()
+    let forwarded = async {
+        forward_queue.send(forwarded_request).await.ok()?;
+        replied.recv().await.ok()
     };
-    let Some(Some(answer)) = shared.unless_closed(asked).await else { return lost(buf) };
-    let mut result = answer.result;
+    let Some(Some(reply)) = shared.unless_closed(forwarded).await else { return lost(buf) };
+    let mut result = reply.result;
     if let Some(buf) = &mut buf
         && request.command == Command::Read
         && result.is_ok()
     {
-        if answer.data.len() == length {
-            buf[range].copy_from_slice(&answer.data);
+        if reply.data.len() == length {
+            buf[range].copy_from_slice(&reply.data);
         } else {
-            result = Err(Failure::Lost);
+            result = Err(RequestFailure::Lost);
         }
     }
-    Outcome { result, buf, extents: answer.extents }
+    RequestOutcome { result, buf, extents: reply.extents }
 }
 
 /// On the owner's worker: submits forwarded requests, as many at a time as a worker's own.
-async fn serve_others(io: Io, link: Rc<Link>, jobs: Receiver<Job>) {
+async fn serve_forwarded(io: Io, link: Rc<Link>, forward_queue: Receiver<ForwardedRequest>) {
     let room = Budget::new(IN_FLIGHT);
-    while let Ok(job) = jobs.recv().await {
-        let turn = room.take(1).await;
+    while let Ok(forwarded_request) = forward_queue.recv().await {
+        let permit = room.take(1).await;
         let (own_io, link) = (io.clone(), link.clone());
         io.spawn(async move {
-            serve_other(&own_io, &link, job).await;
-            drop(turn);
+            serve_forwarded_request(&own_io, &link, forwarded_request).await;
+            drop(permit);
         })
         .detach();
     }
 }
 
-async fn serve_other(io: &Io, link: &Link, job: Job) {
-    let length = usize::try_from(job.request.length).unwrap_or(0);
+async fn serve_forwarded_request(io: &Io, link: &Link, forwarded_request: ForwardedRequest) {
+    let length = usize::try_from(forwarded_request.request.length).unwrap_or(0);
     let mut buf = None;
-    if matches!(job.request.command, Command::Read | Command::Write) && !job.request.zeroes {
+    if matches!(forwarded_request.request.command, Command::Read | Command::Write) && !forwarded_request.request.zeroes {
         let mut own = io.pool().take(length).await;
-        if job.request.command == Command::Write {
-            own.copy_from_slice(&job.data);
+        if forwarded_request.request.command == Command::Write {
+            own.copy_from_slice(&forwarded_request.data);
         }
         buf = Some(own);
     }
-    let outcome = link.request(job.request, buf).await;
-    let data = match (&outcome.buf, job.request.command) {
+    let outcome = link.request(forwarded_request.request, buf).await;
+    let data = match (&outcome.buf, forwarded_request.request.command) {
         (Some(buf), Command::Read) if outcome.result.is_ok() => buf.to_vec(),
         _ => Vec::new(),
     };
-    let answer = Answer { result: outcome.result, data, extents: outcome.extents };
+    let reply = ForwardedReply { result: outcome.result, data, extents: outcome.extents };
     // The worker that forwarded it may have ended.
-    let _ = job.answer.send(answer).await;
+    let _ = forwarded_request.reply.send(reply).await;
 }

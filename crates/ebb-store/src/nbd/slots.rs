@@ -15,12 +15,12 @@ use std::time::{Duration, Instant};
 
 use ebb_nbd_proto::{Command, CommandFlags, Errno, ExtentState, REQUEST_LEN, magic};
 
-use super::reply::{Coverage, Frame, Violation, What};
+use super::reply::{Coverage, ReplyFrame, ProtocolViolation, FrameContent};
 use crate::{Extent, push_extent};
 
 /// A request to the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Request {
+pub(crate) struct NbdRequest {
     pub(crate) command: Command,
     pub(crate) flags: CommandFlags,
     pub(crate) offset: u64,
@@ -35,29 +35,29 @@ pub(crate) struct Request {
 
 /// Why a request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Failure {
+pub(crate) enum RequestFailure {
     /// The server returned this error.
     Server(u32),
     /// The reply violated the protocol.
-    Broken(&'static str),
+    Protocol(&'static str),
     /// No connection within the time limit; the link has the reason.
     Lost,
 }
 
 /// The result of a request.
 #[derive(Debug)]
-pub(crate) struct Outcome<B> {
-    pub(crate) result: Result<(), Failure>,
+pub(crate) struct RequestOutcome<B> {
+    pub(crate) result: Result<(), RequestFailure>,
     pub(crate) buf: Option<B>,
     pub(crate) extents: Vec<Extent>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
+enum RequestPhase {
     Free,
     Queued,
     Sent,
-    Answered,
+    Completed,
 }
 
 /// Identifies a request: slot and generation, as on the wire.
@@ -65,16 +65,16 @@ enum Phase {
 pub(crate) struct Cookie(pub(crate) u64);
 
 #[derive(Debug)]
-struct Slot<B, H> {
-    phase: Phase,
+struct RequestSlot<B, H> {
+    phase: RequestPhase,
     generation: u32,
-    request: Request,
+    request: NbdRequest,
     buf: Option<B>,
     /// The sender or the receiver has the buffer.
-    away: bool,
+    buf_out: bool,
     /// No task waits for the request any more.
-    orphan: bool,
-    failure: Option<Failure>,
+    abandoned: bool,
+    failure: Option<RequestFailure>,
     coverage: Coverage,
     extents: Vec<Extent>,
     /// The offset that the next descriptor describes.
@@ -83,12 +83,12 @@ struct Slot<B, H> {
     /// When a connection was first lost with this request in flight.
     lost: Option<Instant>,
     /// A guard that is released when the request completes.
-    held: Option<H>,
+    guard: Option<H>,
 }
 
 /// What the receiver does next for a frame.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum ReplyStep {
     /// Nothing: the frame is complete.
     Done,
     /// Receive the next bytes into this part of the buffer.
@@ -101,8 +101,8 @@ pub(crate) enum Step {
 
 /// The requests of one connection. `B` is the buffer, `H` a guard that each request holds.
 #[derive(Debug)]
-pub(crate) struct Slots<B, H> {
-    list: Vec<Slot<B, H>>,
+pub(crate) struct RequestSlots<B, H> {
+    list: Vec<RequestSlot<B, H>>,
     free: Vec<usize>,
     queue: VecDeque<usize>,
     /// Replies to reads come in chunks.
@@ -110,9 +110,9 @@ pub(crate) struct Slots<B, H> {
     allocation: Option<u32>,
 }
 
-impl<B, H> Default for Slots<B, H> {
+impl<B, H> Default for RequestSlots<B, H> {
     fn default() -> Self {
-        Slots {
+        RequestSlots {
             list: Vec::new(),
             free: Vec::new(),
             queue: VecDeque::new(),
@@ -122,7 +122,7 @@ impl<B, H> Default for Slots<B, H> {
     }
 }
 
-impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
+impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
     /// Sets what the next connection negotiated.
     pub(crate) fn agree(&mut self, structured: bool, allocation: Option<u32>) {
         self.structured = structured;
@@ -130,20 +130,20 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
     }
 
     /// Queues a request. The buffer is at least `request.at` plus the request's length.
-    pub(crate) fn push(&mut self, request: Request, buf: Option<B>, held: Option<H>) -> Cookie {
+    pub(crate) fn push(&mut self, request: NbdRequest, buf: Option<B>, guard: Option<H>) -> Cookie {
         let index = self.place();
         let slot = &mut self.list[index];
-        slot.phase = Phase::Queued;
+        slot.phase = RequestPhase::Queued;
         slot.request = request;
         slot.buf = buf;
-        slot.held = held;
+        slot.guard = guard;
         let cookie = cookie(index, slot.generation);
         self.queue.push_back(index);
         cookie
     }
 
     /// As [`RequestSlots::push`], at the front of the queue.
-    pub(crate) fn push_first(&mut self, request: Request) -> Cookie {
+    pub(crate) fn push_first(&mut self, request: NbdRequest) -> Cookie {
         let cookie = self.push(request, None, None);
         self.queue.rotate_right(1);
         cookie
@@ -153,10 +153,10 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         if let Some(index) = self.free.pop() {
             return index;
         }
-        self.list.push(Slot {
-            phase: Phase::Free,
+        self.list.push(RequestSlot {
+            phase: RequestPhase::Free,
             generation: 0,
-            request: Request {
+            request: NbdRequest {
                 command: Command::Flush,
                 flags: CommandFlags::NONE,
                 offset: 0,
@@ -166,15 +166,15 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
                 zeroes: false,
             },
             buf: None,
-            away: false,
-            orphan: false,
+            buf_out: false,
+            abandoned: false,
             failure: None,
             coverage: Coverage::default(),
             extents: Vec::new(),
             status_at: 0,
             waker: None,
             lost: None,
-            held: None,
+            guard: None,
         });
         self.list.len() - 1
     }
@@ -185,7 +185,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
 
     /// Whether a request waits for its reply.
     pub(crate) fn has_sent(&self) -> bool {
-        self.list.iter().any(|slot| slot.phase == Phase::Sent)
+        self.list.iter().any(|slot| slot.phase == RequestPhase::Sent)
     }
 
     /// Requests that have not completed.
@@ -199,11 +199,11 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
     pub(crate) fn next_to_send(&mut self) -> Option<ToSend<B>> {
         let index = self.queue.pop_front()?;
         let slot = &mut self.list[index];
-        slot.phase = Phase::Sent;
+        slot.phase = RequestPhase::Sent;
         slot.status_at = slot.request.offset;
         let cookie = cookie(index, slot.generation);
         let payload = if slot.request.command == Command::Write { slot.buf.take() } else { None };
-        slot.away = payload.is_some();
+        slot.buf_out = payload.is_some();
         let length = usize::try_from(slot.request.length).unwrap_or(0);
         let range = slot.request.at..slot.request.at + length;
         let zeroes = if slot.request.zeroes { length } else { 0 };
@@ -211,10 +211,10 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
     }
 
     /// The sender or receiver returns a buffer.
-    pub(crate) fn bring_back(&mut self, cookie: Cookie, buf: B) {
+    pub(crate) fn return_buf(&mut self, cookie: Cookie, buf: B) {
         if let Some(slot) = self.slot(cookie) {
             slot.buf = Some(buf);
-            slot.away = false;
+            slot.buf_out = false;
             self.settle(cookie);
         }
     }
@@ -223,22 +223,22 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
     pub(crate) fn take_buf(&mut self, cookie: Cookie) -> Option<B> {
         let slot = self.slot(cookie)?;
         let buf = slot.buf.take()?;
-        slot.away = true;
+        slot.buf_out = true;
         Some(buf)
     }
 
     /// What to do for a frame.
     ///
     /// # Errors The connection must be closed. The request concerned, if there is one, has failed.
-    pub(crate) fn apply(&mut self, frame: &Frame) -> Result<Step, Violation> {
+    pub(crate) fn apply(&mut self, frame: &ReplyFrame) -> Result<ReplyStep, ProtocolViolation> {
         let cookie = Cookie(frame.cookie);
         let structured = self.structured;
         let allocation = self.allocation;
-        let slot = self.slot(cookie).filter(|slot| slot.phase == Phase::Sent);
-        let slot = slot.ok_or(Violation("a reply to a request that was not made"))?;
+        let slot = self.slot(cookie).filter(|slot| slot.phase == RequestPhase::Sent);
+        let slot = slot.ok_or(ProtocolViolation("a reply to a request that was not made"))?;
         let step = slot.apply(frame, structured, allocation);
         if let Err(violation) = step {
-            self.fail(cookie, Failure::Broken(violation.0));
+            self.fail(cookie, RequestFailure::Protocol(violation.0));
         }
         step
     }
@@ -247,10 +247,10 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
     /// Returns whether a write was acknowledged that is not stable.
     ///
     /// # Errors As [`RequestSlots::apply`].
-    pub(crate) fn finish(&mut self, frame: &Frame) -> Result<bool, Violation> {
+    pub(crate) fn finish(&mut self, frame: &ReplyFrame) -> Result<bool, ProtocolViolation> {
         let cookie = Cookie(frame.cookie);
         let Some(slot) = self.slot(cookie) else { return Ok(false) };
-        if !frame.done || slot.phase != Phase::Sent {
+        if !frame.done || slot.phase != RequestPhase::Sent {
             return Ok(false);
         }
         let request = slot.request;
@@ -258,11 +258,11 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
             && request.command == Command::Read
             && !slot.coverage.is_whole(request.length)
         {
-            let violation = Violation("a read ends before all of its bytes have come");
-            self.fail(cookie, Failure::Broken(violation.0));
+            let violation = ProtocolViolation("a read ends before all of its bytes have come");
+            self.fail(cookie, RequestFailure::Protocol(violation.0));
             return Err(violation);
         }
-        slot.phase = Phase::Answered;
+        slot.phase = RequestPhase::Completed;
         let changes =
             matches!(request.command, Command::Write | Command::WriteZeroes | Command::Trim);
         let volatile =
@@ -273,20 +273,20 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
 
     /// True for a reply that says that the server is shutting down: the request is for its
     /// successor.
-    pub(crate) fn is_farewell(&self, frame: &Frame) -> bool {
+    pub(crate) fn is_shutdown_error(&self, frame: &ReplyFrame) -> bool {
         let gone = Errno::Shutdown.to_wire();
-        matches!(frame.what, What::Simple { error } | What::Error { error, .. } if error == gone)
+        matches!(frame.content, FrameContent::Simple { error } | FrameContent::Error { error, .. } if error == gone)
     }
 
     /// Adds one descriptor of eight bytes.
     ///
     /// # Errors As [`RequestSlots::apply`].
-    pub(crate) fn describe(&mut self, cookie: Cookie, bytes: [u8; 8]) -> Result<(), Violation> {
+    pub(crate) fn describe(&mut self, cookie: Cookie, bytes: [u8; 8]) -> Result<(), ProtocolViolation> {
         let Some(slot) = self.slot(cookie) else { return Ok(()) };
         let (length, state) = (u64::from_be_bytes(bytes) >> 32, u64::from_be_bytes(bytes));
         if length == 0 {
-            let violation = Violation("an extent of no bytes");
-            self.fail(cookie, Failure::Broken(violation.0));
+            let violation = ProtocolViolation("an extent of no bytes");
+            self.fail(cookie, RequestFailure::Protocol(violation.0));
             return Err(violation);
         }
         // The last one may extend beyond the requested range.
@@ -307,16 +307,16 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         let mut replayed = 0;
         for index in 0..self.list.len() {
             let slot = &mut self.list[index];
-            if slot.phase != Phase::Sent {
+            if slot.phase != RequestPhase::Sent {
                 continue;
             }
             let id = cookie(index, slot.generation);
             let lost = *slot.lost.get_or_insert(now);
-            if slot.orphan || now.saturating_duration_since(lost) > limit {
-                self.fail(id, Failure::Lost);
+            if slot.abandoned || now.saturating_duration_since(lost) > limit {
+                self.fail(id, RequestFailure::Lost);
                 continue;
             }
-            slot.phase = Phase::Queued;
+            slot.phase = RequestPhase::Queued;
             slot.failure = None;
             slot.coverage.clear();
             slot.extents.clear();
@@ -330,7 +330,7 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
     pub(crate) fn fail_queued(&mut self) {
         while let Some(index) = self.queue.pop_front() {
             let id = cookie(index, self.list[index].generation);
-            self.fail(id, Failure::Lost);
+            self.fail(id, RequestFailure::Lost);
         }
     }
 
@@ -339,31 +339,31 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         self.queue.clear();
         for index in 0..self.list.len() {
             let slot = &mut self.list[index];
-            slot.away = false;
+            slot.buf_out = false;
             let id = cookie(index, slot.generation);
-            self.fail(id, Failure::Lost);
+            self.fail(id, RequestFailure::Lost);
         }
     }
 
     /// Fails a request that has not completed.
-    pub(crate) fn fail(&mut self, cookie: Cookie, failure: Failure) {
+    pub(crate) fn fail(&mut self, cookie: Cookie, failure: RequestFailure) {
         if let Some(slot) = self.slot(cookie)
-            && slot.phase != Phase::Answered
+            && slot.phase != RequestPhase::Completed
         {
             slot.failure = Some(failure);
-            slot.phase = Phase::Answered;
+            slot.phase = RequestPhase::Completed;
             self.settle(cookie);
         }
     }
 
     /// The result, once the request has completed; this frees its slot.
-    pub(crate) fn poll(&mut self, cookie: Cookie, cx: &Context<'_>) -> Poll<Outcome<B>> {
+    pub(crate) fn poll(&mut self, cookie: Cookie, cx: &Context<'_>) -> Poll<RequestOutcome<B>> {
         let Some(slot) = self.slot(cookie) else {
             // Unreachable: only the waiting task takes the result.
-            let result = Err(Failure::Broken("the request is over"));
-            return Poll::Ready(Outcome { result, buf: None, extents: Vec::new() });
+            let result = Err(RequestFailure::Protocol("the request is over"));
+            return Poll::Ready(RequestOutcome { result, buf: None, extents: Vec::new() });
         };
-        if slot.phase != Phase::Answered || slot.away {
+        if slot.phase != RequestPhase::Completed || slot.buf_out {
             match &mut slot.waker {
                 Some(waker) => waker.clone_from(cx.waker()),
                 None => slot.waker = Some(cx.waker().clone()),
@@ -373,16 +373,16 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
         let result = slot.failure.take().map_or(Ok(()), Err);
         let (buf, extents) = (slot.buf.take(), std::mem::take(&mut slot.extents));
         self.release(cookie);
-        Poll::Ready(Outcome { result, buf, extents })
+        Poll::Ready(RequestOutcome { result, buf, extents })
     }
 
     /// No task waits for the request any more. If it was not sent, it never will be.
     pub(crate) fn abandon(&mut self, cookie: Cookie) {
         let Some(slot) = self.slot(cookie) else { return };
-        slot.orphan = true;
+        slot.abandoned = true;
         slot.waker = None;
-        if slot.phase == Phase::Queued {
-            slot.phase = Phase::Answered;
+        if slot.phase == RequestPhase::Queued {
+            slot.phase = RequestPhase::Completed;
             let index = index_of(cookie);
             self.queue.retain(|queued| *queued != index);
         }
@@ -391,10 +391,10 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
 
     fn settle(&mut self, cookie: Cookie) {
         let Some(slot) = self.slot(cookie) else { return };
-        if slot.phase != Phase::Answered || slot.away {
+        if slot.phase != RequestPhase::Completed || slot.buf_out {
             return;
         }
-        if slot.orphan {
+        if slot.abandoned {
             slot.buf = None;
             self.release(cookie);
         } else if let Some(waker) = slot.waker.take() {
@@ -404,23 +404,23 @@ impl<B: DerefMut<Target = [u8]>, H> Slots<B, H> {
 
     fn release(&mut self, cookie: Cookie) {
         if let Some(slot) = self.slot(cookie) {
-            slot.phase = Phase::Free;
+            slot.phase = RequestPhase::Free;
             slot.generation = slot.generation.wrapping_add(1);
-            slot.orphan = false;
+            slot.abandoned = false;
             slot.failure = None;
             slot.coverage.clear();
             slot.extents.clear();
             slot.lost = None;
             slot.waker = None;
-            slot.held = None;
+            slot.guard = None;
             self.free.push(index_of(cookie));
         }
     }
 
-    fn slot(&mut self, cookie: Cookie) -> Option<&mut Slot<B, H>> {
+    fn slot(&mut self, cookie: Cookie) -> Option<&mut RequestSlot<B, H>> {
         let generation = u32::try_from(cookie.0 >> 32).ok()?;
         let slot = self.list.get_mut(index_of(cookie))?;
-        (slot.generation == generation && slot.phase != Phase::Free).then_some(slot)
+        (slot.generation == generation && slot.phase != RequestPhase::Free).then_some(slot)
     }
 }
 
@@ -436,60 +436,60 @@ pub(crate) struct ToSend<B> {
     pub(crate) zeroes: usize,
 }
 
-impl<B: DerefMut<Target = [u8]>, H> Slot<B, H> {
+impl<B: DerefMut<Target = [u8]>, H> RequestSlot<B, H> {
     fn apply(
         &mut self,
-        frame: &Frame,
+        frame: &ReplyFrame,
         structured: bool,
         allocation: Option<u32>,
-    ) -> Result<Step, Violation> {
+    ) -> Result<ReplyStep, ProtocolViolation> {
         let read = self.request.command == Command::Read;
-        match frame.what {
-            What::Simple { error } => {
+        match frame.content {
+            FrameContent::Simple { error } => {
                 if read && structured {
-                    return Err(Violation("a simple reply to a read where chunks were agreed on"));
+                    return Err(ProtocolViolation("a simple reply to a read where chunks were agreed on"));
                 }
                 if error == 0 && self.request.command == Command::BlockStatus {
-                    return Err(Violation("a simple reply to a question for block status"));
+                    return Err(ProtocolViolation("a simple reply to a question for block status"));
                 }
                 if error != 0 {
-                    self.failure = Some(Failure::Server(error));
-                    return Ok(Step::Done);
+                    self.failure = Some(RequestFailure::Server(error));
+                    return Ok(ReplyStep::Done);
                 }
                 if !read {
-                    return Ok(Step::Done);
+                    return Ok(ReplyStep::Done);
                 }
-                self.part(self.request.offset, self.request.length).map(Step::Fill)
+                self.part(self.request.offset, self.request.length).map(ReplyStep::Fill)
             }
-            _ if !structured => Err(Violation("a chunk where simple replies were agreed on")),
-            What::None if frame.done => Ok(Step::Done),
-            What::None => Err(Violation("an empty chunk that is not the last")),
-            What::Data { offset, length } if read => self.part(offset, length).map(Step::Fill),
-            What::Hole { offset, length } if read => {
+            _ if !structured => Err(ProtocolViolation("a chunk where simple replies were agreed on")),
+            FrameContent::None if frame.done => Ok(ReplyStep::Done),
+            FrameContent::None => Err(ProtocolViolation("an empty chunk that is not the last")),
+            FrameContent::Data { offset, length } if read => self.part(offset, length).map(ReplyStep::Fill),
+            FrameContent::Hole { offset, length } if read => {
                 let range = self.part(offset, length)?;
                 if let Some(part) = self.buf.as_mut().and_then(|buf| buf.get_mut(range)) {
                     part.fill(0);
                 }
-                Ok(Step::Done)
+                Ok(ReplyStep::Done)
             }
-            What::Status { context, entries }
+            FrameContent::Status { context, entries }
                 if self.request.command == Command::BlockStatus
                     && Some(context) == allocation
                     && self.extents.is_empty() =>
             {
-                Ok(Step::Describe(entries))
+                Ok(ReplyStep::Describe(entries))
             }
-            What::Error { error, rest } => {
-                self.failure.get_or_insert(Failure::Server(error));
-                Ok(Step::Skip(rest))
+            FrameContent::Error { error, rest } => {
+                self.failure.get_or_insert(RequestFailure::Server(error));
+                Ok(ReplyStep::Skip(rest))
             }
-            _ => Err(Violation("a chunk that does not fit its request")),
+            _ => Err(ProtocolViolation("a chunk that does not fit its request")),
         }
     }
 
     /// The range of the buffer for `length` bytes of the export at `offset`, recorded as received.
-    fn part(&mut self, offset: u64, length: u32) -> Result<Range<usize>, Violation> {
-        let outside = Violation("data outside of what was asked for");
+    fn part(&mut self, offset: u64, length: u32) -> Result<Range<usize>, ProtocolViolation> {
+        let outside = ProtocolViolation("data outside of what was asked for");
         let start = offset.checked_sub(self.request.offset).ok_or(outside)?;
         let start = u32::try_from(start).map_err(|_| outside)?;
         let end = start.checked_add(length).filter(|end| *end <= self.request.length);
@@ -509,7 +509,7 @@ fn index_of(cookie: Cookie) -> usize {
     usize::try_from(cookie.0 & 0xffff_ffff).unwrap_or(usize::MAX)
 }
 
-fn header(request: &Request, cookie: Cookie) -> [u8; REQUEST_LEN] {
+fn header(request: &NbdRequest, cookie: Cookie) -> [u8; REQUEST_LEN] {
     let mut bytes = [0; REQUEST_LEN];
     bytes[..4].copy_from_slice(&magic::REQUEST.to_be_bytes());
     bytes[4..6].copy_from_slice(&request.flags.0.to_be_bytes());

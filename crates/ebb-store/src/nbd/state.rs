@@ -19,7 +19,7 @@ use rustix::net::Shutdown;
 use super::options::LostWrites;
 
 /// The shortest time between two probes that failed attempts to connect request.
-const DOUBTS: Duration = Duration::from_secs(5);
+const PROBE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The state of a remote store.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -49,7 +49,7 @@ pub struct StoreState {
 
 /// See the module.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct RemoteState {
     lost_writes: LostWrites,
     closed: AtomicBool,
     /// Aborted: waiting requests fail.
@@ -64,17 +64,17 @@ pub(crate) struct Shared {
     replayed: AtomicU64,
     acknowledged: AtomicU64,
     covered: AtomicU64,
-    story: Mutex<Story>,
+    history: Mutex<RemoteHistory>,
     /// How often idle connections were asked to probe the server, and the tasks that wait for the
     /// next time.
-    doubts: AtomicU64,
-    doubted: Event,
+    probes_requested: AtomicU64,
+    probe_requested: Event,
     /// Set with `RemoteHistory::lost`, so that a flush need not lock.
     has_lost: AtomicBool,
 }
 
 #[derive(Debug)]
-struct Story {
+struct RemoteHistory {
     last_error: Option<String>,
     since: Instant,
     /// What the next flush must report.
@@ -85,13 +85,13 @@ struct Story {
     silent: HashMap<u64, u64>,
     next: u64,
     /// When a failed attempt to connect last requested a probe.
-    doubted_at: Option<Instant>,
+    probe_requested_at: Option<Instant>,
 }
 
-impl Shared {
-    pub(crate) fn new(lost_writes: LostWrites) -> Shared {
+impl RemoteState {
+    pub(crate) fn new(lost_writes: LostWrites) -> RemoteState {
         let (end, ended) = async_channel::bounded(1);
-        Shared {
+        RemoteState {
             lost_writes,
             closed: AtomicBool::new(false),
             aborted: AtomicBool::new(false),
@@ -104,24 +104,24 @@ impl Shared {
             replayed: AtomicU64::new(0),
             acknowledged: AtomicU64::new(0),
             covered: AtomicU64::new(0),
-            story: Mutex::new(Story {
+            history: Mutex::new(RemoteHistory {
                 last_error: None,
                 since: ebb_io::clock::now(),
                 lost: None,
                 sockets: HashMap::new(),
                 silent: HashMap::new(),
                 next: 0,
-                doubted_at: None,
+                probe_requested_at: None,
             }),
             has_lost: AtomicBool::new(false),
-            doubts: AtomicU64::new(0),
-            doubted: Event::new(),
+            probes_requested: AtomicU64::new(0),
+            probe_requested: Event::new(),
         }
     }
 
-    fn story(&self) -> MutexGuard<'_, Story> {
+    fn history(&self) -> MutexGuard<'_, RemoteHistory> {
         // Texts and times: they are valid also after a panic of another thread.
-        self.story.lock().unwrap_or_else(PoisonError::into_inner)
+        self.history.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn is_closed(&self) -> bool {
@@ -132,11 +132,11 @@ impl Shared {
     pub(crate) fn connected(&self, fd: &Arc<OwnedFd>, again: bool) -> u64 {
         self.connections.fetch_add(1, Ordering::Relaxed);
         self.reconnects.fetch_add(u64::from(again), Ordering::Relaxed);
-        let mut story = self.story();
-        story.since = ebb_io::clock::now();
-        let id = story.next;
-        story.next += 1;
-        story.sockets.insert(id, Arc::downgrade(fd));
+        let mut history = self.history();
+        history.since = ebb_io::clock::now();
+        let id = history.next;
+        history.next += 1;
+        history.sockets.insert(id, Arc::downgrade(fd));
         id
     }
 
@@ -145,11 +145,11 @@ impl Shared {
         if !self.is_closed() {
             self.lost.fetch_add(1, Ordering::Relaxed);
         }
-        let mut story = self.story();
-        story.since = ebb_io::clock::now();
-        story.sockets.remove(&id);
-        story.silent.remove(&id);
-        drop(story);
+        let mut history = self.history();
+        history.since = ebb_io::clock::now();
+        history.sockets.remove(&id);
+        history.silent.remove(&id);
+        drop(history);
         let (acknowledged, covered) =
             (self.acknowledged.load(Ordering::SeqCst), self.covered.load(Ordering::SeqCst));
         let report = self.lost_writes == LostWrites::Report && !self.is_aborted();
@@ -166,7 +166,7 @@ impl Shared {
 
     /// Makes the next flush fail with `what`, for changes that the server may have lost.
     pub(crate) fn lose(&self, what: String) {
-        self.story().lost = Some(what);
+        self.history().lost = Some(what);
         self.covered.fetch_max(self.acknowledged.load(Ordering::SeqCst), Ordering::SeqCst);
         self.has_lost.store(true, Ordering::SeqCst);
     }
@@ -176,9 +176,9 @@ impl Shared {
         if !self.has_lost.load(Ordering::SeqCst) {
             return None;
         }
-        let mut story = self.story();
+        let mut history = self.history();
         self.has_lost.store(false, Ordering::SeqCst);
-        story.lost.take()
+        history.lost.take()
     }
 
     /// The server has acknowledged a change that is not stable.
@@ -203,40 +203,40 @@ impl Shared {
 
     /// A connection has been silent for this many seconds; 0: it has replied.
     pub(crate) fn silent(&self, id: u64, seconds: u64) {
-        let mut story = self.story();
+        let mut history = self.history();
         match seconds {
-            0 => story.silent.remove(&id),
-            seconds => story.silent.insert(id, seconds),
+            0 => history.silent.remove(&id),
+            seconds => history.silent.insert(id, seconds),
         };
     }
 
     /// The server may be shutting down: idle connections are to probe it.
-    pub(crate) fn doubt(&self) {
-        self.doubts.fetch_add(1, Ordering::SeqCst);
-        self.doubted.notify(usize::MAX);
+    pub(crate) fn request_probe(&self) {
+        self.probes_requested.fetch_add(1, Ordering::SeqCst);
+        self.probe_requested.notify(usize::MAX);
     }
 
     /// As [`RemoteState::request_probe`], for a failed attempt to connect: limited in rate.
-    pub(crate) fn doubt_now_and_then(&self) {
+    pub(crate) fn request_probe_limited(&self) {
         let now = ebb_io::clock::now();
-        let mut story = self.story();
-        if story.doubted_at.is_none_or(|at| now.saturating_duration_since(at) >= DOUBTS) {
-            story.doubted_at = Some(now);
-            drop(story);
-            self.doubt();
+        let mut history = self.history();
+        if history.probe_requested_at.is_none_or(|at| now.saturating_duration_since(at) >= PROBE_INTERVAL) {
+            history.probe_requested_at = Some(now);
+            drop(history);
+            self.request_probe();
         }
     }
 
-    pub(crate) fn doubts(&self) -> u64 {
-        self.doubts.load(Ordering::SeqCst)
+    pub(crate) fn probes_requested(&self) -> u64 {
+        self.probes_requested.load(Ordering::SeqCst)
     }
 
     /// Waits until more probes were requested than `seen`.
-    pub(crate) async fn doubted(&self, seen: u64) {
-        while self.doubts() == seen {
-            let listener = self.doubted.listen();
+    pub(crate) async fn probe_requested(&self, seen: u64) {
+        while self.probes_requested() == seen {
+            let listener = self.probe_requested.listen();
             // Checked again after the listener is registered: a later request wakes it.
-            if self.doubts() != seen {
+            if self.probes_requested() != seen {
                 return;
             }
             listener.await;
@@ -248,11 +248,11 @@ impl Shared {
     }
 
     pub(crate) fn note_error(&self, error: &str) {
-        self.story().last_error = Some(error.to_owned());
+        self.history().last_error = Some(error.to_owned());
     }
 
     pub(crate) fn last_error(&self) -> String {
-        self.story().last_error.clone().unwrap_or_else(|| "no connection yet".to_owned())
+        self.history().last_error.clone().unwrap_or_else(|| "no connection yet".to_owned())
     }
 
     /// Whether the store was aborted.
@@ -274,7 +274,7 @@ impl Shared {
     fn end_all(&self, how: Shutdown) {
         self.closed.store(true, Ordering::Release);
         // A socket that is added later is closed by its link, which then reads `closed`.
-        for socket in self.story().sockets.values().filter_map(Weak::upgrade) {
+        for socket in self.history().sockets.values().filter_map(Weak::upgrade) {
             let _ = rustix::net::shutdown(&socket, how);
         }
         self.end.close();
@@ -292,7 +292,7 @@ impl Shared {
 
     pub(crate) fn state(&self, address: String) -> StoreState {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let story = self.story();
+        let history = self.history();
         StoreState {
             address,
             connections: get(&self.connections),
@@ -301,9 +301,9 @@ impl Shared {
             in_flight: get(&self.in_flight),
             replayed: get(&self.replayed),
             unflushed: get(&self.acknowledged).saturating_sub(get(&self.covered)),
-            last_error: story.last_error.clone(),
-            since_seconds: ebb_io::clock::since(story.since).as_secs(),
-            silent_seconds: story.silent.values().copied().max().unwrap_or(0),
+            last_error: history.last_error.clone(),
+            since_seconds: ebb_io::clock::since(history.since).as_secs(),
+            silent_seconds: history.silent.values().copied().max().unwrap_or(0),
         }
     }
 }
@@ -318,7 +318,7 @@ mod tests {
 
     #[test]
     fn what_was_acknowledged_and_not_flushed_is_reported_once() {
-        let shared = Shared::new(LostWrites::Report);
+        let shared = RemoteState::new(LostWrites::Report);
         let id = shared.connected(&socket(), false);
         shared.acknowledge();
         let mark = shared.mark();
@@ -336,7 +336,7 @@ mod tests {
 
     #[test]
     fn a_flush_covers_what_was_acknowledged_before_it_was_asked_for() {
-        let shared = Shared::new(LostWrites::Flush);
+        let shared = RemoteState::new(LostWrites::Flush);
         shared.acknowledge();
         let mark = shared.mark();
         shared.acknowledge();

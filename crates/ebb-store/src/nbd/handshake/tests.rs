@@ -71,7 +71,7 @@ fn structured() -> Vec<u8> {
         .concat()
 }
 
-fn enter(parts: &[Vec<u8>]) -> Result<(Export, Vec<u8>), NbdError> {
+fn enter(parts: &[Vec<u8>]) -> Result<(RemoteExport, Vec<u8>), NbdError> {
     let options = NbdOptions::new(NbdAddress::Unix("/s".into()), "disk");
     let script = Script { input: io::Cursor::new(parts.concat()), output: Vec::new() };
     let (export, script) = Negotiation::greet(script, &options)?.enter()?;

@@ -14,11 +14,11 @@ use ebb_io::Io;
 use ebb_nbd_proto::TransmissionFlags;
 use ebb_tls::Transport;
 
-use super::super::slots::Failure;
+use super::super::slots::RequestFailure;
 use super::{Link, flush_request};
 
 /// How often a link checks whether a server replies to requests in flight.
-const LOOK: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Link {
     /// Reports a server that does not reply to requests in flight, and closes its connection if
@@ -26,38 +26,38 @@ impl Link {
     pub(super) async fn watch(self: &Rc<Self>, io: &Io, transport: &Transport, id: u64) {
         let remote = self.remote.clone();
         let (shared, limit) = (&remote.shared, remote.options.silence);
-        let mut told = 0;
-        let mut seen = shared.doubts();
+        let mut reported = 0;
+        let mut seen = shared.probes_requested();
         // Kept, so that being idle allocates nothing.
-        let mut doubt = Box::pin(shared.doubted(seen));
-        self.heard.set(ebb_io::clock::now());
+        let mut probe = Box::pin(shared.probe_requested(seen));
+        self.last_reply.set(ebb_io::clock::now());
         loop {
             if !self.is_busy() {
-                if std::mem::take(&mut told) != 0 {
+                if std::mem::take(&mut reported) != 0 {
                     shared.silent(id, 0);
                 }
-                self.resting.set(true);
-                futures_lite::future::or(self.asked.wait(), doubt.as_mut()).await;
+                self.idle.set(true);
+                futures_lite::future::or(self.busy.wait(), probe.as_mut()).await;
             }
-            if shared.doubts() != seen && !self.is_busy() {
-                seen = shared.doubts();
-                doubt.set(shared.doubted(seen));
-                if !self.ask_whether_it_goes(io) {
+            if shared.probes_requested() != seen && !self.is_busy() {
+                seen = shared.probes_requested();
+                probe.set(shared.probe_requested(seen));
+                if !self.send_probe(io) {
                     transport.shut();
                     return;
                 }
             }
-            io.sleep(LOOK).await;
-            let silence = ebb_io::clock::since(self.heard.get());
+            io.sleep(CHECK_INTERVAL).await;
+            let silence = ebb_io::clock::since(self.last_reply.get());
             let owes = self.slots.borrow().has_sent();
             // A short time without a reply is no silence.
-            let seconds = if owes && silence >= LOOK * 2 { silence.as_secs() } else { 0 };
-            if seconds != told {
-                told = seconds;
+            let seconds = if owes && silence >= CHECK_INTERVAL * 2 { silence.as_secs() } else { 0 };
+            if seconds != reported {
+                reported = seconds;
                 shared.silent(id, seconds);
             }
             if owes && limit.is_some_and(|limit| silence >= limit) {
-                self.silenced.set(Some(silence));
+                self.silence_limit_reached.set(Some(silence));
                 // Both directions receive the end of the stream.
                 transport.shut();
                 return;
@@ -73,18 +73,18 @@ impl Link {
 
     /// Sends a flush, whose reply shows whether the server is shutting down. False if the server
     /// does not support flush: the connection, which is idle, can be established again instead.
-    fn ask_whether_it_goes(self: &Rc<Self>, io: &Io) -> bool {
+    fn send_probe(self: &Rc<Self>, io: &Io) -> bool {
         if !self.remote.export.offers(TransmissionFlags::SEND_FLUSH) {
             return false;
         }
         let own = self.clone();
-        let ask = async move {
+        let probe_server = async move {
             let shared = &own.remote.shared;
             let mark = shared.mark();
             match own.request(flush_request(), None).await.result {
                 Ok(()) => shared.cover(mark),
                 // The next connection begins with a flush if there is something to cover.
-                Err(Failure::Lost) => {}
+                Err(RequestFailure::Lost) => {}
                 // A server may report a failed flush only once: the next flush of the store reports
                 // it, too.
                 Err(failure) => shared.lose(format!(
@@ -93,7 +93,7 @@ impl Link {
                 )),
             }
         };
-        io.spawn(ask).detach();
+        io.spawn(probe_server).detach();
         true
     }
 }

@@ -6,10 +6,10 @@ use ebb_nbd_proto::chunk;
 use super::super::reply::decode;
 use super::*;
 
-type Requests = Slots<Vec<u8>, ()>;
+type Requests = RequestSlots<Vec<u8>, ()>;
 
 /// The receiver's loop over bytes in memory: how many were used, and why it ended.
-fn receive(slots: &mut Requests, mut bytes: &[u8]) -> Result<usize, Violation> {
+fn receive(slots: &mut Requests, mut bytes: &[u8]) -> Result<usize, ProtocolViolation> {
     let all = bytes.len();
     loop {
         let Some((frame, used)) = decode(bytes)? else { return Ok(all - bytes.len()) };
@@ -23,25 +23,25 @@ fn receive(slots: &mut Requests, mut bytes: &[u8]) -> Result<usize, Violation> {
             })
         };
         match step {
-            Step::Done => {}
-            Step::Fill(range) => {
+            ReplyStep::Done => {}
+            ReplyStep::Fill(range) => {
                 let cookie = Cookie(frame.cookie);
-                let mut buf = slots.take_buf(cookie).ok_or(Violation("no buffer"))?;
+                let mut buf = slots.take_buf(cookie).ok_or(ProtocolViolation("no buffer"))?;
                 let part = take(range.len());
                 if let Some(part) = part {
                     buf[range].copy_from_slice(part);
                 }
-                slots.bring_back(cookie, buf);
+                slots.return_buf(cookie, buf);
                 if part.is_none() {
                     return Ok(all);
                 }
             }
-            Step::Skip(count) => {
+            ReplyStep::Skip(count) => {
                 if take(usize::try_from(count).unwrap()).is_none() {
                     return Ok(all);
                 }
             }
-            Step::Describe(entries) => {
+            ReplyStep::Describe(entries) => {
                 for _ in 0..entries {
                     let Some(part) = take(8) else { return Ok(all) };
                     slots.describe(Cookie(frame.cookie), part.try_into().unwrap())?;
@@ -52,13 +52,13 @@ fn receive(slots: &mut Requests, mut bytes: &[u8]) -> Result<usize, Violation> {
     }
 }
 
-fn request(command: Command, offset: u64, length: u32) -> Request {
+fn request(command: Command, offset: u64, length: u32) -> NbdRequest {
     let zeroes = false;
-    Request { command, flags: CommandFlags::NONE, offset, length, at: 0, limit: 8, zeroes }
+    NbdRequest { command, flags: CommandFlags::NONE, offset, length, at: 0, limit: 8, zeroes }
 }
 
 /// Queues and sends one request; reads and writes get a buffer full of `0xee`.
-fn ask(slots: &mut Requests, command: Command, offset: u64, length: u32) -> Cookie {
+fn submit(slots: &mut Requests, command: Command, offset: u64, length: u32) -> Cookie {
     let data = matches!(command, Command::Read | Command::Write);
     let buf = data.then(|| vec![0xee; usize::try_from(length).unwrap()]);
     let cookie = slots.push(request(command, offset, length), buf, None);
@@ -69,12 +69,12 @@ fn ask(slots: &mut Requests, command: Command, offset: u64, length: u32) -> Cook
 fn send(slots: &mut Requests) {
     while let Some(next) = slots.next_to_send() {
         if let Some(buf) = next.payload {
-            slots.bring_back(next.cookie, buf);
+            slots.return_buf(next.cookie, buf);
         }
     }
 }
 
-fn outcome(slots: &mut Requests, cookie: Cookie) -> Option<Outcome<Vec<u8>>> {
+fn outcome(slots: &mut Requests, cookie: Cookie) -> Option<RequestOutcome<Vec<u8>>> {
     match slots.poll(cookie, &Context::from_waker(Waker::noop())) {
         Poll::Ready(outcome) => Some(outcome),
         Poll::Pending => None,
@@ -117,7 +117,7 @@ fn chunked() -> Requests {
 #[test]
 fn a_read_in_pieces_out_of_order_with_a_hole() {
     let mut slots = chunked();
-    let cookie = ask(&mut slots, Command::Read, 1000, 6);
+    let cookie = submit(&mut slots, Command::Read, 1000, 6);
     let bytes = [
         data(cookie, false, 1004, b"ef"),
         hole(cookie, false, 1002, 2),
@@ -145,10 +145,10 @@ fn a_read_with_a_gap_an_overlap_or_bytes_outside_fails() {
     ];
     for (number, answer) in cases.iter().enumerate() {
         let mut slots = chunked();
-        let cookie = ask(&mut slots, Command::Read, 0, 4);
+        let cookie = submit(&mut slots, Command::Read, 0, 4);
         assert!(receive(&mut slots, &answer(cookie)).is_err(), "{number}");
         let outcome = outcome(&mut slots, cookie).unwrap();
-        assert!(matches!(outcome.result, Err(Failure::Broken(_))), "{number}");
+        assert!(matches!(outcome.result, Err(RequestFailure::Protocol(_))), "{number}");
         assert!(outcome.buf.is_some(), "the buffer comes back");
     }
 }
@@ -156,17 +156,17 @@ fn a_read_with_a_gap_an_overlap_or_bytes_outside_fails() {
 #[test]
 fn replies_meet_only_their_own_request() {
     let mut slots = Requests::default();
-    let first = ask(&mut slots, Command::Write, 0, 512);
+    let first = submit(&mut slots, Command::Write, 0, 512);
     assert_eq!(receive(&mut slots, &simple(first, 0, &[])), Ok(16));
     assert!(outcome(&mut slots, first).is_some());
-    let second = ask(&mut slots, Command::Write, 0, 512);
+    let second = submit(&mut slots, Command::Write, 0, 512);
     assert_ne!(first, second);
     assert!(receive(&mut slots, &simple(first, 0, &[])).is_err(), "an old cookie");
     assert!(receive(&mut slots, &simple(Cookie(77), 0, &[])).is_err(), "an invented one");
     assert!(outcome(&mut slots, second).is_none());
     assert_eq!(receive(&mut slots, &simple(second, 5, &[])), Ok(16));
     assert!(receive(&mut slots, &simple(second, 0, &[])).is_err(), "answered twice");
-    assert_eq!(outcome(&mut slots, second).unwrap().result, Err(Failure::Server(5)));
+    assert_eq!(outcome(&mut slots, second).unwrap().result, Err(RequestFailure::Server(5)));
 }
 
 #[test]
@@ -177,14 +177,14 @@ fn an_answer_before_the_data_was_sent_waits_for_the_buffer() {
     let next = slots.next_to_send().unwrap();
     assert_eq!(receive(&mut slots, &simple(cookie, 0, &[])), Ok(16));
     assert!(outcome(&mut slots, cookie).is_none(), "the sender still has the buffer");
-    slots.bring_back(cookie, next.payload.unwrap());
+    slots.return_buf(cookie, next.payload.unwrap());
     assert_eq!(outcome(&mut slots, cookie).unwrap().buf.unwrap().len(), 512);
 }
 
 #[test]
 fn what_was_not_answered_is_asked_again_and_old_answers_count_for_nothing() {
     let mut slots = chunked();
-    let cookie = ask(&mut slots, Command::Read, 0, 4);
+    let cookie = submit(&mut slots, Command::Read, 0, 4);
     assert!(receive(&mut slots, &data(cookie, false, 0, b"xy")).is_ok());
     let now = Instant::now();
     assert_eq!(slots.replay(now, Duration::from_secs(1)), 1);
@@ -193,17 +193,17 @@ fn what_was_not_answered_is_asked_again_and_old_answers_count_for_nothing() {
     assert!(receive(&mut slots, &data(cookie, true, 0, b"abcd")).is_ok());
     assert_eq!(outcome(&mut slots, cookie).unwrap().buf.unwrap(), b"abcd");
     // A request that loses every connection fails when its time limit expires.
-    let cookie = ask(&mut slots, Command::Read, 0, 4);
+    let cookie = submit(&mut slots, Command::Read, 0, 4);
     assert_eq!(slots.replay(now, Duration::from_secs(1)), 1);
     send(&mut slots);
     assert_eq!(slots.replay(now + Duration::from_secs(2), Duration::from_secs(1)), 0);
-    assert_eq!(outcome(&mut slots, cookie).unwrap().result, Err(Failure::Lost));
+    assert_eq!(outcome(&mut slots, cookie).unwrap().result, Err(RequestFailure::Lost));
 }
 
 #[test]
 fn an_abandoned_request_keeps_its_buffer_until_it_is_over() {
     let mut slots = Requests::default();
-    let cookie = ask(&mut slots, Command::Read, 0, 4);
+    let cookie = submit(&mut slots, Command::Read, 0, 4);
     slots.abandon(cookie);
     assert_eq!(slots.busy(), 1, "the answer is still to come");
     assert_eq!(receive(&mut slots, &simple(cookie, 0, b"abcd")), Ok(20));
@@ -218,7 +218,7 @@ fn an_abandoned_request_keeps_its_buffer_until_it_is_over() {
 #[test]
 fn block_status_is_cut_to_what_was_asked() {
     let mut slots = chunked();
-    let cookie = ask(&mut slots, Command::BlockStatus, 512, 2048);
+    let cookie = submit(&mut slots, Command::BlockStatus, 512, 2048);
     let mut payload = 5u32.to_be_bytes().to_vec();
     for (length, state) in [(1024u32, 0u32), (512, 3), (u32::MAX, 1)] {
         payload.extend(length.to_be_bytes());
@@ -232,7 +232,7 @@ fn block_status_is_cut_to_what_was_asked() {
     assert_eq!(plain, [(512, 1024, false), (1536, 512, true), (2048, 512, false)]);
     // Another context, and an extent of no bytes.
     for (context, length) in [(6u32, 512u32), (5, 0)] {
-        let cookie = ask(&mut slots, Command::BlockStatus, 0, 512);
+        let cookie = submit(&mut slots, Command::BlockStatus, 0, 512);
         let numbers = [context, length, 0];
         let payload: Vec<u8> = numbers.iter().flat_map(|n| n.to_be_bytes()).collect();
         assert!(receive(&mut slots, &piece(cookie, true, chunk::BLOCK_STATUS, &payload)).is_err());
@@ -275,7 +275,7 @@ fn content(offset: u64) -> u8 {
 
 /// The reply of a conforming server, or of one that changes it slightly. Returns whether it
 /// conforms.
-fn answer(random: &mut Random, cookie: Cookie, asked: Request, bytes: &mut Vec<u8>) -> bool {
+fn answer(random: &mut Random, cookie: Cookie, asked: NbdRequest, bytes: &mut Vec<u8>) -> bool {
     let (offset, length) = (asked.offset, asked.length);
     let bytes_at = |from: u64, count: u64| (from..from + count).map(content).collect::<Vec<u8>>();
     match (asked.command, random.below(8)) {
@@ -338,7 +338,7 @@ fn stream(seed: u64) -> u64 {
         };
         let length = u32::try_from(1 + random.below(64)).unwrap();
         let offset = random.below(5000);
-        let cookie = ask(&mut slots, command, offset, length);
+        let cookie = submit(&mut slots, command, offset, length);
         asked.insert(cookie.0, (request(command, offset, length), true));
     }
     let mut bytes = Vec::new();

@@ -5,7 +5,7 @@
 //! - A *lost* sector was discarded by a loss, and not written since. Reads may still return its
 //!   data, as from a page cache, until it is evicted; then they return what is stable.
 
-use super::Random;
+use super::FaultRandom;
 
 /// Bytes of a sector.
 pub(super) const SECTOR: usize = 512;
@@ -45,13 +45,13 @@ impl Sectors {
 
 /// A sector after a failed flush.
 #[derive(Debug)]
-pub(super) struct Left {
+pub(super) struct SectorAfterLoss {
     pub(super) sector: usize,
     pub(super) data: Vec<u8>,
 }
 
 #[derive(Debug)]
-pub(super) struct Bytes {
+pub(super) struct DiskContents {
     /// What reads return.
     pub(super) seen: Vec<u8>,
     /// What a power failure leaves.
@@ -64,10 +64,10 @@ fn span(sector: usize, size: usize) -> std::ops::Range<usize> {
     (sector * SECTOR).min(size)..((sector + 1) * SECTOR).min(size)
 }
 
-impl Bytes {
-    pub(super) fn new(size: usize) -> Bytes {
+impl DiskContents {
+    pub(super) fn new(size: usize) -> DiskContents {
         let sectors = size.div_ceil(SECTOR);
-        Bytes {
+        DiskContents {
             seen: vec![0; size],
             stable: vec![0; size],
             unflushed: Sectors::with(sectors),
@@ -76,7 +76,7 @@ impl Bytes {
     }
 
     /// Writes data that no flush covers yet. Old unflushed data may become stable meanwhile.
-    pub(super) fn write(&mut self, at: usize, data: &[u8], random: &Random) -> bool {
+    pub(super) fn write(&mut self, at: usize, data: &[u8], random: &FaultRandom) -> bool {
         let Some(end) = at.checked_add(data.len()).filter(|end| *end <= self.seen.len()) else {
             return false;
         };
@@ -115,7 +115,7 @@ impl Bytes {
 
     /// Any subset of the unflushed sectors is lost, and the others become stable. Returns the
     /// stable content of each of them.
-    pub(super) fn lose(&mut self, random: &Random) -> Vec<Left> {
+    pub(super) fn lose(&mut self, random: &FaultRandom) -> Vec<SectorAfterLoss> {
         let all = self.unflushed.list();
         // All, none, or any: subsets of one sector are as likely as those of nearly all.
         let share = random.next() % 9;
@@ -130,7 +130,7 @@ impl Bytes {
                 self.save(sector);
             }
         }
-        let left = |sector: usize| Left {
+        let left = |sector: usize| SectorAfterLoss {
             sector,
             data: self.stable[span(sector, self.stable.len())].to_vec(),
         };
@@ -150,7 +150,7 @@ impl Bytes {
     }
 
     /// The power fails: any subset of the unflushed sectors is stable.
-    pub(super) fn power_cut(&mut self, random: &Random) {
+    pub(super) fn power_cut(&mut self, random: &FaultRandom) {
         self.lose(random);
         self.seen.copy_from_slice(&self.stable);
         self.lost = Sectors::with(self.seen.len().div_ceil(SECTOR));

@@ -13,20 +13,20 @@ use crate::{BlockError, ErrorKind, Operation};
 
 /// See the module.
 #[derive(Debug, Default)]
-pub struct Watched {
+pub struct StoreHealth {
     generations: [AtomicU64; 2],
     /// Index of the generation that counts new requests.
-    young: AtomicUsize,
-    failed: [Failed; FailedKind::ALL.len()],
+    younger: AtomicUsize,
+    failed: [FailureCount; FailedKind::ALL.len()],
 }
 
 #[derive(Debug, Default)]
-struct Failed {
+struct FailureCount {
     count: AtomicU64,
     /// The text of the first failure since it was last fetched.
-    why: Mutex<Option<String>>,
+    text: Mutex<Option<String>>,
     /// Set with `text`, so that many failures format only one text.
-    told: AtomicBool,
+    has_text: AtomicBool,
 }
 
 /// The kind of request that failed.
@@ -63,19 +63,19 @@ impl FailedKind {
 
 /// A request in flight; it completes when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Begun<'a>(&'a AtomicU64);
+pub(crate) struct InFlightRequest<'a>(&'a AtomicU64);
 
-impl Drop for Begun<'_> {
+impl Drop for InFlightRequest<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
-impl Watched {
-    pub(crate) fn begin(&self) -> Begun<'_> {
-        let cell = &self.generations[self.young.load(Ordering::Relaxed) & 1];
+impl StoreHealth {
+    pub(crate) fn begin(&self) -> InFlightRequest<'_> {
+        let cell = &self.generations[self.younger.load(Ordering::Relaxed) & 1];
         cell.fetch_add(1, Ordering::Relaxed);
-        Begun(cell)
+        InFlightRequest(cell)
     }
 
     /// Counts a failure. Unsupported operations and aborted requests are not failures of the store.
@@ -84,10 +84,10 @@ impl Watched {
             return;
         }
         let failed = &self.failed[FailedKind::of(error.operation).index()];
-        if !failed.told.swap(true, Ordering::AcqRel) {
+        if !failed.has_text.swap(true, Ordering::AcqRel) {
             let cause = error.source.as_ref().map(|cause| format!(" ({cause})"));
             let text = format!("{error}{}", cause.unwrap_or_default());
-            *failed.why.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
+            *failed.text.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
         }
         // Counted last: a reader of the count finds the text.
         failed.count.fetch_add(1, Ordering::Release);
@@ -99,20 +99,20 @@ impl Watched {
     }
 
     /// The text of the first failure of a kind since the last call.
-    pub fn take_why(&self, kind: FailedKind) -> Option<String> {
+    pub fn take_error(&self, kind: FailedKind) -> Option<String> {
         let failed = &self.failed[kind.index()];
-        let why = failed.why.lock().unwrap_or_else(PoisonError::into_inner).take();
-        failed.told.store(false, Ordering::Release);
-        why
+        let text = failed.text.lock().unwrap_or_else(PoisonError::into_inner).take();
+        failed.has_text.store(false, Ordering::Release);
+        text
     }
 
     /// For a periodic check: how many requests have been in flight since the last check that
     /// returned 0, or longer.
     pub fn unanswered(&self) -> u64 {
-        let young = self.young.load(Ordering::Relaxed) & 1;
-        let left = self.generations[1 - young].load(Ordering::Relaxed);
+        let younger = self.younger.load(Ordering::Relaxed) & 1;
+        let left = self.generations[1 - younger].load(Ordering::Relaxed);
         if left == 0 {
-            self.young.store(1 - young, Ordering::Relaxed);
+            self.younger.store(1 - younger, Ordering::Relaxed);
         }
         left
     }
@@ -124,38 +124,38 @@ mod tests {
 
     #[test]
     fn one_that_waits_is_found_among_many_that_do_not() {
-        let watched = Watched::default();
-        assert_eq!(watched.unanswered(), 0);
-        let stuck = watched.begin();
-        drop(watched.begin());
-        assert_eq!(watched.unanswered(), 0, "it may have begun just now");
+        let health = StoreHealth::default();
+        assert_eq!(health.unanswered(), 0);
+        let stuck = health.begin();
+        drop(health.begin());
+        assert_eq!(health.unanswered(), 0, "it may have begun just now");
         for _ in 0..10 {
-            drop(watched.begin());
-            let _quick = watched.begin();
-            assert_eq!(watched.unanswered(), 1);
+            drop(health.begin());
+            let _quick = health.begin();
+            assert_eq!(health.unanswered(), 1);
         }
         drop(stuck);
-        assert_eq!(watched.unanswered(), 0);
-        assert_eq!(watched.unanswered(), 0);
+        assert_eq!(health.unanswered(), 0);
+        assert_eq!(health.unanswered(), 0);
     }
 
     #[test]
     fn failures_are_counted_by_kind_and_the_first_is_told() {
-        let watched = Watched::default();
+        let health = StoreHealth::default();
         let fail = |operation, code| {
             let source = std::io::Error::from_raw_os_error(code);
-            watched.note(&BlockError::from_io(source, operation, 4096, 512));
+            health.note(&BlockError::from_io(source, operation, 4096, 512));
         };
         fail(Operation::Write, libc::EIO);
         fail(Operation::WriteZeroes, libc::ENOSPC);
         fail(Operation::Flush, libc::EIO);
         fail(Operation::WriteZeroes, libc::EOPNOTSUPP);
-        watched.note(&BlockError::new(ErrorKind::Closing, Operation::Read, 0, 512));
-        assert_eq!(watched.failures(), [0, 2, 1]);
-        let why = watched.take_why(FailedKind::Write).unwrap();
-        assert!(why.contains("write of 512 bytes at 4096") && why.contains("os error 5"), "{why}");
-        assert_eq!(watched.take_why(FailedKind::Write), None);
+        health.note(&BlockError::new(ErrorKind::Closing, Operation::Read, 0, 512));
+        assert_eq!(health.failures(), [0, 2, 1]);
+        let text = health.take_error(FailedKind::Write).unwrap();
+        assert!(text.contains("write of 512 bytes at 4096") && text.contains("os error 5"), "{text}");
+        assert_eq!(health.take_error(FailedKind::Write), None);
         fail(Operation::Read, libc::EIO);
-        assert!(watched.take_why(FailedKind::Read).unwrap().contains("read of 512 bytes"));
+        assert!(health.take_error(FailedKind::Read).unwrap().contains("read of 512 bytes"));
     }
 }

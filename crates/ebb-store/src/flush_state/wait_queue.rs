@@ -6,9 +6,9 @@ use std::task::Waker;
 
 /// Numbers of syncs, in ascending order.
 #[derive(Debug, Default)]
-pub(super) struct Numbers(VecDeque<u64>);
+pub(super) struct SyncNumbers(VecDeque<u64>);
 
-impl Numbers {
+impl SyncNumbers {
     pub(super) fn insert(&mut self, number: u64) {
         if let Err(at) = self.0.binary_search(&number) {
             self.0.insert(at, number);
@@ -29,7 +29,7 @@ impl Numbers {
 
 /// A task that waits until all syncs below `until` have completed.
 #[derive(Debug)]
-struct Waiting {
+struct Waiter {
     until: u64,
     ticket: u64,
     /// `None`: cancelled.
@@ -38,7 +38,7 @@ struct Waiting {
 
 /// The position of a waiting task.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(super) struct WaitPosition {
     until: u64,
     ticket: u64,
 }
@@ -46,15 +46,15 @@ pub(super) struct Place {
 /// Waiting tasks, the first to be woken in front. The queue keeps its memory, so that waiting
 /// allocates nothing once warm.
 #[derive(Debug, Default)]
-pub(super) struct Line {
-    waiting: VecDeque<Waiting>,
+pub(super) struct WaitQueue {
+    waiting: VecDeque<Waiter>,
     tickets: u64,
 }
 
-impl Line {
+impl WaitQueue {
     /// Adds a task, or updates the waker of one that is in the queue.
-    pub(super) fn wait(&mut self, place: &mut Option<Place>, until: u64, waker: &Waker) {
-        if let Some(waiting) = place.and_then(|place| self.find(place)) {
+    pub(super) fn wait(&mut self, position: &mut Option<WaitPosition>, until: u64, waker: &Waker) {
+        if let Some(waiting) = position.and_then(|position| self.find(position)) {
             if !waiting.waker.as_ref().is_some_and(|old| old.will_wake(waker)) {
                 waiting.waker = Some(waker.clone());
             }
@@ -63,32 +63,32 @@ impl Line {
         let ticket = self.tickets;
         self.tickets += 1;
         let at = self.waiting.partition_point(|waiting| waiting.until <= until);
-        self.waiting.insert(at, Waiting { until, ticket, waker: Some(waker.clone()) });
-        *place = Some(Place { until, ticket });
+        self.waiting.insert(at, Waiter { until, ticket, waker: Some(waker.clone()) });
+        *position = Some(WaitPosition { until, ticket });
     }
 
-    fn find(&mut self, place: Place) -> Option<&mut Waiting> {
-        let key = (place.until, place.ticket);
+    fn find(&mut self, position: WaitPosition) -> Option<&mut Waiter> {
+        let key = (position.until, position.ticket);
         let found = self.waiting.binary_search_by_key(&key, |w| (w.until, w.ticket));
         self.waiting.get_mut(found.ok()?)
     }
 
     /// Removes a task that no longer waits.
-    pub(super) fn leave(&mut self, place: Place) {
-        if let Some(waiting) = self.find(place) {
+    pub(super) fn remove_waiter(&mut self, position: WaitPosition) {
+        if let Some(waiting) = self.find(position) {
             waiting.waker = None;
         }
-        self.skip();
+        self.drop_cancelled();
     }
 
-    fn skip(&mut self) {
+    fn drop_cancelled(&mut self) {
         while self.waiting.front().is_some_and(|waiting| waiting.waker.is_none()) {
             self.waiting.pop_front();
         }
     }
 
     /// Removes the tasks that wait for syncs up to `until`, and returns their wakers.
-    pub(super) fn serve(&mut self, until: u64, woken: &mut Vec<Waker>) {
+    pub(super) fn wake_until(&mut self, until: u64, woken: &mut Vec<Waker>) {
         while self.waiting.front().is_some_and(|waiting| waiting.until <= until) {
             woken.extend(self.waiting.pop_front().and_then(|waiting| waiting.waker));
         }

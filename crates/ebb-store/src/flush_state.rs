@@ -21,14 +21,14 @@
 //! - A sync that succeeded is reported as successful when all syncs that overlap with it have
 //!   completed and none has failed: one of those may have received the error of its range.
 
-mod line;
+mod wait_queue;
 
 use std::future::poll_fn;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::Instant;
 
-use self::line::{Line, Numbers, Place};
+use self::wait_queue::{WaitQueue, SyncNumbers, WaitPosition};
 use crate::{BlockError, Buf, BufResult, ErrorKind, Io, Operation, Store};
 
 /// Acknowledged changes that may be on no disk.
@@ -47,21 +47,21 @@ impl Loss {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct FlushStateInner {
     /// The number of the next sync, and the syncs in flight.
     next: u64,
-    open: Numbers,
+    open: SyncNumbers,
     /// Syncs in flight that have failed, while it is being determined whether that is a loss.
-    doubtful: Numbers,
+    doubtful: SyncNumbers,
     /// Tasks that wait for syncs in flight, and for doubtful ones.
-    for_open: Line,
-    for_doubtful: Line,
-    flushes: Flushes,
+    for_open: WaitQueue,
+    for_doubtful: WaitQueue,
+    flushes: MergedFlushes,
     /// An empty list that is kept for its memory.
     spare: Vec<Waker>,
     losses: u64,
     /// The value of `losses` for which waiting flushes were last woken.
-    told: u64,
+    reported: u64,
     /// The error of the last loss.
     failure: Option<(ErrorKind, Option<i32>)>,
     /// The last loss that makes flushes fail, and the last one that was repaired.
@@ -73,25 +73,25 @@ struct State {
 
 /// Flushes: one is in flight, and those that arrived since wait for the next.
 #[derive(Debug, Default)]
-struct Flushes {
-    led: bool,
+struct MergedFlushes {
+    leading: bool,
     /// The number of the last flush that began, and of the last that succeeded.
     begun: u64,
     ended: u64,
-    line: Line,
+    queue: WaitQueue,
 }
 
-impl State {
+impl FlushStateInner {
     /// Removes a sync; returns the tasks to wake.
     fn close(&mut self, number: u64) -> Vec<Waker> {
         self.open.remove(number);
         self.doubtful.remove(number);
         let mut woken = std::mem::take(&mut self.spare);
-        self.for_open.serve(self.open.first(), &mut woken);
-        self.for_doubtful.serve(self.doubtful.first(), &mut woken);
-        if self.losses != self.told {
-            self.told = self.losses;
-            self.flushes.line.serve(u64::MAX, &mut woken);
+        self.for_open.wake_until(self.open.first(), &mut woken);
+        self.for_doubtful.wake_until(self.doubtful.first(), &mut woken);
+        if self.losses != self.reported {
+            self.reported = self.losses;
+            self.flushes.queue.wake_until(u64::MAX, &mut woken);
         }
         woken
     }
@@ -110,124 +110,124 @@ impl State {
 
 /// The state of one store's syncs.
 #[derive(Debug, Default)]
-pub(crate) struct Syncs(Mutex<State>);
+pub(crate) struct FlushState(Mutex<FlushStateInner>);
 
 /// A sync in flight. Dropped before it completes, it counts as failed.
-pub(crate) struct Sync<'a> {
-    syncs: &'a Syncs,
+pub(crate) struct PendingSync<'a> {
+    flush_state: &'a FlushState,
     number: u64,
     losses: u64,
     open: bool,
 }
 
-impl Syncs {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl FlushState {
+    fn lock(&self) -> MutexGuard<'_, FlushStateInner> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The number of losses.
     pub(crate) fn losses(&self) -> u64 {
-        self.state().losses
+        self.lock().losses
     }
 
     /// Whether a flush would fail.
     pub(crate) fn is_lost(&self) -> bool {
-        let state = self.state();
+        let state = self.lock();
         state.refused > state.repaired
     }
 
     /// Wakes tasks outside the lock, and keeps the list's memory.
     fn wake(&self, mut woken: Vec<Waker>) {
         woken.drain(..).for_each(Waker::wake);
-        let mut state = self.state();
+        let mut state = self.lock();
         if state.spare.capacity() < woken.capacity() {
             state.spare = woken;
         }
     }
 
-    fn begin(&self) -> Sync<'_> {
-        self.begin_if(&mut self.state())
+    fn begin(&self) -> PendingSync<'_> {
+        self.begin_locked(&mut self.lock())
     }
 
-    fn begin_if(&self, state: &mut State) -> Sync<'_> {
+    fn begin_locked(&self, state: &mut FlushStateInner) -> PendingSync<'_> {
         let number = state.next;
         state.next += 1;
         state.open.insert(number);
-        Sync { syncs: self, number, losses: state.losses, open: true }
+        PendingSync { flush_state: self, number, losses: state.losses, open: true }
     }
 
     /// Registers a flush that has arrived. `None` if it would fail.
-    fn join(&self) -> Option<Joined<'_>> {
-        let state = self.state();
+    fn join(&self) -> Option<JoinedFlush<'_>> {
+        let state = self.lock();
         let (losses, wanted) = (state.losses, state.flushes.begun + 1);
-        (state.refused <= state.repaired).then_some(Joined {
-            syncs: self,
+        (state.refused <= state.repaired).then_some(JoinedFlush {
+            flush_state: self,
             losses,
             wanted,
-            place: None,
+            position: None,
             leads: false,
         })
     }
 
     /// The error of a flush that was merged into another one.
     fn failure(&self, size: u64) -> BlockError {
-        let (kind, number) = self.state().failure.unwrap_or((ErrorKind::Lost, None));
+        let (kind, number) = self.lock().failure.unwrap_or((ErrorKind::Lost, None));
         let source = number.map(std::io::Error::from_raw_os_error);
         BlockError { source, ..BlockError::new(kind, Operation::Flush, 0, size) }
     }
 
     /// `None` if there were other losses than those `seen`.
-    fn begin_rewritten(&self, seen: u64) -> Option<Sync<'_>> {
-        let mut state = self.state();
-        (state.losses == seen).then(|| self.begin_if(&mut state))
+    fn begin_rewritten(&self, seen: u64) -> Option<PendingSync<'_>> {
+        let mut state = self.lock();
+        (state.losses == seen).then(|| self.begin_locked(&mut state))
     }
 }
 
-impl Sync<'_> {
+impl PendingSync<'_> {
     /// The sync has failed; with `once` the next flush does not fail for it.
     fn fail(mut self, once: bool, error: &BlockError) {
         self.open = false;
         let wakers = {
-            let mut state = self.syncs.state();
+            let mut state = self.flush_state.lock();
             state.lose(once, || error.full_text());
             let number = error.source.as_ref().and_then(std::io::Error::raw_os_error);
             state.failure = Some((error.kind, number));
             state.close(self.number)
         };
-        self.syncs.wake(wakers);
+        self.flush_state.wake(wakers);
     }
 
     /// The sync has failed, perhaps with a loss: overlapping syncs wait for [`PendingSync::fail`]
     /// or [`PendingSync::end`].
-    fn doubt(&self) {
-        self.syncs.state().doubtful.insert(self.number);
+    fn mark_doubtful(&self) {
+        self.flush_state.lock().doubtful.insert(self.number);
     }
 
     /// The sync has failed without a loss.
     fn end(mut self) {
         self.open = false;
-        let wakers = self.syncs.state().close(self.number);
-        self.syncs.wake(wakers);
+        let wakers = self.flush_state.lock().close(self.number);
+        self.flush_state.wake(wakers);
     }
 
     /// The sync has succeeded. With `overlapping` it waits until all syncs that overlap with it
     /// have completed. False if a sync has failed since it began.
-    async fn succeed(mut self, beside: bool) -> bool {
+    async fn succeed(mut self, overlapping: bool) -> bool {
         self.open = false;
         let (wakers, until) = {
-            let mut state = self.syncs.state();
+            let mut state = self.flush_state.lock();
             (state.close(self.number), state.next)
         };
-        self.syncs.wake(wakers);
-        let mut waits = Waits { syncs: self.syncs, beside, place: None };
+        self.flush_state.wake(wakers);
+        let mut waits = OverlapWait { flush_state: self.flush_state, overlapping, position: None };
         poll_fn(|cx| {
-            let mut state = self.syncs.state();
-            let first = if beside { state.open.first() } else { state.doubtful.first() };
+            let mut state = self.flush_state.lock();
+            let first = if overlapping { state.open.first() } else { state.doubtful.first() };
             if first < until {
-                line_of(beside, &mut state).wait(&mut waits.place, until, cx.waker());
+                queue_of(overlapping, &mut state).wait(&mut waits.position, until, cx.waker());
                 return Poll::Pending;
             }
-            waits.place = None;
+            waits.position = None;
             Poll::Ready(state.losses == self.losses)
         })
         .await
@@ -235,65 +235,65 @@ impl Sync<'_> {
 }
 
 /// A sync that waits for the syncs that overlap with it.
-struct Waits<'a> {
-    syncs: &'a Syncs,
-    beside: bool,
-    place: Option<Place>,
+struct OverlapWait<'a> {
+    flush_state: &'a FlushState,
+    overlapping: bool,
+    position: Option<WaitPosition>,
 }
 
-impl Drop for Waits<'_> {
+impl Drop for OverlapWait<'_> {
     fn drop(&mut self) {
-        if let Some(place) = self.place {
-            line_of(self.beside, &mut self.syncs.state()).leave(place);
+        if let Some(position) = self.position {
+            queue_of(self.overlapping, &mut self.flush_state.lock()).remove_waiter(position);
         }
     }
 }
 
-fn line_of(beside: bool, state: &mut State) -> &mut Line {
-    if beside { &mut state.for_open } else { &mut state.for_doubtful }
+fn queue_of(overlapping: bool, state: &mut FlushStateInner) -> &mut WaitQueue {
+    if overlapping { &mut state.for_open } else { &mut state.for_doubtful }
 }
 
 /// What a flush that has arrived does.
-enum Turn<'a> {
+enum FlushRole<'a> {
     /// It has completed: the flush that covers it began after it arrived.
     Covered,
     Failed,
     /// It carries out the next flush, for all that have arrived so far.
-    Lead(Sync<'a>, u64),
+    Lead(PendingSync<'a>, u64),
 }
 
 /// A flush that has arrived.
-struct Joined<'a> {
-    syncs: &'a Syncs,
+struct JoinedFlush<'a> {
+    flush_state: &'a FlushState,
     losses: u64,
     /// The number of the flush that covers it.
     wanted: u64,
-    place: Option<Place>,
+    position: Option<WaitPosition>,
     leads: bool,
 }
 
-impl<'a> Joined<'a> {
-    async fn turn(&mut self) -> Turn<'a> {
+impl<'a> JoinedFlush<'a> {
+    async fn role(&mut self) -> FlushRole<'a> {
         poll_fn(|cx| {
-            let mut state = self.syncs.state();
+            let mut state = self.flush_state.lock();
             let state = &mut *state;
-            let turn = if state.losses != self.losses {
-                Turn::Failed
+            let role = if state.losses != self.losses {
+                FlushRole::Failed
             } else if state.flushes.ended >= self.wanted {
-                Turn::Covered
-            } else if !state.flushes.led {
+                FlushRole::Covered
+            } else if !state.flushes.leading {
                 self.leads = true;
-                state.flushes.led = true;
+                state.flushes.leading = true;
                 state.flushes.begun += 1;
-                Turn::Lead(self.syncs.begin_if(state), state.flushes.begun)
+                FlushRole::Lead(self.flush_state.begin_locked(state), state.flushes.begun)
             } else {
-                state.flushes.line.wait(&mut self.place, self.wanted, cx.waker());
+                state.flushes.queue.wait(&mut self.position, self.wanted, cx.waker());
                 return Poll::Pending;
             };
-            if let Some(place) = self.place.take() {
-                state.flushes.line.leave(place);
+            if let Some(position) = self.position.take() {
+                state.flushes.queue.remove_waiter(position);
             }
-            Poll::Ready(turn)
+            Poll::Ready(role)
         })
         .await
     }
@@ -301,52 +301,52 @@ impl<'a> Joined<'a> {
     /// The flush that it carried out has succeeded.
     fn covers(&self, number: u64) {
         let woken = {
-            let mut state = self.syncs.state();
+            let mut state = self.flush_state.lock();
             let mut woken = std::mem::take(&mut state.spare);
             let flushes = &mut state.flushes;
             flushes.ended = flushes.ended.max(number);
-            flushes.line.serve(flushes.ended, &mut woken);
+            flushes.queue.wake_until(flushes.ended, &mut woken);
             woken
         };
-        self.syncs.wake(woken);
+        self.flush_state.wake(woken);
     }
 }
 
-impl Drop for Joined<'_> {
+impl Drop for JoinedFlush<'_> {
     /// However it ends, another one carries out the next flush.
     fn drop(&mut self) {
-        if !self.leads && self.place.is_none() {
+        if !self.leads && self.position.is_none() {
             return;
         }
         let woken = {
-            let mut state = self.syncs.state();
+            let mut state = self.flush_state.lock();
             let mut woken = std::mem::take(&mut state.spare);
             let flushes = &mut state.flushes;
-            if let Some(place) = self.place {
-                flushes.line.leave(place);
+            if let Some(position) = self.position {
+                flushes.queue.remove_waiter(position);
             }
             if self.leads {
-                flushes.led = false;
+                flushes.leading = false;
             }
-            if !flushes.led {
-                flushes.line.first(&mut woken);
+            if !flushes.leading {
+                flushes.queue.first(&mut woken);
             }
             woken
         };
-        self.syncs.wake(woken);
+        self.flush_state.wake(woken);
     }
 }
 
-impl Drop for Sync<'_> {
+impl Drop for PendingSync<'_> {
     fn drop(&mut self) {
         if self.open {
             let wakers = {
-                let mut state = self.syncs.state();
+                let mut state = self.flush_state.lock();
                 state.lose(false, || "a flush was given up before its end".to_owned());
                 state.failure = None;
                 state.close(self.number)
             };
-            self.syncs.wake(wakers);
+            self.flush_state.wake(wakers);
         }
     }
 }
@@ -356,29 +356,29 @@ fn lost(operation: Operation, offset: u64, length: u64) -> BlockError {
 }
 
 impl Store {
-    fn syncs(&self) -> Option<&Syncs> {
+    fn flush_state(&self) -> Option<&FlushState> {
         match self {
-            Store::File(s) => Some(s.syncs()),
-            Store::Nbd(s) => Some(s.syncs()),
+            Store::File(s) => Some(s.flush_state()),
+            Store::Nbd(s) => Some(s.flush_state()),
             #[cfg(feature = "test-store")]
-            Store::Test(s) => Some(s.syncs()),
+            Store::Test(s) => Some(s.flush_state()),
             Store::Memory(_) | Store::Null(_) => None,
         }
     }
 
     /// The number of losses so far: failed syncs. See [`Store::flush_rewritten`].
     pub fn losses(&self) -> u64 {
-        self.syncs().map_or(0, Syncs::losses)
+        self.flush_state().map_or(0, FlushState::losses)
     }
 
     /// True while every flush fails because changes may be lost.
     pub fn is_lost(&self) -> bool {
-        self.syncs().is_some_and(Syncs::is_lost)
+        self.flush_state().is_some_and(FlushState::is_lost)
     }
 
     /// The first loss that was not repaired by writing the data again.
     pub fn loss(&self) -> Option<Loss> {
-        self.syncs().and_then(|syncs| syncs.state().first.clone())
+        self.flush_state().and_then(|flush_state| flush_state.lock().first.clone())
     }
 
     /// Makes all acknowledged writes stable.
@@ -387,14 +387,14 @@ impl Store {
     /// flush may be on no disk, and no later flush can show that they are. This ends with
     /// [`Store::flush_rewritten`], or when the store is reopened.
     pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
-        let Some(syncs) = self.syncs() else { return Ok(()) };
-        let Some(mut joined) = syncs.join() else {
+        let Some(flush_state) = self.flush_state() else { return Ok(()) };
+        let Some(mut joined) = flush_state.join() else {
             return Err(lost(Operation::Flush, 0, self.size()));
         };
-        match joined.turn().await {
-            Turn::Covered => Ok(()),
-            Turn::Failed => Err(syncs.failure(self.size())),
-            Turn::Lead(sync, number) => {
+        match joined.role().await {
+            FlushRole::Covered => Ok(()),
+            FlushRole::Failed => Err(flush_state.failure(self.size())),
+            FlushRole::Lead(sync, number) => {
                 self.sync(io, Some(sync)).await?;
                 joined.covers(number);
                 Ok(())
@@ -408,9 +408,9 @@ impl Store {
     ///
     /// # Errors As [`Store::flush`].
     pub async fn flush_rewritten(&self, io: &Io, seen: u64) -> Result<(), BlockError> {
-        let Some(syncs) = self.syncs() else { return Ok(()) };
-        self.sync(io, syncs.begin_rewritten(seen)).await?;
-        let mut state = syncs.state();
+        let Some(flush_state) = self.flush_state() else { return Ok(()) };
+        self.sync(io, flush_state.begin_rewritten(seen)).await?;
+        let mut state = flush_state.lock();
         state.repaired = state.repaired.max(seen);
         if state.losses <= state.repaired {
             state.first = None;
@@ -418,9 +418,9 @@ impl Store {
         Ok(())
     }
 
-    async fn sync(&self, io: &Io, sync: Option<Sync<'_>>) -> Result<(), BlockError> {
+    async fn sync(&self, io: &Io, sync: Option<PendingSync<'_>>) -> Result<(), BlockError> {
         let Some(sync) = sync else { return Err(lost(Operation::Flush, 0, self.size())) };
-        let watch = self.begin();
+        let tracked = self.begin();
         let result = match self {
             Store::File(s) => s.flush(io).await,
             Store::Nbd(s) => s.flush(io).await,
@@ -428,9 +428,9 @@ impl Store {
             Store::Test(s) => s.flush(io).await,
             Store::Memory(_) | Store::Null(_) => Ok(()),
         };
-        match watch.ended(result) {
+        match tracked.end(result) {
             Err(error) => {
-                sync.fail(self.tells_once(&error), &error);
+                sync.fail(self.fails_once(&error), &error);
                 Err(error)
             }
             Ok(()) if sync.succeed(true).await => Ok(()),
@@ -440,37 +440,37 @@ impl Store {
 
     /// True for a server that did not answer, or whose lost writes are to be reported
     /// ([`LostWrites`](crate::LostWrites)): only one flush fails for that.
-    fn tells_once(&self, error: &BlockError) -> bool {
+    fn fails_once(&self, error: &BlockError) -> bool {
         let answered = error.source.as_ref().is_some_and(|e| e.raw_os_error().is_some());
         matches!(self, Store::Nbd(_)) && !answered
     }
 
     /// Begins the sync of a write with FUA, if this is one and the store has syncs.
-    pub(crate) fn begin_stable(&self, fua: bool) -> Option<Sync<'_>> {
-        if fua { self.syncs().map(Syncs::begin) } else { None }
+    pub(crate) fn begin_stable(&self, fua: bool) -> Option<PendingSync<'_>> {
+        if fua { self.flush_state().map(FlushState::begin) } else { None }
     }
 
     /// Completes a write with FUA.
     pub(crate) async fn end_stable(
         &self,
         io: &Io,
-        sync: Sync<'_>,
+        sync: PendingSync<'_>,
         offset: u64,
         (result, buf): BufResult,
     ) -> BufResult {
         let length = buf.len() as u64;
         match result {
             Err(error) if error.kind == ErrorKind::NoSpace => {
-                sync.doubt();
-                let (only_full, buf) = Box::pin(self.is_only_full(io, buf, offset)).await;
-                match only_full {
+                sync.mark_doubtful();
+                let (only_no_space, buf) = Box::pin(self.is_only_no_space(io, buf, offset)).await;
+                match only_no_space {
                     true => sync.end(),
-                    false => sync.fail(self.tells_once(&error), &error),
+                    false => sync.fail(self.fails_once(&error), &error),
                 }
                 (Err(error), buf)
             }
             Err(error) => {
-                sync.fail(self.tells_once(&error), &error);
+                sync.fail(self.fails_once(&error), &error);
                 (Err(error), buf)
             }
             // Direct I/O reports an error only to the request that it belongs to.
@@ -483,14 +483,14 @@ impl Store {
 
     /// Whether a write with FUA failed with "no space" only because the write itself found none:
     /// its sync may have received the error of older data.
-    async fn is_only_full(&self, io: &Io, buf: Buf, offset: u64) -> (bool, Buf) {
+    async fn is_only_no_space(&self, io: &Io, buf: Buf, offset: u64) -> (bool, Buf) {
         let (again, buf) = self.write_to(io, buf, offset, false).await;
         let full = again.is_err_and(|error| error.kind == ErrorKind::NoSpace);
         let lossless = full
             && match self {
-                Store::File(s) => s.knows_of_no_loss(io).await,
+                Store::File(s) => s.has_no_unreported_error(io).await,
                 #[cfg(feature = "test-store")]
-                Store::Test(s) => s.knows_of_no_loss(),
+                Store::Test(s) => s.has_no_unreported_error(),
                 Store::Nbd(_) | Store::Memory(_) | Store::Null(_) => false,
             };
         (lossless, buf)
@@ -522,9 +522,9 @@ mod tests {
     #[test]
     fn syncs_that_wait_for_those_beside_them_are_woken_once() {
         const MANY: usize = 1000;
-        let syncs = Syncs::default();
+        let flush_state = FlushState::default();
         let bell = Arc::new(Bell::default());
-        let mut begun: Vec<_> = (0..MANY).map(|_| syncs.begin()).collect();
+        let mut begun: Vec<_> = (0..MANY).map(|_| flush_state.begin()).collect();
         let first = begun.remove(0);
         let mut waiting: Vec<_> =
             begun.into_iter().rev().map(|sync| Box::pin(sync.succeed(true))).collect();
@@ -534,7 +534,7 @@ mod tests {
         // One that is polled without having been woken, and one that is cancelled.
         assert!(poll(waiting[7].as_mut(), &bell).is_pending());
         drop(waiting.remove(100));
-        let late = syncs.begin();
+        let late = flush_state.begin();
         let mut first = pin!(first.succeed(true));
         assert_eq!(bell.0.load(Ordering::Relaxed), 0, "what they wait for is under way");
         assert!(poll(first.as_mut(), &bell).is_pending(), "one began before it ended");
