@@ -56,7 +56,7 @@ fn closed(what: &str, stream: &mut UnixStream) -> Result<Vec<u8>> {
 }
 
 /// Another client is served, and the daemon has neither died nor panicked.
-fn others_are_served(server: &mut Server) -> Result {
+fn other_clients_are_served(server: &mut Server) -> Result {
     let mut client = Client::open(&server.socket(), "disk")?;
     let data = content(77, DISK - 4096, 4096);
     client.write(DISK - 4096, &data, 0)?;
@@ -82,14 +82,14 @@ fn requests_past_the_end_are_refused_and_the_connection_goes_on() -> Result {
         let edge = client.read(DISK - 512, 512)?;
         check(edge == vec![0; 512], || at("the disk has changed after a refused request"))?;
     }
-    others_are_served(&mut server)
+    other_clients_are_served(&mut server)
 }
 
 #[test]
 fn a_length_of_4_gib_is_refused_without_taking_memory() -> Result {
     let setup = Setup::new()?.image("disk", DISK)?.image("big", 8 << 30)?;
     let mut server = setup.start()?;
-    others_are_served(&mut server)?;
+    other_clients_are_served(&mut server)?;
     let held = Held::by(server.pid()?)?;
     let too_long = [wire::EINVAL, wire::EOVERFLOW];
     for export in ["disk", "big"] {
@@ -118,7 +118,7 @@ fn a_length_of_4_gib_is_refused_without_taking_memory() -> Result {
     }
     client.disconnect()?;
     held.returned(8 * MIB)?;
-    others_are_served(&mut server)
+    other_clients_are_served(&mut server)
 }
 
 #[test]
@@ -136,7 +136,7 @@ fn a_write_longer_than_allowed_leaves_the_connection_in_order() -> Result {
         other => return Err(Error::unexpected(format!("WRITE of 2 MiB: seen {other:?}"))),
     }
     check(client.read(0, 1 << 20)? == data, || "a refused write has changed data".into())?;
-    others_are_served(&mut server)
+    other_clients_are_served(&mut server)
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn unknown_flags_and_commands_are_refused_and_the_connection_goes_on() -> Result
     refused("BLOCK_STATUS without a context", status, &[wire::EINVAL])?;
     check(client.read(0, 4096)? == before, || "a refused request has changed data".into())?;
     client.disconnect()?;
-    others_are_served(&mut server)
+    other_clients_are_served(&mut server)
 }
 
 #[test]
@@ -183,11 +183,11 @@ fn a_read_only_volume_refuses_every_change() -> Result {
         refused(name, client.command(command, 0, 0, 512), &[wire::EPERM, wire::EINVAL])?;
     }
     check(client.read(0, 512)? == vec![0; 512], || "a read-only volume has changed".into())?;
-    others_are_served(&mut server)
+    other_clients_are_served(&mut server)
 }
 
 #[test]
-fn options_that_are_wrong_are_refused_and_the_handshake_goes_on() -> Result {
+fn invalid_options_are_refused_and_the_handshake_continues() -> Result {
     let mut server = Server::with_disk(DISK)?;
     let mut hand = Handshake::connect(&server.socket())?;
     for option in [4, 99, 0xdead_beef] {
@@ -227,7 +227,7 @@ fn options_that_are_wrong_are_refused_and_the_handshake_goes_on() -> Result {
     // After all that the handshake goes on.
     let mut client = hand.go("disk")?;
     client.read(0, 512)?;
-    others_are_served(&mut server)
+    other_clients_are_served(&mut server)
 }
 
 #[test]
@@ -272,11 +272,11 @@ fn what_cannot_be_understood_ends_the_connection() -> Result {
     closed("a disconnect", &mut stream)?;
 
     held.returned(2 * MIB)?;
-    others_are_served(&mut server)
+    other_clients_are_served(&mut server)
 }
 
 #[test]
-fn noise_in_every_phase_harms_nobody() -> Result {
+fn noise_in_every_phase_affects_no_other_client() -> Result {
     let seed = Random::seed(0xebb_d003);
     let mut random = Random::new(seed);
     let mut server = Setup::new()?.image("disk", DISK)?.log_level("error").start()?;
@@ -302,7 +302,7 @@ fn noise_in_every_phase_harms_nobody() -> Result {
         talk(stream, &bytes)
             .map_err(|e| Error::unexpected(format!("EBBD_TEST_SEED={seed}, round {round}: {e}")))?;
     }
-    others_are_served(&mut server)
+    other_clients_are_served(&mut server)
 }
 
 /// Sends all, says that no more comes, reads to the end. What the server makes of it is its
@@ -400,7 +400,7 @@ fn many_connections_at_once_leave_no_memory_behind() -> Result {
     // Whatever is allocated meanwhile and stays keeps the heap from shrinking by itself.
     used(900)?;
     held.returned(MIB)?;
-    others_are_served(&mut server)?;
+    other_clients_are_served(&mut server)?;
     server.stop()
 }
 
@@ -427,6 +427,6 @@ fn ten_thousand_connections_cut_at_every_byte_leave_nothing_behind() -> Result {
     let stream = nbd::connect(&socket, nbd::PATIENCE).map_err(Error::io("connect"))?;
     let last = talk(stream, &bytes)?.len();
     check(last > 400, || format!("afterwards it is answered by {last} bytes only"))?;
-    others_are_served(&mut server)?;
+    other_clients_are_served(&mut server)?;
     server.stop()
 }

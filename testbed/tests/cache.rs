@@ -449,7 +449,7 @@ fn wrong_values_are_refused_with_a_remedy() -> Result {
 }
 
 #[test]
-fn only_remote_stores_are_cached_unless_asked_for() -> Result {
+fn by_default_only_remote_stores_are_cached() -> Result {
     let setup = Setup::new()?;
     let control = setup.dir().join("control.sock");
     let image = setup.dir().join("other.img");

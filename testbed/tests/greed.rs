@@ -14,7 +14,7 @@ const MIB: u64 = 1 << 20;
 const DISK: u64 = 16 * MIB;
 
 /// Another client writes and reads back, many times over.
-fn others_are_served(server: &mut Server) -> Result {
+fn other_clients_are_served(server: &mut Server) -> Result {
     let mut client = Client::open(&server.socket(), "disk")?;
     for round in 0..100 {
         let offset = 8 * MIB + 4096 * round;
@@ -56,7 +56,7 @@ fn flood(stream: &mut UnixStream, bytes: &[u8], most: usize) -> Result<usize> {
 }
 
 #[test]
-fn stalled_clients_hold_up_nobody_and_the_daemon_still_ends() -> Result {
+fn stalled_clients_delay_no_other_client_and_the_daemon_still_stops() -> Result {
     let mut server = Server::with_disk(DISK)?;
     let mut stalled = Vec::new();
     let write = Request { command: wire::CMD_WRITE, length: 1 << 20, ..Request::default() };
@@ -87,7 +87,7 @@ fn stalled_clients_hold_up_nobody_and_the_daemon_still_ends() -> Result {
         stream.read_exact(&mut [0; 100]).map_err(Error::io("read half a reply"))?;
         stalled.push(stream);
     }
-    others_are_served(&mut server)?;
+    other_clients_are_served(&mut server)?;
     server.stop()
 }
 
@@ -95,7 +95,7 @@ fn stalled_clients_hold_up_nobody_and_the_daemon_still_ends() -> Result {
 fn clients_that_never_read_are_held_back() -> Result {
     let limits = ["--connection-memory", "8M", "--max-request", "1M"];
     let mut server = Setup::new()?.image("disk", DISK)?.args(limits).start()?;
-    others_are_served(&mut server)?;
+    other_clients_are_served(&mut server)?;
     let mut data = Client::open(&server.socket(), "disk")?;
     for offset in 0..8 {
         data.write(offset * MIB, &content(offset + 1, offset * MIB, 1 << 20), 0)?;
@@ -121,7 +121,7 @@ fn clients_that_never_read_are_held_back() -> Result {
         let sent = flood(&mut stream, bytes, 1_000_000)?;
         check(sent < 1_000_000, || format!("a million {what} taken, no answer read"))?;
         flooders.push(stream);
-        others_are_served(&mut server)?;
+        other_clients_are_served(&mut server)?;
         let grown = resident(server.pid()?)?.saturating_sub(before);
         account += &format!("after {sent} {what}: {} KiB more than at first\n", grown / 1024);
         // Every connection at its limit, and some slack.
@@ -132,7 +132,7 @@ fn clients_that_never_read_are_held_back() -> Result {
     drop(flooders);
     // Buffers may be kept, for one connection's worth.
     held.returned(8 * MIB)?;
-    others_are_served(&mut server)?;
+    other_clients_are_served(&mut server)?;
     server.stop()
 }
 

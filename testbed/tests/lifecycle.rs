@@ -18,7 +18,7 @@ const MIB: u64 = 1 << 20;
 const DISK: usize = 16 << 20;
 
 #[test]
-fn readiness_is_told_to_the_service_manager_and_in_the_log() -> Result {
+fn readiness_is_reported_to_the_service_manager_and_in_the_log() -> Result {
     let setup = Setup::new()?.image("disk", MIB)?;
     let path = setup.dir().join("notify.sock");
     let manager = UnixDatagram::bind(&path).map_err(Error::io("bind"))?;

@@ -126,7 +126,7 @@ fn the_map_follows_writes_and_trims() -> Result {
 }
 
 #[test]
-fn a_socket_handed_over_is_served() -> Result {
+fn a_socket_passed_by_the_service_manager_is_served() -> Result {
     // nbdinfo makes the socket itself and starts the daemon with LISTEN_FDS, as systemd does.
     let setup = Setup::new()?.image("disk", 64 * MIB)?;
     let outcome = Tool::new("nbdinfo")

@@ -75,7 +75,7 @@ fn while_it_is_held(server: &mut Server, dead: &Dead, control: &Path) -> Result<
 }
 
 #[test]
-fn figures_are_told_when_there_are_no_descriptors_left() -> Result {
+fn statistics_are_available_when_no_descriptors_are_left() -> Result {
     let setup = Setup::new()?;
     let control = setup.dir().join("control.sock");
     let mut command = Command::new("sh");
@@ -186,7 +186,7 @@ impl Daemon {
 }
 
 #[test]
-fn a_reload_that_is_asked_for_during_the_start_is_carried_out() -> Result {
+fn a_reload_requested_during_the_start_is_carried_out() -> Result {
     let setup = Setup::new()?;
     let (config, mute) = (setup.dir().join("ebbd.toml"), setup.dir().join("mute.sock"));
     // It takes connections and never says a word: the start waits for it for seconds.

@@ -174,7 +174,7 @@ fn everywhere(test: impl Fn(Kind, &'static str) -> Result) -> Result {
 }
 
 #[test]
-fn a_stop_beside_a_dead_store_writes_the_others_and_lists_it_alone() -> Result {
+fn a_shutdown_with_a_dead_store_writes_other_volumes_and_lists_only_that_store() -> Result {
     everywhere(|kind, cache| {
         let mut rig = Rig::new(kind, 1, cache, "2")?;
         rig.die()?;
@@ -222,7 +222,7 @@ fn a_third_signal_gives_up() -> Result {
 }
 
 #[test]
-fn a_reload_and_a_resize_beside_a_dead_store_change_the_others() -> Result {
+fn a_reload_and_a_resize_with_a_dead_store_change_other_volumes() -> Result {
     everywhere(|kind, cache| {
         let mut rig = Rig::new(kind, 1, cache, "2")?;
         rig.die()?;
@@ -335,7 +335,7 @@ fn refusal(socket: &Path, export: &str) -> Result<(u32, String)> {
 }
 
 #[test]
-fn a_volume_that_cannot_be_opened_is_refused_and_tried_again_and_the_others_are_served() -> Result {
+fn a_volume_that_cannot_be_opened_is_refused_and_retried_while_other_volumes_are_served() -> Result {
     let setup = Setup::new()?.image("disk", MIB)?;
     let (absent, mute) = (setup.dir().join("absent"), setup.dir().join("mute.sock"));
     // It takes connections and never says a word.

@@ -33,7 +33,7 @@ fn started(store: &Nbdkit, setup: Setup) -> Result<Server> {
 }
 
 #[test]
-fn a_lost_server_and_its_return_are_told_once_with_volume_server_and_remedy() -> Result {
+fn a_lost_server_and_its_return_are_logged_once_with_volume_server_and_remedy() -> Result {
     let setup = Setup::new()?;
     let mut store = Nbdkit::start(setup.dir(), &["memory", "16M"])?;
     let mut server = started(&store, setup)?;
@@ -85,7 +85,7 @@ fn a_server_that_comes_and_goes_does_not_fill_the_log() -> Result {
 }
 
 #[test]
-fn a_server_without_answers_is_told_after_ten_seconds_and_so_is_its_answer() -> Result {
+fn a_server_that_does_not_reply_is_logged_after_ten_seconds_and_so_is_its_reply() -> Result {
     let setup = Setup::new()?;
     let store = Nbdkit::start(setup.dir(), &["memory", "16M"])?;
     let mut server = started(&store, setup)?;

@@ -76,7 +76,7 @@ fn still_serves(server: &mut Server, uri: &str) -> Result {
 }
 
 #[test]
-fn certificates_open_the_door_and_plain_clients_stay_out() -> Result {
+fn clients_with_certificates_are_accepted_and_plain_clients_are_refused() -> Result {
     let setup = Setup::new()?;
     let files = certificates(setup.dir())?;
     let mut server = setup
@@ -140,7 +140,7 @@ fn a_client_must_show_its_certificate_where_peers_are_verified() -> Result {
 }
 
 #[test]
-fn a_pre_shared_key_opens_the_door_and_a_wrong_one_does_not() -> Result {
+fn a_pre_shared_key_is_accepted_and_a_wrong_one_is_refused() -> Result {
     let setup = Setup::new()?;
     let keys = pre_shared_keys(&setup.dir().join("keys"), &["alice", "bob"])?;
     let wrong = pre_shared_keys(&setup.dir().join("wrong"), &["alice", "mallory"])?;
@@ -249,7 +249,7 @@ fn handshakes_cut_within_tls_leave_nothing_behind() -> Result {
 }
 
 #[test]
-fn a_client_that_stalls_within_tls_holds_up_nobody() -> Result {
+fn a_client_that_stalls_within_tls_delays_no_other_client() -> Result {
     let setup = Setup::new()?;
     let files = certificates(setup.dir())?;
     let mut server = setup
@@ -271,7 +271,7 @@ fn a_client_that_stalls_within_tls_holds_up_nobody() -> Result {
 }
 
 #[test]
-fn without_tls_nobody_is_promised_any() -> Result {
+fn without_tls_it_is_not_offered() -> Result {
     let setup = Setup::new()?;
     let files = certificates(setup.dir())?;
     let server = setup.image("disk", 16 * MIB)?.start()?;

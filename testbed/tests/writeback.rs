@@ -221,7 +221,7 @@ fn a_stop_brings_everything_to_the_store() -> Result {
 const FAILING: [&str; 4] = ["memory", "16M", "--filter=error", "error-pwrite-rate=100%"];
 
 #[test]
-fn a_failing_store_is_told_by_the_flush_and_its_data_is_kept() -> Result {
+fn a_failing_store_fails_the_flush_and_its_data_is_kept() -> Result {
     let mut rig = Rig::new(&[&FAILING], &[])?;
     fs::write(&rig.trouble, "").map_err(Error::io("make trouble"))?;
     let pages = shuffled(128, &mut Random::new(Random::seed(0xebb_b004)));
@@ -254,7 +254,7 @@ fn a_stop_that_cannot_write_lists_what_is_left() -> Result {
 }
 
 #[test]
-fn a_dead_store_holds_up_nobody_on_another() -> Result {
+fn a_dead_store_delays_no_other_store() -> Result {
     let dead: &[&str] = &["memory", "16M", "--filter=delay", "wdelay=3600"];
     let mut rig = Rig::new(&[dead, &["memory", "16M"]], &["--drain=1"])?;
     let mut slow = rig.client("disk0")?;

@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn each_has_its_turn() {
+    fn every_task_gets_the_lock() {
         let blocks = BlockLock::default();
         let mut tasks: Vec<Task<'_>> = (0..32)
             .map(|nth| {

@@ -61,7 +61,7 @@ pub(crate) fn create(path: &Path, size: u64) -> Result<bool, OpenError> {
 /// Gives a new file its size and makes it stable.
 fn set_size(path: &Path, file: &File, size: u64) -> Result<(), OpenError> {
     let fail = |action| move |source| OpenError::of(path, action, source);
-    file.set_len(size).map_err(fail("make a new file that long: correct `size`"))?;
+    file.set_len(size).map_err(fail("create a file of that size: correct `size`"))?;
     file.sync_all().map_err(fail("make the new file stable"))
 }
 

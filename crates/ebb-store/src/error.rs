@@ -113,8 +113,8 @@ impl BlockError {
             ErrorKind::Short => "the store is shorter than the volume: was it truncated?",
             ErrorKind::Closing => "the volume is being closed",
             ErrorKind::Lost => {
-                "an earlier flush failed, and writes since the last good flush may be lost: mend the \
-                 device, open the volume anew (remove and add it, or restart ebbd), and check the \
+                "an earlier flush failed, and writes since the last good flush may be lost: repair the \
+                 device, reopen the volume (remove and add it, or restart ebbd), and check the \
                  guest's file systems"
             }
             ErrorKind::Io => "the store failed",
@@ -143,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_full_disk_is_told_apart_and_the_message_has_its_context() {
+    fn a_full_disk_has_its_own_kind_and_a_message_with_context() {
         let cause = io::Error::from_raw_os_error(libc::ENOSPC);
         let mut error = BlockError::from_io(cause, Operation::Write, 4096, 512);
         error.volume = Some("disk".into());

@@ -42,7 +42,7 @@ pub struct Loss {
 
 impl Loss {
     /// What the operator should do.
-    pub const REMEDY: &'static str = "mend the device, take the volume out of the configuration and in again, or \
+    pub const REMEDY: &'static str = "repair the device, remove the volume from the configuration and add it again, or \
                                       restart ebbd, and check the guest's file systems";
 }
 
@@ -342,7 +342,7 @@ impl Drop for PendingSync<'_> {
         if self.open {
             let wakers = {
                 let mut state = self.flush_state.lock();
-                state.lose(false, || "a flush was given up before its end".to_owned());
+                state.lose(false, || "a flush was cancelled before it completed".to_owned());
                 state.failure = None;
                 state.close(self.number)
             };
@@ -520,7 +520,7 @@ mod tests {
     }
 
     #[test]
-    fn syncs_that_wait_for_those_beside_them_are_woken_once() {
+    fn syncs_that_wait_for_overlapping_syncs_are_woken_once() {
         const MANY: usize = 1000;
         let flush_state = FlushState::default();
         let bell = Arc::new(Bell::default());

@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_that_waits_is_found_among_many_that_do_not() {
+    fn a_stuck_request_is_found_among_many_that_complete() {
         let health = StoreHealth::default();
         assert_eq!(health.unanswered(), 0);
         let stuck = health.begin();
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_counted_by_kind_and_the_first_is_told() {
+    fn failures_are_counted_by_kind_and_the_first_is_reported() {
         let health = StoreHealth::default();
         let fail = |operation, code| {
             let source = std::io::Error::from_raw_os_error(code);

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_the_same_only_as_long_as_it_is_there() {
+    fn each_memory_store_has_its_own_identity() {
         let one = Store::Memory(MemoryStore::new(4096));
         assert_eq!(one.identity(), one.identity());
         assert_ne!(one.identity(), Store::Memory(MemoryStore::new(4096)).identity());

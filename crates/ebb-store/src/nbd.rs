@@ -120,10 +120,10 @@ impl NbdStore {
         let export = connect::connect(&options, tls.as_ref())?.disconnect();
         let mut notes = Vec::new();
         if !export.offers(TransmissionFlags::SEND_FLUSH) && !options.read_only {
-            notes.push("the server offers no flush: writes are as stable as it makes them".into());
+            notes.push("the server does not offer flush: it decides when writes are stable".into());
         }
         if !export.offers(TransmissionFlags::CAN_MULTI_CONN) {
-            notes.push("the server allows one connection: workers share it".into());
+            notes.push("the server allows only one connection: the workers share it".into());
         }
         let unaligned = (u64::from(export.min_block) > SECTOR).then(BlockLock::default);
         let shared = RemoteState::new(options.lost_writes);
@@ -253,12 +253,12 @@ impl NbdStore {
                 let address = &self.remote.options.address;
                 io::Error::new(
                     io::ErrorKind::InvalidData,
-                    format!("NBD server {address} broke the protocol: {what}"),
+                    format!("NBD server {address} violated the protocol: {what}"),
                 )
             }
             RequestFailure::Lost if self.remote.shared.is_aborted() => {
                 let address = &self.remote.options.address;
-                let what = format!("given up before the NBD server {address} answered");
+                let what = format!("aborted before the NBD server {address} replied");
                 let source = Some(io::Error::new(io::ErrorKind::Interrupted, what));
                 let error = BlockError::new(ErrorKind::Closing, operation, offset, length);
                 return BlockError { source, ..error };
@@ -268,7 +268,7 @@ impl NbdStore {
                 let last = self.remote.shared.last_error();
                 io::Error::new(
                     io::ErrorKind::TimedOut,
-                    format!("no answer from the NBD server within {limit} s: {last}"),
+                    format!("no reply from the NBD server within {limit} s: {last}"),
                 )
             }
         };

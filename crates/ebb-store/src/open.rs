@@ -52,11 +52,11 @@ impl OpenOptions {
 #[allow(missing_docs, reason = "the fields are the words of the messages")]
 pub enum OpenError {
     /// It does not exist.
-    #[error("{path}: no such file: give `create = true` and a `size` to make one")]
+    #[error("{path}: no such file: give `create = true` and a `size` to create one")]
     Missing { path: PathBuf },
     /// The process has reached its limit of open files.
     #[error(
-        "{path}: no file descriptor is left to open it with: raise `LimitNOFILE` of the service, \
+        "{path}: the limit of open files is reached: raise `LimitNOFILE` of the service, \
              or `ulimit -n`"
     )]
     Descriptors { path: PathBuf },
@@ -66,8 +66,8 @@ pub enum OpenError {
     Denied { path: PathBuf, read_only: bool },
     /// Another process has locked it.
     #[error(
-        "{path}: in use by another process, or by another volume (its lock is held): stop that \
-             one first, or open both read-only"
+        "{path}: in use by another process, or by another volume (its lock is held): stop that one \
+             first, or open both read-only"
     )]
     InUse { path: PathBuf },
     /// Neither a regular file nor a block device.
@@ -82,7 +82,7 @@ pub enum OpenError {
     /// The existing file is smaller than the configured size.
     #[error(
         "{path}: is {size} bytes, but the configuration says {wanted}: \
-             correct `size`, or leave it and `create` out to take the file as it is, \
+             correct `size`, or remove it and `create` to use the file as it is, \
              or grow it with `truncate -s`"
     )]
     OtherSize { path: PathBuf, size: u64, wanted: u64 },
@@ -271,7 +271,7 @@ fn check_size(
         // It has grown since it was created: `size` is the size to create it with.
         Some(wanted) if wanted < size => notes.push(format!(
             "{}: is {size} bytes and the configuration says {wanted}: served as it is; \
-             correct `size`, or leave it and `create` out",
+             correct `size`, or remove it and `create`",
             path.display()
         )),
         _ => {}
@@ -283,7 +283,7 @@ fn size_of(path: &Path, file: &File) -> Result<u64, OpenError> {
     // The end found by lseek is right for regular files and block devices alike.
     rustix::fs::seek(file, rustix::fs::SeekFrom::End(0)).map_err(|e| OpenError::Io {
         path: path.into(),
-        action: "find out its size",
+        action: "read its size",
         source: e.into(),
     })
 }
@@ -313,7 +313,7 @@ fn probe_alignment(file: &File, size: u64) -> Result<u32, String> {
                 return Err(format!("it needs a size that is a multiple of {alignment} bytes"));
             }
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-            Err(error) => return Err(format!("a probing read failed: {error}")),
+            Err(error) => return Err(format!("a test read failed: {error}")),
         }
     }
     Err("it accepts neither 512 nor 4096-byte requests".into())

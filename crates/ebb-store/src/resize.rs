@@ -27,8 +27,8 @@ pub enum ResizeError {
     Unsupported(&'static str),
     /// It would become smaller.
     #[error(
-        "it would shrink from {from} to {to} bytes and lose what lies beyond: \
-             say so with --shrink if that is meant"
+        "it would shrink from {from} to {to} bytes and lose the data beyond: \
+             use --shrink if that is intended"
     )]
     Shrinks {
         /// Its size, bytes.
@@ -37,7 +37,7 @@ pub enum ResizeError {
         to: u64,
     },
     /// Not a multiple of the sector size.
-    #[error("a size of {to} bytes: it must be a multiple of {unit}, and not 0")]
+    #[error("a size of {to} bytes: it must be a multiple of {unit} and not 0")]
     Sectors {
         /// The size asked for, bytes.
         to: u64,
@@ -45,22 +45,22 @@ pub enum ResizeError {
         unit: u64,
     },
     /// A block device cannot be resized by the daemon.
-    #[error("the device has {size} bytes: resize the device itself, then ask again without a size")]
+    #[error("the device has {size} bytes: resize the device itself, then resize the volume without a size")]
     Device {
         /// Its size, bytes.
         size: u64,
     },
     /// Requests of the old size did not complete in time.
     #[error(
-        "what was asked of it before is not over after {seconds} s, and it keeps its size: \
-             see whether the store answers, then ask again"
+        "earlier requests did not complete within {seconds} s, so it keeps its size: \
+             check whether the store responds, then try again"
     )]
     Busy {
         /// How long the resize waited for them.
         seconds: u64,
     },
     /// Data of the cache could not be written.
-    #[error("data of the volume's cache could not be written, and it keeps its size")]
+    #[error("data of the volume's cache could not be written, so it keeps its size")]
     Unsaved(#[source] BlockError),
     /// A system error.
     #[error("the file cannot be resized")]
@@ -112,7 +112,7 @@ impl Store {
             Store::Memory(s) => s.resize(io, order).await,
             Store::Null(_) => Err(ResizeError::Unsupported("a null store keeps its size")),
             Store::Nbd(_) => Err(ResizeError::Unsupported(
-                "the server says how large an export is: resize it there, and open it anew",
+                "the server determines the size of an export: resize it there, then reopen the volume",
             )),
             #[cfg(feature = "test-store")]
             Store::Test(s) => s.resize(order),

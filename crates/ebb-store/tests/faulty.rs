@@ -131,7 +131,7 @@ fn a_full_store_says_so_and_has_room_again() {
 }
 
 #[test]
-fn a_failed_flush_is_not_followed_by_one_that_goes_well() {
+fn no_flush_succeeds_after_a_failed_one() {
     play(6, |io, test, store| async move {
         assert!(write(&io, &store, 0, 65536, 1, false).await);
         test.faults(&Faults { flushes: 1000, ..Faults::default() });
@@ -141,7 +141,7 @@ fn a_failed_flush_is_not_followed_by_one_that_goes_well() {
         for _ in 0..3 {
             let error = store.flush(&io).await.unwrap_err();
             assert_eq!(error.kind, ErrorKind::Lost);
-            assert!(error.to_string().contains("open the volume anew"), "{error}");
+            assert!(error.to_string().contains("reopen the volume"), "{error}");
         }
         assert!(store.is_lost());
         assert_eq!(test.flushes.load(Ordering::Relaxed), 1, "the kernel would say OK");
@@ -158,7 +158,7 @@ fn a_failed_flush_is_not_followed_by_one_that_goes_well() {
 }
 
 #[test]
-fn a_write_with_fua_that_is_told_of_the_loss_of_others_counts_as_a_failed_flush() {
+fn a_write_with_fua_that_reports_an_earlier_loss_counts_as_a_failed_flush() {
     play(7, |io, test, store| async move {
         assert!(write(&io, &store, 0, 65536, 1, false).await);
         test.lose();
@@ -198,7 +198,7 @@ fn a_write_with_fua_that_finds_no_room_loses_nothing_unless_something_is_lost() 
 
 /// The kernel tells one of them only; what it says to the others is not true.
 #[test]
-fn of_flushes_that_run_side_by_side_none_goes_well_if_one_fails() {
+fn of_concurrent_flushes_none_succeeds_if_one_fails() {
     for seed in 0..50 {
         play(seed, |io, test, store| async move {
             assert!(write(&io, &store, 0, 65536, 1, false).await);
@@ -227,7 +227,7 @@ fn of_flushes_that_run_side_by_side_none_goes_well_if_one_fails() {
 }
 
 #[test]
-fn of_a_flush_that_was_given_up_the_worst_is_assumed() {
+fn a_cancelled_flush_counts_as_a_loss() {
     play(8, |io, test, store| async move {
         assert!(write(&io, &store, 0, 4096, 1, false).await);
         test.hang();
@@ -258,7 +258,7 @@ async fn release_all(io: &Io, test: &TestStore, mut done: impl FnMut() -> bool) 
 const MANY: u64 = 2000;
 
 #[test]
-fn flushes_that_come_together_are_carried_out_together() {
+fn flushes_that_arrive_together_are_merged() {
     play(11, |io, test, store| async move {
         assert!(write(&io, &store, 0, 4096, 1, false).await);
         test.hang_only(&[Operation::Flush]);
@@ -338,7 +338,7 @@ fn flushes_that_wait_fail_with_the_one_before_them() {
 
 /// Those who wait are given up at any moment: another one goes on in their place.
 #[test]
-fn a_flush_that_is_given_up_while_it_waits_holds_up_no_other() {
+fn a_flush_cancelled_while_it_waits_delays_no_other() {
     for seed in 0..40u64 {
         play(seed, move |io, test, store| async move {
             test.hang_only(&[Operation::Flush, Operation::Write]);

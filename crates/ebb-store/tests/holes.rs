@@ -77,7 +77,7 @@ fn zeroes_where_zeroes_were_written(bench: &Bench) {
 }
 
 #[test]
-fn discarding_gives_space_back() {
+fn discarding_frees_space() {
     for folder in [folder(), tmpfs_folder()] {
         let path = file(&folder, "image");
         let bench = Bench::new(create(&path, SIZE, Direct::Off));

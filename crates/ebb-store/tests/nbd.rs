@@ -66,7 +66,7 @@ fn round_trip(bench: &Bench) {
 }
 
 #[test]
-fn nbdkit_in_full() {
+fn nbdkit_with_all_features() {
     let server = Server::nbdkit(&["memory", "8M"]);
     let bench = bench(&server);
     round_trip(&bench);
@@ -75,7 +75,7 @@ fn nbdkit_in_full() {
 }
 
 #[test]
-fn nbdkit_without_anything() {
+fn nbdkit_without_optional_features() {
     // No structured replies, no multi-connection, no FUA, no zeroes, no trim.
     let arguments =
         ["--no-sr", "--filter=nozero", "--filter=fua", "--filter=noextents", "memory", "8M"];
@@ -104,7 +104,7 @@ fn block_sizes_are_kept() {
 }
 
 #[test]
-fn qemu_nbd_in_full() {
+fn qemu_nbd_with_all_features() {
     let folder = common::folder();
     let image = common::file(&folder, "image");
     std::fs::File::create(&image).unwrap().set_len(8 << 20).unwrap();
@@ -165,7 +165,7 @@ fn errors_now_and_then_never_give_wrong_bytes() {
 }
 
 #[test]
-fn a_slow_server_is_waited_for() {
+fn requests_wait_for_a_slow_server() {
     let server = Server::nbdkit(&[
         "--filter=delay",
         "--filter=rate",
@@ -277,7 +277,7 @@ fn a_server_that_shuts_down_is_survived() {
 /// A server that is told to stop waits for its clients: connections of other workers, which ask nothing, must
 /// not keep it while the busy one waits for its successor.
 #[test]
-fn a_server_told_to_stop_is_not_kept_by_idle_connections() {
+fn idle_connections_do_not_delay_a_server_that_shuts_down() {
     let folder = common::folder();
     let image = common::file(&folder, "image");
     std::fs::File::create(&image).unwrap().set_len(8 << 20).unwrap();
@@ -328,7 +328,7 @@ fn a_server_told_to_stop_is_not_kept_by_idle_connections() {
 }
 
 #[test]
-fn no_server_within_the_limit_is_an_error_and_its_return_ends_that() {
+fn requests_fail_without_a_server_and_succeed_after_its_return() {
     let mut server = Server::nbdkit(&["memory", "8M"]);
     let mut asked = options(&server);
     asked.reconnect = Duration::from_millis(300);
@@ -338,7 +338,7 @@ fn no_server_within_the_limit_is_an_error_and_its_return_ends_that() {
     let error = bench.read(0, 512).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Io);
     let cause = error.source.unwrap().to_string();
-    assert!(cause.contains("no answer") && cause.contains("0.3 s"), "{cause}");
+    assert!(cause.contains("no reply") && cause.contains("0.3 s"), "{cause}");
     assert_eq!(bench.store().state().unwrap().connections, 0);
     assert!(bench.write(0, &[0; 512]).is_err(), "at once");
     server.restart();
@@ -383,7 +383,7 @@ fn what_a_flush_after_a_reconnect_says() {
                 let error = bench.flush().unwrap_err();
                 assert_eq!(error.kind, ErrorKind::Io);
                 let cause = error.source.unwrap().to_string();
-                assert!(cause.contains("after 2 changes (numbers 2 to 3"), "{cause}");
+                assert!(cause.contains("when 2 changes (numbers 2 to 3"), "{cause}");
                 bench.flush().expect("it is said once");
             }
         }
@@ -431,7 +431,7 @@ fn several_workers_use_their_own_connections_or_share_one() {
 }
 
 #[test]
-fn what_is_not_there_or_not_right_is_refused_with_a_remedy() {
+fn unusable_exports_are_refused_with_a_remedy() {
     let refused = |options: NbdOptions| NbdStore::open(options).unwrap_err().to_string();
     let nowhere = NbdOptions::new(NbdAddress::Unix("/nonexistent/socket".into()), "");
     assert!(refused(nowhere).contains("is it running"));
@@ -453,7 +453,7 @@ fn what_is_not_there_or_not_right_is_refused_with_a_remedy() {
 
 /// A server that is connected and says nothing is told of, and given up when it was said for how long.
 #[test]
-fn a_silent_server_is_seen_and_given_up_after_the_time_that_was_set() {
+fn a_silent_server_is_reported_and_disconnected_after_the_configured_time() {
     let server = Server::nbdkit(&["--filter=delay", "memory", "1M", "rdelay=3600"]);
     let limits = NbdOptions {
         silence: Some(Duration::from_secs(3)),
@@ -477,12 +477,12 @@ fn a_silent_server_is_seen_and_given_up_after_the_time_that_was_set() {
         }
         let error = read.join().unwrap().unwrap_err();
         assert_eq!(error.kind, ErrorKind::Io, "{error:?}");
-        assert!(error.source.is_some_and(|why| why.to_string().contains("no answer")));
+        assert!(error.source.is_some_and(|why| why.to_string().contains("no reply")));
         silent
     });
     assert!(silent >= 2, "nobody saw that it was silent");
     let state = state();
-    assert!(state.last_error.is_some_and(|why| why.contains("no answer for")), "the reason");
+    assert!(state.last_error.is_some_and(|why| why.contains("did not reply for")), "the reason");
     // It is there still: what it does answer goes on.
     bench.write(0, &pattern(2, 4096)).unwrap();
 }

@@ -61,7 +61,7 @@ fn start(
     outcomes
 }
 
-fn all_given_up(outcomes: &Receiver<(&'static str, Result<(), BlockError>)>, count: u64) {
+fn all_aborted(outcomes: &Receiver<(&'static str, Result<(), BlockError>)>, count: u64) {
     for number in 0..count * 5 {
         let (kind, result) = outcomes
             .recv_timeout(PATIENCE)
@@ -72,7 +72,7 @@ fn all_given_up(outcomes: &Receiver<(&'static str, Result<(), BlockError>)>, cou
 }
 
 /// 400 requests on each of two workers, of which 128 are sent and the others wait in line.
-fn given_up_while_the_server_is_silent(flags: u16) {
+fn aborted_while_the_server_is_silent(flags: u16) {
     let fake = Fake::start(8 * MIB, flags, |_| Act::Silence);
     let store = store(&fake);
     let workers = workers(2);
@@ -83,29 +83,29 @@ fn given_up_while_the_server_is_silent(flags: u16) {
     }
     store.abort();
     for outcomes in &outcomes {
-        all_given_up(outcomes, 80);
+        all_aborted(outcomes, 80);
     }
     // What comes later fails, too, and asks nobody.
     let asked = fake.asked().len();
-    all_given_up(&start(&workers[0], &store, 2), 2);
+    all_aborted(&start(&workers[0], &store, 2), 2);
     assert_eq!(fake.asked().len(), asked);
     wait_for("the end of the connections", || fake.open() == 0);
     assert_eq!(store.state().unwrap().in_flight, 0);
 }
 
 #[test]
-fn a_store_that_is_given_up_fails_all_that_waits_for_a_silent_server() {
-    given_up_while_the_server_is_silent(MANY_CONNECTIONS);
+fn an_aborted_store_fails_all_requests_that_wait_for_a_silent_server() {
+    aborted_while_the_server_is_silent(MANY_CONNECTIONS);
 }
 
 #[test]
-fn a_shared_connection_that_is_given_up_fails_the_requests_of_all_workers() {
-    given_up_while_the_server_is_silent(ONE_CONNECTION);
+fn an_aborted_shared_connection_fails_the_requests_of_all_workers() {
+    aborted_while_the_server_is_silent(ONE_CONNECTION);
 }
 
 /// The helper thread hangs in the handshake for seconds; giving up does not wait for it.
 #[test]
-fn a_store_that_is_given_up_in_a_handshake_does_not_wait_for_it() {
+fn aborting_a_store_does_not_wait_for_a_handshake() {
     let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, |_| Act::Silence);
     let store = store(&fake);
     fake.mute();
@@ -113,13 +113,13 @@ fn a_store_that_is_given_up_in_a_handshake_does_not_wait_for_it() {
     let outcomes = start(&workers[0], &store, 40);
     wait_for("a connection in its handshake", || fake.accepted() == 2);
     store.abort();
-    all_given_up(&outcomes, 40);
+    all_aborted(&outcomes, 40);
     assert!(fake.open() >= 1, "the handshake goes on, and was not waited for");
 }
 
 /// No server at all: requests wait between two attempts.
 #[test]
-fn a_store_that_is_given_up_between_attempts_fails_what_waits() {
+fn a_store_aborted_between_attempts_fails_waiting_requests() {
     let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, |_| Act::HangUp);
     let store = store(&fake);
     let socket = fake.socket().to_owned();
@@ -128,12 +128,12 @@ fn a_store_that_is_given_up_between_attempts_fails_what_waits() {
     let outcomes = start(&workers[0], &store, 40);
     wait_for("a failed attempt", || store.state().unwrap().last_error.is_some());
     store.abort();
-    all_given_up(&outcomes, 40);
+    all_aborted(&outcomes, 40);
 }
 
 /// What was acknowledged and not flushed is still told when the store is given up.
 #[test]
-fn giving_up_does_not_hide_what_was_not_flushed() {
+fn aborting_does_not_hide_what_was_not_flushed() {
     let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, |asked| match asked.command {
         fake::FLUSH => Act::Silence,
         _ => Act::Good(0),
@@ -159,7 +159,7 @@ fn giving_up_does_not_hide_what_was_not_flushed() {
 
 /// A read is dropped by its caller, its memory is taken for another one, and then its answer comes.
 #[test]
-fn the_late_answer_to_a_read_that_was_dropped_meets_no_other_buffer() {
+fn the_late_reply_to_a_dropped_read_reaches_no_other_buffer() {
     let late = Arc::new(AtomicBool::new(false));
     let gate = late.clone();
     let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, move |asked| {

@@ -30,7 +30,7 @@ fn open(fake: &Fake) -> Arc<Store> {
 /// One connection is lost and cannot be made again: the other one asks whether it is still of use, and is,
 /// so it stays.
 #[test]
-fn a_connection_at_rest_asks_when_another_cannot_be_made() {
+fn an_idle_connection_probes_when_another_cannot_be_established() {
     let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, |asked| {
         if asked.command == READ && asked.offset > 0 { Act::HangUp } else { Act::Good(1) }
     });
@@ -53,7 +53,7 @@ fn a_connection_at_rest_asks_when_another_cannot_be_made() {
 
 /// One connection hears that the server goes; the other one asks, hears it, and lets go.
 #[test]
-fn connections_at_rest_let_go_of_a_server_that_goes() {
+fn idle_connections_release_a_server_that_shuts_down() {
     let fake =
         Fake::start(8 * MIB, MANY_CONNECTIONS, |asked| match (asked.command, asked.offset) {
             // The server that goes has the first two, its successor the rest.

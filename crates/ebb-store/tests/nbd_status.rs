@@ -29,7 +29,7 @@ fn hole(asked: &Asked) -> Act {
 }
 
 #[test]
-fn a_petabyte_of_holes_costs_a_bounded_number_of_questions() {
+fn a_petabyte_of_holes_costs_a_bounded_number_of_requests() {
     let fake = Fake::start(PIB, MANY_CONNECTIONS, hole);
     let bench = bench(&fake);
     let list = bench.extents(0, PIB, 2048).unwrap();
@@ -44,7 +44,7 @@ fn a_petabyte_of_holes_costs_a_bounded_number_of_questions() {
 }
 
 #[test]
-fn one_extent_costs_one_question() {
+fn one_extent_costs_one_request() {
     let fake = Fake::start(PIB, MANY_CONNECTIONS, hole);
     let bench = bench(&fake);
     let list = bench.extents(4096, PIB - 4096, 1).unwrap();
@@ -56,7 +56,7 @@ fn one_extent_costs_one_question() {
 
 /// A server may tell of one extent at a time, however small, and of data and holes in turns.
 #[test]
-fn a_server_that_tells_little_at_a_time_is_asked_a_bounded_number_of_times() {
+fn a_server_with_short_replies_receives_a_bounded_number_of_requests() {
     let fake = Fake::start(PIB, MANY_CONNECTIONS, |asked| {
         Act::Status(vec![(4096, if asked.offset / 4096 % 2 == 0 { 3 } else { 0 })])
     });
@@ -70,7 +70,7 @@ fn a_server_that_tells_little_at_a_time_is_asked_a_bounded_number_of_times() {
 
 /// What nobody waits for any more asks no further.
 #[test]
-fn a_request_that_is_dropped_asks_no_further() {
+fn a_dropped_request_submits_nothing_more() {
     let gone = Arc::new(AtomicBool::new(false));
     let gate = gone.clone();
     let fake = Fake::start(PIB, MANY_CONNECTIONS, move |asked| {

@@ -48,7 +48,7 @@ fn a_missing_folder() {
 }
 
 /// Runs in a thread of its own without root's power over file modes.
-fn as_nobody<T: Send>(call: impl FnOnce() -> T + Send) -> T {
+fn without_root<T: Send>(call: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
             // SAFETY: the call changes the identity of this thread alone, and only for files; it
@@ -68,14 +68,14 @@ fn a_file_that_may_not_be_opened() {
     std::fs::write(&path, [0; 4096]).unwrap();
     let mode = |mode| std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
     mode(0o444);
-    as_nobody(|| {
+    without_root(|| {
         let (error, text) = refused(open(&path));
         assert!(matches!(error, OpenError::Denied { read_only: false, .. }), "{error:?}");
         assert!(text.contains("or set `read_only = true`"), "{text}");
         assert!(FileStore::open(&path, &READ_ONLY).is_ok(), "as the message says");
     });
     mode(0o000);
-    as_nobody(|| {
+    without_root(|| {
         let (error, text) = refused(FileStore::open(&path, &READ_ONLY).map(|(store, _)| store));
         assert!(matches!(error, OpenError::Denied { read_only: true, .. }), "{error:?}");
         assert!(text.contains("give the daemon's user access"), "{text}");
@@ -170,7 +170,7 @@ fn a_created_file_is_sparse_and_private() {
 }
 
 #[test]
-fn a_file_that_cannot_be_made_leaves_nothing_at_its_path() {
+fn a_file_that_cannot_be_created_leaves_nothing_at_its_path() {
     let folder = folder();
     let path = file(&folder, "image");
     // No file system has files of that size.
@@ -206,7 +206,7 @@ fn a_new_file_has_its_size_from_the_moment_it_has_its_name() {
 }
 
 #[test]
-fn a_file_that_was_there_before_is_not_made_anew() {
+fn the_missing_file_of_an_existing_volume_is_not_created() {
     let folder = folder();
     let path = file(&folder, "image");
     let options = OpenOptions { create: Some(MIB), existing: true, ..OpenOptions::default() };
@@ -217,14 +217,14 @@ fn a_file_that_was_there_before_is_not_made_anew() {
 }
 
 #[test]
-fn a_file_that_may_not_be_looked_for_is_not_taken_for_a_missing_one() {
+fn a_file_in_an_inaccessible_directory_is_not_reported_as_missing() {
     let folder = folder();
     let inner = file(&folder, "inner");
     std::fs::create_dir(&inner).unwrap();
     std::fs::set_permissions(folder.path(), PermissionsExt::from_mode(0o755)).unwrap();
     std::fs::set_permissions(&inner, PermissionsExt::from_mode(0o000)).unwrap();
     let options = OpenOptions { create: Some(MIB), ..OpenOptions::default() };
-    as_nobody(|| {
+    without_root(|| {
         let path = inner.join("image");
         assert!(matches!(ebb_store::inspect(&path, &options), Err(OpenError::Denied { .. })));
     });
@@ -254,7 +254,7 @@ fn falling_back_to_the_page_cache_is_noted_and_a_file_that_lies_is_short() {
 }
 
 #[test]
-fn what_direct_says_is_what_is_done() {
+fn the_direct_option_is_honoured() {
     let folder = folder();
     for (direct, expected) in [(Direct::On, true), (Direct::Auto, true), (Direct::Off, false)] {
         let path = file(&folder, &format!("{direct:?}"));

@@ -36,7 +36,7 @@ struct Waiter {
     waker: Option<Waker>,
 }
 
-/// The position of a waiting task.
+/// Identifies a waiting task.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WaitPosition {
     until: u64,
@@ -87,14 +87,14 @@ impl WaitQueue {
         }
     }
 
-    /// Removes the tasks that wait for syncs up to `until`, and returns their wakers.
+    /// Removes the tasks that wait for syncs up to `until`, and adds their wakers to `woken`.
     pub(super) fn wake_until(&mut self, until: u64, woken: &mut Vec<Waker>) {
         while self.waiting.front().is_some_and(|waiting| waiting.until <= until) {
             woken.extend(self.waiting.pop_front().and_then(|waiting| waiting.waker));
         }
     }
 
-    /// The waker of the first task, which stays in the queue.
+    /// Adds the waker of the first task, which stays in the queue, to `woken`.
     pub(super) fn first(&self, woken: &mut Vec<Waker>) {
         woken.extend(self.waiting.front().and_then(|waiting| waiting.waker.clone()));
     }

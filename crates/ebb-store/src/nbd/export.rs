@@ -82,15 +82,15 @@ impl RemoteExport {
         }
         // ROTATIONAL does not affect requests; READ_ONLY does when it is set, which `check` tests.
         let other = TransmissionFlags::READ_ONLY.with(TransmissionFlags::ROTATIONAL);
-        let gone = self.flags.beyond(new.flags).beyond(other);
-        if !gone.is_none() {
-            return changed(format!("less than it could (flags {:#x} are gone)", gone.0));
+        let missing = self.flags.beyond(new.flags).beyond(other);
+        if !missing.is_none() {
+            return changed(format!("fewer features (flags {:#x} are missing)", missing.0));
         }
         if new.min_block > self.min_block || new.max_block < self.max_block {
-            return changed("narrower block sizes".to_owned());
+            return changed("a narrower range of block sizes".to_owned());
         }
         if self.allocation.is_some() && new.allocation.is_none() {
-            return changed("no block status".to_owned());
+            return changed("without block status".to_owned());
         }
         new.check(options)
     }

@@ -39,7 +39,7 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
         let mut reader = Reader::new(&greeting);
         let (first, second, flags) = (reader.u64(), reader.u64(), reader.u16());
         if first != Some(magic::INIT) {
-            return Err(this.protocol("does not greet as an NBD server"));
+            return Err(this.protocol("does not send the greeting of an NBD server"));
         }
         if second != Some(magic::OPTION) {
             return Err(this.too_old("speaks the oldstyle protocol"));
@@ -64,7 +64,7 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
                 let (address, reason) = (self.address(), reason(&reply));
                 Err(NbdError::NoTls { address, reason })
             }
-            _ => Err(self.protocol("answers STARTTLS with something else")),
+            _ => Err(self.protocol("sends an invalid reply to STARTTLS")),
         }
     }
 
@@ -80,7 +80,7 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
             option_reply::ACK => true,
             // If this is fatal, the reply to GO has the reason.
             kind if kind & option_reply::ERROR_BIT != 0 => false,
-            _ => return Err(self.protocol("answers STRUCTURED_REPLY with something else")),
+            _ => return Err(self.protocol("sends an invalid reply to STRUCTURED_REPLY")),
         };
         let allocation = if structured { self.meta_context()? } else { None };
         let mut export = self.go()?;
@@ -108,10 +108,10 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
                     }
                 }
                 kind if kind & option_reply::ERROR_BIT != 0 => return Ok(None),
-                _ => return Err(self.protocol("answers SET_META_CONTEXT with something else")),
+                _ => return Err(self.protocol("sends an invalid reply to SET_META_CONTEXT")),
             }
         }
-        Err(self.protocol("answers SET_META_CONTEXT without end"))
+        Err(self.protocol("sends too many replies to SET_META_CONTEXT"))
     }
 
     fn go(&mut self) -> Result<RemoteExport, NbdError> {
@@ -129,7 +129,7 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
                     let kind = reader.u16();
                     if kind == Some(info::EXPORT) {
                         let (Some(size), Some(flags)) = (reader.u64(), reader.u16()) else {
-                            return Err(self.protocol("describes the export too briefly"));
+                            return Err(self.protocol("sends a truncated description of the export"));
                         };
                         export = Some(RemoteExport::new(size, flags));
                     } else if kind == Some(info::BLOCK_SIZE) {
@@ -138,19 +138,19 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
                 }
                 option_reply::ACK => {
                     let mut export = export
-                        .ok_or_else(|| self.protocol("enters the export without its size"))?;
+                        .ok_or_else(|| self.protocol("enters the export without sending its size"))?;
                     if let Some(sizes) = blocks
                         && !matches!(sizes, (Some(min), Some(preferred), Some(max))
                             if export.set_blocks(min, preferred, max))
                     {
-                        return Err(self.protocol("has block sizes that cannot be"));
+                        return Err(self.protocol("sends invalid block sizes"));
                     }
                     return Ok(export);
                 }
                 _ => return Err(self.refusal(&reply)),
             }
         }
-        Err(self.protocol("answers GO without end"))
+        Err(self.protocol("sends too many replies to GO"))
     }
 
     fn refusal(&self, reply: &OptionReply) -> NbdError {
@@ -160,11 +160,11 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
                 NbdError::NoExport { address, export, reason: reason(reply) }
             }
             option_reply::ERR_TLS_REQD => NbdError::TlsNeeded { address },
-            option_reply::ERR_UNSUP => self.too_old("does not know NBD_OPT_GO"),
+            option_reply::ERR_UNSUP => self.too_old("does not support NBD_OPT_GO"),
             kind if kind & option_reply::ERROR_BIT != 0 => {
                 NbdError::Refused { address, export, reason: reason(reply) }
             }
-            _ => self.protocol("answers GO with something else"),
+            _ => self.protocol("sends an invalid reply to GO"),
         }
     }
 
@@ -183,7 +183,7 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
         let (opening, number, kind, length) =
             (reader.u64(), reader.u32(), reader.u32(), reader.u32());
         if opening != Some(magic::OPTION_REPLY) || number != Some(to) {
-            return Err(self.protocol("answers another option than was asked for"));
+            return Err(self.protocol("replies to another option than the one sent"));
         }
         let length = length.filter(|length| *length <= REPLY_MAX);
         let length = length.ok_or_else(|| self.protocol("sends an overlong reply"))?;

@@ -242,7 +242,7 @@ impl Link {
         }
         watch.cancel().await;
         if let Some(silence) = self.silence_limit_reached.take() {
-            end.0 = format!("the server gave no answer for {} s", silence.as_secs());
+            end.0 = format!("the server did not reply for {} s", silence.as_secs());
         }
         self.wind_up(io, &transport, id, sender, cover).await;
         end
@@ -279,7 +279,7 @@ impl Link {
             // The connection is lost again; the next one begins with a flush, too.
             Err(RequestFailure::Lost) => {}
             Err(failure) => self.remote.shared.lose(format!(
-                "the flush after the connection was made again failed ({failure:?}): changes \
+                "the flush after reconnecting failed ({failure:?}): changes \
                  acknowledged before may be lost"
             )),
         }
@@ -361,7 +361,7 @@ impl Link {
                     self.last_reply.set(ebb_io::clock::now());
                 }
                 Err(ReceiveError::ProtocolViolation(ProtocolViolation(what))) => {
-                    return format!("the server broke the protocol: {what}");
+                    return format!("the server violated the protocol: {what}");
                 }
                 Err(ReceiveError::ShuttingDown) => {
                     self.remote.shared.request_probe();

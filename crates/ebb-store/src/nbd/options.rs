@@ -104,7 +104,7 @@ pub enum NbdError {
     #[error("NBD server {address}: cannot connect ({source}): is it running there?")]
     Connect { address: String, source: io::Error },
     /// The server closed the connection during the handshake, or took too long.
-    #[error("NBD server {address}: the connection ended in the handshake ({source}): see its log")]
+    #[error("NBD server {address}: the handshake failed ({source}): see the server's log")]
     Handshake { address: String, source: io::Error },
     /// The server does not follow the NBD protocol.
     #[error("NBD server {address}: {what}: is there an NBD server at this address?")]
@@ -121,7 +121,7 @@ pub enum NbdError {
     #[error("NBD server {address}: refuses export `{export}`{reason}: allow this client there")]
     Refused { address: String, export: String, reason: String },
     /// The server requires TLS.
-    #[error("NBD server {address}: demands TLS: write nbds:// or nbds+unix://")]
+    #[error("NBD server {address}: requires TLS: write nbds:// or nbds+unix://")]
     TlsNeeded { address: String },
     /// The server does not support TLS.
     #[error("NBD server {address}: has no TLS{reason}: set it up there, or write nbd://")]
@@ -147,7 +147,7 @@ pub enum NbdError {
     /// The export has changed since it was opened.
     #[error(
         "NBD server {address}: export `{export}` came back with {what}: restore it there, or \
-         reload after taking the volume out and in again"
+         remove the volume, reload, and add it again"
     )]
     Changed { address: String, export: String, what: String },
 }

@@ -53,7 +53,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Option<(ReplyFrame, usize)>, Protoc
             Ok(Some((frame, SIMPLE_REPLY_LEN)))
         }
         Some(magic::STRUCTURED_REPLY) => structured(reader, bytes.len()),
-        Some(_) => Err(ProtocolViolation("a reply does not start as one")),
+        Some(_) => Err(ProtocolViolation("a reply without a reply magic")),
         None => Ok(None),
     }
 }
@@ -71,9 +71,9 @@ fn structured(mut reader: Reader<'_>, have: usize) -> Result<Option<(ReplyFrame,
         chunk::OFFSET_HOLE => 12,
         chunk::BLOCK_STATUS => 4,
         _ if kind & 0x8000 != 0 => 6,
-        _ => return Err(ProtocolViolation("a chunk of a kind that was not agreed on")),
+        _ => return Err(ProtocolViolation("a chunk of a type that was not negotiated")),
     };
-    let rest = length.checked_sub(fixed).ok_or(ProtocolViolation("a chunk is too short for its kind"))?;
+    let rest = length.checked_sub(fixed).ok_or(ProtocolViolation("a chunk too short for its type"))?;
     let used = 20 + usize::try_from(fixed).unwrap_or(0);
     if have < used {
         return Ok(None);
@@ -90,7 +90,7 @@ fn structured(mut reader: Reader<'_>, have: usize) -> Result<Option<(ReplyFrame,
             FrameContent::Status { context: reader.u32().unwrap_or(0), entries: rest / 8 }
         }
         chunk::NONE | chunk::OFFSET_DATA | chunk::OFFSET_HOLE | chunk::BLOCK_STATUS => {
-            return Err(ProtocolViolation("a chunk has a length that its kind cannot have"));
+            return Err(ProtocolViolation("a chunk with a length that its type does not permit"));
         }
         _ => {
             let error = reader.u32().unwrap_or(0);
@@ -131,7 +131,7 @@ impl Coverage {
                 break;
             }
             if run.0 < end && start < run.1 {
-                return Err(ProtocolViolation("a byte of a read comes twice"));
+                return Err(ProtocolViolation("a byte of a read was sent twice"));
             }
             first = first.min(run.0);
             last = last.max(run.1);
@@ -139,7 +139,7 @@ impl Coverage {
         }
         self.runs.splice(at..until, [(first, last)]);
         if self.runs.len() > PIECES_MAX {
-            return Err(ProtocolViolation("a read comes in too many pieces out of order"));
+            return Err(ProtocolViolation("a read was sent in too many pieces out of order"));
         }
         Ok(())
     }

@@ -235,7 +235,7 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
         let structured = self.structured;
         let allocation = self.allocation;
         let slot = self.slot(cookie).filter(|slot| slot.phase == RequestPhase::Sent);
-        let slot = slot.ok_or(ProtocolViolation("a reply to a request that was not made"))?;
+        let slot = slot.ok_or(ProtocolViolation("a reply to a request that was not sent"))?;
         let step = slot.apply(frame, structured, allocation);
         if let Err(violation) = step {
             self.fail(cookie, RequestFailure::Protocol(violation.0));
@@ -258,7 +258,7 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
             && request.command == Command::Read
             && !slot.coverage.is_whole(request.length)
         {
-            let violation = ProtocolViolation("a read ends before all of its bytes have come");
+            let violation = ProtocolViolation("a read ended before all of its bytes were sent");
             self.fail(cookie, RequestFailure::Protocol(violation.0));
             return Err(violation);
         }
@@ -274,8 +274,8 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
     /// True for a reply that says that the server is shutting down: the request is for its
     /// successor.
     pub(crate) fn is_shutdown_error(&self, frame: &ReplyFrame) -> bool {
-        let gone = Errno::Shutdown.to_wire();
-        matches!(frame.content, FrameContent::Simple { error } | FrameContent::Error { error, .. } if error == gone)
+        let shutdown = Errno::Shutdown.to_wire();
+        matches!(frame.content, FrameContent::Simple { error } | FrameContent::Error { error, .. } if error == shutdown)
     }
 
     /// Adds one descriptor of eight bytes.
@@ -360,7 +360,7 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
     pub(crate) fn poll(&mut self, cookie: Cookie, cx: &Context<'_>) -> Poll<RequestOutcome<B>> {
         let Some(slot) = self.slot(cookie) else {
             // Unreachable: only the waiting task takes the result.
-            let result = Err(RequestFailure::Protocol("the request is over"));
+            let result = Err(RequestFailure::Protocol("the request has completed"));
             return Poll::Ready(RequestOutcome { result, buf: None, extents: Vec::new() });
         };
         if slot.phase != RequestPhase::Completed || slot.buf_out {
@@ -447,10 +447,10 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlot<B, H> {
         match frame.content {
             FrameContent::Simple { error } => {
                 if read && structured {
-                    return Err(ProtocolViolation("a simple reply to a read where chunks were agreed on"));
+                    return Err(ProtocolViolation("a simple reply to a read although structured replies were negotiated"));
                 }
                 if error == 0 && self.request.command == Command::BlockStatus {
-                    return Err(ProtocolViolation("a simple reply to a question for block status"));
+                    return Err(ProtocolViolation("a simple reply to a block status request"));
                 }
                 if error != 0 {
                     self.failure = Some(RequestFailure::Server(error));
@@ -461,9 +461,9 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlot<B, H> {
                 }
                 self.part(self.request.offset, self.request.length).map(ReplyStep::Fill)
             }
-            _ if !structured => Err(ProtocolViolation("a chunk where simple replies were agreed on")),
+            _ if !structured => Err(ProtocolViolation("a chunk although simple replies were negotiated")),
             FrameContent::None if frame.done => Ok(ReplyStep::Done),
-            FrameContent::None => Err(ProtocolViolation("an empty chunk that is not the last")),
+            FrameContent::None => Err(ProtocolViolation("an empty chunk that is not the last one")),
             FrameContent::Data { offset, length } if read => self.part(offset, length).map(ReplyStep::Fill),
             FrameContent::Hole { offset, length } if read => {
                 let range = self.part(offset, length)?;
@@ -489,7 +489,7 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlot<B, H> {
 
     /// The range of the buffer for `length` bytes of the export at `offset`, recorded as received.
     fn part(&mut self, offset: u64, length: u32) -> Result<Range<usize>, ProtocolViolation> {
-        let outside = ProtocolViolation("data outside of what was asked for");
+        let outside = ProtocolViolation("data outside the requested range");
         let start = offset.checked_sub(self.request.offset).ok_or(outside)?;
         let start = u32::try_from(start).map_err(|_| outside)?;
         let end = start.checked_add(length).filter(|end| *end <= self.request.length);

@@ -156,9 +156,9 @@ impl RemoteState {
         if acknowledged > covered && report {
             let count = acknowledged - covered;
             self.lose(format!(
-                "the connection was lost after {count} changes (numbers {} to {acknowledged} since \
-                 the volume was opened) were acknowledged and before they were flushed: the \
-                 server may have lost them",
+                "the connection was lost when {count} changes (numbers {} to {acknowledged} since \
+                 the volume was opened) were acknowledged and not flushed: the server may have \
+                 lost them",
                 covered + 1
             ));
         }
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_covers_what_was_acknowledged_before_it_was_asked_for() {
+    fn a_flush_covers_what_was_acknowledged_before_it_was_submitted() {
         let shared = RemoteState::new(LostWrites::Flush);
         shared.acknowledge();
         let mark = shared.mark();

@@ -83,7 +83,7 @@ fn refused(parts: &[Vec<u8>]) -> String {
 }
 
 #[test]
-fn a_modern_server_is_used_in_full() {
+fn a_modern_server_is_used_with_all_features() {
     let go = [export_info(1 << 20, 0x1fd), block_info(512, 4096, 65536), ack(option::GO)].concat();
     let (export, said) = enter(&[greeting(3), structured(), go]).unwrap();
     assert_eq!((export.size, export.min_block, export.max_block), (1 << 20, 512, 65536));
@@ -95,7 +95,7 @@ fn a_modern_server_is_used_in_full() {
 }
 
 #[test]
-fn an_old_server_without_extras_is_used_plainly() {
+fn an_old_server_is_used_without_optional_features() {
     let unsupported = reply(option::STRUCTURED_REPLY, option_reply::ERR_UNSUP, b"no");
     let go = [export_info(512, 1), ack(option::GO)].concat();
     let (export, _) = enter(&[greeting(1), unsupported, go]).unwrap();
@@ -135,11 +135,11 @@ fn a_hostile_server_ends_in_an_error() {
     assert!(refused(&[greeting(3), overlong]).contains("overlong"));
     let endless = vec![context(1, "base:allocation"); REPLIES_MAX + 1].concat();
     let text = refused(&[greeting(3), ack(option::STRUCTURED_REPLY), endless]);
-    assert!(text.contains("without end"), "{text}");
+    assert!(text.contains("too many replies"), "{text}");
     let nothing = [structured(), ack(option::GO)].concat();
     assert!(refused(&[greeting(3), nothing]).contains("without its size"));
     let short = [structured(), reply(option::GO, option_reply::INFO, &[0, 0, 1])].concat();
-    assert!(refused(&[greeting(3), short]).contains("too briefly"));
+    assert!(refused(&[greeting(3), short]).contains("truncated"));
     let blocks = [structured(), export_info(512, 1), block_info(3, 3, 3), ack(option::GO)].concat();
     assert!(refused(&[greeting(3), blocks]).contains("block sizes"));
     let other = reply(option::GO, option_reply::ACK, &[]);

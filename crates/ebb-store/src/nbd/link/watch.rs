@@ -88,7 +88,7 @@ impl Link {
                 // A server may report a failed flush only once: the next flush of the store reports
                 // it, too.
                 Err(failure) => shared.lose(format!(
-                    "a flush of a connection at rest failed ({failure:?}): changes acknowledged \
+                    "a flush on an idle connection failed ({failure:?}): changes acknowledged \
                      before may be lost"
                 )),
             }

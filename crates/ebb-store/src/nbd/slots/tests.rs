@@ -154,7 +154,7 @@ fn a_read_with_a_gap_an_overlap_or_bytes_outside_fails() {
 }
 
 #[test]
-fn replies_meet_only_their_own_request() {
+fn replies_complete_only_their_own_request() {
     let mut slots = Requests::default();
     let first = submit(&mut slots, Command::Write, 0, 512);
     assert_eq!(receive(&mut slots, &simple(first, 0, &[])), Ok(16));
@@ -170,7 +170,7 @@ fn replies_meet_only_their_own_request() {
 }
 
 #[test]
-fn an_answer_before_the_data_was_sent_waits_for_the_buffer() {
+fn a_reply_before_the_data_was_sent_waits_for_the_buffer() {
     let mut slots = Requests::default();
     let write = request(Command::Write, 0, 512);
     let cookie = slots.push(write, Some(vec![1; 512]), None);
@@ -182,7 +182,7 @@ fn an_answer_before_the_data_was_sent_waits_for_the_buffer() {
 }
 
 #[test]
-fn what_was_not_answered_is_asked_again_and_old_answers_count_for_nothing() {
+fn requests_without_a_reply_are_sent_again_and_old_replies_are_ignored() {
     let mut slots = chunked();
     let cookie = submit(&mut slots, Command::Read, 0, 4);
     assert!(receive(&mut slots, &data(cookie, false, 0, b"xy")).is_ok());
@@ -201,7 +201,7 @@ fn what_was_not_answered_is_asked_again_and_old_answers_count_for_nothing() {
 }
 
 #[test]
-fn an_abandoned_request_keeps_its_buffer_until_it_is_over() {
+fn an_abandoned_request_keeps_its_buffer_until_it_completes() {
     let mut slots = Requests::default();
     let cookie = submit(&mut slots, Command::Read, 0, 4);
     slots.abandon(cookie);
@@ -216,7 +216,7 @@ fn an_abandoned_request_keeps_its_buffer_until_it_is_over() {
 }
 
 #[test]
-fn block_status_is_cut_to_what_was_asked() {
+fn block_status_is_cut_to_the_requested_range() {
     let mut slots = chunked();
     let cookie = submit(&mut slots, Command::BlockStatus, 512, 2048);
     let mut payload = 5u32.to_be_bytes().to_vec();
