@@ -1,7 +1,7 @@
 //! Block devices, by way of loop devices with sectors of 512 and of 4096 bytes.
 //!
-//! Loop devices need root. Where there is no root these tests say so and end; where there is, a
-//! loop device that cannot be had is a failure.
+//! Loop devices need root. Without root these tests print a note and pass; with root, a loop device
+//! that cannot be created is a failure.
 
 #![allow(clippy::unwrap_used, clippy::print_stderr, reason = "this is a test")]
 
@@ -62,7 +62,7 @@ fn serves_as_a_store(sectors: u32, direct: Direct) {
     assert_eq!(can.alignment, if can.direct { sectors } else { 1 });
     assert!(matches!(open(&device.device), Err(OpenError::InUse { .. })));
 
-    // Every request is legal that is made of 512-byte sectors, whatever those of the device.
+    // Every request in multiples of 512 bytes is valid, whatever the sector size of the device.
     let mut expected = vec![0; 64 << 10];
     for (offset, length, fill) in [(0, 8192, 1), (512, 512, 2), (3584, 1024, 3), (40_448, 5120, 4)]
     {
@@ -84,14 +84,14 @@ fn serves_as_a_store(sectors: u32, direct: Direct) {
     bench.write(2 * MIB, &vec![6; 2 << 20]).unwrap();
     bench.flush().unwrap();
     let before = allocated(&device.backing);
-    // A hint: what the device cannot give back of it is left alone, and nothing else is touched.
+    // A hint: partial sectors of the device stay, and nothing outside the range changes.
     bench.discard(2 * MIB + 512, MIB).unwrap();
     bench.discard(3 * MIB + 512, 512).unwrap();
-    assert!(allocated(&device.backing) <= before - MIB + 16 * 1024, "discarding gives space back");
+    assert!(allocated(&device.backing) <= before - MIB + 16 * 1024, "discarding frees space");
     assert_eq!(bench.read(2 * MIB, 512).unwrap(), [6; 512]);
     assert!(bench.read(3 * MIB + 1024, (1 << 20) - 1024).unwrap().iter().all(|b| *b == 6));
 
-    // No device tells where its holes are: all of it counts as data.
+    // No device reports its holes: all of it counts as data.
     assert_eq!(bench.extents(512, MIB, 10).unwrap(), [(512, MIB, false)]);
 }
 

@@ -1,4 +1,5 @@
-//! What a store does between two looks at other tasks does not grow with what it holds: polls are counted.
+//! The work of a store between two yields to other tasks does not depend on its size: polls are
+//! counted.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -10,10 +11,10 @@ use ebb_store::{MemoryStore, NullStore, Store, ZeroFlags};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 32 * MIB;
-/// Chunks of 64 KiB that it holds.
+/// Chunks of 64 KiB in the store.
 const CHUNKS: u32 = 512;
 
-/// The result, and how often it was polled for that.
+/// The result, and the number of polls it took.
 async fn polls<T>(future: impl Future<Output = T>) -> (T, u32) {
     let (mut future, mut count) = (pin!(future), 0);
     std::future::poll_fn(|cx| {
@@ -31,7 +32,7 @@ async fn fill(io: &Io, store: &Store) {
     }
 }
 
-/// Other tasks come in between, and short requests are done at once.
+/// Long requests yield to other tasks, and short ones complete in one poll.
 #[test]
 fn long_requests_of_memory_are_copied_some_at_a_time() {
     const LONG: usize = 16 << 20;
@@ -78,7 +79,7 @@ fn discards_and_extents_of_memory_do_some_at_a_time() {
     let done = worker.handle().block_on(|io| async move {
         let store = Store::Memory(MemoryStore::new(1 << 40));
         fill(&io, &store).await;
-        // Little of it: what else is there does not count.
+        // Only a small range: the rest of the store does not count.
         let (freed, count) = polls(store.discard(&io, 4096, 65536)).await;
         freed.unwrap();
         assert_eq!(count, 1);

@@ -1,4 +1,4 @@
-//! The test store loses what disks and kernels lose, and tells of it as they do.
+//! The test store loses data as disks and kernels do, and reports losses as they do.
 #![cfg(feature = "test-store")]
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -46,7 +46,7 @@ fn a_failed_flush_loses_any_subset() {
             let lost = test.lost_sectors().len();
             let there = sectors_with(&content[..8192], 1);
             assert_eq!(lost + there, 16);
-            assert!(store.flush(&io).await.is_err(), "it is told");
+            assert!(store.flush(&io).await.is_err(), "the loss is reported");
             assert_eq!(test.stable_bytes(), content, "and nothing more becomes stable");
             sender.send(there).unwrap();
         });
@@ -85,7 +85,7 @@ fn requests_hang_until_they_are_released_or_dropped() {
         let buf = io.pool().get_for_test(512);
         let given_up = io.timeout(Duration::from_millis(5), store.read(&io, buf, 0)).await;
         assert!(given_up.is_none());
-        assert_eq!(test.hanging(), 1, "what was dropped has let go");
+        assert_eq!(test.hanging(), 1, "a dropped request does not hang");
         test.power_cut();
         test.release();
         assert!(!task.await, "the power has failed meanwhile");
@@ -145,10 +145,10 @@ fn no_flush_succeeds_after_a_failed_one() {
         }
         assert!(store.is_lost());
         assert_eq!(test.flushes.load(Ordering::Relaxed), 1, "the kernel would say OK");
-        // What is stable by itself may be said to be.
+        // A write with FUA can report its own data as stable.
         assert!(write(&io, &store, 1 << 17, 4096, 2, true).await);
         assert_eq!(sectors_with(&test.stable_bytes(), 2), 8);
-        // All is written again, and then the flush is true.
+        // All is written again, and then a flush succeeds.
         let seen = store.losses();
         assert!(write(&io, &store, 0, 65536, 1, false).await);
         store.flush_rewritten(&io, seen).await.unwrap();
@@ -177,7 +177,7 @@ fn a_write_with_fua_that_finds_no_room_loses_nothing_unless_something_is_lost() 
         assert!(!store.is_lost());
         store.flush(&io).await.unwrap();
         assert_eq!(sectors_with(&test.stable_bytes(), 1), 128);
-        // What is told as a lack of room may be the loss of older data.
+        // "No space" may report the loss of older data.
         test.set_room(None);
         assert!(write(&io, &store, 0, 65536, 3, false).await);
         test.faults(&Faults { told_as_full: true, ..Faults::default() });
@@ -196,7 +196,7 @@ fn a_write_with_fua_that_finds_no_room_loses_nothing_unless_something_is_lost() 
     });
 }
 
-/// The kernel tells one of them only; what it says to the others is not true.
+/// The kernel reports the error to only one of them; the success of the other ones is wrong.
 #[test]
 fn of_concurrent_flushes_none_succeeds_if_one_fails() {
     for seed in 0..50 {
@@ -237,7 +237,7 @@ fn a_cancelled_flush_counts_as_a_loss() {
     });
 }
 
-/// Its result, and how often it was polled for that.
+/// Its result, and the number of polls it took.
 async fn polls<T>(future: impl Future<Output = T>) -> (T, u64) {
     let (mut future, mut count) = (std::pin::pin!(future), 0);
     std::future::poll_fn(|cx| {
@@ -247,7 +247,7 @@ async fn polls<T>(future: impl Future<Output = T>) -> (T, u64) {
     .await
 }
 
-/// Lets everything go that hangs, also what hangs only then.
+/// Releases all requests that hang, also those that begin to hang meanwhile.
 async fn release_all(io: &Io, test: &TestStore, mut done: impl FnMut() -> bool) {
     while !done() {
         test.release();
@@ -265,7 +265,7 @@ fn flushes_that_arrive_together_are_merged() {
         let flush = |byte: u8| {
             let (own, store) = (io.clone(), store.clone());
             io.spawn(async move {
-                // Acknowledged before the flush is asked for.
+                // Acknowledged before the flush is submitted.
                 assert!(write(&own, &store, 65536, 512, byte, false).await);
                 polls(store.flush(&own)).await
             })
@@ -278,13 +278,13 @@ fn flushes_that_arrive_together_are_merged() {
         while test.writes.load(Ordering::Relaxed) < MANY + 2 {
             io.yield_now().await;
         }
-        // Given up before they began: that is no loss.
+        // Cancelled before they began: that is no loss.
         let (own, other) = (io.clone(), store.clone());
-        let gone = io.spawn(async move { other.flush(&own).await });
+        let cancelled = io.spawn(async move { other.flush(&own).await });
         io.yield_now().await;
-        drop(gone);
+        drop(cancelled);
         assert!(!first.is_finished() && later.iter().all(|task| !task.is_finished()));
-        assert_eq!(test.flushes.load(Ordering::Relaxed), 1, "the others wait for the next");
+        assert_eq!(test.flushes.load(Ordering::Relaxed), 1, "other flushes wait for the next");
         test.release();
         let mut count = first.await.1;
         for task in later {
@@ -301,7 +301,8 @@ fn flushes_that_arrive_together_are_merged() {
     });
 }
 
-/// What is under way fails, or is given up: so does all that has come since, and nothing is asked of the disk.
+/// If the flush in flight fails or is cancelled, all that have arrived since fail, without a
+/// request to the disk.
 #[test]
 fn flushes_that_wait_fail_with_the_one_before_them() {
     for given_up in [false, true] {
@@ -336,7 +337,7 @@ fn flushes_that_wait_fail_with_the_one_before_them() {
     }
 }
 
-/// Those who wait are given up at any moment: another one goes on in their place.
+/// Waiting flushes are cancelled at any moment: another one continues in their place.
 #[test]
 fn a_flush_cancelled_while_it_waits_delays_no_other() {
     for seed in 0..40u64 {
@@ -353,7 +354,7 @@ fn a_flush_cancelled_while_it_waits_delays_no_other() {
             while test.hanging() < 2 {
                 io.yield_now().await;
             }
-            // The first is under way; it is left alone.
+            // The first is in flight and is not cancelled.
             let mut random = seed;
             while tasks.len() > 3 {
                 random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
@@ -377,7 +378,7 @@ fn a_flush_cancelled_while_it_waits_delays_no_other() {
             let _ = fua.await;
             done.set(true);
             releaser.await;
-            // One that was under way when it was given up is a loss; else all goes well.
+            // Cancelling one in flight is a loss; otherwise all succeed.
             assert!(went == 3 || store.losses() > 0, "{went}");
         });
     }

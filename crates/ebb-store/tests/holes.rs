@@ -35,7 +35,7 @@ fn extents_follow_the_data(bench: &Bench) {
     bench.discard(2 * MIB, 512).unwrap();
     assert_eq!(bench.extents(0, 2 * MIB, 100).unwrap(), [(0, 2 * MIB, true)]);
     assert_eq!(bench.read(MIB, 64 << 10).unwrap(), [0; 64 << 10]);
-    // A discard of part of a block touches nothing else.
+    // A discard of part of a block changes no other bytes.
     assert_eq!(bench.read(2 * MIB + 512, 3584).unwrap(), [2; 3584]);
     assert_eq!(bench.store().size(), SIZE);
 }
@@ -61,7 +61,7 @@ fn extents_of_memory() {
     extents_follow_the_data(&Bench::new(Store::Memory(MemoryStore::new(SIZE))));
 }
 
-/// Fills the store, and says how much is allocated afterwards.
+/// Fills the store, and returns how much is allocated afterwards.
 fn filled(bench: &Bench, path: &std::path::Path) -> u64 {
     bench.write(0, &vec![3; usize::try_from(SIZE).unwrap()]).unwrap();
     bench.flush().unwrap();
@@ -111,14 +111,14 @@ fn zeroes_without_a_hole_keep_the_space_and_take_it_where_there_was_none() {
             let full = filled(&bench, &path);
             bench.zero(512, MIB, false, false).unwrap();
             zeroes_where_zeroes_were_written(&bench);
-            assert_eq!(allocated(&path), full, "and none was given back");
+            assert_eq!(allocated(&path), full, "and none was freed");
         }
     }
 }
 
 #[test]
 fn fast_zeroes_are_fast_or_refused() {
-    // A real file system knows how; with and without holes.
+    // A real file system supports both, with and without holes.
     let here = folder();
     let path = file(&here, "image");
     let bench = Bench::new(create(&path, SIZE, Direct::Off));
@@ -141,8 +141,8 @@ fn fast_zeroes_are_fast_or_refused() {
     zeroes_where_zeroes_were_written(&bench);
 }
 
-/// Where sectors have 4 KiB, smaller writes are read-modify-write: zeroes for the neighbouring
-/// sectors must not get lost in between.
+/// Where sectors have 4 KiB, smaller writes are read-modify-write: they must not overwrite
+/// concurrent zeroes in neighbouring sectors.
 #[test]
 fn zeroes_beside_an_unaligned_write_stay() {
     let folder = folder();

@@ -1,5 +1,5 @@
-//! A write cut short by the kernel: what fits is written, and the rest is reported. One test, alone
-//! in its program: the limit is that of the whole process.
+//! A write cut short by the kernel: what fits is written, and the rest fails. The only test of its
+//! program, since the limit applies to the whole process.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -31,7 +31,7 @@ fn a_write_across_the_largest_file_size_is_never_success() {
         assert_eq!(beyond.kind, ErrorKind::NoSpace, "{beyond:?}");
         let content = std::fs::read(&path).unwrap();
         assert!(content[..(1 << 20) - 8192].iter().all(|b| *b == 1));
-        // The first part was written before the limit was met: a short write, gone on with.
+        // The first part was written up to the limit: a short write, which is continued.
         assert!(content[(1 << 20) - 8192..1 << 20].iter().all(|b| *b == 2));
         assert!(content[1 << 20..].iter().all(|b| *b == 0));
         bench.flush().unwrap();

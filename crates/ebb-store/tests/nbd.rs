@@ -1,4 +1,4 @@
-//! The remote store against servers nobody here wrote: `nbdkit` with its filters, and `qemu-nbd`.
+//! The remote store with third-party servers: `nbdkit` with its filters, and `qemu-nbd`.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -29,7 +29,7 @@ fn pattern(seed: u8, length: usize) -> Vec<u8> {
     (0..length).map(|i| seed.wrapping_add(u8::try_from(i % 251).unwrap())).collect()
 }
 
-/// Everything a store does, against a byte array.
+/// All operations of a store, compared with a byte array.
 fn round_trip(bench: &Bench) {
     let size = usize::try_from(bench.store().size()).unwrap();
     let mut oracle = vec![0; size];
@@ -202,7 +202,7 @@ fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Writes and reads through restarts of the server: no error, and the right data.
+/// Writes and reads while the server restarts: no error, and the right data.
 fn survives(end: impl Fn(&mut Server) + Send + Clone + 'static) {
     let folder = common::folder();
     let image = common::file(&folder, "image");
@@ -274,8 +274,8 @@ fn a_server_that_shuts_down_is_survived() {
     survives(Server::terminate);
 }
 
-/// A server that is told to stop waits for its clients: connections of other workers, which ask nothing, must
-/// not keep it while the busy one waits for its successor.
+/// A server that shuts down waits for its clients: idle connections of other workers must not keep
+/// it alive while the busy one waits for its successor.
 #[test]
 fn idle_connections_do_not_delay_a_server_that_shuts_down() {
     let folder = common::folder();
@@ -312,7 +312,7 @@ fn idle_connections_do_not_delay_a_server_that_shuts_down() {
         });
         std::thread::park_timeout(Duration::from_millis(100));
         server.ask_to_end();
-        // Some servers finish what they have first: a moment with both is normal.
+        // Some servers complete requests in flight first: for a moment both may run.
         let deadline = Instant::now() + Duration::from_secs(90);
         while !server.has_ended() {
             assert!(Instant::now() < deadline, "round {round}: idle connections keep the server");
@@ -343,11 +343,11 @@ fn requests_fail_without_a_server_and_succeed_after_its_return() {
     assert!(bench.write(0, &[0; 512]).is_err(), "at once");
     server.restart();
     wait_for("the connection", || bench.read(0, 512).is_ok());
-    // Another size is another disk.
+    // An export of another size is not the same disk.
     server.kill();
     server.change("8M", "16M");
     server.restart();
-    // The limit may be over before there was an attempt.
+    // The limit may have expired before there was an attempt.
     let refused = |error: BlockError| {
         let cause = error.source.unwrap().to_string();
         cause.contains("16777216 bytes instead of 8388608")
@@ -451,7 +451,7 @@ fn unusable_exports_are_refused_with_a_remedy() {
     assert!(refused(other).contains("export `b`"));
 }
 
-/// A server that is connected and says nothing is told of, and given up when it was said for how long.
+/// A connected server that does not reply is reported, and disconnected after the configured time.
 #[test]
 fn a_silent_server_is_reported_and_disconnected_after_the_configured_time() {
     let server = Server::nbdkit(&["--filter=delay", "memory", "1M", "rdelay=3600"]);
@@ -480,9 +480,9 @@ fn a_silent_server_is_reported_and_disconnected_after_the_configured_time() {
         assert!(error.source.is_some_and(|why| why.to_string().contains("no reply")));
         silent
     });
-    assert!(silent >= 2, "nobody saw that it was silent");
+    assert!(silent >= 2, "silence was not reported");
     let state = state();
     assert!(state.last_error.is_some_and(|why| why.contains("did not reply for")), "the reason");
-    // It is there still: what it does answer goes on.
+    // It still runs: later requests complete.
     bench.write(0, &pattern(2, 4096)).unwrap();
 }

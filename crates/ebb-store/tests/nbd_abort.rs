@@ -1,5 +1,5 @@
-//! A store that is given up, and requests that are dropped, while the server is silent: everything that
-//! waits ends, on all workers, whatever it waits for.
+//! A store that is aborted, and requests that are dropped, while the server does not reply: all
+//! waiting requests end, on all workers.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -17,7 +17,7 @@ use ebb_store::{BlockError, ErrorKind, NbdAddress, NbdOptions, NbdStore, Store};
 use fake::{Act, Fake, MANY_CONNECTIONS, ONE_CONNECTION, wait_for};
 
 const MIB: u64 = 1 << 20;
-/// For hangs only.
+/// A limit for hangs only.
 const PATIENCE: Duration = Duration::from_secs(90);
 
 fn store(fake: &Fake) -> Arc<Store> {
@@ -29,7 +29,7 @@ fn workers(count: usize) -> Vec<Worker> {
     (0..count).map(|number| Worker::start_alone(&format!("w{number}")).unwrap()).collect()
 }
 
-/// Starts `count` requests of each kind on a worker; the outcomes come one by one.
+/// Starts `count` requests of each kind on a worker; the results arrive one by one.
 fn start(
     worker: &Worker,
     store: &Arc<Store>,
@@ -71,7 +71,7 @@ fn all_aborted(outcomes: &Receiver<(&'static str, Result<(), BlockError>)>, coun
     }
 }
 
-/// 400 requests on each of two workers, of which 128 are sent and the others wait in line.
+/// 400 requests on each of two workers, of which 128 are sent and the other ones wait for a slot.
 fn aborted_while_the_server_is_silent(flags: u16) {
     let fake = Fake::start(8 * MIB, flags, |_| Act::Silence);
     let store = store(&fake);
@@ -85,7 +85,7 @@ fn aborted_while_the_server_is_silent(flags: u16) {
     for outcomes in &outcomes {
         all_aborted(outcomes, 80);
     }
-    // What comes later fails, too, and asks nobody.
+    // Later requests fail, too, without reaching the server.
     let asked = fake.asked().len();
     all_aborted(&start(&workers[0], &store, 2), 2);
     assert_eq!(fake.asked().len(), asked);
@@ -103,7 +103,7 @@ fn an_aborted_shared_connection_fails_the_requests_of_all_workers() {
     aborted_while_the_server_is_silent(ONE_CONNECTION);
 }
 
-/// The helper thread hangs in the handshake for seconds; giving up does not wait for it.
+/// The helper thread hangs in the handshake for seconds; aborting does not wait for it.
 #[test]
 fn aborting_a_store_does_not_wait_for_a_handshake() {
     let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, |_| Act::Silence);
@@ -131,7 +131,7 @@ fn a_store_aborted_between_attempts_fails_waiting_requests() {
     all_aborted(&outcomes, 40);
 }
 
-/// What was acknowledged and not flushed is still told when the store is given up.
+/// What was acknowledged and not flushed is still counted when the store is aborted.
 #[test]
 fn aborting_does_not_hide_what_was_not_flushed() {
     let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, |asked| match asked.command {
@@ -157,7 +157,8 @@ fn aborting_does_not_hide_what_was_not_flushed() {
     }
 }
 
-/// A read is dropped by its caller, its memory is taken for another one, and then its answer comes.
+/// A read is dropped by its caller, its memory is allocated to another one, and then its reply
+/// arrives.
 #[test]
 fn the_late_reply_to_a_dropped_read_reaches_no_other_buffer() {
     let late = Arc::new(AtomicBool::new(false));
@@ -192,7 +193,7 @@ fn the_late_reply_to_a_dropped_read_reaches_no_other_buffer() {
         for read in reads {
             read.cancel().await;
         }
-        // The memory of the dropped ones, if it was given back too early.
+        // This would reuse the memory of the dropped ones if it had been freed too early.
         let mut bystanders = Vec::new();
         for _ in 0..16 {
             let mut buf = io.pool().take(64 << 10).await;

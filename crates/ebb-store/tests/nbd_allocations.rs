@@ -1,5 +1,5 @@
-//! No request to a remote store allocates from the heap once its connection is warm: a real
-//! server, eight requests at a time, and an allocator that counts what the worker's thread asks for.
+//! No request to a remote store allocates once its connection is warm: a real server, eight
+//! requests at a time, and an allocator that counts the allocations of the worker's thread.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -19,7 +19,7 @@ struct Counting;
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    /// True on the thread, and in the time, whose allocations count.
+    /// True on the thread whose allocations count, while they count.
     static COUNTS: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -57,7 +57,7 @@ static ALLOCATOR: Counting = Counting;
 
 const WARM: u64 = 300;
 const COUNTED: u64 = 300;
-/// Goes of which one must do without any allocation: the worker has other business, too.
+/// Rounds, of which one must have no allocation: the worker also runs other tasks.
 const GOES: u32 = 5;
 
 #[test]
@@ -74,7 +74,7 @@ fn a_warm_connection_allocates_nothing() {
                         let (own, store) = (io.clone(), store.clone());
                         io.spawn(async move {
                             let mut buf = own.pool().take(16 << 10).await;
-                            // The others go on a while longer, so that all are at it throughout.
+                            // The other tasks run longer, so that all are active throughout.
                             let rounds = WARM + COUNTED + if task == 0 { 0 } else { WARM };
                             for round in 0..rounds {
                                 if task == 0 && round == WARM {

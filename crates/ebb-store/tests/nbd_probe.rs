@@ -1,4 +1,4 @@
-//! Connections at rest, when another one hears that the server goes or cannot be made.
+//! Idle connections, when another one finds that the server is shutting down or cannot be reached.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -27,8 +27,8 @@ fn open(fake: &Fake) -> Arc<Store> {
     Arc::new(Store::Nbd(NbdStore::open(options).unwrap().0))
 }
 
-/// One connection is lost and cannot be made again: the other one asks whether it is still of use, and is,
-/// so it stays.
+/// One connection is lost and cannot be established again: the idle one sends a probe, which
+/// succeeds, so it stays.
 #[test]
 fn an_idle_connection_probes_when_another_cannot_be_established() {
     let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, |asked| {
@@ -43,20 +43,22 @@ fn an_idle_connection_probes_when_another_cannot_be_established() {
     workers[0].handle().spawn(move |io| async move {
         let _ = own.read(&io, io.pool().take(4096).await, 4096).await;
     });
-    wait_for("the question", || fake.count(FLUSH) > 0);
+    wait_for("the probe", || fake.count(FLUSH) > 0);
     let flushes: Vec<_> = fake.asked().into_iter().filter(|a| a.command == FLUSH).collect();
     assert!(flushes.iter().all(|asked| asked.connection == 2), "{flushes:?}");
-    assert!(read(&workers[1], &store, 0), "it answers, and is kept");
+    assert!(read(&workers[1], &store, 0), "it replies, and is kept");
     assert_eq!(fake.accepted(), 3);
     store.abort();
 }
 
-/// One connection hears that the server goes; the other one asks, hears it, and lets go.
+/// One connection receives `NBD_ESHUTDOWN`; the idle one sends a probe, receives it, and
+/// disconnects.
 #[test]
 fn idle_connections_release_a_server_that_shuts_down() {
     let fake =
         Fake::start(8 * MIB, MANY_CONNECTIONS, |asked| match (asked.command, asked.offset) {
-            // The server that goes has the first two, its successor the rest.
+            // The server that shuts down has the first two connections, its successor the later
+            // ones.
             (FLUSH, _) | (READ, 4096) if asked.connection < 3 => Act::Error(ESHUTDOWN),
             _ => Act::Good(1),
         });

@@ -1,4 +1,4 @@
-//! Block status of large exports, by counts: how often a server is asked for one request.
+//! Block status of large exports: how many requests one call sends to a server.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -15,7 +15,7 @@ use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
 use fake::{Act, Asked, BLOCK_STATUS, Fake, MANY_CONNECTIONS, REQ_ONE, wait_for};
 
 const PIB: u64 = 1 << 50;
-/// The most questions for one request: see `STATUS_ROUNDS` in `nbd.rs`.
+/// The most requests for one call: see `STATUS_REQUESTS` in `nbd.rs`.
 const ROUNDS: usize = 4;
 
 fn bench(fake: &Fake) -> Bench {
@@ -23,7 +23,7 @@ fn bench(fake: &Fake) -> Bench {
     Bench::new(Store::Nbd(NbdStore::open(options).unwrap().0))
 }
 
-/// One hole as long as was asked for.
+/// One hole that covers the requested range.
 fn hole(asked: &Asked) -> Act {
     Act::Status(vec![(asked.length, 3)])
 }
@@ -34,11 +34,11 @@ fn a_petabyte_of_holes_costs_a_bounded_number_of_requests() {
     let bench = bench(&fake);
     let list = bench.extents(0, PIB, 2048).unwrap();
     assert!(fake.count(BLOCK_STATUS) <= ROUNDS, "{} questions", fake.count(BLOCK_STATUS));
-    // It may end early, and says so by its length; at least as much as a request of 32 bits can want.
+    // It may end early, as its length shows; it covers at least a range of 32 bits.
     assert_eq!(list.len(), 1);
     let (offset, length, is_hole) = list[0];
     assert!(offset == 0 && is_hole && (1 << 32..PIB).contains(&length), "{length}");
-    // Who goes on from there comes to the end.
+    // A caller that continues from there reaches the end.
     let rest = bench.extents(PIB - 8192, 8192, 2048).unwrap();
     assert_eq!(rest, [(PIB - 8192, 8192, true)]);
 }
@@ -54,7 +54,7 @@ fn one_extent_costs_one_request() {
     assert_eq!((asked[0].command, asked[0].flags), (BLOCK_STATUS, REQ_ONE));
 }
 
-/// A server may tell of one extent at a time, however small, and of data and holes in turns.
+/// A server may return one extent at a time, however small, and data and holes alternately.
 #[test]
 fn a_server_with_short_replies_receives_a_bounded_number_of_requests() {
     let fake = Fake::start(PIB, MANY_CONNECTIONS, |asked| {
@@ -68,14 +68,14 @@ fn a_server_with_short_replies_receives_a_bounded_number_of_requests() {
     assert!(!list.is_empty() && list == expected, "{list:?}");
 }
 
-/// What nobody waits for any more asks no further.
+/// A request that was dropped submits nothing more.
 #[test]
 fn a_dropped_request_submits_nothing_more() {
-    let gone = Arc::new(AtomicBool::new(false));
-    let gate = gone.clone();
+    let dropped = Arc::new(AtomicBool::new(false));
+    let gate = dropped.clone();
     let fake = Fake::start(PIB, MANY_CONNECTIONS, move |asked| {
-        // The first question is answered when its asker is gone.
-        wait_for("the end of the asker", || gate.load(Ordering::SeqCst));
+        // The first request completes after its caller was dropped.
+        wait_for("the end of the caller", || gate.load(Ordering::SeqCst));
         hole(asked)
     });
     let bench = bench(&fake);
@@ -84,8 +84,8 @@ fn a_dropped_request_submits_nothing_more() {
         let task = io.spawn(async move { store.extents(&own, 0, PIB, 2048).await.is_ok() });
         io.sleep(Duration::from_millis(20)).await;
         task.cancel().await;
-        gone.store(true, Ordering::SeqCst);
+        dropped.store(true, Ordering::SeqCst);
     });
-    wait_for("the end of the question", || bench.store().state().unwrap().in_flight == 0);
+    wait_for("the end of the request", || bench.store().state().unwrap().in_flight == 0);
     assert!(fake.count(BLOCK_STATUS) <= 1, "{} questions", fake.count(BLOCK_STATUS));
 }

@@ -1,4 +1,4 @@
-//! What cannot become a store, and what the operator is told.
+//! Files that cannot be opened as a store, and their error messages.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -47,12 +47,12 @@ fn a_missing_folder() {
     assert!(!path.exists());
 }
 
-/// Runs in a thread of its own without root's power over file modes.
+/// Runs a function in a thread of its own without root's power over file modes.
 fn without_root<T: Send>(call: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
             // SAFETY: the call changes the identity of this thread alone, and only for files; it
-            // does nothing for those who are not root already.
+            // has no effect without root.
             unsafe { libc::setfsuid(65534) };
             call()
         });
@@ -242,7 +242,7 @@ fn direct_io_where_there_is_none() {
 
 #[test]
 fn falling_back_to_the_page_cache_is_noted_and_a_file_that_lies_is_short() {
-    // Any text file of sysfs will do; this one is there since Linux 2.6.
+    // Any text file of sysfs serves; this one exists since Linux 2.6.
     let path = Path::new("/sys/kernel/uevent_seqnum");
     assert!(path.exists(), "sysfs is needed at /sys");
     let (store, notes) = FileStore::open(path, &READ_ONLY).unwrap();
@@ -259,7 +259,7 @@ fn the_direct_option_is_honoured() {
     for (direct, expected) in [(Direct::On, true), (Direct::Auto, true), (Direct::Off, false)] {
         let path = file(&folder, &format!("{direct:?}"));
         let bench = Bench::new(create(&path, MIB, direct));
-        // The build is on a file system with O_DIRECT (ext4, xfs, btrfs).
+        // The build directory is on a file system with O_DIRECT (ext4, xfs, btrfs).
         assert_eq!(bench.store().capabilities().direct, expected, "{direct:?}");
         bench.write(512, &[7; 1024]).unwrap();
         assert_eq!(bench.read(0, 2048).unwrap()[512..1536], [7; 1024]);

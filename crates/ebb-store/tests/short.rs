@@ -1,4 +1,4 @@
-//! A store that turns out shorter, or fuller, than it was: told, never papered over.
+//! A store that becomes shorter, or full, while it is in use: the request fails.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -29,7 +29,7 @@ fn a_file_truncated_under_the_store_is_short() {
             if left > 0 {
                 assert_eq!(bench.read(0, 1 << 20).unwrap(), vec![4; 1 << 20]);
             }
-            // Extents of what is gone: a hole, not an endless walk.
+            // Extents beyond the new end: a hole, and the walk ends.
             let list = bench.extents(0, 2 * MIB, 100).unwrap();
             assert_eq!(list.iter().map(|(_, length, _)| length).sum::<u64>(), 2 * MIB);
             assert!(whole.to_string().contains("was it truncated?"), "{whole}");

@@ -1,5 +1,5 @@
-//! Requests of sectors on stores whose blocks are larger: each byte is where it belongs, up to the largest
-//! request there is, and what is taken beside the request's own buffer is what the store says.
+//! Requests of sectors on stores with larger blocks: each byte is correct, up to the largest
+//! request, and the memory taken in addition to the request's own buffer is what the store says.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -33,12 +33,12 @@ fn place(offset: u64) -> usize {
     usize::try_from(offset).unwrap()
 }
 
-/// A store and what it must hold.
+/// A store and its expected content.
 struct Pair {
     store: Arc<Store>,
     expected: Vec<u8>,
     stamp: u64,
-    /// Taken by requests of whole blocks, beside their buffers.
+    /// Taken by requests of whole blocks, in addition to their buffers.
     usual: usize,
 }
 
@@ -88,7 +88,7 @@ async fn run(io: Io, store: Arc<Store>) {
     let (expected, stamp) = (vec![0; place(SIZE)], 1);
     let mut pair = Pair { store, expected, stamp, usual: 0 };
     pair.usual = pair.read(&io, 0, 65536).await - 65536;
-    // Around a few blocks, in all ways there are.
+    // Around a few blocks, with all alignments.
     let sectors = block / 512;
     let step = if block == 4096 { 1 } else { sectors - 1 };
     let places = |from: u64| (from..from + 2 * sectors).step_by(place(step));
@@ -101,7 +101,7 @@ async fn run(io: Io, store: Arc<Store>) {
         pair.check(&io, first * 512, place(2 * block)).await;
         pair.check(&io, first * 512, place(4 * block + 512)).await;
     }
-    // The largest request there is.
+    // The largest request.
     for offset in [512, 3584, SIZE - MAX_BUF as u64 - 512] {
         pair.write(&io, offset, MAX_BUF, true).await;
         pair.check(&io, offset, MAX_BUF).await;

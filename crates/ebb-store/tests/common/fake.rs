@@ -1,4 +1,4 @@
-//! An NBD server that does what a test says: it counts what it is asked, answers, refuses, or is silent.
+//! An NBD server controlled by a test: it counts requests, and completes, refuses or ignores them.
 #![allow(dead_code, reason = "each test program uses a part")]
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -26,7 +26,7 @@ pub(crate) const MANY_CONNECTIONS: u16 = ONE_CONNECTION | 256;
 /// A request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Asked {
-    /// Of which connection, in the order in which they came.
+    /// The connection, numbered in order of arrival.
     pub(crate) connection: usize,
     pub(crate) command: u16,
     pub(crate) flags: u16,
@@ -36,7 +36,7 @@ pub(crate) struct Asked {
     pub(crate) zeroes: bool,
 }
 
-/// What the server does about a request.
+/// How the server handles a request.
 #[derive(Clone, Debug)]
 pub(crate) enum Act {
     /// Success; a read gives bytes of this value.
@@ -44,9 +44,9 @@ pub(crate) enum Act {
     /// These extents, as length and state.
     Status(Vec<(u32, u32)>),
     Error(u32),
-    /// No answer, ever.
+    /// No reply, ever.
     Silence,
-    /// The end of the connection.
+    /// Closes the connection.
     HangUp,
 }
 
@@ -55,7 +55,7 @@ struct State {
     flags: u16,
     act: Box<dyn Fn(&Asked) -> Act + Send + Sync>,
     asked: Mutex<Vec<Asked>>,
-    /// Connections that are accepted are not greeted.
+    /// Accepted connections receive no greeting.
     mute: AtomicBool,
     accepted: AtomicUsize,
     open: AtomicUsize,
@@ -97,7 +97,7 @@ impl Fake {
                 let number = state.accepted.fetch_add(1, Ordering::SeqCst);
                 state.open.fetch_add(1, Ordering::SeqCst);
                 std::thread::spawn(move || {
-                    // What the client breaks off ends the connection.
+                    // An error of the client closes the connection.
                     let _ = serve(&state, stream, number);
                     state.open.fetch_sub(1, Ordering::SeqCst);
                 });
@@ -110,7 +110,7 @@ impl Fake {
         &self.socket
     }
 
-    /// What was asked so far.
+    /// The requests so far.
     pub(crate) fn asked(&self) -> Vec<Asked> {
         self.state.asked.lock().unwrap().clone()
     }
@@ -119,7 +119,7 @@ impl Fake {
         self.asked().iter().filter(|asked| asked.command == command).count()
     }
 
-    /// From now on whoever connects is not greeted.
+    /// From now on new connections receive no greeting.
     pub(crate) fn mute(&self) {
         self.state.mute.store(true, Ordering::SeqCst);
     }
@@ -141,7 +141,7 @@ impl Drop for Fake {
     }
 }
 
-/// Waits for something that must come; the limit is for hangs only.
+/// Waits for a condition; the limit is for hangs only.
 pub(crate) fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(90);
     while !done() {
@@ -158,7 +158,7 @@ fn take<const N: usize>(stream: &mut UnixStream) -> std::io::Result<[u8; N]> {
 
 fn serve(state: &State, mut stream: UnixStream, number: usize) -> std::io::Result<()> {
     if state.mute.load(Ordering::SeqCst) {
-        // Ends when the client does.
+        // Ends when the client disconnects.
         let _: [u8; 1] = take(&mut stream)?;
         return Ok(());
     }

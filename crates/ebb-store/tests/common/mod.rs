@@ -1,4 +1,4 @@
-//! What the tests of the stores share.
+//! Shared by the tests of the stores.
 #![allow(dead_code, reason = "each test program uses a part")]
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -111,7 +111,7 @@ pub(crate) fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// A folder on tmpfs, which knows neither zeroing of ranges nor blocks on a disk.
+/// A directory on tmpfs, which supports neither zeroing ranges nor disk blocks.
 pub(crate) fn tmpfs_folder() -> tempfile::TempDir {
     tempfile::tempdir_in("/dev/shm").expect("these tests need a tmpfs at /dev/shm")
 }

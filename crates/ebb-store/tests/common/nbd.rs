@@ -1,4 +1,4 @@
-//! Servers nobody here wrote, for the tests of the remote store.
+//! Third-party NBD servers, for the tests of the remote store.
 #![allow(dead_code, reason = "each test program uses a part")]
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -39,7 +39,7 @@ impl Server {
         &self.socket
     }
 
-    /// Starts it again. Not from a thread that ends while the server is to live.
+    /// Starts it again. Not from a thread that ends before the server.
     pub(crate) fn restart(&mut self) {
         let _ = std::fs::remove_file(&self.socket);
         let child = Command::new(self.program)
@@ -69,7 +69,7 @@ impl Server {
         }
     }
 
-    /// SIGTERM, and waits for the end.
+    /// SIGTERM, and waits for the process.
     pub(crate) fn terminate(&mut self) {
         self.ask_to_end();
         if let Some(mut child) = self.child.take() {
@@ -85,7 +85,7 @@ impl Server {
         }
     }
 
-    /// Whether it runs no more.
+    /// Whether it has ended.
     pub(crate) fn has_ended(&mut self) -> bool {
         self.child.as_mut().is_none_or(|child| child.try_wait().unwrap().is_some())
     }
