@@ -60,7 +60,7 @@ mod tests {
         let mut polls = 0;
         while let Some(at) = tasks.iter().position(|task| task.0.0.swap(false, Ordering::SeqCst)) {
             polls += 1;
-            assert!(polls < 1000, "those who wait wake each other without end");
+            assert!(polls < 1000, "waiting tasks wake each other endlessly");
             let task = tasks.remove(at);
             let waker = Waker::from(task.0.clone());
             let (woken, mut future) = task;
@@ -97,7 +97,7 @@ mod tests {
         let _ = writer.1.as_mut().poll(&mut Context::from_waker(&waker));
         tasks.push(writer);
         let polls = settle(&mut tasks);
-        assert!(polls <= 32, "{polls} looks of 9 tasks");
+        assert!(polls <= 32, "{polls} polls of 9 tasks");
     }
 
     #[test]

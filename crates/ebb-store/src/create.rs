@@ -142,7 +142,7 @@ mod tests {
     fn with_and_without_unnamed_files_a_name_appears_whole_or_not_at_all() {
         let folder = tempfile::tempdir().unwrap();
         type Make = fn(&Path, &Path, u64) -> Result<bool, OpenError>;
-        let ways: [(&str, Make); 2] = [
+        let methods: [(&str, Make); 2] = [
             ("named", named),
             ("whichever", |folder, path, size| {
                 Ok(match unnamed(folder, path, size)? {
@@ -151,7 +151,7 @@ mod tests {
                 })
             }),
         ];
-        for (name, make) in ways {
+        for (name, make) in methods {
             let path = folder.path().join(name);
             // No file system has files of that size.
             let refused = make(folder.path(), &path, u64::MAX - 511).unwrap_err();

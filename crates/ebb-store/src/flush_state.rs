@@ -441,8 +441,8 @@ impl Store {
     /// True for a server that did not answer, or whose lost writes are to be reported
     /// ([`LostWrites`](crate::LostWrites)): only one flush fails for that.
     fn fails_once(&self, error: &BlockError) -> bool {
-        let answered = error.source.as_ref().is_some_and(|e| e.raw_os_error().is_some());
-        matches!(self, Store::Nbd(_)) && !answered
+        let has_errno = error.source.as_ref().is_some_and(|e| e.raw_os_error().is_some());
+        matches!(self, Store::Nbd(_)) && !has_errno
     }
 
     /// Begins the sync of a write with FUA, if this is one and the store has syncs.
@@ -536,8 +536,8 @@ mod tests {
         drop(waiting.remove(100));
         let late = flush_state.begin();
         let mut first = pin!(first.succeed(true));
-        assert_eq!(bell.0.load(Ordering::Relaxed), 0, "what they wait for is under way");
-        assert!(poll(first.as_mut(), &bell).is_pending(), "one began before it ended");
+        assert_eq!(bell.0.load(Ordering::Relaxed), 0, "the sync that they wait for is in flight");
+        assert!(poll(first.as_mut(), &bell).is_pending(), "an overlapping sync has not completed");
         assert_eq!(bell.0.load(Ordering::Relaxed), MANY - 2);
         for mut future in waiting {
             assert_eq!(poll(future.as_mut(), &bell), Poll::Ready(true));

@@ -33,13 +33,13 @@ pub enum ResizeError {
     Shrinks {
         /// Its size, bytes.
         from: u64,
-        /// The size asked for, bytes.
+        /// The requested size, bytes.
         to: u64,
     },
     /// Not a multiple of the sector size.
     #[error("a size of {to} bytes: it must be a multiple of {unit} and not 0")]
     Sectors {
-        /// The size asked for, bytes.
+        /// The requested size, bytes.
         to: u64,
         /// What it must be a multiple of, bytes.
         unit: u64,

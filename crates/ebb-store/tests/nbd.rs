@@ -144,9 +144,9 @@ fn errors_of_the_server_are_errors() {
 #[test]
 fn errors_now_and_then_never_give_wrong_bytes() {
     let server = Server::nbdkit(&["--filter=error", "pattern", "8M", "error-rate=20%"]);
-    let mut asked = options(&server);
-    asked.read_only = true;
-    let bench = Bench::new(Store::Nbd(NbdStore::open(asked).unwrap().0));
+    let mut options_used = options(&server);
+    options_used.read_only = true;
+    let bench = Bench::new(Store::Nbd(NbdStore::open(options_used).unwrap().0));
     let (mut good, mut bad) = (0, 0);
     for number in 0..200u64 {
         let offset = number * 512 % (8 << 20);
@@ -288,10 +288,10 @@ fn idle_connections_do_not_delay_a_server_that_shuts_down() {
     let ask_each = || {
         for worker in &workers {
             let store = store.clone();
-            let asked = worker.handle().block_on(move |io| async move {
+            let read = worker.handle().block_on(move |io| async move {
                 store.read(&io, io.pool().take(4096).await, 0).await.0.is_ok()
             });
-            assert_eq!(asked, Some(true));
+            assert_eq!(read, Some(true));
         }
         assert_eq!(store.state().unwrap().connections, 4);
     };
@@ -330,9 +330,9 @@ fn idle_connections_do_not_delay_a_server_that_shuts_down() {
 #[test]
 fn requests_fail_without_a_server_and_succeed_after_its_return() {
     let mut server = Server::nbdkit(&["memory", "8M"]);
-    let mut asked = options(&server);
-    asked.reconnect = Duration::from_millis(300);
-    let bench = Bench::new(Store::Nbd(NbdStore::open(asked).unwrap().0));
+    let mut options_used = options(&server);
+    options_used.reconnect = Duration::from_millis(300);
+    let bench = Bench::new(Store::Nbd(NbdStore::open(options_used).unwrap().0));
     bench.read(0, 512).unwrap();
     server.kill();
     let error = bench.read(0, 512).unwrap_err();
@@ -359,9 +359,9 @@ fn requests_fail_without_a_server_and_succeed_after_its_return() {
 fn what_a_flush_after_a_reconnect_says() {
     for policy in [LostWrites::Flush, LostWrites::Report] {
         let mut server = Server::nbdkit(&["memory", "8M"]);
-        let mut asked = options(&server);
-        asked.lost_writes = policy;
-        let bench = Bench::new(Store::Nbd(NbdStore::open(asked).unwrap().0));
+        let mut options_used = options(&server);
+        options_used.lost_writes = policy;
+        let bench = Bench::new(Store::Nbd(NbdStore::open(options_used).unwrap().0));
         bench.write(0, &[1; 512]).unwrap();
         bench.flush().unwrap();
         server.kill();

@@ -77,7 +77,7 @@ fn aborted_while_the_server_is_silent(flags: u16) {
     let store = store(&fake);
     let workers = workers(2);
     let outcomes: Vec<_> = workers.iter().map(|worker| start(worker, &store, 80)).collect();
-    wait_for("requests at the server", || fake.asked().len() >= 128);
+    wait_for("requests at the server", || fake.requests().len() >= 128);
     for outcomes in &outcomes {
         assert!(outcomes.try_recv().is_err(), "a silent server answers nothing");
     }
@@ -86,9 +86,9 @@ fn aborted_while_the_server_is_silent(flags: u16) {
         all_aborted(outcomes, 80);
     }
     // Later requests fail, too, without reaching the server.
-    let asked = fake.asked().len();
+    let requests = fake.requests().len();
     all_aborted(&start(&workers[0], &store, 2), 2);
-    assert_eq!(fake.asked().len(), asked);
+    assert_eq!(fake.requests().len(), requests);
     wait_for("the end of the connections", || fake.open() == 0);
     assert_eq!(store.state().unwrap().in_flight, 0);
 }
@@ -134,7 +134,7 @@ fn a_store_aborted_between_attempts_fails_waiting_requests() {
 /// What was acknowledged and not flushed is still counted when the store is aborted.
 #[test]
 fn aborting_does_not_hide_what_was_not_flushed() {
-    let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, |asked| match asked.command {
+    let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, |request| match request.command {
         fake::FLUSH => Act::Silence,
         _ => Act::Good(0),
     });
@@ -163,8 +163,8 @@ fn aborting_does_not_hide_what_was_not_flushed() {
 fn the_late_reply_to_a_dropped_read_reaches_no_other_buffer() {
     let late = Arc::new(AtomicBool::new(false));
     let gate = late.clone();
-    let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, move |asked| {
-        if asked.offset < MIB {
+    let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, move |request| {
+        if request.offset < MIB {
             while !gate.load(Ordering::SeqCst) {
                 std::thread::park_timeout(Duration::from_millis(5));
             }

@@ -31,8 +31,8 @@ fn open(fake: &Fake) -> Arc<Store> {
 /// succeeds, so it stays.
 #[test]
 fn an_idle_connection_probes_when_another_cannot_be_established() {
-    let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, |asked| {
-        if asked.command == READ && asked.offset > 0 { Act::HangUp } else { Act::Good(1) }
+    let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, |request| {
+        if request.command == READ && request.offset > 0 { Act::HangUp } else { Act::Good(1) }
     });
     let store = open(&fake);
     let workers: Vec<_> = ["a", "b"].map(|name| Worker::start_alone(name).unwrap()).into();
@@ -44,8 +44,8 @@ fn an_idle_connection_probes_when_another_cannot_be_established() {
         let _ = own.read(&io, io.pool().take(4096).await, 4096).await;
     });
     wait_for("the probe", || fake.count(FLUSH) > 0);
-    let flushes: Vec<_> = fake.asked().into_iter().filter(|a| a.command == FLUSH).collect();
-    assert!(flushes.iter().all(|asked| asked.connection == 2), "{flushes:?}");
+    let flushes: Vec<_> = fake.requests().into_iter().filter(|a| a.command == FLUSH).collect();
+    assert!(flushes.iter().all(|request| request.connection == 2), "{flushes:?}");
     assert!(read(&workers[1], &store, 0), "it replies, and is kept");
     assert_eq!(fake.accepted(), 3);
     store.abort();
@@ -56,10 +56,10 @@ fn an_idle_connection_probes_when_another_cannot_be_established() {
 #[test]
 fn idle_connections_release_a_server_that_shuts_down() {
     let fake =
-        Fake::start(8 * MIB, MANY_CONNECTIONS, |asked| match (asked.command, asked.offset) {
+        Fake::start(8 * MIB, MANY_CONNECTIONS, |request| match (request.command, request.offset) {
             // The server that shuts down has the first two connections, its successor the later
             // ones.
-            (FLUSH, _) | (READ, 4096) if asked.connection < 3 => Act::Error(ESHUTDOWN),
+            (FLUSH, _) | (READ, 4096) if request.connection < 3 => Act::Error(ESHUTDOWN),
             _ => Act::Good(1),
         });
     let store = open(&fake);
@@ -67,6 +67,6 @@ fn idle_connections_release_a_server_that_shuts_down() {
     assert!(read(&workers[0], &store, 0) && read(&workers[1], &store, 0));
     assert!(read(&workers[0], &store, 4096), "the next connection answers");
     wait_for("both connections made again", || store.state().unwrap().reconnects == 2);
-    assert!(fake.asked().iter().any(|asked| asked.command == FLUSH && asked.connection == 2));
+    assert!(fake.requests().iter().any(|request| request.command == FLUSH && request.connection == 2));
     assert!(read(&workers[1], &store, 0));
 }

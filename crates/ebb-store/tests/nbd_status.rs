@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use common::Bench;
 use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
-use fake::{Act, Asked, BLOCK_STATUS, Fake, MANY_CONNECTIONS, REQ_ONE, wait_for};
+use fake::{Act, FakeRequest, BLOCK_STATUS, Fake, MANY_CONNECTIONS, REQ_ONE, wait_for};
 
 const PIB: u64 = 1 << 50;
 /// The most requests for one call: see `STATUS_REQUESTS` in `nbd.rs`.
@@ -24,8 +24,8 @@ fn bench(fake: &Fake) -> Bench {
 }
 
 /// One hole that covers the requested range.
-fn hole(asked: &Asked) -> Act {
-    Act::Status(vec![(asked.length, 3)])
+fn hole(request: &FakeRequest) -> Act {
+    Act::Status(vec![(request.length, 3)])
 }
 
 #[test]
@@ -49,16 +49,16 @@ fn one_extent_costs_one_request() {
     let bench = bench(&fake);
     let list = bench.extents(4096, PIB - 4096, 1).unwrap();
     assert_eq!((list.len(), list[0].0), (1, 4096));
-    let asked = fake.asked();
-    assert_eq!(asked.len(), 1);
-    assert_eq!((asked[0].command, asked[0].flags), (BLOCK_STATUS, REQ_ONE));
+    let requests = fake.requests();
+    assert_eq!(requests.len(), 1);
+    assert_eq!((requests[0].command, requests[0].flags), (BLOCK_STATUS, REQ_ONE));
 }
 
 /// A server may return one extent at a time, however small, and data and holes alternately.
 #[test]
 fn a_server_with_short_replies_receives_a_bounded_number_of_requests() {
-    let fake = Fake::start(PIB, MANY_CONNECTIONS, |asked| {
-        Act::Status(vec![(4096, if asked.offset / 4096 % 2 == 0 { 3 } else { 0 })])
+    let fake = Fake::start(PIB, MANY_CONNECTIONS, |request| {
+        Act::Status(vec![(4096, if request.offset / 4096 % 2 == 0 { 3 } else { 0 })])
     });
     let bench = bench(&fake);
     let list = bench.extents(0, 1 << 30, 2048).unwrap();
@@ -73,10 +73,10 @@ fn a_server_with_short_replies_receives_a_bounded_number_of_requests() {
 fn a_dropped_request_submits_nothing_more() {
     let dropped = Arc::new(AtomicBool::new(false));
     let gate = dropped.clone();
-    let fake = Fake::start(PIB, MANY_CONNECTIONS, move |asked| {
+    let fake = Fake::start(PIB, MANY_CONNECTIONS, move |request| {
         // The first request completes after its caller was dropped.
         wait_for("the end of the caller", || gate.load(Ordering::SeqCst));
-        hole(asked)
+        hole(request)
     });
     let bench = bench(&fake);
     bench.on(|io, store| async move {

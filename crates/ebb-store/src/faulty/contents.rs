@@ -113,7 +113,7 @@ impl DiskContents {
         }
     }
 
-    /// Any subset of the unflushed sectors is lost, and the others become stable. Returns the
+    /// Any subset of the unflushed sectors is lost, and the remaining ones become stable. Returns the
     /// stable content of each of them.
     pub(super) fn lose(&mut self, random: &FaultRandom) -> Vec<SectorAfterLoss> {
         let all = self.unflushed.list();

@@ -65,7 +65,7 @@ pub(crate) struct RemoteState {
     acknowledged: AtomicU64,
     covered: AtomicU64,
     history: Mutex<RemoteHistory>,
-    /// How often idle connections were asked to probe the server, and the tasks that wait for the
+    /// How often idle connections were requested to probe the server, and the tasks that wait for the
     /// next time.
     probes_requested: AtomicU64,
     probe_requested: Event,

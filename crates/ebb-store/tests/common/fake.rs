@@ -25,7 +25,7 @@ pub(crate) const MANY_CONNECTIONS: u16 = ONE_CONNECTION | 256;
 
 /// A request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Asked {
+pub(crate) struct FakeRequest {
     /// The connection, numbered in order of arrival.
     pub(crate) connection: usize,
     pub(crate) command: u16,
@@ -53,8 +53,8 @@ pub(crate) enum Act {
 struct State {
     size: u64,
     flags: u16,
-    act: Box<dyn Fn(&Asked) -> Act + Send + Sync>,
-    asked: Mutex<Vec<Asked>>,
+    act: Box<dyn Fn(&FakeRequest) -> Act + Send + Sync>,
+    requests: Mutex<Vec<FakeRequest>>,
     /// Accepted connections receive no greeting.
     mute: AtomicBool,
     accepted: AtomicUsize,
@@ -72,7 +72,7 @@ impl Fake {
     pub(crate) fn start(
         size: u64,
         flags: u16,
-        act: impl Fn(&Asked) -> Act + Send + Sync + 'static,
+        act: impl Fn(&FakeRequest) -> Act + Send + Sync + 'static,
     ) -> Fake {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("s");
@@ -81,7 +81,7 @@ impl Fake {
             size,
             flags,
             act: Box::new(act),
-            asked: Mutex::default(),
+            requests: Mutex::default(),
             mute: AtomicBool::new(false),
             accepted: AtomicUsize::new(0),
             open: AtomicUsize::new(0),
@@ -111,12 +111,12 @@ impl Fake {
     }
 
     /// The requests so far.
-    pub(crate) fn asked(&self) -> Vec<Asked> {
-        self.state.asked.lock().unwrap().clone()
+    pub(crate) fn requests(&self) -> Vec<FakeRequest> {
+        self.state.requests.lock().unwrap().clone()
     }
 
     pub(crate) fn count(&self, command: u16) -> usize {
-        self.asked().iter().filter(|asked| asked.command == command).count()
+        self.requests().iter().filter(|request| request.command == command).count()
     }
 
     /// From now on new connections receive no greeting.
@@ -165,7 +165,7 @@ fn serve(state: &State, mut stream: UnixStream, number: usize) -> std::io::Resul
     shake_hands(state, &mut stream)?;
     loop {
         let header: [u8; 28] = take(&mut stream)?;
-        let mut asked = Asked {
+        let mut request = FakeRequest {
             zeroes: false,
             connection: number,
             flags: u16::from_be_bytes([header[4], header[5]]),
@@ -173,20 +173,20 @@ fn serve(state: &State, mut stream: UnixStream, number: usize) -> std::io::Resul
             offset: u64::from_be_bytes(header[16..24].try_into().unwrap()),
             length: u32::from_be_bytes(header[24..28].try_into().unwrap()),
         };
-        if asked.command == 2 {
+        if request.command == 2 {
             return Ok(());
         }
-        if asked.command == WRITE {
-            let mut data = vec![0; usize::try_from(asked.length).unwrap()];
+        if request.command == WRITE {
+            let mut data = vec![0; usize::try_from(request.length).unwrap()];
             stream.read_exact(&mut data)?;
-            asked.zeroes = data.iter().all(|byte| *byte == 0);
+            request.zeroes = data.iter().all(|byte| *byte == 0);
         }
-        state.asked.lock().unwrap().push(asked);
+        state.requests.lock().unwrap().push(request);
         let cookie = &header[8..16];
-        match (state.act)(&asked) {
-            Act::Good(value) if asked.command == READ => {
-                let mut payload = asked.offset.to_be_bytes().to_vec();
-                payload.resize(8 + usize::try_from(asked.length).unwrap(), value);
+        match (state.act)(&request) {
+            Act::Good(value) if request.command == READ => {
+                let mut payload = request.offset.to_be_bytes().to_vec();
+                payload.resize(8 + usize::try_from(request.length).unwrap(), value);
                 stream.write_all(&reply(cookie, chunk::OFFSET_DATA, &payload))?;
             }
             Act::Good(_) => stream.write_all(&reply(cookie, chunk::NONE, &[]))?,

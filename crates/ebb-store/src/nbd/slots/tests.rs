@@ -143,10 +143,10 @@ fn a_read_with_a_gap_an_overlap_or_bytes_outside_fails() {
         |c| hole(c, true, 0, u32::MAX),
         |c| piece(c, true, chunk::NONE, &[]),
     ];
-    for (number, answer) in cases.iter().enumerate() {
+    for (number, reply_to) in cases.iter().enumerate() {
         let mut slots = chunked();
         let cookie = submit(&mut slots, Command::Read, 0, 4);
-        assert!(receive(&mut slots, &answer(cookie)).is_err(), "{number}");
+        assert!(receive(&mut slots, &reply_to(cookie)).is_err(), "{number}");
         let outcome = outcome(&mut slots, cookie).unwrap();
         assert!(matches!(outcome.result, Err(RequestFailure::Protocol(_))), "{number}");
         assert!(outcome.buf.is_some(), "the buffer comes back");
@@ -165,7 +165,7 @@ fn replies_complete_only_their_own_request() {
     assert!(receive(&mut slots, &simple(Cookie(77), 0, &[])).is_err(), "an invented one");
     assert!(outcome(&mut slots, second).is_none());
     assert_eq!(receive(&mut slots, &simple(second, 5, &[])), Ok(16));
-    assert!(receive(&mut slots, &simple(second, 0, &[])).is_err(), "answered twice");
+    assert!(receive(&mut slots, &simple(second, 0, &[])).is_err(), "two replies");
     assert_eq!(outcome(&mut slots, second).unwrap().result, Err(RequestFailure::Server(5)));
 }
 
@@ -205,7 +205,7 @@ fn an_abandoned_request_keeps_its_buffer_until_it_completes() {
     let mut slots = Requests::default();
     let cookie = submit(&mut slots, Command::Read, 0, 4);
     slots.abandon(cookie);
-    assert_eq!(slots.busy(), 1, "the answer is still to come");
+    assert_eq!(slots.busy(), 1, "the reply is still to come");
     assert_eq!(receive(&mut slots, &simple(cookie, 0, b"abcd")), Ok(20));
     assert_eq!(slots.busy(), 0);
     // One that was not sent never is.
@@ -275,10 +275,10 @@ fn content(offset: u64) -> u8 {
 
 /// The reply of a conforming server, or of one that changes it slightly. Returns whether it
 /// conforms.
-fn answer(random: &mut Random, cookie: Cookie, asked: NbdRequest, bytes: &mut Vec<u8>) -> bool {
-    let (offset, length) = (asked.offset, asked.length);
+fn reply_to(random: &mut Random, cookie: Cookie, requested: NbdRequest, bytes: &mut Vec<u8>) -> bool {
+    let (offset, length) = (requested.offset, requested.length);
     let bytes_at = |from: u64, count: u64| (from..from + count).map(content).collect::<Vec<u8>>();
-    match (asked.command, random.below(8)) {
+    match (requested.command, random.below(8)) {
         (Command::Read, 0..4) => {
             // In pieces, in random order.
             let mut pieces = Vec::new();
@@ -329,7 +329,7 @@ fn answer(random: &mut Random, cookie: Cookie, asked: NbdRequest, bytes: &mut Ve
 fn stream(seed: u64) -> u64 {
     let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let mut slots = chunked();
-    let mut asked = HashMap::new();
+    let mut requested = HashMap::new();
     for _ in 0..1 + random.below(6) {
         let command = match random.below(5) {
             0..3 => Command::Read,
@@ -339,14 +339,14 @@ fn stream(seed: u64) -> u64 {
         let length = u32::try_from(1 + random.below(64)).unwrap();
         let offset = random.below(5000);
         let cookie = submit(&mut slots, command, offset, length);
-        asked.insert(cookie.0, (request(command, offset, length), true));
+        requested.insert(cookie.0, (request(command, offset, length), true));
     }
     let mut bytes = Vec::new();
-    let mut order: Vec<u64> = asked.keys().copied().collect();
+    let mut order: Vec<u64> = requested.keys().copied().collect();
     order.sort_unstable();
     for cookie in order {
-        if let Some((request, honest)) = asked.get_mut(&cookie) {
-            *honest = answer(&mut random, Cookie(cookie), *request, &mut bytes);
+        if let Some((request, honest)) = requested.get_mut(&cookie) {
+            *honest = reply_to(&mut random, Cookie(cookie), *request, &mut bytes);
         }
     }
     let mut whole = true;
@@ -362,7 +362,7 @@ fn stream(seed: u64) -> u64 {
     }
     let _ = receive(&mut slots, &bytes);
     let mut good = 0;
-    for (cookie, (request, honest)) in asked {
+    for (cookie, (request, honest)) in requested {
         let Some(outcome) = outcome(&mut slots, Cookie(cookie)) else { continue };
         for pair in outcome.extents.windows(2) {
             assert_eq!(pair[0].offset + pair[0].length, pair[1].offset, "seed {seed}");
