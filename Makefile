@@ -1,4 +1,4 @@
-# ebbd: `make` alone says what there is. Cargo does the work; this only names the ways to it.
+# ebbd: `make` alone lists the targets. Cargo does the work; this file only names common commands.
 
 # rustup puts cargo here, and a shell that was open before does not know.
 export PATH := $(HOME)/.cargo/bin:$(PATH)
@@ -8,7 +8,7 @@ export PATH := $(HOME)/.cargo/bin:$(PATH)
 DATA ?= data
 BENCH ?=
 PRESSURE ?=
-# How long `make world` goes on, and its first seed.
+# How long `make world` runs, and its first seed.
 SECONDS ?= 7200
 FROM ?= 100000
 TARGET := $(or $(CARGO_TARGET_DIR),target)
@@ -17,7 +17,7 @@ SCRIPTS = .ci/run .ci/test packaging/install-build-deps packaging/run-disk testb
 .DEFAULT_GOAL := help
 .PHONY: help run test check world fmt bench bench-nbd bench-cache bench-memory bench-writeback bench-outage bench-neighbours bench-xen clean
 
-help: ## Say what there is
+help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{ printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: ## Build, and serve a 1 GiB disk from ./data on a unix socket, with the commands to use it
@@ -43,7 +43,7 @@ check: ## Format, lints, scripts and manual pages, without the tests
 	cargo run --locked --quiet -p ebbd -- man --parameters "$(TARGET)/parameters"
 	@diff -ru docs/parameters "$(TARGET)/parameters" || { echo "bring docs/parameters up to date: cargo run -p ebbd -- man --parameters docs/parameters"; exit 1; }
 
-world: ## Whole daemons simulated from seeds, for SECONDS (7200); a seed that fails is told
+world: ## Whole daemons simulated from seeds, for SECONDS (7200); failing seeds are printed
 	EBBD_WORLD_SECONDS=$(SECONDS) EBBD_WORLD_FROM=$(FROM) cargo test --locked -p ebb-world worlds -- --nocapture
 
 fmt: ## Format all Rust code

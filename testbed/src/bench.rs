@@ -1,16 +1,17 @@
-//! Measures the NBD server beside its peers: `ebbd`, `nbdkit file` and `qemu-storage-daemon` serve
-//! the same file over a unix socket, one after the other within each round, under the same fio load.
+//! Measures the NBD server and compares it with other servers: `ebbd`, `nbdkit file` and
+//! `qemu-storage-daemon` serve the same file over a unix socket, one after the other within each
+//! round, under the same fio load.
 //!
 //! Invariants:
-//! - Every server gets the same file, fully written with data that does not compress, fresh for each
-//!   run: dirty pages of the run before are written out, and the page cache is warm.
+//! - Every server gets the same file, fully written with data that does not compress, fresh for
+//!   each run: dirty pages of the previous run are written out, and the page cache is warm.
 //! - CPU time is the server's alone (all its threads, kernel and user), divided by the requests fio
-//!   counted. System calls are counted in runs of their own, whose timing is thrown away.
+//!   counted. System calls are counted in separate runs, whose timing is discarded.
 //! - A figure is the median over the rounds; the peer in a line is the better one for that figure.
-//! - A missed bar is a result, not a failure: the line says `short`. A server or tool that fails
+//! - A missed target is a result, not a failure: the line says `short`. A server or tool that fails
 //!   to run is a failure, and no line is printed for it.
 //!
-//! Answers the bars that `SPEC.md` sets on the NBD data path, idle memory and start-up.
+//! Measures the targets that `SPEC.md` sets for the NBD data path, idle memory and start-up.
 
 pub mod cache;
 pub mod cache_guest;
@@ -63,7 +64,7 @@ pub enum Error {
     Io {
         /// What was being done, to what.
         context: String,
-        /// The system's answer.
+        /// The system error.
         source: io::Error,
     },
     /// A program ran, but not as it should have.
@@ -96,7 +97,7 @@ pub(crate) fn io_context(context: impl Into<String>) -> impl FnOnce(io::Error) -
 /// The one-line usage text.
 pub const USAGE: &str = "bench-nbd [--rounds N] [--seconds S] [--only PATTERN]";
 
-/// What the person asked for.
+/// The command line's options.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
     /// Rounds per workload, 1 to 1000; each round runs every server once.
@@ -135,7 +136,7 @@ impl Options {
         Ok(options)
     }
 
-    /// Whether a figure of this name is asked for.
+    /// Whether a figure of this name was requested.
     #[must_use]
     pub fn wants(&self, name: &str) -> bool {
         self.only.as_ref().is_none_or(|pattern| name.contains(pattern.as_str()))
@@ -151,7 +152,7 @@ fn number(name: &str, text: &str, most: u32) -> Result<u32, String> {
 
 /// Progress on stderr. A closed stderr does not stop a measurement.
 pub fn log(text: impl std::fmt::Display) {
-    // Nobody is left to be told when stderr itself fails.
+    // There is nowhere to report an error of stderr.
     let _ = writeln!(io::stderr().lock(), "bench: {text}");
 }
 

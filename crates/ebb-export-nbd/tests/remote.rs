@@ -33,7 +33,7 @@ fn block_status_requests_end_when_their_client_disconnects() {
     for number in 0..200u64 {
         client.send(BLOCK_STATUS, 0, number, number << 30, 8 * TIB - (number << 30));
     }
-    wait_for("requests", || !fake.asked().is_empty());
+    wait_for("requests", || !fake.requests().is_empty());
     drop(client);
     // The connection has ended: it does not wait for the server's replies.
     wait_for("the end of the connection", || rig.server.clients() == 0);

@@ -60,7 +60,7 @@ fn zeroes_for_a_server_that_never_replies_use_no_memory() {
         })
         .collect();
     wait_for("all requests", || dead.under_way() == 16 * 256);
-    wait_for("a write", || fake.asked().iter().any(|asked| asked.zeroes));
+    wait_for("a write", || fake.requests().iter().any(|asked| asked.zeroes));
     let taken = rig.run(|_, io| async move { io.pool().used_bytes() });
     // A buffer for zeroes would be 1 MiB, even if only a few ranges at a time had one; the remaining memory is that of
     // the connections.

@@ -1,13 +1,13 @@
-//! Measures the buffer cache: the daemon in front of a remote store, which is `nbdkit`, beside
-//! `nbdkit memory`, `nbdkit --filter=cache` and itself without a cache.
+//! Measures the buffer cache: the daemon in front of a remote store (`nbdkit`), compared with
+//! `nbdkit memory`, `nbdkit --filter=cache` and the daemon without a cache.
 //!
 //! Invariants:
-//! - Whether data came from the cache is read from the daemon's counters, never guessed from time;
-//!   a run that should have found everything there and did not is a failure, not a figure.
+//! - Whether data came from the cache is read from the daemon's counters, never inferred from time;
+//!   a run that should have found everything in the cache and did not is a failure, not a figure.
 //! - Hit ratios come from counted requests of a seeded client, so that a slow host changes nothing.
-//! - What compares rates runs in pairs within each round, every other round backwards.
+//! - Rates are compared in pairs within each round, every other round in reverse order.
 //!
-//! Answers the acceptance of the cache: hits, a slow store, scans, neighbours, accounting.
+//! Measures the acceptance targets of the cache: hits, a slow store, scans, neighbours, accounting.
 
 pub mod accounting;
 pub mod hits;
@@ -29,7 +29,7 @@ use rig::Rig;
 pub const USAGE: &str =
     "bench-cache [--rounds N] [--seconds S] [--minutes M] [--seed X] [--only PATTERN]";
 
-/// What the person asked for.
+/// The command line's options.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
     /// Rounds of each comparison, 1 to 1000.

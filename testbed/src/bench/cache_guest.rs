@@ -1,17 +1,17 @@
-//! The evaluation of seed `002` in a Linux guest that is short of memory: an I/O-bound job over the
-//! daemon, beside a memory-bound one, a real build of a C tree with `make -j 1` to `30`. And a
-//! neighbour that wants half the memory while the cache is full.
+//! Measures the cache in a Linux guest that is short of memory: an I/O-bound job that reads through
+//! the daemon, next to a memory-bound one, a real build of a C tree with `make -j 1` to `30`; and a
+//! neighbour that needs half the memory while the cache is full.
 //!
-//! Each is run with three caches: `none`; `static`, which holds what it has once got (`idle_memory`
-//! is `keep`), as the buffer cache did that the seed replaced; `elastic`, ours.
+//! Each is run with three caches: `none`; `static`, which keeps what it has once allocated
+//! (`idle_memory` is `keep`), as a conventional buffer cache does; `elastic`, the default.
 //!
-//! The store is a device that answers each request after [`DELAY_MS`] by a timer and has no memory of
-//! its own (`null_blk`, direct I/O), so that nothing is held in the guest but what is measured. Swap
-//! is a disk. The job reads pieces of its working set in no order and thinks after each, as programs
-//! do that use what they read.
+//! The store is a device that completes each request after [`DELAY_MS`] by a timer and uses no
+//! memory (`null_blk`, direct I/O), so that the guest's memory holds only what is measured. Swap is
+//! a disk. The job reads pieces of its working set in random order and computes after each, as real
+//! programs do.
 //!
-//! The guest's clock counts instructions ([`Guest::counted_time`]): computing takes as long however
-//! busy the host is. Only waiting for disks (swap, files) takes the host's time, of which a busy host
+//! The guest's clock counts instructions ([`Guest::counted_time`]): computing takes the same time
+//! on a busy host. Only waiting for disks (swap, files) takes the host's time, of which a busy host
 //! takes more.
 
 use std::fmt::Write as _;
@@ -52,7 +52,7 @@ const NUMBERS: u32 = 4000;
 /// The values of `make -j`, in the order they run.
 pub const JOBS: [u32; 4] = [30, 20, 1, 10];
 
-/// The caches; the floor first and ours last.
+/// The caches; the baseline first, `elastic` last.
 pub const CACHES: [&str; 3] = ["none", "static", "elastic"];
 
 /// What a run is called: `j20`, or `neighbour`.
@@ -314,8 +314,7 @@ pub fn guest(script: &str, load: &Path, root: &Path) -> Result<Guest> {
 
 /// One boot: each of `tests` with every cache, in another order each round.
 ///
-/// # Errors
-/// The guest did not come to its end; the error shows its console.
+/// # Errors The guest's script did not complete; the error shows its console.
 pub fn round(
     round: usize,
     tests: &[Option<u32>],

@@ -1,14 +1,14 @@
-//! What elastic memory costs and how soon it answers, on a running daemon of the release build:
+//! The cost of elastic memory and its response time, on a running daemon of the release build:
 //!
-//! - the overhead test of seed `000`: sequential 4 KiB writes to a disk in memory, each answered
-//!   before the next is sent (and 32 at a time, as a guest's page cache sends them), flushed at the
-//!   end, with `max_buffer_pages` 0 against 1024. Five runs each. A run is cut into segments of about
-//!   5 ms that alternate between two equal volumes on one worker (A B B A), one with each setting,
-//!   swapped from run to run; its rate is the median of its segments', so that a segment in which
-//!   somebody else had the processor does not count. So both of a pair of runs have seen the same
-//!   machine, and the pairs are compared by Student's t;
-//! - what an idle connection weighs;
-//! - how soon a sign of pressure has emptied the page pools of queues that are all idle.
+//! - The overhead test: sequential 4 KiB writes to a disk in memory, each acknowledged before the
+//!   next is sent (and 32 at a time, as a guest's page cache sends them), flushed at the end, with
+//!   `max_buffer_pages` 0 against 1024. Five runs each. A run is cut into segments of about 5 ms
+//!   that alternate between two equal volumes on one worker (A B B A), one with each setting,
+//!   swapped from run to run; its rate is the median of its segments', so that a segment during
+//!   which another process used the CPU does not count. So both of a pair of runs have seen the
+//!   same machine, and the pairs are compared by Student's t.
+//! - The memory of an idle connection.
+//! - The time from a sign of pressure until the page pools of idle queues are empty.
 
 use std::fmt::Write as _;
 use std::fs::File;
@@ -33,13 +33,13 @@ const BLOCK: usize = 4096;
 const BLOCK_BYTES: u32 = 4096;
 const DISK_BLOCKS: usize = 16384;
 const DISK_BYTES: u64 = 64 << 20;
-/// The volumes of the overhead test, and how long it writes to one before it turns to the other.
+/// The volumes of the overhead test, and how long it writes to one before it switches to the other.
 const VOLUMES: [&str; 2] = ["a", "b"];
 const SEGMENTS_A_SECOND: usize = 200;
 /// How many connections are idle.
 const CONNECTIONS: u64 = 1000;
-/// Volumes, each with a queue of its own, in the test of answers, and the requests and bytes that
-/// fill each pool.
+/// Volumes, each with a queue of its own, in the test of response times, and the requests and bytes
+/// that fill each pool.
 const QUEUES: usize = 32;
 const DEPTH: u32 = 16;
 const REQUEST_BYTES: u32 = 64 << 10;
@@ -55,11 +55,10 @@ const CONNECTION_FIGURES: [&str; 2] =
     ["nbd_rss_per_idle_connection_KiB", "nbd_rss_per_used_connection_KiB"];
 const ANSWER_FIGURES: [&str; 2] = ["l1_to_idle_pools_ms", "l1_by_command_ms"];
 
-/// Runs what the options ask for: `rounds` is the number of runs, `seconds` the time of writing of
+/// Runs what the options select: `rounds` is the number of runs, `seconds` the time of writing of
 /// each. Returns how many measurements failed to run; each was logged.
 ///
-/// # Errors
-/// `print` fails, or the daemon is not there.
+/// # Errors `print` fails, or the daemon is missing.
 pub fn run(options: &Options, mut print: impl FnMut(&Figure) -> io::Result<()>) -> Result<usize> {
     let daemon = binary::ebbd(Build::Release)?;
     let mut failed = 0;
@@ -98,7 +97,7 @@ fn daemon(text: &str, rest: &[&str]) -> Result<Server> {
     std::fs::write(&file, text).map_err(Error::io("write a configuration"))?;
     let control = setup.dir().join("control");
     let setup = setup.arg("--config").arg(file).arg("--control").arg(control);
-    // Nobody else's pressure: it comes from a FIFO, if at all.
+    // Without the host's pressure: it comes from a FIFO, if at all.
     let fifo = setup.dir().join("pressure");
     rustix::fs::mkfifoat(rustix::fs::CWD, &fifo, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)
         .map_err(|error| Error::io("make a FIFO")(error.into()))?;
@@ -278,7 +277,7 @@ pub fn connection_bytes() -> Result<(u64, u64)> {
     Ok((each(idle), each(used)))
 }
 
-/// Resident memory once nothing has changed for a while: what is idle for a second is given back.
+/// Resident memory once it has not changed for a while: what is idle for a second is lent.
 fn settled(pid: u32) -> Result<u64> {
     std::thread::sleep(Duration::from_millis(2500));
     let mut last = resident(pid)?;
@@ -290,10 +289,10 @@ fn settled(pid: u32) -> Result<u64> {
 }
 
 /// Milliseconds from a sign of pressure until the pools of all queues, every one idle, are empty:
-/// the worst of the rounds. First by the daemon's watch, then by `ebbd pressure`.
+/// the worst of the rounds. First by the daemon's pressure monitor, then by `ebbd pressure`.
 ///
-/// Each round has a daemon of its own: it answers a notification that nothing confirms ever more
-/// seldom.
+/// Each round has a daemon of its own, because a daemon responds less and less often to
+/// notifications that are not confirmed.
 fn answers(program: &Path, rounds: u32) -> Result<Vec<Figure>> {
     let mut text = String::new();
     for queue in 0..QUEUES {
@@ -318,7 +317,7 @@ fn answers(program: &Path, rounds: u32) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// One answer of a daemon with this configuration: pages in the idle pools, and the time until
+/// One response of a daemon with this configuration: pages in the idle pools, and the time until
 /// they were empty.
 fn answer(program: &Path, text: &str, watch: bool) -> Result<(u64, Duration)> {
     let mut server = daemon(text, &[])?;
@@ -351,7 +350,7 @@ fn answer(program: &Path, text: &str, watch: bool) -> Result<(u64, Duration)> {
     Ok((pages, time))
 }
 
-/// Has a queue's pool grow: as many requests at once, and all of them answered.
+/// Makes a queue's pool grow: as many requests at once, all of them completed.
 fn fill(stream: &mut UnixStream) -> Result {
     let all: Vec<u8> =
         (0..DEPTH).flat_map(|_| request(wire::CMD_READ, 0, REQUEST_BYTES).bytes()).collect();
@@ -365,7 +364,7 @@ fn fill(stream: &mut UnixStream) -> Result {
     Ok(())
 }
 
-/// Pages in all pools, kept or lent, and the squeezes they have answered.
+/// Pages in all pools, kept or lent, and the number of their squeezes.
 fn pools(stat: &Value) -> Result<(u64, u64)> {
     let pools = stat.pointer("/memory/pools").and_then(Value::as_array);
     let pools = pools.ok_or_else(|| Error::unexpected(format!("no pools in {stat}")))?;

@@ -1,4 +1,5 @@
-//! One figure of the report: our value beside the better peer's, and whether it meets its bar.
+//! One figure of the report: the value of ebbd, that of the better peer, and whether it meets its
+//! target.
 
 use std::fmt;
 

@@ -1,5 +1,5 @@
-//! The shortest NBD client: asks a server to serve one export by `NBD_OPT_GO` and leaves again.
-//! It tells when a server really serves, which the existence of a socket does not.
+//! A minimal NBD client that opens one export by `NBD_OPT_GO` and disconnects. It detects when a
+//! server really serves, which the existence of a socket does not show.
 //!
 //! Specification: `doc/proto.md` of the NBD project, fixed newstyle negotiation.
 
@@ -25,9 +25,8 @@ const MOST_REPLIES: usize = 64;
 
 /// Connects, enters transmission on `export` and disconnects.
 ///
-/// # Errors
-/// The socket's error while nobody listens; `InvalidData` or `NotFound` with a reason when the
-/// server answers anything but success; a time-out after 10 s without an answer.
+/// # Errors The socket's error while no server listens; `InvalidData` or `NotFound` with a reason
+/// when the server replies with an error; a time-out after 10 s without a reply.
 pub fn go(socket: &Path, export: &str) -> io::Result<()> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
@@ -55,7 +54,7 @@ pub fn go(socket: &Path, export: &str) -> io::Result<()> {
     Err(invalid("no end of information replies"))
 }
 
-/// Client flags followed by `NBD_OPT_GO` that asks for no particular information.
+/// Client flags followed by `NBD_OPT_GO` without information requests.
 fn option_go(export: &str) -> io::Result<Vec<u8>> {
     let name = u32::try_from(export.len()).ok().filter(|length| *length <= 4096);
     let name = name.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "name too long"))?;
@@ -124,8 +123,8 @@ mod tests {
         bytes
     }
 
-    /// Lets `go("vol")` talk to a server that sends `answer` after a good greeting; returns the
-    /// result and all the client sent.
+    /// Lets `go("vol")` talk to a server that sends `answer` after a valid greeting; returns the
+    /// result and all that the client sent.
     fn against(name: &str, answer: Vec<u8>) -> (io::Result<()>, Vec<u8>) {
         let file = format!("ebbd-handshake-{name}-{}", std::process::id());
         let socket = std::env::temp_dir().join(file);
@@ -139,7 +138,7 @@ mod tests {
             stream.write_all(&greeting).unwrap();
             stream.shutdown(std::net::Shutdown::Write).unwrap();
             let mut sent = Vec::new();
-            // A client that gives up leaves unread bytes behind: its close is then a reset.
+            // A client that closes early leaves unread bytes behind: its close is then a reset.
             let _ = stream.read_to_end(&mut sent);
             sent
         });

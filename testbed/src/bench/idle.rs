@@ -43,12 +43,11 @@ pub fn resident(daemon: &Path, work: &Workdir, rounds: u32) -> Result<Vec<Figure
     Ok(Figure::from_rounds(RSS, &values, Better::Lower, Bar::AtMost(8.0)).into_iter().collect())
 }
 
-/// Memory for each further volume and time to serve a thousand, beside qemu-storage-daemon. Each
-/// volume counts as served when it answered `NBD_OPT_GO` on a connection of its own, one after the
-/// other.
+/// Memory for each further volume and time to serve a thousand, compared with qemu-storage-daemon.
+/// Each volume counts as served when it replied to `NBD_OPT_GO` on a connection of its own, one
+/// after the other.
 ///
-/// # Errors
-/// [`Error`] when a server fails to run.
+/// # Errors [`Error`] when a server fails to run.
 pub fn thousand_volumes(daemon: &Path, work: &Workdir, rounds: u32) -> Result<Vec<Figure>, Error> {
     let volumes = work.sparse_files(VOLUMES)?;
     let servers = [Kind::Ebbd, Kind::Qemu];

@@ -233,7 +233,7 @@ impl Bench<'_> {
         )?;
         let used = process::cpu_us(server.pid())? - before;
         let outcome = self.outcome()?;
-        // Time to notice that its clients are gone.
+        // Time to notice that its clients have disconnected.
         std::thread::sleep(Duration::from_millis(200));
         let resident_mib = process::resident_kib(server.pid())? / 1024.0;
         server.stop()?;

@@ -1,17 +1,17 @@
-//! What a peer without credentials that only begins TLS handshakes takes from another connection.
+//! What an unauthenticated peer that only begins TLS handshakes costs another connection.
 //!
-//! One process ([`flood`]) opens connections to the daemon's TLS port, asks for TLS, sends a
-//! ClientHello, reads nothing and closes. Beside it a client on a unix socket reads. Its rate is
+//! One process ([`flood`]) opens connections to the daemon's TLS port, requests TLS, sends a
+//! ClientHello, reads nothing and closes. Meanwhile a client on a unix socket reads. Its rate is
 //! compared with its rate while the same process does the same to a socket whose listener reads and
-//! discards: what is lost then goes to the process itself and to the kernel's TCP, and no server can
-//! help it.
+//! discards (the sink): what is lost then is due to the process itself and to the kernel's TCP,
+//! which no server can prevent.
 //!
 //! Invariants:
-//! - The two sides of a comparison run in turn within each round, against the same daemon.
-//! - The daemon has answered the ClientHello with its certificate once before each measurement, so
-//!   that a hello that no server takes cannot pass for a cheap one.
+//! - The two sides of a comparison alternate within each round, against the same daemon.
+//! - Before each measurement the daemon has replied to the ClientHello with its certificate once,
+//!   so that a hello that is not processed cannot pass for a cheap one.
 //! - All traffic is on loopback; the flood ends by itself.
-//! - A missed bar is a result, not a failure: the line says `short`.
+//! - A missed target is a result, not a failure: the line says `short`.
 
 pub mod flood;
 mod reader;
@@ -28,7 +28,7 @@ use super::{Error, log};
 /// The one-line usage text.
 pub const USAGE: &str = "bench-neighbours [--rounds N] [--seconds S] [--only PATTERN]";
 
-/// Least of the other connection's requests that must remain, of those beside the sink.
+/// The share of the other connection's rate beside the sink that must remain beside the daemon.
 const REMAIN: f64 = 0.8;
 
 /// A server's key.

@@ -1,13 +1,15 @@
-//! What a dead store costs the volumes beside it: stop, reload, resize, and the latency of requests
-//! under load, each measured alone and beside the dead store, in turn within each round.
+//! The cost of a dead store for other volumes: shutdown, reload, resize, and the latency of
+//! requests under load, each measured without and with the dead store, alternating within each
+//! round.
 //!
 //! Invariants:
 //! - "Alone" is the same daemon with the same healthy volumes and load, without the dead volume.
 //! - The dead volume has clients with requests in flight that the store never completes.
-//! - A missed bar is a result, not a failure: the line says `short`. A daemon that does not start, or
-//!   a step that does not end within [`rig::HANG`], is a failure, and no line is printed for it.
+//! - A missed target is a result, not a failure: the line says `short`. A daemon that does not
+//!   start, or a step that does not end within [`rig::HANG`], is a failure, and no line is printed
+//!   for it.
 //!
-//! Hanging devices and control groups need the superuser.
+//! Hanging devices and control groups need root.
 
 pub mod dead;
 mod load;
@@ -129,7 +131,7 @@ fn round(
     let reload_s = rig.reload()?;
     let resize_s = rig.resize()?;
     let stop_s = rig.stop()?;
-    // The kernel does not let a process go that waits for a device.
+    // The kernel does not end a process that waits for a device.
     if let Some(dead) = dead {
         dead.revive();
     }

@@ -1,15 +1,16 @@
-//! The memory-pressure test of seed `000`, in a Linux guest: a daemon with many volumes that were
-//! used in turn, and a neighbour that wants most of the memory at once. What is counted is what
-//! the kernel had to swap, and how long the neighbour waited.
+//! Measures elastic memory in a Linux guest: a daemon with many volumes that were used one after
+//! the other, and a neighbour that needs most of the memory at once. The figures are what the
+//! kernel had to swap, and how long the neighbour waited.
 //!
-//! Every way to treat idle memory (`serve --idle-memory`) runs once in each boot, in another order
-//! each time. `none` is the floor: a daemon that holds nothing when idle. `keep` is a static pool.
-//! `drop` is the seed's answer, at its three durations. `lend` is ours.
+//! Every policy for idle memory (`serve --idle-memory`) runs once in each boot, in another order
+//! each time. `none` is the baseline: a daemon that keeps nothing when idle. `keep` is a static
+//! pool. `drop` returns buffers for three values of `buffer_squeeze_duration_ms`. `lend` is the
+//! default.
 //!
-//! Stores are `null:`, so that the memory of pools is the only one that can matter; swap is a disk;
-//! the guest's programs lie in memory that is never swapped. The guest's processor is emulated:
-//! counts are to be believed, times only in proportion, and only as medians. It has one processor:
-//! two would wait for each other at the mercy of whatever else this machine does.
+//! Stores are `null:`, so that the pools are the only memory that differs; swap is a disk; the
+//! guest's programs are in memory that is never swapped. The guest's processor is emulated: counts
+//! are exact, times are only comparable with each other, and only as medians. It has one processor,
+//! since two would wait for each other depending on the load of the host.
 
 use std::fmt::Write as _;
 use std::io::{Read, Write};
@@ -38,7 +39,7 @@ const VOLUMES: u32 = 40;
 /// What the neighbour allocates, MiB.
 const NEIGHBOUR_MIB: u32 = 300;
 
-/// A way to treat idle memory: the name of its figures, and the options of `ebbd serve`.
+/// A policy for idle memory: the name of its figures, and the options of `ebbd serve`.
 #[derive(Debug, Clone, Copy)]
 pub struct Behaviour {
     /// What its figures are called.
@@ -49,7 +50,7 @@ pub struct Behaviour {
     pub squeeze_ms: u32,
 }
 
-/// All of them; the floor first and ours last.
+/// All of them; the baseline first, `lend` last.
 pub const BEHAVIOURS: [Behaviour; 6] = [
     Behaviour { name: "none", idle: "none", squeeze_ms: 10 },
     Behaviour { name: "keep", idle: "keep", squeeze_ms: 10 },
@@ -186,10 +187,9 @@ job() {{
     script
 }
 
-/// One boot: every behaviour once, beginning with the `round`-th.
+/// One boot: every policy once, beginning with the `round`-th.
 ///
-/// # Errors
-/// The guest did not come to its end; the error shows its console.
+/// # Errors The guest's script did not complete; the error shows its console.
 pub fn round(round: usize, load: &Path) -> Result<Vec<Measured>> {
     let mut order = BEHAVIOURS.to_vec();
     order.rotate_left(round % BEHAVIOURS.len());
@@ -211,10 +211,9 @@ pub fn values(all: &[Measured], behaviour: &str, key: &str) -> Result<Vec<f64>> 
     of.map(|measured| measured.value(key)).collect()
 }
 
-/// The figures: each behaviour beside the floor.
+/// The figures: each policy compared with the baseline.
 ///
-/// # Errors
-/// As [`Measured::value`].
+/// # Errors As [`Measured::value`].
 pub fn figures(all: &[Measured]) -> Result<Vec<Figure>> {
     let pages = |name: &str| -> Result<Vec<f64>> {
         let (out, back) = (values(all, name, "out")?, values(all, name, "in")?);

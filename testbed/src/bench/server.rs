@@ -48,7 +48,7 @@ impl Kind {
 
     /// The command that serves `disk` as export `disk` on `socket`, in the foreground.
     ///
-    /// nbdkit knows no O_DIRECT: it is not asked for [`Setup::Direct`].
+    /// nbdkit has no O_DIRECT: it is not run with [`Setup::Direct`].
     #[must_use]
     pub fn one_disk(self, daemon: &Path, disk: &Path, socket: &Path, setup: Setup) -> Command {
         let direct = if setup == Setup::Direct { "on" } else { "off" };
@@ -147,12 +147,11 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts a server and returns once every one of `volumes` has answered `NBD_OPT_GO`, each on
-    /// a connection of its own. `name` is what messages call it; what it says goes to `output`.
+    /// Starts a server and returns once every one of `volumes` has replied to `NBD_OPT_GO`, each on
+    /// a connection of its own. `name` identifies it in messages; its output goes to `output`.
     ///
-    /// # Errors
-    /// [`Error::Tool`] when it does not start; [`Error::Failed`] when it ends, refuses a volume or
-    /// does not serve within a minute.
+    /// # Errors [`Error::Tool`] when it does not start; [`Error::Failed`] when it ends, refuses a
+    /// volume or does not serve within a minute.
     pub fn start<'a>(
         name: &'static str,
         mut command: Command,
@@ -187,7 +186,7 @@ impl Server {
             if began.elapsed() > PATIENCE {
                 return Err(self.failed(&format!("does not serve {volume}: {refusal}")));
             }
-            // Short against the times measured here, long against the cost of asking.
+            // Short compared with the times measured here, long compared with the cost of a probe.
             std::thread::sleep(Duration::from_micros(500));
         }
     }

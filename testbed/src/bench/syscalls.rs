@@ -113,7 +113,7 @@ fn under_strace(
     let ran = attached
         .map_err(|error| Error::Failed { program: "strace".into(), what: error.to_string() })
         .and_then(|()| process::run(client, &work.path("client.log"), limit));
-    // On SIGINT strace lets go of the server and writes its table; it then ends by that signal.
+    // On SIGINT strace detaches from the server and writes its table; it then ends by that signal.
     process::signal(&strace, Signal::INT)?;
     process::finish(&mut strace, "strace", Duration::from_secs(20))?;
     ran

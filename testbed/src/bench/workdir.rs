@@ -1,5 +1,5 @@
-//! The directory of one run: the test file, sockets, reports. Gone when the run is over; what a
-//! killed run left is removed by the next one.
+//! The directory of one run: the test file, sockets, reports. It is removed at the end of the run;
+//! what a killed run left is removed by the next one.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write};
@@ -173,8 +173,8 @@ impl Workdir {
     }
 }
 
-/// Removes the directories of runs that were killed: their lock is free. What cannot be looked at
-/// or removed stays; it is only in the way of disk space.
+/// Removes the directories of runs that were killed: their lock is free. What cannot be inspected
+/// or removed stays; it only takes disk space.
 fn remove_left_over(place: &Path) {
     for entry in fs::read_dir(place).into_iter().flatten().flatten() {
         if !entry.file_name().to_string_lossy().starts_with(PREFIX) {

@@ -1,14 +1,16 @@
-//! Writeback on real devices: slow stores made with `nbdkit`, behind a real daemon, under real writers;
-//! beside them the same scenario in the simulator.
+//! Writeback on real devices: slow stores made with `nbdkit`, behind a real daemon, under real
+//! writers; and the same scenario in the simulator.
 //!
 //! Invariants:
-//! - A scenario is one value, a simulator's [`Setup`](ebb_writeback::sim::world::Setup): the devices, the daemon and
-//!   the writers are made from it, and so is the simulated run. Nothing is fitted to what came out.
-//! - Figures of both are taken by the same functions from the same kind of samples.
-//! - How far the two are apart is said in two ways, each with a bar of 20 %. Of a curve: the mean
-//!   distance of what is held (and of the thresholds) over the whole run, as a part of the device's
-//!   threshold at the end of its load. Of a figure that has a bar: the distance as a part of that bar.
-//! - What compares two ways of serving runs A B A B in one go.
+//! - A scenario is one value, a simulator's [`Setup`](ebb_writeback::sim::world::Setup): the
+//!   devices, the daemon and the writers are made from it, and so is the simulated run. No
+//!   parameter is fitted.
+//! - Figures of both are computed by the same functions from the same kind of samples.
+//! - Their difference is measured in two ways, each with a target of 20 %. For a curve: the mean
+//!   distance of the dirty data (and of the thresholds) over the whole run, relative to the
+//!   device's threshold at the end of its load. For a figure with a target: the distance relative
+//!   to that target.
+//! - Two variants are compared in the order A B A B in one run.
 
 pub mod curves;
 pub mod devices;
@@ -24,7 +26,7 @@ use crate::binary::Build;
 use crate::journal::kill_daemons;
 use crate::pattern::Random;
 
-/// What the person asked for.
+/// The command line's options.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Options {
     /// Only figures whose name contains this text.

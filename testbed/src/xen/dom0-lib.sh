@@ -1,6 +1,6 @@
 # What jobs in dom0 can call. Sourced with `set -eu`.
 
-# Gives an answer to the test: say KEY VALUE.
+# Reports a result to the test: say KEY VALUE.
 say() {
     echo "$*" >>/out/answers
     echo "BED say $*"
@@ -97,7 +97,8 @@ guest_end() {
 # As guest_end, and fails unless the status is 0.
 guest_ok() { guest_end "$@" || fail "guest $1 ended with $?: $(tail -n 40 "$(guest_log "$1")")"; }
 
-# Waits for a guest to ask WORD, at most SECONDS: asked NAME SECONDS WORD; `answer NAME` lets it go on.
+# Waits until a guest sends WORD, at most SECONDS: asked NAME SECONDS WORD; `answer NAME` lets it
+# continue.
 asked() {
     local data
     data=/local/domain/$(domid "$1")/data

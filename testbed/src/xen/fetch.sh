@@ -48,10 +48,10 @@ download() {
     local image
     image=$(kernel)
     [ -n "$image" ] || { echo "apt knows no linux-image-amd64" >"$work/error"; return 1; }
-    # apt's download helper may not write here; it says so and goes on, so keep that to ourselves.
+    # apt's download helper may not write here; it warns and continues, so this hides the warning.
     (cd "$work" && "${apt[@]}" download "$image" "${packages[@]}" 2>"$work/error")
 }
-# An index older than the mirror names files that are gone: renew it and try once more.
+# An index older than the mirror names files that no longer exist: update it and try once more.
 if ! download; then
     update_now
     download || { echo "cannot download Xen's packages: $(cat "$work/error")" >&2; exit 1; }

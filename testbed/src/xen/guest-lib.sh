@@ -1,6 +1,6 @@
 # What scripts in a guest can call. Sourced with `set -eu`.
 
-# Gives an answer to the test: say KEY VALUE.
+# Reports a result to the test: say KEY VALUE.
 say() { echo "SAY $*"; }
 
 # Waits until a disk is there and has a size.
@@ -19,7 +19,7 @@ tools() {
     export PATH=/tools/bin:$PATH LD_LIBRARY_PATH=/tools/lib
 }
 
-# Asks dom0 to do something and waits for its answer: ask WORD.
+# Sends dom0 a request and waits until it has completed: ask WORD.
 asked=0
 ask() {
     asked=$((asked + 1))

@@ -1,5 +1,5 @@
-# In dom0: one daemon, two guests with two queues each; what the guests' scripts ask for. Guest `one`
-# has its disks from xl, guest `two` from `ebbd xen attach`.
+# In dom0: one daemon, two guests with two queues each, controlled by the guests' scripts. Guest
+# `one` has its disks from xl, guest `two` from `ebbd xen attach`.
 mkdir -p /out/log
 export EBBD_CONTROL=/run/ebbd/control.sock
 # Disk lines with a script are the daemon's where the kernel's backend is not loaded.
@@ -70,7 +70,7 @@ overtaken() {
     done | awk '{ open += $1; if ($2 > $1) overtaken = 1 } END { print open + 0, overtaken + 0 }'
 }
 
-# The daemon is killed under it, and its successor goes on with the same rings.
+# The daemon is killed under it, and its successor continues with the same rings.
 load kill
 kills=0 open=0 disorder=0
 while [ "$kills" -lt 20 ]; do
@@ -157,9 +157,9 @@ load_over parameters
 say errors "$(disk churn 10)"
 stage parameters
 
-# Counted while the other guest rests.
+# Counted while the other guest is idle.
 asked two 60 counts
-# Offered to nobody now, and then again.
+# Offered to no guest now, and then again.
 ebbd xen attach "$two" xvde counts
 connected ebbd "$two" xvde
 say offered "$(node "/local/domain/0/backend/ebbd/$two/$(vdev xvde)/feature-persistent")"

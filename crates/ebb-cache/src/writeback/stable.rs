@@ -1,7 +1,7 @@
 //! Flushing the store, and repairing what a failed flush may have lost.
 //!
 //! After a failed flush any write since the last successful one may be lost, and the next flush would report
-//! success nevertheless (`ebb-store/syncs.rs`). Those writes are still in memory: they are written again, and
+//! success nevertheless (`ebb-store/flush_state.rs`). Those writes are still in memory: they are written again, and
 //! only then does a successful flush tell the truth (docs/adr/0008-failed-flush.md).
 //!
 //! # Invariants

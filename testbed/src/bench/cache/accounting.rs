@@ -1,16 +1,16 @@
-//! Whether the books are right: `bufspace` beside the memory that is there, `bufwiredspace` beside
-//! the memory's own accounts, after minutes of random load, scans, injected pressure, and a kernel
-//! that takes lent pages.
+//! Checks the cache's accounting: `bufspace` against resident memory, and `bufwiredspace` against
+//! the memory manager's own counters, after minutes of random load, scans, injected pressure, and a
+//! kernel that discards lent pages.
 //!
-//! Every few seconds the load pauses, and a second later (the time the cache has to notice what the
-//! kernel took) both sides are read. What is in the arena and not the cache's is taken off: what is wired
-//! is known, but of free blocks that are lent it is not known how many are still there. So
-//! - in the first half of the run nobody takes lent memory, and all of it is there but for what `LazyFree`
-//!   says is missing;
-//! - in the second half the kernel is made to take all that is lent just after the load paused (and parts
-//!   of it under load), so that nothing of it is there. What was still wired is lent after that.
+//! Every few seconds the load pauses, and a second later (the time the cache needs to notice
+//! discarded pages) both sides are read. Memory of the arena that is not the cache's is subtracted:
+//! its wired part is known, but not how many of its lent free blocks are still resident. Therefore:
+//! - In the first half of the run no lent memory is discarded, and all of it is resident except for
+//!   what `LazyFree` shows as missing.
+//! - In the second half the kernel discards all lent memory just after the load paused (and parts
+//!   of it under load), so that none of it is resident. What was still wired is lent after that.
 //!
-//! What is unknown in spite of that makes the measured size an interval, whose width is a figure of its
+//! The remaining uncertainty makes the measured size an interval, whose width is a figure of its
 //! own.
 
 use std::ops::RangeInclusive;
@@ -39,11 +39,11 @@ const SCANNED: u64 = 4 * CACHE;
 const WRITTEN: u64 = 128 * MIB;
 /// What the random reads go to: most of the cache, so that there is something to lose.
 const HOT: u64 = 320 * MIB;
-/// Between two looks.
+/// The time between two readings.
 const PERIOD: Duration = Duration::from_secs(6);
 /// After the load paused.
 const SETTLE: Duration = Duration::from_millis(1200);
-/// Tries to find both sides at rest, and the time between them.
+/// Attempts to read both sides without a change in between, and the time between them.
 const TRIES: usize = 20;
 const RETRY: Duration = Duration::from_millis(250);
 
@@ -74,10 +74,9 @@ fn percent(part: u64, all: u64) -> f64 {
     part as f64 * 100.0 / all.max(1) as f64
 }
 
-/// Runs the load for the minutes asked for.
+/// Runs the load for the configured minutes.
 ///
-/// # Errors
-/// [`Error`] when a server fails, or the daemon does not come to rest.
+/// # Errors [`Error`] when a server fails, or the daemon's counters do not become stable.
 pub fn measure(rig: &Rig<'_>) -> Result<Vec<Figure>, Error> {
     let pattern = rig.nbdkit("store", &["pattern", &format!("{SCANNED}")])?;
     let memory = rig.nbdkit("memory", &["memory", &format!("{WRITTEN}")])?;
@@ -86,7 +85,7 @@ pub fn measure(rig: &Rig<'_>) -> Result<Vec<Figure>, Error> {
         ("read", &pattern, "cache=writethrough,read-only=true"),
         ("write", &memory, "cache=writethrough"),
     ];
-    // A floor, so that there is something to look at whatever the host's own pressure does.
+    // A floor, so that there is something to measure whatever the host's own pressure does.
     let limit = format!("{CACHE}");
     let daemon = rig.ebbd("cached", &volumes, &["--cache-max", &limit, "--cache-min", "64M"])?;
     let (gate, stop, taking) = (RwLock::new(()), AtomicBool::new(false), AtomicBool::new(false));
@@ -175,8 +174,8 @@ fn take_all(daemon: &Daemon) -> Result<bool, Error> {
     Ok(true)
 }
 
-/// Reads both sides until nothing changed in between. `gone` is what was free and lent when the kernel
-/// took it, if it did.
+/// Reads both sides until nothing changed in between. `gone` is what was free and lent when the
+/// kernel discarded it, if it did.
 fn at_rest(daemon: &Daemon, gone: Option<u64>) -> Result<Sample, Error> {
     for _ in 0..TRIES {
         let before = look(daemon, gone)?;
@@ -223,12 +222,12 @@ fn look(daemon: &Daemon, gone: Option<u64>) -> Result<Sample, Error> {
     })
 }
 
-/// What runs until it is told to stop, and pauses while the gate is shut.
+/// Runs until it is stopped, and pauses while the gate is shut.
 struct Load<'a> {
     daemon: &'a Daemon,
     gate: &'a RwLock<()>,
     stop: &'a AtomicBool,
-    /// Whether lent pages may be taken.
+    /// Whether lent pages may be discarded.
     taking: &'a AtomicBool,
 }
 

@@ -13,7 +13,7 @@ use crate::bench::server::Server;
 use crate::nbd::Client;
 use crate::pattern::Random;
 
-/// Figure: points lost by a hot set that nobody reads while a scan goes through.
+/// Figure: points lost by a hot set that is not being read during a scan.
 pub const SCAN_ALONE: &str = "cache_scan_alone_lost_points";
 /// Figure: points lost by a hot set in use while a scan goes through.
 pub const SCAN_BESIDE_LOAD: &str = "cache_scan_beside_load_lost_points";
@@ -42,10 +42,9 @@ const PAUSE: Duration = Duration::from_micros(500);
 const QUIET_READS: u64 = 5 * QUIET / PAGE;
 const NOISY_CLIENTS: u64 = 2;
 
-/// A scan while the hot set rests.
+/// A scan while the hot set is idle.
 ///
-/// # Errors
-/// [`Error`] when a server fails.
+/// # Errors [`Error`] when a server fails.
 pub fn scan_alone(rig: &Rig<'_>) -> Result<Vec<Figure>, Error> {
     scan(rig, SCAN_ALONE, 0)
 }
@@ -189,7 +188,7 @@ fn quiet_ratio(daemon: &Daemon, random: &mut Random) -> Result<f64, Error> {
     ratio
 }
 
-/// Reads until told to stop, at random or in sequence. Returns the bytes read.
+/// Reads until stopped, at random or in sequence. Returns the bytes read.
 fn greed(
     daemon: &Daemon,
     mut random: Random,

@@ -88,10 +88,9 @@ impl<'a> Rig<'a> {
         })
     }
 
-    /// Starts `nbdkit`; it answers to the export `disk`. `name` is that of its socket and log.
+    /// Starts `nbdkit` with the export `disk`. `name` is that of its socket and log.
     ///
-    /// # Errors
-    /// [`Error`] when it does not serve.
+    /// # Errors [`Error`] when it does not serve.
     pub fn nbdkit(&self, name: &str, arguments: &[&str]) -> Result<Server, Error> {
         let socket = self.work.path(&format!("{name}.sock"));
         let mut command = Command::new("nbdkit");
@@ -205,10 +204,9 @@ impl<'a> Rig<'a> {
 }
 
 impl Daemon {
-    /// The figures of now.
+    /// The current statistics.
     ///
-    /// # Errors
-    /// [`Error`] when the daemon does not answer, or not with what is expected.
+    /// # Errors [`Error`] when the daemon does not reply, or not as expected.
     pub fn stat(&self) -> Result<Stat, Error> {
         let outcome = self.command("stat").arg("--json").ok()?;
         Ok(Stat::new(outcome.json()?))

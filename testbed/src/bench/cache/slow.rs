@@ -1,4 +1,5 @@
-//! A store that takes 1 ms for everything: the daemon with a cache beside itself without one.
+//! A store that takes 1 ms for everything: the daemon with a cache compared with itself without
+//! one.
 
 use super::hits::all_hits;
 use super::rig::{Daemon, MIB, Rig, fill};

@@ -1,7 +1,7 @@
 //! Resident memory of the daemon's arena: what `/proc/PID/smaps` counts page by page.
 //!
-//! The arena is told from everything else by its marks: its mappings are anonymous, not inherited by
-//! children (`dc` of `VmFlags`), and make up one block of addresses, the largest of this kind. Another one
+//! The arena is recognised by its properties: its mappings are anonymous, not inherited by children
+//! (`dc` of `VmFlags`), and make up one block of addresses, the largest of this kind. A smaller one
 //! is its table of saved words, which is not data.
 
 use std::fs;
@@ -12,7 +12,7 @@ use crate::bench::io_context;
 /// The arena's mappings.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Arena {
-    /// Memory that is there, lent pages included that nobody took, bytes.
+    /// Resident memory, including lent pages that were not discarded, bytes.
     pub resident: u64,
     /// Of it, lent pages, bytes.
     pub lent: u64,
@@ -22,8 +22,7 @@ pub struct Arena {
 
 /// Reads it.
 ///
-/// # Errors
-/// [`Error`] when the process is gone or has no such mapping.
+/// # Errors [`Error`] when the process has ended or has no such mapping.
 pub fn arena(pid: u32) -> Result<Arena, Error> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps"))
         .map_err(io_context(format!("reading the mappings of process {pid}")))?;

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use super::Error;
 
-/// The answer of one call. Bytes everywhere.
+/// The output of one call. Bytes everywhere.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Stat(Value);
 
@@ -68,7 +68,7 @@ impl Stat {
         Self::bytes(&self.0["cache"], field)
     }
 
-    /// Signs of memory pressure that the daemon answered so far, the slow decay left out.
+    /// Signs of memory pressure that the daemon responded to so far, without the slow decay.
     #[must_use]
     pub fn pressure_events(&self) -> u64 {
         let events = self.0["pressure"]["events"].as_array().map_or(&[][..], Vec::as_slice);
@@ -95,10 +95,9 @@ impl Stat {
         Self::bytes(&self.0["memory"], field)
     }
 
-    /// All owners of memory. What nobody uses has one, too.
+    /// All owners of memory. Unused memory has one, too.
     ///
-    /// # Errors
-    /// [`Error::Output`] when they are not there.
+    /// # Errors [`Error::Output`] when they are missing.
     pub fn owners(&self) -> Result<Vec<Owner>, Error> {
         let owners = self.0["memory"]["owners"].as_array().map_or(&[][..], Vec::as_slice);
         let owner = |owner: &Value| {

@@ -1,4 +1,4 @@
-//! A peer that begins TLS handshakes and goes on with none; run as a process of its own.
+//! A peer that begins TLS handshakes and continues none; run as a process of its own.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -16,11 +16,11 @@ const MOST_TIME: Duration = Duration::from_secs(3700);
 /// Connections a second: more handshakes than the server has time for with RSA-4096, and few enough that
 /// both the server and the sink take all of them. Else the faster of the two would be flooded more.
 const RATE: u32 = 1000;
-/// Connections it has open, and the age at which each says its ClientHello: the answer to STARTTLS is
-/// there by then, and is not read.
+/// Connections it has open, and the age at which each sends its ClientHello: the reply to STARTTLS
+/// has arrived by then, and is not read.
 const OPEN: usize = 96;
 const AGE: usize = 48;
-/// Bytes of the NBD greeting and of the answer to STARTTLS.
+/// Bytes of the NBD greeting and of the reply to STARTTLS.
 const BEFORE_TLS: usize = 18 + 20;
 
 const OPT_STARTTLS: u32 = 5;
@@ -67,10 +67,9 @@ pub fn client_hello() -> Vec<u8> {
     [vec![0x16, 3, 1], sized(2, &handshake)].concat()
 }
 
-/// Begins one handshake and reads what the server says to the ClientHello; how many bytes that is.
+/// Begins one handshake and reads the reply to the ClientHello; returns its length.
 ///
-/// # Errors
-/// The server does not answer with a ServerHello.
+/// # Errors The server does not reply with a ServerHello.
 pub fn answered(address: SocketAddr) -> io::Result<usize> {
     let mut stream = TcpStream::connect(address)?;
     stream.set_read_timeout(Some(crate::nbd::PATIENCE))?;
@@ -91,7 +90,7 @@ pub fn answered(address: SocketAddr) -> io::Result<usize> {
 #[derive(Clone, Copy, Debug, Default)]
 struct Done {
     connections: usize,
-    /// To whose ClientHello there was an answer when it was closed.
+    /// Connections that had received a reply to their ClientHello when they were closed.
     answered: usize,
 }
 
@@ -106,7 +105,7 @@ fn flood(address: SocketAddr, time: Duration) -> io::Result<Done> {
         due = due.max(Instant::now());
         std::thread::sleep(due.saturating_duration_since(Instant::now()));
         due += Duration::from_secs(1) / RATE;
-        // The server may be out of room for a moment, or close what is too old: go on.
+        // The server may be out of memory for a moment, or close what is too old: continue.
         let Ok(mut stream) = TcpStream::connect_timeout(&address, Duration::from_millis(100))
         else {
             continue;
@@ -138,7 +137,7 @@ pub fn main(mut arguments: impl Iterator<Item = String>) -> ExitCode {
     }
     match flood(address, Duration::from_secs(seconds.into())) {
         Ok(done) => {
-            // The bench that reads this may be gone.
+            // The bench that reads this may have ended.
             let _ = writeln!(io::stdout(), "{} {}", done.connections, done.answered);
             ExitCode::SUCCESS
         }

@@ -156,7 +156,7 @@ impl Rig {
         Ok(rate)
     }
 
-    /// Stops the daemon; it must end well.
+    /// Stops the daemon, which must succeed.
     pub(super) fn stop(&mut self) -> Result<(), Error> {
         process::signal(&self.child, Signal::TERM)?;
         let status = process::finish(&mut self.child, "ebbd", HANG)?;
@@ -166,7 +166,7 @@ impl Rig {
 
 impl Drop for Rig {
     fn drop(&mut self) {
-        // Gone already after a stop that went well.
+        // The daemon has ended already after a successful stop.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,4 +1,4 @@
-//! Stores that do not answer, each in a way that real ones have.
+//! Stores that do not complete requests, each with a cause that occurs in practice.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -18,9 +18,9 @@ pub const SIZE: u64 = 1 << 30;
 /// How a store is dead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// An NBD server that answers handshakes and then says nothing.
+    /// An NBD server that completes handshakes and then does not reply.
     Silent,
-    /// An NBD server that went away once the daemon had opened it.
+    /// An NBD server that ended after the daemon had connected.
     Gone,
     /// A block device whose requests never complete.
     Device,
@@ -70,10 +70,9 @@ impl Dead {
         }
     }
 
-    /// From here on nothing is answered.
+    /// From here on no request completes.
     ///
-    /// # Errors
-    /// The file system under the device cannot be frozen.
+    /// # Errors The file system under the device cannot be frozen.
     pub fn die(&self) -> Result<(), Error> {
         if let Some(server) = &self.server {
             server.die();
@@ -81,7 +80,7 @@ impl Dead {
         self.device.as_ref().map_or(Ok(()), Frozen::freeze)
     }
 
-    /// Has a device answer again.
+    /// Lets a device complete requests again.
     pub fn revive(&self) {
         if let Some(frozen) = &self.device {
             frozen.thaw();
@@ -89,8 +88,8 @@ impl Dead {
     }
 }
 
-/// An NBD server that reads requests and never answers them after `die`; before, it answers all of
-/// them with success, and reads with zeroes.
+/// An NBD server that reads requests and does not reply to them after `die`; before, it completes
+/// all of them, and reads return zeroes.
 struct SilentServer {
     shared: Arc<Shared>,
 }

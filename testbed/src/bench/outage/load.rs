@@ -20,8 +20,8 @@ fn failed(what: impl std::fmt::Display) -> Error {
     Error::Failed { program: "ebbd".to_owned(), what: what.to_string() }
 }
 
-/// One client a volume, one request at a time, reads and writes in turn, a flush now and then;
-/// the 99th percentile of all latencies of reads and writes, microseconds.
+/// One client per volume, one request at a time, alternating reads and writes, with occasional
+/// flushes; the 99th percentile of all latencies of reads and writes, microseconds.
 pub(super) fn p99(socket: &Path, volumes: &[String], seconds: u32) -> Result<f64, Error> {
     let stop = Arc::new(AtomicBool::new(false));
     let clients: Vec<_> = volumes

@@ -24,11 +24,11 @@ const HEALTHY: usize = 4;
 const VOLUME: u64 = 256 << 20;
 /// Acknowledged and not flushed on each healthy volume before a stop, bytes.
 const DIRTY: u64 = 16 << 20;
-/// Memory limit of the daemon's control group while its ceiling is under siege, bytes.
+/// Memory limit of the daemon's control group while its ceiling is being exhausted, bytes.
 const GROUP_LIMIT: u64 = 256 << 20;
 const GROUPS: &str = "/sys/fs/cgroup/memory";
 
-/// How the memory ceiling is kept full during the measurement.
+/// How the memory ceiling is kept exhausted during the measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Siege {
     /// It is not.
@@ -198,7 +198,7 @@ impl Rig {
         let begun = Instant::now();
         while !done(self) {
             let gone = self.child.try_wait().map_err(io_context("waiting for ebbd"))?;
-            // What it wrote last may have come after the look at the log.
+            // Its last lines may have been written after the log was read.
             if (gone.is_some() && !done(self)) || begun.elapsed() > HANG {
                 let tail = process::tail(&self.dir.path().join("log"));
                 let what = format!("{what} does not end ({gone:?}); its log: {tail}");
@@ -212,7 +212,7 @@ impl Rig {
 
 impl Drop for Rig {
     fn drop(&mut self) {
-        // Gone already after a stop that went well.
+        // The daemon has ended already after a successful stop.
         let _ = self.child.kill();
         let _ = self.child.wait();
         if let Some(group) = &self.group {

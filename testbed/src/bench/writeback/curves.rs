@@ -35,10 +35,9 @@ struct Pair {
 /// Takes the figures of a measurement by its name, or its failure.
 pub type Report<'a> = &'a mut dyn FnMut(&str, Result<Vec<Figure>, Error>) -> Result<(), Error>;
 
-/// Runs the scenarios that are asked for.
+/// Runs the selected scenarios.
 ///
-/// # Errors
-/// Those of `report`, or plots cannot be written.
+/// # Errors Those of `report`, or plots cannot be written.
 pub fn all(
     daemon: &Path,
     work: &Workdir,

@@ -1,11 +1,11 @@
-//! A simulator's setup on real devices: an `nbdkit` for each, a daemon before them, a thread for each
-//! writer, and one that watches.
+//! A simulator's setup on real devices: an `nbdkit` for each, a daemon in front of them, a thread
+//! for each writer, and one that samples the daemon.
 //!
-//! A device is `nbdkit --threads=1 --filter=rate null`: it serves one write after the other, at its rate;
-//! `burstiness` is what it takes at once after a rest. One that dies is stopped (SIGSTOP): connected,
-//! and silent. Writers write sequentially over a gigabyte, one write at a time, no faster
-//! than their model; a write that takes longer than [`PAUSE`] counts as a pause, with all that
-//! the way to the daemon and back takes.
+//! A device is `nbdkit --threads=1 --filter=rate null`: it serves one write after the other, at its
+//! rate; `burstiness` is what it accepts at once after an idle time. One that dies is stopped
+//! (SIGSTOP): connected, and silent. Writers write sequentially over a gigabyte, one write at a
+//! time, no faster than their model; a write that takes longer than [`PAUSE`] counts as a pause,
+//! including the time to the daemon and back.
 
 use std::fmt::Write as _;
 use std::io::{Read, Write as _};
@@ -30,8 +30,8 @@ use crate::nbd::{Client, Failure};
 
 /// Size of each device and of the region a writer goes round in: more than is ever held.
 const BYTES: u64 = 1 << 30;
-/// What the daemon keeps in its cache whatever the host says: more than is ever dirty, since what finds no
-/// place in memory goes through to the store at its speed.
+/// The floor of the daemon's cache: more than is ever dirty, since writes that find no memory go to
+/// the store at its speed.
 const FLOOR: &str = "512M";
 
 fn failed(program: &str, what: impl Into<String>) -> Error {
@@ -52,10 +52,10 @@ pub struct Rig {
 
 /// What a writer wrote, and when each of its pauses ended and how long it was.
 type Waits = (u64, Vec<(Nanos, Nanos)>);
-/// What was seen: answers, writers, and signs of memory pressure.
+/// What was observed: statistics, writers, and signs of memory pressure.
 type Watched = (Vec<Look>, Vec<Waits>, u64);
 
-/// One answer of the daemon.
+/// One sample of the daemon's statistics.
 #[derive(Debug, Clone)]
 struct Look {
     at: Nanos,
@@ -109,13 +109,13 @@ impl Rig {
             (0..setup.writers.len()).map(|number| format!("w{number}")).collect();
         let names = names.iter().map(String::as_str);
         let daemon = Server::start("ebbd", command, socket, work.path("real.log"), names)?;
-        // Devices begin rested.
+        // Devices begin idle.
         thread::sleep(Duration::from_millis(500));
         Ok(Rig { devices, daemon, control })
     }
 
-    /// Runs the writers, and watches. Also how many signs of memory pressure the daemon had to answer:
-    /// a run with some is not the one that was described.
+    /// Runs the writers, and samples the daemon. Also returns how many signs of memory pressure the
+    /// daemon had to respond to: a run with some does not match its description.
     ///
     /// # Errors
     /// [`Error`] when a writer or the daemon fails.
@@ -140,7 +140,7 @@ impl Rig {
             ended.store(true, Ordering::SeqCst);
             let looks = watch.join().map_err(|_| failed("the watcher", "panicked"))??;
             let pressure = pressure(&self.control)?;
-            // Who waits for a device that died is let go with the daemon.
+            // A writer that waits for a device that died ends when the daemon is killed.
             signal(&self.daemon, Signal::KILL)?;
             let waits = writers
                 .into_iter()
@@ -149,7 +149,7 @@ impl Rig {
             Ok((looks, waits, pressure))
         });
         for device in &self.devices {
-            // One that was stopped could not be ended otherwise.
+            // A stopped process must be killed.
             signal(device, Signal::CONT)?;
         }
         let (looks, waits, pressure) = result?;
@@ -211,11 +211,10 @@ impl Rig {
     }
 }
 
-/// Starts an `nbdkit` that forgets what it is told, with these options and parameters: one request at a
-/// time, if they do not say otherwise. It answers to the export `disk`.
+/// Starts an `nbdkit` that discards writes, with these options and parameters: one request at a
+/// time unless they say otherwise. Its export is `disk`.
 ///
-/// # Errors
-/// [`Error`] when it does not serve.
+/// # Errors [`Error`] when it does not serve.
 pub fn store(work: &Workdir, name: &str, more: &[&str]) -> Result<Server, Error> {
     let socket = work.path(&format!("{name}.sock"));
     let mut command = Command::new("nbdkit");
@@ -242,7 +241,7 @@ fn signal(server: &Server, signal: Signal) -> Result<(), Error> {
     kill_process(pid, signal).map_err(|error| io_context("sending a signal")(error.into()))
 }
 
-/// What the control socket answers.
+/// The reply of the control socket.
 fn get(control: &Path, path: &str) -> Result<Value, Error> {
     let asking = || io_context(format!("asking for {path}"));
     let mut stream = UnixStream::connect(control).map_err(asking())?;
@@ -255,10 +254,9 @@ fn get(control: &Path, path: &str) -> Result<Value, Error> {
         .map_err(|error| Error::Output { from: "the control socket", what: error.to_string() })
 }
 
-/// Signs of memory pressure that the daemon answered.
+/// Signs of memory pressure that the daemon responded to.
 ///
-/// # Errors
-/// [`Error`] when it does not answer.
+/// # Errors [`Error`] when it does not reply.
 pub fn pressure(control: &Path) -> Result<u64, Error> {
     let stat = get(control, "/v1/stat")?;
     let events = stat["pressure"]["events"].as_array().cloned().unwrap_or_default();
@@ -267,8 +265,7 @@ pub fn pressure(control: &Path) -> Result<u64, Error> {
 
 /// A number of the only backing device.
 ///
-/// # Errors
-/// [`Error`] when the daemon does not answer, or has no such number.
+/// # Errors [`Error`] when the daemon does not reply, or has no such number.
 pub fn bdi(control: &Path, field: &str) -> Result<u64, Error> {
     let answer = get(control, "/v1/bdis")?;
     answer[0][field].as_u64().ok_or_else(|| Error::Output {
@@ -303,7 +300,7 @@ fn samples(answer: &Value, setup: &Setup) -> Result<Vec<Sample>, Error> {
     setup.devices.iter().enumerate().map(of).collect()
 }
 
-/// Looks at uneven times become samples at even ones: each is the last look before it.
+/// Converts samples at uneven times to even ones: each is the last sample before it.
 fn assemble(setup: &Setup, looks: &[Look], waits: Vec<Waits>) -> SimRun {
     let mut run = SimRun { devices: vec![Vec::new(); setup.devices.len()], ..SimRun::default() };
     let mut last = vec![Sample::default(); setup.devices.len()];

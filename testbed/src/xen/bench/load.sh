@@ -1,4 +1,4 @@
-# Loads on each disk, by turns.
+# Loads on each disk, alternating.
 tools
 ask disks
 # Known to the frontend when the next disks connect.

@@ -39,11 +39,11 @@ hog=$!
 sleep 4
 free -m >/out/log/free-hog
 swapped() { awk '$1 == "pswpin" { i = $2 } $1 == "pswpout" { o = $2 } END { print i, o }' /proc/vmstat; }
-# Stays until the guest asked for the end of a phase; says what was swapped.
+# Runs until the guest requests the end of a phase; prints what was swapped.
 phase() {
     local before
     asked peer 400 "$2"
-    # A sign of an idle daemon's decay belongs to nobody.
+    # The pressure level decays by itself meanwhile: such an event is not counted.
     sleep 2
     before=$(swapped)
     answer peer

@@ -1,4 +1,5 @@
-# In dom0: one guest with a disk of each backend, all in memory; loads by turns, hypercalls recorded.
+# In dom0: one guest with a disk of each backend, all in memory; alternating loads, with hypercalls
+# recorded.
 mkdir -p /out/log
 export EBBD_CONTROL=/run/ebbd/control.sock
 modprobe brd rd_nr=2 rd_size=131072
@@ -20,7 +21,7 @@ blkback "$id" /dev/ram0 xvdc
 ebbd xen attach "$id" xvde copy
 connected ebbd "$id" xvde
 answer peer
-# Each phase that the guest asks for is recorded, until it asks for the end.
+# Each phase that the guest requests is recorded, until it requests the end.
 for phase in idle xvdd.qd32 xvde.qd32; do
     asked peer 600 "$phase"
     trace "$phase"
