@@ -1,16 +1,16 @@
 //! A Linux guest under QEMU whose disks are exports of the daemon.
 //!
-//! QEMU emulates the processor (TCG), so no special machine is needed; a boot takes about ten
-//! seconds. The guest's root is an initramfs with busybox and the programs asked for; its whole
-//! life is one shell script. Two serial lines come out of it: the console, kept whole, and a
-//! second one for the script's answers, which kernel messages cannot garble.
+//! QEMU emulates the processor (TCG), so that no special machine is needed; a boot takes about ten
+//! seconds. The guest's root is an initramfs with busybox and the selected programs; it runs one
+//! shell script and powers off. It has two serial lines: the console, kept whole, and a second one
+//! for the script's results, which kernel messages cannot garble.
 //!
 //! It can be made as small and as short of memory as a test needs: RAM, swap on a disk or in
 //! compressed memory, processors, words on the kernel's command line; and be given programs, single
 //! files, or a whole tree of files on a disk of its own.
 //!
-//! In the script, `say KEY VALUE` gives an answer ([`Outcome::answer`]); the script runs with
-//! `set -eu`, its status becomes [`Outcome::status`]. Disks are `/dev/vda`, `/dev/vdb`, ...
+//! In the script, `say KEY VALUE` reports a result ([`Outcome::answer`]); the script runs with `set
+//! -eu`, its status becomes [`Outcome::status`]. Disks are `/dev/vda`, `/dev/vdb`, ...
 //!
 //! Guests are heavy: one at a time, over all test programs (a lock file in the cache).
 
@@ -72,8 +72,8 @@ pub struct Machine {
     _alone: File,
 }
 
-/// All QEMU has, but for string instructions, which it does byte by byte (the kernel has quicker
-/// ways), and guards that cost an emulator much.
+/// All QEMU has, except for string instructions, which it executes byte by byte (the kernel has
+/// faster code), and mitigations that cost an emulator much.
 const PROCESSOR: &str = "max,-erms,-fsrm,-smap,-smep";
 const INIT: &str = include_str!("guest-init.sh");
 
@@ -243,16 +243,14 @@ impl Guest {
 
     /// Boots, runs the script and waits for the guest to power off.
     ///
-    /// # Errors
-    /// Something is missing on this machine, or the guest did not come to its end.
+    /// # Errors Something is missing on this machine, or the guest did not power off.
     pub fn run(self) -> Result<Outcome> {
         self.boot()?.wait()
     }
 
-    /// Boots, runs the script, and asks for status 0.
+    /// Boots, runs the script, and expects status 0.
     ///
-    /// # Errors
-    /// As [`Guest::run`]; or the script failed: the error shows the console.
+    /// # Errors As [`Guest::run`]; or the script failed: the error shows the console.
     pub fn ok(self) -> Result<Outcome> {
         let outcome = self.run()?;
         match outcome.status {
@@ -339,7 +337,7 @@ impl Guest {
             let to = root.join("bin").join(name);
             copy(&path, &to)?;
             if program.as_os_str() != name.as_str() {
-                // A build of ours: what debuggers want would take a small guest's memory.
+                // Built without debug information, which would take a small guest's memory.
                 Tool::new("strip").arg(&to).ok()?;
             }
             for library in libraries(&path)? {
@@ -403,7 +401,7 @@ impl Machine {
         self.text("console")
     }
 
-    /// Cuts the power: what the guest had not written to its disks is gone.
+    /// Cuts the power: what the guest had not written to its disks is lost.
     pub fn cut_power(self) {}
 
     fn text(&self, file: &str) -> String {
@@ -420,10 +418,9 @@ impl Drop for Machine {
 }
 
 impl Outcome {
-    /// The last answer that the script gave under this key.
+    /// The last result that the script reported under this key.
     ///
-    /// # Errors
-    /// It gave none; the error shows the console.
+    /// # Errors It reported none; the error shows the console.
     pub fn answer(&self, key: &str) -> Result<&str> {
         let found = self.answers.iter().rev().find(|(k, _)| k == key);
         found
@@ -438,7 +435,7 @@ impl Outcome {
     }
 }
 
-/// Waits for its turn: the lock goes with the file.
+/// Waits until no other guest runs: the lock is released with the file.
 fn alone() -> Result<File> {
     let cache = kernel::cache();
     make_dir(&cache)?;

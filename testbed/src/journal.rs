@@ -1,14 +1,15 @@
-//! ext4 of a Linux guest on volumes with a writeback cache, whose daemons are killed (SIGKILL) under a
-//! journal-heavy load; afterwards each file system must be clean once its journal is replayed, and
-//! hold what `fsync` promised.
+//! ext4 of a Linux guest on volumes with a writeback cache, whose daemons are killed (SIGKILL)
+//! under a journal-heavy load; afterwards each file system must be clean once its journal is
+//! replayed, and hold what `fsync` promised.
 //!
-//! Each disk has a daemon of its own, killed at a moment of its own, so that one boot is many crashes.
+//! Each disk has a daemon of its own, killed at a time of its own, so that one boot is many
+//! crashes.
 //!
-//! What the guest sees is what an operator's guest sees who leaves QEMU's NBD client as it is
-//! (`reconnect-delay=0`): from the kill on the disk fails, ext4 stops its journal, nothing more is
-//! written, and the guest comes back by a restart. That is the safe way: a client that reconnects to
-//! the new daemon and goes on would not know that acknowledged writes which no flush had made stable
-//! are gone, as with a disk that loses power while its host does not.
+//! The guest uses the default of QEMU's NBD client (`reconnect-delay=0`): once the daemon is killed
+//! the disk fails, ext4 stops its journal, nothing more is written, and the guest must be
+//! restarted. That is the safe setting: a client that reconnects to the new daemon and continues
+//! does not know that acknowledged writes which no flush had made stable are lost, as with a disk
+//! that loses power while its host does not.
 
 use std::fs::File;
 use std::path::Path;
@@ -29,7 +30,7 @@ const LIMIT: Duration = Duration::from_secs(900);
 /// Promises that a disk must have made before its daemon is killed.
 const PROMISES: u64 = 3;
 
-/// Files are made, renamed, synced and removed; a promise is told when `sync` has returned.
+/// Files are created, renamed, synced and removed; a promise is printed when `sync` has returned.
 const LOAD: &str = r#"
 load() {
     set +e
@@ -67,11 +68,10 @@ pub struct Report {
     pub broken: Vec<String>,
 }
 
-/// Boots a guest with so many disks (1 to [`MOST`]), kills their daemons one after the other, and looks at
-/// what is left.
+/// Boots a guest with so many disks (1 to [`MOST`]), kills their daemons one after the other, and
+/// checks the file systems.
 ///
-/// # Errors
-/// Something is missing on this machine, or does not run.
+/// # Errors Something is missing on this machine, or does not run.
 pub fn kill_daemons(count: usize, build: Build, seed: u64) -> Result<Report> {
     let mut servers = Vec::new();
     for _ in 0..count.clamp(1, MOST) {
@@ -129,7 +129,7 @@ fn promised(machine: &Machine, number: usize) -> u64 {
     of_disk.filter_map(|(_, value)| value.parse().ok()).next().unwrap_or(0)
 }
 
-/// Reads the whole disk from the daemon, has the journal replayed, and asks for a clean file system with
+/// Reads the whole disk from the daemon, replays the journal, and expects a clean file system with
 /// the last promised file.
 fn examine(server: &Server, last: u64) -> Result {
     let copy = server.dir().join("copy.img");
@@ -140,7 +140,7 @@ fn examine(server: &Server, last: u64) -> Result {
         format!("the journal cannot be replayed:\n{}{}", replayed.stdout, replayed.stderr)
     })?;
     Tool::new("/sbin/e2fsck").args(["-f", "-n"]).arg(&copy).ok()?;
-    // The file before may be gone, the one after may be there: the last one must.
+    // The previous file may be removed, the next one may exist: the last one must.
     let found = read(&copy, last)?;
     check(found == format!("promise {last}\n"), || format!("n{last} holds {found:?}"))
 }

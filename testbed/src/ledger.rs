@@ -1,12 +1,12 @@
-//! What a disk may hold after a crash, from what its writers were told.
+//! What a disk may hold after a crash, derived from the acknowledgements of its writers.
 //!
-//! The contract is that of a disk with a volatile write cache: what was acknowledged before a
-//! FLUSH was sent survives once that FLUSH is acknowledged; a FUA write survives once it is
-//! acknowledged itself. A write without either may be there or not, sector by sector.
+//! The contract is that of a disk with a volatile write cache: what was acknowledged before a FLUSH
+//! was sent survives once that FLUSH is acknowledged; a FUA write survives once it is acknowledged
+//! itself. A write without either may survive or not, sector by sector.
 //!
 //! The ledger keeps for each sector the last value that must have survived, and every later one
 //! that may have. Writers must not have two writes to one sector in flight: their order would be
-//! anybody's guess.
+//! undefined.
 
 use crate::pattern::{SECTOR, stamp_of};
 use crate::{Result, check};
@@ -24,7 +24,7 @@ pub struct Flush(Vec<(Ticket, Range<usize>)>);
 /// See the module.
 #[derive(Debug)]
 pub struct Ledger {
-    /// Per sector: values in the order written. The first has survived, the others may.
+    /// Per sector: values in the order written. The first has survived, the later ones may have.
     sectors: Vec<Vec<(Ticket, u64)>>,
     in_flight: HashMap<Ticket, Range<usize>>,
     acknowledged: Vec<(Ticket, Range<usize>)>,
@@ -104,11 +104,10 @@ impl Ledger {
         self.sectors.iter().filter(|values| values[0].0 != Ticket(0)).count()
     }
 
-    /// Compares what the disk holds from byte `offset` on after a crash, and takes it as the
-    /// state from which writing goes on. Nothing is in flight any more.
+    /// Compares what the disk holds from byte `offset` on after a crash, and takes it as the state
+    /// for further writes. Nothing is in flight.
     ///
-    /// # Errors
-    /// A sector holds what it may not; the error tells which, and what it may hold.
+    /// # Errors A sector holds what it may not; the error says which, and what it may hold.
     pub fn crashed(&mut self, offset: u64, found: &[u8]) -> Result {
         self.in_flight.clear();
         self.acknowledged.clear();

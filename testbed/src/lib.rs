@@ -1,9 +1,8 @@
-//! Real clients and guests against a running `ebbd`: a tool for tests, no part of the product.
+//! Real clients and guests with a running `ebbd`: tools for tests, no part of the product.
 //!
-//! What nobody here wrote is the best judge of a protocol: `nbdinfo`, `nbdcopy`, `qemu-img`,
-//! `qemu-io`, `fio` and a Linux guest under QEMU. This crate starts the daemon, points those
-//! programs at it, and keeps everything they said, so that a failed test explains itself.
-//!
+//! Independent implementations test a protocol best: `nbdinfo`, `nbdcopy`, `qemu-img`, `qemu-io`,
+//! `fio` and a Linux guest under QEMU. This crate starts the daemon, runs those programs against
+//! it, and keeps their output, so that a failed test explains itself.
 //! | module | what it does |
 //! |---|---|
 //! | [`server`] | starts, stops, kills and restarts one daemon on its own directory and socket |
@@ -14,7 +13,7 @@
 //! | [`xen`] | boots Xen with a job in dom0 and guests |
 //! | [`tls`] | certificates and pre-shared keys |
 //! | [`process`] | memory and file descriptors of a process |
-//! | [`bench`] | loads of `bench-nbd` and `bench-cache`, the daemon beside its peers |
+//! | [`bench`] | loads of `bench-nbd` and `bench-cache`, the daemon compared with other servers |
 //! | [`ledger`] | what a disk may hold after a crash |
 //! | [`writer`] | writes as fast as it may and keeps the ledger |
 //! | [`pattern`] | reproducible random numbers and disk content |

@@ -59,10 +59,10 @@ pub enum Failure {
     /// The connection failed, ended or took longer than its time limit.
     #[error("{0}")]
     Io(#[from] io::Error),
-    /// The server refused a request; the connection goes on. The number is the protocol's.
+    /// The server refused a request; the connection stays usable. The number is the protocol's.
     #[error("request refused with error {0}")]
     Refused(u32),
-    /// The server refused an option; negotiation goes on. The number is the reply type.
+    /// The server refused an option; negotiation can continue. The number is the reply type.
     #[error("option refused with reply {0:#x}")]
     OptionRefused(u32),
     /// The server said something that the protocol does not allow here.
@@ -112,7 +112,7 @@ pub fn option_bytes(option: u32, data: &[u8]) -> Vec<u8> {
     b
 }
 
-/// Data of `NBD_OPT_GO` and `NBD_OPT_INFO` for an export, asking for no particular information.
+/// Data of `NBD_OPT_GO` and `NBD_OPT_INFO` for an export, without information requests.
 #[must_use]
 pub fn go_data(export: &str) -> Vec<u8> {
     let mut b = length32(export.len()).to_be_bytes().to_vec();
@@ -159,8 +159,7 @@ pub use crate::process::PATIENCE;
 impl Handshake {
     /// Connects and exchanges greetings (fixed newstyle, no zeroes).
     ///
-    /// # Errors
-    /// Nobody listens, or what answers is no NBD server.
+    /// # Errors No server listens, or it is no NBD server.
     pub fn connect(socket: &Path) -> Answer<Handshake> {
         let mut stream = connect(socket, PATIENCE)?;
         let mut greeting = [0; 18];
@@ -174,10 +173,9 @@ impl Handshake {
         Ok(Handshake { stream })
     }
 
-    /// Sends an option and gives the data of every reply before the final acknowledgement.
+    /// Sends an option and returns the data of every reply before the final acknowledgement.
     ///
-    /// # Errors
-    /// [`Failure::OptionRefused`] if the server refuses; the handshake may go on.
+    /// # Errors [`Failure::OptionRefused`] if the server refuses; the handshake can continue.
     pub fn option(&mut self, option: u32, data: &[u8]) -> Answer<Vec<(u32, Vec<u8>)>> {
         self.stream.write_all(&option_bytes(option, data))?;
         let mut replies = Vec::new();
@@ -249,11 +247,10 @@ impl Client {
         Handshake::connect(socket)?.go(export)
     }
 
-    /// Sends one request with its payload, if any, and waits for its reply.
-    /// `payload` also says what a read expects back.
+    /// Sends one request with its payload, if any, and waits for its reply. `payload` also sets
+    /// what a read returns.
     ///
-    /// # Errors
-    /// [`Failure::Refused`] with the server's error number; the connection may go on.
+    /// # Errors [`Failure::Refused`] with the server's error number; the connection stays usable.
     pub fn request(&mut self, mut request: Request, payload: &[u8]) -> Answer<Vec<u8>> {
         self.cookie += 1;
         request.cookie = self.cookie;
@@ -310,10 +307,9 @@ impl Client {
         self.command(wire::CMD_FLUSH, 0, 0, 0)
     }
 
-    /// Says good-bye (`NBD_CMD_DISC`) and closes.
+    /// Sends `NBD_CMD_DISC` and closes.
     ///
-    /// # Errors
-    /// The connection was gone already.
+    /// # Errors The connection was closed already.
     pub fn disconnect(mut self) -> Answer<()> {
         let request = Request { command: wire::CMD_DISC, ..Request::default() };
         Ok(self.stream.write_all(&request.bytes())?)

@@ -1,7 +1,7 @@
-//! A remote store nobody here wrote: `nbdkit` on a unix socket, which counts what it is asked.
+//! A remote store by a third-party server: `nbdkit` on a unix socket, which counts its requests.
 //!
-//! Its log filter writes a line per request, flushed at once, so that a test can tell by counts, not
-//! by time, what reached the store.
+//! Its log filter writes a line per request, flushed at once, so that a test can determine by
+//! counts, not by time, what reached the store.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -60,10 +60,9 @@ impl Nbdkit {
         Ok(())
     }
 
-    /// Kills it (SIGKILL) and waits until it is gone.
+    /// Kills it (SIGKILL) and waits until it has ended.
     ///
-    /// # Errors
-    /// The system refuses.
+    /// # Errors The system refuses.
     pub fn kill(&mut self) -> Result {
         if let Some(mut child) = self.child.take() {
             child.kill().map_err(Error::io("kill nbdkit"))?;
@@ -72,10 +71,9 @@ impl Nbdkit {
         Ok(())
     }
 
-    /// Has it stand still: it keeps its connections and answers nothing, until [`Nbdkit::go_on`].
+    /// Stops it (SIGSTOP): it keeps its connections and does not reply until [`Nbdkit::go_on`].
     ///
-    /// # Errors
-    /// It does not run.
+    /// # Errors It does not run.
     pub fn stand_still(&self) -> Result {
         let pid = self.signal(Signal::STOP)?;
         // Each thread stops by itself, a moment later.
@@ -90,10 +88,9 @@ impl Nbdkit {
         })
     }
 
-    /// Has it go on after [`Nbdkit::stand_still`].
+    /// Continues it after [`Nbdkit::stand_still`].
     ///
-    /// # Errors
-    /// It does not run.
+    /// # Errors It does not run.
     pub fn go_on(&self) -> Result {
         self.signal(Signal::CONT).map(drop)
     }
@@ -119,21 +116,19 @@ impl Nbdkit {
         Ok(Client::open(&self.socket, "")?)
     }
 
-    /// Requests of a kind it was asked so far, as its log calls them: `Read`, `Write`, `Zero`,
+    /// The number of requests of a kind so far, named as in its log: `Read`, `Write`, `Zero`,
     /// `Trim`, `Flush`.
     ///
-    /// # Errors
-    /// The log cannot be read.
+    /// # Errors The log cannot be read.
     pub fn count(&self, kind: &str) -> Result<usize> {
         let text = fs::read_to_string(&self.log).map_err(Error::io("read the log of nbdkit"))?;
         let word = format!(" {kind} ");
         Ok(text.lines().filter(|line| line.contains(&word)).count())
     }
 
-    /// Byte offset and length of every read it was asked for.
+    /// Byte offset and length of every read so far.
     ///
-    /// # Errors
-    /// The log cannot be read.
+    /// # Errors The log cannot be read.
     pub fn reads(&self) -> Result<Vec<(u64, u64)>> {
         let text = fs::read_to_string(&self.log).map_err(Error::io("read the log of nbdkit"))?;
         let number = |line: &str, field: &str| {
@@ -149,10 +144,9 @@ impl Nbdkit {
             })
     }
 
-    /// As [`Nbdkit::count`] once nothing was asked for a while: read-ahead has ended.
+    /// As [`Nbdkit::count`] once no request has arrived for a while: read-ahead has ended.
     ///
-    /// # Errors
-    /// The log cannot be read, or requests go on for ever.
+    /// # Errors The log cannot be read, or requests continue without end.
     pub fn count_at_rest(&self, kind: &str) -> Result<usize> {
         let mut last = (usize::MAX, std::time::Instant::now());
         process::until("no more requests to the store", PATIENCE, || {

@@ -6,25 +6,24 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
-/// How long whatever must come is waited for. It ends tests that hang and judges no speed: a machine with
-/// much else to do is slow.
+/// The limit for every wait. It ends tests that hang and does not measure speed: a busy machine is
+/// slow.
 pub const PATIENCE: Duration = Duration::from_secs(180);
 
-/// Resident memory in bytes that is the process's own: what it has lent to the kernel (`LazyFree`)
-/// is resident until it is taken, but gone as far as anybody else is concerned.
+/// Resident memory in bytes that the process uses: what it has lent to the kernel (`LazyFree`) is
+/// resident until it is discarded, but available to other processes.
 ///
-/// # Errors
-/// The process is gone.
+/// # Errors The process has ended.
 pub fn resident(pid: u32) -> Result<u64> {
     let [resident, lent] = rollup(pid, ["Rss:", "LazyFree:"])?;
     Ok(resident.saturating_sub(lent))
 }
 
-/// As [`resident`], without the pages of mapped files, its program among them: they are page cache, and how
-/// much of it is resident depends on what else runs on the machine. With what is in swap.
+/// As [`resident`], without the pages of mapped files, its program among them: they are page cache,
+/// and how much of it is resident depends on what else runs on the machine. Includes swapped
+/// memory.
 ///
-/// # Errors
-/// The process is gone.
+/// # Errors The process has ended.
 pub fn own(pid: u32) -> Result<u64> {
     let [anonymous, lent, swapped] = rollup(pid, ["Anonymous:", "LazyFree:", "Swap:"])?;
     Ok(anonymous.saturating_sub(lent) + swapped)
@@ -45,10 +44,9 @@ fn rollup<const N: usize>(pid: u32, names: [&str; N]) -> Result<[u64; N]> {
     Ok(figures)
 }
 
-/// Open file descriptors, each with what it points at, sorted.
+/// Open file descriptors, each with its target, sorted.
 ///
-/// # Errors
-/// The process is gone.
+/// # Errors The process has ended.
 pub fn open_files(pid: u32) -> Result<Vec<String>> {
     let path = format!("/proc/{pid}/fd");
     let entries = std::fs::read_dir(&path).map_err(Error::io(&path))?;
@@ -114,10 +112,9 @@ pub struct Held {
 }
 
 impl Held {
-    /// Looks at a process.
+    /// Samples a process.
     ///
-    /// # Errors
-    /// It is gone.
+    /// # Errors It has ended.
     pub fn by(pid: u32) -> Result<Held> {
         Ok(Held { pid, files: open_files(pid)?, own: own(pid)? })
     }
@@ -150,10 +147,9 @@ impl Held {
     }
 }
 
-/// Calls `probe` until it gives a value, pausing a little between calls; gives up after `limit`.
+/// Calls `probe` until it returns a value, pausing a little between calls; fails after `limit`.
 ///
-/// # Errors
-/// What `probe` says, or that `what` did not happen in time.
+/// # Errors What `probe` returns, or that `what` did not happen in time.
 pub fn until<T>(
     what: &str,
     limit: Duration,

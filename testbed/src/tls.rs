@@ -11,7 +11,7 @@ pub struct Authority {
     dir: PathBuf,
 }
 
-/// Who a certificate is for.
+/// The subject of a certificate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// A server on this machine: `localhost`, `127.0.0.1`, `::1`.

@@ -25,7 +25,7 @@ pub struct Tool {
 /// How a program ended and what it said.
 #[derive(Debug, Clone)]
 pub struct Outcome {
-    /// The command, as a person would type it.
+    /// The command, as typed in a shell.
     pub command: String,
     /// How it ended.
     pub status: ExitStatus,
@@ -148,19 +148,17 @@ impl Tool {
         })
     }
 
-    /// Runs the program and asks for success.
+    /// Runs the program and expects success.
     ///
-    /// # Errors
-    /// As [`Tool::run`]; or the program failed.
+    /// # Errors As [`Tool::run`]; or the program failed.
     pub fn ok(&self) -> Result<Outcome> {
         let outcome = self.run()?;
         if outcome.status.success() { Ok(outcome) } else { Err(outcome.unexpected("to succeed")) }
     }
 
-    /// Runs the program and asks for a failure that it noticed itself (an exit status, no signal).
+    /// Runs the program and expects a failure that it reported itself (an exit status, no signal).
     ///
-    /// # Errors
-    /// As [`Tool::run`]; or the program succeeded or died by a signal.
+    /// # Errors As [`Tool::run`]; or the program succeeded or died by a signal.
     pub fn fails(&self) -> Result<Outcome> {
         let outcome = self.run()?;
         match outcome.status.code() {

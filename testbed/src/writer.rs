@@ -1,7 +1,7 @@
-//! A connection that writes as fast as it may, and tells a [`Ledger`] what it was promised.
+//! A connection that writes as fast as possible, and records what was acknowledged in a [`Ledger`].
 //!
 //! Writes, writes of zeroes and flushes in random order, many in flight, of 512 bytes to 32 KiB,
-//! some with FUA. It goes on until the connection ends: that is how the daemon's end is watched.
+//! some with FUA. It runs until the connection ends, by which the daemon's end is observed.
 
 use crate::Result;
 use crate::ledger::{Flush, Ledger, Ticket};
@@ -29,7 +29,7 @@ pub enum Promise {
     Acknowledged,
 }
 
-/// What a reply is waited for.
+/// The request that a reply belongs to.
 #[derive(Debug)]
 enum Open {
     Write(Ticket, bool, usize),
@@ -50,8 +50,8 @@ pub struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// A writer on a connection of its own, for the bytes of the disk in `range` (multiples of
-    /// 32 KiB), which must be nobody else's.
+    /// A writer on a connection of its own, for the bytes of the disk in `range` (multiples of 32
+    /// KiB), which no other writer may use.
     #[must_use]
     pub fn new(
         client: Client,

@@ -22,7 +22,7 @@ Environment: EBBD_BIN, the daemon to measure (built in release if not given).
 ";
 
 fn log(text: impl std::fmt::Display) {
-    // Nobody is left to be told when stderr itself fails.
+    // There is nowhere to report an error of stderr.
     let _ = writeln!(io::stderr().lock(), "bench-cache-guest: {text}");
 }
 

@@ -1,7 +1,7 @@
-//! `bench-pool`: what elastic memory costs and how soon it answers, on a running daemon.
+//! `bench-pool`: the cost of elastic memory and its response time, on a running daemon.
 //!
 //! Figures go to stdout, one line each (`name ours peer ratio bar ok|short`); progress and single
-//! rounds to stderr. A bar that is missed is a result: the exit status says only whether every
+//! rounds to stderr. A missed target is a result: the exit status shows only whether every
 //! measurement ran.
 
 use std::io::{self, Write};

@@ -1,11 +1,11 @@
 //! Prints the acceptance figures of writeback, one line each on stdout, `name ours peer ratio bar
-//! ok|short`; the log goes to stderr. The peer is Linux's present law.
+//! ok|short`; the log goes to stderr. The peer is Linux's current algorithm.
 //!
-//! Figures are costs: less is better, so that what is to be at least 99 % busy is shown as at most
-//! 1 % idle. First come simulated devices, then real ones, which are slow stores behind a daemon.
+//! Figures are costs: less is better, so that a target of at least 99 % busy is shown as at most 1
+//! % idle. First come simulated devices, then real ones, which are slow stores behind a daemon.
 //!
-//! Exit status: 0 when everything ran (a missed bar is said in its line), 1 when something failed to
-//! run, 2 for bad usage.
+//! Exit status: 0 when everything ran (a missed target is shown in its line), 1 when something
+//! failed to run, 2 for bad usage.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -27,7 +27,7 @@ usage: bench-writeback [--only PATTERN] [--real DIR]
 
 type Print<'a> = &'a mut dyn FnMut(&Figure) -> io::Result<()>;
 
-/// What the person asked for.
+/// The command line's options.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Asked {
     only: Option<String>,
@@ -107,7 +107,7 @@ fn cost(scenario: &Scenario, ours: &Measured, peer: &Measured) -> Option<Figure>
     Some(figure)
 }
 
-/// Progress on stderr; nobody is left to be told when that fails.
+/// Progress on stderr; there is nowhere to report an error of it.
 fn log(text: &str) {
     let _ = writeln!(io::stderr().lock(), "bench-writeback: {text}");
 }

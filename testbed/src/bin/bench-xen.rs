@@ -71,6 +71,6 @@ fn print(figures: &[Figure]) -> Result {
 }
 
 fn log(text: &str) {
-    // Nobody is left to be told when stderr itself fails.
+    // There is nowhere to report an error of stderr.
     let _ = writeln!(io::stderr().lock(), "bench-xen: {text}");
 }

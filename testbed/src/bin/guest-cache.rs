@@ -1,11 +1,11 @@
-//! Runs in a guest that is short of memory: an I/O job over the daemon's export `v`, beside a build or
-//! a neighbour that allocates, and what came of it. See `testbed::bench::cache_guest`.
+//! Runs in a guest that is short of memory: an I/O job over the daemon's export `v`, next to a
+//! build or a neighbour that allocates; prints the results. See `testbed::bench::cache_guest`.
 //!
 //! `guest-cache build PID MIB COMMAND...` and `guest-cache neighbour PID MIB MIB` print one line of
-//! `key=value` pairs; PID is the daemon's, the first MIB the working set of the job. Itself it calls
-//! `guest-cache touch MIB` for a process of its own, which allocates, touches all it has, says how many
-//! microseconds that took and how many of them it had a processor, and keeps it until its standard input
-//! ends.
+//! `key=value` pairs; PID is the daemon's, the first MIB the working set of the job. It runs
+//! `guest-cache touch MIB` as a separate process, which allocates and touches this memory, prints
+//! how many microseconds that took and for how many of them it had a processor, and keeps it until
+//! its standard input ends.
 
 use serde_json::Value;
 use std::fs;
@@ -25,11 +25,11 @@ const SOCKET: &str = "/tmp/nbd.sock";
 const CONTROL: &str = "/tmp/control.sock";
 const PAGE: usize = 4096;
 const MIB: usize = 1 << 20;
-/// Requests under way when data is read as fast as may be.
+/// Requests in flight when data is read as fast as possible.
 const DEPTH: u32 = 16;
 /// Long enough for the daemon to lend what is not used.
 const REST: Duration = Duration::from_secs(3);
-/// Reads between two looks at the hit ratio, and how long it may take to come back.
+/// Reads between two samples of the hit ratio, and how long it may take to recover.
 const WINDOW: u32 = 256;
 const PATIENCE: Duration = Duration::from_secs(90);
 
@@ -40,11 +40,11 @@ struct Counts {
     pages_out: u64,
     major: u64,
     lazily_freed: u64,
-    /// Pages the kernel looked at to find memory.
+    /// Pages that the kernel scanned to reclaim memory.
     scanned: u64,
-    /// Of the pages it then took, those for which somebody who allocated had to wait.
+    /// Pages that were reclaimed directly, while an allocation waited.
     direct: u64,
-    /// Times that somebody waited.
+    /// How often an allocation waited.
     stalls: u64,
     /// Processor time of the daemon, ms.
     daemon_ms: u64,
@@ -124,7 +124,7 @@ fn held() -> Result<Held> {
     })
 }
 
-/// Share of what was read between two looks that was found, per cent.
+/// Share of the bytes read between two samples that was found, per cent.
 fn hit_percent(before: Held, after: Held) -> u64 {
     let (hit, miss) = (after.hit - before.hit, after.miss - before.miss);
     (hit * 100).checked_div(hit + miss).unwrap_or(0)
@@ -249,7 +249,7 @@ fn build(pid: &str, mib: u64, command: &[&str]) -> Result {
     let available = field(&read("/proc/meminfo")?, "MemAvailable:");
     let started = Instant::now();
     let (status, line) = beside(&mut job, || {
-        // What the build says belongs on the console, not into the answer.
+        // The build's output belongs on the console, not into the results.
         let status = Command::new(program).args(arguments).stdout(io::stderr()).status();
         status.map_err(Error::io("run the build"))
     })?;
@@ -385,7 +385,7 @@ fn main() -> ExitCode {
     match dispatch(&args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // If stderr is gone, too, the status still tells.
+            // If stderr is closed, too, the exit status still shows it.
             let _ = writeln!(io::stderr().lock(), "guest-cache: {error}");
             ExitCode::FAILURE
         }

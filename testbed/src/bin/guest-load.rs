@@ -1,9 +1,9 @@
-//! The load of a guest's disk: reads or writes past the page cache with so many requests in flight,
-//! and says what one cost; or writes and reads verified content for as long as it is told.
+//! The load of a guest's disk: reads or writes that bypass the page cache with so many requests in
+//! flight, and prints the cost of one; or writes and reads verified content for a given time.
 //!
-//! One thread and the kernel's own asynchronous I/O, so that the load itself costs little and always
-//! the same. (An `io_uring` hands what would have to wait for a free tag to threads of its own, which
-//! costs more than a disk's backend does.)
+//! One thread and the kernel's own asynchronous I/O, so that the load itself costs little and
+//! always the same. (An `io_uring` passes requests that would have to wait for a free tag to its
+//! worker threads, which cost more than a disk's backend does.)
 //!
 //! ```text
 //! guest-load DEVICE rr|rw|sr|sw SIZE DEPTH COUNT   random or sequential, read or write
@@ -53,7 +53,7 @@ fn main() -> ExitCode {
 }
 
 fn say(line: &str) {
-    // Nobody is left to be told when the console is gone.
+    // There is nowhere to report a closed console.
     let _ = io::Write::write_all(&mut io::stdout().lock(), format!("{line}\n").as_bytes());
 }
 
@@ -106,7 +106,7 @@ impl Disk {
         &mut self.memory[start..start + length]
     }
 
-    /// Puts a request in line; [`Disk::wait`] sends it.
+    /// Queues a request; [`Disk::wait`] submits it.
     fn start(&mut self, request: &Request) {
         let buffer = self.buffer(request.slot, request.length).as_mut_ptr();
         let entry = Control {
@@ -121,8 +121,8 @@ impl Disk {
         self.queue.line.push(entry);
     }
 
-    /// Sends what is in line and waits for at least one request; gives slot and result of each that
-    /// is done.
+    /// Submits what is queued and waits for at least one completion; returns slot and result of
+    /// each.
     fn wait(&mut self, done: &mut Vec<(usize, i64)>) -> io::Result<()> {
         self.queue.send()?;
         self.queue.wait(done)
@@ -241,7 +241,7 @@ fn load(
     let mut free: Vec<usize> = (0..depth).collect();
     let begin = Instant::now();
     while ended < count {
-        // One look at the clock for all: it is a system call here, and not a cheap one.
+        // One clock reading for all: it is a system call here, and not a cheap one.
         let now = Instant::now();
         while started < count
             && let Some(slot) = free.pop()

@@ -1,10 +1,10 @@
-//! Runs in a guest that is short of memory: many volumes used in turn, a neighbour that allocates,
-//! and what came of it. See `testbed::bench::pressure`.
+//! Runs in a guest that is short of memory: many volumes used one after the other, a neighbour that
+//! allocates; prints the results. See `testbed::bench::pressure`.
 //!
-//! `guest-pressure run SOCKET PID VOLUMES NEIGHBOUR_MIB` prints one line of `key=value` pairs; PID is
-//! the daemon's. `guest-pressure fill SOCKET VOLUMES` only uses the volumes. Itself it calls
-//! `guest-pressure neighbour MIB` for a process of its own: each line it is sent has it touch all its
-//! memory and answer with the microseconds that took and the worst MiB of them.
+//! `guest-pressure run SOCKET PID VOLUMES NEIGHBOUR_MIB` prints one line of `key=value` pairs; PID
+//! is the daemon's. `guest-pressure fill SOCKET VOLUMES` only uses the volumes. It runs
+//! `guest-pressure neighbour MIB` as a separate process: for each line it reads it touches all its
+//! memory and prints the microseconds that took and the slowest MiB of them.
 
 use std::fs;
 use std::io::{self, BufRead, BufReader, Write};
@@ -22,7 +22,7 @@ const PAGE: usize = 4096;
 const MIB: usize = 1 << 20;
 /// Volumes that are in use while the neighbour allocates.
 const ACTIVE: usize = 4;
-/// Requests of a burst: all of them are under way at once.
+/// Requests of a burst: all of them are in flight at once.
 const DEPTH: u32 = 32;
 /// Requests of a burst when volumes are used again, under pressure.
 const AGAIN: u32 = 16;
@@ -72,7 +72,7 @@ fn open(socket: &str, volumes: usize) -> Result<Vec<UnixStream>> {
     (0..volumes).map(open).collect()
 }
 
-/// A burst at each volume in turn.
+/// A burst at each volume, one after the other.
 fn use_all(streams: &mut [UnixStream], depth: u32) -> Result {
     for stream in streams {
         burst(stream, depth)?;
@@ -230,7 +230,7 @@ fn main() -> ExitCode {
     match dispatch(&args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // If stderr is gone, too, the status still tells.
+            // If stderr is closed, too, the exit status still shows it.
             let _ = writeln!(io::stderr().lock(), "guest-pressure: {error}");
             ExitCode::FAILURE
         }

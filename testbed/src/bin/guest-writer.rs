@@ -1,5 +1,5 @@
-//! Runs in a guest whose power is cut: writes durably and tells each promise it was given, or
-//! looks afterwards whether every promise was kept. See `tests/powercut.rs`.
+//! Runs in a guest whose power is cut: writes durably and prints each acknowledgement, or checks
+//! afterwards that every acknowledged write is there. See `tests/powercut.rs`.
 //!
 //! `guest-writer write SOCKET` prints `done N` after the N-th write is durable, until killed.
 //! `guest-writer verify SOCKET LAST` fails unless the writes up to LAST are there.
@@ -48,7 +48,7 @@ fn verify(clients: &mut [Client], last: u64) -> Result {
         let data = clients[export].read(offset, BLOCK)?;
         let name = EXPORTS[export];
         for (sector, at) in data.chunks(SECTOR).zip((offset..).step_by(SECTOR)) {
-            // Writes after the last one told may be there, too, even in part.
+            // Writes after the last one printed may be there, too, even in part.
             let stamp = stamp_of(sector, at);
             let kept = stamp.is_some_and(|n| n >= promise && place(n) == (export, offset));
             check(kept, || format!("{name}, byte {at}: promised {promise}, found {stamp:?}"))?;
@@ -77,7 +77,7 @@ fn main() -> ExitCode {
     match run(&args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // If stderr is gone, too, the status still tells.
+            // If stderr is closed, too, the exit status still shows it.
             let _ = writeln!(io::stderr().lock(), "guest-writer: {error}");
             ExitCode::FAILURE
         }

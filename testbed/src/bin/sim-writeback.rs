@@ -74,7 +74,7 @@ fn run(mode: &Mode) -> Result<(), String> {
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let Some(mode) = parse(&arguments) else {
-        // Nobody is left to be told when stderr itself fails.
+        // There is nowhere to report an error of stderr.
         let _ = io::stderr().lock().write_all(HELP.as_bytes());
         return ExitCode::from(2);
     };

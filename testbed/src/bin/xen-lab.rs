@@ -1,7 +1,8 @@
-//! Boots Xen by hand: runs a job from a directory in dom0, shows the console, gives the job's status.
+//! Boots Xen by hand: runs a job from a directory in dom0, shows the console, and exits with the
+//! job's status.
 //!
-//! `xen-lab DIRECTORY` runs `DIRECTORY/job.sh`; the other files there lie beside it in `/job`. What the
-//! job leaves in `/out` is copied to `DIRECTORY/out`.
+//! `xen-lab DIRECTORY` runs `DIRECTORY/job.sh`; the other files there are beside it in `/job`. What
+//! the job leaves in `/out` is copied to `DIRECTORY/out`.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};

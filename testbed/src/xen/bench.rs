@@ -1,8 +1,8 @@
-//! Measures the daemon's Xen backend beside the kernel's, and QEMU's, in one boot; and what it
-//! swaps under memory pressure.
+//! Measures the daemon's Xen backend, the kernel's and QEMU's, in one boot; and what it swaps under
+//! memory pressure.
 //!
 //! Times are instructions (see [`super`]): of the whole machine, guest and dom0, for one operation.
-//! A figure is the median of its rounds, which take turns.
+//! A figure is the median of its rounds, which alternate.
 
 mod cap;
 mod pressure;

@@ -37,7 +37,7 @@ pub struct Machine {
 /// What is left of a machine that powered off, or was switched off when its time was over.
 #[derive(Debug)]
 pub struct Outcome {
-    /// Status of the job; 125 when it did not come to its end (a panic, or the time limit).
+    /// Status of the job; 125 when it did not complete (a panic, or the time limit).
     pub status: i32,
     /// The whole console: Xen and dom0.
     pub console: String,
@@ -125,10 +125,9 @@ impl Machine {
         self
     }
 
-    /// Boots, runs the job, and asks for status 0.
+    /// Boots, runs the job, and expects status 0.
     ///
-    /// # Errors
-    /// As [`Machine::run`]; or the job failed: the error shows the consoles.
+    /// # Errors As [`Machine::run`]; or the job failed: the error shows the consoles.
     pub fn ok(self) -> Result<Outcome> {
         let outcome = self.run()?;
         match outcome.status {
@@ -255,16 +254,15 @@ impl Machine {
 }
 
 impl Outcome {
-    /// The last answer given under this key: by the job (`say KEY VALUE`), or by guest `NAME`
+    /// The last result reported under this key: by the job (`say KEY VALUE`), or by guest `NAME`
     /// (`NAME.KEY`).
     ///
-    /// # Errors
-    /// There is none; the error shows the consoles.
+    /// # Errors There is none; the error shows the consoles.
     pub fn answer(&self, key: &str) -> Result<String> {
         self.answers(key).pop().ok_or_else(|| self.unexpected(&format!("an answer called {key}")))
     }
 
-    /// All answers given under this key, in order.
+    /// All results reported under this key, in order.
     #[must_use]
     pub fn answers(&self, key: &str) -> Vec<String> {
         let text = self.text("answers");

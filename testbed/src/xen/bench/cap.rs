@@ -1,7 +1,7 @@
-//! What a guest past the cap of persistent grants costs its neighbour: `bench-cap` of the Xen crate,
-//! over shared memory, on one processor whose clock counts instructions.
+//! What a guest beyond the limit of persistent grants costs its neighbour: `bench-cap` of the Xen
+//! crate, over shared memory, on one processor whose clock counts instructions.
 //!
-//! It runs in dom0 of a machine without guests, since there time is instructions: a figure repeats
+//! It runs in dom0 of a machine without guests, since time is instructions there: a figure repeats
 //! whatever else the host does, which a 99th percentile on a busy host does not.
 
 use super::super::Machine;
@@ -9,16 +9,15 @@ use crate::bench::figure::{Bar, Figure};
 use crate::{Result, binary};
 use std::time::Duration;
 
-/// A guest's first pass through its pages takes some 0.3 s: it is over before anything counts.
+/// A guest's first pass through its pages takes some 0.3 s: it has ended before anything counts.
 const JOB: &str = "bench-cap 2 2 >/out/cap 2>/out/cap.log";
 /// Of the neighbour's 99th percentile.
 const SLOWER_MOST: f64 = 1.2;
 
-/// Runs it and gives its figures: microseconds of the neighbour's reads, beside a guest that goes
-/// through all its grants, and beside one that keeps to the cap.
+/// Runs it and returns its figures: microseconds of the neighbour's reads, next to a guest that
+/// goes through all its grants, and next to one within the limit.
 ///
-/// # Errors
-/// The machine cannot be booted; the error shows its console.
+/// # Errors The machine cannot be booted; the error shows its console.
 pub fn cap() -> Result<Vec<Figure>> {
     let outcome = Machine::new(JOB)
         .program(binary::example("ebb-export-xen", "bench-cap")?)

@@ -1,7 +1,7 @@
-//! The seed's test of memory pressure (seed `000`) on real Xen: what dom0 swaps while 23 disks are
-//! used in turn, and all at once, by the length of a squeeze.
+//! The test of memory pressure on real Xen: what dom0 swaps while 23 disks are used one after the
+//! other, and all at once, by the duration of a squeeze.
 //!
-//! The neighbour's memory does not fit beside what idle disks could keep, so what is not given back
+//! The neighbour's memory does not fit next to what idle disks could keep, so what is not released
 //! is swapped. Counts of pages; seconds are those of the machine, whose clock counts instructions.
 
 use super::super::Machine;
@@ -10,7 +10,7 @@ use crate::{Result, binary};
 use std::path::Path;
 use std::time::Duration;
 
-/// What is set in turn: name, `buffer_squeeze_duration_ms`, `max_buffer_pages`.
+/// The settings that are compared: name, `buffer_squeeze_duration_ms`, `max_buffer_pages`.
 const SETTINGS: [(&str, u32, u32); 5] = [
     ("default", 10, 1024),
     ("off", 0, 1024),
@@ -30,7 +30,7 @@ pub struct Pressure {
     pub persistent: bool,
     /// The daemon's `idle_memory`.
     pub idle_memory: &'static str,
-    /// Times that all settings are gone through: every other time in the opposite order.
+    /// Rounds through all settings: every other one in the opposite order.
     pub rounds: u32,
 }
 
@@ -101,8 +101,8 @@ pub fn pressure(daemon: &Path, how: Pressure) -> Result<Vec<Figure>> {
     }
 }
 
-/// What is set, in order. The first is nobody's: whoever is first has the neighbour swap what it does
-/// not use, and maps what was given back meanwhile.
+/// The settings, in order. The first does not count: the first run makes the neighbour swap what it
+/// does not use, and maps what was released meanwhile.
 fn settings(rounds: u32) -> String {
     let line = |&(name, squeeze, pages): &(&str, u32, u32)| format!("{name} {squeeze} {pages}\n");
     let mut lines = vec!["warm 10 1024\n".to_owned()];
