@@ -98,7 +98,7 @@ fn a_length_of_4_gib_is_refused_without_taking_memory() -> Result {
             let mut client = Client::open(&server.socket(), export)?;
             refused(&what("READ"), client.read(0, length), &too_long)?;
             check(client.read(0, 512)?.len() == 512, || what("no read after a READ"))?;
-            // The payload of such a write is not worth reading: an answer or an end will do.
+            // The payload of such a write need not be read: a reply or a disconnect is valid.
             let command = wire::CMD_WRITE;
             let request = Request { command, length, ..Request::default() };
             match client.request(request, &[]) {
@@ -130,7 +130,7 @@ fn a_write_longer_than_allowed_leaves_the_connection_in_order() -> Result {
     client.write(0, &data, 0)?;
     check(client.read(0, 1 << 20)? == data, || "a request of just 1 MiB".into())?;
     match client.write(0, &vec![9; 2 << 20], 0) {
-        // It may hang up, or skip the payload and go on. Not: take data for requests.
+        // It may disconnect, or skip the payload and continue. It must not take data for requests.
         Err(Failure::Io(_)) => client = Client::open(&server.socket(), "disk")?,
         Err(Failure::Refused(_)) => {}
         other => return Err(Error::unexpected(format!("WRITE of 2 MiB: seen {other:?}"))),
@@ -224,7 +224,7 @@ fn invalid_options_are_refused_and_the_handshake_continues() -> Result {
         let answer = hand.option(wire::OPT_SET_META_CONTEXT, &data);
         option_refused(&format!("SET_META_CONTEXT with {what}"), answer, invalid)?;
     }
-    // After all that the handshake goes on.
+    // After all that the handshake continues.
     let mut client = hand.go("disk")?;
     client.read(0, 512)?;
     other_clients_are_served(&mut server)
@@ -305,8 +305,8 @@ fn noise_in_every_phase_affects_no_other_client() -> Result {
     other_clients_are_served(&mut server)
 }
 
-/// Sends all, says that no more comes, reads to the end. What the server makes of it is its
-/// business, as long as it comes to an end.
+/// Sends everything, closes the sending direction, and reads to the end. Any reply of the server is
+/// valid, as long as it ends.
 fn talk(mut stream: UnixStream, bytes: &[u8]) -> Result<Vec<u8>> {
     // It may have hung up in the middle.
     let _ = stream.write_all(bytes);
@@ -314,8 +314,8 @@ fn talk(mut stream: UnixStream, bytes: &[u8]) -> Result<Vec<u8>> {
     closed("a client that has said it is done", &mut stream)
 }
 
-/// All that a client says in a conversation that uses every option and every command, sent
-/// without waiting for answers.
+/// The bytes of a client that uses every option and every command, sent without waiting for
+/// replies.
 fn conversation() -> Vec<u8> {
     let context = {
         let mut b = go_data("disk");
@@ -357,8 +357,8 @@ fn conversation() -> Vec<u8> {
     all
 }
 
-/// One connection that is cut: after `sent` bytes of what the client says (with or without
-/// reading what the server answers), or after `read` bytes of what the server answers.
+/// One connection that is cut: after the client has sent `sent` bytes (with or without reading the
+/// server's replies), or after `read` bytes of the server's replies.
 fn cut(socket: &Path, bytes: &[u8], way: usize, answers: usize, n: usize) -> Result {
     let mut stream = nbd::connect(socket, nbd::PATIENCE).map_err(Error::io("connect"))?;
     let send = |stream: &mut UnixStream, count: usize| {
@@ -375,7 +375,7 @@ fn cut(socket: &Path, bytes: &[u8], way: usize, answers: usize, n: usize) -> Res
         _ => {
             let count = n % (answers + 1);
             send(&mut stream, bytes.len());
-            // Answers vary a little with what the disk holds, so their end may come first.
+            // The length of the replies depends on what the disk holds, so they may end earlier.
             let read = stream.take(count as u64).read_to_end(&mut Vec::new());
             read.map_err(Error::io(format!("read {count} of {answers} bytes of answers")))?;
         }
@@ -412,7 +412,7 @@ fn ten_thousand_connections_cut_at_every_byte_leave_nothing_behind() -> Result {
     let socket = server.socket();
     let stream = nbd::connect(&socket, nbd::PATIENCE).map_err(Error::io("connect"))?;
     let answers = talk(stream, &bytes)?.len();
-    // Five option replies, nine replies; 68 KiB of data, unless holes are told as holes.
+    // Five option replies, nine replies; 68 KiB of data, unless holes are sent as holes.
     check(answers > 400, || format!("the whole conversation is answered by {answers} bytes"))?;
     let run = |from: usize, count: usize| -> Result {
         (from..from + count).try_for_each(|n| cut(&socket, &bytes, n % 3, answers, n / 3))

@@ -1,6 +1,6 @@
-//! The buffer cache in the daemon, before a remote store nobody here wrote: what reaches the store
-//! and what does not (by counts), what is where when a write is answered, and how the cache follows
-//! its limits and memory pressure.
+//! The buffer cache in the daemon, in front of a third-party remote store: what reaches the store
+//! and what does not (by counts), where data is when a write is acknowledged, and how the cache
+//! follows its limits and memory pressure.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -121,7 +121,7 @@ fn what_was_read_once_never_reaches_the_store_again() -> Result {
     let reads = rig.store.count_at_rest("Read")?;
     check(reads > 0, || "the store logged no read".into())?;
     let before = rig.cache("hit_bytes")?;
-    // In other pieces, on another connection, and by a client nobody here wrote.
+    // In other pieces, on another connection, and by a third-party client.
     read_pattern(&mut client, SIZE, 4096)?;
     read_pattern(&mut rig.client()?, SIZE, 1 << 20)?;
     let copy = rig.server.dir().join("copy");

@@ -1,5 +1,5 @@
-//! A block device whose requests hang, with as many of them under way as its clients can send, beside healthy
-//! volumes that the same worker serves: these go on. Needs root, for the device.
+//! A block device whose requests hang, with as many of them in flight as its clients can send, and
+//! healthy volumes that the same worker serves: these continue. Needs root, for the device.
 
 use std::fs::File;
 use std::io::Write;
@@ -20,7 +20,7 @@ fn broken(error: &testbed::bench::Error) -> Error {
 struct Rig {
     server: Server,
     dead: Dead,
-    /// Connections whose requests are waited for in vain.
+    /// Connections whose requests never complete.
     waiting: Vec<UnixStream>,
 }
 
@@ -39,7 +39,7 @@ impl Rig {
         Ok(Rig { server, dead, waiting: Vec::new() })
     }
 
-    /// Sends `count` requests to the device on each of `clients` connections, which nothing answers.
+    /// Sends `count` requests to the device on each of `clients` connections; none completes.
     fn flood(&mut self, clients: usize, count: u64, command: u16, length: u32) -> Result {
         for client in 0..clients {
             let mut stream = Client::open(&self.server.socket(), "dead")?.into_stream();
@@ -78,7 +78,7 @@ impl Rig {
 
 impl Drop for Rig {
     fn drop(&mut self) {
-        // A daemon whose requests the kernel has does not end before they do.
+        // A daemon does not end before its requests in the kernel.
         self.dead.revive();
     }
 }

@@ -18,7 +18,7 @@ fn verifying(server: &Server, export: &str, options: &[&str]) -> Tool {
         .limit(PATIENCE * 4)
 }
 
-/// Runs such a job and asks that it wrote, read back, and found every checksum right.
+/// Runs such a job and expects that it wrote, read back, and found every checksum right.
 fn verified(server: &mut Server, export: &str, options: &[&str]) -> Result {
     let outcome = verifying(server, export, options).run()?;
     // The engine's own messages stand before the JSON.

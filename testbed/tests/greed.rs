@@ -1,5 +1,5 @@
-//! Clients that stall, flood or come in crowds: the others are served, memory stays within the
-//! limit, and the daemon still ends when asked.
+//! Clients that stall, flood or connect in great numbers: other clients are served, memory stays
+//! within the limit, and the daemon still stops when requested.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -45,7 +45,7 @@ fn flood(stream: &mut UnixStream, bytes: &[u8], most: usize) -> Result<usize> {
             Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                 return Ok(sent);
             }
-            // It may also throw out who does not listen.
+            // It may also disconnect a client that does not read.
             Err(e) if matches!(e.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => {
                 return Ok(sent);
             }
@@ -149,14 +149,14 @@ fn a_flood_does_not_keep_the_daemon_from_ending() -> Result {
 fn a_crowd_is_limited_and_room_is_made_again() -> Result {
     let limit = ["--max-clients", "4"];
     let mut server = Setup::new()?.image("disk", DISK)?.args(limit).start()?;
-    // The one that saw the daemon start may not be gone yet.
+    // The connection that saw the daemon start may still be open.
     let open = || Ok(Client::open(&server.socket(), "disk").ok());
     let mut clients = Vec::new();
     for n in 1..=4 {
         let what = format!("client {n} of 4 is served");
         clients.push(until(&what, Duration::from_secs(20), open)?);
     }
-    // The fifth is turned away or has to wait; it must not be served.
+    // The fifth is refused or has to wait; it must not be served.
     let limit = Duration::from_millis(500);
     let mut fifth = nbd::connect(&server.socket(), limit).map_err(Error::io("connect"))?;
     let served = fifth.read_exact(&mut [0; 18]).is_ok();

@@ -116,7 +116,7 @@ fn the_nbd_client_of_the_kernel_works() -> Result {
     check(used < 8 * MIB, || format!("all is removed and trimmed, but the image takes {used}"))
 }
 
-/// A port that nobody listens on now.
+/// A port on which nothing listens now.
 fn free_port() -> Result<u16> {
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).map_err(Error::io("bind"))?;
     listener.local_addr().map(|a| a.port()).map_err(Error::io("local address"))

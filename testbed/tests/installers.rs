@@ -1,4 +1,5 @@
-//! The scripts that install packages, beside another apt: a stand-in for apt-get whose lists are locked at first.
+//! The scripts that install packages, while another apt runs: a stand-in for apt-get whose lists
+//! are locked at first.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -67,7 +67,7 @@ fn nothing_acknowledged_is_lost_by_a_stop_under_load() -> Result {
             check(stopped?.code() == Some(0), || format!("{signal:?}: exit status 0"))
         })
         .map_err(place)?;
-        // Straight from the image: the daemon is gone.
+        // Directly from the image: the daemon has ended.
         let image = fs::read(server.image_path("disk")).map_err(Error::io("read the image"))?;
         let mut ledger = ledger.lock().unwrap_or_else(PoisonError::into_inner);
         check(ledger.promised() > 100, || "hardly anything written".into())?;
@@ -115,7 +115,7 @@ fn a_hangup_rereads_the_configuration() -> Result {
         Err(e) => Err(e.into()),
     })?;
 
-    // A mistake changes nothing, and is told.
+    // A mistake changes nothing, and is logged.
     let before = server.log().len();
     fs::write(&file, "[volume.stays]\nstroe = 1\n").map_err(Error::io("write"))?;
     server.signal(Signal::HUP)?;

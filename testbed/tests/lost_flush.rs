@@ -1,6 +1,6 @@
-//! A real disk whose flushes fail, and which tells of lost data once: a loop device over a full tmpfs.
-//! After `EIO` the kernel says OK to the next `fdatasync`, with the data on no disk. Needs root, for the
-//! mount and the device.
+//! A real disk whose flushes fail, and which reports lost data once: a loop device over a full
+//! tmpfs. After `EIO` the kernel's next `fdatasync` succeeds, with the data on no disk. Needs root,
+//! for the mount and the device.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -18,7 +18,7 @@ const SIZE: u64 = 16 << 20;
 /// More than the file system below has room for.
 const DATA: usize = 8 << 20;
 
-/// The device; taken down again when dropped.
+/// The device; detached when dropped.
 struct Disk {
     folder: tempfile::TempDir,
     device: String,
@@ -59,7 +59,7 @@ impl Disk {
         Ok(tool.arg("--control").arg(self.control()).ok()?.stdout)
     }
 
-    /// `ebbd stat` tells of it, with the error and what to do.
+    /// `ebbd stat` shows it, with the error and the remedy.
     fn shows_the_loss(&self) -> Result {
         let table = self.stat(&[])?;
         for part in ["disk may have lost changes", "flush", "os error", "repair the device"] {
@@ -162,7 +162,7 @@ fn what_a_disk_lost_is_written_again_when_it_has_room() -> Result {
     check(client.flush().is_err(), || "it is full still, and the data lost".to_owned())?;
     disk.enlarge()?;
     let log = server.log();
-    // A failure from before may still be told, once.
+    // An earlier failure may still be reported, once.
     let flushed = client.flush().is_ok() || client.flush().is_ok();
     check(flushed, || format!("there is room\n{log}"))?;
     check(disk.holds(7)?, || "what was flushed is not there".to_owned())?;

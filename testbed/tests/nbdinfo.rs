@@ -1,5 +1,5 @@
-//! `nbdinfo` looks at the daemon: what it says of an export, the list, the map, and whether the
-//! daemon takes its socket from the one who starts it.
+//! `nbdinfo` with the daemon: the description of an export, the list, the map, and whether the
+//! daemon accepts a socket from the service manager.
 
 use testbed::nbd::{Client, wire};
 use testbed::server::Setup;
@@ -107,7 +107,7 @@ fn the_map_follows_writes_and_trims() -> Result {
         client.write(16 * MIB, &data, wire::FLAG_FUA)?;
         let written = mapped(&server, export, 16 * MIB, 17 * MIB)?;
         check(written == (MIB, 0), || format!("{export}: written, but data/holes {written:?}"))?;
-        // A store may keep data in larger pieces than asked for, never the whole disk.
+        // A store may allocate larger pieces than requested, never the whole disk.
         let whole = mapped(&server, export, 0, 64 * MIB)?;
         check(whole.0 <= 2 * MIB, || format!("{export}: 1 MiB written, data/holes {whole:?}"))?;
 
@@ -136,7 +136,7 @@ fn a_socket_passed_by_the_service_manager_is_served() -> Result {
         .arg(format!("disk=file:{}", setup.image_path("disk").display()))
         .arg("]")
         .run()?;
-    // The tool asks for the default export, named "".
+    // The tool uses the default export, named "".
     let json = outcome.json();
     let size = json.ok().and_then(|j| j["exports"][0]["export-size"].as_u64());
     outcome.check(size == Some(64 * MIB), "the only volume as default export")?;

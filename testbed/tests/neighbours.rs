@@ -98,7 +98,7 @@ fn the_cache_gives_way_to_a_neighbour_in_its_control_group() -> Result {
     check(full + TAKEN > LIMIT, || format!("{full} bytes cached leave the neighbour its own"))?;
     check(left + TAKEN <= LIMIT, || format!("{left} bytes are left beside the neighbour"))?;
     check(count("oom")? == 0, || outcome.unexpected("memory enough").to_string())?;
-    // The host has plenty: whoever looks there only returns nothing.
+    // The host has enough memory: a daemon that reads only the host's counters returns nothing.
     check(receded >= MIB, || outcome.unexpected("memory returned ahead").to_string())?;
     check(lazily <= TAKEN / 8, || format!("the kernel had to take {lazily} bytes by itself"))
 }

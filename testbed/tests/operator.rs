@@ -31,13 +31,13 @@ fn a_successor_serves_the_healthy_while_a_dead_device_holds_the_old_daemon() -> 
     let dead = Dead::make(Kind::Device, setup.dir()).map_err(broken)?;
     let control = setup.dir().join("control.sock");
     let mut server = setup
-        // A device that hangs in fsync: the kernel lets the process go only when it answers.
+        // A device that hangs in fsync: the process ends only when the device responds.
         .volume(&format!("dead={},direct=off", dead.uri()))
         .args(["--drain", "2", "--control"])
         .arg(&control)
         .start()?;
     let outcome = while_it_is_held(&mut server, &dead, &control);
-    // Before anything is waited for.
+    // Before any wait.
     dead.revive();
     let mut old = outcome?;
     let status = process::wait(&mut old, SOON)?;
@@ -53,7 +53,7 @@ fn while_it_is_held(server: &mut Server, dead: &Dead, control: &Path) -> Result<
     client.write(0, &content(1, 0, 4096), 0)?;
     dead.die().map_err(|error| Error::unexpected(format!("die: {error}")))?;
     client.write(8192, &content(1, 8192, 4096), 0)?;
-    // Its answer is not waited for: the kernel keeps the old process's sockets, too.
+    // It never receives a reply: the kernel keeps the old process's sockets, too.
     let mut waiting = client.into_stream();
     let flush = Request { command: wire::CMD_FLUSH, ..Request::default() };
     waiting.write_all(&flush.bytes()).map_err(Error::io("send a flush"))?;
@@ -92,7 +92,7 @@ fn statistics_are_available_when_no_descriptors_are_left() -> Result {
         let numbers = all.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
         Ok(numbers.filter(|number: &u32| *number < 64).count())
     };
-    // Twice: one may be taken for a moment only.
+    // Twice: one may be in use for a moment only.
     while taken()? < 64 || taken()? < 64 {
         clients.push(Client::open(&setup.socket(), "disk")?);
     }
@@ -149,7 +149,7 @@ fn a_stop_does_not_wait_for_a_configuration_that_cannot_be_read() -> Result {
     let mut server = setup.arg("--config").arg(&config).start()?;
     let mut client = Client::open(&server.socket(), "disk")?;
     client.write(0, &content(4, 0, 4096), 0)?;
-    // Whoever opens it to read waits for a writer, as for a file on a server that is gone.
+    // Opening it for reading waits for a writer, as for a file on a server that does not respond.
     Tool::new("mkfifo").arg(&pipe).ok()?;
     fs::rename(&pipe, &config).map_err(Error::io("put a pipe in place"))?;
     until("a reload that hangs", SOON, || {

@@ -1,5 +1,6 @@
-//! A dead store beside healthy ones, through everything a daemon does in its life: start, reload, resize, stop. What
-//! is healthy is served and written as if it were alone; what is dead is told by name.
+//! A dead store next to healthy ones, through the whole life of a daemon: start, reload, resize,
+//! shutdown. Healthy volumes are served and written as if they were alone; dead ones are named in
+//! the log.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -33,7 +34,7 @@ struct Rig {
     config: PathBuf,
     control: PathBuf,
     cache: &'static str,
-    /// Requests that are waited for in vain.
+    /// Requests that never complete.
     waiting: Vec<std::thread::JoinHandle<()>>,
 }
 
@@ -64,7 +65,8 @@ impl Rig {
         self.server.signal(Signal::HUP)
     }
 
-    /// The stores that can die do, after a write that was acknowledged, and with requests under way.
+    /// The stores that can die do, after a write that was acknowledged, and with requests in
+    /// flight.
     fn die(&mut self) -> Result {
         let mut clients = Vec::new();
         for number in 0..self.dead.len() {

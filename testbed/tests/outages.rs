@@ -92,7 +92,7 @@ fn a_server_that_does_not_reply_is_logged_after_ten_seconds_and_so_is_its_reply(
     let socket = server.socket();
     Client::open(&socket, "disk")?.read(0, 4096)?;
     store.stand_still()?;
-    // They may well give up before the server goes on.
+    // They may disconnect before the server continues.
     let writers: Vec<_> = (1..5)
         .map(|number| {
             let socket = socket.clone();

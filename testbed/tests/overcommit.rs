@@ -20,8 +20,8 @@ fn charged(pid: u32) -> Result<u64> {
     kib.map(|kib| kib * 1024).ok_or_else(|| Error::unexpected("no VmData".to_owned()))
 }
 
-/// The daemon starts, serves more than it may have, through a cache that would like to hold it all, and
-/// gives back what it was charged for.
+/// The daemon starts, serves more than its limit through a cache that could hold it all, and
+/// releases what it was charged for.
 #[test]
 fn a_daemon_serves_where_little_memory_is_promised() -> Result {
     let limit = Rlimit { current: Some(LIMIT), maximum: None };
@@ -47,7 +47,7 @@ fn a_daemon_serves_where_little_memory_is_promised() -> Result {
             check(data == content(7, offset, 1 << 20), || {
                 format!("round {round}: wrong data at {offset}")
             })?;
-            // Requests of other sizes find room beside it.
+            // Requests of other sizes find memory meanwhile.
             null.read(0, 4096 << (offset / MIB % 9))?;
         }
         let now = charged(server.pid()?)?;

@@ -1,5 +1,5 @@
-//! Memory pressure, whole: the daemon on this machine told by a FIFO, and in a guest that is really
-//! short of memory, beside a neighbour and within a control group.
+//! Memory pressure, end to end: the daemon on this machine with pressure injected by a FIFO, and in
+//! a guest that is really short of memory, with a neighbour and within a control group.
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use std::fs::OpenOptions;
@@ -43,7 +43,7 @@ fn an_event_on_the_watched_fifo_empties_idle_pools() -> Result {
     let setup = Setup::new()?;
     let (watch, control) = (setup.dir().join("pressure"), setup.dir().join("control.sock"));
     fifo(&watch)?;
-    // Told only: memory that is lent would be gone from the daemon's own before any event.
+    // Injected only: lent memory would be discarded before a real event.
     let mut setup = setup.env("MEMORY_PRESSURE_WATCH", &watch).args(["--idle-memory", "drop"]);
     setup = setup.arg("--control").arg(&control);
     for n in 0..VOLUMES {
@@ -92,8 +92,8 @@ fn an_event_on_the_watched_fifo_empties_idle_pools() -> Result {
     server.healthy()
 }
 
-/// First the daemon as it is by default beside a neighbour; then in a control group whose soft limit
-/// (`memory.high`) is half of what its pools would hold, while the guest has memory enough.
+/// First the daemon with its defaults next to a neighbour; then in a control group whose soft limit
+/// (`memory.high`) is half of what its pools would hold, while the guest has enough memory.
 const SHORT_OF_MEMORY: &str = r#"
 serve
 say lend $(timeout 100 guest-pressure run /tmp/nbd.sock $pid 12 125)
@@ -137,7 +137,7 @@ fn in_a_guest_short_of_memory_idle_pools_cost_no_swap() -> Result {
     };
     check(count("trigger")? == 1, || outcome.unexpected("a privileged trigger").to_string())?;
     check(count("group")? >= 1, || outcome.unexpected("the control group's files").to_string())?;
-    // Usually the daemon has answered before the kernel counts an overrun of `memory.high`.
+    // Usually the daemon has responded before the kernel counts an overrun of `memory.high`.
     let stat: serde_json::Value = serde_json::from_str(outcome.answer("stat")?)
         .map_err(|e| outcome.unexpected(&format!("JSON ({e})")))?;
     let events = stat["pressure"]["events"].as_array().cloned().unwrap_or_default();

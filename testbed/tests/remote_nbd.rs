@@ -1,5 +1,5 @@
 //! Volumes whose store is an NBD server: `nbdkit`, `qemu-nbd`, or another ebbd; over TLS; and with
-//! servers that die and come back under load.
+//! servers that die and are restarted under load.
 
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
@@ -14,7 +14,7 @@ use testbed::{Error, Result, Server, Tool, process};
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 64 * MIB;
 
-/// An NBD server nobody here wrote, on a unix socket; killed when dropped.
+/// A third-party NBD server on a unix socket; killed when dropped.
 struct Backend {
     program: &'static str,
     arguments: Vec<String>,
@@ -135,7 +135,8 @@ fn real_clients_over_qemu_nbd() -> Result {
 /// Runs the load while `end_and_restart` is called again and again.
 fn under_load(server: &mut Server, mut end_and_restart: impl FnMut() -> Result) -> Result {
     let mut times = 0;
-    // On a busy machine a restart takes longer than on an idle one, and a load is over after few.
+    // On a busy machine a restart takes longer than on an idle one, and a load ends after few of
+    // them.
     while times < 4 {
         let tool = server.verified_load();
         let job = std::thread::spawn(move || tool.run());

@@ -1,8 +1,9 @@
-//! What must never come back: reads the tree and names each place with its line and what to write
-//! instead. Every rule is shown an offender in the tests at the end, so that it can fail.
+//! Rules for the tree: reads all files and reports each violation with its line and a remedy. The
+//! tests at the end show each rule a violation, so that each rule can fail.
 //!
-//! Rules see code with comments and the content of strings blanked out. An exception stands in
-//! [`ALLOWED`] with its reason and the number of places; one that nobody uses is itself a finding.
+//! Rules see code with comments and the content of strings blanked out. An exception is listed in
+//! [`ALLOWED`] with its reason and the number of occurrences; an unused exception is itself a
+//! violation.
 
 use std::fmt;
 use std::fs;
@@ -36,7 +37,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// A file of the tree, and for Rust what the rules look at.
+/// A file of the tree, and for Rust what the rules check.
 struct Source {
     path: String,
     raw: String,
@@ -373,7 +374,7 @@ fn judge(source: &Source) -> Vec<Finding> {
     found
 }
 
-/// Takes out what is allowed; an exception that is not needed, or not enough, is told.
+/// Removes what is allowed; reports exceptions that are not needed, or not enough.
 fn less_allowed(found: &[Finding], allowed: &[Allowed]) -> Vec<String> {
     let matches =
         |finding: &Finding, one: &Allowed| (one.0, one.1) == (finding.rule, finding.path.as_str());
@@ -397,7 +398,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
 
-/// Every text file of the tree below `folder` that people write.
+/// Every text file of the tree below `folder` that is written by hand.
 fn read_tree(folder: &Path, name: &str, sources: &mut Vec<Source>) -> std::io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;

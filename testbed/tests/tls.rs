@@ -92,7 +92,8 @@ fn clients_with_certificates_are_accepted_and_plain_clients_are_refused() -> Res
     let outcome = qemu(&server, &credentials, ",tls-hostname=localhost").ok()?;
     outcome.check(outcome.json()?["virtual-size"] == 16 * MIB, "the size of the disk")?;
 
-    // Plain clients: options but STARTTLS are refused, and the list is as secret as the rest.
+    // Plain clients: all options except STARTTLS are refused, and the list is as secret as
+    // everything else.
     info(&server.uri("disk")).fails()?;
     let list = format!("nbd+unix://?socket={}", server.socket().display());
     let outcome = Tool::new("nbdinfo").args(["--json", "--list"]).arg(&list).fails()?;
@@ -184,7 +185,7 @@ fn optional_tls_serves_both() -> Result {
     let back = server.dir().join("plain");
     Tool::new("nbdcopy").arg(server.uri("disk")).arg(&back).ok()?;
     Tool::new("cmp").arg(&back).arg(server.image_path("disk")).ok()?;
-    // A connection that asks for TLS and then talks plain is dropped, and harms nobody.
+    // A connection that requests TLS and then sends plain text is closed, and affects no other.
     plain_after_starttls(&server)?;
     still_serves(&mut server, &uri)
 }

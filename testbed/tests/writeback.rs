@@ -1,5 +1,6 @@
-//! `cache = writeback` in the daemon, before a remote store nobody here wrote: what is acknowledged from
-//! memory, what a flush brings to the store, and what is left after failures, kills and stops.
+//! `cache = writeback` in the daemon, in front of a third-party remote store: what is acknowledged
+//! from memory, what a flush writes to the store, and what remains after failures, kills and
+//! shutdowns.
 
 use std::fs;
 use std::path::PathBuf;
@@ -232,7 +233,7 @@ fn a_failing_store_fails_the_flush_and_its_data_is_kept() -> Result {
     let own = client.read(PAGE, 4096)?;
     check(own == content(5, PAGE, 4096), || "the data is lost".into())?;
     fs::remove_file(&rig.trouble).map_err(Error::io("end the trouble"))?;
-    // What failed in the background meanwhile is told once more.
+    // A failure in the background meanwhile is reported once more.
     let _ = client.flush();
     client.flush()?;
     rig.holds(0, &pages, 5)?;
@@ -282,7 +283,7 @@ fn a_dead_store_delays_no_other_store() -> Result {
     stuck.join().map_err(|_| Error::unexpected("the writer panicked"))
 }
 
-/// What its writers make is taken at a megabyte a second, after two that go at once.
+/// The store accepts a megabyte per second, after two at once.
 const SLOW: [&str; 4] = ["null", "1G", "--filter=rate", "rate=8M"];
 
 #[test]

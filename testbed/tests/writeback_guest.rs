@@ -1,5 +1,5 @@
-//! A guest's ext4 on a writeback volume outlives `kill -9` of the daemon: three times here, twenty times
-//! in `make bench-writeback`. `EBBD_KILLS` asks for another number.
+//! A guest's ext4 on a writeback volume survives `kill -9` of the daemon: three times here, twenty
+//! times in `make bench-writeback`. `EBBD_KILLS` sets another number.
 
 use testbed::binary::Build;
 use testbed::journal::kill_daemons;

@@ -37,7 +37,7 @@ fn machine() -> Result<Machine> {
     Ok(machine)
 }
 
-/// Numbers that were given as an answer, blank-separated.
+/// Numbers that were reported as a result, blank-separated.
 fn numbers(outcome: &Outcome, key: &str) -> Result<Vec<u64>> {
     let text = outcome.answer(key)?;
     let numbers = text.split(' ').map(str::parse).collect::<std::result::Result<_, _>>();
@@ -94,15 +94,15 @@ fn killed_and_replaced(outcome: &Outcome) -> Result {
         check(good, || format!("more than 100 requests, none failed or wrong: {load}"))?;
     }
     let found = numbers(outcome, "kills")?;
-    // Kills; those that left requests open; those that left some of which later ones were answered.
+    // Kills; those that left requests open; those that left some of which later ones had completed.
     let good = matches!(found[..], [20, open, overtaken] if open >= 5 && overtaken >= 1);
     check(good, || format!("20 kills, many with open requests, some out of order, not {found:?}"))
 }
 
 /// What parameters did that were written while requests ran.
 fn parameters(outcome: &Outcome) -> Result {
-    // "PARAMETER MILLISECONDS", until `ebbd stat` shows the effect, which the job waits for; one look
-    // takes 30 ms and more.
+    // "PARAMETER MILLISECONDS", until `ebbd stat` shows the effect, which the job waits for; one
+    // call takes 30 ms and more.
     let effects = outcome.answers("effect");
     for name in [
         "max_persistent_grants",
@@ -125,9 +125,10 @@ fn parameters(outcome: &Outcome) -> Result {
 
 /// Hypercalls for 4 KiB reads at depth 32: none for grants that stay mapped; copies in batches.
 fn counted(outcome: &Outcome) -> Result {
-    // Other things in dom0 call now and then, and a page that is used for the first time is mapped. A
-    // call copies 16 pages if so many are asked for, but a guest fills its ring by parts, too: 0.064 of a
-    // call for a read is usual, and 0.070 was seen on a host whose page cache was dropped all the time.
+    // Other programs in dom0 make calls now and then, and a page that is used for the first time is
+    // mapped. A call copies 16 pages if so many are requested, but a guest fills its ring in parts,
+    // too: 0.064 of a call for a read is usual, and 0.070 was seen on a host whose page cache was
+    // dropped all the time.
     let noise = COUNTED / 200;
     for (phase, grants) in [("persistent", 0), ("copy", COUNTED / 12)] {
         let found = hypercalls(outcome, phase)?;

@@ -1,5 +1,5 @@
-//! What the rules of the tidy test know of this tree: who may know whom, where `unsafe` is, and the
-//! exceptions with their reasons.
+//! What the tidy test knows of this tree: which crates may depend on which, where `unsafe` is, and
+//! the exceptions with their reasons.
 
 /// What a guest's request passes through.
 pub(crate) const DATA_PATH: &[&str] = &[
@@ -14,7 +14,8 @@ pub(crate) const DATA_PATH: &[&str] = &[
     "crates/ebb-export-xen/",
 ];
 
-/// Who may know whom; tests of a crate may use all above it here. A crate that is not here has no place in the design yet.
+/// Permitted dependencies; tests of a crate may also use all crates above it here. A crate that is
+/// not listed is not part of the architecture yet.
 pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-mem", &[]),
     ("ebb-writeback", &[]),

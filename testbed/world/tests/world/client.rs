@@ -1,5 +1,5 @@
-//! An NBD client of the world: speaks the real protocol over a real socket, with several requests under way,
-//! and holds each answer against the oracle. It never waits: it is given turns.
+//! An NBD client of the world: uses the real protocol over a real socket, with several requests in
+//! flight, and checks each reply against the oracle. It never waits: the world's loop steps it.
 
 use std::collections::HashMap;
 use std::io::{ErrorKind, Read, Write};
@@ -44,7 +44,7 @@ enum Style {
 enum Phase {
     /// Waits for the greeting.
     Greeting,
-    /// Waits for the answer to an option.
+    /// Waits for the reply to an option.
     Option(u32),
     Transmission,
     /// Said goodbye.
@@ -78,7 +78,7 @@ impl std::fmt::Debug for Kind {
     }
 }
 
-/// A request under way.
+/// A request in flight.
 #[derive(Debug)]
 struct Request {
     kind: Kind,
@@ -91,12 +91,12 @@ struct Request {
     sent: Instant,
 }
 
-/// What became of a turn.
+/// The result of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
     Idle,
     Busy,
-    /// The connection is over.
+    /// The connection has ended.
     Gone,
 }
 
@@ -120,12 +120,12 @@ pub(crate) struct Client {
     pub(crate) deaf: bool,
     /// Asks for nothing more.
     pub(crate) quiet: bool,
-    /// Each request and answer is printed.
+    /// Each request and reply is printed.
     told: bool,
-    /// Requests that were answered, and of those with success.
+    /// Requests that completed, and of those with success.
     pub(crate) answered: u64,
     pub(crate) succeeded: u64,
-    /// The longest that an answer took.
+    /// The longest time to a reply.
     pub(crate) slowest: Duration,
 }
 
@@ -178,7 +178,7 @@ impl Client {
         }
     }
 
-    /// Requests under way.
+    /// Requests in flight.
     pub(crate) fn open(&self) -> usize {
         self.open.len()
     }
@@ -188,16 +188,15 @@ impl Client {
         self.open.values().map(|request| request.sent).min()
     }
 
-    /// When it wants a turn without having heard anything.
+    /// When it needs a step without having received anything.
     pub(crate) fn wants(&self) -> Option<Instant> {
         let may = self.phase == Phase::Transmission && self.open.len() < self.manner.depth;
         (may && !self.quiet && !self.deaf).then_some(self.next_at)
     }
 
-    /// One turn: send, hear, ask.
+    /// One step: send, receive, submit.
     ///
-    /// # Errors
-    /// A promise that was not kept.
+    /// # Errors A promise that was not kept.
     pub(crate) fn turn(&mut self, oracle: &mut Oracle, now: Instant) -> Result<Turn, String> {
         let mut busy = self.send();
         if !self.deaf {
@@ -224,8 +223,8 @@ impl Client {
         Ok(if busy { Turn::Busy } else { Turn::Idle })
     }
 
-    /// The connection ends. Returns the changes that nobody knows the end of: the server goes on with
-    /// them until its side of the connection ends, too.
+    /// The connection ends. Returns the changes whose outcome is unknown: the server continues them
+    /// until its side of the connection ends, too.
     pub(crate) fn leave(mut self, oracle: &mut Oracle) -> Vec<Writing> {
         let mut orphans = Vec::new();
         let mut open: Vec<_> = self.open.drain().collect();
@@ -240,7 +239,7 @@ impl Client {
         orphans
     }
 
-    /// Says goodbye; the server ends the connection when everything is answered.
+    /// Disconnects; the server ends the connection when everything has completed.
     pub(crate) fn goodbye(&mut self) {
         if self.phase == Phase::Transmission {
             self.quiet = true;
@@ -271,7 +270,7 @@ impl Client {
                     self.written += count;
                     busy = true;
                 }
-                // Full, or gone: then reading says so.
+                // Full, or disconnected: then reading shows it.
                 Err(_) => break,
             }
         }
@@ -377,7 +376,7 @@ impl Client {
     /// Asks for something.
     fn ask(&mut self, oracle: &mut Oracle, now: Instant) {
         let random = &mut self.random;
-        // Also beyond the end, where it was shrunk since this was told its size.
+        // Also beyond the end, if it was shrunk after this client read its size.
         let size = self.size;
         let count = 1 + random.index(self.manner.longest.min(size));
         let reach = self.manner.reach.min(size);
@@ -535,7 +534,7 @@ impl Client {
         Ok(())
     }
 
-    /// What is under way, for people.
+    /// The requests in flight, for messages.
     pub(crate) fn describe(&self) -> String {
         let mut open: Vec<_> = self.open.iter().collect();
         open.sort_unstable_by_key(|(cookie, _)| **cookie);
@@ -561,7 +560,8 @@ fn beyond(oracle: &Oracle, end: usize) -> Option<u64> {
     (end > size).then_some(resizes)
 }
 
-/// What a request beyond the end is answered: unless the volume is being closed, or it is too long besides.
+/// The reply to a request beyond the end, unless the volume is being closed or the request is too
+/// long.
 fn check_beyond(request: &Request) -> Result<(), String> {
     let expected = match request.command {
         WRITE | WRITE_ZEROES => nbd_error::ENOSPC,

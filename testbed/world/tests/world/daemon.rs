@@ -1,7 +1,8 @@
-//! One life of the daemon: from its start to a stop, a kill or a power cut.
+//! One life of the daemon: from its start to a shutdown, a kill or a power cut.
 //!
-//! Everything is the product's but what starts threads: the reclaimer, the memory's advisor and the timer of
-//! its estimates are given their turns here, and stores are opened by an opener that the world can have fail.
+//! Everything is product code except what starts threads: the reclaimer, the memory advisor and the
+//! timer of its estimates are stepped here, and stores are opened by an opener that the world can
+//! make fail.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -31,7 +32,7 @@ use ebbd::stores::{Expected, FileIdentity, StoreError};
 use crate::random::Random;
 use crate::remote::Remote;
 
-/// Between two looks of the reclaimer, and two ticks of the memory.
+/// The intervals of the reclaimer, and of the memory's ticks.
 const KEEPER: Duration = Duration::from_millis(100);
 const TICK: Duration = Duration::from_secs(1);
 
@@ -68,7 +69,7 @@ impl Settings {
 pub(crate) enum Place {
     Disk(Arc<TestStore>),
     Memory(u64),
-    /// An export of a server, and what its URI says beside the address.
+    /// An export of a server, and the further parts of its URI.
     Remote(Remote, &'static str),
 }
 
@@ -137,7 +138,7 @@ impl Disks {
         }
     }
 
-    /// Whether it was opened anew over a loss since this was last asked.
+    /// Whether it was reopened after a loss since the last call.
     pub(crate) fn take_lost(&self, name: &str) -> bool {
         let mut disks = self.0.lock().unwrap();
         disks.get_mut(name).is_some_and(|slot| std::mem::take(&mut slot.lost))
@@ -149,7 +150,7 @@ impl Disks {
         disks.get(name).and_then(|slot| slot.opened.as_ref()).is_some_and(Store::is_lost)
     }
 
-    /// A daemon is gone.
+    /// A daemon has ended.
     pub(crate) fn end_life(&self) {
         for slot in self.0.lock().unwrap().values_mut() {
             (slot.opened, slot.lost) = (None, false);
@@ -214,7 +215,7 @@ pub(crate) struct Xen {
     pub(crate) journals: PathBuf,
 }
 
-/// What became of something that was asked of the worker.
+/// The result of something that was submitted to the worker.
 pub(crate) type Later<T> = Rc<RefCell<Option<T>>>;
 
 /// See the module.
@@ -234,7 +235,8 @@ pub(crate) struct Daemon {
     keep_at: Instant,
     tick_at: Instant,
     advise_at: Option<Instant>,
-    /// What it finds of Xen, if it serves guests: it does once its volumes were tried once, and then this is taken.
+    /// What it finds of Xen, if it serves guests: it does once its volumes were tried once, and
+    /// then this is `None`.
     xen: Option<Xen>,
     tried: Later<()>,
     control: Option<XenstoreControl>,
@@ -242,7 +244,7 @@ pub(crate) struct Daemon {
     control_at: Option<Instant>,
 }
 
-/// What must be gone when a daemon is.
+/// What must be released when a daemon has ended.
 pub(crate) struct Remains {
     memory: Weak<Memory>,
     cache: Weak<Cache>,
@@ -354,7 +356,7 @@ impl Daemon {
         }
     }
 
-    /// Has the worker do something beside its requests.
+    /// Makes the worker do something in addition to its requests.
     pub(crate) fn ask<T: 'static, F: Future<Output = T> + 'static>(
         &self,
         call: impl FnOnce(Io) -> F,
@@ -365,7 +367,7 @@ impl Daemon {
         later
     }
 
-    /// A turn of each thread it would have. False if none had anything to do.
+    /// A step of each thread it would have. False if none had anything to do.
     pub(crate) fn turn(&mut self, now: Instant) -> bool {
         let mut busy = self.turn_xen(now);
         busy |= self.worker.iterate();
@@ -386,7 +388,7 @@ impl Daemon {
         busy
     }
 
-    /// A turn of the thread that speaks to xenstore, if there is something for it to do.
+    /// A step of the thread that handles xenstore, if there is something for it to do.
     fn turn_xen(&mut self, now: Instant) -> bool {
         if self.tried.borrow().is_some()
             && let Some(xen) = self.xen.take()
@@ -432,7 +434,7 @@ impl Daemon {
         (of_this.iter().any(|disk| !disk.closing), !of_this.is_empty())
     }
 
-    /// When it wants a turn if nothing happens.
+    /// When it needs a step if nothing happens.
     pub(crate) fn wants(&self) -> Instant {
         let own = [Some(self.keep_at), Some(self.tick_at), self.advise_at];
         let all = own.into_iter().chain([self.worker.next_deadline(), self.control_at]);
@@ -483,7 +485,7 @@ fn start_cache(
         Key::CacheMin => governed.set_min(change.to),
         _ => {}
     });
-    // What the kernel takes is not for a seed to say; it is said to have taken some each time.
+    // What the kernel discards is not determined by the seed; the world assumes some each time.
     let reclaimer = Reclaimer::new(&cache, Box::new(|| None));
     (cache, reclaimer)
 }

@@ -1,5 +1,6 @@
-//! A Xen guest of the world: a disk over a ring in shared memory, with several requests under way, whose answers are
-//! held against the oracle. It never waits: it is given turns. It outlives a daemon, and its ring with it.
+//! A Xen guest of the world: a disk over a ring in shared memory, with several requests in flight,
+//! whose responses are checked against the oracle. It never waits: the world's loop steps it. It
+//! outlives a daemon, and its ring with it.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -34,14 +35,14 @@ enum Kind {
     Flush {
         begun: u64,
     },
-    /// Makes stable what was answered, and then writes.
+    /// Flushes what was acknowledged, and then writes.
     Barrier {
         begun: u64,
         writing: Writing,
     },
 }
 
-/// A request under way.
+/// A request in flight.
 struct Request {
     kind: Kind,
     first: usize,
@@ -58,19 +59,20 @@ struct Request {
 enum Phase {
     Connecting,
     Serving,
-    /// Lets go of the disk, once all is answered or at once; then it connects anew, or not.
+    /// Disconnects the disk, once all requests have completed or at once; then it reconnects, or
+    /// not.
     Closing {
         patient: bool,
         again: bool,
     },
 }
 
-/// What became of a turn.
+/// The result of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
     Idle,
     Busy,
-    /// The disk is let go of for good.
+    /// The disk is disconnected for good.
     Gone,
 }
 
@@ -102,7 +104,7 @@ pub(crate) struct Guest {
     told: bool,
 }
 
-/// What is left of a guest: memory that the backend has mapped, and changes that may be under way.
+/// What remains of a guest: memory that the backend has mapped, and changes that may be in flight.
 pub(crate) struct Remains {
     pub(crate) number: u16,
     pub(crate) domain: Arc<Domain>,
@@ -158,7 +160,7 @@ impl Guest {
         self.domain.mapped()
     }
 
-    /// Requests under way.
+    /// Requests in flight.
     pub(crate) fn open(&self) -> usize {
         self.open.len()
     }
@@ -172,7 +174,7 @@ impl Guest {
         self.phase == Phase::Serving
     }
 
-    /// When it wants a turn without having heard anything.
+    /// When it needs a step without having received anything.
     pub(crate) fn wants(&self) -> Option<Instant> {
         let may = self.phase == Phase::Serving && self.open.len() < self.manner.depth;
         (may && !self.quiet).then_some(self.next_at)
@@ -196,7 +198,7 @@ impl Guest {
     pub(crate) fn would_lose(&self, volume: &Weak<Volume>) -> bool {
         let flush =
             |request: &Request| matches!(request.kind, Kind::Flush { .. } | Kind::Barrier { .. });
-        // A flush may have been done, and not answered.
+        // A flush may have been done without a response.
         let flushing = self.open.values().any(flush);
         let served = self.phase == Phase::Serving && self.serving.ptr_eq(volume);
         self.unflushed && served && !flushing
@@ -212,10 +214,9 @@ impl Guest {
         self.unflushed = false;
     }
 
-    /// One turn: hear, ask. With a complaint of the backend's it lets go of the disk.
+    /// One step: receive, submit. If the backend reports an error it disconnects the disk.
     ///
-    /// # Errors
-    /// A promise that was not kept.
+    /// # Errors A promise that was not kept.
     pub(crate) fn turn(
         &mut self,
         oracle: &mut Oracle,
@@ -225,7 +226,7 @@ impl Guest {
         let mut busy = self.hear(oracle)?;
         let refused = self.complaint().is_some();
         match self.phase {
-            // One that has begun to let go does so in the usual way.
+            // One that has begun to disconnect does so in the usual way.
             Phase::Connecting if refused => return Ok(Turn::Gone),
             Phase::Connecting => {
                 let before = self.own_state();
@@ -246,7 +247,7 @@ impl Guest {
             Phase::Closing { again, .. } => {
                 let before = self.own_state();
                 if self.disk.step_close() {
-                    // The rings have ended: what was not answered will not be.
+                    // The rings have ended: there will be no further responses.
                     self.abandon(oracle).into_iter().for_each(|w| oracle.end(w, false));
                     if !again || refused {
                         return Ok(Turn::Gone);
@@ -291,7 +292,7 @@ impl Guest {
     }
 
     fn ask(&mut self, oracle: &mut Oracle, now: Instant) {
-        // As it was told: also beyond the end, where it was shrunk since.
+        // By the size it was told: also beyond the end, if it was shrunk since.
         let size = self.size();
         let random = &mut self.random;
         let count = 1 + random.index(self.manner.longest.min(size));
@@ -383,10 +384,9 @@ impl Guest {
         (pages, segments)
     }
 
-    /// Takes what was answered.
+    /// Reads responses.
     ///
-    /// # Errors
-    /// A promise that was not kept.
+    /// # Errors A promise that was not kept.
     pub(crate) fn hear(&mut self, oracle: &mut Oracle) -> Result<bool, String> {
         let mut heard = false;
         loop {
@@ -452,14 +452,15 @@ impl Guest {
                     oracle.flushed(*begun);
                 }
                 oracle.end(*writing, done);
-                // Its own write is not covered, and follows the flush, which may have gone well before that failed.
+                // Its own write is not covered, and follows the flush, which may have succeeded
+                // before that failed.
                 self.unflushed = done;
             }
         }
         Ok(())
     }
 
-    /// Nothing more will be answered: changes that may have happened.
+    /// There will be no further responses: changes that may have happened.
     fn abandon(&mut self, oracle: &mut Oracle) -> Vec<Writing> {
         let mut orphans = Vec::new();
         for (_, request) in std::mem::take(&mut self.open) {
@@ -474,14 +475,14 @@ impl Guest {
         orphans
     }
 
-    /// It is destroyed, whatever is under way.
+    /// It is destroyed, with its requests in flight.
     pub(crate) fn die(mut self, oracle: &mut Oracle) -> Remains {
         self.machine.destroy(self.number);
         let orphans = self.abandon(oracle);
         Remains { number: self.number, domain: self.domain, orphans }
     }
 
-    /// What is under way, for people.
+    /// The requests in flight, for messages.
     pub(crate) fn describe(&self) -> String {
         let open: Vec<String> = self
             .open

@@ -1,8 +1,8 @@
 //! The whole daemon simulated from one seed.
 //!
-//! `EBBD_WORLD_SEED=n` runs one seed and tells what happened, with `EBBD_WORLD_LOG=1` all of it and the daemon's log;
-//! `EBBD_WORLD_SECONDS=n` goes on for so long
-//! (`make world SECONDS=7200`), from `EBBD_WORLD_FROM` on. Why it is made so: `docs/adr/0007-world.md`.
+//! `EBBD_WORLD_SEED=n` runs one seed and prints what happened, with `EBBD_WORLD_LOG=1` everything
+//! and the daemon's log; `EBBD_WORLD_SECONDS=n` runs for that long (`make world SECONDS=7200`),
+//! from `EBBD_WORLD_FROM` on. The reasons are in `docs/adr/0007-world.md`.
 
 #![allow(
     clippy::unwrap_used,
@@ -31,9 +31,9 @@ use world::{Outcome, World};
 
 /// Requests of a world.
 const REQUESTS: u64 = 600;
-/// Worlds of a run, unless it is told otherwise.
+/// Worlds of a run by default.
 const SEEDS: u64 = 2_000;
-/// Worlds that fail before a run gives up.
+/// Worlds that fail before a run stops.
 const FAILURES: u64 = 20;
 
 fn run(seed: u64, words: bool) -> Result<Outcome, String> {
@@ -66,7 +66,7 @@ fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|text| text.parse().ok())
 }
 
-/// Every `parts`th world from `part` on. Each fails by itself, with what it tells of its end.
+/// Every `parts`th world from `part` on. Each fails by itself, with its message.
 fn some_worlds(part: u64, parts: u64) {
     let begun = Instant::now();
     let seconds = Duration::from_secs(number("EBBD_WORLD_SECONDS").unwrap_or(0));

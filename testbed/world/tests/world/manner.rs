@@ -5,7 +5,7 @@ use crate::random::Random;
 /// How a client behaves; drawn once for each.
 #[derive(Clone, Debug)]
 pub(crate) struct Manner {
-    /// Requests under way at a time.
+    /// Requests in flight at a time.
     pub(crate) depth: usize,
     /// Of 100 requests.
     pub(crate) reads: u64,
@@ -39,7 +39,7 @@ impl Manner {
         Manner { at_end, reach: 64.min(sectors), ..Manner::draw(random, sectors) }
     }
 
-    /// More under way than there is memory for.
+    /// More in flight than there is memory for.
     pub(crate) fn greedy(random: &mut Random, sectors: usize) -> Manner {
         Manner {
             depth: 48,

@@ -1,22 +1,25 @@
-//! What a volume may hold: for each sector the writes that could be what is read, and those that could be
-//! what a crash leaves.
+//! What a volume may hold: for each sector the writes whose data a read may return, and those that
+//! a crash may leave.
 //!
-//! Each write has a number, and the content of a sector tells the number (0: zeroes), so that a read says
-//! which write it saw, and a torn sector shows.
+//! Each write has a number, and the content of a sector contains the number (0: zeroes), so that a
+//! read shows which write it saw, and a torn sector is detected.
 //!
-//! # The rules
-//! Times are those of the client: a write begins when it is sent and is over when it is answered. A write `e` lies *before* `w` if `e` was over when `w` began.
-//! - A read may see `e` unless some write that was acknowledged before the read began lies after `e`.
-//! - A flush that succeeds makes stable what was acknowledged when it was asked for; FUA its own write.
+//! # The rules Times are those of the client: a write begins when it is sent and ends when its
+//! reply arrives. A write `e` lies *before* `w` if `e` had ended when `w` began.
+//! - A read may see `e` unless some write that was acknowledged before the read began lies after
+//!   `e`.
+//! - A successful flush makes stable what was acknowledged when it was submitted; FUA its own
+//!   write.
 //! - A crash may leave `e` unless some stable write lies after `e`.
-//! - A write whose connection is lost is under way until the server is done with it.
-//! - Beyond the end nothing can be read or written. What a shrink cuts off is zeroes, stable, when it has gone well;
-//!   with a write that is under way then it may still happen, when the volume has grown again.
+//! - A write whose connection is lost is in flight until the server has finished it.
+//! - Beyond the end nothing can be read or written. What a shrink cuts off is stable zeroes once
+//!   the shrink has succeeded; a write that is in flight then may still happen when the volume has
+//!   grown again.
 //! - A write that failed may have happened, or happen in part, sector by sector. So may a discard.
-//! - What a discard covers is whatever is found there until it is written again (NBD: "the client MUST NOT make any
-//!   assumptions about the contents"). So a cache need not keep what it covers until a flush, and when the store loses
-//!   the discard together with the write before it, an older one comes back. A flush therefore makes no write
-//!   stable that a discard may lie after.
+//! - The content of a discarded range is undefined until it is written again (NBD: "the client MUST
+//!   NOT make any assumptions about the contents"). So a cache need not keep the range until a
+//!   flush, and when the store loses the discard together with the write before it, an older write
+//!   reappears. A flush therefore makes no write stable that a discard may lie after.
 //! - When a store loses what was not flushed, reads may see what a crash may leave.
 
 use std::collections::BTreeSet;
@@ -31,7 +34,7 @@ const NEVER: u64 = u64::MAX;
 enum End {
     /// Under way.
     Open,
-    /// Over at this time; whether it was done nobody knows.
+    /// Ended at this time; whether it was done is unknown.
     Unknown(u64),
     /// Acknowledged at this time.
     Done(u64),
@@ -69,7 +72,7 @@ pub(crate) enum Change {
     Discard,
 }
 
-/// A change under way.
+/// A change in flight.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Writing {
     pub(crate) number: u64,
@@ -91,12 +94,12 @@ pub(crate) struct Oracle {
     name: String,
     /// An empty list is zeroes from the beginning.
     sectors: Vec<Vec<Entry>>,
-    /// Sectors that there are: those beyond were cut off. Resizes that were asked for or have ended.
+    /// The size in sectors: those beyond were cut off. Resizes that were submitted or have ended.
     size: usize,
     resizes: u64,
     /// Sectors with acknowledged writes that are not stable.
     unstable: Vec<u32>,
-    /// Reads under way, by when they began.
+    /// Reads in flight, by when they began.
     reads: BTreeSet<u64>,
     /// When the daemon last started.
     life: u64,
@@ -106,7 +109,7 @@ pub(crate) struct Oracle {
     forgiven: u64,
     clock: u64,
     numbers: u64,
-    /// Sectors held against what was promised, and writes whose stability was promised.
+    /// Sectors that were checked, and writes whose stability was promised.
     pub(crate) checked: u64,
 }
 
@@ -172,19 +175,19 @@ impl Oracle {
         (expected == *content).then_some(number)
     }
 
-    /// A read is asked for; the time it begins.
+    /// A read is submitted; returns the time it begins.
     pub(crate) fn begin_read(&mut self) -> u64 {
         let begun = self.now();
         self.reads.insert(begun);
         begun
     }
 
-    /// A read is over, whether or not it brought anything.
+    /// A read has ended, successful or not.
     pub(crate) fn end_read(&mut self, begun: u64) {
         self.reads.remove(&begun);
     }
 
-    /// A change is asked for.
+    /// A change is submitted.
     pub(crate) fn begin(
         &mut self,
         change: Change,
@@ -225,7 +228,7 @@ impl Oracle {
         Writing { number, first, count, fua, change, begun }
     }
 
-    /// A change was answered (not `done`: with an error), or is over without an answer.
+    /// A change has completed (not `done`: with an error), or has ended without a reply.
     pub(crate) fn end(&mut self, writing: Writing, done: bool) {
         let now = self.now();
         let certain = done && writing.change != Change::Discard && writing.begun > self.forgiven;
@@ -239,7 +242,7 @@ impl Oracle {
             if !certain {
                 continue;
             }
-            // One that a loss has met may be there no more, although it is answered only now.
+            // One that a loss has met may be lost, although its reply arrives only now.
             if writing.begun > self.loss {
                 for entry in sector.iter_mut().filter(|entry| entry.over() < writing.begun) {
                     entry.hidden = entry.hidden.min(now);
@@ -257,7 +260,7 @@ impl Oracle {
         }
     }
 
-    /// What lies before a stable write is never there again; and is forgotten once no read under way may
+    /// What lies before a stable write never reappears, and is forgotten once no read in flight may
     /// see it.
     fn forget(sector: &mut Vec<Entry>, begun: u64, reads: &BTreeSet<u64>) {
         let oldest = reads.first().copied().unwrap_or(NEVER);
@@ -272,13 +275,14 @@ impl Oracle {
         sector.iter().filter(|entry| entry.vague).map(Entry::over).max().unwrap_or(0)
     }
 
-    /// A flush that was asked for at `begun` succeeded.
+    /// A flush that was submitted at `begun` succeeded.
     pub(crate) fn flushed(&mut self, begun: u64) {
         self.flushed_since(0, begun);
     }
 
-    /// Its volume was closed in good order, which was asked for at `begun`: what was acknowledged in this life
-    /// is stable. One that nobody wrote to need not flush what an earlier life left unflushed.
+    /// Its volume was closed cleanly by an order submitted at `begun`: what was acknowledged in
+    /// this life is stable. A volume without writes need not flush what an earlier life left
+    /// unflushed.
     pub(crate) fn closed(&mut self, begun: u64) {
         self.flushed_since(self.life, begun);
     }
@@ -320,7 +324,8 @@ impl Oracle {
         }
     }
 
-    /// The store is opened by a process that knows nothing of what it lost before: that is nobody's promise.
+    /// The store is opened by a process that does not know what it lost before: nothing is promised
+    /// for that.
     pub(crate) fn reopened(&mut self) {
         let (sectors, loss) = (&mut self.sectors, self.loss);
         self.unstable.retain(|&place| {
@@ -336,7 +341,7 @@ impl Oracle {
         });
     }
 
-    /// A crash: what was not stable is there or not, and nobody's promise any more.
+    /// A crash: what was not stable may be there or not, and is not promised any more.
     pub(crate) fn crashed(&mut self) {
         self.lost();
         self.sectors.iter_mut().for_each(|sector| sector.retain(|entry| !entry.gone));
@@ -349,15 +354,15 @@ impl Oracle {
         }
     }
 
-    /// The server of the store has lost any of what was not stable, and no client can know of it: of nothing that was
-    /// asked for until now anything is promised.
+    /// The server of the store has lost any of what was not stable, and no client can know: nothing
+    /// that was submitted until now is promised.
     pub(crate) fn host_crashed(&mut self) {
         self.lost();
         self.forgiven = self.loss;
         self.reopened();
     }
 
-    /// Another size is asked for: what lies beyond the old or the new one is answered in either way.
+    /// A resize is submitted: requests beyond the old or the new end may succeed or fail.
     pub(crate) fn begin_resize(&mut self) {
         self.resizes += 1;
     }
@@ -392,7 +397,7 @@ impl Oracle {
         self.zeroed(0, self.sectors.len());
     }
 
-    /// Everything is gone: the memory of a process that ended.
+    /// Everything is lost: the memory of a process that ended.
     pub(crate) fn wiped(&mut self) {
         self.sectors.iter_mut().for_each(Vec::clear);
         self.unstable.clear();
@@ -419,7 +424,7 @@ impl Oracle {
             if sector.iter_mut().find(fits).is_none() {
                 return Err(self.complaint(place, number, content, begun));
             }
-            // Nothing goes on here: from now on it is this.
+            // Nothing is in flight here: from now on it is this.
             if let (true, Some(number)) = (quiet, number) {
                 for entry in sector.iter_mut().filter(|entry| entry.number != number) {
                     entry.hidden = entry.hidden.min(now);

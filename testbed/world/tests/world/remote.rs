@@ -1,9 +1,10 @@
-//! An NBD server of the world: on another host, which the daemon's own NBD client has a volume on. It speaks the
-//! real protocol over a real unix socket and is given turns, as clients are; it dies, loses what was not flushed,
-//! falls silent, goes politely, comes back, and answers late and in any order.
+//! An NBD server of the world: on another host, with a volume of the daemon's NBD client. It uses
+//! the real protocol over a real unix socket and is stepped by the world's loop; it dies, loses
+//! what was not flushed, falls silent, shuts down, restarts, and replies late and in any order.
 //!
-//! What it promises is what the protocol asks of servers: a flush that it answers makes stable what it had
-//! answered before, and it ends the requests of a connection before it lets go of it.
+//! It promises what the protocol requires of servers: a flush that it completes makes stable what
+//! it had acknowledged before, and it completes the requests of a connection before it releases the
+//! connection.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -21,7 +22,7 @@ use ebb_nbd_proto::{
 use crate::oracle::SECTOR;
 use crate::random::Random;
 
-/// A request that was taken off a connection.
+/// A request that was read from a connection.
 struct Job {
     connection: u64,
     cookie: u64,
@@ -30,7 +31,7 @@ struct Job {
     offset: usize,
     length: usize,
     data: Vec<u8>,
-    /// When it is carried out, then when it is answered.
+    /// When it is carried out, then when its reply is sent.
     due: Instant,
     /// What it came to, once it is carried out.
     done: Option<(u32, Vec<u8>)>,
@@ -51,7 +52,7 @@ struct Connection {
     input: Vec<u8>,
     output: Vec<u8>,
     ended: bool,
-    /// It said goodbye: what it asked for before is done.
+    /// It has disconnected: its earlier requests are done.
     polite: bool,
 }
 
@@ -61,16 +62,16 @@ pub(crate) enum Health {
     Well,
     /// No process listens.
     Dead,
-    /// Lets clients in, and answers nothing.
+    /// Accepts clients, and does not reply.
     Silent,
-    /// Told to stop: answers `NBD_ESHUTDOWN`, and is dead when its clients are gone.
+    /// Shutting down: replies `NBD_ESHUTDOWN`, and ends when its clients have disconnected.
     Leaving,
 }
 
-/// How it answers.
+/// How it replies.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Pace {
-    /// Microseconds that carrying a request out takes, and that its answer takes then, at most.
+    /// The most microseconds that carrying out a request takes, and then its reply.
     pub(crate) work_us: u64,
     pub(crate) answer_us: u64,
     /// Of 1,000 reads so many fail.
@@ -151,12 +152,13 @@ impl Remote {
         self.server().health
     }
 
-    /// Its process is gone, and what it was asked done or not; with `host` any of what was not flushed, too.
+    /// Its process has ended, with its requests done or not; with `host` any of what was not
+    /// flushed is lost, too.
     pub(crate) fn die(&self, host: bool) {
         self.server().die(host);
     }
 
-    /// It listens and answers again.
+    /// It listens and replies again.
     pub(crate) fn come_back(&self) {
         let mut server = self.server();
         if server.health == Health::Dead {
@@ -165,7 +167,7 @@ impl Remote {
         server.health = Health::Well;
     }
 
-    /// It answers nothing, or says that it goes, from now on.
+    /// From now on it does not reply, or shuts down.
     pub(crate) fn turn_away(&self, health: Health) {
         self.server().health = health;
     }
@@ -180,12 +182,12 @@ impl Remote {
         self.server().pace = pace;
     }
 
-    /// One turn. False if there was nothing to do.
+    /// One step. False if there was nothing to do.
     pub(crate) fn turn(&self, now: Instant) -> bool {
         self.server().turn(now)
     }
 
-    /// When it wants a turn if nothing happens.
+    /// When it needs a step if nothing happens.
     pub(crate) fn wants(&self) -> Option<Instant> {
         let server = self.server();
         let acts = matches!(server.health, Health::Well | Health::Leaving);
@@ -228,7 +230,7 @@ impl Server {
         }
     }
 
-    /// Ends the requests of a connection that is over: each is done or is not, now.
+    /// Ends the requests of a connection that has ended: each is done or not, now.
     fn let_go(&mut self, connection: &Connection) {
         let (own, rest): (Vec<_>, Vec<_>) =
             self.jobs.drain(..).partition(|job| job.connection == connection.number);
@@ -384,7 +386,7 @@ impl Server {
         true
     }
 
-    /// Carries out and answers what is due.
+    /// Carries out what is due, and sends replies that are due.
     fn work(&mut self, now: Instant) -> bool {
         let mut busy = false;
         while let Some(at) = self.jobs.iter().position(|job| job.due <= now) {

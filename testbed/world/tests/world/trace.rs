@@ -12,7 +12,7 @@ const LINES: usize = 120;
 pub(crate) struct Trace {
     hash: u64,
     lines: VecDeque<String>,
-    /// Words cost time: they are for those who look at a failure.
+    /// Formatting costs time: it is only done to examine a failure.
     words: bool,
     /// Each line is printed as it comes, between those of the daemon's log.
     told: bool,

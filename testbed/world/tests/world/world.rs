@@ -1,7 +1,7 @@
-//! A world: a host with disks, a daemon on it that lives and dies, clients, and what befalls them.
+//! A world: a host with disks, a daemon on it that starts and ends, clients, and events.
 //!
-//! The loop gives everybody a turn, and when nobody has anything to do moves the clock to when somebody
-//! has. What befalls them is drawn from the seed, and so is the order of everything.
+//! The loop steps every party, and when none has anything to do advances the clock to the next time
+//! that one has. The events are drawn from the seed, and so is the order of all steps.
 
 mod ends;
 mod events;
@@ -28,17 +28,18 @@ use crate::random::Random;
 use crate::remote::Remote;
 use crate::trace::Trace;
 
-/// A volume whose store is healthy answers within this, whatever befalls its neighbours.
+/// The longest time to a reply for a volume whose store is healthy, whatever happens to other
+/// volumes.
 const BOUND: Duration = Duration::from_secs(5);
-/// What a daemon may take to end what is under way once everything is healthy.
+/// The longest time for a daemon to complete requests in flight once everything is healthy.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Between two looks at a volume that cannot be read yet.
+/// Between two attempts to read a volume that cannot be read yet.
 const AGAIN: Duration = Duration::from_millis(100);
 /// Turns without the clock being moved, at most: more is a loop.
 const TURNS: u64 = 200_000;
 
-/// Turns until a world goes on to its end, however little was answered: some have events so often that it takes them
-/// long in real time to come to the end of their clock.
+/// Steps after which a world proceeds to its end, however few requests completed: some have events
+/// so often that their clock takes long in real time.
 const TURNS_MOST: u64 = 200_000;
 
 /// A volume, its disk, and what is known of it.
@@ -47,7 +48,7 @@ struct Site {
     oracle: Oracle,
     /// Losses of its disk that the oracle knows of.
     losses: u64,
-    /// The volume as it is served now, and when the last reload was asked for.
+    /// The volume as it is served now, and when the last reload was submitted.
     serving: Weak<Volume>,
     mode: Mode,
     /// Its flushes are refused, since something may be lost.
@@ -57,13 +58,13 @@ struct Site {
     before: usize,
     /// Its size before the last resize.
     ended: usize,
-    /// A resize that is under way.
+    /// A resize in flight.
     resizing: Option<Later<Result<u64, String>>>,
     /// When the configuration was first read again in this life.
     changed: Option<Instant>,
     /// It is in the configuration.
     listed: bool,
-    /// Changes of clients that are gone, which the server may be at still.
+    /// Changes of disconnected clients, which the server may still carry out.
     orphans: Vec<Writing>,
     /// Its disk hangs, or did in this life; it has no room.
     hangs: bool,
@@ -71,7 +72,8 @@ struct Site {
     full: bool,
     /// Its disk fails writes or flushes.
     fails: bool,
-    /// Since when its disk has been able to do everything that a stop asks of it; in this life it lost something.
+    /// Since when its disk can do everything that a shutdown needs; whether it lost something in
+    /// this life.
     well_since: Option<Instant>,
     shaken: bool,
     /// Since when the disk has been healthy; `None` while it is not.
@@ -101,12 +103,12 @@ impl Site {
         self.well_since = well.then(|| self.well_since.unwrap_or(now));
     }
 
-    /// Since when a flush has gone well for certain, if it does.
+    /// Since when flushes succeed for certain, if they do.
     fn well_since(&self) -> Option<Instant> {
         self.well_since.filter(|_| !self.disk().is_some_and(|disk| disk.owes_a_failure()))
     }
 
-    /// Tells the oracle that a resize is over: with its answer, or with the end of the daemon.
+    /// Tells the oracle that a resize has ended: with its reply, or with the end of the daemon.
     fn end_resize(&mut self, life_ends: bool) -> Option<String> {
         let answer = self.resizing.as_ref()?.borrow_mut().take();
         if answer.is_none() && !life_ends {
@@ -118,7 +120,7 @@ impl Site {
         Some(format!("{} has {now} sectors: {answer:?}", self.config.name))
     }
 
-    /// Nothing is under way any more.
+    /// Nothing is in flight any more.
     fn end_orphans(&mut self) {
         for writing in self.orphans.drain(..) {
             self.oracle.end(writing, false);
@@ -139,7 +141,7 @@ impl Site {
 struct Seat {
     site: usize,
     client: Option<Client>,
-    /// When somebody sits down again.
+    /// When the next client connects.
     again: Instant,
 }
 
@@ -148,8 +150,8 @@ struct Seat {
 pub(crate) struct Outcome {
     pub(crate) requests: u64,
     pub(crate) succeeded: u64,
-    /// Of the requests those of Xen guests; guests that had some under way, or acknowledged writes in memory only, when
-    /// their daemon was gone.
+    /// Of the requests those of Xen guests; guests that had some in flight, or acknowledged writes
+    /// in memory only, when their daemon ended.
     pub(crate) guests: u64,
     pub(crate) handed_over: u64,
     pub(crate) deprived: u64,
@@ -193,7 +195,7 @@ pub(crate) struct World {
     events: Vec<(Event, u64)>,
     event_at: Instant,
     event_every: u64,
-    /// Nothing befalls it any more.
+    /// No events from now on.
     calm: bool,
     pub(crate) trace: Trace,
     outcome: Outcome,
@@ -264,12 +266,12 @@ impl World {
         self.trace.note(at, what);
     }
 
-    /// Runs it until so many requests are answered, then lets everything end well and looks at what is left.
+    /// Runs it until so many requests have completed, then lets everything end cleanly and checks
+    /// what remains.
     ///
-    /// # Errors
-    /// A promise that was not kept.
+    /// # Errors A promise that was not kept.
     pub(crate) fn run(&mut self, requests: u64) -> Result<Outcome, String> {
-        // A world in which hardly anything is answered ends by its clock.
+        // A world in which hardly any request completes ends by its clock.
         let end = self.begin + Duration::from_secs(300);
         while self.outcome.requests < requests && self.now < end && self.all_turns < TURNS_MOST {
             self.turn()?;
@@ -333,7 +335,7 @@ impl World {
         self.daemon.as_mut().expect("it lives")
     }
 
-    /// Everybody has a turn; time goes on.
+    /// Steps every party; advances the clock.
     fn turn(&mut self) -> Result<(), String> {
         self.all_turns += 1;
         if !self.calm && self.now >= self.event_at {
@@ -348,7 +350,7 @@ impl World {
             site.notice();
         }
         self.end_resizes(false);
-        // First: a volume that was replaced has answered them before.
+        // First: a volume that was replaced has completed them before.
         self.hear_guests()?;
         self.look_at_volumes();
         self.bury();
@@ -371,8 +373,8 @@ impl World {
         }
     }
 
-    /// Clients of a volume read where it ended before it was resized, and where it ends now; who does not know of
-    /// that goes, now and then, and is told the new size.
+    /// Clients read a volume at the end it had before it was resized, and at its present end; one
+    /// that does not know the new size disconnects now and then, and learns it.
     fn look_at_ends(&mut self, at: usize) {
         let now = self.now;
         let site = &mut self.sites[at];
@@ -394,7 +396,7 @@ impl World {
         }
     }
 
-    /// Changes of clients that are gone are over when the server serves nobody but those who are here.
+    /// Changes of disconnected clients have ended when the server serves only the present ones.
     fn bury(&mut self) {
         if self.sites.iter().all(|site| site.orphans.is_empty()) {
             return;
@@ -486,7 +488,7 @@ impl World {
         Ok(turn == Turn::Busy)
     }
 
-    /// A client's connection is over; another one comes soon.
+    /// A client's connection has ended; another one connects soon.
     fn leave(&mut self, number: usize) {
         let mut pause = Duration::from_micros(self.random.below(5_000));
         let seat = &mut self.seats[number];
@@ -510,11 +512,13 @@ impl World {
         all.join("; ")
     }
 
-    /// Notices volumes that were replaced: what was acknowledged before that was asked for is stable.
+    /// Notices volumes that were replaced: what was acknowledged before that was submitted is
+    /// stable.
     fn look_at_volumes(&mut self) {
         let Some(daemon) = &self.daemon else { return };
         for site in &mut self.sites {
-            // Not for good: a change that goes past memory to a store whose flush just failed is stable with the next.
+            // Not for good: a change that bypasses memory to a store whose flush just failed is
+            // stable with the next.
             if let Some(volume) = site.serving.upgrade() {
                 site.lost = volume.is_lost();
             }
@@ -529,7 +533,7 @@ impl World {
                 continue;
             }
             site.notice();
-            // It may have been lost and gone within one turn.
+            // It may have been lost and ended within one step.
             site.lost |= self.disks.take_lost(&site.config.name);
             let (name, lost, hung) = (&site.config.name, site.lost, site.hung);
             let (at, clock) =
@@ -544,14 +548,14 @@ impl World {
                 (Place::Disk(_) | Place::Remote(..), true) => site.oracle.crashed(),
                 // Its last flush may have failed for want of a server.
                 (Place::Remote(..), false) if site.hung => site.oracle.crashed(),
-                // One that did not answer may have been given up: nothing of it was missing in this life.
+                // One that did not respond may have been abandoned: it lacked nothing in this life.
                 (Place::Disk(_), false) if site.hung => {}
                 (Place::Disk(_) | Place::Remote(..), false) => site.oracle.closed(site.reloaded),
             }
         }
     }
 
-    /// Turns until there is an answer.
+    /// Steps until there is a reply.
     fn wait_for<T>(&mut self, later: &Later<T>, limit: Duration, what: &str) -> Result<T, String> {
         let end = self.now + limit;
         let calm = std::mem::replace(&mut self.calm, true);

@@ -32,7 +32,7 @@ impl World {
         }
     }
 
-    /// The process is gone; with `power` the host, too.
+    /// The process has ended; with `power` the host, too.
     pub(super) fn kill(&mut self, power: bool) -> Result<(), String> {
         self.note(format_args!("{}", if power { "power cut" } else { "kill" }));
         let daemon = self.daemon.take().expect("it lives");
@@ -76,7 +76,8 @@ impl World {
         remains.check()
     }
 
-    /// The daemon is told to stop. What it lists counts as lost; it may list no volume whose disk is well.
+    /// The daemon is shut down. What it lists counts as lost; it may list no volume whose disk is
+    /// healthy.
     pub(super) fn stop(&mut self) -> Result<(), String> {
         let drain = self.daemon().settings.drain;
         self.note(format_args!("stop within {drain:?}"));
@@ -96,7 +97,8 @@ impl World {
         self.lose_the_guests_daemon()?;
         let lost = |site: &Site| self.disks.is_lost(&site.config.name);
         let withdrawn: Vec<_> = self.sites.iter().map(|site| !site.listed && lost(site)).collect();
-        // Closed with a loss by a reload that ended within the stop: the reload tells of it, the stop does not.
+        // Closed with a loss by a reload that ended within the shutdown: the reload reports it, the
+        // shutdown does not.
         let replaced = |site: &Site| self.disks.take_lost(&site.config.name);
         let replaced: Vec<_> = self.sites.iter().map(replaced).collect();
         self.disks.end_life();
@@ -137,7 +139,7 @@ impl World {
         remains.check()
     }
 
-    /// Everything is healthy from now on, and whatever was asked is answered.
+    /// Everything is healthy from now on, and every request completes.
     pub(super) fn settle(&mut self) -> Result<(), String> {
         self.calm = true;
         for site in &mut self.sites {
@@ -213,7 +215,8 @@ impl World {
             loop {
                 let sectors = self.read_all(at)?;
                 let Some(sectors) = sectors else { break };
-                // The link to a server that is back takes a while, and a cut that was asked for before may come now.
+                // The link to a restarted server takes a while, and a cut that was scheduled before
+                // may come now.
                 let bytes = self.daemon().volume(&name).map_or(0, |volume| volume.size());
                 let excused =
                     self.sites[at].remote().is_some() || bytes != (sectors * SECTOR) as u64;
@@ -229,7 +232,7 @@ impl World {
         Ok(())
     }
 
-    /// A client that asks for what it is told to.
+    /// A client with fixed requests.
     fn reader(&mut self, at: usize) -> Client {
         let at_end = false;
         let manner =
@@ -243,7 +246,8 @@ impl World {
         let number = self.seats.iter().position(|seat| seat.site == at).expect("each has one");
         let (end, mut again) = (self.now + PATIENCE, self.now);
         loop {
-            // Those who left while their requests waited for a server have their places until it has answered.
+            // Clients that disconnected while their requests waited for a server keep their places
+            // until it has replied.
             if self.seats[number].client.is_none() && self.now >= again {
                 again = self.now + AGAIN;
                 self.seats[number].client = Some(self.reader(at));

@@ -1,4 +1,4 @@
-//! What befalls a world.
+//! The events of a world.
 
 use std::sync::atomic::Ordering;
 
@@ -10,7 +10,7 @@ use super::World;
 use crate::daemon::Later;
 use crate::oracle::{Oracle, SECTOR};
 
-/// What may befall a world, and how often: a share of 100.
+/// The kinds of events, and how often: a share of 100.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
     Faults,
@@ -246,7 +246,8 @@ impl World {
         self.ask_resize(at, name, Resize { to: Some(bytes), shrink });
     }
 
-    /// A disk is larger now, and holds something there, as a logical volume may; the daemon is told to follow.
+    /// A disk is larger now, and holds data there, as a logical volume may; the daemon is told to
+    /// follow.
     fn grow_outside(&mut self, at: usize, disk: &TestStore, to: usize) {
         let site = &mut self.sites[at];
         let from = site.oracle.sectors();

@@ -1,5 +1,5 @@
-//! The Xen guests of a world: their turns, and what befalls them. They live on when the daemon is killed, and end when
-//! the host's power does.
+//! The Xen guests of a world: their steps and events. They live on when the daemon is killed, and
+//! end when the host's power does.
 
 use std::path::PathBuf;
 use std::sync::Weak;
@@ -62,7 +62,7 @@ pub(super) fn host() -> Xen {
 }
 
 impl World {
-    /// What was answered until now.
+    /// The responses until now.
     pub(super) fn hear_guests(&mut self) -> Result<(), String> {
         for at in 0..self.berths.len() {
             let Berth { site, guest, .. } = &mut self.berths[at];
@@ -80,7 +80,7 @@ impl World {
         Ok(())
     }
 
-    /// A turn of each guest.
+    /// A step of each guest.
     pub(super) fn serve_guests(&mut self) -> Result<bool, String> {
         let mut busy = self.close_graves()?;
         for at in 0..self.berths.len() {
@@ -196,7 +196,7 @@ impl World {
         }
     }
 
-    /// A guest is gone, whatever it had under way; another one comes soon.
+    /// A guest has ended, with its requests in flight; another one starts soon.
     fn destroy_guest(&mut self, at: usize) {
         let mut pause = Duration::from_micros(self.random.below(5_000));
         let berth = &mut self.berths[at];
@@ -212,8 +212,8 @@ impl World {
         }
     }
 
-    /// The changes of guests that are gone are over when the daemon does not serve them any more; then it has nothing
-    /// of their memory mapped.
+    /// The changes of ended guests have ended when the daemon does not serve them any more; then it
+    /// has nothing of their memory mapped.
     fn close_graves(&mut self) -> Result<bool, String> {
         if self.graves.is_empty() {
             return Ok(false);
@@ -269,7 +269,7 @@ impl World {
         }
     }
 
-    /// The host is gone: its guests, xenstore, and what lay in memory.
+    /// The host has ended: its guests, xenstore, and what was in memory.
     pub(super) fn destroy_the_guests_host(&mut self) -> Result<(), String> {
         let Some(xen) = self.xen.take() else { return Ok(()) };
         (0..self.berths.len()).for_each(|at| self.destroy_guest(at));
@@ -279,7 +279,7 @@ impl World {
         Ok(())
     }
 
-    /// The daemon was told to stop: what was closed in good order is stable.
+    /// The daemon was shut down: what was closed cleanly is stable.
     pub(super) fn note_guests_stable(&mut self, report: &Report) {
         for Berth { site, guest, .. } in &mut self.berths {
             let name = &self.sites[*site].config.name;

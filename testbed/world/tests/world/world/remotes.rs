@@ -1,4 +1,4 @@
-//! The servers of a world: their turns, and what befalls them.
+//! The servers of a world: their steps and events.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -10,18 +10,18 @@ use crate::daemon::Place;
 use crate::random::Random;
 use crate::remote::{Health, Pace, Remote};
 
-/// What a client may take to be connected again: an attempt that the server did not answer, and the longest
-/// pause between two.
+/// The longest time for a client to reconnect: an attempt without a reply, and the longest pause
+/// between two.
 const RECONNECTED: Duration = Duration::from_secs(13);
 
-/// A volume on a server, and how its client is told to wait.
+/// A volume on a server, and the settings of its client.
 pub(super) fn place(bytes: u64, random: &mut Random) -> Place {
     const WAYS: [&str; 4] = ["", "&reconnect=1", "&reconnect=5", "&reconnect=86400&silence=20"];
     let remote = Remote::new(usize::try_from(bytes).unwrap(), random);
     Place::Remote(remote, random.pick(&WAYS))
 }
 
-/// While the daemon waits in a handshake nothing else turns: the servers do so then.
+/// While the daemon waits in a handshake nothing else runs: only the servers are stepped then.
 pub(super) fn give_turns_in_handshakes(sites: &[Site]) {
     let remotes: Vec<Remote> = sites.iter().filter_map(Site::remote).cloned().collect();
     ebb_store::set_peer(Some(Rc::new(move || {
@@ -32,7 +32,7 @@ pub(super) fn give_turns_in_handshakes(sites: &[Site]) {
 }
 
 impl World {
-    /// A turn of each server.
+    /// A step of each server.
     pub(super) fn serve_remotes(&mut self) -> Result<bool, String> {
         let mut busy = false;
         for site in &mut self.sites {
@@ -45,14 +45,14 @@ impl World {
         Ok(busy)
     }
 
-    /// A daemon is gone: servers that listen end what it asked them for.
+    /// A daemon has ended: servers that listen complete its requests.
     pub(super) fn let_remotes_hear(&mut self) {
         for remote in self.sites.iter().filter_map(Site::remote) {
             remote.turn(self.now);
         }
     }
 
-    /// All are well from now on.
+    /// All are healthy from now on.
     pub(super) fn revive_remotes(&mut self) {
         let now = self.now;
         for site in &mut self.sites {

@@ -14,7 +14,8 @@ pub(super) enum Theme {
     Any,
     /// Volumes change their sizes again and again while clients are at their ends.
     Sizes,
-    /// There is little memory, a disk does not answer, and its clients ask for more than there is.
+    /// There is little memory, a disk does not complete requests, and its clients submit more than
+    /// fits.
     Crowd,
 }
 
@@ -58,7 +59,8 @@ impl Theme {
         loop {
             let mut site = site(number, random);
             if self == Theme::Crowd {
-                // Volumes that are told to share a device share what it has when it does not answer.
+                // Volumes that are configured to share a device share its limit when it does not
+                // complete requests.
                 site.config.bdi = None;
             }
             if self == Theme::Any || site.disk().is_some() {
@@ -67,7 +69,7 @@ impl Theme {
         }
     }
 
-    /// In a crowd the first disk does not answer from the beginning.
+    /// In a crowd the first disk does not complete requests from the beginning.
     pub(super) fn begin(self, sites: &mut [Site]) {
         if let (Theme::Crowd, Some(first)) = (self, sites.first_mut()) {
             first.disk().into_iter().for_each(|disk| disk.hang());
@@ -76,13 +78,13 @@ impl Theme {
         }
     }
 
-    /// So many times the bound of a request: what a crowd has asked of the disk that hung goes at the pace that the disk
-    /// is known for, which is none at first.
+    /// So many times the limit of a request: what a crowd has submitted to the disk that hung is
+    /// written at the rate that is known of the disk, which is none at first.
     pub(super) fn patience(self, site: usize) -> u32 {
         if (self, site) == (Theme::Crowd, 0) { 3 } else { 1 }
     }
 
-    /// What befalls it, microseconds between two of that, and from when on.
+    /// The interval of its events in microseconds, and when they begin.
     pub(super) fn events(
         self,
         random: &mut Random,
