@@ -1,4 +1,4 @@
-//! Bytes taken for choices.
+//! Decodes fuzzer input as choices.
 
 /// A supply of choices. When the bytes are used up, every choice is the first, and nothing rare
 /// happens any more.

@@ -112,7 +112,7 @@ fn text(bytes: &[u8]) -> Result<(), Finding> {
     Ok(())
 }
 
-/// How a connection answers.
+/// How a connection replies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shape {
     /// Simple replies.
@@ -180,7 +180,7 @@ pub struct Reply<'a> {
     pub done: bool,
     /// The error of a simple reply, or the type of a chunk.
     pub what: What,
-    /// The payload of a chunk. (That of a simple reply cannot be told from the reply.)
+    /// The payload of a chunk. (That of a simple reply cannot be distinguished from the reply.)
     pub payload: &'a [u8],
 }
 
@@ -194,7 +194,7 @@ pub enum What {
 }
 
 impl<'a> Reply<'a> {
-    /// Takes one off the wire and holds it against the request it answers.
+    /// Reads one reply and checks it against its request.
     pub fn parse(wire: &mut Wire<'a>, shape: Shape, request: &Request) -> Result<Self, Finding> {
         let magic = wire.number(4)?;
         if magic == 0x6744_6698 && shape != Shape::Extended {
@@ -202,7 +202,7 @@ impl<'a> Reply<'a> {
             let cookie = wire.number(8)?;
             ensure!(cookie == request.cookie, "cookie {cookie:#x} for {request:?}");
             let simple = shape == Shape::Simple;
-            ensure!(simple || request.command != 0, "a READ answered without chunks");
+            ensure!(simple || request.command != 0, "a simple reply to a READ");
             return Ok(Self { done: true, what: What::Simple(error), payload: &[] });
         }
         let expected = match shape {

@@ -1,13 +1,13 @@
-//! Fuzzing of the NBD parsers: what a client may say, most of it in order.
+//! Fuzzing of the NBD parsers with client input that is mostly valid.
 //!
-//! Bytes from a fuzzer are not taken for what a client sends: nearly all would fail at the first
-//! magic number. They are taken for **choices** instead: which option, which name, where to cut,
-//! and, rarely, which lie. So a conversation is valid by default, goes deep, and is wrong in one
-//! place at a time.
+//! Fuzzer input is not sent as it is: nearly all of it would fail at the first magic number. It is
+//! decoded as **choices** instead: which option, which name, where to cut, and, rarely, which
+//! violation. So a conversation is valid by default, reaches deep code, and is wrong in one place
+//! at a time.
 //!
-//! Each conversation is judged by a client of its own, written from the protocol text without the
-//! constants or the code of the server: what may be answered, and what must not be. A judgement
-//! against the server is a [`Finding`].
+//! Each conversation is checked by a separate client, written from the protocol document without
+//! the constants or the code of the server: which replies are valid, and which are not. A violation
+//! by the server is a [`Finding`].
 //!
 //! The same functions run under libFuzzer (`cargo +nightly fuzz run nbd_handshake`, and
 //! `nbd_transmission`; needs `cargo install cargo-fuzz`), and over a million seeded inputs in

@@ -75,7 +75,7 @@ pub fn run<M: Negotiator>(
     let whole = converse(make(policy), &bursts, &[usize::MAX])?;
     audit(&whole, policy)?;
     ensure!(cut.end == whole.end, "cut {:?}, uncut {:?}", cut.end, whole.end);
-    // What is injected behind STARTTLS is refused either before or after the option is answered.
+    // What is injected behind STARTTLS is refused either before or after the reply to the option.
     let injected = cut.end == End::Closed(HandshakeError::PlaintextAfterStartTls);
     ensure!(injected || cut.out == whole.out, "cutting changed the replies");
     Ok(tally)
@@ -174,7 +174,7 @@ fn choose_bursts(tls: TlsMode, choices: &mut Choices<'_>) -> Vec<Vec<u8>> {
 }
 
 fn choose_option(choices: &mut Choices<'_>) -> Vec<u8> {
-    // The ones that end the haggling come less often than the others.
+    // The ones that end the negotiation are chosen less often.
     let number = choices.pick(&[3, 6, 6, 3, 8, 9, 9, 10, 10, 10, 10, 11, 5, 7, 1, 2]);
     let number = if choices.rarely() { u32::from(choices.byte()) } else { number };
     let payload = match number {
@@ -284,11 +284,11 @@ fn converse<M: Negotiator>(
             match step {
                 Ok(HandshakeStep::StartTls) => {
                     ensure!(buffer.is_empty(), "plain text is kept for after the upgrade");
-                    // If there is more to come, the client goes on in plain text.
+                    // If there is more to send, the client continues in plain text.
                     awaiting_tls = !rest.is_empty();
                     if !awaiting_tls {
                         let up = machine.tls_established();
-                        ensure!(up.is_ok(), "TLS was asked for, but not wanted");
+                        ensure!(up.is_ok(), "TLS was started, but not expected");
                     }
                 }
                 Ok(HandshakeStep::NeedMore | HandshakeStep::Again) => {}
@@ -327,13 +327,13 @@ fn exchange<M: Negotiator>(
             Ok(done) => done,
             Err(error) => return Ok(Err(error)),
         };
-        ensure!(consumed <= buffer.len(), "{consumed} of {} bytes taken", buffer.len());
+        ensure!(consumed <= buffer.len(), "{consumed} of {} bytes consumed", buffer.len());
         let grown = talk.out.len() - said;
         ensure!(grown < 1024, "{grown} bytes at once");
         talk.taken.extend_from_slice(&buffer[..consumed]);
         buffer.drain(..consumed);
         match step {
-            HandshakeStep::Again => ensure!(consumed > 0, "again, with nothing taken"),
+            HandshakeStep::Again => ensure!(consumed > 0, "again, with nothing consumed"),
             HandshakeStep::NeedMore => {
                 ensure!(buffer.len() < machine.input_max(), "{} bytes kept", buffer.len());
                 return Ok(Ok(step));
@@ -360,10 +360,10 @@ fn audit(talk: &Conversation, policy: HandshakePolicy) -> Result<Tally, Finding>
     let mut said = Wire(&talk.out);
     said.take(18)?;
     let flags = if taken.0.is_empty() { 0 } else { taken.number(4)? };
-    ensure!(flags <= 3, "unknown client flags {flags:#x} were taken");
+    ensure!(flags <= 3, "unknown client flags {flags:#x} were accepted");
     let sent = u64::try_from(taken.0.len()).unwrap_or(u64::MAX);
     // ABORT alone is heard beyond the limit.
-    ensure!(sent <= policy.limits.bytes_max + 16, "{sent} bytes were taken");
+    ensure!(sent <= policy.limits.bytes_max + 16, "{sent} bytes were consumed");
     let mut last = 0;
     while !taken.0.is_empty() {
         ensure!(tally.answered < u64::from(policy.limits.options_max), "too many options");
@@ -390,11 +390,11 @@ fn audit(talk: &Conversation, policy: HandshakePolicy) -> Result<Tally, Finding>
         if last == 2 {
             ensure!(talk.end == End::Abort, "ABORT led to {:?}", talk.end);
             let reply = OptionReply::parse(&mut said)?;
-            ensure!((reply.option, reply.kind) == (2, 1), "ABORT answered {:#x}", reply.kind);
+            ensure!((reply.option, reply.kind) == (2, 1), "the reply to ABORT is {:#x}", reply.kind);
             break;
         }
         if taken.0.len() < len {
-            // The rest of a refused payload is still to come.
+            // The remainder of a refused payload is still to be sent.
             taken.take(taken.0.len())?;
             break;
         }
@@ -403,8 +403,8 @@ fn audit(talk: &Conversation, policy: HandshakePolicy) -> Result<Tally, Finding>
         tally.refused += u64::from(kind & 0x8000_0000 != 0);
         tally.upgrades += u64::from(last == 5 && kind == 1);
     }
-    ensure!(taken.0.is_empty(), "{} bytes taken behind the end", taken.0.len());
-    ensure!(said.0.is_empty(), "{} bytes said to nobody", said.0.len());
+    ensure!(taken.0.is_empty(), "{} bytes consumed after the end", taken.0.len());
+    ensure!(said.0.is_empty(), "{} bytes sent after the end", said.0.len());
     match &talk.end {
         End::Transmission(session) => {
             tally.transmissions += 1;
@@ -428,14 +428,14 @@ fn judge_option(
     let mut described = None;
     let end = loop {
         let reply = OptionReply::parse(said)?;
-        ensure!(reply.option == number, "{number} answered as {}", reply.option);
+        ensure!(reply.option == number, "{number} has a reply to {}", reply.option);
         if reply.is_final() {
             break reply.kind;
         }
         match (number, reply.kind) {
             (3, 2) => listed += 1,
             (6 | 7, 3) if reply.payload.starts_with(&[0, 0]) => {
-                ensure!(described.is_none(), "told twice");
+                ensure!(described.is_none(), "described twice");
                 described = Some(reply.payload);
             }
             (6 | 7, 3) => {}
@@ -444,7 +444,7 @@ fn judge_option(
                 ensure!(&reply.payload[4..] == ALLOCATION.as_bytes(), "an unknown context");
                 context = Some(reply.payload[3]);
             }
-            (_, kind) => return Err(Finding(format!("{number} answered with {kind}"))),
+            (_, kind) => return Err(Finding(format!("the reply to {number} is {kind}"))),
         }
     };
     let expected = expected_end(number, payload, view);
@@ -560,7 +560,7 @@ fn judge_session(session: &Session, view: &View, by_name: bool) -> Result<(), Fi
         session.allocation_context,
         view.allocation
     );
-    ensure!(!by_name || !session.block_size_requested, "nobody asked for block sizes");
+    ensure!(!by_name || !session.block_size_requested, "block sizes were not requested");
     let df = session.flags.0 & 0x80 != 0;
     ensure!(df == (shape != Shape::Simple), "flags {:#x} on {shape:?}", session.flags.0);
     Ok(())

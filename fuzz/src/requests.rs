@@ -31,8 +31,8 @@ struct View {
     context: bool,
 }
 
-/// Lets the bytes choose a session and its requests; `check` is what is judged, besides the
-/// decoding and the replies.
+/// Chooses a session and its requests from the input; `check` selects what is checked in addition
+/// to the decoding and the replies.
 pub fn run(
     check: impl Fn(&RequestHeader, &Session) -> Result<NbdRequest, Errno>,
     data: &[u8],
@@ -47,7 +47,7 @@ pub fn run(
     let mut fed = 0;
     let mut skip = 0;
     let mut at = 0;
-    // What arrived is stream[..fed]; requests are taken off at `at`.
+    // What arrived is stream[..fed]; requests are decoded at `at`.
     loop {
         let passed = skip.min(fed - at);
         at += passed;
@@ -72,7 +72,7 @@ pub fn run(
                 fed = stream.len().min(fed + 1 + fed % 61 + skip / 2);
             }
             Decoded::Request(header, consumed) => {
-                ensure!(consumed == len && consumed <= arrived.len(), "{consumed} bytes taken");
+                ensure!(consumed == len && consumed <= arrived.len(), "{consumed} bytes consumed");
                 let request = judge_header(&header, arrived, &view)?;
                 at += consumed;
                 skip = usize::try_from(header.payload_len).unwrap_or(usize::MAX);
@@ -159,7 +159,7 @@ fn choose_session(choices: &mut Choices<'_>) -> (Session, View) {
     (session, view)
 }
 
-/// What clients write. It looks like a request's first byte, again and again.
+/// What clients write. It looks like a request's first byte, repeated.
 static PAYLOAD: [u8; 1 << 17] = [0x25; 1 << 17];
 
 /// Appends a request, most likely a valid one, and its payload.
@@ -414,7 +414,7 @@ fn judge_replies(
             let mut list = ExtentList::new(&mut extents, session.style, (length, one), limit, 32);
             let mut told: Vec<(u64, u64)> = Vec::new();
             let mut seed = header.cookie;
-            // It goes on after enough was told: that must do no harm.
+            // It continues after enough was described: that must be harmless.
             for _ in 0..40 {
                 seed = seed.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
                 let (state, extent) = (seed >> 62, (seed >> 33) % (view.block * 2));
@@ -462,7 +462,7 @@ fn judge_content(bytes: &[u8], data: &[u8], request: &Request, view: &View) -> R
         let reply = Reply::parse(&mut wire, view.shape, request)?;
         let mut payload = Wire(reply.payload);
         match reply.what {
-            What::Chunk(0) => ensure!(reply.done && reply.payload.is_empty(), "NONE goes on"),
+            What::Chunk(0) => ensure!(reply.done && reply.payload.is_empty(), "NONE is not the last chunk"),
             What::Chunk(kind @ (1 | 2)) => {
                 let offset = payload.number(8)?;
                 let expected = request.offset + u64::try_from(seen.len()).unwrap_or(0);
@@ -487,7 +487,7 @@ fn judge_content(bytes: &[u8], data: &[u8], request: &Request, view: &View) -> R
     Ok(())
 }
 
-/// `NBD_REPLY_TYPE_BLOCK_STATUS` and its extended form: a beginning of what was told.
+/// `NBD_REPLY_TYPE_BLOCK_STATUS` and its extended form: a prefix of what was described.
 fn judge_status(
     bytes: &[u8],
     told: &[(u64, u64)],
@@ -511,14 +511,14 @@ fn judge_status(
         ensure!(length > 0, "an extent of nothing");
         if let Some((whole, as_state)) = told.next() {
             let last = payload.0.is_empty();
-            ensure!(length == *whole || (last && length < *whole), "{length} told as {whole}");
-            ensure!(state == *as_state, "{state} told as {as_state}");
+            ensure!(length == *whole || (last && length < *whole), "{length} described as {whole}");
+            ensure!(state == *as_state, "{state} described as {as_state}");
         } else {
-            ensure!(count == 1 && state == 0, "an extent nobody told of");
+            ensure!(count == 1 && state == 0, "an extent that the volume does not have");
         }
     }
     ensure!(count > 0 && promised.is_none_or(|promised| promised == count), "{count} extents");
-    ensure!(!one || count == 1, "{count} extents where one was asked for");
+    ensure!(!one || count == 1, "{count} extents where one was requested");
     ensure!(covered <= u128::from(request.length), "{covered} bytes for {request:?}");
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! A TLS client that says what no TLS library says: any record, sealed with the keys of a connection
-//! whose handshake a library did.
+//! A TLS client that sends what no TLS library sends: any record, sealed with the keys of a
+//! connection whose handshake a library completed.
 //!
 //! One suite, ChaCha20-Poly1305 with SHA-256 and a pre-shared key, in TLS 1.2 (RFC 5246, 7905) and
 //! TLS 1.3 (RFC 8446).
@@ -117,7 +117,7 @@ impl Library {
         }
         let lines = self.secrets.lock().unwrap_or_else(PoisonError::into_inner);
         let line = lines.iter().find(|line| line.starts_with("CLIENT_TRAFFIC_SECRET_0 "));
-        let digits = line.and_then(|line| line.rsplit(' ').next()).expect("the secret is told");
+        let digits = line.and_then(|line| line.rsplit(' ').next()).expect("the secret is printed");
         let secret: Vec<u8> = (0..digits.len() / 2)
             .map(|at| u8::from_str_radix(&digits[2 * at..2 * at + 2], 16).expect("digits"))
             .collect();
@@ -188,14 +188,14 @@ pub fn message(kind: u8, body: &[u8]) -> Vec<u8> {
     [&[kind], &length[1..], body].concat()
 }
 
-/// A ClientHello of TLS 1.2 that asks a connection to begin again.
+/// A ClientHello of TLS 1.2 that requests a renegotiation.
 pub fn hello() -> Vec<u8> {
     let body = [&[3, 3][..], &[7; 32], &[0, 0, 2, 0xcc, 0xac, 1, 0]].concat();
     message(CLIENT_HELLO, &body)
 }
 
 fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
-    bytes[..N].try_into().expect("as many as asked for")
+    bytes[..N].try_into().expect("as many as requested")
 }
 
 fn hmac(key: &[u8], parts: &[&[u8]]) -> Vec<u8> {

@@ -321,7 +321,7 @@ impl<S: Session> Talk<S> {
         loop {
             match self.server.read(&mut target) {
                 Ok(Some(0)) => {
-                    ensure!(self.may_fail, "the end of a stream that goes on");
+                    ensure!(self.may_fail, "the end of a stream that continues");
                     self.end = End::Closed;
                     break;
                 }
