@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sector_tells_its_stamp_and_its_place() {
+    fn a_sector_contains_its_stamp_and_its_number() {
         let disk = content(7, 4096, 2 * SECTOR);
         assert_eq!(stamp_of(&disk[..SECTOR], 4096), Some(7));
         assert_eq!(stamp_of(&disk[SECTOR..], 4096 + 512), Some(7));

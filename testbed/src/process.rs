@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_can_be_looked_at() {
+    fn a_process_can_be_sampled() {
         let me = std::process::id();
         let before = open_files(me).unwrap();
         let file = tempfile::tempfile().unwrap();

@@ -66,7 +66,7 @@ fn other_clients_are_served(server: &mut Server) -> Result {
 }
 
 #[test]
-fn requests_past_the_end_are_refused_and_the_connection_goes_on() -> Result {
+fn requests_past_the_end_are_refused_and_the_connection_continues() -> Result {
     let mut server = Server::with_disk(DISK)?;
     let mut client = Client::open(&server.socket(), "disk")?;
     let block = vec![1; 4096];
@@ -140,7 +140,7 @@ fn a_write_longer_than_allowed_leaves_the_connection_in_order() -> Result {
 }
 
 #[test]
-fn unknown_flags_and_commands_are_refused_and_the_connection_goes_on() -> Result {
+fn unknown_flags_and_commands_are_refused_and_the_connection_continues() -> Result {
     let mut server = Server::with_disk(DISK)?;
     let mut client = Client::open(&server.socket(), "disk")?;
     let before = content(5, 0, 4096);
@@ -231,7 +231,7 @@ fn invalid_options_are_refused_and_the_handshake_continues() -> Result {
 }
 
 #[test]
-fn what_cannot_be_understood_ends_the_connection() -> Result {
+fn invalid_input_closes_the_connection() -> Result {
     let mut server = Server::with_disk(DISK)?;
     let held = Held::by(server.pid()?)?;
     let greeting = |flags: u32| -> Result<UnixStream> {

@@ -114,7 +114,7 @@ fn an_unreadable_image_is_named() -> Result {
 }
 
 #[test]
-fn a_configuration_file_is_judged_with_line_and_remedy() -> Result {
+fn mistakes_in_a_configuration_file_are_reported_with_line_and_remedy() -> Result {
     let dir = tempfile::tempdir().map_err(Error::io("make a directory"))?;
     let file = dir.path().join("ebbd.toml");
     let name = file.display().to_string();
@@ -144,7 +144,7 @@ fn a_configuration_file_is_judged_with_line_and_remedy() -> Result {
 }
 
 #[test]
-fn flags_are_judged() -> Result {
+fn mistakes_in_flags_are_reported() -> Result {
     let disk = ["--check", "--volume", "d=memory:1M"];
     let refuse = |args: &[&str], words: &[&str]| refused(&[&disk, args].concat(), 2, words);
     refuse(&["--no-such-flag"], &["--no-such-flag"])?;
@@ -159,7 +159,7 @@ fn flags_are_judged() -> Result {
 }
 
 #[test]
-fn a_socket_in_use_is_not_taken_from_its_owner() -> Result {
+fn a_socket_in_use_is_not_replaced() -> Result {
     let mut server = Server::with_disk(1 << 20)?;
     let listen = format!("unix:{}", server.socket().display());
     let outcome = serve(&["--volume", "d=memory:1M", "--listen", &listen])?;

@@ -138,7 +138,7 @@ fn what_was_read_once_never_reaches_the_store_again() -> Result {
 }
 
 #[test]
-fn many_readers_of_one_page_ask_the_store_once() -> Result {
+fn many_readers_of_one_page_read_the_store_once() -> Result {
     let slow = ["--filter=delay", "pattern", "16M", "rdelay=300ms"];
     let rig = Rig::new(&slow, ",read-only=true", &["--workers", "2"])?;
     let page = 8 * MIB;

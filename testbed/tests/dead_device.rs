@@ -98,14 +98,14 @@ fn changes_beside_a_device_that_hangs(options: &str) -> Result<Rig> {
 }
 
 #[test]
-fn requests_of_a_device_that_hangs_hold_up_no_other_volume() -> Result {
+fn requests_to_a_hanging_device_delay_no_other_volume() -> Result {
     let mut rig = changes_beside_a_device_that_hangs("")?;
     rig.flood(6, 256, wire::CMD_READ, 512)?;
     rig.well(5)
 }
 
 #[test]
-fn also_requests_through_the_page_cache_hold_up_no_other_volume() -> Result {
+fn buffered_requests_to_a_hanging_device_delay_no_other_volume() -> Result {
     let mut rig = changes_beside_a_device_that_hangs(",direct=off")?;
     // Linux from 6.15 on has a read wait for the zeroes, even one that is not to wait.
     rig.flood(6, 256, wire::CMD_READ, 512)?;

@@ -92,7 +92,7 @@ fn stalled_clients_delay_no_other_client_and_the_daemon_still_stops() -> Result 
 }
 
 #[test]
-fn clients_that_never_read_are_held_back() -> Result {
+fn clients_that_never_read_are_throttled() -> Result {
     let limits = ["--connection-memory", "8M", "--max-request", "1M"];
     let mut server = Setup::new()?.image("disk", DISK)?.args(limits).start()?;
     other_clients_are_served(&mut server)?;
@@ -146,7 +146,7 @@ fn a_flood_does_not_keep_the_daemon_from_ending() -> Result {
 }
 
 #[test]
-fn a_crowd_is_limited_and_room_is_made_again() -> Result {
+fn the_number_of_connections_is_limited_and_closed_ones_make_room() -> Result {
     let limit = ["--max-clients", "4"];
     let mut server = Setup::new()?.image("disk", DISK)?.args(limit).start()?;
     // The connection that saw the daemon start may still be open.

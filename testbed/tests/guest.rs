@@ -45,7 +45,7 @@ e2fsck -f -n /dev/vda
 "#;
 
 #[test]
-fn files_of_a_guest_outlive_the_daemon_and_space_comes_back() -> Result {
+fn files_of_a_guest_outlive_the_daemon_and_discards_free_space() -> Result {
     let mut server = Setup::new()?.image("disk", 256 * MIB)?.start()?;
     let guest = |script: &str| Guest::new(script).program("mkfs.ext4").program("e2fsck");
     let filled = guest(FILL).export(&server, "disk").ok()?;

@@ -152,7 +152,7 @@ fn volumes_are_not_mixed_up() -> Result {
 }
 
 #[test]
-fn a_volume_grows_while_it_is_used_and_shrinks_only_if_that_is_said() -> Result {
+fn a_volume_grows_while_it_is_used_and_shrinks_only_with_the_flag() -> Result {
     let setup = Setup::new()?.image("disk", MIB)?;
     let control = setup.dir().join("control.sock");
     let mut server = setup.arg("--control").arg(&control).start()?;

@@ -136,13 +136,13 @@ fn a_flush_that_failed_stays_failed(cache: &str) -> Result {
 }
 
 #[test]
-fn one_clients_failed_flush_is_not_another_ones_success() -> Result {
+fn a_flush_that_fails_for_one_client_does_not_succeed_for_another() -> Result {
     a_flush_that_failed_stays_failed("none")?;
     a_flush_that_failed_stays_failed("writethrough")
 }
 
 #[test]
-fn a_stop_over_a_disk_that_lost_data_says_so() -> Result {
+fn a_shutdown_after_lost_data_reports_it() -> Result {
     let disk = Disk::new()?;
     let mut server = disk.serve("writeback")?;
     let mut client = Client::open(&server.socket(), "disk")?;

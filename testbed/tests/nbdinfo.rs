@@ -8,7 +8,7 @@ use testbed::{Error, Result, Server, Tool, binary, check, pattern};
 const MIB: u64 = 1 << 20;
 
 #[test]
-fn json_tells_size_and_abilities() -> Result {
+fn json_shows_size_and_features() -> Result {
     let mut server = Server::with_disk(64 * MIB)?;
     let outcome = Tool::new("nbdinfo").arg("--json").arg(server.uri("disk")).ok()?;
     let json = outcome.json()?;

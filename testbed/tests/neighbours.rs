@@ -66,7 +66,7 @@ fn cache(outcome: &Outcome, key: &str, figure: &str) -> Result<u64> {
 }
 
 #[test]
-fn the_cache_gives_way_to_a_neighbour_in_its_control_group() -> Result {
+fn the_cache_shrinks_for_a_neighbour_in_its_control_group() -> Result {
     let mut volumes = String::new();
     for n in 0..VOLUMES {
         let volume = format!("v{n}=file:/dev/nullb0,read-only=true,direct=on,cache=writethrough");

@@ -25,7 +25,7 @@ fn log_has(server: &Server, words: &str) -> Result {
 }
 
 #[test]
-fn a_successor_serves_the_healthy_while_a_dead_device_holds_the_old_daemon() -> Result {
+fn a_successor_serves_healthy_volumes_while_a_dead_device_blocks_the_old_daemon() -> Result {
     let setup = Setup::new()?.image("disk", MIB)?;
     let broken = |error| Error::unexpected(format!("a device that can die: {error}"));
     let dead = Dead::make(Kind::Device, setup.dir()).map_err(broken)?;

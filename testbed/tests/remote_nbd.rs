@@ -262,7 +262,7 @@ fn checked(volume: &str) -> Result<testbed::tool::Outcome> {
 }
 
 #[test]
-fn a_server_that_is_not_there_is_named_with_a_remedy() -> Result {
+fn an_unreachable_server_is_named_with_a_remedy() -> Result {
     let outcome = checked("disk=nbd+unix:///?socket=/nonexistent/socket")?;
     outcome.check(outcome.stderr.contains("is it running there?"), "a remedy")?;
     let outcome = checked("disk=nbd://127.0.0.1:1/")?;

@@ -119,7 +119,7 @@ fn write_pages(client: &mut Client, pages: &[u64], stamp: u64) -> Result {
 }
 
 #[test]
-fn writes_are_acknowledged_from_memory_and_a_flush_brings_them_to_the_store() -> Result {
+fn writes_are_acknowledged_from_memory_and_a_flush_writes_them_to_the_store() -> Result {
     let mut rig = Rig::new(&[&["memory", "16M", "--filter=delay", "wdelay=1ms"]], &[])?;
     let mut random = Random::new(Random::seed(0xebb_b001));
     let pages = shuffled(64, &mut random);
@@ -210,7 +210,7 @@ fn what_was_durable_before_a_kill_is_in_the_store() -> Result {
 }
 
 #[test]
-fn a_stop_brings_everything_to_the_store() -> Result {
+fn a_shutdown_writes_everything_to_the_store() -> Result {
     let mut rig = Rig::new(&[&["memory", "16M", "--filter=delay", "wdelay=5ms"]], &[])?;
     let pages = shuffled(512, &mut Random::new(Random::seed(0xebb_b003)));
     let mut client = rig.client("disk0")?;

@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn ours_is_held_against_no_cache() {
+    fn elastic_is_compared_with_no_cache() {
         let none = [100, 1000, 40];
         assert!(meets("j20", none, [305, 1050, 60], "swapped_pages"));
         assert!(!meets("j20", none, [306, 1050, 60], "swapped_pages"));
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_guest_did_not_say_is_an_error() {
+    fn a_missing_result_of_a_guest_is_an_error() {
         let measured = measured("none", "j1", 1, 2, 3);
         assert_eq!(measured.value("build_ms").unwrap().to_string(), "2");
         assert!(measured.value("build").is_err());

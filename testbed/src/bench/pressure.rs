@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn ours_is_held_against_the_floor() {
+    fn lend_is_compared_with_the_baseline() {
         let figure = |floor: u32, out: u32, us: u32, name: &str| {
             let all: Vec<_> = BEHAVIOURS
                 .iter()
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_guest_did_not_say_is_an_error() {
+    fn a_missing_result_of_a_guest_is_an_error() {
         let measured = measured("lend", 7, 8);
         assert_eq!(measured.value("out").unwrap().to_string(), "7");
         assert!(measured.value("ou").is_err() && measured.value("absent").is_err());

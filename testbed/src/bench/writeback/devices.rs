@@ -326,7 +326,7 @@ mod tests {
     use ebb_writeback::Law;
 
     #[test]
-    fn looks_become_samples_at_even_times() {
+    fn uneven_samples_become_even_ones() {
         let scenario = ebb_writeback::sim::real::ALL[3];
         let setup = Setup { length: 4 * SAMPLE, ..(scenario.setup)(Law::Horizon) };
         let look = |at, held| {
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_read_by_name_and_what_lacks_is_told() {
+    fn statistics_are_read_by_name_and_missing_ones_are_reported() {
         let setup = (ebb_writeback::sim::real::ALL[4].setup)(Law::Horizon);
         let full = serde_json::json!([{"name": "d0", "written_bytes": 60_000_000,
             "threshold_bytes": 7, "dirty_bytes": 3, "writeback_bytes": 2,
