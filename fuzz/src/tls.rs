@@ -1,8 +1,8 @@
 //! Records of TLS: what a peer may send before it has keys, and with keys.
 //!
-//! Whatever it sends, in whatever pieces: the server reads what was sealed in the order it was sealed
-//! and nothing else, says no more than what it wrote and short answers, and after an error reads
-//! nothing any more. A client that sends nothing wrong reads what the server wrote.
+//! Whatever it sends, in whatever pieces: the server reads what was sealed in the order it was
+//! sealed and nothing else, sends only what was written and short responses, and after an error
+//! reads nothing more. A client that sends only valid records reads what the server wrote.
 
 use ebb_tls::{ServerTls, TlsSession};
 use openssl::ssl::{SslStream, SslVersion};
@@ -19,9 +19,9 @@ macro_rules! ensure {
     };
 }
 
-/// Most a server says to a peer without keys, bytes: hello, parameters, finished, alerts.
+/// The most a server sends to a peer without keys, bytes: hello, parameters, finished, alerts.
 const GREETING_MAX: usize = 8 << 10;
-/// Most it says to one record, bytes: an alert, or an answer to a change of keys, sealed.
+/// The most it sends for one record, bytes: an alert, or a response to a change of keys, sealed.
 const ANSWER_MAX: usize = 64;
 
 /// The server's side of a connection.
@@ -81,7 +81,7 @@ pub struct Tally {
     pub shaken: u64,
     /// Records sent with keys.
     pub records: u64,
-    /// Conversations that the server broke off.
+    /// Conversations that the server closed.
     pub failed: u64,
     /// Bytes the server has read, and the client.
     pub read: u64,
@@ -222,7 +222,7 @@ fn shake<S: Session>(
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
     Open,
-    /// The client has said goodbye.
+    /// The client has sent its close alert.
     Closed,
     /// The server reads no more.
     Failed,
@@ -238,19 +238,19 @@ struct Talk<S> {
     /// Plain text that the server is to read, and how much of it it has.
     sealed: Vec<u8>,
     read: usize,
-    /// Plain text that the server wrote, and all the cipher text it said.
+    /// Plain text that the server wrote, and all the cipher text it sent.
     written: Vec<u8>,
     said: Vec<u8>,
     end: End,
-    /// The client has broken a rule: the server may end the connection.
+    /// The client has violated the protocol: the server may close the connection.
     may_fail: bool,
-    /// The client's library cannot follow any more.
+    /// The client's library cannot continue.
     odd: bool,
     tally: Tally,
 }
 
 impl<S: Session> Talk<S> {
-    /// Seals one record, or has the server write.
+    /// Seals one record, or makes the server write.
     fn say(&mut self, choices: &mut Choices<'_>) {
         let rare = choices.rarely();
         let record = match (choices.below(8), rare) {
@@ -272,12 +272,12 @@ impl<S: Session> Talk<S> {
                 return;
             }
             (5..=6, false) if self.tls13 => self.sealer.update(choices.often()),
-            // Refused by a warning, and the connection goes on.
+            // Refused by a warning, and the connection continues.
             (5..=6, false) => {
                 self.odd = true;
                 self.sealer.seal(HANDSHAKE, &sealer::hello())
             }
-            // Records of nothing: some are taken, a row of them is not.
+            // Empty records: some are accepted, many in a row are not.
             (_, false) => {
                 self.may_fail = true;
                 self.sealer.seal(DATA, &[])
@@ -291,7 +291,7 @@ impl<S: Session> Talk<S> {
         self.wire.extend(record);
     }
 
-    /// A record against the rules.
+    /// An invalid record.
     fn wrong(&mut self, kind: usize, choices: &mut Choices<'_>) -> Vec<u8> {
         match kind {
             0 => self.sealer.seal(HANDSHAKE, &[sealer::CLIENT_HELLO, 0xff, 0xff, 0xff, 3, 3, 3]),
@@ -313,7 +313,7 @@ impl<S: Session> Talk<S> {
         }
     }
 
-    /// Has the server read what has come so far.
+    /// Makes the server read what has arrived.
     fn deliver(&mut self, count: usize, choices: &mut Choices<'_>) -> Result<(), Finding> {
         let bytes: Vec<u8> = self.wire.drain(..count.min(self.wire.len())).collect();
         self.server.feed(&bytes);
@@ -349,7 +349,7 @@ impl<S: Session> Talk<S> {
         Ok(())
     }
 
-    /// All that was sealed has been read, and the client reads what was written.
+    /// Everything that was sealed has been read, and the client reads what was written.
     fn judge_end(mut self, client: &mut SslStream<Wire>) -> Result<Tally, Finding> {
         let all = self.read == self.sealed.len();
         ensure!(all || self.may_fail, "{} of {} bytes read", self.read, self.sealed.len());
