@@ -93,11 +93,11 @@ struct Request {
 
 /// The result of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Turn {
+pub(crate) enum StepResult {
     Idle,
     Busy,
     /// The connection has ended.
-    Gone,
+    Ended,
 }
 
 /// See the module.
@@ -197,22 +197,22 @@ impl Client {
     /// One step: send, receive, submit.
     ///
     /// # Errors A promise that was not kept.
-    pub(crate) fn turn(&mut self, oracle: &mut Oracle, now: Instant) -> Result<Turn, String> {
+    pub(crate) fn step(&mut self, oracle: &mut Oracle, now: Instant) -> Result<StepResult, String> {
         let mut busy = self.send();
         if !self.deaf {
-            match self.hear() {
+            match self.receive() {
                 Ok(heard) => busy |= heard,
-                Err(()) => return Ok(Turn::Gone),
+                Err(()) => return Ok(StepResult::Ended),
             }
             while self.take(oracle, now)? {
                 busy = true;
             }
         }
         if self.phase == Phase::Refused {
-            return Ok(Turn::Gone);
+            return Ok(StepResult::Ended);
         }
         while self.wants().is_some_and(|at| at <= now) {
-            self.ask(oracle, now);
+            self.submit(oracle, now);
             busy = true;
             let pause = self.random.below(self.manner.pause_us + 1);
             if pause > 0 {
@@ -220,7 +220,7 @@ impl Client {
             }
         }
         busy |= self.send();
-        Ok(if busy { Turn::Busy } else { Turn::Idle })
+        Ok(if busy { StepResult::Busy } else { StepResult::Idle })
     }
 
     /// The connection ends. Returns the changes whose outcome is unknown: the server continues them
@@ -281,7 +281,7 @@ impl Client {
         busy
     }
 
-    fn hear(&mut self) -> Result<bool, ()> {
+    fn receive(&mut self) -> Result<bool, ()> {
         let mut chunk = [0; 64 << 10];
         let mut busy = false;
         loop {
@@ -340,7 +340,7 @@ impl Client {
             return Ok(false);
         }
         if be32(&header[8..]) != number {
-            return Err(format!("option {number} is answered as {}", be32(&header[8..])));
+            return Err(format!("option {number} has the reply {}", be32(&header[8..])));
         }
         let data: Vec<u8> = self.input.drain(..20 + length).skip(20).collect();
         match (number, kind) {
@@ -374,7 +374,7 @@ impl Client {
     }
 
     /// Asks for something.
-    fn ask(&mut self, oracle: &mut Oracle, now: Instant) {
+    fn submit(&mut self, oracle: &mut Oracle, now: Instant) {
         let random = &mut self.random;
         // Also beyond the end, if it was shrunk after this client read its size.
         let size = self.size;
@@ -439,7 +439,7 @@ impl Client {
         self.output.extend(header);
         if self.told {
             println!(
-                "    {} asks {}: {command} {first}+{count} flags {flags} {kind:?}",
+                "    {} submits {}: {command} {first}+{count} flags {flags} {kind:?}",
                 self.export, self.cookie
             );
         }
@@ -472,7 +472,7 @@ impl Client {
             (be16(&self.input[4..]), be16(&self.input[6..]), be64(&self.input[8..]));
         let payload: Vec<u8> = self.input.drain(..header + length).skip(header).collect();
         let Some(request) = self.open.get_mut(&cookie) else {
-            return Err(format!("a chunk for a request that is not under way: {cookie}"));
+            return Err(format!("a chunk for a request that is not in flight: {cookie}"));
         };
         chunk(request, kind, &payload)?;
         if flags & 1 != 0 {
@@ -487,7 +487,7 @@ impl Client {
         }
         let (error, cookie) = (be32(&self.input[4..]), be64(&self.input[8..]));
         let Some(request) = self.open.get_mut(&cookie) else {
-            return Err(format!("a reply for a request that is not under way: {cookie}"));
+            return Err(format!("a reply for a request that is not in flight: {cookie}"));
         };
         let mut length = 16;
         if let (0, Kind::Read { data, covered, .. }) = (error, &mut request.kind) {
@@ -509,7 +509,7 @@ impl Client {
         let done = request.error == 0;
         if self.told {
             let time = now - request.sent;
-            println!("    {} is answered {cookie}: {} after {time:?}", self.export, request.error);
+            println!("    {} received the reply to {cookie}: {} after {time:?}", self.export, request.error);
         }
         self.answered += 1;
         self.succeeded += u64::from(done);
@@ -573,7 +573,7 @@ fn check_beyond(request: &Request) -> Result<(), String> {
         error if error == expected || error == nbd_error::ESHUTDOWN => Ok(()),
         error if long && others.contains(&error) => Ok(()),
         error => Err(format!(
-            "command {} at {}+{} lies beyond the end and is answered with {error}",
+            "command {} at {}+{} is beyond the end and its reply is {error}",
             request.command, request.first, request.count
         )),
     }
@@ -588,7 +588,7 @@ fn chunk(request: &mut Request, kind: u16, payload: &[u8]) -> Result<(), String>
             let at = usize::try_from(be64(payload).wrapping_sub(start)).unwrap_or(usize::MAX);
             let end = at.saturating_add(payload.len() - 8);
             let Some(place) = data.get_mut(at..end) else {
-                return Err("data beside the read".into());
+                return Err("data outside the read".into());
             };
             place.copy_from_slice(&payload[8..]);
             *covered += payload.len() - 8;
@@ -598,7 +598,7 @@ fn chunk(request: &mut Request, kind: u16, payload: &[u8]) -> Result<(), String>
             let at = usize::try_from(be64(payload).wrapping_sub(start)).unwrap_or(usize::MAX);
             let length = be32(&payload[8..]) as usize;
             let Some(place) = data.get_mut(at..at.saturating_add(length)) else {
-                return Err("a hole beside the read".into());
+                return Err("a hole outside the read".into());
             };
             place.fill(0);
             *covered += length;

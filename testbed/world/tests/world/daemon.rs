@@ -327,14 +327,14 @@ impl Daemon {
             control_at: None,
         };
         let engine = daemon.engine.clone();
-        daemon.tried = daemon.ask(|io| async move { engine.start(&io, config, None).await });
+        daemon.tried = daemon.submit(|io| async move { engine.start(&io, config, None).await });
         daemon
     }
 
     /// Reads its configuration again.
     pub(crate) fn reload(&self, volumes: &[Wanted]) -> Later<()> {
         let (engine, config) = (self.engine.clone(), configuration(&self.settings, volumes));
-        self.ask(|io| async move { engine.reload(&io, config).await })
+        self.submit(|io| async move { engine.reload(&io, config).await })
     }
 
     pub(crate) fn volume(&self, name: &str) -> Option<Arc<Volume>> {
@@ -357,7 +357,7 @@ impl Daemon {
     }
 
     /// Makes the worker do something in addition to its requests.
-    pub(crate) fn ask<T: 'static, F: Future<Output = T> + 'static>(
+    pub(crate) fn submit<T: 'static, F: Future<Output = T> + 'static>(
         &self,
         call: impl FnOnce(Io) -> F,
     ) -> Later<T> {
@@ -368,8 +368,8 @@ impl Daemon {
     }
 
     /// A step of each thread it would have. False if none had anything to do.
-    pub(crate) fn turn(&mut self, now: Instant) -> bool {
-        let mut busy = self.turn_xen(now);
+    pub(crate) fn step(&mut self, now: Instant) -> bool {
+        let mut busy = self.step_xen(now);
         busy |= self.worker.iterate();
         if now >= self.keep_at {
             self.reclaimer.run_once(&self.cache, now);
@@ -389,7 +389,7 @@ impl Daemon {
     }
 
     /// A step of the thread that handles xenstore, if there is something for it to do.
-    fn turn_xen(&mut self, now: Instant) -> bool {
+    fn step_xen(&mut self, now: Instant) -> bool {
         if self.tried.borrow().is_some()
             && let Some(xen) = self.xen.take()
         {

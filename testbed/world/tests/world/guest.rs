@@ -69,11 +69,11 @@ enum Phase {
 
 /// The result of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Turn {
+pub(crate) enum StepResult {
     Idle,
     Busy,
     /// The disk is disconnected for good.
-    Gone,
+    Ended,
 }
 
 /// See the module.
@@ -217,17 +217,17 @@ impl Guest {
     /// One step: receive, submit. If the backend reports an error it disconnects the disk.
     ///
     /// # Errors A promise that was not kept.
-    pub(crate) fn turn(
+    pub(crate) fn step(
         &mut self,
         oracle: &mut Oracle,
         volume: &Weak<Volume>,
         now: Instant,
-    ) -> Result<Turn, String> {
-        let mut busy = self.hear(oracle)?;
+    ) -> Result<StepResult, String> {
+        let mut busy = self.receive(oracle)?;
         let refused = self.complaint().is_some();
         match self.phase {
             // One that has begun to disconnect does so in the usual way.
-            Phase::Connecting if refused => return Ok(Turn::Gone),
+            Phase::Connecting if refused => return Ok(StepResult::Ended),
             Phase::Connecting => {
                 let before = self.own_state();
                 if self.disk.step_connect().map_err(|error| error.to_string())? {
@@ -242,7 +242,7 @@ impl Guest {
                 self.phase = Phase::Closing { patient: false, again: false };
                 busy = true;
             }
-            Phase::Serving => busy |= self.ask_all(oracle, now),
+            Phase::Serving => busy |= self.submit_all(oracle, now),
             Phase::Closing { patient: true, again: true } if !self.open.is_empty() && !refused => {}
             Phase::Closing { again, .. } => {
                 let before = self.own_state();
@@ -250,7 +250,7 @@ impl Guest {
                     // The rings have ended: there will be no further responses.
                     self.abandon(oracle).into_iter().for_each(|w| oracle.end(w, false));
                     if !again || refused {
-                        return Ok(Turn::Gone);
+                        return Ok(StepResult::Ended);
                     }
                     self.phase = Phase::Connecting;
                     busy = true;
@@ -258,7 +258,7 @@ impl Guest {
                 busy |= before != self.own_state();
             }
         }
-        Ok(if busy { Turn::Busy } else { Turn::Idle })
+        Ok(if busy { StepResult::Busy } else { StepResult::Idle })
     }
 
     fn own_state(&self) -> Option<String> {
@@ -271,10 +271,10 @@ impl Guest {
         usize::try_from(self.disk.size()).unwrap() / SECTOR
     }
 
-    fn ask_all(&mut self, oracle: &mut Oracle, now: Instant) -> bool {
+    fn submit_all(&mut self, oracle: &mut Oracle, now: Instant) -> bool {
         let mut asked = false;
         while self.size() > 0 && self.wants().is_some_and(|at| at <= now) {
-            self.ask(oracle, now);
+            self.submit(oracle, now);
             asked = true;
             let pause = self.random.below(self.manner.pause_us + 1);
             if pause > 0 {
@@ -291,7 +291,7 @@ impl Guest {
         asked
     }
 
-    fn ask(&mut self, oracle: &mut Oracle, now: Instant) {
+    fn submit(&mut self, oracle: &mut Oracle, now: Instant) {
         // By the size it was told: also beyond the end, if it was shrunk since.
         let size = self.size();
         let random = &mut self.random;
@@ -357,7 +357,7 @@ impl Guest {
         };
         let id = self.disk.queues[0].put(asked);
         if self.told {
-            println!("    guest {} asks {id}: {operation} {first}+{count}", self.number);
+            println!("    guest {} submits {id}: {operation} {first}+{count}", self.number);
         }
         let request = Request { kind, first, count, pages, descriptors, beyond, sent: now };
         self.open.insert(id, request);
@@ -387,7 +387,7 @@ impl Guest {
     /// Reads responses.
     ///
     /// # Errors A promise that was not kept.
-    pub(crate) fn hear(&mut self, oracle: &mut Oracle) -> Result<bool, String> {
+    pub(crate) fn receive(&mut self, oracle: &mut Oracle) -> Result<bool, String> {
         let mut heard = false;
         loop {
             let Some(queue) = self.disk.queues.first_mut() else { return Ok(heard) };
@@ -395,10 +395,10 @@ impl Guest {
             let Some(response) = taken else { return Ok(heard) };
             heard = true;
             let Some(request) = self.open.remove(&response.id) else {
-                return Err(format!("guest {}: {response:?} answers nothing", self.number));
+                return Err(format!("guest {}: {response:?} belongs to no request", self.number));
             };
             if self.told {
-                println!("    guest {} is answered {response:?}", self.number);
+                println!("    guest {} received {response:?}", self.number);
             }
             self.disk.free_pages(&request.descriptors);
             self.finish(&request, response.status == 0, oracle)?;
@@ -413,7 +413,7 @@ impl Guest {
         let Request { kind, first, count, beyond, .. } = request;
         if done && beyond.is_some_and(|resizes| oracle.end_and_resizes().1 == resizes) {
             return Err(format!(
-                "a request of a guest at {first}+{count} lies beyond the end and succeeds"
+                "a request of a guest at {first}+{count} is beyond the end and succeeds"
             ));
         }
         let stable = match kind {

@@ -168,7 +168,7 @@ impl Remote {
     }
 
     /// From now on it does not reply, or shuts down.
-    pub(crate) fn turn_away(&self, health: Health) {
+    pub(crate) fn change_health(&self, health: Health) {
         self.server().health = health;
     }
 
@@ -183,8 +183,8 @@ impl Remote {
     }
 
     /// One step. False if there was nothing to do.
-    pub(crate) fn turn(&self, now: Instant) -> bool {
-        self.server().turn(now)
+    pub(crate) fn step(&self, now: Instant) -> bool {
+        self.server().step(now)
     }
 
     /// When it needs a step if nothing happens.
@@ -242,13 +242,13 @@ impl Server {
         }
     }
 
-    fn turn(&mut self, now: Instant) -> bool {
+    fn step(&mut self, now: Instant) -> bool {
         let mut busy = self.accept();
         if matches!(self.health, Health::Dead | Health::Silent) {
             return busy;
         }
         for at in 0..self.connections.len() {
-            busy |= self.hear(at, now);
+            busy |= self.receive(at, now);
         }
         while let Some(at) = self.connections.iter().position(|connection| connection.ended) {
             let connection = self.connections.remove(at);
@@ -290,7 +290,7 @@ impl Server {
     }
 
     /// Takes what has come on a connection.
-    fn hear(&mut self, at: usize, now: Instant) -> bool {
+    fn receive(&mut self, at: usize, now: Instant) -> bool {
         let busy = self.connections[at].receive();
         loop {
             let connection = &mut self.connections[at];
@@ -374,7 +374,7 @@ impl Server {
             && (with_data == 0 || length <= self.blocks.1 as usize);
         if opening != Some(magic::REQUEST) || twice || !fits {
             let what = format!("{opening:x?} {command:?} {offset}+{length}, cookie twice: {twice}");
-            self.wrong = Some(format!("the server is asked what it may not be: {what}"));
+            self.wrong = Some(format!("the server received an invalid request: {what}"));
             return false;
         }
         let due = now + Duration::from_micros(self.random.below(self.pace.work_us + 1));

@@ -20,7 +20,7 @@ use ebb_volume::{Mode, Volume};
 use self::events::Event;
 use self::guests::{Berth, Grave};
 use self::theme::Theme;
-use crate::client::{Client, Turn};
+use crate::client::{Client, StepResult};
 use crate::daemon::{Daemon, Disks, Later, Place, Wanted, Xen};
 use crate::guest::Guest;
 use crate::oracle::{Oracle, SECTOR, Writing};
@@ -36,11 +36,11 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// Between two attempts to read a volume that cannot be read yet.
 const AGAIN: Duration = Duration::from_millis(100);
 /// Turns without the clock being moved, at most: more is a loop.
-const TURNS: u64 = 200_000;
+const STEPS: u64 = 200_000;
 
 /// Steps after which a world proceeds to its end, however few requests completed: some have events
 /// so often that their clock takes long in real time.
-const TURNS_MOST: u64 = 200_000;
+const STEPS_MOST: u64 = 200_000;
 
 /// A volume, its disk, and what is known of it.
 struct Site {
@@ -199,9 +199,9 @@ pub(crate) struct World {
     calm: bool,
     pub(crate) trace: Trace,
     outcome: Outcome,
-    turns: u64,
+    steps: u64,
     /// Turns of all of it.
-    all_turns: u64,
+    all_steps: u64,
 }
 
 impl World {
@@ -222,7 +222,7 @@ impl World {
                 seats.push(Seat { site, client: None, again: begin });
             }
         }
-        remotes::give_turns_in_handshakes(&sites);
+        remotes::step_in_handshakes(&sites);
         let (mut events, event_every, event_at) = theme.events(&mut random, begin);
         let berths = match theme {
             Theme::Any => guests::draw(seed, &mut sites, begin),
@@ -248,8 +248,8 @@ impl World {
             calm: false,
             trace,
             outcome: Outcome::default(),
-            turns: 0,
-            all_turns: 0,
+            steps: 0,
+            all_steps: 0,
             random,
             theme,
         };
@@ -273,19 +273,19 @@ impl World {
     pub(crate) fn run(&mut self, requests: u64) -> Result<Outcome, String> {
         // A world in which hardly any request completes ends by its clock.
         let end = self.begin + Duration::from_secs(300);
-        while self.outcome.requests < requests && self.now < end && self.all_turns < TURNS_MOST {
-            self.turn()?;
+        while self.outcome.requests < requests && self.now < end && self.all_steps < STEPS_MOST {
+            self.step()?;
         }
         self.note(format_args!("calm"));
         self.settle()?;
-        self.look_at_all()?;
+        self.check_all()?;
         match self.random.below(3) {
             0 => self.stop()?,
             1 => self.kill(false)?,
             _ => self.kill(true)?,
         }
         self.start();
-        self.look_at_all()?;
+        self.check_all()?;
         self.end_guests()?;
         self.stop()?;
         for site in &self.sites {
@@ -336,23 +336,23 @@ impl World {
     }
 
     /// Steps every party; advances the clock.
-    fn turn(&mut self) -> Result<(), String> {
-        self.all_turns += 1;
+    fn step(&mut self) -> Result<(), String> {
+        self.all_steps += 1;
         if !self.calm && self.now >= self.event_at {
-            self.befall()?;
+            self.apply_event()?;
             let pause = self.random.between(1, 2 * self.event_every);
             self.event_at = self.now + Duration::from_micros(pause);
         }
         let now = self.now;
-        let mut busy = self.daemon.as_mut().is_some_and(|daemon| daemon.turn(now));
+        let mut busy = self.daemon.as_mut().is_some_and(|daemon| daemon.step(now));
         busy |= self.serve_remotes()?;
         for site in &mut self.sites {
             site.notice();
         }
         self.end_resizes(false);
         // First: a volume that was replaced has completed them before.
-        self.hear_guests()?;
-        self.look_at_volumes();
+        self.receive_guests()?;
+        self.notice_replaced_volumes();
         self.bury();
         let first = self.random.index(self.seats.len());
         for at in 0..self.seats.len() {
@@ -367,7 +367,7 @@ impl World {
             if let Some(what) = self.sites[at].end_resize(life_ends) {
                 self.note(format_args!("{what}"));
                 if self.theme == Theme::Sizes && !life_ends {
-                    self.look_at_ends(at);
+                    self.read_ends(at);
                 }
             }
         }
@@ -375,7 +375,7 @@ impl World {
 
     /// Clients read a volume at the end it had before it was resized, and at its present end; one
     /// that does not know the new size disconnects now and then, and learns it.
-    fn look_at_ends(&mut self, at: usize) {
+    fn read_ends(&mut self, at: usize) {
         let now = self.now;
         let site = &mut self.sites[at];
         let sectors = site.oracle.sectors();
@@ -422,13 +422,13 @@ impl World {
     fn pass_time(&mut self, busy: bool) -> Result<(), String> {
         let step = Duration::from_nanos(self.random.below(4000));
         if busy {
-            self.turns += 1;
-            if self.turns > TURNS {
-                return Err(format!("{TURNS} turns and time has not gone on: {}", self.describe()));
+            self.steps += 1;
+            if self.steps > STEPS {
+                return Err(format!("{STEPS} steps and the clock has not advanced: {}", self.describe()));
             }
             self.now += step;
         } else {
-            self.turns = 0;
+            self.steps = 0;
             let daemon = self.daemon.as_ref().map(Daemon::wants);
             let clients = self.seats.iter().filter_map(|seat| match &seat.client {
                 Some(client) => client.wants(),
@@ -465,7 +465,7 @@ impl World {
             return Ok(true);
         };
         let (answered, succeeded) = (client.answered, client.succeeded);
-        let turn = client.turn(&mut site.oracle, now)?;
+        let step = client.step(&mut site.oracle, now)?;
         if client.answered > answered {
             self.outcome.requests += client.answered - answered;
             self.outcome.succeeded += client.succeeded - succeeded;
@@ -481,11 +481,11 @@ impl World {
                 ));
             }
         }
-        if turn == Turn::Gone {
+        if step == StepResult::Ended {
             self.leave(number);
             return Ok(true);
         }
-        Ok(turn == Turn::Busy)
+        Ok(step == StepResult::Busy)
     }
 
     /// A client's connection has ended; another one connects soon.
@@ -500,7 +500,7 @@ impl World {
             let what = client.describe();
             let site = &mut self.sites[seat.site];
             site.orphans.extend(client.leave(&mut site.oracle));
-            self.note(format_args!("client {number} is gone: {what}"));
+            self.note(format_args!("client {number} has disconnected: {what}"));
         }
     }
 
@@ -514,7 +514,7 @@ impl World {
 
     /// Notices volumes that were replaced: what was acknowledged before that was submitted is
     /// stable.
-    fn look_at_volumes(&mut self) {
+    fn notice_replaced_volumes(&mut self) {
         let Some(daemon) = &self.daemon else { return };
         for site in &mut self.sites {
             // Not for good: a change that bypasses memory to a store whose flush just failed is
@@ -567,7 +567,7 @@ impl World {
             if self.now > end {
                 return Err(format!("{what} has not ended after {limit:?}: {}", self.describe()));
             }
-            self.turn()?;
+            self.step()?;
         }
     }
 }

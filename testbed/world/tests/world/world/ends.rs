@@ -86,13 +86,13 @@ impl World {
         let slow = |site: &Site| drain < BOUND && site.remote().is_some_and(Remote::is_slow);
         let well_since = |site: &Site| site.well_since().filter(|_| !slow(site));
         let begun: Vec<_> = self.sites.iter().map(well_since).collect();
-        let stopped = self.daemon().ask(|io| async move { engine.stop(&io).await });
+        let stopped = self.daemon().submit(|io| async move { engine.stop(&io).await });
         let report = self.wait_for(&stopped, drain + BOUND, "a stop")?;
         let daemon = self.daemon.take().expect("it lives");
         daemon.engine.end_guests();
         let remains = daemon.remains();
         drop(daemon);
-        self.hear_guests()?;
+        self.receive_guests()?;
         self.note_guests_stable(&report);
         self.lose_the_guests_daemon()?;
         let lost = |site: &Site| self.disks.is_lost(&site.config.name);
@@ -115,7 +115,7 @@ impl World {
             let closed_well = site.changed.is_none_or(|at| !site.shaken && well_since <= Some(at));
             let well = well_since.is_some() && closed_well && !site.lost && !site.hung && !replaced;
             if let Some(listed) = listed.filter(|_| well) {
-                return Err(format!("a stop lists a volume whose disk is well: {listed:?}"));
+                return Err(format!("a shutdown lists a volume whose disk is healthy: {listed:?}"));
             }
             let served = site.serving.as_ptr() != Weak::new().as_ptr();
             // A flush that a stop cancels counts as failed: of one that was abandoned nothing is missing.
@@ -191,15 +191,15 @@ impl World {
         };
         while waits(self) {
             if self.now > end {
-                return Err(format!("{what} are not answered: {}", self.describe()));
+                return Err(format!("{what} do not complete: {}", self.describe()));
             }
-            self.turn()?;
+            self.step()?;
         }
         Ok(())
     }
 
     /// Reads all of all volumes, as one client each.
-    pub(super) fn look_at_all(&mut self) -> Result<(), String> {
+    pub(super) fn check_all(&mut self) -> Result<(), String> {
         self.calm = true;
         (0..self.seats.len()).for_each(|number| self.leave(number));
         for at in 0..self.sites.len() {
@@ -209,7 +209,7 @@ impl World {
                 if self.now > end {
                     return Err(format!("volume {name} is not served"));
                 }
-                self.turn()?;
+                self.step()?;
             }
             let end = self.now + PATIENCE;
             loop {
@@ -225,7 +225,7 @@ impl World {
                 }
                 let again = self.now + AGAIN;
                 while self.now < again {
-                    self.turn()?;
+                    self.step()?;
                 }
             }
         }
@@ -258,7 +258,7 @@ impl World {
             if self.now > end {
                 return Err(format!("a client of volume {at} finds no way in"));
             }
-            self.turn()?;
+            self.step()?;
         }
         let now = self.now;
         let sectors = self.seats[number].client.as_ref().map_or(0, Client::size);

@@ -48,7 +48,7 @@ pub(super) const EVENTS: [(Event, u64); 14] = [
 ];
 
 impl World {
-    pub(super) fn befall(&mut self) -> Result<(), String> {
+    pub(super) fn apply_event(&mut self) -> Result<(), String> {
         let all: u64 = self.events.iter().map(|(_, share)| share).sum();
         if all == 0 {
             return Ok(());
@@ -66,7 +66,7 @@ impl World {
         match event {
             Event::Faults => self.set_faults(),
             Event::Hang => self.hang(),
-            Event::Remote => self.befall_remote(),
+            Event::Remote => self.apply_remote_event(),
             Event::Lose => self.lose(),
             Event::Pressure => {
                 let level = self.random.pick(&[Level::L0, Level::L1, Level::L2, Level::L3]);
@@ -107,7 +107,7 @@ impl World {
                 self.stop()?;
                 self.start();
             }
-            Event::Guest => self.befall_guest(),
+            Event::Guest => self.apply_guest_event(),
         }
         Ok(())
     }
@@ -243,7 +243,7 @@ impl World {
         site.oracle.begin_resize();
         let (name, bytes) = (site.config.name.clone(), (to * SECTOR) as u64);
         self.note(format_args!("v{at} of {size} sectors is to have {to}"));
-        self.ask_resize(at, name, Resize { to: Some(bytes), shrink });
+        self.submit_resize(at, name, Resize { to: Some(bytes), shrink });
     }
 
     /// A disk is larger now, and holds data there, as a logical volume may; the daemon is told to
@@ -258,19 +258,19 @@ impl World {
         disk.change((from * SECTOR) as u64, &data);
         let name = site.config.name.clone();
         self.note(format_args!("disk {at} of {from} sectors has {to} now"));
-        self.ask_resize(at, name, Resize { to: None, shrink: false });
+        self.submit_resize(at, name, Resize { to: None, shrink: false });
     }
 
-    fn ask_resize(&mut self, at: usize, name: String, order: Resize) {
+    fn submit_resize(&mut self, at: usize, name: String, order: Resize) {
         let server = self.daemon().server.clone();
-        let asked = self.daemon().ask(|io| async move {
+        let submitted = self.daemon().submit(|io| async move {
             // One that is not served keeps its size.
             match server.volume(&name) {
                 Some(volume) => volume.resize(&io, order).await.map_err(|error| error.to_string()),
                 None => Err("not served".to_owned()),
             }
         });
-        self.sites[at].resizing = Some(asked);
+        self.sites[at].resizing = Some(submitted);
     }
 
     fn opening(&mut self) {

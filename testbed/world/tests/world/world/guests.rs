@@ -12,7 +12,7 @@ use ebbd::engine::Report;
 
 use super::{BOUND, PATIENCE, Site, World};
 use crate::daemon::{Place, Xen};
-use crate::guest::{Guest, Remains, Turn};
+use crate::guest::{Guest, Remains, StepResult};
 use crate::manner::Manner;
 use crate::random::Random;
 
@@ -63,13 +63,13 @@ pub(super) fn host() -> Xen {
 
 impl World {
     /// The responses until now.
-    pub(super) fn hear_guests(&mut self) -> Result<(), String> {
+    pub(super) fn receive_guests(&mut self) -> Result<(), String> {
         for at in 0..self.berths.len() {
             let Berth { site, guest, .. } = &mut self.berths[at];
             let Some(guest) = guest else { continue };
             let oracle = &mut self.sites[*site].oracle;
             let (answered, succeeded) = (guest.answered, guest.succeeded);
-            guest.hear(oracle)?;
+            guest.receive(oracle)?;
             if guest.answered > answered {
                 self.outcome.requests += guest.answered - answered;
                 self.outcome.guests += guest.answered - answered;
@@ -102,19 +102,19 @@ impl World {
         let Some(guest) = &mut self.berths[at].guest else { return Ok(false) };
         let served = guest.is_serving();
         let own = &mut self.sites[site];
-        let turn = guest.turn(&mut own.oracle, &own.serving, now)?;
+        let step = guest.step(&mut own.oracle, &own.serving, now)?;
         let complaint = guest.complaint();
         if let Some(text) = complaint.filter(|_| served && !guest.is_serving()) {
             let number = guest.number();
             self.judge_complaint(site, &text)?;
             self.note(format_args!("guest {number} is refused: {text}"));
         }
-        if turn == Turn::Gone {
+        if step == StepResult::Ended {
             self.destroy_guest(at);
             return Ok(true);
         }
-        self.look_for_hang(at)?;
-        Ok(turn == Turn::Busy)
+        self.check_for_hang(at)?;
+        Ok(step == StepResult::Busy)
     }
 
     fn seat_guest(&mut self, at: usize) {
@@ -150,7 +150,7 @@ impl World {
     }
 
     /// A guest that is served waits for no request to a healthy store for longer than NBD clients do.
-    fn look_for_hang(&mut self, at: usize) -> Result<(), String> {
+    fn check_for_hang(&mut self, at: usize) -> Result<(), String> {
         let (now, site) = (self.now, self.berths[at].site);
         let (Some(daemon), Some(guest)) = (&self.daemon, &mut self.berths[at].guest) else {
             return Ok(());
@@ -169,7 +169,7 @@ impl World {
         }
     }
 
-    pub(super) fn befall_guest(&mut self) {
+    pub(super) fn apply_guest_event(&mut self) {
         const VALUES: [(&str, &[u64]); 4] = [
             ("max_persistent_grants", &[1, 16, 1056]),
             ("persistent_grant_unused_seconds", &[0, 1, 60]),
@@ -190,7 +190,7 @@ impl World {
                 if let Some(guest) = &mut self.berths[at].guest {
                     guest.close(patient);
                     let number = guest.number();
-                    self.note(format_args!("guest {number} lets go; patient: {patient}"));
+                    self.note(format_args!("guest {number} disconnects; patient: {patient}"));
                 }
             }
         }
@@ -208,7 +208,7 @@ impl World {
             let (site, what) = (berth.site, guest.describe());
             let remains = guest.die(&mut self.sites[site].oracle);
             self.graves.push(Grave { site, remains, over: None });
-            self.note(format_args!("gone: {what}"));
+            self.note(format_args!("ended: {what}"));
         }
     }
 
@@ -239,14 +239,14 @@ impl World {
 
     /// There is no daemon any more, and nothing is mapped: the guests wait for the next one.
     pub(super) fn lose_the_guests_daemon(&mut self) -> Result<(), String> {
-        self.hear_guests()?;
+        self.receive_guests()?;
         for Berth { site, guest, .. } in &mut self.berths {
             let Some(guest) = guest else { continue };
             let site = &self.sites[*site];
             if guest.mapped() > 0 {
                 let (pages, number) = (guest.mapped(), guest.number());
                 return Err(format!(
-                    "the daemon is gone; {pages} pages of guest {number} are mapped"
+                    "the daemon has ended; {pages} pages of guest {number} are mapped"
                 ));
             }
             if guest.open() > 0 {
@@ -261,7 +261,7 @@ impl World {
         self.close_graves()?;
         match self.graves.first() {
             Some(Grave { remains, .. }) => Err(format!(
-                "the daemon is gone; {} pages of guest {}, which is, too, are mapped",
+                "the daemon has ended; {} pages of guest {}, which has ended, too, are mapped",
                 remains.domain.mapped(),
                 remains.number
             )),
@@ -296,9 +296,9 @@ impl World {
         let end = self.now + PATIENCE;
         while !self.graves.is_empty() {
             if self.now > end {
-                return Err("guests that are gone are served".to_owned());
+                return Err("guests that have ended are served".to_owned());
             }
-            self.turn()?;
+            self.step()?;
         }
         Ok(())
     }

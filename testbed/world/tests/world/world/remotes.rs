@@ -22,11 +22,11 @@ pub(super) fn place(bytes: u64, random: &mut Random) -> Place {
 }
 
 /// While the daemon waits in a handshake nothing else runs: only the servers are stepped then.
-pub(super) fn give_turns_in_handshakes(sites: &[Site]) {
+pub(super) fn step_in_handshakes(sites: &[Site]) {
     let remotes: Vec<Remote> = sites.iter().filter_map(Site::remote).cloned().collect();
     ebb_store::set_peer(Some(Rc::new(move || {
         for remote in &remotes {
-            remote.turn(clock::now());
+            remote.step(clock::now());
         }
     })));
 }
@@ -37,7 +37,7 @@ impl World {
         let mut busy = false;
         for site in &mut self.sites {
             let Some(remote) = site.remote().cloned() else { continue };
-            busy |= remote.turn(self.now);
+            busy |= remote.step(self.now);
             if let Some(wrong) = remote.wrong() {
                 return Err(format!("volume {}: {wrong}", site.config.name));
             }
@@ -48,7 +48,7 @@ impl World {
     /// A daemon has ended: servers that listen complete its requests.
     pub(super) fn let_remotes_hear(&mut self) {
         for remote in self.sites.iter().filter_map(Site::remote) {
-            remote.turn(self.now);
+            remote.step(self.now);
         }
     }
 
@@ -63,7 +63,7 @@ impl World {
         }
     }
 
-    pub(super) fn befall_remote(&mut self) {
+    pub(super) fn apply_remote_event(&mut self) {
         let at = self.random.index(self.sites.len());
         let Some(remote) = self.sites[at].remote().cloned() else { return };
         let now = self.now;
@@ -94,14 +94,14 @@ impl World {
                 self.note(format_args!("the host of server {at} crashes"));
             }
             4 if remote.health() == Health::Well => {
-                remote.turn_away(Health::Silent);
+                remote.change_health(Health::Silent);
                 self.sites[at].strike(now);
                 self.note(format_args!("server {at} falls silent"));
             }
             5 if remote.health() == Health::Well => {
-                remote.turn_away(Health::Leaving);
+                remote.change_health(Health::Leaving);
                 self.sites[at].strike(now);
-                self.note(format_args!("server {at} is told to stop"));
+                self.note(format_args!("server {at} is shut down"));
             }
             _ => {}
         }
