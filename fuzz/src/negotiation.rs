@@ -390,7 +390,11 @@ fn audit(talk: &Conversation, policy: HandshakePolicy) -> Result<Tally, Finding>
         if last == 2 {
             ensure!(talk.end == End::Abort, "ABORT led to {:?}", talk.end);
             let reply = OptionReply::parse(&mut said)?;
-            ensure!((reply.option, reply.kind) == (2, 1), "the reply to ABORT is {:#x}", reply.kind);
+            ensure!(
+                (reply.option, reply.kind) == (2, 1),
+                "the reply to ABORT is {:#x}",
+                reply.kind
+            );
             break;
         }
         if taken.0.len() < len {

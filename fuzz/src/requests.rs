@@ -462,7 +462,9 @@ fn judge_content(bytes: &[u8], data: &[u8], request: &Request, view: &View) -> R
         let reply = Reply::parse(&mut wire, view.shape, request)?;
         let mut payload = Wire(reply.payload);
         match reply.what {
-            What::Chunk(0) => ensure!(reply.done && reply.payload.is_empty(), "NONE is not the last chunk"),
+            What::Chunk(0) => {
+                ensure!(reply.done && reply.payload.is_empty(), "NONE is not the last chunk")
+            }
             What::Chunk(kind @ (1 | 2)) => {
                 let offset = payload.number(8)?;
                 let expected = request.offset + u64::try_from(seen.len()).unwrap_or(0);

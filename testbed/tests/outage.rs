@@ -337,7 +337,8 @@ fn refusal(socket: &Path, export: &str) -> Result<(u32, String)> {
 }
 
 #[test]
-fn a_volume_that_cannot_be_opened_is_refused_and_retried_while_other_volumes_are_served() -> Result {
+fn a_volume_that_cannot_be_opened_is_refused_and_retried_while_other_volumes_are_served() -> Result
+{
     let setup = Setup::new()?.image("disk", MIB)?;
     let (absent, mute) = (setup.dir().join("absent"), setup.dir().join("mute.sock"));
     // It takes connections and never says a word.

@@ -18,10 +18,10 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use self::contents::{DiskContents, SectorAfterLoss, SECTOR};
+use self::contents::{DiskContents, SECTOR, SectorAfterLoss};
 use self::hold::RequestHold;
-use crate::resize::check_size_change;
 use crate::flush_state::FlushState;
+use crate::resize::check_size_change;
 use crate::{BlockError, Buf, BufResult, Extent, Io, Operation, Resize, ResizeError, StoreHealth};
 
 /// Bytes carried out between two waits.

@@ -12,11 +12,11 @@ use ebb_io::{Buf, Fd, Gather, Io, WriteFlags, fd_from};
 use rustix::fs::{FileType, SeekFrom};
 
 use crate::blocks::BlockLock;
+use crate::flush_state::FlushState;
 use crate::open::{self, OpenError, OpenOptions};
 use crate::resize::check_size_change;
-use crate::flush_state::FlushState;
 use crate::unaligned::{self, Blocks};
-use crate::zeroes::{Remaining, NONE_REMAINING, ZeroPermits};
+use crate::zeroes::{NONE_REMAINING, Remaining, ZeroPermits};
 use crate::{
     BlockError, BufResult, Capabilities, ErrorKind, Extent, MEMORY_PIECE, Operation, Resize,
     ResizeError, SECTOR, StoreHealth, ZeroFlags, push_extent,

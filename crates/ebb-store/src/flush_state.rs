@@ -28,7 +28,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::Instant;
 
-use self::wait_queue::{WaitQueue, SyncNumbers, WaitPosition};
+use self::wait_queue::{SyncNumbers, WaitPosition, WaitQueue};
 use crate::{BlockError, Buf, BufResult, ErrorKind, Io, Operation, Store};
 
 /// Acknowledged changes that may be on no disk.

@@ -153,7 +153,10 @@ mod tests {
         health.note(&BlockError::new(ErrorKind::Closing, Operation::Read, 0, 512));
         assert_eq!(health.failures(), [0, 2, 1]);
         let text = health.take_error(FailedKind::Write).unwrap();
-        assert!(text.contains("write of 512 bytes at 4096") && text.contains("os error 5"), "{text}");
+        assert!(
+            text.contains("write of 512 bytes at 4096") && text.contains("os error 5"),
+            "{text}"
+        );
         assert_eq!(health.take_error(FailedKind::Write), None);
         fail(Operation::Read, libc::EIO);
         assert!(health.take_error(FailedKind::Read).unwrap().contains("read of 512 bytes"));

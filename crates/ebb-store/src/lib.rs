@@ -20,15 +20,15 @@ mod error;
 #[cfg(feature = "test-store")]
 mod faulty;
 mod file;
+mod flush_state;
+mod health;
 mod identity;
 mod memory;
 mod nbd;
 mod null;
 mod open;
 mod resize;
-mod flush_state;
 mod unaligned;
-mod health;
 mod zeroes;
 
 pub use ebb_io::{Buf, Io};
@@ -36,6 +36,8 @@ pub use error::{BlockError, ErrorKind, Operation};
 #[cfg(feature = "test-store")]
 pub use faulty::{Disk, Faults, Record, TestStore};
 pub use file::{FileNumber, FileStore};
+pub use flush_state::Loss;
+pub use health::{FailedKind, StoreHealth};
 pub use identity::Identity;
 pub use memory::MemoryStore;
 #[cfg(feature = "sim")]
@@ -47,8 +49,6 @@ pub use nbd::{
 pub use null::NullStore;
 pub use open::{Direct, OpenError, OpenOptions, inspect, is_in_use};
 pub use resize::{Resize, ResizeError};
-pub use flush_state::Loss;
-pub use health::{FailedKind, StoreHealth};
 pub use zeroes::Wanted;
 
 /// Bytes of a logical sector: every offset and length is a multiple of it.

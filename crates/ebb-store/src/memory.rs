@@ -322,7 +322,8 @@ impl MemoryStore {
         let end = offset + length;
         let range = offset / BLOCK..end.div_ceil(BLOCK);
         let last = range.end.div_ceil(CHUNK_BLOCKS);
-        let after = |part: &ShardChunks, from: u64| part.order.range(from.min(last)..last).next().copied();
+        let after =
+            |part: &ShardChunks, from: u64| part.order.range(from.min(last)..last).next().copied();
         // The next chunk of each shard.
         let first = |shard| after(&lock(shard), range.start / CHUNK_BLOCKS);
         let mut next: Vec<Option<u64>> = self.shards.iter().map(first).collect();

@@ -65,15 +65,15 @@ use crate::flush_state::FlushState;
 use crate::unaligned::{self, Blocks};
 use crate::zeroes::{Remaining, ZeroPermits};
 use crate::{
-    BlockError, BufResult, Capabilities, ErrorKind, Extent, Operation, SECTOR, StoreHealth, ZeroFlags,
-    push_extent,
+    BlockError, BufResult, Capabilities, ErrorKind, Extent, Operation, SECTOR, StoreHealth,
+    ZeroFlags, push_extent,
 };
 use link::Remote;
 pub use options::{
     LostWrites, NbdAddress, NbdError, NbdOptions, NbdTls, NbdTlsKeys, RECONNECT_DEFAULT,
 };
 use route::Routes;
-use slots::{RequestFailure, RequestOutcome, NbdRequest};
+use slots::{NbdRequest, RequestFailure, RequestOutcome};
 use state::RemoteState;
 pub use state::StoreState;
 
@@ -314,7 +314,8 @@ impl NbdStore {
             let count = (whole - at).min(most);
             let length = u32::try_from(count).unwrap_or(u32::MAX);
             let offset = offset + at as u64;
-            let request = NbdRequest { command, flags, offset, length, at, limit: 0, zeroes: false };
+            let request =
+                NbdRequest { command, flags, offset, length, at, limit: 0, zeroes: false };
             let outcome = self.routes.request(io, request, Some(buf)).await;
             let fail = |failure| self.error(failure, operation, offset, u64::from(length));
             buf = match outcome.buf {

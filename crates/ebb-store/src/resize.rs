@@ -45,7 +45,9 @@ pub enum ResizeError {
         unit: u64,
     },
     /// A block device cannot be resized by the daemon.
-    #[error("the device has {size} bytes: resize the device itself, then resize the volume without a size")]
+    #[error(
+        "the device has {size} bytes: resize the device itself, then resize the volume without a size"
+    )]
     Device {
         /// Its size, bytes.
         size: u64,
@@ -68,7 +70,12 @@ pub enum ResizeError {
 }
 
 /// Checks a change from `from` to `to` bytes.
-pub(crate) fn check_size_change(from: u64, to: u64, unit: u64, shrink: bool) -> Result<(), ResizeError> {
+pub(crate) fn check_size_change(
+    from: u64,
+    to: u64,
+    unit: u64,
+    shrink: bool,
+) -> Result<(), ResizeError> {
     let unit = unit.max(SECTOR);
     if to == 0 || !to.is_multiple_of(unit) {
         return Err(ResizeError::Sectors { to, unit });

@@ -119,10 +119,17 @@ impl Store {
         Box::pin(self.write_out(io, left, wanted)).await
     }
 
-    async fn write_out(&self, io: &Io, left: Remaining, wanted: Wanted<'_>) -> Result<(), BlockError> {
+    async fn write_out(
+        &self,
+        io: &Io,
+        left: Remaining,
+        wanted: Wanted<'_>,
+    ) -> Result<(), BlockError> {
         let (zero_permits, block, most) = match self {
             Store::File(s) => (s.zero_permits(), u64::from(s.capabilities().alignment), PIECE),
-            Store::Nbd(s) => (s.zero_permits(), u64::from(s.capabilities().alignment), s.write_most()),
+            Store::Nbd(s) => {
+                (s.zero_permits(), u64::from(s.capabilities().alignment), s.write_most())
+            }
             _ => return Ok(()),
         };
         let _permit = zero_permits.acquire().await;

@@ -67,6 +67,8 @@ fn idle_connections_release_a_server_that_shuts_down() {
     assert!(read(&workers[0], &store, 0) && read(&workers[1], &store, 0));
     assert!(read(&workers[0], &store, 4096), "the next connection answers");
     wait_for("both connections made again", || store.state().unwrap().reconnects == 2);
-    assert!(fake.requests().iter().any(|request| request.command == FLUSH && request.connection == 2));
+    assert!(
+        fake.requests().iter().any(|request| request.command == FLUSH && request.connection == 2)
+    );
     assert!(read(&workers[1], &store, 0));
 }

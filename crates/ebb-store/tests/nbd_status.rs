@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use common::Bench;
 use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
-use fake::{Act, FakeRequest, BLOCK_STATUS, Fake, MANY_CONNECTIONS, REQ_ONE, wait_for};
+use fake::{Act, BLOCK_STATUS, Fake, FakeRequest, MANY_CONNECTIONS, REQ_ONE, wait_for};
 
 const PIB: u64 = 1 << 50;
 /// The most requests for one call: see `STATUS_REQUESTS` in `nbd.rs`.

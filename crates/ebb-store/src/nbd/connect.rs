@@ -32,7 +32,10 @@ pub(crate) struct Connected {
 
 /// [`connect`] on a helper thread. If this future is dropped, the thread ends within its time limit
 /// and closes its connection.
-pub(crate) async fn connect_off_worker(io: &Io, remote: Arc<Remote>) -> Result<Connected, NbdError> {
+pub(crate) async fn connect_off_worker(
+    io: &Io,
+    remote: Arc<Remote>,
+) -> Result<Connected, NbdError> {
     let call = move || connect(&remote.options, remote.tls.as_ref());
     #[cfg(feature = "sim")]
     if clock::is_virtual() {

@@ -72,7 +72,11 @@ impl RemoteExport {
     }
 
     /// Whether `new` can replace this one: requests were validated against this one.
-    pub(crate) fn replaced_by(&self, new: &RemoteExport, options: &NbdOptions) -> Result<(), NbdError> {
+    pub(crate) fn replaced_by(
+        &self,
+        new: &RemoteExport,
+        options: &NbdOptions,
+    ) -> Result<(), NbdError> {
         let changed = |what: String| {
             let (address, export) = (options.address.to_string(), options.export.clone());
             Err(NbdError::Changed { address, export, what })
@@ -136,7 +140,9 @@ mod tests {
         let old = RemoteExport::new(1 << 20, 0b101);
         let text = |new: &RemoteExport| old.replaced_by(new, &options()).unwrap_err().to_string();
         assert!(old.replaced_by(&RemoteExport::new(1 << 20, 0b1101), &options()).is_ok());
-        assert!(text(&RemoteExport::new(1 << 21, 0b101)).contains("2097152 bytes instead of 1048576"));
+        assert!(
+            text(&RemoteExport::new(1 << 21, 0b101)).contains("2097152 bytes instead of 1048576")
+        );
         assert!(text(&RemoteExport::new(1 << 20, 0b001)).contains("flags 0x4"));
         assert!(text(&RemoteExport::new(1 << 20, 0b111)).contains("read-only"));
     }

@@ -129,7 +129,9 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
                     let kind = reader.u16();
                     if kind == Some(info::EXPORT) {
                         let (Some(size), Some(flags)) = (reader.u64(), reader.u16()) else {
-                            return Err(self.protocol("sends a truncated description of the export"));
+                            return Err(
+                                self.protocol("sends a truncated description of the export")
+                            );
                         };
                         export = Some(RemoteExport::new(size, flags));
                     } else if kind == Some(info::BLOCK_SIZE) {
@@ -137,8 +139,9 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
                     }
                 }
                 option_reply::ACK => {
-                    let mut export = export
-                        .ok_or_else(|| self.protocol("enters the export without sending its size"))?;
+                    let mut export = export.ok_or_else(|| {
+                        self.protocol("enters the export without sending its size")
+                    })?;
                     if let Some(sizes) = blocks
                         && !matches!(sizes, (Some(min), Some(preferred), Some(max))
                             if export.set_blocks(min, preferred, max))

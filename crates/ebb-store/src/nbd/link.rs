@@ -32,8 +32,8 @@ use super::backoff::Backoff;
 use super::connect::{ATTEMPT, Connected, connect_off_worker};
 use super::export::RemoteExport;
 use super::options::{NbdError, NbdOptions};
-use super::reply::{FRAME_MAX, ReplyFrame, ProtocolViolation, decode};
-use super::slots::{Cookie, RequestFailure, RequestOutcome, NbdRequest, RequestSlots, ReplyStep};
+use super::reply::{FRAME_MAX, ProtocolViolation, ReplyFrame, decode};
+use super::slots::{Cookie, NbdRequest, ReplyStep, RequestFailure, RequestOutcome, RequestSlots};
 use super::state::RemoteState;
 
 /// The most requests in flight on one connection.
@@ -119,7 +119,11 @@ impl Link {
     }
 
     /// Submits a request and waits for its reply.
-    pub(crate) async fn request(&self, request: NbdRequest, buf: Option<Buf>) -> RequestOutcome<Buf> {
+    pub(crate) async fn request(
+        &self,
+        request: NbdRequest,
+        buf: Option<Buf>,
+    ) -> RequestOutcome<Buf> {
         let room = self.room.take(1).await;
         if self.down.get() || self.ended.get() {
             return RequestOutcome { result: Err(RequestFailure::Lost), buf, extents: Vec::new() };
@@ -353,7 +357,8 @@ impl Link {
 
     /// Receives until the connection ends; returns the reason.
     async fn receive(&self, io: &Io, transport: &Transport, served: &mut bool) -> String {
-        let mut stage = ReceiveBuffer { buf: Some(io.pool().take(STAGE_BYTES).await), start: 0, end: 0 };
+        let mut stage =
+            ReceiveBuffer { buf: Some(io.pool().take(STAGE_BYTES).await), start: 0, end: 0 };
         loop {
             match self.next_frame(io, transport, &mut stage).await {
                 Ok(()) => {
@@ -462,7 +467,12 @@ impl ReceiveBuffer {
     }
 
     /// Receives at least one byte; there are fewer than `whole` bytes now.
-    async fn more(&mut self, io: &Io, transport: &Transport, whole: usize) -> Result<(), ReceiveError> {
+    async fn more(
+        &mut self,
+        io: &Io,
+        transport: &Transport,
+        whole: usize,
+    ) -> Result<(), ReceiveError> {
         let Some(mut buf) = self.buf.take() else {
             return Err(ReceiveError::Io(io::ErrorKind::Other.into()));
         };
@@ -485,7 +495,12 @@ impl ReceiveBuffer {
         }
     }
 
-    async fn skip(&mut self, io: &Io, transport: &Transport, count: u32) -> Result<(), ReceiveError> {
+    async fn skip(
+        &mut self,
+        io: &Io,
+        transport: &Transport,
+        count: u32,
+    ) -> Result<(), ReceiveError> {
         let mut left = usize::try_from(count).unwrap_or(usize::MAX);
         loop {
             let now = self.bytes().len().min(left);

@@ -58,7 +58,10 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Option<(ReplyFrame, usize)>, Protoc
     }
 }
 
-fn structured(mut reader: Reader<'_>, have: usize) -> Result<Option<(ReplyFrame, usize)>, ProtocolViolation> {
+fn structured(
+    mut reader: Reader<'_>,
+    have: usize,
+) -> Result<Option<(ReplyFrame, usize)>, ProtocolViolation> {
     let (Some(flags), Some(kind), Some(cookie), Some(length)) =
         (reader.u16(), reader.u16(), reader.u64(), reader.u32())
     else {
@@ -73,7 +76,8 @@ fn structured(mut reader: Reader<'_>, have: usize) -> Result<Option<(ReplyFrame,
         _ if kind & 0x8000 != 0 => 6,
         _ => return Err(ProtocolViolation("a chunk of a type that was not negotiated")),
     };
-    let rest = length.checked_sub(fixed).ok_or(ProtocolViolation("a chunk too short for its type"))?;
+    let rest =
+        length.checked_sub(fixed).ok_or(ProtocolViolation("a chunk too short for its type"))?;
     let used = 20 + usize::try_from(fixed).unwrap_or(0);
     if have < used {
         return Ok(None);
@@ -83,9 +87,10 @@ fn structured(mut reader: Reader<'_>, have: usize) -> Result<Option<(ReplyFrame,
         chunk::OFFSET_DATA if rest > 0 => {
             FrameContent::Data { offset: reader.u64().unwrap_or(0), length: rest }
         }
-        chunk::OFFSET_HOLE if rest == 0 => {
-            FrameContent::Hole { offset: reader.u64().unwrap_or(0), length: reader.u32().unwrap_or(0) }
-        }
+        chunk::OFFSET_HOLE if rest == 0 => FrameContent::Hole {
+            offset: reader.u64().unwrap_or(0),
+            length: reader.u32().unwrap_or(0),
+        },
         chunk::BLOCK_STATUS if rest > 0 && rest.is_multiple_of(8) && rest / 8 <= EXTENTS_MAX => {
             FrameContent::Status { context: reader.u32().unwrap_or(0), entries: rest / 8 }
         }

@@ -15,7 +15,7 @@ use ebb_io::{Budget, Buf, Io};
 use ebb_nbd_proto::{Command, TransmissionFlags};
 
 use super::link::{IN_FLIGHT, Link, Remote};
-use super::slots::{RequestFailure, RequestOutcome, NbdRequest};
+use super::slots::{NbdRequest, RequestFailure, RequestOutcome};
 use super::state::RemoteState;
 use crate::Extent;
 
@@ -77,7 +77,9 @@ impl Routes {
         }
         match self.route(io) {
             Route::Own(link) => link.request(request, buf).await,
-            Route::Other(forward_queue) => forward(&self.remote.shared, &forward_queue, request, buf).await,
+            Route::Other(forward_queue) => {
+                forward(&self.remote.shared, &forward_queue, request, buf).await
+            }
         }
     }
 
@@ -98,7 +100,9 @@ impl Routes {
             return Route::Own(self.start(io));
         }
         let mut owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(forward_queue) = owner.as_ref().filter(|forward_queue| !forward_queue.is_closed()) {
+        if let Some(forward_queue) =
+            owner.as_ref().filter(|forward_queue| !forward_queue.is_closed())
+        {
             return Route::Other(forward_queue.clone());
         }
         let (sender, receiver) = async_channel::bounded(FORWARDED_MAX);
@@ -137,7 +141,8 @@ async fn forward(
         (Some(buf), Command::Write) => buf[range.clone()].to_vec(),
         _ => Vec::new(),
     };
-    let forwarded_request = ForwardedRequest { request: NbdRequest { at: 0, ..request }, data, reply };
+    let forwarded_request =
+        ForwardedRequest { request: NbdRequest { at: 0, ..request }, data, reply };
     // The owner has a copy of the data: if the store is closed, nothing of this worker is needed
     // there.
     let forwarded = async {
@@ -176,7 +181,9 @@ async fn serve_forwarded(io: Io, link: Rc<Link>, forward_queue: Receiver<Forward
 async fn serve_forwarded_request(io: &Io, link: &Link, forwarded_request: ForwardedRequest) {
     let length = usize::try_from(forwarded_request.request.length).unwrap_or(0);
     let mut buf = None;
-    if matches!(forwarded_request.request.command, Command::Read | Command::Write) && !forwarded_request.request.zeroes {
+    if matches!(forwarded_request.request.command, Command::Read | Command::Write)
+        && !forwarded_request.request.zeroes
+    {
         let mut own = io.pool().take(length).await;
         if forwarded_request.request.command == Command::Write {
             own.copy_from_slice(&forwarded_request.data);

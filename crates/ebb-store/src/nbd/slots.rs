@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use ebb_nbd_proto::{Command, CommandFlags, Errno, ExtentState, REQUEST_LEN, magic};
 
-use super::reply::{Coverage, ReplyFrame, ProtocolViolation, FrameContent};
+use super::reply::{Coverage, FrameContent, ProtocolViolation, ReplyFrame};
 use crate::{Extent, push_extent};
 
 /// A request to the server.
@@ -281,7 +281,11 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
     /// Adds one descriptor of eight bytes.
     ///
     /// # Errors As [`RequestSlots::apply`].
-    pub(crate) fn describe(&mut self, cookie: Cookie, bytes: [u8; 8]) -> Result<(), ProtocolViolation> {
+    pub(crate) fn describe(
+        &mut self,
+        cookie: Cookie,
+        bytes: [u8; 8],
+    ) -> Result<(), ProtocolViolation> {
         let Some(slot) = self.slot(cookie) else { return Ok(()) };
         let (length, state) = (u64::from_be_bytes(bytes) >> 32, u64::from_be_bytes(bytes));
         if length == 0 {
@@ -447,7 +451,9 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlot<B, H> {
         match frame.content {
             FrameContent::Simple { error } => {
                 if read && structured {
-                    return Err(ProtocolViolation("a simple reply to a read although structured replies were negotiated"));
+                    return Err(ProtocolViolation(
+                        "a simple reply to a read although structured replies were negotiated",
+                    ));
                 }
                 if error == 0 && self.request.command == Command::BlockStatus {
                     return Err(ProtocolViolation("a simple reply to a block status request"));
@@ -461,10 +467,14 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlot<B, H> {
                 }
                 self.part(self.request.offset, self.request.length).map(ReplyStep::Fill)
             }
-            _ if !structured => Err(ProtocolViolation("a chunk although simple replies were negotiated")),
+            _ if !structured => {
+                Err(ProtocolViolation("a chunk although simple replies were negotiated"))
+            }
             FrameContent::None if frame.done => Ok(ReplyStep::Done),
             FrameContent::None => Err(ProtocolViolation("an empty chunk that is not the last one")),
-            FrameContent::Data { offset, length } if read => self.part(offset, length).map(ReplyStep::Fill),
+            FrameContent::Data { offset, length } if read => {
+                self.part(offset, length).map(ReplyStep::Fill)
+            }
             FrameContent::Hole { offset, length } if read => {
                 let range = self.part(offset, length)?;
                 if let Some(part) = self.buf.as_mut().and_then(|buf| buf.get_mut(range)) {

@@ -220,7 +220,10 @@ impl RemoteState {
     pub(crate) fn request_probe_limited(&self) {
         let now = ebb_io::clock::now();
         let mut history = self.history();
-        if history.probe_requested_at.is_none_or(|at| now.saturating_duration_since(at) >= PROBE_INTERVAL) {
+        if history
+            .probe_requested_at
+            .is_none_or(|at| now.saturating_duration_since(at) >= PROBE_INTERVAL)
+        {
             history.probe_requested_at = Some(now);
             drop(history);
             self.request_probe();

@@ -509,7 +509,10 @@ impl Client {
         let done = request.error == 0;
         if self.told {
             let time = now - request.sent;
-            println!("    {} received the reply to {cookie}: {} after {time:?}", self.export, request.error);
+            println!(
+                "    {} received the reply to {cookie}: {} after {time:?}",
+                self.export, request.error
+            );
         }
         self.answered += 1;
         self.succeeded += u64::from(done);

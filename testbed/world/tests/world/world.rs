@@ -424,7 +424,10 @@ impl World {
         if busy {
             self.steps += 1;
             if self.steps > STEPS {
-                return Err(format!("{STEPS} steps and the clock has not advanced: {}", self.describe()));
+                return Err(format!(
+                    "{STEPS} steps and the clock has not advanced: {}",
+                    self.describe()
+                ));
             }
             self.now += step;
         } else {

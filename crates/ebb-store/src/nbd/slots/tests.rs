@@ -275,7 +275,12 @@ fn content(offset: u64) -> u8 {
 
 /// The reply of a conforming server, or of one that changes it slightly. Returns whether it
 /// conforms.
-fn reply_to(random: &mut Random, cookie: Cookie, requested: NbdRequest, bytes: &mut Vec<u8>) -> bool {
+fn reply_to(
+    random: &mut Random,
+    cookie: Cookie,
+    requested: NbdRequest,
+    bytes: &mut Vec<u8>,
+) -> bool {
     let (offset, length) = (requested.offset, requested.length);
     let bytes_at = |from: u64, count: u64| (from..from + count).map(content).collect::<Vec<u8>>();
     match (requested.command, random.below(8)) {
