@@ -23,7 +23,7 @@ mod writer;
 pub use ebb_cache::{Mode, VolumeCache, VolumeCacheStats};
 pub use ebb_store::{
     BLOCK, BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, FailedKind, Identity, Io,
-    Operation, Resize, ResizeError, SECTOR, Store, StoreState, Watched, ZeroFlags,
+    Operation, Resize, ResizeError, SECTOR, Store, StoreHealth, StoreState, ZeroFlags,
 };
 pub use gate::{Gate, Pass};
 pub use log_limit::LogLimit;
