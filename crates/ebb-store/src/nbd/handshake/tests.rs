@@ -111,7 +111,7 @@ fn refusals_name_the_remedy() {
         (option_reply::ERR_TLS_REQD, "nbds://"),
         (option_reply::ERR_UNSUP, "NBD_OPT_GO"),
         (option_reply::ERR_POLICY, "(because)"),
-        (77, "something else"),
+        (77, "an invalid reply"),
     ] {
         let text = refused(&[greeting(3), go(kind, "be\ncause")]);
         assert!(text.contains(expected), "{text}");
@@ -137,7 +137,7 @@ fn a_hostile_server_ends_in_an_error() {
     let text = refused(&[greeting(3), ack(option::STRUCTURED_REPLY), endless]);
     assert!(text.contains("too many replies"), "{text}");
     let nothing = [structured(), ack(option::GO)].concat();
-    assert!(refused(&[greeting(3), nothing]).contains("without its size"));
+    assert!(refused(&[greeting(3), nothing]).contains("without sending its size"));
     let short = [structured(), reply(option::GO, option_reply::INFO, &[0, 0, 1])].concat();
     assert!(refused(&[greeting(3), short]).contains("truncated"));
     let blocks = [structured(), export_info(512, 1), block_info(3, 3, 3), ack(option::GO)].concat();
