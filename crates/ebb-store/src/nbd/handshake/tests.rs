@@ -122,7 +122,7 @@ fn refusals_name_the_remedy() {
     old.extend([0; 144]);
     assert!(refused(&[old]).contains("oldstyle"));
     assert!(refused(&[greeting(0)]).contains("fixed newstyle"));
-    assert!(refused(&[greeting(3)]).contains("connection ended"));
+    assert!(refused(&[greeting(3)]).contains("handshake failed"));
 }
 
 #[test]
