@@ -463,7 +463,7 @@ fn judge_content(bytes: &[u8], data: &[u8], request: &Request, view: &View) -> R
         let mut payload = Wire(reply.payload);
         match reply.what {
             What::Chunk(0) => {
-                ensure!(reply.done && reply.payload.is_empty(), "NONE is not the last chunk")
+                ensure!(reply.done && reply.payload.is_empty(), "NONE is not the last chunk");
             }
             What::Chunk(kind @ (1 | 2)) => {
                 let offset = payload.number(8)?;

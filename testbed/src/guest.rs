@@ -243,14 +243,16 @@ impl Guest {
 
     /// Boots, runs the script and waits for the guest to power off.
     ///
-    /// # Errors Something is missing on this machine, or the guest did not power off.
+    /// # Errors
+    /// Something is missing on this machine, or the guest did not power off.
     pub fn run(self) -> Result<Outcome> {
         self.boot()?.wait()
     }
 
     /// Boots, runs the script, and expects status 0.
     ///
-    /// # Errors As [`Guest::run`]; or the script failed: the error shows the console.
+    /// # Errors
+    /// As [`Guest::run`]; or the script failed: the error shows the console.
     pub fn ok(self) -> Result<Outcome> {
         let outcome = self.run()?;
         match outcome.status {
@@ -420,7 +422,8 @@ impl Drop for Machine {
 impl Outcome {
     /// The last result that the script reported under this key.
     ///
-    /// # Errors It reported none; the error shows the console.
+    /// # Errors
+    /// It reported none; the error shows the console.
     pub fn answer(&self, key: &str) -> Result<&str> {
         let found = self.answers.iter().rev().find(|(k, _)| k == key);
         found

@@ -71,7 +71,8 @@ pub struct Report {
 /// Boots a guest with so many disks (1 to [`MOST`]), kills their daemons one after the other, and
 /// checks the file systems.
 ///
-/// # Errors Something is missing on this machine, or does not run.
+/// # Errors
+/// Something is missing on this machine, or does not run.
 pub fn kill_daemons(count: usize, build: Build, seed: u64) -> Result<Report> {
     let mut servers = Vec::new();
     for _ in 0..count.clamp(1, MOST) {

@@ -107,7 +107,8 @@ impl Ledger {
     /// Compares what the disk holds from byte `offset` on after a crash, and takes it as the state
     /// for further writes. Nothing is in flight.
     ///
-    /// # Errors A sector holds what it may not; the error says which, and what it may hold.
+    /// # Errors
+    /// A sector holds what it may not; the error says which, and what it may hold.
     pub fn crashed(&mut self, offset: u64, found: &[u8]) -> Result {
         self.in_flight.clear();
         self.acknowledged.clear();

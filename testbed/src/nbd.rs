@@ -159,7 +159,8 @@ pub use crate::process::PATIENCE;
 impl Handshake {
     /// Connects and exchanges greetings (fixed newstyle, no zeroes).
     ///
-    /// # Errors No server listens, or it is no NBD server.
+    /// # Errors
+    /// No server listens, or it is no NBD server.
     pub fn connect(socket: &Path) -> Answer<Handshake> {
         let mut stream = connect(socket, PATIENCE)?;
         let mut greeting = [0; 18];
@@ -175,7 +176,8 @@ impl Handshake {
 
     /// Sends an option and returns the data of every reply before the final acknowledgement.
     ///
-    /// # Errors [`Failure::OptionRefused`] if the server refuses; the handshake can continue.
+    /// # Errors
+    /// [`Failure::OptionRefused`] if the server refuses; the handshake can continue.
     pub fn option(&mut self, option: u32, data: &[u8]) -> Answer<Vec<(u32, Vec<u8>)>> {
         self.stream.write_all(&option_bytes(option, data))?;
         let mut replies = Vec::new();
@@ -250,7 +252,8 @@ impl Client {
     /// Sends one request with its payload, if any, and waits for its reply. `payload` also sets
     /// what a read returns.
     ///
-    /// # Errors [`Failure::Refused`] with the server's error number; the connection stays usable.
+    /// # Errors
+    /// [`Failure::Refused`] with the server's error number; the connection stays usable.
     pub fn request(&mut self, mut request: Request, payload: &[u8]) -> Answer<Vec<u8>> {
         self.cookie += 1;
         request.cookie = self.cookie;
@@ -309,7 +312,8 @@ impl Client {
 
     /// Sends `NBD_CMD_DISC` and closes.
     ///
-    /// # Errors The connection was closed already.
+    /// # Errors
+    /// The connection was closed already.
     pub fn disconnect(mut self) -> Answer<()> {
         let request = Request { command: wire::CMD_DISC, ..Request::default() };
         Ok(self.stream.write_all(&request.bytes())?)

@@ -62,7 +62,8 @@ impl Nbdkit {
 
     /// Kills it (SIGKILL) and waits until it has ended.
     ///
-    /// # Errors The system refuses.
+    /// # Errors
+    /// The system refuses.
     pub fn kill(&mut self) -> Result {
         if let Some(mut child) = self.child.take() {
             child.kill().map_err(Error::io("kill nbdkit"))?;
@@ -73,7 +74,8 @@ impl Nbdkit {
 
     /// Stops it (SIGSTOP): it keeps its connections and does not reply until [`Nbdkit::go_on`].
     ///
-    /// # Errors It does not run.
+    /// # Errors
+    /// It does not run.
     pub fn stand_still(&self) -> Result {
         let pid = self.signal(Signal::STOP)?;
         // Each thread stops by itself, a moment later.
@@ -90,7 +92,8 @@ impl Nbdkit {
 
     /// Continues it after [`Nbdkit::stand_still`].
     ///
-    /// # Errors It does not run.
+    /// # Errors
+    /// It does not run.
     pub fn go_on(&self) -> Result {
         self.signal(Signal::CONT).map(drop)
     }
@@ -119,7 +122,8 @@ impl Nbdkit {
     /// The number of requests of a kind so far, named as in its log: `Read`, `Write`, `Zero`,
     /// `Trim`, `Flush`.
     ///
-    /// # Errors The log cannot be read.
+    /// # Errors
+    /// The log cannot be read.
     pub fn count(&self, kind: &str) -> Result<usize> {
         let text = fs::read_to_string(&self.log).map_err(Error::io("read the log of nbdkit"))?;
         let word = format!(" {kind} ");
@@ -128,7 +132,8 @@ impl Nbdkit {
 
     /// Byte offset and length of every read so far.
     ///
-    /// # Errors The log cannot be read.
+    /// # Errors
+    /// The log cannot be read.
     pub fn reads(&self) -> Result<Vec<(u64, u64)>> {
         let text = fs::read_to_string(&self.log).map_err(Error::io("read the log of nbdkit"))?;
         let number = |line: &str, field: &str| {
@@ -146,7 +151,8 @@ impl Nbdkit {
 
     /// As [`Nbdkit::count`] once no request has arrived for a while: read-ahead has ended.
     ///
-    /// # Errors The log cannot be read, or requests continue without end.
+    /// # Errors
+    /// The log cannot be read, or requests continue without end.
     pub fn count_at_rest(&self, kind: &str) -> Result<usize> {
         let mut last = (usize::MAX, std::time::Instant::now());
         process::until("no more requests to the store", PATIENCE, || {

@@ -13,7 +13,8 @@ pub const PATIENCE: Duration = Duration::from_secs(180);
 /// Resident memory in bytes that the process uses: what it has lent to the kernel (`LazyFree`) is
 /// resident until it is discarded, but available to other processes.
 ///
-/// # Errors The process has ended.
+/// # Errors
+/// The process has ended.
 pub fn resident(pid: u32) -> Result<u64> {
     let [resident, lent] = rollup(pid, ["Rss:", "LazyFree:"])?;
     Ok(resident.saturating_sub(lent))
@@ -23,7 +24,8 @@ pub fn resident(pid: u32) -> Result<u64> {
 /// and how much of it is resident depends on what else runs on the machine. Includes swapped
 /// memory.
 ///
-/// # Errors The process has ended.
+/// # Errors
+/// The process has ended.
 pub fn own(pid: u32) -> Result<u64> {
     let [anonymous, lent, swapped] = rollup(pid, ["Anonymous:", "LazyFree:", "Swap:"])?;
     Ok(anonymous.saturating_sub(lent) + swapped)
@@ -46,7 +48,8 @@ fn rollup<const N: usize>(pid: u32, names: [&str; N]) -> Result<[u64; N]> {
 
 /// Open file descriptors, each with its target, sorted.
 ///
-/// # Errors The process has ended.
+/// # Errors
+/// The process has ended.
 pub fn open_files(pid: u32) -> Result<Vec<String>> {
     let path = format!("/proc/{pid}/fd");
     let entries = std::fs::read_dir(&path).map_err(Error::io(&path))?;
@@ -114,7 +117,8 @@ pub struct Held {
 impl Held {
     /// Samples a process.
     ///
-    /// # Errors It has ended.
+    /// # Errors
+    /// It has ended.
     pub fn by(pid: u32) -> Result<Held> {
         Ok(Held { pid, files: open_files(pid)?, own: own(pid)? })
     }
@@ -149,7 +153,8 @@ impl Held {
 
 /// Calls `probe` until it returns a value, pausing a little between calls; fails after `limit`.
 ///
-/// # Errors What `probe` returns, or that `what` did not happen in time.
+/// # Errors
+/// What `probe` returns, or that `what` did not happen in time.
 pub fn until<T>(
     what: &str,
     limit: Duration,

@@ -271,7 +271,8 @@ impl Server {
 
     /// Starts a successor while the old daemon is ending; the old one is returned.
     ///
-    /// # Errors As [`Server::restart`].
+    /// # Errors
+    /// As [`Server::restart`].
     pub fn succeed(&mut self) -> Result<Child> {
         let old = self.child.take().ok_or_else(|| Error::unexpected("not running"))?;
         self.restart()?;
@@ -290,7 +291,8 @@ impl Server {
 
     /// Stops the daemon (SIGTERM), waits for it and expects exit status 0.
     ///
-    /// # Errors It does not end in time, or with another status; the error shows its log.
+    /// # Errors
+    /// It does not end in time, or with another status; the error shows its log.
     pub fn stop(&mut self) -> Result {
         self.signal(Signal::TERM)?;
         let status = self.wait(PATIENCE)?;
@@ -317,7 +319,8 @@ impl Server {
 
     /// Kills the daemon (SIGKILL) and waits until it has ended.
     ///
-    /// # Errors The system refuses.
+    /// # Errors
+    /// The system refuses.
     pub fn kill9(&mut self) -> Result {
         if let Some(mut child) = self.child.take() {
             child.kill().map_err(Error::io("kill ebbd"))?;

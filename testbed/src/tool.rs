@@ -150,7 +150,8 @@ impl Tool {
 
     /// Runs the program and expects success.
     ///
-    /// # Errors As [`Tool::run`]; or the program failed.
+    /// # Errors
+    /// As [`Tool::run`]; or the program failed.
     pub fn ok(&self) -> Result<Outcome> {
         let outcome = self.run()?;
         if outcome.status.success() { Ok(outcome) } else { Err(outcome.unexpected("to succeed")) }
@@ -158,7 +159,8 @@ impl Tool {
 
     /// Runs the program and expects a failure that it reported itself (an exit status, no signal).
     ///
-    /// # Errors As [`Tool::run`]; or the program succeeded or died by a signal.
+    /// # Errors
+    /// As [`Tool::run`]; or the program succeeded or died by a signal.
     pub fn fails(&self) -> Result<Outcome> {
         let outcome = self.run()?;
         match outcome.status.code() {

@@ -87,7 +87,8 @@ pub struct Cache {
 impl Cache {
     /// A cache with buffers from `memory`, and a reclaimer thread that ends when the cache is dropped.
     ///
-    /// # Errors When the thread cannot be started.
+    /// # Errors
+    /// When the thread cannot be started.
     pub fn start(memory: &Arc<Memory>, options: CacheOptions) -> io::Result<Arc<Cache>> {
         let cache = Cache::without_reclaimer(memory, options);
         Reclaimer::spawn(&cache)?;
@@ -128,7 +129,8 @@ impl Cache {
 
     /// A part of the cache for a volume of `size` bytes. Dropping it frees its buffers.
     ///
-    /// # Errors [`Error::Owner`] when the memory pool has no room for another owner.
+    /// # Errors
+    /// [`Error::Owner`] when the memory pool has no room for another owner.
     pub fn volume(self: &Arc<Self>, name: &str, size: u64) -> Result<Arc<VolumeCache>, Error> {
         self.volume_as(name, size, Mode::Writethrough)
     }
@@ -137,7 +139,8 @@ impl Cache {
     /// [`VolumeCache::run_flusher`], and flush before the volume is dropped; until
     /// [`VolumeCache::set_control`] its writes go through to the store.
     ///
-    /// # Errors As [`Cache::volume`].
+    /// # Errors
+    /// As [`Cache::volume`].
     pub fn volume_as(
         self: &Arc<Self>,
         name: &str,

@@ -32,7 +32,8 @@ impl VolumeCache {
 
     /// Writes back what is dirty below `end`, in writeback mode.
     ///
-    /// # Errors Those of the store; the data is kept.
+    /// # Errors
+    /// Those of the store; the data is kept.
     pub async fn write_below(
         self: &Arc<Self>,
         io: &Io,
@@ -47,7 +48,8 @@ impl VolumeCache {
 
     /// Holds the page that contains `end`; there is none if `end` is a multiple of a page.
     ///
-    /// # Errors Those of the store: the page is dirty and could not be written.
+    /// # Errors
+    /// Those of the store: the page is dirty and could not be written.
     pub async fn hold_edge(
         self: &Arc<Self>,
         io: &Io,

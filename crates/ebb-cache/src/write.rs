@@ -244,7 +244,8 @@ impl VolumeCache {
 
     /// Makes all acknowledged writes stable.
     ///
-    /// # Errors Those of the store.
+    /// # Errors
+    /// Those of the store.
     pub async fn flush(self: &Arc<Self>, io: &Io, store: &Store) -> Result<(), BlockError> {
         if self.mode() == Mode::Writeback {
             return Box::pin(self.write_back_and_flush(io, store)).await;
@@ -254,7 +255,8 @@ impl VolumeCache {
 
     /// Frees the space of a range if the store can.
     ///
-    /// # Errors Those of the store.
+    /// # Errors
+    /// Those of the store.
     pub async fn discard(
         self: &Arc<Self>,
         io: &Io,
@@ -277,7 +279,8 @@ impl VolumeCache {
 
     /// Makes a range read as zeroes.
     ///
-    /// # Errors Those of the store.
+    /// # Errors
+    /// Those of the store.
     pub async fn write_zeroes(
         self: &Arc<Self>,
         io: &Io,
@@ -291,7 +294,8 @@ impl VolumeCache {
 
     /// See [`Store::write_zeroes_while`].
     ///
-    /// # Errors Those of the store.
+    /// # Errors
+    /// Those of the store.
     pub async fn write_zeroes_while(
         self: &Arc<Self>,
         io: &Io,
@@ -317,7 +321,8 @@ impl VolumeCache {
 
     /// The runs of data and holes in a range, in order and without gaps, at most `limit` of them.
     ///
-    /// # Errors Those of the store.
+    /// # Errors
+    /// Those of the store.
     pub async fn extents(
         self: &Arc<Self>,
         io: &Io,
@@ -334,7 +339,8 @@ impl VolumeCache {
 
     /// Announces that a range will be read soon.
     ///
-    /// # Errors Those of the store.
+    /// # Errors
+    /// Those of the store.
     pub async fn prefetch(
         self: &Arc<Self>,
         io: &Io,

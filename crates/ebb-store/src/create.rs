@@ -17,7 +17,8 @@ const IN_FOLDER: &str = "create the file (does its folder exist?)";
 
 /// Whether `path` exists, without following a symbolic link.
 ///
-/// # Errors That cannot be determined: only "no such file" means that it does not exist.
+/// # Errors
+/// That cannot be determined: only "no such file" means that it does not exist.
 pub(crate) fn is_named(path: &Path) -> Result<bool, OpenError> {
     match std::fs::symlink_metadata(path) {
         Ok(_) => Ok(true),

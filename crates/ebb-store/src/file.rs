@@ -65,7 +65,8 @@ pub struct FileStore {
 impl FileStore {
     /// Opens a file; the notes are for the log.
     ///
-    /// # Errors [`OpenError`], each with a remedy.
+    /// # Errors
+    /// [`OpenError`], each with a remedy.
     pub fn open(path: &Path, options: &OpenOptions) -> Result<(FileStore, Vec<String>), OpenError> {
         let opened = open::open(path, options)?;
         let witness = if options.read_only { None } else { open::reopen(&opened.file) };

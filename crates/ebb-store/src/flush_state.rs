@@ -383,7 +383,8 @@ impl Store {
 
     /// Makes all acknowledged writes stable.
     ///
-    /// # Errors The store's. From then on [`ErrorKind::Lost`]: changes since the last successful
+    /// # Errors
+    /// The store's. From then on [`ErrorKind::Lost`]: changes since the last successful
     /// flush may be on no disk, and no later flush can show that they are. This ends with
     /// [`Store::flush_rewritten`], or when the store is reopened.
     pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
@@ -406,7 +407,8 @@ impl Store {
     /// every change since the last successful flush. If it succeeds and no sync has failed since,
     /// flushes succeed again.
     ///
-    /// # Errors As [`Store::flush`].
+    /// # Errors
+    /// As [`Store::flush`].
     pub async fn flush_rewritten(&self, io: &Io, seen: u64) -> Result<(), BlockError> {
         let Some(flush_state) = self.flush_state() else { return Ok(()) };
         self.sync(io, flush_state.begin_rewritten(seen)).await?;

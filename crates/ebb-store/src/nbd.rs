@@ -112,7 +112,8 @@ impl NbdStore {
     /// Connects once to read the properties of the export; blocks for at most ten seconds. Workers
     /// make their own connections when they first need them, and reconnect by themselves.
     ///
-    /// # Errors [`NbdError`], each with a remedy. An unreachable server is an error here, as a
+    /// # Errors
+    /// [`NbdError`], each with a remedy. An unreachable server is an error here, as a
     /// missing file is: the caller decides whether to try again.
     pub fn open(options: NbdOptions) -> Result<(NbdStore, Vec<String>), NbdError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);

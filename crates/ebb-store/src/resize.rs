@@ -89,7 +89,8 @@ pub(crate) fn check_size_change(
 impl Store {
     /// The size in bytes that [`Store::resize`] would result in; nothing is changed.
     ///
-    /// # Errors [`ResizeError`]: it would not be resized.
+    /// # Errors
+    /// [`ResizeError`]: it would not be resized.
     pub async fn check_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         match self {
             Store::File(s) => s.check_resize(io, order).await.map(|(to, _)| to),
@@ -112,7 +113,8 @@ impl Store {
     /// Before shrinking, the caller waits until no write beyond the new end is in flight: one that
     /// runs after the file was truncated would extend it again.
     ///
-    /// # Errors [`ResizeError`]; its size is unchanged then.
+    /// # Errors
+    /// [`ResizeError`]; its size is unchanged then.
     pub async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         match self {
             Store::File(s) => s.resize(io, order).await,

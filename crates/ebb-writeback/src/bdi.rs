@@ -197,7 +197,8 @@ impl Bdi {
 
     /// Adds a volume; `weight` (1 to 1000) is its share relative to the other volumes of the device.
     ///
-    /// # Errors [`Error::Weight`]; [`Error::ManyVolumes`] when there are [`crate::WritebackOptions::volumes`] already.
+    /// # Errors
+    /// [`Error::Weight`]; [`Error::ManyVolumes`] when there are [`crate::WritebackOptions::volumes`] already.
     pub fn add_volume(&mut self, weight: u32) -> Result<VolumeId, Error> {
         if !(1..=1000).contains(&weight) {
             return Err(Error::Weight { weight });
@@ -474,7 +475,8 @@ impl Bdi {
 
     /// Changes the bounds at run time. [`BdiOptions::rate`] is ignored.
     ///
-    /// # Errors [`Error::Ratio`], [`Error::Chunk`], or [`Error::MinRatios`] with the sum over all devices.
+    /// # Errors
+    /// [`Error::Ratio`], [`Error::Chunk`], or [`Error::MinRatios`] with the sum over all devices.
     pub fn set_options(&mut self, options: BdiOptions) -> Result<(), Error> {
         options.checked()?;
         crate::writeback::check_min_ratios(&self.shared, Some(self.index), options.min_ratio)?;

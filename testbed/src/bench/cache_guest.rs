@@ -314,7 +314,8 @@ pub fn guest(script: &str, load: &Path, root: &Path) -> Result<Guest> {
 
 /// One boot: each of `tests` with every cache, in another order each round.
 ///
-/// # Errors The guest's script did not complete; the error shows its console.
+/// # Errors
+/// The guest's script did not complete; the error shows its console.
 pub fn round(
     round: usize,
     tests: &[Option<u32>],

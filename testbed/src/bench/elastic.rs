@@ -58,7 +58,8 @@ const ANSWER_FIGURES: [&str; 2] = ["l1_to_idle_pools_ms", "l1_by_command_ms"];
 /// Runs what the options select: `rounds` is the number of runs, `seconds` the time of writing of
 /// each. Returns how many measurements failed to run; each was logged.
 ///
-/// # Errors `print` fails, or the daemon is missing.
+/// # Errors
+/// `print` fails, or the daemon is missing.
 pub fn run(options: &Options, mut print: impl FnMut(&Figure) -> io::Result<()>) -> Result<usize> {
     let daemon = binary::ebbd(Build::Release)?;
     let mut failed = 0;

@@ -25,7 +25,8 @@ const MOST_REPLIES: usize = 64;
 
 /// Connects, enters transmission on `export` and disconnects.
 ///
-/// # Errors The socket's error while no server listens; `InvalidData` or `NotFound` with a reason
+/// # Errors
+/// The socket's error while no server listens; `InvalidData` or `NotFound` with a reason
 /// when the server replies with an error; a time-out after 10 s without a reply.
 pub fn go(socket: &Path, export: &str) -> io::Result<()> {
     let mut stream = UnixStream::connect(socket)?;

@@ -47,7 +47,8 @@ pub fn resident(daemon: &Path, work: &Workdir, rounds: u32) -> Result<Vec<Figure
 /// Each volume counts as served when it replied to `NBD_OPT_GO` on a connection of its own, one
 /// after the other.
 ///
-/// # Errors [`Error`] when a server fails to run.
+/// # Errors
+/// [`Error`] when a server fails to run.
 pub fn thousand_volumes(daemon: &Path, work: &Workdir, rounds: u32) -> Result<Vec<Figure>, Error> {
     let volumes = work.sparse_files(VOLUMES)?;
     let servers = [Kind::Ebbd, Kind::Qemu];

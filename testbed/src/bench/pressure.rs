@@ -189,7 +189,8 @@ job() {{
 
 /// One boot: every policy once, beginning with the `round`-th.
 ///
-/// # Errors The guest's script did not complete; the error shows its console.
+/// # Errors
+/// The guest's script did not complete; the error shows its console.
 pub fn round(round: usize, load: &Path) -> Result<Vec<Measured>> {
     let mut order = BEHAVIOURS.to_vec();
     order.rotate_left(round % BEHAVIOURS.len());
@@ -213,7 +214,8 @@ pub fn values(all: &[Measured], behaviour: &str, key: &str) -> Result<Vec<f64>> 
 
 /// The figures: each policy compared with the baseline.
 ///
-/// # Errors As [`Measured::value`].
+/// # Errors
+/// As [`Measured::value`].
 pub fn figures(all: &[Measured]) -> Result<Vec<Figure>> {
     let pages = |name: &str| -> Result<Vec<f64>> {
         let (out, back) = (values(all, name, "out")?, values(all, name, "in")?);

@@ -16,7 +16,8 @@ pub const INSTALL: &str = "run testbed/install";
 /// CPU time of all threads of a process, running and ended, user and system, in microseconds. The
 /// kernel counts it exactly and shows it in clock ticks (10 ms as a rule).
 ///
-/// # Errors [`Error`] when the process has ended or the text is not as `proc(5)` says.
+/// # Errors
+/// [`Error`] when the process has ended or the text is not as `proc(5)` says.
 pub fn cpu_us(pid: u32) -> Result<f64, Error> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat"))
         .map_err(io_context(format!("reading CPU time of process {pid}")))?;
@@ -36,7 +37,8 @@ fn cpu_ticks(stat: &str) -> Option<u64> {
 /// Resident memory of a process in KiB, counted page by page (`VmRSS` lags behind by some pages per
 /// CPU, more than a small daemon's growth).
 ///
-/// # Errors [`Error`] when the process has ended or the text is not as `proc(5)` says.
+/// # Errors
+/// [`Error`] when the process has ended or the text is not as `proc(5)` says.
 pub fn resident_kib(pid: u32) -> Result<f64, Error> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))
         .map_err(io_context(format!("reading resident memory of process {pid}")))?;
@@ -50,7 +52,8 @@ fn resident_field(rollup: &str) -> Option<f64> {
 
 /// Sends a signal to a child.
 ///
-/// # Errors [`Error::Io`] when the child has ended.
+/// # Errors
+/// [`Error::Io`] when the child has ended.
 pub fn signal(child: &Child, signal: Signal) -> Result<(), Error> {
     let sending = || format!("signalling process {}", child.id());
     let pid = pid_of(child)

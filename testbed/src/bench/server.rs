@@ -150,7 +150,8 @@ impl Server {
     /// Starts a server and returns once every one of `volumes` has replied to `NBD_OPT_GO`, each on
     /// a connection of its own. `name` identifies it in messages; its output goes to `output`.
     ///
-    /// # Errors [`Error::Tool`] when it does not start; [`Error::Failed`] when it ends, refuses a
+    /// # Errors
+    /// [`Error::Tool`] when it does not start; [`Error::Failed`] when it ends, refuses a
     /// volume or does not serve within a minute.
     pub fn start<'a>(
         name: &'static str,

@@ -127,7 +127,8 @@ impl Machine {
 
     /// Boots, runs the job, and expects status 0.
     ///
-    /// # Errors As [`Machine::run`]; or the job failed: the error shows the consoles.
+    /// # Errors
+    /// As [`Machine::run`]; or the job failed: the error shows the consoles.
     pub fn ok(self) -> Result<Outcome> {
         let outcome = self.run()?;
         match outcome.status {
@@ -257,7 +258,8 @@ impl Outcome {
     /// The last result reported under this key: by the job (`say KEY VALUE`), or by guest `NAME`
     /// (`NAME.KEY`).
     ///
-    /// # Errors There is none; the error shows the consoles.
+    /// # Errors
+    /// There is none; the error shows the consoles.
     pub fn answer(&self, key: &str) -> Result<String> {
         self.answers(key).pop().ok_or_else(|| self.unexpected(&format!("an answer called {key}")))
     }

@@ -229,7 +229,8 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
 
     /// What to do for a frame.
     ///
-    /// # Errors The connection must be closed. The request concerned, if there is one, has failed.
+    /// # Errors
+    /// The connection must be closed. The request concerned, if there is one, has failed.
     pub(crate) fn apply(&mut self, frame: &ReplyFrame) -> Result<ReplyStep, ProtocolViolation> {
         let cookie = Cookie(frame.cookie);
         let structured = self.structured;
@@ -246,7 +247,8 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
     /// The payload of the frame was received: completes the request if the frame was its last.
     /// Returns whether a write was acknowledged that is not stable.
     ///
-    /// # Errors As [`RequestSlots::apply`].
+    /// # Errors
+    /// As [`RequestSlots::apply`].
     pub(crate) fn finish(&mut self, frame: &ReplyFrame) -> Result<bool, ProtocolViolation> {
         let cookie = Cookie(frame.cookie);
         let Some(slot) = self.slot(cookie) else { return Ok(false) };
@@ -280,7 +282,8 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
 
     /// Adds one descriptor of eight bytes.
     ///
-    /// # Errors As [`RequestSlots::apply`].
+    /// # Errors
+    /// As [`RequestSlots::apply`].
     pub(crate) fn describe(
         &mut self,
         cookie: Cookie,

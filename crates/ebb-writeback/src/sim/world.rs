@@ -169,7 +169,8 @@ struct World {
 
 /// Runs it from beginning to end.
 ///
-/// # Errors The controller's error for options it does not accept.
+/// # Errors
+/// The controller's error for options it does not accept.
 pub fn run(setup: &Setup) -> Result<SimRun, Error> {
     let mut world = World::new(setup)?;
     while let Some(Reverse((at, _, event))) = world.events.pop() {

@@ -76,7 +76,8 @@ fn percent(part: u64, all: u64) -> f64 {
 
 /// Runs the load for the configured minutes.
 ///
-/// # Errors [`Error`] when a server fails, or the daemon's counters do not become stable.
+/// # Errors
+/// [`Error`] when a server fails, or the daemon's counters do not become stable.
 pub fn measure(rig: &Rig<'_>) -> Result<Vec<Figure>, Error> {
     let pattern = rig.nbdkit("store", &["pattern", &format!("{SCANNED}")])?;
     let memory = rig.nbdkit("memory", &["memory", &format!("{WRITTEN}")])?;

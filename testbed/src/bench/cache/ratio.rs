@@ -44,7 +44,8 @@ const NOISY_CLIENTS: u64 = 2;
 
 /// A scan while the hot set is idle.
 ///
-/// # Errors [`Error`] when a server fails.
+/// # Errors
+/// [`Error`] when a server fails.
 pub fn scan_alone(rig: &Rig<'_>) -> Result<Vec<Figure>, Error> {
     scan(rig, SCAN_ALONE, 0)
 }

@@ -28,7 +28,8 @@ struct Range {
 /// Lets the kernel reclaim what it may of `bytes` bytes from address `start` on. Returns whether it
 /// is permitted: `CAP_SYS_NICE` is needed.
 ///
-/// # Errors [`Error`] when the process has ended or the range is not in its memory.
+/// # Errors
+/// [`Error`] when the process has ended or the range is not in its memory.
 pub fn take(pid: u32, start: u64, bytes: u64) -> Result<bool, Error> {
     let taking = || io_context(format!("taking memory of process {pid}"));
     let gone = || io::Error::from(io::ErrorKind::NotFound);

@@ -90,7 +90,8 @@ impl<'a> Rig<'a> {
 
     /// Starts `nbdkit` with the export `disk`. `name` is that of its socket and log.
     ///
-    /// # Errors [`Error`] when it does not serve.
+    /// # Errors
+    /// [`Error`] when it does not serve.
     pub fn nbdkit(&self, name: &str, arguments: &[&str]) -> Result<Server, Error> {
         let socket = self.work.path(&format!("{name}.sock"));
         let mut command = Command::new("nbdkit");
@@ -206,7 +207,8 @@ impl<'a> Rig<'a> {
 impl Daemon {
     /// The current statistics.
     ///
-    /// # Errors [`Error`] when the daemon does not reply, or not as expected.
+    /// # Errors
+    /// [`Error`] when the daemon does not reply, or not as expected.
     pub fn stat(&self) -> Result<Stat, Error> {
         let outcome = self.command("stat").arg("--json").ok()?;
         Ok(Stat::new(outcome.json()?))

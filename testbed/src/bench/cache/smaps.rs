@@ -22,7 +22,8 @@ pub struct Arena {
 
 /// Reads it.
 ///
-/// # Errors [`Error`] when the process has ended or has no such mapping.
+/// # Errors
+/// [`Error`] when the process has ended or has no such mapping.
 pub fn arena(pid: u32) -> Result<Arena, Error> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps"))
         .map_err(io_context(format!("reading the mappings of process {pid}")))?;

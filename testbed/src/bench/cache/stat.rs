@@ -97,7 +97,8 @@ impl Stat {
 
     /// All owners of memory. Unused memory has one, too.
     ///
-    /// # Errors [`Error::Output`] when they are missing.
+    /// # Errors
+    /// [`Error::Output`] when they are missing.
     pub fn owners(&self) -> Result<Vec<Owner>, Error> {
         let owners = self.0["memory"]["owners"].as_array().map_or(&[][..], Vec::as_slice);
         let owner = |owner: &Value| {

@@ -69,7 +69,8 @@ pub fn client_hello() -> Vec<u8> {
 
 /// Begins one handshake and reads the reply to the ClientHello; returns its length.
 ///
-/// # Errors The server does not reply with a ServerHello.
+/// # Errors
+/// The server does not reply with a ServerHello.
 pub fn answered(address: SocketAddr) -> io::Result<usize> {
     let mut stream = TcpStream::connect(address)?;
     stream.set_read_timeout(Some(crate::nbd::PATIENCE))?;

@@ -72,7 +72,8 @@ impl Dead {
 
     /// From here on no request completes.
     ///
-    /// # Errors The file system under the device cannot be frozen.
+    /// # Errors
+    /// The file system under the device cannot be frozen.
     pub fn die(&self) -> Result<(), Error> {
         if let Some(server) = &self.server {
             server.die();

@@ -37,7 +37,8 @@ pub type Report<'a> = &'a mut dyn FnMut(&str, Result<Vec<Figure>, Error>) -> Res
 
 /// Runs the selected scenarios.
 ///
-/// # Errors Those of `report`, or plots cannot be written.
+/// # Errors
+/// Those of `report`, or plots cannot be written.
 pub fn all(
     daemon: &Path,
     work: &Workdir,

@@ -214,7 +214,8 @@ impl Rig {
 /// Starts an `nbdkit` that discards writes, with these options and parameters: one request at a
 /// time unless they say otherwise. Its export is `disk`.
 ///
-/// # Errors [`Error`] when it does not serve.
+/// # Errors
+/// [`Error`] when it does not serve.
 pub fn store(work: &Workdir, name: &str, more: &[&str]) -> Result<Server, Error> {
     let socket = work.path(&format!("{name}.sock"));
     let mut command = Command::new("nbdkit");
@@ -256,7 +257,8 @@ fn get(control: &Path, path: &str) -> Result<Value, Error> {
 
 /// Signs of memory pressure that the daemon responded to.
 ///
-/// # Errors [`Error`] when it does not reply.
+/// # Errors
+/// [`Error`] when it does not reply.
 pub fn pressure(control: &Path) -> Result<u64, Error> {
     let stat = get(control, "/v1/stat")?;
     let events = stat["pressure"]["events"].as_array().cloned().unwrap_or_default();
@@ -265,7 +267,8 @@ pub fn pressure(control: &Path) -> Result<u64, Error> {
 
 /// A number of the only backing device.
 ///
-/// # Errors [`Error`] when the daemon does not reply, or has no such number.
+/// # Errors
+/// [`Error`] when the daemon does not reply, or has no such number.
 pub fn bdi(control: &Path, field: &str) -> Result<u64, Error> {
     let answer = get(control, "/v1/bdis")?;
     answer[0][field].as_u64().ok_or_else(|| Error::Output {

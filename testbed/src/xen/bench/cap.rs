@@ -17,7 +17,8 @@ const SLOWER_MOST: f64 = 1.2;
 /// Runs it and returns its figures: microseconds of the neighbour's reads, next to a guest that
 /// goes through all its grants, and next to one within the limit.
 ///
-/// # Errors The machine cannot be booted; the error shows its console.
+/// # Errors
+/// The machine cannot be booted; the error shows its console.
 pub fn cap() -> Result<Vec<Figure>> {
     let outcome = Machine::new(JOB)
         .program(binary::example("ebb-export-xen", "bench-cap")?)

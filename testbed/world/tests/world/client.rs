@@ -196,7 +196,8 @@ impl Client {
 
     /// One step: send, receive, submit.
     ///
-    /// # Errors A promise that was not kept.
+    /// # Errors
+    /// A promise that was not kept.
     pub(crate) fn step(&mut self, oracle: &mut Oracle, now: Instant) -> Result<StepResult, String> {
         let mut busy = self.send();
         if !self.deaf {

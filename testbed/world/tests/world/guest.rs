@@ -216,7 +216,8 @@ impl Guest {
 
     /// One step: receive, submit. If the backend reports an error it disconnects the disk.
     ///
-    /// # Errors A promise that was not kept.
+    /// # Errors
+    /// A promise that was not kept.
     pub(crate) fn step(
         &mut self,
         oracle: &mut Oracle,
@@ -386,7 +387,8 @@ impl Guest {
 
     /// Reads responses.
     ///
-    /// # Errors A promise that was not kept.
+    /// # Errors
+    /// A promise that was not kept.
     pub(crate) fn receive(&mut self, oracle: &mut Oracle) -> Result<bool, String> {
         let mut heard = false;
         loop {

@@ -4,7 +4,8 @@
 //! Each write has a number, and the content of a sector contains the number (0: zeroes), so that a
 //! read shows which write it saw, and a torn sector is detected.
 //!
-//! # The rules Times are those of the client: a write begins when it is sent and ends when its
+//! # The rules
+//! Times are those of the client: a write begins when it is sent and ends when its
 //! reply arrives. A write `e` lies *before* `w` if `e` had ended when `w` began.
 //! - A read may see `e` unless some write that was acknowledged before the read began lies after
 //!   `e`.

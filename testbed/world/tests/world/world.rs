@@ -269,7 +269,8 @@ impl World {
     /// Runs it until so many requests have completed, then lets everything end cleanly and checks
     /// what remains.
     ///
-    /// # Errors A promise that was not kept.
+    /// # Errors
+    /// A promise that was not kept.
     pub(crate) fn run(&mut self, requests: u64) -> Result<Outcome, String> {
         // A world in which hardly any request completes ends by its clock.
         let end = self.begin + Duration::from_secs(300);
