@@ -59,7 +59,7 @@ fn zeroes_for_a_server_that_never_replies_use_no_memory() {
             client
         })
         .collect();
-    wait_for("all requests", || dead.under_way() == 16 * 256);
+    wait_for("all requests", || dead.in_flight() == 16 * 256);
     wait_for("a write", || fake.requests().iter().any(|asked| asked.zeroes));
     let taken = rig.run(|_, io| async move { io.pool().used_bytes() });
     // A buffer for zeroes would be 1 MiB, even if only a few ranges at a time had one; the remaining memory is that of

@@ -1,5 +1,5 @@
-//! What a guest past the cap costs its neighbour, over shared memory: the neighbour's latency beside a
-//! guest that goes through 32,768 grant references, against that beside one that sends the same
+//! What a guest that exceeds the cap of persistent grants costs its neighbour, over shared memory: the
+//! neighbour's latency beside a guest that uses 32,768 grant references, compared with one that sends the same
 //! requests with as many pages as the cap allows. Both guests share one worker, which is the worst case.
 //!
 //! One line a figure: `name ours peer ratio bar ok|short`, microseconds. `bench-cap [SECONDS [ROUNDS]]`.
@@ -13,14 +13,14 @@ use std::time::{Duration, Instant};
 use ebb_export_xen::abi::{MAX_DIRECT_SEGMENTS, Request, Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
-use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::{Backend, DiskSpec, Options, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions};
 
 const SIZE: u64 = 64 << 20;
-/// Pages a guest goes through: all it can grant, and fewer than the cap.
+/// Pages that a guest uses: all that it can grant, and fewer than the cap.
 const HOSTILE: usize = 32_768;
 const POLITE: usize = 1024;
 const DEPTH: usize = 32;
@@ -30,12 +30,12 @@ fn connect(world: &World, number: u16, pages: u32) -> Frontend {
     let disk = DiskSpec { volume: "memory", name: "xvdb", read_only: false };
     attach(&mut *world.xenstore().unwrap(), number, &disk).unwrap();
     let device = device_number("xvdb").unwrap();
-    let mut front = Frontend::new(world, &guest, device, Wishes::default());
+    let mut front = Frontend::new(world, &guest, device, FrontendConfig::default());
     front.connect().unwrap();
     front
 }
 
-/// Reads of eleven pages, one after the other through all that there are.
+/// Reads of eleven pages each, through all pages in order.
 fn requests(front: &mut Frontend, pages: usize) -> Vec<Request> {
     let pages = front.pages(pages);
     let request = |part: &[u32]| {
@@ -46,7 +46,7 @@ fn requests(front: &mut Frontend, pages: usize) -> Vec<Request> {
     pages.chunks(MAX_DIRECT_SEGMENTS).map(request).collect()
 }
 
-/// Keeps the ring as full as `DEPTH` until told to stop; requests done.
+/// Keeps `DEPTH` requests in flight until stopped; returns the number of requests.
 fn drive(front: &mut Frontend, requests: &[Request], stop: &AtomicBool) -> u64 {
     let queue = &mut front.queues[0];
     let idle = queue.room();
@@ -69,7 +69,7 @@ fn drive(front: &mut Frontend, requests: &[Request], stop: &AtomicBool) -> u64 {
     done
 }
 
-/// The neighbour's median and 99th percentile in microseconds, and requests a second of the other.
+/// The neighbour's median and 99th percentile in microseconds, and the other guest's requests per second.
 fn run(pages: usize, span: Duration) -> [f64; 3] {
     let world = World::default();
     let worker = Worker::start_alone("bench").unwrap();
@@ -77,8 +77,8 @@ fn run(pages: usize, span: Duration) -> [f64; 3] {
     let volume = Volume::new("memory", store, VolumeOptions::default());
     let lookup = move |_: &str| Some((volume.clone(), Arc::default()));
     let options = Options::new(Arc::new(world.clone()), vec![worker.handle()], Arc::new(lookup));
-    // Guests and worker share the processor where time is instructions: who looks at a ring takes it from
-    // the guest that would fill it.
+    // Guests and worker share processors where instructions are counted: busy polling takes time from the
+    // guest that would fill the ring.
     options.parameters.set_poll_us(0);
     let backend = Backend::start(options).unwrap();
     let mut greedy = connect(&world, 1, u32::try_from(HOSTILE).unwrap() + 16);
@@ -91,7 +91,7 @@ fn run(pages: usize, span: Duration) -> [f64; 3] {
     let mut times = Vec::new();
     let done = std::thread::scope(|scope| {
         let other = scope.spawn(|| drive(&mut greedy, &greedy_requests, &stop));
-        // Its first pass maps and touches.
+        // The first pass maps its pages.
         let warm = Instant::now() + span / 4;
         let end = warm + span;
         loop {

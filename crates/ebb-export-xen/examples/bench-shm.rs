@@ -1,6 +1,6 @@
-//! The seed's figure, over shared memory: many guests at once, with persistent grants, with mapping
-//! for each request, and with copies past the cap. Mapping and unmapping change page tables and
-//! interrupt the processors that run the workers, as the real ones do.
+//! The throughput of many concurrent guests over shared memory: with persistent grants, with mapping for each
+//! request, and with copies beyond the cap. Mapping and unmapping change page tables and interrupt the
+//! processors that run the workers, as real ones do.
 //!
 //! One line a figure: `name ours peer ratio bar ok|short`. `bench-shm [SECONDS [ROUNDS]]`.
 
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
-use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::{Backend, DiskSpec, Options, Transient, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{NullStore, Store};
@@ -28,11 +28,11 @@ const SIZE: u64 = 1 << 30;
 enum Mode {
     Persistent,
     MapEach,
-    /// Persistent grants agreed on, and none allowed: what a guest past the cap gets.
+    /// Persistent grants negotiated, but a cap of 0: as for a guest beyond the cap.
     PastCap,
 }
 
-/// 4 KiB reads a second of so many guests.
+/// 4 KiB reads per second of `guests` guests.
 fn run(mode: Mode, guests: u16, span: Duration) -> f64 {
     let world = World::default();
     let count = std::thread::available_parallelism().map_or(1, usize::from);
@@ -63,7 +63,7 @@ fn run(mode: Mode, guests: u16, span: Duration) -> f64 {
                     let mut store = world.xenstore().unwrap();
                     let disk = DiskSpec { volume: "null", name: "xvdb", read_only: false };
                     attach(&mut *store, number, &disk).unwrap();
-                    let wishes = Wishes { persistent, ..Wishes::default() };
+                    let wishes = FrontendConfig { persistent, ..FrontendConfig::default() };
                     let device = device_number("xvdb").unwrap();
                     let mut front = Frontend::new(world, &guest, device, wishes);
                     front.connect().unwrap();
@@ -83,7 +83,7 @@ fn run(mode: Mode, guests: u16, span: Duration) -> f64 {
     rate
 }
 
-/// Keeps the ring full until told to stop; how many requests were answered.
+/// Keeps the ring full until stopped; returns the number of requests.
 fn drive(front: &mut Frontend, stop: &AtomicBool) -> u64 {
     let pages = front.pages(DEPTH);
     let requests: Vec<_> = pages

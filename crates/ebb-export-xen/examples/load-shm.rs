@@ -1,6 +1,6 @@
-//! One guest's load over shared memory, of a known number of requests, for counting what one costs:
-//! run it under `valgrind --tool=callgrind --separate-threads=yes` and divide what the worker did by
-//! the number of requests; see `docs/adr/0004-grants.md`.
+//! One guest's load over shared memory, with a known number of requests, to count the cost of one: run it
+//! under `valgrind --tool=callgrind --separate-threads=yes` and divide the worker's instructions by the
+//! number of requests; see `docs/adr/0004-grants.md`.
 //!
 //! `load-shm persistent|copy|map read|write KIB DEPTH COUNT`; prints the backend's counters.
 
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
-use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::{Backend, DiskSpec, Options, Transient, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store};
@@ -31,14 +31,15 @@ fn main() {
     let lookup = move |_: &str| Some((volume.clone(), Arc::default()));
     let mut options =
         Options::new(Arc::new(world.clone()), vec![worker.handle()], Arc::new(lookup));
-    // More than the guest has: what the cap does is another matter.
+    // More grants than the guest has, so that the cap has no effect.
     options.parameters.set_max_persistent_grants(1 << 16);
     options.transient = if words[0] == "map" { Transient::Map } else { Transient::Copy };
     let backend = Backend::start(options).unwrap();
     let guest = world.guest(1, 16384).unwrap();
     let disk = DiskSpec { volume: "memory", name: "xvdb", read_only: false };
     attach(&mut *world.xenstore().unwrap(), 1, &disk).unwrap();
-    let wishes = Wishes { persistent: words[0] == "persistent", ..Wishes::default() };
+    let wishes =
+        FrontendConfig { persistent: words[0] == "persistent", ..FrontendConfig::default() };
     let mut front = Frontend::new(&world, &guest, device_number("xvdb").unwrap(), wishes);
     front.connect().unwrap();
     // Every block is written once, so that none is a hole.
@@ -59,7 +60,7 @@ fn main() {
     println!("before {before:?}");
     let queue = &mut front.queues[0];
     for _ in 0..count.div_ceil(depth) {
-        // As a full ring behaves on one processor: all are sent, all are answered.
+        // As with a full ring on one processor: all requests are sent, then all complete.
         for request in &requests {
             queue.put(*request);
         }

@@ -1,5 +1,5 @@
-//! What a dead store costs Xen guests on other volumes: two workers, four healthy volumes on files, and one
-//! whose store answers nothing while its ring is full. Each step is measured beside it and alone, in turn.
+//! What a store that hangs costs Xen guests on other volumes: two workers, four healthy volumes on files, and
+//! one volume whose store hangs while its ring is full. Each step is measured beside it and alone, alternately.
 //!
 //! One line a figure: `name ours peer ratio bar ok|short`. `outage-shm [SECONDS [ROUNDS]]`.
 
@@ -14,7 +14,7 @@ use ebb_cache::{Cache, CacheOptions, FixedLimit, Mode};
 use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
-use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::{Backend, DiskSpec, Options, attach, device_number};
 use ebb_io::Worker;
 use ebb_mem::Memory;
@@ -100,7 +100,7 @@ impl Rig {
         let mut store = self.world.xenstore().unwrap();
         attach(&mut *store, number, &DiskSpec { volume, name: "xvdb", read_only: false }).unwrap();
         let device = device_number("xvdb").unwrap();
-        let mut front = Frontend::new(&self.world, &guest, device, Wishes::default());
+        let mut front = Frontend::new(&self.world, &guest, device, FrontendConfig::default());
         front.connect().unwrap();
         front
     }
@@ -114,7 +114,7 @@ fn one_page(front: &mut Frontend, operation: u8, offset: u64) {
     front.free_pages(&[page]);
 }
 
-/// Latencies of single reads and writes of 4 KiB in turn until told to stop.
+/// Latencies of alternating single reads and writes of 4 KiB, until stopped.
 fn drive(front: &mut Frontend, seed: u64, stop: &AtomicBool) -> Vec<Duration> {
     let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut latencies = Vec::new();
@@ -123,21 +123,21 @@ fn drive(front: &mut Frontend, seed: u64, stop: &AtomicBool) -> Vec<Duration> {
         random ^= random >> 7;
         random ^= random << 17;
         let operation = if latencies.len() % 2 == 0 { op::WRITE } else { op::READ };
-        let asked = Instant::now();
+        let started = Instant::now();
         one_page(front, operation, random % (SIZE / 2 / 4096) * 4096);
-        latencies.push(asked.elapsed());
+        latencies.push(started.elapsed());
     }
     latencies
 }
 
-fn round(mode: Option<Mode>, dead: bool, span: Duration) -> Round {
+fn round(mode: Option<Mode>, hanging: bool, span: Duration) -> Round {
     let rig = Rig::new(mode);
     let mut fronts: Vec<_> = (0..HEALTHY).map(|n| rig.connect(n + 1, &format!("h{n}"))).collect();
     let mut waiting = None;
-    if dead {
+    if hanging {
         let store = Arc::new(TestStore::new(SIZE, 1));
-        rig.add("dead", Store::Test(store.clone()));
-        let mut front = rig.connect(100, "dead");
+        rig.add("hanging", Store::Test(store.clone()));
+        let mut front = rig.connect(100, "hanging");
         store.hang();
         let pages = front.pages(DEPTH);
         for (n, page) in pages.iter().enumerate() {
@@ -165,13 +165,13 @@ fn round(mode: Option<Mode>, dead: bool, span: Duration) -> Round {
     let p99_us = all[all.len() * 99 / 100].as_secs_f64() * 1e6;
     let worker = rig.workers[1].handle();
 
-    // What a reload does: one volume goes, another one comes and is served.
+    // As in a reload: one volume is withdrawn, another one is added and served.
     let begun = Instant::now();
-    let gone = rig.backend.withdraw("h3");
+    let draining = rig.backend.withdraw("h3");
     let volume = rig.volumes.lock().unwrap()["h3"].clone();
     let closing = volume.clone();
     let close = move |io: ebb_io::Io| async move {
-        gone.over().await;
+        draining.drained().await;
         closing.close(&io).await
     };
     worker.block_on(close).unwrap().unwrap();
@@ -189,7 +189,10 @@ fn round(mode: Option<Mode>, dead: bool, span: Duration) -> Round {
         .unwrap()
         .unwrap();
     while fronts[0].size() != 2 * SIZE {
-        assert!(begun.elapsed() < Duration::from_secs(60), "the guest is not told of the new size");
+        assert!(
+            begun.elapsed() < Duration::from_secs(60),
+            "the guest is not notified of the new size"
+        );
         std::thread::park_timeout(Duration::from_millis(1));
     }
     let resize_s = begun.elapsed().as_secs_f64();
@@ -203,7 +206,7 @@ fn round(mode: Option<Mode>, dead: bool, span: Duration) -> Round {
     let all: Vec<_> = names.iter().map(|name| rig.volumes.lock().unwrap()[*name].clone()).collect();
     let stopped = move |io: ebb_io::Io| async move {
         for volume in all {
-            ending.of(volume.name()).over().await;
+            ending.of(volume.name()).drained().await;
             volume.close(&io).await.unwrap();
         }
     };

@@ -1,12 +1,12 @@
-//! Serves volumes in memory to Xen guests: `xen-serve NAME=BYTES...`. The daemon without the daemon,
-//! for bringing up a machine.
+//! Serves volumes in memory to Xen guests: `xen-serve NAME=BYTES...`. The export without the daemon, for
+//! bringing up a host.
 
 #![allow(clippy::print_stderr, reason = "a tool for people")]
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use ebb_export_xen::platform::Host;
+use ebb_export_xen::platform::XenHost;
 use ebb_export_xen::{Backend, Options};
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store};
@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let worker = Worker::start_alone("xen")?;
     let lookup = move |name: &str| volumes.get(name).map(|volume| (volume.clone(), Arc::default()));
-    let mut options = Options::new(Arc::new(Host), vec![worker.handle()], Arc::new(lookup));
+    let mut options = Options::new(Arc::new(XenHost), vec![worker.handle()], Arc::new(lookup));
     options.journals = Some("/run/ebbd/xen".into());
     let backend = Backend::start(options)?;
     loop {

@@ -1,17 +1,18 @@
-//! The bytes of the ring: requests and responses in the three layouts frontends use
-//! (`blkif.h`; reference, section 4).
+//! Encoding of the ring's requests and responses, in the three layouts that frontends use
+//! (`xen/include/public/io/blkif.h`; the 32-bit and 64-bit x86 layouts as in Linux's
+//! `drivers/block/xen-blkback/common.h`).
 //!
-//! Invariants: everything here works on private copies, never on memory a guest can change; a
-//! request that was parsed has its counts within the protocol's limits, or says that it has not; a
-//! response has no byte that was not set (XSA-216).
+//! Invariants: this code works on private copies, never on memory that a guest can change; the segment
+//! count of a parsed request is returned as the guest sent it and has to be checked; every byte of a
+//! response is initialised (XSA-216).
 
-/// Bytes of the largest slot: a request of the 64-bit layout.
+/// Bytes of the largest slot, which holds a request of the 64-bit layout.
 pub const SLOT_BYTES: usize = 112;
-/// Words of it.
+/// 64-bit words in [`SLOT_BYTES`].
 pub const SLOT_WORDS: usize = SLOT_BYTES / 8;
-/// Segments within a ring slot.
+/// Most segments in a request that holds them itself (`BLKIF_MAX_SEGMENTS_PER_REQUEST`).
 pub const MAX_DIRECT_SEGMENTS: usize = 11;
-/// Segment descriptors in a page of them.
+/// Segment descriptors in a page of an indirect request.
 pub const SEGMENTS_PER_PAGE: usize = 512;
 /// Pages of descriptors an indirect request can name.
 pub const MAX_INDIRECT_PAGES: usize = 8;
@@ -21,31 +22,33 @@ pub const SEGMENT_BYTES: usize = 8;
 pub const HEADER_BYTES: usize = 64;
 /// Bytes of a granted page.
 pub const PAGE_BYTES: usize = 4096;
-/// Bytes of the protocol's sector: of all its quantities, whatever `sector-size` says.
+/// Bytes of the protocol's sector: the unit of all sector numbers and counts, whatever `sector-size` is.
 pub const SECTOR_BYTES: u64 = 512;
 
 /// The layout of a frontend's ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Abi {
-    /// That of this machine.
+    /// The layout of the host's architecture.
     Native,
-    /// 64-bit x86; 64-bit Arm has the same.
+    /// 64-bit x86, which 64-bit Arm shares.
     X86_64,
-    /// 32-bit x86: 64-bit numbers stand at multiples of 4.
+    /// 32-bit x86: 64-bit fields are aligned to 4 bytes only.
     X86_32,
 }
 
-/// A `protocol` node with an unknown word.
+/// A `protocol` node with an unknown value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the frontend asks for the ring layout `{0}`: known are x86_64-abi, x86_32-abi, arm-abi")]
+#[error(
+    "the frontend requests the ring layout `{0}`; supported are x86_64-abi, x86_32-abi and arm-abi"
+)]
 pub struct UnknownProtocol(pub String);
 
 impl Abi {
-    /// From the frontend's `protocol` node. A missing one means 32-bit x86, as all backends have
-    /// it, and not what the public header says.
+    /// The layout that the frontend's `protocol` node names. On x86 a missing node means 32-bit x86, as in
+    /// Linux's backend, although `blkif.h` says the native layout.
     ///
     /// # Errors
-    /// A word nobody uses.
+    /// If the value is not a known layout.
     pub fn from_protocol(word: Option<&str>) -> Result<Abi, UnknownProtocol> {
         match word {
             None if cfg!(target_arch = "x86_64") => Ok(Abi::X86_32),
@@ -75,26 +78,26 @@ impl Abi {
         if self.is_narrow() { 12 } else { 16 }
     }
 
-    /// Slots of a ring of `pages` pages: a power of two; 0 for no pages.
+    /// Slots of a ring of `pages` pages: a power of two, or 0 without pages.
     pub fn slots(self, pages: usize) -> u32 {
         let room = (pages * PAGE_BYTES).saturating_sub(HEADER_BYTES) / self.slot_bytes();
         let room = u32::try_from(room).unwrap_or(u32::MAX);
         if room == 0 { 0 } else { 1 << room.ilog2() }
     }
 
-    /// What a 64-bit number behind `head` bytes of smaller ones is moved by.
-    fn place(self) -> Places {
+    /// The offsets of a request's fields.
+    fn offsets(self) -> FieldOffsets {
         if self.is_narrow() { NARROW } else { WIDE }
     }
 
-    /// What a slot's copy says before its segments, and where those are.
+    /// A view of the fields of a slot's private copy.
     #[inline]
     pub fn head(self, slot: &Slot) -> Head<'_> {
         let at = if self.is_narrow() { &NARROW } else { &WIDE };
         Head { slot, at }
     }
 
-    /// Words of a slot that are in use, going by its first one.
+    /// How many words of a slot are in use, by its first word.
     #[inline]
     pub fn used_words(self, first: u64) -> usize {
         if self.is_narrow() {
@@ -111,14 +114,16 @@ impl Abi {
     }
 }
 
-const NARROW: Places = Places { id: 4, sector: 12, third: 20, segments: 20, grefs: 24 };
-const WIDE: Places = Places { id: 8, sector: 16, third: 24, segments: 24, grefs: 28 };
+const NARROW: FieldOffsets =
+    FieldOffsets { id: 4, sector: 12, discard_sectors: 20, segments: 20, grefs: 24 };
+const WIDE: FieldOffsets =
+    FieldOffsets { id: 8, sector: 16, discard_sectors: 24, segments: 24, grefs: 28 };
 
-/// A request that is taken apart as far as it is looked at: most are reads and writes of a page.
+/// A request of which fields are decoded on demand: most requests are reads and writes of one page.
 #[derive(Clone, Copy, Debug)]
 pub struct Head<'a> {
     slot: &'a Slot,
-    at: &'static Places,
+    at: &'static FieldOffsets,
 }
 
 impl Head<'_> {
@@ -128,91 +133,91 @@ impl Head<'_> {
         byte(self.slot[0], 0)
     }
 
-    /// The guest's name for it.
+    /// The guest's `id` for it.
     #[inline]
     pub fn id(&self) -> u64 {
-        whole(self.slot, self.at.id)
+        read_u64(self.slot, self.at.id)
     }
 
     /// The first sector.
     #[inline]
     pub fn sector(&self) -> u64 {
-        whole(self.slot, self.at.sector)
+        read_u64(self.slot, self.at.sector)
     }
 
-    /// Segments within a read or write; more than [`MAX_DIRECT_SEGMENTS`] is a lie.
+    /// Segments of a read or write. A guest may claim more than [`MAX_DIRECT_SEGMENTS`], which is invalid.
     #[inline]
     pub fn count(&self) -> u8 {
         byte(self.slot[0], 1)
     }
 
-    /// A segment of those, below [`MAX_DIRECT_SEGMENTS`].
+    /// The segment of this number, which must be below [`MAX_DIRECT_SEGMENTS`].
     #[inline]
     pub fn segment(&self, number: usize) -> Segment {
-        Segment::from_word(whole(self.slot, self.at.segments + number * SEGMENT_BYTES))
+        Segment::from_word(read_u64(self.slot, self.at.segments + number * SEGMENT_BYTES))
     }
 
-    /// Of an indirect request: the inner operation, how many segments, the grant of the first page
-    /// of their descriptors.
+    /// For an indirect request: the inner operation, the number of segments, and the grant of the first
+    /// page of segment descriptors.
     pub fn indirect(&self) -> (u8, u16, u32) {
         let count = u16::from_le_bytes([byte(self.slot[0], 2), byte(self.slot[0], 3)]);
-        (byte(self.slot[0], 1), count, half(self.slot, self.at.grefs))
+        (byte(self.slot[0], 1), count, read_u32(self.slot, self.at.grefs))
     }
 }
 
-/// Where the fields of a request stand.
+/// Byte offsets of the fields of a request.
 #[derive(Debug)]
-struct Places {
+struct FieldOffsets {
     id: usize,
     sector: usize,
     /// The number of sectors of a discard.
-    third: usize,
+    discard_sectors: usize,
     segments: usize,
     grefs: usize,
 }
 
-/// What reads and writes are, within a page that the guest granted.
+/// The part of a granted page that a request reads or writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Segment {
     /// The grant reference of the page.
     pub gref: u32,
-    /// The first sector in the page, 0 to 7.
+    /// The first sector of the page, 0 to 7.
     pub first: u8,
-    /// The last one, `first` to 7.
+    /// The last sector of the page, `first` to 7.
     pub last: u8,
 }
 
 impl Segment {
-    /// From its 8 bytes.
+    /// Decodes the 8 bytes of a descriptor.
     pub fn parse(bytes: &[u8; SEGMENT_BYTES]) -> Segment {
         let gref = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         Segment { gref, first: bytes[4], last: bytes[5] }
     }
 
-    /// From its 8 bytes as a word.
+    /// Decodes the 8 bytes of a descriptor, given as a word.
     #[inline]
     pub fn from_word(word: u64) -> Segment {
         let gref = u32::try_from(word & 0xffff_ffff).unwrap_or_default();
         Segment { gref, first: byte(word, 4), last: byte(word, 5) }
     }
 
-    /// Its 8 bytes.
+    /// Encodes the descriptor.
     pub fn encode(self) -> [u8; SEGMENT_BYTES] {
         let [a, b, c, d] = self.gref.to_le_bytes();
         [a, b, c, d, self.first, self.last, 0, 0]
     }
 
-    /// True if it lies within a page and is not empty.
+    /// True if it is within a page and not empty.
     pub fn is_valid(self) -> bool {
         self.last <= 7 && self.first <= self.last
     }
 
-    /// Bytes of a valid one.
+    /// Its length in bytes, if it is valid.
     pub fn bytes(self) -> usize {
         (usize::from(self.last.saturating_sub(self.first)) + 1) * 512
     }
 
-    /// Where it begins in its page, bytes.
+    /// Its offset in the page, bytes.
     pub fn offset(self) -> usize {
         usize::from(self.first) * 512
     }
@@ -224,29 +229,29 @@ pub mod op {
     pub const READ: u8 = 0;
     /// Write.
     pub const WRITE: u8 = 1;
-    /// Write behind everything before it.
+    /// Write, ordered behind all earlier requests and before all later ones.
     pub const WRITE_BARRIER: u8 = 2;
-    /// Make stable what was answered before; may carry data.
+    /// Make all writes that completed before stable; may carry data.
     pub const FLUSH_DISKCACHE: u8 = 3;
-    /// Give the space of a range back.
+    /// Discard a range.
     pub const DISCARD: u8 = 5;
-    /// Read or write with the segments in granted pages.
+    /// Read or write whose segment descriptors are in granted pages.
     pub const INDIRECT: u8 = 6;
 }
 
-/// How a request ended.
+/// The status of a response (`BLKIF_RSP_*`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
-    /// Well.
+    /// Success.
     Okay,
-    /// Not.
+    /// Failure.
     Error,
-    /// Not known or not offered.
+    /// The operation is unknown or not offered.
     NotSupported,
 }
 
 impl Status {
-    /// Its number in a response.
+    /// Its value in a response.
     pub fn code(self) -> i16 {
         match self {
             Status::Okay => 0,
@@ -256,22 +261,22 @@ impl Status {
     }
 }
 
-/// A request by value, not checked against a disk yet.
+/// A decoded request, not yet checked against a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// The guest's name for it, given back in the response.
+    /// The guest's `id` for it, repeated in the response.
     pub id: u64,
-    /// The code the response carries: of an indirect request the inner one.
+    /// The operation code that the response carries: for an indirect request the inner operation.
     pub operation: u8,
-    /// What is asked.
+    /// The operation's fields.
     pub body: Body,
 }
 
-/// What a request asks.
+/// The fields of a request, by operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Body {
-    /// Read, write, barrier or flush with `count` segments; more than
-    /// [`MAX_DIRECT_SEGMENTS`] is a lie.
+    /// Read, write, barrier or flush with `count` segments. A guest may claim more than
+    /// [`MAX_DIRECT_SEGMENTS`], which is invalid.
     Direct {
         /// The first sector.
         sector: u64,
@@ -280,7 +285,7 @@ pub enum Body {
         /// The segments.
         segments: [Segment; MAX_DIRECT_SEGMENTS],
     },
-    /// Read or write with `count` segments in pages.
+    /// Read or write with `count` segment descriptors in granted pages.
     Indirect {
         /// The first sector.
         sector: u64,
@@ -293,17 +298,17 @@ pub enum Body {
     Discard {
         /// The first sector.
         sector: u64,
-        /// How many.
+        /// How many sectors.
         sectors: u64,
-        /// The data must not be found again.
+        /// The data must not be recoverable.
         secure: bool,
     },
-    /// A code nobody knows.
+    /// An unknown operation code.
     Unknown,
 }
 
-/// The private copy of a slot, in words: requests are taken apart by words, since that is the least
-/// work. Bytes stand in it as in the ring.
+/// The private copy of a slot in words, in the ring's byte order: decoding words is faster than
+/// decoding bytes.
 pub type Slot = [u64; SLOT_WORDS];
 
 /// A slot's bytes as words.
@@ -324,27 +329,27 @@ pub fn to_bytes(words: &Slot) -> [u8; SLOT_BYTES] {
     bytes
 }
 
-/// The byte of a word.
+/// The byte `at` of a word.
 fn byte(word: u64, at: usize) -> u8 {
     word.to_le_bytes()[at]
 }
 
-/// Half of the words, `at` counted in bytes: a multiple of 4.
+/// The 32-bit field at byte offset `at`, a multiple of 4.
 #[inline]
-fn half(words: &Slot, at: usize) -> u32 {
+fn read_u32(words: &Slot, at: usize) -> u32 {
     let word = words[at / 8];
     let word = if at.is_multiple_of(8) { word } else { word >> 32 };
-    // The lower half is all of it.
+    // Masked to 32 bits, so the conversion cannot fail.
     u32::try_from(word & 0xffff_ffff).unwrap_or_default()
 }
 
-/// A number of 64 bits at a multiple of 4 bytes.
+/// The 64-bit field at byte offset `at`, a multiple of 4.
 #[inline]
-fn whole(words: &Slot, at: usize) -> u64 {
+fn read_u64(words: &Slot, at: usize) -> u64 {
     if at.is_multiple_of(8) {
         return words[at / 8];
     }
-    u64::from(half(words, at)) | u64::from(half(words, at + 4)) << 32
+    u64::from(read_u32(words, at)) | u64::from(read_u32(words, at + 4)) << 32
 }
 
 fn u64_at(bytes: &[u8; SLOT_BYTES], at: usize) -> u64 {
@@ -354,7 +359,7 @@ fn u64_at(bytes: &[u8; SLOT_BYTES], at: usize) -> u64 {
 }
 
 impl Request {
-    /// Takes a slot's private copy apart. Never fails: what is no request is [`Body::Unknown`].
+    /// Decodes the private copy of a slot. Never fails: an unknown operation is [`Body::Unknown`].
     pub fn parse(abi: Abi, slot: &[u8; SLOT_BYTES]) -> Request {
         Request::from_words(abi, &to_words(slot))
     }
@@ -363,47 +368,48 @@ impl Request {
     #[inline]
     pub fn from_words(abi: Abi, slot: &Slot) -> Request {
         match abi.is_narrow() {
-            true => Request::at_places(&NARROW, slot),
-            false => Request::at_places(&WIDE, slot),
+            true => Request::with_offsets(&NARROW, slot),
+            false => Request::with_offsets(&WIDE, slot),
         }
     }
 
     #[inline(always)]
-    fn at_places(at: &Places, slot: &Slot) -> Request {
-        let (id, code) = (whole(slot, at.id), byte(slot[0], 0));
-        let sector = whole(slot, at.sector);
+    fn with_offsets(at: &FieldOffsets, slot: &Slot) -> Request {
+        let (id, code) = (read_u64(slot, at.id), byte(slot[0], 0));
+        let sector = read_u64(slot, at.sector);
         match code {
             op::READ | op::WRITE | op::WRITE_BARRIER | op::FLUSH_DISKCACHE => {
                 let mut segments = [Segment::default(); MAX_DIRECT_SEGMENTS];
                 let count = byte(slot[0], 1);
                 for (number, segment) in segments.iter_mut().enumerate().take(count.into()) {
-                    *segment = Segment::from_word(whole(slot, at.segments + number * 8));
+                    *segment = Segment::from_word(read_u64(slot, at.segments + number * 8));
                 }
                 Request { id, operation: code, body: Body::Direct { sector, count, segments } }
             }
             op::INDIRECT => {
                 let mut grefs = [0; MAX_INDIRECT_PAGES];
                 for (number, gref) in grefs.iter_mut().enumerate() {
-                    *gref = half(slot, at.grefs + 4 * number);
+                    *gref = read_u32(slot, at.grefs + 4 * number);
                 }
                 let count = u16::from_le_bytes([byte(slot[0], 2), byte(slot[0], 3)]);
-                // The response carries the inner code: frontends insist on it.
+                // The response carries the inner operation, which frontends check.
                 let body = Body::Indirect { sector, count, grefs };
                 Request { id, operation: byte(slot[0], 1), body }
             }
             op::DISCARD => {
                 let secure = byte(slot[0], 1) & 1 != 0;
-                let body = Body::Discard { sector, sectors: whole(slot, at.third), secure };
+                let body =
+                    Body::Discard { sector, sectors: read_u64(slot, at.discard_sectors), secure };
                 Request { id, operation: code, body }
             }
             _ => Request { id, operation: code, body: Body::Unknown },
         }
     }
 
-    /// Puts it into a slot: what a frontend does.
+    /// Encodes it into a slot, as a frontend does.
     pub fn encode(&self, abi: Abi) -> [u8; SLOT_BYTES] {
         let mut slot = [0; SLOT_BYTES];
-        let at = abi.place();
+        let at = abi.offsets();
         slot[0] = self.operation;
         slot[at.id..at.id + 8].copy_from_slice(&self.id.to_le_bytes());
         let mut put = |sector: u64| {
@@ -431,7 +437,8 @@ impl Request {
             Body::Discard { sector, sectors, secure } => {
                 put(*sector);
                 slot[1] = u8::from(*secure);
-                slot[at.third..at.third + 8].copy_from_slice(&sectors.to_le_bytes());
+                slot[at.discard_sectors..at.discard_sectors + 8]
+                    .copy_from_slice(&sectors.to_le_bytes());
             }
             Body::Unknown => {}
         }
@@ -439,10 +446,10 @@ impl Request {
     }
 }
 
-/// A response, as both sides see it.
+/// A response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Response {
-    /// The request's name.
+    /// The request's `id`.
     pub id: u64,
     /// The request's operation.
     pub operation: u8,
@@ -451,7 +458,7 @@ pub struct Response {
 }
 
 impl Response {
-    /// Its bytes, padding included; the first [`Abi::response_bytes`] count.
+    /// Encodes it with its padding; the first [`Abi::response_bytes`] bytes are used.
     pub fn encode(self) -> [u8; 16] {
         let mut bytes = [0; 16];
         bytes[..8].copy_from_slice(&self.id.to_le_bytes());
@@ -460,14 +467,14 @@ impl Response {
         bytes
     }
 
-    /// Its bytes as words.
+    /// Encodes it as words.
     #[inline]
     pub fn words(self) -> [u64; 2] {
         let status = u64::from(self.status.cast_unsigned());
         [self.id, u64::from(self.operation) | status << 16]
     }
 
-    /// From a slot's private copy: what a frontend does.
+    /// Decodes the private copy of a slot, as a frontend does.
     pub fn parse(slot: &[u8; SLOT_BYTES]) -> Response {
         let status = i16::from_le_bytes([slot[10], slot[11]]);
         Response { id: u64_at(slot, 0), operation: slot[8], status }
@@ -479,7 +486,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rings_have_as_many_slots_as_the_reference_says() {
+    fn rings_have_as_many_slots_as_in_linux() {
         for abi in [Abi::X86_64, Abi::X86_32] {
             let counts: Vec<_> = (0..6).map(|order| abi.slots(1 << order)).collect();
             assert_eq!(counts, [32, 64, 128, 256, 512, 1024]);
@@ -497,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn offsets_are_those_of_the_reference() {
+    fn field_offsets_are_those_of_blkif_h() {
         let mut slot = [0; SLOT_BYTES];
         slot[0] = op::READ;
         slot[1] = 1;
@@ -524,7 +531,7 @@ mod tests {
     }
 
     #[test]
-    fn every_request_survives_its_slot() {
+    fn every_request_is_decoded_as_it_was_encoded() {
         let segments = std::array::from_fn(|n| Segment {
             gref: 100 + u32::try_from(n).unwrap(),
             first: 0,

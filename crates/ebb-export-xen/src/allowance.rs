@@ -1,26 +1,27 @@
-//! What the devices of one guest may make the backend ask of xenstored.
+//! Limits the xenstore requests that one guest's devices can cause: a token bucket per guest.
 //!
-//! A guest writes to its nodes as often as it likes, and xenstored serves all guests with one thread. Each request to
-//! xenstored on behalf of a guest is taken from that guest's allowance, which refills with time. A guest that has
-//! used it up is looked at again when it has some: later, and no other guest waits for that.
+//! A guest can write to its nodes as often as it likes, and xenstored serves all guests with one thread.
+//! Each request that the backend sends to xenstored because of a guest is charged to that guest's bucket.
+//! The devices of a guest whose bucket is empty are checked again when it has refilled; other guests are
+//! not delayed.
 //!
-//! Invariant: what a guest has taken is at most [`BURST`] for each of its devices, [`RATE`] a second, and one step of the
-//! state machine.
+//! Invariant: a guest causes at most [`BURST`] requests for each of its devices, plus [`RATE`] a second, plus
+//! those of one step of the state machine.
 
 use std::time::{Duration, Instant};
 
-/// Requests a device may cause at once: enough to connect with all rings, to leave and to connect again.
+/// Requests a device can cause at once: enough to connect with all rings, disconnect and connect again.
 const BURST: u32 = 1000;
-/// Requests that each guest gets back in a second.
+/// Requests that are added to each guest's bucket per second.
 const RATE: u32 = 100;
 
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Allowance {
     devices: u32,
-    /// What is left; less than nothing after a step that took more than there was.
+    /// Remaining requests; negative after a step that took more than there were.
     left: i64,
-    /// Up to when it was refilled.
+    /// The time up to which it was refilled.
     at: Instant,
 }
 
@@ -29,13 +30,13 @@ impl Allowance {
         Allowance { devices: 0, left: 0, at: now }
     }
 
-    /// The guest has one more device, which comes with an allowance of its own.
+    /// Adds a device, with its burst of requests.
     pub(crate) fn add_device(&mut self) {
         self.devices = self.devices.saturating_add(1);
         self.left = (self.left + i64::from(BURST)).min(self.most());
     }
 
-    /// The guest has one device less; false if it has none any more.
+    /// Removes a device; false if the guest has no other one.
     pub(crate) fn remove_device(&mut self) -> bool {
         self.devices = self.devices.saturating_sub(1);
         self.left = self.left.min(self.most());
@@ -46,12 +47,12 @@ impl Allowance {
         i64::from(self.devices) * i64::from(BURST)
     }
 
-    /// Takes what was asked of xenstored.
+    /// Charges `requests` to the bucket.
     pub(crate) fn take(&mut self, requests: u64) {
         self.left = self.left.saturating_sub(i64::try_from(requests).unwrap_or(i64::MAX));
     }
 
-    /// When the guest may cause requests: not before this time.
+    /// The earliest time at which the guest may cause requests.
     pub(crate) fn ready_at(&self) -> Instant {
         let short = u32::try_from(1_i64.saturating_sub(self.left)).unwrap_or(if self.left > 0 {
             0
@@ -66,7 +67,7 @@ impl Allowance {
         let span = now.saturating_duration_since(self.at);
         let earned = span.as_nanos() * u128::from(RATE) / Duration::from_secs(1).as_nanos();
         if earned > 0 {
-            // The part of a request that is not earned yet counts the next time.
+            // The fraction of a request is kept for the next call.
             let taken =
                 u32::try_from(earned).ok().map(|earned| Duration::from_secs(earned.into()) / RATE);
             self.at = taken.map_or(now, |taken| self.at + taken);
@@ -86,12 +87,12 @@ mod tests {
         let begun = Instant::now();
         let mut now = begun;
         let mut allowance = Allowance::new(now);
-        assert!(!allowance.is_ready(now), "no device, nothing");
+        assert!(!allowance.is_ready(now), "there is no device");
         allowance.add_device();
         assert!(allowance.is_ready(now) && allowance.ready_at() <= now);
         allowance.take(u64::from(BURST) + 50);
         assert!(!allowance.is_ready(now));
-        // Asking often changes nothing.
+        // Calling it often changes nothing.
         let at = allowance.ready_at();
         while now < at {
             assert!(!allowance.is_ready(now), "{:?} before its time", at - now);
@@ -109,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn each_request_is_paid_for() {
+    fn each_xenstore_request_is_charged() {
         let begun = Instant::now();
         let mut now = begun;
         let mut allowance = Allowance::new(now);

@@ -1,17 +1,18 @@
-//! Attaching and detaching disks: the nodes a toolstack writes (reference, section 5.1).
+//! Attaching and detaching disks: writes the xenstore nodes that a toolstack writes (`blkif.h`,
+//! "Toolstack" section, and Xen's `docs/misc/xenstore-paths.pandoc`).
 
 use std::time::Duration;
 
 use crate::nodes::{number, optional, transact};
 use crate::platform::{Domain, StoreError, XenStore};
 
-/// How long a guest may take to let go of a disk.
-const PATIENCE: Duration = Duration::from_secs(10);
-const LOOK: Duration = Duration::from_millis(50);
+/// How long a guest may take to release a disk.
+const DETACH_TIMEOUT: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Device numbers of `xvda` to `xvdp`, and of those beyond.
 const XVD_MAJOR: u32 = 202;
 const EXTENDED: u32 = 1 << 28;
-/// Partitions a disk of either kind of number has.
+/// Disks with a number below this use the `xvd` major, the others the extended numbers.
 const SHORT_DISKS: u32 = 16;
 
 /// A disk to be attached.
@@ -19,7 +20,7 @@ const SHORT_DISKS: u32 = 16;
 pub struct DiskSpec<'a> {
     /// The volume's name.
     pub volume: &'a str,
-    /// What the guest calls it: `xvda` to `xvdzz`.
+    /// Its name in the guest: `xvda` to `xvdzz`.
     pub name: &'a str,
     /// The guest may only read.
     pub read_only: bool,
@@ -30,29 +31,31 @@ pub struct DiskSpec<'a> {
 #[non_exhaustive]
 pub enum AttachError {
     /// There is no such guest.
-    #[error("no domain `{0}`: `xl list` shows those there are")]
+    #[error("there is no domain `{0}`: `xl list` shows the domains of this host")]
     NoDomain(String),
-    /// The device's name is not one.
-    #[error("`{0}` is no disk: write xvda to xvdz, or xvdaa and so on")]
+    /// The device's name is invalid.
+    #[error("`{0}` is not a disk name: use xvda to xvdz, or xvdaa to xvdzz")]
     BadName(String),
     /// The guest has a disk of that name.
-    #[error("domain {domain} has {name} already: choose another name, or detach that one")]
+    #[error(
+        "domain {domain} already has a disk {name}: choose another name, or detach that disk first"
+    )]
     InUse {
         /// The guest.
         domain: Domain,
         /// The disk.
         name: String,
     },
-    /// The guest has no such disk of ours.
-    #[error("domain {domain} has no {name} from ebbd")]
+    /// The guest has no such disk of this daemon.
+    #[error("domain {domain} has no disk {name} that ebbd serves")]
     NotAttached {
         /// The guest.
         domain: Domain,
         /// The disk.
         name: String,
     },
-    /// The guest does not let go.
-    #[error("domain {domain} still uses {name}: unmount it there, or use --force")]
+    /// The guest did not release the disk in time.
+    #[error("domain {domain} still uses {name}: unmount it in the guest, or use --force")]
     Busy {
         /// The guest.
         domain: Domain,
@@ -64,7 +67,7 @@ pub enum AttachError {
     Store(#[from] StoreError),
 }
 
-/// The number of a disk called `xvda` and so on; `None` if it is not called so.
+/// The device number of the disk name `xvda` and so on; `None` if it is not such a name.
 pub fn device_number(name: &str) -> Option<u32> {
     let letters = name.strip_prefix("xvd")?;
     if letters.is_empty() || letters.len() > 2 || !letters.bytes().all(|b| b.is_ascii_lowercase()) {
@@ -74,7 +77,7 @@ pub fn device_number(name: &str) -> Option<u32> {
     Some(if place < SHORT_DISKS { XVD_MAJOR << 8 | place << 4 } else { EXTENDED | place << 8 })
 }
 
-/// The number of a guest, given by number or name.
+/// The domain number of a guest that is given by number or name.
 ///
 /// # Errors
 /// [`AttachError::NoDomain`] if there is none.
@@ -157,15 +160,15 @@ pub fn attach(
                 Err(error) => return Err(error),
             }
         }
-        // Children take their owner from here: the guest reads the backend's, and has its own.
+        // Child nodes inherit these permissions: the guest may read the backend's nodes and owns its own.
         store.write(within, &back, "")?;
-        store.give(within, &back, 0, guest)?;
+        store.set_permissions(within, &back, 0, guest)?;
         store.write(within, &front, "")?;
-        store.give(within, &front, guest, 0)?;
+        store.set_permissions(within, &front, guest, 0)?;
         for (name, value) in backend {
             store.write(within, &format!("{back}/{name}"), value)?;
         }
-        // The frontend takes notice of its state: that comes last.
+        // The frontend acts on its state, so that node is written last.
         for (name, value) in frontend {
             store.write(within, &format!("{front}/{name}"), value)?;
         }
@@ -177,7 +180,7 @@ pub fn attach(
     Err(AttachError::InUse { domain: guest, name: disk.name.to_owned() })
 }
 
-/// Has a guest let go of a disk, and removes its nodes; with `force` also if it does not.
+/// Makes a guest release a disk and removes the disk's nodes; with `force` also if it does not release it.
 ///
 /// # Errors
 /// See [`AttachError`].
@@ -207,13 +210,13 @@ pub fn detach(
         if now.is_none_or(|state| state == "6") {
             break;
         }
-        if ebb_mem::clock::since(begun) > PATIENCE {
+        if ebb_mem::clock::since(begun) > DETACH_TIMEOUT {
             if force {
                 break;
             }
             return Err(AttachError::Busy { domain: guest, name: name.to_owned() });
         }
-        std::thread::park_timeout(LOOK);
+        std::thread::park_timeout(POLL_INTERVAL);
     }
     for path in [front, back] {
         match store.remove(0, &path) {

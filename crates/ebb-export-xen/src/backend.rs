@@ -1,4 +1,4 @@
-//! The backend as the daemon sees it.
+//! The public interface of the backend: starting it, stopping it, withdrawing volumes, statistics.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -9,43 +9,43 @@ use std::time::{Duration, Instant};
 
 use ebb_io::WorkerHandle;
 
-use crate::counted::Counted;
-use crate::device::Settings;
+use crate::counting_store::CountingStore;
+use crate::device::DeviceSettings;
 use crate::device_shared::{Transient, XenStats};
 use crate::mailbox::{Mailbox, Message};
 use crate::params::XenParameters;
 use crate::platform::{Platform, StoreError, XenStore};
-use crate::served::{Ending, Served};
+use crate::served::{DrainingDevices, Served};
 use crate::xenstore::{Awaited, Lookup, XenstoreControl};
 
-/// What a backend is made of.
+/// What a backend is started with.
 pub struct Options {
     /// Where grants, event channels and xenstore come from.
     pub platform: Arc<dyn Platform>,
-    /// The workers rings run on, in turn; at least one.
+    /// The workers to which rings are assigned round robin; at least one.
     pub workers: Vec<WorkerHandle>,
-    /// The volumes.
+    /// Finds the volumes.
     pub volumes: Lookup,
-    /// Which volumes that are not found will come; see [`Backend::look_again`].
+    /// Which volumes that are not found will be added later; see [`Backend::recheck_devices`].
     pub awaited: Awaited,
     /// What can be changed at run time.
     pub parameters: Arc<XenParameters>,
     /// Backend kinds to serve: directories below `backend` in xenstore. `ebbd` is the daemon's own.
     /// Of `vbd`, the toolstack's, only disks with the script `block-ebbd` are served.
     pub kinds: Vec<String>,
-    /// A directory in memory (tmpfs) for what a successor needs after a kill. `None`: nobody can
-    /// succeed.
+    /// A directory in memory (tmpfs) for the journals, from which a successor resumes after a kill. `None`:
+    /// no successor can resume.
     pub journals: Option<PathBuf>,
-    /// Rings a guest may have for one disk, 1 or more.
+    /// Most rings a guest may have for one disk, 1 or more.
     pub max_queues: u32,
-    /// Bytes the requests of one ring may hold.
+    /// Bytes of memory that the requests of one ring may hold.
     pub queue_memory: usize,
-    /// How pages reach us that are not kept mapped.
+    /// How data of pages that are not kept mapped is moved.
     pub transient: Transient,
 }
 
 impl Options {
-    /// Options as a daemon wants them, with the kind `ebbd` only.
+    /// The options of a daemon that serves the kind `ebbd` only.
     pub fn new(
         platform: Arc<dyn Platform>,
         workers: Vec<WorkerHandle>,
@@ -73,8 +73,8 @@ pub enum StartError {
     /// xenstore cannot be reached, or a device of Xen's is missing; the source says what to do.
     #[error("cannot serve Xen guests: {0}")]
     Xen(#[source] std::io::Error),
-    /// The directory for journals cannot be made.
-    #[error("{path}: cannot make the directory: give the daemon's user access to it")]
+    /// The directory for journals cannot be created.
+    #[error("cannot create {path}: give the daemon's user access to it")]
     Journals {
         /// The directory.
         path: PathBuf,
@@ -83,30 +83,30 @@ pub enum StartError {
     },
     /// Another daemon serves the guests of this host.
     #[error(
-        "another ebbd serves the Xen guests of this host (it holds {path}): stop it first, or start this one \
+        "another ebbd serves the Xen guests of this host (it has locked {path}): stop it first, or start this one \
              without --xen"
     )]
     Running {
-        /// What it holds: the directory of journals, or a device of Xen's.
+        /// The file it has locked: the directory of journals, or a device of Xen's.
         path: PathBuf,
     },
-    /// A thread cannot be made.
+    /// The thread cannot be started.
     #[error("cannot start the thread for xenstore")]
     Thread(#[source] std::io::Error),
 }
 
-/// Figures of one device.
+/// Statistics of one device.
 #[derive(Clone, Debug)]
 pub struct DeviceStats {
     /// The guest's number.
     pub guest: u16,
     /// The device's number.
     pub device: u32,
-    /// The volume it is.
+    /// The name of its volume.
     pub volume: Arc<str>,
-    /// It is being wound up: what is under way ends, nothing begins.
+    /// It is being drained: requests in flight complete, new ones are not consumed.
     pub closing: bool,
-    /// Its rings that are served.
+    /// Its rings that have not ended.
     pub queues: u32,
     /// Grants stay mapped: guest and backend agreed on it.
     pub persistent: bool,
@@ -114,23 +114,23 @@ pub struct DeviceStats {
     pub stats: XenStats,
 }
 
-/// Tries to take a lock, and the time between them.
+/// How often to try to lock a file, and the time in between.
 const LOCK_TRIES: u32 = 20;
 const LOCK_PAUSE: Duration = Duration::from_millis(100);
-/// How long a backend that is dropped waits for its requests.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long dropping a backend waits for its requests.
+const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A running backend. Dropping it is [`Backend::stop`] with a deadline some seconds away.
 pub struct Backend {
     mailbox: Mailbox,
     served: Arc<Served>,
     volumes: Lookup,
-    /// The one that speaks to xenstore.
+    /// The thread that uses xenstore.
     thread: Option<JoinHandle<()>>,
 }
 
 impl Backend {
-    /// Starts to serve the guests that are and will be.
+    /// Starts to serve the guests that exist and those that are created later.
     ///
     /// # Errors
     /// See [`StartError`].
@@ -144,8 +144,7 @@ impl Backend {
         Ok(backend)
     }
 
-    /// As [`Backend::start`], without a thread: guests are attached and told while the caller calls
-    /// [`XenstoreControl::turn`]. For tests that have one thread and a clock of their own.
+    /// As [`Backend::start`], without a thread: xenstore is served while the caller calls
     ///
     /// # Errors
     /// See [`StartError`].
@@ -156,7 +155,7 @@ impl Backend {
             std::fs::create_dir_all(path)
                 .map_err(|source| StartError::Journals { path: path.clone(), source })?;
         }
-        // Both: daemons may differ in their directories, and in a platform of tests in the other one.
+        // Both locks: two daemons may have different directories, and tests have a platform without a lock file.
         let mut locks = Vec::new();
         if let Some(path) = &options.journals {
             let fail = |source| StartError::Journals { path: path.clone(), source };
@@ -169,14 +168,14 @@ impl Backend {
         let served = Arc::<Served>::default();
         let control = XenstoreControl {
             platform: options.platform,
-            store: Counted::new(store),
+            store: CountingStore::new(store),
             own,
             kinds: options.kinds.iter().map(|kind| Arc::from(kind.as_str())).collect(),
             workers: options.workers,
             parameters: options.parameters,
             volumes: options.volumes.clone(),
             awaited: options.awaited,
-            settings: Settings {
+            settings: DeviceSettings {
                 max_queues: options.max_queues.max(1),
                 queue_memory: options.queue_memory,
                 transient: options.transient,
@@ -188,80 +187,80 @@ impl Backend {
             devices: BTreeMap::new(),
             dirty: BTreeSet::new(),
             allowances: BTreeMap::new(),
-            lines: BTreeMap::new(),
-            more: false,
+            log_limits: BTreeMap::new(),
+            events_remaining: false,
             generation: 0,
             broken: true,
             retry: None,
             sizes: None,
-            given_up: false,
+            abandoned: false,
             _locks: locks,
         };
         Ok((Backend { mailbox, served, volumes: options.volumes, thread: None }, control))
     }
 
-    /// Serves a volume no more: its rings are wound up from now on, whatever xenstore does, and when they have ended the
-    /// guests are told. Until the lookup finds another volume of that name none is attached to it. Does not wait:
-    /// the requests under way are over when [`Ending::over`] is.
-    pub fn withdraw(&self, volume: &str) -> Ending {
+    /// Stops serving a volume: drains its rings now, even if xenstored hangs, and notifies the guests when
+    /// the rings have ended. While the lookup still finds this volume, no guest is attached to it. Does not
+    /// wait: the requests in flight have completed when [`DrainingDevices::drained`] returns.
+    pub fn withdraw(&self, volume: &str) -> DrainingDevices {
         let found = (self.volumes)(volume);
-        // First: a ring's end must not be heard before.
+        // Sent first, so that the message precedes those about the ends of rings.
         self.mailbox.send(Message::Withdraw(volume.to_owned()));
         self.served.withdraw(volume, found.as_ref().map(|(volume, _)| volume))
     }
 
-    /// Looks at all devices again: a volume is there that was awaited.
-    pub fn look_again(&self) {
-        self.mailbox.send(Message::Arrived);
+    /// Checks all devices again, because an awaited volume was added.
+    pub fn recheck_devices(&self) {
+        self.mailbox.send(Message::VolumeAdded);
     }
 
-    /// Begins to stop: all rings are wound up from now on. Guests stay connected and wait for a successor. Does not
-    /// wait; the devices of each volume end by themselves, see [`Ending::of`].
-    pub fn begin_stop(&self) -> Ending {
-        let ending = self.served.leave();
-        self.mailbox.send(Message::Leave);
+    /// Begins to stop: drains all rings. Guests stay connected and wait for a successor. Does not wait;
+    /// each volume's devices drain independently, see [`DrainingDevices::of`].
+    pub fn begin_stop(&self) -> DrainingDevices {
+        let ending = self.served.stop();
+        self.mailbox.send(Message::Stop);
         ending
     }
 
-    /// Stops: requests under way end and are answered, until `deadline`. The devices that have some left are returned:
-    /// their rings' journals stay, so that a successor does again what was not answered, and their workers go on with
-    /// them as long as the process lives.
+    /// Stops, and waits for requests in flight until `deadline`. Returns the devices that still have
+    /// requests in flight then: their journals stay, so that a successor repeats the requests without a
+    /// response, and their workers continue with them as long as the process lives.
     pub fn stop(mut self, deadline: Instant) -> Vec<DeviceStats> {
-        self.wind_up(deadline)
+        self.drain_until(deadline)
     }
 
-    fn wind_up(&mut self, deadline: Instant) -> Vec<DeviceStats> {
+    fn drain_until(&mut self, deadline: Instant) -> Vec<DeviceStats> {
         let ending = self.begin_stop();
-        let Some(thread) = self.thread.take() else { return ending.left() };
+        let Some(thread) = self.thread.take() else { return ending.remaining() };
         ending.wait_until(deadline);
-        let left = ending.left();
+        let left = ending.remaining();
         if !left.is_empty() {
-            self.mailbox.send(Message::GiveUp);
+            self.mailbox.send(Message::Abandon);
         }
-        // Past the deadline it is left behind: it may be waiting for xenstored.
+        // After the deadline the thread is not joined: it may be waiting for xenstored.
         if self.served.wait_for_end(deadline) {
             let _ = thread.join();
         }
         left
     }
 
-    /// Figures of the devices that are served.
+    /// Statistics of the devices that are served.
     pub fn stats(&self) -> Vec<DeviceStats> {
         self.served.figures()
     }
 
-    /// Where the figures come from, for whoever outlives the backend.
+    /// A handle for reading the statistics, which can outlive the backend.
     pub fn figures(&self) -> Figures {
         Figures(self.served.clone())
     }
 }
 
-/// Figures of the devices of a backend; none once it has ended. Cheap to clone.
+/// Reads the statistics of a backend's devices; none once it has ended. Cheap to clone.
 #[derive(Clone)]
 pub struct Figures(Arc<Served>);
 
 impl Figures {
-    /// The figures now.
+    /// The current statistics.
     pub fn read(&self) -> Vec<DeviceStats> {
         self.0.figures()
     }
@@ -270,13 +269,13 @@ impl Figures {
 impl Drop for Backend {
     fn drop(&mut self) {
         if self.thread.is_some() {
-            self.wind_up(Instant::now() + PATIENCE);
+            self.drain_until(Instant::now() + DROP_TIMEOUT);
         }
     }
 }
 
-/// Locks a file: two backends would answer the same rings. One that is about to end is waited for, and the kernel gives the
-/// lock of one that was killed back.
+/// Locks a file, so that no two backends serve the same rings. Waits a moment for a backend that is
+/// stopping; the kernel releases the lock of one that was killed.
 fn lock(file: File, path: &Path) -> Result<File, StartError> {
     use rustix::fs::{FlockOperation, flock};
     for _ in 0..LOCK_TRIES {
@@ -289,7 +288,7 @@ fn lock(file: File, path: &Path) -> Result<File, StartError> {
     Err(StartError::Running { path: path.to_owned() })
 }
 
-/// Our own domain: connections of guests may ask, that of dom0's socket may not.
+/// The number of the domain this runs in. Only guests can read it; dom0's socket refuses, which means 0.
 fn own_domain(store: &mut dyn XenStore) -> u16 {
     let number: Result<Vec<u8>, StoreError> = store.read(0, "domid");
     let text = number.ok().and_then(|value| String::from_utf8(value).ok());

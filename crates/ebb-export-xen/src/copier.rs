@@ -1,7 +1,7 @@
-//! Copies by the hypervisor, many at a time: a hypercall costs as much as several pages, so the
-//! segments of all requests that are ready go into one call.
+//! Batches grant copies by the hypervisor (`GNTTABOP_copy`): one hypercall costs as much as copying
+//! several pages, so one call copies the segments of all requests that are ready.
 //!
-//! Invariant: a buffer that is copied from or to is owned here while that lasts.
+//! Invariant: the copier owns a buffer while the hypervisor copies from or to it.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -10,18 +10,18 @@ use ebb_io::{Buf, Signal};
 
 use crate::abi::Segment;
 use crate::platform::{CopyOp, Domain, Grants};
-use crate::request_task::Lane;
+use crate::request_task::RequestTask;
 
-/// Segments in one call, more or less: the worker has other work, too.
-const SEGMENTS_TURN: usize = 512;
+/// About this many segments are copied per call, so that the worker's other tasks are not delayed.
+const SEGMENTS_PER_CALL: usize = 512;
 
-struct Job {
-    lane: Rc<Lane>,
+struct CopyJob {
+    task: Rc<RequestTask>,
     buf: Buf,
     to_guest: bool,
 }
 
-/// The copy between a segment and `part`, which has its length.
+/// The copy operation between a segment and `part`, which has its length.
 pub(crate) fn operation_on(
     guest: Domain,
     segment: Segment,
@@ -40,50 +40,55 @@ pub(crate) fn operation_on(
 /// See the module.
 #[derive(Default)]
 pub(crate) struct Copier {
-    jobs: RefCell<Vec<Job>>,
-    asked: Signal,
+    jobs: RefCell<Vec<CopyJob>>,
+    requested: Signal,
     operations: RefCell<Vec<CopyOp>>,
 }
 
 impl Copier {
-    /// Has the segments a lane has left over copied; gives the buffer back, and whether all were.
-    pub(crate) async fn copy(&self, lane: &Rc<Lane>, buf: Buf, to_guest: bool) -> (Buf, bool) {
-        self.jobs.borrow_mut().push(Job { lane: lane.clone(), buf, to_guest });
-        self.asked.set();
-        lane.copied().await
+    /// Copies the segments that a task has not copied itself; returns the buffer, and whether all succeeded.
+    pub(crate) async fn copy(
+        &self,
+        task: &Rc<RequestTask>,
+        buf: Buf,
+        to_guest: bool,
+    ) -> (Buf, bool) {
+        self.jobs.borrow_mut().push(CopyJob { task: task.clone(), buf, to_guest });
+        self.requested.set();
+        task.copied().await
     }
 
-    pub(crate) async fn asked(&self) {
-        self.asked.wait().await;
+    pub(crate) async fn requested(&self) {
+        self.requested.wait().await;
     }
 
-    /// Does what has gathered; how many segments were asked for.
+    /// Copies what is queued; returns the number of segments.
     pub(crate) fn run(&self, guest: Domain, grants: &dyn Grants) -> u64 {
         let mut jobs = self.jobs.borrow_mut();
         let mut operations = self.operations.borrow_mut();
         operations.clear();
         let mut count = 0;
         for job in jobs.iter_mut() {
-            if operations.len() >= SEGMENTS_TURN {
+            if operations.len() >= SEGMENTS_PER_CALL {
                 break;
             }
             count += 1;
-            for (segment, at) in job.lane.left_over().iter() {
+            for (segment, at) in job.task.uncopied().iter() {
                 let Some(part) = job.buf.get_mut(*at..*at + segment.bytes()) else { continue };
                 operations.push(operation_on(guest, *segment, part, job.to_guest));
             }
         }
-        // SAFETY: the operations point into buffers the jobs own, within their bounds; nobody else
-        // has them until the jobs are over, below.
+        // SAFETY: the operations point into buffers that the jobs own, within their bounds; nothing else
+        // uses the buffers until they are passed on below.
         let outcome = unsafe { grants.copy(&mut operations) };
         let mut results = operations.iter();
-        for Job { lane, buf, .. } in jobs.drain(..count) {
-            let expected = lane.left_over().len();
+        for CopyJob { task, buf, .. } in jobs.drain(..count) {
+            let expected = task.uncopied().len();
             let done = results.by_ref().take(expected).filter(|op| op.is_done()).count();
-            lane.put_copied(buf, outcome.is_ok() && done == expected);
+            task.put_copied(buf, outcome.is_ok() && done == expected);
         }
         if !jobs.is_empty() {
-            self.asked.set();
+            self.requested.set();
         }
         operations.len() as u64
     }

@@ -1,4 +1,4 @@
-//! A device: its nodes, and its rings put together.
+//! One device: what is known of it, the nodes it is offered with, and the opening of its rings.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,36 +10,36 @@ use ebb_volume::{Lease, LogLimit, Stop, Volume, WriterConflict};
 
 use crate::abi::SECTOR_BYTES;
 use crate::device_shared::{Counters, DeviceShared, MAX_SEGMENTS};
-use crate::journal::{Identity, Journal, ResumeError};
-use crate::nodes::{Frontend, MAX_RING_ORDER, NodeError, Nodes, QueueNodes, number};
+use crate::journal::{Journal, ResumeError, RingIdentity};
+use crate::nodes::{FrontendNodes, MAX_RING_ORDER, NodeError, Nodes, QueueNodes, number};
 use crate::platform::{Domain, Platform, StoreError};
-use crate::queue::Parts;
+use crate::queue::QueueParts;
 use crate::ring::Ring;
 use crate::unstable::Unstable;
-use crate::xenbus_state::{Phase, Seen};
+use crate::xenbus_state::{DevicePhase, ObservedStates};
 
-/// The least time between two looks at a device.
-const PAUSE: Duration = Duration::from_millis(5);
+/// The least time between two checks of a device.
+const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The first and the longest pause between two looks at the nodes of a device's rings.
-const RINGS_PAUSE: Duration = Duration::from_millis(100);
-const RINGS_PAUSE_MAX: Duration = Duration::from_secs(60);
+/// The first and the longest interval between two reads of the nodes of a device's rings.
+const RINGS_INTERVAL: Duration = Duration::from_millis(100);
+const RINGS_INTERVAL_MAX: Duration = Duration::from_secs(60);
 
-/// How often a device that waits for another writer to end tries again.
-const TRY_AGAIN: Duration = Duration::from_millis(100);
+/// How often a device that waits for another writer tries again.
+const WRITER_RETRY: Duration = Duration::from_millis(100);
 
-/// Which device: of which kind, of which guest, under which number.
+/// Identifies a device: its backend kind, its guest and its number.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Key {
+pub(crate) struct DeviceKey {
     pub(crate) kind: Arc<str>,
     pub(crate) guest: Domain,
     pub(crate) device: u32,
 }
 
-impl Key {
+impl DeviceKey {
     /// The backend's directory, within domain `own`.
     pub(crate) fn base(&self, own: Domain) -> String {
-        let Key { kind, guest, device } = self;
+        let DeviceKey { kind, guest, device } = self;
         format!("/local/domain/{own}/backend/{kind}/{guest}/{device}")
     }
 
@@ -48,35 +48,37 @@ impl Key {
         format!("{}-{}-{}", self.kind, self.guest, self.device)
     }
 
-    /// The device of a [`Key::name`], of one of `kinds`.
-    pub(crate) fn parse(name: &str, kinds: &[Arc<str>]) -> Option<Key> {
+    /// Parses a [`DeviceKey::name`] of one of `kinds`.
+    pub(crate) fn parse(name: &str, kinds: &[Arc<str>]) -> Option<DeviceKey> {
         let mut parts = name.rsplitn(3, '-');
         let device = parts.next().and_then(number)?;
         let guest = parts.next().and_then(number).and_then(|guest| Domain::try_from(guest).ok())?;
         let kind = parts.next()?;
         let kind = kinds.iter().find(|one| ***one == *kind)?.clone();
-        Some(Key { kind, guest, device })
+        Some(DeviceKey { kind, guest, device })
     }
 }
 
 /// Why a device cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DeviceError {
-    #[error("no volume is called `{0}`: name one of the daemon's volumes when attaching the disk")]
+    #[error(
+        "there is no volume `{0}`: attach the disk with the name of one of the daemon's volumes"
+    )]
     NoVolume(String),
     #[error(transparent)]
     Writer(#[from] WriterConflict),
     #[error("volume `{0}` is not served any more: detach the disk, or attach another volume")]
     Withdrawn(String),
-    #[error("the frontend's nodes: {0}")]
+    #[error("the frontend's nodes are invalid: {0}")]
     Nodes(#[from] NodeError),
     #[error("cannot {what}")]
     Io { what: &'static str, source: std::io::Error },
     #[error("ring {queue}: {source}")]
     Resume { queue: usize, source: ResumeError },
-    #[error("ring {queue}: the frontend shares too few pages")]
+    #[error("ring {queue}: the frontend shares too few pages for a ring")]
     NoRing { queue: usize },
-    #[error("the frontend went into a state that has no meaning for disks")]
+    #[error("the frontend changed to a state that is not used for disks")]
     BadState,
 }
 
@@ -86,33 +88,33 @@ impl From<StoreError> for DeviceError {
     }
 }
 
-/// What is known of a device.
+/// The state of a device.
 pub(crate) struct Device {
     pub(crate) base: String,
     /// The frontend's directory.
     pub(crate) frontend: String,
-    pub(crate) phase: Phase,
-    pub(crate) looked: Option<Instant>,
+    pub(crate) phase: DevicePhase,
+    pub(crate) checked_at: Option<Instant>,
     pub(crate) serving: Option<Serving>,
-    /// The right to write to the volume, from the offer until its last request is over.
+    /// The right to write to the volume, from the offer until the last request has completed.
     pub(crate) lease: Option<Lease>,
-    /// Since when another writer keeps it waiting.
+    /// Since when it waits for another writer.
     pub(crate) waiting: Option<Instant>,
-    /// Its volume, if that was withdrawn: the guest is to be told once the rings have ended.
+    /// The name of its volume if that was withdrawn: the guest is notified once the rings have ended.
     pub(crate) withdrawn: Option<String>,
-    /// Failures that went to the log.
+    /// How many failures were logged.
     pub(crate) logged: u32,
-    /// What was seen when there was nothing to do. As long as only the guest may have changed something, and its state is
-    /// the same, there is nothing to do still.
-    pub(crate) rested: Option<Seen>,
-    /// Something changed since it was looked at.
-    pub(crate) touched: bool,
-    /// The guest wrote its state since it was looked at.
+    /// The states that were read when nothing was to be done. While only the guest may have changed something, and
+    /// the guest's state is the same, nothing is to be done still.
+    pub(crate) idle_seen: Option<ObservedStates>,
+    /// Something changed since the last check.
+    pub(crate) changed: bool,
+    /// The guest wrote its state since the last check.
     pub(crate) written: bool,
-    /// The next event is the one that comes with a new watch.
+    /// The next event is the one that a new watch fires at once.
     pub(crate) watch_begins: bool,
-    /// Whether it may have other rings.
-    pub(crate) rings: Doubt,
+    /// Whether its frontend may have set up new rings.
+    pub(crate) rings: RingRecheck,
 }
 
 impl Device {
@@ -120,49 +122,49 @@ impl Device {
         Device {
             base,
             frontend,
-            phase: Phase::New,
-            looked: None,
+            phase: DevicePhase::New,
+            checked_at: None,
             serving: None,
             lease: None,
             waiting: None,
             withdrawn: None,
             logged: 0,
-            rested: None,
-            touched: true,
+            idle_seen: None,
+            changed: true,
             written: false,
             watch_begins: true,
-            rings: Doubt::default(),
+            rings: RingRecheck::default(),
         }
     }
 
-    /// When it may be looked at next; `None` is at any time.
-    pub(crate) fn next_look(&self) -> Option<Instant> {
-        let pause = if self.waiting.is_some() { TRY_AGAIN } else { PAUSE };
-        let next = self.looked.map(|at| at + pause);
-        if self.touched { next } else { next.max(self.rings.next) }
+    /// When it may be checked next; `None` is at any time.
+    pub(crate) fn next_check(&self) -> Option<Instant> {
+        let pause = if self.waiting.is_some() { WRITER_RETRY } else { CHECK_INTERVAL };
+        let next = self.checked_at.map(|at| at + pause);
+        if self.changed { next } else { next.max(self.rings.next) }
     }
 }
 
-/// Whether a frontend may have begun anew with other rings, while all that is seen of it is the state it had before. To
-/// find out takes a request to xenstored for each node of its rings: that is done at once the first time, and then
-/// after pauses that grow.
+/// Whether a frontend may have restarted with other rings although its state is the one it had before.
+/// Finding out takes one xenstore request for each node of its rings: the nodes are read at once the first
+/// time, then at growing intervals.
 #[derive(Debug, Default)]
-pub(crate) struct Doubt {
-    /// Its state was written since the rings' nodes were read.
-    pub(crate) open: bool,
-    /// When they may be read again.
+pub(crate) struct RingRecheck {
+    /// The frontend's state was written since the rings' nodes were read.
+    pub(crate) needed: bool,
+    /// When the nodes may be read again.
     next: Option<Instant>,
     pause: Duration,
 }
 
-impl Doubt {
-    /// Whether the nodes are to be read now; then the doubt is over.
-    pub(crate) fn settle(&mut self, now: Instant) -> bool {
-        let due = self.open && self.next.is_none_or(|at| now >= at);
+impl RingRecheck {
+    /// Whether the nodes are to be read now; if so, notes that they were.
+    pub(crate) fn take_due(&mut self, now: Instant) -> bool {
+        let due = self.needed && self.next.is_none_or(|at| now >= at);
         if due {
-            self.open = false;
+            self.needed = false;
             self.next = Some(now + self.pause);
-            self.pause = (self.pause * 2).clamp(RINGS_PAUSE, RINGS_PAUSE_MAX);
+            self.pause = (self.pause * 2).clamp(RINGS_INTERVAL, RINGS_INTERVAL_MAX);
         }
         due
     }
@@ -172,29 +174,29 @@ impl Doubt {
 pub(crate) struct Serving {
     pub(crate) generation: u64,
     pub(crate) disk: Arc<DeviceShared>,
-    pub(crate) frontend: Frontend,
+    pub(crate) frontend: FrontendNodes,
     /// Rings that have not ended.
     pub(crate) running: u32,
-    /// Bytes, as the guest knows.
+    /// The size in bytes that the guest was given.
     pub(crate) size: u64,
     pub(crate) journals: Vec<PathBuf>,
 }
 
-/// How devices are served.
+/// Settings that all devices share.
 #[derive(Clone, Debug)]
-pub(crate) struct Settings {
+pub(crate) struct DeviceSettings {
     pub(crate) max_queues: u32,
     pub(crate) queue_memory: usize,
     pub(crate) transient: crate::device_shared::Transient,
     pub(crate) journals: Option<PathBuf>,
 }
 
-/// A volume to be served, and what was found in the backend's directory.
+/// The volume of a device, and the settings from the backend's directory.
 pub(crate) struct Offer {
     pub(crate) volume: Arc<Volume>,
     pub(crate) pool: Arc<PoolParameters>,
     pub(crate) read_only: bool,
-    /// The toolstack takes it upon itself that there is another writer (mode `w!`).
+    /// The toolstack allows another writer (mode `w!`).
     pub(crate) share: bool,
     pub(crate) discard: bool,
     /// Flushes are offered; without them frontends use barriers.
@@ -204,8 +206,8 @@ pub(crate) struct Offer {
 }
 
 impl Offer {
-    /// The nodes that tell a frontend what it can have.
-    pub(crate) fn nodes(&self, settings: &Settings) -> Nodes {
+    /// The nodes with the features and the geometry that are offered to the frontend.
+    pub(crate) fn nodes(&self, settings: &DeviceSettings) -> Nodes {
         let flag = |on: bool| if on { "1" } else { "0" }.to_owned();
         let can = self.volume.capabilities();
         let physical = u64::from(can.alignment).max(SECTOR_BYTES).max(4096);
@@ -233,8 +235,8 @@ impl Offer {
     pub(crate) fn disk(
         &self,
         parameters: &Arc<crate::params::XenParameters>,
-        settings: &Settings,
-        lines: Arc<LogLimit>,
+        settings: &DeviceSettings,
+        log_limit: Arc<LogLimit>,
     ) -> Arc<DeviceShared> {
         Arc::new(DeviceShared {
             volume: self.volume.clone(),
@@ -251,21 +253,21 @@ impl Offer {
             stop: Stop::default(),
             counters: Counters::default(),
             unstable: Unstable::default(),
-            lines,
+            log_limit,
         })
     }
 }
 
-/// Everything one ring needs, mapped and bound. With `resume` the guest is connected to it already.
+/// Maps and binds everything that one ring needs. With `resume` the guest is already connected to it.
 pub(crate) fn open_queue(
     platform: &dyn Platform,
-    key: &Key,
-    frontend: &Frontend,
+    key: &DeviceKey,
+    frontend: &FrontendNodes,
     number: usize,
     resume: bool,
-    settings: &Settings,
+    settings: &DeviceSettings,
     disk: &Arc<DeviceShared>,
-) -> Result<Parts, DeviceError> {
+) -> Result<QueueParts, DeviceError> {
     let nodes = &frontend.queues[number];
     let io = |what| move |source| DeviceError::Io { what, source };
     let grants = platform.grants(key.guest).map_err(io("reach the guest's grants"))?;
@@ -283,30 +285,31 @@ pub(crate) fn open_queue(
         (true, Some(path)) => Some(Journal::open(path, &identity, &backing)),
         _ => None,
     };
-    let (journal, left_over) = match found {
+    let (journal, resumed_entries) = match found {
         Some(Ok(journal)) => {
-            let (req_cons, left_over) = journal.resume(published).map_err(fail)?;
+            let (req_cons, resumed_entries) = journal.resume(published).map_err(fail)?;
             ring.resume(req_cons, published);
             journal.note_size(backing.size);
             if journal.is_unstable() {
                 journal.note_broken();
                 tracing::error!(
                     device = key.name(),
-                    "writes were acknowledged, and in the memory of a daemon that has ended only: the guest's \
-                     writes fail from now on, so that it notices; have it check its file systems, then \
-                     detach the disk and attach it again"
+                    "writes that were acknowledged were only in the memory of a daemon that has ended: the \
+                                         guest's writes fail from now on, so that it notices the loss; check the guest's file \
+                                         systems, then detach the disk and attach it again"
                 );
             }
             if journal.is_broken() {
                 disk.broken.store(true, Ordering::Relaxed);
             }
-            (journal, left_over)
+            (journal, resumed_entries)
         }
-        // Idle or not: the guest has data of another store in its memory.
+        // Refused even for an idle ring: the guest caches data of the other store.
         Some(Err(error @ (ResumeError::OtherStore { .. } | ResumeError::Smaller { .. }))) => {
             return Err(fail(error));
         }
-        // Whoever served it may have answered out of order: only an idle ring can be taken over.
+        // The predecessor may have responded out of order: without its journal only an idle ring can be
+        // taken over.
         Some(Err(error)) if sent != published => return Err(fail(error)),
         None if resume && sent != published => return Err(fail(ResumeError::Foreign)),
         _ => {
@@ -321,7 +324,7 @@ pub(crate) fn open_queue(
     disk.unstable.add(&journal);
     let channel =
         platform.bind(key.guest, nodes.port).map_err(io("bind the frontend's event channel"))?;
-    Ok(Parts {
+    Ok(QueueParts {
         disk: disk.clone(),
         name: format!("{}/{number}", key.name()),
         guest: key.guest,
@@ -329,14 +332,14 @@ pub(crate) fn open_queue(
         channel,
         ring,
         journal,
-        left_over,
-        // What a guest never learns of it cannot use.
+        resumed_entries,
+        // A feature that the guest was not offered is not used.
         persistent: frontend.persistent,
     })
 }
 
-fn identity(key: &Key, number: usize, nodes: &QueueNodes, ring: &Ring) -> Identity {
-    Identity {
+fn identity(key: &DeviceKey, number: usize, nodes: &QueueNodes, ring: &Ring) -> RingIdentity {
+    RingIdentity {
         guest: key.guest.into(),
         device: key.device,
         queue: u32::try_from(number).unwrap_or(u32::MAX),
@@ -347,6 +350,6 @@ fn identity(key: &Key, number: usize, nodes: &QueueNodes, ring: &Ring) -> Identi
     }
 }
 
-pub(crate) fn journal_path(folder: &Path, key: &Key, number: usize) -> PathBuf {
+pub(crate) fn journal_path(folder: &Path, key: &DeviceKey, number: usize) -> PathBuf {
     folder.join(format!("{}-{number}", key.name()))
 }

@@ -1,4 +1,4 @@
-//! A disk as one guest has it: what its queues share.
+//! What the queues of one device share.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -13,13 +13,13 @@ use crate::unstable::Unstable;
 /// Segments in an indirect request, as offered to guests.
 pub const MAX_SEGMENTS: u16 = 256;
 
-/// How pages reach us that are not kept mapped.
+/// How data of pages that are not kept mapped is moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Transient {
     /// The hypervisor copies them.
     #[default]
     Copy,
-    /// They are mapped for the request: for comparison, and what Linux's backend does.
+    /// They are mapped for the request, as Linux's backend does. For comparison.
     Map,
 }
 
@@ -35,23 +35,23 @@ pub(crate) struct DeviceShared {
     pub(crate) transient: Transient,
     /// Bytes the requests of one queue may hold.
     pub(crate) queue_memory: usize,
-    /// Data that was acknowledged could not be made stable. Linux's frontend takes an error of an
-    /// empty flush for "no flush here" and goes on as if all were well: so from then on writes
-    /// fail, which no guest can overlook.
+    /// A flush failed, so that acknowledged data may be lost. Linux's frontend takes a failed empty
+    /// flush for "flushes are not supported" and continues without them: so all writes fail from then
+    /// on, which a guest cannot ignore.
     pub(crate) broken: AtomicBool,
     /// Rings being served.
     pub(crate) queues: AtomicU32,
     /// Grants stay mapped: guest and backend agreed on it.
     pub(crate) persistent: AtomicBool,
-    /// It is being wound up: what is under way ends, nothing begins.
+    /// It is being drained: requests in flight complete, new ones are not consumed.
     pub(crate) closing: AtomicBool,
-    /// Tells its rings so.
+    /// Notifies its rings of that.
     pub(crate) stop: Stop,
     pub(crate) counters: Counters,
-    /// What a kill would lose of it.
+    /// Its acknowledged writes that a kill would lose.
     pub(crate) unstable: Unstable,
-    /// Rations the lines about its guest.
-    pub(crate) lines: Arc<LogLimit>,
+    /// Limits the log lines about its guest.
+    pub(crate) log_limit: Arc<LogLimit>,
 }
 
 impl DeviceShared {
@@ -60,7 +60,7 @@ impl DeviceShared {
         self.broken.load(Ordering::Relaxed)
     }
 
-    /// What its journals are about.
+    /// What its journals identify the volume by.
     pub(crate) fn backing(&self) -> Backing {
         Backing {
             volume: self.volume.name().to_string(),
@@ -69,8 +69,8 @@ impl DeviceShared {
         }
     }
 
-    /// Has what is under way end, and nothing begin any more. Does not wait.
-    pub(crate) fn wind_up(&self) {
+    /// Lets requests in flight complete and consumes no new ones. Does not wait.
+    pub(crate) fn start_drain(&self) {
         self.closing.store(true, Ordering::Relaxed);
         self.stop.stop();
     }
@@ -107,35 +107,35 @@ counters! {
     rd_sect,
     /// Sectors written, of 512 bytes.
     wr_sect,
-    /// Requests that were answered with an error.
+    /// Requests that failed with an error.
     errors,
-    /// Grants that are mapped at the moment, rings left out.
+    /// Grants that are currently mapped, without those of rings.
     mapped,
-    /// The most grants that were mapped at once.
+    /// The most grants that were mapped at the same time.
     mapped_most,
-    /// Grants that were mapped, ever.
+    /// Times that a grant was mapped.
     maps,
-    /// Mappings that made room for others.
+    /// Mappings that were unmapped because there were too many.
     evictions,
-    /// Mappings that had lain idle for too long.
+    /// Mappings that were unmapped because they were idle.
     expiries,
     /// Segments copied by the hypervisor.
     copies,
-    /// Calls in which it did so.
+    /// Hypercalls for these copies.
     copy_calls,
-    /// Events of the guest.
+    /// Events received from the guest.
     events,
-    /// Times that requests were found by looking, without an event.
+    /// Times that busy polling found requests, without an event.
     polls,
     /// Events sent to the guest.
     notifications,
     /// Times at which responses were published.
     publications,
-    /// Times that the guest had to wait since it sent mostly what is refused.
+    /// Times that the guest was delayed because most of its requests were refused.
     throttled,
-    /// Requests answered.
-    answers,
-    /// Requests taken over from a predecessor.
+    /// Responses sent.
+    responses,
+    /// Requests that were resumed from a predecessor's journal.
     resumed,
 }
 

@@ -1,22 +1,22 @@
-//! Guest memory that is mapped here, and nothing but copies out of and into it.
+//! Mapped guest memory, accessible by copies only.
 //!
-//! Invariants: no reference into a mapping ever exists, since the guest may change it at any
-//! moment (XSA-155): bytes are moved by machine instructions the compiler does not look into, and
-//! what was copied is checked and used. Every copy is within its mapping, or refused. A mapping
-//! ends with its owner: dropping it gives the grants back.
+//! Invariants: there are no references into a mapping, since the guest can change it at any time
+//! (XSA-155): bytes are moved by machine instructions about which the compiler makes no assumptions, and
+//! only the copy is checked and used. Every copy is within its mapping, or refused. Dropping a mapping
+//! unmaps the grants.
 
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, compiler_fence, fence};
 
-/// Takes mappings back.
+/// Unmaps mappings.
 pub trait Unmap: Send + Sync {
     /// Ends the mapping of `bytes` bytes at `base` that was made under `cookie`.
     fn unmap(&self, base: NonNull<u8>, bytes: usize, cookie: u64);
 }
 
-/// A piece of memory shared with a guest or another process.
+/// A range of memory shared with a guest or another process.
 pub struct Mapping {
     base: NonNull<u8>,
     bytes: usize,
@@ -24,17 +24,17 @@ pub struct Mapping {
     owner: Arc<dyn Unmap>,
 }
 
-// SAFETY: it is memory of the whole process, reached by copies only.
+// SAFETY: the memory belongs to the whole process and is accessed by copies only.
 unsafe impl Send for Mapping {}
-// SAFETY: others write the memory at any time anyway; no access takes it to stand still.
+// SAFETY: the guest may write the memory at any time anyway; no access assumes that it is constant.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// A mapping of `bytes` bytes at `base`, given back to `owner` under `cookie`.
+    /// A mapping of `bytes` bytes at `base`, which `owner` unmaps under `cookie`.
     ///
     /// # Safety
     /// The memory must be readable and, if the mapping is written to, writable, until `owner` is
-    /// asked to unmap it; 8-byte aligned; and no Rust reference may point into it.
+    /// unmaps it; aligned to 8 bytes; and no Rust reference may point into it.
     pub unsafe fn new(
         base: NonNull<u8>,
         bytes: usize,
@@ -55,7 +55,7 @@ impl Mapping {
         (end <= self.bytes).then(|| self.base.as_ptr().wrapping_add(offset))
     }
 
-    /// Copies out. False, and nothing done, if that is not within the mapping.
+    /// Copies out of the mapping. False, without effect, if the range is not within the mapping.
     #[must_use]
     pub fn read(&self, offset: usize, to: &mut [u8]) -> bool {
         let Some(from) = self.at(offset, to.len()) else { return false };
@@ -64,7 +64,7 @@ impl Mapping {
         true
     }
 
-    /// Copies in. False, and nothing done, if that is not within the mapping.
+    /// Copies into the mapping. False, without effect, if the range is not within the mapping.
     #[must_use]
     pub fn write(&self, offset: usize, from: &[u8]) -> bool {
         let Some(to) = self.at(offset, from.len()) else { return false };
@@ -73,8 +73,8 @@ impl Mapping {
         true
     }
 
-    /// Copies whole words out, each read once. False, and nothing done, if that is not within the
-    /// mapping or not at a multiple of 8.
+    /// Copies words out, each read once. False, without effect, if the range is not within the mapping or
+    /// `offset` is not a multiple of 8.
     #[must_use]
     #[inline]
     pub fn read_words(&self, offset: usize, to: &mut [u64]) -> bool {
@@ -86,7 +86,7 @@ impl Mapping {
         true
     }
 
-    /// Copies whole words in. False, and nothing done, if that is not within the mapping or not at
+    /// Copies words in. False, without effect, if the range is not within the mapping or `offset` is not
     /// a multiple of 8.
     #[must_use]
     #[inline]
@@ -104,7 +104,7 @@ impl Mapping {
         offset.is_multiple_of(8).then(|| at.cast::<u64>())
     }
 
-    /// One number, read once; 0 outside the mapping or where it is not aligned.
+    /// Reads one number, once; 0 outside the mapping or if `offset` is not aligned.
     pub fn load(&self, offset: usize) -> u32 {
         match self.at(offset, 4) {
             // SAFETY: within the mapping and aligned.
@@ -113,7 +113,7 @@ impl Mapping {
         }
     }
 
-    /// Writes one number, at once; nothing outside the mapping or where it is not aligned.
+    /// Writes one number with one store; without effect outside the mapping or if `offset` is not aligned.
     pub fn store(&self, offset: usize, value: u32) {
         if let Some(at) = self.at(offset, 4).filter(|_| offset.is_multiple_of(4)) {
             // SAFETY: within the mapping and aligned.
@@ -134,29 +134,29 @@ impl fmt::Debug for Mapping {
     }
 }
 
-/// What the other side wrote before what was just read is read from here on.
+/// A read barrier: later reads are not done before earlier ones (`xen_rmb`).
 pub fn read_barrier() {
     fence(Ordering::Acquire);
 }
 
-/// What was written so far is seen before what is written from here on.
+/// A write barrier: earlier writes are visible before later ones (`xen_wmb`).
 pub fn write_barrier() {
     fence(Ordering::Release);
 }
 
-/// Nothing passes in either direction.
+/// A full barrier: no read or write passes it (`xen_mb`).
 pub fn full_barrier() {
     fence(Ordering::SeqCst);
 }
 
-/// Bytes from which on wide registers are worth it.
+/// The least length for which wide registers are used.
 #[cfg(target_arch = "x86_64")]
 const WIDE: usize = 1024;
-/// Bytes moved in one round of wide registers.
+/// Bytes moved per loop iteration with wide registers.
 #[cfg(target_arch = "x86_64")]
 const ROUND: usize = 1024;
 
-/// Moves bytes that another may be writing.
+/// Copies bytes that the guest may be writing.
 ///
 /// # Safety
 /// Both must be valid for `bytes` bytes and not overlap.
@@ -170,19 +170,19 @@ unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
         unsafe { copy_wide(from, to, done / ROUND) };
     }
     if done < bytes {
-        // SAFETY: what is left of both.
+        // SAFETY: the remaining bytes of both.
         unsafe { copy_words(from.wrapping_add(done), to.wrapping_add(done), bytes - done) };
     }
     compiler_fence(Ordering::SeqCst);
 }
 
-/// Moves `rounds` times [`ROUND`] bytes.
+/// Copies `rounds` times [`ROUND`] bytes.
 ///
 /// # Safety
 /// As [`copy`]; the processor must have AVX.
 #[cfg(target_arch = "x86_64")]
 unsafe fn copy_wide(from: *const u8, to: *mut u8, rounds: usize) {
-    // SAFETY: moves exactly `rounds` rounds, at least one; all registers it uses are named. The
+    // SAFETY: copies exactly `rounds` rounds, at least one; all registers it uses are declared. The
     // compiler makes no assumption about what the instructions read.
     unsafe {
         std::arch::asm!(
@@ -212,7 +212,7 @@ unsafe fn copy_wide(from: *const u8, to: *mut u8, rounds: usize) {
     }
 }
 
-/// Moves bytes by words.
+/// Copies bytes by words.
 ///
 /// # Safety
 /// As [`copy`].
@@ -235,7 +235,7 @@ unsafe fn copy_words(from: *const u8, to: *mut u8, bytes: usize) {
     }
 }
 
-/// Moves bytes that another may be writing.
+/// Copies bytes that the guest may be writing.
 ///
 /// # Safety
 /// Both must be valid for `bytes` bytes and not overlap.
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_of_every_length_and_place_arrive() {
+    fn copies_of_every_length_and_alignment_arrive() {
         let mapping = mapping(64);
         for offset in 0..20 {
             for len in 0..40 {
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn large_copies_arrive_whole_and_touch_nothing_else() {
+    fn large_copies_arrive_and_change_nothing_else() {
         let mapping = mapping(1100);
         let data: Vec<u8> = (0..8192u32).map(|n| n.to_le_bytes()[0] ^ 0x5a).collect();
         for (offset, len) in [(0, 4096), (8, 511), (8, 512), (1, 513), (3, 4095), (600, 8191)] {
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_copied_where_they_are_aligned() {
+    fn words_are_copied_only_if_aligned() {
         let mapping = mapping(4);
         assert!(mapping.write_words(8, &[1, u64::MAX]));
         let mut back = [0; 2];
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_outside_is_refused() {
+    fn accesses_outside_a_mapping_are_refused() {
         let mapping = mapping(2);
         assert!(!mapping.write(9, &[0; 8]));
         assert!(!mapping.read(usize::MAX, &mut [0; 2]));

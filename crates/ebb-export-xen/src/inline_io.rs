@@ -1,19 +1,19 @@
-//! Requests that need not wait: the volume's bytes lie in this process, and the guest's pages are
-//! mapped, or copied by the hypervisor in one call for all requests that were found at once.
+//! Requests that are carried out at once, between two polls of the ring: the volume's data is in this
+//! process, and the guest's pages are mapped, or the hypervisor copies them in one call for all requests
+//! that were consumed together.
 //!
-//! Such a request is carried out between two looks at the ring, without a lane, a buffer (if its
-//! pages are mapped) or a wait: bytes move once, from where the store has them to the guest's page or
-//! back. Whatever is out of the ordinary is left to the lanes: other operations, volumes with a
-//! cache, stores that are journeys away, memory that must be waited for.
+//! Such a request needs no task, no wait, and, if its pages are mapped, no buffer: the data is copied
+//! once between the store's memory and the guest's page. All other requests are left to request tasks:
+//! other operations, volumes with a cache, stores that need I/O, requests that have to wait for memory.
 //!
-//! Invariants: a request is checked whole, and all its pages are at hand, before the first byte
-//! moves; what is under way here is over when [`Queue::finish_copies`] returns, within the same turn
+//! Invariants: a request is fully checked and all its pages are found before the first byte is copied;
+//! requests in flight here have completed when [`Queue::finish_copies`] returns, in the same iteration
 //! of the worker.
 
 use std::cell::RefCell;
 
 use ebb_io::{BudgetGuard, Buf, BufPool};
-use ebb_volume::AtHand;
+use ebb_volume::DirectAccess;
 
 use crate::abi::{
     Abi, Head, MAX_DIRECT_SEGMENTS, Response, SECTOR_BYTES, SEGMENTS_PER_PAGE, Segment, Slot,
@@ -22,156 +22,156 @@ use crate::abi::{
 use crate::copier::operation_on;
 use crate::device_shared::{MAX_SEGMENTS, Transient, add};
 use crate::guest_memory::Mapping;
-use crate::persistent::Table;
+use crate::persistent::GrantTable;
 use crate::platform::CopyOp;
 use crate::queue::Queue;
 use crate::request_task::REQUEST_BYTES;
 
-/// Segments the hypervisor copies in one call, more or less.
-const COPIES_TURN: usize = 32;
+/// About this many segments are copied per hypercall.
+const COPIES_PER_CALL: usize = 32;
 /// Bytes of a sector.
 const SECTOR: u16 = 512;
-/// Segments of the largest request that is served.
+/// Segments of the largest supported request.
 const MOST: usize = MAX_SEGMENTS as usize;
 
-/// What batches of requests are carried out with; kept, so that a warm ring allocates nothing.
+/// Scratch memory for batches of requests; kept, so that a warm ring allocates nothing.
 #[derive(Default)]
-pub(crate) struct Express(RefCell<Work>);
+pub(crate) struct InlineIo(RefCell<InlineScratch>);
 
 #[derive(Default)]
-struct Work {
-    /// The segments of the request at hand.
+struct InlineScratch {
+    /// The segments of the current request.
     segments: Vec<Segment>,
-    /// Where these are.
-    spans: Vec<Span>,
-    /// Requests whose data the hypervisor is to copy.
-    copying: Vec<Copying>,
+    /// Their mapped pages.
+    spans: Vec<PageSpan>,
+    /// Requests whose data is to be copied by the hypervisor.
+    copying: Vec<PendingCopy>,
     operations: Vec<CopyOp>,
 }
 
-/// A segment whose page is mapped: where that is in the table of grants, and which of its bytes.
+/// A segment whose page is mapped: the page's index in the table of grants, and the bytes in it.
 #[derive(Clone, Copy)]
-struct Span {
+struct PageSpan {
     place: u32,
     offset: u16,
     bytes: u16,
 }
 
-/// A request whose data the hypervisor is to copy.
-struct Copying {
+/// A request whose data is to be copied by the hypervisor.
+struct PendingCopy {
     entry: u32,
     id: u64,
     operation: u8,
     offset: u64,
-    /// Its operations: so many of the list.
+    /// How many of the queued copy operations are this request's.
     segments: usize,
     buf: Buf,
     _held: BudgetGuard,
 }
 
-/// What became of a request.
-enum Outcome {
-    Over(Result<(), Status>),
-    /// It is answered when the copies are done.
+/// The outcome of trying a request.
+enum InlineOutcome {
+    Done(Result<(), Status>),
+    /// It completes with the queued copies.
     Copied,
-    /// A lane must do it.
-    Lane,
+    /// A request task has to carry it out.
+    NeedsTask,
 }
 
-/// What pages cost, in copies of a page that stays mapped: so many of those, so many that the hypervisor
-/// copied, and so many newly mapped, which are unmapped again one day. Round figures: the second from
-/// instructions on real Xen, the third from those over shared memory (ADR 6).
+/// The cost of a request's pages, in units of one copy of a mapped page: `direct_access` such pages, pages
+/// `copied` by the hypervisor, and pages newly `mapped`, which are unmapped again later. Round figures: the
+/// second from instruction counts on Xen, the third from those over shared memory (ADR 6).
 pub(crate) fn cost(direct_access: usize, copied: usize, mapped: usize) -> usize {
     direct_access + 3 * copied + 16 * mapped
 }
 
 impl Queue {
-    /// Carries a request out at once, or has it copied with others: what that costs, see [`cost`].
-    /// `None` if a lane must do it.
-    pub(crate) fn at_once(
+    /// Carries out a request, or queues its copies, and returns the cost, see [`cost`]. `None` if a
+    /// request task has to carry it out.
+    pub(crate) fn try_inline(
         &self,
-        data: &AtHand<'_>,
+        data: &DirectAccess<'_>,
         abi: Abi,
         entry: u32,
         slot: &Slot,
     ) -> Option<usize> {
         let head = abi.head(slot);
-        let work = &mut *self.express.0.borrow_mut();
+        let scratch = &mut *self.inline_io.0.borrow_mut();
         let operation = match head.code() {
             code @ (op::READ | op::WRITE) => {
                 let count = usize::from(head.count());
                 if count > MAX_DIRECT_SEGMENTS {
                     return None;
                 }
-                work.segments.clear();
-                (0..count).for_each(|number| work.segments.push(head.segment(number)));
+                scratch.segments.clear();
+                (0..count).for_each(|number| scratch.segments.push(head.segment(number)));
                 code
             }
-            op::INDIRECT => self.read_descriptors(work, head)?,
+            op::INDIRECT => self.read_descriptors(scratch, head)?,
             _ => return None,
         };
-        if work.segments.is_empty() {
+        if scratch.segments.is_empty() {
             return None;
         }
         let (id, sector) = (head.id(), head.sector());
-        let (pages, before) = (work.segments.len(), self.mapped.get());
-        let outcome = self.carry(data, work, entry, id, operation, sector);
+        let (pages, before) = (scratch.segments.len(), self.mapped.get());
+        let outcome = self.carry_inline(data, scratch, entry, id, operation, sector);
         let mapped = self.mapped.get() - before;
         let status = match outcome {
-            Outcome::Over(Ok(())) => Status::Okay,
-            Outcome::Over(Err(status)) => status,
-            Outcome::Copied => return Some(cost(0, pages, mapped)),
-            Outcome::Lane => return None,
+            InlineOutcome::Done(Ok(())) => Status::Okay,
+            InlineOutcome::Done(Err(status)) => status,
+            InlineOutcome::Copied => return Some(cost(0, pages, mapped)),
+            InlineOutcome::NeedsTask => return None,
         };
-        self.settle(entry, Response { id, operation, status: status.code() });
+        self.complete(entry, Response { id, operation, status: status.code() });
         Some(cost(pages, 0, mapped))
     }
 
-    fn carry(
+    fn carry_inline(
         &self,
-        data: &AtHand<'_>,
-        work: &mut Work,
+        data: &DirectAccess<'_>,
+        scratch: &mut InlineScratch,
         entry: u32,
         id: u64,
         operation: u8,
         sector: u64,
-    ) -> Outcome {
-        let (offset, bytes) = match self.check(&work.segments, operation, sector) {
+    ) -> InlineOutcome {
+        let (offset, bytes) = match self.check(&scratch.segments, operation, sector) {
             Ok(verdict) => verdict,
-            Err(status) => return Outcome::Over(Err(status)),
+            Err(status) => return InlineOutcome::Done(Err(status)),
         };
         if operation == op::WRITE && self.disk.is_broken() {
-            return Outcome::Over(Err(Status::Error));
+            return InlineOutcome::Done(Err(Status::Error));
         }
-        match self.find_pages(work) {
+        match self.find_pages(scratch) {
             Some(true) => {}
-            Some(false) => return Outcome::Over(Err(Status::Error)),
-            None if self.disk.transient == Transient::Map => return Outcome::Lane,
-            None => return self.begin_copy(data, work, entry, id, operation, offset, bytes),
+            Some(false) => return InlineOutcome::Done(Err(Status::Error)),
+            None if self.disk.transient == Transient::Map => return InlineOutcome::NeedsTask,
+            None => return self.begin_copy(data, scratch, entry, id, operation, offset, bytes),
         }
         self.count(operation, bytes);
-        let Some(table) = &self.table else { return Outcome::Lane };
+        let Some(table) = &self.table else { return InlineOutcome::NeedsTask };
         let table = table.borrow();
-        let mut cursor = Cursor::new(&table, work);
+        let mut cursor = Cursor::new(&table, scratch);
         let length = bytes as u64;
         let moved = match operation {
             op::READ => data.read(offset, length, |piece| cursor.put(piece)),
             _ => data.write(offset, length, |piece| cursor.get(piece)),
         };
-        Outcome::Over(match moved {
+        InlineOutcome::Done(match moved {
             Ok(()) if !cursor.failed => Ok(()),
             Ok(()) => Err(Status::Error),
             Err(_) => self.validate(moved),
         })
     }
 
-    /// Finds the mappings of the segments' pages, and makes those that are missing and have room.
-    /// `None` if one has none; `Some(false)` if one cannot be mapped.
-    fn find_pages(&self, work: &mut Work) -> Option<bool> {
+    /// Finds the mappings of the segments' pages, and maps missing ones if there is room. `None` if a page
+    /// is not mapped and has no room; `Some(false)` if a page cannot be mapped.
+    fn find_pages(&self, scratch: &mut InlineScratch) -> Option<bool> {
         let mut table = self.table.as_ref()?.borrow_mut();
         let now = self.now.get();
-        work.spans.clear();
-        for segment in &work.segments {
+        scratch.spans.clear();
+        for segment in &scratch.segments {
             let place = match table.touch(segment.gref, now) {
                 Some(place) => place,
                 None => match self.map_page(&mut table, segment.gref)? {
@@ -179,15 +179,15 @@ impl Queue {
                     None => return Some(false),
                 },
             };
-            work.spans.push(Span::new(*segment, place));
+            scratch.spans.push(PageSpan::new(*segment, place));
         }
         Some(true)
     }
 
-    /// Copies the descriptors of an indirect read or write out of their page, once, if that is mapped:
-    /// the inner operation.
+    /// Copies the descriptors of an indirect read or write, once, if their page is mapped. Returns the
+    /// inner operation.
     #[inline(never)]
-    fn read_descriptors(&self, work: &mut Work, head: Head<'_>) -> Option<u8> {
+    fn read_descriptors(&self, scratch: &mut InlineScratch, head: Head<'_>) -> Option<u8> {
         const { assert!(MOST <= SEGMENTS_PER_PAGE) };
         let (inner, count, gref) = head.indirect();
         if !matches!(inner, op::READ | op::WRITE) {
@@ -200,27 +200,27 @@ impl Queue {
         if !page.read_words(0, words) {
             return None;
         }
-        work.segments.clear();
-        work.segments.extend(words.iter().map(|word| Segment::from_word(*word)));
+        scratch.segments.clear();
+        scratch.segments.extend(words.iter().map(|word| Segment::from_word(*word)));
         Some(inner)
     }
 
-    #[expect(clippy::too_many_arguments, reason = "a request in parts")]
+    #[expect(clippy::too_many_arguments, reason = "the fields of one request")]
     fn begin_copy(
         &self,
-        data: &AtHand<'_>,
-        work: &mut Work,
+        data: &DirectAccess<'_>,
+        scratch: &mut InlineScratch,
         entry: u32,
         id: u64,
         operation: u8,
         offset: u64,
         bytes: usize,
-    ) -> Outcome {
+    ) -> InlineOutcome {
         let footprint = BufPool::footprint(bytes) + REQUEST_BYTES;
-        let Some(held) = self.memory.try_take(footprint) else { return Outcome::Lane };
-        // Of the worker's own, not of the queue's pool: it is free again within the turn, and the next
+        let Some(held) = self.memory.try_take(footprint) else { return InlineOutcome::NeedsTask };
+        // From the worker's pool, not the queue's: it is free again within this iteration, and the next
         // ring then finds it in the processor's cache.
-        let Some(mut buf) = self.io.pool().try_take(bytes) else { return Outcome::Lane };
+        let Some(mut buf) = self.io.pool().try_take(bytes) else { return InlineOutcome::NeedsTask };
         self.count(operation, bytes);
         let to_guest = operation == op::READ;
         if to_guest {
@@ -231,39 +231,47 @@ impl Queue {
                 rest = after;
             });
             if let Err(status) = self.validate(shown) {
-                return Outcome::Over(Err(status));
+                return InlineOutcome::Done(Err(status));
             }
         }
         let mut rest = &mut buf[..];
-        for segment in &work.segments {
+        for segment in &scratch.segments {
             let (part, after) = std::mem::take(&mut rest).split_at_mut(segment.bytes());
-            work.operations.push(operation_on(self.guest, *segment, part, to_guest));
+            scratch.operations.push(operation_on(self.guest, *segment, part, to_guest));
             rest = after;
         }
-        let segments = work.segments.len();
-        work.copying.push(Copying { entry, id, operation, offset, segments, buf, _held: held });
-        if work.operations.len() >= COPIES_TURN {
-            self.copy_all(data, work);
+        let segments = scratch.segments.len();
+        scratch.copying.push(PendingCopy {
+            entry,
+            id,
+            operation,
+            offset,
+            segments,
+            buf,
+            _held: held,
+        });
+        if scratch.operations.len() >= COPIES_PER_CALL {
+            self.copy_all(data, scratch);
         }
-        Outcome::Copied
+        InlineOutcome::Copied
     }
 
-    /// Has the hypervisor copy what has gathered, and answers the requests it was for.
-    pub(crate) fn finish_copies(&self, data: &AtHand<'_>) {
-        let work = &mut *self.express.0.borrow_mut();
-        if !work.copying.is_empty() {
-            self.copy_all(data, work);
+    /// Carries out the queued copies and completes their requests.
+    pub(crate) fn finish_copies(&self, data: &DirectAccess<'_>) {
+        let scratch = &mut *self.inline_io.0.borrow_mut();
+        if !scratch.copying.is_empty() {
+            self.copy_all(data, scratch);
         }
     }
 
-    fn copy_all(&self, data: &AtHand<'_>, work: &mut Work) {
-        // SAFETY: the operations point into buffers that `work` owns, each within its own part;
-        // nobody else has them until the call is over.
-        let outcome = unsafe { self.grants.copy(&mut work.operations) };
-        add(&self.disk.counters.copies, work.operations.len() as u64);
+    fn copy_all(&self, data: &DirectAccess<'_>, scratch: &mut InlineScratch) {
+        // SAFETY: the operations point into buffers that `scratch` owns, each within its own range;
+        // nothing else uses the buffers until the call returns.
+        let outcome = unsafe { self.grants.copy(&mut scratch.operations) };
+        add(&self.disk.counters.copies, scratch.operations.len() as u64);
         add(&self.disk.counters.copy_calls, 1);
-        let mut results = work.operations.iter();
-        for request in work.copying.drain(..) {
+        let mut results = scratch.operations.iter();
+        for request in scratch.copying.drain(..) {
             let done = results.by_ref().take(request.segments).filter(|copy| copy.is_done());
             let whole = done.count() == request.segments && outcome.is_ok();
             let mut result = if whole { Ok(()) } else { Err(Status::Error) };
@@ -278,10 +286,10 @@ impl Queue {
                 result = self.validate(written);
             }
             let status = result.err().unwrap_or(Status::Okay).code();
-            let Copying { entry, id, operation, .. } = request;
-            self.settle(entry, Response { id, operation, status });
+            let PendingCopy { entry, id, operation, .. } = request;
+            self.complete(entry, Response { id, operation, status });
         }
-        work.operations.clear();
+        scratch.operations.clear();
     }
 
     fn count(&self, operation: u8, bytes: usize) {
@@ -295,38 +303,38 @@ impl Queue {
     }
 }
 
-impl Span {
+impl PageSpan {
     #[inline]
-    fn new(segment: Segment, place: u32) -> Span {
-        // A valid segment lies within a page.
+    fn new(segment: Segment, place: u32) -> PageSpan {
+        // A valid segment is within a page, so the sums fit.
         let [first, last] = [u16::from(segment.first), u16::from(segment.last)];
         let sectors = last.saturating_sub(first) + 1;
-        Span { place, offset: first * SECTOR, bytes: sectors * SECTOR }
+        PageSpan { place, offset: first * SECTOR, bytes: sectors * SECTOR }
     }
 }
 
-/// Where in the guest's pages the next bytes go, or come from.
+/// The position in the guest's pages of the next bytes.
 struct Cursor<'a> {
-    table: &'a Table,
-    spans: &'a [Span],
-    /// Bytes of the first span that are done.
+    table: &'a GrantTable,
+    spans: &'a [PageSpan],
+    /// Bytes of the first span that were copied.
     done: usize,
     failed: bool,
 }
 
 impl<'a> Cursor<'a> {
-    fn new(table: &'a Table, work: &'a Work) -> Cursor<'a> {
-        Cursor { table, spans: &work.spans, done: 0, failed: false }
+    fn new(table: &'a GrantTable, scratch: &'a InlineScratch) -> Cursor<'a> {
+        Cursor { table, spans: &scratch.spans, done: 0, failed: false }
     }
 
-    /// The next at most `most` bytes that lie in one page: the mapping, the offset, how many.
+    /// The next bytes within one page, at most `most`: the mapping, the offset, the length.
     #[inline]
     fn next(&mut self, most: usize) -> Option<(&'a Mapping, usize, usize)> {
         let (span, rest) = self.spans.split_first()?;
         let (page, bytes) = (self.table.page(span.place)?, usize::from(span.bytes));
         let offset = usize::from(span.offset) + self.done;
         if self.done == 0 && bytes == most {
-            // Most: a page here, a page there.
+            // The usual case: whole segments.
             self.spans = rest;
             return Some((page, offset, bytes));
         }

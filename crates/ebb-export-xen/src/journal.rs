@@ -1,31 +1,31 @@
-//! What a successor needs to go on with a ring after this process was killed.
+//! What a successor needs to resume a ring after this process was killed.
 //!
-//! Responses overwrite the slots of requests, and requests end in any order: so the ring alone does
-//! not say which requests have no response yet. The journal does. It is a small file in memory
-//! (tmpfs) with one entry for each request that was taken, written with plain stores:
+//! Responses overwrite the slots of requests, and requests complete in any order: so the ring alone does
+//! not show which requests have no response yet. The journal does. It is a small file in memory (tmpfs)
+//! with one entry for each request that was consumed, written with plain stores:
 //!
-//! 1. a request is copied into a free entry, the entry is marked *running* with the request's
-//!    number, and then `req_cons` is advanced here;
-//! 2. when it has ended, its entry is marked *answering* with the number of its response, and only
-//!    then is the response written to the ring, and some time later published;
-//! 3. after it was published the entry is free.
+//! 1. a request is copied into a free entry, the entry is marked *running* with the request's number, and
+//!    then `req_cons` is advanced in the journal;
+//! 2. when the request has completed, its entry is marked *responding* with the number of its response,
+//!    and only then is the response written to the ring, and some time later published;
+//! 3. after that the entry is marked free.
 //!
-//! A process can be killed between any two of these stores (what it stored before stays, in order):
-//! - *running* with the number `req_cons`: the request was not taken, and still stands in the ring;
-//! - *answering* below the published number: the guest has its response;
-//! - *answering* at or past it: the guest has not, and nothing was lost but time.
+//! A process can be killed between any two of these stores (its earlier stores persist, in order):
+//! - *running* with the number `req_cons`: the request was not consumed and is still in the ring;
+//! - *responding* below the published number: the guest has the response;
+//! - *responding* at or above it: the guest does not have the response.
 //!
-//! All that is *running*, or *answering* without having been published, is done again. Doing a
-//! request twice is harmless before its response: its pages are the backend's until then. That
-//! exactly `req_cons - published` entries are left is the test that journal and ring belong
-//! together; if it fails the ring is not resumed.
+//! Requests that are *running*, or *responding* without a published response, are repeated. Repeating a
+//! request before its response is harmless: until then its pages belong to the backend. Exactly
+//! `req_cons - published` entries must remain; if not, journal and ring do not belong together, and the
+//! ring is not resumed.
 //!
-//! What cannot be resumed is told apart from what can by [`Identity`]: another ring, another
-//! channel or another guest is another journal. And by [`Backing`]: requests for one store must not be done on
-//! another one that has the volume's name now, nor on one that is too small for them. That flushes failed
-//! ([`Journal::note_broken`]) is kept as well: a guest to which the loss was told by failing writes must not
-//! find them working again. So is that writes were acknowledged from memory alone ([`Journal::note_unstable`]): a kill
-//! loses them, and the guest, which lives on, would take the next flush for their being stable.
+//! [`RingIdentity`] keeps a journal from being used for another ring, another event channel or another
+//! guest. [`Backing`] keeps requests from being carried out on another store under the volume's name, or
+//! on one that is too small. The journal also keeps that a flush failed ([`Journal::note_broken`]): a
+//! guest whose writes fail because of that must not see them succeed with a successor. And it keeps that
+//! writes were acknowledged from memory ([`Journal::note_unstable`]): a kill loses them, and the guest
+//! would take the successor's next flush as making them stable.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -40,12 +40,12 @@ use crate::abi::{SLOT_WORDS, Slot};
 use crate::guest_memory::{Mapping, Unmap, write_barrier};
 
 const MAGIC: u32 = 0x6b62_6265;
-/// Of journals that do not say which store they are about, as daemons up to 0.1 made them.
+/// The magic of journals that do not identify their store, as ebbd 0.1 and earlier wrote them.
 const MAGIC_OLD: u32 = 0x6a62_6265;
 const FORMAT: u32 = 2;
 const HEADER: usize = 1024;
 const ENTRY: usize = 128;
-/// Places in the header.
+/// Offsets in the header.
 const AT_MAGIC: usize = 0;
 const AT_REQ_CONS: usize = 4;
 const AT_FORMAT: usize = 8;
@@ -54,11 +54,11 @@ const AT_SIZE: usize = 16;
 const AT_DIGEST: usize = 24;
 const AT_IDENTITY: usize = 32;
 const AT_UNSTABLE: usize = 60;
-/// Texts: bytes, and then as many of them as there is room for.
+/// Texts: their length, then as many bytes as there is room for.
 const AT_VOLUME: usize = 64;
 const AT_STORE: usize = 384;
 const AT_END: usize = HEADER;
-/// Places in an entry.
+/// Offsets in an entry.
 const AT_STATE: usize = 0;
 const AT_NUMBER: usize = 4;
 const AT_RESPONSE: usize = 8;
@@ -66,11 +66,11 @@ const AT_SLOT: usize = 16;
 
 const FREE: u32 = 0;
 const RUNNING: u32 = 1;
-const ANSWERING: u32 = 2;
+const RESPONDING: u32 = 2;
 
-/// What a journal is the journal of.
+/// The ring that a journal belongs to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Identity {
+pub struct RingIdentity {
     /// The guest.
     pub guest: u32,
     /// Its device.
@@ -87,26 +87,26 @@ pub struct Identity {
     pub slot_bytes: u32,
 }
 
-impl Identity {
+impl RingIdentity {
     fn words(&self) -> [u32; 7] {
-        let Identity { guest, device, queue, port, ring, slots, slot_bytes } = *self;
+        let RingIdentity { guest, device, queue, port, ring, slots, slot_bytes } = *self;
         [guest, device, queue, port, ring, slots, slot_bytes]
     }
 }
 
-/// What the requests of a journal are for.
+/// The volume and store that the requests of a journal are for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Backing {
     /// The volume's name.
     pub volume: String,
     /// Its store.
     pub store: StoreIdentity,
-    /// Its size as the guest knows it, bytes.
+    /// The size that the guest was given, bytes.
     pub size: u64,
 }
 
 impl Backing {
-    /// Of what must not change: FNV-1a, for chance and not for adversaries, since the operator chooses all of it.
+    /// A digest (FNV-1a) of what must not change. It need not resist attacks: the operator chooses all of it.
     fn digest(&self) -> u64 {
         let bytes = self.volume.bytes().chain([0]).chain(self.store.key.bytes());
         bytes.fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
@@ -119,46 +119,46 @@ impl Backing {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResumeError {
-    /// The journal is about something else.
+    /// There is no journal of this ring.
     #[error("there is no journal of this ring: detach the disk and attach it again")]
     Foreign,
     /// The journal is of another format.
     #[error(
-        "its journal was made by another version of ebbd and cannot be used while requests are open: \
-             start that version again until the guest is at rest, or detach the disk and attach it again"
+        "its journal was made by another version of ebbd and cannot be used while requests are in flight: \
+                     start that version again until the guest is idle, or detach the disk and attach it again"
     )]
     Format,
-    /// The journal is about another volume or store.
+    /// The journal is of another volume or store.
     #[error(
-        "the guest was served {before} before, now the disk is {now}: give it back what it had and \
-             start again, or detach the disk and attach it again"
+        "the guest was served {before} before; now the disk is {now}: configure the former volume and store \
+                     and start again, or detach the disk and attach it again"
     )]
     OtherStore {
-        /// Volume and store as they were.
+        /// The former volume and store.
         before: String,
-        /// As they would be.
+        /// The present ones.
         now: String,
     },
-    /// The volume is smaller than the guest knows.
+    /// The volume is smaller than the size that the guest was given.
     #[error(
-        "the volume has {now} bytes, and the guest knows it with {size}: give the store back its size and \
-             start again, or detach the disk and attach it again"
+        "the volume has {now} bytes, but the guest was connected with {size}: restore the store's size and \
+                     start again, or detach the disk and attach it again"
     )]
     Smaller {
-        /// Bytes, as the guest knows.
+        /// The size that the guest was given, bytes.
         size: u64,
-        /// Bytes that there are.
+        /// The volume's size, bytes.
         now: u64,
     },
     /// The journal contradicts the ring.
     #[error(
-        "the journal does not fit the ring ({open} open requests, the ring has {expected}): \
-             detach the disk and attach it again"
+        "the journal does not match the ring ({open} requests in flight, the ring has {expected}): \
+                     detach the disk and attach it again"
     )]
     Contradiction {
-        /// Entries without a response.
+        /// Requests without a response in the journal.
         open: u32,
-        /// What the ring's numbers say.
+        /// Requests without a response by the ring's indices.
         expected: u32,
     },
 }
@@ -170,12 +170,12 @@ pub struct Journal {
     slots: u32,
 }
 
-struct Mapped(File);
+struct JournalFile(File);
 
-impl Unmap for Mapped {
+impl Unmap for JournalFile {
     fn unmap(&self, base: NonNull<u8>, bytes: usize, _cookie: u64) {
         let _ = &self.0;
-        // SAFETY: mapped by `map` below, and over: its owner is being dropped.
+        // SAFETY: mapped by `map` below; the owner is being dropped, so there are no more accesses.
         let _ = unsafe { rustix::mm::munmap(base.as_ptr().cast(), bytes) };
     }
 }
@@ -183,12 +183,12 @@ impl Unmap for Mapped {
 fn map(file: File, bytes: usize) -> io::Result<Mapping> {
     use rustix::mm::{MapFlags, ProtFlags, mmap};
     let protection = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: a new mapping at a place the kernel chooses.
+    // SAFETY: a new mapping at an address that the kernel chooses.
     let base =
         unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, &file, 0) }?;
     let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-    // SAFETY: just mapped, page aligned, reached through the mapping only.
-    Ok(unsafe { Mapping::new(base, bytes, 0, Arc::new(Mapped(file))) })
+    // SAFETY: just mapped, page aligned, and accessed through the `Mapping` only.
+    Ok(unsafe { Mapping::new(base, bytes, 0, Arc::new(JournalFile(file))) })
 }
 
 fn bytes_for(slots: u32) -> usize {
@@ -201,13 +201,13 @@ fn word_pair(value: u64) -> [u32; 2] {
 }
 
 impl Journal {
-    /// An empty one, in a file at `path`; without a path it dies with the process.
+    /// An empty journal in a file at `path`; without a path it ends with the process.
     ///
     /// # Errors
-    /// Those of the system.
+    /// Errors of the system.
     pub fn create(
         path: Option<&Path>,
-        identity: &Identity,
+        identity: &RingIdentity,
         backing: &Backing,
     ) -> io::Result<Journal> {
         let bytes = bytes_for(identity.slots);
@@ -264,12 +264,12 @@ impl Journal {
         String::from_utf8_lossy(&text).into_owned()
     }
 
-    /// Notes the size the guest knows from now on.
+    /// Records the size that the guest is given from now on.
     pub fn note_size(&self, size: u64) {
         self.store_pair(AT_SIZE, size);
     }
 
-    /// Notes that data could not be made stable: writes fail from now on, in this process and in a successor.
+    /// Records that a flush failed: writes fail from now on, in this process and in a successor.
     pub fn note_broken(&self) {
         self.memory.store(AT_BROKEN, 1);
     }
@@ -279,7 +279,7 @@ impl Journal {
         self.memory.load(AT_BROKEN) != 0
     }
 
-    /// Notes whether writes were acknowledged that are in this process only, and no flush has covered.
+    /// Records whether there are writes that were acknowledged from memory and that no flush has covered.
     pub fn note_unstable(&self, unstable: bool) {
         self.memory.store(AT_UNSTABLE, unstable.into());
     }
@@ -289,14 +289,14 @@ impl Journal {
         self.memory.load(AT_UNSTABLE) != 0
     }
 
-    /// The one a predecessor left at `path`.
+    /// Opens the journal that a predecessor left at `path`.
     ///
     /// # Errors
-    /// [`ResumeError::Foreign`] if there is none, or one of another ring; else what keeps its requests from
-    /// being done on `backing`.
+    /// [`ResumeError::Foreign`] if there is none or it is of another ring; otherwise the reason why its
+    /// requests cannot be carried out on `backing`.
     pub fn open(
         path: &Path,
-        identity: &Identity,
+        identity: &RingIdentity,
         backing: &Backing,
     ) -> Result<Journal, ResumeError> {
         let foreign = |_| ResumeError::Foreign;
@@ -329,7 +329,7 @@ impl Journal {
         Ok(journal)
     }
 
-    /// Its requests may be done on `backing`.
+    /// Checks that its requests can be carried out on `backing`.
     fn compare(&self, backing: &Backing) -> Result<(), ResumeError> {
         if self.load_pair(AT_DIGEST) != backing.digest() {
             let say = |volume: &str, store: &str| format!("volume `{volume}` on {store}");
@@ -350,8 +350,8 @@ impl Journal {
         HEADER + ENTRY * usize::try_from(number).unwrap_or_default()
     }
 
-    /// Notes a request that is being taken: `number` in the ring, at a free entry. `slot` is the
-    /// words of it that are in use.
+    /// Records that the request numbered `number` in the ring is consumed, at a free entry. `slot` has the
+    /// words of the request that are in use.
     #[inline]
     pub fn take(&self, entry: u32, number: u32, slot: &[u64]) {
         let at = Self::entry(entry);
@@ -363,20 +363,20 @@ impl Journal {
         self.memory.store(AT_REQ_CONS, number.wrapping_add(1));
     }
 
-    /// The private copy of a request that was taken. Words that are not in use are those of an
-    /// earlier one.
+    /// The private copy of a consumed request. Words that it does not use are those of an earlier
+    /// request.
     pub fn slot(&self, entry: u32) -> Slot {
         let mut slot = [0; SLOT_WORDS];
         let _ = self.memory.read_words(Self::entry(entry) + AT_SLOT, &mut slot);
         slot
     }
 
-    /// Notes that the response numbered `response` is about to be written.
-    pub fn answer(&self, entry: u32, response: u32) {
+    /// Records that the response numbered `response` is about to be written.
+    pub fn begin_response(&self, entry: u32, response: u32) {
         let at = Self::entry(entry);
         self.memory.store(at + AT_RESPONSE, response);
         write_barrier();
-        self.memory.store(at + AT_STATE, ANSWERING);
+        self.memory.store(at + AT_STATE, RESPONDING);
         write_barrier();
     }
 
@@ -385,14 +385,14 @@ impl Journal {
         self.memory.store(Self::entry(entry) + AT_STATE, FREE);
     }
 
-    /// Starts with a fresh ring.
+    /// Begins with a new ring.
     pub fn reset(&self, req_cons: u32) {
         (0..self.slots).for_each(|entry| self.free(entry));
         self.memory.store(AT_REQ_CONS, req_cons);
     }
 
-    /// What is left to do, given how far the guest has seen responses: the number of the next
-    /// request to take, and the entries to do again, in the order they were taken.
+    /// What has to be resumed, if responses below `published` were published: the number of the next
+    /// request to consume, and the entries to repeat, in the order in which they were consumed.
     ///
     /// # Errors
     /// [`ResumeError::Contradiction`] if ring and journal do not belong together.
@@ -405,11 +405,11 @@ impl Journal {
             let response = self.memory.load(at + AT_RESPONSE);
             let left = match self.memory.load(at + AT_STATE) {
                 RUNNING => number != req_cons,
-                ANSWERING => !is_before(response, published),
+                RESPONDING => !is_before(response, published),
                 _ => false,
             };
             if left {
-                // It runs again: the number of a response that was never seen is another's soon.
+                // It is repeated; the number of a response that was not published is reused.
                 self.memory.store(at + AT_STATE, RUNNING);
                 open.push((req_cons.wrapping_sub(number), entry));
             } else {
@@ -427,17 +427,17 @@ impl Journal {
     }
 }
 
-/// Notes in the journal at `path`, which a ring of this process is using, the size the guest knows from now on.
+/// Records the size that the guest is given, in the journal at `path` that a ring of this process uses.
 ///
 /// # Errors
-/// Those of the system.
+/// Errors of the system.
 pub fn note_size_at(path: &Path, size: u64) -> io::Result<()> {
     let file = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
     rustix::io::pwrite(&file, &size.to_le_bytes(), AT_SIZE as u64)?;
     Ok(())
 }
 
-/// Whether one running number comes before another.
+/// Whether one free-running index is before another.
 fn is_before(a: u32, b: u32) -> bool {
     let ahead = b.wrapping_sub(a);
     ahead != 0 && ahead < 1 << 31

@@ -1,30 +1,32 @@
-//! A Xen blkif backend: what Linux's xen-blkback offers, in user space, over volumes.
+//! A Xen blkif backend in user space, with the features of Linux's xen-blkback, over volumes.
 //!
-//! Answers Xen's `blkif.h` and the ways of Linux's two drivers, and seeds `003` (persistent grants)
-//! and `000` (page pools and their squeeze). Facts to the byte are in the reference; where header
-//! and implementations differ, the implementations count.
+//! It speaks the protocol of Xen's `xen/include/public/io/blkif.h` as Linux's `drivers/block/xen-blkfront.c`
+//! and `drivers/block/xen-blkback` implement it; where the header and the implementations differ, it
+//! follows the implementations. The parameters are those of xen-blkback: `max_persistent_grants`,
+//! `max_buffer_pages`, `buffer_squeeze_duration_ms` and so on (see `docs/parameters`).
 //!
-//! # Two halves
-//! - **xenstore** (`control`, on a thread of its own): finds devices, follows the states of both
-//!   ends (`machine`, pure), reads the frontend's nodes with distrust (`nodes`), maps rings.
-//! - **the ring** (`queue`, on a worker): takes requests (`ring`, `abi`), carries them out in lanes
-//!   (`lane`), or at once where nothing must be waited for (`express`), keeps grants mapped
-//!   (`persistent`) or has the hypervisor copy (`copier`), answers in batches.
+//! # Parts
+//! - **xenstore** (`xenstore`, on its own thread): finds devices, follows the states of frontend and
+//!   backend (`xenbus_state`, a pure state machine), validates the frontend's nodes (`nodes`), maps rings.
+//! - **rings** (`queue`, on a worker): consume requests (`ring`, `abi`) and carry them out, at once if
+//!   nothing has to be waited for (`inline_io`), otherwise in a task (`request_task`); keep grants mapped
+//!   (`persistent`) or have the hypervisor copy (`copier`); publish responses in batches.
 //!
-//! Xen itself stands behind small traits ([`platform`]); with the feature `shm` there is a second
-//! implementation within the process, and models of frontends ([`shm`]).
+//! Xen is reached through small traits ([`platform`]). The feature `shm` adds a second implementation of
+//! them within the process, and models of frontends ([`shm`]), for tests and benchmarks.
 //!
 //! # Vocabulary
 //! - **guest**, **frontend**: the domain, and its driver for one disk. **device**: one disk of one
 //!   guest. **queue**: one of its rings.
-//! - **grant**: a page the guest shares, named by a **gref**. **Persistent**: kept mapped.
-//! - **entry**: a request's place in the journal, which lets a successor go on ([`journal`]).
+//! - **grant**: a page the guest shares, named by a grant reference (**gref**). **Persistent**: it
+//!   stays mapped between requests.
+//! - **entry**: the record of one request in the journal, from which a successor resumes ([`journal`]).
 //!
 //! # Invariants
-//! - Guest memory is copied once, then checked; no reference into it exists.
-//! - A request is answered exactly once, after it has run to its end, also across a kill.
-//! - Nothing a guest does reaches a panic, an unchecked sum or an unbounded allocation; what it
-//!   breaks is its own.
+//! - Guest memory is copied once and the copy is checked; there are no references into guest memory.
+//! - Each request gets exactly one response, after it has completed, also if the daemon is killed.
+//! - Nothing a guest does causes a panic, an unchecked sum or an unbounded allocation, or affects
+//!   another guest.
 
 pub mod abi;
 mod allowance;
@@ -32,7 +34,7 @@ mod attach;
 mod backend;
 mod busy_poll;
 mod copier;
-mod counted;
+mod counting_store;
 mod device;
 mod device_shared;
 pub mod guest_memory;
@@ -57,5 +59,5 @@ pub use attach::{AttachError, DiskSpec, attach, detach, device_number, find_doma
 pub use backend::{Backend, DeviceStats, Figures, Options, StartError};
 pub use device_shared::{MAX_SEGMENTS, Transient, XenStats};
 pub use params::XenParameters;
-pub use served::Ending;
-pub use xenstore::{Awaited, Lookup, Turn, XenstoreControl};
+pub use served::DrainingDevices;
+pub use xenstore::{Awaited, Lookup, NextRun, XenstoreControl};

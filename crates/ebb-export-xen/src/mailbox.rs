@@ -1,23 +1,23 @@
-//! What other threads tell the one that speaks to xenstore, and how they wake it.
+//! Messages to the thread that uses xenstore, and the eventfd that wakes it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 
-use crate::device::Key;
+use crate::device::DeviceKey;
 use crate::device_shared::DeviceShared;
 use crate::served::Served;
 
 pub(crate) enum Message {
     /// A ring has ended.
-    Ended(Key, u64),
-    /// All rings are being wound up: end with them. Guests stay connected.
-    Leave,
-    /// End now, whatever is still under way.
-    GiveUp,
-    /// A volume is there that was not: look at all devices again.
-    Arrived,
-    /// The rings of a volume are being wound up: tell its guests when they have ended.
+    Ended(DeviceKey, u64),
+    /// All rings are being drained: end when they have ended. Guests stay connected.
+    Stop,
+    /// End now, even with requests in flight.
+    Abandon,
+    /// An awaited volume was added: check all devices again.
+    VolumeAdded,
+    /// The rings of a volume are being drained: notify its guests when they have ended.
     Withdraw(String),
 }
 
@@ -25,40 +25,40 @@ pub(crate) enum Message {
 #[derive(Clone)]
 pub(crate) struct Mailbox {
     sender: Sender<Message>,
-    bell: Arc<OwnedFd>,
+    wakeup: Arc<OwnedFd>,
 }
 
 impl Mailbox {
     pub(crate) fn new() -> std::io::Result<(Mailbox, Receiver<Message>)> {
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-        let bell = Arc::new(rustix::event::eventfd(0, flags)?);
+        let wakeup = Arc::new(rustix::event::eventfd(0, flags)?);
         let (sender, receiver) = std::sync::mpsc::channel();
-        Ok((Mailbox { sender, bell }, receiver))
+        Ok((Mailbox { sender, wakeup }, receiver))
     }
 
     pub(crate) fn send(&self, message: Message) {
-        // There is no receiver any more once the thread has ended.
+        // The receiver is dropped when the thread ends.
         let _ = self.sender.send(message);
-        let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(&*self.wakeup, &1u64.to_ne_bytes());
     }
 
-    /// Is readable while there are messages.
-    pub(crate) fn bell(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
+    /// A descriptor that is readable while there are messages.
+    pub(crate) fn wakeup(&self) -> BorrowedFd<'_> {
+        self.wakeup.as_fd()
     }
 
-    /// What is sent from now on rings again.
-    pub(crate) fn answer_bell(&self) {
+    /// Makes the descriptor unreadable until the next message.
+    pub(crate) fn clear_wakeup(&self) {
         let mut counter = [0; 8];
-        let _ = rustix::io::read(&*self.bell, &mut counter);
+        let _ = rustix::io::read(&*self.wakeup, &mut counter);
     }
 }
 
-/// Reports the end of a ring, also of one whose worker dropped it.
+/// Reports the end of a ring when dropped, also if the worker dropped the ring's task.
 pub(crate) struct EndOfRing {
     pub(crate) mailbox: Mailbox,
     pub(crate) served: Arc<Served>,
-    pub(crate) key: Key,
+    pub(crate) key: DeviceKey,
     pub(crate) disk: Arc<DeviceShared>,
     pub(crate) generation: u64,
 }

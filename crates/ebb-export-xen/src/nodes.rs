@@ -1,5 +1,5 @@
-//! The nodes of a device in xenstore (reference, 5.1): what the frontend says, read with
-//! distrust, and what the backend says.
+//! The xenstore nodes of a device: validates what the frontend writes, and publishes what the backend
+//! offers (`blkif.h`, "XenStore nodes"; Xen's `docs/misc/xenstore.txt`).
 
 use std::collections::BTreeMap;
 
@@ -8,20 +8,20 @@ use crate::platform::{StoreError, Transaction, XenStore};
 
 /// The largest ring, as an order of pages: 1 << 4 pages, 512 slots.
 pub const MAX_RING_ORDER: u32 = 4;
-/// A value this long is no number and no word.
+/// Values of this length or more are not valid numbers or words.
 const MAX_VALUE_BYTES: usize = 64;
-/// Tries of a transaction before somebody else must be thrashing it.
+/// How often a transaction that conflicts with other changes is repeated.
 const TRIES: u32 = 32;
 
-/// What is wrong with what a frontend, or xenstore, says.
+/// What is wrong with the nodes, or with xenstore.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NodeError {
-    /// A node that must be there is not.
+    /// A required node is missing.
     #[error("{0} is missing")]
     Missing(String),
-    /// A node's value is not what it should be.
-    #[error("{0} is not a number in its range")]
+    /// A node's value is invalid.
+    #[error("{0} is not a number, or out of range")]
     Value(String),
     /// See [`UnknownProtocol`].
     #[error(transparent)]
@@ -31,7 +31,7 @@ pub enum NodeError {
     Store(#[from] StoreError),
 }
 
-/// A ring as the frontend names it.
+/// The nodes of one ring.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueNodes {
     /// The grants of its pages.
@@ -40,18 +40,18 @@ pub struct QueueNodes {
     pub port: u32,
 }
 
-/// What a frontend says of itself.
+/// The nodes of a frontend.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Frontend {
+pub struct FrontendNodes {
     /// The layout of its rings.
     pub abi: Abi,
-    /// It will use the same grants again and again.
+    /// It uses the same grants again (`feature-persistent`).
     pub persistent: bool,
     /// Its rings.
     pub queues: Vec<QueueNodes>,
 }
 
-/// A decimal number as the toolstack and Linux write it: nothing but digits.
+/// Parses a decimal number as the toolstack and Linux write it: only digits.
 pub fn number(text: &str) -> Option<u32> {
     let plain = !text.is_empty() && text.len() <= 10 && text.bytes().all(|b| b.is_ascii_digit());
     plain.then(|| text.parse().ok()).flatten()
@@ -105,17 +105,17 @@ impl Reader<'_> {
     }
 }
 
-impl Frontend {
-    /// Reads what the frontend at `base` says; at most `max_queues` rings are allowed.
+impl FrontendNodes {
+    /// Reads the nodes of the frontend at `base`; at most `max_queues` rings are allowed.
     ///
     /// # Errors
-    /// The first node that is wrong.
+    /// The first node that is invalid.
     pub fn read(
         store: &mut dyn XenStore,
         within: Transaction,
         base: &str,
         max_queues: u32,
-    ) -> Result<Frontend, NodeError> {
+    ) -> Result<FrontendNodes, NodeError> {
         let mut at = Reader { store, within, base };
         let abi = Abi::from_protocol(at.text("protocol")?.as_deref())?;
         let persistent = at.number("feature-persistent")?.is_some_and(|value| value != 0);
@@ -137,14 +137,14 @@ impl Frontend {
             let port = at.needed(&format!("{folder}event-channel"))?;
             queues.push(QueueNodes { ring, port });
         }
-        Ok(Frontend { abi, persistent, queues })
+        Ok(FrontendNodes { abi, persistent, queues })
     }
 }
 
-/// Does `act` within a transaction, again if somebody else was in between.
+/// Does `act` within a transaction, which is repeated if it conflicts with another change.
 ///
 /// # Errors
-/// Those of `act` and of xenstore.
+/// Errors of `act` and of xenstore.
 pub fn transact<T>(
     store: &mut dyn XenStore,
     mut act: impl FnMut(&mut dyn XenStore, Transaction) -> Result<T, StoreError>,
@@ -158,7 +158,7 @@ pub fn transact<T>(
                 Err(error) => return Err(error),
             },
             Err(error) => {
-                // Given up; that the end of it fails, too, says nothing new.
+                // The transaction is aborted; a second error of the connection adds nothing.
                 let _ = store.end(transaction, false);
                 if !matches!(error, StoreError::Again) {
                     return Err(error);
@@ -169,7 +169,7 @@ pub fn transact<T>(
     Err(StoreError::Again)
 }
 
-/// Shows a state, unless the directory is gone: it must not come back.
+/// Sets the state, unless the directory was removed: writing would create it again.
 ///
 /// # Errors
 /// See [`StoreError`].
@@ -182,10 +182,10 @@ pub fn show_state(store: &mut dyn XenStore, base: &str, state: &str) -> Result<(
     })
 }
 
-/// Nodes to be written together.
+/// Nodes that are written in one transaction.
 pub type Nodes = BTreeMap<&'static str, String>;
 
-/// Writes nodes below `base` in one transaction, unless `base` is gone.
+/// Writes nodes below `base` in one transaction, unless `base` was removed.
 ///
 /// # Errors
 /// See [`StoreError`].

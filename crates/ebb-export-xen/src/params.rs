@@ -1,4 +1,4 @@
-//! What may be changed while guests are served.
+//! Parameters that can be changed while guests are served.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use event_listener::{Event, EventListener};
 
-/// Parameters of the Xen export, shared by all rings and changed at any time (seeds `000` and
-/// `003`). `max_buffer_pages` and `buffer_squeeze_duration_ms` are those of the page pools
+/// Parameters of the Xen export, shared by all rings and changeable at any time; they are those of Linux's
+/// xen-blkback. `max_buffer_pages` and `buffer_squeeze_duration_ms` are parameters of the page pools
 /// ([`ebb_mem::PoolParameters`]).
 #[derive(Debug)]
 pub struct XenParameters {
@@ -15,11 +15,11 @@ pub struct XenParameters {
     unused_seconds: AtomicU32,
     feature_persistent: AtomicBool,
     poll_us: AtomicU32,
-    /// Most grants that all rings together keep mapped, the rings there are, and the grants that are mapped.
+    /// Most grants that all rings together keep mapped, the number of rings, and the number of mapped grants.
     budget: AtomicU32,
     rings: AtomicU32,
     mapped: AtomicU32,
-    /// Counts orders to give idle mappings back.
+    /// Counts calls of [`XenParameters::shrink`].
     shrinks: AtomicU64,
     changed: Event,
 }
@@ -43,19 +43,19 @@ impl Default for XenParameters {
 }
 
 impl XenParameters {
-    /// Most grants a ring keeps mapped. Past them data is copied by the hypervisor.
+    /// Most grants that a ring keeps mapped. Beyond them the hypervisor copies data.
     pub fn max_persistent_grants(&self) -> u32 {
         self.max_persistent_grants.load(Ordering::Relaxed)
     }
 
-    /// Sets [`XenParameters::max_persistent_grants`]. A ring that holds more gives back the excess
-    /// and 5 % each 100 ms; at 0 all at once.
+    /// Sets [`XenParameters::max_persistent_grants`]. A ring with more unmaps the excess and 5 % every
+    /// 100 ms; at 0 everything at once.
     pub fn set_max_persistent_grants(&self, grants: u32) {
         self.max_persistent_grants.store(grants, Ordering::Relaxed);
         self.changed.notify(usize::MAX);
     }
 
-    /// How long a mapping may lie idle, seconds; 0 is for ever.
+    /// How long a mapping may be idle, seconds; 0 is without limit.
     pub fn persistent_grant_unused_seconds(&self) -> u32 {
         self.unused_seconds.load(Ordering::Relaxed)
     }
@@ -66,39 +66,39 @@ impl XenParameters {
         self.changed.notify(usize::MAX);
     }
 
-    /// Most grants that all rings together keep mapped: each is a mapping of its own, and the kernel allows a process
-    /// `vm.max_map_count` of them. Half of that unless it is set.
+    /// Most grants that all rings together keep mapped: each is a mapping of its own, of which the kernel allows
+    /// a process `vm.max_map_count`. The default is half of that.
     pub fn map_budget(&self) -> u32 {
         self.budget.load(Ordering::Relaxed)
     }
 
-    /// Sets [`XenParameters::map_budget`]. Rings that hold more than their share give it back.
+    /// Sets [`XenParameters::map_budget`]. Rings with more than their share unmap the excess.
     pub fn set_map_budget(&self, grants: u32) {
         self.budget.store(grants, Ordering::Relaxed);
         self.changed.notify(usize::MAX);
     }
 
-    /// Most grants one ring keeps mapped: no more than its share of what all may.
+    /// Most grants one ring keeps mapped: at most its equal share of the budget.
     pub(crate) fn ring_cap(&self) -> u32 {
         let share = self.map_budget() / self.rings.load(Ordering::Relaxed).max(1);
         self.max_persistent_grants().min(share)
     }
 
-    /// One more ring: the others' shares get smaller, until the guard is dropped.
-    pub(crate) fn enter(self: &Arc<Self>) -> Ringing {
+    /// Counts one more ring, until the guard is dropped; the shares of the other rings become smaller.
+    pub(crate) fn add_ring(self: &Arc<Self>) -> RingShare {
         self.rings.fetch_add(1, Ordering::Relaxed);
         self.changed.notify(usize::MAX);
-        Ringing(self.clone())
+        RingShare(self.clone())
     }
 
-    /// Takes one mapping from the budget; false if there is none left.
-    pub(crate) fn take_mapping(&self) -> bool {
+    /// Acquires one mapping from the budget; false if it is used up.
+    pub(crate) fn acquire_mapping(&self) -> bool {
         let budget = self.map_budget();
         let more = |mapped: u32| (mapped < budget).then_some(mapped.saturating_add(1));
         self.mapped.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
     }
 
-    pub(crate) fn give_mappings_back(&self, count: u32) {
+    pub(crate) fn release_mappings(&self, count: u32) {
         self.mapped.fetch_sub(count, Ordering::Relaxed);
     }
 
@@ -107,23 +107,23 @@ impl XenParameters {
         self.feature_persistent.load(Ordering::Relaxed)
     }
 
-    /// Sets [`XenParameters::feature_persistent`]; connections of now keep what was agreed on.
+    /// Sets [`XenParameters::feature_persistent`], for later connections.
     pub fn set_feature_persistent(&self, offered: bool) {
         self.feature_persistent.store(offered, Ordering::Relaxed);
     }
 
-    /// How long a ring that ran empty is looked at before its worker sleeps, microseconds for each
-    /// request it brought before; 0 is not at all.
+    /// How long an empty ring is polled before its worker sleeps: microseconds for each preceding request; 0
+    /// disables polling.
     pub fn poll_us(&self) -> u32 {
         self.poll_us.load(Ordering::Relaxed)
     }
 
-    /// Sets [`XenParameters::poll_us`], for the next time a ring runs empty.
+    /// Sets [`XenParameters::poll_us`], for the next time a ring becomes empty.
     pub fn set_poll_us(&self, microseconds: u32) {
         self.poll_us.store(microseconds, Ordering::Relaxed);
     }
 
-    /// Has every ring give its idle mappings back: the answer to memory pressure.
+    /// Makes every ring unmap its idle mappings, because of memory pressure.
     pub fn shrink(&self) {
         self.shrinks.fetch_add(1, Ordering::Relaxed);
         self.changed.notify(usize::MAX);
@@ -145,18 +145,18 @@ impl XenParameters {
     }
 }
 
-/// A ring that has a share; see [`XenParameters::map_budget`].
-pub(crate) struct Ringing(Arc<XenParameters>);
+/// A ring's share of the budget; see [`XenParameters::map_budget`].
+pub(crate) struct RingShare(Arc<XenParameters>);
 
-impl Drop for Ringing {
+impl Drop for RingShare {
     fn drop(&mut self) {
         self.0.rings.fetch_sub(1, Ordering::Relaxed);
         self.0.changed.notify(usize::MAX);
     }
 }
 
-/// Half of the mappings the kernel allows a process: the rest of it needs some, too, and an `mmap` that fails for want
-/// of them fails everywhere.
+/// Half of the mappings that the kernel allows a process: the rest of the process needs mappings too, and
+/// without any left every `mmap` fails.
 fn budget_of_process() -> u32 {
     /// The kernel's default.
     const USUAL: u32 = 65_530;

@@ -1,68 +1,68 @@
-//! Grants that stay mapped (seed `003`).
+//! Persistent grants: grants that stay mapped between requests, as in Linux's xen-blkback.
 //!
-//! A guest that agreed uses the same pages again and again: each is mapped once, found by its
-//! grant reference, and unmapped when it is the least recently used of too many, has lain idle for
-//! long, or memory is wanted back. Copies into and out of mappings begin and end between two waits,
-//! so a mapping is never in use when the table is tidied.
+//! A guest with `feature-persistent` uses the same pages again and again: each is mapped once and found by
+//! its grant reference. A purge unmaps the least recently used mappings when there are too many, and those
+//! that have been idle for long or when memory is needed. Copies to and from a mapping begin and end
+//! between two awaits, so no mapping is in use during a purge.
 //!
-//! Invariants: never more than the cap is mapped; who goes first was used least recently (the seed's
-//! "LRU", which Linux takes from the lowest reference up); finding and using allocate nothing. A use
-//! only notes its place among all uses: who was used least recently is asked when the table is tidied,
-//! ten times a second at most, and a use is thousands of times as frequent.
+//! Invariants: no more grants than the cap are mapped; the least recently used is unmapped first (Linux
+//! walks its tree from the lowest reference up); finding and using a mapping allocate nothing. A use only
+//! records its sequence number: a purge, at most ten times a second, finds the least recently used ones,
+//! and uses are thousands of times as frequent.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use crate::guest_memory::Mapping;
 
-/// References below this are found by their number: a guest has 32,768 unless it was given more.
-/// The list of them takes 256 KiB at most.
+/// References below this are found by index: a guest has 32,768 unless it is configured with more.
+/// The index takes 256 KiB at most.
 const NEAR: u32 = 1 << 16;
-/// Grants that are remembered as having come while there was little room.
-const LATELY: usize = 256;
-/// How much of the cap goes at each turn while it is too small, percent.
-const PERCENT: u32 = 5;
+/// How many recent grants are remembered while there is little room.
+const RECENT: usize = 256;
+/// The part of the cap that is unmapped at each purge while it is too small, percent.
+const PURGE_PERCENT: u32 = 5;
 
 #[derive(Debug)]
-struct Entry {
+struct GrantEntry {
     gref: u32,
     mapping: Option<Mapping>,
-    /// Its last use: the time, and the place among all uses.
+    /// Its last use: the time, and the sequence number among all uses.
     used: Instant,
     order: u64,
 }
 
-/// What a table is kept within.
+/// The limits that a purge enforces.
 #[derive(Clone, Copy, Debug)]
-pub struct Limits {
+pub struct GrantLimits {
     /// Most grants mapped.
     pub cap: u32,
-    /// How long one may lie idle; `None` is for ever.
+    /// How long a mapping may be idle; `None` is without limit.
     pub unused: Option<Duration>,
 }
 
 /// See the module.
 #[derive(Debug, Default)]
-pub struct Table {
-    /// Where the entries of small references are, plus 1: guests use few and small ones.
+pub struct GrantTable {
+    /// The indices, plus 1, of the entries of small references: guests use few and small ones.
     near: Vec<u32>,
-    /// Where the others are.
+    /// The indices of the entries of other references.
     far: HashMap<u32, u32>,
     len: usize,
-    entries: Vec<Entry>,
+    entries: Vec<GrantEntry>,
     free: Vec<u32>,
     /// Uses so far.
     uses: u64,
-    /// No mapping was used before this for the last time.
+    /// A time before which no mapping was last used.
     oldest: Option<Instant>,
-    /// A grant found no place since the last tidying.
+    /// A grant found no room since the last purge.
     overflowed: bool,
-    /// Grants that came while there was little room, by the end of their number; empty until then.
-    lately: Vec<u32>,
-    /// What tidying unmaps, the next one last: the entry, and its last use when it was chosen.
-    doomed: Vec<(u64, u32)>,
-    /// They are because they were idle, not because there are too many.
-    doomed_by_age: bool,
+    /// Recent grants while there was little room, by the low bits of their reference; empty until then.
+    recent: Vec<u32>,
+    /// What the purge unmaps, the next one last: the sequence number when it was chosen, and the index.
+    victims: Vec<(u64, u32)>,
+    /// The victims were chosen because they were idle, not because there are too many mappings.
+    victims_idle: bool,
     evictions: u64,
     expiries: u64,
 }
@@ -71,7 +71,7 @@ fn place(index: u32) -> usize {
     usize::try_from(index).unwrap_or(usize::MAX)
 }
 
-impl Table {
+impl GrantTable {
     /// Grants mapped.
     pub fn len(&self) -> usize {
         self.len
@@ -82,24 +82,24 @@ impl Table {
         self.len == 0
     }
 
-    /// True if a grant found no place lately.
+    /// True if a grant found no room since the last purge.
     pub fn overflowed(&self) -> bool {
         self.overflowed
     }
 
-    /// How many were unmapped so far because there were too many, and because they were idle.
+    /// How many were unmapped because there were too many, and how many because they were idle.
     pub fn unmapped(&self) -> (u64, u64) {
         (self.evictions, self.expiries)
     }
 
-    /// The mapping of a grant, which is the most recently used one now.
+    /// The mapping of a grant, which becomes the most recently used one.
     pub fn get(&mut self, gref: u32, now: Instant) -> Option<&Mapping> {
         let index = self.touch(gref, now)?;
         self.page(index)
     }
 
-    /// Where the mapping of a grant is (see [`Table::page`]) until the table is changed; the grant is
-    /// the most recently used one now.
+    /// The index of the mapping of a grant (see [`GrantTable::page`]), valid until the table is changed; the
+    /// grant becomes the most recently used one.
     #[inline]
     pub fn touch(&mut self, gref: u32, now: Instant) -> Option<u32> {
         let index = self.find(gref)?;
@@ -110,34 +110,34 @@ impl Table {
         Some(index)
     }
 
-    /// The mapping at a place that [`Table::touch`] or [`Table::insert`] named.
+    /// The mapping at an index that [`GrantTable::touch`] or [`GrantTable::insert`] returned.
     #[inline]
     pub fn page(&self, index: u32) -> Option<&Mapping> {
         self.entries.get(place(index))?.mapping.as_ref()
     }
 
-    /// True if one more has a place under `cap`; if not, tidying will make some.
+    /// True if there is room for one more under `cap`; if not, a purge will make room.
     pub fn has_room(&mut self, cap: u32) -> bool {
         let room = self.len() < place(cap);
         self.overflowed |= !room;
         room
     }
 
-    /// True if a grant that is not in the table came lately, and then it is remembered that it did. While
-    /// there is little room only such a one is worth a place: a guest that goes through more pages
-    /// than are kept would otherwise have each mapped and unmapped for one use.
-    pub fn came_before(&mut self, gref: u32) -> bool {
-        if self.lately.is_empty() {
-            self.lately = vec![u32::MAX; LATELY];
+    /// True if a grant that is not in the table was used recently; remembers it. While there is little room,
+    /// only such grants are mapped: otherwise a guest that goes through more pages than are kept would have
+    /// each mapped and unmapped for one use.
+    pub fn seen_recently(&mut self, gref: u32) -> bool {
+        if self.recent.is_empty() {
+            self.recent = vec![u32::MAX; RECENT];
         }
-        let last = &mut self.lately[place(gref) % LATELY];
+        let last = &mut self.recent[place(gref) % RECENT];
         std::mem::replace(last, gref) == gref
     }
 
-    /// Keeps a mapping of a grant that is not in the table; its place.
+    /// Inserts the mapping of a grant that is not in the table; returns its index.
     pub fn insert(&mut self, gref: u32, mapping: Mapping, now: Instant) -> u32 {
         self.uses += 1;
-        let entry = Entry { gref, mapping: Some(mapping), used: now, order: self.uses };
+        let entry = GrantEntry { gref, mapping: Some(mapping), used: now, order: self.uses };
         if let Some(index) = self.find(gref) {
             self.entries[place(index)] = entry;
             return index;
@@ -193,35 +193,36 @@ impl Table {
         }
     }
 
-    /// One turn of tidying: unmaps what is above the cap and 5 % of it while that is too small, the
-    /// least recently used first; then what has lain idle for `unused`. At most `most` are unmapped.
-    /// True if more are due; `first` is the first turn of several: the share of the cap goes once.
-    pub fn tidy(&mut self, limits: &Limits, now: Instant, most: usize, first: bool) -> bool {
+    /// Purges: unmaps what exceeds the cap, and 5 % of the cap while that is too small, the least recently
+    /// used first; then what has been idle for `unused`. Unmaps at most `most`. True if more are due; `first`
+    /// is true in the first of several calls, since the 5 % are unmapped once.
+    pub fn purge(&mut self, limits: &GrantLimits, now: Instant, most: usize, first: bool) -> bool {
         let mut share = first;
         for _ in 0..most {
-            if self.doomed.is_empty() && !self.condemn(limits, now, std::mem::take(&mut share)) {
+            if self.victims.is_empty()
+                && !self.choose_victims(limits, now, std::mem::take(&mut share))
+            {
                 return false;
             }
-            let Some((order, index)) = self.doomed.pop() else { break };
-            // Who was used since it was chosen stays, but for what is above the cap.
+            let Some((order, index)) = self.victims.pop() else { break };
+            // A mapping that was used since it was chosen stays, unless the cap is exceeded.
             let chosen = self.entries.get(place(index)).is_some_and(|entry| entry.order == order);
-            let above = !self.doomed_by_age && self.len() > place(limits.cap);
+            let above = !self.victims_idle && self.len() > place(limits.cap);
             if (!chosen && !above) || self.page(index).is_none() {
                 continue;
             }
             self.unmap(index);
-            match self.doomed_by_age {
+            match self.victims_idle {
                 true => self.expiries += 1,
                 false => self.evictions += 1,
             }
         }
-        !self.doomed.is_empty() || self.condemn(limits, now, false)
+        !self.victims.is_empty() || self.choose_victims(limits, now, false)
     }
 
-    /// Chooses what is to be unmapped next; false if nothing is. With `share` room is made if there was
-    /// none.
-    fn condemn(&mut self, limits: &Limits, now: Instant, share: bool) -> bool {
-        let Limits { cap, unused } = *limits;
+    /// Chooses what is unmapped next; false if nothing is. With `share`, makes room if there was none.
+    fn choose_victims(&mut self, limits: &GrantLimits, now: Instant, share: bool) -> bool {
+        let GrantLimits { cap, unused } = *limits;
         let due = if share || self.len() > place(cap) { self.excess(cap) } else { 0 };
         if share {
             self.overflowed = false;
@@ -236,21 +237,21 @@ impl Table {
             all.select_nth_unstable(due - 1);
             all.truncate(due);
             all.sort_unstable_by(|a, b| b.cmp(a));
-            (self.doomed, self.doomed_by_age) = (all, false);
+            (self.victims, self.victims_idle) = (all, false);
             return true;
         }
         if self.next_expiry(unused).is_none_or(|at| at > now) {
             return false;
         }
-        let is_idle = |entry: &Entry| unused.is_some_and(|unused| entry.used + unused <= now);
+        let is_idle = |entry: &GrantEntry| unused.is_some_and(|unused| entry.used + unused <= now);
         let (idle, busy): (Vec<_>, Vec<_>) = mapped().partition(|(entry, _)| is_idle(entry));
         let oldest = busy.iter().map(|(entry, _)| entry.used).min();
-        let mut doomed: Vec<_> = idle.iter().map(|(entry, index)| (entry.order, *index)).collect();
-        doomed.sort_unstable_by(|a, b| b.cmp(a));
-        // While these are there none of them is older.
+        let mut victims: Vec<_> = idle.iter().map(|(entry, index)| (entry.order, *index)).collect();
+        victims.sort_unstable_by(|a, b| b.cmp(a));
+        // No mapping that stays was last used before this.
         self.oldest = oldest.or(Some(now));
-        (self.doomed, self.doomed_by_age) = (doomed, true);
-        !self.doomed.is_empty()
+        (self.victims, self.victims_idle) = (victims, true);
+        !self.victims.is_empty()
     }
 
     fn excess(&self, cap: u32) -> usize {
@@ -258,19 +259,19 @@ impl Table {
         if len < cap || (len == cap && !self.overflowed) {
             return 0;
         }
-        // A small cap gives way, too; Linux rounds its share down to nothing.
-        let share = (cap * place(PERCENT)).div_ceil(100);
+        // Rounded up, so that a small cap makes room as well; Linux rounds down to 0.
+        let share = (cap * place(PURGE_PERCENT)).div_ceil(100);
         (len - cap + share).min(len)
     }
 
-    /// When to look for mappings that have lain idle for `unused`: none has before.
+    /// When a mapping may first have been idle for `unused`.
     pub fn next_expiry(&self, unused: Option<Duration>) -> Option<Instant> {
         self.oldest?.checked_add(unused?)
     }
 
     /// Unmaps everything, at most `most`; true if some are left.
     pub fn clear(&mut self, most: usize) -> bool {
-        self.doomed.clear();
+        self.victims.clear();
         let mut left = most;
         for index in (0..self.entries.len()).rev() {
             if left == 0 || self.is_empty() {
@@ -316,11 +317,11 @@ mod tests {
         unsafe { Mapping::new(NonNull::dangling(), 0, 0, count.clone()) }
     }
 
-    /// What the table should be: grants with the time of their last use, the oldest in front.
+    /// The expected table: grants with the time of their last use, the oldest first.
     type Model = VecDeque<(u32, Instant)>;
 
     fn use_grant(
-        table: &mut Table,
+        table: &mut GrantTable,
         model: &mut Model,
         count: &Arc<Count>,
         gref: u32,
@@ -338,15 +339,14 @@ mod tests {
     }
 
     proptest! {
-        /// The least recently used go first, idle ones after their time; nothing else goes, and
-        /// what goes is unmapped.
+                /// The least recently used are unmapped first, idle ones after their time, and nothing else is.
         #[test]
-        fn the_least_recently_used_go_first(
+                fn the_least_recently_used_are_unmapped_first(
             steps in prop::collection::vec((0u8..5, 0u32..40, 0u64..30), 1..300),
         ) {
             let start = Instant::now();
             let count = Arc::<Count>::default();
-            let (mut table, mut model, mut now) = (Table::default(), Model::new(), start);
+            let (mut table, mut model, mut now) = (GrantTable::default(), Model::new(), start);
             for (what, gref, seconds) in steps {
                 // Small references and large ones.
                 let gref = if gref % 2 == 0 { gref } else { u32::MAX - gref };
@@ -367,14 +367,14 @@ mod tests {
                         while model.front().is_some_and(|(_, used)| *used + unused <= now) {
                             model.pop_front();
                         }
-                        let limits = Limits { cap, unused: Some(unused) };
-                        prop_assert!(!table.tidy(&limits, now, 64, true));
+                        let limits = GrantLimits { cap, unused: Some(unused) };
+                        prop_assert!(!table.purge(&limits, now, 64, true));
                     }
                 }
                 prop_assert_eq!(table.len(), model.len());
                 prop_assert_eq!(count.0.load(Ordering::SeqCst), model.len());
                 let oldest = model.front().map(|(_, used)| *used + Duration::from_secs(9));
-                // Looking too early does no harm.
+                                // Checking too early is allowed.
                 let next = table.next_expiry(Some(Duration::from_secs(9)));
                 prop_assert_eq!(next.is_some(), oldest.is_some());
                 prop_assert!(next <= oldest);
@@ -385,54 +385,54 @@ mod tests {
     }
 
     #[test]
-    fn zero_seconds_are_for_ever_and_a_large_turn_is_split() {
+    fn zero_seconds_disable_expiry_and_a_large_purge_is_split() {
         let (count, now) = (Arc::<Count>::default(), Instant::now());
-        let mut table = Table::default();
+        let mut table = GrantTable::default();
         for gref in 0..1000 {
             table.insert(gref, mapping(&count), now);
         }
         assert_eq!(table.next_expiry(None), None);
-        let limits = |cap| Limits { cap, unused: None };
-        assert!(!table.tidy(&limits(1000), now + Duration::from_secs(1 << 20), 10, true));
+        let limits = |cap| GrantLimits { cap, unused: None };
+        assert!(!table.purge(&limits(1000), now + Duration::from_secs(1 << 20), 10, true));
         assert_eq!(table.len(), 1000);
         assert!(!table.has_room(1000));
         // 5 % of 1000.
-        assert!(!table.tidy(&limits(1000), now, 64, true));
+        assert!(!table.purge(&limits(1000), now, 64, true));
         assert_eq!(table.len(), 950);
-        assert!(table.tidy(&limits(0), now, 64, true));
+        assert!(table.purge(&limits(0), now, 64, true));
         assert_eq!(table.len(), 886);
     }
 
     #[test]
-    fn the_share_goes_once_in_turns_and_what_is_above_the_cap_goes_though_it_is_used() {
+    fn the_purge_share_is_unmapped_once_and_the_excess_even_if_it_is_used() {
         let (count, now) = (Arc::<Count>::default(), Instant::now());
-        let mut table = Table::default();
+        let mut table = GrantTable::default();
         for gref in 0..1000 {
             table.insert(gref, mapping(&count), now);
         }
-        let limits = |cap| Limits { cap, unused: None };
-        // 5 % in turns of 8, while the guest takes every place that comes free.
+        let limits = |cap| GrantLimits { cap, unused: None };
+        // 5 % in steps of 8, while the guest takes every place that becomes free.
         assert!(!table.has_room(1000));
         let (mut first, mut next) = (true, 1000);
-        while table.tidy(&limits(1000), now, 8, std::mem::take(&mut first)) {
+        while table.purge(&limits(1000), now, 8, std::mem::take(&mut first)) {
             while table.has_room(1000) {
                 table.insert(next, mapping(&count), now);
                 next += 1;
             }
         }
         assert_eq!(table.unmapped(), (50, 0));
-        // The oldest of those chosen are used again before their turn: they stay.
+        // The oldest victims are used again before they are unmapped: they stay.
         while table.has_room(1000) {
             table.insert(next, mapping(&count), now);
             next += 1;
         }
-        assert!(table.tidy(&limits(1000), now, 8, true));
+        assert!(table.purge(&limits(1000), now, 8, true));
         assert!((58..100).all(|gref| table.touch(gref, now).is_some()));
-        while table.tidy(&limits(1000), now, 8, false) {}
+        while table.purge(&limits(1000), now, 8, false) {}
         assert_eq!(table.unmapped().0, 58);
-        // A cap of nothing spares nobody.
+        // With a cap of 0 everything is unmapped.
         first = true;
-        while table.tidy(&limits(0), now, 8, std::mem::take(&mut first)) {
+        while table.purge(&limits(0), now, 8, std::mem::take(&mut first)) {
             assert!((0..next).any(|gref| table.touch(gref, now).is_some()));
             (0..next).for_each(|gref| {
                 table.touch(gref, now);

@@ -1,7 +1,7 @@
-//! What the backend needs of Xen, as small traits: grants, event channels and xenstore.
+//! Xen as the backend uses it, as small traits: grants, event channels and xenstore.
 //!
-//! [`host`] is the real thing, over `/dev/xen/gntdev`, `/dev/xen/evtchn` and xenstore's socket or
-//! device. With the feature `shm` there is another one within the process.
+//! [`XenHost`] is the real implementation, over `/dev/xen/gntdev`, `/dev/xen/evtchn` and xenstore's
+//! socket or device. The feature `shm` adds another one within the process.
 
 use std::fmt;
 use std::fs::File;
@@ -22,8 +22,8 @@ pub mod xenbus;
 /// A domain's number.
 pub type Domain = u16;
 
-/// One copy by the hypervisor between memory of ours and a page a guest granted, laid out as Xen's
-/// `gnttab_copy` segment.
+/// One copy by the hypervisor between local memory and a page that a guest granted, laid out as Linux's
+/// `struct gntdev_grant_copy_segment` (`include/uapi/xen/gntdev.h`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyOp {
@@ -40,37 +40,37 @@ const SOURCE_IS_GRANT: u16 = 1;
 /// The target is a grant.
 const TARGET_IS_GRANT: u16 = 2;
 
-/// A granted page as one side of a copy.
+/// A granted page as the source or target of a copy.
 fn foreign(domain: Domain, gref: u32, offset: u16) -> u64 {
     u64::from(gref) | u64::from(offset) << 32 | u64::from(domain) << 48
 }
 
 impl CopyOp {
-    /// From `offset` in a granted page to memory of ours.
+    /// A copy from `offset` in a granted page to local memory.
     pub fn from_guest(domain: Domain, gref: u32, offset: u16, len: u16, to: *mut u8) -> CopyOp {
         let source = foreign(domain, gref, offset);
         let target = to.expose_provenance() as u64;
         CopyOp { source, target, len, flags: SOURCE_IS_GRANT, status: 0, pad: 0 }
     }
 
-    /// From memory of ours to `offset` in a granted page.
+    /// A copy from local memory to `offset` in a granted page.
     pub fn to_guest(domain: Domain, gref: u32, offset: u16, len: u16, from: *const u8) -> CopyOp {
         let target = foreign(domain, gref, offset);
         let source = from.expose_provenance() as u64;
         CopyOp { source, target, len, flags: TARGET_IS_GRANT, status: 0, pad: 0 }
     }
 
-    /// Whether it was done.
+    /// Whether it succeeded.
     pub fn is_done(&self) -> bool {
         self.status == 0
     }
 
-    /// Says how it ended; 0 is well.
+    /// Sets its status; 0 is success.
     pub fn set_status(&mut self, status: i16) {
         self.status = status;
     }
 
-    /// Its parts: grant, offset in the page, bytes, our memory, and whether it goes to the guest.
+    /// Its fields: grant, offset in the page, length, local memory, and whether it copies to the guest.
     pub fn parts(&self) -> (u32, usize, usize, *mut u8, bool) {
         let to_guest = self.flags & TARGET_IS_GRANT != 0;
         let (far, near) =
@@ -82,55 +82,55 @@ impl CopyOp {
     }
 }
 
-/// The pages one guest granted.
+/// The pages that one guest granted.
 pub trait Grants: Send + Sync + fmt::Debug {
-    /// Maps pages, one behind the other.
+    /// Maps pages at consecutive addresses.
     ///
     /// # Errors
-    /// If one of them cannot be mapped none is.
+    /// If one of them cannot be mapped; then none is.
     fn map(&self, grefs: &[u32], writable: bool) -> io::Result<Mapping>;
 
-    /// Does copies; each says how it ended.
+    /// Carries out copies and sets the status of each.
     ///
     /// # Errors
-    /// When copying as such does not work; then any may have been done.
+    /// When the call fails as a whole; then any of the copies may have been done.
     ///
     /// # Safety
-    /// Our side of each copy must be valid for its length, and nobody else may use it meanwhile.
+    /// The local memory of each copy must be valid for its length and not be used meanwhile.
     unsafe fn copy(&self, operations: &mut [CopyOp]) -> io::Result<()>;
 }
 
-/// An event channel to a guest. An event stays masked from the moment it is read until the
-/// [`Channel::token`] is written: whoever floods it is not heard meanwhile.
+/// An event channel to a guest. An event stays masked from when it is read until the
+/// [`Channel::token`] is written: a guest that floods it with events causes no wakeups meanwhile.
 pub trait Channel: Send + fmt::Debug {
-    /// Is readable while an event waits; does not block.
+    /// A descriptor that is readable while an event is pending; reading it does not block.
     fn fd(&self) -> Fd;
 
-    /// What is written to let the next event through; as many bytes are read when one has come.
+    /// What is written to unmask the next event; reading an event returns as many bytes.
     fn token(&self) -> &[u8];
 
     /// Sends an event to the guest.
     ///
     /// # Errors
-    /// Those of the system, or a guest that is gone.
+    /// Errors of the system, also if the guest no longer exists.
     fn notify(&self) -> io::Result<()>;
 }
 
-/// What went wrong with xenstore.
+/// Errors of xenstore.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
     /// There is no such node.
     #[error("no such node")]
     Missing,
-    /// Somebody else changed what the transaction saw: all of it must be done again.
-    #[error("the transaction must be done again")]
+    /// The transaction conflicts with another change and has to be repeated (`EAGAIN`).
+    #[error("the transaction conflicts with another one and must be repeated")]
     Again,
-    /// xenstored said no.
-    #[error("xenstored answered {0}")]
+    /// xenstored refused the request.
+    #[error("xenstored refused the request with {0}")]
     Refused(String),
-    /// The connection is gone, or does not speak the protocol.
-    #[error("the connection to xenstored broke: is it running?")]
+    /// The connection is broken, or does not follow the protocol.
+    #[error("the connection to xenstored is broken: check that xenstored is running")]
     Io(#[from] io::Error),
 }
 
@@ -144,7 +144,7 @@ pub trait XenStore: Send {
     /// # Errors
     /// See [`StoreError`].
     fn read(&mut self, within: Transaction, path: &str) -> Result<Vec<u8>, StoreError>;
-    /// Sets a node, and makes it with all above it if it is not there.
+    /// Sets a node; creates it and its parents if they do not exist.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -159,18 +159,18 @@ pub trait XenStore: Send {
     /// # Errors
     /// See [`StoreError`].
     fn remove(&mut self, within: Transaction, path: &str) -> Result<(), StoreError>;
-    /// Gives a node to `owner`, with `reader` allowed to read it.
+    /// Sets the permissions of a node: `owner` owns it, and `reader` may read it.
     ///
     /// # Errors
     /// See [`StoreError`].
-    fn give(
+    fn set_permissions(
         &mut self,
         within: Transaction,
         path: &str,
         owner: Domain,
         reader: Domain,
     ) -> Result<(), StoreError>;
-    /// Has changes of a node and all below it told under `token`; the first time at once.
+    /// Watches a node and all nodes below it: changes fire events with `token`, and one is fired at once.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -185,17 +185,17 @@ pub trait XenStore: Send {
     /// # Errors
     /// See [`StoreError`].
     fn begin(&mut self) -> Result<Transaction, StoreError>;
-    /// Ends it; with `commit` all of it counts.
+    /// Ends a transaction; with `commit` its changes take effect.
     ///
     /// # Errors
-    /// [`StoreError::Again`] if it must be done again.
+    /// [`StoreError::Again`] if it must be repeated.
     fn end(&mut self, transaction: Transaction, commit: bool) -> Result<(), StoreError>;
-    /// The next watch that fired (its path and its token), without waiting.
+    /// The next watch event (its path and token), without waiting.
     ///
     /// # Errors
     /// See [`StoreError`].
     fn event(&mut self) -> Result<Option<(String, String)>, StoreError>;
-    /// Is readable while something waits.
+    /// A descriptor that is readable while data is pending.
     fn fd(&self) -> BorrowedFd<'_>;
 }
 
@@ -204,32 +204,32 @@ pub trait Platform: Send + Sync {
     /// The grants of a guest.
     ///
     /// # Errors
-    /// Those of the system; the message says what is missing.
+    /// Errors of the system; the message says what is missing.
     fn grants(&self, guest: Domain) -> io::Result<Arc<dyn Grants>>;
-    /// Binds to a guest's event channel.
+    /// Binds a guest's event channel.
     ///
     /// # Errors
-    /// Those of the system, or a port the guest did not offer.
+    /// Errors of the system, or a port the guest did not offer.
     fn bind(&self, guest: Domain, port: u32) -> io::Result<Box<dyn Channel>>;
     /// A new connection to xenstore.
     ///
     /// # Errors
-    /// Those of the system; the message says what is missing.
+    /// Errors of the system; the message says what is missing.
     fn xenstore(&self) -> io::Result<Box<dyn XenStore>>;
-    /// A file there is once on the host and its path: the backend that serves the host's guests locks it. None by default.
+    /// A file that exists once per host, and its path: the backend that serves the host's guests locks it. None by default.
     ///
     /// # Errors
-    /// Those of the system; the message says what is missing.
+    /// Errors of the system; the message says what is missing.
     fn lock_file(&self) -> io::Result<Option<(File, PathBuf)>> {
         Ok(None)
     }
 }
 
-/// The machine this runs on.
+/// The host this runs on.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Host;
+pub struct XenHost;
 
-impl Platform for Host {
+impl Platform for XenHost {
     fn grants(&self, guest: Domain) -> io::Result<Arc<dyn Grants>> {
         Ok(gntdev::Gntdev::open(guest)?)
     }
@@ -242,13 +242,13 @@ impl Platform for Host {
         Ok(Box::new(xenbus::Connection::open()?))
     }
 
-    /// A device of Xen's: each daemon has it, whatever its directories, its user and its mounts are.
+    /// A device of Xen's: the same for all daemons, whatever their directories, users and mounts are.
     fn lock_file(&self) -> io::Result<Option<(File, PathBuf)>> {
         Ok(Some((evtchn::open()?.into(), evtchn::DEVICE.into())))
     }
 }
 
-/// Opens a device of Xen's; the error says what to do.
+/// Opens a device of Xen's; the error message says what to do.
 pub(crate) fn open_device(path: &str, module: &str) -> io::Result<std::os::fd::OwnedFd> {
     use std::os::unix::fs::OpenOptionsExt;
     let opened = std::fs::OpenOptions::new()
@@ -259,9 +259,11 @@ pub(crate) fn open_device(path: &str, module: &str) -> io::Result<std::os::fd::O
     opened.map(Into::into).map_err(|error| {
         let remedy = match error.kind() {
             io::ErrorKind::NotFound => {
-                format!("{path} is missing: run on Xen, and load the module {module}")
+                format!("{path} is missing: run on Xen, and load the kernel module {module}")
             }
-            io::ErrorKind::PermissionDenied => format!("{path}: give the daemon's user access"),
+            io::ErrorKind::PermissionDenied => {
+                format!("cannot open {path}: give the daemon's user access to it")
+            }
             _ => format!("cannot open {path}"),
         };
         io::Error::new(error.kind(), format!("{remedy} ({error})"))

@@ -1,13 +1,13 @@
-//! One ring being served, on one worker: take requests, hand them to lanes, publish responses.
+//! One ring, served on one worker: consumes requests, passes them to request tasks, publishes responses.
 //!
 //! # Invariants
-//! - A request is copied once into the journal, checked there, and answered exactly once.
-//! - Requests that began run to their end, also when the guest is gone: only then does the queue
-//!   end, so that closing a volume knows of every write.
-//! - What a guest can make us hold is bounded: its ring's slots, the queue's memory budget, and the
-//!   cap of persistent grants.
-//! - A guest that floods us with events is heard once for each turn; one that lies about its ring
-//!   is heard no more.
+//! - A request is copied once into the journal, checked there, and gets exactly one response.
+//! - Requests that were started run to completion, also if the guest was destroyed; only then does the
+//!   queue end, so that closing a volume waits for every write.
+//! - What a guest can make the backend hold is bounded: by its ring's slots, the queue's memory budget,
+//!   and the cap of persistent grants.
+//! - A guest that floods the backend with events causes one wakeup per iteration; a ring whose indices
+//!   are invalid is not served any more.
 
 use std::cell::{Cell, RefCell};
 use std::hint::spin_loop;
@@ -21,46 +21,46 @@ use crate::abi::{Response, Slot, Status, op};
 use crate::busy_poll::BusyPoll;
 use crate::copier::Copier;
 use crate::device_shared::{DeviceShared, add};
-use crate::inline_io::Express;
+use crate::inline_io::InlineIo;
 use crate::journal::Journal;
-use crate::persistent::{Limits, Table};
+use crate::persistent::{GrantLimits, GrantTable};
 use crate::platform::{Channel, Domain, Grants};
-use crate::request_task::Lane;
+use crate::request_task::RequestTask;
 use crate::ring::{Overrun, Ring};
 
-/// Requests taken between two looks at what else there is to do.
+/// Requests consumed before other work of the ring is done.
 const BATCH: u32 = 64;
-/// Work after which requests make way if somebody is waiting who has little to do; in copies of a
-/// mapped page, as all work is reckoned ([`crate::inline_io::cost`]). A ring of small requests.
+/// Work after which a ring yields if a lightly loaded ring is waiting, in units of one copy of a mapped page,
+/// as all work is measured here ([`crate::inline_io::cost`]). About a ring of small requests.
 const QUANTUM: usize = 32;
-/// Work between two looks whether anybody is.
+/// Work between two checks for that.
 const STEP: usize = 8;
-/// Work after which they make way at all: long, since rings that take turns find their pages gone from
-/// the processor's cache (ADR 6).
+/// Work after which a ring yields in any case: a long time slice, since rings that alternate find their pages
+/// evicted from the processor's cache (ADR 6).
 const SLICE: usize = 2048;
-/// Turns without a request after which a guest's events are let through more slowly.
+/// Events in a row without a request after which a guest's events are unmasked more slowly.
 const SPURIOUS: u32 = 16;
-/// How much more slowly; and how long a guest must wait that only sends what is refused.
+/// By how much more slowly; and how long a guest is delayed whose requests are mostly refused.
 const THROTTLE: Duration = Duration::from_millis(1);
-/// How often too full a table of grants is tidied (seed `003`).
-const TIDY: Duration = Duration::from_millis(100);
-/// Looks at an empty ring between two turns of the worker, a pause of the processor before each.
-const LOOKS: u32 = 16;
-/// When memory is wanted, what has not been used for so long is unmapped, and what comes to that in the
-/// same time after the sign. Mappings in use are worth their memory (0.9 KiB each): made again at
-/// once, each costs several calls of the system and of the hypervisor.
+/// The interval of purges of a full table of grants (100 ms, as in Linux's xen-blkback).
+const PURGE_INTERVAL: Duration = Duration::from_millis(100);
+/// Polls of an empty ring before the worker does other work, with a `pause` instruction before each.
+const POLLS: u32 = 16;
+/// Under memory pressure, mappings that have been idle for this long are unmapped, and those that become so
+/// in the same time after it. Mappings in use are worth their memory (0.9 KiB each): mapping one again at
+/// once takes several system calls and hypercalls.
 const IDLE: Duration = Duration::from_secs(5);
-/// Grants unmapped between two looks whether somebody is waiting, and in one turn of the worker at most:
-/// each costs as much as many requests.
+/// Grants unmapped between two checks whether other tasks are waiting, and at most in one iteration of the
+/// worker: each costs as much as many requests.
 const UNMAP_STEP: usize = 1;
-const UNMAP_TURN: usize = 16;
-/// Grants mapped in one batch while there are nearly as many as may be; others are copied.
-pub(crate) const MAP_TURN: usize = 1;
-/// Failed requests logged for each queue: a broken disk or guest must not fill the log.
+const UNMAP_BATCH: usize = 16;
+/// Grants mapped per batch while nearly as many are mapped as may be; other pages are copied.
+pub(crate) const MAP_BATCH: usize = 1;
+/// Failed requests logged for each queue: a broken disk or guest must not flood the log.
 const ERRORS_LOGGED: u32 = 10;
 
-/// What a queue is made of, put together where waiting does no harm.
-pub(crate) struct Parts {
+/// The parts of a queue, opened on the thread that may block.
+pub(crate) struct QueueParts {
     pub(crate) disk: Arc<DeviceShared>,
     pub(crate) name: String,
     pub(crate) guest: Domain,
@@ -68,8 +68,8 @@ pub(crate) struct Parts {
     pub(crate) channel: Box<dyn Channel>,
     pub(crate) ring: Ring,
     pub(crate) journal: Arc<Journal>,
-    /// Entries of the journal to be done again.
-    pub(crate) left_over: Vec<u32>,
+    /// Entries of the journal that are to be repeated.
+    pub(crate) resumed_entries: Vec<u32>,
     pub(crate) persistent: bool,
 }
 
@@ -81,34 +81,34 @@ pub(crate) struct Queue {
     pub(crate) grants: Arc<dyn Grants>,
     name: String,
     channel: Box<dyn Channel>,
-    /// What events are read into.
+    /// The buffer that events are read into.
     event: Cell<Option<Buf>>,
     ring: RefCell<Ring>,
     pub(crate) journal: Arc<Journal>,
     /// Grants that stay mapped, if guest and backend agreed on it.
-    pub(crate) table: Option<RefCell<Table>>,
+    pub(crate) table: Option<RefCell<GrantTable>>,
     /// Grants mapped in this batch.
     pub(crate) mapped: Cell<usize>,
-    /// No mapping could be had lately: pages are copied until the table was tidied.
+    /// Mapping failed: pages are copied until the next purge.
     pub(crate) starved: Cell<bool>,
-    /// Work done since others had their turn.
+    /// Work done in this time slice.
     spent: Cell<usize>,
     pub(crate) buffers: BufPool,
     pub(crate) memory: Rc<Budget>,
     /// The volume's share of the memory for requests.
     pub(crate) queue_share: Rc<QueueShare>,
     pub(crate) copier: Copier,
-    pub(crate) express: Express,
-    /// The table of grants wants a look.
-    pub(crate) untidy: Signal,
-    lanes: Lanes,
+    pub(crate) inline_io: InlineIo,
+    /// Set when the table of grants has to be purged.
+    pub(crate) purge_needed: Signal,
+    tasks: RequestTasks,
     free_entries: RefCell<Vec<u32>>,
-    answers: RefCell<Vec<(u32, Response)>>,
-    answered: Signal,
-    /// Requests that were refused beyond those that were carried out, since the guest was made to wait.
+    responses: RefCell<Vec<(u32, Response)>>,
+    responses_ready: Signal,
+    /// Refused requests minus successful ones, since the guest was last delayed.
     refused: Cell<u32>,
-    pace: BusyPoll,
-    /// The time as of the last requests taken: exact enough for the order of use.
+    busy_poll: BusyPoll,
+    /// The time when requests were last consumed: exact enough for the order of use.
     pub(crate) now: Cell<Instant>,
     stopping: Cell<bool>,
     halt: Signal,
@@ -116,25 +116,24 @@ pub(crate) struct Queue {
 }
 
 #[derive(Default)]
-struct Lanes {
-    idle: RefCell<Vec<Rc<Lane>>>,
+struct RequestTasks {
+    idle: RefCell<Vec<Rc<RequestTask>>>,
     busy: Cell<u32>,
-    /// Set when none is busy any more.
+    /// Set when no task is busy.
     quiet: Signal,
 }
 
 impl Queue {
-    /// Serves a ring until told to stop; then nothing of it is under way, and all that was taken
-    /// has been answered.
-    pub(crate) async fn run(io: Io, parts: Parts) {
-        let Parts { disk, name, guest, grants, channel, ring, journal, .. } = parts;
+    /// Serves a ring until it is stopped; then all consumed requests have completed and have responses.
+    pub(crate) async fn run(io: Io, parts: QueueParts) {
+        let QueueParts { disk, name, guest, grants, channel, ring, journal, .. } = parts;
         let slots = usize::try_from(ring.slots()).unwrap_or_default();
         let entries = (0..ring.slots()).rev();
-        let free: Vec<u32> = entries.filter(|n| !parts.left_over.contains(n)).collect();
+        let free: Vec<u32> = entries.filter(|n| !parts.resumed_entries.contains(n)).collect();
         let buffers = io.pool().queue(io.pool().owner(), disk.pool.clone());
         let memory = Budget::new(disk.queue_memory);
         let queue_share = QueueShare::new(disk.volume.share(io.pool().memory().shares()).clone());
-        // As of now: a sign that comes before the housekeeper's first turn is for this ring, too.
+        // Read now: a shrink before the first housekeeping also counts for this ring.
         let shrinks = disk.parameters.shrinks();
         let queue = Rc::new(Queue {
             io: io.clone(),
@@ -153,14 +152,14 @@ impl Queue {
             memory,
             queue_share,
             copier: Copier::default(),
-            express: Express::default(),
-            untidy: Signal::default(),
-            lanes: Lanes::default(),
+            inline_io: InlineIo::default(),
+            purge_needed: Signal::default(),
+            tasks: RequestTasks::default(),
             free_entries: RefCell::new(free),
-            answers: RefCell::new(Vec::with_capacity(slots)),
-            answered: Signal::default(),
+            responses: RefCell::new(Vec::with_capacity(slots)),
+            responses_ready: Signal::default(),
             refused: Cell::new(0),
-            pace: BusyPoll::default(),
+            busy_poll: BusyPoll::default(),
             now: Cell::new(ebb_mem::clock::now()),
             stopping: Cell::new(false),
             halt: Signal::default(),
@@ -168,13 +167,13 @@ impl Queue {
             disk,
         });
         let helpers = [
-            io.spawn(queue.clone().publish_answers()),
-            io.spawn(queue.clone().copy_for_lanes()),
+            io.spawn(queue.clone().publish_responses()),
+            io.spawn(queue.clone().copy_for_tasks()),
             io.spawn(queue.clone().housekeeping(shrinks)),
-            io.spawn(queue.clone().obey()),
+            io.spawn(queue.clone().watch_stop()),
         ];
-        let share = parts.persistent.then(|| queue.disk.parameters.enter());
-        queue.serve(parts.left_over).await;
+        let share = parts.persistent.then(|| queue.disk.parameters.add_ring());
+        queue.serve(parts.resumed_entries).await;
         queue.drain().await;
         queue.publish();
         drop(helpers);
@@ -183,18 +182,18 @@ impl Queue {
         drop(share);
     }
 
-    async fn obey(self: Rc<Self>) {
+    async fn watch_stop(self: Rc<Self>) {
         self.disk.stop.wait().await;
         self.stopping.set(true);
         self.halt.set();
     }
 
-    async fn serve(self: &Rc<Self>, left_over: Vec<u32>) {
-        add(&self.disk.counters.resumed, left_over.len() as u64);
-        for entry in left_over {
+    async fn serve(self: &Rc<Self>, resumed_entries: Vec<u32>) {
+        add(&self.disk.counters.resumed, resumed_entries.len() as u64);
+        for entry in resumed_entries {
             self.begin(entry, is_barrier(&self.journal.slot(entry))).await;
         }
-        // The guest may have waited for us.
+        // The guest may be waiting since the predecessor ended.
         self.notify();
         let fd = self.channel.fd();
         let mut spurious = 0;
@@ -203,8 +202,8 @@ impl Queue {
                 Ok(0) => spurious += 1,
                 Ok(_) => spurious = 0,
                 Err(overrun) => {
-                    if let Some(suppressed) = self.disk.lines.admit(ebb_mem::clock::now()) {
-                        tracing::warn!(queue = self.name, error = %overrun, suppressed, "not served any more");
+                    if let Some(suppressed) = self.disk.log_limit.admit(ebb_mem::clock::now()) {
+                        tracing::warn!(queue = self.name, error = %overrun, suppressed, "the ring is not served any more");
                     }
                     self.halt.wait().await;
                     return;
@@ -214,14 +213,14 @@ impl Queue {
                 self.io.sleep(THROTTLE).await;
             }
             if let Err(error) = self.wait_for_event(&fd).await {
-                tracing::warn!(queue = self.name, %error, "the event channel broke");
+                tracing::warn!(queue = self.name, %error, "the event channel failed: the ring is not served any more");
                 self.halt.wait().await;
                 return;
             }
         }
     }
 
-    /// Lets the next event through and waits for it, in one call of the system.
+    /// Unmasks the next event and waits for it, in one system call.
     async fn wait_for_event(&self, fd: &ebb_io::Fd) -> std::io::Result<()> {
         let token = self.channel.token();
         let mut masked = true;
@@ -231,12 +230,12 @@ impl Queue {
                 None => self.io.pool().take(token.len()).await,
             };
             buf.copy_from_slice(token);
-            let heard = async { Some(self.io.exchange(fd, buf, token.len(), masked).await) };
+            let received = async { Some(self.io.exchange(fd, buf, token.len(), masked).await) };
             let halted = async {
                 self.halt.wait().await;
                 None
             };
-            let Some((outcome, buf)) = futures_lite::future::or(heard, halted).await else {
+            let Some((outcome, buf)) = futures_lite::future::or(received, halted).await else {
                 return Ok(());
             };
             self.event.set(Some(buf));
@@ -252,21 +251,21 @@ impl Queue {
         }
     }
 
-    /// Takes what waits in the ring, until nothing does and the guest has been asked for an event.
+    /// Consumes requests until the ring is empty and the guest was asked for an event.
     async fn take_requests(self: &Rc<Self>) -> Result<u32, Overrun> {
         let mut taken = 0u32;
         self.spent.set(0);
         while !self.stopping.get() {
             let waiting = self.ring.borrow().waiting()?;
             if waiting == 0 {
-                if self.look().await? || self.ring.borrow().arm()? {
+                if self.poll_ring().await? || self.ring.borrow().arm()? {
                     continue;
                 }
                 break;
             }
             self.now.set(ebb_mem::clock::now());
             let (count, barrier, make_way) = self.take_batch(waiting.min(BATCH));
-            self.pace.took(count, self.now.get());
+            self.busy_poll.note_requests(count, self.now.get());
             taken = taken.saturating_add(count);
             self.publish();
             if let Some(entry) = barrier {
@@ -285,15 +284,15 @@ impl Queue {
         Ok(taken)
     }
 
-    /// Looks at the empty ring while that is likely to pay, without asking the guest for an event; true
-    /// if requests came. A guest that waits for something else to be over is not looked at.
-    async fn look(&self) -> Result<bool, Overrun> {
+    /// Busy-polls the empty ring while that is worthwhile, without asking the guest for an event; true if
+    /// requests were found. A ring with requests in flight is not polled.
+    async fn poll_ring(&self) -> Result<bool, Overrun> {
         let each = Duration::from_micros(self.disk.parameters.poll_us().into());
-        let Some(until) = self.pace.look_until(each, ebb_mem::clock::now()) else {
+        let Some(until) = self.busy_poll.poll_until(each, ebb_mem::clock::now()) else {
             return Ok(false);
         };
-        while !self.stopping.get() && self.lanes.busy.get() == 0 {
-            for _ in 0..LOOKS {
+        while !self.stopping.get() && self.tasks.busy.get() == 0 {
+            for _ in 0..POLLS {
                 spin_loop();
                 if self.ring.borrow().waiting()? > 0 {
                     add(&self.disk.counters.polls, 1);
@@ -304,7 +303,7 @@ impl Queue {
                 break;
             }
             self.spent.set(0);
-            match self.pace.is_light() {
+            match self.busy_poll.is_light() {
                 true => self.io.next_iteration().await,
                 false => self.io.yield_iteration().await,
             }
@@ -312,8 +311,8 @@ impl Queue {
         Ok(false)
     }
 
-    /// Takes at most `most` requests and carries out those that need not wait, until one is a
-    /// barrier, or others shall go on: how many, the entry of that, and whether they shall.
+    /// Consumes at most `most` requests and carries out those that need no wait, until a barrier or the end of
+    /// the time slice: the number of requests, the entry of the barrier, and whether to yield.
     fn take_batch(self: &Rc<Self>, most: u32) -> (u32, Option<u32>, bool) {
         self.mapped.set(0);
         let data = self.disk.volume.direct_access();
@@ -330,15 +329,15 @@ impl Queue {
                 break;
             }
             let before = spent / STEP;
-            match data.as_ref().and_then(|data| self.at_once(data, abi, entry, &slot)) {
+            match data.as_ref().and_then(|data| self.try_inline(data, abi, entry, &slot)) {
                 Some(cost) => spent += cost,
                 None => {
                     spent += 1;
                     self.start(entry);
                 }
             }
-            let look = spent >= QUANTUM && spent / STEP > before;
-            make_way = spent >= SLICE || (look && self.io.has_other_work());
+            let check = spent >= QUANTUM && spent / STEP > before;
+            make_way = spent >= SLICE || (check && self.io.has_other_work());
         }
         self.spent.set(spent);
         drop((ring, free));
@@ -348,7 +347,7 @@ impl Queue {
         (taken, barrier, make_way)
     }
 
-    /// Copies the next request into the journal and takes it; the private copy.
+    /// Copies the next request into the journal and consumes it; returns the private copy.
     #[inline]
     fn note_next(&self, ring: &mut Ring, entry: u32) -> Slot {
         let slot = ring.copy_next();
@@ -358,7 +357,7 @@ impl Queue {
         slot
     }
 
-    /// Gives a request to a lane. Nothing passes a barrier in either direction.
+    /// Starts a request in a task. No request passes a barrier in either direction.
     async fn begin(self: &Rc<Self>, entry: u32, barrier: bool) {
         if barrier {
             self.drain().await;
@@ -370,18 +369,18 @@ impl Queue {
     }
 
     fn start(self: &Rc<Self>, entry: u32) {
-        self.lanes.busy.set(self.lanes.busy.get() + 1);
-        let idle = self.lanes.idle.borrow_mut().pop();
-        let lane = idle.unwrap_or_else(|| {
-            let lane = Rc::new(Lane::default());
-            self.io.spawn(self.clone().run_lane(lane.clone())).detach();
-            lane
+        self.tasks.busy.set(self.tasks.busy.get() + 1);
+        let idle = self.tasks.idle.borrow_mut().pop();
+        let task = idle.unwrap_or_else(|| {
+            let task = Rc::new(RequestTask::default());
+            self.io.spawn(self.clone().run_task(task.clone())).detach();
+            task
         });
-        lane.give(entry);
+        task.assign(entry);
     }
 
-    /// Notes how a request ended, to be published with others.
-    pub(crate) fn settle(&self, entry: u32, response: Response) {
+    /// Queues the response of a completed request, to be published with others.
+    pub(crate) fn complete(&self, entry: u32, response: Response) {
         let refused = self.refused.get();
         if response.status == Status::Okay.code() {
             if refused > 0 {
@@ -393,64 +392,64 @@ impl Queue {
                 add(&self.disk.counters.errors, 1);
             }
         }
-        self.answers.borrow_mut().push((entry, response));
+        self.responses.borrow_mut().push((entry, response));
     }
 
-    /// Waits until no request is under way.
+    /// Waits until no request task is busy.
     async fn drain(&self) {
-        while self.lanes.busy.get() > 0 {
-            self.lanes.quiet.wait().await;
+        while self.tasks.busy.get() > 0 {
+            self.tasks.quiet.wait().await;
         }
     }
 
-    async fn run_lane(self: Rc<Self>, lane: Rc<Lane>) {
-        while let Some(entry) = lane.next().await {
+    async fn run_task(self: Rc<Self>, task: Rc<RequestTask>) {
+        while let Some(entry) = task.next().await {
             let slot = self.journal.slot(entry);
             let abi = self.ring.borrow().abi();
-            let response = self.execute(&lane, abi, &slot).await;
-            self.settle(entry, response);
-            self.answered.set();
-            let busy = self.lanes.busy.get() - 1;
-            self.lanes.busy.set(busy);
+            let response = self.execute(&task, abi, &slot).await;
+            self.complete(entry, response);
+            self.responses_ready.set();
+            let busy = self.tasks.busy.get() - 1;
+            self.tasks.busy.set(busy);
             if busy == 0 {
-                self.lanes.quiet.set();
+                self.tasks.quiet.set();
                 self.buffers.done(ebb_mem::clock::now());
             }
-            self.lanes.idle.borrow_mut().push(lane.clone());
+            self.tasks.idle.borrow_mut().push(task.clone());
         }
     }
 
     fn retire_idle(&self) {
-        self.lanes.idle.take().iter().for_each(|lane| lane.retire());
+        self.tasks.idle.take().iter().for_each(|task| task.retire());
     }
 
-    /// Publishes what has gathered, whenever something has: behind all lanes that were ready.
-    async fn publish_answers(self: Rc<Self>) {
+    /// Publishes queued responses, after all request tasks that were ready have run.
+    async fn publish_responses(self: Rc<Self>) {
         loop {
-            self.answered.wait().await;
+            self.responses_ready.wait().await;
             self.publish();
         }
     }
 
     fn publish(&self) {
-        let mut answers = self.answers.borrow_mut();
-        if answers.is_empty() {
+        let mut responses = self.responses.borrow_mut();
+        if responses.is_empty() {
             return;
         }
         let mut ring = self.ring.borrow_mut();
-        for (entry, response) in answers.iter() {
-            self.journal.answer(*entry, ring.rsp_prod());
+        for (entry, response) in responses.iter() {
+            self.journal.begin_response(*entry, ring.rsp_prod());
             ring.respond(*response);
         }
         let event = ring.publish();
         let mut free = self.free_entries.borrow_mut();
-        add(&self.disk.counters.answers, answers.len() as u64);
+        add(&self.disk.counters.responses, responses.len() as u64);
         add(&self.disk.counters.publications, 1);
-        for (entry, _) in answers.drain(..) {
+        for (entry, _) in responses.drain(..) {
             self.journal.free(entry);
             free.push(entry);
         }
-        drop((free, ring, answers));
+        drop((free, ring, responses));
         if event {
             self.notify();
         }
@@ -459,21 +458,21 @@ impl Queue {
     fn notify(&self) {
         add(&self.disk.counters.notifications, 1);
         if let Err(error) = self.channel.notify() {
-            tracing::debug!(queue = self.name, %error, "the guest is gone");
+            tracing::debug!(queue = self.name, %error, "cannot notify the guest");
         }
     }
 
-    async fn copy_for_lanes(self: Rc<Self>) {
+    async fn copy_for_tasks(self: Rc<Self>) {
         loop {
-            self.copier.asked().await;
+            self.copier.requested().await;
             let done = self.copier.run(self.guest, &*self.grants);
             add(&self.disk.counters.copies, done);
             add(&self.disk.counters.copy_calls, u64::from(done > 0));
         }
     }
 
-    /// Keeps the table of grants within its limits, and gives it back when memory is wanted: has been
-    /// since there were `shrinks` signs of that.
+    /// Keeps the table of grants within its limits, and unmaps idle grants under memory pressure: since there
+    /// were `shrinks` signs of it.
     async fn housekeeping(self: Rc<Self>, mut shrinks: u64) {
         let parameters = self.disk.parameters.clone();
         let mut sign = None;
@@ -486,12 +485,12 @@ impl Queue {
             }
             let now = ebb_mem::clock::now();
             self.starved.set(false);
-            let limits = Limits {
+            let limits = GrantLimits {
                 cap: parameters.ring_cap(),
-                unused: may_rest(parameters.unused(), sign, now),
+                unused: idle_limit(parameters.unused(), sign, now),
             };
             let mut first = true;
-            self.unmap(|table| table.tidy(&limits, now, UNMAP_STEP, std::mem::take(&mut first)))
+            self.unmap(|table| table.purge(&limits, now, UNMAP_STEP, std::mem::take(&mut first)))
                 .await;
             let expiry =
                 self.table.as_ref().and_then(|table| table.borrow().next_expiry(limits.unused));
@@ -501,60 +500,66 @@ impl Queue {
                     None => std::future::pending().await,
                 }
             };
-            let untidy = async {
-                self.untidy.wait().await;
-                self.io.sleep((now + TIDY).saturating_duration_since(ebb_mem::clock::now())).await;
+            let purge_needed = async {
+                self.purge_needed.wait().await;
+                self.io
+                    .sleep((now + PURGE_INTERVAL).saturating_duration_since(ebb_mem::clock::now()))
+                    .await;
             };
-            futures_lite::future::or(changed, futures_lite::future::or(expired, untidy)).await;
+            futures_lite::future::or(changed, futures_lite::future::or(expired, purge_needed))
+                .await;
         }
     }
 
-    /// Unmaps what `step` finds, [`UNMAP_STEP`] at a time, until that says that there is no more.
-    async fn unmap(&self, mut step: impl FnMut(&mut Table) -> bool) {
+    /// Unmaps what `step` chooses, [`UNMAP_STEP`] at a time, until it returns false.
+    async fn unmap(&self, mut step: impl FnMut(&mut GrantTable) -> bool) {
         let mut done = 0;
         while self.with_table(&mut step) {
             done += UNMAP_STEP;
-            if done >= UNMAP_TURN || self.io.has_other_work() {
+            if done >= UNMAP_BATCH || self.io.has_other_work() {
                 done = 0;
                 self.io.next_iteration().await;
             }
         }
     }
 
-    fn with_table(&self, act: impl FnOnce(&mut Table) -> bool) -> bool {
+    fn with_table(&self, act: impl FnOnce(&mut GrantTable) -> bool) -> bool {
         let Some(table) = &self.table else { return false };
         let mut table = table.borrow_mut();
         let (before, (evictions, expiries)) = (table.len(), table.unmapped());
         let more = act(&mut table);
         let (after, unmapped) = (table.len(), table.unmapped());
         drop(table);
-        let gone = i64::try_from(before - after).unwrap_or(i64::MAX);
+        let removed = i64::try_from(before - after).unwrap_or(i64::MAX);
         let counters = &self.disk.counters;
-        counters.note_mapped(-gone);
-        self.disk.parameters.give_mappings_back(u32::try_from(gone).unwrap_or_default());
+        counters.note_mapped(-removed);
+        self.disk.parameters.release_mappings(u32::try_from(removed).unwrap_or_default());
         add(&counters.evictions, unmapped.0 - evictions);
         add(&counters.expiries, unmapped.1 - expiries);
         more
     }
 
-    /// True while failed requests of this queue still go to the log.
+    /// Whether a failed request of this queue is to be logged.
     pub(crate) fn may_log(&self) -> bool {
         let count = self.logged.get();
         self.logged.set(count.saturating_add(1));
         if count == ERRORS_LOGGED {
-            tracing::warn!(queue = self.name, "more failed requests; not logged any more");
+            tracing::warn!(
+                queue = self.name,
+                "further failed requests of this ring are not logged"
+            );
         }
-        count < ERRORS_LOGGED && self.disk.lines.admit(ebb_mem::clock::now()).is_some()
+        count < ERRORS_LOGGED && self.disk.log_limit.admit(ebb_mem::clock::now()).is_some()
     }
 
-    /// The name it has in the log.
+    /// Its name in the log.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
 }
 
-/// How long a mapping may lie idle, when memory was last wanted at `sign`.
-fn may_rest(unused: Option<Duration>, sign: Option<Instant>, now: Instant) -> Option<Duration> {
+/// How long a mapping may be idle, if there was memory pressure at `sign`.
+fn idle_limit(unused: Option<Duration>, sign: Option<Instant>, now: Instant) -> Option<Duration> {
     let wanted = sign.is_some_and(|sign| now.saturating_duration_since(sign) < IDLE * 2);
     if wanted { Some(unused.map_or(IDLE, |unused| unused.min(IDLE))) } else { unused }
 }
@@ -572,14 +577,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn when_memory_is_wanted_idle_mappings_go_soon_and_those_in_use_stay() {
+    fn under_memory_pressure_idle_mappings_expire_sooner() {
         let (start, unused) = (Instant::now(), Some(Duration::from_secs(60)));
-        assert_eq!(may_rest(unused, None, start), unused);
+        assert_eq!(idle_limit(unused, None, start), unused);
         for after in [Duration::ZERO, IDLE, IDLE * 2 - Duration::from_millis(1)] {
-            let rest = |unused| may_rest(unused, Some(start), start + after);
+            let rest = |unused| idle_limit(unused, Some(start), start + after);
             assert_eq!((rest(unused), rest(None)), (Some(IDLE), Some(IDLE)), "{after:?}");
             assert_eq!(rest(Some(Duration::from_millis(5))), Some(Duration::from_millis(5)));
         }
-        assert_eq!(may_rest(unused, Some(start), start + IDLE * 2), unused, "it is over");
+        assert_eq!(
+            idle_limit(unused, Some(start), start + IDLE * 2),
+            unused,
+            "the pressure has ended"
+        );
     }
 }

@@ -1,5 +1,5 @@
-//! Carrying out one request. A lane is a task that does one request after the other, with room of
-//! its own for the segments, so that a warm ring allocates nothing.
+//! Request tasks: a task carries out one request after the other and keeps its memory for the segments,
+//! so that a warm ring allocates nothing.
 
 use std::cell::{Cell, Ref, RefCell};
 use std::ops::Range;
@@ -15,31 +15,31 @@ use crate::abi::{
 };
 use crate::device_shared::{MAX_SEGMENTS, Transient, add};
 use crate::guest_memory::Mapping;
-use crate::persistent::Table;
-use crate::queue::{MAP_TURN, Queue};
+use crate::persistent::GrantTable;
+use crate::queue::{MAP_BATCH, Queue};
 
-/// What a request without data counts against the queue's memory, bytes.
+/// What each request is charged against the queue's memory beside its data, bytes.
 pub(crate) const REQUEST_BYTES: usize = 512;
 
 /// See the module.
 #[derive(Default)]
-pub(crate) struct Lane {
+pub(crate) struct RequestTask {
     entry: Cell<Option<u32>>,
     retired: Cell<bool>,
     signal: Signal,
-    /// The segments of the request at hand.
+    /// The segments of the current request.
     segments: RefCell<Vec<Segment>>,
-    /// Those that are moved now: all, or a piece.
+    /// The range of segments that is transferred now: all, or a piece.
     first: Cell<usize>,
     end: Cell<usize>,
-    /// Those the hypervisor must copy, each with its place in the buffer.
-    left_over: RefCell<Vec<(Segment, usize)>>,
+    /// Those that the hypervisor has to copy, each with its offset in the buffer.
+    uncopied: RefCell<Vec<(Segment, usize)>>,
     copied: Cell<Option<(Buf, bool)>>,
     copied_signal: Signal,
 }
 
-impl Lane {
-    pub(crate) fn give(&self, entry: u32) {
+impl RequestTask {
+    pub(crate) fn assign(&self, entry: u32) {
         self.entry.set(Some(entry));
         self.signal.set();
     }
@@ -49,7 +49,7 @@ impl Lane {
         self.signal.set();
     }
 
-    /// The next request; `None` when the lane shall end.
+    /// The next request; `None` when the task is to end.
     pub(crate) async fn next(&self) -> Option<u32> {
         loop {
             if let Some(entry) = self.entry.take() {
@@ -70,8 +70,8 @@ impl Lane {
         self.end.set(list.len());
     }
 
-    /// Goes on to the next piece: as many segments after the last piece as have at most `most` bytes, and one at least.
-    /// Their bytes; `None` if there are no more.
+    /// Selects the next piece: as many segments after the last piece as have at most `most` bytes, but at least one.
+    /// Returns their length in bytes; `None` if there are no more.
     fn next_piece(&self, most: usize) -> Option<usize> {
         let (list, first) = (self.segments.borrow(), self.end.get());
         let rest = list.get(first..).filter(|rest| !rest.is_empty())?;
@@ -91,8 +91,8 @@ impl Lane {
         self.first.get()..self.end.get()
     }
 
-    pub(crate) fn left_over(&self) -> Ref<'_, Vec<(Segment, usize)>> {
-        self.left_over.borrow()
+    pub(crate) fn uncopied(&self) -> Ref<'_, Vec<(Segment, usize)>> {
+        self.uncopied.borrow()
     }
 
     pub(crate) fn put_copied(&self, buf: Buf, done: bool) {
@@ -111,30 +111,30 @@ impl Lane {
 }
 
 impl Queue {
-    /// Does what a slot's private copy asks.
-    pub(crate) async fn execute(&self, lane: &Rc<Lane>, abi: Abi, slot: &Slot) -> Response {
+    /// Carries out the request in a slot's private copy.
+    pub(crate) async fn execute(&self, task: &Rc<RequestTask>, abi: Abi, slot: &Slot) -> Response {
         let request = Request::from_words(abi, slot);
-        let status = match self.carry_out(lane, &request).await {
+        let status = match self.carry_out(task, &request).await {
             Ok(()) => Status::Okay,
             Err(status) => status,
         };
         Response { id: request.id, operation: request.operation, status: status.code() }
     }
 
-    async fn carry_out(&self, lane: &Rc<Lane>, request: &Request) -> Result<(), Status> {
+    async fn carry_out(&self, task: &Rc<RequestTask>, request: &Request) -> Result<(), Status> {
         match request.body {
             Body::Direct { sector, count, segments } => {
                 let given = segments.get(..count.into()).ok_or(Status::Error)?;
-                lane.set_segments(given.iter().copied());
-                self.transfer(lane, request.operation, sector).await
+                task.set_segments(given.iter().copied());
+                self.transfer(task, request.operation, sector).await
             }
             Body::Indirect { sector, count, grefs } => {
                 let inner = matches!(request.operation, op::READ | op::WRITE);
                 if !inner || count == 0 || count > MAX_SEGMENTS {
                     return Err(Status::Error);
                 }
-                self.fetch_segments(lane, count.into(), &grefs).await?;
-                self.transfer(lane, request.operation, sector).await
+                self.fetch_segments(task, count.into(), &grefs).await?;
+                self.transfer(task, request.operation, sector).await
             }
             Body::Discard { sector, sectors, secure } => {
                 self.discard(sector, sectors, secure).await
@@ -146,30 +146,30 @@ impl Queue {
     /// Copies the descriptors of an indirect request, once.
     async fn fetch_segments(
         &self,
-        lane: &Rc<Lane>,
+        task: &Rc<RequestTask>,
         count: usize,
         grefs: &[u32],
     ) -> Result<(), Status> {
         let bytes = (count * SEGMENT_BYTES).next_multiple_of(512);
         let _held = self.memory.take(BufPool::footprint(bytes)).await;
-        // Given back before the data's is asked for: a request waits for memory only while it holds none of the volume's.
+        // Released before the data's charge is acquired: a request that waits for memory holds none of the volume's.
         let _share = self.queue_share.take(BufPool::footprint(bytes)).await;
         let pages = grefs.iter().zip((0..bytes).step_by(PAGE_BYTES));
-        lane.set_segments(pages.map(|(gref, from)| {
+        task.set_segments(pages.map(|(gref, from)| {
             let sectors = (bytes - from).min(PAGE_BYTES) / 512;
             Segment { gref: *gref, first: 0, last: u8::try_from(sectors - 1).unwrap_or(7) }
         }));
         let buf = self.buffers.take(bytes).await;
-        let (buf, copied) = self.copy(lane, buf, false).await;
+        let (buf, copied) = self.copy(task, buf, false).await;
         if !copied {
             return Err(Status::Error);
         }
         let descriptors = buf.as_chunks::<SEGMENT_BYTES>().0;
-        lane.set_segments(descriptors.iter().take(count).map(Segment::parse));
+        task.set_segments(descriptors.iter().take(count).map(Segment::parse));
         Ok(())
     }
 
-    /// The verdict on reads and writes: where they begin and how long they are, bytes.
+    /// Checks a read or write: returns its offset and length, bytes.
     pub(crate) fn check(
         &self,
         segments: &[Segment],
@@ -193,13 +193,18 @@ impl Queue {
         if bytes == 0 {
             return Ok((0, 0));
         }
-        // Whether that is within the volume the volume says, before a byte of it moves.
+        // The volume checks that this is within its size before any data is transferred.
         let offset = sector.checked_mul(SECTOR_BYTES).ok_or(Status::Error)?;
         Ok((offset, bytes))
     }
 
-    async fn transfer(&self, lane: &Rc<Lane>, operation: u8, sector: u64) -> Result<(), Status> {
-        let (offset, bytes) = self.check(&lane.segments.borrow(), operation, sector)?;
+    async fn transfer(
+        &self,
+        task: &Rc<RequestTask>,
+        operation: u8,
+        sector: u64,
+    ) -> Result<(), Status> {
+        let (offset, bytes) = self.check(&task.segments.borrow(), operation, sector)?;
         let counters = &self.disk.counters;
         let _admitted = self.buffers.admit(BufPool::footprint(bytes.max(1))).await;
         let bounce = self.disk.volume.bounce_footprint(offset, bytes);
@@ -216,7 +221,7 @@ impl Queue {
                 add(&counters.rd_sect, bytes as u64 / SECTOR_BYTES);
             }
             op::WRITE => add(&counters.wr_req, 1),
-            // A barrier has the queue to itself: the queue sees to that.
+            // The queue has drained all other requests before a barrier.
             _ => {
                 add(&counters.f_req, 1);
                 self.make_stable().await?;
@@ -226,59 +231,60 @@ impl Queue {
             }
         }
         match whole {
-            Some(share) => self.move_piece(lane, operation, (offset, bytes), share).await,
-            None => self.transfer_in_pieces(lane, operation, offset).await,
+            Some(share) => self.move_piece(task, operation, (offset, bytes), share).await,
+            None => self.transfer_in_pieces(task, operation, offset).await,
         }
     }
 
-    /// For want of memory: each piece takes no more than the volume is sure to find, and waits for that while it holds none.
+    /// Transfers a request in pieces if memory is short: each piece needs no more than the volume's reserve, and is
+    /// acquired while the request holds no other memory of it.
     async fn transfer_in_pieces(
         &self,
-        lane: &Rc<Lane>,
+        task: &Rc<RequestTask>,
         operation: u8,
         mut offset: u64,
     ) -> Result<(), Status> {
         let reserve = self.queue_share.share().reserve();
-        // A power of two: that is what a buffer takes.
+        // A power of two, as buffers have.
         let most =
             (reserve.saturating_sub(REQUEST_BYTES).max(PAGE_BYTES) / 2 + 1).next_power_of_two();
-        lane.end.set(0);
-        while let Some(bytes) = lane.next_piece(most) {
+        task.end.set(0);
+        while let Some(bytes) = task.next_piece(most) {
             let buffer = BufPool::footprint(bytes);
-            // What the store needs for parts of blocks: as far as the volume is sure of it.
+            // The store's buffer for partial blocks is charged as far as the reserve allows.
             let bounce = self.disk.volume.bounce_footprint(offset, bytes);
             let share = self.queue_share.take((buffer + bounce).min(reserve).max(buffer)).await;
-            self.move_piece(lane, operation, (offset, bytes), share).await?;
+            self.move_piece(task, operation, (offset, bytes), share).await?;
             offset += bytes as u64;
         }
         Ok(())
     }
 
-    /// Moves the lane's piece of a request, which `_share` is held for.
+    /// Transfers the task's current piece, for which `_share` is held.
     async fn move_piece(
         &self,
-        lane: &Rc<Lane>,
+        task: &Rc<RequestTask>,
         operation: u8,
         (offset, bytes): (u64, usize),
         _share: Charge,
     ) -> Result<(), Status> {
         if operation != op::READ {
-            return self.write(lane, offset, bytes).await;
+            return self.write(task, offset, bytes).await;
         }
         let buf = self.buffers.take(bytes).await;
         let (result, buf) = self.disk.volume.read(&self.io, buf, offset).await;
         self.validate(result)?;
-        let (_, copied) = self.copy(lane, buf, true).await;
+        let (_, copied) = self.copy(task, buf, true).await;
         if copied { Ok(()) } else { Err(Status::Error) }
     }
 
-    async fn write(&self, lane: &Rc<Lane>, offset: u64, bytes: usize) -> Result<(), Status> {
+    async fn write(&self, task: &Rc<RequestTask>, offset: u64, bytes: usize) -> Result<(), Status> {
         if self.disk.is_broken() {
             return Err(Status::Error);
         }
         add(&self.disk.counters.wr_sect, bytes as u64 / SECTOR_BYTES);
         let buf = self.buffers.take(bytes).await;
-        let (buf, copied) = self.copy(lane, buf, false).await;
+        let (buf, copied) = self.copy(task, buf, false).await;
         if !copied {
             return Err(Status::Error);
         }
@@ -312,7 +318,7 @@ impl Queue {
             return Err(Status::Error);
         }
         if !self.disk.discard || secure {
-            // Secure discard is not offered: no store can promise it.
+            // Secure discard is not offered: stores cannot guarantee it.
             return Err(Status::NotSupported);
         }
         let offset = sector.checked_mul(SECTOR_BYTES).ok_or(Status::Error)?;
@@ -333,25 +339,25 @@ impl Queue {
         }
     }
 
-    /// Copies between a buffer and the pages of the lane's segments, whose bytes add up to the
-    /// buffer's: what is or can be mapped here, the rest by the hypervisor. Whether all of it was
-    /// done comes back with the buffer.
-    async fn copy(&self, lane: &Rc<Lane>, mut buf: Buf, to_guest: bool) -> (Buf, bool) {
-        if !self.copy_mapped(lane, &mut buf, to_guest) {
+    /// Copies between a buffer and the pages of the task's segments, whose lengths add up to the buffer's:
+    /// directly for pages that are or can be mapped, otherwise by the hypervisor. Returns the buffer, and
+    /// whether everything was copied.
+    async fn copy(&self, task: &Rc<RequestTask>, mut buf: Buf, to_guest: bool) -> (Buf, bool) {
+        if !self.copy_mapped(task, &mut buf, to_guest) {
             return (buf, false);
         }
-        if lane.left_over().is_empty() {
+        if task.uncopied().is_empty() {
             return (buf, true);
         }
-        self.copier.copy(lane, buf, to_guest).await
+        self.copier.copy(task, buf, to_guest).await
     }
 
-    /// The part of [`Queue::copy`] that needs no hypervisor; false if a page cannot be had.
-    fn copy_mapped(&self, lane: &Lane, buf: &mut [u8], to_guest: bool) -> bool {
-        let mut left_over = lane.left_over.borrow_mut();
-        left_over.clear();
+    /// Copies what needs no hypercall; false if a page cannot be accessed.
+    fn copy_mapped(&self, task: &RequestTask, buf: &mut [u8], to_guest: bool) -> bool {
+        let mut uncopied = task.uncopied.borrow_mut();
+        uncopied.clear();
         let mut at = 0;
-        for segment in lane.segments.borrow().get(lane.piece()).unwrap_or_default() {
+        for segment in task.segments.borrow().get(task.piece()).unwrap_or_default() {
             let range = at..at + segment.bytes();
             at = range.end;
             let Some(part) = buf.get_mut(range.clone()) else { return false };
@@ -364,26 +370,26 @@ impl Queue {
                     match mapping {
                         Ok(page) if move_bytes(&page, *segment, part, to_guest) => {}
                         Ok(_) => return false,
-                        // The hypervisor needs no mapping, and tells which grants are wrong.
-                        Err(_) => left_over.push((*segment, range.start)),
+                        // A copy by the hypervisor needs no mapping, and fails for invalid grants only.
+                        Err(_) => uncopied.push((*segment, range.start)),
                     }
                 }
-                None => left_over.push((*segment, range.start)),
+                None => uncopied.push((*segment, range.start)),
             }
         }
         true
     }
 
-    /// Copies a segment through a mapping that stays; `None` if there is none and no place for one.
+    /// Copies a segment through a persistent mapping; `None` if there is none and no room for one.
     fn copy_persistent(&self, segment: Segment, part: &mut [u8], to_guest: bool) -> Option<bool> {
         let mut table = self.table.as_ref()?.borrow_mut();
         let Some(place) = self.find_page(&mut table, segment.gref)? else { return Some(false) };
         Some(table.page(place).is_some_and(|page| move_bytes(page, segment, part, to_guest)))
     }
 
-    /// Where the mapping of a grant is, which is made if there is none. `None` if it has no room,
-    /// `Some(None)` if it cannot be made.
-    fn find_page(&self, table: &mut Table, gref: u32) -> Option<Option<u32>> {
+    /// The index of the mapping of a grant, which is mapped if it is not yet. `None` if there is no room for
+    /// it, `Some(None)` if it cannot be mapped.
+    fn find_page(&self, table: &mut GrantTable, gref: u32) -> Option<Option<u32>> {
         match table.touch(gref, self.now.get()) {
             Some(place) => Some(Some(place)),
             None => self.map_page(table, gref),
@@ -392,37 +398,37 @@ impl Queue {
 
     /// Maps a page that the table does not have; as [`Queue::find_page`].
     #[cold]
-    pub(crate) fn map_page(&self, table: &mut Table, gref: u32) -> Option<Option<u32>> {
+    pub(crate) fn map_page(&self, table: &mut GrantTable, gref: u32) -> Option<Option<u32>> {
         if self.starved.get() {
             return None;
         }
         let (mapped, cap) = (self.mapped.get(), self.disk.parameters.ring_cap());
-        // Near the cap places are for pages that come again, and are filled a few at a time.
+        // Near the cap only pages that are used repeatedly are mapped, a few at a time.
         let crowded = table.len() * 16 >= usize::try_from(cap).unwrap_or(usize::MAX) * 15;
         if crowded && self.disk.transient == Transient::Copy {
-            let worth_it = table.came_before(gref);
-            if mapped >= MAP_TURN || !worth_it {
+            let worth_it = table.seen_recently(gref);
+            if mapped >= MAP_BATCH || !worth_it {
                 return None;
             }
         }
         let idle = table.is_empty() || !table.overflowed();
         if !table.has_room(cap) {
             if idle {
-                self.untidy.set();
+                self.purge_needed.set();
             }
             return None;
         }
-        // Always writable, since the guest will use the page for reads and writes alike.
-        if !self.disk.parameters.take_mapping() {
+        // Always mapped writable, since the guest uses the page for reads and for writes.
+        if !self.disk.parameters.acquire_mapping() {
             self.starve();
             return None;
         }
         let page = match self.grants.map(&[gref], true) {
             Ok(page) => page,
             Err(error) => {
-                self.disk.parameters.give_mappings_back(1);
-                // A grant that is wrong is wrong for a copy, too, which says so. Else this process has too many
-                // mappings, or the host too little memory: no fault of the guest's.
+                self.disk.parameters.release_mappings(1);
+                // An invalid grant fails in the copy as well. Other errors mean that this process has too
+                // many mappings or the host too little memory: the request must not fail because of that.
                 if error.kind() != std::io::ErrorKind::InvalidInput {
                     self.starve();
                 }
@@ -430,7 +436,7 @@ impl Queue {
             }
         };
         if table.is_empty() {
-            self.untidy.set();
+            self.purge_needed.set();
         }
         self.mapped.set(mapped.saturating_add(1));
         add(&self.disk.counters.maps, 1);
@@ -440,10 +446,10 @@ impl Queue {
 }
 
 impl Queue {
-    /// Maps nothing more until the table is tidied next.
+    /// Maps nothing more until the next purge.
     fn starve(&self) {
         self.starved.set(true);
-        self.untidy.set();
+        self.purge_needed.set();
     }
 }
 
@@ -455,5 +461,5 @@ fn move_bytes(page: &Mapping, segment: Segment, part: &mut [u8], to_guest: bool)
     }
 }
 
-/// More does not fit a slot.
+/// The limits of a slot and of the pages of descriptors.
 const _: () = assert!(MAX_DIRECT_SEGMENTS == 11 && MAX_SEGMENTS as usize <= SEGMENTS_PER_PAGE * 8);

@@ -1,9 +1,9 @@
-//! The ring a guest shares: numbers that run freely, requests out, responses in (reference, 4.1 and
-//! 4.4).
+//! The ring that a guest shares: free-running indices, requests in, responses out
+//! (`xen/include/public/io/ring.h`).
 //!
-//! Invariants: a slot is copied once, and only the copy is looked at; what the guest may not write
-//! (where responses go) is kept privately and never read back; a guest that claims more requests
-//! than the ring has slots is caught before one of them is read.
+//! Invariants: a slot is copied once, and only the copy is used; indices that the guest must not write
+//! (where responses go) are kept privately and not read back; a guest that claims more requests than
+//! the ring has slots is detected before one of them is read.
 
 use crate::abi::{Abi, HEADER_BYTES, Response, SLOT_BYTES, SLOT_WORDS, Slot, to_words};
 use crate::guest_memory::{Mapping, full_barrier, read_barrier, write_barrier};
@@ -13,13 +13,13 @@ const REQ_EVENT: usize = 4;
 const RSP_PROD: usize = 8;
 const RSP_EVENT: usize = 12;
 
-/// A guest claims to have sent more requests than fit.
+/// A guest claims to have sent more requests than the ring has slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the frontend claims {claimed} requests in a ring of {slots}")]
+#[error("the frontend claims {claimed} requests in flight in a ring of {slots} slots")]
 pub struct Overrun {
-    /// How many.
+    /// How many it claims.
     pub claimed: u32,
-    /// How many slots there are.
+    /// The slots of the ring.
     pub slots: u32,
 }
 
@@ -29,16 +29,16 @@ pub struct Ring {
     memory: Mapping,
     abi: Abi,
     slots: u32,
-    /// The next request to take.
+    /// The index of the next request to consume.
     req_cons: u32,
-    /// Where the next response goes, published or not.
+    /// The index of the next response, published or not.
     rsp_prod: u32,
-    /// Up to where responses were published.
+    /// The index below which responses were published.
     published: u32,
 }
 
 impl Ring {
-    /// The ring in `memory`, with the numbers where a fresh one has them.
+    /// The ring in `memory`, with the indices of a new ring.
     pub fn new(memory: Mapping, abi: Abi) -> Ring {
         let slots = abi.slots(memory.bytes() / crate::abi::PAGE_BYTES);
         Ring { memory, abi, slots, req_cons: 0, rsp_prod: 0, published: 0 }
@@ -49,32 +49,32 @@ impl Ring {
         self.abi
     }
 
-    /// Slots in it, a power of two.
+    /// Its number of slots, a power of two.
     pub fn slots(&self) -> u32 {
         self.slots
     }
 
-    /// The next request to take.
+    /// The index of the next request to consume.
     pub fn req_cons(&self) -> u32 {
         self.req_cons
     }
 
-    /// Where the next response goes.
+    /// The index of the next response.
     pub fn rsp_prod(&self) -> u32 {
         self.rsp_prod
     }
 
-    /// Up to where the guest has seen responses.
+    /// The index below which responses were published.
     pub fn published(&self) -> u32 {
         self.published
     }
 
-    /// The numbers as they stand in the shared page: requests sent, responses published.
+    /// The indices in the shared page: requests sent, responses published.
     pub fn shared_numbers(&self) -> (u32, u32) {
         (self.memory.load(REQ_PROD), self.memory.load(RSP_PROD))
     }
 
-    /// Goes on from where another left off.
+    /// Continues at the indices of a predecessor.
     pub fn resume(&mut self, req_cons: u32, rsp_prod: u32) {
         self.req_cons = req_cons;
         self.rsp_prod = rsp_prod;
@@ -86,35 +86,35 @@ impl Ring {
         HEADER_BYTES + place * self.abi.slot_bytes()
     }
 
-    /// Requests that wait, as the guest says.
+    /// How many requests are to be consumed, by the guest's index.
     ///
     /// # Errors
-    /// [`Overrun`] if that cannot be.
+    /// [`Overrun`] if the index is invalid.
     pub fn waiting(&self) -> Result<u32, Overrun> {
         let sent = self.memory.load(REQ_PROD);
         read_barrier();
-        // Counted from what the guest has seen of responses: that is what it goes by, too.
+        // Counted from the published responses, which is what the guest goes by as well.
         let claimed = sent.wrapping_sub(self.published);
         if claimed > self.slots {
             return Err(Overrun { claimed, slots: self.slots });
         }
-        // What was taken is part of what is claimed; one that goes back on its word has sent
+        // The claimed requests include consumed ones. A guest that moves its index back has sent
         // nothing.
         let taken = self.req_cons.wrapping_sub(self.published);
         Ok(claimed.saturating_sub(taken))
     }
 
-    /// Copies the next request out, without taking it: as many words of it as its first one says,
-    /// the rest is 0. Only if one waits.
+    /// Copies the next request without consuming it: as many words as its first one says, the rest is 0. Call
+    /// this only if a request is waiting.
     #[inline]
     pub fn copy_next(&self) -> Slot {
         let offset = self.slot_offset(self.req_cons);
         let mut slot = [0; SLOT_WORDS];
-        // Within the mapping: the place is below the number of slots.
+        // Within the mapping: the index is masked to the number of slots.
         if self.abi.slot_bytes() == SLOT_BYTES {
             let (first, rest) = slot.split_at_mut(1);
             let _ = self.memory.read_words(offset, first);
-            // Read once: what else is read goes by the copy.
+            // Read once: the length of the rest is taken from the copy.
             let used = self.abi.used_words(first[0]);
             let _ = self.memory.read_words(offset + 8, &mut rest[..used - 1]);
             return slot;
@@ -124,12 +124,12 @@ impl Ring {
         to_words(&bytes)
     }
 
-    /// Takes the request that was copied.
+    /// Consumes the request that was copied.
     pub fn advance(&mut self) {
         self.req_cons = self.req_cons.wrapping_add(1);
     }
 
-    /// Asks for an event at the next request; true if one is there already.
+    /// Requests an event for the next request; true if there is one already.
     ///
     /// # Errors
     /// As [`Ring::waiting`].
@@ -139,8 +139,8 @@ impl Ring {
         Ok(self.waiting()? > 0)
     }
 
-    /// Writes a response; the guest sees it once it is published. Only for a request that was taken
-    /// and has no response.
+    /// Writes a response, which the guest sees when it is published. Only for a consumed request without a
+    /// response.
     pub fn respond(&mut self, response: Response) {
         let offset = self.slot_offset(self.rsp_prod);
         if self.abi.response_bytes() == 16 {
@@ -151,7 +151,7 @@ impl Ring {
         self.rsp_prod = self.rsp_prod.wrapping_add(1);
     }
 
-    /// Shows the guest all responses written; true if it wants an event for that.
+    /// Publishes all responses written; true if the guest requested an event for that.
     pub fn publish(&mut self) -> bool {
         let (old, new) = (self.published, self.rsp_prod);
         if old == new {

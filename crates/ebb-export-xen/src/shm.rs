@@ -1,8 +1,8 @@
-//! Xen within this process, for tests, fuzzing and benches: a guest's memory is a memfd, an event
-//! channel a pair of eventfds, xenstore a tree behind a lock. Mapping and unmapping are real: they
-//! change page tables, and unmapping interrupts every processor that runs the process.
+//! Xen within this process, for tests, fuzzing and benchmarks: a guest's memory is a memfd, an event channel
+//! a pair of eventfds, xenstore a tree behind a lock. Mapping and unmapping are real: they change page
+//! tables, and unmapping interrupts every processor that runs the process.
 //!
-//! [`frontend`] drives a ring as Linux's xen-blkfront does; [`hostile`] does what it likes.
+//! [`frontend`] drives a ring as Linux's xen-blkfront does; [`hostile`] sends anything.
 
 pub mod frontend;
 pub mod hostile;
@@ -25,7 +25,7 @@ use crate::platform::{Channel, CopyOp, Domain, Grants, Platform, XenStore};
 
 pub use tree::{Store, Tree};
 
-/// Who may do what with a page.
+/// The backend's access to a page.
 const NOT_GRANTED: u8 = 0;
 const READ_ONLY: u8 = 1;
 const READ_WRITE: u8 = 2;
@@ -34,7 +34,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One machine: its guests and its xenstore. Cheap to clone.
+/// One host: its guests and its xenstore. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct World {
     guests: Arc<Mutex<HashMap<Domain, Arc<Guest>>>>,
@@ -46,20 +46,20 @@ impl World {
     /// A guest with `pages` pages of memory; its grant references are the numbers of its pages.
     ///
     /// # Errors
-    /// Those of the system.
+    /// Errors of the system.
     pub fn guest(&self, number: Domain, pages: u32) -> io::Result<Arc<Guest>> {
         let guest = Guest::new(number, pages)?;
         lock(&self.guests).insert(number, guest.clone());
         Ok(guest)
     }
 
-    /// Destroys a guest: its memory and its channels are out of reach.
+    /// Destroys a guest: its memory and its channels can no longer be reached.
     pub fn destroy(&self, number: Domain) {
         lock(&self.guests).remove(&number);
         self.tree.remove_all(&format!("/local/domain/{number}/device"));
     }
 
-    /// The guest of a number.
+    /// The guest with this number.
     pub fn find_guest(&self, number: Domain) -> Option<Arc<Guest>> {
         lock(&self.guests).get(&number).cloned()
     }
@@ -95,24 +95,24 @@ fn eventfd() -> io::Result<Fd> {
 }
 
 fn ring(fd: &Fd) {
-    // A full counter is an event that waits already.
+    // A full counter means that an event is pending already.
     let _ = rustix::io::write(&**fd, &1u64.to_ne_bytes());
 }
 
-fn heard(fd: &Fd) -> bool {
+fn take_event(fd: &Fd) -> bool {
     let mut counter = [0; 8];
     rustix::io::read(&**fd, &mut counter).is_ok()
 }
 
 /// The two ends of an event channel.
 #[derive(Clone, Debug)]
-struct Ends {
+struct ChannelEnds {
     to_backend: Fd,
     to_guest: Fd,
 }
 
 #[derive(Debug)]
-struct BoundChannel(Ends);
+struct BoundChannel(ChannelEnds);
 
 impl Channel for BoundChannel {
     fn fd(&self) -> Fd {
@@ -120,7 +120,7 @@ impl Channel for BoundChannel {
     }
 
     fn token(&self) -> &[u8] {
-        // Nothing is masked: adding nothing to the counter changes nothing.
+        // Events are not masked here: adding 0 to the counter changes nothing.
         &[0; 8]
     }
 
@@ -139,10 +139,10 @@ pub struct Guest {
     grants: Vec<AtomicU8>,
     /// Pages mapped by the backend at the moment, rings included.
     mapped: AtomicU64,
-    /// What is mapped where.
+    /// The mapped ranges.
     maps: Mutex<HashMap<usize, usize>>,
-    channels: Mutex<Vec<Ends>>,
-    /// Maps of pages fail, as when a process has as many mappings as it may.
+    channels: Mutex<Vec<ChannelEnds>>,
+    /// Mapping pages fails, as when a process has as many mappings as it may.
     full: std::sync::atomic::AtomicBool,
     itself: std::sync::Weak<Guest>,
 }
@@ -153,12 +153,12 @@ impl std::fmt::Debug for Guest {
     }
 }
 
-/// The guest's own view needs no account.
-struct Whole;
+/// The guest's own mapping is not counted.
+struct GuestView;
 
-impl Unmap for Whole {
+impl Unmap for GuestView {
     fn unmap(&self, base: NonNull<u8>, bytes: usize, _cookie: u64) {
-        // SAFETY: mapped as a whole by `Guest::new`, and over: its owner is being dropped.
+        // SAFETY: mapped as a whole by `Guest::new`, and its owner is being dropped.
         let _ = unsafe { munmap(base.as_ptr().cast(), bytes) };
     }
 }
@@ -167,7 +167,7 @@ fn map_file(memory: &File, page: u32, pages: usize, writable: bool) -> io::Resul
     let protection = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
     let offset = u64::from(page) * PAGE_BYTES as u64;
     let bytes = pages * PAGE_BYTES;
-    // SAFETY: a new mapping at a place the kernel chooses.
+    // SAFETY: a new mapping at an address that the kernel chooses.
     let base =
         unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, memory, offset) }?;
     NonNull::new(base.cast()).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
@@ -181,8 +181,8 @@ impl Guest {
         memory.set_len(u64::from(pages) * PAGE_BYTES as u64)?;
         let count = usize::try_from(pages).map_err(io::Error::other)?;
         let base = map_file(&memory, 0, count, true)?;
-        // SAFETY: just mapped, page aligned, reached through the mapping only.
-        let view = unsafe { Mapping::new(base, count * PAGE_BYTES, 0, Arc::new(Whole)) };
+        // SAFETY: just mapped, page aligned, and accessed through the `Mapping` only.
+        let view = unsafe { Mapping::new(base, count * PAGE_BYTES, 0, Arc::new(GuestView)) };
         Ok(Arc::new_cyclic(|itself| Guest {
             number,
             memory,
@@ -201,7 +201,7 @@ impl Guest {
         self.number
     }
 
-    /// Its memory as it sees it itself.
+    /// Its memory, as the guest sees it.
     pub fn memory(&self) -> &Mapping {
         &self.view
     }
@@ -216,7 +216,7 @@ impl Guest {
         self.set(gref, if writable { READ_WRITE } else { READ_ONLY });
     }
 
-    /// Takes a page back; what is mapped stays so.
+    /// Ends the grant of a page; existing mappings stay.
     pub fn revoke(&self, gref: u32) {
         self.set(gref, NOT_GRANTED);
     }
@@ -238,17 +238,17 @@ impl Guest {
         self.mapped.load(Ordering::SeqCst)
     }
 
-    /// Has the backend's maps fail from now on, or no more.
+    /// Makes mapping fail for the backend, or not.
     pub fn fail_maps(&self, fail: bool) {
         self.full.store(fail, Ordering::SeqCst);
     }
 
-    /// Opens an event channel; its port.
+    /// Opens an event channel; returns its port.
     ///
     /// # Errors
-    /// Those of the system.
+    /// Errors of the system.
     pub fn open_channel(&self) -> io::Result<u32> {
-        let ends = Ends { to_backend: eventfd()?, to_guest: eventfd()? };
+        let ends = ChannelEnds { to_backend: eventfd()?, to_guest: eventfd()? };
         let mut channels = lock(&self.channels);
         channels.push(ends);
         u32::try_from(channels.len() - 1).map_err(io::Error::other)
@@ -270,10 +270,10 @@ impl Guest {
         };
         let mut fds = [rustix::event::PollFd::new(&*ends.to_guest, rustix::event::PollFlags::IN)];
         let _ = rustix::event::poll(&mut fds, Some(&timeout));
-        heard(&ends.to_guest)
+        take_event(&ends.to_guest)
     }
 
-    fn ends(&self, port: u32) -> Option<Ends> {
+    fn ends(&self, port: u32) -> Option<ChannelEnds> {
         let channels = lock(&self.channels);
         usize::try_from(port).ok().and_then(|port| channels.get(port)).cloned()
     }
@@ -295,7 +295,7 @@ impl Grants for Guest {
         let owner = self.itself.upgrade().ok_or(io::ErrorKind::NotConnected)?;
         self.mapped.fetch_add(grefs.len() as u64, Ordering::SeqCst);
         lock(&self.maps).insert(base.addr().get(), grefs.len());
-        // SAFETY: just mapped for nobody else, page aligned, and `unmap` below ends it.
+        // SAFETY: just mapped for this `Mapping` only, page aligned, and `unmap` below ends it.
         Ok(unsafe { Mapping::new(base, bytes, 0, owner) })
     }
 
@@ -307,7 +307,7 @@ impl Grants for Guest {
             let status = if !self.may(gref, to_guest) || offset + len > PAGE_BYTES {
                 -3
             } else {
-                // SAFETY: our side is valid for the length, as the caller promises.
+                // SAFETY: the local memory is valid for the length, as the caller promises.
                 let near = unsafe { std::slice::from_raw_parts_mut(near, len) };
                 let done = match to_guest {
                     true => self.view.write(far, near),
@@ -322,10 +322,10 @@ impl Grants for Guest {
 }
 
 impl Guest {
-    /// Maps pages that lie apart, one behind the other.
+    /// Maps pages that are not adjacent at consecutive addresses.
     fn map_many(&self, grefs: &[u32], writable: bool) -> io::Result<NonNull<u8>> {
         let bytes = grefs.len() * PAGE_BYTES;
-        // SAFETY: a new mapping at a place the kernel chooses.
+        // SAFETY: a new mapping at an address that the kernel chooses.
         let base = unsafe {
             mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::empty(), MapFlags::PRIVATE)
         }?;
@@ -339,7 +339,7 @@ impl Guest {
             let mapped =
                 unsafe { mmap(place, PAGE_BYTES, protection, flags, &self.memory, offset) };
             if let Err(error) = mapped {
-                // SAFETY: the mapping made above, which nobody has seen.
+                // SAFETY: the mapping made above, which is not used yet.
                 let _ = unsafe { munmap(base, bytes) };
                 return Err(error.into());
             }
@@ -352,7 +352,7 @@ impl Unmap for Guest {
     fn unmap(&self, base: NonNull<u8>, bytes: usize, _cookie: u64) {
         let known = lock(&self.maps).remove(&base.addr().get());
         debug_assert_eq!(known, Some(bytes / PAGE_BYTES), "unmapped as it was mapped");
-        // SAFETY: mapped by `map`, and over: its owner is being dropped.
+        // SAFETY: mapped by `map`, and its owner is being dropped.
         let _ = unsafe { munmap(base.as_ptr().cast(), bytes) };
         self.mapped.fetch_sub((bytes / PAGE_BYTES) as u64, Ordering::SeqCst);
     }

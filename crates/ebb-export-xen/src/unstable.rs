@@ -1,8 +1,8 @@
 //! Writes of a guest that were acknowledged from memory (`cache = "writeback"`) and that no flush has covered.
 //!
-//! A kill of the daemon loses them, and the guest lives on, connected: to its next flush a successor would say OK over
-//! the loss. So the journals say that there are some, and a successor that finds it so fails the guest's writes
-//! ([`Disk::broken`](crate::device_shared::Disk::broken)), as after a flush that failed.
+//! A kill of the daemon loses them, while the guest runs on: a successor's next flush would succeed although
+//! they are lost. So the journals record that there are such writes, and a successor that finds this fails the
+//! guest's writes (the field `broken` of `DeviceShared`), as after a failed flush.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::guest_memory::full_barrier;
 use crate::journal::Journal;
 
-/// Those of one device; its rings may be on several workers.
+/// The unstable writes of one device; its rings may be on several workers.
 #[derive(Debug, Default)]
 pub(crate) struct Unstable {
     acknowledged: AtomicU64,
@@ -22,25 +22,25 @@ impl Unstable {
         self.journals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A ring with this journal is about to be served.
+    /// Adds the journal of a ring that is about to be served.
     pub(crate) fn add(&self, journal: &Arc<Journal>) {
         self.journals().push(journal.clone());
     }
 
-    /// A write is about to be acknowledged.
+    /// Notes that a write is about to be acknowledged.
     #[inline]
     pub(crate) fn note(&self, journal: &Journal) {
-        // First: a flush that takes the note back looks at this afterwards.
+        // Counted first: a flush that clears the record checks the count afterwards.
         self.acknowledged.fetch_add(1, Ordering::SeqCst);
         journal.note_unstable(true);
     }
 
-    /// What a flush that begins now covers.
+    /// The count of writes that a flush beginning now covers.
     pub(crate) fn mark(&self) -> u64 {
         self.acknowledged.load(Ordering::SeqCst)
     }
 
-    /// A flush that began at `mark` succeeded. With writes since then the notes stay.
+    /// Notes that a flush that began at `mark` succeeded. If there were writes since, the record stays.
     pub(crate) fn cover(&self, mark: u64) {
         if mark == 0 || self.mark() != mark {
             return;
@@ -53,7 +53,7 @@ impl Unstable {
         }
     }
 
-    /// Everything is stable, and nothing begins any more.
+    /// Notes that everything is stable and that there are no further writes.
     pub(crate) fn settle(&self) {
         self.journals().iter().for_each(|journal| journal.note_unstable(false));
     }

@@ -1,13 +1,14 @@
-//! The device's state machine: what to do about the states the two ends show (reference, 5.2).
-//! Pure: it sees numbers and says what to do; `xenstore.rs` reads xenstore and does it.
+//! The state machine of a device: what to do for the states of its two ends (`xen/include/public/io/xenbus.h`
+//! and "State Diagrams" in `blkif.h`). Pure: it takes states and returns an action; `xenstore.rs` reads
+//! xenstore and carries the action out.
 //!
-//! Everything the frontend writes is the guest's to choose, in any order and at any speed, and
-//! states may be missed, since watches say only that something changed.
+//! The guest chooses what the frontend writes, in any order and at any speed, and states can be missed,
+//! since watches only say that something changed.
 
-/// States of a device's end (`xenbus_state`).
+/// The states of one end of a device (`enum xenbus_state`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs, reason = "the names of the protocol say it")]
-pub enum State {
+#[allow(missing_docs, reason = "the names are the protocol's")]
+pub enum XenbusState {
     Unknown,
     Initialising,
     InitWait,
@@ -19,26 +20,26 @@ pub enum State {
     Reconfigured,
 }
 
-impl State {
-    const ALL: [State; 9] = [
-        State::Unknown,
-        State::Initialising,
-        State::InitWait,
-        State::Initialised,
-        State::Connected,
-        State::Closing,
-        State::Closed,
-        State::Reconfiguring,
-        State::Reconfigured,
+impl XenbusState {
+    const ALL: [XenbusState; 9] = [
+        XenbusState::Unknown,
+        XenbusState::Initialising,
+        XenbusState::InitWait,
+        XenbusState::Initialised,
+        XenbusState::Connected,
+        XenbusState::Closing,
+        XenbusState::Closed,
+        XenbusState::Reconfiguring,
+        XenbusState::Reconfigured,
     ];
 
-    /// From a node's value; what is no state is [`State::Unknown`].
-    pub fn parse(text: &str) -> State {
+    /// Parses a node's value; an invalid value is [`XenbusState::Unknown`].
+    pub fn parse(text: &str) -> XenbusState {
         let number = text.parse::<usize>().unwrap_or(0);
         if !text.bytes().all(|byte| byte.is_ascii_digit()) {
-            return State::Unknown;
+            return XenbusState::Unknown;
         }
-        State::ALL.get(number).copied().unwrap_or(State::Unknown)
+        XenbusState::ALL.get(number).copied().unwrap_or(XenbusState::Unknown)
     }
 
     /// As a node's value.
@@ -47,123 +48,131 @@ impl State {
     }
 
     fn index(self) -> usize {
-        State::ALL.iter().position(|state| *state == self).unwrap_or_default()
+        XenbusState::ALL.iter().position(|state| *state == self).unwrap_or_default()
     }
 }
 
-/// What the backend is doing about a device.
+/// The phase of a device in this backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
+pub enum DevicePhase {
     /// Just found.
     New,
-    /// Offered; the frontend has not answered.
+    /// Offered; the frontend has not responded.
     Waiting,
     /// Served.
     Connected {
-        /// The frontend has been seen connected since.
+        /// The frontend's state was `Connected` since.
         settled: bool,
     },
-    /// Rings are being wound up.
+    /// Its rings are being drained.
     Draining,
-    /// Nothing is served; the frontend may come again.
+    /// Not served; the frontend may connect again.
     Closed,
-    /// Given up, until the frontend starts anew.
+    /// Failed, until the frontend restarts.
     Failed,
 }
 
-/// What xenstore shows.
+/// The states read from xenstore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Seen {
-    /// The frontend's state; `None` if its directory is gone.
-    pub frontend: Option<State>,
-    /// Our own state; `None` if our directory is gone.
-    pub own: Option<State>,
+pub struct ObservedStates {
+    /// The frontend's state; `None` if its directory does not exist.
+    pub frontend: Option<XenbusState>,
+    /// The backend's state; `None` if its directory does not exist.
+    pub own: Option<XenbusState>,
     /// The toolstack wants the device.
     pub online: bool,
-    /// The ring the frontend names is not the one that is served.
+    /// The frontend's nodes name another ring than the one that is served.
     pub other_ring: bool,
 }
 
-/// What to do next. After it was done the machine is asked again, until it says [`Action::Nothing`].
+/// What to do next. After it was done [`next`] is called again, until it returns [`Action::Nothing`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Wait for a change.
     Nothing,
-    /// Publish what the device can and show [`State::InitWait`].
+    /// Publish the features and set [`XenbusState::InitWait`].
     Offer,
-    /// Map the rings, publish the disk, show [`State::Connected`].
+    /// Map the rings, publish the geometry, set [`XenbusState::Connected`].
     Connect,
-    /// As [`Action::Connect`], with what a predecessor left.
+    /// As [`Action::Connect`], resuming a predecessor's rings.
     Resume,
-    /// Wind the rings up.
+    /// Drain the rings.
     Disconnect,
-    /// Show this state.
-    Show(State),
-    /// The frontend broke the rules: say so and show [`State::Closing`].
+    /// Set this state.
+    Show(XenbusState),
+    /// The frontend violated the protocol: report it and set [`XenbusState::Closing`].
     Fail,
-    /// Forget the device, and remove what is left of it.
+    /// Forget the device, and remove its nodes and journals.
     Forget,
 }
 
 /// The next thing to do about a device in `phase`.
-pub fn next(phase: Phase, seen: &Seen) -> Action {
-    let served = matches!(phase, Phase::Connected { .. });
+pub fn next(phase: DevicePhase, seen: &ObservedStates) -> Action {
+    let served = matches!(phase, DevicePhase::Connected { .. });
     let Some(own) = seen.own else {
         return match phase {
-            Phase::Connected { .. } => Action::Disconnect,
-            Phase::Draining => Action::Nothing,
+            DevicePhase::Connected { .. } => Action::Disconnect,
+            DevicePhase::Draining => Action::Nothing,
             _ => Action::Forget,
         };
     };
-    if phase == Phase::Draining {
+    if phase == DevicePhase::Draining {
         return Action::Nothing;
     }
     match seen.frontend {
-        None | Some(State::Unknown) if served => Action::Disconnect,
-        // Its directory has not been made yet; or it was removed, which comes last of all.
+        None | Some(XenbusState::Unknown) if served => Action::Disconnect,
+        // Its directory was not created yet; or it was removed, which is the last thing to happen.
         None => match own {
-            State::Initialising if phase == Phase::New => Action::Nothing,
-            State::Closed => Action::Forget,
-            _ => Action::Show(State::Closed),
+            XenbusState::Initialising if phase == DevicePhase::New => Action::Nothing,
+            XenbusState::Closed => Action::Forget,
+            _ => Action::Show(XenbusState::Closed),
         },
-        Some(State::Unknown) => Action::Nothing,
-        Some(State::Initialising) => match phase {
+        Some(XenbusState::Unknown) => Action::Nothing,
+        Some(XenbusState::Initialising) => match phase {
             _ if served => Action::Disconnect,
-            Phase::Waiting if own == State::InitWait => Action::Nothing,
-            // It waits since before we gave up: to try again at once would go on for ever.
-            Phase::Failed if own == State::Closed => Action::Nothing,
-            _ if own == State::Closing => Action::Show(State::Closed),
+            DevicePhase::Waiting if own == XenbusState::InitWait => Action::Nothing,
+            // It was waiting when the device failed: trying again at once would repeat without end.
+            DevicePhase::Failed if own == XenbusState::Closed => Action::Nothing,
+            _ if own == XenbusState::Closing => Action::Show(XenbusState::Closed),
             _ if seen.online => Action::Offer,
             _ => Action::Nothing,
         },
-        Some(frontend @ (State::Initialised | State::Connected)) => match phase {
-            Phase::New if own == State::Connected && frontend == State::Connected => Action::Resume,
-            Phase::Waiting if own == State::InitWait => Action::Connect,
-            Phase::New | Phase::Closed | Phase::Waiting if seen.online => Action::Offer,
-            // A state was missed: the guest has begun anew.
-            Phase::Connected { .. } if seen.other_ring => Action::Disconnect,
-            Phase::Connected { settled: true } if frontend == State::Initialised => {
+        Some(frontend @ (XenbusState::Initialised | XenbusState::Connected)) => match phase {
+            DevicePhase::New
+                if own == XenbusState::Connected && frontend == XenbusState::Connected =>
+            {
+                Action::Resume
+            }
+            DevicePhase::Waiting if own == XenbusState::InitWait => Action::Connect,
+            DevicePhase::New | DevicePhase::Closed | DevicePhase::Waiting if seen.online => {
+                Action::Offer
+            }
+            // A state was missed: the frontend has restarted.
+            DevicePhase::Connected { .. } if seen.other_ring => Action::Disconnect,
+            DevicePhase::Connected { settled: true } if frontend == XenbusState::Initialised => {
                 Action::Disconnect
             }
             _ => Action::Nothing,
         },
-        Some(State::Closing) => match own {
-            State::Closing | State::Closed => Action::Nothing,
-            _ => Action::Show(State::Closing),
+        Some(XenbusState::Closing) => match own {
+            XenbusState::Closing | XenbusState::Closed => Action::Nothing,
+            _ => Action::Show(XenbusState::Closing),
         },
-        Some(State::Closed) if served => Action::Disconnect,
-        Some(State::Closed) if own != State::Closed => match phase {
-            // A frontend that has not come yet, such as one left by the guest's last life.
-            Phase::New if seen.online && own == State::Initialising => Action::Offer,
-            _ => Action::Show(State::Closed),
+        Some(XenbusState::Closed) if served => Action::Disconnect,
+        Some(XenbusState::Closed) if own != XenbusState::Closed => match phase {
+            // A frontend that was not started yet, or whose state is from before the guest restarted.
+            DevicePhase::New if seen.online && own == XenbusState::Initialising => Action::Offer,
+            _ => Action::Show(XenbusState::Closed),
         },
-        Some(State::Closed) if !seen.online && phase != Phase::New => Action::Forget,
-        Some(State::Closed) => Action::Nothing,
-        Some(State::InitWait | State::Reconfiguring | State::Reconfigured) => match phase {
-            Phase::Failed => Action::Nothing,
-            _ if own == State::Closing || own == State::Closed => Action::Nothing,
-            _ => Action::Fail,
-        },
+        Some(XenbusState::Closed) if !seen.online && phase != DevicePhase::New => Action::Forget,
+        Some(XenbusState::Closed) => Action::Nothing,
+        Some(XenbusState::InitWait | XenbusState::Reconfiguring | XenbusState::Reconfigured) => {
+            match phase {
+                DevicePhase::Failed => Action::Nothing,
+                _ if own == XenbusState::Closing || own == XenbusState::Closed => Action::Nothing,
+                _ => Action::Fail,
+            }
+        }
     }
 }
 
@@ -171,98 +180,107 @@ pub fn next(phase: Phase, seen: &Seen) -> Action {
 mod tests {
     use super::*;
 
-    fn seen(frontend: State, own: State) -> Seen {
-        Seen { frontend: Some(frontend), own: Some(own), online: true, other_ring: false }
+    fn seen(frontend: XenbusState, own: XenbusState) -> ObservedStates {
+        ObservedStates { frontend: Some(frontend), own: Some(own), online: true, other_ring: false }
     }
 
     #[test]
-    fn a_guest_connects_and_leaves() {
-        use State::*;
+    fn a_guest_connects_and_disconnects() {
+        use XenbusState::*;
         let to = |phase, frontend, own| next(phase, &seen(frontend, own));
-        assert_eq!(to(Phase::New, Initialising, Initialising), Action::Offer);
-        assert_eq!(to(Phase::Waiting, Initialising, InitWait), Action::Nothing);
-        assert_eq!(to(Phase::Waiting, Initialised, InitWait), Action::Connect);
-        let fresh = Phase::Connected { settled: false };
-        assert_eq!(to(fresh, Initialised, State::Connected), Action::Nothing);
-        let settled = Phase::Connected { settled: true };
-        assert_eq!(to(settled, State::Connected, State::Connected), Action::Nothing);
-        assert_eq!(to(settled, Closing, State::Connected), Action::Show(Closing));
+        assert_eq!(to(DevicePhase::New, Initialising, Initialising), Action::Offer);
+        assert_eq!(to(DevicePhase::Waiting, Initialising, InitWait), Action::Nothing);
+        assert_eq!(to(DevicePhase::Waiting, Initialised, InitWait), Action::Connect);
+        let fresh = DevicePhase::Connected { settled: false };
+        assert_eq!(to(fresh, Initialised, XenbusState::Connected), Action::Nothing);
+        let settled = DevicePhase::Connected { settled: true };
+        assert_eq!(to(settled, XenbusState::Connected, XenbusState::Connected), Action::Nothing);
+        assert_eq!(to(settled, Closing, XenbusState::Connected), Action::Show(Closing));
         assert_eq!(to(settled, Closing, Closing), Action::Nothing);
         assert_eq!(to(settled, Closed, Closing), Action::Disconnect);
-        assert_eq!(to(Phase::Closed, Closed, Closing), Action::Show(Closed));
-        assert_eq!(to(Phase::Closed, Closed, Closed), Action::Nothing);
+        assert_eq!(to(DevicePhase::Closed, Closed, Closing), Action::Show(Closed));
+        assert_eq!(to(DevicePhase::Closed, Closed, Closed), Action::Nothing);
         // The module is loaded again.
-        assert_eq!(to(Phase::Closed, Initialising, Closed), Action::Offer);
+        assert_eq!(to(DevicePhase::Closed, Initialising, Closed), Action::Offer);
     }
 
     #[test]
-    fn a_predecessor_is_succeeded_only_between_two_connected_ends() {
-        use State::*;
-        let connected = State::Connected;
-        assert_eq!(next(Phase::New, &seen(connected, connected)), Action::Resume);
-        assert_eq!(next(Phase::New, &seen(Initialised, connected)), Action::Offer);
-        assert_eq!(next(Phase::New, &seen(connected, InitWait)), Action::Offer);
+    fn a_device_is_resumed_only_if_both_ends_are_connected() {
+        use XenbusState::*;
+        let connected = XenbusState::Connected;
+        assert_eq!(next(DevicePhase::New, &seen(connected, connected)), Action::Resume);
+        assert_eq!(next(DevicePhase::New, &seen(Initialised, connected)), Action::Offer);
+        assert_eq!(next(DevicePhase::New, &seen(connected, InitWait)), Action::Offer);
     }
 
     #[test]
-    fn a_missed_state_is_made_up_for() {
-        let settled = Phase::Connected { settled: true };
-        assert_eq!(next(settled, &seen(State::Initialised, State::Connected)), Action::Disconnect);
-        let mut other = seen(State::Connected, State::Connected);
+    fn a_missed_state_leads_to_a_disconnect() {
+        let settled = DevicePhase::Connected { settled: true };
+        assert_eq!(
+            next(settled, &seen(XenbusState::Initialised, XenbusState::Connected)),
+            Action::Disconnect
+        );
+        let mut other = seen(XenbusState::Connected, XenbusState::Connected);
         other.other_ring = true;
         assert_eq!(next(settled, &other), Action::Disconnect);
-        assert_eq!(next(settled, &seen(State::Initialising, State::Connected)), Action::Disconnect);
+        assert_eq!(
+            next(settled, &seen(XenbusState::Initialising, XenbusState::Connected)),
+            Action::Disconnect
+        );
     }
 
     #[test]
-    fn what_is_gone_is_forgotten() {
-        let mut gone = seen(State::Connected, State::Connected);
-        gone.own = None;
-        assert_eq!(next(Phase::Connected { settled: true }, &gone), Action::Disconnect);
-        assert_eq!(next(Phase::Closed, &gone), Action::Forget);
-        let mut destroyed = seen(State::Closed, State::Connected);
+    fn a_device_whose_directories_were_removed_is_forgotten() {
+        let mut removed = seen(XenbusState::Connected, XenbusState::Connected);
+        removed.own = None;
+        assert_eq!(next(DevicePhase::Connected { settled: true }, &removed), Action::Disconnect);
+        assert_eq!(next(DevicePhase::Closed, &removed), Action::Forget);
+        let mut destroyed = seen(XenbusState::Closed, XenbusState::Connected);
         destroyed.frontend = None;
-        assert_eq!(next(Phase::Connected { settled: true }, &destroyed), Action::Disconnect);
-        assert_eq!(next(Phase::Closed, &destroyed), Action::Show(State::Closed));
-        destroyed.own = Some(State::Closed);
-        assert_eq!(next(Phase::Closed, &destroyed), Action::Forget);
+        assert_eq!(next(DevicePhase::Connected { settled: true }, &destroyed), Action::Disconnect);
+        assert_eq!(next(DevicePhase::Closed, &destroyed), Action::Show(XenbusState::Closed));
+        destroyed.own = Some(XenbusState::Closed);
+        assert_eq!(next(DevicePhase::Closed, &destroyed), Action::Forget);
     }
 
     #[test]
-    fn states_that_make_no_sense_here_fail_once() {
-        for odd in [State::InitWait, State::Reconfiguring, State::Reconfigured] {
-            assert_eq!(next(Phase::Waiting, &seen(odd, State::InitWait)), Action::Fail);
-            assert_eq!(next(Phase::Failed, &seen(odd, State::Closing)), Action::Nothing);
+    fn states_that_disks_do_not_use_fail_the_device_once() {
+        for odd in [XenbusState::InitWait, XenbusState::Reconfiguring, XenbusState::Reconfigured] {
+            assert_eq!(next(DevicePhase::Waiting, &seen(odd, XenbusState::InitWait)), Action::Fail);
+            assert_eq!(
+                next(DevicePhase::Failed, &seen(odd, XenbusState::Closing)),
+                Action::Nothing
+            );
         }
     }
 
     #[test]
-    fn numbers_and_texts() {
-        for state in State::ALL {
-            assert_eq!(State::parse(state.text()), state);
+    fn states_and_their_texts_match() {
+        for state in XenbusState::ALL {
+            assert_eq!(XenbusState::parse(state.text()), state);
         }
         for text in ["", "9", "-1", "+4", "4 ", "0x4", "99999999999999999999", "four"] {
-            assert_eq!(State::parse(text), State::Unknown, "{text}");
+            assert_eq!(XenbusState::parse(text), XenbusState::Unknown, "{text}");
         }
     }
 
-    /// Whatever the two ends show, doing what the machine says comes to rest.
+    /// For all states of the two ends, repeating the actions ends.
     #[test]
-    fn it_always_comes_to_rest() {
+    fn the_actions_always_end() {
         let phases = [
-            Phase::New,
-            Phase::Waiting,
-            Phase::Connected { settled: false },
-            Phase::Connected { settled: true },
-            Phase::Draining,
-            Phase::Closed,
-            Phase::Failed,
+            DevicePhase::New,
+            DevicePhase::Waiting,
+            DevicePhase::Connected { settled: false },
+            DevicePhase::Connected { settled: true },
+            DevicePhase::Draining,
+            DevicePhase::Closed,
+            DevicePhase::Failed,
         ];
-        let ends = || State::ALL.into_iter().map(Some).chain([None]);
+        let ends = || XenbusState::ALL.into_iter().map(Some).chain([None]);
         for (phase, frontend) in phases.into_iter().flat_map(|p| ends().map(move |f| (p, f))) {
             for (own, bits) in ends().flat_map(|own| (0..4).map(move |bits| (own, bits))) {
                 let (online, other_ring) = (bits & 1 != 0, bits & 2 != 0);
-                let mut seen = Seen { frontend, own, online, other_ring };
+                let mut seen = ObservedStates { frontend, own, online, other_ring };
                 let mut phase = phase;
                 let mut steps = 0;
                 loop {
@@ -271,25 +289,25 @@ mod tests {
                     match next(phase, &seen) {
                         Action::Nothing | Action::Forget => break,
                         Action::Offer => {
-                            seen.own = Some(State::InitWait);
-                            phase = Phase::Waiting;
+                            seen.own = Some(XenbusState::InitWait);
+                            phase = DevicePhase::Waiting;
                         }
                         Action::Connect | Action::Resume => {
-                            seen.own = Some(State::Connected);
+                            seen.own = Some(XenbusState::Connected);
                             seen.other_ring = false;
-                            let settled = seen.frontend == Some(State::Connected);
-                            phase = Phase::Connected { settled };
+                            let settled = seen.frontend == Some(XenbusState::Connected);
+                            phase = DevicePhase::Connected { settled };
                         }
-                        Action::Disconnect => phase = Phase::Closed,
+                        Action::Disconnect => phase = DevicePhase::Closed,
                         Action::Show(state) => {
                             seen.own = Some(state);
-                            if state == State::Closed {
-                                phase = Phase::Closed;
+                            if state == XenbusState::Closed {
+                                phase = DevicePhase::Closed;
                             }
                         }
                         Action::Fail => {
-                            seen.own = Some(State::Closing);
-                            phase = Phase::Failed;
+                            seen.own = Some(XenbusState::Closing);
+                            phase = DevicePhase::Failed;
                         }
                     }
                 }

@@ -1,6 +1,6 @@
-//! The cap of persistent grants (seed `003`: "to prevent a malicious guest from attempting a DoS, by
-//! supplying fresh grefs"): a guest that goes through all the references it can have gets no more
-//! mapped than the cap, holds no more memory, and costs its neighbour no request.
+//! The cap of persistent grants (in Linux's xen-blkback, against a denial of service by a guest that
+//! supplies new grefs): a guest that uses all the references it can have gets no more mapped than the
+//! cap, holds no more memory, and makes no request of its neighbour fail.
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -12,16 +12,16 @@ use std::time::Instant;
 
 use common::{Rig, SIZE, memory, pattern};
 use ebb_export_xen::abi::{MAX_DIRECT_SEGMENTS, PAGE_BYTES, Segment, op};
-use ebb_export_xen::shm::frontend::{Frontend, Wishes, offset};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig, offset};
 use ebb_io::Worker;
 use ebb_mem::Memory;
 
 /// Grant references of a guest, as Xen gives them by default.
 const GREFS: usize = 32_768;
-/// The daemon's default.
+/// The default of `max_persistent_grants`.
 const CAP: u64 = 1056;
 
-/// Goes once through all pages, `depth` requests at a time; looks at what is mapped meanwhile.
+/// Uses all pages once, `depth` requests at a time; calls `look` meanwhile.
 fn cycle(disk: &mut Frontend, pages: &[u32], look: &mut impl FnMut()) {
     let depth = usize::try_from(disk.queues[0].slots()).unwrap();
     for window in pages.chunks(depth * MAX_DIRECT_SEGMENTS) {
@@ -41,19 +41,19 @@ fn cycle(disk: &mut Frontend, pages: &[u32], look: &mut impl FnMut()) {
 }
 
 #[test]
-fn a_guest_that_goes_through_all_its_grants_has_the_cap_mapped_at_most() {
+fn a_guest_that_uses_all_its_grants_has_at_most_the_cap_mapped() {
     let io = Memory::new(ebb_mem::Options::new(256 << 20, Instant::now())).unwrap();
     let worker = Worker::start("xen", &io).unwrap();
     let mut rig = Rig::with(1, |options| options.workers = vec![worker.handle()]);
     rig.add(memory("neighbour", SIZE, false));
-    let wishes = Wishes::default();
+    let wishes = FrontendConfig::default();
     let guest = rig.guest(1, u32::try_from(GREFS).unwrap() + 16);
     let mut disk = rig.attach(&guest, "xvdb", "disk", wishes);
     disk.connect().unwrap();
     let data = pattern(1, 1 << 16);
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut data.clone()).unwrap(), 0);
 
-    // The neighbour writes and reads back all the time.
+    // The neighbour writes and reads back until the end.
     let other = rig.guest(2, 4096);
     let mut near = rig.attach(&other, "xvdb", "neighbour", wishes);
     near.connect().unwrap();
@@ -87,14 +87,14 @@ fn a_guest_that_goes_through_all_its_grants_has_the_cap_mapped_at_most() {
     let stats = rig.backend.as_ref().unwrap().stats();
     let own = stats.iter().find(|disk| &*disk.volume == "disk").unwrap().stats;
     assert!(mapped <= CAP && own.mapped_most <= CAP, "{mapped} grants mapped, {own:?}");
-    assert!(own.mapped > 0, "some stay: {own:?}");
-    assert!(own.copies > 2 * GREFS as u64, "the others are copied: {own:?}");
+    assert!(own.mapped > 0, "some stay mapped: {own:?}");
+    assert!(own.copies > 2 * GREFS as u64, "the other pages are copied: {own:?}");
     assert!(stats.iter().all(|disk| disk.stats.errors == 0), "{stats:?}");
-    // A ring of requests at work and the pools of two rings with what is theirs by their limits.
+    // The requests of a ring in flight, and the pools of two rings within their limits.
     let most = 2 * (32 * MAX_DIRECT_SEGMENTS.next_power_of_two() + 1024) * PAGE_BYTES + (4 << 20);
     assert!(wired <= most, "{wired} bytes wired, at most {most} expected");
 
-    // What was read last is what was written first.
+    // The last pass read what was written first.
     cycle(&mut disk, &pages[..MAX_DIRECT_SEGMENTS], &mut || {});
     let sector = u64::from(pages[0]) * 8 % (SIZE / 512 - 128);
     let from = usize::try_from(sector).unwrap() * 512;

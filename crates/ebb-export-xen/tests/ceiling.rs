@@ -1,4 +1,4 @@
-//! What a guest's rings hold of the memory for requests takes nothing from another volume.
+//! Memory for requests that a guest's rings hold is not taken from another volume's share.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -12,13 +12,13 @@ use std::time::Instant;
 use common::{HANG, Rig, pattern};
 use ebb_export_xen::Options;
 use ebb_export_xen::abi::{Body, Request, Segment, op};
-use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_io::{Charge, QueueShare, Shares, Worker};
 use ebb_mem::{Memory, PoolParameters};
 use ebb_store::{Store, TestStore};
 use ebb_volume::{Volume, VolumeOptions};
 
-/// A machine whose requests share a ceiling of 64 MiB.
+/// A host whose requests share a ceiling of 64 MiB.
 fn rig(volumes: &[&Arc<Volume>]) -> (Rig, Shares) {
     let memory = Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
     let shares = memory.shares().clone();
@@ -47,17 +47,18 @@ fn rig(volumes: &[&Arc<Volume>]) -> (Rig, Shares) {
     (rig, shares)
 }
 
-/// Where a volume is sure of less memory than a request takes, and there is no other, the request goes in pieces.
+/// A request that needs more memory than its volume's reserve, when there is no spare memory, is carried out in pieces.
 #[test]
-fn requests_larger_than_what_a_volume_is_sure_of_go_in_pieces() {
+fn requests_larger_than_a_volumes_reserve_are_carried_out_in_pieces() {
     let store = Arc::new(TestStore::new(16 << 20, 1));
     let volume = Volume::new("disk", Store::Test(store.clone()), VolumeOptions::default());
     let (rig, shares) = rig(&[&volume]);
-    // With so many volumes each is sure of less than 64 KiB.
-    let others: Vec<_> = (0..500).map(|number| shares.join(&number.to_string())).collect();
-    let queue_shares: Vec<_> = others.iter().map(|share| QueueShare::new(share.clone())).collect();
+    // With so many volumes each has a reserve of less than 64 KiB.
+    let other_shares: Vec<_> = (0..500).map(|number| shares.join(&number.to_string())).collect();
+    let queue_shares: Vec<_> =
+        other_shares.iter().map(|share| QueueShare::new(share.clone())).collect();
     let guest = rig.guest(1, 4096);
-    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    let mut disk = rig.attach(&guest, "xvdb", "disk", FrontendConfig::default());
     disk.connect().unwrap();
     let data = pattern(3, 1 << 20);
     let moved = |disk: &mut Frontend| {
@@ -71,7 +72,7 @@ fn requests_larger_than_what_a_volume_is_sure_of_go_in_pieces() {
     assert_eq!(moved(&mut disk), 2, "there is memory to spare");
     let reserve = shares.reserve();
     assert!(reserve < 64 << 10, "{reserve}");
-    // All of what is common, as far as a volume finds that there is room for one more page.
+    // All unreserved memory, as far as a volume can take it, with room for one more page.
     let mut held: Vec<Charge> = Vec::new();
     for queue_share in &queue_shares {
         for bytes in [1 << 20, 64 << 10, 4096] {
@@ -84,14 +85,14 @@ fn requests_larger_than_what_a_volume_is_sure_of_go_in_pieces() {
     assert_eq!(moved(&mut disk), 2);
 }
 
-/// The page that descriptors are copied to is of the volume's share, too.
+/// The page that descriptors are copied to is charged to the volume's share as well.
 #[test]
 fn descriptors_are_fetched_with_memory_of_the_volume() {
     let store = Store::Test(Arc::new(TestStore::new(16 << 20, 1)));
     let volume = Volume::new("disk", store, VolumeOptions::default());
     let (rig, shares) = rig(&[&volume]);
     let guest = rig.guest(1, 4096);
-    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    let mut disk = rig.attach(&guest, "xvdb", "disk", FrontendConfig::default());
     disk.connect().unwrap();
     let queue_share = QueueShare::new(volume.share(&shares).clone());
     let sizes = [1 << 20, 4096, 512, 1];
@@ -99,7 +100,7 @@ fn descriptors_are_fetched_with_memory_of_the_volume() {
         .iter()
         .flat_map(|bytes| std::iter::from_fn(|| queue_share.try_take(*bytes)))
         .collect();
-    // Descriptors in a page that was never granted: an error, once they are looked for.
+    // Descriptors in a page that was never granted: an error, once they are read.
     let body = Body::Indirect { sector: 0, count: 32, grefs: [4000; 8] };
     let indirect = disk.queues[0].put(Request { id: 0, operation: op::READ, body });
     disk.queues[0].push();
@@ -107,7 +108,11 @@ fn descriptors_are_fetched_with_memory_of_the_volume() {
         let body = Body::Direct { sector: 0, count: 0, segments: Default::default() };
         let unknown = disk.queues[0].put(Request { id: 0, operation: 77, body });
         disk.queues[0].push();
-        assert_eq!(disk.queues[0].wait().unwrap().id, unknown, "the other one waits for memory");
+        assert_eq!(
+            disk.queues[0].wait().unwrap().id,
+            unknown,
+            "the other request waits for memory"
+        );
     }
     drop(held);
     let answer = disk.queues[0].wait().unwrap();
@@ -115,18 +120,18 @@ fn descriptors_are_fetched_with_memory_of_the_volume() {
 }
 
 #[test]
-fn rings_on_a_silent_store_hold_up_no_other_volume() {
+fn rings_on_a_store_that_hangs_delay_no_other_volume() {
     let store = Arc::new(TestStore::new(16 << 20, 1));
     store.latency_us.store(3_600_000_000, Ordering::Relaxed);
-    let dead = Volume::new("dead", Store::Test(store), VolumeOptions::default());
+    let hanging = Volume::new("hanging", Store::Test(store), VolumeOptions::default());
     let store = Store::Test(Arc::new(TestStore::new(16 << 20, 2)));
     let healthy =
         Volume::new("healthy", store, VolumeOptions { shared: true, ..VolumeOptions::default() });
-    // The rings of the dead store never come to their end, so that nothing can wait for it.
-    let rig = ManuallyDrop::new(rig(&[&dead, &healthy]).0);
+    // The rings on the store that hangs never end, so nothing can wait for the backend.
+    let rig = ManuallyDrop::new(rig(&[&hanging, &healthy]).0);
     let (one, two) = (rig.guest(1, 4096), rig.guest(2, 4096));
-    let wishes = Wishes { order: 4, queues: 4, ..Wishes::default() };
-    let mut greedy = rig.attach(&one, "xvdb", "dead", wishes);
+    let wishes = FrontendConfig { order: 4, queues: 4, ..FrontendConfig::default() };
+    let mut greedy = rig.attach(&one, "xvdb", "hanging", wishes);
     greedy.connect().unwrap();
     let pages = greedy.pages(11);
     for queue in 0..4 {
@@ -140,7 +145,7 @@ fn rings_on_a_silent_store_hold_up_no_other_volume() {
         greedy.queues[queue].push();
     }
     let mut disks: Vec<_> = ["xvdc", "xvdd", "xvde"]
-        .map(|name| rig.attach(&two, name, "healthy", Wishes::default()))
+        .map(|name| rig.attach(&two, name, "healthy", FrontendConfig::default()))
         .into_iter()
         .collect();
     let (done, over) = std::sync::mpsc::channel();
@@ -157,5 +162,5 @@ fn rings_on_a_silent_store_hold_up_no_other_volume() {
         }
         done.send(()).unwrap();
     });
-    over.recv_timeout(HANG).expect("the healthy volume is held up");
+    over.recv_timeout(HANG).expect("the healthy volume is delayed");
 }

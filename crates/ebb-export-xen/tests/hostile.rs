@@ -1,5 +1,5 @@
-//! What guests do that mean no good. Each line of the reference's table of advisories (section 7)
-//! has a test here or beside the code; their numbers stand at the tests.
+//! Hostile guests. The security advisories (XSA) about blkback and xenbus backends have tests here or beside
+//! the code; their numbers are in the comments of the tests.
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -10,16 +10,16 @@ use std::time::{Duration, Instant};
 
 use common::{Rig, SIZE, memory, pattern, until};
 use ebb_export_xen::abi::{Abi, Body, Request, Segment, op};
-use ebb_export_xen::shm::frontend::{Wishes, offset};
-use ebb_export_xen::shm::hostile::{Dice, Hostile};
+use ebb_export_xen::shm::frontend::{FrontendConfig, offset};
+use ebb_export_xen::shm::hostile::{Hostile, SeededRandom};
 
 /// Random requests in all.
 const REQUESTS: u64 = 1_000_000;
 
-/// A million requests of hostile guests in every layout, with and without persistent grants: no
-/// panic, no grant that stays mapped, and not a byte of the part of the disk that is another's.
+/// A million requests of hostile guests in every layout, with and without persistent grants: no panic, no
+/// grant that stays mapped, and no changed byte in the range of another guest.
 #[test]
-fn a_million_hostile_requests_harm_nobody() {
+fn a_million_hostile_requests_affect_no_other_guest() {
     let kinds = [
         (Abi::X86_64, 0, true),
         (Abi::X86_64, 1, false),
@@ -35,10 +35,10 @@ fn a_million_hostile_requests_harm_nobody() {
                 let name = format!("disk-{number}");
                 rig.add(memory(&name, SIZE, false));
                 let guest = rig.guest(number, 600);
-                let wishes = Wishes { abi, order, queues: 1, persistent };
+                let wishes = FrontendConfig { abi, order, queues: 1, persistent };
                 let mut disk = rig.attach(&guest, "xvdb", &name, wishes);
                 disk.connect().unwrap();
-                // The first half of the disk is its own data, the second its playground.
+                // The guest does not write the first half of the disk, and uses the second.
                 let data = pattern(number.into(), 8 << 20);
                 for (at, part) in data.chunks(1 << 20).enumerate() {
                     let sector = (at as u64) << 11;
@@ -49,20 +49,20 @@ fn a_million_hostile_requests_harm_nobody() {
                 let seed = 77 + u64::from(number);
                 let mut hostile = Hostile::new(&guest, seed, pages, sectors, sectors / 2..sectors);
                 let mut queue = disk.queues.remove(0);
-                // It is mapped, and need not be granted again: a guest that has its ring
-                // overwritten only ends the game.
+                // The ring is mapped and need not stay granted: a guest that has its own ring overwritten
+                // only ends the test.
                 queue.ring.iter().for_each(|page| guest.revoke(*page));
-                let mut answered = 0;
+                let mut completed = 0;
                 while hostile.sent < REQUESTS / 4 {
                     hostile.send(&mut queue, 64);
-                    answered += u64::from(hostile.receive(&mut queue, 16).unwrap());
+                    completed += u64::from(hostile.receive(&mut queue, 16).unwrap());
                 }
-                let rest = u32::try_from(hostile.sent - answered).unwrap();
+                let rest = u32::try_from(hostile.sent - completed).unwrap();
                 hostile.receive(&mut queue, rest).unwrap();
                 drop(queue);
                 disk.set("state", "6");
-                until("all pages come back", || guest.mapped() == 0);
-                // A new ring: what the guest knows of the old one is of no use.
+                until("all pages are unmapped", || guest.mapped() == 0);
+                // A new ring: the guest's state of the old one is useless.
                 let mut again = rig.attach(&guest, "xvdc", &name, wishes);
                 again.connect().unwrap();
                 for (at, part) in data.chunks(1 << 20).enumerate() {
@@ -79,9 +79,9 @@ fn a_million_hostile_requests_harm_nobody() {
 
 /// XSA-155: descriptors and data that change while they are used are read once.
 #[test]
-fn what_changes_while_it_is_read_is_read_once() {
+fn memory_that_changes_during_a_request_is_read_once() {
     let rig = Rig::new();
-    let mut disk = rig.disk(Wishes { persistent: false, ..Wishes::default() });
+    let mut disk = rig.disk(FrontendConfig { persistent: false, ..FrontendConfig::default() });
     let pages = disk.pages(17);
     let (list, data) = pages.split_first().unwrap();
     let guest = rig.guest(9, 16);
@@ -94,7 +94,7 @@ fn what_changes_while_it_is_read_is_read_once() {
     let view = disk_memory(&rig);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // One half of a descriptor good, the other bad, as fast as it goes.
+            // Alternates one half of the descriptors between valid and invalid, as fast as possible.
             while !stop.load(Ordering::Relaxed) {
                 for place in 0..32 {
                     let at = offset(*list) + place * 8;
@@ -118,31 +118,31 @@ fn disk_memory(rig: &Rig) -> std::sync::Arc<ebb_export_xen::shm::Guest> {
     rig.world.find_guest(1).unwrap()
 }
 
-/// A guest that claims more requests than fit is heard no more, on that ring alone.
+/// A ring whose guest claims more requests than it has slots is stopped; other rings continue.
 #[test]
-fn a_ring_that_lies_is_parked_and_the_others_run() {
-    for lie in [33, 1000, u32::MAX, 1 << 31] {
+fn a_ring_with_invalid_indices_is_stopped_and_other_rings_continue() {
+    for excess in [33, 1000, u32::MAX, 1 << 31] {
         let rig = Rig::new();
-        let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+        let mut disk = rig.disk(FrontendConfig { queues: 2, ..FrontendConfig::default() });
         assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
         let produced = disk.queues[0].load(0);
-        disk.queues[0].store(0, produced.wrapping_add(lie));
+        disk.queues[0].store(0, produced.wrapping_add(excess));
         rig.world.find_guest(1).unwrap().notify(disk.queues[0].port);
         for _ in 0..20 {
             assert_eq!(disk.transfer(1, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
         }
-        let answers = rig.stats().answers;
-        assert_eq!(answers, 21, "nothing of the lie was answered");
+        let responses = rig.stats().responses;
+        assert_eq!(responses, 21, "no claimed request has a response");
         disk.close().unwrap();
-        until("all pages come back", || rig.world.find_guest(1).unwrap().mapped() == 0);
+        until("all pages are unmapped", || rig.world.find_guest(1).unwrap().mapped() == 0);
     }
 }
 
-/// A guest that sends what no backend knows waits as one does whose requests are wrong; one that is served does not.
+/// A guest that sends unknown operations is delayed like one that sends invalid requests; a ring with valid requests is not.
 #[test]
 fn a_guest_that_sends_unknown_operations_is_slowed_down() {
     let rig = Rig::new();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     for round in 0..100 {
         assert_eq!(disk.transfer(0, op::WRITE, round * 8, &mut vec![1; 4096]).unwrap(), 0);
     }
@@ -163,21 +163,21 @@ fn a_guest_that_sends_unknown_operations_is_slowed_down() {
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
 }
 
-/// XSA-349, XSA-350: connecting and leaving, over and over and in any order.
+/// XSA-349, XSA-350: connecting and disconnecting, repeatedly and in any order.
 #[test]
-fn storms_of_states_leave_everything_in_order() {
+fn floods_of_state_changes_leave_the_device_usable() {
     let rig = Rig::new();
     let guest = rig.guest(1, 4096);
-    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    let mut disk = rig.attach(&guest, "xvdb", "disk", FrontendConfig::default());
     let mut neighbour = {
         let guest = rig.guest(2, 256);
         rig.add(memory("other", SIZE, false));
-        let mut disk = rig.attach(&guest, "xvdb", "other", Wishes::default());
+        let mut disk = rig.attach(&guest, "xvdb", "other", FrontendConfig::default());
         disk.connect().unwrap();
         disk
     };
     disk.share().unwrap();
-    let mut dice = Dice(5);
+    let mut dice = SeededRandom(5);
     let begun = Instant::now();
     let mut changes = 0;
     while begun.elapsed() < Duration::from_secs(2) {
@@ -189,7 +189,9 @@ fn storms_of_states_leave_everything_in_order() {
         }
     }
     disk.set("state", "6");
-    until("it is let go", || guest.mapped() == 0 && disk.backend("state").as_deref() == Some("6"));
+    until("the disk is released", || {
+        guest.mapped() == 0 && disk.backend("state").as_deref() == Some("6")
+    });
     for queue in std::mem::take(&mut disk.queues) {
         disk.free_pages(&queue.ring);
     }
@@ -197,26 +199,26 @@ fn storms_of_states_leave_everything_in_order() {
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
 }
 
-/// Events without requests: heard once a turn, and soon only every millisecond (XSA-332).
+/// Events without requests: one wakeup per iteration, and soon only one per millisecond (XSA-332).
 #[test]
-fn a_storm_of_events_is_throttled() {
+fn a_flood_of_events_is_throttled() {
     let rig = Rig::new();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     let guest = rig.world.find_guest(1).unwrap();
     let before = rig.stats().events;
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_secs(1) {
         guest.notify(disk.queues[0].port);
     }
-    let heard = u128::from(rig.stats().events - before);
+    let events = u128::from(rig.stats().events - before);
     let milliseconds = begun.elapsed().as_millis();
-    assert!(heard < 3 * milliseconds, "{heard} events in {milliseconds} ms");
+    assert!(events < 3 * milliseconds, "{events} events in {milliseconds} ms");
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
 }
 
-/// Text where numbers belong, numbers out of range, and nodes that are not there.
+/// Text instead of numbers, numbers out of range, and missing nodes.
 #[test]
-fn nonsense_in_the_nodes_is_refused_and_can_be_mended() {
+fn invalid_nodes_are_refused_and_can_be_corrected() {
     let rig = Rig::new();
     let guest = rig.guest(1, 4096);
     let long = "9".repeat(3000);
@@ -239,17 +241,17 @@ fn nonsense_in_the_nodes_is_refused_and_can_be_mended() {
         ("multi-queue-num-queues", "two"),
         ("feature-persistent", "yes"),
     ] {
-        let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+        let mut disk = rig.attach(&guest, "xvdb", "disk", FrontendConfig::default());
         disk.await_backend("2").unwrap();
         disk.share().unwrap();
         disk.set(node, value);
         disk.set("state", "3");
         disk.await_backend("5").unwrap();
         let base = "/local/domain/0/error/backend/ebbd/1/51728/error";
-        let told = rig.world.tree.get(base).unwrap();
-        // One line, whatever the guest wrote.
-        assert!(!told.contains(|c: char| c.is_control() || c == '\u{2028}'), "{told:?}");
-        assert!(told.len() < 1024, "{} bytes", told.len());
+        let error = rig.world.tree.get(base).unwrap();
+        // The error is one line, whatever the guest wrote.
+        assert!(!error.contains(|c: char| c.is_control() || c == '\u{2028}'), "{error:?}");
+        assert!(error.len() < 1024, "{} bytes", error.len());
         assert_eq!(guest.mapped(), 0, "{node}={value:.20}: nothing stays mapped");
         rig.world.tree.remove_all("/local/domain/1/device");
         until("forgotten", || {
@@ -259,17 +261,17 @@ fn nonsense_in_the_nodes_is_refused_and_can_be_mended() {
             disk.free_pages(&queue.ring);
         }
     }
-    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    let mut disk = rig.attach(&guest, "xvdb", "disk", FrontendConfig::default());
     disk.connect().unwrap();
 }
 
-/// A guest that goes through all its pages has no more of them mapped than the cap says.
+/// A guest that uses all its pages has no more of them mapped than the cap.
 #[test]
 fn a_guest_never_has_more_mapped_than_the_cap() {
     let rig = Rig::new();
     rig.parameters.set_max_persistent_grants(200);
     let guest = rig.guest(1, 33_000);
-    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    let mut disk = rig.attach(&guest, "xvdb", "disk", FrontendConfig::default());
     disk.connect().unwrap();
     let pages = disk.pages(32_768);
     for chunk in pages.chunks(32) {
@@ -285,7 +287,7 @@ fn a_guest_never_has_more_mapped_than_the_cap() {
         assert!(guest.mapped() <= 201);
     }
     let stats = rig.stats();
-    // The last places are for pages that come again.
+    // The last places are for pages that are used repeatedly.
     assert!((187..=200).contains(&stats.mapped_most), "{}", stats.mapped_most);
     assert!(stats.copies > 32_000 && stats.evictions == 0, "pages used once are copied: {stats:?}");
     let again = pages[pages.len() - 8..].to_vec();
@@ -296,33 +298,33 @@ fn a_guest_never_has_more_mapped_than_the_cap() {
         assert_eq!(disk.queues[0].call(request).unwrap(), 0);
         rig.stats().copies
     };
-    // One place for each turn, and all eight have one.
+    // One page is mapped per batch, until all eight are.
     for _ in 0..9 {
         call();
     }
     let copies = call();
-    assert_eq!(call(), copies, "pages that come again are mapped");
+    assert_eq!(call(), copies, "pages that are used repeatedly are mapped");
     rig.parameters.set_max_persistent_grants(0);
-    until("all but the ring come back", || guest.mapped() == 1);
+    until("all pages but the ring's are unmapped", || guest.mapped() == 1);
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 65536]).unwrap(), 0);
 }
 
-/// Idle mappings go when memory is wanted, and after their time.
+/// Idle mappings are unmapped under memory pressure, and after their time.
 #[test]
-fn idle_grants_are_given_back() {
+fn idle_grants_are_unmapped() {
     let rig = Rig::new();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     let guest = rig.world.find_guest(1).unwrap();
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 44 << 10]).unwrap(), 0);
     assert_eq!(guest.mapped(), 12);
     rig.parameters.shrink();
-    until("all but the ring come back", || guest.mapped() == 1);
+    until("all pages but the ring's are unmapped", || guest.mapped() == 1);
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 44 << 10]).unwrap(), 0);
     rig.parameters.set_persistent_grant_unused_seconds(1);
-    until("all but the ring come back", || guest.mapped() == 1);
+    until("all pages but the ring's are unmapped", || guest.mapped() == 1);
 }
 
-/// Rings share what the process may map: each has its part, none fails for want of a mapping, and the sum holds.
+/// Rings share the budget of mappings: each has its share, no request fails, and the sum stays within the budget.
 #[test]
 fn all_rings_together_stay_within_the_budget_of_mappings() {
     let rig = Rig::new();
@@ -333,11 +335,11 @@ fn all_rings_together_stay_within_the_budget_of_mappings() {
     for (number, guest) in guests.iter().enumerate() {
         let name = format!("disk-{number}");
         rig.add(memory(&name, SIZE, false));
-        let mut disk = rig.attach(guest, "xvdb", &name, Wishes::default());
+        let mut disk = rig.attach(guest, "xvdb", &name, FrontendConfig::default());
         disk.connect().unwrap();
         disks.push(disk);
         let rings = disks.len() as u64;
-        // Each goes through 200 pages, twice, and gets its data right.
+        // Each uses 200 pages, twice, and reads back what it wrote.
         for disk in &mut disks {
             for round in 0..2 {
                 let data = pattern(round, 200 * 4096);
@@ -349,18 +351,18 @@ fn all_rings_together_stay_within_the_budget_of_mappings() {
             }
         }
     }
-    // The first one gave its places to the others.
+    // The first ring has unmapped what exceeds its share.
     until("each has its share", || guests.iter().all(|guest| guest.mapped() <= 26));
     let all = rig.backend.as_ref().unwrap().stats();
     assert!(all.iter().all(|disk| disk.stats.errors == 0 && disk.stats.copies > 0), "{all:?}");
     drop(disks);
 }
 
-/// A process that can map nothing more: requests are copied, and none fails.
+/// If the process can map nothing more, pages are copied, and no request fails.
 #[test]
-fn a_map_that_fails_is_a_copy_and_no_error() {
+fn a_page_that_cannot_be_mapped_is_copied() {
     let rig = Rig::new();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     let guest = rig.world.find_guest(1).unwrap();
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 65536)).unwrap(), 0);
     guest.fail_maps(true);

@@ -1,4 +1,4 @@
-//! A guest that connects and leaves without end has some lines of the log, and no more.
+//! The log lines about a guest that connects and disconnects without end are limited.
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -7,7 +7,7 @@ mod common;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use common::Rig;
-use ebb_export_xen::shm::frontend::Wishes;
+use ebb_export_xen::shm::frontend::FrontendConfig;
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 
@@ -39,17 +39,17 @@ impl Subscriber for Count {
 }
 
 #[test]
-fn a_guest_that_connects_and_leaves_has_some_lines_and_then_none() {
+fn log_lines_about_a_guest_that_reconnects_without_end_are_limited() {
     tracing::subscriber::set_global_default(Count).unwrap();
     let rig = Rig::new();
     let begun = std::time::Instant::now();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     for _ in 0..30 {
         disk.close().unwrap();
         disk.connect().unwrap();
     }
     let lines = LINES.load(Ordering::Relaxed);
-    // However slow the machine is: so many for each ten seconds that it took.
+    // On a slow machine there are more periods of ten seconds, each with its lines.
     let periods = u32::try_from(begun.elapsed().as_secs() / 10).unwrap() + 1;
     assert!((2..=20 * periods).contains(&lines), "{lines} lines for 30 rounds");
 }

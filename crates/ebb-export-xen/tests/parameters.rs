@@ -1,4 +1,4 @@
-//! Each parameter that is written while disks are served has the effect its page states.
+//! Each parameter that is changed while disks are served has the effect that its documentation states.
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use common::{Rig, memory, pattern, until};
 use ebb_export_xen::abi::{Segment, op};
-use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_io::Worker;
 use ebb_mem::{Memory, PoolParameters};
 use ebb_store::{Store, TestStore};
@@ -29,10 +29,10 @@ fn verified(disk: &mut Frontend, rounds: u64) {
 }
 
 #[test]
-fn no_persistent_grants_leave_no_mapping_and_lose_no_request() {
+fn without_persistent_grants_nothing_stays_mapped_and_no_request_fails() {
     let rig = Rig::new();
     let guest = rig.guest(1, 4096);
-    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    let mut disk = rig.attach(&guest, "xvdb", "disk", FrontendConfig::default());
     disk.connect().unwrap();
     verified(&mut disk, 20);
     assert!(rig.stats().mapped > 100, "{:?}", rig.stats());
@@ -42,8 +42,8 @@ fn no_persistent_grants_leave_no_mapping_and_lose_no_request() {
         disk
     });
     rig.parameters.set_max_persistent_grants(0);
-    // The ring's page stays.
-    until("all grants are given back", || rig.stats().mapped == 0 && guest.mapped() == 1);
+    // The ring's page stays mapped.
+    until("all grants are unmapped", || rig.stats().mapped == 0 && guest.mapped() == 1);
     let copies = rig.stats().copies;
     until("data is copied instead", || rig.stats().copies > copies);
     let mut disk = load.join().unwrap();
@@ -51,7 +51,7 @@ fn no_persistent_grants_leave_no_mapping_and_lose_no_request() {
     assert_eq!((stats.mapped, stats.errors), (0, 0));
     assert!(stats.evictions > 100 && stats.expiries == 0, "{stats:?}");
 
-    // With room for a few again, no more than these.
+    // With a small cap, no more than that are mapped.
     rig.parameters.set_max_persistent_grants(8);
     let maps = stats.maps;
     verified(&mut disk, 20);
@@ -61,28 +61,30 @@ fn no_persistent_grants_leave_no_mapping_and_lose_no_request() {
 }
 
 #[test]
-fn idle_grants_go_after_the_time_that_is_set_while_they_are_idle() {
+fn idle_grants_expire_after_a_time_that_was_set_while_they_were_idle() {
     let rig = Rig::new();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     verified(&mut disk, 10);
     assert!(rig.stats().mapped > 100);
     rig.parameters.set_persistent_grant_unused_seconds(1);
-    until("idle grants are given back", || rig.stats().mapped == 0);
+    until("idle grants are unmapped", || rig.stats().mapped == 0);
     assert!(rig.stats().expiries > 100 && rig.stats().evictions == 0, "{:?}", rig.stats());
     rig.parameters.set_persistent_grant_unused_seconds(0);
     verified(&mut disk, 10);
     let mapped = rig.stats().mapped;
     assert!(mapped > 100);
     rig.parameters.shrink();
-    until("under pressure also those kept for ever", || rig.stats().mapped == 0);
+    until("under pressure also grants without a time limit are unmapped", || {
+        rig.stats().mapped == 0
+    });
 }
 
 #[test]
-fn requests_that_come_soon_are_found_without_an_event_unless_nobody_looks() {
+fn requests_that_come_soon_are_found_by_polling_unless_it_is_disabled() {
     let rig = Rig::new();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     rig.parameters.set_poll_us(1000);
-    // On a busy machine a pause may be long; not every time.
+    // On a busy machine a pause may be long, but not every time.
     let found = (0..10_000).any(|_| {
         verified(&mut disk, 1);
         rig.stats().polls > 0
@@ -97,16 +99,16 @@ fn requests_that_come_soon_are_found_without_an_event_unless_nobody_looks() {
 }
 
 #[test]
-fn feature_persistent_counts_for_disks_to_come() {
+fn feature_persistent_applies_to_later_connections() {
     let rig = Rig::new();
     rig.add(memory("later", common::SIZE, false));
     let guest = rig.guest(1, 4096);
-    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    let mut disk = rig.attach(&guest, "xvdb", "disk", FrontendConfig::default());
     disk.connect().unwrap();
     rig.parameters.set_feature_persistent(false);
     // Another guest: each frontend takes pages from the beginning of its guest's memory.
     let neighbour = rig.guest(2, 4096);
-    let mut later = rig.attach(&neighbour, "xvdb", "later", Wishes::default());
+    let mut later = rig.attach(&neighbour, "xvdb", "later", FrontendConfig::default());
     later.connect().unwrap();
     assert_eq!(disk.backend("feature-persistent").as_deref(), Some("1"));
     assert_eq!(later.backend("feature-persistent").as_deref(), Some("0"));
@@ -131,7 +133,7 @@ fn page_pools_of_rings_follow_their_parameters_and_are_squeezed() {
         options.workers = vec![worker.handle()];
     });
     let kept = || io.stats().pools.iter().map(|pool| pool.free + pool.lent).sum::<usize>();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     verified(&mut disk, 5);
     until("free pages stay", || kept() > 0);
 
@@ -148,19 +150,19 @@ fn page_pools_of_rings_follow_their_parameters_and_are_squeezed() {
     until("nothing stays while it lasts", || kept() == 0);
     pool.set_buffer_squeeze_duration_ms(0);
     io.squeeze(Instant::now());
-    until("the second sign is answered", || io.stats().pools.iter().any(|p| p.squeezes >= 2));
+    until("the second squeeze is done", || io.stats().pools.iter().any(|p| p.squeezes >= 2));
     verified(&mut disk, 5);
-    until("no time at all is over at once", || kept() > 0);
+    until("a squeeze of no duration ends at once", || kept() > 0);
     rig.stop();
     drop(worker);
 }
 
 #[test]
-fn while_pressure_goes_on_a_rings_requests_take_turns_with_buffers() {
+fn under_continuing_pressure_a_rings_requests_share_few_buffers() {
     let io = Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
     let worker = Worker::start("xen", &io).unwrap();
     let store = Arc::new(TestStore::new(common::SIZE, 1));
-    // Long enough for all requests to take their buffers before one is over.
+    // Long enough for all requests to take their buffers before one completes.
     store.latency_us.store(20_000, Ordering::Relaxed);
     let volume = Volume::new("disk", Store::Test(store), VolumeOptions::default());
     let mut rig = Rig::with(1, |options| {
@@ -169,9 +171,9 @@ fn while_pressure_goes_on_a_rings_requests_take_turns_with_buffers() {
         options.workers = vec![worker.handle()];
     });
     let guest = rig.guest(1, 4096);
-    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    let mut disk = rig.attach(&guest, "xvdb", "disk", FrontendConfig::default());
     disk.connect().unwrap();
-    // 32 reads of 1 MiB at once; the most that their buffers took.
+    // 32 concurrent reads of 1 MiB; the most memory that their buffers took.
     let pages = disk.pages(256);
     let page = |gref: &u32| Segment { gref: *gref, first: 0, last: 7 };
     let segments: Vec<Segment> = pages.iter().map(page).collect();
@@ -181,11 +183,11 @@ fn while_pressure_goes_on_a_rings_requests_take_turns_with_buffers() {
             disk.queues[0].put(request);
         }
         disk.queues[0].push();
-        let (mut most, mut answers) = (0, 0);
-        while answers < 32 {
+        let (mut most, mut completed) = (0, 0);
+        while completed < 32 {
             while let Some(response) = disk.queues[0].take().unwrap() {
                 assert_eq!(response.status, 0);
-                answers += 1;
+                completed += 1;
             }
             most = most.max(io.stats().owners.iter().map(|owner| owner.wired).sum());
         }

@@ -1,5 +1,5 @@
-//! A successor goes on where a killed daemon stopped: the journal and the ring as a model, killed
-//! between any two steps, and the whole backend leaving its guests to another.
+//! A successor resumes where a killed daemon stopped: the journal and the ring as a model, killed between
+//! any two steps, and whole backends that are replaced.
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -13,21 +13,21 @@ use std::time::Instant;
 use common::{HANG, Rig, SIZE, pattern, until};
 use ebb_cache::{Cache, CacheOptions, Mode};
 use ebb_export_xen::abi::{Abi, Body, Request, Response, Segment, Slot, op};
-use ebb_export_xen::journal::{Backing, Identity, Journal, ResumeError};
+use ebb_export_xen::journal::{Backing, Journal, ResumeError, RingIdentity};
 use ebb_export_xen::platform::Grants;
 use ebb_export_xen::ring::Ring;
 use ebb_export_xen::shm::World;
-use ebb_export_xen::shm::frontend::{FrontQueue, Frontend, Wishes, offset};
+use ebb_export_xen::shm::frontend::{FrontQueue, Frontend, FrontendConfig, offset};
 use ebb_mem::Memory;
 use ebb_store::{FileStore, OpenOptions, Store, TestStore};
 use ebb_volume::{Volume, VolumeOptions};
 use proptest::prelude::*;
 
-/// A backend that does one small step at a time, in an order of its own.
+/// A backend that takes one small step at a time, in an arbitrary order.
 struct Backend {
     ring: Ring,
     journal: Journal,
-    /// Entries whose request runs, with its id.
+    /// Entries of running requests, with the requests' ids.
     running: Vec<(u32, u64)>,
     /// Entries whose response is written and not published.
     written: Vec<u32>,
@@ -50,13 +50,13 @@ impl Backend {
         self.running.push((entry, id_of(&slot)));
     }
 
-    /// Answers any of those that run; killed before the response is written if `killed`.
+    /// Completes one of the running requests; killed before the response is written if `killed`.
     fn answer(&mut self, which: usize, killed: bool) {
         if self.running.is_empty() {
             return;
         }
         let (entry, id) = self.running.swap_remove(which % self.running.len());
-        self.journal.answer(entry, self.ring.rsp_prod());
+        self.journal.begin_response(entry, self.ring.rsp_prod());
         if killed {
             return;
         }
@@ -64,7 +64,7 @@ impl Backend {
         self.written.push(entry);
     }
 
-    /// Publishes; killed before all entries are freed if `freed` is less than they are.
+    /// Publishes; killed after `freed` entries were freed, if that is not all of them.
     fn publish(&mut self, freed: usize) {
         self.ring.publish();
         for entry in self.written.drain(..).take(freed) {
@@ -80,7 +80,7 @@ enum Step {
     Take(u8),
     Answer(usize),
     Publish,
-    /// A kill, in the middle of what: an answer, a publication, or nothing.
+    /// A kill: during a response, during a publication, or in between.
     Kill(u8, usize),
 }
 
@@ -97,16 +97,16 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
-    /// However requests are answered and wherever the backend is killed, each is answered once.
+        /// In whatever order requests complete and wherever the backend is killed, each gets one response.
     #[test]
-    fn every_request_is_answered_once_across_kills(steps in prop::collection::vec(step(), 1..200)) {
+    fn every_request_gets_one_response_across_kills(steps in prop::collection::vec(step(), 1..200)) {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = folder.path().join("journal");
         let world = World::default();
         let guest = world.guest(1, 16).unwrap();
         guest.grant(8, true);
         let mut front = FrontQueue::on(&guest, vec![8], 0, Abi::X86_64);
-        let identity = Identity { guest: 1, slots: 32, slot_bytes: 112, ..Identity::default() };
+        let identity = RingIdentity { guest: 1, slots: 32, slot_bytes: 112, ..RingIdentity::default() };
         let backing = Backing::default();
         let fresh = |resume: bool| {
             let mut ring = Ring::new(guest.map(&[8], true).unwrap(), Abi::X86_64);
@@ -126,7 +126,7 @@ proptest! {
         };
         let mut backend = fresh(false);
         let mut sent = 0u64;
-        let mut answers = BTreeMap::<u64, u32>::new();
+        let mut responses = BTreeMap::<u64, u32>::new();
         for step in steps.into_iter().chain(std::iter::repeat_n(Step::Answer(0), 64)) {
             match step {
                 Step::Send(count) => {
@@ -159,41 +159,41 @@ proptest! {
                 }
             }
             while let Some(response) = front.take_raw() {
-                *answers.entry(response.id).or_default() += 1;
+                *responses.entry(response.id).or_default() += 1;
             }
         }
-        // At the end everything is taken, answered and published.
+                // At the end all requests are consumed, completed and published.
         for _ in 0..128 {
             backend.take();
             backend.answer(0, false);
         }
         backend.publish(usize::MAX);
         while let Some(response) = front.take_raw() {
-            *answers.entry(response.id).or_default() += 1;
+            *responses.entry(response.id).or_default() += 1;
         }
         let expected: BTreeMap<u64, u32> = (0..sent).map(|id| (id, 1)).collect();
-        prop_assert_eq!(answers, expected);
+        prop_assert_eq!(responses, expected);
     }
 }
 
 #[test]
-fn a_journal_of_another_ring_is_not_taken() {
+fn a_journal_of_another_ring_is_not_used() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("journal");
-    let identity = Identity { guest: 1, slots: 32, slot_bytes: 112, ..Identity::default() };
+    let identity = RingIdentity { guest: 1, slots: 32, slot_bytes: 112, ..RingIdentity::default() };
     let backing = Backing::default();
     assert!(matches!(Journal::open(&path, &identity, &backing), Err(ResumeError::Foreign)));
     let journal = Journal::create(Some(&path), &identity, &backing).unwrap();
     journal.reset(5);
     assert!(Journal::open(&path, &identity, &backing).is_ok());
     for other in [
-        Identity { guest: 2, ..identity },
-        Identity { device: 1, ..identity },
-        Identity { queue: 1, ..identity },
-        Identity { port: 1, ..identity },
-        Identity { ring: 1, ..identity },
-        Identity { slots: 64, ..identity },
-        Identity { slot_bytes: 108, ..identity },
+        RingIdentity { guest: 2, ..identity },
+        RingIdentity { device: 1, ..identity },
+        RingIdentity { queue: 1, ..identity },
+        RingIdentity { port: 1, ..identity },
+        RingIdentity { ring: 1, ..identity },
+        RingIdentity { slots: 64, ..identity },
+        RingIdentity { slot_bytes: 108, ..identity },
     ] {
         assert!(
             matches!(Journal::open(&path, &other, &backing), Err(ResumeError::Foreign)),
@@ -207,16 +207,16 @@ fn a_journal_of_another_ring_is_not_taken() {
     assert!(matches!(Journal::open(&path, &identity, &backing), Err(ResumeError::Foreign)));
 }
 
-/// An upgrade: one backend leaves, another comes, and guests see neither.
+/// An upgrade: one backend stops, another starts, and guests notice neither.
 #[test]
 fn guests_stay_connected_while_the_backend_is_replaced() {
     let mut rig = Rig::new();
-    let mut disk = rig.disk(Wishes { queues: 2, order: 1, ..Wishes::default() });
+    let mut disk = rig.disk(FrontendConfig { queues: 2, order: 1, ..FrontendConfig::default() });
     for round in 0..5u64 {
         let mut data = pattern(round, 65536);
         assert_eq!(disk.transfer(0, op::WRITE, round * 128, &mut data).unwrap(), 0);
         rig.stop();
-        // The guest does not know and goes on asking.
+        // The guest does not notice and sends requests.
         let page = disk.pages(1)[0];
         let segment = Segment { gref: page, first: 0, last: 7 };
         for queue in 0..2 {
@@ -224,7 +224,7 @@ fn guests_stay_connected_while_the_backend_is_replaced() {
             disk.queues[queue].put(request);
             disk.queues[queue].push();
         }
-        assert_eq!(disk.backend("state").as_deref(), Some("4"), "nobody took leave");
+        assert_eq!(disk.backend("state").as_deref(), Some("4"), "the disk stays connected");
         rig.start(1, |_| {});
         for queue in 0..2 {
             assert_eq!(disk.queues[queue].wait().unwrap().status, 0);
@@ -241,7 +241,7 @@ fn guests_stay_connected_while_the_backend_is_replaced() {
 #[test]
 fn a_ring_without_its_journal_is_taken_over_only_when_idle() {
     let mut rig = Rig::new();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     let forget = |rig: &Rig| {
         for file in std::fs::read_dir(rig.journals.path()).unwrap() {
             std::fs::remove_file(file.unwrap().path()).unwrap();
@@ -251,7 +251,7 @@ fn a_ring_without_its_journal_is_taken_over_only_when_idle() {
     rig.stop();
     forget(&rig);
     rig.start(1, |_| {});
-    until("taken over", || !rig.backend.as_ref().unwrap().stats().is_empty());
+    until("the ring is taken over", || !rig.backend.as_ref().unwrap().stats().is_empty());
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
     rig.stop();
     forget(&rig);
@@ -262,10 +262,10 @@ fn a_ring_without_its_journal_is_taken_over_only_when_idle() {
     disk.await_backend("5").unwrap();
 }
 
-/// A disk on a store of the test's, with a write under way that its store does not answer: what a kill leaves.
+/// A disk as a kill leaves it: on the test's store, with a write in flight that the store does not complete.
 fn killed(rig: &mut Rig, store: &Arc<TestStore>) -> Frontend {
     rig.add(volume_on("disk", store));
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
     store.latency_us.store(u64::MAX >> 8, Ordering::SeqCst);
     let page = disk.pages(1)[0];
@@ -273,7 +273,7 @@ fn killed(rig: &mut Rig, store: &Arc<TestStore>) -> Frontend {
     let (_, request) = disk.request(op::WRITE, 8, &[Segment { gref: page, first: 0, last: 7 }]);
     disk.queues[0].put(request);
     disk.queues[0].push();
-    until("it is under way", || store.writes.load(Ordering::SeqCst) > 1);
+    until("the write is in flight", || store.writes.load(Ordering::SeqCst) > 1);
     assert_eq!(rig.backend.take().unwrap().stop(Instant::now()).len(), 1);
     rig.workers.clear();
     store.latency_us.store(0, Ordering::SeqCst);
@@ -292,7 +292,7 @@ fn written_back(memory: &Arc<Memory>, store: &Arc<TestStore>) -> Arc<Volume> {
     Volume::with_cache("disk", Store::Test(store.clone()), VolumeOptions::default(), cached)
 }
 
-/// What became of writes that were acknowledged from the memory of a daemon, and not flushed, when the daemon is replaced.
+/// Replaces a daemon that acknowledged writes from its memory, flushed or not, by a kill or in order.
 fn replaced_with_unflushed_writes(flushed: bool, in_order: bool) -> (Rig, Frontend) {
     let mut rig = Rig::new();
     rig.stop();
@@ -301,7 +301,7 @@ fn replaced_with_unflushed_writes(flushed: bool, in_order: bool) -> (Rig, Fronte
     let store = Arc::new(TestStore::new(SIZE, 1));
     rig.add(written_back(&memory, &store));
     rig.start(1, |_| {});
-    let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+    let mut disk = rig.disk(FrontendConfig { queues: 2, ..FrontendConfig::default() });
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
     if flushed {
         assert_eq!(disk.flush(op::FLUSH_DISKCACHE).unwrap(), 0);
@@ -319,18 +319,18 @@ fn replaced_with_unflushed_writes(flushed: bool, in_order: bool) -> (Rig, Fronte
     (rig, disk)
 }
 
-/// The guest lives on: it must not take its next flush for the stability of what the kill has lost.
+/// The guest runs on: its next flush must not succeed after a kill has lost acknowledged writes.
 #[test]
 fn a_successor_does_not_flush_over_writes_that_a_kill_has_lost() {
     let (_rig, mut disk) = replaced_with_unflushed_writes(false, false);
-    assert_ne!(disk.flush(op::FLUSH_DISKCACHE).unwrap(), 0, "over a write that is nowhere");
-    // No guest overlooks that, whichever ring it asks.
+    assert_ne!(disk.flush(op::FLUSH_DISKCACHE).unwrap(), 0, "a flush succeeded after a lost write");
+    // Writes fail on every ring, so that the guest notices.
     assert_ne!(disk.transfer(1, op::WRITE, 8, &mut pattern(2, 4096)).unwrap(), 0);
     assert_eq!(disk.transfer(1, op::READ, 8, &mut vec![0; 4096]).unwrap(), 0);
 }
 
 #[test]
-fn writes_that_were_flushed_or_closed_in_good_order_are_not_missed_by_a_successor() {
+fn writes_that_were_flushed_or_closed_without_loss_do_not_break_a_successor() {
     for (flushed, in_order) in [(true, false), (false, true)] {
         let (_rig, mut disk) = replaced_with_unflushed_writes(flushed, in_order);
         assert_eq!(disk.flush(op::FLUSH_DISKCACHE).unwrap(), 0, "{flushed} {in_order}");
@@ -338,21 +338,21 @@ fn writes_that_were_flushed_or_closed_in_good_order_are_not_missed_by_a_successo
     }
 }
 
-fn told(rig: &Rig) -> String {
+fn reported(rig: &Rig) -> String {
     rig.world.tree.get("/local/domain/0/error/backend/ebbd/1/51728/error").unwrap_or_default()
 }
 
-/// What a guest sent for one store is not done on another that has the volume's name now; when the first one is back,
-/// it is done there.
+/// Requests that a guest sent for one store are not repeated on another that has the volume's name now; when the
+/// first store is back, they are repeated there.
 #[test]
-fn requests_are_not_done_on_another_store_than_they_were_sent_for() {
+fn requests_are_not_repeated_on_another_store() {
     let mut rig = Rig::new();
     let (store, other) = (Arc::new(TestStore::new(SIZE, 1)), Arc::new(TestStore::new(SIZE, 2)));
     let mut disk = killed(&mut rig, &store);
     rig.add(volume_on("disk", &other));
     rig.start(1, |_| {});
     disk.await_backend("5").unwrap();
-    assert!(told(&rig).contains("was served volume `disk` on test "), "{}", told(&rig));
+    assert!(reported(&rig).contains("was served volume `disk` on test "), "{}", reported(&rig));
     assert_eq!(other.writes.load(Ordering::SeqCst), 0);
     assert_eq!(disk.queues[0].take().unwrap(), None);
     rig.stop();
@@ -361,7 +361,7 @@ fn requests_are_not_done_on_another_store_than_they_were_sent_for() {
     rig.add(volume_on("second", &store));
     rig.world.tree.set("/local/domain/0/backend/ebbd/1/51728/params", "second");
     rig.start(1, |_| {});
-    until("it is refused", || told(&rig).contains("now the disk is volume `second`"));
+    until("the disk is refused", || reported(&rig).contains("now the disk is volume `second`"));
     disk.await_backend("5").unwrap();
     rig.stop();
     rig.world.tree.set("/local/domain/0/backend/ebbd/1/51728/params", "disk");
@@ -372,9 +372,9 @@ fn requests_are_not_done_on_another_store_than_they_were_sent_for() {
     assert!(back == pattern(2, 4096));
 }
 
-/// Even a guest at rest has data of its store in memory: it is not handed another one, nor one that has shrunk.
+/// Even an idle guest caches data of its store: it is not resumed on another store, nor on one that has shrunk.
 #[test]
-fn a_guest_at_rest_is_not_handed_another_store_or_a_smaller_one() {
+fn an_idle_guest_is_not_resumed_on_another_store_or_a_smaller_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("disk");
     let open = || {
@@ -385,12 +385,12 @@ fn a_guest_at_rest_is_not_handed_another_store_or_a_smaller_one() {
     };
     let mut rig = Rig::new();
     rig.add(open());
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     let data = pattern(3, 65536);
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut data.clone()).unwrap(), 0);
     let end = |rig: &mut Rig| {
         rig.stop();
-        // The file is let go.
+        // The file is closed.
         rig.volumes.lock().unwrap().clear();
     };
     end(&mut rig);
@@ -399,17 +399,17 @@ fn a_guest_at_rest_is_not_handed_another_store_or_a_smaller_one() {
     rig.add(open());
     rig.start(1, |_| {});
     disk.await_backend("5").unwrap();
-    assert!(told(&rig).contains("was served volume `disk` on "), "{}", told(&rig));
+    assert!(reported(&rig).contains("was served volume `disk` on "), "{}", reported(&rig));
     end(&mut rig);
     std::fs::rename(&kept, &path).unwrap();
     let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
     file.set_len(SIZE / 2).unwrap();
     rig.add(open());
     rig.start(1, |_| {});
-    until("it is refused", || told(&rig).contains("and the guest knows it with"));
+    until("the disk is refused", || reported(&rig).contains("but the guest was connected with"));
     disk.await_backend("5").unwrap();
     end(&mut rig);
-    // Larger does no harm, and the same file is the same store.
+    // A larger store is accepted, and the same file is the same store.
     file.set_len(SIZE * 2).unwrap();
     rig.add(open());
     rig.start(1, |_| {});
@@ -418,42 +418,42 @@ fn a_guest_at_rest_is_not_handed_another_store_or_a_smaller_one() {
     assert_eq!(disk.transfer(0, op::READ, 0, &mut back).unwrap(), 0);
     assert!(back == data);
     assert_eq!(disk.transfer(0, op::WRITE, SIZE / 512, &mut back).unwrap(), 0);
-    // It knows the new size: a file as small as before is refused from now on.
+    // The guest was given the new size: a file as small as before is refused from now on.
     end(&mut rig);
     file.set_len(SIZE).unwrap();
     rig.add(open());
     rig.start(1, |_| {});
-    until("it is refused", || told(&rig).contains(&format!("knows it with {}", SIZE * 2)));
+    until("it is refused", || reported(&rig).contains(&format!("connected with {}", SIZE * 2)));
 }
 
-/// A volume that grows while it is used: the journal knows, for a kill at any time.
+/// When a volume grows while it is used, the journal has the new size, so that a kill at any time is detected.
 #[test]
-fn a_size_that_was_told_is_in_the_journal() {
+fn the_size_that_a_guest_was_given_is_in_the_journal() {
     let mut rig = Rig::new();
-    let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+    let mut disk = rig.disk(FrontendConfig { queues: 2, ..FrontendConfig::default() });
     let volume = rig.volumes.lock().unwrap()["disk"].clone();
     let grown = volume.clone();
     let order = ebb_volume::Resize { to: Some(2 * SIZE), shrink: false };
     let worker = rig.workers[0].handle();
     worker.block_on(move |io| async move { grown.resize(&io, order).await.unwrap() }).unwrap();
-    until("the new size is told", || disk.size() == 2 * SIZE);
+    until("the guest is notified of the new size", || disk.size() == 2 * SIZE);
     rig.stop();
     let order = ebb_volume::Resize { to: Some(SIZE), shrink: true };
     let worker = ebb_io::Worker::start_alone("shrink").unwrap();
     let handle = worker.handle();
     handle.block_on(move |io| async move { volume.resize(&io, order).await.unwrap() }).unwrap();
     rig.start(1, |_| {});
-    until("it is refused", || told(&rig).contains(&format!("knows it with {}", SIZE * 2)));
+    until("it is refused", || reported(&rig).contains(&format!("connected with {}", SIZE * 2)));
     assert_eq!(disk.queues[0].take().unwrap(), None);
 }
 
-/// Writes that fail since a flush failed go on failing under a successor: the guest may not have met one yet.
+/// Writes that fail because a flush failed continue to fail under a successor: the guest may not have noticed yet.
 #[test]
 fn a_failed_flush_is_remembered_by_a_successor() {
     let mut rig = Rig::new();
     let store = Arc::new(TestStore::new(SIZE, 1));
     rig.add(volume_on("disk", &store));
-    let mut disk = rig.disk(Wishes { queues: 2, ..Wishes::default() });
+    let mut disk = rig.disk(FrontendConfig { queues: 2, ..FrontendConfig::default() });
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
     store.flush_faults.store(1000, Ordering::SeqCst);
     assert_eq!(disk.flush(op::FLUSH_DISKCACHE).unwrap(), -1);
@@ -467,17 +467,17 @@ fn a_failed_flush_is_remembered_by_a_successor() {
         rig.stop();
         rig.start(1, |_| {});
     }
-    // A guest that begins anew has forgotten what it wrote, and is told the truth about what it writes.
+    // A guest that reconnects has discarded its cached data, and its writes work again.
     disk.close().unwrap();
     disk.connect().unwrap();
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
 }
 
-/// A journal without a store in it, as earlier daemons made it: of use for nothing but a ring at rest.
+/// A journal of an earlier format does not identify its store: only an idle ring is taken over with it.
 #[test]
 fn a_journal_of_an_earlier_format_is_taken_over_only_when_idle() {
     let mut rig = Rig::new();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     let age = |rig: &Rig| {
         for file in std::fs::read_dir(rig.journals.path()).unwrap() {
             let mut old = vec![0; 128 + 32 * 128];
@@ -489,7 +489,7 @@ fn a_journal_of_an_earlier_format_is_taken_over_only_when_idle() {
     rig.stop();
     age(&rig);
     rig.start(1, |_| {});
-    until("taken over", || !rig.backend.as_ref().unwrap().stats().is_empty());
+    until("the ring is taken over", || !rig.backend.as_ref().unwrap().stats().is_empty());
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap(), 0);
     rig.stop();
     age(&rig);
@@ -498,29 +498,29 @@ fn a_journal_of_an_earlier_format_is_taken_over_only_when_idle() {
     disk.queues[0].push();
     rig.start(1, |_| {});
     disk.await_backend("5").unwrap();
-    assert!(told(&rig).contains("made by another version of ebbd"), "{}", told(&rig));
+    assert!(reported(&rig).contains("made by another version of ebbd"), "{}", reported(&rig));
 }
 
 #[test]
 fn a_guest_waits_for_a_volume_that_its_successor_cannot_open_yet() {
     let mut rig = Rig::new();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(3, 4096)).unwrap(), 0);
     rig.stop();
     let volume = rig.volumes.lock().unwrap().remove("disk").unwrap();
-    let asked = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let requested = Arc::new(std::sync::atomic::AtomicBool::new(false));
     rig.start(1, |options| {
-        let asked = asked.clone();
+        let requested = requested.clone();
         options.awaited = Arc::new(move |name| {
             assert_eq!(name, "disk");
-            asked.store(true, Ordering::SeqCst);
+            requested.store(true, Ordering::SeqCst);
             true
         });
     });
-    until("the successor looks for the volume", || asked.load(Ordering::SeqCst));
+    until("the successor looks for the volume", || requested.load(Ordering::SeqCst));
     rig.add(volume);
     let backend = rig.backend.as_ref().unwrap();
-    backend.look_again();
+    backend.recheck_devices();
     until("it is served again", || backend.stats().len() == 1);
     let mut read = vec![0; 4096];
     assert_eq!(disk.transfer(0, op::READ, 0, &mut read).unwrap(), 0);

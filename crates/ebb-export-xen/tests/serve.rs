@@ -1,4 +1,4 @@
-//! A frontend that behaves as Linux's is served in every form it may take.
+//! A frontend that behaves as Linux's is served in all its configurations.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -7,12 +7,12 @@ mod common;
 use common::{Rig, SIZE, memory, pattern, until};
 use ebb_export_xen::abi::{Abi, Body, Request, Segment, op};
 use ebb_export_xen::platform::Platform;
-use ebb_export_xen::shm::frontend::{Wishes, offset};
+use ebb_export_xen::shm::frontend::{FrontendConfig, offset};
 use ebb_export_xen::{Transient, detach};
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions};
 
-fn round_trip(rig: &Rig, wishes: Wishes) {
+fn round_trip(rig: &Rig, wishes: FrontendConfig) {
     let mut disk = rig.disk(wishes);
     assert_eq!(disk.size(), SIZE);
     for queue in 0..disk.queues.len() {
@@ -40,26 +40,26 @@ fn round_trip(rig: &Rig, wishes: Wishes) {
 }
 
 #[test]
-fn every_layout_ring_and_kind_of_grant() {
+fn every_layout_ring_size_and_kind_of_grant_is_served() {
     for abi in [Abi::X86_64, Abi::X86_32, Abi::Native] {
         for (order, queues, persistent) in [(0, 1, true), (0, 1, false), (4, 1, true), (2, 3, true)]
         {
             let rig = Rig::with(2, |_| {});
-            round_trip(&rig, Wishes { abi, order, queues, persistent });
+            round_trip(&rig, FrontendConfig { abi, order, queues, persistent });
         }
     }
 }
 
 #[test]
-fn mapping_for_each_request_serves_as_well() {
+fn pages_can_be_mapped_for_each_request() {
     let rig = Rig::with(1, |options| options.transient = Transient::Map);
-    round_trip(&rig, Wishes { persistent: false, ..Wishes::default() });
+    round_trip(&rig, FrontendConfig { persistent: false, ..FrontendConfig::default() });
 }
 
 #[test]
-fn a_full_ring_is_answered_in_batches() {
+fn responses_to_a_full_ring_are_published_in_batches() {
     let rig = Rig::new();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     let pages = disk.pages(32);
     for round in 0..50u64 {
         for page in &pages {
@@ -74,15 +74,15 @@ fn a_full_ring_is_answered_in_batches() {
         }
     }
     let stats = rig.stats();
-    assert_eq!(stats.answers, 1600);
+    assert_eq!(stats.responses, 1600);
     assert!(stats.publications < 800, "{stats:?}");
     assert_eq!((stats.maps, stats.mapped, stats.copies), (32, 32, 0), "each page mapped once");
 }
 
 #[test]
-fn requests_out_of_bounds_are_refused_and_the_rest_served() {
+fn requests_out_of_bounds_are_refused_and_other_requests_served() {
     let rig = Rig::new();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     let end = SIZE / 512;
     let mut data = vec![0; 4096];
     for sector in [end, end - 7, u64::MAX, u64::MAX / 512, 1 << 55] {
@@ -121,7 +121,7 @@ fn requests_out_of_bounds_are_refused_and_the_rest_served() {
 fn one_bad_grant_fails_one_request() {
     for persistent in [true, false] {
         let rig = Rig::new();
-        let mut disk = rig.disk(Wishes { persistent, ..Wishes::default() });
+        let mut disk = rig.disk(FrontendConfig { persistent, ..FrontendConfig::default() });
         let pages = disk.pages(4);
         let segments: Vec<_> = pages
             .iter()
@@ -141,12 +141,13 @@ fn one_bad_grant_fails_one_request() {
 }
 
 #[test]
-fn a_read_only_disk_changes_nothing_and_says_so() {
+fn a_read_only_disk_refuses_changes_and_says_so() {
     for whole_volume in [true, false] {
         let rig = Rig::new();
         rig.add(memory("ro", SIZE, whole_volume));
         let guest = rig.guest(1, 1024);
-        let mut disk = rig.attach_as(&guest, "xvdb", "ro", Wishes::default(), !whole_volume);
+        let mut disk =
+            rig.attach_as(&guest, "xvdb", "ro", FrontendConfig::default(), !whole_volume);
         disk.connect().unwrap();
         assert_eq!(disk.backend("info").as_deref(), Some("4"));
         assert_eq!(disk.backend("feature-flush-cache").as_deref(), Some("0"));
@@ -160,11 +161,11 @@ fn a_read_only_disk_changes_nothing_and_says_so() {
 }
 
 #[test]
-fn a_detached_disk_is_let_go_and_can_come_again() {
+fn a_detached_disk_is_released_and_can_be_attached_again() {
     let rig = Rig::new();
     let guest = rig.guest(1, 1024);
     for _ in 0..3 {
-        let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+        let mut disk = rig.attach(&guest, "xvdb", "disk", FrontendConfig::default());
         disk.connect().unwrap();
         assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 65536]).unwrap(), 0);
         assert!(guest.mapped() > 1);
@@ -175,36 +176,36 @@ fn a_detached_disk_is_let_go_and_can_come_again() {
         disk.await_backend("5").unwrap();
         disk.close().unwrap();
         waiter.join().unwrap().unwrap();
-        until("all pages come back", || guest.mapped() == 0);
+        until("all pages are unmapped", || guest.mapped() == 0);
         assert_eq!(
             rig.world.tree.below("/local/domain/0/backend/ebbd/1"),
             ["/local/domain/0/backend/ebbd/1"]
         );
     }
-    assert_eq!(std::fs::read_dir(rig.journals.path()).unwrap().count(), 0, "no journal is left");
+    assert_eq!(std::fs::read_dir(rig.journals.path()).unwrap().count(), 0, "no journal remains");
 }
 
 #[test]
 fn a_destroyed_guest_leaves_nothing_behind() {
     let rig = Rig::new();
     let guest = rig.guest(1, 1024);
-    let mut disk = rig.attach(&guest, "xvdb", "disk", Wishes::default());
+    let mut disk = rig.attach(&guest, "xvdb", "disk", FrontendConfig::default());
     disk.connect().unwrap();
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 65536]).unwrap(), 0);
     rig.world.destroy(1);
-    until("all pages come back", || guest.mapped() == 0);
-    until("the nodes go", || {
+    until("all pages are unmapped", || guest.mapped() == 0);
+    until("the nodes are removed", || {
         rig.world.tree.get("/local/domain/0/backend/ebbd/1/51728/state").is_none()
     });
 }
 
 #[test]
-fn a_guest_that_begins_anew_is_served_anew() {
+fn a_guest_that_restarts_is_served_again() {
     let rig = Rig::new();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     for round in 0..5 {
         assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(round, 4096)).unwrap(), 0);
-        // As after a suspend: no word of leave, a new ring.
+        // As after a suspend: a new ring without a disconnect.
         disk.set("state", "1");
         disk.await_backend("2").unwrap();
         disk.share().unwrap();
@@ -218,9 +219,9 @@ fn a_guest_that_begins_anew_is_served_anew() {
 }
 
 #[test]
-fn a_disk_that_grows_is_told_to_its_guest() {
+fn a_guest_is_notified_when_its_disk_grows() {
     let rig = Rig::new();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     let mut data = pattern(3, 4096);
     assert_eq!(disk.transfer(0, op::WRITE, SIZE / 512, &mut data).unwrap(), -1);
     let volume = rig.volumes.lock().unwrap()["disk"].clone();
@@ -229,7 +230,7 @@ fn a_disk_that_grows_is_told_to_its_guest() {
         .handle()
         .block_on(move |io| async move { volume.resize(&io, order).await.unwrap() });
     assert_eq!(grown, Some(2 * SIZE));
-    until("the new size is told", || disk.size() == 2 * SIZE);
+    until("the guest is notified of the new size", || disk.size() == 2 * SIZE);
     assert_eq!(disk.backend("state").as_deref(), Some("4"));
     assert_eq!(disk.transfer(0, op::WRITE, SIZE / 512, &mut data).unwrap(), 0);
     let mut back = vec![0; 4096];
@@ -237,9 +238,10 @@ fn a_disk_that_grows_is_told_to_its_guest() {
     assert_eq!(back, pattern(3, 4096));
 }
 
-/// Two rings of one worker. One has 500 requests at a time, each a write of its number to the same place, with ten pages
-/// more, so that it lasts; the other sends one request, which reads that place. What it reads is how many went before
-/// it. Both guests are driven on the worker itself, so that it is known how many were answered when that one was sent.
+/// Two rings of one worker. One has 500 requests in flight, each of which writes its number to the same place, with
+/// ten more pages, so that it takes long; the other sends one request, which reads that place. What it reads is how
+/// many requests preceded it. Both guests run on the worker itself, so that the number of completed requests at the
+/// time when the single one was sent is known.
 #[test]
 fn a_lone_request_does_not_wait_for_a_full_ring() {
     const MANY: u32 = 500;
@@ -248,10 +250,15 @@ fn a_lone_request_does_not_wait_for_a_full_ring() {
     let options = VolumeOptions { shared: true, ..VolumeOptions::default() };
     rig.add(Volume::new("disk", Store::Memory(MemoryStore::new(SIZE)), options));
     let guest = rig.guest(1, 4096);
-    let mut deep = rig.attach(&guest, "xvdb", "disk", Wishes { order: 4, ..Wishes::default() });
+    let mut deep = rig.attach(
+        &guest,
+        "xvdb",
+        "disk",
+        FrontendConfig { order: 4, ..FrontendConfig::default() },
+    );
     deep.connect().unwrap();
     let other = rig.guest(2, 64);
-    let mut lone = rig.attach(&other, "xvdb", "disk", Wishes::default());
+    let mut lone = rig.attach(&other, "xvdb", "disk", FrontendConfig::default());
     lone.connect().unwrap();
     let pages = deep.pages(MANY as usize);
     for (number, page) in pages.iter().enumerate() {
@@ -297,9 +304,12 @@ fn a_lone_request_does_not_wait_for_a_full_ring() {
         let rounds: Vec<(u64, u64)> = (0..10).map(|_| round(at_once)).collect();
         println!("{rounds:?}");
         let waited = |(before, found): &(u64, u64)| found.saturating_sub(*before);
-        assert!(rounds.iter().all(|round| waited(round) <= 64), "a batch at most: {rounds:?}");
+        assert!(
+            rounds.iter().all(|round| waited(round) <= 64),
+            "more than a batch preceded it: {rounds:?}"
+        );
         let others_turn = |(before, _): &(u64, u64)| *before < u64::from(MANY);
-        assert!(rounds.iter().all(others_turn), "all at once: {rounds:?}");
+        assert!(rounds.iter().all(others_turn), "all 500 preceded it: {rounds:?}");
     }
     rig.stop();
 }

@@ -1,4 +1,4 @@
-//! A stop, and a volume that is withdrawn: each device ends by itself, and who waits may give up.
+//! A stop, and the withdrawal of a volume: devices drain independently, and a caller can stop waiting.
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -17,16 +17,16 @@ use common::{HANG, Rig, SIZE, memory, pattern, until};
 use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::{Channel, Domain, Grants, Platform, StoreError, XenStore};
 use ebb_export_xen::shm::World;
-use ebb_export_xen::shm::frontend::{Frontend, Wishes};
-use ebb_export_xen::{Backend, DiskSpec, Options, Turn, attach, detach, device_number};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
+use ebb_export_xen::{Backend, DiskSpec, NextRun, Options, attach, detach, device_number};
 use ebb_io::Worker;
 use ebb_store::{Store, TestStore};
 use ebb_volume::{Volume, VolumeOptions};
 
-/// Longer than any test.
+/// A time longer than any test takes.
 const NEVER_US: u64 = 3_600_000_000;
 
-/// A deadline that is only met by what never ends.
+/// A deadline for waits that are expected to time out.
 fn soon() -> Instant {
     Instant::now() + Duration::from_millis(200)
 }
@@ -35,7 +35,7 @@ fn generous() -> Instant {
     Instant::now() + HANG
 }
 
-/// A volume whose store can be made to answer nothing.
+/// A volume whose store can be made to hang.
 fn volume(rig: &Rig, name: &str) -> (Arc<Volume>, Arc<TestStore>) {
     let store = Arc::new(TestStore::new(SIZE, 1));
     let volume = Volume::new(name, Store::Test(store.clone()), VolumeOptions::default());
@@ -43,7 +43,7 @@ fn volume(rig: &Rig, name: &str) -> (Arc<Volume>, Arc<TestStore>) {
     (volume, store)
 }
 
-/// Sends a write of one page, and does not wait for its answer.
+/// Sends a write of one page without waiting for its response.
 fn send(disk: &mut Frontend, sector: u64, data: &[u8]) -> u32 {
     let page = disk.pages(1)[0];
     let guest = disk.guest().clone();
@@ -55,17 +55,17 @@ fn send(disk: &mut Frontend, sector: u64, data: &[u8]) -> u32 {
     page
 }
 
-/// Two disks of one worker, one on a store that answers nothing: the other ends at once, a stop ends at its deadline
-/// and names the one that is left, and a successor does what that had under way.
+/// Two disks of one worker, one on a store that hangs: the other drains at once, a stop ends at its deadline and
+/// reports the disk with a request in flight, and a successor repeats that request.
 #[test]
-fn a_dead_store_keeps_only_its_own_disk_from_ending() {
+fn a_store_that_hangs_delays_only_its_own_disk_at_a_stop() {
     let mut rig = Rig::new();
-    let (_, store) = volume(&rig, "dead");
-    let mut disks: Vec<Frontend> = [(1, "dead"), (2, "disk")]
+    let (_, store) = volume(&rig, "hanging");
+    let mut disks: Vec<Frontend> = [(1, "hanging"), (2, "disk")]
         .into_iter()
         .map(|(number, volume)| {
             let guest = rig.guest(number, 64);
-            let mut disk = rig.attach(&guest, "xvdb", volume, Wishes::default());
+            let mut disk = rig.attach(&guest, "xvdb", volume, FrontendConfig::default());
             disk.connect().unwrap();
             disk
         })
@@ -73,22 +73,22 @@ fn a_dead_store_keeps_only_its_own_disk_from_ending() {
     store.latency_us.store(NEVER_US, Ordering::SeqCst);
     let data = pattern(5, 4096);
     send(&mut disks[0], 8, &data);
-    until("it is under way", || store.writes.load(Ordering::SeqCst) > 0);
+    until("the write is in flight", || store.writes.load(Ordering::SeqCst) > 0);
     assert_eq!(disks[1].transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
     let backend = rig.backend.take().unwrap();
     let ending = backend.begin_stop();
-    assert!(ending.of("disk").wait_until(generous()), "its own requests are over");
-    let left = ending.left();
+    assert!(ending.of("disk").wait_until(generous()), "the other disk did not drain");
+    let left = ending.remaining();
     assert_eq!(left.len(), 1, "{left:?}");
-    assert_eq!((left[0].guest, &*left[0].volume, left[0].closing), (1, "dead", true));
+    assert_eq!((left[0].guest, &*left[0].volume, left[0].closing), (1, "hanging", true));
     let left = backend.stop(soon());
     assert_eq!(left.len(), 1, "{left:?}");
-    // The workers end with the process; what they hold is not answered.
+    // The workers end with the process; their requests get no response.
     rig.workers.clear();
     assert_eq!(disks[0].queues[0].take().unwrap(), None);
     store.latency_us.store(0, Ordering::SeqCst);
     rig.start(1, |_| {});
-    assert_eq!(disks[0].queues[0].wait().unwrap().status, 0, "a successor did it again");
+    assert_eq!(disks[0].queues[0].wait().unwrap().status, 0, "the successor repeats the request");
     let mut back = vec![0; 4096];
     store.look(8 * 512, &mut back);
     assert!(back == data);
@@ -96,32 +96,32 @@ fn a_dead_store_keeps_only_its_own_disk_from_ending() {
     assert!(back == pattern(1, 4096));
 }
 
-/// A volume that is withdrawn ends by itself, and says so to who waits; no request of another disk waits for it.
+/// A withdrawn volume drains independently of other disks, and a task can await that.
 #[test]
-fn a_withdrawn_volume_ends_by_itself_and_its_guest_is_told() {
+fn a_withdrawn_volume_drains_independently_and_its_guest_is_notified() {
     let rig = Rig::new();
     let (_, store) = volume(&rig, "slow");
     let (first, second) = (rig.guest(1, 64), rig.guest(2, 64));
-    let mut slow = rig.attach(&first, "xvdb", "slow", Wishes::default());
+    let mut slow = rig.attach(&first, "xvdb", "slow", FrontendConfig::default());
     slow.connect().unwrap();
-    let mut other = rig.attach(&second, "xvdb", "disk", Wishes::default());
+    let mut other = rig.attach(&second, "xvdb", "disk", FrontendConfig::default());
     other.connect().unwrap();
     store.waits.store(1, Ordering::SeqCst);
     store.latency_us.store(50_000, Ordering::SeqCst);
     send(&mut slow, 0, &[1; 4096]);
-    until("it is under way", || store.writes.load(Ordering::SeqCst) > 0);
+    until("the write is in flight", || store.writes.load(Ordering::SeqCst) > 0);
     let backend = rig.backend.as_ref().unwrap();
     let ending = backend.withdraw("slow");
     assert_eq!(other.transfer(0, op::WRITE, 0, &mut [2; 4096]).unwrap(), 0);
     // Awaited by a task, as the daemon does.
     let waited = ending.clone();
-    rig.workers[0].handle().block_on(move |_| async move { waited.over().await }).unwrap();
-    assert!(ending.is_over() && ending.left().is_empty());
-    assert_eq!(slow.queues[0].wait().unwrap().status, 0, "what was under way was answered");
+    rig.workers[0].handle().block_on(move |_| async move { waited.drained().await }).unwrap();
+    assert!(ending.is_drained() && ending.remaining().is_empty());
+    assert_eq!(slow.queues[0].wait().unwrap().status, 0, "the request in flight completed");
     slow.await_backend("5").unwrap();
-    let told = rig.world.tree.get("/local/domain/0/error/backend/ebbd/1/51728/error").unwrap();
-    assert!(told.contains("`slow` is not served any more"), "{told}");
-    assert!(backend.withdraw("slow").is_over(), "nothing is left to wait for");
+    let reported = rig.world.tree.get("/local/domain/0/error/backend/ebbd/1/51728/error").unwrap();
+    assert!(reported.contains("`slow` is not served any more"), "{reported}");
+    assert!(backend.withdraw("slow").is_drained(), "no request is in flight");
     // The lookup still finds it; it is not attached again.
     let attach_again = || {
         rig.world.tree.remove_all("/local/domain/0/error");
@@ -132,19 +132,19 @@ fn a_withdrawn_volume_ends_by_itself_and_its_guest_is_told() {
     };
     slow.set("state", "6");
     attach_again();
-    until("it is refused", || {
+    until("the disk is refused", || {
         rig.world.tree.get("/local/domain/0/error/backend/ebbd/1/51728/error").is_some()
     });
     slow.await_backend("6").unwrap();
     assert_eq!(other.transfer(0, op::WRITE, 0, &mut [3; 4096]).unwrap(), 0);
-    // A new one of that name is attached.
+    // A new volume of that name is attached.
     rig.add(memory("slow", SIZE, false));
     attach_again();
     slow.connect().unwrap();
     assert_eq!(slow.transfer(0, op::WRITE, 0, &mut [4; 4096]).unwrap(), 0);
 }
 
-/// Where xenstored can be made to answer nothing.
+/// A platform whose xenstored can be made to hang.
 #[derive(Clone, Default)]
 struct Stuck {
     world: World,
@@ -201,8 +201,14 @@ impl XenStore for StuckStore {
         self.1.remove(within, path)
     }
 
-    fn give(&mut self, within: u32, path: &str, a: Domain, b: Domain) -> Result<(), StoreError> {
-        self.1.give(within, path, a, b)
+    fn set_permissions(
+        &mut self,
+        within: u32,
+        path: &str,
+        a: Domain,
+        b: Domain,
+    ) -> Result<(), StoreError> {
+        self.1.set_permissions(within, path, a, b)
     }
 
     fn watch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
@@ -230,7 +236,7 @@ impl XenStore for StuckStore {
     }
 }
 
-/// While xenstored answers nothing, disks end all the same, and a stop ends at its deadline.
+/// While xenstored hangs, disks drain all the same, and a stop ends at its deadline.
 #[test]
 fn a_stop_does_not_wait_for_xenstored() {
     let stuck = Stuck::default();
@@ -238,7 +244,7 @@ fn a_stop_does_not_wait_for_xenstored() {
     let mut rig = Rig::in_world(stuck.world.clone(), 1, |options| {
         options.platform = Arc::new(platform.clone());
     });
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut [1; 4096]).unwrap(), 0);
     stuck.shut(true);
     disk.set("state", "4");
@@ -246,13 +252,13 @@ fn a_stop_does_not_wait_for_xenstored() {
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut [1; 4096]).unwrap(), 0, "disks are served");
     let backend = rig.backend.take().unwrap();
     assert!(backend.begin_stop().wait_until(generous()));
-    assert!(backend.stop(soon()).is_empty(), "no disk is left");
+    assert!(backend.stop(soon()).is_empty(), "no disk has requests in flight");
     stuck.shut(false);
 }
 
-/// The xenstore side without its thread, at times that the test chooses: a disk comes, is used, and goes.
+/// The xenstore side without its thread, at times that the test chooses: a disk is attached, used and detached.
 #[test]
-fn the_xenstore_side_can_be_driven_turn_by_turn() {
+fn the_xenstore_side_can_be_run_one_iteration_at_a_time() {
     let world = World::default();
     let worker = Worker::start_alone("xen").unwrap();
     let disk = memory("disk", SIZE, false);
@@ -262,19 +268,20 @@ fn the_xenstore_side_can_be_driven_turn_by_turn() {
     let guest = world.guest(1, 64).unwrap();
     let order = DiskSpec { volume: "disk", name: "xvdb", read_only: false };
     attach(&mut *world.xenstore().unwrap(), 1, &order).unwrap();
-    let mut disk = Frontend::new(&world, &guest, device_number("xvdb").unwrap(), Wishes::default());
+    let mut disk =
+        Frontend::new(&world, &guest, device_number("xvdb").unwrap(), FrontendConfig::default());
     let mut now = Instant::now();
     let begun = Instant::now();
     let mut go = |done: &mut dyn FnMut() -> bool| {
         while !done() {
-            // The ring runs on a worker of its own, and takes the time it takes.
-            assert!(begun.elapsed() < HANG, "it does not come to rest");
+            // The ring runs on a worker of its own, in real time.
+            assert!(begun.elapsed() < HANG, "it does not become idle");
             std::thread::yield_now();
-            // Time goes where the turn says, without waiting.
-            match control.turn(now) {
-                Turn::Wait(Some(at)) => now = now.max(at),
-                Turn::Wait(None) => {}
-                Turn::Ended => return true,
+            // The clock is set to the time that the call returned, without waiting.
+            match control.run_once(now) {
+                NextRun::Wait(Some(at)) => now = now.max(at),
+                NextRun::Wait(None) => {}
+                NextRun::Ended => return true,
             }
         }
         false
@@ -288,7 +295,7 @@ fn the_xenstore_side_can_be_driven_turn_by_turn() {
     assert_eq!(disk.transfer(0, op::READ, 0, &mut back).unwrap(), 0);
     assert!(back == data);
     assert!(backend.begin_stop().wait_until(generous()));
-    assert!(go(&mut || false), "the end is told");
+    assert!(go(&mut || false), "the end is not reported");
     assert_eq!(guest.mapped(), 0);
 }
 
@@ -296,7 +303,7 @@ fn the_xenstore_side_can_be_driven_turn_by_turn() {
 #[test]
 fn a_second_backend_is_refused_while_there_is_one() {
     let rig = Rig::new();
-    let mut disk = rig.disk(Wishes::default());
+    let mut disk = rig.disk(FrontendConfig::default());
     let start = || {
         let workers = rig.workers.iter().map(Worker::handle).collect();
         let lookup = |_: &str| None;
@@ -307,10 +314,10 @@ fn a_second_backend_is_refused_while_there_is_one() {
     let error = start().err().unwrap().to_string();
     assert!(error.contains("another ebbd serves the Xen guests of this host"), "{error}");
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut [1; 4096]).unwrap(), 0);
-    assert_eq!(disk.backend("state").as_deref(), Some("4"), "it is left alone");
+    assert_eq!(disk.backend("state").as_deref(), Some("4"), "the disk stays connected");
 }
 
-/// The machine with a lock that all its backends share, as they share Xen's devices.
+/// The host with a lock that all its backends share, as they share Xen's devices.
 struct Locked(World, PathBuf);
 
 impl Platform for Locked {
@@ -328,9 +335,9 @@ impl Platform for Locked {
     }
 }
 
-/// Two backends with directories of their own are kept apart by the host's lock, which outlives neither a stop nor a kill.
+/// Two backends with directories of their own exclude each other by the host's lock, which a stop or a kill releases.
 #[test]
-fn a_second_backend_with_directories_of_its_own_is_refused_until_the_first_is_gone() {
+fn a_second_backend_with_directories_of_its_own_is_refused_until_the_first_has_ended() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let world = World::default();
     let worker = Worker::start_alone("xen").unwrap();
@@ -349,7 +356,7 @@ fn a_second_backend_with_directories_of_its_own_is_refused_until_the_first_is_go
     refused(1);
     drop(first);
     drop(start(1).unwrap());
-    // Charge by another process, which is killed.
+    // Held by another process, which is killed.
     let mut holder = Command::new("flock")
         .arg("--no-fork")
         .arg(file.path())
@@ -357,8 +364,8 @@ fn a_second_backend_with_directories_of_its_own_is_refused_until_the_first_is_go
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let told = &mut [0; 1];
-    holder.stdout.take().unwrap().read_exact(told).unwrap();
+    let reported = &mut [0; 1];
+    holder.stdout.take().unwrap().read_exact(reported).unwrap();
     refused(0);
     holder.kill().unwrap();
     holder.wait().unwrap();

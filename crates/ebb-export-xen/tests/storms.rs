@@ -1,4 +1,4 @@
-//! What guests make xenstored and the backend's xenstore side do: bounded, whatever they write and how often.
+//! The work that guests cause for xenstored and the backend's xenstore side is bounded, whatever they write and how often.
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -14,12 +14,12 @@ use ebb_export_xen::abi::op;
 use ebb_export_xen::platform::wire::{Header, kind};
 use ebb_export_xen::platform::xenbus::Connection;
 use ebb_export_xen::platform::{Platform, XenStore};
-use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::shm::{Guest, World};
-use ebb_export_xen::{Backend, DiskSpec, Options, Turn, XenstoreControl, attach, device_number};
+use ebb_export_xen::{Backend, DiskSpec, NextRun, Options, XenstoreControl, attach, device_number};
 use ebb_io::Worker;
 
-/// A backend whose xenstore side has turns when the test says so, at times that the test makes up.
+/// A backend whose xenstore side runs when the test calls it, with a clock of the test's.
 struct Stage {
     world: World,
     _backend: Backend,
@@ -44,7 +44,7 @@ impl Stage {
         Stage { world, _backend: backend, control, now: Instant::now(), _worker: worker }
     }
 
-    fn attach(&self, number: u16, volume: &str, wishes: Wishes) -> (Arc<Guest>, Frontend) {
+    fn attach(&self, number: u16, volume: &str, wishes: FrontendConfig) -> (Arc<Guest>, Frontend) {
         let guest = self.world.guest(number, 600).unwrap();
         let order = DiskSpec { volume, name: "xvdb", read_only: false };
         attach(&mut *self.world.xenstore().unwrap(), number, &order).unwrap();
@@ -52,24 +52,24 @@ impl Stage {
         (guest.clone(), Frontend::new(&self.world, &guest, device, wishes))
     }
 
-    /// All that is due now.
+    /// Runs everything that is due now.
     fn settle(&mut self) {
         for _ in 0..100_000 {
-            match self.control.turn(self.now) {
-                Turn::Wait(Some(at)) if at <= self.now => {}
+            match self.control.run_once(self.now) {
+                NextRun::Wait(Some(at)) if at <= self.now => {}
                 _ => return,
             }
         }
-        panic!("turns without end");
+        panic!("the xenstore side does not become idle");
     }
 
-    /// Some time passes: no turn is called before one is due.
+    /// Lets time pass; runs only what is due.
     fn pass(&mut self, span: Duration) {
         let end = self.now + span;
         for _ in 0..100_000 {
             self.settle();
-            match self.control.turn(self.now) {
-                Turn::Wait(Some(at)) if at <= end => self.now = self.now.max(at),
+            match self.control.run_once(self.now) {
+                NextRun::Wait(Some(at)) if at <= end => self.now = self.now.max(at),
                 _ => break,
             }
         }
@@ -77,11 +77,11 @@ impl Stage {
         self.settle();
     }
 
-    /// Time passes until `done`; how much it was.
+    /// Lets time pass until `done`; returns how much.
     fn until(&mut self, what: &str, mut done: impl FnMut() -> bool) -> Duration {
         let (begun, clock) = (self.now, Instant::now());
         while !done() {
-            // Rings run on a worker of their own and take the time they take.
+            // Rings run on a worker of their own, in real time.
             assert!(clock.elapsed() < Duration::from_secs(60), "{what}");
             std::thread::yield_now();
             self.pass(Duration::from_millis(1));
@@ -94,11 +94,11 @@ impl Stage {
     }
 }
 
-/// All rings a disk may have, of the largest kind: 16 pages each.
-const LARGE: Wishes =
-    Wishes { abi: ebb_export_xen::abi::Abi::X86_64, order: 4, queues: 8, persistent: true };
+/// All rings that a disk may have, of the largest size: 16 pages each.
+const LARGE: FrontendConfig =
+    FrontendConfig { abi: ebb_export_xen::abi::Abi::X86_64, order: 4, queues: 8, persistent: true };
 
-/// A guest that writes the state it has already, over and over: slowly, as fast as it is looked at, and faster.
+/// A guest that repeatedly writes the state it already has: slowly, as fast as it is checked, and faster.
 #[test]
 fn writing_the_same_state_again_costs_xenstored_no_more_than_it_costs_the_guest() {
     let mut stage = Stage::new();
@@ -115,18 +115,18 @@ fn writing_the_same_state_again_costs_xenstored_no_more_than_it_costs_the_guest(
         }
     }
     let requests = stage.world.tree.requests() - before;
-    // One for each write, and now and then those for the nodes of the rings.
+    // One request for each write, and now and then those for the nodes of the rings.
     assert!(requests <= 3 * writes, "{requests} requests for {writes} writes");
-    // The guest is served, and heard when it has something to say.
+    // The guest is served, and its later changes are handled.
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
     stage.until("it closes", || disk.step_close());
     stage.connect(&mut disk);
 }
 
-/// A guest that goes through all states makes each write of its own cost many requests: those are rationed, and another
-/// guest does not wait for it.
+/// A guest that cycles through all states makes each of its writes cost many requests: these are rate-limited, and
+/// another guest is not delayed.
 #[test]
-fn a_guest_that_goes_through_all_states_is_rationed_alone() {
+fn a_guest_that_cycles_through_all_states_is_rate_limited_alone() {
     let mut stage = Stage::new();
     let (_, mut disk) = stage.attach(1, "disk", LARGE);
     stage.connect(&mut disk);
@@ -139,8 +139,8 @@ fn a_guest_that_goes_through_all_states_is_rationed_alone() {
     let requests = stage.world.tree.requests() - before;
     // 1,000 at once, 100 a second for 40 seconds, and a step of the state machine.
     assert!(requests < 1000 + 4000 + 500, "{requests} requests in 40 seconds");
-    // Now with another guest, which comes and goes; its turns are its own.
-    let (other, mut neighbour) = stage.attach(2, "other", Wishes::default());
+    // Now with another guest, which connects and disconnects: its requests are limited separately.
+    let (other, mut neighbour) = stage.attach(2, "other", FrontendConfig::default());
     let mut round = 0;
     let mut storm = || {
         round += 1;
@@ -158,12 +158,12 @@ fn a_guest_that_goes_through_all_states_is_rationed_alone() {
     });
 }
 
-/// A guest that began anew so fast that only its last state is seen, the one it had before: its new rings are found.
+/// A frontend that restarted so fast that only its last state is seen, which is the one it had: its new rings are found.
 #[test]
-fn a_guest_that_begins_anew_unseen_is_noticed_by_its_rings() {
+fn an_unseen_restart_of_a_frontend_is_detected_by_its_rings() {
     for (rewrites, patience) in [(0, 1), (3, 1), (50, 60)] {
         let mut stage = Stage::new();
-        let (_, mut disk) = stage.attach(1, "disk", Wishes::default());
+        let (_, mut disk) = stage.attach(1, "disk", FrontendConfig::default());
         stage.connect(&mut disk);
         stage.pass(Duration::from_secs(1));
         for _ in 0..rewrites {
@@ -175,17 +175,17 @@ fn a_guest_that_begins_anew_unseen_is_noticed_by_its_rings() {
         disk.set("ring-ref", "99");
         disk.set("state", "4");
         let left = || disk.backend("state").as_deref() != Some("4");
-        let took = stage.until("the old ring is left", left);
+        let took = stage.until("the old ring is disconnected", left);
         assert!(took <= Duration::from_secs(patience), "{took:?} after {rewrites} rewrites");
     }
 }
 
-/// A guest whose rings were refused begins anew so fast that its end is not seen: it is offered the disk again. One that
-/// only waits is not, over and over.
+/// A guest whose rings were refused restarts so fast that its closing is not seen: the disk is offered to it again. To
+/// one that only waits it is not offered repeatedly.
 #[test]
-fn a_guest_that_was_refused_and_begins_anew_unseen_is_served() {
+fn a_refused_guest_whose_restart_was_not_seen_is_served() {
     let mut stage = Stage::new();
-    let (_, mut disk) = stage.attach(1, "disk", Wishes::default());
+    let (_, mut disk) = stage.attach(1, "disk", FrontendConfig::default());
     let shows = |disk: &Frontend, state: &str| disk.backend("state").as_deref() == Some(state);
     stage.until("it is offered", || shows(&disk, "2"));
     disk.share().unwrap();
@@ -200,12 +200,12 @@ fn a_guest_that_was_refused_and_begins_anew_unseen_is_served() {
     stage.connect(&mut disk);
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
     // A disk without a volume: refused once, though its guest waits.
-    let (_, waiting) = stage.attach(2, "none", Wishes::default());
+    let (_, waiting) = stage.attach(2, "none", FrontendConfig::default());
     stage.until("it is refused", || shows(&waiting, "6"));
     stage.pass(Duration::from_secs(1));
     let before = stage.world.tree.requests();
     stage.pass(Duration::from_secs(60));
-    assert_eq!(stage.world.tree.requests(), before, "nothing is asked while nothing changes");
+    assert_eq!(stage.world.tree.requests(), before, "there are requests although nothing changes");
 }
 
 /// One watch event as xenstored sends it.
@@ -222,9 +222,9 @@ fn connection() -> (UnixStream, Connection) {
     (far, Connection::over(near.into()))
 }
 
-/// A guest repeats one event faster than it is read: it is told, again and again, and the caller gets to its other work.
+/// A guest repeats one event faster than it is read: it is returned again and again, and the caller gets to its other work.
 #[test]
-fn an_event_that_repeats_without_end_is_told_in_between() {
+fn an_event_that_repeats_without_end_is_returned_in_between() {
     let (mut far, mut connection) = connection();
     let one = message("/local/domain/1/device/vbd/51728/state", "ebbd-1-51728");
     let mut refill = || {
@@ -242,12 +242,12 @@ fn an_event_that_repeats_without_end_is_told_in_between() {
     let full = waiting(&connection);
     assert!(full > 10_000, "{full} bytes");
     assert!(connection.event().unwrap().is_some());
-    assert!(waiting(&connection) > 0, "all {full} bytes were read before one event was told");
+    assert!(waiting(&connection) > 0, "all {full} bytes were read before one event was returned");
 }
 
-/// A guest that changes many nodes below its state takes one place among the events that wait: others keep theirs.
+/// A guest that changes many nodes below its state takes one place in the queue of events; other guests' events stay.
 #[test]
-fn a_guest_with_many_nodes_displaces_no_events_of_others() {
+fn a_guest_with_many_nodes_displaces_no_events_of_other_guests() {
     let (mut far, mut connection) = connection();
     let sender = std::thread::spawn(move || {
         for number in 0..10_000 {
@@ -261,15 +261,15 @@ fn a_guest_with_many_nodes_displaces_no_events_of_others() {
         far.write_all(&[&answer.encode()[..], b"0"].concat()).unwrap();
         far
     });
-    // The events are taken in while a request waits for its answer.
+    // The events are read while a request waits for its reply.
     assert_eq!(connection.read(0, "domid").unwrap(), b"0");
-    let told: Vec<_> = std::iter::from_fn(|| connection.event().unwrap()).collect();
+    let events: Vec<_> = std::iter::from_fn(|| connection.event().unwrap()).collect();
     drop(sender.join().unwrap());
     let expected = [
         ("/local/domain/1/device/vbd/51728/state/0", "ebbd-1-51728"),
         ("/local/domain/0/backend/ebbd/2/51728", "backend"),
         ("/local/domain/3/device/vbd/51712/state", "ebbd-3-51712"),
     ];
-    let told: Vec<_> = told.iter().map(|(path, token)| (&path[..], &token[..])).collect();
-    assert_eq!(told[..told.len().min(9)], expected, "{} events", told.len());
+    let events: Vec<_> = events.iter().map(|(path, token)| (&path[..], &token[..])).collect();
+    assert_eq!(events[..events.len().min(9)], expected, "{} events", events.len());
 }

@@ -1,5 +1,4 @@
-//! What a warm ring costs, in counts: heap allocations, calls of the system, calls of the
-//! hypervisor.
+//! The cost of a warm ring in counts: heap allocations, system calls, hypercalls.
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -11,11 +10,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::Rig;
 use ebb_export_xen::abi::{Request, Segment, op};
-use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 
-/// Allocations of workers, whose threads are called `xen-N`; those of the models count nowhere.
+/// Allocations of workers, whose threads are called `xen-N`; those of the models are not counted.
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-/// The counter is one for all tests.
+/// Serialises the tests, which share the counter.
 static ALONE: Mutex<()> = Mutex::new(());
 
 struct Counting;
@@ -30,7 +29,7 @@ fn note() {
     }
 }
 
-// SAFETY: hands everything to the system's allocator, and counts.
+// SAFETY: passes everything to the system's allocator, and counts.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         note();
@@ -57,7 +56,7 @@ fn enters(rig: &Rig) -> u64 {
     rig.workers[0].handle().block_on(|io| async move { io.stats().enters }).unwrap()
 }
 
-/// Sends the requests as one batch and waits for all of them, so many times.
+/// Sends the requests as one batch and waits for all of them, `count` times.
 fn rounds(disk: &mut Frontend, requests: &[Request], count: u32) {
     let queue = &mut disk.queues[0];
     for _ in 0..count {
@@ -71,7 +70,7 @@ fn rounds(disk: &mut Frontend, requests: &[Request], count: u32) {
     }
 }
 
-/// So many requests of a page each, reads and writes.
+/// `count` requests of a page each, reads and writes.
 fn requests(disk: &mut Frontend, count: usize) -> Vec<Request> {
     let pages = disk.pages(count);
     let one = |(number, gref): (usize, &u32)| {
@@ -88,12 +87,12 @@ struct Costs {
     stats: ebb_export_xen::XenStats,
 }
 
-/// What `count` rounds of `depth` requests cost, once all is warm.
+/// The costs of `count` rounds of `depth` requests, after a warm-up.
 fn costs(persistent: bool, cap: u32, depth: usize, count: u32) -> Costs {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let rig = Rig::new();
     rig.parameters.set_max_persistent_grants(cap);
-    let mut disk = rig.disk(Wishes { persistent, ..Wishes::default() });
+    let mut disk = rig.disk(FrontendConfig { persistent, ..FrontendConfig::default() });
     let requests = requests(&mut disk, depth);
     rounds(&mut disk, &requests, 200);
     let mark = |on| rig.workers[0].handle().block_on(move |_| async move { COUNTED.set(on) });
@@ -110,7 +109,7 @@ fn costs(persistent: bool, cap: u32, depth: usize, count: u32) -> Costs {
     stats.copy_calls -= before.copy_calls;
     stats.events -= before.events;
     stats.notifications -= before.notifications;
-    stats.answers -= before.answers;
+    stats.responses -= before.responses;
     Costs { allocations, enters: entered, stats }
 }
 
@@ -118,7 +117,7 @@ fn costs(persistent: bool, cap: u32, depth: usize, count: u32) -> Costs {
 fn a_warm_ring_allocates_nothing_mapped_or_copied() {
     for (persistent, cap) in [(true, 1056), (true, 0), (false, 1056)] {
         let Costs { allocations, stats, .. } = costs(persistent, cap, 32, 300);
-        assert_eq!(stats.answers, 9600);
+        assert_eq!(stats.responses, 9600);
         assert_eq!(stats.errors, 0);
         // Waking the worker to mark and unmark it is not part of a request.
         assert!(allocations <= 4, "{allocations} allocations, persistent {persistent}, cap {cap}");
@@ -128,9 +127,9 @@ fn a_warm_ring_allocates_nothing_mapped_or_copied() {
 #[test]
 fn a_lone_request_takes_one_wait_and_one_event() {
     let Costs { enters, stats, .. } = costs(true, 1056, 1, 2000);
-    assert_eq!((stats.answers, stats.maps, stats.copies), (2000, 0, 0));
+    assert_eq!((stats.responses, stats.maps, stats.copies), (2000, 0, 0));
     assert!(stats.notifications <= 2000 && stats.events <= 2010, "{stats:?}");
-    // Events are read and let through by the call that waits for them.
+    // One call unmasks, awaits and reads an event.
     assert!(enters <= 2100, "{enters} calls of the ring for 2000 requests");
 }
 
@@ -138,8 +137,8 @@ fn a_lone_request_takes_one_wait_and_one_event() {
 fn a_full_ring_costs_no_hypercall_for_grants_and_one_for_sixteen_copies() {
     let mapped = costs(true, 1056, 32, 300).stats;
     assert_eq!((mapped.maps, mapped.copies, mapped.copy_calls), (0, 0, 0));
-    assert!(mapped.notifications <= mapped.answers / 8, "{mapped:?}");
-    // The kernel hands sixteen copies of a call to the hypervisor at once.
+    assert!(mapped.notifications <= mapped.responses / 8, "{mapped:?}");
+    // The kernel passes sixteen copies per hypercall.
     let copied = costs(false, 1056, 32, 300).stats;
     assert_eq!((copied.maps, copied.copies), (0, 9600));
     assert!(copied.copy_calls * 16 <= copied.copies, "{copied:?}");

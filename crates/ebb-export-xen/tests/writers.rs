@@ -1,4 +1,4 @@
-//! One writer at a time: guests among themselves, and beside the clients of the NBD server.
+//! One writer at a time: of several guests, and of guests and the clients of the NBD server.
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -7,24 +7,24 @@ mod common;
 use common::{Rig, SIZE, memory, until};
 use ebb_export_xen::abi::op;
 use ebb_export_xen::platform::Platform;
-use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::{DiskSpec, detach};
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions, Writer};
 
 fn attach(rig: &Rig, number: u16, disk: &str, read_only: bool) -> Frontend {
     let guest = rig.world.find_guest(number).unwrap_or_else(|| rig.guest(number, 256));
-    rig.attach_as(&guest, disk, "disk", Wishes::default(), read_only)
+    rig.attach_as(&guest, disk, "disk", FrontendConfig::default(), read_only)
 }
 
 fn write(disk: &mut Frontend) -> i16 {
     disk.transfer(0, op::WRITE, 0, &mut vec![1; 4096]).unwrap()
 }
 
-/// It is refused: both ends take leave.
+/// The disk is refused, and both ends close. Returns the error.
 fn refused(rig: &Rig, disk: &Frontend, guest: u16) -> String {
     disk.await_backend("6").unwrap();
-    told(rig, guest, 51728)
+    reported(rig, guest, 51728)
 }
 
 /// The disk is detached, and attached again.
@@ -35,7 +35,7 @@ fn attach_again(rig: &Rig, disk: &Frontend) {
     ebb_export_xen::attach(&mut *store, guest, &order).unwrap();
 }
 
-fn told(rig: &Rig, guest: u16, device: u32) -> String {
+fn reported(rig: &Rig, guest: u16, device: u32) -> String {
     let path = format!("/local/domain/0/error/backend/ebbd/{guest}/{device}/error");
     rig.world.tree.get(&path).unwrap_or_default()
 }
@@ -49,13 +49,13 @@ fn a_second_guest_may_read_and_not_write() {
     let why = refused(&rig, &second, 2);
     assert!(why.contains("written to by Xen guest 1 (disk 51728)"), "{why}");
     assert!(why.contains("shared = true"), "{why}");
-    // Nor may the first have it twice.
+    // The first guest may not have it twice either.
     attach(&rig, 1, "xvdc", false).await_backend("6").unwrap();
     let mut reader = attach(&rig, 3, "xvdb", true);
     reader.connect().unwrap();
     assert_eq!(reader.transfer(0, op::READ, 0, &mut vec![0; 4096]).unwrap(), 0);
     assert_eq!(write(&mut first), 0);
-    // When the first has let go the second may have it.
+    // When the first guest has released it the second may have it.
     first.close().unwrap();
     let mut second = second;
     attach_again(&rig, &second);
@@ -64,7 +64,7 @@ fn a_second_guest_may_read_and_not_write() {
 }
 
 #[test]
-fn a_writer_that_is_about_to_end_is_waited_for() {
+fn a_disk_waits_for_a_writer_that_is_about_to_end() {
     let rig = Rig::new();
     let mut first = attach(&rig, 1, "xvdb", false);
     first.connect().unwrap();
@@ -75,7 +75,7 @@ fn a_writer_that_is_about_to_end_is_waited_for() {
 }
 
 #[test]
-fn guests_and_nbd_clients_keep_each_other_out() {
+fn guests_and_nbd_clients_exclude_each_other_as_writers() {
     let rig = Rig::new();
     let volume = rig.volumes.lock().unwrap()["disk"].clone();
     let client = volume.claim_writer(Writer::nbd(), false).unwrap();
@@ -91,7 +91,7 @@ fn guests_and_nbd_clients_keep_each_other_out() {
 }
 
 #[test]
-fn shared_volumes_and_disks_that_are_told_to_have_several_writers() {
+fn shared_volumes_and_forced_disks_have_several_writers() {
     let rig = Rig::new();
     let options = VolumeOptions { shared: true, ..VolumeOptions::default() };
     rig.add(Volume::new("disk", Store::Memory(MemoryStore::new(SIZE)), options));
@@ -103,16 +103,16 @@ fn shared_volumes_and_disks_that_are_told_to_have_several_writers() {
     rig.add(memory("disk", SIZE, false));
     let mut first = attach(&rig, 4, "xvdb", false);
     first.connect().unwrap();
-    // As Xen's own `block` script, which looks at no other disk then.
+    // As Xen's own `block` script, which checks no other disk then.
     let mut forced = attach(&rig, 5, "xvdb", false);
     rig.world.tree.set("/local/domain/0/backend/ebbd/5/51728/mode", "w!");
     forced.connect().unwrap();
     assert_eq!((write(&mut first), write(&mut forced)), (0, 0));
 }
 
-/// One machine under two numbers, as it is while it moves within the host.
+/// One guest as two domains, as it is while it is migrated within the host.
 #[test]
-fn a_machine_that_moves_keeps_its_disk() {
+fn a_guest_that_is_migrated_within_the_host_keeps_its_disk() {
     let rig = Rig::new();
     for number in [1, 2] {
         rig.world.tree.set(&format!("/local/domain/{number}/vm"), "/vm/7d44840-9dc0");
@@ -125,7 +125,7 @@ fn a_machine_that_moves_keeps_its_disk() {
     assert!(refused(&rig, &attach(&rig, 3, "xvdb", false), 3).contains("guest 1"));
 }
 
-/// What one daemon had granted its successor grants again, with the disk in use all the time.
+/// A successor grants the same writer the disk again, which is in use all the time.
 #[test]
 fn a_successor_has_the_same_writer() {
     let mut rig = Rig::new();

@@ -1,13 +1,14 @@
-//! Counts what is inside, can be shut, and tells when it is empty.
+//! A gate counts the requests inside, can be shut, and reports when it is empty.
 //!
-//! The hand-off between the workers that serve a volume and the one that closes or shrinks it. One atomic
-//! word holds both the number inside and the shut bit, so that "shut and empty" is decided by whoever
-//! makes it true: either the last one leaving or the one who shuts. Model-checked with shuttle
+//! It synchronises the workers that serve a volume with the one that closes or shrinks it. One atomic word
+//! holds both the number of requests inside and the shut bit, so "shut and empty" becomes true in one
+//! atomic operation: when the last request leaves or when the gate is shut. Model-checked with shuttle
 //! (`--features shuttle`).
 //!
-//! The number inside is kept in two counts, one of which is for those who enter now. [`Gate::turn`] has
-//! newcomers counted in the other one, and waits until the first is zero: all who were inside have
-//! left then, without anybody having been kept out. This is how Linux's SRCU waits for its readers.
+//! The number inside is kept in two counts, one of which counts new requests. [`Gate::synchronize`] makes new
+//! requests use the other count and waits until the first one is zero: then all requests that were inside
+//! have left, and no new request was refused. Linux's SRCU waits for its readers in this way
+//! (`kernel/rcu/srcutree.c`).
 
 use std::future::poll_fn;
 use std::sync::PoisonError;
@@ -19,9 +20,9 @@ use shuttle::sync::{Mutex, atomic::AtomicU64, atomic::Ordering};
 use std::sync::{Mutex, atomic::AtomicU64, atomic::Ordering};
 
 const SHUT: u64 = 1 << 63;
-/// Somebody waits for one of the counts.
+/// A task waits for one of the counts.
 const WAITED: u64 = 1 << 62;
-/// The count of those who enter now: the second, if it is set.
+/// New requests use the second count, if it is set; otherwise the first.
 const SECOND: u64 = 1 << 61;
 /// Bits of each count.
 const BITS: u32 = 30;
@@ -38,17 +39,17 @@ pub struct Gate {
 #[derive(Debug)]
 pub struct Pass<'a> {
     gate: &'a Gate,
-    /// One, in the count it is part of.
+    /// One, in the count that the request is in.
     unit: u64,
 }
 
-/// One in the count of those who enter at this state.
+/// One in the count that new requests use in this state.
 fn unit(state: u64) -> u64 {
     if state & SECOND == 0 { 1 } else { 1 << BITS }
 }
 
-/// All who are in the same count as this one.
-fn fellows(state: u64, unit: u64) -> u64 {
+/// The count that `unit` is in.
+fn same_count(state: u64, unit: u64) -> u64 {
     state & (COUNT * unit)
 }
 
@@ -57,17 +58,18 @@ fn inside(state: u64) -> u64 {
 }
 
 impl Gate {
-    /// Goes in, unless the gate is shut.
+    /// Enters, unless the gate is shut.
     pub fn enter(&self) -> Option<Pass<'_>> {
-        // Counted first, then looked: whoever shuts meanwhile sees us and waits. A turn may come between
-        // the two lines: then this is counted with those before it, and the next turn waits for both.
+        // Counted before the bit is checked: a task that shuts the gate meanwhile waits for this. If
+        // `synchronize` switches the counts between the two lines, this request is in the count of the earlier
+        // ones, and the next call waits for both.
         let unit = unit(self.state.load(Ordering::SeqCst));
         let before = self.state.fetch_add(unit, Ordering::SeqCst);
         let pass = Pass { gate: self, unit };
         (before & SHUT == 0).then_some(pass)
     }
 
-    /// How many are inside.
+    /// The number of requests inside.
     pub fn inside(&self) -> u64 {
         inside(self.state.load(Ordering::SeqCst))
     }
@@ -77,31 +79,32 @@ impl Gate {
         self.state.load(Ordering::SeqCst) & SHUT != 0
     }
 
-    /// Lets nobody in any more. Who waits for a turn gives up.
+    /// Refuses new requests from now on. Calls of [`Gate::synchronize`] that are waiting return false.
     pub fn shut(&self) {
         self.state.fetch_or(SHUT, Ordering::SeqCst);
         self.wake();
     }
 
-    /// Waits until the gate is shut and everybody has left.
+    /// Waits until the gate is shut and no request is inside.
     pub async fn empty(&self) {
         self.wait(|state| (state & SHUT != 0 && inside(state) == 0).then_some(())).await;
     }
 
-    /// Waits until all who are inside have left, while others come and go. What was stored before is
-    /// seen by everybody who enters and is not waited for. One turn at a time. False if the gate is shut.
-    pub async fn turn(&self) -> bool {
-        // Those first who were counted with the ones before an earlier turn.
+    /// Waits until all requests that are inside have left; new ones enter and leave meanwhile. Values stored
+    /// before the call are seen by all requests that it does not wait for. One call at a time. False if the
+    /// gate is shut.
+    pub async fn synchronize(&self) -> bool {
+        // Requests that are in the other count since an earlier call have to leave first.
         let other = |state| unit(state ^ SECOND);
-        let gone = |state, unit| match state & SHUT {
-            0 => (fellows(state, unit) == 0).then_some(true),
+        let drained = |state, unit| match state & SHUT {
+            0 => (same_count(state, unit) == 0).then_some(true),
             _ => Some(false),
         };
-        if !self.wait(|state| gone(state, other(state))).await {
+        if !self.wait(|state| drained(state, other(state))).await {
             return false;
         }
         let old = unit(self.state.fetch_xor(SECOND, Ordering::SeqCst));
-        self.wait(|state| gone(state, old)).await
+        self.wait(|state| drained(state, old)).await
     }
 
     async fn wait<T>(&self, over: impl Fn(u64) -> Option<T>) -> T {
@@ -114,7 +117,7 @@ impl Gate {
                 waiting.push(cx.waker().clone());
                 self.state.fetch_or(WAITED, Ordering::SeqCst);
             }
-            // Looked at again after the waker is in place: whoever leaves from now on sees it.
+            // Checked again after the waker is in place: a request that leaves after that sees it.
             match over(self.state.load(Ordering::SeqCst)) {
                 Some(result) => Poll::Ready(result),
                 None => Poll::Pending,
@@ -134,7 +137,7 @@ impl Gate {
 
     fn leave(&self, unit: u64) {
         let after = self.state.fetch_sub(unit, Ordering::SeqCst) - unit;
-        if after & WAITED != 0 && fellows(after, unit) == 0 {
+        if after & WAITED != 0 && same_count(after, unit) == 0 {
             self.wake();
         }
     }
@@ -168,7 +171,7 @@ mod tests {
         let pass = gate.enter().unwrap();
         gate.shut();
         assert!(gate.enter().is_none());
-        assert_eq!(gate.inside(), 1, "a refused one does not stay counted");
+        assert_eq!(gate.inside(), 1, "a refused request does not stay counted");
         let mut empty = pin!(gate.empty());
         let mut cx = Context::from_waker(Waker::noop());
         assert!(std::future::Future::poll(empty.as_mut(), &mut cx).is_pending());
@@ -177,29 +180,29 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_waits_for_those_who_are_inside_and_for_nobody_else() {
+    fn synchronize_waits_only_for_requests_that_were_inside() {
         let gate = Gate::default();
         let mut cx = Context::from_waker(Waker::noop());
         for _ in 0..3 {
             let before = gate.enter().unwrap();
-            let mut turn = Box::pin(gate.turn());
-            assert!(std::future::Future::poll(turn.as_mut(), &mut cx).is_pending());
+            let mut sync = Box::pin(gate.synchronize());
+            assert!(std::future::Future::poll(sync.as_mut(), &mut cx).is_pending());
             let after = gate.enter().unwrap();
-            assert!(std::future::Future::poll(turn.as_mut(), &mut cx).is_pending());
+            assert!(std::future::Future::poll(sync.as_mut(), &mut cx).is_pending());
             drop(before);
-            assert!(std::future::Future::poll(turn.as_mut(), &mut cx) == Poll::Ready(true));
+            assert!(std::future::Future::poll(sync.as_mut(), &mut cx) == Poll::Ready(true));
             assert_eq!(gate.inside(), 1);
             drop(after);
         }
-        // One that is given up harms neither the next one nor the end.
+        // Dropping the future affects neither the next call nor the shutting.
         let pass = gate.enter().unwrap();
-        let mut turn = Box::pin(gate.turn());
-        assert!(std::future::Future::poll(turn.as_mut(), &mut cx).is_pending());
-        drop(turn);
-        let mut turn = Box::pin(gate.turn());
-        assert!(std::future::Future::poll(turn.as_mut(), &mut cx).is_pending());
+        let mut sync = Box::pin(gate.synchronize());
+        assert!(std::future::Future::poll(sync.as_mut(), &mut cx).is_pending());
+        drop(sync);
+        let mut sync = Box::pin(gate.synchronize());
+        assert!(std::future::Future::poll(sync.as_mut(), &mut cx).is_pending());
         gate.shut();
-        assert!(std::future::Future::poll(turn.as_mut(), &mut cx) == Poll::Ready(false));
+        assert!(std::future::Future::poll(sync.as_mut(), &mut cx) == Poll::Ready(false));
         let mut empty = pin!(gate.empty());
         assert!(std::future::Future::poll(empty.as_mut(), &mut cx).is_pending());
         drop(pass);
@@ -213,10 +216,10 @@ mod models {
     use shuttle::sync::Arc;
     use shuttle::thread;
 
-    /// Two enter and leave while a third shuts and waits: the wait always ends, and nobody is
+    /// Two threads enter and leave while a third shuts and waits: the wait always ends, and no request is
     /// inside after it.
     #[test]
-    fn the_closer_is_always_woken_and_nobody_is_left_inside() {
+    fn the_closing_task_is_always_woken_and_no_request_remains_inside() {
         shuttle::check_random(
             || {
                 let gate = Arc::new(Gate::default());
@@ -244,10 +247,10 @@ mod models {
         );
     }
 
-    /// Users look how far they may go when they are inside. Twice that is lowered, and after each turn
-    /// nobody is inside who saw more.
+    /// Users read the limit when they are inside. It is lowered twice, and after each `synchronize` no user
+    /// is inside that read the earlier value.
     #[test]
-    fn after_a_turn_nobody_is_inside_who_entered_before_it() {
+    fn after_synchronize_no_request_is_inside_that_entered_before() {
         shuttle::check_random(
             || {
                 let gate = Arc::new(Gate::default());
@@ -268,7 +271,7 @@ mod models {
                     .collect();
                 for to in [5, 3] {
                     limit.store(to, Ordering::SeqCst);
-                    assert!(shuttle::future::block_on(gate.turn()));
+                    assert!(shuttle::future::block_on(gate.synchronize()));
                     floor.store(to, Ordering::SeqCst);
                 }
                 users.into_iter().for_each(|u| u.join().unwrap());

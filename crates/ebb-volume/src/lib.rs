@@ -1,16 +1,16 @@
-//! A disk: geometry, request checks, and the store behind it, with a cache before that if it has one.
-//! The one API every export sees.
+//! A volume: geometry, request checks, an optional cache and the store. The one interface that all exports
+//! use.
 //!
 //! # Invariants
-//! - Nothing reaches a store that is not within the volume and on sector bounds; no sum on the way
-//!   to that verdict can overflow.
-//! - A read-only volume's store is never asked to change anything.
+//! - A request reaches the store only if it is within the volume and aligned to sectors; no sum in that
+//!   check can overflow.
+//! - The store of a read-only volume gets no request that changes data.
 //! - Closing refuses new requests, waits for those in flight, and flushes: after [`Volume::close`]
-//!   everything acknowledged is as stable as the store makes it.
-//! - Requests are judged by the size of the moment, from inside the gate; a store is cut only when all
-//!   that were judged by a larger size are over.
-//! - Requests run to their end: an export whose client is gone still waits for them, so that
-//!   `close` knows of every write the kernel may still do.
+//!   everything that was acknowledged is as stable as the store makes it.
+//! - Requests are checked against the current size, inside the gate; a store is truncated only when all
+//!   requests that were checked against a larger size have completed.
+//! - Requests run to completion: an export waits for them also if the client has disconnected, so that
+//!   `close` waits for every write the kernel may still do.
 
 mod gate;
 mod log_limit;
@@ -30,5 +30,5 @@ pub use log_limit::LogLimit;
 pub use resize::{RESIZE_LIMIT, Resized};
 pub use stats::{OperationStats, VolumeStats};
 pub use stop::Stop;
-pub use volume::{AtHand, Volume, VolumeOptions};
+pub use volume::{DirectAccess, Volume, VolumeOptions};
 pub use writer::{Lease, Writer, WriterConflict};

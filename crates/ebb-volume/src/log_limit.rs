@@ -1,10 +1,10 @@
-//! How often the log tells of what may happen without end: so many lines per period, and with the next
-//! line how many were left out. For messages that a client, a guest, a server or a broken device can cause.
+//! Limits log messages that a client, a guest, a server or a broken device can cause without end: a number of
+//! lines per period, and with the next line the number of suppressed ones.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Limits the lines of one kind of message. Shared by threads; not for a warm path.
+/// Limits the lines of one kind of message. Shared by threads; not for warm paths.
 ///
 /// # Example
 /// ```
@@ -20,16 +20,16 @@ use std::time::{Duration, Instant};
 pub struct LogLimit {
     lines: u32,
     period: Duration,
-    state: Mutex<State>,
+    state: Mutex<LogLimitState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct LogLimitState {
     /// When the period began.
     since: Option<Instant>,
     /// Lines written in it.
     written: u32,
-    /// Lines left out since the last one that was written.
+    /// Lines suppressed since the last one that was written.
     suppressed: u64,
 }
 
@@ -37,11 +37,11 @@ impl LogLimit {
     /// At most `lines` per `period`.
     #[must_use]
     pub const fn new(lines: u32, period: Duration) -> LogLimit {
-        let state = State { since: None, written: 0, suppressed: 0 };
+        let state = LogLimitState { since: None, written: 0, suppressed: 0 };
         LogLimit { lines, period, state: Mutex::new(state) }
     }
 
-    /// Whether a line may be written at `now`: then how many were left out since the last one.
+    /// Whether a line may be written at `now`; if so, the number of lines suppressed since the last one.
     pub fn admit(&self, now: Instant) -> Option<u64> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.since.is_none_or(|since| now.saturating_duration_since(since) >= self.period) {
@@ -56,8 +56,9 @@ impl LogLimit {
         Some(std::mem::take(&mut state.suppressed))
     }
 
-    /// How many lines were left out and not told of, once the period is over: for who looks now and then.
-    pub fn left_out(&self, now: Instant) -> Option<u64> {
+    /// The number of suppressed lines that no later line has reported, once the period has ended: for a caller
+    /// that checks now and then.
+    pub fn take_suppressed(&self, now: Instant) -> Option<u64> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let over =
             state.since.is_some_and(|since| now.saturating_duration_since(since) >= self.period);
@@ -70,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_storm_writes_its_lines_per_period_and_counts_the_rest() {
+    fn lines_beyond_the_limit_are_suppressed_and_counted() {
         let limit = LogLimit::new(3, Duration::from_secs(10));
         let start = Instant::now();
         let at = |seconds: u64| start + Duration::from_secs(seconds);
@@ -79,10 +80,10 @@ mod tests {
         };
         assert_eq!(storm(0, 100), [0, 0, 0]);
         assert_eq!(storm(9, 10), []);
-        assert_eq!(limit.left_out(at(9)), None, "the period lasts on");
-        assert_eq!(storm(10, 10), [107, 0, 0], "the next line tells of those left out");
-        assert_eq!(limit.left_out(at(20)), Some(7));
-        assert_eq!(limit.left_out(at(20)), None, "told once");
+        assert_eq!(limit.take_suppressed(at(9)), None, "the period has not ended");
+        assert_eq!(storm(10, 10), [107, 0, 0], "the next line reports the suppressed ones");
+        assert_eq!(limit.take_suppressed(at(20)), Some(7));
+        assert_eq!(limit.take_suppressed(at(20)), None, "reported once");
         assert_eq!(storm(30, 1), [0]);
     }
 }

@@ -1,11 +1,11 @@
-//! Another size for a volume in use.
+//! Resizing a volume in use.
 //!
-//! Growing: the store first, then the cache, and last what requests are judged by: who sees the new size
-//! finds all of it ready.
+//! Growing: first the store, then the cache, and last the size that requests are checked against: a request
+//! that sees the new size finds the store and the cache ready for it.
 //!
-//! Shrinking: requests are judged by the new size first. Those judged by the old one are waited for, and so is
-//! what the cache has on its way; then the store is cut. A write that ran after that would make a file
-//! longer again. All waiting has a limit: if the store hangs, the volume keeps the size it had.
+//! Shrinking: first the size that requests are checked against. Requests that were checked against the old
+//! size complete, and so do the cache's reads and writes; then the store is truncated, since a later write
+//! would extend a file again. All waiting has a limit: if the store hangs, the volume keeps its size.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -20,21 +20,21 @@ use ebb_store::{Io, Resize, ResizeError};
 
 use crate::volume::Volume;
 
-/// How long [`Volume::resize`] waits for what is under way.
+/// How long [`Volume::resize`] waits for requests in flight.
 pub const RESIZE_LIMIT: Duration = Duration::from_secs(30);
 
 const CLOSING: ResizeError = ResizeError::Unsupported("it is being closed");
 
-/// What may be waited for, and until when.
-struct Limit<'a> {
+/// The time until which a resize may wait.
+struct Deadline<'a> {
     io: &'a Io,
     time: Duration,
     end: Instant,
 }
 
-impl Limit<'_> {
-    /// Waits for it, but not longer.
-    async fn on<T>(&self, wait: impl Future<Output = T>) -> Result<T, ResizeError> {
+impl Deadline<'_> {
+    /// Awaits `wait`, but not beyond the deadline.
+    async fn bound<T>(&self, wait: impl Future<Output = T>) -> Result<T, ResizeError> {
         let mut wait = pin!(wait);
         let mut late = pin!(self.io.sleep(self.end.saturating_duration_since(clock::now())));
         poll_fn(|cx| {
@@ -48,10 +48,10 @@ impl Limit<'_> {
     }
 }
 
-/// Flushes wait as long as it is there.
-struct Held<'a>(&'a Volume);
+/// Flushes wait until it is dropped.
+struct FlushBlocker<'a>(&'a Volume);
 
-impl Drop for Held<'_> {
+impl Drop for FlushBlocker<'_> {
     fn drop(&mut self) {
         self.0.shrinking.store(false, Ordering::SeqCst);
     }
@@ -60,24 +60,24 @@ impl Drop for Held<'_> {
 /// What a resize has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Resized {
-    /// The size it had when its turn came, bytes.
+    /// The size when the resize began, bytes.
     pub from: u64,
-    /// The size it has, bytes.
+    /// The new size, bytes.
     pub to: u64,
 }
 
 impl Volume {
-    /// Gives it another size, on which exports go from then on; the size, bytes. Those who are told a
-    /// size once keep it: what lies beyond is refused to them or unknown to them. Shrinking waits up to
-    /// half a minute for requests under way.
+    /// Resizes the volume and returns the new size, bytes, which exports use from then on. A client that learnt
+    /// an earlier size keeps it: what lies beyond the new end is refused, and what was added is unknown to it.
+    /// Shrinking waits up to [`RESIZE_LIMIT`] for requests in flight.
     ///
     /// # Errors
-    /// [`ResizeError`]; then it has the size it had.
+    /// [`ResizeError`]; then the volume keeps its size.
     pub async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
         self.resize_within(io, order, RESIZE_LIMIT).await.map(|done| done.to)
     }
 
-    /// As [`Volume::resize`], with a limit to how long it waits for what is under way; also the size before.
+    /// As [`Volume::resize`], with a limit of the time to wait; also returns the former size.
     ///
     /// # Errors
     /// As [`Volume::resize`].
@@ -87,32 +87,32 @@ impl Volume {
         order: Resize,
         time: Duration,
     ) -> Result<Resized, ResizeError> {
-        let limit = Limit { io, time, end: clock::now() + time };
-        let _alone = limit.on(self.resizing.lock()).await?;
+        let deadline = Deadline { io, time, end: clock::now() + time };
+        let _alone = deadline.bound(self.resizing.lock()).await?;
         if self.is_closing() {
             return Err(CLOSING);
         }
-        let to = limit.on(self.store.check_resize(io, order)).await??;
+        let to = deadline.bound(self.store.check_resize(io, order)).await??;
         let order = Resize { to: Some(to), ..order };
         let from = self.size();
         if to >= from {
-            let to = self.grow(&limit, order).await?;
+            let to = self.grow(&deadline, order).await?;
             return Ok(Resized { from, to });
         }
         self.shrinking.store(true, Ordering::SeqCst);
-        let _flushes = Held(self);
-        let to = self.shrink(&limit, order, to).await?;
+        let _flushes = FlushBlocker(self);
+        let to = self.shrink(&deadline, order, to).await?;
         Ok(Resized { from, to })
     }
 
-    async fn grow(&self, limit: &Limit<'_>, order: Resize) -> Result<u64, ResizeError> {
-        let (io, from) = (limit.io, self.size());
+    async fn grow(&self, deadline: &Deadline<'_>, order: Resize) -> Result<u64, ResizeError> {
+        let (io, from) = (deadline.io, self.size());
         let Some(cache) = &self.cache else {
             let size = self.store.resize(io, order).await?;
             self.size.store(size, Ordering::SeqCst);
             return Ok(size);
         };
-        let edge = limit.on(cache.hold_edge(io, &self.store, from)).await?;
+        let edge = deadline.bound(cache.hold_edge(io, &self.store, from)).await?;
         let edge = edge.map_err(ResizeError::Unsaved)?;
         match self.store.resize(io, order).await {
             Ok(size) => {
@@ -127,17 +127,22 @@ impl Volume {
         }
     }
 
-    async fn shrink(&self, limit: &Limit<'_>, order: Resize, to: u64) -> Result<u64, ResizeError> {
-        let (io, from) = (limit.io, self.size());
+    async fn shrink(
+        &self,
+        deadline: &Deadline<'_>,
+        order: Resize,
+        to: u64,
+    ) -> Result<u64, ResizeError> {
+        let (io, from) = (deadline.io, self.size());
         if let Some(cache) = &self.cache {
-            // What is kept is on the store before anything is lost.
-            let written = limit.on(cache.write_below(io, &self.store, to)).await?;
+            // Dirty data below the new end is written before anything is discarded.
+            let written = deadline.bound(cache.write_below(io, &self.store, to)).await?;
             written.map_err(ResizeError::Unsaved)?;
         }
         self.size.store(to, Ordering::SeqCst);
-        let cut = match limit.on(self.gate.turn()).await {
+        let cut = match deadline.bound(self.gate.synchronize()).await {
             Ok(true) => match &self.cache {
-                Some(cache) => self.cut_cached(limit, cache, order, to).await,
+                Some(cache) => self.cut_cached(deadline, cache, order, to).await,
                 None => self.store.resize(io, order).await,
             },
             Ok(false) => Err(CLOSING),
@@ -151,15 +156,15 @@ impl Volume {
 
     async fn cut_cached(
         &self,
-        limit: &Limit<'_>,
+        deadline: &Deadline<'_>,
         cache: &Arc<VolumeCache>,
         order: Resize,
         to: u64,
     ) -> Result<u64, ResizeError> {
-        let (io, from) = (limit.io, cache.size());
-        let edge = limit.on(cache.hold_edge(io, &self.store, to)).await?;
+        let (io, from) = (deadline.io, cache.size());
+        let edge = deadline.bound(cache.hold_edge(io, &self.store, to)).await?;
         let edge: Edge<'_> = edge.map_err(ResizeError::Unsaved)?;
-        let cut = match limit.on(cache.seal(to)).await {
+        let cut = match deadline.bound(cache.seal(to)).await {
             Ok(()) => self.store.resize(io, order).await,
             Err(late) => Err(late),
         };

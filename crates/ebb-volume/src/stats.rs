@@ -1,4 +1,4 @@
-//! Counters of one volume: written by the workers that serve it, read by whoever shows them.
+//! Counters of one volume, written by the workers that serve it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -9,16 +9,16 @@ const OPERATIONS: usize = 7;
 /// Counters of one kind of operation since the volume was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct OperationStats {
-    /// Requests that ended, well or not.
+    /// Requests that completed, with or without success.
     pub requests: u64,
-    /// Bytes of those that ended well.
+    /// Bytes of the successful ones.
     pub bytes: u64,
     /// Requests that failed in the store (not those refused by the checks).
     pub errors: u64,
 }
 
 #[derive(Debug, Default)]
-struct Cells {
+struct OperationCounters {
     requests: AtomicU64,
     bytes: AtomicU64,
     errors: AtomicU64,
@@ -27,7 +27,7 @@ struct Cells {
 /// Counters of a volume by operation.
 #[derive(Debug, Default)]
 pub struct VolumeStats {
-    cells: [Cells; OPERATIONS],
+    counters: [OperationCounters; OPERATIONS],
 }
 
 fn index(operation: Operation) -> usize {
@@ -44,26 +44,26 @@ fn index(operation: Operation) -> usize {
 
 impl VolumeStats {
     pub(crate) fn count(&self, operation: Operation, length: u64, ok: bool) {
-        let cells = &self.cells[index(operation)];
-        cells.requests.fetch_add(1, Ordering::Relaxed);
-        let (cell, amount) = if ok { (&cells.bytes, length) } else { (&cells.errors, 1) };
+        let counters = &self.counters[index(operation)];
+        counters.requests.fetch_add(1, Ordering::Relaxed);
+        let (cell, amount) = if ok { (&counters.bytes, length) } else { (&counters.errors, 1) };
         cell.fetch_add(amount, Ordering::Relaxed);
     }
 
-    /// Requests that changed data, or may have.
+    /// Requests that changed data or may have changed it.
     pub(crate) fn changes(&self) -> u64 {
-        let of = |operation| self.cells[index(operation)].requests.load(Ordering::Relaxed);
+        let of = |operation| self.counters[index(operation)].requests.load(Ordering::Relaxed);
         let all = [Operation::Write, Operation::Discard, Operation::WriteZeroes];
         all.into_iter().map(of).fold(0, u64::wrapping_add)
     }
 
     /// The counters of one kind of operation.
     pub fn of(&self, operation: Operation) -> OperationStats {
-        let cells = &self.cells[index(operation)];
+        let counters = &self.counters[index(operation)];
         OperationStats {
-            requests: cells.requests.load(Ordering::Relaxed),
-            bytes: cells.bytes.load(Ordering::Relaxed),
-            errors: cells.errors.load(Ordering::Relaxed),
+            requests: counters.requests.load(Ordering::Relaxed),
+            bytes: counters.bytes.load(Ordering::Relaxed),
+            errors: counters.errors.load(Ordering::Relaxed),
         }
     }
 }

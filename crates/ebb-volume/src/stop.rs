@@ -1,11 +1,11 @@
-//! A broadcast that is sent once: "stop". Any thread sends it, any task on any worker waits for it. For exports,
-//! whose connections and rings end with their volume or their server.
+//! A stop signal, sent once by any thread and awaited by any number of tasks on any worker: the connections
+//! and rings of an export end with their volume or their server.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use event_listener::Event;
 
-/// A stop, sent once and heard by all.
+/// A stop signal that is sent once.
 #[derive(Debug, Default)]
 pub struct Stop {
     stopped: AtomicBool,
@@ -13,7 +13,7 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Sends it; waiters of now and later all get it.
+    /// Sends it: all present and later waiters are woken.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::SeqCst);
         self.event.notify(usize::MAX);
@@ -28,7 +28,7 @@ impl Stop {
     pub async fn wait(&self) {
         while !self.is_stopped() {
             let listener = self.event.listen();
-            // Looked at again after the listener is in place: a stop since then wakes it.
+            // Checked again after the listener is registered: a stop after that wakes it.
             if self.is_stopped() {
                 return;
             }

@@ -1,4 +1,4 @@
-//! The volume itself: checks, then the cache if it has one, then the store.
+//! The volume: checks requests, then passes them to the cache, if there is one, or to the store.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -14,16 +14,16 @@ use crate::gate::{Gate, Pass};
 use crate::stats::VolumeStats;
 use crate::writer::{Lease, Writer, WriterConflict, Writers};
 
-/// What an operator may say of a volume.
+/// What an operator can configure of a volume.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VolumeOptions {
-    /// Refuse everything that changes data.
+    /// Refuse requests that change data.
     pub read_only: bool,
-    /// Let several write at the same time: they expect each other.
+    /// Allow several writers at the same time, which are prepared for each other.
     pub shared: bool,
 }
 
-/// A disk. Shared by the workers that serve it.
+/// A virtual disk, shared by the workers that serve it.
 #[derive(Debug)]
 pub struct Volume {
     name: Arc<str>,
@@ -33,11 +33,11 @@ pub struct Volume {
     pub(crate) gate: Gate,
     writers: Arc<Writers>,
     stats: VolumeStats,
-    /// Requests that changed data when the last flush that succeeded began.
+    /// The number of data-changing requests that had completed when the last successful flush began.
     flushed: AtomicU64,
-    /// What requests are judged by, once they are inside the gate.
+    /// The size that requests are checked against, inside the gate.
     pub(crate) size: AtomicU64,
-    /// Held while it gets another size; and whether that is a smaller one.
+    /// Held while the volume is resized; and whether it is being shrunk.
     pub(crate) resizing: async_lock::Mutex<()>,
     pub(crate) shrinking: AtomicBool,
     share: OnceLock<Arc<Share>>,
@@ -82,19 +82,19 @@ impl Volume {
         })
     }
 
-    /// The name it is exported under.
+    /// The name under which it is exported.
     pub fn name(&self) -> &Arc<str> {
         &self.name
     }
 
-    /// Its share of the memory for requests, which exports count against before they take a buffer.
-    /// Made here, as that of a store of its own, unless [`Volume::join`] has made it.
+    /// Its share of the memory for requests, against which exports charge their buffers. Created here, as that
+    /// of a store of its own, unless [`Volume::join`] has created it.
     pub fn share(&self, shares: &Shares) -> &Arc<Share> {
         self.share.get_or_init(|| shares.join(&format!("volume {}", self.name)))
     }
 
-    /// Gives it a share of the memory for requests before any is asked; `store` is a name that
-    /// volumes with the same disk or server have in common.
+    /// Creates its share of the memory for requests before the first request; `store` is a name that volumes
+    /// on the same disk or server have in common.
     pub fn join(&self, shares: &Shares, store: &str) {
         self.share.get_or_init(|| shares.join(store));
     }
@@ -104,33 +104,33 @@ impl Volume {
         self.size.load(Ordering::SeqCst)
     }
 
-    /// Lets `writer` write until the lease is dropped. The one at a time that may; see [`VolumeOptions::shared`]
-    /// and `share`, with which it is let in beside whoever there is.
+    /// Lets `writer` write until the lease is dropped. Only one writer at a time may, unless the volume is
+    /// [`VolumeOptions::shared`] or `share` is true, with which the writer is allowed beside others.
     ///
     /// # Errors
-    /// [`WriterConflict`] if there is another one.
+    /// [`WriterConflict`] if there is another writer.
     pub fn claim_writer(&self, writer: Writer, share: bool) -> Result<Lease, WriterConflict> {
         let claimed = self.writers.claim(writer, share || self.options.shared);
         claimed.map_err(|by| WriterConflict { volume: self.name.clone(), by })
     }
 
-    /// Why `writer` may not write now.
+    /// The conflict because of which `writer` may not write now.
     pub fn writer_conflict(&self, writer: &Writer) -> Option<WriterConflict> {
         let by = self.writers.conflict(writer).filter(|_| !self.options.shared)?;
         Some(WriterConflict { volume: self.name.clone(), by })
     }
 
-    /// The lease is one of this volume.
+    /// Whether the lease is one of this volume.
     pub fn is_leased(&self, lease: &Lease) -> bool {
         lease.is_of(&self.writers)
     }
 
-    /// Which store its bytes are in.
+    /// The identity of its store.
     pub fn store_identity(&self) -> ebb_store::Identity {
         self.store.identity()
     }
 
-    /// True when nothing may change it.
+    /// True if requests that change data are refused.
     pub fn read_only(&self) -> bool {
         self.options.read_only
     }
@@ -140,7 +140,7 @@ impl Volume {
         self.store.capabilities()
     }
 
-    /// Bytes of memory that a READ or WRITE takes beside its own buffer, see [`Store::bounce_bytes`]; 0 for most.
+    /// Bytes of memory that a read or write needs beside its own buffer, see [`Store::bounce_bytes`]; usually 0.
     pub fn bounce_footprint(&self, offset: u64, length: usize) -> usize {
         match self.store.bounce_bytes(offset, length) {
             0 => 0,
@@ -153,17 +153,17 @@ impl Volume {
         self.cache.as_ref()
     }
 
-    /// How it is cached.
+    /// Its cache mode.
     pub fn cache_mode(&self) -> Mode {
         self.cache.as_ref().map_or(Mode::None, |cache| cache.mode())
     }
 
-    /// How its store fares, if that is behind a network.
+    /// The state of its store, if that is remote.
     pub fn store_state(&self) -> Option<ebb_store::StoreState> {
         self.store.state()
     }
 
-    /// What can be seen of its store from outside; `None` for those in memory.
+    /// How the state of its store can be observed; `None` for stores in memory.
     pub fn watched(&self) -> Option<&ebb_store::StoreHealth> {
         self.store.health()
     }
@@ -173,8 +173,8 @@ impl Volume {
         self.store.place()
     }
 
-    /// Starts writing back in the background, on this worker; `control` decides how much and when. For
-    /// a volume whose cache is in writeback mode; ends when the volume has gone.
+    /// Starts writeback in the background, on this worker; `control` decides how much is written and when. For
+    /// a volume whose cache is in writeback mode; ends when the volume is dropped.
     pub fn start_writeback(&self, io: &Io, control: Arc<dyn ebb_cache::WritebackControl>) {
         if let Some(cache) = self.cache.as_ref().filter(|cache| cache.mode() == Mode::Writeback) {
             cache.set_control(control);
@@ -228,12 +228,12 @@ impl Volume {
         (self.account(Operation::Write, length, result), buf)
     }
 
-    /// Makes everything acknowledged before stable.
+    /// Makes everything that was acknowledged before stable.
     pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
         let mut pass = self.admit(Operation::Flush, 0, 0)?;
         while self.shrinking.load(Ordering::SeqCst) {
-            // Data beyond the new end is held back until the store is cut, and stays if that fails: a
-            // flush that has come in between waits for it, outside.
+            // Data beyond the new end is not written until the store is truncated, and is kept if that fails: a
+            // flush that begins in between waits for the outcome, outside the gate.
             drop(pass);
             drop(self.resizing.lock().await);
             pass = self.admit(Operation::Flush, 0, 0)?;
@@ -242,7 +242,7 @@ impl Volume {
         self.account(Operation::Flush, 0, result)
     }
 
-    /// Gives the space of a range back if the store can.
+    /// Deallocates the space of a range if the store can.
     pub async fn discard(
         &self,
         io: &Io,
@@ -264,7 +264,7 @@ impl Volume {
         self.account(Operation::Discard, length, result)
     }
 
-    /// Makes a range read as zeroes; with `fua` they are stable on return.
+    /// Makes a range read as zeroes; with `fua` the zeroes are stable on return.
     pub async fn write_zeroes(
         &self,
         io: &Io,
@@ -276,8 +276,8 @@ impl Volume {
         self.write_zeroes_while(io, offset, length, flags, fua, &|| true).await
     }
 
-    /// As [`Volume::write_zeroes`]. Where the store has to write zeroes out, which takes long, it ends with
-    /// [`ErrorKind::Closing`] as soon as they are not wanted any more, or the volume is being closed.
+    /// As [`Volume::write_zeroes`]. Where the store has to write zeroes, which takes long, it ends with
+    /// [`ErrorKind::Closing`] as soon as `wanted` returns false or the volume is being closed.
     pub async fn write_zeroes_while(
         &self,
         io: &Io,
@@ -305,7 +305,7 @@ impl Volume {
         self.account(Operation::WriteZeroes, length, result)
     }
 
-    /// Data and holes of a range in order, at most `limit` runs.
+    /// Data and hole extents of a range in order, at most `limit`.
     pub async fn extents(
         &self,
         io: &Io,
@@ -321,7 +321,7 @@ impl Volume {
         self.account(Operation::Extents, length, result)
     }
 
-    /// Announces that a range will be read soon.
+    /// Hints that a range will be read soon.
     pub async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         let _pass = self.admit(Operation::Prefetch, offset, length)?;
         let result = match &self.cache {
@@ -331,26 +331,26 @@ impl Volume {
         self.account(Operation::Prefetch, length, result)
     }
 
-    /// Refuses new requests, waits for those in flight, flushes, and takes the store's lock off, so that a
-    /// successor can open it. Safe to call twice: data of a writeback cache that could not be written is
-    /// tried again.
+    /// Refuses new requests, waits for those in flight, flushes, and releases the store's lock, so that a
+    /// successor can open it. Can be called again: data of a writeback cache that could not be written is then
+    /// written again.
     ///
     /// # Errors
-    /// That of the last flush: data acknowledged without a flush may then not be stable.
+    /// The error of the last flush: data acknowledged without a flush may then not be stable.
     pub async fn close(&self, io: &Io) -> Result<(), BlockError> {
         self.gate.shut();
         self.gate.empty().await;
-        // Who is about to shrink it gives up.
+        // A resize that is waiting ends because the gate is shut.
         let _alone = self.resizing.lock().await;
         if !self.options.read_only {
             let stable = match self.make_stable(io).await {
-                // What failed in the background before is told once, also if all of it was written since.
+                // A background failure is reported once, also if all of its data was written since.
                 Err(_) if !self.is_lost() && self.cache().is_some_and(|c| c.dirty() == 0) => {
                     self.make_stable(io).await
                 }
                 stable => stable,
             };
-            stable.map_err(|e| self.name_it(e))?;
+            stable.map_err(|e| self.with_volume_name(e))?;
             if let Some(cache) = &self.cache {
                 cache.end_flusher();
             }
@@ -359,34 +359,34 @@ impl Volume {
         Ok(())
     }
 
-    /// Gives the volume up, from any thread: new requests are refused, and those that wait for a remote
-    /// store fail at once with [`ErrorKind::Closing`], [`Volume::close`] included. What was acknowledged and
-    /// not flushed may be lost. Operations of a file or device are the kernel's: they end in their time.
+    /// Aborts the volume, from any thread: new requests are refused, and those that wait for a remote store
+    /// fail at once with [`ErrorKind::Closing`], also those of [`Volume::close`]. Data that was acknowledged
+    /// and not flushed may be lost. Requests to a file or device are in the kernel and cannot be aborted.
     pub fn abort(&self) {
         self.gate.shut();
         self.store.abort();
     }
 
-    /// Everything acknowledged is on the store, and stable there.
+    /// Writes everything that was acknowledged to the store and makes it stable there.
     async fn make_stable(&self, io: &Io) -> Result<(), BlockError> {
         let changes = self.stats.changes();
         match &self.cache {
             Some(cache) => cache.flush(io, &self.store).await?,
             None => self.store.flush(io).await?,
         }
-        // What ended before the flush began is stable now.
+        // Requests that completed before the flush began are stable now.
         self.flushed.fetch_max(changes, Ordering::Relaxed);
         Ok(())
     }
 
-    /// True if nothing that was acknowledged may be missing on the store after a crash: it is read-only, or all
-    /// requests that changed data ended before a flush that succeeded began.
+    /// True if no acknowledged data can be missing on the store after a crash: the volume is read-only, or all
+    /// requests that changed data completed before a successful flush began.
     pub fn is_stable(&self) -> bool {
         self.options.read_only || self.flushed.load(Ordering::Relaxed) == self.stats.changes()
     }
 
-    /// True if a flush has failed, and what it was to make stable may be lost for good: no flush goes well
-    /// until the volume is opened anew.
+    /// True if a flush has failed, so that the data it was to make stable may be lost: all flushes fail until
+    /// the volume is opened anew.
     pub fn is_lost(&self) -> bool {
         match &self.cache {
             Some(cache) => cache.is_lost(&self.store),
@@ -394,17 +394,17 @@ impl Volume {
         }
     }
 
-    /// Since when and why [`Volume::is_lost`].
+    /// When and why [`Volume::is_lost`] became true.
     pub fn loss(&self) -> Option<ebb_store::Loss> {
         if self.is_lost() { self.store.loss() } else { None }
     }
 
-    /// Requests that are under way.
-    pub fn under_way(&self) -> u64 {
+    /// The number of requests in flight.
+    pub fn in_flight(&self) -> u64 {
         self.gate.inside()
     }
 
-    /// The verdict on a request, and the pass that keeps the volume open for it.
+    /// Checks a request; returns the pass that keeps the volume open for it.
     fn admit(
         &self,
         operation: Operation,
@@ -412,15 +412,16 @@ impl Volume {
         length: u64,
     ) -> Result<Pass<'_>, BlockError> {
         let pass = self.gate.enter().ok_or_else(|| {
-            self.name_it(BlockError::new(ErrorKind::Closing, operation, offset, length))
+            self.with_volume_name(BlockError::new(ErrorKind::Closing, operation, offset, length))
         })?;
-        // From inside: who has the volume shrunk waits for those judged by the size before.
-        self.judge(operation, offset, length)?;
+        // Inside the gate: shrinking waits for requests that were checked against the size before.
+        self.validate(operation, offset, length)?;
         Ok(pass)
     }
 
-    fn judge(&self, operation: Operation, offset: u64, length: u64) -> Result<(), BlockError> {
-        let refuse = |kind| Err(self.name_it(BlockError::new(kind, operation, offset, length)));
+    fn validate(&self, operation: Operation, offset: u64, length: u64) -> Result<(), BlockError> {
+        let refuse =
+            |kind| Err(self.with_volume_name(BlockError::new(kind, operation, offset, length)));
         let changes =
             matches!(operation, Operation::Write | Operation::Discard | Operation::WriteZeroes);
         if changes && self.options.read_only {
@@ -435,13 +436,13 @@ impl Volume {
         Ok(())
     }
 
-    /// The data itself, if it lies in this process and no cache stands before it: for requests done
-    /// at once, without a buffer and without waiting. `None` otherwise, and once it is being closed.
-    pub fn direct_access(&self) -> Option<AtHand<'_>> {
+    /// Direct access to the data, if the store is in memory and the volume has no cache: for requests that are
+    /// carried out at once, without a buffer and without waiting. `None` otherwise, and when it is being closed.
+    pub fn direct_access(&self) -> Option<DirectAccess<'_>> {
         if self.cache.is_some() || !self.store.has_direct_access() {
             return None;
         }
-        Some(AtHand { volume: self, _pass: self.gate.enter()? })
+        Some(DirectAccess { volume: self, _pass: self.gate.enter()? })
     }
 
     fn account<T>(
@@ -451,45 +452,45 @@ impl Volume {
         result: Result<T, BlockError>,
     ) -> Result<T, BlockError> {
         self.stats.count(operation, length, result.is_ok());
-        result.map_err(|e| self.name_it(e))
+        result.map_err(|e| self.with_volume_name(e))
     }
 
-    fn name_it(&self, error: BlockError) -> BlockError {
+    fn with_volume_name(&self, error: BlockError) -> BlockError {
         BlockError { volume: Some(self.name.clone()), ..error }
     }
 }
 
-/// A volume's data where it lies, see [`Volume::direct_access`]. Closing waits for it: not to be kept
-/// across a wait.
+/// A volume's data in memory, see [`Volume::direct_access`]. Closing waits until it is dropped: it must not
+/// be kept across an await.
 #[derive(Debug)]
-pub struct AtHand<'a> {
+pub struct DirectAccess<'a> {
     volume: &'a Volume,
     _pass: Pass<'a>,
 }
 
-impl AtHand<'_> {
-    /// Shows `length` bytes at `offset`, in order, in pieces of at most a page.
+impl DirectAccess<'_> {
+    /// Passes `length` bytes at `offset` to `see`, in order, in pieces of at most a page.
     ///
     /// # Errors
-    /// As [`Volume::read`]; then nothing was shown.
+    /// As [`Volume::read`]; then `see` was not called.
     pub fn read(&self, offset: u64, length: u64, see: impl FnMut(&[u8])) -> Result<(), BlockError> {
-        self.volume.judge(Operation::Read, offset, length)?;
+        self.volume.validate(Operation::Read, offset, length)?;
         self.volume.store.read_in_place(offset, length, see);
         self.volume.stats.count(Operation::Read, length, true);
         Ok(())
     }
 
-    /// Has `length` bytes at `offset` overwritten, in order, in pieces of at most a page.
+    /// Lets `put` overwrite `length` bytes at `offset`, in order, in pieces of at most a page.
     ///
     /// # Errors
-    /// As [`Volume::write`]; then nothing was overwritten.
+    /// As [`Volume::write`]; then `put` was not called.
     pub fn write(
         &self,
         offset: u64,
         length: u64,
         put: impl FnMut(&mut [u8]),
     ) -> Result<(), BlockError> {
-        self.volume.judge(Operation::Write, offset, length)?;
+        self.volume.validate(Operation::Write, offset, length)?;
         self.volume.store.write_in_place(offset, length, put);
         self.volume.stats.count(Operation::Write, length, true);
         Ok(())

@@ -1,17 +1,17 @@
-//! Who may write to a volume at the same time: one guest, or the clients of the NBD server, unless the operator says
-//! that they know of each other (`shared`).
+//! Writers of a volume: only one may write at a time, either one guest or the clients of the NBD server, unless
+//! the operator states that the writers are prepared for each other (`shared`).
 //!
-//! NBD has no name for a client, and one client may have several connections and come again before its old ones have
-//! ended: all of them together are one writer. Two file systems that do not know of each other, on one disk, destroy
-//! it; Xen's own `block` script refuses that, too.
+//! NBD has no identity of a client, and one client may have several connections and reconnect before its old
+//! ones have ended: all NBD clients together are one writer. Two file systems that are mounted from one disk
+//! and do not know of each other destroy it; Xen's own `block` script prevents that as well.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// One that wants to write.
+/// A writer, or a client that requests to be one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Writer {
-    /// What the operator knows it by, such as `Xen guest 3 (disk 51728)`.
+    /// Its name for the operator, such as `Xen guest 3 (disk 51728)`.
     pub name: Arc<str>,
     /// Writers of one group do not conflict.
     pub group: Option<Arc<str>>,
@@ -24,31 +24,31 @@ impl Writer {
     }
 }
 
-/// A volume has another writer.
+/// The volume has another writer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "volume `{volume}` is written to by {by}: detach it there, or set shared = true for the volume if all \
-         writers expect each other, as cluster file systems do"
+             writers are prepared for each other, as cluster file systems are"
 )]
 pub struct WriterConflict {
     /// The volume.
     pub volume: Arc<str>,
-    /// Its writer.
+    /// Its present writer.
     pub by: Arc<str>,
 }
 
 #[derive(Debug, Default)]
-struct Held {
+struct WriterList {
     next: u64,
     writers: Vec<(u64, Writer)>,
 }
 
 /// The writers of a volume.
 #[derive(Debug, Default)]
-pub(crate) struct Writers(Mutex<Held>);
+pub(crate) struct Writers(Mutex<WriterList>);
 
 impl Writers {
-    fn lock(&self) -> MutexGuard<'_, Held> {
+    fn lock(&self) -> MutexGuard<'_, WriterList> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -69,7 +69,7 @@ impl Writers {
     }
 }
 
-impl Held {
+impl WriterList {
     fn conflict(&self, writer: &Writer) -> Option<Arc<str>> {
         let shares = |other: &Writer| other.group.is_some() && other.group == writer.group;
         let other = self.writers.iter().find(|(_, other)| !shares(other));
@@ -77,7 +77,7 @@ impl Held {
     }
 }
 
-/// The right to write to a volume; dropping it gives it back. It does not keep the volume open.
+/// The right to write to a volume, until it is dropped. It does not keep the volume open.
 pub struct Lease {
     writers: Arc<Writers>,
     number: u64,
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_that_moves_has_its_disk_twice_for_a_while() {
+    fn a_guest_that_is_migrated_has_its_disk_twice_for_a_while() {
         let volume = volume(false);
         let old = volume.claim_writer(guest("guest 1", Some("m")), false).unwrap();
         let _new = volume.claim_writer(guest("guest 2", Some("m")), false).unwrap();
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_told_to_may_share() {
+    fn shared_volumes_and_forced_claims_allow_several_writers() {
         let shared = volume(true);
         let _leases = ["a", "b"].map(|name| shared.claim_writer(guest(name, None), false).unwrap());
         let volume = volume(false);

@@ -1,4 +1,4 @@
-//! A closed volume leaves its store to a successor.
+//! Closing a volume: requests in flight, failures, and the lock of the store.
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -13,7 +13,7 @@ use ebb_mem::Memory;
 use ebb_store::{FileStore, OpenOptions, TestStore};
 use ebb_volume::{ErrorKind, Io, Operation, Store, Volume, VolumeOptions};
 
-/// The process may live on, with its descriptors, while the kernel holds a request of another store.
+/// The process may run on, with its descriptors open, while the kernel holds a request of another store.
 #[test]
 fn the_image_of_a_closed_volume_can_be_opened_by_a_successor() {
     let dir = tempfile::tempdir().unwrap();
@@ -38,9 +38,9 @@ fn the_image_of_a_closed_volume_can_be_opened_by_a_successor() {
     }
 }
 
-/// What a client was told before the close ended is on the store, and stable.
+/// Everything that was acknowledged before the close ended is on the store, and stable.
 #[test]
-fn a_close_waits_for_requests_under_way_and_refuses_new_ones() {
+fn closing_waits_for_requests_in_flight_and_refuses_new_ones() {
     let test = Arc::new(TestStore::new(1 << 20, 1));
     let volume = Volume::new("disk", Store::Test(test.clone()), VolumeOptions::default());
     let worker = Worker::start_alone("close").unwrap();
@@ -62,14 +62,10 @@ fn a_close_waits_for_requests_under_way_and_refuses_new_ones() {
         }
         for _ in 0..20 {
             io.sleep(Duration::from_millis(1)).await;
-            assert!(!closing.is_finished(), "it is closed while a write is under way");
+            assert!(!closing.is_finished(), "the volume is closed while a write is in flight");
         }
         assert_eq!(write(volume.clone(), io.clone(), 4096).await, Err(ErrorKind::Closing));
-        assert_eq!(
-            test.flushes.load(Ordering::Relaxed),
-            0,
-            "a flush that the write is not part of"
-        );
+        assert_eq!(test.flushes.load(Ordering::Relaxed), 0, "the flush does not cover the write");
         test.release();
         closing.await.unwrap();
         assert_eq!(test.stable_bytes()[..4096], [7; 4096]);
@@ -90,9 +86,9 @@ impl WritebackControl for AtOnce {
     }
 }
 
-/// A flush tells once of what failed in the background; a stop that hears of it lists a volume of which nothing is missing.
+/// A flush reports a background failure once; a stop must not report a volume of which no data is missing.
 #[test]
-fn a_failure_that_was_made_good_before_the_close_is_none_of_the_close() {
+fn a_background_failure_that_was_repaired_does_not_fail_the_close() {
     let start = Instant::now();
     let memory = Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
     let cache = Cache::without_reclaimer(&memory, CacheOptions::new(start));
@@ -109,12 +105,12 @@ fn a_failure_that_was_made_good_before_the_close_is_none_of_the_close() {
         volume.write(&io, buf, 0, false).await.0.unwrap();
         let deadline = Instant::now() + Duration::from_secs(60);
         while test.writes.load(Ordering::Relaxed) == 0 {
-            assert!(Instant::now() < deadline, "it is not written back");
+            assert!(Instant::now() < deadline, "the data is not written back");
             io.sleep(Duration::from_millis(1)).await;
         }
         test.set_room(None);
         while cached.dirty() > 0 {
-            assert!(Instant::now() < deadline, "it is not written back again");
+            assert!(Instant::now() < deadline, "the data is not written back again");
             io.sleep(Duration::from_millis(1)).await;
         }
         let closed = volume.close(&io).await;

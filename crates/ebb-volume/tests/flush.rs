@@ -1,12 +1,12 @@
-//! Flushes after flushes that failed: random runs on a store that loses any subset of what was not
-//! flushed when a flush fails, and tells of it once. Whatever a flush said OK to is stable, and survives
-//! the power; without a cache, with one in writethrough and in writeback mode.
+//! Flushes after failed flushes: random runs on a store that, when a flush fails, loses any subset of what was
+//! not flushed, and reports that once. Whatever a successful flush covered is stable and survives a power
+//! failure: without a cache, and with one in writethrough and in writeback mode.
 //!
-//! Writers work side by side, each in sectors of its own, which share pages. Of each sector a run knows
-//! the values it was given, in order, and which of them was promised to be stable: that one or a
-//! later one must be there.
+//! Writers run concurrently, each in sectors of its own, which share pages. Of each sector a run records the
+//! values that were written to it, in order, and which of them was last covered by a successful flush: that
+//! one or a later one must be there.
 //!
-//! `EBBD_FLUSH_RUNS` says how many runs each mode has.
+//! `EBBD_FLUSH_RUNS` sets how many runs each mode has.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -24,7 +24,7 @@ use ebb_store::{Faults, Resize, Store, TestStore};
 use ebb_volume::{ErrorKind, Io, Mode, Volume, VolumeOptions, ZeroFlags};
 
 const SECTOR: u64 = 512;
-/// Sectors that a writer has: of one size or another of the volume.
+/// The number of sectors of a writer, for either size of the volume.
 const PART: usize = 20;
 const WRITERS: usize = 4;
 const SECTORS: usize = PART * WRITERS;
@@ -50,16 +50,16 @@ impl Random {
 #[derive(Clone, Copy, Debug)]
 struct Value {
     stamp: u64,
-    /// It may be anything that was there before, or zeroes.
+    /// The write may have failed: the sector may hold any earlier value, or zeroes.
     any: bool,
     acknowledged: bool,
 }
 
 #[derive(Clone, Debug)]
 struct History {
-    /// The first is what was there when the volume was opened.
+    /// The first is the value when the volume was opened.
     values: Vec<Value>,
-    /// The first that may be found after a power failure.
+    /// The index of the first value that may be found after a power failure.
     promised: usize,
 }
 
@@ -71,7 +71,7 @@ impl History {
     fn acknowledged(&self) -> usize {
         self.values.iter().rposition(|value| value.acknowledged).unwrap()
     }
-    /// Whether it may hold this, of the values from number `from` on.
+    /// Whether the sector may hold `stamp`, of the values from index `from` on.
     fn allows(&self, from: usize, stamp: u64) -> bool {
         let any = self.values[from..].iter().any(|value| value.any)
             && (stamp == 0 || self.values.iter().any(|value| value.stamp == stamp));
@@ -84,7 +84,7 @@ struct Counts {
     flushes: u64,
     failed: u64,
     lost: u64,
-    /// Went well although data had been lost before.
+    /// Flushes that succeeded although data had been lost before.
     mended: u64,
     cuts: u64,
     promises: u64,
@@ -107,7 +107,7 @@ impl Run {
         self.sectors.borrow().iter().map(History::acknowledged).collect()
     }
 
-    /// A flush that began when these were acknowledged said OK.
+    /// Records a successful flush that began when these values were acknowledged.
     fn promise(&self, first: usize, until: &[usize]) {
         let stable = self.test().stable_bytes();
         let mut sectors = self.sectors.borrow_mut();
@@ -137,7 +137,7 @@ impl Run {
         }
     }
 
-    /// The power fails; then what was promised is there.
+    /// The power fails; then everything that a flush covered must be there.
     fn reboot(&self) {
         let next = Arc::new(self.test().reboot());
         *self.test.borrow_mut() = next;
@@ -176,7 +176,7 @@ async fn writer(io: Io, volume: Arc<Volume>, run: Rc<Run>, number: usize, seed: 
         let mut count = 1 + random.below((end - first).min(12));
         let page = (start.next_multiple_of(8) + 8 * random.below(2)).min(end);
         if end - page >= 8 && random.chance(if (40..46).contains(&kind) { 80 } else { 20 }) {
-            // Whole pages: zeroes of these are made again.
+            // Whole pages: zeroes of these are written again.
             (first, count) = (page, 8);
         }
         let (offset, length) = (first as u64 * SECTOR, count as u64 * SECTOR);
@@ -215,7 +215,7 @@ async fn writer(io: Io, volume: Arc<Volume>, run: Rc<Run>, number: usize, seed: 
             let own = run.acknowledged()[first..first + count].to_vec();
             run.promise(first, &own);
             if zero || discard {
-                // Those flush.
+                // Zeroing and discarding with FUA flush the whole volume.
                 run.promise(0, &before);
             }
         }
@@ -226,7 +226,7 @@ async fn read(io: &Io, volume: &Volume, run: &Run, first: usize, count: usize) {
     let losses = run.test().losses.load(Ordering::Relaxed);
     let buf = io.pool().get_for_test(count * 512);
     let from = run.acknowledged();
-    // Of zeroes that were lost a read may find what was there before, until they are made again.
+    // Where zeroes were lost, a read may find the earlier value until they are written again.
     let promised: Vec<_> = run.sectors.borrow().iter().map(|history| history.promised).collect();
     let (result, buf) = volume.read(io, buf, first as u64 * SECTOR).await;
     if result.is_err() {
@@ -240,7 +240,7 @@ async fn read(io: &Io, volume: &Volume, run: &Run, first: usize, count: usize) {
     }
 }
 
-/// Writes some of what is dirty now and then.
+/// Writes back some of the dirty data now and then.
 struct Whim(u64);
 
 impl WritebackControl for Whim {
@@ -273,7 +273,7 @@ impl Machine {
         volume
     }
 
-    /// What may happen beside requests.
+    /// Events beside requests.
     async fn disturb(&mut self, io: &Io, volume: &Volume, run: &Run, random: &mut Random) {
         let now = self.start + Duration::from_millis(random.next() % 10_000);
         match random.below(30) {
@@ -333,7 +333,7 @@ async fn play(io: &Io, machine: &mut Machine, seed: u64, mode: Mode) -> Counts {
             })
             .collect();
         if random.chance(30) {
-            // The machine loses its power, requests, memory and all.
+            // The host loses its power, with requests in flight and its memory.
             for _ in 0..random.below(40) {
                 io.yield_now().await;
             }
@@ -397,13 +397,13 @@ fn run_all(mode: Mode) -> Counts {
 #[test]
 fn without_a_cache_no_flush_says_ok_over_lost_data() {
     let counts = run_all(Mode::None);
-    assert_eq!(counts.mended, 0, "after a loss none goes well");
+    assert_eq!(counts.mended, 0, "a flush succeeded after a loss");
 }
 
 #[test]
 fn with_writethrough_no_flush_says_ok_over_lost_data() {
     let counts = run_all(Mode::Writethrough);
-    assert_eq!(counts.mended, 0, "after a loss none goes well");
+    assert_eq!(counts.mended, 0, "a flush succeeded after a loss");
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! A writeback volume grows under load: writers are in the new area from the moment its size is visible.
-//! `EBBD_GROWTH_WRITES=1000000 cargo test -p ebb-volume --test growth` makes as many writes.
+//! A writeback volume grows under load: writers write to the new area as soon as its size is visible.
+//! `EBBD_GROWTH_WRITES=1000000 cargo test -p ebb-volume --test growth` does as many writes.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -14,15 +14,15 @@ use ebb_store::TestStore;
 use ebb_volume::{Resize, Store, Volume, VolumeOptions};
 
 const PAGE: u64 = 4096;
-/// Pages before it grows, and those of them that are cached: each in a frame of its own.
+/// Pages before it grows, and how many of them are cached: each in a frame of its own.
 const PAGES: u64 = 16 << 10;
 const CACHED_EVERY: u64 = 16;
-/// Pages that it grows by, and how often.
+/// Pages per step of growth, and the number of steps.
 const STEP: u64 = 256;
 const STEPS: u64 = 16;
 const WRITERS: u64 = 4;
 
-/// What writers, flusher and the one who resizes share.
+/// What the writers, the flusher and the resizing task share.
 struct Scene {
     volume: Arc<Volume>,
     written: AtomicU64,
@@ -41,7 +41,7 @@ async fn write(io: &Io, volume: &Volume, page: u64) {
     volume.write(io, buf, page * PAGE, false).await.0.unwrap();
 }
 
-/// Writes every fourth page of what the volume grows by, as soon as it is there.
+/// Writes every fourth page of the new area, as soon as it is there.
 async fn follow(io: Io, scene: Arc<Scene>, number: u64) {
     for page in (PAGES + number..PAGES + STEP * STEPS).step_by(4) {
         while scene.volume.size() <= page * PAGE {
@@ -59,7 +59,7 @@ async fn flush_all_the_time(io: Io, scene: Arc<Scene>) {
     }
 }
 
-/// Each step once all of the one before is written, and so once all writers wait for it.
+/// Grows by each step when all of the previous one is written, so that all writers wait for it.
 async fn grow(io: Io, scene: Arc<Scene>) {
     for step in 1..=STEPS {
         let order = Resize { to: Some((PAGES + step * STEP) * PAGE), shrink: false };
@@ -70,7 +70,7 @@ async fn grow(io: Io, scene: Arc<Scene>) {
     }
 }
 
-/// One volume, from small to large. Returns the pages whose data is not on the store at the end.
+/// Grows one volume. Returns the number of pages whose data is not on the store at the end.
 fn round(workers: &[Worker], cache: &Arc<Cache>, seed: u64) -> u64 {
     let test = Arc::new(TestStore::new(PAGES * PAGE, seed));
     let cached = cache.volume_as("disk", PAGES * PAGE, Mode::Writeback).unwrap();

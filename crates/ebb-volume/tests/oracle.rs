@@ -1,4 +1,4 @@
-//! A volume against a byte array: whatever is done to both, both read the same.
+//! Compares a volume with a byte array: after the same operations both read the same.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -43,7 +43,7 @@ enum Action {
         count: u64,
         limit: usize,
     },
-    /// Several writes to different places at once, then all are awaited.
+    /// Several concurrent writes to different places, which are then awaited.
     Together(Vec<(u64, u64, u8)>),
 }
 
@@ -176,7 +176,7 @@ impl Pair {
         assert!(!list.is_empty() && list.len() <= limit);
         let mut at = offset;
         for extent in list {
-            assert_eq!(extent.offset, at, "runs follow each other");
+            assert_eq!(extent.offset, at, "extents are adjacent");
             assert!(extent.length > 0);
             at += extent.length;
             assert!(at <= offset + length as u64);
@@ -292,17 +292,17 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
     #[test]
-    fn memory(list in actions()) {
+    fn memory_matches_the_model(list in actions()) {
         compare(|| Store::Memory(MemoryStore::new(SIZE)), list);
     }
 
     #[test]
-    fn memory_behind_a_cache(list in actions()) {
+    fn memory_behind_a_cache_matches_the_model(list in actions()) {
         compare_cached(|| Store::Memory(MemoryStore::new(SIZE)), list);
     }
 
     #[test]
-    fn file_with_large_sectors_behind_a_cache(list in actions()) {
+    fn file_with_large_sectors_behind_a_cache_matches_the_model(list in actions()) {
         let folder = folder();
         compare_cached(
             || Store::File(file(folder.path(), Direct::Auto).assume_alignment(4096)),
@@ -311,31 +311,31 @@ proptest! {
     }
 
     #[test]
-    fn file_through_the_page_cache(list in actions()) {
+    fn file_through_the_page_cache_matches_the_model(list in actions()) {
         let folder = folder();
         compare(|| Store::File(file(folder.path(), Direct::Off)), list);
     }
 
     #[test]
-    fn file_direct(list in actions()) {
+    fn file_with_direct_io_matches_the_model(list in actions()) {
         let folder = folder();
         compare(|| Store::File(file(folder.path(), Direct::Auto)), list);
     }
 
     #[test]
-    fn file_with_large_sectors(list in actions()) {
+    fn file_with_large_sectors_matches_the_model(list in actions()) {
         let folder = folder();
         compare(|| Store::File(file(folder.path(), Direct::Auto).assume_alignment(4096)), list);
     }
 
     #[test]
-    fn remote(list in actions()) {
+    fn remote_export_matches_the_model(list in actions()) {
         let remote = Remote::start(&["memory", "256k"]);
         compare(|| remote.store(), list);
     }
 
     #[test]
-    fn remote_with_large_blocks_and_simple_replies(list in actions()) {
+    fn remote_with_large_blocks_and_simple_replies_matches_the_model(list in actions()) {
         let remote = Remote::start(&[
             "--no-sr",
             "--filter=blocksize-policy",

@@ -1,4 +1,4 @@
-//! A volume in use gets another size.
+//! Resizing a volume in use.
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -39,7 +39,7 @@ async fn grows_and_shrinks(io: Io, volume: Arc<Volume>) {
     assert_eq!(volume.resize(&io, to(2 * MIB, false)).await.unwrap(), 2 * MIB);
     assert_eq!((volume.size(), read(&io, &volume, MIB).await), (2 * MIB, Ok(0)));
     write(&io, &volume, MIB, 2).await.unwrap();
-    // Not by accident.
+    // Without `shrink` it is not made smaller.
     let refused = volume.resize(&io, to(MIB, false)).await;
     assert!(matches!(refused, Err(ResizeError::Shrinks { from, to }) if from > to), "{refused:?}");
     for odd in [0, 2 * MIB + 1] {
@@ -50,13 +50,13 @@ async fn grows_and_shrinks(io: Io, volume: Arc<Volume>) {
     assert_eq!(volume.resize(&io, to(MIB, true)).await.unwrap(), MIB);
     assert_eq!(read(&io, &volume, MIB).await, Err(ErrorKind::OutOfRange));
     assert_eq!(read(&io, &volume, 0).await, Ok(1));
-    // What was cut off does not come back.
+    // Data that was cut off does not reappear.
     volume.resize(&io, to(2 * MIB, false)).await.unwrap();
     assert_eq!(read(&io, &volume, MIB).await, Ok(0));
 }
 
 #[test]
-fn each_of_two_at_once_tells_the_size_that_it_changed() {
+fn each_of_two_concurrent_resizes_returns_the_size_that_it_changed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("image");
     std::fs::File::create(&path).unwrap().set_len(MIB).unwrap();
@@ -68,7 +68,7 @@ fn each_of_two_at_once_tells_the_size_that_it_changed() {
             let order = Resize { to: Some(mib * MIB), shrink: false };
             io.spawn(async move { volume.resize_within(&on, order, RESIZE_LIMIT).await.unwrap() })
         };
-        // Both begin before the first is over: it waits for a call of the system.
+        // Both begin before the first ends, which waits for a system call.
         let (first, second) = (begin(2), begin(3));
         assert_eq!(first.await, Resized { from: MIB, to: 2 * MIB });
         assert_eq!(second.await, Resized { from: 2 * MIB, to: 3 * MIB });
@@ -83,7 +83,7 @@ fn memory_grows_and_shrinks() {
 }
 
 #[test]
-fn a_file_grows_and_shrinks_and_is_followed_when_it_has_grown() {
+fn a_file_grows_and_shrinks_and_its_outside_growth_is_followed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("disk");
     std::fs::File::create(&path).unwrap().set_len(MIB).unwrap();
@@ -93,7 +93,7 @@ fn a_file_grows_and_shrinks_and_is_followed_when_it_has_grown() {
     with(|io| grows_and_shrinks(io, again));
     assert_eq!(std::fs::metadata(&path).unwrap().len(), 2 * MIB);
     std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(3 * MIB).unwrap();
-    assert_eq!(volume.size(), 2 * MIB, "nobody asked yet");
+    assert_eq!(volume.size(), 2 * MIB, "the growth was not requested yet");
     with(move |io| async move {
         assert_eq!(volume.resize(&io, Resize::default()).await.unwrap(), 3 * MIB);
         assert_eq!(read(&io, &volume, 3 * MIB - 4096).await, Ok(0));

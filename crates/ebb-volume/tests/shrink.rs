@@ -1,5 +1,5 @@
-//! A volume in use becomes smaller: what is under way beyond the new end is over before the store is cut,
-//! what is dirty below it reaches the store, and nothing of what is gone comes back.
+//! Shrinking a volume in use: requests beyond the new end complete before the store is truncated, dirty data
+//! below it reaches the store, and no discarded data reappears.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -16,7 +16,7 @@ use ebb_volume::{ErrorKind, Resize, ResizeError, Store, Volume, VolumeOptions, Z
 const MIB: u64 = 1 << 20;
 const MODES: [Mode; 3] = [Mode::None, Mode::Writethrough, Mode::Writeback];
 
-/// Counts what is dirty, and writes nothing back by itself.
+/// Counts dirty bytes, and writes nothing back by itself.
 #[derive(Default)]
 struct Ledger(AtomicU64);
 
@@ -38,7 +38,7 @@ impl WritebackControl for Ledger {
     }
 }
 
-/// A volume over a store whose requests can be held up.
+/// A volume on a store whose requests can be stalled.
 #[derive(Clone)]
 struct Scene {
     volume: Arc<Volume>,
@@ -92,7 +92,7 @@ impl Scene {
     }
 }
 
-/// Runs beside the test.
+/// Runs a task beside the test.
 fn beside<T: 'static>(
     io: &Io,
     scene: &Scene,
@@ -107,7 +107,7 @@ async fn a_moment(io: &Io) {
 }
 
 #[test]
-fn what_is_under_way_beyond_the_new_end_is_over_before_the_store_is_cut() {
+fn requests_beyond_the_new_end_complete_before_the_store_is_truncated() {
     for mode in MODES {
         play(mode, 2 * MIB, move |io, scene| async move {
             scene.stall(mode != Mode::Writeback);
@@ -118,9 +118,9 @@ fn what_is_under_way_beyond_the_new_end_is_over_before_the_store_is_cut() {
             a_moment(&io).await;
             let mut flush = None;
             if mode == Mode::Writeback {
-                assert_eq!(write.await, Ok(()), "it is in memory");
+                assert_eq!(write.await, Ok(()), "the write is in memory");
                 write = beside(&io, &scene, async |_, _| Ok(()));
-                // Now it is on its way.
+                // Now its writeback is in flight.
                 scene.stall(true);
                 read = beside(&io, &scene, async |io, s| s.read(&io, MIB, 65536).await);
                 flush = Some(beside(&io, &scene, async |io, s| s.volume.flush(&io).await.is_ok()));
@@ -128,9 +128,9 @@ fn what_is_under_way_beyond_the_new_end_is_over_before_the_store_is_cut() {
             }
             let shrink = beside(&io, &scene, async |io, s| s.resize(&io, MIB).await);
             a_moment(&io).await;
-            assert!(!shrink.is_finished(), "the store would be cut below a request");
+            assert!(!shrink.is_finished(), "the store is truncated below a request in flight");
             assert_eq!(scene.test.content().len() as u64, 2 * MIB);
-            // Who comes now is told, and is not held up.
+            // A new request is refused, and is not delayed.
             assert_eq!(scene.write(&io, MIB, 4096, 8).await, Err(ErrorKind::OutOfRange));
             assert_eq!(scene.volume.size(), MIB);
             scene.stall(false);
@@ -141,9 +141,9 @@ fn what_is_under_way_beyond_the_new_end_is_over_before_the_store_is_cut() {
                 assert!(flush.await);
             }
             scene.volume.flush(&io).await.unwrap();
-            assert_eq!(scene.test.content().len() as u64, MIB, "nothing made it longer again");
+            assert_eq!(scene.test.content().len() as u64, MIB, "a write extended the store again");
             assert_eq!(scene.dirty.0.load(Ordering::SeqCst), 0);
-            // What was read or written there is not found again.
+            // Data that was read or written there does not reappear.
             scene.resize(&io, 2 * MIB).await.unwrap();
             assert_eq!(scene.read(&io, end, 4096).await.unwrap(), [0; 4096]);
         });
@@ -151,7 +151,7 @@ fn what_is_under_way_beyond_the_new_end_is_over_before_the_store_is_cut() {
 }
 
 #[test]
-fn a_store_that_hangs_does_not_hold_up_a_shrink_for_ever() {
+fn a_shrink_times_out_if_the_store_hangs() {
     for mode in MODES {
         play(mode, 2 * MIB, move |io, scene| async move {
             scene.write(&io, MIB, 4096, 3).await.unwrap();
@@ -168,7 +168,7 @@ fn a_store_that_hangs_does_not_hold_up_a_shrink_for_ever() {
             assert_eq!(scene.volume.size(), 2 * MIB);
             scene.stall(false);
             write.await.unwrap();
-            // Nothing came of it: all is where it was.
+            // The shrink had no effect: all data is there.
             scene.volume.flush(&io).await.unwrap();
             assert_eq!(scene.read(&io, MIB, 4096).await.unwrap(), [3; 4096]);
             let content = scene.test.content();
@@ -180,9 +180,9 @@ fn a_store_that_hangs_does_not_hold_up_a_shrink_for_ever() {
 }
 
 #[test]
-fn what_stays_is_written_and_what_goes_is_given_back() {
+fn shrinking_writes_what_stays_and_frees_what_is_cut_off() {
     play(Mode::Writeback, 2 * MIB, |io, scene| async move {
-        // Within a page, so that a part of it stays.
+        // The new end is within a page, so that a part of the page stays.
         let to = MIB + 1536;
         scene.write(&io, 0, 65536, 1).await.unwrap();
         scene.write(&io, MIB, 256 << 10, 2).await.unwrap();
@@ -195,12 +195,12 @@ fn what_stays_is_written_and_what_goes_is_given_back() {
         let cached = scene.volume.cache().unwrap().clone();
         assert_eq!((cached.dirty(), scene.dirty.0.load(Ordering::SeqCst)), (0, 0));
         assert!(cached.stats().bufspace <= to.next_multiple_of(4096));
-        // It grows again, and what is new is empty, in the page of the old end, too.
+        // It grows again, and the new area is empty, also in the page of the old end.
         scene.resize(&io, 2 * MIB).await.unwrap();
         let data = scene.read(&io, MIB, 8192).await.unwrap();
         assert!(data[..1536].iter().all(|byte| *byte == 2));
         assert!(data[1536..].iter().all(|byte| *byte == 0));
-        // A store that fails keeps what it has, and its size.
+        // If the store fails, the volume keeps its data and its size.
         scene.write(&io, 0, 4096, 9).await.unwrap();
         scene.write(&io, MIB, 4096, 9).await.unwrap();
         scene.test.write_faults.store(1000, Ordering::Relaxed);
@@ -222,10 +222,10 @@ fn a_volume_that_ends_within_a_page_follows_a_store_that_has_grown() {
         play(mode, MIB + 512, |io, scene| async move {
             scene.write(&io, MIB, 512, 1).await.unwrap();
             assert_eq!(scene.read(&io, MIB, 512).await.unwrap(), [1; 512]);
-            // It was made longer from outside, and there is something there.
+            // The store was extended from outside, and has data there.
             scene.test.set_size(MIB + 512 + 4096);
             scene.test.change(MIB + 512, &[5; 4096]);
-            assert_eq!(scene.volume.size(), MIB + 512, "nobody asked yet");
+            assert_eq!(scene.volume.size(), MIB + 512, "the growth was not requested yet");
             let grown = scene.volume.resize(&io, Resize::default()).await.unwrap();
             assert_eq!(grown, MIB + 512 + 4096);
             let data = scene.read(&io, MIB, 4608).await.unwrap();
@@ -249,7 +249,7 @@ impl Random {
     }
 }
 
-/// One change or look, of both; sometimes the volume gets another size.
+/// One operation on both the volume and the model; sometimes a resize.
 async fn step(io: &Io, scene: &Scene, model: &mut Vec<u8>, random: &mut Random) {
     let size = model.len() as u64;
     let start = random.below(size / 512) * 512;

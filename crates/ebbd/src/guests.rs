@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use ebb_export_xen::{Backend, Ending};
+use ebb_export_xen::{Backend, DrainingDevices};
 
 /// How long the thread for xenstore may take to end once nothing is under way: xenstored may not answer.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -12,7 +12,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 #[derive(Default)]
 pub(crate) struct Guests {
     backend: Mutex<Option<Backend>>,
-    ending: Mutex<Option<Ending>>,
+    ending: Mutex<Option<DrainingDevices>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -30,7 +30,7 @@ impl Guests {
     /// A volume is there that was awaited.
     pub(crate) fn look_again(&self) {
         if let Some(backend) = &*lock(&self.backend) {
-            backend.look_again();
+            backend.recheck_devices();
         }
     }
 
@@ -40,7 +40,7 @@ impl Guests {
         let ending = lock(&self.backend).as_ref().map(|backend| backend.withdraw(volume));
         async move {
             if let Some(ending) = ending {
-                ending.over().await;
+                ending.drained().await;
             }
         }
     }
@@ -55,7 +55,7 @@ impl Guests {
     pub(crate) async fn seen_off(&self, volume: &str) {
         let ending = lock(&self.ending).as_ref().map(|ending| ending.of(volume));
         if let Some(ending) = ending {
-            ending.over().await;
+            ending.drained().await;
         }
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use ebb_export_nbd::Server;
-use ebb_export_xen::platform::Host;
+use ebb_export_xen::platform::XenHost;
 use ebb_export_xen::platform::xenbus::Connection;
 use ebb_export_xen::{Backend, DiskSpec, Options, XenParameters, attach, detach, find_domain};
 use ebb_io::WorkerHandle;
@@ -35,7 +35,7 @@ pub(crate) fn serve(
         let found = server.volumes().into_iter().find(|(volume, _)| **volume.name() == *name);
         found.map(|(volume, _)| (volume, parameters.pool(Some(name))))
     };
-    let mut options = Options::new(Arc::new(Host), workers, Arc::new(lookup));
+    let mut options = Options::new(Arc::new(XenHost), workers, Arc::new(lookup));
     options.parameters = grants;
     // The engine holds the backend.
     let engine = Arc::downgrade(engine);

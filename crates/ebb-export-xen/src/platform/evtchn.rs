@@ -1,4 +1,4 @@
-//! Event channels over `/dev/xen/evtchn` (reference, section 6.2): one descriptor for each.
+//! Event channels over `/dev/xen/evtchn` (Linux, `include/uapi/xen/evtchn.h`), one descriptor for each.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -12,7 +12,7 @@ const NOTIFY: libc::c_ulong = 0x0004_4504;
 const RESTRICT_DOMID: libc::c_ulong = 0x0002_4506;
 
 #[repr(C)]
-struct Interdomain {
+struct BindArguments {
     domain: u32,
     port: u32,
 }
@@ -38,15 +38,15 @@ impl Evtchn {
     /// Binds to `port` of `guest`.
     ///
     /// # Errors
-    /// Those of the system; a port the guest has not opened to us is one of them.
+    /// Errors of the system, also if the guest has not allocated the port for this domain.
     pub fn bind(guest: Domain, port: u32) -> io::Result<Evtchn> {
         let fd = fd_from(open()?);
         if guest != 0 {
-            // From here on it is good for this guest only. Kernels that cannot are no worse.
+            // Restricts the descriptor to this guest. Kernels without this ioctl work without the restriction.
             // SAFETY: takes a pointer to 16 bits, which live for the call.
             unsafe { libc::ioctl(fd.as_raw_fd(), RESTRICT_DOMID, &raw const guest) };
         }
-        let mut order = Interdomain { domain: guest.into(), port };
+        let mut order = BindArguments { domain: guest.into(), port };
         // SAFETY: takes this structure, which lives for the call.
         let local = unsafe { libc::ioctl(fd.as_raw_fd(), BIND_INTERDOMAIN, &raw mut order) };
         let port = u32::try_from(local).map_err(|_| io::Error::last_os_error())?;

@@ -1,7 +1,7 @@
-//! Grants over `/dev/xen/gntdev` (reference, section 6.1).
+//! Grants over `/dev/xen/gntdev` (Linux, `include/uapi/xen/gntdev.h`).
 //!
-//! Invariants: one descriptor for each guest; a mapping ends in the order the device wants (memory
-//! first, then the reservation); a grant that fails takes only its own call with it.
+//! Invariants: one descriptor for each guest; a mapping is undone in the order that the device requires
+//! (the memory first, then the reservation); a grant that fails only fails its own call.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -18,11 +18,11 @@ const GRANT_COPY: libc::c_ulong = 0x0010_4708;
 
 /// Grants in one call: the pages of the largest ring, or of one request's descriptors.
 pub const MAX_MAP: usize = 64;
-/// How often a page that is paged out is asked for again, a millisecond apart.
+/// How often mapping a page that is paged out is retried, a millisecond apart.
 const RETRIES: u32 = 10;
 
 #[repr(C)]
-struct Map {
+struct MapArguments {
     count: u32,
     pad: u32,
     index: u64,
@@ -30,20 +30,20 @@ struct Map {
 }
 
 #[repr(C)]
-struct Unreserve {
+struct UnmapArguments {
     index: u64,
     count: u32,
     pad: u32,
 }
 
 #[repr(C)]
-struct Copies {
+struct CopyArguments {
     count: u32,
     pad: u32,
     segments: *mut CopyOp,
 }
 
-/// The device, as one guest's.
+/// The device, for the grants of one guest.
 #[derive(Debug)]
 pub struct Gntdev {
     fd: OwnedFd,
@@ -55,7 +55,7 @@ impl Gntdev {
     /// Opens the device for the grants of `guest`.
     ///
     /// # Errors
-    /// Those of the system.
+    /// Errors of the system.
     pub fn open(guest: Domain) -> io::Result<Arc<Gntdev>> {
         let fd = open_device("/dev/xen/gntdev", "xen-gntdev")?;
         Ok(Arc::new_cyclic(|itself| Gntdev { fd, guest, itself: itself.clone() }))
@@ -71,8 +71,8 @@ impl Gntdev {
 
     fn unreserve(&self, index: u64, bytes: usize) {
         let count = u32::try_from(bytes / PAGE_BYTES).unwrap_or_default();
-        let mut order = Unreserve { index, count, pad: 0 };
-        // It cannot fail for what was reserved; and nothing could be done.
+        let mut order = UnmapArguments { index, count, pad: 0 };
+        // It cannot fail for a reservation that exists, and nothing could be done about it.
         let _ = self.call(UNMAP_GRANT_REF, &raw mut order);
     }
 
@@ -98,7 +98,7 @@ impl Gntdev {
     }
 
     fn try_map(&self, grefs: &[u32], writable: bool) -> io::Result<(NonNull<u8>, usize, u64)> {
-        let mut map = Map {
+        let mut map = MapArguments {
             count: u32::try_from(grefs.len()).unwrap_or(u32::MAX),
             pad: 0,
             index: 0,
@@ -135,20 +135,20 @@ impl Grants for Gntdev {
             }
         };
         let owner = self.itself.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-        // SAFETY: just mapped for nobody else, page aligned, and `unmap` below ends it.
+        // SAFETY: just mapped for this `Mapping` only, page aligned, and `unmap` below ends it.
         Ok(unsafe { Mapping::new(base, bytes, index, owner) })
     }
 
     unsafe fn copy(&self, operations: &mut [CopyOp]) -> io::Result<()> {
         let count = u32::try_from(operations.len()).map_err(io::Error::other)?;
-        let mut copies = Copies { count, pad: 0, segments: operations.as_mut_ptr() };
+        let mut copies = CopyArguments { count, pad: 0, segments: operations.as_mut_ptr() };
         self.call(GRANT_COPY, &raw mut copies)
     }
 }
 
 impl Unmap for Gntdev {
     fn unmap(&self, base: NonNull<u8>, bytes: usize, cookie: u64) {
-        // SAFETY: the mapping is ours and over: its owner is being dropped.
+        // SAFETY: the mapping was made here, and its owner is being dropped.
         unsafe { libc::munmap(base.as_ptr().cast(), bytes) };
         self.unreserve(cookie, bytes);
     }

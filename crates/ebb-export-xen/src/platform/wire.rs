@@ -1,10 +1,10 @@
-//! xenstore's messages (reference, section 6.3), without I/O.
+//! xenstore's messages (Xen, `xen/include/public/io/xs_wire.h`), without I/O.
 
 use crate::platform::StoreError;
 
 /// Bytes of a header.
 pub const HEADER: usize = 16;
-/// Bytes of the longest payload; over the device header and payload must fit a page.
+/// Bytes of the longest payload; through the kernel's device, header and payload must fit a page.
 pub const PAYLOAD: usize = 4080;
 
 /// Kinds of messages.
@@ -23,21 +23,21 @@ pub mod kind {
     pub const ERROR: u32 = 16;
 }
 
-/// What stands before a payload.
+/// The header of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     /// See [`kind`].
     pub kind: u32,
-    /// The request's number, given back in the reply.
+    /// The request's number, repeated in the reply.
     pub request: u32,
     /// The transaction.
     pub transaction: u32,
-    /// Bytes that follow.
+    /// Bytes of the payload.
     pub len: u32,
 }
 
 impl Header {
-    /// Its bytes.
+    /// Encodes it.
     pub fn encode(self) -> [u8; HEADER] {
         let mut bytes = [0; HEADER];
         let words = [self.kind, self.request, self.transaction, self.len];
@@ -47,7 +47,7 @@ impl Header {
         bytes
     }
 
-    /// From its bytes.
+    /// Decodes it.
     pub fn decode(bytes: &[u8; HEADER]) -> Header {
         let word = |at: usize| {
             u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn headers_and_events() {
+    fn headers_and_watch_events_are_decoded() {
         let header = Header { kind: kind::WATCH_EVENT, request: 2, transaction: 3, len: 4 };
         assert_eq!(Header::decode(&header.encode()), header);
         assert_eq!(watch_event(b"/a/b\0t\0"), Some(("/a/b".into(), "t".into())));

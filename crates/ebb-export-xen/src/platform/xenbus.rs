@@ -1,9 +1,9 @@
-//! A connection to xenstore: its unix socket, or the kernel's device.
+//! A connection to xenstore: its Unix socket, or the kernel's device.
 //!
-//! Invariants: requests go out one at a time, so that the next reply is theirs; watches that fire
-//! meanwhile are kept, each token once ([`DIRECTORIES`]: each device once), and no more than
-//! [`EVENTS_MAX`] (XSA-349): beyond that one event for everything stands in their place. Messages are
-//! told apart by their kind alone, since the kernel's device leaves the other words of its events unset.
+//! Invariants: requests are sent one at a time, so that the next reply belongs to the last request; watch
+//! events that arrive meanwhile are queued, one for each token (for [`DIRECTORIES`]: for each device), and
+//! at most [`EVENTS_MAX`] (XSA-349): beyond that, one event [`EVERYTHING`] replaces the others. Messages
+//! are told apart by their type only, since the kernel's device does not set the other fields of events.
 
 use std::collections::{HashSet, VecDeque};
 use std::io;
@@ -15,22 +15,22 @@ use rustix::event::{PollFd, PollFlags, poll};
 use crate::platform::wire::{HEADER, Header, PAYLOAD, kind, refusal, watch_event};
 use crate::platform::{Domain, StoreError, Transaction, XenStore};
 
-/// Watches that fired and were not looked at yet.
+/// Most queued watch events.
 const EVENTS_MAX: usize = 4096;
-/// The token of the event that stands for all that found no place.
+/// The token of the event that replaces all that were not queued.
 pub const EVERYTHING: &str = "*";
-/// The token of watches over backend directories: of their events one waits for each device's directory, of those of
-/// any other token one at all. So a guest takes one place for each of its devices, whatever it writes below its state.
+/// The token of watches of backend directories: one of their events is queued for each device's directory, and
+/// one for each other token. So a guest takes one place for each of its devices, whatever it writes below its state.
 pub const DIRECTORIES: &str = "backend";
 /// Parts of the path of a device's directory: `/local/domain/D/backend/KIND/GUEST/DEVICE`.
 const DIRECTORY_PARTS: usize = 8;
-/// Messages that are taken in before an event is told.
-const TAKEN_AT_ONCE: u32 = 256;
-/// Where the socket is if the environment does not say.
+/// Messages that are read before an event is returned.
+const MESSAGES_PER_EVENT: u32 = 256;
+/// Directories of the socket unless the environment names one.
 const RUN_DIRECTORIES: [&str; 2] = ["/run/xenstored", "/var/run/xenstored"];
 const DEVICES: [&str; 2] = ["/dev/xen/xenbus", "/proc/xen/xenbus"];
-/// How long xenstored may take for an answer, milliseconds.
-const PATIENCE_MS: i64 = 10_000;
+/// How long xenstored may take to reply, milliseconds.
+const REPLY_TIMEOUT_MS: i64 = 10_000;
 
 /// See the module.
 #[derive(Debug)]
@@ -38,16 +38,16 @@ pub struct Connection {
     fd: OwnedFd,
     request: u32,
     events: VecDeque<(String, String)>,
-    /// What tells the events that wait apart: the token, or the path of a device's directory.
+    /// Identifies the queued events: by the token, or by the path of a device's directory.
     pending: HashSet<String>,
     payload: Vec<u8>,
 }
 
 impl Connection {
-    /// Connects, in the order libxenstore does it.
+    /// Connects, trying the same places in the same order as libxenstore.
     ///
     /// # Errors
-    /// If there is neither socket nor device.
+    /// If there is neither a socket nor a device.
     pub fn open() -> io::Result<Connection> {
         let mut places: Vec<PathBuf> = Vec::new();
         match (std::env::var_os("XENSTORED_PATH"), std::env::var_os("XENSTORED_RUNDIR")) {
@@ -65,12 +65,12 @@ impl Connection {
                 Err(error) => last = error,
             }
         }
-        let text = "no xenstore here: run on Xen with xenstored started, and give the daemon's \
-                    user access to its socket";
+        let text = "cannot connect to xenstore: run on Xen with xenstored started, and give the daemon's \
+                            user access to its socket";
         Err(io::Error::new(last.kind(), format!("{text} ({last})")))
     }
 
-    /// Speaks the protocol over a descriptor.
+    /// Uses the protocol over a descriptor.
     pub fn over(fd: OwnedFd) -> Connection {
         Connection {
             fd,
@@ -83,7 +83,7 @@ impl Connection {
 
     fn wait(&self, flags: PollFlags) -> io::Result<()> {
         let mut fds = [PollFd::new(&self.fd, flags)];
-        let patience = rustix::time::Timespec { tv_sec: PATIENCE_MS / 1000, tv_nsec: 0 };
+        let patience = rustix::time::Timespec { tv_sec: REPLY_TIMEOUT_MS / 1000, tv_nsec: 0 };
         loop {
             match poll(&mut fds, Some(&patience)) {
                 Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
@@ -177,7 +177,7 @@ impl Connection {
             let reply = self.message()?;
             match reply.kind {
                 kind::WATCH_EVENT => self.keep_event(),
-                // An answer to a request nobody waits for any more.
+                // A late reply to an earlier request.
                 _ if reply.request != self.request => {}
                 kind::ERROR => return Err(refusal(&self.payload)),
                 other if other == kind => return Ok(&self.payload),
@@ -222,7 +222,7 @@ impl XenStore for Connection {
         self.call(kind::RM, within, &[path.as_bytes(), b"\0"]).map(drop)
     }
 
-    fn give(
+    fn set_permissions(
         &mut self,
         within: Transaction,
         path: &str,
@@ -257,10 +257,10 @@ impl XenStore for Connection {
     }
 
     fn event(&mut self) -> Result<Option<(String, String)>, StoreError> {
-        // Those that wait are taken in first, so that each counts once: but not without end, since a guest may be
-        // faster than this.
+        // Pending messages are read first, so that an event that is already queued is not queued again;
+        // but a limited number, since a guest may cause events faster than this reads them.
         let mut taken = 0;
-        while taken < TAKEN_AT_ONCE && self.events.len() < EVENTS_MAX {
+        while taken < MESSAGES_PER_EVENT && self.events.len() < EVENTS_MAX {
             let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
             let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
             match poll(&mut fds, Some(&now)) {

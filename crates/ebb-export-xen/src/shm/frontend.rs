@@ -1,6 +1,6 @@
-//! A frontend over shared memory that drives its rings as Linux's xen-blkfront does: requests are
-//! published in batches, events sent and asked for by the ring's rules, ids reused, and each
-//! response held against the request it answers.
+//! A frontend over shared memory that drives its rings as Linux's xen-blkfront does: requests are published
+//! in batches, events are sent and requested by the ring's rules, ids are reused, and each response is
+//! checked against its request.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,12 +14,12 @@ use crate::abi::{
 };
 use crate::guest_memory::{full_barrier, read_barrier, write_barrier};
 
-/// How long a backend may take: for tests, and to end those that hang only.
+/// How long a backend may take, so that tests end if it hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
 
-/// What a frontend wants.
+/// The features that a frontend uses.
 #[derive(Clone, Copy, Debug)]
-pub struct Wishes {
+pub struct FrontendConfig {
     /// The layout of its rings.
     pub abi: Abi,
     /// Pages of a ring, as an order.
@@ -30,28 +30,28 @@ pub struct Wishes {
     pub persistent: bool,
 }
 
-impl Default for Wishes {
-    fn default() -> Wishes {
-        Wishes { abi: Abi::X86_64, order: 0, queues: 1, persistent: true }
+impl Default for FrontendConfig {
+    fn default() -> FrontendConfig {
+        FrontendConfig { abi: Abi::X86_64, order: 0, queues: 1, persistent: true }
     }
 }
 
-/// A disk as its guest sees it.
+/// The frontend of one disk.
 pub struct Frontend {
     world: World,
     guest: Arc<Guest>,
     device: u32,
-    wishes: Wishes,
+    wishes: FrontendConfig,
     /// Its rings, once connected.
     pub queues: Vec<FrontQueue>,
-    /// Pages nobody uses.
+    /// Unused pages.
     free: VecDeque<u32>,
 }
 
 impl Frontend {
     /// The frontend of `device` (see [`crate::device_number`]) in `guest`.
-    pub fn new(world: &World, guest: &Arc<Guest>, device: u32, wishes: Wishes) -> Frontend {
-        // The lowest references are Xen's own.
+    pub fn new(world: &World, guest: &Arc<Guest>, device: u32, wishes: FrontendConfig) -> Frontend {
+        // Xen reserves the lowest references.
         let free = (8..guest.pages()).collect();
         let (world, guest) = (world.clone(), guest.clone());
         Frontend { world, guest, device, wishes, queues: Vec::new(), free }
@@ -66,13 +66,13 @@ impl Frontend {
         format!("/local/domain/{}/device/vbd/{}/{name}", self.guest.number(), self.device)
     }
 
-    /// A node of the backend's.
+    /// The value of one of the backend's nodes.
     pub fn backend(&self, name: &str) -> Option<String> {
         let base = self.world.tree.get(&self.path("backend"))?;
         self.world.tree.get(&format!("{base}/{name}"))
     }
 
-    /// Sets a node of ours.
+    /// Sets one of the frontend's nodes.
     pub fn set(&self, name: &str, value: &str) {
         self.world.tree.set(&self.path(name), value);
     }
@@ -93,7 +93,7 @@ impl Frontend {
         Ok(())
     }
 
-    /// Takes `count` pages and grants them.
+    /// Allocates `count` pages and grants them.
     ///
     /// # Panics
     /// If the guest has no more memory.
@@ -104,7 +104,7 @@ impl Frontend {
         pages
     }
 
-    /// Takes pages back.
+    /// Frees pages.
     pub fn free_pages(&mut self, pages: &[u32]) {
         pages.iter().for_each(|page| self.guest.revoke(*page));
         self.free.extend(pages);
@@ -124,10 +124,10 @@ impl Frontend {
         Ok(())
     }
 
-    /// Takes the next step of [`Frontend::connect`] if it is our turn, without waiting; true once connected.
+    /// Takes the next step of [`Frontend::connect`] if the backend's state allows it, without waiting; true once connected.
     ///
     /// # Errors
-    /// Those of the system.
+    /// Errors of the system.
     pub fn step_connect(&mut self) -> io::Result<bool> {
         let own = self.world.tree.get(&self.path("state"));
         match (own.as_deref(), self.backend("state").as_deref()) {
@@ -143,7 +143,7 @@ impl Frontend {
         Ok(false)
     }
 
-    /// Takes the next step of [`Frontend::close`] if it is our turn, without waiting; true once closed.
+    /// Takes the next step of [`Frontend::close`] if the backend's state allows it, without waiting; true once closed.
     pub fn step_close(&mut self) -> bool {
         let own = self.world.tree.get(&self.path("state"));
         match (own.as_deref(), self.backend("state").as_deref()) {
@@ -160,12 +160,12 @@ impl Frontend {
         false
     }
 
-    /// Makes rings and writes their nodes.
+    /// Creates rings and writes their nodes.
     ///
     /// # Errors
-    /// Those of the system.
+    /// Errors of the system.
     pub fn share(&mut self) -> io::Result<()> {
-        let Wishes { abi, order, queues, persistent } = self.wishes;
+        let FrontendConfig { abi, order, queues, persistent } = self.wishes;
         self.queues.clear();
         for number in 0..queues {
             let ring = self.pages(1 << order);
@@ -205,11 +205,11 @@ impl Frontend {
         Ok(())
     }
 
-    /// Reads or writes `data` at `sector` through queue `number`, in as many pages as it takes, and
-    /// waits: the response's status.
+    /// Reads or writes `data` at `sector` through queue `number`, in as many pages as needed, and waits;
+    /// returns the response's status.
     ///
     /// # Errors
-    /// If the backend does not answer, or wrongly.
+    /// If the backend does not respond, or responds wrongly.
     pub fn transfer(
         &mut self,
         number: usize,
@@ -239,7 +239,7 @@ impl Frontend {
         Ok(status)
     }
 
-    /// A request for segments, direct if they fit, and the pages its descriptors took.
+    /// A request for segments, direct if they fit, and the pages of its descriptors.
     pub fn request(
         &mut self,
         operation: u8,
@@ -287,7 +287,7 @@ impl Frontend {
         self.queues[0].call(Request { id: 0, operation: op::DISCARD, body })
     }
 
-    /// The size the backend tells, bytes.
+    /// The size that the backend publishes, bytes.
     pub fn size(&self) -> u64 {
         let sectors = self.backend("sectors").and_then(|text| text.parse::<u64>().ok());
         sectors.unwrap_or(0) * SECTOR_BYTES
@@ -311,7 +311,7 @@ pub struct FrontQueue {
     slots: u32,
     req_prod: u32,
     rsp_cons: u32,
-    /// What each id is about, by id.
+    /// The request of each id in flight.
     open: Vec<Option<Request>>,
     idle: Vec<usize>,
 }
@@ -337,7 +337,7 @@ impl FrontQueue {
         queue
     }
 
-    /// Slots that take a request now.
+    /// How many requests can be put now.
     pub fn room(&self) -> usize {
         self.idle.len()
     }
@@ -361,7 +361,7 @@ impl FrontQueue {
         self.guest.memory().store(self.header() + at, value);
     }
 
-    /// Copies between a slot and `bytes`, page by page, since a ring's pages lie anywhere.
+    /// Copies between a slot and `bytes`, page by page, since a ring's pages need not be adjacent.
     fn slot(&self, index: u32, mut bytes: &mut [u8], write: bool) {
         let place = usize::try_from(index & (self.slots - 1)).unwrap_or_default();
         let mut at = HEADER_BYTES + place * self.abi.slot_bytes();
@@ -377,17 +377,17 @@ impl FrontQueue {
         }
     }
 
-    /// Puts raw bytes into the next slot, without accounting: what a hostile frontend does.
+    /// Puts raw bytes into the next slot, without accounting, as a hostile frontend does.
     pub fn put_raw(&mut self, mut slot: [u8; SLOT_BYTES]) {
         let bytes = self.abi.slot_bytes();
         self.slot(self.req_prod, &mut slot[..bytes], true);
         self.req_prod = self.req_prod.wrapping_add(1);
     }
 
-    /// Puts a request into the ring; it is published by [`FrontQueue::push`]. Its id.
+    /// Puts a request into the ring and returns its id; [`FrontQueue::push`] publishes it.
     ///
     /// # Panics
-    /// Without room.
+    /// If there is no room.
     pub fn put(&mut self, mut request: Request) -> u64 {
         let id = self.idle.pop();
         assert!(id.is_some(), "the ring is full");
@@ -410,10 +410,10 @@ impl FrontQueue {
         }
     }
 
-    /// Takes one response if there is one.
+    /// Consumes one response if there is one.
     ///
     /// # Errors
-    /// If it answers nothing that was asked, or with another operation.
+    /// If it matches no request in flight, or has another operation.
     pub fn take(&mut self) -> io::Result<Option<Response>> {
         let produced = self.load(8);
         read_barrier();
@@ -423,7 +423,7 @@ impl FrontQueue {
         }
         let wrong = |text: String| Err(io::Error::new(io::ErrorKind::InvalidData, text));
         if waiting > self.req_prod.wrapping_sub(self.rsp_cons) {
-            return wrong(format!("{waiting} responses, more than requests"));
+            return wrong(format!("{waiting} responses are more than requests in flight"));
         }
         let mut slot = [0; SLOT_BYTES];
         let bytes = self.abi.response_bytes();
@@ -436,7 +436,9 @@ impl FrontQueue {
                 self.idle.push(id);
                 Ok(Some(response))
             }
-            asked => wrong(format!("{response:?} answers {asked:?}")),
+            request => {
+                wrong(format!("the response {response:?} does not match the request {request:?}"))
+            }
         }
     }
 
@@ -462,7 +464,7 @@ impl FrontQueue {
         }
     }
 
-    /// One request and its response's status.
+    /// Sends one request and returns its response's status.
     ///
     /// # Errors
     /// As [`FrontQueue::wait`].
@@ -473,10 +475,10 @@ impl FrontQueue {
         if response.id == id {
             return Ok(response.status);
         }
-        Err(io::Error::new(io::ErrorKind::InvalidData, "another request was answered"))
+        Err(io::Error::new(io::ErrorKind::InvalidData, "the response is to another request"))
     }
 
-    /// Takes one response as it is, if there is one.
+    /// Consumes one response unchecked, if there is one.
     pub fn take_raw(&mut self) -> Option<Response> {
         if self.load(8) == self.rsp_cons {
             return None;
@@ -489,12 +491,12 @@ impl FrontQueue {
         Some(Response::parse(&slot))
     }
 
-    /// Counts one response that a hostile frontend does not look at.
+    /// Skips one response, which a hostile frontend does not read.
     pub fn skip(&mut self) {
         self.rsp_cons = self.rsp_cons.wrapping_add(1);
     }
 
-    /// Requests sent and responses taken.
+    /// The numbers of requests sent and responses consumed.
     pub fn numbers(&self) -> (u32, u32) {
         (self.req_prod, self.rsp_cons)
     }

@@ -1,5 +1,5 @@
-//! A frontend that does what it likes: mostly proper requests, so that much of the backend is
-//! reached, and now and then anything at all. Seeded: the same seed is the same guest.
+//! A hostile frontend: mostly valid requests, so that much of the backend is reached, and now and then
+//! arbitrary ones. Seeded: the same seed gives the same requests.
 
 use std::io;
 use std::sync::Arc;
@@ -11,11 +11,11 @@ use crate::abi::{
     Segment, op,
 };
 
-/// A small generator of numbers (SplitMix64).
+/// A small generator of random numbers (SplitMix64).
 #[derive(Clone, Debug)]
-pub struct Dice(pub u64);
+pub struct SeededRandom(pub u64);
 
-impl Dice {
+impl SeededRandom {
     /// Any number.
     pub fn any(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -44,27 +44,27 @@ impl Dice {
     }
 }
 
-/// Pages a guest withholds at a time.
+/// Most pages that a guest withholds at a time.
 const WITHHELD: usize = 4;
 
-/// What a hostile guest plays with.
+/// A hostile guest.
 pub struct Hostile {
     guest: Arc<Guest>,
-    dice: Dice,
-    /// Pages it grants and takes back as it likes.
+    dice: SeededRandom,
+    /// Pages that it grants and ungrants at random.
     pages: Vec<u32>,
-    /// The disk's sectors, and the part of it that it may write.
+    /// The disk's sectors, and the range that it may write.
     sectors: u64,
     own: std::ops::Range<u64>,
-    /// Pages that it has taken back, or lets be read only; few at a time.
+    /// Pages that it has ungranted or made read-only; few at a time.
     withheld: std::collections::VecDeque<u32>,
     /// Requests sent.
     pub sent: u64,
 }
 
 impl Hostile {
-    /// A guest that plays with `pages`, of a disk of `sectors` sectors, of which it writes only to
-    /// those in `own` when it writes to existing ones.
+    /// A guest that uses `pages`, with a disk of `sectors` sectors, of which it writes only those in `own`
+    /// when it writes to existing ones.
     pub fn new(
         guest: &Arc<Guest>,
         seed: u64,
@@ -73,7 +73,7 @@ impl Hostile {
         own: std::ops::Range<u64>,
     ) -> Hostile {
         let (guest, dice, withheld) =
-            (guest.clone(), Dice(seed), std::collections::VecDeque::new());
+            (guest.clone(), SeededRandom(seed), std::collections::VecDeque::new());
         Hostile { guest, dice, pages, sectors, own, withheld, sent: 0 }
     }
 
@@ -104,7 +104,7 @@ impl Hostile {
     fn sector(&mut self, operation: u8) -> u64 {
         let own = self.own.clone();
         match self.dice.below(100) {
-            // Beyond the end, or so that a sum goes over.
+            // Beyond the end, or so that a sum overflows.
             0 => u64::MAX - self.dice.below(16),
             1 => self.sectors + self.dice.below(16),
             2 => u64::MAX / 512 + self.dice.below(4),
@@ -114,7 +114,7 @@ impl Hostile {
         }
     }
 
-    /// A request: proper for the most part.
+    /// A request: usually a valid one.
     fn request(&mut self) -> Request {
         let id = self.dice.any();
         let operation = match self.dice.below(32) {
@@ -157,7 +157,7 @@ impl Hostile {
             0 => u16::try_from(self.dice.below(65536)).unwrap_or(u16::MAX),
             _ => u16::try_from(self.dice.below(64) + 1).unwrap_or(1),
         };
-        // Descriptors, most of them proper; another page may be any of its pages, data too.
+        // Descriptors, most of them valid; their page may be any other page, also one of data.
         if let Some(page) = grefs.first().copied().filter(|page| *page < self.guest.pages()) {
             for place in 0..usize::from(count.min(256)) {
                 let segment = self.segment();
@@ -165,14 +165,14 @@ impl Hostile {
                 let _ = self.guest.memory().write(at, &segment.encode());
             }
         }
-        // Any other inner operation; a read must not become a write of what is not its own.
+        // Any other inner operation, except that a read does not become a write outside its range.
         let odd = self.dice.once_in(100).then(|| self.dice.byte());
         let operation = odd.filter(|code| *code != op::WRITE).unwrap_or(operation);
         Request { id, operation, body: Body::Indirect { sector, count, grefs } }
     }
 
-    /// Fills the ring as far as it goes with requests, one of them perhaps not one at all, and
-    /// publishes them; meanwhile pages are granted and taken back, and written to.
+    /// Fills the ring with requests, one of them possibly random bytes, and publishes them; meanwhile pages are
+    /// granted, ungranted, and written to.
     pub fn send(&mut self, queue: &mut FrontQueue, most: u32) {
         let (sent, taken) = queue.numbers();
         let room = queue.slots() - sent.wrapping_sub(taken).min(queue.slots());
@@ -184,8 +184,8 @@ impl Hostile {
                     let at = usize::try_from(self.dice.below(SLOT_BYTES as u64));
                     slot[at.unwrap_or_default()] = self.dice.byte();
                 }
-                // Whatever it became: it must not write where it may not, nor have its own ring
-                // overwritten, which would only end the game.
+                // Whatever the bytes mean, the request must not write outside its range, nor to its own ring,
+                // which would only end the test.
                 self.tame(queue, &mut slot);
             }
             queue.put_raw(slot);
@@ -197,7 +197,7 @@ impl Hostile {
         }
     }
 
-    /// A request that was scribbled over keeps to the sectors it may write.
+    /// Keeps a request of random bytes to the sectors that it may write.
     fn tame(&mut self, queue: &FrontQueue, slot: &mut [u8; SLOT_BYTES]) {
         let request = Request::parse(queue.abi, slot);
         let own_ring = match &request.body {
@@ -225,7 +225,7 @@ impl Hostile {
         }
     }
 
-    /// Grants or takes back a page, writes to one that is in use, or sends an event for nothing.
+    /// Grants or ungrants a page, writes to one that is in use, or sends an event without a request.
     fn meddle(&mut self, queue: &FrontQueue) {
         let place = self.dice.below(self.pages.len() as u64);
         let page = usize::try_from(place).ok().and_then(|place| self.pages.get(place)).copied();
@@ -251,10 +251,10 @@ impl Hostile {
         debug_assert!(offset(page) + PAGE_BYTES <= self.guest.memory().bytes());
     }
 
-    /// Waits until `least` of what was sent is answered; how much was, without looking at it.
+    /// Waits until `least` requests have responses; returns how many have, without reading them.
     ///
     /// # Errors
-    /// If the backend does not answer.
+    /// If the backend does not respond.
     pub fn receive(&mut self, queue: &mut FrontQueue, least: u32) -> io::Result<u32> {
         let begun = std::time::Instant::now();
         let mut taken = 0;
@@ -262,7 +262,10 @@ impl Hostile {
             let (_, seen) = queue.numbers();
             let ready = queue.load(8).wrapping_sub(seen);
             if ready > queue.slots() {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "more than was asked"));
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    "more responses than requests",
+                ));
             }
             (0..ready).for_each(|_| queue.skip());
             taken += ready;

@@ -1,4 +1,4 @@
-//! xenstore in memory: nodes, watches, transactions that fail when somebody was in between.
+//! xenstore in memory: nodes, watches, and transactions that fail if another change conflicts with them.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
@@ -11,19 +11,19 @@ use super::{eventfd, lock, ring};
 use crate::platform::{Domain, StoreError, Transaction, XenStore};
 
 #[derive(Default)]
-struct State {
+struct TreeState {
     nodes: BTreeMap<String, Vec<u8>>,
-    /// When each path was changed last; removed ones included.
+    /// When each path, also a removed one, was last changed.
     changed: HashMap<String, u64>,
     time: u64,
     watches: Vec<(u64, String, String)>,
     mail: HashMap<u64, (VecDeque<(String, String)>, Fd)>,
     next: u64,
-    /// What connections have asked for.
+    /// The number of requests of all connections.
     requests: u64,
 }
 
-impl State {
+impl TreeState {
     fn touch(&mut self, path: &str) {
         self.time += 1;
         self.changed.insert(path.to_owned(), self.time);
@@ -68,13 +68,13 @@ fn is_within(path: &str, above: &str) -> bool {
 
 /// The tree. Cheap to clone.
 #[derive(Clone, Default)]
-pub struct Tree(Arc<Mutex<State>>);
+pub struct Tree(Arc<Mutex<TreeState>>);
 
 impl Tree {
     /// A connection to it.
     ///
     /// # Errors
-    /// Those of the system.
+    /// Errors of the system.
     pub fn connect(&self) -> io::Result<Store> {
         let mut state = lock(&self.0);
         state.next += 1;
@@ -85,7 +85,7 @@ impl Tree {
         Ok(Store { tree: self.clone(), number, bell, transactions, next: 0 })
     }
 
-    /// How much its connections have asked for: calls other than those for events.
+    /// The number of requests of its connections, without reads of events.
     pub fn requests(&self) -> u64 {
         lock(&self.0).requests
     }
@@ -113,15 +113,15 @@ impl Tree {
     }
 }
 
-enum Change {
+enum NodeChange {
     Write(String, Vec<u8>),
     Remove(String),
 }
 
-struct Pending {
+struct OpenTransaction {
     begun: u64,
     seen: Vec<String>,
-    changes: Vec<Change>,
+    changes: Vec<NodeChange>,
     nodes: BTreeMap<String, Vec<u8>>,
 }
 
@@ -130,7 +130,7 @@ pub struct Store {
     tree: Tree,
     number: u64,
     bell: Fd,
-    transactions: HashMap<Transaction, Pending>,
+    transactions: HashMap<Transaction, OpenTransaction>,
     next: Transaction,
 }
 
@@ -148,27 +148,27 @@ impl Store {
         lock(&self.tree.0).requests += 1;
     }
 
-    fn change(&mut self, within: Transaction, change: Change) -> Result<(), StoreError> {
+    fn change(&mut self, within: Transaction, change: NodeChange) -> Result<(), StoreError> {
         let Some(pending) = self.transactions.get_mut(&within) else {
             let mut state = lock(&self.tree.0);
             match change {
-                Change::Write(path, value) => state.write(&path, &value),
-                Change::Remove(path) if !state.nodes.contains_key(&path) => {
+                NodeChange::Write(path, value) => state.write(&path, &value),
+                NodeChange::Remove(path) if !state.nodes.contains_key(&path) => {
                     return Err(StoreError::Missing);
                 }
-                Change::Remove(path) => state.remove(&path),
+                NodeChange::Remove(path) => state.remove(&path),
             }
             return Ok(());
         };
         match &change {
-            Change::Write(path, value) => {
+            NodeChange::Write(path, value) => {
                 pending.nodes.insert(path.clone(), value.clone());
                 pending.seen.push(path.clone());
             }
-            Change::Remove(path) if !pending.nodes.contains_key(path) => {
+            NodeChange::Remove(path) if !pending.nodes.contains_key(path) => {
                 return Err(StoreError::Missing);
             }
-            Change::Remove(path) => pending.nodes.retain(|node, _| !is_within(node, path)),
+            NodeChange::Remove(path) => pending.nodes.retain(|node, _| !is_within(node, path)),
         }
         pending.changes.push(change);
         Ok(())
@@ -187,7 +187,7 @@ impl XenStore for Store {
 
     fn write(&mut self, within: Transaction, path: &str, value: &str) -> Result<(), StoreError> {
         self.count();
-        self.change(within, Change::Write(path.to_owned(), value.as_bytes().to_owned()))
+        self.change(within, NodeChange::Write(path.to_owned(), value.as_bytes().to_owned()))
     }
 
     fn list(&mut self, _within: Transaction, path: &str) -> Result<Vec<String>, StoreError> {
@@ -209,10 +209,10 @@ impl XenStore for Store {
 
     fn remove(&mut self, within: Transaction, path: &str) -> Result<(), StoreError> {
         self.count();
-        self.change(within, Change::Remove(path.to_owned()))
+        self.change(within, NodeChange::Remove(path.to_owned()))
     }
 
-    fn give(
+    fn set_permissions(
         &mut self,
         _within: Transaction,
         _path: &str,
@@ -248,7 +248,7 @@ impl XenStore for Store {
         let (begun, nodes) = (state.time, state.nodes.clone());
         drop(state);
         self.next += 1;
-        let pending = Pending { begun, seen: Vec::new(), changes: Vec::new(), nodes };
+        let pending = OpenTransaction { begun, seen: Vec::new(), changes: Vec::new(), nodes };
         self.transactions.insert(self.next, pending);
         Ok(self.next)
     }
@@ -268,15 +268,15 @@ impl XenStore for Store {
         }
         for change in pending.changes {
             match change {
-                Change::Write(path, value) => state.write(&path, &value),
-                Change::Remove(path) => state.remove(&path),
+                NodeChange::Write(path, value) => state.write(&path, &value),
+                NodeChange::Remove(path) => state.remove(&path),
             }
         }
         Ok(())
     }
 
     fn event(&mut self) -> Result<Option<(String, String)>, StoreError> {
-        super::heard(&self.bell);
+        super::take_event(&self.bell);
         let mut state = lock(&self.tree.0);
         let event = state.mail.get_mut(&self.number).and_then(|(mail, _)| mail.pop_front());
         Ok(event)

@@ -1,4 +1,4 @@
-//! What is done about one device: what the state machine says ([`crate::xenbus_state`]), carried out.
+//! The actions of the state machine ([`crate::xenbus_state`]) for one device.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -7,19 +7,19 @@ use std::time::{Duration, Instant};
 use ebb_volume::Writer;
 
 use super::{TOOLSTACK_KIND, XenstoreControl};
-use crate::device::{Device, DeviceError, Doubt, Key, Offer, Serving, open_queue};
+use crate::device::{Device, DeviceError, DeviceKey, Offer, RingRecheck, Serving, open_queue};
 use crate::journal::note_size_at;
 use crate::mailbox::EndOfRing;
-use crate::nodes::{Frontend, optional, publish, show_state, transact};
+use crate::nodes::{FrontendNodes, optional, publish, show_state, transact};
 use crate::platform::{StoreError, XenStore};
 use crate::queue::Queue;
-use crate::xenbus_state::{Phase, Seen, State};
+use crate::xenbus_state::{DevicePhase, ObservedStates, XenbusState};
 
-/// Failures of a device that go to the log.
+/// Most failures of a device that are logged.
 const FAILURES_LOGGED: u32 = 10;
-/// How long a disk waits for another writer of its volume to end.
-const WRITER_PATIENCE: Duration = Duration::from_secs(2);
-/// Most characters of an error that are shown.
+/// How long a disk waits for another writer of its volume.
+const WRITER_TIMEOUT: Duration = Duration::from_secs(2);
+/// Most characters of an error message.
 const SHOWN_MAX: usize = 512;
 /// `info` bits.
 const INFO_CDROM: u32 = 1;
@@ -27,16 +27,16 @@ const INFO_REMOVABLE: u32 = 2;
 const INFO_READ_ONLY: u32 = 4;
 
 impl XenstoreControl {
-    pub(super) fn show(&mut self, key: &Key, state: State) -> Result<(), StoreError> {
+    pub(super) fn show(&mut self, key: &DeviceKey, state: XenbusState) -> Result<(), StoreError> {
         show_state(&mut self.store, &key.base(self.own), state.text())?;
-        if state == State::Closed {
-            self.set_phase(key, Phase::Closed);
+        if state == XenbusState::Closed {
+            self.set_phase(key, DevicePhase::Closed);
         }
         Ok(())
     }
 
-    /// What the backend's directory and the volume say.
-    fn terms(&mut self, key: &Key) -> Result<Offer, DeviceError> {
+    /// Reads what to offer from the backend's directory and the volume.
+    fn read_offer(&mut self, key: &DeviceKey) -> Result<Offer, DeviceError> {
         let base = key.base(self.own);
         let store = &mut self.store;
         let mut get = |name: &str| optional(store, 0, &format!("{base}/{name}"));
@@ -59,17 +59,17 @@ impl XenstoreControl {
         Ok(Offer { volume, pool, read_only, share, discard, flush, info, persistent })
     }
 
-    /// Takes the right to write to the volume, if the guest is to have it and has not yet.
-    fn claim(&mut self, key: &Key, offer: &Offer) -> Result<(), DeviceError> {
+    /// Claims the right to write to the volume, if the guest needs it and does not have it.
+    fn claim(&mut self, key: &DeviceKey, offer: &Offer) -> Result<(), DeviceError> {
         let held = |device: &Device| {
             device.lease.as_ref().is_some_and(|lease| offer.volume.is_leased(lease))
         };
         if offer.read_only || self.devices.get(key).is_some_and(held) {
             return Ok(());
         }
-        let Key { guest, device, .. } = key;
-        // A machine that moves within the host is two guests for a while. A guest that has the volume as another disk
-        // already is a writer like any other.
+        let DeviceKey { guest, device, .. } = key;
+        // A guest that is migrated within the host is two domains for a while, with one `vm` path. A guest that
+        // already has the volume as another disk gets no group: it conflicts like any other writer.
         let twice =
             self.devices.iter().any(|(other, device)| other.guest == *guest && held(device));
         let machine = optional(&mut self.store, 0, &format!("/local/domain/{guest}/vm"))?;
@@ -83,50 +83,50 @@ impl XenstoreControl {
         Ok(())
     }
 
-    /// Whether a device may go on waiting for another writer to end.
-    pub(super) fn may_wait(&mut self, key: &Key, now: Instant) -> bool {
+    /// Whether a device may continue to wait for another writer.
+    pub(super) fn may_wait(&mut self, key: &DeviceKey, now: Instant) -> bool {
         let Some(device) = self.devices.get_mut(key) else { return false };
         let since = *device.waiting.get_or_insert(now);
-        let may = now < since + WRITER_PATIENCE;
+        let may = now < since + WRITER_TIMEOUT;
         if !may {
             device.waiting = None;
         }
         may
     }
 
-    pub(super) fn offer(&mut self, key: &Key) -> Result<(), DeviceError> {
-        let offer = self.terms(key)?;
+    pub(super) fn offer(&mut self, key: &DeviceKey) -> Result<(), DeviceError> {
+        let offer = self.read_offer(key)?;
         self.claim(key, &offer)?;
         let base = key.base(self.own);
         publish(&mut self.store, &base, &offer.nodes(&self.settings))?;
-        self.show(key, State::InitWait)?;
-        self.set_phase(key, Phase::Waiting);
+        self.show(key, XenbusState::InitWait)?;
+        self.set_phase(key, DevicePhase::Waiting);
         Ok(())
     }
 
-    pub(super) fn set_phase(&mut self, key: &Key, phase: Phase) {
+    pub(super) fn set_phase(&mut self, key: &DeviceKey, phase: DevicePhase) {
         if let Some(device) = self.devices.get_mut(key) {
             device.phase = phase;
         }
     }
 
-    /// Maps and binds all rings, then says so. With `resume` the guest is using them already.
-    pub(super) fn connect(&mut self, key: &Key, resume: bool) -> Result<(), DeviceError> {
+    /// Maps and binds all rings, then sets the state. With `resume` the guest is already using them.
+    pub(super) fn connect(&mut self, key: &DeviceKey, resume: bool) -> Result<(), DeviceError> {
         let Some(device) = self.devices.get(key) else { return Ok(()) };
         let (base, path) = (device.base.clone(), device.frontend.clone());
-        let mut offer = self.terms(key)?;
+        let mut offer = self.read_offer(key)?;
         self.claim(key, &offer)?;
         let max_queues = self.settings.max_queues;
-        let mut frontend = Frontend::read(&mut self.store, 0, &path, max_queues)?;
+        let mut frontend = FrontendNodes::read(&mut self.store, 0, &path, max_queues)?;
         if resume {
-            // What was agreed on stays.
+            // Features that were negotiated stay.
             let agreed = optional(&mut self.store, 0, &format!("{base}/feature-persistent"))?;
             offer.persistent = agreed.is_some_and(|value| value == "1");
         }
-        let asked = frontend.persistent;
-        frontend.persistent = asked && offer.persistent;
-        let lines = self.lines_of(key);
-        let disk = offer.disk(&self.parameters, &self.settings, lines.clone());
+        let wanted = frontend.persistent;
+        frontend.persistent = wanted && offer.persistent;
+        let log_limit = self.log_limit_of(key);
+        let disk = offer.disk(&self.parameters, &self.settings, log_limit.clone());
         disk.persistent.store(frontend.persistent, Ordering::Relaxed);
         let mut rings = Vec::new();
         for number in 0..frontend.queues.len() {
@@ -134,7 +134,7 @@ impl XenstoreControl {
             let settings = &self.settings;
             rings.push(open_queue(platform, key, &frontend, number, resume, settings, &disk)?);
         }
-        frontend.persistent = asked;
+        frontend.persistent = wanted;
         publish(&mut self.store, &base, &offer.nodes(&self.settings))?;
         self.generation += 1;
         let generation = self.generation;
@@ -142,7 +142,7 @@ impl XenstoreControl {
         let running = u32::try_from(queues).unwrap_or(u32::MAX);
         disk.queues.store(running, Ordering::SeqCst);
         if !self.served.add(key, &disk) {
-            // Withdrawn meanwhile, or the backend leaves: the next look says so.
+            // The volume was withdrawn meanwhile, or the backend is stopping: the next check handles it.
             return Ok(());
         }
         for (number, parts) in rings.into_iter().enumerate() {
@@ -175,12 +175,12 @@ impl XenstoreControl {
         let settled = resume;
         let volume = offer.volume.name().clone();
         if let Some(device) = self.devices.get_mut(key) {
-            device.phase = Phase::Connected { settled };
+            device.phase = DevicePhase::Connected { settled };
             device.serving = Some(serving);
-            device.rings = Doubt::default();
+            device.rings = RingRecheck::default();
             device.logged = 0;
         }
-        if let Some(suppressed) = lines.admit(ebb_mem::clock::now()) {
+        if let Some(suppressed) = log_limit.admit(ebb_mem::clock::now()) {
             tracing::info!(
                 device = key.name(),
                 volume = &*volume,
@@ -190,52 +190,59 @@ impl XenstoreControl {
                 "connected"
             );
         }
-        Ok(self.show(key, State::Connected)?)
+        Ok(self.show(key, XenbusState::Connected)?)
     }
 
-    pub(super) fn disconnect(&mut self, key: &Key) {
+    pub(super) fn disconnect(&mut self, key: &DeviceKey) {
         let Some(device) = self.devices.get_mut(key) else { return };
         match &device.serving {
             Some(serving) => {
-                serving.disk.wind_up();
-                device.phase = Phase::Draining;
+                serving.disk.start_drain();
+                device.phase = DevicePhase::Draining;
             }
-            None => device.phase = Phase::Closed,
+            None => device.phase = DevicePhase::Closed,
         }
     }
 
-    /// Says what is wrong, to the log and to the toolstack, and takes leave of the frontend.
-    pub(super) fn fail(&mut self, key: &Key, error: &DeviceError) -> Result<(), StoreError> {
-        let (own, lines) = (self.own, self.lines_of(key));
+    /// Reports an error to the log and to the toolstack, and disconnects the frontend.
+    pub(super) fn fail(&mut self, key: &DeviceKey, error: &DeviceError) -> Result<(), StoreError> {
+        let (own, log_limit) = (self.own, self.log_limit_of(key));
         let Some(device) = self.devices.get_mut(key) else { return Ok(()) };
         device.logged = device.logged.saturating_add(1);
         if device.logged <= FAILURES_LOGGED
-            && let Some(suppressed) = lines.admit(ebb_mem::clock::now())
+            && let Some(suppressed) = log_limit.admit(ebb_mem::clock::now())
         {
             let cause = std::error::Error::source(error).map(ToString::to_string);
-            let (error, cause) = (tame(&error.to_string()), tame(&cause.unwrap_or_default()));
-            tracing::error!(device = key.name(), error, cause, suppressed, "not served");
+            let (error, cause) =
+                (sanitize(&error.to_string()), sanitize(&cause.unwrap_or_default()));
+            tracing::error!(
+                device = key.name(),
+                error,
+                cause,
+                suppressed,
+                "cannot serve the device"
+            );
         }
-        let Key { kind, guest, device: id } = key;
+        let DeviceKey { kind, guest, device: id } = key;
         let path = format!("/local/domain/{own}/error/backend/{kind}/{guest}/{id}/error");
-        let text = tame(&format!("22 {error}"));
+        let text = sanitize(&format!("22 {error}"));
         match self.store.write(0, &path, &text) {
             Ok(()) | Err(StoreError::Refused(_)) => {}
             Err(error) => return Err(error),
         }
-        self.show(key, State::Closing)?;
+        self.show(key, XenbusState::Closing)?;
         self.disconnect(key);
         if let Some(device) = self.devices.get_mut(key).filter(|d| d.serving.is_none()) {
-            device.phase = Phase::Failed;
+            device.phase = DevicePhase::Failed;
         }
         Ok(())
     }
 
-    pub(super) fn forget(&mut self, key: &Key) -> Result<(), StoreError> {
+    pub(super) fn forget(&mut self, key: &DeviceKey) -> Result<(), StoreError> {
         let Some(device) = self.devices.remove(key) else { return Ok(()) };
         if self.allowances.get_mut(&key.guest).is_some_and(|allowance| !allowance.remove_device()) {
             self.allowances.remove(&key.guest);
-            self.lines.remove(&key.guest);
+            self.log_limits.remove(&key.guest);
         }
         let store = &mut self.store;
         match store.unwatch(&format!("{}/state", device.frontend), &key.name()) {
@@ -250,9 +257,9 @@ impl XenstoreControl {
             let number = usize::try_from(number).unwrap_or(usize::MAX);
             let _ = std::fs::remove_file(crate::device::journal_path(folder, key, number));
         }
-        // The toolstack clears up after its own kind; nobody else does after ours.
-        let gone = optional(store, 0, &format!("{}/state", device.frontend))?.is_none();
-        if gone && &*key.kind != TOOLSTACK_KIND {
+        // The toolstack removes the nodes of its own kind; those of this daemon's kind are removed here.
+        let removed = optional(store, 0, &format!("{}/state", device.frontend))?.is_none();
+        if removed && &*key.kind != TOOLSTACK_KIND {
             match store.remove(0, &device.base) {
                 Ok(()) | Err(StoreError::Missing) => {}
                 Err(error) => return Err(error),
@@ -261,41 +268,43 @@ impl XenstoreControl {
         Ok(())
     }
 
-    /// Tells guests whose disk has another size than before.
+    /// Notifies guests whose disk has been resized.
     pub(super) fn compare_sizes(&mut self) {
         for (key, device) in &mut self.devices {
             let Some(serving) = &mut device.serving else { continue };
             let size = serving.disk.volume.size();
-            if size == serving.size || !matches!(device.phase, Phase::Connected { .. }) {
+            if size == serving.size || !matches!(device.phase, DevicePhase::Connected { .. }) {
                 continue;
             }
             for path in &serving.journals {
-                // Before the guest knows: what it sends then must find its journal right.
+                // Recorded before the guest is notified: its next requests need the new size.
                 if let Err(error) = note_size_at(path, size) {
-                    tracing::warn!(device = key.name(), %error, "the journal keeps the old size");
+                    tracing::warn!(device = key.name(), %error, "cannot record the new size in the journal");
                 }
             }
             let sectors = (size / crate::abi::SECTOR_BYTES).to_string();
-            let (base, connected) = (&device.base, State::Connected.text());
-            // The state is written anew, with the value it has: that is what frontends watch.
-            let told = transact(&mut self.store, |store, within| {
+            let (base, connected) = (&device.base, XenbusState::Connected.text());
+            // The state is written again with its value, since frontends watch it.
+            let notified = transact(&mut self.store, |store, within| {
                 store.read(within, &format!("{base}/state"))?;
                 store.write(within, &format!("{base}/sectors"), &sectors)?;
                 store.write(within, &format!("{base}/state"), connected)
             });
-            match told {
+            match notified {
                 Ok(()) => {
                     serving.size = size;
                     tracing::info!(device = key.name(), bytes = size, "resized");
                 }
-                Err(error) => tracing::warn!(device = key.name(), %error, "not resized"),
+                Err(error) => {
+                    tracing::warn!(device = key.name(), %error, "cannot notify the guest of the new size");
+                }
             }
         }
     }
 }
 
-/// A text with words of a guest's in it, such that it is one line of visible characters and not long.
-fn tame(text: &str) -> String {
+/// Makes one line of visible characters, of limited length, of a text that may contain a guest's words.
+fn sanitize(text: &str) -> String {
     let shown = text.chars().flat_map(|c| {
         let plain =
             !c.is_control() && !matches!(c, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}');
@@ -305,31 +314,32 @@ fn tame(text: &str) -> String {
     shown.take(SHOWN_MAX).collect()
 }
 
-/// What xenstore shows of a device. One request, if only its guest may have changed something and did not.
-pub(super) fn see(
+/// Reads the states of a device: with one request if only its guest can have changed something and did not.
+pub(super) fn observe(
     store: &mut dyn XenStore,
     device: &mut Device,
     max_queues: u32,
     now: Instant,
-) -> Result<Seen, StoreError> {
-    let mut state = |base: &str| -> Result<Option<State>, StoreError> {
-        Ok(optional(store, 0, &format!("{base}/state"))?.map(|text| State::parse(&text)))
+) -> Result<ObservedStates, StoreError> {
+    let mut state = |base: &str| -> Result<Option<XenbusState>, StoreError> {
+        Ok(optional(store, 0, &format!("{base}/state"))?.map(|text| XenbusState::parse(&text)))
     };
     let frontend = state(&device.frontend)?;
-    let mut seen = match device.rested {
-        Some(rested) if rested.frontend == frontend => rested,
+    let mut seen = match device.idle_seen {
+        Some(idle_seen) if idle_seen.frontend == frontend => idle_seen,
         _ => {
             let own = state(&device.base)?;
             let online = optional(store, 0, &format!("{}/online", device.base))?;
             let online = online.is_some_and(|value| value == "1");
-            Seen { frontend, own, online, other_ring: false }
+            ObservedStates { frontend, own, online, other_ring: false }
         }
     };
-    let running = matches!(frontend, Some(State::Initialised | State::Connected));
+    let running = matches!(frontend, Some(XenbusState::Initialised | XenbusState::Connected));
     match &device.serving {
-        Some(serving) if running && matches!(device.phase, Phase::Connected { .. }) => {
-            if device.rings.settle(now) {
-                seen.other_ring = match Frontend::read(store, 0, &device.frontend, max_queues) {
+        Some(serving) if running && matches!(device.phase, DevicePhase::Connected { .. }) => {
+            if device.rings.take_due(now) {
+                seen.other_ring = match FrontendNodes::read(store, 0, &device.frontend, max_queues)
+                {
                     Ok(now) => now != serving.frontend,
                     Err(crate::nodes::NodeError::Store(error @ StoreError::Io(_))) => {
                         return Err(error);
@@ -338,8 +348,8 @@ pub(super) fn see(
                 };
             }
         }
-        // Its rings are not served, or it is about to leave them.
-        _ => device.rings.open = false,
+        // Its rings are not served, or are about to be disconnected.
+        _ => device.rings.needed = false,
     }
     Ok(seen)
 }

@@ -1,4 +1,4 @@
-//! A machine in this process with a backend and disks.
+//! A host in this process with a backend and disks.
 
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test uses its part")]
 
@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ebb_export_xen::platform::Platform;
-use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::shm::{Guest, World};
 use ebb_export_xen::{Backend, DiskSpec, Options, XenParameters, XenStats, attach, device_number};
 use ebb_io::Worker;
@@ -27,7 +27,7 @@ pub struct Rig {
     pub volumes: Volumes,
     pub parameters: Arc<XenParameters>,
     pub journals: tempfile::TempDir,
-    /// Of all workers, where they share it.
+    /// The memory of all workers, if they share it.
     pub memory: Option<Arc<Memory>>,
 }
 
@@ -88,8 +88,14 @@ impl Rig {
         self.world.guest(number, pages).unwrap()
     }
 
-    /// Attaches a disk to a guest and gives its frontend, not connected yet.
-    pub fn attach(&self, guest: &Arc<Guest>, name: &str, volume: &str, wishes: Wishes) -> Frontend {
+    /// Attaches a disk to a guest and returns its frontend, not connected yet.
+    pub fn attach(
+        &self,
+        guest: &Arc<Guest>,
+        name: &str,
+        volume: &str,
+        wishes: FrontendConfig,
+    ) -> Frontend {
         self.attach_as(guest, name, volume, wishes, false)
     }
 
@@ -98,7 +104,7 @@ impl Rig {
         guest: &Arc<Guest>,
         name: &str,
         volume: &str,
-        wishes: Wishes,
+        wishes: FrontendConfig,
         read_only: bool,
     ) -> Frontend {
         let mut store = self.world.xenstore().unwrap();
@@ -107,7 +113,7 @@ impl Rig {
     }
 
     /// A connected disk of guest 1.
-    pub fn disk(&self, wishes: Wishes) -> Frontend {
+    pub fn disk(&self, wishes: FrontendConfig) -> Frontend {
         let guest = self.guest(1, 4096);
         let mut frontend = self.attach(&guest, "xvdb", "disk", wishes);
         frontend.connect().unwrap();
@@ -136,7 +142,7 @@ pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// Bytes that tell where they belong.
+/// Bytes that depend on their position and the seed.
 pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut bytes = Vec::with_capacity(len + 8);

@@ -10,7 +10,7 @@ use ebb_export_xen as xen;
 use ebb_export_xen::abi::op;
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
-use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_store::{NullStore, Store};
 use ebb_volume::{Volume, VolumeOptions};
 use proptest::prelude::*;
@@ -355,7 +355,7 @@ fn disks_of_xen_guests_are_shown_and_follow_the_parameters() {
     let disk = xen::DiskSpec { volume: "root", name: "xvdb", read_only: false };
     xen::attach(&mut *world.xenstore().unwrap(), 7, &disk).unwrap();
     let device = xen::device_number("xvdb").unwrap();
-    let mut front = Frontend::new(&world, &guest, device, Wishes::default());
+    let mut front = Frontend::new(&world, &guest, device, FrontendConfig::default());
     front.connect().unwrap();
     let mut write = |pages: usize| {
         assert_eq!(front.transfer(0, op::WRITE, 0, &mut vec![1; pages << 12]).unwrap(), 0);

@@ -26,7 +26,7 @@ const RETRY_MOST: Duration = Duration::from_secs(30);
 /// The time to withdraw a volume is over: if nothing of it can be lost it is given up.
 fn give_up(volume: &Volume) {
     let (name, unwritten_bytes) = (volume.name().to_string(), unwritten(volume));
-    let under_way = volume.under_way();
+    let under_way = volume.in_flight();
     if volume.is_stable() {
         tracing::warn!(
             volume = name,

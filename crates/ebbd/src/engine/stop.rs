@@ -211,7 +211,7 @@ impl Engine {
 impl Job {
     fn tell(&self) {
         let (volume, unwritten_bytes) = (self.volume.name().to_string(), unwritten(&self.volume));
-        let under_way = self.volume.under_way();
+        let under_way = self.volume.in_flight();
         tracing::info!(volume, unwritten_bytes, under_way, "still draining");
     }
 
@@ -221,7 +221,7 @@ impl Job {
             Some(Ok(())) => return,
             Some(Err(error)) => full_text(error),
             None if self.volume.is_stable() => {
-                let under_way = self.volume.under_way();
+                let under_way = self.volume.in_flight();
                 tracing::warn!(
                     volume,
                     under_way,
@@ -232,7 +232,7 @@ impl Job {
             }
             None => format!(
                 "its store did not answer in time, {} requests are under way: see --drain",
-                self.volume.under_way()
+                self.volume.in_flight()
             ),
         };
         tracing::error!(

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use ebb_cache::{Cache, CacheOptions, Reclaimer};
 use ebb_export_nbd::{Server, ServerLimits, TlsMode};
 use ebb_export_xen::shm::World as Machine;
-use ebb_export_xen::{Backend, Figures, Options, Turn, XenParameters, XenstoreControl};
+use ebb_export_xen::{Backend, Figures, NextRun, Options, XenParameters, XenstoreControl};
 use ebb_io::fd_from;
 use ebb_io::sim::SimWorker;
 use ebb_mem::Memory;
@@ -397,12 +397,12 @@ impl Daemon {
             self.control_at = Some(now);
         }
         let Some(control) = &mut self.control else { return false };
-        if self.control_at.is_none_or(|at| at > now) && !control.has_news() {
+        if self.control_at.is_none_or(|at| at > now) && !control.has_events() {
             return false;
         }
-        match control.turn(now) {
-            Turn::Wait(until) => self.control_at = until,
-            Turn::Ended => (self.control, self.control_at) = (None, None),
+        match control.run_once(now) {
+            NextRun::Wait(until) => self.control_at = until,
+            NextRun::Ended => (self.control, self.control_at) = (None, None),
         }
         true
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use ebb_export_xen::abi::{
     Abi, Body, MAX_DIRECT_SEGMENTS, PAGE_BYTES, Request as Asked, Segment, op,
 };
-use ebb_export_xen::shm::frontend::{Frontend, Wishes, offset};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig, offset};
 use ebb_export_xen::shm::{Guest as Domain, World as Machine};
 use ebb_export_xen::{DiskSpec, attach, device_number};
 use ebb_volume::Volume;
@@ -123,10 +123,10 @@ impl Guest {
         let domain = machine.guest(number, PAGES).unwrap();
         let order = DiskSpec { volume, name: DISK, read_only: false };
         attach(&mut machine.tree.connect().unwrap(), number, &order).unwrap();
-        let wishes = Wishes {
+        let wishes = FrontendConfig {
             abi: random.pick(&[Abi::X86_64, Abi::X86_32]),
             persistent: random.chance(60),
-            ..Wishes::default()
+            ..FrontendConfig::default()
         };
         let disk = Frontend::new(machine, &domain, device_number(DISK).unwrap(), wishes);
         Guest {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ebb_export_xen::abi::op;
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World as Machine;
-use ebb_export_xen::shm::frontend::{Frontend, Wishes};
+use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::{Backend, DiskSpec, Options, attach, detach, device_number};
 
 use super::*;
@@ -39,7 +39,7 @@ fn a_guest_keeps_its_disk_through_a_reload_that_fails_and_is_told_when_its_store
     let guest = machine.guest(1, 64).unwrap();
     attach_disk(&machine);
     let device = device_number("xvdb").unwrap();
-    let mut disk = Frontend::new(&machine, &guest, device, Wishes::default());
+    let mut disk = Frontend::new(&machine, &guest, device, FrontendConfig::default());
     disk.connect().unwrap();
     transfer(&mut disk, op::WRITE, 1);
 
@@ -76,7 +76,7 @@ fn a_stop_in_good_order_leaves_a_written_back_volume_to_a_successor() {
     let machine = Machine::default();
     let guest = machine.guest(1, 64).unwrap();
     let device = device_number("xvdb").unwrap();
-    let mut disk = Frontend::new(&machine, &guest, device, Wishes::default());
+    let mut disk = Frontend::new(&machine, &guest, device, FrontendConfig::default());
     let store = Arc::new(TestStore::new(SIZE, 1));
     for life in 1..3 {
         let world = World::new(&listed(), SOON);

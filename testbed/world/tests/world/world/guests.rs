@@ -140,7 +140,7 @@ impl World {
         let (_, resizes) = site.oracle.end_and_resizes();
         let may = text.contains("is not served any more")
             || changed && text.contains("no volume is called")
-            || resizes > 0 && text.contains("the guest knows it with")
+            || resizes > 0 && text.contains("the guest was connected with")
             // Another one, although of the same name.
             || matches!(site.config.place, Place::Memory(_)) && text.contains("was served volume");
         match may {

@@ -1,21 +1,21 @@
-//! A connection to xenstore that counts what is asked of it.
+//! A connection to xenstore that counts its requests, for the limit per guest (`allowance`).
 
 use std::os::fd::BorrowedFd;
 
 use crate::platform::{Domain, StoreError, Transaction, XenStore};
 
 /// See the module.
-pub(crate) struct Counted {
+pub(crate) struct CountingStore {
     store: Box<dyn XenStore>,
     requests: u64,
 }
 
-impl Counted {
-    pub(crate) fn new(store: Box<dyn XenStore>) -> Counted {
-        Counted { store, requests: 0 }
+impl CountingStore {
+    pub(crate) fn new(store: Box<dyn XenStore>) -> CountingStore {
+        CountingStore { store, requests: 0 }
     }
 
-    /// Requests since this was asked the last time.
+    /// Requests since the last call of this.
     pub(crate) fn take_count(&mut self) -> u64 {
         std::mem::take(&mut self.requests)
     }
@@ -26,7 +26,7 @@ impl Counted {
     }
 }
 
-impl XenStore for Counted {
+impl XenStore for CountingStore {
     fn read(&mut self, within: Transaction, path: &str) -> Result<Vec<u8>, StoreError> {
         self.next().read(within, path)
     }
@@ -43,14 +43,14 @@ impl XenStore for Counted {
         self.next().remove(within, path)
     }
 
-    fn give(
+    fn set_permissions(
         &mut self,
         within: Transaction,
         path: &str,
         owner: Domain,
         reader: Domain,
     ) -> Result<(), StoreError> {
-        self.next().give(within, path, owner, reader)
+        self.next().set_permissions(within, path, owner, reader)
     }
 
     fn watch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
