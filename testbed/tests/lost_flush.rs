@@ -62,7 +62,7 @@ impl Disk {
     /// `ebbd stat` shows it, with the error and the remedy.
     fn shows_the_loss(&self) -> Result {
         let table = self.stat(&[])?;
-        for part in ["disk may have lost changes", "flush", "os error", "repair the device"] {
+        for part in ["disk may have lost writes", "flush", "os error", "repair the device"] {
             check(table.contains(part), || format!("no {part:?}\n{table}"))?;
         }
         let stat: Value = serde_json::from_str(&self.stat(&["--json"])?)

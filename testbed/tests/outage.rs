@@ -203,9 +203,9 @@ fn a_second_signal_ends_a_stop_soon_and_still_writes_what_can_be() -> Result {
     rig.write_healthy(&HEALTHY, 4)?;
     rig.server.signal(Signal::TERM)?;
     // Two that are pending at once are one.
-    rig.log_has("stopping: draining")?;
+    rig.log_has("stopping: completing")?;
     rig.server.signal(Signal::TERM)?;
-    rig.log_has("asked again")?;
+    rig.log_has("second signal")?;
     rig.ends_with_the_dead_listed()?;
     rig.check_images(&HEALTHY, 4)
 }

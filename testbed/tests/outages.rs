@@ -6,11 +6,11 @@ use testbed::nbdkit::Nbdkit;
 use testbed::server::Setup;
 use testbed::{Error, Result, Server, check, process};
 
-const LOST: &str = "the connection to the server was lost, and requests wait";
+const LOST: &str = "the connection to the server was lost; requests wait";
 const MOMENT: &str = "was lost and made again at once";
 const BACK: &str = "connected to the server again";
-const SILENT: &str = "no answer for 1";
-const ANSWERED: &str = "what had no answer has ended";
+const SILENT: &str = "no reply for 1";
+const ANSWERED: &str = "the requests without a reply have completed";
 
 fn lines<'a>(log: &'a str, what: &str) -> Vec<&'a str> {
     log.lines().filter(|line| line.contains(what)).collect()
@@ -52,8 +52,7 @@ fn a_lost_server_and_its_return_are_logged_once_with_volume_server_and_remedy() 
     expect(&server, BACK, 1..=1)?;
     let log = server.log();
     let told = lines(&log, LOST)[0];
-    for part in ["WARN", "volume=\"disk\"", "store.sock", "reason=", "see whether the server runs"]
-    {
+    for part in ["WARN", "volume=\"disk\"", "store.sock", "reason=", "check that the server runs"] {
         check(told.contains(part), || format!("no `{part}` in: {told}"))?;
     }
     check(lines(&log, BACK)[0].contains("seconds="), || "how long it was away".to_owned())?;

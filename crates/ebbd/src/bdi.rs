@@ -1,13 +1,12 @@
-//! Backing devices: what can be slow as a unit, and the controller that says how much dirty data
-//! each may hold (design, section 4; seed `001`).
+//! Backing devices: the disks and servers that volumes share, and the controller of their dirty data
+//! (`ebb-writeback`, after Linux's `mm/page-writeback.c`).
 //!
-//! Volumes on the same disk, on the same server, or with the same name in the configuration share one.
-//! Each has a lock of its own; between devices there is none.
+//! Volumes on the same disk, on the same server, or with the same name in the configuration share a
+//! backing device. Each device has a lock of its own; devices share no lock for requests.
 //!
 //! # Invariants
-//! - A volume's cache is known weakly: a device keeps no volume alive, and a volume that has gone
-//!   leaves its device.
-//! - Nothing here waits but for the lock of one device, which is held for a calculation.
+//! - A device has weak references to the caches of its volumes, so that it keeps no volume alive.
+//! - A caller waits only for the lock of one device, which is held for a calculation.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt;
@@ -28,36 +27,37 @@ use crate::config::{StoreUri, VolumeConfig};
 use crate::params::{BdiLive, Key as Parameter, Parameters};
 use crate::stat::BdiStat;
 
-/// Part of the available memory that may be dirty, in parts per million; as Linux has it.
+/// Part of the available memory that may be dirty, in parts per million: Linux's default `vm.dirty_ratio`.
 const RATIO: u32 = WHOLE / 5;
-/// Available memory where the host does not say, bytes.
+/// Available memory if the host does not report it, bytes.
 const AVAILABLE_UNKNOWN: u64 = 1 << 30;
-/// How often the limit is divided anew while anything is dirty, and else.
-const KEEP: Duration = Duration::from_millis(20);
-const KEEP_IDLE: Duration = Duration::from_secs(1);
-/// A flusher that has nothing to do looks again after this long, and a writer asks again.
-const LOOK: Duration = Duration::from_millis(10);
-const ASK: Duration = Duration::from_millis(200);
+/// How often the limit is divided again, while there is dirty data and otherwise.
+const UPDATE: Duration = Duration::from_millis(20);
+const UPDATE_IDLE: Duration = Duration::from_secs(1);
+/// The time after which a flusher without work checks again, and the longest pause of a throttled writer before it
+/// tries again.
+const FLUSHER_POLL: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What makes two volumes share a backing device.
+/// Volumes with the same key share a backing device.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum DeviceKey {
-    /// As the configuration names it.
+    /// By its name in the configuration.
     Named(String),
-    /// A disk, by the number of its device.
+    /// A disk, by its device number.
     Disk(u64),
     /// A server, by its address.
     Server(String),
-    /// A volume's own.
+    /// The device of one volume only.
     Own(String),
 }
 
 impl DeviceKey {
-    /// That of a volume; may block as long as its file system does.
+    /// The key of a volume. Calls `stat`, and so may block.
     pub(crate) fn of(name: &str, config: &VolumeConfig) -> DeviceKey {
         if let Some(bdi) = &config.bdi {
             return DeviceKey::Named(bdi.clone());
@@ -75,7 +75,7 @@ impl DeviceKey {
         }
     }
 
-    /// What volumes with the same backing device have in common: its name.
+    /// The name of the backing device.
     pub(crate) fn text(&self) -> String {
         match self {
             DeviceKey::Named(name) => name.clone(),
@@ -88,10 +88,10 @@ impl DeviceKey {
     }
 }
 
-/// The disk a partition is on, or the only one a mapped device is made of; else the device itself.
+/// The disk of a partition, or the only disk of a device-mapper device; else the device itself.
 fn whole_disk(sys: &Path, device: u64) -> u64 {
     let mut device = device;
-    // Maps upon maps end somewhere.
+    // A limit of the levels of device-mapper devices.
     for _ in 0..8 {
         let name = format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device));
         let Ok(folder) = sys.join(name).canonicalize() else { return device };
@@ -115,7 +115,7 @@ fn whole_disk(sys: &Path, device: u64) -> u64 {
     device
 }
 
-/// The bounds that an operator gave a device.
+/// The configured limits of a device.
 fn options(settings: &BdiLive) -> BdiOptions {
     let ratio = |key| u32::try_from(settings.get(key)).unwrap_or(WHOLE).min(WHOLE);
     BdiOptions {
@@ -138,7 +138,7 @@ struct Device {
 }
 
 impl Device {
-    /// Puts its settings in force.
+    /// Applies its settings.
     fn follow_settings(&self) -> Result<(), Error> {
         lock(&self.bdi).set_options(options(&self.settings))
     }
@@ -154,23 +154,23 @@ impl Device {
 pub(crate) struct Bdis {
     writeback: Mutex<Writeback>,
     devices: Mutex<BTreeMap<DeviceKey, Weak<Device>>>,
-    /// Nothing is dirty: the keeper sleeps long.
+    /// There is no dirty data: the task of [`Bdis::keep`] sleeps for [`UPDATE_IDLE`].
     idle: AtomicBool,
     cache: Arc<Cache>,
     parameters: Parameters,
-    /// Most that may ever be dirty, bytes.
+    /// Upper bound of the limit of dirty data, bytes.
     most: u64,
     start: Instant,
-    /// How often the host was asked, and how often settings were put in force.
+    /// How often the host's memory was read, and how often settings were applied.
     #[cfg(test)]
     work: [std::sync::atomic::AtomicU64; 2],
 }
 
 impl Bdis {
-    /// None yet. Of memory at most `most` bytes are ever dirty. Devices follow their `parameters`.
+    /// No devices yet. At most `most` bytes are ever dirty. Devices follow their `parameters`.
     ///
     /// # Errors
-    /// None that the options made here can bring about.
+    /// None: the options made here are valid.
     pub(crate) fn new(
         cache: &Arc<Cache>,
         parameters: &Parameters,
@@ -190,7 +190,7 @@ impl Bdis {
             #[cfg(test)]
             work: Default::default(),
         };
-        bdis.follow_memory(bdis.ask_host());
+        bdis.follow_memory(bdis.available_memory());
         let bdis = Arc::new(bdis);
         let followers = Arc::downgrade(&bdis);
         parameters.watch(move |change| {
@@ -205,19 +205,19 @@ impl Bdis {
         lock(&self.devices).values().filter_map(Weak::upgrade).collect()
     }
 
-    fn settings_in_force(&self, device: &Device) -> Result<(), Error> {
+    fn apply_settings(&self, device: &Device) -> Result<(), Error> {
         #[cfg(test)]
         self.work[1].fetch_add(1, Ordering::Relaxed);
         device.follow_settings()
     }
 
-    /// Puts the settings of all devices in force, and divides the limit by them.
+    /// Applies the settings of all devices, and divides the limit by them.
     fn follow_settings(&self) {
         let mut waiting = self.devices();
         loop {
             let before = waiting.len();
-            // Together they fit. One that takes what another gives up has to come after it.
-            waiting.retain(|device| self.settings_in_force(device).is_err());
+            // Together they fit, but a device that gets a part of another one has to come after it.
+            waiting.retain(|device| self.apply_settings(device).is_err());
             if waiting.is_empty() || waiting.len() == before {
                 break;
             }
@@ -229,21 +229,21 @@ impl Bdis {
         }
     }
 
-    /// Forgets what was set for devices that are gone, and tells of configured ones that never came.
-    /// To be called when volumes were added or removed, not from within a change of parameters.
+    /// Discards the values set for devices without volumes, and warns of configured devices without volumes. To be
+    /// called after volumes were added or removed, but not from a watcher of parameters.
     pub(crate) fn settle(&self) {
         let devices = self.devices();
-        let here: BTreeSet<&str> = devices.iter().map(|device| device.name.as_str()).collect();
-        let mut gone = self.parameters.bdis_with_volumes();
-        gone.retain(|name| !here.contains(name.as_str()));
-        if !gone.is_empty() {
-            self.parameters.bdis_leave(gone.iter().map(String::as_str));
+        let used: BTreeSet<&str> = devices.iter().map(|device| device.name.as_str()).collect();
+        let mut unused = self.parameters.bdis_with_volumes();
+        unused.retain(|name| !used.contains(name.as_str()));
+        if !unused.is_empty() {
+            self.parameters.remove_bdis(unused.iter().map(String::as_str));
         }
         for bdi in self.parameters.bdis_without_volumes() {
             tracing::warn!(
                 bdi,
-                "the configuration bounds a backing device that no volume is on: \
-                 `ebbd stat bdi` shows the names of those that are there"
+                "the configuration has a backing device without volumes: \
+                 `ebbd stat bdi` shows the names of those in use"
             );
         }
     }
@@ -256,7 +256,7 @@ impl Bdis {
         self.nanos(ebb_mem::clock::now())
     }
 
-    /// The control of a volume, on its backing device `key`.
+    /// The writeback control of a volume on its backing device `key`.
     ///
     /// # Errors
     /// There are too many devices, or too many volumes on this one.
@@ -265,7 +265,7 @@ impl Bdis {
         key: DeviceKey,
         cache: &Arc<VolumeCache>,
     ) -> Result<Arc<dyn ebb_cache::WritebackControl>, Error> {
-        let settings = self.parameters.bdi_arrives(&key.text());
+        let settings = self.parameters.add_bdi(&key.text());
         let mut devices = lock(&self.devices);
         devices.retain(|_, device| device.strong_count() > 0);
         let (first, known) = (devices.is_empty(), devices.get(&key).and_then(Weak::upgrade));
@@ -282,10 +282,10 @@ impl Bdis {
                             let mut others = devices.values().filter_map(Weak::upgrade);
                             others.any(|device| device.name == name)
                         };
-                        // Those who follow parameters look at the devices.
+                        // Watchers of parameters lock the devices.
                         drop(devices);
                         if !shared {
-                            self.parameters.bdis_leave([name.as_str()]);
+                            self.parameters.remove_bdis([name.as_str()]);
                         }
                         return Err(error);
                     }
@@ -303,37 +303,37 @@ impl Bdis {
         let id = lock(&device.bdi).add_volume(1)?;
         lock(&device.volumes).push(Arc::downgrade(cache));
         drop(devices);
-        // Nobody writes yet. What the others have is as it was, so that this costs the same however many
-        // there are: a device whose share is not to be had until another one gives it up is the exception.
-        if is_new && self.settings_in_force(&device).is_err() {
+        // The volume has no writes yet, and other devices keep their settings, so that this costs the same whatever
+        // their number. The exception is a device whose settings fit only after those of another one have changed.
+        if is_new && self.apply_settings(&device).is_err() {
             self.follow_settings();
         } else if is_new {
             lock(&self.writeback).update(self.now());
         }
         if first {
-            self.follow_memory(self.ask_host());
+            self.follow_memory(self.available_memory());
         }
         Ok(Arc::new(Member { all: self.clone(), device, id }))
     }
 
-    /// Follows memory and pressure, and divides the limit among the devices, for as long as the
+    /// Follows the available memory, and divides the limit among the devices, for as long as the
     /// worker runs.
     pub(crate) fn keep(self: &Arc<Self>, worker: &WorkerHandle) {
         let all = self.clone();
         worker.spawn(move |io| async move {
             let mut since = Duration::MAX;
             loop {
-                let pause = if all.is_idle() { KEEP_IDLE } else { KEEP };
+                let pause = if all.is_idle() { UPDATE_IDLE } else { UPDATE };
                 io.sleep(pause).await;
                 since = since.saturating_add(pause);
                 if lock(&all.devices).is_empty() {
                     continue;
                 }
-                if since >= KEEP_IDLE {
+                if since >= UPDATE_IDLE {
                     since = Duration::ZERO;
-                    // Files of the kernel: not on a thread that serves requests.
+                    // Not on this thread, which serves requests: reading /proc may block.
                     let host = all.clone();
-                    let available = io.offload(move || host.ask_host()).await;
+                    let available = io.offload(move || host.available_memory()).await;
                     all.follow_memory(available);
                 }
                 let now = all.now();
@@ -348,8 +348,8 @@ impl Bdis {
         idle
     }
 
-    /// What the host, and the control group, have for us. Reads files of the kernel.
-    fn ask_host(&self) -> u64 {
+    /// The memory available on the host and in the control group. Reads /proc and /sys.
+    fn available_memory(&self) -> u64 {
         #[cfg(test)]
         self.work[0].fetch_add(1, Ordering::Relaxed);
         let of_group = ebb_mem::pressure::limit(&ebb_mem::pressure::Roots::default());
@@ -357,7 +357,7 @@ impl Bdis {
         available().unwrap_or(AVAILABLE_UNKNOWN).min(of_group)
     }
 
-    /// The limit follows what memory is available, and what the cache may hold.
+    /// Sets the limit from the available memory and the limit of the cache.
     fn follow_memory(&self, available: u64) {
         let cache = match self.cache.limit_bytes() {
             0 => u64::MAX,
@@ -367,7 +367,7 @@ impl Bdis {
         lock(&self.writeback).set_limit(limit, self.now());
     }
 
-    /// Memory pressure of this level: less may be dirty, and what is goes to the stores.
+    /// Applies a level of memory pressure: the limit shrinks, and dirty data is written to the stores.
     pub(crate) fn pressure(&self, level: Level) {
         let level = match level {
             Level::L0 => PressureLevel::Calm,
@@ -381,7 +381,7 @@ impl Bdis {
         }
     }
 
-    /// The figures of each, by name.
+    /// The statistics of each device, by key.
     pub(crate) fn stats(&self) -> Vec<BdiStat> {
         let devices = self.devices();
         let now = self.now();
@@ -393,7 +393,7 @@ impl Bdis {
     }
 }
 
-/// Memory of the host that can be had without swapping, bytes.
+/// Memory of the host that is available without swapping, bytes.
 fn available() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -420,10 +420,10 @@ impl ebb_cache::WritebackControl for Member {
             Verdict::Go => Duration::ZERO,
             Verdict::PauseUntil(until) => {
                 let pause = Duration::from_nanos(until.saturating_sub(now));
-                pause.clamp(Duration::from_micros(50), ASK)
+                pause.clamp(Duration::from_micros(50), LONGEST_PAUSE)
             }
-            // A frame is less than a quarter of the smallest limit there is.
-            Verdict::Split(_) => ASK,
+            // Never for a frame, which is less than a quarter of the smallest limit.
+            Verdict::Split(_) => LONGEST_PAUSE,
         }
     }
 
@@ -454,7 +454,7 @@ impl ebb_cache::WritebackControl for Member {
         let since = now.saturating_sub(u64::try_from(age.as_nanos()).unwrap_or(u64::MAX));
         let overdue = since <= plan.expired && plan.expired > 0;
         if !plan.start && !overdue || bdi.stats(now).writeback >= plan.in_flight {
-            return WritebackOrder::Wait(LOOK);
+            return WritebackOrder::Wait(FLUSHER_POLL);
         }
         WritebackOrder::Write(usize::try_from(plan.chunk).unwrap_or(usize::MAX))
     }
@@ -471,7 +471,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_partition_and_a_map_are_on_their_disk() {
+    fn a_partition_and_a_mapped_device_belong_to_their_disk() {
         let dir = tempfile::tempdir().unwrap();
         let sys = dir.path().join("dev/block");
         std::fs::create_dir_all(&sys).unwrap();
@@ -494,12 +494,12 @@ mod tests {
         let of = |major, minor| whole_disk(&sys, number(major, minor));
         assert_eq!(of(8, 1), number(8, 0));
         assert_eq!(of(253, 0), number(8, 0));
-        assert_eq!(of(253, 1), number(253, 1), "of two disks it is neither");
+        assert_eq!(of(253, 1), number(253, 1), "a map of two disks is a device of its own");
         assert_eq!(of(7, 7), number(7, 7), "unknown");
     }
 
     #[test]
-    fn a_start_costs_the_same_for_each_volume_however_many_there_are() {
+    fn the_cost_of_adding_a_volume_does_not_depend_on_the_number_of_volumes() {
         let start = Instant::now();
         let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
         let cache = Cache::without_reclaimer(&memory, ebb_cache::CacheOptions::new(start));
@@ -514,15 +514,15 @@ mod tests {
             all.push((bdis.control(key, &volume).unwrap(), volume));
         }
         let work = |at: usize| bdis.work[at].load(Ordering::Relaxed);
-        assert!(work(0) <= 2, "the host was asked {} times", work(0));
+        assert!(work(0) <= 2, "the host's memory was read {} times", work(0));
         assert_eq!(work(1), 50, "settings of each device once");
         assert_eq!(bdis.stats().len(), 50);
-        // Without any look at a volume's shards.
+        // The limit is read without visiting the shards of volumes.
         assert_eq!(cache.limit_bytes(), cache.stats().limit);
     }
 
     #[test]
-    fn a_device_that_finds_no_place_leaves_nothing_behind_and_the_remedy_is_told() {
+    fn a_device_beyond_the_limit_is_refused_with_a_remedy_and_leaves_no_state() {
         let start = Instant::now();
         let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
         let cache = Cache::without_reclaimer(&memory, ebb_cache::CacheOptions::new(start));
@@ -540,7 +540,7 @@ mod tests {
         }
         assert_eq!(all.len(), 256);
         assert_eq!(parameters.bdis_with_volumes().len(), 256);
-        // There is room again when some have gone, and those leave together.
+        // When some are removed, all at once, there is room again.
         all.truncate(100);
         bdis.settle();
         assert_eq!(parameters.bdis_with_volumes().len(), 100);
@@ -549,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn the_host_says_what_memory_is_available() {
+    fn the_host_reports_its_available_memory() {
         assert!(available().is_some_and(|bytes| bytes > 1 << 20));
     }
 }

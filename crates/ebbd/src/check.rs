@@ -1,4 +1,4 @@
-//! `--check`: whether a configuration could be served, also beside the daemon that serves it now.
+//! `--check`: checks whether a configuration can be served, also while a daemon serves it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::Context;
 use ebb_export_nbd::ServerTls;
 
-use crate::config::{Config, Listen, Tls};
+use crate::config::{Config, Listen, TlsSetting};
 use crate::daemon::tls_context;
 use crate::stores::{Expected, FileIdentity, inspect, is_in_use, open_store, to_be_created};
 
@@ -15,17 +15,18 @@ use crate::stores::{Expected, FileIdentity, inspect, is_in_use, open_store, to_b
 #[error("the configuration was checked and cannot be served")]
 pub struct CheckFailed;
 
-/// Opens what the configuration names and says `ok` for each on the way, without serving.
+/// Opens the stores of the configuration and prints `ok` for each, without serving.
 ///
 /// # Errors
-/// The first thing that cannot be opened.
+/// That of the first store, certificate or socket that cannot be used.
 pub fn check(config: &Config, say: impl FnMut(String)) -> anyhow::Result<()> {
     open_all(config, say).map_err(|error| error.context(CheckFailed))
 }
 
 fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> {
     tls_context(&config.nbd)?;
-    if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != Tls::Off) {
+    if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != TlsSetting::Off)
+    {
         ServerTls::check_dates(folder, config.nbd.tls_verify_peer).context("TLS")?;
     }
     check_sockets(config)?;
@@ -36,7 +37,7 @@ fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> 
             && let Some((other, read_only)) = files.insert(file, (name, volume.read_only))
             && !(read_only && volume.read_only)
         {
-            let remedy = "give each a file of its own, or set `read_only = true` for both";
+            let remedy = "give each volume a file of its own, or set `read_only = true` for both";
             anyhow::bail!("volumes {other} and {name} are on the same file: {remedy}");
         }
         if let Some(size) = to_be_created(volume) {
@@ -44,7 +45,7 @@ fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> 
             say(format!("ok volume {name}: {size} bytes, to be created"));
             continue;
         }
-        // That of a running daemon, most likely: the configuration is checked before it reloads.
+        // Most likely a running daemon serves it: the configuration is checked before a reload.
         if is_in_use(volume) {
             inspect(volume).with_context(|| format!("volume {name}"))?;
             say(format!("ok volume {name}: in use"));
@@ -59,7 +60,7 @@ fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Unix sockets need a folder.
+/// Checks that the directories of unix sockets exist.
 fn check_sockets(config: &Config) -> anyhow::Result<()> {
     let unix = |address: &Listen| match address {
         Listen::Unix(path) => Some(path.clone()),
@@ -69,7 +70,7 @@ fn check_sockets(config: &Config) -> anyhow::Result<()> {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
         if !folder.unwrap_or(Path::new(".")).is_dir() {
             let path = path.display();
-            anyhow::bail!("cannot listen at unix:{path}: its folder does not exist: make it");
+            anyhow::bail!("cannot listen at unix:{path}: its directory does not exist: create it");
         }
     }
     Ok(())
@@ -80,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_configuration_is_checked_beside_the_daemon_that_serves_it_and_sockets_need_folders() {
+    fn a_configuration_is_checked_while_a_daemon_serves_it_and_sockets_need_directories() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("image");
         let checked = |listen: &str| {
@@ -94,7 +95,8 @@ mod tests {
             let mut said = Vec::new();
             check(&config, |line| said.push(line)).map(|()| said)
         };
-        assert_eq!(checked("s").unwrap()[0], "ok volume disk: 1048576 bytes, to be created");
+        let expected = "ok volume disk: 1048576 bytes, to be created";
+        assert_eq!(checked("s").unwrap()[0], expected);
         let options =
             ebb_store::OpenOptions { create: Some(1 << 20), ..ebb_store::OpenOptions::default() };
         let served = ebb_store::FileStore::open(&path, &options).unwrap();
@@ -102,6 +104,6 @@ mod tests {
         drop(served);
         assert!(checked("s").unwrap()[0].starts_with("ok volume disk: 1048576 bytes"));
         let error = format!("{:#}", checked("none/s").unwrap_err());
-        assert!(error.contains("its folder does not exist: make it"), "{error}");
+        assert!(error.contains("its directory does not exist: create it"), "{error}");
     }
 }

@@ -1,8 +1,8 @@
-//! The command line: what can be typed, and how it reads in `--help`.
+//! The command line: its commands and options, and their help texts.
 //!
-//! Here a value is only checked for its form; [`ServeArgs::overrides`] hands everything to
-//! [`crate::config`], which checks ranges and what belongs together for the command line and the
-//! file alike. The manual pages and the shell completions are made from these definitions.
+//! Only the form of a value is checked here; [`ServeArgs::overrides`] passes everything to
+//! [`crate::config`], which checks ranges and combinations for the command line and the file alike.
+//! The manual pages and the shell completions are made from these definitions.
 
 use std::path::PathBuf;
 
@@ -10,14 +10,15 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
 
-use crate::config::{Choice, IdleMemory, LogLevel, Overrides, Tls};
+use crate::config::{Choice, IdleMemory, LogLevel, Overrides, TlsSetting};
 use crate::control::MAX_HOLD_SECONDS;
 use crate::size::Size;
 
 /// Serve virtual disks over NBD
 ///
 /// ebbd serves virtual disks, called volumes, to guests and tools over the NBD protocol, on unix
-/// sockets and TCP. A volume lives in a file, a block device or memory.
+/// sockets and TCP, and to Xen guests over blkif. The data of a volume is in a file, on a block
+/// device, on another NBD server or in memory.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "ebbd", version, propagate_version = false, disable_help_subcommand = true)]
 pub struct Cli {
@@ -29,53 +30,55 @@ pub struct Cli {
 /// What `ebbd` can do.
 #[derive(Clone, Debug, Subcommand)]
 pub enum Command {
-    /// Serve volumes until told to stop
+    /// Serve volumes until a signal stops the daemon
     ///
     /// Serves the volumes of the configuration file and of the command line. Settings of the
-    /// command line win over those of the file; addresses of both are used; a volume of the
+    /// command line override those of the file; addresses of both are used; a volume of the
     /// command line replaces one of the same name in the file.
     Serve(Box<ServeArgs>),
     /// Print parameters of a running daemon
     ///
-    /// Prints the value of one parameter, or a table of all with origin, range and unit. They are
-    /// described in docs/parameters.
+    /// Prints the value of one parameter, or a table of all parameters with origin, range and unit.
+    /// They are described in docs/parameters.
     Get(GetArgs),
     /// Set a parameter of a running daemon
     ///
-    /// Sets a parameter until the daemon ends, or until the configuration is read again and says
-    /// something else about it than before. The change is printed as NAME: OLD -> NEW.
+    /// Sets a parameter until the daemon ends, or until a reload finds a changed value of it in the
+    /// configuration. The change is printed as NAME: OLD -> NEW.
     Set(SetArgs),
-    /// Print what a running daemon does
+    /// Print the state and statistics of a running daemon
     ///
     /// Prints memory pressure, volumes, backing devices, memory, zones and page pools as tables. LIMIT,
-    /// USED, FREE and WSS of a zone are blocks of its SIZE in bytes (LIMIT 0 is none); EMPTY is the
-    /// time since its caches were last empty. FREE, LENT and SQUEEZED of a pool are pages of 4096
-    /// bytes. Times are seconds.
+    /// USED, FREE and WSS of a zone are numbers of blocks of SIZE bytes (LIMIT 0 is no limit); EMPTY is
+    /// the time since its caches were last empty. FREE, LENT and SQUEEZED of a pool are numbers of
+    /// pages of 4096 bytes. Times are in seconds.
     ///
-    /// Of a backing device (BDI) DIRTY waits to be written and WRITEBACK is on its way; both
-    /// together are at most THRESH, which is SHARE of the limit of all dirty data. RATE/S is what it
-    /// is estimated to write, BUSY how much of the last second it did. PAUSES counts writes that
-    /// were held up, LONGEST is the longest of them. MIN, MAX, MAXBYTES and STRICT are its parameters
-    /// min_ratio, max_ratio, max_bytes and strict_limit.
+    /// For a backing device (BDI), DIRTY is data that waits to be written and WRITEBACK is data that is
+    /// being written; together they are at most THRESH, which is the part SHARE of the limit of all
+    /// dirty data. RATE/S is the estimated write rate, BUSY the part of the last second in which the
+    /// device was busy. PAUSES counts writes that were throttled, LONGEST is the longest pause of one
+    /// write. MIN, MAX, MAXBYTES and STRICT are the parameters min_ratio, max_ratio, max_bytes and
+    /// strict_limit.
     Stat(StatArgs),
-    /// Tell a running daemon of memory pressure
+    /// Simulate memory pressure in a running daemon
     ///
-    /// Publishes a level of memory pressure inside the daemon as if the host had asked for memory:
-    /// L0 (calm), L1 (squeeze: pools of free pages empty for a moment), L2 (drain: caches empty,
-    /// too) or L3 (last resort: each worker gives back all it can). A level falls by itself.
+    /// Publishes a level of memory pressure inside the daemon, as if the host had signalled it:
+    /// L0 (calm), L1 (squeeze: page pools are emptied for a short time), L2 (drain: shared caches are
+    /// emptied, too) or L3 (last resort: each worker returns all the memory it can). A level falls by
+    /// itself.
     Pressure(PressureArgs),
-    /// Give a volume in use another size
+    /// Resize a volume that is in use
     ///
-    /// Makes the file of a volume SIZE long, or, without SIZE, takes note of the size that its file or
-    /// block device has by now. A disk of a Xen guest grows at once; an NBD client keeps the size it was
-    /// told when it connected, and learns the new one when it connects again. Prints VOLUME: OLD -> NEW
-    /// in bytes. The configuration is not changed: a `size` there must be corrected by hand.
+    /// Changes the size of a volume's file to SIZE or, without SIZE, adopts the size that its file or
+    /// block device has now. A disk of a Xen guest is resized at once; an NBD client keeps the size it
+    /// received when it connected, and gets the new one when it connects again. Prints VOLUME: OLD ->
+    /// NEW in bytes. The configuration is not changed: a `size` there must be corrected by hand.
     Resize(ResizeArgs),
     /// Attach a volume to a Xen guest, or detach it
     ///
-    /// Writes the nodes of a disk into xenstore, as a toolstack does: the guest's own driver
-    /// (xen-blkfront in Linux) finds the disk, and a daemon that serves Xen serves it. With detach
-    /// the guest is asked to let go of the disk, and its nodes are removed. Runs in dom0, as root.
+    /// Writes the xenstore nodes of a disk, as a toolstack does: the guest's driver (xen-blkfront in
+    /// Linux) finds the disk, and a daemon that serves Xen serves it. Detach asks the guest to close
+    /// the disk, and then removes its nodes. Runs in dom0, as root.
     Xen(XenArgs),
     /// Print the completion script for a shell
     Completions {
@@ -84,8 +87,8 @@ pub enum Command {
     },
     /// Write the manual pages
     Man {
-        /// The directory to write ebbd.1, ebbd.toml.5 and the pages of the commands to; it is made
-        /// if absent [default: the working directory]
+        /// The directory to write ebbd.1, ebbd.toml.5 and the pages of the commands to; it is
+        /// created if absent [default: the working directory]
         #[arg(long, value_name = "DIR", hide_default_value = true, default_value = ".")]
         out: PathBuf,
 
@@ -98,15 +101,15 @@ pub enum Command {
 /// The options of `ebbd get`.
 #[derive(Clone, Debug, Default, Args)]
 pub struct GetArgs {
-    /// The parameter; without one a table of all is printed
+    /// The parameter; without it a table of all parameters is printed
     #[arg(value_name = "NAME")]
     pub name: Option<String>,
 
-    /// Print what counts for this volume: its own value, or else the daemon's
+    /// Print the value in force for this volume: its own, or else the daemon's
     #[arg(long, value_name = "VOLUME")]
     pub volume: Option<String>,
 
-    /// Print what counts for this backing device; `ebbd stat bdi` lists them
+    /// Print the value in force for this backing device; `ebbd stat bdi` lists them
     #[arg(long, value_name = "BDI", conflicts_with = "volume")]
     pub bdi: Option<String>,
 
@@ -131,7 +134,7 @@ pub struct SetArgs {
     )]
     pub value: Option<String>,
 
-    /// Go back to what the configuration says
+    /// Go back to the value of the configuration
     #[arg(long)]
     pub unset: bool,
 
@@ -159,8 +162,8 @@ pub struct StatArgs {
     #[arg(long, conflicts_with_all = ["watch", "what"])]
     pub json: bool,
 
-    /// Show memory flowing: a table per second, or per N seconds, of what each volume read, wrote,
-    /// found in the cache, and holds of it; until interrupted
+    /// Print a table every second, or every N seconds, until interrupted: what each volume has read
+    /// and written, its cache hits, and the cache memory it holds
     #[arg(long, value_name = "N", num_args = 0..=1, default_missing_value = "1",
           conflicts_with = "what", value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub watch: Option<u64>,
@@ -202,7 +205,7 @@ pub struct ResizeArgs {
     #[arg(value_name = "SIZE", value_parser = size)]
     pub size: Option<Size>,
 
-    /// It may become smaller: the data beyond the new end is lost
+    /// Allow a smaller size: the data beyond the new end is lost
     #[arg(long)]
     pub shrink: bool,
 
@@ -222,7 +225,7 @@ pub struct XenArgs {
     #[arg(value_name = "DOMAIN")]
     pub domain: String,
 
-    /// What the guest calls the disk: xvda to xvdz, xvdaa and so on
+    /// The name of the disk in the guest: xvda to xvdz, xvdaa and so on
     #[arg(value_name = "DISK")]
     pub disk: String,
 
@@ -230,11 +233,11 @@ pub struct XenArgs {
     #[arg(value_name = "VOLUME", required_if_eq("action", "attach"))]
     pub volume: Option<String>,
 
-    /// Attach it so that the guest can only read
+    /// Attach it read-only
     #[arg(long)]
     pub read_only: bool,
 
-    /// Detach it even if the guest does not let go
+    /// Detach it even if the guest does not close it
     #[arg(long)]
     pub force: bool,
 }
@@ -261,18 +264,18 @@ pub struct ServeArgs {
     #[arg(long, value_name = "ADDRESS")]
     pub listen: Vec<String>,
 
-    /// Check the configuration and the stores, say ok for each, and exit without serving
+    /// Check the configuration and the stores, print ok for each, and exit without serving
     #[arg(long)]
     pub check: bool,
 
-    /// Refuse to start if a volume cannot be opened, instead of serving the others and trying it
-    /// again [default: false]
+    /// Refuse to start if a volume cannot be opened, instead of serving the other volumes and trying
+    /// to open it again [default: false]
     #[arg(long)]
     pub strict: bool,
 
-    /// Encrypt connections: off, on (if the client asks) or require (always) [default: off]
-    #[arg(long, value_name = "MODE", value_parser = choice::<Tls>(), hide_possible_values = true)]
-    pub tls: Option<Tls>,
+    /// Encrypt connections: off, on (if the client requests it) or require (always) [default: off]
+    #[arg(long, value_name = "MODE", value_parser = choice::<TlsSetting>(), hide_possible_values = true)]
+    pub tls: Option<TlsSetting>,
 
     /// The directory with ca-cert.pem, server-cert.pem and server-key.pem [default: none]
     #[arg(long, value_name = "DIR")]
@@ -282,11 +285,11 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE")]
     pub tls_psk: Option<PathBuf>,
 
-    /// Turn clients away that show no certificate signed by ca-cert.pem [default: false]
+    /// Refuse clients without a certificate signed by ca-cert.pem [default: false]
     #[arg(long)]
     pub tls_verify_peer: bool,
 
-    /// Connections the daemon holds at a time, 1 to 65536 [default: 256]
+    /// The maximum number of NBD connections at a time, 1 to 65536 [default: 256]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub max_clients: Option<i64>,
 
@@ -295,7 +298,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
     pub max_request: Option<Size>,
 
-    /// The memory the requests of one connection may hold, in bytes or with a unit K, M, G or T,
+    /// The memory that the requests of one connection may hold, in bytes or with a unit K, M, G or T,
     /// at least the largest request [default: 64M]
     #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
     pub connection_memory: Option<Size>,
@@ -304,38 +307,38 @@ pub struct ServeArgs {
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub workers: Option<i64>,
 
-    /// Be controlled through a unix socket at PATH, by ebbd get, set, stat and pressure, and by
-    /// HTTP. Only the daemon's user may open it [default: the path of the file]
+    /// The control socket: a unix socket at PATH for ebbd get, set, stat, pressure and resize, and
+    /// for HTTP. Only the daemon's user may open it [default: the path of the file]
     #[arg(long, value_name = "PATH")]
     pub control: Option<String>,
 
-    /// Show a page with plots, and metrics for Prometheus, at this TCP address to everybody who can
-    /// connect, such as 127.0.0.1:9477 [default: that of the file]
+    /// Serve a web page with plots, and metrics for Prometheus, at this TCP address, such as
+    /// 127.0.0.1:9477. Every client that can connect may read them [default: that of the file]
     #[arg(long, value_name = "HOST:PORT")]
     pub web: Option<String>,
 
-    /// A further name under which browsers reach the page, such as that of a proxy. May be given
-    /// several times [default: the names of the file]
+    /// An additional host name under which browsers reach the page, such as the name of a proxy. May
+    /// be given several times [default: the names of the file]
     #[arg(long, value_name = "NAME")]
     pub web_names: Vec<String>,
 
-    /// Serve disks of Xen guests, too: those of `ebbd xen attach`, and where the kernel's own
-    /// backend is not loaded those with the script block-ebbd [default: false]
+    /// Serve disks of Xen guests, too: those of `ebbd xen attach` and, if the kernel's backend is not
+    /// loaded, those with the script block-ebbd [default: false]
     #[arg(long)]
     pub xen: bool,
 
-    /// Free pages of 4096 bytes each queue keeps for requests to come, 0 to 1048576
+    /// The number of free pages of 4096 bytes that each queue keeps for later requests, 0 to 1048576
     /// [default: 1024]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub max_buffer_pages: Option<i64>,
 
-    /// How long pools of free pages keep nothing after a sign of memory pressure, in milliseconds,
+    /// How long page pools keep no free pages after a sign of memory pressure, in milliseconds,
     /// 0 to 60000 [default: 10]
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub buffer_squeeze_duration_ms: Option<i64>,
 
-    /// What becomes of I/O memory that no request uses: lend (to the kernel), drop (on memory
-    /// pressure), keep (for ever) or none (returned at once) [default: lend]
+    /// What happens to I/O memory that no request uses: lend (marked MADV_FREE), drop (returned on
+    /// memory pressure), keep (never returned) or none (returned at once) [default: lend]
     #[arg(
         long,
         value_name = "MODE",
@@ -343,18 +346,19 @@ pub struct ServeArgs {
         hide_possible_values = true
     )]
     pub idle_memory: Option<IdleMemory>,
-    /// The most memory the cache of all volumes together may hold, 1M to 1T; 0 leaves it to the
-    /// host [default: 0]
+    /// The maximum size of the cache of all volumes together, 1M to 1T; with 0 it follows the
+    /// memory of the host [default: 0]
     #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
     pub cache_max: Option<Size>,
 
-    /// What the cache keeps under memory pressure short of the last resort, 0 to 1T [default: 0]
+    /// The size down to which the cache shrinks under memory pressure other than the last resort,
+    /// 0 to 1T [default: 0]
     #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
     pub cache_min: Option<Size>,
 
-    /// How long stopping, or withdrawing a volume, may take to write what is in memory only, in
-    /// seconds, 1 to 3600. Then what was not written is listed, and the exit status is 1
-    /// [default: 60]
+    /// How long stopping the daemon, or removing a volume, may take to write dirty data, in
+    /// seconds, 1 to 3600. After that, volumes with unwritten data are listed, and the exit status
+    /// is 1 [default: 60]
     #[arg(
         long,
         value_name = "SECONDS",
@@ -364,8 +368,8 @@ pub struct ServeArgs {
     )]
     pub drain: u64,
 
-    /// What goes to the log on stderr: error, warn, info or debug, each with all before it
-    /// [default: info]
+    /// The level of the log on stderr: error, warn, info or debug; each level includes the ones
+    /// before it [default: info]
     #[arg(
         long,
         value_name = "LEVEL",
@@ -405,7 +409,7 @@ impl ServeArgs {
     }
 }
 
-/// The words of a choice; clap suggests the nearest for one it does not know.
+/// The words of a choice; clap suggests the nearest one for an unknown word.
 fn choice<T: Choice + Send + Sync>() -> impl TypedValueParser<Value = T> {
     PossibleValuesParser::new(T::names()).try_map(|word| T::parse(&word))
 }
@@ -436,12 +440,12 @@ mod tests {
     }
 
     #[test]
-    fn clap_finds_no_fault() {
+    fn the_command_definition_passes_the_checks_of_clap() {
         Cli::command().debug_assert();
     }
 
     #[test]
-    fn every_option_arrives() {
+    fn every_option_is_passed_to_the_configuration() {
         let args = serve(&[
             "--config=c.toml",
             "--volume=a=memory:1G",
@@ -477,7 +481,7 @@ mod tests {
             Overrides {
                 volumes: vec!["a=memory:1G".into(), "b=null:1G,default=true".into()],
                 listen: vec!["unix:/a".into(), "tcp:h:1".into()],
-                tls: Some(Tls::Require),
+                tls: Some(TlsSetting::Require),
                 tls_certificates: Some("/c".into()),
                 tls_psk: Some("/p".into()),
                 tls_verify_peer: true,
@@ -501,12 +505,12 @@ mod tests {
     }
 
     #[test]
-    fn nothing_given_overrides_nothing() {
+    fn without_options_there_are_no_overrides() {
         assert_eq!(serve(&[]).unwrap().overrides(0), Overrides::default());
     }
 
     #[test]
-    fn what_clap_refuses_comes_with_advice() {
+    fn an_invalid_option_is_refused_with_a_suggestion() {
         for (args, advice) in [
             (["--tls", "required"], "'require'"),
             (["--log", "inf"], "'info'"),
@@ -521,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn the_help_and_the_keys_agree() {
+    fn the_help_texts_and_the_keys_agree() {
         let mut command = Cli::command();
         let serve = command.find_subcommand_mut("serve").unwrap();
         for key in TOP.keys.iter().chain(NBD.keys) {
@@ -548,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn completions_for_every_shell() {
+    fn there_are_completions_for_every_shell() {
         for shell in Shell::value_variants() {
             let script = String::from_utf8(completions(*shell)).unwrap();
             assert!(script.contains("connection-memory"), "{shell}");

@@ -1,7 +1,7 @@
-//! `ebbd get`, `set`, `stat`, `resize` and `pressure`: what the control socket says, for people.
+//! `ebbd get`, `set`, `stat`, `resize` and `pressure`: the client of the control socket.
 //!
-//! The client speaks HTTP/1.0, so that an answer is never in pieces and ends with the connection.
-//! It reads no more than a bounded answer and waits no longer than a bounded time.
+//! The client speaks HTTP/1.0, so that a reply is not chunked and ends with the connection. The size
+//! of a reply and the time to wait for it are bounded.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 
-use self::show::Table;
+use self::show::TextTable;
 use crate::cli::{GetArgs, PressureArgs, ResizeArgs, SetArgs, StatArgs};
 use crate::config::value::control_path;
-use crate::control::{ChangeView, DEFAULT_PATH, Failure, ParameterView, ResizeView};
+use crate::control::{ChangeView, DEFAULT_PATH, ErrorBody, ParameterView, ResizeView};
 use crate::size::Size;
 use crate::stat::Stat;
 
@@ -23,16 +23,16 @@ mod watch;
 /// The environment variable with the path of the control socket.
 pub const SOCKET_VARIABLE: &str = "EBBD_CONTROL";
 
-/// How long the daemon may be silent.
-const SILENCE: Duration = Duration::from_secs(30);
-/// The longest answer, bytes: enough for the figures of ten thousand volumes.
-const MAX_ANSWER_BYTES: u64 = 64 << 20;
+/// How long the daemon may take to reply.
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// The longest reply, bytes: enough for the statistics of ten thousand volumes.
+const MAX_REPLY_BYTES: u64 = 64 << 20;
 
-/// Why there is no answer.
+/// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
-    /// The daemon refused what was asked for: a mistake on the command line.
+    /// The daemon refused the request: a mistake on the command line.
     #[error("{message}; {remedy}")]
     #[allow(missing_docs, reason = "the fields are the words of the message")]
     Refused { message: String, remedy: String },
@@ -40,18 +40,18 @@ pub enum ClientError {
     #[error("the daemon failed: {message}; {remedy}")]
     #[allow(missing_docs, reason = "the fields are the words of the message")]
     Failed { message: String, remedy: String },
-    /// Nobody answers.
+    /// The daemon cannot be reached, or does not reply.
     #[error("cannot reach the daemon at {}{remedy}", path.display())]
     #[allow(missing_docs, reason = "the fields are the words of the message")]
     Unreachable { path: PathBuf, remedy: &'static str, source: io::Error },
-    /// What came back is no answer of ebbd.
+    /// The reply is not one of ebbd.
     #[error("{}: {what}; is the daemon an ebbd of this version?", path.display())]
     #[allow(missing_docs, reason = "the fields are the words of the message")]
-    NoAnswer { path: PathBuf, what: String },
+    InvalidReply { path: PathBuf, what: String },
 }
 
 impl ClientError {
-    /// Whether it is a mistake of whoever typed the command.
+    /// Whether it is a mistake on the command line.
     pub fn is_usage(&self) -> bool {
         matches!(self, Self::Refused { .. })
     }
@@ -62,7 +62,7 @@ impl ClientError {
 /// # Errors
 /// [`ClientError`].
 pub fn get(args: &GetArgs) -> Result<String, ClientError> {
-    let daemon = Daemon::new(args.control.as_deref())?;
+    let daemon = DaemonClient::new(args.control.as_deref())?;
     let target = parameters(args.volume.as_deref(), args.bdi.as_deref());
     if let Some(name) = &args.name {
         let view: ParameterView =
@@ -70,19 +70,19 @@ pub fn get(args: &GetArgs) -> Result<String, ClientError> {
         return Ok(format!("{}\n", view.text));
     }
     let views: Vec<ParameterView> = daemon.json("GET", &target, None)?;
-    let mut table = Table::new(&["PARAMETER", "VALUE", "ORIGIN", "RANGE", "UNIT"], 0b1_1101);
+    let mut table = TextTable::new(&["PARAMETER", "VALUE", "ORIGIN", "RANGE", "UNIT"], 0b1_1101);
     for view in views {
         table.row([view.name, view.text, view.origin, view.range, view.unit]);
     }
     Ok(table.text())
 }
 
-/// Sets or unsets a parameter, and says what changed.
+/// Sets or unsets a parameter, and returns the change as text.
 ///
 /// # Errors
 /// [`ClientError`].
 pub fn set(args: &SetArgs) -> Result<String, ClientError> {
-    let daemon = Daemon::new(args.control.as_deref())?;
+    let daemon = DaemonClient::new(args.control.as_deref())?;
     let owner = parameters(args.volume.as_deref(), args.bdi.as_deref());
     let target = format!("{owner}/{}", encoded(&args.name));
     let body = args.value.as_ref().map(|value| serde_json::json!({ "value": value }).to_string());
@@ -97,33 +97,33 @@ pub fn set(args: &SetArgs) -> Result<String, ClientError> {
 /// [`ClientError`].
 pub fn pressure(args: &PressureArgs) -> Result<String, ClientError> {
     let body = serde_json::json!({ "level": args.level, "seconds": args.seconds }).to_string();
-    let daemon = Daemon::new(args.control.as_deref())?;
+    let daemon = DaemonClient::new(args.control.as_deref())?;
     let _: serde_json::Value = daemon.json("POST", "/v1/pressure", Some(&body))?;
     Ok(String::new())
 }
 
-/// Gives a volume another size.
+/// Resizes a volume.
 ///
 /// # Errors
 /// [`ClientError`].
 pub fn resize(args: &ResizeArgs) -> Result<String, ClientError> {
     let size = args.size.map(Size::bytes);
     let body = serde_json::json!({ "size": size, "shrink": args.shrink }).to_string();
-    let daemon = Daemon::new(args.control.as_deref())?;
+    let daemon = DaemonClient::new(args.control.as_deref())?;
     let target = format!("/v1/volumes/{}/resize", encoded(&args.volume));
     let view: ResizeView = daemon.json("POST", &target, Some(&body))?;
     Ok(format!("{}: {} -> {}\n", view.name, view.from, view.size))
 }
 
-/// The figures of the daemon: tables, or JSON.
+/// The statistics of the daemon, as tables or JSON.
 ///
 /// # Errors
 /// [`ClientError`].
 pub fn stat(args: &StatArgs) -> Result<String, ClientError> {
-    let daemon = Daemon::new(args.control.as_deref())?;
+    let daemon = DaemonClient::new(args.control.as_deref())?;
     if args.json {
         let bytes = daemon.request("GET", "/v1/stat", None)?;
-        return String::from_utf8(bytes).map_err(|_| daemon.no_answer("the answer is no text"));
+        return String::from_utf8(bytes).map_err(|_| daemon.invalid("the reply is not UTF-8 text"));
     }
     let stat: Stat = daemon.json("GET", "/v1/stat", None)?;
     Ok(match &args.what {
@@ -132,8 +132,8 @@ pub fn stat(args: &StatArgs) -> Result<String, ClientError> {
     })
 }
 
-/// Shows the flow of memory and requests, again and again, until `show` says that it is enough or
-/// the daemon is gone.
+/// Passes the table of `stat --watch` to `show`, repeatedly, until `show` returns false or the daemon
+/// cannot be reached.
 ///
 /// # Errors
 /// [`ClientError`].
@@ -142,7 +142,7 @@ pub fn watch(
     seconds: u64,
     mut show: impl FnMut(&str) -> bool,
 ) -> Result<(), ClientError> {
-    let daemon = Daemon::new(args.control.as_deref())?;
+    let daemon = DaemonClient::new(args.control.as_deref())?;
     let mut before: Stat = daemon.json("GET", "/v1/stat", None)?;
     loop {
         std::thread::sleep(Duration::from_secs(seconds));
@@ -172,7 +172,7 @@ fn encoded(name: &str) -> String {
             out.push_str(&format!("%{byte:02X}"));
         }
     }
-    // Two names that paths understand otherwise.
+    // These two have a special meaning in paths.
     match out.as_str() {
         "." => "%2E".to_owned(),
         ".." => "%2E%2E".to_owned(),
@@ -180,12 +180,12 @@ fn encoded(name: &str) -> String {
     }
 }
 
-struct Daemon {
+struct DaemonClient {
     path: PathBuf,
 }
 
-impl Daemon {
-    /// The daemon at the socket of the option, of the environment, or at the usual one.
+impl DaemonClient {
+    /// The daemon at the socket of the option, of the environment variable, or at the default path.
     fn new(option: Option<&str>) -> Result<Self, ClientError> {
         let variable = std::env::var(SOCKET_VARIABLE).ok().filter(|path| !path.is_empty());
         let text = option.map(str::to_owned).or(variable);
@@ -195,8 +195,8 @@ impl Daemon {
         Ok(Self { path })
     }
 
-    fn no_answer(&self, what: impl Into<String>) -> ClientError {
-        ClientError::NoAnswer { path: self.path.clone(), what: what.into() }
+    fn invalid(&self, what: impl Into<String>) -> ClientError {
+        ClientError::InvalidReply { path: self.path.clone(), what: what.into() }
     }
 
     fn json<T: DeserializeOwned>(
@@ -206,10 +206,10 @@ impl Daemon {
         body: Option<&str>,
     ) -> Result<T, ClientError> {
         let bytes = self.request(method, target, body)?;
-        serde_json::from_slice(&bytes).map_err(|error| self.no_answer(error.to_string()))
+        serde_json::from_slice(&bytes).map_err(|error| self.invalid(error.to_string()))
     }
 
-    /// The body of a good answer.
+    /// Sends a request, and returns the body of a successful reply.
     fn request(
         &self,
         method: &str,
@@ -225,22 +225,21 @@ impl Daemon {
         let answer = exchange(&self.path, request.as_bytes()).map_err(|source| {
             let remedy = match source.kind() {
                 io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
-                    " (start it with `control` in its configuration, or name its socket with \
+                    " (start it with `control` in its configuration, or give its socket with \
                      --control)"
                 }
-                io::ErrorKind::PermissionDenied => " (be the daemon's user, or root)",
-                io::ErrorKind::WouldBlock => " (it does not answer in time)",
+                io::ErrorKind::PermissionDenied => " (run this as the daemon's user, or as root)",
+                io::ErrorKind::WouldBlock => " (it did not reply in time)",
                 _ => "",
             };
             ClientError::Unreachable { path: self.path.clone(), remedy, source }
         })?;
-        let (status, body) =
-            split(&answer).ok_or_else(|| self.no_answer("what came back is no HTTP"))?;
+        let (status, body) = split(&answer).ok_or_else(|| self.invalid("the reply is not HTTP"))?;
         if (200..300).contains(&status) {
             return Ok(body.to_vec());
         }
-        let Ok(failure) = serde_json::from_slice::<Failure>(body) else {
-            return Err(self.no_answer(format!("it answers with status {status}")));
+        let Ok(failure) = serde_json::from_slice::<ErrorBody>(body) else {
+            return Err(self.invalid(format!("it replied with status {status}")));
         };
         let (message, remedy) = (failure.message, failure.remedy);
         Err(match status {
@@ -252,19 +251,19 @@ impl Daemon {
 
 fn exchange(path: &Path, request: &[u8]) -> io::Result<Vec<u8>> {
     let mut stream = UnixStream::connect(path)?;
-    stream.set_read_timeout(Some(SILENCE))?;
-    stream.set_write_timeout(Some(SILENCE))?;
-    // A daemon that refuses a request early closes; its answer still is there to be read.
+    stream.set_read_timeout(Some(TIMEOUT))?;
+    stream.set_write_timeout(Some(TIMEOUT))?;
+    // A daemon that refuses a request early closes the connection, and its reply can still be read.
     let written = stream.write_all(request);
     let mut answer = Vec::new();
-    stream.take(MAX_ANSWER_BYTES).read_to_end(&mut answer)?;
+    stream.take(MAX_REPLY_BYTES).read_to_end(&mut answer)?;
     if answer.is_empty() {
         written?;
     }
     Ok(answer)
 }
 
-/// The status and the body of an HTTP answer.
+/// The status and the body of an HTTP reply.
 fn split(answer: &[u8]) -> Option<(u16, &[u8])> {
     let end = answer.windows(4).position(|window| window == b"\r\n\r\n")?;
     let (head, body) = answer.split_at(end);
@@ -282,14 +281,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_in_paths() {
+    fn names_in_paths_are_percent_encoded() {
         assert_eq!(encoded("max_buffer_pages"), "max_buffer_pages");
         assert_eq!(encoded("install cd/é"), "install%20cd%2F%C3%A9");
         assert_eq!(encoded(".."), "%2E%2E");
     }
 
     #[test]
-    fn answers() {
+    fn a_reply_is_split_into_status_and_body() {
         assert_eq!(split(b"HTTP/1.1 404 Not Found\r\na: b\r\n\r\n{}"), Some((404, &b"{}"[..])));
         for bad in ["", "HTTP/1.1 200 OK\r\n", "SSH-2.0\r\n\r\n", "HTTP/1.1 x\r\n\r\n"] {
             assert_eq!(split(bad.as_bytes()), None, "{bad}");
@@ -298,7 +297,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_answer_panics(answer: Vec<u8>, tail in "HTTP/1.1 [0-9]{0,6}\r\n\r\n.*") {
+        fn no_reply_panics(answer: Vec<u8>, tail in "HTTP/1.1 [0-9]{0,6}\r\n\r\n.*") {
             let _ = split(&answer);
             let _ = split(tail.as_bytes());
         }

@@ -1,9 +1,10 @@
-//! The daemon's life: what the engine has no part in. Signals, the service manager, sockets.
+//! Start, reload and stop of the daemon, as far as they concern signals, the service manager and sockets. Volumes are
+//! the engine's ([`crate::engine`]).
 //!
-//! The main thread waits for events: signals, and what the engine has done on a worker. SIGTERM or SIGINT: nobody is
-//! let in any more, requests under way end and are answered, every volume is flushed, exit. A second one while that
-//! lasts gives the volumes that can be written a moment more; a third gives up at once. SIGHUP: the configuration file
-//! is read again. A stop interrupts a start and a reload.
+//! The main thread waits for events: signals, and steps that the engine has completed on a worker. On SIGTERM or
+//! SIGINT the daemon stops accepting connections, completes the requests in flight, flushes every volume and exits. A
+//! second signal meanwhile leaves [`HURRY`] for data that can still be written; a third one exits at once. SIGHUP
+//! reloads the configuration file. A stop interrupts a start and a reload.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -21,16 +22,16 @@ use ebb_mem::{Memory, Policy};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
 use crate::cli::ServeArgs;
-use crate::config::{Choice, Config, ConfigError, IdleMemory, LogLevel, Nbd, Tls};
-use crate::control::{Control, ControlError, Shared, Web};
-use crate::engine::{Engine, HelperThreads, Parts, Phase, Report};
+use crate::config::{Choice, Config, ConfigError, IdleMemory, LogLevel, NbdConfig, TlsSetting};
+use crate::control::{ControlContext, ControlError, ControlServer, PageAddress};
+use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase};
 use crate::listener::{self, ListenError, Listener};
 use crate::outages;
 use crate::params::{Configured, Key, Live, Parameters};
 use crate::pressure_response;
 use crate::stat;
 
-/// Bounds of the ceiling of I/O memory, and what it is where no limit can be found, bytes.
+/// Bounds of the ceiling of I/O memory, and its value if no limit of the host is known, bytes.
 const CEILING_MIN: usize = 64 << 20;
 const CEILING_MAX: usize = 1 << 40;
 const CEILING_UNKNOWN: u64 = 1 << 30;
@@ -38,11 +39,10 @@ const CEILING_UNKNOWN: u64 = 1 << 30;
 /// Changes the level of the log while the daemon runs.
 pub type SetLogLevel = Box<dyn Fn(LogLevel) + Send + Sync>;
 
-/// How long a start waits for stores of which none answers, before it says that it is ready without them, or with
-/// `--strict` refuses. More than
-/// a successor waits for the lock of an image.
+/// How long a start waits while no further store is opened, before it reports that it is ready without the missing
+/// ones, or with `--strict` fails. Longer than a successor waits for the lock of an image.
 const START_PATIENCE: Duration = Duration::from_secs(6);
-/// How long a stop may still take once it was asked for again.
+/// How long a stop may still take after a second signal.
 const HURRY: Duration = Duration::from_secs(3);
 
 /// What the main thread waits for.
@@ -50,13 +50,13 @@ enum Event {
     Signal(i32),
     /// The engine has started.
     Started,
-    /// The configuration file was read again.
+    /// The configuration file was read for a reload.
     Loaded(Box<Result<Loaded, ConfigError>>),
     Reloaded,
-    Stopped(Report),
+    Stopped(StopReport),
 }
 
-/// What a reload reads.
+/// The files that a reload has read.
 struct Loaded {
     config: Config,
     tls: anyhow::Result<Option<ServerTls>>,
@@ -68,11 +68,11 @@ struct Daemon {
     inherited: usize,
     server: Server,
     workers: Vec<Worker>,
-    nbd: Nbd,
+    nbd: NbdConfig,
     events: Receiver<Event>,
-    /// For those who tell.
-    teller: Sender<Event>,
-    /// Listens to memory pressure as long as it is here.
+    /// Cloned for every thread and task that sends events.
+    sender: Sender<Event>,
+    /// Monitors memory pressure until it is dropped.
     _monitor: Option<Monitor>,
 }
 
@@ -80,30 +80,30 @@ struct Daemon {
 #[derive(Debug)]
 pub struct EarlySignals {
     hangup: Arc<AtomicBool>,
-    /// The daemon was told to end.
+    /// A signal has requested the end of the daemon.
     end: Arc<AtomicBool>,
 }
 
 impl EarlySignals {
-    /// From now on SIGHUP asks for a reload, which is made when the daemon has started, and a file that reaches the
-    /// process's limit of size (`RLIMIT_FSIZE`) is an error of the write and ends nothing. To be called before the
-    /// configuration is read: a reload that is asked for while it is read must not be lost.
+    /// From now on SIGHUP requests a reload, which takes place when the daemon has started, and a write beyond the
+    /// process's limit of file size (`RLIMIT_FSIZE`) fails with an error and does not end the process. Call this before
+    /// the configuration is read: a reload that is requested meanwhile must not be lost.
     ///
     /// # Errors
-    /// The system has no more signal handlers to give.
+    /// If the signal handlers cannot be installed.
     pub fn watch() -> std::io::Result<EarlySignals> {
         let hangup = Arc::<AtomicBool>::default();
         signal_hook::flag::register(SIGHUP, hangup.clone())?;
-        // Caught is as good as ignored: the write fails with EFBIG.
+        // With a handler the write fails with EFBIG, as if the signal were ignored.
         signal_hook::flag::register(SIGXFSZ, Arc::default())?;
         Ok(EarlySignals { hangup, end: Arc::default() })
     }
 }
 
-/// Serves until told to stop.
+/// Serves until a signal stops the daemon.
 ///
 /// # Errors
-/// What kept it from starting, or data that could not be made stable at the end.
+/// If it cannot start, or if data could not be flushed at the end.
 pub fn serve(
     config: &Config,
     args: ServeArgs,
@@ -113,8 +113,8 @@ pub fn serve(
     let started = ebb_mem::clock::now();
     raise_descriptor_limit();
     warn_of_certificates(config);
-    let (teller, events) = channel();
-    watch_signals(teller.clone(), signals)?;
+    let (sender, events) = channel();
+    watch_signals(sender.clone(), signals)?;
     let inherited = listener::inherited().context("LISTEN_FDS")?;
     let parameters = Parameters::new(&Configured::from(config));
     let limits = LiveLimits::new(&parameters);
@@ -135,27 +135,27 @@ pub fn serve(
         }
     }
     let workers = start_workers(config.workers, &memory)?;
-    let engine = Engine::new(Parts {
+    let engine = Engine::new(EngineParts {
         server: server.clone(),
         parameters: parameters.clone(),
         cache: cache.clone(),
         workers: handles(&workers),
         opener: Arc::new(HelperThreads),
         drain: Duration::from_secs(args.drain),
-        // Of I/O memory half may be dirty: requests and reads need some, too.
+        // Half of the I/O memory may be dirty; the other half is left for requests and reads.
         dirty_max: u64::try_from(memory.arena_stats().ceiling / 2).unwrap_or(u64::MAX),
         started,
     })
     .context("writeback")?;
-    let monitor = listen_to_pressure();
+    let monitor = monitor_pressure();
     let grants = Arc::<XenParameters>::default();
     parameters.govern_grants(&grants);
-    let answers = monitor
-        .as_ref()
-        .map(|monitor| pressure_response::answer(monitor, &memory, &cache, engine.bdis(), &grants));
-    keep_time(&workers[0].handle(), memory.clone());
+    let response = monitor.as_ref().map(|monitor| {
+        pressure_response::subscribe(monitor, &memory, &cache, engine.bdis(), &grants)
+    });
+    maintain_memory(&workers[0].handle(), memory.clone());
     engine.keep_dirty_limits(&workers[0].handle());
-    outages::tell(&workers[0].handle(), server.clone());
+    outages::monitor(&workers[0].handle(), server.clone());
     let daemon = Daemon {
         engine: engine.clone(),
         args,
@@ -164,7 +164,7 @@ pub fn serve(
         workers,
         nbd: config.nbd.clone(),
         events,
-        teller,
+        sender,
         _monitor: monitor,
     };
     if !daemon.start(config)? {
@@ -184,27 +184,27 @@ pub fn serve(
         }
         false => None,
     };
-    let memory = stat::Memory::new(Some(memory), daemon._monitor.as_ref())
+    let memory = stat::StatSources::new(Some(memory), daemon._monitor.as_ref())
         .with_cache(cache)
         .with_bdis(engine.bdis().clone());
     let engine = Some(engine);
-    let shared = Shared { engine, server, parameters, memory, workers, xen, started };
+    let shared = ControlContext { engine, server, parameters, memory, workers, xen, started };
     let control = match start_control(config, shared, &signals.end) {
-        // The signal is the next event but for reloads.
+        // The event of the signal is in the queue already.
         Err(ControlError::Listen(ListenError::Interrupted)) => return daemon.run(listeners),
         started => started?,
     };
     daemon.listen(&listeners)?;
-    daemon.say_ready();
+    daemon.report_ready();
     let outcome = daemon.run(listeners);
-    // To the end it shows what the daemon waits for.
-    drop((control, answers));
+    // Kept until here, so that the control socket shows what a stop waits for.
+    drop((control, response));
     outcome
 }
 
-/// Certificates that are out of date are served with: clients that do not look at them still can.
+/// Warns of expired certificates. They are used nevertheless, because some clients do not verify them.
 fn warn_of_certificates(config: &Config) {
-    if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != Tls::Off)
+    if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != TlsSetting::Off)
         && let Err(error) = ServerTls::check_dates(folder, config.nbd.tls_verify_peer)
     {
         tracing::warn!("TLS: {error}");
@@ -222,43 +222,44 @@ fn handles(workers: &[Worker]) -> Vec<WorkerHandle> {
     workers.iter().map(Worker::handle).collect()
 }
 
-/// The control socket and the page, where they are wanted.
+/// Starts the control socket and the page, if they are configured.
 fn start_control(
     config: &Config,
-    shared: Shared,
+    shared: ControlContext,
     end: &AtomicBool,
-) -> Result<Option<Control>, ControlError> {
+) -> Result<Option<ControlServer>, ControlError> {
     if config.control.is_none() && config.web.is_none() {
         return Ok(None);
     }
     let socket = config.control.as_deref();
-    let web = config.web.as_deref().map(|address| Web { address, names: &config.web_names });
-    Control::start(socket, web, Arc::new(shared), end).map(Some)
+    let web =
+        config.web.as_deref().map(|address| PageAddress { address, names: &config.web_names });
+    ControlServer::start(socket, web, Arc::new(shared), end).map(Some)
 }
 
-/// With `--strict` all volumes are served, or none.
+/// With `--strict` the start fails unless all volumes are served.
 fn refuse_if_degraded(engine: &Engine) -> anyhow::Result<()> {
     let states = engine.states();
-    let Some(state) = states.iter().find(|state| state.phase != Phase::Serving) else {
+    let Some(state) = states.iter().find(|state| state.phase != VolumePhase::Serving) else {
         return Ok(());
     };
     let reason = state.failure.as_ref().map(|failure| failure.reason.clone());
     let reason = reason.unwrap_or_else(|| {
         format!(
-            "its store has not answered within {} s: see to it, or start without --strict, which serves the other \
-             volumes and tries this one again",
+            "its store has not answered within {} s: check it, or start without --strict, so that the other volumes \
+             are served and this one is tried again",
             START_PATIENCE.as_secs()
         )
     });
     anyhow::bail!("volume {}: {reason} (--strict)", state.name)
 }
 
-/// Has signals told as events. The third that asks for an end ends the process, whatever the main thread does.
-fn watch_signals(teller: Sender<Event>, early: &EarlySignals) -> anyhow::Result<()> {
+/// Sends signals as events. The third SIGTERM or SIGINT ends the process, whatever the main thread does.
+fn watch_signals(sender: Sender<Event>, early: &EarlySignals) -> anyhow::Result<()> {
     let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     if early.hangup.load(Ordering::SeqCst) {
-        // The receiver is with the caller.
-        let _ = teller.send(Event::Signal(SIGHUP));
+        // The caller has the receiver.
+        let _ = sender.send(Event::Signal(SIGHUP));
     }
     let end = early.end.clone();
     let watch = move || {
@@ -271,8 +272,8 @@ fn watch_signals(teller: Sender<Event>, early: &EarlySignals) -> anyhow::Result<
             if ends > 2 {
                 signal_hook::low_level::exit(1);
             }
-            // Nobody listens any more when the process ends.
-            let _ = teller.send(Event::Signal(signal));
+            // The receiver is dropped when the process ends.
+            let _ = sender.send(Event::Signal(signal));
         }
     };
     let thread = std::thread::Builder::new().name("ebbd-signals".into()).stack_size(128 << 10);
@@ -280,17 +281,17 @@ fn watch_signals(teller: Sender<Event>, early: &EarlySignals) -> anyhow::Result<
     Ok(())
 }
 
-/// Each volume and each client takes a descriptor: use what the system allows.
+/// Raises the limit of open files to the maximum: each volume and each client needs a descriptor.
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
     if let Err(error) = setrlimit(Resource::Nofile, raised) {
-        tracing::warn!(%error, "could not raise the limit of open files");
+        tracing::warn!(%error, "cannot raise the limit of open files");
     }
 }
 
-/// The parameters that are limits of the NBD server.
+/// The parameters that limit the NBD server.
 struct LiveLimits {
     max_clients: Live,
     max_request: Live,
@@ -317,7 +318,7 @@ impl LiveLimits {
     }
 }
 
-/// Has the server and the log follow their parameters.
+/// Applies changes of parameters to the server and the log.
 fn follow(parameters: &Parameters, server: Server, limits: LiveLimits, set_log_level: SetLogLevel) {
     parameters.watch(move |change| match change.key {
         Key::MaxClients | Key::MaxRequest | Key::ConnectionMemory => {
@@ -329,17 +330,17 @@ fn follow(parameters: &Parameters, server: Server, limits: LiveLimits, set_log_l
                 set_log_level(*level);
             }
         }
-        // Users of the others read them where they need them.
+        // The other parameters are read where they are used.
         _ => {}
     });
 }
 
-/// The daemon's I/O memory: at most half of what the host, or the control group, allows.
+/// The daemon's I/O memory: at most half of the memory of the host or of the control group.
 fn elastic_memory(started: Instant, idle: IdleMemory) -> anyhow::Result<Arc<Memory>> {
     let limit = ebb_mem::pressure::limit(&ebb_mem::pressure::Roots::default());
     let bytes = limit.map_or(CEILING_UNKNOWN, |limit| limit.bytes / 2);
     let ceiling = usize::try_from(bytes).unwrap_or(usize::MAX).clamp(CEILING_MIN, CEILING_MAX);
-    tracing::debug!(bytes = ceiling, "ceiling of I/O memory");
+    tracing::debug!(bytes = ceiling, "the ceiling of I/O memory");
     let mut options = ebb_mem::Options::new(ceiling, started);
     options.lend = idle == IdleMemory::Lend;
     options.policy = match idle {
@@ -376,8 +377,8 @@ fn start_cache(
     Ok(cache)
 }
 
-/// The memory's estimates go by the second.
-fn keep_time(worker: &WorkerHandle, memory: Arc<Memory>) {
+/// Updates the memory's estimates once a second.
+fn maintain_memory(worker: &WorkerHandle, memory: Arc<Memory>) {
     worker.spawn(move |io| async move {
         loop {
             io.sleep(Duration::from_secs(1)).await;
@@ -386,12 +387,12 @@ fn keep_time(worker: &WorkerHandle, memory: Arc<Memory>) {
     });
 }
 
-/// Listens to what the host says of memory. A host that says nothing is no reason not to serve.
-fn listen_to_pressure() -> Option<Monitor> {
+/// Starts the monitor of the host's memory pressure. Without it the daemon serves nevertheless.
+fn monitor_pressure() -> Option<Monitor> {
     let mut options = ebb_mem::pressure::MonitorOptions::new(u64::from(std::process::id()));
     options.systemd = Watch::from_environment();
     options.on_lost_source = Some(Box::new(|finding| {
-        tracing::warn!("no longer listening to memory pressure: {finding}");
+        tracing::warn!("a source of memory pressure has failed: {finding}");
     }));
     match Monitor::start(options) {
         Ok((monitor, report)) => {
@@ -407,28 +408,28 @@ fn listen_to_pressure() -> Option<Monitor> {
             Some(monitor)
         }
         Err(error) => {
-            tracing::warn!(error = %anyhow::Error::from(error), "nobody listens to memory pressure");
+            tracing::warn!(error = %anyhow::Error::from(error), "cannot monitor memory pressure");
             None
         }
     }
 }
 
-fn tls_policy(tls: Tls) -> ebb_export_nbd::TlsMode {
+fn tls_policy(tls: TlsSetting) -> ebb_export_nbd::TlsMode {
     match tls {
-        Tls::Off => ebb_export_nbd::TlsMode::Off,
-        Tls::On => ebb_export_nbd::TlsMode::On,
-        Tls::Require => ebb_export_nbd::TlsMode::Require,
+        TlsSetting::Off => ebb_export_nbd::TlsMode::Off,
+        TlsSetting::On => ebb_export_nbd::TlsMode::On,
+        TlsSetting::Require => ebb_export_nbd::TlsMode::Require,
     }
 }
 
-pub(crate) fn tls_context(nbd: &Nbd) -> anyhow::Result<Option<ServerTls>> {
-    if nbd.tls == Tls::Off {
+pub(crate) fn tls_context(nbd: &NbdConfig) -> anyhow::Result<Option<ServerTls>> {
+    if nbd.tls == TlsSetting::Off {
         return Ok(None);
     }
     let context = match (&nbd.tls_psk, &nbd.tls_certificates) {
         (Some(file), _) => ServerTls::from_psk(file),
         (None, Some(folder)) => ServerTls::from_certificates(folder, nbd.tls_verify_peer),
-        // The configuration demands one of the two.
+        // The configuration requires one of the two.
         (None, None) => return Ok(None),
     };
     Ok(Some(context.context("TLS")?))
@@ -436,7 +437,7 @@ pub(crate) fn tls_context(nbd: &Nbd) -> anyhow::Result<Option<ServerTls>> {
 
 impl Daemon {
     fn first_worker(&self) -> WorkerHandle {
-        // There is at least one: the configuration says so.
+        // The configuration has at least one worker.
         self.workers[0].handle()
     }
 
@@ -453,27 +454,27 @@ impl Daemon {
         Ok(())
     }
 
-    /// Runs a future of the engine on a worker, and tells when it is over.
+    /// Runs a future of the engine on a worker, and sends its event when it has completed.
     fn drive<Fut>(&self, step: impl FnOnce(Arc<Engine>, Io) -> Fut + Send + 'static)
     where
         Fut: Future<Output = Event> + 'static,
     {
-        let (engine, teller) = (self.engine.clone(), self.teller.clone());
+        let (engine, sender) = (self.engine.clone(), self.sender.clone());
         self.first_worker().spawn(move |io| {
             let step = step(engine, io);
             async move {
-                // Nobody listens any more when the process ends.
-                let _ = teller.send(step.await);
+                // The receiver is dropped when the process ends.
+                let _ = sender.send(step.await);
             }
         });
     }
 
     fn next_event(&self) -> anyhow::Result<Event> {
-        // The daemon holds a sender itself.
+        // `self` has a sender, so that this cannot fail.
         self.events.recv().context("the threads of the daemon have ended")
     }
 
-    /// Opens the volumes; false if told to stop meanwhile. A reload that is asked for meanwhile comes next.
+    /// Opens the volumes; false if a signal requested a stop meanwhile. A reload that was requested meanwhile follows.
     fn start(&self, config: &Config) -> anyhow::Result<bool> {
         let config = config.clone();
         self.drive(move |engine, io| async move {
@@ -489,23 +490,23 @@ impl Daemon {
             }
         }
         if reload {
-            // The receiver is here.
-            let _ = self.teller.send(Event::Signal(SIGHUP));
+            // `self` has the receiver.
+            let _ = self.sender.send(Event::Signal(SIGHUP));
         }
         Ok(true)
     }
 
-    fn say_ready(&self) {
+    fn report_ready(&self) {
         let states = self.engine.states();
-        let served = states.iter().filter(|state| state.phase == Phase::Serving).count();
-        for state in states.iter().filter(|state| state.phase == Phase::Opening) {
+        let served = states.iter().filter(|state| state.phase == VolumePhase::Serving).count();
+        for state in states.iter().filter(|state| state.phase == VolumePhase::Opening) {
             tracing::warn!(
                 volume = state.name,
-                "its store does not answer: offered as soon as it is opened"
+                "its store does not respond: it is served as soon as the store is opened"
             );
         }
         tracing::info!(volumes = served, of = states.len(), "ready");
-        // Without a service manager there is nobody to tell.
+        // This fails without a service manager.
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
     }
 
@@ -515,7 +516,7 @@ impl Daemon {
             match self.next_event()? {
                 Event::Signal(SIGHUP) if reading => {
                     tracing::info!(
-                        "the configuration file is still being read: it is read again after that"
+                        "the configuration file is still being read: it is read once more afterwards"
                     );
                     again = true;
                 }
@@ -532,14 +533,16 @@ impl Daemon {
 
     fn stop(self, listeners: Vec<Listener>) -> anyhow::Result<()> {
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
-        tracing::info!(clients = self.server.clients(), "stopping: draining requests");
+        tracing::info!(clients = self.server.clients(), "stopping: completing requests");
         drop(listeners);
         self.drive(|engine, io| async move { Event::Stopped(engine.stop(&io).await) });
         let report = loop {
             match self.next_event()? {
                 Event::Stopped(report) => break report,
                 Event::Signal(signal) if signal != SIGHUP => {
-                    tracing::warn!("asked again to stop: what is not written soon is given up");
+                    tracing::warn!(
+                        "second signal: data that is not written within 3 s is given up"
+                    );
                     self.engine.hurry(HURRY);
                 }
                 _ => {}
@@ -550,10 +553,10 @@ impl Daemon {
             tracing::info!("stopped: all volumes flushed");
             return Ok(());
         }
-        // Workers may be held by what could not be written: they end with the process.
+        // Workers may be blocked by a store that does not respond: they end with the process.
         std::mem::forget(self);
         if report.unflushed.is_empty() {
-            tracing::info!("stopped: all volumes flushed, requests to dead stores abandoned");
+            tracing::info!("stopped: all volumes flushed, unacknowledged requests abandoned");
             return Ok(());
         }
         let list = report.unflushed.iter().map(|volume| {
@@ -563,43 +566,43 @@ impl Daemon {
         anyhow::bail!("{} volume(s) could not be flushed: {}", list.len(), list.join("; "))
     }
 
-    /// Begins to read the configuration again, on a thread of its own: the file system it is on may hang, and a stop
-    /// does not wait for it. False if there is no such thread.
+    /// Begins to read the configuration again, on a thread of its own: its file system may hang, and a stop must not
+    /// wait for it. False if the thread cannot be started.
     fn read_configuration(&self) -> bool {
         let (path, overrides) = (self.args.config.clone(), self.args.overrides(self.inherited));
-        let (nbd, teller) = (self.nbd.clone(), self.teller.clone());
+        let (nbd, sender) = (self.nbd.clone(), self.sender.clone());
         let read = move || {
             let loaded = Config::load(path.as_deref(), &overrides)
                 .map(|config| Loaded { config, tls: tls_context(&nbd) });
-            // Nobody listens any more when the process ends.
-            let _ = teller.send(Event::Loaded(Box::new(loaded)));
+            // The receiver is dropped when the process ends.
+            let _ = sender.send(Event::Loaded(Box::new(loaded)));
         };
         let thread = std::thread::Builder::new().name("ebbd-config".into());
         if let Err(error) = thread.spawn(read) {
-            tracing::error!(%error, "not reloaded, for there is no thread to read the file: raise TasksMax");
+            tracing::error!(%error, "not reloaded: cannot start a thread to read the file: raise TasksMax");
             return false;
         }
         true
     }
 
-    /// Begins to do what can be done while running. What is wrong with the configuration is logged, and the old one
-    /// stays in force.
+    /// Begins to apply what can change while the daemon runs. A mistake in the configuration is logged, and the old
+    /// configuration stays in force.
     fn reload(&self, loaded: Result<Loaded, ConfigError>) {
         let Loaded { config: new, tls } = match loaded {
             Ok(loaded) => loaded,
             Err(error) => {
-                tracing::error!("not reloaded, the old configuration stays: {error}");
+                tracing::error!("not reloaded, the old configuration stays in force: {error}");
                 return;
             }
         };
         match tls {
             Ok(context) => self.server.set_tls_context(context),
-            Err(error) => tracing::error!("the old TLS keys stay: {error:#}"),
+            Err(error) => tracing::error!("the old TLS keys stay in force: {error:#}"),
         }
         self.drive(|engine, io| async move {
             let volumes = new.volumes.len();
             engine.reload(&io, new).await;
-            // One that the stop cut short is not done.
+            // A stop interrupts a reload.
             if !engine.is_stopping() {
                 tracing::info!(volumes, "reloaded");
             }
@@ -615,16 +618,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_hangup_before_the_daemon_listens_to_signals_is_a_reload_and_a_large_file_ends_nothing() {
+    fn a_hangup_before_the_start_requests_a_reload_and_a_file_size_signal_does_not_end_the_process()
+    {
         let early = EarlySignals::watch().unwrap();
         kill_process(getpid(), Signal::HUP).unwrap();
         kill_process(getpid(), Signal::XFSZ).unwrap();
         while !early.hangup.load(Ordering::SeqCst) {
             std::thread::yield_now();
         }
-        let (teller, events) = channel();
-        watch_signals(teller, &early).unwrap();
-        let told = events.recv_timeout(Duration::from_secs(60)).expect("the reload is forgotten");
-        assert!(matches!(told, Event::Signal(SIGHUP)));
+        let (sender, events) = channel();
+        watch_signals(sender, &early).unwrap();
+        let event = events.recv_timeout(Duration::from_secs(60)).expect("the reload is lost");
+        assert!(matches!(event, Event::Signal(SIGHUP)));
     }
 }

@@ -1,17 +1,16 @@
-//! The engine: the volumes of a daemon and their lives, without signals, sockets and calls that block.
+//! The engine: opens, changes and closes the volumes of a daemon, without signals, sockets and blocking calls.
 //!
-//! Everything here is a future on a worker, so that the main thread (`daemon.rs`) only drives it, and so that a
-//! test can drive the same code with one thread. What blocks (opening a store) goes through an [`Opener`].
+//! Everything here is a future on a worker: the main thread (`daemon.rs`) only drives it, and a test can drive the same
+//! code with one thread. Opening a store may block, and is done by an [`Opener`].
 //!
 //! # Invariants
-//! - Volumes live side by side: no step of one waits for another. One whose store hangs, while it is opened,
-//!   withdrawn or closed, delays no other, nor a reload or a stop beyond its limit.
-//! - A volume that cannot be opened is refused to clients with its reason, and tried again with pauses
-//!   that double, until it is opened, changed, removed, or the daemon stops.
-//! - A volume that is served stays served until what replaces it was opened or, where both are the same file or
-//!   export, looked at.
-//! - What was acknowledged is dropped only when the process ends, and then it is listed: a volume that is
-//!   withdrawn and cannot be written is tried again until it can, or until the stop lists it.
+//! - Volumes are independent: no step of one waits for another. A store that hangs, while its volume is opened,
+//!   withdrawn or closed, delays no other volume, and delays a reload or a stop by no more than their limits.
+//! - Clients of a volume that cannot be opened are refused with the reason. Opening is tried again with pauses that
+//!   double, until it succeeds, the volume is changed or removed, or the daemon stops.
+//! - A volume stays served until its replacement was opened or, if both are the same file or export, checked.
+//! - Acknowledged data is dropped only when the process ends, and then it is listed: writing back a withdrawn volume is
+//!   tried again until it succeeds or the stop lists it.
 
 mod change;
 mod claims;
@@ -37,10 +36,10 @@ use ebb_mem::pressure::PressureState;
 use ebb_volume::{Stop, Volume};
 use futures_lite::future::or;
 
-pub use self::claims::{Claim, Claims};
+pub use self::claims::{FileClaim, FileClaims};
 pub use self::open::{Comparing, HelperThreads, Opened, Opener, Opening};
-pub use self::slot::{Failure, Phase, VolumeState};
-pub use self::stop::{Report, Unflushed};
+pub use self::slot::{OpenFailure, VolumePhase, VolumeState};
+pub use self::stop::{StopReport, Unflushed};
 use crate::bdi::{Bdis, DeviceKey};
 use crate::ceiling::Finding;
 use crate::config::{CacheMode, Config, VolumeConfig};
@@ -48,33 +47,34 @@ use crate::guests::Guests;
 use crate::params::Parameters;
 use crate::stores::{Expected, StoreError, make_volume};
 use change::Reloads;
-use slot::{Claimed, Slot};
+use slot::{Claimed, VolumeSlot};
 
-/// The first pause before a store that could not be opened is tried again, and the longest.
+/// The first and the longest pause before a store that could not be opened is tried again.
 const RETRY_FIRST: Duration = Duration::from_secs(1);
 const RETRY_MOST: Duration = Duration::from_secs(60);
-/// How often one that waits for the file of a volume that leaves it looks whether that still does.
-const LOOK: Duration = Duration::from_millis(100);
+/// How often a volume that waits for another one to release its file checks whether that is still being withdrawn.
+const CHECK: Duration = Duration::from_millis(100);
 
-/// Stores that are opened at once, each on a thread; those that take longer than [`OPENING_SOON`] do not count.
+/// Stores that are opened at the same time, each on a thread; those that take longer than [`OPENING_SOON`] do not
+/// count.
 const OPENINGS: usize = 64;
 const OPENING_SOON: Duration = Duration::from_millis(250);
 
-/// What an engine is made of.
-pub struct Parts {
-    /// Offers the volumes to NBD clients.
+/// The parts that an engine is made of.
+pub struct EngineParts {
+    /// Serves the volumes to NBD clients.
     pub server: Server,
     /// The run-time parameters.
     pub parameters: Parameters,
     /// The cache of all volumes.
     pub cache: Arc<Cache>,
-    /// At least one.
+    /// The workers, at least one.
     pub workers: Vec<WorkerHandle>,
     /// Opens stores.
     pub opener: Arc<dyn Opener>,
     /// How long a stop, or withdrawing a volume, may take.
     pub drain: Duration,
-    /// The most bytes of all volumes that may be dirty.
+    /// Limit of the dirty data of all volumes, bytes.
     pub dirty_max: u64,
     /// When the daemon started.
     pub started: Instant,
@@ -92,24 +92,24 @@ pub struct Engine {
     drain: Duration,
     guests: Guests,
     config: Mutex<Option<Config>>,
-    slots: Mutex<BTreeMap<String, Arc<Slot>>>,
-    claims: Arc<Claims>,
-    /// Volumes that a reload has withdrawn and not flushed, until they are served anew.
+    slots: Mutex<BTreeMap<String, Arc<VolumeSlot>>>,
+    claims: Arc<FileClaims>,
+    /// Volumes that a reload has withdrawn without a successful flush, until they are served again.
     lost: Mutex<BTreeMap<String, Unflushed>>,
     reloading: async_lock::Mutex<()>,
     reloads: Reloads,
-    /// What was said of limits that do not fit.
-    told: Mutex<Vec<Finding>>,
+    /// The findings about limits that were logged last.
+    findings: Mutex<Vec<Finding>>,
     openings: async_lock::Semaphore,
     stopping: Stop,
-    deadline: stop::Deadline,
+    deadline: stop::StopDeadline,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits until a number of things are done. For tasks of one worker.
+/// Counts down the completion of several tasks of one worker.
 struct Countdown {
     left: Cell<usize>,
     over: Signal,
@@ -129,7 +129,7 @@ impl Countdown {
         self.left.get()
     }
 
-    /// One may wait at a time.
+    /// Waits until the count is 0. One task may wait at a time.
     async fn over(&self) {
         while self.left.get() > 0 {
             self.over.wait().await;
@@ -141,9 +141,10 @@ impl Engine {
     /// An engine without volumes.
     ///
     /// # Errors
-    /// None that the options made here can bring about.
-    pub fn new(parts: Parts) -> Result<Arc<Engine>, ebb_writeback::Error> {
-        let Parts { server, parameters, cache, workers, opener, drain, dirty_max, started } = parts;
+    /// None: the options made here are valid.
+    pub fn new(parts: EngineParts) -> Result<Arc<Engine>, ebb_writeback::Error> {
+        let EngineParts { server, parameters, cache, workers, opener, drain, dirty_max, started } =
+            parts;
         let bdis = Bdis::new(&cache, &parameters, dirty_max, started)?;
         Ok(Arc::new(Engine {
             server,
@@ -161,10 +162,10 @@ impl Engine {
             lost: Mutex::default(),
             reloading: async_lock::Mutex::default(),
             reloads: Reloads::default(),
-            told: Mutex::default(),
+            findings: Mutex::default(),
             openings: async_lock::Semaphore::new(OPENINGS),
             stopping: Stop::default(),
-            deadline: stop::Deadline::default(),
+            deadline: stop::StopDeadline::default(),
         }))
     }
 
@@ -173,36 +174,37 @@ impl Engine {
         &self.bdis
     }
 
-    /// Has the limit of dirty data divided among the backing devices, for as long as this worker runs.
+    /// Divides the limit of dirty data among the backing devices, for as long as this worker runs.
     pub fn keep_dirty_limits(&self, worker: &WorkerHandle) {
         self.bdis.keep(worker);
     }
 
-    /// Answers memory pressure, or its end, as the daemon does when it is told by the host.
+    /// Responds to memory pressure, or its end, as the daemon does when the host signals it.
     pub fn pressure(&self, memory: &Memory, grants: &XenParameters, state: PressureState) {
         crate::pressure_response::act(memory, &self.cache, state);
         self.bdis.pressure(state.level);
         crate::pressure_response::shrink(grants, state);
     }
 
-    /// Serves Xen guests through this backend, too.
+    /// Serves Xen guests with this backend, too.
     pub fn serve_guests(&self, backend: ebb_export_xen::Backend) {
         self.guests.set(backend);
     }
 
-    /// Ends the backend of the guests, after [`Engine::stop`]. Blocks, but not for long.
+    /// Ends the backend of the guests, after [`Engine::stop`]. Blocks for a bounded time.
     pub fn end_guests(&self) {
         self.guests.end();
     }
 
-    /// Begins to open all volumes of `config`, side by side, and offers each as soon as it is opened. Returns when all
-    /// were tried once, or, with `patience`, when for so long none was. What is missing then is tried on.
+    /// Begins to open all volumes of `config` concurrently, and serves each as soon as it is opened. Returns when
+    /// opening all was tried once, or, with `patience`, when none was tried for that long. The remaining volumes are
+    /// opened in the background.
     pub async fn start(self: &Arc<Self>, io: &Io, config: Config, patience: Option<Duration>) {
         self.server.set_default(config.default_volume());
         crate::ceiling::apportion(&config, self.cache.memory());
         let tried = Rc::new(Countdown::new(config.volumes.len()));
         for (name, volume) in &config.volumes {
-            let slot = Arc::new(Slot::new(name));
+            let slot = Arc::new(VolumeSlot::new(name));
             slot.want(Some(volume.clone()));
             lock(&self.slots).insert(name.clone(), slot.clone());
             let tried = tried.clone();
@@ -222,13 +224,13 @@ impl Engine {
         or(tried.over(), or(self.stopping.wait(), patience)).await;
         self.bdis.settle();
         if let Some(config) = &*lock(&self.config) {
-            crate::ceiling::tell(config, self.cache.memory(), &mut lock(&self.told));
+            crate::ceiling::report(config, self.cache.memory(), &mut lock(&self.findings));
         }
     }
 
-    /// Tries to open the volume of `slot` until it succeeds or is told otherwise; `tried` is called after the
-    /// first time.
-    fn attempt(self: &Arc<Self>, io: &Io, slot: &Arc<Slot>, tried: impl FnOnce() + 'static) {
+    /// Tries to open the volume of `slot` until that succeeds or is cancelled; `tried` is called after the first
+    /// attempt.
+    fn attempt(self: &Arc<Self>, io: &Io, slot: &Arc<VolumeSlot>, tried: impl FnOnce() + 'static) {
         let (engine, slot, on) = (self.clone(), slot.clone(), io.clone());
         self.server.refuse(slot.name(), "the volume is being opened: try again in a moment");
         let current = slot.begin_attempt();
@@ -250,7 +252,7 @@ impl Engine {
                         engine.offer(&slot, &current, volume, config);
                         break;
                     }
-                    Some(Err(error)) => engine.tell_failure(&slot, &current, &error, pause),
+                    Some(Err(error)) => engine.report_failure(&slot, &current, &error, pause),
                 }
                 if let Some(tried) = tried.take() {
                     tried();
@@ -272,33 +274,39 @@ impl Engine {
                 tried();
             }
         };
-        // It runs by itself; the slot cancels it.
+        // The slot cancels it.
         io.spawn(task).detach();
     }
 
-    /// Waits for the stop; then nothing.
+    /// Waits for the stop, and returns `None`.
     async fn stopped<T>(&self) -> Option<T> {
         self.stopping.wait().await;
         None
     }
 
-    fn tell_failure(&self, slot: &Slot, current: &Arc<Stop>, error: &StoreError, pause: Duration) {
+    fn report_failure(
+        &self,
+        slot: &VolumeSlot,
+        current: &Arc<Stop>,
+        error: &StoreError,
+        pause: Duration,
+    ) {
         let reason = error.full_text();
         let Some(attempts) = slot.fail(current, &reason, pause) else { return };
         if attempts == 1 {
             tracing::error!(
                 volume = slot.name(),
-                "cannot be opened, is refused to clients, and is tried again: {reason}"
+                "cannot open the volume; clients are refused, and ebbd tries again: {reason}"
             );
         } else {
-            tracing::debug!(volume = slot.name(), "still cannot be opened: {reason}");
+            tracing::debug!(volume = slot.name(), "still cannot open the volume: {reason}");
         }
-        let refusal = format!("the volume cannot be opened now: {reason}");
+        let refusal = format!("the volume cannot be opened at present: {reason}");
         self.server.refuse(slot.name(), &refusal);
     }
 
-    /// Offers a volume of `slot`, unless its opening was cancelled.
-    fn offer(&self, slot: &Slot, current: &Arc<Stop>, volume: Claimed, config: VolumeConfig) {
+    /// Serves a volume of `slot`, unless its opening was cancelled.
+    fn offer(&self, slot: &VolumeSlot, current: &Arc<Stop>, volume: Claimed, config: VolumeConfig) {
         let name = slot.name().to_owned();
         let add = |volume: &Arc<Volume>| {
             lock(&self.lost).remove(&name);
@@ -308,13 +316,17 @@ impl Engine {
             Some(0) => self.guests.look_again(),
             Some(attempts) => {
                 self.guests.look_again();
-                tracing::info!(volume = slot.name(), attempts, "opened at last: offered");
+                tracing::info!(
+                    volume = slot.name(),
+                    attempts,
+                    "opened after failed attempts: served"
+                );
             }
             None => {}
         }
     }
 
-    /// Opens a volume, if its file is the one expected. If another one is about to leave it, that is waited for.
+    /// Opens a volume, if its file is the expected one. Waits for another volume that is about to release the file.
     async fn open(
         &self,
         io: &Io,
@@ -327,7 +339,7 @@ impl Engine {
             let (error, other, gone) = match self.open_now(io, name, config, expected.clone()).await
             {
                 Err(StoreError::SameFile { store, other, file, gone }) => {
-                    // The file is there: none is made in its place when the other one has left it.
+                    // The file exists: no new one is created in its place when the other volume has released it.
                     if expected == Expected::Any {
                         expected = Expected::file(Some(file.clone()));
                     }
@@ -340,18 +352,18 @@ impl Engine {
                 if !self.is_leaving(&other) || ebb_mem::clock::now() >= deadline {
                     return Err(error);
                 }
-                or(gone.wait(), io.sleep(LOOK)).await;
+                or(gone.wait(), io.sleep(CHECK)).await;
             }
         }
     }
 
-    /// Whether a volume is being withdrawn, or will be to become what is wanted of it.
+    /// Whether a volume is being withdrawn, or will be to reach its wanted configuration.
     fn is_leaving(&self, name: &str) -> bool {
         let slot = lock(&self.slots).get(name).cloned();
         slot.is_none_or(|slot| slot.is_leaving())
     }
 
-    /// Opens a store and makes a volume of it, which is written back if its cache is.
+    /// Opens a store and makes a volume of it, and starts its writeback if its cache has that mode.
     async fn open_now(
         &self,
         io: &Io,
@@ -366,7 +378,7 @@ impl Engine {
             None
         };
         let opened = or(async { Some(opening.as_mut().await) }, soon).await;
-        // One that hangs holds up no other.
+        // A store that hangs does not delay other stores.
         drop(place);
         let opened = match opened {
             Some(opened) => opened?,
@@ -378,7 +390,7 @@ impl Engine {
         Ok(Claimed { volume, claim })
     }
 
-    /// Has a volume with a writeback cache written back, on one of the workers; others stay as they are.
+    /// Starts the writeback of a volume with a writeback cache on one of the workers; does nothing for other volumes.
     async fn start_writeback(
         &self,
         config: &VolumeConfig,
@@ -400,7 +412,7 @@ impl Engine {
             volume.start_writeback(&io, control);
             let _ = sender.send(());
         });
-        // A worker that has ended writes nothing back any more.
+        // This fails if the worker has ended.
         let _ = started.await;
         Ok(())
     }
@@ -410,14 +422,14 @@ impl Engine {
         self.stopping.is_stopped()
     }
 
-    /// Whether a volume is not served and will be: it is being opened, or tried again.
+    /// Whether a volume is not served yet: it is being opened, or that is tried again.
     pub fn awaits(&self, name: &str) -> bool {
         let slot = lock(&self.slots).get(name).cloned();
         let phase = slot.map(|slot| slot.state().phase);
-        matches!(phase, Some(Phase::Opening | Phase::Failed))
+        matches!(phase, Some(VolumePhase::Opening | VolumePhase::Failed))
     }
 
-    /// All volumes by name, with what becomes of each now.
+    /// The states of all volumes, by name.
     pub fn states(&self) -> Vec<VolumeState> {
         let slots: Vec<_> = lock(&self.slots).values().cloned().collect();
         slots.iter().map(|slot| slot.state()).collect()

@@ -1,11 +1,12 @@
-//! Xen guests as the engine sees them: if any are served, they are seen off as NBD clients are.
+//! The engine's interface to the Xen backend: guests' requests are completed before a volume closes, as those of NBD
+//! clients are.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ebb_export_xen::{Backend, DrainingDevices};
 
-/// How long the thread for xenstore may take to end once nothing is under way: xenstored may not answer.
+/// How long the thread for xenstore may take to end after the last request: xenstored may not respond.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The backend of the guests, if there is one.
@@ -20,22 +21,22 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Guests {
-    /// Serves guests through this backend.
+    /// Serves guests with this backend.
     pub(crate) fn set(&self, backend: Backend) {
         *lock(&self.backend) = Some(backend);
-        // A volume may have come before.
+        // A volume may have been opened before.
         self.look_again();
     }
 
-    /// A volume is there that was awaited.
+    /// Notifies the backend that a volume was opened that guests may wait for.
     pub(crate) fn look_again(&self) {
         if let Some(backend) = &*lock(&self.backend) {
             backend.recheck_devices();
         }
     }
 
-    /// Serves a volume no more: the requests that are under way, to be waited for. To be called while the volume is
-    /// still offered.
+    /// Stops serving a volume; the future completes when its requests in flight have completed. Call this while the
+    /// server still lists the volume.
     pub(crate) fn withdraw(&self, volume: &str) -> impl Future<Output = ()> + use<> {
         let ending = lock(&self.backend).as_ref().map(|backend| backend.withdraw(volume));
         async move {
@@ -45,13 +46,13 @@ impl Guests {
         }
     }
 
-    /// Begins to stop: requests under way are answered, none begins; guests stay connected and wait for a
-    /// successor.
+    /// Begins to stop: requests in flight complete, no new ones begin; guests stay connected and wait for the next
+    /// daemon.
     pub(crate) fn begin_stop(&self) {
         *lock(&self.ending) = lock(&self.backend).as_ref().map(Backend::begin_stop);
     }
 
-    /// After [`Guests::begin_stop`]: waits until the guests' requests to this volume are over.
+    /// After [`Guests::begin_stop`]: waits until the guests' requests to this volume have completed.
     pub(crate) async fn seen_off(&self, volume: &str) {
         let ending = lock(&self.ending).as_ref().map(|ending| ending.of(volume));
         if let Some(ending) = ending {
@@ -59,14 +60,14 @@ impl Guests {
         }
     }
 
-    /// After [`Guests::begin_stop`]: nothing of this volume is missing on its store.
+    /// After [`Guests::begin_stop`]: all acknowledged data of this volume is stable.
     pub(crate) fn note_stable(&self, volume: &str) {
         if let Some(ending) = &*lock(&self.ending) {
             ending.of(volume).note_stable();
         }
     }
 
-    /// Ends the backend, at the end of a stop. Blocks, but not for long.
+    /// Ends the backend, at the end of a stop. Blocks for [`PATIENCE`] at most.
     pub(crate) fn end(&self) {
         let backend = lock(&self.backend).take();
         if let Some(backend) = backend {
@@ -77,7 +78,7 @@ impl Guests {
                     domain,
                     device,
                     volume = &*volume,
-                    "its requests are left to a successor"
+                    "requests of this disk are in flight: the next daemon completes them"
                 );
             }
         }

@@ -1,9 +1,10 @@
-//! The parts of the program `ebbd` that tests and tools use beside the program itself: the
-//! command line, the configuration, and the manual pages made from both.
+//! The library of the program `ebbd`, which tests and tools use, too: the command line, the
+//! configuration, the engine that opens and closes volumes, the control socket, and the manual pages
+//! generated from the command line and the table of keys.
 //!
-//! Vocabulary: a *volume* is one disk, exported under its name; a *store* is where its bytes live;
-//! an *override* is a setting of the command line, which wins over the configuration file; a
-//! *parameter* is a setting that can be changed while the daemon runs.
+//! Vocabulary: a *volume* is one disk, exported under its name; a *store* is where its data is;
+//! an *override* is a setting of the command line, which overrides the configuration file; a
+//! *parameter* is a setting that can be changed while the daemon runs. See `docs/glossary.md`.
 
 mod bdi;
 mod ceiling;

@@ -1,7 +1,7 @@
-//! Sockets to listen at: our own, or those the service manager passed.
+//! Listening sockets: the daemon's own, or those that the service manager passed.
 //!
-//! A unix socket's file that is left over from a daemon that is gone is taken over; one that
-//! somebody still answers at is an error.
+//! The stale unix socket of a daemon that has ended is replaced; a socket that a running server
+//! listens at is an error.
 
 use std::io;
 use std::net::{TcpListener, ToSocketAddrs};
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use crate::config::Listen;
 
-/// How long another server may go on answering, and how long between two looks.
+/// How long to wait for another server to close its socket, and the pause between two checks.
 const PATIENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -23,14 +23,14 @@ const PAUSE: Duration = Duration::from_millis(100);
 #[non_exhaustive]
 #[allow(missing_docs, reason = "the fields are the words of the messages")]
 pub enum ListenError {
-    /// Another server answers there.
-    #[error("{path}: in use by a running server: stop that one, or listen at another path")]
+    /// Another server listens there.
+    #[error("{path}: in use by a running server: stop that server, or listen at another path")]
     InUse { path: PathBuf },
-    /// The daemon was told to end while it waited for another server to leave the socket.
-    #[error("told to stop before there was a socket")]
+    /// A signal ended the daemon while it waited for another server to close the socket.
+    #[error("stopped by a signal before the socket was open")]
     Interrupted,
-    /// Something that is no socket has the path.
-    #[error("{path}: exists and is no socket: remove it, or listen at another path")]
+    /// A file other than a socket has the path.
+    #[error("{path}: exists and is not a socket: remove it, or listen at another path")]
     NotASocket { path: PathBuf },
     /// The system refused.
     #[error("cannot listen at {address}{remedy}")]
@@ -42,16 +42,16 @@ pub enum ListenError {
 pub struct Listener {
     /// The socket.
     pub fd: OwnedFd,
-    /// How it is called in the log.
+    /// Its name in the log.
     pub name: String,
     own: Option<Own>,
 }
 
-/// The file of a socket of ours.
+/// The file of a socket that this daemon has bound.
 #[derive(Debug)]
 struct Own {
     path: PathBuf,
-    /// Device and inode: the kernel gives them to no other file as long as the socket is open.
+    /// Device and inode, which no other file can have as long as the socket is open.
     number: Option<(u64, u64)>,
 }
 
@@ -73,13 +73,13 @@ impl Drop for Listener {
             // Another daemon may have its socket there by now.
             && number(path) == Some(*own)
         {
-            // Gone already is as good.
+            // It may have been removed already.
             let _ = std::fs::remove_file(path);
         }
     }
 }
 
-/// Opens a socket at an address. Where another server still answers it is waited for, unless `end` is set.
+/// Opens a socket at an address. Waits for another server to close its socket there, unless `end` is set.
 ///
 /// # Errors
 /// [`ListenError`].
@@ -101,7 +101,7 @@ pub fn open_private(path: &Path, end: &AtomicBool) -> Result<Listener, ListenErr
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
         let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
         let fd = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
-        // The mode of the file is that of the socket: at no moment may others connect.
+        // Set before bind, so that no other user can connect at any time.
         rustix::fs::fchmod(&fd, rustix::fs::Mode::from_raw_mode(0o600))?;
         rustix::net::bind(&fd, &SocketAddrUnix::new(path)?)?;
         rustix::net::listen(&fd, 64)?;
@@ -118,8 +118,8 @@ fn unix(path: &Path, end: &AtomicBool) -> Result<Listener, ListenError> {
     Ok(Listener { fd: socket.into(), name, own: Some(Own::of(path)) })
 }
 
-/// Removes a socket that nobody answers at. That of a daemon that was killed answers until the
-/// kernel has dealt with its last requests: a successor waits that long.
+/// Removes a stale socket. The socket of a killed daemon accepts connections until the kernel has
+/// completed its last requests, and its successor waits that long.
 fn take_over(path: &Path, end: &AtomicBool) -> Result<(), ListenError> {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -130,22 +130,22 @@ fn take_over(path: &Path, end: &AtomicBool) -> Result<(), ListenError> {
             Ok(_) => {}
             Err(_) => return Ok(()),
         }
-        match knock(path) {
+        match try_connect(path) {
             Err(rustix::io::Errno::CONNREFUSED) => {
-                tracing::info!(socket = %path.display(), "taking over a socket nobody answers at");
+                tracing::info!(socket = %path.display(), "replacing a stale socket");
                 let _ = std::fs::remove_file(path);
                 return Ok(());
             }
             _ if end.load(Ordering::SeqCst) => return Err(ListenError::Interrupted),
-            // On the main thread, before anything is served.
+            // This blocks the main thread only, before any volume is served.
             _ if Instant::now() < deadline => std::thread::park_timeout(PAUSE),
             _ => return Err(ListenError::InUse { path: path.into() }),
         }
     }
 }
 
-/// Whether somebody listens. Does not wait: a server that is busy has a full queue.
-fn knock(path: &Path) -> rustix::io::Result<()> {
+/// Connects to find out whether a server listens. Does not block: a busy server may have a full queue.
+fn try_connect(path: &Path) -> rustix::io::Result<()> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -154,8 +154,8 @@ fn knock(path: &Path) -> rustix::io::Result<()> {
 
 fn bind_error(name: &str, source: io::Error) -> ListenError {
     let remedy = match source.kind() {
-        io::ErrorKind::NotFound => ": its folder does not exist: make it",
-        io::ErrorKind::PermissionDenied => ": give the daemon's user write access to its folder",
+        io::ErrorKind::NotFound => ": its directory does not exist: create it",
+        io::ErrorKind::PermissionDenied => ": give the daemon's user write access to its directory",
         _ => "",
     };
     ListenError::Bind { address: name.to_owned(), remedy, source }
@@ -167,7 +167,7 @@ fn tcp(address: &str) -> Result<Listener, ListenError> {
     let socket = bind().map_err(|source| {
         let remedy = match source.kind() {
             io::ErrorKind::AddrInUse => {
-                ": another server has it: stop that one, or use another port"
+                ": another server uses it: stop that server, or use another port"
             }
             io::ErrorKind::AddrNotAvailable => ": this host has no such address",
             io::ErrorKind::PermissionDenied => ": ports below 1024 need privileges",
@@ -179,10 +179,10 @@ fn tcp(address: &str) -> Result<Listener, ListenError> {
     Ok(Listener { fd: socket.into(), name, own: None })
 }
 
-/// The sockets the service manager passed (`LISTEN_FDS`). To be called once.
+/// The sockets that the service manager passed (`LISTEN_FDS`). To be called once.
 ///
 /// # Errors
-/// When the environment variables are malformed.
+/// If the environment variables are malformed.
 pub fn inherited() -> io::Result<Vec<Listener>> {
     let numbers = sd_notify::listen_fds()?;
     let listener = |number| {
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_a_socket_in_use_is_told_to_end() {
+    fn waiting_for_a_socket_in_use_ends_when_the_daemon_is_stopped() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let _other = open(&Listen::Unix(path.clone())).unwrap();
@@ -216,15 +216,15 @@ mod tests {
         assert!(matches!(refused, Err(ListenError::Interrupted)), "{refused:?}");
         let refused = super::open_private(&path, &end);
         assert!(matches!(refused, Err(ListenError::Interrupted)), "{refused:?}");
-        assert!(path.exists(), "the other one's");
+        assert!(path.exists(), "the other server's socket was removed");
     }
 
     #[test]
-    fn a_left_over_socket_is_taken_over_and_a_live_one_is_not() {
+    fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         drop(UnixListener::bind(&path).unwrap());
-        assert!(path.exists(), "the file stays when its server is gone");
+        assert!(path.exists(), "the file stays when its server has ended");
         let listener = open(&Listen::Unix(path.clone())).unwrap();
         assert!(matches!(open(&Listen::Unix(path.clone())), Err(ListenError::InUse { .. })));
         drop(listener);
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_private_socket_is_its_users_alone() {
+    fn a_private_socket_is_accessible_to_its_user_only() {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
@@ -265,8 +265,8 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_folder_is_named() {
+    fn the_error_names_a_missing_directory() {
         let error = open(&Listen::Unix("/nonexistent/folder/s".into())).unwrap_err();
-        assert!(error.to_string().contains("folder does not exist"), "{error}");
+        assert!(error.to_string().contains("directory does not exist"), "{error}");
     }
 }

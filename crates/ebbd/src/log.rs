@@ -1,10 +1,10 @@
-//! The log's way to standard error: a thread of its own writes, so that no worker waits for who reads it.
+//! The writer of the log: a thread of its own writes to standard error, so that no worker waits for its reader.
 //!
 //! # Invariants
-//! - To log takes no longer than to copy the line, whatever standard error is and whether it is read.
-//! - What waits to be written is bounded. Lines that find no room are counted, and a line says so at their place as
-//!   soon as something is read again.
-//! - At the end of the program the last lines are waited for, but not for long.
+//! - Logging a line takes no longer than copying it, whatever standard error is and whether it is read.
+//! - The buffer is bounded. Lines that do not fit are counted, and a line at their place reports the count as soon as
+//!   the reader reads again.
+//! - The program waits for its last lines when it ends, but at most for [`LAST`].
 
 use std::io::{self, Write};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -14,31 +14,31 @@ use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::fmt::format;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 
-/// The most that waits to be written, bytes: some two thousand lines.
+/// The size of the buffer, bytes: some two thousand lines.
 const WAITING_MOST: usize = 256 << 10;
-/// A larger buffer than this is not kept.
+/// A larger allocation is not kept after its lines were written.
 const KEPT: usize = 16 << 10;
-/// How long the end of the program waits for the last lines.
+/// How long the program waits for its last lines when it ends.
 const LAST: Duration = Duration::from_secs(2);
-/// How long a standard error that must not be waited for has before it is tried again.
+/// The pause before a write to a full non-blocking standard error is tried again.
 const AGAIN: Duration = Duration::from_millis(50);
 
-/// The log. Its clones are one.
+/// The log; clones share one buffer.
 #[derive(Clone, Debug, Default)]
-pub struct Log(Arc<Shared>);
+pub struct Log(Arc<LogShared>);
 
 #[derive(Debug, Default)]
-struct Shared {
-    state: Mutex<State>,
-    /// There is something to write; something was written.
+struct LogShared {
+    state: Mutex<LogBuffer>,
+    /// Notified when there is something to write, and when something was written.
     more: Condvar,
     written: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct LogBuffer {
     waiting: Vec<u8>,
-    /// Lines that found no room since the writer last took what waits. No line is taken behind them before.
+    /// Lines that did not fit since the writer last emptied the buffer. Until it does, no line is accepted after them.
     lost: u64,
     writing: bool,
 }
@@ -47,22 +47,22 @@ impl Log {
     /// Starts the thread, which writes to `output`.
     ///
     /// # Errors
-    /// The system's, if it has no thread left.
+    /// If the thread cannot be started.
     pub fn start(output: impl Write + Send + 'static) -> io::Result<Log> {
         let log = Log::default();
         let own = log.clone();
-        // It does nothing but write.
+        // It only writes, so that a small stack suffices.
         let thread = std::thread::Builder::new().name("log".into()).stack_size(64 << 10);
         thread.spawn(move || own.run(output))?;
         Ok(log)
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        // Text and counters: as good as before after a panic elsewhere.
+    fn state(&self) -> MutexGuard<'_, LogBuffer> {
+        // Text and counters are valid after a panic of another thread.
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a line, with its end, if there is room.
+    /// Buffers a line, including its newline, if there is room.
     pub fn line(&self, line: &[u8]) {
         let mut state = self.state();
         if state.lost > 0 || state.waiting.len() + line.len() > WAITING_MOST {
@@ -73,9 +73,9 @@ impl Log {
         self.0.more.notify_one();
     }
 
-    /// Waits until all lines are written, but not long: true if they are.
+    /// Waits until all lines are written, for [`LAST`] at most: true if they are.
     pub fn finish(&self) -> bool {
-        let busy = |state: &mut State| state.writing || state.has_more();
+        let busy = |state: &mut LogBuffer| state.writing || state.has_more();
         let waited = self.0.written.wait_timeout_while(self.state(), LAST, busy);
         let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         !state.writing && !state.has_more()
@@ -104,23 +104,23 @@ impl Log {
     }
 }
 
-impl State {
+impl LogBuffer {
     fn has_more(&self) -> bool {
         !self.waiting.is_empty() || self.lost > 0
     }
 }
 
-/// As a line of the log.
+/// The line of the log for `lost` missing lines.
 fn missing(lost: u64) -> String {
     let mut time = String::new();
-    // A clock that cannot be shown is no reason to say nothing.
+    // Without a time the line is written nevertheless.
     let _ = SystemTime.format_time(&mut format::Writer::new(&mut time));
     format!(
-        "{time}  WARN lines of the log are missing here: it was not read in time lines={lost}\n"
+        "{time}  WARN lines of the log are missing here: its reader was too slow lines={lost}\n"
     )
 }
 
-/// What cannot be written is lost: there is no other place to say so.
+/// Writes all, or drops what cannot be written: an error of the log cannot be reported anywhere.
 fn write_all(output: &mut impl Write, mut bytes: &[u8]) {
     while !bytes.is_empty() {
         match output.write(bytes) {
@@ -135,11 +135,11 @@ fn write_all(output: &mut impl Write, mut bytes: &[u8]) {
     }
 }
 
-/// Takes one line.
+/// Writes one line to the log.
 #[derive(Debug)]
-pub struct Line<'a>(&'a Log);
+pub struct LogWriter<'a>(&'a Log);
 
-impl Write for Line<'_> {
+impl Write for LogWriter<'_> {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         self.0.line(line);
         Ok(line.len())
@@ -151,10 +151,10 @@ impl Write for Line<'_> {
 }
 
 impl<'a> MakeWriter<'a> for Log {
-    type Writer = Line<'a>;
+    type Writer = LogWriter<'a>;
 
-    fn make_writer(&'a self) -> Line<'a> {
-        Line(self)
+    fn make_writer(&'a self) -> LogWriter<'a> {
+        LogWriter(self)
     }
 }
 
@@ -165,11 +165,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_that_find_no_room_are_counted_and_told_at_their_place() {
+    fn lines_that_do_not_fit_are_counted_and_the_count_is_logged_in_their_place() {
         let (mut read_end, write_end) = io::pipe().unwrap();
         let log = Log::start(write_end).unwrap();
         let line = [&[b'x'; 99][..], b"\n"].concat();
-        // Far more than the pipe and the queue hold; nothing of it waits.
+        // Far more than the pipe and the buffer hold; no call blocks.
         const LINES: usize = 50_000;
         (0..LINES).for_each(|_| log.line(&line));
         assert!(log.state().waiting.len() <= WAITING_MOST);
@@ -182,13 +182,13 @@ mod tests {
             }
             text
         });
-        // All is told without another line, and then there is room for more.
+        // The counts are written without a further line, and then there is room again.
         while !log.finish() {}
         log.line(b"the last\n");
         let text = reader.join().unwrap();
         let mut lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.pop(), Some("the last"));
-        // One for each time that the writer took what waited.
+        // One for each time that the writer emptied the buffer.
         let told = lines.iter().filter_map(|line| {
             let (text, lost) = line.split_once("lines=")?;
             assert!(text.contains(" WARN lines of the log are missing here"), "{line}");

@@ -1,7 +1,7 @@
-//! The program `ebbd`: reads the command line and does what it says.
+//! The program `ebbd`: parses the command line and runs the command.
 //!
-//! Exit status: 0 ok, 1 a failure while running, 2 a mistake on the command line or in the
-//! configuration. Reports for people go to stderr, results to stdout.
+//! Exit status: 0 success, 1 a failure while running, 2 a mistake on the command line or in the
+//! configuration. Errors go to stderr, results to stdout.
 
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
@@ -21,7 +21,7 @@ use tracing_subscriber::reload;
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return told(&error),
+        Err(error) => return print_clap(&error),
     };
     let outcome = match cli.command {
         Command::Serve(args) => serve(*args),
@@ -56,23 +56,22 @@ fn main() -> ExitCode {
 /// The log of a daemon.
 static LOG: OnceLock<Log> = OnceLock::new();
 
-/// To standard error; in a daemon behind the lines of the log, and without waiting for who reads it.
+/// Writes to standard error; in a daemon after the lines of the log, and without blocking on its reader.
 fn report(text: &str) {
     match LOG.get() {
         Some(log) => log.line(text.as_bytes()),
-        // If stderr is gone, too, there is no place to say so.
+        // An error of stderr cannot be reported anywhere.
         None => drop(io::stderr().lock().write_all(text.as_bytes())),
     }
 }
 
-/// Help and version go to stdout, mistakes to stderr. What could not be written is a failure: a script that keeps
-/// them in a file on a full disk must hear of it.
-fn told(error: &clap::Error) -> ExitCode {
+/// Prints help and version to stdout, mistakes to stderr. A failed write is a failure, so that a script that redirects
+/// the output to a full disk notices it.
+fn print_clap(error: &clap::Error) -> ExitCode {
     let code = ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
     match error.print().and_then(|()| io::stdout().flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            let _ =
-                writeln!(io::stderr().lock(), "ebbd: cannot write to the standard output: {error}");
+            let _ = writeln!(io::stderr().lock(), "ebbd: cannot write to standard output: {error}");
             ExitCode::FAILURE
         }
         _ => code,
@@ -83,7 +82,7 @@ fn say(answer: Result<String, ClientError>) -> anyhow::Result<()> {
     print(answer?.as_bytes())
 }
 
-/// Shows what flows, on a terminal in place, until the reader has seen enough.
+/// Prints the table of `stat --watch`, on a terminal in place, until the reader closes the pipe.
 fn watch(args: &cli::StatArgs, seconds: u64) -> anyhow::Result<()> {
     const HOME_AND_CLEAR: &str = "\x1b[H\x1b[2J";
     let clear = if io::stdout().is_terminal() { HOME_AND_CLEAR } else { "" };
@@ -94,7 +93,7 @@ fn watch(args: &cli::StatArgs, seconds: u64) -> anyhow::Result<()> {
         outcome.is_ok()
     })?;
     match outcome {
-        // A reader that has seen enough, such as `head`, is no failure.
+        // A reader that closes the pipe early, such as `head`, is not a failure.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         outcome => Ok(outcome?),
     }
@@ -103,7 +102,7 @@ fn watch(args: &cli::StatArgs, seconds: u64) -> anyhow::Result<()> {
 fn print(bytes: &[u8]) -> anyhow::Result<()> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
-        // A reader that has seen enough, such as `head`, is no failure.
+        // A reader that closes the pipe early, such as `head`, is not a failure.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         outcome => Ok(outcome?),
     }
@@ -115,7 +114,7 @@ fn serve(args: ServeArgs) -> anyhow::Result<()> {
     let inherited = sd_notify::listen_fds()?.len();
     let config = Config::load(args.config.as_deref(), &args.overrides(inherited))?;
     let set_log_level =
-        start_log(config.log).context("cannot start the log's thread: raise TasksMax")?;
+        start_log(config.log).context("cannot start the thread of the log: raise TasksMax")?;
     let Some(signals) = signals else {
         let mut said = Ok(());
         check::check(&config, |line| said = print(format!("{line}\n").as_bytes()))?;

@@ -1,7 +1,7 @@
-//! The manual pages, made from the command line ([`crate::cli`]) and the table of keys
-//! ([`crate::config::keys`]), so that they say what the program does.
+//! The manual pages, generated from the command line ([`crate::cli`]) and the table of keys
+//! ([`crate::config::keys`]), so that they match the program.
 //!
-//! The pages are kept in `docs/man`; a test fails when they differ from what is made here.
+//! The pages are kept in `docs/man`; a test fails if they differ from the generated text.
 
 use std::io;
 use std::path::Path;
@@ -13,11 +13,11 @@ use clap_mangen::roff::{Inline, Roff, bold, italic, roman};
 
 use crate::cli::Cli;
 use crate::client::SOCKET_VARIABLE;
-use crate::config::keys::{EXAMPLE, Key, SECTIONS, Section, VOLUME};
+use crate::config::keys::{ConfigKey, EXAMPLE, SECTIONS, Section, VOLUME};
 
 /// A manual page: its file name and its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Page {
+pub struct ManPage {
     /// The file name, such as `ebbd.1`.
     pub name: &'static str,
     /// The text in roff.
@@ -28,27 +28,27 @@ pub struct Page {
 ///
 /// # Errors
 /// Only if the page generator fails on its own output.
-pub fn pages() -> io::Result<Vec<Page>> {
-    let mut pages = vec![Page { name: "ebbd.1", text: ebbd()? }];
+pub fn pages() -> io::Result<Vec<ManPage>> {
+    let mut pages = vec![ManPage { name: "ebbd.1", text: ebbd()? }];
     for command in &COMMANDS {
         let text = match command.name {
             "serve" => ebbd_serve()?,
             _ => client_command(command)?,
         };
-        pages.push(Page { name: command.file, text });
+        pages.push(ManPage { name: command.file, text });
     }
-    pages.push(Page { name: "ebbd.toml.5", text: ebbd_toml() });
+    pages.push(ManPage { name: "ebbd.toml.5", text: ebbd_toml() });
     Ok(pages)
 }
 
-/// Writes all manual pages to the directory `out`, which is made if it is absent.
+/// Writes all manual pages to the directory `out`, which is created if it is absent.
 ///
 /// # Errors
-/// If the directory cannot be made or a page not be written; the error names the path.
+/// If the directory cannot be created or a page cannot be written; the error names the path.
 pub fn write_pages(out: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(out)
-        .with_context(|| format!("cannot make the directory {}", out.display()))?;
-    for page in pages().context("cannot make the manual pages")? {
+        .with_context(|| format!("cannot create the directory {}", out.display()))?;
+    for page in pages().context("cannot generate the manual pages")? {
         let path = out.join(page.name);
         std::fs::write(&path, page.text)
             .with_context(|| format!("cannot write {}", path.display()))?;
@@ -79,7 +79,7 @@ const COMMANDS: [CommandPage; 7] = [
         title: "ebbd-get",
         file: "ebbd-get.1",
         examples: &[(
-            "All parameters, one as it counts for a volume, and those of a backing device:",
+            "All parameters, one parameter of a volume, and those of a backing device:",
             "ebbd get\nebbd get max_buffer_pages --volume disk\nebbd get --bdi stick",
         )],
         see_also: &["ebbd(1)", "ebbd-set(1)", "ebbd-stat(1)"],
@@ -90,13 +90,13 @@ const COMMANDS: [CommandPage; 7] = [
         file: "ebbd-set.1",
         examples: &[
             (
-                "Keep no free pages for one volume, then what the configuration says:",
+                "Keep no free pages for one volume, then go back to the configuration:",
                 "ebbd set max_buffer_pages 0 --volume disk\n\
               ebbd set max_buffer_pages --unset --volume disk",
             ),
-            ("Log more for a while:", "ebbd set log debug"),
+            ("Log in more detail:", "ebbd set log debug"),
             (
-                "Have at most 16 MiB unwritten for a backing device:",
+                "Limit the dirty data of a backing device to 16 MiB:",
                 "ebbd stat bdi\nebbd set max_bytes 16M --bdi stick",
             ),
         ],
@@ -107,12 +107,9 @@ const COMMANDS: [CommandPage; 7] = [
         title: "ebbd-stat",
         file: "ebbd-stat.1",
         examples: &[
+            ("Statistics for a program:", "ebbd stat --json | jq '.volumes[] | {name, clients}'"),
             (
-                "What a program wants to know:",
-                "ebbd stat --json | jq '.volumes[] | {name, clients}'",
-            ),
-            (
-                "The same for Prometheus, as any HTTP client gets it:",
+                "The metrics for Prometheus, with any HTTP client:",
                 "curl --unix-socket /run/ebbd/control.sock http://ebbd/metrics",
             ),
         ],
@@ -123,7 +120,7 @@ const COMMANDS: [CommandPage; 7] = [
         title: "ebbd-pressure",
         file: "ebbd-pressure.1",
         examples: &[(
-            "Have all free memory given back before a large job, and for a minute from then:",
+            "Return all free memory to the host before a large job, and for the next minute:",
             "ebbd pressure L2 --seconds 60",
         )],
         see_also: &["ebbd(1)", "ebbd-stat(1)"],
@@ -133,9 +130,9 @@ const COMMANDS: [CommandPage; 7] = [
         title: "ebbd-resize",
         file: "ebbd-resize.1",
         examples: &[
-            ("A larger disk, while a guest uses it:", "ebbd resize disk 20G"),
+            ("Enlarge a disk while a guest uses it:", "ebbd resize disk 20G"),
             (
-                "After the block device below a volume was grown:",
+                "After the block device of a volume was extended:",
                 "lvextend -L +10G /dev/vg/disk && ebbd resize disk",
             ),
         ],
@@ -147,7 +144,7 @@ const COMMANDS: [CommandPage; 7] = [
         file: "ebbd-xen.1",
         examples: &[
             (
-                "A disk for a guest that runs or will run, and away with it:",
+                "Attach a disk to a guest, and detach it:",
                 "ebbd serve --xen --volume disk=file:/var/lib/ebbd/disk.img\n\
                  ebbd xen attach guest xvdb disk\n\
                  ebbd xen detach guest xvdb",
@@ -164,7 +161,7 @@ const COMMANDS: [CommandPage; 7] = [
 /// The manual the pages belong to.
 const MANUAL: &str = "ebbd manual";
 
-/// What stands in the foot of each page.
+/// The footer of each page.
 fn source() -> String {
     format!("ebbd {}", env!("CARGO_PKG_VERSION"))
 }
@@ -197,7 +194,7 @@ fn ebbd() -> io::Result<String> {
     roff.control("SH", ["EXAMPLES"]);
     example(
         &mut roff,
-        "A disk of 1 GiB in a sparse file, and a look at it:",
+        "Serve a disk of 1 GiB in a sparse file, and show its properties:",
         "ebbd serve --volume disk=file:/var/tmp/disk.img,size=1G,create=true \\\n    \
          --listen unix:/tmp/ebbd.sock\nnbdinfo 'nbd+unix:///disk?socket=/tmp/ebbd.sock'",
     );
@@ -226,7 +223,7 @@ fn head(command: &Command, title: &str, synopsis: &[Vec<Inline>]) -> io::Result<
     }
     roff.control("SH", ["DESCRIPTION"]);
     let about = command.get_long_about().map(ToString::to_string).unwrap_or_default();
-    // The first paragraph is the short form, which stands at NAME.
+    // The first paragraph is the short form, which is in the section NAME.
     for text in about.split("\n\n").skip(1) {
         paragraph(&mut roff, text);
     }
@@ -273,14 +270,14 @@ fn client_command(page: &CommandPage) -> io::Result<String> {
     let mut out = head(&command, page.title, &[usage(&command)])?;
     let mut roff = Roff::new();
     if page.name == "xen" {
-        let failure = "xenstore cannot be reached, or refuses; or the guest does not let go.";
+        let failure = "xenstore cannot be reached or refuses a request, or the guest does not close the disk.";
         exit_status_of(&mut roff, failure, "A mistake on the command line.");
     } else {
         roff.control("SH", ["ENVIRONMENT"]);
         entry(
             &mut roff,
             vec![bold(SOCKET_VARIABLE)],
-            "The path of the control socket, if there is no --control.",
+            "The path of the control socket, if --control is absent.",
         );
         exit_status_of(
             &mut roff,
@@ -305,14 +302,14 @@ fn ebbd_serve() -> io::Result<String> {
     let store = VOLUME.find("store").map(|key| key.doc.replace('"', "")).unwrap_or_default();
     paragraph(
         &mut roff,
-        "A volume is written NAME=STORE[,option=value]... and so gets its export name, its store \
-         and its options.",
+        "A volume is given as NAME=STORE[,option=value]...: its export name, its store and its \
+         options.",
     );
     entry(
         &mut roff,
         vec![italic("NAME")],
-        "The export name clients ask for: 1 to 255 bytes of UTF-8 without control characters and \
-         without an equals sign.",
+        "The export name that clients request: 1 to 255 bytes of UTF-8 without control characters \
+         and without an equals sign.",
     );
     entry(&mut roff, vec![italic("STORE")], &store);
     for key in VOLUME.keys.iter().filter(|key| key.name != "store") {
@@ -346,19 +343,20 @@ fn signals(roff: &mut Roff) {
     entry(
         roff,
         vec![bold("SIGTERM"), roman(", "), bold("SIGINT")],
-        "Finish the requests under way, write and flush each volume as soon as its own are over, and \
-         exit with status 0; or with 1, and a list, if some could not be flushed within --drain. Writes \
-         under way on a dead store were never acknowledged and do not count. The \
-         same again leaves 3 seconds for what can still be written; a third time ends at once.",
+        "Complete the requests in flight, write back and flush each volume as soon as its own requests \
+         have completed, and exit with status 0; or list the volumes that could not be flushed within \
+         --drain, and exit with status 1. Writes in flight to a store that does not respond were never \
+         acknowledged and are not counted as lost. A second signal leaves 3 seconds for data that can \
+         still be written; a third one ends the daemon at once.",
     );
     entry(
         roff,
         vec![bold("SIGHUP")],
-        "Read the configuration file again. New volumes appear, those no longer in the file finish \
-         their requests and go; the log level and the limits change. A parameter that was set with \
-         ebbd-set(1) stays, unless the file says something else about it than before. What needs a \
-         restart is said in the log. A file with a mistake changes nothing; a volume whose new store \
-         cannot be opened is served as before. During the start it is remembered.",
+        "Reload the configuration file. New volumes are served; volumes that are no longer in the file \
+         complete their requests and are removed; the log level and the limits change. A parameter that \
+         was set with ebbd-set(1) keeps its value, unless its value in the file has changed. Changes \
+         that need a restart are logged. A file with a mistake changes nothing; a volume whose new store \
+         cannot be opened is served as before. A SIGHUP during the start takes effect after it.",
     );
 }
 
@@ -367,13 +365,13 @@ fn environment(roff: &mut Roff) {
     entry(
         roff,
         vec![bold("LISTEN_FDS"), roman(", "), bold("LISTEN_PID")],
-        "Listening sockets passed by the service manager, see sd_listen_fds(3). They are used, and \
-         addresses are refused.",
+        "Listening sockets passed by the service manager, see sd_listen_fds(3). If there are any, \
+         listen addresses are refused.",
     );
     entry(
         roff,
         vec![bold("NOTIFY_SOCKET")],
-        "Where to say READY=1 once the daemon serves, see sd_notify(3).",
+        "The socket to which READY=1 is sent when the daemon serves, see sd_notify(3).",
     );
 }
 
@@ -384,7 +382,7 @@ fn exit_status(roff: &mut Roff) {
 
 fn exit_status_of(roff: &mut Roff, failure: &str, mistake: &str) {
     roff.control("SH", ["EXIT STATUS"]);
-    entry(roff, vec![bold("0")], "All went well.");
+    entry(roff, vec![bold("0")], "Success.");
     entry(roff, vec![bold("1")], failure);
     entry(roff, vec![bold("2")], mistake);
 }
@@ -398,21 +396,20 @@ fn ebbd_toml() -> String {
     roff.control("SH", ["DESCRIPTION"]);
     paragraph(
         &mut roff,
-        "The file is TOML in UTF-8, at most 1 MiB, and named to ebbd-serve(1) with --config. A key \
-         that does not exist is an error, never ignored. Options of the command line win over the \
-         file.",
+        "The file is TOML in UTF-8, at most 1 MiB, and is given to ebbd-serve(1) with --config. An \
+         unknown key is an error. Options of the command line override the file.",
     );
     paragraph(
         &mut roff,
         "A SIZE is a number of bytes or a string with a unit: 512, \"64K\", \"32M\", \"1G\", \
-         \"2T\". K is 1024 bytes, and KiB says the same. A BOOL is true or false without quotes. \
-         Relative paths begin at the working directory of the daemon.",
+         \"2T\". K is 1024 bytes, and so is KiB. A BOOL is true or false without quotes. Relative \
+         paths are relative to the working directory of the daemon.",
     );
     for section in SECTIONS {
         keys(&mut roff, &section);
     }
     roff.control("SH", ["EXAMPLE"]);
-    example(&mut roff, "A file with each table:", EXAMPLE.trim_end());
+    example(&mut roff, "A file with every table:", EXAMPLE.trim_end());
     see_also(&mut roff, &["ebbd(1)", "ebbd-serve(1)"]);
     roff.to_roff()
 }
@@ -430,7 +427,7 @@ fn keys(roff: &mut Roff, section: &Section) {
     }
 }
 
-fn default_of(key: &Key) -> String {
+fn default_of(key: &ConfigKey) -> String {
     if key.default.is_empty() { String::new() } else { format!(" Default: {}.", key.default) }
 }
 
@@ -484,11 +481,11 @@ mod tests {
             .unwrap()
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
-        assert_eq!(found, names, "docs/man holds the generated pages and nothing else");
+        assert_eq!(found, names, "docs/man contains the generated pages and nothing else");
     }
 
     #[test]
-    fn every_key_and_option_has_its_entry() {
+    fn every_key_and_option_has_an_entry() {
         let pages = pages().unwrap();
         let text = |name: &str| {
             pages.iter().find(|page| page.name == name).unwrap().text.replace("\\-", "-")
@@ -513,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_cannot_be_is_named() {
+    fn an_error_names_the_directory_that_cannot_be_created() {
         let error = write_pages(Path::new("/dev/null/man")).unwrap_err();
         assert!(error.to_string().contains("/dev/null/man"));
     }

@@ -1,9 +1,9 @@
 //! The figures of [`crate::stat`] as OpenMetrics text, for Prometheus.
 //!
-//! Base units, counters end in `_total`. Every name begins with `ebbd_`, but for the memory of the
-//! process, which has the name all exporters give it. For an alert on memory take
-//! `process_resident_memory_bytes` without `ebbd_memory_unwired_bytes`: the kernel takes that by
-//! itself when it needs it.
+//! Values are in base units, and counters end in `_total`. Every name begins with `ebbd_`, except
+//! that of the memory of the process, which has the name that all exporters use. For an alert on
+//! memory subtract `ebbd_memory_unwired_bytes` from `process_resident_memory_bytes`: the kernel
+//! reclaims lent memory without I/O when it needs it.
 
 mod bdi;
 mod cache;
@@ -41,7 +41,7 @@ struct Snapshot(Stat);
 /// The name and help of a metric.
 type Name = (&'static str, &'static str);
 
-/// Writes metrics to an encoder; the methods differ by what a metric is.
+/// Writes metrics to an encoder; a method for each type of metric.
 struct Out<'a>(DescriptorEncoder<'a>);
 
 impl Out<'_> {
@@ -102,7 +102,7 @@ impl Out<'_> {
     }
 }
 
-/// A number as a gauge has it; beyond 2^53 it is rounded.
+/// A number as the value of a gauge; it is rounded above 2^53.
 #[allow(clippy::cast_precision_loss, reason = "metrics are floating point")]
 fn float(value: u64) -> f64 {
     value as f64
@@ -115,7 +115,7 @@ impl Collector for Snapshot {
         out.gauges(("ebbd_build_info", "The version"), None, build.into_iter().map(|l| (l, 1)))?;
         let uptime = ("ebbd_uptime", "Time since the daemon started");
         out.gauge(uptime, Some(&Unit::Seconds), stat.uptime_seconds)?;
-        let resident = ("process_resident_memory", "Memory of the process that is there now");
+        let resident = ("process_resident_memory", "Resident memory of the process");
         out.gauge(resident, Some(&Unit::Bytes), float(stat.resident_bytes))?;
         out.gauge(("ebbd_clients", "NBD connections"), None, float(stat.clients))?;
         volumes(stat, &mut out)?;
@@ -151,7 +151,8 @@ fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     out.gauges(size, Some(&Unit::Bytes), gauge(|volume| volume.size_bytes))?;
     let up = ("ebbd_volume_up", "Whether the volume is served; 0 if its store cannot be opened");
     out.gauges(up, None, gauge(|volume| u64::from(volume.failure.is_none())))?;
-    let lost = ("ebbd_volume_lost", "Whether changes may be lost, and all flushes fail");
+    let lost =
+        ("ebbd_volume_lost", "Whether acknowledged writes may be lost, so that all flushes fail");
     out.gauges(lost, None, gauge(|volume| u64::from(volume.loss.is_some())))?;
     let clients = ("ebbd_volume_clients", "Connections that use the volume");
     out.gauges(clients, None, gauge(|volume| volume.clients))?;
@@ -163,9 +164,9 @@ fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
             })
         })
     };
-    let requests = ("ebbd_volume_requests", "Requests that ended, well or not");
+    let requests = ("ebbd_volume_requests", "Completed requests, successful or not");
     out.counters(requests, None, counter(|stat| stat.requests))?;
-    let bytes = ("ebbd_volume", "Bytes of the requests that ended well");
+    let bytes = ("ebbd_volume", "Bytes of successful requests");
     out.counters(bytes, Some(&Unit::Bytes), counter(|stat| stat.bytes))?;
     let errors = ("ebbd_volume_errors", "Requests that failed in the store");
     out.counters(errors, None, counter(|stat| stat.errors))
@@ -173,24 +174,24 @@ fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
 
 fn workers(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     let all = |value: fn(&crate::stat::WorkerStat) -> u64| {
-        // A worker that did not answer has no figures; a counter must not go back to 0.
+        // A worker that did not reply has no figures; a counter must not go back to 0.
         let answer = stat.workers.iter().filter(|worker| worker.answers);
         answer.map(move |worker| ([("worker", worker.worker.to_string())], value(worker)))
     };
     let up = stat.workers.iter();
     let up = up.map(|worker| ([("worker", worker.worker.to_string())], u64::from(worker.answers)));
-    out.gauges(("ebbd_worker_up", "Whether the worker answers"), None, up)?;
+    out.gauges(("ebbd_worker_up", "Whether the worker responds"), None, up)?;
     let enters = ("ebbd_worker_ring_enters", "Calls of io_uring_enter");
     out.counters(enters, None, all(|worker| worker.enters))?;
-    let operations = ("ebbd_worker_ring_operations", "Operations handed to the io_uring");
+    let operations = ("ebbd_worker_ring_operations", "Operations submitted to the io_uring");
     out.counters(operations, None, all(|worker| worker.operations))
 }
 
 fn memory(stat: &MemoryStat, out: &mut Out<'_>) -> fmt::Result {
     for (name, help, value) in [
-        ("ebbd_memory_reserved", "Address space for I/O memory", stat.reserved_bytes),
-        ("ebbd_memory_ceiling", "The most I/O memory that may be wired", stat.ceiling_bytes),
-        ("ebbd_memory_wired", "I/O memory in use or kept warm", stat.wired_bytes),
+        ("ebbd_memory_reserved", "Address space reserved for I/O memory", stat.reserved_bytes),
+        ("ebbd_memory_ceiling", "Limit of wired I/O memory", stat.ceiling_bytes),
+        ("ebbd_memory_wired", "I/O memory in use, or free and kept", stat.wired_bytes),
         ("ebbd_memory_unwired", "I/O memory lent to the kernel", stat.unwired_bytes),
         ("ebbd_memory_pinned", "Wired memory registered with the kernel", stat.pinned_bytes),
     ] {
@@ -199,24 +200,24 @@ fn memory(stat: &MemoryStat, out: &mut Out<'_>) -> fmt::Result {
     let waiting = ("ebbd_memory_waiting", "Requests that wait for memory");
     out.gauge(waiting, None, float(stat.waiting))?;
     out.counter(("ebbd_memory_squeezes", "Signs of pressure that emptied pools"), stat.squeezes)?;
-    out.counter(("ebbd_memory_purges", "Caches of workers purged"), stat.purges)?;
+    out.counter(("ebbd_memory_purges", "Worker caches that were emptied"), stat.purges)?;
     let zone = |value: fn(&ZoneStat) -> u64| {
         stat.zones.iter().map(move |zone| ([("zone", zone.name.as_str())], value(zone)))
     };
     for (name, help, value) in [
         ("ebbd_zone_used_blocks", "Blocks in use", (|z| z.used) as fn(&ZoneStat) -> u64),
         ("ebbd_zone_free_blocks", "Blocks in the zone's caches", |z| z.free),
-        ("ebbd_zone_bucket_blocks", "Blocks a bucket holds", |z| z.bucket),
-        ("ebbd_zone_working_set_blocks", "Blocks the shared cache needs", |z| z.wss),
+        ("ebbd_zone_bucket_blocks", "Capacity of a bucket, in blocks", |z| z.bucket),
+        ("ebbd_zone_working_set_blocks", "Working set of the shared cache", |z| z.wss),
     ] {
         out.gauges((name, help), None, zone(value))?;
     }
     for (name, help, value) in [
-        ("ebbd_zone_requests", "Blocks asked for", (|z| z.requests) as fn(&ZoneStat) -> u64),
-        ("ebbd_zone_fails", "Blocks refused", |z| z.fails),
-        ("ebbd_zone_sleeps", "Blocks waited for", |z| z.sleeps),
-        ("ebbd_zone_misses", "Times the zone's caches were empty", |z| z.misses),
-        ("ebbd_zone_contended", "Times the shared cache was locked", |z| z.contended),
+        ("ebbd_zone_requests", "Allocations", (|z| z.requests) as fn(&ZoneStat) -> u64),
+        ("ebbd_zone_fails", "Allocations that failed", |z| z.fails),
+        ("ebbd_zone_sleeps", "Allocations that waited", |z| z.sleeps),
+        ("ebbd_zone_misses", "Allocations that found the zone's caches empty", |z| z.misses),
+        ("ebbd_zone_contended", "Contended locks of the shared cache", |z| z.contended),
     ] {
         out.counters((name, help), None, zone(value))?;
     }
@@ -224,7 +225,7 @@ fn memory(stat: &MemoryStat, out: &mut Out<'_>) -> fmt::Result {
 }
 
 fn owners(stat: &MemoryStat, out: &mut Out<'_>) -> fmt::Result {
-    // Several queues of one volume have one name: a series each would be the same series twice.
+    // Several queues of one volume have the same name, and a series must not occur twice.
     let mut pools = std::collections::BTreeMap::<&str, [u64; 3]>::new();
     for pool in &stat.pools {
         let sum = pools.entry(&pool.name).or_default();
@@ -239,11 +240,11 @@ fn owners(stat: &MemoryStat, out: &mut Out<'_>) -> fmt::Result {
             ([("owner", *name)], sums.get(at).map_or(0, |sum| sum.saturating_mul(unit)))
         })
     };
-    let free = ("ebbd_pool_free", "Free pages kept in page pools");
+    let free = ("ebbd_pool_free", "Free memory in page pools");
     out.gauges(free, Some(&Unit::Bytes), pool(0, 4096))?;
-    let lent = ("ebbd_pool_lent", "Free pages of page pools lent to the kernel");
+    let lent = ("ebbd_pool_lent", "Free memory in page pools that is lent to the kernel");
     out.gauges(lent, Some(&Unit::Bytes), pool(1, 4096))?;
-    let squeezed = ("ebbd_pool_squeezed_pages", "Pages given back by squeezes");
+    let squeezed = ("ebbd_pool_squeezed_pages", "Pages freed by squeezes");
     out.counters(squeezed, None, pool(2, 1))?;
     let mut owners = std::collections::BTreeMap::<&str, [u64; 2]>::new();
     for owner in &stat.owners {
@@ -253,18 +254,18 @@ fn owners(stat: &MemoryStat, out: &mut Out<'_>) -> fmt::Result {
     }
     let owner =
         |at: usize| owners.iter().map(move |(name, sums)| ([("owner", *name)], sums[at.min(1)]));
-    let wired = ("ebbd_owner_wired", "I/O memory of the owner in use or kept warm");
+    let wired = ("ebbd_owner_wired", "I/O memory of the owner in use, or free and kept");
     out.gauges(wired, Some(&Unit::Bytes), owner(0))?;
     let unwired = ("ebbd_owner_unwired", "I/O memory of the owner lent to the kernel");
     out.gauges(unwired, Some(&Unit::Bytes), owner(1))
 }
 
 fn pressure(stat: &PressureStat, out: &mut Out<'_>) -> fmt::Result {
-    let level = ("ebbd_pressure_level", "Memory pressure, 0 (calm) to 3 (last resort)");
+    let level = ("ebbd_pressure_level", "Level of memory pressure, 0 (calm) to 3 (last resort)");
     out.gauge(level, None, f64::from(stat.level))?;
-    let since = ("ebbd_pressure_level_age", "How long the level has held");
+    let since = ("ebbd_pressure_level_age", "Time since the level last changed");
     out.gauge(since, Some(&Unit::Seconds), stat.since_seconds)?;
-    let events = ("ebbd_pressure_events", "Times owners of memory were asked to act");
+    let events = ("ebbd_pressure_events", "Events of memory pressure");
     let counts = stat.events.iter().enumerate();
     out.counters(events, None, counts.map(|(level, n)| ([("level", level.to_string())], *n)))
 }
@@ -330,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn the_figures_are_there() {
+    fn every_metric_is_written() {
         let text = text(full()).unwrap();
         for line in [
             "ebbd_build_info{version=\"1.2.3\"} 1",
@@ -365,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn every_series_is_there_once_and_has_its_type() {
+    fn every_series_occurs_once_and_has_a_type() {
         let text = text(full()).unwrap();
         let mut series = BTreeSet::new();
         let mut types = BTreeSet::new();

@@ -1,10 +1,11 @@
-//! Outages are told: a look at each volume's store once a second, and a line in the log when its server is lost,
-//! when it does not answer, when requests fail, and when that is over. Requests pay two counters for it.
+//! Logs outages of stores: once a second it samples the store of each volume, and writes a line when the connection to
+//! its server is lost, when it does not reply, when requests fail, and when each of these ends. A request only updates
+//! two counters for it.
 //!
-//! Each kind of trouble of a volume has a limit of lines, and all together have one, so that neither a broken
-//! disk nor a server of a thousand volumes fills the log; the next line says how many were left out.
+//! Each kind of outage of a volume has a limit of lines, and all volumes together have one, so that neither a broken
+//! disk nor a server of a thousand volumes fills the log; the next line counts the omitted ones.
 
-mod story;
+mod history;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -14,62 +15,63 @@ use ebb_export_nbd::Server;
 use ebb_io::WorkerHandle;
 use ebb_volume::{FailedKind, LogLimit, Volume};
 
-use story::{Look, Story, Tale};
+use history::{OutageEvent, StoreHistory, StoreSample};
 
-/// How often a look is taken.
+/// How often stores are sampled.
 const PERIOD: Duration = Duration::from_secs(1);
-/// Lines of all volumes together.
+/// Limit of the lines of all volumes together, and its period.
 const ALL_LINES: u32 = 50;
 const ALL_PERIOD: Duration = Duration::from_secs(10);
 
-/// Tells of outages of the server's volumes from a worker, as long as that lives.
-pub(crate) fn tell(worker: &WorkerHandle, server: Server) {
+/// Logs outages of the server's volumes, for as long as the worker runs.
+pub(crate) fn monitor(worker: &WorkerHandle, server: Server) {
     worker.spawn(move |io| async move {
-        let mut teller = Teller::default();
+        let mut monitor = OutageMonitor::default();
         loop {
             io.sleep(PERIOD).await;
-            teller.look(server.volumes().into_iter().map(|(volume, _)| volume));
+            monitor.sample(server.volumes().into_iter().map(|(volume, _)| volume));
         }
     });
 }
 
-struct Teller {
-    stories: BTreeMap<Arc<str>, (Weak<Volume>, Story)>,
+struct OutageMonitor {
+    histories: BTreeMap<Arc<str>, (Weak<Volume>, StoreHistory)>,
     limit: LogLimit,
 }
 
-impl Default for Teller {
-    fn default() -> Teller {
+impl Default for OutageMonitor {
+    fn default() -> OutageMonitor {
         let limit = LogLimit::new(ALL_LINES, ALL_PERIOD);
-        Teller { stories: BTreeMap::new(), limit }
+        OutageMonitor { histories: BTreeMap::new(), limit }
     }
 }
 
-impl Teller {
-    fn look(&mut self, volumes: impl Iterator<Item = Arc<Volume>>) {
+impl OutageMonitor {
+    fn sample(&mut self, volumes: impl Iterator<Item = Arc<Volume>>) {
         let now = ebb_io::clock::now();
         for volume in volumes {
             let Some(watched) = volume.watched() else { continue };
-            let look = Look {
+            let sample = StoreSample {
                 now,
                 unanswered: watched.unanswered(),
                 failures: watched.failures(),
                 remote: volume.store_state(),
             };
-            let fresh = || (Arc::downgrade(&volume), Story::new(now));
-            let (known, story) = self.stories.entry(volume.name().clone()).or_insert_with(fresh);
+            let fresh = || (Arc::downgrade(&volume), StoreHistory::new(now));
+            let (known, history) =
+                self.histories.entry(volume.name().clone()).or_insert_with(fresh);
             if !is_same(known, &volume) {
-                (*known, *story) = fresh();
+                (*known, *history) = fresh();
             }
-            for tale in story.look(&look) {
-                if tale.is_good() {
-                    say(&volume, &look, &tale, 0);
+            for event in history.sample(&sample) {
+                if event.is_end() {
+                    log_event(&volume, &sample, &event, 0);
                 } else if let Some(left_out) = self.limit.admit(now) {
-                    say(&volume, &look, &tale, left_out);
+                    log_event(&volume, &sample, &event, left_out);
                 }
             }
         }
-        self.stories.retain(|_, (volume, _)| volume.strong_count() > 0);
+        self.histories.retain(|_, (volume, _)| volume.strong_count() > 0);
     }
 }
 
@@ -77,50 +79,50 @@ fn is_same(known: &Weak<Volume>, volume: &Arc<Volume>) -> bool {
     std::ptr::eq(known.as_ptr(), Arc::as_ptr(volume))
 }
 
-/// One line.
-fn say(volume: &Volume, look: &Look, tale: &Tale, left_out: u64) {
+/// Writes the line of an event.
+fn log_event(volume: &Volume, sample: &StoreSample, event: &OutageEvent, left_out: u64) {
     let (name, store) = (&**volume.name(), volume.place());
     let left_out = (left_out > 0).then_some(left_out);
     let reason = || {
-        let last = look.remote.as_ref().and_then(|remote| remote.last_error.clone());
-        last.unwrap_or_else(|| "no reason is known".to_owned())
+        let last = sample.remote.as_ref().and_then(|remote| remote.last_error.clone());
+        last.unwrap_or_else(|| "unknown".to_owned())
     };
-    match tale {
-        Tale::Lost { earlier } => tracing::warn!(
+    match event {
+        OutageEvent::Lost { earlier } => tracing::warn!(
             volume = name,
             store,
             earlier,
             left_out,
             reason = reason(),
-            "the connection to the server was lost, and requests wait as long as `reconnect` says: \
-             see whether the server runs and can be reached"
+            "the connection to the server was lost; requests wait for it for the time set with `reconnect`: \
+             check that the server runs and can be reached"
         ),
-        Tale::LostForAMoment { times, earlier } => tracing::warn!(
+        OutageEvent::LostBriefly { times, earlier } => tracing::warn!(
             volume = name,
             store,
             times,
             earlier,
             left_out,
             reason = reason(),
-            "the connection to the server was lost and made again at once: see the server's log"
+            "the connection to the server was lost and made again at once: check the server's log"
         ),
-        Tale::Back { after } => tracing::warn!(
+        OutageEvent::Reconnected { after } => tracing::warn!(
             volume = name,
             store,
             seconds = after.as_secs(),
             "connected to the server again"
         ),
-        Tale::Silent { requests, waited, earlier } => {
+        OutageEvent::NoReply { requests, waited, earlier } => {
             let seconds = waited.as_secs();
-            if look.remote.is_some() {
+            if sample.remote.is_some() {
                 tracing::warn!(
                     volume = name,
                     store,
                     requests,
                     earlier,
                     left_out,
-                    "no answer for {seconds} s: see whether the server hangs; with `silence` set, a \
-                     connection without answers is made anew"
+                    "no reply for {seconds} s: check whether the server hangs; with the parameter `silence`, ebbd \
+                     makes a connection without replies anew"
                 );
             } else {
                 tracing::warn!(
@@ -129,28 +131,28 @@ fn say(volume: &Volume, look: &Look, tale: &Tale, left_out: u64) {
                     requests,
                     earlier,
                     left_out,
-                    "no answer for {seconds} s: see the kernel's log (dmesg) for the device of this file"
+                    "no reply for {seconds} s: check the kernel's log (dmesg) for the device of this file"
                 );
             }
         }
-        Tale::Answers { after, failed } => tracing::warn!(
+        OutageEvent::RepliesAgain { after, failed } => tracing::warn!(
             volume = name,
             store,
             seconds = after.as_secs(),
             failed,
-            "what had no answer has ended"
+            "the requests without a reply have completed"
         ),
-        Tale::Fails { kind, count } => {
+        OutageEvent::Fails { kind, count } => {
             let reason = volume.watched().and_then(|watched| watched.take_error(*kind));
             let (what, remedy) = match kind {
-                FailedKind::Read => ("reading failed", "see the log of the kernel or the server"),
+                FailedKind::Read => ("reading failed", "check the log of the kernel or the server"),
                 FailedKind::Write => (
                     "writing failed",
-                    "see whether there is space, and the log of the kernel or the server",
+                    "check the free space, and the log of the kernel or the server",
                 ),
                 FailedKind::Flush => (
-                    "a flush failed, and what was written before it may be lost",
-                    "see the log of the kernel or the server, and check the data",
+                    "a flush failed, and data written before it may be lost",
+                    "check the log of the kernel or the server, and the data",
                 ),
             };
             tracing::warn!(
@@ -162,12 +164,12 @@ fn say(volume: &Volume, look: &Look, tale: &Tale, left_out: u64) {
                 "{what}: {remedy}"
             );
         }
-        Tale::FailsNoMore { failed } => tracing::warn!(
+        OutageEvent::FailsNoMore { failed } => tracing::warn!(
             volume = name,
             store,
             failed,
             "no request has failed for {} s",
-            story::QUIET.as_secs()
+            history::QUIET.as_secs()
         ),
     }
 }

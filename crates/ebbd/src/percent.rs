@@ -85,9 +85,9 @@ impl fmt::Display for Percent {
 
 impl<'de> Deserialize<'de> for Percent {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Read;
+        struct PercentVisitor;
 
-        impl Visitor<'_> for Read {
+        impl Visitor<'_> for PercentVisitor {
             type Value = Percent;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -112,7 +112,7 @@ impl<'de> Deserialize<'de> for Percent {
             }
         }
 
-        deserializer.deserialize_any(Read)
+        deserializer.deserialize_any(PercentVisitor)
     }
 }
 
@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_one_and_what_is_none() {
+    fn percentages_are_parsed_and_invalid_ones_are_refused() {
         for (text, parts) in
             [("0", 0), ("100", 1_000_000), ("0.0001", 1), ("12.5%", 125_000), ("7.10", 71_000)]
         {

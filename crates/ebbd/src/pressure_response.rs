@@ -1,9 +1,10 @@
-//! What the daemon does about memory pressure (design, section 3), and says about it.
+//! The daemon's response to memory pressure, and its lines in the log.
 //!
-//! Each event of the ladder squeezes the page pools and has the caches cut; the log gets a line when
-//! pressure begins or becomes worse, and one when it is over, with what I/O memory was before and
-//! is after. Pressure that comes and goes does not fill the log: after a few bouts, one in ten seconds
-//! is logged, and those left out are counted in the next line.
+//! Each event of the ladder (`ebb_mem::pressure`) squeezes the page pools and shrinks the caches. An
+//! episode begins when the level rises above L0 and ends when it is back at L0. A line is logged when
+//! an episode begins or its level rises, and one when it ends, with the I/O memory before and after.
+//! Frequent episodes do not fill the log: after [`EPISODES`] of them, one in ten seconds is logged, and
+//! the next line counts the omitted ones.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,12 +16,12 @@ use ebb_mem::{ArenaStats, Memory, Reclaim};
 
 use crate::bdi::Bdis;
 
-/// Bouts of pressure that are logged one after the other, and the time in which one more may be.
-const BOUTS: u32 = 5;
-const BOUT_EVERY: Duration = Duration::from_secs(10);
+/// Episodes that may be logged one after the other, and the time after which one more may be.
+const EPISODES: u32 = 5;
+const EPISODE_EVERY: Duration = Duration::from_secs(10);
 
-/// Has the memory and the cache answer each event, until the subscription is dropped.
-pub(crate) fn answer(
+/// Applies each event to the memory and the cache, until the subscription is dropped.
+pub(crate) fn subscribe(
     monitor: &Monitor,
     memory: &Arc<Memory>,
     cache: &Arc<Cache>,
@@ -29,7 +30,7 @@ pub(crate) fn answer(
 ) -> Subscription {
     let (memory, cache) = (Arc::clone(memory), Arc::clone(cache));
     let (bdis, grants) = (Arc::clone(bdis), Arc::clone(grants));
-    let log = Mutex::new(Log::new(ebb_mem::clock::now()));
+    let log = Mutex::new(PressureLog::new(ebb_mem::clock::now()));
     monitor.pressure().subscribe(move |state| {
         let before = memory.arena_stats();
         act(&memory, &cache, state);
@@ -37,12 +38,12 @@ pub(crate) fn answer(
         shrink(&grants, state);
         let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(line) = log.note(ebb_mem::clock::now(), state.level, state.cause, &before) {
-            say(&line);
+            log_line(&line);
         }
     })
 }
 
-/// Mappings of guests' pages cost them memory only while they are short of it.
+/// Unmaps idle grants at L2 and above: a mapped page cannot be freed by its guest.
 pub(crate) fn shrink(grants: &XenParameters, state: PressureState) {
     if state.cause.is_event() && state.level > Level::L1 {
         grants.shrink();
@@ -58,12 +59,12 @@ pub(crate) fn act(memory: &Memory, cache: &Cache, state: PressureState) {
         return;
     }
     let now = state.event;
-    // What closed connections and volumes have left in the heap is idle memory, too.
+    // Closed connections and volumes have left free memory in the heap.
     ebb_mem::trim_heap();
     match (state.level, state.cause) {
         (Level::L0, _) => {}
-        // Nothing says that it is our memory they need, and on a host whose page cache fills all
-        // that is free these signs come for ever: the kernel may take what is idle, and decides.
+        // These signs do not mean that the host needs our memory: where the page cache fills all
+        // free memory, they recur for ever. So idle buffers are only lent, and the kernel decides.
         (Level::L1, Cause::Notice | Cause::FreeNearTarget) => cache.lend_idle(),
         (level, _) => cache.pressure(level, now),
     }
@@ -79,37 +80,37 @@ pub(crate) fn act(memory: &Memory, cache: &Cache, state: PressureState) {
 
 /// A line for the log. Sizes are bytes.
 #[derive(Debug, PartialEq, Eq)]
-enum Line {
-    /// Pressure begins or is worse.
+enum PressureLine {
+    /// An episode begins, or its level rises.
     Up { level: Level, cause: Cause, wired: usize, lent: usize, left_out: u32 },
-    /// It is over; (wired, lent) bytes at its beginning and now.
+    /// It has ended; (wired, lent) bytes at its beginning and now.
     Over { events: u32, lasted: Duration, was: [usize; 2], is: [usize; 2] },
 }
 
-fn say(line: &Line) {
+fn log_line(line: &PressureLine) {
     match line {
-        Line::Up { level, cause, wired, lent, left_out } => tracing::info!(
+        PressureLine::Up { level, cause, wired, lent, left_out } => tracing::info!(
             level = level.as_str(),
             cause = cause.as_str(),
             wired_bytes = wired,
             lent_bytes = lent,
             left_out,
-            "memory pressure: giving back idle I/O memory"
+            "memory pressure: returning idle I/O memory"
         ),
-        Line::Over { events, lasted, was, is } => tracing::info!(
+        PressureLine::Over { events, lasted, was, is } => tracing::info!(
             events,
             milliseconds = u64::try_from(lasted.as_millis()).unwrap_or(u64::MAX),
             wired_bytes_before = was[0],
             wired_bytes = is[0],
             lent_bytes = is[1],
             returned_bytes = (was[0] + was[1]).saturating_sub(is[0] + is[1]),
-            "memory pressure is over"
+            "memory pressure has ended"
         ),
     }
 }
 
-/// A stretch of time without calm.
-struct Bout {
+/// The time from a rise above L0 to the return to it.
+struct Episode {
     began: Instant,
     /// The highest level so far.
     level: Level,
@@ -119,54 +120,55 @@ struct Bout {
     logged: bool,
 }
 
-/// Which publications are worth a line.
-struct Log {
-    bout: Option<Bout>,
-    /// Bouts that may still be logged, and when the count was last raised.
+/// Decides which events are logged.
+struct PressureLog {
+    episode: Option<Episode>,
+    /// Episodes that may still be logged, and when that number was last raised.
     allowed: u32,
     raised: Instant,
     left_out: u32,
 }
 
-impl Log {
-    fn new(now: Instant) -> Log {
-        Log { bout: None, allowed: BOUTS, raised: now, left_out: 0 }
+impl PressureLog {
+    fn new(now: Instant) -> PressureLog {
+        PressureLog { episode: None, allowed: EPISODES, raised: now, left_out: 0 }
     }
 
-    /// One publication; `memory` as it was before the answer.
+    /// The line for one event, if there is one; `memory` as it was before the response.
     fn note(
         &mut self,
         now: Instant,
         level: Level,
         cause: Cause,
         memory: &ArenaStats,
-    ) -> Option<Line> {
+    ) -> Option<PressureLine> {
         let figures = [memory.wired, memory.unwired];
         if level == Level::L0 {
-            let bout = self.bout.take()?;
-            return bout.logged.then(|| Line::Over {
-                events: bout.events,
-                lasted: now.saturating_duration_since(bout.began),
-                was: bout.was,
+            let episode = self.episode.take()?;
+            return episode.logged.then(|| PressureLine::Over {
+                events: episode.events,
+                lasted: now.saturating_duration_since(episode.began),
+                was: episode.was,
                 is: figures,
             });
         }
-        if self.bout.is_none() {
+        if self.episode.is_none() {
             let logged = self.allow(now);
             self.left_out += u32::from(!logged);
             let began = now;
-            self.bout = Some(Bout { began, level: Level::L0, events: 0, was: figures, logged });
+            self.episode =
+                Some(Episode { began, level: Level::L0, events: 0, was: figures, logged });
         }
-        let bout = self.bout.as_mut()?;
-        bout.events = bout.events.saturating_add(u32::from(cause.is_event()));
-        let worse = level > bout.level;
-        bout.level = bout.level.max(level);
-        // The last resort is never kept quiet.
-        if level == Level::L3 && !bout.logged {
-            bout.logged = true;
+        let episode = self.episode.as_mut()?;
+        episode.events = episode.events.saturating_add(u32::from(cause.is_event()));
+        let worse = level > episode.level;
+        episode.level = episode.level.max(level);
+        // The last resort is always logged.
+        if level == Level::L3 && !episode.logged {
+            episode.logged = true;
             self.left_out -= 1;
         }
-        (worse && bout.logged).then(|| Line::Up {
+        (worse && episode.logged).then(|| PressureLine::Up {
             level,
             cause,
             wired: figures[0],
@@ -175,16 +177,16 @@ impl Log {
         })
     }
 
-    /// Whether another bout may be logged: a few at once, then one in [`BOUT_EVERY`].
+    /// Whether another episode may be logged: a few at once, then one in [`EPISODE_EVERY`].
     fn allow(&mut self, now: Instant) -> bool {
-        while self.allowed < BOUTS
-            && let Some(due) = self.raised.checked_add(BOUT_EVERY)
+        while self.allowed < EPISODES
+            && let Some(due) = self.raised.checked_add(EPISODE_EVERY)
             && due <= now
         {
             self.allowed += 1;
             self.raised = due;
         }
-        if self.allowed == BOUTS {
+        if self.allowed == EPISODES {
             self.raised = now;
         }
         if self.allowed == 0 {
@@ -204,15 +206,16 @@ mod tests {
     }
 
     #[test]
-    fn a_line_when_it_begins_gets_worse_and_is_over() {
+    fn an_episode_is_logged_when_it_begins_when_its_level_rises_and_when_it_ends() {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
-        let mut log = Log::new(start);
+        let mut log = PressureLog::new(start);
         let mut note =
             |ms, level, cause, wired, lent| log.note(at(ms), level, cause, &memory(wired, lent));
         assert_eq!(note(0, Level::L0, Cause::Decay, 9, 0), None);
-        let up =
-            |level, cause, wired, lent| Some(Line::Up { level, cause, wired, lent, left_out: 0 });
+        let up = |level, cause, wired, lent| {
+            Some(PressureLine::Up { level, cause, wired, lent, left_out: 0 })
+        };
         let first = note(10, Level::L1, Cause::Stall, 900, 50);
         assert_eq!(first, up(Level::L1, Cause::Stall, 900, 50));
         assert_eq!(note(20, Level::L1, Cause::Stall, 200, 700), None, "the same again");
@@ -220,7 +223,7 @@ mod tests {
         assert_eq!(worse, up(Level::L2, Cause::FullStall, 200, 700));
         assert_eq!(note(40, Level::L1, Cause::Easing, 100, 0), None, "it falls");
         assert_eq!(note(50, Level::L2, Cause::Stall, 100, 0), None, "as bad as before");
-        let over = Line::Over {
+        let over = PressureLine::Over {
             events: 4,
             lasted: Duration::from_millis(1000),
             was: [900, 50],
@@ -231,24 +234,24 @@ mod tests {
     }
 
     #[test]
-    fn bouts_that_come_and_go_do_not_fill_the_log() {
+    fn frequent_episodes_do_not_fill_the_log() {
         let start = Instant::now();
-        let mut log = Log::new(start);
+        let mut log = PressureLog::new(start);
         let mut lines = 0;
         let mut left_out = 0;
-        // An hour, with a bout each second.
+        // An hour, with an episode each second.
         for second in 0..3600 {
             let now = start + Duration::from_secs(second);
             if let Some(line) = log.note(now, Level::L1, Cause::Notice, &memory(1, 1)) {
                 lines += 1;
-                let Line::Up { left_out: count, .. } = line else { panic!("{line:?}") };
+                let PressureLine::Up { left_out: count, .. } = line else { panic!("{line:?}") };
                 left_out += count;
             }
             log.note(now + Duration::from_millis(500), Level::L0, Cause::Easing, &memory(1, 1));
         }
         assert!((300..=400).contains(&lines), "{lines} lines");
-        assert_eq!(lines + left_out + log.left_out, 3600, "none is forgotten");
-        // The last resort is always worth one.
+        assert_eq!(lines + left_out + log.left_out, 3600, "each is logged or counted");
+        // The last resort is always logged.
         let now = start + Duration::from_secs(3600);
         (0..10).for_each(|_| {
             log.note(now, Level::L1, Cause::Notice, &memory(1, 1));
@@ -256,6 +259,6 @@ mod tests {
         });
         assert_eq!(log.note(now, Level::L1, Cause::Notice, &memory(1, 1)), None);
         let line = log.note(now, Level::L3, Cause::AvailableLow, &memory(1, 1));
-        assert!(matches!(line, Some(Line::Up { level: Level::L3, .. })), "{line:?}");
+        assert!(matches!(line, Some(PressureLine::Up { level: Level::L3, .. })), "{line:?}");
     }
 }

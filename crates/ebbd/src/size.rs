@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_refused_and_how() {
+    fn invalid_sizes_are_refused() {
         assert_eq!(parse(""), Err(SizeError::Empty));
         assert_eq!(parse("-1"), Err(SizeError::Negative("-1".into())));
         assert_eq!(parse("1.5G"), Err(SizeError::Fraction("1.5G".into())));

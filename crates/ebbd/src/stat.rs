@@ -1,7 +1,7 @@
-//! What the daemon looks like at a moment: plain data, for JSON, tables and metrics alike.
+//! The statistics of the daemon as plain data, for JSON, tables and metrics.
 //!
-//! The figures of memory and pressure come from a [`Memory`], which is a facade over closures: it
-//! is made from `ebb-mem` ([`Memory::new`]), and tests make it from nothing.
+//! The figures of memory, cache and pressure come from a [`StatSources`], a set of closures over the
+//! daemon's parts ([`StatSources::new`]); in tests it may be empty.
 //!
 //! Sizes are in bytes and times in seconds. Counters begin at 0 with the daemon (those of a volume
 //! when it is opened) and only grow.
@@ -22,17 +22,17 @@ use serde::{Deserialize, Serialize};
 pub use self::bdi::BdiStat;
 pub use self::cache::{CacheStat, VolumeCacheStat};
 pub use self::remote::RemoteStat;
-use crate::engine::{Phase, VolumeState};
+use crate::engine::{VolumePhase, VolumeState};
 
-/// Everything.
+/// All statistics.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stat {
     /// The version of ebbd.
     pub version: String,
     /// Seconds since the daemon started.
     pub uptime_seconds: f64,
-    /// Memory of the whole process that is there now (`VmRSS`), bytes. Lent memory counts until
-    /// the kernel takes it.
+    /// Resident memory of the whole process (`VmRSS`), bytes. It includes lent memory until the kernel
+    /// discards it.
     pub resident_bytes: u64,
     /// NBD connections now, those in their handshake included.
     pub clients: u64,
@@ -43,9 +43,9 @@ pub struct Stat {
     pub xen: Vec<XenStat>,
     /// The worker threads in order.
     pub workers: Vec<WorkerStat>,
-    /// I/O memory; absent if the daemon has none to account for.
+    /// I/O memory; absent in tests.
     pub memory: Option<MemoryStat>,
-    /// Memory pressure; absent if nobody listens.
+    /// StatSources pressure; absent if it is not monitored.
     pub pressure: Option<PressureStat>,
     /// The cache of all volumes together; absent if there is none.
     pub cache: Option<CacheStat>,
@@ -63,25 +63,25 @@ pub struct VolumeStat {
     pub size_bytes: u64,
     /// Whether clients may only read.
     pub read_only: bool,
-    /// Whether its file is read and written past the page cache.
+    /// Whether its file is opened with `O_DIRECT`.
     pub direct: bool,
     /// Whether it is being withdrawn.
     pub closing: bool,
     /// `serving`; `opening`, before its store was first opened; `failed`, if that cannot be opened; `lost`, if it is
-    /// served and changes may be lost; `closing`.
+    /// served and acknowledged writes may be lost; `closing`.
     #[serde(default)]
     pub state: String,
     /// Why it is not served, if it cannot be opened.
     #[serde(default)]
     pub failure: Option<FailureStat>,
-    /// What has become of its changes, if some may be lost for good; then all flushes fail.
+    /// The cause, if acknowledged writes may be lost; then all flushes fail.
     #[serde(default)]
     pub loss: Option<LossStat>,
     /// Connections that use it now.
     pub clients: u64,
-    /// What the cache does for it; absent without one.
+    /// Its cache; absent without one.
     pub cache: Option<VolumeCacheStat>,
-    /// How its server fares, if its store is one.
+    /// The connections to its server, if its store is an NBD server.
     pub remote: Option<RemoteStat>,
     /// Counters by operation: `read`, `write`, `flush`, `discard`, `write-zeroes`, `extents`,
     /// `prefetch`.
@@ -91,94 +91,94 @@ pub struct VolumeStat {
 /// Why a volume cannot be opened.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct FailureStat {
-    /// The cause, and what to do.
+    /// The cause, and a remedy.
     pub reason: String,
-    /// How often it was tried.
+    /// The number of attempts.
     pub attempts: u64,
-    /// Seconds since the first time.
+    /// Seconds since the first attempt.
     pub since_seconds: f64,
-    /// Seconds until the next.
+    /// Seconds until the next attempt.
     pub next_seconds: f64,
 }
 
-/// Changes of a volume that may be on no disk.
+/// A possible loss of acknowledged writes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LossStat {
     /// Seconds since the flush, or the write with FUA, failed.
     pub since_seconds: f64,
-    /// How it failed.
+    /// The error of the flush.
     pub error: String,
-    /// What to do.
+    /// The remedy.
     pub remedy: String,
 }
 
 /// Counters of one kind of operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OperationStat {
-    /// Requests that ended, well or not.
+    /// Completed requests, successful or not.
     pub requests: u64,
-    /// Bytes of those that ended well.
+    /// Bytes of successful requests.
     pub bytes: u64,
     /// Requests that failed in the store.
     pub errors: u64,
 }
 
-/// A disk of a Xen guest. Counters begin when it connects.
+/// A disk of a Xen guest. Its counters start at zero when it connects.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct XenStat {
     /// The guest's number.
     pub domain: u16,
     /// The disk's number in the guest, as in xenstore.
     pub device: u32,
-    /// The volume it is.
+    /// Its volume.
     pub volume: String,
-    /// `connected`, or `closing`: requests under way end, none begins.
+    /// `connected`, or `closing`: requests in flight complete, no new ones begin.
     pub state: String,
-    /// Rings.
+    /// The number of rings.
     pub queues: u32,
-    /// Whether guest and daemon agreed that pages stay mapped.
+    /// Whether persistent grants were negotiated.
     pub persistent: bool,
     /// Pages of the guest that are mapped now.
     pub mapped_grants: u64,
-    /// The most that were.
+    /// The maximum of mapped pages so far.
     pub mapped_grants_most: u64,
     /// Counters by operation: `read`, `write`, `flush`, `discard`.
     pub requests: BTreeMap<String, u64>,
-    /// Requests that were answered with an error.
+    /// Requests completed with an error.
     pub errors: u64,
-    /// Requests that were under way in a daemon before this one, and done again.
+    /// Requests that were in flight in an earlier daemon, and were resumed.
     pub resumed: u64,
-    /// Pages that were mapped.
+    /// Grants mapped.
     pub maps: u64,
-    /// Pieces that the hypervisor copied.
+    /// Segments copied by the hypervisor.
     pub copies: u64,
-    /// Its calls in which it did so.
+    /// Hypercalls that copied segments.
     pub copy_calls: u64,
-    /// Mappings that made room for others: the ring had more than it may keep.
+    /// Grants unmapped to make room: the ring had more than its limit.
     #[serde(default)]
     pub evictions: u64,
-    /// Mappings that had lain idle for too long.
+    /// Grants unmapped because they were idle.
     #[serde(default)]
     pub expiries: u64,
-    /// Events of the guest.
+    /// Events received from the guest.
     pub events: u64,
-    /// Times that requests were found without an event.
+    /// Times that polling found requests without an event.
     #[serde(default)]
     pub polls: u64,
-    /// Events sent to it.
+    /// Events sent to the guest.
     pub notifications: u64,
 }
 
 /// A worker thread.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerStat {
-    /// Its place, from 0.
+    /// Its number, from 0.
     pub worker: usize,
-    /// Whether it answered in time. If not, the counters are 0.
+    /// Whether it replied in time. If not, the counters are 0.
     pub answers: bool,
     /// Calls of `io_uring_enter`.
     pub enters: u64,
-    /// Operations handed to the ring.
+    /// Operations submitted to the io_uring.
     pub operations: u64,
 }
 
@@ -187,17 +187,17 @@ pub struct WorkerStat {
 pub struct MemoryStat {
     /// Address space, bytes.
     pub reserved_bytes: u64,
-    /// The most that may be wired, bytes.
+    /// The limit of wired memory, bytes.
     pub ceiling_bytes: u64,
-    /// In use, or kept warm, bytes.
+    /// StatSources in use, or free and kept, bytes.
     pub wired_bytes: u64,
-    /// Lent to the kernel, which may have taken any of it, bytes.
+    /// StatSources lent to the kernel, which may have discarded any of it, bytes.
     pub unwired_bytes: u64,
     /// Of the wired, what is registered with the kernel or a device, bytes.
     pub pinned_bytes: u64,
     /// Signs of pressure that emptied the pools.
     pub squeezes: u64,
-    /// Caches of workers purged in the last resort.
+    /// Worker caches that were emptied in the last resort.
     pub purges: u64,
     /// Requests that wait for memory now.
     pub waiting: u64,
@@ -212,46 +212,46 @@ pub struct MemoryStat {
 /// A zone: blocks of one size.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ZoneStat {
-    /// What it is called: the size of its blocks, or `runs`.
+    /// Its name: the size of its blocks, or `runs`.
     pub name: String,
     /// Size of a block, bytes; 0 for runs, which have any size.
     pub size: u64,
-    /// The most blocks it may take; absent without a limit.
+    /// The limit of its blocks; absent without a limit.
     pub limit: Option<u64>,
     /// Blocks in use.
     pub used: u64,
     /// Blocks in its caches.
     pub free: u64,
-    /// Blocks asked for.
+    /// Allocations.
     pub requests: u64,
-    /// Of those, refused.
+    /// Allocations that failed.
     pub fails: u64,
-    /// Of those, waited for.
+    /// Allocations that waited.
     pub sleeps: u64,
-    /// Times its caches were empty.
+    /// Allocations that found its caches empty.
     pub misses: u64,
-    /// Times a worker found the shared cache locked.
+    /// Contended locks of the shared cache.
     pub contended: u64,
-    /// Blocks a bucket holds now.
+    /// Capacity of a bucket now, blocks.
     pub bucket: u64,
-    /// Working set: blocks the shared cache needs.
+    /// Estimated working set of the shared cache, blocks.
     pub wss: u64,
-    /// Seconds since it last ran out of cache.
+    /// Seconds since its caches were last empty.
     pub out_of_cache_seconds: u64,
 }
 
 /// A page pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PoolStat {
-    /// Whose it is.
+    /// Its owner.
     pub name: String,
     /// Free pages kept, of 4096 bytes.
     pub free_pages: u64,
     /// Free pages lent to the kernel.
     pub lent_pages: u64,
-    /// Squeezes it has answered.
+    /// Squeezes that emptied it.
     pub squeezes: u64,
-    /// Pages it gave back in those.
+    /// Pages freed by squeezes.
     pub squeezed_pages: u64,
 }
 
@@ -260,40 +260,40 @@ pub struct PoolStat {
 pub struct OwnerStat {
     /// Its name.
     pub name: String,
-    /// In use, or kept warm, bytes.
+    /// StatSources in use, or free and kept, bytes.
     pub wired_bytes: u64,
-    /// Lent to the kernel, bytes.
+    /// StatSources lent to the kernel, bytes.
     pub unwired_bytes: u64,
 }
 
-/// Memory pressure.
+/// StatSources pressure.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PressureStat {
     /// The level, 0 (calm) to 3 (last resort).
     pub level: u8,
-    /// The level in a word.
+    /// The level as a word.
     pub name: String,
-    /// Seconds it has held.
+    /// Seconds since the level last changed.
     pub since_seconds: f64,
-    /// Why it was published last.
+    /// The cause of its last publication.
     pub cause: String,
-    /// Seconds since owners of memory were last asked to act.
+    /// Seconds since the last event.
     pub event_seconds: f64,
-    /// How often they were, by level; the slow decay while calm counts at level 0.
+    /// The number of events by level; the slow decay while calm counts at level 0.
     pub events: [u64; 4],
-    /// What is listened to.
+    /// The sources that are monitored.
     pub listening: Vec<String>,
-    /// What is not, and why.
+    /// The sources that are not, and why.
     pub missing: Vec<String>,
-    /// What an operator should know.
+    /// Notes for the operator.
     pub notes: Vec<String>,
 }
 
 type Read<T> = Box<dyn Fn() -> T + Send + Sync>;
 
-/// Where the figures of memory and pressure come from. Empty by default.
+/// The sources of statistics about memory, cache and pressure. Empty by default.
 #[derive(Default)]
-pub struct Memory {
+pub struct StatSources {
     /// Reads the memory.
     pub read: Option<Read<MemoryStat>>,
     /// Reads the pressure.
@@ -306,9 +306,9 @@ pub struct Memory {
     pub inject: Option<Box<dyn Fn(Level) + Send + Sync>>,
 }
 
-impl std::fmt::Debug for Memory {
+impl std::fmt::Debug for StatSources {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Memory")
+        f.debug_struct("StatSources")
             .field("read", &self.read.is_some())
             .field("pressure", &self.pressure.is_some())
             .field("cache", &self.cache.is_some())
@@ -317,22 +317,22 @@ impl std::fmt::Debug for Memory {
     }
 }
 
-impl Memory {
-    /// The figures of `cache`, too.
+impl StatSources {
+    /// Adds the figures of `cache`.
     #[must_use]
     pub fn with_cache(mut self, cache: Arc<ebb_cache::Cache>) -> Self {
         self.cache = Some(Box::new(move || CacheStat::from(&cache.stats())));
         self
     }
 
-    /// The figures of backing devices, too.
+    /// Adds the figures of backing devices.
     #[must_use]
     pub(crate) fn with_bdis(mut self, bdis: Arc<crate::bdi::Bdis>) -> Self {
         self.bdis = Some(Box::new(move || bdis.stats()));
         self
     }
 
-    /// The figures of `memory` and of `monitor`, as far as they are there.
+    /// The figures of `memory` and of `monitor`, as far as they are given.
     pub fn new(memory: Option<Arc<ebb_mem::Memory>>, monitor: Option<&Monitor>) -> Self {
         let read = memory
             .map(|memory| -> Read<MemoryStat> { Box::new(move || memory_stat(&memory.stats())) });
@@ -359,7 +359,7 @@ impl Memory {
     }
 }
 
-/// Counts events of pressure, and says how it is now.
+/// Counts events of pressure, and reads its present state.
 struct PressureWatch {
     pressure: Pressure,
     events: Arc<[AtomicU64; 4]>,
@@ -479,9 +479,9 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         direct: volume.capabilities().direct,
         closing: volume.is_closing(),
         state: match (volume.is_closing(), &loss) {
-            (true, _) => Phase::Closing.as_str(),
+            (true, _) => VolumePhase::Closing.as_str(),
             (false, Some(_)) => LOST,
-            (false, None) => Phase::Serving.as_str(),
+            (false, None) => VolumePhase::Serving.as_str(),
         }
         .to_owned(),
         failure: None,
@@ -505,10 +505,10 @@ pub fn engine_stat(state: &VolumeState, clients: u64, now: Instant) -> VolumeSta
         next_seconds: failure.next.saturating_duration_since(now).as_secs_f64(),
     });
     let of_volume = of_volume.unwrap_or_default();
-    let lost = state.phase == Phase::Serving && of_volume.loss.is_some();
+    let lost = state.phase == VolumePhase::Serving && of_volume.loss.is_some();
     VolumeStat {
         name: state.name.clone(),
-        closing: state.phase == Phase::Closing,
+        closing: state.phase == VolumePhase::Closing,
         state: if lost { LOST } else { state.phase.as_str() }.to_owned(),
         failure,
         ..of_volume
@@ -547,7 +547,7 @@ pub fn xen_stat(disk: &ebb_export_xen::DeviceStats) -> XenStat {
     }
 }
 
-/// Memory of this process that is there now, bytes; 0 if the kernel does not say.
+/// Resident memory of this process, bytes; 0 if `/proc/self/statm` cannot be read.
 pub fn resident_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let pages: u64 = text.split(' ').nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(0);
@@ -559,13 +559,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_figures_of_real_memory_arrive() {
+    fn the_statistics_show_the_blocks_in_use() {
         let now = Instant::now();
         let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, now)).unwrap();
         let owner = memory.owner("disk").unwrap();
         let worker = memory.worker(|| {});
         let block = worker.alloc(8192, owner).unwrap();
-        let read = Memory::new(Some(memory), None).read.unwrap();
+        let read = StatSources::new(Some(memory), None).read.unwrap();
         let stat = read();
         let zone = stat.zones.iter().find(|zone| zone.name == "8K").unwrap();
         assert_eq!((zone.size, zone.used, zone.requests), (8192, 1, 1));
@@ -580,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn pressure_is_counted_by_level() {
+    fn events_of_pressure_are_counted_by_level() {
         let now = Instant::now();
         let (mut publisher, pressure) = Pressure::new(now);
         let watch = PressureWatch::new(pressure);
@@ -595,12 +595,12 @@ mod tests {
     }
 
     #[test]
-    fn the_process_has_memory() {
+    fn the_resident_memory_of_the_process_is_read() {
         assert!(resident_bytes() > 1 << 20);
     }
 
     #[test]
-    fn json_and_back() {
+    fn statistics_survive_a_round_trip_through_json() {
         let stat = Stat {
             memory: Some(MemoryStat { zones: vec![ZoneStat::default()], ..MemoryStat::default() }),
             pressure: Some(PressureStat::default()),

@@ -1,4 +1,4 @@
-//! From a volume's configuration to the volume.
+//! Opens the store of a volume's configuration, and makes the volume of it.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -12,7 +12,7 @@ use ebb_store::{
 };
 use ebb_volume::{Stop, Volume, VolumeOptions};
 
-use crate::config::{CacheMode, Direct, StoreUri, VolumeConfig};
+use crate::config::{CacheMode, DirectMode, StoreUri, VolumeConfig};
 
 /// Why the store of a volume could not be opened.
 #[derive(Debug, thiserror::Error)]
@@ -24,14 +24,14 @@ pub enum StoreError {
     /// A remote export.
     #[error(transparent)]
     Nbd(#[from] NbdError),
-    /// No place in the cache.
+    /// The cache cannot take another volume.
     #[error(transparent)]
     Cache(#[from] ebb_cache::Error),
-    /// No place on its backing device.
+    /// Its backing device cannot take another volume.
     #[error(transparent)]
     Bdi(#[from] ebb_writeback::Error),
-    /// No thread to open it on.
-    #[error("no thread to open it on: raise TasksMax, or the limit of processes")]
+    /// The thread that opens it could not be started.
+    #[error("cannot start a thread to open the store: raise TasksMax, or the limit of processes")]
     Thread(#[source] std::io::Error),
     /// Another volume has the file.
     #[error(
@@ -43,36 +43,35 @@ pub enum StoreError {
         store: String,
         /// The other volume.
         other: String,
-        /// The file that it has.
+        /// The file.
         file: FileIdentity,
-        /// Sent when that has the file no more.
+        /// Set when the other volume has released the file.
         gone: Arc<Stop>,
     },
-    /// The path of a volume leads to its file no more.
+    /// The path of a volume no longer leads to its file.
     #[error(
-        "{store}: the file that the volume was served from is no longer at its path ({found}): move it back; to have \
-         the volume on what is there now, or on a new file, take it out of the configuration, reload, put it back, \
-         and reload again"
+        "{store}: the file of the volume is no longer at its path ({found}): move it back; to use the file that is \
+         there now, or a new one, remove the volume from the configuration, reload, add it again, and reload again"
     )]
     Moved {
         /// The store.
         store: String,
-        /// What is there instead.
+        /// What was found at the path.
         found: &'static str,
     },
     /// The thread that opened it ended.
-    #[error("opening it was interrupted")]
+    #[error("opening the store was interrupted")]
     Interrupted,
 }
 
 impl StoreError {
-    /// The message with its causes, in a line.
+    /// The message with its causes, in one line.
     pub fn full_text(&self) -> String {
         let mut text = self.to_string();
         let mut source = std::error::Error::source(self);
         while let Some(error) = source {
             let cause = error.to_string();
-            // A transparent error and its source say the same.
+            // A transparent error has the message of its source.
             if !text.ends_with(&cause) {
                 text = format!("{text}: {cause}");
             }
@@ -82,8 +81,7 @@ impl StoreError {
     }
 }
 
-/// Makes a volume of an opened store on backing device `device`, with its part of `cache` if the configuration wants
-/// one.
+/// Makes a volume of an opened store on backing device `device`, with a cache if the configuration has one.
 ///
 /// # Errors
 /// [`StoreError::Cache`].
@@ -111,12 +109,12 @@ pub fn make_volume(
     Ok(volume)
 }
 
-/// Whether `new` leads to the bytes that are served as `old`, of which the file `open` is open: the same file by
-/// whatever path, the same export of a server. May block.
+/// Whether `new` leads to the same data as `old`, which has the file `open` open: the same file by any path, or the
+/// same export of a server. May block.
 ///
 /// # Errors
-/// [`StoreError::Moved`]: `new` has the path of `old`, and that leads elsewhere by now. What is there may be a blank
-/// disk, or be made as one: only another path, or another volume, says that this is meant.
+/// [`StoreError::Moved`]: `new` has the path of `old`, which leads to another file now, or to none. That file may be
+/// blank, so it is not served unless the operator changes the path or uses another volume.
 pub fn same_target(
     old: &StoreUri,
     open: Option<&FileIdentity>,
@@ -145,10 +143,10 @@ pub fn same_target(
     }
 }
 
-const GONE: &str = "there is none";
+const GONE: &str = "there is no file";
 const REPLACED: &str = "another file is in its place";
 
-/// A path without links to folders, so that two spellings of it are equal.
+/// A path whose directory is resolved, so that two spellings of it are equal.
 fn place(path: &Path) -> PathBuf {
     let folder = path.parent().and_then(|folder| folder.canonicalize().ok());
     match (folder, path.file_name()) {
@@ -157,20 +155,20 @@ fn place(path: &Path) -> PathBuf {
     }
 }
 
-/// Which file a volume is to be opened on.
+/// The file that opening a volume must find.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Expected {
-    /// What the configuration leads to; a new one if it says so.
+    /// Any file; a new one is created if the configuration has `create`.
     #[default]
     Any,
-    /// The one that the volume has had: none is made in its place, and no other is taken for it.
+    /// The file that the volume had before: no new file is created in its place, and no other one is accepted.
     File(FileIdentity),
-    /// As [`Expected::File`], and whatever its size: as it was served.
+    /// As [`Expected::File`], with any size, because it was served before.
     AsItWas(FileIdentity),
 }
 
 impl Expected {
-    /// That `file`, if it was there.
+    /// The `file`, if it existed.
     pub fn file(file: Option<FileIdentity>) -> Expected {
         match file {
             Some(file @ (FileIdentity::File(..) | FileIdentity::Device(_))) => Expected::File(file),
@@ -178,7 +176,7 @@ impl Expected {
         }
     }
 
-    /// Whatever its size.
+    /// The same file with any size.
     #[must_use]
     pub fn as_it_was(self) -> Expected {
         match self {
@@ -195,22 +193,22 @@ impl Expected {
     }
 }
 
-/// What tells a file, or the device behind a node, from all others.
+/// The identity of a file, or of the device behind a device node.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FileIdentity {
-    /// A file, by its file system and number.
+    /// A file, by the number of its file system and its inode.
     File(u64, u64),
     /// A block device.
     Device(u64),
-    /// A file that is not there yet.
+    /// A file that does not exist yet.
     Path(PathBuf),
 }
 
 impl FileIdentity {
-    /// Where the path of a store leads, if it is a file; may block.
+    /// The file at the path of a store, if it is a file store; may block.
     ///
     /// # Errors
-    /// It cannot be found out: only "no such file" means that there is none.
+    /// Those of `stat`, except ENOENT, which means that the file does not exist.
     pub fn of(store: &StoreUri) -> Result<Option<FileIdentity>, StoreError> {
         let StoreUri::File(path) = store else { return Ok(None) };
         let path = path.clone();
@@ -219,19 +217,19 @@ impl FileIdentity {
             Ok(found) => FileIdentity::File(found.dev(), found.ino()),
             Err(error) => match error.kind() {
                 ErrorKind::NotFound => FileIdentity::Path(path),
-                // To read only does not help.
+                // Opening it read-only would not help.
                 ErrorKind::PermissionDenied => {
                     return Err(OpenError::Denied { path, read_only: true }.into());
                 }
                 _ => {
-                    let action = "find out whether it is there";
+                    let action = "check whether it exists";
                     return Err(OpenError::Io { path, action, source: error }.into());
                 }
             },
         }))
     }
 
-    /// That of what is open, if it is a file.
+    /// The identity of an open store, if it is a file.
     ///
     /// # Errors
     /// Those of `fstat`.
@@ -241,15 +239,14 @@ impl FileIdentity {
             Ok(FileNumber::File { device, inode }) => Ok(Some(FileIdentity::File(device, inode))),
             Ok(FileNumber::Device(number)) => Ok(Some(FileIdentity::Device(number))),
             Err(source) => {
-                let (path, action) =
-                    (PathBuf::from(store.identity().place), "find out which file it is");
+                let (path, action) = (PathBuf::from(store.identity().place), "identify the file");
                 Err(OpenError::Io { path, action, source }.into())
             }
         }
     }
 }
 
-/// The size of the file that opening the volume would make, if there is none yet.
+/// The size of the file that opening the volume would create, if it does not exist yet.
 pub fn to_be_created(config: &VolumeConfig) -> Option<u64> {
     match (&config.store, config.size) {
         (StoreUri::File(path), Some(size))
@@ -261,7 +258,7 @@ pub fn to_be_created(config: &VolumeConfig) -> Option<u64> {
     }
 }
 
-/// Looks whether a store could be opened, without changing anything and without its lock.
+/// Checks whether a store can be opened, without changing anything and without its lock.
 ///
 /// # Errors
 /// Those of the store, each with a remedy.
@@ -270,12 +267,12 @@ pub fn inspect(config: &VolumeConfig) -> Result<(), StoreError> {
         StoreUri::File(path) => {
             Ok(ebb_store::inspect(path, &file_options(config, &Expected::Any))?)
         }
-        // A server may let in one client only: it is asked when the old connection is gone.
+        // A server may accept only one client, which is still the old connection.
         StoreUri::Memory(_) | StoreUri::Null(_) | StoreUri::Nbd(_) => Ok(()),
     }
 }
 
-/// Whether another process serves the file of a volume; may block as its file system does.
+/// Whether another process has the file of a volume locked; may block.
 pub fn is_in_use(config: &VolumeConfig) -> bool {
     match &config.store {
         StoreUri::File(path) => ebb_store::is_in_use(path, &file_options(config, &Expected::Any)),
@@ -288,16 +285,16 @@ fn file_options(config: &VolumeConfig, expected: &Expected) -> OpenOptions {
     OpenOptions {
         read_only: config.read_only,
         direct: match config.direct {
-            Direct::Auto => ebb_store::Direct::Auto,
-            Direct::On => ebb_store::Direct::On,
-            Direct::Off => ebb_store::Direct::Off,
+            DirectMode::Auto => ebb_store::Direct::Auto,
+            DirectMode::On => ebb_store::Direct::On,
+            DirectMode::Off => ebb_store::Direct::Off,
         },
         create: size.map(crate::size::Size::bytes),
         existing: *expected != Expected::Any,
     }
 }
 
-/// Opens the store of a volume; what the operator should know of it goes to the log.
+/// Opens the store of a volume, and logs its notes for the operator.
 ///
 /// # Errors
 /// Those of the store, each with a remedy.
@@ -326,7 +323,7 @@ pub fn open_store(
             }
             if made {
                 let (bytes, path) = (store.size(), path.display());
-                tracing::info!(volume = name, bytes, "made a new file, for there was none: {path}");
+                tracing::info!(volume = name, bytes, "created a new file: {path}");
             }
             store
         }
@@ -346,7 +343,7 @@ pub fn open_store(
     Ok(store)
 }
 
-/// A number that differs from daemon to daemon, so that not all come back at once.
+/// A seed that differs between daemons, so that they do not all reconnect at the same time.
 fn seed() -> u64 {
     let since = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
     since.as_secs() << 32 ^ u64::from(since.subsec_nanos()) ^ u64::from(std::process::id())

@@ -1,4 +1,4 @@
-//! Xen: the daemon's part of it, and `ebbd xen`.
+//! The daemon's Xen backend, and `ebbd xen`.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,15 +14,16 @@ use crate::cli::XenArgs;
 use crate::engine::Engine;
 use crate::params::Parameters;
 
-/// What a successor of a killed daemon needs lies here: in memory, gone with the host.
+/// The directory of the journals, from which the successor of a killed daemon resumes requests. It is in memory (tmpfs)
+/// and does not survive a reboot of the host.
 const JOURNALS: &str = "/run/ebbd/xen";
-/// There if the kernel's own backend is loaded: then disks of the kind `vbd` are its.
+/// Exists if the kernel's backend is loaded: then it serves the disks of the kind `vbd`.
 const KERNEL_BACKEND: &str = "/sys/bus/xen-backend/drivers/vbd";
 
 /// Serves the server's volumes to Xen guests.
 ///
 /// # Errors
-/// If this is no Xen, or the daemon may not; the message says what to do.
+/// If the host does not run Xen, or access is denied; the message has a remedy.
 pub(crate) fn serve(
     server: &Server,
     parameters: &Parameters,
@@ -37,13 +38,13 @@ pub(crate) fn serve(
     };
     let mut options = Options::new(Arc::new(XenHost), workers, Arc::new(lookup));
     options.parameters = grants;
-    // The engine holds the backend.
+    // Weak, because the engine owns the backend.
     let engine = Arc::downgrade(engine);
     options.awaited =
         Arc::new(move |name| engine.upgrade().is_some_and(|engine| engine.awaits(name)));
     options.journals = Some(JOURNALS.into());
     if Path::new(KERNEL_BACKEND).exists() {
-        tracing::info!("xen-blkback is loaded: disk lines with block-ebbd are left to it");
+        tracing::info!("xen-blkback is loaded: it serves disks with the script block-ebbd");
     } else {
         options.kinds.push("vbd".to_owned());
     }
@@ -55,7 +56,7 @@ pub(crate) fn serve(
 /// `ebbd xen`.
 ///
 /// # Errors
-/// If xenstore cannot be reached, or it cannot be done; the message says why.
+/// If xenstore cannot be reached, or the disk cannot be attached or detached; the message says why.
 pub fn attach_or_detach(args: &XenArgs) -> anyhow::Result<()> {
     let mut store = Connection::open().context("xenstore")?;
     let guest = find_domain(&mut store, &args.domain)?;

@@ -112,7 +112,7 @@ fn completions_are_printed() {
 }
 
 #[test]
-fn a_reader_that_leaves_is_no_failure() {
+fn a_closed_pipe_is_not_a_failure() {
     assert!(Path::new("/bin/sh").exists(), "this test needs /bin/sh");
     let script =
         format!("{{ {} completions zsh; echo $? >&2; }} | true", env!("CARGO_BIN_EXE_ebbd"));

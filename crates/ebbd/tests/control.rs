@@ -28,11 +28,11 @@ struct Daemon {
 }
 
 impl Daemon {
-    /// A daemon with the volumes `disk` and `install cd`; `top` stands at the top of its file.
+    /// A daemon with the volumes `disk` and `install cd`; `top` is the beginning of its file.
     fn start(top: &str) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let (control, config) = (folder.path().join("c"), folder.path().join("ebbd.toml"));
-        // Left over from a daemon that is gone.
+        // The stale socket of a daemon that has ended.
         drop(UnixListener::bind(&control).expect("a socket"));
         fs::write(&config, file(folder.path(), top)).expect("written");
         let mut child = command()
@@ -90,7 +90,7 @@ impl Daemon {
         String::from_utf8(output.stdout).expect("UTF-8")
     }
 
-    /// Asserts that the command is refused as a mistake of whoever typed it.
+    /// Asserts that the command is refused with the exit status of a usage mistake.
     #[track_caller]
     fn refuses(&self, args: &[&str], parts: &[&str]) {
         fails(&self.run(args), 2, parts);
@@ -201,9 +201,9 @@ fn parameters_act() {
 fn pressure_and_its_end_are_logged() {
     let mut daemon = Daemon::start("");
     assert_eq!(daemon.says(&["pressure", "L1"]), "");
-    let log = daemon.wait_for("memory pressure: giving back idle I/O memory");
+    let log = daemon.wait_for("memory pressure: returning idle I/O memory");
     assert!(log.contains("level=\"squeeze\" cause="), "{log}");
-    let log = daemon.wait_for("memory pressure is over");
+    let log = daemon.wait_for("memory pressure has ended");
     assert!(log.contains("events=1 ") && log.contains("wired_bytes_before="), "{log}");
     daemon.stop();
 }
@@ -295,13 +295,13 @@ fn a_socket_in_use_is_not_taken() {
     assert_eq!(output.status.code(), Some(1), "{stderr}");
     assert!(stderr.contains("in use by a running server"), "{stderr}");
     let output = daemon.run(&[&args[..], &[&listen, "--control", &listen]].concat());
-    fails(&output, 2, &["clients are served there"]);
+    fails(&output, 2, &["an address for clients"]);
     assert_eq!(daemon.says(&["get", "max_buffer_pages"]), "1024\n");
     daemon.stop();
 }
 
 #[test]
-fn nobody_there_is_status_1_with_advice() {
+fn an_unreachable_daemon_is_status_1_with_advice() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("none");
     let path = path.to_str().expect("UTF-8");
@@ -322,6 +322,6 @@ fn nobody_there_is_status_1_with_advice() {
             let _ = stream.read_to_end(&mut Vec::new());
         });
         let output = command().args(["get", "--control", path]).output().expect("it starts");
-        fails(&output, 1, &["no HTTP"]);
+        fails(&output, 1, &["is not HTTP"]);
     });
 }

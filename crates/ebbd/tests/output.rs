@@ -15,7 +15,7 @@ fn run(arguments: &[&str], stdout: Stdio) -> Output {
 }
 
 #[test]
-fn what_cannot_be_written_is_a_failure() {
+fn output_that_cannot_be_written_is_a_failure() {
     let all: [&[&str]; 5] = [
         &["--version"],
         &["--help"],
@@ -70,7 +70,7 @@ impl Drop for Daemon {
 
 /// Standard error is a pipe that is never read, and holds far less than what is logged.
 #[test]
-fn a_log_that_is_not_read_holds_up_nothing() {
+fn a_log_that_is_not_read_blocks_no_request() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("s");
     let mut daemon = Daemon(
@@ -105,7 +105,7 @@ fn a_log_that_is_not_read_holds_up_nothing() {
 
 /// One client that logs in and out without end must not push what matters out of the journal.
 #[test]
-fn a_client_that_comes_and_goes_has_some_lines_and_then_none() {
+fn a_client_that_reconnects_often_gets_a_limited_number_of_lines() {
     let folder = tempfile::tempdir().unwrap();
     let (socket, log) = (folder.path().join("s"), folder.path().join("log"));
     let mut daemon = Daemon(

@@ -6,13 +6,13 @@ use crate::stat::{
 };
 
 /// Columns as wide as their widest cell.
-pub(super) struct Table {
+pub(super) struct TextTable {
     rows: Vec<Vec<String>>,
-    /// A bit for each column that starts at the left, from the first one on.
+    /// A bit for each left-aligned column, the lowest for the first column.
     left: u32,
 }
 
-impl Table {
+impl TextTable {
     /// A table with these titles.
     pub(super) fn new(titles: &[&str], left: u32) -> Self {
         Self { rows: vec![titles.iter().map(ToString::to_string).collect()], left }
@@ -50,7 +50,7 @@ impl Table {
     }
 }
 
-/// A number of bytes, short.
+/// A number of bytes in short form.
 pub(super) fn bytes(bytes: u64) -> String {
     for (unit, shift) in [("T", 40), ("G", 30), ("M", 20), ("K", 10)] {
         let whole = bytes >> shift;
@@ -73,7 +73,7 @@ pub(super) fn all(stat: &Stat) -> String {
     );
     let silent = stat.workers.iter().filter(|worker| !worker.answers);
     for worker in silent {
-        out.push_str(&format!("worker {} does not answer\n", worker.worker));
+        out.push_str(&format!("worker {} does not respond\n", worker.worker));
     }
     if let Some(pressure) = &stat.pressure {
         out.push_str(&show_pressure(pressure));
@@ -97,35 +97,35 @@ fn show_pressure(pressure: &PressureStat) -> String {
     let [decays, squeezes, drains, last] = pressure.events;
     format!(
         "\npressure L{} ({}) for {:.0} s: {}\nevents   {squeezes} squeeze, {drains} drain, \
-         {last} last resort, {decays} decay; the last {:.0} s ago\nlistens  {}\n",
+         {last} last resort, {decays} decay; the last {:.0} s ago\nsources  {}\n",
         pressure.level,
         pressure.name,
         pressure.since_seconds,
         pressure.cause,
         pressure.event_seconds,
         if pressure.listening.is_empty() {
-            "to nothing".to_owned()
+            "none".to_owned()
         } else {
             pressure.listening.join("\n         ")
         },
     )
 }
 
-/// Volumes that are not served, or not as they should be, each with why and what to do.
+/// Volumes that are not served or have lost writes, each with the cause and a remedy.
 fn show_failures(volumes: &[VolumeStat]) -> String {
     let mut out = String::new();
     for volume in volumes.iter().filter(|volume| !matches!(&*volume.state, "" | "serving")) {
         let name = &volume.name;
         if let Some(loss) = &volume.loss {
             out.push_str(&format!(
-                "{name} may have lost changes, and all its flushes fail, since {:.0} s: {}\n    {}\n",
+                "{name} may have lost writes {:.0} s ago, and all its flushes fail: {}\n    {}\n",
                 loss.since_seconds, loss.error, loss.remedy
             ));
         }
         let line = match &volume.failure {
             None if volume.state == "lost" => continue,
             Some(failure) => format!(
-                "{name} is not served: {}\n    tried {} times in {:.0} s, again in {:.0} s\n",
+                "{name} is not served: {}\n    {} attempts in {:.0} s, the next in {:.0} s\n",
                 failure.reason, failure.attempts, failure.since_seconds, failure.next_seconds
             ),
             None => format!("{name} is {}\n", volume.state),
@@ -138,7 +138,7 @@ fn show_failures(volumes: &[VolumeStat]) -> String {
 fn show_volumes(stat: &Stat) -> String {
     let titles =
         ["VOLUME", "SIZE", "CLIENTS", "READS", "READ", "WRITES", "WRITTEN", "FLUSHES", "ERRORS"];
-    let mut table = Table::new(&titles, 1);
+    let mut table = TextTable::new(&titles, 1);
     for volume in &stat.volumes {
         let of = |name: &str| volume.operations.get(name).copied().unwrap_or_default();
         let (read, write, flush) = (of("read"), of("write"), of("flush"));
@@ -158,7 +158,7 @@ fn show_volumes(stat: &Stat) -> String {
     format!("\n{}{}{}", table.text(), show_failures(&stat.volumes), show_remotes(&stat.volumes))
 }
 
-/// A paragraph for each volume whose store is a server: what an operator asks when it is slow.
+/// A paragraph for each volume whose store is an NBD server: the state of its connections.
 fn show_remotes(volumes: &[VolumeStat]) -> String {
     let mut out = String::new();
     for volume in volumes {
@@ -166,12 +166,12 @@ fn show_remotes(volumes: &[VolumeStat]) -> String {
         let state = if remote.connections > 0 { "connected" } else { "not connected" };
         let state = match remote.silent_seconds {
             0 => state.to_owned(),
-            seconds => format!("{state} and silent for {seconds} s"),
+            seconds => format!("{state}, no replies for {seconds} s"),
         };
         let last = remote.last_error.as_deref().unwrap_or("none");
         out.push_str(&format!(
             "\n{}: server {}, {state} ({} connection(s), for {} s), {} reconnect(s)\n  \
-             {} request(s) under way, {} asked again, {} change(s) not flushed\n  \
+             {} request(s) in flight, {} sent again, {} write(s) not flushed\n  \
              last error: {last}\n",
             volume.name,
             remote.address,
@@ -194,7 +194,7 @@ fn show_xen(disks: &[XenStat]) -> String {
         "DOMAIN", "DEVICE", "XEN DISK", "STATE", "QUEUES", "MAPPED", "REQUESTS", "MAPS", "COPIES",
         "ERRORS",
     ];
-    let mut table = Table::new(&titles, 0b1100);
+    let mut table = TextTable::new(&titles, 0b1100);
     for disk in disks {
         table.row([
             disk.domain.to_string(),
@@ -218,11 +218,11 @@ fn show_xen(disks: &[XenStat]) -> String {
 fn show_cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
     let limit = match cache.max_bytes {
         0 => String::new(),
-        max => format!(" of at most {}", bytes(max)),
+        max => format!(" (limit {})", bytes(max)),
     };
     let mut out = format!(
         "\ncache    bufspace {}{limit}, bufwiredspace {}, bufkvaspace {}; {}\n\
-         reads    {} found, {} not; rewired {} kept, {} lost; {} evicted, {} of it for others on the host\n",
+         reads    {} hit, {} missed; lent: {} intact, {} discarded; {} evicted, {} of it by proactive reclaim\n",
         bytes(cache.bufspace_bytes),
         bytes(cache.bufwiredspace_bytes),
         bytes(cache.bufkvaspace_bytes),
@@ -236,7 +236,7 @@ fn show_cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
     );
     let titles =
         ["CACHED", "MODE", "DIRTY", "BUFSPACE", "WIRED", "KVA", "HIT", "FOUND", "MISSED", "LOST"];
-    let mut table = Table::new(&titles, 0b11);
+    let mut table = TextTable::new(&titles, 0b11);
     for volume in volumes {
         let Some(own) = &volume.cache else { continue };
         table.row([
@@ -257,7 +257,7 @@ fn show_cache(cache: &CacheStat, volumes: &[VolumeStat]) -> String {
     out
 }
 
-/// As `/sys/kernel/debug/bdi/*/stats` has them, a line for each.
+/// A line for each, with the figures of Linux's `/sys/kernel/debug/bdi/*/stats`.
 pub(super) fn bdis(bdis: &[BdiStat]) -> String {
     if bdis.is_empty() {
         return "no volume has a writeback cache\n".to_owned();
@@ -280,9 +280,9 @@ pub(super) fn bdis(bdis: &[BdiStat]) -> String {
         "STRICT",
         "STATE",
     ];
-    let mut table = Table::new(&titles, 0b11);
+    let mut table = TextTable::new(&titles, 0b11);
     let percent = |part: f64| format!("{:.0}%", part * 100.0);
-    // What was set, without the zeroes behind.
+    // The configured value without trailing zeroes.
     let exact = |part: f64| {
         let text = format!("{:.4}", part * 100.0);
         format!("{}%", text.trim_end_matches('0').trim_end_matches('.'))
@@ -310,7 +310,7 @@ pub(super) fn bdis(bdis: &[BdiStat]) -> String {
     table.text()
 }
 
-/// `part` of `part` and `rest` together, in per cent; `-` of nothing.
+/// `part` of `part + rest` in percent; `-` if both are 0.
 pub(super) fn share(part: u64, rest: u64) -> String {
     match part.saturating_add(rest) {
         0 => "-".to_owned(),
@@ -320,8 +320,8 @@ pub(super) fn share(part: u64, rest: u64) -> String {
 
 fn show_memory(memory: &MemoryStat) -> String {
     format!(
-        "\nmemory   {} wired ({} pinned), {} lent, of at most {}; {} waiting\n\
-         given back  {} squeeze(s), {} cache(s) purged\n{}{}",
+        "\nmemory   {} wired ({} pinned), {} lent, ceiling {}; {} waiting\n\
+         returned  {} squeeze(s), {} worker cache(s) emptied\n{}{}",
         bytes(memory.wired_bytes),
         bytes(memory.pinned_bytes),
         bytes(memory.unwired_bytes),
@@ -334,13 +334,13 @@ fn show_memory(memory: &MemoryStat) -> String {
     )
 }
 
-/// As `vmstat -z` shows zones, with what is ours behind.
+/// The columns of FreeBSD's `vmstat -z`, followed by ebbd's own.
 fn show_zones(zones: &[ZoneStat]) -> String {
     let titles = [
         "ZONE", "SIZE", "LIMIT", "USED", "FREE", "REQ", "FAIL", "SLEEP", "MISS", "BUCKET", "WSS",
         "EMPTY",
     ];
-    let mut table = Table::new(&titles, 1);
+    let mut table = TextTable::new(&titles, 1);
     for zone in zones {
         table.row([
             zone.name.clone(),
@@ -364,7 +364,7 @@ fn show_pools(pools: &[PoolStat]) -> String {
     if pools.is_empty() {
         return String::new();
     }
-    let mut table = Table::new(&["POOL", "FREE", "LENT", "SQUEEZES", "SQUEEZED"], 1);
+    let mut table = TextTable::new(&["POOL", "FREE", "LENT", "SQUEEZES", "SQUEEZED"], 1);
     for pool in pools {
         table.row([
             pool.name.clone(),
@@ -382,18 +382,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_short() {
+    fn sizes_are_shown_in_short_form() {
         let shown = [0, 1023, 1024, 1536, 1 << 20, (5 << 30) + (1 << 29), u64::MAX].map(bytes);
         let all = ["0", "1023", "1.0K", "1.5K", "1.0M", "5.5G", "16777215.9T"];
         assert_eq!(shown.each_ref().map(String::as_str), all);
     }
 
     #[test]
-    fn a_loss_is_shown_with_its_error_and_what_to_do() {
+    fn a_loss_is_shown_with_its_error_and_its_remedy() {
         let loss = crate::stat::LossStat {
             since_seconds: 3.0,
             error: "flush: EIO".into(),
-            remedy: "mend the device".into(),
+            remedy: "replace the device".into(),
         };
         let volume = VolumeStat {
             name: "disk".into(),
@@ -402,12 +402,12 @@ mod tests {
             ..VolumeStat::default()
         };
         let text = show_failures(&[volume]);
-        let expected = "\ndisk may have lost changes, and all its flushes fail, since 3 s: flush: EIO\n    mend the device\n";
+        let expected = "\ndisk may have lost writes 3 s ago, and all its flushes fail: flush: EIO\n    replace the device\n";
         assert_eq!(text, expected);
     }
 
     #[test]
-    fn backing_devices_show_their_settings() {
+    fn backing_devices_are_shown_with_their_settings() {
         let stat = BdiStat {
             name: "array".into(),
             volumes: vec!["a".into(), "b".into()],
@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn zones_read_as_those_of_vmstat() {
+    fn zones_are_shown_as_by_vmstat() {
         let zone = ZoneStat {
             name: "64K".into(),
             size: 65_536,
@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn xen_disks_have_a_row_each() {
+    fn every_xen_disk_has_a_row() {
         let disk = XenStat {
             domain: 3,
             device: 51728,
@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_per_cent() {
+    fn shares_are_shown_in_percent() {
         let shown = [share(0, 0), share(0, 1), share(1, 2), share(u64::MAX, 0)];
         assert_eq!(shown, ["-", "0%", "33%", "100%"]);
     }

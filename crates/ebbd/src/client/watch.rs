@@ -1,13 +1,13 @@
-//! `ebbd stat --watch`: what flowed between two moments.
+//! `ebbd stat --watch`: rates between two samples of the statistics.
 
-use super::show::{Table, bytes, share};
+use super::show::{TextTable, bytes, share};
 use crate::stat::{OperationStat, Stat, VolumeCacheStat, VolumeStat};
 
-/// What happened between `before` and `now`, as rates, and what each volume holds now. A volume
-/// that was not there before begins at 0.
+/// The rates between `before` and `now`, and the cache memory of each volume now. The counters of a
+/// new volume begin at 0.
 pub(super) fn flow(before: &Stat, now: &Stat) -> String {
     let seconds = now.uptime_seconds - before.uptime_seconds;
-    // A daemon started anew has a shorter time behind it.
+    // After a restart of the daemon its uptime is shorter, and its counters begin at 0.
     let (before, seconds) =
         if seconds > 0.0 { (before, seconds) } else { (&Stat::default(), now.uptime_seconds) };
     let mut out = summary(now);
@@ -23,7 +23,7 @@ pub(super) fn flow(before: &Stat, now: &Stat) -> String {
         "WIRED",
         "LOST/s",
     ];
-    let mut table = Table::new(&titles, 1);
+    let mut table = TextTable::new(&titles, 1);
     for volume in &now.volumes {
         let empty = VolumeStat::default();
         let old = before.volumes.iter().find(|old| old.name == volume.name).unwrap_or(&empty);
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_started_anew_begins_at_nothing() {
+    fn after_a_restart_rates_begin_at_zero() {
         let text = flow(&stat(10.0, 100, 1 << 20, 0, 100), &stat(2.0, 20, 4096, 0, 0));
         let expected = ["disk", "10", "40.0K", "0", "0", "-", "4.0K", "+4.0K", "0", "0"];
         assert_eq!(cells(&text), expected, "{text}");

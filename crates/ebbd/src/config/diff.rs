@@ -1,36 +1,36 @@
-//! What a reload changes: the difference of two configurations.
+//! The difference of two configurations, for a reload.
 
 use super::Config;
 
-/// What is different in a new configuration. Volumes are named in order.
+/// The differences of a new configuration. Volumes are named in order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Changes {
-    /// Volumes that were not there before.
+    /// Volumes that are only in the new one.
     pub volumes_added: Vec<String>,
-    /// Volumes that are there no more.
+    /// Volumes that are only in the old one.
     pub volumes_removed: Vec<String>,
     /// Volumes whose store or options differ.
     pub volumes_changed: Vec<String>,
-    /// Whether another volume, or none, answers to the empty export name.
+    /// Whether the default export differs.
     pub default_changed: bool,
     /// Whether a run-time parameter differs, other than the log level: of the daemon, of a backing
     /// device, or of a volume that is in both.
     pub limits_changed: bool,
     /// Whether the log level differs.
     pub log_changed: bool,
-    /// The keys that differ and only count at the next start.
+    /// The keys that differ and take effect at the next start only.
     pub needs_restart: Vec<&'static str>,
 }
 
 impl Changes {
-    /// Whether nothing is different.
+    /// Whether there are no differences.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 }
 
 impl Config {
-    /// What is different in `new`.
+    /// The differences of `new` from `self`.
     pub fn reload_diff(&self, new: &Self) -> Changes {
         let absent_in = |other: &Self, name: &str| !other.volumes.contains_key(name);
         let (old_nbd, new_nbd) = (&self.nbd, &new.nbd);
@@ -65,8 +65,7 @@ impl Config {
                 .iter()
                 .filter(|(name, volume)| {
                     new.volumes.get(*name).is_some_and(|other| {
-                        // Which volume is the default concerns the server, and parameters change
-                        // while the volume serves.
+                        // The default export and the parameters change while the volume is served.
                         let other = super::VolumeConfig {
                             default: volume.default,
                             max_buffer_pages: volume.max_buffer_pages,
@@ -137,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn another_default_is_no_other_volume() {
+    fn a_change_of_the_default_export_changes_no_volume() {
         let changes = diff(&(BASE.replace("default = true", "") + "default = true"));
         assert_eq!(changes, Changes { default_changed: true, ..Changes::default() });
     }

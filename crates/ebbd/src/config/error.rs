@@ -1,8 +1,8 @@
-//! What is wrong with a configuration, where, and what to do about it.
+//! Errors of the configuration, each with its location and a remedy.
 //!
 //! A [`ConfigError`] names the file and line or the command-line option, the key, and a remedy.
-//! Text that came from outside is shortened and stripped of control characters before it enters
-//! a message, so that a hostile file can neither flood nor forge log lines.
+//! Text of the file or the command line is shortened, and its control characters are escaped, before
+//! it enters a message, so that a hostile file can neither flood nor forge log lines.
 
 use std::fmt;
 use std::io;
@@ -14,12 +14,12 @@ use crate::size::SizeError;
 /// What sort of mistake a [`ConfigError`] reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum ErrorKind {
+pub enum ConfigErrorKind {
     /// The file cannot be opened or read.
     Read,
     /// The file is larger than [`super::MAX_FILE_BYTES`].
     TooLarge,
-    /// The file is no TOML, or not UTF-8.
+    /// The file is not TOML, or not UTF-8.
     Syntax,
     /// A key or volume option that does not exist.
     UnknownKey,
@@ -29,11 +29,11 @@ pub enum ErrorKind {
     UnknownChoice,
     /// A number or length outside its limits.
     OutOfRange,
-    /// A key that must be there is not.
+    /// A required key is missing.
     Missing,
-    /// Two settings that exclude each other.
+    /// Two settings exclude each other.
     Conflict,
-    /// The same thing given twice.
+    /// A setting is given twice.
     Duplicate,
     /// No volume, or no address to serve it at.
     NothingToServe,
@@ -46,7 +46,7 @@ pub enum ErrorKind {
 #[non_exhaustive]
 pub struct ConfigError {
     /// What sort of mistake it is.
-    pub kind: ErrorKind,
+    pub kind: ConfigErrorKind,
     /// The configuration file, if the mistake is in it.
     pub file: Option<PathBuf>,
     /// The line in `file`, counted from 1.
@@ -57,7 +57,7 @@ pub struct ConfigError {
     pub message: String,
     /// What to do about it.
     pub remedy: String,
-    /// The error of the operating system, for [`ErrorKind::Read`].
+    /// The error of the operating system, for [`ConfigErrorKind::Read`].
     pub source: Option<io::Error>,
 }
 
@@ -77,16 +77,16 @@ impl fmt::Display for ConfigError {
     }
 }
 
-// The message has the text of `source` in it already, where it belongs before the remedy; a chain
-// printed whole would repeat it. So it is a field, and not `Error::source`.
+// The message contains the text of `source`, before the remedy, and a printed chain of errors would
+// repeat it. Therefore it is a field, and not `Error::source`.
 impl std::error::Error for ConfigError {}
 
-/// Why a value is refused, before it is known where it stood.
+/// Why a value is refused, without its location.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}; {remedy}")]
 pub struct BadValue {
     /// What sort of mistake it is.
-    pub kind: ErrorKind,
+    pub kind: ConfigErrorKind,
     /// What is wrong.
     pub message: String,
     /// What to do about it.
@@ -95,7 +95,7 @@ pub struct BadValue {
 
 impl BadValue {
     pub(super) fn new(
-        kind: ErrorKind,
+        kind: ConfigErrorKind,
         message: impl Into<String>,
         remedy: impl Into<String>,
     ) -> Self {
@@ -106,28 +106,28 @@ impl BadValue {
 impl From<SizeError> for BadValue {
     fn from(error: SizeError) -> Self {
         let kind = match error {
-            SizeError::Overflow(_) | SizeError::Negative(_) => ErrorKind::OutOfRange,
-            _ => ErrorKind::InvalidValue,
+            SizeError::Overflow(_) | SizeError::Negative(_) => ConfigErrorKind::OutOfRange,
+            _ => ConfigErrorKind::InvalidValue,
         };
         Self::new(kind, error.to_string(), error.remedy())
     }
 }
 
-/// Where a value stood: a key in a line of a file, or an option of the command line.
+/// The location of a value: a key in a line of a file, or an option of the command line.
 #[derive(Clone, Debug)]
-pub(super) struct Place {
+pub(super) struct ValueLocation {
     pub(super) file: Option<Rc<Path>>,
     pub(super) line: Option<usize>,
     pub(super) key: Box<str>,
 }
 
-impl Place {
-    /// A place on the command line.
+impl ValueLocation {
+    /// A location on the command line.
     pub(super) fn option(key: impl Into<Box<str>>) -> Self {
         Self { file: None, line: None, key: key.into() }
     }
 
-    /// The error `bad` at this place.
+    /// The error `bad` at this location.
     pub(super) fn error(&self, bad: BadValue) -> ConfigError {
         ConfigError {
             kind: bad.kind,
@@ -140,25 +140,25 @@ impl Place {
         }
     }
 
-    /// How another error's message refers to this place.
+    /// The text with which the message of another error refers to this location.
     pub(super) fn describe(&self) -> String {
         let key = shorten(&self.key);
         self.line.map_or_else(|| key.clone(), |line| format!("{key} in line {line}"))
     }
 }
 
-/// A value and where it stood.
+/// A value and its location.
 #[derive(Clone, Debug)]
 pub(super) struct Located<T> {
     pub(super) value: T,
-    pub(super) place: Place,
+    pub(super) place: ValueLocation,
 }
 
 impl<T> Located<T> {
-    /// The error of `kind` at the place of this value.
+    /// The error of `kind` at the location of this value.
     pub(super) fn error(
         &self,
-        kind: ErrorKind,
+        kind: ConfigErrorKind,
         message: impl Into<String>,
         remedy: impl Into<String>,
     ) -> ConfigError {
@@ -166,10 +166,10 @@ impl<T> Located<T> {
     }
 }
 
-/// The longest piece of foreign text a message repeats, in characters.
+/// The longest part of untrusted text that a message repeats, in characters.
 const SHORTEN_CHARS: usize = 80;
 
-/// `text` as it may stand in a message: at most 80 characters, control characters escaped.
+/// Untrusted `text` for a message: at most 80 characters, control characters escaped.
 pub(crate) fn shorten(text: &str) -> String {
     let mut out = String::new();
     let mut chars = text.chars();
@@ -182,9 +182,9 @@ pub(crate) fn shorten(text: &str) -> String {
     out
 }
 
-/// The known word that `given` was probably meant to be, if any comes near.
+/// The known word that is most similar to `given`, if any is similar.
 ///
-/// Case and `-` against `_` do not count; a part of a word finds the whole (`psk`, `tls_psk`).
+/// Case is ignored, `-` equals `_`, and a part of a word finds the whole (`psk`, `tls_psk`).
 pub(crate) fn closest<'a>(
     given: &str,
     known: impl IntoIterator<Item = &'a str>,
@@ -208,7 +208,7 @@ pub(crate) fn closest<'a>(
         .map(|(_, word)| word)
 }
 
-/// The remedy for an unknown word: the likely one if there is one, else all of them.
+/// The remedy for an unknown word: a similar one if there is one, else all of them.
 pub(crate) fn suggest<'a>(
     given: &str,
     known: impl IntoIterator<Item = &'a str> + Clone,
@@ -226,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_closest_word() {
+    fn a_similar_word_is_found() {
         let keys = ["listen", "workers", "log", "nbd", "volume"];
         assert_eq!(closest("lsiten", keys), Some("listen"));
         assert_eq!(closest("Worker", keys), Some("workers"));
@@ -242,19 +242,23 @@ mod tests {
     }
 
     #[test]
-    fn foreign_text_is_tamed() {
+    fn untrusted_text_is_shortened_and_escaped() {
         assert_eq!(shorten("it's"), "it's");
         assert_eq!(shorten("a\nb\u{1b}[31m"), "a\\nb\\u{1b}[31m");
         assert_eq!(shorten(&"y".repeat(100)), format!("{}...", "y".repeat(80)));
     }
 
     #[test]
-    fn one_line_with_everything() {
-        let place =
-            Place { file: Some(Rc::from(Path::new("/e.toml"))), line: Some(3), key: "a".into() };
-        let error = place.error(BadValue::new(ErrorKind::Missing, "m", "r"));
+    fn an_error_is_one_line_with_location_message_and_remedy() {
+        let place = ValueLocation {
+            file: Some(Rc::from(Path::new("/e.toml"))),
+            line: Some(3),
+            key: "a".into(),
+        };
+        let error = place.error(BadValue::new(ConfigErrorKind::Missing, "m", "r"));
         assert_eq!(error.to_string(), "/e.toml:3: a: m; r");
-        let error = Place::option("--a").error(BadValue::new(ErrorKind::Missing, "m", "r"));
+        let error =
+            ValueLocation::option("--a").error(BadValue::new(ConfigErrorKind::Missing, "m", "r"));
         assert_eq!(error.to_string(), "--a: m; r");
     }
 }

@@ -1,9 +1,9 @@
-//! The configuration file: TOML into a layer, each value with its line.
+//! The configuration file: parses TOML into a layer, each value with its line.
 //!
-//! The text is parsed once into a table with spans. Keys are held against [`super::keys`] first,
-//! so that a misspelt one gets its suggestion even beside other mistakes; then serde reads types,
-//! and texts become values. What serde accepts and what the table of keys lists is the same, by
-//! test.
+//! The text is parsed once into a table with spans. Keys are compared with [`super::keys`] first, so
+//! that a misspelt key gets a suggestion even if there are other mistakes; then serde checks types,
+//! and texts are parsed into values. A test checks that serde accepts the keys of the table and no
+//! others.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -16,7 +16,7 @@ use serde::Deserialize;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::error::{BadValue, ConfigError, ErrorKind, Located, Place, shorten};
+use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation, shorten};
 use super::keys::{self, BDI, NBD, Section, TOP, VOLUME};
 use super::layer::{BdiLayer, Layer, VolumeLayer};
 use super::value::{self, Choice};
@@ -90,7 +90,7 @@ pub(super) fn read(path: &Path) -> Result<Layer, ConfigError> {
     let bytes = read_bytes(path)?;
     let text = String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
-        let mut fault = whole_file(path, ErrorKind::Syntax, "the file is not UTF-8 text");
+        let mut fault = whole_file(path, ConfigErrorKind::Syntax, "the file is not UTF-8 text");
         fault.line = Some(Lines::new(error.as_bytes()).number(at));
         fault.remedy = "save it as UTF-8".to_owned();
         fault
@@ -101,11 +101,11 @@ pub(super) fn read(path: &Path) -> Result<Layer, ConfigError> {
 fn read_bytes(path: &Path) -> Result<Vec<u8>, ConfigError> {
     let failed = |error: io::Error| {
         let message = format!("cannot read the configuration file: {error}");
-        let mut fault = whole_file(path, ErrorKind::Read, &message);
+        let mut fault = whole_file(path, ConfigErrorKind::Read, &message);
         fault.remedy = match error.kind() {
             io::ErrorKind::NotFound => "check the path given with --config".to_owned(),
             io::ErrorKind::PermissionDenied => {
-                "let the daemon's user read it, or start the daemon as another".to_owned()
+                "let the daemon's user read it, or start the daemon as another user".to_owned()
             }
             _ => "give --config a readable file".to_owned(),
         };
@@ -113,19 +113,19 @@ fn read_bytes(path: &Path) -> Result<Vec<u8>, ConfigError> {
         fault
     };
     let mut bytes = Vec::new();
-    // One byte above the limit tells a file that is too large; devices do not end by themselves.
+    // One byte above the limit shows that a file is too large; reading a device might never end.
     let mut file = File::open(path).map_err(failed)?.take(MAX_FILE_BYTES + 1);
     let length = file.read_to_end(&mut bytes).map_err(failed)?;
     if u64::try_from(length).is_ok_and(|length| length > MAX_FILE_BYTES) {
         let message = format!("the file is larger than {}", Size::new(MAX_FILE_BYTES));
-        let mut fault = whole_file(path, ErrorKind::TooLarge, &message);
+        let mut fault = whole_file(path, ConfigErrorKind::TooLarge, &message);
         fault.remedy = "give --config a configuration file".to_owned();
         return Err(fault);
     }
     Ok(bytes)
 }
 
-fn whole_file(path: &Path, kind: ErrorKind, message: &str) -> ConfigError {
+fn whole_file(path: &Path, kind: ConfigErrorKind, message: &str) -> ConfigError {
     ConfigError {
         kind,
         file: Some(path.to_path_buf()),
@@ -137,7 +137,7 @@ fn whole_file(path: &Path, kind: ErrorKind, message: &str) -> ConfigError {
     }
 }
 
-/// Where the lines of a text begin, to find the line of an offset without reading the text again.
+/// The offsets at which the lines of a text begin, to find the line of an offset.
 struct Lines(Vec<usize>);
 
 impl Lines {
@@ -163,7 +163,7 @@ pub(super) fn parse(text: &str, path: &Path) -> Result<Layer, ConfigError> {
     source.layer(top)
 }
 
-/// The text of a file, to turn spans into places.
+/// The text of a file, which converts spans to locations.
 struct Source<'a> {
     text: &'a str,
     lines: Lines,
@@ -171,16 +171,16 @@ struct Source<'a> {
 }
 
 impl Source<'_> {
-    fn place(&self, key: impl Into<Box<str>>, span: &Range<usize>) -> Place {
+    fn place(&self, key: impl Into<Box<str>>, span: &Range<usize>) -> ValueLocation {
         let line = self.lines.number(span.start);
-        Place { file: Some(Rc::clone(&self.path)), line: Some(line), key: key.into() }
+        ValueLocation { file: Some(Rc::clone(&self.path)), line: Some(line), key: key.into() }
     }
 
     fn located<T>(&self, key: &str, value: Spanned<T>) -> Located<T> {
         Located { place: self.place(key, &value.span()), value: value.into_inner() }
     }
 
-    /// A text value turned into its type.
+    /// Converts a text value to its type.
     fn convert<T>(
         &self,
         key: &str,
@@ -196,9 +196,9 @@ impl Source<'_> {
     }
 
     fn syntax_error(&self, error: toml::de::Error) -> ConfigError {
-        // The parser reports what it is sure of first, such as a key without a value after a
-        // string that lacks its end. The earliest place is where people have to look. A text can
-        // have a mistake in every other byte, so this is for texts of the usual length only.
+        // The parser's first error need not be the earliest one: after an unterminated string it may
+        // report a key without a value. The earliest error is the useful one. A text may have an
+        // error in every other byte, so all errors are collected for texts of usual length only.
         let start = |error: &toml::de::Error| error.span().map_or(usize::MAX, |span| span.start);
         let mut all = vec![error];
         if self.text.len() <= RECOVER_BYTES {
@@ -206,22 +206,25 @@ impl Source<'_> {
         }
         let first = all.iter().min_by_key(|error| start(error));
         let message = first.map(|error| one_line(error.message())).unwrap_or_default();
-        let message = format!("this is no TOML: {message}");
-        let mut fault = whole_file(&self.path, ErrorKind::Syntax, &message);
+        let message = format!("the file is not TOML: {message}");
+        let mut fault = whole_file(&self.path, ConfigErrorKind::Syntax, &message);
         fault.line =
             first.and_then(toml::de::Error::span).map(|span| self.lines.number(span.start));
         fault.remedy = "see ebbd.toml(5) for an example of each key".to_owned();
         fault
     }
 
-    /// The error for what serde refused: a type, or a size's form.
+    /// The error for a value that serde refused: a wrong type, or an invalid size.
     fn type_error(&self, error: &toml::de::Error) -> ConfigError {
         let span = error.span().unwrap_or_default();
-        // The table went into serde; only this way, which ends in an error, needs it again.
+        // Serde has consumed the table; it is parsed again for the error only.
         let table = DeTable::parse(self.text).map(Spanned::into_inner).unwrap_or_default();
         let key = key_at(&table, span.start).unwrap_or_default();
-        let bad =
-            BadValue::new(ErrorKind::InvalidValue, one_line(error.message()), keys::expected(&key));
+        let bad = BadValue::new(
+            ConfigErrorKind::InvalidValue,
+            one_line(error.message()),
+            keys::expected(&key),
+        );
         let mut fault = self.place(key.join("."), &span).error(bad);
         fault.key = fault.key.filter(|key| !key.is_empty());
         fault
@@ -250,18 +253,18 @@ impl Source<'_> {
         prefix: &str,
         table: &DeTable<'_>,
     ) -> Result<(), ConfigError> {
-        // The table is in the order of its keys; the first mistake in the file helps more.
+        // The table is sorted by key; the first mistake in the file is the more useful one.
         let unknown = table
             .iter()
             .filter(|(key, _)| !known.clone().any(|name| name == key.get_ref().as_ref()))
             .min_by_key(|(key, _)| key.span().start);
         let Some((key, value)) = unknown else { return Ok(()) };
         debug_assert!(known.all(|name| name != key.get_ref().as_ref()));
-        // The key of a table made by its header has the span of the header's part.
+        // The key of a table with a header has the span of its part of the header.
         let name = shorten(key.get_ref());
         let what = if matches!(value.get_ref(), DeValue::Table(_)) { "table" } else { "key" };
         let bad = BadValue::new(
-            ErrorKind::UnknownKey,
+            ConfigErrorKind::UnknownKey,
             format!("there is no such {what}"),
             keys::unknown_key_remedy(section, key.get_ref()),
         );
@@ -330,7 +333,7 @@ impl Source<'_> {
         let key = |key: &str| format!("{table}.{key}");
         let store = self.convert(&key("store"), volume.store, str::parse)?.ok_or_else(|| {
             place.error(BadValue::new(
-                ErrorKind::Missing,
+                ConfigErrorKind::Missing,
                 "the volume has no `store`",
                 keys::expected(&["volume".into(), name.clone(), "store".into()]),
             ))
@@ -386,7 +389,7 @@ fn key_at(table: &DeTable<'_>, offset: usize) -> Option<Vec<String>> {
 /// The longest text, in bytes, of which all syntax errors are collected to find the earliest.
 const RECOVER_BYTES: usize = 64 << 10;
 
-/// The longest message of the TOML parser to repeat, in characters; it may hold text of the file.
+/// The longest message of the TOML parser to repeat, in characters; it may contain text of the file.
 const MESSAGE_CHARS: usize = 300;
 
 /// `message` as one line of bounded length.

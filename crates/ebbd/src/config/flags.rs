@@ -1,18 +1,20 @@
-//! The command line as a layer over the file.
+//! The command line as a layer, which overrides the file.
 //!
 //! A volume is written `NAME=STORE[,option=value]...`. The first `=` ends the name, commas
-//! separate options, and a comma that belongs to a path is written twice, as QEMU has it.
+//! separate options, and a comma in a path is written twice, as in options of QEMU.
 
 use std::path::PathBuf;
 
-use super::error::{BadValue, ConfigError, ErrorKind, Located, Place, shorten, suggest};
+use super::error::{
+    BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation, shorten, suggest,
+};
 use super::keys::VOLUME;
 use super::layer::{Layer, VolumeLayer};
-use super::value::{self, Choice, IdleMemory, LogLevel, Tls, volume_name};
+use super::value::{self, Choice, IdleMemory, LogLevel, TlsSetting, volume_name};
 use crate::size::Size;
 
-/// What the command line says, and what the daemon was started with. `None`, `false` and empty
-/// mean: as the file says.
+/// The settings of the command line, and the number of inherited sockets. `None`, `false` and empty
+/// mean that the file applies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Overrides {
     /// Volumes, each `NAME=STORE[,option=value]...`. One of the same name in the file is replaced.
@@ -20,14 +22,14 @@ pub struct Overrides {
     /// Addresses, added to those of the file.
     pub listen: Vec<String>,
     /// Whether connections are encrypted.
-    pub tls: Option<Tls>,
+    pub tls: Option<TlsSetting>,
     /// The directory of the certificates; replaces a `tls_psk` of the file, too.
     pub tls_certificates: Option<PathBuf>,
     /// The file of the pre-shared keys; replaces `tls_certificates` of the file, too.
     pub tls_psk: Option<PathBuf>,
     /// Whether clients must show a certificate.
     pub tls_verify_peer: bool,
-    /// Connections at a time; 1 to 65536 is allowed.
+    /// The maximum number of connections at a time; 1 to 65536 is allowed.
     pub max_clients: Option<i64>,
     /// The largest payload; 4K to 64M is allowed.
     pub max_request: Option<Size>,
@@ -35,25 +37,25 @@ pub struct Overrides {
     pub connection_memory: Option<Size>,
     /// Worker threads; 1 to 64 is allowed.
     pub workers: Option<i64>,
-    /// What goes to the log.
+    /// The log level.
     pub log: Option<LogLevel>,
     /// The path of the control socket, with or without `unix:` before it.
     pub control: Option<String>,
-    /// Where the page is shown, with or without `tcp:` before it.
+    /// The address of the page, with or without `tcp:` before it.
     pub web: Option<String>,
     /// `--web-names NAME`, repeatable.
     pub web_names: Vec<String>,
     /// Whether disks of Xen guests are served.
     pub xen: bool,
-    /// Free pages each queue keeps; 0 to 1048576 is allowed.
+    /// Free pages that each queue keeps; 0 to 1048576 is allowed.
     pub max_buffer_pages: Option<i64>,
     /// Milliseconds of a squeeze; 0 to 60000 is allowed.
     pub buffer_squeeze_duration_ms: Option<i64>,
-    /// What becomes of idle I/O memory.
+    /// What happens to idle I/O memory.
     pub idle_memory: Option<IdleMemory>,
-    /// The most the cache may hold; 0 or 1M to 1T is allowed.
+    /// The maximum size of the cache; 0 or 1M to 1T is allowed.
     pub cache_max: Option<Size>,
-    /// What the cache keeps under memory pressure; at most `cache_max`.
+    /// The size the cache keeps under memory pressure; at most `cache_max`.
     pub cache_min: Option<Size>,
     /// The number of listening sockets passed in by the service manager (`LISTEN_FDS`). If there
     /// are any, addresses are refused.
@@ -61,7 +63,7 @@ pub struct Overrides {
 }
 
 fn located<T>(option: &str, value: Option<T>) -> Option<Located<T>> {
-    value.map(|value| Located { value, place: Place::option(option) })
+    value.map(|value| Located { value, place: ValueLocation::option(option) })
 }
 
 /// The layer of the command line.
@@ -90,29 +92,29 @@ pub(super) fn layer(overrides: &Overrides) -> Result<Layer, ConfigError> {
     for path in [&layer.tls_certificates, &layer.tls_psk].into_iter().flatten() {
         if path.value.as_os_str().is_empty() {
             return Err(path.error(
-                ErrorKind::InvalidValue,
+                ConfigErrorKind::InvalidValue,
                 "the path is empty",
                 "write the whole path",
             ));
         }
     }
     if let Some(text) = &overrides.control {
-        let place = Place::option("--control");
+        let place = ValueLocation::option("--control");
         let value = value::control_path(text).map_err(|bad| place.error(bad))?;
         layer.control = Some(Located { value, place });
     }
     if let Some(text) = &overrides.web {
-        let place = Place::option("--web");
+        let place = ValueLocation::option("--web");
         let value = value::web_address(text).map_err(|bad| place.error(bad))?;
         layer.web = Some(Located { value, place });
     }
     for text in &overrides.web_names {
-        let place = Place::option(format!("--web-names {}", shorten(text)));
+        let place = ValueLocation::option(format!("--web-names {}", shorten(text)));
         let value = value::web_name(text).map_err(|bad| place.error(bad))?;
         layer.web_names.push(Located { value, place });
     }
     for text in &overrides.listen {
-        let place = Place::option(format!("--listen {}", shorten(text)));
+        let place = ValueLocation::option(format!("--listen {}", shorten(text)));
         let value = text.parse().map_err(|bad| place.error(bad))?;
         layer.listen.push(Located { value, place });
     }
@@ -122,22 +124,22 @@ pub(super) fn layer(overrides: &Overrides) -> Result<Layer, ConfigError> {
     Ok(layer)
 }
 
-/// What to write for a volume.
+/// The remedy for an invalid volume.
 const FORM: &str = "write --volume NAME=STORE[,option=value]..., such as disk=memory:1G";
 
 fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
-    let place = Place::option(format!("--volume {}", shorten(text)));
+    let place = ValueLocation::option(format!("--volume {}", shorten(text)));
     let fail = |bad: BadValue| place.error(bad);
-    let no_name = || BadValue::new(ErrorKind::InvalidValue, "the volume has no name", FORM);
+    let no_name = || BadValue::new(ConfigErrorKind::InvalidValue, "the volume has no name", FORM);
     let (name, rest) = text.split_once('=').ok_or_else(|| fail(no_name()))?;
     if value::STORES.iter().any(|scheme| name.starts_with(scheme)) {
-        // The `=` found was that of an option.
+        // The first `=` belongs to an option.
         return Err(fail(no_name()));
     }
     let name = volume_name(name).map_err(fail)?;
     let mut pieces = split_commas(rest).into_iter();
     let store: super::StoreUri = pieces.next().unwrap_or_default().parse().map_err(fail)?;
-    let at = |option: &str| Place::option(format!("--volume {}: {option}", shorten(&name)));
+    let at = |option: &str| ValueLocation::option(format!("--volume {}: {option}", shorten(&name)));
     let mut volume = VolumeLayer {
         store: Located { value: store, place: place.clone() },
         size: None,
@@ -180,7 +182,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         };
         if !fresh {
             return Err(fail(BadValue::new(
-                ErrorKind::Duplicate,
+                ConfigErrorKind::Duplicate,
                 "the option is given twice",
                 "keep one of them",
             )));
@@ -189,8 +191,8 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
     Ok(volume)
 }
 
-/// Puts `value` into an empty `slot`; false if it was taken.
-fn set<T>(slot: &mut Option<Located<T>>, value: T, place: &Place) -> bool {
+/// Stores `value` in `slot`; false if the slot had a value.
+fn set<T>(slot: &mut Option<Located<T>>, value: T, place: &ValueLocation) -> bool {
     let fresh = slot.is_none();
     *slot = Some(Located { value, place: place.clone() });
     fresh
@@ -204,7 +206,7 @@ fn option_names() -> Vec<String> {
 fn unknown_option(option: &str) -> BadValue {
     let names = option_names();
     BadValue::new(
-        ErrorKind::UnknownKey,
+        ConfigErrorKind::UnknownKey,
         "a volume has no such option",
         suggest(option, names.iter().map(String::as_str), "the options are"),
     )
@@ -214,20 +216,20 @@ fn split_option(piece: &str) -> Result<(&str, &str), BadValue> {
     if let Some(pair) = piece.split_once('=') {
         return Ok(pair);
     }
-    let message = format!("`{}` is no option=value", shorten(piece));
+    let message = format!("`{}` is not of the form option=value", shorten(piece));
     let remedy = match piece {
         "create" | "read-only" | "shared" | "default" => format!("write {piece}=true"),
         "read_only" => "write read-only=true".to_owned(),
-        "" => "take out the comma that nothing follows".to_owned(),
+        "" => "remove the comma that no option follows".to_owned(),
         _ => format!(
             "the options are {}; a comma in a path is written twice",
             option_names().join(", ")
         ),
     };
-    Err(BadValue::new(ErrorKind::InvalidValue, message, remedy))
+    Err(BadValue::new(ConfigErrorKind::InvalidValue, message, remedy))
 }
 
-/// `text` cut at single commas; two commas in a row stand for one that is part of a piece.
+/// `text` split at single commas; two commas in a row are one comma within a piece.
 fn split_commas(text: &str) -> Vec<String> {
     let mut pieces = vec![String::new()];
     let mut chars = text.chars().peekable();

@@ -1,20 +1,20 @@
 //! The one table of configuration keys.
 //!
 //! The check for unknown keys, the remedies, the manual page `ebbd.toml(5)` and the option list
-//! of `ebbd-serve(1)` read this table. Tests hold it against the fields serde accepts
-//! ([`super::file`]), against the defaults of [`super::Config`] and against the options of the
-//! command line, so that none of them can drift from another.
+//! of `ebbd-serve(1)` are made from this table. Tests compare it with the fields that serde accepts
+//! ([`super::file`]), with the defaults of [`super::Config`] and with the options of the command
+//! line, so that they cannot diverge.
 
 /// One key of the configuration file.
 #[derive(Clone, Copy, Debug)]
-pub struct Key {
+pub struct ConfigKey {
     /// The key as written in the file.
     pub name: &'static str,
     /// A placeholder for its value, for synopses.
     pub value: &'static str,
-    /// What a right value looks like, as a remedy: "write ...".
+    /// The form of a valid value, as a remedy: "write ...".
     pub expected: &'static str,
-    /// The default as one would write it; empty if there is none.
+    /// The default as it is written in the file; empty if there is none.
     pub default: &'static str,
     /// What the key does: sentences, with unit and range.
     pub doc: &'static str,
@@ -28,25 +28,25 @@ pub struct Section {
     /// What the table is for.
     pub doc: &'static str,
     /// The keys in it.
-    pub keys: &'static [Key],
+    pub keys: &'static [ConfigKey],
 }
 
 /// The keys at the top of the file, before any table.
 pub const TOP: Section = Section {
     header: "",
-    doc: "These keys stand at the top of the file, before the first table.",
+    doc: "These keys are at the top of the file, before the first table.",
     keys: &[
-        Key {
+        ConfigKey {
             name: "listen",
             value: "[ADDRESS, ...]",
             expected: "write a list of addresses: listen = [\"unix:/run/ebbd/nbd.sock\"]",
             default: "",
             doc: "The addresses to listen at, each \"unix:/path\" or \"tcp:HOST:PORT\" (an IPv6 \
                   address in brackets: \"tcp:[::1]:10809\"). A unix path has at most 107 bytes. \
-                  Addresses of the command line are added to these. With sockets passed by the \
+                  The addresses of the command line are added to these. With sockets passed by the \
                   service manager (LISTEN_FDS) the key must be absent. A change needs a restart.",
         },
-        Key {
+        ConfigKey {
             name: "workers",
             value: "N",
             expected: "write a whole number from 1 to 64: workers = 1",
@@ -54,95 +54,98 @@ pub const TOP: Section = Section {
             doc: "The number of worker threads, each with its own io_uring, 1 to 64. A change \
                   needs a restart.",
         },
-        Key {
+        ConfigKey {
             name: "log",
             value: "LEVEL",
             expected: "write a level: log = \"info\"",
             default: "info",
-            doc: "What goes to the log: \"error\", \"warn\", \"info\" or \"debug\", each with all \
-                  before it.",
+            doc: "The log level: \"error\", \"warn\", \"info\" or \"debug\". Each level includes \
+                  the ones before it.",
         },
-        Key {
+        ConfigKey {
             name: "control",
             value: "PATH",
             expected: "write a unix socket: control = \"unix:/run/ebbd/control.sock\"",
             default: "",
-            doc: "The unix socket that ebbd get, set, stat and pressure use, and that answers \
-                  HTTP. Only the daemon's user may open it. Without the key there is none. A \
-                  change needs a restart.",
+            doc: "The unix socket that ebbd get, set, stat, pressure and resize connect to, and that \
+                  serves HTTP. Only the daemon's user may open it. Without the key there is no \
+                  control socket. A change needs a restart.",
         },
-        Key {
+        ConfigKey {
             name: "web",
             value: "ADDRESS",
             expected: "write a TCP address: web = \"tcp:127.0.0.1:9477\"",
             default: "",
-            doc: "Where a browser finds a page with plots of memory, cache and traffic, at /, and \
-                  Prometheus its metrics, at /metrics. Everybody who can connect may look, names of \
-                  volumes included; nothing can be changed there. It answers to addresses, localhost, the \
-                  names of this machine and those of web_names, so that no other site can have a \
-                  browser read it. Without the key there is none. A change needs a restart.",
+            doc: "The TCP address of the web page with plots of memory, cache and traffic (at /) and of the \
+                  metrics for Prometheus (at /metrics). It is read-only, and every client that can \
+                  connect may read it, including the names of volumes. To prevent DNS rebinding, \
+                  requests are accepted only if their Host header is an IP address, localhost, a name \
+                  of this machine or one of web_names. Without the key there is no page. A change \
+                  needs a restart.",
         },
-        Key {
+        ConfigKey {
             name: "web_names",
             value: "[NAME, ...]",
             expected: "write a list of names: web_names = [\"storage.example\"]",
             default: "",
-            doc: "Further names under which browsers reach the page, such as those of a proxy. A \
-                  change needs a restart.",
+            doc: "Additional host names under which browsers reach the page, such as the name of a \
+                  proxy. A change needs a restart.",
         },
-        Key {
+        ConfigKey {
             name: "xen",
             value: "BOOL",
             expected: "write true or false without quotes: xen = true",
             default: "false",
-            doc: "Whether disks of Xen guests are served: those of ebbd-xen(1), and where the \
-                  kernel's own backend is not loaded those with the script block-ebbd. Needs Xen, \
-                  and to be root in dom0. With it listen may be absent. A change needs a restart.",
+            doc: "Whether to serve disks of Xen guests: those attached with ebbd-xen(1) and, if the \
+                  kernel's backend (xen-blkback) is not loaded, those with the script block-ebbd. \
+                  Needs root in dom0 of a Xen host. With it listen may be absent. A change needs a \
+                  restart.",
         },
-        Key {
+        ConfigKey {
             name: "max_buffer_pages",
             value: "N",
             expected: "write a whole number from 0 to 1048576: max_buffer_pages = 1024",
             default: "1024",
-            doc: "The number of free pages of 4096 bytes each queue keeps for requests to come, \
+            doc: "The number of free pages of 4096 bytes that each queue keeps for later requests, \
                   0 to 1048576. Can be set at run time, see ebbd-set(1).",
         },
-        Key {
+        ConfigKey {
             name: "buffer_squeeze_duration_ms",
             value: "N",
             expected: "write a whole number from 0 to 60000: buffer_squeeze_duration_ms = 10",
             default: "10",
-            doc: "How long pools of free pages keep nothing after a sign of memory pressure, in \
+            doc: "How long page pools keep no free pages after a sign of memory pressure, in \
                   milliseconds, 0 to 60000. Can be set at run time, see ebbd-set(1).",
         },
-        Key {
+        ConfigKey {
             name: "idle_memory",
             value: "MODE",
             expected: "write a mode: idle_memory = \"lend\"",
             default: "lend",
-            doc: "What becomes of I/O memory that no request uses: \"lend\" (the kernel may take \
-                  it at any moment, and signs of memory pressure return it), \"drop\" (it stays \
-                  until a sign of memory pressure, which returns it), \"keep\" (what the load \
-                  once took stays, whatever the pressure) or \"none\" (it is returned as soon as \
-                  requests are done). The others than \"lend\" are there for comparison, and for \
-                  a host of its own. A change needs a restart.",
+            doc: "What happens to I/O memory that no request uses: \"lend\" (it is marked \
+                  MADV_FREE, so that the kernel may take it at any time, and it is returned under \
+                  memory pressure), \"drop\" (it is kept until memory pressure, then returned), \
+                  \"keep\" (it is kept, even under memory pressure) or \"none\" (it is returned as \
+                  soon as requests have completed). The modes other than \"lend\" are for \
+                  comparison, and for hosts that run only ebbd. A change needs a restart.",
         },
-        Key {
+        ConfigKey {
             name: "cache_max",
             value: "SIZE",
             expected: "write a size: cache_max = \"4G\"",
             default: "0",
-            doc: "The most memory the cache of all volumes together may hold, 1M to 1T. 0 leaves \
-                  it to the host: up to four fifths of what it, or the daemon's control group, \
-                  has. Can be set at run time, see ebbd-set(1).",
+            doc: "The maximum size of the cache of all volumes together, 1M to 1T. With 0 the cache \
+                  grows while the host has free memory, up to four fifths of the memory of the host \
+                  or of the daemon's control group. Can be set at run time, see ebbd-set(1).",
         },
-        Key {
+        ConfigKey {
             name: "cache_min",
             value: "SIZE",
             expected: "write a size: cache_min = \"64M\"",
             default: "0",
-            doc: "What the cache keeps under memory pressure short of the last resort, 0 to 1T, \
-                  at most cache_max. Can be set at run time, see ebbd-set(1).",
+            doc: "The size down to which the cache shrinks under memory pressure of the levels L1 \
+                  and L2, 0 to 1T, at most cache_max. The last resort (L3) empties the cache. Can \
+                  be set at run time, see ebbd-set(1).",
         },
     ],
 };
@@ -152,53 +155,54 @@ pub const NBD: Section = Section {
     header: "nbd",
     doc: "Limits and encryption of the NBD server.",
     keys: &[
-        Key {
+        ConfigKey {
             name: "max_clients",
             value: "N",
             expected: "write a whole number from 1 to 65536: max_clients = 256",
             default: "256",
-            doc: "The number of connections the daemon holds at a time, 1 to 65536. Where several volumes are served, \
-                  those to one are at most four times as many as they leave free.",
+            doc: "The maximum number of NBD connections at a time, 1 to 65536. If several volumes are \
+                  served, the connections to one volume are at most four times the number of \
+                  connections that remain free.",
         },
-        Key {
+        ConfigKey {
             name: "max_request",
             value: "SIZE",
             expected: "write a size: max_request = \"32M\"",
             default: "32M",
             doc: "The largest payload of one READ or WRITE request, 4K to 64M.",
         },
-        Key {
+        ConfigKey {
             name: "connection_memory",
             value: "SIZE",
             expected: "write a size: connection_memory = \"64M\"",
             default: "64M",
-            doc: "The memory the requests of one connection may hold, max_request or more. A \
-                  connection that would need more waits.",
+            doc: "The memory that the requests of one connection may hold, max_request or more. A \
+                  request that would need more waits.",
         },
-        Key {
+        ConfigKey {
             name: "tls",
             value: "MODE",
             expected: "write a mode: tls = \"require\"",
             default: "off",
-            doc: "Encryption: \"off\", \"on\" (clients may ask for it) or \"require\" (clients \
-                  must). \"on\" and \"require\" need one of tls_certificates and tls_psk. A \
-                  change of this and the other tls keys needs a restart.",
+            doc: "Encryption: \"off\", \"on\" (clients may use it) or \"require\" (clients must use \
+                  it). \"on\" and \"require\" need one of tls_certificates and tls_psk. A \
+                  change of this or another tls key needs a restart.",
         },
-        Key {
+        ConfigKey {
             name: "tls_certificates",
             value: "DIR",
             expected: "write a path: tls_certificates = \"/etc/ebbd/tls\"",
             default: "",
             doc: "A directory with ca-cert.pem, server-cert.pem and server-key.pem.",
         },
-        Key {
+        ConfigKey {
             name: "tls_psk",
             value: "FILE",
             expected: "write a path: tls_psk = \"/etc/ebbd/keys.psk\"",
             default: "",
             doc: "A file of pre-shared keys, one \"name:hexadecimal key\" a line.",
         },
-        Key {
+        ConfigKey {
             name: "tls_verify_peer",
             value: "BOOL",
             expected: "write true or false without quotes: tls_verify_peer = true",
@@ -213,117 +217,122 @@ pub const NBD: Section = Section {
 /// for `_`.
 pub const VOLUME: Section = Section {
     header: "volume.NAME",
-    doc: "A table for each volume. NAME is the export name clients ask for: 1 to 255 bytes of \
-          UTF-8 without control characters, in quotes if it has other characters than letters, \
+    doc: "A table for each volume. NAME is the export name that clients request: 1 to 255 bytes of \
+          UTF-8 without control characters, in quotes if it has characters other than letters, \
           digits, - and _.",
     keys: &[
-        Key {
+        ConfigKey {
             name: "store",
             value: "STORE",
-            expected: "write where the bytes live: store = \"file:/var/lib/ebbd/disk.img\", \
+            expected: "write where the data is: store = \"file:/var/lib/ebbd/disk.img\", \
                        \"memory:1G\" or \"null:1G\"",
             default: "",
-            doc: "Where the bytes live; must be given. \"file:PATH\" is a regular file or a \
-                  block device, \"memory:SIZE\" is memory, lost when the daemon ends, \
-                  \"null:SIZE\" reads as zeroes and forgets writes. Sizes are multiples of 512. \
+            doc: "Where the data is; required. \"file:PATH\" is a regular file or a block device. \
+                  \"memory:SIZE\" is memory, lost when the daemon ends. \"null:SIZE\" reads as \
+                  zeroes and discards writes. Sizes are multiples of 512. \
                   \"nbd://HOST:PORT/EXPORT\" and \"nbd+unix:///EXPORT?socket=PATH\" are an export of \
-                  an NBD server; nbds:// and nbds+unix:// go over TLS. Special characters are \
-                  written as %XX. Parameters after the ?, joined by &: tls-certificates=DIR (with \
-                  ca-cert.pem, and client-cert.pem and client-key.pem if the server asks; without \
-                  it the system's authorities count), tls-psk-file=FILE (with NAME@ before the \
-                  host), tls-hostname=NAME, tls-verify-peer=false, reconnect=SECONDS (how long \
-                  requests wait for a lost server before they fail, 0 to 86400, else 60), \
-                  silence=SECONDS (how long a server that is connected may owe answers and give \
-                  none before its connection counts as lost, up to 86400; else it is waited for, \
-                  since one that is only slow may carry out old writes after newer ones), \
-                  lost-writes=report (for a server that may lose acknowledged writes when it is \
-                  killed: the next flush then fails). A server that is not there when the daemon starts is \
-                  tried again until it is; its volume is refused meanwhile.",
+                  an NBD server; nbds:// and nbds+unix:// use TLS. Special characters are \
+                  written as %XX. Parameters follow the ?, joined by &: tls-certificates=DIR (with \
+                  ca-cert.pem and, if the server requires them, client-cert.pem and client-key.pem; \
+                  without it the system's certificate authorities are used), tls-psk-file=FILE \
+                  (with NAME@ before the host), tls-hostname=NAME, tls-verify-peer=false, \
+                  reconnect=SECONDS (how long requests wait for a lost connection before they fail, \
+                  0 to 86400, default 60), silence=SECONDS (how long a connected server may leave \
+                  requests without a reply before its connection is closed and made anew, up to \
+                  86400; without it ebbd waits without limit, because a server that is only slow may \
+                  carry out old writes after newer ones), lost-writes=report (for a server that may \
+                  lose acknowledged writes when it is killed: the next flush then fails). If the \
+                  server cannot be reached when the daemon starts, ebbd tries again until it can, \
+                  and refuses clients of the volume meanwhile.",
         },
-        Key {
+        ConfigKey {
             name: "size",
             value: "SIZE",
             expected: "write a size: size = \"1G\"",
             default: "",
             doc: "The size of the file to create, a multiple of 512. Needs create and a file \
-                  store; a file that exists keeps its own size.",
+                  store; a file that exists keeps its size.",
         },
-        Key {
+        ConfigKey {
             name: "create",
             value: "BOOL",
             expected: "write true or false without quotes: create = true",
             default: "false",
-            doc: "Whether to make a sparse file of the given size if there is no file. Needs size.",
+            doc: "Whether to create a sparse file of the given size if the file does not exist. \
+                  Needs size.",
         },
-        Key {
+        ConfigKey {
             name: "read_only",
             value: "BOOL",
             expected: "write true or false without quotes: read_only = true",
             default: "false",
             doc: "Whether clients may only read.",
         },
-        Key {
+        ConfigKey {
             name: "shared",
             value: "BOOL",
             expected: "write true or false without quotes: shared = true",
             default: "false",
-            doc: "Whether several may write at the same time: Xen guests, or a guest and NBD clients, \
-                  that expect each other, as cluster file systems do. Without it a volume has one \
-                  writer at a time: one guest, or the NBD clients, who count as one; a second one \
-                  is refused, and a guest may still attach the volume to read it.",
+            doc: "Whether several Xen guests, or a guest and NBD clients, may have the volume open for \
+                  writing at the same time. Only for software that coordinates its writes, such as \
+                  cluster file systems. Without it a volume has one writer at a time: one guest, or \
+                  the NBD clients, which together count as one writer. A second writer is refused; \
+                  a guest may still attach the volume read-only.",
         },
-        Key {
+        ConfigKey {
             name: "direct",
             value: "MODE",
             expected: "write a mode: direct = \"auto\"",
             default: "auto",
-            doc: "Whether a file is opened with O_DIRECT, past the page cache of the kernel: \
-                  \"auto\" (where it works), \"on\" (or fail) or \"off\". For file stores only.",
+            doc: "Whether a file is opened with O_DIRECT, which bypasses the kernel's page cache: \
+                  \"auto\" (if the file system supports it), \"on\" (opening fails if it does not) \
+                  or \"off\". For file stores only.",
         },
-        Key {
+        ConfigKey {
             name: "cache",
             value: "MODE",
             expected: "write a mode: cache = \"writethrough\"",
             default: "none",
-            doc: "What the cache does for the volume: \"none\" (each request goes to the store), \
-                  \"writethrough\" (what was read and written is kept in memory that nobody \
-                  else needs; a write is acknowledged when the store has it) or \"writeback\" (a \
-                  write is acknowledged from memory and reaches the store later, within about 30 \
+            doc: "The cache mode: \"none\" (each request goes to the store), \"writethrough\" (data \
+                  that was read or written is cached in otherwise unused memory; a write is \
+                  acknowledged when the store has completed it) or \"writeback\" (a write is \
+                  acknowledged when it is in memory and is written to the store later, within about 30 \
                   seconds; a flush, or a write with FUA, waits for the store, as with a disk that \
-                  has a volatile write cache). Without the key it is \
-                  \"writethrough\" for stores on another host, \"none\" for all others.",
+                  has a volatile write cache). The default is \"writethrough\" for stores on another \
+                  host and \"none\" for all others.",
         },
-        Key {
+        ConfigKey {
             name: "bdi",
             value: "NAME",
             expected: "write a name: bdi = \"array\"",
             default: "",
-            doc: "The backing device of a volume with cache = \"writeback\": volumes that name the \
-                  same one share what may be unwritten in memory, and are slowed together. Without \
-                  the key volumes on the same disk, or on the same server, share one. There may be 256 of them.",
+            doc: "The backing device of a volume with cache = \"writeback\": volumes with the same \
+                  name here share one limit of dirty data and are throttled together. Without the \
+                  key, volumes on the same disk or on the same server share a backing device. At \
+                  most 256 backing devices are possible.",
         },
-        Key {
+        ConfigKey {
             name: "default",
             value: "BOOL",
             expected: "write true or false without quotes: default = true",
             default: "false",
-            doc: "Whether the volume also answers to the empty export name, which clients use \
-                  that ask for none. At most one volume; a volume that is the only one answers \
-                  to it anyway.",
+            doc: "Whether the volume is also the default export, which clients get that request the \
+                  empty export name. At most one volume; the only volume of a configuration is the \
+                  default export in any case.",
         },
-        Key {
+        ConfigKey {
             name: "max_buffer_pages",
             value: "N",
             expected: "write a whole number from 0 to 1048576: max_buffer_pages = 64",
             default: "",
-            doc: "The volume's own max_buffer_pages; without it the daemon's counts.",
+            doc: "The volume's own max_buffer_pages; without it the daemon's value is used.",
         },
-        Key {
+        ConfigKey {
             name: "buffer_squeeze_duration_ms",
             value: "N",
             expected: "write a whole number from 0 to 60000: buffer_squeeze_duration_ms = 100",
             default: "",
-            doc: "The volume's own buffer_squeeze_duration_ms; without it the daemon's counts.",
+            doc: "The volume's own buffer_squeeze_duration_ms; without it the daemon's value is used.",
         },
     ],
 };
@@ -331,22 +340,22 @@ pub const VOLUME: Section = Section {
 /// The keys of a table `[bdi.NAME]`.
 pub const BDI: Section = Section {
     header: "bdi.NAME",
-    doc: "A table for each backing device that is to be bounded: what volumes with cache = \
-          \"writeback\" share because they are on one disk, on one server, or name it with their key \
-          bdi. NAME is the name that ebbd stat bdi shows: that of the key, \"MAJOR:MINOR\" of a disk, \
-          or the address of a server. Nothing here must be set for hardware. All can be set at run \
-          time, see ebbd-set(1).",
+    doc: "A table for each backing device with limits of its own. Volumes with cache = \
+          \"writeback\" share a backing device if they are on one disk, on one server, or have the \
+          same value of the key bdi. NAME is the name that ebbd stat bdi shows: the value of bdi, \
+          \"MAJOR:MINOR\" of a disk, or the address of a server. No key here needs to be set to suit \
+          the hardware. All can be set at run time, see ebbd-set(1).",
     keys: &[
-        Key {
+        ConfigKey {
             name: "min_ratio",
             value: "PERCENT",
             expected: "write a number of percent: min_ratio = 5",
             default: "0",
-            doc: "The part of the limit of all dirty data that is kept for the device whatever \
-                  others do, in percent, 0 to 100, with up to four digits after the point; at most \
-                  max_ratio, and of all devices together at most 100.",
+            doc: "The part of the limit of all dirty data that is reserved for the device, in \
+                  percent, 0 to 100, with up to four digits after the point; at most max_ratio, and \
+                  at most 100 for all devices together.",
         },
-        Key {
+        ConfigKey {
             name: "max_ratio",
             value: "PERCENT",
             expected: "write a number of percent: max_ratio = 25",
@@ -354,21 +363,21 @@ pub const BDI: Section = Section {
             doc: "The largest part of the limit of all dirty data that the device may have, in \
                   percent, 0.0001 to 100.",
         },
-        Key {
+        ConfigKey {
             name: "max_bytes",
             value: "SIZE",
             expected: "write a size: max_bytes = \"16M\"",
             default: "0",
-            doc: "The most that may be dirty for the device, on its way included, 64K to 1T. 0 is \
-                  no limit but the two seconds it takes to write.",
+            doc: "The most data of the device that may be dirty or under writeback, 64K to 1T. With \
+                  0 the only limit is what the device writes in two seconds.",
         },
-        Key {
+        ConfigKey {
             name: "strict_limit",
             value: "BOOL",
             expected: "write true or false without quotes: strict_limit = true",
             default: "false",
-            doc: "Whether not a single write may take the device above its threshold. Without it \
-                  a write that finds at most half of the threshold used is taken whole.",
+            doc: "Whether every write must fit below the threshold of the device. Without it a write \
+                  is admitted whole if at most half of the threshold is used.",
         },
     ],
 };
@@ -430,13 +439,13 @@ impl Section {
     }
 
     /// The key called `name`.
-    pub fn find(&self, name: &str) -> Option<&'static Key> {
+    pub fn find(&self, name: &str) -> Option<&'static ConfigKey> {
         let keys = self.keys;
         keys.iter().find(|key| key.name == name)
     }
 }
 
-impl Key {
+impl ConfigKey {
     /// The name as an option of `--volume`.
     pub fn option_name(&self) -> String {
         self.name.replace('_', "-")
@@ -448,7 +457,7 @@ pub(super) fn top_names() -> impl Iterator<Item = &'static str> + Clone {
     TOP.names().chain(TABLES)
 }
 
-/// What a right value for the key at `path` looks like.
+/// The form of a valid value for the key at `path`.
 pub(super) fn expected(path: &[String]) -> &'static str {
     let path: Vec<&str> = path.iter().map(String::as_str).collect();
     let key = match path.as_slice() {
@@ -483,7 +492,7 @@ pub(super) fn unknown_key_remedy(section: &Section, given: &str) -> String {
         if other.find(&plain).is_some() {
             return match other.header {
                 "" => format!("`{plain}` belongs at the top of the file, before any table"),
-                header => format!("`{plain}` belongs into the table [{header}]"),
+                header => format!("`{plain}` belongs in the table [{header}]"),
             };
         }
     }
@@ -497,7 +506,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn texts_are_sentences_and_names_unique() {
+    fn every_text_is_a_sentence_and_every_name_is_unique() {
         for section in SECTIONS {
             assert!(section.doc.ends_with('.'), "{}", section.header);
             for key in section.keys {
@@ -509,12 +518,12 @@ mod tests {
     }
 
     #[test]
-    fn unknown_keys() {
+    fn the_remedy_for_an_unknown_key_names_the_likely_key_or_its_table() {
         assert_eq!(unknown_key_remedy(&NBD, "max-client"), "did you mean `max_clients`?");
         assert_eq!(unknown_key_remedy(&TOP, "volumes"), "did you mean `volume`?");
         assert_eq!(
             unknown_key_remedy(&TOP, "max_clients"),
-            "`max_clients` belongs into the table [nbd]"
+            "`max_clients` belongs in the table [nbd]"
         );
         assert_eq!(
             unknown_key_remedy(&NBD, "workers"),

@@ -1,13 +1,13 @@
-//! A configuration before it is complete: what one source says, and where it says so.
+//! The settings of one source of the configuration, each with its location.
 
 use std::path::PathBuf;
 
-use super::error::{Located, Place};
-use super::value::{CacheMode, Direct, IdleMemory, Listen, LogLevel, StoreUri, Tls};
+use super::error::{Located, ValueLocation};
+use super::value::{CacheMode, DirectMode, IdleMemory, Listen, LogLevel, StoreUri, TlsSetting};
 use crate::percent::Percent;
 use crate::size::Size;
 
-/// What one source, the file or the command line, says.
+/// The settings of one source: the file or the command line.
 #[derive(Default)]
 pub(super) struct Layer {
     pub(super) listen: Vec<Located<Listen>>,
@@ -25,7 +25,7 @@ pub(super) struct Layer {
     pub(super) max_clients: Option<Located<i64>>,
     pub(super) max_request: Option<Located<Size>>,
     pub(super) connection_memory: Option<Located<Size>>,
-    pub(super) tls: Option<Located<Tls>>,
+    pub(super) tls: Option<Located<TlsSetting>>,
     pub(super) tls_certificates: Option<Located<PathBuf>>,
     pub(super) tls_psk: Option<Located<PathBuf>>,
     pub(super) tls_verify_peer: Option<Located<bool>>,
@@ -33,7 +33,7 @@ pub(super) struct Layer {
     pub(super) volumes: Vec<VolumeLayer>,
 }
 
-/// What the file says of a backing device.
+/// The settings of a backing device in the file.
 pub(super) struct BdiLayer {
     pub(super) name: String,
     pub(super) min_ratio: Option<Located<Percent>>,
@@ -42,17 +42,17 @@ pub(super) struct BdiLayer {
     pub(super) strict_limit: Option<Located<bool>>,
 }
 
-/// What one source says of a volume.
+/// The settings of a volume in one source.
 pub(super) struct VolumeLayer {
     pub(super) name: String,
-    /// Where the volume as a whole stands.
-    pub(super) place: Place,
+    /// The location of the volume as a whole.
+    pub(super) place: ValueLocation,
     pub(super) store: Located<StoreUri>,
     pub(super) size: Option<Located<Size>>,
     pub(super) create: Option<Located<bool>>,
     pub(super) read_only: Option<Located<bool>>,
     pub(super) shared: Option<Located<bool>>,
-    pub(super) direct: Option<Located<Direct>>,
+    pub(super) direct: Option<Located<DirectMode>>,
     pub(super) cache: Option<Located<CacheMode>>,
     pub(super) bdi: Option<Located<String>>,
     pub(super) default: Option<Located<bool>>,

@@ -1,23 +1,23 @@
-//! From layers to a configuration: the command line over the file over the defaults, and the
-//! checks that need to see more than one setting.
+//! Makes the configuration from the layers: the command line overrides the file, which overrides the
+//! defaults. The checks of more than one setting are here.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::PathBuf;
 
-use super::error::{BadValue, ConfigError, ErrorKind, Located, Place};
+use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation};
 use super::layer::{BdiLayer, Layer, VolumeLayer};
 use super::value::{Listen, StoreUri, volume_size};
-use super::{BdiConfig, CacheMode, Config, Direct, Nbd, Tls, VolumeConfig};
+use super::{BdiConfig, CacheMode, Config, DirectMode, NbdConfig, TlsSetting, VolumeConfig};
 use crate::params::Key;
 use crate::percent::Percent;
 use crate::size::Size;
 
-/// How to start, for someone who gave nothing to serve.
+/// The remedy when there is nothing to serve.
 const HOW_TO_START: &str = "start with `ebbd serve --volume disk=memory:1G \
      --listen unix:/tmp/ebbd.sock`, or give a file with --config (see ebbd.toml(5))";
 
-/// The configuration of `file` with `flags` over it. With `inherited` sockets from the service
-/// manager there need be no addresses, and must be none.
+/// The configuration of `file`, overridden by `flags`. With `inherited` sockets from the service
+/// manager there must be no addresses.
 pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Config, ConfigError> {
     let (tls_certificates, tls_psk) = tls_keys(&file, &flags);
     let workers = number(flags.workers.or(file.workers), 1, 64)?;
@@ -72,10 +72,10 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
             .unwrap_or_default(),
         cache_max,
         cache_min,
-        nbd: Nbd {
+        nbd: NbdConfig {
             max_clients: max_clients
                 .and_then(|clients| usize::try_from(clients).ok())
-                .unwrap_or(Nbd::default().max_clients),
+                .unwrap_or(NbdConfig::default().max_clients),
             max_request,
             connection_memory,
             tls: tls.map(|tls| tls.value).unwrap_or_default(),
@@ -95,7 +95,7 @@ fn nothing_to_serve(no_volume: bool, no_address: bool) -> ConfigError {
         _ => "there is no address to listen at",
     };
     ConfigError {
-        kind: ErrorKind::NothingToServe,
+        kind: ConfigErrorKind::NothingToServe,
         file: None,
         line: None,
         key: None,
@@ -116,7 +116,7 @@ fn number(
             usize::try_from(given.value).ok().filter(|n| (low..=high).contains(n)).ok_or_else(
                 || {
                     given.error(
-                        ErrorKind::OutOfRange,
+                        ConfigErrorKind::OutOfRange,
                         format!("{} is out of range", given.value),
                         format!("choose a number from {low} to {high}"),
                     )
@@ -133,7 +133,7 @@ fn parameter(key: Key, given: Option<Located<i64>>) -> Result<Option<u64>, Confi
         .map(|given| {
             u64::try_from(given.value).ok().filter(|n| definition.allows(*n)).ok_or_else(|| {
                 given.error(
-                    ErrorKind::OutOfRange,
+                    ConfigErrorKind::OutOfRange,
                     format!("{} is out of range", given.value),
                     format!("choose a number from {}", definition.range()),
                 )
@@ -142,7 +142,7 @@ fn parameter(key: Key, given: Option<Located<i64>>) -> Result<Option<u64>, Confi
         .transpose()
 }
 
-/// Refuses a control socket where clients are served.
+/// Refuses a control socket at an address for clients.
 fn check_control(
     control: Option<&Located<PathBuf>>,
     addresses: &[Located<Listen>],
@@ -152,7 +152,7 @@ fn check_control(
     check_free(control, &at, addresses, "choose another path for the control socket")
 }
 
-/// Refuses a page where clients are served.
+/// Refuses a page at an address for clients.
 fn check_web(
     web: Option<&Located<String>>,
     addresses: &[Located<Listen>],
@@ -169,38 +169,38 @@ fn check_free<T>(
 ) -> Result<(), ConfigError> {
     match addresses.iter().find(|address| address.value == *at) {
         Some(address) => Err(what.error(
-            ErrorKind::Conflict,
-            format!("clients are served there, see {}", address.place.describe()),
+            ConfigErrorKind::Conflict,
+            format!("this is also an address for clients, see {}", address.place.describe()),
             remedy,
         )),
         None => Ok(()),
     }
 }
 
-/// `max_request` and `connection_memory`, each in its limits.
+/// `max_request` and `connection_memory`, checked against their limits.
 fn memory(
     max_request: Option<Located<Size>>,
     connection_memory: Option<Located<Size>>,
 ) -> Result<(Size, Size), ConfigError> {
     let range = Key::MaxRequest.definition();
-    let defaults = Nbd::default();
+    let defaults = NbdConfig::default();
     let request = max_request.as_ref().map_or(defaults.max_request, |given| given.value);
     if let Some(given) = max_request
         && !range.allows(request.bytes())
     {
         return Err(given.error(
-            ErrorKind::OutOfRange,
+            ConfigErrorKind::OutOfRange,
             format!("{request} is out of range"),
             format!("choose a size from {}", range.range()),
         ));
     }
     let memory = connection_memory.as_ref().map_or(defaults.connection_memory, |given| given.value);
-    // The default holds the largest request allowed, so only a given value can be too small.
+    // The default is enough for the largest request, so that only a given value can be too small.
     if let Some(given) = connection_memory
         && memory < request
     {
         return Err(given.error(
-            ErrorKind::Conflict,
+            ConfigErrorKind::Conflict,
             format!("{memory} cannot hold one request of max_request, {request}"),
             format!("choose {request} or more, or a smaller max_request"),
         ));
@@ -216,19 +216,19 @@ fn size(key: Key, given: Option<&Located<Size>>) -> Result<Size, ConfigError> {
         return Ok(given.value);
     }
     Err(given.error(
-        ErrorKind::OutOfRange,
+        ConfigErrorKind::OutOfRange,
         format!("{} is out of range", given.value),
         format!("choose a size from {}", definition.range()),
     ))
 }
 
-/// What is said of backing devices, each value in its limits and all parts fitting together.
+/// The settings of backing devices, each value checked against its limits, and all ratios together.
 fn check_bdis(layers: Vec<BdiLayer>) -> Result<BTreeMap<String, BdiConfig>, ConfigError> {
     let (mut bdis, mut kept) = (BTreeMap::new(), 0_u64);
     for BdiLayer { name, min_ratio, max_ratio, max_bytes, strict_limit } in layers {
         let out_of_range = |given: &Located<Percent>| {
             given.error(
-                ErrorKind::OutOfRange,
+                ConfigErrorKind::OutOfRange,
                 format!("{} is out of range", given.value),
                 format!("choose {}", Key::MaxRatio.definition().range()),
             )
@@ -243,7 +243,7 @@ fn check_bdis(layers: Vec<BdiLayer>) -> Result<BTreeMap<String, BdiConfig>, Conf
             let whole = u64::from(Percent::WHOLE.parts_per_million());
             if given.value > most || kept > whole {
                 return Err(given.error(
-                    ErrorKind::Conflict,
+                    ConfigErrorKind::Conflict,
                     if given.value > most {
                         format!("{} is more than max_ratio, {most}", given.value)
                     } else {
@@ -267,7 +267,7 @@ fn check_bdis(layers: Vec<BdiLayer>) -> Result<BTreeMap<String, BdiConfig>, Conf
     Ok(bdis)
 }
 
-/// `cache_max` and `cache_min`, each in its limits.
+/// `cache_max` and `cache_min`, checked against their limits.
 fn cache(
     max: Option<&Located<Size>>,
     min: Option<&Located<Size>>,
@@ -279,7 +279,7 @@ fn cache(
         && least > most
     {
         return Err(given.error(
-            ErrorKind::Conflict,
+            ConfigErrorKind::Conflict,
             format!("{least} is more than cache_max, {most}"),
             format!("choose {most} or less, or a larger cache_max"),
         ));
@@ -287,7 +287,7 @@ fn cache(
     Ok((most, least))
 }
 
-/// The sources of TLS keys. One given on the command line replaces whichever the file has.
+/// The sources of TLS keys. One on the command line replaces any in the file.
 fn tls_keys(file: &Layer, flags: &Layer) -> (Option<Located<PathBuf>>, Option<Located<PathBuf>>) {
     let from_flags = flags.tls_certificates.is_some() || flags.tls_psk.is_some();
     let source = if from_flags { flags } else { file };
@@ -295,13 +295,13 @@ fn tls_keys(file: &Layer, flags: &Layer) -> (Option<Located<PathBuf>>, Option<Lo
 }
 
 fn check_tls(
-    tls: Option<&Located<Tls>>,
+    tls: Option<&Located<TlsSetting>>,
     certificates: Option<&Located<PathBuf>>,
     psk: Option<&Located<PathBuf>>,
     verify_peer: Option<&Located<bool>>,
 ) -> Result<(), ConfigError> {
     let Some(tls) = tls else {
-        // Somebody who gives keys means to encrypt; serving in the clear would betray that.
+        // Keys without `tls` would have no effect, although the operator expects encryption.
         let wants = [certificates, psk]
             .into_iter()
             .flatten()
@@ -310,26 +310,26 @@ fn check_tls(
             .next();
         return wants.map_or(Ok(()), |place| {
             Err(place.error(BadValue::new(
-                ErrorKind::Conflict,
+                ConfigErrorKind::Conflict,
                 "this has no effect while `tls` is not set",
-                "set tls to `require` or `on` to encrypt, or to `off` to say that you mean it",
+                "set tls to `require` or `on` to encrypt, or to `off` to serve without encryption",
             )))
         });
     };
-    if tls.value == Tls::Off {
+    if tls.value == TlsSetting::Off {
         return Ok(());
     }
     match (certificates, psk) {
         (None, None) => {
             return Err(tls.error(
-                ErrorKind::Missing,
-                format!("TLS is `{}` but there are no keys", tls.value),
+                ConfigErrorKind::Missing,
+                format!("TLS is `{}`, but there are no keys", tls.value),
                 "give tls_certificates (--tls-certificates DIR) or tls_psk (--tls-psk FILE)",
             ));
         }
         (Some(certificates), Some(psk)) => {
             return Err(psk.error(
-                ErrorKind::Conflict,
+                ConfigErrorKind::Conflict,
                 format!("there is also {}", certificates.place.describe()),
                 "keep one of certificates and pre-shared keys",
             ));
@@ -341,9 +341,9 @@ fn check_tls(
         && certificates.is_none()
     {
         return Err(verify.error(
-            ErrorKind::Conflict,
+            ConfigErrorKind::Conflict,
             "pre-shared keys have no certificates to verify",
-            "take it out, or use certificates; a client without the key is refused anyway",
+            "remove it, or use certificates; a client without the key is refused anyway",
         ));
     }
     Ok(())
@@ -357,17 +357,17 @@ fn check_addresses(
         && inherited > 0
     {
         return Err(first.error(
-            ErrorKind::Conflict,
+            ConfigErrorKind::Conflict,
             format!("the service manager already passed {inherited} listening socket(s)"),
             "take the address out here, or start without socket activation",
         ));
     }
-    let mut seen: HashMap<Listen, Place> = HashMap::new();
+    let mut seen: HashMap<Listen, ValueLocation> = HashMap::new();
     let mut listen = Vec::new();
     for address in addresses {
         if let Some(earlier) = seen.get(&address.value) {
             return Err(address.error(
-                ErrorKind::Duplicate,
+                ConfigErrorKind::Duplicate,
                 format!("{} is already given by {}", address.value, earlier.describe()),
                 "keep one of them",
             ));
@@ -386,19 +386,19 @@ fn merge_volumes(
     for volume in &flags {
         if !names.insert(volume.name.clone()) {
             return Err(volume.place.error(BadValue::new(
-                ErrorKind::Duplicate,
+                ConfigErrorKind::Duplicate,
                 "a volume of this name is already given",
                 "choose another name, or keep one of them",
             )));
         }
     }
     let mut volumes = BTreeMap::new();
-    let mut default: Option<Place> = None;
+    let mut default: Option<ValueLocation> = None;
     for volume in file.into_iter().filter(|volume| !names.contains(&volume.name)).chain(flags) {
         if let Some(given) = volume.default.as_ref().filter(|given| given.value) {
             if let Some(other) = &default {
                 return Err(given.error(
-                    ErrorKind::Duplicate,
+                    ConfigErrorKind::Duplicate,
                     format!("the default volume is already given by {}", other.describe()),
                     "keep `default` at one volume",
                 ));
@@ -427,25 +427,25 @@ fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
         volume_size(size.value).map_err(|bad| size.place.error(bad))?;
         if create.is_none() {
             return Err(size.error(
-                ErrorKind::Conflict,
+                ConfigErrorKind::Conflict,
                 "a file that exists has its own size",
-                "add create=true to make the file if it is absent, or take the size out",
+                "add create=true to create the file if it is absent, or remove the size",
             ));
         }
     }
     if let Some(create) = create {
         if volume.size.is_none() {
             return Err(create.error(
-                ErrorKind::Missing,
-                "to create a file takes a size",
+                ConfigErrorKind::Missing,
+                "creating a file needs a size",
                 "add a size, such as 1G",
             ));
         }
         if let Some(read_only) = volume.read_only.as_ref().filter(|given| given.value) {
             return Err(read_only.error(
-                ErrorKind::Conflict,
-                "a file just created would be empty for ever",
-                "take out one of read-only and create",
+                ConfigErrorKind::Conflict,
+                "a new file that is read-only would stay empty",
+                "remove one of read-only and create",
             ));
         }
     }
@@ -454,16 +454,16 @@ fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
     let read_only = volume.read_only.as_ref().is_some_and(|given| given.value);
     if let (Some(given), true) = (&volume.cache, cache == CacheMode::Writeback && read_only) {
         return Err(given.error(
-            ErrorKind::Conflict,
+            ConfigErrorKind::Conflict,
             "a read-only volume has nothing to write back",
-            "choose writethrough, which keeps what was read",
+            "choose writethrough, which caches data that was read",
         ));
     }
     if let (Some(given), true) = (&volume.bdi, cache != CacheMode::Writeback) {
         return Err(given.error(
-            ErrorKind::Conflict,
+            ConfigErrorKind::Conflict,
             "only a volume with a writeback cache has a backing device",
-            "add cache=writeback, or take it out",
+            "add cache=writeback, or remove this setting",
         ));
     }
     Ok(VolumeConfig {
@@ -472,7 +472,7 @@ fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
         create: create.is_some(),
         read_only,
         shared: volume.shared.as_ref().is_some_and(|given| given.value),
-        direct: volume.direct.as_ref().map_or(Direct::Auto, |given| given.value),
+        direct: volume.direct.as_ref().map_or(DirectMode::Auto, |given| given.value),
         cache,
         bdi: volume.bdi.as_ref().map(|given| given.value.clone()),
         default: volume.default.as_ref().is_some_and(|given| given.value),
@@ -484,8 +484,8 @@ fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
     })
 }
 
-/// The cache mode where none is given: what comes over a network is worth keeping, what lies in
-/// memory is not kept twice, and a file is the page cache's business, or goes past it on purpose.
+/// The default of the cache mode: a remote store is cached; memory is not cached twice; a file uses
+/// the kernel's page cache, or bypasses it on purpose.
 fn usual_cache(store: &StoreUri) -> CacheMode {
     match store {
         StoreUri::File(_) | StoreUri::Memory(_) | StoreUri::Null(_) => CacheMode::None,
@@ -493,24 +493,24 @@ fn usual_cache(store: &StoreUri) -> CacheMode {
     }
 }
 
-/// Refuses what only a file store has.
+/// Refuses settings that only file stores have.
 fn check_not_a_file(volume: &VolumeLayer, scheme: &str) -> Result<(), ConfigError> {
-    let only_files = |place: &Place, remedy: String| {
-        let message = format!("only a file store takes this, and the store is `{scheme}`");
-        Err(place.error(BadValue::new(ErrorKind::Conflict, message, remedy)))
+    let only_files = |place: &ValueLocation, remedy: String| {
+        let message = format!("this setting is for file stores only, and the store is `{scheme}`");
+        Err(place.error(BadValue::new(ConfigErrorKind::Conflict, message, remedy)))
     };
     if let Some(size) = &volume.size {
         let remedy = match scheme {
-            "nbd" => "take it out: the server says how large its export is".to_owned(),
+            "nbd" => "remove it: the server reports the size of its export".to_owned(),
             _ => format!("write the size after the store: {scheme}:{}", size.value),
         };
         return only_files(&size.place, remedy);
     }
     if let Some(create) = volume.create.as_ref().filter(|create| create.value) {
-        return only_files(&create.place, "take it out".to_owned());
+        return only_files(&create.place, "remove it".to_owned());
     }
-    match volume.direct.as_ref().filter(|direct| direct.value != Direct::Auto) {
-        Some(direct) => only_files(&direct.place, "take it out".to_owned()),
+    match volume.direct.as_ref().filter(|direct| direct.value != DirectMode::Auto) {
+        Some(direct) => only_files(&direct.place, "remove it".to_owned()),
         None => Ok(()),
     }
 }

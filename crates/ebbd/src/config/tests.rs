@@ -34,7 +34,7 @@ fn volume(lines: &str) -> Result<Config, ConfigError> {
 #[track_caller]
 fn refused(
     outcome: Result<Config, ConfigError>,
-    kind: ErrorKind,
+    kind: ConfigErrorKind,
     line: impl Into<Option<usize>>,
     key: &str,
     text: &str,
@@ -56,7 +56,7 @@ fn the_example_of_the_manual() {
         config.listen,
         [Listen::Unix("/run/ebbd/nbd.sock".into()), Listen::Tcp("127.0.0.1:10809".into())]
     );
-    assert_eq!(config.nbd.tls, Tls::Require);
+    assert_eq!(config.nbd.tls, TlsSetting::Require);
     assert_eq!(config.default_volume(), Some("disk"));
     assert_eq!(
         config.volumes["disk"],
@@ -66,7 +66,7 @@ fn the_example_of_the_manual() {
             create: true,
             read_only: false,
             shared: false,
-            direct: Direct::Auto,
+            direct: DirectMode::Auto,
             cache: CacheMode::None,
             bdi: None,
             default: true,
@@ -80,7 +80,7 @@ fn the_example_of_the_manual() {
 }
 
 #[test]
-fn what_is_said_of_backing_devices() {
+fn settings_of_backing_devices_are_parsed_and_checked() {
     let bdis = |lines: &str| {
         parse(&format!("listen = ['unix:/a']\n[volume.a]\nstore = 'null:1G'\n{lines}"))
     };
@@ -93,20 +93,20 @@ fn what_is_said_of_backing_devices() {
     };
     assert_eq!(config.bdis["8:0"], bdi);
     let key = "bdi.x.min_ratio";
-    refused(bdis("[bdi.x]\nmin_ratio = 101"), ErrorKind::InvalidValue, 5, key, "0 to 100");
-    refused(bdis("[bdi.x]\nmin_ratio = true"), ErrorKind::InvalidValue, 5, key, "percent");
+    refused(bdis("[bdi.x]\nmin_ratio = 101"), ConfigErrorKind::InvalidValue, 5, key, "0 to 100");
+    refused(bdis("[bdi.x]\nmin_ratio = true"), ConfigErrorKind::InvalidValue, 5, key, "percent");
     let text = "[bdi.x]\nmin_ratio = 6\nmax_ratio = 5";
-    refused(bdis(text), ErrorKind::Conflict, 5, key, "more than max_ratio, 5");
+    refused(bdis(text), ConfigErrorKind::Conflict, 5, key, "more than max_ratio, 5");
     let text = "[bdi.a]\nmin_ratio = 60\n[bdi.x]\nmin_ratio = 41";
-    refused(bdis(text), ErrorKind::Conflict, 7, key, "together");
+    refused(bdis(text), ConfigErrorKind::Conflict, 7, key, "together");
     let text = "[bdi.x]\nmax_ratio = 0";
-    refused(bdis(text), ErrorKind::OutOfRange, 5, "bdi.x.max_ratio", "0.0001 to 100");
+    refused(bdis(text), ConfigErrorKind::OutOfRange, 5, "bdi.x.max_ratio", "0.0001 to 100");
     let text = "[bdi.x]\nmax_bytes = '32K'";
-    refused(bdis(text), ErrorKind::OutOfRange, 5, "bdi.x.max_bytes", "64K to 1T");
+    refused(bdis(text), ConfigErrorKind::OutOfRange, 5, "bdi.x.max_bytes", "64K to 1T");
     let text = "[bdi.x]\nmax_byte = 1";
-    refused(bdis(text), ErrorKind::UnknownKey, 5, "bdi.x.max_byte", "`max_bytes`");
+    refused(bdis(text), ConfigErrorKind::UnknownKey, 5, "bdi.x.max_byte", "`max_bytes`");
     let text = "[bdi.x]\nstrict_limit = 1";
-    refused(bdis(text), ErrorKind::InvalidValue, 5, "bdi.x.strict_limit", "true or false");
+    refused(bdis(text), ConfigErrorKind::InvalidValue, 5, "bdi.x.strict_limit", "true or false");
 }
 
 #[test]
@@ -146,18 +146,18 @@ fn the_defaults_are_those_of_the_table() {
         .filter(|key| !key.default.is_empty())
         .count();
     assert_eq!(with_default, shown.len(), "a default nobody compares");
-    assert_eq!(config.nbd, Nbd::default());
+    assert_eq!(config.nbd, NbdConfig::default());
 }
 
 #[test]
-fn flags_win_and_add() {
+fn flags_override_the_file_and_add_addresses() {
     let overrides = Overrides {
         workers: Some(3),
         log: Some(LogLevel::Debug),
         max_clients: Some(9),
         max_request: Some(Size::new(8192)),
         connection_memory: Some(Size::new(8192)),
-        tls: Some(Tls::On),
+        tls: Some(TlsSetting::On),
         tls_psk: Some("/psk".into()),
         ..flags(&["disk=memory:1M", "more=null:1M"], &["unix:/more"])
     };
@@ -167,11 +167,11 @@ fn flags_win_and_add() {
     assert_eq!(config.log, LogLevel::Debug);
     assert_eq!(
         config.nbd,
-        Nbd {
+        NbdConfig {
             max_clients: 9,
             max_request: Size::new(8192),
             connection_memory: Size::new(8192),
-            tls: Tls::On,
+            tls: TlsSetting::On,
             // The key source of the flags replaces the other kind of the file.
             tls_certificates: None,
             tls_psk: Some("/psk".into()),
@@ -196,7 +196,7 @@ fn nothing_to_serve_says_how_to_start() {
         (Overrides { inherited_sockets: 1, ..flags(&[], &[]) }, "no volume to serve"),
     ] {
         let error = Config::load(None, &overrides).unwrap_err();
-        assert_eq!(error.kind, ErrorKind::NothingToServe);
+        assert_eq!(error.kind, ConfigErrorKind::NothingToServe);
         assert!(error.message.contains(text), "{error}");
         assert!(
             error
@@ -224,7 +224,7 @@ fn the_default_volume() {
         parse(
             "listen=['unix:/a']\n[volume.a]\nstore='null:1G'\ndefault=true\n[volume.b]\nstore='null:1G'\ndefault=true",
         ),
-        ErrorKind::Duplicate,
+        ConfigErrorKind::Duplicate,
         7,
         "volume.b.default",
         "volume.a.default in line 4",
@@ -239,14 +239,14 @@ fn sockets_from_the_service_manager() {
     overrides.listen.push("unix:/a".into());
     refused(
         Config::load(None, &overrides),
-        ErrorKind::Conflict,
+        ConfigErrorKind::Conflict,
         None,
         "--listen unix:/a",
         "2 listening socket(s)",
     );
     overrides.listen.clear();
     let file = Config::parse("listen = ['unix:/a']", Path::new(FILE), &overrides);
-    refused(file, ErrorKind::Conflict, 1, "listen", "socket activation");
+    refused(file, ConfigErrorKind::Conflict, 1, "listen", "socket activation");
 }
 
 #[test]
@@ -259,11 +259,11 @@ fn duplicate_addresses() {
         "['tcp:h:1',\n'tcp:H:01']",
         "['tcp:[::1]:1',\n'tcp:[0::1]:1']",
     ] {
-        refused(listen(list), ErrorKind::Duplicate, 2, "listen", "listen in line 1");
+        refused(listen(list), ConfigErrorKind::Duplicate, 2, "listen", "listen in line 1");
     }
     let overrides = flags(&["a=null:1G"], &["unix:/a"]);
     let both = Config::parse("listen = ['unix:/a']", Path::new(FILE), &overrides);
-    refused(both, ErrorKind::Duplicate, None, "--listen unix:/a", "listen in line 1");
+    refused(both, ConfigErrorKind::Duplicate, None, "--listen unix:/a", "listen in line 1");
 }
 
 #[test]
@@ -285,7 +285,7 @@ fn numbers_have_limits() {
             nbd(line).unwrap();
         } else {
             let key = format!("nbd.{}", line.split(' ').next().unwrap());
-            refused(nbd(line), ErrorKind::OutOfRange, 5, &key, "choose a");
+            refused(nbd(line), ConfigErrorKind::OutOfRange, 5, &key, "choose a");
         }
     }
     for (workers, good) in [(1, true), (64, true), (0, false), (65, false), (-1, false)] {
@@ -294,7 +294,7 @@ fn numbers_have_limits() {
         if good {
             outcome.unwrap();
         } else {
-            refused(outcome, ErrorKind::OutOfRange, None, "--workers", "from 1 to 64");
+            refused(outcome, ConfigErrorKind::OutOfRange, None, "--workers", "from 1 to 64");
         }
     }
 }
@@ -304,14 +304,14 @@ fn a_connection_holds_one_request() {
     assert!(nbd("max_request='1M'\nconnection_memory='1M'").is_ok());
     refused(
         nbd("max_request='1M'\nconnection_memory='1023K'"),
-        ErrorKind::Conflict,
+        ConfigErrorKind::Conflict,
         6,
         "nbd.connection_memory",
         "choose 1M or more",
     );
     refused(
         nbd("connection_memory='31M'"),
-        ErrorKind::Conflict,
+        ConfigErrorKind::Conflict,
         5,
         "nbd.connection_memory",
         "choose 32M or more",
@@ -327,35 +327,35 @@ fn tls_needs_one_source_of_keys() {
     assert!(nbd("tls='require'\ntls_certificates='/c'\ntls_verify_peer=true").is_ok());
     assert!(nbd("tls='off'\ntls_certificates='/c'\ntls_psk='/p'\ntls_verify_peer=true").is_ok());
     assert!(nbd("tls_verify_peer=false").is_ok());
-    refused(nbd("tls='on'"), ErrorKind::Missing, 5, &keys("tls"), "--tls-psk FILE");
+    refused(nbd("tls='on'"), ConfigErrorKind::Missing, 5, &keys("tls"), "--tls-psk FILE");
     refused(
         nbd("tls='require'\ntls_certificates='/c'\ntls_psk='/p'"),
-        ErrorKind::Conflict,
+        ConfigErrorKind::Conflict,
         7,
         &keys("tls_psk"),
         "nbd.tls_certificates in line 6",
     );
     refused(
         nbd("tls='on'\ntls_psk='/p'\ntls_verify_peer=true"),
-        ErrorKind::Conflict,
+        ConfigErrorKind::Conflict,
         7,
         &keys("tls_verify_peer"),
         "no certificates to verify",
     );
     for line in ["tls_certificates='/c'", "tls_psk='/p'", "tls_verify_peer=true"] {
         let key = keys(line.split('=').next().unwrap());
-        refused(nbd(line), ErrorKind::Conflict, 5, &key, "while `tls` is not set");
+        refused(nbd(line), ConfigErrorKind::Conflict, 5, &key, "while `tls` is not set");
     }
     let both = Overrides {
-        tls: Some(Tls::On),
+        tls: Some(TlsSetting::On),
         tls_certificates: Some("/c".into()),
         tls_psk: Some("/p".into()),
         ..flags(&["a=null:1G"], &["unix:/a"])
     };
     let outcome = Config::load(None, &both);
-    refused(outcome, ErrorKind::Conflict, None, "--tls-psk", "--tls-certificates");
+    refused(outcome, ConfigErrorKind::Conflict, None, "--tls-psk", "--tls-certificates");
     let empty = Overrides { tls_psk: Some("".into()), ..Overrides::default() };
-    refused(Config::load(None, &empty), ErrorKind::InvalidValue, None, "--tls-psk", "empty");
+    refused(Config::load(None, &empty), ConfigErrorKind::InvalidValue, None, "--tls-psk", "empty");
 }
 
 #[test]
@@ -366,29 +366,65 @@ fn options_of_a_volume_fit_together() {
     assert!(volume(&format!("{file}read_only=true\ncreate=false")).is_ok());
     assert!(volume(&format!("{memory}read_only=true\ndirect='auto'\ncreate=false")).is_ok());
     for (text, kind, line, key, part) in [
-        (format!("{file}size='1G'"), ErrorKind::Conflict, 4, "size", "create=true"),
-        (format!("{file}size='1G'\ncreate=false"), ErrorKind::Conflict, 4, "size", "create=true"),
-        (format!("{file}create=true"), ErrorKind::Missing, 4, "create", "add a size"),
+        (format!("{file}size='1G'"), ConfigErrorKind::Conflict, 4, "size", "create=true"),
+        (
+            format!("{file}size='1G'\ncreate=false"),
+            ConfigErrorKind::Conflict,
+            4,
+            "size",
+            "create=true",
+        ),
+        (format!("{file}create=true"), ConfigErrorKind::Missing, 4, "create", "add a size"),
         (
             format!("{file}create=true\nsize='1G'\nread_only=true"),
-            ErrorKind::Conflict,
+            ConfigErrorKind::Conflict,
             6,
             "read_only",
-            "empty for ever",
+            "stay empty",
         ),
-        (format!("{file}create=true\nsize=1000"), ErrorKind::InvalidValue, 5, "size", "is 1024"),
-        (format!("{file}create=true\nsize=0"), ErrorKind::OutOfRange, 5, "size", "no disk"),
+        (
+            format!("{file}create=true\nsize=1000"),
+            ConfigErrorKind::InvalidValue,
+            5,
+            "size",
+            "is 1024",
+        ),
+        (
+            format!("{file}create=true\nsize=0"),
+            ConfigErrorKind::OutOfRange,
+            5,
+            "size",
+            "cannot be 0",
+        ),
         (
             format!("{memory}size='2G'"),
-            ErrorKind::Conflict,
+            ConfigErrorKind::Conflict,
             4,
             "size",
             "write the size after the store: memory:2G",
         ),
-        (format!("{memory}create=true"), ErrorKind::Conflict, 4, "create", "only a file store"),
-        (format!("{memory}direct='on'"), ErrorKind::Conflict, 4, "direct", "only a file store"),
-        ("store='null:1G'\ndirect='off'".into(), ErrorKind::Conflict, 4, "direct", "`null`"),
-        ("store='memory:1000'".into(), ErrorKind::InvalidValue, 3, "store", "multiple of 512"),
+        (
+            format!("{memory}create=true"),
+            ConfigErrorKind::Conflict,
+            4,
+            "create",
+            "for file stores only",
+        ),
+        (
+            format!("{memory}direct='on'"),
+            ConfigErrorKind::Conflict,
+            4,
+            "direct",
+            "for file stores only",
+        ),
+        ("store='null:1G'\ndirect='off'".into(), ConfigErrorKind::Conflict, 4, "direct", "`null`"),
+        (
+            "store='memory:1000'".into(),
+            ConfigErrorKind::InvalidValue,
+            3,
+            "store",
+            "multiple of 512",
+        ),
     ] {
         refused(volume(&text), kind, line, &format!("volume.a.{key}"), part);
     }
@@ -397,7 +433,7 @@ fn options_of_a_volume_fit_together() {
 #[test]
 fn the_same_name_twice() {
     let outcome = Config::load(None, &flags(&["a=null:1G", "a=null:2G"], &["unix:/a"]));
-    refused(outcome, ErrorKind::Duplicate, None, "--volume a=null:2G", "another name");
+    refused(outcome, ConfigErrorKind::Duplicate, None, "--volume a=null:2G", "another name");
 }
 
 proptest! {
@@ -431,7 +467,7 @@ proptest! {
             prop_assert!((4096..=64 << 20).contains(&nbd.max_request.bytes()));
             prop_assert!(nbd.connection_memory >= nbd.max_request);
             let keys = [&nbd.tls_certificates, &nbd.tls_psk].into_iter().flatten().count();
-            prop_assert!(nbd.tls == Tls::Off || keys == 1);
+            prop_assert!(nbd.tls == TlsSetting::Off || keys == 1);
             for volume in config.volumes.values() {
                 prop_assert_eq!(volume.create, volume.size.is_some());
             }
@@ -550,24 +586,24 @@ fn parameters_and_the_control_socket() {
     assert_eq!(config.volumes["a"].max_buffer_pages, Some(1 << 20));
 
     let range = |line| volume(&format!("store = 'null:1G'\n{line}"));
-    let (kind, key) = (ErrorKind::OutOfRange, "volume.a.max_buffer_pages");
+    let (kind, key) = (ConfigErrorKind::OutOfRange, "volume.a.max_buffer_pages");
     refused(range("max_buffer_pages = 1048577"), kind, 4, key, "0 to 1048576");
     let key = "volume.a.buffer_squeeze_duration_ms";
     refused(range("buffer_squeeze_duration_ms = -1"), kind, 4, key, "0 to 60000");
     let control = |path: &str| {
         parse(&format!("control = '{path}'\nlisten = ['unix:/a']\n[volume.a]\nstore = 'null:1G'"))
     };
-    refused(control("unix:/a"), ErrorKind::Conflict, 1, "control", "listen in line 2");
-    refused(control("tcp:h:1"), ErrorKind::InvalidValue, 1, "control", "unix:/path");
+    refused(control("unix:/a"), ConfigErrorKind::Conflict, 1, "control", "listen in line 2");
+    refused(control("tcp:h:1"), ConfigErrorKind::InvalidValue, 1, "control", "unix:/path");
     let web = |address: &str| {
         parse(&format!("web = '{address}'\nlisten = ['tcp:h:1']\n[volume.a]\nstore = 'null:1G'"))
     };
     assert_eq!(web("tcp:[::1]:80").unwrap().web.as_deref(), Some("[::1]:80"));
-    refused(web("tcp:h:1"), ErrorKind::Conflict, 1, "web", "listen in line 2");
-    refused(web("unix:/a"), ErrorKind::InvalidValue, 1, "web", "127.0.0.1");
+    refused(web("tcp:h:1"), ConfigErrorKind::Conflict, 1, "web", "listen in line 2");
+    refused(web("unix:/a"), ConfigErrorKind::InvalidValue, 1, "web", "127.0.0.1");
     let overrides = flags(&["a=null:1G,max-buffer-pages=many"], &["unix:/a"]);
     let outcome = Config::parse("", Path::new(FILE), &overrides);
-    refused(outcome, ErrorKind::InvalidValue, None, "--volume a: max-buffer-pages", "digits");
+    refused(outcome, ConfigErrorKind::InvalidValue, None, "--volume a: max-buffer-pages", "digits");
 }
 
 #[test]
@@ -579,6 +615,6 @@ fn writeback_and_its_backing_device() {
     let volume = load("a=null:1G,cache=writeback,bdi=array").unwrap();
     assert_eq!((volume.cache, volume.bdi.as_deref()), (CacheMode::Writeback, Some("array")));
     for text in ["a=null:1G,cache=writeback,read-only=true", "a=null:1G,bdi=array"] {
-        assert_eq!(load(text).unwrap_err().kind, ErrorKind::Conflict, "{text}");
+        assert_eq!(load(text).unwrap_err().kind, ConfigErrorKind::Conflict, "{text}");
     }
 }

@@ -1,7 +1,7 @@
 //! The values of a configuration: addresses, stores and choices, as text and as types.
 //!
-//! Each parses from the text people write and displays as that text again. What is refused here
-//! is refused for its form alone; whether settings fit together is decided in [`super::resolve`].
+//! Each type parses its text form, and displays it. Only the form is checked here; whether settings
+//! fit together is checked in [`super::resolve`].
 
 use std::fmt;
 use std::net::Ipv6Addr;
@@ -10,7 +10,7 @@ use std::str::FromStr;
 
 use ebb_store::NbdOptions;
 
-use super::error::{BadValue, ErrorKind, shorten, suggest};
+use super::error::{BadValue, ConfigErrorKind, shorten, suggest};
 use crate::size::Size;
 
 /// The longest path of a unix socket in bytes: `sun_path` of unix(7) less its terminating zero.
@@ -22,10 +22,10 @@ const MAX_HOST_BYTES: usize = 253;
 /// The longest volume name in bytes. The NBD protocol allows 4096; file names and logs do not.
 pub const MAX_NAME_BYTES: usize = 255;
 
-/// The unit every volume's size is a multiple of, in bytes.
+/// The size of a volume is a multiple of this, in bytes.
 pub const SECTOR_BYTES: u64 = 512;
 
-/// How a store begins.
+/// The prefixes of stores.
 pub(super) const STORES: [&str; 7] =
     ["file:", "memory:", "null:", "nbd:", "nbds:", "nbd+unix:", "nbds+unix:"];
 
@@ -39,22 +39,22 @@ pub enum Listen {
     Tcp(String),
 }
 
-/// Where the bytes of a volume live.
+/// The store of a volume.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StoreUri {
     /// A regular file or a block device.
     File(PathBuf),
     /// Memory of this size: a multiple of 512, 512 to 2^63 - 512.
     Memory(Size),
-    /// Reads as zeroes, forgets writes; sizes as for `Memory`.
+    /// Reads as zeroes, discards writes; sizes as for `Memory`.
     Null(Size),
-    /// An export of an NBD server. Read-only is the volume's to say.
+    /// An export of an NBD server. Whether it is read-only is a setting of the volume.
     Nbd(Box<NbdOptions>),
 }
 
-/// A word out of a fixed set.
+/// A setting with a fixed set of words.
 pub trait Choice: Copy + PartialEq + 'static {
-    /// What is chosen, for messages.
+    /// The name of the setting, for messages.
     const WHAT: &'static str;
     /// Each word with its meaning.
     const ALL: &'static [(&'static str, Self)];
@@ -69,12 +69,12 @@ pub trait Choice: Copy + PartialEq + 'static {
         Self::ALL.iter().find(|(_, choice)| *choice == self).map_or("", |(name, _)| name)
     }
 
-    /// The choice for a word, or an error that suggests one.
+    /// The choice for a word, or an error with a suggestion.
     fn parse(text: &str) -> Result<Self, BadValue> {
         Self::ALL.iter().find(|(name, _)| *name == text).map(|(_, choice)| *choice).ok_or_else(
             || {
                 BadValue::new(
-                    ErrorKind::UnknownChoice,
+                    ConfigErrorKind::UnknownChoice,
                     format!("`{}` is no {}", shorten(text), Self::WHAT),
                     suggest(text, Self::names(), "the values are"),
                 )
@@ -85,40 +85,40 @@ pub trait Choice: Copy + PartialEq + 'static {
 
 /// Whether files are opened with `O_DIRECT`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Direct {
-    /// Where it works.
+pub enum DirectMode {
+    /// If the file system supports it.
     #[default]
     Auto,
-    /// Always; opening fails where it does not work.
+    /// Always; opening fails if the file system does not support it.
     On,
     /// Never.
     Off,
 }
 
-/// What the cache does for a volume.
+/// The cache mode of a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CacheMode {
-    /// Nothing: each request goes to the store.
+    /// No cache: each request goes to the store.
     None,
-    /// It keeps what was read and written; a write is acknowledged when the store has it.
+    /// Data that was read or written is cached; a write is acknowledged when the store has completed it.
     Writethrough,
-    /// A write is acknowledged from memory, and reaches the store later; a flush waits for that.
+    /// A write is acknowledged when it is in memory, and written to the store later; a flush waits for that.
     Writeback,
 }
 
 /// Whether connections are encrypted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Tls {
+pub enum TlsSetting {
     /// Never.
     #[default]
     Off,
-    /// If the client asks.
+    /// If the client requests it.
     On,
-    /// Always; other clients are turned away.
+    /// Always; other clients are refused.
     Require,
 }
 
-/// What becomes of I/O memory that no request uses.
+/// What happens to I/O memory that no request uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum IdleMemory {
     /// It is lent to the kernel, and returned under memory pressure.
@@ -128,25 +128,25 @@ pub enum IdleMemory {
     Drop,
     /// It is kept, whatever the pressure.
     Keep,
-    /// It is returned as soon as requests are done.
+    /// It is returned as soon as requests have completed.
     None,
 }
 
-/// What goes to the log, each level with all before it.
+/// The log level; each level includes the ones before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LogLevel {
     /// What the daemon could not do.
     Error,
-    /// What an operator should look at.
+    /// What an operator should check.
     Warn,
-    /// What the daemon does: start, stop, reload, connections.
+    /// Start, stop, reload, connections.
     #[default]
     Info,
-    /// Why it does so.
+    /// Details.
     Debug,
 }
 
-impl Choice for Direct {
+impl Choice for DirectMode {
     const WHAT: &'static str = "mode of direct I/O";
     const ALL: &'static [(&'static str, Self)] =
         &[("auto", Self::Auto), ("on", Self::On), ("off", Self::Off)];
@@ -161,14 +161,14 @@ impl Choice for CacheMode {
     ];
 }
 
-impl Choice for Tls {
+impl Choice for TlsSetting {
     const WHAT: &'static str = "mode of TLS";
     const ALL: &'static [(&'static str, Self)] =
         &[("off", Self::Off), ("on", Self::On), ("require", Self::Require)];
 }
 
 impl Choice for IdleMemory {
-    const WHAT: &'static str = "way to treat idle memory";
+    const WHAT: &'static str = "mode of idle memory";
     const ALL: &'static [(&'static str, Self)] =
         &[("lend", Self::Lend), ("drop", Self::Drop), ("keep", Self::Keep), ("none", Self::None)];
 }
@@ -192,7 +192,7 @@ macro_rules! display_choice {
         }
     )*};
 }
-display_choice!(Direct, CacheMode, Tls, IdleMemory, LogLevel);
+display_choice!(DirectMode, CacheMode, TlsSetting, IdleMemory, LogLevel);
 
 impl FromStr for Listen {
     type Err = BadValue;
@@ -208,7 +208,7 @@ impl FromStr for Listen {
                     "write unix:/path/to/socket or tcp:HOST:PORT".to_owned()
                 };
                 let message = format!("`{}` is no address", shorten(text));
-                Err(BadValue::new(ErrorKind::InvalidValue, message, remedy))
+                Err(BadValue::new(ConfigErrorKind::InvalidValue, message, remedy))
             }
         }
     }
@@ -226,21 +226,21 @@ impl fmt::Display for Listen {
 fn unix_path(text: &str) -> Result<PathBuf, BadValue> {
     if text.len() > MAX_UNIX_PATH_BYTES {
         return Err(BadValue::new(
-            ErrorKind::OutOfRange,
+            ConfigErrorKind::OutOfRange,
             format!("the socket path has {} bytes, more than the system allows", text.len()),
             format!("choose a path of at most {MAX_UNIX_PATH_BYTES} bytes"),
         ));
     }
     if text.starts_with('@') {
         return Err(BadValue::new(
-            ErrorKind::InvalidValue,
+            ConfigErrorKind::InvalidValue,
             format!("`{}` is an abstract socket, which has no access rights", shorten(text)),
             "write a path: unix:/path/to/socket",
         ));
     }
     if text.ends_with('/') {
         return Err(BadValue::new(
-            ErrorKind::InvalidValue,
+            ConfigErrorKind::InvalidValue,
             format!("socket path `{}` names a directory", shorten(text)),
             format!("add a file name: unix:{}nbd.sock", shorten(text)),
         ));
@@ -248,20 +248,20 @@ fn unix_path(text: &str) -> Result<PathBuf, BadValue> {
     path(text)
 }
 
-/// A path as far as its text can tell: not empty, no zero bytes.
+/// A path that is not empty and has no zero bytes.
 pub(super) fn path(text: &str) -> Result<PathBuf, BadValue> {
     if text.is_empty() {
         return Err(BadValue::new(
-            ErrorKind::InvalidValue,
+            ConfigErrorKind::InvalidValue,
             "the path is empty",
             "write the whole path, such as /run/ebbd/nbd.sock or /var/lib/ebbd/disk.img",
         ));
     }
     if text.contains('\0') {
         return Err(BadValue::new(
-            ErrorKind::InvalidValue,
+            ConfigErrorKind::InvalidValue,
             format!("path `{}` has a zero byte in it", shorten(text)),
-            "no file name can have one: take it out",
+            "remove it: file names cannot contain zero bytes",
         ));
     }
     Ok(PathBuf::from(text))
@@ -271,7 +271,7 @@ pub(super) fn path(text: &str) -> Result<PathBuf, BadValue> {
 pub(crate) fn control_path(text: &str) -> Result<PathBuf, BadValue> {
     if text.starts_with("tcp:") {
         return Err(BadValue::new(
-            ErrorKind::InvalidValue,
+            ConfigErrorKind::InvalidValue,
             "the control socket cannot be at a TCP port, which has no access rights",
             "write unix:/path/to/socket",
         ));
@@ -283,21 +283,21 @@ pub(crate) fn control_path(text: &str) -> Result<PathBuf, BadValue> {
 pub(crate) fn web_address(text: &str) -> Result<String, BadValue> {
     if text.starts_with("unix:") {
         return Err(BadValue::new(
-            ErrorKind::InvalidValue,
-            "the page cannot be at a unix socket, which browsers do not know",
+            ConfigErrorKind::InvalidValue,
+            "the page cannot be at a unix socket, because browsers do not support that",
             "write tcp:127.0.0.1:9477",
         ));
     }
     tcp_address(text.strip_prefix("tcp:").unwrap_or(text))
 }
 
-/// A further name of the page: as in a URL, without scheme and port.
+/// An additional host name of the page: as in a URL, without scheme and port.
 pub(crate) fn web_name(text: &str) -> Result<String, BadValue> {
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
     if text.is_empty() || text.len() > 253 || !text.bytes().all(fits) {
         return Err(BadValue::new(
-            ErrorKind::InvalidValue,
-            format!("`{}` is no name of a machine", shorten(text)),
+            ConfigErrorKind::InvalidValue,
+            format!("`{}` is not a host name", shorten(text)),
             "write the name as in the URL, without http:// and without a port",
         ));
     }
@@ -307,12 +307,12 @@ pub(crate) fn web_name(text: &str) -> Result<String, BadValue> {
 fn tcp_address(text: &str) -> Result<String, BadValue> {
     let bad = |message: &str, remedy: &str| {
         BadValue::new(
-            ErrorKind::InvalidValue,
+            ConfigErrorKind::InvalidValue,
             format!("TCP address `{}` {message}", shorten(text)),
             remedy,
         )
     };
-    let no_port = || bad("has no port", "add the port; that of NBD is 10809: tcp:127.0.0.1:10809");
+    let no_port = || bad("has no port", "add one; the port of NBD is 10809: tcp:127.0.0.1:10809");
     let (host, port) = if let Some(rest) = text.strip_prefix('[') {
         let (host, rest) = rest
             .split_once(']')
@@ -335,7 +335,7 @@ fn tcp_address(text: &str) -> Result<String, BadValue> {
         let fits = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.' | b'_');
         if host.len() > MAX_HOST_BYTES || !host.bytes().all(fits) {
             return Err(bad(
-                "has no proper host",
+                "has an invalid host",
                 "write an IP address, or a name of at most 253 letters, digits, dots and hyphens",
             ));
         }
@@ -345,7 +345,7 @@ fn tcp_address(text: &str) -> Result<String, BadValue> {
     let port = Some(port)
         .filter(|port| port.bytes().all(|b| b.is_ascii_digit()))
         .and_then(|port| port.parse::<u16>().ok())
-        .ok_or_else(|| bad("has no proper port", "the port is a number from 0 to 65535"))?;
+        .ok_or_else(|| bad("has an invalid port", "the port is a number from 0 to 65535"))?;
     Ok(format!("{host}:{port}"))
 }
 
@@ -370,7 +370,7 @@ impl FromStr for StoreUri {
                     suggest(scheme, STORES, "a store is one of")
                 };
                 let message = format!("`{}` is no store", shorten(text));
-                Err(BadValue::new(ErrorKind::InvalidValue, message, remedy))
+                Err(BadValue::new(ConfigErrorKind::InvalidValue, message, remedy))
             }
         }
     }
@@ -387,13 +387,13 @@ impl fmt::Display for StoreUri {
     }
 }
 
-/// `size` if a volume may have it: a multiple of 512 above 0 that a signed file offset can hold.
+/// `size` if a volume may have it: a multiple of 512 above 0 that fits in a signed file offset.
 pub(super) fn volume_size(size: Size) -> Result<Size, BadValue> {
     let bytes = size.bytes();
     if bytes == 0 {
         return Err(BadValue::new(
-            ErrorKind::OutOfRange,
-            "a volume of no bytes is no disk",
+            ConfigErrorKind::OutOfRange,
+            "the size of a volume cannot be 0",
             "give it a size, such as 1G",
         ));
     }
@@ -402,57 +402,57 @@ pub(super) fn volume_size(size: Size) -> Result<Size, BadValue> {
         let near =
             if below == 0 { SECTOR_BYTES } else { below.saturating_add(SECTOR_BYTES) & !511 };
         return Err(BadValue::new(
-            ErrorKind::InvalidValue,
-            format!("size {bytes} is no multiple of {SECTOR_BYTES} bytes, the sector of a disk"),
+            ConfigErrorKind::InvalidValue,
+            format!("size {bytes} is not a multiple of {SECTOR_BYTES} bytes, the sector of a disk"),
             format!("the next multiple is {near}"),
         ));
     }
     if i64::try_from(bytes).is_err() {
         return Err(BadValue::new(
-            ErrorKind::OutOfRange,
-            format!("size {size} is beyond the largest file offset"),
+            ConfigErrorKind::OutOfRange,
+            format!("size {size} exceeds the largest file offset"),
             "choose a size below 8388608T",
         ));
     }
     Ok(size)
 }
 
-/// `name` if a volume may be called so.
+/// `name` if it is a valid name of a volume.
 pub(super) fn volume_name(name: &str) -> Result<String, BadValue> {
     let bad = |kind, message: String, remedy: &str| Err(BadValue::new(kind, message, remedy));
     if name.is_empty() {
         return bad(
-            ErrorKind::OutOfRange,
+            ConfigErrorKind::OutOfRange,
             "a volume has an empty name".to_owned(),
-            "name it, and give it `default = true` if it shall answer to the empty name",
+            "give it a name, and set `default = true` to make it the default export",
         );
     }
     if name.len() > MAX_NAME_BYTES {
         return bad(
-            ErrorKind::OutOfRange,
+            ConfigErrorKind::OutOfRange,
             format!("a volume's name has {} bytes", name.len()),
             "choose a name of at most 255 bytes",
         );
     }
     if name.chars().any(char::is_control) {
         return bad(
-            ErrorKind::InvalidValue,
+            ConfigErrorKind::InvalidValue,
             format!("the volume name `{}` has control characters", shorten(name)),
-            "take them out",
+            "remove them",
         );
     }
     Ok(name.to_owned())
 }
 
-/// A whole number of the command line; in the file TOML has its own.
+/// A whole number on the command line; in the file TOML parses it.
 pub(super) fn number(text: &str) -> Result<i64, BadValue> {
     text.parse().map_err(|_| {
         let message = format!("`{}` is no whole number", shorten(text));
-        BadValue::new(ErrorKind::InvalidValue, message, "write digits only, such as 1024")
+        BadValue::new(ConfigErrorKind::InvalidValue, message, "write digits only, such as 1024")
     })
 }
 
-/// A truth value of the command line; in the file TOML has its own.
+/// A boolean on the command line; in the file TOML parses it.
 pub(super) fn boolean(text: &str) -> Result<bool, BadValue> {
     match text {
         "true" => Ok(true),
@@ -464,7 +464,7 @@ pub(super) fn boolean(text: &str) -> Result<bool, BadValue> {
                 _ => "write `true` or `false`",
             };
             let message = format!("`{}` is neither true nor false", shorten(text));
-            Err(BadValue::new(ErrorKind::InvalidValue, message, remedy))
+            Err(BadValue::new(ConfigErrorKind::InvalidValue, message, remedy))
         }
     }
 }

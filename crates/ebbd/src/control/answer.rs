@@ -1,4 +1,4 @@
-//! What goes back: JSON, or a failure as JSON with its status.
+//! Replies: JSON, or a failure as JSON with its status.
 
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -6,10 +6,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::params::{ParameterError, ParameterErrorKind};
 
-/// A failure, as it goes over the wire.
+/// The body of a failure.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Failure {
-    /// What sort of failure it is, for programs.
+pub struct ErrorBody {
+    /// The kind of failure, for programs.
     pub error: String,
     /// What is wrong.
     pub message: String,
@@ -19,9 +19,9 @@ pub struct Failure {
 
 /// A failure and its status.
 #[derive(Debug)]
-pub(super) struct Refusal(pub(super) StatusCode, pub(super) Failure);
+pub(super) struct Refusal(pub(super) StatusCode, pub(super) ErrorBody);
 
-/// What a handler gives.
+/// The result of a handler.
 pub(super) type Answer = Result<Response, Refusal>;
 
 impl Refusal {
@@ -32,7 +32,7 @@ impl Refusal {
         remedy: impl Into<String>,
     ) -> Self {
         let (message, remedy) = (message.into(), remedy.into());
-        Self(status, Failure { error: error.to_owned(), message, remedy })
+        Self(status, ErrorBody { error: error.to_owned(), message, remedy })
     }
 }
 
@@ -59,7 +59,7 @@ impl IntoResponse for Refusal {
     }
 }
 
-/// A good answer.
+/// A successful reply.
 pub(super) fn json(value: &impl Serialize) -> Answer {
     Ok(body(value).into_response())
 }

@@ -1,10 +1,10 @@
-//! The page: what `ebbd stat --watch` shows, as plots in a browser, and the metrics beside it, over TCP.
+//! The page: the figures of `ebbd stat --watch` as plots in a browser, and the metrics, over TCP.
 //!
-//! Read only, and for everybody who can connect: the same figures as on the control socket, no parameter
-//! and no pressure. It refers to nothing outside itself, and its policy lets it load nothing else.
+//! It is read-only and open to every client that can connect: it has the statistics of the control socket, but neither
+//! parameters nor pressure. It refers to no other site, and its Content-Security-Policy allows it to load nothing else.
 //!
-//! It answers only to addresses, to names of this machine and to those it was told, so that no other site
-//! can have a browser read it under a name of its own, which it makes point here ("DNS rebinding").
+//! To prevent DNS rebinding, it accepts requests only if their Host header is an IP address, a name of this machine or
+//! a configured name.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ const HTML: &str = include_str!("page/page.html");
 const CSS: &str = include_str!("page/page.css");
 const SCRIPT: &str = include_str!("page/page.js");
 
-/// What every answer carries.
+/// The headers of every reply.
 const HEADERS: [(HeaderName, &str); 4] = [
     (
         header::CONTENT_SECURITY_POLICY,
@@ -34,7 +34,7 @@ const HEADERS: [(HeaderName, &str); 4] = [
     (header::CACHE_CONTROL, "no-store"),
 ];
 
-/// The names the page at `address` (`HOST:PORT`) answers to, with the `further` ones.
+/// The host names of the page at `address` (`HOST:PORT`), including the `further` ones.
 pub(super) fn names(address: &str, further: &[String]) -> Vec<String> {
     let uname = rustix::system::uname();
     let own = uname.nodename().to_string_lossy().into_owned();
@@ -46,7 +46,7 @@ pub(super) fn names(address: &str, further: &[String]) -> Vec<String> {
     names
 }
 
-/// All routes of the page, which answers to `names`.
+/// All routes of the page, for the host names `names`.
 pub(super) fn router(app: Arc<App>, names: Vec<String>) -> Router {
     let serve = |kind: &'static str, text: &'static str| {
         get(move || async move { ([(header::CONTENT_TYPE, kind)], text) })
@@ -77,8 +77,8 @@ fn guarded(mut answer: Response) -> Response {
     answer
 }
 
-/// Whether the name the client used is one of `names`, or an address, which no other site can make its own.
-/// Browsers always give one.
+/// Whether the Host header is one of `names` or an IP address, which no other site can use. Browsers always send a Host
+/// header.
 fn is_known(request: &Request, names: &[String]) -> bool {
     let Some(host) = request.headers().get(header::HOST) else { return true };
     let Ok(host) = host.to_str() else { return false };
@@ -93,8 +93,8 @@ fn is_known(request: &Request, names: &[String]) -> bool {
 }
 
 fn elsewhere() -> Refusal {
-    let message = "the page answers to addresses and to names of this machine only";
-    let remedy = "use the address, or add the name to `web_names` in the configuration";
+    let message = "the page is served only for IP addresses and for host names of this machine";
+    let remedy = "use the IP address, or add the name to `web_names` in the configuration";
     Refusal::new(StatusCode::MISDIRECTED_REQUEST, "wrong_host", message, remedy)
 }
 
@@ -104,7 +104,7 @@ async fn nothing_there() -> Refusal {
 }
 
 async fn read_only() -> Refusal {
-    let message = "this address is for looking only";
+    let message = "this address is read-only";
     let remedy = "change parameters on the control socket: `ebbd set`";
     Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message, remedy)
 }
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_page_refers_to_nothing_outside_itself() {
+    fn the_page_refers_to_no_other_site() {
         for (name, text) in [("html", HTML), ("css", CSS), ("js", SCRIPT)] {
             let rest = text.replace("http://www.w3.org/2000/svg", "");
             assert!(!rest.contains("//www.") && !rest.contains("http"), "{name}");
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn only_known_names_and_addresses_pass() {
+    fn only_known_names_and_addresses_are_accepted() {
         let further = ["storage.example".to_owned()];
         let names = names("page.example:9477", &further);
         let asked = |host: &str| {

@@ -1,4 +1,4 @@
-//! `POST /v1/volumes/VOLUME/resize`: another size for a volume in use.
+//! `POST /v1/volumes/VOLUME/resize`: resizes a volume in use.
 
 use std::io;
 
@@ -21,20 +21,21 @@ struct ResizeBody {
     shrink: bool,
 }
 
-/// A volume's size, as it goes over the wire.
+/// The reply: a volume's size before and after.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResizeView {
     /// The volume.
     pub name: String,
-    /// Bytes, before.
+    /// The size before, bytes.
     pub from: u64,
-    /// Bytes, now.
+    /// The size now, bytes.
     pub size: u64,
 }
 
 pub(super) async fn resize(State(app): On, name: Named<String>, body: Body) -> Answer {
     let name = path(name)?;
-    let body: ResizeBody = parse(body, "send {\"size\": BYTES}, or {} to look how large it is")?;
+    let body: ResizeBody =
+        parse(body, "send {\"size\": BYTES}, or {} to adopt the size of its file")?;
     let volumes = app.shared.server.volumes();
     let found = volumes.iter().find(|(volume, _)| **volume.name() == *name);
     let Some((volume, _)) = found else {
@@ -67,8 +68,8 @@ pub(super) async fn resize(State(app): On, name: Named<String>, body: Body) -> A
         Err(_) => Err(Refusal::new(
             StatusCode::SERVICE_UNAVAILABLE,
             "stopping",
-            "no worker answers",
-            "the daemon is being stopped: ask again when it runs",
+            "no worker responds",
+            "the daemon is stopping: try again when it runs",
         )),
     }
 }
@@ -87,26 +88,25 @@ fn refusal(error: &ResizeError) -> Refusal {
     };
     let remedy = match error {
         ResizeError::Io(error) => for_the_file(error),
-        _ => "the store does not take what is written: see to it, then ask again",
+        _ => "writes to the store fail: check the store, then try again",
     };
     Refusal::new(status, kind, format!("{message} ({cause})"), remedy)
 }
 
-/// What to do when the system resizes no file.
+/// The remedy when the system cannot resize the file.
 fn for_the_file(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::FileTooLarge => {
-            "its file system, or LimitFSIZE= of the service, allows no file of this size: ask for a smaller one, or \
+            "its file system, or LimitFSIZE= of the service, allows no file of this size: choose a smaller size, or \
              move the image"
         }
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            "make room on its file system, then ask again"
+            "free space on its file system, then try again"
         }
         io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
-            "its file system, or a flag of the file (lsattr), keeps the daemon from writing to it: change that, then \
-             ask again"
+            "its file system, or an attribute of the file (lsattr), makes it read-only: change that, then try again"
         }
-        _ => "see to its file system, then ask again",
+        _ => "check its file system, then try again",
     }
 }
 
@@ -121,17 +121,17 @@ mod tests {
     }
 
     #[test]
-    fn a_size_that_is_refused_is_refused_with_the_cause_and_a_remedy() {
+    fn a_refused_size_is_reported_with_its_cause_and_a_remedy() {
         for (code, cause, remedy) in [
             (rustix::io::Errno::FBIG, "File too large", "smaller"),
-            (rustix::io::Errno::NOSPC, "No space left", "make room"),
-            (rustix::io::Errno::DQUOT, "quota", "make room"),
+            (rustix::io::Errno::NOSPC, "No space left", "free space"),
+            (rustix::io::Errno::DQUOT, "quota", "free space"),
             (rustix::io::Errno::PERM, "not permitted", "lsattr"),
             (rustix::io::Errno::IO, "Input/output error", "file system"),
         ] {
             let said = refused(&ResizeError::Io(code.into()));
             assert!(said.contains(cause) && said.contains(remedy), "{said}");
-            assert!(!said.contains("log"), "nothing of it is logged: {said}");
+            assert!(!said.contains("log"), "the error is not in the log: {said}");
         }
         let said = refused(&ResizeError::Unsupported("a null store keeps its size"));
         assert_eq!(said, "a null store keeps its size; its size is that of its store");

@@ -1,4 +1,4 @@
-//! The routes of version 1, and what each does.
+//! The routes of version 1, and their handlers.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,28 +21,28 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::answer::{Answer, Refusal, json};
-use super::{MAX_BODY_BYTES, Shared};
+use super::{ControlContext, MAX_BODY_BYTES};
 use crate::config::{shorten, suggest};
-use crate::params::{Change, Reading, Scope};
+use crate::params::{ParameterChange, Reading, Scope};
 use crate::stat::{
     BdiStat, Stat, VolumeStat, WorkerStat, engine_stat, resident_bytes, volume_stat, xen_stat,
 };
 use crate::{metrics, params};
 
-/// How long workers may take to tell their counters.
+/// How long workers may take to send their counters.
 const WORKERS: Duration = Duration::from_millis(500);
-/// The longest time a level of pressure is held by hand, seconds.
+/// The longest time for which `ebbd pressure` holds a level, seconds.
 pub(crate) const MAX_HOLD_SECONDS: u64 = 86_400;
-/// How often a level that is held by hand is published: more often than levels fall.
+/// How often a held level is published: more often than levels fall.
 const HOLD: Duration = Duration::from_millis(500);
 
 /// The body that sets a parameter, as a remedy.
 const SET_FORM: &str = "send {\"value\": ...}";
 
-/// What the handlers share.
+/// The state that the handlers share.
 pub(super) struct App {
-    pub(super) shared: Arc<Shared>,
-    /// Who holds a level of pressure at the moment.
+    pub(super) shared: Arc<ControlContext>,
+    /// The task that holds a level of pressure at present.
     holder: Mutex<Option<AbortHandle>>,
 }
 
@@ -50,7 +50,7 @@ pub(super) type On = State<Arc<App>>;
 pub(super) type Named<T> = Result<Path<T>, PathRejection>;
 pub(super) type Body = Result<Bytes, BytesRejection>;
 
-/// The paths there are, for suggestions.
+/// The existing paths, for suggestions.
 const PATHS: [&str; 7] = [
     "/v1/version",
     "/v1/parameters",
@@ -61,7 +61,7 @@ const PATHS: [&str; 7] = [
     "/metrics",
 ];
 
-/// The routes that only tell figures.
+/// The routes for statistics.
 pub(super) fn figures() -> Router<Arc<App>> {
     Router::new()
         .route("/v1/version", get(version))
@@ -91,26 +91,26 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-/// A parameter, as it goes over the wire.
+/// A parameter in a reply.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ParameterView {
     /// Its name.
     pub name: String,
     /// The value in force: a number, or a string for a word.
     pub value: Value,
-    /// The same as people write it.
+    /// The value in its text form.
     pub text: String,
-    /// Where it comes from: `configuration`, `run-time` or, for a volume, `daemon`.
+    /// Its origin: `configuration`, `run-time` or, for a volume, `daemon`.
     pub origin: String,
-    /// The value if nobody says anything.
+    /// The default value.
     pub default: Value,
     /// The range in words.
     pub range: String,
-    /// What is counted.
+    /// The unit of the value.
     pub unit: String,
-    /// `daemon`, `volume` if volumes may have their own, or `bdi` if backing devices have it.
+    /// `daemon`, `volume` if volumes may have values of their own, or `bdi` if backing devices have it.
     pub scope: String,
-    /// The version that had it first.
+    /// The version that introduced it.
     pub since: String,
     /// When a change takes effect.
     pub effect: String,
@@ -138,20 +138,20 @@ impl From<&Reading> for ParameterView {
     }
 }
 
-/// A parameter that was set, as it goes over the wire.
+/// A change of a parameter in a reply.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ChangeView {
     /// Its name.
     pub name: String,
-    /// The volume whose own it is; absent for the daemon's.
+    /// The volume whose own value it is; absent for the daemon's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub volume: Option<String>,
-    /// The backing device whose it is; absent for all others.
+    /// The backing device whose value it is; absent for other parameters.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bdi: Option<String>,
-    /// The value before, as people write it.
+    /// The value before, in its text form.
     pub from: String,
-    /// The value in force now, as people write it.
+    /// The value in force now, in its text form.
     pub to: String,
 }
 
@@ -300,7 +300,7 @@ pub(super) fn path<T>(names: Named<T>) -> Result<T, Refusal> {
     })
 }
 
-/// The JSON of a body, whatever its content type is said to be. `form` is the remedy.
+/// The JSON of a body, whatever its Content-Type header. `form` is the remedy.
 pub(super) fn parse<T: DeserializeOwned>(body: Body, form: &str) -> Result<T, Refusal> {
     let bytes = body.map_err(|error| {
         if error.status() == StatusCode::PAYLOAD_TOO_LARGE {
@@ -316,7 +316,7 @@ pub(super) fn parse<T: DeserializeOwned>(body: Body, form: &str) -> Result<T, Re
 }
 
 impl App {
-    pub(super) fn new(shared: Arc<Shared>) -> Self {
+    pub(super) fn new(shared: Arc<ControlContext>) -> Self {
         Self { shared, holder: Mutex::default() }
     }
 
@@ -331,7 +331,7 @@ impl App {
     }
 
     fn set(&self, name: &str, volume: Option<&str>, body: Body) -> Answer {
-        // An unknown name is the first thing to say, whatever the body.
+        // An unknown name is reported first, whatever the body.
         params::Key::parse(name)?;
         let body: SetBody = parse(body, SET_FORM)?;
         changed(&self.shared.parameters.set(name, volume, &body.value)?)
@@ -377,7 +377,7 @@ impl App {
         }
     }
 
-    /// Asks all workers at once; one that does not answer in time is reported so.
+    /// Queries all workers at the same time; one that does not reply in time is reported as such.
     async fn workers(&self) -> Vec<WorkerStat> {
         let ask = |handle: &ebb_io::WorkerHandle| {
             let (sender, receiver) = oneshot::channel();
@@ -402,12 +402,11 @@ impl App {
         workers
     }
 
-    /// Publishes a level once, or again and again until the time is over. Then, as always, it falls
-    /// by itself.
+    /// Publishes a level once, or repeatedly until the time is over. Then it falls by itself.
     fn inject(&self, level: Level, hold: Option<Duration>) -> Answer {
         let Some(inject) = &self.shared.memory.inject else {
             let remedy = "start the daemon with its pressure monitor";
-            let message = "nobody listens to memory pressure here";
+            let message = "the daemon does not monitor memory pressure";
             let status = StatusCode::SERVICE_UNAVAILABLE;
             return Err(Refusal::new(status, "unavailable", message, remedy));
         };
@@ -417,7 +416,7 @@ impl App {
         }
         inject(level);
         let seconds = hold.map(|hold| hold.as_secs());
-        tracing::info!(%level, seconds, "memory pressure by hand");
+        tracing::info!(%level, seconds, "memory pressure published with `ebbd pressure`");
         if let Some(hold) = hold.filter(|_| level != Level::L0) {
             let shared = self.shared.clone();
             let end = Instant::now() + hold;
@@ -433,7 +432,7 @@ impl App {
     }
 }
 
-fn changed(change: &Change) -> Answer {
+fn changed(change: &ParameterChange) -> Answer {
     let definition = change.key.definition();
     let view = ChangeView {
         name: change.key.name(),

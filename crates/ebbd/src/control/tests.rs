@@ -27,7 +27,7 @@ struct Running {
     path: std::path::PathBuf,
     parameters: Parameters,
     injected: Arc<Mutex<Vec<u8>>>,
-    control: Control,
+    control: ControlServer,
     _folder: tempfile::TempDir,
 }
 
@@ -48,7 +48,7 @@ fn start_with(xen: Option<Figures>) -> Running {
     let parameters = Parameters::new(&configured);
     let injected = Arc::new(Mutex::new(Vec::new()));
     let inject = injected.clone();
-    let memory = Memory {
+    let memory = StatSources {
         bdis: None,
         read: Some(Box::new(|| MemoryStat {
             zones: vec![ZoneStat { name: "4K".into(), used: 5, ..ZoneStat::default() }],
@@ -58,7 +58,7 @@ fn start_with(xen: Option<Figures>) -> Running {
         cache: None,
         inject: Some(Box::new(move |level| inject.lock().unwrap().push(level.number()))),
     };
-    let shared = Shared {
+    let shared = ControlContext {
         engine: None,
         server,
         parameters: parameters.clone(),
@@ -67,9 +67,9 @@ fn start_with(xen: Option<Figures>) -> Running {
         workers: Vec::new(),
         started: Instant::now(),
     };
-    let control = Control::start(
+    let control = ControlServer::start(
         Some(&path),
-        Some(Web { address: "127.0.0.1:0", names: &["proxy.example".to_owned()] }),
+        Some(PageAddress { address: "127.0.0.1:0", names: &["proxy.example".to_owned()] }),
         Arc::new(shared),
         &AtomicBool::default(),
     )
@@ -109,7 +109,7 @@ impl Running {
     #[track_caller]
     fn refuses(&self, request: (&str, &str, &str), status: u16, error: &str, remedy: &str) {
         let (found, body) = self.ask(request.0, request.1, request.2);
-        let failure: Failure = serde_json::from_str(&body).unwrap();
+        let failure: ErrorBody = serde_json::from_str(&body).unwrap();
         assert_eq!((found, failure.error.as_str()), (status, error), "{request:?}: {body}");
         assert!(failure.remedy.contains(remedy), "{request:?}: {body}");
         assert!(!failure.message.is_empty() && body.len() < 600, "{body}");
@@ -145,7 +145,7 @@ fn parameters_are_read_set_and_unset() {
 #[test]
 fn parameters_of_backing_devices_have_their_own_paths() {
     let daemon = start();
-    let live = daemon.parameters.bdi_arrives("8:0");
+    let live = daemon.parameters.add_bdi("8:0");
     let own = "/v1/bdis/8%3A0/parameters";
     let all = daemon.json("GET", own, "");
     let names: Vec<_> = all.as_array().unwrap().iter().map(|one| one["name"].clone()).collect();
@@ -170,7 +170,7 @@ fn parameters_of_backing_devices_have_their_own_paths() {
 }
 
 #[test]
-fn what_is_refused_says_why() {
+fn refusals_have_a_reason_and_a_remedy() {
     let daemon = start();
     let pages = "/v1/parameters/max_buffer_pages";
     let good = "{\"value\": 7}";
@@ -178,7 +178,7 @@ fn what_is_refused_says_why() {
         (("GET", "/v1/parameters/max_bufer_pages", ""), 404, "unknown_parameter", "did you mean"),
         (("PUT", "/v1/parameters/x", "{"), 404, "unknown_parameter", "the parameters are"),
         (("GET", "/v1/volumes/dsk/parameters", ""), 404, "unknown_volume", "did you mean `disk`?"),
-        (("PUT", "/v1/volumes/disk/parameters/log", good), 404, "not_per_volume", "leave the"),
+        (("PUT", "/v1/volumes/disk/parameters/log", good), 404, "not_per_volume", "omit the"),
         (("PUT", pages, "{\"value\": -1}"), 422, "invalid_value", "0 to 1048576"),
         (("PUT", pages, "{\"value\": 1048577}"), 422, "out_of_range", "0 to 1048576"),
         (("PUT", pages, "{\"value\": 1e400}"), 400, "malformed_json", "value"),
@@ -245,7 +245,7 @@ fn oversize_is_refused_and_bounded() {
 }
 
 #[test]
-fn more_connections_than_it_holds_wait_their_turn() {
+fn connections_beyond_the_limit_wait() {
     let daemon = start();
     let idle: Vec<_> =
         (0..MAX_CONNECTIONS).map(|_| UnixStream::connect(&daemon.path).unwrap()).collect();
@@ -289,7 +289,7 @@ fn ask_on(stream: &mut std::net::TcpStream) -> Option<String> {
 }
 
 #[test]
-fn no_peer_keeps_others_from_the_page() {
+fn one_peer_cannot_keep_other_peers_from_the_page() {
     let (daemon, polite, greedy) = (start(), [127, 0, 0, 3], [127, 0, 0, 2]);
     // The oldest, but of an address that has no more than its share.
     let mut honest = connect_page(&daemon, polite);
@@ -317,7 +317,7 @@ fn no_peer_keeps_others_from_the_page() {
 }
 
 #[test]
-fn everything_at_once_and_metrics() {
+fn statistics_and_metrics_are_complete() {
     let daemon = start();
     let stat: Stat = serde_json::from_value(daemon.json("GET", "/v1/stat", "")).unwrap();
     let names: Vec<&str> = stat.volumes.iter().map(|volume| volume.name.as_str()).collect();
@@ -378,22 +378,22 @@ fn disks_of_xen_guests_are_shown_and_follow_the_parameters() {
 }
 
 #[test]
-fn workers_that_stopped_are_no_obstacle() {
+fn statistics_are_served_when_workers_have_stopped() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s");
     let (one, two) =
         (ebb_io::Worker::start_alone("one").unwrap(), ebb_io::Worker::start_alone("two").unwrap());
-    let shared = Shared {
+    let shared = ControlContext {
         engine: None,
         server: Server::new(ServerLimits::default(), TlsMode::Off, None),
         parameters: Parameters::new(&Configured::default()),
-        memory: Memory::default(),
+        memory: StatSources::default(),
         xen: None,
         workers: vec![one.handle(), two.handle()],
         started: Instant::now(),
     };
     let _control =
-        Control::start(Some(&path), None, Arc::new(shared), &AtomicBool::default()).unwrap();
+        ControlServer::start(Some(&path), None, Arc::new(shared), &AtomicBool::default()).unwrap();
     drop(two);
     let mut stream = UnixStream::connect(&path).unwrap();
     stream.write_all(b"GET /v1/stat HTTP/1.0\r\n\r\n").unwrap();
@@ -458,7 +458,7 @@ fn changes_from_many_clients_end_as_one_of_them() {
 }
 
 #[test]
-fn the_socket_goes_with_its_owner() {
+fn the_socket_is_removed_when_the_server_is_dropped() {
     let daemon = start();
     let path = daemon.path.clone();
     // A client in the middle of a request does not hold it up.

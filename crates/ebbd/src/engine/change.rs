@@ -1,4 +1,4 @@
-//! A reload: volumes come, go and change, side by side.
+//! Reloading: volumes are added, removed and changed, each independently of the others.
 
 use std::collections::BTreeSet;
 use std::pin::pin;
@@ -12,26 +12,26 @@ use ebb_volume::{ErrorKind, Mode, Volume};
 use event_listener::Event;
 use futures_lite::future::{or, poll_once};
 
-use super::slot::{Phase, Slot};
-use super::stop::{Unflushed, full_text, tell_retry, unwritten};
+use super::slot::{VolumePhase, VolumeSlot};
+use super::stop::{Unflushed, full_text, log_retry, unwritten};
 use super::{Countdown, Engine, lock};
 use crate::config::{Config, VolumeConfig};
 use crate::params::Configured;
 use crate::stores::{Expected, StoreError};
 
-/// How soon a volume that could not be written on its way out is tried again, and the longest pause.
+/// The first and the longest pause before writing back a withdrawn volume is tried again.
 const RETRY_FIRST: Duration = Duration::from_millis(500);
 const RETRY_MOST: Duration = Duration::from_secs(30);
 
-/// The time to withdraw a volume is over: if nothing of it can be lost it is given up.
+/// Called when the time to withdraw a volume has passed: its requests are given up if no data can be lost by that.
 fn give_up(volume: &Volume) {
     let (name, unwritten_bytes) = (volume.name().to_string(), unwritten(volume));
-    let under_way = volume.in_flight();
+    let in_flight = volume.in_flight();
     if volume.is_stable() {
         tracing::warn!(
             volume = name,
-            under_way,
-            "its store does not answer: requests are abandoned"
+            in_flight,
+            "its store does not respond: unacknowledged requests are abandoned"
         );
         volume.abort();
         return;
@@ -39,13 +39,13 @@ fn give_up(volume: &Volume) {
     tracing::error!(
         volume = name,
         unwritten_bytes,
-        under_way,
-        "not withdrawn within --drain, for its store does not answer: it is waited for, \
-         so that nothing is lost"
+        in_flight,
+        "not withdrawn within --drain, because its store does not respond: ebbd keeps waiting for it, \
+         so that no data is lost"
     );
 }
 
-/// How often a reload was asked for. A later one does not wait for what an earlier one waits for.
+/// Counts the reloads that were requested. A later reload ends the waiting of an earlier one.
 #[derive(Default)]
 pub(super) struct Reloads {
     count: AtomicU64,
@@ -70,18 +70,18 @@ impl Reloads {
     }
 }
 
-/// The daemon stops: what was begun is left to the stop.
+/// The engine stops; the stop takes over unfinished changes.
 struct Stopped;
 
 impl Engine {
-    /// Puts in force of `new` what can be changed while running. Returns when all volumes are as they should be, or
-    /// at the latest after the time that withdrawing may take, or when the engine is stopped or told to reload again:
-    /// what is not done by then goes on in the background.
+    /// Applies what can change of `new` while the daemon runs. Returns when all volumes have their new configuration,
+    /// at the latest after the time that withdrawing may take, or when the engine stops or reloads again: the remaining
+    /// changes continue in the background.
     pub async fn reload(self: &Arc<Self>, io: &Io, new: Config) {
         let number = self.reloads.begin();
         let Ok(_alone) = self.unless_stopped(self.reloading.lock()).await else { return };
         let Some(mut old) = lock(&self.config).clone() else { return };
-        // Where a change was not made, the volume as it is now counts.
+        // The difference is that to the volumes as they are, also if an earlier change failed.
         old.volumes = self.volumes_wanted();
         let changes = old.reload_diff(&new);
         for key in &changes.needs_restart {
@@ -95,7 +95,7 @@ impl Engine {
         }
         let all = changes.volumes_removed.iter().chain(&changes.volumes_changed);
         let mut names: BTreeSet<_> = all.chain(&changes.volumes_added).cloned().collect();
-        // What an earlier reload began is waited for, too.
+        // Changes that an earlier reload began are waited for, too.
         names.extend(self.being_changed());
         let done = Rc::new(Countdown::new(names.len()));
         for name in names {
@@ -104,7 +104,7 @@ impl Engine {
         let limit = async {
             io.sleep(self.drain).await;
             for state in self.states() {
-                if let (Phase::Closing, Some(volume)) = (state.phase, state.volume) {
+                if let (VolumePhase::Closing, Some(volume)) = (state.phase, state.volume) {
                     give_up(&volume);
                 }
             }
@@ -113,9 +113,9 @@ impl Engine {
         or(done.over(), or(limit, cut_short)).await;
         self.bdis.settle();
         crate::ceiling::apportion(&new, self.cache.memory());
-        crate::ceiling::tell(&new, self.cache.memory(), &mut lock(&self.told));
+        crate::ceiling::report(&new, self.cache.memory(), &mut lock(&self.findings));
         self.server.set_default(new.default_volume());
-        self.keep(old, new);
+        self.store_config(old, new);
     }
 
     async fn unless_stopped<T>(&self, step: impl Future<Output = T>) -> Result<T, Stopped> {
@@ -128,7 +128,7 @@ impl Engine {
 
     fn being_changed(&self) -> Vec<String> {
         let slots = lock(&self.slots);
-        let busy = slots.iter().filter(|(_, slot)| slot.turn.try_lock().is_none());
+        let busy = slots.iter().filter(|(_, slot)| slot.changing.try_lock().is_none());
         busy.map(|(name, _)| name.clone()).collect()
     }
 
@@ -137,14 +137,14 @@ impl Engine {
         slots.iter().filter_map(|(name, slot)| Some((name.clone(), slot.wanted()?))).collect()
     }
 
-    /// Remembers what is in force now: of `old` what takes a restart, else `new`.
-    fn keep(&self, old: Config, new: Config) {
+    /// Stores the configuration in force: `new`, with the keys of `old` that need a restart.
+    fn store_config(&self, old: Config, new: Config) {
         for (name, slot) in &*lock(&self.slots) {
             if let Some(volume) = new.volumes.get(name) {
                 slot.follow(volume);
             }
         }
-        let nbd = crate::config::Nbd {
+        let nbd = crate::config::NbdConfig {
             tls: old.nbd.tls,
             tls_certificates: old.nbd.tls_certificates,
             tls_psk: old.nbd.tls_psk,
@@ -159,7 +159,7 @@ impl Engine {
         *lock(&self.config) = Some(kept);
     }
 
-    /// Has a volume become what is wanted of it; `done` counts down when it has, or has not.
+    /// Begins to bring a volume to its wanted configuration; `done` counts down when that has succeeded or failed.
     fn begin_change(
         self: &Arc<Self>,
         io: &Io,
@@ -170,22 +170,22 @@ impl Engine {
         let slot = {
             let mut slots = lock(&self.slots);
             let slot = slots.entry(name.to_owned());
-            slot.or_insert_with(|| Arc::new(Slot::new(name))).clone()
+            slot.or_insert_with(|| Arc::new(VolumeSlot::new(name))).clone()
         };
         slot.want(new.cloned());
         let (engine, on, done) = (self.clone(), io.clone(), done.clone());
         let task = async move {
-            // The rest is the stop's.
+            // If the engine stops, the stop takes over.
             let _ = engine.change(&on, &slot).await;
             done.count();
         };
-        // It goes on when the reload has stopped waiting.
+        // It continues after the reload has stopped waiting.
         io.spawn(task).detach();
     }
 
-    /// One change of a volume at a time; the last wish counts.
-    async fn change(self: &Arc<Self>, io: &Io, slot: &Arc<Slot>) -> Result<(), Stopped> {
-        let _turn = self.unless_stopped(slot.turn.lock()).await?;
+    /// Brings a volume to its wanted configuration, one change at a time; the latest wanted configuration applies.
+    async fn change(self: &Arc<Self>, io: &Io, slot: &Arc<VolumeSlot>) -> Result<(), Stopped> {
+        let _changing = self.unless_stopped(slot.changing.lock()).await?;
         match (slot.served(), slot.wanted()) {
             (Some((volume, old)), Some(new)) if old != new => {
                 return self.replace(io, slot, volume, old, new).await;
@@ -202,27 +202,27 @@ impl Engine {
         }
         self.server.withdraw(io, slot.name()).await;
         let mut slots = lock(&self.slots);
-        // It may be wanted again by now: then who wants it waits for its turn.
+        // If it is wanted again by now, the change that wants it waits for the lock.
         if slot.wanted().is_none() {
             slots.remove(slot.name());
         }
         Ok(())
     }
 
-    /// Opens a volume, and waits until that was tried once.
-    async fn bring_up(self: &Arc<Self>, io: &Io, slot: &Arc<Slot>) -> Result<(), Stopped> {
+    /// Begins to open a volume, and waits for the first attempt.
+    async fn bring_up(self: &Arc<Self>, io: &Io, slot: &Arc<VolumeSlot>) -> Result<(), Stopped> {
         let tried = Rc::new(Countdown::new(1));
-        let told = tried.clone();
-        self.attempt(io, slot, move || told.count());
+        let first = tried.clone();
+        self.attempt(io, slot, move || first.count());
         self.unless_stopped(tried.over()).await
     }
 
-    /// A served volume in another form: what takes its place is opened before it is withdrawn, or looked at, if
-    /// that is the same file or export in another way.
+    /// Replaces a served volume: the new store is opened before the volume is withdrawn, or checked if it is the same
+    /// file or export with other options.
     async fn replace(
         self: &Arc<Self>,
         io: &Io,
-        slot: &Arc<Slot>,
+        slot: &Arc<VolumeSlot>,
         volume: Arc<Volume>,
         old: VolumeConfig,
         new: VolumeConfig,
@@ -230,7 +230,7 @@ impl Engine {
         let open = slot.open_file();
         let same = self.unless_stopped(self.opener.compare(&old, open.clone(), &new)).await?;
         let had = Expected::file(open);
-        // What is opened anew once it was withdrawn.
+        // The file that is opened after the volume was withdrawn.
         let mut expected = had.clone();
         let opened = match same {
             Ok(true) => {
@@ -240,11 +240,11 @@ impl Engine {
             Ok(false) => {
                 let opening = self.open_now(io, slot.name(), &new, Expected::Any);
                 match self.unless_stopped(opening).await? {
-                    // Volumes that exchange files would each wait for the other: a look at the file is enough here.
+                    // Volumes that exchange files would wait for each other: checking the file suffices here.
                     Err(StoreError::SameFile { other, file, .. }) if self.is_leaving(&other) => {
                         expected = Expected::file(Some(file));
-                        let look = self.opener.compare(&new, None, &new);
-                        self.unless_stopped(look).await?.map(|_| None)
+                        let check = self.opener.compare(&new, None, &new);
+                        self.unless_stopped(check).await?.map(|_| None)
                     }
                     opened => opened.map(Some),
                 }
@@ -264,56 +264,62 @@ impl Engine {
             }
         };
         self.retire(io, slot, &volume).await?;
-        // Its file's lock goes with it.
+        // This releases the lock on its file.
         drop(volume);
         tracing::info!(volume = slot.name(), "withdrawn");
         if let Some(opened) = opened {
             let current = slot.begin_attempt();
             self.offer(slot, &current, opened, new);
-            tracing::info!(volume = slot.name(), "offered");
+            tracing::info!(volume = slot.name(), "served");
             return Ok(());
         }
         match self.unless_stopped(self.open(io, slot.name(), &new, expected)).await? {
             Ok(opened) => {
                 let current = slot.begin_attempt();
                 self.offer(slot, &current, opened, new);
-                tracing::info!(volume = slot.name(), "offered");
+                tracing::info!(volume = slot.name(), "served");
                 Ok(())
             }
             Err(error) => self.put_back(io, slot, (old, had), &new, &error).await,
         }
     }
 
-    /// Serves a volume as it was: as it should be it cannot be opened.
+    /// Serves a volume with its old configuration again, because it cannot be opened with the new one.
     async fn put_back(
         self: &Arc<Self>,
         io: &Io,
-        slot: &Arc<Slot>,
+        slot: &Arc<VolumeSlot>,
         (old, had): (VolumeConfig, Expected),
         new: &VolumeConfig,
         error: &StoreError,
     ) -> Result<(), Stopped> {
         let reason = error.full_text();
-        // Whatever its size by now: it was served.
+        // With the size that it has now, because it was served before.
         let opening = self.open(io, slot.name(), &old, had.as_it_was());
         if let Ok(opened) = self.unless_stopped(opening).await? {
             tracing::error!(
                 volume = slot.name(),
-                "not changed, and offered again as before, until the next reload: {reason}"
+                "not changed, and served again as before, until the next reload: {reason}"
             );
             slot.want_instead(new, old.clone());
             let current = slot.begin_attempt();
             self.offer(slot, &current, opened, old);
             return Ok(());
         }
-        // It is told why, and tried again.
+        // Clients receive the reason, and opening is tried again.
         self.bring_up(io, slot).await
     }
 
-    /// Sees the clients of a volume off, and writes what is in memory only to its store, for as long as that takes.
-    async fn retire(&self, io: &Io, slot: &Slot, volume: &Arc<Volume>) -> Result<(), Stopped> {
+    /// Waits until the requests of a volume's clients have completed, and writes its dirty data to the store, for as
+    /// long as that takes.
+    async fn retire(
+        &self,
+        io: &Io,
+        slot: &VolumeSlot,
+        volume: &Arc<Volume>,
+    ) -> Result<(), Stopped> {
         slot.close();
-        // Guests first: who is found by name must be found.
+        // Guests first, because their backend looks up the volume by name.
         let guests = self.guests.withdraw(slot.name());
         let mut clients = pin!(self.server.withdraw(io, slot.name()));
         let over = poll_once(clients.as_mut()).await.is_some();
@@ -327,7 +333,8 @@ impl Engine {
         self.unless_stopped(seen_off).await?;
         let mut pause = RETRY_FIRST;
         loop {
-            // By itself: a flush that is cancelled counts as failed, and the stop goes on with this volume.
+            // In a task of its own, so that a stop, which continues with this volume, does not cancel the flush: a
+            // cancelled flush counts as failed.
             let (sender, closed) = tokio::sync::oneshot::channel();
             let (closing, on) = (volume.clone(), io.clone());
             let close = async move {
@@ -336,9 +343,9 @@ impl Engine {
                 let _ = sender.send(outcome);
             };
             io.spawn(close).detach();
-            // A task that is gone ended with its worker.
+            // The sender is dropped only when the worker ends.
             let Ok(Err(error)) = self.unless_stopped(closed).await? else { break };
-            // Given up, with nothing that can be lost: its store fails whatever it is asked.
+            // It was given up and no data can be lost: its store fails every request.
             if error.kind == ErrorKind::Closing && volume.is_stable() {
                 break;
             }
@@ -346,13 +353,13 @@ impl Engine {
                 let why = full_text(&error);
                 let (name, bytes) = (slot.name(), unwritten(volume));
                 tracing::error!(volume = name, error = why, "not everything could be made stable");
-                // The stop lists it, unless it is served anew until then.
+                // The stop lists it, unless it is served again until then.
                 let left = Unflushed { volume: name.to_owned(), bytes, why };
                 lock(&self.lost).insert(name.to_owned(), left);
                 break;
             }
             if pause == RETRY_FIRST {
-                tell_retry(volume, &error);
+                log_retry(volume, &error);
             }
             self.unless_stopped(io.sleep(pause)).await?;
             pause = (pause * 2).min(RETRY_MOST);

@@ -1,5 +1,5 @@
-//! Which volume has which file. Two volumes that write to one file destroy its data: the second one is refused at
-//! once, by whatever path it names the file. Other processes are kept out by the lock on the file.
+//! Which volume has which file open. Two volumes that write to one file would destroy its data: the second one is
+//! refused at once, whatever path it uses. The lock on the file keeps out other processes.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -12,51 +12,51 @@ use crate::config::VolumeConfig;
 use crate::stores::{FileIdentity, StoreError};
 
 #[derive(Debug)]
-struct Holder {
+struct ClaimHolder {
     number: u64,
     volume: String,
     read_only: bool,
-    /// Sent when it has it no more.
+    /// Set when it has released the file.
     gone: Arc<Stop>,
 }
 
 #[derive(Debug, Default)]
-struct Held {
-    files: BTreeMap<FileIdentity, Vec<Holder>>,
+struct ClaimTable {
+    files: BTreeMap<FileIdentity, Vec<ClaimHolder>>,
     last: u64,
 }
 
-/// The files of all volumes that are open, or being opened.
+/// The files of all volumes that are open or being opened.
 #[derive(Debug, Default)]
-pub struct Claims {
-    held: Mutex<Held>,
+pub struct FileClaims {
+    held: Mutex<ClaimTable>,
 }
 
-/// A volume has its file until this is dropped.
+/// The claim of a volume to its file, until it is dropped.
 #[derive(Debug)]
-pub struct Claim {
-    claims: Arc<Claims>,
+pub struct FileClaim {
+    claims: Arc<FileClaims>,
     file: FileIdentity,
     number: u64,
 }
 
-impl Claims {
-    /// Claims the file of a volume; `None` if its store is none. Looks at the file, and so may block.
+impl FileClaims {
+    /// FileClaims the file of a volume; `None` if its store is not a file. Calls `stat`, and so may block.
     ///
     /// # Errors
-    /// [`StoreError::SameFile`] if another volume has it, unless both only read.
+    /// [`StoreError::SameFile`] if another volume has it, unless both are read-only.
     pub fn claim(
         self: &Arc<Self>,
         volume: &str,
         config: &VolumeConfig,
-    ) -> Result<Option<Claim>, StoreError> {
+    ) -> Result<Option<FileClaim>, StoreError> {
         let Some(file) = FileIdentity::of(&config.store)? else { return Ok(None) };
         let read_only = config.read_only;
         let mut held = lock(&self.held);
         held.last += 1;
         let number = held.last;
         let holders = held.files.entry(file.clone()).or_default();
-        // An earlier attempt of the same volume may still hang: then the file's lock decides.
+        // An earlier attempt of the same volume may still hang: then the lock on the file decides.
         let other = holders
             .iter()
             .find(|holder| holder.volume != volume && !(holder.read_only && read_only));
@@ -69,21 +69,21 @@ impl Claims {
             });
         }
         let volume = volume.to_owned();
-        holders.push(Holder { number, volume, read_only, gone: Arc::default() });
-        Ok(Some(Claim { claims: self.clone(), file, number }))
+        holders.push(ClaimHolder { number, volume, read_only, gone: Arc::default() });
+        Ok(Some(FileClaim { claims: self.clone(), file, number }))
     }
 }
 
-impl Claim {
-    /// The file that is held.
+impl FileClaim {
+    /// The claimed file.
     pub fn file(&self) -> &FileIdentity {
         &self.file
     }
 
-    /// The file was opened, and if need be made: it has a number now.
+    /// To be called when the file was opened or created, and so has an inode number.
     ///
     /// # Errors
-    /// That cannot be found out.
+    /// Those of `fstat`.
     pub fn opened(&mut self, store: &Store) -> Result<(), StoreError> {
         let Some(file) = FileIdentity::of_open(store)?.filter(|file| *file != self.file) else {
             return Ok(());
@@ -97,8 +97,8 @@ impl Claim {
     }
 }
 
-impl Held {
-    fn take(&mut self, file: &FileIdentity, number: u64) -> Option<Holder> {
+impl ClaimTable {
+    fn take(&mut self, file: &FileIdentity, number: u64) -> Option<ClaimHolder> {
         let holders = self.files.get_mut(file)?;
         let at = holders.iter().position(|holder| holder.number == number)?;
         let holder = holders.swap_remove(at);
@@ -109,7 +109,7 @@ impl Held {
     }
 }
 
-impl Drop for Claim {
+impl Drop for FileClaim {
     fn drop(&mut self) {
         let holder = lock(&self.claims.held).take(&self.file, self.number);
         if let Some(holder) = holder {

@@ -1,4 +1,4 @@
-//! Opening stores, which may block for as long as a device, a network file system or a server hangs.
+//! Opening stores, which blocks for as long as a device, a network file system or a server hangs.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -6,24 +6,29 @@ use std::sync::Arc;
 
 use ebb_store::Store;
 
-use super::claims::{Claim, Claims};
+use super::claims::{FileClaim, FileClaims};
 use crate::bdi::DeviceKey;
 use crate::config::VolumeConfig;
 use crate::stores::{Expected, FileIdentity, StoreError, inspect, open_store, same_target};
 
-/// A store that was opened, and what had to be asked of its file system besides.
+/// An opened store, with its claim and its backing device.
 #[derive(Debug)]
 pub struct Opened {
     pub(super) store: Store,
-    /// Keeps other volumes off its file.
-    pub(super) claim: Option<Claim>,
+    /// Its claim to its file.
+    pub(super) claim: Option<FileClaim>,
     /// The backing device it is on.
     pub(super) device: DeviceKey,
 }
 
 impl Opened {
-    /// The store of a volume, whose file is claimed. Asks its file system for the backing device, and so may block.
-    pub fn new(name: &str, config: &VolumeConfig, store: Store, claim: Option<Claim>) -> Opened {
+    /// The store of a volume with a claim to its file. Calls `stat` to find the backing device, and so may block.
+    pub fn new(
+        name: &str,
+        config: &VolumeConfig,
+        store: Store,
+        claim: Option<FileClaim>,
+    ) -> Opened {
         Opened { store, claim, device: DeviceKey::of(name, config) }
     }
 }
@@ -35,19 +40,18 @@ pub type Comparing = Pin<Box<dyn Future<Output = Result<bool, StoreError>> + Sen
 
 /// Opens stores for an engine.
 pub trait Opener: Send + Sync {
-    /// Opens the store of a volume, once its file is claimed, if it is the one that is expected. The future may be
-    /// dropped: then the store, if it is opened after all, is closed.
+    /// FileClaims the file of a volume, checks that it is the expected one, and opens the store. The future may be dropped:
+    /// a store that is opened afterwards is closed.
     fn open(
         &self,
         name: &str,
         config: &VolumeConfig,
         expected: Expected,
-        claims: &Arc<Claims>,
+        claims: &Arc<FileClaims>,
     ) -> Opening;
 
-    /// Finds out whether `old`, of which the file `open` is open, and `new` are the same bytes: the same file or
-    /// export. If so, `new` is looked at as far as that can be done without its lock, which `old` has, and without
-    /// changing anything.
+    /// Whether `old`, which has the file `open` open, and `new` are the same file or export. If so, `new` is checked as
+    /// far as that is possible without its lock, which `old` holds, and without changing anything.
     ///
     /// # Errors
     /// Those of opening `new`; [`StoreError::Moved`] if the file is no longer at its path.
@@ -59,7 +63,7 @@ pub trait Opener: Send + Sync {
     ) -> Comparing;
 }
 
-/// Opens each store on a thread of its own: one that hangs takes a thread and nothing else.
+/// Opens each store on a thread of its own: a store that hangs blocks only its thread.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct HelperThreads;
 
@@ -71,7 +75,7 @@ async fn on_a_thread<T: Send + 'static>(
 ) -> Result<T, StoreError> {
     let (sender, receiver) = tokio::sync::oneshot::channel();
     let thread = std::thread::Builder::new().name("ebbd-open".into()).stack_size(STACK_BYTES);
-    // What nobody waits for any more is dropped, and so closed.
+    // If the receiver was dropped, the result is dropped, which closes the store.
     thread.spawn(move || drop(sender.send(call()))).map_err(StoreError::Thread)?;
     receiver.await.unwrap_or(Err(StoreError::Interrupted))
 }
@@ -82,7 +86,7 @@ impl Opener for HelperThreads {
         name: &str,
         config: &VolumeConfig,
         expected: Expected,
-        claims: &Arc<Claims>,
+        claims: &Arc<FileClaims>,
     ) -> Opening {
         let (name, config, claims) = (name.to_owned(), config.clone(), claims.clone());
         Box::pin(on_a_thread(move || {

@@ -1,118 +1,118 @@
-//! A volume's place in the engine: what is wanted of it, and what it is now.
+//! The engine's record of one volume: its wanted configuration, and its state.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ebb_volume::{Stop, Volume};
 
-use super::claims::Claim;
+use super::claims::FileClaim;
 use crate::config::{StoreUri, VolumeConfig};
 use crate::stores::{Expected, FileIdentity};
 
-/// What a volume is doing.
+/// The state of a volume.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
+pub enum VolumePhase {
     /// Its store is being opened for the first time.
     Opening,
-    /// It is offered.
+    /// It is served.
     Serving,
     /// Its store cannot be opened; that is tried again.
     Failed,
-    /// It is being withdrawn: requests end, and what is in memory only is written.
+    /// It is being withdrawn: its requests complete, and its dirty data is written.
     Closing,
 }
 
-impl Phase {
-    /// In a word.
+impl VolumePhase {
+    /// As one word.
     pub const fn as_str(self) -> &'static str {
         match self {
-            Phase::Opening => "opening",
-            Phase::Serving => "serving",
-            Phase::Failed => "failed",
-            Phase::Closing => "closing",
+            VolumePhase::Opening => "opening",
+            VolumePhase::Serving => "serving",
+            VolumePhase::Failed => "failed",
+            VolumePhase::Closing => "closing",
         }
     }
 }
 
-/// Why a volume is not served, and when that is tried again.
+/// Why a volume cannot be opened, and when that is tried again.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Failure {
-    /// The cause, and what to do.
+pub struct OpenFailure {
+    /// The cause, and a remedy.
     pub reason: String,
-    /// How often it was tried.
+    /// The number of attempts.
     pub attempts: u64,
-    /// The first time.
+    /// The time of the first attempt.
     pub since: Instant,
-    /// The next.
+    /// The time of the next attempt.
     pub next: Instant,
 }
 
-/// A volume as it is now.
+/// The state of a volume, for statistics.
 #[derive(Clone, Debug)]
 pub struct VolumeState {
     /// Its name.
     pub name: String,
-    /// What it is doing.
-    pub phase: Phase,
-    /// Why it is not served, if it cannot be opened.
-    pub failure: Option<Failure>,
+    /// Its phase.
+    pub phase: VolumePhase,
+    /// Why it cannot be opened, if that is so.
+    pub failure: Option<OpenFailure>,
     /// The volume itself, while it is served or closing.
     pub volume: Option<Arc<Volume>>,
 }
 
-/// A volume, and its hold on its file.
+/// A volume, and its claim to its file.
 pub(super) struct Claimed {
     pub(super) volume: Arc<Volume>,
-    pub(super) claim: Option<Claim>,
+    pub(super) claim: Option<FileClaim>,
 }
 
-enum State {
-    /// Not opened yet, or closed for good.
+enum SlotState {
+    /// Not opened yet, or closed.
     Opening,
     Serving(Arc<Volume>),
-    Failed(Failure),
+    Failed(OpenFailure),
     Closing(Arc<Volume>),
 }
 
-struct Inner {
+struct SlotInner {
     /// `None`: to be removed.
     wanted: Option<VolumeConfig>,
-    /// What is served.
+    /// The configuration it is served with.
     served: Option<VolumeConfig>,
-    state: State,
-    /// While it is served or closing: keeps other volumes off its file.
-    claim: Option<Claim>,
-    /// What it was served from last, and where that was: no new file takes its place.
+    state: SlotState,
+    /// Its claim to its file while it is served or closing.
+    claim: Option<FileClaim>,
+    /// The file it was served from last, and the stores that lead to it: a new file must not take its place.
     had: Option<(FileIdentity, Vec<StoreUri>)>,
-    /// Cancels the attempts to open it that are being made.
+    /// Cancels the current attempts to open it.
     attempt: Arc<Stop>,
 }
 
 /// See the module.
-pub(super) struct Slot {
+pub(super) struct VolumeSlot {
     name: String,
-    inner: Mutex<Inner>,
-    /// One change of it at a time.
-    pub(super) turn: async_lock::Mutex<()>,
+    inner: Mutex<SlotInner>,
+    /// ClaimTable during a change: one change of a volume at a time.
+    pub(super) changing: async_lock::Mutex<()>,
 }
 
-impl Slot {
-    pub(super) fn new(name: &str) -> Slot {
-        Slot {
+impl VolumeSlot {
+    pub(super) fn new(name: &str) -> VolumeSlot {
+        VolumeSlot {
             name: name.to_owned(),
-            inner: Mutex::new(Inner {
+            inner: Mutex::new(SlotInner {
                 wanted: None,
                 served: None,
-                state: State::Opening,
+                state: SlotState::Opening,
                 claim: None,
                 had: None,
                 attempt: Arc::default(),
             }),
-            turn: async_lock::Mutex::default(),
+            changing: async_lock::Mutex::default(),
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, SlotInner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -127,20 +127,20 @@ impl Slot {
     pub(super) fn want(&self, config: Option<VolumeConfig>) {
         let mut inner = self.lock();
         if config.is_none() {
-            // Wanted again after that, it may be on another file.
+            // If it is wanted again later, it may be on another file.
             inner.had = None;
         }
         inner.wanted = config;
     }
 
-    /// Which file `config` is to be opened on: where that is what the volume was served as, the same one.
+    /// The file that `config` must open: the same as before, if the volume was served with that store.
     pub(super) fn expected(&self, config: &VolumeConfig) -> Expected {
         let inner = self.lock();
         let had = inner.had.as_ref().filter(|(_, stores)| stores.contains(&config.store));
         Expected::file(had.map(|(file, _)| file.clone()))
     }
 
-    /// `config` leads to the file that is served, too.
+    /// Notes that `config` leads to the served file, too.
     pub(super) fn expect_same(&self, config: &VolumeConfig) {
         if let Some((_, stores)) = &mut self.lock().had
             && !stores.contains(&config.store)
@@ -149,12 +149,12 @@ impl Slot {
         }
     }
 
-    /// The file that is open.
+    /// The open file.
     pub(super) fn open_file(&self) -> Option<FileIdentity> {
         self.lock().claim.as_ref().map(|claim| claim.file().clone())
     }
 
-    /// Where `new` is wanted, `old` is from now on.
+    /// Wants `old` from now on, if `new` is wanted.
     pub(super) fn want_instead(&self, new: &VolumeConfig, old: VolumeConfig) {
         let mut inner = self.lock();
         if inner.wanted.as_ref() == Some(new) {
@@ -162,7 +162,7 @@ impl Slot {
         }
     }
 
-    /// Takes what changes while the volume is served from `new`.
+    /// Takes over from `new` the settings that can change while the volume is served.
     pub(super) fn follow(&self, new: &VolumeConfig) {
         let inner = &mut *self.lock();
         for wanted in [&mut inner.wanted, &mut inner.served].into_iter().flatten() {
@@ -172,13 +172,13 @@ impl Slot {
         }
     }
 
-    /// Cancels earlier attempts to open it; what cancels the one that begins.
+    /// Cancels earlier attempts to open it, and returns what cancels the one that begins.
     pub(super) fn begin_attempt(&self) -> Arc<Stop> {
         let mut inner = self.lock();
         inner.attempt.stop();
         inner.attempt = Arc::default();
-        if !matches!(inner.state, State::Failed(_)) {
-            inner.state = State::Opening;
+        if !matches!(inner.state, SlotState::Failed(_)) {
+            inner.state = SlotState::Opening;
         }
         inner.attempt.clone()
     }
@@ -188,7 +188,7 @@ impl Slot {
         self.lock().attempt.stop();
     }
 
-    /// An attempt has failed: how many have. `None` if it was cancelled.
+    /// Records a failed attempt, and returns the number of failed attempts; `None` if it was cancelled.
     pub(super) fn fail(&self, current: &Arc<Stop>, reason: &str, pause: Duration) -> Option<u64> {
         let mut inner = self.lock();
         if current.is_stopped() {
@@ -196,16 +196,16 @@ impl Slot {
         }
         let now = ebb_mem::clock::now();
         let (attempts, since) = match &inner.state {
-            State::Failed(failure) => (failure.attempts + 1, failure.since),
+            SlotState::Failed(failure) => (failure.attempts + 1, failure.since),
             _ => (1, now),
         };
         let reason = reason.to_owned();
-        inner.state = State::Failed(Failure { reason, attempts, since, next: now + pause });
+        inner.state = SlotState::Failed(OpenFailure { reason, attempts, since, next: now + pause });
         Some(attempts)
     }
 
-    /// Serves `volume` from now on, and calls `add`, unless the attempt was cancelled or all is stopping. How often
-    /// opening it had failed.
+    /// Serves `volume` from now on, and calls `add`, unless the attempt was cancelled or the engine stops. Returns the
+    /// number of failed attempts before.
     pub(super) fn serve(
         &self,
         current: &Stop,
@@ -218,22 +218,22 @@ impl Slot {
             return None;
         }
         let failed = match &inner.state {
-            State::Failed(failure) => failure.attempts,
+            SlotState::Failed(failure) => failure.attempts,
             _ => 0,
         };
         add(&volume);
         inner.had = claim.as_ref().map(|claim| (claim.file().clone(), vec![config.store.clone()]));
         inner.served = Some(config);
-        inner.state = State::Serving(volume);
+        inner.state = SlotState::Serving(volume);
         inner.claim = claim;
         Some(failed)
     }
 
-    /// The volume that is offered, and as what.
+    /// The served volume, and its configuration.
     pub(super) fn served(&self) -> Option<(Arc<Volume>, VolumeConfig)> {
         let inner = self.lock();
         match &inner.state {
-            State::Serving(volume) => Some((volume.clone(), inner.served.clone()?)),
+            SlotState::Serving(volume) => Some((volume.clone(), inner.served.clone()?)),
             _ => None,
         }
     }
@@ -241,50 +241,50 @@ impl Slot {
     /// The volume that is served or closing.
     pub(super) fn open_volume(&self) -> Option<Arc<Volume>> {
         match &self.lock().state {
-            State::Serving(volume) | State::Closing(volume) => Some(volume.clone()),
+            SlotState::Serving(volume) | SlotState::Closing(volume) => Some(volume.clone()),
             _ => None,
         }
     }
 
-    /// The volume is being withdrawn.
+    /// Marks the volume as being withdrawn.
     pub(super) fn close(&self) {
         let mut inner = self.lock();
-        if let State::Serving(volume) = &inner.state {
-            inner.state = State::Closing(volume.clone());
+        if let SlotState::Serving(volume) = &inner.state {
+            inner.state = SlotState::Closing(volume.clone());
         }
     }
 
-    /// It was withdrawn.
+    /// Marks the volume as withdrawn, and releases its claim.
     pub(super) fn closed(&self) {
         let mut inner = self.lock();
-        inner.state = State::Opening;
+        inner.state = SlotState::Opening;
         let claim = inner.claim.take();
         drop(inner);
         drop(claim);
     }
 
-    /// Whether it is closing, or will be, to be gone or on another file or opened for reading only.
+    /// Whether it is closing, or will be: to be removed, to change its file, or to become read-only.
     pub(super) fn is_leaving(&self) -> bool {
         let inner = self.lock();
         match inner.state {
-            State::Serving(_) => match (&inner.wanted, &inner.served) {
+            SlotState::Serving(_) => match (&inner.wanted, &inner.served) {
                 (Some(wanted), Some(served)) => {
                     (&wanted.store, wanted.read_only) != (&served.store, served.read_only)
                 }
                 _ => true,
             },
-            State::Closing(_) => true,
-            State::Opening | State::Failed(_) => inner.wanted.is_none(),
+            SlotState::Closing(_) => true,
+            SlotState::Opening | SlotState::Failed(_) => inner.wanted.is_none(),
         }
     }
 
     pub(super) fn state(&self) -> VolumeState {
         let inner = self.lock();
         let (phase, failure, volume) = match &inner.state {
-            State::Opening => (Phase::Opening, None, None),
-            State::Serving(volume) => (Phase::Serving, None, Some(volume.clone())),
-            State::Failed(failure) => (Phase::Failed, Some(failure.clone()), None),
-            State::Closing(volume) => (Phase::Closing, None, Some(volume.clone())),
+            SlotState::Opening => (VolumePhase::Opening, None, None),
+            SlotState::Serving(volume) => (VolumePhase::Serving, None, Some(volume.clone())),
+            SlotState::Failed(failure) => (VolumePhase::Failed, Some(failure.clone()), None),
+            SlotState::Closing(volume) => (VolumePhase::Closing, None, Some(volume.clone())),
         };
         VolumeState { name: self.name.clone(), phase, failure, volume }
     }

@@ -1,4 +1,4 @@
-//! The end of all volumes: each closes as soon as its own requests are over, within one limit of time.
+//! Stopping: each volume closes as soon as its own requests have completed, within one limit of time for all.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -12,51 +12,51 @@ use futures_lite::future::or;
 
 use super::{Engine, lock};
 
-/// How often the log tells of progress, and how soon a failure is tried again.
-const TELL: Duration = Duration::from_secs(3);
+/// How often progress is logged, and the pause before writing back is tried again.
+const PROGRESS: Duration = Duration::from_secs(3);
 const RETRY: Duration = Duration::from_millis(500);
-/// How long clients may take to receive their last replies before their volume is closed all the same.
-const FAREWELL: Duration = Duration::from_secs(15);
+/// How long clients may take to receive their last replies before their volume is closed nevertheless.
+const LAST_REPLIES: Duration = Duration::from_secs(15);
 
-/// How long clients of volumes that were given up may take to hear of it.
-const GOODBYE: Duration = Duration::from_secs(1);
+/// How long clients of volumes that were given up may take to receive their errors.
+const LAST_ERRORS: Duration = Duration::from_secs(1);
 
-/// A volume that is not on its store as clients were told.
+/// A volume with acknowledged data that is not on its store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unflushed {
     /// Its name.
     pub volume: String,
-    /// Bytes that were acknowledged and are in memory only.
+    /// Acknowledged data that is only in memory, bytes.
     pub bytes: u64,
-    /// Why, and what to do.
+    /// The cause, and a remedy.
     pub why: String,
 }
 
-/// How a stop ended.
+/// The result of a stop.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct StopReport {
     /// Volumes that could not be flushed, by name.
     pub unflushed: Vec<Unflushed>,
-    /// Volumes of which nothing is missing, whose stores still have requests that nobody will hear of.
+    /// Volumes without data loss whose stores still have requests in flight; these are not waited for.
     pub abandoned: Vec<String>,
 }
 
-impl Report {
-    /// Everything is stable, and nothing is under way.
+impl StopReport {
+    /// Whether all data is stable and no request is in flight.
     pub fn is_clean(&self) -> bool {
         self.unflushed.is_empty() && self.abandoned.is_empty()
     }
 }
 
-/// When a stop gives up; it may be brought forward while the stop lasts.
+/// The time at which a stop gives up; it may be brought forward during the stop.
 #[derive(Default)]
-pub(super) struct Deadline {
+pub(super) struct StopDeadline {
     at: Mutex<Option<Instant>>,
     hurried: Mutex<bool>,
     changed: Event,
 }
 
-impl Deadline {
+impl StopDeadline {
     /// Brings it forward to `at`.
     fn bring_forward(&self, at: Instant) -> Instant {
         let mut now = self.at.lock().unwrap_or_else(PoisonError::into_inner);
@@ -71,7 +71,7 @@ impl Deadline {
         *self.at.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until it is over.
+    /// Waits until the deadline has passed.
     async fn over(&self, io: &Io) {
         loop {
             let changed = self.changed.listen();
@@ -96,16 +96,16 @@ impl Deadline {
 }
 
 /// A volume that is being closed.
-struct Job {
+struct ClosingVolume {
     volume: Arc<Volume>,
     outcome: RefCell<Option<Result<(), BlockError>>>,
     failed: Cell<bool>,
 }
 
 impl Engine {
-    /// Ends everything: an opening, a reload, and all volumes, side by side, within the time that was set for it
-    /// (see [`Engine::hurry`]). No request begins any more.
-    pub async fn stop(self: &Arc<Self>, io: &Io) -> Report {
+    /// Cancels openings and a reload, and closes all volumes concurrently, within the configured time (see
+    /// [`Engine::hurry`]). No new requests are accepted.
+    pub async fn stop(self: &Arc<Self>, io: &Io) -> StopReport {
         self.deadline.bring_forward(ebb_mem::clock::now() + self.drain);
         self.stopping.stop();
         self.server.begin_stop();
@@ -115,11 +115,11 @@ impl Engine {
         let jobs: Vec<_> = volumes
             .map(|volume| {
                 let (outcome, failed) = (RefCell::default(), Cell::default());
-                Rc::new(Job { volume, outcome, failed })
+                Rc::new(ClosingVolume { volume, outcome, failed })
             })
             .collect();
         let done = Rc::<Signal>::default();
-        // Dropped with this function's end: what hangs then is not waited for.
+        // Dropped when this function returns, which cancels tasks that hang.
         let _tasks: Vec<_> = jobs
             .iter()
             .map(|job| {
@@ -136,14 +136,15 @@ impl Engine {
             }
             self.server.wait_until_empty().await;
         };
-        let telling = async {
+        let progress = async {
             loop {
-                io.sleep(TELL).await;
-                jobs.iter().filter(|job| job.outcome.borrow().is_none()).for_each(|job| job.tell());
+                io.sleep(PROGRESS).await;
+                let open = jobs.iter().filter(|job| job.outcome.borrow().is_none());
+                open.for_each(|job| job.log_progress());
             }
         };
-        or(all, or(self.deadline.over(io), telling)).await;
-        let mut report = Report::default();
+        or(all, or(self.deadline.over(io), progress)).await;
+        let mut report = StopReport::default();
         jobs.iter().for_each(|job| job.report(&mut report));
         report.abandoned.iter().for_each(|volume| self.guests.note_stable(volume));
         for left in lock(&self.lost).values() {
@@ -151,43 +152,45 @@ impl Engine {
                 report.unflushed.push(left.clone());
             }
         }
-        // What still waits for a server is told to its clients; what the kernel has is not waited for.
+        // Requests that wait for a server fail, and clients receive the errors; those in the kernel are not waited for.
         let left: Vec<_> = jobs.iter().filter(|job| job.outcome.borrow().is_none()).collect();
         if !left.is_empty() {
             left.iter().for_each(|job| job.volume.abort());
-            io.timeout(GOODBYE, self.server.wait_until_empty()).await;
+            io.timeout(LAST_ERRORS, self.server.wait_until_empty()).await;
         }
         let connections = self.server.disconnect_all();
         if connections > 0 {
-            tracing::info!(connections, "clients that wait for dead stores are hung up on");
+            tracing::info!(
+                connections,
+                "closed the connections of clients whose stores do not respond"
+            );
         }
         report
     }
 
-    /// Has a stop that is under way, or is to come, give up after `limit` at the latest; clients are not waited for
-    /// any more.
+    /// Makes the current or next stop give up after `limit` at the latest, and no longer wait for clients.
     pub fn hurry(&self, limit: Duration) {
         *self.deadline.hurried.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.deadline.bring_forward(ebb_mem::clock::now() + limit);
     }
 
-    /// Sees the clients of one volume off, and closes it.
-    async fn end(&self, io: &Io, job: &Job) {
+    /// Waits until the requests of a volume's clients have completed, and closes it.
+    async fn end(&self, io: &Io, job: &ClosingVolume) {
         let name = job.volume.name();
         let clients = async {
             self.server.wait_for_volume(name).await;
             self.guests.seen_off(name).await;
         };
-        // A client that does not receive must not keep its volume from being written.
+        // A client that does not read its replies must not prevent its volume from being written back.
         let patience = async {
-            io.sleep(FAREWELL.min(self.drain / 2)).await;
+            io.sleep(LAST_REPLIES.min(self.drain / 2)).await;
         };
         or(clients, or(patience, self.deadline.hurried())).await;
         let outcome = loop {
             match job.volume.close(io).await {
                 Err(error) if self.may_try_again(&job.volume) => {
                     if !job.failed.replace(true) {
-                        tell_retry(&job.volume, &error);
+                        log_retry(&job.volume, &error);
                     }
                     io.sleep(RETRY).await;
                 }
@@ -208,30 +211,30 @@ impl Engine {
     }
 }
 
-impl Job {
-    fn tell(&self) {
+impl ClosingVolume {
+    fn log_progress(&self) {
         let (volume, unwritten_bytes) = (self.volume.name().to_string(), unwritten(&self.volume));
-        let under_way = self.volume.in_flight();
-        tracing::info!(volume, unwritten_bytes, under_way, "still draining");
+        let in_flight = self.volume.in_flight();
+        tracing::info!(volume, unwritten_bytes, in_flight, "still stopping");
     }
 
-    fn report(&self, report: &mut Report) {
+    fn report(&self, report: &mut StopReport) {
         let (volume, bytes) = (self.volume.name().to_string(), unwritten(&self.volume));
         let why = match &*self.outcome.borrow() {
             Some(Ok(())) => return,
             Some(Err(error)) => full_text(error),
             None if self.volume.is_stable() => {
-                let under_way = self.volume.in_flight();
+                let in_flight = self.volume.in_flight();
                 tracing::warn!(
                     volume,
-                    under_way,
-                    "its store does not answer: requests are abandoned"
+                    in_flight,
+                    "its store does not respond: unacknowledged requests are abandoned"
                 );
                 report.abandoned.push(volume);
                 return;
             }
             None => format!(
-                "its store did not answer in time, {} requests are under way: see --drain",
+                "its store did not respond in time, {} requests are in flight: see --drain",
                 self.volume.in_flight()
             ),
         };
@@ -245,10 +248,10 @@ impl Job {
     }
 }
 
-/// Tells the log that writing a volume back failed.
-pub(super) fn tell_retry(volume: &Volume, error: &BlockError) {
+/// Logs that writing back a volume failed.
+pub(super) fn log_retry(volume: &Volume, error: &BlockError) {
     let (volume, error) = (volume.name().to_string(), full_text(error));
-    tracing::warn!(volume, error, "writing back failed, and is tried again");
+    tracing::warn!(volume, error, "writeback failed and is tried again");
 }
 
 pub(super) fn full_text(error: &BlockError) -> String {

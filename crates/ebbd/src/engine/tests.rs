@@ -79,7 +79,7 @@ impl Opener for Stores {
         name: &str,
         config: &VolumeConfig,
         _: Expected,
-        claims: &Arc<Claims>,
+        claims: &Arc<FileClaims>,
     ) -> Opening {
         lock(&self.opened).push(name.to_owned());
         // By its path, if that has a fate, else by its name.
@@ -152,7 +152,7 @@ impl World {
         let worker = Worker::start("engine", &memory).unwrap();
         let options = CacheOptions { max_bytes: Some(16 << 20), min_bytes: 0, started };
         let server = Server::new(ServerLimits::default(), TlsMode::Off, None);
-        let engine = Engine::new(Parts {
+        let engine = Engine::new(EngineParts {
             server: server.clone(),
             parameters: Parameters::new(&Configured::from(config)),
             cache: Cache::without_reclaimer(&memory, options),
@@ -194,7 +194,7 @@ impl World {
         self.run(move |engine, io| async move { engine.reload(&io, config).await });
     }
 
-    fn stop(&self) -> Report {
+    fn stop(&self) -> StopReport {
         self.run(|engine, io| async move { engine.stop(&io).await })
     }
 
@@ -216,7 +216,7 @@ impl World {
         });
     }
 
-    fn phases(&self) -> Vec<(String, Phase)> {
+    fn phases(&self) -> Vec<(String, VolumePhase)> {
         self.engine.states().into_iter().map(|state| (state.name, state.phase)).collect()
     }
 
@@ -229,7 +229,7 @@ impl World {
     }
 }
 
-fn phase(name: &str, phase: Phase) -> (String, Phase) {
+fn phase(name: &str, phase: VolumePhase) -> (String, VolumePhase) {
     (name.to_owned(), phase)
 }
 
@@ -240,31 +240,38 @@ fn a_store_that_hangs_while_it_is_opened_delays_neither_start_nor_stop_nor_a_cha
     world.store("good");
     world.stores.set("hangs", Fate::Hangs);
     world.start(first.clone(), Some(Duration::from_millis(50)));
-    assert_eq!(world.phases(), [phase("good", Phase::Serving), phase("hangs", Phase::Opening)]);
+    assert_eq!(
+        world.phases(),
+        [phase("good", VolumePhase::Serving), phase("hangs", VolumePhase::Opening)]
+    );
     assert!(world.server.volume("hangs").is_none());
     // What is wanted of it now opens at once; the old attempt is forgotten.
     world.store("hangs");
     world.reload(config(
         "[volume.good]\nstore='file:/good'\n[volume.hangs]\nstore='file:/elsewhere'\n",
     ));
-    assert_eq!(world.phases(), [phase("good", Phase::Serving), phase("hangs", Phase::Serving)]);
-    assert_eq!(world.stop(), Report::default());
+    assert_eq!(
+        world.phases(),
+        [phase("good", VolumePhase::Serving), phase("hangs", VolumePhase::Serving)]
+    );
+    assert_eq!(world.stop(), StopReport::default());
 }
 
 #[test]
-fn thousands_of_stores_are_opened_some_at_a_time_and_those_that_hang_hold_up_no_other() {
+fn stores_are_opened_in_limited_numbers_and_a_store_that_hangs_delays_no_other_store() {
     let names: Vec<_> = (0..1000).map(|number| format!("disk{number:04}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let world = World::new(&volumes(&names, "none"), SOON);
     names.iter().for_each(|name| drop(world.store(name)));
     world.start(volumes(&names, "none"), None);
-    let serving =
-        |world: &World| world.phases().iter().filter(|(_, phase)| *phase == Phase::Serving).count();
+    let serving = |world: &World| {
+        world.phases().iter().filter(|(_, phase)| *phase == VolumePhase::Serving).count()
+    };
     assert_eq!(serving(&world), 1000);
     let (left, most) = *lock(&world.stores.under_way);
     assert_eq!(left, 0);
     assert!((2..=64).contains(&most), "{most} at once");
-    assert_eq!(world.stop(), Report::default());
+    assert_eq!(world.stop(), StopReport::default());
     // As many hang as are opened at once, and come first.
     let world = World::new(&volumes(&names, "none"), SOON);
     names[..100].iter().for_each(|name| world.stores.set(name, Fate::Hangs));
@@ -272,7 +279,7 @@ fn thousands_of_stores_are_opened_some_at_a_time_and_those_that_hang_hold_up_no_
     let first = volumes(&names[..200], "none");
     world.start(first, Some(Duration::from_secs(1)));
     world.wait_for("all others are served", |world| serving(world) == 100);
-    assert_eq!(world.stop(), Report::default());
+    assert_eq!(world.stop(), StopReport::default());
 }
 
 #[test]
@@ -282,7 +289,10 @@ fn a_store_that_cannot_be_opened_is_tried_again_until_it_can() {
     world.store("good");
     world.stores.set("bad", Fate::Fails);
     world.start(both, None);
-    assert_eq!(world.phases(), [phase("bad", Phase::Failed), phase("good", Phase::Serving)]);
+    assert_eq!(
+        world.phases(),
+        [phase("bad", VolumePhase::Failed), phase("good", VolumePhase::Serving)]
+    );
     let failure = world.engine.states()[0].failure.clone().unwrap();
     assert!(failure.reason.contains("not today"), "{}", failure.reason);
     world.store("bad");
@@ -313,7 +323,7 @@ fn a_stop_writes_what_can_be_written_and_lists_the_store_that_hangs_alone() {
 }
 
 #[test]
-fn a_store_that_hangs_and_of_which_nothing_is_missing_is_not_on_the_list() {
+fn a_store_that_hangs_without_lost_data_is_not_listed_by_a_stop() {
     let text =
         "[volume.dead]\nstore='file:/dead'\n[volume.still]\nstore='file:/still'\nread_only=true\n";
     let both = config(text);
@@ -364,7 +374,7 @@ fn a_stop_interrupts_a_reload_that_waits_for_a_dead_store() {
     });
     // The other one that goes does not wait for it.
     world.wait_for("gone is gone", |world| {
-        world.phases() == [phase("dead", Phase::Closing), phase("good", Phase::Serving)]
+        world.phases() == [phase("dead", VolumePhase::Closing), phase("good", VolumePhase::Serving)]
     });
     assert_eq!(gone.stable_bytes()[..4096], [3; 4096]);
     let report = world.stop();
@@ -375,7 +385,7 @@ fn a_stop_interrupts_a_reload_that_waits_for_a_dead_store() {
 }
 
 #[test]
-fn what_takes_a_restart_stays_in_force_as_it_was_and_is_told_of_at_each_reload() {
+fn keys_that_need_a_restart_keep_their_values_and_are_logged_at_each_reload() {
     let old = volumes(&["disk"], "none");
     let world = World::new(&old, SOON);
     world.store("disk");
@@ -432,9 +442,13 @@ fn a_volume_that_is_removed_and_cannot_be_written_is_tried_until_it_can() {
     disk.hang();
     // The reload ends at its limit, and nothing is dropped.
     world.reload(volumes(&["other"], "writeback"));
-    assert_eq!(world.phases(), [phase("disk", Phase::Closing), phase("other", Phase::Serving)]);
+    assert_eq!(
+        world.phases(),
+        [phase("disk", VolumePhase::Closing), phase("other", VolumePhase::Serving)]
+    );
     disk.release();
-    world.wait_for("it is closed", |world| world.phases() == [phase("other", Phase::Serving)]);
+    world
+        .wait_for("it is closed", |world| world.phases() == [phase("other", VolumePhase::Serving)]);
     assert_eq!(disk.stable_bytes()[..4096], [6; 4096]);
     assert!(world.stop().is_clean());
 }
@@ -450,7 +464,7 @@ fn a_stop_lists_a_volume_that_a_reload_withdrew_with_a_loss_unless_it_is_served_
         world.write("disk", 6).unwrap();
         disk.faults(&ebb_store::Faults { flushes: 1000, ..ebb_store::Faults::default() });
         world.reload(volumes(&["other"], "none"));
-        assert_eq!(world.phases(), [phase("other", Phase::Serving)]);
+        assert_eq!(world.phases(), [phase("other", VolumePhase::Serving)]);
         if anew {
             // What the log told the operator to do.
             world.stores.set("disk", Fate::Opens(Arc::new(TestStore::new(SIZE, 2))));

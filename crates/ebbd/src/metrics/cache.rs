@@ -1,4 +1,4 @@
-//! The cache as metrics: of the daemon, and of each volume that has one.
+//! Metrics of the cache: of the daemon, and of each volume with a cache.
 
 use std::fmt;
 
@@ -15,13 +15,13 @@ pub(super) fn encode(cache: &CacheStat, stat: &Stat, out: &mut Out<'_>) -> fmt::
         ("ebbd_cache_bufspace", "Memory in buffers, wired and lent", cache.bufspace_bytes),
         ("ebbd_cache_bufwiredspace", "Memory in buffers that is wired", cache.bufwiredspace_bytes),
         ("ebbd_cache_bufkvaspace", "Address space of buffers", cache.bufkvaspace_bytes),
-        ("ebbd_cache_max", "The most the cache may hold, 0 without a limit", cache.max_bytes),
-        ("ebbd_cache_min", "What the cache keeps under memory pressure", cache.min_bytes),
+        ("ebbd_cache_max", "Maximum size of the cache, 0 without a limit", cache.max_bytes),
+        ("ebbd_cache_min", "Size the cache keeps under memory pressure", cache.min_bytes),
     ] {
         out.gauge((name, help), Some(&Unit::Bytes), float(value))?;
     }
     out.counter(
-        ("ebbd_cache_receded_bytes", "Bytes returned because the host was about to need them"),
+        ("ebbd_cache_receded_bytes", "Bytes returned by proactive reclaim"),
         cache.receded_bytes,
     )?;
     let volumes = |value: Value| {
@@ -48,16 +48,16 @@ pub(super) fn encode(cache: &CacheStat, stat: &Stat, out: &mut Out<'_>) -> fmt::
         out.gauges((name, help), Some(&Unit::Bytes), volumes(value))?;
     }
     for (name, help, value) in [
-        ("ebbd_volume_cache_hit", "Bytes of reads that were found", (|own| own.hit_bytes) as Value),
-        ("ebbd_volume_cache_miss", "Bytes of reads that were not", |own| own.miss_bytes),
-        ("ebbd_volume_cache_kept", "Lent bytes still there when needed", |own| {
+        ("ebbd_volume_cache_hit", "Bytes of cache hits", (|own| own.hit_bytes) as Value),
+        ("ebbd_volume_cache_miss", "Bytes of cache misses", |own| own.miss_bytes),
+        ("ebbd_volume_cache_kept", "Lent bytes that were intact when read", |own| {
             own.rewire_kept_bytes
         }),
-        ("ebbd_volume_cache_lost", "Lent bytes that the kernel had taken", |own| {
+        ("ebbd_volume_cache_lost", "Lent bytes that the kernel had discarded", |own| {
             own.rewire_lost_bytes
         }),
         ("ebbd_volume_cache_read_ahead", "Bytes read ahead", |own| own.read_ahead_bytes),
-        ("ebbd_volume_cache_evicted", "Bytes given up for others", |own| own.evicted_bytes),
+        ("ebbd_volume_cache_evicted", "Bytes evicted", |own| own.evicted_bytes),
     ] {
         out.counters((name, help), Some(&Unit::Bytes), volumes(value))?;
     }

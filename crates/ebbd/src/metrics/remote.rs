@@ -1,4 +1,4 @@
-//! Remote stores as metrics, for each volume that is on one.
+//! Metrics of remote stores, for each volume that has one.
 
 use std::fmt;
 
@@ -18,16 +18,16 @@ pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
         })
     };
     for (name, help, value) in [
-        ("ebbd_remote_connections", "Connections that are up", (|own| own.connections) as Value),
-        ("ebbd_remote_in_flight", "Requests under way", |own| own.in_flight),
-        ("ebbd_remote_unflushed", "Changes acknowledged and not flushed", |own| own.unflushed),
+        ("ebbd_remote_connections", "Established connections", (|own| own.connections) as Value),
+        ("ebbd_remote_in_flight", "Requests in flight", |own| own.in_flight),
+        ("ebbd_remote_unflushed", "Writes acknowledged and not flushed", |own| own.unflushed),
     ] {
         out.gauges((name, help), None, of(value))?;
     }
-    let silent = ("ebbd_remote_silent", "How long the server has owed answers and given none");
+    let silent = ("ebbd_remote_silent", "Time for which the server has not replied to requests");
     out.gauges(silent, Some(&Unit::Seconds), of(|own| own.silent_seconds))?;
-    let again = ("ebbd_remote_reconnects", "Connections lost and made again");
+    let again = ("ebbd_remote_reconnects", "Lost connections that were made again");
     out.counters(again, None, of(|own| own.reconnects))?;
-    let replayed = ("ebbd_remote_replayed", "Requests asked again on a new connection");
+    let replayed = ("ebbd_remote_replayed", "Requests sent again on a new connection");
     out.counters(replayed, None, of(|own| own.replayed))
 }

@@ -10,20 +10,20 @@ pub enum ParameterErrorKind {
     UnknownVolume,
     /// There is no backing device of this name.
     UnknownBdi,
-    /// The parameter is there for the daemon as a whole only.
+    /// The parameter applies to the daemon as a whole only.
     NotPerVolume,
-    /// The parameter is one of backing devices, and none was named; or the other way round.
+    /// The parameter belongs to backing devices and none was named, or it does not and one was.
     NotPerBdi,
     /// The value has the wrong type or form.
     InvalidValue,
     /// The value is outside its range.
     OutOfRange,
-    /// The value does not fit together with that of another parameter.
+    /// The value conflicts with that of another parameter.
     Conflict,
 }
 
 impl ParameterErrorKind {
-    /// The kind as programs match it.
+    /// The kind as a stable word for programs.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::UnknownParameter => "unknown_parameter",
@@ -38,7 +38,7 @@ impl ParameterErrorKind {
     }
 }
 
-/// A parameter could not be read or set. Foreign text in it is shortened and tamed.
+/// A parameter could not be read or set. Text that a client supplied is shortened and escaped.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}; {remedy}")]
 pub struct ParameterError {

@@ -1,5 +1,6 @@
-//! The pages of `docs/parameters`: one for each parameter, in the form the kernel describes its
-//! own in, made from [`super::table`]. A test holds the files against what is made here.
+//! The pages of `docs/parameters`: one for each parameter, in the form of the kernel's
+//! `Documentation/ABI`, generated from [`super::table`]. A test fails if the files differ from the
+//! generated text.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -10,7 +11,7 @@ use super::table::{DEFINITIONS, Definition, Kind, Scope};
 
 /// A page: its file name and its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Page {
+pub struct ParameterPage {
     /// The file name, such as `max_buffer_pages.md`.
     pub name: String,
     /// The text in Markdown.
@@ -20,20 +21,23 @@ pub struct Page {
 const WIDTH: usize = 100;
 
 /// All pages, the index first.
-pub fn pages() -> Vec<Page> {
-    let pages = DEFINITIONS
-        .iter()
-        .map(|definition| Page { name: format!("{}.md", definition.name), text: page(definition) });
-    std::iter::once(Page { name: "README.md".to_owned(), text: index() }).chain(pages).collect()
+pub fn pages() -> Vec<ParameterPage> {
+    let pages = DEFINITIONS.iter().map(|definition| ParameterPage {
+        name: format!("{}.md", definition.name),
+        text: page(definition),
+    });
+    std::iter::once(ParameterPage { name: "README.md".to_owned(), text: index() })
+        .chain(pages)
+        .collect()
 }
 
-/// Writes all pages to the directory `out`, which is made if it is absent.
+/// Writes all pages to the directory `out`, which is created if it is absent.
 ///
 /// # Errors
-/// If the directory cannot be made or a page not be written; the error names the path.
+/// If the directory cannot be created or a page cannot be written; the error names the path.
 pub fn write_pages(out: &Path) -> anyhow::Result<()> {
     std::fs::create_dir_all(out)
-        .with_context(|| format!("cannot make the directory {}", out.display()))?;
+        .with_context(|| format!("cannot create the directory {}", out.display()))?;
     for page in pages() {
         let path = out.join(page.name);
         std::fs::write(&path, page.text)
@@ -52,12 +56,13 @@ fn page(definition: &Definition) -> String {
     let scope = match definition.scope {
         Scope::Daemon => "the daemon".to_owned(),
         Scope::Volume => {
-            "the daemon; a volume may have its own, and follows the daemon's otherwise".to_owned()
+            "the daemon; a volume may have its own value, and uses the daemon's otherwise"
+                .to_owned()
         }
         Scope::Bdi => "each backing device".to_owned(),
     };
     let config = definition.config.map_or_else(
-        || "none: only at run time".to_owned(),
+        || "none: it is set at run time only".to_owned(),
         |path| {
             let per_volume = format!(", `volume.NAME.{path}`");
             let more = if definition.scope == Scope::Volume { per_volume } else { String::new() };
@@ -69,7 +74,7 @@ fn page(definition: &Definition) -> String {
         None => definition.text(definition.default),
     };
     let rows = [
-        ("What", what),
+        ("Name", what),
         ("Scope", scope),
         ("Since", format!("ebbd {}", definition.since)),
         ("Unit", definition.unit.to_owned()),
@@ -108,11 +113,10 @@ fn index() -> String {
     let mut out = "# Parameters\n\n".to_owned();
     wrap(
         &mut out,
-        "What can be read and written while `ebbd` runs: with `ebbd get` and `ebbd set`, or over \
+        "Parameters can be read and set while `ebbd` runs: with `ebbd get` and `ebbd set`, or over \
          the control socket at `/v1/parameters`, `/v1/volumes/NAME/parameters` and \
-         `/v1/bdis/NAME/parameters`. The pages are \
-         made from the table in the program (`ebbd man --parameters docs/parameters`); names and \
-         meanings here are an interface, and stay.",
+         `/v1/bdis/NAME/parameters`. These pages are generated from the table in the program \
+         (`ebbd man --parameters docs/parameters`). Names and meanings are a stable interface.",
     );
     out.push_str("\n| parameter | scope | unit | default | range |\n|---|---|---|---|---|\n");
     for definition in DEFINITIONS {
@@ -132,21 +136,20 @@ fn index() -> String {
     }
     section(
         &mut out,
-        "Which value counts",
-        "A volume's own value wins over the daemon's; a volume without one follows the daemon's, \
-         also when that changes. A backing device has values of its own only; what nobody says of it \
-         is the default.\n\n\
-         The value of a parameter is what the configuration says (the command line wins over the \
-         file), or the default, until it is set at run time. Unsetting it goes back to the \
-         configuration. What is set at run time is not written to any file and ends with the \
-         daemon.\n\n\
-         When SIGHUP has the file read again, whoever spoke last counts, parameter by parameter: a \
-         value set at run time stays, unless the file now says something else about that parameter \
-         than it did when it was read before. A `max_request` and a `connection_memory` of which \
-         only one is new, and which do not fit together, both become what the file says. A volume \
-         that leaves the configuration takes what was set for it along, and so does a backing device \
-         that no volume is on any more. Where `min_ratio` and `max_ratio` of backing devices do not \
-         fit together, all of them become what the file says.",
+        "Which value is in force",
+        "A volume's own value overrides the daemon's; a volume without a value of its own uses the \
+         daemon's, also after that changes. A backing device has values of its own only, and the \
+         default where none is set.\n\n\
+         Until it is set at run time, a parameter has the value of the configuration (the command \
+         line overrides the file), or the default. Unsetting it goes back to the configuration. A \
+         value set at run time is not written to any file and is lost when the daemon ends.\n\n\
+         When SIGHUP reloads the file, the latest change of each parameter is in force: a value set \
+         at run time stays, unless the parameter's value in the file differs from the value of the \
+         previous load. If the resulting `max_request` and `connection_memory` do not fit together, \
+         both get the values of the file. When a volume is removed from the configuration, the \
+         values set for it are discarded; the same holds for a backing device without volumes. If \
+         `min_ratio` and `max_ratio` of the backing devices do not fit together, all of them get the \
+         values of the file.",
     );
     out
 }
@@ -200,13 +203,13 @@ mod tests {
             .unwrap()
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
-        assert_eq!(found, names, "docs/parameters holds the generated pages and nothing else");
+        assert_eq!(found, names, "docs/parameters contains the generated pages and nothing else");
     }
 
     #[test]
-    fn a_page_has_all_that_an_operator_asks() {
+    fn every_page_has_all_rows_and_sections() {
         for page in pages().iter().filter(|page| page.name != "README.md") {
-            for part in ["| What |", "| Since |", "| Unit |", "| Default |", "| Range |"] {
+            for part in ["| Name |", "| Since |", "| Unit |", "| Default |", "| Range |"] {
                 assert!(page.text.contains(part), "{}: {part}", page.name);
             }
             for title in ["## When it takes effect", "## Description", "## Example"] {

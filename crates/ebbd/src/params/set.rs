@@ -1,4 +1,4 @@
-//! The values in force: set at run time, reloaded from the configuration, read through atomics.
+//! The values in force. They are set at run time, reloaded from the configuration, and read through atomics.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -17,7 +17,7 @@ use super::error::{ParameterError, ParameterErrorKind as ErrorKind};
 use super::table::{Key, Scope};
 use crate::config::{Choice, Config, LogLevel, shorten, suggest};
 
-/// A value for whoever acts by it: always the one in force. Cheap to clone and to read.
+/// A handle to the value in force of one parameter. Cheap to clone and to read.
 #[derive(Clone, Debug)]
 pub struct Live(Arc<AtomicU64>);
 
@@ -28,7 +28,7 @@ impl Live {
 
     /// The value in force, in the unit of its [`super::Definition`].
     pub fn get(&self) -> u64 {
-        // Values are independent of each other and of other memory: no order is needed.
+        // Relaxed: values are independent of each other and of other memory.
         self.0.load(Ordering::Relaxed)
     }
 
@@ -36,21 +36,21 @@ impl Live {
         self.0.store(value, Ordering::Relaxed);
     }
 
-    /// The atomic behind it, for users that know nothing of this crate. Only to be read.
+    /// The atomic behind it, for crates that do not depend on this one. They must only read it.
     pub fn atomic(&self) -> Arc<AtomicU64> {
         self.0.clone()
     }
 }
 
-/// What the configuration says: the value of each parameter of the daemon (absent: the default),
-/// and those that volumes have of their own. All values are within their ranges.
+/// The values of the configuration: those of the daemon (absent: the default), and those of volumes
+/// and backing devices. All values are within their ranges.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Configured {
     /// The daemon's values.
     pub daemon: BTreeMap<Key, u64>,
     /// The volumes, each with its own values.
     pub volumes: BTreeMap<String, BTreeMap<Key, u64>>,
-    /// The backing devices that are named, each with the values it is given.
+    /// The configured backing devices, each with its values.
     pub bdis: BTreeMap<String, BTreeMap<Key, u64>>,
 }
 
@@ -86,19 +86,19 @@ impl From<&Config> for Configured {
     }
 }
 
-/// Where a value comes from.
+/// The origin of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// The configuration, or the default if that says nothing.
+    /// The configuration, or the default if the configuration has no value.
     Configuration,
     /// It was set while the daemon runs.
     RunTime,
-    /// A volume without a value of its own follows the daemon.
+    /// The daemon's value, which a volume without a value of its own uses.
     Daemon,
 }
 
 impl Origin {
-    /// The origin as programs match it.
+    /// The origin as a stable word for programs.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Configuration => "configuration",
@@ -108,20 +108,20 @@ impl Origin {
     }
 }
 
-/// A parameter's value, and where it comes from.
+/// A parameter's value, and its origin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reading {
     /// The parameter.
     pub key: Key,
     /// The value in force.
     pub value: u64,
-    /// Where it comes from.
+    /// Its origin.
     pub origin: Origin,
 }
 
-/// A value in force became another.
+/// A change of a value in force.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Change {
+pub struct ParameterChange {
     /// The parameter.
     pub key: Key,
     /// The volume whose own value it is; `None` for the daemon's.
@@ -149,9 +149,9 @@ struct VolumeCell {
     live: Live,
 }
 
-type Watcher = Box<dyn Fn(&Change) + Send + Sync>;
+type Watcher = Box<dyn Fn(&ParameterChange) + Send + Sync>;
 
-/// The values of a volume, and the same for its page pools.
+/// The values of a volume, and their copy for its page pools.
 #[derive(Debug, Default)]
 struct VolumeCells {
     cells: BTreeMap<Key, VolumeCell>,
@@ -168,7 +168,7 @@ struct State {
     watchers: Vec<Watcher>,
 }
 
-/// All parameters with their values. Cheap to clone; the clones are one set.
+/// All parameters with their values. Cheap to clone; clones share the values.
 #[derive(Clone)]
 pub struct Parameters(Arc<Mutex<State>>);
 
@@ -199,9 +199,9 @@ impl Parameters {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has `watcher` told of each change to come, one at a time and in order. It must not call
-    /// back into the set; the values it may want, it reads through [`Live`].
-    pub fn watch(&self, watcher: impl Fn(&Change) + Send + Sync + 'static) {
+    /// Calls `watcher` for each later change, one at a time and in order. It must not call methods of
+    /// this type; it can read other values through [`Live`].
+    pub fn watch(&self, watcher: impl Fn(&ParameterChange) + Send + Sync + 'static) {
         self.lock().watchers.push(Box::new(watcher));
     }
 
@@ -210,23 +210,23 @@ impl Parameters {
         self.lock().daemon_live(key)
     }
 
-    /// The value that counts for a volume: its own, or else the daemon's. For a parameter that is
-    /// the daemon's alone, or a volume that is not known, it is the daemon's.
+    /// The value in force for a volume: its own, or else the daemon's. For a parameter of the daemon
+    /// only, or an unknown volume, it is the daemon's.
     pub fn volume_live(&self, volume: &str, key: Key) -> Live {
         let state = self.lock();
         let cell = state.volume_cell(volume, key);
         cell.map_or_else(|| state.daemon_live(key), |cell| cell.live.clone())
     }
 
-    /// The values for the page pools of a volume, or with `None`, or a volume that is not known,
-    /// for those that belong to none: always the ones in force.
+    /// The values in force for the page pools of a volume. With `None` or an unknown volume they are
+    /// those of page pools that belong to no volume.
     pub fn pool(&self, volume: Option<&str>) -> Arc<PoolParameters> {
         let state = self.lock();
         let volume = volume.and_then(|volume| state.volumes.get(volume));
         volume.map_or(&state.pool, |volume| &volume.pool).clone()
     }
 
-    /// Has `memory` follow the limits of its zones.
+    /// Applies the zone limits to `memory`, now and after changes.
     pub fn govern(&self, memory: &Arc<ebb_mem::Memory>) {
         let apply = |memory: &ebb_mem::Memory, key, value: u64| {
             if let Key::ZoneLimitBytes(class) = key {
@@ -241,10 +241,10 @@ impl Parameters {
         self.watch(move |change| apply(&memory, change.key, change.to));
     }
 
-    /// Has Xen rings follow the parameters of grants.
+    /// Applies the parameters of grants and polling to Xen rings, now and after changes.
     pub fn govern_grants(&self, grants: &Arc<XenParameters>) {
         let apply = |grants: &XenParameters, key, value: u64| {
-            // The ranges end far below.
+            // The maximum values are far below 2^32.
             let number = u32::try_from(value).unwrap_or(u32::MAX);
             match key {
                 Key::MaxPersistentGrants => grants.set_max_persistent_grants(number),
@@ -263,7 +263,7 @@ impl Parameters {
         self.watch(move |change| apply(&grants, change.key, change.to));
     }
 
-    /// The parameters of the daemon, or those a volume may have its own value of, in order.
+    /// The parameters of the daemon, or those of a volume, in order.
     ///
     /// # Errors
     /// [`ErrorKind::UnknownVolume`].
@@ -294,7 +294,7 @@ impl Parameters {
         name: &str,
         volume: Option<&str>,
         value: &Value,
-    ) -> Result<Change, ParameterError> {
+    ) -> Result<ParameterChange, ParameterError> {
         let key = Key::parse(name)?;
         let mut state = self.lock();
         let before = state.reading(key, volume)?.value;
@@ -302,12 +302,15 @@ impl Parameters {
         state.put(key, volume, Some(value), before)
     }
 
-    /// Goes back to what the configuration says; for a volume about which it says nothing, to the
-    /// daemon's value.
+    /// Goes back to the value of the configuration; for a volume without one, to the daemon's value.
     ///
     /// # Errors
     /// As for [`Self::get`], or [`ErrorKind::Conflict`] with a value set meanwhile.
-    pub fn unset(&self, name: &str, volume: Option<&str>) -> Result<Change, ParameterError> {
+    pub fn unset(
+        &self,
+        name: &str,
+        volume: Option<&str>,
+    ) -> Result<ParameterChange, ParameterError> {
         let key = Key::parse(name)?;
         let mut state = self.lock();
         let before = state.reading(key, volume)?.value;
@@ -318,23 +321,23 @@ impl Parameters {
         state.put(key, volume, configured, before)
     }
 
-    /// Takes over a configuration that was read again, by the rule of the module. Volumes that are
-    /// there no more lose what was set for them. What changed, in order.
-    pub fn reload(&self, configured: &Configured) -> Vec<Change> {
+    /// Applies a reloaded configuration, by the rule of the module. Values set for volumes that were
+    /// removed are discarded. Returns the changes, in order.
+    pub fn reload(&self, configured: &Configured) -> Vec<ParameterChange> {
         let mut state = self.lock();
         let mut changes = state.reload_daemon(configured);
         changes.extend(state.reload_volumes(configured));
         changes.extend(state.reload_bdis(configured));
         state.follow_daemon();
         for change in &changes {
-            state.tell(change);
+            state.notify(change);
         }
         changes
     }
 }
 
 fn set_pool(pool: &PoolParameters, value: impl Fn(Key) -> u64) {
-    // Both ranges end far below.
+    // The maximum values are far below 2^32.
     let value = |key| u32::try_from(value(key)).unwrap_or(u32::MAX);
     pool.set_max_buffer_pages(value(Key::MaxBufferPages));
     pool.set_buffer_squeeze_duration_ms(value(Key::BufferSqueezeDurationMs));
@@ -346,7 +349,7 @@ fn configured_value(configured: &Configured, key: Key) -> u64 {
 
 impl State {
     fn daemon_live(&self, key: Key) -> Live {
-        // Every key has its cell from the beginning.
+        // Every key has a cell from the beginning.
         let default = || Live::new(key.definition().default);
         self.daemon.get(&key).map_or_else(default, |cell| cell.live.clone())
     }
@@ -376,8 +379,8 @@ impl State {
             let names: Vec<String> = Key::per_volume().map(Key::name).collect();
             ParameterError::new(
                 ErrorKind::NotPerVolume,
-                format!("{key} is the daemon's alone"),
-                format!("leave the volume out; volumes have {}", names.join(", ")),
+                format!("{key} is a parameter of the daemon only"),
+                format!("omit the volume; the parameters of volumes are {}", names.join(", ")),
             )
         })?;
         let origin = match cell.own {
@@ -388,14 +391,14 @@ impl State {
         Ok(Reading { key, value: cell.live.get(), origin })
     }
 
-    /// Puts a value in force. `None` has a volume follow the daemon.
+    /// Puts a value in force. With `None` a volume uses the daemon's value.
     fn put(
         &mut self,
         key: Key,
         volume: Option<&str>,
         value: Option<u64>,
         from: u64,
-    ) -> Result<Change, ParameterError> {
+    ) -> Result<ParameterChange, ParameterError> {
         let to = value.unwrap_or_else(|| self.daemon_value(key));
         if let Some(volume) = volume {
             let cell = self.volumes.get_mut(volume).and_then(|v| v.cells.get_mut(&key));
@@ -410,14 +413,15 @@ impl State {
             }
         }
         self.follow_daemon();
-        let change = Change { key, volume: volume.map(str::to_owned), bdi: None, from, to };
+        let change =
+            ParameterChange { key, volume: volume.map(str::to_owned), bdi: None, from, to };
         if from != to {
-            self.tell(&change);
+            self.notify(&change);
         }
         Ok(change)
     }
 
-    /// Whether the daemon's `key` may be `value`, as far as other parameters are concerned.
+    /// Checks the daemon's `value` for `key` against the values of other parameters.
     fn fits_together(&self, key: Key, value: u64) -> Result<(), ParameterError> {
         let conflict = |message: String, remedy: String| {
             Err(ParameterError::new(ErrorKind::Conflict, message, remedy))
@@ -456,7 +460,7 @@ impl State {
         }
     }
 
-    fn reload_daemon(&mut self, configured: &Configured) -> Vec<Change> {
+    fn reload_daemon(&mut self, configured: &Configured) -> Vec<ParameterChange> {
         let before: Vec<(Key, u64)> =
             self.daemon.iter().map(|(key, cell)| (*key, cell.live.get())).collect();
         for (key, cell) in &mut self.daemon {
@@ -467,7 +471,7 @@ impl State {
             }
         }
         if self.daemon_value(Key::MaxRequest) > self.daemon_value(Key::ConnectionMemory) {
-            // One from the file, one set at run time: only the file's two are known to fit.
+            // One is from the file and one was set at run time: only the two of the file are checked to fit.
             for key in [Key::MaxRequest, Key::ConnectionMemory] {
                 if let Some(cell) = self.daemon.get(&key) {
                     cell.live.set(cell.configured);
@@ -484,12 +488,12 @@ impl State {
         }
         let change = |(key, from)| {
             let to = self.daemon_value(key);
-            (from != to).then_some(Change { key, volume: None, bdi: None, from, to })
+            (from != to).then_some(ParameterChange { key, volume: None, bdi: None, from, to })
         };
         before.into_iter().filter_map(change).collect()
     }
 
-    fn reload_volumes(&mut self, configured: &Configured) -> Vec<Change> {
+    fn reload_volumes(&mut self, configured: &Configured) -> Vec<ParameterChange> {
         self.volumes.retain(|name, _| configured.volumes.contains_key(name));
         let mut changes = Vec::new();
         for (name, own) in &configured.volumes {
@@ -509,14 +513,20 @@ impl State {
                 let (from, to) = (cell.live.get(), configured.unwrap_or(daemon));
                 cell.live.set(to);
                 if from != to {
-                    changes.push(Change { key, volume: Some(name.clone()), bdi: None, from, to });
+                    changes.push(ParameterChange {
+                        key,
+                        volume: Some(name.clone()),
+                        bdi: None,
+                        from,
+                        to,
+                    });
                 }
             }
         }
         changes
     }
 
-    /// Volumes without a value of their own take the daemon's, and page pools what counts.
+    /// Updates volumes without a value of their own to the daemon's, and page pools to the values in force.
     fn follow_daemon(&self) {
         for volume in self.volumes.values() {
             for (key, cell) in &volume.cells {
@@ -530,23 +540,23 @@ impl State {
         set_pool(&self.pool, |key| self.daemon_value(key));
     }
 
-    fn tell(&self, change: &Change) {
+    fn notify(&self, change: &ParameterChange) {
         for watcher in &self.watchers {
             watcher(change);
         }
     }
 }
 
-/// The error for a volume that is not there.
+/// The error for an unknown volume.
 pub(crate) fn unknown_volume<'a>(
     given: &str,
     known: impl Iterator<Item = &'a str>,
 ) -> ParameterError {
-    /// More names would make the message a list nobody reads.
+    /// A limit of the names to compare with.
     const MOST: usize = 1000;
     let known: BTreeSet<&str> = known.take(MOST).collect();
     let remedy = match known.len() {
-        0 => "the daemon serves none at the moment".to_owned(),
+        0 => "the daemon serves no volumes at present".to_owned(),
         1..=10 => suggest(given, known.iter().copied(), "the volumes are"),
         _ => match crate::config::closest(given, known.iter().copied()) {
             Some(name) => format!("did you mean `{name}`?"),

@@ -1,7 +1,7 @@
-//! The one table of run-time parameters, and how their values read.
+//! The one table of run-time parameters, and the text form of their values.
 //!
-//! A value is a `u64` whatever it means: a number, bytes, or the place of a word in its list. So
-//! every parameter fits one atomic.
+//! A value is a `u64` whatever it means: a number, bytes, or the index of a word in its list, so
+//! that every parameter fits in one atomic.
 
 use std::fmt;
 
@@ -22,61 +22,61 @@ mod definitions;
 /// A parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Key {
-    /// Free pages each queue keeps.
+    /// Free pages that each queue keeps.
     MaxBufferPages,
-    /// How long pools keep nothing after a sign of memory pressure.
+    /// How long page pools keep nothing after a sign of memory pressure.
     BufferSqueezeDurationMs,
-    /// The memory the blocks of one size may take.
+    /// The memory that the blocks of one size may occupy.
     ZoneLimitBytes(SizeClass),
-    /// The most the cache may hold.
+    /// The maximum size of the cache.
     CacheMax,
-    /// What the cache keeps under memory pressure.
+    /// The size down to which the cache shrinks under memory pressure.
     CacheMin,
     /// Pages of a guest that each of its rings keeps mapped.
     MaxPersistentGrants,
-    /// How long a page that is kept mapped may lie idle.
+    /// How long an unused page of a guest stays mapped.
     PersistentGrantUnusedSeconds,
-    /// Whether guests are offered that their pages stay mapped.
+    /// Whether persistent grants are offered to guests.
     FeaturePersistent,
-    /// How long an empty ring of a guest is looked at.
+    /// How long an empty ring of a guest is polled.
     PollUs,
-    /// Part of the limit of dirty data that is kept for a backing device.
+    /// Part of the limit of dirty data that is reserved for a backing device.
     MinRatio,
     /// Largest part of it that a backing device may have.
     MaxRatio,
-    /// Most dirty data of a backing device.
+    /// Limit of the dirty data of a backing device.
     MaxBytes,
     /// Whether no write may exceed a backing device's threshold.
     StrictLimit,
-    /// Connections at a time.
+    /// The maximum number of connections at a time.
     MaxClients,
     /// The largest READ or WRITE.
     MaxRequest,
     /// The memory the requests of one connection may hold.
     ConnectionMemory,
-    /// What goes to the log.
+    /// The log level.
     Log,
 }
 
-/// A size of blocks that I/O memory is handed out in.
+/// One of the block sizes in which I/O memory is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SizeClass(u8);
 
 /// The size classes as they are written, from small to large.
 const CLASSES: [&str; 9] = ["4K", "8K", "16K", "32K", "64K", "128K", "256K", "512K", "1M"];
 
-/// Whom a parameter belongs to.
+/// What a parameter applies to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
     /// The daemon as a whole.
     Daemon,
-    /// The daemon, and each volume may have its own value.
+    /// The daemon; each volume may have its own value.
     Volume,
-    /// Each backing device; there is no value of the daemon's.
+    /// Each backing device; the daemon has no value of its own.
     Bdi,
 }
 
-/// What a value is.
+/// The type of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A whole number.
@@ -85,24 +85,24 @@ pub enum Kind {
     Size,
     /// A part of a whole in percent, as a [`Percent`] counts it: in parts per million.
     Percent,
-    /// A word out of these; the number of a value counts them from 0.
+    /// One of these words; the number of a value is its index.
     Word(&'static [&'static str]),
 }
 
-/// What is said of a parameter.
+/// The definition of a parameter.
 #[derive(Clone, Copy, Debug)]
 pub struct Definition {
     /// The name. Those of a family are written `NAME.MEMBER`.
     pub name: &'static str,
-    /// What tells the members of a family apart; empty for a single parameter.
+    /// The members of a family; empty for a single parameter.
     pub members: &'static [&'static str],
-    /// Whom it belongs to.
+    /// What it applies to.
     pub scope: Scope,
-    /// What its values are.
+    /// The type of its values.
     pub kind: Kind,
-    /// What is counted.
+    /// The unit of its values.
     pub unit: &'static str,
-    /// The value if nobody says anything.
+    /// The value if none is configured or set.
     pub default: u64,
     /// The smallest value.
     pub minimum: u64,
@@ -112,7 +112,7 @@ pub struct Definition {
     pub zero: Option<&'static str>,
     /// The key of the configuration file, as written there.
     pub config: Option<&'static str>,
-    /// The version of ebbd that had it first.
+    /// The version of ebbd that introduced it.
     pub since: &'static str,
     /// When a change takes effect: sentences.
     pub effect: &'static str,
@@ -267,7 +267,7 @@ fn percent(value: u64) -> Percent {
 }
 
 impl Definition {
-    /// A value as people write it: `1024`, `32M`, `info`.
+    /// The text form of a value: `1024`, `32M`, `info`.
     pub fn text(&self, value: u64) -> String {
         match self.kind {
             Kind::Number => value.to_string(),
@@ -284,7 +284,7 @@ impl Definition {
     pub fn json(&self, value: u64) -> Value {
         match self.kind {
             Kind::Number | Kind::Size => value.into(),
-            // A JSON number; its text is one by what a percentage is.
+            // A JSON number: the text form of a percentage always is one.
             Kind::Percent => serde_json::from_str(&percent(value).to_string()).unwrap_or_default(),
             Kind::Word(_) => self.text(value).into(),
         }
@@ -307,7 +307,7 @@ impl Definition {
         (self.minimum..=self.maximum).contains(&value) || (value == 0 && self.zero.is_some())
     }
 
-    /// The value that somebody wrote: a JSON number, or a string in the form of [`Self::text`].
+    /// Parses a value: a JSON number, or a string in the form of [`Self::text`].
     ///
     /// # Errors
     /// [`ErrorKind::InvalidValue`] or [`ErrorKind::OutOfRange`].
@@ -333,7 +333,7 @@ impl Definition {
                     format!("write a number of bytes or a size such as 32M: {}", self.range())
                 }
             };
-            let message = format!("`{given}` is no value of {}", self.name);
+            let message = format!("`{given}` is not a value of {}", self.name);
             ParameterError::new(ErrorKind::InvalidValue, message, remedy)
         })?;
         if self.allows(value) {
@@ -371,11 +371,11 @@ mod tests {
     use crate::config::{Choice, LogLevel};
 
     #[test]
-    fn the_table_is_in_order() {
+    fn every_definition_is_listed_and_consistent() {
         let mut names: Vec<&str> = Key::all().map(|key| key.definition().name).collect();
         names.dedup();
         let listed: Vec<&str> = DEFINITIONS.iter().map(|definition| definition.name).collect();
-        assert_eq!(names, listed, "each definition has its keys and its place");
+        assert_eq!(names, listed, "each definition is listed once, in the order of its keys");
         for key in Key::all() {
             let definition = key.definition();
             assert!(definition.allows(definition.default), "{key}");
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn values_and_what_is_none() {
+    fn values_are_parsed_and_invalid_ones_are_refused() {
         let refused = |key: Key, json: &str| {
             let error = key.definition().parse(&serde_json::from_str(json).unwrap()).unwrap_err();
             (error.kind, error.remedy)
@@ -461,7 +461,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_panics_and_what_is_taken_is_allowed(text in "\\PC*|[0-9]{0,22}[KMGT]?") {
+        fn no_text_panics_and_every_parsed_value_is_in_range(text in "\\PC*|[0-9]{0,22}[KMGT]?") {
             for key in Key::all() {
                 let definition = key.definition();
                 if let Ok(value) = definition.parse(&Value::String(text.clone())) {

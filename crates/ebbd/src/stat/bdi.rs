@@ -1,49 +1,49 @@
-//! The figures of backing devices.
+//! Statistics of backing devices.
 
 use ebb_writeback::BdiStats;
 use serde::{Deserialize, Serialize};
 
-/// A backing device: a disk, a server, or what the configuration names. Ratios are parts of the limit of
-/// all dirty data, 0 to 1.
+/// A backing device: a disk, a server, or one named in the configuration. Ratios are parts of the limit
+/// of all dirty data, 0 to 1.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct BdiStat {
     /// The device's number, the server's address, or its name in the configuration.
     pub name: String,
     /// The volumes on it.
     pub volumes: Vec<String>,
-    /// Accepted, and not on its way to the store, bytes.
+    /// Dirty data, bytes.
     pub dirty_bytes: u64,
-    /// On its way to the store, bytes.
+    /// Data being written to the store, bytes.
     pub writeback_bytes: u64,
-    /// The most of both it may have now, bytes.
+    /// The limit of both together now, bytes.
     pub threshold_bytes: u64,
-    /// What it is estimated to write, bytes per second.
+    /// The estimated write rate, bytes per second.
     pub bandwidth_bytes_per_second: u64,
-    /// The threshold's part of the limit.
+    /// The threshold as a part of the limit.
     pub share: f64,
-    /// Part of the last second or two it was busy.
+    /// Part of the last second or two in which it was busy.
     pub utilisation: f64,
-    /// Written back, bytes.
+    /// Data written back, bytes.
     pub written_bytes: u64,
-    /// Made dirty, bytes.
+    /// Data made dirty, bytes.
     pub dirtied_bytes: u64,
     /// Writes to the store that failed.
     pub failures: u64,
-    /// Nothing completes for a second, or everything fails.
+    /// No write has completed for a second, or all fail.
     pub stuck: bool,
-    /// Writes that waited before they were taken.
+    /// Writes that were throttled.
     pub pauses: u64,
-    /// For how long, in all, seconds.
+    /// Their total pause, seconds.
     pub pause_seconds: f64,
-    /// The longest, seconds.
+    /// The longest pause, seconds.
     pub longest_pause_seconds: f64,
-    /// Part of the limit that is kept for it.
+    /// Part of the limit that is reserved for it.
     pub min_ratio: f64,
     /// The largest part it may have.
     pub max_ratio: f64,
-    /// The most it may have; absent without such a limit, bytes.
+    /// Configured limit of its dirty data, bytes; absent without one.
     pub max_bytes: Option<u64>,
-    /// Whether its own threshold counts even while others leave room.
+    /// Whether every write must fit below its threshold.
     pub strict_limit: bool,
 }
 

@@ -1,9 +1,9 @@
-//! The figures of the cache.
+//! Statistics of the cache.
 
 use ebb_cache::{CacheStats, Mode, VolumeCacheStats};
 use serde::{Deserialize, Serialize};
 
-/// Bytes of so many pages of the cache.
+/// The size of `pages` pages of the cache, bytes.
 fn bytes(pages: u64) -> u64 {
     pages.saturating_mul(4096)
 }
@@ -11,39 +11,39 @@ fn bytes(pages: u64) -> u64 {
 /// The cache of all volumes together.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheStat {
-    /// Memory in buffers, wired and lent, as far as it is known to be there, bytes.
+    /// Memory in buffers, wired and lent, without what is known to be discarded, bytes.
     pub bufspace_bytes: u64,
     /// Of it, what is wired, bytes.
     pub bufwiredspace_bytes: u64,
     /// Address space of buffers, bytes.
     pub bufkvaspace_bytes: u64,
-    /// The most it may hold now, bytes; 0 without a limit.
+    /// Its maximum size at present, bytes; 0 without a limit.
     pub max_bytes: u64,
-    /// What it keeps under memory pressure, bytes.
+    /// The size it keeps under memory pressure, bytes.
     pub min_bytes: u64,
-    /// What it does: `growing`, `pausing` (after a sign of memory pressure) or `off` (in the last
+    /// Its state: `growing`, `pausing` (after a sign of memory pressure) or `off` (in the last
     /// resort).
     pub state: String,
-    /// Data that the store does not have yet, bytes.
+    /// Dirty data, bytes.
     pub dirty_bytes: u64,
-    /// Bytes of reads that were found.
+    /// Bytes of cache hits.
     pub hit_bytes: u64,
-    /// Bytes of reads that were not.
+    /// Bytes of cache misses.
     pub miss_bytes: u64,
-    /// Bytes of reads that were found lent, and still there.
+    /// Bytes of reads of lent buffers that were intact.
     pub rewire_kept_bytes: u64,
-    /// Bytes of reads that were found lent, and that the kernel had taken.
+    /// Bytes of reads of lent buffers that the kernel had discarded.
     pub rewire_lost_bytes: u64,
-    /// Bytes found taken by the kernel before anybody wanted them.
+    /// Bytes of lent buffers that the reclaimer found discarded before they were read.
     pub reclaimed_bytes: u64,
-    /// Bytes given up for others.
+    /// Bytes evicted.
     pub evicted_bytes: u64,
-    /// Of them, returned because the host was about to need them.
+    /// Of these, bytes returned by proactive reclaim.
     #[serde(default)]
     pub receded_bytes: u64,
 }
 
-/// What the cache does for a volume.
+/// The cache of a volume.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeCacheStat {
     /// `writethrough` or `writeback`.
@@ -54,21 +54,21 @@ pub struct VolumeCacheStat {
     pub bufwiredspace_bytes: u64,
     /// Address space of its buffers, bytes.
     pub bufkvaspace_bytes: u64,
-    /// Data that the store does not have yet, bytes.
+    /// Dirty data, bytes.
     pub dirty_bytes: u64,
-    /// Bytes of reads that were found.
+    /// Bytes of cache hits.
     pub hit_bytes: u64,
-    /// Bytes of reads that were not.
+    /// Bytes of cache misses.
     pub miss_bytes: u64,
-    /// Bytes of reads that were found lent, and still there.
+    /// Bytes of reads of lent buffers that were intact.
     pub rewire_kept_bytes: u64,
-    /// Bytes of reads that were found lent, and that the kernel had taken.
+    /// Bytes of reads of lent buffers that the kernel had discarded.
     pub rewire_lost_bytes: u64,
-    /// Bytes found taken by the kernel before anybody wanted them.
+    /// Bytes of lent buffers that the reclaimer found discarded before they were read.
     pub reclaimed_bytes: u64,
     /// Bytes read ahead.
     pub read_ahead_bytes: u64,
-    /// Bytes given up for others.
+    /// Bytes evicted.
     pub evicted_bytes: u64,
 }
 

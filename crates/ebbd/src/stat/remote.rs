@@ -1,27 +1,27 @@
-//! The figures of a volume whose store is an NBD server.
+//! Statistics of a volume whose store is an NBD server.
 
 use serde::{Deserialize, Serialize};
 
-/// How the connections to a remote store fare.
+/// The connections to a remote store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoteStat {
     /// The server's address.
     pub address: String,
-    /// Connections that are up.
+    /// Established connections.
     pub connections: u64,
-    /// Connections that were lost and made again.
+    /// Lost connections that were made again.
     pub reconnects: u64,
-    /// Requests under way, those that wait for a connection included.
+    /// Requests in flight, including those that wait for a connection.
     pub in_flight: u64,
-    /// Requests that were asked again on a new connection.
+    /// Requests that were sent again on a new connection.
     pub replayed: u64,
-    /// Changes acknowledged and not flushed.
+    /// Writes acknowledged and not flushed.
     pub unflushed: u64,
-    /// Why the last connection ended or did not come about, if that ever happened.
+    /// The error of the last connection that ended or could not be made, if any.
     pub last_error: Option<String>,
     /// Seconds since `connections` last changed.
     pub since_seconds: u64,
-    /// Seconds for which the server, connected, has owed answers and given none; 0 if it answers.
+    /// Seconds for which the connected server has not replied to requests; 0 if it replies.
     #[serde(default)]
     pub silent_seconds: u64,
 }

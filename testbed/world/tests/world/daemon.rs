@@ -25,7 +25,7 @@ use ebb_mem::pressure::{Cause, Level, PressureState};
 use ebb_store::{Io, MemoryStore, NbdOptions, NbdStore, Store, TestStore};
 use ebb_volume::{Mode, Volume};
 use ebbd::config::{Config, Overrides, StoreUri, VolumeConfig};
-use ebbd::engine::{Claims, Comparing, Engine, Opened, Opener, Opening, Parts};
+use ebbd::engine::{Comparing, Engine, EngineParts, FileClaims, Opened, Opener, Opening};
 use ebbd::params::{Configured, Key, Parameters};
 use ebbd::stores::{Expected, FileIdentity, StoreError};
 
@@ -189,7 +189,7 @@ impl Opener for OpenDisks {
         name: &str,
         config: &VolumeConfig,
         _: Expected,
-        claims: &Arc<Claims>,
+        claims: &Arc<FileClaims>,
     ) -> Opening {
         let opened = claims
             .claim(name, config)
@@ -286,7 +286,7 @@ impl Daemon {
         let (cache, reclaimer) = start_cache(&memory, &parameters, now);
         let worker = SimWorker::new("world", &memory).unwrap();
         let server = Server::new(ServerLimits::default(), TlsMode::Off, None);
-        let engine = Engine::new(Parts {
+        let engine = Engine::new(EngineParts {
             server: server.clone(),
             parameters: parameters.clone(),
             cache: cache.clone(),

@@ -16,7 +16,7 @@ fn fault(text: &str) -> ConfigError {
 }
 
 #[track_caller]
-fn refused(text: &str, kind: ErrorKind, line: usize, key: &str, part: &str) {
+fn refused(text: &str, kind: ConfigErrorKind, line: usize, key: &str, part: &str) {
     let error = fault(text);
     assert_eq!(error.kind, kind, "{error}");
     assert_eq!(error.file.as_deref(), Some(Path::new("/e.toml")), "{error}");
@@ -95,51 +95,93 @@ fn the_expected_values_are_accepted() {
 
 #[test]
 fn unknown_keys_are_refused_with_a_suggestion() {
-    refused("\nlisen = []", ErrorKind::UnknownKey, 2, "lisen", "did you mean `listen`?");
-    refused("[nbd]\n\nmax-clients=1", ErrorKind::UnknownKey, 3, "nbd.max-clients", "`max_clients`");
+    refused("\nlisen = []", ConfigErrorKind::UnknownKey, 2, "lisen", "did you mean `listen`?");
+    refused(
+        "[nbd]\n\nmax-clients=1",
+        ConfigErrorKind::UnknownKey,
+        3,
+        "nbd.max-clients",
+        "`max_clients`",
+    );
     refused(
         "[volume.a]\nstore='null:1G'\nreadonly=true",
-        ErrorKind::UnknownKey,
+        ConfigErrorKind::UnknownKey,
         3,
         "volume.a.readonly",
         "`read_only`",
     );
-    refused("# c\n[volumes.a]\nstore='x'", ErrorKind::UnknownKey, 2, "volumes", "`volume`");
-    refused("tls='on'", ErrorKind::UnknownKey, 1, "tls", "into the table [nbd]");
-    refused("[nbd]\nworkers=1", ErrorKind::UnknownKey, 2, "nbd.workers", "top of the file");
-    refused("zzzzzz=1", ErrorKind::UnknownKey, 1, "zzzzzz", "listen, workers, log, control,");
+    refused("# c\n[volumes.a]\nstore='x'", ConfigErrorKind::UnknownKey, 2, "volumes", "`volume`");
+    refused("tls='on'", ConfigErrorKind::UnknownKey, 1, "tls", "in the table [nbd]");
+    refused("[nbd]\nworkers=1", ConfigErrorKind::UnknownKey, 2, "nbd.workers", "top of the file");
+    refused("zzzzzz=1", ConfigErrorKind::UnknownKey, 1, "zzzzzz", "listen, workers, log, control,");
     // The first in the file, not in the alphabet.
-    refused("zoo=1\nape=1", ErrorKind::UnknownKey, 1, "zoo", "");
+    refused("zoo=1\nape=1", ConfigErrorKind::UnknownKey, 1, "zoo", "");
     // Before other mistakes.
-    refused("workers='x'\nlisen=1", ErrorKind::UnknownKey, 2, "lisen", "");
+    refused("workers='x'\nlisen=1", ConfigErrorKind::UnknownKey, 2, "lisen", "");
     refused(
         "[volume.a]\n[volume.a.b]\nc=1",
-        ErrorKind::UnknownKey,
+        ConfigErrorKind::UnknownKey,
         2,
         "volume.a.b",
         "no such table",
     );
-    refused("\"a\\nb\" = 1", ErrorKind::UnknownKey, 1, "a\\nb", "");
+    refused("\"a\\nb\" = 1", ConfigErrorKind::UnknownKey, 1, "a\\nb", "");
 }
 
 #[test]
 fn wrong_types_name_key_and_remedy() {
-    refused("listen = 'unix:/a'", ErrorKind::InvalidValue, 1, "listen", "write a list");
-    refused("listen = [\n'unix:/a',\n1]", ErrorKind::InvalidValue, 3, "listen", "write a list");
-    refused("\nworkers = 'x'", ErrorKind::InvalidValue, 2, "workers", "from 1 to 64");
-    refused("workers = 1.5", ErrorKind::InvalidValue, 1, "workers", "from 1 to 64");
-    refused("log = 3", ErrorKind::InvalidValue, 1, "log", "log = \"info\"");
-    refused("nbd = 3", ErrorKind::InvalidValue, 1, "nbd", "write a table");
-    refused("volume = 3", ErrorKind::InvalidValue, 1, "volume", "[volume.disk]");
-    refused("[[volume]]\nstore='null:1G'", ErrorKind::InvalidValue, 1, "volume", "[volume.disk]");
-    refused("[volume]\na='null:1G'", ErrorKind::InvalidValue, 2, "volume.a", "[volume.disk]");
-    refused("[nbd]\nmax_request='1KB'", ErrorKind::InvalidValue, 2, "nbd.max_request", "\"32M\"");
-    refused("[nbd]\nmax_request=-1", ErrorKind::InvalidValue, 2, "nbd.max_request", "negative");
-    refused("[nbd]\nmax_request=1.5", ErrorKind::InvalidValue, 2, "nbd.max_request", "a size");
-    refused("nbd.tls_verify_peer='yes'", ErrorKind::InvalidValue, 1, "nbd.tls_verify_peer", "true");
+    refused("listen = 'unix:/a'", ConfigErrorKind::InvalidValue, 1, "listen", "write a list");
+    refused(
+        "listen = [\n'unix:/a',\n1]",
+        ConfigErrorKind::InvalidValue,
+        3,
+        "listen",
+        "write a list",
+    );
+    refused("\nworkers = 'x'", ConfigErrorKind::InvalidValue, 2, "workers", "from 1 to 64");
+    refused("workers = 1.5", ConfigErrorKind::InvalidValue, 1, "workers", "from 1 to 64");
+    refused("log = 3", ConfigErrorKind::InvalidValue, 1, "log", "log = \"info\"");
+    refused("nbd = 3", ConfigErrorKind::InvalidValue, 1, "nbd", "write a table");
+    refused("volume = 3", ConfigErrorKind::InvalidValue, 1, "volume", "[volume.disk]");
+    refused(
+        "[[volume]]\nstore='null:1G'",
+        ConfigErrorKind::InvalidValue,
+        1,
+        "volume",
+        "[volume.disk]",
+    );
+    refused("[volume]\na='null:1G'", ConfigErrorKind::InvalidValue, 2, "volume.a", "[volume.disk]");
+    refused(
+        "[nbd]\nmax_request='1KB'",
+        ConfigErrorKind::InvalidValue,
+        2,
+        "nbd.max_request",
+        "\"32M\"",
+    );
+    refused(
+        "[nbd]\nmax_request=-1",
+        ConfigErrorKind::InvalidValue,
+        2,
+        "nbd.max_request",
+        "negative",
+    );
+    refused(
+        "[nbd]\nmax_request=1.5",
+        ConfigErrorKind::InvalidValue,
+        2,
+        "nbd.max_request",
+        "a size",
+    );
+    refused(
+        "nbd.tls_verify_peer='yes'",
+        ConfigErrorKind::InvalidValue,
+        1,
+        "nbd.tls_verify_peer",
+        "true",
+    );
     refused(
         "[volume.a]\nstore='null:1G'\n\ncreate='true'",
-        ErrorKind::InvalidValue,
+        ConfigErrorKind::InvalidValue,
         4,
         "volume.a.create",
         "without quotes",
@@ -148,14 +190,26 @@ fn wrong_types_name_key_and_remedy() {
 
 #[test]
 fn wrong_values_name_key_and_remedy() {
-    refused("\nlisten = [\n'unix:/a',\n'tcp:x']", ErrorKind::InvalidValue, 4, "listen", "10809");
-    refused("log = 'inof'", ErrorKind::UnknownChoice, 1, "log", "did you mean `info`?");
-    refused("[nbd]\ntls='yes'", ErrorKind::UnknownChoice, 2, "nbd.tls", "off, on, require");
-    refused("[nbd]\ntls_psk=''", ErrorKind::InvalidValue, 2, "nbd.tls_psk", "empty");
-    refused("[volume.a]\nstore='/a'", ErrorKind::InvalidValue, 2, "volume.a.store", "file:/a");
+    refused(
+        "\nlisten = [\n'unix:/a',\n'tcp:x']",
+        ConfigErrorKind::InvalidValue,
+        4,
+        "listen",
+        "10809",
+    );
+    refused("log = 'inof'", ConfigErrorKind::UnknownChoice, 1, "log", "did you mean `info`?");
+    refused("[nbd]\ntls='yes'", ConfigErrorKind::UnknownChoice, 2, "nbd.tls", "off, on, require");
+    refused("[nbd]\ntls_psk=''", ConfigErrorKind::InvalidValue, 2, "nbd.tls_psk", "empty");
+    refused(
+        "[volume.a]\nstore='/a'",
+        ConfigErrorKind::InvalidValue,
+        2,
+        "volume.a.store",
+        "file:/a",
+    );
     refused(
         "[volume.a]\nstore='null:1G'\ndirect='yes'",
-        ErrorKind::UnknownChoice,
+        ConfigErrorKind::UnknownChoice,
         3,
         "volume.a.direct",
         "auto, on, off",
@@ -164,28 +218,40 @@ fn wrong_values_name_key_and_remedy() {
 
 #[test]
 fn volumes_as_a_whole() {
-    refused("\n[volume.a]\nread_only=true", ErrorKind::Missing, 2, "volume.a", "has no `store`");
-    refused("[volume]\n\na = {}", ErrorKind::Missing, 3, "volume.a", "has no `store`");
+    refused(
+        "\n[volume.a]\nread_only=true",
+        ConfigErrorKind::Missing,
+        2,
+        "volume.a",
+        "has no `store`",
+    );
+    refused("[volume]\n\na = {}", ConfigErrorKind::Missing, 3, "volume.a", "has no `store`");
     refused(
         "[volume.\"\"]\nstore='null:1G'",
-        ErrorKind::OutOfRange,
+        ConfigErrorKind::OutOfRange,
         1,
         "volume.",
         "default = true",
     );
-    refused("[volume.\"a\\tb\"]\nstore='null:1G'", ErrorKind::InvalidValue, 1, "volume.a\\tb", "");
+    refused(
+        "[volume.\"a\\tb\"]\nstore='null:1G'",
+        ConfigErrorKind::InvalidValue,
+        1,
+        "volume.a\\tb",
+        "",
+    );
     let long = format!("[volume.{}]\nstore='null:1G'", "n".repeat(256));
-    assert_eq!(fault(&long).kind, ErrorKind::OutOfRange);
+    assert_eq!(fault(&long).kind, ConfigErrorKind::OutOfRange);
     assert!(fault(&long).to_string().len() < 400);
 }
 
 #[test]
 fn no_toml() {
-    refused("\nlisten = [", ErrorKind::Syntax, 2, "", "this is no TOML");
-    refused("log = 'info'\nlog = 'info'", ErrorKind::Syntax, 2, "", "duplicate key");
-    refused("a = \"\nb", ErrorKind::Syntax, 1, "", "");
+    refused("\nlisten = [", ConfigErrorKind::Syntax, 2, "", "the file is not TOML");
+    refused("log = 'info'\nlog = 'info'", ConfigErrorKind::Syntax, 2, "", "duplicate key");
+    refused("a = \"\nb", ConfigErrorKind::Syntax, 1, "", "");
     let deep = format!("listen = {}", "[".repeat(100_000));
-    assert_eq!(fault(&deep).kind, ErrorKind::Syntax);
+    assert_eq!(fault(&deep).kind, ConfigErrorKind::Syntax);
     let dotted = format!("{}a = 1", "a.".repeat(100_000));
     assert!(fault(&dotted).to_string().len() < 1000);
 }
@@ -211,23 +277,23 @@ fn files_that_cannot_be_read() {
     let fail = |path: &Path| read(path).map(|_| ()).unwrap_err();
 
     let error = fail(&at("absent"));
-    assert_eq!(error.kind, ErrorKind::Read);
+    assert_eq!(error.kind, ConfigErrorKind::Read);
     assert_eq!(error.source.as_ref().map(io::Error::kind), Some(io::ErrorKind::NotFound));
     assert!(error.to_string().contains("absent: cannot read"), "{error}");
     assert!(error.remedy.contains("--config"), "{error}");
 
-    assert_eq!(fail(folder.path()).kind, ErrorKind::Read);
+    assert_eq!(fail(folder.path()).kind, ConfigErrorKind::Read);
 
     std::fs::write(at("latin1"), b"# ok\n# \xe9\n").unwrap();
     let error = fail(&at("latin1"));
-    assert_eq!((error.kind, error.line), (ErrorKind::Syntax, Some(2)), "{error}");
+    assert_eq!((error.kind, error.line), (ConfigErrorKind::Syntax, Some(2)), "{error}");
 
     let limit = usize::try_from(MAX_FILE_BYTES).unwrap();
     std::fs::write(at("large"), vec![b'\n'; limit + 1]).unwrap();
-    assert_eq!(fail(&at("large")).kind, ErrorKind::TooLarge);
+    assert_eq!(fail(&at("large")).kind, ConfigErrorKind::TooLarge);
     std::fs::write(at("largest"), vec![b'\n'; limit]).unwrap();
     assert!(read(&at("largest")).is_ok());
-    assert_eq!(fail(Path::new("/dev/zero")).kind, ErrorKind::TooLarge);
+    assert_eq!(fail(Path::new("/dev/zero")).kind, ConfigErrorKind::TooLarge);
 }
 
 #[test]

@@ -1,11 +1,11 @@
-//! The URI of a remote NBD export, as the NBD project's URI specification has it (`doc/uri.md`), with
-//! parameters of our own for what a client must decide.
+//! The URI of a remote NBD export, as in the NBD project's URI specification (`doc/uri.md`), with
+//! additional parameters for the decisions of a client.
 
 use std::time::Duration;
 
 use ebb_store::{LostWrites, NbdAddress, NbdOptions, NbdTls, NbdTlsKeys};
 
-use super::{BadValue, ErrorKind, MAX_HOST_BYTES, shorten, suggest, unix_path};
+use super::{BadValue, ConfigErrorKind, MAX_HOST_BYTES, shorten, suggest, unix_path};
 
 /// The port of NBD, as assigned by IANA.
 const PORT: u16 = 10809;
@@ -13,7 +13,7 @@ const PORT: u16 = 10809;
 const MAX_EXPORT_BYTES: usize = 4096;
 /// The longest time requests may wait for a server, seconds: a day.
 const MAX_RECONNECT: u64 = 86_400;
-/// How such a URI looks.
+/// The form of a URI, as a remedy.
 const FORM: &str = "write nbd://HOST[:PORT]/EXPORT or nbd+unix:///EXPORT?socket=/path";
 /// The parameters a URI may have.
 const PARAMETERS: [&str; 8] = [
@@ -36,7 +36,7 @@ pub(super) const SCHEMES: [(&str, bool, bool); 4] = [
 ];
 
 fn bad(message: impl Into<String>, remedy: impl Into<String>) -> BadValue {
-    BadValue::new(ErrorKind::InvalidValue, message.into(), remedy.into())
+    BadValue::new(ConfigErrorKind::InvalidValue, message.into(), remedy.into())
 }
 
 /// The parameters of a URI, decoded.
@@ -101,7 +101,7 @@ pub(super) fn parse((tls, unix): (bool, bool), rest: &str) -> Result<NbdOptions,
         None | Some("flush") => LostWrites::Flush,
         Some("report") => LostWrites::Report,
         Some(other) => {
-            let message = format!("`{}` is no way to treat lost writes", shorten(other));
+            let message = format!("`{}` is not a value of lost-writes", shorten(other));
             return Err(bad(message, "write lost-writes=flush or lost-writes=report"));
         }
     };
@@ -124,7 +124,7 @@ fn tcp(authority: &str, parameters: &Parameters) -> Result<NbdAddress, BadValue>
         let remedy = "write nbd+unix:// or nbds+unix:// for a unix socket";
         return Err(bad("`socket` belongs to a unix socket", remedy));
     }
-    let no_host = || bad(format!("`{}` is no proper host", shorten(authority)), FORM);
+    let no_host = || bad(format!("`{}` is not a valid host", shorten(authority)), FORM);
     let (host, port) = if let Some(rest) = authority.strip_prefix('[') {
         let (host, rest) = rest.split_once(']').ok_or_else(no_host)?;
         host.parse::<std::net::Ipv6Addr>().map_err(|_| no_host())?;
@@ -156,7 +156,7 @@ fn tcp(authority: &str, parameters: &Parameters) -> Result<NbdAddress, BadValue>
             .filter(|port| *port != 0)
             .ok_or_else(|| {
                 bad(
-                    format!("`{}` is no port", shorten(port)),
+                    format!("`{}` is not a port", shorten(port)),
                     "the port is a number from 1 to 65535",
                 )
             })?,
@@ -191,17 +191,17 @@ fn encryption(parameters: &Parameters, user: Option<String>) -> Result<NbdTls, B
     Ok(NbdTls { keys, hostname, verify })
 }
 
-/// Somebody who gives keys means to encrypt.
+/// Refuses TLS parameters without TLS: the operator expects encryption.
 fn no_tls(parameters: &Parameters, user: Option<String>) -> Result<Option<NbdTls>, BadValue> {
     let given = parameters.0.iter().find(|(name, _)| name.starts_with("tls-"));
     match (given, user) {
         (Some((name, _)), _) => {
             let message = format!("`{name}` has no effect without TLS");
-            Err(bad(message, "write nbds:// or nbds+unix://, or take it out"))
+            Err(bad(message, "write nbds:// or nbds+unix://, or remove it"))
         }
         (None, Some(user)) => {
             let message = format!("the user `{}` has no effect without TLS", shorten(&user));
-            Err(bad(message, "write nbds:// or nbds+unix://, or take it out"))
+            Err(bad(message, "write nbds:// or nbds+unix://, or remove it"))
         }
         (None, None) => Ok(None),
     }
@@ -215,7 +215,7 @@ fn seconds(name: &str, text: &str) -> Result<Duration, BadValue> {
         .filter(|seconds| *seconds <= MAX_RECONNECT)
         .map(Duration::from_secs)
         .ok_or_else(|| {
-            let message = format!("`{}` is no time to wait for a server", shorten(text));
+            let message = format!("`{}` is not a time in seconds", shorten(text));
             bad(message, format!("write seconds from 0 to 86400, such as {name}=60"))
         })
 }

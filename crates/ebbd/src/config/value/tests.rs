@@ -26,33 +26,33 @@ fn addresses() {
 #[test]
 fn refused_addresses_come_with_a_remedy() {
     for (text, kind, remedy) in [
-        ("", ErrorKind::InvalidValue, "tcp:HOST:PORT"),
-        ("/run/a.sock", ErrorKind::InvalidValue, "write unix:/run/a.sock"),
-        ("udp:a:1", ErrorKind::InvalidValue, "tcp:HOST:PORT"),
-        ("unix:", ErrorKind::InvalidValue, "whole path"),
-        ("unix:@name", ErrorKind::InvalidValue, "unix:/path"),
-        ("unix:/run/", ErrorKind::InvalidValue, "unix:/run/nbd.sock"),
-        ("unix:/a\0b", ErrorKind::InvalidValue, "take it out"),
-        ("tcp:", ErrorKind::InvalidValue, "10809"),
-        ("tcp:localhost", ErrorKind::InvalidValue, "10809"),
-        ("tcp::10809", ErrorKind::InvalidValue, "tcp:0.0.0.0:10809"),
-        ("tcp:*:10809", ErrorKind::InvalidValue, "tcp:0.0.0.0:10809"),
-        ("tcp:::1:10809", ErrorKind::InvalidValue, "tcp:[::1]:10809"),
-        ("tcp:[::1:10809", ErrorKind::InvalidValue, "tcp:[::1]:10809"),
-        ("tcp:[x]:10809", ErrorKind::InvalidValue, "tcp:[::1]:10809"),
-        ("tcp:[::1]", ErrorKind::InvalidValue, "10809"),
-        ("tcp:a b:1", ErrorKind::InvalidValue, "253 letters"),
-        ("tcp:a:", ErrorKind::InvalidValue, "0 to 65535"),
-        ("tcp:a:+80", ErrorKind::InvalidValue, "0 to 65535"),
-        ("tcp:a:65536", ErrorKind::InvalidValue, "0 to 65535"),
-        ("tcp:a:-1", ErrorKind::InvalidValue, "0 to 65535"),
+        ("", ConfigErrorKind::InvalidValue, "tcp:HOST:PORT"),
+        ("/run/a.sock", ConfigErrorKind::InvalidValue, "write unix:/run/a.sock"),
+        ("udp:a:1", ConfigErrorKind::InvalidValue, "tcp:HOST:PORT"),
+        ("unix:", ConfigErrorKind::InvalidValue, "whole path"),
+        ("unix:@name", ConfigErrorKind::InvalidValue, "unix:/path"),
+        ("unix:/run/", ConfigErrorKind::InvalidValue, "unix:/run/nbd.sock"),
+        ("unix:/a\0b", ConfigErrorKind::InvalidValue, "remove it"),
+        ("tcp:", ConfigErrorKind::InvalidValue, "10809"),
+        ("tcp:localhost", ConfigErrorKind::InvalidValue, "10809"),
+        ("tcp::10809", ConfigErrorKind::InvalidValue, "tcp:0.0.0.0:10809"),
+        ("tcp:*:10809", ConfigErrorKind::InvalidValue, "tcp:0.0.0.0:10809"),
+        ("tcp:::1:10809", ConfigErrorKind::InvalidValue, "tcp:[::1]:10809"),
+        ("tcp:[::1:10809", ConfigErrorKind::InvalidValue, "tcp:[::1]:10809"),
+        ("tcp:[x]:10809", ConfigErrorKind::InvalidValue, "tcp:[::1]:10809"),
+        ("tcp:[::1]", ConfigErrorKind::InvalidValue, "10809"),
+        ("tcp:a b:1", ConfigErrorKind::InvalidValue, "253 letters"),
+        ("tcp:a:", ConfigErrorKind::InvalidValue, "0 to 65535"),
+        ("tcp:a:+80", ConfigErrorKind::InvalidValue, "0 to 65535"),
+        ("tcp:a:65536", ConfigErrorKind::InvalidValue, "0 to 65535"),
+        ("tcp:a:-1", ConfigErrorKind::InvalidValue, "0 to 65535"),
     ] {
         let error = listen(text).expect_err(text);
         assert_eq!(error.kind, kind, "{text}: {error}");
         assert!(error.remedy.contains(remedy), "{text}: {error}");
     }
     let error = listen(&format!("unix:/{}", "a".repeat(107))).unwrap_err();
-    assert_eq!(error.kind, ErrorKind::OutOfRange);
+    assert_eq!(error.kind, ConfigErrorKind::OutOfRange);
     assert!(error.to_string().contains("108 bytes") && error.remedy.contains("107 bytes"));
     assert!(listen(&format!("tcp:{}:1", "a".repeat(254))).is_err());
 }
@@ -67,22 +67,22 @@ fn stores() {
 #[test]
 fn refused_stores_come_with_a_remedy() {
     for (text, kind, remedy) in [
-        ("", ErrorKind::InvalidValue, "file:, memory:, null:, nbd:"),
-        ("/a.img", ErrorKind::InvalidValue, "write file:/a.img"),
-        ("./a.img", ErrorKind::InvalidValue, "write file:./a.img"),
-        ("files:/a.img", ErrorKind::InvalidValue, "did you mean `file:`?"),
-        ("mem:1G", ErrorKind::InvalidValue, "did you mean `memory:`?"),
-        ("s3:bucket", ErrorKind::InvalidValue, "file:, memory:, null:, nbd:"),
-        ("file:", ErrorKind::InvalidValue, "whole path"),
-        ("memory:", ErrorKind::InvalidValue, "such as 512"),
-        ("memory:1KB", ErrorKind::InvalidValue, "the units are"),
-        ("memory:1.5G", ErrorKind::InvalidValue, "smaller unit"),
-        ("memory:0", ErrorKind::OutOfRange, "1G"),
-        ("memory:-1G", ErrorKind::OutOfRange, "such as 512"),
-        ("memory:1", ErrorKind::InvalidValue, "is 512"),
-        ("null:1000", ErrorKind::InvalidValue, "is 1024"),
-        ("null:16777216T", ErrorKind::OutOfRange, "16777215T"),
-        ("null:8388608T", ErrorKind::OutOfRange, "below 8388608T"),
+        ("", ConfigErrorKind::InvalidValue, "file:, memory:, null:, nbd:"),
+        ("/a.img", ConfigErrorKind::InvalidValue, "write file:/a.img"),
+        ("./a.img", ConfigErrorKind::InvalidValue, "write file:./a.img"),
+        ("files:/a.img", ConfigErrorKind::InvalidValue, "did you mean `file:`?"),
+        ("mem:1G", ConfigErrorKind::InvalidValue, "did you mean `memory:`?"),
+        ("s3:bucket", ConfigErrorKind::InvalidValue, "file:, memory:, null:, nbd:"),
+        ("file:", ConfigErrorKind::InvalidValue, "whole path"),
+        ("memory:", ConfigErrorKind::InvalidValue, "such as 512"),
+        ("memory:1KB", ConfigErrorKind::InvalidValue, "the units are"),
+        ("memory:1.5G", ConfigErrorKind::InvalidValue, "smaller unit"),
+        ("memory:0", ConfigErrorKind::OutOfRange, "1G"),
+        ("memory:-1G", ConfigErrorKind::OutOfRange, "such as 512"),
+        ("memory:1", ConfigErrorKind::InvalidValue, "is 512"),
+        ("null:1000", ConfigErrorKind::InvalidValue, "is 1024"),
+        ("null:16777216T", ConfigErrorKind::OutOfRange, "16777215T"),
+        ("null:8388608T", ConfigErrorKind::OutOfRange, "below 8388608T"),
     ] {
         let error = store(text).expect_err(text);
         assert_eq!(error.kind, kind, "{text}: {error}");
@@ -95,13 +95,13 @@ fn refused_stores_come_with_a_remedy() {
 
 #[test]
 fn choices() {
-    assert_eq!(Tls::parse("require"), Ok(Tls::Require));
-    assert_eq!(Tls::Require.to_string(), "require");
-    let error = Tls::parse("required").unwrap_err();
-    assert_eq!(error.kind, ErrorKind::UnknownChoice);
+    assert_eq!(TlsSetting::parse("require"), Ok(TlsSetting::Require));
+    assert_eq!(TlsSetting::Require.to_string(), "require");
+    let error = TlsSetting::parse("required").unwrap_err();
+    assert_eq!(error.kind, ConfigErrorKind::UnknownChoice);
     assert_eq!(error.remedy, "did you mean `require`?");
     assert_eq!(LogLevel::parse("Info").unwrap_err().remedy, "did you mean `info`?");
-    assert_eq!(Direct::parse("yes").unwrap_err().remedy, "the values are: auto, on, off");
+    assert_eq!(DirectMode::parse("yes").unwrap_err().remedy, "the values are: auto, on, off");
 }
 
 #[test]
@@ -109,10 +109,10 @@ fn volume_names() {
     assert!(volume_name("disk").is_ok());
     assert!(volume_name("install cd/ä").is_ok());
     assert!(volume_name(&"n".repeat(255)).is_ok());
-    assert_eq!(volume_name("").unwrap_err().kind, ErrorKind::OutOfRange);
-    assert_eq!(volume_name(&"n".repeat(256)).unwrap_err().kind, ErrorKind::OutOfRange);
+    assert_eq!(volume_name("").unwrap_err().kind, ConfigErrorKind::OutOfRange);
+    assert_eq!(volume_name(&"n".repeat(256)).unwrap_err().kind, ConfigErrorKind::OutOfRange);
     for name in ["a\nb", "a\0", "\u{7f}", "a\u{85}"] {
-        assert_eq!(volume_name(name).unwrap_err().kind, ErrorKind::InvalidValue, "{name:?}");
+        assert_eq!(volume_name(name).unwrap_err().kind, ConfigErrorKind::InvalidValue, "{name:?}");
     }
 }
 

@@ -1,5 +1,5 @@
 "use strict";
-// Draws what /v1/stat says, once a second. Text reaches the page as text only, never as markup.
+// Draws the data of /v1/stat once a second. Text is inserted as text nodes only, never as markup.
 
 const KEPT = 300; // samples
 const EVERY = 1000; // ms
@@ -24,7 +24,7 @@ function duration(seconds) {
   return hours > 0 ? `${hours} h ${minutes} min` : `${minutes} min ${Math.floor(seconds % 60)} s`;
 }
 
-// How fast `read(stat)` grew up to sample `at`, per second. A daemon that began anew counts from 0.
+// The growth of `read(stat)` up to sample `at`, per second. After a restart of the daemon counters begin at 0.
 function speed(at, read) {
   if (at < 1) return 0;
   const [before, now] = [samples[at - 1], samples[at]];
@@ -69,7 +69,7 @@ function shape(kind, attributes, parent) {
   const made = document.createElementNS(SVG, kind);
   const { style, ...others } = attributes;
   for (const [name, value] of Object.entries(others)) made.setAttribute(name, value);
-  // Not as an attribute: the page's policy lets no markup carry style.
+  // Not as an attribute: the page's Content-Security-Policy forbids inline styles in markup.
   if (style) made.style.cssText = style;
   parent.append(made);
   return made;
@@ -173,14 +173,14 @@ function tables(stat) {
     ["written", (v) => rate(per(v, "write", "bytes"))],
     ["cache", (v) => v.cache?.mode ?? "none"],
     ["bufspace", (v) => (v.cache ? bytes(v.cache.bufspace_bytes) : "–")],
-    ["found", (v) => percent(hitRatio(last, (s) => volume(s, v.name)?.cache))],
+    ["hit ratio", (v) => percent(hitRatio(last, (s) => volume(s, v.name)?.cache))],
     ["dirty", (v) => (v.cache ? bytes(v.cache.dirty_bytes) : "–")],
     ["errors", (v) => [number(errors(v)), errors(v) > 0]],
   ]);
   table("bdis", stat.bdis ?? [], [
     ["backing device", (b) => [b.stuck ? `${b.name}: stuck` : b.name, b.stuck]],
     ["dirty", (b) => bytes(b.dirty_bytes)],
-    ["on its way", (b) => bytes(b.writeback_bytes)],
+    ["writeback", (b) => bytes(b.writeback_bytes)],
     ["threshold", (b) => bytes(b.threshold_bytes)],
     ["bandwidth", (b) => rate(b.bandwidth_bytes_per_second)],
     ["share", (b) => percent(b.share)],
@@ -211,7 +211,7 @@ async function look() {
   const state = document.getElementById("state");
   try {
     const answer = await fetch("/v1/stat", { cache: "no-store", signal: AbortSignal.timeout(5000) });
-    if (!answer.ok) throw new Error(`the daemon answers ${answer.status}`);
+    if (!answer.ok) throw new Error(`the daemon replied with status ${answer.status}`);
     const stat = await answer.json();
     samples.push({ time: performance.now(), stat });
     if (samples.length > KEPT) samples.shift();
@@ -220,8 +220,8 @@ async function look() {
     PLOTS.forEach(draw);
     tables(stat);
   } catch (error) {
-    state.textContent = `no answer: ${error.message}`;
-    state.className = "gone";
+    state.textContent = `no reply from the daemon: ${error.message}`;
+    state.className = "unreachable";
   }
   setTimeout(look, EVERY);
 }

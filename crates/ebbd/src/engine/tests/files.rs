@@ -21,7 +21,10 @@ fn two_volumes_exchange_their_files() {
     world.write("a", 1).unwrap();
     world.write("b", 2).unwrap();
     world.reload(on(&[("a", "two"), ("b", "one")]));
-    assert_eq!(world.phases(), [phase("a", Phase::Serving), phase("b", Phase::Serving)]);
+    assert_eq!(
+        world.phases(),
+        [phase("a", VolumePhase::Serving), phase("b", VolumePhase::Serving)]
+    );
     assert_eq!((one.stable_bytes()[0], two.stable_bytes()[0]), (1, 2), "flushed on the way");
     world.write("a", 3).unwrap();
     world.write("b", 4).unwrap();
@@ -30,7 +33,7 @@ fn two_volumes_exchange_their_files() {
 }
 
 #[test]
-fn a_volume_that_takes_over_the_file_of_one_that_goes_waits_for_it() {
+fn a_volume_waits_for_the_file_of_a_volume_that_is_removed() {
     let old = on(&[("old", "file"), ("other", "two")]);
     let world = World::new(&old, Duration::from_millis(200));
     let file = world.store("file");
@@ -49,7 +52,7 @@ fn a_volume_that_takes_over_the_file_of_one_that_goes_waits_for_it() {
     assert!(name == "new" && reason.contains("volume old is on the same file"), "{reason}");
     file.release();
     world.wait_for("new is served", |world| {
-        world.phases() == [phase("new", Phase::Serving), phase("other", Phase::Serving)]
+        world.phases() == [phase("new", VolumePhase::Serving), phase("other", VolumePhase::Serving)]
     });
     assert_eq!(file.stable_bytes()[0], 5, "flushed before");
     assert!(world.stop().is_clean());
@@ -77,12 +80,12 @@ fn all_volumes_are_renamed_in_one_reload_without_a_failure() {
 }
 
 #[test]
-fn of_two_volumes_on_one_file_the_second_is_refused_at_once_and_told_why() {
+fn a_second_volume_on_one_file_is_refused_at_once_with_the_reason() {
     let both = on(&[("a", "file"), ("b", "file")]);
     let world = World::new(&both, SOON);
     world.store("file");
     world.start(both, None);
-    assert_eq!(world.phases(), [phase("a", Phase::Serving), phase("b", Phase::Failed)]);
+    assert_eq!(world.phases(), [phase("a", VolumePhase::Serving), phase("b", VolumePhase::Failed)]);
     let [(_, reason)] = &failures(&world)[..] else { panic!("one") };
     assert!(reason.contains("volume a is on the same file: give each"), "{reason}");
     // One that is served moves to the file of another, which stays: nothing changes.
@@ -104,7 +107,7 @@ fn a_file_is_known_by_whatever_path_and_may_be_read_by_several() {
         let text = format!("[volume.{name}]\nstore='file:{}'\n{more}", path.display());
         config(&text).volumes[name].clone()
     };
-    let claims = Arc::<Claims>::default();
+    let claims = Arc::<FileClaims>::default();
     let open = |name: &str, config: &VolumeConfig| {
         futures_lite::future::block_on(HelperThreads.open(name, config, Expected::Any, &claims))
     };
@@ -135,7 +138,9 @@ fn a_reload_does_not_wait_for_a_volume_that_an_earlier_one_withdraws() {
     for files in [&[("good", "two")][..], &[("good", "two"), ("more", "three")]] {
         let (engine, new) = (world.engine.clone(), on(files));
         world.worker.handle().spawn(|io| async move { engine.reload(&io, new).await });
-        world.wait_for("dead goes", |world| world.phases()[0] == phase("dead", Phase::Closing));
+        world.wait_for("dead goes", |world| {
+            world.phases()[0] == phase("dead", VolumePhase::Closing)
+        });
     }
     world.wait_for("more is served", |world| world.server.volume("more").is_some());
     dead.release();

@@ -25,7 +25,7 @@ fn transfer(disk: &mut Frontend, operation: u8, byte: u8) -> Vec<u8> {
 }
 
 #[test]
-fn a_guest_keeps_its_disk_through_a_reload_that_fails_and_is_told_when_its_store_changes() {
+fn a_guest_keeps_its_disk_through_a_failed_reload_and_is_notified_of_a_new_store() {
     let on = |file: &str| config(&format!("[volume.disk]\nstore='file:/{file}'\n"));
     let world = World::new(&on("one"), SOON);
     let (one, two) = (world.store("one"), world.store("two"));
@@ -70,7 +70,7 @@ fn a_guest_keeps_its_disk_through_a_reload_that_fails_and_is_told_when_its_store
 
 /// Writes that were acknowledged from memory are on the store when a stop has ended well: a successor goes on with the guest.
 #[test]
-fn a_stop_in_good_order_leaves_a_written_back_volume_to_a_successor() {
+fn an_orderly_stop_leaves_a_written_back_volume_to_the_next_daemon() {
     let listed = || volumes(&["disk"], "writeback");
     let journals = tempfile::tempdir_in("/dev/shm").unwrap();
     let machine = Machine::default();

@@ -132,7 +132,7 @@ impl Opener for Meanwhile {
         name: &str,
         config: &VolumeConfig,
         expected: Expected,
-        claims: &Arc<Claims>,
+        claims: &Arc<FileClaims>,
     ) -> Opening {
         if expected != Expected::Any
             && let Some(act) = lock(&self.0).take()
@@ -164,14 +164,14 @@ fn changed_meanwhile(folder: &Path, act: impl FnOnce() + Send + 'static) -> Worl
 }
 
 #[test]
-fn a_file_that_goes_while_its_volume_is_changed_is_waited_for_and_not_made_anew() {
+fn a_file_removed_during_a_change_is_waited_for_and_not_created_again() {
     let folder = tempfile::tempdir().unwrap();
     let (path, other) = (folder.path().join("image"), folder.path().join("other"));
     let (from, to) = (path.clone(), other.clone());
     let world = changed_meanwhile(folder.path(), move || std::fs::rename(from, to).unwrap());
-    assert_eq!(world.phases(), [phase("disk", Phase::Failed)]);
+    assert_eq!(world.phases(), [phase("disk", VolumePhase::Failed)]);
     let reason = world.engine.states()[0].failure.clone().unwrap().reason;
-    assert!(reason.contains("no longer at its path (there is none)"), "{reason}");
+    assert!(reason.contains("no longer at its path (there is no file)"), "{reason}");
     assert!(!path.exists());
     std::fs::rename(&other, &path).unwrap();
     world.wait_for("it is served", |world| world.server.volume("disk").is_some());
@@ -187,7 +187,7 @@ fn a_file_that_is_shrunk_while_its_volume_is_changed_is_served_as_before() {
     let world = changed_meanwhile(folder.path(), move || {
         std::fs::File::options().write(true).open(path).unwrap().set_len(1 << 19).unwrap();
     });
-    assert_eq!(world.phases(), [phase("disk", Phase::Serving)]);
+    assert_eq!(world.phases(), [phase("disk", VolumePhase::Serving)]);
     assert_eq!(world.server.volume("disk").unwrap().size(), 1 << 19);
     assert!(world.stop().is_clean());
 }

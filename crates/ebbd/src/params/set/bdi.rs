@@ -1,10 +1,10 @@
-//! The values of backing devices. A device has no daemon to follow: what nobody says of it is the
-//! default.
+//! The values of backing devices. The daemon has no values that a device could use: without a value of
+//! its own a device has the default.
 //!
 //! # Invariants
-//! - Known is what the configuration names, and what has arrived and not left.
+//! - The known devices are those in the configuration, and those with volumes.
 //! - The `min_ratio` of a device is at most its `max_ratio`, and those of all known devices together
-//!   are at most the whole: so the controller accepts what is in force here, in some order.
+//!   are at most the whole, so that the controller accepts the values in force in some order.
 
 use std::collections::BTreeMap;
 
@@ -12,11 +12,11 @@ use serde_json::Value;
 
 use super::super::error::{ParameterError, ParameterErrorKind as ErrorKind};
 use super::super::table::Key;
-use super::{Change, Live, Origin, Parameters, Reading, State};
+use super::{Live, Origin, ParameterChange, Parameters, Reading, State};
 use crate::config::{Config, shorten, suggest};
 use crate::percent::Percent;
 
-/// The values of one backing device: always those in force.
+/// Handles to the values in force of one backing device.
 #[derive(Clone, Debug)]
 pub struct BdiLive(BTreeMap<Key, Live>);
 
@@ -38,16 +38,16 @@ impl BdiLive {
     }
 }
 
-/// What is known of one backing device.
+/// The values of one backing device.
 #[derive(Debug)]
 pub(super) struct BdiCells {
     configured: BTreeMap<Key, u64>,
     live: BdiLive,
-    /// Whether volumes are on it.
-    here: bool,
+    /// Whether it has volumes.
+    has_volumes: bool,
 }
 
-/// What the configuration says of backing devices.
+/// The configured values of backing devices.
 pub(super) fn configured(config: &Config) -> BTreeMap<String, BTreeMap<Key, u64>> {
     let values = |bdi: &crate::config::BdiConfig| {
         let part = |part: Option<Percent>| part.map(|part| u64::from(part.parts_per_million()));
@@ -68,7 +68,7 @@ fn value_of(configured: &BTreeMap<Key, u64>, key: Key) -> u64 {
     configured.get(&key).copied().unwrap_or(key.definition().default)
 }
 
-/// The error for a parameter of backing devices without one.
+/// The error if a parameter of backing devices is used without a device.
 pub(super) fn needs_bdi(key: Key) -> ParameterError {
     ParameterError::new(
         ErrorKind::NotPerBdi,
@@ -78,26 +78,26 @@ pub(super) fn needs_bdi(key: Key) -> ParameterError {
 }
 
 impl Parameters {
-    /// A backing device has its first volume: from now on its values can be read and set.
-    pub fn bdi_arrives(&self, name: &str) -> BdiLive {
+    /// To be called when a backing device has its first volume: from now on its values can be read and set.
+    pub fn add_bdi(&self, name: &str) -> BdiLive {
         let mut state = self.lock();
         let cells = state.bdis.entry(name.to_owned()).or_insert_with(|| BdiCells {
             configured: BTreeMap::new(),
             live: BdiLive::new(&BTreeMap::new()),
-            here: true,
+            has_volumes: true,
         });
-        cells.here = true;
+        cells.has_volumes = true;
         cells.live.clone()
     }
 
-    /// Backing devices have no volume any more, and take along what was set for them. The cost is that of looking at
-    /// all devices once, however many leave.
-    pub fn bdis_leave<'a>(&self, names: impl IntoIterator<Item = &'a str>) {
+    /// To be called when backing devices have no volumes any more: the values set for them are discarded. All devices
+    /// are visited once, whatever the number of names.
+    pub fn remove_bdis<'a>(&self, names: impl IntoIterator<Item = &'a str>) {
         let mut state = self.lock();
         let before = state.bdi_values();
         for name in names {
             let Some(cells) = state.bdis.get_mut(name) else { continue };
-            cells.here = false;
+            cells.has_volumes = false;
             for key in Key::per_bdi() {
                 cells.live.set(key, value_of(&cells.configured, key));
             }
@@ -106,21 +106,21 @@ impl Parameters {
             }
         }
         state.settle_bdis();
-        state.bdi_changes(before).iter().for_each(|change| state.tell(change));
+        state.bdi_changes(before).iter().for_each(|change| state.notify(change));
     }
 
-    /// Names of backing devices that have arrived and not left.
+    /// The names of backing devices with volumes.
     pub fn bdis_with_volumes(&self) -> Vec<String> {
         let state = self.lock();
-        let here = state.bdis.iter().filter(|(_, cells)| cells.here);
-        here.map(|(name, _)| name.clone()).collect()
+        let used = state.bdis.iter().filter(|(_, cells)| cells.has_volumes);
+        used.map(|(name, _)| name.clone()).collect()
     }
 
-    /// Names of backing devices that the configuration has and that no volume is on.
+    /// The names of configured backing devices without volumes.
     pub fn bdis_without_volumes(&self) -> Vec<String> {
         let state = self.lock();
-        let absent = state.bdis.iter().filter(|(_, cells)| !cells.here);
-        absent.map(|(name, _)| name.clone()).collect()
+        let unused = state.bdis.iter().filter(|(_, cells)| !cells.has_volumes);
+        unused.map(|(name, _)| name.clone()).collect()
     }
 
     /// The parameters of a backing device, in order.
@@ -145,7 +145,12 @@ impl Parameters {
     ///
     /// # Errors
     /// As for [`Self::get_bdi`], or a value that is refused.
-    pub fn set_bdi(&self, name: &str, bdi: &str, value: &Value) -> Result<Change, ParameterError> {
+    pub fn set_bdi(
+        &self,
+        name: &str,
+        bdi: &str,
+        value: &Value,
+    ) -> Result<ParameterChange, ParameterError> {
         let key = Key::parse(name)?;
         let mut state = self.lock();
         let from = state.reading_bdi(key, bdi)?.value;
@@ -153,11 +158,11 @@ impl Parameters {
         state.put_bdi(key, bdi, from, to)
     }
 
-    /// Goes back to what the configuration says of a backing device, or else to the default.
+    /// Goes back to a backing device's value of the configuration, or else to the default.
     ///
     /// # Errors
     /// As for [`Self::get_bdi`], or [`ErrorKind::Conflict`] with a value set meanwhile.
-    pub fn unset_bdi(&self, name: &str, bdi: &str) -> Result<Change, ParameterError> {
+    pub fn unset_bdi(&self, name: &str, bdi: &str) -> Result<ParameterChange, ParameterError> {
         let key = Key::parse(name)?;
         let mut state = self.lock();
         let from = state.reading_bdi(key, bdi)?.value;
@@ -178,8 +183,8 @@ impl State {
             let names: Vec<String> = Key::per_bdi().map(Key::name).collect();
             return Err(ParameterError::new(
                 ErrorKind::NotPerBdi,
-                format!("{key} is none of a backing device's"),
-                format!("leave the device out; devices have {}", names.join(", ")),
+                format!("{key} is not a parameter of backing devices"),
+                format!("omit the device; the parameters of devices are {}", names.join(", ")),
             ));
         }
         let value = cells.live.get(key);
@@ -194,19 +199,19 @@ impl State {
         bdi: &str,
         from: u64,
         to: u64,
-    ) -> Result<Change, ParameterError> {
+    ) -> Result<ParameterChange, ParameterError> {
         self.bdi_fits(key, bdi, to)?;
         if let Some(cells) = self.bdis.get(bdi) {
             cells.live.set(key, to);
         }
-        let change = Change { key, volume: None, bdi: Some(bdi.to_owned()), from, to };
+        let change = ParameterChange { key, volume: None, bdi: Some(bdi.to_owned()), from, to };
         if from != to {
-            self.tell(&change);
+            self.notify(&change);
         }
         Ok(change)
     }
 
-    /// Whether a device's `key` may be `value`, as far as other values are concerned.
+    /// Checks a device's `value` for `key` against other values.
     fn bdi_fits(&self, key: Key, bdi: &str, value: u64) -> Result<(), ParameterError> {
         let text = |value| key.definition().text(value);
         let of = |key| self.bdis.get(bdi).map_or(0, |cells| cells.live.get(key));
@@ -234,21 +239,24 @@ impl State {
                     return Ok(());
                 }
                 conflict(
-                    format!("{} is more than the others leave of the whole", text(value)),
-                    format!("choose {} or less, or a smaller min_ratio for another", text(left)),
+                    format!("{} is more than the other devices leave of 100", text(value)),
+                    format!(
+                        "choose {} or less, or lower the min_ratio of another device",
+                        text(left)
+                    ),
                 )
             }
             _ => Ok(()),
         }
     }
 
-    /// What is kept for all devices but one.
+    /// The sum of `min_ratio` of all devices, except one.
     fn kept(&self, except: Option<&str>) -> u64 {
         let others = self.bdis.iter().filter(|(name, _)| Some(name.as_str()) != except);
         others.fold(0, |sum, (_, cells)| sum.saturating_add(cells.live.get(Key::MinRatio)))
     }
 
-    pub(super) fn reload_bdis(&mut self, configured: &super::Configured) -> Vec<Change> {
+    pub(super) fn reload_bdis(&mut self, configured: &super::Configured) -> Vec<ParameterChange> {
         let before = self.bdi_values();
         let none = BTreeMap::new();
         for (name, cells) in &mut self.bdis {
@@ -260,12 +268,12 @@ impl State {
             }
             cells.configured.clone_from(new);
         }
-        self.bdis.retain(|_, cells| cells.here || !cells.configured.is_empty());
+        self.bdis.retain(|_, cells| cells.has_volumes || !cells.configured.is_empty());
         for (name, configured) in &configured.bdis {
             self.bdis.entry(name.clone()).or_insert_with(|| BdiCells {
                 configured: configured.clone(),
                 live: BdiLive::new(configured),
-                here: false,
+                has_volumes: false,
             });
         }
         self.settle_bdis();
@@ -293,10 +301,10 @@ impl State {
         }
     }
 
-    fn bdi_changes(&self, before: Vec<(String, Key, u64)>) -> Vec<Change> {
+    fn bdi_changes(&self, before: Vec<(String, Key, u64)>) -> Vec<ParameterChange> {
         let change = |(name, key, from): (String, Key, u64)| {
             let to = self.bdis.get(&name)?.live.get(key);
-            (from != to).then_some(Change { key, volume: None, bdi: Some(name), from, to })
+            (from != to).then_some(ParameterChange { key, volume: None, bdi: Some(name), from, to })
         };
         before.into_iter().filter_map(change).collect()
     }
@@ -326,10 +334,10 @@ mod tests {
     }
 
     #[test]
-    fn a_device_has_what_the_file_says_until_it_is_set_and_loses_that_with_its_volumes() {
+    fn a_device_has_configured_values_until_they_are_set_and_loses_set_values_with_its_volumes() {
         let parameters = Parameters::new(&configured(&[("array", &[(Key::MaxBytes, 8 << 20)])]));
         assert_eq!(parameters.bdis_without_volumes(), ["array"]);
-        let (array, disk) = (parameters.bdi_arrives("array"), parameters.bdi_arrives("8:0"));
+        let (array, disk) = (parameters.add_bdi("array"), parameters.add_bdi("8:0"));
         assert_eq!((array.get(Key::MaxBytes), disk.get(Key::MaxBytes)), (8 << 20, 0));
         assert_eq!(disk.get(Key::MaxRatio), 1_000_000);
         assert!(parameters.bdis_without_volumes().is_empty());
@@ -347,7 +355,7 @@ mod tests {
         assert_eq!(array.get(Key::MaxBytes), 8 << 20);
 
         parameters.set_bdi("max_bytes", "array", &json!(1 << 20)).unwrap();
-        parameters.bdis_leave(["array", "8:0", "never"]);
+        parameters.remove_bdis(["array", "8:0", "never"]);
         assert_eq!(parameters.get_bdi("max_bytes", "array").unwrap().value, 8 << 20);
         assert_eq!(kind(parameters.list_bdi("8:0")), ErrorKind::UnknownBdi);
     }
@@ -358,7 +366,7 @@ mod tests {
             configured(&[("array", &[(Key::MaxBytes, bytes), (Key::MinRatio, part)])])
         };
         let parameters = Parameters::new(&file(1 << 20, 100_000));
-        let array = parameters.bdi_arrives("array");
+        let array = parameters.add_bdi("array");
         parameters.set_bdi("max_bytes", "array", &json!("2M")).unwrap();
         assert_eq!(parameters.reload(&file(1 << 20, 200_000)).len(), 1);
         assert_eq!((array.get(Key::MaxBytes), array.get(Key::MinRatio)), (2 << 20, 200_000));
@@ -372,9 +380,9 @@ mod tests {
     }
 
     #[test]
-    fn parts_fit_together() {
+    fn ratios_of_all_devices_fit_together() {
         let parameters = Parameters::new(&Configured::default());
-        let (a, b) = (parameters.bdi_arrives("a"), parameters.bdi_arrives("b"));
+        let (a, b) = (parameters.add_bdi("a"), parameters.add_bdi("b"));
         parameters.set_bdi("min_ratio", "a", &json!(60)).unwrap();
         let error = parameters.set_bdi("min_ratio", "b", &json!(41)).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Conflict);
@@ -389,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_are_not_there() {
+    fn unknown_names_are_refused_with_a_suggestion() {
         let parameters = Parameters::new(&configured(&[("array", &[])]));
         let error = parameters.get_bdi("max_bytes", "aray").unwrap_err();
         assert_eq!(error.remedy, "did you mean `array`?");
@@ -416,8 +424,8 @@ mod tests {
                 let name = bdi.to_string();
                 let text = json!(Percent::new(u32::try_from(value).unwrap()).to_string());
                 match what {
-                    0 => drop(parameters.bdi_arrives(&name)),
-                    1 => parameters.bdis_leave([name.as_str()]),
+                    0 => drop(parameters.add_bdi(&name)),
+                    1 => parameters.remove_bdis([name.as_str()]),
                     2 => drop(parameters.set_bdi("min_ratio", &name, &text)),
                     3 => drop(parameters.set_bdi("max_ratio", &name, &text)),
                     4 => drop(parameters.unset_bdi("max_ratio", &name)),

@@ -106,7 +106,7 @@ fn a_request_fits_into_the_memory_of_its_connection() {
 }
 
 #[test]
-fn names_that_are_not_there() {
+fn unknown_names_are_refused_with_a_suggestion() {
     let parameters = Parameters::new(&configured(&[], &[("disk", &[]), ("install cd", &[])]));
     let error = parameters.set(NAME, Some("dsik"), &json!(1)).unwrap_err();
     assert_eq!(
@@ -122,7 +122,7 @@ fn names_that_are_not_there() {
 }
 
 #[test]
-fn watchers_are_told_in_order_and_find_the_new_value() {
+fn watchers_see_changes_in_order_and_read_the_new_value() {
     let parameters = Parameters::new(&Configured::default());
     let (seen, live) = (Arc::new(Mutex::new(Vec::new())), parameters.live(PAGES));
     let seen_too = seen.clone();

@@ -1,4 +1,4 @@
-//! What is said of each parameter: the texts and numbers of the table.
+//! The definition of each parameter: the texts and numbers of the table.
 
 use super::{CLASSES, Definition, Kind, Scope};
 
@@ -17,14 +17,15 @@ pub(super) const MAX_BUFFER_PAGES: Definition = Definition {
     zero: None,
     config: Some("max_buffer_pages"),
     since: "0.1.0",
-    effect: "The next time a queue has no request under way, 100 ms later at most. A smaller \
-             value gives pages back then, a larger one lets the pool keep more of what requests \
-             bring.",
-    doc: "How many free pages each queue keeps for the requests to come. A queue's pool starts \
-          with none and grows on demand while requests are carried out: the value does not limit \
-          how much memory requests take, only how much stays behind them.\n\n\
-          0 keeps nothing. Under memory pressure the limit is 0 for buffer_squeeze_duration_ms, and \
-          as long as the pressure goes on, whatever the value: then all queues share what is free.",
+    effect: "The next time a queue has no request in flight, or after 100 ms at most. With a \
+             smaller value the pool then frees pages; with a larger one it keeps more of the pages \
+             that requests free.",
+    doc: "How many free pages each queue keeps for later requests. The pool of a queue starts \
+          empty and grows on demand while requests are carried out: the value does not limit how \
+          much memory requests use, only how much the queue keeps when they have completed.\n\n\
+          With 0 a queue keeps no free pages. Under memory pressure the limit is 0 for \
+          buffer_squeeze_duration_ms, and as long as the pressure lasts, regardless of the value: \
+          then all queues share the free memory.",
 };
 
 pub(super) const BUFFER_SQUEEZE_DURATION_MS: Definition = Definition {
@@ -39,13 +40,13 @@ pub(super) const BUFFER_SQUEEZE_DURATION_MS: Definition = Definition {
     zero: None,
     config: Some("buffer_squeeze_duration_ms"),
     since: "0.1.0",
-    effect: "At the next sign of memory pressure. A squeeze that is under way keeps its end.",
-    doc: "How long pools of free pages keep nothing after a sign of memory pressure. Each further \
-          sign starts the time again, and while pressure goes on (drain, last resort) it does not end. \
-          Idle queues are woken to give back theirs.\n\n\
-          A longer time gives back more of what requests bring meanwhile and costs more \
-          allocations. 0 gives back what is free at the moment of the sign and lets pools grow at \
-          once again.",
+    effect: "At the next sign of memory pressure. A squeeze that has begun keeps its duration.",
+    doc: "How long page pools keep no free pages after a sign of memory pressure. Each further \
+          sign restarts the time, and while the pressure lasts (drain, last resort) it does not end. \
+          Idle queues are woken to free their pages.\n\n\
+          With a longer time more of the pages that requests free meanwhile are returned, which \
+          costs more allocations. With 0 the pages that are free at the moment of the sign are \
+          returned, and pools may grow again at once.",
 };
 
 pub(super) const ZONE_LIMIT_BYTES: Definition = Definition {
@@ -60,12 +61,12 @@ pub(super) const ZONE_LIMIT_BYTES: Definition = Definition {
     zero: Some("no limit"),
     config: None,
     since: "0.1.0",
-    effect: "At once for memory to be taken. Memory above a smaller limit stays until it is free.",
-    doc: "The most memory that blocks of one size may take, in use and free together. There is \
-          one parameter for each size of blocks: zone_limit_bytes.4K to zone_limit_bytes.1M.\n\n\
-          A request that finds its zone at the limit waits until a block is free; requests wait in \
-          their order. The smallest limit, 2M, is the unit in which zones take memory. 0 is no \
-          limit: memory pressure alone decides.",
+    effect: "At once for new allocations. Memory above a smaller limit stays until it is free.",
+    doc: "The maximum memory of the blocks of one size, in use and free together. There is one \
+          parameter for each block size: zone_limit_bytes.4K to zone_limit_bytes.1M.\n\n\
+          A request whose zone is at the limit waits until a block is free; requests wait in order \
+          of arrival. The smallest limit, 2M, is the unit in which zones allocate memory. With 0 \
+          there is no limit, and only memory pressure shrinks the zone.",
 };
 
 pub(super) const CACHE_MAX: Definition = Definition {
@@ -77,17 +78,17 @@ pub(super) const CACHE_MAX: Definition = Definition {
     default: 0,
     minimum: 1 << 20,
     maximum: 1 << 40,
-    zero: Some("as the host allows"),
+    zero: Some("follows the host"),
     config: Some("cache_max"),
     since: "0.1.0",
-    effect: "At once. What the cache holds above a smaller value goes within a second, the coldest \
-             first.",
-    doc: "The most memory the cache of all volumes together may hold, wired or lent \
+    effect: "At once. With a smaller value the excess is evicted within a second, the least \
+             recently used data first.",
+    doc: "The maximum size of the cache of all volumes together, wired and lent memory \
           (`bufspace`).\n\n\
-          0 leaves it to the host: the cache grows while memory is free, up to four fifths of \
-          what the host, or the daemon's control group, has. Most of it is lent to the kernel, \
-          which takes it back by itself when others need it, so that there is seldom a reason to \
-          set a limit.",
+          With 0 the cache grows while the host has free memory, up to four fifths of the memory \
+          of the host or of the daemon's control group. Most of the cache is lent to the kernel \
+          (`MADV_FREE`), which discards it without I/O when other processes need memory, so that a \
+          limit is seldom needed.",
 };
 
 pub(super) const CACHE_MIN: Definition = Definition {
@@ -103,10 +104,10 @@ pub(super) const CACHE_MIN: Definition = Definition {
     config: Some("cache_min"),
     since: "0.1.0",
     effect: "At the next sign of memory pressure.",
-    doc: "What the cache keeps at levels L1 and L2 of memory pressure; it must not be more than \
-          cache_max. The last resort, L3, gives back all of it.\n\n\
-          The memory is not reserved: the cache only stops shrinking there. What the kernel takes \
-          of the lent part by itself it takes whatever the value.",
+    doc: "The size down to which the cache shrinks at the levels L1 and L2 of memory pressure; at \
+          most cache_max. The last resort, L3, empties the cache.\n\n\
+          The memory is not reserved: the daemon only stops shrinking the cache there. The kernel \
+          may discard lent memory regardless of the value.",
 };
 
 pub(super) const MAX_PERSISTENT_GRANTS: Definition = Definition {
@@ -121,16 +122,17 @@ pub(super) const MAX_PERSISTENT_GRANTS: Definition = Definition {
     zero: None,
     config: None,
     since: "0.1.0",
-    effect: "At once for grants to be mapped. A ring that holds more gives back the excess and 5 % \
-             of the value, the least recently used first, within 100 ms.",
+    effect: "At once for new mappings. A ring with more mapped grants unmaps the excess and 5 % of \
+             the value, the least recently used first, within 100 ms.",
     doc: "How many pages of a Xen guest each of its rings keeps mapped, so that requests that use \
-          them again need no call of the hypervisor. It applies to guests that agreed on \
-          persistent grants (feature_persistent); 1056 is what one ring page of requests with 32 \
-          segments each, and their descriptors, can name.\n\n\
-          A guest that uses more pages than that is served as well: what finds no place is copied \
-          by the hypervisor, and each 100 ms the least recently used 5 % of the value make room. \
-          The last sixteenth of the places is for pages that come a second time within a while. 0 \
-          keeps nothing mapped.",
+          them again need no hypercall. It applies to guests that negotiated persistent grants \
+          (feature_persistent); 1056 is the number of pages that one ring page of requests with 32 \
+          segments each, and their descriptors, can refer to. The parameter has the meaning of that \
+          of xen-blkback.\n\n\
+          A guest that uses more pages is served, too: the hypervisor copies pages that are not \
+          mapped, and every 100 ms the least recently used 5 % of the value are unmapped to make \
+          room. The last sixteenth of the mappings is reserved for pages that are used a second \
+          time within a short time. With 0 nothing stays mapped.",
 };
 
 pub(super) const PERSISTENT_GRANT_UNUSED_SECONDS: Definition = Definition {
@@ -146,9 +148,10 @@ pub(super) const PERSISTENT_GRANT_UNUSED_SECONDS: Definition = Definition {
     config: None,
     since: "0.1.0",
     effect: "Within 100 ms, also for grants that are mapped already.",
-    doc: "How long a page of a Xen guest stays mapped that no request uses. Then it is unmapped, \
-          and the guest can have it back. 0 is for ever, but memory pressure of the second level \
-          unmaps what has not been used for 5 seconds, whatever the value.",
+    doc: "How long a page of a Xen guest stays mapped while no request uses it. Then it is \
+          unmapped, and the guest can revoke the grant. With 0 there is no time limit. At level L2 \
+          of memory pressure and above, pages that have not been used for 5 seconds are unmapped \
+          regardless of the value.",
 };
 
 pub(super) const FEATURE_PERSISTENT: Definition = Definition {
@@ -163,11 +166,12 @@ pub(super) const FEATURE_PERSISTENT: Definition = Definition {
     zero: None,
     config: None,
     since: "0.1.0",
-    effect: "For disks that connect from then on. Those connected keep what they agreed on, also \
+    effect: "For disks that connect from then on. Connected disks keep what was negotiated, also \
              across a restart of the daemon.",
-    doc: "Whether Xen guests are offered persistent grants: that pages they use for requests stay \
-          mapped by the daemon and are used again. Both sides have to want it; a guest without \
-          them has its pages copied by the hypervisor, several requests at a time.",
+    doc: "Whether persistent grants are offered to Xen guests: the daemon keeps the pages of \
+          requests mapped, and the guest uses them again. Both sides must support it; without \
+          persistent grants the hypervisor copies the pages, for several requests in one \
+          hypercall.",
 };
 
 pub(super) const POLL_US: Definition = Definition {
@@ -182,15 +186,16 @@ pub(super) const POLL_US: Definition = Definition {
     zero: None,
     config: None,
     since: "0.1.0",
-    effect: "The next time a ring runs empty.",
-    doc: "How long a Xen guest's ring that has run empty is looked at before its worker sleeps: so \
-          long for each request it brought before, and 1000 microseconds at most. Requests that come \
-          meanwhile need no event and wake nobody, which saves more than the looking takes. A ring is \
-          looked at only if its last pause was shorter than that, and only while nothing of its is \
-          under way; a look in vain is not repeated before requests come quickly again. 0 never \
-          looks: the least processor time in dom0, and the longest way for a lone request.\n\n\
-          It is for volumes whose bytes lie in memory: requests of others wait for a device, and \
-          their rings are not looked at meanwhile.",
+    effect: "The next time a ring becomes empty.",
+    doc: "How long the worker polls an empty ring of a Xen guest before it sleeps: this time for \
+          each request of the last batch, and 1000 microseconds at most. Requests that arrive \
+          meanwhile need no event and no wakeup, which saves more processor time than polling \
+          uses. A ring is polled only if its last pause was shorter than that, and only while it \
+          has no request in flight; after polling without success, a ring is not polled again \
+          until requests arrive quickly again. With 0 rings are never polled, which uses the least \
+          processor time in dom0 and gives the highest latency to a single request.\n\n\
+          It applies to memory-backed volumes only: requests to other volumes wait for a device, \
+          and their rings are not polled meanwhile.",
 };
 
 pub(super) const MAX_CLIENTS: Definition = Definition {
@@ -205,11 +210,11 @@ pub(super) const MAX_CLIENTS: Definition = Definition {
     zero: None,
     config: Some("nbd.max_clients"),
     since: "0.1.0",
-    effect: "For the next client. Nobody who is connected is sent away.",
-    doc: "The number of NBD connections the daemon holds at a time. One more is closed before its \
-          handshake, and the log says so. Where several volumes are served, the clients of one are \
-          at most four times as many as the places they leave free, so that those of another one \
-          find some; one more is refused with the reason.",
+    effect: "For the next client. Established connections stay.",
+    doc: "The maximum number of NBD connections at a time. A further connection is closed before \
+          its handshake, and the log says so. If several volumes are served, the connections to one \
+          volume are at most four times the number of connections that remain free, so that clients \
+          of another volume can connect; a further one is refused with the reason.",
 };
 
 pub(super) const MAX_REQUEST: Definition = Definition {
@@ -224,7 +229,7 @@ pub(super) const MAX_REQUEST: Definition = Definition {
     zero: None,
     config: Some("nbd.max_request"),
     since: "0.1.0",
-    effect: "For connections to come: a client is told the value in its handshake.",
+    effect: "For new connections: a client receives the value in the handshake.",
     doc: "The largest payload of one READ or WRITE request. It must fit into connection_memory.",
 };
 
@@ -240,9 +245,9 @@ pub(super) const CONNECTION_MEMORY: Definition = Definition {
     zero: None,
     config: Some("nbd.connection_memory"),
     since: "0.1.0",
-    effect: "For connections to come.",
-    doc: "The memory the requests of one connection may hold, max_request or more. Requests that \
-          would need more wait in the socket.",
+    effect: "For new connections.",
+    doc: "The memory that the requests of one connection may hold, max_request or more. Requests \
+          that would need more wait in the socket.",
 };
 
 pub(super) const LOG: Definition = Definition {
@@ -258,9 +263,9 @@ pub(super) const LOG: Definition = Definition {
     config: Some("log"),
     since: "0.1.0",
     effect: "At once.",
-    doc: "What goes to the log on stderr, each level with all before it: error (what the daemon \
-          could not do), warn (what an operator should look at), info (start, stop, reload, \
-          connections), debug (why).",
+    doc: "The level of the log on stderr; each level includes the ones before it: error (what the \
+          daemon could not do), warn (what an operator should check), info (start, stop, reload, \
+          connections), debug (details).",
 };
 
 pub(super) const MIN_RATIO: Definition = Definition {
@@ -275,11 +280,12 @@ pub(super) const MIN_RATIO: Definition = Definition {
     zero: None,
     config: Some("bdi.NAME.min_ratio"),
     since: "0.1.0",
-    effect: "At once, as far as others have left room; what they hold above is written first.",
-    doc: "The part of the limit of all dirty data that is kept for this backing device whatever \
-          the others do. At most its max_ratio, and of all devices together at most 100.\n\n\
-          Without it a device that has something to write always gets the part its measured rate is \
-          worth, so that there is seldom a reason to keep more.",
+    effect: "At once, as far as other devices leave room; dirty data that they hold above their \
+             new thresholds is written first.",
+    doc: "The part of the limit of all dirty data that is reserved for this backing device. At most \
+          its max_ratio, and at most 100 for all devices together.\n\n\
+          Without it a device with dirty data always gets a part in proportion to its measured \
+          write rate, so that a reservation is seldom needed.",
 };
 
 pub(super) const MAX_RATIO: Definition = Definition {
@@ -294,10 +300,11 @@ pub(super) const MAX_RATIO: Definition = Definition {
     zero: None,
     config: Some("bdi.NAME.max_ratio"),
     since: "0.1.0",
-    effect: "At once for writes to come. What the device holds above a smaller value is written \
-             as fast as it can; meanwhile its writers are slowed.",
+    effect: "At once for new writes. Dirty data above a smaller value is written as fast as the \
+             device can; meanwhile its writers are throttled.",
     doc: "The largest part of the limit of all dirty data that this backing device may have, dirty \
-          and on its way together. The limit follows memory, and so does this part of it.",
+          and under writeback together. The limit follows the available memory, and so does this \
+          part of it.",
 };
 
 pub(super) const MAX_BYTES: Definition = Definition {
@@ -312,13 +319,13 @@ pub(super) const MAX_BYTES: Definition = Definition {
     zero: Some("no limit"),
     config: Some("bdi.NAME.max_bytes"),
     since: "0.1.0",
-    effect: "At once for writes to come. What the device holds above a smaller value is written \
-             as fast as it can; meanwhile its writers are slowed.",
-    doc: "The most that may be dirty and on its way for this backing device, in bytes, whatever \
-          memory there is.\n\n\
-          A device never holds more than it writes in two seconds, so that a limit of one's own is \
-          for a device that must be able to stop sooner: one that is unplugged, or lost with its \
-          network.",
+    effect: "At once for new writes. Dirty data above a smaller value is written as fast as the \
+             device can; meanwhile its writers are throttled.",
+    doc: "The maximum dirty data and data under writeback of this backing device, in bytes, \
+          regardless of the available memory.\n\n\
+          A device never has more dirty data than it writes in two seconds. An explicit limit is \
+          for a device that must have less to lose: removable media, or a server behind an \
+          unreliable network.",
 };
 
 pub(super) const STRICT_LIMIT: Definition = Definition {
@@ -334,11 +341,12 @@ pub(super) const STRICT_LIMIT: Definition = Definition {
     config: Some("bdi.NAME.strict_limit"),
     since: "0.1.0",
     effect: "At once.",
-    doc: "Whether not a single write may take the device above its threshold.\n\n\
-          The threshold of a device counts from the first byte here in any case, also while others \
-          leave room, for which Linux has to be told. What is left to tell: without it a write that \
-          finds at most half of the threshold used is taken whole, even if that is more than \
-          the rest; with it the write waits until it fits. That makes a difference where the \
-          threshold is smaller than two writes. A write larger than the whole threshold is taken \
-          when nothing else is held.",
+    doc: "Whether every write must fit below the threshold of the device.\n\n\
+          In Linux, strict_limit makes the threshold of one device apply even while the total is \
+          below its limit. ebbd always applies the threshold of each device; here the parameter \
+          only decides about the last write. When it is off, a write is admitted whole if at most \
+          half of the threshold is used, even if it exceeds the remaining part; when it is on, the \
+          write waits until it fits. That makes a difference where the threshold is smaller than \
+          two writes. A write larger than the whole threshold is admitted when the device has no \
+          dirty data.",
 };

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ebb_export_xen::shm::World as Machine;
 use ebb_volume::Mode;
-use ebbd::engine::Report;
+use ebbd::engine::StopReport;
 
 use super::{BOUND, PATIENCE, Site, World};
 use crate::daemon::{Place, Xen};
@@ -280,7 +280,7 @@ impl World {
     }
 
     /// The daemon was shut down: what was closed cleanly is stable.
-    pub(super) fn note_guests_stable(&mut self, report: &Report) {
+    pub(super) fn note_guests_stable(&mut self, report: &StopReport) {
         for Berth { site, guest, .. } in &mut self.berths {
             let name = &self.sites[*site].config.name;
             let left = report.unflushed.iter().any(|left| left.volume == *name);
