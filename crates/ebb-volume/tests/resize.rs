@@ -3,9 +3,10 @@
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use ebb_io::{Io, Worker};
-use ebb_store::{FileStore, MemoryStore, NullStore, OpenOptions};
+use ebb_store::{FileStore, MemoryStore, NullStore, OpenOptions, Operation, TestStore};
 use ebb_volume::{
     ErrorKind, RESIZE_LIMIT, Resize, ResizeError, Resized, Store, Volume, VolumeOptions,
 };
@@ -57,21 +58,30 @@ async fn grows_and_shrinks(io: Io, volume: Arc<Volume>) {
 
 #[test]
 fn each_of_two_concurrent_resizes_returns_the_size_that_it_changed() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("image");
-    std::fs::File::create(&path).unwrap().set_len(MIB).unwrap();
-    let (store, _) = FileStore::open(&path, &OpenOptions::default()).unwrap();
-    let volume = Volume::new("file", Store::File(store), VolumeOptions::default());
+    let store = Arc::new(TestStore::new(4 * MIB, 1));
+    let volume = Volume::new("test", Store::Test(store.clone()), VolumeOptions::default());
     with(|io| async move {
-        let begin = |mib: u64| {
+        let begin = |mib: u64, shrink: bool| {
             let (on, volume) = (io.clone(), volume.clone());
-            let order = Resize { to: Some(mib * MIB), shrink: false };
+            let order = Resize { to: Some(mib * MIB), shrink };
             io.spawn(async move { volume.resize_within(&on, order, RESIZE_LIMIT).await.unwrap() })
         };
-        // Both begin before the first ends, which waits for a system call.
-        let (first, second) = (begin(2), begin(3));
-        assert_eq!(first.await, Resized { from: MIB, to: 2 * MIB });
-        assert_eq!(second.await, Resized { from: 2 * MIB, to: 3 * MIB });
+        // A read beyond the new end holds the first one up, and the others wait for it.
+        store.hang_only(&[Operation::Read]);
+        let (on, beyond) = (io.clone(), volume.clone());
+        let reader = io.spawn(async move { read(&on, &beyond, 3 * MIB).await });
+        while store.hanging() == 0 {
+            io.sleep(Duration::from_millis(1)).await;
+        }
+        let (first, second, third) = (begin(1, true), begin(2, false), begin(3, false));
+        for _ in 0..20 {
+            io.yield_now().await;
+        }
+        store.release();
+        assert_eq!(first.await, Resized { from: 4 * MIB, to: MIB });
+        assert_eq!(second.await, Resized { from: MIB, to: 2 * MIB });
+        assert_eq!(third.await, Resized { from: 2 * MIB, to: 3 * MIB });
+        assert_eq!(reader.await, Ok(0));
     });
 }
 

@@ -82,10 +82,14 @@ impl World {
         let drain = self.daemon().settings.drain;
         self.note(format_args!("stop within {drain:?}"));
         let engine = self.daemon().engine.clone();
-        // Writes to parts of one block follow each other, each a read and a write: a slow server may take longer.
-        let slow = |site: &Site| drain < BOUND && site.remote().is_some_and(Remote::is_slow);
-        let well_since = |site: &Site| site.well_since().filter(|_| !slow(site));
-        let begun: Vec<_> = self.sites.iter().map(well_since).collect();
+        // Writes to parts of one block follow each other, each a read and a write: a slow server may take longer. So
+        // may a disk with more submitted than there is memory for.
+        let slow = |at: usize, site: &Site| {
+            let crowded = self.theme.patience(at) > 1;
+            drain < BOUND && (crowded || site.remote().is_some_and(Remote::is_slow))
+        };
+        let well_since = |(at, site): (usize, &Site)| site.well_since().filter(|_| !slow(at, site));
+        let begun: Vec<_> = self.sites.iter().enumerate().map(well_since).collect();
         let stopped = self.daemon().submit(|io| async move { engine.stop(&io).await });
         let report = self.wait_for(&stopped, drain + BOUND, "a stop")?;
         let daemon = self.daemon.take().expect("it lives");
