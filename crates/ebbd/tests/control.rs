@@ -312,7 +312,7 @@ fn an_unreachable_daemon_is_status_1_with_advice() {
     let output = command().args(["get", "--control", "tcp:h:1"]).output().expect("it starts");
     fails(&output, 2, &["unix:/path"]);
 
-    // Somebody else's server.
+    // Another server.
     let socket = UnixListener::bind(path).expect("a socket");
     std::thread::scope(|scope| {
         scope.spawn(|| {

@@ -26,6 +26,25 @@ const PRIVATE: &[&str] = &[
     concat!("in the", " reference"),
 ];
 
+/// Words that had a usual word beside them: a request, client or task is called what it is, and a thing has the name
+/// the field has for it (docs/glossary.md).
+const UNUSUAL: &[&str] = &[
+    "nobody", "somebody", "whoever", "purse", "crew", "keeper", "lane", "lanes", "befall",
+    "befalls",
+];
+
+/// Places of [`UNUSUAL`] words.
+fn unusual_words(source: &Source) -> Vec<String> {
+    let mut found = Vec::new();
+    for (index, line) in source.raw.lines().enumerate() {
+        let lower = line.to_lowercase();
+        let words = lower.split(|letter: char| !letter.is_ascii_alphanumeric());
+        let words = words.filter(|word| UNUSUAL.contains(word));
+        found.extend(words.map(|word| format!("{}:{}: {word}", source.path, index + 1)));
+    }
+    found
+}
+
 /// The numbered lines of a document outside its fenced blocks, and the code spans of each.
 fn spans(document: &str) -> Vec<(usize, &str)> {
     let mut fenced = false;
@@ -221,6 +240,20 @@ fn every_document_and_file_that_is_cited_is_in_the_tree() {
     let documents = documents.filter(|source| source.path != "CHANGELOG.md");
     missing.extend(documents.flat_map(|source| missing_files(source, &sources)));
     assert!(missing.is_empty(), "cited, and not in the tree:\n{}", missing.join("\n"));
+}
+
+#[test]
+fn the_usual_words_are_used() {
+    let mut sources = Vec::new();
+    read_tree(&root(), "", &mut sources).unwrap();
+    let is_ours = |source: &&Source| {
+        source.path.starts_with("crates/")
+            || source.path.ends_with(".md") && source.path != "CHANGELOG.md"
+    };
+    let found: Vec<_> = sources.iter().filter(is_ours).flat_map(unusual_words).collect();
+    assert!(found.is_empty(), "say it in the usual words:\n{}", found.join("\n"));
+    let source = Source::new("crates/x.rs", "A task waits.\nNobody's crew, laned.\n");
+    assert_eq!(unusual_words(&source), ["crates/x.rs:2: nobody", "crates/x.rs:2: crew"]);
 }
 
 #[test]

@@ -145,7 +145,7 @@ fn the_defaults_are_those_of_the_table() {
         .flat_map(|section| section.keys)
         .filter(|key| !key.default.is_empty())
         .count();
-    assert_eq!(with_default, shown.len(), "a default nobody compares");
+    assert_eq!(with_default, shown.len(), "a default that is not compared");
     assert_eq!(config.nbd, NbdConfig::default());
 }
 

@@ -15,9 +15,9 @@ const PERIOD: Duration = Duration::from_secs(60);
 /// The counters of a store at one moment.
 pub(super) struct StoreSample {
     pub(super) now: Instant,
-    /// See `Watched::unanswered`.
+    /// See `StoreHealth::unanswered`.
     pub(super) unanswered: u64,
-    /// See `Watched::failures`.
+    /// See `StoreHealth::failures`.
     pub(super) failures: [u64; 3],
     pub(super) remote: Option<StoreState>,
 }
