@@ -139,7 +139,7 @@ impl World {
         let changed = site.changed.is_some() || !site.listed;
         let (_, resizes) = site.oracle.end_and_resizes();
         let may = text.contains("is not served any more")
-            || changed && text.contains("no volume is called")
+            || changed && text.contains("there is no volume")
             || resizes > 0 && text.contains("the guest was connected with")
             // Another one, although of the same name.
             || matches!(site.config.place, Place::Memory(_)) && text.contains("was served volume");
