@@ -251,6 +251,7 @@ impl Offer {
             persistent: AtomicBool::new(false),
             closing: AtomicBool::new(false),
             stop: Stop::default(),
+            stopping: AtomicBool::new(false),
             counters: Counters::default(),
             unstable: Unstable::default(),
             log_limit,

@@ -47,6 +47,8 @@ pub(crate) struct DeviceShared {
     pub(crate) closing: AtomicBool,
     /// Notifies its rings of that.
     pub(crate) stop: Stop,
+    /// The daemon stops: requests that it cannot complete are left to its successor.
+    pub(crate) stopping: AtomicBool,
     pub(crate) counters: Counters,
     /// Its acknowledged writes that a kill would lose.
     pub(crate) unstable: Unstable,
@@ -67,6 +69,12 @@ impl DeviceShared {
             store: self.volume.store_identity(),
             size: self.volume.size(),
         }
+    }
+
+    /// Whether a request that fails now gets no response, but stays in the journal for the successor: the volume was
+    /// given up because its store does not respond, which is no error of the disk.
+    pub(crate) fn leaves_failures(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed) && self.volume.is_closing()
     }
 
     /// Lets requests in flight complete and consumes no new ones. Does not wait.

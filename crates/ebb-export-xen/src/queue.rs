@@ -407,8 +407,10 @@ impl Queue {
             let slot = self.journal.slot(entry);
             let abi = self.ring.borrow().abi();
             let response = self.execute(&task, abi, &slot).await;
-            self.complete(entry, response);
-            self.responses_ready.set();
+            if response.status != Status::Error.code() || !self.disk.leaves_failures() {
+                self.complete(entry, response);
+                self.responses_ready.set();
+            }
             let busy = self.tasks.busy.get() - 1;
             self.tasks.busy.set(busy);
             if busy == 0 {

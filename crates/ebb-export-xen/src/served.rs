@@ -68,6 +68,7 @@ impl Served {
     pub(crate) fn stop(self: &Arc<Self>) -> DrainingDevices {
         let mut inner = self.lock();
         inner.stopping = true;
+        inner.disks.values().for_each(|disk| disk.stopping.store(true, Ordering::Relaxed));
         self.end(&inner, |_| true)
     }
 

@@ -96,6 +96,38 @@ fn a_store_that_hangs_delays_only_its_own_disk_at_a_stop() {
     assert!(back == pattern(1, 4096));
 }
 
+/// A volume is given up because its store does not respond, and then the store does: the write is not
+/// acknowledged, which nothing could make stable any more, and is no error for the guest either. The successor
+/// repeats it.
+#[test]
+fn a_write_of_a_volume_that_was_given_up_is_left_to_the_successor() {
+    let mut rig = Rig::new();
+    let (hanging, store) = volume(&rig, "hanging");
+    let guest = rig.guest(1, 64);
+    let mut disk = rig.attach(&guest, "xvdb", "hanging", FrontendConfig::default());
+    disk.connect().unwrap();
+    store.hang();
+    let data = pattern(5, 4096);
+    send(&mut disk, 8, &data);
+    until("the write is in flight", || hanging.in_flight() > 0);
+    let backend = rig.backend.take().unwrap();
+    let ending = backend.begin_stop();
+    assert!(hanging.abandon());
+    ending.note_stable();
+    hanging.abort();
+    store.release();
+    assert!(ending.wait_until(generous()), "the write has not ended");
+    assert_eq!(disk.queues[0].take().unwrap(), None, "it has a response");
+    assert!(backend.stop(generous()).is_empty());
+    rig.workers.clear();
+    rig.add(Volume::new("hanging", Store::Test(store.clone()), VolumeOptions::default()));
+    rig.start(1, |_| {});
+    assert_eq!(disk.queues[0].wait().unwrap().status, 0, "the successor repeats the request");
+    let mut back = vec![0; 4096];
+    store.look(8 * 512, &mut back);
+    assert!(back == data);
+}
+
 /// A withdrawn volume drains independently of other disks, and a task can await that.
 #[test]
 fn a_withdrawn_volume_drains_independently_and_its_guest_is_notified() {

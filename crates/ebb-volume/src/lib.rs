@@ -12,6 +12,7 @@
 //! - Requests run to completion: an export waits for them also if the client has disconnected, so that
 //!   `close` waits for every write the kernel may still do.
 
+mod changes;
 mod gate;
 mod log_limit;
 mod resize;

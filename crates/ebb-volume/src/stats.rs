@@ -50,13 +50,6 @@ impl VolumeStats {
         cell.fetch_add(amount, Ordering::Relaxed);
     }
 
-    /// Requests that changed data or may have changed it.
-    pub(crate) fn changes(&self) -> u64 {
-        let of = |operation| self.counters[index(operation)].requests.load(Ordering::Relaxed);
-        let all = [Operation::Write, Operation::Discard, Operation::WriteZeroes];
-        all.into_iter().map(of).fold(0, u64::wrapping_add)
-    }
-
     /// The counters of one kind of operation.
     pub fn of(&self, operation: Operation) -> OperationStats {
         let counters = &self.counters[index(operation)];

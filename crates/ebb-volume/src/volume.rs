@@ -10,6 +10,7 @@ use ebb_store::{
     Wanted, ZeroFlags,
 };
 
+use crate::changes::Changes;
 use crate::gate::{Gate, Pass};
 use crate::stats::VolumeStats;
 use crate::writer::{Lease, Writer, WriterConflict, Writers};
@@ -33,8 +34,7 @@ pub struct Volume {
     pub(crate) gate: Gate,
     writers: Arc<Writers>,
     stats: VolumeStats,
-    /// The number of data-changing requests that had completed when the last successful flush began.
-    flushed: AtomicU64,
+    changes: Changes,
     /// The size that requests are checked against, inside the gate.
     pub(crate) size: AtomicU64,
     /// Held while the volume is resized; and whether it is being shrunk.
@@ -75,7 +75,7 @@ impl Volume {
             gate: Gate::default(),
             writers: Arc::default(),
             stats: VolumeStats::default(),
-            flushed: AtomicU64::new(0),
+            changes: Changes::default(),
             share: OnceLock::new(),
             resizing: async_lock::Mutex::default(),
             shrinking: AtomicBool::new(false),
@@ -211,7 +211,7 @@ impl Volume {
             }
             None => self.store.read(io, buf, offset).await,
         };
-        (self.account(Operation::Read, length, result), buf)
+        (self.account(Operation::Read, offset, length, result), buf)
     }
 
     /// Writes the whole buffer at `offset`; with `fua` it is stable on return.
@@ -225,7 +225,7 @@ impl Volume {
             Some(cache) => cache.write(io, &self.store, buf, offset, fua).await,
             None => self.store.write(io, buf, offset, fua).await,
         };
-        (self.account(Operation::Write, length, result), buf)
+        (self.account(Operation::Write, offset, length, result), buf)
     }
 
     /// Makes everything that was acknowledged before stable.
@@ -239,7 +239,7 @@ impl Volume {
             pass = self.admit(Operation::Flush, 0, 0)?;
         }
         let result = self.make_stable(io).await;
-        self.account(Operation::Flush, 0, result)
+        self.account(Operation::Flush, 0, 0, result)
     }
 
     /// Deallocates the space of a range if the store can.
@@ -261,7 +261,7 @@ impl Volume {
         if fua && result.is_ok() {
             result = self.make_stable(io).await;
         }
-        self.account(Operation::Discard, length, result)
+        self.account(Operation::Discard, offset, length, result)
     }
 
     /// Makes a range read as zeroes; with `fua` the zeroes are stable on return.
@@ -302,7 +302,7 @@ impl Volume {
         if fua && result.is_ok() {
             result = self.make_stable(io).await;
         }
-        self.account(Operation::WriteZeroes, length, result)
+        self.account(Operation::WriteZeroes, offset, length, result)
     }
 
     /// Data and hole extents of a range in order, at most `limit`.
@@ -318,7 +318,7 @@ impl Volume {
             Some(cache) => cache.extents(io, &self.store, offset, length, limit).await,
             None => self.store.extents(io, offset, length, limit).await,
         };
-        self.account(Operation::Extents, length, result)
+        self.account(Operation::Extents, offset, length, result)
     }
 
     /// Hints that a range will be read soon.
@@ -328,7 +328,7 @@ impl Volume {
             Some(cache) => cache.prefetch(io, &self.store, offset, length).await,
             None => self.store.prefetch(io, offset, length).await,
         };
-        self.account(Operation::Prefetch, length, result)
+        self.account(Operation::Prefetch, offset, length, result)
     }
 
     /// Refuses new requests, waits for those in flight, flushes, and releases the store's lock, so that a
@@ -369,20 +369,26 @@ impl Volume {
 
     /// Writes everything that was acknowledged to the store and makes it stable there.
     async fn make_stable(&self, io: &Io) -> Result<(), BlockError> {
-        let changes = self.stats.changes();
+        let changes = self.changes.count();
         match &self.cache {
             Some(cache) => cache.flush(io, &self.store).await?,
             None => self.store.flush(io).await?,
         }
-        // Requests that completed before the flush began are stable now.
-        self.flushed.fetch_max(changes, Ordering::Relaxed);
+        self.changes.note_flushed(changes);
         Ok(())
     }
 
     /// True if no acknowledged data can be missing on the store after a crash: the volume is read-only, or all
-    /// requests that changed data completed before a successful flush began.
+    /// requests that changed data completed before a successful flush began, or failed.
     pub fn is_stable(&self) -> bool {
-        self.options.read_only || self.flushed.load(Ordering::Relaxed) == self.stats.changes()
+        self.changes.are_flushed()
+    }
+
+    /// Gives the volume up without its store, if no acknowledged data can be missing there: then requests in
+    /// flight that change data fail with [`ErrorKind::Closing`] even if the store completes them, and the result
+    /// is true. Otherwise changes nothing.
+    pub fn abandon(&self) -> bool {
+        self.changes.seal()
     }
 
     /// True if a flush has failed, so that the data it was to make stable may be lost: all flushes fail until
@@ -422,9 +428,7 @@ impl Volume {
     fn validate(&self, operation: Operation, offset: u64, length: u64) -> Result<(), BlockError> {
         let refuse =
             |kind| Err(self.with_volume_name(BlockError::new(kind, operation, offset, length)));
-        let changes =
-            matches!(operation, Operation::Write | Operation::Discard | Operation::WriteZeroes);
-        if changes && self.options.read_only {
+        if changes_data(operation) && self.options.read_only {
             return refuse(ErrorKind::ReadOnly);
         }
         if !offset.is_multiple_of(SECTOR) || !length.is_multiple_of(SECTOR) {
@@ -448,16 +452,25 @@ impl Volume {
     fn account<T>(
         &self,
         operation: Operation,
+        offset: u64,
         length: u64,
         result: Result<T, BlockError>,
     ) -> Result<T, BlockError> {
         self.stats.count(operation, length, result.is_ok());
+        if changes_data(operation) && !self.changes.complete() {
+            let kind = ErrorKind::Closing;
+            return Err(self.with_volume_name(BlockError::new(kind, operation, offset, length)));
+        }
         result.map_err(|e| self.with_volume_name(e))
     }
 
     fn with_volume_name(&self, error: BlockError) -> BlockError {
         BlockError { volume: Some(self.name.clone()), ..error }
     }
+}
+
+fn changes_data(operation: Operation) -> bool {
+    matches!(operation, Operation::Write | Operation::Discard | Operation::WriteZeroes)
 }
 
 /// A volume's data in memory, see [`Volume::direct_access`]. Closing waits until it is dropped: it must not
@@ -492,7 +505,6 @@ impl DirectAccess<'_> {
     ) -> Result<(), BlockError> {
         self.volume.validate(Operation::Write, offset, length)?;
         self.volume.store.write_in_place(offset, length, put);
-        self.volume.stats.count(Operation::Write, length, true);
-        Ok(())
+        self.volume.account(Operation::Write, offset, length, Ok(()))
     }
 }

@@ -27,7 +27,7 @@ const RETRY_MOST: Duration = Duration::from_secs(30);
 fn give_up(volume: &Volume) {
     let (name, unwritten_bytes) = (volume.name().to_string(), unwritten(volume));
     let in_flight = volume.in_flight();
-    if volume.is_stable() {
+    if volume.abandon() {
         tracing::warn!(
             volume = name,
             in_flight,
@@ -170,9 +170,11 @@ impl Engine {
         let slot = {
             let mut slots = lock(&self.slots);
             let slot = slots.entry(name.to_owned());
-            slot.or_insert_with(|| Arc::new(VolumeSlot::new(name))).clone()
+            let slot = slot.or_insert_with(|| Arc::new(VolumeSlot::new(name)));
+            // Under the lock, so that a change that ends does not remove a slot that is wanted again.
+            slot.want(new.cloned());
+            slot.clone()
         };
-        slot.want(new.cloned());
         let (engine, on, done) = (self.clone(), io.clone(), done.clone());
         let task = async move {
             // If the engine stops, the stop takes over.
@@ -186,6 +188,10 @@ impl Engine {
     /// Brings a volume to its wanted configuration, one change at a time; the latest wanted configuration applies.
     async fn change(self: &Arc<Self>, io: &Io, slot: &Arc<VolumeSlot>) -> Result<(), Stopped> {
         let _changing = self.unless_stopped(slot.changing.lock()).await?;
+        if !self.is_current(slot) {
+            // An earlier change removed the volume. If it was added again, it has another slot by now.
+            return Ok(());
+        }
         match (slot.served(), slot.wanted()) {
             (Some((volume, old)), Some(new)) if old != new => {
                 return self.replace(io, slot, volume, old, new).await;
@@ -207,6 +213,12 @@ impl Engine {
             slots.remove(slot.name());
         }
         Ok(())
+    }
+
+    /// Whether `slot` has not been removed.
+    fn is_current(&self, slot: &Arc<VolumeSlot>) -> bool {
+        let slots = lock(&self.slots);
+        slots.get(slot.name()).is_some_and(|current| Arc::ptr_eq(current, slot))
     }
 
     /// Begins to open a volume, and waits for the first attempt.

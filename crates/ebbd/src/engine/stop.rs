@@ -223,7 +223,7 @@ impl ClosingVolume {
         let why = match &*self.outcome.borrow() {
             Some(Ok(())) => return,
             Some(Err(error)) => full_text(error),
-            None if self.volume.is_stable() => {
+            None if self.volume.abandon() => {
                 let in_flight = self.volume.in_flight();
                 tracing::warn!(
                     volume,

@@ -8,7 +8,7 @@ use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_io::Worker;
 use ebb_mem::Memory;
 use ebb_store::{NbdAddress, NbdError, NbdOptions, NbdStore, Store, TestStore};
-use ebb_volume::BlockError;
+use ebb_volume::{BlockError, ErrorKind};
 
 use super::*;
 use crate::config::Overrides;
@@ -472,5 +472,69 @@ fn a_stop_lists_a_volume_that_a_reload_withdrew_with_a_loss_unless_it_is_served_
         }
         let listed: Vec<_> = world.stop().unflushed.into_iter().map(|left| left.volume).collect();
         assert_eq!(listed, if anew { vec![] } else { vec!["disk"] });
+    }
+}
+
+/// A removal that a second reload repeats waits for the first one. When it continues, a third reload may
+/// have added the volume again: in every order, the volume is served and the engine knows it.
+#[test]
+fn a_repeated_removal_does_not_remove_a_volume_that_was_added_again() {
+    let both = volumes(&["disk", "other"], "writeback");
+    let one = volumes(&["other"], "writeback");
+    for turns in 0..60 {
+        let world = World::new(&both, SOON);
+        let disk = world.store("disk");
+        world.store("other");
+        world.start(both.clone(), None);
+        world.write("disk", 6).unwrap();
+        disk.hang();
+        let (without, with) = (one.clone(), both.clone());
+        let freed = disk.clone();
+        world.run(move |engine, io| async move {
+            for config in [without.clone(), without] {
+                let (engine, on) = (engine.clone(), io.clone());
+                io.spawn(async move { engine.reload(&on, config).await }).detach();
+                for _ in 0..20 {
+                    futures_lite::future::yield_now().await;
+                }
+            }
+            freed.release();
+            for _ in 0..turns {
+                futures_lite::future::yield_now().await;
+            }
+            engine.reload(&io, with).await;
+        });
+        let both_served =
+            [phase("disk", VolumePhase::Serving), phase("other", VolumePhase::Serving)];
+        world.wait_for("both are served", |world| world.phases() == both_served);
+        assert!(world.server.volume("disk").is_some(), "after {turns} turns");
+        assert!(world.stop().is_clean());
+    }
+}
+
+/// The store of a volume that a stop has given up completes a write afterwards: it is not acknowledged, since it
+/// would be lost without being listed.
+#[test]
+fn a_write_that_completes_after_its_volume_was_given_up_is_not_acknowledged() {
+    for cache in ["none", "writeback"] {
+        let disk = volumes(&["disk"], cache);
+        let world = World::new(&disk, Duration::from_millis(100));
+        let store = world.store("disk");
+        world.start(disk, None);
+        store.hang();
+        let volume = world.server.volume("disk").unwrap();
+        let (sender, written) = std::sync::mpsc::channel();
+        world.worker.handle().spawn(move |io| async move {
+            // Not a whole page: a cache reads the rest of it first.
+            let buf = io.pool().take(512).await;
+            let _ = sender.send(volume.write(&io, buf, 8192, false).await.0);
+        });
+        let volume = world.server.volume("disk").unwrap();
+        world.wait_for("the write is in flight", |_| volume.in_flight() > 0);
+        let report = world.stop();
+        assert_eq!((report.unflushed.len(), &*report.abandoned), (0, &["disk".to_owned()][..]));
+        store.release();
+        let outcome = written.recv_timeout(SOON).unwrap();
+        assert_eq!(outcome.map_err(|error| error.kind), Err(ErrorKind::Closing), "cache {cache}");
     }
 }
