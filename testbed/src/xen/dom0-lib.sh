@@ -8,6 +8,10 @@ say() {
 stage() { echo "BED stage $*"; }
 fail() {
     echo "BED failed: $*"
+    # What the toolstack, the guests and the daemon had agreed on by then.
+    mkdir -p /out/log
+    xenstore-ls -f /local/domain >/out/log/nodes-at-failure 2>&1 || true
+    xl list >>/out/log/nodes-at-failure 2>&1 || true
     exit 1
 }
 # Seconds since the machine was switched on.

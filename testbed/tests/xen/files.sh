@@ -26,7 +26,9 @@ for i in $(seq 50); do
 done
 umount /mnt
 verify .
-ask again
+ask detach
+until_true '[ ! -e /sys/bus/xen/devices/vbd-51728 ]'
+ask attach
 wait_disk xvdb
 verify ' [12]$'
 ask trim

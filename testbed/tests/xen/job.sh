@@ -102,10 +102,14 @@ done
 stage restarted
 load_over restart
 
-asked one 300 again
-stage detached and attached again
+asked one 300 detach
+stage detached
 xl block-detach one xvdb
-until_true 20 '[ -z "$(front "$one" xvdb state)" ]'
+until_true 60 '[ -z "$(front "$one" xvdb state)" ]'
+answer one
+# Linux does not notice a disk whose nodes were removed and made again before it has handled the removal.
+asked one 60 attach
+stage attached again
 xl block-attach one "$files_disk"
 connected vbd "$one" xvdb
 answer one
