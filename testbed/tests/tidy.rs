@@ -482,7 +482,7 @@ fn each_rule_catches_its_offender() {
         ("flush", io, "fn f() { file.flush()?; }"),
         ("flush", io, "fn f() { Write::flush(&mut file)?; }"),
         ("panic", "crates/ebb-export-nbd/src/decode.rs", "fn f() { x.unwrap() }"),
-        ("panic", "crates/ebbd/src/config.rs", "fn f() { x.expect(\"it is there\") }"),
+        ("panic", "crates/ebb-config/src/lib.rs", "fn f() { x.expect(\"it is there\") }"),
         ("panic", io, "fn f() { panic!(\"no\") }"),
         ("panic", io, "fn f() { unreachable!() }"),
         ("print", io, "fn f() { println!(\"{x}\") }"),

@@ -16,6 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use ebb_cache::{Cache, VolumeCache, WritebackOrder};
+use ebb_config::params::{BdiLive, Key as Parameter, Parameters};
+use ebb_config::{StoreUri, VolumeConfig};
 use ebb_io::WorkerHandle;
 use ebb_mem::pressure::Level;
 use ebb_writeback::{
@@ -23,8 +25,6 @@ use ebb_writeback::{
     Writeback, WritebackOptions, limit_for,
 };
 
-use crate::config::{StoreUri, VolumeConfig};
-use crate::params::{BdiLive, Key as Parameter, Parameters};
 use crate::stat::BdiStat;
 
 /// Part of the available memory that may be dirty, in parts per million: Linux's default `vm.dirty_ratio`.
@@ -503,7 +503,7 @@ mod tests {
         let start = Instant::now();
         let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
         let cache = Cache::without_reclaimer(&memory, ebb_cache::CacheOptions::new(start));
-        let parameters = Parameters::new(&crate::params::Configured::default());
+        let parameters = Parameters::new(&ebb_config::params::Configured::default());
         let bdis = Bdis::new(&cache, &parameters, 1 << 30, start).unwrap();
         let mut all = Vec::new();
         for number in 0..200 {
@@ -526,7 +526,7 @@ mod tests {
         let start = Instant::now();
         let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
         let cache = Cache::without_reclaimer(&memory, ebb_cache::CacheOptions::new(start));
-        let parameters = Parameters::new(&crate::params::Configured::default());
+        let parameters = Parameters::new(&ebb_config::params::Configured::default());
         let bdis = Bdis::new(&cache, &parameters, 1 << 30, start).unwrap();
         let mut all = Vec::new();
         for number in 0..300 {

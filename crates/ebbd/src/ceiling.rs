@@ -4,9 +4,8 @@
 //! cannot use (`ebb_mem::Shares`, `docs/adr/0009-shares.md`). Dirty data of writeback volumes may
 //! occupy half of the ceiling, so that with such volumes the part for requests is smaller.
 
+use ebb_config::{CacheMode, Config, NbdConfig};
 use ebb_mem::Memory;
-
-use crate::config::{CacheMode, Config, NbdConfig};
 
 /// Sets the part of the ceiling that requests may hold.
 pub(crate) fn apportion(config: &Config, memory: &Memory) {

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::Context;
+use ebb_config::{Config, Listen, TlsSetting};
 use ebb_export_nbd::ServerTls;
 
-use crate::config::{Config, Listen, TlsSetting};
 use crate::daemon::tls_context;
 use crate::stores::{Expected, FileIdentity, inspect, is_in_use, open_store, to_be_created};
 
@@ -90,7 +90,7 @@ mod tests {
                 "listen = ['unix:{at}/{listen}']\n[volume.disk]\nstore = 'file:{path}'\n\
                  size = '1M'\ncreate = true\n"
             );
-            let overrides = crate::config::Overrides::default();
+            let overrides = ebb_config::Overrides::default();
             let config = Config::parse(&text, Path::new("test"), &overrides).unwrap();
             let mut said = Vec::new();
             check(&config, |line| said.push(line)).map(|()| said)

@@ -1,7 +1,7 @@
 //! The command line: its commands and options, and their help texts.
 //!
 //! Only the form of a value is checked here; [`ServeArgs::overrides`] passes everything to
-//! [`crate::config`], which checks ranges and combinations for the command line and the file alike.
+//! [`ebb_config`], which checks ranges and combinations for the command line and the file alike.
 //! The manual pages and the shell completions are made from these definitions.
 
 use std::path::PathBuf;
@@ -9,10 +9,10 @@ use std::path::PathBuf;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
+use ebb_config::Size;
+use ebb_config::{Choice, IdleMemory, LogLevel, Overrides, TlsSetting};
 
-use crate::config::{Choice, IdleMemory, LogLevel, Overrides, TlsSetting};
 use crate::control::MAX_HOLD_SECONDS;
-use crate::size::Size;
 
 /// Serve virtual disks over NBD
 ///
@@ -380,7 +380,7 @@ pub struct ServeArgs {
 }
 
 impl ServeArgs {
-    /// The settings of the command line, for [`crate::config::Config::load`].
+    /// The settings of the command line, for [`ebb_config::Config::load`].
     /// `inherited_sockets` is the number of listening sockets the service manager passed.
     pub fn overrides(&self, inherited_sockets: usize) -> Overrides {
         Overrides {
@@ -415,7 +415,7 @@ fn choice<T: Choice + Send + Sync>() -> impl TypedValueParser<Value = T> {
 }
 
 fn size(text: &str) -> Result<Size, String> {
-    text.parse().map_err(|error: crate::size::SizeError| format!("{error}; {}", error.remedy()))
+    text.parse().map_err(|error: ebb_config::SizeError| format!("{error}; {}", error.remedy()))
 }
 
 /// The completion script for `shell`, as text in UTF-8.
@@ -430,7 +430,7 @@ mod tests {
     use clap::ValueEnum;
 
     use super::*;
-    use crate::config::keys::{NBD, TOP, VOLUME};
+    use ebb_config::keys::{NBD, TOP, VOLUME};
 
     fn serve(args: &[&str]) -> Result<ServeArgs, clap::Error> {
         match Cli::try_parse_from(["ebbd", "serve"].iter().chain(args))?.command {

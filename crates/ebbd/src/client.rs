@@ -8,13 +8,13 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ebb_config::Size;
+use ebb_config::control_path;
 use serde::de::DeserializeOwned;
 
 use self::show::TextTable;
 use crate::cli::{GetArgs, PressureArgs, ResizeArgs, SetArgs, StatArgs};
-use crate::config::value::control_path;
 use crate::control::{ChangeView, DEFAULT_PATH, ErrorBody, ParameterView, ResizeView};
-use crate::size::Size;
 use crate::stat::Stat;
 
 mod show;

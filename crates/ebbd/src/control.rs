@@ -53,6 +53,8 @@ use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::http::{HeaderValue, header};
+use ebb_config::Listen;
+use ebb_config::params::Parameters;
 use ebb_export_nbd::Server;
 use ebb_export_xen::Figures;
 use ebb_io::WorkerHandle;
@@ -68,10 +70,8 @@ use tokio::time::error::Elapsed;
 
 use self::page_connections::{PageConnection, PageConnections};
 use self::routes::App;
-use crate::config::Listen;
 use crate::engine::Engine;
 use crate::listener::{self, ListenError, Listener};
-use crate::params::Parameters;
 use crate::stat::StatSources;
 
 /// The default path of the control socket.

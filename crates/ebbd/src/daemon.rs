@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use ebb_cache::{Cache, CacheOptions};
+use ebb_config::params::{Configured, Key, Live, Parameters};
+use ebb_config::{Choice, Config, ConfigError, IdleMemory, LogLevel, NbdConfig, TlsSetting};
 use ebb_export_nbd::{Server, ServerLimits, ServerTls};
 use ebb_export_xen::XenParameters;
 use ebb_io::{Io, Worker, WorkerHandle, fd_from};
@@ -22,12 +24,10 @@ use ebb_mem::{Memory, Policy};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
 use crate::cli::ServeArgs;
-use crate::config::{Choice, Config, ConfigError, IdleMemory, LogLevel, NbdConfig, TlsSetting};
 use crate::control::{ControlContext, ControlError, ControlServer, PageAddress};
 use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase};
 use crate::listener::{self, ListenError, Listener};
 use crate::outages;
-use crate::params::{Configured, Key, Live, Parameters};
 use crate::pressure_response;
 use crate::stat;
 
@@ -149,7 +149,7 @@ pub fn serve(
     .context("writeback")?;
     let monitor = monitor_pressure();
     let grants = Arc::<XenParameters>::default();
-    parameters.govern_grants(&grants);
+    crate::xen::govern_grants(&parameters, &grants);
     let response = monitor.as_ref().map(|monitor| {
         pressure_response::subscribe(monitor, &memory, &cache, engine.bdis(), &grants)
     });

@@ -28,6 +28,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ebb_cache::{Cache, Mode};
+use ebb_config::params::Parameters;
+use ebb_config::{CacheMode, Config, VolumeConfig};
 use ebb_export_nbd::Server;
 use ebb_export_xen::XenParameters;
 use ebb_io::{Io, Signal, WorkerHandle};
@@ -42,9 +44,7 @@ pub use self::slot::{OpenFailure, VolumePhase, VolumeState};
 pub use self::stop::{StopReport, Unflushed};
 use crate::bdi::{Bdis, DeviceKey};
 use crate::ceiling::Finding;
-use crate::config::{CacheMode, Config, VolumeConfig};
 use crate::guests::Guests;
-use crate::params::Parameters;
 use crate::stores::{Expected, StoreError, make_volume};
 use change::Reloads;
 use slot::{Claimed, VolumeSlot};

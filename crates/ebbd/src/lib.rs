@@ -1,6 +1,6 @@
 //! The library of the program `ebbd`, which tests and tools use, too: the command line, the
-//! configuration, the engine that opens and closes volumes, the control socket, and the manual pages
-//! generated from the command line and the table of keys.
+//! engine that opens and closes volumes, the control socket, and the manual pages
+//! generated from the command line and the table of keys. The configuration is in `ebb-config`.
 //!
 //! Vocabulary: a *volume* is one disk, exported under its name; a *store* is where its data is;
 //! an *override* is a setting of the command line, which overrides the configuration file; a
@@ -11,7 +11,6 @@ mod ceiling;
 pub mod check;
 pub mod cli;
 pub mod client;
-pub mod config;
 pub mod control;
 pub mod daemon;
 pub mod engine;
@@ -21,10 +20,7 @@ pub mod log;
 pub mod man;
 pub mod metrics;
 mod outages;
-pub mod params;
-pub mod percent;
 mod pressure_response;
-pub mod size;
 pub mod stat;
 pub mod stores;
 pub mod xen;

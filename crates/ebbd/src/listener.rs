@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::config::Listen;
+use ebb_config::Listen;
 
 /// How long to wait for another server to close its socket, and the pause between two checks.
 const PATIENCE: Duration = Duration::from_secs(5);

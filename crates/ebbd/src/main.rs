@@ -9,11 +9,11 @@ use std::sync::OnceLock;
 
 use anyhow::Context;
 use clap::Parser;
+use ebb_config::{Config, ConfigError, LogLevel};
 use ebbd::cli::{self, Cli, Command, ServeArgs};
 use ebbd::client::{self, ClientError};
-use ebbd::config::{Config, ConfigError, LogLevel};
 use ebbd::log::Log;
-use ebbd::{check, daemon, man, params, xen};
+use ebbd::{check, daemon, man, xen};
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::reload;
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
         Command::Resize(args) => say(client::resize(&args)),
         Command::Xen(args) => xen::attach_or_detach(&args),
         Command::Completions { shell } => print(&cli::completions(shell)),
-        Command::Man { parameters: Some(out), .. } => params::pages::write_pages(&out),
+        Command::Man { parameters: Some(out), .. } => ebb_config::params::pages::write_pages(&out),
         Command::Man { out, .. } => man::write_pages(&out),
     };
     let code = match outcome {

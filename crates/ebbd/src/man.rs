@@ -1,5 +1,5 @@
 //! The manual pages, generated from the command line ([`crate::cli`]) and the table of keys
-//! ([`crate::config::keys`]), so that they match the program.
+//! ([`ebb_config::keys`]), so that they match the program.
 //!
 //! The pages are kept in `docs/man`; a test fails if they differ from the generated text.
 
@@ -10,10 +10,10 @@ use anyhow::Context;
 use clap::{ArgAction, Command, CommandFactory};
 use clap_mangen::Man;
 use clap_mangen::roff::{Inline, Roff, bold, italic, roman};
+use ebb_config::keys::{ConfigKey, EXAMPLE, SECTIONS, Section, VOLUME};
 
 use crate::cli::Cli;
 use crate::client::SOCKET_VARIABLE;
-use crate::config::keys::{ConfigKey, EXAMPLE, SECTIONS, Section, VOLUME};
 
 /// A manual page: its file name and its text.
 #[derive(Clone, Debug, PartialEq, Eq)]

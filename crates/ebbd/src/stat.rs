@@ -408,7 +408,7 @@ fn memory_stat(stats: &ebb_mem::Stats) -> MemoryStat {
     let zones = stats.zones.iter().map(|zone| ZoneStat {
         name: match wide(zone.item_bytes) {
             0 => "runs".to_owned(),
-            size => crate::size::Size::new(size).to_string(),
+            size => ebb_config::Size::new(size).to_string(),
         },
         size: wide(zone.item_bytes),
         limit: zone.limit.map(wide),

@@ -6,13 +6,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ebb_cache::{Cache, Mode};
+use ebb_config::{CacheMode, DirectMode, StoreUri, VolumeConfig};
 use ebb_store::{
     FileNumber, FileStore, MemoryStore, NbdError, NbdStore, NullStore, OpenError, OpenOptions,
     Store,
 };
 use ebb_volume::{Stop, Volume, VolumeOptions};
-
-use crate::config::{CacheMode, DirectMode, StoreUri, VolumeConfig};
 
 /// Why the store of a volume could not be opened.
 #[derive(Debug, thiserror::Error)]
@@ -289,7 +288,7 @@ fn file_options(config: &VolumeConfig, expected: &Expected) -> OpenOptions {
             DirectMode::On => ebb_store::Direct::On,
             DirectMode::Off => ebb_store::Direct::Off,
         },
-        create: size.map(crate::size::Size::bytes),
+        create: size.map(ebb_config::Size::bytes),
         existing: *expected != Expected::Any,
     }
 }

@@ -2,9 +2,8 @@
 
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use ebb_config::params::{ParameterError, ParameterErrorKind};
 use serde::{Deserialize, Serialize};
-
-use crate::params::{ParameterError, ParameterErrorKind};
 
 /// The body of a failure.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -4,13 +4,13 @@ use std::io;
 
 use axum::extract::State;
 use axum::http::StatusCode;
+use ebb_config::params::unknown_volume;
 use ebb_volume::{RESIZE_LIMIT, Resize, ResizeError, Resized};
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
 use super::answer::{Answer, Refusal, json};
 use super::routes::{Body, Named, On, parse, path};
-use crate::params::unknown_volume;
 
 /// The body: absent fields mean what [`Resize`] says.
 #[derive(Deserialize)]

@@ -11,6 +11,8 @@ use axum::extract::{DefaultBodyLimit, Path, State};
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
+use ebb_config::params::{Key, ParameterChange, Reading, Scope};
+use ebb_config::{shorten, suggest};
 use ebb_export_xen::Figures;
 use ebb_mem::pressure::Level;
 use serde::de::DeserializeOwned;
@@ -22,12 +24,10 @@ use tokio::time::Instant;
 
 use super::answer::{Answer, Refusal, json};
 use super::{ControlContext, MAX_BODY_BYTES};
-use crate::config::{shorten, suggest};
-use crate::params::{ParameterChange, Reading, Scope};
+use crate::metrics;
 use crate::stat::{
     BdiStat, Stat, VolumeStat, WorkerStat, engine_stat, resident_bytes, volume_stat, xen_stat,
 };
-use crate::{metrics, params};
 
 /// How long workers may take to send their counters.
 const WORKERS: Duration = Duration::from_millis(500);
@@ -228,7 +228,7 @@ async fn read_of_bdi(State(app): On, names: Named<(String, String)>) -> Answer {
 
 async fn set_of_bdi(State(app): On, names: Named<(String, String)>, body: Body) -> Answer {
     let (bdi, name) = path(names)?;
-    params::Key::parse(&name)?;
+    Key::parse(&name)?;
     let body: SetBody = parse(body, SET_FORM)?;
     changed(&app.shared.parameters.set_bdi(&name, &bdi, &body.value)?)
 }
@@ -332,7 +332,7 @@ impl App {
 
     fn set(&self, name: &str, volume: Option<&str>, body: Body) -> Answer {
         // An unknown name is reported first, whatever the body.
-        params::Key::parse(name)?;
+        Key::parse(name)?;
         let body: SetBody = parse(body, SET_FORM)?;
         changed(&self.shared.parameters.set(name, volume, &body.value)?)
     }

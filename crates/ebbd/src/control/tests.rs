@@ -5,6 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use ebb_config::params::{Configured, Key};
 use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_export_xen as xen;
 use ebb_export_xen::abi::op;
@@ -17,7 +18,6 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::params::{Configured, Key};
 use crate::stat::{MemoryStat, PressureStat, Stat, XenStat, ZoneStat};
 
 /// How long a test may hang.
@@ -345,7 +345,7 @@ fn disks_of_xen_guests_are_shown_and_follow_the_parameters() {
     let grants = options.parameters.clone();
     let backend = xen::Backend::start(options).unwrap();
     let daemon = start_with(Some(backend.figures()));
-    daemon.parameters.govern_grants(&grants);
+    crate::xen::govern_grants(&daemon.parameters, &grants);
     let shown = || -> Vec<XenStat> {
         serde_json::from_value(daemon.json("GET", "/v1/stat", "")["xen"].clone()).unwrap()
     };

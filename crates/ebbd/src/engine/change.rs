@@ -7,6 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use ebb_config::params::Configured;
+use ebb_config::{Config, VolumeConfig};
 use ebb_io::Io;
 use ebb_volume::{ErrorKind, Mode, Volume};
 use event_listener::Event;
@@ -15,8 +17,6 @@ use futures_lite::future::{or, poll_once};
 use super::slot::{VolumePhase, VolumeSlot};
 use super::stop::{Unflushed, full_text, log_retry, unwritten};
 use super::{Countdown, Engine, lock};
-use crate::config::{Config, VolumeConfig};
-use crate::params::Configured;
 use crate::stores::{Expected, StoreError};
 
 /// The first and the longest pause before writing back a withdrawn volume is tried again.
@@ -144,7 +144,7 @@ impl Engine {
                 slot.follow(volume);
             }
         }
-        let nbd = crate::config::NbdConfig {
+        let nbd = ebb_config::NbdConfig {
             tls: old.nbd.tls,
             tls_certificates: old.nbd.tls_certificates,
             tls_psk: old.nbd.tls_psk,

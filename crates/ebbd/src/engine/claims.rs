@@ -4,11 +4,11 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
+use ebb_config::VolumeConfig;
 use ebb_store::Store;
 use ebb_volume::Stop;
 
 use super::lock;
-use crate::config::VolumeConfig;
 use crate::stores::{FileIdentity, StoreError};
 
 #[derive(Debug)]

@@ -4,11 +4,11 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
+use ebb_config::VolumeConfig;
 use ebb_store::Store;
 
 use super::claims::{FileClaim, FileClaims};
 use crate::bdi::DeviceKey;
-use crate::config::VolumeConfig;
 use crate::stores::{Expected, FileIdentity, StoreError, inspect, open_store, same_target};
 
 /// An opened store, with its claim and its backing device.

@@ -3,10 +3,10 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ebb_config::{StoreUri, VolumeConfig};
 use ebb_volume::{Stop, Volume};
 
 use super::claims::FileClaim;
-use crate::config::{StoreUri, VolumeConfig};
 use crate::stores::{Expected, FileIdentity};
 
 /// The state of a volume.

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use ebb_cache::CacheOptions;
+use ebb_config::Overrides;
+use ebb_config::params::Configured;
 use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_io::Worker;
 use ebb_mem::Memory;
@@ -11,8 +13,6 @@ use ebb_store::{NbdAddress, NbdError, NbdOptions, NbdStore, Store, TestStore};
 use ebb_volume::{BlockError, ErrorKind};
 
 use super::*;
-use crate::config::Overrides;
-use crate::params::Configured;
 use crate::stores::FileIdentity;
 
 mod files;

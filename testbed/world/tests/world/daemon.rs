@@ -15,6 +15,8 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use ebb_cache::{Cache, CacheOptions, Reclaimer};
+use ebb_config::params::{Configured, Key, Parameters};
+use ebb_config::{Config, Overrides, StoreUri, VolumeConfig};
 use ebb_export_nbd::{Server, ServerLimits, TlsMode};
 use ebb_export_xen::shm::World as Machine;
 use ebb_export_xen::{Backend, Figures, NextRun, Options, XenParameters, XenstoreControl};
@@ -24,9 +26,7 @@ use ebb_mem::Memory;
 use ebb_mem::pressure::{Cause, Level, PressureState};
 use ebb_store::{Io, MemoryStore, NbdOptions, NbdStore, Store, TestStore};
 use ebb_volume::{Mode, Volume};
-use ebbd::config::{Config, Overrides, StoreUri, VolumeConfig};
 use ebbd::engine::{Comparing, Engine, EngineParts, FileClaims, Opened, Opener, Opening};
-use ebbd::params::{Configured, Key, Parameters};
 use ebbd::stores::{Expected, FileIdentity, StoreError};
 
 use crate::random::Random;
@@ -282,7 +282,7 @@ impl Daemon {
         let memory = Memory::new(options).unwrap();
         parameters.govern(&memory);
         let grants = Arc::<XenParameters>::default();
-        parameters.govern_grants(&grants);
+        ebbd::xen::govern_grants(&parameters, &grants);
         let (cache, reclaimer) = start_cache(&memory, &parameters, now);
         let worker = SimWorker::new("world", &memory).unwrap();
         let server = Server::new(ServerLimits::default(), TlsMode::Off, None);

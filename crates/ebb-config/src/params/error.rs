@@ -2,7 +2,6 @@
 
 /// What sort of mistake a [`ParameterError`] reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum ParameterErrorKind {
     /// There is no parameter of this name.
     UnknownParameter,

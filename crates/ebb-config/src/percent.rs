@@ -53,7 +53,7 @@ impl FromStr for Percent {
     type Err = PercentError;
 
     fn from_str(text: &str) -> Result<Self, PercentError> {
-        let wrong = || PercentError(crate::config::shorten(text));
+        let wrong = || PercentError(crate::shorten(text));
         let number = text.strip_suffix('%').unwrap_or(text);
         let (whole, part) = number.split_once('.').unwrap_or((number, "0"));
         // A number that was a float before may end in zeroes.

@@ -270,37 +270,3 @@ proptest! {
         prop_assert_eq!(parameters.volume_live("0", zone).get(), parameters.live(zone).get());
     }
 }
-
-#[test]
-fn xen_rings_follow_the_parameters_of_grants() {
-    let parameters = Parameters::new(&configured(&[(Key::MaxPersistentGrants, 99)], &[]));
-    let grants = Arc::<XenParameters>::default();
-    let values = || {
-        (
-            grants.max_persistent_grants(),
-            grants.persistent_grant_unused_seconds(),
-            grants.feature_persistent(),
-            grants.poll_us(),
-        )
-    };
-    let ours = values();
-    for (key, value) in [
-        (Key::MaxPersistentGrants, u64::from(ours.0)),
-        (Key::PersistentGrantUnusedSeconds, u64::from(ours.1)),
-        (Key::FeaturePersistent, u64::from(ours.2)),
-        (Key::PollUs, u64::from(ours.3)),
-    ] {
-        assert_eq!(key.definition().default, value, "both crates have one default");
-    }
-    parameters.govern_grants(&grants);
-    assert_eq!(values(), (99, 60, true, 100));
-    parameters.set("max_persistent_grants", None, &json!(0)).unwrap();
-    parameters.set("persistent_grant_unused_seconds", None, &json!("5")).unwrap();
-    parameters.set("feature_persistent", None, &json!("off")).unwrap();
-    parameters.set("poll_us", None, &json!(7)).unwrap();
-    assert_eq!(values(), (0, 5, false, 7));
-    parameters.unset("max_persistent_grants", None).unwrap();
-    parameters.unset("feature_persistent", None).unwrap();
-    assert_eq!(values(), (99, 5, true, 7));
-    assert!(parameters.set("feature_persistent", None, &json!("maybe")).is_err());
-}

@@ -13,9 +13,9 @@ use self::definitions::{
     MIN_RATIO, PERSISTENT_GRANT_UNUSED_SECONDS, POLL_US, STRICT_LIMIT, ZONE_LIMIT_BYTES,
 };
 use super::error::{ParameterError, ParameterErrorKind as ErrorKind};
-use crate::config::{closest, shorten, suggest};
-use crate::percent::Percent;
-use crate::size::Size;
+use crate::Percent;
+use crate::Size;
+use crate::{closest, shorten, suggest};
 
 mod definitions;
 
@@ -121,7 +121,7 @@ pub struct Definition {
 }
 
 /// All definitions, in the order they are listed.
-pub const DEFINITIONS: [&Definition; 17] = [
+pub(super) const DEFINITIONS: [&Definition; 17] = [
     &MAX_BUFFER_PAGES,
     &BUFFER_SQUEEZE_DURATION_MS,
     &ZONE_LIMIT_BYTES,
@@ -367,8 +367,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::config::keys::SECTIONS;
-    use crate::config::{Choice, LogLevel};
+    use crate::keys::SECTIONS;
+    use crate::{Choice, LogLevel};
 
     #[test]
     fn every_definition_is_listed_and_consistent() {

@@ -1,9 +1,13 @@
-//! The configuration: volumes, addresses and limits.
+//! The configuration: volumes, addresses and limits; and the parameters, which are the settings that
+//! can be changed while the daemon runs ([`params`]).
 //!
-//! It is plain data. The configuration file and the command line each become a layer
-//! (`config/file.rs`, `config/flags.rs`); [`Config::load`] applies them to the defaults and checks
-//! that all settings fit together (`config/resolve.rs`). Only the configuration file itself is opened
+//! A [`Config`] is plain data. The configuration file and the command line each become a layer
+//! (`file.rs`, `flags.rs`); [`Config::load`] applies them to the defaults and checks
+//! that all settings fit together (`resolve.rs`). Only the configuration file itself is opened
 //! here: whether a disk image or a certificate exists is checked by the code that opens it.
+//!
+//! A new key is written in `keys.rs` (its text), `layer.rs`, `file.rs`, `flags.rs` and `resolve.rs`; a
+//! new parameter in `params/table.rs`.
 //!
 //! Invariants of a [`Config`] that `load` returned: at least one volume; at least one address,
 //! unless sockets were passed in or Xen is served; every number within the limits stated at its field; no address
@@ -15,8 +19,11 @@ mod file;
 mod flags;
 pub mod keys;
 mod layer;
+pub mod params;
+mod percent;
 mod resolve;
-pub(crate) mod value;
+mod size;
+mod value;
 
 #[cfg(test)]
 mod tests;
@@ -25,15 +32,16 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 pub use self::diff::Changes;
+pub(crate) use self::error::closest;
 pub use self::error::{BadValue, ConfigError, ConfigErrorKind};
-pub(crate) use self::error::{closest, shorten, suggest};
+pub use self::error::{shorten, suggest};
 pub use self::flags::Overrides;
+pub use self::percent::{Percent, PercentError};
+pub use self::size::{Size, SizeError};
 pub use self::value::{
     CacheMode, Choice, DirectMode, IdleMemory, Listen, LogLevel, MAX_NAME_BYTES,
-    MAX_UNIX_PATH_BYTES, SECTOR_BYTES, StoreUri, TlsSetting,
+    MAX_UNIX_PATH_BYTES, SECTOR_BYTES, StoreUri, TlsSetting, control_path,
 };
-use crate::percent::Percent;
-use crate::size::Size;
 
 /// The largest configuration file in bytes: enough for ten thousand volumes.
 pub const MAX_FILE_BYTES: u64 = 1 << 20;

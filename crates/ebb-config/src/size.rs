@@ -72,7 +72,7 @@ impl FromStr for Size {
     type Err = SizeError;
 
     fn from_str(text: &str) -> Result<Self, SizeError> {
-        let quoted = || crate::config::shorten(text);
+        let quoted = || crate::shorten(text);
         if text.is_empty() {
             return Err(SizeError::Empty);
         }

@@ -5,7 +5,6 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ebb_export_xen::XenParameters;
 use ebb_mem::PoolParameters;
 use serde_json::Value;
 
@@ -15,7 +14,7 @@ pub use self::bdi::BdiLive;
 use self::bdi::{BdiCells, needs_bdi};
 use super::error::{ParameterError, ParameterErrorKind as ErrorKind};
 use super::table::{Key, Scope};
-use crate::config::{Choice, Config, LogLevel, shorten, suggest};
+use crate::{Choice, Config, LogLevel, shorten, suggest};
 
 /// A handle to the value in force of one parameter. Cheap to clone and to read.
 #[derive(Clone, Debug)]
@@ -68,7 +67,7 @@ impl From<&Config> for Configured {
             (Key::ConnectionMemory, config.nbd.connection_memory.bytes()),
             (Key::Log, level.and_then(|at| u64::try_from(at).ok()).unwrap_or_default()),
         ]);
-        let own = |volume: &crate::config::VolumeConfig| {
+        let own = |volume: &crate::VolumeConfig| {
             [
                 (Key::MaxBufferPages, volume.max_buffer_pages),
                 (Key::BufferSqueezeDurationMs, volume.buffer_squeeze_duration_ms),
@@ -239,28 +238,6 @@ impl Parameters {
         }
         let memory = memory.clone();
         self.watch(move |change| apply(&memory, change.key, change.to));
-    }
-
-    /// Applies the parameters of grants and polling to Xen rings, now and after changes.
-    pub fn govern_grants(&self, grants: &Arc<XenParameters>) {
-        let apply = |grants: &XenParameters, key, value: u64| {
-            // The maximum values are far below 2^32.
-            let number = u32::try_from(value).unwrap_or(u32::MAX);
-            match key {
-                Key::MaxPersistentGrants => grants.set_max_persistent_grants(number),
-                Key::PersistentGrantUnusedSeconds => {
-                    grants.set_persistent_grant_unused_seconds(number);
-                }
-                Key::FeaturePersistent => grants.set_feature_persistent(value != 0),
-                Key::PollUs => grants.set_poll_us(number),
-                _ => {}
-            }
-        };
-        for key in Key::all() {
-            apply(grants, key, self.live(key).get());
-        }
-        let grants = grants.clone();
-        self.watch(move |change| apply(&grants, change.key, change.to));
     }
 
     /// The parameters of the daemon, or those of a volume, in order.
@@ -548,17 +525,14 @@ impl State {
 }
 
 /// The error for an unknown volume.
-pub(crate) fn unknown_volume<'a>(
-    given: &str,
-    known: impl Iterator<Item = &'a str>,
-) -> ParameterError {
+pub fn unknown_volume<'a>(given: &str, known: impl Iterator<Item = &'a str>) -> ParameterError {
     /// A limit of the names to compare with.
     const MOST: usize = 1000;
     let known: BTreeSet<&str> = known.take(MOST).collect();
     let remedy = match known.len() {
         0 => "the daemon serves no volumes at present".to_owned(),
         1..=10 => suggest(given, known.iter().copied(), "the volumes are"),
-        _ => match crate::config::closest(given, known.iter().copied()) {
+        _ => match crate::closest(given, known.iter().copied()) {
             Some(name) => format!("did you mean `{name}`?"),
             None => "`ebbd stat` lists the volumes".to_owned(),
         },

@@ -1,6 +1,6 @@
 //! Parameters that can be read and written while the daemon runs.
 //!
-//! One table ([`table`]) defines all parameters: name, scope, unit, default, range, and when a change
+//! One table (`params/table.rs`) defines all parameters: name, scope, unit, default, range, and when a change
 //! takes effect. The control socket, the command line, the configuration and the pages in
 //! `docs/parameters` are made from it. The parameters of Xen disks have the names and meanings of
 //! those of Linux's xen-blkback, which are files below `/sys/module`.
@@ -20,9 +20,10 @@
 mod error;
 pub mod pages;
 mod set;
-pub mod table;
+mod table;
 
 pub use self::error::{ParameterError, ParameterErrorKind};
-pub(crate) use self::set::unknown_volume;
-pub use self::set::{BdiLive, Configured, Live, Origin, ParameterChange, Parameters, Reading};
+pub use self::set::{
+    BdiLive, Configured, Live, Origin, ParameterChange, Parameters, Reading, unknown_volume,
+};
 pub use self::table::{Definition, Key, Kind, Scope, SizeClass};

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use super::error::{Located, ValueLocation};
 use super::value::{CacheMode, DirectMode, IdleMemory, Listen, LogLevel, StoreUri, TlsSetting};
-use crate::percent::Percent;
-use crate::size::Size;
+use crate::Percent;
+use crate::Size;
 
 /// The settings of one source: the file or the command line.
 #[derive(Default)]

@@ -11,7 +11,7 @@ use super::error::{
 use super::keys::VOLUME;
 use super::layer::{Layer, VolumeLayer};
 use super::value::{self, Choice, IdleMemory, LogLevel, TlsSetting, volume_name};
-use crate::size::Size;
+use crate::Size;
 
 /// The settings of the command line, and the number of inherited sockets. `None`, `false` and empty
 /// mean that the file applies.
@@ -161,7 +161,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         let fail = |bad: BadValue| place.error(bad);
         let fresh = match option {
             "size" => {
-                let size = text.parse().map_err(|error: crate::size::SizeError| fail(error.into()));
+                let size = text.parse().map_err(|error: crate::SizeError| fail(error.into()));
                 set(&mut volume.size, size?, &place)
             }
             "create" => set(&mut volume.create, value::boolean(text).map_err(fail)?, &place),

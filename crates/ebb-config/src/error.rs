@@ -9,7 +9,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use crate::size::SizeError;
+use crate::SizeError;
 
 /// What sort of mistake a [`ConfigError`] reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -170,7 +170,7 @@ impl<T> Located<T> {
 const SHORTEN_CHARS: usize = 80;
 
 /// Untrusted `text` for a message: at most 80 characters, control characters escaped.
-pub(crate) fn shorten(text: &str) -> String {
+pub fn shorten(text: &str) -> String {
     let mut out = String::new();
     let mut chars = text.chars();
     for c in chars.by_ref().take(SHORTEN_CHARS) {
@@ -209,7 +209,7 @@ pub(crate) fn closest<'a>(
 }
 
 /// The remedy for an unknown word: a similar one if there is one, else all of them.
-pub(crate) fn suggest<'a>(
+pub fn suggest<'a>(
     given: &str,
     known: impl IntoIterator<Item = &'a str> + Clone,
     what: &str,

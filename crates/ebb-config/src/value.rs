@@ -11,7 +11,7 @@ use std::str::FromStr;
 use ebb_store::NbdOptions;
 
 use super::error::{BadValue, ConfigErrorKind, shorten, suggest};
-use crate::size::Size;
+use crate::Size;
 
 /// The longest path of a unix socket in bytes: `sun_path` of unix(7) less its terminating zero.
 pub const MAX_UNIX_PATH_BYTES: usize = 107;
@@ -268,7 +268,7 @@ pub(super) fn path(text: &str) -> Result<PathBuf, BadValue> {
 }
 
 /// The path of the control socket: as that of any unix socket, and `unix:` may be left out.
-pub(crate) fn control_path(text: &str) -> Result<PathBuf, BadValue> {
+pub fn control_path(text: &str) -> Result<PathBuf, BadValue> {
     if text.starts_with("tcp:") {
         return Err(BadValue::new(
             ConfigErrorKind::InvalidValue,

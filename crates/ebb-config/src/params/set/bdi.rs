@@ -13,8 +13,8 @@ use serde_json::Value;
 use super::super::error::{ParameterError, ParameterErrorKind as ErrorKind};
 use super::super::table::Key;
 use super::{Live, Origin, ParameterChange, Parameters, Reading, State};
-use crate::config::{Config, shorten, suggest};
-use crate::percent::Percent;
+use crate::Percent;
+use crate::{Config, shorten, suggest};
 
 /// Handles to the values in force of one backing device.
 #[derive(Clone, Debug)]
@@ -49,12 +49,12 @@ pub(super) struct BdiCells {
 
 /// The configured values of backing devices.
 pub(super) fn configured(config: &Config) -> BTreeMap<String, BTreeMap<Key, u64>> {
-    let values = |bdi: &crate::config::BdiConfig| {
+    let values = |bdi: &crate::BdiConfig| {
         let part = |part: Option<Percent>| part.map(|part| u64::from(part.parts_per_million()));
         [
             (Key::MinRatio, part(bdi.min_ratio)),
             (Key::MaxRatio, part(bdi.max_ratio)),
-            (Key::MaxBytes, bdi.max_bytes.map(crate::size::Size::bytes)),
+            (Key::MaxBytes, bdi.max_bytes.map(crate::Size::bytes)),
             (Key::StrictLimit, bdi.strict_limit.map(u64::from)),
         ]
         .into_iter()
