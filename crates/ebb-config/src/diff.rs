@@ -102,7 +102,7 @@ impl Config {
 mod tests {
     use std::path::Path;
 
-    use super::super::Overrides;
+    use super::super::ServeArgs;
     use super::*;
 
     const BASE: &str = r#"
@@ -115,7 +115,7 @@ mod tests {
     "#;
 
     fn diff(new: &str) -> Changes {
-        let parse = |text| Config::parse(text, Path::new("x"), &Overrides::default()).unwrap();
+        let parse = |text| Config::parse(text, Path::new("x"), &ServeArgs::default()).unwrap();
         parse(BASE).reload_diff(&parse(new))
     }
 

@@ -21,8 +21,7 @@ use super::keys::{self, BDI, NBD, Section, TOP, VOLUME};
 use super::layer::{BdiLayer, Layer, VolumeLayer};
 use super::value::{self, Choice};
 use super::{MAX_FILE_BYTES, value::volume_name};
-use crate::Percent;
-use crate::Size;
+use crate::{Percent, Size};
 
 /// The top of the file, as serde reads it.
 #[derive(Deserialize)]

@@ -1,9 +1,12 @@
-//! The command line as a layer, which overrides the file.
+//! The options of `ebbd serve`, and the command line as a layer, which overrides the file.
 //!
 //! A volume is written `NAME=STORE[,option=value]...`. The first `=` ends the name, commas
 //! separate options, and a comma in a path is written twice, as in options of QEMU.
 
 use std::path::PathBuf;
+
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 
 use super::error::{
     BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation, shorten, suggest,
@@ -11,55 +14,163 @@ use super::error::{
 use super::keys::VOLUME;
 use super::layer::{Layer, VolumeLayer};
 use super::value::{self, Choice, IdleMemory, LogLevel, TlsSetting, volume_name};
-use crate::Size;
+use crate::{Size, SizeError};
 
-/// The settings of the command line, and the number of inherited sockets. `None`, `false` and empty
-/// mean that the file applies.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Overrides {
-    /// Volumes, each `NAME=STORE[,option=value]...`. One of the same name in the file is replaced.
+/// The options of `ebbd serve`, and the number of inherited sockets. `None`, `false` and empty mean that the file
+/// applies. clap checks the form of a value, [`Config::load`](crate::Config::load) the range and the combination, as for
+/// the file.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Args)]
+pub struct ServeArgs {
+    /// Read the configuration file FILE, in the form of ebbd.toml(5); SIGHUP reads it again
+    /// [default: no file]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+
+    /// Serve a volume: its export NAME, a STORE and options, such as
+    /// disk=file:/path/to/image,size=1G,create=true. STORE is file:PATH, an NBD
+    /// server's nbd://HOST/EXPORT, memory:SIZE or null:SIZE; options are size=SIZE, create=BOOL, read-only=BOOL, shared=BOOL,
+    /// direct=auto|on|off, cache=none|writethrough|writeback, bdi=NAME, default=BOOL,
+    /// max-buffer-pages=N and buffer-squeeze-duration-ms=N. A comma in a path is written twice. May be given several times
+    /// [default: the volumes of the file]
+    #[arg(long = "volume", value_name = "NAME=STORE[,option=value]...")]
     pub volumes: Vec<String>,
-    /// Addresses, added to those of the file.
+
+    /// Listen at an address: unix:/path or tcp:HOST:PORT. May be given several times. Refused if
+    /// the service manager passed sockets [default: the addresses of the file]
+    #[arg(long, value_name = "ADDRESS")]
     pub listen: Vec<String>,
-    /// Whether connections are encrypted.
+
+    /// Check the configuration and the stores, print ok for each, and exit without serving
+    #[arg(long)]
+    pub check: bool,
+
+    /// Refuse to start if a volume cannot be opened, instead of serving the other volumes and trying
+    /// to open it again [default: false]
+    #[arg(long)]
+    pub strict: bool,
+
+    /// Encrypt connections: off, on (if the client requests it) or require (always) [default: off]
+    #[arg(long, value_name = "MODE", value_parser = choice::<TlsSetting>(), hide_possible_values = true)]
     pub tls: Option<TlsSetting>,
-    /// The directory of the certificates; replaces a `tls_psk` of the file, too.
+
+    /// The directory with ca-cert.pem, server-cert.pem and server-key.pem [default: none]
+    #[arg(long, value_name = "DIR")]
     pub tls_certificates: Option<PathBuf>,
-    /// The file of the pre-shared keys; replaces `tls_certificates` of the file, too.
+
+    /// The file of pre-shared keys, one "name:hexadecimal key" a line [default: none]
+    #[arg(long, value_name = "FILE")]
     pub tls_psk: Option<PathBuf>,
-    /// Whether clients must show a certificate.
+
+    /// Refuse clients without a certificate signed by ca-cert.pem [default: false]
+    #[arg(long)]
     pub tls_verify_peer: bool,
-    /// The maximum number of connections at a time; 1 to 65536 is allowed.
+
+    /// The maximum number of NBD connections at a time, 1 to 65536 [default: 256]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub max_clients: Option<i64>,
-    /// The largest payload; 4K to 64M is allowed.
+
+    /// The largest payload of one READ or WRITE in bytes or with a unit K or M, 4K to 64M
+    /// [default: 32M]
+    #[arg(long, value_name = "SIZE", value_parser = size_option, allow_hyphen_values = true)]
     pub max_request: Option<Size>,
-    /// Request memory of a connection; `max_request` or more is allowed.
+
+    /// The memory that the requests of one connection may hold, in bytes or with a unit K, M, G or T,
+    /// at least the largest request [default: 64M]
+    #[arg(long, value_name = "SIZE", value_parser = size_option, allow_hyphen_values = true)]
     pub connection_memory: Option<Size>,
-    /// Worker threads; 1 to 64 is allowed.
+
+    /// Worker threads, each with its own io_uring, 1 to 64 [default: 1]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub workers: Option<i64>,
-    /// The log level.
-    pub log: Option<LogLevel>,
-    /// The path of the control socket, with or without `unix:` before it.
+
+    /// The control socket: a unix socket at PATH for ebbd get, set, stat, pressure and resize, and
+    /// for HTTP. Only the daemon's user may open it [default: the path of the file]
+    #[arg(long, value_name = "PATH")]
     pub control: Option<String>,
-    /// The address of the page, with or without `tcp:` before it.
+
+    /// Serve a web page with plots, and metrics for Prometheus, at this TCP address, such as
+    /// 127.0.0.1:9477. Every client that can connect may read them [default: that of the file]
+    #[arg(long, value_name = "HOST:PORT")]
     pub web: Option<String>,
-    /// `--web-names NAME`, repeatable.
+
+    /// An additional host name under which browsers reach the page, such as the name of a proxy. May
+    /// be given several times [default: the names of the file]
+    #[arg(long, value_name = "NAME")]
     pub web_names: Vec<String>,
-    /// Whether disks of Xen guests are served.
+
+    /// Serve disks of Xen guests, too: those of `ebbd xen attach` and, if the kernel's backend is not
+    /// loaded, those with the script block-ebbd [default: false]
+    #[arg(long)]
     pub xen: bool,
-    /// Free pages that each queue keeps; 0 to 1048576 is allowed.
+
+    /// The number of free pages of 4096 bytes that each queue keeps for later requests, 0 to 1048576
+    /// [default: 1024]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub max_buffer_pages: Option<i64>,
-    /// Milliseconds of a squeeze; 0 to 60000 is allowed.
+
+    /// How long page pools keep no free pages after a sign of memory pressure, in milliseconds,
+    /// 0 to 60000 [default: 10]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub buffer_squeeze_duration_ms: Option<i64>,
-    /// What happens to idle I/O memory.
+
+    /// What happens to I/O memory that no request uses: lend (marked MADV_FREE), drop (returned on
+    /// memory pressure), keep (never returned) or none (returned at once) [default: lend]
+    #[arg(
+        long,
+        value_name = "MODE",
+        value_parser = choice::<IdleMemory>(),
+        hide_possible_values = true
+    )]
     pub idle_memory: Option<IdleMemory>,
-    /// The maximum size of the cache; 0 or 1M to 1T is allowed.
+    /// The maximum size of the cache of all volumes together, 1M to 1T; with 0 it follows the
+    /// memory of the host [default: 0]
+    #[arg(long, value_name = "SIZE", value_parser = size_option, allow_hyphen_values = true)]
     pub cache_max: Option<Size>,
-    /// The size the cache keeps under memory pressure; at most `cache_max`.
+
+    /// The size down to which the cache shrinks under memory pressure other than the last resort,
+    /// 0 to 1T [default: 0]
+    #[arg(long, value_name = "SIZE", value_parser = size_option, allow_hyphen_values = true)]
     pub cache_min: Option<Size>,
-    /// The number of listening sockets passed in by the service manager (`LISTEN_FDS`). If there
-    /// are any, addresses are refused.
+
+    /// How long stopping the daemon, or removing a volume, may take to write dirty data, in
+    /// seconds, 1 to 3600. After that, volumes with unwritten data are listed, and the exit status
+    /// is 1 [default: 60]
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 60,
+        hide_default_value = true,
+        value_parser = clap::value_parser!(u64).range(1..=3600)
+    )]
+    pub drain: u64,
+
+    /// The level of the log on stderr: error, warn, info or debug; each level includes the ones
+    /// before it [default: info]
+    #[arg(
+        long,
+        value_name = "LEVEL",
+        value_parser = choice::<LogLevel>(),
+        hide_possible_values = true
+    )]
+    pub log: Option<LogLevel>,
+
+    /// The number of listening sockets that the service manager passed (`LISTEN_FDS`). If there are any, addresses are
+    /// refused.
+    #[arg(skip)]
     pub inherited_sockets: usize,
+}
+
+/// The words of a choice; clap suggests the nearest one for an unknown word.
+fn choice<T: Choice + Send + Sync>() -> impl TypedValueParser<Value = T> {
+    PossibleValuesParser::new(T::names()).try_map(|word| T::parse(&word))
+}
+
+/// Parses a size on the command line; the error has its remedy.
+///
+/// # Errors
+/// Text that is no size.
+pub fn size_option(text: &str) -> Result<Size, String> {
+    text.parse().map_err(|error: SizeError| format!("{error}; {}", error.remedy()))
 }
 
 fn located<T>(option: &str, value: Option<T>) -> Option<Located<T>> {
@@ -67,26 +178,26 @@ fn located<T>(option: &str, value: Option<T>) -> Option<Located<T>> {
 }
 
 /// The layer of the command line.
-pub(super) fn layer(overrides: &Overrides) -> Result<Layer, ConfigError> {
+pub(super) fn layer(args: &ServeArgs) -> Result<Layer, ConfigError> {
     let mut layer = Layer {
-        workers: located("--workers", overrides.workers),
-        log: located("--log", overrides.log),
-        xen: located("--xen", overrides.xen.then_some(true)),
-        max_buffer_pages: located("--max-buffer-pages", overrides.max_buffer_pages),
+        workers: located("--workers", args.workers),
+        log: located("--log", args.log),
+        xen: located("--xen", args.xen.then_some(true)),
+        max_buffer_pages: located("--max-buffer-pages", args.max_buffer_pages),
         buffer_squeeze_duration_ms: located(
             "--buffer-squeeze-duration-ms",
-            overrides.buffer_squeeze_duration_ms,
+            args.buffer_squeeze_duration_ms,
         ),
-        idle_memory: located("--idle-memory", overrides.idle_memory),
-        cache_max: located("--cache-max", overrides.cache_max),
-        cache_min: located("--cache-min", overrides.cache_min),
-        max_clients: located("--max-clients", overrides.max_clients),
-        max_request: located("--max-request", overrides.max_request),
-        connection_memory: located("--connection-memory", overrides.connection_memory),
-        tls: located("--tls", overrides.tls),
-        tls_certificates: located("--tls-certificates", overrides.tls_certificates.clone()),
-        tls_psk: located("--tls-psk", overrides.tls_psk.clone()),
-        tls_verify_peer: located("--tls-verify-peer", overrides.tls_verify_peer.then_some(true)),
+        idle_memory: located("--idle-memory", args.idle_memory),
+        cache_max: located("--cache-max", args.cache_max),
+        cache_min: located("--cache-min", args.cache_min),
+        max_clients: located("--max-clients", args.max_clients),
+        max_request: located("--max-request", args.max_request),
+        connection_memory: located("--connection-memory", args.connection_memory),
+        tls: located("--tls", args.tls),
+        tls_certificates: located("--tls-certificates", args.tls_certificates.clone()),
+        tls_psk: located("--tls-psk", args.tls_psk.clone()),
+        tls_verify_peer: located("--tls-verify-peer", args.tls_verify_peer.then_some(true)),
         ..Layer::default()
     };
     for path in [&layer.tls_certificates, &layer.tls_psk].into_iter().flatten() {
@@ -98,27 +209,27 @@ pub(super) fn layer(overrides: &Overrides) -> Result<Layer, ConfigError> {
             ));
         }
     }
-    if let Some(text) = &overrides.control {
+    if let Some(text) = &args.control {
         let place = ValueLocation::option("--control");
         let value = value::control_path(text).map_err(|bad| place.error(bad))?;
         layer.control = Some(Located { value, place });
     }
-    if let Some(text) = &overrides.web {
+    if let Some(text) = &args.web {
         let place = ValueLocation::option("--web");
         let value = value::web_address(text).map_err(|bad| place.error(bad))?;
         layer.web = Some(Located { value, place });
     }
-    for text in &overrides.web_names {
+    for text in &args.web_names {
         let place = ValueLocation::option(format!("--web-names {}", shorten(text)));
         let value = value::web_name(text).map_err(|bad| place.error(bad))?;
         layer.web_names.push(Located { value, place });
     }
-    for text in &overrides.listen {
+    for text in &args.listen {
         let place = ValueLocation::option(format!("--listen {}", shorten(text)));
         let value = text.parse().map_err(|bad| place.error(bad))?;
         layer.listen.push(Located { value, place });
     }
-    for text in &overrides.volumes {
+    for text in &args.volumes {
         layer.volumes.push(volume(text)?);
     }
     Ok(layer)
@@ -161,7 +272,7 @@ fn volume(text: &str) -> Result<VolumeLayer, ConfigError> {
         let fail = |bad: BadValue| place.error(bad);
         let fresh = match option {
             "size" => {
-                let size = text.parse().map_err(|error: crate::SizeError| fail(error.into()));
+                let size = text.parse().map_err(|error: SizeError| fail(error.into()));
                 set(&mut volume.size, size?, &place)
             }
             "create" => set(&mut volume.create, value::boolean(text).map_err(fail)?, &place),

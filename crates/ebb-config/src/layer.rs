@@ -4,8 +4,7 @@ use std::path::PathBuf;
 
 use super::error::{Located, ValueLocation};
 use super::value::{CacheMode, DirectMode, IdleMemory, Listen, LogLevel, StoreUri, TlsSetting};
-use crate::Percent;
-use crate::Size;
+use crate::{Percent, Size};
 
 /// The settings of one source: the file or the command line.
 #[derive(Default)]

@@ -35,7 +35,7 @@ pub use self::diff::Changes;
 pub(crate) use self::error::closest;
 pub use self::error::{BadValue, ConfigError, ConfigErrorKind};
 pub use self::error::{shorten, suggest};
-pub use self::flags::Overrides;
+pub use self::flags::{ServeArgs, size_option};
 pub use self::percent::{Percent, PercentError};
 pub use self::size::{Size, SizeError};
 pub use self::value::{
@@ -159,13 +159,13 @@ impl Default for NbdConfig {
 }
 
 impl Config {
-    /// The configuration of `file`, if one is given, with `overrides` applied to it.
+    /// The configuration of the command line and of the file that it names, if it names one.
     ///
     /// # Errors
     /// The first mistake in either: see [`ConfigErrorKind`].
-    pub fn load(file: Option<&Path>, overrides: &Overrides) -> Result<Self, ConfigError> {
-        let base = file.map(file::read).transpose()?.unwrap_or_default();
-        resolve::resolve(base, flags::layer(overrides)?, overrides.inherited_sockets)
+    pub fn load(args: &ServeArgs) -> Result<Self, ConfigError> {
+        let base = args.config.as_deref().map(file::read).transpose()?.unwrap_or_default();
+        resolve::resolve(base, flags::layer(args)?, args.inherited_sockets)
     }
 
     /// As [`Config::load`], from the `text` of a file instead. `name` stands for the file in
@@ -173,9 +173,9 @@ impl Config {
     ///
     /// # Errors
     /// As for [`Config::load`], less those of reading.
-    pub fn parse(text: &str, name: &Path, overrides: &Overrides) -> Result<Self, ConfigError> {
+    pub fn parse(text: &str, name: &Path, args: &ServeArgs) -> Result<Self, ConfigError> {
         let base = file::parse(text, name)?;
-        resolve::resolve(base, flags::layer(overrides)?, overrides.inherited_sockets)
+        resolve::resolve(base, flags::layer(args)?, args.inherited_sockets)
     }
 
     /// The name of the volume that is the default export: the one with `default`, or the only one.

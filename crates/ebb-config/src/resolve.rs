@@ -8,9 +8,8 @@ use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocatio
 use super::layer::{BdiLayer, Layer, VolumeLayer};
 use super::value::{Listen, StoreUri, volume_size};
 use super::{BdiConfig, CacheMode, Config, DirectMode, NbdConfig, TlsSetting, VolumeConfig};
-use crate::Percent;
-use crate::Size;
 use crate::params::Key;
+use crate::{Percent, Size};
 
 /// The remedy when there is nothing to serve.
 const HOW_TO_START: &str = "start with `ebbd serve --volume disk=memory:1G \

@@ -9,16 +9,16 @@ use super::*;
 
 const FILE: &str = "/etc/ebbd/ebbd.toml";
 
-fn flags(volumes: &[&str], listen: &[&str]) -> Overrides {
-    Overrides {
+fn flags(volumes: &[&str], listen: &[&str]) -> ServeArgs {
+    ServeArgs {
         volumes: volumes.iter().map(ToString::to_string).collect(),
         listen: listen.iter().map(ToString::to_string).collect(),
-        ..Overrides::default()
+        ..ServeArgs::default()
     }
 }
 
 fn parse(text: &str) -> Result<Config, ConfigError> {
-    Config::parse(text, Path::new(FILE), &Overrides::default())
+    Config::parse(text, Path::new(FILE), &ServeArgs::default())
 }
 
 /// A file with the given lines in `[nbd]`, complete otherwise.
@@ -151,7 +151,7 @@ fn the_defaults_are_those_of_the_table() {
 
 #[test]
 fn flags_override_the_file_and_add_addresses() {
-    let overrides = Overrides {
+    let args = ServeArgs {
         workers: Some(3),
         log: Some(LogLevel::Debug),
         max_clients: Some(9),
@@ -162,7 +162,7 @@ fn flags_override_the_file_and_add_addresses() {
         ..flags(&["disk=memory:1M", "more=null:1M"], &["unix:/more"])
     };
     let text = EXAMPLE.replace("tls_verify_peer = true\n", "");
-    let config = Config::parse(&text, Path::new(FILE), &overrides).unwrap();
+    let config = Config::parse(&text, Path::new(FILE), &args).unwrap();
     assert_eq!(config.workers, 3);
     assert_eq!(config.log, LogLevel::Debug);
     assert_eq!(
@@ -189,13 +189,13 @@ fn flags_override_the_file_and_add_addresses() {
 
 #[test]
 fn nothing_to_serve_says_how_to_start() {
-    for (overrides, text) in [
+    for (args, text) in [
         (flags(&[], &[]), "no volume to serve and no address"),
         (flags(&["a=null:1G"], &[]), "no address to listen at"),
         (flags(&[], &["unix:/a"]), "no volume to serve"),
-        (Overrides { inherited_sockets: 1, ..flags(&[], &[]) }, "no volume to serve"),
+        (ServeArgs { inherited_sockets: 1, ..flags(&[], &[]) }, "no volume to serve"),
     ] {
-        let error = Config::load(None, &overrides).unwrap_err();
+        let error = Config::load(&args).unwrap_err();
         assert_eq!(error.kind, ConfigErrorKind::NothingToServe);
         assert!(error.message.contains(text), "{error}");
         assert!(
@@ -204,21 +204,21 @@ fn nothing_to_serve_says_how_to_start() {
                 .contains("`ebbd serve --volume disk=memory:1G --listen unix:/tmp/ebbd.sock`")
         );
     }
-    assert!(Config::load(None, &flags(&["disk=memory:1G"], &["unix:/tmp/ebbd.sock"])).is_ok());
+    assert!(Config::load(&flags(&["disk=memory:1G"], &["unix:/tmp/ebbd.sock"])).is_ok());
 }
 
 #[test]
 fn the_default_volume() {
     let default = |volumes: &[&str]| {
-        let config = Config::load(None, &flags(volumes, &["unix:/a"])).unwrap();
+        let config = Config::load(&flags(volumes, &["unix:/a"])).unwrap();
         config.default_volume().map(str::to_owned)
     };
     assert_eq!(default(&["a=null:1G"]).as_deref(), Some("a"));
     assert_eq!(default(&["a=null:1G", "b=null:1G"]), None);
     assert_eq!(default(&["a=null:1G", "b=null:1G,default=true"]).as_deref(), Some("b"));
     // A volume that the command line replaces has no say any more.
-    let overrides = flags(&["disk=null:1G", "b=null:1G,default=true"], &[]);
-    let config = Config::parse(EXAMPLE, Path::new(FILE), &overrides).unwrap();
+    let args = flags(&["disk=null:1G", "b=null:1G,default=true"], &[]);
+    let config = Config::parse(EXAMPLE, Path::new(FILE), &args).unwrap();
     assert_eq!(config.default_volume(), Some("b"));
     refused(
         parse(
@@ -233,19 +233,19 @@ fn the_default_volume() {
 
 #[test]
 fn sockets_from_the_service_manager() {
-    let mut overrides = flags(&["a=null:1G"], &[]);
-    overrides.inherited_sockets = 2;
-    assert_eq!(Config::load(None, &overrides).unwrap().listen, []);
-    overrides.listen.push("unix:/a".into());
+    let mut args = flags(&["a=null:1G"], &[]);
+    args.inherited_sockets = 2;
+    assert_eq!(Config::load(&args).unwrap().listen, []);
+    args.listen.push("unix:/a".into());
     refused(
-        Config::load(None, &overrides),
+        Config::load(&args),
         ConfigErrorKind::Conflict,
         None,
         "--listen unix:/a",
         "2 listening socket(s)",
     );
-    overrides.listen.clear();
-    let file = Config::parse("listen = ['unix:/a']", Path::new(FILE), &overrides);
+    args.listen.clear();
+    let file = Config::parse("listen = ['unix:/a']", Path::new(FILE), &args);
     refused(file, ConfigErrorKind::Conflict, 1, "listen", "socket activation");
 }
 
@@ -261,8 +261,8 @@ fn duplicate_addresses() {
     ] {
         refused(listen(list), ConfigErrorKind::Duplicate, 2, "listen", "listen in line 1");
     }
-    let overrides = flags(&["a=null:1G"], &["unix:/a"]);
-    let both = Config::parse("listen = ['unix:/a']", Path::new(FILE), &overrides);
+    let args = flags(&["a=null:1G"], &["unix:/a"]);
+    let both = Config::parse("listen = ['unix:/a']", Path::new(FILE), &args);
     refused(both, ConfigErrorKind::Duplicate, None, "--listen unix:/a", "listen in line 1");
 }
 
@@ -289,8 +289,8 @@ fn numbers_have_limits() {
         }
     }
     for (workers, good) in [(1, true), (64, true), (0, false), (65, false), (-1, false)] {
-        let overrides = Overrides { workers: Some(workers), ..flags(&["a=null:1G"], &["unix:/a"]) };
-        let outcome = Config::load(None, &overrides);
+        let args = ServeArgs { workers: Some(workers), ..flags(&["a=null:1G"], &["unix:/a"]) };
+        let outcome = Config::load(&args);
         if good {
             outcome.unwrap();
         } else {
@@ -346,16 +346,16 @@ fn tls_needs_one_source_of_keys() {
         let key = keys(line.split('=').next().unwrap());
         refused(nbd(line), ConfigErrorKind::Conflict, 5, &key, "while `tls` is not set");
     }
-    let both = Overrides {
+    let both = ServeArgs {
         tls: Some(TlsSetting::On),
         tls_certificates: Some("/c".into()),
         tls_psk: Some("/p".into()),
         ..flags(&["a=null:1G"], &["unix:/a"])
     };
-    let outcome = Config::load(None, &both);
+    let outcome = Config::load(&both);
     refused(outcome, ConfigErrorKind::Conflict, None, "--tls-psk", "--tls-certificates");
-    let empty = Overrides { tls_psk: Some("".into()), ..Overrides::default() };
-    refused(Config::load(None, &empty), ConfigErrorKind::InvalidValue, None, "--tls-psk", "empty");
+    let empty = ServeArgs { tls_psk: Some("".into()), ..ServeArgs::default() };
+    refused(Config::load(&empty), ConfigErrorKind::InvalidValue, None, "--tls-psk", "empty");
 }
 
 #[test]
@@ -432,7 +432,7 @@ fn options_of_a_volume_fit_together() {
 
 #[test]
 fn the_same_name_twice() {
-    let outcome = Config::load(None, &flags(&["a=null:1G", "a=null:2G"], &["unix:/a"]));
+    let outcome = Config::load(&flags(&["a=null:1G", "a=null:2G"], &["unix:/a"]));
     refused(outcome, ConfigErrorKind::Duplicate, None, "--volume a=null:2G", "another name");
 }
 
@@ -459,8 +459,8 @@ proptest! {
     #[test]
     fn what_loads_keeps_its_promises(lines in prop::collection::vec(good_line(), 0..6)) {
         let text = lines.join("\n");
-        let overrides = flags(&["extra=file:/e,size=1G,create=true"], &["unix:/extra"]);
-        if let Ok(config) = Config::parse(&text, Path::new(FILE), &overrides) {
+        let args = flags(&["extra=file:/e,size=1G,create=true"], &["unix:/extra"]);
+        if let Ok(config) = Config::parse(&text, Path::new(FILE), &args) {
             let nbd = &config.nbd;
             prop_assert!((1..=64).contains(&config.workers));
             prop_assert!((1..=65_536).contains(&nbd.max_clients));
@@ -477,7 +477,7 @@ proptest! {
 
     #[test]
     fn no_volume_option_panics(text in "[a,=]{0,2}=?(file:|memory:|null:)?\\PC{0,8}(,{1,2}(size|create|read-only|default|x)=?(true|1G|\\PC{0,4})){0,3}") {
-        let _ = Config::load(None, &flags(&[text.as_str()], &["unix:/a"]));
+        let _ = Config::load(&flags(&[text.as_str()], &["unix:/a"]));
     }
 }
 
@@ -601,8 +601,8 @@ fn parameters_and_the_control_socket() {
     assert_eq!(web("tcp:[::1]:80").unwrap().web.as_deref(), Some("[::1]:80"));
     refused(web("tcp:h:1"), ConfigErrorKind::Conflict, 1, "web", "listen in line 2");
     refused(web("unix:/a"), ConfigErrorKind::InvalidValue, 1, "web", "127.0.0.1");
-    let overrides = flags(&["a=null:1G,max-buffer-pages=many"], &["unix:/a"]);
-    let outcome = Config::parse("", Path::new(FILE), &overrides);
+    let args = flags(&["a=null:1G,max-buffer-pages=many"], &["unix:/a"]);
+    let outcome = Config::parse("", Path::new(FILE), &args);
     refused(outcome, ConfigErrorKind::InvalidValue, None, "--volume a: max-buffer-pages", "digits");
 }
 

@@ -90,8 +90,8 @@ mod tests {
                 "listen = ['unix:{at}/{listen}']\n[volume.disk]\nstore = 'file:{path}'\n\
                  size = '1M'\ncreate = true\n"
             );
-            let overrides = ebb_config::Overrides::default();
-            let config = Config::parse(&text, Path::new("test"), &overrides).unwrap();
+            let args = ebb_config::ServeArgs::default();
+            let config = Config::parse(&text, Path::new("test"), &args).unwrap();
             let mut said = Vec::new();
             check(&config, |line| said.push(line)).map(|()| said)
         };

@@ -1,16 +1,13 @@
 //! The command line: its commands and options, and their help texts.
 //!
-//! Only the form of a value is checked here; [`ServeArgs::overrides`] passes everything to
-//! [`ebb_config`], which checks ranges and combinations for the command line and the file alike.
+//! The options of `ebbd serve` are settings of the configuration, and in [`ebb_config::ServeArgs`].
 //! The manual pages and the shell completions are made from these definitions.
 
 use std::path::PathBuf;
 
-use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
-use ebb_config::Size;
-use ebb_config::{Choice, IdleMemory, LogLevel, Overrides, TlsSetting};
+use ebb_config::{ServeArgs, Size, size_option};
 
 use crate::control::MAX_HOLD_SECONDS;
 
@@ -202,7 +199,7 @@ pub struct ResizeArgs {
     pub volume: String,
 
     /// The size, such as 20G: a multiple of 512 bytes
-    #[arg(value_name = "SIZE", value_parser = size)]
+    #[arg(value_name = "SIZE", value_parser = size_option)]
     pub size: Option<Size>,
 
     /// Allow a smaller size: the data beyond the new end is lost
@@ -242,182 +239,6 @@ pub struct XenArgs {
     pub force: bool,
 }
 
-/// The options of `ebbd serve`.
-#[derive(Clone, Debug, Default, Args)]
-pub struct ServeArgs {
-    /// Read the configuration file FILE, in the form of ebbd.toml(5); SIGHUP reads it again
-    /// [default: no file]
-    #[arg(long, value_name = "FILE")]
-    pub config: Option<PathBuf>,
-
-    /// Serve a volume: its export NAME, a STORE and options, such as
-    /// disk=file:/path/to/image,size=1G,create=true. STORE is file:PATH, an NBD
-    /// server's nbd://HOST/EXPORT, memory:SIZE or null:SIZE; options are size=SIZE, create=BOOL, read-only=BOOL, shared=BOOL,
-    /// direct=auto|on|off, cache=none|writethrough|writeback, bdi=NAME, default=BOOL,
-    /// max-buffer-pages=N and buffer-squeeze-duration-ms=N. A comma in a path is written twice. May be given several times
-    /// [default: the volumes of the file]
-    #[arg(long = "volume", value_name = "NAME=STORE[,option=value]...")]
-    pub volumes: Vec<String>,
-
-    /// Listen at an address: unix:/path or tcp:HOST:PORT. May be given several times. Refused if
-    /// the service manager passed sockets [default: the addresses of the file]
-    #[arg(long, value_name = "ADDRESS")]
-    pub listen: Vec<String>,
-
-    /// Check the configuration and the stores, print ok for each, and exit without serving
-    #[arg(long)]
-    pub check: bool,
-
-    /// Refuse to start if a volume cannot be opened, instead of serving the other volumes and trying
-    /// to open it again [default: false]
-    #[arg(long)]
-    pub strict: bool,
-
-    /// Encrypt connections: off, on (if the client requests it) or require (always) [default: off]
-    #[arg(long, value_name = "MODE", value_parser = choice::<TlsSetting>(), hide_possible_values = true)]
-    pub tls: Option<TlsSetting>,
-
-    /// The directory with ca-cert.pem, server-cert.pem and server-key.pem [default: none]
-    #[arg(long, value_name = "DIR")]
-    pub tls_certificates: Option<PathBuf>,
-
-    /// The file of pre-shared keys, one "name:hexadecimal key" a line [default: none]
-    #[arg(long, value_name = "FILE")]
-    pub tls_psk: Option<PathBuf>,
-
-    /// Refuse clients without a certificate signed by ca-cert.pem [default: false]
-    #[arg(long)]
-    pub tls_verify_peer: bool,
-
-    /// The maximum number of NBD connections at a time, 1 to 65536 [default: 256]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
-    pub max_clients: Option<i64>,
-
-    /// The largest payload of one READ or WRITE in bytes or with a unit K or M, 4K to 64M
-    /// [default: 32M]
-    #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
-    pub max_request: Option<Size>,
-
-    /// The memory that the requests of one connection may hold, in bytes or with a unit K, M, G or T,
-    /// at least the largest request [default: 64M]
-    #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
-    pub connection_memory: Option<Size>,
-
-    /// Worker threads, each with its own io_uring, 1 to 64 [default: 1]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
-    pub workers: Option<i64>,
-
-    /// The control socket: a unix socket at PATH for ebbd get, set, stat, pressure and resize, and
-    /// for HTTP. Only the daemon's user may open it [default: the path of the file]
-    #[arg(long, value_name = "PATH")]
-    pub control: Option<String>,
-
-    /// Serve a web page with plots, and metrics for Prometheus, at this TCP address, such as
-    /// 127.0.0.1:9477. Every client that can connect may read them [default: that of the file]
-    #[arg(long, value_name = "HOST:PORT")]
-    pub web: Option<String>,
-
-    /// An additional host name under which browsers reach the page, such as the name of a proxy. May
-    /// be given several times [default: the names of the file]
-    #[arg(long, value_name = "NAME")]
-    pub web_names: Vec<String>,
-
-    /// Serve disks of Xen guests, too: those of `ebbd xen attach` and, if the kernel's backend is not
-    /// loaded, those with the script block-ebbd [default: false]
-    #[arg(long)]
-    pub xen: bool,
-
-    /// The number of free pages of 4096 bytes that each queue keeps for later requests, 0 to 1048576
-    /// [default: 1024]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
-    pub max_buffer_pages: Option<i64>,
-
-    /// How long page pools keep no free pages after a sign of memory pressure, in milliseconds,
-    /// 0 to 60000 [default: 10]
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
-    pub buffer_squeeze_duration_ms: Option<i64>,
-
-    /// What happens to I/O memory that no request uses: lend (marked MADV_FREE), drop (returned on
-    /// memory pressure), keep (never returned) or none (returned at once) [default: lend]
-    #[arg(
-        long,
-        value_name = "MODE",
-        value_parser = choice::<IdleMemory>(),
-        hide_possible_values = true
-    )]
-    pub idle_memory: Option<IdleMemory>,
-    /// The maximum size of the cache of all volumes together, 1M to 1T; with 0 it follows the
-    /// memory of the host [default: 0]
-    #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
-    pub cache_max: Option<Size>,
-
-    /// The size down to which the cache shrinks under memory pressure other than the last resort,
-    /// 0 to 1T [default: 0]
-    #[arg(long, value_name = "SIZE", value_parser = size, allow_hyphen_values = true)]
-    pub cache_min: Option<Size>,
-
-    /// How long stopping the daemon, or removing a volume, may take to write dirty data, in
-    /// seconds, 1 to 3600. After that, volumes with unwritten data are listed, and the exit status
-    /// is 1 [default: 60]
-    #[arg(
-        long,
-        value_name = "SECONDS",
-        default_value_t = 60,
-        hide_default_value = true,
-        value_parser = clap::value_parser!(u64).range(1..=3600)
-    )]
-    pub drain: u64,
-
-    /// The level of the log on stderr: error, warn, info or debug; each level includes the ones
-    /// before it [default: info]
-    #[arg(
-        long,
-        value_name = "LEVEL",
-        value_parser = choice::<LogLevel>(),
-        hide_possible_values = true
-    )]
-    pub log: Option<LogLevel>,
-}
-
-impl ServeArgs {
-    /// The settings of the command line, for [`ebb_config::Config::load`].
-    /// `inherited_sockets` is the number of listening sockets the service manager passed.
-    pub fn overrides(&self, inherited_sockets: usize) -> Overrides {
-        Overrides {
-            volumes: self.volumes.clone(),
-            listen: self.listen.clone(),
-            tls: self.tls,
-            tls_certificates: self.tls_certificates.clone(),
-            tls_psk: self.tls_psk.clone(),
-            tls_verify_peer: self.tls_verify_peer,
-            max_clients: self.max_clients,
-            max_request: self.max_request,
-            connection_memory: self.connection_memory,
-            workers: self.workers,
-            log: self.log,
-            control: self.control.clone(),
-            web: self.web.clone(),
-            web_names: self.web_names.clone(),
-            xen: self.xen,
-            max_buffer_pages: self.max_buffer_pages,
-            buffer_squeeze_duration_ms: self.buffer_squeeze_duration_ms,
-            idle_memory: self.idle_memory,
-            cache_max: self.cache_max,
-            cache_min: self.cache_min,
-            inherited_sockets,
-        }
-    }
-}
-
-/// The words of a choice; clap suggests the nearest one for an unknown word.
-fn choice<T: Choice + Send + Sync>() -> impl TypedValueParser<Value = T> {
-    PossibleValuesParser::new(T::names()).try_map(|word| T::parse(&word))
-}
-
-fn size(text: &str) -> Result<Size, String> {
-    text.parse().map_err(|error: ebb_config::SizeError| format!("{error}; {}", error.remedy()))
-}
-
 /// The completion script for `shell`, as text in UTF-8.
 pub fn completions(shell: Shell) -> Vec<u8> {
     let mut script = Vec::new();
@@ -430,125 +251,10 @@ mod tests {
     use clap::ValueEnum;
 
     use super::*;
-    use ebb_config::keys::{NBD, TOP, VOLUME};
-
-    fn serve(args: &[&str]) -> Result<ServeArgs, clap::Error> {
-        match Cli::try_parse_from(["ebbd", "serve"].iter().chain(args))?.command {
-            Command::Serve(args) => Ok(*args),
-            other => panic!("not serve: {other:?}"),
-        }
-    }
 
     #[test]
     fn the_command_definition_passes_the_checks_of_clap() {
         Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn every_option_is_passed_to_the_configuration() {
-        let args = serve(&[
-            "--config=c.toml",
-            "--volume=a=memory:1G",
-            "--volume=b=null:1G,default=true",
-            "--listen=unix:/a",
-            "--listen=tcp:h:1",
-            "--check",
-            "--tls=require",
-            "--tls-certificates=/c",
-            "--tls-psk=/p",
-            "--tls-verify-peer",
-            "--max-clients=2",
-            "--max-request=4K",
-            "--connection-memory=5K",
-            "--workers=3",
-            "--control=/c",
-            "--web=h:2",
-            "--web-names=a",
-            "--web-names=b",
-            "--xen",
-            "--max-buffer-pages=4",
-            "--buffer-squeeze-duration-ms=5",
-            "--idle-memory=drop",
-            "--cache-max=6M",
-            "--cache-min=7K",
-            "--log=debug",
-        ])
-        .unwrap();
-        assert_eq!(args.config, Some("c.toml".into()));
-        assert!(args.check);
-        assert_eq!(
-            args.overrides(7),
-            Overrides {
-                volumes: vec!["a=memory:1G".into(), "b=null:1G,default=true".into()],
-                listen: vec!["unix:/a".into(), "tcp:h:1".into()],
-                tls: Some(TlsSetting::Require),
-                tls_certificates: Some("/c".into()),
-                tls_psk: Some("/p".into()),
-                tls_verify_peer: true,
-                max_clients: Some(2),
-                max_request: Some(Size::new(4096)),
-                connection_memory: Some(Size::new(5120)),
-                workers: Some(3),
-                log: Some(LogLevel::Debug),
-                control: Some("/c".into()),
-                web: Some("h:2".into()),
-                web_names: vec!["a".into(), "b".into()],
-                xen: true,
-                max_buffer_pages: Some(4),
-                buffer_squeeze_duration_ms: Some(5),
-                idle_memory: Some(IdleMemory::Drop),
-                cache_max: Some(Size::new(6 << 20)),
-                cache_min: Some(Size::new(7 << 10)),
-                inherited_sockets: 7,
-            }
-        );
-    }
-
-    #[test]
-    fn without_options_there_are_no_overrides() {
-        assert_eq!(serve(&[]).unwrap().overrides(0), Overrides::default());
-    }
-
-    #[test]
-    fn an_invalid_option_is_refused_with_a_suggestion() {
-        for (args, advice) in [
-            (["--tls", "required"], "'require'"),
-            (["--log", "inf"], "'info'"),
-            (["--max-reqest", "4K"], "'--max-request'"),
-            (["--max-request", "1.5G"], "next smaller unit"),
-            (["--max-request", "-4K"], "negative"),
-            (["--connection-memory", "1KB"], "the units are"),
-        ] {
-            let text = serve(&args).unwrap_err().to_string();
-            assert!(text.contains(advice), "{args:?}: {text}");
-        }
-    }
-
-    #[test]
-    fn the_help_texts_and_the_keys_agree() {
-        let mut command = Cli::command();
-        let serve = command.find_subcommand_mut("serve").unwrap();
-        for key in TOP.keys.iter().chain(NBD.keys) {
-            let option = key.option_name();
-            let arg = serve
-                .get_arguments()
-                .find(|arg| arg.get_long() == Some(&option))
-                .unwrap_or_else(|| panic!("no option --{option}"));
-            let help = arg.get_help().unwrap().to_string();
-            if !key.default.is_empty() {
-                let default = format!("[default: {}]", key.default);
-                assert!(help.contains(&default), "--{option}: {help}");
-            }
-        }
-        let volume = serve.get_arguments().find(|arg| arg.get_long() == Some("volume")).unwrap();
-        let help = volume.get_help().unwrap().to_string();
-        for key in VOLUME.keys.iter().filter(|key| key.name != "store") {
-            assert!(help.contains(&format!("{}=", key.option_name())), "{}", key.name);
-        }
-        for arg in serve.get_arguments().filter(|arg| arg.get_long() != Some("check")) {
-            let help = arg.get_help().unwrap().to_string();
-            assert!(help.contains("[default: "), "{}", arg.get_id());
-        }
     }
 
     #[test]

@@ -8,8 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ebb_config::Size;
-use ebb_config::control_path;
+use ebb_config::{Size, control_path};
 use serde::de::DeserializeOwned;
 
 use self::show::TextTable;

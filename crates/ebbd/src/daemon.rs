@@ -15,7 +15,9 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use ebb_cache::{Cache, CacheOptions};
 use ebb_config::params::{Configured, Key, Live, Parameters};
-use ebb_config::{Choice, Config, ConfigError, IdleMemory, LogLevel, NbdConfig, TlsSetting};
+use ebb_config::{
+    Choice, Config, ConfigError, IdleMemory, LogLevel, NbdConfig, ServeArgs, TlsSetting,
+};
 use ebb_export_nbd::{Server, ServerLimits, ServerTls};
 use ebb_export_xen::XenParameters;
 use ebb_io::{Io, Worker, WorkerHandle, fd_from};
@@ -23,7 +25,6 @@ use ebb_mem::pressure::{Monitor, Watch};
 use ebb_mem::{Memory, Policy};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
-use crate::cli::ServeArgs;
 use crate::control::{ControlContext, ControlError, ControlServer, PageAddress};
 use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase};
 use crate::listener::{self, ListenError, Listener};
@@ -65,7 +66,6 @@ struct Loaded {
 struct Daemon {
     engine: Arc<Engine>,
     args: ServeArgs,
-    inherited: usize,
     server: Server,
     workers: Vec<Worker>,
     nbd: NbdConfig,
@@ -115,7 +115,7 @@ pub fn serve(
     warn_of_certificates(config);
     let (sender, events) = channel();
     watch_signals(sender.clone(), signals)?;
-    let inherited = listener::inherited().context("LISTEN_FDS")?;
+    let mut listeners = listener::inherited().context("LISTEN_FDS")?;
     let parameters = Parameters::new(&Configured::from(config));
     let limits = LiveLimits::new(&parameters);
     let server = Server::new(limits.now(), tls_policy(config.nbd.tls), tls_context(&config.nbd)?);
@@ -123,8 +123,6 @@ pub fn serve(
     let memory = elastic_memory(started, config.idle_memory)?;
     parameters.govern(&memory);
     let cache = start_cache(&memory, &parameters, started)?;
-    let inherited_count = inherited.len();
-    let mut listeners = inherited;
     for address in &config.listen {
         match listener::open(address, &signals.end) {
             Err(ListenError::Interrupted) => {
@@ -159,7 +157,6 @@ pub fn serve(
     let daemon = Daemon {
         engine: engine.clone(),
         args,
-        inherited: inherited_count,
         server: server.clone(),
         workers,
         nbd: config.nbd.clone(),
@@ -569,11 +566,10 @@ impl Daemon {
     /// Begins to read the configuration again, on a thread of its own: its file system may hang, and a stop must not
     /// wait for it. False if the thread cannot be started.
     fn read_configuration(&self) -> bool {
-        let (path, overrides) = (self.args.config.clone(), self.args.overrides(self.inherited));
-        let (nbd, sender) = (self.nbd.clone(), self.sender.clone());
+        let (args, nbd, sender) = (self.args.clone(), self.nbd.clone(), self.sender.clone());
         let read = move || {
-            let loaded = Config::load(path.as_deref(), &overrides)
-                .map(|config| Loaded { config, tls: tls_context(&nbd) });
+            let loaded =
+                Config::load(&args).map(|config| Loaded { config, tls: tls_context(&nbd) });
             // The receiver is dropped when the process ends.
             let _ = sender.send(Event::Loaded(Box::new(loaded)));
         };

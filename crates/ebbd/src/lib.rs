@@ -2,8 +2,7 @@
 //! engine that opens and closes volumes, the control socket, and the manual pages
 //! generated from the command line and the table of keys. The configuration is in `ebb-config`.
 //!
-//! Vocabulary: a *volume* is one disk, exported under its name; a *store* is where its data is;
-//! an *override* is a setting of the command line, which overrides the configuration file; a
+//! Vocabulary: a *volume* is one disk, exported under its name; a *store* is where its data is; a
 //! *parameter* is a setting that can be changed while the daemon runs. See `docs/glossary.md`.
 
 mod bdi;

@@ -9,8 +9,8 @@ use std::sync::OnceLock;
 
 use anyhow::Context;
 use clap::Parser;
-use ebb_config::{Config, ConfigError, LogLevel};
-use ebbd::cli::{self, Cli, Command, ServeArgs};
+use ebb_config::{Config, ConfigError, LogLevel, ServeArgs};
+use ebbd::cli::{self, Cli, Command};
 use ebbd::client::{self, ClientError};
 use ebbd::log::Log;
 use ebbd::{check, daemon, man, xen};
@@ -108,11 +108,11 @@ fn print(bytes: &[u8]) -> anyhow::Result<()> {
     }
 }
 
-fn serve(args: ServeArgs) -> anyhow::Result<()> {
+fn serve(mut args: ServeArgs) -> anyhow::Result<()> {
     // First: until then SIGHUP ends the process.
     let signals = if args.check { None } else { Some(daemon::EarlySignals::watch()?) };
-    let inherited = sd_notify::listen_fds()?.len();
-    let config = Config::load(args.config.as_deref(), &args.overrides(inherited))?;
+    args.inherited_sockets = sd_notify::listen_fds()?.len();
+    let config = Config::load(&args)?;
     let set_log_level =
         start_log(config.log).context("cannot start the thread of the log: raise TasksMax")?;
     let Some(signals) = signals else {

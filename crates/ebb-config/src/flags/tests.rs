@@ -1,7 +1,131 @@
-//! Tests of volumes on the command line.
+//! Tests of the options and of volumes on the command line.
 
+use clap::{CommandFactory, Parser};
+
+use super::super::keys::{NBD, TOP, VOLUME};
 use super::super::{DirectMode, StoreUri};
 use super::*;
+
+/// The options as a command of their own.
+#[derive(Debug, Parser)]
+struct ServeCommand {
+    #[command(flatten)]
+    args: ServeArgs,
+}
+
+fn serve(args: &[&str]) -> Result<ServeArgs, clap::Error> {
+    ServeCommand::try_parse_from(["serve"].iter().chain(args)).map(|serve| serve.args)
+}
+
+#[test]
+fn every_option_is_parsed() {
+    let args = serve(&[
+        "--config=c.toml",
+        "--volume=a=memory:1G",
+        "--volume=b=null:1G,default=true",
+        "--listen=unix:/a",
+        "--listen=tcp:h:1",
+        "--check",
+        "--strict",
+        "--drain=9",
+        "--tls=require",
+        "--tls-certificates=/c",
+        "--tls-psk=/p",
+        "--tls-verify-peer",
+        "--max-clients=2",
+        "--max-request=4K",
+        "--connection-memory=5K",
+        "--workers=3",
+        "--control=/c",
+        "--web=h:2",
+        "--web-names=a",
+        "--web-names=b",
+        "--xen",
+        "--max-buffer-pages=4",
+        "--buffer-squeeze-duration-ms=5",
+        "--idle-memory=drop",
+        "--cache-max=6M",
+        "--cache-min=7K",
+        "--log=debug",
+    ])
+    .unwrap();
+    assert_eq!(
+        args,
+        ServeArgs {
+            config: Some("c.toml".into()),
+            check: true,
+            strict: true,
+            drain: 9,
+            volumes: vec!["a=memory:1G".into(), "b=null:1G,default=true".into()],
+            listen: vec!["unix:/a".into(), "tcp:h:1".into()],
+            tls: Some(TlsSetting::Require),
+            tls_certificates: Some("/c".into()),
+            tls_psk: Some("/p".into()),
+            tls_verify_peer: true,
+            max_clients: Some(2),
+            max_request: Some(Size::new(4096)),
+            connection_memory: Some(Size::new(5120)),
+            workers: Some(3),
+            log: Some(LogLevel::Debug),
+            control: Some("/c".into()),
+            web: Some("h:2".into()),
+            web_names: vec!["a".into(), "b".into()],
+            xen: true,
+            max_buffer_pages: Some(4),
+            buffer_squeeze_duration_ms: Some(5),
+            idle_memory: Some(IdleMemory::Drop),
+            cache_max: Some(Size::new(6 << 20)),
+            cache_min: Some(Size::new(7 << 10)),
+            inherited_sockets: 0,
+        }
+    );
+}
+
+#[test]
+fn without_options_the_file_applies() {
+    assert_eq!(serve(&[]).unwrap(), ServeArgs { drain: 60, ..ServeArgs::default() });
+}
+
+#[test]
+fn an_invalid_option_is_refused_with_a_suggestion() {
+    for (args, advice) in [
+        (["--tls", "required"], "'require'"),
+        (["--log", "inf"], "'info'"),
+        (["--max-reqest", "4K"], "'--max-request'"),
+        (["--max-request", "1.5G"], "next smaller unit"),
+        (["--max-request", "-4K"], "negative"),
+        (["--connection-memory", "1KB"], "the units are"),
+    ] {
+        let text = serve(&args).unwrap_err().to_string();
+        assert!(text.contains(advice), "{args:?}: {text}");
+    }
+}
+
+#[test]
+fn the_help_texts_and_the_keys_agree() {
+    let serve = ServeCommand::command();
+    for key in TOP.keys.iter().chain(NBD.keys) {
+        let option = key.option_name();
+        let arg = serve
+            .get_arguments()
+            .find(|arg| arg.get_long() == Some(&option))
+            .unwrap_or_else(|| panic!("no option --{option}"));
+        let help = arg.get_help().unwrap().to_string();
+        if !key.default.is_empty() {
+            let default = format!("[default: {}]", key.default);
+            assert!(help.contains(&default), "--{option}: {help}");
+        }
+    }
+    let volume = serve.get_arguments().find(|arg| arg.get_long() == Some("volume")).unwrap();
+    let help = volume.get_help().unwrap().to_string();
+    for key in VOLUME.keys.iter().filter(|key| key.name != "store") {
+        assert!(help.contains(&format!("{}=", key.option_name())), "{}", key.name);
+    }
+    for arg in serve.get_arguments().filter(|arg| arg.get_long() != Some("check")) {
+        let help = arg.get_help().unwrap().to_string();
+        assert!(help.contains("[default: "), "{}", arg.get_id());
+    }
+}
 
 fn good(text: &str) -> VolumeLayer {
     volume(text).unwrap_or_else(|error| panic!("{text}: {error}"))

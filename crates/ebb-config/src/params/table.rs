@@ -13,8 +13,7 @@ use self::definitions::{
     MIN_RATIO, PERSISTENT_GRANT_UNUSED_SECONDS, POLL_US, STRICT_LIMIT, ZONE_LIMIT_BYTES,
 };
 use super::error::{ParameterError, ParameterErrorKind as ErrorKind};
-use crate::Percent;
-use crate::Size;
+use crate::{Percent, Size};
 use crate::{closest, shorten, suggest};
 
 mod definitions;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use ebb_cache::CacheOptions;
-use ebb_config::Overrides;
+use ebb_config::ServeArgs;
 use ebb_config::params::Configured;
 use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_io::Worker;
@@ -122,7 +122,7 @@ struct World {
 
 fn config(text: &str) -> Config {
     let text = format!("listen = [\"unix:/never\"]\n{text}");
-    Config::parse(&text, Path::new("test"), &Overrides::default()).unwrap()
+    Config::parse(&text, Path::new("test"), &ServeArgs::default()).unwrap()
 }
 
 fn volumes(names: &[&str], cache: &str) -> Config {
@@ -398,7 +398,7 @@ fn keys_that_need_a_restart_keep_their_values_and_are_logged_at_each_reload() {
     let new = Config::parse(
         &format!("listen=['unix:/other']\n{more}"),
         Path::new("test"),
-        &Overrides::default(),
+        &ServeArgs::default(),
     );
     let new = new.unwrap();
     let told = old.reload_diff(&new).needs_restart;

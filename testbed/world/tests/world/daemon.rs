@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use ebb_cache::{Cache, CacheOptions, Reclaimer};
 use ebb_config::params::{Configured, Key, Parameters};
-use ebb_config::{Config, Overrides, StoreUri, VolumeConfig};
+use ebb_config::{Config, ServeArgs, StoreUri, VolumeConfig};
 use ebb_export_nbd::{Server, ServerLimits, TlsMode};
 use ebb_export_xen::shm::World as Machine;
 use ebb_export_xen::{Backend, Figures, NextRun, Options, XenParameters, XenstoreControl};
@@ -108,7 +108,7 @@ fn configuration(settings: &Settings, volumes: &[Wanted]) -> Config {
             text.push_str("shared = true\n");
         }
     }
-    Config::parse(&text, Path::new("world.toml"), &Overrides::default()).unwrap()
+    Config::parse(&text, Path::new("world.toml"), &ServeArgs::default()).unwrap()
 }
 
 /// A disk as the daemon opens it.
