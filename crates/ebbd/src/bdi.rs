@@ -15,17 +15,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use ebb_api::stat::BdiStat;
 use ebb_cache::{Cache, VolumeCache, WritebackOrder};
 use ebb_config::params::{BdiLive, Key as Parameter, Parameters};
 use ebb_config::{StoreUri, VolumeConfig};
 use ebb_io::WorkerHandle;
 use ebb_mem::pressure::Level;
 use ebb_writeback::{
-    Bdi, BdiOptions, Error, Nanos, PressureLevel, Verdict, VolumeId, WHOLE, WriteOutcome,
+    Bdi, BdiOptions, BdiStats, Error, Nanos, PressureLevel, Verdict, VolumeId, WHOLE, WriteOutcome,
     Writeback, WritebackOptions, limit_for,
 };
-
-use crate::stat::BdiStat;
 
 /// Part of the available memory that may be dirty, in parts per million: Linux's default `vm.dirty_ratio`.
 const RATIO: u32 = WHOLE / 5;
@@ -387,7 +386,7 @@ impl Bdis {
         let now = self.now();
         let stat = |device: &Arc<Device>| {
             let volumes = device.volumes().iter().map(|volume| volume.name().to_owned()).collect();
-            BdiStat::new(&device.name, volumes, &lock(&device.bdi).stats(now))
+            bdi_stat(&device.name, volumes, &lock(&device.bdi).stats(now))
         };
         devices.iter().map(stat).collect()
     }
@@ -398,6 +397,33 @@ fn available() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// The figures of the device called `name`, with `volumes` on it.
+fn bdi_stat(name: &str, volumes: Vec<String>, stats: &BdiStats) -> BdiStat {
+    let seconds = |nanos| Duration::from_nanos(nanos).as_secs_f64();
+    let ratio = |parts_per_million: u32| f64::from(parts_per_million) / f64::from(WHOLE);
+    BdiStat {
+        name: name.to_owned(),
+        volumes,
+        dirty_bytes: stats.dirty,
+        writeback_bytes: stats.writeback,
+        threshold_bytes: stats.threshold,
+        bandwidth_bytes_per_second: stats.bandwidth,
+        share: ratio(stats.share),
+        utilisation: ratio(stats.utilisation),
+        written_bytes: stats.written,
+        dirtied_bytes: stats.dirtied,
+        failures: stats.failures,
+        stuck: stats.stuck,
+        pauses: stats.pauses.count,
+        pause_seconds: seconds(stats.pauses.total),
+        longest_pause_seconds: seconds(stats.pauses.longest),
+        min_ratio: ratio(stats.min_ratio),
+        max_ratio: ratio(stats.max_ratio),
+        max_bytes: Some(stats.max_bytes).filter(|bytes| *bytes != u64::MAX),
+        strict_limit: stats.strict_limit,
+    }
 }
 
 /// A volume on its device.

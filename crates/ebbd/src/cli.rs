@@ -7,9 +7,8 @@ use std::path::PathBuf;
 
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use clap_complete::Shell;
+use ebb_api::MAX_HOLD_SECONDS;
 use ebb_config::{ServeArgs, Size, size_option};
-
-use crate::control::MAX_HOLD_SECONDS;
 
 /// Serve virtual disks over NBD
 ///

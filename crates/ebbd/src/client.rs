@@ -8,13 +8,17 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ebb_api::stat::Stat;
+use ebb_api::{
+    ChangeView, DEFAULT_PATH, ErrorBody, ParameterView, PressureBody, ResizeBody, ResizeView,
+    SetBody,
+};
 use ebb_config::{Size, control_path};
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use self::show::TextTable;
 use crate::cli::{GetArgs, PressureArgs, ResizeArgs, SetArgs, StatArgs};
-use crate::control::{ChangeView, DEFAULT_PATH, ErrorBody, ParameterView, ResizeView};
-use crate::stat::Stat;
 
 mod show;
 mod watch;
@@ -84,7 +88,7 @@ pub fn set(args: &SetArgs) -> Result<String, ClientError> {
     let daemon = DaemonClient::new(args.control.as_deref())?;
     let owner = parameters(args.volume.as_deref(), args.bdi.as_deref());
     let target = format!("{owner}/{}", encoded(&args.name));
-    let body = args.value.as_ref().map(|value| serde_json::json!({ "value": value }).to_string());
+    let body = args.value.as_deref().map(|value| text(SetBody { value: value.into() }));
     let method = if body.is_some() { "PUT" } else { "DELETE" };
     let change: ChangeView = daemon.json(method, &target, body.as_deref())?;
     Ok(format!("{}: {} -> {}\n", change.name, change.from, change.to))
@@ -95,7 +99,7 @@ pub fn set(args: &SetArgs) -> Result<String, ClientError> {
 /// # Errors
 /// [`ClientError`].
 pub fn pressure(args: &PressureArgs) -> Result<String, ClientError> {
-    let body = serde_json::json!({ "level": args.level, "seconds": args.seconds }).to_string();
+    let body = text(PressureBody { level: args.level.clone(), seconds: args.seconds });
     let daemon = DaemonClient::new(args.control.as_deref())?;
     let _: serde_json::Value = daemon.json("POST", "/v1/pressure", Some(&body))?;
     Ok(String::new())
@@ -106,8 +110,7 @@ pub fn pressure(args: &PressureArgs) -> Result<String, ClientError> {
 /// # Errors
 /// [`ClientError`].
 pub fn resize(args: &ResizeArgs) -> Result<String, ClientError> {
-    let size = args.size.map(Size::bytes);
-    let body = serde_json::json!({ "size": size, "shrink": args.shrink }).to_string();
+    let body = text(ResizeBody { size: args.size.map(Size::bytes), shrink: args.shrink });
     let daemon = DaemonClient::new(args.control.as_deref())?;
     let target = format!("/v1/volumes/{}/resize", encoded(&args.volume));
     let view: ResizeView = daemon.json("POST", &target, Some(&body))?;
@@ -151,6 +154,11 @@ pub fn watch(
         }
         before = now;
     }
+}
+
+/// The text of a body.
+fn text(body: impl Serialize) -> String {
+    serde_json::json!(body).to_string()
 }
 
 fn parameters(volume: Option<&str>, bdi: Option<&str>) -> String {

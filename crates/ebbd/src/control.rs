@@ -4,24 +4,7 @@
 //! It runs in a thread of its own and reads what the workers share: atomics, and data behind short
 //! locks that no I/O request takes.
 //!
-//! # Interface, version 1
-//! | request | reply |
-//! |---|---|
-//! | `GET /v1/version` | the program and its version |
-//! | `GET /v1/parameters`, `GET /v1/parameters/NAME` | parameters with value, range, origin |
-//! | `PUT /v1/parameters/NAME` with `{"value": ...}` | sets it |
-//! | `DELETE /v1/parameters/NAME` | unsets it: the configuration applies |
-//! | the same below `/v1/volumes/VOLUME/parameters` | those of a volume |
-//! | `GET /v1/volumes` | the volumes with their counters |
-//! | `POST /v1/volumes/VOLUME/resize` with `{"size": BYTES}` | resizes it; `{}` adopts the size of its file or device; `"shrink": true` allows a smaller size |
-//! | `GET /v1/stat` | everything: [`crate::stat::Stat`] |
-//! | `POST /v1/pressure` with `{"level": "L1", "seconds": 5}` | publishes a level of memory pressure |
-//! | `GET /metrics` | OpenMetrics text |
-//! | `GET /` | the page; over TCP only, with the routes for statistics only |
-//!
-//! A failure is `{"error": KIND, "message": ..., "remedy": ...}`, with a status 4xx if the request is
-//! at fault and 5xx otherwise. Names in paths are percent-encoded. Fields may be added; existing
-//! fields keep their meaning.
+//! The interface is described in [`ebb_api`].
 //!
 //! # Invariants
 //! - Only the daemon's user can open the control socket: its mode is 0600 before it is bound.
@@ -37,11 +20,6 @@ mod resize;
 mod routes;
 #[cfg(test)]
 mod tests;
-
-pub use self::answer::ErrorBody;
-pub use self::resize::ResizeView;
-pub(crate) use self::routes::MAX_HOLD_SECONDS;
-pub use self::routes::{ChangeView, ParameterView};
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -71,11 +49,8 @@ use tokio::time::error::Elapsed;
 use self::page_connections::{PageConnection, PageConnections};
 use self::routes::App;
 use crate::engine::Engine;
+use crate::figures::StatSources;
 use crate::listener::{self, ListenError, Listener};
-use crate::stat::StatSources;
-
-/// The default path of the control socket.
-pub const DEFAULT_PATH: &str = "/run/ebbd/control.sock";
 
 /// The longest body of a request, bytes.
 pub const MAX_BODY_BYTES: usize = 16 << 10;

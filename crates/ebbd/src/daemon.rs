@@ -27,10 +27,10 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
 use crate::control::{ControlContext, ControlError, ControlServer, PageAddress};
 use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase};
+use crate::figures::StatSources;
 use crate::listener::{self, ListenError, Listener};
 use crate::outages;
 use crate::pressure_response;
-use crate::stat;
 
 /// Bounds of the ceiling of I/O memory, and its value if no limit of the host is known, bytes.
 const CEILING_MIN: usize = 64 << 20;
@@ -181,7 +181,7 @@ pub fn serve(
         }
         false => None,
     };
-    let memory = stat::StatSources::new(Some(memory), daemon._monitor.as_ref())
+    let memory = StatSources::new(Some(memory), daemon._monitor.as_ref())
         .with_cache(cache)
         .with_bdis(engine.bdis().clone());
     let engine = Some(engine);

@@ -1,4 +1,4 @@
-//! The figures of [`crate::stat`] as OpenMetrics text, for Prometheus.
+//! The figures of [`ebb_api::stat`] as OpenMetrics text, for Prometheus.
 //!
 //! Values are in base units, and counters end in `_total`. Every name begins with `ebbd_`, except
 //! that of the memory of the process, which has the name that all exporters use. For an alert on
@@ -12,13 +12,12 @@ mod xen;
 
 use std::fmt;
 
+use ebb_api::stat::{MemoryStat, OperationStat, PressureStat, Stat, ZoneStat};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
-
-use crate::stat::{MemoryStat, OperationStat, PressureStat, Stat, ZoneStat};
 
 /// The type of the text, for HTTP.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -144,7 +143,7 @@ impl Collector for Snapshot {
 
 fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     let volumes = || stat.volumes.iter();
-    let gauge = |value: fn(&crate::stat::VolumeStat) -> u64| {
+    let gauge = |value: fn(&ebb_api::stat::VolumeStat) -> u64| {
         volumes().map(move |volume| ([("volume", volume.name.as_str())], value(volume)))
     };
     let size = ("ebbd_volume_size", "Size of the volume");
@@ -173,7 +172,7 @@ fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
 }
 
 fn workers(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
-    let all = |value: fn(&crate::stat::WorkerStat) -> u64| {
+    let all = |value: fn(&ebb_api::stat::WorkerStat) -> u64| {
         // A worker that did not reply has no figures; a counter must not go back to 0.
         let answer = stat.workers.iter().filter(|worker| worker.answers);
         answer.map(move |worker| ([("worker", worker.worker.to_string())], value(worker)))
@@ -274,11 +273,12 @@ fn pressure(stat: &PressureStat, out: &mut Out<'_>) -> fmt::Result {
 mod tests {
     use std::collections::BTreeSet;
 
-    use super::*;
-    use crate::stat::{
+    use ebb_api::stat::{
         BdiStat, CacheStat, OwnerStat, PoolStat, RemoteStat, VolumeCacheStat, VolumeStat,
         WorkerStat, XenStat,
     };
+
+    use super::*;
 
     fn full() -> Stat {
         let operation = OperationStat { requests: 7, bytes: 4096, errors: 1 };
@@ -290,7 +290,7 @@ mod tests {
             volumes: vec![VolumeStat {
                 name: "a \"b\"\\c\nd".into(),
                 size_bytes: 1 << 20,
-                loss: Some(crate::stat::LossStat::default()),
+                loss: Some(ebb_api::stat::LossStat::default()),
                 operations: [("read".to_owned(), operation)].into(),
                 cache: Some(VolumeCacheStat { hit_bytes: 12, ..Default::default() }),
                 remote: Some(RemoteStat { silent_seconds: 8, ..Default::default() }),

@@ -18,6 +18,7 @@ pub(crate) const DATA_PATH: &[&str] = &[
 /// not listed is not part of the architecture yet.
 pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-mem", &[]),
+    ("ebb-api", &[]),
     ("ebb-writeback", &[]),
     ("ebb-io", &["ebb-mem"]),
     ("ebb-nbd-proto", &[]),
@@ -35,6 +36,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
             "ebb-io",
             "ebb-store",
             "ebb-config",
+            "ebb-api",
             "ebb-cache",
             "ebb-writeback",
             "ebb-volume",

@@ -1,6 +1,6 @@
 //! The tables of `ebbd stat`.
 
-use crate::stat::{
+use ebb_api::stat::{
     BdiStat, CacheStat, MemoryStat, OperationStat, PoolStat, PressureStat, Stat, VolumeStat,
     XenStat, ZoneStat,
 };
@@ -390,7 +390,7 @@ mod tests {
 
     #[test]
     fn a_loss_is_shown_with_its_error_and_its_remedy() {
-        let loss = crate::stat::LossStat {
+        let loss = ebb_api::stat::LossStat {
             since_seconds: 3.0,
             error: "flush: EIO".into(),
             remedy: "replace the device".into(),

@@ -1,7 +1,8 @@
 //! `ebbd stat --watch`: rates between two samples of the statistics.
 
+use ebb_api::stat::{OperationStat, Stat, VolumeCacheStat, VolumeStat};
+
 use super::show::{TextTable, bytes, share};
-use crate::stat::{OperationStat, Stat, VolumeCacheStat, VolumeStat};
 
 /// The rates between `before` and `now`, and the cache memory of each volume now. The counters of a
 /// new volume begin at 0.

@@ -2,19 +2,9 @@
 
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use ebb_api::ErrorBody;
 use ebb_config::params::{ParameterError, ParameterErrorKind};
-use serde::{Deserialize, Serialize};
-
-/// The body of a failure.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ErrorBody {
-    /// The kind of failure, for programs.
-    pub error: String,
-    /// What is wrong.
-    pub message: String,
-    /// What to do about it.
-    pub remedy: String,
-}
+use serde::Serialize;
 
 /// A failure and its status.
 #[derive(Debug)]

@@ -4,33 +4,13 @@ use std::io;
 
 use axum::extract::State;
 use axum::http::StatusCode;
+use ebb_api::{ResizeBody, ResizeView};
 use ebb_config::params::unknown_volume;
 use ebb_volume::{RESIZE_LIMIT, Resize, ResizeError, Resized};
-use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 
 use super::answer::{Answer, Refusal, json};
 use super::routes::{Body, Named, On, parse, path};
-
-/// The body: absent fields mean what [`Resize`] says.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ResizeBody {
-    size: Option<u64>,
-    #[serde(default)]
-    shrink: bool,
-}
-
-/// The reply: a volume's size before and after.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ResizeView {
-    /// The volume.
-    pub name: String,
-    /// The size before, bytes.
-    pub from: u64,
-    /// The size now, bytes.
-    pub size: u64,
-}
 
 pub(super) async fn resize(State(app): On, name: Named<String>, body: Body) -> Answer {
     let name = path(name)?;

@@ -11,28 +11,24 @@ use axum::extract::{DefaultBodyLimit, Path, State};
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
+use ebb_api::stat::{BdiStat, Stat, VolumeStat, WorkerStat};
+use ebb_api::{ChangeView, MAX_HOLD_SECONDS, ParameterView, PressureBody, SetBody, Version};
 use ebb_config::params::{Key, ParameterChange, Reading, Scope};
 use ebb_config::{shorten, suggest};
 use ebb_export_xen::Figures;
 use ebb_mem::pressure::Level;
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::answer::{Answer, Refusal, json};
 use super::{ControlContext, MAX_BODY_BYTES};
+use crate::figures::{engine_stat, resident_bytes, volume_stat, xen_stat};
 use crate::metrics;
-use crate::stat::{
-    BdiStat, Stat, VolumeStat, WorkerStat, engine_stat, resident_bytes, volume_stat, xen_stat,
-};
 
 /// How long workers may take to send their counters.
 const WORKERS: Duration = Duration::from_millis(500);
-/// The longest time for which `ebbd pressure` holds a level, seconds.
-pub(crate) const MAX_HOLD_SECONDS: u64 = 86_400;
 /// How often a held level is published: more often than levels fall.
 const HOLD: Duration = Duration::from_millis(500);
 
@@ -91,94 +87,32 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-/// A parameter in a reply.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct ParameterView {
-    /// Its name.
-    pub name: String,
-    /// The value in force: a number, or a string for a word.
-    pub value: Value,
-    /// The value in its text form.
-    pub text: String,
-    /// Its origin: `configuration`, `run-time` or, for a volume, `daemon`.
-    pub origin: String,
-    /// The default value.
-    pub default: Value,
-    /// The range in words.
-    pub range: String,
-    /// The unit of the value.
-    pub unit: String,
-    /// `daemon`, `volume` if volumes may have values of their own, or `bdi` if backing devices have it.
-    pub scope: String,
-    /// The version that introduced it.
-    pub since: String,
-    /// When a change takes effect.
-    pub effect: String,
-}
-
-impl From<&Reading> for ParameterView {
-    fn from(reading: &Reading) -> Self {
-        let definition = reading.key.definition();
-        Self {
-            name: reading.key.name(),
-            value: definition.json(reading.value),
-            text: definition.text(reading.value),
-            origin: reading.origin.as_str().to_owned(),
-            default: definition.json(definition.default),
-            range: definition.range(),
-            unit: definition.unit.to_owned(),
-            scope: match definition.scope {
-                Scope::Daemon => "daemon".to_owned(),
-                Scope::Volume => "volume".to_owned(),
-                Scope::Bdi => "bdi".to_owned(),
-            },
-            since: definition.since.to_owned(),
-            effect: definition.effect.to_owned(),
-        }
+fn parameter_view(reading: &Reading) -> ParameterView {
+    let definition = reading.key.definition();
+    ParameterView {
+        name: reading.key.name(),
+        value: definition.json(reading.value),
+        text: definition.text(reading.value),
+        origin: reading.origin.as_str().to_owned(),
+        default: definition.json(definition.default),
+        range: definition.range(),
+        unit: definition.unit.to_owned(),
+        scope: match definition.scope {
+            Scope::Daemon => "daemon".to_owned(),
+            Scope::Volume => "volume".to_owned(),
+            Scope::Bdi => "bdi".to_owned(),
+        },
+        since: definition.since.to_owned(),
+        effect: definition.effect.to_owned(),
     }
 }
 
-/// A change of a parameter in a reply.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct ChangeView {
-    /// Its name.
-    pub name: String,
-    /// The volume whose own value it is; absent for the daemon's.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub volume: Option<String>,
-    /// The backing device whose value it is; absent for other parameters.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub bdi: Option<String>,
-    /// The value before, in its text form.
-    pub from: String,
-    /// The value in force now, in its text form.
-    pub to: String,
-}
-
-#[derive(Serialize)]
-struct Version {
-    name: &'static str,
-    version: &'static str,
-    api: &'static str,
-}
-
-/// The body that sets a parameter.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct SetBody {
-    value: Value,
-}
-
-/// The body that publishes a level.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct PressureBody {
-    level: String,
-    seconds: Option<u64>,
-}
-
 async fn version() -> Answer {
-    json(&Version { name: "ebbd", version: env!("CARGO_PKG_VERSION"), api: "v1" })
+    json(&Version {
+        name: "ebbd".to_owned(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        api: "v1".to_owned(),
+    })
 }
 
 async fn list_parameters(State(app): On) -> Answer {
@@ -218,12 +152,12 @@ async fn unset_own(State(app): On, names: Named<(String, String)>) -> Answer {
 
 async fn list_of_bdi(State(app): On, bdi: Named<String>) -> Answer {
     let readings = app.shared.parameters.list_bdi(&path(bdi)?)?;
-    json(&readings.iter().map(ParameterView::from).collect::<Vec<_>>())
+    json(&readings.iter().map(parameter_view).collect::<Vec<_>>())
 }
 
 async fn read_of_bdi(State(app): On, names: Named<(String, String)>) -> Answer {
     let (bdi, name) = path(names)?;
-    json(&ParameterView::from(&app.shared.parameters.get_bdi(&name, &bdi)?))
+    json(&parameter_view(&app.shared.parameters.get_bdi(&name, &bdi)?))
 }
 
 async fn set_of_bdi(State(app): On, names: Named<(String, String)>, body: Body) -> Answer {
@@ -322,12 +256,12 @@ impl App {
 
     fn list(&self, volume: Option<&str>) -> Answer {
         let readings = self.shared.parameters.list(volume)?;
-        json(&readings.iter().map(ParameterView::from).collect::<Vec<_>>())
+        json(&readings.iter().map(parameter_view).collect::<Vec<_>>())
     }
 
     fn read(&self, name: &str, volume: Option<&str>) -> Answer {
         let reading = self.shared.parameters.get(name, volume)?;
-        json(&ParameterView::from(&reading))
+        json(&parameter_view(&reading))
     }
 
     fn set(&self, name: &str, volume: Option<&str>, body: Body) -> Answer {
@@ -428,7 +362,7 @@ impl App {
             });
             *holder = Some(task.abort_handle());
         }
-        json(&serde_json::json!({ "level": format!("L{}", level.number()), "seconds": seconds }))
+        json(&PressureBody { level: format!("L{}", level.number()), seconds })
     }
 }
 

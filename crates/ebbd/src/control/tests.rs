@@ -5,6 +5,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use ebb_api::ErrorBody;
+use ebb_api::stat::{MemoryStat, PressureStat, Stat, XenStat, ZoneStat};
 use ebb_config::params::{Configured, Key};
 use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_export_xen as xen;
@@ -18,7 +20,6 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::stat::{MemoryStat, PressureStat, Stat, XenStat, ZoneStat};
 
 /// How long a test may hang.
 const HANG: Duration = Duration::from_secs(90);

@@ -2,10 +2,10 @@
 
 use std::fmt;
 
+use ebb_api::stat::{BdiStat, Stat};
 use prometheus_client::registry::Unit;
 
 use super::Out;
-use crate::stat::{BdiStat, Stat};
 
 /// Writes them.
 pub(super) fn encode(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {

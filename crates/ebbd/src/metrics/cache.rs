@@ -2,10 +2,10 @@
 
 use std::fmt;
 
+use ebb_api::stat::{CacheStat, Stat, VolumeCacheStat};
 use prometheus_client::registry::Unit;
 
 use super::{Out, float};
-use crate::stat::{CacheStat, Stat, VolumeCacheStat};
 
 type Value = fn(&VolumeCacheStat) -> u64;
 

@@ -2,10 +2,10 @@
 
 use std::fmt;
 
+use ebb_api::stat::{RemoteStat, Stat};
 use prometheus_client::registry::Unit;
 
 use super::Out;
-use crate::stat::{RemoteStat, Stat};
 
 type Value = fn(&RemoteStat) -> u64;
 

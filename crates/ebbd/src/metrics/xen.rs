@@ -2,8 +2,9 @@
 
 use std::fmt;
 
+use ebb_api::stat::{Stat, XenStat};
+
 use super::Out;
-use crate::stat::{Stat, XenStat};
 
 type Value = fn(&XenStat) -> u64;
 

@@ -25,19 +25,3 @@ pub struct RemoteStat {
     #[serde(default)]
     pub silent_seconds: u64,
 }
-
-impl From<ebb_store::StoreState> for RemoteStat {
-    fn from(state: ebb_store::StoreState) -> RemoteStat {
-        RemoteStat {
-            address: state.address,
-            connections: state.connections,
-            reconnects: state.reconnects,
-            in_flight: state.in_flight,
-            replayed: state.replayed,
-            unflushed: state.unflushed,
-            last_error: state.last_error,
-            since_seconds: state.since_seconds,
-            silent_seconds: state.silent_seconds,
-        }
-    }
-}

@@ -1,6 +1,5 @@
 //! Statistics of backing devices.
 
-use ebb_writeback::BdiStats;
 use serde::{Deserialize, Serialize};
 
 /// A backing device: a disk, a server, or one named in the configuration. Ratios are parts of the limit
@@ -45,39 +44,4 @@ pub struct BdiStat {
     pub max_bytes: Option<u64>,
     /// Whether every write must fit below its threshold.
     pub strict_limit: bool,
-}
-
-fn seconds(nanos: u64) -> f64 {
-    std::time::Duration::from_nanos(nanos).as_secs_f64()
-}
-
-fn ratio(parts_per_million: u32) -> f64 {
-    f64::from(parts_per_million) / f64::from(ebb_writeback::WHOLE)
-}
-
-impl BdiStat {
-    /// The figures of the device called `name`, with `volumes` on it.
-    pub fn new(name: &str, volumes: Vec<String>, stats: &BdiStats) -> Self {
-        Self {
-            name: name.to_owned(),
-            volumes,
-            dirty_bytes: stats.dirty,
-            writeback_bytes: stats.writeback,
-            threshold_bytes: stats.threshold,
-            bandwidth_bytes_per_second: stats.bandwidth,
-            share: ratio(stats.share),
-            utilisation: ratio(stats.utilisation),
-            written_bytes: stats.written,
-            dirtied_bytes: stats.dirtied,
-            failures: stats.failures,
-            stuck: stats.stuck,
-            pauses: stats.pauses.count,
-            pause_seconds: seconds(stats.pauses.total),
-            longest_pause_seconds: seconds(stats.pauses.longest),
-            min_ratio: ratio(stats.min_ratio),
-            max_ratio: ratio(stats.max_ratio),
-            max_bytes: Some(stats.max_bytes).filter(|bytes| *bytes != u64::MAX),
-            strict_limit: stats.strict_limit,
-        }
-    }
 }

@@ -1,293 +1,23 @@
-//! The statistics of the daemon as plain data, for JSON, tables and metrics.
+//! Collects the figures of the daemon's parts as statistics ([`ebb_api::stat`]).
 //!
 //! The figures of memory, cache and pressure come from a [`StatSources`], a set of closures over the
 //! daemon's parts ([`StatSources::new`]); in tests it may be empty.
-//!
-//! Sizes are in bytes and times in seconds. Counters begin at 0 with the daemon (those of a volume
-//! when it is opened) and only grow.
 
-mod bdi;
 mod cache;
-mod remote;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
+use ebb_api::stat::{
+    BdiStat, CacheStat, FailureStat, LossStat, MemoryStat, OperationStat, OwnerStat, PoolStat,
+    PressureStat, RemoteStat, VolumeStat, XenStat, ZoneStat,
+};
 use ebb_mem::pressure::{Cause, Level, Monitor, Pressure, Subscription};
 use ebb_volume::Volume;
-use serde::{Deserialize, Serialize};
 
-pub use self::bdi::BdiStat;
-pub use self::cache::{CacheStat, VolumeCacheStat};
-pub use self::remote::RemoteStat;
+use self::cache::{cache_stat, volume_cache_stat};
 use crate::engine::{VolumePhase, VolumeState};
-
-/// All statistics.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Stat {
-    /// The version of ebbd.
-    pub version: String,
-    /// Seconds since the daemon started.
-    pub uptime_seconds: f64,
-    /// Resident memory of the whole process (`VmRSS`), bytes. It includes lent memory until the kernel
-    /// discards it.
-    pub resident_bytes: u64,
-    /// NBD connections now, those in their handshake included.
-    pub clients: u64,
-    /// The volumes by name.
-    pub volumes: Vec<VolumeStat>,
-    /// Disks of Xen guests that are connected.
-    #[serde(default)]
-    pub xen: Vec<XenStat>,
-    /// The worker threads in order.
-    pub workers: Vec<WorkerStat>,
-    /// I/O memory; absent in tests.
-    pub memory: Option<MemoryStat>,
-    /// StatSources pressure; absent if it is not monitored.
-    pub pressure: Option<PressureStat>,
-    /// The cache of all volumes together; absent if there is none.
-    pub cache: Option<CacheStat>,
-    /// The backing devices of volumes with a writeback cache.
-    #[serde(default)]
-    pub bdis: Vec<BdiStat>,
-}
-
-/// A volume.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct VolumeStat {
-    /// The name it is exported under.
-    pub name: String,
-    /// Its size, bytes.
-    pub size_bytes: u64,
-    /// Whether clients may only read.
-    pub read_only: bool,
-    /// Whether its file is opened with `O_DIRECT`.
-    pub direct: bool,
-    /// Whether it is being withdrawn.
-    pub closing: bool,
-    /// `serving`; `opening`, before its store was first opened; `failed`, if that cannot be opened; `lost`, if it is
-    /// served and acknowledged writes may be lost; `closing`.
-    #[serde(default)]
-    pub state: String,
-    /// Why it is not served, if it cannot be opened.
-    #[serde(default)]
-    pub failure: Option<FailureStat>,
-    /// The cause, if acknowledged writes may be lost; then all flushes fail.
-    #[serde(default)]
-    pub loss: Option<LossStat>,
-    /// Connections that use it now.
-    pub clients: u64,
-    /// Its cache; absent without one.
-    pub cache: Option<VolumeCacheStat>,
-    /// The connections to its server, if its store is an NBD server.
-    pub remote: Option<RemoteStat>,
-    /// Counters by operation: `read`, `write`, `flush`, `discard`, `write-zeroes`, `extents`,
-    /// `prefetch`.
-    pub operations: BTreeMap<String, OperationStat>,
-}
-
-/// Why a volume cannot be opened.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct FailureStat {
-    /// The cause, and a remedy.
-    pub reason: String,
-    /// The number of attempts.
-    pub attempts: u64,
-    /// Seconds since the first attempt.
-    pub since_seconds: f64,
-    /// Seconds until the next attempt.
-    pub next_seconds: f64,
-}
-
-/// A possible loss of acknowledged writes.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct LossStat {
-    /// Seconds since the flush, or the write with FUA, failed.
-    pub since_seconds: f64,
-    /// The error of the flush.
-    pub error: String,
-    /// The remedy.
-    pub remedy: String,
-}
-
-/// Counters of one kind of operation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OperationStat {
-    /// Completed requests, successful or not.
-    pub requests: u64,
-    /// Bytes of successful requests.
-    pub bytes: u64,
-    /// Requests that failed in the store.
-    pub errors: u64,
-}
-
-/// A disk of a Xen guest. Its counters start at zero when it connects.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct XenStat {
-    /// The guest's number.
-    pub domain: u16,
-    /// The disk's number in the guest, as in xenstore.
-    pub device: u32,
-    /// Its volume.
-    pub volume: String,
-    /// `connected`, or `closing`: requests in flight complete, no new ones begin.
-    pub state: String,
-    /// The number of rings.
-    pub queues: u32,
-    /// Whether persistent grants were negotiated.
-    pub persistent: bool,
-    /// Pages of the guest that are mapped now.
-    pub mapped_grants: u64,
-    /// The maximum of mapped pages so far.
-    pub mapped_grants_most: u64,
-    /// Counters by operation: `read`, `write`, `flush`, `discard`.
-    pub requests: BTreeMap<String, u64>,
-    /// Requests completed with an error.
-    pub errors: u64,
-    /// Requests that were in flight in an earlier daemon, and were resumed.
-    pub resumed: u64,
-    /// Grants mapped.
-    pub maps: u64,
-    /// Segments copied by the hypervisor.
-    pub copies: u64,
-    /// Hypercalls that copied segments.
-    pub copy_calls: u64,
-    /// Grants unmapped to make room: the ring had more than its limit.
-    #[serde(default)]
-    pub evictions: u64,
-    /// Grants unmapped because they were idle.
-    #[serde(default)]
-    pub expiries: u64,
-    /// Events received from the guest.
-    pub events: u64,
-    /// Times that polling found requests without an event.
-    #[serde(default)]
-    pub polls: u64,
-    /// Events sent to the guest.
-    pub notifications: u64,
-}
-
-/// A worker thread.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct WorkerStat {
-    /// Its number, from 0.
-    pub worker: usize,
-    /// Whether it replied in time. If not, the counters are 0.
-    pub answers: bool,
-    /// Calls of `io_uring_enter`.
-    pub enters: u64,
-    /// Operations submitted to the io_uring.
-    pub operations: u64,
-}
-
-/// I/O memory.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MemoryStat {
-    /// Address space, bytes.
-    pub reserved_bytes: u64,
-    /// The limit of wired memory, bytes.
-    pub ceiling_bytes: u64,
-    /// StatSources in use, or free and kept, bytes.
-    pub wired_bytes: u64,
-    /// StatSources lent to the kernel, which may have discarded any of it, bytes.
-    pub unwired_bytes: u64,
-    /// Of the wired, what is registered with the kernel or a device, bytes.
-    pub pinned_bytes: u64,
-    /// Signs of pressure that emptied the pools.
-    pub squeezes: u64,
-    /// Worker caches that were emptied in the last resort.
-    pub purges: u64,
-    /// Requests that wait for memory now.
-    pub waiting: u64,
-    /// Zones by the size of their blocks.
-    pub zones: Vec<ZoneStat>,
-    /// Page pools, one for each queue.
-    pub pools: Vec<PoolStat>,
-    /// Owners of memory.
-    pub owners: Vec<OwnerStat>,
-}
-
-/// A zone: blocks of one size.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ZoneStat {
-    /// Its name: the size of its blocks, or `runs`.
-    pub name: String,
-    /// Size of a block, bytes; 0 for runs, which have any size.
-    pub size: u64,
-    /// The limit of its blocks; absent without a limit.
-    pub limit: Option<u64>,
-    /// Blocks in use.
-    pub used: u64,
-    /// Blocks in its caches.
-    pub free: u64,
-    /// Allocations.
-    pub requests: u64,
-    /// Allocations that failed.
-    pub fails: u64,
-    /// Allocations that waited.
-    pub sleeps: u64,
-    /// Allocations that found its caches empty.
-    pub misses: u64,
-    /// Contended locks of the shared cache.
-    pub contended: u64,
-    /// Capacity of a bucket now, blocks.
-    pub bucket: u64,
-    /// Estimated working set of the shared cache, blocks.
-    pub wss: u64,
-    /// Seconds since its caches were last empty.
-    pub out_of_cache_seconds: u64,
-}
-
-/// A page pool.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PoolStat {
-    /// Its owner.
-    pub name: String,
-    /// Free pages kept, of 4096 bytes.
-    pub free_pages: u64,
-    /// Free pages lent to the kernel.
-    pub lent_pages: u64,
-    /// Squeezes that emptied it.
-    pub squeezes: u64,
-    /// Pages freed by squeezes.
-    pub squeezed_pages: u64,
-}
-
-/// An owner of memory.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OwnerStat {
-    /// Its name.
-    pub name: String,
-    /// StatSources in use, or free and kept, bytes.
-    pub wired_bytes: u64,
-    /// StatSources lent to the kernel, bytes.
-    pub unwired_bytes: u64,
-}
-
-/// StatSources pressure.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct PressureStat {
-    /// The level, 0 (calm) to 3 (last resort).
-    pub level: u8,
-    /// The level as a word.
-    pub name: String,
-    /// Seconds since the level last changed.
-    pub since_seconds: f64,
-    /// The cause of its last publication.
-    pub cause: String,
-    /// Seconds since the last event.
-    pub event_seconds: f64,
-    /// The number of events by level; the slow decay while calm counts at level 0.
-    pub events: [u64; 4],
-    /// The sources that are monitored.
-    pub listening: Vec<String>,
-    /// The sources that are not, and why.
-    pub missing: Vec<String>,
-    /// Notes for the operator.
-    pub notes: Vec<String>,
-}
 
 type Read<T> = Box<dyn Fn() -> T + Send + Sync>;
 
@@ -321,7 +51,7 @@ impl StatSources {
     /// Adds the figures of `cache`.
     #[must_use]
     pub fn with_cache(mut self, cache: Arc<ebb_cache::Cache>) -> Self {
-        self.cache = Some(Box::new(move || CacheStat::from(&cache.stats())));
+        self.cache = Some(Box::new(move || cache_stat(&cache.stats())));
         self
     }
 
@@ -487,11 +217,23 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         failure: None,
         loss,
         clients,
-        cache: volume
-            .cache()
-            .map(|cache| VolumeCacheStat::new(volume.cache_mode(), &cache.stats())),
-        remote: volume.store_state().map(RemoteStat::from),
+        cache: volume.cache().map(|cache| volume_cache_stat(volume.cache_mode(), &cache.stats())),
+        remote: volume.store_state().map(remote_stat),
         operations: OPERATIONS.into_iter().map(operation).collect(),
+    }
+}
+
+fn remote_stat(state: ebb_store::StoreState) -> RemoteStat {
+    RemoteStat {
+        address: state.address,
+        connections: state.connections,
+        reconnects: state.reconnects,
+        in_flight: state.in_flight,
+        replayed: state.replayed,
+        unflushed: state.unflushed,
+        last_error: state.last_error,
+        since_seconds: state.since_seconds,
+        silent_seconds: state.silent_seconds,
     }
 }
 
@@ -600,22 +342,11 @@ mod tests {
     }
 
     #[test]
-    fn statistics_survive_a_round_trip_through_json() {
-        let stat = Stat {
-            memory: Some(MemoryStat { zones: vec![ZoneStat::default()], ..MemoryStat::default() }),
-            pressure: Some(PressureStat::default()),
-            volumes: vec![volume_stat(
-                &Volume::new(
-                    "a\"b\n",
-                    ebb_store::Store::Null(ebb_store::NullStore::new(1 << 20)),
-                    ebb_volume::VolumeOptions::default(),
-                ),
-                1,
-            )],
-            ..Stat::default()
-        };
-        let text = serde_json::to_string(&stat).unwrap();
-        assert_eq!(serde_json::from_str::<Stat>(&text).unwrap(), stat);
-        assert_eq!(stat.volumes[0].operations.len(), 7);
+    fn a_volume_has_figures_of_every_operation() {
+        let store = ebb_store::Store::Null(ebb_store::NullStore::new(1 << 20));
+        let volume = Volume::new("a\"b\n", store, ebb_volume::VolumeOptions::default());
+        let stat = volume_stat(&volume, 1);
+        assert_eq!((stat.name.as_str(), stat.size_bytes, stat.clients), ("a\"b\n", 1 << 20, 1));
+        assert_eq!(stat.operations.len(), 7);
     }
 }

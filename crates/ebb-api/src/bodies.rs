@@ -1,0 +1,108 @@
+//! The bodies of requests and replies, other than statistics. A request with an unknown field is refused.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// The program that replies.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Version {
+    /// `ebbd`.
+    pub name: String,
+    /// Its version.
+    pub version: String,
+    /// The version of the interface: `v1`.
+    pub api: String,
+}
+
+/// The body of a failure.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ErrorBody {
+    /// The kind of failure, for programs.
+    pub error: String,
+    /// What is wrong.
+    pub message: String,
+    /// What to do about it.
+    pub remedy: String,
+}
+
+/// A parameter in a reply.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ParameterView {
+    /// Its name.
+    pub name: String,
+    /// The value in force: a number, or a string for a word.
+    pub value: Value,
+    /// The value in its text form.
+    pub text: String,
+    /// Its origin: `configuration`, `run-time` or, for a volume, `daemon`.
+    pub origin: String,
+    /// The default value.
+    pub default: Value,
+    /// The range in words.
+    pub range: String,
+    /// The unit of the value.
+    pub unit: String,
+    /// `daemon`, `volume` if volumes may have values of their own, or `bdi` if backing devices have it.
+    pub scope: String,
+    /// The version that introduced it.
+    pub since: String,
+    /// When a change takes effect.
+    pub effect: String,
+}
+
+/// The body that sets a parameter.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SetBody {
+    /// The value: a number, or a string with its text form.
+    pub value: Value,
+}
+
+/// A change of a parameter in a reply.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ChangeView {
+    /// Its name.
+    pub name: String,
+    /// The volume whose own value it is; absent for the daemon's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub volume: Option<String>,
+    /// The backing device whose value it is; absent for other parameters.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bdi: Option<String>,
+    /// The value before, in its text form.
+    pub from: String,
+    /// The value in force now, in its text form.
+    pub to: String,
+}
+
+/// The body that publishes a level of memory pressure. The reply repeats it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PressureBody {
+    /// The level, `L0` to `L3`.
+    pub level: String,
+    /// For how long to hold it, 1 to [`MAX_HOLD_SECONDS`](crate::MAX_HOLD_SECONDS); absent to publish it once.
+    pub seconds: Option<u64>,
+}
+
+/// The body that resizes a volume.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ResizeBody {
+    /// The size, bytes; absent to adopt the size of its file or device.
+    pub size: Option<u64>,
+    /// Whether a smaller size is allowed.
+    #[serde(default)]
+    pub shrink: bool,
+}
+
+/// A volume's size before and after.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResizeView {
+    /// The volume.
+    pub name: String,
+    /// The size before, bytes.
+    pub from: u64,
+    /// The size now, bytes.
+    pub size: u64,
+}

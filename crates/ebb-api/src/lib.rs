@@ -1,0 +1,34 @@
+//! What ebbd and its command line say to each other: the interface of the control socket, version 1, which is HTTP with
+//! JSON bodies. Plain data for both ends; nothing here connects, serves or measures.
+//!
+//! | request | reply |
+//! |---|---|
+//! | `GET /v1/version` | the program and its version: [`Version`] |
+//! | `GET /v1/parameters`, `GET /v1/parameters/NAME` | parameters with value, range, origin: [`ParameterView`] |
+//! | `PUT /v1/parameters/NAME` with [`SetBody`] | sets it: [`ChangeView`] |
+//! | `DELETE /v1/parameters/NAME` | unsets it, so that the configuration applies: [`ChangeView`] |
+//! | the same below `/v1/volumes/VOLUME/parameters` | those of a volume |
+//! | the same below `/v1/bdis/BDI/parameters` | those of a backing device |
+//! | `GET /v1/volumes` | the volumes with their counters: [`VolumeStat`](stat::VolumeStat) |
+//! | `GET /v1/bdis` | the backing devices: [`BdiStat`](stat::BdiStat) |
+//! | `POST /v1/volumes/VOLUME/resize` with [`ResizeBody`] | resizes it: [`ResizeView`] |
+//! | `GET /v1/stat` | everything: [`Stat`](stat::Stat) |
+//! | `POST /v1/pressure` with [`PressureBody`] | publishes a level of memory pressure |
+//! | `GET /metrics` | OpenMetrics text |
+//! | `GET /` | the page; over TCP only, with the routes for statistics only |
+//!
+//! A failure is an [`ErrorBody`], with a status 4xx if the request is at fault and 5xx otherwise. Names in paths are
+//! percent-encoded. Fields may be added; existing fields keep their meaning.
+
+mod bodies;
+pub mod stat;
+
+pub use self::bodies::{
+    ChangeView, ErrorBody, ParameterView, PressureBody, ResizeBody, ResizeView, SetBody, Version,
+};
+
+/// The default path of the control socket.
+pub const DEFAULT_PATH: &str = "/run/ebbd/control.sock";
+
+/// The longest time for which `ebbd pressure` holds a level, seconds.
+pub const MAX_HOLD_SECONDS: u64 = 86_400;
