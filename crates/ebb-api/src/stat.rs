@@ -58,8 +58,7 @@ pub struct VolumeStat {
     pub direct: bool,
     /// Whether it is being withdrawn.
     pub closing: bool,
-    /// `serving`; `opening`, before its store was first opened; `failed`, if that cannot be opened; `lost`, if it is
-    /// served and acknowledged writes may be lost; `closing`.
+    /// One of the words below.
     #[serde(default)]
     pub state: String,
     /// Why it is not served, if it cannot be opened.
@@ -77,6 +76,20 @@ pub struct VolumeStat {
     /// Counters by operation: `read`, `write`, `flush`, `discard`, `write-zeroes`, `extents`,
     /// `prefetch`.
     pub operations: BTreeMap<String, OperationStat>,
+}
+
+/// The words of [`VolumeStat::state`].
+impl VolumeStat {
+    /// Its store is being opened for the first time.
+    pub const OPENING: &str = "opening";
+    /// It is served.
+    pub const SERVING: &str = "serving";
+    /// Its store cannot be opened; that is tried again.
+    pub const FAILED: &str = "failed";
+    /// It is served, and acknowledged writes may be lost.
+    pub const LOST: &str = "lost";
+    /// It is being withdrawn.
+    pub const CLOSING: &str = "closing";
 }
 
 /// Why a volume cannot be opened.

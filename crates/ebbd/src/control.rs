@@ -1,342 +1,98 @@
-//! The control socket: HTTP with JSON on a unix socket, for `ebbd get`, `set`, `stat`, `pressure`,
-//! `resize` and scripts; and its read-only part over TCP, for browsers and Prometheus (`page`).
-//!
-//! It runs in a thread of its own and reads what the workers share: atomics, and data behind short
-//! locks that no I/O request takes.
-//!
-//! The interface is described in [`ebb_api`].
+//! The daemon's control socket and page: their sockets, and what they show of the engine.
 //!
 //! # Invariants
 //! - Only the daemon's user can open the control socket: its mode is 0600 before it is bound.
-//! - Nothing can be changed over TCP.
-//! - Connections, their duration, and the sizes of headers and bodies are bounded.
-//! - No peer can keep other peers from the page by holding its connections.
-//! - The control socket replies, to one request at a time, when the process has no descriptors left.
 
-mod answer;
-mod page;
-mod page_connections;
-mod resize;
-mod routes;
-#[cfg(test)]
-mod tests;
-
-use std::io;
-use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use axum::Router;
-use axum::http::{HeaderValue, header};
-use ebb_config::Listen;
-use ebb_config::params::Parameters;
+use ebb_api::stat::{FailureStat, VolumeStat};
+use ebb_config::{Config, Listen};
+use ebb_control::figures::volume_stat;
+use ebb_control::{ControlContext, ControlError, ControlServer, ControlSocket, PageSocket};
 use ebb_export_nbd::Server;
-use ebb_export_xen::Figures;
-use ebb_io::WorkerHandle;
-use futures_lite::future::or;
-use hyper::server::conn::http1;
-use hyper::service::{Service, service_fn};
-use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::service::TowerToHyperService;
-use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, UnixListener, UnixStream};
-use tokio::sync::{Semaphore, oneshot};
-use tokio::time::error::Elapsed;
 
-use self::page_connections::{PageConnection, PageConnections};
-use self::routes::App;
-use crate::engine::Engine;
-use crate::figures::StatSources;
+use crate::engine::{Engine, VolumePhase, VolumeState};
 use crate::listener::{self, ListenError, Listener};
 
-/// The longest body of a request, bytes.
-pub const MAX_BODY_BYTES: usize = 16 << 10;
-
-/// Connections at a time of each socket; a further one waits to be accepted, or replaces another one
-/// (`page_connections`).
-const MAX_CONNECTIONS: usize = 32;
-/// The longest head of a request, bytes.
-const MAX_HEAD_BYTES: usize = 16 << 10;
-/// How long a head may take to arrive.
-const HEAD: Duration = Duration::from_secs(10);
-/// How long a connection may last.
-const CONNECTION: Duration = Duration::from_secs(60);
-/// The pause after accepting failed because the process has no descriptors left.
-const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
-
-/// The parts of the daemon that the control socket shows and changes.
-pub struct ControlContext {
-    /// The NBD server with its volumes.
-    pub server: Server,
-    /// The engine with the states of volumes; without it the volumes of the server are shown.
-    pub engine: Option<Arc<Engine>>,
-    /// The run-time parameters.
-    pub parameters: Parameters,
-    /// The source of statistics about memory and pressure.
-    pub memory: StatSources,
-    /// The source of statistics about Xen guests' disks; absent if none are served.
-    pub xen: Option<Figures>,
-    /// The workers in order.
-    pub workers: Vec<WorkerHandle>,
-    /// When the daemon started.
-    pub started: Instant,
+/// The sockets of the control socket and the page, as far as they are configured. Dropping them removes the socket's
+/// file.
+pub(crate) struct ControlSockets {
+    control: Option<Listener>,
+    page: Option<Listener>,
 }
 
-/// Why the control socket cannot be started.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ControlError {
-    /// The socket cannot be opened.
-    #[error(transparent)]
-    Listen(#[from] ListenError),
-    /// The thread or its event loop cannot be started: the system is out of descriptors or tasks.
-    #[error(
-        "cannot start the thread of the control socket: raise the limits of open files and tasks"
-    )]
-    Start(#[source] io::Error),
-}
+impl ControlSockets {
+    /// Opens them; `end` ends the wait for another server to close the control socket.
+    ///
+    /// # Errors
+    /// [`ListenError`].
+    pub(crate) fn open(config: &Config, end: &AtomicBool) -> Result<Self, ListenError> {
+        let control = config.control.as_deref().map(|path| listener::open_private(path, end));
+        let control = control.transpose()?;
+        let page = config.web.as_ref().map(|web| listener::open(&Listen::Tcp(web.clone()), end));
+        Ok(Self { control, page: page.transpose()? })
+    }
 
-/// The address of the page, and its names.
-#[derive(Clone, Copy, Debug)]
-pub struct PageAddress<'a> {
-    /// `HOST:PORT`.
-    pub address: &'a str,
-    /// Additional host names, besides those of this machine.
-    pub names: &'a [String],
-}
-
-/// A running control socket, a page, or both. Dropping it closes them and removes the socket's file.
-#[derive(Debug)]
-pub struct ControlServer {
-    stop: Option<oneshot::Sender<()>>,
-    thread: Option<JoinHandle<()>>,
-    listeners: Vec<Listener>,
-}
-
-impl ControlServer {
-    /// Listens at the unix socket `control` and serves the page at `web`, in one thread; `end` ends the wait for
-    /// another server to close the socket.
+    /// Serves them, if there is one.
     ///
     /// # Errors
     /// [`ControlError`].
-    pub fn start(
-        control: Option<&Path>,
-        web: Option<PageAddress<'_>>,
-        shared: Arc<ControlContext>,
-        end: &AtomicBool,
-    ) -> Result<Self, ControlError> {
-        let control = control.map(|path| listener::open_private(path, end)).transpose()?;
-        let names = web.map(|web| page::names(web.address, web.names)).unwrap_or_default();
-        let open = |web: PageAddress<'_>| listener::open(&Listen::Tcp(web.address.to_owned()), end);
-        let web = web.map(open).transpose()?;
-        let control_fd = control.as_ref().map(duplicate).transpose()?;
-        // Before clients can use up all descriptors.
-        let spare = control_fd.as_ref().and_then(|_| spare_descriptor());
-        let web_fd = web.as_ref().map(duplicate).transpose()?;
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_io()
-            .enable_time()
-            .build()
-            .map_err(ControlError::Start)?;
-        let (stop, stopped) = oneshot::channel();
-        let serve = move || {
-            let app = Arc::new(App::new(shared));
-            runtime.block_on(async {
-                let report = |result: io::Result<()>| {
-                    if let Err(error) = result {
-                        tracing::error!(%error, "the control socket or the page has failed");
-                    }
-                };
-                let mut tasks = Vec::new();
-                if let Some(fd) = control_fd {
-                    let router = routes::router(app.clone());
-                    tasks.push(tokio::spawn(async move {
-                        report(serve_unix(fd, router, spare).await);
-                    }));
-                }
-                if let Some(fd) = web_fd {
-                    tasks
-                        .push(tokio::spawn(async move { report(serve_tcp(fd, app, names).await) }));
-                }
-                // Dropping the sender stops it, too.
-                let _ = stopped.await;
-                tasks.iter().for_each(tokio::task::JoinHandle::abort);
-            });
-        };
-        let thread = std::thread::Builder::new()
-            .name("ebbd-control".to_owned())
-            .stack_size(512 << 10)
-            .spawn(serve)
-            .map_err(ControlError::Start)?;
-        let listeners = control.into_iter().chain(web).collect();
-        let started = Self { stop: Some(stop), thread: Some(thread), listeners };
-        started.addresses().for_each(|address| tracing::info!(address, "control"));
-        Ok(started)
-    }
-
-    /// Its addresses, as in the log.
-    pub fn addresses(&self) -> impl Iterator<Item = &str> {
-        self.listeners.iter().map(|listener| listener.name.as_str())
-    }
-}
-
-fn duplicate(listener: &Listener) -> Result<OwnedFd, ControlError> {
-    listener.fd.try_clone().map_err(ControlError::Start)
-}
-
-impl Drop for ControlServer {
-    fn drop(&mut self) {
-        drop(self.stop.take());
-        if let Some(thread) = self.thread.take() {
-            // A panic of the thread has been reported already.
-            let _ = thread.join();
+    pub(crate) fn serve(
+        &self,
+        config: &Config,
+        context: ControlContext,
+    ) -> Result<Option<ControlServer>, ControlError> {
+        let control = self.control.as_ref().map(socket);
+        let page = self.page.as_ref().zip(config.web.as_deref());
+        let page = page.map(|(listener, address)| PageSocket {
+            socket: socket(listener),
+            address,
+            names: &config.web_names,
+        });
+        if control.is_none() && page.is_none() {
+            return Ok(None);
         }
+        ControlServer::start(control, page, Arc::new(context)).map(Some)
     }
 }
 
-async fn serve_unix(fd: OwnedFd, router: Router, mut spare: Option<OwnedFd>) -> io::Result<()> {
-    let socket = std::os::unix::net::UnixListener::from(fd);
-    socket.set_nonblocking(true)?;
-    // Must be called within the runtime.
-    let socket = UnixListener::from_std(socket)?;
-    let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    while let Ok(permit) = room.clone().acquire_owned().await {
-        match socket.accept().await {
-            Ok((stream, _)) => {
-                let router = router.clone();
-                tokio::spawn(async move {
-                    serve_connection(stream, router, None).await;
-                    drop(permit);
-                });
-            }
-            // `accept` returns this error also if no connection waits.
-            Err(error)
-                if spare.is_some() && is_out_of_descriptors(&error) && has_pending(&socket) =>
-            {
-                drop(spare.take());
-                // Another thread may get the freed descriptor: then this fails again.
-                let accepted = tokio::time::timeout(OUT_OF_DESCRIPTORS, socket.accept()).await;
-                if let Ok(Ok((mut stream, _))) = accepted {
-                    serve_one_request(&mut stream, router.clone()).await;
-                    spare = kept(stream);
-                }
-            }
-            Err(error) => wait_after(&error).await,
-        }
-        spare = spare.or_else(spare_descriptor);
-    }
-    Ok(())
+fn socket(listener: &Listener) -> ControlSocket<'_> {
+    ControlSocket { fd: listener.fd.as_fd(), name: &listener.name }
 }
 
-/// A reserved descriptor, to accept a connection when the process has no other left: statistics are needed most then.
-fn spare_descriptor() -> Option<OwnedFd> {
-    Some(std::fs::File::open("/dev/null").ok()?.into())
+/// The figures of all volumes of the engine.
+pub(crate) fn volume_stats(server: &Server, engine: &Engine) -> Vec<VolumeStat> {
+    let all = server.volumes();
+    let clients: BTreeMap<_, _> =
+        all.iter().map(|(volume, clients)| (&**volume.name(), *clients)).collect();
+    let now = ebb_mem::clock::now();
+    let stat = |state: &VolumeState| {
+        let clients = clients.get(&*state.name).copied().unwrap_or_default();
+        engine_stat(state, clients, now)
+    };
+    engine.states().iter().map(stat).collect()
 }
 
-fn is_out_of_descriptors(error: &io::Error) -> bool {
-    use rustix::io::Errno;
-    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
-}
-
-/// Whether a connection waits to be accepted.
-fn has_pending(socket: &UnixListener) -> bool {
-    use rustix::event::{PollFd, PollFlags, Timespec, poll};
-    let mut polled = [PollFd::new(socket, PollFlags::IN)];
-    poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
-}
-
-/// Ends a connection and keeps its descriptor: after a close another thread could get it.
-fn kept(stream: UnixStream) -> Option<OwnedFd> {
-    let stream = stream.into_std().ok()?;
-    // This fails if the client has closed the connection.
-    let _ = stream.shutdown(std::net::Shutdown::Both);
-    Some(stream.into())
-}
-
-async fn serve_tcp(fd: OwnedFd, app: Arc<App>, names: Vec<String>) -> io::Result<()> {
-    let socket = std::net::TcpListener::from(fd);
-    socket.set_nonblocking(true)?;
-    let router = page::router(app, names);
-    let socket = TcpListener::from_std(socket)?;
-    let connections = PageConnections::new(MAX_CONNECTIONS);
-    loop {
-        match socket.accept().await {
-            Ok((stream, peer)) => {
-                let Some(connection) =
-                    connections.enter(page_connections::address(peer.ip())).await
-                else {
-                    return Ok(());
-                };
-                tokio::spawn(serve_connection(stream, router.clone(), Some(Arc::new(connection))));
-            }
-            Err(error) => wait_after(&error).await,
-        }
-    }
-}
-
-async fn wait_after(error: &io::Error) {
-    tracing::debug!(%error, "cannot accept a control connection");
-    tokio::time::sleep(OUT_OF_DESCRIPTORS).await;
-}
-
-fn http() -> http1::Builder {
-    let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(HEAD).max_buf_size(MAX_HEAD_BYTES);
-    // A client may shut down its sending side and wait for the reply.
-    builder.half_close(true);
-    builder
-}
-
-/// Serves one request.
-async fn serve_one_request(stream: impl AsyncRead + AsyncWrite + Unpin, router: Router) {
-    let service = TowerToHyperService::new(router);
-    let serve = http().keep_alive(false).serve_connection(TokioIo::new(stream), service);
-    log_end(tokio::time::timeout(CONNECTION, serve).await);
-}
-
-/// Serves requests until the client has no more, the time of the connection is over, or a newer one replaces it.
-async fn serve_connection(
-    stream: impl AsyncRead + AsyncWrite + Unpin,
-    router: Router,
-    connection: Option<Arc<PageConnection>>,
-) {
-    let answers = TowerToHyperService::new(router);
-    let counted = connection.clone();
-    let service = service_fn(move |request| {
-        let (connection, answer) = (counted.clone(), answers.call(request));
-        async move {
-            let Some(connection) = connection else { return answer.await };
-            connection.set_busy(true);
-            let mut answer = answer.await;
-            connection.set_busy(false);
-            if let (true, Ok(answer)) = (connection.is_full(), &mut answer) {
-                answer.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
-            }
-            answer
-        }
+/// The figures of a volume of the engine that `clients` connections use.
+fn engine_stat(state: &VolumeState, clients: u64, now: Instant) -> VolumeStat {
+    let of_volume = state.volume.as_ref().map(|volume| volume_stat(volume, clients));
+    let failure = state.failure.as_ref().map(|failure| FailureStat {
+        reason: failure.reason.clone(),
+        attempts: failure.attempts,
+        since_seconds: now.saturating_duration_since(failure.since).as_secs_f64(),
+        next_seconds: failure.next.saturating_duration_since(now).as_secs_f64(),
     });
-    let serve = http().serve_connection(TokioIo::new(stream), service);
-    let serve = tokio::time::timeout(CONNECTION, serve);
-    let wanted = async {
-        match &connection {
-            Some(connection) => connection.close().wait().await,
-            None => std::future::pending().await,
-        }
-    };
-    let replaced = async {
-        wanted.await;
-        tracing::debug!("closed a connection of the page for a newer one");
-    };
-    or(async { log_end(serve.await) }, replaced).await;
-}
-
-fn log_end(outcome: Result<hyper::Result<()>, Elapsed>) {
-    match outcome {
-        Ok(Ok(())) => {}
-        Ok(Err(error)) => tracing::debug!(%error, "a control connection broke"),
-        Err(_) => tracing::debug!("closed a control connection that lasted too long"),
+    let of_volume = of_volume.unwrap_or_default();
+    let lost = state.phase == VolumePhase::Serving && of_volume.loss.is_some();
+    VolumeStat {
+        name: state.name.clone(),
+        closing: state.phase == VolumePhase::Closing,
+        state: if lost { VolumeStat::LOST } else { state.phase.as_str() }.to_owned(),
+        failure,
+        ..of_volume
     }
 }

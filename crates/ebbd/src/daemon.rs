@@ -18,6 +18,8 @@ use ebb_config::params::{Configured, Key, Live, Parameters};
 use ebb_config::{
     Choice, Config, ConfigError, IdleMemory, LogLevel, NbdConfig, ServeArgs, TlsSetting,
 };
+use ebb_control::ControlContext;
+use ebb_control::figures::StatSources;
 use ebb_export_nbd::{Server, ServerLimits, ServerTls};
 use ebb_export_xen::XenParameters;
 use ebb_io::{Io, Worker, WorkerHandle, fd_from};
@@ -25,9 +27,8 @@ use ebb_mem::pressure::{Monitor, Watch};
 use ebb_mem::{Memory, Policy};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
-use crate::control::{ControlContext, ControlError, ControlServer, PageAddress};
+use crate::control::{ControlSockets, volume_stats};
 use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase};
-use crate::figures::StatSources;
 use crate::listener::{self, ListenError, Listener};
 use crate::outages;
 use crate::pressure_response;
@@ -181,16 +182,19 @@ pub fn serve(
         }
         false => None,
     };
-    let memory = StatSources::new(Some(memory), daemon._monitor.as_ref())
+    let bdis = engine.bdis().clone();
+    let sources = StatSources::new(Some(memory), daemon._monitor.as_ref())
         .with_cache(cache)
-        .with_bdis(engine.bdis().clone());
-    let engine = Some(engine);
-    let shared = ControlContext { engine, server, parameters, memory, workers, xen, started };
-    let control = match start_control(config, shared, &signals.end) {
+        .with_bdis(move || bdis.stats());
+    let sockets = match ControlSockets::open(config, &signals.end) {
         // The event of the signal is in the queue already.
-        Err(ControlError::Listen(ListenError::Interrupted)) => return daemon.run(listeners),
-        started => started?,
+        Err(ListenError::Interrupted) => return daemon.run(listeners),
+        opened => opened?,
     };
+    let of_volumes = server.clone();
+    let volumes = Box::new(move || volume_stats(&of_volumes, &engine));
+    let context = ControlContext { server, volumes, parameters, sources, xen, workers, started };
+    let control = sockets.serve(config, context)?;
     daemon.listen(&listeners)?;
     daemon.report_ready();
     let outcome = daemon.run(listeners);
@@ -217,21 +221,6 @@ fn start_workers(count: usize, memory: &Arc<Memory>) -> anyhow::Result<Vec<Worke
 
 fn handles(workers: &[Worker]) -> Vec<WorkerHandle> {
     workers.iter().map(Worker::handle).collect()
-}
-
-/// Starts the control socket and the page, if they are configured.
-fn start_control(
-    config: &Config,
-    shared: ControlContext,
-    end: &AtomicBool,
-) -> Result<Option<ControlServer>, ControlError> {
-    if config.control.is_none() && config.web.is_none() {
-        return Ok(None);
-    }
-    let socket = config.control.as_deref();
-    let web =
-        config.web.as_deref().map(|address| PageAddress { address, names: &config.web_names });
-    ControlServer::start(socket, web, Arc::new(shared), end).map(Some)
 }
 
 /// With `--strict` the start fails unless all volumes are served.

@@ -1,6 +1,7 @@
 //! The library of the program `ebbd`, which tests and tools use, too: the command line, the
-//! engine that opens and closes volumes, the control socket, and the manual pages
-//! generated from the command line and the table of keys. The configuration is in `ebb-config`.
+//! engine that opens and closes volumes, start, stop and reload, and the manual pages
+//! generated from the command line and the table of keys. The configuration is in `ebb-config`, the
+//! control socket in `ebb-control`.
 //!
 //! Vocabulary: a *volume* is one disk, exported under its name; a *store* is where its data is; a
 //! *parameter* is a setting that can be changed while the daemon runs. See `docs/glossary.md`.
@@ -10,15 +11,13 @@ mod ceiling;
 pub mod check;
 pub mod cli;
 pub mod client;
-pub mod control;
+mod control;
 pub mod daemon;
 pub mod engine;
-pub mod figures;
 mod guests;
 pub mod listener;
 pub mod log;
 pub mod man;
-pub mod metrics;
 mod outages;
 mod pressure_response;
 pub mod stores;

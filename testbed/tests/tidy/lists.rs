@@ -30,6 +30,20 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-export-nbd", &["ebb-mem", "ebb-io", "ebb-nbd-proto", "ebb-tls", "ebb-volume"]),
     ("ebb-export-xen", &["ebb-mem", "ebb-io", "ebb-volume"]),
     (
+        "ebb-control",
+        &[
+            "ebb-mem",
+            "ebb-io",
+            "ebb-store",
+            "ebb-config",
+            "ebb-api",
+            "ebb-cache",
+            "ebb-volume",
+            "ebb-export-nbd",
+            "ebb-export-xen",
+        ],
+    ),
+    (
         "ebbd",
         &[
             "ebb-mem",
@@ -42,6 +56,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
             "ebb-volume",
             "ebb-export-nbd",
             "ebb-export-xen",
+            "ebb-control",
         ],
     ),
 ];

@@ -114,7 +114,9 @@ fn show_pressure(pressure: &PressureStat) -> String {
 /// Volumes that are not served or have lost writes, each with the cause and a remedy.
 fn show_failures(volumes: &[VolumeStat]) -> String {
     let mut out = String::new();
-    for volume in volumes.iter().filter(|volume| !matches!(&*volume.state, "" | "serving")) {
+    for volume in
+        volumes.iter().filter(|volume| !matches!(&*volume.state, "" | VolumeStat::SERVING))
+    {
         let name = &volume.name;
         if let Some(loss) = &volume.loss {
             out.push_str(&format!(
@@ -123,7 +125,7 @@ fn show_failures(volumes: &[VolumeStat]) -> String {
             ));
         }
         let line = match &volume.failure {
-            None if volume.state == "lost" => continue,
+            None if volume.state == VolumeStat::LOST => continue,
             Some(failure) => format!(
                 "{name} is not served: {}\n    {} attempts in {:.0} s, the next in {:.0} s\n",
                 failure.reason, failure.attempts, failure.since_seconds, failure.next_seconds

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ebb_api::stat::VolumeStat;
 use ebb_config::{StoreUri, VolumeConfig};
 use ebb_volume::{Stop, Volume};
 
@@ -26,10 +27,10 @@ impl VolumePhase {
     /// As one word.
     pub const fn as_str(self) -> &'static str {
         match self {
-            VolumePhase::Opening => "opening",
-            VolumePhase::Serving => "serving",
-            VolumePhase::Failed => "failed",
-            VolumePhase::Closing => "closing",
+            VolumePhase::Opening => VolumeStat::OPENING,
+            VolumePhase::Serving => VolumeStat::SERVING,
+            VolumePhase::Failed => VolumeStat::FAILED,
+            VolumePhase::Closing => VolumeStat::CLOSING,
         }
     }
 }

@@ -1,6 +1,5 @@
 //! The routes of version 1, and their handlers.
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -11,7 +10,7 @@ use axum::extract::{DefaultBodyLimit, Path, State};
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
-use ebb_api::stat::{BdiStat, Stat, VolumeStat, WorkerStat};
+use ebb_api::stat::{BdiStat, Stat, WorkerStat};
 use ebb_api::{ChangeView, MAX_HOLD_SECONDS, ParameterView, PressureBody, SetBody, Version};
 use ebb_config::params::{Key, ParameterChange, Reading, Scope};
 use ebb_config::{shorten, suggest};
@@ -24,7 +23,7 @@ use tokio::time::Instant;
 
 use super::answer::{Answer, Refusal, json};
 use super::{ControlContext, MAX_BODY_BYTES};
-use crate::figures::{engine_stat, resident_bytes, volume_stat, xen_stat};
+use crate::figures::{resident_bytes, xen_stat};
 use crate::metrics;
 
 /// How long workers may take to send their counters.
@@ -177,7 +176,7 @@ async fn bdis(State(app): On) -> Answer {
 }
 
 async fn volumes(State(app): On) -> Answer {
-    json(&app.volumes())
+    json(&(app.shared.volumes)())
 }
 
 async fn whole_stat(State(app): On) -> Answer {
@@ -275,23 +274,8 @@ impl App {
         changed(&self.shared.parameters.unset(name, volume)?)
     }
 
-    fn volumes(&self) -> Vec<VolumeStat> {
-        let all = self.shared.server.volumes();
-        let Some(engine) = &self.shared.engine else {
-            return all.iter().map(|(volume, clients)| volume_stat(volume, *clients)).collect();
-        };
-        let clients: BTreeMap<_, _> =
-            all.iter().map(|(volume, clients)| (&**volume.name(), *clients)).collect();
-        let now = ebb_mem::clock::now();
-        let stat = |state: &crate::engine::VolumeState| {
-            let clients = clients.get(&*state.name).copied().unwrap_or_default();
-            engine_stat(state, clients, now)
-        };
-        engine.states().iter().map(stat).collect()
-    }
-
     fn bdis(&self) -> Vec<BdiStat> {
-        self.shared.memory.bdis.as_ref().map(|read| read()).unwrap_or_default()
+        self.shared.sources.bdis.as_ref().map(|read| read()).unwrap_or_default()
     }
 
     async fn stat(&self) -> Stat {
@@ -301,12 +285,12 @@ impl App {
             uptime_seconds: shared.started.elapsed().as_secs_f64(),
             resident_bytes: resident_bytes(),
             clients: u64::try_from(shared.server.clients()).unwrap_or(u64::MAX),
-            volumes: self.volumes(),
+            volumes: (self.shared.volumes)(),
             xen: shared.xen.iter().flat_map(Figures::read).map(|disk| xen_stat(&disk)).collect(),
             workers: self.workers().await,
-            memory: shared.memory.read.as_ref().map(|read| read()),
-            pressure: shared.memory.pressure.as_ref().map(|read| read()),
-            cache: shared.memory.cache.as_ref().map(|read| read()),
+            memory: shared.sources.memory.as_ref().map(|read| read()),
+            pressure: shared.sources.pressure.as_ref().map(|read| read()),
+            cache: shared.sources.cache.as_ref().map(|read| read()),
             bdis: self.bdis(),
         }
     }
@@ -338,7 +322,7 @@ impl App {
 
     /// Publishes a level once, or repeatedly until the time is over. Then it falls by itself.
     fn inject(&self, level: Level, hold: Option<Duration>) -> Answer {
-        let Some(inject) = &self.shared.memory.inject else {
+        let Some(inject) = &self.shared.sources.inject else {
             let remedy = "start the daemon with its pressure monitor";
             let message = "the daemon does not monitor memory pressure";
             let status = StatusCode::SERVICE_UNAVAILABLE;
@@ -357,7 +341,7 @@ impl App {
             let task = tokio::spawn(async move {
                 while Instant::now() + HOLD < end {
                     tokio::time::sleep(HOLD).await;
-                    shared.memory.inject.iter().for_each(|inject| inject(level));
+                    shared.sources.inject.iter().for_each(|inject| inject(level));
                 }
             });
             *holder = Some(task.abort_handle());

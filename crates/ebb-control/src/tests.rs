@@ -1,12 +1,14 @@
 //! Tests of the control socket in this process: each route, and what no client may do to it.
 
 use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
+use std::net::TcpListener;
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ebb_api::ErrorBody;
-use ebb_api::stat::{MemoryStat, PressureStat, Stat, XenStat, ZoneStat};
+use ebb_api::stat::{FailureStat, MemoryStat, PressureStat, Stat, XenStat, ZoneStat};
 use ebb_config::params::{Configured, Key};
 use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_export_xen as xen;
@@ -20,6 +22,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
+use crate::figures::volume_stat;
 
 /// How long a test may hang.
 const HANG: Duration = Duration::from_secs(90);
@@ -28,15 +31,17 @@ struct Running {
     path: std::path::PathBuf,
     parameters: Parameters,
     injected: Arc<Mutex<Vec<u8>>>,
-    control: ControlServer,
+    page: std::net::SocketAddr,
+    _control: ControlServer,
     _folder: tempfile::TempDir,
 }
 
 fn start() -> Running {
-    start_with(None)
+    start_with(None, Vec::new())
 }
 
-fn start_with(xen: Option<Figures>) -> Running {
+/// With the disks of `xen`, and with volumes that are not served.
+fn start_with(xen: Option<Figures>, unserved: Vec<VolumeStat>) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("control.sock");
     let server = Server::new(ServerLimits::default(), TlsMode::Off, None);
@@ -49,9 +54,9 @@ fn start_with(xen: Option<Figures>) -> Running {
     let parameters = Parameters::new(&configured);
     let injected = Arc::new(Mutex::new(Vec::new()));
     let inject = injected.clone();
-    let memory = StatSources {
+    let sources = StatSources {
         bdis: None,
-        read: Some(Box::new(|| MemoryStat {
+        memory: Some(Box::new(|| MemoryStat {
             zones: vec![ZoneStat { name: "4K".into(), used: 5, ..ZoneStat::default() }],
             ..MemoryStat::default()
         })),
@@ -59,23 +64,32 @@ fn start_with(xen: Option<Figures>) -> Running {
         cache: None,
         inject: Some(Box::new(move |level| inject.lock().unwrap().push(level.number()))),
     };
+    let served = server.clone();
+    let volumes = move || {
+        let served = served.volumes();
+        let served = served.iter().map(|(volume, clients)| volume_stat(volume, *clients));
+        served.chain(unserved.iter().cloned()).collect()
+    };
     let shared = ControlContext {
-        engine: None,
         server,
+        volumes: Box::new(volumes),
         parameters: parameters.clone(),
-        memory,
+        sources,
         xen,
         workers: Vec::new(),
         started: Instant::now(),
     };
-    let control = ControlServer::start(
-        Some(&path),
-        Some(PageAddress { address: "127.0.0.1:0", names: &["proxy.example".to_owned()] }),
-        Arc::new(shared),
-        &AtomicBool::default(),
-    )
-    .unwrap();
-    Running { path, parameters, injected, control, _folder: folder }
+    let (unix, tcp) =
+        (UnixListener::bind(&path).unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
+    let page = PageSocket {
+        socket: ControlSocket { fd: tcp.as_fd(), name: "page" },
+        address: "127.0.0.1:0",
+        names: &["proxy.example".to_owned()],
+    };
+    let control = ControlSocket { fd: unix.as_fd(), name: "control" };
+    let control = ControlServer::start(Some(control), Some(page), Arc::new(shared)).unwrap();
+    let page = tcp.local_addr().unwrap();
+    Running { path, parameters, injected, page, _control: control, _folder: folder }
 }
 
 impl Running {
@@ -266,10 +280,9 @@ fn connections_beyond_the_limit_wait() {
 /// A connection to the page, from another address of this machine.
 fn connect_page(daemon: &Running, from: [u8; 4]) -> std::net::TcpStream {
     use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
-    let address = daemon.control.addresses().find_map(|at| at.strip_prefix("tcp:")).unwrap();
     let fd = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
     bind(&fd, &std::net::SocketAddr::from((from, 0))).unwrap();
-    connect(&fd, &address.parse::<std::net::SocketAddr>().unwrap()).unwrap();
+    connect(&fd, &daemon.page).unwrap();
     let stream = std::net::TcpStream::from(fd);
     stream.set_read_timeout(Some(HANG)).unwrap();
     stream
@@ -335,6 +348,30 @@ fn statistics_and_metrics_are_complete() {
 }
 
 #[test]
+fn a_volume_that_is_not_served_is_shown_and_not_resized() {
+    let failure = FailureStat { reason: "no such file".to_owned(), ..FailureStat::default() };
+    let volume = |name: &str, state: &str, failure| VolumeStat {
+        name: name.to_owned(),
+        state: state.to_owned(),
+        failure,
+        ..VolumeStat::default()
+    };
+    let unserved = vec![
+        volume("lost disk", VolumeStat::FAILED, Some(failure)),
+        volume("new disk", VolumeStat::OPENING, None),
+    ];
+    let daemon = start_with(None, unserved);
+    let volumes = daemon.json("GET", "/v1/volumes", "");
+    assert_eq!((&volumes[2]["state"], &volumes[3]["state"]), (&json!("failed"), &json!("opening")));
+    let resize = |path: &'static str| ("POST", path, "{}");
+    daemon.refuses(resize("/v1/volumes/lost%20disk/resize"), 409, "not_served", "no such file");
+    daemon.refuses(resize("/v1/volumes/new%20disk/resize"), 409, "not_served", "in a moment");
+    daemon.refuses(resize("/v1/volumes/dsk/resize"), 404, "unknown_volume", "`disk`");
+    let (_, answer) = daemon.ask("POST", "/v1/volumes/new%20disk/resize", "{}");
+    assert!(answer.contains("the volume is opening"), "{answer}");
+}
+
+#[test]
 fn disks_of_xen_guests_are_shown_and_follow_the_parameters() {
     let (world, worker) = (World::default(), ebb_io::Worker::start_alone("xen").unwrap());
     let lookup = |name: &str| {
@@ -345,8 +382,12 @@ fn disks_of_xen_guests_are_shown_and_follow_the_parameters() {
     let options = xen::Options::new(Arc::new(world.clone()), handles, Arc::new(lookup));
     let grants = options.parameters.clone();
     let backend = xen::Backend::start(options).unwrap();
-    let daemon = start_with(Some(backend.figures()));
-    crate::xen::govern_grants(&daemon.parameters, &grants);
+    let daemon = start_with(Some(backend.figures()), Vec::new());
+    daemon.parameters.watch(move |change| {
+        if change.key == Key::MaxPersistentGrants {
+            grants.set_max_persistent_grants(u32::try_from(change.to).unwrap());
+        }
+    });
     let shown = || -> Vec<XenStat> {
         serde_json::from_value(daemon.json("GET", "/v1/stat", "")["xen"].clone()).unwrap()
     };
@@ -385,16 +426,17 @@ fn statistics_are_served_when_workers_have_stopped() {
     let (one, two) =
         (ebb_io::Worker::start_alone("one").unwrap(), ebb_io::Worker::start_alone("two").unwrap());
     let shared = ControlContext {
-        engine: None,
+        volumes: Box::new(Vec::new),
         server: Server::new(ServerLimits::default(), TlsMode::Off, None),
         parameters: Parameters::new(&Configured::default()),
-        memory: StatSources::default(),
+        sources: StatSources::default(),
         xen: None,
         workers: vec![one.handle(), two.handle()],
         started: Instant::now(),
     };
-    let _control =
-        ControlServer::start(Some(&path), None, Arc::new(shared), &AtomicBool::default()).unwrap();
+    let socket = UnixListener::bind(&path).unwrap();
+    let control = ControlSocket { fd: socket.as_fd(), name: "control" };
+    let _control = ControlServer::start(Some(control), None, Arc::new(shared)).unwrap();
     drop(two);
     let mut stream = UnixStream::connect(&path).unwrap();
     stream.write_all(b"GET /v1/stat HTTP/1.0\r\n\r\n").unwrap();
@@ -459,14 +501,17 @@ fn changes_from_many_clients_end_as_one_of_them() {
 }
 
 #[test]
-fn the_socket_is_removed_when_the_server_is_dropped() {
+fn a_client_in_the_middle_of_a_request_does_not_hold_up_the_end() {
     let daemon = start();
-    let path = daemon.path.clone();
-    // A client in the middle of a request does not hold it up.
-    let mut stream = UnixStream::connect(&path).unwrap();
+    let mut stream = UnixStream::connect(&daemon.path).unwrap();
+    stream.set_read_timeout(Some(HANG)).unwrap();
     stream.write_all(b"PUT /v1/parameters/log HTTP/1.1\r\nContent-Length: 10\r\n\r\n{").unwrap();
     drop(daemon);
-    assert!(!path.exists());
+    // Reset if the server has not read all of it.
+    match stream.read(&mut [0]) {
+        Ok(length) => assert_eq!(length, 0),
+        Err(error) => assert_eq!(error.kind(), io::ErrorKind::ConnectionReset),
+    }
 }
 
 proptest! {
@@ -499,9 +544,7 @@ fn running() -> &'static Running {
 
 /// Asks the page; the whole answer.
 fn ask_page(daemon: &Running, method: &str, path: &str, host: &str) -> String {
-    let address =
-        daemon.control.addresses().find_map(|at| at.strip_prefix("tcp:")).unwrap().to_owned();
-    let mut stream = std::net::TcpStream::connect(address).unwrap();
+    let mut stream = std::net::TcpStream::connect(daemon.page).unwrap();
     stream.set_read_timeout(Some(HANG)).unwrap();
     let request = format!("{method} {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).unwrap();

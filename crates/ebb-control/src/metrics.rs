@@ -20,13 +20,13 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
 
 /// The type of the text, for HTTP.
-pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// The figures as OpenMetrics text.
 ///
 /// # Errors
 /// Only if the encoder fails, which with a string to write to it does not.
-pub fn text(stat: Stat) -> Result<String, fmt::Error> {
+pub(crate) fn text(stat: Stat) -> Result<String, fmt::Error> {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(Snapshot(stat)));
     let mut out = String::new();

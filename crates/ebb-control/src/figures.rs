@@ -10,14 +10,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use ebb_api::stat::{
-    BdiStat, CacheStat, FailureStat, LossStat, MemoryStat, OperationStat, OwnerStat, PoolStat,
-    PressureStat, RemoteStat, VolumeStat, XenStat, ZoneStat,
+    BdiStat, CacheStat, LossStat, MemoryStat, OperationStat, OwnerStat, PoolStat, PressureStat,
+    RemoteStat, VolumeStat, XenStat, ZoneStat,
 };
 use ebb_mem::pressure::{Cause, Level, Monitor, Pressure, Subscription};
 use ebb_volume::Volume;
 
 use self::cache::{cache_stat, volume_cache_stat};
-use crate::engine::{VolumePhase, VolumeState};
 
 type Read<T> = Box<dyn Fn() -> T + Send + Sync>;
 
@@ -25,7 +24,7 @@ type Read<T> = Box<dyn Fn() -> T + Send + Sync>;
 #[derive(Default)]
 pub struct StatSources {
     /// Reads the memory.
-    pub read: Option<Read<MemoryStat>>,
+    pub memory: Option<Read<MemoryStat>>,
     /// Reads the pressure.
     pub pressure: Option<Read<PressureStat>>,
     /// Reads the cache.
@@ -39,7 +38,7 @@ pub struct StatSources {
 impl std::fmt::Debug for StatSources {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("StatSources")
-            .field("read", &self.read.is_some())
+            .field("memory", &self.memory.is_some())
             .field("pressure", &self.pressure.is_some())
             .field("cache", &self.cache.is_some())
             .field("inject", &self.inject.is_some())
@@ -57,14 +56,14 @@ impl StatSources {
 
     /// Adds the figures of backing devices.
     #[must_use]
-    pub(crate) fn with_bdis(mut self, bdis: Arc<crate::bdi::Bdis>) -> Self {
-        self.bdis = Some(Box::new(move || bdis.stats()));
+    pub fn with_bdis(mut self, read: impl Fn() -> Vec<BdiStat> + Send + Sync + 'static) -> Self {
+        self.bdis = Some(Box::new(read));
         self
     }
 
     /// The figures of `memory` and of `monitor`, as far as they are given.
     pub fn new(memory: Option<Arc<ebb_mem::Memory>>, monitor: Option<&Monitor>) -> Self {
-        let read = memory
+        let memory = memory
             .map(|memory| -> Read<MemoryStat> { Box::new(move || memory_stat(&memory.stats())) });
         let pressure = monitor.map(|monitor| -> Read<PressureStat> {
             let watch = PressureWatch::new(monitor.pressure());
@@ -85,7 +84,7 @@ impl StatSources {
             let handle = monitor.handle();
             Box::new(move |level| handle.inject(level))
         });
-        Self { read, pressure, cache: None, bdis: None, inject }
+        Self { memory, pressure, cache: None, bdis: None, inject }
     }
 }
 
@@ -180,9 +179,6 @@ fn memory_stat(stats: &ebb_mem::Stats) -> MemoryStat {
     }
 }
 
-/// The state of a volume that is served, and whose changes may be lost.
-const LOST: &str = "lost";
-
 /// The operations a volume counts.
 const OPERATIONS: [ebb_store::Operation; 7] = {
     use ebb_store::Operation::{Discard, Extents, Flush, Prefetch, Read, Write, WriteZeroes};
@@ -209,9 +205,9 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         direct: volume.capabilities().direct,
         closing: volume.is_closing(),
         state: match (volume.is_closing(), &loss) {
-            (true, _) => VolumePhase::Closing.as_str(),
-            (false, Some(_)) => LOST,
-            (false, None) => VolumePhase::Serving.as_str(),
+            (true, _) => VolumeStat::CLOSING,
+            (false, Some(_)) => VolumeStat::LOST,
+            (false, None) => VolumeStat::SERVING,
         }
         .to_owned(),
         failure: None,
@@ -237,28 +233,8 @@ fn remote_stat(state: ebb_store::StoreState) -> RemoteStat {
     }
 }
 
-/// The figures of a volume of the engine that `clients` connections use.
-pub fn engine_stat(state: &VolumeState, clients: u64, now: Instant) -> VolumeStat {
-    let of_volume = state.volume.as_ref().map(|volume| volume_stat(volume, clients));
-    let failure = state.failure.as_ref().map(|failure| FailureStat {
-        reason: failure.reason.clone(),
-        attempts: failure.attempts,
-        since_seconds: now.saturating_duration_since(failure.since).as_secs_f64(),
-        next_seconds: failure.next.saturating_duration_since(now).as_secs_f64(),
-    });
-    let of_volume = of_volume.unwrap_or_default();
-    let lost = state.phase == VolumePhase::Serving && of_volume.loss.is_some();
-    VolumeStat {
-        name: state.name.clone(),
-        closing: state.phase == VolumePhase::Closing,
-        state: if lost { LOST } else { state.phase.as_str() }.to_owned(),
-        failure,
-        ..of_volume
-    }
-}
-
 /// The figures of a disk of a Xen guest.
-pub fn xen_stat(disk: &ebb_export_xen::DeviceStats) -> XenStat {
+pub(crate) fn xen_stat(disk: &ebb_export_xen::DeviceStats) -> XenStat {
     let stats = &disk.stats;
     let requests = [
         ("read", stats.rd_req),
@@ -290,7 +266,7 @@ pub fn xen_stat(disk: &ebb_export_xen::DeviceStats) -> XenStat {
 }
 
 /// Resident memory of this process, bytes; 0 if `/proc/self/statm` cannot be read.
-pub fn resident_bytes() -> u64 {
+pub(crate) fn resident_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
     let pages: u64 = text.split(' ').nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(0);
     pages.saturating_mul(wide(rustix::param::page_size()))
@@ -307,7 +283,7 @@ mod tests {
         let owner = memory.owner("disk").unwrap();
         let worker = memory.worker(|| {});
         let block = worker.alloc(8192, owner).unwrap();
-        let read = StatSources::new(Some(memory), None).read.unwrap();
+        let read = StatSources::new(Some(memory), None).memory.unwrap();
         let stat = read();
         let zone = stat.zones.iter().find(|zone| zone.name == "8K").unwrap();
         assert_eq!((zone.size, zone.used, zone.requests), (8192, 1, 1));

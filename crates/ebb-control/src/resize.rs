@@ -19,10 +19,9 @@ pub(super) async fn resize(State(app): On, name: Named<String>, body: Body) -> A
     let volumes = app.shared.server.volumes();
     let found = volumes.iter().find(|(volume, _)| **volume.name() == *name);
     let Some((volume, _)) = found else {
-        let states = app.shared.engine.iter().flat_map(|engine| engine.states());
-        if let Some(state) = states.into_iter().find(|state| state.name == name) {
-            let why = state.failure.map(|failure| failure.reason);
-            let message = format!("the volume is {}", state.phase.as_str());
+        if let Some(stat) = (app.shared.volumes)().into_iter().find(|stat| stat.name == name) {
+            let why = stat.failure.map(|failure| failure.reason);
+            let message = format!("the volume is {}", stat.state);
             let remedy = why.as_deref().unwrap_or("try again in a moment");
             return Err(Refusal::new(StatusCode::CONFLICT, "not_served", &message, remedy));
         }

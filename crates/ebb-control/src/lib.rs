@@ -1,0 +1,334 @@
+//! The control socket: HTTP with JSON on a unix socket, for `ebbd get`, `set`, `stat`, `pressure`,
+//! `resize` and scripts; and its read-only part over TCP, for browsers and Prometheus (`page`).
+//!
+//! It runs in a thread of its own and reads what the workers share: atomics, and data behind short
+//! locks that no I/O request takes.
+//!
+//! The interface is described in [`ebb_api`]: its routes are in `routes.rs` and `resize.rs`, the page in `page.rs`, its
+//! figures are collected in [`figures`] and written for Prometheus in `metrics.rs`. What only the daemon knows, the
+//! states of its volumes and of its backing devices, it passes as functions ([`ControlContext`]); it also opens the
+//! sockets.
+//!
+//! # Invariants
+//! - Nothing can be changed over TCP.
+//! - Connections, their duration, and the sizes of headers and bodies are bounded.
+//! - No peer can keep other peers from the page by holding its connections.
+//! - The control socket replies, to one request at a time, when the process has no descriptors left.
+
+mod answer;
+pub mod figures;
+mod metrics;
+mod page;
+mod page_connections;
+mod resize;
+mod routes;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::http::{HeaderValue, header};
+use ebb_api::stat::VolumeStat;
+use ebb_config::params::Parameters;
+use ebb_export_nbd::Server;
+use ebb_export_xen::Figures;
+use ebb_io::WorkerHandle;
+use futures_lite::future::or;
+use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, UnixListener, UnixStream};
+use tokio::sync::{Semaphore, oneshot};
+use tokio::time::error::Elapsed;
+
+use self::figures::StatSources;
+use self::page_connections::{PageConnection, PageConnections};
+use self::routes::App;
+
+/// The longest body of a request, bytes.
+const MAX_BODY_BYTES: usize = 16 << 10;
+
+/// Connections at a time of each socket; a further one waits to be accepted, or replaces another one
+/// (`page_connections`).
+const MAX_CONNECTIONS: usize = 32;
+/// The longest head of a request, bytes.
+const MAX_HEAD_BYTES: usize = 16 << 10;
+/// How long a head may take to arrive.
+const HEAD: Duration = Duration::from_secs(10);
+/// How long a connection may last.
+const CONNECTION: Duration = Duration::from_secs(60);
+/// The pause after accepting failed because the process has no descriptors left.
+const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
+
+/// The parts of the daemon that the control socket shows and changes.
+pub struct ControlContext {
+    /// The NBD server with its volumes.
+    pub server: Server,
+    /// The figures of all volumes, served or not.
+    pub volumes: Box<dyn Fn() -> Vec<VolumeStat> + Send + Sync>,
+    /// The run-time parameters.
+    pub parameters: Parameters,
+    /// The sources of statistics about memory, cache, backing devices and pressure.
+    pub sources: StatSources,
+    /// The source of statistics about Xen guests' disks; absent if none are served.
+    pub xen: Option<Figures>,
+    /// The workers in order.
+    pub workers: Vec<WorkerHandle>,
+    /// When the daemon started.
+    pub started: Instant,
+}
+
+/// The control socket cannot be started: the system is out of descriptors or tasks.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot start the thread of the control socket: raise the limits of open files and tasks")]
+pub struct ControlError(#[source] io::Error);
+
+/// A socket that listens already. Its descriptor is duplicated.
+#[derive(Clone, Copy, Debug)]
+pub struct ControlSocket<'a> {
+    /// The socket.
+    pub fd: BorrowedFd<'a>,
+    /// Its name in the log.
+    pub name: &'a str,
+}
+
+/// The socket of the page, and its host names.
+#[derive(Clone, Copy, Debug)]
+pub struct PageSocket<'a> {
+    /// The socket.
+    pub socket: ControlSocket<'a>,
+    /// Its address in the configuration, `HOST:PORT`.
+    pub address: &'a str,
+    /// Additional host names, besides that of the address and those of this machine.
+    pub names: &'a [String],
+}
+
+/// A running control socket, a page, or both. Dropping it ends them.
+#[derive(Debug)]
+pub struct ControlServer {
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ControlServer {
+    /// Serves the control socket and the page, in one thread.
+    ///
+    /// # Errors
+    /// [`ControlError`].
+    pub fn start(
+        control: Option<ControlSocket<'_>>,
+        page: Option<PageSocket<'_>>,
+        shared: Arc<ControlContext>,
+    ) -> Result<Self, ControlError> {
+        let names = page.map(|page| page::names(page.address, page.names)).unwrap_or_default();
+        let web = page.map(|page| page.socket);
+        let control_fd = control.map(duplicate).transpose()?;
+        // Before clients can use up all descriptors.
+        let spare = control_fd.as_ref().and_then(|_| spare_descriptor());
+        let web_fd = web.map(duplicate).transpose()?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            .build()
+            .map_err(ControlError)?;
+        let (stop, stopped) = oneshot::channel();
+        let serve = move || {
+            let app = Arc::new(App::new(shared));
+            runtime.block_on(async {
+                let report = |result: io::Result<()>| {
+                    if let Err(error) = result {
+                        tracing::error!(%error, "the control socket or the page has failed");
+                    }
+                };
+                let mut tasks = Vec::new();
+                if let Some(fd) = control_fd {
+                    let router = routes::router(app.clone());
+                    tasks.push(tokio::spawn(async move {
+                        report(serve_unix(fd, router, spare).await);
+                    }));
+                }
+                if let Some(fd) = web_fd {
+                    tasks
+                        .push(tokio::spawn(async move { report(serve_tcp(fd, app, names).await) }));
+                }
+                // Dropping the sender stops it, too.
+                let _ = stopped.await;
+                tasks.iter().for_each(tokio::task::JoinHandle::abort);
+            });
+        };
+        let thread = std::thread::Builder::new()
+            .name("ebbd-control".to_owned())
+            .stack_size(512 << 10)
+            .spawn(serve)
+            .map_err(ControlError)?;
+        for socket in control.into_iter().chain(web) {
+            tracing::info!(address = socket.name, "control");
+        }
+        Ok(Self { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+fn duplicate(socket: ControlSocket<'_>) -> Result<OwnedFd, ControlError> {
+    socket.fd.try_clone_to_owned().map_err(ControlError)
+}
+
+impl Drop for ControlServer {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread has been reported already.
+            let _ = thread.join();
+        }
+    }
+}
+
+async fn serve_unix(fd: OwnedFd, router: Router, mut spare: Option<OwnedFd>) -> io::Result<()> {
+    let socket = std::os::unix::net::UnixListener::from(fd);
+    socket.set_nonblocking(true)?;
+    // Must be called within the runtime.
+    let socket = UnixListener::from_std(socket)?;
+    let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    while let Ok(permit) = room.clone().acquire_owned().await {
+        match socket.accept().await {
+            Ok((stream, _)) => {
+                let router = router.clone();
+                tokio::spawn(async move {
+                    serve_connection(stream, router, None).await;
+                    drop(permit);
+                });
+            }
+            // `accept` returns this error also if no connection waits.
+            Err(error)
+                if spare.is_some() && is_out_of_descriptors(&error) && has_pending(&socket) =>
+            {
+                drop(spare.take());
+                // Another thread may get the freed descriptor: then this fails again.
+                let accepted = tokio::time::timeout(OUT_OF_DESCRIPTORS, socket.accept()).await;
+                if let Ok(Ok((mut stream, _))) = accepted {
+                    serve_one_request(&mut stream, router.clone()).await;
+                    spare = kept(stream);
+                }
+            }
+            Err(error) => wait_after(&error).await,
+        }
+        spare = spare.or_else(spare_descriptor);
+    }
+    Ok(())
+}
+
+/// A reserved descriptor, to accept a connection when the process has no other left: statistics are needed most then.
+fn spare_descriptor() -> Option<OwnedFd> {
+    Some(std::fs::File::open("/dev/null").ok()?.into())
+}
+
+fn is_out_of_descriptors(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
+}
+
+/// Whether a connection waits to be accepted.
+fn has_pending(socket: &UnixListener) -> bool {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let mut polled = [PollFd::new(socket, PollFlags::IN)];
+    poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+}
+
+/// Ends a connection and keeps its descriptor: after a close another thread could get it.
+fn kept(stream: UnixStream) -> Option<OwnedFd> {
+    let stream = stream.into_std().ok()?;
+    // This fails if the client has closed the connection.
+    let _ = stream.shutdown(std::net::Shutdown::Both);
+    Some(stream.into())
+}
+
+async fn serve_tcp(fd: OwnedFd, app: Arc<App>, names: Vec<String>) -> io::Result<()> {
+    let socket = std::net::TcpListener::from(fd);
+    socket.set_nonblocking(true)?;
+    let router = page::router(app, names);
+    let socket = TcpListener::from_std(socket)?;
+    let connections = PageConnections::new(MAX_CONNECTIONS);
+    loop {
+        match socket.accept().await {
+            Ok((stream, peer)) => {
+                let Some(connection) =
+                    connections.enter(page_connections::address(peer.ip())).await
+                else {
+                    return Ok(());
+                };
+                tokio::spawn(serve_connection(stream, router.clone(), Some(Arc::new(connection))));
+            }
+            Err(error) => wait_after(&error).await,
+        }
+    }
+}
+
+async fn wait_after(error: &io::Error) {
+    tracing::debug!(%error, "cannot accept a control connection");
+    tokio::time::sleep(OUT_OF_DESCRIPTORS).await;
+}
+
+fn http() -> http1::Builder {
+    let mut builder = http1::Builder::new();
+    builder.timer(TokioTimer::new()).header_read_timeout(HEAD).max_buf_size(MAX_HEAD_BYTES);
+    // A client may shut down its sending side and wait for the reply.
+    builder.half_close(true);
+    builder
+}
+
+/// Serves one request.
+async fn serve_one_request(stream: impl AsyncRead + AsyncWrite + Unpin, router: Router) {
+    let service = TowerToHyperService::new(router);
+    let serve = http().keep_alive(false).serve_connection(TokioIo::new(stream), service);
+    log_end(tokio::time::timeout(CONNECTION, serve).await);
+}
+
+/// Serves requests until the client has no more, the time of the connection is over, or a newer one replaces it.
+async fn serve_connection(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    router: Router,
+    connection: Option<Arc<PageConnection>>,
+) {
+    let answers = TowerToHyperService::new(router);
+    let counted = connection.clone();
+    let service = service_fn(move |request| {
+        let (connection, answer) = (counted.clone(), answers.call(request));
+        async move {
+            let Some(connection) = connection else { return answer.await };
+            connection.set_busy(true);
+            let mut answer = answer.await;
+            connection.set_busy(false);
+            if let (true, Ok(answer)) = (connection.is_full(), &mut answer) {
+                answer.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+            }
+            answer
+        }
+    });
+    let serve = http().serve_connection(TokioIo::new(stream), service);
+    let serve = tokio::time::timeout(CONNECTION, serve);
+    let wanted = async {
+        match &connection {
+            Some(connection) => connection.close().wait().await,
+            None => std::future::pending().await,
+        }
+    };
+    let replaced = async {
+        wanted.await;
+        tracing::debug!("closed a connection of the page for a newer one");
+    };
+    or(async { log_end(serve.await) }, replaced).await;
+}
+
+fn log_end(outcome: Result<hyper::Result<()>, Elapsed>) {
+    match outcome {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::debug!(%error, "a control connection broke"),
+        Err(_) => tracing::debug!("closed a control connection that lasted too long"),
+    }
+}
