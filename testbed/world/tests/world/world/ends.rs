@@ -82,11 +82,11 @@ impl World {
         let drain = self.daemon().settings.drain;
         self.note(format_args!("stop within {drain:?}"));
         let engine = self.daemon().engine.clone();
-        // Writes to parts of one block follow each other, each a read and a write: a slow server may take longer. So
-        // may a disk with more submitted than there is memory for.
+        // Requests in flight may take as long as the bound, so a stop that is shorter may list their volumes. Writes
+        // to parts of one block follow each other, each a read and a write: a slow server may take longer.
         let slow = |at: usize, site: &Site| {
-            let crowded = self.theme.patience(at) > 1;
-            drain < BOUND && (crowded || site.remote().is_some_and(Remote::is_slow))
+            let slow = site.remote().is_some_and(Remote::is_slow);
+            drain < BOUND && (slow || self.has_requests(at))
         };
         let well_since = |(at, site): (usize, &Site)| site.well_since().filter(|_| !slow(at, site));
         let begun: Vec<_> = self.sites.iter().enumerate().map(well_since).collect();

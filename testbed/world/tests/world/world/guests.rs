@@ -62,6 +62,14 @@ pub(super) fn host() -> Xen {
 }
 
 impl World {
+    /// Whether clients or guests of a site have requests in flight.
+    pub(super) fn has_requests(&self, site: usize) -> bool {
+        let clients = self.seats.iter().filter(|seat| seat.site == site);
+        let guests = self.berths.iter().filter(|berth| berth.site == site);
+        clients.filter_map(|seat| seat.client.as_ref()).any(|client| client.open() > 0)
+            || guests.filter_map(|berth| berth.guest.as_ref()).any(|guest| guest.open() > 0)
+    }
+
     /// The responses until now.
     pub(super) fn receive_guests(&mut self) -> Result<(), String> {
         for at in 0..self.berths.len() {
