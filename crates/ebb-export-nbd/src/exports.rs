@@ -33,11 +33,11 @@ pub(crate) struct Export {
     pub(crate) connections: Gate,
     /// Its clients, which count towards `max_clients`.
     clients: ClientCount,
-    /// ServerLimits of the page pools of its connections.
+    /// Limits of the page pools of its connections.
     pub(crate) pool: Arc<PoolParameters>,
     /// The account of its memory, from the first connection on.
     owner: OnceLock<Option<OwnerId>>,
-    /// ServerLimits the log log_limit about connections: a client that connects again and again must not fill the log.
+    /// Limits the log lines about connections: a client that connects again and again must not fill the log.
     pub(crate) log_limit: LogLimit,
 }
 

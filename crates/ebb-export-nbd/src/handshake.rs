@@ -52,11 +52,11 @@ pub enum TlsMode {
 pub struct HandshakePolicy {
     /// Whether TLS is offered.
     pub tls: TlsMode,
-    /// HandshakeLimits on one handshake.
+    /// Limits on one handshake.
     pub limits: HandshakeLimits,
 }
 
-/// HandshakeLimits on one handshake.
+/// Limits on one handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HandshakeLimits {
     /// Longest option payload that is read, in bytes; a longer one is skipped and refused.

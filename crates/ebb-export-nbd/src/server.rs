@@ -34,7 +34,7 @@ const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
 /// While the process has no free descriptor, each listener fails ten times a second.
 static EXHAUSTED: LogLimit = LogLimit::new(1, Duration::from_secs(10));
 
-/// ServerLimits on clients.
+/// Limits on clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServerLimits {
     /// Connections at a time in the transmission phase; handshakes have their own limit. Where several volumes are
@@ -65,10 +65,10 @@ struct ServerState {
     clients: ClientCount,
     numbers: AtomicU64,
     stop: Arc<Stop>,
-    /// PendingHandshake by every accepted connection, handshakes included.
+    /// Entered by every accepted connection, handshakes included.
     inside: Gate,
     pending: PendingHandshakes,
-    /// ServerLimits the log lines about refused connections.
+    /// Limits the log lines about refused connections.
     refusal_log: RefusalLog,
     /// The sockets of all accepted connections, by connection number.
     sockets: Mutex<BTreeMap<u64, Weak<OwnedFd>>>,

@@ -34,7 +34,7 @@ pub(super) struct ArenaChunks {
     closes: bool,
 }
 
-/// ArenaChunks that are being opened.
+/// Chunks that are being opened.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Opening {
     first: usize,

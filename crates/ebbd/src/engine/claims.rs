@@ -41,7 +41,7 @@ pub struct FileClaim {
 }
 
 impl FileClaims {
-    /// FileClaims the file of a volume; `None` if its store is not a file. Calls `stat`, and so may block.
+    /// Claims the file of a volume; `None` if its store is not a file. Calls `stat`, and so may block.
     ///
     /// # Errors
     /// [`StoreError::SameFile`] if another volume has it, unless both are read-only.

@@ -40,7 +40,7 @@ pub type Comparing = Pin<Box<dyn Future<Output = Result<bool, StoreError>> + Sen
 
 /// Opens stores for an engine.
 pub trait Opener: Send + Sync {
-    /// FileClaims the file of a volume, checks that it is the expected one, and opens the store. The future may be dropped:
+    /// Claims the file of a volume, checks that it is the expected one, and opens the store. The future may be dropped:
     /// a store that is opened afterwards is closed.
     fn open(
         &self,

@@ -93,7 +93,7 @@ struct SlotInner {
 pub(super) struct VolumeSlot {
     name: String,
     inner: Mutex<SlotInner>,
-    /// ClaimTable during a change: one change of a volume at a time.
+    /// Held during a change: one change of a volume at a time.
     pub(super) changing: async_lock::Mutex<()>,
 }
 
