@@ -122,6 +122,15 @@ struct RequestTask {
     retire: Cell<bool>,
 }
 
+impl RequestTask {
+    /// Executes a job on the task, which is idle.
+    #[inline]
+    fn start(&self, job: NbdJob) {
+        *self.job.borrow_mut() = Some(job);
+        self.signal.set();
+    }
+}
+
 impl Connection {
     pub(crate) fn new(
         io: Io,
@@ -338,14 +347,23 @@ impl Connection {
                 let held =
                     RequestMemory { share: Some(self.share(bytes).await?), budget: Some(budget) };
                 let payload = Some(self.payload(receiver, length).await?);
-                self.start(NbdJob { to, operation, payload, held, split: None, short: false }).await
+                let job = || NbdJob { to, operation, payload, held, split: None, short: false };
+                match self.try_idle_task() {
+                    Some(task) => task.start(job()),
+                    None => Box::pin(self.start_later(job())).await?,
+                }
             }
             operation => {
                 let (share, short) = self.share_or_short(bytes).await?;
                 let held = RequestMemory { share: Some(share), budget: Some(budget) };
-                self.start(NbdJob { to, operation, payload: None, held, split: None, short }).await
+                let job = || NbdJob { to, operation, payload: None, held, split: None, short };
+                match self.try_idle_task() {
+                    Some(task) => task.start(job()),
+                    None => Box::pin(self.start_later(job())).await?,
+                }
             }
         }
+        Ok(())
     }
 
     /// Memory the store needs beside the request's buffer, for blocks that the request covers in part.
@@ -407,7 +425,11 @@ impl Connection {
                 fua,
             };
             let split = Some(split.clone());
-            self.start(NbdJob { to, operation, payload, held, split, short: false }).await?;
+            let job = NbdJob { to, operation, payload, held, split, short: false };
+            match self.try_idle_task() {
+                Some(task) => task.start(job),
+                None => Box::pin(self.start_later(job)).await?,
+            }
             offset += length as u64;
         }
         Ok(())
@@ -474,49 +496,54 @@ impl Connection {
         Ok(())
     }
 
-    /// Gives a job to an idle request task or to a new one, or waits until one is idle.
-    async fn start(self: &Rc<Self>, job: NbdJob) -> Result<(), ConnectionEnd> {
-        let tasks = &self.tasks;
-        let mut job = Some(job);
+    /// Starts a job as soon as a request task is idle. Boxed by its callers: waiting is rare, and would make the task
+    /// of every connection larger.
+    async fn start_later(self: &Rc<Self>, job: NbdJob) -> Result<(), ConnectionEnd> {
         loop {
-            let idle = tasks.idle.borrow_mut().pop();
-            if let Some(task) = idle {
-                tasks.busy.set(tasks.busy.get() + 1);
-                *task.job.borrow_mut() = job.take();
-                task.signal.set();
+            self.unless_halted(pin!(self.tasks.freed.wait())).await?;
+            if let Some(task) = self.try_idle_task() {
+                task.start(job);
                 return Ok(());
             }
-            if tasks.count.get() < IN_FLIGHT_MAX {
-                tasks.count.set(tasks.count.get() + 1);
-                tasks.busy.set(tasks.busy.get() + 1);
-                let task = Rc::new(RequestTask {
-                    job: RefCell::new(job.take()),
-                    ..RequestTask::default()
-                });
-                task.signal.set();
-                self.io.spawn(self.clone().run_task(task)).detach();
-                return Ok(());
-            }
-            self.unless_halted(pin!(tasks.freed.wait())).await?;
         }
+    }
+
+    /// An idle request task or a new one, which counts as busy from now on. The caller starts a job on it, which it
+    /// constructs in place: a job is large enough for each move of it to be a call.
+    #[inline]
+    fn try_idle_task(self: &Rc<Self>) -> Option<Rc<RequestTask>> {
+        let tasks = &self.tasks;
+        let idle = tasks.idle.borrow_mut().pop();
+        let task = match idle {
+            Some(task) => task,
+            None if tasks.count.get() < IN_FLIGHT_MAX => {
+                tasks.count.set(tasks.count.get() + 1);
+                let task = Rc::<RequestTask>::default();
+                self.io.spawn(self.clone().run_task(task.clone())).detach();
+                task
+            }
+            None => return None,
+        };
+        tasks.busy.set(tasks.busy.get() + 1);
+        Some(task)
     }
 
     async fn run_task(self: Rc<Self>, task: Rc<RequestTask>) {
         loop {
             task.signal.wait().await;
-            let Some(job) = task.job.take() else {
-                if task.retire.get() {
+            let block_status = match &*task.job.borrow() {
+                Some(job) => matches!(job.operation, NbdRequest::BlockStatus { .. }),
+                None if !task.retire.get() => continue,
+                None => {
                     self.tasks.count.set(self.tasks.count.get() - 1);
                     self.tasks.freed.set();
                     return;
                 }
-                continue;
             };
             // BLOCK_STATUS changes nothing and can be cancelled when the client disconnects, which matters where it is
             // many requests to another server. With a writeback cache it writes dirty data first, so it runs to
             // completion.
-            let read_only = matches!(job.operation, NbdRequest::BlockStatus { .. })
-                && self.volume.cache_mode() != Mode::Writeback;
+            let read_only = block_status && self.volume.cache_mode() != Mode::Writeback;
             let context = RequestContext {
                 io: &self.io,
                 volume: &self.volume,
@@ -526,7 +553,7 @@ impl Connection {
                 sender: &self.sender,
                 disconnected: &|| self.is_disconnected(),
             };
-            let mut executing = pin!(execute(context, job));
+            let mut executing = pin!(execute(context, &task.job));
             let outcome = if read_only {
                 let disconnected = async {
                     self.disconnected.wait().await;

@@ -144,6 +144,7 @@ pub fn payload_max(session: &Session) -> u32 {
 ///
 /// # Errors
 /// The connection must be closed: the start of the next request is unknown.
+#[inline]
 pub fn decode_request(session: &Session, bytes: &[u8]) -> Result<Decoded, Fatal> {
     let extended = session.style == ReplyStyle::Extended;
     let expected = if extended { magic::EXTENDED_REQUEST } else { magic::REQUEST };

@@ -117,6 +117,7 @@ impl ReplyTo {
 
     /// The header of a chunk in the negotiated style. `length` is far below 4 GiB in all
     /// chunks that are sent.
+    #[inline]
     fn chunk(self, kind: u16, last: bool, length: u64) -> ReplyHeader {
         let flags = if last { chunk::FLAG_DONE } else { 0 };
         if self.style == ReplyStyle::Extended {

@@ -155,11 +155,16 @@ pub(crate) enum ReplyBody {
     Status { context: u32, count: u32, descriptors: Buf },
 }
 
-/// Executes a job and passes its reply to the sender. An error is returned for the log; the
-/// client receives its NBD error number.
-pub(crate) async fn execute(context: RequestContext<'_>, job: NbdJob) -> Result<(), BlockError> {
+/// Executes the job in `slot`, if there is one, and passes its reply to the sender. An error is returned for the
+/// log; the client receives its NBD error number. The job is taken here, so that it is moved once.
+pub(crate) async fn execute(
+    context: RequestContext<'_>,
+    slot: &RefCell<Option<NbdJob>>,
+) -> Result<(), BlockError> {
     let RequestContext { io, volume, session, buffers, sender, .. } = context;
-    let NbdJob { to, operation, payload, mut held, split, short } = job;
+    let Some(NbdJob { to, operation, payload, mut held, split, short }) = slot.take() else {
+        return Ok(());
+    };
     let result = match operation {
         NbdRequest::Read { offset, length, unfragmented } => {
             let whole = unfragmented || to.chunks().is_none();

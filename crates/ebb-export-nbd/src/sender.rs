@@ -103,6 +103,7 @@ impl Sender {
     }
 
     /// The next reply to send, if one is ready.
+    #[inline]
     fn next(&self) -> Option<Reply> {
         if self.stream.on.get() {
             return self.stream.piece.borrow_mut().take();
@@ -123,6 +124,7 @@ impl Sender {
     }
 
     /// Queues a reply. The queue is bounded by the connection's memory budget, of which each reply holds a part.
+    #[inline]
     pub(crate) fn push(&self, reply: Reply) {
         self.unsent.set(self.unsent.get() + data_bytes(&reply));
         self.queue.borrow_mut().push_back(reply);
@@ -226,6 +228,7 @@ impl Sender {
     }
 }
 
+#[inline]
 fn data_bytes(reply: &Reply) -> usize {
     match &reply.body {
         ReplyBody::Data { data, .. }
@@ -236,6 +239,7 @@ fn data_bytes(reply: &Reply) -> usize {
 }
 
 /// Appends a reply; returns the memory to release when it has been sent.
+#[inline]
 fn encode(reply: Reply, message: &mut Gather) -> Option<RequestMemory> {
     let Reply { to, body, held } = reply;
     match body {

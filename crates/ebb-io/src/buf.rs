@@ -153,6 +153,7 @@ impl BufPool {
 
     /// Bytes of memory that a buffer of `len` bytes uses: its size class. To account for memory
     /// before it is allocated.
+    #[inline]
     pub fn footprint(len: usize) -> usize {
         let pages = len.clamp(1, MAX_BUF).next_multiple_of(ebb_mem::PAGE_BYTES);
         if pages > 1 << 20 { pages } else { pages.next_power_of_two() }
@@ -213,6 +214,7 @@ impl Buf {
 
 impl Deref for Buf {
     type Target = [u8];
+    #[inline]
     fn deref(&self) -> &[u8] {
         // The kernel does not access them: an operation owns its Buf while it runs.
         &self.block[..self.len]
@@ -220,6 +222,7 @@ impl Deref for Buf {
 }
 
 impl DerefMut for Buf {
+    #[inline]
     fn deref_mut(&mut self) -> &mut [u8] {
         &mut self.block[..self.len]
     }

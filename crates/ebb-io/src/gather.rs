@@ -57,6 +57,7 @@ impl Default for Gather {
 
 impl Gather {
     /// Whether `parts` more pieces with `inline` bytes of small ones fit.
+    #[inline]
     pub fn has_room(&self, parts: usize, inline: usize) -> bool {
         self.parts.len() + parts <= MAX_PARTS && self.inline.len() + inline <= MAX_INLINE
     }
@@ -72,6 +73,7 @@ impl Gather {
     }
 
     /// Appends a copy of `bytes`.
+    #[inline]
     pub fn push_bytes(&mut self, bytes: &[u8]) {
         let start = self.inline.len();
         self.inline.extend_from_slice(bytes);
@@ -84,6 +86,7 @@ impl Gather {
     }
 
     /// Takes ownership of a buffer, of which [`Gather::push_range`] appends pieces; returns its index.
+    #[inline]
     pub fn hold(&mut self, buf: Buf) -> usize {
         self.bufs.push(buf);
         self.bufs.len() - 1
@@ -93,6 +96,7 @@ impl Gather {
     ///
     /// # Panics
     /// If the range is not within the buffer.
+    #[inline]
     pub fn push_range(&mut self, index: usize, range: Range<usize>) {
         assert!(range.start <= range.end && range.end <= self.bufs[index].len());
         self.total += range.len();
@@ -132,6 +136,7 @@ impl Gather {
     }
 
     /// Clears the message and frees the buffers.
+    #[inline]
     pub fn clear(&mut self) {
         self.parts.clear();
         self.inline.clear();

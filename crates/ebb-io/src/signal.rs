@@ -17,6 +17,7 @@ pub struct Signal {
 
 impl Signal {
     /// Sets the flag and wakes the waiter.
+    #[inline]
     pub fn set(&self) {
         self.set.set(true);
         if let Some(waker) = self.waker.borrow_mut().take() {
@@ -75,6 +76,7 @@ impl Budget {
     }
 
     /// Acquires `amount` units (capped at the total) if they are free and no task waits.
+    #[inline]
     pub fn try_take(self: &Rc<Self>, amount: usize) -> Option<BudgetGuard> {
         if !self.waiters.borrow().is_empty() {
             return None;
@@ -82,6 +84,7 @@ impl Budget {
         self.take_now(amount)
     }
 
+    #[inline]
     fn take_now(self: &Rc<Self>, amount: usize) -> Option<BudgetGuard> {
         let amount = amount.min(self.total);
         let free = self.free.get().checked_sub(amount)?;
@@ -146,6 +149,7 @@ impl BudgetGuard {
 }
 
 impl Drop for BudgetGuard {
+    #[inline]
     fn drop(&mut self) {
         self.budget.free.set(self.budget.free.get() + self.amount);
         self.budget.wake_first();

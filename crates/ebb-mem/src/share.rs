@@ -34,10 +34,11 @@ const RESERVE_MAX: usize = (64 << 20) + (64 << 10);
 const RESERVE_MIN: usize = 8 << 10;
 /// A group may hold this many times as much of the common part as it leaves free.
 const FREE_MULTIPLE: usize = 4;
-/// How much a [`QueueShare`] keeps at most. Where reserves are below `KEEP_FROM_RESERVE` it keeps nothing,
-/// so that an idle queue never holds memory that a request of another queue waits for.
-const KEEP_MAX: usize = 256 << 10;
-const KEEP_FROM_RESERVE: usize = 16 << 20;
+/// How much a [`QueueShare`] keeps at most: enough for 64 requests of 4 KiB. Where reserves are below
+/// `KEEP_FROM_RESERVE` it keeps nothing, so that an idle queue never holds memory that a request of another queue
+/// waits for.
+const KEEP_MAX: usize = 512 << 10;
+const KEEP_FROM_RESERVE: usize = 32 << 20;
 
 /// The part of the ceiling that is divided among the requests of volumes. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -333,6 +334,7 @@ impl QueueShare {
         self.held(self.share.wait(bytes).await)
     }
 
+    #[inline]
     fn held(self: &Rc<Self>, grant: Grant) -> Charge {
         Charge { queue_share: self.clone(), grant }
     }
@@ -375,6 +377,7 @@ impl Charge {
 }
 
 impl Drop for Charge {
+    #[inline]
     fn drop(&mut self) {
         self.queue_share.put(self.grant);
     }

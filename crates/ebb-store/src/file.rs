@@ -184,6 +184,7 @@ impl FileStore {
     }
 
     /// See [`bounce_bytes`](crate::Store::bounce_bytes).
+    #[inline]
     pub(crate) fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
         unaligned::bounce_bytes(self.alignment, offset, length)
     }

@@ -66,12 +66,14 @@ impl FailedKind {
 pub(crate) struct InFlightRequest<'a>(&'a AtomicU64);
 
 impl Drop for InFlightRequest<'_> {
+    #[inline]
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 impl StoreHealth {
+    #[inline]
     pub(crate) fn begin(&self) -> InFlightRequest<'_> {
         let cell = &self.generations[self.younger.load(Ordering::Relaxed) & 1];
         cell.fetch_add(1, Ordering::Relaxed);

@@ -157,6 +157,7 @@ impl Store {
     /// Bytes of the bounce buffer of a READ or WRITE, for parts of blocks at its ends: at most two
     /// blocks, and 0 for a request of whole blocks. Callers charge it, see
     /// [`ebb_io::BufPool::footprint`].
+    #[inline]
     pub fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
         match self {
             Store::File(s) => s.bounce_bytes(offset, length),
@@ -211,6 +212,7 @@ impl Store {
         }
     }
 
+    #[inline]
     pub(crate) fn begin(&self) -> TrackedRequest<'_> {
         let health = self.health();
         TrackedRequest { health, _begun: health.map(StoreHealth::begin) }

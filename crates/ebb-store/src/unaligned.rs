@@ -28,11 +28,17 @@ pub(crate) trait Blocks {
     ) -> impl Future<Output = BufResult>;
 }
 
+#[inline]
 pub(crate) fn is_aligned(block: u64, offset: u64, length: usize) -> bool {
+    if block.is_power_of_two() {
+        // The usual case, without a division.
+        return (offset | length as u64) & (block - 1) == 0;
+    }
     offset.is_multiple_of(block) && (length as u64).is_multiple_of(block)
 }
 
 /// Bytes of the bounce buffer of a request; 0 if it needs none.
+#[inline]
 pub(crate) fn bounce_bytes(block: u64, offset: u64, length: usize) -> usize {
     if length == 0 || is_aligned(block, offset, length) {
         return 0;

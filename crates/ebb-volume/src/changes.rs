@@ -26,6 +26,7 @@ pub(crate) struct Changes {
 
 impl Changes {
     /// Counts a change that has completed. False if it must not be acknowledged.
+    #[inline]
     pub(crate) fn complete(&self) -> bool {
         self.completed.fetch_add(1, Ordering::SeqCst) & SEALED == 0
     }

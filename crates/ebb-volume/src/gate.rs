@@ -59,6 +59,7 @@ fn inside(state: u64) -> u64 {
 
 impl Gate {
     /// Enters, unless the gate is shut.
+    #[inline]
     pub fn enter(&self) -> Option<Pass<'_>> {
         // Counted before the bit is checked: a task that shuts the gate meanwhile waits for this. If
         // `synchronize` switches the counts between the two lines, this request is in the count of the earlier
@@ -135,6 +136,7 @@ impl Gate {
         waiting.into_iter().for_each(Waker::wake);
     }
 
+    #[inline]
     fn leave(&self, unit: u64) {
         let after = self.state.fetch_sub(unit, Ordering::SeqCst) - unit;
         if after & WAITED != 0 && same_count(after, unit) == 0 {
@@ -154,6 +156,7 @@ impl Gate {
 }
 
 impl Drop for Pass<'_> {
+    #[inline]
     fn drop(&mut self) {
         self.gate.leave(self.unit);
     }

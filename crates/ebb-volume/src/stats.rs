@@ -43,6 +43,7 @@ fn index(operation: Operation) -> usize {
 }
 
 impl VolumeStats {
+    #[inline]
     pub(crate) fn count(&self, operation: Operation, length: u64, ok: bool) {
         let counters = &self.counters[index(operation)];
         counters.requests.fetch_add(1, Ordering::Relaxed);

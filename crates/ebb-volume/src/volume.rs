@@ -136,11 +136,13 @@ impl Volume {
     }
 
     /// What its store can do.
+    #[inline]
     pub fn capabilities(&self) -> Capabilities {
         self.store.capabilities()
     }
 
     /// Bytes of memory that a read or write needs beside its own buffer, see [`Store::bounce_bytes`]; usually 0.
+    #[inline]
     pub fn bounce_footprint(&self, offset: u64, length: usize) -> usize {
         match self.store.bounce_bytes(offset, length) {
             0 => 0,
@@ -411,23 +413,35 @@ impl Volume {
     }
 
     /// Checks a request; returns the pass that keeps the volume open for it.
+    #[inline]
     fn admit(
         &self,
         operation: Operation,
         offset: u64,
         length: u64,
     ) -> Result<Pass<'_>, BlockError> {
-        let pass = self.gate.enter().ok_or_else(|| {
-            self.with_volume_name(BlockError::new(ErrorKind::Closing, operation, offset, length))
-        })?;
+        let Some(pass) = self.gate.enter() else {
+            return Err(self.refusal(ErrorKind::Closing, operation, offset, length));
+        };
         // Inside the gate: shrinking waits for requests that were checked against the size before.
         self.validate(operation, offset, length)?;
         Ok(pass)
     }
 
+    #[cold]
+    fn refusal(
+        &self,
+        kind: ErrorKind,
+        operation: Operation,
+        offset: u64,
+        length: u64,
+    ) -> BlockError {
+        self.with_volume_name(BlockError::new(kind, operation, offset, length))
+    }
+
+    #[inline]
     fn validate(&self, operation: Operation, offset: u64, length: u64) -> Result<(), BlockError> {
-        let refuse =
-            |kind| Err(self.with_volume_name(BlockError::new(kind, operation, offset, length)));
+        let refuse = |kind| Err(self.refusal(kind, operation, offset, length));
         if changes_data(operation) && self.options.read_only {
             return refuse(ErrorKind::ReadOnly);
         }
@@ -449,6 +463,7 @@ impl Volume {
         Some(DirectAccess { volume: self, _pass: self.gate.enter()? })
     }
 
+    #[inline]
     fn account<T>(
         &self,
         operation: Operation,
@@ -458,17 +473,18 @@ impl Volume {
     ) -> Result<T, BlockError> {
         self.stats.count(operation, length, result.is_ok());
         if changes_data(operation) && !self.changes.complete() {
-            let kind = ErrorKind::Closing;
-            return Err(self.with_volume_name(BlockError::new(kind, operation, offset, length)));
+            return Err(self.refusal(ErrorKind::Closing, operation, offset, length));
         }
         result.map_err(|e| self.with_volume_name(e))
     }
 
+    #[cold]
     fn with_volume_name(&self, error: BlockError) -> BlockError {
         BlockError { volume: Some(self.name.clone()), ..error }
     }
 }
 
+#[inline]
 fn changes_data(operation: Operation) -> bool {
     matches!(operation, Operation::Write | Operation::Discard | Operation::WriteZeroes)
 }
