@@ -2,7 +2,7 @@
 //!
 //! The check for unknown keys, the remedies, the manual page `ebbd.toml(5)` and the option list
 //! of `ebbd-serve(1)` are made from this table. Tests compare it with the fields that serde accepts
-//! (`file.rs`), with the defaults of [`super::Config`] and with the options of the command
+//! ([`super::file`]), with the defaults of [`super::Config`] and with the options of the command
 //! line, so that they cannot diverge.
 
 /// One key of the configuration file.

@@ -6,7 +6,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use ebb_api::{ResizeBody, ResizeView};
 use ebb_config::params::unknown_volume;
-use ebb_volume::{RESIZE_LIMIT, Resize, ResizeError, Resized};
+use ebb_volume::{RESIZE_LIMIT, Resize, ResizeError, Resized, ServedVolume};
 use tokio::sync::oneshot;
 
 use super::answer::{Answer, Refusal, json};
@@ -16,19 +16,16 @@ pub(super) async fn resize(State(app): On, name: Named<String>, body: Body) -> A
     let name = path(name)?;
     let body: ResizeBody =
         parse(body, "send {\"size\": BYTES}, or {} to adopt the size of its file")?;
-    let volumes = app.shared.server.volumes();
-    let found = volumes.iter().find(|(volume, _)| **volume.name() == *name);
-    let Some((volume, _)) = found else {
+    let Some(ServedVolume { volume, .. }) = app.shared.server.volumes().get(&name) else {
         if let Some(stat) = (app.shared.volumes)().into_iter().find(|stat| stat.name == name) {
             let why = stat.failure.map(|failure| failure.reason);
             let message = format!("the volume is {}", stat.state);
             let remedy = why.as_deref().unwrap_or("try again in a moment");
             return Err(Refusal::new(StatusCode::CONFLICT, "not_served", &message, remedy));
         }
-        let names: Vec<&str> = volumes.iter().map(|(volume, _)| &**volume.name()).collect();
-        return Err(unknown_volume(&name, names.into_iter()).into());
+        let volumes = app.shared.server.volumes().list();
+        return Err(unknown_volume(&name, volumes.iter().map(|volume| &**volume.name())).into());
     };
-    let volume = volume.clone();
     let order = Resize { to: body.size, shrink: body.shrink };
     let (sender, receiver) = oneshot::channel();
     if let Some(worker) = app.shared.workers.first() {

@@ -17,7 +17,7 @@ use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_store::{NullStore, Store};
-use ebb_volume::{Volume, VolumeOptions};
+use ebb_volume::{Volume, VolumeOptions, Volumes};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -44,11 +44,13 @@ fn start() -> Running {
 fn start_with(xen: Option<Figures>, unserved: Vec<VolumeStat>) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("control.sock");
-    let server = Server::new(ServerLimits::default(), TlsMode::Off, None);
+    let server = Server::new(Volumes::default(), ServerLimits::default(), TlsMode::Off, None);
     let mut configured = Configured::default();
     for name in ["disk", "a/b %\"ü"] {
         let store = Store::Null(NullStore::new(1 << 20));
-        server.add(Volume::new(name, store, VolumeOptions::default()), std::sync::Arc::default());
+        server
+            .volumes()
+            .add(Volume::new(name, store, VolumeOptions::default()), std::sync::Arc::default());
         configured.volumes.insert(name.to_owned(), std::collections::BTreeMap::new());
     }
     let parameters = Parameters::new(&configured);
@@ -66,9 +68,9 @@ fn start_with(xen: Option<Figures>, unserved: Vec<VolumeStat>) -> Running {
     };
     let served = server.clone();
     let volumes = move || {
-        let served = served.volumes();
-        let served = served.iter().map(|(volume, clients)| volume_stat(volume, *clients));
-        served.chain(unserved.iter().cloned()).collect()
+        let all = served.volumes().list();
+        let stat = |volume: &Arc<Volume>| volume_stat(volume, served.connections(volume.name()));
+        all.iter().map(stat).chain(unserved.iter().cloned()).collect()
     };
     let shared = ControlContext {
         server,
@@ -374,12 +376,11 @@ fn a_volume_that_is_not_served_is_shown_and_not_resized() {
 #[test]
 fn disks_of_xen_guests_are_shown_and_follow_the_parameters() {
     let (world, worker) = (World::default(), ebb_io::Worker::start_alone("xen").unwrap());
-    let lookup = |name: &str| {
-        let store = Store::Null(NullStore::new(1 << 20));
-        Some((Volume::new(name, store, VolumeOptions::default()), Arc::default()))
-    };
+    let volumes = Volumes::default();
+    let store = Store::Null(NullStore::new(1 << 20));
+    volumes.add(Volume::new("root", store, VolumeOptions::default()), Arc::default());
     let handles = vec![worker.handle()];
-    let options = xen::Options::new(Arc::new(world.clone()), handles, Arc::new(lookup));
+    let options = xen::Options::new(Arc::new(world.clone()), handles, volumes);
     let grants = options.parameters.clone();
     let backend = xen::Backend::start(options).unwrap();
     let daemon = start_with(Some(backend.figures()), Vec::new());
@@ -427,7 +428,7 @@ fn statistics_are_served_when_workers_have_stopped() {
         (ebb_io::Worker::start_alone("one").unwrap(), ebb_io::Worker::start_alone("two").unwrap());
     let shared = ControlContext {
         volumes: Box::new(Vec::new),
-        server: Server::new(ServerLimits::default(), TlsMode::Off, None),
+        server: Server::new(Volumes::default(), ServerLimits::default(), TlsMode::Off, None),
         parameters: Parameters::new(&Configured::default()),
         sources: StatSources::default(),
         xen: None,

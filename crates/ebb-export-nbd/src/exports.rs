@@ -1,4 +1,4 @@
-//! The volumes a server exports, by name; changed while it runs.
+//! The volumes of the registry as NBD exports: what the connections to one volume share, and the default name.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ebb_io::BufPool;
 use ebb_mem::{Memory, OwnerId, PoolParameters};
-use ebb_volume::{Gate, LogLimit, Stop, Volume, Writer};
+use ebb_volume::{Gate, LogLimit, ServedVolume, Stop, Volume, Volumes, Writer};
 
 use crate::client_limit::{AdmissionRequest, ClientCount, ClientLimitError};
 use crate::handshake::{BlockSizes, ExportCapabilities, ExportInfo, Exports};
@@ -62,79 +62,81 @@ impl Export {
     }
 }
 
+/// The exported volumes: those of the registry, with the state that their NBD connections share, which is made when
+/// the first client asks for a volume.
 #[derive(Debug, Default)]
-struct RegistryTable {
-    by_name: BTreeMap<Arc<str>, Arc<Export>>,
-    /// Volumes that are not exported now, each with the message its clients are refused with.
-    refused: BTreeMap<Arc<str>, Arc<str>>,
-    default: Option<Arc<str>>,
+pub(crate) struct ExportTable {
+    pub(crate) volumes: Volumes,
+    exports: RwLock<BTreeMap<Arc<str>, Arc<Export>>>,
+    default: RwLock<Option<Arc<str>>>,
 }
 
-/// All exported volumes.
-#[derive(Debug, Default)]
-pub(crate) struct Registry(RwLock<RegistryTable>);
-
-impl Registry {
-    fn read(&self) -> std::sync::RwLockReadGuard<'_, RegistryTable> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn write(&self) -> std::sync::RwLockWriteGuard<'_, RegistryTable> {
-        self.0.write().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn add(&self, volume: Arc<Volume>, pool: Arc<PoolParameters>) {
-        let name = volume.name().clone();
-        let (stop, connections) = (Arc::default(), Gate::default());
-        let log_limit = LogLimit::new(CONNECTED_LINES, CONNECTED_PERIOD);
-        let (clients, owner) = (ClientCount::default(), OnceLock::new());
-        let export = Export { volume, stop, connections, clients, pool, owner, log_limit };
-        let mut table = self.write();
-        table.refused.remove(&name);
-        table.by_name.insert(name, Arc::new(export));
-    }
-
-    pub(crate) fn remove(&self, name: &str) -> Option<Arc<Export>> {
-        let mut table = self.write();
-        table.refused.remove(name);
-        table.by_name.remove(name)
-    }
-
-    /// Refuses clients that request this volume, which is not exported, with the message `why`.
-    pub(crate) fn refuse(&self, name: &str, why: &str) {
-        self.write().refused.insert(name.into(), why.into());
-    }
-
-    /// The message for clients that request a volume which is not exported now, if one was set.
-    fn refusal(&self, name: &str) -> Option<String> {
-        let table = self.read();
-        let name = if name.is_empty() { table.default.as_deref()? } else { name };
-        table.refused.get(name).map(|why| why.to_string())
+impl ExportTable {
+    pub(crate) fn new(volumes: Volumes) -> ExportTable {
+        ExportTable { volumes, ..ExportTable::default() }
     }
 
     pub(crate) fn set_default(&self, name: Option<&str>) {
-        self.write().default = name.map(Arc::from);
+        *self.default.write().unwrap_or_else(PoisonError::into_inner) = name.map(Arc::from);
     }
 
+    /// Calls `with` with a requested name; the empty one means the default export.
+    fn named<T>(&self, name: &str, with: impl FnOnce(&str) -> Option<T>) -> Option<T> {
+        if !name.is_empty() {
+            return with(name);
+        }
+        let default = self.default.read().unwrap_or_else(PoisonError::into_inner).clone();
+        with(default.as_deref()?)
+    }
+
+    /// The export of a requested name.
     pub(crate) fn get(&self, name: &str) -> Option<Arc<Export>> {
-        let table = self.read();
-        let name = if name.is_empty() { table.default.as_deref()? } else { name };
-        table.by_name.get(name).cloned()
+        self.named(name, |name| {
+            let served = self.volumes.get(name)?;
+            let known = self.known(name);
+            known
+                .filter(|export| Arc::ptr_eq(&export.volume, &served.volume))
+                .or_else(|| self.make(name))
+        })
+    }
+
+    /// The export of this name that clients have asked for, if any.
+    pub(crate) fn known(&self, name: &str) -> Option<Arc<Export>> {
+        self.exports.read().unwrap_or_else(PoisonError::into_inner).get(name).cloned()
+    }
+
+    fn make(&self, name: &str) -> Option<Arc<Export>> {
+        let mut exports = self.exports.write().unwrap_or_else(PoisonError::into_inner);
+        // Looked up again under the lock: if the volume was removed meanwhile, `remove` may have been called already.
+        let ServedVolume { volume, pool } = self.volumes.get(name)?;
+        if let Some(export) =
+            exports.get(name).filter(|export| Arc::ptr_eq(&export.volume, &volume))
+        {
+            return Some(export.clone());
+        }
+        let (stop, connections) = (Arc::default(), Gate::default());
+        let log_limit = LogLimit::new(CONNECTED_LINES, CONNECTED_PERIOD);
+        let (clients, owner) = (ClientCount::default(), OnceLock::new());
+        let export =
+            Arc::new(Export { volume, stop, connections, clients, pool, owner, log_limit });
+        exports.insert(name.into(), export.clone());
+        Some(export)
+    }
+
+    /// Removes the export of a volume that is no longer in the registry.
+    pub(crate) fn remove(&self, name: &str) -> Option<Arc<Export>> {
+        self.exports.write().unwrap_or_else(PoisonError::into_inner).remove(name)
     }
 
     /// Whether at most one volume is exported.
     pub(crate) fn is_alone(&self) -> bool {
-        self.read().by_name.len() <= 1
-    }
-
-    pub(crate) fn all(&self) -> Vec<Arc<Export>> {
-        self.read().by_name.values().cloned().collect()
+        self.volumes.count() <= 1
     }
 }
 
-/// The registry as one connection's handshake uses it.
+/// The exports as one connection's handshake uses them.
 pub(crate) struct ExportsView<'a> {
-    pub(crate) registry: &'a Registry,
+    pub(crate) exports: &'a ExportTable,
     pub(crate) limits: ServerLimits,
     pub(crate) clients: &'a ClientCount,
     /// The last requested name that no export has.
@@ -145,18 +147,16 @@ pub(crate) struct ExportsView<'a> {
 
 impl Exports for ExportsView<'_> {
     fn list(&self, visit: &mut dyn FnMut(&str, &str)) {
-        for name in self.registry.read().by_name.keys() {
-            visit(name, "");
-        }
+        self.exports.volumes.visit_names(|name| visit(name, ""));
     }
 
     fn refusal(&self, name: &str) -> Option<String> {
-        self.registry.refusal(name)
+        self.exports.named(name, |name| self.exports.volumes.refusal(name))
     }
 
     fn busy(&self, name: &str) -> Option<String> {
-        let export = self.registry.get(name)?;
-        let request = export.admission(self.registry.is_alone(), self.limits.max_clients);
+        let export = self.exports.get(name)?;
+        let request = export.admission(self.exports.is_alone(), self.limits.max_clients);
         if let Err(why) = self.clients.check(request) {
             let text = why.to_string();
             *self.limit_error.borrow_mut() = Some(why);
@@ -169,7 +169,7 @@ impl Exports for ExportsView<'_> {
     }
 
     fn lookup(&self, name: &str) -> Option<ExportInfo> {
-        let Some(export) = self.registry.get(name) else {
+        let Some(export) = self.exports.get(name) else {
             *self.missed.borrow_mut() = Some(name.chars().take(LOGGED_NAME_MAX).collect());
             return None;
         };

@@ -13,13 +13,12 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
 use ebb_io::{Fd, Gather, Io, WorkerHandle, fd_from};
-use ebb_mem::PoolParameters;
 use ebb_tls::{ServerTls, Transport};
-use ebb_volume::{Gate, LogLimit, Stop, Volume, Writer};
+use ebb_volume::{Gate, LogLimit, Stop, Volumes, Writer};
 
 use crate::client_limit::{ClientCount, ClientLimitError};
 use crate::connection::{Connection, ConnectionEnd};
-use crate::exports::{ExportsView, Registry};
+use crate::exports::{ExportTable, ExportsView};
 use crate::handshake::{
     Handshake, HandshakeError, HandshakePolicy, HandshakeStep, Session, TlsMode,
 };
@@ -58,7 +57,7 @@ pub struct Server(Arc<ServerState>);
 
 #[derive(Debug)]
 struct ServerState {
-    registry: Registry,
+    exports: ExportTable,
     limits: RwLock<ServerLimits>,
     tls: RwLock<Option<ServerTls>>,
     policy: TlsMode,
@@ -98,11 +97,16 @@ enum Refused {
 }
 
 impl Server {
-    /// A server without volumes. `tls` says whether TLS is offered or required; `context` holds the
+    /// A server of the volumes in `volumes`. `tls` says whether TLS is offered or required; `context` holds the
     /// keys.
-    pub fn new(limits: ServerLimits, tls: TlsMode, context: Option<ServerTls>) -> Server {
+    pub fn new(
+        volumes: Volumes,
+        limits: ServerLimits,
+        tls: TlsMode,
+        context: Option<ServerTls>,
+    ) -> Server {
         Server(Arc::new(ServerState {
-            registry: Registry::default(),
+            exports: ExportTable::new(volumes),
             limits: RwLock::new(limits),
             tls: RwLock::new(context),
             policy: tls,
@@ -116,14 +120,14 @@ impl Server {
         }))
     }
 
-    /// Exports a volume under its name; `pool` limits the free pages that each of its connections keeps.
-    pub fn add(&self, volume: Arc<Volume>, pool: Arc<PoolParameters>) {
-        self.0.registry.add(volume, pool);
+    /// The registry of the volumes it exports.
+    pub fn volumes(&self) -> &Volumes {
+        &self.0.exports.volumes
     }
 
     /// Sets the default export, which clients request by the empty name.
     pub fn set_default(&self, name: Option<&str>) {
-        self.0.registry.set_default(name);
+        self.0.exports.set_default(name);
     }
 
     /// Changes the limits for new connections.
@@ -141,34 +145,19 @@ impl Server {
         self.0.clients.count()
     }
 
-    /// The exported volumes, ordered by name, each with the number of its connections.
-    pub fn volumes(&self) -> Vec<(Arc<Volume>, u64)> {
-        let all = self.0.registry.all().into_iter();
-        all.map(|export| (export.volume.clone(), export.connections.inside())).collect()
+    /// The number of connections to this volume.
+    pub fn connections(&self, name: &str) -> u64 {
+        self.0.exports.known(name).map_or(0, |export| export.connections.inside())
     }
 
-    /// Stops exporting a volume: its connections complete their in-flight requests and end. Does not close
-    /// the volume.
+    /// Stops exporting a volume that was removed from the registry: its connections complete their in-flight
+    /// requests and end. Does not close the volume.
     pub async fn withdraw(&self, io: &Io, name: &str) {
-        let Some(export) = self.0.registry.remove(name) else { return };
+        let Some(export) = self.0.exports.remove(name) else { return };
         export.stop.stop();
         export.connections.shut();
         export.connections.empty().await;
         export.release(io.pool().memory());
-    }
-
-    /// Refuses clients that request a volume which is not exported, with the message `why`, until the volume is
-    /// added or withdrawn.
-    pub fn refuse(&self, name: &str, why: &str) {
-        self.0.registry.refuse(name, why);
-    }
-
-    /// The volume exported under this name.
-    pub fn volume(&self, name: &str) -> Option<Arc<Volume>> {
-        if name.is_empty() {
-            return None;
-        }
-        self.0.registry.get(name).map(|export| export.volume.clone())
     }
 
     /// Stops accepting connections, and lets all connections complete their in-flight requests and end. Does not
@@ -180,7 +169,7 @@ impl Server {
 
     /// After [`Server::begin_stop`]: waits until the connections to this volume have ended.
     pub async fn wait_for_volume(&self, name: &str) {
-        let Some(export) = self.0.registry.get(name) else { return };
+        let Some(export) = self.0.exports.get(name) else { return };
         export.connections.shut();
         export.connections.empty().await;
     }
@@ -279,10 +268,10 @@ impl ServerState {
             Ok(None) => return,
             Err(error) => return self.log_refusal(number, peer, &error),
         };
-        let Some(export) = self.registry.get(&session.export.name) else {
+        let Some(export) = self.exports.get(&session.export.name) else {
             return self.log_refusal(number, peer, &Refused::ExportRemoved);
         };
-        let request = export.admission(self.registry.is_alone(), limits.max_clients);
+        let request = export.admission(self.exports.is_alone(), limits.max_clients);
         let _counted = match self.clients.admit(request) {
             Ok(counted) => counted,
             Err(why) => return self.log_refusal(number, peer, &why.into()),
@@ -381,7 +370,7 @@ impl ServerState {
         let mut handshake =
             Handshake::new(HandshakePolicy { tls: self.policy, ..HandshakePolicy::default() });
         let view = ExportsView {
-            registry: &self.registry,
+            exports: &self.exports,
             limits,
             clients: &self.clients,
             missed: RefCell::default(),

@@ -26,7 +26,7 @@ fn rig(volumes: &[&Arc<Volume>]) -> Rig {
         volume.join(memory.shares(), volume.name());
     }
     let rig = Rig::on(worker, ServerLimits::default(), TlsMode::Off, None);
-    volumes.iter().for_each(|volume| rig.server.add((*volume).clone(), Arc::default()));
+    volumes.iter().for_each(|volume| rig.server.volumes().add((*volume).clone(), Arc::default()));
     rig
 }
 

@@ -18,7 +18,7 @@ const MIB: u64 = 1 << 20;
 fn more_clients_than_allowed_are_refused_until_one_disconnects() {
     let rig =
         Rig::new(ServerLimits { max_clients: 2, ..ServerLimits::default() }, TlsMode::Off, None);
-    rig.server.add(memory("disk", MIB), std::sync::Arc::default());
+    rig.server.volumes().add(memory("disk", MIB), std::sync::Arc::default());
     let first = rig.client("disk", Style::Simple);
     let mut second = rig.client("disk", Style::Simple);
     let mut third: Box<dyn Stream> = Box::new(rig.stream());
@@ -36,8 +36,8 @@ fn more_clients_than_allowed_are_refused_until_one_disconnects() {
 fn clients_of_one_volume_leave_connections_for_another_volume() {
     let rig =
         Rig::new(ServerLimits { max_clients: 10, ..ServerLimits::default() }, TlsMode::Off, None);
-    rig.server.add(memory("disk", MIB), std::sync::Arc::default());
-    rig.server.add(memory("other", MIB), std::sync::Arc::default());
+    rig.server.volumes().add(memory("disk", MIB), std::sync::Arc::default());
+    rig.server.volumes().add(memory("other", MIB), std::sync::Arc::default());
     let mut clients: Vec<_> = (0..8).map(|_| rig.client("disk", Style::Simple)).collect();
     let go = |name: &str| {
         let mut stream: Box<dyn Stream> = Box::new(rig.stream());
@@ -60,7 +60,10 @@ fn clients_of_one_volume_leave_connections_for_another_volume() {
     );
     assert_eq!(rig.server.clients(), 9);
     drop(other);
-    rig.run(|server, io| async move { server.withdraw(&io, "other").await });
+    rig.run(|server, io| async move {
+        server.volumes().remove("other");
+        server.withdraw(&io, "other").await;
+    });
     // The only volume may use all connections.
     clients.extend((0..2).map(|_| rig.client("disk", Style::Simple)));
     assert!(clients.iter_mut().all(|client| client.ask(FLUSH, 0, 0, 0) == 0));
@@ -98,7 +101,7 @@ fn a_volume_with_another_writer_is_refused_to_clients() {
 fn a_thousand_peers_that_never_finish_the_handshake_do_not_keep_clients_out() {
     let rig =
         Rig::new(ServerLimits { max_clients: 4, ..ServerLimits::default() }, TlsMode::Off, None);
-    rig.server.add(memory("disk", MIB), std::sync::Arc::default());
+    rig.server.volumes().add(memory("disk", MIB), std::sync::Arc::default());
     let mut first = rig.client("disk", Style::Simple);
     let idle: Vec<_> = (0..1000).map(|_| rig.stream()).collect();
     for style in STYLES {
@@ -191,7 +194,7 @@ fn a_stop_does_not_wait_for_a_client_that_receives_no_replies() {
     for connection_memory in [1 << 20, 64 << 20] {
         let limits = ServerLimits { connection_memory, ..ServerLimits::default() };
         let rig = Rig::new(limits, TlsMode::Off, None);
-        rig.server.add(memory("disk", 4 * MIB), std::sync::Arc::default());
+        rig.server.volumes().add(memory("disk", 4 * MIB), std::sync::Arc::default());
         let mut client = rig.client("disk", Style::Simple);
         assert_eq!(client.write(0, 0, &pattern(3, 1 << 20)), 0);
         stuff(&mut client, 200, MIB);
@@ -238,8 +241,7 @@ fn a_volume_removed_under_load_ends_its_connections_and_keeps_what_it_acknowledg
         assert!(progress.elapsed() < HANG);
     }
     rig.run(|server, io| async move {
-        let volumes = server.volumes().into_iter().map(|(volume, _)| volume);
-        let disk = volumes.into_iter().find(|volume| &**volume.name() == "disk").unwrap();
+        let disk = server.volumes().remove("disk").unwrap();
         server.withdraw(&io, "disk").await;
         disk.close(&io).await
     })

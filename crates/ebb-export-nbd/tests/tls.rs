@@ -121,7 +121,7 @@ fn certificates() {
     write_folder(folder.path(), &ca, &identity("ebbd.test", Some(&ca)));
     let context = ServerTls::from_certificates(folder.path(), false).unwrap();
     let rig = Rig::new(ServerLimits::default(), TlsMode::Require, Some(context));
-    rig.server.add(memory("disk", 16 * MIB), std::sync::Arc::default());
+    rig.server.volumes().add(memory("disk", 16 * MIB), std::sync::Arc::default());
     for version in VERSIONS {
         for style in STYLES {
             round_trip(&rig, &with_ca(&ca, version).build(), style);
@@ -144,7 +144,7 @@ fn certificates_of_clients() {
     write_folder(folder.path(), &ca, &identity("ebbd.test", Some(&ca)));
     let context = ServerTls::from_certificates(folder.path(), true).unwrap();
     let rig = Rig::new(ServerLimits::default(), TlsMode::On, Some(context));
-    rig.server.add(memory("disk", 16 * MIB), std::sync::Arc::default());
+    rig.server.volumes().add(memory("disk", 16 * MIB), std::sync::Arc::default());
     for version in VERSIONS {
         let with = |client: &Identity| {
             let mut builder = with_ca(&ca, version);
@@ -174,7 +174,7 @@ fn pre_shared_keys() {
     std::fs::write(&path, "alice:00112233445566778899aabbccddeeff\nbob:ff\n").unwrap();
     let context = ServerTls::from_psk(&path).unwrap();
     let rig = Rig::new(ServerLimits::default(), TlsMode::Require, Some(context));
-    rig.server.add(memory("disk", 16 * MIB), std::sync::Arc::default());
+    rig.server.volumes().add(memory("disk", 16 * MIB), std::sync::Arc::default());
     let alice: Vec<u8> = (0..16).map(|n| n * 0x11).collect();
     let with = |name: &'static str, key: Vec<u8>, version| {
         let mut builder = SslContext::builder(SslMethod::tls_client()).unwrap();

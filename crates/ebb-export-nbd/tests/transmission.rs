@@ -216,7 +216,7 @@ fn invalid_requests_are_refused_and_the_connection_continues() {
     for style in STYLES {
         let limits = ServerLimits { max_request: 1 << 20, ..ServerLimits::default() };
         let rig = Rig::new(limits, TlsMode::Off, None);
-        rig.server.add(memory("disk", SIZE), std::sync::Arc::default());
+        rig.server.volumes().add(memory("disk", SIZE), std::sync::Arc::default());
         let mut client = rig.client("disk", style);
         let long = if style == Style::Simple { EINVAL } else { EOVERFLOW };
         let cases = [
@@ -424,7 +424,7 @@ fn a_budget_smaller_than_one_request_still_makes_progress() {
     for style in STYLES {
         let limits = ServerLimits { connection_memory: 64 << 10, ..ServerLimits::default() };
         let rig = Rig::new(limits, TlsMode::Off, None);
-        rig.server.add(memory("disk", 16 * MIB), std::sync::Arc::default());
+        rig.server.volumes().add(memory("disk", 16 * MIB), std::sync::Arc::default());
         let mut client = rig.client("disk", style);
         let expected = pattern(12, 4 << 20);
         for at in [0, 4 * MIB] {

@@ -51,7 +51,7 @@ fn zeroes_for_a_server_that_never_replies_use_no_memory() {
     let worker = Worker::start("nbd-test", &shared).unwrap();
     [&dead, &healthy].into_iter().for_each(|v| v.join(shared.shares(), v.name()));
     let rig = Rig::on(worker, ServerLimits::default(), TlsMode::Off, None);
-    [&dead, &healthy].into_iter().for_each(|v| rig.server.add(v.clone(), Arc::default()));
+    [&dead, &healthy].into_iter().for_each(|v| rig.server.volumes().add(v.clone(), Arc::default()));
     let clients: Vec<_> = (0..16)
         .map(|_| {
             let mut client = rig.client("remote", Style::Simple);

@@ -17,7 +17,7 @@ use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::{Backend, DiskSpec, Options, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store};
-use ebb_volume::{Volume, VolumeOptions};
+use ebb_volume::{Volume, VolumeOptions, Volumes};
 
 const SIZE: u64 = 64 << 20;
 /// Pages that a guest uses: all that it can grant, and fewer than the cap.
@@ -75,8 +75,9 @@ fn run(pages: usize, span: Duration) -> [f64; 3] {
     let worker = Worker::start_alone("bench").unwrap();
     let store = Store::Memory(MemoryStore::new(SIZE));
     let volume = Volume::new("memory", store, VolumeOptions::default());
-    let lookup = move |_: &str| Some((volume.clone(), Arc::default()));
-    let options = Options::new(Arc::new(world.clone()), vec![worker.handle()], Arc::new(lookup));
+    let volumes = Volumes::default();
+    volumes.add(volume, Arc::default());
+    let options = Options::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
     // Guests and worker share processors where instructions are counted: busy polling takes time from the
     // guest that would fill the ring.
     options.parameters.set_poll_us(0);

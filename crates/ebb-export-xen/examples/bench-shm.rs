@@ -18,7 +18,7 @@ use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::{Backend, DiskSpec, Options, Transient, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{NullStore, Store};
-use ebb_volume::{Volume, VolumeOptions};
+use ebb_volume::{Volume, VolumeOptions, Volumes};
 
 const GUESTS: [u16; 6] = [1, 2, 5, 8, 10, 16];
 const DEPTH: usize = 32;
@@ -38,12 +38,12 @@ fn run(mode: Mode, guests: u16, span: Duration) -> f64 {
     let count = std::thread::available_parallelism().map_or(1, usize::from);
     let workers: Vec<Worker> =
         (0..count).map(|n| Worker::start_alone(&format!("bench-{n}")).unwrap()).collect();
-    let lookup = |name: &str| {
-        let store = Store::Null(NullStore::new(SIZE));
-        Some((Volume::new(name, store, VolumeOptions::default()), Arc::default()))
-    };
+    let volumes = Volumes::default();
+    let store = Store::Null(NullStore::new(SIZE));
+    let options = VolumeOptions { shared: true, ..VolumeOptions::default() };
+    volumes.add(Volume::new("null", store, options), Arc::default());
     let handles = workers.iter().map(Worker::handle).collect();
-    let mut options = Options::new(Arc::new(world.clone()), handles, Arc::new(lookup));
+    let mut options = Options::new(Arc::new(world.clone()), handles, volumes);
     if mode == Mode::MapEach {
         options.transient = Transient::Map;
     }

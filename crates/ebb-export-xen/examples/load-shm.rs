@@ -15,7 +15,7 @@ use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::{Backend, DiskSpec, Options, Transient, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store};
-use ebb_volume::{Volume, VolumeOptions};
+use ebb_volume::{Volume, VolumeOptions, Volumes};
 
 const SIZE: u64 = 32 << 20;
 
@@ -28,9 +28,9 @@ fn main() {
     let worker = Worker::start_alone("load-worker").unwrap();
     let volume =
         Volume::new("memory", Store::Memory(MemoryStore::new(SIZE)), VolumeOptions::default());
-    let lookup = move |_: &str| Some((volume.clone(), Arc::default()));
-    let mut options =
-        Options::new(Arc::new(world.clone()), vec![worker.handle()], Arc::new(lookup));
+    let volumes = Volumes::default();
+    volumes.add(volume, Arc::default());
+    let mut options = Options::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
     // More grants than the guest has, so that the cap has no effect.
     options.parameters.set_max_persistent_grants(1 << 16);
     options.transient = if words[0] == "map" { Transient::Map } else { Transient::Copy };

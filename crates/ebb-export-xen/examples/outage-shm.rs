@@ -5,9 +5,8 @@
 
 #![allow(clippy::print_stdout, clippy::print_stderr, clippy::unwrap_used, reason = "a bench")]
 
-use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use ebb_cache::{Cache, CacheOptions, FixedLimit, Mode};
@@ -19,7 +18,7 @@ use ebb_export_xen::{Backend, DiskSpec, Options, attach, device_number};
 use ebb_io::Worker;
 use ebb_mem::Memory;
 use ebb_store::{FileStore, OpenOptions, Store, TestStore};
-use ebb_volume::{Resize, Volume, VolumeOptions};
+use ebb_volume::{Resize, Volume, VolumeOptions, Volumes};
 
 const HEALTHY: u16 = 4;
 const SIZE: u64 = 64 << 20;
@@ -29,7 +28,6 @@ const DIRTY: u64 = 8 << 20;
 
 /// One figure of a round.
 type Column = (&'static str, fn(&Round) -> f64);
-type Volumes = Arc<Mutex<HashMap<String, Arc<Volume>>>>;
 
 struct Rig {
     world: World,
@@ -57,11 +55,8 @@ impl Rig {
         let workers: Vec<Worker> =
             (0..2).map(|n| Worker::start(&format!("bench-{n}"), &memory).unwrap()).collect();
         let (world, volumes) = (World::default(), Volumes::default());
-        let found = volumes.clone();
-        let lookup =
-            move |name: &str| Some((found.lock().unwrap().get(name).cloned()?, Arc::default()));
         let handles = workers.iter().map(Worker::handle).collect();
-        let options = Options::new(Arc::new(world.clone()), handles, Arc::new(lookup));
+        let options = Options::new(Arc::new(world.clone()), handles, volumes.clone());
         let backend = Backend::start(options).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let rig = Rig { world, backend, workers, volumes, cache, dir, mode };
@@ -92,7 +87,7 @@ impl Rig {
             started.start_writeback(&io, Arc::new(FixedLimit::default()));
         };
         self.workers[0].handle().block_on(start).unwrap();
-        self.volumes.lock().unwrap().insert(name.to_owned(), volume);
+        self.volumes.add(volume, Arc::default());
     }
 
     fn connect(&self, number: u16, volume: &str) -> Frontend {
@@ -167,22 +162,21 @@ fn round(mode: Option<Mode>, hanging: bool, span: Duration) -> Round {
 
     // As in a reload: one volume is withdrawn, another one is added and served.
     let begun = Instant::now();
-    let draining = rig.backend.withdraw("h3");
-    let volume = rig.volumes.lock().unwrap()["h3"].clone();
+    let draining = rig.backend.withdraw(&rig.volumes.remove("h3").unwrap());
+    let volume = rig.volumes.get("h3").unwrap().volume;
     let closing = volume.clone();
     let close = move |io: ebb_io::Io| async move {
         draining.drained().await;
         closing.close(&io).await
     };
     worker.block_on(close).unwrap().unwrap();
-    rig.volumes.lock().unwrap().remove("h3");
     rig.add_file("added");
     let mut added = rig.connect(50, "added");
     one_page(&mut added, op::READ, 0);
     let reload_s = begun.elapsed().as_secs_f64();
 
     let begun = Instant::now();
-    let volume = rig.volumes.lock().unwrap()["h0"].clone();
+    let volume = rig.volumes.get("h0").unwrap().volume;
     let order = Resize { to: Some(2 * SIZE), shrink: false };
     worker
         .block_on(move |io| async move { volume.resize(&io, order).await.map(drop) })
@@ -203,7 +197,7 @@ fn round(mode: Option<Mode>, hanging: bool, span: Duration) -> Round {
     let begun = Instant::now();
     let ending = Arc::new(rig.backend.begin_stop());
     let names = ["h0", "h1", "h2", "added"];
-    let all: Vec<_> = names.iter().map(|name| rig.volumes.lock().unwrap()[*name].clone()).collect();
+    let all: Vec<_> = names.iter().map(|name| rig.volumes.get(name).unwrap().volume).collect();
     let stopped = move |io: ebb_io::Io| async move {
         for volume in all {
             ending.of(volume.name()).drained().await;

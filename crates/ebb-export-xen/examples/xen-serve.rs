@@ -3,25 +3,23 @@
 
 #![allow(clippy::print_stderr, reason = "a tool for people")]
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use ebb_export_xen::platform::XenHost;
 use ebb_export_xen::{Backend, Options};
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store};
-use ebb_volume::{Volume, VolumeOptions};
+use ebb_volume::{Volume, VolumeOptions, Volumes};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let mut volumes = HashMap::new();
+    let volumes = Volumes::default();
     for argument in std::env::args().skip(1) {
         let (name, bytes) = argument.split_once('=').ok_or("NAME=BYTES")?;
         let store = Store::Memory(MemoryStore::new(bytes.parse()?));
-        volumes.insert(name.to_owned(), Volume::new(name, store, VolumeOptions::default()));
+        volumes.add(Volume::new(name, store, VolumeOptions::default()), Arc::default());
     }
     let worker = Worker::start_alone("xen")?;
-    let lookup = move |name: &str| volumes.get(name).map(|volume| (volume.clone(), Arc::default()));
-    let mut options = Options::new(Arc::new(XenHost), vec![worker.handle()], Arc::new(lookup));
+    let mut options = Options::new(Arc::new(XenHost), vec![worker.handle()], volumes);
     options.journals = Some("/run/ebbd/xen".into());
     let backend = Backend::start(options)?;
     loop {

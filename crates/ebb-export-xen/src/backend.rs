@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ebb_io::WorkerHandle;
+use ebb_volume::{Volume, Volumes};
 
 use crate::counting_store::CountingStore;
 use crate::device::DeviceSettings;
@@ -16,7 +17,7 @@ use crate::mailbox::{Mailbox, Message};
 use crate::params::XenParameters;
 use crate::platform::{Platform, StoreError, XenStore};
 use crate::served::{DrainingDevices, Served};
-use crate::xenstore::{Awaited, Lookup, XenstoreControl};
+use crate::xenstore::{Awaited, XenstoreControl};
 
 /// What a backend is started with.
 pub struct Options {
@@ -24,8 +25,8 @@ pub struct Options {
     pub platform: Arc<dyn Platform>,
     /// The workers to which rings are assigned round robin; at least one.
     pub workers: Vec<WorkerHandle>,
-    /// Finds the volumes.
-    pub volumes: Lookup,
+    /// The volumes.
+    pub volumes: Volumes,
     /// Which volumes that are not found will be added later; see [`Backend::recheck_devices`].
     pub awaited: Awaited,
     /// What can be changed at run time.
@@ -49,7 +50,7 @@ impl Options {
     pub fn new(
         platform: Arc<dyn Platform>,
         workers: Vec<WorkerHandle>,
-        volumes: Lookup,
+        volumes: Volumes,
     ) -> Options {
         Options {
             platform,
@@ -124,7 +125,6 @@ const DROP_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct Backend {
     mailbox: Mailbox,
     served: Arc<Served>,
-    volumes: Lookup,
     /// The thread that uses xenstore.
     thread: Option<JoinHandle<()>>,
 }
@@ -173,7 +173,7 @@ impl Backend {
             kinds: options.kinds.iter().map(|kind| Arc::from(kind.as_str())).collect(),
             workers: options.workers,
             parameters: options.parameters,
-            volumes: options.volumes.clone(),
+            volumes: options.volumes,
             awaited: options.awaited,
             settings: DeviceSettings {
                 max_queues: options.max_queues.max(1),
@@ -196,17 +196,16 @@ impl Backend {
             abandoned: false,
             _locks: locks,
         };
-        Ok((Backend { mailbox, served, volumes: options.volumes, thread: None }, control))
+        Ok((Backend { mailbox, served, thread: None }, control))
     }
 
-    /// Stops serving a volume: drains its rings now, even if xenstored hangs, and notifies the guests when
-    /// the rings have ended. While the lookup still finds this volume, no guest is attached to it. Does not
-    /// wait: the requests in flight have completed when [`DrainingDevices::drained`] returns.
-    pub fn withdraw(&self, volume: &str) -> DrainingDevices {
-        let found = (self.volumes)(volume);
+    /// Stops serving a volume that was removed from the registry: drains its rings now, even if xenstored hangs,
+    /// and notifies the guests when the rings have ended. Does not wait: the requests in flight have completed
+    /// when [`DrainingDevices::drained`] returns.
+    pub fn withdraw(&self, volume: &Arc<Volume>) -> DrainingDevices {
         // Sent first, so that the message precedes those about the ends of rings.
-        self.mailbox.send(Message::Withdraw(volume.to_owned()));
-        self.served.withdraw(volume, found.as_ref().map(|(volume, _)| volume))
+        self.mailbox.send(Message::Withdraw(volume.name().to_string()));
+        self.served.withdraw(volume)
     }
 
     /// Checks all devices again, because an awaited volume was added.

@@ -60,4 +60,4 @@ pub use backend::{Backend, DeviceStats, Figures, Options, StartError};
 pub use device_shared::{MAX_SEGMENTS, Transient, XenStats};
 pub use params::XenParameters;
 pub use served::DrainingDevices;
-pub use xenstore::{Awaited, Lookup, NextRun, XenstoreControl};
+pub use xenstore::{Awaited, NextRun, XenstoreControl};

@@ -30,7 +30,7 @@ pub(crate) struct Served {
 #[derive(Default)]
 struct ServedState {
     disks: BTreeMap<DeviceKey, Arc<DeviceShared>>,
-    /// Volumes that were withdrawn: the lookup may still find them.
+    /// Volumes that were withdrawn: a device may have found one in the registry before that.
     withdrawn: Vec<Weak<Volume>>,
     stopping: bool,
     /// The xenstore thread has ended.
@@ -72,16 +72,12 @@ impl Served {
         self.end(&inner, |_| true)
     }
 
-    /// Drains the devices of a volume; none is added for `found`, the volume of that name.
-    pub(crate) fn withdraw(
-        self: &Arc<Self>,
-        name: &str,
-        found: Option<&Arc<Volume>>,
-    ) -> DrainingDevices {
+    /// Drains the devices of a volume; none is added for it.
+    pub(crate) fn withdraw(self: &Arc<Self>, volume: &Arc<Volume>) -> DrainingDevices {
         let mut inner = self.lock();
         inner.withdrawn.retain(|volume| volume.strong_count() > 0);
-        inner.withdrawn.extend(found.map(Arc::downgrade));
-        self.end(&inner, |disk| **disk.volume.name() == *name)
+        inner.withdrawn.push(Arc::downgrade(volume));
+        self.end(&inner, |disk| Arc::ptr_eq(&disk.volume, volume))
     }
 
     fn end(

@@ -16,8 +16,7 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use ebb_io::WorkerHandle;
-use ebb_mem::PoolParameters;
-use ebb_volume::{LogLimit, Volume};
+use ebb_volume::{LogLimit, Volumes};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::allowance::Allowance;
@@ -52,9 +51,6 @@ const TOOLSTACK_KIND: &str = "vbd";
 /// Whether a volume that is not found will be added later: then its guests wait for it.
 pub type Awaited = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
-/// Finds a volume by name, with the limits of its page pools.
-pub type Lookup = Arc<dyn Fn(&str) -> Option<(Arc<Volume>, Arc<PoolParameters>)> + Send + Sync>;
-
 /// When [`XenstoreControl::run_once`] is to be called next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NextRun {
@@ -72,7 +68,7 @@ pub struct XenstoreControl {
     pub(crate) kinds: Vec<Arc<str>>,
     pub(crate) workers: Vec<WorkerHandle>,
     pub(crate) parameters: Arc<XenParameters>,
-    pub(crate) volumes: Lookup,
+    pub(crate) volumes: Volumes,
     pub(crate) awaited: Awaited,
     pub(crate) settings: DeviceSettings,
     pub(crate) mailbox: Mailbox,

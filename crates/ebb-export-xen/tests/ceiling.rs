@@ -14,9 +14,9 @@ use ebb_export_xen::Options;
 use ebb_export_xen::abi::{Body, Request, Segment, op};
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_io::{Charge, QueueShare, Shares, Worker};
-use ebb_mem::{Memory, PoolParameters};
+use ebb_mem::Memory;
 use ebb_store::{Store, TestStore};
-use ebb_volume::{Volume, VolumeOptions};
+use ebb_volume::{Volume, VolumeOptions, Volumes};
 
 /// A host whose requests share a ceiling of 64 MiB.
 fn rig(volumes: &[&Arc<Volume>]) -> (Rig, Shares) {
@@ -26,7 +26,7 @@ fn rig(volumes: &[&Arc<Volume>]) -> (Rig, Shares) {
         world: ebb_export_xen::shm::World::default(),
         backend: None,
         workers: vec![Worker::start("xen", &memory).unwrap()],
-        volumes: common::Volumes::default(),
+        volumes: Volumes::default(),
         parameters: Arc::default(),
         journals: tempfile::tempdir_in("/dev/shm").unwrap(),
         memory: None,
@@ -35,13 +35,8 @@ fn rig(volumes: &[&Arc<Volume>]) -> (Rig, Shares) {
         volume.join(memory.shares(), volume.name());
         rig.add((*volume).clone());
     }
-    let volumes = rig.volumes.clone();
-    let lookup = move |name: &str| {
-        let volume = volumes.lock().unwrap().get(name).cloned()?;
-        Some((volume, Arc::<PoolParameters>::default()))
-    };
     let handles = rig.workers.iter().map(Worker::handle).collect();
-    let mut options = Options::new(Arc::new(rig.world.clone()), handles, Arc::new(lookup));
+    let mut options = Options::new(Arc::new(rig.world.clone()), handles, rig.volumes.clone());
     options.journals = Some(rig.journals.path().into());
     rig.backend = Some(ebb_export_xen::Backend::start(options).unwrap());
     (rig, shares)

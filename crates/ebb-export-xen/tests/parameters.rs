@@ -128,8 +128,7 @@ fn page_pools_of_rings_follow_their_parameters_and_are_squeezed() {
     let pool = Arc::<PoolParameters>::default();
     let volume = memory("disk", common::SIZE, false);
     let mut rig = Rig::with(1, |options| {
-        let (volume, pool) = (volume.clone(), pool.clone());
-        options.volumes = Arc::new(move |_| Some((volume.clone(), pool.clone())));
+        options.volumes.add(volume.clone(), pool.clone());
         options.workers = vec![worker.handle()];
     });
     let kept = || io.stats().pools.iter().map(|pool| pool.free + pool.lent).sum::<usize>();
@@ -166,8 +165,7 @@ fn under_continuing_pressure_a_rings_requests_share_few_buffers() {
     store.latency_us.store(20_000, Ordering::Relaxed);
     let volume = Volume::new("disk", Store::Test(store), VolumeOptions::default());
     let mut rig = Rig::with(1, |options| {
-        let volume = volume.clone();
-        options.volumes = Arc::new(move |_| Some((volume.clone(), Arc::default())));
+        options.volumes.add(volume.clone(), Arc::default());
         options.workers = vec![worker.handle()];
     });
     let guest = rig.guest(1, 4096);

@@ -391,7 +391,7 @@ fn an_idle_guest_is_not_resumed_on_another_store_or_a_smaller_one() {
     let end = |rig: &mut Rig| {
         rig.stop();
         // The file is closed.
-        rig.volumes.lock().unwrap().clear();
+        rig.volumes.list().iter().for_each(|volume| drop(rig.volumes.remove(volume.name())));
     };
     end(&mut rig);
     let kept = folder.path().join("kept");
@@ -431,7 +431,7 @@ fn an_idle_guest_is_not_resumed_on_another_store_or_a_smaller_one() {
 fn the_size_that_a_guest_was_given_is_in_the_journal() {
     let mut rig = Rig::new();
     let mut disk = rig.disk(FrontendConfig { queues: 2, ..FrontendConfig::default() });
-    let volume = rig.volumes.lock().unwrap()["disk"].clone();
+    let volume = rig.volumes.get("disk").unwrap().volume;
     let grown = volume.clone();
     let order = ebb_volume::Resize { to: Some(2 * SIZE), shrink: false };
     let worker = rig.workers[0].handle();
@@ -507,7 +507,7 @@ fn a_guest_waits_for_a_volume_that_its_successor_cannot_open_yet() {
     let mut disk = rig.disk(FrontendConfig::default());
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(3, 4096)).unwrap(), 0);
     rig.stop();
-    let volume = rig.volumes.lock().unwrap().remove("disk").unwrap();
+    let volume = rig.volumes.remove("disk").unwrap();
     let requested = Arc::new(std::sync::atomic::AtomicBool::new(false));
     rig.start(1, |options| {
         let requested = requested.clone();

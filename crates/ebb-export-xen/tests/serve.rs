@@ -224,7 +224,7 @@ fn a_guest_is_notified_when_its_disk_grows() {
     let mut disk = rig.disk(FrontendConfig::default());
     let mut data = pattern(3, 4096);
     assert_eq!(disk.transfer(0, op::WRITE, SIZE / 512, &mut data).unwrap(), -1);
-    let volume = rig.volumes.lock().unwrap()["disk"].clone();
+    let volume = rig.volumes.get("disk").unwrap().volume;
     let order = ebb_volume::Resize { to: Some(2 * SIZE), shrink: false };
     let grown = rig.workers[0]
         .handle()

@@ -21,7 +21,7 @@ use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::{Backend, DiskSpec, NextRun, Options, attach, detach, device_number};
 use ebb_io::Worker;
 use ebb_store::{Store, TestStore};
-use ebb_volume::{Volume, VolumeOptions};
+use ebb_volume::{Volume, VolumeOptions, Volumes};
 
 /// A time longer than any test takes.
 const NEVER_US: u64 = 3_600_000_000;
@@ -143,7 +143,8 @@ fn a_withdrawn_volume_drains_independently_and_its_guest_is_notified() {
     send(&mut slow, 0, &[1; 4096]);
     until("the write is in flight", || store.writes.load(Ordering::SeqCst) > 0);
     let backend = rig.backend.as_ref().unwrap();
-    let ending = backend.withdraw("slow");
+    let withdrawn = rig.volumes.remove("slow").unwrap();
+    let ending = backend.withdraw(&withdrawn);
     assert_eq!(other.transfer(0, op::WRITE, 0, &mut [2; 4096]).unwrap(), 0);
     // Awaited by a task, as the daemon does.
     let waited = ending.clone();
@@ -153,8 +154,9 @@ fn a_withdrawn_volume_drains_independently_and_its_guest_is_notified() {
     slow.await_backend("5").unwrap();
     let reported = rig.world.tree.get("/local/domain/0/error/backend/ebbd/1/51728/error").unwrap();
     assert!(reported.contains("`slow` is not served any more"), "{reported}");
-    assert!(backend.withdraw("slow").is_drained(), "no request is in flight");
-    // The lookup still finds it; it is not attached again.
+    assert!(backend.withdraw(&withdrawn).is_drained(), "no request is in flight");
+    // As if a device had found it just before: it is not attached again.
+    rig.add(withdrawn);
     let attach_again = || {
         rig.world.tree.remove_all("/local/domain/0/error");
         let mut store = rig.world.xenstore().unwrap();
@@ -293,9 +295,9 @@ fn a_stop_does_not_wait_for_xenstored() {
 fn the_xenstore_side_can_be_run_one_iteration_at_a_time() {
     let world = World::default();
     let worker = Worker::start_alone("xen").unwrap();
-    let disk = memory("disk", SIZE, false);
-    let lookup = move |_: &str| Some((disk.clone(), Arc::default()));
-    let options = Options::new(Arc::new(world.clone()), vec![worker.handle()], Arc::new(lookup));
+    let volumes = Volumes::default();
+    volumes.add(memory("disk", SIZE, false), Arc::default());
+    let options = Options::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
     let (backend, mut control) = Backend::prepare(options).unwrap();
     let guest = world.guest(1, 64).unwrap();
     let order = DiskSpec { volume: "disk", name: "xvdb", read_only: false };
@@ -338,8 +340,8 @@ fn a_second_backend_is_refused_while_there_is_one() {
     let mut disk = rig.disk(FrontendConfig::default());
     let start = || {
         let workers = rig.workers.iter().map(Worker::handle).collect();
-        let lookup = |_: &str| None;
-        let mut options = Options::new(Arc::new(rig.world.clone()), workers, Arc::new(lookup));
+        let volumes = Volumes::default();
+        let mut options = Options::new(Arc::new(rig.world.clone()), workers, volumes);
         options.journals = Some(rig.journals.path().to_owned());
         Backend::start(options)
     };
@@ -376,7 +378,7 @@ fn a_second_backend_with_directories_of_its_own_is_refused_until_the_first_has_e
     let folders = [(); 2].map(|()| tempfile::tempdir_in("/dev/shm").unwrap());
     let start = |folder: usize| {
         let platform = Arc::new(Locked(world.clone(), file.path().to_owned()));
-        let mut options = Options::new(platform, vec![worker.handle()], Arc::new(|_: &str| None));
+        let mut options = Options::new(platform, vec![worker.handle()], Volumes::default());
         options.journals = Some(folders[folder].path().to_owned());
         Backend::start(options)
     };

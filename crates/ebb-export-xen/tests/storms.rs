@@ -18,6 +18,7 @@ use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::shm::{Guest, World};
 use ebb_export_xen::{Backend, DiskSpec, NextRun, Options, XenstoreControl, attach, device_number};
 use ebb_io::Worker;
+use ebb_volume::Volumes;
 
 /// A backend whose xenstore side runs when the test calls it, with a clock of the test's.
 struct Stage {
@@ -32,14 +33,12 @@ impl Stage {
     fn new() -> Stage {
         let world = World::default();
         let worker = Worker::start_alone("xen").unwrap();
-        let disk = memory("disk", SIZE, false);
-        let other = memory("other", SIZE, false);
-        let lookup = move |name: &str| {
-            let found = [&disk, &other].into_iter().find(|volume| **volume.name() == *name);
-            Some((found?.clone(), Arc::default()))
-        };
+        let volumes = Volumes::default();
+        for name in ["disk", "other"] {
+            volumes.add(memory(name, SIZE, false), Arc::default());
+        }
         let platform = Arc::new(world.clone());
-        let options = Options::new(platform, vec![worker.handle()], Arc::new(lookup));
+        let options = Options::new(platform, vec![worker.handle()], volumes);
         let (backend, control) = Backend::prepare(options).unwrap();
         Stage { world, _backend: backend, control, now: Instant::now(), _worker: worker }
     }

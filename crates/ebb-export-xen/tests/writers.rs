@@ -77,7 +77,7 @@ fn a_disk_waits_for_a_writer_that_is_about_to_end() {
 #[test]
 fn guests_and_nbd_clients_exclude_each_other_as_writers() {
     let rig = Rig::new();
-    let volume = rig.volumes.lock().unwrap()["disk"].clone();
+    let volume = rig.volumes.get("disk").unwrap().volume;
     let client = volume.claim_writer(Writer::nbd(), false).unwrap();
     let mut guest = attach(&rig, 1, "xvdb", false);
     assert!(refused(&rig, &guest, 1).contains("written to by an NBD client"));

@@ -15,6 +15,7 @@
 mod changes;
 mod gate;
 mod log_limit;
+mod registry;
 mod resize;
 mod stats;
 mod stop;
@@ -28,6 +29,7 @@ pub use ebb_store::{
 };
 pub use gate::{Gate, Pass};
 pub use log_limit::LogLimit;
+pub use registry::{ServedVolume, Volumes};
 pub use resize::{RESIZE_LIMIT, Resized};
 pub use stats::{OperationStats, VolumeStats};
 pub use stop::Stop;

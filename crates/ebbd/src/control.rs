@@ -3,7 +3,6 @@
 //! # Invariants
 //! - Only the daemon's user can open the control socket: its mode is 0600 before it is bound.
 
-use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -66,14 +65,8 @@ fn socket(listener: &Listener) -> ControlSocket<'_> {
 
 /// The figures of all volumes of the engine.
 pub(crate) fn volume_stats(server: &Server, engine: &Engine) -> Vec<VolumeStat> {
-    let all = server.volumes();
-    let clients: BTreeMap<_, _> =
-        all.iter().map(|(volume, clients)| (&**volume.name(), *clients)).collect();
     let now = ebb_mem::clock::now();
-    let stat = |state: &VolumeState| {
-        let clients = clients.get(&*state.name).copied().unwrap_or_default();
-        engine_stat(state, clients, now)
-    };
+    let stat = |state: &VolumeState| engine_stat(state, server.connections(&state.name), now);
     engine.states().iter().map(stat).collect()
 }
 

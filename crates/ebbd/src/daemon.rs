@@ -25,6 +25,7 @@ use ebb_export_xen::XenParameters;
 use ebb_io::{Io, Worker, WorkerHandle, fd_from};
 use ebb_mem::pressure::{Monitor, Watch};
 use ebb_mem::{Memory, Policy};
+use ebb_volume::Volumes;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
 use crate::control::{ControlSockets, volume_stats};
@@ -119,7 +120,9 @@ pub fn serve(
     let mut listeners = listener::inherited().context("LISTEN_FDS")?;
     let parameters = Parameters::new(&Configured::from(config));
     let limits = LiveLimits::new(&parameters);
-    let server = Server::new(limits.now(), tls_policy(config.nbd.tls), tls_context(&config.nbd)?);
+    let volumes = Volumes::default();
+    let (policy, context) = (tls_policy(config.nbd.tls), tls_context(&config.nbd)?);
+    let server = Server::new(volumes.clone(), limits.now(), policy, context);
     follow(&parameters, server.clone(), limits, set_log_level);
     let memory = elastic_memory(started, config.idle_memory)?;
     parameters.govern(&memory);
@@ -136,6 +139,7 @@ pub fn serve(
     let workers = start_workers(config.workers, &memory)?;
     let engine = Engine::new(EngineParts {
         server: server.clone(),
+        volumes: volumes.clone(),
         parameters: parameters.clone(),
         cache: cache.clone(),
         workers: handles(&workers),
@@ -154,7 +158,7 @@ pub fn serve(
     });
     maintain_memory(&workers[0].handle(), memory.clone());
     engine.keep_dirty_limits(&workers[0].handle());
-    outages::monitor(&workers[0].handle(), server.clone());
+    outages::monitor(&workers[0].handle(), volumes.clone());
     let daemon = Daemon {
         engine: engine.clone(),
         args,
@@ -174,8 +178,7 @@ pub fn serve(
     let workers = handles(&daemon.workers);
     let xen = match config.xen {
         true => {
-            let backend =
-                crate::xen::serve(&server, &parameters, workers.clone(), grants, &engine)?;
+            let backend = crate::xen::serve(&volumes, workers.clone(), grants, &engine)?;
             let figures = backend.figures();
             engine.serve_guests(backend);
             Some(figures)

@@ -35,7 +35,7 @@ use ebb_export_xen::XenParameters;
 use ebb_io::{Io, Signal, WorkerHandle};
 use ebb_mem::Memory;
 use ebb_mem::pressure::PressureState;
-use ebb_volume::{Stop, Volume};
+use ebb_volume::{Stop, Volume, Volumes};
 use futures_lite::future::or;
 
 pub use self::claims::{FileClaim, FileClaims};
@@ -64,6 +64,8 @@ const OPENING_SOON: Duration = Duration::from_millis(250);
 pub struct EngineParts {
     /// Serves the volumes to NBD clients.
     pub server: Server,
+    /// The registry in which volumes are served; the server's and the guests'.
+    pub volumes: Volumes,
     /// The run-time parameters.
     pub parameters: Parameters,
     /// The cache of all volumes.
@@ -83,6 +85,7 @@ pub struct EngineParts {
 /// See the module.
 pub struct Engine {
     server: Server,
+    volumes: Volumes,
     parameters: Parameters,
     cache: Arc<Cache>,
     bdis: Arc<Bdis>,
@@ -143,11 +146,21 @@ impl Engine {
     /// # Errors
     /// None: the options made here are valid.
     pub fn new(parts: EngineParts) -> Result<Arc<Engine>, ebb_writeback::Error> {
-        let EngineParts { server, parameters, cache, workers, opener, drain, dirty_max, started } =
-            parts;
+        let EngineParts {
+            server,
+            volumes,
+            parameters,
+            cache,
+            workers,
+            opener,
+            drain,
+            dirty_max,
+            started,
+        } = parts;
         let bdis = Bdis::new(&cache, &parameters, dirty_max, started)?;
         Ok(Arc::new(Engine {
             server,
+            volumes,
             parameters,
             cache,
             bdis,
@@ -232,7 +245,7 @@ impl Engine {
     /// attempt.
     fn attempt(self: &Arc<Self>, io: &Io, slot: &Arc<VolumeSlot>, tried: impl FnOnce() + 'static) {
         let (engine, slot, on) = (self.clone(), slot.clone(), io.clone());
-        self.server.refuse(slot.name(), "the volume is being opened: try again in a moment");
+        self.volumes.refuse(slot.name(), "the volume is being opened: try again in a moment");
         let current = slot.begin_attempt();
         let task = async move {
             let mut tried = Some(tried);
@@ -302,7 +315,7 @@ impl Engine {
             tracing::debug!(volume = slot.name(), "still cannot open the volume: {reason}");
         }
         let refusal = format!("the volume cannot be opened at present: {reason}");
-        self.server.refuse(slot.name(), &refusal);
+        self.volumes.refuse(slot.name(), &refusal);
     }
 
     /// Serves a volume of `slot`, unless its opening was cancelled.
@@ -310,7 +323,7 @@ impl Engine {
         let name = slot.name().to_owned();
         let add = |volume: &Arc<Volume>| {
             lock(&self.lost).remove(&name);
-            self.server.add(volume.clone(), self.parameters.pool(Some(&name)));
+            self.volumes.add(volume.clone(), self.parameters.pool(Some(&name)));
         };
         match slot.serve(current, &self.stopping, (volume, config), add) {
             Some(0) => self.guests.look_again(),

@@ -1,10 +1,11 @@
 //! The engine's interface to the Xen backend: guests' requests are completed before a volume closes, as those of NBD
 //! clients are.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ebb_export_xen::{Backend, DrainingDevices};
+use ebb_volume::Volume;
 
 /// How long the thread for xenstore may take to end after the last request: xenstored may not respond.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -35,9 +36,9 @@ impl Guests {
         }
     }
 
-    /// Stops serving a volume; the future completes when its requests in flight have completed. Call this while the
-    /// server still lists the volume.
-    pub(crate) fn withdraw(&self, volume: &str) -> impl Future<Output = ()> + use<> {
+    /// Stops serving a volume that was removed from the registry; the future completes when its requests in flight have
+    /// completed.
+    pub(crate) fn withdraw(&self, volume: &Arc<Volume>) -> impl Future<Output = ()> + use<> {
         let ending = lock(&self.backend).as_ref().map(|backend| backend.withdraw(volume));
         async move {
             if let Some(ending) = ending {

@@ -11,9 +11,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use ebb_export_nbd::Server;
 use ebb_io::WorkerHandle;
-use ebb_volume::{FailedKind, LogLimit, Volume};
+use ebb_volume::{FailedKind, LogLimit, Volume, Volumes};
 
 use history::{OutageEvent, StoreHistory, StoreSample};
 
@@ -23,13 +22,13 @@ const PERIOD: Duration = Duration::from_secs(1);
 const ALL_LINES: u32 = 50;
 const ALL_PERIOD: Duration = Duration::from_secs(10);
 
-/// Logs outages of the server's volumes, for as long as the worker runs.
-pub(crate) fn monitor(worker: &WorkerHandle, server: Server) {
+/// Logs outages of the volumes, for as long as the worker runs.
+pub(crate) fn monitor(worker: &WorkerHandle, volumes: Volumes) {
     worker.spawn(move |io| async move {
         let mut monitor = OutageMonitor::default();
         loop {
             io.sleep(PERIOD).await;
-            monitor.sample(server.volumes().into_iter().map(|(volume, _)| volume));
+            monitor.sample(volumes.list().into_iter());
         }
     });
 }

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use ebb_config::params::{Key, Parameters};
-use ebb_export_nbd::Server;
 use ebb_export_xen::platform::XenHost;
 use ebb_export_xen::platform::xenbus::Connection;
 use ebb_export_xen::{Backend, DiskSpec, Options, XenParameters, attach, detach, find_domain};
 use ebb_io::WorkerHandle;
+use ebb_volume::Volumes;
 
 use crate::cli::XenArgs;
 use crate::engine::Engine;
@@ -20,23 +20,17 @@ const JOURNALS: &str = "/run/ebbd/xen";
 /// Exists if the kernel's backend is loaded: then it serves the disks of the kind `vbd`.
 const KERNEL_BACKEND: &str = "/sys/bus/xen-backend/drivers/vbd";
 
-/// Serves the server's volumes to Xen guests.
+/// Serves volumes to Xen guests.
 ///
 /// # Errors
 /// If the host does not run Xen, or access is denied; the message has a remedy.
 pub(crate) fn serve(
-    server: &Server,
-    parameters: &Parameters,
+    volumes: &Volumes,
     workers: Vec<WorkerHandle>,
     grants: Arc<XenParameters>,
     engine: &Arc<Engine>,
 ) -> anyhow::Result<Backend> {
-    let (server, parameters) = (server.clone(), parameters.clone());
-    let lookup = move |name: &str| {
-        let found = server.volumes().into_iter().find(|(volume, _)| **volume.name() == *name);
-        found.map(|(volume, _)| (volume, parameters.pool(Some(name))))
-    };
-    let mut options = Options::new(Arc::new(XenHost), workers, Arc::new(lookup));
+    let mut options = Options::new(Arc::new(XenHost), workers, volumes.clone());
     options.parameters = grants;
     // Weak, because the engine owns the backend.
     let engine = Arc::downgrade(engine);

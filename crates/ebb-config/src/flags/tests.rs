@@ -3,7 +3,7 @@
 use clap::{CommandFactory, Parser};
 
 use super::super::keys::{NBD, TOP, VOLUME};
-use super::super::{Config, DirectMode, StoreUri};
+use super::super::{DirectMode, StoreUri};
 use super::*;
 
 /// The options as a command of their own.
@@ -79,47 +79,6 @@ fn every_option_is_parsed() {
             inherited_sockets: 0,
         }
     );
-}
-
-/// The configuration of a volume, an address and these options.
-fn config(options: &[&str]) -> Config {
-    let all = [&["--volume=a=null:1G", "--listen=unix:/a"], options].concat();
-    Config::load(&serve(&all).unwrap()).unwrap_or_else(|error| panic!("{options:?}: {error}"))
-}
-
-#[test]
-fn the_option_of_every_key_changes_the_configuration() {
-    let psk = ["--tls=on", "--tls-psk=/p"];
-    let certificates = ["--tls=on", "--tls-certificates=/c"];
-    let verified = ["--tls=on", "--tls-certificates=/c", "--tls-verify-peer"];
-    let cases: [(&str, &[&str], &[&str]); 19] = [
-        ("listen", &[], &["--listen=unix:/b"]),
-        ("workers", &[], &["--workers=2"]),
-        ("log", &[], &["--log=debug"]),
-        ("control", &[], &["--control=/c"]),
-        ("web", &[], &["--web=h:1"]),
-        ("web_names", &["--web=h:1"], &["--web=h:1", "--web-names=n"]),
-        ("xen", &[], &["--xen"]),
-        ("max_buffer_pages", &[], &["--max-buffer-pages=4"]),
-        ("buffer_squeeze_duration_ms", &[], &["--buffer-squeeze-duration-ms=5"]),
-        ("idle_memory", &[], &["--idle-memory=drop"]),
-        ("cache_max", &[], &["--cache-max=6M"]),
-        ("cache_min", &[], &["--cache-min=7K"]),
-        ("max_clients", &[], &["--max-clients=2"]),
-        ("max_request", &[], &["--max-request=4K"]),
-        ("connection_memory", &[], &["--connection-memory=128M"]),
-        ("tls", &psk, &["--tls=require", "--tls-psk=/p"]),
-        ("tls_certificates", &psk, &certificates),
-        ("tls_psk", &certificates, &psk),
-        ("tls_verify_peer", &certificates, &verified),
-    ];
-    for key in TOP.keys.iter().chain(NBD.keys) {
-        let case = cases.iter().find(|(name, ..)| *name == key.name);
-        let (_, without, with) = case.unwrap_or_else(|| panic!("no case of {}", key.name));
-        let option = format!("--{}", key.option_name());
-        assert!(with.iter().any(|given| given.split('=').next() == Some(&option)), "{option}");
-        assert_ne!(config(with), config(without), "{option}");
-    }
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! The pages of `docs/parameters`: one for each parameter, in the form of the kernel's
-//! `Documentation/ABI`, generated from `table.rs`. A test fails if the files differ from the
+//! `Documentation/ABI`, generated from [`super::table`]. A test fails if the files differ from the
 //! generated text.
 
 use std::fmt::Write;

@@ -14,7 +14,7 @@ use std::time::Duration;
 use ebb_export_nbd::{Server, ServerLimits, ServerTls, TlsMode};
 use ebb_io::{Io, Worker, fd_from};
 use ebb_store::{Direct, FileStore, MemoryStore, OpenOptions, Store};
-use ebb_volume::{Volume, VolumeOptions};
+use ebb_volume::{Volume, VolumeOptions, Volumes};
 
 /// How long a test waits before it reports a hang.
 pub(crate) const HANG: Duration = Duration::from_secs(180);
@@ -324,7 +324,7 @@ impl Rig {
         tls: TlsMode,
         context: Option<ServerTls>,
     ) -> Rig {
-        let server = Server::new(limits, tls, context);
+        let server = Server::new(Volumes::default(), limits, tls, context);
         let folder = tempfile::tempdir().unwrap();
         let rig = Rig { server, worker: Some(worker), folder };
         rig.listen(fd_from(UnixListener::bind(rig.path()).unwrap()));
@@ -333,7 +333,9 @@ impl Rig {
 
     pub(crate) fn with(volumes: impl IntoIterator<Item = Arc<Volume>>) -> Rig {
         let rig = Rig::new(ServerLimits::default(), TlsMode::Off, None);
-        volumes.into_iter().for_each(|volume| rig.server.add(volume, std::sync::Arc::default()));
+        volumes
+            .into_iter()
+            .for_each(|volume| rig.server.volumes().add(volume, std::sync::Arc::default()));
         rig
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ebb_volume::Writer;
+use ebb_volume::{ServedVolume, Writer};
 
 use super::{TOOLSTACK_KIND, XenstoreControl};
 use crate::device::{Device, DeviceError, DeviceKey, Offer, RingRecheck, Serving, open_queue};
@@ -47,9 +47,10 @@ impl XenstoreControl {
         let cdrom = get("device-type")?.is_some_and(|value| value == "cdrom");
         let removable = get("removable")?.is_some_and(|value| value == "1");
         let plain = name.strip_prefix("ebbd:").unwrap_or(&name);
-        let found = (self.volumes)(plain);
-        let offered = found.filter(|(volume, _)| !self.served.is_withdrawn(volume));
-        let (volume, pool) = offered.ok_or_else(|| DeviceError::NoVolume(plain.to_owned()))?;
+        let found = self.volumes.get(plain);
+        let offered = found.filter(|served| !self.served.is_withdrawn(&served.volume));
+        let ServedVolume { volume, pool } =
+            offered.ok_or_else(|| DeviceError::NoVolume(plain.to_owned()))?;
         let read_only = volume.read_only() || !mode.contains('w');
         let share = mode.contains('!');
         let discard = discard && !read_only && volume.capabilities().discard;

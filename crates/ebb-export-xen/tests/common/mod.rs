@@ -2,9 +2,8 @@
 
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used, reason = "each test uses its part")]
 
-use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_export_xen::platform::Platform;
@@ -12,13 +11,11 @@ use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::shm::{Guest, World};
 use ebb_export_xen::{Backend, DiskSpec, Options, XenParameters, XenStats, attach, device_number};
 use ebb_io::Worker;
-use ebb_mem::{Memory, PoolParameters};
+use ebb_mem::Memory;
 use ebb_store::{MemoryStore, Store};
-use ebb_volume::{Volume, VolumeOptions};
+use ebb_volume::{Volume, VolumeOptions, Volumes};
 
 pub const SIZE: u64 = 16 << 20;
-
-pub type Volumes = Arc<Mutex<HashMap<String, Arc<Volume>>>>;
 
 pub struct Rig {
     pub world: World,
@@ -62,7 +59,7 @@ impl Rig {
     }
 
     pub fn add(&self, volume: Arc<Volume>) {
-        self.volumes.lock().unwrap().insert(volume.name().to_string(), volume);
+        self.volumes.add(volume, Arc::default());
     }
 
     pub fn start(&mut self, workers: usize, change: impl Fn(&mut Options)) {
@@ -71,13 +68,8 @@ impl Rig {
             None => Worker::start_alone(&format!("xen-{n}")),
         };
         self.workers = (0..workers).map(|n| worker(n).unwrap()).collect();
-        let volumes = self.volumes.clone();
-        let lookup = move |name: &str| {
-            let volume = volumes.lock().unwrap().get(name).cloned()?;
-            Some((volume, Arc::<PoolParameters>::default()))
-        };
         let handles = self.workers.iter().map(Worker::handle).collect();
-        let mut options = Options::new(Arc::new(self.world.clone()), handles, Arc::new(lookup));
+        let mut options = Options::new(Arc::new(self.world.clone()), handles, self.volumes.clone());
         options.parameters = self.parameters.clone();
         options.journals = Some(PathBuf::from(self.journals.path()));
         change(&mut options);

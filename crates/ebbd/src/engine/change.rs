@@ -1,7 +1,6 @@
 //! Reloading: volumes are added, removed and changed, each independently of the others.
 
 use std::collections::BTreeSet;
-use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,7 +11,7 @@ use ebb_config::{Config, VolumeConfig};
 use ebb_io::Io;
 use ebb_volume::{ErrorKind, Mode, Volume};
 use event_listener::Event;
-use futures_lite::future::{or, poll_once};
+use futures_lite::future::or;
 
 use super::slot::{VolumePhase, VolumeSlot};
 use super::stop::{Unflushed, full_text, log_retry, unwritten};
@@ -206,7 +205,7 @@ impl Engine {
         if slot.wanted().is_some() {
             return self.bring_up(io, slot).await;
         }
-        self.server.withdraw(io, slot.name()).await;
+        self.volumes.remove(slot.name());
         let mut slots = lock(&self.slots);
         // If it is wanted again by now, the change that wants it waits for the lock.
         if slot.wanted().is_none() {
@@ -331,18 +330,14 @@ impl Engine {
         volume: &Arc<Volume>,
     ) -> Result<(), Stopped> {
         slot.close();
-        // Guests first, because their backend looks up the volume by name.
-        let guests = self.guests.withdraw(slot.name());
-        let mut clients = pin!(self.server.withdraw(io, slot.name()));
-        let over = poll_once(clients.as_mut()).await.is_some();
-        self.server.refuse(slot.name(), "the volume is being withdrawn");
-        let seen_off = async {
-            if !over {
-                clients.await;
-            }
+        self.volumes.remove(slot.name());
+        self.volumes.refuse(slot.name(), "the volume is being withdrawn");
+        let guests = self.guests.withdraw(volume);
+        let withdrawn = async {
+            self.server.withdraw(io, slot.name()).await;
             guests.await;
         };
-        self.unless_stopped(seen_off).await?;
+        self.unless_stopped(withdrawn).await?;
         let mut pause = RETRY_FIRST;
         loop {
             // In a task of its own, so that a stop, which continues with this volume, does not cancel the flush: a

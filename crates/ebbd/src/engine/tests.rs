@@ -115,7 +115,7 @@ impl Opener for Stores {
 struct World {
     engine: Arc<Engine>,
     stores: Arc<Stores>,
-    server: Server,
+    volumes: Volumes,
     /// The last: its tasks hold on to the rest.
     worker: Worker,
 }
@@ -151,9 +151,11 @@ impl World {
         let memory = Memory::new(ebb_mem::Options::new(64 << 20, started)).unwrap();
         let worker = Worker::start("engine", &memory).unwrap();
         let options = CacheOptions { max_bytes: Some(16 << 20), min_bytes: 0, started };
-        let server = Server::new(ServerLimits::default(), TlsMode::Off, None);
+        let volumes = Volumes::default();
+        let server = Server::new(volumes.clone(), ServerLimits::default(), TlsMode::Off, None);
         let engine = Engine::new(EngineParts {
-            server: server.clone(),
+            server,
+            volumes: volumes.clone(),
             parameters: Parameters::new(&Configured::from(config)),
             cache: Cache::without_reclaimer(&memory, options),
             workers: vec![worker.handle()],
@@ -162,7 +164,7 @@ impl World {
             dirty_max: 8 << 20,
             started,
         });
-        World { engine: engine.unwrap(), stores, server, worker }
+        World { engine: engine.unwrap(), stores, volumes, worker }
     }
 
     fn store(&self, name: &str) -> Arc<TestStore> {
@@ -186,6 +188,11 @@ impl World {
         self.worker.handle().block_on(step).expect("the worker ended")
     }
 
+    /// The volume served under this name.
+    fn volume(&self, name: &str) -> Option<Arc<Volume>> {
+        self.volumes.get(name).map(|served| served.volume)
+    }
+
     fn start(&self, config: Config, patience: Option<Duration>) {
         self.run(move |engine, io| async move { engine.start(&io, config, patience).await });
     }
@@ -199,7 +206,7 @@ impl World {
     }
 
     fn write(&self, name: &str, byte: u8) -> Result<(), BlockError> {
-        let volume = self.server.volume(name).expect("it is served");
+        let volume = self.volume(name).expect("it is served");
         self.run(move |_, io| async move {
             let mut buf = io.pool().take(4096).await;
             buf.fill(byte);
@@ -209,7 +216,7 @@ impl World {
 
     /// Begins a write and does not wait for it.
     fn leave_a_write(&self, name: &str) {
-        let volume = self.server.volume(name).expect("it is served");
+        let volume = self.volume(name).expect("it is served");
         self.worker.handle().spawn(move |io| async move {
             let buf = io.pool().take(4096).await;
             let _ = volume.write(&io, buf, 8192, false).await;
@@ -244,7 +251,7 @@ fn a_store_that_hangs_while_it_is_opened_delays_neither_start_nor_stop_nor_a_cha
         world.phases(),
         [phase("good", VolumePhase::Serving), phase("hangs", VolumePhase::Opening)]
     );
-    assert!(world.server.volume("hangs").is_none());
+    assert!(world.volume("hangs").is_none());
     // What is wanted of it now opens at once; the old attempt is forgotten.
     world.store("hangs");
     world.reload(config(
@@ -296,7 +303,7 @@ fn a_store_that_cannot_be_opened_is_tried_again_until_it_can() {
     let failure = world.engine.states()[0].failure.clone().unwrap();
     assert!(failure.reason.contains("not today"), "{}", failure.reason);
     world.store("bad");
-    world.wait_for("it is served", |world| world.server.volume("bad").is_some());
+    world.wait_for("it is served", |world| world.volume("bad").is_some());
     assert_eq!(lock(&world.stores.opened).iter().filter(|name| *name == "bad").count(), 2);
     assert!(world.stop().is_clean());
 }
@@ -415,16 +422,16 @@ fn a_reload_keeps_what_is_served_when_its_successor_cannot_be_opened() {
     let world = World::new(&old, SOON);
     let first = world.store("disk");
     world.start(old.clone(), None);
-    let served = world.server.volume("disk").unwrap();
+    let served = world.volume("disk").unwrap();
     world.stores.set("disk", Fate::Fails);
     let new = config("[volume.disk]\nstore='file:/other'\n");
     world.reload(new.clone());
-    assert!(Arc::ptr_eq(&served, &world.server.volume("disk").unwrap()));
+    assert!(Arc::ptr_eq(&served, &world.volume("disk").unwrap()));
     world.write("disk", 4).unwrap();
     // The same file again: it was not changed, so that it is tried again.
     let second = world.store("disk");
     world.reload(new);
-    assert!(!Arc::ptr_eq(&served, &world.server.volume("disk").unwrap()));
+    assert!(!Arc::ptr_eq(&served, &world.volume("disk").unwrap()));
     assert_eq!(first.stable_bytes()[..4096], [4; 4096], "flushed on its way out");
     world.write("disk", 5).unwrap();
     assert!(world.stop().is_clean());
@@ -507,7 +514,7 @@ fn a_repeated_removal_does_not_remove_a_volume_that_was_added_again() {
         let both_served =
             [phase("disk", VolumePhase::Serving), phase("other", VolumePhase::Serving)];
         world.wait_for("both are served", |world| world.phases() == both_served);
-        assert!(world.server.volume("disk").is_some(), "after {turns} turns");
+        assert!(world.volume("disk").is_some(), "after {turns} turns");
         assert!(world.stop().is_clean());
     }
 }
@@ -522,14 +529,14 @@ fn a_write_that_completes_after_its_volume_was_given_up_is_not_acknowledged() {
         let store = world.store("disk");
         world.start(disk, None);
         store.hang();
-        let volume = world.server.volume("disk").unwrap();
+        let volume = world.volume("disk").unwrap();
         let (sender, written) = std::sync::mpsc::channel();
         world.worker.handle().spawn(move |io| async move {
             // Not a whole page: a cache reads the rest of it first.
             let buf = io.pool().take(512).await;
             let _ = sender.send(volume.write(&io, buf, 8192, false).await.0);
         });
-        let volume = world.server.volume("disk").unwrap();
+        let volume = world.volume("disk").unwrap();
         world.wait_for("the write is in flight", |_| volume.in_flight() > 0);
         let report = world.stop();
         assert_eq!((report.unflushed.len(), &*report.abandoned), (0, &["disk".to_owned()][..]));

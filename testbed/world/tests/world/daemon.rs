@@ -25,7 +25,7 @@ use ebb_io::sim::SimWorker;
 use ebb_mem::Memory;
 use ebb_mem::pressure::{Cause, Level, PressureState};
 use ebb_store::{Io, MemoryStore, NbdOptions, NbdStore, Store, TestStore};
-use ebb_volume::{Mode, Volume};
+use ebb_volume::{Mode, Volume, Volumes};
 use ebbd::engine::{Comparing, Engine, EngineParts, FileClaims, Opened, Opener, Opening};
 use ebbd::stores::{Expected, FileIdentity, StoreError};
 
@@ -223,6 +223,7 @@ pub(crate) struct Daemon {
     // First: its tasks end before what they use.
     pub(crate) worker: SimWorker,
     pub(crate) server: Server,
+    volumes: Volumes,
     pub(crate) engine: Arc<Engine>,
     parameters: Parameters,
     pub(crate) settings: Settings,
@@ -285,9 +286,11 @@ impl Daemon {
         ebbd::xen::govern_grants(&parameters, &grants);
         let (cache, reclaimer) = start_cache(&memory, &parameters, now);
         let worker = SimWorker::new("world", &memory).unwrap();
-        let server = Server::new(ServerLimits::default(), TlsMode::Off, None);
+        let volumes = Volumes::default();
+        let server = Server::new(volumes.clone(), ServerLimits::default(), TlsMode::Off, None);
         let engine = Engine::new(EngineParts {
             server: server.clone(),
+            volumes: volumes.clone(),
             parameters: parameters.clone(),
             cache: cache.clone(),
             workers: vec![worker.handle()],
@@ -308,6 +311,7 @@ impl Daemon {
         let mut daemon = Daemon {
             worker,
             server,
+            volumes,
             engine,
             parameters,
             settings,
@@ -338,7 +342,7 @@ impl Daemon {
     }
 
     pub(crate) fn volume(&self, name: &str) -> Option<Arc<Volume>> {
-        self.server.volume(name)
+        self.volumes.get(name).map(|served| served.volume)
     }
 
     pub(crate) fn connect(&self) -> UnixStream {
@@ -409,13 +413,8 @@ impl Daemon {
 
     /// As `ebbd` does.
     fn serve_guests(&mut self, xen: Xen) {
-        let (server, parameters) = (self.server.clone(), self.parameters.clone());
-        let lookup = move |name: &str| {
-            let volume = server.volume(name)?;
-            Some((volume, parameters.pool(Some(name))))
-        };
         let workers = vec![self.worker.handle()];
-        let mut options = Options::new(Arc::new(xen.machine), workers, Arc::new(lookup));
+        let mut options = Options::new(Arc::new(xen.machine), workers, self.volumes.clone());
         options.parameters = self.grants.clone();
         let engine = Arc::downgrade(&self.engine);
         options.awaited =

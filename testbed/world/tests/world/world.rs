@@ -403,15 +403,14 @@ impl World {
             return;
         }
         let Some(daemon) = &self.daemon else { return };
-        let served = daemon.server.volumes();
         for (number, site) in
             self.sites.iter_mut().enumerate().filter(|(_, s)| !s.orphans.is_empty())
         {
             let here = self.seats.iter().filter(|seat| seat.site == number);
             let here: Vec<_> = here.filter_map(|seat| seat.client.as_ref()).collect();
-            let of_this = |(volume, _): &&(Arc<Volume>, u64)| **volume.name() == site.config.name;
-            if let Some((_, inside)) = served.iter().find(of_this)
-                && *inside == here.len() as u64
+            let name = &site.config.name;
+            if daemon.volume(name).is_some()
+                && daemon.server.connections(name) == here.len() as u64
                 && here.iter().all(|client| client.answered > 0)
             {
                 site.end_orphans();

@@ -74,7 +74,7 @@ fn all_volumes_are_renamed_in_one_reload_without_a_failure() {
     world.reload(all("new"));
     assert_eq!(failures(&world), []);
     assert_eq!(world.engine.states().len(), stores.len());
-    assert!((0..stores.len()).all(|n| world.server.volume(&name("new", n)).is_some()));
+    assert!((0..stores.len()).all(|n| world.volume(&name("new", n)).is_some()));
     assert!(stores.iter().all(|store| store.stable_bytes()[0] == 7));
     assert!(world.stop().is_clean());
 }
@@ -93,9 +93,9 @@ fn a_second_volume_on_one_file_is_refused_at_once_with_the_reason() {
     world.store("two");
     world.reload(apart);
     world.write("b", 1).unwrap();
-    let served = world.server.volume("b").unwrap();
+    let served = world.volume("b").unwrap();
     world.reload(on(&[("a", "file"), ("b", "file")]));
-    assert!(Arc::ptr_eq(&served, &world.server.volume("b").unwrap()), "it was not withdrawn");
+    assert!(Arc::ptr_eq(&served, &world.volume("b").unwrap()), "it was not withdrawn");
     assert!(world.stop().is_clean());
 }
 
@@ -142,7 +142,7 @@ fn a_reload_does_not_wait_for_a_volume_that_an_earlier_one_withdraws() {
             world.phases()[0] == phase("dead", VolumePhase::Closing)
         });
     }
-    world.wait_for("more is served", |world| world.server.volume("more").is_some());
+    world.wait_for("more is served", |world| world.volume("more").is_some());
     dead.release();
     world.wait_for("dead is gone", |world| world.phases().len() == 2);
     assert!(world.stop().is_clean());

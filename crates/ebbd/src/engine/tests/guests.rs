@@ -31,10 +31,8 @@ fn a_guest_keeps_its_disk_through_a_failed_reload_and_is_notified_of_a_new_store
     let (one, two) = (world.store("one"), world.store("two"));
     world.start(on("one"), None);
     let machine = Machine::default();
-    let server = world.server.clone();
-    let lookup = move |name: &str| Some((server.volume(name)?, Arc::default()));
     let workers = vec![world.worker.handle()];
-    let options = Options::new(Arc::new(machine.clone()), workers, Arc::new(lookup));
+    let options = Options::new(Arc::new(machine.clone()), workers, world.volumes.clone());
     world.engine.serve_guests(Backend::start(options).unwrap());
     let guest = machine.guest(1, 64).unwrap();
     attach_disk(&machine);
@@ -82,10 +80,8 @@ fn an_orderly_stop_leaves_a_written_back_volume_to_the_next_daemon() {
         let world = World::new(&listed(), SOON);
         world.stores.set("disk", Fate::Opens(store.clone()));
         world.start(listed(), None);
-        let server = world.server.clone();
-        let lookup = move |name: &str| Some((server.volume(name)?, Arc::default()));
         let workers = vec![world.worker.handle()];
-        let mut options = Options::new(Arc::new(machine.clone()), workers, Arc::new(lookup));
+        let mut options = Options::new(Arc::new(machine.clone()), workers, world.volumes.clone());
         options.journals = Some(journals.path().to_owned());
         world.engine.serve_guests(Backend::start(options).unwrap());
         if life == 1 {

@@ -39,7 +39,7 @@ impl Disk {
     }
 
     fn served(&self) -> u8 {
-        let volume = self.world.server.volume("disk").expect("it is served");
+        let volume = self.world.volume("disk").expect("it is served");
         self.world.run(move |_, io| async move {
             let (outcome, buf) = volume.read(&io, io.pool().take(4096).await, 0).await;
             outcome.unwrap();
@@ -49,9 +49,9 @@ impl Disk {
 
     /// A reload that changes the entry is refused, and what was served is.
     fn refuses(&self, new: &Config, how: &str) {
-        let before = self.world.server.volume("disk").unwrap();
+        let before = self.world.volume("disk").unwrap();
         self.world.reload(new.clone());
-        assert!(Arc::ptr_eq(&before, &self.world.server.volume("disk").unwrap()), "{how}");
+        assert!(Arc::ptr_eq(&before, &self.world.volume("disk").unwrap()), "{how}");
         assert_eq!(self.served(), 7, "{how}");
     }
 }
@@ -94,9 +94,9 @@ fn a_reload_does_not_take_another_file_for_the_one_served() {
     disk.refuses(&new, "replaced");
     // It is where it was again: now it is changed, and the same.
     std::fs::rename(disk.path("elsewhere"), disk.path("image")).unwrap();
-    let before = disk.world.server.volume("disk").unwrap();
+    let before = disk.world.volume("disk").unwrap();
     disk.world.reload(new);
-    assert!(!Arc::ptr_eq(&before, &disk.world.server.volume("disk").unwrap()));
+    assert!(!Arc::ptr_eq(&before, &disk.world.volume("disk").unwrap()));
     drop(before);
     assert_eq!(disk.served(), 7);
     assert!(disk.world.stop().is_clean());
@@ -174,7 +174,7 @@ fn a_file_removed_during_a_change_is_waited_for_and_not_created_again() {
     assert!(reason.contains("no longer at its path (there is no file)"), "{reason}");
     assert!(!path.exists());
     std::fs::rename(&other, &path).unwrap();
-    world.wait_for("it is served", |world| world.server.volume("disk").is_some());
+    world.wait_for("it is served", |world| world.volume("disk").is_some());
     let disk = Disk { folder, world };
     assert_eq!(disk.served(), 7);
     assert!(disk.world.stop().is_clean());
@@ -188,6 +188,6 @@ fn a_file_that_is_shrunk_while_its_volume_is_changed_is_served_as_before() {
         std::fs::File::options().write(true).open(path).unwrap().set_len(1 << 19).unwrap();
     });
     assert_eq!(world.phases(), [phase("disk", VolumePhase::Serving)]);
-    assert_eq!(world.server.volume("disk").unwrap().size(), 1 << 19);
+    assert_eq!(world.volume("disk").unwrap().size(), 1 << 19);
     assert!(world.stop().is_clean());
 }

@@ -17,7 +17,7 @@ fn a_volume_that_was_given_up_is_served_anew_when_its_server_is_back() {
         remote.start(volumes(&["disk"], "none"), None);
         let _ = std::fs::remove_file(&path);
         let socket = ebb_io::fd_from(UnixListener::bind(&path).unwrap());
-        let (server, handles) = (remote.server.clone(), vec![remote.worker.handle()]);
+        let (server, handles) = (remote.engine.server.clone(), vec![remote.worker.handle()]);
         remote.worker.handle().spawn(move |io| async move {
             let _ = server.listen(io, socket, handles).await;
         });
@@ -29,7 +29,7 @@ fn a_volume_that_was_given_up_is_served_anew_when_its_server_is_back() {
     options.reconnect = Duration::from_millis(100);
     world.stores.set("disk", Fate::Remote(options));
     world.start(volumes(&["disk"], "writeback"), None);
-    assert!(world.server.volume("disk").is_some());
+    assert!(world.volume("disk").is_some());
     drop(remote);
     // It cannot be flushed, and there is nothing to flush.
     world.store("other");

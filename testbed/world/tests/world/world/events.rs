@@ -243,7 +243,7 @@ impl World {
         site.oracle.begin_resize();
         let (name, bytes) = (site.config.name.clone(), (to * SECTOR) as u64);
         self.note(format_args!("v{at} of {size} sectors is to have {to}"));
-        self.submit_resize(at, name, Resize { to: Some(bytes), shrink });
+        self.submit_resize(at, &name, Resize { to: Some(bytes), shrink });
     }
 
     /// A disk is larger now, and holds data there, as a logical volume may; the daemon is told to
@@ -258,14 +258,14 @@ impl World {
         disk.change((from * SECTOR) as u64, &data);
         let name = site.config.name.clone();
         self.note(format_args!("disk {at} of {from} sectors has {to} now"));
-        self.submit_resize(at, name, Resize { to: None, shrink: false });
+        self.submit_resize(at, &name, Resize { to: None, shrink: false });
     }
 
-    fn submit_resize(&mut self, at: usize, name: String, order: Resize) {
-        let server = self.daemon().server.clone();
+    fn submit_resize(&mut self, at: usize, name: &str, order: Resize) {
+        let volume = self.daemon().volume(name);
         let submitted = self.daemon().submit(|io| async move {
             // One that is not served keeps its size.
-            match server.volume(&name) {
+            match volume {
                 Some(volume) => volume.resize(&io, order).await.map_err(|error| error.to_string()),
                 None => Err("not served".to_owned()),
             }

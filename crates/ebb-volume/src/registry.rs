@@ -1,0 +1,124 @@
+//! The volumes that a daemon serves, by name: one registry for all exports.
+//!
+//! The owner of the volumes adds and removes them. An export looks a volume up when a client or a guest wants
+//! it, and keeps what it needs for its connections itself. To take a volume away, the owner first removes it
+//! here, and then calls and awaits `withdraw` of each export, which completes the requests in flight.
+//!
+//! # Invariants
+//! - A name is either served or refused with a reason, or unknown.
+//! - A volume that was removed is not found any more. An export that found it before checks again when it has
+//!   recorded the connection, since its `withdraw` may have been called in between.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use ebb_mem::PoolParameters;
+
+use crate::Volume;
+
+/// A volume that is served.
+#[derive(Clone, Debug)]
+pub struct ServedVolume {
+    /// The volume.
+    pub volume: Arc<Volume>,
+    /// Limits the page pools of its connections and rings.
+    pub pool: Arc<PoolParameters>,
+}
+
+#[derive(Debug, Default)]
+struct Names {
+    served: BTreeMap<Arc<str>, ServedVolume>,
+    /// Names that are not served now, each with the reason for clients.
+    refused: BTreeMap<Arc<str>, Arc<str>>,
+}
+
+/// See the module. Cheap to clone; all clones are handles of the same registry.
+#[derive(Clone, Debug, Default)]
+pub struct Volumes(Arc<RwLock<Names>>);
+
+impl Volumes {
+    fn read(&self) -> RwLockReadGuard<'_, Names> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Names> {
+        self.0.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Serves a volume under its name; `pool` limits the page pools of its connections.
+    pub fn add(&self, volume: Arc<Volume>, pool: Arc<PoolParameters>) {
+        let mut names = self.write();
+        let name = volume.name().clone();
+        names.refused.remove(&name);
+        names.served.insert(name, ServedVolume { volume, pool });
+    }
+
+    /// Removes a name, served or refused, and returns the volume that was served.
+    pub fn remove(&self, name: &str) -> Option<Arc<Volume>> {
+        let mut names = self.write();
+        names.refused.remove(name);
+        names.served.remove(name).map(|served| served.volume)
+    }
+
+    /// Refuses a name that is not served, with the reason `why`, until it is added or removed.
+    pub fn refuse(&self, name: &str, why: &str) {
+        self.write().refused.insert(name.into(), why.into());
+    }
+
+    /// The volume of this name.
+    pub fn get(&self, name: &str) -> Option<ServedVolume> {
+        self.read().served.get(name).cloned()
+    }
+
+    /// Why a name that is not served is refused, if a reason was given.
+    pub fn refusal(&self, name: &str) -> Option<String> {
+        self.read().refused.get(name).map(|why| why.to_string())
+    }
+
+    /// Calls `visit` with each name that is served, in order.
+    pub fn visit_names(&self, mut visit: impl FnMut(&str)) {
+        self.read().served.keys().for_each(|name| visit(name));
+    }
+
+    /// All volumes that are served, ordered by name.
+    pub fn list(&self) -> Vec<Arc<Volume>> {
+        self.read().served.values().map(|served| served.volume.clone()).collect()
+    }
+
+    /// The number of volumes that are served.
+    pub fn count(&self) -> usize {
+        self.read().served.len()
+    }
+}
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use super::*;
+    use ebb_store::{MemoryStore, Store};
+
+    fn volume(name: &str) -> Arc<Volume> {
+        let store = Store::Memory(MemoryStore::new(1 << 20));
+        Volume::new(name, store, crate::VolumeOptions::default())
+    }
+
+    #[test]
+    fn a_name_is_served_or_refused_or_unknown() {
+        let volumes = Volumes::default();
+        volumes.refuse("a", "it is being opened");
+        assert!(volumes.get("a").is_none());
+        assert_eq!(volumes.refusal("a").as_deref(), Some("it is being opened"));
+        let first = volume("a");
+        volumes.add(first.clone(), Arc::default());
+        assert!(Arc::ptr_eq(&volumes.get("a").unwrap().volume, &first));
+        assert_eq!((volumes.refusal("a"), volumes.count()), (None, 1));
+        volumes.add(volume("b"), Arc::default());
+        let mut names = Vec::new();
+        volumes.visit_names(|name| names.push(name.to_owned()));
+        assert_eq!(names, ["a", "b"]);
+        assert!(Arc::ptr_eq(&volumes.remove("a").unwrap(), &first));
+        assert!(volumes.get("a").is_none() && volumes.refusal("a").is_none());
+        volumes.refuse("b", "never seen, since it is served");
+        assert!(volumes.remove("b").is_some() && volumes.refusal("b").is_none());
+        assert!(volumes.list().is_empty());
+    }
+}
