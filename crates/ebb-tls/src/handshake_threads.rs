@@ -8,7 +8,9 @@
 //!
 //! Low priority alone is not enough: a request that wakes a worker still waits until the kernel preempts
 //! the handshake, a millisecond or more, which slows down a client with one request in flight by that much per request.
-//! So a thread may compute for [`BURST`] without a pause, and then for one part in [`ONE_IN`] of the time.
+//! So a thread may compute for [`BURST`] without a pause, of which [`BURST_OF_ONE`] for one address, and then for one
+//! part in [`ONE_IN`] of the time: one peer that begins handshakes without end slows down the others little from the
+//! start.
 //!
 //! The queues are bounded by the callers: each connection has at most one step queued or running.
 
@@ -35,6 +37,10 @@ const ONE_IN: u32 = 8;
 /// What it may compute before that, without a pause: the handshakes of a thousand clients that connect at once, as
 /// after a restart of a host, at 2 ms each.
 const BURST: Duration = Duration::from_secs(2);
+/// The part of it for handshakes from one address: as many as may be pending from one.
+const BURST_OF_ONE: Duration = Duration::from_millis(256);
+/// Addresses whose CPU time is remembered.
+const PEERS_MAX: usize = 1024;
 /// The longest pause, however long one step takes.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
@@ -73,10 +79,10 @@ impl HandshakeQueue {
         jobs.push_back(job);
     }
 
-    fn pop(&mut self) -> Option<HandshakeJob> {
+    fn pop(&mut self) -> Option<(PeerKey, HandshakeJob)> {
         let peer = self.order_of_peers.pop_front()?;
         let jobs = self.jobs.get_mut(&peer)?;
-        let job = jobs.pop_front();
+        let job = jobs.pop_front().map(|job| (peer, job));
         if jobs.is_empty() {
             self.jobs.remove(&peer);
         } else {
@@ -86,15 +92,16 @@ impl HandshakeQueue {
     }
 }
 
-/// The CPU time that a thread may use: [`BURST`], and a part of the elapsed time.
+/// CPU time that may be used: a burst, and a part of the elapsed time.
 struct CpuAllowance {
+    burst: Duration,
     spent: Duration,
     seen: Instant,
 }
 
 impl CpuAllowance {
-    fn new(now: Instant) -> CpuAllowance {
-        CpuAllowance { spent: Duration::ZERO, seen: now }
+    fn new(burst: Duration, now: Instant) -> CpuAllowance {
+        CpuAllowance { burst, spent: Duration::ZERO, seen: now }
     }
 
     /// How long to pause after a step that used `took` of CPU time and ended `now`.
@@ -103,8 +110,34 @@ impl CpuAllowance {
         self.seen = now;
         self.spent = self.spent.saturating_sub(earned).saturating_add(took);
         // CPU time beyond the longest pause is not carried over.
-        self.spent = self.spent.min(BURST + PAUSE_MAX / ONE_IN);
-        self.spent.saturating_sub(BURST) * ONE_IN
+        self.spent = self.spent.min(self.burst + PAUSE_MAX / ONE_IN);
+        self.spent.saturating_sub(self.burst) * ONE_IN
+    }
+}
+
+/// The CPU time that a thread may use, in all and for each address.
+struct CpuAllowances {
+    all: CpuAllowance,
+    of_peers: HashMap<PeerKey, CpuAllowance>,
+}
+
+impl CpuAllowances {
+    fn new(now: Instant) -> CpuAllowances {
+        CpuAllowances { all: CpuAllowance::new(BURST, now), of_peers: HashMap::new() }
+    }
+
+    /// How long to pause after a step for `peer` that used `took` of CPU time and ended `now`.
+    fn pause(&mut self, peer: PeerKey, took: Duration, now: Instant) -> Duration {
+        if self.of_peers.len() >= PEERS_MAX {
+            self.of_peers.retain(|_, one| now < one.seen + BURST_OF_ONE * ONE_IN);
+            if self.of_peers.len() >= PEERS_MAX {
+                // So many addresses share the burst of all anyway.
+                self.of_peers.clear();
+            }
+        }
+        let of_peer =
+            self.of_peers.entry(peer).or_insert_with(|| CpuAllowance::new(BURST_OF_ONE, now));
+        of_peer.pause(took, now).max(self.all.pause(took, now))
     }
 }
 
@@ -141,7 +174,7 @@ fn threads() -> Option<&'static HandshakeThreads> {
 fn run(threads: &HandshakeThreads) {
     // On Linux this affects the calling thread only. If it fails, handshakes run at normal priority.
     let _ = rustix::process::setpriority_process(None, NICE);
-    let mut allowance = CpuAllowance::new(Instant::now());
+    let mut allowances = CpuAllowances::new(Instant::now());
     loop {
         let mut queue = lock(&threads.queue);
         let job = loop {
@@ -151,7 +184,7 @@ fn run(threads: &HandshakeThreads) {
             }
         };
         drop(queue);
-        let HandshakeJob { mut session, step } = job;
+        let (peer, HandshakeJob { mut session, step }) = job;
         if lock(&step).cancelled {
             continue;
         }
@@ -164,7 +197,7 @@ fn run(threads: &HandshakeThreads) {
             step.waker.take()
         };
         waker.into_iter().for_each(Waker::wake);
-        std::thread::sleep(allowance.pause(took, Instant::now()));
+        std::thread::sleep(allowances.pause(peer, took, Instant::now()));
     }
 }
 
@@ -225,7 +258,7 @@ mod tests {
     #[test]
     fn endless_handshakes_use_an_eighth_of_a_processor_and_a_burst_is_not_delayed() {
         let mut now = Instant::now();
-        let mut allowance = CpuAllowance::new(now);
+        let mut allowance = CpuAllowance::new(BURST, now);
         let step = Duration::from_millis(2);
         // A burst is not delayed.
         for _ in 0..1000 {
@@ -241,6 +274,38 @@ mod tests {
         assert_eq!(allowance.pause(Duration::from_secs(3600), now), PAUSE_MAX);
         now += PAUSE_MAX;
         assert!(allowance.pause(step, now) < 2 * step * ONE_IN);
+    }
+
+    #[test]
+    fn one_address_has_a_small_part_of_the_burst_and_takes_none_from_others() {
+        let mut now = Instant::now();
+        let mut allowances = CpuAllowances::new(now);
+        let step = Duration::from_millis(2);
+        let burst_of = |peer, now: &mut Instant, allowances: &mut CpuAllowances| {
+            let mut count = 0;
+            loop {
+                *now += step;
+                count += 1;
+                if allowances.pause(peer, step, *now) > Duration::ZERO {
+                    return count;
+                }
+            }
+        };
+        // 128, and what the time in between earns.
+        let flood = burst_of(1, &mut now, &mut allowances);
+        assert!((128..160).contains(&flood), "{flood}");
+        assert_eq!(burst_of(1, &mut now, &mut allowances), 1, "it is used up");
+        assert!(burst_of(2, &mut now, &mut allowances) >= 128, "another address has its own");
+        // Many addresses share the burst of all, and their number is bounded.
+        let mut count = 0;
+        while allowances.pause(3 + count, step, now) == Duration::ZERO {
+            count += 1;
+        }
+        assert!((500..900).contains(&count), "{count}");
+        for peer in 0..100_000 {
+            allowances.pause(peer, step, now);
+            assert!(allowances.of_peers.len() <= PEERS_MAX);
+        }
     }
 
     #[test]
@@ -264,8 +329,9 @@ mod tests {
             kept.push(push(&mut queue, 1, "flood"));
         }
         kept.push(push(&mut queue, 2, "honest"));
-        let order: Vec<_> =
-            std::iter::from_fn(|| queue.pop()).map(|job| steps[&Arc::as_ptr(&job.step)]).collect();
+        let order: Vec<_> = std::iter::from_fn(|| queue.pop())
+            .map(|(_, job)| steps[&Arc::as_ptr(&job.step)])
+            .collect();
         assert_eq!(order.iter().position(|name| *name == "honest"), Some(1));
         assert_eq!(order.len(), 101);
         assert!(queue.jobs.is_empty() && queue.order_of_peers.is_empty());
