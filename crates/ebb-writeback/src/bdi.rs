@@ -9,11 +9,10 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::config::{BdiOptions, Error, Law};
+use crate::config::{BdiOptions, Error};
 use crate::fair::VolumeAccount;
 use crate::flush::{FlushPlan, FlushPosition};
 use crate::horizon::{HorizonState, PaceDecision};
-use crate::linux::{LinuxBounds, LinuxState, LinuxTask};
 use crate::shared::{DeviceSlot, SharedState};
 use crate::shares::starting;
 use crate::stats::{BdiStats, BdiVolumeStats, Pauses};
@@ -29,7 +28,7 @@ const SPLIT: u64 = 4;
 
 /// A volume on a backing device. Valid only with the [`Bdi`] that returned it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct VolumeId(usize);
+pub struct VolumeId(pub(crate) usize);
 
 /// The result of a request to make data dirty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,16 +53,9 @@ pub enum WriteOutcome {
 #[derive(Debug)]
 struct BdiVolume {
     account: VolumeAccount,
-    task: LinuxTask,
     dirty: u64,
     writeback: u64,
     pauses: Pauses,
-}
-
-#[derive(Debug)]
-enum LawState {
-    Horizon(Box<HorizonState>),
-    Linux(LinuxState),
 }
 
 /// Busy time, for the utilisation of the last one to two seconds.
@@ -103,7 +95,7 @@ pub struct Bdi {
     shared: Arc<SharedState>,
     index: usize,
     options: BdiOptions,
-    law_state: LawState,
+    horizon: HorizonState,
     volumes: Vec<Option<BdiVolume>>,
     /// The next volume whose account is updated in passing.
     next_account: usize,
@@ -128,16 +120,12 @@ impl Bdi {
         now: Nanos,
     ) -> Self {
         let rate = options.rate.map(|rate| rate.clamp(1, RATE_MOST));
-        let law_state = match shared.law {
-            Law::Horizon => LawState::Horizon(Box::new(HorizonState::new(rate, now))),
-            Law::Linux | Law::LinuxOld { .. } => LawState::Linux(LinuxState::new(rate, now)),
-        };
         let busy = BusyTime { marks: [(now, 0); 2], ..BusyTime::default() };
         let mut bdi = Self {
             shared,
             index,
             options,
-            law_state,
+            horizon: HorizonState::new(rate, now),
             volumes: Vec::new(),
             next_account: 0,
             dirty: 0,
@@ -163,31 +151,15 @@ impl Bdi {
         self.dirty.saturating_add(self.writeback)
     }
 
-    fn bounds(&self) -> LinuxBounds {
-        let BdiOptions { min_ratio, max_ratio, max_bytes, strict_limit: strict, .. } = self.options;
-        LinuxBounds { min_ratio, max_ratio, max_bytes, strict }
-    }
-
     /// The threshold that pacing uses; above 0.
     fn threshold(&self) -> u64 {
         let granted = self.slot().threshold.load(Relaxed).max(1);
-        self.starting(granted).unwrap_or(granted)
-    }
-
-    /// The bound of a device whose rate is not established yet, if it is less than `granted`.
-    fn starting(&self, granted: u64) -> Option<u64> {
-        match &self.law_state {
-            LawState::Horizon(horizon) => starting(horizon.rate.proven(), granted),
-            LawState::Linux(_) => None,
-        }
+        starting(self.horizon.rate.proven(), granted).unwrap_or(granted)
     }
 
     /// Publishes the state to the control thread and the other handles.
     fn publish(&mut self) {
-        let (rate, proven) = match &mut self.law_state {
-            LawState::Horizon(horizon) => (horizon.rate.value(), horizon.rate.proven()),
-            LawState::Linux(linux) => (linux.estimate(), u64::MAX),
-        };
+        let (rate, proven) = (self.horizon.rate.value(), self.horizon.rate.proven());
         let slot = self.slot();
         slot.dirty.store(self.dirty, Relaxed);
         slot.writeback.store(self.writeback, Relaxed);
@@ -205,7 +177,6 @@ impl Bdi {
         }
         let volume = BdiVolume {
             account: VolumeAccount::new(weight),
-            task: LinuxTask::default(),
             dirty: 0,
             writeback: 0,
             pauses: Pauses::default(),
@@ -228,10 +199,8 @@ impl Bdi {
             return;
         };
         let (held, threshold) = (self.held(), self.threshold());
-        if let LawState::Horizon(horizon) = &mut self.law_state {
-            horizon.advance(held, threshold, now);
-            horizon.charge(&mut removed.account, PaceDecision::Free, (0, 0));
-        }
+        self.horizon.advance(held, threshold, now);
+        self.horizon.charge(&mut removed.account, PaceDecision::Free, (0, 0));
         let dirty = removed.dirty.min(self.dirty);
         self.dirty -= dirty;
         self.shared.release(dirty);
@@ -257,10 +226,7 @@ impl Bdi {
             // In whole pages where possible.
             return Verdict::Split(piece - piece % 4096);
         }
-        let verdict = match self.shared.law {
-            Law::Horizon => self.reserve_horizon(volume, bytes, now),
-            Law::Linux | Law::LinuxOld { .. } => self.reserve_linux(volume, bytes, now),
-        };
+        let verdict = self.pace(volume, bytes, now);
         if verdict == Verdict::Go {
             self.dirty = self.dirty.saturating_add(bytes);
             self.dirtied = self.dirtied.saturating_add(bytes);
@@ -275,9 +241,10 @@ impl Bdi {
         verdict
     }
 
-    fn reserve_horizon(&mut self, volume: VolumeId, bytes: u64, now: Nanos) -> Verdict {
+    /// Decides, and reserves the bytes of the limit if they are granted.
+    fn pace(&mut self, volume: VolumeId, bytes: u64, now: Nanos) -> Verdict {
         let (held, threshold) = (self.held(), self.threshold());
-        let LawState::Horizon(horizon) = &mut self.law_state else { return Verdict::Go };
+        let horizon = &mut self.horizon;
         let free = held.saturating_add(bytes) <= horizon.free(threshold);
         if !free {
             horizon.advance(held, threshold, now);
@@ -311,33 +278,13 @@ impl Bdi {
         Verdict::Go
     }
 
-    fn reserve_linux(&mut self, volume: VolumeId, bytes: u64, now: Nanos) -> Verdict {
-        let (held, bounds) = (self.held(), self.bounds());
-        let LawState::Linux(linux) = &mut self.law_state else { return Verdict::Go };
-        let Some(Some(entry)) = self.volumes.get_mut(volume.0) else {
-            return Verdict::PauseUntil(now.saturating_add(SECOND));
-        };
-        let around = (&*self.shared, &bounds);
-        let until = linux.reserve(&mut entry.task, around, held, now);
-        if until > now {
-            return Verdict::PauseUntil(until);
-        }
-        self.shared.take(bytes);
-        linux.dirtied(&mut entry.task, around, (held.saturating_add(bytes), bytes), now);
-        Verdict::Go
-    }
-
     /// The flusher has sent `bytes` of dirty data of `volume` to the store.
     pub fn on_writeback(&mut self, volume: VolumeId, bytes: u64, now: Nanos) {
         let bytes = bytes.min(self.dirty);
         if self.writeback == 0 && bytes > 0 {
             self.busy.since = Some(now);
             self.slot().last_completed.store(now, Relaxed);
-            match &mut self.law_state {
-                LawState::Horizon(horizon) => horizon.rate.busy(now),
-                LawState::Linux(linux) if self.shared.law == Law::Linux => linux.busy(now),
-                LawState::Linux(_) => {}
-            }
+            self.horizon.rate.busy(now);
         }
         self.dirty -= bytes;
         self.writeback = self.writeback.saturating_add(bytes);
@@ -380,16 +327,11 @@ impl Bdi {
         }
         self.publish();
         let (held, threshold) = (self.held(), self.threshold());
-        match &mut self.law_state {
-            LawState::Horizon(horizon) => {
-                if held == 0 {
-                    horizon.flusher.stop();
-                }
-                horizon.advance(held, threshold, now);
-                horizon.retry_reservation(held, threshold, now)
-            }
-            LawState::Linux(_) => false,
+        if held == 0 {
+            self.horizon.flusher.stop();
         }
+        self.horizon.advance(held, threshold, now);
+        self.horizon.retry_reservation(held, threshold, now)
     }
 
     fn success(&mut self, bytes: u64, sent: Nanos, now: Nanos) {
@@ -397,14 +339,8 @@ impl Bdi {
         self.not_before = 0;
         self.written = self.written.saturating_add(bytes);
         self.shared.release(bytes);
-        let (bounds, more) = (self.bounds(), self.dirty > 0);
-        match &mut self.law_state {
-            LawState::Horizon(horizon) => {
-                horizon.rate.completed(bytes, more, now);
-                horizon.flusher.latency.add(now.saturating_sub(sent), now);
-            }
-            LawState::Linux(linux) => linux.written(&self.shared, &bounds, bytes, now),
-        }
+        self.horizon.rate.completed(bytes, self.dirty > 0, now);
+        self.horizon.flusher.latency.add(now.saturating_sub(sent), now);
         let slot = self.slot();
         slot.last_completed.store(now, Relaxed);
         slot.failing.store(false, Relaxed);
@@ -421,9 +357,7 @@ impl Bdi {
             self.pause = self.pause.saturating_mul(2).min(BACKOFF_MOST);
         }
         self.not_before = now.saturating_add(self.pause);
-        if let LawState::Horizon(horizon) = &mut self.law_state {
-            horizon.rate.failed(now);
-        }
+        self.horizon.rate.failed(now);
         self.slot().failing.store(self.failed_in_a_row >= FAILURES, Relaxed);
     }
 
@@ -436,8 +370,8 @@ impl Bdi {
             volume.dirty -= bytes.min(volume.dirty);
         }
         self.publish();
-        if let (0, LawState::Horizon(horizon)) = (self.held(), &mut self.law_state) {
-            horizon.flusher.stop();
+        if self.held() == 0 {
+            self.horizon.flusher.stop();
         }
     }
 
@@ -450,25 +384,10 @@ impl Bdi {
         let held = shared.total.load(Relaxed);
         let limit = shared.limit.load(Relaxed);
         let urgent = shared.pressure.load(Relaxed) > 0 || held > limit - limit / 8;
-        let (start, in_flight, chunk) = match &mut self.law_state {
-            LawState::Horizon(horizon) => {
-                let rate = horizon.rate.value();
-                let at = FlushPosition {
-                    threshold,
-                    dirty,
-                    writeback,
-                    rate,
-                    urgent,
-                    max_chunk,
-                    max_in_flight,
-                };
-                horizon.flusher.plan(&at)
-            }
-            LawState::Linux(linux) => {
-                let over = held > shared.thresholds().1 || dirty > linux.background(shared);
-                (dirty > 0 && over, max_in_flight, max_chunk)
-            }
-        };
+        let rate = self.horizon.rate.value();
+        let at =
+            FlushPosition { threshold, dirty, writeback, rate, urgent, max_chunk, max_in_flight };
+        let (start, in_flight, chunk) = self.horizon.flusher.plan(&at);
         let expired = now.saturating_sub(shared.expire);
         FlushPlan { start, in_flight, chunk, expired, not_before: self.not_before }
     }
@@ -500,11 +419,7 @@ impl Bdi {
 
     /// Statistics of this device.
     pub fn stats(&mut self, now: Nanos) -> BdiStats {
-        let (held, bounds) = (self.held(), self.bounds());
-        let threshold = match &mut self.law_state {
-            LawState::Horizon(_) => self.threshold(),
-            LawState::Linux(linux) => linux.threshold(&self.shared, &bounds, held),
-        };
+        let threshold = self.threshold();
         let limit = self.shared.limit.load(Relaxed);
         let share = mul_div(threshold, u64::from(WHOLE), limit);
         BdiStats {
@@ -519,10 +434,10 @@ impl Bdi {
             failures: self.failures,
             stuck: self.slot().stuck.load(Relaxed),
             pauses: self.pauses,
-            min_ratio: bounds.min_ratio,
-            max_ratio: bounds.max_ratio,
-            max_bytes: bounds.max_bytes,
-            strict_limit: bounds.strict,
+            min_ratio: self.options.min_ratio,
+            max_ratio: self.options.max_ratio,
+            max_bytes: self.options.max_bytes,
+            strict_limit: self.options.strict_limit,
         }
     }
 

@@ -1,37 +1,15 @@
-//! Options: the law, the limit, and the bounds of single backing devices.
+//! Options: the limit, and the bounds of single backing devices.
 //!
 //! Nothing here needs tuning for the hardware: the defaults suit a USB stick and a disk array alike. Ratios
 //! are in parts per million ([`WHOLE`] = 100 %).
 
 use crate::units::{MILLISECOND, Nanos, SECOND, WHOLE};
 
-/// How thresholds are divided and writers are paced.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Law {
-    /// Linux 2.6.24 to 3.5: floating proportions counted in completed pages, with a period of 2^(`shift` +
-    /// log2(limit in pages)) pages. Released kernels used +2; later proposals were +0 and −1. For comparison
-    /// only.
-    LinuxOld {
-        /// Added to the exponent, −8 to 8; the proposals were +2, +0 and −1.
-        shift: i8,
-    },
-    /// Linux since 3.6: flexible proportions that halve every 3 s, position control, estimated bandwidth,
-    /// pauses, strict limits. For comparison, or where its behaviour is wanted.
-    Linux,
-    /// Measured rate × a horizon common to all devices, enforced from the first byte.
-    #[default]
-    Horizon,
-}
-
 /// Options that apply to all backing devices together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WritebackOptions {
-    /// The law; fixed for the life of a controller.
-    pub law: Law,
     /// The most bytes dirty and under writeback, of all devices; see [`crate::limit_for`]. At least 1 MiB.
     pub limit: u64,
-    /// The Linux laws' background threshold as a fraction of the limit; unused by the horizon law.
-    pub background: u32,
     /// The longest time that a device may need to write its dirty data (10 ms to 60 s). Less where memory is
     /// short.
     pub horizon: Nanos,
@@ -47,15 +25,7 @@ impl WritebackOptions {
     /// The defaults, with this limit in bytes.
     #[must_use]
     pub fn new(limit: u64) -> Self {
-        Self {
-            law: Law::Horizon,
-            limit,
-            background: WHOLE / 2,
-            horizon: 2 * SECOND,
-            expire: 30 * SECOND,
-            bdis: 256,
-            volumes: 1 << 16,
-        }
+        Self { limit, horizon: 2 * SECOND, expire: 30 * SECOND, bdis: 256, volumes: 1 << 16 }
     }
 
     pub(crate) fn checked(&self) -> Result<(), Error> {
@@ -66,13 +36,7 @@ impl WritebackOptions {
         if !within(self.horizon) {
             return Err(Error::Horizon { nanos: self.horizon });
         }
-        if self.background > WHOLE {
-            return Err(Error::Ratio { name: "background", ppm: self.background });
-        }
-        match self.law {
-            Law::LinuxOld { shift } if !(-8..=8).contains(&shift) => Err(Error::Shift { shift }),
-            _ => Ok(()),
-        }
+        Ok(())
     }
 }
 
@@ -91,15 +55,13 @@ pub struct BdiOptions {
     pub max_ratio: u32,
     /// The most bytes dirty and under writeback for this device.
     pub max_bytes: u64,
-    /// Enforce this device's own threshold even while other devices leave room. The Linux laws need this
-    /// setting. The horizon law always does so; for it, strict means that not even one write may exceed the
-    /// threshold, except a write that is larger than all of it.
+    /// Not even one write may exceed the device's threshold, except a write that is larger than all of it.
     pub strict_limit: bool,
     /// The device's rate in bytes per second when it was last in use, if known.
     pub rate: Option<u64>,
     /// Largest single write to the store, in bytes (at least 4096).
     pub max_chunk: u64,
-    /// The most bytes in flight to the store. The Linux laws always use all of it, the horizon law seldom.
+    /// The most bytes in flight to the store; seldom used up.
     pub max_in_flight: u64,
     /// The fixed cost of one write in bytes, where volumes share a device.
     pub io_cost: u64,
@@ -163,12 +125,6 @@ pub enum Error {
     MinRatios {
         /// The sum, including this one.
         ppm: u64,
-    },
-    /// The period shift is out of range.
-    #[error("a period shift of {shift} is out of range: give -8 to 8")]
-    Shift {
-        /// The requested shift.
-        shift: i8,
     },
     /// The sizes of writes contradict each other.
     #[error("max_chunk {chunk} and max_in_flight {in_flight}: 4096 <= max_chunk <= max_in_flight")]

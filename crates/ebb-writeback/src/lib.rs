@@ -6,10 +6,10 @@
 //! small (docs/adr/0003-writeback-law.md). Here the threshold of a device is its **measured rate times one
 //! horizon common to all devices**, at most 2 s and less where memory is short. It is enforced from the first
 //! byte, is right as soon as the rate is known, and its dirty data drains within the horizon by construction.
-//! Two laws of Linux (`mm/page-writeback.c`) are available behind the same interface for comparison.
 //!
 //! A library without I/O, clock, threads, logging or globals: time is passed in as nanoseconds, so hours can
-//! be simulated in seconds (feature `sim`, which runs the scenarios of `docs/results/writeback`).
+//! be simulated in seconds (feature `sim`, which runs the scenarios of `docs/results/writeback`, also under two
+//! laws of Linux for comparison).
 //!
 //! # Vocabulary
 //! - **bdi**, backing device: whatever can be slow as a unit: a disk, a server, a pool.
@@ -87,8 +87,6 @@ mod fair;
 mod flush;
 mod horizon;
 mod limit;
-mod linux;
-mod proportion;
 mod rate;
 mod shared;
 mod shares;
@@ -99,7 +97,7 @@ mod units;
 mod writeback;
 
 pub use bdi::{Bdi, Verdict, VolumeId, WriteOutcome};
-pub use config::{BdiOptions, Error, Law, MIN_LIMIT, WritebackOptions};
+pub use config::{BdiOptions, Error, MIN_LIMIT, WritebackOptions};
 pub use flush::FlushPlan;
 pub use limit::{PressureLevel, limit_for};
 pub use stats::{BdiStats, BdiVolumeStats, Pauses, WritebackStats};

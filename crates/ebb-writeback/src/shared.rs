@@ -8,9 +8,8 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 
-use crate::config::{Law, MAX_LIMIT, WritebackOptions};
-use crate::proportion::{GlobalProportion, ProportionKind};
-use crate::units::{Nanos, part};
+use crate::config::{MAX_LIMIT, WritebackOptions};
+use crate::units::Nanos;
 
 /// One backing device, as seen by the other handles.
 #[derive(Debug, Default)]
@@ -45,8 +44,6 @@ impl DeviceSlot {
 /// The shared state.
 #[derive(Debug)]
 pub(crate) struct SharedState {
-    pub(crate) law: Law,
-    pub(crate) background: u32,
     pub(crate) horizon_most: Nanos,
     pub(crate) expire: Nanos,
     pub(crate) volumes: usize,
@@ -61,17 +58,12 @@ pub(crate) struct SharedState {
     /// Bytes that stay free for devices below their reserved part.
     pub(crate) reserve: AtomicU64,
     pub(crate) pressure: AtomicU8,
-    /// Completed bytes and periods, for the Linux laws.
-    pub(crate) events: AtomicU64,
-    pub(crate) period: AtomicU64,
 }
 
 impl SharedState {
     pub(crate) fn new(options: &WritebackOptions) -> Self {
         let limit = options.limit.min(MAX_LIMIT);
         Self {
-            law: options.law,
-            background: options.background,
             horizon_most: options.horizon,
             expire: options.expire,
             volumes: options.volumes,
@@ -82,8 +74,6 @@ impl SharedState {
             horizon: AtomicU64::new(options.horizon),
             reserve: AtomicU64::new(0),
             pressure: AtomicU8::new(0),
-            events: AtomicU64::new(0),
-            period: AtomicU64::new(0),
         }
     }
 
@@ -94,34 +84,9 @@ impl SharedState {
         self.total.fetch_update(Relaxed, Relaxed, take).is_ok()
     }
 
-    /// Counts `bytes` regardless of the limit: Linux charges afterwards.
-    pub(crate) fn take(&self, bytes: u64) {
-        let add = |total: u64| Some(total.saturating_add(bytes));
-        // Cannot fail: the function always returns a value.
-        let _ = self.total.fetch_update(Relaxed, Relaxed, add);
-    }
-
     pub(crate) fn release(&self, bytes: u64) {
         let less = |total: u64| Some(total.saturating_sub(bytes));
+        // Cannot fail: the function always returns a value.
         let _ = self.total.fetch_update(Relaxed, Relaxed, less);
-    }
-
-    /// The kind of proportions that the Linux laws use with the requested limit.
-    pub(crate) fn proportions(&self) -> ProportionKind {
-        match self.law {
-            Law::LinuxOld { shift } => ProportionKind::floating(self.goal.load(Relaxed), shift),
-            _ => ProportionKind::Flexible,
-        }
-    }
-
-    pub(crate) fn events(&self) -> GlobalProportion {
-        GlobalProportion { events: self.events.load(Relaxed), period: self.period.load(Relaxed) }
-    }
-
-    /// The Linux laws' threshold and background threshold.
-    pub(crate) fn thresholds(&self) -> (u64, u64) {
-        let threshold = self.goal.load(Relaxed);
-        let background = part(threshold, self.background);
-        (threshold, if background >= threshold { threshold / 2 } else { background })
     }
 }

@@ -42,11 +42,6 @@ pub(crate) fn bytes_in(rate: u64, time: Nanos) -> u64 {
     mul_div(rate, time, SECOND)
 }
 
-/// The time that `bytes` take at `rate` bytes per second; a rate of 0 counts as 1.
-pub(crate) fn time_of(bytes: u64, rate: u64) -> Nanos {
-    mul_div(bytes, SECOND, rate)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -57,7 +52,5 @@ mod tests {
         assert_eq!(mul_div(7, 3, 0), 21);
         assert_eq!(part(1000, WHOLE / 4), 250);
         assert_eq!(bytes_in(50, 2 * SECOND), 100);
-        assert_eq!(time_of(100, 50), 2 * SECOND);
-        assert_eq!(time_of(1, 0), SECOND);
     }
 }

@@ -6,9 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::bdi::Bdi;
-use crate::config::{BdiOptions, Error, Law, MAX_LIMIT, MIN_LIMIT, WritebackOptions};
+use crate::config::{BdiOptions, Error, MAX_LIMIT, MIN_LIMIT, WritebackOptions};
 use crate::limit::PressureLevel;
-use crate::proportion::periods_since;
 use crate::shared::{DeviceSlot, SharedState};
 use crate::shares::{Activity, DeviceClaim, DeviceShare, divide};
 use crate::stats::WritebackStats;
@@ -21,8 +20,6 @@ const ACTIVE: Nanos = SECOND;
 const DRAINING: Nanos = 250 * MILLISECOND;
 /// Busy without a completion for this long: stuck.
 const STUCK: Nanos = SECOND;
-/// Linux lowers its limit by 1/32 of the difference at this interval.
-const LOWERING: Nanos = 200 * MILLISECOND;
 
 /// All backing devices: created once, [updated](Writeback::update) by one thread.
 #[derive(Debug)]
@@ -32,9 +29,6 @@ pub struct Writeback {
     limit: u64,
     pressure: PressureLevel,
     kept_at: Option<Nanos>,
-    /// When the current series of flexible periods began, and how many of them have ended.
-    periods: Option<(Nanos, u64)>,
-    lowered_at: Nanos,
     claims: Vec<DeviceClaim>,
     shares: Vec<DeviceShare>,
 }
@@ -70,8 +64,6 @@ impl Writeback {
             limit: options.limit.min(MAX_LIMIT),
             pressure: PressureLevel::Calm,
             kept_at: None,
-            periods: None,
-            lowered_at: 0,
             claims: Vec::with_capacity(options.bdis),
             shares: Vec::with_capacity(options.bdis),
         })
@@ -126,10 +118,7 @@ impl Writeback {
     pub fn update(&mut self, now: Nanos) {
         let passed = self.kept_at.map_or(0, |then| now.saturating_sub(then));
         self.kept_at = Some(self.kept_at.map_or(now, |then| then.max(now)));
-        match self.shared.law {
-            Law::Horizon => self.divide(now, passed),
-            Law::Linux | Law::LinuxOld { .. } => self.update_linux(now),
-        }
+        self.divide(now, passed);
     }
 
     fn claim(slot: &DeviceSlot, goal: u64, now: Nanos) -> DeviceClaim {
@@ -160,9 +149,6 @@ impl Writeback {
     }
 
     fn divide(&mut self, now: Nanos, passed: Nanos) {
-        if self.shared.law != Law::Horizon {
-            return;
-        }
         let shared = &self.shared;
         let goal = shared.goal.load(Relaxed);
         let used = || shared.slots.iter().filter(|slot| slot.used.load(Relaxed));
@@ -182,43 +168,6 @@ impl Writeback {
         shared.reserve.store(reserve, Relaxed);
         shared.horizon.store(division.horizon, Relaxed);
         shared.limit.store(division.limit, Relaxed);
-    }
-
-    /// Halves flexible proportions with time, and lowers the limit gradually.
-    fn update_linux(&mut self, now: Nanos) {
-        let shared = &self.shared;
-        let goal = shared.goal.load(Relaxed);
-        // While it is lowered, it stays above what is held, so that no writer is stopped.
-        let lowest = goal.max(shared.total.load(Relaxed));
-        let limit = shared.limit.load(Relaxed);
-        if limit <= goal {
-            shared.limit.store(goal, Relaxed);
-            self.lowered_at = now;
-        } else if limit > lowest && now.saturating_sub(self.lowered_at) >= LOWERING {
-            shared.limit.store(limit - (limit - lowest).div_ceil(32), Relaxed);
-            self.lowered_at = now;
-        }
-        if shared.law != Law::Linux {
-            return;
-        }
-        let events = shared.events.load(Relaxed);
-        let Some((start, done)) = self.periods else {
-            // The timer does not run while nothing completes.
-            self.periods = (events > 0).then_some((now, 0));
-            return;
-        };
-        let missed = periods_since(start, now).saturating_sub(done);
-        if missed > 0 {
-            let shift = u32::try_from(missed).unwrap_or(u32::MAX);
-            let halve = |events: u64| Some(events.checked_shr(shift).unwrap_or(0));
-            // Cannot fail: the function always returns a value.
-            let _ = shared.events.fetch_update(Relaxed, Relaxed, halve);
-            shared.period.fetch_add(missed, Relaxed);
-            self.periods = Some((start, done + missed));
-            if shared.events.load(Relaxed) <= 1 {
-                self.periods = None;
-            }
-        }
     }
 
     /// Statistics of all devices together.

@@ -6,8 +6,8 @@
 use std::path::Path;
 use std::sync::OnceLock;
 
-use ebb_writeback::Law;
 use ebb_writeback::sim::figure::{Bar, Figure};
+use ebb_writeback::sim::law::Law;
 use ebb_writeback::sim::report::{cell, measure};
 use ebb_writeback::sim::scenario::{ALL, by_id};
 

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use ebb_writeback::{
-    Bdi, BdiOptions, Law, MILLISECOND, Nanos, PressureLevel, SECOND, Verdict, VolumeId, WHOLE,
+    Bdi, BdiOptions, MILLISECOND, Nanos, PressureLevel, SECOND, Verdict, VolumeId, WHOLE,
     WriteOutcome, Writeback, WritebackOptions,
 };
 use proptest::prelude::*;
@@ -64,8 +64,8 @@ struct World {
 }
 
 impl World {
-    fn new(law: Law, count: usize, rates: &[Option<u64>]) -> World {
-        let options = WritebackOptions { law, bdis: count, ..WritebackOptions::new(100 * MB) };
+    fn new(count: usize, rates: &[Option<u64>]) -> World {
+        let options = WritebackOptions { bdis: count, ..WritebackOptions::new(100 * MB) };
         let mut writeback = Writeback::new(&options).unwrap();
         let mut devices = Vec::new();
         for index in 0..count {
@@ -139,7 +139,7 @@ impl World {
         None
     }
 
-    fn check(&mut self, law: Law, before: u64) {
+    fn check(&mut self, before: u64) {
         let now = self.now;
         let mut held = 0;
         let mut sum = 0;
@@ -150,30 +150,18 @@ impl World {
             let volume = device.bdi.volume_stats(device.volume).unwrap();
             assert_eq!((volume.dirty, volume.writeback), (device.dirty, in_flight));
             assert!(stats.bandwidth > 0 && stats.utilisation <= WHOLE && stats.share <= WHOLE);
-            if law == Law::Horizon {
-                assert!(stats.threshold > 0);
-            }
+            assert!(stats.threshold > 0);
             held += device.held();
             sum += stats.threshold;
         }
         let stats = self.writeback.stats();
         assert_eq!(stats.held, held);
         assert!(stats.limit >= stats.goal);
-        if law == Law::Horizon {
-            // What was granted fits; what exceeds a lowered limit may only shrink.
-            assert!(held <= stats.limit.max(before), "{held} of {}, {before} before", stats.limit);
-            let quanta = u64::try_from(self.devices.len()).unwrap();
-            assert!(sum <= stats.limit + quanta, "thresholds {sum} of {}", stats.limit);
-        }
+        // What was granted fits; what exceeds a lowered limit may only shrink.
+        assert!(held <= stats.limit.max(before), "{held} of {}, {before} before", stats.limit);
+        let quanta = u64::try_from(self.devices.len()).unwrap();
+        assert!(sum <= stats.limit + quanta, "thresholds {sum} of {}", stats.limit);
     }
-}
-
-fn laws() -> impl Strategy<Value = Law> {
-    prop_oneof![
-        4 => Just(Law::Horizon),
-        1 => Just(Law::Linux),
-        1 => Just(Law::LinuxOld { shift: 0 }),
-    ]
 }
 
 proptest! {
@@ -181,16 +169,15 @@ proptest! {
 
     #[test]
     fn counters_are_right_and_the_limit_holds_under_random_events(
-        law in laws(),
         count in 1..9_usize,
         rates in prop::collection::vec(prop::option::of(1..2_000_000_000_u64), 1..4),
         steps in prop::collection::vec(step(), 1..300),
     ) {
-        let mut world = World::new(law, count, &rates);
+        let mut world = World::new(count, &rates);
         for step in &steps {
             let before = world.writeback.stats().held;
             world.step(step);
-            world.check(law, before);
+            world.check(before);
         }
         // Dropped handles release what they held.
         world.devices.clear();
@@ -201,13 +188,12 @@ proptest! {
     /// No argument causes a panic or an overflow; figures are from the whole range.
     #[test]
     fn extreme_arguments_do_not_panic(
-        law in laws(),
         limit in MB..=u64::MAX,
         rate in prop::option::of(any::<u64>()),
         strict_limit in any::<bool>(),
         steps in prop::collection::vec((0..9_u8, any::<u64>(), any::<u64>(), any::<u64>()), 1..100),
     ) {
-        let mut writeback = Writeback::new(&WritebackOptions { law, ..WritebackOptions::new(limit) }).unwrap();
+        let mut writeback = Writeback::new(&WritebackOptions::new(limit)).unwrap();
         let (max_chunk, max_in_flight) = (u64::MAX, u64::MAX);
         let options =
             BdiOptions { rate, strict_limit, max_chunk, max_in_flight, io_cost: u64::MAX, ..BdiOptions::default() };
@@ -243,8 +229,8 @@ proptest! {
         for device in 0..count {
             turned_rates[place(device)] = rates[device];
         }
-        let mut one = World::new(Law::Horizon, count, &rates[..count]);
-        let mut other = World::new(Law::Horizon, count, &turned_rates);
+        let mut one = World::new(count, &rates[..count]);
+        let mut other = World::new(count, &turned_rates);
         for step in &steps {
             let turned = match step.clone() {
                 Step::Write { volume, bytes } => Step::Write { volume: place(volume), bytes },

@@ -4,9 +4,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use ebb_writeback::{
-    BdiOptions, Law, MILLISECOND, Verdict, WriteOutcome, Writeback, WritebackOptions,
-};
+use ebb_writeback::{BdiOptions, MILLISECOND, Verdict, WriteOutcome, Writeback, WritebackOptions};
 
 struct Counting;
 
@@ -33,35 +31,27 @@ static ALLOCATOR: Counting = Counting;
 
 #[test]
 fn hot_calls_do_not_touch_the_heap() {
-    for law in [Law::Horizon, Law::Linux, Law::LinuxOld { shift: 0 }] {
-        let options = WritebackOptions { law, ..WritebackOptions::new(64 << 20) };
-        let mut writeback = Writeback::new(&options).unwrap();
-        let mut bdi = writeback.add_bdi(BdiOptions::default(), 0).unwrap();
-        let volume = bdi.add_volume(1).unwrap();
-        let before = ALLOCATIONS.with(Cell::get);
-        let (mut now, mut paused) = (0, 0);
-        for _ in 0..20_000 {
-            now += MILLISECOND / 4;
-            if bdi.reserve(volume, 65_536, now, now) != Verdict::Go {
-                paused += 1;
-            }
-            let plan = bdi.plan(now);
-            let bytes = bdi.stats(now).dirty.min(plan.chunk).min(20_000);
-            if plan.start && bytes > 0 {
-                bdi.on_writeback(volume, bytes, now);
-                let _ = bdi.on_written(
-                    volume,
-                    bytes,
-                    now,
-                    WriteOutcome::Written,
-                    now + MILLISECOND / 8,
-                );
-            }
-            writeback.update(now);
+    let mut writeback = Writeback::new(&WritebackOptions::new(64 << 20)).unwrap();
+    let mut bdi = writeback.add_bdi(BdiOptions::default(), 0).unwrap();
+    let volume = bdi.add_volume(1).unwrap();
+    let before = ALLOCATIONS.with(Cell::get);
+    let (mut now, mut paused) = (0, 0);
+    for _ in 0..20_000 {
+        now += MILLISECOND / 4;
+        if bdi.reserve(volume, 65_536, now, now) != Verdict::Go {
+            paused += 1;
         }
-        assert_eq!(ALLOCATIONS.with(Cell::get), before, "{law:?}");
-        assert!(paused > 1000, "{law:?}: some writes were paced");
+        let plan = bdi.plan(now);
+        let bytes = bdi.stats(now).dirty.min(plan.chunk).min(20_000);
+        if plan.start && bytes > 0 {
+            bdi.on_writeback(volume, bytes, now);
+            let _ =
+                bdi.on_written(volume, bytes, now, WriteOutcome::Written, now + MILLISECOND / 8);
+        }
+        writeback.update(now);
     }
+    assert_eq!(ALLOCATIONS.with(Cell::get), before);
+    assert!(paused > 1000, "some writes were paced");
 }
 
 #[test]

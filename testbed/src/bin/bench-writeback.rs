@@ -11,8 +11,8 @@ use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use ebb_writeback::Law;
 use ebb_writeback::sim::figure::{self, Figure as Measured};
+use ebb_writeback::sim::law::Law;
 use ebb_writeback::sim::report::measure;
 use ebb_writeback::sim::scenario::{ALL, Scenario};
 use testbed::bench::figure::{Bar, Figure};

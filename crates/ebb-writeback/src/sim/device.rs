@@ -4,7 +4,8 @@
 //! queue; writes that are served but not yet reported (latency, batches) do not make it busy.
 
 use super::random::Random;
-use crate::units::{Nanos, bytes_in, time_of};
+use super::time_of;
+use crate::units::{Nanos, bytes_in};
 
 /// Jitter of each service time, in parts per million.
 const JITTER: u32 = 100_000;

@@ -9,12 +9,13 @@ use super::device::Model;
 use super::figure::{
     Bar, Figure, between, mean, pauses, percentile, reached, seconds, settled, throughput,
 };
+use super::law::Law;
 use super::scenario::{
     MB, Scenario, destination, device, drain, figure, longest, scenario, setup, shown,
 };
 use super::world::{Sample, Setup, SimRun, WriterModel};
+use crate::BdiOptions;
 use crate::units::{MILLISECOND, Nanos, SECOND};
-use crate::{BdiOptions, Law};
 
 /// All of them.
 pub const ALL: [Scenario; 5] = [

@@ -3,10 +3,11 @@
 use std::fmt::Write;
 
 use super::figure::{Bar, Figure};
+use super::law::{LAWS, Law, name};
 use super::plot::{Curve, svg};
 use super::scenario::{ALL, Scenario};
-use super::{LAWS, name, world};
-use crate::{Error, Law};
+use super::world;
+use crate::Error;
 
 /// One scenario under one law.
 #[derive(Debug, Clone)]

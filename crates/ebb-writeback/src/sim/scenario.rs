@@ -7,9 +7,10 @@ use super::figure::{
     Bar, Figure, between, mean, millis, pauses, percentile, reached, seconds, settled, throughput,
     unrest, utilisation,
 };
+use super::law::Law;
 use super::world::{Action, SAMPLE, Sample, Setup, SimRun, WriterModel};
 use crate::units::{MILLISECOND, Nanos, SECOND, WHOLE};
-use crate::{BdiOptions, Law, PressureLevel};
+use crate::{BdiOptions, PressureLevel};
 
 pub(super) const MB: u64 = 1_000_000;
 

@@ -3,12 +3,12 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
+use super::control::{Control, DeviceControl, control};
 use super::device::{Device, Model};
-use crate::units::{MILLISECOND, Nanos, SECOND, bytes_in, time_of};
-use crate::{
-    Bdi, BdiOptions, Error, Law, PressureLevel, Verdict, VolumeId, WriteOutcome, Writeback,
-    WritebackOptions,
-};
+use super::law::Law;
+use super::time_of;
+use crate::units::{MILLISECOND, Nanos, SECOND, bytes_in};
+use crate::{BdiOptions, Error, PressureLevel, Verdict, VolumeId};
 
 /// How often the control thread runs.
 const KEEP: Nanos = 10 * MILLISECOND;
@@ -62,7 +62,7 @@ pub struct Setup {
     pub law: Law,
     /// The limit in bytes.
     pub limit: u64,
-    /// See [`WritebackOptions::background`].
+    /// The background threshold of the Linux laws as a fraction of the limit.
     pub background: u32,
     /// Devices, with bounds.
     pub devices: Vec<(Model, BdiOptions)>,
@@ -137,7 +137,7 @@ struct Writer {
 }
 
 struct Disk {
-    bdi: Bdi,
+    bdi: Box<dyn DeviceControl>,
     device: Device,
     /// Served in this order: in service, served but not reported, reported (waiting for the latency).
     serving: VecDeque<Write>,
@@ -160,7 +160,7 @@ struct World {
     length: Nanos,
     sequence: u64,
     events: BinaryHeap<Reverse<(Nanos, u64, Event)>>,
-    writeback: Writeback,
+    writeback: Box<dyn Control>,
     disks: Vec<Disk>,
     writers: Vec<Writer>,
     actions: Vec<(Nanos, Action)>,
@@ -185,14 +185,11 @@ pub fn run(setup: &Setup) -> Result<SimRun, Error> {
 
 impl World {
     fn new(setup: &Setup) -> Result<Self, Error> {
-        let background = setup.background;
-        let options =
-            WritebackOptions { law: setup.law, background, ..WritebackOptions::new(setup.limit) };
-        let mut writeback = Writeback::new(&options)?;
+        let mut writeback = control(setup.law, setup.limit, setup.background)?;
         let mut disks = Vec::new();
         for (seed, (model, options)) in (setup.seed..).zip(&setup.devices) {
             disks.push(Disk {
-                bdi: writeback.add_bdi(options.clone(), 0)?,
+                bdi: writeback.add_bdi(options.clone())?,
                 device: Device::new(model.clone(), seed),
                 serving: VecDeque::new(),
                 served: VecDeque::new(),
@@ -211,7 +208,7 @@ impl World {
             let Some(disk) = disks.get_mut(model.device) else { continue };
             disk.writers.push(index);
             disk.dirty.push(0);
-            let volume = disk.bdi.add_volume(1)?;
+            let volume = disk.bdi.add_volume()?;
             let burst_left = model.burst.map_or(u64::MAX, |(bytes, _)| bytes);
             let (model, burst_began) = (model.clone(), model.span.0);
             writers.push(Writer {
@@ -381,8 +378,7 @@ impl World {
         let Some(write) = disk.reported.pop_front() else { return };
         disk.in_flight -= write.bytes;
         let volume = self.writers[disk.writers[write.volume]].volume;
-        let again =
-            disk.bdi.on_written(volume, write.bytes, write.sent, WriteOutcome::Written, now);
+        let again = disk.bdi.on_written(volume, write.bytes, write.sent, now);
         if again {
             for place in 0..self.disks[device].writers.len() {
                 let writer = self.disks[device].writers[place];

@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use ebb_writeback::Law;
 use ebb_writeback::sim::figure::{Bar as SimBar, Figure as Measured};
+use ebb_writeback::sim::law::Law;
 use ebb_writeback::sim::plot::{Curve, svg};
 use ebb_writeback::sim::real::{ALL, apart, target};
 use ebb_writeback::sim::scenario::Scenario;

@@ -326,7 +326,7 @@ fn assemble(setup: &Setup, looks: &[Look], waits: Vec<Waits>) -> SimRun {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ebb_writeback::Law;
+    use ebb_writeback::sim::law::Law;
 
     #[test]
     fn uneven_samples_become_even_ones() {

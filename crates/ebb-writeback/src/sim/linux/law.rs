@@ -7,13 +7,10 @@
 //!
 //! Invariants: integers only; rates at least 1; ratios in 1/1024.
 
-use std::sync::atomic::Ordering::Relaxed;
-
-use crate::proportion::{LocalProportion, ONE, PAGE, ProportionKind};
-use crate::shared::SharedState;
-use crate::units::{
-    MILLISECOND, Nanos, RATE_MOST, SECOND, bytes_in, mul_div, narrow, part, time_of,
-};
+use super::super::time_of;
+use super::LinuxShared;
+use super::proportion::{LocalProportion, ONE, PAGE, ProportionKind};
+use crate::units::{MILLISECOND, Nanos, RATE_MOST, SECOND, bytes_in, mul_div, narrow, part};
 
 /// Bits of the position ratio.
 const BITS: u32 = 10;
@@ -116,7 +113,7 @@ impl LinuxView {
 
 /// One writer, as Linux sees a task.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct LinuxTask {
+pub(super) struct LinuxTask {
     /// Bytes written since the last pause, and the number of bytes until the next check.
     dirtied: u64,
     look_at: u64,
@@ -130,7 +127,7 @@ pub(crate) struct LinuxTask {
 
 /// The bandwidth and rates of one device.
 #[derive(Debug, Clone)]
-pub(crate) struct LinuxState {
+pub(super) struct LinuxState {
     local: LocalProportion,
     /// The smoothed bandwidth, and the one that all decisions use.
     bandwidth: u64,
@@ -148,15 +145,15 @@ pub(crate) struct LinuxState {
 
 /// The bounds of a device's threshold.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct LinuxBounds {
-    pub(crate) min_ratio: u32,
-    pub(crate) max_ratio: u32,
-    pub(crate) max_bytes: u64,
-    pub(crate) strict: bool,
+pub(super) struct LinuxBounds {
+    pub(super) min_ratio: u32,
+    pub(super) max_ratio: u32,
+    pub(super) max_bytes: u64,
+    pub(super) strict: bool,
 }
 
 impl LinuxState {
-    pub(crate) fn new(remembered: Option<u64>, now: Nanos) -> Self {
+    pub(super) fn new(remembered: Option<u64>, now: Nanos) -> Self {
         let bandwidth = remembered.unwrap_or(PRIOR).max(1);
         Self {
             local: LocalProportion::default(),
@@ -173,41 +170,40 @@ impl LinuxState {
         }
     }
 
-    pub(crate) fn estimate(&self) -> u64 {
+    pub(super) fn estimate(&self) -> u64 {
         self.average
     }
 
     /// The device's threshold.
-    pub(crate) fn threshold(
+    pub(super) fn threshold(
         &mut self,
-        shared: &SharedState,
+        shared: &LinuxShared,
         bounds: &LinuxBounds,
         wb_dirty: u64,
     ) -> u64 {
         let (threshold, _) = shared.thresholds();
         let share = self.local.part(shared.proportions(), shared.events());
-        let mins: u64 = shared.slots.iter().map(|slot| slot.min_ratio.load(Relaxed)).sum();
-        let common = u64::from(crate::units::WHOLE).saturating_sub(mins);
+        let common = u64::from(crate::units::WHOLE).saturating_sub(shared.min_ratios.get());
         let common = mul_div(threshold, common, u64::from(crate::units::WHOLE));
         let wb = mul_div(common, share, ONE).saturating_add(part(threshold, bounds.min_ratio));
         let most = part(threshold, bounds.max_ratio).min(bounds.max_bytes);
         let wb = wb.min(most);
         if bounds.strict {
             // A floor; otherwise an idle device could never begin again (6.13).
-            let limit = shared.limit.load(Relaxed);
+            let limit = shared.limit.get();
             wb.max((limit.saturating_sub(wb_dirty) / 100).min(most / 4))
         } else {
             wb
         }
     }
 
-    fn view(&mut self, shared: &SharedState, bounds: &LinuxBounds, wb_dirty: u64) -> LinuxView {
+    fn view(&mut self, shared: &LinuxShared, bounds: &LinuxBounds, wb_dirty: u64) -> LinuxView {
         let (threshold, background) = shared.thresholds();
         LinuxView {
-            dirty: shared.total.load(Relaxed),
+            dirty: shared.total.get(),
             threshold,
             background,
-            limit: shared.limit.load(Relaxed).max(threshold),
+            limit: shared.limit.get().max(threshold),
             wb_dirty,
             wb_threshold: self.threshold(shared, bounds, wb_dirty),
             bandwidth: self.average,
@@ -216,10 +212,10 @@ impl LinuxState {
     }
 
     /// When the task may write: now, or later.
-    pub(crate) fn reserve(
+    pub(super) fn reserve(
         &mut self,
         task: &mut LinuxTask,
-        (shared, bounds): (&SharedState, &LinuxBounds),
+        (shared, bounds): (&LinuxShared, &LinuxBounds),
         wb_dirty: u64,
         now: Nanos,
     ) -> Nanos {
@@ -233,10 +229,10 @@ impl LinuxState {
     }
 
     /// The task has dirtied `bytes`.
-    pub(crate) fn dirtied(
+    pub(super) fn dirtied(
         &mut self,
         task: &mut LinuxTask,
-        (shared, bounds): (&SharedState, &LinuxBounds),
+        (shared, bounds): (&LinuxShared, &LinuxBounds),
         (wb_dirty, bytes): (u64, u64),
         now: Nanos,
     ) {
@@ -251,7 +247,7 @@ impl LinuxState {
     fn balance(
         &mut self,
         task: &mut LinuxTask,
-        (shared, bounds): (&SharedState, &LinuxBounds),
+        (shared, bounds): (&LinuxShared, &LinuxBounds),
         wb_dirty: u64,
         now: Nanos,
     ) {
@@ -338,7 +334,7 @@ impl LinuxState {
     }
 
     /// The first write after idle time is sent: long idle time must not count (5.15).
-    pub(crate) fn busy(&mut self, now: Nanos) {
+    pub(super) fn busy(&mut self, now: Nanos) {
         if now.saturating_sub(self.stamp_at) > SECOND {
             self.stamp_at = now;
             self.stamp_written = self.written;
@@ -350,9 +346,9 @@ impl LinuxState {
     }
 
     /// Bytes have been written.
-    pub(crate) fn written(
+    pub(super) fn written(
         &mut self,
-        shared: &SharedState,
+        shared: &LinuxShared,
         bounds: &LinuxBounds,
         bytes: u64,
         now: Nanos,
@@ -369,19 +365,19 @@ impl LinuxState {
     }
 
     /// The threshold of this device alone at which its flusher begins.
-    pub(crate) fn background(&mut self, shared: &SharedState) -> u64 {
+    pub(super) fn background(&mut self, shared: &LinuxShared) -> u64 {
         let share = self.local.part(shared.proportions(), shared.events());
         mul_div(shared.thresholds().1, share, ONE)
     }
 
     /// Counts completed bytes without crossing the end of a half-period, as the kernel's page-by-page
     /// counting does.
-    fn count(&mut self, shared: &SharedState, kind: ProportionKind, mut bytes: u64) {
+    fn count(&mut self, shared: &LinuxShared, kind: ProportionKind, mut bytes: u64) {
         while bytes > 0 {
             let step = match kind {
                 ProportionKind::Floating { half } => {
                     let half = half.max(1);
-                    bytes.min(half - shared.events.load(Relaxed) % half)
+                    bytes.min(half - shared.events.get() % half)
                 }
                 ProportionKind::Flexible => bytes,
             };
@@ -389,7 +385,7 @@ impl LinuxState {
             let mut global = shared.events();
             global.events = global.events.saturating_add(step - 1);
             self.local.add(kind, global, step);
-            shared.events.fetch_add(step, Relaxed);
+            shared.events.set(shared.events.get().saturating_add(step));
             bytes -= step;
         }
     }

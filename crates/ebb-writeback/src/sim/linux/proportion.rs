@@ -10,15 +10,15 @@
 use crate::units::{Nanos, SECOND, narrow};
 
 /// The page size of Linux, the unit of its periods.
-pub(crate) const PAGE: u64 = 4096;
+pub(super) const PAGE: u64 = 4096;
 /// A fraction of 1 in fixed point.
-pub(crate) const ONE: u64 = 1 << 20;
+pub(super) const ONE: u64 = 1 << 20;
 /// Time after which flexible proportions halve.
 const HALVING: Nanos = 3 * SECOND;
 
 /// The kind of proportions and its parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ProportionKind {
+pub(super) enum ProportionKind {
     /// Half a period, in bytes.
     Floating {
         /// At least one page.
@@ -29,7 +29,7 @@ pub(crate) enum ProportionKind {
 
 impl ProportionKind {
     /// Linux's period for this limit: 2^(shift + log2(pages − 1) rounded down) pages, and half of it.
-    pub(crate) fn floating(limit: u64, shift: i8) -> Self {
+    pub(super) fn floating(limit: u64, shift: i8) -> Self {
         let pages = (limit / PAGE).max(2);
         let exponent = i64::from((pages - 1).ilog2()) + i64::from(shift);
         let half = u32::try_from(exponent - 1).map_or(PAGE, |bits| PAGE << bits.min(48));
@@ -39,11 +39,11 @@ impl ProportionKind {
 
 /// The global counters: bytes completed, and the number of the period.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct GlobalProportion {
+pub(super) struct GlobalProportion {
     /// Bytes: all of them when floating, halved each period when flexible.
-    pub(crate) events: u64,
+    pub(super) events: u64,
     /// Periods so far.
-    pub(crate) period: u64,
+    pub(super) period: u64,
 }
 
 impl GlobalProportion {
@@ -54,13 +54,13 @@ impl GlobalProportion {
 }
 
 /// How many periods of flexible proportions have passed since `start`.
-pub(crate) fn periods_since(start: Nanos, now: Nanos) -> u64 {
+pub(super) fn periods_since(start: Nanos, now: Nanos) -> u64 {
     now.saturating_sub(start) / HALVING
 }
 
 /// The counter of one device.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct LocalProportion {
+pub(super) struct LocalProportion {
     count: u64,
     period: u64,
 }
@@ -75,7 +75,7 @@ impl LocalProportion {
     }
 
     /// Counts completed bytes; `global` already includes them.
-    pub(crate) fn add(&mut self, kind: ProportionKind, global: GlobalProportion, bytes: u64) {
+    pub(super) fn add(&mut self, kind: ProportionKind, global: GlobalProportion, bytes: u64) {
         self.settle(match kind {
             ProportionKind::Floating { half } => global.floating_period(half),
             ProportionKind::Flexible => global.period,
@@ -84,7 +84,7 @@ impl LocalProportion {
     }
 
     /// This device's share, as a fraction of [`ONE`].
-    pub(crate) fn part(&mut self, kind: ProportionKind, global: GlobalProportion) -> u64 {
+    pub(super) fn part(&mut self, kind: ProportionKind, global: GlobalProportion) -> u64 {
         let whole = match kind {
             ProportionKind::Floating { half } => {
                 self.settle(global.floating_period(half));
