@@ -197,8 +197,6 @@ pub struct MemoryStat {
     pub wired_bytes: u64,
     /// Memory lent to the kernel, which may have discarded any of it, bytes.
     pub unwired_bytes: u64,
-    /// Of the wired, what is registered with the kernel or a device, bytes.
-    pub pinned_bytes: u64,
     /// Signs of pressure that emptied the pools.
     pub squeezes: u64,
     /// Worker caches that were emptied in the last resort.

@@ -169,7 +169,6 @@ fn memory_stat(stats: &ebb_mem::Stats) -> MemoryStat {
         ceiling_bytes: wide(stats.arena.ceiling),
         wired_bytes: wide(stats.arena.wired),
         unwired_bytes: wide(stats.arena.unwired),
-        pinned_bytes: wide(stats.arena.pinned),
         squeezes: stats.squeezes,
         purges: stats.purges,
         waiting: wide(stats.waiting),

@@ -192,7 +192,6 @@ fn memory(stat: &MemoryStat, out: &mut Out<'_>) -> fmt::Result {
         ("ebbd_memory_ceiling", "Limit of wired I/O memory", stat.ceiling_bytes),
         ("ebbd_memory_wired", "I/O memory in use, or free and kept", stat.wired_bytes),
         ("ebbd_memory_unwired", "I/O memory lent to the kernel", stat.unwired_bytes),
-        ("ebbd_memory_pinned", "Wired memory registered with the kernel", stat.pinned_bytes),
     ] {
         out.gauge((name, help), Some(&Unit::Bytes), float(value))?;
     }

@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ebb_mem::{
-    Block, Buffer, Memory, Options, OwnerId, PagePool, Policy, Reclaim, Worker, testing,
+    Block, Memory, Offers, Options, OwnerId, PagePool, Policy, Reclaim, SmallBuffer, Worker,
+    testing,
 };
 
 const MIB: usize = 1 << 20;
@@ -166,15 +167,6 @@ fn caches() {
     report(&Line { name: "mixed-caches-s", ours, peer, ratio: peer / ours, bar: 2.0, most: false });
 }
 
-fn tight() {
-    // With 180 MiB memory never runs out; a twentieth of that is little more than two workers have in
-    // flight.
-    let ceiling = 180 * MIB / 20;
-    let ours = mixed_with(Policy::Elastic, ceiling, 200_000, FLIGHT);
-    let peer = mixed_with(Policy::LastResortOnly, ceiling, 200_000, FLIGHT);
-    report(&Line { name: "mixed-tight-s", ours, peer, ratio: peer / ours, bar: 1.5, most: false });
-}
-
 /// How long one call takes to return a gigabyte to the kernel, in milliseconds: the lower bound.
 fn raw_return(bytes: usize) -> f64 {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -297,19 +289,17 @@ fn sawtooth(seconds: u64) {
 }
 
 /// Unwires and rewires beside a thread that makes the kernel reclaim all lent pages.
-fn rewire(name: &'static str, cycles: u64, huge: bool) {
+fn rewire(name: &'static str, cycles: u64) {
     let (memory, owner) = memory(64 * MIB, Policy::Elastic);
     let worker = memory.worker(|| ());
-    let pages = if huge { 512 } else { 16 };
-    let count = if huge { 4 } else { 64 };
-    let mut buffers: Vec<Buffer> = (0..count)
+    let pages = 16;
+    let mut buffers: Vec<SmallBuffer> = (0..64)
         .map(|_| {
-            let block =
-                if huge { worker.alloc_huge(owner) } else { worker.alloc(16 * 4096, owner) };
-            Buffer::new(&worker, block.expect("memory for the bench")).expect("small enough")
+            let block = worker.alloc(pages * 4096, owner);
+            SmallBuffer::new(block.expect("memory for the bench")).expect("small enough")
         })
         .collect();
-    let fill = |buffer: &mut Buffer, page: usize, seed: u64| {
+    let fill = |buffer: &mut SmallBuffer, page: usize, seed: u64| {
         if let Some(bytes) = buffer.bytes_mut(page..page + 1) {
             let word = (seed << 16 | page as u64).to_ne_bytes();
             bytes.chunks_exact_mut(8).for_each(|chunk| chunk.copy_from_slice(&word));
@@ -342,19 +332,20 @@ fn rewire(name: &'static str, cycles: u64, huge: bool) {
         let seed = numbers.below(buffers.len());
         let buffer = &mut buffers[seed];
         if !unwired[seed] {
-            unwired[seed] = buffer.unwire(&worker, 0..pages);
+            unwired[seed] = buffer.arm(&worker, buffer.all()) == buffer.all();
+            Offers::new(&memory).add(buffer);
             continue;
         }
-        let Ok(gone) = buffer.rewire(&worker, 0..pages) else {
+        let Ok(gone) = buffer.rewire(&worker, buffer.all()) else {
             busy += 1;
             std::thread::yield_now();
             continue;
         };
         unwired[seed] = false;
         done += pages as u64;
-        lost += gone.len() as u64;
+        lost += u64::from(gone.count_ones());
         for page in 0..pages {
-            if gone.contains(page) {
+            if gone >> page & 1 == 1 {
                 fill(buffer, page, seed as u64);
                 continue;
             }
@@ -388,8 +379,8 @@ fn rewire(name: &'static str, cycles: u64, huge: bool) {
 fn lend_cost() {
     let (memory, owner) = memory(256 * MIB, Policy::Elastic);
     let worker = memory.worker(|| ());
-    let mut buffers: Vec<Buffer> = (0..256)
-        .filter_map(|_| Buffer::new(&worker, worker.alloc(64 << 10, owner).ok()?).ok())
+    let mut buffers: Vec<SmallBuffer> = (0..256)
+        .filter_map(|_| SmallBuffer::new(worker.alloc(64 << 10, owner).ok()?).ok())
         .collect();
     for buffer in &mut buffers {
         buffer.bytes_mut(0..16).into_iter().for_each(|bytes| bytes.fill(1));
@@ -397,16 +388,16 @@ fn lend_cost() {
     let per_page = best(5, || {
         let start = Instant::now();
         for buffer in &mut buffers {
-            buffer.unwire(&worker, 0..16);
+            buffer.arm(&worker, buffer.all());
+            Offers::new(&memory).add(buffer);
         }
         memory.settle();
         for buffer in &mut buffers {
-            while buffer.rewire(&worker, 0..16).is_err() {}
+            while buffer.rewire(&worker, buffer.all()).is_err() {}
         }
         start.elapsed().as_secs_f64() * 1e9 / 4096.0
     });
-    let blocks: Vec<_> = buffers.into_iter().filter_map(|b| b.into_block().ok()).collect();
-    blocks.into_iter().for_each(|block| worker.free(block));
+    buffers.into_iter().for_each(|buffer| buffer.free(&worker));
     let refault = best(5, || {
         memory.reclaim(Reclaim::DrainWorkers, Instant::now());
         worker.poll(Instant::now());
@@ -454,9 +445,6 @@ fn main() {
     if wanted("caches") {
         caches();
     }
-    if wanted("tight") {
-        tight();
-    }
     if wanted("give-back") {
         give_back();
     }
@@ -467,7 +455,6 @@ fn main() {
         lend_cost();
     }
     if wanted("rewire") {
-        rewire("rewire-4k-undetected", cycles, false);
-        rewire("rewire-huge-undetected", cycles, true);
+        rewire("rewire-4k-undetected", cycles);
     }
 }

@@ -341,7 +341,7 @@ mod tests {
 
     #[test]
     fn freed_memory_is_offered_after_two_sweeps_even_if_the_advisor_wakes_in_between() {
-        let mut arena = Arena::new(4, 0, 4 * EXTENT_PAGES, true);
+        let mut arena = Arena::new(4, 4 * EXTENT_PAGES, true);
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
         let mut due = None;
@@ -369,7 +369,7 @@ mod tests {
     #[test]
     fn the_helper_wakes_for_large_offers_only() {
         let extents = 40;
-        let shared = SharedArena::new(Arena::new(extents, 0, extents * EXTENT_PAGES, true));
+        let shared = SharedArena::new(Arena::new(extents, extents * EXTENT_PAGES, true));
         let (control, advised) = (AdvisorControl::default(), crate::sync::AtomicUsize::new(0));
         let pages: Vec<usize> = (0..extents * 2).map(|_| shared.lock().take(8).unwrap()).collect();
         std::thread::scope(|scope| {

@@ -13,8 +13,7 @@
 //! | advising | the advisor's `madvise` call is in flight; it cannot be allocated until the call returns | unwired |
 //! | lent | marked `MADV_FREE`: the kernel may discard it at any time | unwired |
 //!
-//! Invariants: the states are disjoint; only an offered page is ever advised; a page in use is wired; a
-//! pinned page is wired and stays so.
+//! Invariants: the states are disjoint; only an offered page is ever advised; a page in use is wired.
 //!
 //! The advisor's queue is one bit per extent (`advisory.rs` walks it): its size is fixed and it cannot
 //! overflow, so an offer never fails, blocks or allocates.
@@ -85,7 +84,6 @@ struct ExtentState {
     returning: Pages,
     advising: Pages,
     lent: Pages,
-    pinned: Pages,
     /// Free wired pages that have not been allocated since the last sweep.
     idle: Pages,
 }
@@ -100,7 +98,6 @@ impl ExtentState {
             returning: Pages::EMPTY,
             advising: Pages::EMPTY,
             lent: Pages::EMPTY,
-            pinned: Pages::EMPTY,
             idle: Pages::EMPTY,
         }
     }
@@ -121,15 +118,10 @@ pub(crate) struct PageCounts {
     pub(crate) offered: usize,
     /// Of the unwired, in the advisor's call now.
     pub(crate) advising: usize,
-    /// Of the wired, registered with a device or the kernel.
-    pub(crate) pinned: usize,
 }
 
 pub(crate) struct Arena {
     extents: Vec<Option<Box<ExtentState>>>,
-    /// Number of extents on small pages, which serve classes and runs. The following extents serve runs on
-    /// huge pages.
-    small: usize,
     free: Extents,
     chunks: ArenaChunks,
     /// Per class: extents with a free block, and (a hint) those with a resident free block.
@@ -155,18 +147,16 @@ pub(crate) struct Arena {
 }
 
 impl Arena {
-    /// `small` and `huge` extents; at most `ceiling` pages wired.
-    pub(crate) fn new(small: usize, huge: usize, ceiling: usize, lending: bool) -> Arena {
-        let total = small + huge;
+    /// `total` extents; at most `ceiling` pages wired.
+    pub(crate) fn new(total: usize, ceiling: usize, lending: bool) -> Arena {
         let mut free = Extents::new(total);
         (0..total).for_each(|extent| free.insert(extent));
         Arena {
             extents: std::iter::repeat_with(|| None).take(total).collect(),
-            small,
             free,
             chunks: ArenaChunks::none(),
-            avail: std::array::from_fn(|_| Extents::new(small)),
-            warm: std::array::from_fn(|_| Extents::new(small)),
+            avail: std::array::from_fn(|_| Extents::new(total)),
+            warm: std::array::from_fn(|_| Extents::new(total)),
             queue: Extents::new(total),
             cursor: 0,
             cooling: Extents::new(total),
@@ -249,7 +239,7 @@ impl Arena {
     fn offer_pages(&mut self, extent: usize, pages: &Pages, advice: Advice) {
         let returning = advice == Advice::Return || self.no_lending;
         let x = self.extents[extent].get_or_insert_with(|| Box::new(ExtentState::new()));
-        let wired = x.wired.and(pages).without(&x.pinned);
+        let wired = x.wired.and(pages);
         let lent = if returning { x.lent.and(pages) } else { Pages::EMPTY };
         let moved = wired.or(&lent);
         x.wired = x.wired.without(&wired);
@@ -352,7 +342,7 @@ impl Arena {
             from = extent + 1;
         }
         let mut from = 0;
-        while let Some(extent) = self.free.first_from(from).filter(|&extent| extent < self.small) {
+        while let Some(extent) = self.free.first_from(from) {
             if let Some(head) = Arena::find(self.extent(extent), class, false) {
                 if !self.has_room(class_pages(class)) {
                     return Err(Shortage::Budget);
@@ -362,12 +352,12 @@ impl Arena {
             }
             from = extent + 1;
         }
-        Err(self.why_unavailable(class_pages(class), 1, false))
+        Err(self.why_unavailable(class_pages(class), 1))
     }
 
     /// Why an allocation of `pages` pages in `need` extents fails: all is in use, or must be opened first.
-    fn why_unavailable(&mut self, pages: usize, need: usize, huge: bool) -> Shortage {
-        let opens = self.has_room(pages) && self.can_open(need, huge);
+    fn why_unavailable(&mut self, pages: usize, need: usize) -> Shortage {
+        let opens = self.has_room(pages) && self.can_open(need);
         if opens { Shortage::Closed } else { Shortage::Budget }
     }
 
@@ -389,7 +379,6 @@ impl Arena {
         let x = self.extent(extent);
         debug_assert!(x.kind == ExtentUse::Class(u8::try_from(class).unwrap_or(u8::MAX)));
         assert!(!x.free.meets(&block), "a block is freed once");
-        assert!(!x.pinned.meets(&block), "a pinned block is not freed");
         x.free = x.free.or(&block);
         let whole = x.free.count() == EXTENT_PAGES;
         self.give_pages(extent, &block, give);
@@ -405,13 +394,13 @@ impl Arena {
         }
     }
 
-    /// Allocates a run of `pages` pages (more than the largest class, or a huge page).
-    pub(crate) fn take_run(&mut self, pages: usize, huge: bool) -> Result<usize, Shortage> {
+    /// Allocates a run of `pages` pages (more than the largest class).
+    pub(crate) fn take_run(&mut self, pages: usize) -> Result<usize, Shortage> {
         let need = pages.div_ceil(EXTENT_PAGES).max(1);
-        let (mut from, end) = if huge { (self.small, self.extents.len()) } else { (0, self.small) };
+        let (mut from, end) = (0, self.extents.len());
         let start = loop {
             let first = self.free.first_from(from).filter(|&first| first + need <= end);
-            let Some(first) = first else { return Err(self.why_unavailable(pages, need, huge)) };
+            let Some(first) = first else { return Err(self.why_unavailable(pages, need)) };
             let blocked = (first..first + need).rev().find(|&extent| {
                 !self.free.contains(extent) || !self.extent(extent).advising.is_empty()
             });
@@ -448,7 +437,6 @@ impl Arena {
         };
         for extent in start..start + pages.div_ceil(EXTENT_PAGES).max(1) {
             let x = self.extent(extent);
-            assert!(x.pinned.is_empty(), "a pinned run is not freed");
             x.kind = ExtentUse::Free;
             x.free = Pages::range(0, EXTENT_PAGES);
             self.free.insert(extent);
@@ -501,18 +489,6 @@ impl Arena {
         Retake::Wired
     }
 
-    /// Marks wired pages as registered with a device or the kernel, or removes the mark.
-    pub(crate) fn pin(&mut self, span: Span, on: bool) {
-        for (extent, pages) in Arena::by_extent(span) {
-            let x = self.extent(extent);
-            debug_assert!(pages.without(&x.wired).is_empty(), "only wired pages are pinned");
-            let before = x.pinned.count();
-            x.pinned = if on { x.pinned.or(&pages) } else { x.pinned.without(&pages) };
-            let after = x.pinned.count();
-            self.counts.pinned = self.counts.pinned + after - before;
-        }
-    }
-
     /// Whether every page of the span is wired and in no free block, so that a user may access it.
     #[cfg(all(test, not(feature = "shuttle")))]
     pub(crate) fn in_use(&mut self, span: Span) -> bool {
@@ -535,7 +511,6 @@ impl Arena {
                 }
             }
             assert!(x.returning.without(&x.offered).is_empty());
-            assert!(x.pinned.without(&x.wired).is_empty(), "pinned pages are wired");
             assert!(
                 x.idle.without(&x.wired.and(&x.free)).is_empty(),
                 "only free wired pages are idle"
@@ -546,7 +521,6 @@ impl Arena {
             counts.wired += x.wired.count();
             counts.offered += x.offered.count();
             counts.advising += x.advising.count();
-            counts.pinned += x.pinned.count();
             counts.unwired += x.offered.count() + x.advising.count() + x.lent.count();
         }
         assert_eq!(counts, self.counts, "gauges are exact");

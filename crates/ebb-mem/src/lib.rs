@@ -21,8 +21,8 @@
 //! - **owner**: the volume, queue or cache that memory is accounted to ([`OwnerId`]).
 //!
 //! # Invariants
-//! - Memory in use, registered ([`Registered`]) or in flight is never advised. Every page is in
-//!   exactly one state, and only free or unwired pages are offered to the kernel.
+//! - Memory in use or in flight is never advised. Every page is in exactly one state, and only free or
+//!   unwired pages are offered to the kernel.
 //! - Helper threads make the `madvise` calls, in batches. A worker never waits for them: it skips a
 //!   block that is being advised and uses another one.
 //! - Freeing never allocates, and nothing allocates while memory is being reclaimed.
@@ -83,7 +83,6 @@ mod advise;
 mod arena;
 mod bits;
 mod block;
-mod buffer;
 mod class;
 pub mod clock;
 mod estimate;
@@ -112,13 +111,12 @@ mod worker;
 mod zone;
 
 pub use block::{Block, OwnerId};
-pub use buffer::{Buffer, PageSet, Registered, RewireError};
 pub use class::{CLASSES, EXTENT_BYTES, MAX_BLOCK_BYTES, PAGE_BYTES};
 pub use memory::{Error, Memory, Reclaim};
 pub use options::{Options, Policy};
 pub use pool::{POOL_INTERVAL, PagePool, PoolParameters};
 pub use share::{Charge, QueueShare, Share, Shares};
-pub use small::{Offers, Residency, SMALL_PAGES, SmallBuffer};
+pub use small::{Offers, Residency, RewireError, SMALL_PAGES, SmallBuffer};
 pub use spare::{Spare, SpareHeld, Spares};
 pub use stats::{ArenaStats, OwnerStats, PoolStats, Stats, ZoneStats};
 pub use sys::trim_heap;

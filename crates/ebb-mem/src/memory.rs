@@ -31,6 +31,8 @@ const PURGE_EVERY: Duration = Duration::from_secs(1);
 const GROWTH_PAUSE: Duration = Duration::from_secs(1);
 /// Bytes a zone's depot may always keep, whatever the estimate says.
 const ZONE_FLOOR_BYTES: usize = 256 << 10;
+/// The most address space of a memory.
+const MOST_BYTES: usize = 8 << 40;
 
 /// Why a memory cannot be created or used in this way.
 #[derive(Debug, thiserror::Error)]
@@ -137,34 +139,27 @@ impl Memory {
     }
 
     fn build(options: Options, advised: bool) -> Result<Arc<Memory>, Error> {
-        let small = options.reserve_bytes.div_ceil(EXTENT_BYTES);
-        let huge = options.huge_bytes.div_ceil(EXTENT_BYTES);
-        let fits = |extents: usize| {
-            let bytes = extents.checked_mul(EXTENT_BYTES);
-            bytes.filter(|&bytes| small > 0 && bytes <= 8 << 40)
-        };
-        let chunk = small.checked_add(huge).filter(|&extents| fits(extents).is_some());
-        let chunk = Arena::chunk_extents(chunk.ok_or(Error::Size(options.reserve_bytes))?);
-        let (small, huge) = (small.next_multiple_of(chunk), huge.next_multiple_of(chunk));
-        let bytes = (small + huge) * EXTENT_BYTES;
+        let extents = options.reserve_bytes.div_ceil(EXTENT_BYTES);
+        if extents == 0 || extents > MOST_BYTES / EXTENT_BYTES {
+            return Err(Error::Size(options.reserve_bytes));
+        }
+        let chunk = Arena::chunk_extents(extents);
+        let extents = extents.next_multiple_of(chunk);
+        let bytes = extents * EXTENT_BYTES;
         let reserve =
             |bytes| Reservation::new(bytes).map_err(|source| Error::Reserve { bytes, source });
         let reservation = reserve(bytes)?;
-        let split = small * EXTENT_BYTES;
-        reservation.set_huge(0, split, false);
-        if huge > 0 {
-            reservation.set_huge(split, bytes - split, true);
-        }
+        reservation.use_small_pages(0, bytes);
         let saved = reserve((bytes / PAGE_BYTES * WORD).next_multiple_of(EXTENT_BYTES))?;
-        saved.set_huge(0, saved.bytes(), false);
+        saved.use_small_pages(0, saved.bytes());
         let lending = options.lend && !options.policy.keeps() && sys::lending_works();
-        let mut arena = Arena::new(small, huge, options.ceiling_bytes / PAGE_BYTES, lending);
+        let mut arena = Arena::new(extents, options.ceiling_bytes / PAGE_BYTES, lending);
         arena.set_keep_freed(options.policy.keeps());
         let charge = Overcommit::now();
         arena.close_all(chunk, charge.is_any());
         let (arena, control) = (SharedArena::new(arena), AdvisorControl::default());
         let touches = AtomicBool::new(lending && crate::kernel::touches());
-        let core = Arc::new(Core { reservation, saved, split, charge, touches, arena, control });
+        let core = Arc::new(Core { reservation, saved, charge, touches, arena, control });
         let advisors =
             if advised { advise::start(&core).map_err(Error::Thread)? } else { Vec::new() };
         let ceiling = options.ceiling_bytes;
@@ -253,10 +248,8 @@ impl Memory {
     /// [`Memory::tick`] after it) or until [`Memory::calm`]. Never allocates. May be called from any
     /// thread, but takes time: it walks all caches.
     pub fn reclaim(&self, level: Reclaim, now: Instant) {
-        match self.options.policy {
-            Policy::LastResortOnly if level < Reclaim::DrainWorkers => return,
-            Policy::Static => return,
-            _ => {}
+        if self.options.policy == Policy::Static {
+            return;
         }
         let again = self.draining();
         if level >= Reclaim::Drain {
@@ -451,18 +444,6 @@ impl Memory {
         };
         if lends {
             return true;
-        }
-        let last_resort = self.options.policy == Policy::LastResortOnly;
-        if last_resort {
-            for zone in &self.zones {
-                self.cut(zone, 0, Give::Return);
-            }
-            for worker in &self.workers.lock().list {
-                worker.request(PURGE);
-            }
-            let mut arena = self.core.arena.lock();
-            arena.offer_free(Advice::Return);
-            return arena.has_room(pages);
         }
         let mut order: [(u32, usize); CLASSES] =
             std::array::from_fn(|class| (self.zones[class].depot().estimate.timin(), class));

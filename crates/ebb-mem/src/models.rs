@@ -75,7 +75,7 @@ impl Kernel for Checking {
 #[test]
 fn no_page_is_in_use_while_it_is_advised() {
     check(|| {
-        let shared = Arc::new(SharedArena::new(Arena::new(2, 0, 1024, true)));
+        let shared = Arc::new(SharedArena::new(Arena::new(2, 1024, true)));
         let in_use = InUse::default();
         // The advisor, and its helper.
         let advisors: Vec<_> = (0..2)
@@ -131,7 +131,7 @@ fn no_page_is_in_use_while_it_is_advised() {
 #[test]
 fn advisor_and_helper_finish_and_stop_together() {
     check(|| {
-        let shared = Arc::new(SharedArena::new(Arena::new(4, 0, 2048, true)));
+        let shared = Arc::new(SharedArena::new(Arena::new(4, 2048, true)));
         let control = Arc::new(AdvisorControl::default());
         let in_use = InUse::default();
         let loops: [fn(&SharedArena, &mut Checking, &AdvisorControl); 2] = [
@@ -207,12 +207,8 @@ fn bucket_exchange_neither_loses_nor_duplicates_blocks() {
 }
 
 fn memory() -> (Arc<Memory>, crate::OwnerId) {
-    let options = Options {
-        reserve_bytes: 4 << 20,
-        huge_bytes: 0,
-        owners: 4,
-        ..Options::new(1 << 20, Instant::now())
-    };
+    let options =
+        Options { reserve_bytes: 4 << 20, owners: 4, ..Options::new(1 << 20, Instant::now()) };
     let memory = Memory::without_advisor(options).unwrap();
     let owner = memory.owner("model").unwrap();
     (memory, owner)

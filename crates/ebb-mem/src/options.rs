@@ -9,8 +9,6 @@ pub enum Policy {
     /// Caches sized by their working set; the surplus is lent.
     #[default]
     Elastic,
-    /// Caches grow freely and are all purged when memory has run out.
-    LastResortOnly,
     /// No caches, and pools that keep nothing once their requests have completed: every block is
     /// allocated from the slabs and freed to them.
     Uncached,
@@ -35,8 +33,6 @@ pub struct Options {
     /// Bytes of address space to reserve, rounded up to 2 MiB. Unused address space costs nothing; a
     /// few times the ceiling makes fragmentation harmless.
     pub reserve_bytes: usize,
-    /// Bytes of address space reserved for blocks on huge pages ([`crate::Worker::alloc_huge`]).
-    pub huge_bytes: usize,
     /// Limit on wired memory, in bytes. Derive it from the machine: a share of its RAM or of the limit
     /// of the control group.
     pub ceiling_bytes: usize,
@@ -60,7 +56,6 @@ impl Options {
     pub fn new(ceiling_bytes: usize, started: Instant) -> Options {
         Options {
             reserve_bytes: ceiling_bytes.saturating_mul(4).max(64 << 20),
-            huge_bytes: ceiling_bytes,
             ceiling_bytes,
             owners: u16::MAX,
             idle_after: Duration::from_secs(60),

@@ -15,7 +15,7 @@
 //!   not matter. Allocating such a block only cancels the loan; a block that is being advised is
 //!   skipped.
 //!
-//! Invariant: only blocks in the pool are lent, shrunk or squeezed; blocks in use, registered or in flight
+//! Invariant: only blocks in the pool are lent, shrunk or squeezed; blocks in use or in flight
 //! are not in the pool.
 
 use std::cell::{Cell, RefCell};

@@ -1,10 +1,10 @@
 //! Cache buffers of at most 16 pages. The handle has 16 bytes, since a cache has millions of them.
 //!
-//! A [`SmallBuffer`] is a block of up to 64 KiB whose idle pages can be lent with their content, as a
-//! [`Buffer`](crate::Buffer) is for larger blocks. It uses the same protocol (`sentinel.rs`), and in
-//! addition:
-//! - lent data can be *read in place* ([`SmallBuffer::read_lent`]): a cache hit need not wire pages;
-//! - lending has two steps, so that thousands of buffers cost one lock: [`SmallBuffer::arm`] writes the
+//! A [`SmallBuffer`] is a block of up to 64 KiB that contains data that can be read again from the store
+//! (clean cached data). Its idle pages can be *lent* to the kernel with their content (`sentinel.rs`).
+//! *Rewiring* reports for each page whether the content is still there.
+//! - Lent data can be *read in place* ([`SmallBuffer::read_lent`]): a cache hit need not wire pages.
+//! - Lending has two steps, so that thousands of buffers cost one lock: [`SmallBuffer::arm`] writes the
 //!   sentinels, then [`Offers`] offers all armed pages. A page that is armed and never offered stays
 //!   resident; one that is rewired in between is not offered.
 //!
@@ -17,13 +17,24 @@ use std::ops::Range;
 use crate::advise::LockedArena;
 use crate::arena::{Give, Retake};
 use crate::block::Block;
-use crate::buffer::RewireError;
 use crate::class::{EXTENT_PAGES, PAGE_BYTES};
 use crate::memory::Memory;
 use crate::sentinel;
 use crate::sync::Ordering;
 use crate::sys::Span;
 use crate::worker::Worker;
+
+/// Why pages cannot be rewired now. Nothing has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RewireError {
+    /// The advisor's call for these pages is in flight (for microseconds): use another buffer and treat
+    /// the data as lost, or try again.
+    #[error("the pages are being lent to the kernel: try again")]
+    Busy,
+    /// The ceiling over wired memory is reached.
+    #[error("no memory to wire the pages: the ceiling is reached")]
+    Exhausted,
+}
 
 /// Largest number of pages of a [`SmallBuffer`].
 pub const SMALL_PAGES: usize = 16;

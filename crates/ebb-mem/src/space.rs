@@ -17,8 +17,6 @@ pub(crate) struct Core {
     pub(crate) reservation: Reservation,
     /// One word per page of it, for the sentinels' saved words.
     pub(crate) saved: Reservation,
-    /// Bytes of the reservation on small pages; the remainder is on huge pages.
-    pub(crate) split: usize,
     pub(crate) charge: Overcommit,
     /// Pages are written to when they are taken back (`kernel.rs`).
     pub(crate) touches: AtomicBool,
@@ -55,12 +53,12 @@ impl Core {
     /// Removes the access, and with it the charge.
     pub(crate) fn close(&self, span: Span) -> Closed {
         let (at, bytes) = (span.page * PAGE_BYTES, span.pages * PAGE_BYTES);
-        let closed = self.reservation.close(at, bytes, at >= self.split);
+        let closed = self.reservation.close(at, bytes);
         if closed != Closed::Yes {
             return closed;
         }
         let (at, bytes) = Core::words(span);
-        match self.saved.close(at, bytes, false) {
+        match self.saved.close(at, bytes) {
             // The saved words stay accessible, which is harmless.
             Closed::No => Closed::Yes,
             closed => closed,
@@ -73,8 +71,8 @@ impl Memory {
     /// refuses: the caller treats that as the ceiling, and it ends when memory is freed here or by other
     /// processes.
     #[cold]
-    pub(crate) fn open(&self, extents: usize, huge: bool) -> bool {
-        let opening = self.core.arena.lock().open_begin(extents, huge);
+    pub(crate) fn open(&self, extents: usize) -> bool {
+        let opening = self.core.arena.lock().open_begin(extents);
         let Some(opening) = opening else { return false };
         let mut all = true;
         for span in opening.spans() {

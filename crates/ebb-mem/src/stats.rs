@@ -81,8 +81,6 @@ pub struct ArenaStats {
     pub unwired: usize,
     /// Of the unwired, what the advisor has yet to process.
     pub advising: usize,
-    /// Of the wired, what is registered with the kernel or a device.
-    pub pinned: usize,
 }
 
 impl ArenaStats {
@@ -183,7 +181,6 @@ impl Memory {
             wired: counts.wired * PAGE_BYTES,
             unwired: counts.unwired * PAGE_BYTES,
             advising: (counts.offered + counts.advising) * PAGE_BYTES,
-            pinned: counts.pinned * PAGE_BYTES,
         }
     }
 

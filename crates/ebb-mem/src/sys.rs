@@ -96,11 +96,10 @@ impl Reservation {
         Ok(reservation)
     }
 
-    /// Selects huge or small pages for a part of the range that is not used yet. A kernel without huge
-    /// pages refuses, which is harmless.
-    pub(crate) fn set_huge(&self, offset: usize, bytes: usize, huge: bool) {
-        let code = if huge { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
-        let _ = self.advise_raw(offset, bytes, code);
+    /// Selects small pages for a part of the range that is not used yet. A kernel without huge pages
+    /// refuses, which is harmless.
+    pub(crate) fn use_small_pages(&self, offset: usize, bytes: usize) {
+        let _ = self.advise_raw(offset, bytes, libc::MADV_NOHUGEPAGE);
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -126,7 +125,7 @@ impl Reservation {
 
     /// Removes access to and content of a part of the range: maps it anew, since no other call reverses
     /// the kernel's charge. Nothing may refer to the part.
-    pub(crate) fn close(&self, offset: usize, bytes: usize, huge: bool) -> Closed {
+    pub(crate) fn close(&self, offset: usize, bytes: usize) -> Closed {
         if !self.is_inside(offset, bytes) {
             return Closed::No;
         }
@@ -141,7 +140,7 @@ impl Reservation {
         }
         // As in `new`. If it fails, the mapping is not merged with its neighbours.
         let _ = self.advise_raw(offset, bytes, libc::MADV_DONTFORK);
-        self.set_huge(offset, bytes, huge);
+        self.use_small_pages(offset, bytes);
         Closed::Yes
     }
 
@@ -276,7 +275,7 @@ pub(crate) fn lending_works() -> bool {
     if probe.open(0, EXTENT_BYTES).is_err() {
         return false;
     }
-    probe.set_huge(0, EXTENT_BYTES, false);
+    probe.use_small_pages(0, EXTENT_BYTES);
     let word = probe.address(0);
     // SAFETY: the first byte of a mapping that only this function refers to.
     unsafe { word.write_volatile(0x5a) };

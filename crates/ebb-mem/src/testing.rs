@@ -8,11 +8,11 @@
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// The address range of a memory's blocks, without those on huge pages: (start, end).
+/// The address range of a memory's blocks: (start, end).
 #[must_use]
 pub fn range(memory: &crate::Memory) -> (usize, usize) {
     let start = memory.core.reservation.address(0).addr().get();
-    (start, start + memory.core.split)
+    (start, start + memory.core.reservation.bytes())
 }
 
 /// Sets whether pages are written to when they are taken back, whatever this kernel needs.

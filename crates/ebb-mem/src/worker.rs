@@ -106,15 +106,6 @@ impl Worker {
         self.0.alloc_slow(len, owner, false).map_err(|_| Exhausted { len })
     }
 
-    /// A 2 MiB block, backed by a huge page where the kernel has one.
-    ///
-    /// # Errors
-    /// [`Exhausted`], as [`Worker::alloc`].
-    pub fn alloc_huge(&self, owner: OwnerId) -> Result<Block, Exhausted> {
-        let len = EXTENT_PAGES * PAGE_BYTES;
-        self.0.alloc_run(EXTENT_PAGES, true, owner).map_err(|_| Exhausted { len })
-    }
-
     /// As [`Worker::alloc`], but waits for memory in first-in, first-out order. The queue node is a field
     /// of the future: waiting allocates nothing. A length above the ceiling or [`MAX_BLOCK_BYTES`] fails
     /// at once.
@@ -225,7 +216,7 @@ impl WorkerInner {
             if !first && self.flags() & WAITERS != 0 && self.memory.must_queue(class) {
                 return Err(Shortage::Budget);
             }
-            return self.alloc_run(pages_of(len), false, owner);
+            return self.alloc_run(pages_of(len), owner);
         }
         if let Some(page) = self.cached(class) {
             return Ok(self.make_block(page, class, class_pages(class), owner));
@@ -279,7 +270,7 @@ impl WorkerInner {
         }
         let mut count = 1;
         let (page, out) = {
-            let (mut arena, page) = self.take(|arena| arena.take(class), 1, false)?;
+            let (mut arena, page) = self.take(|arena| arena.take(class), 1)?;
             while caching && count < bucket.room() {
                 let Some(more) = arena.take_warm(class) else { break };
                 if !bucket.push(u32::try_from(more).unwrap_or(u32::MAX)) {
@@ -308,7 +299,6 @@ impl WorkerInner {
         &self,
         take: impl Fn(&mut Arena) -> Result<usize, Shortage>,
         extents: usize,
-        huge: bool,
     ) -> Result<(LockedArena<'_>, usize), Shortage> {
         loop {
             let mut arena = self.memory.core.arena.lock();
@@ -317,7 +307,7 @@ impl WorkerInner {
                 // Another worker may have used what was opened, so try again.
                 Err(Shortage::Closed) => {
                     drop(arena);
-                    if !self.memory.open(extents, huge) {
+                    if !self.memory.open(extents) {
                         return Err(Shortage::Budget);
                     }
                 }
@@ -326,10 +316,9 @@ impl WorkerInner {
         }
     }
 
-    fn alloc_run(&self, pages: usize, huge: bool, owner: OwnerId) -> Result<Block, Shortage> {
+    fn alloc_run(&self, pages: usize, owner: OwnerId) -> Result<Block, Shortage> {
         let extents = pages.div_ceil(EXTENT_PAGES).max(1);
-        let take =
-            || self.take(|arena| arena.take_run(pages, huge), extents, huge).map(|(_, page)| page);
+        let take = || self.take(|arena| arena.take_run(pages), extents).map(|(_, page)| page);
         let page = take().or_else(|_| {
             if !self.memory.relieve(pages) {
                 self.purge(Give::Lend);

@@ -4,7 +4,7 @@
 
 use std::time::Instant;
 
-use ebb_mem::{Block, Buffer, Memory, Options, PagePool, PoolParameters, Reclaim};
+use ebb_mem::{Block, Memory, Offers, Options, PagePool, PoolParameters, Reclaim, SmallBuffer};
 
 /// (resident, lazily freed) bytes of this process.
 fn kernel() -> (i64, i64) {
@@ -74,14 +74,21 @@ fn gauges_agree_with_the_kernel() {
     assert!(pool.free_pages().1 >= 900, "lent in place: {:?}", pool.free_pages());
     agree("a pool lends");
 
-    let mut buffer = Buffer::new(&worker, worker.alloc(1 << 20, owner).unwrap()).unwrap();
-    buffer.bytes_mut(0..256).unwrap().fill(7);
-    assert!(buffer.unwire(&worker, 10..200));
-    agree("a buffer partly unwired");
-    while buffer.rewire(&worker, 0..256).is_err() {}
-    assert!(buffer.bytes(0..256).is_some());
+    let mut buffers: Vec<SmallBuffer> = (0..64)
+        .map(|_| SmallBuffer::new(worker.alloc(64 << 10, owner).unwrap()).unwrap())
+        .collect();
+    for buffer in &mut buffers {
+        buffer.bytes_mut(0..16).unwrap().fill(7);
+        assert_eq!(buffer.arm(&worker, 0x0ffc), 0x0ffc);
+        Offers::new(&memory).add(buffer);
+    }
+    agree("buffers partly lent");
+    for buffer in &mut buffers {
+        while buffer.rewire(&worker, buffer.all()).is_err() {}
+        assert!(buffer.bytes(0..16).is_some());
+    }
     agree("and rewired");
-    buffer.free(&worker);
+    buffers.into_iter().for_each(|buffer| buffer.free(&worker));
 
     // Every byte is accounted to an owner or a cache.
     let stats = memory.stats();

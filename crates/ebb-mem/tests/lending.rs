@@ -1,15 +1,12 @@
-//! Pitfalls of lending memory from user space: registered, locked and huge pages, fork, gauges, idle
-//! workers. (Allocations while freeing: `no_alloc.rs`.)
+//! Pitfalls of lending memory from user space: locked memory, fork, gauges, idle workers. (Allocations while freeing: `no_alloc.rs`.)
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use std::io::Write;
-use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ebb_mem::{
-    Block, Buffer, Memory, Options, OwnerId, PagePool, Reclaim, Registered, Worker, testing,
+    Block, Memory, Offers, Options, OwnerId, PagePool, Reclaim, SmallBuffer, Worker, testing,
 };
 
 const MIB: usize = 1 << 20;
@@ -67,83 +64,6 @@ fn rollup(field: &str) -> usize {
     line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() * 1024
 }
 
-fn file_with(byte: u8, bytes: usize) -> std::fs::File {
-    let mut file = tempfile::tempfile().unwrap();
-    file.write_all(&vec![byte; bytes]).unwrap();
-    file
-}
-
-/// Reads the file into a registered buffer, as an io_uring user would.
-fn read_fixed(registered: &mut Registered, file: &std::fs::File) {
-    let mut ring = io_uring::IoUring::new(2).expect("io_uring works here: see the kernel's sysctl");
-    let vector = libc::iovec { iov_base: registered.as_ptr().cast(), iov_len: registered.len() };
-    // SAFETY: the memory is owned by `registered`, which outlives the registration below.
-    unsafe { ring.submitter().register_buffers(&[vector]) }.unwrap();
-    let len = u32::try_from(registered.len()).unwrap();
-    let fd = io_uring::types::Fd(file.as_raw_fd());
-    let entry = io_uring::opcode::ReadFixed::new(fd, registered.as_ptr(), len, 0).build();
-    // SAFETY: buffer and file live until the completion below.
-    unsafe { ring.submission().push(&entry) }.unwrap();
-    ring.submit_and_wait(1).unwrap();
-    let result = ring.completion().next().unwrap().result();
-    assert_eq!(u32::try_from(result), Ok(len));
-    ring.submitter().unregister_buffers().unwrap();
-}
-
-#[test]
-fn new_data_in_registered_memory_survives_an_earlier_loan() {
-    let _alone = alone();
-    let Rig { memory, worker, owner, now } = rig();
-    let file = file_with(0xa5, 256 * 4096);
-    // A lent block: it was lent in the pool and is allocated again, which by itself writes nothing.
-    let pool = PagePool::new(&worker, owner, Arc::default());
-    let mut block = pool.take(MIB).unwrap();
-    block.fill(1);
-    pool.put(block);
-    (0..20).for_each(|look| worker.poll(now + look * ebb_mem::POOL_INTERVAL));
-    memory.settle();
-    assert_eq!(pool.free_pages(), (0, 256));
-    let block = pool.take(MIB).unwrap();
-    let mut registered = Registered::new(&worker, block).unwrap();
-    read_fixed(&mut registered, &file);
-    let block = registered.unregister();
-    testing::take(block.as_ptr().addr(), block.capacity());
-    assert!(block.iter().all(|&byte| byte == 0xa5), "no page with new data was discarded");
-    worker.free(block);
-}
-
-#[test]
-fn registered_memory_is_never_advised() {
-    let _alone = alone();
-    let Rig { memory, worker, owner, now } = rig();
-    let mut registered = Registered::new(&worker, worker.alloc(MIB, owner).unwrap()).unwrap();
-    registered.fill(0x5a);
-    for level in [Reclaim::Trim, Reclaim::Drain, Reclaim::DrainWorkers] {
-        memory.reclaim(level, now);
-        memory.squeeze(now);
-        worker.poll(now);
-        memory.settle();
-    }
-    testing::take(registered.as_ptr().addr(), registered.len());
-    assert!(registered.iter().all(|&byte| byte == 0x5a));
-    worker.free(registered.unregister());
-}
-
-#[test]
-fn pinned_pages_are_not_counted_as_released() {
-    let _alone = alone();
-    let Rig { memory, worker, owner, now } = rig();
-    let registered = Registered::new(&worker, worker.alloc(MIB, owner).unwrap()).unwrap();
-    memory.reclaim(Reclaim::DrainWorkers, now);
-    worker.poll(now);
-    memory.settle();
-    let arena = memory.stats().arena;
-    assert_eq!((arena.wired, arena.unwired, arena.pinned), (MIB, 0, MIB));
-    let block = registered.unregister();
-    assert_eq!(memory.stats().arena.pinned, 0);
-    worker.free(block);
-}
-
 /// Runs one test of this file alone in a child process with `EBB_MEM_CHILD` set.
 fn in_a_child(test: &str) {
     let output = std::process::Command::new(std::env::current_exe().unwrap())
@@ -166,17 +86,13 @@ fn locked_memory_cannot_be_lent_and_is_returned_instead() {
     let Rig { memory, worker, owner, now } = rig_with(|options| {
         options.ceiling_bytes = MIB;
         options.reserve_bytes = 2 * MIB;
-        options.huge_bytes = 0;
     });
     assert!(!memory.lending());
     let mut block = worker.alloc(256 << 10, owner).unwrap();
     block.fill(1);
     let address = block.as_ptr();
     assert!(mapping(address, "Rss:").0 >= 256 << 10);
-    let mut buffer = Buffer::new(&worker, block).unwrap();
-    assert!(!buffer.unwire(&worker, 0..64), "refused: its content would be lost");
-    assert!(buffer.bytes(0..64).unwrap().iter().all(|&byte| byte == 1));
-    buffer.free(&worker);
+    worker.free(block);
     memory.reclaim(Reclaim::DrainWorkers, now);
     worker.poll(now);
     memory.settle();
@@ -196,25 +112,9 @@ fn a_child_does_not_share_the_arena() {
 }
 
 #[test]
-fn huge_pages_stay_whole_and_small_ones_small() {
+fn small_pages_stay_small() {
     let _alone = alone();
-    let Rig { memory, worker, owner, .. } = rig();
-    let mut buffer = Buffer::new(&worker, worker.alloc_huge(owner).unwrap()).unwrap();
-    let address = {
-        let bytes = buffer.bytes_mut(0..512).unwrap();
-        bytes.fill(3);
-        bytes.as_ptr()
-    };
-    let huge = mapping(address, "AnonHugePages:").0;
-    assert!(buffer.unwire(&worker, 0..512));
-    memory.settle();
-    while buffer.rewire(&worker, 0..512).is_err() {}
-    assert_eq!(
-        mapping(address, "AnonHugePages:").0,
-        huge,
-        "lent and wired again without being split"
-    );
-    buffer.free(&worker);
+    let Rig { worker, owner, .. } = rig();
     let mut block = worker.alloc(4096, owner).unwrap();
     block.fill(1);
     let (rss, flags) = mapping(block.as_ptr(), "Rss:");
@@ -227,22 +127,23 @@ fn huge_pages_stay_whole_and_small_ones_small() {
 fn loss_is_detected_by_the_sentinel_not_by_return_codes() {
     let _alone = alone();
     let Rig { memory, worker, owner, .. } = rig();
-    let mut buffer = Buffer::new(&worker, worker.alloc(MIB, owner).unwrap()).unwrap();
-    buffer.bytes_mut(0..256).unwrap().fill(9);
+    let mut buffer = SmallBuffer::new(worker.alloc(65536, owner).unwrap()).unwrap();
+    buffer.bytes_mut(0..16).unwrap().fill(9);
     let address = buffer.bytes(0..1).unwrap().as_ptr();
-    assert!(buffer.unwire(&worker, 0..256));
+    assert_eq!(buffer.arm(&worker, buffer.all()), buffer.all());
+    Offers::new(&memory).add(&buffer);
     memory.settle();
-    // The kernel discards pages 64..128; its return code does not report that.
-    testing::take(address.addr() + 64 * 4096, 64 * 4096);
-    let lost = buffer.rewire(&worker, 0..256).unwrap();
-    for page in 0..256 {
+    // The kernel discards pages 4..8; its return code does not report that.
+    testing::take(address.addr() + 4 * 4096, 4 * 4096);
+    let lost = buffer.rewire(&worker, buffer.all()).unwrap();
+    for page in 0..16 {
         let bytes = buffer.bytes(page..page + 1).unwrap();
         let whole = bytes.iter().all(|&byte| byte == 9);
-        assert_eq!(whole, !lost.contains(page), "page {page}");
+        assert_eq!(whole, lost >> page & 1 == 0, "page {page}");
     }
-    assert!(lost.len() <= 64, "only discarded pages: {lost:?}");
-    let (kept, discarded) = memory.rewires();
-    assert_eq!((kept + discarded, discarded), (256, lost.len() as u64));
+    assert_eq!(lost & !0xf0, 0, "only discarded pages: {lost:b}");
+    let discarded = u64::from(lost.count_ones());
+    assert_eq!(memory.rewires(), (16 - discarded, discarded));
     buffer.free(&worker);
 }
 
@@ -324,9 +225,10 @@ fn data_read_once_can_be_lent_at_once() {
     let Rig { memory, worker, owner, .. } = rig();
     let mut buffers = Vec::new();
     for _ in 0..32 {
-        let mut buffer = Buffer::new(&worker, worker.alloc(65536, owner).unwrap()).unwrap();
+        let mut buffer = SmallBuffer::new(worker.alloc(65536, owner).unwrap()).unwrap();
         buffer.bytes_mut(0..16).unwrap().fill(1);
-        assert!(buffer.unwire(&worker, 0..16));
+        assert_eq!(buffer.arm(&worker, buffer.all()), buffer.all());
+        Offers::new(&memory).add(&buffer);
         buffers.push(buffer);
     }
     let stats = memory.stats();

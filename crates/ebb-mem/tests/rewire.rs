@@ -7,15 +7,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use ebb_mem::{Buffer, Memory, Options, OwnerId, RewireError, Worker, testing};
+use ebb_mem::{Memory, Offers, Options, OwnerId, RewireError, SmallBuffer, Worker, testing};
 
 /// Every word of a page contains its page and how often it was filled.
-fn fill(buffer: &mut Buffer, page: usize, mark: u64) {
+fn fill(buffer: &mut SmallBuffer, page: usize, mark: u64) {
     let bytes = buffer.bytes_mut(page..page + 1).unwrap();
     bytes.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&mark.to_ne_bytes()));
 }
 
-fn holds(buffer: &Buffer, page: usize, mark: u64) -> bool {
+fn holds(buffer: &SmallBuffer, page: usize, mark: u64) -> bool {
     let bytes = buffer.bytes(page..page + 1).unwrap();
     bytes.chunks_exact(8).all(|word| word == mark.to_ne_bytes())
 }
@@ -26,8 +26,8 @@ struct Reclaimer {
 }
 
 impl Reclaimer {
-    fn start(buffers: &[Buffer]) -> Reclaimer {
-        let range = |buffer: &Buffer| {
+    fn start(buffers: &[SmallBuffer]) -> Reclaimer {
+        let range = |buffer: &SmallBuffer| {
             let bytes = buffer.bytes(0..buffer.pages()).unwrap();
             (bytes.as_ptr().addr(), bytes.len())
         };
@@ -56,7 +56,7 @@ impl Drop for Reclaimer {
 }
 
 /// `cycles` pages unwired and rewired; returns how many were lost.
-fn cycle(worker: &Worker, mut buffers: Vec<Buffer>, cycles: usize) -> usize {
+fn cycle(worker: &Worker, mut buffers: Vec<SmallBuffer>, cycles: u32) -> u32 {
     let reclaimer = Reclaimer::start(&buffers);
     let mut marks: Vec<Vec<u64>> = Vec::new();
     for (number, buffer) in buffers.iter_mut().enumerate() {
@@ -69,26 +69,28 @@ fn cycle(worker: &Worker, mut buffers: Vec<Buffer>, cycles: usize) -> usize {
         round += 1;
         for buffer in &mut buffers {
             // In some rounds a part only.
-            let pages =
-                if round.is_multiple_of(3) { 1..buffer.pages() / 2 } else { 0..buffer.pages() };
-            assert!(buffer.unwire(worker, pages));
+            let pages = if round.is_multiple_of(3) { 0b1111_1110 } else { buffer.all() };
+            assert_eq!(buffer.arm(worker, pages), pages);
+        }
+        {
+            let mut offers = Offers::new(worker.memory());
+            buffers.iter().for_each(|buffer| offers.add(buffer));
         }
         if round.is_multiple_of(2) {
             worker.memory().settle();
         }
         for (buffer, marks) in buffers.iter_mut().zip(&mut marks) {
-            let wanted = buffer.unwired().len();
+            done += buffer.lent().count_ones();
             let discarded = loop {
-                match buffer.rewire(worker, 0..buffer.pages()) {
+                match buffer.rewire(worker, buffer.all()) {
                     Ok(discarded) => break discarded,
                     Err(RewireError::Busy) => std::thread::yield_now(),
                     Err(error) => panic!("{error}"),
                 }
             };
-            done += wanted;
-            lost += discarded.len();
+            lost += discarded.count_ones();
             for (page, mark) in marks.iter_mut().enumerate() {
-                if discarded.contains(page) {
+                if discarded >> page & 1 == 1 {
                     *mark += 1 << 40;
                     fill(buffer, page, *mark);
                 }
@@ -110,34 +112,23 @@ fn rig() -> (Arc<Memory>, Worker, OwnerId) {
 #[test]
 fn every_lost_small_page_is_reported() {
     let (memory, worker, owner) = rig();
-    let buffers = (0..32)
-        .map(|_| Buffer::new(&worker, worker.alloc(65536, owner).unwrap()).unwrap())
-        .collect();
-    let lost = cycle(&worker, buffers, 20_000);
-    assert!(lost > 0, "the reclaimer must win sometimes, or nothing was tested");
-    assert_eq!(memory.rewires().1, lost as u64);
-}
-
-#[test]
-fn every_lost_huge_page_is_reported() {
-    let (_memory, worker, owner) = rig();
     let buffers =
-        (0..4).map(|_| Buffer::new(&worker, worker.alloc_huge(owner).unwrap()).unwrap()).collect();
+        (0..32).map(|_| SmallBuffer::new(worker.alloc(65536, owner).unwrap()).unwrap()).collect();
     let lost = cycle(&worker, buffers, 20_000);
     assert!(lost > 0, "the reclaimer must win sometimes, or nothing was tested");
+    assert_eq!(memory.rewires().1, u64::from(lost));
 }
 
 #[test]
-fn an_unwired_page_is_not_accessible() {
+fn a_lent_page_is_not_accessible() {
     let (_memory, worker, owner) = rig();
-    let mut buffer = Buffer::new(&worker, worker.alloc(65536, owner).unwrap()).unwrap();
-    assert!(buffer.unwire(&worker, 4..8));
+    let mut buffer = SmallBuffer::new(worker.alloc(65536, owner).unwrap()).unwrap();
+    assert_eq!(buffer.arm(&worker, 0b1111_0000), 0b1111_0000);
     assert!(buffer.bytes(0..4).is_some() && buffer.bytes(8..16).is_some());
     assert!(buffer.bytes(7..9).is_none() && buffer.bytes_mut(0..16).is_none());
     assert!(buffer.bytes(0..17).is_none(), "outside");
-    let mut buffer = buffer.into_block().unwrap_err();
-    assert!(buffer.unwire(&worker, 0..0), "nothing to do");
-    while buffer.rewire(&worker, 0..100).is_err() {}
-    assert!(buffer.unwired().is_empty());
-    worker.free(buffer.into_block().unwrap());
+    assert_eq!(buffer.arm(&worker, 0), 0, "nothing to do");
+    while buffer.rewire(&worker, u16::MAX).is_err() {}
+    assert!(buffer.lent() == 0 && buffer.bytes(0..16).is_some());
+    buffer.free(&worker);
 }

@@ -123,7 +123,6 @@ pub(crate) const ALLOWED: &[Allowed] = &[
     ("print", "testbed/src/server.rs", 2, "the harness shows it for failed tests only"),
     ("cast", "crates/ebb-nbd-proto/src/lib.rs", 1, "the number of an enum's variant"),
     ("cast", "crates/ebb-mem/src/bits.rs", 3, "a number of bits: at most 64"),
-    ("cast", "crates/ebb-mem/src/buffer.rs", 4, "a number of pages, of 32 bits"),
     ("cast", "crates/ebb-mem/src/class.rs", 1, "a number of bits: at most 64"),
     ("cast", "crates/ebb-mem/src/memory.rs", 2, "a page's number, of 32 bits"),
     ("cast", "crates/ebb-mem/src/pool.rs", 1, "a parameter of 32 bits"),

@@ -88,9 +88,9 @@ impl Arena {
     }
 
     /// Marks everything as closed, before the first allocation: chunks of `extents` extents, which divides
-    /// both regions. With `closes`, chunks that become empty are closed again.
+    /// all of them. With `closes`, chunks that become empty are closed again.
     pub(crate) fn close_all(&mut self, extents: usize, closes: bool) {
-        debug_assert!(self.small.is_multiple_of(extents));
+        debug_assert!(self.extents.len().is_multiple_of(extents));
         let count = self.extents.len() / extents;
         let mut closed = Extents::new(count);
         (0..count).for_each(|chunk| closed.insert(chunk));
@@ -110,15 +110,15 @@ impl Arena {
         !self.chunks.closed.is_empty() && self.chunks.closed.contains(chunk)
     }
 
-    /// Whether opening chunks can provide `need` consecutive extents in a region.
-    pub(super) fn can_open(&mut self, need: usize, huge: bool) -> bool {
-        self.openable(need, huge).is_some()
+    /// Whether opening chunks can provide `need` consecutive extents.
+    pub(super) fn can_open(&mut self, need: usize) -> bool {
+        self.openable(need).is_some()
     }
 
     /// The first of `need` consecutive extents that are free or in a closed chunk, at least one of them
     /// in a closed chunk.
-    fn openable(&mut self, need: usize, huge: bool) -> Option<usize> {
-        let (mut from, end) = if huge { (self.small, self.extents.len()) } else { (0, self.small) };
+    fn openable(&mut self, need: usize) -> Option<usize> {
+        let (mut from, end) = (0, self.extents.len());
         loop {
             let size = self.chunks.extents;
             let closed = self.chunks.closed.first_from(from / size)?;
@@ -148,8 +148,8 @@ impl Arena {
     }
 
     /// Begins to open the chunks for `need` consecutive extents; `None`: no address space remains.
-    pub(crate) fn open_begin(&mut self, need: usize, huge: bool) -> Option<Opening> {
-        let start = self.openable(need, huge)?;
+    pub(crate) fn open_begin(&mut self, need: usize) -> Option<Opening> {
+        let start = self.openable(need)?;
         let size = self.chunks.extents;
         let (first, last) = (start / size, (start + need - 1) / size);
         let mut which = 0;
@@ -248,14 +248,14 @@ mod tests {
 
     const CLASS: usize = 8;
 
-    fn arena(small: usize, huge: usize) -> Arena {
-        let mut arena = Arena::new(small, huge, usize::MAX / 2, true);
+    fn arena(extents: usize) -> Arena {
+        let mut arena = Arena::new(extents, usize::MAX / 2, true);
         arena.close_all(4, true);
         arena
     }
 
-    fn open(arena: &mut Arena, need: usize, huge: bool) -> Vec<usize> {
-        let spans: Vec<_> = arena.open_begin(need, huge).unwrap().spans().collect();
+    fn open(arena: &mut Arena, need: usize) -> Vec<usize> {
+        let spans: Vec<_> = arena.open_begin(need).unwrap().spans().collect();
         spans.iter().for_each(|&span| arena.open_end(span, true));
         arena.check();
         spans.into_iter().map(|span| span.page / (4 * EXTENT_PAGES)).collect()
@@ -274,19 +274,19 @@ mod tests {
 
     #[test]
     fn nothing_is_allocated_before_it_is_open_and_empty_chunks_are_closed_again() {
-        let mut arena = arena(8, 4);
+        let mut arena = arena(8);
         assert_eq!(arena.open_pages(), 0);
         assert_eq!(arena.take(CLASS), Err(Shortage::Closed));
-        assert_eq!(open(&mut arena, 1, false), [0]);
+        assert_eq!(open(&mut arena, 1), [0]);
         assert_eq!(arena.open_pages(), 4 * EXTENT_PAGES);
         let pages: Vec<_> = (0..8).map(|_| arena.take(CLASS).unwrap()).collect();
         assert!(pages.iter().all(|&page| page < 4 * EXTENT_PAGES));
         assert_eq!(arena.take(CLASS), Err(Shortage::Closed));
         // The kernel refuses: opening may be tried again.
-        let refused = arena.open_begin(1, false).unwrap();
+        let refused = arena.open_begin(1).unwrap();
         refused.spans().for_each(|span| arena.open_end(span, false));
         assert_eq!(arena.take(CLASS), Err(Shortage::Closed));
-        assert_eq!(open(&mut arena, 1, false), [1]);
+        assert_eq!(open(&mut arena, 1), [1]);
         // No chunk remains to be opened, and all open ones are in use.
         let more: Vec<_> = (0..8).map(|_| arena.take(CLASS).unwrap()).collect();
         assert_eq!(arena.take(CLASS), Err(Shortage::Budget), "no small pages remain");
@@ -311,8 +311,8 @@ mod tests {
 
     #[test]
     fn a_chunk_that_is_used_again_or_cannot_be_closed_stays_open() {
-        let mut arena = arena(4, 0);
-        open(&mut arena, 1, false);
+        let mut arena = arena(4);
+        open(&mut arena, 1);
         let page = arena.take(CLASS).unwrap();
         arena.give(page, CLASS, Give::Return);
         advise(&mut arena);
@@ -329,32 +329,26 @@ mod tests {
         let closing = arena.close_begin().unwrap();
         arena.close_end(closing, Closed::Lost);
         assert_eq!(arena.take(CLASS), Err(Shortage::Budget), "never used again");
-        assert!(arena.open_begin(1, false).is_none());
+        assert!(arena.open_begin(1).is_none());
         arena.check();
     }
 
     #[test]
     fn runs_open_what_they_lack_and_no_more() {
-        let mut arena = arena(16, 8);
-        assert_eq!(arena.take_run(6 * EXTENT_PAGES, false), Err(Shortage::Closed));
-        assert_eq!(open(&mut arena, 6, false), [0, 1]);
-        let first = arena.take_run(6 * EXTENT_PAGES, false).unwrap();
+        let mut arena = arena(16);
+        assert_eq!(arena.take_run(6 * EXTENT_PAGES), Err(Shortage::Closed));
+        assert_eq!(open(&mut arena, 6), [0, 1]);
+        let first = arena.take_run(6 * EXTENT_PAGES).unwrap();
         assert_eq!(first, 0);
         // Two are free in chunk 1.
-        assert_eq!(open(&mut arena, 5, false), [2]);
-        let second = arena.take_run(5 * EXTENT_PAGES, false).unwrap();
+        assert_eq!(open(&mut arena, 5), [2]);
+        let second = arena.take_run(5 * EXTENT_PAGES).unwrap();
         assert_eq!(second, 6 * EXTENT_PAGES);
-        assert_eq!(arena.take_run(EXTENT_PAGES, true), Err(Shortage::Closed));
-        assert_eq!(open(&mut arena, 1, true), [4]);
-        assert_eq!(arena.take_run(EXTENT_PAGES, true), Ok(16 * EXTENT_PAGES));
-        assert_eq!(arena.take_run(6 * EXTENT_PAGES, false), Err(Shortage::Budget));
+        assert_eq!(arena.take_run(6 * EXTENT_PAGES), Err(Shortage::Budget));
         // Runs in use divide the free space.
         arena.give_run(first, Give::Return);
-        assert_eq!(arena.take_run(7 * EXTENT_PAGES, false), Err(Shortage::Budget));
-        assert_eq!(
-            arena.take_run(5 * EXTENT_PAGES, false).map(|_| ()),
-            Err(Shortage::Closed).or(Ok(()))
-        );
+        assert_eq!(arena.take_run(7 * EXTENT_PAGES), Err(Shortage::Budget));
+        assert_eq!(arena.take_run(5 * EXTENT_PAGES).map(|_| ()), Err(Shortage::Closed).or(Ok(())));
         arena.check();
     }
 

@@ -8,20 +8,17 @@ use super::*;
 use crate::class::MAX_BLOCK_BYTES;
 use crate::sys::BATCH;
 
-const SMALL: usize = 6;
-const HUGE: usize = 2;
+const EXTENTS: usize = 8;
 
 #[derive(Clone, Debug)]
 enum Step {
     Take(usize),
     TakeWarm(usize),
-    TakeRun(usize, bool),
+    TakeRun(usize),
     Give(usize, u8),
     /// Offer pages of a held block: which, from, how many.
     Offer(usize, usize, usize),
     Retake(usize),
-    Pin(usize),
-    Unpin(usize),
     Claim,
     Complete(bool),
     OfferFree(bool),
@@ -33,13 +30,11 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         6 => (0..CLASSES).prop_map(Step::Take),
         2 => (0..CLASSES).prop_map(Step::TakeWarm),
-        2 => (1..1500usize, any::<bool>()).prop_map(|(pages, huge)| Step::TakeRun(pages, huge)),
+        2 => (1..1500usize).prop_map(Step::TakeRun),
         6 => (any::<usize>(), 0..3u8).prop_map(|(which, how)| Step::Give(which, how)),
         4 => (any::<usize>(), any::<usize>(), 1..600usize)
             .prop_map(|(which, from, count)| Step::Offer(which, from, count)),
         4 => any::<usize>().prop_map(Step::Retake),
-        1 => any::<usize>().prop_map(Step::Pin),
-        1 => any::<usize>().prop_map(Step::Unpin),
         6 => Just(Step::Claim),
         6 => any::<bool>().prop_map(Step::Complete),
         1 => any::<bool>().prop_map(Step::OfferFree),
@@ -55,7 +50,6 @@ struct Held {
     class: Option<usize>,
     /// Pages that its user has offered and may not access.
     offered: Option<Span>,
-    pinned: bool,
 }
 
 #[derive(Default)]
@@ -76,7 +70,7 @@ impl Model {
         if let Some((start, block)) = before {
             assert!(start + block.pages <= page, "allocated twice");
         }
-        self.held.insert(page, Held { pages, class, offered: None, pinned: false });
+        self.held.insert(page, Held { pages, class, offered: None });
     }
 
     /// Whether a user may access a page of the span.
@@ -104,17 +98,13 @@ fn run(arena: &mut Arena, model: &mut Model, step: &Step) {
                 model.hold(page, class_pages(class), Some(class));
             }
         }
-        Step::TakeRun(pages, huge) => {
-            if let Ok(page) = arena.take_run(pages, huge) {
-                assert_eq!(huge, page >= SMALL * EXTENT_PAGES);
+        Step::TakeRun(pages) => {
+            if let Ok(page) = arena.take_run(pages) {
                 model.hold(page, pages, None);
             }
         }
         Step::Give(which, how) => {
             let Some(page) = model.pick(which) else { return };
-            if model.held[&page].pinned {
-                return;
-            }
             let Some(block) = model.held.remove(&page) else { return };
             let give = [Give::Cool, Give::Lend, Give::Return][usize::from(how)];
             match block.class {
@@ -125,7 +115,7 @@ fn run(arena: &mut Arena, model: &mut Model, step: &Step) {
         Step::Offer(which, from, count) => {
             let Some(page) = model.pick(which) else { return };
             let Some(block) = model.held.get_mut(&page) else { return };
-            if block.pinned || block.offered.is_some() {
+            if block.offered.is_some() {
                 return;
             }
             let from = from % block.pages;
@@ -141,21 +131,6 @@ fn run(arena: &mut Arena, model: &mut Model, step: &Step) {
                 Retake::Wired => block.offered = None,
                 Retake::Busy => assert!(arena.is_busy(span)),
                 Retake::Exhausted => assert!(!arena.has_room(span.pages)),
-            }
-        }
-        Step::Pin(which) => {
-            let Some(page) = model.pick(which) else { return };
-            let Some(block) = model.held.get_mut(&page) else { return };
-            if block.offered.is_none() && !block.pinned {
-                block.pinned = true;
-                arena.pin(Span { page, pages: block.pages }, true);
-            }
-        }
-        Step::Unpin(which) => {
-            let Some(page) = model.pick(which) else { return };
-            let Some(block) = model.held.get_mut(&page) else { return };
-            if std::mem::take(&mut block.pinned) {
-                arena.pin(Span { page, pages: block.pages }, false);
             }
         }
         Step::Claim => {
@@ -195,9 +170,8 @@ fn check(arena: &mut Arena, model: &Model) {
     }
     for (&page, block) in &model.held {
         let whole = Span { page, pages: block.pages };
-        match block.offered {
-            None => assert!(arena.in_use(whole), "allocated pages are wired"),
-            Some(_) => assert!(!block.pinned),
+        if block.offered.is_none() {
+            assert!(arena.in_use(whole), "allocated pages are wired");
         }
     }
 }
@@ -205,7 +179,7 @@ fn check(arena: &mut Arena, model: &Model) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
 
-    /// No page in use, registered, pinned or in flight is advised; every gauge is exact; no page is
+    /// No page in use or in flight is advised; every gauge is exact; no page is
     /// allocated twice.
     #[test]
     fn no_advised_range_overlaps_one_in_use(
@@ -213,7 +187,7 @@ proptest! {
         ceiling in 600..6000usize,
         lending in any::<bool>(),
     ) {
-        let mut arena = Arena::new(SMALL, HUGE, ceiling, lending);
+        let mut arena = Arena::new(EXTENTS, ceiling, lending);
         let mut model = Model::default();
         for step in steps {
             run(&mut arena, &mut model, &step);
@@ -222,9 +196,6 @@ proptest! {
         // And everything can be freed.
         run(&mut arena, &mut model, &Step::Complete(true));
         for (page, block) in std::mem::take(&mut model.held) {
-            if block.pinned {
-                arena.pin(Span { page, pages: block.pages }, false);
-            }
             match block.class {
                 Some(class) => arena.give(page, class, Give::Return),
                 None => arena.give_run(page, Give::Return),
@@ -242,7 +213,7 @@ proptest! {
 
 #[test]
 fn an_offer_is_cancelled_by_taking_but_not_while_advised() {
-    let mut arena = Arena::new(SMALL, HUGE, 4096, true);
+    let mut arena = Arena::new(EXTENTS, 4096, true);
     let page = arena.take(0).unwrap();
     let span = Span { page, pages: 1 };
     arena.offer_allocated(span);
@@ -258,7 +229,7 @@ fn an_offer_is_cancelled_by_taking_but_not_while_advised() {
 
 #[test]
 fn a_free_block_being_advised_is_skipped() {
-    let mut arena = Arena::new(SMALL, HUGE, 4096, true);
+    let mut arena = Arena::new(EXTENTS, 4096, true);
     let page = arena.take(4).unwrap();
     arena.give(page, 4, Give::Lend);
     let mut spans = [Span::default(); BATCH];
@@ -271,7 +242,7 @@ fn a_free_block_being_advised_is_skipped() {
 
 #[test]
 fn a_batch_is_bounded_and_neighbours_are_joined() {
-    let mut arena = Arena::new(64, 0, usize::MAX / 2, true);
+    let mut arena = Arena::new(64, usize::MAX / 2, true);
     let pages: Vec<usize> = (0..2048).map(|_| arena.take(0).unwrap()).collect();
     // Every other page: nothing to join.
     for page in pages.iter().filter(|page| *page % 2 == 0) {
@@ -292,22 +263,8 @@ fn a_batch_is_bounded_and_neighbours_are_joined() {
 }
 
 #[test]
-fn pinned_pages_are_never_offered() {
-    let mut arena = Arena::new(SMALL, HUGE, 4096, true);
-    let page = arena.take(3).unwrap();
-    arena.pin(Span { page: page + 2, pages: 3 }, true);
-    // Even by a user that violates the contract.
-    arena.offer_allocated(Span { page, pages: 8 });
-    arena.check();
-    assert_eq!((arena.counts().offered, arena.counts().wired), (5, 3));
-    let mut spans = [Span::default(); BATCH];
-    assert_eq!(arena.claim(&mut spans).0, 2);
-    assert_eq!(spans[..2].iter().map(|span| span.pages).sum::<usize>(), 5);
-}
-
-#[test]
 fn a_refused_advice_leaves_the_page_wired() {
-    let mut arena = Arena::new(SMALL, HUGE, 4096, true);
+    let mut arena = Arena::new(EXTENTS, 4096, true);
     let page = arena.take(0).unwrap();
     arena.give(page, 0, Give::Lend);
     let mut spans = [Span::default(); BATCH];
@@ -319,12 +276,12 @@ fn a_refused_advice_leaves_the_page_wired() {
 
 #[test]
 fn a_run_stays_warm_for_one_sweep_and_is_lent_at_the_next() {
-    let mut arena = Arena::new(SMALL, HUGE, 8192, true);
-    let page = arena.take_run(700, false).unwrap();
+    let mut arena = Arena::new(EXTENTS, 8192, true);
+    let page = arena.take_run(700).unwrap();
     arena.give_run(page, Give::Cool);
     assert!(arena.sweep(), "just freed: it waits for the next sweep");
     assert_eq!(arena.counts().wired, 700);
-    assert_eq!(arena.take_run(700, false), Ok(page));
+    assert_eq!(arena.take_run(700), Ok(page));
     arena.give_run(page, Give::Cool);
     arena.sweep();
     assert!(!arena.sweep());
@@ -334,7 +291,7 @@ fn a_run_stays_warm_for_one_sweep_and_is_lent_at_the_next() {
 #[test]
 fn reused_blocks_stay_wired_and_unused_ones_are_released() {
     for (pressed, advice) in [(false, Advice::Lend), (true, Advice::Return)] {
-        let mut arena = Arena::new(SMALL, HUGE, 8192, true);
+        let mut arena = Arena::new(EXTENTS, 8192, true);
         arena.set_prefer_return(pressed);
         // 40 requests at once, then never more than eight.
         let peak: Vec<usize> = (0..40).map(|_| arena.take(5).unwrap()).collect();
@@ -363,7 +320,7 @@ fn reused_blocks_stay_wired_and_unused_ones_are_released() {
 #[test]
 fn the_largest_block_fits_a_run() {
     let pages = MAX_BLOCK_BYTES / crate::class::PAGE_BYTES;
-    let mut arena = Arena::new(64, 0, pages, true);
-    assert!(arena.take_run(pages, false).is_ok());
-    assert_eq!(arena.take_run(pages, false), Err(Shortage::Budget));
+    let mut arena = Arena::new(64, pages, true);
+    assert!(arena.take_run(pages).is_ok());
+    assert_eq!(arena.take_run(pages), Err(Shortage::Budget));
 }

@@ -322,10 +322,9 @@ pub(super) fn share(part: u64, rest: u64) -> String {
 
 fn show_memory(memory: &MemoryStat) -> String {
     format!(
-        "\nmemory   {} wired ({} pinned), {} lent, ceiling {}; {} waiting\n\
+        "\nmemory   {} wired, {} lent, ceiling {}; {} waiting\n\
          returned  {} squeeze(s), {} worker cache(s) emptied\n{}{}",
         bytes(memory.wired_bytes),
-        bytes(memory.pinned_bytes),
         bytes(memory.unwired_bytes),
         bytes(memory.ceiling_bytes),
         memory.waiting,
