@@ -47,6 +47,6 @@ mod writeback;
 pub use cache::{Cache, CacheOptions, Error};
 pub use reclaimer::{DiscardCounter, MemoryProbe, Reclaimer, pages_discarded_by_kernel};
 pub use size::Edge;
-pub use stats::{CacheStats, Mode, ModeError, VolumeCacheStats};
+pub use stats::{CacheStats, Mode, VolumeCacheStats};
 pub use volume::VolumeCache;
 pub use writeback::{FixedLimit, WritebackControl, WritebackOrder};

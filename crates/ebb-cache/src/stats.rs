@@ -1,7 +1,6 @@
 //! Cache modes and statistics.
 
 use std::fmt;
-use std::str::FromStr;
 
 use crate::shard::ShardCounters;
 
@@ -35,22 +34,6 @@ impl Mode {
 impl fmt::Display for Mode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
-    }
-}
-
-/// A string that names no mode.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no cache mode `{0}`: use none, writethrough or writeback")]
-pub struct ModeError(String);
-
-impl FromStr for Mode {
-    type Err = ModeError;
-
-    fn from_str(text: &str) -> Result<Mode, ModeError> {
-        [Mode::None, Mode::Writethrough, Mode::Writeback]
-            .into_iter()
-            .find(|mode| mode.as_str() == text)
-            .ok_or_else(|| ModeError(text.to_owned()))
     }
 }
 
@@ -121,16 +104,6 @@ impl VolumeCacheStats {
         self.insertions += other.insertions;
         self.read_ahead += other.read_ahead;
     }
-
-    /// Hits per page read, 0 to 1; 0 if nothing was read.
-    #[must_use]
-    pub fn hit_ratio(&self) -> f64 {
-        let share = |value: u64| u32::try_from(value.min(1 << 31)).map_or(0.0, f64::from);
-        let all = self.hits.saturating_add(self.misses);
-        // 31 bits are precise enough for a ratio.
-        let shift = (64 - all.leading_zeros()).saturating_sub(31);
-        if all == 0 { 0.0 } else { share(self.hits >> shift) / share(all >> shift) }
-    }
 }
 
 /// Statistics of the whole cache.
@@ -160,27 +133,5 @@ impl CacheStats {
     pub(crate) fn push(&mut self, name: &str, stats: VolumeCacheStats) {
         self.total.sum(&stats);
         self.volumes.push((name.to_owned(), stats));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn modes_parse_and_print_their_names() {
-        for mode in [Mode::None, Mode::Writethrough, Mode::Writeback] {
-            assert_eq!(mode.to_string().parse::<Mode>(), Ok(mode));
-        }
-        let text = "fast".parse::<Mode>().unwrap_err().to_string();
-        assert_eq!(text, "no cache mode `fast`: use none, writethrough or writeback");
-    }
-
-    #[test]
-    fn a_hit_ratio_of_large_numbers_is_right() {
-        let stats = |hits, misses| VolumeCacheStats { hits, misses, ..VolumeCacheStats::default() };
-        assert!(stats(0, 0).hit_ratio().abs() < 1e-9);
-        assert!((stats(3, 1).hit_ratio() - 0.75).abs() < 1e-9);
-        assert!((stats(3 << 50, 1 << 50).hit_ratio() - 0.75).abs() < 1e-6);
     }
 }

@@ -45,7 +45,8 @@ fn a_sequential_reader_finds_its_data_in_memory() {
         assert_eq!(disk.test.read_bytes.load(Ordering::Relaxed), 32 * MIB, "each byte once");
     });
     assert!(done.is_some(), "the run panicked; see above");
-    assert!(disk.cached.stats().hit_ratio() > 0.5);
+    let stats = disk.cached.stats();
+    assert!(stats.hits > stats.misses, "{stats:?}");
 }
 
 #[test]

@@ -151,12 +151,12 @@ fn parameters_are_read_set_and_unset() {
     let own = format!("{own}/max_buffer_pages");
     assert_eq!(daemon.json("GET", &own, "")["origin"], "daemon");
     daemon.json("PUT", &own, "{\"value\": \"9\"}");
-    let live = daemon.parameters.volume_live("a/b %\"ü", Key::MaxBufferPages);
-    assert_eq!(live.get(), 9);
+    let pool = daemon.parameters.pool(Some("a/b %\"ü"));
+    assert_eq!(pool.max_buffer_pages(), 9);
     daemon.json("DELETE", &own, "");
-    assert_eq!(live.get(), 7);
+    assert_eq!(pool.max_buffer_pages(), 7);
     daemon.json("DELETE", path, "");
-    assert_eq!(live.get(), 1024);
+    assert_eq!(pool.max_buffer_pages(), 1024);
 }
 
 #[test]

@@ -185,15 +185,4 @@ impl Chunks {
                 .put(context_id.to_be_bytes())
         }
     }
-
-    /// `NBD_REPLY_TYPE_ERROR_OFFSET`, without a message: the request failed at `offset`, which lies within
-    /// its range.
-    #[must_use]
-    pub fn error_at(self, errno: Errno, offset: u64, last: bool) -> ReplyHeader {
-        self.0
-            .chunk(chunk::ERROR_OFFSET, last, 14)
-            .put(errno.to_wire().to_be_bytes())
-            .put(0_u16.to_be_bytes())
-            .put(offset.to_be_bytes())
-    }
 }

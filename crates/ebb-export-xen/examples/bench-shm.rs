@@ -1,5 +1,5 @@
-//! The throughput of many concurrent guests over shared memory: with persistent grants, with mapping for each
-//! request, and with copies beyond the cap. Mapping and unmapping change page tables and interrupt the
+//! The throughput of many concurrent guests over shared memory: with persistent grants, and with copies
+//! beyond the cap. Mapping and unmapping change page tables and interrupt the
 //! processors that run the workers, as real ones do.
 //!
 //! One line a figure: `name ours peer ratio bar ok|short`. `bench-shm [SECONDS [ROUNDS]]`.
@@ -15,7 +15,7 @@ use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
-use ebb_export_xen::{Backend, DiskSpec, Options, Transient, attach, device_number};
+use ebb_export_xen::{Backend, DiskSpec, Options, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{NullStore, Store};
 use ebb_volume::{Volume, VolumeOptions, Volumes};
@@ -27,7 +27,6 @@ const SIZE: u64 = 1 << 30;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Mode {
     Persistent,
-    MapEach,
     /// Persistent grants negotiated, but a cap of 0: as for a guest beyond the cap.
     PastCap,
 }
@@ -43,10 +42,7 @@ fn run(mode: Mode, guests: u16, span: Duration) -> f64 {
     let options = VolumeOptions { shared: true, ..VolumeOptions::default() };
     volumes.add(Volume::new("null", store, options), Arc::default());
     let handles = workers.iter().map(Worker::handle).collect();
-    let mut options = Options::new(Arc::new(world.clone()), handles, volumes);
-    if mode == Mode::MapEach {
-        options.transient = Transient::Map;
-    }
+    let options = Options::new(Arc::new(world.clone()), handles, volumes);
     if mode == Mode::PastCap {
         options.parameters.set_max_persistent_grants(0);
     }
@@ -57,13 +53,12 @@ fn run(mode: Mode, guests: u16, span: Duration) -> f64 {
         let runs: Vec<_> = (1..=guests)
             .map(|number| {
                 let (world, stop) = (&world, &stop);
-                let persistent = mode != Mode::MapEach;
                 scope.spawn(move || {
                     let guest = world.guest(number, 256).unwrap();
                     let mut store = world.xenstore().unwrap();
                     let disk = DiskSpec { volume: "null", name: "xvdb", read_only: false };
                     attach(&mut *store, number, &disk).unwrap();
-                    let wishes = FrontendConfig { persistent, ..FrontendConfig::default() };
+                    let wishes = FrontendConfig::default();
                     let device = device_number("xvdb").unwrap();
                     let mut front = Frontend::new(world, &guest, device, wishes);
                     front.connect().unwrap();
@@ -124,7 +119,7 @@ fn main() {
     let seconds: f64 = arguments.next().map_or(1.0, |text| text.parse().unwrap());
     let rounds: usize = arguments.next().map_or(3, |text| text.parse().unwrap());
     let span = Duration::from_secs_f64(seconds);
-    let modes = [Mode::Persistent, Mode::MapEach, Mode::PastCap];
+    let modes = [Mode::Persistent, Mode::PastCap];
     let mut rates: BTreeMap<(Mode, u16), Vec<f64>> = BTreeMap::new();
     for round in 0..rounds {
         for guests in GUESTS {
@@ -137,21 +132,6 @@ fn main() {
     }
     let at = |mode, guests| median(&rates[&(mode, guests)]);
     let verdict = |ok: bool| if ok { "ok" } else { "short" };
-    for guests in GUESTS {
-        let peer = at(Mode::MapEach, guests);
-        for (name, mode) in [("persistent", Mode::Persistent), ("past_cap", Mode::PastCap)] {
-            let ours = at(mode, guests);
-            let (bar, ok) = match guests {
-                10 => (">=2.00x", ours >= 2.0 * peer),
-                _ => ("-", true),
-            };
-            let ratio = ours / peer;
-            let ok = verdict(ok);
-            println!(
-                "xen_shm_{name}_{guests}_guests_per_s {ours:.0} {peer:.0} {ratio:.2} {bar} {ok}"
-            );
-        }
-    }
     for (name, mode) in [("persistent", Mode::Persistent), ("past_cap", Mode::PastCap)] {
         let peak = GUESTS.iter().map(|guests| at(mode, *guests)).fold(0.0, f64::max);
         let last = at(mode, 16);

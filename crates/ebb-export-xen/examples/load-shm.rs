@@ -2,7 +2,7 @@
 //! under `valgrind --tool=callgrind --separate-threads=yes` and divide the worker's instructions by the
 //! number of requests; see `docs/adr/0004-grants.md`.
 //!
-//! `load-shm persistent|copy|map read|write KIB DEPTH COUNT`; prints the backend's counters.
+//! `load-shm persistent|copy read|write KIB DEPTH COUNT`; prints the backend's counters.
 
 #![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a tool of the bench")]
 
@@ -12,7 +12,7 @@ use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
-use ebb_export_xen::{Backend, DiskSpec, Options, Transient, attach, device_number};
+use ebb_export_xen::{Backend, DiskSpec, Options, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions, Volumes};
@@ -30,10 +30,9 @@ fn main() {
         Volume::new("memory", Store::Memory(MemoryStore::new(SIZE)), VolumeOptions::default());
     let volumes = Volumes::default();
     volumes.add(volume, Arc::default());
-    let mut options = Options::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
+    let options = Options::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
     // More grants than the guest has, so that the cap has no effect.
     options.parameters.set_max_persistent_grants(1 << 16);
-    options.transient = if words[0] == "map" { Transient::Map } else { Transient::Copy };
     let backend = Backend::start(options).unwrap();
     let guest = world.guest(1, 16384).unwrap();
     let disk = DiskSpec { volume: "memory", name: "xvdb", read_only: false };

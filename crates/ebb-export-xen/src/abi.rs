@@ -320,15 +320,6 @@ pub fn to_words(bytes: &[u8; SLOT_BYTES]) -> Slot {
     words
 }
 
-/// A slot's words as bytes.
-pub fn to_bytes(words: &Slot) -> [u8; SLOT_BYTES] {
-    let mut bytes = [0; SLOT_BYTES];
-    for (raw, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
-        *raw = word.to_le_bytes();
-    }
-    bytes
-}
-
 /// The byte `at` of a word.
 fn byte(word: u64, at: usize) -> u8 {
     word.to_le_bytes()[at]

@@ -12,7 +12,7 @@ use ebb_volume::{Volume, Volumes};
 
 use crate::counting_store::CountingStore;
 use crate::device::DeviceSettings;
-use crate::device_shared::{Transient, XenStats};
+use crate::device_shared::XenStats;
 use crate::mailbox::{Mailbox, Message};
 use crate::params::XenParameters;
 use crate::platform::{Platform, StoreError, XenStore};
@@ -41,8 +41,6 @@ pub struct Options {
     pub max_queues: u32,
     /// Bytes of memory that the requests of one ring may hold.
     pub queue_memory: usize,
-    /// How data of pages that are not kept mapped is moved.
-    pub transient: Transient,
 }
 
 impl Options {
@@ -62,7 +60,6 @@ impl Options {
             journals: None,
             max_queues: 8,
             queue_memory: 64 << 20,
-            transient: Transient::Copy,
         }
     }
 }
@@ -178,7 +175,6 @@ impl Backend {
             settings: DeviceSettings {
                 max_queues: options.max_queues.max(1),
                 queue_memory: options.queue_memory,
-                transient: options.transient,
                 journals: options.journals,
             },
             mailbox: mailbox.clone(),

@@ -187,7 +187,6 @@ pub(crate) struct Serving {
 pub(crate) struct DeviceSettings {
     pub(crate) max_queues: u32,
     pub(crate) queue_memory: usize,
-    pub(crate) transient: crate::device_shared::Transient,
     pub(crate) journals: Option<PathBuf>,
 }
 
@@ -244,7 +243,6 @@ impl Offer {
             parameters: parameters.clone(),
             read_only: self.read_only,
             discard: self.discard,
-            transient: settings.transient,
             queue_memory: settings.queue_memory,
             broken: AtomicBool::new(false),
             queues: AtomicU32::new(0),

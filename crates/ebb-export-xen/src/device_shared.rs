@@ -13,16 +13,6 @@ use crate::unstable::Unstable;
 /// Segments in an indirect request, as offered to guests.
 pub const MAX_SEGMENTS: u16 = 256;
 
-/// How data of pages that are not kept mapped is moved.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Transient {
-    /// The hypervisor copies them.
-    #[default]
-    Copy,
-    /// They are mapped for the request, as Linux's backend does. For comparison.
-    Map,
-}
-
 /// What the queues of a device share.
 #[derive(Debug)]
 pub(crate) struct DeviceShared {
@@ -32,7 +22,6 @@ pub(crate) struct DeviceShared {
     pub(crate) read_only: bool,
     /// Discard was offered.
     pub(crate) discard: bool,
-    pub(crate) transient: Transient,
     /// Bytes the requests of one queue may hold.
     pub(crate) queue_memory: usize,
     /// A flush failed, so that acknowledged data may be lost. Linux's frontend takes a failed empty

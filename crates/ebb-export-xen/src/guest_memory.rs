@@ -135,17 +135,17 @@ impl fmt::Debug for Mapping {
 }
 
 /// A read barrier: later reads are not done before earlier ones (`xen_rmb`).
-pub fn read_barrier() {
+pub(crate) fn read_barrier() {
     fence(Ordering::Acquire);
 }
 
 /// A write barrier: earlier writes are visible before later ones (`xen_wmb`).
-pub fn write_barrier() {
+pub(crate) fn write_barrier() {
     fence(Ordering::Release);
 }
 
 /// A full barrier: no read or write passes it (`xen_mb`).
-pub fn full_barrier() {
+pub(crate) fn full_barrier() {
     fence(Ordering::SeqCst);
 }
 

@@ -20,7 +20,7 @@ use crate::abi::{
     Status, op,
 };
 use crate::copier::operation_on;
-use crate::device_shared::{MAX_SEGMENTS, Transient, add};
+use crate::device_shared::{MAX_SEGMENTS, add};
 use crate::guest_memory::Mapping;
 use crate::persistent::GrantTable;
 use crate::platform::CopyOp;
@@ -146,7 +146,6 @@ impl Queue {
         match self.find_pages(scratch) {
             Some(true) => {}
             Some(false) => return InlineOutcome::Done(Err(Status::Error)),
-            None if self.disk.transient == Transient::Map => return InlineOutcome::NeedsTask,
             None => return self.begin_copy(data, scratch, entry, id, operation, offset, bytes),
         }
         self.count(operation, bytes);

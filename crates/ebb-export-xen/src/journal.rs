@@ -70,7 +70,7 @@ const RESPONDING: u32 = 2;
 
 /// The ring that a journal belongs to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RingIdentity {
+pub(crate) struct RingIdentity {
     /// The guest.
     pub guest: u32,
     /// Its device.
@@ -96,7 +96,7 @@ impl RingIdentity {
 
 /// The volume and store that the requests of a journal are for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Backing {
+pub(crate) struct Backing {
     /// The volume's name.
     pub volume: String,
     /// Its store.
@@ -118,7 +118,7 @@ impl Backing {
 /// Why a ring cannot be taken over.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum ResumeError {
+pub(crate) enum ResumeError {
     /// There is no journal of this ring.
     #[error("there is no journal of this ring: detach the disk and attach it again")]
     Foreign,
@@ -165,7 +165,7 @@ pub enum ResumeError {
 
 /// See the module.
 #[derive(Debug)]
-pub struct Journal {
+pub(crate) struct Journal {
     memory: Mapping,
     slots: u32,
 }
@@ -205,7 +205,7 @@ impl Journal {
     ///
     /// # Errors
     /// Errors of the system.
-    pub fn create(
+    pub(crate) fn create(
         path: Option<&Path>,
         identity: &RingIdentity,
         backing: &Backing,
@@ -265,27 +265,27 @@ impl Journal {
     }
 
     /// Records the size that the guest is given from now on.
-    pub fn note_size(&self, size: u64) {
+    pub(crate) fn note_size(&self, size: u64) {
         self.store_pair(AT_SIZE, size);
     }
 
     /// Records that a flush failed: writes fail from now on, in this process and in a successor.
-    pub fn note_broken(&self) {
+    pub(crate) fn note_broken(&self) {
         self.memory.store(AT_BROKEN, 1);
     }
 
     /// See [`Journal::note_broken`].
-    pub fn is_broken(&self) -> bool {
+    pub(crate) fn is_broken(&self) -> bool {
         self.memory.load(AT_BROKEN) != 0
     }
 
     /// Records whether there are writes that were acknowledged from memory and that no flush has covered.
-    pub fn note_unstable(&self, unstable: bool) {
+    pub(crate) fn note_unstable(&self, unstable: bool) {
         self.memory.store(AT_UNSTABLE, unstable.into());
     }
 
     /// See [`Journal::note_unstable`].
-    pub fn is_unstable(&self) -> bool {
+    pub(crate) fn is_unstable(&self) -> bool {
         self.memory.load(AT_UNSTABLE) != 0
     }
 
@@ -294,7 +294,7 @@ impl Journal {
     /// # Errors
     /// [`ResumeError::Foreign`] if there is none or it is of another ring; otherwise the reason why its
     /// requests cannot be carried out on `backing`.
-    pub fn open(
+    pub(crate) fn open(
         path: &Path,
         identity: &RingIdentity,
         backing: &Backing,
@@ -353,7 +353,7 @@ impl Journal {
     /// Records that the request numbered `number` in the ring is consumed, at a free entry. `slot` has the
     /// words of the request that are in use.
     #[inline]
-    pub fn take(&self, entry: u32, number: u32, slot: &[u64]) {
+    pub(crate) fn take(&self, entry: u32, number: u32, slot: &[u64]) {
         let at = Self::entry(entry);
         let _ = self.memory.write_words(at + AT_SLOT, slot);
         self.memory.store(at + AT_NUMBER, number);
@@ -365,14 +365,14 @@ impl Journal {
 
     /// The private copy of a consumed request. Words that it does not use are those of an earlier
     /// request.
-    pub fn slot(&self, entry: u32) -> Slot {
+    pub(crate) fn slot(&self, entry: u32) -> Slot {
         let mut slot = [0; SLOT_WORDS];
         let _ = self.memory.read_words(Self::entry(entry) + AT_SLOT, &mut slot);
         slot
     }
 
     /// Records that the response numbered `response` is about to be written.
-    pub fn begin_response(&self, entry: u32, response: u32) {
+    pub(crate) fn begin_response(&self, entry: u32, response: u32) {
         let at = Self::entry(entry);
         self.memory.store(at + AT_RESPONSE, response);
         write_barrier();
@@ -381,12 +381,12 @@ impl Journal {
     }
 
     /// Frees an entry whose response was published.
-    pub fn free(&self, entry: u32) {
+    pub(crate) fn free(&self, entry: u32) {
         self.memory.store(Self::entry(entry) + AT_STATE, FREE);
     }
 
     /// Begins with a new ring.
-    pub fn reset(&self, req_cons: u32) {
+    pub(crate) fn reset(&self, req_cons: u32) {
         (0..self.slots).for_each(|entry| self.free(entry));
         self.memory.store(AT_REQ_CONS, req_cons);
     }
@@ -396,7 +396,7 @@ impl Journal {
     ///
     /// # Errors
     /// [`ResumeError::Contradiction`] if ring and journal do not belong together.
-    pub fn resume(&self, published: u32) -> Result<(u32, Vec<u32>), ResumeError> {
+    pub(crate) fn resume(&self, published: u32) -> Result<(u32, Vec<u32>), ResumeError> {
         let req_cons = self.memory.load(AT_REQ_CONS);
         let mut open = Vec::new();
         for entry in 0..self.slots {
@@ -431,7 +431,7 @@ impl Journal {
 ///
 /// # Errors
 /// Errors of the system.
-pub fn note_size_at(path: &Path, size: u64) -> io::Result<()> {
+pub(crate) fn note_size_at(path: &Path, size: u64) -> io::Result<()> {
     let file = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
     rustix::io::pwrite(&file, &size.to_le_bytes(), AT_SIZE as u64)?;
     Ok(())
@@ -442,3 +442,7 @@ fn is_before(a: u32, b: u32) -> bool {
     let ahead = b.wrapping_sub(a);
     ahead != 0 && ahead < 1 << 31
 }
+
+#[cfg(all(test, feature = "shm"))]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
+mod tests;

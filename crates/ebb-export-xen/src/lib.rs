@@ -20,7 +20,7 @@
 //!   guest. **queue**: one of its rings.
 //! - **grant**: a page the guest shares, named by a grant reference (**gref**). **Persistent**: it
 //!   stays mapped between requests.
-//! - **entry**: the record of one request in the journal, from which a successor resumes ([`journal`]).
+//! - **entry**: the record of one request in the journal, from which a successor resumes (`journal`).
 //!
 //! # Invariants
 //! - Guest memory is copied once and the copy is checked; there are no references into guest memory.
@@ -37,27 +37,27 @@ mod copier;
 mod counting_store;
 mod device;
 mod device_shared;
-pub mod guest_memory;
+mod guest_memory;
 mod inline_io;
-pub mod journal;
+mod journal;
 mod mailbox;
-pub mod nodes;
+mod nodes;
 mod params;
-pub mod persistent;
+mod persistent;
 pub mod platform;
 mod queue;
 mod request_task;
-pub mod ring;
+mod ring;
 mod served;
 #[cfg(feature = "shm")]
 pub mod shm;
 mod unstable;
-pub mod xenbus_state;
+mod xenbus_state;
 mod xenstore;
 
 pub use attach::{AttachError, DiskSpec, attach, detach, device_number, find_domain};
 pub use backend::{Backend, DeviceStats, Figures, Options, StartError};
-pub use device_shared::{MAX_SEGMENTS, Transient, XenStats};
+pub use device_shared::{MAX_SEGMENTS, XenStats};
 pub use params::XenParameters;
 pub use served::DrainingDevices;
 pub use xenstore::{Awaited, NextRun, XenstoreControl};

@@ -7,7 +7,7 @@ use crate::abi::{Abi, UnknownProtocol};
 use crate::platform::{StoreError, Transaction, XenStore};
 
 /// The largest ring, as an order of pages: 1 << 4 pages, 512 slots.
-pub const MAX_RING_ORDER: u32 = 4;
+pub(crate) const MAX_RING_ORDER: u32 = 4;
 /// Values of this length or more are not valid numbers or words.
 const MAX_VALUE_BYTES: usize = 64;
 /// How often a transaction that conflicts with other changes is repeated.
@@ -16,7 +16,7 @@ const TRIES: u32 = 32;
 /// What is wrong with the nodes, or with xenstore.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum NodeError {
+pub(crate) enum NodeError {
     /// A required node is missing.
     #[error("{0} is missing")]
     Missing(String),
@@ -33,7 +33,7 @@ pub enum NodeError {
 
 /// The nodes of one ring.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct QueueNodes {
+pub(crate) struct QueueNodes {
     /// The grants of its pages.
     pub ring: Vec<u32>,
     /// The event channel.
@@ -42,7 +42,7 @@ pub struct QueueNodes {
 
 /// The nodes of a frontend.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FrontendNodes {
+pub(crate) struct FrontendNodes {
     /// The layout of its rings.
     pub abi: Abi,
     /// It uses the same grants again (`feature-persistent`).
@@ -52,7 +52,7 @@ pub struct FrontendNodes {
 }
 
 /// Parses a decimal number as the toolstack and Linux write it: only digits.
-pub fn number(text: &str) -> Option<u32> {
+pub(crate) fn number(text: &str) -> Option<u32> {
     let plain = !text.is_empty() && text.len() <= 10 && text.bytes().all(|b| b.is_ascii_digit());
     plain.then(|| text.parse().ok()).flatten()
 }
@@ -61,7 +61,7 @@ pub fn number(text: &str) -> Option<u32> {
 ///
 /// # Errors
 /// See [`StoreError`].
-pub fn optional(
+pub(crate) fn optional(
     store: &mut dyn XenStore,
     within: Transaction,
     path: &str,
@@ -110,7 +110,7 @@ impl FrontendNodes {
     ///
     /// # Errors
     /// The first node that is invalid.
-    pub fn read(
+    pub(crate) fn read(
         store: &mut dyn XenStore,
         within: Transaction,
         base: &str,
@@ -145,7 +145,7 @@ impl FrontendNodes {
 ///
 /// # Errors
 /// Errors of `act` and of xenstore.
-pub fn transact<T>(
+pub(crate) fn transact<T>(
     store: &mut dyn XenStore,
     mut act: impl FnMut(&mut dyn XenStore, Transaction) -> Result<T, StoreError>,
 ) -> Result<T, StoreError> {
@@ -173,7 +173,11 @@ pub fn transact<T>(
 ///
 /// # Errors
 /// See [`StoreError`].
-pub fn show_state(store: &mut dyn XenStore, base: &str, state: &str) -> Result<(), StoreError> {
+pub(crate) fn show_state(
+    store: &mut dyn XenStore,
+    base: &str,
+    state: &str,
+) -> Result<(), StoreError> {
     let path = format!("{base}/state");
     transact(store, |store, within| match store.read(within, &path) {
         Ok(_) => store.write(within, &path, state),
@@ -183,13 +187,17 @@ pub fn show_state(store: &mut dyn XenStore, base: &str, state: &str) -> Result<(
 }
 
 /// Nodes that are written in one transaction.
-pub type Nodes = BTreeMap<&'static str, String>;
+pub(crate) type Nodes = BTreeMap<&'static str, String>;
 
 /// Writes nodes below `base` in one transaction, unless `base` was removed.
 ///
 /// # Errors
 /// See [`StoreError`].
-pub fn publish(store: &mut dyn XenStore, base: &str, nodes: &Nodes) -> Result<(), StoreError> {
+pub(crate) fn publish(
+    store: &mut dyn XenStore,
+    base: &str,
+    nodes: &Nodes,
+) -> Result<(), StoreError> {
     let state = format!("{base}/state");
     transact(store, |store, within| {
         match store.read(within, &state) {

@@ -73,6 +73,7 @@ impl XenParameters {
     }
 
     /// Sets [`XenParameters::map_budget`]. Rings with more than their share unmap the excess.
+    #[cfg(feature = "shm")]
     pub fn set_map_budget(&self, grants: u32) {
         self.budget.store(grants, Ordering::Relaxed);
         self.changed.notify(usize::MAX);

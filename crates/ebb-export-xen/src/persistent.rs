@@ -34,7 +34,7 @@ struct GrantEntry {
 
 /// The limits that a purge enforces.
 #[derive(Clone, Copy, Debug)]
-pub struct GrantLimits {
+pub(crate) struct GrantLimits {
     /// Most grants mapped.
     pub cap: u32,
     /// How long a mapping may be idle; `None` is without limit.
@@ -43,7 +43,7 @@ pub struct GrantLimits {
 
 /// See the module.
 #[derive(Debug, Default)]
-pub struct GrantTable {
+pub(crate) struct GrantTable {
     /// The indices, plus 1, of the entries of small references: guests use few and small ones.
     near: Vec<u32>,
     /// The indices of the entries of other references.
@@ -73,27 +73,27 @@ fn place(index: u32) -> usize {
 
 impl GrantTable {
     /// Grants mapped.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.len
     }
 
     /// True if none is mapped.
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.len == 0
     }
 
     /// True if a grant found no room since the last purge.
-    pub fn overflowed(&self) -> bool {
+    pub(crate) fn overflowed(&self) -> bool {
         self.overflowed
     }
 
     /// How many were unmapped because there were too many, and how many because they were idle.
-    pub fn unmapped(&self) -> (u64, u64) {
+    pub(crate) fn unmapped(&self) -> (u64, u64) {
         (self.evictions, self.expiries)
     }
 
     /// The mapping of a grant, which becomes the most recently used one.
-    pub fn get(&mut self, gref: u32, now: Instant) -> Option<&Mapping> {
+    pub(crate) fn get(&mut self, gref: u32, now: Instant) -> Option<&Mapping> {
         let index = self.touch(gref, now)?;
         self.page(index)
     }
@@ -101,7 +101,7 @@ impl GrantTable {
     /// The index of the mapping of a grant (see [`GrantTable::page`]), valid until the table is changed; the
     /// grant becomes the most recently used one.
     #[inline]
-    pub fn touch(&mut self, gref: u32, now: Instant) -> Option<u32> {
+    pub(crate) fn touch(&mut self, gref: u32, now: Instant) -> Option<u32> {
         let index = self.find(gref)?;
         let entry = self.entries.get_mut(place(index))?;
         self.uses += 1;
@@ -112,12 +112,12 @@ impl GrantTable {
 
     /// The mapping at an index that [`GrantTable::touch`] or [`GrantTable::insert`] returned.
     #[inline]
-    pub fn page(&self, index: u32) -> Option<&Mapping> {
+    pub(crate) fn page(&self, index: u32) -> Option<&Mapping> {
         self.entries.get(place(index))?.mapping.as_ref()
     }
 
     /// True if there is room for one more under `cap`; if not, a purge will make room.
-    pub fn has_room(&mut self, cap: u32) -> bool {
+    pub(crate) fn has_room(&mut self, cap: u32) -> bool {
         let room = self.len() < place(cap);
         self.overflowed |= !room;
         room
@@ -126,7 +126,7 @@ impl GrantTable {
     /// True if a grant that is not in the table was used recently; remembers it. While there is little room,
     /// only such grants are mapped: otherwise a guest that goes through more pages than are kept would have
     /// each mapped and unmapped for one use.
-    pub fn seen_recently(&mut self, gref: u32) -> bool {
+    pub(crate) fn seen_recently(&mut self, gref: u32) -> bool {
         if self.recent.is_empty() {
             self.recent = vec![u32::MAX; RECENT];
         }
@@ -135,7 +135,7 @@ impl GrantTable {
     }
 
     /// Inserts the mapping of a grant that is not in the table; returns its index.
-    pub fn insert(&mut self, gref: u32, mapping: Mapping, now: Instant) -> u32 {
+    pub(crate) fn insert(&mut self, gref: u32, mapping: Mapping, now: Instant) -> u32 {
         self.uses += 1;
         let entry = GrantEntry { gref, mapping: Some(mapping), used: now, order: self.uses };
         if let Some(index) = self.find(gref) {
@@ -196,7 +196,13 @@ impl GrantTable {
     /// Purges: unmaps what exceeds the cap, and 5 % of the cap while that is too small, the least recently
     /// used first; then what has been idle for `unused`. Unmaps at most `most`. True if more are due; `first`
     /// is true in the first of several calls, since the 5 % are unmapped once.
-    pub fn purge(&mut self, limits: &GrantLimits, now: Instant, most: usize, first: bool) -> bool {
+    pub(crate) fn purge(
+        &mut self,
+        limits: &GrantLimits,
+        now: Instant,
+        most: usize,
+        first: bool,
+    ) -> bool {
         let mut share = first;
         for _ in 0..most {
             if self.victims.is_empty()
@@ -265,12 +271,12 @@ impl GrantTable {
     }
 
     /// When a mapping may first have been idle for `unused`.
-    pub fn next_expiry(&self, unused: Option<Duration>) -> Option<Instant> {
+    pub(crate) fn next_expiry(&self, unused: Option<Duration>) -> Option<Instant> {
         self.oldest?.checked_add(unused?)
     }
 
     /// Unmaps everything, at most `most`; true if some are left.
-    pub fn clear(&mut self, most: usize) -> bool {
+    pub(crate) fn clear(&mut self, most: usize) -> bool {
         self.victims.clear();
         let mut left = most;
         for index in (0..self.entries.len()).rev() {

@@ -66,6 +66,7 @@ impl CopyOp {
     }
 
     /// Sets its status; 0 is success.
+    #[cfg(feature = "shm")]
     pub fn set_status(&mut self, status: i16) {
         self.status = status;
     }

@@ -13,7 +13,7 @@ use crate::abi::{
     Abi, Body, MAX_DIRECT_SEGMENTS, PAGE_BYTES, Request, Response, SECTOR_BYTES, SEGMENT_BYTES,
     SEGMENTS_PER_PAGE, Segment, Slot, Status, op,
 };
-use crate::device_shared::{MAX_SEGMENTS, Transient, add};
+use crate::device_shared::{MAX_SEGMENTS, add};
 use crate::guest_memory::Mapping;
 use crate::persistent::GrantTable;
 use crate::queue::{MAP_BATCH, Queue};
@@ -364,16 +364,6 @@ impl Queue {
             match self.copy_persistent(*segment, part, to_guest) {
                 Some(true) => {}
                 Some(false) => return false,
-                None if self.disk.transient == Transient::Map => {
-                    let mapping = self.grants.map(&[segment.gref], to_guest);
-                    add(&self.disk.counters.maps, 1);
-                    match mapping {
-                        Ok(page) if move_bytes(&page, *segment, part, to_guest) => {}
-                        Ok(_) => return false,
-                        // A copy by the hypervisor needs no mapping, and fails for invalid grants only.
-                        Err(_) => uncopied.push((*segment, range.start)),
-                    }
-                }
                 None => uncopied.push((*segment, range.start)),
             }
         }
@@ -405,7 +395,7 @@ impl Queue {
         let (mapped, cap) = (self.mapped.get(), self.disk.parameters.ring_cap());
         // Near the cap only pages that are used repeatedly are mapped, a few at a time.
         let crowded = table.len() * 16 >= usize::try_from(cap).unwrap_or(usize::MAX) * 15;
-        if crowded && self.disk.transient == Transient::Copy {
+        if crowded {
             let worth_it = table.seen_recently(gref);
             if mapped >= MAP_BATCH || !worth_it {
                 return None;

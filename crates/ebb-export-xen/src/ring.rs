@@ -16,7 +16,7 @@ const RSP_EVENT: usize = 12;
 /// A guest claims to have sent more requests than the ring has slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the frontend claims {claimed} requests in flight in a ring of {slots} slots")]
-pub struct Overrun {
+pub(crate) struct Overrun {
     /// How many it claims.
     pub claimed: u32,
     /// The slots of the ring.
@@ -25,7 +25,7 @@ pub struct Overrun {
 
 /// See the module.
 #[derive(Debug)]
-pub struct Ring {
+pub(crate) struct Ring {
     memory: Mapping,
     abi: Abi,
     slots: u32,
@@ -39,43 +39,38 @@ pub struct Ring {
 
 impl Ring {
     /// The ring in `memory`, with the indices of a new ring.
-    pub fn new(memory: Mapping, abi: Abi) -> Ring {
+    pub(crate) fn new(memory: Mapping, abi: Abi) -> Ring {
         let slots = abi.slots(memory.bytes() / crate::abi::PAGE_BYTES);
         Ring { memory, abi, slots, req_cons: 0, rsp_prod: 0, published: 0 }
     }
 
     /// Its layout.
-    pub fn abi(&self) -> Abi {
+    pub(crate) fn abi(&self) -> Abi {
         self.abi
     }
 
     /// Its number of slots, a power of two.
-    pub fn slots(&self) -> u32 {
+    pub(crate) fn slots(&self) -> u32 {
         self.slots
     }
 
     /// The index of the next request to consume.
-    pub fn req_cons(&self) -> u32 {
+    pub(crate) fn req_cons(&self) -> u32 {
         self.req_cons
     }
 
     /// The index of the next response.
-    pub fn rsp_prod(&self) -> u32 {
+    pub(crate) fn rsp_prod(&self) -> u32 {
         self.rsp_prod
     }
 
-    /// The index below which responses were published.
-    pub fn published(&self) -> u32 {
-        self.published
-    }
-
     /// The indices in the shared page: requests sent, responses published.
-    pub fn shared_numbers(&self) -> (u32, u32) {
+    pub(crate) fn shared_numbers(&self) -> (u32, u32) {
         (self.memory.load(REQ_PROD), self.memory.load(RSP_PROD))
     }
 
     /// Continues at the indices of a predecessor.
-    pub fn resume(&mut self, req_cons: u32, rsp_prod: u32) {
+    pub(crate) fn resume(&mut self, req_cons: u32, rsp_prod: u32) {
         self.req_cons = req_cons;
         self.rsp_prod = rsp_prod;
         self.published = rsp_prod;
@@ -90,7 +85,7 @@ impl Ring {
     ///
     /// # Errors
     /// [`Overrun`] if the index is invalid.
-    pub fn waiting(&self) -> Result<u32, Overrun> {
+    pub(crate) fn waiting(&self) -> Result<u32, Overrun> {
         let sent = self.memory.load(REQ_PROD);
         read_barrier();
         // Counted from the published responses, which is what the guest goes by as well.
@@ -107,7 +102,7 @@ impl Ring {
     /// Copies the next request without consuming it: as many words as its first one says, the rest is 0. Call
     /// this only if a request is waiting.
     #[inline]
-    pub fn copy_next(&self) -> Slot {
+    pub(crate) fn copy_next(&self) -> Slot {
         let offset = self.slot_offset(self.req_cons);
         let mut slot = [0; SLOT_WORDS];
         // Within the mapping: the index is masked to the number of slots.
@@ -125,7 +120,7 @@ impl Ring {
     }
 
     /// Consumes the request that was copied.
-    pub fn advance(&mut self) {
+    pub(crate) fn advance(&mut self) {
         self.req_cons = self.req_cons.wrapping_add(1);
     }
 
@@ -133,7 +128,7 @@ impl Ring {
     ///
     /// # Errors
     /// As [`Ring::waiting`].
-    pub fn arm(&self) -> Result<bool, Overrun> {
+    pub(crate) fn arm(&self) -> Result<bool, Overrun> {
         self.memory.store(REQ_EVENT, self.req_cons.wrapping_add(1));
         full_barrier();
         Ok(self.waiting()? > 0)
@@ -141,7 +136,7 @@ impl Ring {
 
     /// Writes a response, which the guest sees when it is published. Only for a consumed request without a
     /// response.
-    pub fn respond(&mut self, response: Response) {
+    pub(crate) fn respond(&mut self, response: Response) {
         let offset = self.slot_offset(self.rsp_prod);
         if self.abi.response_bytes() == 16 {
             let _ = self.memory.write_words(offset, &response.words());
@@ -152,7 +147,7 @@ impl Ring {
     }
 
     /// Publishes all responses written; true if the guest requested an event for that.
-    pub fn publish(&mut self) -> bool {
+    pub(crate) fn publish(&mut self) -> bool {
         let (old, new) = (self.published, self.rsp_prod);
         if old == new {
             return false;

@@ -8,7 +8,7 @@
 /// The states of one end of a device (`enum xenbus_state`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the names are the protocol's")]
-pub enum XenbusState {
+pub(crate) enum XenbusState {
     Unknown,
     Initialising,
     InitWait,
@@ -34,7 +34,7 @@ impl XenbusState {
     ];
 
     /// Parses a node's value; an invalid value is [`XenbusState::Unknown`].
-    pub fn parse(text: &str) -> XenbusState {
+    pub(crate) fn parse(text: &str) -> XenbusState {
         let number = text.parse::<usize>().unwrap_or(0);
         if !text.bytes().all(|byte| byte.is_ascii_digit()) {
             return XenbusState::Unknown;
@@ -43,7 +43,7 @@ impl XenbusState {
     }
 
     /// As a node's value.
-    pub fn text(self) -> &'static str {
+    pub(crate) fn text(self) -> &'static str {
         ["0", "1", "2", "3", "4", "5", "6", "7", "8"][self.index()]
     }
 
@@ -54,7 +54,7 @@ impl XenbusState {
 
 /// The phase of a device in this backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DevicePhase {
+pub(crate) enum DevicePhase {
     /// Just found.
     New,
     /// Offered; the frontend has not responded.
@@ -74,7 +74,7 @@ pub enum DevicePhase {
 
 /// The states read from xenstore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ObservedStates {
+pub(crate) struct ObservedStates {
     /// The frontend's state; `None` if its directory does not exist.
     pub frontend: Option<XenbusState>,
     /// The backend's state; `None` if its directory does not exist.
@@ -87,7 +87,7 @@ pub struct ObservedStates {
 
 /// What to do next. After it was done [`next`] is called again, until it returns [`Action::Nothing`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Action {
+pub(crate) enum Action {
     /// Wait for a change.
     Nothing,
     /// Publish the features and set [`XenbusState::InitWait`].
@@ -107,7 +107,7 @@ pub enum Action {
 }
 
 /// The next thing to do about a device in `phase`.
-pub fn next(phase: DevicePhase, seen: &ObservedStates) -> Action {
+pub(crate) fn next(phase: DevicePhase, seen: &ObservedStates) -> Action {
     let served = matches!(phase, DevicePhase::Connected { .. });
     let Some(own) = seen.own else {
         return match phase {

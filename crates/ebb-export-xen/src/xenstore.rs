@@ -159,6 +159,7 @@ impl XenstoreControl {
     }
 
     /// Whether there is an event or a message, so that a call is due at once.
+    #[cfg(feature = "shm")]
     pub fn has_events(&self) -> bool {
         self.wait_for(Some(Duration::ZERO))
     }

@@ -6,9 +6,9 @@ mod common;
 
 use common::{Rig, SIZE, memory, pattern, until};
 use ebb_export_xen::abi::{Abi, Body, Request, Segment, op};
+use ebb_export_xen::detach;
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::frontend::{FrontendConfig, offset};
-use ebb_export_xen::{Transient, detach};
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions};
 
@@ -48,12 +48,6 @@ fn every_layout_ring_size_and_kind_of_grant_is_served() {
             round_trip(&rig, FrontendConfig { abi, order, queues, persistent });
         }
     }
-}
-
-#[test]
-fn pages_can_be_mapped_for_each_request() {
-    let rig = Rig::with(1, |options| options.transient = Transient::Map);
-    round_trip(&rig, FrontendConfig { persistent: false, ..FrontendConfig::default() });
 }
 
 #[test]

@@ -112,7 +112,7 @@ impl BufPool {
     ///
     /// # Panics
     /// When there is no memory.
-    #[doc(hidden)]
+    #[cfg(any(test, feature = "testing"))]
     pub fn get_for_test(&self, len: usize) -> Buf {
         match self.try_block(len) {
             Some(block) => self.wrap(block, len),
@@ -160,6 +160,7 @@ impl BufPool {
     }
 
     /// Bytes in idle buffers kept for reuse, by the queue or the worker.
+    #[cfg(any(test, feature = "testing"))]
     pub fn idle_bytes(&self) -> usize {
         match &self.0.queue {
             Some(queue) => {

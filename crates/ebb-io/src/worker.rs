@@ -34,6 +34,7 @@ pub type Task<T> = async_task::Task<T>;
 /// The most polls of tasks in one iteration.
 const POLLS_PER_ITERATION: usize = 512;
 /// Memory ceiling of a worker with its own memory.
+#[cfg(any(test, feature = "testing"))]
 const ALONE_BYTES: usize = 256 << 20;
 /// Completions per iteration below which a request may bypass the ring: a single request causes two, its
 /// arrival and its read.
@@ -574,6 +575,7 @@ impl Worker {
     ///
     /// # Errors
     /// As [`Worker::start`], or when the address space cannot be reserved.
+    #[cfg(any(test, feature = "testing"))]
     pub fn start_alone(name: &str) -> io::Result<Worker> {
         let options = ebb_mem::Options::new(ALONE_BYTES, ebb_mem::clock::now());
         let memory = Memory::new(options).map_err(io::Error::other)?;

@@ -99,9 +99,6 @@ pub struct Memory {
     uncached: AtomicBool,
     /// See [`Memory::draining`].
     draining: AtomicBool,
-    /// Rewired pages that were still resident, and those that the kernel had discarded.
-    pub(crate) kept: AtomicU64,
-    pub(crate) lost: AtomicU64,
     /// Times the kernel refused to open address space.
     pub(crate) refusals: AtomicU64,
     tick_state: Mutex<TickState>,
@@ -172,8 +169,6 @@ impl Memory {
             owners: Mutex::new(Owners::new(names)),
             squeezed: AtomicU64::new(0),
             squeezes: AtomicU64::new(0),
-            kept: AtomicU64::new(0),
-            lost: AtomicU64::new(0),
             refusals: AtomicU64::new(0),
             uncached: AtomicBool::new(options.policy == Policy::Uncached),
             draining: AtomicBool::new(false),
@@ -504,12 +499,6 @@ impl Memory {
         for zone in &self.zones {
             self.cut(zone, 0, give);
         }
-    }
-
-    /// Pages rewired so far: (still resident, discarded by the kernel). The share of discarded pages is
-    /// the best measure of how much the kernel reclaims from this process.
-    pub fn rewires(&self) -> (u64, u64) {
-        (self.kept.load(Ordering::Relaxed), self.lost.load(Ordering::Relaxed))
     }
 
     /// Blocks until the advisor has nothing to do. For tests, benches and shutdown: not for a worker.

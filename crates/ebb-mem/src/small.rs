@@ -20,7 +20,6 @@ use crate::block::Block;
 use crate::class::{EXTENT_PAGES, PAGE_BYTES};
 use crate::memory::Memory;
 use crate::sentinel;
-use crate::sync::Ordering;
 use crate::sys::Span;
 use crate::worker::Worker;
 
@@ -135,17 +134,8 @@ impl SmallBuffer {
     pub fn read_lent(&self, memory: &Memory, page: usize, from: usize, out: &mut [u8]) -> bool {
         assert!(page < self.pages() && self.lent() >> page & 1 == 1, "only of a lent page");
         let Some(first) = self.first(memory) else { return false };
-        let there = sentinel::copy_lent(
-            &memory.core.reservation,
-            &memory.core.saved,
-            first + page,
-            from,
-            out,
-        );
-        if !there {
-            memory.lost.fetch_add(1, Ordering::Relaxed);
-        }
-        there
+        let (reservation, saved) = (&memory.core.reservation, &memory.core.saved);
+        sentinel::copy_lent(reservation, saved, first + page, from, out)
     }
 
     /// Marks the wired pages among `pages` as lent, and writes their sentinels. The data must be clean: a
@@ -195,8 +185,6 @@ impl SmallBuffer {
         }
         self.0.set_lent(self.lent() & !wanted);
         self.account(worker, wanted, 1);
-        memory.lost.fetch_add(u64::from(lost.count_ones()), Ordering::Relaxed);
-        memory.kept.fetch_add(u64::from((wanted & !lost).count_ones()), Ordering::Relaxed);
         Ok(lost)
     }
 

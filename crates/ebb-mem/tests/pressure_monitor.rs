@@ -120,6 +120,11 @@ impl Fake {
     }
 }
 
+/// Whether a source of this kind is in use.
+fn listens_to(report: &SourceReport, kind: SourceKind) -> bool {
+    report.listening.iter().any(|finding| finding.kind == kind)
+}
+
 struct Running {
     monitor: Monitor,
     report: SourceReport,
@@ -150,6 +155,10 @@ impl Running {
         }
     }
 
+    fn listens_to(&self, kind: SourceKind) -> bool {
+        listens_to(&self.report, kind)
+    }
+
     fn missing(&self, kind: SourceKind) -> &str {
         &self.report.missing.iter().find(|finding| finding.kind == kind).unwrap().detail
     }
@@ -158,7 +167,6 @@ impl Running {
     fn assert_runs(&self) {
         self.monitor.handle().inject(Level::L2);
         self.wait(Level::L2, Cause::Injected);
-        assert!(self.monitor.is_running());
     }
 }
 
@@ -182,7 +190,7 @@ fn the_report_lists_found_and_missing_sources() {
         SourceKind::CgroupStall,
         SourceKind::CgroupV2,
     ] {
-        assert!(running.report.listens_to(kind), "{kind}: {:?}", running.report.missing);
+        assert!(running.listens_to(kind), "{kind}: {:?}", running.report.missing);
     }
     assert_eq!(running.missing(SourceKind::HostTrigger), "turned off");
     assert_eq!(running.missing(SourceKind::CgroupV1), "no such hierarchy");
@@ -260,8 +268,8 @@ fn cgroup_v1_counters_and_out_of_memory_are_followed() {
     let mut options = fake.options();
     options.triggers = true;
     let running = Running::start(options);
-    assert!(running.report.listens_to(SourceKind::CgroupV1), "{:?}", running.report.missing);
-    assert!(running.report.listens_to(SourceKind::CgroupV1Pressure));
+    assert!(running.listens_to(SourceKind::CgroupV1), "{:?}", running.report.missing);
+    assert!(running.listens_to(SourceKind::CgroupV1Pressure));
     let request = fs::read_to_string(fake.path("cgroup/memory/app/cgroup.event_control")).unwrap();
     let words: Vec<_> = request.split(' ').collect();
     assert!(words.len() == 3 && words[2] == "medium", "{request:?}");
@@ -279,8 +287,8 @@ fn triggers_are_set_with_the_shortest_window_first() {
     let mut options = fake.options();
     options.triggers = true;
     let running = Running::start(options);
-    assert!(running.report.listens_to(SourceKind::HostTrigger));
-    assert!(running.report.listens_to(SourceKind::CgroupTrigger));
+    assert!(running.listens_to(SourceKind::HostTrigger));
+    assert!(running.listens_to(SourceKind::CgroupTrigger));
     for file in ["proc/pressure/memory", "cgroup/slice/app/memory.pressure"] {
         let text = fs::read(fake.path(file)).unwrap();
         assert!(text.starts_with(b"some 20000 500000\0"));
@@ -298,7 +306,7 @@ fn a_fifo_injects_notices_and_false_alarms_stay_at_a_squeeze() {
     options.systemd = Some(watch(&path, Some("c29tZSAyMDAwMDAgMjAwMDAwMAA=")));
     options.thresholds.herd_delay = Duration::ZERO;
     let running = Running::start(options);
-    assert!(running.report.listens_to(SourceKind::Systemd), "{:?}", running.report.missing);
+    assert!(running.listens_to(SourceKind::Systemd), "{:?}", running.report.missing);
     // The monitor's own write at the start is no event.
     running.assert_runs();
     running.wait(Level::L0, Cause::Easing);
@@ -328,7 +336,7 @@ fn a_fifo_injects_notices_and_false_alarms_stay_at_a_squeeze() {
     // The last writer closes and another one opens: the FIFO is still watched.
     drop(writer);
     running.assert_runs();
-    assert!(running.monitor.report().listens_to(SourceKind::Systemd));
+    assert!(listens_to(&running.monitor.report(), SourceKind::Systemd));
 }
 
 #[test]
@@ -352,7 +360,7 @@ fn a_socket_is_written_watched_and_reported_lost_when_it_closes() {
     assert_eq!(finding.kind, SourceKind::Systemd);
     assert_eq!(finding.detail, "lost: the other end has closed");
     let report = running.monitor.report();
-    assert!(!report.listens_to(SourceKind::Systemd) && report.missing.contains(&finding));
+    assert!(!listens_to(&report, SourceKind::Systemd) && report.missing.contains(&finding));
     running.assert_runs();
 }
 
@@ -364,11 +372,11 @@ fn a_pressure_file_of_systemd_is_written_and_not_used_twice() {
     options.triggers = true;
     options.systemd = Some(watch(&path, Some("c29tZSAyMDAwMDAgMjAwMDAwMAA=")));
     let running = Running::start(options);
-    assert!(running.report.listens_to(SourceKind::Systemd));
+    assert!(running.listens_to(SourceKind::Systemd));
     // Neither read nor set a trigger of our own.
-    assert!(!running.report.listens_to(SourceKind::CgroupTrigger));
-    assert!(!running.report.listens_to(SourceKind::CgroupStall));
-    assert!(running.report.listens_to(SourceKind::HostStall));
+    assert!(!running.listens_to(SourceKind::CgroupTrigger));
+    assert!(!running.listens_to(SourceKind::CgroupStall));
+    assert!(running.listens_to(SourceKind::HostStall));
     assert!(fs::read(&path).unwrap().starts_with(b"some 200000 2000000\0"));
 }
 
@@ -416,15 +424,15 @@ fn a_source_that_fails_is_dropped_and_the_other_sources_stay() {
     fs::create_dir(fake.path("proc/pressure/memory")).unwrap();
     let running = fake.start();
     assert!(running.missing(SourceKind::HostStall).contains("directory"));
-    assert!(running.report.listens_to(SourceKind::CgroupStall));
+    assert!(running.listens_to(SourceKind::CgroupStall));
     running.assert_runs();
 }
 
 #[test]
 fn the_monitor_runs_on_this_host() {
     let running = Running::start(MonitorOptions::new(1));
-    assert!(running.report.listens_to(SourceKind::HostMemory), "{:?}", running.report);
-    assert!(running.report.listens_to(SourceKind::Watermarks), "{:?}", running.report);
+    assert!(running.listens_to(SourceKind::HostMemory), "{:?}", running.report);
+    assert!(running.listens_to(SourceKind::Watermarks), "{:?}", running.report);
     running.assert_runs();
     let limit = limit(&Roots::default()).unwrap();
     assert!(limit.bytes > 0 && available(&Roots::default()).unwrap() <= limit.bytes);

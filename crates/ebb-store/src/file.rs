@@ -90,7 +90,7 @@ impl FileStore {
 
     /// Assumes sectors of `alignment` bytes (512 or 4096): for tests on machines with other
     /// devices.
-    #[doc(hidden)]
+    #[cfg(any(test, feature = "test-store"))]
     #[must_use]
     pub fn assume_alignment(mut self, alignment: u32) -> FileStore {
         self.alignment = u64::from(alignment);

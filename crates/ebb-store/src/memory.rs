@@ -194,6 +194,7 @@ impl MemoryStore {
     }
 
     /// Bytes of memory that the store has allocated.
+    #[cfg(any(test, feature = "test-store"))]
     pub fn allocated(&self) -> u64 {
         self.shards.iter().map(|shard| lock(shard).blocks).sum::<u64>() * BLOCK
     }

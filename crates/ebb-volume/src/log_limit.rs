@@ -55,15 +55,6 @@ impl LogLimit {
         state.written += 1;
         Some(std::mem::take(&mut state.suppressed))
     }
-
-    /// The number of suppressed lines that no later line has reported, once the period has ended: for a caller
-    /// that checks now and then.
-    pub fn take_suppressed(&self, now: Instant) -> Option<u64> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let over =
-            state.since.is_some_and(|since| now.saturating_duration_since(since) >= self.period);
-        (over && state.suppressed > 0).then(|| std::mem::take(&mut state.suppressed))
-    }
 }
 
 #[cfg(test)]
@@ -80,10 +71,8 @@ mod tests {
         };
         assert_eq!(storm(0, 100), [0, 0, 0]);
         assert_eq!(storm(9, 10), []);
-        assert_eq!(limit.take_suppressed(at(9)), None, "the period has not ended");
         assert_eq!(storm(10, 10), [107, 0, 0], "the next line reports the suppressed ones");
-        assert_eq!(limit.take_suppressed(at(20)), Some(7));
-        assert_eq!(limit.take_suppressed(at(20)), None, "reported once");
-        assert_eq!(storm(30, 1), [0]);
+        assert_eq!(storm(30, 1), [7]);
+        assert_eq!(storm(50, 1), [0], "reported once");
     }
 }

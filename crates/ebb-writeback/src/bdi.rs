@@ -410,13 +410,6 @@ impl Bdi {
         &self.options
     }
 
-    /// The measured rate in bytes per second, to be remembered for [`BdiOptions::rate`]. `None` before
-    /// anything has completed.
-    #[must_use]
-    pub fn measured_rate(&self) -> Option<u64> {
-        (self.written > 0).then(|| self.slot().rate.load(Relaxed))
-    }
-
     /// Statistics of this device.
     pub fn stats(&mut self, now: Nanos) -> BdiStats {
         let threshold = self.threshold();

@@ -211,7 +211,8 @@ impl Parameters {
 
     /// The value in force for a volume: its own, or else the daemon's. For a parameter of the daemon
     /// only, or an unknown volume, it is the daemon's.
-    pub fn volume_live(&self, volume: &str, key: Key) -> Live {
+    #[cfg(test)]
+    pub(crate) fn volume_live(&self, volume: &str, key: Key) -> Live {
         let state = self.lock();
         let cell = state.volume_cell(volume, key);
         cell.map_or_else(|| state.daemon_live(key), |cell| cell.live.clone())

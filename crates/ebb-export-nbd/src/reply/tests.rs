@@ -83,13 +83,6 @@ fn chunks_follow_the_protocol() {
     assert_eq!(status.as_bytes(), structured(1, [0, 5], 4 + 3 * 8, b"\0\0\0\x01"));
     let status = wide.block_status(1, 3, true);
     assert_eq!(status.as_bytes(), extended(1, [0, 6], 8 + 3 * 16, b"\0\0\0\x01\0\0\0\x03"));
-
-    let failed = [&b"\0\0\0\x05\0\0"[..], offset].concat();
-    let error = plain.error_at(Errno::Io, 0x0c00, false);
-    assert_eq!(error.as_bytes(), structured(0, [0x80, 2], 14, &failed));
-    let error = wide.error_at(Errno::Io, 0x0c00, true);
-    assert_eq!(error.as_bytes(), extended(1, [0x80, 2], 14, &failed));
-    assert_eq!(error.as_bytes().len(), 46, "the longest header");
 }
 
 #[test]

@@ -209,12 +209,6 @@ impl Monitor {
         self.inner.report.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Whether the thread runs. False only if a callback has panicked in it.
-    #[must_use]
-    pub fn is_running(&self) -> bool {
-        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
-    }
-
     /// Stops the thread and waits until it has ended: no callback runs after that. Dropping does the same.
     pub fn stop(self) {
         drop(self);

@@ -86,12 +86,6 @@ pub struct SourceReport {
 }
 
 impl SourceReport {
-    /// Whether a source of this kind is in use.
-    #[must_use]
-    pub fn listens_to(&self, kind: SourceKind) -> bool {
-        self.listening.iter().any(|finding| finding.kind == kind)
-    }
-
     pub(super) fn found(&mut self, kind: SourceKind, path: Option<PathBuf>, detail: String) {
         self.listening.push(Finding { kind, path, detail });
     }
