@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 
 use lists::{ALLOWED, Allowed, DATA_PATH, MAY_KNOW, UNSAFE};
 
+#[path = "tidy/circles.rs"]
+mod circles;
 #[path = "tidy/lists.rs"]
 mod lists;
 #[path = "tidy/names.rs"]

@@ -23,6 +23,9 @@
 //!   ([`ebb_mem::SmallBuffer`]).
 //! - No lock is held across an await, and a hit makes no system call. Wakers are woken outside locks.
 //! - Requests have priority: a buffer that finds no memory is not cached, and no request waits for one.
+//!
+//! Circles: cache, read, read_ahead, reclaimer, shard, stats, volume, write, writeback: the cache lists its volumes, which
+//! take room from each other through it, and the files divide a volume's methods by kind of request.
 
 mod cache;
 mod inflight;

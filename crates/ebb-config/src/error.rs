@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use crate::SizeError;
+use crate::shorten::shorten;
 
 /// What sort of mistake a [`ConfigError`] reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -164,22 +165,6 @@ impl<T> Located<T> {
     ) -> ConfigError {
         self.place.error(BadValue::new(kind, message, remedy))
     }
-}
-
-/// The longest part of untrusted text that a message repeats, in characters.
-const SHORTEN_CHARS: usize = 80;
-
-/// Untrusted `text` for a message: at most 80 characters, control characters escaped.
-pub fn shorten(text: &str) -> String {
-    let mut out = String::new();
-    let mut chars = text.chars();
-    for c in chars.by_ref().take(SHORTEN_CHARS) {
-        if matches!(c, '\'' | '"' | '\\') { out.push(c) } else { out.extend(c.escape_debug()) }
-    }
-    if chars.next().is_some() {
-        out.push_str("...");
-    }
-    out
 }
 
 /// The known word that is most similar to `given`, if any is similar.

@@ -16,9 +16,10 @@ use serde::Deserialize;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation, shorten};
+use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation};
 use super::keys::{self, BDI, NBD, Section, TOP, VOLUME};
 use super::layer::{BdiLayer, Layer, VolumeLayer};
+use super::shorten::shorten;
 use super::value::{self, Choice};
 use super::{MAX_FILE_BYTES, value::volume_name};
 use crate::{Percent, Size};

@@ -8,11 +8,10 @@ use std::path::PathBuf;
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
-use super::error::{
-    BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation, shorten, suggest,
-};
+use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocation, suggest};
 use super::keys::VOLUME;
 use super::layer::{Layer, VolumeLayer};
+use super::shorten::shorten;
 use super::value::{self, Choice, IdleMemory, LogLevel, TlsSetting, volume_name};
 use crate::{Size, SizeError};
 

@@ -22,6 +22,7 @@ mod layer;
 pub mod params;
 mod percent;
 mod resolve;
+mod shorten;
 mod size;
 mod value;
 
@@ -33,10 +34,11 @@ use std::path::{Path, PathBuf};
 
 pub use self::diff::Changes;
 pub(crate) use self::error::closest;
+pub use self::error::suggest;
 pub use self::error::{BadValue, ConfigError, ConfigErrorKind};
-pub use self::error::{shorten, suggest};
 pub use self::flags::{ServeArgs, size_option};
 pub use self::percent::{Percent, PercentError};
+pub use self::shorten::shorten;
 pub use self::size::{Size, SizeError};
 pub use self::value::{
     CacheMode, Choice, DirectMode, IdleMemory, Listen, LogLevel, MAX_NAME_BYTES,

@@ -10,7 +10,8 @@ use std::str::FromStr;
 
 use ebb_store::NbdOptions;
 
-use super::error::{BadValue, ConfigErrorKind, shorten, suggest};
+use super::error::{BadValue, ConfigErrorKind, suggest};
+use super::shorten::shorten;
 use crate::Size;
 
 /// The longest path of a unix socket in bytes: `sun_path` of unix(7) less its terminating zero.

@@ -2,33 +2,30 @@
 
 use std::io;
 
-use axum::extract::State;
 use axum::http::StatusCode;
 use ebb_api::{ResizeBody, ResizeView};
 use ebb_config::params::unknown_volume;
 use ebb_volume::{RESIZE_LIMIT, Resize, ResizeError, Resized, ServedVolume};
 use tokio::sync::oneshot;
 
+use super::ControlContext;
 use super::answer::{Answer, Refusal, json};
-use super::routes::{Body, Named, On, parse, path};
 
-pub(super) async fn resize(State(app): On, name: Named<String>, body: Body) -> Answer {
-    let name = path(name)?;
-    let body: ResizeBody =
-        parse(body, "send {\"size\": BYTES}, or {} to adopt the size of its file")?;
-    let Some(ServedVolume { volume, .. }) = app.shared.server.volumes().get(&name) else {
-        if let Some(stat) = (app.shared.volumes)().into_iter().find(|stat| stat.name == name) {
+/// Resizes the volume of that name.
+pub(super) async fn resize(shared: &ControlContext, name: String, body: ResizeBody) -> Answer {
+    let Some(ServedVolume { volume, .. }) = shared.server.volumes().get(&name) else {
+        if let Some(stat) = (shared.volumes)().into_iter().find(|stat| stat.name == name) {
             let why = stat.failure.map(|failure| failure.reason);
             let message = format!("the volume is {}", stat.state);
             let remedy = why.as_deref().unwrap_or("try again in a moment");
             return Err(Refusal::new(StatusCode::CONFLICT, "not_served", &message, remedy));
         }
-        let volumes = app.shared.server.volumes().list();
+        let volumes = shared.server.volumes().list();
         return Err(unknown_volume(&name, volumes.iter().map(|volume| &**volume.name())).into());
     };
     let order = Resize { to: body.size, shrink: body.shrink };
     let (sender, receiver) = oneshot::channel();
-    if let Some(worker) = app.shared.workers.first() {
+    if let Some(worker) = shared.workers.first() {
         worker.spawn(move |io| async move {
             let _ = sender.send(volume.resize_within(&io, order, RESIZE_LIMIT).await);
         });

@@ -11,7 +11,9 @@ use axum::http::{Method, StatusCode, Uri, header};
 use axum::response::IntoResponse;
 use axum::routing::{get, post};
 use ebb_api::stat::{BdiStat, Stat, WorkerStat};
-use ebb_api::{ChangeView, MAX_HOLD_SECONDS, ParameterView, PressureBody, SetBody, Version};
+use ebb_api::{
+    ChangeView, MAX_HOLD_SECONDS, ParameterView, PressureBody, ResizeBody, SetBody, Version,
+};
 use ebb_config::params::{Key, ParameterChange, Reading, Scope};
 use ebb_config::{shorten, suggest};
 use ebb_export_xen::Figures;
@@ -22,6 +24,7 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::answer::{Answer, Refusal, json};
+use super::resize::resize;
 use super::{ControlContext, MAX_BODY_BYTES};
 use crate::figures::{resident_bytes, xen_stat};
 use crate::metrics;
@@ -78,7 +81,7 @@ pub(super) fn router(app: Arc<App>) -> Router {
         .route("/v1/volumes/{volume}/parameters/{name}", own)
         .route("/v1/bdis/{bdi}/parameters", get(list_of_bdi))
         .route("/v1/bdis/{bdi}/parameters/{name}", of_bdi)
-        .route("/v1/volumes/{volume}/resize", post(super::resize::resize))
+        .route("/v1/volumes/{volume}/resize", post(resize_volume))
         .route("/v1/pressure", post(pressure))
         .fallback(no_such_path)
         .method_not_allowed_fallback(no_such_method)
@@ -223,6 +226,13 @@ async fn no_such_method(method: Method, uri: Uri) -> Refusal {
     let remedy =
         "GET reads, PUT sets and DELETE unsets a parameter, POST publishes pressure and resizes";
     Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message, remedy)
+}
+
+async fn resize_volume(State(app): On, name: Named<String>, body: Body) -> Answer {
+    let name = path(name)?;
+    let body: ResizeBody =
+        parse(body, "send {\"size\": BYTES}, or {} to adopt the size of its file")?;
+    resize(&app.shared, name, body).await
 }
 
 /// The names in a path, decoded.

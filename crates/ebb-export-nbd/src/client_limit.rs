@@ -11,6 +11,24 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Clients that a volume may have per connection that remains free.
 const PER_FREE: usize = 4;
 
+/// Limits on clients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ServerLimits {
+    /// Connections at a time in the transmission phase; handshakes have their own limit. Where several volumes are
+    /// served, the connections to one of them are at most four times the number of connections that remain free.
+    pub max_clients: usize,
+    /// The largest READ or WRITE, bytes: 4 KiB to 64 MiB.
+    pub max_request: u32,
+    /// Memory the requests of one connection may hold, bytes.
+    pub connection_memory: usize,
+}
+
+impl Default for ServerLimits {
+    fn default() -> Self {
+        ServerLimits { max_clients: 256, max_request: 32 << 20, connection_memory: 64 << 20 }
+    }
+}
+
 /// The number of clients in the transmission phase: of all volumes, or of one.
 #[derive(Debug, Default)]
 pub(crate) struct ClientCount(AtomicUsize);

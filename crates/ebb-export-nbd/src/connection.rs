@@ -24,10 +24,9 @@ use crate::decode::{self, Decoded, Fatal, NbdRequest, RequestHeader};
 use crate::handshake::Session;
 use crate::proto::Errno;
 use crate::receiver::Receiver;
-use crate::reply::ReplyTo;
+use crate::reply::{Reply, ReplyBody, ReplyTo, RequestMemory};
 use crate::request_task::{
-    NbdJob, REQUEST_BYTES, Reply, ReplyBody, RequestContext, RequestMemory, STATUS_BYTES_MAX,
-    SplitWrite, execute,
+    NbdJob, REQUEST_BYTES, RequestContext, STATUS_BYTES_MAX, SplitWrite, execute,
 };
 use crate::sender::Sender;
 

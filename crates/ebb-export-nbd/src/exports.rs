@@ -9,9 +9,8 @@ use ebb_io::BufPool;
 use ebb_mem::{Memory, OwnerId, PoolParameters};
 use ebb_volume::{Gate, LogLimit, ServedVolume, Stop, Volume, Volumes, Writer};
 
-use crate::client_limit::{AdmissionRequest, ClientCount, ClientLimitError};
+use crate::client_limit::{AdmissionRequest, ClientCount, ClientLimitError, ServerLimits};
 use crate::handshake::{BlockSizes, ExportCapabilities, ExportInfo, Exports};
-use crate::server::ServerLimits;
 
 /// The minimum block size, bytes: a sector.
 const MINIMUM: u32 = 512;

@@ -25,7 +25,8 @@ mod request_task;
 mod sender;
 mod server;
 
+pub use client_limit::ServerLimits;
 pub use ebb_nbd_proto as proto;
 pub use ebb_tls::{ServerTls, TlsError};
 pub use handshake::TlsMode;
-pub use server::{Server, ServerLimits};
+pub use server::Server;

@@ -1,4 +1,4 @@
-//! Replies of the transmission phase, encoded into fixed arrays.
+//! Replies of the transmission phase: what is to be sent, and its encoding into fixed arrays.
 //!
 //! Implements the sections "Simple reply message", "Structured reply chunk message", "Extended reply
 //! chunk message" and "Structured reply types" of the protocol. Nothing here allocates: a
@@ -17,8 +17,44 @@ mod tests;
 pub use extents::ExtentList;
 pub use runs::{DataRun, zero_runs};
 
+use ebb_io::{BudgetGuard, Buf, Charge};
+
 use crate::decode::RequestHeader;
 use crate::proto::{Errno, ReplyStyle, STRING_MAX, chunk, magic};
+
+/// Memory that a request holds: from its connection's budget, and from its volume's share.
+#[derive(Default)]
+#[expect(dead_code, reason = "released when it is dropped")]
+pub(crate) struct RequestMemory {
+    pub(crate) budget: Option<BudgetGuard>,
+    pub(crate) share: Option<Charge>,
+}
+
+/// A reply, or a part of one, that is to be sent.
+pub(crate) struct Reply {
+    pub(crate) to: ReplyTo,
+    pub(crate) body: ReplyBody,
+    /// Released when the reply has been sent.
+    pub(crate) held: Option<RequestMemory>,
+}
+
+/// What a reply carries.
+pub(crate) enum ReplyBody {
+    /// Success without data.
+    Done,
+    /// An error, and a message for the client's user.
+    Error(Errno, &'static str),
+    /// The data of a read from `offset`; in one chunk if `unfragmented`; more data follows if not
+    /// `last`.
+    Data { offset: u64, data: Buf, unfragmented: bool, last: bool },
+    /// The beginning of the data of a read, `length` bytes in all, which are sent in one chunk; only
+    /// [`ReplyBody::More`] follows until the last piece.
+    First { offset: u64, length: u32, data: Buf },
+    /// The next piece of such a chunk.
+    More { data: Buf, last: bool },
+    /// `count` descriptors for a context.
+    Status { context: u32, count: u32, descriptors: Buf },
+}
 
 /// The header of a reply or chunk, ready to be sent.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -7,13 +7,13 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
-use ebb_io::{BudgetGuard, Buf, BufPool, Charge, Io, QueueShare};
+use ebb_io::{Buf, BufPool, Io, QueueShare};
 use ebb_volume::{BlockError, ErrorKind, Volume, ZeroFlags};
 
 use crate::decode::NbdRequest;
 use crate::handshake::Session;
 use crate::proto::{Errno, ExtentState};
-use crate::reply::{ExtentList, ReplyTo};
+use crate::reply::{ExtentList, Reply, ReplyBody, ReplyTo, RequestMemory};
 use crate::sender::Sender;
 
 /// Extents in one reply to BLOCK_STATUS: the client requests the remaining ones again.
@@ -25,14 +25,6 @@ pub(crate) const STATUS_BYTES_MAX: usize = 16 * EXTENTS_MAX as usize;
 pub(crate) const REQUEST_BYTES: usize = 512;
 /// The longest piece of a request that is executed in pieces, bytes.
 const PIECE: usize = 1 << 20;
-
-/// Memory that a request holds: from its connection's budget, and from its volume's share.
-#[derive(Default)]
-#[expect(dead_code, reason = "released when it is dropped")]
-pub(crate) struct RequestMemory {
-    pub(crate) budget: Option<BudgetGuard>,
-    pub(crate) share: Option<Charge>,
-}
 
 /// What the requests of a connection need for their execution.
 #[derive(Clone, Copy)]
@@ -127,32 +119,6 @@ pub(crate) struct NbdJob {
     pub(crate) split: Option<Rc<SplitWrite>>,
     /// There was not enough memory for all of it: it is executed in pieces, each with its own memory.
     pub(crate) short: bool,
-}
-
-/// A reply, or a part of one, that is to be sent.
-pub(crate) struct Reply {
-    pub(crate) to: ReplyTo,
-    pub(crate) body: ReplyBody,
-    /// Released when the reply has been sent.
-    pub(crate) held: Option<RequestMemory>,
-}
-
-/// What a reply carries.
-pub(crate) enum ReplyBody {
-    /// Success without data.
-    Done,
-    /// An error, and a message for the client's user.
-    Error(Errno, &'static str),
-    /// The data of a read from `offset`; in one chunk if `unfragmented`; more data follows if not
-    /// `last`.
-    Data { offset: u64, data: Buf, unfragmented: bool, last: bool },
-    /// The beginning of the data of a read, `length` bytes in all, which are sent in one chunk; only
-    /// [`ReplyBody::More`] follows until the last piece.
-    First { offset: u64, length: u32, data: Buf },
-    /// The next piece of such a chunk.
-    More { data: Buf, last: bool },
-    /// `count` descriptors for a context.
-    Status { context: u32, count: u32, descriptors: Buf },
 }
 
 /// Executes the job in `slot`, if there is one, and passes its reply to the sender. An error is returned for the

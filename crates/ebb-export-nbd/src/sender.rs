@@ -13,8 +13,7 @@ use std::task::{Poll, Waker};
 use ebb_io::{Budget, BudgetGuard, Buf, Gather, Io, Signal};
 use ebb_tls::Transport;
 
-use crate::reply::{Chunks, zero_runs};
-use crate::request_task::{Reply, ReplyBody, RequestMemory};
+use crate::reply::{Chunks, Reply, ReplyBody, RequestMemory, zero_runs};
 
 /// The most runs of data and zeroes that one read is split into; the remainder is sent as data.
 const RUNS_MAX: usize = 16;

@@ -16,7 +16,7 @@ use ebb_io::{Fd, Gather, Io, WorkerHandle, fd_from};
 use ebb_tls::{ServerTls, Transport};
 use ebb_volume::{Gate, LogLimit, Stop, Volumes, Writer};
 
-use crate::client_limit::{ClientCount, ClientLimitError};
+use crate::client_limit::{ClientCount, ClientLimitError, ServerLimits};
 use crate::connection::{Connection, ConnectionEnd};
 use crate::exports::{ExportTable, ExportsView};
 use crate::handshake::{
@@ -32,24 +32,6 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(100);
 /// While the process has no free descriptor, each listener fails ten times a second.
 static EXHAUSTED: LogLimit = LogLimit::new(1, Duration::from_secs(10));
-
-/// Limits on clients.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ServerLimits {
-    /// Connections at a time in the transmission phase; handshakes have their own limit. Where several volumes are
-    /// served, the connections to one of them are at most four times the number of connections that remain free.
-    pub max_clients: usize,
-    /// The largest READ or WRITE, bytes: 4 KiB to 64 MiB.
-    pub max_request: u32,
-    /// Memory the requests of one connection may hold, bytes.
-    pub connection_memory: usize,
-}
-
-impl Default for ServerLimits {
-    fn default() -> Self {
-        ServerLimits { max_clients: 256, max_request: 32 << 20, connection_memory: 64 << 20 }
-    }
-}
 
 /// An NBD server. Cheap to clone; all clones are handles of the same server.
 #[derive(Clone, Debug)]

@@ -12,11 +12,10 @@ use ebb_volume::{Volume, Volumes};
 
 use crate::counting_store::CountingStore;
 use crate::device::DeviceSettings;
-use crate::device_shared::XenStats;
 use crate::mailbox::{Mailbox, Message};
 use crate::params::XenParameters;
 use crate::platform::{Platform, StoreError, XenStore};
-use crate::served::{DrainingDevices, Served};
+use crate::served::{DeviceStats, DrainingDevices, Served};
 use crate::xenstore::{Awaited, XenstoreControl};
 
 /// What a backend is started with.
@@ -91,25 +90,6 @@ pub enum StartError {
     /// The thread cannot be started.
     #[error("cannot start the thread for xenstore")]
     Thread(#[source] std::io::Error),
-}
-
-/// Statistics of one device.
-#[derive(Clone, Debug)]
-pub struct DeviceStats {
-    /// The guest's number.
-    pub guest: u16,
-    /// The device's number.
-    pub device: u32,
-    /// The name of its volume.
-    pub volume: Arc<str>,
-    /// It is being drained: requests in flight complete, new ones are not consumed.
-    pub closing: bool,
-    /// Its rings that have not ended.
-    pub queues: u32,
-    /// Grants stay mapped: guest and backend agreed on it.
-    pub persistent: bool,
-    /// Counters.
-    pub stats: XenStats,
 }
 
 /// How often to try to lock a file, and the time in between.

@@ -27,6 +27,9 @@
 //! - Each request gets exactly one response, after it has completed, also if the daemon is killed.
 //! - Nothing a guest does causes a panic, an unchecked sum or an unbounded allocation, or affects
 //!   another guest.
+//!
+//! Circles: copier, inline_io, queue, request_task: a ring has one state, `Queue`, and its methods are in a file for
+//! each way in which a request is carried out; the copier keeps the tasks that wait for it.
 
 pub mod abi;
 mod allowance;
@@ -56,8 +59,8 @@ mod xenbus_state;
 mod xenstore;
 
 pub use attach::{AttachError, DiskSpec, attach, detach, device_number, find_domain};
-pub use backend::{Backend, DeviceStats, Figures, Options, StartError};
+pub use backend::{Backend, Figures, Options, StartError};
 pub use device_shared::{MAX_SEGMENTS, XenStats};
 pub use params::XenParameters;
-pub use served::DrainingDevices;
+pub use served::{DeviceStats, DrainingDevices};
 pub use xenstore::{Awaited, NextRun, XenstoreControl};

@@ -5,8 +5,6 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 
 use crate::device::DeviceKey;
-use crate::device_shared::DeviceShared;
-use crate::served::Served;
 
 pub(crate) enum Message {
     /// A ring has ended.
@@ -51,21 +49,5 @@ impl Mailbox {
     pub(crate) fn clear_wakeup(&self) {
         let mut counter = [0; 8];
         let _ = rustix::io::read(&*self.wakeup, &mut counter);
-    }
-}
-
-/// Reports the end of a ring when dropped, also if the worker dropped the ring's task.
-pub(crate) struct EndOfRing {
-    pub(crate) mailbox: Mailbox,
-    pub(crate) served: Arc<Served>,
-    pub(crate) key: DeviceKey,
-    pub(crate) disk: Arc<DeviceShared>,
-    pub(crate) generation: u64,
-}
-
-impl Drop for EndOfRing {
-    fn drop(&mut self) {
-        self.served.ring_ended(&self.disk);
-        self.mailbox.send(Message::Ended(self.key.clone(), self.generation));
     }
 }

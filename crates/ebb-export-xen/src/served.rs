@@ -15,9 +15,28 @@ use std::time::Instant;
 use ebb_volume::Volume;
 use event_listener::{Event, Listener};
 
-use crate::backend::DeviceStats;
 use crate::device::DeviceKey;
-use crate::device_shared::DeviceShared;
+use crate::device_shared::{DeviceShared, XenStats};
+use crate::mailbox::{Mailbox, Message};
+
+/// Statistics of one device.
+#[derive(Clone, Debug)]
+pub struct DeviceStats {
+    /// The guest's number.
+    pub guest: u16,
+    /// The device's number.
+    pub device: u32,
+    /// The name of its volume.
+    pub volume: Arc<str>,
+    /// It is being drained: requests in flight complete, new ones are not consumed.
+    pub closing: bool,
+    /// Its rings that have not ended.
+    pub queues: u32,
+    /// Grants stay mapped: guest and backend agreed on it.
+    pub persistent: bool,
+    /// Counters.
+    pub stats: XenStats,
+}
 
 /// See the module.
 #[derive(Default)]
@@ -193,5 +212,21 @@ impl DrainingDevices {
     /// Blocks until no request is in flight, or until `deadline`; true if none is.
     pub fn wait_until(&self, deadline: Instant) -> bool {
         self.served.wait_until(deadline, || self.is_drained())
+    }
+}
+
+/// Reports the end of a ring when dropped, also if the worker dropped the ring's task.
+pub(crate) struct EndOfRing {
+    pub(crate) mailbox: Mailbox,
+    pub(crate) served: Arc<Served>,
+    pub(crate) key: DeviceKey,
+    pub(crate) disk: Arc<DeviceShared>,
+    pub(crate) generation: u64,
+}
+
+impl Drop for EndOfRing {
+    fn drop(&mut self) {
+        self.served.ring_ended(&self.disk);
+        self.mailbox.send(Message::Ended(self.key.clone(), self.generation));
     }
 }

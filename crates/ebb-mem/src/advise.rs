@@ -15,11 +15,11 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::arena::{Arena, Closed};
+use crate::arena::Arena;
 use crate::class::EXTENT_PAGES;
 use crate::space::Core;
 use crate::sync::{Condvar, Mutex, MutexGuard, wait};
-use crate::sys::{Advice, BATCH, Span};
+use crate::sys::{Advice, BATCH, Closed, Span};
 
 /// Time between two sweeps: how long freed memory ([`crate::arena::Give::Cool`]) stays wired in case it is
 /// reused. Measured: lending a page and taking it back costs about 0.6 µs of CPU, so with this interval

@@ -28,7 +28,6 @@ mod chunks;
 mod tests;
 
 use chunks::ArenaChunks;
-pub(crate) use chunks::Closed;
 
 /// Why an allocation fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -78,6 +78,9 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! Circles: advise, memory, owners, pool, space, worker: a memory makes its workers, pools and advisor, and each of them
+//! works on the memory; the files divide one structure by who calls it.
 
 mod advise;
 mod arena;

@@ -1,13 +1,12 @@
 //! The part of a memory that the advisor's threads share, and the opening and closing of address space.
 
 use crate::advise::{AdvisorControl, SharedArena};
-use crate::arena::Closed;
 use crate::class::PAGE_BYTES;
 use crate::memory::Memory;
 use crate::overcommit::Overcommit;
 use crate::sentinel;
 use crate::sync::{AtomicBool, Ordering};
-use crate::sys::{Reservation, Span};
+use crate::sys::{Closed, Reservation, Span};
 
 /// Bytes of a page's saved word.
 pub(crate) const WORD: usize = 8;

@@ -7,7 +7,6 @@
 use std::io;
 use std::ptr::NonNull;
 
-use crate::arena::Closed;
 use crate::class::{EXTENT_BYTES, EXTENT_PAGES, PAGE_BYTES};
 
 /// `process_madvise(2)`: not in the C library's older versions.
@@ -24,6 +23,16 @@ pub fn trim_heap() {
     #[cfg(target_env = "gnu")]
     // SAFETY: a call without preconditions, from any thread; it only touches memory that is free.
     let _ = unsafe { libc::malloc_trim(0) };
+}
+
+/// The result of closing a part of the address space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Closed {
+    Yes,
+    /// The kernel refused; the part is unchanged.
+    No,
+    /// Another mapping may have these addresses now: they are not used again.
+    Lost,
 }
 
 /// How address space is reserved.

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags};
 
-use crate::open::{OpenError, OpenOptions, explain};
+use crate::open_options::{OpenError, OpenOptions, explain};
 
 /// The usual cause of a failure to create a file.
 const IN_FOLDER: &str = "create the file (does its folder exist?)";

@@ -13,7 +13,8 @@ use rustix::fs::{FileType, SeekFrom};
 
 use crate::blocks::BlockLock;
 use crate::flush_state::FlushState;
-use crate::open::{self, OpenError, OpenOptions};
+use crate::open;
+use crate::open_options::{OpenError, OpenOptions};
 use crate::resize::check_size_change;
 use crate::unaligned::{self, Blocks};
 use crate::zeroes::{NONE_REMAINING, Remaining, ZeroPermits};

@@ -27,6 +27,7 @@ mod memory;
 mod nbd;
 mod null;
 mod open;
+mod open_options;
 mod resize;
 mod unaligned;
 mod zeroes;
@@ -47,7 +48,8 @@ pub use nbd::{
     StoreState,
 };
 pub use null::NullStore;
-pub use open::{Direct, OpenError, OpenOptions, inspect, is_in_use};
+pub use open::{inspect, is_in_use};
+pub use open_options::{Direct, OpenError, OpenOptions};
 pub use resize::{Resize, ResizeError};
 pub use zeroes::Wanted;
 

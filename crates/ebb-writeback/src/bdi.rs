@@ -398,8 +398,8 @@ impl Bdi {
     /// [`Error::Ratio`], [`Error::Chunk`], or [`Error::MinRatios`] with the sum over all devices.
     pub fn set_options(&mut self, options: BdiOptions) -> Result<(), Error> {
         options.checked()?;
-        crate::writeback::check_min_ratios(&self.shared, Some(self.index), options.min_ratio)?;
-        crate::writeback::publish_options(self.slot(), &options);
+        self.shared.check_min_ratios(Some(self.index), options.min_ratio)?;
+        self.slot().publish_options(&options);
         self.options = options;
         Ok(())
     }

@@ -8,8 +8,8 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 
-use crate::config::{MAX_LIMIT, WritebackOptions};
-use crate::units::Nanos;
+use crate::config::{BdiOptions, Error, MAX_LIMIT, WritebackOptions};
+use crate::units::{Nanos, WHOLE};
 
 /// One backing device, as seen by the other handles.
 #[derive(Debug, Default)]
@@ -38,6 +38,13 @@ impl DeviceSlot {
     /// Dirty and under writeback.
     pub(crate) fn held(&self) -> u64 {
         self.dirty.load(Relaxed).saturating_add(self.writeback.load(Relaxed))
+    }
+
+    /// Publishes the bounds of the device to the control thread.
+    pub(crate) fn publish_options(&self, options: &BdiOptions) {
+        self.min_ratio.store(u64::from(options.min_ratio), Relaxed);
+        self.max_ratio.store(u64::from(options.max_ratio), Relaxed);
+        self.max_bytes.store(options.max_bytes, Relaxed);
     }
 }
 
@@ -75,6 +82,14 @@ impl SharedState {
             reserve: AtomicU64::new(0),
             pressure: AtomicU8::new(0),
         }
+    }
+
+    /// Checks that the minimum ratios of all other slots leave room for `more`.
+    pub(crate) fn check_min_ratios(&self, except: Option<usize>, more: u32) -> Result<(), Error> {
+        let others = self.slots.iter().enumerate().filter(|(index, _)| Some(*index) != except);
+        let sum: u64 = others.map(|(_, slot)| slot.min_ratio.load(Relaxed)).sum();
+        let ppm = sum + u64::from(more);
+        if ppm > u64::from(WHOLE) { Err(Error::MinRatios { ppm }) } else { Ok(()) }
     }
 
     /// Reserves `bytes` of the limit, leaving `leave` free; false if there is not that much.

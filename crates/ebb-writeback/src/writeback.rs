@@ -33,25 +33,6 @@ pub struct Writeback {
     shares: Vec<DeviceShare>,
 }
 
-/// Checks that the minimum ratios of all other slots leave room for `more`.
-pub(crate) fn check_min_ratios(
-    shared: &SharedState,
-    except: Option<usize>,
-    more: u32,
-) -> Result<(), Error> {
-    let others = shared.slots.iter().enumerate().filter(|(index, _)| Some(*index) != except);
-    let sum: u64 = others.map(|(_, slot)| slot.min_ratio.load(Relaxed)).sum();
-    let ppm = sum + u64::from(more);
-    if ppm > u64::from(WHOLE) { Err(Error::MinRatios { ppm }) } else { Ok(()) }
-}
-
-/// Publishes the bounds of a device to the control thread.
-pub(crate) fn publish_options(slot: &DeviceSlot, options: &BdiOptions) {
-    slot.min_ratio.store(u64::from(options.min_ratio), Relaxed);
-    slot.max_ratio.store(u64::from(options.max_ratio), Relaxed);
-    slot.max_bytes.store(options.max_bytes, Relaxed);
-}
-
 impl Writeback {
     /// A controller without devices.
     ///
@@ -75,7 +56,7 @@ impl Writeback {
     /// [`Error`] for options out of range, minimum ratios above the whole, or too many devices.
     pub fn add_bdi(&mut self, options: BdiOptions, now: Nanos) -> Result<Bdi, Error> {
         options.checked()?;
-        check_min_ratios(&self.shared, None, options.min_ratio)?;
+        self.shared.check_min_ratios(None, options.min_ratio)?;
         let free = self.shared.slots.iter().position(|slot| !slot.used.load(Relaxed));
         let most = self.shared.slots.len();
         let index = free.ok_or(Error::ManyBdis { most })?;
@@ -87,7 +68,7 @@ impl Writeback {
         slot.failing.store(false, Relaxed);
         slot.stuck.store(false, Relaxed);
         slot.last_completed.store(now, Relaxed);
-        publish_options(slot, &options);
+        slot.publish_options(&options);
         let bdi = Bdi::new(Arc::clone(&self.shared), index, options, now);
         self.divide(now, 0);
         Ok(bdi)

@@ -9,10 +9,10 @@ use ebb_volume::{ServedVolume, Writer};
 use super::{TOOLSTACK_KIND, XenstoreControl};
 use crate::device::{Device, DeviceError, DeviceKey, Offer, RingRecheck, Serving, open_queue};
 use crate::journal::note_size_at;
-use crate::mailbox::EndOfRing;
 use crate::nodes::{FrontendNodes, optional, publish, show_state, transact};
 use crate::platform::{StoreError, XenStore};
 use crate::queue::Queue;
+use crate::served::EndOfRing;
 use crate::xenbus_state::{DevicePhase, ObservedStates, XenbusState};
 
 /// Most failures of a device that are logged.

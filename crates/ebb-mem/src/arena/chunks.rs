@@ -13,7 +13,7 @@
 use super::{Arena, ExtentUse};
 use crate::bits::Extents;
 use crate::class::EXTENT_PAGES;
-use crate::sys::Span;
+use crate::sys::{Closed, Span};
 
 /// Largest number of chunks of an arena. Each has at most one mapping here and one of the saved words.
 const CHUNKS: usize = 4096;
@@ -60,16 +60,6 @@ impl Opening {
 pub(crate) struct Closing {
     chunk: usize,
     pub(crate) span: Span,
-}
-
-/// The result of closing a chunk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Closed {
-    Yes,
-    /// The kernel refused; the chunk is unchanged.
-    No,
-    /// Another mapping may have these addresses now: they are not used again.
-    Lost,
 }
 
 impl ArenaChunks {

@@ -1,0 +1,110 @@
+//! How to open a file store, and why that fails.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Whether I/O bypasses the page cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Direct {
+    /// O_DIRECT where the file system supports it, otherwise the page cache, with a note.
+    #[default]
+    Auto,
+    /// O_DIRECT or an error.
+    On,
+    /// Through the page cache.
+    Off,
+}
+
+/// How to open a file store.
+#[derive(Clone, Debug, Default)]
+pub struct OpenOptions {
+    /// Refuse writes; the file need not be writable.
+    pub read_only: bool,
+    /// Whether to use O_DIRECT.
+    pub direct: Direct,
+    /// Create a sparse file of this many bytes if there is none; a smaller existing one is refused.
+    pub create: Option<u64>,
+    /// The volume existed before: if its file is missing it is not created, whatever `create` says.
+    pub existing: bool,
+}
+
+impl OpenOptions {
+    /// The size of the file to create if there is none.
+    pub(crate) fn makes(&self) -> Option<u64> {
+        self.create.filter(|_| !self.read_only && !self.existing)
+    }
+}
+
+/// Why a file could not be opened as a store. Each message says what to do.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "the fields are the words of the messages")]
+pub enum OpenError {
+    /// It does not exist.
+    #[error("{path}: no such file: give `create = true` and a `size` to create one")]
+    Missing { path: PathBuf },
+    /// The process has reached its limit of open files.
+    #[error(
+        "{path}: the limit of open files is reached: raise `LimitNOFILE` of the service, \
+             or `ulimit -n`"
+    )]
+    Descriptors { path: PathBuf },
+    /// The daemon's user has no access.
+    #[error("{path}: permission denied: give the daemon's user access to it{}",
+        if *.read_only { "" } else { ", or set `read_only = true`" })]
+    Denied { path: PathBuf, read_only: bool },
+    /// Another process has locked it.
+    #[error(
+        "{path}: in use by another process, or by another volume (its lock is held): stop that one \
+             first, or open both read-only"
+    )]
+    InUse { path: PathBuf },
+    /// Neither a regular file nor a block device.
+    #[error("{path}: is {what}: a volume needs a regular file or a block device")]
+    WrongType { path: PathBuf, what: &'static str },
+    /// Too small, or not a multiple of the sector size.
+    #[error(
+        "{path}: is {size} bytes: a volume needs a multiple of 512 bytes, and at least 512: \
+             grow it with `truncate -s`"
+    )]
+    Size { path: PathBuf, size: u64 },
+    /// The existing file is smaller than the configured size.
+    #[error(
+        "{path}: is {size} bytes, but the configuration says {wanted}: \
+             correct `size`, or remove it and `create` to use the file as it is, \
+             or grow it with `truncate -s`"
+    )]
+    OtherSize { path: PathBuf, size: u64, wanted: u64 },
+    /// O_DIRECT was required and is not available.
+    #[error(
+        "{path}: direct I/O does not work here ({reason}): \
+             set `direct = \"auto\"` or \"off\" to use the page cache"
+    )]
+    NoDirect { path: PathBuf, reason: String },
+    /// Any other system error.
+    #[error("{path}: cannot {action}")]
+    Io { path: PathBuf, action: &'static str, source: io::Error },
+}
+
+impl OpenError {
+    /// A system error, with the action that failed.
+    pub(crate) fn of(path: &Path, action: &'static str, source: io::Error) -> OpenError {
+        let path = path.to_path_buf();
+        match source.raw_os_error() {
+            Some(libc::EMFILE | libc::ENFILE) => OpenError::Descriptors { path },
+            _ => OpenError::Io { path, action, source },
+        }
+    }
+}
+
+/// The error of opening a file, in words that say what to do.
+pub(crate) fn explain(path: &Path, options: &OpenOptions, source: io::Error) -> OpenError {
+    let path = path.to_path_buf();
+    match source.kind() {
+        io::ErrorKind::NotFound => OpenError::Missing { path },
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            OpenError::Denied { path, read_only: options.read_only }
+        }
+        _ => OpenError::of(&path, "open it", source),
+    }
+}
