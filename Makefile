@@ -29,7 +29,7 @@ test: ## Install what tests need, run all of them, sum up in the last line
 	@packaging/install-build-deps --check
 	@.ci/test
 
-check: ## Format, lints, scripts and manual pages, without the tests
+check: ## Format, lints, scripts, manual pages and dependencies, without the tests
 	@packaging/install-build-deps --check
 	cargo fmt --all --check
 	cargo clippy --locked --workspace --all-targets -- -D warnings
@@ -37,6 +37,7 @@ check: ## Format, lints, scripts and manual pages, without the tests
 	cargo clippy --locked -p ebb-mem --features shuttle --all-targets -- -D warnings
 	cargo clippy --locked -p ebb-cache --features shuttle --all-targets -- -D warnings
 	shellcheck $(SCRIPTS)
+	cargo test --locked --quiet -p testbed --test tidy dependencies::
 	@rm -rf "$(TARGET)/man" "$(TARGET)/parameters"
 	cargo run --locked --quiet -p ebbd -- man --out "$(TARGET)/man"
 	@diff -ru docs/man "$(TARGET)/man" || { echo "bring docs/man up to date: cargo run -p ebbd -- man --out docs/man"; exit 1; }
