@@ -246,7 +246,7 @@ impl Cache {
 
     /// Whether there is enough room to load data that no request has asked for yet.
     pub(crate) fn has_room_ahead(&self) -> bool {
-        self.admits() && self.limit.load(Ordering::Relaxed) >= 16 * crate::read_ahead::WINDOW_MAX
+        self.admits() && self.limit.load(Ordering::Relaxed) >= 16 * crate::read_streams::WINDOW_MAX
     }
 
     /// Bytes that may be evicted for other processes: what is held above the minimum.

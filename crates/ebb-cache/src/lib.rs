@@ -24,8 +24,8 @@
 //! - No lock is held across an await, and a hit makes no system call. Wakers are woken outside locks.
 //! - Requests have priority: a buffer that finds no memory is not cached, and no request waits for one.
 //!
-//! Circles: cache, read, read_ahead, reclaimer, shard, stats, volume, write, writeback: the cache lists its volumes, which
-//! take room from each other through it, and the files divide a volume's methods by kind of request.
+//! Circles: cache, reclaimer, volume: the cache lists its volumes, which take room from each other through it, and the
+//! reclaimer is its thread.
 
 mod cache;
 mod inflight;
@@ -36,6 +36,7 @@ pub mod policy;
 mod proactive_reclaim;
 mod read;
 mod read_ahead;
+mod read_streams;
 mod reclaimer;
 mod shard;
 mod size;
@@ -43,13 +44,15 @@ mod size_limit;
 mod stats;
 mod sync;
 mod table;
+mod throttle;
 mod volume;
 mod write;
 mod writeback;
+mod writeback_state;
 
 pub use cache::{Cache, CacheOptions, Error};
 pub use reclaimer::{DiscardCounter, MemoryProbe, Reclaimer, pages_discarded_by_kernel};
 pub use size::Edge;
 pub use stats::{CacheStats, Mode, VolumeCacheStats};
 pub use volume::VolumeCache;
-pub use writeback::{FixedLimit, WritebackControl, WritebackOrder};
+pub use writeback_state::{FixedLimit, WritebackControl, WritebackOrder};

@@ -15,8 +15,8 @@ use shuttle::thread;
 use crate::cache::{Cache, CacheOptions};
 use crate::pages::parts;
 use crate::read::{FRAMES, InflightWait, PendingPages, copy_loaded};
-use crate::shard::FreeBatch;
-use crate::volume::{SHARDS, VolumeCache};
+use crate::shard::{FreeBatch, SHARDS};
+use crate::volume::VolumeCache;
 use crate::write::InflightWrite;
 
 const SCHEDULES: usize = 800;

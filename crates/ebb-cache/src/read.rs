@@ -19,7 +19,7 @@ use ebb_store::{Buf, BufResult, Io, Store};
 
 use crate::inflight::Wakers;
 use crate::pages::{FRAME, FRAME_PAGES, FramePart, PAGE, PAGE_BYTES, index, parts, runs, touched};
-use crate::shard::{AHEAD, COLD, MARK};
+use crate::shard::{AHEAD, COLD, MARK, shard_of};
 use crate::stats::Mode;
 use crate::volume::{LockedShard, PreparedBuffers, VolumeCache};
 
@@ -65,7 +65,7 @@ impl Drop for OpenFills<'_> {
         for at in 0..self.count {
             let claim = self.list[at];
             let mut wakers = Wakers::default();
-            let mut shard = self.volume.lock(VolumeCache::shard_of(claim.frame));
+            let mut shard = self.volume.lock(shard_of(claim.frame));
             shard.inflight.end_fill(claim.id, &mut wakers);
         }
     }
@@ -87,14 +87,13 @@ impl VolumeCache {
         let tick = self.cache.tick.load(Ordering::Relaxed);
         let several = offset % FRAME + buf.len() as u64 > FRAME;
         // A request that will miss is neither copied nor counted here.
-        let is_valid = |part: FramePart| {
-            self.lock(VolumeCache::shard_of(part.frame)).has(part.frame, part.touched())
-        };
+        let is_valid =
+            |part: FramePart| self.lock(shard_of(part.frame)).has(part.frame, part.touched());
         if several && !parts(offset, buf.len()).all(is_valid) {
             return false;
         }
         for part in parts(offset, buf.len()) {
-            let mut shard = self.lock(VolumeCache::shard_of(part.frame));
+            let mut shard = self.lock(shard_of(part.frame));
             let want = part.touched();
             if !several && !shard.has(part.frame, want) {
                 return false;
@@ -277,7 +276,7 @@ impl VolumeCache {
         let mut round = ReadRound { claims, load: 0..0, wait: None };
         let length = usize::try_from((pages.end - pages.start) * PAGE).unwrap_or(0);
         for part in parts(pages.start * PAGE, length) {
-            let mut shard = self.lock(VolumeCache::shard_of(part.frame));
+            let mut shard = self.lock(shard_of(part.frame));
             let missing = part.touched() & !shard.valid(part.frame);
             let missing = missing & !shard.inflight.filling(part.frame, missing).0;
             let missing = missing & !shard.inflight.writing(part.frame, missing);
@@ -305,7 +304,7 @@ impl VolumeCache {
             if want == 0 {
                 continue;
             }
-            let number = VolumeCache::shard_of(part.frame);
+            let number = shard_of(part.frame);
             let mut shard = self.lock(number);
             let missing = shard.copy_out(&self.memory, &part, want, &mut buf[part.range()], tick);
             *todo.at(part.frame) = missing;
@@ -405,7 +404,7 @@ impl VolumeCache {
         };
         {
             let mut wakers = Wakers::default();
-            let mut shard = self.lock(VolumeCache::shard_of(part.frame));
+            let mut shard = self.lock(shard_of(part.frame));
             if shard.inflight.end_fill(id, &mut wakers) {
                 shard.update(worker, part, pages & !fresh, pages, data);
                 prepared.attach(&mut shard, part.frame, kind, tick);

@@ -18,8 +18,8 @@ use ebb_mem::{Policy, Residency, Worker};
 use crate::cache::Cache;
 use crate::pages::PAGE;
 use crate::proactive_reclaim::{MemorySample, ProactiveReclaim};
-use crate::shard::FreeBatch;
-use crate::volume::{SHARDS, VolumeCache};
+use crate::shard::{FreeBatch, SHARDS};
+use crate::volume::VolumeCache;
 
 /// Time between two iterations.
 const INTERVAL: Duration = Duration::from_millis(100);

@@ -19,7 +19,7 @@ use ebb_mem::{Memory, SmallBuffer, Worker};
 use crate::inflight::InflightTable;
 use crate::pages::{FramePart, PAGE_BYTES, each, mask, runs, small};
 use crate::policy::{Eviction, NextVictim, Policy};
-use crate::table::{FrameIndex, Linked, NONE, Slab};
+use crate::table::{FrameIndex, Linked, NONE, Slab, hash};
 
 mod dirty;
 mod lend;
@@ -28,6 +28,15 @@ mod zeroed;
 
 pub(crate) use dirty::{DirtyFrame, few_frames};
 use zeroed::ZeroedRanges;
+
+/// Shards of a volume: workers on different frames seldom contend.
+pub(crate) const SHARDS: usize = 16;
+
+/// The shard of a frame.
+#[inline]
+pub(crate) fn shard_of(frame: u64) -> usize {
+    usize::try_from(hash(frame) & 15).unwrap_or(0)
+}
 pub(crate) use zeroed::{ZeroedRange, join};
 
 /// The slot is in the queue `wired`.

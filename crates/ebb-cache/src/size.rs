@@ -14,8 +14,9 @@ use ebb_store::{BlockError, Io, Store};
 
 use crate::pages::{FRAME_PAGES, PAGE, sectors};
 use crate::read::InflightWait;
+use crate::shard::SHARDS;
 use crate::stats::Mode;
-use crate::volume::{FrameWalk, SHARDS, VolumeCache};
+use crate::volume::{FrameWalk, VolumeCache};
 use crate::write::InflightWrite;
 
 /// The page at the end of a volume, kept clean: it cannot become dirty until this is passed to

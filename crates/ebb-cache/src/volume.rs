@@ -11,15 +11,12 @@ use crate::pages::{
     FRAME_PAGES, FramePart, PAGE, PAGE_BYTES, blocks, mask, sectors, touched, within,
 };
 use crate::policy::{FULL_ROUND, NextVictim};
-use crate::read_ahead::ReadAhead;
-use crate::shard::{FreeBatch, Shard};
+use crate::read_streams::ReadAhead;
+use crate::shard::{FreeBatch, SHARDS, Shard, shard_of};
 use crate::stats::{Mode, VolumeCacheStats};
 use crate::sync::{Mutex, MutexGuard};
-use crate::table::hash;
-use crate::writeback::WritebackState;
+use crate::writeback_state::WritebackState;
 
-/// Shards of a volume: workers on different frames seldom contend.
-pub(crate) const SHARDS: usize = 16;
 /// Frames that are visited under one acquisition of a lock.
 const WALK: u32 = 64;
 /// A volume is active if it was used within this many ticks of a quarter of a second.
@@ -222,12 +219,6 @@ impl VolumeCache {
         }
     }
 
-    /// The shard of a frame.
-    #[inline]
-    pub(crate) fn shard_of(frame: u64) -> usize {
-        usize::try_from(hash(frame) & 15).unwrap_or(0)
-    }
-
     #[inline]
     pub(crate) fn lock(&self, shard: usize) -> LockedShard<'_> {
         let shard = self.shards[shard % SHARDS].lock();
@@ -282,7 +273,7 @@ impl VolumeCache {
         if frames.end - frames.start.min(frames.end) > 256 {
             return u16::MAX;
         }
-        frames.fold(0, |all, frame| all | mask(VolumeCache::shard_of(frame), 1))
+        frames.fold(0, |all, frame| all | mask(shard_of(frame), 1))
     }
 
     /// Buffers with `pages` of a frame, filled from `data` (the part's bytes). Empty if there is no room or
@@ -432,7 +423,7 @@ impl FrameWalk {
             let frame = if by_entry {
                 shard.frame_at(u32::try_from(self.at).unwrap_or(u32::MAX))
             } else {
-                Some(self.at).filter(|&frame| VolumeCache::shard_of(frame) == number)
+                Some(self.at).filter(|&frame| shard_of(frame) == number)
             };
             if let Some(frame) = frame {
                 let pages = within(frame, &self.pages);

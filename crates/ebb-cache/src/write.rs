@@ -16,7 +16,7 @@ use ebb_store::{
 
 use crate::inflight::Wakers;
 use crate::pages::{FramePart, PAGE, each, mask, parts, sectors, touched};
-use crate::shard::{COLD, FreeBatch};
+use crate::shard::{COLD, FreeBatch, shard_of};
 use crate::stats::Mode;
 use crate::volume::{FrameWalk, VolumeCache};
 
@@ -213,7 +213,7 @@ impl VolumeCache {
 
     /// Updates one frame with the data of a write.
     pub(crate) fn keep_written(&self, worker: &Worker, id: u64, part: &FramePart, buf: &[u8]) {
-        let number = VolumeCache::shard_of(part.frame);
+        let number = shard_of(part.frame);
         let tick = self.cache.tick.load(Ordering::Relaxed);
         let whole = part.covered(self.size());
         let data = &buf[part.range()];

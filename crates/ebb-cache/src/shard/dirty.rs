@@ -2,10 +2,9 @@
 
 use std::ops::Range;
 
-use super::{QUEUED, Shard};
+use super::{QUEUED, Shard, shard_of};
 use crate::inflight::Wakers;
 use crate::pages::{FRAME_PAGES, PAGE_BYTES, runs, within};
-use crate::volume::VolumeCache;
 
 /// Clean entries that one write removes from the list of dirty frames, at most.
 const CLEAN_AT_ONCE: usize = 32;
@@ -119,9 +118,7 @@ impl Shard {
             pages != 0 && self.unsaved(frame) & pages != 0
         };
         match few_frames(pages) {
-            Some(mut frames) => {
-                frames.any(|frame| VolumeCache::shard_of(frame) == number && meets(frame))
-            }
+            Some(mut frames) => frames.any(|frame| shard_of(frame) == number && meets(frame)),
             None => {
                 let mut cleaned = self.inflight.cleaned_frames();
                 self.aging.iter().any(|aged| meets(aged.frame)) || cleaned.any(meets)

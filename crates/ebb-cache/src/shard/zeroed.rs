@@ -9,9 +9,8 @@
 
 use std::ops::Range;
 
-use super::Shard;
+use super::{Shard, shard_of};
 use crate::pages::{FRAME_PAGES, within};
-use crate::volume::VolumeCache;
 
 /// Ranges that a shard lists, and pages per range (a TiB). Beyond that nothing is repeated.
 const RANGES_MAX: usize = 256;
@@ -119,7 +118,7 @@ impl Shard {
         }
         for edge in [pages.start, pages.end.saturating_sub(1)] {
             let frame = edge / FRAME_PAGES;
-            let own = VolumeCache::shard_of(frame) == number && !whole.contains(&edge);
+            let own = shard_of(frame) == number && !whole.contains(&edge);
             self.loose |= own && self.zeroed(frame) & within(frame, &(edge..edge + 1)) != 0;
         }
         ZeroedRanges::cut(&mut self.zeroed.list, pages);

@@ -17,11 +17,13 @@ use ebb_mem::SpareHeld;
 use ebb_store::{BlockError, Buf, BufResult, ErrorKind, Io, Store};
 
 use super::frames::{Frames, MARKED_AT_ONCE, WRITTEN_AT_ONCE, YieldCounter};
-use super::{CLUSTER_MAX, FRAMES, RESERVE, WritebackOrder};
+use super::{FRAMES, RESERVE};
 use crate::inflight::Wakers;
 use crate::pages::{FRAME, PAGE, PAGE_BYTES, index, mask, runs, within};
 use crate::read::InflightWait;
-use crate::volume::{SHARDS, VolumeCache};
+use crate::shard::{SHARDS, shard_of};
+use crate::volume::VolumeCache;
+use crate::writeback_state::{CLUSTER_MAX, WritebackOrder};
 
 /// Concurrent writes of one volume's flusher, and of one flush.
 const DEPTH: usize = 64;
@@ -143,7 +145,7 @@ impl VolumeCache {
             if let Err(error) = result {
                 *work.failed.borrow_mut() = Some(error);
             }
-            let unsaved = self.lock(VolumeCache::shard_of(frame)).unsaved(frame);
+            let unsaved = self.lock(shard_of(frame)).unsaved(frame);
             if unsaved & within(frame, pages) != 0 {
                 work.left.borrow_mut().push(frame);
             }
@@ -160,7 +162,7 @@ impl VolumeCache {
         (frame, pages): (u64, &Range<u64>),
         mut buf: Buf,
     ) -> BufResult {
-        let number = VolumeCache::shard_of(frame);
+        let number = shard_of(frame);
         let mut want = self.lock(number).unsaved(frame) & within(frame, pages);
         loop {
             let busy = {
@@ -214,7 +216,7 @@ impl VolumeCache {
         let mut cluster = Cluster { offset: 0, length: 0, bytes: 0, taken, count: 0 };
         let (mut at, mut from) = (frame, from);
         while cluster.count < FRAMES && cluster.length < buf.len() {
-            let mut shard = self.lock(VolumeCache::shard_of(at));
+            let mut shard = self.lock(shard_of(at));
             let ready =
                 shard.ready(at) & !mask(0, from) & within(at, &self.existing(&(0..u64::MAX)));
             let room = (buf.len() - cluster.length) / PAGE_BYTES;
@@ -378,7 +380,7 @@ impl VolumeCache {
     }
 
     /// Wakes the first waiting writer, and the flusher, to consult the
-    /// [`WritebackControl`](super::WritebackControl) again.
+    /// [`WritebackControl`](crate::WritebackControl) again.
     pub fn retry_reservation(&self) {
         self.writeback.writer_queue.first.interrupt();
         self.writeback.flusher_sleep.interrupt();
@@ -520,7 +522,7 @@ impl Drop for InflightCluster<'_> {
         let (mut twice, mut saved_pages, mut failed_pages) = (0, 0, 0);
         for &(frame, id, pages) in &self.cluster.taken[..self.cluster.count] {
             let mut wakers = Wakers::default();
-            let mut shard = self.volume.lock(VolumeCache::shard_of(frame));
+            let mut shard = self.volume.lock(shard_of(frame));
             // Under the lock: the repair of a loss visits this shard after the loss was counted.
             let saved = self.saved && self.store.losses() == self.losses;
             let again = shard.end_clean(frame, (id, pages), (saved, keep), millis, &mut wakers);

@@ -10,8 +10,8 @@ use std::ops::Range;
 use ebb_store::Io;
 
 use crate::pages::within;
-use crate::shard::few_frames;
-use crate::volume::{SHARDS, VolumeCache};
+use crate::shard::{SHARDS, few_frames, shard_of};
+use crate::volume::VolumeCache;
 
 /// Frames that are marked or sorted before the task yields.
 pub(super) const MARKED_AT_ONCE: usize = 1024;
@@ -101,7 +101,7 @@ impl VolumeCache {
     pub(super) async fn unsaved_frames(&self, io: &Io, pages: &Range<u64>) -> Frames {
         let mut frames = Frames::default();
         if let Some(few) = few_frames(pages) {
-            let unsaved = |frame: u64| self.lock(VolumeCache::shard_of(frame)).unsaved(frame);
+            let unsaved = |frame: u64| self.lock(shard_of(frame)).unsaved(frame);
             let few = few.filter(|&frame| unsaved(frame) & within(frame, pages) != 0);
             frames.add(io, few.collect()).await;
             return frames;

@@ -29,8 +29,9 @@ use super::frames::{Frames, MARKED_AT_ONCE, WRITTEN_AT_ONCE, YieldCounter};
 use crate::inflight::Wakers;
 use crate::pages::{FRAME, FRAME_PAGES, PAGE, PAGE_BYTES, index, mask, runs};
 use crate::read::InflightWait;
+use crate::shard::{SHARDS, shard_of};
 use crate::stats::Mode;
-use crate::volume::{SHARDS, VolumeCache};
+use crate::volume::VolumeCache;
 
 /// Bytes of one volume that are kept before the background flushes the store.
 const KEEP_MAX: u64 = 64 << 20;
@@ -64,7 +65,7 @@ impl VolumeCache {
     /// A write bypassed memory; `losses` is the loss counter from before it began. False if it may be lost
     /// already.
     pub(crate) fn note_bypass(&self, store: &Store, losses: u64, offset: u64) -> bool {
-        let mut shard = self.lock(VolumeCache::shard_of(offset / FRAME));
+        let mut shard = self.lock(shard_of(offset / FRAME));
         if store.losses() != losses {
             return false;
         }
@@ -196,7 +197,7 @@ impl VolumeCache {
         frame: u64,
         mut buf: Buf,
     ) -> Result<Buf, BlockError> {
-        let number = VolumeCache::shard_of(frame);
+        let number = shard_of(frame);
         let mut want = self.lock(number).unstable(frame);
         while want != 0 {
             let (busy, dirty) = {
@@ -238,7 +239,7 @@ impl VolumeCache {
     ) -> (u16, Result<(), BlockError>, Buf) {
         buf.set_len(RESERVE);
         let (rewrite, offset, length) = {
-            let mut shard = self.lock(VolumeCache::shard_of(frame));
+            let mut shard = self.lock(shard_of(frame));
             let unsaved = shard.unsaved(frame);
             let here =
                 want & shard.unstable(frame) & !unsaved & !shard.inflight.writing(frame, want);
@@ -288,7 +289,7 @@ struct Rewrite<'a> {
 impl Drop for Rewrite<'_> {
     fn drop(&mut self) {
         let mut wakers = Wakers::default();
-        let mut shard = self.volume.lock(VolumeCache::shard_of(self.frame));
+        let mut shard = self.volume.lock(shard_of(self.frame));
         shard.end_rewrite(self.frame, (self.id, self.pages), &mut wakers);
     }
 }

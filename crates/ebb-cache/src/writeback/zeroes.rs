@@ -12,9 +12,9 @@ use super::frames::YieldCounter;
 use crate::inflight::Wakers;
 use crate::pages::{FRAME, FRAME_PAGES, PAGE, each, runs, touched};
 use crate::read::InflightWait;
-use crate::shard::{ZeroedRange, join};
+use crate::shard::{SHARDS, ZeroedRange, join, shard_of};
 use crate::stats::Mode;
-use crate::volume::{SHARDS, VolumeCache};
+use crate::volume::VolumeCache;
 
 /// Frames that are zeroed at a time.
 const AT_ONCE: usize = 64;
@@ -29,7 +29,7 @@ impl Drop for HeldZeroes<'_> {
     fn drop(&mut self) {
         for &(frame, id, _) in &self.frames {
             let mut wakers = Wakers::default();
-            let mut shard = self.volume.lock(VolumeCache::shard_of(frame));
+            let mut shard = self.volume.lock(shard_of(frame));
             shard.inflight.end_clean(id, &mut wakers);
         }
     }
@@ -80,7 +80,7 @@ impl VolumeCache {
             // The order in which the store did two overlapping writes is unknown. Part of a page cannot be
             // zeroed alone.
             let parts = [all.start, all.end.saturating_sub(1)];
-            let own = |page: &u64| VolumeCache::shard_of(page / FRAME_PAGES) == number;
+            let own = |page: &u64| shard_of(page / FRAME_PAGES) == number;
             let parted = parts.iter().any(|page| own(page) && !whole.contains(page));
             if parted || shard.inflight.has_clash(id) {
                 shard.loose = true;
@@ -141,7 +141,7 @@ impl VolumeCache {
             if *frame >= end {
                 break;
             }
-            let number = VolumeCache::shard_of(*frame);
+            let number = shard_of(*frame);
             let mut shard = self.lock(number);
             let listed = shard.zeroed(*frame);
             let (write, stuck) = shard.inflight.write_in_flight(*frame, listed);
