@@ -8,6 +8,8 @@
 //!   connection ends after it: so closing a volume waits for every write. Two kinds of request are cancelled
 //!   when the client disconnects: BLOCK_STATUS, which changes nothing, and zeroes that have to be written out.
 
+mod stall;
+
 use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::io;
@@ -20,6 +22,7 @@ use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, QueueShare, Signal};
 use ebb_tls::Transport;
 use ebb_volume::{ErrorKind, Mode, Stop, Volume};
 
+use self::stall::StallDetector;
 use crate::decode::{self, Decoded, Fatal, NbdRequest, RequestHeader};
 use crate::handshake::Session;
 use crate::proto::Errno;
@@ -594,27 +597,6 @@ impl Connection {
         } else if count == ERRORS_LOGGED {
             tracing::warn!(connection = self.number, "further failed requests are not logged");
         }
-    }
-}
-
-/// How long a connection has made no progress while other requests of its volume waited for memory.
-#[derive(Default)]
-struct StallDetector {
-    received: usize,
-    sent: usize,
-    idle_checks: u32,
-}
-
-impl StallDetector {
-    /// Whether the connection has stalled; to be called once per `IDLE_AFTER`.
-    fn has_stalled(&mut self, connection: &Connection) -> bool {
-        let (received, sent) = (connection.received.get(), connection.transport.sent_bytes());
-        let moved = received.wrapping_sub(self.received).max(sent.wrapping_sub(self.sent));
-        (self.received, self.sent) = (received, sent);
-        let holds = connection.receiving.get() || connection.sender.holds_data();
-        let blocks = holds && moved < PROGRESS && connection.queue_share.share().has_waiters();
-        self.idle_checks = if blocks { self.idle_checks + 1 } else { 0 };
-        self.idle_checks >= STALLED
     }
 }
 

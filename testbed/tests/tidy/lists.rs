@@ -26,7 +26,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-store", &["ebb-io", "ebb-nbd-proto", "ebb-tls"]),
     ("ebb-config", &["ebb-mem", "ebb-store"]),
     ("ebb-cache", &["ebb-mem", "ebb-io", "ebb-store"]),
-    ("ebb-volume", &["ebb-io", "ebb-store", "ebb-cache"]),
+    ("ebb-volume", &["ebb-mem", "ebb-io", "ebb-store", "ebb-cache"]),
     ("ebb-export-nbd", &["ebb-mem", "ebb-io", "ebb-nbd-proto", "ebb-tls", "ebb-volume"]),
     ("ebb-export-xen", &["ebb-mem", "ebb-io", "ebb-volume"]),
     (
