@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use ebb_mem::pressure::{Level, Roots};
-use ebb_mem::{Memory, Policy, Worker};
+use ebb_mem::{IdlePolicy, Memory, WorkerMemory};
 
 use crate::pages::PAGE;
 use crate::reclaimer::{ReclaimRequests, Reclaimer};
@@ -46,14 +46,14 @@ impl CacheOptions {
 
 /// Why a volume cannot have a cache.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub enum CacheError {
     /// The memory pool has no room for another owner.
     #[error("cannot create a cache for volume {name}")]
     Owner {
         /// The volume's name.
         name: String,
         /// The error of the memory pool.
-        source: ebb_mem::Error,
+        source: ebb_mem::MemoryError,
     },
 }
 
@@ -130,8 +130,8 @@ impl Cache {
     /// A part of the cache for a volume of `size` bytes. Dropping it frees its buffers.
     ///
     /// # Errors
-    /// [`Error::Owner`] when the memory pool has no room for another owner.
-    pub fn volume(self: &Arc<Self>, name: &str, size: u64) -> Result<Arc<VolumeCache>, Error> {
+    /// [`CacheError::Owner`] when the memory pool has no room for another owner.
+    pub fn volume(self: &Arc<Self>, name: &str, size: u64) -> Result<Arc<VolumeCache>, CacheError> {
         self.volume_as(name, size, Mode::Writethrough)
     }
 
@@ -146,11 +146,11 @@ impl Cache {
         name: &str,
         size: u64,
         mode: Mode,
-    ) -> Result<Arc<VolumeCache>, Error> {
+    ) -> Result<Arc<VolumeCache>, CacheError> {
         let owner = self
             .memory
             .owner(&format!("cache {name}"))
-            .map_err(|source| Error::Owner { name: name.to_owned(), source })?;
+            .map_err(|source| CacheError::Owner { name: name.to_owned(), source })?;
         let volume = Arc::new(VolumeCache::new(self.clone(), name, size, mode, owner));
         let mut volumes = self.volumes.lock();
         volumes.retain(|volume| volume.strong_count() > 0);
@@ -160,9 +160,9 @@ impl Cache {
 
     /// The pressure level changed (L0: pressure is over). The limits change at once, and the reclaimer is
     /// woken to free memory. Does not wait for it; may be called from any thread. Has no effect with
-    /// [`ebb_mem::Policy::Static`].
+    /// [`ebb_mem::IdlePolicy::Static`].
     pub fn pressure(&self, level: Level, now: Instant) {
-        if self.memory.policy() == Policy::Static {
+        if self.memory.policy() == IdlePolicy::Static {
             return;
         }
         let held = self.held.load(Ordering::Relaxed) * PAGE;
@@ -263,7 +263,12 @@ impl Cache {
 
     /// Makes room for `pages` of `volume`: evicts the volume's own coldest pages if it has its share, else
     /// pages of volumes above their share. On success the pages are reserved until [`Cache::settle`].
-    pub(crate) fn make_room(&self, volume: &VolumeCache, worker: &Worker, pages: u64) -> bool {
+    pub(crate) fn make_room(
+        &self,
+        volume: &VolumeCache,
+        worker: &WorkerMemory,
+        pages: u64,
+    ) -> bool {
         self.reserved.fetch_add(pages, Ordering::Relaxed);
         // Volumes that could evict nothing: all they hold is dirty or in use.
         let mut spent = [std::ptr::null(); TRIES];

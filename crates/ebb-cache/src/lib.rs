@@ -50,7 +50,7 @@ mod write;
 mod writeback;
 mod writeback_state;
 
-pub use cache::{Cache, CacheOptions, Error};
+pub use cache::{Cache, CacheError, CacheOptions};
 pub use reclaimer::{DiscardCounter, MemoryProbe, Reclaimer, pages_discarded_by_kernel};
 pub use size::Edge;
 pub use stats::{CacheStats, Mode, VolumeCacheStats};

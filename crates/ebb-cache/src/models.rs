@@ -8,7 +8,7 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use ebb_mem::{Memory, Worker};
+use ebb_mem::{Memory, WorkerMemory};
 use shuttle::sync::Mutex as ModelMutex;
 use shuttle::thread;
 
@@ -33,7 +33,7 @@ fn check(model: impl Fn() + Send + Sync + 'static) {
 /// Shared by all schedules: creating it starts a thread.
 fn memory() -> Arc<Memory> {
     static MEMORY: OnceLock<Arc<Memory>> = OnceLock::new();
-    let make = || Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
+    let make = || Memory::new(ebb_mem::MemoryOptions::new(64 << 20, Instant::now())).unwrap();
     MEMORY.get_or_init(make).clone()
 }
 
@@ -57,7 +57,7 @@ impl Model {
         Arc::new(Model { cached, store, acknowledged: number(), begun: number() })
     }
 
-    fn worker(&self) -> Worker {
+    fn worker(&self) -> WorkerMemory {
         self.cached.memory.worker(|| ())
     }
 
@@ -72,7 +72,7 @@ impl Model {
     }
 
     /// As [`VolumeCache::read`], from this store. `give_up`: the first fill is dropped.
-    fn read(&self, worker: &Worker, mut give_up: bool) -> [u8; SIZE] {
+    fn read(&self, worker: &WorkerMemory, mut give_up: bool) -> [u8; SIZE] {
         let mut buf = [0xee; SIZE];
         if self.cached.try_read_cached(&mut buf, 0) {
             return buf;
@@ -101,7 +101,7 @@ impl Model {
     }
 
     /// As [`VolumeCache::write`], of the whole page.
-    fn write(&self, worker: &Worker, version: u8) {
+    fn write(&self, worker: &WorkerMemory, version: u8) {
         let data = [version; SIZE];
         let write = InflightWrite::begin(&self.cached, 0, SIZE as u64);
         for half in [0, 1] {
@@ -115,7 +115,7 @@ impl Model {
     }
 
     /// A client's read: never older than what was acknowledged before, never newer than what was begun.
-    fn check_read(&self, worker: &Worker, give_up: bool) {
+    fn check_read(&self, worker: &WorkerMemory, give_up: bool) {
         let oldest = *self.acknowledged.lock().unwrap();
         let data = self.read(worker, give_up);
         let newest = *self.begun.lock().unwrap();

@@ -6,7 +6,7 @@
 //!
 //! # Invariants
 //! - A slot that was inserted is in the policy until it is evicted, removed or lost, exactly once.
-//! - [`Policy::evict`] never returns a slot that `may` refused.
+//! - [`EvictionPolicy::evict`] never returns a slot that `may` refused.
 //! - No call panics, whatever slot it is given; one that is not in the policy is ignored.
 //! - State is bounded: one entry per slot number ever used and as many remembered keys. Once a table is as
 //!   large as the highest slot, no call allocates.
@@ -53,7 +53,7 @@ impl NextVictim {
 
 /// The order in which a shard's buffers are evicted. Slots are small numbers that are reused after they were
 /// freed: the tables are as long as the highest one.
-pub trait Policy {
+pub trait EvictionPolicy {
     /// An empty policy with tables for `slots` slots; a higher slot makes them grow, by doubling.
     fn with_capacity(slots: u32) -> Self;
 
@@ -68,7 +68,7 @@ pub trait Policy {
     /// `slot` was dropped because its data is no longer valid (discard, resize). Its key is not remembered.
     fn remove(&mut self, slot: u32);
 
-    /// The kernel discarded the data of `slot`, which was lent. Like [`Policy::remove`], but a key worth
+    /// The kernel discarded the data of `slot`, which was lent. Like [`EvictionPolicy::remove`], but a key worth
     /// keeping is remembered for when it is read again.
     fn lose(&mut self, slot: u32) {
         self.remove(slot);
@@ -79,7 +79,7 @@ pub trait Policy {
     /// none of those could be evicted. The next call starts with other slots.
     fn evict(&mut self, may: impl FnMut(u32) -> bool) -> Option<u32>;
 
-    /// What [`Policy::evict`] would remove, for the choice between several policies: the one with the lowest
+    /// What [`EvictionPolicy::evict`] would remove, for the choice between several policies: the one with the lowest
     /// [`NextVictim::rank`] should evict. A few instructions.
     fn next(&self) -> NextVictim {
         NextVictim::Used(0)
@@ -91,7 +91,7 @@ pub trait Policy {
         let _ = turned;
     }
 
-    /// Ages `n` slots as if [`Policy::evict`] had examined them and left them in place. Uses are forgotten
+    /// Ages `n` slots as if [`EvictionPolicy::evict`] had examined them and left them in place. Uses are forgotten
     /// only by eviction; while there is memory for everything nothing is evicted, and data that was hot long
     /// ago would look hot for ever. The reclaimer calls this while nothing is evicted, for a fraction of the
     /// slots each time. Costs some nanoseconds per slot.

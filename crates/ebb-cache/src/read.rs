@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 
-use ebb_mem::Worker;
+use ebb_mem::WorkerMemory;
 use ebb_store::{Buf, BufResult, Io, Store};
 
 use crate::inflight::Wakers;
@@ -363,7 +363,7 @@ impl ReadRound<'_> {
     }
 
     /// Inserts loaded data into the cache where permitted, and ends the fills.
-    pub(crate) fn keep(mut self, worker: &Worker, offset: u64, data: &[u8], mut kind: u8) {
+    pub(crate) fn keep(mut self, worker: &WorkerMemory, offset: u64, data: &[u8], mut kind: u8) {
         let claims = &mut self.claims;
         let volume = claims.volume;
         for part in parts(offset, data.len()) {
@@ -388,7 +388,7 @@ impl VolumeCache {
     /// belongs to.
     fn end_fill(
         &self,
-        worker: &Worker,
+        worker: &WorkerMemory,
         id: u64,
         part: &FramePart,
         [pages, fresh]: [u16; 2],

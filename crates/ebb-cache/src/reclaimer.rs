@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use ebb_mem::pressure::{Level, Room, Rooms, Roots};
-use ebb_mem::{Policy, Residency, Worker};
+use ebb_mem::{IdlePolicy, Residency, WorkerMemory};
 
 use crate::cache::Cache;
 use crate::pages::PAGE;
@@ -97,7 +97,7 @@ pub type MemoryProbe = Box<dyn FnMut(&mut Vec<Room>) -> bool + Send>;
 
 /// See the module. Belongs to one thread.
 pub struct Reclaimer {
-    worker: Worker,
+    worker: WorkerMemory,
     discard_counter: DiscardCounter,
     last_discarded: Option<u64>,
     last_scan: Option<Instant>,
@@ -184,7 +184,7 @@ impl Reclaimer {
     /// Samples the memory of the host and of its control groups, and evicts cached data that other processes
     /// are about to need. Returns when to sample again; `None`: not before the next iteration.
     pub fn proactive_reclaim(&mut self, cache: &Cache, now: Instant) -> Option<Duration> {
-        let keeps = matches!(cache.memory.policy(), Policy::UntilPressure | Policy::Static);
+        let keeps = matches!(cache.memory.policy(), IdlePolicy::UntilPressure | IdlePolicy::Static);
         let returnable = if keeps { 0 } else { cache.spare() };
         let Some(memory_probe) = self.memory_probe.as_mut().filter(|_| returnable >= RECLAIM_FROM)
         else {

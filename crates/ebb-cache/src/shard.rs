@@ -14,11 +14,11 @@
 
 use std::collections::VecDeque;
 
-use ebb_mem::{Memory, SmallBuffer, Worker};
+use ebb_mem::{Memory, SmallBuffer, WorkerMemory};
 
 use crate::inflight::InflightTable;
 use crate::pages::{FramePart, PAGE_BYTES, each, mask, runs, small};
-use crate::policy::{Eviction, NextVictim, Policy};
+use crate::policy::{Eviction, EvictionPolicy, NextVictim};
 use crate::table::{FrameIndex, Linked, NONE, Slab, hash};
 
 mod dirty;
@@ -214,7 +214,7 @@ impl FreeBatch {
 
     /// Frees the buffers: wired ones to the worker's caches, the others lent; with `now`, all memory is
     /// returned to the kernel. Returns the number of pages.
-    pub(crate) fn free(&mut self, worker: &Worker, now: bool) -> usize {
+    pub(crate) fn free(&mut self, worker: &WorkerMemory, now: bool) -> usize {
         let mut pages = 0;
         let filled = &mut self.buffers[..self.count];
         for place in filled.iter_mut() {
@@ -392,7 +392,7 @@ impl Shard {
     /// cannot be wired now become invalid. Returns the pages that are valid.
     pub(crate) fn update(
         &mut self,
-        worker: &Worker,
+        worker: &WorkerMemory,
         part: &FramePart,
         want: u16,
         whole: u16,
@@ -406,7 +406,7 @@ impl Shard {
 
     fn update_where(
         &mut self,
-        worker: &Worker,
+        worker: &WorkerMemory,
         part: &FramePart,
         want: u16,
         whole: u16,
@@ -515,7 +515,7 @@ impl Shard {
         slot.buffer.take().into_iter().for_each(|buffer| batch.push(buffer));
     }
 
-    /// See [`Policy::catch_up`].
+    /// See [`EvictionPolicy::catch_up`].
     pub(crate) fn catch_up(&mut self, turned: u64) {
         self.policy.catch_up(turned);
     }
@@ -582,7 +582,7 @@ impl BufferSlot {
     /// See [`Shard::update`]; the caller updates the counters.
     fn update(
         &mut self,
-        worker: &Worker,
+        worker: &WorkerMemory,
         part: &FramePart,
         pages: u16,
         whole: u16,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use ebb_io::{Buf, BufPool, Io};
-use ebb_mem::{Memory, OwnerId, SmallBuffer, Spare, SpareHeld, Worker};
+use ebb_mem::{Memory, OwnerId, SmallBuffer, Spare, SpareHeld, WorkerMemory};
 
 use crate::cache::Cache;
 use crate::pages::{
@@ -124,7 +124,7 @@ impl PreparedBuffers {
     }
 
     /// Frees what was not attached. Call it without the shard's lock.
-    pub(crate) fn finish(&mut self, cache: &Cache, worker: &Worker) {
+    pub(crate) fn finish(&mut self, cache: &Cache, worker: &WorkerMemory) {
         for place in &mut self.buffers[..self.count] {
             place.take().into_iter().for_each(|(_, buffer)| buffer.free(worker));
         }
@@ -280,7 +280,7 @@ impl VolumeCache {
     /// no memory now.
     pub(crate) fn prepare(
         &self,
-        worker: &Worker,
+        worker: &WorkerMemory,
         part: &FramePart,
         pages: u16,
         data: &[u8],
@@ -318,7 +318,7 @@ impl VolumeCache {
     ///
     /// Everything is freed together: data inserted at the same time is adjacent across all shards, and one
     /// call for 2 MiB costs the kernel a fifth less than calls for 64 KiB.
-    pub(crate) fn evict(&self, worker: &Worker, pages: u64, now: bool) -> u64 {
+    pub(crate) fn evict(&self, worker: &WorkerMemory, pages: u64, now: bool) -> u64 {
         let mut got = 0;
         // Shards with nothing to evict.
         let mut left: u16 = 0;
@@ -366,11 +366,16 @@ impl VolumeCache {
     }
 
     /// Drops everything of `pages` that is cached in one shard.
-    pub(crate) fn drop_pages(&self, shard: usize, pages: &std::ops::Range<u64>, worker: &Worker) {
+    pub(crate) fn drop_pages(
+        &self,
+        shard: usize,
+        pages: &std::ops::Range<u64>,
+        worker: &WorkerMemory,
+    ) {
         self.drop_by(FrameWalk::new(pages), shard, worker);
     }
 
-    fn drop_by(&self, mut walk: FrameWalk, shard: usize, worker: &Worker) {
+    fn drop_by(&self, mut walk: FrameWalk, shard: usize, worker: &WorkerMemory) {
         let mut batch = FreeBatch::new();
         while !walk.step(&mut self.lock(shard), shard, &mut batch) {
             batch.free(worker, false);

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ebb_mem::Worker;
+use ebb_mem::WorkerMemory;
 use ebb_store::{
     BlockError, Buf, BufResult, ErrorKind, Extent, Io, Operation, Store, Wanted, ZeroFlags,
 };
@@ -86,7 +86,7 @@ impl<'a> InflightWrite<'a> {
     }
 
     /// Ends it; with `keep` the cached data of its pages stays, unless another write overlapped it.
-    pub(crate) fn end(mut self, worker: &Worker, keep: bool) {
+    pub(crate) fn end(mut self, worker: &WorkerMemory, keep: bool) {
         for number in each(self.shards) {
             let mut walk = FrameWalk::new(&self.pages);
             while !self.end_step(worker, number, &mut walk, keep) {}
@@ -112,7 +112,7 @@ impl<'a> InflightWrite<'a> {
     /// One acquisition of a shard's lock. True once the write has ended in that shard.
     fn end_step(
         &mut self,
-        worker: &Worker,
+        worker: &WorkerMemory,
         number: usize,
         walk: &mut FrameWalk,
         keep: bool,
@@ -212,7 +212,13 @@ impl VolumeCache {
     }
 
     /// Updates one frame with the data of a write.
-    pub(crate) fn keep_written(&self, worker: &Worker, id: u64, part: &FramePart, buf: &[u8]) {
+    pub(crate) fn keep_written(
+        &self,
+        worker: &WorkerMemory,
+        id: u64,
+        part: &FramePart,
+        buf: &[u8],
+    ) {
         let number = shard_of(part.frame);
         let tick = self.cache.tick.load(Ordering::Relaxed);
         let whole = part.covered(self.size());

@@ -215,7 +215,7 @@ impl VolumeCache {
     /// data.
     fn dirty_now(
         &self,
-        worker: &ebb_mem::Worker,
+        worker: &ebb_mem::WorkerMemory,
         part: &FramePart,
         whole: u16,
         data: &[u8],

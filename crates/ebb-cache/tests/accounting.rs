@@ -253,7 +253,7 @@ fn memory_returned_under_l2_is_no_longer_resident() {
 
 #[test]
 fn a_static_cache_lends_nothing_and_ignores_pressure() {
-    let rig = Rig::of(64 * MIB, ebb_mem::Policy::Static);
+    let rig = Rig::of(64 * MIB, ebb_mem::IdlePolicy::Static);
     Stage::run_with(rig, |mut stage| async move {
         for offset in (0..SIZE).step_by(65536) {
             stage.read(offset, 65536).await;

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use ebb_cache::policy::{Eviction, NextVictim, Policy};
+use ebb_cache::policy::{Eviction, EvictionPolicy, NextVictim};
 use proptest::prelude::*;
 
 /// An operation of a shard.

@@ -12,7 +12,7 @@ use std::time::Duration;
 use common::{Disk, MIB, Rig};
 use ebb_cache::{Reclaimer, pages_discarded_by_kernel};
 use ebb_io::{Io, Worker};
-use ebb_mem::Policy;
+use ebb_mem::IdlePolicy;
 use ebb_mem::pressure::Room;
 
 const PIECE: u64 = 64 << 10;
@@ -50,14 +50,14 @@ async fn fill(io: &Io, disk: &Disk) {
 
 /// What is held after other processes took `taken` bytes, 2 MiB every 5 ms, and what the reclaimer returned.
 /// The cache is full at the start, and lent where possible.
-fn beside(policy: Policy, min: u64, free: u64, taken: u64) -> (u64, u64) {
+fn beside(policy: IdlePolicy, min: u64, free: u64, taken: u64) -> (u64, u64) {
     beside_with(None, policy, min, free, taken)
 }
 
 /// The same within a control group, on a host that has `plenty`.
 fn beside_with(
     plenty: Option<Room>,
-    policy: Policy,
+    policy: IdlePolicy,
     min: u64,
     free: u64,
     taken: u64,
@@ -124,7 +124,7 @@ fn beside_with(
 #[test]
 fn other_processes_find_free_memory_and_the_remaining_cache_stays() {
     // 10 MiB are free, 20 are wanted: 10 are returned, and what would be wanted a moment later.
-    let (held, reclaimed) = beside(Policy::Elastic, 0, 10 * MIB, 20 * MIB);
+    let (held, reclaimed) = beside(IdlePolicy::Elastic, 0, 10 * MIB, 20 * MIB);
     println!("{held} of {HELD} bytes are left, {reclaimed} were returned");
     assert!((10 * MIB - PIECE..=18 * MIB).contains(&reclaimed), "{reclaimed} bytes returned");
     assert_eq!(held + reclaimed, HELD);
@@ -134,19 +134,19 @@ fn other_processes_find_free_memory_and_the_remaining_cache_stays() {
 fn processes_of_a_control_group_find_free_memory_on_a_host_with_plenty() {
     let all = 8192 * MIB;
     let plenty = Room { total: all, free: all / 2, available: all / 2, floor: MIB, behind: MIB };
-    let (held, reclaimed) = beside_with(Some(plenty), Policy::Elastic, 0, 10 * MIB, 20 * MIB);
+    let (held, reclaimed) = beside_with(Some(plenty), IdlePolicy::Elastic, 0, 10 * MIB, 20 * MIB);
     assert!((10 * MIB - PIECE..=18 * MIB).contains(&reclaimed), "{reclaimed} bytes returned");
     assert_eq!(held + reclaimed, HELD);
 }
 
 #[test]
 fn nothing_is_returned_while_free_memory_lasts() {
-    assert_eq!(beside(Policy::Elastic, 0, 60 * MIB, 20 * MIB), (HELD, 0));
+    assert_eq!(beside(IdlePolicy::Elastic, 0, 60 * MIB, 20 * MIB), (HELD, 0));
 }
 
 #[test]
 fn the_minimum_holds_and_a_static_cache_returns_nothing() {
-    let (held, _) = beside(Policy::Elastic, 20 * MIB, MIB, 30 * MIB);
+    let (held, _) = beside(IdlePolicy::Elastic, 20 * MIB, MIB, 30 * MIB);
     assert!(held >= 20 * MIB, "{held}");
-    assert_eq!(beside(Policy::Static, 0, MIB, 30 * MIB), (HELD, 0));
+    assert_eq!(beside(IdlePolicy::Static, 0, MIB, 30 * MIB), (HELD, 0));
 }

@@ -165,7 +165,7 @@ fn until_all_was_met(seed: u64, mode: Mode) {
 fn run(seed: u64, mode: Mode) -> VolumeCacheStats {
     println!("seed {seed}, {mode}");
     let now = Instant::now();
-    let memory = Memory::new(ebb_mem::Options::new(256 << 20, now)).unwrap();
+    let memory = Memory::new(ebb_mem::MemoryOptions::new(256 << 20, now)).unwrap();
     let mut options = CacheOptions::new(now);
     options.max_bytes = Some(3 * MIB);
     let cache = Cache::start(&memory, options).unwrap();

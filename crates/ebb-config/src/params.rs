@@ -26,4 +26,4 @@ pub use self::error::{ParameterError, ParameterErrorKind};
 pub use self::set::{
     BdiLive, Configured, Live, Origin, ParameterChange, Parameters, Reading, unknown_volume,
 };
-pub use self::table::{Definition, Key, Kind, Scope, SizeClass};
+pub use self::table::{Definition, Key, Kind, ParameterScope, SizeClass};

@@ -8,12 +8,12 @@ use serde::Serialize;
 
 /// A failure and its status.
 #[derive(Debug)]
-pub(super) struct Refusal(pub(super) StatusCode, pub(super) ErrorBody);
+pub(super) struct ApiRefusal(pub(super) StatusCode, pub(super) ErrorBody);
 
 /// The result of a handler.
-pub(super) type Answer = Result<Response, Refusal>;
+pub(super) type Answer = Result<Response, ApiRefusal>;
 
-impl Refusal {
+impl ApiRefusal {
     pub(super) fn new(
         status: StatusCode,
         error: &str,
@@ -25,7 +25,7 @@ impl Refusal {
     }
 }
 
-impl From<ParameterError> for Refusal {
+impl From<ParameterError> for ApiRefusal {
     fn from(error: ParameterError) -> Self {
         let status = match error.kind {
             ParameterErrorKind::UnknownParameter
@@ -42,7 +42,7 @@ impl From<ParameterError> for Refusal {
     }
 }
 
-impl IntoResponse for Refusal {
+impl IntoResponse for ApiRefusal {
     fn into_response(self) -> Response {
         (self.0, body(&self.1)).into_response()
     }

@@ -68,8 +68,8 @@ impl StatSources {
         let pressure = monitor.map(|monitor| -> Read<PressureStat> {
             let watch = PressureWatch::new(monitor.pressure());
             let report = monitor.report();
-            let lines = |findings: &[ebb_mem::pressure::Finding]| {
-                findings.iter().map(ToString::to_string).collect::<Vec<_>>()
+            let lines = |sources: &[ebb_mem::pressure::ProbedSource]| {
+                sources.iter().map(ToString::to_string).collect::<Vec<_>>()
             };
             let (listening, missing) = (lines(&report.listening), lines(&report.missing));
             let notes = report.notes.clone();
@@ -278,7 +278,7 @@ mod tests {
     #[test]
     fn the_statistics_show_the_blocks_in_use() {
         let now = Instant::now();
-        let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, now)).unwrap();
+        let memory = ebb_mem::Memory::new(ebb_mem::MemoryOptions::new(64 << 20, now)).unwrap();
         let owner = memory.owner("disk").unwrap();
         let worker = memory.worker(|| {});
         let block = worker.alloc(8192, owner).unwrap();

@@ -16,7 +16,7 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 
-use super::answer::Refusal;
+use super::answer::ApiRefusal;
 use super::routes::{App, figures};
 
 const HTML: &str = include_str!("page/page.html");
@@ -92,21 +92,21 @@ fn is_known(request: &Request, names: &[String]) -> bool {
     known || name.parse::<IpAddr>().is_ok()
 }
 
-fn elsewhere() -> Refusal {
+fn elsewhere() -> ApiRefusal {
     let message = "the page is served only for IP addresses and for host names of this machine";
     let remedy = "use the IP address, or add the name to `web_names` in the configuration";
-    Refusal::new(StatusCode::MISDIRECTED_REQUEST, "wrong_host", message, remedy)
+    ApiRefusal::new(StatusCode::MISDIRECTED_REQUEST, "wrong_host", message, remedy)
 }
 
-async fn nothing_there() -> Refusal {
+async fn nothing_there() -> ApiRefusal {
     let remedy = "the paths are /, /v1/version, /v1/volumes, /v1/bdis, /v1/stat and /metrics";
-    Refusal::new(StatusCode::NOT_FOUND, "not_found", "there is nothing at this path", remedy)
+    ApiRefusal::new(StatusCode::NOT_FOUND, "not_found", "there is nothing at this path", remedy)
 }
 
-async fn read_only() -> Refusal {
+async fn read_only() -> ApiRefusal {
     let message = "this address is read-only";
     let remedy = "change parameters on the control socket: `ebbd set`";
-    Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message, remedy)
+    ApiRefusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message, remedy)
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use ebb_volume::{RESIZE_LIMIT, Resize, ResizeError, Resized, ServedVolume};
 use tokio::sync::oneshot;
 
 use super::ControlContext;
-use super::answer::{Answer, Refusal, json};
+use super::answer::{Answer, ApiRefusal, json};
 
 /// Resizes the volume of that name.
 pub(super) async fn resize(shared: &ControlContext, name: String, body: ResizeBody) -> Answer {
@@ -18,7 +18,7 @@ pub(super) async fn resize(shared: &ControlContext, name: String, body: ResizeBo
             let why = stat.failure.map(|failure| failure.reason);
             let message = format!("the volume is {}", stat.state);
             let remedy = why.as_deref().unwrap_or("try again in a moment");
-            return Err(Refusal::new(StatusCode::CONFLICT, "not_served", &message, remedy));
+            return Err(ApiRefusal::new(StatusCode::CONFLICT, "not_served", &message, remedy));
         }
         let volumes = shared.server.volumes().list();
         return Err(unknown_volume(&name, volumes.iter().map(|volume| &**volume.name())).into());
@@ -38,7 +38,7 @@ pub(super) async fn resize(shared: &ControlContext, name: String, body: ResizeBo
             json(&ResizeView { name, from, size })
         }
         Ok(Err(error)) => Err(refusal(&error)),
-        Err(_) => Err(Refusal::new(
+        Err(_) => Err(ApiRefusal::new(
             StatusCode::SERVICE_UNAVAILABLE,
             "stopping",
             "no worker responds",
@@ -47,7 +47,7 @@ pub(super) async fn resize(shared: &ControlContext, name: String, body: ResizeBo
     }
 }
 
-fn refusal(error: &ResizeError) -> Refusal {
+fn refusal(error: &ResizeError) -> ApiRefusal {
     let (status, kind) = match error {
         ResizeError::Sectors { .. } => (StatusCode::UNPROCESSABLE_ENTITY, "invalid_value"),
         ResizeError::Io(_) => (StatusCode::INTERNAL_SERVER_ERROR, "io"),
@@ -57,13 +57,13 @@ fn refusal(error: &ResizeError) -> Refusal {
     let (message, remedy) = text.split_once(": ").unwrap_or((&text, ""));
     let Some(cause) = std::error::Error::source(error) else {
         let remedy = if remedy.is_empty() { "its size is that of its store" } else { remedy };
-        return Refusal::new(status, kind, message, remedy);
+        return ApiRefusal::new(status, kind, message, remedy);
     };
     let remedy = match error {
         ResizeError::Io(error) => for_the_file(error),
         _ => "writes to the store fail: check the store, then try again",
     };
-    Refusal::new(status, kind, format!("{message} ({cause})"), remedy)
+    ApiRefusal::new(status, kind, format!("{message} ({cause})"), remedy)
 }
 
 /// The remedy when the system cannot resize the file.
@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     fn refused(error: &ResizeError) -> String {
-        let Refusal(_, failure) = refusal(error);
+        let ApiRefusal(_, failure) = refusal(error);
         assert!(!failure.message.is_empty() && !failure.remedy.is_empty(), "{failure:?}");
         format!("{}; {}", failure.message, failure.remedy)
     }

@@ -14,7 +14,7 @@ use ebb_api::stat::{BdiStat, Stat, WorkerStat};
 use ebb_api::{
     ChangeView, MAX_HOLD_SECONDS, ParameterView, PressureBody, ResizeBody, SetBody, Version,
 };
-use ebb_config::params::{Key, ParameterChange, Reading, Scope};
+use ebb_config::params::{Key, ParameterChange, ParameterScope, Reading};
 use ebb_config::{shorten, suggest};
 use ebb_export_xen::Figures;
 use ebb_mem::pressure::Level;
@@ -23,7 +23,7 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-use super::answer::{Answer, Refusal, json};
+use super::answer::{Answer, ApiRefusal, json};
 use super::resize::resize;
 use super::{ControlContext, MAX_BODY_BYTES};
 use crate::figures::{resident_bytes, xen_stat};
@@ -46,7 +46,7 @@ pub(super) struct App {
 
 pub(super) type On = State<Arc<App>>;
 pub(super) type Named<T> = Result<Path<T>, PathRejection>;
-pub(super) type Body = Result<Bytes, BytesRejection>;
+pub(super) type RequestBody = Result<Bytes, BytesRejection>;
 
 /// The existing paths, for suggestions.
 const PATHS: [&str; 7] = [
@@ -100,9 +100,9 @@ fn parameter_view(reading: &Reading) -> ParameterView {
         range: definition.range(),
         unit: definition.unit.to_owned(),
         scope: match definition.scope {
-            Scope::Daemon => "daemon".to_owned(),
-            Scope::Volume => "volume".to_owned(),
-            Scope::Bdi => "bdi".to_owned(),
+            ParameterScope::Daemon => "daemon".to_owned(),
+            ParameterScope::Volume => "volume".to_owned(),
+            ParameterScope::Bdi => "bdi".to_owned(),
         },
         since: definition.since.to_owned(),
         effect: definition.effect.to_owned(),
@@ -125,7 +125,7 @@ async fn read_parameter(State(app): On, name: Named<String>) -> Answer {
     app.read(&path(name)?, None)
 }
 
-async fn set_parameter(State(app): On, name: Named<String>, body: Body) -> Answer {
+async fn set_parameter(State(app): On, name: Named<String>, body: RequestBody) -> Answer {
     app.set(&path(name)?, None, body)
 }
 
@@ -142,7 +142,7 @@ async fn read_own(State(app): On, names: Named<(String, String)>) -> Answer {
     app.read(&name, Some(&volume))
 }
 
-async fn set_own(State(app): On, names: Named<(String, String)>, body: Body) -> Answer {
+async fn set_own(State(app): On, names: Named<(String, String)>, body: RequestBody) -> Answer {
     let (volume, name) = path(names)?;
     app.set(&name, Some(&volume), body)
 }
@@ -162,7 +162,7 @@ async fn read_of_bdi(State(app): On, names: Named<(String, String)>) -> Answer {
     json(&parameter_view(&app.shared.parameters.get_bdi(&name, &bdi)?))
 }
 
-async fn set_of_bdi(State(app): On, names: Named<(String, String)>, body: Body) -> Answer {
+async fn set_of_bdi(State(app): On, names: Named<(String, String)>, body: RequestBody) -> Answer {
     let (bdi, name) = path(names)?;
     Key::parse(&name)?;
     let body: SetBody = parse(body, SET_FORM)?;
@@ -189,17 +189,17 @@ async fn whole_stat(State(app): On) -> Answer {
 async fn open_metrics(State(app): On) -> Answer {
     let failed = |_| {
         let status = StatusCode::INTERNAL_SERVER_ERROR;
-        Refusal::new(status, "internal", "the metrics cannot be written", "report this as a bug")
+        ApiRefusal::new(status, "internal", "the metrics cannot be written", "report this as a bug")
     };
     let text = metrics::text(app.stat().await).map_err(failed)?;
     Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
 }
 
-async fn pressure(State(app): On, body: Body) -> Answer {
+async fn pressure(State(app): On, body: RequestBody) -> Answer {
     let form = "send {\"level\": \"L1\"}, and \"seconds\" to hold the level";
     let wanted: PressureBody = parse(body, form)?;
     let invalid = |message: String, remedy: String| {
-        Refusal::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_value", message, remedy)
+        ApiRefusal::new(StatusCode::UNPROCESSABLE_ENTITY, "invalid_value", message, remedy)
     };
     let number = wanted.level.strip_prefix(['L', 'l']).unwrap_or(&wanted.level);
     let level = number.parse().ok().and_then(Level::from_number).ok_or_else(|| {
@@ -215,20 +215,20 @@ async fn pressure(State(app): On, body: Body) -> Answer {
     app.inject(level, wanted.seconds.map(Duration::from_secs))
 }
 
-async fn no_such_path(uri: Uri) -> Refusal {
+async fn no_such_path(uri: Uri) -> ApiRefusal {
     let message = format!("there is nothing at `{}`", shorten(uri.path()));
     let remedy = suggest(uri.path(), PATHS, "the paths are");
-    Refusal::new(StatusCode::NOT_FOUND, "not_found", message, remedy)
+    ApiRefusal::new(StatusCode::NOT_FOUND, "not_found", message, remedy)
 }
 
-async fn no_such_method(method: Method, uri: Uri) -> Refusal {
+async fn no_such_method(method: Method, uri: Uri) -> ApiRefusal {
     let message = format!("`{}` has no {}", shorten(uri.path()), shorten(method.as_str()));
     let remedy =
         "GET reads, PUT sets and DELETE unsets a parameter, POST publishes pressure and resizes";
-    Refusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message, remedy)
+    ApiRefusal::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message, remedy)
 }
 
-async fn resize_volume(State(app): On, name: Named<String>, body: Body) -> Answer {
+async fn resize_volume(State(app): On, name: Named<String>, body: RequestBody) -> Answer {
     let name = path(name)?;
     let body: ResizeBody =
         parse(body, "send {\"size\": BYTES}, or {} to adopt the size of its file")?;
@@ -236,25 +236,35 @@ async fn resize_volume(State(app): On, name: Named<String>, body: Body) -> Answe
 }
 
 /// The names in a path, decoded.
-pub(super) fn path<T>(names: Named<T>) -> Result<T, Refusal> {
+pub(super) fn path<T>(names: Named<T>) -> Result<T, ApiRefusal> {
     names.map(|Path(names)| names).map_err(|error| {
         let remedy = "percent-encode the name as UTF-8";
-        Refusal::new(StatusCode::BAD_REQUEST, "malformed_path", shorten(&error.body_text()), remedy)
+        ApiRefusal::new(
+            StatusCode::BAD_REQUEST,
+            "malformed_path",
+            shorten(&error.body_text()),
+            remedy,
+        )
     })
 }
 
 /// The JSON of a body, whatever its Content-Type header. `form` is the remedy.
-pub(super) fn parse<T: DeserializeOwned>(body: Body, form: &str) -> Result<T, Refusal> {
+pub(super) fn parse<T: DeserializeOwned>(body: RequestBody, form: &str) -> Result<T, ApiRefusal> {
     let bytes = body.map_err(|error| {
         if error.status() == StatusCode::PAYLOAD_TOO_LARGE {
             let message = format!("the body has more than {MAX_BODY_BYTES} bytes");
-            return Refusal::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message, form);
+            return ApiRefusal::new(StatusCode::PAYLOAD_TOO_LARGE, "too_large", message, form);
         }
-        Refusal::new(StatusCode::BAD_REQUEST, "malformed_body", shorten(&error.body_text()), form)
+        ApiRefusal::new(
+            StatusCode::BAD_REQUEST,
+            "malformed_body",
+            shorten(&error.body_text()),
+            form,
+        )
     })?;
     serde_json::from_slice(&bytes).map_err(|error| {
         let kind = if error.is_data() { "invalid_body" } else { "malformed_json" };
-        Refusal::new(StatusCode::BAD_REQUEST, kind, shorten(&error.to_string()), form)
+        ApiRefusal::new(StatusCode::BAD_REQUEST, kind, shorten(&error.to_string()), form)
     })
 }
 
@@ -273,7 +283,7 @@ impl App {
         json(&parameter_view(&reading))
     }
 
-    fn set(&self, name: &str, volume: Option<&str>, body: Body) -> Answer {
+    fn set(&self, name: &str, volume: Option<&str>, body: RequestBody) -> Answer {
         // An unknown name is reported first, whatever the body.
         Key::parse(name)?;
         let body: SetBody = parse(body, SET_FORM)?;
@@ -336,7 +346,7 @@ impl App {
             let remedy = "start the daemon with its pressure monitor";
             let message = "the daemon does not monitor memory pressure";
             let status = StatusCode::SERVICE_UNAVAILABLE;
-            return Err(Refusal::new(status, "unavailable", message, remedy));
+            return Err(ApiRefusal::new(status, "unavailable", message, remedy));
         };
         let mut holder = self.holder.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(earlier) = holder.take() {

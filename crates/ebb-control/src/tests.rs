@@ -380,7 +380,7 @@ fn disks_of_xen_guests_are_shown_and_follow_the_parameters() {
     let store = Store::Null(NullStore::new(1 << 20));
     volumes.add(Volume::new("root", store, VolumeOptions::default()), Arc::default());
     let handles = vec![worker.handle()];
-    let options = xen::Options::new(Arc::new(world.clone()), handles, volumes);
+    let options = xen::BackendOptions::new(Arc::new(world.clone()), handles, volumes);
     let grants = options.parameters.clone();
     let backend = xen::Backend::start(options).unwrap();
     let daemon = start_with(Some(backend.figures()), Vec::new());

@@ -29,7 +29,7 @@ use crate::proto::{
     info, magic, option,
 };
 use refusal::{
-    CHUNKS_NEEDED, EXTENDED_ALREADY, NO_DATA_EXPECTED, Refusal, SHUTTING_DOWN, TLS_ALREADY,
+    CHUNKS_NEEDED, EXTENDED_ALREADY, NO_DATA_EXPECTED, OptionRefusal, SHUTTING_DOWN, TLS_ALREADY,
     TLS_OFF, TLS_REQUIRED, TOO_BIG, UNSUPPORTED,
 };
 use replies::Replies;
@@ -176,7 +176,7 @@ enum HandshakeState {
     /// Waiting for an option.
     Options,
     /// Skipping the rest of the payload of `option`, then refusing it.
-    Skipping { option: u32, left: u32, refusal: Refusal },
+    Skipping { option: u32, left: u32, refusal: OptionRefusal },
     /// `NBD_OPT_STARTTLS` was acknowledged.
     AwaitingTls,
     /// Completed or failed.
@@ -188,7 +188,7 @@ enum OptionPlan {
     /// Wait for the whole payload, then reply.
     Reply,
     /// Skip the payload, then refuse.
-    Refuse(Refusal),
+    Refuse(OptionRefusal),
     /// Acknowledge and wait for TLS.
     StartTls,
     /// Acknowledge and end, whatever the payload.
@@ -508,11 +508,11 @@ impl Handshake {
         exports: &dyn Exports,
         replies: &mut Replies<'_>,
         enter: bool,
-    ) -> Result<(ExportInfo, bool), Refusal> {
+    ) -> Result<(ExportInfo, bool), OptionRefusal> {
         let request = InfoRequest::parse(payload)?;
         let export = exports
             .lookup(request.name)
-            .ok_or_else(|| Refusal::of_export(exports, request.name))?;
+            .ok_or_else(|| OptionRefusal::of_export(exports, request.name))?;
         if enter && let Some(why) = exports.busy(request.name) {
             return Err(refusal::busy(why));
         }
@@ -533,9 +533,11 @@ impl Handshake {
         payload: &[u8],
         exports: &dyn Exports,
         replies: &mut Replies<'_>,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), OptionRefusal> {
         let request = self.context_request(payload)?;
-        exports.lookup(request.name).ok_or_else(|| Refusal::of_export(exports, request.name))?;
+        exports
+            .lookup(request.name)
+            .ok_or_else(|| OptionRefusal::of_export(exports, request.name))?;
         if request.queries == 0 || request.names_allocation || request.names_base {
             // "The metadata context ID in these replies is reserved and SHOULD be set to zero".
             replies.allocation_context(0);
@@ -549,12 +551,12 @@ impl Handshake {
         payload: &[u8],
         exports: &dyn Exports,
         replies: &mut Replies<'_>,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), OptionRefusal> {
         self.allocation_for = None;
         let request = self.context_request(payload)?;
         let export = exports
             .lookup(request.name)
-            .ok_or_else(|| Refusal::of_export(exports, request.name))?;
+            .ok_or_else(|| OptionRefusal::of_export(exports, request.name))?;
         if request.names_allocation {
             replies.allocation_context(context::ALLOCATION_ID);
             self.allocation_for = Some(export.name);
@@ -562,7 +564,7 @@ impl Handshake {
         Ok(())
     }
 
-    fn context_request<'a>(&self, payload: &'a [u8]) -> Result<ContextRequest<'a>, Refusal> {
+    fn context_request<'a>(&self, payload: &'a [u8]) -> Result<ContextRequest<'a>, OptionRefusal> {
         if !self.style.is_chunked() {
             return Err(CHUNKS_NEEDED);
         }

@@ -20,7 +20,8 @@ const CEILING: usize = 64 * MIB;
 
 /// A server whose requests share a ceiling of 64 MiB.
 fn rig(volumes: &[&Arc<Volume>]) -> Rig {
-    let memory = ebb_mem::Memory::new(ebb_mem::Options::new(CEILING, Instant::now())).unwrap();
+    let memory =
+        ebb_mem::Memory::new(ebb_mem::MemoryOptions::new(CEILING, Instant::now())).unwrap();
     let worker = Worker::start("nbd-test", &memory).unwrap();
     for volume in volumes {
         volume.join(memory.shares(), volume.name());

@@ -47,7 +47,8 @@ fn ask_for_zeroes(client: &mut Client, requests: u64) {
 fn zeroes_for_a_server_that_never_replies_use_no_memory() {
     let fake = Fake::start(8 << 40, MANY_CONNECTIONS, |_| Act::Silence);
     let (dead, healthy) = (remote(&fake), memory("healthy", 64 << 20));
-    let shared = ebb_mem::Memory::new(ebb_mem::Options::new(64 * MIB, Instant::now())).unwrap();
+    let shared =
+        ebb_mem::Memory::new(ebb_mem::MemoryOptions::new(64 * MIB, Instant::now())).unwrap();
     let worker = Worker::start("nbd-test", &shared).unwrap();
     [&dead, &healthy].into_iter().for_each(|v| v.join(shared.shares(), v.name()));
     let rig = Rig::on(worker, ServerLimits::default(), TlsMode::Off, None);

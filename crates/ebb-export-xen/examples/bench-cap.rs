@@ -14,7 +14,7 @@ use ebb_export_xen::abi::{MAX_DIRECT_SEGMENTS, Request, Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
-use ebb_export_xen::{Backend, DiskSpec, Options, attach, device_number};
+use ebb_export_xen::{Backend, BackendOptions, DiskSpec, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions, Volumes};
@@ -77,7 +77,7 @@ fn run(pages: usize, span: Duration) -> [f64; 3] {
     let volume = Volume::new("memory", store, VolumeOptions::default());
     let volumes = Volumes::default();
     volumes.add(volume, Arc::default());
-    let options = Options::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
+    let options = BackendOptions::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
     // Guests and worker share processors where instructions are counted: busy polling takes time from the
     // guest that would fill the ring.
     options.parameters.set_poll_us(0);

@@ -15,7 +15,7 @@ use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
-use ebb_export_xen::{Backend, DiskSpec, Options, attach, device_number};
+use ebb_export_xen::{Backend, BackendOptions, DiskSpec, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{NullStore, Store};
 use ebb_volume::{Volume, VolumeOptions, Volumes};
@@ -42,7 +42,7 @@ fn run(mode: Mode, guests: u16, span: Duration) -> f64 {
     let options = VolumeOptions { shared: true, ..VolumeOptions::default() };
     volumes.add(Volume::new("null", store, options), Arc::default());
     let handles = workers.iter().map(Worker::handle).collect();
-    let options = Options::new(Arc::new(world.clone()), handles, volumes);
+    let options = BackendOptions::new(Arc::new(world.clone()), handles, volumes);
     if mode == Mode::PastCap {
         options.parameters.set_max_persistent_grants(0);
     }

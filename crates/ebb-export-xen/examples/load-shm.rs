@@ -12,7 +12,7 @@ use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
-use ebb_export_xen::{Backend, DiskSpec, Options, attach, device_number};
+use ebb_export_xen::{Backend, BackendOptions, DiskSpec, attach, device_number};
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions, Volumes};
@@ -30,7 +30,7 @@ fn main() {
         Volume::new("memory", Store::Memory(MemoryStore::new(SIZE)), VolumeOptions::default());
     let volumes = Volumes::default();
     volumes.add(volume, Arc::default());
-    let options = Options::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
+    let options = BackendOptions::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
     // More grants than the guest has, so that the cap has no effect.
     options.parameters.set_max_persistent_grants(1 << 16);
     let backend = Backend::start(options).unwrap();

@@ -14,7 +14,7 @@ use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
-use ebb_export_xen::{Backend, DiskSpec, Options, attach, device_number};
+use ebb_export_xen::{Backend, BackendOptions, DiskSpec, attach, device_number};
 use ebb_io::Worker;
 use ebb_mem::Memory;
 use ebb_store::{FileStore, OpenOptions, Store, TestStore};
@@ -50,13 +50,13 @@ struct Round {
 impl Rig {
     fn new(mode: Option<Mode>) -> Rig {
         let begun = Instant::now();
-        let memory = Memory::new(ebb_mem::Options::new(512 << 20, begun)).unwrap();
+        let memory = Memory::new(ebb_mem::MemoryOptions::new(512 << 20, begun)).unwrap();
         let cache = Cache::start(&memory, CacheOptions::new(begun)).unwrap();
         let workers: Vec<Worker> =
             (0..2).map(|n| Worker::start(&format!("bench-{n}"), &memory).unwrap()).collect();
         let (world, volumes) = (World::default(), Volumes::default());
         let handles = workers.iter().map(Worker::handle).collect();
-        let options = Options::new(Arc::new(world.clone()), handles, volumes.clone());
+        let options = BackendOptions::new(Arc::new(world.clone()), handles, volumes.clone());
         let backend = Backend::start(options).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let rig = Rig { world, backend, workers, volumes, cache, dir, mode };

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use ebb_export_xen::platform::XenHost;
-use ebb_export_xen::{Backend, Options};
+use ebb_export_xen::{Backend, BackendOptions};
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions, Volumes};
@@ -19,7 +19,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         volumes.add(Volume::new(name, store, VolumeOptions::default()), Arc::default());
     }
     let worker = Worker::start_alone("xen")?;
-    let mut options = Options::new(Arc::new(XenHost), vec![worker.handle()], volumes);
+    let mut options = BackendOptions::new(Arc::new(XenHost), vec![worker.handle()], volumes);
     options.journals = Some("/run/ebbd/xen".into());
     let backend = Backend::start(options)?;
     loop {

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use crate::nodes::{number, optional, transact};
-use crate::platform::{Domain, StoreError, XenStore};
+use crate::platform::{Domain, XenStore, XenstoreError};
 
 /// How long a guest may take to release a disk.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(10);
@@ -62,9 +62,9 @@ pub enum AttachError {
         /// The disk.
         name: String,
     },
-    /// See [`StoreError`].
+    /// See [`XenstoreError`].
     #[error(transparent)]
-    Store(#[from] StoreError),
+    Store(#[from] XenstoreError),
 }
 
 /// The device number of the disk name `xvda` and so on; `None` if it is not such a name.
@@ -89,7 +89,7 @@ pub fn find_domain(store: &mut dyn XenStore, name: &str) -> Result<Domain, Attac
         let there = store.list(0, &format!("{base}/{id}"));
         return match there {
             Ok(_) => Ok(id),
-            Err(StoreError::Missing) => Err(none()),
+            Err(XenstoreError::Missing) => Err(none()),
             Err(error) => Err(error.into()),
         };
     }
@@ -156,7 +156,7 @@ pub fn attach(
         }
         for path in [&back, &front] {
             match store.remove(within, path) {
-                Ok(()) | Err(StoreError::Missing) => {}
+                Ok(()) | Err(XenstoreError::Missing) => {}
                 Err(error) => return Err(error),
             }
         }
@@ -220,7 +220,7 @@ pub fn detach(
     }
     for path in [front, back] {
         match store.remove(0, &path) {
-            Ok(()) | Err(StoreError::Missing) => {}
+            Ok(()) | Err(XenstoreError::Missing) => {}
             Err(error) => return Err(error.into()),
         }
     }

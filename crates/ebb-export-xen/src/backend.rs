@@ -14,12 +14,12 @@ use crate::counting_store::CountingStore;
 use crate::device::DeviceSettings;
 use crate::mailbox::{Mailbox, Message};
 use crate::params::XenParameters;
-use crate::platform::{Platform, StoreError, XenStore};
+use crate::platform::{Platform, XenStore, XenstoreError};
 use crate::served::{DeviceStats, DrainingDevices, Served};
 use crate::xenstore::{Awaited, XenstoreControl};
 
 /// What a backend is started with.
-pub struct Options {
+pub struct BackendOptions {
     /// Where grants, event channels and xenstore come from.
     pub platform: Arc<dyn Platform>,
     /// The workers to which rings are assigned round robin; at least one.
@@ -42,14 +42,14 @@ pub struct Options {
     pub queue_memory: usize,
 }
 
-impl Options {
+impl BackendOptions {
     /// The options of a daemon that serves the kind `ebbd` only.
     pub fn new(
         platform: Arc<dyn Platform>,
         workers: Vec<WorkerHandle>,
         volumes: Volumes,
-    ) -> Options {
-        Options {
+    ) -> BackendOptions {
+        BackendOptions {
             platform,
             workers,
             volumes,
@@ -66,7 +66,7 @@ impl Options {
 /// Why a backend cannot start.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum StartError {
+pub enum BackendStartError {
     /// xenstore cannot be reached, or a device of Xen's is missing; the source says what to do.
     #[error("cannot serve Xen guests: {0}")]
     Xen(#[source] std::io::Error),
@@ -110,13 +110,13 @@ impl Backend {
     /// Starts to serve the guests that exist and those that are created later.
     ///
     /// # Errors
-    /// See [`StartError`].
-    pub fn start(options: Options) -> Result<Backend, StartError> {
+    /// See [`BackendStartError`].
+    pub fn start(options: BackendOptions) -> Result<Backend, BackendStartError> {
         let (mut backend, control) = Backend::prepare(options)?;
         let thread = std::thread::Builder::new()
             .name("ebbd-xenstore".to_owned())
             .spawn(move || control.run())
-            .map_err(StartError::Thread)?;
+            .map_err(BackendStartError::Thread)?;
         backend.thread = Some(thread);
         Ok(backend)
     }
@@ -124,24 +124,26 @@ impl Backend {
     /// As [`Backend::start`], without a thread: xenstore is served while the caller calls
     ///
     /// # Errors
-    /// See [`StartError`].
-    pub fn prepare(options: Options) -> Result<(Backend, XenstoreControl), StartError> {
-        let mut store = options.platform.xenstore().map_err(StartError::Xen)?;
+    /// See [`BackendStartError`].
+    pub fn prepare(
+        options: BackendOptions,
+    ) -> Result<(Backend, XenstoreControl), BackendStartError> {
+        let mut store = options.platform.xenstore().map_err(BackendStartError::Xen)?;
         let own = own_domain(&mut *store);
         if let Some(path) = &options.journals {
             std::fs::create_dir_all(path)
-                .map_err(|source| StartError::Journals { path: path.clone(), source })?;
+                .map_err(|source| BackendStartError::Journals { path: path.clone(), source })?;
         }
         // Both locks: two daemons may have different directories, and tests have a platform without a lock file.
         let mut locks = Vec::new();
         if let Some(path) = &options.journals {
-            let fail = |source| StartError::Journals { path: path.clone(), source };
+            let fail = |source| BackendStartError::Journals { path: path.clone(), source };
             locks.push(lock(File::open(path).map_err(fail)?, path)?);
         }
-        if let Some((file, path)) = options.platform.lock_file().map_err(StartError::Xen)? {
+        if let Some((file, path)) = options.platform.lock_file().map_err(BackendStartError::Xen)? {
             locks.push(lock(file, &path)?);
         }
-        let (mailbox, inbox) = Mailbox::new().map_err(StartError::Thread)?;
+        let (mailbox, inbox) = Mailbox::new().map_err(BackendStartError::Thread)?;
         let served = Arc::<Served>::default();
         let control = XenstoreControl {
             platform: options.platform,
@@ -251,21 +253,21 @@ impl Drop for Backend {
 
 /// Locks a file, so that no two backends serve the same rings. Waits a moment for a backend that is
 /// stopping; the kernel releases the lock of one that was killed.
-fn lock(file: File, path: &Path) -> Result<File, StartError> {
+fn lock(file: File, path: &Path) -> Result<File, BackendStartError> {
     use rustix::fs::{FlockOperation, flock};
     for _ in 0..LOCK_TRIES {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(file),
             Err(rustix::io::Errno::WOULDBLOCK) => std::thread::park_timeout(LOCK_PAUSE),
-            Err(error) => return Err(StartError::Xen(error.into())),
+            Err(error) => return Err(BackendStartError::Xen(error.into())),
         }
     }
-    Err(StartError::Running { path: path.to_owned() })
+    Err(BackendStartError::Running { path: path.to_owned() })
 }
 
 /// The number of the domain this runs in. Only guests can read it; dom0's socket refuses, which means 0.
 fn own_domain(store: &mut dyn XenStore) -> u16 {
-    let number: Result<Vec<u8>, StoreError> = store.read(0, "domid");
+    let number: Result<Vec<u8>, XenstoreError> = store.read(0, "domid");
     let text = number.ok().and_then(|value| String::from_utf8(value).ok());
     text.and_then(|text| text.trim().parse().ok()).unwrap_or(0)
 }

@@ -2,7 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 
-use crate::platform::{Domain, StoreError, Transaction, XenStore};
+use crate::platform::{Domain, Transaction, XenStore, XenstoreError};
 
 /// See the module.
 pub(crate) struct CountingStore {
@@ -27,19 +27,19 @@ impl CountingStore {
 }
 
 impl XenStore for CountingStore {
-    fn read(&mut self, within: Transaction, path: &str) -> Result<Vec<u8>, StoreError> {
+    fn read(&mut self, within: Transaction, path: &str) -> Result<Vec<u8>, XenstoreError> {
         self.next().read(within, path)
     }
 
-    fn write(&mut self, within: Transaction, path: &str, value: &str) -> Result<(), StoreError> {
+    fn write(&mut self, within: Transaction, path: &str, value: &str) -> Result<(), XenstoreError> {
         self.next().write(within, path, value)
     }
 
-    fn list(&mut self, within: Transaction, path: &str) -> Result<Vec<String>, StoreError> {
+    fn list(&mut self, within: Transaction, path: &str) -> Result<Vec<String>, XenstoreError> {
         self.next().list(within, path)
     }
 
-    fn remove(&mut self, within: Transaction, path: &str) -> Result<(), StoreError> {
+    fn remove(&mut self, within: Transaction, path: &str) -> Result<(), XenstoreError> {
         self.next().remove(within, path)
     }
 
@@ -49,27 +49,27 @@ impl XenStore for CountingStore {
         path: &str,
         owner: Domain,
         reader: Domain,
-    ) -> Result<(), StoreError> {
+    ) -> Result<(), XenstoreError> {
         self.next().set_permissions(within, path, owner, reader)
     }
 
-    fn watch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+    fn watch(&mut self, path: &str, token: &str) -> Result<(), XenstoreError> {
         self.next().watch(path, token)
     }
 
-    fn unwatch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+    fn unwatch(&mut self, path: &str, token: &str) -> Result<(), XenstoreError> {
         self.next().unwatch(path, token)
     }
 
-    fn begin(&mut self) -> Result<Transaction, StoreError> {
+    fn begin(&mut self) -> Result<Transaction, XenstoreError> {
         self.next().begin()
     }
 
-    fn end(&mut self, transaction: Transaction, commit: bool) -> Result<(), StoreError> {
+    fn end(&mut self, transaction: Transaction, commit: bool) -> Result<(), XenstoreError> {
         self.next().end(transaction, commit)
     }
 
-    fn event(&mut self) -> Result<Option<(String, String)>, StoreError> {
+    fn event(&mut self) -> Result<Option<(String, String)>, XenstoreError> {
         self.store.event()
     }
 

@@ -12,9 +12,9 @@ use crate::abi::SECTOR_BYTES;
 use crate::device_shared::{Counters, DeviceShared, MAX_SEGMENTS};
 use crate::journal::{Journal, ResumeError, RingIdentity};
 use crate::nodes::{FrontendNodes, MAX_RING_ORDER, NodeError, Nodes, QueueNodes, number};
-use crate::platform::{Domain, Platform, StoreError};
+use crate::platform::{Domain, Platform, XenstoreError};
 use crate::queue::QueueParts;
-use crate::ring::Ring;
+use crate::ring::BlkifRing;
 use crate::unstable::Unstable;
 use crate::xenbus_state::{DevicePhase, ObservedStates};
 
@@ -82,8 +82,8 @@ pub(crate) enum DeviceError {
     BadState,
 }
 
-impl From<StoreError> for DeviceError {
-    fn from(error: StoreError) -> DeviceError {
+impl From<XenstoreError> for DeviceError {
+    fn from(error: XenstoreError) -> DeviceError {
         DeviceError::Nodes(error.into())
     }
 }
@@ -271,7 +271,7 @@ pub(crate) fn open_queue(
     let io = |what| move |source| DeviceError::Io { what, source };
     let grants = platform.grants(key.guest).map_err(io("reach the guest's grants"))?;
     let memory = grants.map(&nodes.ring, true).map_err(io("map the ring"))?;
-    let mut ring = Ring::new(memory, frontend.abi);
+    let mut ring = BlkifRing::new(memory, frontend.abi);
     if ring.slots() == 0 {
         return Err(DeviceError::NoRing { queue: number });
     }
@@ -337,7 +337,7 @@ pub(crate) fn open_queue(
     })
 }
 
-fn identity(key: &DeviceKey, number: usize, nodes: &QueueNodes, ring: &Ring) -> RingIdentity {
+fn identity(key: &DeviceKey, number: usize, nodes: &QueueNodes, ring: &BlkifRing) -> RingIdentity {
     RingIdentity {
         guest: key.guest.into(),
         device: key.device,

@@ -59,7 +59,7 @@ mod xenbus_state;
 mod xenstore;
 
 pub use attach::{AttachError, DiskSpec, attach, detach, device_number, find_domain};
-pub use backend::{Backend, Figures, Options, StartError};
+pub use backend::{Backend, BackendOptions, BackendStartError, Figures};
 pub use device_shared::{MAX_SEGMENTS, XenStats};
 pub use params::XenParameters;
 pub use served::{DeviceStats, DrainingDevices};

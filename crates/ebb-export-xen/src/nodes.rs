@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use crate::abi::{Abi, UnknownProtocol};
-use crate::platform::{StoreError, Transaction, XenStore};
+use crate::platform::{Transaction, XenStore, XenstoreError};
 
 /// The largest ring, as an order of pages: 1 << 4 pages, 512 slots.
 pub(crate) const MAX_RING_ORDER: u32 = 4;
@@ -26,9 +26,9 @@ pub(crate) enum NodeError {
     /// See [`UnknownProtocol`].
     #[error(transparent)]
     Protocol(#[from] UnknownProtocol),
-    /// See [`StoreError`].
+    /// See [`XenstoreError`].
     #[error(transparent)]
-    Store(#[from] StoreError),
+    Store(#[from] XenstoreError),
 }
 
 /// The nodes of one ring.
@@ -60,15 +60,15 @@ pub(crate) fn number(text: &str) -> Option<u32> {
 /// A node's value as text; `None` if there is no such node.
 ///
 /// # Errors
-/// See [`StoreError`].
+/// See [`XenstoreError`].
 pub(crate) fn optional(
     store: &mut dyn XenStore,
     within: Transaction,
     path: &str,
-) -> Result<Option<String>, StoreError> {
+) -> Result<Option<String>, XenstoreError> {
     match store.read(within, path) {
         Ok(value) => Ok(Some(String::from_utf8_lossy(&value).into_owned())),
-        Err(StoreError::Missing) => Ok(None),
+        Err(XenstoreError::Missing) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -147,41 +147,41 @@ impl FrontendNodes {
 /// Errors of `act` and of xenstore.
 pub(crate) fn transact<T>(
     store: &mut dyn XenStore,
-    mut act: impl FnMut(&mut dyn XenStore, Transaction) -> Result<T, StoreError>,
-) -> Result<T, StoreError> {
+    mut act: impl FnMut(&mut dyn XenStore, Transaction) -> Result<T, XenstoreError>,
+) -> Result<T, XenstoreError> {
     for _ in 0..TRIES {
         let transaction = store.begin()?;
         match act(store, transaction) {
             Ok(value) => match store.end(transaction, true) {
                 Ok(()) => return Ok(value),
-                Err(StoreError::Again) => {}
+                Err(XenstoreError::Again) => {}
                 Err(error) => return Err(error),
             },
             Err(error) => {
                 // The transaction is aborted; a second error of the connection adds nothing.
                 let _ = store.end(transaction, false);
-                if !matches!(error, StoreError::Again) {
+                if !matches!(error, XenstoreError::Again) {
                     return Err(error);
                 }
             }
         }
     }
-    Err(StoreError::Again)
+    Err(XenstoreError::Again)
 }
 
 /// Sets the state, unless the directory was removed: writing would create it again.
 ///
 /// # Errors
-/// See [`StoreError`].
+/// See [`XenstoreError`].
 pub(crate) fn show_state(
     store: &mut dyn XenStore,
     base: &str,
     state: &str,
-) -> Result<(), StoreError> {
+) -> Result<(), XenstoreError> {
     let path = format!("{base}/state");
     transact(store, |store, within| match store.read(within, &path) {
         Ok(_) => store.write(within, &path, state),
-        Err(StoreError::Missing) => Ok(()),
+        Err(XenstoreError::Missing) => Ok(()),
         Err(error) => Err(error),
     })
 }
@@ -192,17 +192,17 @@ pub(crate) type Nodes = BTreeMap<&'static str, String>;
 /// Writes nodes below `base` in one transaction, unless `base` was removed.
 ///
 /// # Errors
-/// See [`StoreError`].
+/// See [`XenstoreError`].
 pub(crate) fn publish(
     store: &mut dyn XenStore,
     base: &str,
     nodes: &Nodes,
-) -> Result<(), StoreError> {
+) -> Result<(), XenstoreError> {
     let state = format!("{base}/state");
     transact(store, |store, within| {
         match store.read(within, &state) {
             Ok(_) => {}
-            Err(StoreError::Missing) => return Ok(()),
+            Err(XenstoreError::Missing) => return Ok(()),
             Err(error) => return Err(error),
         }
         for (name, value) in nodes {

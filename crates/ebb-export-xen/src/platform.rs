@@ -120,7 +120,7 @@ pub trait Channel: Send + fmt::Debug {
 /// Errors of xenstore.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum StoreError {
+pub enum XenstoreError {
     /// There is no such node.
     #[error("no such node")]
     Missing,
@@ -143,59 +143,59 @@ pub trait XenStore: Send {
     /// The value of a node.
     ///
     /// # Errors
-    /// See [`StoreError`].
-    fn read(&mut self, within: Transaction, path: &str) -> Result<Vec<u8>, StoreError>;
+    /// See [`XenstoreError`].
+    fn read(&mut self, within: Transaction, path: &str) -> Result<Vec<u8>, XenstoreError>;
     /// Sets a node; creates it and its parents if they do not exist.
     ///
     /// # Errors
-    /// See [`StoreError`].
-    fn write(&mut self, within: Transaction, path: &str, value: &str) -> Result<(), StoreError>;
+    /// See [`XenstoreError`].
+    fn write(&mut self, within: Transaction, path: &str, value: &str) -> Result<(), XenstoreError>;
     /// The names of a node's children.
     ///
     /// # Errors
-    /// See [`StoreError`].
-    fn list(&mut self, within: Transaction, path: &str) -> Result<Vec<String>, StoreError>;
+    /// See [`XenstoreError`].
+    fn list(&mut self, within: Transaction, path: &str) -> Result<Vec<String>, XenstoreError>;
     /// Removes a node and all below it.
     ///
     /// # Errors
-    /// See [`StoreError`].
-    fn remove(&mut self, within: Transaction, path: &str) -> Result<(), StoreError>;
+    /// See [`XenstoreError`].
+    fn remove(&mut self, within: Transaction, path: &str) -> Result<(), XenstoreError>;
     /// Sets the permissions of a node: `owner` owns it, and `reader` may read it.
     ///
     /// # Errors
-    /// See [`StoreError`].
+    /// See [`XenstoreError`].
     fn set_permissions(
         &mut self,
         within: Transaction,
         path: &str,
         owner: Domain,
         reader: Domain,
-    ) -> Result<(), StoreError>;
+    ) -> Result<(), XenstoreError>;
     /// Watches a node and all nodes below it: changes fire events with `token`, and one is fired at once.
     ///
     /// # Errors
-    /// See [`StoreError`].
-    fn watch(&mut self, path: &str, token: &str) -> Result<(), StoreError>;
+    /// See [`XenstoreError`].
+    fn watch(&mut self, path: &str, token: &str) -> Result<(), XenstoreError>;
     /// Ends a watch.
     ///
     /// # Errors
-    /// See [`StoreError`].
-    fn unwatch(&mut self, path: &str, token: &str) -> Result<(), StoreError>;
+    /// See [`XenstoreError`].
+    fn unwatch(&mut self, path: &str, token: &str) -> Result<(), XenstoreError>;
     /// Begins a transaction.
     ///
     /// # Errors
-    /// See [`StoreError`].
-    fn begin(&mut self) -> Result<Transaction, StoreError>;
+    /// See [`XenstoreError`].
+    fn begin(&mut self) -> Result<Transaction, XenstoreError>;
     /// Ends a transaction; with `commit` its changes take effect.
     ///
     /// # Errors
-    /// [`StoreError::Again`] if it must be repeated.
-    fn end(&mut self, transaction: Transaction, commit: bool) -> Result<(), StoreError>;
+    /// [`XenstoreError::Again`] if it must be repeated.
+    fn end(&mut self, transaction: Transaction, commit: bool) -> Result<(), XenstoreError>;
     /// The next watch event (its path and token), without waiting.
     ///
     /// # Errors
-    /// See [`StoreError`].
-    fn event(&mut self) -> Result<Option<(String, String)>, StoreError>;
+    /// See [`XenstoreError`].
+    fn event(&mut self) -> Result<Option<(String, String)>, XenstoreError>;
     /// A descriptor that is readable while data is pending.
     fn fd(&self) -> BorrowedFd<'_>;
 }
@@ -240,7 +240,7 @@ impl Platform for XenHost {
     }
 
     fn xenstore(&self) -> io::Result<Box<dyn XenStore>> {
-        Ok(Box::new(xenbus::Connection::open()?))
+        Ok(Box::new(xenbus::XenbusConnection::open()?))
     }
 
     /// A device of Xen's: the same for all daemons, whatever their directories, users and mounts are.

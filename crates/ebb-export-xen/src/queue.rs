@@ -26,7 +26,7 @@ use crate::journal::Journal;
 use crate::persistent::{GrantLimits, GrantTable};
 use crate::platform::{Channel, Domain, Grants};
 use crate::request_task::RequestTask;
-use crate::ring::{Overrun, Ring};
+use crate::ring::{BlkifRing, Overrun};
 
 /// Requests consumed before other work of the ring is done.
 const BATCH: u32 = 64;
@@ -66,7 +66,7 @@ pub(crate) struct QueueParts {
     pub(crate) guest: Domain,
     pub(crate) grants: Arc<dyn Grants>,
     pub(crate) channel: Box<dyn Channel>,
-    pub(crate) ring: Ring,
+    pub(crate) ring: BlkifRing,
     pub(crate) journal: Arc<Journal>,
     /// Entries of the journal that are to be repeated.
     pub(crate) resumed_entries: Vec<u32>,
@@ -83,7 +83,7 @@ pub(crate) struct Queue {
     channel: Box<dyn Channel>,
     /// The buffer that events are read into.
     event: Cell<Option<Buf>>,
-    ring: RefCell<Ring>,
+    ring: RefCell<BlkifRing>,
     pub(crate) journal: Arc<Journal>,
     /// Grants that stay mapped, if guest and backend agreed on it.
     pub(crate) table: Option<RefCell<GrantTable>>,
@@ -349,7 +349,7 @@ impl Queue {
 
     /// Copies the next request into the journal and consumes it; returns the private copy.
     #[inline]
-    fn note_next(&self, ring: &mut Ring, entry: u32) -> Slot {
+    fn note_next(&self, ring: &mut BlkifRing, entry: u32) -> Slot {
         let slot = ring.copy_next();
         let used = ring.abi().used_words(slot[0]);
         self.journal.take(entry, ring.req_cons(), &slot[..used]);

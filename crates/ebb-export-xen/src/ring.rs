@@ -25,7 +25,7 @@ pub(crate) struct Overrun {
 
 /// See the module.
 #[derive(Debug)]
-pub(crate) struct Ring {
+pub(crate) struct BlkifRing {
     memory: Mapping,
     abi: Abi,
     slots: u32,
@@ -37,11 +37,11 @@ pub(crate) struct Ring {
     published: u32,
 }
 
-impl Ring {
+impl BlkifRing {
     /// The ring in `memory`, with the indices of a new ring.
-    pub(crate) fn new(memory: Mapping, abi: Abi) -> Ring {
+    pub(crate) fn new(memory: Mapping, abi: Abi) -> BlkifRing {
         let slots = abi.slots(memory.bytes() / crate::abi::PAGE_BYTES);
-        Ring { memory, abi, slots, req_cons: 0, rsp_prod: 0, published: 0 }
+        BlkifRing { memory, abi, slots, req_cons: 0, rsp_prod: 0, published: 0 }
     }
 
     /// Its layout.
@@ -127,7 +127,7 @@ impl Ring {
     /// Requests an event for the next request; true if there is one already.
     ///
     /// # Errors
-    /// As [`Ring::waiting`].
+    /// As [`BlkifRing::waiting`].
     pub(crate) fn arm(&self) -> Result<bool, Overrun> {
         self.memory.store(REQ_EVENT, self.req_cons.wrapping_add(1));
         full_barrier();

@@ -23,7 +23,7 @@ use crate::abi::PAGE_BYTES;
 use crate::guest_memory::{Mapping, Unmap};
 use crate::platform::{Channel, CopyOp, Domain, Grants, Platform, XenStore};
 
-pub use tree::{Store, Tree};
+pub use tree::{Tree, TreeStore};
 
 /// The backend's access to a page.
 const NOT_GRANTED: u8 = 0;

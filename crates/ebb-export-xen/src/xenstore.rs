@@ -26,7 +26,7 @@ use crate::mailbox::{Mailbox, Message};
 use crate::nodes::{number, optional};
 use crate::params::XenParameters;
 use crate::platform::xenbus::{DIRECTORIES, EVERYTHING};
-use crate::platform::{Domain, Platform, StoreError, XenStore};
+use crate::platform::{Domain, Platform, XenStore, XenstoreError};
 use crate::served::Served;
 use crate::xenbus_state::{Action, DevicePhase, XenbusState, next};
 
@@ -139,7 +139,7 @@ impl XenstoreControl {
     }
 
     /// Notes whether xenstore can be used.
-    fn note(&mut self, outcome: Result<(), StoreError>, now: Instant) {
+    fn note(&mut self, outcome: Result<(), XenstoreError>, now: Instant) {
         if let Err(error) = outcome {
             tracing::error!(%error, "cannot use xenstore: attached disks are served, new ones are not");
             self.broken = true;
@@ -189,7 +189,7 @@ impl XenstoreControl {
         format!("/local/domain/{}/backend/{kind}", self.own)
     }
 
-    fn watch_kinds(&mut self) -> Result<(), StoreError> {
+    fn watch_kinds(&mut self) -> Result<(), XenstoreError> {
         for kind in self.kinds.clone() {
             let path = self.kind_path(&kind);
             self.store.watch(&path, DIRECTORIES)?;
@@ -198,7 +198,7 @@ impl XenstoreControl {
     }
 
     /// Connects to xenstore, the first time and after the connection broke.
-    fn reconnect(&mut self, now: Instant) -> Result<(), StoreError> {
+    fn reconnect(&mut self, now: Instant) -> Result<(), XenstoreError> {
         if self.retry.is_some_and(|at| now < at) {
             return Ok(());
         }
@@ -216,7 +216,7 @@ impl XenstoreControl {
     }
 
     /// Reads events; what exceeds the limit is left for the next iteration.
-    fn take_events(&mut self) -> Result<(), StoreError> {
+    fn take_events(&mut self) -> Result<(), XenstoreError> {
         self.events_remaining = false;
         for _ in 0..EVENTS_PER_RUN {
             let Some((path, token)) = self.store.event()? else { return Ok(()) };
@@ -265,7 +265,7 @@ impl XenstoreControl {
     }
 
     /// Something below one of the served kinds changed: a known device, or possibly a new one.
-    fn backend_changed(&mut self, path: &str) -> Result<(), StoreError> {
+    fn backend_changed(&mut self, path: &str) -> Result<(), XenstoreError> {
         for kind in self.kinds.clone() {
             let base = self.kind_path(&kind);
             let Some(rest) = path.strip_prefix(&base) else { continue };
@@ -281,7 +281,7 @@ impl XenstoreControl {
         Ok(())
     }
 
-    fn find_devices(&mut self, kind: &Arc<str>) -> Result<(), StoreError> {
+    fn find_devices(&mut self, kind: &Arc<str>) -> Result<(), XenstoreError> {
         let base = self.kind_path(kind);
         for guest in list(&mut self.store, &base)? {
             for device in list(&mut self.store, &format!("{base}/{guest}"))? {
@@ -370,7 +370,7 @@ impl XenstoreControl {
     }
 
     /// Checks devices that changed; true if at least one was checked.
-    fn check_dirty(&mut self, now: Instant) -> Result<bool, StoreError> {
+    fn check_dirty(&mut self, now: Instant) -> Result<bool, XenstoreError> {
         let due = |key: &&DeviceKey| self.due(key).is_none_or(|at| now >= at);
         let due: Vec<DeviceKey> = self.dirty.iter().filter(due).cloned().collect();
         let mut any = false;
@@ -394,7 +394,7 @@ impl XenstoreControl {
     }
 
     /// Adds a device that is not known yet; false if it is not served here, or not complete yet.
-    fn discover(&mut self, key: &DeviceKey, now: Instant) -> Result<bool, StoreError> {
+    fn discover(&mut self, key: &DeviceKey, now: Instant) -> Result<bool, XenstoreError> {
         if self.devices.contains_key(key) {
             return Ok(true);
         }
@@ -419,7 +419,7 @@ impl XenstoreControl {
         Ok(true)
     }
 
-    fn check_device(&mut self, key: &DeviceKey, now: Instant) -> Result<(), StoreError> {
+    fn check_device(&mut self, key: &DeviceKey, now: Instant) -> Result<(), XenstoreError> {
         self.store.take_count();
         let outcome = self.run_steps(key, now);
         let requests = self.store.take_count();
@@ -431,7 +431,7 @@ impl XenstoreControl {
         outcome
     }
 
-    fn run_steps(&mut self, key: &DeviceKey, now: Instant) -> Result<(), StoreError> {
+    fn run_steps(&mut self, key: &DeviceKey, now: Instant) -> Result<(), XenstoreError> {
         if !self.discover(key, now)? {
             return Ok(());
         }
@@ -510,7 +510,7 @@ impl XenstoreControl {
                     return Ok(());
                 }
                 Err(DeviceError::Nodes(crate::nodes::NodeError::Store(
-                    error @ StoreError::Io(_),
+                    error @ XenstoreError::Io(_),
                 ))) => {
                     return Err(error);
                 }
@@ -522,9 +522,9 @@ impl XenstoreControl {
     }
 }
 
-fn list(store: &mut dyn XenStore, path: &str) -> Result<Vec<String>, StoreError> {
+fn list(store: &mut dyn XenStore, path: &str) -> Result<Vec<String>, XenstoreError> {
     match store.list(0, path) {
-        Err(StoreError::Missing) => Ok(Vec::new()),
+        Err(XenstoreError::Missing) => Ok(Vec::new()),
         other => other,
     }
 }

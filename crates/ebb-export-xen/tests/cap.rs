@@ -42,7 +42,7 @@ fn cycle(disk: &mut Frontend, pages: &[u32], look: &mut impl FnMut()) {
 
 #[test]
 fn a_guest_that_uses_all_its_grants_has_at_most_the_cap_mapped() {
-    let io = Memory::new(ebb_mem::Options::new(256 << 20, Instant::now())).unwrap();
+    let io = Memory::new(ebb_mem::MemoryOptions::new(256 << 20, Instant::now())).unwrap();
     let worker = Worker::start("xen", &io).unwrap();
     let mut rig = Rig::with(1, |options| options.workers = vec![worker.handle()]);
     rig.add(memory("neighbour", SIZE, false));

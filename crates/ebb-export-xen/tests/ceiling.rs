@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use common::{HANG, Rig, pattern};
-use ebb_export_xen::Options;
+use ebb_export_xen::BackendOptions;
 use ebb_export_xen::abi::{Body, Request, Segment, op};
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_io::{Charge, QueueShare, Shares, Worker};
@@ -20,7 +20,7 @@ use ebb_volume::{Volume, VolumeOptions, Volumes};
 
 /// A host whose requests share a ceiling of 64 MiB.
 fn rig(volumes: &[&Arc<Volume>]) -> (Rig, Shares) {
-    let memory = Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
+    let memory = Memory::new(ebb_mem::MemoryOptions::new(64 << 20, Instant::now())).unwrap();
     let shares = memory.shares().clone();
     let mut rig = Rig {
         world: ebb_export_xen::shm::World::default(),
@@ -36,7 +36,8 @@ fn rig(volumes: &[&Arc<Volume>]) -> (Rig, Shares) {
         rig.add((*volume).clone());
     }
     let handles = rig.workers.iter().map(Worker::handle).collect();
-    let mut options = Options::new(Arc::new(rig.world.clone()), handles, rig.volumes.clone());
+    let mut options =
+        BackendOptions::new(Arc::new(rig.world.clone()), handles, rig.volumes.clone());
     options.journals = Some(rig.journals.path().into());
     rig.backend = Some(ebb_export_xen::Backend::start(options).unwrap());
     (rig, shares)

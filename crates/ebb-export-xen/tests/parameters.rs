@@ -123,7 +123,7 @@ fn feature_persistent_applies_to_later_connections() {
 
 #[test]
 fn page_pools_of_rings_follow_their_parameters_and_are_squeezed() {
-    let io = Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
+    let io = Memory::new(ebb_mem::MemoryOptions::new(64 << 20, Instant::now())).unwrap();
     let worker = Worker::start("xen", &io).unwrap();
     let pool = Arc::<PoolParameters>::default();
     let volume = memory("disk", common::SIZE, false);
@@ -158,7 +158,7 @@ fn page_pools_of_rings_follow_their_parameters_and_are_squeezed() {
 
 #[test]
 fn under_continuing_pressure_a_rings_requests_share_few_buffers() {
-    let io = Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
+    let io = Memory::new(ebb_mem::MemoryOptions::new(64 << 20, Instant::now())).unwrap();
     let worker = Worker::start("xen", &io).unwrap();
     let store = Arc::new(TestStore::new(common::SIZE, 1));
     // Long enough for all requests to take their buffers before one completes.

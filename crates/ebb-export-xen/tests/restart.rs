@@ -105,7 +105,7 @@ fn written_back(memory: &Arc<Memory>, store: &Arc<TestStore>) -> Arc<Volume> {
 fn replaced_with_unflushed_writes(flushed: bool, in_order: bool) -> (Rig, Frontend) {
     let mut rig = Rig::new();
     rig.stop();
-    let memory = Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
+    let memory = Memory::new(ebb_mem::MemoryOptions::new(64 << 20, Instant::now())).unwrap();
     rig.memory = Some(memory.clone());
     let store = Arc::new(TestStore::new(SIZE, 1));
     rig.add(written_back(&memory, &store));

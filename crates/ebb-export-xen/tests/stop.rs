@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 
 use common::{HANG, Rig, SIZE, memory, pattern, until};
 use ebb_export_xen::abi::{Segment, op};
-use ebb_export_xen::platform::{Channel, Domain, Grants, Platform, StoreError, XenStore};
+use ebb_export_xen::platform::{Channel, Domain, Grants, Platform, XenStore, XenstoreError};
 use ebb_export_xen::shm::World;
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
-use ebb_export_xen::{Backend, DiskSpec, NextRun, Options, attach, detach, device_number};
+use ebb_export_xen::{Backend, BackendOptions, DiskSpec, NextRun, attach, detach, device_number};
 use ebb_io::Worker;
 use ebb_store::{Store, TestStore};
 use ebb_volume::{Volume, VolumeOptions, Volumes};
@@ -218,20 +218,20 @@ impl Platform for Stuck {
 struct StuckStore(Stuck, Box<dyn XenStore>);
 
 impl XenStore for StuckStore {
-    fn read(&mut self, within: u32, path: &str) -> Result<Vec<u8>, StoreError> {
+    fn read(&mut self, within: u32, path: &str) -> Result<Vec<u8>, XenstoreError> {
         self.0.pass();
         self.1.read(within, path)
     }
 
-    fn write(&mut self, within: u32, path: &str, value: &str) -> Result<(), StoreError> {
+    fn write(&mut self, within: u32, path: &str, value: &str) -> Result<(), XenstoreError> {
         self.1.write(within, path, value)
     }
 
-    fn list(&mut self, within: u32, path: &str) -> Result<Vec<String>, StoreError> {
+    fn list(&mut self, within: u32, path: &str) -> Result<Vec<String>, XenstoreError> {
         self.1.list(within, path)
     }
 
-    fn remove(&mut self, within: u32, path: &str) -> Result<(), StoreError> {
+    fn remove(&mut self, within: u32, path: &str) -> Result<(), XenstoreError> {
         self.1.remove(within, path)
     }
 
@@ -241,27 +241,27 @@ impl XenStore for StuckStore {
         path: &str,
         a: Domain,
         b: Domain,
-    ) -> Result<(), StoreError> {
+    ) -> Result<(), XenstoreError> {
         self.1.set_permissions(within, path, a, b)
     }
 
-    fn watch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+    fn watch(&mut self, path: &str, token: &str) -> Result<(), XenstoreError> {
         self.1.watch(path, token)
     }
 
-    fn unwatch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+    fn unwatch(&mut self, path: &str, token: &str) -> Result<(), XenstoreError> {
         self.1.unwatch(path, token)
     }
 
-    fn begin(&mut self) -> Result<u32, StoreError> {
+    fn begin(&mut self) -> Result<u32, XenstoreError> {
         self.1.begin()
     }
 
-    fn end(&mut self, transaction: u32, commit: bool) -> Result<(), StoreError> {
+    fn end(&mut self, transaction: u32, commit: bool) -> Result<(), XenstoreError> {
         self.1.end(transaction, commit)
     }
 
-    fn event(&mut self) -> Result<Option<(String, String)>, StoreError> {
+    fn event(&mut self) -> Result<Option<(String, String)>, XenstoreError> {
         self.1.event()
     }
 
@@ -297,7 +297,7 @@ fn the_xenstore_side_can_be_run_one_iteration_at_a_time() {
     let worker = Worker::start_alone("xen").unwrap();
     let volumes = Volumes::default();
     volumes.add(memory("disk", SIZE, false), Arc::default());
-    let options = Options::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
+    let options = BackendOptions::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
     let (backend, mut control) = Backend::prepare(options).unwrap();
     let guest = world.guest(1, 64).unwrap();
     let order = DiskSpec { volume: "disk", name: "xvdb", read_only: false };
@@ -341,7 +341,7 @@ fn a_second_backend_is_refused_while_there_is_one() {
     let start = || {
         let workers = rig.workers.iter().map(Worker::handle).collect();
         let volumes = Volumes::default();
-        let mut options = Options::new(Arc::new(rig.world.clone()), workers, volumes);
+        let mut options = BackendOptions::new(Arc::new(rig.world.clone()), workers, volumes);
         options.journals = Some(rig.journals.path().to_owned());
         Backend::start(options)
     };
@@ -378,7 +378,7 @@ fn a_second_backend_with_directories_of_its_own_is_refused_until_the_first_has_e
     let folders = [(); 2].map(|()| tempfile::tempdir_in("/dev/shm").unwrap());
     let start = |folder: usize| {
         let platform = Arc::new(Locked(world.clone(), file.path().to_owned()));
-        let mut options = Options::new(platform, vec![worker.handle()], Volumes::default());
+        let mut options = BackendOptions::new(platform, vec![worker.handle()], Volumes::default());
         options.journals = Some(folders[folder].path().to_owned());
         Backend::start(options)
     };

@@ -12,11 +12,13 @@ use std::time::{Duration, Instant};
 use common::{SIZE, memory, pattern};
 use ebb_export_xen::abi::op;
 use ebb_export_xen::platform::wire::{Header, kind};
-use ebb_export_xen::platform::xenbus::Connection;
+use ebb_export_xen::platform::xenbus::XenbusConnection;
 use ebb_export_xen::platform::{Platform, XenStore};
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::shm::{Guest, World};
-use ebb_export_xen::{Backend, DiskSpec, NextRun, Options, XenstoreControl, attach, device_number};
+use ebb_export_xen::{
+    Backend, BackendOptions, DiskSpec, NextRun, XenstoreControl, attach, device_number,
+};
 use ebb_io::Worker;
 use ebb_volume::Volumes;
 
@@ -38,7 +40,7 @@ impl Stage {
             volumes.add(memory(name, SIZE, false), Arc::default());
         }
         let platform = Arc::new(world.clone());
-        let options = Options::new(platform, vec![worker.handle()], volumes);
+        let options = BackendOptions::new(platform, vec![worker.handle()], volumes);
         let (backend, control) = Backend::prepare(options).unwrap();
         Stage { world, _backend: backend, control, now: Instant::now(), _worker: worker }
     }
@@ -215,10 +217,10 @@ fn message(path: &str, token: &str) -> Vec<u8> {
     [&header.encode()[..], payload.as_bytes()].concat()
 }
 
-fn connection() -> (UnixStream, Connection) {
+fn connection() -> (UnixStream, XenbusConnection) {
     let (far, near) = UnixStream::pair().unwrap();
     near.set_nonblocking(true).unwrap();
-    (far, Connection::over(near.into()))
+    (far, XenbusConnection::over(near.into()))
 }
 
 /// A guest repeats one event faster than it is read: it is returned again and again, and the caller gets to its other work.
@@ -237,7 +239,8 @@ fn an_event_that_repeats_without_end_is_returned_in_between() {
         }
     };
     refill();
-    let waiting = |connection: &Connection| rustix::io::ioctl_fionread(connection.fd()).unwrap();
+    let waiting =
+        |connection: &XenbusConnection| rustix::io::ioctl_fionread(connection.fd()).unwrap();
     let full = waiting(&connection);
     assert!(full > 10_000, "{full} bytes");
     assert!(connection.event().unwrap().is_some());

@@ -33,7 +33,7 @@ const PRESSED_OWN: usize = 256 << 10;
 pub struct BufPool(Rc<BufPoolInner>);
 
 struct BufPoolInner {
-    worker: ebb_mem::Worker,
+    worker: ebb_mem::WorkerMemory,
     owner: OwnerId,
     queue: Option<PagePool>,
     used_bytes: Cell<usize>,
@@ -43,14 +43,14 @@ struct BufPoolInner {
 }
 
 impl BufPool {
-    pub(crate) fn new(worker: ebb_mem::Worker, owner: OwnerId) -> BufPool {
+    pub(crate) fn new(worker: ebb_mem::WorkerMemory, owner: OwnerId) -> BufPool {
         let share = worker.memory().arena_stats().ceiling / PRESSED_SHARE;
         let budget = Budget::new(share.clamp(PRESSED_LEAST, PRESSED_MOST));
         BufPool::build(worker, owner, None, budget)
     }
 
     fn build(
-        worker: ebb_mem::Worker,
+        worker: ebb_mem::WorkerMemory,
         owner: OwnerId,
         queue: Option<PagePool>,
         budget: Rc<Budget>,
@@ -127,7 +127,7 @@ impl BufPool {
     }
 
     /// The worker's allocator, for blocks that are kept longer than a request.
-    pub fn worker(&self) -> &ebb_mem::Worker {
+    pub fn worker(&self) -> &ebb_mem::WorkerMemory {
         &self.0.worker
     }
 
@@ -246,7 +246,7 @@ impl std::fmt::Debug for Buf {
 /// A pool with its own memory, for tests of this crate.
 #[cfg(test)]
 pub(crate) fn private_pool() -> BufPool {
-    let memory = Memory::new(ebb_mem::Options::new(64 << 20, Instant::now())).unwrap();
+    let memory = Memory::new(ebb_mem::MemoryOptions::new(64 << 20, Instant::now())).unwrap();
     let owner = memory.owner("test").unwrap();
     BufPool::new(memory.worker(|| {}), owner)
 }

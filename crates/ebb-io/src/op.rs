@@ -45,9 +45,9 @@ struct Op<'a> {
     file: usize,
     ticket: u64,
     key: Option<OpKey>,
-    /// Large: submitted at once, see [`crate::ring::Ring::submit_now`].
+    /// Large: submitted at once, see [`crate::ring::IoRing::submit_now`].
     eager: bool,
-    /// Entries submitted before it, see [`crate::ring::Ring::start_chain`].
+    /// Entries submitted before it, see [`crate::ring::IoRing::start_chain`].
     before: Option<[squeue::Entry; 2]>,
 }
 

@@ -92,7 +92,7 @@ struct OpSlots {
     free: Vec<u32>,
 }
 
-pub(crate) struct Ring {
+pub(crate) struct IoRing {
     uring: RefCell<IoUring>,
     slots: RefCell<OpSlots>,
     /// The number of storage operations in flight per file, and the futures that wait for room.
@@ -103,13 +103,13 @@ pub(crate) struct Ring {
     /// The timeout of the alarm, counted from its submission. The kernel reads it when it consumes the entry,
     /// possibly in a later call than the one that pushed it: so it lives as long as the ring, at one address.
     alarm_in: Box<Cell<Timespec>>,
-    /// Found by [`Ring::submit_now`] and not yet reported by [`Ring::reap`].
+    /// Found by [`IoRing::submit_now`] and not yet reported by [`IoRing::reap`].
     early: Cell<Reaped>,
     pub(crate) enters: Cell<u64>,
     pub(crate) operations: Cell<u64>,
 }
 
-/// The result of [`Ring::reap`].
+/// The result of [`IoRing::reap`].
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Reaped {
     /// The wake-up eventfd became readable.
@@ -120,8 +120,8 @@ pub(crate) struct Reaped {
     pub(crate) count: u32,
 }
 
-impl Ring {
-    pub(crate) fn new() -> io::Result<Ring> {
+impl IoRing {
+    pub(crate) fn new() -> io::Result<IoRing> {
         let uring = build()?;
         // Saves a file look-up per system call where the kernel supports it (5.18); optional.
         let _ = uring.submitter().register_ring_fd();
@@ -133,7 +133,7 @@ impl Ring {
                 "this kernel's io_uring is too old: Linux 5.15 or newer is required",
             ));
         }
-        Ok(Ring {
+        Ok(IoRing {
             uring: RefCell::new(uring),
             slots: RefCell::default(),
             file_queues: FileQueues::default(),
@@ -180,8 +180,8 @@ impl Ring {
     /// linked to `last`, whose completion is that of the operation. For `OpClass::Wait` only.
     ///
     /// # Safety
-    /// As [`Ring::start`] for all three; the kernel must support
-    /// [`Ring::can_skip`].
+    /// As [`IoRing::start`] for all three; the kernel must support
+    /// [`IoRing::can_skip`].
     pub(crate) unsafe fn start_chain(
         &self,
         entries: [squeue::Entry; 3],
@@ -423,7 +423,7 @@ impl Ring {
         self.early.set(reaped);
     }
 
-    /// True when [`Ring::submit_now`] has found something that [`Ring::reap`] must report before the worker sleeps:
+    /// True when [`IoRing::submit_now`] has found something that [`IoRing::reap`] must report before the worker sleeps:
     /// the eventfd does not wake it a second time.
     pub(crate) fn has_unreported(&self) -> bool {
         let early = self.early.get();

@@ -23,7 +23,7 @@ use ebb_mem::{Memory, OwnerId};
 
 use crate::buf::BufPool;
 use crate::offload;
-use crate::ring::Ring;
+use crate::ring::IoRing;
 use crate::signal::Budget;
 use crate::tasks::{Tasks, TrackedFuture};
 use crate::timer::Timers;
@@ -203,9 +203,9 @@ impl IterationWaiters {
 }
 
 struct WorkerCore {
-    ring: Ring,
+    ring: IoRing,
     load: CompletionLoad,
-    memory: ebb_mem::Worker,
+    memory: ebb_mem::WorkerMemory,
     /// When the memory needs maintenance next, and when that was last queried.
     maintain_at: Cell<Option<Instant>>,
     maintenance_queried: Cell<Option<Instant>>,
@@ -226,7 +226,7 @@ struct WorkerCore {
 pub struct Io(Rc<WorkerCore>);
 
 impl Io {
-    pub(crate) fn ring(&self) -> &Ring {
+    pub(crate) fn ring(&self) -> &IoRing {
         &self.0.ring
     }
 
@@ -328,7 +328,7 @@ impl Io {
     }
 
     /// Sets up the worker of this thread.
-    fn new(ring: Ring, shared: Arc<WorkerRemote>, memory: &Arc<Memory>, owner: OwnerId) -> Io {
+    fn new(ring: IoRing, shared: Arc<WorkerRemote>, memory: &Arc<Memory>, owner: OwnerId) -> Io {
         WORKER.set(shared.id);
         let waker = shared.clone();
         let memory = memory.worker(move || waker.signal_wake());
@@ -560,7 +560,7 @@ impl Worker {
         let memory = memory.clone();
         let owner = memory.owner(name).map_err(io::Error::other)?;
         let builder = std::thread::Builder::new().name(name.to_owned()).stack_size(512 << 10);
-        let thread = builder.spawn(move || match Ring::new() {
+        let thread = builder.spawn(move || match IoRing::new() {
             Ok(ring) => {
                 let _ = result.send(Ok(()));
                 Io::new(ring, for_thread, &memory, owner).run();
@@ -577,7 +577,7 @@ impl Worker {
     /// As [`Worker::start`], or when the address space cannot be reserved.
     #[cfg(any(test, feature = "testing"))]
     pub fn start_alone(name: &str) -> io::Result<Worker> {
-        let options = ebb_mem::Options::new(ALONE_BYTES, ebb_mem::clock::now());
+        let options = ebb_mem::MemoryOptions::new(ALONE_BYTES, ebb_mem::clock::now());
         let memory = Memory::new(options).map_err(io::Error::other)?;
         Worker::start(name, &memory)
     }
@@ -600,7 +600,7 @@ impl SteppedWorker {
     pub(crate) fn new(name: &str, memory: &Arc<Memory>) -> io::Result<SteppedWorker> {
         assert_eq!(WORKER.get(), 0, "one worker on a thread at a time");
         let owner = memory.owner(name).map_err(io::Error::other)?;
-        let io = Io::new(Ring::new()?, WorkerRemote::new()?, memory, owner);
+        let io = Io::new(IoRing::new()?, WorkerRemote::new()?, memory, owner);
         Ok(SteppedWorker { io, rearm: true })
     }
 

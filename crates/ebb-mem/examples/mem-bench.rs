@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ebb_mem::{
-    Block, Memory, Offers, Options, OwnerId, PagePool, Policy, Reclaim, SmallBuffer, Worker,
-    testing,
+    Block, IdlePolicy, Memory, MemoryOptions, Offers, OwnerId, PagePool, Reclaim, SmallBuffer,
+    WorkerMemory, testing,
 };
 
 const MIB: usize = 1 << 20;
@@ -53,8 +53,8 @@ impl Numbers {
     }
 }
 
-fn memory(ceiling: usize, policy: Policy) -> (Arc<Memory>, OwnerId) {
-    let options = Options { policy, ..Options::new(ceiling, Instant::now()) };
+fn memory(ceiling: usize, policy: IdlePolicy) -> (Arc<Memory>, OwnerId) {
+    let options = MemoryOptions { policy, ..MemoryOptions::new(ceiling, Instant::now()) };
     let memory = Memory::new(options).expect("address space for the bench");
     let owner = memory.owner("bench").expect("an owner");
     (memory, owner)
@@ -67,7 +67,7 @@ fn best(rounds: usize, mut round: impl FnMut() -> f64) -> f64 {
 
 fn hit_path() {
     const OPS: u32 = 250_000;
-    let (memory, owner) = memory(1 << 30, Policy::Elastic);
+    let (memory, owner) = memory(1 << 30, IdlePolicy::Elastic);
     let worker = memory.worker(|| ());
     thread_local! {
         static LIST: std::cell::RefCell<Vec<usize>> = std::cell::RefCell::new(vec![7; 16]);
@@ -98,7 +98,7 @@ fn hit_path() {
 /// Requests of mixed sizes, `flight` bytes of them in flight, each page written to as by an I/O. Returns
 /// the seconds for `ops` requests, and how many were refused at first. The mix shifts between small and
 /// large requests, and the load varies, as with many guests on one backend.
-fn mixed(worker: &Worker, owner: OwnerId, ops: usize, flight: usize) -> (f64, u64) {
+fn mixed(worker: &WorkerMemory, owner: OwnerId, ops: usize, flight: usize) -> (f64, u64) {
     const SMALL: [usize; 5] = [4096, 4096, 4096, 8192, 16384];
     const LARGE: [usize; 5] = [16384, 32768, 65536, 65536, 131_072];
     let mut numbers = Numbers(0x9e37_79b9_7f4a_7c15);
@@ -142,7 +142,7 @@ fn mixed(worker: &Worker, owner: OwnerId, ops: usize, flight: usize) -> (f64, u6
     (time, waits)
 }
 
-fn mixed_with(policy: Policy, ceiling: usize, ops: usize, flight: usize) -> f64 {
+fn mixed_with(policy: IdlePolicy, ceiling: usize, ops: usize, flight: usize) -> f64 {
     best(3, || {
         let (memory, owner) = memory(ceiling, policy);
         let ready = Arc::new(std::sync::Barrier::new(2));
@@ -162,8 +162,8 @@ fn mixed_with(policy: Policy, ceiling: usize, ops: usize, flight: usize) -> f64 
 }
 
 fn caches() {
-    let ours = mixed_with(Policy::Elastic, 1 << 30, 200_000, FLIGHT);
-    let peer = mixed_with(Policy::Uncached, 1 << 30, 200_000, FLIGHT);
+    let ours = mixed_with(IdlePolicy::Elastic, 1 << 30, 200_000, FLIGHT);
+    let peer = mixed_with(IdlePolicy::Uncached, 1 << 30, 200_000, FLIGHT);
     report(&Line { name: "mixed-caches-s", ours, peer, ratio: peer / ours, bar: 2.0, most: false });
 }
 
@@ -198,7 +198,7 @@ fn give_back() {
     let size = 64 << 10;
     let (mut ours, mut peer) = (f64::INFINITY, f64::INFINITY);
     for _ in 0..5 {
-        let (memory, owner) = memory(2 << 30, Policy::Elastic);
+        let (memory, owner) = memory(2 << 30, IdlePolicy::Elastic);
         let worker = memory.worker(|| ());
         let parameters = Arc::new(ebb_mem::PoolParameters::default());
         parameters.set_max_buffer_pages(u32::MAX);
@@ -226,7 +226,7 @@ fn give_back() {
 
 /// Varying load: cached and free memory stays within the bound of the estimator.
 fn sawtooth(seconds: u64) {
-    let (memory, owner) = memory(1 << 30, Policy::Elastic);
+    let (memory, owner) = memory(1 << 30, IdlePolicy::Elastic);
     let worker = memory.worker(|| ());
     let mut numbers = Numbers(42);
     let start = Instant::now();
@@ -290,7 +290,7 @@ fn sawtooth(seconds: u64) {
 
 /// Unwires and rewires beside a thread that makes the kernel reclaim all lent pages.
 fn rewire(name: &'static str, cycles: u64) {
-    let (memory, owner) = memory(64 * MIB, Policy::Elastic);
+    let (memory, owner) = memory(64 * MIB, IdlePolicy::Elastic);
     let worker = memory.worker(|| ());
     let pages = 16;
     let mut buffers: Vec<SmallBuffer> = (0..64)
@@ -377,7 +377,7 @@ fn rewire(name: &'static str, cycles: u64) {
 
 /// The cost of lending: CPU nanoseconds per page, lent in a batch and wired again.
 fn lend_cost() {
-    let (memory, owner) = memory(256 * MIB, Policy::Elastic);
+    let (memory, owner) = memory(256 * MIB, IdlePolicy::Elastic);
     let worker = memory.worker(|| ());
     let mut buffers: Vec<SmallBuffer> = (0..256)
         .filter_map(|_| SmallBuffer::new(worker.alloc(64 << 10, owner).ok()?).ok())

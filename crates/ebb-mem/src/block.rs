@@ -14,7 +14,7 @@ pub struct OwnerId(pub(crate) u16);
 /// Owned memory with a stable address, aligned to 4 KiB, always initialised. It contains zeroes or the
 /// data of an earlier use.
 ///
-/// Return a block with [`Worker::free`](crate::Worker::free) or to a [`PagePool`](crate::PagePool). A
+/// Return a block with [`WorkerMemory::free`](crate::WorkerMemory::free) or to a [`PagePool`](crate::PagePool). A
 /// block that is dropped stays accounted as in use for ever: wrap it in a type that frees it. Without a
 /// destructor a block has 16 bytes and the hit path is short.
 #[must_use = "a dropped block leaks its memory: free it to its worker"]

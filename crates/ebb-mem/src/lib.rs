@@ -13,7 +13,7 @@
 //!   An extent serves one size class (4 KiB to 1 MiB) or is part of one larger run.
 //! - **zone**: the cache of one size class: **buckets** of blocks at each worker, a shared **depot**,
 //!   and below them the extents (slabs).
-//! - **worker**: the interface of one thread to the memory ([`Worker`]). Its hit path takes no lock and
+//! - **worker**: the interface of one thread to the memory ([`WorkerMemory`]). Its hit path takes no lock and
 //!   does not use the heap.
 //! - **pool**: the free pages of one queue ([`PagePool`]).
 //! - **wired**: in use, or free and kept resident. **Unwired**: marked `MADV_FREE` (lent), or about to
@@ -32,8 +32,8 @@
 //!   it waits 2 ms to batch small offers, and 100 ms before it lends a freed run.
 //!
 //! # Use
-//! - A worker's loop calls [`Worker::needs_poll`] in each iteration, and [`Worker::poll`] when that
-//!   returns true and at [`Worker::next_deadline`].
+//! - A worker's loop calls [`WorkerMemory::needs_poll`] in each iteration, and [`WorkerMemory::poll`] when that
+//!   returns true and at [`WorkerMemory::next_deadline`].
 //! - A controller calls [`Memory::tick`] about once a second; under pressure [`Memory::squeeze`] and
 //!   [`Memory::reclaim`] (L1 [`Reclaim::Trim`], L2 [`Reclaim::Drain`], L3 [`Reclaim::DrainWorkers`]);
 //!   and [`Memory::calm`] when the pressure has ended. [`pressure`] measures the level.
@@ -42,12 +42,12 @@
 //! ```
 //! use std::sync::Arc;
 //! use std::time::{Duration, Instant};
-//! use ebb_mem::{Memory, Options, PagePool, PoolParameters, Reclaim};
+//! use ebb_mem::{Memory, MemoryOptions, PagePool, PoolParameters, Reclaim};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let now = Instant::now();
 //! // At most 256 MiB wired. This reserves address space and uses no memory yet.
-//! let memory = Memory::new(Options::new(256 << 20, now))?;
+//! let memory = Memory::new(MemoryOptions::new(256 << 20, now))?;
 //! let disk = memory.owner("disk")?;
 //!
 //! // On each I/O thread. The callback must wake that thread's loop.
@@ -115,12 +115,12 @@ mod zone;
 
 pub use block::{Block, OwnerId};
 pub use class::{CLASSES, EXTENT_BYTES, MAX_BLOCK_BYTES, PAGE_BYTES};
-pub use memory::{Error, Memory, Reclaim};
-pub use options::{Options, Policy};
+pub use memory::{Memory, MemoryError, Reclaim};
+pub use options::{IdlePolicy, MemoryOptions};
 pub use pool::{POOL_INTERVAL, PagePool, PoolParameters};
 pub use share::{Charge, QueueShare, Share, Shares};
 pub use small::{Offers, Residency, RewireError, SMALL_PAGES, SmallBuffer};
 pub use spare::{Spare, SpareHeld, Spares};
 pub use stats::{ArenaStats, OwnerStats, PoolStats, Stats, ZoneStats};
 pub use sys::trim_heap;
-pub use worker::{AllocWait, Exhausted, QUIET, Worker};
+pub use worker::{AllocWait, Exhausted, QUIET, WorkerMemory};

@@ -8,7 +8,7 @@ use crate::advise::{self, AdvisorControl, SharedArena};
 use crate::arena::{Arena, Give, Shortage};
 use crate::class::{CLASSES, EXTENT_BYTES, PAGE_BYTES, class_bytes};
 use crate::gauge::{PURGE, RELEASE_CACHES, Retired, SQUEEZE, UNCACHED, WAITERS, WorkerShared};
-use crate::options::{Options, Policy};
+use crate::options::{IdlePolicy, MemoryOptions};
 use crate::overcommit::Overcommit;
 use crate::owners::Owners;
 use crate::share::Shares;
@@ -17,7 +17,7 @@ use crate::spare::Spares;
 use crate::sync::{AtomicBool, AtomicU64, Mutex, Ordering};
 use crate::sys::{self, Advice, Reservation};
 use crate::wait::WaitList;
-use crate::worker::Worker;
+use crate::worker::WorkerMemory;
 use crate::zone::Zone;
 
 /// Period of the working-set estimator.
@@ -36,7 +36,7 @@ const MOST_BYTES: usize = 8 << 40;
 
 /// Why a memory cannot be created or used in this way.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub enum MemoryError {
     /// The address space could not be reserved.
     #[error("cannot reserve {bytes} bytes of address space: raise `ulimit -v` or lower the limit")]
     Reserve {
@@ -92,7 +92,7 @@ pub struct Memory {
     pub(crate) waits: WaitList,
     pub(crate) workers: Mutex<Workers>,
     pub(crate) owners: Mutex<Owners>,
-    pub(crate) options: Options,
+    pub(crate) options: MemoryOptions,
     /// Time of the last squeeze in nanoseconds after `options.started`, and the number of squeezes.
     squeezed: AtomicU64,
     pub(crate) squeezes: AtomicU64,
@@ -114,8 +114,8 @@ impl Memory {
     /// Reserves address space and starts the advisor's threads. No memory is used yet.
     ///
     /// # Errors
-    /// [`Error::Size`], [`Error::Reserve`] or [`Error::Thread`].
-    pub fn new(options: Options) -> Result<Arc<Memory>, Error> {
+    /// [`MemoryError::Size`], [`MemoryError::Reserve`] or [`MemoryError::Thread`].
+    pub fn new(options: MemoryOptions) -> Result<Arc<Memory>, MemoryError> {
         // A simulation runs the advisor itself: `Memory::advise`.
         Memory::build(options, !crate::clock::is_virtual())
     }
@@ -131,20 +131,21 @@ impl Memory {
 
     /// For models and tests, which run the advisor step by step.
     #[cfg(test)]
-    pub(crate) fn without_advisor(options: Options) -> Result<Arc<Memory>, Error> {
+    pub(crate) fn without_advisor(options: MemoryOptions) -> Result<Arc<Memory>, MemoryError> {
         Memory::build(options, false)
     }
 
-    fn build(options: Options, advised: bool) -> Result<Arc<Memory>, Error> {
+    fn build(options: MemoryOptions, advised: bool) -> Result<Arc<Memory>, MemoryError> {
         let extents = options.reserve_bytes.div_ceil(EXTENT_BYTES);
         if extents == 0 || extents > MOST_BYTES / EXTENT_BYTES {
-            return Err(Error::Size(options.reserve_bytes));
+            return Err(MemoryError::Size(options.reserve_bytes));
         }
         let chunk = Arena::chunk_extents(extents);
         let extents = extents.next_multiple_of(chunk);
         let bytes = extents * EXTENT_BYTES;
-        let reserve =
-            |bytes| Reservation::new(bytes).map_err(|source| Error::Reserve { bytes, source });
+        let reserve = |bytes| {
+            Reservation::new(bytes).map_err(|source| MemoryError::Reserve { bytes, source })
+        };
         let reservation = reserve(bytes)?;
         reservation.use_small_pages(0, bytes);
         let saved = reserve((bytes / PAGE_BYTES * WORD).next_multiple_of(EXTENT_BYTES))?;
@@ -158,7 +159,7 @@ impl Memory {
         let touches = AtomicBool::new(lending && crate::kernel::touches());
         let core = Arc::new(Core { reservation, saved, charge, touches, arena, control });
         let advisors =
-            if advised { advise::start(&core).map_err(Error::Thread)? } else { Vec::new() };
+            if advised { advise::start(&core).map_err(MemoryError::Thread)? } else { Vec::new() };
         let ceiling = options.ceiling_bytes;
         let names = vec![Some("cache".to_owned())];
         Ok(Arc::new(Memory {
@@ -170,7 +171,7 @@ impl Memory {
             squeezed: AtomicU64::new(0),
             squeezes: AtomicU64::new(0),
             refusals: AtomicU64::new(0),
-            uncached: AtomicBool::new(options.policy == Policy::Uncached),
+            uncached: AtomicBool::new(options.policy == IdlePolicy::Uncached),
             draining: AtomicBool::new(false),
             tick_state: Mutex::new(TickState {
                 estimated: options.started,
@@ -188,9 +189,9 @@ impl Memory {
     }
 
     /// Creates the interface of one thread to this memory. `wake` is called from any thread when
-    /// [`Worker::poll`] should be called soon: it must wake the worker's loop. It is called with a lock
+    /// [`WorkerMemory::poll`] should be called soon: it must wake the worker's loop. It is called with a lock
     /// held and must do nothing else (for example, write to an eventfd).
-    pub fn worker(self: &Arc<Self>, wake: impl Fn() + Send + Sync + 'static) -> Worker {
+    pub fn worker(self: &Arc<Self>, wake: impl Fn() + Send + Sync + 'static) -> WorkerMemory {
         let mut workers = self.workers.lock();
         let shared = Arc::new(WorkerShared::new(workers.owners, Box::new(wake)));
         if self.uncached.load(Ordering::Relaxed) {
@@ -201,7 +202,7 @@ impl Memory {
         }
         workers.list.push(shared.clone());
         drop(workers);
-        Worker::new(self.clone(), shared)
+        WorkerMemory::new(self.clone(), shared)
     }
 
     /// Limits the blocks of the zone that serves `len` bytes (1 to 1 MiB) to `bytes` in use and in
@@ -243,7 +244,7 @@ impl Memory {
     /// [`Memory::tick`] after it) or until [`Memory::calm`]. Never allocates. May be called from any
     /// thread, but takes time: it walks all caches.
     pub fn reclaim(&self, level: Reclaim, now: Instant) {
-        if self.options.policy == Policy::Static {
+        if self.options.policy == IdlePolicy::Static {
             return;
         }
         let again = self.draining();
@@ -306,7 +307,9 @@ impl Memory {
         if self.tick_state.lock().paused.take().is_some() {
             self.resume_growth();
         }
-        if self.options.policy != Policy::Uncached && self.uncached.swap(false, Ordering::Relaxed) {
+        if self.options.policy != IdlePolicy::Uncached
+            && self.uncached.swap(false, Ordering::Relaxed)
+        {
             for worker in &self.workers.lock().list {
                 worker.flags.fetch_and(!UNCACHED, Ordering::Relaxed);
             }
@@ -315,7 +318,7 @@ impl Memory {
 
     /// The policy for idle memory, from the options.
     #[must_use]
-    pub fn policy(&self) -> Policy {
+    pub fn policy(&self) -> IdlePolicy {
         self.options.policy
     }
 
@@ -327,9 +330,9 @@ impl Memory {
 
     /// A memory-pressure event for the page pools: each pool releases all its free pages at once and keeps
     /// none for its `buffer_squeeze_duration_ms` from `now`, as in Linux's xen-blkback. Every event
-    /// restarts that time. Idle workers are woken. Does nothing under [`Policy::Static`].
+    /// restarts that time. Idle workers are woken. Does nothing under [`IdlePolicy::Static`].
     pub fn squeeze(&self, now: Instant) {
-        if self.options.policy == Policy::Static {
+        if self.options.policy == IdlePolicy::Static {
             return;
         }
         self.squeezed.store(self.nanos(now), Ordering::Relaxed);
@@ -382,7 +385,7 @@ impl Memory {
         if self.refusals.load(Ordering::Relaxed) > 0 && self.waits.len() > 0 {
             self.wake_waiters();
         }
-        if self.options.policy != Policy::Elastic {
+        if self.options.policy != IdlePolicy::Elastic {
             return;
         }
         let idle_ticks = self.options.idle_after.as_secs();

@@ -19,7 +19,7 @@ use crate::arena::{Arena, Give, PageCounts, Retake};
 use crate::block::Block;
 use crate::class::PAGE_BYTES;
 use crate::memory::{Memory, Reclaim};
-use crate::options::Options;
+use crate::options::MemoryOptions;
 use crate::pool::{PagePool, PoolParameters};
 use crate::sync::Ordering;
 use crate::sys::{Advice, Span};
@@ -207,8 +207,11 @@ fn bucket_exchange_neither_loses_nor_duplicates_blocks() {
 }
 
 fn memory() -> (Arc<Memory>, crate::OwnerId) {
-    let options =
-        Options { reserve_bytes: 4 << 20, owners: 4, ..Options::new(1 << 20, Instant::now()) };
+    let options = MemoryOptions {
+        reserve_bytes: 4 << 20,
+        owners: 4,
+        ..MemoryOptions::new(1 << 20, Instant::now())
+    };
     let memory = Memory::without_advisor(options).unwrap();
     let owner = memory.owner("model").unwrap();
     (memory, owner)

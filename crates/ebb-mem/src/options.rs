@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-/// What happens to idle memory. [`Policy::Elastic`] is the default; the other policies serve for
+/// What happens to idle memory. [`IdlePolicy::Elastic`] is the default; the other policies serve for
 /// comparison, and for hosts where lending does not fit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Policy {
+pub enum IdlePolicy {
     /// Caches sized by their working set; the surplus is lent.
     #[default]
     Elastic,
@@ -20,16 +20,16 @@ pub enum Policy {
     Static,
 }
 
-impl Policy {
+impl IdlePolicy {
     /// Whether idle memory stays wired.
     pub(crate) fn keeps(self) -> bool {
-        matches!(self, Policy::UntilPressure | Policy::Static)
+        matches!(self, IdlePolicy::UntilPressure | IdlePolicy::Static)
     }
 }
 
 /// The options of a [`Memory`](crate::Memory).
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct MemoryOptions {
     /// Bytes of address space to reserve, rounded up to 2 MiB. Unused address space costs nothing; a
     /// few times the ceiling makes fragmentation harmless.
     pub reserve_bytes: usize,
@@ -46,21 +46,21 @@ pub struct Options {
     /// keep idle memory wired; otherwise idle memory is returned.
     pub lend: bool,
     /// What happens to idle memory.
-    pub policy: Policy,
+    pub policy: IdlePolicy,
     /// The epoch of this memory's times.
     pub started: Instant,
 }
 
-impl Options {
+impl MemoryOptions {
     /// Defaults for a ceiling of `ceiling_bytes`: four times as much address space, 65,535 owners.
-    pub fn new(ceiling_bytes: usize, started: Instant) -> Options {
-        Options {
+    pub fn new(ceiling_bytes: usize, started: Instant) -> MemoryOptions {
+        MemoryOptions {
             reserve_bytes: ceiling_bytes.saturating_mul(4).max(64 << 20),
             ceiling_bytes,
             owners: u16::MAX,
             idle_after: Duration::from_secs(60),
             lend: true,
-            policy: Policy::Elastic,
+            policy: IdlePolicy::Elastic,
             started,
         }
     }

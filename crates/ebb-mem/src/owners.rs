@@ -1,7 +1,7 @@
 //! The owners that memory is accounted to.
 
 use crate::block::OwnerId;
-use crate::memory::{Error, Memory};
+use crate::memory::{Memory, MemoryError};
 
 /// The owners by number.
 #[derive(Default)]
@@ -21,8 +21,8 @@ impl Memory {
     /// Registers an owner to account memory to.
     ///
     /// # Errors
-    /// [`Error::Owners`] when there are more than [`Options::owners`].
-    pub fn owner(&self, name: &str) -> Result<OwnerId, Error> {
+    /// [`MemoryError::Owners`] when there are more than [`MemoryOptions::owners`].
+    pub fn owner(&self, name: &str) -> Result<OwnerId, MemoryError> {
         let mut owners = self.owners.lock();
         let (name, new) = (Some(name.to_owned()), owners.names.len());
         if let Some(id) = owners.free.pop() {
@@ -30,7 +30,7 @@ impl Memory {
             return Ok(OwnerId(id));
         }
         let id = u16::try_from(new).ok().filter(|&id| id < self.options.owners);
-        let id = id.ok_or(Error::Owners(self.options.owners))?;
+        let id = id.ok_or(MemoryError::Owners(self.options.owners))?;
         // Every worker must have gauges for the number before it is published.
         let mut workers = self.workers.lock();
         workers.owners = new + 1;

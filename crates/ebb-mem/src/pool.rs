@@ -28,10 +28,10 @@ use crate::arena::{Give, Retake};
 use crate::block::{Block, OwnerId};
 use crate::class::{CLASSES, PAGE_BYTES, class_bytes, class_of, class_pages};
 use crate::gauge::SQUEEZE;
-use crate::options::Policy;
+use crate::options::IdlePolicy;
 use crate::sync::{AtomicU32, AtomicUsize, Ordering};
 use crate::sys::Span;
-use crate::worker::{Exhausted, Worker, WorkerInner};
+use crate::worker::{Exhausted, WorkerInner, WorkerMemory};
 
 /// How often a pool is checked, and how long a block must have been idle to be lent.
 ///
@@ -147,13 +147,13 @@ struct Squeeze {
 
 /// The pool of one queue, on the queue's worker. Dropping it frees its blocks.
 pub struct PagePool {
-    worker: Worker,
+    worker: WorkerMemory,
     inner: Rc<PoolInner>,
 }
 
 impl PagePool {
     /// An empty pool. Its blocks, free and in use, are accounted to `owner`.
-    pub fn new(worker: &Worker, owner: OwnerId, parameters: Arc<PoolParameters>) -> PagePool {
+    pub fn new(worker: &WorkerMemory, owner: OwnerId, parameters: Arc<PoolParameters>) -> PagePool {
         let shared = Arc::new(PoolShared { owner: owner.0, ..PoolShared::default() });
         // A pool created during a squeeze is squeezed, too.
         let squeeze = match worker.memory().last_squeeze() {
@@ -338,7 +338,7 @@ impl PoolInner {
         if self.draining.get() || memory.nanos(now) < squeeze.until {
             return (0, true);
         }
-        if memory.options.policy == Policy::Uncached {
+        if memory.options.policy == IdlePolicy::Uncached {
             return (0, false);
         }
         (self.parameters.max_buffer_pages() as usize, false)
@@ -508,7 +508,7 @@ mod tests {
     use super::*;
     use crate::arena::PageCounts;
     use crate::memory::{Memory, Reclaim};
-    use crate::options::Options;
+    use crate::options::MemoryOptions;
 
     const QUEUES: usize = 23;
 
@@ -523,7 +523,7 @@ mod tests {
     fn while_pressure_continues_queues_share_the_memory_they_reuse_and_keep_it_wired() {
         for level in [Reclaim::Drain, Reclaim::DrainWorkers] {
             let mut now = Instant::now();
-            let memory = Memory::without_advisor(Options::new(256 << 20, now)).unwrap();
+            let memory = Memory::without_advisor(MemoryOptions::new(256 << 20, now)).unwrap();
             let worker = memory.worker(|| ());
             let pool = |_| PagePool::new(&worker, OwnerId(0), Arc::default());
             let pools: Vec<PagePool> = (0..QUEUES).map(pool).collect();

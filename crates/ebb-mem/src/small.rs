@@ -21,7 +21,7 @@ use crate::class::{EXTENT_PAGES, PAGE_BYTES};
 use crate::memory::Memory;
 use crate::sentinel;
 use crate::sys::Span;
-use crate::worker::Worker;
+use crate::worker::WorkerMemory;
 
 /// Why pages cannot be rewired now. Nothing has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -141,7 +141,7 @@ impl SmallBuffer {
     /// Marks the wired pages among `pages` as lent, and writes their sentinels. The data must be clean: a
     /// copy must exist in the store. The pages are lent when they are passed to [`Offers::add`]. Returns
     /// the pages marked.
-    pub fn arm(&mut self, worker: &Worker, pages: u16) -> u16 {
+    pub fn arm(&mut self, worker: &WorkerMemory, pages: u16) -> u16 {
         let memory = worker.memory();
         let wanted = pages & self.all() & !self.lent();
         let Some(first) = self.first(memory).filter(|_| wanted != 0) else { return 0 };
@@ -158,7 +158,7 @@ impl SmallBuffer {
     ///
     /// # Errors
     /// [`RewireError`]; then nothing has changed.
-    pub fn rewire(&mut self, worker: &Worker, pages: u16) -> Result<u16, RewireError> {
+    pub fn rewire(&mut self, worker: &WorkerMemory, pages: u16) -> Result<u16, RewireError> {
         let memory = worker.memory();
         let wanted = pages & self.lent();
         let Some(first) = self.first(memory).filter(|_| wanted != 0) else { return Ok(0) };
@@ -188,7 +188,7 @@ impl SmallBuffer {
         Ok(lost)
     }
 
-    fn account(&self, worker: &Worker, pages: u16, sign: i64) {
+    fn account(&self, worker: &WorkerMemory, pages: u16, sign: i64) {
         let bytes = sign * i64::from(pages.count_ones()) * PAGE_BYTES_SIGNED;
         worker.0.account(self.0.owner(), bytes, -bytes);
     }
@@ -209,7 +209,7 @@ impl SmallBuffer {
     }
 
     /// Frees the buffer, lent or not. The worker caches its block if all of it is wired.
-    pub fn free(self, worker: &Worker) {
+    pub fn free(self, worker: &WorkerMemory) {
         if self.lent() == 0 {
             return worker.free(self.0);
         }
@@ -218,7 +218,7 @@ impl SmallBuffer {
 
     /// Frees many buffers to the slabs under one lock, past all caches: their memory is lent, or, if
     /// `now`, returned to the kernel.
-    pub fn free_all(worker: &Worker, buffers: impl Iterator<Item = SmallBuffer>, now: bool) {
+    pub fn free_all(worker: &WorkerMemory, buffers: impl Iterator<Item = SmallBuffer>, now: bool) {
         let give = if now || worker.0.prefers_return() { Give::Return } else { Give::Lend };
         let blocks = buffers.map(|mut buffer| {
             let lent = i64::from(buffer.lent().count_ones()) * PAGE_BYTES_SIGNED;

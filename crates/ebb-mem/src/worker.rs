@@ -1,11 +1,11 @@
 //! A worker: one thread's buckets, and the slow paths below them.
 //!
-//! One thread owns a [`Worker`]. Its hit path is a pop from an array and two counters that only this
+//! One thread owns a [`WorkerMemory`]. Its hit path is a pop from an array and two counters that only this
 //! thread writes; it takes no lock and does not use the heap. Freeing never allocates: a full bucket is
 //! exchanged for an existing empty one, or its blocks are freed to the slabs.
 //!
 //! Another thread cannot empty these buckets. It sets a flag and wakes the worker, whose loop then calls
-//! [`Worker::poll`], which purges all zones at once. (FreeBSD's UMA binds to every CPU for every zone,
+//! [`WorkerMemory::poll`], which purges all zones at once. (FreeBSD's UMA binds to every CPU for every zone,
 //! `pcpu_cache_drain_safe` in `sys/vm/uma_core.c`.) A worker without allocations for [`QUIET`] frees its
 //! cached blocks by itself.
 
@@ -26,7 +26,7 @@ use crate::class::{
 };
 use crate::gauge::{PURGE, RELEASE_CACHES, SQUEEZE, STICKY, WAITERS, WorkerShared};
 use crate::memory::Memory;
-use crate::options::Policy;
+use crate::options::IdlePolicy;
 use crate::pool::PoolInner;
 use crate::sync::Ordering;
 use crate::sys::Span;
@@ -36,7 +36,7 @@ use crate::zone::Bucket;
 /// A worker without any allocation for this long frees its cached blocks.
 pub const QUIET: Duration = Duration::from_secs(1);
 
-/// No memory is available now: wait for it ([`Worker::alloc_wait`]) or fail the request.
+/// No memory is available now: wait for it ([`WorkerMemory::alloc_wait`]) or fail the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("no memory for {len} bytes: the ceiling or a zone limit is reached")]
 pub struct Exhausted {
@@ -52,7 +52,7 @@ struct WorkerCache {
 /// The interface of one thread to a [`Memory`]. Cheap to clone; stays on its thread. Dropping the last
 /// clone frees everything that it cached.
 #[derive(Clone)]
-pub struct Worker(pub(crate) Rc<WorkerInner>);
+pub struct WorkerMemory(pub(crate) Rc<WorkerInner>);
 
 pub(crate) struct WorkerInner {
     pub(crate) memory: Arc<Memory>,
@@ -65,8 +65,8 @@ pub(crate) struct WorkerInner {
     has_blocks: Cell<bool>,
 }
 
-impl Worker {
-    pub(crate) fn new(memory: Arc<Memory>, shared: Arc<WorkerShared>) -> Worker {
+impl WorkerMemory {
+    pub(crate) fn new(memory: Arc<Memory>, shared: Arc<WorkerShared>) -> WorkerMemory {
         let caches = std::array::from_fn(|class| {
             let size = memory.zones[class].target();
             WorkerCache {
@@ -74,7 +74,7 @@ impl Worker {
                 previous: Box::new(Bucket::new(size)),
             }
         });
-        Worker(Rc::new(WorkerInner {
+        WorkerMemory(Rc::new(WorkerInner {
             memory,
             shared,
             caches: RefCell::new(caches),
@@ -106,7 +106,7 @@ impl Worker {
         self.0.alloc_slow(len, owner, false).map_err(|_| Exhausted { len })
     }
 
-    /// As [`Worker::alloc`], but waits for memory in first-in, first-out order. The queue node is a field
+    /// As [`WorkerMemory::alloc`], but waits for memory in first-in, first-out order. The queue node is a field
     /// of the future: waiting allocates nothing. A length above the ceiling or [`MAX_BLOCK_BYTES`] fails
     /// at once.
     pub fn alloc_wait(&self, len: usize, owner: OwnerId) -> AllocWait {
@@ -122,21 +122,21 @@ impl Worker {
         self.0.free(block);
     }
 
-    /// Whether [`Worker::poll`] has something to do at once. Cheap: call it in each iteration of the loop.
+    /// Whether [`WorkerMemory::poll`] has something to do at once. Cheap: call it in each iteration of the loop.
     #[inline]
     pub fn needs_poll(&self) -> bool {
         self.0.shared.flags.load(Ordering::Relaxed) & !STICKY != 0
     }
 
     /// Carries out what other threads have requested (purge, squeeze), shrinks and lends idle pools, and
-    /// frees the cached blocks of an idle worker. Call it when [`Worker::needs_poll`] returns true and at
-    /// [`Worker::next_deadline`].
+    /// frees the cached blocks of an idle worker. Call it when [`WorkerMemory::needs_poll`] returns true and at
+    /// [`WorkerMemory::next_deadline`].
     pub fn poll(&self, now: Instant) {
         self.0.poll(now);
     }
 
-    /// When [`Worker::poll`] must be called at the latest; `None`: not before the next wake-up. Check
-    /// [`Worker::needs_poll`] before sleeping as well: a large pool is released in several iterations.
+    /// When [`WorkerMemory::poll`] must be called at the latest; `None`: not before the next wake-up. Check
+    /// [`WorkerMemory::needs_poll`] before sleeping as well: a large pool is released in several iterations.
     pub fn next_deadline(&self) -> Option<Instant> {
         let quiet = match self.0.seen.get() {
             (_, Some(since)) if self.0.has_blocks.get() => Some(since + QUIET),
@@ -165,9 +165,9 @@ impl Worker {
     }
 }
 
-impl std::fmt::Debug for Worker {
+impl std::fmt::Debug for WorkerMemory {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Worker").field("cached_bytes", &self.cached_bytes()).finish()
+        f.debug_struct("WorkerMemory").field("cached_bytes", &self.cached_bytes()).finish()
     }
 }
 
@@ -434,7 +434,7 @@ impl WorkerInner {
 
     /// What happens to memory that a squeeze releases from the pools.
     pub(crate) fn squeeze_give(&self) -> Give {
-        let until_pressure = self.memory.options.policy == Policy::UntilPressure;
+        let until_pressure = self.memory.options.policy == IdlePolicy::UntilPressure;
         if until_pressure || self.prefers_return() { Give::Return } else { Give::Lend }
     }
 
@@ -525,10 +525,10 @@ impl Drop for WorkerInner {
     }
 }
 
-/// The future of [`Worker::alloc_wait`].
+/// The future of [`WorkerMemory::alloc_wait`].
 #[must_use = "futures do nothing unless polled"]
 pub struct AllocWait {
-    worker: Worker,
+    worker: WorkerMemory,
     len: usize,
     owner: OwnerId,
     waiter: Waiter,
@@ -537,7 +537,7 @@ pub struct AllocWait {
 
 impl AllocWait {
     /// The fields: the waiter stays pinned, the other fields do not.
-    fn parts(self: Pin<&mut Self>) -> (Pin<&Waiter>, &Worker, usize, OwnerId, &mut bool) {
+    fn parts(self: Pin<&mut Self>) -> (Pin<&Waiter>, &WorkerMemory, usize, OwnerId, &mut bool) {
         // SAFETY: nothing is moved out of `this`; only `waiter` is ever treated as pinned, and it
         // is returned pinned.
         let this = unsafe { self.get_unchecked_mut() };

@@ -9,14 +9,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use ebb_mem::{
-    Block, Memory, Options, OwnerId, POOL_INTERVAL, PagePool, PoolParameters, Reclaim, Worker,
-    testing,
+    Block, Memory, MemoryOptions, OwnerId, POOL_INTERVAL, PagePool, PoolParameters, Reclaim,
+    WorkerMemory, testing,
 };
 
 const LEN: usize = 64 << 10;
 
-fn rig() -> (Arc<Memory>, OwnerId, Worker) {
-    let memory = Memory::new(Options::new(64 << 20, Instant::now())).unwrap();
+fn rig() -> (Arc<Memory>, OwnerId, WorkerMemory) {
+    let memory = Memory::new(MemoryOptions::new(64 << 20, Instant::now())).unwrap();
     let owner = memory.owner("test").unwrap();
     let worker = memory.worker(|| ());
     assert!(memory.lending(), "this kernel cannot lend memory: run where MADV_FREE works");
@@ -33,7 +33,12 @@ impl Drop for Stop<'_> {
 }
 
 /// A block that was lent in a pool, and allocated again.
-fn back_from_pool(memory: &Memory, worker: &Worker, pool: &PagePool, at: &mut Instant) -> Block {
+fn back_from_pool(
+    memory: &Memory,
+    worker: &WorkerMemory,
+    pool: &PagePool,
+    at: &mut Instant,
+) -> Block {
     let mut block = pool.take(LEN).unwrap();
     block.fill(7);
     testing::enter_pages();
@@ -49,7 +54,7 @@ fn back_from_pool(memory: &Memory, worker: &Worker, pool: &PagePool, at: &mut In
 }
 
 /// A block that was lent as free memory, and allocated again.
-fn back_from_slabs(memory: &Memory, worker: &Worker, owner: OwnerId, at: Instant) -> Block {
+fn back_from_slabs(memory: &Memory, worker: &WorkerMemory, owner: OwnerId, at: Instant) -> Block {
     let mut block = worker.alloc(LEN, owner).unwrap();
     block.fill(7);
     testing::enter_pages();

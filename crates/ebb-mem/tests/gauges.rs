@@ -4,7 +4,9 @@
 
 use std::time::Instant;
 
-use ebb_mem::{Block, Memory, Offers, Options, PagePool, PoolParameters, Reclaim, SmallBuffer};
+use ebb_mem::{
+    Block, Memory, MemoryOptions, Offers, PagePool, PoolParameters, Reclaim, SmallBuffer,
+};
 
 /// (resident, lazily freed) bytes of this process.
 fn kernel() -> (i64, i64) {
@@ -28,7 +30,7 @@ const SLACK: i64 = 1 << 20;
 #[test]
 fn gauges_agree_with_the_kernel() {
     let now = Instant::now();
-    let memory = Memory::new(Options::new(512 << 20, now)).unwrap();
+    let memory = Memory::new(MemoryOptions::new(512 << 20, now)).unwrap();
     let owner = memory.owner("test").unwrap();
     let worker = memory.worker(|| ());
     if !memory.lending() {

@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ebb_mem::{
-    Block, Memory, Offers, Options, OwnerId, PagePool, Reclaim, SmallBuffer, Worker, testing,
+    Block, Memory, MemoryOptions, Offers, OwnerId, PagePool, Reclaim, SmallBuffer, WorkerMemory,
+    testing,
 };
 
 const MIB: usize = 1 << 20;
@@ -20,14 +21,14 @@ fn alone() -> impl Drop {
 
 struct Rig {
     memory: Arc<Memory>,
-    worker: Worker,
+    worker: WorkerMemory,
     owner: OwnerId,
     now: Instant,
 }
 
-fn rig_with(change: impl FnOnce(&mut Options)) -> Rig {
+fn rig_with(change: impl FnOnce(&mut MemoryOptions)) -> Rig {
     let now = Instant::now();
-    let mut options = Options::new(64 * MIB, now);
+    let mut options = MemoryOptions::new(64 * MIB, now);
     change(&mut options);
     let memory = Memory::new(options).unwrap();
     let owner = memory.owner("test").unwrap();
@@ -238,7 +239,7 @@ fn data_read_once_can_be_lent_at_once() {
 fn a_worker_that_ends_or_is_idle_frees_its_caches() {
     let _alone = alone();
     let Rig { memory, worker, owner, now } = rig();
-    let run = |worker: &Worker| {
+    let run = |worker: &WorkerMemory| {
         let blocks: Vec<Block> = (0..40).map(|_| worker.alloc(4096, owner).unwrap()).collect();
         blocks.into_iter().for_each(|block| worker.free(block));
         assert!(worker.cached_bytes() > 0);

@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ebb_mem::{Block, Memory, Options, PagePool, PoolParameters, Reclaim};
+use ebb_mem::{Block, Memory, MemoryOptions, PagePool, PoolParameters, Reclaim};
 
 struct Counting;
 
@@ -50,7 +50,7 @@ fn allocations(work: impl FnOnce()) -> u64 {
 #[test]
 fn freeing_and_reclaiming_never_allocate() {
     let now = Instant::now();
-    let memory = Memory::new(Options::new(256 << 20, now)).unwrap();
+    let memory = Memory::new(MemoryOptions::new(256 << 20, now)).unwrap();
     let owner = memory.owner("test").unwrap();
     let worker = memory.worker(|| ());
     for len in [4096usize, 65536, 1 << 20, 5 << 20] {
@@ -84,7 +84,7 @@ fn freeing_and_reclaiming_never_allocate() {
 
 #[test]
 fn the_warm_hit_path_does_not_use_the_heap() {
-    let memory = Memory::new(Options::new(256 << 20, Instant::now())).unwrap();
+    let memory = Memory::new(MemoryOptions::new(256 << 20, Instant::now())).unwrap();
     let owner = memory.owner("test").unwrap();
     let worker = memory.worker(|| ());
     let mut held: Vec<Block> = Vec::with_capacity(512);

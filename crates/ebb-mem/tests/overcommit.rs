@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use ebb_mem::{Block, Memory, Options, Reclaim};
+use ebb_mem::{Block, Memory, MemoryOptions, Reclaim};
 
 const MIB: usize = 1 << 20;
 
@@ -47,7 +47,7 @@ fn charges_follow_use() {
     let before = (writable(), mappings());
     limit_data(Some(before.0 + 512 * MIB));
     let now = Instant::now();
-    let memory = Memory::new(Options::new(12 << 30, now)).unwrap();
+    let memory = Memory::new(MemoryOptions::new(12 << 30, now)).unwrap();
     let made = (writable() - before.0, mappings() - before.1);
     assert!(made.0 < 16 * MIB, "{} bytes are charged for before anything is used", made.0);
     assert!(made.1 < 30, "{} mappings", made.1);
@@ -82,7 +82,7 @@ fn a_refusal_is_a_ceiling() {
     let before = writable();
     limit_data(Some(before + 64 * MIB));
     let now = Instant::now();
-    let memory = Memory::new(Options::new(12 << 30, now)).unwrap();
+    let memory = Memory::new(MemoryOptions::new(12 << 30, now)).unwrap();
     let owner = memory.owner("test").unwrap();
     let worker = memory.worker(|| ());
     let mut blocks: Vec<Block> =
@@ -122,7 +122,7 @@ fn no_mapping_left_is_a_ceiling() {
     let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap();
     let most: usize = text.trim().parse().unwrap();
     let now = Instant::now();
-    let memory = Memory::new(Options::new(4 << 30, now)).unwrap();
+    let memory = Memory::new(MemoryOptions::new(4 << 30, now)).unwrap();
     let owner = memory.owner("test").unwrap();
     let worker = memory.worker(|| ());
     let held = worker.alloc(4096, owner).unwrap();
@@ -172,7 +172,7 @@ fn mappings_are_bounded() {
     let limit = writable() + (3 << 30);
     limit_data(Some(limit));
     let now = Instant::now();
-    let memory = Memory::new(Options::new(12 << 30, now)).unwrap();
+    let memory = Memory::new(MemoryOptions::new(12 << 30, now)).unwrap();
     let owner = memory.owner("test").unwrap();
     let worker = memory.worker(|| ());
     let mut blocks: Vec<Option<Block>> =

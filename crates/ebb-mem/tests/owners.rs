@@ -4,16 +4,16 @@
 
 use std::time::Instant;
 
-use ebb_mem::{Error, Memory, Options, Worker};
+use ebb_mem::{Memory, MemoryError, MemoryOptions, WorkerMemory};
 
 #[test]
 fn there_are_as_many_owners_as_are_registered_and_each_is_counted() {
     const MANY: i64 = 5000;
-    let memory = Memory::new(Options::new(256 << 20, Instant::now())).unwrap();
+    let memory = Memory::new(MemoryOptions::new(256 << 20, Instant::now())).unwrap();
     let old = memory.worker(|| ());
     let owners: Vec<_> = (0..MANY).map(|n| memory.owner(&format!("v{n}")).unwrap()).collect();
     let young = memory.worker(|| ());
-    let take = |worker: &Worker| {
+    let take = |worker: &WorkerMemory| {
         let blocks = owners.iter().map(|&owner| worker.alloc(4096, owner).unwrap());
         blocks.collect::<Vec<_>>()
     };
@@ -34,14 +34,14 @@ fn there_are_as_many_owners_as_are_registered_and_each_is_counted() {
 
 #[test]
 fn a_released_owner_number_is_reused_and_the_limit_is_reported() {
-    let options = Options { owners: 3, ..Options::new(64 << 20, Instant::now()) };
+    let options = MemoryOptions { owners: 3, ..MemoryOptions::new(64 << 20, Instant::now()) };
     let memory = Memory::new(options).unwrap();
     let (one, two) = (memory.owner("one").unwrap(), memory.owner("two").unwrap());
-    assert!(matches!(memory.owner("three"), Err(Error::Owners(3))));
+    assert!(matches!(memory.owner("three"), Err(MemoryError::Owners(3))));
     memory.release_owner(one);
     memory.release_owner(one);
     assert_eq!(memory.owner("three").unwrap(), one);
-    assert!(matches!(memory.owner("four"), Err(Error::Owners(3))), "released once only");
+    assert!(matches!(memory.owner("four"), Err(MemoryError::Owners(3))), "released once only");
     memory.release_owner(two);
     let names: Vec<_> = memory.stats().owners.into_iter().map(|owner| owner.name).collect();
     assert_eq!(names, ["cache", "three"]);

@@ -1,25 +1,25 @@
-//! The policies for idle memory other than [`Policy::Elastic`].
+//! The policies for idle memory other than [`IdlePolicy::Elastic`].
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ebb_mem::{Memory, Options, PagePool, Policy, PoolParameters, Reclaim, Worker};
+use ebb_mem::{IdlePolicy, Memory, MemoryOptions, PagePool, PoolParameters, Reclaim, WorkerMemory};
 
 const MIB: usize = 1 << 20;
 
 struct Rig {
     memory: Arc<Memory>,
-    worker: Worker,
+    worker: WorkerMemory,
     pool: PagePool,
     now: Instant,
 }
 
-fn rig(policy: Policy, ceiling: usize) -> Rig {
+fn rig(policy: IdlePolicy, ceiling: usize) -> Rig {
     let now = Instant::now();
-    let lend = policy == Policy::Elastic;
-    let options = Options { policy, lend, ..Options::new(ceiling, now) };
+    let lend = policy == IdlePolicy::Elastic;
+    let options = MemoryOptions { policy, lend, ..MemoryOptions::new(ceiling, now) };
     let memory = Memory::new(options).unwrap();
     let owner = memory.owner("disk").unwrap();
     let worker = memory.worker(|| ());
@@ -67,7 +67,7 @@ const ALL: [Reclaim; 3] = [Reclaim::Trim, Reclaim::Drain, Reclaim::DrainWorkers]
 
 #[test]
 fn policy_static_keeps_memory_under_any_pressure() {
-    let mut rig = rig(Policy::Static, 256 * MIB);
+    let mut rig = rig(IdlePolicy::Static, 256 * MIB);
     // Twice the limit of the pool: the remainder stays wired in the caches and slabs.
     rig.burst(128);
     rig.idle(120);
@@ -84,7 +84,7 @@ fn policy_static_keeps_memory_under_any_pressure() {
 
 #[test]
 fn policy_until_pressure_keeps_memory_until_the_first_sign() {
-    let mut rig = rig(Policy::UntilPressure, 256 * MIB);
+    let mut rig = rig(IdlePolicy::UntilPressure, 256 * MIB);
     rig.burst(128);
     rig.idle(120);
     assert_eq!(rig.held(), (8 * MIB, 0), "time alone releases nothing");
@@ -98,7 +98,7 @@ fn policy_until_pressure_keeps_memory_until_the_first_sign() {
 
 #[test]
 fn policy_uncached_releases_memory_when_requests_have_completed() {
-    let mut rig = rig(Policy::Uncached, 256 * MIB);
+    let mut rig = rig(IdlePolicy::Uncached, 256 * MIB);
     rig.burst(128);
     rig.memory.settle();
     let (wired, _) = rig.held();
@@ -109,7 +109,7 @@ fn policy_uncached_releases_memory_when_requests_have_completed() {
 
 #[test]
 fn kept_memory_is_released_for_other_sizes_at_the_ceiling() {
-    for policy in [Policy::Static, Policy::UntilPressure] {
+    for policy in [IdlePolicy::Static, IdlePolicy::UntilPressure] {
         let rig = rig(policy, 8 * MIB);
         rig.burst(128);
         rig.worker.poll(rig.now);

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use ebb_mem::{Memory, Options, PagePool, PoolParameters, Worker};
+use ebb_mem::{Memory, MemoryOptions, PagePool, PoolParameters, WorkerMemory};
 
 struct Rig {
     memory: Arc<Memory>,
-    worker: Worker,
+    worker: WorkerMemory,
     parameters: Arc<PoolParameters>,
     pool: PagePool,
     woken: Arc<AtomicUsize>,
@@ -19,7 +19,7 @@ struct Rig {
 
 fn rig() -> Rig {
     let now = Instant::now();
-    let memory = Memory::new(Options::new(256 << 20, now)).unwrap();
+    let memory = Memory::new(MemoryOptions::new(256 << 20, now)).unwrap();
     let owner = memory.owner("disk").unwrap();
     let woken = Arc::new(AtomicUsize::new(0));
     let count = woken.clone();

@@ -6,27 +6,27 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use ebb_mem::{Block, Memory, Options, OwnerId, Reclaim, Worker};
+use ebb_mem::{Block, Memory, MemoryOptions, OwnerId, Reclaim, WorkerMemory};
 
 const MIB: usize = 1 << 20;
 
 fn memory(ceiling: usize) -> (Arc<Memory>, OwnerId, Instant) {
     let now = Instant::now();
-    let memory = Memory::new(Options::new(ceiling, now)).unwrap();
+    let memory = Memory::new(MemoryOptions::new(ceiling, now)).unwrap();
     let owner = memory.owner("test").unwrap();
     (memory, owner, now)
 }
 
-fn hold(worker: &Worker, owner: OwnerId, len: usize, bytes: usize) -> Vec<Block> {
+fn hold(worker: &WorkerMemory, owner: OwnerId, len: usize, bytes: usize) -> Vec<Block> {
     (0..bytes / len).map(|_| worker.alloc(len, owner).unwrap()).collect()
 }
 
-fn free(worker: &Worker, blocks: Vec<Block>) {
+fn free(worker: &WorkerMemory, blocks: Vec<Block>) {
     blocks.into_iter().for_each(|block| worker.free(block));
 }
 
 /// Allocates and frees `bytes` in blocks of `len`.
-fn run(worker: &Worker, owner: OwnerId, len: usize, bytes: usize) {
+fn run(worker: &WorkerMemory, owner: OwnerId, len: usize, bytes: usize) {
     free(worker, hold(worker, owner, len, bytes));
 }
 
@@ -44,7 +44,7 @@ fn classes() -> Vec<usize> {
 fn each_worker_is_purged_once_for_all_zones() {
     let (memory, owner, now) = memory(256 * MIB);
     let woken = Arc::new(AtomicUsize::new(0));
-    let workers: Vec<Worker> = (0..3)
+    let workers: Vec<WorkerMemory> = (0..3)
         .map(|_| {
             let woken = woken.clone();
             memory.worker(move || _ = woken.fetch_add(1, Ordering::Relaxed))

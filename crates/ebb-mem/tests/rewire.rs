@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use ebb_mem::{Memory, Offers, Options, OwnerId, RewireError, SmallBuffer, Worker, testing};
+use ebb_mem::{
+    Memory, MemoryOptions, Offers, OwnerId, RewireError, SmallBuffer, WorkerMemory, testing,
+};
 
 /// Every word of a page contains its page and how often it was filled.
 fn fill(buffer: &mut SmallBuffer, page: usize, mark: u64) {
@@ -56,7 +58,7 @@ impl Drop for Reclaimer {
 }
 
 /// `cycles` pages unwired and rewired; returns how many were lost.
-fn cycle(worker: &Worker, mut buffers: Vec<SmallBuffer>, cycles: u32) -> u32 {
+fn cycle(worker: &WorkerMemory, mut buffers: Vec<SmallBuffer>, cycles: u32) -> u32 {
     let reclaimer = Reclaimer::start(&buffers);
     let mut marks: Vec<Vec<u64>> = Vec::new();
     for (number, buffer) in buffers.iter_mut().enumerate() {
@@ -103,8 +105,8 @@ fn cycle(worker: &Worker, mut buffers: Vec<SmallBuffer>, cycles: u32) -> u32 {
     lost
 }
 
-fn rig() -> (Arc<Memory>, Worker, OwnerId) {
-    let memory = Memory::new(Options::new(64 << 20, Instant::now())).unwrap();
+fn rig() -> (Arc<Memory>, WorkerMemory, OwnerId) {
+    let memory = Memory::new(MemoryOptions::new(64 << 20, Instant::now())).unwrap();
     let owner = memory.owner("cache").unwrap();
     (memory.clone(), memory.worker(|| ()), owner)
 }

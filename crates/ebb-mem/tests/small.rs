@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use ebb_mem::{
-    Memory, Offers, Options, OwnerId, Residency, RewireError, SmallBuffer, Worker, testing,
+    Memory, MemoryOptions, Offers, OwnerId, Residency, RewireError, SmallBuffer, WorkerMemory,
+    testing,
 };
 
 const PAGE: usize = 4096;
@@ -66,8 +67,8 @@ fn part(round: usize) -> (usize, usize) {
     }
 }
 
-fn rig() -> (Arc<Memory>, Worker, OwnerId) {
-    let memory = Memory::new(Options::new(64 << 20, Instant::now())).unwrap();
+fn rig() -> (Arc<Memory>, WorkerMemory, OwnerId) {
+    let memory = Memory::new(MemoryOptions::new(64 << 20, Instant::now())).unwrap();
     let owner = memory.owner("cache").unwrap();
     (memory.clone(), memory.worker(|| ()), owner)
 }

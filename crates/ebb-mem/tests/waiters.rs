@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Instant;
 
-use ebb_mem::{AllocWait, Block, Memory, Options, OwnerId, Worker};
+use ebb_mem::{AllocWait, Block, Memory, MemoryOptions, OwnerId, WorkerMemory};
 
 const MIB: usize = 1 << 20;
 
@@ -34,7 +34,7 @@ struct Waiting {
 }
 
 impl Waiting {
-    fn new(worker: &Worker, len: usize, owner: OwnerId) -> Waiting {
+    fn new(worker: &WorkerMemory, len: usize, owner: OwnerId) -> Waiting {
         Waiting { future: Box::pin(worker.alloc_wait(len, owner)), bell: Arc::default() }
     }
 
@@ -48,7 +48,7 @@ impl Waiting {
 }
 
 fn rig(ceiling: usize) -> (Arc<Memory>, OwnerId) {
-    let memory = Memory::new(Options::new(ceiling, Instant::now())).unwrap();
+    let memory = Memory::new(MemoryOptions::new(ceiling, Instant::now())).unwrap();
     let owner = memory.owner("test").unwrap();
     (memory, owner)
 }

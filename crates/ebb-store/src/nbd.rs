@@ -73,7 +73,7 @@ pub use options::{
     LostWrites, NbdAddress, NbdError, NbdOptions, NbdTls, NbdTlsKeys, RECONNECT_DEFAULT,
 };
 use route::Routes;
-use slots::{NbdRequest, RequestFailure, RequestOutcome};
+use slots::{RemoteRequest, RequestFailure, RequestOutcome};
 use state::RemoteState;
 pub use state::StoreState;
 
@@ -207,7 +207,7 @@ impl NbdStore {
         // Callers pass at most RANGE_MAX.
         let length = u32::try_from(length).unwrap_or(u32::MAX);
         let limit = EXTENTS_PER_REQUEST;
-        let request = NbdRequest { command, flags, offset, length, at: 0, limit, zeroes: false };
+        let request = RemoteRequest { command, flags, offset, length, at: 0, limit, zeroes: false };
         let outcome = self.routes.request(io, request, None).await;
         match outcome.result {
             Ok(()) => Ok(outcome),
@@ -316,7 +316,7 @@ impl NbdStore {
             let length = u32::try_from(count).unwrap_or(u32::MAX);
             let offset = offset + at as u64;
             let request =
-                NbdRequest { command, flags, offset, length, at, limit: 0, zeroes: false };
+                RemoteRequest { command, flags, offset, length, at, limit: 0, zeroes: false };
             let outcome = self.routes.request(io, request, Some(buf)).await;
             let fail = |failure| self.error(failure, operation, offset, u64::from(length));
             buf = match outcome.buf {
@@ -430,7 +430,7 @@ impl NbdStore {
             Some(lock) => Some(lock.read().await),
             None => None,
         };
-        let request = NbdRequest {
+        let request = RemoteRequest {
             command: Command::Write,
             flags: CommandFlags::NONE,
             offset,

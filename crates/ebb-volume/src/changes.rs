@@ -2,7 +2,7 @@
 //! give the volume up exactly then.
 //!
 //! # Invariants
-//! - A change is counted before it is acknowledged, and a change that is counted after [`Changes::seal`]
+//! - A change is counted before it is acknowledged, and a change that is counted after [`ChangeCount::seal`]
 //!   returned true is not acknowledged.
 //! - When `seal` returns true, all changes that were acknowledged are covered by a successful flush. One
 //!   atomic word holds the count and the sealed bit, so no change can be acknowledged between the check and
@@ -17,26 +17,26 @@ const SEALED: u64 = 1 << 63;
 
 /// See the module.
 #[derive(Debug, Default)]
-pub(crate) struct Changes {
+pub(crate) struct ChangeCount {
     /// Requests that changed data or may have changed it, and completed; and [`SEALED`].
     completed: AtomicU64,
     /// The count when the last successful flush began.
     flushed: AtomicU64,
 }
 
-impl Changes {
+impl ChangeCount {
     /// Counts a change that has completed. False if it must not be acknowledged.
     #[inline]
     pub(crate) fn complete(&self) -> bool {
         self.completed.fetch_add(1, Ordering::SeqCst) & SEALED == 0
     }
 
-    /// The number of changes, for [`Changes::note_flushed`]: to be called before a flush begins.
+    /// The number of changes, for [`ChangeCount::note_flushed`]: to be called before a flush begins.
     pub(crate) fn count(&self) -> u64 {
         self.completed.load(Ordering::SeqCst) & !SEALED
     }
 
-    /// Notes that a flush has succeeded that began after [`Changes::count`] had returned `count`.
+    /// Notes that a flush has succeeded that began after [`ChangeCount::count`] had returned `count`.
     pub(crate) fn note_flushed(&self, count: u64) {
         self.flushed.fetch_max(count, Ordering::SeqCst);
     }
@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn only_what_is_flushed_can_be_sealed_and_nothing_is_acknowledged_after_that() {
-        let changes = Changes::default();
+        let changes = ChangeCount::default();
         assert!(changes.are_flushed() && changes.complete() && !changes.are_flushed());
         assert!(!changes.seal());
         let before = changes.count();
@@ -91,7 +91,7 @@ mod models {
     fn what_is_sealed_has_no_acknowledged_change_without_a_flush() {
         shuttle::check_random(
             || {
-                let changes = Arc::new(Changes::default());
+                let changes = Arc::new(ChangeCount::default());
                 // Changes that were acknowledged, and those of them that a flush covers.
                 let counts = Arc::new((AtomicU64::new(0), AtomicU64::new(0)));
                 let writers: Vec<_> = (0..2)

@@ -10,7 +10,7 @@ use ebb_store::{
     Wanted, ZeroFlags,
 };
 
-use crate::changes::Changes;
+use crate::changes::ChangeCount;
 use crate::gate::{Gate, Pass};
 use crate::stats::VolumeStats;
 use crate::writer::{Lease, Writer, WriterConflict, Writers};
@@ -34,7 +34,7 @@ pub struct Volume {
     pub(crate) gate: Gate,
     writers: Arc<Writers>,
     stats: VolumeStats,
-    changes: Changes,
+    changes: ChangeCount,
     /// The size that requests are checked against, inside the gate.
     pub(crate) size: AtomicU64,
     /// Held while the volume is resized; and whether it is being shrunk.
@@ -75,7 +75,7 @@ impl Volume {
             gate: Gate::default(),
             writers: Arc::default(),
             stats: VolumeStats::default(),
-            changes: Changes::default(),
+            changes: ChangeCount::default(),
             share: OnceLock::new(),
             resizing: async_lock::Mutex::default(),
             shrinking: AtomicBool::new(false),

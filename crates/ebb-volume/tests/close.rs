@@ -90,7 +90,7 @@ impl WritebackControl for AtOnce {
 #[test]
 fn a_background_failure_that_was_repaired_does_not_fail_the_close() {
     let start = Instant::now();
-    let memory = Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
+    let memory = Memory::new(ebb_mem::MemoryOptions::new(64 << 20, start)).unwrap();
     let cache = Cache::without_reclaimer(&memory, CacheOptions::new(start));
     let worker = Worker::start("close", &memory).unwrap();
     let test = Arc::new(TestStore::new(1 << 20, 1));

@@ -369,7 +369,7 @@ fn run_all(mode: Mode) -> Counts {
     let first = std::env::var("EBBD_FLUSH_SEED").ok().and_then(|text| text.parse().ok());
     let first: u64 = first.unwrap_or(1);
     let start = Instant::now();
-    let memory = Memory::new(ebb_mem::Options::new(256 << 20, start)).unwrap();
+    let memory = Memory::new(ebb_mem::MemoryOptions::new(256 << 20, start)).unwrap();
     let worker = Worker::start("flush", &memory).unwrap();
     let done = worker.handle().block_on(move |io| async move {
         let cache = Cache::without_reclaimer(&memory, CacheOptions::new(start));

@@ -121,7 +121,7 @@ fn growth_under_load_loses_no_write() {
     let wanted = std::env::var("EBBD_GROWTH_WRITES").ok().and_then(|text| text.parse().ok());
     let wanted: u64 = wanted.unwrap_or(50_000);
     let start = Instant::now();
-    let memory = Memory::new(ebb_mem::Options::new(256 << 20, start)).unwrap();
+    let memory = Memory::new(ebb_mem::MemoryOptions::new(256 << 20, start)).unwrap();
     let cache = Cache::start(&memory, CacheOptions::new(start)).unwrap();
     let workers = ["growth-0", "growth-1"].map(|name| Worker::start(name, &memory).unwrap());
     let rounds = wanted.div_ceil(STEP * STEPS);

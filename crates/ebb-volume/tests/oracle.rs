@@ -210,7 +210,7 @@ fn compare(make: impl Fn() -> Store, actions: Vec<Action>) {
 
 fn compare_cached(make: impl Fn() -> Store, actions: Vec<Action>) {
     let now = std::time::Instant::now();
-    let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, now)).unwrap();
+    let memory = ebb_mem::Memory::new(ebb_mem::MemoryOptions::new(64 << 20, now)).unwrap();
     let worker = Worker::start("oracle", &memory).unwrap();
     let cache = ebb_cache::Cache::start(&memory, ebb_cache::CacheOptions::new(now)).unwrap();
     let cached = cache.volume("oracle", SIZE).unwrap();

@@ -53,7 +53,7 @@ fn play<Fut: Future<Output = ()> + 'static>(
 ) {
     println!("{mode}");
     let start = Instant::now();
-    let memory = Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
+    let memory = Memory::new(ebb_mem::MemoryOptions::new(64 << 20, start)).unwrap();
     let cache = Cache::without_reclaimer(&memory, CacheOptions::new(start));
     let worker = Worker::start("shrink", &memory).unwrap();
     let (test, dirty) = (Arc::new(TestStore::new(size, 1)), Arc::<Ledger>::default());

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::config::{BdiOptions, Error};
+use crate::config::{BdiOptions, WritebackError};
 use crate::fair::VolumeAccount;
 use crate::flush::{FlushPlan, FlushPosition};
 use crate::horizon::{HorizonState, PaceDecision};
@@ -170,10 +170,11 @@ impl Bdi {
     /// Adds a volume; `weight` (1 to 1000) is its share relative to the other volumes of the device.
     ///
     /// # Errors
-    /// [`Error::Weight`]; [`Error::ManyVolumes`] when there are [`crate::WritebackOptions::volumes`] already.
-    pub fn add_volume(&mut self, weight: u32) -> Result<VolumeId, Error> {
+    /// [`WritebackError::Weight`]; [`WritebackError::ManyVolumes`] when there are
+    /// [`crate::WritebackOptions::volumes`] already.
+    pub fn add_volume(&mut self, weight: u32) -> Result<VolumeId, WritebackError> {
         if !(1..=1000).contains(&weight) {
-            return Err(Error::Weight { weight });
+            return Err(WritebackError::Weight { weight });
         }
         let volume = BdiVolume {
             account: VolumeAccount::new(weight),
@@ -186,7 +187,7 @@ impl Bdi {
             return Ok(VolumeId(free));
         }
         if self.volumes.len() >= self.shared.volumes {
-            return Err(Error::ManyVolumes { most: self.shared.volumes });
+            return Err(WritebackError::ManyVolumes { most: self.shared.volumes });
         }
         self.volumes.push(Some(volume));
         Ok(VolumeId(self.volumes.len() - 1))
@@ -395,8 +396,9 @@ impl Bdi {
     /// Changes the bounds at run time. [`BdiOptions::rate`] is ignored.
     ///
     /// # Errors
-    /// [`Error::Ratio`], [`Error::Chunk`], or [`Error::MinRatios`] with the sum over all devices.
-    pub fn set_options(&mut self, options: BdiOptions) -> Result<(), Error> {
+    /// [`WritebackError::Ratio`], [`WritebackError::Chunk`], or [`WritebackError::MinRatios`] with the sum over all
+    /// devices.
+    pub fn set_options(&mut self, options: BdiOptions) -> Result<(), WritebackError> {
         options.checked()?;
         self.shared.check_min_ratios(Some(self.index), options.min_ratio)?;
         self.slot().publish_options(&options);

@@ -28,13 +28,13 @@ impl WritebackOptions {
         Self { limit, horizon: 2 * SECOND, expire: 30 * SECOND, bdis: 256, volumes: 1 << 16 }
     }
 
-    pub(crate) fn checked(&self) -> Result<(), Error> {
+    pub(crate) fn checked(&self) -> Result<(), WritebackError> {
         let within = |value: Nanos| (10 * MILLISECOND..=60 * SECOND).contains(&value);
         if self.limit < MIN_LIMIT {
-            return Err(Error::Limit { bytes: self.limit });
+            return Err(WritebackError::Limit { bytes: self.limit });
         }
         if !within(self.horizon) {
-            return Err(Error::Horizon { nanos: self.horizon });
+            return Err(WritebackError::Horizon { nanos: self.horizon });
         }
         Ok(())
     }
@@ -83,15 +83,18 @@ impl Default for BdiOptions {
 }
 
 impl BdiOptions {
-    pub(crate) fn checked(&self) -> Result<(), Error> {
+    pub(crate) fn checked(&self) -> Result<(), WritebackError> {
         if self.max_ratio > WHOLE || self.max_ratio == 0 {
-            return Err(Error::Ratio { name: "max_ratio", ppm: self.max_ratio });
+            return Err(WritebackError::Ratio { name: "max_ratio", ppm: self.max_ratio });
         }
         if self.min_ratio > self.max_ratio {
-            return Err(Error::Ratio { name: "min_ratio", ppm: self.min_ratio });
+            return Err(WritebackError::Ratio { name: "min_ratio", ppm: self.min_ratio });
         }
         if self.max_chunk < 4096 || self.max_in_flight < self.max_chunk {
-            return Err(Error::Chunk { chunk: self.max_chunk, in_flight: self.max_in_flight });
+            return Err(WritebackError::Chunk {
+                chunk: self.max_chunk,
+                in_flight: self.max_in_flight,
+            });
         }
         Ok(())
     }
@@ -99,7 +102,7 @@ impl BdiOptions {
 
 /// Why options were refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Error {
+pub enum WritebackError {
     /// The limit is too small.
     #[error("a dirty limit of {bytes} bytes is too small: give at least {MIN_LIMIT}")]
     Limit {

@@ -43,7 +43,7 @@
 //! ```
 //! use ebb_writeback::{BdiOptions, MILLISECOND, Verdict, WriteOutcome, Writeback, WritebackOptions};
 //!
-//! # fn main() -> Result<(), ebb_writeback::Error> {
+//! # fn main() -> Result<(), ebb_writeback::WritebackError> {
 //! let mut now = 0; // nanoseconds, from a monotonic clock
 //! let mut writeback = Writeback::new(&WritebackOptions::new(800 << 20))?;
 //! let mut disk = writeback.add_bdi(BdiOptions::default(), now)?;
@@ -97,7 +97,7 @@ mod units;
 mod writeback;
 
 pub use bdi::{Bdi, Verdict, VolumeId, WriteOutcome};
-pub use config::{BdiOptions, Error, MIN_LIMIT, WritebackOptions};
+pub use config::{BdiOptions, MIN_LIMIT, WritebackError, WritebackOptions};
 pub use flush::FlushPlan;
 pub use limit::{PressureLevel, limit_for};
 pub use stats::{BdiStats, BdiVolumeStats, Pauses, WritebackStats};

@@ -8,7 +8,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 
-use crate::config::{BdiOptions, Error, MAX_LIMIT, WritebackOptions};
+use crate::config::{BdiOptions, MAX_LIMIT, WritebackError, WritebackOptions};
 use crate::units::{Nanos, WHOLE};
 
 /// One backing device, as seen by the other handles.
@@ -85,11 +85,15 @@ impl SharedState {
     }
 
     /// Checks that the minimum ratios of all other slots leave room for `more`.
-    pub(crate) fn check_min_ratios(&self, except: Option<usize>, more: u32) -> Result<(), Error> {
+    pub(crate) fn check_min_ratios(
+        &self,
+        except: Option<usize>,
+        more: u32,
+    ) -> Result<(), WritebackError> {
         let others = self.slots.iter().enumerate().filter(|(index, _)| Some(*index) != except);
         let sum: u64 = others.map(|(_, slot)| slot.min_ratio.load(Relaxed)).sum();
         let ppm = sum + u64::from(more);
-        if ppm > u64::from(WHOLE) { Err(Error::MinRatios { ppm }) } else { Ok(()) }
+        if ppm > u64::from(WHOLE) { Err(WritebackError::MinRatios { ppm }) } else { Ok(()) }
     }
 
     /// Reserves `bytes` of the limit, leaving `leave` free; false if there is not that much.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::bdi::Bdi;
-use crate::config::{BdiOptions, Error, MAX_LIMIT, MIN_LIMIT, WritebackOptions};
+use crate::config::{BdiOptions, MAX_LIMIT, MIN_LIMIT, WritebackError, WritebackOptions};
 use crate::limit::PressureLevel;
 use crate::shared::{DeviceSlot, SharedState};
 use crate::shares::{Activity, DeviceClaim, DeviceShare, divide};
@@ -37,8 +37,8 @@ impl Writeback {
     /// A controller without devices.
     ///
     /// # Errors
-    /// [`Error`] for options out of range.
-    pub fn new(options: &WritebackOptions) -> Result<Self, Error> {
+    /// [`WritebackError`] for options out of range.
+    pub fn new(options: &WritebackOptions) -> Result<Self, WritebackError> {
         options.checked()?;
         Ok(Self {
             shared: Arc::new(SharedState::new(options)),
@@ -53,13 +53,13 @@ impl Writeback {
     /// Adds a backing device. Dropping the handle removes it.
     ///
     /// # Errors
-    /// [`Error`] for options out of range, minimum ratios above the whole, or too many devices.
-    pub fn add_bdi(&mut self, options: BdiOptions, now: Nanos) -> Result<Bdi, Error> {
+    /// [`WritebackError`] for options out of range, minimum ratios above the whole, or too many devices.
+    pub fn add_bdi(&mut self, options: BdiOptions, now: Nanos) -> Result<Bdi, WritebackError> {
         options.checked()?;
         self.shared.check_min_ratios(None, options.min_ratio)?;
         let free = self.shared.slots.iter().position(|slot| !slot.used.load(Relaxed));
         let most = self.shared.slots.len();
-        let index = free.ok_or(Error::ManyBdis { most })?;
+        let index = free.ok_or(WritebackError::ManyBdis { most })?;
         let slot = &self.shared.slots[index];
         slot.used.store(true, Relaxed);
         slot.last_request.store(0, Relaxed);

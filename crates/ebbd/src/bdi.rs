@@ -22,8 +22,8 @@ use ebb_config::{StoreUri, VolumeConfig};
 use ebb_io::WorkerHandle;
 use ebb_mem::pressure::Level;
 use ebb_writeback::{
-    Bdi, BdiOptions, BdiStats, Error, Nanos, PressureLevel, Verdict, VolumeId, WHOLE, WriteOutcome,
-    Writeback, WritebackOptions, limit_for,
+    Bdi, BdiOptions, BdiStats, Nanos, PressureLevel, Verdict, VolumeId, WHOLE, WriteOutcome,
+    Writeback, WritebackError, WritebackOptions, limit_for,
 };
 
 /// Part of the available memory that may be dirty, in parts per million: Linux's default `vm.dirty_ratio`.
@@ -44,7 +44,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Volumes with the same key share a backing device.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum DeviceKey {
+pub(crate) enum BdiKey {
     /// By its name in the configuration.
     Named(String),
     /// A disk, by its device number.
@@ -55,34 +55,34 @@ pub(crate) enum DeviceKey {
     Own(String),
 }
 
-impl DeviceKey {
+impl BdiKey {
     /// The key of a volume. Calls `stat`, and so may block.
-    pub(crate) fn of(name: &str, config: &VolumeConfig) -> DeviceKey {
+    pub(crate) fn of(name: &str, config: &VolumeConfig) -> BdiKey {
         if let Some(bdi) = &config.bdi {
-            return DeviceKey::Named(bdi.clone());
+            return BdiKey::Named(bdi.clone());
         }
         match &config.store {
             StoreUri::File(path) => match std::fs::metadata(path) {
                 Ok(found) => {
                     let own = if found.rdev() != 0 { found.rdev() } else { found.dev() };
-                    DeviceKey::Disk(whole_disk(Path::new("/sys/dev/block"), own))
+                    BdiKey::Disk(whole_disk(Path::new("/sys/dev/block"), own))
                 }
-                Err(_) => DeviceKey::Own(name.to_owned()),
+                Err(_) => BdiKey::Own(name.to_owned()),
             },
-            StoreUri::Nbd(options) => DeviceKey::Server(options.address.to_string()),
-            StoreUri::Memory(_) | StoreUri::Null(_) => DeviceKey::Own(name.to_owned()),
+            StoreUri::Nbd(options) => BdiKey::Server(options.address.to_string()),
+            StoreUri::Memory(_) | StoreUri::Null(_) => BdiKey::Own(name.to_owned()),
         }
     }
 
     /// The name of the backing device.
     pub(crate) fn text(&self) -> String {
         match self {
-            DeviceKey::Named(name) => name.clone(),
-            DeviceKey::Disk(device) => {
+            BdiKey::Named(name) => name.clone(),
+            BdiKey::Disk(device) => {
                 format!("{}:{}", rustix::fs::major(*device), rustix::fs::minor(*device))
             }
-            DeviceKey::Server(address) => address.clone(),
-            DeviceKey::Own(volume) => format!("volume {volume}"),
+            BdiKey::Server(address) => address.clone(),
+            BdiKey::Own(volume) => format!("volume {volume}"),
         }
     }
 }
@@ -138,7 +138,7 @@ struct Device {
 
 impl Device {
     /// Applies its settings.
-    fn follow_settings(&self) -> Result<(), Error> {
+    fn follow_settings(&self) -> Result<(), WritebackError> {
         lock(&self.bdi).set_options(options(&self.settings))
     }
 
@@ -152,7 +152,7 @@ impl Device {
 /// All backing devices.
 pub(crate) struct Bdis {
     writeback: Mutex<Writeback>,
-    devices: Mutex<BTreeMap<DeviceKey, Weak<Device>>>,
+    devices: Mutex<BTreeMap<BdiKey, Weak<Device>>>,
     /// There is no dirty data: the task of [`Bdis::keep`] sleeps for [`UPDATE_IDLE`].
     idle: AtomicBool,
     cache: Arc<Cache>,
@@ -175,7 +175,7 @@ impl Bdis {
         parameters: &Parameters,
         most: u64,
         start: Instant,
-    ) -> Result<Arc<Bdis>, Error> {
+    ) -> Result<Arc<Bdis>, WritebackError> {
         let bdis = Bdis {
             writeback: Mutex::new(Writeback::new(&WritebackOptions::new(
                 ebb_writeback::MIN_LIMIT,
@@ -204,7 +204,7 @@ impl Bdis {
         lock(&self.devices).values().filter_map(Weak::upgrade).collect()
     }
 
-    fn apply_settings(&self, device: &Device) -> Result<(), Error> {
+    fn apply_settings(&self, device: &Device) -> Result<(), WritebackError> {
         #[cfg(test)]
         self.work[1].fetch_add(1, Ordering::Relaxed);
         device.follow_settings()
@@ -261,9 +261,9 @@ impl Bdis {
     /// There are too many devices, or too many volumes on this one.
     pub(crate) fn control(
         self: &Arc<Self>,
-        key: DeviceKey,
+        key: BdiKey,
         cache: &Arc<VolumeCache>,
-    ) -> Result<Arc<dyn ebb_cache::WritebackControl>, Error> {
+    ) -> Result<Arc<dyn ebb_cache::WritebackControl>, WritebackError> {
         let settings = self.parameters.add_bdi(&key.text());
         let mut devices = lock(&self.devices);
         devices.retain(|_, device| device.strong_count() > 0);
@@ -527,7 +527,7 @@ mod tests {
     #[test]
     fn the_cost_of_adding_a_volume_does_not_depend_on_the_number_of_volumes() {
         let start = Instant::now();
-        let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
+        let memory = ebb_mem::Memory::new(ebb_mem::MemoryOptions::new(64 << 20, start)).unwrap();
         let cache = Cache::without_reclaimer(&memory, ebb_cache::CacheOptions::new(start));
         let parameters = Parameters::new(&ebb_config::params::Configured::default());
         let bdis = Bdis::new(&cache, &parameters, 1 << 30, start).unwrap();
@@ -536,7 +536,7 @@ mod tests {
             let mode = ebb_cache::Mode::Writeback;
             let volume = cache.volume_as(&format!("disk {number}"), 1 << 20, mode).unwrap();
             // Four on each device.
-            let key = DeviceKey::Named(format!("device {}", number / 4));
+            let key = BdiKey::Named(format!("device {}", number / 4));
             all.push((bdis.control(key, &volume).unwrap(), volume));
         }
         let work = |at: usize| bdis.work[at].load(Ordering::Relaxed);
@@ -550,7 +550,7 @@ mod tests {
     #[test]
     fn a_device_beyond_the_limit_is_refused_with_a_remedy_and_leaves_no_state() {
         let start = Instant::now();
-        let memory = ebb_mem::Memory::new(ebb_mem::Options::new(64 << 20, start)).unwrap();
+        let memory = ebb_mem::Memory::new(ebb_mem::MemoryOptions::new(64 << 20, start)).unwrap();
         let cache = Cache::without_reclaimer(&memory, ebb_cache::CacheOptions::new(start));
         let parameters = Parameters::new(&ebb_config::params::Configured::default());
         let bdis = Bdis::new(&cache, &parameters, 1 << 30, start).unwrap();
@@ -558,7 +558,7 @@ mod tests {
         for number in 0..300 {
             let mode = ebb_cache::Mode::Writeback;
             let volume = cache.volume_as(&format!("disk {number}"), 1 << 20, mode).unwrap();
-            let key = DeviceKey::Named(format!("device {number}"));
+            let key = BdiKey::Named(format!("device {number}"));
             match bdis.control(key, &volume) {
                 Ok(control) => all.push((control, volume)),
                 Err(error) => assert!(error.to_string().contains("`bdi = NAME`"), "{error}"),
@@ -571,7 +571,7 @@ mod tests {
         bdis.settle();
         assert_eq!(parameters.bdis_with_volumes().len(), 100);
         let volume = cache.volume_as("new", 1 << 20, ebb_cache::Mode::Writeback).unwrap();
-        assert!(bdis.control(DeviceKey::Named("new".to_owned()), &volume).is_ok());
+        assert!(bdis.control(BdiKey::Named("new".to_owned()), &volume).is_ok());
     }
 
     #[test]

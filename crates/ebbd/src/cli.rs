@@ -20,12 +20,12 @@ use ebb_config::{ServeArgs, Size, size_option};
 pub struct Cli {
     /// What to do.
     #[command(subcommand)]
-    pub command: Command,
+    pub command: CliCommand,
 }
 
 /// What `ebbd` can do.
 #[derive(Clone, Debug, Subcommand)]
-pub enum Command {
+pub enum CliCommand {
     /// Serve volumes until a signal stops the daemon
     ///
     /// Serves the volumes of the configuration file and of the command line. Settings of the

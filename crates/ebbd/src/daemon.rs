@@ -24,7 +24,7 @@ use ebb_export_nbd::{Server, ServerLimits, ServerTls};
 use ebb_export_xen::XenParameters;
 use ebb_io::{Io, Worker, WorkerHandle, fd_from};
 use ebb_mem::pressure::{Monitor, Watch};
-use ebb_mem::{Memory, Policy};
+use ebb_mem::{IdlePolicy, Memory};
 use ebb_volume::Volumes;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
@@ -330,13 +330,13 @@ fn elastic_memory(started: Instant, idle: IdleMemory) -> anyhow::Result<Arc<Memo
     let bytes = limit.map_or(CEILING_UNKNOWN, |limit| limit.bytes / 2);
     let ceiling = usize::try_from(bytes).unwrap_or(usize::MAX).clamp(CEILING_MIN, CEILING_MAX);
     tracing::debug!(bytes = ceiling, "the ceiling of I/O memory");
-    let mut options = ebb_mem::Options::new(ceiling, started);
+    let mut options = ebb_mem::MemoryOptions::new(ceiling, started);
     options.lend = idle == IdleMemory::Lend;
     options.policy = match idle {
-        IdleMemory::Lend => Policy::Elastic,
-        IdleMemory::Drop => Policy::UntilPressure,
-        IdleMemory::Keep => Policy::Static,
-        IdleMemory::None => Policy::Uncached,
+        IdleMemory::Lend => IdlePolicy::Elastic,
+        IdleMemory::Drop => IdlePolicy::UntilPressure,
+        IdleMemory::Keep => IdlePolicy::Static,
+        IdleMemory::None => IdlePolicy::Uncached,
     };
     if idle != IdleMemory::Lend {
         tracing::info!("idle I/O memory: {idle}");

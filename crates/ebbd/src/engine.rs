@@ -42,7 +42,7 @@ pub use self::claims::{FileClaim, FileClaims};
 pub use self::open::{Comparing, HelperThreads, Opened, Opener, Opening};
 pub use self::slot::{OpenFailure, VolumePhase, VolumeState};
 pub use self::stop::{StopReport, Unflushed};
-use crate::bdi::{Bdis, DeviceKey};
+use crate::bdi::{BdiKey, Bdis};
 use crate::ceiling::Finding;
 use crate::guests::Guests;
 use crate::stores::{Expected, StoreError, make_volume};
@@ -145,7 +145,7 @@ impl Engine {
     ///
     /// # Errors
     /// None: the options made here are valid.
-    pub fn new(parts: EngineParts) -> Result<Arc<Engine>, ebb_writeback::Error> {
+    pub fn new(parts: EngineParts) -> Result<Arc<Engine>, ebb_writeback::WritebackError> {
         let EngineParts {
             server,
             volumes,
@@ -407,7 +407,7 @@ impl Engine {
     async fn start_writeback(
         &self,
         config: &VolumeConfig,
-        device: DeviceKey,
+        device: BdiKey,
         volume: &Arc<Volume>,
     ) -> Result<(), StoreError> {
         let Some(cache) = volume.cache().filter(|_| config.cache == CacheMode::Writeback) else {

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use anyhow::Context;
 use clap::Parser;
 use ebb_config::{Config, ConfigError, LogLevel, ServeArgs};
-use ebbd::cli::{self, Cli, Command};
+use ebbd::cli::{self, Cli, CliCommand};
 use ebbd::client::{self, ClientError};
 use ebbd::log::Log;
 use ebbd::{check, daemon, man, xen};
@@ -24,19 +24,21 @@ fn main() -> ExitCode {
         Err(error) => return print_clap(&error),
     };
     let outcome = match cli.command {
-        Command::Serve(args) => serve(*args),
-        Command::Get(args) => say(client::get(&args)),
-        Command::Set(args) => say(client::set(&args)),
-        Command::Stat(args) => match args.watch {
+        CliCommand::Serve(args) => serve(*args),
+        CliCommand::Get(args) => say(client::get(&args)),
+        CliCommand::Set(args) => say(client::set(&args)),
+        CliCommand::Stat(args) => match args.watch {
             Some(seconds) => watch(&args, seconds),
             None => say(client::stat(&args)),
         },
-        Command::Pressure(args) => say(client::pressure(&args)),
-        Command::Resize(args) => say(client::resize(&args)),
-        Command::Xen(args) => xen::attach_or_detach(&args),
-        Command::Completions { shell } => print(&cli::completions(shell)),
-        Command::Man { parameters: Some(out), .. } => ebb_config::params::pages::write_pages(&out),
-        Command::Man { out, .. } => man::write_pages(&out),
+        CliCommand::Pressure(args) => say(client::pressure(&args)),
+        CliCommand::Resize(args) => say(client::resize(&args)),
+        CliCommand::Xen(args) => xen::attach_or_detach(&args),
+        CliCommand::Completions { shell } => print(&cli::completions(shell)),
+        CliCommand::Man { parameters: Some(out), .. } => {
+            ebb_config::params::pages::write_pages(&out)
+        }
+        CliCommand::Man { out, .. } => man::write_pages(&out),
     };
     let code = match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -25,10 +25,10 @@ pub enum StoreError {
     Nbd(#[from] NbdError),
     /// The cache cannot take another volume.
     #[error(transparent)]
-    Cache(#[from] ebb_cache::Error),
+    Cache(#[from] ebb_cache::CacheError),
     /// Its backing device cannot take another volume.
     #[error(transparent)]
-    Bdi(#[from] ebb_writeback::Error),
+    Bdi(#[from] ebb_writeback::WritebackError),
     /// The thread that opens it could not be started.
     #[error("cannot start a thread to open the store: raise TasksMax, or the limit of processes")]
     Thread(#[source] std::io::Error),

@@ -6,8 +6,10 @@ use std::sync::Arc;
 use anyhow::Context;
 use ebb_config::params::{Key, Parameters};
 use ebb_export_xen::platform::XenHost;
-use ebb_export_xen::platform::xenbus::Connection;
-use ebb_export_xen::{Backend, DiskSpec, Options, XenParameters, attach, detach, find_domain};
+use ebb_export_xen::platform::xenbus::XenbusConnection;
+use ebb_export_xen::{
+    Backend, BackendOptions, DiskSpec, XenParameters, attach, detach, find_domain,
+};
 use ebb_io::WorkerHandle;
 use ebb_volume::Volumes;
 
@@ -30,7 +32,7 @@ pub(crate) fn serve(
     grants: Arc<XenParameters>,
     engine: &Arc<Engine>,
 ) -> anyhow::Result<Backend> {
-    let mut options = Options::new(Arc::new(XenHost), workers, volumes.clone());
+    let mut options = BackendOptions::new(Arc::new(XenHost), workers, volumes.clone());
     options.parameters = grants;
     // Weak, because the engine owns the backend.
     let engine = Arc::downgrade(engine);
@@ -74,7 +76,7 @@ pub fn govern_grants(parameters: &Parameters, grants: &Arc<XenParameters>) {
 /// # Errors
 /// If xenstore cannot be reached, or the disk cannot be attached or detached; the message says why.
 pub fn attach_or_detach(args: &XenArgs) -> anyhow::Result<()> {
-    let mut store = Connection::open().context("xenstore")?;
+    let mut store = XenbusConnection::open().context("xenstore")?;
     let guest = find_domain(&mut store, &args.domain)?;
     match &args.volume {
         Some(volume) if args.action == "attach" => {

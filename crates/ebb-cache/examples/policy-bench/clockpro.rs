@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-use ebb_cache::policy::Policy;
+use ebb_cache::policy::EvictionPolicy;
 
 /// No node.
 const NONE: u32 = u32::MAX;
@@ -206,7 +206,7 @@ impl ClockPro {
     }
 }
 
-impl Policy for ClockPro {
+impl EvictionPolicy for ClockPro {
     fn with_capacity(slots: u32) -> Self {
         let free =
             Node { prev: NONE, next: NONE, key: 0, kind: Kind::Free, used: false, test: false };

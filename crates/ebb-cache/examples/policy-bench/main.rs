@@ -14,7 +14,7 @@ mod trace;
 
 use std::time::Instant;
 
-use ebb_cache::policy::{Policy, S3Fifo};
+use ebb_cache::policy::{EvictionPolicy, S3Fifo};
 
 use crate::clockpro::ClockPro;
 use crate::sim::{Count, Sim};
@@ -61,7 +61,7 @@ fn tuning() {
 }
 
 /// Hit ratio of the last three quarters of a trace.
-fn hit_ratio<P: Policy>(trace: &[Access], cache: u32, hints: bool) -> f64 {
+fn hit_ratio<P: EvictionPolicy>(trace: &[Access], cache: u32, hints: bool) -> f64 {
     let mut sim = Sim::<P>::new(cache, hints);
     let (warm, rest) = trace.split_at(trace.len() / 4);
     sim.run(warm);
@@ -104,7 +104,7 @@ fn hits() {
 
 /// Points of hit ratio that a pass over 10 x the cache costs Zipf 0.99: beside it, and after it for as many accesses
 /// as the cache has pages.
-fn scan_cost<P: Policy>(cache: u32, hints: bool, beside: bool) -> f64 {
+fn scan_cost<P: EvictionPolicy>(cache: u32, hints: bool, beside: bool) -> f64 {
     let (zipf, mut random) = (Zipf::new(PAGES, 0.99, SEED), Random(SEED + 1));
     let mut hot = |n: u32| -> Vec<Access> {
         let access = |page| Access { page, once: false, counts: true };
@@ -163,7 +163,7 @@ enum Event {
     Coldest,
 }
 
-fn elastic<P: Policy>(trace: &[Access], cache: u32, event: Event) -> f64 {
+fn elastic<P: EvictionPolicy>(trace: &[Access], cache: u32, event: Event) -> f64 {
     let mut sim = Sim::<P>::new(cache, true);
     let step = cache as usize;
     let (warm, rest) = trace.split_at(trace.len() / 3);
@@ -241,7 +241,7 @@ fn elasticity() {
 
 /// A cache that was never full is halved, long after the hot pages changed: hit ratio of the next accesses.
 /// `turns`: how often all slots were aged in between.
-fn halved_from_ease<P: Policy>(turns: usize) -> f64 {
+fn halved_from_ease<P: EvictionPolicy>(turns: usize) -> f64 {
     let (zipf, mut random) = (Zipf::new(PAGES, 0.99, SEED), Random(SEED + 1));
     let mut sim = Sim::<P>::new(PAGES, false);
     let mut phase = |shift: u32, n: usize| -> Vec<Access> {
@@ -269,7 +269,7 @@ fn idle() {
 }
 
 /// Does `n` hits on a warm cache, or else `n` misses with an eviction each.
-fn accesses<P: Policy>(hits: bool, n: u32) -> f64 {
+fn accesses<P: EvictionPolicy>(hits: bool, n: u32) -> f64 {
     let cache = PAGES / 10;
     let mut sim = Sim::<P>::new(cache, false);
     let access = |page| Access { page, once: false, counts: true };

@@ -1,6 +1,6 @@
 //! A cache without data: pages to slots, a policy, and counts.
 
-use ebb_cache::policy::Policy;
+use ebb_cache::policy::EvictionPolicy;
 
 use crate::trace::{Access, Random};
 
@@ -32,7 +32,7 @@ impl Count {
     }
 }
 
-impl<P: Policy> Sim<P> {
+impl<P: EvictionPolicy> Sim<P> {
     pub(crate) fn new(cache: u32, hints: bool) -> Self {
         Sim {
             policy: P::with_capacity(cache),

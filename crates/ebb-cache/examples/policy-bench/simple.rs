@@ -1,6 +1,6 @@
 //! LRU, CLOCK and SIEVE: one list each, for comparison. Cold data goes in at the end that is evicted.
 
-use ebb_cache::policy::Policy;
+use ebb_cache::policy::EvictionPolicy;
 
 /// No slot.
 const NONE: u32 = u32::MAX;
@@ -99,7 +99,7 @@ impl List {
 /// Least recently used.
 pub(crate) struct Lru(List);
 
-impl Policy for Lru {
+impl EvictionPolicy for Lru {
     fn with_capacity(slots: u32) -> Self {
         Lru(List::new(slots))
     }
@@ -131,7 +131,7 @@ impl Policy for Lru {
 /// A clock with counters up to `MOST`.
 pub(crate) struct Clock<const MOST: u8>(List);
 
-impl<const MOST: u8> Policy for Clock<MOST> {
+impl<const MOST: u8> EvictionPolicy for Clock<MOST> {
     fn with_capacity(slots: u32) -> Self {
         Clock(List::new(slots))
     }
@@ -173,7 +173,7 @@ pub(crate) struct Sieve {
     hand: u32,
 }
 
-impl Policy for Sieve {
+impl EvictionPolicy for Sieve {
     fn with_capacity(slots: u32) -> Self {
         Sieve { list: List::new(slots), hand: NONE }
     }

@@ -7,7 +7,7 @@
 //! not count (Clock2Q+: Zhai et al., VLDB 2026). One-pass data and read-ahead have a queue of their own that
 //! is evicted first.
 //!
-//! Invariants, besides those of [`Policy`]: a hit moves nothing; the uses of a page in the cold or small
+//! Invariants, besides those of [`EvictionPolicy`]: a hit moves nothing; the uses of a page in the cold or small
 //! queue count only after it has left the window; a call of `evict` examines at most 4 x [`PATIENCE`] slots.
 //! State is 16 bytes per slot and 4 to 8 per remembered key.
 //!
@@ -19,7 +19,7 @@
 
 use super::ghosts::{Fingerprint, Ghosts};
 use super::queue::{QueueEntry, QueueKind, Queues, STAMPS, USES_MAX, WEIGHT_MAX};
-use super::{FULL_ROUND, NextVictim, Policy};
+use super::{EvictionPolicy, FULL_ROUND, NextVictim};
 
 /// Slots that one call of `evict` examines, in each of its attempts.
 const PATIENCE: u32 = 512;
@@ -210,7 +210,7 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> S3Fifo<SMALL, WINDO
     }
 }
 
-impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> Policy
+impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> EvictionPolicy
     for S3Fifo<SMALL, WINDOW, GHOSTS>
 {
     fn with_capacity(slots: u32) -> Self {

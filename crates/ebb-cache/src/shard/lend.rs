@@ -1,9 +1,9 @@
 //! Lending: which buffers of a shard are marked `MADV_FREE`, and detecting what the kernel discarded.
 
-use ebb_mem::{Memory, Offers, Residency, Worker};
+use ebb_mem::{Memory, Offers, Residency, WorkerMemory};
 
 use super::{COLD, FreeBatch, QUEUED, Shard};
-use crate::policy::Policy;
+use crate::policy::EvictionPolicy;
 
 /// Buffers that are lent, and that are checked, under one acquisition of the lock.
 const LEND_AT_ONCE: usize = 64;
@@ -44,7 +44,7 @@ impl Shard {
     /// Checks at most `most` entries of the queue.
     pub(crate) fn lend(
         &mut self,
-        worker: &Worker,
+        worker: &WorkerMemory,
         tick: u8,
         idle: u8,
         all: bool,

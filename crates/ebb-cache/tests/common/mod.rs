@@ -49,12 +49,12 @@ pub struct Rig {
 
 impl Rig {
     pub fn new(max: u64) -> Rig {
-        Rig::of(max, ebb_mem::Policy::Elastic)
+        Rig::of(max, ebb_mem::IdlePolicy::Elastic)
     }
 
-    pub fn of(max: u64, policy: ebb_mem::Policy) -> Rig {
+    pub fn of(max: u64, policy: ebb_mem::IdlePolicy) -> Rig {
         let start = Instant::now();
-        let mut memory = ebb_mem::Options::new(256 << 20, start);
+        let mut memory = ebb_mem::MemoryOptions::new(256 << 20, start);
         memory.policy = policy;
         let memory = Memory::new(memory).unwrap();
         let mut options = CacheOptions::new(start);

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::Context;
 
-use super::table::{DEFINITIONS, Definition, Kind, Scope};
+use super::table::{DEFINITIONS, Definition, Kind, ParameterScope};
 
 /// A page: its file name and its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -54,18 +54,19 @@ fn page(definition: &Definition) -> String {
         _ => format!("`{name}`"),
     };
     let scope = match definition.scope {
-        Scope::Daemon => "the daemon".to_owned(),
-        Scope::Volume => {
+        ParameterScope::Daemon => "the daemon".to_owned(),
+        ParameterScope::Volume => {
             "the daemon; a volume may have its own value, and uses the daemon's otherwise"
                 .to_owned()
         }
-        Scope::Bdi => "each backing device".to_owned(),
+        ParameterScope::Bdi => "each backing device".to_owned(),
     };
     let config = definition.config.map_or_else(
         || "none: it is set at run time only".to_owned(),
         |path| {
             let per_volume = format!(", `volume.NAME.{path}`");
-            let more = if definition.scope == Scope::Volume { per_volume } else { String::new() };
+            let more =
+                if definition.scope == ParameterScope::Volume { per_volume } else { String::new() };
             format!("`{path}`{more} in ebbd.toml(5)")
         },
     );
@@ -90,9 +91,9 @@ fn page(definition: &Definition) -> String {
     section(&mut out, "Description", definition.doc);
     let member = first.map_or_else(|| name.to_owned(), |member| format!("{name}.{member}"));
     let value = example_value(definition);
-    let of = if definition.scope == Scope::Bdi { " --bdi stick" } else { "" };
+    let of = if definition.scope == ParameterScope::Bdi { " --bdi stick" } else { "" };
     let mut example = format!("ebbd get {member}{of}\nebbd set {member} {value}{of}\n");
-    if definition.scope == Scope::Volume {
+    if definition.scope == ParameterScope::Volume {
         let _ = writeln!(example, "ebbd set {member} {value} --volume disk");
     }
     let _ = write!(out, "\n## Example\n\n```sh\n{example}ebbd set {member} --unset{of}\n```\n");
@@ -121,9 +122,9 @@ fn index() -> String {
     out.push_str("\n| parameter | scope | unit | default | range |\n|---|---|---|---|---|\n");
     for definition in DEFINITIONS {
         let scope = match definition.scope {
-            Scope::Daemon => "daemon",
-            Scope::Volume => "daemon, volume",
-            Scope::Bdi => "backing device",
+            ParameterScope::Daemon => "daemon",
+            ParameterScope::Volume => "daemon, volume",
+            ParameterScope::Bdi => "backing device",
         };
         let _ = writeln!(
             out,

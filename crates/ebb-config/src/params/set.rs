@@ -13,7 +13,7 @@ mod bdi;
 pub use self::bdi::BdiLive;
 use self::bdi::{BdiCells, needs_bdi};
 use super::error::{ParameterError, ParameterErrorKind as ErrorKind};
-use super::table::{Key, Scope};
+use super::table::{Key, ParameterScope};
 use crate::{Choice, Config, LogLevel, shorten, suggest};
 
 /// A handle to the value in force of one parameter. Cheap to clone and to read.
@@ -342,7 +342,7 @@ impl State {
 
     fn reading(&self, key: Key, volume: Option<&str>) -> Result<Reading, ParameterError> {
         let Some(volume) = volume else {
-            if key.definition().scope == Scope::Bdi {
+            if key.definition().scope == ParameterScope::Bdi {
                 return Err(needs_bdi(key));
             }
             let value = self.daemon_value(key);

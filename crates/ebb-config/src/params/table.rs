@@ -66,7 +66,7 @@ const CLASSES: [&str; 9] = ["4K", "8K", "16K", "32K", "64K", "128K", "256K", "51
 
 /// What a parameter applies to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scope {
+pub enum ParameterScope {
     /// The daemon as a whole.
     Daemon,
     /// The daemon; each volume may have its own value.
@@ -96,7 +96,7 @@ pub struct Definition {
     /// The members of a family; empty for a single parameter.
     pub members: &'static [&'static str],
     /// What it applies to.
-    pub scope: Scope,
+    pub scope: ParameterScope,
     /// The type of its values.
     pub kind: Kind,
     /// The unit of its values.
@@ -181,12 +181,12 @@ impl Key {
 
     /// Those a volume may have its own value of.
     pub fn per_volume() -> impl Iterator<Item = Self> {
-        Self::all().filter(|key| key.definition().scope == Scope::Volume)
+        Self::all().filter(|key| key.definition().scope == ParameterScope::Volume)
     }
 
     /// Those the daemon has a value of.
     pub fn of_daemon() -> impl Iterator<Item = Self> {
-        Self::all().filter(|key| key.definition().scope != Scope::Bdi)
+        Self::all().filter(|key| key.definition().scope != ParameterScope::Bdi)
     }
 
     /// Those a backing device has a value of.
@@ -408,13 +408,13 @@ mod tests {
             };
             assert_eq!(key.default, default, "{path}");
             let volume = SECTIONS.iter().find(|section| section.header == "volume.NAME").unwrap();
-            if definition.scope == Scope::Bdi {
+            if definition.scope == ParameterScope::Bdi {
                 assert_eq!(header, "bdi.NAME");
                 continue;
             }
             assert_eq!(
                 volume.find(name).is_some(),
-                definition.scope == Scope::Volume,
+                definition.scope == ParameterScope::Volume,
                 "{path} in [volume.NAME]"
             );
         }

@@ -3,7 +3,7 @@
 //! Implements "Fixed newstyle negotiation" (the format of a reply) and "Option reply types" of the protocol.
 
 use super::ExportInfo;
-use super::refusal::Refusal;
+use super::refusal::OptionRefusal;
 use crate::proto::{
     EXPORT_NAME_PADDING, HandshakeFlags, ReplyStyle, STRING_MAX, context, info, magic, option_reply,
 };
@@ -42,7 +42,7 @@ impl<'a> Replies<'a> {
         self.reply(option_reply::ACK, &[]);
     }
 
-    pub(super) fn refuse(&mut self, refusal: &Refusal) {
+    pub(super) fn refuse(&mut self, refusal: &OptionRefusal) {
         // A message is a string, whose length the protocol limits.
         self.reply(refusal.kind, &[display(&refusal.message).as_bytes()]);
     }

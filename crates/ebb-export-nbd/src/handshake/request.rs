@@ -3,7 +3,9 @@
 //! Implements "Option types" of the protocol. A payload must be consumed to its last byte; otherwise it
 //! is syntactically invalid and refused with `NBD_REP_ERR_INVALID`.
 
-use super::refusal::{BAD_STRING, LONG_STRING, MALFORMED, MANY_QUERIES, NO_NAMESPACE, Refusal};
+use super::refusal::{
+    BAD_STRING, LONG_STRING, MALFORMED, MANY_QUERIES, NO_NAMESPACE, OptionRefusal,
+};
 use crate::proto::{Reader, STRING_MAX, context, info};
 
 /// Data of `NBD_OPT_INFO` and `NBD_OPT_GO`: a name and the requested information.
@@ -16,7 +18,7 @@ pub(super) struct InfoRequest<'a> {
 }
 
 impl<'a> InfoRequest<'a> {
-    pub(super) fn parse(payload: &'a [u8]) -> Result<Self, Refusal> {
+    pub(super) fn parse(payload: &'a [u8]) -> Result<Self, OptionRefusal> {
         let mut reader = Reader::new(payload);
         let name = string(reader.counted().ok_or(MALFORMED)?)?;
         let count = reader.u16().ok_or(MALFORMED)?;
@@ -48,7 +50,7 @@ pub(super) struct ContextRequest<'a> {
 }
 
 impl<'a> ContextRequest<'a> {
-    pub(super) fn parse(payload: &'a [u8], queries_max: u32) -> Result<Self, Refusal> {
+    pub(super) fn parse(payload: &'a [u8], queries_max: u32) -> Result<Self, OptionRefusal> {
         let mut reader = Reader::new(payload);
         let name = string(reader.counted().ok_or(MALFORMED)?)?;
         let queries = reader.u32().ok_or(MALFORMED)?;
@@ -71,7 +73,7 @@ impl<'a> ContextRequest<'a> {
 }
 
 /// A string as section "Conventions" defines it.
-pub(super) fn string(bytes: &[u8]) -> Result<&str, Refusal> {
+pub(super) fn string(bytes: &[u8]) -> Result<&str, OptionRefusal> {
     if bytes.len() > STRING_MAX {
         return Err(LONG_STRING);
     }

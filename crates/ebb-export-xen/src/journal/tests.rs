@@ -7,13 +7,13 @@ use proptest::prelude::*;
 use super::*;
 use crate::abi::{Abi, Body, Request, Response, Segment, op};
 use crate::platform::Grants;
-use crate::ring::Ring;
+use crate::ring::BlkifRing;
 use crate::shm::World;
 use crate::shm::frontend::FrontQueue;
 
 /// A backend that takes one small step at a time, in an arbitrary order.
 struct Backend {
-    ring: Ring,
+    ring: BlkifRing,
     journal: Journal,
     /// Entries of running requests, with the requests' ids.
     running: Vec<(u32, u64)>,
@@ -97,7 +97,7 @@ proptest! {
         let identity = RingIdentity { guest: 1, slots: 32, slot_bytes: 112, ..RingIdentity::default() };
         let backing = Backing::default();
         let fresh = |resume: bool| {
-            let mut ring = Ring::new(guest.map(&[8], true).unwrap(), Abi::X86_64);
+            let mut ring = BlkifRing::new(guest.map(&[8], true).unwrap(), Abi::X86_64);
             if !resume {
                 let journal = Journal::create(Some(&path), &identity, &backing).unwrap();
                 journal.reset(0);

@@ -1,6 +1,6 @@
 //! xenstore's messages (Xen, `xen/include/public/io/xs_wire.h`), without I/O.
 
-use crate::platform::StoreError;
+use crate::platform::XenstoreError;
 
 /// Bytes of a header.
 pub const HEADER: usize = 16;
@@ -57,14 +57,14 @@ impl Header {
 }
 
 /// An error reply.
-pub fn refusal(payload: &[u8]) -> StoreError {
+pub fn refusal(payload: &[u8]) -> XenstoreError {
     let name = payload.split(|byte| *byte == 0).next().unwrap_or_default();
     match name {
-        b"ENOENT" => StoreError::Missing,
-        b"EAGAIN" => StoreError::Again,
+        b"ENOENT" => XenstoreError::Missing,
+        b"EAGAIN" => XenstoreError::Again,
         other => {
             let text = String::from_utf8_lossy(other);
-            StoreError::Refused(text.chars().take(32).collect())
+            XenstoreError::Refused(text.chars().take(32).collect())
         }
     }
 }
@@ -88,8 +88,8 @@ mod tests {
         assert_eq!(watch_event(b"/a/b\0t\0"), Some(("/a/b".into(), "t".into())));
         assert_eq!(watch_event(b"/a"), None);
         assert_eq!(watch_event(b"\xff\0t\0"), None);
-        assert!(matches!(refusal(b"EAGAIN\0"), StoreError::Again));
-        assert!(matches!(refusal(b"ENOENT\0"), StoreError::Missing));
-        assert!(matches!(refusal(b""), StoreError::Refused(_)));
+        assert!(matches!(refusal(b"EAGAIN\0"), XenstoreError::Again));
+        assert!(matches!(refusal(b"ENOENT\0"), XenstoreError::Missing));
+        assert!(matches!(refusal(b""), XenstoreError::Refused(_)));
     }
 }

@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::platform::wire::{HEADER, Header, PAYLOAD, kind, refusal, watch_event};
-use crate::platform::{Domain, StoreError, Transaction, XenStore};
+use crate::platform::{Domain, Transaction, XenStore, XenstoreError};
 
 /// Most queued watch events.
 const EVENTS_MAX: usize = 4096;
@@ -34,7 +34,7 @@ const REPLY_TIMEOUT_MS: i64 = 10_000;
 
 /// See the module.
 #[derive(Debug)]
-pub struct Connection {
+pub struct XenbusConnection {
     fd: OwnedFd,
     request: u32,
     events: VecDeque<(String, String)>,
@@ -43,12 +43,12 @@ pub struct Connection {
     payload: Vec<u8>,
 }
 
-impl Connection {
+impl XenbusConnection {
     /// Connects, trying the same places in the same order as libxenstore.
     ///
     /// # Errors
     /// If there is neither a socket nor a device.
-    pub fn open() -> io::Result<Connection> {
+    pub fn open() -> io::Result<XenbusConnection> {
         let mut places: Vec<PathBuf> = Vec::new();
         match (std::env::var_os("XENSTORED_PATH"), std::env::var_os("XENSTORED_RUNDIR")) {
             (Some(path), _) => places.push(path.into()),
@@ -61,7 +61,7 @@ impl Connection {
         let mut last = io::Error::from(io::ErrorKind::NotFound);
         for place in places {
             match open(&place) {
-                Ok(fd) => return Ok(Connection::over(fd)),
+                Ok(fd) => return Ok(XenbusConnection::over(fd)),
                 Err(error) => last = error,
             }
         }
@@ -71,8 +71,8 @@ impl Connection {
     }
 
     /// Uses the protocol over a descriptor.
-    pub fn over(fd: OwnedFd) -> Connection {
-        Connection {
+    pub fn over(fd: OwnedFd) -> XenbusConnection {
+        XenbusConnection {
             fd,
             request: 0,
             events: VecDeque::new(),
@@ -157,10 +157,10 @@ impl Connection {
         kind: u32,
         transaction: Transaction,
         parts: &[&[u8]],
-    ) -> Result<&[u8], StoreError> {
+    ) -> Result<&[u8], XenstoreError> {
         let len: usize = parts.iter().map(|part| part.len()).sum();
         if len > PAYLOAD {
-            return Err(StoreError::Refused("E2BIG".to_owned()));
+            return Err(XenstoreError::Refused("E2BIG".to_owned()));
         }
         self.request = self.request.wrapping_add(1);
         let header = Header {
@@ -202,23 +202,23 @@ fn open(place: &std::path::Path) -> io::Result<OwnedFd> {
     super::open_device(&path, "xenfs")
 }
 
-impl XenStore for Connection {
-    fn read(&mut self, within: Transaction, path: &str) -> Result<Vec<u8>, StoreError> {
+impl XenStore for XenbusConnection {
+    fn read(&mut self, within: Transaction, path: &str) -> Result<Vec<u8>, XenstoreError> {
         self.call(kind::READ, within, &[path.as_bytes(), b"\0"]).map(<[u8]>::to_vec)
     }
 
-    fn write(&mut self, within: Transaction, path: &str, value: &str) -> Result<(), StoreError> {
+    fn write(&mut self, within: Transaction, path: &str, value: &str) -> Result<(), XenstoreError> {
         let parts = [path.as_bytes(), b"\0", value.as_bytes()];
         self.call(kind::WRITE, within, &parts).map(drop)
     }
 
-    fn list(&mut self, within: Transaction, path: &str) -> Result<Vec<String>, StoreError> {
+    fn list(&mut self, within: Transaction, path: &str) -> Result<Vec<String>, XenstoreError> {
         let names = self.call(kind::DIRECTORY, within, &[path.as_bytes(), b"\0"])?;
         let names = names.split(|byte| *byte == 0).filter(|name| !name.is_empty());
         Ok(names.map(|name| String::from_utf8_lossy(name).into_owned()).collect())
     }
 
-    fn remove(&mut self, within: Transaction, path: &str) -> Result<(), StoreError> {
+    fn remove(&mut self, within: Transaction, path: &str) -> Result<(), XenstoreError> {
         self.call(kind::RM, within, &[path.as_bytes(), b"\0"]).map(drop)
     }
 
@@ -228,35 +228,35 @@ impl XenStore for Connection {
         path: &str,
         owner: Domain,
         reader: Domain,
-    ) -> Result<(), StoreError> {
+    ) -> Result<(), XenstoreError> {
         let rights = format!("n{owner}\0r{reader}\0");
         let parts = [path.as_bytes(), b"\0", rights.as_bytes()];
         self.call(kind::SET_PERMS, within, &parts).map(drop)
     }
 
-    fn watch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+    fn watch(&mut self, path: &str, token: &str) -> Result<(), XenstoreError> {
         let parts = [path.as_bytes(), b"\0", token.as_bytes(), b"\0"];
         self.call(kind::WATCH, 0, &parts).map(drop)
     }
 
-    fn unwatch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+    fn unwatch(&mut self, path: &str, token: &str) -> Result<(), XenstoreError> {
         let parts = [path.as_bytes(), b"\0", token.as_bytes(), b"\0"];
         self.call(kind::UNWATCH, 0, &parts).map(drop)
     }
 
-    fn begin(&mut self) -> Result<Transaction, StoreError> {
+    fn begin(&mut self) -> Result<Transaction, XenstoreError> {
         let number = self.call(kind::TRANSACTION_START, 0, &[b"\0"])?;
         let text = number.split(|byte| *byte == 0).next().unwrap_or_default();
         let text = std::str::from_utf8(text).unwrap_or_default();
         text.parse().map_err(|_| io::Error::from(io::ErrorKind::InvalidData).into())
     }
 
-    fn end(&mut self, transaction: Transaction, commit: bool) -> Result<(), StoreError> {
+    fn end(&mut self, transaction: Transaction, commit: bool) -> Result<(), XenstoreError> {
         let word: &[u8] = if commit { b"T\0" } else { b"F\0" };
         self.call(kind::TRANSACTION_END, transaction, &[word]).map(drop)
     }
 
-    fn event(&mut self) -> Result<Option<(String, String)>, StoreError> {
+    fn event(&mut self) -> Result<Option<(String, String)>, XenstoreError> {
         // Pending messages are read first, so that an event that is already queued is not queued again;
         // but a limited number, since a guest may cause events faster than this reads them.
         let mut taken = 0;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use ebb_io::Fd;
 
 use super::{eventfd, lock, ring};
-use crate::platform::{Domain, StoreError, Transaction, XenStore};
+use crate::platform::{Domain, Transaction, XenStore, XenstoreError};
 
 #[derive(Default)]
 struct TreeState {
@@ -75,14 +75,14 @@ impl Tree {
     ///
     /// # Errors
     /// Errors of the system.
-    pub fn connect(&self) -> io::Result<Store> {
+    pub fn connect(&self) -> io::Result<TreeStore> {
         let mut state = lock(&self.0);
         state.next += 1;
         let (number, bell) = (state.next, eventfd()?);
         state.mail.insert(number, (VecDeque::new(), bell.clone()));
         drop(state);
         let transactions = HashMap::new();
-        Ok(Store { tree: self.clone(), number, bell, transactions, next: 0 })
+        Ok(TreeStore { tree: self.clone(), number, bell, transactions, next: 0 })
     }
 
     /// The number of requests of its connections, without reads of events.
@@ -126,7 +126,7 @@ struct OpenTransaction {
 }
 
 /// A connection.
-pub struct Store {
+pub struct TreeStore {
     tree: Tree,
     number: u64,
     bell: Fd,
@@ -134,7 +134,7 @@ pub struct Store {
     next: Transaction,
 }
 
-impl Drop for Store {
+impl Drop for TreeStore {
     fn drop(&mut self) {
         let mut state = lock(&self.tree.0);
         state.mail.remove(&self.number);
@@ -143,18 +143,18 @@ impl Drop for Store {
     }
 }
 
-impl Store {
+impl TreeStore {
     fn count(&self) {
         lock(&self.tree.0).requests += 1;
     }
 
-    fn change(&mut self, within: Transaction, change: NodeChange) -> Result<(), StoreError> {
+    fn change(&mut self, within: Transaction, change: NodeChange) -> Result<(), XenstoreError> {
         let Some(pending) = self.transactions.get_mut(&within) else {
             let mut state = lock(&self.tree.0);
             match change {
                 NodeChange::Write(path, value) => state.write(&path, &value),
                 NodeChange::Remove(path) if !state.nodes.contains_key(&path) => {
-                    return Err(StoreError::Missing);
+                    return Err(XenstoreError::Missing);
                 }
                 NodeChange::Remove(path) => state.remove(&path),
             }
@@ -166,7 +166,7 @@ impl Store {
                 pending.seen.push(path.clone());
             }
             NodeChange::Remove(path) if !pending.nodes.contains_key(path) => {
-                return Err(StoreError::Missing);
+                return Err(XenstoreError::Missing);
             }
             NodeChange::Remove(path) => pending.nodes.retain(|node, _| !is_within(node, path)),
         }
@@ -175,22 +175,22 @@ impl Store {
     }
 }
 
-impl XenStore for Store {
-    fn read(&mut self, within: Transaction, path: &str) -> Result<Vec<u8>, StoreError> {
+impl XenStore for TreeStore {
+    fn read(&mut self, within: Transaction, path: &str) -> Result<Vec<u8>, XenstoreError> {
         self.count();
         if let Some(pending) = self.transactions.get_mut(&within) {
             pending.seen.push(path.to_owned());
-            return pending.nodes.get(path).cloned().ok_or(StoreError::Missing);
+            return pending.nodes.get(path).cloned().ok_or(XenstoreError::Missing);
         }
-        lock(&self.tree.0).nodes.get(path).cloned().ok_or(StoreError::Missing)
+        lock(&self.tree.0).nodes.get(path).cloned().ok_or(XenstoreError::Missing)
     }
 
-    fn write(&mut self, within: Transaction, path: &str, value: &str) -> Result<(), StoreError> {
+    fn write(&mut self, within: Transaction, path: &str, value: &str) -> Result<(), XenstoreError> {
         self.count();
         self.change(within, NodeChange::Write(path.to_owned(), value.as_bytes().to_owned()))
     }
 
-    fn list(&mut self, _within: Transaction, path: &str) -> Result<Vec<String>, StoreError> {
+    fn list(&mut self, _within: Transaction, path: &str) -> Result<Vec<String>, XenstoreError> {
         self.count();
         let state = lock(&self.tree.0);
         let prefix = format!("{path}/");
@@ -202,12 +202,12 @@ impl XenStore for Store {
             .collect();
         names.dedup();
         if names.is_empty() && !state.nodes.contains_key(path) {
-            return Err(StoreError::Missing);
+            return Err(XenstoreError::Missing);
         }
         Ok(names)
     }
 
-    fn remove(&mut self, within: Transaction, path: &str) -> Result<(), StoreError> {
+    fn remove(&mut self, within: Transaction, path: &str) -> Result<(), XenstoreError> {
         self.count();
         self.change(within, NodeChange::Remove(path.to_owned()))
     }
@@ -218,12 +218,12 @@ impl XenStore for Store {
         _path: &str,
         _owner: Domain,
         _reader: Domain,
-    ) -> Result<(), StoreError> {
+    ) -> Result<(), XenstoreError> {
         self.count();
         Ok(())
     }
 
-    fn watch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+    fn watch(&mut self, path: &str, token: &str) -> Result<(), XenstoreError> {
         self.count();
         let mut state = lock(&self.tree.0);
         state.watches.push((self.number, path.to_owned(), token.to_owned()));
@@ -234,7 +234,7 @@ impl XenStore for Store {
         Ok(())
     }
 
-    fn unwatch(&mut self, path: &str, token: &str) -> Result<(), StoreError> {
+    fn unwatch(&mut self, path: &str, token: &str) -> Result<(), XenstoreError> {
         self.count();
         let mut state = lock(&self.tree.0);
         let number = self.number;
@@ -242,7 +242,7 @@ impl XenStore for Store {
         Ok(())
     }
 
-    fn begin(&mut self) -> Result<Transaction, StoreError> {
+    fn begin(&mut self) -> Result<Transaction, XenstoreError> {
         self.count();
         let state = lock(&self.tree.0);
         let (begun, nodes) = (state.time, state.nodes.clone());
@@ -253,10 +253,10 @@ impl XenStore for Store {
         Ok(self.next)
     }
 
-    fn end(&mut self, transaction: Transaction, commit: bool) -> Result<(), StoreError> {
+    fn end(&mut self, transaction: Transaction, commit: bool) -> Result<(), XenstoreError> {
         self.count();
         let Some(pending) = self.transactions.remove(&transaction) else {
-            return Err(StoreError::Missing);
+            return Err(XenstoreError::Missing);
         };
         if !commit {
             return Ok(());
@@ -264,7 +264,7 @@ impl XenStore for Store {
         let mut state = lock(&self.tree.0);
         let newer = |path: &String| state.changed.get(path).is_some_and(|at| *at > pending.begun);
         if pending.seen.iter().any(newer) {
-            return Err(StoreError::Again);
+            return Err(XenstoreError::Again);
         }
         for change in pending.changes {
             match change {
@@ -275,7 +275,7 @@ impl XenStore for Store {
         Ok(())
     }
 
-    fn event(&mut self) -> Result<Option<(String, String)>, StoreError> {
+    fn event(&mut self) -> Result<Option<(String, String)>, XenstoreError> {
         super::take_event(&self.bell);
         let mut state = lock(&self.tree.0);
         let event = state.mail.get_mut(&self.number).and_then(|(mail, _)| mail.pop_front());

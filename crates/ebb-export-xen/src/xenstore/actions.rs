@@ -10,7 +10,7 @@ use super::{TOOLSTACK_KIND, XenstoreControl};
 use crate::device::{Device, DeviceError, DeviceKey, Offer, RingRecheck, Serving, open_queue};
 use crate::journal::note_size_at;
 use crate::nodes::{FrontendNodes, optional, publish, show_state, transact};
-use crate::platform::{StoreError, XenStore};
+use crate::platform::{XenStore, XenstoreError};
 use crate::queue::Queue;
 use crate::served::EndOfRing;
 use crate::xenbus_state::{DevicePhase, ObservedStates, XenbusState};
@@ -27,7 +27,11 @@ const INFO_REMOVABLE: u32 = 2;
 const INFO_READ_ONLY: u32 = 4;
 
 impl XenstoreControl {
-    pub(super) fn show(&mut self, key: &DeviceKey, state: XenbusState) -> Result<(), StoreError> {
+    pub(super) fn show(
+        &mut self,
+        key: &DeviceKey,
+        state: XenbusState,
+    ) -> Result<(), XenstoreError> {
         show_state(&mut self.store, &key.base(self.own), state.text())?;
         if state == XenbusState::Closed {
             self.set_phase(key, DevicePhase::Closed);
@@ -206,7 +210,11 @@ impl XenstoreControl {
     }
 
     /// Reports an error to the log and to the toolstack, and disconnects the frontend.
-    pub(super) fn fail(&mut self, key: &DeviceKey, error: &DeviceError) -> Result<(), StoreError> {
+    pub(super) fn fail(
+        &mut self,
+        key: &DeviceKey,
+        error: &DeviceError,
+    ) -> Result<(), XenstoreError> {
         let (own, log_limit) = (self.own, self.log_limit_of(key));
         let Some(device) = self.devices.get_mut(key) else { return Ok(()) };
         device.logged = device.logged.saturating_add(1);
@@ -228,7 +236,7 @@ impl XenstoreControl {
         let path = format!("/local/domain/{own}/error/backend/{kind}/{guest}/{id}/error");
         let text = sanitize(&format!("22 {error}"));
         match self.store.write(0, &path, &text) {
-            Ok(()) | Err(StoreError::Refused(_)) => {}
+            Ok(()) | Err(XenstoreError::Refused(_)) => {}
             Err(error) => return Err(error),
         }
         self.show(key, XenbusState::Closing)?;
@@ -239,7 +247,7 @@ impl XenstoreControl {
         Ok(())
     }
 
-    pub(super) fn forget(&mut self, key: &DeviceKey) -> Result<(), StoreError> {
+    pub(super) fn forget(&mut self, key: &DeviceKey) -> Result<(), XenstoreError> {
         let Some(device) = self.devices.remove(key) else { return Ok(()) };
         if self.allowances.get_mut(&key.guest).is_some_and(|allowance| !allowance.remove_device()) {
             self.allowances.remove(&key.guest);
@@ -247,8 +255,8 @@ impl XenstoreControl {
         }
         let store = &mut self.store;
         match store.unwatch(&format!("{}/state", device.frontend), &key.name()) {
-            Ok(()) | Err(StoreError::Missing) => {}
-            Err(error @ StoreError::Io(_)) => return Err(error),
+            Ok(()) | Err(XenstoreError::Missing) => {}
+            Err(error @ XenstoreError::Io(_)) => return Err(error),
             Err(_) => {}
         }
         let folder = self.settings.journals.as_deref();
@@ -262,7 +270,7 @@ impl XenstoreControl {
         let removed = optional(store, 0, &format!("{}/state", device.frontend))?.is_none();
         if removed && &*key.kind != TOOLSTACK_KIND {
             match store.remove(0, &device.base) {
-                Ok(()) | Err(StoreError::Missing) => {}
+                Ok(()) | Err(XenstoreError::Missing) => {}
                 Err(error) => return Err(error),
             }
         }
@@ -321,8 +329,8 @@ pub(super) fn observe(
     device: &mut Device,
     max_queues: u32,
     now: Instant,
-) -> Result<ObservedStates, StoreError> {
-    let mut state = |base: &str| -> Result<Option<XenbusState>, StoreError> {
+) -> Result<ObservedStates, XenstoreError> {
+    let mut state = |base: &str| -> Result<Option<XenbusState>, XenstoreError> {
         Ok(optional(store, 0, &format!("{base}/state"))?.map(|text| XenbusState::parse(&text)))
     };
     let frontend = state(&device.frontend)?;
@@ -342,7 +350,7 @@ pub(super) fn observe(
                 seen.other_ring = match FrontendNodes::read(store, 0, &device.frontend, max_queues)
                 {
                     Ok(now) => now != serving.frontend,
-                    Err(crate::nodes::NodeError::Store(error @ StoreError::Io(_))) => {
+                    Err(crate::nodes::NodeError::Store(error @ XenstoreError::Io(_))) => {
                         return Err(error);
                     }
                     Err(_) => true,

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 use ebb_export_xen::shm::{Guest, World};
-use ebb_export_xen::{Backend, DiskSpec, Options, XenParameters, XenStats, attach, device_number};
+use ebb_export_xen::{
+    Backend, BackendOptions, DiskSpec, XenParameters, XenStats, attach, device_number,
+};
 use ebb_io::Worker;
 use ebb_mem::Memory;
 use ebb_store::{MemoryStore, Store};
@@ -38,11 +40,11 @@ impl Rig {
         Rig::with(1, |_| {})
     }
 
-    pub fn with(workers: usize, change: impl Fn(&mut Options)) -> Rig {
+    pub fn with(workers: usize, change: impl Fn(&mut BackendOptions)) -> Rig {
         Rig::in_world(World::default(), workers, change)
     }
 
-    pub fn in_world(world: World, workers: usize, change: impl Fn(&mut Options)) -> Rig {
+    pub fn in_world(world: World, workers: usize, change: impl Fn(&mut BackendOptions)) -> Rig {
         let volumes = Volumes::default();
         let mut rig = Rig {
             world,
@@ -62,14 +64,15 @@ impl Rig {
         self.volumes.add(volume, Arc::default());
     }
 
-    pub fn start(&mut self, workers: usize, change: impl Fn(&mut Options)) {
+    pub fn start(&mut self, workers: usize, change: impl Fn(&mut BackendOptions)) {
         let worker = |n| match &self.memory {
             Some(memory) => Worker::start(&format!("xen-{n}"), memory),
             None => Worker::start_alone(&format!("xen-{n}")),
         };
         self.workers = (0..workers).map(|n| worker(n).unwrap()).collect();
         let handles = self.workers.iter().map(Worker::handle).collect();
-        let mut options = Options::new(Arc::new(self.world.clone()), handles, self.volumes.clone());
+        let mut options =
+            BackendOptions::new(Arc::new(self.world.clone()), handles, self.volumes.clone());
         options.parameters = self.parameters.clone();
         options.journals = Some(PathBuf::from(self.journals.path()));
         change(&mut options);

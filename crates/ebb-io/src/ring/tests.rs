@@ -19,12 +19,12 @@ fn waker() -> Waker {
 }
 
 /// Moves a ring to another thread.
-struct SendRing<'a>(&'a Ring);
+struct SendRing<'a>(&'a IoRing);
 // SAFETY: the thread that owns the ring waits until the other thread has ended.
 unsafe impl Send for SendRing<'_> {}
 
 /// Runs `use_ring` on another thread, whose submissions the kernel refuses: a ring has a single issuer.
-fn on_another_thread(ring: &Ring, use_ring: impl FnOnce(&Ring) + Send) {
+fn on_another_thread(ring: &IoRing, use_ring: impl FnOnce(&IoRing) + Send) {
     let ring = SendRing(ring);
     std::thread::scope(|scope| {
         scope.spawn(move || {
@@ -35,7 +35,7 @@ fn on_another_thread(ring: &Ring, use_ring: impl FnOnce(&Ring) + Send) {
 }
 
 /// Starts a receive that never completes by itself.
-fn receive(ring: &Ring, pool: &BufPool, fd: &Fd) -> OpKey {
+fn receive(ring: &IoRing, pool: &BufPool, fd: &Fd) -> OpKey {
     use std::os::fd::AsRawFd;
     let buf = pool.get_for_test(4096);
     let entry = opcode::Recv::new(io_uring::types::Fd(fd.as_raw_fd()), buf.addr(), 1).build();
@@ -49,7 +49,7 @@ fn receive(ring: &Ring, pool: &BufPool, fd: &Fd) -> OpKey {
 
 #[test]
 fn slots_are_reused_and_are_as_many_as_were_needed_at_once() {
-    let (ring, pool) = (Ring::new().unwrap(), private_pool());
+    let (ring, pool) = (IoRing::new().unwrap(), private_pool());
     let (here, _there) = UnixStream::pair().unwrap();
     let fd = fd_from(here);
     for _ in 0..100 {
@@ -69,7 +69,7 @@ fn slots_are_reused_and_are_as_many_as_were_needed_at_once() {
 #[test]
 fn storage_operations_beyond_the_limit_of_a_file_are_refused_and_other_files_find_room() {
     use std::os::fd::AsRawFd;
-    let (ring, pool) = (Ring::new().unwrap(), private_pool());
+    let (ring, pool) = (IoRing::new().unwrap(), private_pool());
     let start = |fd: &Fd| {
         let buf = pool.get_for_test(1);
         let entry = opcode::Read::new(io_uring::types::Fd(fd.as_raw_fd()), buf.addr(), 1).build();
@@ -94,7 +94,7 @@ fn storage_operations_beyond_the_limit_of_a_file_are_refused_and_other_files_fin
 /// no slot, and must not panic.
 #[test]
 fn a_future_may_be_dropped_after_its_operation_was_leaked() {
-    let (ring, pool) = (Ring::new().unwrap(), private_pool());
+    let (ring, pool) = (IoRing::new().unwrap(), private_pool());
     let (here, _there) = UnixStream::pair().unwrap();
     let key = receive(&ring, &pool, &fd_from(here));
     ring.enter(0, None, None);
@@ -106,14 +106,14 @@ fn a_future_may_be_dropped_after_its_operation_was_leaked() {
 /// A cancellation for which there is no room is submitted later.
 #[test]
 fn a_cancellation_waits_while_the_submission_queue_is_full() {
-    let (ring, pool) = (Ring::new().unwrap(), private_pool());
+    let (ring, pool) = (IoRing::new().unwrap(), private_pool());
     let (here, _there) = UnixStream::pair().unwrap();
     let fd = fd_from(here);
     let keys: Vec<_> = (0..SQ_ENTRIES).map(|_| receive(&ring, &pool, &fd)).collect();
     keys.into_iter().for_each(|key| ring.abandon(key));
 
     // The kernel refuses what another thread submits, so that the queue stays full.
-    on_another_thread(&ring, Ring::push_cancels);
+    on_another_thread(&ring, IoRing::push_cancels);
     assert_eq!(ring.cancels.borrow().len(), SQ_ENTRIES as usize, "none is lost");
     while ring.orphans() > 0 {
         ring.enter(1, Some(Duration::from_millis(20)), None);
@@ -131,7 +131,7 @@ fn an_alarm_that_is_submitted_late_keeps_its_timeout() {
         let garbage = std::hint::black_box([u64::MAX; 256]);
         if depth == 0 { garbage[7] } else { garbage[depth as usize] & scribble(depth - 1) }
     }
-    let ring = Ring::new().unwrap();
+    let ring = IoRing::new().unwrap();
     let now = Instant::now();
     on_another_thread(&ring, |ring| {
         assert!(ring.wake_at(now + Duration::from_millis(30), now));

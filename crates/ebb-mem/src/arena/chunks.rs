@@ -36,14 +36,14 @@ pub(super) struct ArenaChunks {
 
 /// Chunks that are being opened.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Opening {
+pub(crate) struct OpeningChunks {
     first: usize,
     /// Bit per chunk from the first on; the largest run has 32 extents.
     which: u64,
     extents: usize,
 }
 
-impl Opening {
+impl OpeningChunks {
     fn chunks(self) -> impl Iterator<Item = usize> {
         (0..64).filter(move |bit| self.which >> bit & 1 == 1).map(move |bit| self.first + bit)
     }
@@ -138,7 +138,7 @@ impl Arena {
     }
 
     /// Begins to open the chunks for `need` consecutive extents; `None`: no address space remains.
-    pub(crate) fn open_begin(&mut self, need: usize) -> Option<Opening> {
+    pub(crate) fn open_begin(&mut self, need: usize) -> Option<OpeningChunks> {
         let start = self.openable(need)?;
         let size = self.chunks.extents;
         let (first, last) = (start / size, (start + need - 1) / size);
@@ -150,10 +150,10 @@ impl Arena {
                 which |= 1 << (chunk - first);
             }
         }
-        Some(Opening { first, which, extents: size })
+        Some(OpeningChunks { first, which, extents: size })
     }
 
-    /// Records the result of the call for one span of an [`Opening`].
+    /// Records the result of the call for one span of an [`OpeningChunks`].
     pub(crate) fn open_end(&mut self, span: Span, done: bool) {
         let size = self.chunks.extents;
         let chunk = span.page / (size * EXTENT_PAGES);

@@ -16,7 +16,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::parts::{Hysteresis, Random, RateLimit, Window, micros, share, since};
+use super::parts::{Hysteresis, RateLimit, SplitMix64, Window, micros, share, since};
 use super::signals::{Cgroup, HostSample};
 use super::{Cause, Level, Signals, Thresholds, ThresholdsError};
 
@@ -68,7 +68,7 @@ struct PendingRise {
 #[derive(Debug)]
 pub struct Ladder {
     t: Thresholds,
-    random: Random,
+    random: SplitMix64,
     level: Level,
     since: Instant,
     /// When a sign last indicated each level or a higher one.
@@ -101,7 +101,7 @@ impl Ladder {
     /// A threshold is out of its range.
     pub fn new(t: Thresholds, seed: u64, now: Instant) -> Result<Self, ThresholdsError> {
         t.check()?;
-        let mut random = Random(seed);
+        let mut random = SplitMix64(seed);
         let window = Window::new(t.window, now);
         let rate_limit = RateLimit { allowed: None, gap: t.hint_gap };
         Ok(Self {

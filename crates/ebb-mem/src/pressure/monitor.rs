@@ -17,8 +17,8 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use super::cgroup::{CgroupFiles, V1Pressure, places};
 use super::files::Roots;
 use super::host::{HostMemory, swappiness_note};
-use super::psi::{self, Scope};
-use super::report::{Finding, SourceKind, SourceReport};
+use super::psi::{self, PsiScope};
+use super::report::{ProbedSource, SourceKind, SourceReport};
 use super::sampler::{BUSY, FAST, Sampler};
 use super::shared::{Pressure, Publisher};
 use super::signals::Signals;
@@ -34,7 +34,7 @@ const MUTE: Duration = FAST;
 const WAITS: usize = 16;
 
 /// Called when a source is lost while the monitor runs.
-pub type OnLostSource = Box<dyn FnMut(&Finding) + Send>;
+pub type OnLostSource = Box<dyn FnMut(&ProbedSource) + Send>;
 
 /// Which sources to use, and how. Start from [`MonitorOptions::new`].
 pub struct MonitorOptions {
@@ -86,7 +86,7 @@ impl std::fmt::Debug for MonitorOptions {
 /// The monitor could not start. Missing sources are not an error.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum StartError {
+pub enum MonitorStartError {
     /// A threshold is out of range.
     #[error(transparent)]
     Thresholds(#[from] ThresholdsError),
@@ -146,7 +146,7 @@ impl Monitor {
     ///
     /// # Errors
     /// As [`Monitor::start_with`].
-    pub fn start(options: MonitorOptions) -> Result<(Self, SourceReport), StartError> {
+    pub fn start(options: MonitorOptions) -> Result<(Self, SourceReport), MonitorStartError> {
         let (publisher, _) = Pressure::new(crate::clock::now());
         Self::start_with(options, publisher)
     }
@@ -159,11 +159,11 @@ impl Monitor {
     pub fn start_with(
         options: MonitorOptions,
         publisher: Publisher,
-    ) -> Result<(Self, SourceReport), StartError> {
+    ) -> Result<(Self, SourceReport), MonitorStartError> {
         let now = crate::clock::now();
         let ladder = Ladder::new(options.thresholds.clone(), options.seed, now)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| StartError::Eventfd(error.into()))?;
+            .map_err(|error| MonitorStartError::Eventfd(error.into()))?;
         let mut report = SourceReport::default();
         let sources = probe(&options, now, &mut report);
         let sources =
@@ -187,7 +187,7 @@ impl Monitor {
             .name("ebb-pressure".into())
             .stack_size(256 * 1024)
             .spawn(move || worker.run())
-            .map_err(StartError::Thread)?;
+            .map_err(MonitorStartError::Thread)?;
         Ok((Self { inner, pressure, thread: Some(thread) }, report))
     }
 
@@ -279,12 +279,12 @@ fn probe(
             psi::probe(&path, scope, options.triggers, now, report, sources);
         }
     };
-    stalls(roots.proc.join("pressure/memory"), Scope::Host, report, &mut sources);
+    stalls(roots.proc.join("pressure/memory"), PsiScope::Host, report, &mut sources);
     let (v2, v1) = places(roots);
     match &v2 {
         // The root's pressure is the host's.
         Some(place) if !place.is_root() => {
-            stalls(place.own.join("memory.pressure"), Scope::Own, report, &mut sources);
+            stalls(place.own.join("memory.pressure"), PsiScope::Own, report, &mut sources);
         }
         _ => report.missing(SourceKind::CgroupStall, None, "no cgroup v2 below the root".into()),
     }
@@ -418,14 +418,14 @@ impl MonitorThread {
         let slot = self.sources.swap_remove(at);
         let kind = slot.source.kind();
         let path = slot.source.path().map(std::path::Path::to_path_buf);
-        let finding = Finding { kind, path, detail: format!("lost: {reason}") };
+        let lost = ProbedSource { kind, path, detail: format!("lost: {reason}") };
         {
             let mut report = self.inner.report.lock().unwrap_or_else(PoisonError::into_inner);
-            report.listening.retain(|found| found.kind != kind || found.path != finding.path);
-            report.missing.push(finding.clone());
+            report.listening.retain(|found| found.kind != kind || found.path != lost.path);
+            report.missing.push(lost.clone());
         }
         if let Some(callback) = &mut self.on_lost_source {
-            callback(&finding);
+            callback(&lost);
         }
     }
 

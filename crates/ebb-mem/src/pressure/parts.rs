@@ -42,7 +42,7 @@ pub(super) struct RateLimit {
 }
 
 impl RateLimit {
-    pub(super) fn pass(&mut self, now: Instant, t: &Thresholds, random: &mut Random) -> bool {
+    pub(super) fn pass(&mut self, now: Instant, t: &Thresholds, random: &mut SplitMix64) -> bool {
         if let Some(allowed) = self.allowed {
             if now < allowed {
                 return false;
@@ -93,9 +93,9 @@ impl Window {
 
 /// SplitMix64 (Steele, Lea, Flood 2014): sufficient to spread times, and deterministic for a seed.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Random(pub(super) u64);
+pub(super) struct SplitMix64(pub(super) u64);
 
-impl Random {
+impl SplitMix64 {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;

@@ -29,7 +29,7 @@ const BACKLOG: Duration = Duration::from_millis(100);
 
 /// The tasks that a pressure file covers.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Scope {
+pub(super) enum PsiScope {
     Host,
     Own,
 }
@@ -37,15 +37,15 @@ pub(super) enum Scope {
 /// Probes one pressure file: a trigger where wanted and possible, and its total.
 pub(super) fn probe(
     path: &Path,
-    scope: Scope,
+    scope: PsiScope,
     triggers: bool,
     now: Instant,
     report: &mut SourceReport,
     sources: &mut Vec<Box<dyn Source>>,
 ) {
     let (trigger_kind, total_kind) = match scope {
-        Scope::Host => (SourceKind::HostTrigger, SourceKind::HostStall),
-        Scope::Own => (SourceKind::CgroupTrigger, SourceKind::CgroupStall),
+        PsiScope::Host => (SourceKind::HostTrigger, SourceKind::HostStall),
+        PsiScope::Own => (SourceKind::CgroupTrigger, SourceKind::CgroupStall),
     };
     let mut only_awake = false;
     if triggers {
@@ -132,14 +132,14 @@ impl Source for Trigger {
 
 struct Total {
     kind: SourceKind,
-    scope: Scope,
+    scope: PsiScope,
     file: OpenFile,
     only_awake: bool,
     last: Option<Stall>,
 }
 
 impl Total {
-    fn open(path: &Path, scope: Scope, kind: SourceKind, only_awake: bool) -> io::Result<Self> {
+    fn open(path: &Path, scope: PsiScope, kind: SourceKind, only_awake: bool) -> io::Result<Self> {
         let mut file = OpenFile::open(path)?;
         // Only the read must succeed: the text may become parsable later. One read at the start does no
         // harm to a trigger.
@@ -175,8 +175,8 @@ impl Source for Total {
             full: total.full.saturating_sub(before.full),
         };
         match self.scope {
-            Scope::Host => s.host_stall = grown,
-            Scope::Own => s.own_stall = grown,
+            PsiScope::Host => s.host_stall = grown,
+            PsiScope::Own => s.own_stall = grown,
         }
         Ok(())
     }

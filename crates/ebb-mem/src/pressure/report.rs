@@ -56,7 +56,7 @@ impl fmt::Display for SourceKind {
 
 /// One source, found or not.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Finding {
+pub struct ProbedSource {
     /// The kind of source.
     pub kind: SourceKind,
     /// The file or socket, where there is one.
@@ -65,7 +65,7 @@ pub struct Finding {
     pub detail: String,
 }
 
-impl fmt::Display for Finding {
+impl fmt::Display for ProbedSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.path {
             Some(path) => write!(f, "{} ({}): {}", self.kind, path.display(), self.detail),
@@ -78,19 +78,19 @@ impl fmt::Display for Finding {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SourceReport {
     /// Sources in use.
-    pub listening: Vec<Finding>,
+    pub listening: Vec<ProbedSource>,
     /// Sources not in use, with the reason.
-    pub missing: Vec<Finding>,
+    pub missing: Vec<ProbedSource>,
     /// Settings of the host that weaken the response to pressure, with the remedy.
     pub notes: Vec<String>,
 }
 
 impl SourceReport {
     pub(super) fn found(&mut self, kind: SourceKind, path: Option<PathBuf>, detail: String) {
-        self.listening.push(Finding { kind, path, detail });
+        self.listening.push(ProbedSource { kind, path, detail });
     }
 
     pub(super) fn missing(&mut self, kind: SourceKind, path: Option<PathBuf>, detail: String) {
-        self.missing.push(Finding { kind, path, detail });
+        self.missing.push(ProbedSource { kind, path, detail });
     }
 }

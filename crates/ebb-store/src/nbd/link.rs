@@ -33,7 +33,9 @@ use super::connect::{ATTEMPT, Connected, connect_off_worker};
 use super::export::RemoteExport;
 use super::options::{NbdError, NbdOptions};
 use super::reply::{FRAME_MAX, ProtocolViolation, ReplyFrame, decode};
-use super::slots::{Cookie, NbdRequest, ReplyStep, RequestFailure, RequestOutcome, RequestSlots};
+use super::slots::{
+    Cookie, RemoteRequest, ReplyStep, RequestFailure, RequestOutcome, RequestSlots,
+};
 use super::state::RemoteState;
 
 /// The most requests in flight on one connection.
@@ -121,7 +123,7 @@ impl Link {
     /// Submits a request and waits for its reply.
     pub(crate) async fn request(
         &self,
-        request: NbdRequest,
+        request: RemoteRequest,
         buf: Option<Buf>,
     ) -> RequestOutcome<Buf> {
         let room = self.room.take(1).await;
@@ -556,8 +558,8 @@ impl<F: FnOnce()> Drop for SupervisorGuard<F> {
     }
 }
 
-fn flush_request() -> NbdRequest {
-    NbdRequest {
+fn flush_request() -> RemoteRequest {
+    RemoteRequest {
         command: Command::Flush,
         flags: CommandFlags::NONE,
         offset: 0,

@@ -15,7 +15,7 @@ use ebb_io::{Budget, Buf, Io};
 use ebb_nbd_proto::{Command, TransmissionFlags};
 
 use super::link::{IN_FLIGHT, Link, Remote};
-use super::slots::{NbdRequest, RequestFailure, RequestOutcome};
+use super::slots::{RemoteRequest, RequestFailure, RequestOutcome};
 use super::state::RemoteState;
 use crate::Extent;
 
@@ -24,7 +24,7 @@ const FORWARDED_MAX: usize = 64;
 
 /// A request forwarded to the worker that owns the connection.
 struct ForwardedRequest {
-    request: NbdRequest,
+    request: RemoteRequest,
     data: Vec<u8>,
     reply: Sender<ForwardedReply>,
 }
@@ -69,7 +69,7 @@ impl Routes {
     pub(crate) async fn request(
         &self,
         io: &Io,
-        request: NbdRequest,
+        request: RemoteRequest,
         buf: Option<Buf>,
     ) -> RequestOutcome<Buf> {
         if self.remote.shared.is_closed() {
@@ -131,7 +131,7 @@ fn lost(buf: Option<Buf>) -> RequestOutcome<Buf> {
 async fn forward(
     shared: &RemoteState,
     forward_queue: &Sender<ForwardedRequest>,
-    request: NbdRequest,
+    request: RemoteRequest,
     mut buf: Option<Buf>,
 ) -> RequestOutcome<Buf> {
     let (reply, replied) = async_channel::bounded(1);
@@ -142,7 +142,7 @@ async fn forward(
         _ => Vec::new(),
     };
     let forwarded_request =
-        ForwardedRequest { request: NbdRequest { at: 0, ..request }, data, reply };
+        ForwardedRequest { request: RemoteRequest { at: 0, ..request }, data, reply };
     // The owner has a copy of the data: if the store is closed, nothing of this worker is needed
     // there.
     let forwarded = async {

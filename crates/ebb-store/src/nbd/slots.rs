@@ -20,7 +20,7 @@ use crate::{Extent, push_extent};
 
 /// A request to the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct NbdRequest {
+pub(crate) struct RemoteRequest {
     pub(crate) command: Command,
     pub(crate) flags: CommandFlags,
     pub(crate) offset: u64,
@@ -68,7 +68,7 @@ pub(crate) struct Cookie(pub(crate) u64);
 struct RequestSlot<B, H> {
     phase: RequestPhase,
     generation: u32,
-    request: NbdRequest,
+    request: RemoteRequest,
     buf: Option<B>,
     /// The sender or the receiver has the buffer.
     buf_out: bool,
@@ -130,7 +130,12 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
     }
 
     /// Queues a request. The buffer is at least `request.at` plus the request's length.
-    pub(crate) fn push(&mut self, request: NbdRequest, buf: Option<B>, guard: Option<H>) -> Cookie {
+    pub(crate) fn push(
+        &mut self,
+        request: RemoteRequest,
+        buf: Option<B>,
+        guard: Option<H>,
+    ) -> Cookie {
         let index = self.place();
         let slot = &mut self.list[index];
         slot.phase = RequestPhase::Queued;
@@ -143,7 +148,7 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
     }
 
     /// As [`RequestSlots::push`], at the front of the queue.
-    pub(crate) fn push_first(&mut self, request: NbdRequest) -> Cookie {
+    pub(crate) fn push_first(&mut self, request: RemoteRequest) -> Cookie {
         let cookie = self.push(request, None, None);
         self.queue.rotate_right(1);
         cookie
@@ -156,7 +161,7 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
         self.list.push(RequestSlot {
             phase: RequestPhase::Free,
             generation: 0,
-            request: NbdRequest {
+            request: RemoteRequest {
                 command: Command::Flush,
                 flags: CommandFlags::NONE,
                 offset: 0,
@@ -522,7 +527,7 @@ fn index_of(cookie: Cookie) -> usize {
     usize::try_from(cookie.0 & 0xffff_ffff).unwrap_or(usize::MAX)
 }
 
-fn header(request: &NbdRequest, cookie: Cookie) -> [u8; REQUEST_LEN] {
+fn header(request: &RemoteRequest, cookie: Cookie) -> [u8; REQUEST_LEN] {
     let mut bytes = [0; REQUEST_LEN];
     bytes[..4].copy_from_slice(&magic::REQUEST.to_be_bytes());
     bytes[4..6].copy_from_slice(&request.flags.0.to_be_bytes());

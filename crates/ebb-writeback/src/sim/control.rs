@@ -5,13 +5,13 @@
 use super::law::Law;
 use super::linux::LinuxWriteback;
 use crate::{
-    Bdi, BdiOptions, BdiStats, Error, FlushPlan, Nanos, PressureLevel, Verdict, VolumeId,
-    WriteOutcome, Writeback, WritebackOptions, WritebackStats,
+    Bdi, BdiOptions, BdiStats, FlushPlan, Nanos, PressureLevel, Verdict, VolumeId, WriteOutcome,
+    Writeback, WritebackError, WritebackOptions, WritebackStats,
 };
 
 /// The control thread's side; see [`Writeback`].
 pub(super) trait Control {
-    fn add_bdi(&mut self, options: BdiOptions) -> Result<Box<dyn DeviceControl>, Error>;
+    fn add_bdi(&mut self, options: BdiOptions) -> Result<Box<dyn DeviceControl>, WritebackError>;
     fn set_limit(&mut self, bytes: u64, now: Nanos);
     fn set_pressure(&mut self, level: PressureLevel, now: Nanos);
     fn update(&mut self, now: Nanos);
@@ -20,7 +20,7 @@ pub(super) trait Control {
 
 /// One device; see [`Bdi`].
 pub(super) trait DeviceControl {
-    fn add_volume(&mut self) -> Result<VolumeId, Error>;
+    fn add_volume(&mut self) -> Result<VolumeId, WritebackError>;
     fn reserve(&mut self, volume: VolumeId, bytes: u64, requested: Nanos, now: Nanos) -> Verdict;
     fn plan(&mut self, now: Nanos) -> FlushPlan;
     fn on_writeback(&mut self, volume: VolumeId, bytes: u64, now: Nanos);
@@ -31,7 +31,11 @@ pub(super) trait DeviceControl {
 
 /// The controller of a law. `background` is the background threshold of the Linux laws as a fraction of the
 /// limit.
-pub(super) fn control(law: Law, limit: u64, background: u32) -> Result<Box<dyn Control>, Error> {
+pub(super) fn control(
+    law: Law,
+    limit: u64,
+    background: u32,
+) -> Result<Box<dyn Control>, WritebackError> {
     Ok(match law {
         Law::Horizon => Box::new(Writeback::new(&WritebackOptions::new(limit))?),
         Law::Linux | Law::LinuxOld { .. } => Box::new(LinuxWriteback::new(law, limit, background)),
@@ -39,7 +43,7 @@ pub(super) fn control(law: Law, limit: u64, background: u32) -> Result<Box<dyn C
 }
 
 impl Control for Writeback {
-    fn add_bdi(&mut self, options: BdiOptions) -> Result<Box<dyn DeviceControl>, Error> {
+    fn add_bdi(&mut self, options: BdiOptions) -> Result<Box<dyn DeviceControl>, WritebackError> {
         Ok(Box::new(Writeback::add_bdi(self, options, 0)?))
     }
 
@@ -61,7 +65,7 @@ impl Control for Writeback {
 }
 
 impl DeviceControl for Bdi {
-    fn add_volume(&mut self) -> Result<VolumeId, Error> {
+    fn add_volume(&mut self) -> Result<VolumeId, WritebackError> {
         Bdi::add_volume(self, 1)
     }
 

@@ -3,7 +3,7 @@
 //! Writes are served one after the other. A device is *busy* while it serves or stalls with work in its
 //! queue; writes that are served but not yet reported (latency, batches) do not make it busy.
 
-use super::random::Random;
+use super::random::SimRandom;
 use super::time_of;
 use crate::units::{Nanos, bytes_in};
 
@@ -39,9 +39,9 @@ impl Model {
 
 /// The state of a device.
 #[derive(Debug)]
-pub(crate) struct Device {
+pub(crate) struct SimDevice {
     pub(crate) model: Model,
-    random: Random,
+    random: SimRandom,
     free_at: Nanos,
     busy: Nanos,
     next_stall: Nanos,
@@ -49,9 +49,9 @@ pub(crate) struct Device {
     rested: (u64, Nanos),
 }
 
-impl Device {
+impl SimDevice {
     pub(crate) fn new(model: Model, seed: u64) -> Self {
-        let mut random = Random::new(seed);
+        let mut random = SimRandom::new(seed);
         let next_stall = match model.stalls {
             Some((every, _)) => random.next() % every.max(1) + every / 2,
             None => Nanos::MAX,
@@ -121,7 +121,7 @@ mod tests {
             (Model { stalls, ..Model::plain(100_000_000) }, 90.0),
             (Model { seek: 10 * MILLISECOND, ..Model::plain(100_000_000) }, 50.0),
         ] {
-            let mut device = Device::new(model, 1);
+            let mut device = SimDevice::new(model, 1);
             let mut end = 0;
             for _ in 0..5000 {
                 end = device.submit(1_000_000, 0).unwrap();
@@ -135,7 +135,7 @@ mod tests {
     #[test]
     fn an_idle_device_accepts_a_burst_at_once() {
         let model = Model { burst: 5_000_000, ..Model::plain(10_000_000) };
-        let mut device = Device::new(model, 1);
+        let mut device = SimDevice::new(model, 1);
         assert_eq!(device.submit(3_000_000, 0), Some(0));
         let second = device.submit(3_000_000, 0).unwrap();
         assert!(second.abs_diff(100 * MILLISECOND) < 11 * MILLISECOND, "{second}");
@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn a_dead_device_completes_nothing() {
         let model = Model { dies: Some(SECOND), ..Model::plain(1_000_000) };
-        let mut device = Device::new(model, 1);
+        let mut device = SimDevice::new(model, 1);
         assert!(device.submit(500_000, 0).is_some());
         assert!(device.submit(800_000, 0).is_none());
         assert!(device.submit(1, 2 * SECOND).is_none());

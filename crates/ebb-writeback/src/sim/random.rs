@@ -2,9 +2,9 @@
 
 /// A seeded source.
 #[derive(Debug, Clone)]
-pub(crate) struct Random(u64);
+pub(crate) struct SimRandom(u64);
 
-impl Random {
+impl SimRandom {
     pub(crate) fn new(seed: u64) -> Self {
         Self(seed)
     }

@@ -7,7 +7,7 @@ use super::law::{LAWS, Law, name};
 use super::plot::{Curve, svg};
 use super::scenario::{ALL, Scenario};
 use super::world;
-use crate::Error;
+use crate::WritebackError;
 
 /// One scenario under one law.
 #[derive(Debug, Clone)]
@@ -33,7 +33,10 @@ pub struct Comparison {
 ///
 /// # Errors
 /// The controller's error for options it does not accept.
-pub fn measure(scenario: &'static Scenario, law: Law) -> std::result::Result<LawResult, Error> {
+pub fn measure(
+    scenario: &'static Scenario,
+    law: Law,
+) -> std::result::Result<LawResult, WritebackError> {
     let setup = (scenario.setup)(law);
     let mut run = world::run(&setup)?;
     let figures = (scenario.measure)(&setup, &run);
@@ -45,7 +48,7 @@ pub fn measure(scenario: &'static Scenario, law: Law) -> std::result::Result<Law
 ///
 /// # Errors
 /// As [`measure`].
-pub fn all() -> std::result::Result<Vec<Comparison>, Error> {
+pub fn all() -> std::result::Result<Vec<Comparison>, WritebackError> {
     let compare = |scenario| {
         let results = LAWS.iter().map(|law| measure(scenario, *law));
         Ok(Comparison { scenario, results: results.collect::<std::result::Result<_, _>>()? })

@@ -8,7 +8,7 @@ use super::figure::{
     unrest, utilisation,
 };
 use super::law::Law;
-use super::world::{Action, SAMPLE, Sample, Setup, SimRun, WriterModel};
+use super::world::{SAMPLE, Sample, Setup, SimAction, SimRun, WriterModel};
 use crate::units::{MILLISECOND, Nanos, SECOND, WHOLE};
 use crate::{BdiOptions, PressureLevel};
 
@@ -459,8 +459,8 @@ fn cut(law: Law) -> Setup {
     let devices = vec![device(Model::plain(100 * MB)), device(Model::plain(50 * MB))];
     let writers = vec![0, 0, 1, 1].into_iter().map(WriterModel::stream).collect();
     let actions = vec![
-        (10 * SECOND, Action::Limit(150 * MB)),
-        (20 * SECOND, Action::Pressure(PressureLevel::Squeeze)),
+        (10 * SECOND, SimAction::Limit(150 * MB)),
+        (20 * SECOND, SimAction::Pressure(PressureLevel::Squeeze)),
     ];
     Setup { devices, writers, actions, ..setup(law, 300 * MB, 30) }
 }

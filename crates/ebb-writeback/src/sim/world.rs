@@ -4,11 +4,11 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
 use super::control::{Control, DeviceControl, control};
-use super::device::{Device, Model};
+use super::device::{Model, SimDevice};
 use super::law::Law;
 use super::time_of;
 use crate::units::{MILLISECOND, Nanos, SECOND, bytes_in};
-use crate::{BdiOptions, Error, PressureLevel, Verdict, VolumeId};
+use crate::{BdiOptions, PressureLevel, Verdict, VolumeId, WritebackError};
 
 /// How often the control thread runs.
 const KEEP: Nanos = 10 * MILLISECOND;
@@ -48,7 +48,7 @@ impl WriterModel {
 
 /// A change of the controller's settings during the run.
 #[derive(Debug, Clone, Copy)]
-pub enum Action {
+pub enum SimAction {
     /// The limit changes.
     Limit(u64),
     /// Memory pressure changes.
@@ -69,7 +69,7 @@ pub struct Setup {
     /// Writers; each is a volume of its own.
     pub writers: Vec<WriterModel>,
     /// Changes of settings, with their times.
-    pub actions: Vec<(Nanos, Action)>,
+    pub actions: Vec<(Nanos, SimAction)>,
     /// Length of the run.
     pub length: Nanos,
     /// The seed of all random numbers.
@@ -138,7 +138,7 @@ struct Writer {
 
 struct Disk {
     bdi: Box<dyn DeviceControl>,
-    device: Device,
+    device: SimDevice,
     /// Served in this order: in service, served but not reported, reported (waiting for the latency).
     serving: VecDeque<Write>,
     served: VecDeque<Write>,
@@ -163,7 +163,7 @@ struct World {
     writeback: Box<dyn Control>,
     disks: Vec<Disk>,
     writers: Vec<Writer>,
-    actions: Vec<(Nanos, Action)>,
+    actions: Vec<(Nanos, SimAction)>,
     run: SimRun,
 }
 
@@ -171,7 +171,7 @@ struct World {
 ///
 /// # Errors
 /// The controller's error for options it does not accept.
-pub fn run(setup: &Setup) -> Result<SimRun, Error> {
+pub fn run(setup: &Setup) -> Result<SimRun, WritebackError> {
     let mut world = World::new(setup)?;
     while let Some(Reverse((at, _, event))) = world.events.pop() {
         if at > setup.length {
@@ -184,13 +184,13 @@ pub fn run(setup: &Setup) -> Result<SimRun, Error> {
 }
 
 impl World {
-    fn new(setup: &Setup) -> Result<Self, Error> {
+    fn new(setup: &Setup) -> Result<Self, WritebackError> {
         let mut writeback = control(setup.law, setup.limit, setup.background)?;
         let mut disks = Vec::new();
         for (seed, (model, options)) in (setup.seed..).zip(&setup.devices) {
             disks.push(Disk {
                 bdi: writeback.add_bdi(options.clone())?,
-                device: Device::new(model.clone(), seed),
+                device: SimDevice::new(model.clone(), seed),
                 serving: VecDeque::new(),
                 served: VecDeque::new(),
                 reported: VecDeque::new(),
@@ -272,8 +272,8 @@ impl World {
             }
             Event::Sample => self.sample(),
             Event::Act { index } => match self.actions[index].1 {
-                Action::Limit(bytes) => self.writeback.set_limit(bytes, self.now),
-                Action::Pressure(level) => self.writeback.set_pressure(level, self.now),
+                SimAction::Limit(bytes) => self.writeback.set_limit(bytes, self.now),
+                SimAction::Pressure(level) => self.writeback.set_pressure(level, self.now),
             },
         }
     }

@@ -8,7 +8,7 @@ use ebb_config::VolumeConfig;
 use ebb_store::Store;
 
 use super::claims::{FileClaim, FileClaims};
-use crate::bdi::DeviceKey;
+use crate::bdi::BdiKey;
 use crate::stores::{Expected, FileIdentity, StoreError, inspect, open_store, same_target};
 
 /// An opened store, with its claim and its backing device.
@@ -18,7 +18,7 @@ pub struct Opened {
     /// Its claim to its file.
     pub(super) claim: Option<FileClaim>,
     /// The backing device it is on.
-    pub(super) device: DeviceKey,
+    pub(super) device: BdiKey,
 }
 
 impl Opened {
@@ -29,7 +29,7 @@ impl Opened {
         store: Store,
         claim: Option<FileClaim>,
     ) -> Opened {
-        Opened { store, claim, device: DeviceKey::of(name, config) }
+        Opened { store, claim, device: BdiKey::of(name, config) }
     }
 }
 

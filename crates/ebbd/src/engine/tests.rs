@@ -148,7 +148,7 @@ impl World {
         opener: Arc<dyn Opener>,
     ) -> World {
         let started = ebb_mem::clock::now();
-        let memory = Memory::new(ebb_mem::Options::new(64 << 20, started)).unwrap();
+        let memory = Memory::new(ebb_mem::MemoryOptions::new(64 << 20, started)).unwrap();
         let worker = Worker::start("engine", &memory).unwrap();
         let options = CacheOptions { max_bytes: Some(16 << 20), min_bytes: 0, started };
         let volumes = Volumes::default();

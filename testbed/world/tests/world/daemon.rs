@@ -19,7 +19,7 @@ use ebb_config::params::{Configured, Key, Parameters};
 use ebb_config::{Config, ServeArgs, StoreUri, VolumeConfig};
 use ebb_export_nbd::{Server, ServerLimits, TlsMode};
 use ebb_export_xen::shm::World as Machine;
-use ebb_export_xen::{Backend, Figures, NextRun, Options, XenParameters, XenstoreControl};
+use ebb_export_xen::{Backend, BackendOptions, Figures, NextRun, XenParameters, XenstoreControl};
 use ebb_io::fd_from;
 use ebb_io::sim::SimWorker;
 use ebb_mem::Memory;
@@ -278,7 +278,7 @@ impl Daemon {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let config = configuration(&settings, volumes);
         let parameters = Parameters::new(&Configured::from(&config));
-        let mut options = ebb_mem::Options::new(settings.ceiling, now);
+        let mut options = ebb_mem::MemoryOptions::new(settings.ceiling, now);
         options.lend = settings.lend;
         let memory = Memory::new(options).unwrap();
         parameters.govern(&memory);
@@ -414,7 +414,7 @@ impl Daemon {
     /// As `ebbd` does.
     fn serve_guests(&mut self, xen: Xen) {
         let workers = vec![self.worker.handle()];
-        let mut options = Options::new(Arc::new(xen.machine), workers, self.volumes.clone());
+        let mut options = BackendOptions::new(Arc::new(xen.machine), workers, self.volumes.clone());
         options.parameters = self.grants.clone();
         let engine = Arc::downgrade(&self.engine);
         options.awaited =

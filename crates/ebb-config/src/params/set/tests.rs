@@ -162,7 +162,7 @@ fn page_pools_and_zones_follow() {
     parameters.set("buffer_squeeze_duration_ms", Some("b"), &json!(60_000)).unwrap();
     assert_eq!([&a, &b].map(|pool| pool.buffer_squeeze_duration_ms()), [10, 60_000]);
 
-    let options = ebb_mem::Options::new(64 << 20, std::time::Instant::now());
+    let options = ebb_mem::MemoryOptions::new(64 << 20, std::time::Instant::now());
     let memory = ebb_mem::Memory::new(options).unwrap();
     parameters.set("zone_limit_bytes.8K", None, &json!("2M")).unwrap();
     parameters.govern(&memory);

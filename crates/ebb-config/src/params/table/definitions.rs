@@ -1,6 +1,6 @@
 //! The definition of each parameter: the texts and numbers of the table.
 
-use super::{CLASSES, Definition, Kind, Scope};
+use super::{CLASSES, Definition, Kind, ParameterScope};
 
 const SWITCH: &[&str] = &["off", "on"];
 pub(super) const LEVELS: &[&str] = &["error", "warn", "info", "debug"];
@@ -8,7 +8,7 @@ pub(super) const LEVELS: &[&str] = &["error", "warn", "info", "debug"];
 pub(super) const MAX_BUFFER_PAGES: Definition = Definition {
     name: "max_buffer_pages",
     members: &[],
-    scope: Scope::Volume,
+    scope: ParameterScope::Volume,
     kind: Kind::Number,
     unit: "pages of 4096 bytes, for each queue",
     default: 1024,
@@ -31,7 +31,7 @@ pub(super) const MAX_BUFFER_PAGES: Definition = Definition {
 pub(super) const BUFFER_SQUEEZE_DURATION_MS: Definition = Definition {
     name: "buffer_squeeze_duration_ms",
     members: &[],
-    scope: Scope::Volume,
+    scope: ParameterScope::Volume,
     kind: Kind::Number,
     unit: "milliseconds",
     default: 10,
@@ -52,7 +52,7 @@ pub(super) const BUFFER_SQUEEZE_DURATION_MS: Definition = Definition {
 pub(super) const ZONE_LIMIT_BYTES: Definition = Definition {
     name: "zone_limit_bytes",
     members: &CLASSES,
-    scope: Scope::Daemon,
+    scope: ParameterScope::Daemon,
     kind: Kind::Size,
     unit: "bytes",
     default: 0,
@@ -72,7 +72,7 @@ pub(super) const ZONE_LIMIT_BYTES: Definition = Definition {
 pub(super) const CACHE_MAX: Definition = Definition {
     name: "cache_max",
     members: &[],
-    scope: Scope::Daemon,
+    scope: ParameterScope::Daemon,
     kind: Kind::Size,
     unit: "bytes",
     default: 0,
@@ -94,7 +94,7 @@ pub(super) const CACHE_MAX: Definition = Definition {
 pub(super) const CACHE_MIN: Definition = Definition {
     name: "cache_min",
     members: &[],
-    scope: Scope::Daemon,
+    scope: ParameterScope::Daemon,
     kind: Kind::Size,
     unit: "bytes",
     default: 0,
@@ -113,7 +113,7 @@ pub(super) const CACHE_MIN: Definition = Definition {
 pub(super) const MAX_PERSISTENT_GRANTS: Definition = Definition {
     name: "max_persistent_grants",
     members: &[],
-    scope: Scope::Daemon,
+    scope: ParameterScope::Daemon,
     kind: Kind::Number,
     unit: "grants, for each ring of a Xen guest",
     default: 1056,
@@ -138,7 +138,7 @@ pub(super) const MAX_PERSISTENT_GRANTS: Definition = Definition {
 pub(super) const PERSISTENT_GRANT_UNUSED_SECONDS: Definition = Definition {
     name: "persistent_grant_unused_seconds",
     members: &[],
-    scope: Scope::Daemon,
+    scope: ParameterScope::Daemon,
     kind: Kind::Number,
     unit: "seconds",
     default: 60,
@@ -157,7 +157,7 @@ pub(super) const PERSISTENT_GRANT_UNUSED_SECONDS: Definition = Definition {
 pub(super) const FEATURE_PERSISTENT: Definition = Definition {
     name: "feature_persistent",
     members: &[],
-    scope: Scope::Daemon,
+    scope: ParameterScope::Daemon,
     kind: Kind::Word(SWITCH),
     unit: "switch",
     default: 1,
@@ -177,7 +177,7 @@ pub(super) const FEATURE_PERSISTENT: Definition = Definition {
 pub(super) const POLL_US: Definition = Definition {
     name: "poll_us",
     members: &[],
-    scope: Scope::Daemon,
+    scope: ParameterScope::Daemon,
     kind: Kind::Number,
     unit: "microseconds, for each request",
     default: 100,
@@ -201,7 +201,7 @@ pub(super) const POLL_US: Definition = Definition {
 pub(super) const MAX_CLIENTS: Definition = Definition {
     name: "max_clients",
     members: &[],
-    scope: Scope::Daemon,
+    scope: ParameterScope::Daemon,
     kind: Kind::Number,
     unit: "connections",
     default: 256,
@@ -220,7 +220,7 @@ pub(super) const MAX_CLIENTS: Definition = Definition {
 pub(super) const MAX_REQUEST: Definition = Definition {
     name: "max_request",
     members: &[],
-    scope: Scope::Daemon,
+    scope: ParameterScope::Daemon,
     kind: Kind::Size,
     unit: "bytes",
     default: 32 << 20,
@@ -236,7 +236,7 @@ pub(super) const MAX_REQUEST: Definition = Definition {
 pub(super) const CONNECTION_MEMORY: Definition = Definition {
     name: "connection_memory",
     members: &[],
-    scope: Scope::Daemon,
+    scope: ParameterScope::Daemon,
     kind: Kind::Size,
     unit: "bytes",
     default: 64 << 20,
@@ -253,7 +253,7 @@ pub(super) const CONNECTION_MEMORY: Definition = Definition {
 pub(super) const LOG: Definition = Definition {
     name: "log",
     members: &[],
-    scope: Scope::Daemon,
+    scope: ParameterScope::Daemon,
     kind: Kind::Word(LEVELS),
     unit: "level",
     default: 2,
@@ -271,7 +271,7 @@ pub(super) const LOG: Definition = Definition {
 pub(super) const MIN_RATIO: Definition = Definition {
     name: "min_ratio",
     members: &[],
-    scope: Scope::Bdi,
+    scope: ParameterScope::Bdi,
     kind: Kind::Percent,
     unit: "per cent of the limit of all dirty data",
     default: 0,
@@ -291,7 +291,7 @@ pub(super) const MIN_RATIO: Definition = Definition {
 pub(super) const MAX_RATIO: Definition = Definition {
     name: "max_ratio",
     members: &[],
-    scope: Scope::Bdi,
+    scope: ParameterScope::Bdi,
     kind: Kind::Percent,
     unit: "per cent of the limit of all dirty data",
     default: 1_000_000,
@@ -310,7 +310,7 @@ pub(super) const MAX_RATIO: Definition = Definition {
 pub(super) const MAX_BYTES: Definition = Definition {
     name: "max_bytes",
     members: &[],
-    scope: Scope::Bdi,
+    scope: ParameterScope::Bdi,
     kind: Kind::Size,
     unit: "bytes",
     default: 0,
@@ -331,7 +331,7 @@ pub(super) const MAX_BYTES: Definition = Definition {
 pub(super) const STRICT_LIMIT: Definition = Definition {
     name: "strict_limit",
     members: &[],
-    scope: Scope::Bdi,
+    scope: ParameterScope::Bdi,
     kind: Kind::Word(SWITCH),
     unit: "switch",
     default: 0,

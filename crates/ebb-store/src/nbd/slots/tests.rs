@@ -52,9 +52,9 @@ fn receive(slots: &mut Requests, mut bytes: &[u8]) -> Result<usize, ProtocolViol
     }
 }
 
-fn request(command: Command, offset: u64, length: u32) -> NbdRequest {
+fn request(command: Command, offset: u64, length: u32) -> RemoteRequest {
     let zeroes = false;
-    NbdRequest { command, flags: CommandFlags::NONE, offset, length, at: 0, limit: 8, zeroes }
+    RemoteRequest { command, flags: CommandFlags::NONE, offset, length, at: 0, limit: 8, zeroes }
 }
 
 /// Queues and sends one request; reads and writes get a buffer full of `0xee`.
@@ -278,7 +278,7 @@ fn content(offset: u64) -> u8 {
 fn reply_to(
     random: &mut Random,
     cookie: Cookie,
-    requested: NbdRequest,
+    requested: RemoteRequest,
     bytes: &mut Vec<u8>,
 ) -> bool {
     let (offset, length) = (requested.offset, requested.length);

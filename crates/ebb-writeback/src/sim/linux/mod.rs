@@ -18,7 +18,8 @@ use super::law::Law;
 use crate::config::{MAX_LIMIT, MIN_LIMIT};
 use crate::units::{MILLISECOND, Nanos, RATE_MOST, SECOND, part};
 use crate::{
-    BdiOptions, BdiStats, Error, FlushPlan, PressureLevel, Verdict, VolumeId, WritebackStats,
+    BdiOptions, BdiStats, FlushPlan, PressureLevel, Verdict, VolumeId, WritebackError,
+    WritebackStats,
 };
 
 /// Linux lowers its limit by 1/32 of the difference at this interval.
@@ -131,7 +132,7 @@ impl LinuxWriteback {
 }
 
 impl Control for LinuxWriteback {
-    fn add_bdi(&mut self, options: BdiOptions) -> Result<Box<dyn DeviceControl>, Error> {
+    fn add_bdi(&mut self, options: BdiOptions) -> Result<Box<dyn DeviceControl>, WritebackError> {
         options.checked()?;
         let shared = Rc::clone(&self.shared);
         shared.min_ratios.set(shared.min_ratios.get() + u64::from(options.min_ratio));
@@ -197,7 +198,7 @@ impl LinuxBdi {
 }
 
 impl DeviceControl for LinuxBdi {
-    fn add_volume(&mut self) -> Result<VolumeId, Error> {
+    fn add_volume(&mut self) -> Result<VolumeId, WritebackError> {
         self.tasks.push(LinuxTask::default());
         Ok(VolumeId(self.tasks.len() - 1))
     }

@@ -6,7 +6,7 @@ use ebb_export_xen::abi::op;
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World as Machine;
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
-use ebb_export_xen::{Backend, DiskSpec, Options, attach, detach, device_number};
+use ebb_export_xen::{Backend, BackendOptions, DiskSpec, attach, detach, device_number};
 
 use super::*;
 
@@ -32,7 +32,7 @@ fn a_guest_keeps_its_disk_through_a_failed_reload_and_is_notified_of_a_new_store
     world.start(on("one"), None);
     let machine = Machine::default();
     let workers = vec![world.worker.handle()];
-    let options = Options::new(Arc::new(machine.clone()), workers, world.volumes.clone());
+    let options = BackendOptions::new(Arc::new(machine.clone()), workers, world.volumes.clone());
     world.engine.serve_guests(Backend::start(options).unwrap());
     let guest = machine.guest(1, 64).unwrap();
     attach_disk(&machine);
@@ -81,7 +81,8 @@ fn an_orderly_stop_leaves_a_written_back_volume_to_the_next_daemon() {
         world.stores.set("disk", Fate::Opens(store.clone()));
         world.start(listed(), None);
         let workers = vec![world.worker.handle()];
-        let mut options = Options::new(Arc::new(machine.clone()), workers, world.volumes.clone());
+        let mut options =
+            BackendOptions::new(Arc::new(machine.clone()), workers, world.volumes.clone());
         options.journals = Some(journals.path().to_owned());
         world.engine.serve_guests(Backend::start(options).unwrap());
         if life == 1 {
