@@ -88,6 +88,10 @@ pub(crate) const UNSAFE: &[&str] = &[
     "testbed/src/bin/guest-load.rs",
 ];
 
+/// Names that several types of the product may share, and why.
+pub(crate) const SHARED_NAMES: &[(&str, &str)] =
+    &[("Mutex", "that of `std::sync`, which models replace; each crate has its own")];
+
 /// An exception: the rule, the file, how many places at most, and why.
 pub(crate) type Allowed = (&'static str, &'static str, usize, &'static str);
 

@@ -1,6 +1,10 @@
-//! The rules about names in prose: what ARCHITECTURE.md names exists in the code, and each document
-//! that a comment or a document cites is in the tree or public.
+//! The rules about names. In prose: what ARCHITECTURE.md names exists in the code, and each document
+//! that a comment or a document cites is in the tree or public. In the code: no two types of the
+//! product that another module can see have the same name.
 
+use std::collections::BTreeMap;
+
+use super::lists::SHARED_NAMES;
 use super::{Source, item_end, positions, read_tree, root};
 
 /// Names in ARCHITECTURE.md that are those of the standard library.
@@ -214,6 +218,104 @@ fn missing_documents(source: &Source, sources: &[Source]) -> Vec<String> {
         found.extend(missing.iter().map(|what| format!("{}:{}: {what}", source.path, index + 1)));
     }
     found
+}
+
+/// The types of the product in a file that other modules can see, with their lines. Without those of
+/// tests.
+fn visible_types(source: &Source) -> Vec<(&str, usize)> {
+    let mut found = Vec::new();
+    for at in positions(&source.code, "pub") {
+        let rest = &source.code[at + 3..];
+        let rest = match rest.strip_prefix('(').and_then(|inside| inside.split_once(')')) {
+            Some(("self", _)) => continue,
+            Some((_, rest)) => rest,
+            None => rest,
+        };
+        let mut words = rest.split_whitespace().filter(|word| *word != "unsafe");
+        let is_type = |word| ["struct", "enum", "union", "trait", "type"].contains(&word);
+        let (true, Some(name)) = (words.next().is_some_and(is_type), words.next()) else {
+            continue;
+        };
+        let name = name.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_');
+        // A macro's `$name` is no name.
+        let name = name.into_iter().next().filter(|name| !name.is_empty());
+        found.extend(name.map(|name| (name, source.line_at(at))));
+    }
+    let in_product = source.is_product() && source.path.contains("/src/");
+    found.retain(|(_, line)| in_product && !source.is_test(*line));
+    found
+}
+
+/// Names that several types of the product have, each with its places; and exceptions of which there
+/// is no need.
+fn shared_names(sources: &[Source], allowed: &[(&str, &str)]) -> Vec<String> {
+    let mut places: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for source in sources.iter().filter(|source| source.is_rust()) {
+        for (name, line) in visible_types(source) {
+            places.entry(name).or_default().push(format!("{}:{line}", source.path));
+        }
+    }
+    places.retain(|_, places| places.len() > 1);
+    let unused = allowed.iter().filter(|(name, _)| !places.contains_key(name));
+    let unused = unused.map(|(name, why)| format!("{name}: needs no exception any more ({why})"));
+    let unused: Vec<String> = unused.collect();
+    places.retain(|name, _| !allowed.iter().any(|(known, _)| known == name));
+    let shared = places.iter().map(|(name, places)| format!("{name}: {}", places.join(", ")));
+    shared.chain(unused).collect()
+}
+
+#[test]
+fn no_two_types_of_the_product_share_a_name() {
+    let mut sources = Vec::new();
+    read_tree(&root(), "", &mut sources).unwrap();
+    let types: usize = sources.iter().map(|source| visible_types(source).len()).sum();
+    assert!(types > 300, "{types} types were read");
+    let shared = shared_names(&sources, SHARED_NAMES);
+    assert!(shared.is_empty(), "say in the name what each of them is:\n{}", shared.join("\n"));
+}
+
+#[test]
+fn types_that_share_a_name_are_caught() {
+    let (one, two) = ("crates/ebb-x/src/one.rs", "crates/ebb-y/src/two.rs");
+    let shared = |first: &str, path: &str, second: &str, allowed: &[(&str, &str)]| {
+        let first = format!("//! Why.\n{first}\n");
+        let second = format!("//! Why.\n\n{second}\n");
+        shared_names(&[Source::new(one, &first), Source::new(path, &second)], allowed)
+    };
+    let places = "Disk: crates/ebb-x/src/one.rs:2, crates/ebb-y/src/two.rs:3";
+    for second in [
+        "pub struct Disk;",
+        "pub(crate) struct Disk(u8);",
+        "pub(super) enum Disk { A }",
+        "pub(in crate::a) struct Disk<T> { a: T }",
+        "    pub unsafe trait Disk: Send {}",
+        "pub type Disk = u8;",
+        "pub type Disk<T> = Result<T, u8>;",
+    ] {
+        assert_eq!(shared("pub struct Disk;", two, second, &[]), [places], "{second}");
+    }
+    for second in [
+        "struct Disk;",
+        "pub(self) struct Disk;",
+        "pub struct Disks;",
+        "pub use one::Disk;",
+        "pub fn disk() -> Disk {}",
+        "// pub struct Disk;",
+        "impl Open for One { type Disk = u8; }",
+        "#[cfg(test)]\nmod tests { pub struct Disk; }",
+        "pub struct $name;",
+    ] {
+        assert_eq!(shared("pub struct Disk;", two, second, &[]), [""; 0], "{second}");
+    }
+    // Twice in one file; in a test, and outside the product.
+    assert_eq!(shared("pub struct A; mod b { pub struct A; }", two, "", &[]).len(), 1);
+    for path in ["crates/ebb-y/tests/two.rs", "crates/ebb-y/src/tests.rs", "testbed/src/two.rs"] {
+        assert_eq!(shared("pub struct Disk;", path, "pub struct Disk;", &[]), [""; 0], "{path}");
+    }
+    let allowed = [("Disk", "the same one")];
+    assert_eq!(shared("pub struct Disk;", two, "pub enum Disk {}", &allowed), [""; 0]);
+    let unused = "Disk: needs no exception any more (the same one)";
+    assert_eq!(shared("pub struct Disk;", two, "", &allowed), [unused]);
 }
 
 #[test]
