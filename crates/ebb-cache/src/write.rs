@@ -26,7 +26,13 @@ const LARGE: usize = 256 << 10;
 /// Lock acquisitions, of up to 64 frames each, before the task yields.
 const LOCKS_PER_YIELD: u32 = 8;
 /// Frames of a request that are copied before the task yields: a MiB.
-pub(crate) const FRAMES_AT_ONCE: usize = 16;
+const FRAMES_AT_ONCE: usize = 16;
+
+/// Whether the task yields before it copies this frame of a request, counted from 0.
+#[inline]
+pub(crate) fn yields_before(frame: usize) -> bool {
+    frame > 0 && frame.is_multiple_of(FRAMES_AT_ONCE)
+}
 
 /// A write in flight. If it is dropped before it has completed, the shards keep its entry, since the store
 /// may still carry it out.
@@ -186,7 +192,7 @@ impl VolumeCache {
         let worker = io.pool().worker();
         if result.is_ok() {
             for (number, part) in parts(offset, buf.len()).enumerate() {
-                if number > 0 && number % FRAMES_AT_ONCE == 0 {
+                if yields_before(number) {
                     io.yield_now().await;
                 }
                 self.keep_written(worker, write.id, &part, &buf);

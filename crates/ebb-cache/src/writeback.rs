@@ -28,7 +28,7 @@ use crate::read::InflightWait;
 use crate::shard::shard_of;
 use crate::stats::Mode;
 use crate::volume::{PreparedBuffers, VolumeCache};
-use crate::write::FRAMES_AT_ONCE;
+use crate::write::yields_before;
 use crate::writeback_state::{BEFORE, CLUSTER_MAX, WritebackControl};
 
 /// Size of the flusher's reserved buffer.
@@ -90,7 +90,7 @@ impl VolumeCache {
     ) -> BufResult {
         let length = buf.len() as u64;
         for (number, part) in parts(offset, buf.len()).enumerate() {
-            if number > 0 && number % FRAMES_AT_ONCE == 0 {
+            if yields_before(number) {
                 io.yield_now().await;
             }
             match self.dirty_part(io, store, &part, &buf[part.range()]).await {
