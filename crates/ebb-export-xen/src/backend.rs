@@ -182,7 +182,7 @@ impl Backend {
     /// when [`DrainingDevices::drained`] returns.
     pub fn withdraw(&self, volume: &Arc<Volume>) -> DrainingDevices {
         // Sent first, so that the message precedes those about the ends of rings.
-        self.mailbox.send(Message::Withdraw(volume.name().to_string()));
+        self.mailbox.send(Message::Withdraw(Arc::downgrade(volume)));
         self.served.withdraw(volume)
     }
 

@@ -61,9 +61,10 @@ impl DeviceShared {
     }
 
     /// Whether a request that fails now gets no response, but stays in the journal for the successor: the volume was
-    /// given up because its store does not respond, which is no error of the disk.
+    /// given up because its store does not respond, which is no error of the disk. After a failed flush the guest is
+    /// told: the flush of a successor would succeed.
     pub(crate) fn leaves_failures(&self) -> bool {
-        self.stopping.load(Ordering::Relaxed) && self.volume.is_closing()
+        self.stopping.load(Ordering::Relaxed) && self.volume.is_closing() && !self.is_broken()
     }
 
     /// Lets requests in flight complete and consumes no new ones. Does not wait.

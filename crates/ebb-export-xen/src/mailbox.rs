@@ -1,8 +1,10 @@
 //! Messages to the thread that uses xenstore, and the eventfd that wakes it.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
+use std::sync::{Arc, Weak};
+
+use ebb_volume::Volume;
 
 use crate::device::DeviceKey;
 
@@ -16,7 +18,7 @@ pub(crate) enum Message {
     /// An awaited volume was added: check all devices again.
     VolumeAdded,
     /// The rings of a volume are being drained: notify its guests when they have ended.
-    Withdraw(String),
+    Withdraw(Weak<Volume>),
 }
 
 /// Wakes the thread that polls the other end.

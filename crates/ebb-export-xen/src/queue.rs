@@ -407,7 +407,15 @@ impl Queue {
             let slot = self.journal.slot(entry);
             let abi = self.ring.borrow().abi();
             let response = self.execute(&task, abi, &slot).await;
-            if response.status != Status::Error.code() || !self.disk.leaves_failures() {
+            if response.status == Status::Error.code() && self.disk.leaves_failures() {
+                if let Some(suppressed) = self.disk.log_limit.admit(ebb_mem::clock::now()) {
+                    tracing::warn!(
+                        queue = self.name,
+                        suppressed,
+                        "a request was given up: it gets no response until the next daemon completes it"
+                    );
+                }
+            } else {
                 self.complete(entry, response);
                 self.responses_ready.set();
             }

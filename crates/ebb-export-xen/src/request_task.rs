@@ -305,7 +305,9 @@ impl Queue {
             self.disk.unstable.cover(mark);
         }
         let unsupported = matches!(&result, Err(e) if e.kind == ErrorKind::Unsupported);
-        if result.is_err() && !unsupported && !self.disk.volume.is_closing() {
+        // Also while the volume is being closed: what the store lost stays lost. Only one that was given up is not.
+        let given_up = matches!(&result, Err(e) if e.kind == ErrorKind::Closing);
+        if result.is_err() && !unsupported && !given_up {
             self.disk.broken.store(true, Ordering::Relaxed);
             self.journal.note_broken();
         }

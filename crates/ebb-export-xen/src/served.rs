@@ -187,6 +187,12 @@ impl DrainingDevices {
         self.disks.iter().for_each(|(_, disk)| disk.unstable.settle());
     }
 
+    /// Notes that their volumes lost acknowledged writes when they were closed: a successor fails the guests' writes,
+    /// so that they notice it.
+    pub fn note_lost(&self) {
+        self.disks.iter().for_each(|(_, disk)| disk.unstable.note_lost());
+    }
+
     /// True once no request is in flight.
     pub fn is_drained(&self) -> bool {
         self.running().next().is_none()

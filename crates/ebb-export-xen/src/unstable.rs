@@ -53,6 +53,11 @@ impl Unstable {
         }
     }
 
+    /// Notes that acknowledged writes are lost: a successor fails the guest's writes.
+    pub(crate) fn note_lost(&self) {
+        self.journals().iter().for_each(|journal| journal.note_broken());
+    }
+
     /// Notes that everything is stable and that there are no further writes.
     pub(crate) fn settle(&self) {
         self.journals().iter().for_each(|journal| journal.note_unstable(false));

@@ -11,17 +11,17 @@ mod actions;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use ebb_io::WorkerHandle;
-use ebb_volume::{LogLimit, Volumes};
+use ebb_volume::{LogLimit, Volume, Volumes};
 use rustix::event::{PollFd, PollFlags, poll};
 
 use crate::allowance::Allowance;
 use crate::counting_store::CountingStore;
-use crate::device::{Device, DeviceError, DeviceKey, DeviceSettings};
+use crate::device::{Device, DeviceError, DeviceKey, DeviceSettings, Serving};
 use crate::mailbox::{Mailbox, Message};
 use crate::nodes::{number, optional};
 use crate::params::XenParameters;
@@ -309,18 +309,20 @@ impl XenstoreControl {
                 Message::Stop => {}
                 Message::Abandon => self.abandoned = true,
                 Message::VolumeAdded => self.mark_all(),
-                Message::Withdraw(name) => self.withdraw(&name),
+                Message::Withdraw(volume) => self.withdraw(&volume),
             }
         }
     }
 
     /// Notes that the devices of a volume are being drained.
-    fn withdraw(&mut self, name: &str) {
+    fn withdraw(&mut self, volume: &Weak<Volume>) {
         for (key, device) in &mut self.devices {
-            let serving = device.serving.as_ref();
-            if serving.is_some_and(|serving| **serving.disk.volume.name() == *name) {
+            // Not by name: a device may be served by a new volume of that name already.
+            let of_it = |serving: &&Serving| Arc::as_ptr(&serving.disk.volume) == volume.as_ptr();
+            if let Some(serving) = device.serving.as_ref().filter(of_it) {
+                let name = serving.disk.volume.name().to_string();
                 device.phase = DevicePhase::Draining;
-                device.withdrawn = Some(name.to_owned());
+                device.withdrawn = Some(name);
                 device.idle_seen = None;
                 device.changed = true;
                 self.dirty.insert(key.clone());

@@ -405,3 +405,119 @@ fn a_second_backend_with_directories_of_its_own_is_refused_until_the_first_has_e
     holder.wait().unwrap();
     drop(start(0).unwrap());
 }
+
+/// A guest's flush fails while a stop closes its volume: it is told, by this daemon or the next. A flush that the
+/// next daemon repeats would succeed over lost data.
+#[test]
+fn a_flush_that_fails_while_the_volume_is_closed_is_reported_to_the_guest() {
+    let mut rig = Rig::new();
+    let (volume, store) = volume(&rig, "failing");
+    let guest = rig.guest(1, 64);
+    let mut disk = rig.attach(&guest, "xvdb", "failing", FrontendConfig::default());
+    disk.connect().unwrap();
+    let mut data = pattern(5, 4096);
+    assert_eq!(disk.transfer(0, op::WRITE, 8, &mut data).unwrap(), 0, "acknowledged");
+    store.hang();
+    let (_, request) = disk.request(op::FLUSH_DISKCACHE, 0, &[]);
+    disk.queues[0].put(request);
+    disk.queues[0].push();
+    until("the flush is in flight", || volume.in_flight() > 0);
+    let backend = rig.backend.take().unwrap();
+    let ending = backend.begin_stop();
+    // The patience of the stop is over: it closes the volume.
+    let (sender, closed) = std::sync::mpsc::channel();
+    let closing = volume.clone();
+    rig.workers[0].handle().spawn(move |io| async move {
+        let _ = sender.send(closing.close(&io).await);
+    });
+    until("it closes", || volume.is_closing());
+    store.flush_faults.store(1000, Ordering::SeqCst);
+    store.release();
+    assert!(ending.wait_until(generous()));
+    let outcome = closed.recv_timeout(HANG).unwrap();
+    assert!(outcome.is_err() && !store.lost_sectors().is_empty());
+    assert_eq!(disk.queues[0].take().unwrap().map(|response| response.status), Some(-1));
+    assert!(backend.stop(generous()).is_empty());
+    rig.workers.clear();
+    store.flush_faults.store(0, Ordering::SeqCst);
+    let anew = Store::Test(Arc::new(store.open_anew()));
+    rig.add(Volume::new("failing", anew, VolumeOptions::default()));
+    rig.start(1, |_| {});
+    let status = disk.transfer(0, op::WRITE, 80, &mut pattern(6, 4096)).unwrap();
+    assert_eq!(status, -1, "the next daemon remembers it");
+}
+
+/// A volume is withdrawn and replaced while the thread for xenstore connects a device to the new one: the device stays
+/// with the new volume, and can be detached.
+#[test]
+fn a_device_of_a_new_volume_is_not_withdrawn_with_the_old_one() {
+    let mut rig = Rig::new();
+    rig.add(memory("swap", SIZE, false));
+    rig.stop();
+    let states = Arc::new([const { AtomicBool::new(false) }; 3]);
+    let shared = states.clone();
+    rig.start(1, |options| {
+        let [armed, inside, go] = [0, 1, 2];
+        let shared = shared.clone();
+        options.awaited = Arc::new(move |name: &str| {
+            // On xenstore's thread, while it checks guest 1's device: xenstored is slow here.
+            if name == "absent" && shared[armed].swap(false, Ordering::SeqCst) {
+                shared[inside].store(true, Ordering::SeqCst);
+                until("go", || shared[go].load(Ordering::SeqCst));
+            }
+            true
+        });
+    });
+    let (one, two) = (rig.guest(1, 64), rig.guest(2, 64));
+    let absent = rig.attach(&one, "xvdb", "absent", FrontendConfig::default());
+    let mut disk = rig.attach(&two, "xvdb", "swap", FrontendConfig::default());
+    absent.set("state", "1");
+    disk.set("state", "1");
+    disk.await_backend("2").unwrap();
+    states[0].store(true, Ordering::SeqCst);
+    rig.backend.as_ref().unwrap().recheck_devices();
+    until("the thread checks guest 1", || states[1].load(Ordering::SeqCst));
+    disk.share().unwrap();
+    disk.set("state", "3");
+    let old = rig.volumes.remove("swap").unwrap();
+    assert!(rig.backend.as_ref().unwrap().withdraw(&old).is_drained());
+    rig.add(memory("swap", SIZE, false));
+    rig.backend.as_ref().unwrap().recheck_devices();
+    states[2].store(true, Ordering::SeqCst);
+    disk.await_backend("4").unwrap();
+    disk.set("state", "4");
+    assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0, "it is served");
+    until("the disk is detached", || disk.step_close());
+}
+
+/// The last flush of a stop fails, and the guest has none in flight: the next daemon lets it notice the loss.
+#[test]
+fn what_the_last_flush_of_a_stop_loses_is_noticed_by_the_guest_of_the_next_daemon() {
+    let mut rig = Rig::new();
+    let (volume, store) = volume(&rig, "failing");
+    let guest = rig.guest(1, 64);
+    let mut disk = rig.attach(&guest, "xvdb", "failing", FrontendConfig::default());
+    disk.connect().unwrap();
+    let mut data = pattern(5, 4096);
+    assert_eq!(disk.transfer(0, op::WRITE, 8, &mut data).unwrap(), 0, "acknowledged");
+    let backend = rig.backend.take().unwrap();
+    let ending = backend.begin_stop();
+    assert!(ending.wait_until(generous()));
+    store.flush_faults.store(1000, Ordering::SeqCst);
+    let closing = volume.clone();
+    let outcome = rig.workers[0]
+        .handle()
+        .block_on(move |io| async move { closing.close(&io).await })
+        .unwrap();
+    assert!(outcome.is_err() && volume.is_lost());
+    ending.note_lost();
+    assert!(backend.stop(generous()).is_empty());
+    rig.workers.clear();
+    store.flush_faults.store(0, Ordering::SeqCst);
+    let anew = Store::Test(Arc::new(store.open_anew()));
+    rig.add(Volume::new("failing", anew, VolumeOptions::default()));
+    rig.start(1, |_| {});
+    let status = disk.flush(op::FLUSH_DISKCACHE).unwrap();
+    let lost = store.stable_bytes()[8 * 512..][..4096] != data[..];
+    assert!(!(lost && status == 0), "the flush succeeds although acknowledged data is lost");
+}

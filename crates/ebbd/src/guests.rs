@@ -68,6 +68,13 @@ impl Guests {
         }
     }
 
+    /// After [`Guests::begin_stop`]: acknowledged data of this volume is lost.
+    pub(crate) fn note_lost(&self, volume: &str) {
+        if let Some(ending) = &*lock(&self.ending) {
+            ending.of(volume).note_lost();
+        }
+    }
+
     /// Ends the backend, at the end of a stop. Blocks for [`PATIENCE`] at most.
     pub(crate) fn end(&self) {
         let backend = lock(&self.backend).take();

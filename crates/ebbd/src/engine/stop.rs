@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ebb_io::{Io, Signal};
-use ebb_volume::{BlockError, Mode, Volume};
+use ebb_volume::{BlockError, ErrorKind, Mode, Volume};
 use event_listener::Event;
 use futures_lite::future::or;
 
@@ -147,6 +147,9 @@ impl Engine {
         let mut report = StopReport::default();
         jobs.iter().for_each(|job| job.report(&mut report));
         report.abandoned.iter().for_each(|volume| self.guests.note_stable(volume));
+        // A successor's flushes would succeed: its guests would not notice what the last flush of this daemon lost.
+        let lost = jobs.iter().filter(|job| job.volume.is_lost());
+        lost.for_each(|job| self.guests.note_lost(job.volume.name()));
         for left in lock(&self.lost).values() {
             if !report.unflushed.iter().any(|listed| listed.volume == left.volume) {
                 report.unflushed.push(left.clone());
@@ -222,6 +225,10 @@ impl ClosingVolume {
         let (volume, bytes) = (self.volume.name().to_string(), unwritten(&self.volume));
         let why = match &*self.outcome.borrow() {
             Some(Ok(())) => return,
+            // It was given up before, by a reload, and nothing is missing.
+            Some(Err(error)) if error.kind == ErrorKind::Closing && self.volume.is_stable() => {
+                return;
+            }
             Some(Err(error)) => full_text(error),
             None if self.volume.abandon() => {
                 let in_flight = self.volume.in_flight();

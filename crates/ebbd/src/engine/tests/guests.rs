@@ -97,3 +97,40 @@ fn an_orderly_stop_leaves_a_written_back_volume_to_the_next_daemon() {
         assert_eq!(disk.backend("state").as_deref(), Some("4"), "it stays connected");
     }
 }
+
+/// The last flush of a stop fails: the stop lists the volume, and the guest's writes fail from the next daemon on, so
+/// that it notices what was lost.
+#[test]
+fn the_guest_of_a_volume_that_a_stop_lists_as_lost_notices_it() {
+    let listed = || volumes(&["disk"], "none");
+    let journals = tempfile::tempdir_in("/dev/shm").unwrap();
+    let machine = Machine::default();
+    let guest = machine.guest(1, 64).unwrap();
+    let device = device_number("xvdb").unwrap();
+    let mut disk = Frontend::new(&machine, &guest, device, FrontendConfig::default());
+    let store = Arc::new(TestStore::new(SIZE, 1));
+    for life in 1..3 {
+        let world = World::new(&listed(), SOON);
+        world.stores.set("disk", Fate::Opens(Arc::new(store.open_anew())));
+        world.start(listed(), None);
+        let workers = vec![world.worker.handle()];
+        let mut options =
+            BackendOptions::new(Arc::new(machine.clone()), workers, world.volumes.clone());
+        options.journals = Some(journals.path().to_owned());
+        world.engine.serve_guests(Backend::start(options).unwrap());
+        if life == 1 {
+            attach_disk(&machine);
+            disk.connect().unwrap();
+            transfer(&mut disk, op::WRITE, life);
+            let faults = ebb_store::Faults { flushes: 1000, ..ebb_store::Faults::default() };
+            store.faults(&faults);
+            assert_eq!(world.stop().unflushed.len(), 1);
+            store.faults(&ebb_store::Faults::default());
+        } else {
+            let status = disk.transfer(0, op::WRITE, 80, &mut vec![2; 4096]).unwrap();
+            assert_ne!(status, 0, "the guest does not notice the loss");
+            world.stop();
+        }
+        world.engine.end_guests();
+    }
+}
