@@ -34,6 +34,23 @@ fn mappings() -> usize {
     std::fs::read_to_string("/proc/self/maps").unwrap().lines().count()
 }
 
+/// A memory whose threads have started. A new thread has its parent's name, and allocates a signal stack before it
+/// takes its own name: if that fails, because the test has used up a limit by then, the process aborts.
+fn started_memory(options: MemoryOptions) -> Arc<Memory> {
+    let memory = Memory::new(options).unwrap();
+    let own = std::fs::read("/proc/thread-self/comm").unwrap();
+    let named_alike = || {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+        tasks
+            .filter(|task| std::fs::read(task.path().join("comm")).is_ok_and(|name| name == own))
+            .count()
+    };
+    while named_alike() > 1 {
+        std::thread::yield_now();
+    }
+    memory
+}
+
 /// Limits the private writable memory of this process.
 fn limit_data(bytes: Option<usize>) {
     let rlim_cur = bytes.map_or(libc::RLIM_INFINITY, |bytes| bytes as u64);
@@ -47,7 +64,7 @@ fn charges_follow_use() {
     let before = (writable(), mappings());
     limit_data(Some(before.0 + 512 * MIB));
     let now = Instant::now();
-    let memory = Memory::new(MemoryOptions::new(12 << 30, now)).unwrap();
+    let memory = started_memory(MemoryOptions::new(12 << 30, now));
     let made = (writable() - before.0, mappings() - before.1);
     assert!(made.0 < 16 * MIB, "{} bytes are charged for before anything is used", made.0);
     assert!(made.1 < 30, "{} mappings", made.1);
@@ -82,7 +99,7 @@ fn a_refusal_is_a_ceiling() {
     let before = writable();
     limit_data(Some(before + 64 * MIB));
     let now = Instant::now();
-    let memory = Memory::new(MemoryOptions::new(12 << 30, now)).unwrap();
+    let memory = started_memory(MemoryOptions::new(12 << 30, now));
     let owner = memory.owner("test").unwrap();
     let worker = memory.worker(|| ());
     let mut blocks: Vec<Block> =
@@ -122,7 +139,7 @@ fn no_mapping_left_is_a_ceiling() {
     let text = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap();
     let most: usize = text.trim().parse().unwrap();
     let now = Instant::now();
-    let memory = Memory::new(MemoryOptions::new(4 << 30, now)).unwrap();
+    let memory = started_memory(MemoryOptions::new(4 << 30, now));
     let owner = memory.owner("test").unwrap();
     let worker = memory.worker(|| ());
     let held = worker.alloc(4096, owner).unwrap();
@@ -172,7 +189,7 @@ fn mappings_are_bounded() {
     let limit = writable() + (3 << 30);
     limit_data(Some(limit));
     let now = Instant::now();
-    let memory = Memory::new(MemoryOptions::new(12 << 30, now)).unwrap();
+    let memory = started_memory(MemoryOptions::new(12 << 30, now));
     let owner = memory.owner("test").unwrap();
     let worker = memory.worker(|| ());
     let mut blocks: Vec<Option<Block>> =
