@@ -162,8 +162,8 @@ fn round(mode: Option<Mode>, hanging: bool, span: Duration) -> Round {
 
     // As in a reload: one volume is withdrawn, another one is added and served.
     let begun = Instant::now();
-    let draining = rig.backend.withdraw(&rig.volumes.remove("h3").unwrap());
-    let volume = rig.volumes.get("h3").unwrap().volume;
+    let volume = rig.volumes.remove("h3").unwrap();
+    let draining = rig.backend.withdraw(&volume);
     let closing = volume.clone();
     let close = move |io: ebb_io::Io| async move {
         draining.drained().await;
