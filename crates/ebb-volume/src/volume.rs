@@ -381,7 +381,7 @@ impl Volume {
     }
 
     /// True if no acknowledged data can be missing on the store after a crash: the volume is read-only, or all
-    /// requests that changed data completed before a successful flush began, or failed.
+    /// requests that changed data completed before a successful flush began, or the volume was abandoned.
     pub fn is_stable(&self) -> bool {
         self.changes.are_flushed()
     }
