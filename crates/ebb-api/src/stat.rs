@@ -117,7 +117,7 @@ pub struct LossStat {
 }
 
 /// Counters of one kind of operation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct OperationStat {
     /// Completed requests, successful or not.
     pub requests: u64,
@@ -125,6 +125,31 @@ pub struct OperationStat {
     pub bytes: u64,
     /// Requests that failed in the store.
     pub errors: u64,
+    /// How long requests took, from the loop iteration of the worker in which the volume got them until they
+    /// completed. Absent before the first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub service: Option<LatencyStat>,
+    /// How long requests waited between their arrival and the volume: for memory, for a free task, for their data.
+    /// Without the requests that did not wait; absent if none did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub queued: Option<LatencyStat>,
+}
+
+/// A distribution of times.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LatencyStat {
+    /// The number of requests.
+    pub count: u64,
+    /// The sum of their times, estimated from the buckets.
+    pub sum_seconds: f64,
+    /// The time that half of them did not exceed.
+    pub p50_seconds: f64,
+    /// The time that 99 of 100 did not exceed.
+    pub p99_seconds: f64,
+    /// The time that 999 of 1,000 did not exceed.
+    pub p999_seconds: f64,
+    /// The buckets that are not empty: the end of each, seconds, and the number of requests.
+    pub buckets: Vec<(f64, u64)>,
 }
 
 /// A disk of a Xen guest. Its counters start at zero when it connects.

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use ebb_api::stat::{
-    BdiStat, CacheStat, LossStat, MemoryStat, OperationStat, OwnerStat, PoolStat, PressureStat,
-    RemoteStat, VolumeStat, XenStat, ZoneStat,
+    BdiStat, CacheStat, LatencyStat, LossStat, MemoryStat, OperationStat, OwnerStat, PoolStat,
+    PressureStat, RemoteStat, VolumeStat, XenStat, ZoneStat,
 };
 use ebb_mem::pressure::{Cause, Level, Monitor, Pressure, Subscription};
 use ebb_volume::Volume;
@@ -188,7 +188,13 @@ const OPERATIONS: [ebb_store::Operation; 7] = {
 pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
     let operation = |operation: ebb_store::Operation| {
         let of = volume.stats().of(operation);
-        let stat = OperationStat { requests: of.requests, bytes: of.bytes, errors: of.errors };
+        let stat = OperationStat {
+            requests: of.requests,
+            bytes: of.bytes,
+            errors: of.errors,
+            service: latency_stat(&volume.stats().service_times(operation)),
+            queued: latency_stat(&volume.stats().queued_times(operation)),
+        };
         (operation.name().to_owned(), stat)
     };
     let now = ebb_mem::clock::now();
@@ -216,6 +222,18 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
         remote: volume.store_state().map(remote_stat),
         operations: OPERATIONS.into_iter().map(operation).collect(),
     }
+}
+
+fn latency_stat(times: &ebb_volume::Latency) -> Option<LatencyStat> {
+    let quantile = |fraction| times.quantile(fraction).map(|time| time.as_secs_f64());
+    Some(LatencyStat {
+        count: times.count(),
+        sum_seconds: times.sum().as_secs_f64(),
+        p50_seconds: quantile(0.5)?,
+        p99_seconds: quantile(0.99)?,
+        p999_seconds: quantile(0.999)?,
+        buckets: times.buckets().map(|(end, count)| (end.as_secs_f64(), count)).collect(),
+    })
 }
 
 fn remote_stat(state: ebb_store::StoreState) -> RemoteStat {

@@ -12,9 +12,10 @@ mod xen;
 
 use std::fmt;
 
-use ebb_api::stat::{MemoryStat, OperationStat, PressureStat, Stat, ZoneStat};
+use ebb_api::stat::{LatencyStat, MemoryStat, OperationStat, PressureStat, Stat, ZoneStat};
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric, NoLabelSet};
+use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
@@ -85,6 +86,30 @@ impl Out<'_> {
         Ok(())
     }
 
+    fn histograms<'a, L: EncodeLabelSet>(
+        &mut self,
+        (name, help): Name,
+        values: impl Iterator<Item = (L, &'a LatencyStat)>,
+    ) -> fmt::Result {
+        let unit = Some(&Unit::Seconds);
+        let mut family = self.0.encode_descriptor(name, help, unit, MetricType::Histogram)?;
+        for (labels, latency) in values {
+            let mut buckets: Vec<(f64, u64)> = ENDS.iter().map(|end| (*end, 0)).collect();
+            buckets.push((f64::MAX, 0));
+            for &(end, count) in &latency.buckets {
+                // An end is read from text in tests: it may be off by a rounding error.
+                if let Some((_, sum)) = buckets.iter_mut().find(|(most, _)| end <= most * 1.001) {
+                    *sum = sum.saturating_add(count);
+                }
+            }
+            let (sum, count) = (latency.sum_seconds, latency.count);
+            family
+                .encode_family(&labels)?
+                .encode_histogram::<NoLabelSet>(sum, count, &buckets, None)?;
+        }
+        Ok(())
+    }
+
     fn counters<L: EncodeLabelSet>(
         &mut self,
         (name, help): Name,
@@ -100,6 +125,17 @@ impl Out<'_> {
         Ok(())
     }
 }
+
+/// The ends of the buckets of histograms, seconds: powers of four of a nanosecond, from 4.1 us to 17 s, at which
+/// buckets of the daemon end, too.
+const ENDS: [f64; 12] = {
+    let (mut ends, mut at) = ([0.0; 12], 0);
+    while at < ends.len() {
+        ends[at] = (1u64 << (12 + 2 * at)) as f64 / 1e9;
+        at += 1;
+    }
+    ends
+};
 
 /// A number as the value of a gauge; it is rounded above 2^53.
 #[allow(clippy::cast_precision_loss, reason = "metrics are floating point")]
@@ -168,7 +204,23 @@ fn volumes(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     let bytes = ("ebbd_volume", "Bytes of successful requests");
     out.counters(bytes, Some(&Unit::Bytes), counter(|stat| stat.bytes))?;
     let errors = ("ebbd_volume_errors", "Requests that failed in the store");
-    out.counters(errors, None, counter(|stat| stat.errors))
+    out.counters(errors, None, counter(|stat| stat.errors))?;
+    let times = |of: fn(&OperationStat) -> Option<&LatencyStat>| {
+        volumes().flat_map(move |volume| {
+            volume.operations.iter().filter_map(move |(operation, stat)| {
+                let labels = [("volume", volume.name.as_str()), ("operation", operation.as_str())];
+                Some((labels, of(stat)?))
+            })
+        })
+    };
+    let service =
+        ("ebbd_volume_service", "Time from the volume's receipt of a request to its completion");
+    out.histograms(service, times(|stat| stat.service.as_ref()))?;
+    let queued = (
+        "ebbd_volume_queued",
+        "Time that requests waited before the volume got them; only of those that waited",
+    );
+    out.histograms(queued, times(|stat| stat.queued.as_ref()))
 }
 
 fn workers(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
@@ -280,7 +332,19 @@ mod tests {
     use super::*;
 
     fn full() -> Stat {
-        let operation = OperationStat { requests: 7, bytes: 4096, errors: 1 };
+        let service = LatencyStat {
+            count: 7,
+            sum_seconds: 0.02,
+            buckets: vec![(1.28e-6, 4), (4.096e-6, 1), (5.12e-6, 1), (68.7, 1)],
+            ..LatencyStat::default()
+        };
+        let operation = OperationStat {
+            requests: 7,
+            bytes: 4096,
+            errors: 1,
+            service: Some(service),
+            queued: None,
+        };
         let pool = PoolStat { name: "disk".into(), free_pages: 2, ..PoolStat::default() };
         Stat {
             version: "1.2.3".into(),
@@ -338,6 +402,10 @@ mod tests {
             "ebbd_clients 3.0",
             "ebbd_volume_size_bytes{volume=\"a \\\"b\\\"\\\\c\\nd\"} 1048576",
             "ebbd_volume_lost{volume=\"a \\\"b\\\"\\\\c\\nd\"} 1",
+            "ebbd_volume_service_seconds_bucket{le=\"0.000004096\",volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 5",
+            "ebbd_volume_service_seconds_bucket{le=\"0.000016384\",volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 6",
+            "ebbd_volume_service_seconds_bucket{le=\"+Inf\",volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 7",
+            "ebbd_volume_service_seconds_count{volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 7",
             "ebbd_worker_ring_enters_total{worker=\"0\"} 5",
             "ebbd_worker_up{worker=\"1\"} 0",
             "ebbd_zone_used_blocks{zone=\"4K\"} 9",
@@ -376,7 +444,9 @@ mod tests {
                 let (name, value) = line.rsplit_once(' ').unwrap();
                 assert!(series.insert(name.to_owned()), "{line} is there twice");
                 assert!(value.parse::<f64>().is_ok(), "{line}");
-                let base = name.split('{').next().unwrap().trim_end_matches("_total");
+                let base = name.split('{').next().unwrap();
+                let ends = ["_total", "_bucket", "_sum", "_count"];
+                let base = ends.iter().find_map(|end| base.strip_suffix(end)).unwrap_or(base);
                 assert!(types.contains(base), "{line} has no type");
             }
         }

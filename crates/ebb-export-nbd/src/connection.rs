@@ -318,6 +318,7 @@ impl Connection {
         if self.idle.replace(false) {
             self.awake.set();
         }
+        let arrived = self.io.iteration_start();
         let to = ReplyTo::new(self.session.style, &header);
         let operation = match decode::check(&header, &self.session) {
             Ok(NbdRequest::Disconnect) => return Err(ConnectionEnd::Disconnect),
@@ -349,7 +350,8 @@ impl Connection {
                 let held =
                     RequestMemory { share: Some(self.share(bytes).await?), budget: Some(budget) };
                 let payload = Some(self.payload(receiver, length).await?);
-                let job = || NbdJob { to, operation, payload, held, split: None, short: false };
+                let job =
+                    || NbdJob { to, operation, arrived, payload, held, split: None, short: false };
                 match self.try_idle_task() {
                     Some(task) => task.start(job()),
                     None => Box::pin(self.start_later(job())).await?,
@@ -358,7 +360,8 @@ impl Connection {
             operation => {
                 let (share, short) = self.share_or_short(bytes).await?;
                 let held = RequestMemory { share: Some(share), budget: Some(budget) };
-                let job = || NbdJob { to, operation, payload: None, held, split: None, short };
+                let job =
+                    || NbdJob { to, operation, arrived, payload: None, held, split: None, short };
                 match self.try_idle_task() {
                     Some(task) => task.start(job()),
                     None => Box::pin(self.start_later(job())).await?,
@@ -416,6 +419,7 @@ impl Connection {
             next = PIECE;
             left -= length;
             split.begin(left == 0);
+            let arrived = self.io.iteration_start();
             let piece = (offset, length);
             let share = RequestContext::piece_bytes(&self.volume, &self.queue_share, piece);
             let share = Some(self.share(share).await?);
@@ -427,7 +431,7 @@ impl Connection {
                 fua,
             };
             let split = Some(split.clone());
-            let job = NbdJob { to, operation, payload, held, split, short: false };
+            let job = NbdJob { to, operation, arrived, payload, held, split, short: false };
             match self.try_idle_task() {
                 Some(task) => task.start(job),
                 None => Box::pin(self.start_later(job)).await?,

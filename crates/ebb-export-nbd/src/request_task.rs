@@ -6,9 +6,10 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
+use std::time::Instant;
 
 use ebb_io::{Buf, BufPool, Io, QueueShare};
-use ebb_volume::{BlockError, ErrorKind, Volume, ZeroFlags};
+use ebb_volume::{BlockError, ErrorKind, Operation, Volume, ZeroFlags};
 
 use crate::decode::NbdRequest;
 use crate::handshake::Session;
@@ -111,6 +112,8 @@ impl SplitWrite {
 pub(crate) struct NbdJob {
     pub(crate) to: ReplyTo,
     pub(crate) operation: NbdRequest,
+    /// When its header was received.
+    pub(crate) arrived: Instant,
     /// The data of a write.
     pub(crate) payload: Option<Buf>,
     /// The memory it holds until its reply has been sent.
@@ -128,9 +131,11 @@ pub(crate) async fn execute(
     slot: &RefCell<Option<NbdJob>>,
 ) -> Result<(), BlockError> {
     let RequestContext { io, volume, session, buffers, sender, .. } = context;
-    let Some(NbdJob { to, operation, payload, mut held, split, short }) = slot.take() else {
+    let Some(NbdJob { to, operation, arrived, payload, mut held, split, short }) = slot.take()
+    else {
         return Ok(());
     };
+    volume.stats().note_queued(io, kind(&operation), arrived);
     let result = match operation {
         NbdRequest::Read { offset, length, unfragmented } => {
             let whole = unfragmented || to.chunks().is_none();
@@ -178,6 +183,20 @@ pub(crate) async fn execute(
         }
     }
     outcome
+}
+
+/// As which operation the volume counts a request.
+#[inline]
+fn kind(request: &NbdRequest) -> Operation {
+    match request {
+        NbdRequest::Read { .. } => Operation::Read,
+        NbdRequest::Write { .. } => Operation::Write,
+        NbdRequest::Flush | NbdRequest::Disconnect => Operation::Flush,
+        NbdRequest::Trim { .. } => Operation::Discard,
+        NbdRequest::Cache { .. } => Operation::Prefetch,
+        NbdRequest::WriteZeroes { .. } => Operation::WriteZeroes,
+        NbdRequest::BlockStatus { .. } => Operation::Extents,
+    }
 }
 
 /// The range of a read; `whole`: to be sent in one chunk.

@@ -4,9 +4,11 @@
 
 mod common;
 
+use std::io::Write as _;
 use std::net::{TcpListener, TcpStream};
+use std::time::Duration;
 
-use common::{Client, FLUSH, HANG, READ, Rig, STYLES, Stream, Style, file, memory, pattern};
+use common::{Client, FLUSH, HANG, READ, Rig, STYLES, Stream, Style, WRITE, file, memory, pattern};
 use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_io::fd_from;
 use ebb_store::{Direct, Store, TestStore};
@@ -141,6 +143,23 @@ fn drain(client: &mut Client, length: usize, expected: &[u8]) -> u64 {
 
 fn reads_carried_out(volume: &Volume) -> u64 {
     volume.stats().of(Operation::Read).requests
+}
+
+#[test]
+fn a_write_that_waits_for_its_data_counts_as_queued() {
+    let volume = memory("disk", MIB);
+    let rig = Rig::with([volume.clone()]);
+    let mut client = rig.client("disk", Style::Simple);
+    assert_eq!(client.write(0, 0, &pattern(1, 4096)), 0);
+    let header = client.header(WRITE, 0, 1, 0, 4096);
+    client.stream.write_all(&header).unwrap();
+    std::thread::sleep(Duration::from_millis(40));
+    client.stream.write_all(&pattern(2, 4096)).unwrap();
+    assert_eq!(client.reply(|_| None).unwrap().error, 0);
+    let stats = volume.stats();
+    assert_eq!(stats.service_times(Operation::Write).count(), 2);
+    let longest = stats.queued_times(Operation::Write).quantile(1.0).unwrap();
+    assert!(longest >= Duration::from_millis(30), "{longest:?}");
 }
 
 #[test]

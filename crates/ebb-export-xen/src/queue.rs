@@ -315,7 +315,7 @@ impl Queue {
     /// the time slice: the number of requests, the entry of the barrier, and whether to yield.
     fn take_batch(self: &Rc<Self>, most: u32) -> (u32, Option<u32>, bool) {
         self.mapped.set(0);
-        let data = self.disk.volume.direct_access();
+        let data = self.disk.volume.direct_access(&self.io);
         let abi = self.ring.borrow().abi();
         let (mut taken, mut barrier) = (0, None);
         let (mut ring, mut free) = (self.ring.borrow_mut(), self.free_entries.borrow_mut());
@@ -376,7 +376,7 @@ impl Queue {
             self.io.spawn(self.clone().run_task(task.clone())).detach();
             task
         });
-        task.assign(entry);
+        task.assign(entry, self.io.iteration_start());
     }
 
     /// Queues the response of a completed request, to be published with others.

@@ -5,9 +5,10 @@ use std::cell::{Cell, Ref, RefCell};
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use ebb_io::{Buf, BufPool, Charge, Signal};
-use ebb_volume::{BlockError, ErrorKind, Mode};
+use ebb_volume::{BlockError, ErrorKind, Mode, Operation};
 
 use crate::abi::{
     Abi, Body, MAX_DIRECT_SEGMENTS, PAGE_BYTES, Request, Response, SECTOR_BYTES, SEGMENT_BYTES,
@@ -25,6 +26,8 @@ pub(crate) const REQUEST_BYTES: usize = 512;
 #[derive(Default)]
 pub(crate) struct RequestTask {
     entry: Cell<Option<u32>>,
+    /// When the current request was consumed from the ring, until the volume gets it.
+    arrived: Cell<Option<Instant>>,
     retired: Cell<bool>,
     signal: Signal,
     /// The segments of the current request.
@@ -39,8 +42,9 @@ pub(crate) struct RequestTask {
 }
 
 impl RequestTask {
-    pub(crate) fn assign(&self, entry: u32) {
+    pub(crate) fn assign(&self, entry: u32, arrived: Instant) {
         self.entry.set(Some(entry));
+        self.arrived.set(Some(arrived));
         self.signal.set();
     }
 
@@ -272,6 +276,7 @@ impl Queue {
             return self.write(task, offset, bytes).await;
         }
         let buf = self.buffers.take(bytes).await;
+        self.note_queued(task, Operation::Read);
         let (result, buf) = self.disk.volume.read(&self.io, buf, offset).await;
         self.validate(result)?;
         let (_, copied) = self.copy(task, buf, true).await;
@@ -288,11 +293,18 @@ impl Queue {
         if !copied {
             return Err(Status::Error);
         }
+        self.note_queued(task, Operation::Write);
         let (result, _) = self.disk.volume.write(&self.io, buf, offset, false).await;
         if self.disk.volume.cache_mode() == Mode::Writeback && result.is_ok() {
             self.disk.unstable.note(&self.journal);
         }
         self.validate(result)
+    }
+
+    fn note_queued(&self, task: &RequestTask, operation: Operation) {
+        if let Some(arrived) = task.arrived.take() {
+            self.disk.volume.stats().note_queued(&self.io, operation, arrived);
+        }
     }
 
     async fn make_stable(&self) -> Result<(), Status> {

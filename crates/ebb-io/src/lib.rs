@@ -27,6 +27,7 @@
 
 mod buf;
 mod gather;
+mod iteration_clock;
 mod offload;
 mod op;
 mod ring;

@@ -22,6 +22,7 @@ use async_task::Runnable;
 use ebb_mem::{Memory, OwnerId};
 
 use crate::buf::BufPool;
+use crate::iteration_clock::IterationClock;
 use crate::offload;
 use crate::ring::IoRing;
 use crate::signal::Budget;
@@ -205,6 +206,7 @@ impl IterationWaiters {
 struct WorkerCore {
     ring: IoRing,
     load: CompletionLoad,
+    clock: IterationClock,
     memory: ebb_mem::WorkerMemory,
     /// When the memory needs maintenance next, and when that was last queried.
     maintain_at: Cell<Option<Instant>>,
@@ -321,6 +323,19 @@ impl Io {
             || self.0.ring.has_work()
     }
 
+    /// When this iteration of the worker's loop began: what arrived since the iteration before arrived by then.
+    /// Reads no clock.
+    #[inline]
+    pub fn iteration_start(&self) -> Instant {
+        self.0.clock.start()
+    }
+
+    /// The time for statistics: under load only one call of eight reads the clock, and the others return its result.
+    #[inline]
+    pub fn recent_time(&self) -> Instant {
+        self.0.clock.recent()
+    }
+
     /// Statistics of this worker.
     pub fn stats(&self) -> WorkerStats {
         let ring = &self.0.ring;
@@ -334,6 +349,7 @@ impl Io {
         let memory = memory.worker(move || waker.signal_wake());
         Io(Rc::new(WorkerCore {
             load: CompletionLoad::default(),
+            clock: IterationClock::new(ebb_mem::clock::now()),
             maintain_at: Cell::default(),
             maintenance_queried: Cell::default(),
             linger: ring.can_linger(),
@@ -390,6 +406,7 @@ impl Io {
             self.read_inbox();
         }
         let now = ebb_mem::clock::now();
+        core.clock.begin(now);
         core.timers.fire(now);
         self.maintain_memory(now);
         ran || busy || reaped.count > 0

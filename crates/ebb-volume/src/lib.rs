@@ -14,6 +14,7 @@
 
 mod changes;
 mod gate;
+mod latency;
 mod log_limit;
 mod registry;
 mod resize;
@@ -28,6 +29,7 @@ pub use ebb_store::{
     Operation, Resize, ResizeError, SECTOR, Store, StoreHealth, StoreState, ZeroFlags,
 };
 pub use gate::{Gate, Pass};
+pub use latency::{BUCKETS, Latency, MOST};
 pub use log_limit::LogLimit;
 pub use registry::{ServedVolume, Volumes};
 pub use resize::{RESIZE_LIMIT, Resized};

@@ -1,8 +1,13 @@
-//! Counters of one volume, written by the workers that serve it.
+//! Counters and times of one volume, written by the workers that serve it.
+//!
+//! Requests are counted by the histogram of their times: a request costs two atomic additions.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
-use ebb_store::Operation;
+use ebb_store::{Io, Operation};
+
+use crate::latency::{Latency, OperationTimes};
 
 const OPERATIONS: usize = 7;
 
@@ -19,9 +24,28 @@ pub struct OperationStats {
 
 #[derive(Debug, Default)]
 struct OperationCounters {
-    requests: AtomicU64,
+    times: OperationTimes,
     bytes: AtomicU64,
     errors: AtomicU64,
+}
+
+/// A request that the volume has begun.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Started {
+    operation: Operation,
+    at: Instant,
+}
+
+impl Started {
+    #[inline]
+    pub(crate) fn new(io: &Io, operation: Operation) -> Started {
+        Started { operation, at: io.iteration_start() }
+    }
+
+    #[inline]
+    pub(crate) fn operation(self) -> Operation {
+        self.operation
+    }
 }
 
 /// Counters of a volume by operation.
@@ -43,21 +67,39 @@ fn index(operation: Operation) -> usize {
 }
 
 impl VolumeStats {
+    /// Counts a request that completes now.
     #[inline]
-    pub(crate) fn count(&self, operation: Operation, length: u64, ok: bool) {
-        let counters = &self.counters[index(operation)];
-        counters.requests.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn complete(&self, io: &Io, request: Started, length: u64, ok: bool) {
+        let counters = &self.counters[index(request.operation)];
+        counters.times.service.record(io.recent_time().saturating_duration_since(request.at));
         let (cell, amount) = if ok { (&counters.bytes, length) } else { (&counters.errors, 1) };
         cell.fetch_add(amount, Ordering::Relaxed);
+    }
+
+    /// Notes that the volume gets a request now that `arrived` earlier: it waited for memory, for a free task, or for
+    /// its data.
+    #[inline]
+    pub fn note_queued(&self, io: &Io, operation: Operation, arrived: Instant) {
+        self.counters[index(operation)].times.note_queued(arrived, io.iteration_start());
     }
 
     /// The counters of one kind of operation.
     pub fn of(&self, operation: Operation) -> OperationStats {
         let counters = &self.counters[index(operation)];
         OperationStats {
-            requests: counters.requests.load(Ordering::Relaxed),
+            requests: counters.times.service.count(),
             bytes: counters.bytes.load(Ordering::Relaxed),
             errors: counters.errors.load(Ordering::Relaxed),
         }
+    }
+
+    /// How long requests took, from the worker's loop iteration in which the volume got them until they completed.
+    pub fn service_times(&self, operation: Operation) -> Latency {
+        self.counters[index(operation)].times.service.snapshot()
+    }
+
+    /// How long requests waited between their arrival and the volume; without those that did not wait.
+    pub fn queued_times(&self, operation: Operation) -> Latency {
+        self.counters[index(operation)].times.queued.snapshot()
     }
 }

@@ -12,7 +12,7 @@ use ebb_store::{
 
 use crate::changes::ChangeCount;
 use crate::gate::{Gate, Pass};
-use crate::stats::VolumeStats;
+use crate::stats::{Started, VolumeStats};
 use crate::writer::{Lease, Writer, WriterConflict, Writers};
 
 /// What an operator can configure of a volume.
@@ -197,8 +197,8 @@ impl Volume {
     /// Reads `buf.len()` bytes at `offset`.
     pub async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
         let length = buf.len() as u64;
-        let _pass = match self.admit(Operation::Read, offset, length) {
-            Ok(pass) => pass,
+        let request = match self.admit(io, Operation::Read, offset, length) {
+            Ok(request) => request,
             Err(error) => return (Err(error), buf),
         };
         let (result, buf) = match &self.cache {
@@ -213,35 +213,35 @@ impl Volume {
             }
             None => self.store.read(io, buf, offset).await,
         };
-        (self.account(Operation::Read, offset, length, result), buf)
+        (request.complete(result), buf)
     }
 
     /// Writes the whole buffer at `offset`; with `fua` it is stable on return.
     pub async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
         let length = buf.len() as u64;
-        let _pass = match self.admit(Operation::Write, offset, length) {
-            Ok(pass) => pass,
+        let request = match self.admit(io, Operation::Write, offset, length) {
+            Ok(request) => request,
             Err(error) => return (Err(error), buf),
         };
         let (result, buf) = match &self.cache {
             Some(cache) => cache.write(io, &self.store, buf, offset, fua).await,
             None => self.store.write(io, buf, offset, fua).await,
         };
-        (self.account(Operation::Write, offset, length, result), buf)
+        (request.complete(result), buf)
     }
 
     /// Makes everything that was acknowledged before stable.
     pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
-        let mut pass = self.admit(Operation::Flush, 0, 0)?;
+        let mut request = self.admit(io, Operation::Flush, 0, 0)?;
         while self.shrinking.load(Ordering::SeqCst) {
             // Data beyond the new end is not written until the store is truncated, and is kept if that fails: a
             // flush that begins in between waits for the outcome, outside the gate.
-            drop(pass);
+            drop(request);
             drop(self.resizing.lock().await);
-            pass = self.admit(Operation::Flush, 0, 0)?;
+            request = self.admit(io, Operation::Flush, 0, 0)?;
         }
         let result = self.make_stable(io).await;
-        self.account(Operation::Flush, 0, 0, result)
+        request.complete(result)
     }
 
     /// Deallocates the space of a range if the store can.
@@ -252,7 +252,7 @@ impl Volume {
         length: u64,
         fua: bool,
     ) -> Result<(), BlockError> {
-        let _pass = self.admit(Operation::Discard, offset, length)?;
+        let request = self.admit(io, Operation::Discard, offset, length)?;
         let mut result = Ok(());
         if length > 0 {
             result = match &self.cache {
@@ -263,7 +263,7 @@ impl Volume {
         if fua && result.is_ok() {
             result = self.make_stable(io).await;
         }
-        self.account(Operation::Discard, offset, length, result)
+        request.complete(result)
     }
 
     /// Makes a range read as zeroes; with `fua` the zeroes are stable on return.
@@ -289,7 +289,7 @@ impl Volume {
         fua: bool,
         wanted: Wanted<'_>,
     ) -> Result<(), BlockError> {
-        let _pass = self.admit(Operation::WriteZeroes, offset, length)?;
+        let request = self.admit(io, Operation::WriteZeroes, offset, length)?;
         let wanted: Wanted<'_> = &|| !self.is_closing() && wanted();
         let mut result = Ok(());
         if length > 0 {
@@ -304,7 +304,7 @@ impl Volume {
         if fua && result.is_ok() {
             result = self.make_stable(io).await;
         }
-        self.account(Operation::WriteZeroes, offset, length, result)
+        request.complete(result)
     }
 
     /// Data and hole extents of a range in order, at most `limit`.
@@ -315,22 +315,22 @@ impl Volume {
         length: u64,
         limit: usize,
     ) -> Result<Vec<Extent>, BlockError> {
-        let _pass = self.admit(Operation::Extents, offset, length)?;
+        let request = self.admit(io, Operation::Extents, offset, length)?;
         let result = match &self.cache {
             Some(cache) => cache.extents(io, &self.store, offset, length, limit).await,
             None => self.store.extents(io, offset, length, limit).await,
         };
-        self.account(Operation::Extents, offset, length, result)
+        request.complete(result)
     }
 
     /// Hints that a range will be read soon.
     pub async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
-        let _pass = self.admit(Operation::Prefetch, offset, length)?;
+        let request = self.admit(io, Operation::Prefetch, offset, length)?;
         let result = match &self.cache {
             Some(cache) => cache.prefetch(io, &self.store, offset, length).await,
             None => self.store.prefetch(io, offset, length).await,
         };
-        self.account(Operation::Prefetch, offset, length, result)
+        request.complete(result)
     }
 
     /// Refuses new requests, waits for those in flight, flushes, and releases the store's lock, so that a
@@ -412,20 +412,22 @@ impl Volume {
         self.gate.inside()
     }
 
-    /// Checks a request; returns the pass that keeps the volume open for it.
+    /// Checks a request, and keeps the volume open for it.
     #[inline]
-    fn admit(
-        &self,
+    fn admit<'a>(
+        &'a self,
+        io: &'a Io,
         operation: Operation,
         offset: u64,
         length: u64,
-    ) -> Result<Pass<'_>, BlockError> {
+    ) -> Result<AdmittedRequest<'a>, BlockError> {
         let Some(pass) = self.gate.enter() else {
             return Err(self.refusal(ErrorKind::Closing, operation, offset, length));
         };
         // Inside the gate: shrinking waits for requests that were checked against the size before.
         self.validate(operation, offset, length)?;
-        Ok(pass)
+        let started = Started::new(io, operation);
+        Ok(AdmittedRequest { volume: self, io, started, offset, length, _pass: pass })
     }
 
     #[cold]
@@ -456,22 +458,23 @@ impl Volume {
 
     /// Direct access to the data, if the store is in memory and the volume has no cache: for requests that are
     /// carried out at once, without a buffer and without waiting. `None` otherwise, and when it is being closed.
-    pub fn direct_access(&self) -> Option<DirectAccess<'_>> {
+    pub fn direct_access<'a>(&'a self, io: &'a Io) -> Option<DirectAccess<'a>> {
         if self.cache.is_some() || !self.store.has_direct_access() {
             return None;
         }
-        Some(DirectAccess { volume: self, _pass: self.gate.enter()? })
+        Some(DirectAccess { volume: self, io, _pass: self.gate.enter()? })
     }
 
     #[inline]
     fn account<T>(
         &self,
-        operation: Operation,
-        offset: u64,
-        length: u64,
+        io: &Io,
+        started: Started,
+        (offset, length): (u64, u64),
         result: Result<T, BlockError>,
     ) -> Result<T, BlockError> {
-        self.stats.count(operation, length, result.is_ok());
+        let operation = started.operation();
+        self.stats.complete(io, started, length, result.is_ok());
         if changes_data(operation) && !self.changes.complete() {
             return Err(self.refusal(ErrorKind::Closing, operation, offset, length));
         }
@@ -489,11 +492,28 @@ fn changes_data(operation: Operation) -> bool {
     matches!(operation, Operation::Write | Operation::Discard | Operation::WriteZeroes)
 }
 
+/// A request in flight, which keeps its volume open.
+struct AdmittedRequest<'a> {
+    volume: &'a Volume,
+    io: &'a Io,
+    started: Started,
+    offset: u64,
+    length: u64,
+    _pass: Pass<'a>,
+}
+
+impl AdmittedRequest<'_> {
+    #[inline]
+    fn complete<T>(self, result: Result<T, BlockError>) -> Result<T, BlockError> {
+        self.volume.account(self.io, self.started, (self.offset, self.length), result)
+    }
+}
+
 /// A volume's data in memory, see [`Volume::direct_access`]. Closing waits until it is dropped: it must not
 /// be kept across an await.
-#[derive(Debug)]
 pub struct DirectAccess<'a> {
     volume: &'a Volume,
+    io: &'a Io,
     _pass: Pass<'a>,
 }
 
@@ -505,8 +525,7 @@ impl DirectAccess<'_> {
     pub fn read(&self, offset: u64, length: u64, see: impl FnMut(&[u8])) -> Result<(), BlockError> {
         self.volume.validate(Operation::Read, offset, length)?;
         self.volume.store.read_in_place(offset, length, see);
-        self.volume.stats.count(Operation::Read, length, true);
-        Ok(())
+        self.account(Operation::Read, offset, length)
     }
 
     /// Lets `put` overwrite `length` bytes at `offset`, in order, in pieces of at most a page.
@@ -521,6 +540,11 @@ impl DirectAccess<'_> {
     ) -> Result<(), BlockError> {
         self.volume.validate(Operation::Write, offset, length)?;
         self.volume.store.write_in_place(offset, length, put);
-        self.volume.account(Operation::Write, offset, length, Ok(()))
+        self.account(Operation::Write, offset, length)
+    }
+
+    #[inline]
+    fn account(&self, operation: Operation, offset: u64, length: u64) -> Result<(), BlockError> {
+        self.volume.account(self.io, Started::new(self.io, operation), (offset, length), Ok(()))
     }
 }

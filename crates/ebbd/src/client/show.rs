@@ -142,7 +142,7 @@ fn show_volumes(stat: &Stat) -> String {
         ["VOLUME", "SIZE", "CLIENTS", "READS", "READ", "WRITES", "WRITTEN", "FLUSHES", "ERRORS"];
     let mut table = TextTable::new(&titles, 1);
     for volume in &stat.volumes {
-        let of = |name: &str| volume.operations.get(name).copied().unwrap_or_default();
+        let of = |name: &str| volume.operations.get(name).cloned().unwrap_or_default();
         let (read, write, flush) = (of("read"), of("write"), of("flush"));
         let errors = |sum: u64, stat: &OperationStat| sum.saturating_add(stat.errors);
         table.row([
@@ -157,7 +157,40 @@ fn show_volumes(stat: &Stat) -> String {
             volume.operations.values().fold(0, errors).to_string(),
         ]);
     }
-    format!("\n{}{}{}", table.text(), show_failures(&stat.volumes), show_remotes(&stat.volumes))
+    let (times, failures) = (show_times(&stat.volumes), show_failures(&stat.volumes));
+    format!("\n{}{times}{failures}{}", table.text(), show_remotes(&stat.volumes))
+}
+
+/// A row for each kind of request that a volume has completed: its quantiles, and how many requests waited before.
+fn show_times(volumes: &[VolumeStat]) -> String {
+    let titles = ["TIMES OF", "REQUESTS", "P50", "P99", "P99.9", "WAITED", "P99 OF WAITS"];
+    let mut table = TextTable::new(&titles, 1);
+    let mut any = false;
+    for volume in volumes {
+        for (operation, stat) in &volume.operations {
+            let Some(service) = &stat.service else { continue };
+            any = true;
+            table.row([
+                format!("{} {operation}", volume.name),
+                service.count.to_string(),
+                time(service.p50_seconds),
+                time(service.p99_seconds),
+                time(service.p999_seconds),
+                stat.queued.as_ref().map_or(0, |queued| queued.count).to_string(),
+                stat.queued.as_ref().map_or("-".to_owned(), |queued| time(queued.p99_seconds)),
+            ]);
+        }
+    }
+    if any { format!("\n{}", table.text()) } else { String::new() }
+}
+
+/// A time with three digits or so.
+fn time(seconds: f64) -> String {
+    match seconds {
+        0.0..1e-3 => format!("{:.1}us", seconds * 1e6),
+        1e-3..1.0 => format!("{:.1}ms", seconds * 1e3),
+        _ => format!("{seconds:.1}s"),
+    }
 }
 
 /// A paragraph for each volume whose store is an NBD server: the state of its connections.
@@ -380,6 +413,8 @@ fn show_pools(pools: &[PoolStat]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use ebb_api::stat::LatencyStat;
+
     use super::*;
 
     #[test]
@@ -387,6 +422,36 @@ mod tests {
         let shown = [0, 1023, 1024, 1536, 1 << 20, (5 << 30) + (1 << 29), u64::MAX].map(bytes);
         let all = ["0", "1023", "1.0K", "1.5K", "1.0M", "5.5G", "16777215.9T"];
         assert_eq!(shown.each_ref().map(String::as_str), all);
+    }
+
+    #[test]
+    fn times_of_requests_are_shown_by_operation() {
+        let service = LatencyStat {
+            count: 9,
+            p50_seconds: 12.34e-6,
+            p99_seconds: 0.0056,
+            p999_seconds: 1.25,
+            ..LatencyStat::default()
+        };
+        let queued = LatencyStat { count: 2, p99_seconds: 0.5e-3, ..LatencyStat::default() };
+        let read = OperationStat { service: Some(service.clone()), ..OperationStat::default() };
+        let write = OperationStat {
+            service: Some(service),
+            queued: Some(queued),
+            ..OperationStat::default()
+        };
+        let operations = [("read", read), ("write", write), ("flush", OperationStat::default())];
+        let volume = VolumeStat {
+            name: "disk".into(),
+            operations: operations.map(|(name, stat)| (name.to_owned(), stat)).into(),
+            ..VolumeStat::default()
+        };
+        let text = show_times(&[volume]);
+        let rows: Vec<Vec<&str>> =
+            text.lines().skip(2).map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(rows[0], ["disk", "read", "9", "12.3us", "5.6ms", "1.2s", "0", "-"]);
+        assert_eq!(rows[1], ["disk", "write", "9", "12.3us", "5.6ms", "1.2s", "2", "500.0us"]);
+        assert_eq!((rows.len(), show_times(&[])), (2, String::new()));
     }
 
     #[test]

@@ -54,19 +54,19 @@ fn summary(now: &Stat) -> String {
 
 fn row(old: &VolumeStat, new: &VolumeStat, seconds: f64) -> [String; 10] {
     let of = |volume: &VolumeStat, name| -> OperationStat {
-        volume.operations.get(name).copied().unwrap_or_default()
+        volume.operations.get(name).cloned().unwrap_or_default()
     };
     let (reads, writes) =
         ((of(old, "read"), of(new, "read")), (of(old, "write"), of(new, "write")));
     let per_second = |from: u64, to: u64| rate(to.saturating_sub(from), seconds);
-    let cells = |from: OperationStat, to: OperationStat| {
+    let cells = |from: &OperationStat, to: &OperationStat| {
         [
             per_second(from.requests, to.requests).to_string(),
             bytes(per_second(from.bytes, to.bytes)),
         ]
     };
-    let [reads, read] = cells(reads.0, reads.1);
-    let [writes, written] = cells(writes.0, writes.1);
+    let [reads, read] = cells(&reads.0, &reads.1);
+    let [writes, written] = cells(&writes.0, &writes.1);
     let none = VolumeCacheStat::default();
     let was = old.cache.as_ref().unwrap_or(&none);
     let [hit, space, change, wired, lost] = match &new.cache {
@@ -108,7 +108,8 @@ mod tests {
     use super::*;
 
     fn stat(uptime_seconds: f64, reads: u64, bufspace: u64, hits: u64, misses: u64) -> Stat {
-        let operation = OperationStat { requests: reads, bytes: reads * 4096, errors: 0 };
+        let operation =
+            OperationStat { requests: reads, bytes: reads * 4096, ..OperationStat::default() };
         let cache = VolumeCacheStat {
             bufspace_bytes: bufspace,
             hit_bytes: hits,

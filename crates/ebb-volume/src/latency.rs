@@ -1,0 +1,207 @@
+//! Latency histograms: fixed memory, lock-free, written by the workers that serve a volume.
+//!
+//! Bounds are log-linear: below one microsecond four buckets of 256 ns, from there on four buckets for each power
+//! of two. A quantile is off by at most a quarter of its value. Longer times than [`MOST`] are in the last bucket.
+//!
+//! # Invariants
+//! - A histogram is allocated when its first time is recorded; after that recording is one atomic addition.
+//! - Counts never decrease.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Nanoseconds of the narrowest bucket, as a power of two.
+const UNIT_BITS: u32 = 8;
+/// Buckets of each power of two, as a power of two.
+const SUB_BITS: u32 = 2;
+const SUBS: usize = 1 << SUB_BITS;
+/// The number of buckets: 112.
+pub const BUCKETS: usize = 28 * SUBS;
+
+/// The lower bound of the last bucket, two minutes.
+pub const MOST: Duration = Duration::from_nanos(lower_bound(BUCKETS - 1));
+
+/// The bucket of a time.
+#[inline]
+fn bucket(time: Duration) -> usize {
+    let nanos = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+    let units = nanos >> UNIT_BITS;
+    let bits = u64::BITS - units.leading_zeros();
+    if bits <= SUB_BITS {
+        return usize::try_from(units).unwrap_or(0);
+    }
+    let shift = bits - 1 - SUB_BITS;
+    let sub = usize::try_from(units >> shift).unwrap_or(0) & (SUBS - 1);
+    ((shift as usize + 1) * SUBS + sub).min(BUCKETS - 1)
+}
+
+/// The shortest time of a bucket, nanoseconds.
+const fn lower_bound(bucket: usize) -> u64 {
+    let (power, sub) = (bucket / SUBS, bucket % SUBS);
+    let units = match power {
+        0 => sub,
+        _ => (SUBS + sub) << (power - 1),
+    };
+    (units as u64) << UNIT_BITS
+}
+
+/// Counts of times, by bucket.
+#[derive(Debug, Default)]
+pub(crate) struct Histogram(OnceLock<Box<[AtomicU64; BUCKETS]>>);
+
+impl Histogram {
+    #[inline]
+    pub(crate) fn record(&self, time: Duration) {
+        let counts = match self.0.get() {
+            Some(counts) => counts,
+            None => self.allocate(),
+        };
+        counts[bucket(time)].fetch_add(1, Ordering::Relaxed);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn allocate(&self) -> &[AtomicU64; BUCKETS] {
+        self.0.get_or_init(|| Box::new([const { AtomicU64::new(0) }; BUCKETS]))
+    }
+
+    /// The number of times.
+    pub(crate) fn count(&self) -> u64 {
+        self.0.get().map_or(0, |counts| counts.iter().map(|c| c.load(Ordering::Relaxed)).sum())
+    }
+
+    pub(crate) fn snapshot(&self) -> Latency {
+        let counts = self.0.get().into_iter().flat_map(|counts| counts.iter());
+        Latency { counts: counts.map(|count| count.load(Ordering::Relaxed)).collect() }
+    }
+}
+
+/// The counts of a histogram at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Latency {
+    /// Empty if nothing was recorded, or [`BUCKETS`] counts.
+    counts: Vec<u64>,
+}
+
+impl Latency {
+    /// The number of times.
+    pub fn count(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    /// The time that a fraction of the requests did not exceed (0.5: the median), interpolated within its bucket.
+    /// `None` if nothing was recorded.
+    #[allow(clippy::cast_precision_loss, reason = "counts and nanoseconds far below 2^53")]
+    pub fn quantile(&self, fraction: f64) -> Option<Duration> {
+        let total = self.count();
+        let rank = (fraction.clamp(0.0, 1.0) * total as f64).max(1.0);
+        let mut below = 0u64;
+        for (bucket, &count) in self.counts.iter().enumerate().filter(|(_, count)| **count > 0) {
+            let (from, to) = (lower_bound(bucket), lower_bound(bucket + 1));
+            if below.saturating_add(count) as f64 >= rank {
+                let part = (rank - below as f64) / count as f64;
+                let nanos = from as f64 + part * (to - from) as f64;
+                return Some(Duration::from_secs_f64(nanos / 1e9));
+            }
+            below = below.saturating_add(count);
+        }
+        None
+    }
+
+    /// An estimate of the sum of all times: each counts as the middle of its bucket.
+    pub fn sum(&self) -> Duration {
+        let middle =
+            |bucket: usize| u128::from(lower_bound(bucket).midpoint(lower_bound(bucket + 1)));
+        let nanos = |(bucket, count): (usize, &u64)| middle(bucket) * u128::from(*count);
+        let sum: u128 = self.counts.iter().enumerate().map(nanos).sum();
+        Duration::from_nanos(u64::try_from(sum).unwrap_or(u64::MAX))
+    }
+
+    /// The buckets that are not empty: the end of each, and its count.
+    pub fn buckets(&self) -> impl Iterator<Item = (Duration, u64)> {
+        let ends = (1..=BUCKETS).map(|bucket| Duration::from_nanos(lower_bound(bucket)));
+        ends.zip(self.counts.iter().copied()).filter(|(_, count)| *count > 0)
+    }
+}
+
+/// The times of one kind of operation.
+#[derive(Debug, Default)]
+pub(crate) struct OperationTimes {
+    /// From the worker's loop iteration in which the volume got the request until it completed.
+    pub(crate) service: Histogram,
+    /// From the arrival of the request until the volume got it; only of requests that waited.
+    pub(crate) queued: Histogram,
+}
+
+impl OperationTimes {
+    #[inline]
+    pub(crate) fn note_queued(&self, arrived: Instant, now: Instant) {
+        if now > arrived {
+            self.queued.record(now - arrived);
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "figures far below 2^53"
+)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn buckets_are_contiguous_and_increase() {
+        assert_eq!((lower_bound(0), lower_bound(1), lower_bound(4)), (0, 256, 1024));
+        for bucket in 0..BUCKETS {
+            assert!(lower_bound(bucket) < lower_bound(bucket + 1));
+        }
+        assert!((115..125).contains(&MOST.as_secs()), "{MOST:?}");
+    }
+
+    proptest! {
+        #[test]
+        fn a_time_is_in_the_bucket_between_its_bounds(nanos in prop_oneof![0..10_000u64, any::<u64>()]) {
+            let at = bucket(Duration::from_nanos(nanos));
+            prop_assert!(at < BUCKETS && lower_bound(at) <= nanos);
+            prop_assert!(at == BUCKETS - 1 || nanos < lower_bound(at + 1));
+        }
+
+        #[test]
+        fn quantiles_differ_by_at_most_a_quarter(mut times in prop::collection::vec(2_000..50_000_000_000u64, 1..400)) {
+            let histogram = Histogram::default();
+            times.iter().for_each(|nanos| histogram.record(Duration::from_nanos(*nanos)));
+            times.sort_unstable();
+            let latency = histogram.snapshot();
+            prop_assert_eq!(latency.count(), times.len() as u64);
+            for fraction in [0.5, 0.9, 0.99, 1.0] {
+                let rank = ((fraction * times.len() as f64).ceil() as usize).max(1);
+                let exact = times[rank - 1] as f64;
+                let found = latency.quantile(fraction).unwrap().as_nanos() as f64;
+                prop_assert!((found / exact - 1.0).abs() <= 0.26, "{fraction}: {found} for {exact}");
+            }
+            let exact: u64 = times.iter().sum();
+            let sum = latency.sum().as_nanos() as f64 / exact as f64;
+            prop_assert!((sum - 1.0).abs() <= 0.13, "{sum}");
+        }
+    }
+
+    #[test]
+    fn only_buckets_with_requests_are_listed() {
+        let histogram = Histogram::default();
+        assert_eq!((histogram.count(), histogram.snapshot().quantile(0.5)), (0, None));
+        assert_eq!(histogram.snapshot().buckets().count(), 0);
+        for nanos in [100, 1023, 1024, 1 << 20, (1 << 20) + 1, u64::MAX] {
+            histogram.record(Duration::from_nanos(nanos));
+        }
+        let buckets: Vec<_> = histogram.snapshot().buckets().collect();
+        let ends: Vec<_> = buckets.iter().map(|(end, count)| (end.as_nanos(), *count)).collect();
+        assert_eq!(ends[..4], [(256, 1), (1024, 1), (1280, 1), (1_310_720, 2)]);
+        assert_eq!((ends.len(), ends[4].1), (5, 1));
+        assert_eq!(histogram.count(), 6);
+    }
+}
