@@ -364,6 +364,7 @@ impl ReadRound<'_> {
 
     /// Inserts loaded data into the cache where permitted, and ends the fills.
     pub(crate) fn keep(mut self, worker: &WorkerMemory, offset: u64, data: &[u8], mut kind: u8) {
+        probe::probe!(ebbd, cache_fill, offset, data.len());
         let claims = &mut self.claims;
         let volume = claims.volume;
         for part in parts(offset, data.len()) {

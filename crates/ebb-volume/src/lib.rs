@@ -20,6 +20,7 @@ mod registry;
 mod resize;
 mod stats;
 mod stop;
+mod tracepoints;
 mod volume;
 mod writer;
 

@@ -3,7 +3,7 @@
 //! Requests are counted by the histogram of their times: a request costs two atomic additions.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ebb_store::{Io, Operation};
 
@@ -67,13 +67,15 @@ fn index(operation: Operation) -> usize {
 }
 
 impl VolumeStats {
-    /// Counts a request that completes now.
+    /// Counts a request that completes now; returns its service time.
     #[inline]
-    pub(crate) fn complete(&self, io: &Io, request: Started, length: u64, ok: bool) {
+    pub(crate) fn complete(&self, io: &Io, request: Started, length: u64, ok: bool) -> Duration {
         let counters = &self.counters[index(request.operation)];
-        counters.times.service.record(io.recent_time().saturating_duration_since(request.at));
+        let service = io.recent_time().saturating_duration_since(request.at);
+        counters.times.service.record(service);
         let (cell, amount) = if ok { (&counters.bytes, length) } else { (&counters.errors, 1) };
         cell.fetch_add(amount, Ordering::Relaxed);
+        service
     }
 
     /// Notes that the volume gets a request now that `arrived` earlier: it waited for memory, for a free task, or for

@@ -13,6 +13,7 @@ use ebb_store::{
 use crate::changes::ChangeCount;
 use crate::gate::{Gate, Pass};
 use crate::stats::{Started, VolumeStats};
+use crate::tracepoints;
 use crate::writer::{Lease, Writer, WriterConflict, Writers};
 
 /// What an operator can configure of a volume.
@@ -372,12 +373,16 @@ impl Volume {
     /// Writes everything that was acknowledged to the store and makes it stable there.
     async fn make_stable(&self, io: &Io) -> Result<(), BlockError> {
         let changes = self.changes.count();
-        match &self.cache {
-            Some(cache) => cache.flush(io, &self.store).await?,
-            None => self.store.flush(io).await?,
+        tracepoints::flush_begin(&self.name);
+        let result = match &self.cache {
+            Some(cache) => cache.flush(io, &self.store).await,
+            None => self.store.flush(io).await,
+        };
+        tracepoints::flush_end(&self.name, result.is_ok());
+        if result.is_ok() {
+            self.changes.note_flushed(changes);
         }
-        self.changes.note_flushed(changes);
-        Ok(())
+        result
     }
 
     /// True if no acknowledged data can be missing on the store after a crash: the volume is read-only, or all
@@ -426,6 +431,7 @@ impl Volume {
         };
         // Inside the gate: shrinking waits for requests that were checked against the size before.
         self.validate(operation, offset, length)?;
+        tracepoints::request_begin(&self.name, operation, offset, length);
         let started = Started::new(io, operation);
         Ok(AdmittedRequest { volume: self, io, started, offset, length, _pass: pass })
     }
@@ -474,7 +480,8 @@ impl Volume {
         result: Result<T, BlockError>,
     ) -> Result<T, BlockError> {
         let operation = started.operation();
-        self.stats.complete(io, started, length, result.is_ok());
+        let service = self.stats.complete(io, started, length, result.is_ok());
+        tracepoints::request_end(&self.name, operation, (offset, length), service, result.is_ok());
         if changes_data(operation) && !self.changes.complete() {
             return Err(self.refusal(ErrorKind::Closing, operation, offset, length));
         }

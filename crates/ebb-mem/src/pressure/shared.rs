@@ -179,6 +179,8 @@ impl Publisher {
         }
         self.sequence = self.sequence.wrapping_add(1) & SEQUENCE_MASK;
         self.shared.word.store(pack(level, cause, self.sequence), Ordering::Release);
+        let name = cause.as_str();
+        probe::probe!(ebbd, pressure, level.number(), name.as_ptr(), name.len());
         let state = self.pressure().state();
         let subscribers = Arc::clone(&self.shared.subscribers());
         for (_, callback) in subscribers.iter() {
