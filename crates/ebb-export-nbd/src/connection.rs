@@ -10,7 +10,7 @@
 
 mod stall;
 
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::future::Future;
 use std::io;
 use std::pin::{Pin, pin};
@@ -18,9 +18,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ebb_export::{
+    ErrorLine, ErrorLines, PIECE, REQUEST_BYTES, RequestRunner, RequestTask, RequestTasks,
+    longest_piece, piece_bytes,
+};
 use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, QueueShare, Signal};
 use ebb_tls::Transport;
-use ebb_volume::{ErrorKind, Mode, Stop, Volume};
+use ebb_volume::{ErrorKind, Stop, Volume};
 
 use self::stall::StallDetector;
 use crate::decode::{self, Decoded, Fatal, NbdRequest, RequestHeader};
@@ -28,17 +32,14 @@ use crate::handshake::Session;
 use crate::proto::Errno;
 use crate::receiver::Receiver;
 use crate::reply::{Reply, ReplyBody, ReplyTo, RequestMemory};
-use crate::request_task::{
-    NbdJob, REQUEST_BYTES, RequestContext, STATUS_BYTES_MAX, SplitWrite, execute,
-};
+use crate::request_task::{NbdJob, RequestContext, STATUS_BYTES_MAX, SplitWrite, execute};
 use crate::sender::Sender;
 
 /// Requests of one connection in flight at a time.
 const IN_FLIGHT_MAX: usize = 256;
-/// A longer WRITE is received and written in pieces: a first one of `FIRST` bytes, then pieces of `PIECE`
-/// bytes. So the server holds no more memory than the data the client has sent, and one piece.
+/// A WRITE that is longer than [`PIECE`] is received and written in pieces: a first one of `FIRST` bytes, then pieces of
+/// `PIECE` bytes. So the server holds no more memory than the data the client has sent, and one piece.
 const FIRST: usize = 256 << 10;
-const PIECE: usize = 1 << 20;
 /// A connection that makes no progress within the data of a WRITE or of a reply for so many checks in a
 /// row (one per `IDLE_AFTER`) is closed if requests of its volume wait for memory.
 const STALLED: u32 = 5;
@@ -50,8 +51,6 @@ const IDLE_AFTER: Duration = Duration::from_secs(1);
 const LAST_REPLIES_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a client may take to close its side of the connection after the server has closed its own.
 const LINGER: Duration = Duration::from_secs(1);
-/// Failed requests logged per connection: a failing disk must not fill the log.
-const ERRORS_LOGGED: u32 = 10;
 /// After so many refused requests the connection yields to other tasks of the worker.
 const REFUSED_AT_ONCE: u64 = 32;
 
@@ -90,7 +89,7 @@ pub(crate) struct Connection {
     queue_share: Rc<QueueShare>,
     /// The page pool of this connection.
     buffers: BufPool,
-    tasks: RequestTasks,
+    tasks: RequestTasks<NbdJob>,
     sender: Sender,
     requests: Cell<u64>,
     /// Set by the first request after an idle period.
@@ -105,32 +104,7 @@ pub(crate) struct Connection {
     /// Whether a WRITE's data is being received, and the bytes received so far, over all WRITEs.
     receiving: Cell<bool>,
     received: Cell<usize>,
-    errors: Cell<u32>,
-}
-
-#[derive(Default)]
-struct RequestTasks {
-    idle: RefCell<Vec<Rc<RequestTask>>>,
-    count: Cell<usize>,
-    busy: Cell<usize>,
-    /// Set when a request task becomes idle or ends.
-    freed: Signal,
-}
-
-#[derive(Default)]
-struct RequestTask {
-    job: RefCell<Option<NbdJob>>,
-    signal: Signal,
-    retire: Cell<bool>,
-}
-
-impl RequestTask {
-    /// Executes a job on the task, which is idle.
-    #[inline]
-    fn start(&self, job: NbdJob) {
-        *self.job.borrow_mut() = Some(job);
-        self.signal.set();
-    }
+    error_lines: ErrorLines,
 }
 
 impl Connection {
@@ -153,7 +127,7 @@ impl Connection {
             memory: Budget::new(memory_bytes),
             queue_share: QueueShare::new(share),
             buffers,
-            tasks: RequestTasks::default(),
+            tasks: RequestTasks::new(IN_FLIGHT_MAX),
             sender: Sender::default(),
             requests: Cell::new(0),
             awake: Signal::default(),
@@ -164,7 +138,7 @@ impl Connection {
             stalled: Cell::new(false),
             receiving: Cell::new(false),
             received: Cell::new(0),
-            errors: Cell::new(0),
+            error_lines: ErrorLines::default(),
         })
     }
 
@@ -208,13 +182,13 @@ impl Connection {
 
     /// Waits for the requests in flight and sends the last replies.
     async fn finish(self: &Rc<Self>, sending: ebb_io::Task<io::Result<()>>) {
-        self.retire_idle();
-        if self.io.timeout(LAST_REPLIES_TIMEOUT, self.tasks_done()).await.is_none() {
+        self.tasks.retire_idle();
+        if self.io.timeout(LAST_REPLIES_TIMEOUT, self.tasks.drain()).await.is_none() {
             // Reads wait until the client receives earlier replies: let them complete without it.
             self.sender.give_up();
-            self.tasks_done().await;
+            self.tasks.drain().await;
         }
-        self.retire_idle();
+        self.tasks.retire_idle();
         self.sender.finish();
         let sent = self.io.timeout(LAST_REPLIES_TIMEOUT, sending).await;
         if matches!(sent, Some(Ok(()))) {
@@ -222,12 +196,6 @@ impl Connection {
             let _ = self.io.timeout(LINGER, self.transport.drain(&self.io)).await;
         }
         self.sender.clear();
-    }
-
-    async fn tasks_done(&self) {
-        while self.tasks.busy.get() > 0 {
-            self.tasks.freed.wait().await;
-        }
     }
 
     fn stop_reading(&self) {
@@ -255,7 +223,7 @@ impl Connection {
                     }
                 }
                 self.idle.set(true);
-                self.retire_idle();
+                self.tasks.retire_idle();
                 self.sender.shrink();
                 self.queue_share.empty();
             }
@@ -265,14 +233,7 @@ impl Connection {
     }
 
     fn is_busy(&self) -> bool {
-        self.tasks.busy.get() > 0 || self.receiving.get() || self.sender.holds_data()
-    }
-
-    fn retire_idle(&self) {
-        for task in self.tasks.idle.take() {
-            task.retire.set(true);
-            task.signal.set();
-        }
+        self.tasks.busy() > 0 || self.receiving.get() || self.sender.holds_data()
     }
 
     async fn read_requests(
@@ -352,7 +313,7 @@ impl Connection {
                 let payload = Some(self.payload(receiver, length).await?);
                 let job =
                     || NbdJob { to, operation, arrived, payload, held, split: None, short: false };
-                match self.try_idle_task() {
+                match self.tasks.try_idle(self) {
                     Some(task) => task.start(job()),
                     None => Box::pin(self.start_later(job())).await?,
                 }
@@ -362,7 +323,7 @@ impl Connection {
                 let held = RequestMemory { share: Some(share), budget: Some(budget) };
                 let job =
                     || NbdJob { to, operation, arrived, payload: None, held, split: None, short };
-                match self.try_idle_task() {
+                match self.tasks.try_idle(self) {
                     Some(task) => task.start(job()),
                     None => Box::pin(self.start_later(job())).await?,
                 }
@@ -415,13 +376,13 @@ impl Connection {
         let split = SplitWrite::new(to, RequestMemory { budget: Some(budget), share });
         let mut next = FIRST;
         while left > 0 {
-            let length = left.min(next).min(RequestContext::piece(&self.queue_share));
+            let length = left.min(next).min(longest_piece(&self.queue_share));
             next = PIECE;
             left -= length;
             split.begin(left == 0);
             let arrived = self.io.iteration_start();
-            let piece = (offset, length);
-            let share = RequestContext::piece_bytes(&self.volume, &self.queue_share, piece);
+            let bounce = self.volume.bounce_footprint(offset, length);
+            let share = piece_bytes(&self.queue_share, length, bounce);
             let share = Some(self.share(share).await?);
             let payload = Some(self.payload(receiver, length).await?);
             let held = RequestMemory { share, budget: None };
@@ -432,7 +393,7 @@ impl Connection {
             };
             let split = Some(split.clone());
             let job = NbdJob { to, operation, arrived, payload, held, split, short: false };
-            match self.try_idle_task() {
+            match self.tasks.try_idle(self) {
                 Some(task) => task.start(job),
                 None => Box::pin(self.start_later(job)).await?,
             }
@@ -505,82 +466,9 @@ impl Connection {
     /// Starts a job as soon as a request task is idle. Boxed by its callers: waiting is rare, and would make the task
     /// of every connection larger.
     async fn start_later(self: &Rc<Self>, job: NbdJob) -> Result<(), ConnectionEnd> {
-        loop {
-            self.unless_halted(pin!(self.tasks.freed.wait())).await?;
-            if let Some(task) = self.try_idle_task() {
-                task.start(job);
-                return Ok(());
-            }
-        }
-    }
-
-    /// An idle request task or a new one, which counts as busy from now on. The caller starts a job on it, which it
-    /// constructs in place: a job is large enough for each move of it to be a call.
-    #[inline]
-    fn try_idle_task(self: &Rc<Self>) -> Option<Rc<RequestTask>> {
-        let tasks = &self.tasks;
-        let idle = tasks.idle.borrow_mut().pop();
-        let task = match idle {
-            Some(task) => task,
-            None if tasks.count.get() < IN_FLIGHT_MAX => {
-                tasks.count.set(tasks.count.get() + 1);
-                let task = Rc::<RequestTask>::default();
-                self.io.spawn(self.clone().run_task(task.clone())).detach();
-                task
-            }
-            None => return None,
-        };
-        tasks.busy.set(tasks.busy.get() + 1);
-        Some(task)
-    }
-
-    async fn run_task(self: Rc<Self>, task: Rc<RequestTask>) {
-        loop {
-            task.signal.wait().await;
-            let block_status = match &*task.job.borrow() {
-                Some(job) => matches!(job.operation, NbdRequest::BlockStatus { .. }),
-                None if !task.retire.get() => continue,
-                None => {
-                    self.tasks.count.set(self.tasks.count.get() - 1);
-                    self.tasks.freed.set();
-                    return;
-                }
-            };
-            // BLOCK_STATUS changes nothing and can be cancelled when the client disconnects, which matters where it is
-            // many requests to another server. With a writeback cache it writes dirty data first, so it runs to
-            // completion.
-            let read_only = block_status && self.volume.cache_mode() != Mode::Writeback;
-            let context = RequestContext {
-                io: &self.io,
-                volume: &self.volume,
-                session: &self.session,
-                buffers: &self.buffers,
-                queue_share: &self.queue_share,
-                sender: &self.sender,
-                disconnected: &|| self.is_disconnected(),
-            };
-            let mut executing = pin!(execute(context, &task.job));
-            let outcome = if read_only {
-                let disconnected = async {
-                    self.disconnected.wait().await;
-                    Ok(())
-                };
-                futures_lite::future::or(executing.as_mut(), disconnected).await
-            } else {
-                executing.await
-            };
-            if let Err(error) = outcome
-                && !(error.kind == ErrorKind::Closing && self.disconnected.is_stopped())
-            {
-                self.log(&error);
-            }
-            self.tasks.busy.set(self.tasks.busy.get() - 1);
-            if self.tasks.busy.get() == 0 {
-                self.buffers.done(ebb_mem::clock::now());
-            }
-            self.tasks.idle.borrow_mut().push(task.clone());
-            self.tasks.freed.set();
-        }
+        let task = self.unless_halted(pin!(self.tasks.idle(self))).await?;
+        task.start(job);
+        Ok(())
     }
 
     /// Whether the client has disconnected and receives no more replies, even if requests sent before have not been
@@ -593,14 +481,51 @@ impl Connection {
     }
 
     fn log(&self, error: &ebb_volume::BlockError) {
-        let count = self.errors.get();
-        self.errors.set(count.saturating_add(1));
-        if count < ERRORS_LOGGED {
-            let cause = error.source.as_ref().map(ToString::to_string).unwrap_or_default();
-            tracing::warn!(connection = self.number, %error, cause);
-        } else if count == ERRORS_LOGGED {
-            tracing::warn!(connection = self.number, "further failed requests are not logged");
+        match self.error_lines.admit() {
+            ErrorLine::Request => {
+                let cause = error.source.as_ref().map(ToString::to_string).unwrap_or_default();
+                tracing::warn!(connection = self.number, %error, cause);
+            }
+            ErrorLine::Notice => {
+                tracing::warn!(connection = self.number, "further failed requests are not logged");
+            }
+            ErrorLine::Nothing => {}
         }
+    }
+}
+
+impl RequestRunner for Connection {
+    type Job = NbdJob;
+    type Scratch = ();
+
+    fn tasks(&self) -> &RequestTasks<NbdJob> {
+        &self.tasks
+    }
+
+    fn io(&self) -> &Io {
+        &self.io
+    }
+
+    async fn execute(&self, task: &Rc<RequestTask<NbdJob>>) {
+        let context = RequestContext {
+            io: &self.io,
+            volume: &self.volume,
+            session: &self.session,
+            buffers: &self.buffers,
+            queue_share: &self.queue_share,
+            sender: &self.sender,
+            is_disconnected: &|| self.is_disconnected(),
+            disconnected: &self.disconnected,
+        };
+        if let Err(error) = execute(context, task).await
+            && !(error.kind == ErrorKind::Closing && self.disconnected.is_stopped())
+        {
+            self.log(&error);
+        }
+    }
+
+    fn all_done(&self) {
+        self.buffers.done(ebb_mem::clock::now());
     }
 }
 
@@ -641,13 +566,9 @@ fn refusal(errno: Errno) -> &'static str {
 mod tests {
     use super::*;
 
-    fn size_of_future<F: Future>(_: impl FnOnce(Rc<Connection>, Rc<RequestTask>) -> F) -> usize {
-        size_of::<F>()
-    }
-
     #[test]
     fn the_task_of_a_request_is_small() {
-        let bytes = size_of_future(Connection::run_task);
+        let bytes = RequestTasks::<NbdJob>::task_bytes::<Connection>();
         assert!(bytes <= 3328, "{bytes} bytes for each request in flight");
     }
 }

@@ -1,15 +1,12 @@
 //! Executes one request: from the job that a request task receives to the reply it passes to the sender.
-//!
-//! A request task executes one request after the other, so that nothing is allocated per
-//! request. A connection has as many request tasks as it has had requests in flight at once; they end when the
-//! connection becomes idle.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::time::Instant;
 
+use ebb_export::{ReplyDue, RequestTask, longest_piece, piece_bytes};
 use ebb_io::{Buf, BufPool, Io, QueueShare};
-use ebb_volume::{BlockError, ErrorKind, Operation, Volume, ZeroFlags};
+use ebb_volume::{BlockError, ErrorKind, Mode, Operation, Stop, Volume, ZeroFlags};
 
 use crate::decode::NbdRequest;
 use crate::handshake::Session;
@@ -22,11 +19,6 @@ const EXTENTS_MAX: u16 = 2048;
 /// The longest reply to BLOCK_STATUS, bytes: its descriptors in their extended form.
 pub(crate) const STATUS_BYTES_MAX: usize = 16 * EXTENTS_MAX as usize;
 
-/// What a request without data counts against the memory budget, bytes.
-pub(crate) const REQUEST_BYTES: usize = 512;
-/// The longest piece of a request that is executed in pieces, bytes.
-const PIECE: usize = 1 << 20;
-
 /// What the requests of a connection need for their execution.
 #[derive(Clone, Copy)]
 pub(crate) struct RequestContext<'a> {
@@ -36,30 +28,16 @@ pub(crate) struct RequestContext<'a> {
     pub(crate) buffers: &'a BufPool,
     pub(crate) queue_share: &'a Rc<QueueShare>,
     pub(crate) sender: &'a Sender,
-    /// Whether the client has disconnected.
-    pub(crate) disconnected: &'a dyn Fn() -> bool,
+    /// Checks whether the client has disconnected.
+    pub(crate) is_disconnected: &'a dyn Fn() -> bool,
+    /// Set when it has.
+    pub(crate) disconnected: &'a Stop,
 }
 
 impl RequestContext<'_> {
-    /// The longest piece for which the volume's reserve suffices, bytes.
-    pub(crate) fn piece(queue_share: &QueueShare) -> usize {
-        let most = queue_share.share().reserve().saturating_sub(REQUEST_BYTES).min(PIECE);
-        // A power of two, as the size of a buffer is.
-        (most.max(4096) / 2 + 1).next_power_of_two()
-    }
-
-    /// What a piece takes from the volume's share: its buffer, and what the store needs for partially covered blocks,
-    /// as far as the volume's reserve allows.
-    pub(crate) fn piece_bytes(
-        volume: &Volume,
-        queue_share: &QueueShare,
-        (offset, length): (u64, usize),
-    ) -> usize {
-        let buffer = BufPool::footprint(length);
-        match volume.bounce_footprint(offset, length) {
-            0 => buffer,
-            bounce => (buffer + bounce).min(queue_share.share().reserve()).max(buffer),
-        }
+    /// What a piece takes from the volume's share.
+    fn piece_bytes(&self, offset: u64, length: usize) -> usize {
+        piece_bytes(self.queue_share, length, self.volume.bounce_footprint(offset, length))
     }
 }
 
@@ -92,7 +70,8 @@ impl SplitWrite {
     }
 
     /// Notes that a piece has completed; returns the reply if it was the last.
-    fn end(&self, failure: Option<(Errno, &'static str)>) -> Option<Reply> {
+    fn end(&self, failure: Option<(Errno, &'static str)>, piece: ReplyDue) -> Option<Reply> {
+        piece.settle();
         self.in_flight.set(self.in_flight.get() - 1);
         if self.failure.get().is_none() {
             self.failure.set(failure);
@@ -124,14 +103,15 @@ pub(crate) struct NbdJob {
     pub(crate) short: bool,
 }
 
-/// Executes the job in `slot`, if there is one, and passes its reply to the sender. An error is returned for the
+/// Executes the job of `task`, if there is one, and passes its reply to the sender. An error is returned for the
 /// log; the client receives its NBD error number. The job is taken here, so that it is moved once.
 pub(crate) async fn execute(
     context: RequestContext<'_>,
-    slot: &RefCell<Option<NbdJob>>,
+    task: &RequestTask<NbdJob>,
 ) -> Result<(), BlockError> {
-    let RequestContext { io, volume, session, buffers, sender, .. } = context;
-    let Some(NbdJob { to, operation, arrived, payload, mut held, split, short }) = slot.take()
+    let RequestContext { io, volume, sender, .. } = context;
+    let Some((NbdJob { to, operation, arrived, payload, mut held, split, short }, due)) =
+        task.take()
     else {
         return Ok(());
     };
@@ -141,7 +121,7 @@ pub(crate) async fn execute(
             let whole = unfragmented || to.chunks().is_none();
             let range = ReadRange { offset, length, whole };
             match (short, whole) {
-                (true, true) => return Box::pin(read_stream(context, to, range, held)).await,
+                (true, true) => return Box::pin(read_stream(context, to, range, held, due)).await,
                 (true, false) => Box::pin(read_short(context, to, range, &mut held)).await,
                 (false, _) => read(context, to, range).await,
             }
@@ -159,12 +139,18 @@ pub(crate) async fn execute(
         }
         NbdRequest::WriteZeroes { offset, length, fua, no_hole, fast } => {
             let flags = ZeroFlags { may_unmap: !no_hole, fast_only: fast };
-            let wanted = || !(context.disconnected)();
+            let wanted = || !(context.is_disconnected)();
             let zeroes = volume.write_zeroes_while(io, offset, length, flags, fua, &wanted);
             zeroes.await.map(|()| ReplyBody::Done)
         }
         NbdRequest::BlockStatus { offset, length, one } => {
-            status(io, volume, buffers, session, (offset, length), one).await
+            match status_unless_disconnected(context, (offset, length), one).await {
+                Some(result) => result,
+                None => {
+                    due.waive();
+                    return Ok(());
+                }
+            }
         }
         NbdRequest::Disconnect => Ok(ReplyBody::Done),
     };
@@ -173,13 +159,13 @@ pub(crate) async fn execute(
         Err(error) => (ReplyBody::Error(errno(&error), text(error.kind)), Err(error)),
     };
     match split {
-        None => sender.push(Reply { to, body, held: Some(held) }),
+        None => sender.complete(Reply { to, body, held: Some(held) }, due),
         Some(split) => {
             let failure = match body {
                 ReplyBody::Error(errno, text) => Some((errno, text)),
                 _ => None,
             };
-            split.end(failure).into_iter().for_each(|reply| sender.push(reply));
+            split.end(failure, due).into_iter().for_each(|reply| sender.push(reply));
         }
     }
     outcome
@@ -247,14 +233,9 @@ async fn read_short(
     let ReadRange { mut offset, length: mut left, .. } = range;
     loop {
         sender.wait_for_room().await;
-        let length =
-            left.min(u32::try_from(RequestContext::piece(queue_share)).unwrap_or(u32::MAX));
+        let length = left.min(u32::try_from(longest_piece(queue_share)).unwrap_or(u32::MAX));
         let bytes = usize::try_from(length).unwrap_or(usize::MAX);
-        let share = Some(
-            queue_share
-                .take(RequestContext::piece_bytes(volume, queue_share, (offset, bytes)))
-                .await,
-        );
+        let share = Some(queue_share.take(context.piece_bytes(offset, bytes)).await);
         let (result, data) = volume.read(io, buffers.take(bytes).await, offset).await;
         result?;
         left -= length;
@@ -276,16 +257,15 @@ async fn read_stream(
     to: ReplyTo,
     range: ReadRange,
     mut held: RequestMemory,
+    due: ReplyDue,
 ) -> Result<(), BlockError> {
     let RequestContext { io, volume, buffers, queue_share, sender, .. } = context;
     let ReadRange { mut offset, length, .. } = range;
-    let piece = u32::try_from(RequestContext::piece(queue_share)).unwrap_or(u32::MAX);
+    let piece = u32::try_from(longest_piece(queue_share)).unwrap_or(u32::MAX);
     // Taken once for all pieces, and before the stream begins: replies queued behind it hold memory, so a stream
     // must not wait for memory.
     let bytes = usize::try_from(piece).unwrap_or(usize::MAX);
-    let share =
-        queue_share.take(RequestContext::piece_bytes(volume, queue_share, (offset, bytes))).await;
-    held.share = Some(share);
+    held.share = Some(queue_share.take(context.piece_bytes(offset, bytes)).await);
     let permit = sender.begin_stream().await;
     let mut left = length;
     while left > 0 {
@@ -295,8 +275,9 @@ async fn read_stream(
         if let Err(error) = result {
             if left == length {
                 let body = ReplyBody::Error(errno(&error), text(error.kind));
-                sender.push(Reply { to, body, held: Some(held) });
+                sender.complete(Reply { to, body, held: Some(held) }, due);
             } else {
+                due.waive();
                 sender.break_off();
             }
             return Err(error);
@@ -309,18 +290,35 @@ async fn read_stream(
         offset += u64::from(count);
         sender.push_stream(Reply { to, body, held: None }).await;
     }
+    due.settle();
     drop((permit, held));
     Ok(())
 }
 
+/// As [`status`]. It changes nothing and is cancelled when the client disconnects, which matters where it is many
+/// requests to another server: then the result is `None`. With a writeback cache it writes dirty data first, so it runs to
+/// completion.
+async fn status_unless_disconnected(
+    context: RequestContext<'_>,
+    range: (u64, u64),
+    one: bool,
+) -> Option<Result<ReplyBody, BlockError>> {
+    let cancelled = async {
+        match context.volume.cache_mode() {
+            Mode::Writeback => std::future::pending().await,
+            _ => context.disconnected.wait().await,
+        }
+        None
+    };
+    futures_lite::future::or(async { Some(status(context, range, one).await) }, cancelled).await
+}
+
 async fn status(
-    io: &Io,
-    volume: &Volume,
-    buffers: &BufPool,
-    session: &Session,
+    context: RequestContext<'_>,
     (offset, length): (u64, u64),
     one: bool,
 ) -> Result<ReplyBody, BlockError> {
+    let RequestContext { io, volume, buffers, session, .. } = context;
     let limit = if one { 1 } else { usize::from(EXTENTS_MAX) };
     let extents = volume.extents(io, offset, length, limit).await?;
     let mut bytes = Vec::new();

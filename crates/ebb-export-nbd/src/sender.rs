@@ -10,6 +10,7 @@ use std::io;
 use std::rc::Rc;
 use std::task::{Poll, Waker};
 
+use ebb_export::ReplyDue;
 use ebb_io::{Budget, BudgetGuard, Buf, Gather, Io, Signal};
 use ebb_tls::Transport;
 
@@ -128,6 +129,13 @@ impl Sender {
         self.unsent.set(self.unsent.get() + data_bytes(&reply));
         self.queue.borrow_mut().push_back(reply);
         self.ready.set();
+    }
+
+    /// Queues a reply, or the last part of one, which completes its request.
+    #[inline]
+    pub(crate) fn complete(&self, reply: Reply, due: ReplyDue) {
+        due.settle();
+        self.push(reply);
     }
 
     /// Waits while much data is unsent. For reads before they take memory: reads of a slow

@@ -10,13 +10,13 @@ use ebb_io::{Buf, Signal};
 
 use crate::abi::Segment;
 use crate::platform::{CopyOp, Domain, Grants};
-use crate::request_task::RequestTask;
+use crate::request_task::SegmentTask;
 
 /// About this many segments are copied per call, so that the worker's other tasks are not delayed.
 const SEGMENTS_PER_CALL: usize = 512;
 
 struct CopyJob {
-    task: Rc<RequestTask>,
+    task: Rc<SegmentTask>,
     buf: Buf,
     to_guest: bool,
 }
@@ -49,13 +49,13 @@ impl Copier {
     /// Copies the segments that a task has not copied itself; returns the buffer, and whether all succeeded.
     pub(crate) async fn copy(
         &self,
-        task: &Rc<RequestTask>,
+        task: &Rc<SegmentTask>,
         buf: Buf,
         to_guest: bool,
     ) -> (Buf, bool) {
         self.jobs.borrow_mut().push(CopyJob { task: task.clone(), buf, to_guest });
         self.requested.set();
-        task.copied().await
+        task.scratch().copied().await
     }
 
     pub(crate) async fn requested(&self) {
@@ -73,7 +73,7 @@ impl Copier {
                 break;
             }
             count += 1;
-            for (segment, at) in job.task.uncopied().iter() {
+            for (segment, at) in job.task.scratch().uncopied().iter() {
                 let Some(part) = job.buf.get_mut(*at..*at + segment.bytes()) else { continue };
                 operations.push(operation_on(guest, *segment, part, job.to_guest));
             }
@@ -83,9 +83,9 @@ impl Copier {
         let outcome = unsafe { grants.copy(&mut operations) };
         let mut results = operations.iter();
         for CopyJob { task, buf, .. } in jobs.drain(..count) {
-            let expected = task.uncopied().len();
+            let expected = task.scratch().uncopied().len();
             let done = results.by_ref().take(expected).filter(|op| op.is_done()).count();
-            task.put_copied(buf, outcome.is_ok() && done == expected);
+            task.scratch().put_copied(buf, outcome.is_ok() && done == expected);
         }
         if !jobs.is_empty() {
             self.requested.set();

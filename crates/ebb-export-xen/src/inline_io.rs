@@ -12,6 +12,7 @@
 
 use std::cell::RefCell;
 
+use ebb_export::REQUEST_BYTES;
 use ebb_io::{BudgetGuard, Buf, BufPool};
 use ebb_volume::DirectAccess;
 
@@ -25,7 +26,6 @@ use crate::guest_memory::Mapping;
 use crate::persistent::GrantTable;
 use crate::platform::CopyOp;
 use crate::queue::Queue;
-use crate::request_task::REQUEST_BYTES;
 
 /// About this many segments are copied per hypercall.
 const COPIES_PER_CALL: usize = 32;

@@ -15,6 +15,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ebb_export::{ErrorLine, ErrorLines, RequestRunner, RequestTasks};
 use ebb_io::{Budget, Buf, BufPool, Io, QueueShare, Signal};
 
 use crate::abi::{Response, Slot, Status, op};
@@ -25,7 +26,7 @@ use crate::inline_io::InlineIo;
 use crate::journal::Journal;
 use crate::persistent::{GrantLimits, GrantTable};
 use crate::platform::{Channel, Domain, Grants};
-use crate::request_task::RequestTask;
+use crate::request_task::{SegmentTask, TaskSegments};
 use crate::ring::{BlkifRing, Overrun};
 
 /// Requests consumed before other work of the ring is done.
@@ -56,8 +57,6 @@ const UNMAP_STEP: usize = 1;
 const UNMAP_BATCH: usize = 16;
 /// Grants mapped per batch while nearly as many are mapped as may be; other pages are copied.
 pub(crate) const MAP_BATCH: usize = 1;
-/// Failed requests logged for each queue: a broken disk or guest must not flood the log.
-const ERRORS_LOGGED: u32 = 10;
 
 /// The parts of a queue, opened on the thread that may block.
 pub(crate) struct QueueParts {
@@ -101,7 +100,7 @@ pub(crate) struct Queue {
     pub(crate) inline_io: InlineIo,
     /// Set when the table of grants has to be purged.
     pub(crate) purge_needed: Signal,
-    tasks: RequestTasks,
+    tasks: RequestTasks<u32, TaskSegments>,
     free_entries: RefCell<Vec<u32>>,
     responses: RefCell<Vec<(u32, Response)>>,
     responses_ready: Signal,
@@ -112,15 +111,7 @@ pub(crate) struct Queue {
     pub(crate) now: Cell<Instant>,
     stopping: Cell<bool>,
     halt: Signal,
-    logged: Cell<u32>,
-}
-
-#[derive(Default)]
-struct RequestTasks {
-    idle: RefCell<Vec<Rc<RequestTask>>>,
-    busy: Cell<u32>,
-    /// Set when no task is busy.
-    quiet: Signal,
+    error_lines: ErrorLines,
 }
 
 impl Queue {
@@ -154,7 +145,7 @@ impl Queue {
             copier: Copier::default(),
             inline_io: InlineIo::default(),
             purge_needed: Signal::default(),
-            tasks: RequestTasks::default(),
+            tasks: RequestTasks::new(slots),
             free_entries: RefCell::new(free),
             responses: RefCell::new(Vec::with_capacity(slots)),
             responses_ready: Signal::default(),
@@ -163,7 +154,7 @@ impl Queue {
             now: Cell::new(ebb_mem::clock::now()),
             stopping: Cell::new(false),
             halt: Signal::default(),
-            logged: Cell::new(0),
+            error_lines: ErrorLines::default(),
             disk,
         });
         let helpers = [
@@ -174,10 +165,10 @@ impl Queue {
         ];
         let share = parts.persistent.then(|| queue.disk.parameters.add_ring());
         queue.serve(parts.resumed_entries).await;
-        queue.drain().await;
+        queue.tasks.drain().await;
         queue.publish();
         drop(helpers);
-        queue.retire_idle();
+        queue.tasks.retire_idle();
         queue.unmap(|table| table.clear(UNMAP_STEP)).await;
         drop(share);
     }
@@ -291,7 +282,7 @@ impl Queue {
         let Some(until) = self.busy_poll.poll_until(each, ebb_mem::clock::now()) else {
             return Ok(false);
         };
-        while !self.stopping.get() && self.tasks.busy.get() == 0 {
+        while !self.stopping.get() && self.tasks.busy() == 0 {
             for _ in 0..POLLS {
                 spin_loop();
                 if self.ring.borrow().waiting()? > 0 {
@@ -360,23 +351,22 @@ impl Queue {
     /// Starts a request in a task. No request passes a barrier in either direction.
     async fn begin(self: &Rc<Self>, entry: u32, barrier: bool) {
         if barrier {
-            self.drain().await;
+            self.tasks.drain().await;
         }
         self.start(entry);
         if barrier {
-            self.drain().await;
+            self.tasks.drain().await;
         }
     }
 
+    /// Starts a request in a task. There is one for each entry of the journal.
     fn start(self: &Rc<Self>, entry: u32) {
-        self.tasks.busy.set(self.tasks.busy.get() + 1);
-        let idle = self.tasks.idle.borrow_mut().pop();
-        let task = idle.unwrap_or_else(|| {
-            let task = Rc::new(RequestTask::default());
-            self.io.spawn(self.clone().run_task(task.clone())).detach();
-            task
-        });
-        task.assign(entry, self.io.iteration_start());
+        let task = self.tasks.try_idle(self);
+        debug_assert!(task.is_some(), "no more entries than tasks");
+        if let Some(task) = task {
+            task.scratch().note_arrival(self.io.iteration_start());
+            task.start(entry);
+        }
     }
 
     /// Queues the response of a completed request, to be published with others.
@@ -393,44 +383,6 @@ impl Queue {
             }
         }
         self.responses.borrow_mut().push((entry, response));
-    }
-
-    /// Waits until no request task is busy.
-    async fn drain(&self) {
-        while self.tasks.busy.get() > 0 {
-            self.tasks.quiet.wait().await;
-        }
-    }
-
-    async fn run_task(self: Rc<Self>, task: Rc<RequestTask>) {
-        while let Some(entry) = task.next().await {
-            let slot = self.journal.slot(entry);
-            let abi = self.ring.borrow().abi();
-            let response = self.execute(&task, abi, &slot).await;
-            if response.status == Status::Error.code() && self.disk.leaves_failures() {
-                if let Some(suppressed) = self.disk.log_limit.admit(ebb_mem::clock::now()) {
-                    tracing::warn!(
-                        queue = self.name,
-                        suppressed,
-                        "a request was given up: it gets no response until the next daemon completes it"
-                    );
-                }
-            } else {
-                self.complete(entry, response);
-                self.responses_ready.set();
-            }
-            let busy = self.tasks.busy.get() - 1;
-            self.tasks.busy.set(busy);
-            if busy == 0 {
-                self.tasks.quiet.set();
-                self.buffers.done(ebb_mem::clock::now());
-            }
-            self.tasks.idle.borrow_mut().push(task.clone());
-        }
-    }
-
-    fn retire_idle(&self) {
-        self.tasks.idle.take().iter().for_each(|task| task.retire());
     }
 
     /// Publishes queued responses, after all request tasks that were ready have run.
@@ -491,7 +443,7 @@ impl Queue {
             if parameters.shrinks() != shrinks {
                 shrinks = parameters.shrinks();
                 sign = Some(ebb_mem::clock::now());
-                self.retire_idle();
+                self.tasks.retire_idle();
             }
             let now = ebb_mem::clock::now();
             self.starved.set(false);
@@ -551,20 +503,60 @@ impl Queue {
 
     /// Whether a failed request of this queue is to be logged.
     pub(crate) fn may_log(&self) -> bool {
-        let count = self.logged.get();
-        self.logged.set(count.saturating_add(1));
-        if count == ERRORS_LOGGED {
-            tracing::warn!(
-                queue = self.name,
-                "further failed requests of this ring are not logged"
-            );
+        match self.error_lines.admit() {
+            ErrorLine::Request => self.disk.log_limit.admit(ebb_mem::clock::now()).is_some(),
+            ErrorLine::Notice => {
+                tracing::warn!(
+                    queue = self.name,
+                    "further failed requests of this ring are not logged"
+                );
+                false
+            }
+            ErrorLine::Nothing => false,
         }
-        count < ERRORS_LOGGED && self.disk.log_limit.admit(ebb_mem::clock::now()).is_some()
     }
 
     /// Its name in the log.
     pub(crate) fn name(&self) -> &str {
         &self.name
+    }
+}
+
+impl RequestRunner for Queue {
+    type Job = u32;
+    type Scratch = TaskSegments;
+
+    fn tasks(&self) -> &RequestTasks<u32, TaskSegments> {
+        &self.tasks
+    }
+
+    fn io(&self) -> &Io {
+        &self.io
+    }
+
+    async fn execute(&self, task: &Rc<SegmentTask>) {
+        let Some((entry, due)) = task.take() else { return };
+        let slot = self.journal.slot(entry);
+        let abi = self.ring.borrow().abi();
+        let response = self.respond_to(task, abi, &slot).await;
+        if response.status == Status::Error.code() && self.disk.leaves_failures() {
+            due.waive();
+            if let Some(suppressed) = self.disk.log_limit.admit(ebb_mem::clock::now()) {
+                tracing::warn!(
+                    queue = self.name,
+                    suppressed,
+                    "a request was given up: it gets no response until the next daemon completes it"
+                );
+            }
+        } else {
+            self.complete(entry, response);
+            due.settle();
+            self.responses_ready.set();
+        }
+    }
+
+    fn all_done(&self) {
+        self.buffers.done(ebb_mem::clock::now());
     }
 }
 

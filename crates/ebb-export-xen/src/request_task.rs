@@ -1,5 +1,4 @@
-//! Request tasks: a task carries out one request after the other and keeps its memory for the segments,
-//! so that a warm ring allocates nothing.
+//! Executes one request in a request task, which keeps its memory for the segments, so that a warm ring allocates nothing.
 
 use std::cell::{Cell, Ref, RefCell};
 use std::ops::Range;
@@ -7,6 +6,7 @@ use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use ebb_export::{REQUEST_BYTES, RequestTask, longest_piece, piece_bytes};
 use ebb_io::{Buf, BufPool, Charge, Signal};
 use ebb_volume::{BlockError, ErrorKind, Mode, Operation};
 
@@ -19,17 +19,14 @@ use crate::guest_memory::Mapping;
 use crate::persistent::GrantTable;
 use crate::queue::{MAP_BATCH, Queue};
 
-/// What each request is charged against the queue's memory beside its data, bytes.
-pub(crate) const REQUEST_BYTES: usize = 512;
+/// A request task of a ring; its job is an entry of the journal.
+pub(crate) type SegmentTask = RequestTask<u32, TaskSegments>;
 
-/// See the module.
+/// What a request task keeps between two requests.
 #[derive(Default)]
-pub(crate) struct RequestTask {
-    entry: Cell<Option<u32>>,
+pub(crate) struct TaskSegments {
     /// When the current request was consumed from the ring, until the volume gets it.
     arrived: Cell<Option<Instant>>,
-    retired: Cell<bool>,
-    signal: Signal,
     /// The segments of the current request.
     segments: RefCell<Vec<Segment>>,
     /// The range of segments that is transferred now: all, or a piece.
@@ -41,29 +38,10 @@ pub(crate) struct RequestTask {
     copied_signal: Signal,
 }
 
-impl RequestTask {
-    pub(crate) fn assign(&self, entry: u32, arrived: Instant) {
-        self.entry.set(Some(entry));
-        self.arrived.set(Some(arrived));
-        self.signal.set();
-    }
-
-    pub(crate) fn retire(&self) {
-        self.retired.set(true);
-        self.signal.set();
-    }
-
-    /// The next request; `None` when the task is to end.
-    pub(crate) async fn next(&self) -> Option<u32> {
-        loop {
-            if let Some(entry) = self.entry.take() {
-                return Some(entry);
-            }
-            if self.retired.get() {
-                return None;
-            }
-            self.signal.wait().await;
-        }
+impl TaskSegments {
+    /// Notes when the next request was consumed from the ring.
+    pub(crate) fn note_arrival(&self, at: Instant) {
+        self.arrived.set(Some(at));
     }
 
     fn set_segments(&self, segments: impl Iterator<Item = Segment>) {
@@ -115,8 +93,13 @@ impl RequestTask {
 }
 
 impl Queue {
-    /// Carries out the request in a slot's private copy.
-    pub(crate) async fn execute(&self, task: &Rc<RequestTask>, abi: Abi, slot: &Slot) -> Response {
+    /// Carries out the request in a slot's private copy, and returns its response.
+    pub(crate) async fn respond_to(
+        &self,
+        task: &Rc<SegmentTask>,
+        abi: Abi,
+        slot: &Slot,
+    ) -> Response {
         let request = Request::from_words(abi, slot);
         let status = match self.carry_out(task, &request).await {
             Ok(()) => Status::Okay,
@@ -125,11 +108,11 @@ impl Queue {
         Response { id: request.id, operation: request.operation, status: status.code() }
     }
 
-    async fn carry_out(&self, task: &Rc<RequestTask>, request: &Request) -> Result<(), Status> {
+    async fn carry_out(&self, task: &Rc<SegmentTask>, request: &Request) -> Result<(), Status> {
         match request.body {
             Body::Direct { sector, count, segments } => {
                 let given = segments.get(..count.into()).ok_or(Status::Error)?;
-                task.set_segments(given.iter().copied());
+                task.scratch().set_segments(given.iter().copied());
                 self.transfer(task, request.operation, sector).await
             }
             Body::Indirect { sector, count, grefs } => {
@@ -150,7 +133,7 @@ impl Queue {
     /// Copies the descriptors of an indirect request, once.
     async fn fetch_segments(
         &self,
-        task: &Rc<RequestTask>,
+        task: &Rc<SegmentTask>,
         count: usize,
         grefs: &[u32],
     ) -> Result<(), Status> {
@@ -159,7 +142,7 @@ impl Queue {
         // Released before the data's charge is acquired: a request that waits for memory holds none of the volume's.
         let _share = self.queue_share.take(BufPool::footprint(bytes)).await;
         let pages = grefs.iter().zip((0..bytes).step_by(PAGE_BYTES));
-        task.set_segments(pages.map(|(gref, from)| {
+        task.scratch().set_segments(pages.map(|(gref, from)| {
             let sectors = (bytes - from).min(PAGE_BYTES) / 512;
             Segment { gref: *gref, first: 0, last: u8::try_from(sectors - 1).unwrap_or(7) }
         }));
@@ -169,7 +152,7 @@ impl Queue {
             return Err(Status::Error);
         }
         let descriptors = buf.as_chunks::<SEGMENT_BYTES>().0;
-        task.set_segments(descriptors.iter().take(count).map(Segment::parse));
+        task.scratch().set_segments(descriptors.iter().take(count).map(Segment::parse));
         Ok(())
     }
 
@@ -204,11 +187,11 @@ impl Queue {
 
     async fn transfer(
         &self,
-        task: &Rc<RequestTask>,
+        task: &Rc<SegmentTask>,
         operation: u8,
         sector: u64,
     ) -> Result<(), Status> {
-        let (offset, bytes) = self.check(&task.segments.borrow(), operation, sector)?;
+        let (offset, bytes) = self.check(&task.scratch().segments.borrow(), operation, sector)?;
         let counters = &self.disk.counters;
         let _admitted = self.buffers.admit(BufPool::footprint(bytes.max(1))).await;
         let bounce = self.disk.volume.bounce_footprint(offset, bytes);
@@ -244,20 +227,15 @@ impl Queue {
     /// acquired while the request holds no other memory of it.
     async fn transfer_in_pieces(
         &self,
-        task: &Rc<RequestTask>,
+        task: &Rc<SegmentTask>,
         operation: u8,
         mut offset: u64,
     ) -> Result<(), Status> {
-        let reserve = self.queue_share.share().reserve();
-        // A power of two, as buffers have.
-        let most =
-            (reserve.saturating_sub(REQUEST_BYTES).max(PAGE_BYTES) / 2 + 1).next_power_of_two();
-        task.end.set(0);
-        while let Some(bytes) = task.next_piece(most) {
-            let buffer = BufPool::footprint(bytes);
-            // The store's buffer for partial blocks is charged as far as the reserve allows.
+        let most = longest_piece(&self.queue_share);
+        task.scratch().end.set(0);
+        while let Some(bytes) = task.scratch().next_piece(most) {
             let bounce = self.disk.volume.bounce_footprint(offset, bytes);
-            let share = self.queue_share.take((buffer + bounce).min(reserve).max(buffer)).await;
+            let share = self.queue_share.take(piece_bytes(&self.queue_share, bytes, bounce)).await;
             self.move_piece(task, operation, (offset, bytes), share).await?;
             offset += bytes as u64;
         }
@@ -267,7 +245,7 @@ impl Queue {
     /// Transfers the task's current piece, for which `_share` is held.
     async fn move_piece(
         &self,
-        task: &Rc<RequestTask>,
+        task: &Rc<SegmentTask>,
         operation: u8,
         (offset, bytes): (u64, usize),
         _share: Charge,
@@ -283,7 +261,7 @@ impl Queue {
         if copied { Ok(()) } else { Err(Status::Error) }
     }
 
-    async fn write(&self, task: &Rc<RequestTask>, offset: u64, bytes: usize) -> Result<(), Status> {
+    async fn write(&self, task: &Rc<SegmentTask>, offset: u64, bytes: usize) -> Result<(), Status> {
         if self.disk.is_broken() {
             return Err(Status::Error);
         }
@@ -301,8 +279,8 @@ impl Queue {
         self.validate(result)
     }
 
-    fn note_queued(&self, task: &RequestTask, operation: Operation) {
-        if let Some(arrived) = task.arrived.take() {
+    fn note_queued(&self, task: &SegmentTask, operation: Operation) {
+        if let Some(arrived) = task.scratch().arrived.take() {
             self.disk.volume.stats().note_queued(&self.io, operation, arrived);
         }
     }
@@ -356,18 +334,18 @@ impl Queue {
     /// Copies between a buffer and the pages of the task's segments, whose lengths add up to the buffer's:
     /// directly for pages that are or can be mapped, otherwise by the hypervisor. Returns the buffer, and
     /// whether everything was copied.
-    async fn copy(&self, task: &Rc<RequestTask>, mut buf: Buf, to_guest: bool) -> (Buf, bool) {
-        if !self.copy_mapped(task, &mut buf, to_guest) {
+    async fn copy(&self, task: &Rc<SegmentTask>, mut buf: Buf, to_guest: bool) -> (Buf, bool) {
+        if !self.copy_mapped(task.scratch(), &mut buf, to_guest) {
             return (buf, false);
         }
-        if task.uncopied().is_empty() {
+        if task.scratch().uncopied().is_empty() {
             return (buf, true);
         }
         self.copier.copy(task, buf, to_guest).await
     }
 
     /// Copies what needs no hypercall; false if a page cannot be accessed.
-    fn copy_mapped(&self, task: &RequestTask, buf: &mut [u8], to_guest: bool) -> bool {
+    fn copy_mapped(&self, task: &TaskSegments, buf: &mut [u8], to_guest: bool) -> bool {
         let mut uncopied = task.uncopied.borrow_mut();
         uncopied.clear();
         let mut at = 0;

@@ -45,4 +45,5 @@ pub use ebb_mem::{Charge, QueueShare, Share, Shares};
 pub use gather::Gather;
 pub use op::{Fd, WriteFlags, fd_from};
 pub use signal::{Budget, BudgetGuard, Signal};
+pub use tasks::worker_ends;
 pub use worker::{Io, Task, Worker, WorkerHandle, WorkerStats};

@@ -1,12 +1,28 @@
 //! The live tasks of a worker.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, Waker};
 
 use pin_project_lite::pin_project;
+
+thread_local! {
+    /// The worker of this thread drops its tasks.
+    static ENDS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether the worker of this thread ends: futures that are dropped now are those of tasks that will not complete.
+pub fn worker_ends() -> bool {
+    // While the thread itself ends, so does its worker.
+    ENDS.try_with(Cell::get).unwrap_or(true)
+}
+
+/// Sets what [`worker_ends`] returns.
+pub(crate) fn note_worker_ends(ends: bool) {
+    ENDS.set(ends);
+}
 
 /// All live tasks, so that a stopping worker can drop them: a task may wait for
 /// something that it alone owns, and would otherwise never be freed.

@@ -26,7 +26,7 @@ use crate::iteration_clock::IterationClock;
 use crate::offload;
 use crate::ring::IoRing;
 use crate::signal::Budget;
-use crate::tasks::{Tasks, TrackedFuture};
+use crate::tasks::{Tasks, TrackedFuture, note_worker_ends};
 use crate::timer::Timers;
 
 /// A spawned task; dropping it cancels the task, `detach` lets it run to completion.
@@ -345,6 +345,7 @@ impl Io {
     /// Sets up the worker of this thread.
     fn new(ring: IoRing, shared: Arc<WorkerRemote>, memory: &Arc<Memory>, owner: OwnerId) -> Io {
         WORKER.set(shared.id);
+        note_worker_ends(false);
         let waker = shared.clone();
         let memory = memory.worker(move || waker.signal_wake());
         Io(Rc::new(WorkerCore {
@@ -471,6 +472,7 @@ impl Io {
     /// Drops all tasks, and waits until the kernel has released all memory.
     fn wind_down(&self) {
         let core = &*self.0;
+        note_worker_ends(true);
         let starters = {
             let mut inbox = core.shared.inbox();
             inbox.closed = true;

@@ -7,6 +7,7 @@ pub(crate) const DATA_PATH: &[&str] = &[
     "crates/ebb-io/",
     "crates/ebb-store/",
     "crates/ebb-volume/",
+    "crates/ebb-export/",
     "crates/ebb-export-nbd/",
     "crates/ebb-nbd-proto/",
     "crates/ebb-tls/",
@@ -27,8 +28,12 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-config", &["ebb-mem", "ebb-store"]),
     ("ebb-cache", &["ebb-mem", "ebb-io", "ebb-store"]),
     ("ebb-volume", &["ebb-mem", "ebb-io", "ebb-store", "ebb-cache"]),
-    ("ebb-export-nbd", &["ebb-mem", "ebb-io", "ebb-nbd-proto", "ebb-tls", "ebb-volume"]),
-    ("ebb-export-xen", &["ebb-mem", "ebb-io", "ebb-volume"]),
+    ("ebb-export", &["ebb-io"]),
+    (
+        "ebb-export-nbd",
+        &["ebb-mem", "ebb-io", "ebb-nbd-proto", "ebb-tls", "ebb-volume", "ebb-export"],
+    ),
+    ("ebb-export-xen", &["ebb-mem", "ebb-io", "ebb-volume", "ebb-export"]),
     (
         "ebb-control",
         &[
