@@ -224,7 +224,7 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
     }
 }
 
-fn latency_stat(times: &ebb_volume::Latency) -> Option<LatencyStat> {
+fn latency_stat(times: &ebb_volume::LatencySnapshot) -> Option<LatencyStat> {
     let quantile = |fraction| times.quantile(fraction).map(|time| time.as_secs_f64());
     Some(LatencyStat {
         count: times.count(),

@@ -6,6 +6,8 @@
 use std::cell::Cell;
 use std::time::Instant;
 
+use crate::worker::Io;
+
 /// Calls of [`IterationClock::recent`] that read the clock at the start of an iteration, and after those one of how
 /// many does.
 const EXACT: u32 = 2;
@@ -43,6 +45,20 @@ impl IterationClock {
             self.recent.set(ebb_mem::clock::now());
         }
         self.recent.get()
+    }
+}
+
+impl Io {
+    /// When this iteration of the worker's loop began: what it processes had arrived by then. Reads no clock.
+    #[inline]
+    pub fn iteration_start(&self) -> Instant {
+        self.clock().start()
+    }
+
+    /// The time for statistics: under load one call of eight reads the clock; the other calls return its result.
+    #[inline]
+    pub fn recent_time(&self) -> Instant {
+        self.clock().recent()
     }
 }
 

@@ -22,8 +22,8 @@
 //! Every future of this crate may be dropped at any time. A dropped read or receive may or may not
 //! have been executed; a dropped write may still reach the file.
 //!
-//! Circles: offload, op, ring, sim, timer, worker: an operation is a future of the worker that owns the ring, and the
-//! worker completes it; all of it is one event loop.
+//! Circles: iteration_clock, offload, op, ring, sim, timer, worker: an operation is a future of the worker that owns
+//! the ring, and the worker completes it; all of it is one event loop.
 
 mod buf;
 mod gather;

@@ -232,6 +232,10 @@ impl Io {
         &self.0.ring
     }
 
+    pub(crate) fn clock(&self) -> &IterationClock {
+        &self.0.clock
+    }
+
     pub(crate) fn timers(&self) -> &Timers {
         &self.0.timers
     }
@@ -321,19 +325,6 @@ impl Io {
         !waiting.polling.is_empty()
             || READY.with_borrow(|ready| ready.len() > waiting.bulk_woken)
             || self.0.ring.has_work()
-    }
-
-    /// When this iteration of the worker's loop began: what arrived since the iteration before arrived by then.
-    /// Reads no clock.
-    #[inline]
-    pub fn iteration_start(&self) -> Instant {
-        self.0.clock.start()
-    }
-
-    /// The time for statistics: under load only one call of eight reads the clock, and the others return its result.
-    #[inline]
-    pub fn recent_time(&self) -> Instant {
-        self.0.clock.recent()
     }
 
     /// Statistics of this worker.

@@ -30,7 +30,7 @@ pub use ebb_store::{
     Operation, Resize, ResizeError, SECTOR, Store, StoreHealth, StoreState, ZeroFlags,
 };
 pub use gate::{Gate, Pass};
-pub use latency::{BUCKETS, Latency, MOST};
+pub use latency::LatencySnapshot;
 pub use log_limit::LogLimit;
 pub use registry::{ServedVolume, Volumes};
 pub use resize::{RESIZE_LIMIT, Resized};

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use ebb_store::{Io, Operation};
 
-use crate::latency::{Latency, OperationTimes};
+use crate::latency::{LatencySnapshot, OperationTimes};
 
 const OPERATIONS: usize = 7;
 
@@ -54,7 +54,8 @@ pub struct VolumeStats {
     counters: [OperationCounters; OPERATIONS],
 }
 
-fn index(operation: Operation) -> usize {
+/// The number of an operation, also in tracepoints.
+pub(crate) fn index(operation: Operation) -> usize {
     match operation {
         Operation::Read => 0,
         Operation::Write => 1,
@@ -96,12 +97,12 @@ impl VolumeStats {
     }
 
     /// How long requests took, from the worker's loop iteration in which the volume got them until they completed.
-    pub fn service_times(&self, operation: Operation) -> Latency {
+    pub fn service_times(&self, operation: Operation) -> LatencySnapshot {
         self.counters[index(operation)].times.service.snapshot()
     }
 
     /// How long requests waited between their arrival and the volume; without those that did not wait.
-    pub fn queued_times(&self, operation: Operation) -> Latency {
+    pub fn queued_times(&self, operation: Operation) -> LatencySnapshot {
         self.counters[index(operation)].times.queued.snapshot()
     }
 }

@@ -6,10 +6,12 @@ use std::time::Duration;
 use ebb_store::Operation;
 use probe::probe;
 
+use crate::stats::index;
+
 #[inline]
 pub(crate) fn request_begin(volume: &str, operation: Operation, offset: u64, length: u64) {
     let (name, bytes) = (volume.as_ptr(), volume.len());
-    probe!(ebbd, request_begin, name, bytes, operation as u8, offset, length);
+    probe!(ebbd, request_begin, name, bytes, index(operation), offset, length);
 }
 
 #[inline]
@@ -22,7 +24,7 @@ pub(crate) fn request_end(
 ) {
     let (name, bytes) = (volume.as_ptr(), volume.len());
     let nanos = u64::try_from(service.as_nanos()).unwrap_or(u64::MAX);
-    probe!(ebbd, request_end, name, bytes, operation as u8, offset, length, nanos, ok);
+    probe!(ebbd, request_end, name, bytes, index(operation), offset, length, nanos, ok);
 }
 
 pub(crate) fn flush_begin(volume: &str) {

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use ebb_io::Worker;
 use ebb_store::{MemoryStore, Store, TestStore};
-use ebb_volume::{Latency, Operation, Volume, VolumeOptions};
+use ebb_volume::{LatencySnapshot, Operation, Volume, VolumeOptions};
 
-fn shortest(latency: &Latency) -> Duration {
+fn shortest(latency: &LatencySnapshot) -> Duration {
     latency.quantile(0.0).unwrap()
 }
 
