@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use ebb_store::SECTOR;
+use ebb_block::SECTOR;
 
 /// Bytes of a page.
 pub(crate) const PAGE: u64 = 4096;

@@ -14,8 +14,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 
+use ebb_block::{BlockStore, Buf, BufResult, Io};
 use ebb_mem::WorkerMemory;
-use ebb_store::{Buf, BufResult, Io, Store};
+use ebb_store::Store;
 
 use crate::inflight::Wakers;
 use crate::pages::{FRAME, FRAME_PAGES, FramePart, PAGE, PAGE_BYTES, index, parts, runs, touched};

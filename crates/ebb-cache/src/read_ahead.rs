@@ -12,7 +12,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ebb_store::{Io, Store};
+use ebb_block::Io;
+use ebb_store::Store;
 
 use crate::volume::VolumeCache;
 

@@ -10,7 +10,8 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ebb_store::{BlockError, Io, Store};
+use ebb_block::{BlockError, Io};
+use ebb_store::Store;
 
 use crate::pages::{FRAME_PAGES, PAGE, sectors};
 use crate::read::InflightWait;

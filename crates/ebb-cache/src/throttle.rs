@@ -11,7 +11,7 @@ use std::pin::{Pin, pin};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use ebb_store::Io;
+use ebb_block::Io;
 
 use crate::sync::Mutex;
 

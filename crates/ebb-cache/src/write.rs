@@ -9,10 +9,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ebb_mem::WorkerMemory;
-use ebb_store::{
-    BlockError, Buf, BufResult, ErrorKind, Extent, Io, Operation, Store, Wanted, ZeroFlags,
+use ebb_block::{
+    BlockError, BlockStore, Buf, BufResult, ErrorKind, Extent, Io, Operation, Wanted, ZeroFlags,
 };
+use ebb_mem::WorkerMemory;
+use ebb_store::Store;
 
 use crate::inflight::Wakers;
 use crate::pages::{FramePart, PAGE, each, mask, parts, sectors, touched};

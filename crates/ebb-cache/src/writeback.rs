@@ -21,7 +21,8 @@ mod zeroes;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ebb_store::{BlockError, Buf, BufResult, ErrorKind, Io, Operation, Store};
+use ebb_block::{BlockError, Buf, BufResult, ErrorKind, Io, Operation};
+use ebb_store::Store;
 
 use crate::pages::{FRAME_PAGES, FramePart, PAGE, each, index, parts, touched};
 use crate::read::InflightWait;

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use ebb_store::BlockError;
+use ebb_block::BlockError;
 
 use crate::sync::Mutex;
 use crate::throttle::{FifoLock, InterruptibleSleep};
@@ -53,7 +53,7 @@ pub trait WritebackControl: Send + Sync {
     }
 
     /// How long a write waits for a reservation while the store reports that it is full; then the write fails
-    /// with [`ErrorKind::NoSpace`](ebb_store::ErrorKind::NoSpace).
+    /// with [`ErrorKind::NoSpace`](ebb_block::ErrorKind::NoSpace).
     fn patience(&self) -> Duration {
         FULL_PATIENCE
     }

@@ -10,9 +10,10 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use common::{Disk, MIB, Rig};
+use ebb_block::ZeroFlags;
 use ebb_cache::{FixedLimit, Mode};
 use ebb_io::{Io, Worker};
-use ebb_store::{MemoryStore, Store, ZeroFlags};
+use ebb_store::{MemoryStore, Store};
 
 const SIZE: u64 = 1 << 30;
 

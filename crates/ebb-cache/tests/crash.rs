@@ -16,9 +16,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use common::{Disk, Random, Rig};
+use ebb_block::ZeroFlags;
 use ebb_cache::{Mode, WritebackControl, WritebackOrder};
 use ebb_io::{Io, Worker};
-use ebb_store::{Record, ZeroFlags};
+use ebb_store::Record;
 
 const SECTOR: usize = 512;
 const SECTORS: usize = 2048;

@@ -14,10 +14,10 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use common::{Disk, MIB, Random, Rig};
+use ebb_block::ZeroFlags;
 use ebb_cache::{Mode, Reclaimer};
 use ebb_io::{Io, Worker};
 use ebb_mem::pressure::Level;
-use ebb_store::ZeroFlags;
 
 const SECTOR: u64 = 512;
 /// Rounds of one run: all runs together make more than a million requests.

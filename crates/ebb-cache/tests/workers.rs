@@ -10,11 +10,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Disk, MIB, Random};
+use ebb_block::ZeroFlags;
 use ebb_cache::{Cache, CacheOptions, FixedLimit, Mode, VolumeCacheStats};
 use ebb_io::{Io, Worker};
 use ebb_mem::Memory;
 use ebb_mem::pressure::Level;
-use ebb_store::{Store, TestStore, ZeroFlags};
+use ebb_store::{Store, TestStore};
 
 const SECTOR: u64 = 512;
 const SIZE: u64 = 4 * MIB;

@@ -10,10 +10,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Disk, MIB, Rig};
+use ebb_block::{ErrorKind, Operation, ZeroFlags};
 use ebb_cache::{FixedLimit, Mode, WritebackControl, WritebackOrder};
 use ebb_io::{Io, Worker};
 use ebb_mem::pressure::Level;
-use ebb_store::{ErrorKind, Operation, Record, ZeroFlags};
+use ebb_store::Record;
 
 const SIZE: u64 = 8 * MIB;
 

@@ -179,14 +179,14 @@ fn memory_stat(stats: &ebb_mem::Stats) -> MemoryStat {
 }
 
 /// The operations a volume counts.
-const OPERATIONS: [ebb_store::Operation; 7] = {
-    use ebb_store::Operation::{Discard, Extents, Flush, Prefetch, Read, Write, WriteZeroes};
+const OPERATIONS: [ebb_volume::Operation; 7] = {
+    use ebb_volume::Operation::{Discard, Extents, Flush, Prefetch, Read, Write, WriteZeroes};
     [Read, Write, Flush, Discard, WriteZeroes, Extents, Prefetch]
 };
 
 /// The figures of a volume that `clients` connections use.
 pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
-    let operation = |operation: ebb_store::Operation| {
+    let operation = |operation: ebb_volume::Operation| {
         let of = volume.stats().of(operation);
         let stat = OperationStat {
             requests: of.requests,
@@ -201,7 +201,7 @@ pub fn volume_stat(volume: &Volume, clients: u64) -> VolumeStat {
     let loss = volume.loss().map(|loss| LossStat {
         since_seconds: now.saturating_duration_since(loss.since).as_secs_f64(),
         error: loss.error,
-        remedy: ebb_store::Loss::REMEDY.to_owned(),
+        remedy: ebb_volume::Loss::REMEDY.to_owned(),
     });
     VolumeStat {
         name: volume.name().to_string(),

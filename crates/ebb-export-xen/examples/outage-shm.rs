@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use ebb_block::BlockStore;
 use ebb_cache::{Cache, CacheOptions, FixedLimit, Mode};
 use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::Platform;

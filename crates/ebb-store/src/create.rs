@@ -109,7 +109,7 @@ fn named(folder: &Path, path: &Path, size: u64) -> Result<bool, OpenError> {
 fn beside(folder: &Path, path: &Path) -> PathBuf {
     let mut name = OsString::from(".");
     name.push(path.file_name().unwrap_or_default());
-    name.push(format!(".{:016x}.new", crate::identity::nonce()));
+    name.push(format!(".{:016x}.new", ebb_block::nonce()));
     folder.join(name)
 }
 

@@ -12,17 +12,17 @@
 
 mod contents;
 mod hold;
+mod store;
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use ebb_block::{BlockError, Buf, BufResult, Io, Operation, Tracking};
+
 use self::contents::{DiskContents, SECTOR, SectorAfterLoss};
 use self::hold::RequestHold;
-use crate::flush_state::FlushState;
-use crate::resize::check_size_change;
-use crate::{BlockError, Buf, BufResult, Extent, Io, Operation, Resize, ResizeError, StoreHealth};
 
 /// Bytes carried out between two waits.
 const PIECE: usize = 4096;
@@ -96,8 +96,7 @@ impl FaultRandom {
 #[derive(Debug)]
 pub struct TestStore {
     disk: Arc<Disk>,
-    health: StoreHealth,
-    flush_state: FlushState,
+    tracking: Tracking,
 }
 
 impl Deref for TestStore {
@@ -116,30 +115,18 @@ impl TestStore {
     }
 
     fn open(disk: Arc<Disk>) -> TestStore {
-        TestStore { disk, health: StoreHealth::default(), flush_state: FlushState::default() }
+        TestStore { disk, tracking: Tracking::default() }
+    }
+
+    /// As [`Disk::release`]; the `release` of a store is something else.
+    pub fn release(&self) {
+        self.disk.release();
     }
 
     /// The same disk, reopened: it does not know of flushes that failed before, as a reopened file.
     #[must_use]
     pub fn open_anew(&self) -> TestStore {
         TestStore::open(self.disk.clone())
-    }
-
-    /// The number of the disk, however often it is opened.
-    pub(crate) fn number(&self) -> u64 {
-        self.disk.number
-    }
-
-    pub(crate) fn health(&self) -> &StoreHealth {
-        &self.health
-    }
-
-    pub(crate) fn flush_state(&self) -> &FlushState {
-        &self.flush_state
-    }
-
-    pub(crate) fn extents(offset: u64, length: u64) -> Vec<Extent> {
-        vec![Extent { offset, length, hole: false }]
     }
 }
 
@@ -352,13 +339,6 @@ impl Disk {
         lock(&self.bytes).change(place(offset), data);
     }
 
-    pub(crate) fn resize(&self, order: Resize) -> Result<u64, ResizeError> {
-        let to = order.to.unwrap_or(self.size());
-        check_size_change(self.size(), to, SECTOR as u64, order.shrink)?;
-        self.set_size(to);
-        Ok(to)
-    }
-
     /// Bytes.
     #[must_use]
     pub fn size(&self) -> u64 {
@@ -422,7 +402,7 @@ impl Disk {
     }
 
     /// As that of a file: true if nothing was lost since the last call.
-    pub(crate) fn has_no_unreported_error(&self) -> bool {
+    fn has_no_unreported_error(&self) -> bool {
         !self.unseen.swap(false, Ordering::SeqCst)
     }
 
@@ -473,7 +453,7 @@ impl Disk {
         true
     }
 
-    pub(crate) async fn read(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
+    async fn read(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
         let length = buf.len();
         self.reads.fetch_add(1, Ordering::Relaxed);
         self.read_bytes.fetch_add(length as u64, Ordering::Relaxed);
@@ -500,7 +480,7 @@ impl Disk {
         (Ok(()), buf)
     }
 
-    pub(crate) async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+    async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
         let length = buf.len();
         self.writes.fetch_add(1, Ordering::Relaxed);
         self.written_bytes.fetch_add(length as u64, Ordering::Relaxed);
@@ -556,7 +536,7 @@ impl Disk {
         !self.is_cut(cuts) && bytes.write(place(offset), data, &self.random)
     }
 
-    pub(crate) async fn flush(&self, io: &Io) -> Result<(), BlockError> {
+    async fn flush(&self, io: &Io) -> Result<(), BlockError> {
         self.flushes.fetch_add(1, Ordering::Relaxed);
         let covers = self.recorded();
         let covered = lock(&self.bytes).unflushed.list();
@@ -581,7 +561,7 @@ impl Disk {
     }
 
     /// Writes zeroes, also for a discard. Like a write it may fail in the middle.
-    pub(crate) async fn zero(
+    async fn zero(
         &self,
         io: &Io,
         operation: Operation,

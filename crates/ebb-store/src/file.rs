@@ -8,20 +8,18 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_lock::{RwLockReadGuard, RwLockWriteGuard};
+use ebb_block::unaligned::{self, Blocks};
+use ebb_block::{
+    BlockError, BlockLock, BlockStore, BufResult, Capabilities, DeviceIdentity, ErrorKind, Extent,
+    Identity, MEMORY_PIECE, NONE_REMAINING, Operation, Remaining, Resize, ResizeError, SECTOR,
+    Tracking, ZeroFlags, check_size_change, push_extent,
+};
 use ebb_io::{Buf, Fd, Gather, Io, WriteFlags, fd_from};
 use rustix::fs::{FileType, SeekFrom};
 
-use crate::blocks::BlockLock;
-use crate::flush_state::FlushState;
+use crate::file_identity::identity_of_file;
 use crate::open;
 use crate::open_options::{OpenError, OpenOptions};
-use crate::resize::check_size_change;
-use crate::unaligned::{self, Blocks};
-use crate::zeroes::{NONE_REMAINING, Remaining, ZeroPermits};
-use crate::{
-    BlockError, BufResult, Capabilities, ErrorKind, Extent, MEMORY_PIECE, Operation, Resize,
-    ResizeError, SECTOR, StoreHealth, ZeroFlags, push_extent,
-};
 
 /// The kernel transfers at most this much in one read or write (`MAX_RW_COUNT` is slightly more).
 const TRANSFER_MAX: usize = 1 << 30;
@@ -45,7 +43,7 @@ pub enum FileNumber {
 pub struct FileStore {
     fd: Fd,
     path: Box<Path>,
-    health: StoreHealth,
+    tracking: Tracking,
     size: AtomicU64,
     block_device: bool,
     alignment: u64,
@@ -55,8 +53,6 @@ pub struct FileStore {
     /// Held shared by aligned writes and exclusively by unaligned ones; `None` where all are
     /// aligned.
     unaligned: Option<BlockLock>,
-    flush_state: FlushState,
-    zero_permits: ZeroPermits,
     /// A second open file description of the same file. The kernel reports each writeback error
     /// once per description, so this one shows whether there was an error that another request has
     /// consumed.
@@ -75,7 +71,7 @@ impl FileStore {
             witness: witness.map(fd_from),
             fd: fd_from(opened.file),
             path: path.into(),
-            health: StoreHealth::default(),
+            tracking: Tracking::default(),
             size: AtomicU64::new(opened.size),
             block_device: opened.block_device,
             alignment: u64::from(opened.alignment),
@@ -83,8 +79,6 @@ impl FileStore {
             read_only: options.read_only,
             made: opened.made,
             unaligned: (u64::from(opened.alignment) > SECTOR).then(BlockLock::default),
-            flush_state: FlushState::default(),
-            zero_permits: ZeroPermits::default(),
         };
         Ok((store, opened.notes))
     }
@@ -116,37 +110,8 @@ impl FileStore {
         Ok(FileNumber::File { device: found.st_dev, inode: found.st_ino })
     }
 
-    pub(crate) fn identity(&self) -> crate::Identity {
-        crate::Identity::of_file(&*self.fd)
-    }
-
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
-    pub(crate) fn health(&self) -> &StoreHealth {
-        &self.health
-    }
-
-    pub(crate) fn release(&self) {
-        // If unlocking fails, the lock is released with the descriptor.
-        let _ = rustix::fs::flock(&self.fd, rustix::fs::FlockOperation::Unlock);
-    }
-
-    pub(crate) fn size(&self) -> u64 {
-        self.size.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn flush_state(&self) -> &FlushState {
-        &self.flush_state
-    }
-
-    pub(crate) fn zero_permits(&self) -> &ZeroPermits {
-        &self.zero_permits
-    }
-
     /// The size after `order`, and the current size of the file or device.
-    pub(crate) async fn check_resize(
+    async fn new_and_current_size(
         &self,
         io: &Io,
         order: Resize,
@@ -162,40 +127,6 @@ impl FileStore {
             return Err(ResizeError::Unsupported("it is read-only: resize it elsewhere"));
         }
         Ok((to, current))
-    }
-
-    pub(crate) async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
-        let (to, current) = self.check_resize(io, order).await?;
-        if to != current {
-            let cut = io.offload_on(&self.fd, move |fd| rustix::fs::ftruncate(fd, to)).await;
-            cut.map_err(std::io::Error::from)?;
-        }
-        self.size.store(to, Ordering::Relaxed);
-        Ok(to)
-    }
-
-    pub(crate) fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            discard: !self.read_only,
-            fast_zero: !self.read_only,
-            alignment: u32::try_from(self.alignment).unwrap_or(u32::MAX),
-            direct: self.direct,
-            read_piece: (!self.direct).then_some(MEMORY_PIECE),
-        }
-    }
-
-    /// See [`bounce_bytes`](crate::Store::bounce_bytes).
-    #[inline]
-    pub(crate) fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
-        unaligned::bounce_bytes(self.alignment, offset, length)
-    }
-
-    pub(crate) async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
-        if unaligned::is_aligned(self.alignment, offset, buf.len()) {
-            return self.read_whole(io, buf, offset).await;
-        }
-        // Boxed, because it would enlarge the future of every request.
-        Box::pin(unaligned::read(self, io, buf, offset)).await
     }
 
     async fn read_whole(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
@@ -240,19 +171,6 @@ impl FileStore {
         }
     }
 
-    pub(crate) async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
-        let Some(lock) = &self.unaligned else {
-            return self.write_whole(io, buf, offset, fua).await;
-        };
-        if unaligned::is_aligned(self.alignment, offset, buf.len()) {
-            let _shared = lock.read().await;
-            return self.write_whole(io, buf, offset, fua).await;
-        }
-        let _alone = lock.write().await;
-        // Boxed, as in `read`.
-        Box::pin(unaligned::write(self, io, buf, offset, fua)).await
-    }
-
     async fn write_whole(&self, io: &Io, mut buf: Buf, offset: u64, fua: bool) -> BufResult {
         let length = buf.len();
         let fail = |source| BlockError::from_io(source, Operation::Write, offset, length as u64);
@@ -279,7 +197,80 @@ impl FileStore {
         (Ok(()), buf)
     }
 
-    pub(crate) async fn flush(&self, io: &Io) -> Result<(), BlockError> {
+    /// Keeps zeroes for part of a block from running during the read-modify-write of its other
+    /// sectors, which would write back the old data.
+    async fn lock_for_zeroes(&self, offset: u64, length: u64) -> Option<BlockGuard<'_>> {
+        let lock = self.unaligned.as_ref()?;
+        let whole = offset.is_multiple_of(self.alignment) && length.is_multiple_of(self.alignment);
+        Some(match whole {
+            true => BlockGuard::Shared { _guard: lock.read().await },
+            false => BlockGuard::Alone { _guard: lock.write().await },
+        })
+    }
+}
+
+impl BlockStore for FileStore {
+    fn size(&self) -> u64 {
+        self.size.load(Ordering::Relaxed)
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            discard: !self.read_only,
+            fast_zero: !self.read_only,
+            alignment: u32::try_from(self.alignment).unwrap_or(u32::MAX),
+            direct: self.direct,
+            read_piece: (!self.direct).then_some(MEMORY_PIECE),
+        }
+    }
+
+    fn identity(&self) -> Identity {
+        identity_of_file(&*self.fd)
+    }
+
+    fn place(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    fn device_identity(&self) -> Option<DeviceIdentity> {
+        let device = match self.number().ok()? {
+            FileNumber::File { device, .. } | FileNumber::Device(device) => device,
+        };
+        Some(DeviceIdentity::Disk(device))
+    }
+
+    #[inline]
+    fn tracking(&self) -> Option<&Tracking> {
+        Some(&self.tracking)
+    }
+
+    #[inline]
+    fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
+        unaligned::bounce_bytes(self.alignment, offset, length)
+    }
+
+    async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
+        if unaligned::is_aligned(self.alignment, offset, buf.len()) {
+            return self.read_whole(io, buf, offset).await;
+        }
+        // Boxed, because it would enlarge the future of every request.
+        Box::pin(unaligned::read(self, io, buf, offset)).await
+    }
+
+    async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        let Some(lock) = &self.unaligned else {
+            return self.write_whole(io, buf, offset, fua).await;
+        };
+        if unaligned::is_aligned(self.alignment, offset, buf.len()) {
+            let _shared = lock.read().await;
+            return self.write_whole(io, buf, offset, fua).await;
+        }
+        let _alone = lock.write().await;
+        // Boxed, as in `read`.
+        Box::pin(unaligned::write(self, io, buf, offset, fua)).await
+    }
+
+    async fn flush(&self, io: &Io) -> Result<(), BlockError> {
         if self.read_only {
             return Ok(());
         }
@@ -287,20 +278,7 @@ impl FileStore {
         result.map_err(|e| BlockError::from_io(e, Operation::Flush, 0, self.size()))
     }
 
-    /// True if no writeback of this file has failed since it was opened, or since the last call.
-    pub(crate) async fn has_no_unreported_error(&self, io: &Io) -> bool {
-        match &self.witness {
-            Some(witness) => io.fdatasync(witness).await.is_ok(),
-            None => false,
-        }
-    }
-
-    pub(crate) async fn discard(
-        &self,
-        io: &Io,
-        offset: u64,
-        length: u64,
-    ) -> Result<(), BlockError> {
+    async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         let result = if self.block_device {
             io.offload_on(&self.fd, move |fd| block_discard(fd, offset, length)).await
         } else {
@@ -314,9 +292,8 @@ impl FileStore {
         }
     }
 
-    /// Lets the kernel or the device write zeroes, and returns what remains to be written as data:
-    /// nothing or all.
-    pub(crate) async fn zero_quickly(
+    /// By the kernel or the device: what remains is nothing or all.
+    async fn zero_range(
         &self,
         io: &Io,
         offset: u64,
@@ -353,24 +330,8 @@ impl FileStore {
         Ok([offset..offset + length, 0..0])
     }
 
-    /// Keeps zeroes for part of a block from running during the read-modify-write of its other
-    /// sectors, which would write back the old data.
-    async fn lock_for_zeroes(&self, offset: u64, length: u64) -> Option<BlockGuard<'_>> {
-        let lock = self.unaligned.as_ref()?;
-        let whole = offset.is_multiple_of(self.alignment) && length.is_multiple_of(self.alignment);
-        Some(match whole {
-            true => BlockGuard::Shared { _guard: lock.read().await },
-            false => BlockGuard::Alone { _guard: lock.write().await },
-        })
-    }
-
     /// Writes zeroes over whole blocks, without allocating memory.
-    pub(crate) async fn zero_blocks(
-        &self,
-        io: &Io,
-        offset: u64,
-        length: u64,
-    ) -> Result<(), BlockError> {
+    async fn zero_blocks(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         let _shared = match &self.unaligned {
             Some(lock) => Some(lock.read().await),
             None => None,
@@ -396,7 +357,7 @@ impl FileStore {
         Ok(())
     }
 
-    pub(crate) async fn extents(
+    async fn extents(
         &self,
         io: &Io,
         offset: u64,
@@ -412,12 +373,7 @@ impl FileStore {
         result.map_err(|e| BlockError::from_io(e.into(), Operation::Extents, offset, length))
     }
 
-    pub(crate) async fn prefetch(
-        &self,
-        io: &Io,
-        offset: u64,
-        length: u64,
-    ) -> Result<(), BlockError> {
+    async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         if self.direct {
             return Ok(());
         }
@@ -427,6 +383,33 @@ impl FileStore {
         };
         let result = io.offload_on(&self.fd, advise).await;
         result.map_err(|e| BlockError::from_io(e.into(), Operation::Prefetch, offset, length))
+    }
+
+    /// True if no writeback of this file has failed since it was opened, or since the last call.
+    async fn has_no_unreported_error(&self, io: &Io) -> bool {
+        match &self.witness {
+            Some(witness) => io.fdatasync(witness).await.is_ok(),
+            None => false,
+        }
+    }
+
+    async fn check_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
+        self.new_and_current_size(io, order).await.map(|(to, _)| to)
+    }
+
+    async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
+        let (to, current) = self.new_and_current_size(io, order).await?;
+        if to != current {
+            let cut = io.offload_on(&self.fd, move |fd| rustix::fs::ftruncate(fd, to)).await;
+            cut.map_err(std::io::Error::from)?;
+        }
+        self.size.store(to, Ordering::Relaxed);
+        Ok(to)
+    }
+
+    fn release(&self) {
+        // If unlocking fails, the lock is released with the descriptor.
+        let _ = rustix::fs::flock(&self.fd, rustix::fs::FlockOperation::Unlock);
     }
 }
 
@@ -507,16 +490,17 @@ fn block_discard(fd: &Fd, offset: u64, length: u64) -> std::io::Result<()> {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
+    use std::cell::Cell;
     use std::io::{Read, Write};
 
     use super::*;
 
     /// A store over one end of a pipe: the kernel transfers what is available, and no more.
-    pub(crate) fn over(end: impl Into<std::os::fd::OwnedFd>) -> FileStore {
+    fn over(end: impl Into<std::os::fd::OwnedFd>) -> FileStore {
         FileStore {
             path: Path::new("test").into(),
-            health: StoreHealth::default(),
+            tracking: Tracking::default(),
             fd: fd_from(end),
             size: AtomicU64::new(1 << 30),
             block_device: false,
@@ -525,8 +509,6 @@ pub(crate) mod tests {
             read_only: false,
             made: false,
             unaligned: None,
-            flush_state: FlushState::default(),
-            zero_permits: ZeroPermits::default(),
             witness: None,
         }
     }
@@ -588,5 +570,39 @@ pub(crate) mod tests {
         let store = over(read_end).assume_alignment(512);
         let counted: Vec<_> = [0, 511, 512, 1000, 1024].map(|n| store.progress(n)).into();
         assert_eq!(counted, [0, 0, 512, 512, 1024]);
+    }
+
+    /// A pipe accepts little at a time.
+    #[test]
+    fn zeroes_take_no_memory_and_end_when_they_are_not_wanted() {
+        let (mut read_end, write_end) = std::io::pipe().unwrap();
+        let reader = std::thread::spawn(move || {
+            let mut all = Vec::new();
+            read_end.read_to_end(&mut all).unwrap();
+            all
+        });
+        let worker = ebb_io::Worker::start_alone("zeroes").unwrap();
+        worker
+            .handle()
+            .block_on(|io| async move {
+                let store = over(write_end);
+                let looks = Cell::new(0);
+                let wanted = || {
+                    looks.set(looks.get() + 1);
+                    assert_eq!(io.pool().used_bytes(), 0, "memory for zeroes");
+                    looks.get() <= 2
+                };
+                let ended =
+                    ebb_block::write_zeroes_as_data(&store, &io, [0..1 << 40, 0..0], &wanted).await;
+                let error = ended.unwrap_err();
+                let (kind, at) = (ErrorKind::Closing, 2 << 20);
+                assert_eq!((error.kind, error.offset, looks.get()), (kind, at, 3));
+                let parts = [0..512, 1024..5120];
+                ebb_block::write_zeroes_as_data(&store, &io, parts, &|| true).await.unwrap();
+            })
+            .unwrap();
+        let all = reader.join().unwrap();
+        assert_eq!(all.len(), (2 << 20) + 512 + 4096);
+        assert!(all.iter().all(|byte| *byte == 0));
     }
 }

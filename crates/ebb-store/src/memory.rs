@@ -16,8 +16,13 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::resize::check_size_change;
-use crate::{BLOCK, Extent, Io, Resize, ResizeError, push_extent};
+use ebb_block::{
+    BLOCK, BlockError, BlockStore, Buf, BufResult, Capabilities, Extent, Identity, Io,
+    MEMORY_PIECE, NONE_REMAINING, Remaining, Resize, ResizeError, ZeroFlags, check_size_change,
+    push_extent,
+};
+
+use crate::COPY_BYTES;
 
 const SHARDS: u64 = 16;
 const BLOCK_BYTES: usize = 4096;
@@ -170,27 +175,8 @@ impl MemoryStore {
             Mutex::new(ShardChunks { chunks, order: BTreeSet::new(), blocks: 0 })
         };
         let shards = (0..SHARDS).map(part);
-        let nonce = crate::identity::nonce();
+        let nonce = ebb_block::nonce();
         MemoryStore { nonce, size: AtomicU64::new(size), shards: shards.collect() }
-    }
-
-    pub(crate) fn identity(&self) -> crate::Identity {
-        crate::Identity::of_key(format!("memory {:016x}", self.nonce))
-    }
-
-    pub(crate) fn size(&self) -> u64 {
-        self.size.load(Ordering::Relaxed)
-    }
-
-    pub(crate) async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
-        let from = self.size();
-        let to = order.to.unwrap_or(from);
-        check_size_change(from, to, BLOCK, order.shrink)?;
-        self.size.store(to, Ordering::Relaxed);
-        if to < from {
-            self.discard(io, to, from - to).await;
-        }
-        Ok(to)
     }
 
     /// Bytes of memory that the store has allocated.
@@ -205,7 +191,7 @@ impl MemoryStore {
     }
 
     /// Calls `see` on each piece of a range in order, in place.
-    pub(crate) fn read_in_place(&self, offset: u64, length: u64, mut see: impl FnMut(&[u8])) {
+    fn see_pieces(&self, offset: u64, length: u64, mut see: impl FnMut(&[u8])) {
         let (number, start) = (offset / BLOCK, to_usize(offset % BLOCK));
         if length <= BLOCK && start + to_usize(length) <= BLOCK_BYTES {
             // The common case: one block, or a part of it.
@@ -231,7 +217,7 @@ impl MemoryStore {
     }
 
     /// Calls `put` on each piece of a range in order, in place.
-    pub(crate) fn write_in_place(&self, offset: u64, length: u64, mut put: impl FnMut(&mut [u8])) {
+    fn put_pieces(&self, offset: u64, length: u64, mut put: impl FnMut(&mut [u8])) {
         for run in runs(offset, length) {
             let mut shard = self.shard(run.0 / BLOCK);
             let ShardChunks { chunks, order, blocks } = &mut *shard;
@@ -260,16 +246,16 @@ impl MemoryStore {
         }
     }
 
-    pub(crate) fn read(&self, mut rest: &mut [u8], offset: u64) {
-        self.read_in_place(offset, rest.len() as u64, |piece| {
+    fn copy_out(&self, mut rest: &mut [u8], offset: u64) {
+        self.see_pieces(offset, rest.len() as u64, |piece| {
             let (here, after) = std::mem::take(&mut rest).split_at_mut(piece.len());
             here.copy_from_slice(piece);
             rest = after;
         });
     }
 
-    pub(crate) fn write(&self, mut rest: &[u8], offset: u64) {
-        self.write_in_place(offset, rest.len() as u64, |piece| {
+    fn copy_in(&self, mut rest: &[u8], offset: u64) {
+        self.put_pieces(offset, rest.len() as u64, |piece| {
             let (here, after) = rest.split_at(piece.len());
             piece.copy_from_slice(here);
             rest = after;
@@ -278,7 +264,7 @@ impl MemoryStore {
 
     /// Frees whole blocks and zeroes parts of blocks. The cost depends on what is allocated in the
     /// range.
-    pub(crate) async fn discard(&self, io: &Io, offset: u64, length: u64) {
+    async fn free_range(&self, io: &Io, offset: u64, length: u64) {
         let end = offset + length;
         let whole = offset.div_ceil(BLOCK)..end / BLOCK;
         if whole.is_empty() {
@@ -311,15 +297,85 @@ impl MemoryStore {
             block[piece.start..piece.start + piece.length].fill(0);
         }
     }
+}
+
+impl BlockStore for MemoryStore {
+    fn size(&self) -> u64 {
+        self.size.load(Ordering::Relaxed)
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            discard: true,
+            fast_zero: true,
+            alignment: 1,
+            direct: false,
+            read_piece: Some(MEMORY_PIECE),
+        }
+    }
+
+    fn identity(&self) -> Identity {
+        Identity::of_key(format!("memory {:016x}", self.nonce))
+    }
+
+    fn place(&self) -> String {
+        "memory".to_owned()
+    }
+
+    async fn read(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
+        let mut at = 0;
+        loop {
+            let end = buf.len().min(at + COPY_BYTES);
+            self.copy_out(&mut buf[at..end], offset + at as u64);
+            if end == buf.len() {
+                return (Ok(()), buf);
+            }
+            at = end;
+            io.yield_now().await;
+        }
+    }
+
+    async fn write(&self, io: &Io, buf: Buf, offset: u64, _fua: bool) -> BufResult {
+        let mut at = 0;
+        loop {
+            let end = buf.len().min(at + COPY_BYTES);
+            self.copy_in(&buf[at..end], offset + at as u64);
+            if end == buf.len() {
+                return (Ok(()), buf);
+            }
+            at = end;
+            io.yield_now().await;
+        }
+    }
+
+    async fn flush(&self, _io: &Io) -> Result<(), BlockError> {
+        Ok(())
+    }
+
+    async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        self.free_range(io, offset, length).await;
+        Ok(())
+    }
+
+    async fn zero_range(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        _flags: ZeroFlags,
+    ) -> Result<Remaining, BlockError> {
+        self.free_range(io, offset, length).await;
+        Ok(NONE_REMAINING)
+    }
 
     /// Visits only allocated chunks, in order, so that a huge empty store costs nothing.
-    pub(crate) async fn extents(
+    async fn extents(
         &self,
         io: &Io,
         offset: u64,
         length: u64,
         limit: usize,
-    ) -> Vec<Extent> {
+    ) -> Result<Vec<Extent>, BlockError> {
         let end = offset + length;
         let range = offset / BLOCK..end.div_ceil(BLOCK);
         let last = range.end.div_ceil(CHUNK_BLOCKS);
@@ -365,7 +421,37 @@ impl MemoryStore {
             push_extent(&mut list, Extent { offset: at, length: end - at, hole: true });
         }
         list.truncate(limit);
-        list
+        Ok(list)
+    }
+
+    fn has_direct_access(&self) -> bool {
+        true
+    }
+
+    fn read_in_place(&self, offset: u64, length: u64, see: impl FnMut(&[u8])) -> bool {
+        self.see_pieces(offset, length, see);
+        true
+    }
+
+    fn write_in_place(&self, offset: u64, length: u64, put: impl FnMut(&mut [u8])) -> bool {
+        self.put_pieces(offset, length, put);
+        true
+    }
+
+    async fn check_resize(&self, _io: &Io, order: Resize) -> Result<u64, ResizeError> {
+        let from = self.size();
+        let to = order.to.unwrap_or(from);
+        check_size_change(from, to, BLOCK, order.shrink).map(|()| to)
+    }
+
+    async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
+        let from = self.size();
+        let to = self.check_resize(io, order).await?;
+        self.size.store(to, Ordering::Relaxed);
+        if to < from {
+            self.free_range(io, to, from - to).await;
+        }
+        Ok(to)
     }
 }
 

@@ -56,18 +56,15 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::blocks::BlockLock;
+use ebb_block::unaligned::{self, Blocks};
+use ebb_block::{
+    BlockError, BlockLock, BlockStore, BufResult, Capabilities, DeviceIdentity, ErrorKind, Extent,
+    Identity, Operation, Remaining, Resize, ResizeError, SECTOR, Tracking, ZeroFlags, push_extent,
+};
 use ebb_io::{Buf, Io};
 use ebb_nbd_proto::{Command, CommandFlags, Errno, TransmissionFlags};
 use ebb_tls::{ClientTls, TlsError};
 
-use crate::flush_state::FlushState;
-use crate::unaligned::{self, Blocks};
-use crate::zeroes::{Remaining, ZeroPermits};
-use crate::{
-    BlockError, BufResult, Capabilities, ErrorKind, Extent, Operation, SECTOR, StoreHealth,
-    ZeroFlags, push_extent,
-};
 use link::Remote;
 pub use options::{
     LostWrites, NbdAddress, NbdError, NbdOptions, NbdTls, NbdTlsKeys, RECONNECT_DEFAULT,
@@ -97,9 +94,7 @@ pub struct NbdStore {
     /// Held shared by aligned writes and exclusively by unaligned ones; `None` where all are
     /// aligned.
     unaligned: Option<BlockLock>,
-    flush_state: FlushState,
-    zero_permits: ZeroPermits,
-    health: StoreHealth,
+    tracking: Tracking,
 }
 
 impl Drop for NbdStore {
@@ -130,58 +125,13 @@ impl NbdStore {
         let shared = RemoteState::new(options.lost_writes);
         let remote = Arc::new(Remote { options, tls, export, shared });
         let routes = Routes::new(NEXT.fetch_add(1, Ordering::Relaxed), remote.clone());
-        let (flush_state, zero_permits, health) = Default::default();
-        Ok((NbdStore { remote, routes, unaligned, flush_state, zero_permits, health }, notes))
-    }
-
-    /// Identified by its address and the export's name.
-    pub(crate) fn identity(&self) -> crate::Identity {
-        let options = &self.remote.options;
-        crate::Identity::of_key(format!("NBD export `{}` of {}", options.export, options.address))
-    }
-
-    /// Bytes.
-    pub fn size(&self) -> u64 {
-        self.remote.export.size
-    }
-
-    /// Aborts the store, from any thread: all requests that wait fail at once, and so do later
-    /// ones. Changes that were acknowledged and not flushed stay counted in
-    /// [`StoreState::unflushed`].
-    pub fn abort(&self) {
-        self.remote.shared.abort();
-    }
-
-    pub(crate) fn flush_state(&self) -> &FlushState {
-        &self.flush_state
-    }
-
-    pub(crate) fn zero_permits(&self) -> &ZeroPermits {
-        &self.zero_permits
-    }
-
-    /// The most bytes of one write.
-    pub(crate) fn write_most(&self) -> u64 {
-        u64::from(self.remote.export.max_block)
+        let tracking = Tracking::default();
+        Ok((NbdStore { remote, routes, unaligned, tracking }, notes))
     }
 
     /// The state of the connections.
     pub fn state(&self) -> StoreState {
         self.remote.shared.state(self.remote.options.address.to_string())
-    }
-
-    pub(crate) fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            discard: self.offers(TransmissionFlags::SEND_TRIM),
-            fast_zero: self.offers(TransmissionFlags::SEND_WRITE_ZEROES),
-            alignment: self.remote.export.min_block,
-            direct: false,
-            read_piece: None,
-        }
-    }
-
-    pub(crate) fn health(&self) -> &StoreHealth {
-        &self.health
     }
 
     fn offers(&self, flag: TransmissionFlags) -> bool {
@@ -190,11 +140,6 @@ impl NbdStore {
 
     fn is_aligned(&self, offset: u64, length: u64) -> bool {
         offset.is_multiple_of(self.block()) && length.is_multiple_of(self.block())
-    }
-
-    /// See [`bounce_bytes`](crate::Store::bounce_bytes).
-    pub(crate) fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
-        unaligned::bounce_bytes(self.block(), offset, length)
     }
 
     /// Submits one request.
@@ -276,14 +221,6 @@ impl NbdStore {
         BlockError::from_io(source, operation, offset, length)
     }
 
-    pub(crate) async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
-        if self.is_aligned(offset, buf.len() as u64) {
-            return self.read_whole(io, buf, offset).await;
-        }
-        // Boxed, because it would enlarge the future of every request.
-        Box::pin(unaligned::read(self, io, buf, offset)).await
-    }
-
     async fn read_whole(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
         self.transfer(io, (Command::Read, CommandFlags::NONE), buf, offset, Operation::Read).await
     }
@@ -331,8 +268,55 @@ impl NbdStore {
         }
         (Ok(()), buf)
     }
+}
 
-    pub(crate) async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+impl BlockStore for NbdStore {
+    fn size(&self) -> u64 {
+        self.remote.export.size
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            discard: self.offers(TransmissionFlags::SEND_TRIM),
+            fast_zero: self.offers(TransmissionFlags::SEND_WRITE_ZEROES),
+            alignment: self.remote.export.min_block,
+            direct: false,
+            read_piece: None,
+        }
+    }
+
+    /// Its address and the export's name.
+    fn identity(&self) -> Identity {
+        let options = &self.remote.options;
+        Identity::of_key(format!("NBD export `{}` of {}", options.export, options.address))
+    }
+
+    fn place(&self) -> String {
+        self.remote.options.address.to_string()
+    }
+
+    fn device_identity(&self) -> Option<DeviceIdentity> {
+        Some(DeviceIdentity::Server(self.remote.options.address.to_string()))
+    }
+
+    #[inline]
+    fn tracking(&self) -> Option<&Tracking> {
+        Some(&self.tracking)
+    }
+
+    fn bounce_bytes(&self, offset: u64, length: usize) -> usize {
+        unaligned::bounce_bytes(self.block(), offset, length)
+    }
+
+    async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
+        if self.is_aligned(offset, buf.len() as u64) {
+            return self.read_whole(io, buf, offset).await;
+        }
+        // Boxed, because it would enlarge the future of every request.
+        Box::pin(unaligned::read(self, io, buf, offset)).await
+    }
+
+    async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
         let Some(lock) = &self.unaligned else {
             return self.write_whole(io, buf, offset, fua).await;
         };
@@ -345,7 +329,7 @@ impl NbdStore {
         Box::pin(unaligned::write(self, io, buf, offset, fua)).await
     }
 
-    pub(crate) async fn flush(&self, io: &Io) -> Result<(), BlockError> {
+    async fn flush(&self, io: &Io) -> Result<(), BlockError> {
         if self.remote.options.read_only || !self.offers(TransmissionFlags::SEND_FLUSH) {
             return Ok(());
         }
@@ -361,12 +345,7 @@ impl NbdStore {
         Ok(())
     }
 
-    pub(crate) async fn discard(
-        &self,
-        io: &Io,
-        offset: u64,
-        length: u64,
-    ) -> Result<(), BlockError> {
+    async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         // Parts of blocks are not discarded.
         let start = offset.next_multiple_of(self.block());
         let end = (offset + length) - (offset + length) % self.block();
@@ -383,9 +362,8 @@ impl NbdStore {
         result.map_err(|failure| self.error(failure, Operation::Discard, offset, length))
     }
 
-    /// Lets the server write zeroes, and returns what remains to be written as data: nothing, parts
-    /// of blocks, or all.
-    pub(crate) async fn zero_quickly(
+    /// By the server: what remains is nothing, parts of blocks, or all.
+    async fn zero_range(
         &self,
         io: &Io,
         offset: u64,
@@ -418,14 +396,8 @@ impl NbdStore {
         Ok([offset..head, tail..end])
     }
 
-    /// Writes zeroes over whole blocks, at most [`NbdStore::write_most`] bytes, without allocating
-    /// memory.
-    pub(crate) async fn zero_blocks(
-        &self,
-        io: &Io,
-        offset: u64,
-        length: u64,
-    ) -> Result<(), BlockError> {
+    /// Without allocating memory.
+    async fn zero_blocks(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         let _shared = match &self.unaligned {
             Some(lock) => Some(lock.read().await),
             None => None,
@@ -443,7 +415,12 @@ impl NbdStore {
         result.map_err(|failure| self.error(failure, Operation::WriteZeroes, offset, length))
     }
 
-    pub(crate) async fn extents(
+    /// The most bytes of one write.
+    fn zero_blocks_max(&self) -> u64 {
+        u64::from(self.remote.export.max_block)
+    }
+
+    async fn extents(
         &self,
         io: &Io,
         offset: u64,
@@ -484,12 +461,7 @@ impl NbdStore {
         Ok(list)
     }
 
-    pub(crate) async fn prefetch(
-        &self,
-        io: &Io,
-        offset: u64,
-        length: u64,
-    ) -> Result<(), BlockError> {
+    async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         if !self.offers(TransmissionFlags::SEND_CACHE) || length == 0 {
             return Ok(());
         }
@@ -498,6 +470,23 @@ impl NbdStore {
         let what = (Command::Cache, CommandFlags::NONE);
         let result = self.submit_range(io, what, start, end - start).await;
         result.map_err(|failure| self.error(failure, Operation::Prefetch, offset, length))
+    }
+
+    /// True for a server that did not answer, or whose lost writes are to be reported ([`LostWrites`]): only one flush
+    /// fails for that.
+    fn fails_once(&self, error: &BlockError) -> bool {
+        error.source.as_ref().is_none_or(|source| source.raw_os_error().is_none())
+    }
+
+    async fn check_resize(&self, _io: &Io, _order: Resize) -> Result<u64, ResizeError> {
+        Err(ResizeError::Unsupported(
+            "the server determines the size of an export: resize it there, then reopen the volume",
+        ))
+    }
+
+    /// Changes that were acknowledged and not flushed stay counted in [`StoreState::unflushed`].
+    fn abort(&self) {
+        self.remote.shared.abort();
     }
 }
 

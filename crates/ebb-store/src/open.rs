@@ -6,7 +6,8 @@ use std::os::unix::fs::{FileExt, FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::SECTOR;
+use ebb_block::SECTOR;
+
 use crate::create::{create, inspect_folder, is_named};
 use crate::open_options::{Direct, OpenError, OpenOptions, explain};
 

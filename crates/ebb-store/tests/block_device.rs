@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use common::{Bench, MIB, allocated, file, folder, open};
+use ebb_block::BlockStore;
 use ebb_store::{Direct, FileStore, OpenError, OpenOptions};
 
 const SIZE: u64 = 8 * MIB;

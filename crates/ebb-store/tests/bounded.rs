@@ -6,8 +6,9 @@
 use std::future::Future;
 use std::pin::pin;
 
+use ebb_block::{BlockStore, ZeroFlags};
 use ebb_io::{Io, Worker};
-use ebb_store::{MemoryStore, NullStore, Store, ZeroFlags};
+use ebb_store::{MemoryStore, NullStore, Store};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 32 * MIB;

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use ebb_block::{BlockStore, ErrorKind, Operation, Resize};
 use ebb_io::{Io, Worker};
-use ebb_store::{ErrorKind, Faults, Operation, Resize, Store, TestStore};
+use ebb_store::{Faults, Store, TestStore};
 
 const SIZE: u64 = 1 << 20;
 
@@ -117,7 +118,7 @@ fn a_full_store_says_so_and_has_room_again() {
         assert!(write(&io, &store, 0, 4096, 1, false).await);
         let buf = io.pool().get_for_test(512);
         let error = store.write(&io, buf, 8192, false).await.0.unwrap_err();
-        assert_eq!(error.kind, ebb_store::ErrorKind::NoSpace);
+        assert_eq!(error.kind, ebb_block::ErrorKind::NoSpace);
         test.set_room(None);
         assert!(write(&io, &store, 8192, 512, 1, false).await);
         assert_eq!(test.writes.load(Ordering::Relaxed), 3);

@@ -5,7 +5,8 @@
 mod common;
 
 use common::{Bench, KIB, MIB, allocated, create, file, folder, tmpfs_folder};
-use ebb_store::{Direct, ErrorKind, MemoryStore, Store};
+use ebb_block::{BlockStore, ErrorKind};
+use ebb_store::{Direct, MemoryStore, Store};
 
 const SIZE: u64 = 4 * MIB;
 
@@ -155,7 +156,7 @@ fn zeroes_beside_an_unaligned_write_stay() {
             let zero = {
                 let (io, store) = (io.clone(), store.clone());
                 async move {
-                    let flags = ebb_store::ZeroFlags { may_unmap: true, fast_only: false };
+                    let flags = ebb_block::ZeroFlags { may_unmap: true, fast_only: false };
                     store.write_zeroes(&io, base, 512, flags).await.unwrap();
                 }
             };

@@ -6,7 +6,8 @@
 mod common;
 
 use common::{Bench, MIB, create, file, folder};
-use ebb_store::{Direct, ErrorKind};
+use ebb_block::ErrorKind;
+use ebb_store::Direct;
 
 #[test]
 fn a_write_across_the_largest_file_size_is_never_success() {

@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{Bench, KIB, MIB};
-use ebb_store::{BlockError, ErrorKind, LostWrites, NbdAddress, NbdOptions, NbdStore, Store};
+use ebb_block::{BlockError, BlockStore, ErrorKind};
+use ebb_store::{LostWrites, NbdAddress, NbdOptions, NbdStore, Store};
 use server::Server;
 
 fn options(server: &Server) -> NbdOptions {

@@ -12,8 +12,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use ebb_block::{BlockError, BlockStore, ErrorKind};
 use ebb_io::Worker;
-use ebb_store::{BlockError, ErrorKind, NbdAddress, NbdOptions, NbdStore, Store};
+use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
 use fake::{Act, Fake, MANY_CONNECTIONS, ONE_CONNECTION, wait_for};
 
 const MIB: u64 = 1 << 20;

@@ -12,6 +12,7 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::Bench;
+use ebb_block::BlockStore;
 use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
 
 struct Counting;

@@ -8,6 +8,7 @@ mod fake;
 
 use std::sync::Arc;
 
+use ebb_block::BlockStore;
 use ebb_io::Worker;
 use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
 use fake::{Act, ESHUTDOWN, FLUSH, Fake, MANY_CONNECTIONS, READ, wait_for};

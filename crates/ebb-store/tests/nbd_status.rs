@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use common::Bench;
+use ebb_block::BlockStore;
 use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
 use fake::{Act, BLOCK_STATUS, Fake, FakeRequest, MANY_CONNECTIONS, REQ_ONE, wait_for};
 

@@ -9,7 +9,8 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
 use common::{Bench, MIB, create, file, folder, open};
-use ebb_store::{Direct, ErrorKind, FileStore, OpenError, OpenOptions};
+use ebb_block::{BlockStore, ErrorKind};
+use ebb_store::{Direct, FileStore, OpenError, OpenOptions};
 
 const READ_ONLY: OpenOptions =
     OpenOptions { read_only: true, direct: Direct::Auto, create: None, existing: false };

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{Bench, KIB, MIB, create, file, folder};
-use ebb_store::{Direct, ErrorKind};
+use ebb_block::ErrorKind;
+use ebb_store::Direct;
 
 #[test]
 fn a_file_truncated_under_the_store_is_short() {

@@ -12,8 +12,9 @@ use std::pin::pin;
 use std::sync::Arc;
 
 use common::{MIB, create, file, folder};
+use ebb_block::{BlockStore, Io};
 use ebb_io::{BufPool, MAX_BUF, Worker};
-use ebb_store::{Direct, Io, NbdAddress, NbdOptions, NbdStore, Store};
+use ebb_store::{Direct, NbdAddress, NbdOptions, NbdStore, Store};
 use server::Server;
 
 const SIZE: u64 = 72 * MIB;

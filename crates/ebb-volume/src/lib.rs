@@ -24,11 +24,12 @@ mod tracepoints;
 mod volume;
 mod writer;
 
-pub use ebb_cache::{Mode, VolumeCache, VolumeCacheStats};
-pub use ebb_store::{
+pub use ebb_block::{
     BLOCK, BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, FailedKind, Identity, Io,
-    Operation, Resize, ResizeError, SECTOR, Store, StoreHealth, StoreState, ZeroFlags,
+    Loss, Operation, Resize, ResizeError, SECTOR, StoreHealth, ZeroFlags,
 };
+pub use ebb_cache::{Mode, VolumeCache, VolumeCacheStats};
+pub use ebb_store::{Store, StoreState};
 pub use gate::{Gate, Pass};
 pub use latency::LatencySnapshot;
 pub use log_limit::LogLimit;

@@ -14,9 +14,9 @@ use std::sync::atomic::Ordering;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
+use ebb_block::{BlockStore, Io, Resize, ResizeError};
 use ebb_cache::{Edge, VolumeCache};
 use ebb_io::clock;
-use ebb_store::{Io, Resize, ResizeError};
 
 use crate::volume::Volume;
 

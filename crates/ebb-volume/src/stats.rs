@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ebb_store::{Io, Operation};
+use ebb_block::{Io, Operation};
 
 use crate::latency::{LatencySnapshot, OperationTimes};
 

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use ebb_store::Operation;
+use ebb_block::Operation;
 use probe::probe;
 
 use crate::stats::index;

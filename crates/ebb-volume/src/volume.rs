@@ -3,12 +3,13 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use ebb_cache::{Mode, VolumeCache};
-use ebb_io::{BufPool, Share, Shares};
-use ebb_store::{
-    BlockError, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, SECTOR, Store,
+use ebb_block::{
+    BlockError, BlockStore, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, SECTOR,
     Wanted, ZeroFlags,
 };
+use ebb_cache::{Mode, VolumeCache};
+use ebb_io::{BufPool, Share, Shares};
+use ebb_store::Store;
 
 use crate::changes::ChangeCount;
 use crate::gate::{Gate, Pass};
@@ -127,7 +128,7 @@ impl Volume {
     }
 
     /// The identity of its store.
-    pub fn store_identity(&self) -> ebb_store::Identity {
+    pub fn store_identity(&self) -> ebb_block::Identity {
         self.store.identity()
     }
 
@@ -167,7 +168,7 @@ impl Volume {
     }
 
     /// How the state of its store can be observed; `None` for stores in memory.
-    pub fn watched(&self) -> Option<&ebb_store::StoreHealth> {
+    pub fn watched(&self) -> Option<&ebb_block::StoreHealth> {
         self.store.health()
     }
 
@@ -408,7 +409,7 @@ impl Volume {
     }
 
     /// When and why [`Volume::is_lost`] became true.
-    pub fn loss(&self) -> Option<ebb_store::Loss> {
+    pub fn loss(&self) -> Option<ebb_block::Loss> {
         if self.is_lost() { self.store.loss() } else { None }
     }
 

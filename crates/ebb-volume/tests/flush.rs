@@ -16,11 +16,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use ebb_block::{BlockStore, Resize};
 use ebb_cache::{Cache, CacheOptions, Reclaimer, WritebackControl, WritebackOrder};
 use ebb_io::Worker;
 use ebb_mem::Memory;
 use ebb_mem::pressure::Level;
-use ebb_store::{Faults, Resize, Store, TestStore};
+use ebb_store::{Faults, Store, TestStore};
 use ebb_volume::{ErrorKind, Io, Mode, Volume, VolumeOptions, ZeroFlags};
 
 const SECTOR: u64 = 512;

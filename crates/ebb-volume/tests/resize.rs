@@ -5,8 +5,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use ebb_block::Operation;
 use ebb_io::{Io, Worker};
-use ebb_store::{FileStore, MemoryStore, NullStore, OpenOptions, Operation, TestStore};
+use ebb_store::{FileStore, MemoryStore, NullStore, OpenOptions, TestStore};
 use ebb_volume::{
     ErrorKind, RESIZE_LIMIT, Resize, ResizeError, Resized, Store, Volume, VolumeOptions,
 };

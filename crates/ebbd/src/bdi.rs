@@ -9,16 +9,16 @@
 //! - A caller waits only for the lock of one device, which is held for a calculation.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use ebb_api::stat::BdiStat;
+use ebb_block::{BlockStore, DeviceIdentity};
 use ebb_cache::{Cache, VolumeCache, WritebackOrder};
+use ebb_config::VolumeConfig;
 use ebb_config::params::{BdiLive, Key as Parameter, Parameters};
-use ebb_config::{StoreUri, VolumeConfig};
 use ebb_io::WorkerHandle;
 use ebb_mem::pressure::Level;
 use ebb_writeback::{
@@ -56,21 +56,17 @@ pub(crate) enum BdiKey {
 }
 
 impl BdiKey {
-    /// The key of a volume. Calls `stat`, and so may block.
-    pub(crate) fn of(name: &str, config: &VolumeConfig) -> BdiKey {
+    /// The key of a volume. Reads what the kernel says of its disk, and so may block.
+    pub(crate) fn of(name: &str, config: &VolumeConfig, store: &impl BlockStore) -> BdiKey {
         if let Some(bdi) = &config.bdi {
             return BdiKey::Named(bdi.clone());
         }
-        match &config.store {
-            StoreUri::File(path) => match std::fs::metadata(path) {
-                Ok(found) => {
-                    let own = if found.rdev() != 0 { found.rdev() } else { found.dev() };
-                    BdiKey::Disk(whole_disk(Path::new("/sys/dev/block"), own))
-                }
-                Err(_) => BdiKey::Own(name.to_owned()),
-            },
-            StoreUri::Nbd(options) => BdiKey::Server(options.address.to_string()),
-            StoreUri::Memory(_) | StoreUri::Null(_) => BdiKey::Own(name.to_owned()),
+        match store.device_identity() {
+            Some(DeviceIdentity::Disk(device)) => {
+                BdiKey::Disk(whole_disk(Path::new("/sys/dev/block"), device))
+            }
+            Some(DeviceIdentity::Server(address)) => BdiKey::Server(address),
+            None => BdiKey::Own(name.to_owned()),
         }
     }
 

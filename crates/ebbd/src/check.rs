@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::Context;
+use ebb_block::BlockStore;
 use ebb_config::{Config, Listen, TlsSetting};
 use ebb_export_nbd::ServerTls;
 

@@ -5,6 +5,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ebb_block::BlockStore;
 use ebb_cache::{Cache, Mode};
 use ebb_config::{CacheMode, DirectMode, StoreUri, VolumeConfig};
 use ebb_store::{

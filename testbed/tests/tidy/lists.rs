@@ -5,6 +5,7 @@
 pub(crate) const DATA_PATH: &[&str] = &[
     "crates/ebb-mem/",
     "crates/ebb-io/",
+    "crates/ebb-block/",
     "crates/ebb-store/",
     "crates/ebb-volume/",
     "crates/ebb-export/",
@@ -24,10 +25,11 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-io", &["ebb-mem"]),
     ("ebb-nbd-proto", &[]),
     ("ebb-tls", &["ebb-io"]),
-    ("ebb-store", &["ebb-io", "ebb-nbd-proto", "ebb-tls"]),
+    ("ebb-block", &["ebb-io"]),
+    ("ebb-store", &["ebb-io", "ebb-block", "ebb-nbd-proto", "ebb-tls"]),
     ("ebb-config", &["ebb-mem", "ebb-store"]),
-    ("ebb-cache", &["ebb-mem", "ebb-io", "ebb-store"]),
-    ("ebb-volume", &["ebb-mem", "ebb-io", "ebb-store", "ebb-cache"]),
+    ("ebb-cache", &["ebb-mem", "ebb-io", "ebb-block", "ebb-store"]),
+    ("ebb-volume", &["ebb-mem", "ebb-io", "ebb-block", "ebb-store", "ebb-cache"]),
     ("ebb-export", &["ebb-io"]),
     (
         "ebb-export-nbd",
@@ -53,6 +55,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
         &[
             "ebb-mem",
             "ebb-io",
+            "ebb-block",
             "ebb-store",
             "ebb-config",
             "ebb-api",

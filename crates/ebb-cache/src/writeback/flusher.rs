@@ -13,8 +13,9 @@ use std::sync::atomic::Ordering;
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
+use ebb_block::{BlockError, BlockStore, Buf, BufResult, ErrorKind, Io};
 use ebb_mem::SpareHeld;
-use ebb_store::{BlockError, Buf, BufResult, ErrorKind, Io, Store};
+use ebb_store::Store;
 
 use super::frames::{Frames, MARKED_AT_ONCE, WRITTEN_AT_ONCE, YieldCounter};
 use super::{FRAMES, RESERVE};

@@ -7,7 +7,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
 
-use ebb_store::Io;
+use ebb_block::Io;
 
 use crate::pages::within;
 use crate::shard::{SHARDS, few_frames, shard_of};

@@ -1,7 +1,7 @@
 //! Flushing the store, and repairing what a failed flush may have lost.
 //!
 //! After a failed flush any write since the last successful one may be lost, and the next flush would report
-//! success nevertheless (`ebb-store/flush_state.rs`). Those writes are still in memory: they are written again, and
+//! success nevertheless (`ebb-block/flush_state.rs`). Those writes are still in memory: they are written again, and
 //! only then does a successful flush tell the truth (docs/adr/0008-failed-flush.md).
 //!
 //! # Invariants
@@ -22,7 +22,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ebb_store::{BlockError, Buf, ErrorKind, Io, Operation, Store};
+use ebb_block::{BlockError, BlockStore, Buf, ErrorKind, Io, Operation};
+use ebb_store::Store;
 
 use super::RESERVE;
 use super::frames::{Frames, MARKED_AT_ONCE, WRITTEN_AT_ONCE, YieldCounter};

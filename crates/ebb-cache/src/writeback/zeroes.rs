@@ -6,7 +6,8 @@
 
 use std::sync::Arc;
 
-use ebb_store::{BlockError, Io, Store, ZeroFlags};
+use ebb_block::{BlockError, BlockStore, Io, ZeroFlags};
+use ebb_store::Store;
 
 use super::frames::YieldCounter;
 use crate::inflight::Wakers;

@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use crate::Operation;
+use ebb_block::Operation;
 
 #[derive(Debug, Default)]
 struct HoldState {

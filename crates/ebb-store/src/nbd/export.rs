@@ -60,7 +60,7 @@ impl RemoteExport {
     /// Whether the export can be a volume.
     pub(crate) fn check(&self, options: &NbdOptions) -> Result<(), NbdError> {
         let (address, export) = (options.address.to_string(), options.export.clone());
-        let unit = u64::from(self.min_block).max(crate::SECTOR);
+        let unit = u64::from(self.min_block).max(ebb_block::SECTOR);
         let size = self.size;
         if size == 0 || !size.is_multiple_of(unit) || i64::try_from(size).is_err() {
             return Err(NbdError::Size { address, export, size, unit });

@@ -49,7 +49,7 @@ const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The most bytes of data in one message.
 const BATCH_BYTES: usize = 1 << 20;
 /// Pieces of a message that a request takes: its header, and its buffer or zeroes.
-const PARTS_MOST: usize = 2 + Gather::zero_parts(crate::zeroes::PIECE_BYTES);
+const PARTS_MOST: usize = 2 + Gather::zero_parts(ebb_block::PIECE_BYTES);
 
 /// Shared by the links of a store.
 #[derive(Debug)]

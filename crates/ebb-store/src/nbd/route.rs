@@ -17,7 +17,7 @@ use ebb_nbd_proto::{Command, TransmissionFlags};
 use super::link::{IN_FLIGHT, Link, Remote};
 use super::slots::{RemoteRequest, RequestFailure, RequestOutcome};
 use super::state::RemoteState;
-use crate::Extent;
+use ebb_block::Extent;
 
 /// Forwarded requests that wait in the queue.
 const FORWARDED_MAX: usize = 64;

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use ebb_nbd_proto::{Command, CommandFlags, Errno, ExtentState, REQUEST_LEN, magic};
 
 use super::reply::{Coverage, FrameContent, ProtocolViolation, ReplyFrame};
-use crate::{Extent, push_extent};
+use ebb_block::{Extent, push_extent};
 
 /// A request to the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

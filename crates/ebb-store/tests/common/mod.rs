@@ -6,10 +6,9 @@ use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use ebb_block::{BlockError, BlockStore, Extent, Io, ZeroFlags};
 use ebb_io::Worker;
-use ebb_store::{
-    BlockError, Direct, Extent, FileStore, Io, OpenError, OpenOptions, Store, ZeroFlags,
-};
+use ebb_store::{Direct, FileStore, OpenError, OpenOptions, Store};
 
 /// A store on a worker of its own, used from a test's thread.
 pub(crate) struct Bench {

@@ -22,14 +22,15 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// The store of a volume with a claim to its file. Calls `stat` to find the backing device, and so may block.
+    /// The store of a volume with a claim to its file. Finds the backing device, and so may block.
     pub fn new(
         name: &str,
         config: &VolumeConfig,
         store: Store,
         claim: Option<FileClaim>,
     ) -> Opened {
-        Opened { store, claim, device: BdiKey::of(name, config) }
+        let device = BdiKey::of(name, config, &store);
+        Opened { store, claim, device }
     }
 }
 

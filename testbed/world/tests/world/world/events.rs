@@ -3,8 +3,9 @@
 use std::sync::atomic::Ordering;
 
 use ebb_mem::pressure::Level;
-use ebb_store::{Faults, Resize, TestStore};
+use ebb_store::{Faults, TestStore};
 use ebb_volume::Mode;
+use ebb_volume::Resize;
 
 use super::World;
 use crate::daemon::Later;

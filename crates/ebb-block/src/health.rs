@@ -9,7 +9,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use crate::{BlockError, ErrorKind, Operation};
+use crate::error::{BlockError, ErrorKind, Operation};
 
 /// See the module.
 #[derive(Debug, Default)]

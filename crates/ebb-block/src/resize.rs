@@ -5,9 +5,8 @@
 
 use std::io;
 
-use ebb_io::Io;
-
-use crate::{BlockError, SECTOR, Store};
+use crate::SECTOR;
+use crate::error::BlockError;
 
 /// The size that a store is to have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -69,13 +68,11 @@ pub enum ResizeError {
     Io(#[from] io::Error),
 }
 
-/// Checks a change from `from` to `to` bytes.
-pub(crate) fn check_size_change(
-    from: u64,
-    to: u64,
-    unit: u64,
-    shrink: bool,
-) -> Result<(), ResizeError> {
+/// Checks a change from `from` to `to` bytes on a store whose size is a multiple of `unit`.
+///
+/// # Errors
+/// [`ResizeError::Sectors`], and [`ResizeError::Shrinks`] unless `shrink` allows that.
+pub fn check_size_change(from: u64, to: u64, unit: u64, shrink: bool) -> Result<(), ResizeError> {
     let unit = unit.max(SECTOR);
     if to == 0 || !to.is_multiple_of(unit) {
         return Err(ResizeError::Sectors { to, unit });
@@ -84,47 +81,4 @@ pub(crate) fn check_size_change(
         return Err(ResizeError::Shrinks { from, to });
     }
     Ok(())
-}
-
-impl Store {
-    /// The size in bytes that [`Store::resize`] would result in; nothing is changed.
-    ///
-    /// # Errors
-    /// [`ResizeError`]: it would not be resized.
-    pub async fn check_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
-        match self {
-            Store::File(s) => s.check_resize(io, order).await.map(|(to, _)| to),
-            Store::Memory(_) => {
-                let (from, unit) = (self.size(), crate::BLOCK);
-                let to = order.to.unwrap_or(from);
-                check_size_change(from, to, unit, order.shrink).map(|()| to)
-            }
-            #[cfg(feature = "test-store")]
-            Store::Test(_) => {
-                let to = order.to.unwrap_or(self.size());
-                check_size_change(self.size(), to, SECTOR, order.shrink).map(|()| to)
-            }
-            // `resize` fails with the reason.
-            Store::Null(_) | Store::Nbd(_) => self.resize(io, order).await,
-        }
-    }
-
-    /// Resizes the store and returns its new size in bytes. One call at a time for each store.
-    /// Before shrinking, the caller waits until no write beyond the new end is in flight: one that
-    /// runs after the file was truncated would extend it again.
-    ///
-    /// # Errors
-    /// [`ResizeError`]; its size is unchanged then.
-    pub async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
-        match self {
-            Store::File(s) => s.resize(io, order).await,
-            Store::Memory(s) => s.resize(io, order).await,
-            Store::Null(_) => Err(ResizeError::Unsupported("a null store keeps its size")),
-            Store::Nbd(_) => Err(ResizeError::Unsupported(
-                "the server determines the size of an export: resize it there, then reopen the volume",
-            )),
-            #[cfg(feature = "test-store")]
-            Store::Test(s) => s.resize(order),
-        }
-    }
 }

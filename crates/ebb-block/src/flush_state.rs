@@ -10,7 +10,7 @@
 //!   **loss**: any change since the last successful flush may be lost.
 //! - After a loss every flush fails with [`ErrorKind::Lost`](crate::ErrorKind::Lost), until all
 //!   data that may be lost has been written again and a flush after that succeeds
-//!   ([`Store::flush_rewritten`]).
+//!   ([`tracked::flush_rewritten`](crate::tracked::flush_rewritten)).
 //! - A write with FUA that fails because the store is full is no loss if nothing else failed: the
 //!   same write without FUA finds no space either, and a second open file description, to which the
 //!   kernel reports all errors separately, has none. Where there is no such description (a remote
@@ -29,7 +29,7 @@ use std::task::{Poll, Waker};
 use std::time::Instant;
 
 use self::wait_queue::{SyncNumbers, WaitPosition, WaitQueue};
-use crate::{BlockError, Buf, BufResult, ErrorKind, Io, Operation, Store};
+use crate::error::{BlockError, ErrorKind, Operation};
 
 /// Acknowledged changes that may be on no disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -130,6 +130,20 @@ impl FlushState {
         self.lock().losses
     }
 
+    /// The first loss that was not repaired.
+    pub(crate) fn loss(&self) -> Option<Loss> {
+        self.lock().first.clone()
+    }
+
+    /// Notes that a flush has succeeded after everything was written again that the losses `seen` had put in doubt.
+    pub(crate) fn note_repaired(&self, seen: u64) {
+        let mut state = self.lock();
+        state.repaired = state.repaired.max(seen);
+        if state.losses <= state.repaired {
+            state.first = None;
+        }
+    }
+
     /// Whether a flush would fail.
     pub(crate) fn is_lost(&self) -> bool {
         let state = self.lock();
@@ -145,7 +159,7 @@ impl FlushState {
         }
     }
 
-    fn begin(&self) -> PendingSync<'_> {
+    pub(crate) fn begin(&self) -> PendingSync<'_> {
         self.begin_locked(&mut self.lock())
     }
 
@@ -157,7 +171,7 @@ impl FlushState {
     }
 
     /// Registers a flush that has arrived. `None` if it would fail.
-    fn join(&self) -> Option<JoinedFlush<'_>> {
+    pub(crate) fn join(&self) -> Option<JoinedFlush<'_>> {
         let state = self.lock();
         let (losses, wanted) = (state.losses, state.flushes.begun + 1);
         (state.refused <= state.repaired).then_some(JoinedFlush {
@@ -170,14 +184,14 @@ impl FlushState {
     }
 
     /// The error of a flush that was merged into another one.
-    fn failure(&self, size: u64) -> BlockError {
+    pub(crate) fn failure(&self, size: u64) -> BlockError {
         let (kind, number) = self.lock().failure.unwrap_or((ErrorKind::Lost, None));
         let source = number.map(std::io::Error::from_raw_os_error);
         BlockError { source, ..BlockError::new(kind, Operation::Flush, 0, size) }
     }
 
     /// `None` if there were other losses than those `seen`.
-    fn begin_rewritten(&self, seen: u64) -> Option<PendingSync<'_>> {
+    pub(crate) fn begin_rewritten(&self, seen: u64) -> Option<PendingSync<'_>> {
         let mut state = self.lock();
         (state.losses == seen).then(|| self.begin_locked(&mut state))
     }
@@ -185,7 +199,7 @@ impl FlushState {
 
 impl PendingSync<'_> {
     /// The sync has failed; with `once` the next flush does not fail for it.
-    fn fail(mut self, once: bool, error: &BlockError) {
+    pub(crate) fn fail(mut self, once: bool, error: &BlockError) {
         self.open = false;
         let wakers = {
             let mut state = self.flush_state.lock();
@@ -199,12 +213,12 @@ impl PendingSync<'_> {
 
     /// The sync has failed, perhaps with a loss: overlapping syncs wait for [`PendingSync::fail`]
     /// or [`PendingSync::end`].
-    fn mark_doubtful(&self) {
+    pub(crate) fn mark_doubtful(&self) {
         self.flush_state.lock().doubtful.insert(self.number);
     }
 
     /// The sync has failed without a loss.
-    fn end(mut self) {
+    pub(crate) fn end(mut self) {
         self.open = false;
         let wakers = self.flush_state.lock().close(self.number);
         self.flush_state.wake(wakers);
@@ -212,7 +226,7 @@ impl PendingSync<'_> {
 
     /// The sync has succeeded. With `overlapping` it waits until all syncs that overlap with it
     /// have completed. False if a sync has failed since it began.
-    async fn succeed(mut self, overlapping: bool) -> bool {
+    pub(crate) async fn succeed(mut self, overlapping: bool) -> bool {
         self.open = false;
         let (wakers, until) = {
             let mut state = self.flush_state.lock();
@@ -254,7 +268,7 @@ fn queue_of(overlapping: bool, state: &mut FlushStateInner) -> &mut WaitQueue {
 }
 
 /// What a flush that has arrived does.
-enum FlushRole<'a> {
+pub(crate) enum FlushRole<'a> {
     /// It has completed: the flush that covers it began after it arrived.
     Covered,
     Failed,
@@ -263,7 +277,7 @@ enum FlushRole<'a> {
 }
 
 /// A flush that has arrived.
-struct JoinedFlush<'a> {
+pub(crate) struct JoinedFlush<'a> {
     flush_state: &'a FlushState,
     losses: u64,
     /// The number of the flush that covers it.
@@ -273,7 +287,7 @@ struct JoinedFlush<'a> {
 }
 
 impl<'a> JoinedFlush<'a> {
-    async fn role(&mut self) -> FlushRole<'a> {
+    pub(crate) async fn role(&mut self) -> FlushRole<'a> {
         poll_fn(|cx| {
             let mut state = self.flush_state.lock();
             let state = &mut *state;
@@ -299,7 +313,7 @@ impl<'a> JoinedFlush<'a> {
     }
 
     /// The flush that it carried out has succeeded.
-    fn covers(&self, number: u64) {
+    pub(crate) fn covers(&self, number: u64) {
         let woken = {
             let mut state = self.flush_state.lock();
             let mut woken = std::mem::take(&mut state.spare);
@@ -348,154 +362,6 @@ impl Drop for PendingSync<'_> {
             };
             self.flush_state.wake(wakers);
         }
-    }
-}
-
-fn lost(operation: Operation, offset: u64, length: u64) -> BlockError {
-    BlockError::new(ErrorKind::Lost, operation, offset, length)
-}
-
-impl Store {
-    fn flush_state(&self) -> Option<&FlushState> {
-        match self {
-            Store::File(s) => Some(s.flush_state()),
-            Store::Nbd(s) => Some(s.flush_state()),
-            #[cfg(feature = "test-store")]
-            Store::Test(s) => Some(s.flush_state()),
-            Store::Memory(_) | Store::Null(_) => None,
-        }
-    }
-
-    /// The number of losses so far: failed syncs. See [`Store::flush_rewritten`].
-    pub fn losses(&self) -> u64 {
-        self.flush_state().map_or(0, FlushState::losses)
-    }
-
-    /// True while every flush fails because changes may be lost.
-    pub fn is_lost(&self) -> bool {
-        self.flush_state().is_some_and(FlushState::is_lost)
-    }
-
-    /// The first loss that was not repaired by writing the data again.
-    pub fn loss(&self) -> Option<Loss> {
-        self.flush_state().and_then(|flush_state| flush_state.lock().first.clone())
-    }
-
-    /// Makes all acknowledged writes stable.
-    ///
-    /// # Errors
-    /// The store's. From then on [`ErrorKind::Lost`]: changes since the last successful
-    /// flush may be on no disk, and no later flush can show that they are. This ends with
-    /// [`Store::flush_rewritten`], or when the store is reopened.
-    pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
-        let Some(flush_state) = self.flush_state() else { return Ok(()) };
-        let Some(mut joined) = flush_state.join() else {
-            return Err(lost(Operation::Flush, 0, self.size()));
-        };
-        match joined.role().await {
-            FlushRole::Covered => Ok(()),
-            FlushRole::Failed => Err(flush_state.failure(self.size())),
-            FlushRole::Lead(sync, number) => {
-                self.sync(io, Some(sync)).await?;
-                joined.covers(number);
-                Ok(())
-            }
-        }
-    }
-
-    /// As [`Store::flush`], by a caller that has written again, since [`Store::losses`] was `seen`,
-    /// every change since the last successful flush. If it succeeds and no sync has failed since,
-    /// flushes succeed again.
-    ///
-    /// # Errors
-    /// As [`Store::flush`].
-    pub async fn flush_rewritten(&self, io: &Io, seen: u64) -> Result<(), BlockError> {
-        let Some(flush_state) = self.flush_state() else { return Ok(()) };
-        self.sync(io, flush_state.begin_rewritten(seen)).await?;
-        let mut state = flush_state.lock();
-        state.repaired = state.repaired.max(seen);
-        if state.losses <= state.repaired {
-            state.first = None;
-        }
-        Ok(())
-    }
-
-    async fn sync(&self, io: &Io, sync: Option<PendingSync<'_>>) -> Result<(), BlockError> {
-        let Some(sync) = sync else { return Err(lost(Operation::Flush, 0, self.size())) };
-        let tracked = self.begin();
-        let result = match self {
-            Store::File(s) => s.flush(io).await,
-            Store::Nbd(s) => s.flush(io).await,
-            #[cfg(feature = "test-store")]
-            Store::Test(s) => s.flush(io).await,
-            Store::Memory(_) | Store::Null(_) => Ok(()),
-        };
-        match tracked.end(result) {
-            Err(error) => {
-                sync.fail(self.fails_once(&error), &error);
-                Err(error)
-            }
-            Ok(()) if sync.succeed(true).await => Ok(()),
-            Ok(()) => Err(lost(Operation::Flush, 0, self.size())),
-        }
-    }
-
-    /// True for a server that did not answer, or whose lost writes are to be reported
-    /// ([`LostWrites`](crate::LostWrites)): only one flush fails for that.
-    fn fails_once(&self, error: &BlockError) -> bool {
-        let has_errno = error.source.as_ref().is_some_and(|e| e.raw_os_error().is_some());
-        matches!(self, Store::Nbd(_)) && !has_errno
-    }
-
-    /// Begins the sync of a write with FUA, if this is one and the store has syncs.
-    pub(crate) fn begin_stable(&self, fua: bool) -> Option<PendingSync<'_>> {
-        if fua { self.flush_state().map(FlushState::begin) } else { None }
-    }
-
-    /// Completes a write with FUA.
-    pub(crate) async fn end_stable(
-        &self,
-        io: &Io,
-        sync: PendingSync<'_>,
-        offset: u64,
-        (result, buf): BufResult,
-    ) -> BufResult {
-        let length = buf.len() as u64;
-        match result {
-            Err(error) if error.kind == ErrorKind::NoSpace => {
-                sync.mark_doubtful();
-                let (only_no_space, buf) = Box::pin(self.is_only_no_space(io, buf, offset)).await;
-                match only_no_space {
-                    true => sync.end(),
-                    false => sync.fail(self.fails_once(&error), &error),
-                }
-                (Err(error), buf)
-            }
-            Err(error) => {
-                sync.fail(self.fails_once(&error), &error);
-                (Err(error), buf)
-            }
-            // Direct I/O reports an error only to the request that it belongs to.
-            Ok(()) => match sync.succeed(!self.capabilities().direct).await {
-                true => (Ok(()), buf),
-                false => (Err(lost(Operation::Write, offset, length)), buf),
-            },
-        }
-    }
-
-    /// Whether a write with FUA failed with "no space" only because the write itself found none:
-    /// its sync may have received the error of older data.
-    async fn is_only_no_space(&self, io: &Io, buf: Buf, offset: u64) -> (bool, Buf) {
-        let (again, buf) = self.write_to(io, buf, offset, false).await;
-        let full = again.is_err_and(|error| error.kind == ErrorKind::NoSpace);
-        let lossless = full
-            && match self {
-                Store::File(s) => s.has_no_unreported_error(io).await,
-                #[cfg(feature = "test-store")]
-                Store::Test(s) => s.has_no_unreported_error(),
-                Store::Nbd(_) | Store::Memory(_) | Store::Null(_) => false,
-            };
-        (lossless, buf)
     }
 }
 

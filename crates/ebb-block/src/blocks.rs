@@ -8,14 +8,14 @@ use async_lock::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 /// wakes the other for as long as the writer holds it, which uses a whole CPU while a server does
 /// not answer.
 #[derive(Debug, Default)]
-pub(crate) struct BlockLock {
+pub struct BlockLock {
     line: Mutex<()>,
     lock: RwLock<()>,
 }
 
 impl BlockLock {
     /// For whole blocks.
-    pub(crate) async fn read(&self) -> RwLockReadGuard<'_, ()> {
+    pub async fn read(&self) -> RwLockReadGuard<'_, ()> {
         // Fails also while a writer waits.
         if let Some(guard) = self.lock.try_read() {
             return guard;
@@ -25,7 +25,7 @@ impl BlockLock {
     }
 
     /// For parts of blocks.
-    pub(crate) async fn write(&self) -> RwLockWriteGuard<'_, ()> {
+    pub async fn write(&self) -> RwLockWriteGuard<'_, ()> {
         let _first = self.line.lock().await;
         self.lock.write().await
     }

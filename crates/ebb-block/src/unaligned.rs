@@ -7,13 +7,15 @@
 
 use std::ops::Range;
 
-use crate::{Buf, BufResult, Io};
+use ebb_io::{Buf, Io};
+
+use crate::store::BufResult;
 
 /// Bytes copied before the worker's other tasks run.
 const COPY: usize = 1 << 20;
 
 /// A store with blocks. Offsets and lengths are multiples of [`Blocks::block`].
-pub(crate) trait Blocks {
+pub trait Blocks {
     /// Bytes of a block.
     fn block(&self) -> u64;
     /// Fills the whole buffer.
@@ -28,8 +30,9 @@ pub(crate) trait Blocks {
     ) -> impl Future<Output = BufResult>;
 }
 
+/// Whether a request consists of whole blocks.
 #[inline]
-pub(crate) fn is_aligned(block: u64, offset: u64, length: usize) -> bool {
+pub fn is_aligned(block: u64, offset: u64, length: usize) -> bool {
     if block.is_power_of_two() {
         // The usual case, without a division.
         return (offset | length as u64) & (block - 1) == 0;
@@ -39,7 +42,7 @@ pub(crate) fn is_aligned(block: u64, offset: u64, length: usize) -> bool {
 
 /// Bytes of the bounce buffer of a request; 0 if it needs none.
 #[inline]
-pub(crate) fn bounce_bytes(block: u64, offset: u64, length: usize) -> usize {
+pub fn bounce_bytes(block: u64, offset: u64, length: usize) -> usize {
     if length == 0 || is_aligned(block, offset, length) {
         return 0;
     }
@@ -134,7 +137,7 @@ fn restore(buf: &mut Buf, length: usize) {
 }
 
 /// Fills the whole buffer from `offset`.
-pub(crate) async fn read(store: &impl Blocks, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
+pub async fn read(store: &impl Blocks, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
     let (block, length) = (store.block(), buf.len());
     let body = SplitPlan::new(block, offset, length).body;
     if !body.is_empty() {
@@ -167,7 +170,7 @@ pub(crate) async fn read(store: &impl Blocks, io: &Io, mut buf: Buf, offset: u64
 }
 
 /// Writes the whole buffer at `offset`. The caller prevents other writes to these blocks meanwhile.
-pub(crate) async fn write(
+pub async fn write(
     store: &impl Blocks,
     io: &Io,
     mut buf: Buf,

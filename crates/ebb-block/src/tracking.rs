@@ -1,0 +1,59 @@
+//! What is known of a store's requests: a field of each store that can fail.
+
+use crate::error::BlockError;
+use crate::flush_state::{FlushState, Loss};
+use crate::health::{InFlightRequest, StoreHealth};
+use crate::zeroes::ZeroPermits;
+
+/// The requests in flight, failures and failed syncs of a store. A store has one as a field, returns it from
+/// [`BlockStore::tracking`](crate::BlockStore::tracking), and does nothing else with it.
+#[derive(Debug, Default)]
+pub struct Tracking {
+    pub(crate) health: StoreHealth,
+    pub(crate) syncs: FlushState,
+    pub(crate) zero_permits: ZeroPermits,
+}
+
+impl Tracking {
+    /// Counters from which outages are detected.
+    pub fn health(&self) -> &StoreHealth {
+        &self.health
+    }
+
+    /// The number of losses so far: failed syncs. See [`tracked::flush_rewritten`](crate::tracked::flush_rewritten).
+    pub fn losses(&self) -> u64 {
+        self.syncs.losses()
+    }
+
+    /// True while every flush fails because changes may be lost.
+    pub fn is_lost(&self) -> bool {
+        self.syncs.is_lost()
+    }
+
+    /// The first loss that was not repaired by writing the data again.
+    pub fn loss(&self) -> Option<Loss> {
+        self.syncs.loss()
+    }
+}
+
+/// A request in flight, counted if the store has counters.
+pub(crate) struct CountedRequest<'a> {
+    health: Option<&'a StoreHealth>,
+    _begun: Option<InFlightRequest<'a>>,
+}
+
+impl<'a> CountedRequest<'a> {
+    #[inline]
+    pub(crate) fn begin(tracking: Option<&'a Tracking>) -> CountedRequest<'a> {
+        let health = tracking.map(Tracking::health);
+        CountedRequest { health, _begun: health.map(StoreHealth::begin) }
+    }
+
+    /// Ends the request; counts a failure.
+    pub(crate) fn end<T>(self, result: Result<T, BlockError>) -> Result<T, BlockError> {
+        if let (Some(health), Err(error)) = (self.health, &result) {
+            health.note(error);
+        }
+        result
+    }
+}

@@ -1,0 +1,78 @@
+//! The test store as a store.
+
+use ebb_block::{
+    BlockError, BlockStore, Buf, BufResult, Capabilities, Identity, Io, NONE_REMAINING, Operation,
+    Remaining, Resize, ResizeError, SECTOR, Tracking, ZeroFlags, check_size_change,
+};
+
+use super::TestStore;
+
+impl BlockStore for TestStore {
+    fn size(&self) -> u64 {
+        self.disk.size()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            discard: true,
+            fast_zero: true,
+            alignment: 1,
+            direct: true,
+            read_piece: None,
+        }
+    }
+
+    /// The number of the disk, however often it is opened.
+    fn identity(&self) -> Identity {
+        Identity::of_key(format!("test {}", self.disk.number))
+    }
+
+    fn place(&self) -> String {
+        "a test".to_owned()
+    }
+
+    fn tracking(&self) -> Option<&Tracking> {
+        Some(&self.tracking)
+    }
+
+    async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
+        self.disk.read(io, buf, offset).await
+    }
+
+    async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        self.disk.write(io, buf, offset, fua).await
+    }
+
+    async fn flush(&self, io: &Io) -> Result<(), BlockError> {
+        self.disk.flush(io).await
+    }
+
+    async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        self.disk.zero(io, Operation::Discard, offset, length).await
+    }
+
+    async fn zero_range(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        _flags: ZeroFlags,
+    ) -> Result<Remaining, BlockError> {
+        self.disk.zero(io, Operation::WriteZeroes, offset, length).await.map(|()| NONE_REMAINING)
+    }
+
+    async fn has_no_unreported_error(&self, _io: &Io) -> bool {
+        self.disk.has_no_unreported_error()
+    }
+
+    async fn check_resize(&self, _io: &Io, order: Resize) -> Result<u64, ResizeError> {
+        let to = order.to.unwrap_or(self.size());
+        check_size_change(self.size(), to, SECTOR, order.shrink).map(|()| to)
+    }
+
+    async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
+        let to = self.check_resize(io, order).await?;
+        self.set_size(to);
+        Ok(to)
+    }
+}
