@@ -1,7 +1,7 @@
 //! Parameters that can be read and written while the daemon runs.
 //!
 //! One table (`params/table.rs`) defines all parameters: name, scope, unit, default, range, and when a change
-//! takes effect. The control socket, the command line, the configuration and the pages in
+//! takes effect. How to add one is in `docs/guides/adding-a-parameter.md`. The control socket, the command line, the configuration and the pages in
 //! `docs/parameters` are made from it. The parameters of Xen disks have the names and meanings of
 //! those of Linux's xen-blkback, which are files below `/sys/module`.
 //!
@@ -14,16 +14,22 @@
 //!
 //! # Invariants
 //! - A value in force is within its range, and `max_request` is at most `connection_memory`.
-//! - Code that uses a parameter reads it through a [`Live`]: one atomic load, no lock, always current.
-//! - Changes are made one at a time, and watchers see them in that order.
+//! - Code that uses a parameter has a handle to it, an [`ebb_param::Parameter`]: it reads the value with one atomic
+//!   load, or watches it.
+//! - Changes are made one at a time, and watchers see them in that order. Values that change together are all in
+//!   force before the first watcher is called.
 
+mod configured;
+mod definition;
 mod error;
+#[cfg(test)]
+mod example;
 pub mod pages;
 mod set;
 mod table;
 
+pub use self::configured::Configured;
+pub use self::definition::{Definition, Key, Kind, ParameterScope, ParameterTable, TypedKey};
 pub use self::error::{ParameterError, ParameterErrorKind};
-pub use self::set::{
-    BdiLive, Configured, Live, Origin, ParameterChange, Parameters, Reading, unknown_volume,
-};
-pub use self::table::{Definition, Key, Kind, ParameterScope, SizeClass};
+pub use self::set::{Origin, ParameterChange, ParameterOwner, Parameters, Reading, unknown_volume};
+pub use self::table::*;

@@ -8,7 +8,10 @@ use super::error::{BadValue, ConfigError, ConfigErrorKind, Located, ValueLocatio
 use super::layer::{BdiLayer, Layer, VolumeLayer};
 use super::value::{Listen, StoreUri, volume_size};
 use super::{BdiConfig, CacheMode, Config, DirectMode, NbdConfig, TlsSetting, VolumeConfig};
-use crate::params::Key;
+use crate::params::{
+    BUFFER_SQUEEZE_DURATION_MS, CACHE_MAX, CACHE_MIN, Key, MAX_BUFFER_PAGES, MAX_BYTES,
+    MAX_CLIENTS, MAX_RATIO, MAX_REQUEST,
+};
 use crate::{Percent, Size};
 
 /// The remedy when there is nothing to serve.
@@ -20,7 +23,7 @@ const HOW_TO_START: &str = "start with `ebbd serve --volume disk=memory:1G \
 pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Config, ConfigError> {
     let (tls_certificates, tls_psk) = tls_keys(&file, &flags);
     let workers = number(flags.workers.or(file.workers), 1, 64)?;
-    let max_clients = parameter(Key::MaxClients, flags.max_clients.or(file.max_clients))?;
+    let max_clients = parameter(MAX_CLIENTS.key(), flags.max_clients.or(file.max_clients))?;
     let tls = flags.tls.or(file.tls);
     let verify_peer = flags.tls_verify_peer.or(file.tls_verify_peer);
     check_tls(tls.as_ref(), tls_certificates.as_ref(), tls_psk.as_ref(), verify_peer.as_ref())?;
@@ -30,9 +33,9 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
     )?;
 
     let max_buffer_pages =
-        parameter(Key::MaxBufferPages, flags.max_buffer_pages.or(file.max_buffer_pages))?;
+        parameter(MAX_BUFFER_PAGES.key(), flags.max_buffer_pages.or(file.max_buffer_pages))?;
     let buffer_squeeze_duration_ms = parameter(
-        Key::BufferSqueezeDurationMs,
+        BUFFER_SQUEEZE_DURATION_MS.key(),
         flags.buffer_squeeze_duration_ms.or(file.buffer_squeeze_duration_ms),
     )?;
 
@@ -61,9 +64,9 @@ pub(super) fn resolve(file: Layer, flags: Layer, inherited: usize) -> Result<Con
         web: web.map(|web| web.value),
         web_names: names.map(|name| name.value).collect(),
         xen,
-        max_buffer_pages: max_buffer_pages.unwrap_or(default(Key::MaxBufferPages)),
+        max_buffer_pages: max_buffer_pages.unwrap_or(default(MAX_BUFFER_PAGES.key())),
         buffer_squeeze_duration_ms: buffer_squeeze_duration_ms
-            .unwrap_or(default(Key::BufferSqueezeDurationMs)),
+            .unwrap_or(default(BUFFER_SQUEEZE_DURATION_MS.key())),
         idle_memory: flags
             .idle_memory
             .or(file.idle_memory)
@@ -181,7 +184,7 @@ fn memory(
     max_request: Option<Located<Size>>,
     connection_memory: Option<Located<Size>>,
 ) -> Result<(Size, Size), ConfigError> {
-    let range = Key::MaxRequest.definition();
+    let range = MAX_REQUEST.definition();
     let defaults = NbdConfig::default();
     let request = max_request.as_ref().map_or(defaults.max_request, |given| given.value);
     if let Some(given) = max_request
@@ -229,7 +232,7 @@ fn check_bdis(layers: Vec<BdiLayer>) -> Result<BTreeMap<String, BdiConfig>, Conf
             given.error(
                 ConfigErrorKind::OutOfRange,
                 format!("{} is out of range", given.value),
-                format!("choose {}", Key::MaxRatio.definition().range()),
+                format!("choose {}", MAX_RATIO.definition().range()),
             )
         };
         let most = max_ratio.as_ref().map_or(Percent::WHOLE, |given| given.value);
@@ -256,7 +259,7 @@ fn check_bdis(layers: Vec<BdiLayer>) -> Result<BTreeMap<String, BdiConfig>, Conf
             min_ratio: min_ratio.map(|given| given.value),
             max_ratio: max_ratio.map(|given| given.value),
             max_bytes: match &max_bytes {
-                Some(given) => Some(size(Key::MaxBytes, Some(given))?),
+                Some(given) => Some(size(MAX_BYTES.key(), Some(given))?),
                 None => None,
             },
             strict_limit: strict_limit.map(|given| given.value),
@@ -271,8 +274,8 @@ fn cache(
     max: Option<&Located<Size>>,
     min: Option<&Located<Size>>,
 ) -> Result<(Size, Size), ConfigError> {
-    let most = size(Key::CacheMax, max)?;
-    let least = size(Key::CacheMin, min)?;
+    let most = size(CACHE_MAX.key(), max)?;
+    let least = size(CACHE_MIN.key(), min)?;
     if let Some(given) = min
         && most.bytes() != 0
         && least > most
@@ -475,9 +478,9 @@ fn check_volume(volume: &VolumeLayer) -> Result<VolumeConfig, ConfigError> {
         cache,
         bdi: volume.bdi.as_ref().map(|given| given.value.clone()),
         default: volume.default.as_ref().is_some_and(|given| given.value),
-        max_buffer_pages: parameter(Key::MaxBufferPages, volume.max_buffer_pages.clone())?,
+        max_buffer_pages: parameter(MAX_BUFFER_PAGES.key(), volume.max_buffer_pages.clone())?,
         buffer_squeeze_duration_ms: parameter(
-            Key::BufferSqueezeDurationMs,
+            BUFFER_SQUEEZE_DURATION_MS.key(),
             volume.buffer_squeeze_duration_ms.clone(),
         )?,
     })

@@ -14,7 +14,7 @@ use ebb_api::stat::{BdiStat, Stat, WorkerStat};
 use ebb_api::{
     ChangeView, MAX_HOLD_SECONDS, ParameterView, PressureBody, ResizeBody, SetBody, Version,
 };
-use ebb_config::params::{Key, ParameterChange, ParameterScope, Reading};
+use ebb_config::params::{ParameterChange, ParameterOwner, ParameterScope, Reading, TABLE};
 use ebb_config::{shorten, suggest};
 use ebb_export_xen::Figures;
 use ebb_mem::pressure::Level;
@@ -118,60 +118,57 @@ async fn version() -> Answer {
 }
 
 async fn list_parameters(State(app): On) -> Answer {
-    app.list(None)
+    app.list(ParameterOwner::Daemon)
 }
 
 async fn read_parameter(State(app): On, name: Named<String>) -> Answer {
-    app.read(&path(name)?, None)
+    app.read(&path(name)?, ParameterOwner::Daemon)
 }
 
 async fn set_parameter(State(app): On, name: Named<String>, body: RequestBody) -> Answer {
-    app.set(&path(name)?, None, body)
+    app.set(&path(name)?, ParameterOwner::Daemon, body)
 }
 
 async fn unset_parameter(State(app): On, name: Named<String>) -> Answer {
-    app.unset(&path(name)?, None)
+    app.unset(&path(name)?, ParameterOwner::Daemon)
 }
 
 async fn list_own(State(app): On, volume: Named<String>) -> Answer {
-    app.list(Some(&path(volume)?))
+    app.list(ParameterOwner::Volume(&path(volume)?))
 }
 
 async fn read_own(State(app): On, names: Named<(String, String)>) -> Answer {
     let (volume, name) = path(names)?;
-    app.read(&name, Some(&volume))
+    app.read(&name, ParameterOwner::Volume(&volume))
 }
 
 async fn set_own(State(app): On, names: Named<(String, String)>, body: RequestBody) -> Answer {
     let (volume, name) = path(names)?;
-    app.set(&name, Some(&volume), body)
+    app.set(&name, ParameterOwner::Volume(&volume), body)
 }
 
 async fn unset_own(State(app): On, names: Named<(String, String)>) -> Answer {
     let (volume, name) = path(names)?;
-    app.unset(&name, Some(&volume))
+    app.unset(&name, ParameterOwner::Volume(&volume))
 }
 
 async fn list_of_bdi(State(app): On, bdi: Named<String>) -> Answer {
-    let readings = app.shared.parameters.list_bdi(&path(bdi)?)?;
-    json(&readings.iter().map(parameter_view).collect::<Vec<_>>())
+    app.list(ParameterOwner::Bdi(&path(bdi)?))
 }
 
 async fn read_of_bdi(State(app): On, names: Named<(String, String)>) -> Answer {
     let (bdi, name) = path(names)?;
-    json(&parameter_view(&app.shared.parameters.get_bdi(&name, &bdi)?))
+    app.read(&name, ParameterOwner::Bdi(&bdi))
 }
 
 async fn set_of_bdi(State(app): On, names: Named<(String, String)>, body: RequestBody) -> Answer {
     let (bdi, name) = path(names)?;
-    Key::parse(&name)?;
-    let body: SetBody = parse(body, SET_FORM)?;
-    changed(&app.shared.parameters.set_bdi(&name, &bdi, &body.value)?)
+    app.set(&name, ParameterOwner::Bdi(&bdi), body)
 }
 
 async fn unset_of_bdi(State(app): On, names: Named<(String, String)>) -> Answer {
     let (bdi, name) = path(names)?;
-    changed(&app.shared.parameters.unset_bdi(&name, &bdi)?)
+    app.unset(&name, ParameterOwner::Bdi(&bdi))
 }
 
 async fn bdis(State(app): On) -> Answer {
@@ -273,25 +270,25 @@ impl App {
         Self { shared, holder: Mutex::default() }
     }
 
-    fn list(&self, volume: Option<&str>) -> Answer {
-        let readings = self.shared.parameters.list(volume)?;
+    fn list(&self, owner: ParameterOwner) -> Answer {
+        let readings = self.shared.parameters.list(owner)?;
         json(&readings.iter().map(parameter_view).collect::<Vec<_>>())
     }
 
-    fn read(&self, name: &str, volume: Option<&str>) -> Answer {
-        let reading = self.shared.parameters.get(name, volume)?;
+    fn read(&self, name: &str, owner: ParameterOwner) -> Answer {
+        let reading = self.shared.parameters.get(name, owner)?;
         json(&parameter_view(&reading))
     }
 
-    fn set(&self, name: &str, volume: Option<&str>, body: RequestBody) -> Answer {
+    fn set(&self, name: &str, owner: ParameterOwner, body: RequestBody) -> Answer {
         // An unknown name is reported first, whatever the body.
-        Key::parse(name)?;
+        TABLE.parse(name)?;
         let body: SetBody = parse(body, SET_FORM)?;
-        changed(&self.shared.parameters.set(name, volume, &body.value)?)
+        changed(&self.shared.parameters.set(name, owner, &body.value)?)
     }
 
-    fn unset(&self, name: &str, volume: Option<&str>) -> Answer {
-        changed(&self.shared.parameters.unset(name, volume)?)
+    fn unset(&self, name: &str, owner: ParameterOwner) -> Answer {
+        changed(&self.shared.parameters.unset(name, owner)?)
     }
 
     fn bdis(&self) -> Vec<BdiStat> {

@@ -9,7 +9,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ebb_api::ErrorBody;
 use ebb_api::stat::{FailureStat, MemoryStat, PressureStat, Stat, XenStat, ZoneStat};
-use ebb_config::params::{Configured, Key};
+use ebb_config::params::{
+    Configured, MAX_BUFFER_PAGES, MAX_PERSISTENT_GRANTS, MAX_RATIO, ParameterOwner, ParameterScope,
+    TABLE,
+};
 use ebb_export_nbd::{ServerLimits, TlsMode};
 use ebb_export_xen as xen;
 use ebb_export_xen::abi::op;
@@ -137,13 +140,13 @@ impl Running {
 fn parameters_are_read_set_and_unset() {
     let daemon = start();
     let all = daemon.json("GET", "/v1/parameters", "");
-    assert_eq!(all.as_array().unwrap().len(), Key::of_daemon().count());
+    assert_eq!(all.as_array().unwrap().len(), TABLE.keys_of(ParameterScope::Daemon).count());
     let path = "/v1/parameters/max_buffer_pages";
     let one = daemon.json("GET", path, "");
     assert_eq!((&one["value"], &one["origin"]), (&json!(1024), &json!("configuration")));
     let change = daemon.json("PUT", path, "{\"value\": 7}");
     assert_eq!(change, json!({"name": "max_buffer_pages", "from": "1024", "to": "7"}));
-    assert_eq!(daemon.parameters.live(Key::MaxBufferPages).get(), 7);
+    assert_eq!(daemon.parameters.daemon(MAX_BUFFER_PAGES).get(), 7);
     assert_eq!(daemon.json("GET", path, "")["origin"], "run-time");
 
     let own = "/v1/volumes/a%2Fb%20%25%22%C3%BC/parameters";
@@ -151,18 +154,19 @@ fn parameters_are_read_set_and_unset() {
     let own = format!("{own}/max_buffer_pages");
     assert_eq!(daemon.json("GET", &own, "")["origin"], "daemon");
     daemon.json("PUT", &own, "{\"value\": \"9\"}");
-    let pool = daemon.parameters.pool(Some("a/b %\"ü"));
-    assert_eq!(pool.max_buffer_pages(), 9);
+    let pages = daemon.parameters.handle(MAX_BUFFER_PAGES, ParameterOwner::Volume("a/b %\"ü"));
+    assert_eq!(pages.get(), 9);
     daemon.json("DELETE", &own, "");
-    assert_eq!(pool.max_buffer_pages(), 7);
+    assert_eq!(pages.get(), 7);
     daemon.json("DELETE", path, "");
-    assert_eq!(pool.max_buffer_pages(), 1024);
+    assert_eq!(pages.get(), 1024);
 }
 
 #[test]
 fn parameters_of_backing_devices_have_their_own_paths() {
     let daemon = start();
-    let live = daemon.parameters.add_bdi("8:0");
+    daemon.parameters.add_bdi("8:0");
+    let max_ratio = daemon.parameters.handle(MAX_RATIO, ParameterOwner::Bdi("8:0"));
     let own = "/v1/bdis/8%3A0/parameters";
     let all = daemon.json("GET", own, "");
     let names: Vec<_> = all.as_array().unwrap().iter().map(|one| one["name"].clone()).collect();
@@ -173,10 +177,10 @@ fn parameters_of_backing_devices_have_their_own_paths() {
     let change = daemon.json("PUT", &path, "{\"value\": 12.5}");
     let expected = json!({"name": "max_ratio", "bdi": "8:0", "from": "100", "to": "12.5"});
     assert_eq!(change, expected);
-    assert_eq!(live.get(Key::MaxRatio), 125_000);
+    assert_eq!(max_ratio.get(), 125_000);
     assert_eq!(daemon.json("GET", &path, "")["value"], 12.5);
     daemon.json("DELETE", &path, "");
-    assert_eq!(live.get(Key::MaxRatio), 1_000_000);
+    assert_eq!(max_ratio.get(), 1_000_000);
     assert_eq!(daemon.json("GET", "/v1/bdis", ""), json!([]));
     let body = "{\"value\": 1}";
     let of = |path: &'static str| ("PUT", path, body);
@@ -236,7 +240,7 @@ fn refusals_have_a_reason_and_a_remedy() {
     daemon.refuses(("GET", &long, ""), 404, "unknown_parameter", "the parameters are");
     let deep = format!("{{\"value\": {}", "[".repeat(10_000));
     daemon.refuses(("PUT", pages, &deep), 400, "malformed_json", "value");
-    assert_eq!(daemon.parameters.live(Key::MaxBufferPages).get(), 1024, "nothing was set");
+    assert_eq!(daemon.parameters.daemon(MAX_BUFFER_PAGES).get(), 1024, "nothing was set");
 }
 
 #[test]
@@ -384,11 +388,8 @@ fn disks_of_xen_guests_are_shown_and_follow_the_parameters() {
     let grants = options.parameters.clone();
     let backend = xen::Backend::start(options).unwrap();
     let daemon = start_with(Some(backend.figures()), Vec::new());
-    daemon.parameters.watch(move |change| {
-        if change.key == Key::MaxPersistentGrants {
-            grants.set_max_persistent_grants(u32::try_from(change.to).unwrap());
-        }
-    });
+    let limit = daemon.parameters.daemon(MAX_PERSISTENT_GRANTS);
+    limit.watch(move |limit| grants.max_persistent_grants.set(limit));
     let shown = || -> Vec<XenStat> {
         serde_json::from_value(daemon.json("GET", "/v1/stat", "")["xen"].clone()).unwrap()
     };
@@ -484,7 +485,8 @@ fn changes_from_many_clients_end_as_one_of_them() {
     let daemon = start();
     let seen = Arc::new(Mutex::new(vec![1024]));
     let watch = seen.clone();
-    daemon.parameters.watch(move |change| watch.lock().unwrap().push(change.to));
+    let pages = daemon.parameters.daemon(MAX_BUFFER_PAGES);
+    pages.watch(move |pages| watch.lock().unwrap().push(pages));
     std::thread::scope(|scope| {
         for client in 0..8 {
             let daemon = &daemon;
@@ -498,7 +500,7 @@ fn changes_from_many_clients_end_as_one_of_them() {
     });
     let seen = seen.lock().unwrap();
     assert_eq!(seen.len(), 161);
-    assert_eq!(seen.last(), Some(&daemon.parameters.live(Key::MaxBufferPages).get()));
+    assert_eq!(seen.last(), Some(&daemon.parameters.daemon(MAX_BUFFER_PAGES).get()));
 }
 
 #[test]
@@ -576,7 +578,7 @@ fn the_page_shows_figures_and_changes_nothing() {
         let answer = ask_page(&daemon, method, path, "localhost");
         assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{method} {path}: {answer}");
     }
-    assert_eq!(daemon.parameters.live(Key::MaxBufferPages).get(), 1024);
+    assert_eq!(daemon.parameters.daemon(MAX_BUFFER_PAGES).get(), 1024);
     let answer = ask_page(&daemon, "GET", "/v1/stat", "Proxy.example:443");
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     let answer = ask_page(&daemon, "GET", "/v1/stat", "evil.example");

@@ -8,10 +8,12 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use ebb_param::Parameter;
+
 /// Clients that a volume may have per connection that remains free.
 const PER_FREE: usize = 4;
 
-/// Limits on clients.
+/// Limits on clients, as they are when a client connects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServerLimits {
     /// Connections at a time in the transmission phase; handshakes have their own limit. Where several volumes are
@@ -26,6 +28,38 @@ pub struct ServerLimits {
 impl Default for ServerLimits {
     fn default() -> Self {
         ServerLimits { max_clients: 256, max_request: 32 << 20, connection_memory: 64 << 20 }
+    }
+}
+
+/// The limits on clients as parameters. Changes apply to new connections.
+#[derive(Clone, Debug)]
+pub struct ServerParameters {
+    /// [`ServerLimits::max_clients`].
+    pub max_clients: Parameter<usize>,
+    /// [`ServerLimits::max_request`].
+    pub max_request: Parameter<u32>,
+    /// [`ServerLimits::connection_memory`].
+    pub connection_memory: Parameter<usize>,
+}
+
+impl From<ServerLimits> for ServerParameters {
+    fn from(limits: ServerLimits) -> Self {
+        Self {
+            max_clients: Parameter::new(limits.max_clients),
+            max_request: Parameter::new(limits.max_request),
+            connection_memory: Parameter::new(limits.connection_memory),
+        }
+    }
+}
+
+impl ServerParameters {
+    /// The values in force.
+    pub fn now(&self) -> ServerLimits {
+        ServerLimits {
+            max_clients: self.max_clients.get(),
+            max_request: self.max_request.get(),
+            connection_memory: self.connection_memory.get(),
+        }
     }
 }
 

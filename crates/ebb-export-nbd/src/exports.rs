@@ -45,7 +45,7 @@ impl Export {
     /// the worker.
     pub(crate) fn queue(&self, worker: &BufPool) -> BufPool {
         let owner = self.owner.get_or_init(|| worker.memory().owner(self.volume.name()).ok());
-        worker.queue(owner.unwrap_or(worker.owner()), self.pool.clone())
+        worker.queue(owner.unwrap_or(worker.owner()), &self.pool)
     }
 
     /// The request to admit one more of its clients.

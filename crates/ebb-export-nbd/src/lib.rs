@@ -25,7 +25,7 @@ mod request_task;
 mod sender;
 mod server;
 
-pub use client_limit::ServerLimits;
+pub use client_limit::{ServerLimits, ServerParameters};
 pub use ebb_nbd_proto as proto;
 pub use ebb_tls::{ServerTls, TlsError};
 pub use handshake::TlsMode;

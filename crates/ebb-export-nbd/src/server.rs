@@ -16,7 +16,7 @@ use ebb_io::{Fd, Gather, Io, WorkerHandle, fd_from};
 use ebb_tls::{ServerTls, Transport};
 use ebb_volume::{Gate, LogLimit, Stop, Volumes, Writer};
 
-use crate::client_limit::{ClientCount, ClientLimitError, ServerLimits};
+use crate::client_limit::{ClientCount, ClientLimitError, ServerLimits, ServerParameters};
 use crate::connection::{Connection, ConnectionEnd};
 use crate::exports::{ExportTable, ExportsView};
 use crate::handshake::{
@@ -40,7 +40,7 @@ pub struct Server(Arc<ServerState>);
 #[derive(Debug)]
 struct ServerState {
     exports: ExportTable,
-    limits: RwLock<ServerLimits>,
+    limits: ServerParameters,
     tls: RwLock<Option<ServerTls>>,
     policy: TlsMode,
     clients: ClientCount,
@@ -83,13 +83,13 @@ impl Server {
     /// keys.
     pub fn new(
         volumes: Volumes,
-        limits: ServerLimits,
+        limits: impl Into<ServerParameters>,
         tls: TlsMode,
         context: Option<ServerTls>,
     ) -> Server {
         Server(Arc::new(ServerState {
             exports: ExportTable::new(volumes),
-            limits: RwLock::new(limits),
+            limits: limits.into(),
             tls: RwLock::new(context),
             policy: tls,
             clients: ClientCount::default(),
@@ -110,11 +110,6 @@ impl Server {
     /// Sets the default export, which clients request by the empty name.
     pub fn set_default(&self, name: Option<&str>) {
         self.0.exports.set_default(name);
-    }
-
-    /// Changes the limits for new connections.
-    pub fn set_limits(&self, limits: ServerLimits) {
-        *self.0.limits.write().unwrap_or_else(PoisonError::into_inner) = limits;
     }
 
     /// Changes the keys for new connections.
@@ -212,7 +207,7 @@ impl Server {
     fn accepted(&self, client: OwnedFd, worker: &WorkerHandle) {
         let shared = self.0.clone();
         let number = shared.numbers.fetch_add(1, Ordering::Relaxed);
-        let limits = *shared.limits.read().unwrap_or_else(PoisonError::into_inner);
+        let limits = shared.limits.now();
         if shared.clients.count() >= limits.max_clients {
             let full = ClientLimitError::Full(limits.max_clients).into();
             return shared.log_refusal(number, Peer::of(&client), &full);

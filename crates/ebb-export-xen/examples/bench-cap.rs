@@ -80,7 +80,7 @@ fn run(pages: usize, span: Duration) -> [f64; 3] {
     let options = BackendOptions::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
     // Guests and worker share processors where instructions are counted: busy polling takes time from the
     // guest that would fill the ring.
-    options.parameters.set_poll_us(0);
+    options.parameters.poll_us.set(0);
     let backend = Backend::start(options).unwrap();
     let mut greedy = connect(&world, 1, u32::try_from(HOSTILE).unwrap() + 16);
     let mut near = connect(&world, 2, 64);

@@ -44,7 +44,7 @@ fn run(mode: Mode, guests: u16, span: Duration) -> f64 {
     let handles = workers.iter().map(Worker::handle).collect();
     let options = BackendOptions::new(Arc::new(world.clone()), handles, volumes);
     if mode == Mode::PastCap {
-        options.parameters.set_max_persistent_grants(0);
+        options.parameters.max_persistent_grants.set(0);
     }
     let backend = Backend::start(options).unwrap();
     let stop = AtomicBool::new(false);

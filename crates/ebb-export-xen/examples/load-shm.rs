@@ -32,7 +32,7 @@ fn main() {
     volumes.add(volume, Arc::default());
     let options = BackendOptions::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
     // More grants than the guest has, so that the cap has no effect.
-    options.parameters.set_max_persistent_grants(1 << 16);
+    options.parameters.max_persistent_grants.set(1 << 16);
     let backend = Backend::start(options).unwrap();
     let guest = world.guest(1, 16384).unwrap();
     let disk = DiskSpec { volume: "memory", name: "xvdb", read_only: false };

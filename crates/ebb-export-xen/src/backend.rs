@@ -145,6 +145,7 @@ impl Backend {
         }
         let (mailbox, inbox) = Mailbox::new().map_err(BackendStartError::Thread)?;
         let served = Arc::<Served>::default();
+        options.parameters.watch();
         let control = XenstoreControl {
             platform: options.platform,
             store: CountingStore::new(store),

@@ -1,9 +1,10 @@
 //! Parameters that can be changed while guests are served.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
+use ebb_param::Parameter;
 use event_listener::{Event, EventListener};
 
 /// Parameters of the Xen export, shared by all rings and changeable at any time; they are those of Linux's
@@ -11,10 +12,16 @@ use event_listener::{Event, EventListener};
 /// ([`ebb_mem::PoolParameters`]).
 #[derive(Debug)]
 pub struct XenParameters {
-    max_persistent_grants: AtomicU32,
-    unused_seconds: AtomicU32,
-    feature_persistent: AtomicBool,
-    poll_us: AtomicU32,
+    /// Most grants that a ring keeps mapped. Beyond them the hypervisor copies data. A ring with more unmaps the
+    /// excess and 5 % every 100 ms; at 0 everything at once.
+    pub max_persistent_grants: Parameter<u32>,
+    /// How long a mapping may be idle, seconds; 0 is without limit.
+    pub persistent_grant_unused_seconds: Parameter<u32>,
+    /// Whether persistent grants are offered to frontends that connect.
+    pub feature_persistent: Parameter<bool>,
+    /// How long an empty ring is polled before its worker sleeps: microseconds for each preceding request; 0
+    /// disables polling. It applies the next time a ring becomes empty.
+    pub poll_us: Parameter<u32>,
     /// Most grants that all rings together keep mapped, the number of rings, and the number of mapped grants.
     budget: AtomicU32,
     rings: AtomicU32,
@@ -29,10 +36,10 @@ impl Default for XenParameters {
     /// true, `poll_us` 100.
     fn default() -> XenParameters {
         XenParameters {
-            max_persistent_grants: AtomicU32::new(1056),
-            unused_seconds: AtomicU32::new(60),
-            feature_persistent: AtomicBool::new(true),
-            poll_us: AtomicU32::new(100),
+            max_persistent_grants: Parameter::new(1056),
+            persistent_grant_unused_seconds: Parameter::new(60),
+            feature_persistent: Parameter::new(true),
+            poll_us: Parameter::new(100),
             budget: AtomicU32::new(budget_of_process()),
             rings: AtomicU32::new(0),
             mapped: AtomicU32::new(0),
@@ -43,26 +50,14 @@ impl Default for XenParameters {
 }
 
 impl XenParameters {
-    /// Most grants that a ring keeps mapped. Beyond them the hypervisor copies data.
-    pub fn max_persistent_grants(&self) -> u32 {
-        self.max_persistent_grants.load(Ordering::Relaxed)
+    /// Wakes the rings after each change of a parameter that limits what is mapped.
+    pub(crate) fn watch(self: &Arc<Self>) {
+        for parameter in [&self.max_persistent_grants, &self.persistent_grant_unused_seconds] {
+            parameter.watch_for(self, |parameters, _| parameters.wake_rings());
+        }
     }
 
-    /// Sets [`XenParameters::max_persistent_grants`]. A ring with more unmaps the excess and 5 % every
-    /// 100 ms; at 0 everything at once.
-    pub fn set_max_persistent_grants(&self, grants: u32) {
-        self.max_persistent_grants.store(grants, Ordering::Relaxed);
-        self.changed.notify(usize::MAX);
-    }
-
-    /// How long a mapping may be idle, seconds; 0 is without limit.
-    pub fn persistent_grant_unused_seconds(&self) -> u32 {
-        self.unused_seconds.load(Ordering::Relaxed)
-    }
-
-    /// Sets [`XenParameters::persistent_grant_unused_seconds`].
-    pub fn set_persistent_grant_unused_seconds(&self, seconds: u32) {
-        self.unused_seconds.store(seconds, Ordering::Relaxed);
+    fn wake_rings(&self) {
         self.changed.notify(usize::MAX);
     }
 
@@ -76,19 +71,19 @@ impl XenParameters {
     #[cfg(feature = "shm")]
     pub fn set_map_budget(&self, grants: u32) {
         self.budget.store(grants, Ordering::Relaxed);
-        self.changed.notify(usize::MAX);
+        self.wake_rings();
     }
 
     /// Most grants one ring keeps mapped: at most its equal share of the budget.
     pub(crate) fn ring_cap(&self) -> u32 {
         let share = self.map_budget() / self.rings.load(Ordering::Relaxed).max(1);
-        self.max_persistent_grants().min(share)
+        self.max_persistent_grants.get().min(share)
     }
 
     /// Counts one more ring, until the guard is dropped; the shares of the other rings become smaller.
     pub(crate) fn add_ring(self: &Arc<Self>) -> RingShare {
         self.rings.fetch_add(1, Ordering::Relaxed);
-        self.changed.notify(usize::MAX);
+        self.wake_rings();
         RingShare(self.clone())
     }
 
@@ -103,31 +98,10 @@ impl XenParameters {
         self.mapped.fetch_sub(count, Ordering::Relaxed);
     }
 
-    /// Whether persistent grants are offered to frontends that connect.
-    pub fn feature_persistent(&self) -> bool {
-        self.feature_persistent.load(Ordering::Relaxed)
-    }
-
-    /// Sets [`XenParameters::feature_persistent`], for later connections.
-    pub fn set_feature_persistent(&self, offered: bool) {
-        self.feature_persistent.store(offered, Ordering::Relaxed);
-    }
-
-    /// How long an empty ring is polled before its worker sleeps: microseconds for each preceding request; 0
-    /// disables polling.
-    pub fn poll_us(&self) -> u32 {
-        self.poll_us.load(Ordering::Relaxed)
-    }
-
-    /// Sets [`XenParameters::poll_us`], for the next time a ring becomes empty.
-    pub fn set_poll_us(&self, microseconds: u32) {
-        self.poll_us.store(microseconds, Ordering::Relaxed);
-    }
-
     /// Makes every ring unmap its idle mappings, because of memory pressure.
     pub fn shrink(&self) {
         self.shrinks.fetch_add(1, Ordering::Relaxed);
-        self.changed.notify(usize::MAX);
+        self.wake_rings();
     }
 
     pub(crate) fn shrinks(&self) -> u64 {
@@ -135,7 +109,7 @@ impl XenParameters {
     }
 
     pub(crate) fn unused(&self) -> Option<Duration> {
-        match self.persistent_grant_unused_seconds() {
+        match self.persistent_grant_unused_seconds.get() {
             0 => None,
             seconds => Some(Duration::from_secs(seconds.into())),
         }
@@ -152,7 +126,7 @@ pub(crate) struct RingShare(Arc<XenParameters>);
 impl Drop for RingShare {
     fn drop(&mut self) {
         self.0.rings.fetch_sub(1, Ordering::Relaxed);
-        self.0.changed.notify(usize::MAX);
+        self.0.wake_rings();
     }
 }
 

@@ -121,7 +121,7 @@ impl Queue {
         let slots = usize::try_from(ring.slots()).unwrap_or_default();
         let entries = (0..ring.slots()).rev();
         let free: Vec<u32> = entries.filter(|n| !parts.resumed_entries.contains(n)).collect();
-        let buffers = io.pool().queue(io.pool().owner(), disk.pool.clone());
+        let buffers = io.pool().queue(io.pool().owner(), &disk.pool);
         let memory = Budget::new(disk.queue_memory);
         let queue_share = QueueShare::new(disk.volume.share(io.pool().memory().shares()).clone());
         // Read now: a shrink before the first housekeeping also counts for this ring.
@@ -278,7 +278,7 @@ impl Queue {
     /// Busy-polls the empty ring while that is worthwhile, without asking the guest for an event; true if
     /// requests were found. A ring with requests in flight is not polled.
     async fn poll_ring(&self) -> Result<bool, Overrun> {
-        let each = Duration::from_micros(self.disk.parameters.poll_us().into());
+        let each = Duration::from_micros(self.disk.parameters.poll_us.get().into());
         let Some(until) = self.busy_poll.poll_until(each, ebb_mem::clock::now()) else {
             return Ok(false);
         };

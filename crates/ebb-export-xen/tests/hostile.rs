@@ -27,7 +27,7 @@ fn a_million_hostile_requests_affect_no_other_guest() {
         (Abi::X86_32, 0, false),
     ];
     let rig = Rig::new();
-    rig.parameters.set_max_persistent_grants(100);
+    rig.parameters.max_persistent_grants.set(100);
     std::thread::scope(|scope| {
         for (number, (abi, order, persistent)) in (1u16..).zip(kinds) {
             let rig = &rig;
@@ -269,7 +269,7 @@ fn invalid_nodes_are_refused_and_can_be_corrected() {
 #[test]
 fn a_guest_never_has_more_mapped_than_the_cap() {
     let rig = Rig::new();
-    rig.parameters.set_max_persistent_grants(200);
+    rig.parameters.max_persistent_grants.set(200);
     let guest = rig.guest(1, 33_000);
     let mut disk = rig.attach(&guest, "xvdb", "disk", FrontendConfig::default());
     disk.connect().unwrap();
@@ -304,7 +304,7 @@ fn a_guest_never_has_more_mapped_than_the_cap() {
     }
     let copies = call();
     assert_eq!(call(), copies, "pages that are used repeatedly are mapped");
-    rig.parameters.set_max_persistent_grants(0);
+    rig.parameters.max_persistent_grants.set(0);
     until("all pages but the ring's are unmapped", || guest.mapped() == 1);
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 65536]).unwrap(), 0);
 }
@@ -320,7 +320,7 @@ fn idle_grants_are_unmapped() {
     rig.parameters.shrink();
     until("all pages but the ring's are unmapped", || guest.mapped() == 1);
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut vec![1; 44 << 10]).unwrap(), 0);
-    rig.parameters.set_persistent_grant_unused_seconds(1);
+    rig.parameters.persistent_grant_unused_seconds.set(1);
     until("all pages but the ring's are unmapped", || guest.mapped() == 1);
 }
 

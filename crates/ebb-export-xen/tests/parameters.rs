@@ -41,7 +41,7 @@ fn without_persistent_grants_nothing_stays_mapped_and_no_request_fails() {
         verified(&mut disk, 400);
         disk
     });
-    rig.parameters.set_max_persistent_grants(0);
+    rig.parameters.max_persistent_grants.set(0);
     // The ring's page stays mapped.
     until("all grants are unmapped", || rig.stats().mapped == 0 && guest.mapped() == 1);
     let copies = rig.stats().copies;
@@ -52,7 +52,7 @@ fn without_persistent_grants_nothing_stays_mapped_and_no_request_fails() {
     assert!(stats.evictions > 100 && stats.expiries == 0, "{stats:?}");
 
     // With a small cap, no more than that are mapped.
-    rig.parameters.set_max_persistent_grants(8);
+    rig.parameters.max_persistent_grants.set(8);
     let maps = stats.maps;
     verified(&mut disk, 20);
     let stats = rig.stats();
@@ -66,10 +66,10 @@ fn idle_grants_expire_after_a_time_that_was_set_while_they_were_idle() {
     let mut disk = rig.disk(FrontendConfig::default());
     verified(&mut disk, 10);
     assert!(rig.stats().mapped > 100);
-    rig.parameters.set_persistent_grant_unused_seconds(1);
+    rig.parameters.persistent_grant_unused_seconds.set(1);
     until("idle grants are unmapped", || rig.stats().mapped == 0);
     assert!(rig.stats().expiries > 100 && rig.stats().evictions == 0, "{:?}", rig.stats());
-    rig.parameters.set_persistent_grant_unused_seconds(0);
+    rig.parameters.persistent_grant_unused_seconds.set(0);
     verified(&mut disk, 10);
     let mapped = rig.stats().mapped;
     assert!(mapped > 100);
@@ -83,14 +83,14 @@ fn idle_grants_expire_after_a_time_that_was_set_while_they_were_idle() {
 fn requests_that_come_soon_are_found_by_polling_unless_it_is_disabled() {
     let rig = Rig::new();
     let mut disk = rig.disk(FrontendConfig::default());
-    rig.parameters.set_poll_us(1000);
+    rig.parameters.poll_us.set(1000);
     // On a busy machine a pause may be long, but not every time.
     let found = (0..10_000).any(|_| {
         verified(&mut disk, 1);
         rig.stats().polls > 0
     });
     assert!(found, "{:?}", rig.stats());
-    rig.parameters.set_poll_us(0);
+    rig.parameters.poll_us.set(0);
     verified(&mut disk, 1);
     let polls = rig.stats().polls;
     verified(&mut disk, 200);
@@ -105,7 +105,7 @@ fn feature_persistent_applies_to_later_connections() {
     let guest = rig.guest(1, 4096);
     let mut disk = rig.attach(&guest, "xvdb", "disk", FrontendConfig::default());
     disk.connect().unwrap();
-    rig.parameters.set_feature_persistent(false);
+    rig.parameters.feature_persistent.set(false);
     // Another guest: each frontend takes pages from the beginning of its guest's memory.
     let neighbour = rig.guest(2, 4096);
     let mut later = rig.attach(&neighbour, "xvdb", "later", FrontendConfig::default());
@@ -136,18 +136,18 @@ fn page_pools_of_rings_follow_their_parameters_and_are_squeezed() {
     verified(&mut disk, 5);
     until("free pages stay", || kept() > 0);
 
-    pool.set_max_buffer_pages(0);
+    pool.max_buffer_pages.set(0);
     until("an idle ring keeps none", || kept() == 0);
-    pool.set_max_buffer_pages(1024);
+    pool.max_buffer_pages.set(1024);
     verified(&mut disk, 5);
     until("free pages stay again", || kept() > 0);
 
-    pool.set_buffer_squeeze_duration_ms(60_000);
+    pool.buffer_squeeze_duration_ms.set(60_000);
     io.squeeze(Instant::now());
     until("a sign of pressure empties an idle ring's pool", || kept() == 0);
     verified(&mut disk, 5);
     until("nothing stays while it lasts", || kept() == 0);
-    pool.set_buffer_squeeze_duration_ms(0);
+    pool.buffer_squeeze_duration_ms.set(0);
     io.squeeze(Instant::now());
     until("the second squeeze is done", || io.stats().pools.iter().any(|p| p.squeezes >= 2));
     verified(&mut disk, 5);

@@ -91,7 +91,7 @@ struct Costs {
 fn costs(persistent: bool, cap: u32, depth: usize, count: u32) -> Costs {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let rig = Rig::new();
-    rig.parameters.set_max_persistent_grants(cap);
+    rig.parameters.max_persistent_grants.set(cap);
     let mut disk = rig.disk(FrontendConfig { persistent, ..FrontendConfig::default() });
     let requests = requests(&mut disk, depth);
     rounds(&mut disk, &requests, 200);

@@ -62,7 +62,7 @@ impl BufPool {
     /// A pool for one queue, accounted to `owner`, which keeps free pages as `parameters` allow
     /// (`max_buffer_pages`, `buffer_squeeze_duration_ms`).
     #[must_use]
-    pub fn queue(&self, owner: OwnerId, parameters: Arc<PoolParameters>) -> BufPool {
+    pub fn queue(&self, owner: OwnerId, parameters: &PoolParameters) -> BufPool {
         let worker = self.0.worker.clone();
         let queue = Some(PagePool::new(&worker, owner, parameters));
         BufPool::build(worker, owner, queue, self.0.budget.clone())
@@ -291,7 +291,7 @@ mod tests {
         let pool = private_pool();
         let queue = |name| {
             let owner = pool.memory().owner(name).unwrap();
-            pool.queue(owner, Arc::new(PoolParameters::default()))
+            pool.queue(owner, &PoolParameters::default())
         };
         let (stalled, other) = (queue("stalled"), queue("other"));
         assert_eq!(admitted(&stalled).len(), 1000, "calm: no limit");
@@ -318,9 +318,9 @@ mod tests {
     fn a_queue_keeps_as_many_free_pages_as_its_limit_allows() {
         let pool = private_pool();
         let owner = pool.memory().owner("queue").unwrap();
-        let limits = Arc::new(PoolParameters::default());
-        limits.set_max_buffer_pages(2);
-        let queue = pool.queue(owner, limits);
+        let limits = PoolParameters::default();
+        limits.max_buffer_pages.set(2);
+        let queue = pool.queue(owner, &limits);
         let held: Vec<_> = (0..5).map(|_| queue.get_for_test(4096)).collect();
         assert_eq!(queue.used_bytes(), 5 * 4096);
         drop(held);

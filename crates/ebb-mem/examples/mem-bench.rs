@@ -200,9 +200,9 @@ fn give_back() {
     for _ in 0..5 {
         let (memory, owner) = memory(2 << 30, IdlePolicy::Elastic);
         let worker = memory.worker(|| ());
-        let parameters = Arc::new(ebb_mem::PoolParameters::default());
-        parameters.set_max_buffer_pages(u32::MAX);
-        let pool = PagePool::new(&worker, owner, parameters);
+        let parameters = ebb_mem::PoolParameters::default();
+        parameters.max_buffer_pages.set(u32::MAX);
+        let pool = PagePool::new(&worker, owner, &parameters);
         let mut blocks = Vec::new();
         for _ in 0..total / size {
             let mut block = pool.take(size).expect("memory for the bench");

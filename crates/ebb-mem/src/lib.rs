@@ -60,8 +60,8 @@
 //! worker.free(block);
 //!
 //! // The page pool of a queue. Its limits can be changed at run time.
-//! let limits = Arc::new(PoolParameters::default());
-//! let pool = PagePool::new(&worker, disk, limits.clone());
+//! let limits = PoolParameters::default();
+//! let pool = PagePool::new(&worker, disk, &limits);
 //! let block = pool.take(4096)?;
 //! pool.put(block);
 //! pool.done(now);

@@ -281,7 +281,7 @@ fn a_squeeze_concurrent_with_requests_empties_the_pool() {
             let (memory, in_use) = (memory.clone(), in_use.clone());
             thread::spawn(move || {
                 let worker = memory.worker(|| ());
-                let pool = PagePool::new(&worker, owner, Arc::new(PoolParameters::default()));
+                let pool = PagePool::new(&worker, owner, &PoolParameters::default());
                 for _ in 0..3 {
                     let block = pool.take(4096).unwrap();
                     in_use.begin(span(&memory, &block));

@@ -24,12 +24,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ebb_param::Parameter;
+
 use crate::arena::{Give, Retake};
 use crate::block::{Block, OwnerId};
 use crate::class::{CLASSES, PAGE_BYTES, class_bytes, class_of, class_pages};
 use crate::gauge::SQUEEZE;
 use crate::options::IdlePolicy;
-use crate::sync::{AtomicU32, AtomicUsize, Ordering};
+use crate::sync::{AtomicUsize, Ordering};
 use crate::sys::Span;
 use crate::worker::{Exhausted, WorkerInner, WorkerMemory};
 
@@ -49,42 +51,29 @@ const RELEASE_BATCH: usize = 64;
 const RELEASE_TURN: usize = 2048;
 
 /// Parameters of page pools, shared by all queues of a volume. They can be changed at any time.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct PoolParameters {
-    max_buffer_pages: AtomicU32,
-    squeeze_ms: AtomicU32,
+    /// Limit on the free pages (4 KiB) of a pool when no request is in flight. A change takes effect when a pool next
+    /// shrinks.
+    pub max_buffer_pages: Parameter<u32>,
+    /// How long pools stay empty after a memory-pressure event, in milliseconds. A squeeze in progress keeps its
+    /// length.
+    pub buffer_squeeze_duration_ms: Parameter<u32>,
 }
 
 impl Default for PoolParameters {
     /// `max_buffer_pages` 1024, `buffer_squeeze_duration_ms` 10.
     fn default() -> PoolParameters {
-        PoolParameters { max_buffer_pages: AtomicU32::new(1024), squeeze_ms: AtomicU32::new(10) }
+        PoolParameters {
+            max_buffer_pages: Parameter::new(1024),
+            buffer_squeeze_duration_ms: Parameter::new(10),
+        }
     }
 }
 
 impl PoolParameters {
-    /// Limit on the free pages (4 KiB) of a pool when no request is in flight.
-    pub fn max_buffer_pages(&self) -> u32 {
-        self.max_buffer_pages.load(Ordering::Relaxed)
-    }
-
-    /// Sets [`PoolParameters::max_buffer_pages`]; takes effect when a pool next shrinks.
-    pub fn set_max_buffer_pages(&self, pages: u32) {
-        self.max_buffer_pages.store(pages, Ordering::Relaxed);
-    }
-
-    /// How long pools stay empty after a memory-pressure event, in milliseconds.
-    pub fn buffer_squeeze_duration_ms(&self) -> u32 {
-        self.squeeze_ms.load(Ordering::Relaxed)
-    }
-
-    /// Sets [`PoolParameters::buffer_squeeze_duration_ms`]; a squeeze in progress keeps its length.
-    pub fn set_buffer_squeeze_duration_ms(&self, milliseconds: u32) {
-        self.squeeze_ms.store(milliseconds, Ordering::Relaxed);
-    }
-
     fn squeeze_nanos(&self) -> u64 {
-        u64::from(self.buffer_squeeze_duration_ms()) * 1_000_000
+        u64::from(self.buffer_squeeze_duration_ms.get()) * 1_000_000
     }
 }
 
@@ -124,7 +113,7 @@ struct PoolState {
 }
 
 pub(crate) struct PoolInner {
-    parameters: Arc<PoolParameters>,
+    parameters: PoolParameters,
     shared: Arc<PoolShared>,
     owner: OwnerId,
     state: RefCell<PoolState>,
@@ -153,7 +142,7 @@ pub struct PagePool {
 
 impl PagePool {
     /// An empty pool. Its blocks, free and in use, are accounted to `owner`.
-    pub fn new(worker: &WorkerMemory, owner: OwnerId, parameters: Arc<PoolParameters>) -> PagePool {
+    pub fn new(worker: &WorkerMemory, owner: OwnerId, parameters: &PoolParameters) -> PagePool {
         let shared = Arc::new(PoolShared { owner: owner.0, ..PoolShared::default() });
         // A pool created during a squeeze is squeezed, too.
         let squeeze = match worker.memory().last_squeeze() {
@@ -161,7 +150,7 @@ impl PagePool {
             (at, event) => Squeeze { event, until: at.saturating_add(parameters.squeeze_nanos()) },
         };
         let inner = Rc::new(PoolInner {
-            parameters,
+            parameters: parameters.clone(),
             shared: shared.clone(),
             owner,
             state: RefCell::default(),
@@ -248,7 +237,7 @@ impl PoolInner {
         let list = state.lists.get_mut(class)?;
         list.out += 1;
         if list.wired() == 0 {
-            if list.lent == 0 && self.parameters.max_buffer_pages() == 0 {
+            if list.lent == 0 && self.parameters.max_buffer_pages.get() == 0 {
                 return None;
             }
             return self.take_lent(worker, class, state);
@@ -312,7 +301,7 @@ impl PoolInner {
         let Some(list) = state.lists.get_mut(class) else { return Some(block) };
         list.out = list.out.saturating_sub(1);
         // A pool that keeps nothing passes the block directly to the worker's caches.
-        let keeps = !shares && self.parameters.max_buffer_pages() > 0;
+        let keeps = !shares && self.parameters.max_buffer_pages.get() > 0;
         let room = list.blocks.len() < list.blocks.capacity();
         if !keeps || !room || block.owner() != self.owner {
             return Some(block);
@@ -341,7 +330,7 @@ impl PoolInner {
         if memory.options.policy == IdlePolicy::Uncached {
             return (0, false);
         }
-        (self.parameters.max_buffer_pages() as usize, false)
+        (self.parameters.max_buffer_pages.get() as usize, false)
     }
 
     /// Shrinks to the limit, the coldest blocks first. A squeeze frees them to the slabs, past all caches.
@@ -525,7 +514,7 @@ mod tests {
             let mut now = Instant::now();
             let memory = Memory::without_advisor(MemoryOptions::new(256 << 20, now)).unwrap();
             let worker = memory.worker(|| ());
-            let pool = |_| PagePool::new(&worker, OwnerId(0), Arc::default());
+            let pool = |_| PagePool::new(&worker, OwnerId(0), &PoolParameters::default());
             let pools: Vec<PagePool> = (0..QUEUES).map(pool).collect();
             let counts = || memory.core.arena.lock().counts();
             for event in 0..5 {

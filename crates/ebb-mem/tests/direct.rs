@@ -79,7 +79,7 @@ fn kept(block: &Block) -> bool {
 #[test]
 fn a_page_written_to_when_taken_back_is_no_longer_lent() {
     let (memory, owner, worker) = rig();
-    let pool = PagePool::new(&worker, owner, Arc::new(PoolParameters::default()));
+    let pool = PagePool::new(&worker, owner, &PoolParameters::default());
     let mut now = Instant::now();
     let mut lost = 0;
     for touch in [false, true] {
@@ -111,7 +111,7 @@ fn data_read_directly_into_memory_that_was_lent_is_kept() {
     // Without direct I/O in the file system, the page cache is used: a weaker test.
     let file = open(libc::O_DIRECT).or_else(|_| open(0)).unwrap();
     let (memory, owner, worker) = rig();
-    let pool = PagePool::new(&worker, owner, Arc::new(PoolParameters::default()));
+    let pool = PagePool::new(&worker, owner, &PoolParameters::default());
     let (start, end) = testing::range(&memory);
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {

@@ -66,7 +66,7 @@ fn gauges_agree_with_the_kernel() {
     memory.reclaim(Reclaim::Trim, now);
     agree("trimmed");
 
-    let pool = PagePool::new(&worker, owner, std::sync::Arc::new(PoolParameters::default()));
+    let pool = PagePool::new(&worker, owner, &PoolParameters::default());
     let mut pooled: Vec<Block> = (0..1000).map(|_| pool.take(4096).unwrap()).collect();
     pooled.iter_mut().for_each(touch);
     pooled.into_iter().for_each(|block| pool.put(block));

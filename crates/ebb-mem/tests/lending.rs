@@ -190,7 +190,7 @@ fn without_lending_everything_is_returned() {
     block.fill(1);
     let address = block.as_ptr();
     worker.free(block);
-    let pool = PagePool::new(&worker, owner, Arc::default());
+    let pool = PagePool::new(&worker, owner, &ebb_mem::PoolParameters::default());
     let mut pooled = pool.take(65536).unwrap();
     pooled.fill(2);
     pool.put(pooled);
@@ -207,7 +207,7 @@ fn without_lending_everything_is_returned() {
 fn a_pool_in_use_keeps_a_wired_floor() {
     let _alone = alone();
     let Rig { worker, owner, now, .. } = rig();
-    let pool = PagePool::new(&worker, owner, Arc::default());
+    let pool = PagePool::new(&worker, owner, &ebb_mem::PoolParameters::default());
     for look in 0..50 {
         // Few requests in a pool that was large once.
         let count = if look == 0 { 500 } else { 1 };

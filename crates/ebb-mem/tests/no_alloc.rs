@@ -4,7 +4,6 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_mem::{Block, Memory, MemoryOptions, PagePool, PoolParameters, Reclaim};
@@ -63,7 +62,7 @@ fn freeing_and_reclaiming_never_allocate() {
     let blocks: Vec<Block> = (0..4000).map(|_| worker.alloc(4096, owner).unwrap()).collect();
     memory.reclaim(Reclaim::Trim, now);
     assert_eq!(allocations(|| blocks.into_iter().for_each(|b| worker.free(b))), 0);
-    let pool = PagePool::new(&worker, owner, Arc::new(PoolParameters::default()));
+    let pool = PagePool::new(&worker, owner, &PoolParameters::default());
     let blocks: Vec<Block> = (0..3000).map(|_| pool.take(4096).unwrap()).collect();
     let work = || {
         blocks.into_iter().for_each(|block| pool.put(block));

@@ -23,7 +23,7 @@ fn rig(policy: IdlePolicy, ceiling: usize) -> Rig {
     let memory = Memory::new(options).unwrap();
     let owner = memory.owner("disk").unwrap();
     let worker = memory.worker(|| ());
-    let pool = PagePool::new(&worker, owner, Arc::new(PoolParameters::default()));
+    let pool = PagePool::new(&worker, owner, &PoolParameters::default());
     Rig { memory, worker, pool, now }
 }
 

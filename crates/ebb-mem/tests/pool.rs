@@ -11,7 +11,7 @@ use ebb_mem::{Memory, MemoryOptions, PagePool, PoolParameters, WorkerMemory};
 struct Rig {
     memory: Arc<Memory>,
     worker: WorkerMemory,
-    parameters: Arc<PoolParameters>,
+    parameters: PoolParameters,
     pool: PagePool,
     woken: Arc<AtomicUsize>,
     now: Instant,
@@ -24,8 +24,8 @@ fn rig() -> Rig {
     let woken = Arc::new(AtomicUsize::new(0));
     let count = woken.clone();
     let worker = memory.worker(move || _ = count.fetch_add(1, Ordering::Relaxed));
-    let parameters = Arc::new(PoolParameters::default());
-    let pool = PagePool::new(&worker, owner, parameters.clone());
+    let parameters = PoolParameters::default();
+    let pool = PagePool::new(&worker, owner, &parameters);
     Rig { memory, worker, parameters, pool, woken, now }
 }
 
@@ -86,10 +86,10 @@ fn the_pool_shrinks_when_100_ms_have_passed() {
 fn the_limit_can_be_changed_at_run_time() {
     let rig = rig();
     rig.burst(1000);
-    rig.parameters.set_max_buffer_pages(10);
+    rig.parameters.max_buffer_pages.set(10);
     rig.pool.done(rig.now);
     assert_eq!(rig.free(), 10);
-    rig.parameters.set_max_buffer_pages(0);
+    rig.parameters.max_buffer_pages.set(0);
     rig.pool.done(rig.now);
     assert_eq!(rig.free(), 0);
     rig.burst(50);
@@ -131,7 +131,7 @@ fn a_changed_duration_does_not_alter_a_squeeze_in_progress() {
     let rig = rig();
     rig.memory.squeeze(rig.now);
     rig.worker.poll(rig.now);
-    rig.parameters.set_buffer_squeeze_duration_ms(500);
+    rig.parameters.buffer_squeeze_duration_ms.set(500);
     rig.burst(100);
     rig.pool.done(rig.after(11));
     assert_eq!(rig.free(), 100);
@@ -145,7 +145,7 @@ fn a_pool_created_during_a_squeeze_is_squeezed() {
     let rig = rig();
     rig.memory.squeeze(rig.now);
     let owner = rig.memory.owner("late").unwrap();
-    let late = PagePool::new(&rig.worker, owner, rig.parameters.clone());
+    let late = PagePool::new(&rig.worker, owner, &rig.parameters);
     for (at, free) in [(9, 0), (10, 1)] {
         let block = late.take(4096).unwrap();
         late.put(block);
@@ -170,7 +170,7 @@ fn an_idle_queue_is_woken_and_squeezed_even_if_it_polls_late() {
 #[test]
 fn a_large_pool_is_released_in_several_iterations() {
     let rig = rig();
-    rig.parameters.set_max_buffer_pages(u32::MAX);
+    rig.parameters.max_buffer_pages.set(u32::MAX);
     rig.burst(20_000);
     rig.memory.squeeze(rig.now);
     let mut iterations = 0;

@@ -18,9 +18,12 @@ use ebb_api::stat::BdiStat;
 use ebb_block::{BlockStore, DeviceIdentity};
 use ebb_cache::{Cache, VolumeCache, WritebackOrder};
 use ebb_config::VolumeConfig;
-use ebb_config::params::{BdiLive, Key as Parameter, Parameters};
+use ebb_config::params::{
+    MAX_BYTES, MAX_RATIO, MIN_RATIO, ParameterOwner, Parameters, STRICT_LIMIT,
+};
 use ebb_io::WorkerHandle;
 use ebb_mem::pressure::Level;
+use ebb_param::{Parameter, ParameterValue};
 use ebb_writeback::{
     Bdi, BdiOptions, BdiStats, Nanos, PressureLevel, Verdict, VolumeId, WHOLE, WriteOutcome,
     Writeback, WritebackError, WritebackOptions, limit_for,
@@ -110,24 +113,42 @@ fn whole_disk(sys: &Path, device: u64) -> u64 {
     device
 }
 
-/// The configured limits of a device.
-fn options(settings: &BdiLive) -> BdiOptions {
-    let ratio = |key| u32::try_from(settings.get(key)).unwrap_or(WHOLE).min(WHOLE);
-    BdiOptions {
-        min_ratio: ratio(Parameter::MinRatio),
-        max_ratio: ratio(Parameter::MaxRatio),
-        max_bytes: match settings.get(Parameter::MaxBytes) {
-            0 => u64::MAX,
-            bytes => bytes,
-        },
-        strict_limit: settings.get(Parameter::StrictLimit) != 0,
-        ..BdiOptions::default()
+/// The parameters of a device.
+struct BdiParameters {
+    min_ratio: Parameter<u32>,
+    max_ratio: Parameter<u32>,
+    max_bytes: Parameter<u64>,
+    strict_limit: Parameter<bool>,
+}
+
+impl BdiParameters {
+    fn of(name: &str, parameters: &Parameters) -> BdiParameters {
+        let owner = ParameterOwner::Bdi(name);
+        BdiParameters {
+            min_ratio: parameters.handle(MIN_RATIO, owner),
+            max_ratio: parameters.handle(MAX_RATIO, owner),
+            max_bytes: parameters.handle(MAX_BYTES, owner),
+            strict_limit: parameters.handle(STRICT_LIMIT, owner),
+        }
+    }
+
+    fn options(&self) -> BdiOptions {
+        BdiOptions {
+            min_ratio: self.min_ratio.get().min(WHOLE),
+            max_ratio: self.max_ratio.get().min(WHOLE),
+            max_bytes: match self.max_bytes.get() {
+                0 => u64::MAX,
+                bytes => bytes,
+            },
+            strict_limit: self.strict_limit.get(),
+            ..BdiOptions::default()
+        }
     }
 }
 
 struct Device {
     name: String,
-    settings: BdiLive,
+    parameters: BdiParameters,
     bdi: Mutex<Bdi>,
     volumes: Mutex<Vec<Weak<VolumeCache>>>,
 }
@@ -135,7 +156,7 @@ struct Device {
 impl Device {
     /// Applies its settings.
     fn follow_settings(&self) -> Result<(), WritebackError> {
-        lock(&self.bdi).set_options(options(&self.settings))
+        lock(&self.bdi).set_options(self.parameters.options())
     }
 
     fn volumes(&self) -> Vec<Arc<VolumeCache>> {
@@ -186,14 +207,22 @@ impl Bdis {
             work: Default::default(),
         };
         bdis.follow_memory(bdis.available_memory());
-        let bdis = Arc::new(bdis);
-        let followers = Arc::downgrade(&bdis);
-        parameters.watch(move |change| {
-            if let (Some(_), Some(bdis)) = (&change.bdi, followers.upgrade()) {
-                bdis.follow_settings();
-            }
-        });
-        Ok(bdis)
+        Ok(Arc::new(bdis))
+    }
+
+    /// Applies the settings of all devices after each change of one of this device.
+    fn watch(self: &Arc<Self>, device: &Arc<Device>) {
+        fn watch<T: ParameterValue>(of: &Parameter<T>, bdis: &Arc<Bdis>, device: &Arc<Device>) {
+            let bdis = Arc::downgrade(bdis);
+            of.watch_for(device, move |_, _| {
+                bdis.upgrade().iter().for_each(|bdis| bdis.follow_settings());
+            });
+        }
+        let BdiParameters { min_ratio, max_ratio, max_bytes, strict_limit } = &device.parameters;
+        watch(min_ratio, self, device);
+        watch(max_ratio, self, device);
+        watch(max_bytes, self, device);
+        watch(strict_limit, self, device);
     }
 
     fn devices(&self) -> Vec<Arc<Device>> {
@@ -233,6 +262,7 @@ impl Bdis {
         unused.retain(|name| !used.contains(name.as_str()));
         if !unused.is_empty() {
             self.parameters.remove_bdis(unused.iter().map(String::as_str));
+            self.follow_settings();
         }
         for bdi in self.parameters.bdis_without_volumes() {
             tracing::warn!(
@@ -260,7 +290,9 @@ impl Bdis {
         key: BdiKey,
         cache: &Arc<VolumeCache>,
     ) -> Result<Arc<dyn ebb_cache::WritebackControl>, WritebackError> {
-        let settings = self.parameters.add_bdi(&key.text());
+        // Before the lock of the devices: watchers of parameters lock it.
+        self.parameters.add_bdi(&key.text());
+        let parameters = BdiParameters::of(&key.text(), &self.parameters);
         let mut devices = lock(&self.devices);
         devices.retain(|_, device| device.strong_count() > 0);
         let (first, known) = (devices.is_empty(), devices.get(&key).and_then(Weak::upgrade));
@@ -285,12 +317,9 @@ impl Bdis {
                         return Err(error);
                     }
                 };
-                let device = Arc::new(Device {
-                    name: key.text(),
-                    settings,
-                    bdi: Mutex::new(bdi),
-                    volumes: Mutex::default(),
-                });
+                let name = key.text();
+                let (bdi, volumes) = (Mutex::new(bdi), Mutex::default());
+                let device = Arc::new(Device { name, parameters, bdi, volumes });
                 devices.insert(key, Arc::downgrade(&device));
                 device
             }
@@ -300,6 +329,9 @@ impl Bdis {
         drop(devices);
         // The volume has no writes yet, and other devices keep their settings, so that this costs the same whatever
         // their number. The exception is a device whose settings fit only after those of another one have changed.
+        if is_new {
+            self.watch(&device);
+        }
         if is_new && self.apply_settings(&device).is_err() {
             self.follow_settings();
         } else if is_new {

@@ -8,7 +8,7 @@ use ebb_block::BlockStore;
 use ebb_config::{Config, Listen, TlsSetting};
 use ebb_export_nbd::ServerTls;
 
-use crate::daemon::tls_context;
+use crate::setup::tls_context;
 use crate::stores::{Expected, FileIdentity, inspect, is_in_use, open_store, to_be_created};
 
 /// The configuration names something that cannot be opened.

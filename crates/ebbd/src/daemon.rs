@@ -8,36 +8,29 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use ebb_cache::{Cache, CacheOptions};
-use ebb_config::params::{Configured, Key, Live, Parameters};
-use ebb_config::{
-    Choice, Config, ConfigError, IdleMemory, LogLevel, NbdConfig, ServeArgs, TlsSetting,
-};
-use ebb_control::ControlContext;
+use ebb_cache::Cache;
+use ebb_config::params::{Configured, Parameters};
+use ebb_config::{Config, ConfigError, LogLevel, NbdConfig, ServeArgs};
 use ebb_control::figures::StatSources;
-use ebb_export_nbd::{Server, ServerLimits, ServerTls};
-use ebb_export_xen::XenParameters;
+use ebb_control::{ControlContext, ControlServer};
+use ebb_export_nbd::{Server, ServerTls};
+use ebb_export_xen::{Figures, XenParameters};
 use ebb_io::{Io, Worker, WorkerHandle, fd_from};
-use ebb_mem::pressure::{Monitor, Watch};
-use ebb_mem::{IdlePolicy, Memory};
+use ebb_mem::Memory;
+use ebb_mem::pressure::{Monitor, Subscription};
 use ebb_volume::Volumes;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
+use signal_hook::consts::SIGHUP;
 
 use crate::control::{ControlSockets, volume_stats};
 use crate::engine::{Engine, EngineParts, HelperThreads, StopReport, VolumePhase};
 use crate::listener::{self, ListenError, Listener};
-use crate::outages;
-use crate::pressure_response;
-
-/// Bounds of the ceiling of I/O memory, and its value if no limit of the host is known, bytes.
-const CEILING_MIN: usize = 64 << 20;
-const CEILING_MAX: usize = 1 << 40;
-const CEILING_UNKNOWN: u64 = 1 << 30;
+use crate::setup::{self, tls_context};
+use crate::signals::{self, EarlySignals};
+use crate::{outages, parameters, pressure_response, xen};
 
 /// Changes the level of the log while the daemon runs.
 pub type SetLogLevel = Box<dyn Fn(LogLevel) + Send + Sync>;
@@ -65,41 +58,32 @@ struct Loaded {
     tls: anyhow::Result<Option<ServerTls>>,
 }
 
+/// A daemon whose volumes are being opened or are served.
 struct Daemon {
     engine: Arc<Engine>,
     args: ServeArgs,
     server: Server,
+    volumes: Volumes,
+    parameters: Parameters,
+    memory: Arc<Memory>,
+    cache: Arc<Cache>,
+    rings: Arc<XenParameters>,
+    listeners: Vec<Listener>,
     workers: Vec<Worker>,
     nbd: NbdConfig,
     events: Receiver<Event>,
     /// Cloned for every thread and task that sends events.
     sender: Sender<Event>,
     /// Monitors memory pressure until it is dropped.
-    _monitor: Option<Monitor>,
+    monitor: Option<Monitor>,
+    started: Instant,
 }
 
-/// Signals that would end the process before the daemon is ready for them.
-#[derive(Debug)]
-pub struct EarlySignals {
-    hangup: Arc<AtomicBool>,
-    /// A signal has requested the end of the daemon.
-    end: Arc<AtomicBool>,
-}
-
-impl EarlySignals {
-    /// From now on SIGHUP requests a reload, which takes place when the daemon has started, and a write beyond the
-    /// process's limit of file size (`RLIMIT_FSIZE`) fails with an error and does not end the process. Call this before
-    /// the configuration is read: a reload that is requested meanwhile must not be lost.
-    ///
-    /// # Errors
-    /// If the signal handlers cannot be installed.
-    pub fn watch() -> std::io::Result<EarlySignals> {
-        let hangup = Arc::<AtomicBool>::default();
-        signal_hook::flag::register(SIGHUP, hangup.clone())?;
-        // With a handler the write fails with EFBIG, as if the signal were ignored.
-        signal_hook::flag::register(SIGXFSZ, Arc::default())?;
-        Ok(EarlySignals { hangup, end: Arc::default() })
-    }
+/// What shows the state of a daemon until it has stopped, and returns memory under pressure.
+#[derive(Default)]
+struct DroppedLast {
+    _control: Option<(ControlServer, ControlSockets)>,
+    _response: Option<Subscription>,
 }
 
 /// Serves until a signal stops the daemon.
@@ -112,118 +96,16 @@ pub fn serve(
     set_log_level: SetLogLevel,
     signals: &EarlySignals,
 ) -> anyhow::Result<()> {
-    let started = ebb_mem::clock::now();
-    raise_descriptor_limit();
-    warn_of_certificates(config);
-    let (sender, events) = channel();
-    watch_signals(sender.clone(), signals)?;
-    let mut listeners = listener::inherited().context("LISTEN_FDS")?;
-    let parameters = Parameters::new(&Configured::from(config));
-    let limits = LiveLimits::new(&parameters);
-    let volumes = Volumes::default();
-    let (policy, context) = (tls_policy(config.nbd.tls), tls_context(&config.nbd)?);
-    let server = Server::new(volumes.clone(), limits.now(), policy, context);
-    follow(&parameters, server.clone(), limits, set_log_level);
-    let memory = elastic_memory(started, config.idle_memory)?;
-    parameters.govern(&memory);
-    let cache = start_cache(&memory, &parameters, started)?;
-    for address in &config.listen {
-        match listener::open(address, &signals.end) {
-            Err(ListenError::Interrupted) => {
-                tracing::info!("stopped before anything was served");
-                return Ok(());
-            }
-            opened => listeners.push(opened?),
-        }
-    }
-    let workers = start_workers(config.workers, &memory)?;
-    let engine = Engine::new(EngineParts {
-        server: server.clone(),
-        volumes: volumes.clone(),
-        parameters: parameters.clone(),
-        cache: cache.clone(),
-        workers: handles(&workers),
-        opener: Arc::new(HelperThreads),
-        drain: Duration::from_secs(args.drain),
-        // Half of the I/O memory may be dirty; the other half is left for requests and reads.
-        dirty_max: u64::try_from(memory.arena_stats().ceiling / 2).unwrap_or(u64::MAX),
-        started,
-    })
-    .context("writeback")?;
-    let monitor = monitor_pressure();
-    let grants = Arc::<XenParameters>::default();
-    crate::xen::govern_grants(&parameters, &grants);
-    let response = monitor.as_ref().map(|monitor| {
-        pressure_response::subscribe(monitor, &memory, &cache, engine.bdis(), &grants)
-    });
-    maintain_memory(&workers[0].handle(), memory.clone());
-    engine.keep_dirty_limits(&workers[0].handle());
-    outages::monitor(&workers[0].handle(), volumes.clone());
-    let daemon = Daemon {
-        engine: engine.clone(),
-        args,
-        server: server.clone(),
-        workers,
-        nbd: config.nbd.clone(),
-        events,
-        sender,
-        _monitor: monitor,
+    let Some(daemon) = Daemon::create(config, args, set_log_level, signals)? else {
+        tracing::info!("stopped before anything was served");
+        return Ok(());
     };
-    if !daemon.start(config)? {
-        return daemon.stop(listeners);
+    // Dropped last, so that the control socket shows what a stop waits for.
+    let mut last = daemon.attend();
+    if daemon.start(config, signals, &mut last)? {
+        daemon.run()?;
     }
-    if daemon.args.strict {
-        refuse_if_degraded(&engine)?;
-    }
-    let workers = handles(&daemon.workers);
-    let xen = match config.xen {
-        true => {
-            let backend = crate::xen::serve(&volumes, workers.clone(), grants, &engine)?;
-            let figures = backend.figures();
-            engine.serve_guests(backend);
-            Some(figures)
-        }
-        false => None,
-    };
-    let bdis = engine.bdis().clone();
-    let sources = StatSources::new(Some(memory), daemon._monitor.as_ref())
-        .with_cache(cache)
-        .with_bdis(move || bdis.stats());
-    let sockets = match ControlSockets::open(config, &signals.end) {
-        // The event of the signal is in the queue already.
-        Err(ListenError::Interrupted) => return daemon.run(listeners),
-        opened => opened?,
-    };
-    let of_volumes = server.clone();
-    let volumes = Box::new(move || volume_stats(&of_volumes, &engine));
-    let context = ControlContext { server, volumes, parameters, sources, xen, workers, started };
-    let control = sockets.serve(config, context)?;
-    daemon.listen(&listeners)?;
-    daemon.report_ready();
-    let outcome = daemon.run(listeners);
-    // Kept until here, so that the control socket shows what a stop waits for.
-    drop((control, response));
-    outcome
-}
-
-/// Warns of expired certificates. They are used nevertheless, because some clients do not verify them.
-fn warn_of_certificates(config: &Config) {
-    if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != TlsSetting::Off)
-        && let Err(error) = ServerTls::check_dates(folder, config.nbd.tls_verify_peer)
-    {
-        tracing::warn!("TLS: {error}");
-    }
-}
-
-fn start_workers(count: usize, memory: &Arc<Memory>) -> anyhow::Result<Vec<Worker>> {
-    (0..count)
-        .map(|number| Worker::start(&format!("ebbd-{number}"), memory))
-        .collect::<std::io::Result<Vec<_>>>()
-        .context("worker")
-}
-
-fn handles(workers: &[Worker]) -> Vec<WorkerHandle> {
-    workers.iter().map(Worker::handle).collect()
+    daemon.stop()
 }
 
 /// With `--strict` the start fails unless all volumes are served.
@@ -243,199 +125,152 @@ fn refuse_if_degraded(engine: &Engine) -> anyhow::Result<()> {
     anyhow::bail!("volume {}: {reason} (--strict)", state.name)
 }
 
-/// Sends signals as events. The third SIGTERM or SIGINT ends the process, whatever the main thread does.
-fn watch_signals(sender: Sender<Event>, early: &EarlySignals) -> anyhow::Result<()> {
-    let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT, SIGHUP])?;
-    if early.hangup.load(Ordering::SeqCst) {
-        // The caller has the receiver.
-        let _ = sender.send(Event::Signal(SIGHUP));
-    }
-    let end = early.end.clone();
-    let watch = move || {
-        let mut ends = 0;
-        for signal in signals.forever() {
-            if signal != SIGHUP {
-                ends += 1;
-                end.store(true, Ordering::SeqCst);
-            }
-            if ends > 2 {
-                signal_hook::low_level::exit(1);
-            }
-            // The receiver is dropped when the process ends.
-            let _ = sender.send(Event::Signal(signal));
-        }
-    };
-    let thread = std::thread::Builder::new().name("ebbd-signals".into()).stack_size(128 << 10);
-    thread.spawn(watch).context("the thread for signals")?;
-    Ok(())
-}
-
-/// Raises the limit of open files to the maximum: each volume and each client needs a descriptor.
-fn raise_descriptor_limit() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
-    if let Err(error) = setrlimit(Resource::Nofile, raised) {
-        tracing::warn!(%error, "cannot raise the limit of open files");
-    }
-}
-
-/// The parameters that limit the NBD server.
-struct LiveLimits {
-    max_clients: Live,
-    max_request: Live,
-    connection_memory: Live,
-}
-
-impl LiveLimits {
-    fn new(parameters: &Parameters) -> Self {
-        Self {
-            max_clients: parameters.live(Key::MaxClients),
-            max_request: parameters.live(Key::MaxRequest),
-            connection_memory: parameters.live(Key::ConnectionMemory),
-        }
-    }
-
-    fn now(&self) -> ServerLimits {
-        let size = |live: &Live| usize::try_from(live.get()).unwrap_or(usize::MAX);
-        ServerLimits {
-            max_clients: size(&self.max_clients),
-            // The parameter's range ends at 64 MiB.
-            max_request: u32::try_from(self.max_request.get()).unwrap_or(u32::MAX),
-            connection_memory: size(&self.connection_memory),
-        }
-    }
-}
-
-/// Applies changes of parameters to the server and the log.
-fn follow(parameters: &Parameters, server: Server, limits: LiveLimits, set_log_level: SetLogLevel) {
-    parameters.watch(move |change| match change.key {
-        Key::MaxClients | Key::MaxRequest | Key::ConnectionMemory => {
-            server.set_limits(limits.now());
-        }
-        Key::Log => {
-            let at = usize::try_from(change.to).unwrap_or(usize::MAX);
-            if let Some((_, level)) = LogLevel::ALL.get(at) {
-                set_log_level(*level);
-            }
-        }
-        // The other parameters are read where they are used.
-        _ => {}
-    });
-}
-
-/// The daemon's I/O memory: at most half of the memory of the host or of the control group.
-fn elastic_memory(started: Instant, idle: IdleMemory) -> anyhow::Result<Arc<Memory>> {
-    let limit = ebb_mem::pressure::limit(&ebb_mem::pressure::Roots::default());
-    let bytes = limit.map_or(CEILING_UNKNOWN, |limit| limit.bytes / 2);
-    let ceiling = usize::try_from(bytes).unwrap_or(usize::MAX).clamp(CEILING_MIN, CEILING_MAX);
-    tracing::debug!(bytes = ceiling, "the ceiling of I/O memory");
-    let mut options = ebb_mem::MemoryOptions::new(ceiling, started);
-    options.lend = idle == IdleMemory::Lend;
-    options.policy = match idle {
-        IdleMemory::Lend => IdlePolicy::Elastic,
-        IdleMemory::Drop => IdlePolicy::UntilPressure,
-        IdleMemory::Keep => IdlePolicy::Static,
-        IdleMemory::None => IdlePolicy::Uncached,
-    };
-    if idle != IdleMemory::Lend {
-        tracing::info!("idle I/O memory: {idle}");
-    }
-    Memory::new(options).context("I/O memory")
-}
-
-/// The cache of all volumes, which follows `cache_max` and `cache_min`.
-fn start_cache(
-    memory: &Arc<Memory>,
-    parameters: &Parameters,
-    started: Instant,
-) -> anyhow::Result<Arc<Cache>> {
-    let max = |bytes: u64| (bytes != 0).then_some(bytes);
-    let options = CacheOptions {
-        max_bytes: max(parameters.live(Key::CacheMax).get()),
-        min_bytes: parameters.live(Key::CacheMin).get(),
-        started,
-    };
-    let cache = Cache::start(memory, options).context("cache")?;
-    let governed = cache.clone();
-    parameters.watch(move |change| match change.key {
-        Key::CacheMax => governed.set_max(max(change.to)),
-        Key::CacheMin => governed.set_min(change.to),
-        _ => {}
-    });
-    Ok(cache)
-}
-
-/// Updates the memory's estimates once a second.
-fn maintain_memory(worker: &WorkerHandle, memory: Arc<Memory>) {
-    worker.spawn(move |io| async move {
-        loop {
-            io.sleep(Duration::from_secs(1)).await;
-            memory.tick(ebb_mem::clock::now());
-        }
-    });
-}
-
-/// Starts the monitor of the host's memory pressure. Without it the daemon serves nevertheless.
-fn monitor_pressure() -> Option<Monitor> {
-    let mut options = ebb_mem::pressure::MonitorOptions::new(u64::from(std::process::id()));
-    options.systemd = Watch::from_environment();
-    options.on_lost_source = Some(Box::new(|finding| {
-        tracing::warn!("a source of memory pressure has failed: {finding}");
-    }));
-    match Monitor::start(options) {
-        Ok((monitor, report)) => {
-            for finding in &report.listening {
-                tracing::info!("memory pressure: {finding}");
-            }
-            for finding in &report.missing {
-                tracing::debug!("memory pressure, not used: {finding}");
-            }
-            for note in &report.notes {
-                tracing::warn!("memory pressure: {note}");
-            }
-            Some(monitor)
-        }
-        Err(error) => {
-            tracing::warn!(error = %anyhow::Error::from(error), "cannot monitor memory pressure");
-            None
-        }
-    }
-}
-
-fn tls_policy(tls: TlsSetting) -> ebb_export_nbd::TlsMode {
-    match tls {
-        TlsSetting::Off => ebb_export_nbd::TlsMode::Off,
-        TlsSetting::On => ebb_export_nbd::TlsMode::On,
-        TlsSetting::Require => ebb_export_nbd::TlsMode::Require,
-    }
-}
-
-pub(crate) fn tls_context(nbd: &NbdConfig) -> anyhow::Result<Option<ServerTls>> {
-    if nbd.tls == TlsSetting::Off {
-        return Ok(None);
-    }
-    let context = match (&nbd.tls_psk, &nbd.tls_certificates) {
-        (Some(file), _) => ServerTls::from_psk(file),
-        (None, Some(folder)) => ServerTls::from_certificates(folder, nbd.tls_verify_peer),
-        // The configuration requires one of the two.
-        (None, None) => return Ok(None),
-    };
-    Ok(Some(context.context("TLS")?))
-}
-
 impl Daemon {
+    /// The parts of a daemon, before a volume is opened; `None` if a signal requested a stop meanwhile.
+    fn create(
+        config: &Config,
+        args: ServeArgs,
+        set_log_level: SetLogLevel,
+        signals: &EarlySignals,
+    ) -> anyhow::Result<Option<Daemon>> {
+        let started = ebb_mem::clock::now();
+        setup::raise_descriptor_limit();
+        setup::warn_of_certificates(config);
+        let (sender, events) = channel();
+        let signal = sender.clone();
+        // The receiver is dropped when the process ends.
+        signals::watch(signals, move |number| drop(signal.send(Event::Signal(number))))?;
+        let mut listeners = listener::inherited().context("LISTEN_FDS")?;
+        let parameters = Parameters::new(&Configured::from(config));
+        parameters::log_level(&parameters, set_log_level);
+        let volumes = Volumes::default();
+        let (policy, keys) = (setup::tls_policy(config.nbd.tls), tls_context(&config.nbd)?);
+        let server = Server::new(volumes.clone(), parameters::clients(&parameters), policy, keys);
+        let memory = setup::elastic_memory(started, config.idle_memory)?;
+        parameters::limit_zones(&parameters, &memory);
+        let options = parameters::cache_options(&parameters, started);
+        let cache = Cache::start(&memory, options).context("cache")?;
+        parameters::limit_cache(&parameters, &cache);
+        for address in &config.listen {
+            match listener::open(address, &signals.end) {
+                Err(ListenError::Interrupted) => return Ok(None),
+                opened => listeners.push(opened?),
+            }
+        }
+        let workers = setup::start_workers(config.workers, &memory)?;
+        let engine = Engine::new(EngineParts {
+            server: server.clone(),
+            volumes: volumes.clone(),
+            parameters: parameters.clone(),
+            cache: cache.clone(),
+            workers: workers.iter().map(Worker::handle).collect(),
+            opener: Arc::new(HelperThreads),
+            drain: Duration::from_secs(args.drain),
+            // Half of the I/O memory may be dirty; the other half is left for requests and reads.
+            dirty_max: u64::try_from(memory.arena_stats().ceiling / 2).unwrap_or(u64::MAX),
+            started,
+        })
+        .context("writeback")?;
+        let (nbd, monitor) = (config.nbd.clone(), setup::monitor_pressure());
+        let rings = parameters::rings(&parameters);
+        Ok(Some(Daemon {
+            engine,
+            args,
+            server,
+            volumes,
+            parameters,
+            memory,
+            cache,
+            rings,
+            listeners,
+            workers,
+            nbd,
+            events,
+            sender,
+            monitor,
+            started,
+        }))
+    }
+
+    /// Starts what accompanies the volumes from the first to the last: the response to memory pressure, and the
+    /// periodic work on the first worker.
+    fn attend(&self) -> DroppedLast {
+        let (bdis, first) = (self.engine.bdis(), self.first_worker());
+        let response = self.monitor.as_ref().map(|monitor| {
+            pressure_response::subscribe(monitor, &self.memory, &self.cache, bdis, &self.rings)
+        });
+        setup::maintain_memory(&first, self.memory.clone());
+        self.engine.keep_dirty_limits(&first);
+        outages::monitor(&first, self.volumes.clone());
+        DroppedLast { _response: response, ..DroppedLast::default() }
+    }
+
+    /// Opens the volumes, then everything that gives access to them, and reports that the daemon is ready; false if a
+    /// signal requested a stop meanwhile.
+    fn start(
+        &self,
+        config: &Config,
+        signals: &EarlySignals,
+        last: &mut DroppedLast,
+    ) -> anyhow::Result<bool> {
+        if !self.open_volumes(config)? {
+            return Ok(false);
+        }
+        if self.args.strict {
+            refuse_if_degraded(&self.engine)?;
+        }
+        let figures = config.xen.then(|| self.serve_guests()).transpose()?;
+        let sockets = match ControlSockets::open(config, &signals.end) {
+            // The event of the signal is in the queue already.
+            Err(ListenError::Interrupted) => return Ok(true),
+            opened => opened?,
+        };
+        let control = sockets.serve(config, self.control_context(figures))?;
+        last._control = control.map(|control| (control, sockets));
+        self.listen()?;
+        self.report_ready();
+        Ok(true)
+    }
+
+    /// Serves the volumes to Xen guests, too.
+    fn serve_guests(&self) -> anyhow::Result<Figures> {
+        let backend = xen::serve(&self.volumes, self.handles(), self.rings.clone(), &self.engine)?;
+        let figures = backend.figures();
+        self.engine.serve_guests(backend);
+        Ok(figures)
+    }
+
+    /// What the control socket shows and changes.
+    fn control_context(&self, xen: Option<Figures>) -> ControlContext {
+        let (bdis, engine) = (self.engine.bdis().clone(), self.engine.clone());
+        let server = self.server.clone();
+        ControlContext {
+            server: self.server.clone(),
+            volumes: Box::new(move || volume_stats(&server, &engine)),
+            parameters: self.parameters.clone(),
+            sources: StatSources::new(Some(self.memory.clone()), self.monitor.as_ref())
+                .with_cache(self.cache.clone())
+                .with_bdis(move || bdis.stats()),
+            xen,
+            workers: self.handles(),
+            started: self.started,
+        }
+    }
+
+    fn handles(&self) -> Vec<WorkerHandle> {
+        self.workers.iter().map(Worker::handle).collect()
+    }
+
     fn first_worker(&self) -> WorkerHandle {
         // The configuration has at least one worker.
         self.workers[0].handle()
     }
 
-    fn listen(&self, listeners: &[Listener]) -> anyhow::Result<()> {
-        for listener in listeners {
+    fn listen(&self) -> anyhow::Result<()> {
+        for listener in &self.listeners {
             let fd: OwnedFd = listener.fd.try_clone().context("socket")?;
             rustix::net::listen(&fd, 1024).context("socket")?;
-            let (server, fd) = (self.server.clone(), fd_from(fd));
-            let workers = self.workers.iter().map(Worker::handle).collect();
+            let (server, fd, workers) = (self.server.clone(), fd_from(fd), self.handles());
             self.first_worker()
                 .spawn(move |io| async move { server.listen(io, fd, workers).await });
             tracing::info!(address = listener.name, "listening");
@@ -464,7 +299,7 @@ impl Daemon {
     }
 
     /// Opens the volumes; false if a signal requested a stop meanwhile. A reload that was requested meanwhile follows.
-    fn start(&self, config: &Config) -> anyhow::Result<bool> {
+    fn open_volumes(&self, config: &Config) -> anyhow::Result<bool> {
         let config = config.clone();
         self.drive(move |engine, io| async move {
             engine.start(&io, config, Some(START_PATIENCE)).await;
@@ -499,7 +334,8 @@ impl Daemon {
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
     }
 
-    fn run(self, listeners: Vec<Listener>) -> anyhow::Result<()> {
+    /// Reloads the configuration on SIGHUP, until a signal requests a stop.
+    fn run(&self) -> anyhow::Result<()> {
         let (mut reading, mut again) = (false, false);
         loop {
             match self.next_event()? {
@@ -510,7 +346,7 @@ impl Daemon {
                     again = true;
                 }
                 Event::Signal(SIGHUP) => reading = self.read_configuration(),
-                Event::Signal(_) => return self.stop(listeners),
+                Event::Signal(_) => return Ok(()),
                 Event::Loaded(loaded) => {
                     self.reload(*loaded);
                     reading = std::mem::take(&mut again) && self.read_configuration();
@@ -520,10 +356,14 @@ impl Daemon {
         }
     }
 
-    fn stop(self, listeners: Vec<Listener>) -> anyhow::Result<()> {
+    /// Closes all volumes.
+    ///
+    /// # Errors
+    /// If one could not be flushed.
+    fn stop(mut self) -> anyhow::Result<()> {
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
         tracing::info!(clients = self.server.clients(), "stopping: completing requests");
-        drop(listeners);
+        self.listeners.clear();
         self.drive(|engine, io| async move { Event::Stopped(engine.stop(&io).await) });
         let report = loop {
             match self.next_event()? {
@@ -596,27 +436,5 @@ impl Daemon {
             }
             Event::Reloaded
         });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use rustix::process::{Signal, getpid, kill_process};
-
-    use super::*;
-
-    #[test]
-    fn a_hangup_before_the_start_requests_a_reload_and_a_file_size_signal_does_not_end_the_process()
-    {
-        let early = EarlySignals::watch().unwrap();
-        kill_process(getpid(), Signal::HUP).unwrap();
-        kill_process(getpid(), Signal::XFSZ).unwrap();
-        while !early.hangup.load(Ordering::SeqCst) {
-            std::thread::yield_now();
-        }
-        let (sender, events) = channel();
-        watch_signals(sender, &early).unwrap();
-        let event = events.recv_timeout(Duration::from_secs(60)).expect("the reload is lost");
-        assert!(matches!(event, Event::Signal(SIGHUP)));
     }
 }

@@ -323,7 +323,8 @@ impl Engine {
         let name = slot.name().to_owned();
         let add = |volume: &Arc<Volume>| {
             lock(&self.lost).remove(&name);
-            self.volumes.add(volume.clone(), self.parameters.pool(Some(&name)));
+            let pool = Arc::new(crate::parameters::pool(&self.parameters, &name));
+            self.volumes.add(volume.clone(), pool);
         };
         match slot.serve(current, &self.stopping, (volume, config), add) {
             Some(0) => self.guests.look_again(),

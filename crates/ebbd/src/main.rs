@@ -13,7 +13,7 @@ use ebb_config::{Config, ConfigError, LogLevel, ServeArgs};
 use ebbd::cli::{self, Cli, CliCommand};
 use ebbd::client::{self, ClientError};
 use ebbd::log::Log;
-use ebbd::{check, daemon, man, xen};
+use ebbd::{check, daemon, man, signals, xen};
 use tracing_subscriber::filter::LevelFilter;
 use tracing_subscriber::prelude::*;
 use tracing_subscriber::reload;
@@ -112,7 +112,7 @@ fn print(bytes: &[u8]) -> anyhow::Result<()> {
 
 fn serve(mut args: ServeArgs) -> anyhow::Result<()> {
     // First: until then SIGHUP ends the process.
-    let signals = if args.check { None } else { Some(daemon::EarlySignals::watch()?) };
+    let signals = if args.check { None } else { Some(signals::EarlySignals::watch()?) };
     args.inherited_sockets = sd_notify::listen_fds()?.len();
     let config = Config::load(&args)?;
     let set_log_level =

@@ -4,7 +4,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
-use ebb_config::params::{Key, Parameters};
 use ebb_export_xen::platform::XenHost;
 use ebb_export_xen::platform::xenbus::XenbusConnection;
 use ebb_export_xen::{
@@ -49,28 +48,6 @@ pub(crate) fn serve(
     Ok(backend)
 }
 
-/// Applies the parameters of grants and polling to Xen rings, now and after changes.
-pub fn govern_grants(parameters: &Parameters, grants: &Arc<XenParameters>) {
-    let apply = |grants: &XenParameters, key, value: u64| {
-        // The maximum values are far below 2^32.
-        let number = u32::try_from(value).unwrap_or(u32::MAX);
-        match key {
-            Key::MaxPersistentGrants => grants.set_max_persistent_grants(number),
-            Key::PersistentGrantUnusedSeconds => {
-                grants.set_persistent_grant_unused_seconds(number);
-            }
-            Key::FeaturePersistent => grants.set_feature_persistent(value != 0),
-            Key::PollUs => grants.set_poll_us(number),
-            _ => {}
-        }
-    };
-    for key in Key::all() {
-        apply(grants, key, parameters.live(key).get());
-    }
-    let grants = grants.clone();
-    parameters.watch(move |change| apply(&grants, change.key, change.to));
-}
-
 /// `ebbd xen`.
 ///
 /// # Errors
@@ -86,49 +63,4 @@ pub fn attach_or_detach(args: &XenArgs) -> anyhow::Result<()> {
         _ => detach(&mut store, guest, &args.disk, args.force)?,
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::BTreeMap;
-
-    use ebb_config::params::Configured;
-    use serde_json::json;
-
-    use super::*;
-
-    #[test]
-    fn xen_rings_follow_the_parameters_of_grants() {
-        let daemon = BTreeMap::from([(Key::MaxPersistentGrants, 99)]);
-        let parameters = Parameters::new(&Configured { daemon, ..Configured::default() });
-        let grants = Arc::<XenParameters>::default();
-        let values = || {
-            (
-                grants.max_persistent_grants(),
-                grants.persistent_grant_unused_seconds(),
-                grants.feature_persistent(),
-                grants.poll_us(),
-            )
-        };
-        let ours = values();
-        for (key, value) in [
-            (Key::MaxPersistentGrants, u64::from(ours.0)),
-            (Key::PersistentGrantUnusedSeconds, u64::from(ours.1)),
-            (Key::FeaturePersistent, u64::from(ours.2)),
-            (Key::PollUs, u64::from(ours.3)),
-        ] {
-            assert_eq!(key.definition().default, value, "both crates have one default");
-        }
-        govern_grants(&parameters, &grants);
-        assert_eq!(values(), (99, 60, true, 100));
-        parameters.set("max_persistent_grants", None, &json!(0)).unwrap();
-        parameters.set("persistent_grant_unused_seconds", None, &json!("5")).unwrap();
-        parameters.set("feature_persistent", None, &json!("off")).unwrap();
-        parameters.set("poll_us", None, &json!(7)).unwrap();
-        assert_eq!(values(), (0, 5, false, 7));
-        parameters.unset("max_persistent_grants", None).unwrap();
-        parameters.unset("feature_persistent", None).unwrap();
-        assert_eq!(values(), (99, 5, true, 7));
-        assert!(parameters.set("feature_persistent", None, &json!("maybe")).is_err());
-    }
 }

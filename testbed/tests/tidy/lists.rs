@@ -3,6 +3,7 @@
 
 /// What a guest's request passes through.
 pub(crate) const DATA_PATH: &[&str] = &[
+    "crates/ebb-param/",
     "crates/ebb-mem/",
     "crates/ebb-io/",
     "crates/ebb-block/",
@@ -19,7 +20,8 @@ pub(crate) const DATA_PATH: &[&str] = &[
 /// Permitted dependencies; tests of a crate may also use all crates above it here. A crate that is
 /// not listed is not part of the architecture yet.
 pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
-    ("ebb-mem", &[]),
+    ("ebb-param", &[]),
+    ("ebb-mem", &["ebb-param"]),
     ("ebb-api", &[]),
     ("ebb-writeback", &[]),
     ("ebb-io", &["ebb-mem"]),
@@ -27,15 +29,15 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-tls", &["ebb-io"]),
     ("ebb-block", &["ebb-io"]),
     ("ebb-store", &["ebb-io", "ebb-block", "ebb-nbd-proto", "ebb-tls"]),
-    ("ebb-config", &["ebb-mem", "ebb-store"]),
+    ("ebb-config", &["ebb-param", "ebb-store"]),
     ("ebb-cache", &["ebb-mem", "ebb-io", "ebb-block", "ebb-store"]),
     ("ebb-volume", &["ebb-mem", "ebb-io", "ebb-block", "ebb-store", "ebb-cache"]),
     ("ebb-export", &["ebb-io"]),
     (
         "ebb-export-nbd",
-        &["ebb-mem", "ebb-io", "ebb-nbd-proto", "ebb-tls", "ebb-volume", "ebb-export"],
+        &["ebb-param", "ebb-mem", "ebb-io", "ebb-nbd-proto", "ebb-tls", "ebb-volume", "ebb-export"],
     ),
-    ("ebb-export-xen", &["ebb-mem", "ebb-io", "ebb-volume", "ebb-export"]),
+    ("ebb-export-xen", &["ebb-param", "ebb-mem", "ebb-io", "ebb-volume", "ebb-export"]),
     (
         "ebb-control",
         &[
@@ -53,6 +55,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     (
         "ebbd",
         &[
+            "ebb-param",
             "ebb-mem",
             "ebb-io",
             "ebb-block",

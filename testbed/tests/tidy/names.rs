@@ -1,4 +1,4 @@
-//! The rules about names. In prose: what ARCHITECTURE.md names exists in the code, and each document
+//! The rules about names. In prose: what ARCHITECTURE.md and docs/guides name exists in the code, and each document
 //! that a comment or a document cites is in the tree or public. In the code: no two types of the
 //! product that another module can see have the same name.
 
@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use super::lists::SHARED_NAMES;
 use super::{Source, item_end, positions, read_tree, root};
 
-/// Names in ARCHITECTURE.md that are those of the standard library.
+/// Names in these documents that are those of the standard library.
 const STANDARD: &[&str] = &["File::flush"];
 
 /// Documents of other projects that are cited by their path there.
@@ -319,16 +319,19 @@ fn types_that_share_a_name_are_caught() {
 }
 
 #[test]
-fn what_the_architecture_names_is_in_the_code() {
+fn what_the_architecture_and_the_guides_name_is_in_the_code() {
     let mut sources = Vec::new();
     read_tree(&root(), "", &mut sources).unwrap();
-    let text = sources.iter().find(|source| source.path == "ARCHITECTURE.md").unwrap();
-    let missing = missing_names(&text.raw, &sources);
-    assert!(
-        missing.is_empty(),
-        "ARCHITECTURE.md names what does not exist:\n{}",
-        missing.join("\n")
-    );
+    let named = |source: &&Source| {
+        source.path == "ARCHITECTURE.md" || source.path.starts_with("docs/guides/")
+    };
+    let documents: Vec<&Source> = sources.iter().filter(named).collect();
+    assert!(documents.len() > 1, "both were read");
+    for document in documents {
+        let missing = missing_names(&document.raw, &sources);
+        let list = missing.join("\n");
+        assert!(missing.is_empty(), "{} names what does not exist:\n{list}", document.path);
+    }
 }
 
 #[test]

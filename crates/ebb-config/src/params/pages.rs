@@ -7,7 +7,8 @@ use std::path::Path;
 
 use anyhow::Context;
 
-use super::table::{DEFINITIONS, Definition, Kind, ParameterScope};
+use super::definition::{Definition, Kind, ParameterScope};
+use super::table::TABLE;
 
 /// A page: its file name and its text.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,7 +23,7 @@ const WIDTH: usize = 100;
 
 /// All pages, the index first.
 pub fn pages() -> Vec<ParameterPage> {
-    let pages = DEFINITIONS.iter().map(|definition| ParameterPage {
+    let pages = TABLE.0.iter().map(|definition| ParameterPage {
         name: format!("{}.md", definition.name),
         text: page(definition),
     });
@@ -120,7 +121,7 @@ fn index() -> String {
          (`ebbd man --parameters docs/parameters`). Names and meanings are a stable interface.",
     );
     out.push_str("\n| parameter | scope | unit | default | range |\n|---|---|---|---|---|\n");
-    for definition in DEFINITIONS {
+    for definition in TABLE.0 {
         let scope = match definition.scope {
             ParameterScope::Daemon => "daemon",
             ParameterScope::Volume => "daemon, volume",
@@ -223,7 +224,7 @@ mod tests {
 
     #[test]
     fn the_examples_are_accepted() {
-        for definition in DEFINITIONS {
+        for definition in TABLE.0 {
             let value = serde_json::Value::String(example_value(definition));
             assert!(definition.parse(&value).is_ok(), "{}: {value}", definition.name);
         }

@@ -1,86 +1,40 @@
-//! The values in force. They are set at run time, reloaded from the configuration, and read through atomics.
+//! The values in force. They are set at run time, reloaded from the configuration, and read through handles.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ebb_mem::PoolParameters;
+use ebb_param::{Parameter, ParameterValue};
 use serde_json::Value;
 
 mod bdi;
 
-pub use self::bdi::BdiLive;
-use self::bdi::{BdiCells, needs_bdi};
+use self::bdi::BdiValues;
+use super::configured::Configured;
+use super::definition::{Key, ParameterScope, ParameterTable, TypedKey};
 use super::error::{ParameterError, ParameterErrorKind as ErrorKind};
-use super::table::{Key, ParameterScope};
-use crate::{Choice, Config, LogLevel, shorten, suggest};
+use super::table::{
+    CACHE_MAX, CACHE_MIN, CONNECTION_MEMORY, MAX_RATIO, MAX_REQUEST, MIN_RATIO, TABLE,
+};
+use crate::{shorten, suggest};
 
-/// A handle to the value in force of one parameter. Cheap to clone and to read.
-#[derive(Clone, Debug)]
-pub struct Live(Arc<AtomicU64>);
-
-impl Live {
-    fn new(value: u64) -> Self {
-        Self(Arc::new(AtomicU64::new(value)))
-    }
-
-    /// The value in force, in the unit of its [`super::Definition`].
-    pub fn get(&self) -> u64 {
-        // Relaxed: values are independent of each other and of other memory.
-        self.0.load(Ordering::Relaxed)
-    }
-
-    fn set(&self, value: u64) {
-        self.0.store(value, Ordering::Relaxed);
-    }
-
-    /// The atomic behind it, for crates that do not depend on this one. They must only read it.
-    pub fn atomic(&self) -> Arc<AtomicU64> {
-        self.0.clone()
-    }
+/// What has values of parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ParameterOwner<'a> {
+    /// The daemon.
+    Daemon,
+    /// The volume of this name.
+    Volume(&'a str),
+    /// The backing device of this name.
+    Bdi(&'a str),
 }
 
-/// The values of the configuration: those of the daemon (absent: the default), and those of volumes
-/// and backing devices. All values are within their ranges.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Configured {
-    /// The daemon's values.
-    pub daemon: BTreeMap<Key, u64>,
-    /// The volumes, each with its own values.
-    pub volumes: BTreeMap<String, BTreeMap<Key, u64>>,
-    /// The configured backing devices, each with its values.
-    pub bdis: BTreeMap<String, BTreeMap<Key, u64>>,
-}
-
-impl From<&Config> for Configured {
-    fn from(config: &Config) -> Self {
-        let clients = u64::try_from(config.nbd.max_clients).unwrap_or(u64::MAX);
-        let level = LogLevel::ALL.iter().position(|(_, level)| *level == config.log);
-        let daemon = BTreeMap::from([
-            (Key::MaxBufferPages, config.max_buffer_pages),
-            (Key::BufferSqueezeDurationMs, config.buffer_squeeze_duration_ms),
-            (Key::CacheMax, config.cache_max.bytes()),
-            (Key::CacheMin, config.cache_min.bytes()),
-            (Key::MaxClients, clients),
-            (Key::MaxRequest, config.nbd.max_request.bytes()),
-            (Key::ConnectionMemory, config.nbd.connection_memory.bytes()),
-            (Key::Log, level.and_then(|at| u64::try_from(at).ok()).unwrap_or_default()),
-        ]);
-        let own = |volume: &crate::VolumeConfig| {
-            [
-                (Key::MaxBufferPages, volume.max_buffer_pages),
-                (Key::BufferSqueezeDurationMs, volume.buffer_squeeze_duration_ms),
-            ]
-            .into_iter()
-            .filter_map(|(key, value)| Some((key, value?)))
-            .collect()
-        };
-        let volumes = &config.volumes;
-        Self {
-            daemon,
-            volumes: volumes.iter().map(|(name, v)| (name.clone(), own(v))).collect(),
-            bdis: bdi::configured(config),
+impl ParameterOwner<'_> {
+    fn scope(self) -> ParameterScope {
+        match self {
+            Self::Daemon => ParameterScope::Daemon,
+            Self::Volume(_) => ParameterScope::Volume,
+            Self::Bdi(_) => ParameterScope::Bdi,
         }
     }
 }
@@ -133,38 +87,158 @@ pub struct ParameterChange {
     pub to: u64,
 }
 
-/// A value of the daemon.
-#[derive(Debug)]
-struct DaemonCell {
-    configured: u64,
-    live: Live,
+impl ParameterChange {
+    fn new(key: Key, owner: ParameterOwner, from: u64, to: u64) -> Self {
+        let (volume, bdi) = match owner {
+            ParameterOwner::Daemon => (None, None),
+            ParameterOwner::Volume(name) => (Some(name.to_owned()), None),
+            ParameterOwner::Bdi(name) => (None, Some(name.to_owned())),
+        };
+        Self { key, volume, bdi, from, to }
+    }
+
+    fn owner(&self) -> ParameterOwner<'_> {
+        match (&self.volume, &self.bdi) {
+            (Some(volume), _) => ParameterOwner::Volume(volume),
+            (None, Some(bdi)) => ParameterOwner::Bdi(bdi),
+            (None, None) => ParameterOwner::Daemon,
+        }
+    }
 }
 
-/// A value of a volume: its own, or the daemon's.
+/// A value: the one of the configuration, the one that was set or else configured, and the one in force. Only a volume
+/// can be without a value of its own.
 #[derive(Debug)]
-struct VolumeCell {
+struct ValueCell {
+    key: Key,
     configured: Option<u64>,
     own: Option<u64>,
-    live: Live,
+    live: Parameter<u64>,
 }
 
-type Watcher = Box<dyn Fn(&ParameterChange) + Send + Sync>;
-
-/// The values of a volume, and their copy for its page pools.
+/// The values of one owner, in the order of the table.
 #[derive(Debug, Default)]
-struct VolumeCells {
-    cells: BTreeMap<Key, VolumeCell>,
-    pool: Arc<PoolParameters>,
+struct Values(Vec<ValueCell>);
+
+impl Values {
+    /// The values for `keys`, as `configured`; where that is `None`, the value in force is `otherwise`.
+    fn new(
+        keys: impl Iterator<Item = Key>,
+        configured: impl Fn(Key) -> Option<u64>,
+        otherwise: impl Fn(Key) -> u64,
+    ) -> Self {
+        let cell = |key| {
+            let own = configured(key);
+            let live = Parameter::new(own.unwrap_or_else(|| otherwise(key)));
+            ValueCell { key, configured: own, own, live }
+        };
+        Self(keys.map(cell).collect())
+    }
+
+    fn cell(&self, key: Key) -> Option<&ValueCell> {
+        self.0.iter().find(|cell| cell.key == key)
+    }
+
+    /// The value in force.
+    fn get(&self, key: Key) -> u64 {
+        self.cell(key).map_or(key.definition().default, |cell| cell.live.get())
+    }
+
+    /// Adopts the values of a new configuration where it has changed.
+    fn reload(&mut self, configured: impl Fn(Key) -> Option<u64>, otherwise: impl Fn(Key) -> u64) {
+        for cell in &mut self.0 {
+            let new = configured(cell.key);
+            if cell.configured != new {
+                (cell.configured, cell.own) = (new, new);
+                cell.live.store(new.unwrap_or_else(|| otherwise(cell.key)));
+            }
+        }
+    }
+
+    /// Updates those of a volume that has no own value to the daemon's; returns what has changed.
+    fn follow(&self, daemon: &Values) -> Vec<Parameter<u64>> {
+        let mut changed = Vec::new();
+        for cell in self.0.iter().filter(|cell| cell.own.is_none()) {
+            let value = daemon.get(cell.key);
+            if cell.live.get() != value {
+                cell.live.store(value);
+                changed.push(cell.live.clone());
+            }
+        }
+        changed
+    }
+
+    /// Goes back to the configured values of some parameters.
+    fn reset(&mut self, keys: &[Key]) {
+        for cell in self.0.iter_mut().filter(|cell| keys.contains(&cell.key)) {
+            cell.own = cell.configured;
+            cell.own.iter().for_each(|own| cell.live.store(*own));
+        }
+    }
+
+    fn in_force(&self) -> Vec<(Key, u64)> {
+        self.0.iter().map(|cell| (cell.key, cell.live.get())).collect()
+    }
+
+    /// The differences to the values `before`.
+    fn changes(&self, owner: ParameterOwner, before: &[(Key, u64)]) -> Vec<ParameterChange> {
+        let change =
+            |(key, from): &(Key, u64)| ParameterChange::new(*key, owner, *from, self.get(*key));
+        before.iter().map(change).filter(|change| change.from != change.to).collect()
+    }
 }
 
-#[derive(Default)]
+/// Pairs of parameters of one owner: the first must not exceed the second, where the second has a limit.
+const ORDERED: [(Key, Key); 3] = [
+    (MAX_REQUEST.key(), CONNECTION_MEMORY.key()),
+    (CACHE_MIN.key(), CACHE_MAX.key()),
+    (MIN_RATIO.key(), MAX_RATIO.key()),
+];
+
+fn is_crossed(smaller: u64, (larger, key): (u64, Key)) -> bool {
+    smaller > larger && !(larger == 0 && key.definition().zero.is_some())
+}
+
+/// Checks `value` for `key` against the owner's value of the other parameter of a pair.
+fn fits_pair(values: &Values, key: Key, value: u64) -> Result<(), ParameterError> {
+    let text = key.definition().text(value);
+    for (smaller, larger) in ORDERED {
+        let (other, message, remedy) = if key == smaller {
+            let most = values.get(larger);
+            if !is_crossed(value, (most, larger)) {
+                continue;
+            }
+            let most = larger.definition().text(most);
+            let message = match key == MAX_REQUEST.key() {
+                true => format!("a request of {text} does not fit into {larger}"),
+                false => format!("{text} is more than {larger}, {most}"),
+            };
+            (larger, message, format!("choose {most} or less, or a larger"))
+        } else if key == larger {
+            let least = values.get(smaller);
+            if !is_crossed(least, (value, larger)) {
+                continue;
+            }
+            let least = smaller.definition().text(least);
+            let message = match key == CONNECTION_MEMORY.key() {
+                true => format!("{text} cannot hold one request of {smaller}, {least}"),
+                false => format!("{text} is less than {smaller}, {least}"),
+            };
+            (smaller, message, format!("choose {least} or more, or a smaller"))
+        } else {
+            continue;
+        };
+        let remedy = format!("{remedy} {other} first");
+        return Err(ParameterError::new(ErrorKind::Conflict, message, remedy));
+    }
+    Ok(())
+}
+
 struct State {
-    daemon: BTreeMap<Key, DaemonCell>,
-    /// The daemon's values for page pools that belong to no volume.
-    pool: Arc<PoolParameters>,
-    volumes: BTreeMap<String, VolumeCells>,
-    bdis: BTreeMap<String, BdiCells>,
-    watchers: Vec<Watcher>,
+    table: ParameterTable,
+    daemon: Values,
+    volumes: BTreeMap<String, Values>,
+    bdis: BTreeMap<String, BdiValues>,
 }
 
 /// All parameters with their values. Cheap to clone; clones share the values.
@@ -184,12 +258,15 @@ impl fmt::Debug for Parameters {
 impl Parameters {
     /// The parameters as configured.
     pub fn new(configured: &Configured) -> Self {
-        let mut state = State::default();
-        for key in Key::of_daemon() {
-            let value = configured_value(configured, key);
-            state.daemon.insert(key, DaemonCell { configured: value, live: Live::new(value) });
-        }
-        let parameters = Self(Arc::new(Mutex::new(state)));
+        Self::of_table(TABLE, configured)
+    }
+
+    /// As [`Parameters::new`], of another table.
+    pub(super) fn of_table(table: ParameterTable, configured: &Configured) -> Self {
+        let keys = table.keys_of(ParameterScope::Daemon);
+        let daemon = Values::new(keys, |key| Some(value_of(&configured.daemon, key)), |_| 0);
+        let (volumes, bdis) = (BTreeMap::new(), BTreeMap::new());
+        let parameters = Self(Arc::new(Mutex::new(State { table, daemon, volumes, bdis })));
         parameters.reload(configured);
         parameters
     }
@@ -198,69 +275,43 @@ impl Parameters {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Calls `watcher` for each later change, one at a time and in order. It must not call methods of
-    /// this type; it can read other values through [`Live`].
-    pub fn watch(&self, watcher: impl Fn(&ParameterChange) + Send + Sync + 'static) {
-        self.lock().watchers.push(Box::new(watcher));
+    /// A handle to the value in force of a parameter. A volume without a value of its own has the daemon's. If there is
+    /// no such owner, or it has no value of this parameter, the handle is that of the daemon.
+    ///
+    /// Watchers of a handle must not call methods of this type; they can read other values through handles.
+    pub fn handle<T: ParameterValue>(
+        &self,
+        key: TypedKey<T>,
+        owner: ParameterOwner,
+    ) -> Parameter<T> {
+        let (state, key) = (self.lock(), key.key());
+        let of = |owner| Some(state.values(owner).ok()?.cell(key)?.live.read_as());
+        let default = || Parameter::new(key.definition().default).read_as();
+        of(owner).or_else(|| of(ParameterOwner::Daemon)).unwrap_or_else(default)
     }
 
-    /// The daemon's value of a parameter.
-    pub fn live(&self, key: Key) -> Live {
-        self.lock().daemon_live(key)
+    /// A handle to the daemon's value in force of a parameter.
+    pub fn daemon<T: ParameterValue>(&self, key: TypedKey<T>) -> Parameter<T> {
+        self.handle(key, ParameterOwner::Daemon)
     }
 
-    /// The value in force for a volume: its own, or else the daemon's. For a parameter of the daemon
-    /// only, or an unknown volume, it is the daemon's.
-    #[cfg(test)]
-    pub(crate) fn volume_live(&self, volume: &str, key: Key) -> Live {
-        let state = self.lock();
-        let cell = state.volume_cell(volume, key);
-        cell.map_or_else(|| state.daemon_live(key), |cell| cell.live.clone())
-    }
-
-    /// The values in force for the page pools of a volume. With `None` or an unknown volume they are
-    /// those of page pools that belong to no volume.
-    pub fn pool(&self, volume: Option<&str>) -> Arc<PoolParameters> {
-        let state = self.lock();
-        let volume = volume.and_then(|volume| state.volumes.get(volume));
-        volume.map_or(&state.pool, |volume| &volume.pool).clone()
-    }
-
-    /// Applies the zone limits to `memory`, now and after changes.
-    pub fn govern(&self, memory: &Arc<ebb_mem::Memory>) {
-        let apply = |memory: &ebb_mem::Memory, key, value: u64| {
-            if let Key::ZoneLimitBytes(class) = key {
-                let bytes = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-                memory.set_zone_limit(bytes(class.bytes()), (value != 0).then(|| bytes(value)));
-            }
-        };
-        for key in Key::all() {
-            apply(memory, key, self.live(key).get());
-        }
-        let memory = memory.clone();
-        self.watch(move |change| apply(&memory, change.key, change.to));
-    }
-
-    /// The parameters of the daemon, or those of a volume, in order.
+    /// The parameters of an owner, in order.
     ///
     /// # Errors
-    /// [`ErrorKind::UnknownVolume`].
-    pub fn list(&self, volume: Option<&str>) -> Result<Vec<Reading>, ParameterError> {
+    /// [`ErrorKind::UnknownVolume`] or [`ErrorKind::UnknownBdi`].
+    pub fn list(&self, owner: ParameterOwner) -> Result<Vec<Reading>, ParameterError> {
         let state = self.lock();
-        let keys: Vec<Key> = match volume {
-            None => Key::of_daemon().collect(),
-            Some(_) => Key::per_volume().collect(),
-        };
-        keys.into_iter().map(|key| state.reading(key, volume)).collect()
+        state.values(owner)?;
+        state.table.keys_of(owner.scope()).map(|key| state.reading(key, owner)).collect()
     }
 
     /// The value of the parameter called `name`.
     ///
     /// # Errors
-    /// An unknown name, an unknown volume, or a parameter that volumes do not have.
-    pub fn get(&self, name: &str, volume: Option<&str>) -> Result<Reading, ParameterError> {
-        let key = Key::parse(name)?;
-        self.lock().reading(key, volume)
+    /// An unknown name, an unknown owner, or a parameter that owners of its kind do not have.
+    pub fn get(&self, name: &str, owner: ParameterOwner) -> Result<Reading, ParameterError> {
+        let state = self.lock();
+        state.reading(state.table.parse(name)?, owner)
     }
 
     /// Sets a parameter at run time; the change is in force when this returns.
@@ -270,14 +321,14 @@ impl Parameters {
     pub fn set(
         &self,
         name: &str,
-        volume: Option<&str>,
+        owner: ParameterOwner,
         value: &Value,
     ) -> Result<ParameterChange, ParameterError> {
-        let key = Key::parse(name)?;
         let mut state = self.lock();
-        let before = state.reading(key, volume)?.value;
+        let key = state.table.parse(name)?;
+        state.reading(key, owner)?;
         let value = key.definition().parse(value)?;
-        state.put(key, volume, Some(value), before)
+        state.put(key, owner, Some(value))
     }
 
     /// Goes back to the value of the configuration; for a volume without one, to the daemon's value.
@@ -287,16 +338,12 @@ impl Parameters {
     pub fn unset(
         &self,
         name: &str,
-        volume: Option<&str>,
+        owner: ParameterOwner,
     ) -> Result<ParameterChange, ParameterError> {
-        let key = Key::parse(name)?;
         let mut state = self.lock();
-        let before = state.reading(key, volume)?.value;
-        let configured = match volume {
-            None => state.daemon.get(&key).map(|cell| cell.configured),
-            Some(volume) => state.volume_cell(volume, key).and_then(|cell| cell.configured),
-        };
-        state.put(key, volume, configured, before)
+        let key = state.table.parse(name)?;
+        let configured = state.cell(key, owner)?.configured;
+        state.put(key, owner, configured)
     }
 
     /// Applies a reloaded configuration, by the rule of the module. Values set for volumes that were
@@ -306,61 +353,68 @@ impl Parameters {
         let mut changes = state.reload_daemon(configured);
         changes.extend(state.reload_volumes(configured));
         changes.extend(state.reload_bdis(configured));
-        state.follow_daemon();
-        for change in &changes {
-            state.notify(change);
-        }
+        state.follow_and_notify(&changes);
         changes
     }
 }
 
-fn set_pool(pool: &PoolParameters, value: impl Fn(Key) -> u64) {
-    // The maximum values are far below 2^32.
-    let value = |key| u32::try_from(value(key)).unwrap_or(u32::MAX);
-    pool.set_max_buffer_pages(value(Key::MaxBufferPages));
-    pool.set_buffer_squeeze_duration_ms(value(Key::BufferSqueezeDurationMs));
-}
-
-fn configured_value(configured: &Configured, key: Key) -> u64 {
-    configured.daemon.get(&key).copied().unwrap_or(key.definition().default)
+fn value_of(configured: &BTreeMap<Key, u64>, key: Key) -> u64 {
+    configured.get(&key).copied().unwrap_or(key.definition().default)
 }
 
 impl State {
-    fn daemon_live(&self, key: Key) -> Live {
-        // Every key has a cell from the beginning.
-        let default = || Live::new(key.definition().default);
-        self.daemon.get(&key).map_or_else(default, |cell| cell.live.clone())
-    }
-
-    fn daemon_value(&self, key: Key) -> u64 {
-        self.daemon.get(&key).map_or(key.definition().default, |cell| cell.live.get())
-    }
-
-    fn volume_cell(&self, volume: &str, key: Key) -> Option<&VolumeCell> {
-        self.volumes.get(volume)?.cells.get(&key)
-    }
-
-    fn reading(&self, key: Key, volume: Option<&str>) -> Result<Reading, ParameterError> {
-        let Some(volume) = volume else {
-            if key.definition().scope == ParameterScope::Bdi {
-                return Err(needs_bdi(key));
+    fn values(&self, owner: ParameterOwner) -> Result<&Values, ParameterError> {
+        match owner {
+            ParameterOwner::Daemon => Ok(&self.daemon),
+            ParameterOwner::Volume(name) => self
+                .volumes
+                .get(name)
+                .ok_or_else(|| unknown_volume(name, self.volumes.keys().map(String::as_str))),
+            ParameterOwner::Bdi(name) => {
+                self.bdis.get(name).map(|bdi| &bdi.values).ok_or_else(|| self.unknown_bdi(name))
             }
-            let value = self.daemon_value(key);
-            let configured = self.daemon.get(&key).is_none_or(|cell| cell.configured == value);
-            let origin = if configured { Origin::Configuration } else { Origin::RunTime };
-            return Ok(Reading { key, value, origin });
+        }
+    }
+
+    fn cell(&self, key: Key, owner: ParameterOwner) -> Result<&ValueCell, ParameterError> {
+        self.values(owner)?.cell(key).ok_or_else(|| self.not_of(key, owner))
+    }
+
+    fn cell_mut(&mut self, key: Key, owner: ParameterOwner) -> Option<&mut ValueCell> {
+        let values = match owner {
+            ParameterOwner::Daemon => &mut self.daemon,
+            ParameterOwner::Volume(name) => self.volumes.get_mut(name)?,
+            ParameterOwner::Bdi(name) => &mut self.bdis.get_mut(name)?.values,
         };
-        let Some(volume) = self.volumes.get(volume) else {
-            return Err(unknown_volume(volume, self.volumes.keys().map(String::as_str)));
-        };
-        let cell = volume.cells.get(&key).ok_or_else(|| {
-            let names: Vec<String> = Key::per_volume().map(Key::name).collect();
-            ParameterError::new(
+        values.0.iter_mut().find(|cell| cell.key == key)
+    }
+
+    /// The error for a parameter that owners of this kind do not have.
+    fn not_of(&self, key: Key, owner: ParameterOwner) -> ParameterError {
+        let names: Vec<String> = self.table.keys_of(owner.scope()).map(Key::name).collect();
+        let names = names.join(", ");
+        let (kind, message, remedy) = match owner {
+            ParameterOwner::Daemon => (
+                ErrorKind::NotPerBdi,
+                format!("{key} belongs to a backing device"),
+                "name one with --bdi NAME; `ebbd stat bdi` lists them".to_owned(),
+            ),
+            ParameterOwner::Volume(_) => (
                 ErrorKind::NotPerVolume,
                 format!("{key} is a parameter of the daemon only"),
-                format!("omit the volume; the parameters of volumes are {}", names.join(", ")),
-            )
-        })?;
+                format!("omit the volume; the parameters of volumes are {names}"),
+            ),
+            ParameterOwner::Bdi(_) => (
+                ErrorKind::NotPerBdi,
+                format!("{key} is not a parameter of backing devices"),
+                format!("omit the device; the parameters of devices are {names}"),
+            ),
+        };
+        ParameterError::new(kind, message, remedy)
+    }
+
+    fn reading(&self, key: Key, owner: ParameterOwner) -> Result<Reading, ParameterError> {
+        let cell = self.cell(key, owner)?;
         let origin = match cell.own {
             None => Origin::Daemon,
             own if own == cell.configured => Origin::Configuration,
@@ -373,155 +427,64 @@ impl State {
     fn put(
         &mut self,
         key: Key,
-        volume: Option<&str>,
+        owner: ParameterOwner,
         value: Option<u64>,
-        from: u64,
     ) -> Result<ParameterChange, ParameterError> {
-        let to = value.unwrap_or_else(|| self.daemon_value(key));
-        if let Some(volume) = volume {
-            let cell = self.volumes.get_mut(volume).and_then(|v| v.cells.get_mut(&key));
-            if let Some(cell) = cell {
-                cell.own = value;
-                cell.live.set(to);
-            }
-        } else {
-            self.fits_together(key, to)?;
-            if let Some(cell) = self.daemon.get(&key) {
-                cell.live.set(to);
-            }
+        let from = self.cell(key, owner)?.live.get();
+        let to = value.unwrap_or_else(|| self.daemon.get(key));
+        fits_pair(self.values(owner)?, key, to)?;
+        if let ParameterOwner::Bdi(bdi) = owner {
+            self.bdis_fit(key, bdi, to)?;
         }
-        self.follow_daemon();
-        let change =
-            ParameterChange { key, volume: volume.map(str::to_owned), bdi: None, from, to };
-        if from != to {
-            self.notify(&change);
+        if let Some(cell) = self.cell_mut(key, owner) {
+            cell.own = value;
+            cell.live.store(to);
         }
+        let change = ParameterChange::new(key, owner, from, to);
+        self.follow_and_notify(std::slice::from_ref(&change));
         Ok(change)
     }
 
-    /// Checks the daemon's `value` for `key` against the values of other parameters.
-    fn fits_together(&self, key: Key, value: u64) -> Result<(), ParameterError> {
-        let conflict = |message: String, remedy: String| {
-            Err(ParameterError::new(ErrorKind::Conflict, message, remedy))
-        };
-        let text = |value| key.definition().text(value);
-        match key {
-            Key::MaxRequest if value > self.daemon_value(Key::ConnectionMemory) => {
-                let memory = text(self.daemon_value(Key::ConnectionMemory));
-                conflict(
-                    format!("a request of {} does not fit into connection_memory", text(value)),
-                    format!("choose {memory} or less, or a larger connection_memory first"),
-                )
-            }
-            Key::ConnectionMemory if value < self.daemon_value(Key::MaxRequest) => {
-                let request = text(self.daemon_value(Key::MaxRequest));
-                conflict(
-                    format!("{} cannot hold one request of max_request, {request}", text(value)),
-                    format!("choose {request} or more, or a smaller max_request first"),
-                )
-            }
-            Key::CacheMax if value != 0 && value < self.daemon_value(Key::CacheMin) => {
-                let least = text(self.daemon_value(Key::CacheMin));
-                conflict(
-                    format!("{} is less than cache_min, {least}", text(value)),
-                    format!("choose {least} or more, or a smaller cache_min first"),
-                )
-            }
-            Key::CacheMin if (1..value).contains(&self.daemon_value(Key::CacheMax)) => {
-                let most = text(self.daemon_value(Key::CacheMax));
-                conflict(
-                    format!("{} is more than cache_max, {most}", text(value)),
-                    format!("choose {most} or less, or a larger cache_max first"),
-                )
-            }
-            _ => Ok(()),
-        }
-    }
-
     fn reload_daemon(&mut self, configured: &Configured) -> Vec<ParameterChange> {
-        let before: Vec<(Key, u64)> =
-            self.daemon.iter().map(|(key, cell)| (*key, cell.live.get())).collect();
-        for (key, cell) in &mut self.daemon {
-            let value = configured_value(configured, *key);
-            if value != cell.configured {
-                cell.configured = value;
-                cell.live.set(value);
-            }
-        }
-        if self.daemon_value(Key::MaxRequest) > self.daemon_value(Key::ConnectionMemory) {
+        let before = self.daemon.in_force();
+        self.daemon.reload(|key| Some(value_of(&configured.daemon, key)), |_| 0);
+        for (smaller, larger) in ORDERED {
             // One is from the file and one was set at run time: only the two of the file are checked to fit.
-            for key in [Key::MaxRequest, Key::ConnectionMemory] {
-                if let Some(cell) = self.daemon.get(&key) {
-                    cell.live.set(cell.configured);
-                }
+            if is_crossed(self.daemon.get(smaller), (self.daemon.get(larger), larger)) {
+                self.daemon.reset(&[smaller, larger]);
             }
         }
-        let (most, least) = (self.daemon_value(Key::CacheMax), self.daemon_value(Key::CacheMin));
-        if most != 0 && least > most {
-            for key in [Key::CacheMax, Key::CacheMin] {
-                if let Some(cell) = self.daemon.get(&key) {
-                    cell.live.set(cell.configured);
-                }
-            }
-        }
-        let change = |(key, from)| {
-            let to = self.daemon_value(key);
-            (from != to).then_some(ParameterChange { key, volume: None, bdi: None, from, to })
-        };
-        before.into_iter().filter_map(change).collect()
+        self.daemon.changes(ParameterOwner::Daemon, &before)
     }
 
     fn reload_volumes(&mut self, configured: &Configured) -> Vec<ParameterChange> {
         self.volumes.retain(|name, _| configured.volumes.contains_key(name));
         let mut changes = Vec::new();
         for (name, own) in &configured.volumes {
-            for key in Key::per_volume() {
-                let daemon = self.daemon_value(key);
-                let configured = own.get(&key).copied();
-                let cells = &mut self.volumes.entry(name.clone()).or_default().cells;
-                let Some(cell) = cells.get_mut(&key) else {
-                    let live = Live::new(configured.unwrap_or(daemon));
-                    cells.insert(key, VolumeCell { configured, own: configured, live });
-                    continue;
-                };
-                if cell.configured == configured {
-                    continue;
-                }
-                (cell.configured, cell.own) = (configured, configured);
-                let (from, to) = (cell.live.get(), configured.unwrap_or(daemon));
-                cell.live.set(to);
-                if from != to {
-                    changes.push(ParameterChange {
-                        key,
-                        volume: Some(name.clone()),
-                        bdi: None,
-                        from,
-                        to,
-                    });
-                }
-            }
+            let own = |key: Key| own.get(&key).copied();
+            let daemon = |key| self.daemon.get(key);
+            let Some(values) = self.volumes.get_mut(name) else {
+                let keys = self.table.keys_of(ParameterScope::Volume);
+                self.volumes.insert(name.clone(), Values::new(keys, own, daemon));
+                continue;
+            };
+            let before = values.in_force();
+            values.reload(own, daemon);
+            changes.extend(values.changes(ParameterOwner::Volume(name), &before));
         }
         changes
     }
 
-    /// Updates volumes without a value of their own to the daemon's, and page pools to the values in force.
-    fn follow_daemon(&self) {
-        for volume in self.volumes.values() {
-            for (key, cell) in &volume.cells {
-                if cell.own.is_none() {
-                    cell.live.set(self.daemon_value(*key));
-                }
+    /// Updates volumes without a value of their own to the daemon's. Then calls the watchers of all changed values.
+    fn follow_and_notify(&self, changes: &[ParameterChange]) {
+        let followers = self.volumes.values().flat_map(|values| values.follow(&self.daemon));
+        let followers: Vec<_> = followers.collect();
+        for change in changes.iter().filter(|change| change.from != change.to) {
+            if let Ok(cell) = self.cell(change.key, change.owner()) {
+                cell.live.notify();
             }
-            let value = |key| volume.cells.get(&key).map_or(0, |cell| cell.live.get());
-            set_pool(&volume.pool, value);
         }
-        set_pool(&self.pool, |key| self.daemon_value(key));
-    }
-
-    fn notify(&self, change: &ParameterChange) {
-        for watcher in &self.watchers {
-            watcher(change);
-        }
+        followers.iter().for_each(|live| live.notify());
     }
 }
 

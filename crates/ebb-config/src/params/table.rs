@@ -1,473 +1,378 @@
-//! The one table of run-time parameters, and the text form of their values.
+//! The one table of run-time parameters: name, scope, unit, range, default and text of each.
 //!
-//! A value is a `u64` whatever it means: a number, bytes, or the index of a word in its list, so
-//! that every parameter fits in one atomic.
+//! How to add one is described in `docs/guides/adding-a-parameter.md`.
 
-use std::fmt;
+use super::definition::{Definition, Kind, ParameterScope, ParameterTable, TypedKey};
+use crate::LogLevel;
 
-use serde_json::Value;
+/// All parameters, in the order they are listed.
+pub const TABLE: ParameterTable = ParameterTable(&[
+    MAX_BUFFER_PAGES.definition(),
+    BUFFER_SQUEEZE_DURATION_MS.definition(),
+    ZONE_LIMIT_BYTES.definition(),
+    CACHE_MAX.definition(),
+    CACHE_MIN.definition(),
+    MAX_PERSISTENT_GRANTS.definition(),
+    PERSISTENT_GRANT_UNUSED_SECONDS.definition(),
+    FEATURE_PERSISTENT.definition(),
+    POLL_US.definition(),
+    MIN_RATIO.definition(),
+    MAX_RATIO.definition(),
+    MAX_BYTES.definition(),
+    STRICT_LIMIT.definition(),
+    MAX_CLIENTS.definition(),
+    MAX_REQUEST.definition(),
+    CONNECTION_MEMORY.definition(),
+    LOG.definition(),
+]);
 
-use self::definitions::{
-    BUFFER_SQUEEZE_DURATION_MS, CACHE_MAX, CACHE_MIN, CONNECTION_MEMORY, FEATURE_PERSISTENT, LOG,
-    MAX_BUFFER_PAGES, MAX_BYTES, MAX_CLIENTS, MAX_PERSISTENT_GRANTS, MAX_RATIO, MAX_REQUEST,
-    MIN_RATIO, PERSISTENT_GRANT_UNUSED_SECONDS, POLL_US, STRICT_LIMIT, ZONE_LIMIT_BYTES,
+/// What most definitions have in common.
+pub(super) const COMMON: Definition = Definition {
+    name: "",
+    members: &[],
+    scope: ParameterScope::Daemon,
+    kind: Kind::Number,
+    unit: "",
+    default: 0,
+    minimum: 0,
+    maximum: 0,
+    zero: None,
+    config: None,
+    since: "0.1.0",
+    effect: "",
+    doc: "",
 };
-use super::error::{ParameterError, ParameterErrorKind as ErrorKind};
-use crate::{Percent, Size};
-use crate::{closest, shorten, suggest};
 
-mod definitions;
+const SWITCH: &[&str] = &["off", "on"];
+pub(super) const LEVELS: &[&str] = &["error", "warn", "info", "debug"];
+/// The block sizes in which I/O memory is allocated.
+pub(super) const BLOCK_SIZES: [&str; 9] =
+    ["4K", "8K", "16K", "32K", "64K", "128K", "256K", "512K", "1M"];
 
-/// A parameter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Key {
-    /// Free pages that each queue keeps.
-    MaxBufferPages,
-    /// How long page pools keep nothing after a sign of memory pressure.
-    BufferSqueezeDurationMs,
-    /// The memory that the blocks of one size may occupy.
-    ZoneLimitBytes(SizeClass),
-    /// The maximum size of the cache.
-    CacheMax,
-    /// The size down to which the cache shrinks under memory pressure.
-    CacheMin,
-    /// Pages of a guest that each of its rings keeps mapped.
-    MaxPersistentGrants,
-    /// How long an unused page of a guest stays mapped.
-    PersistentGrantUnusedSeconds,
-    /// Whether persistent grants are offered to guests.
-    FeaturePersistent,
-    /// How long an empty ring of a guest is polled.
-    PollUs,
-    /// Part of the limit of dirty data that is reserved for a backing device.
-    MinRatio,
-    /// Largest part of it that a backing device may have.
-    MaxRatio,
-    /// Limit of the dirty data of a backing device.
-    MaxBytes,
-    /// Whether no write may exceed a backing device's threshold.
-    StrictLimit,
-    /// The maximum number of connections at a time.
-    MaxClients,
-    /// The largest READ or WRITE.
-    MaxRequest,
-    /// The memory the requests of one connection may hold.
-    ConnectionMemory,
-    /// The log level.
-    Log,
-}
+/// Free pages that each queue keeps.
+pub const MAX_BUFFER_PAGES: TypedKey<u32> = TypedKey::new(&Definition {
+    name: "max_buffer_pages",
+    scope: ParameterScope::Volume,
+    kind: Kind::Number,
+    unit: "pages of 4096 bytes, for each queue",
+    default: 1024,
+    minimum: 0,
+    maximum: 1 << 20,
+    config: Some("max_buffer_pages"),
+    effect: "The next time a queue has no request in flight, or after 100 ms at most. With a \
+             smaller value the pool then frees pages; with a larger one it keeps more of the pages \
+             that requests free.",
+    doc: "How many free pages each queue keeps for later requests. The pool of a queue starts \
+          empty and grows on demand while requests are carried out: the value does not limit how \
+          much memory requests use, only how much the queue keeps when they have completed.\n\n\
+          With 0 a queue keeps no free pages. Under memory pressure the limit is 0 for \
+          buffer_squeeze_duration_ms, and as long as the pressure lasts, regardless of the value: \
+          then all queues share the free memory.",
+    ..COMMON
+});
 
-/// One of the block sizes in which I/O memory is allocated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct SizeClass(u8);
+/// How long page pools keep nothing after a sign of memory pressure.
+pub const BUFFER_SQUEEZE_DURATION_MS: TypedKey<u32> = TypedKey::new(&Definition {
+    name: "buffer_squeeze_duration_ms",
+    scope: ParameterScope::Volume,
+    kind: Kind::Number,
+    unit: "milliseconds",
+    default: 10,
+    minimum: 0,
+    maximum: 60_000,
+    config: Some("buffer_squeeze_duration_ms"),
+    effect: "At the next sign of memory pressure. A squeeze that has begun keeps its duration.",
+    doc: "How long page pools keep no free pages after a sign of memory pressure. Each further \
+          sign restarts the time, and while the pressure lasts (drain, last resort) it does not end. \
+          Idle queues are woken to free their pages.\n\n\
+          With a longer time more of the pages that requests free meanwhile are returned, which \
+          costs more allocations. With 0 the pages that are free at the moment of the sign are \
+          returned, and pools may grow again at once.",
+    ..COMMON
+});
 
-/// The size classes as they are written, from small to large.
-const CLASSES: [&str; 9] = ["4K", "8K", "16K", "32K", "64K", "128K", "256K", "512K", "1M"];
+/// The memory that the blocks of one size may occupy; 0 is without limit.
+pub const ZONE_LIMIT_BYTES: TypedKey<u64> = TypedKey::new(&Definition {
+    name: "zone_limit_bytes",
+    members: &BLOCK_SIZES,
+    scope: ParameterScope::Daemon,
+    kind: Kind::Size,
+    unit: "bytes",
+    default: 0,
+    minimum: 2 << 20,
+    maximum: 1 << 40,
+    zero: Some("no limit"),
+    effect: "At once for new allocations. Memory above a smaller limit stays until it is free.",
+    doc: "The maximum memory of the blocks of one size, in use and free together. There is one \
+          parameter for each block size: zone_limit_bytes.4K to zone_limit_bytes.1M.\n\n\
+          A request whose zone is at the limit waits until a block is free; requests wait in order \
+          of arrival. The smallest limit, 2M, is the unit in which zones allocate memory. With 0 \
+          there is no limit, and only memory pressure shrinks the zone.",
+    ..COMMON
+});
 
-/// What a parameter applies to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ParameterScope {
-    /// The daemon as a whole.
-    Daemon,
-    /// The daemon; each volume may have its own value.
-    Volume,
-    /// Each backing device; the daemon has no value of its own.
-    Bdi,
-}
+/// The maximum size of the cache; 0 follows the host.
+pub const CACHE_MAX: TypedKey<u64> = TypedKey::new(&Definition {
+    name: "cache_max",
+    scope: ParameterScope::Daemon,
+    kind: Kind::Size,
+    unit: "bytes",
+    default: 0,
+    minimum: 1 << 20,
+    maximum: 1 << 40,
+    zero: Some("follows the host"),
+    config: Some("cache_max"),
+    effect: "At once. With a smaller value the excess is evicted within a second, the least \
+             recently used data first.",
+    doc: "The maximum size of the cache of all volumes together, wired and lent memory \
+          (`bufspace`).\n\n\
+          With 0 the cache grows while the host has free memory, up to four fifths of the memory \
+          of the host or of the daemon's control group. Most of the cache is lent to the kernel \
+          (`MADV_FREE`), which discards it without I/O when other processes need memory, so that a \
+          limit is seldom needed.",
+    ..COMMON
+});
 
-/// The type of a value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// A whole number.
-    Number,
-    /// A number of bytes, also written with a unit: "32M".
-    Size,
-    /// A part of a whole in percent, as a [`Percent`] counts it: in parts per million.
-    Percent,
-    /// One of these words; the number of a value is its index.
-    Word(&'static [&'static str]),
-}
+/// The size down to which the cache shrinks under memory pressure.
+pub const CACHE_MIN: TypedKey<u64> = TypedKey::new(&Definition {
+    name: "cache_min",
+    scope: ParameterScope::Daemon,
+    kind: Kind::Size,
+    unit: "bytes",
+    default: 0,
+    minimum: 0,
+    maximum: 1 << 40,
+    config: Some("cache_min"),
+    effect: "At the next sign of memory pressure.",
+    doc: "The size down to which the cache shrinks at the levels L1 and L2 of memory pressure; at \
+          most cache_max. The last resort, L3, empties the cache.\n\n\
+          The memory is not reserved: the daemon only stops shrinking the cache there. The kernel \
+          may discard lent memory regardless of the value.",
+    ..COMMON
+});
 
-/// The definition of a parameter.
-#[derive(Clone, Copy, Debug)]
-pub struct Definition {
-    /// The name. Those of a family are written `NAME.MEMBER`.
-    pub name: &'static str,
-    /// The members of a family; empty for a single parameter.
-    pub members: &'static [&'static str],
-    /// What it applies to.
-    pub scope: ParameterScope,
-    /// The type of its values.
-    pub kind: Kind,
-    /// The unit of its values.
-    pub unit: &'static str,
-    /// The value if none is configured or set.
-    pub default: u64,
-    /// The smallest value.
-    pub minimum: u64,
-    /// The largest value.
-    pub maximum: u64,
-    /// What 0 means if it is allowed below `minimum`.
-    pub zero: Option<&'static str>,
-    /// The key of the configuration file, as written there.
-    pub config: Option<&'static str>,
-    /// The version of ebbd that introduced it.
-    pub since: &'static str,
-    /// When a change takes effect: sentences.
-    pub effect: &'static str,
-    /// What it does: paragraphs, separated by an empty line.
-    pub doc: &'static str,
-}
+/// Pages of a guest that each of its rings keeps mapped.
+pub const MAX_PERSISTENT_GRANTS: TypedKey<u32> = TypedKey::new(&Definition {
+    name: "max_persistent_grants",
+    scope: ParameterScope::Daemon,
+    kind: Kind::Number,
+    unit: "grants, for each ring of a Xen guest",
+    default: 1056,
+    minimum: 0,
+    maximum: 1 << 20,
+    effect: "At once for new mappings. A ring with more mapped grants unmaps the excess and 5 % of \
+             the value, the least recently used first, within 100 ms.",
+    doc: "How many pages of a Xen guest each of its rings keeps mapped, so that requests that use \
+          them again need no hypercall. It applies to guests that negotiated persistent grants \
+          (feature_persistent); 1056 is the number of pages that one ring page of requests with 32 \
+          segments each, and their descriptors, can refer to. The parameter has the meaning of that \
+          of xen-blkback.\n\n\
+          A guest that uses more pages is served, too: the hypervisor copies pages that are not \
+          mapped, and every 100 ms the least recently used 5 % of the value are unmapped to make \
+          room. The last sixteenth of the mappings is reserved for pages that are used a second \
+          time within a short time. With 0 nothing stays mapped.",
+    ..COMMON
+});
 
-/// All definitions, in the order they are listed.
-pub(super) const DEFINITIONS: [&Definition; 17] = [
-    &MAX_BUFFER_PAGES,
-    &BUFFER_SQUEEZE_DURATION_MS,
-    &ZONE_LIMIT_BYTES,
-    &CACHE_MAX,
-    &CACHE_MIN,
-    &MAX_PERSISTENT_GRANTS,
-    &PERSISTENT_GRANT_UNUSED_SECONDS,
-    &FEATURE_PERSISTENT,
-    &POLL_US,
-    &MIN_RATIO,
-    &MAX_RATIO,
-    &MAX_BYTES,
-    &STRICT_LIMIT,
-    &MAX_CLIENTS,
-    &MAX_REQUEST,
-    &CONNECTION_MEMORY,
-    &LOG,
-];
+/// How long an unused page of a guest stays mapped; 0 is without limit.
+pub const PERSISTENT_GRANT_UNUSED_SECONDS: TypedKey<u32> = TypedKey::new(&Definition {
+    name: "persistent_grant_unused_seconds",
+    scope: ParameterScope::Daemon,
+    kind: Kind::Number,
+    unit: "seconds",
+    default: 60,
+    minimum: 0,
+    maximum: 86_400,
+    effect: "Within 100 ms, also for grants that are mapped already.",
+    doc: "How long a page of a Xen guest stays mapped while no request uses it. Then it is \
+          unmapped, and the guest can revoke the grant. With 0 there is no time limit. At level L2 \
+          of memory pressure and above, pages that have not been used for 5 seconds are unmapped \
+          regardless of the value.",
+    ..COMMON
+});
 
-impl SizeClass {
-    /// The classes from small to large.
-    pub fn all() -> impl Iterator<Item = Self> {
-        (0u8..).take(CLASSES.len()).map(Self)
-    }
+/// Whether persistent grants are offered to guests.
+pub const FEATURE_PERSISTENT: TypedKey<bool> = TypedKey::new(&Definition {
+    name: "feature_persistent",
+    scope: ParameterScope::Daemon,
+    kind: Kind::Word(SWITCH),
+    unit: "switch",
+    default: 1,
+    minimum: 0,
+    maximum: 1,
+    effect: "For disks that connect from then on. Connected disks keep what was negotiated, also \
+             across a restart of the daemon.",
+    doc: "Whether persistent grants are offered to Xen guests: the daemon keeps the pages of \
+          requests mapped, and the guest uses them again. Both sides must support it; without \
+          persistent grants the hypervisor copies the pages, for several requests in one \
+          hypercall.",
+    ..COMMON
+});
 
-    /// The place among the classes, from 0.
-    pub fn index(self) -> usize {
-        usize::from(self.0)
-    }
+/// How long an empty ring of a guest is polled.
+pub const POLL_US: TypedKey<u32> = TypedKey::new(&Definition {
+    name: "poll_us",
+    scope: ParameterScope::Daemon,
+    kind: Kind::Number,
+    unit: "microseconds, for each request",
+    default: 100,
+    minimum: 0,
+    maximum: 1000,
+    effect: "The next time a ring becomes empty.",
+    doc: "How long the worker polls an empty ring of a Xen guest before it sleeps: this time for \
+          each request of the last batch, and 1000 microseconds at most. Requests that arrive \
+          meanwhile need no event and no wakeup, which saves more processor time than polling \
+          uses. A ring is polled only if its last pause was shorter than that, and only while it \
+          has no request in flight; after polling without success, a ring is not polled again \
+          until requests arrive quickly again. With 0 rings are never polled, which uses the least \
+          processor time in dom0 and gives the highest latency to a single request.\n\n\
+          It applies to memory-backed volumes only: requests to other volumes wait for a device, \
+          and their rings are not polled meanwhile.",
+    ..COMMON
+});
 
-    /// The class as it is written: "4K" to "1M".
-    pub fn as_str(self) -> &'static str {
-        CLASSES.get(self.index()).copied().unwrap_or_default()
-    }
+/// Part of the limit of dirty data that is reserved for a backing device, in parts per million.
+pub const MIN_RATIO: TypedKey<u32> = TypedKey::new(&Definition {
+    name: "min_ratio",
+    scope: ParameterScope::Bdi,
+    kind: Kind::Percent,
+    unit: "per cent of the limit of all dirty data",
+    default: 0,
+    minimum: 0,
+    maximum: 1_000_000,
+    config: Some("bdi.NAME.min_ratio"),
+    effect: "At once, as far as other devices leave room; dirty data that they hold above their \
+             new thresholds is written first.",
+    doc: "The part of the limit of all dirty data that is reserved for this backing device. At most \
+          its max_ratio, and at most 100 for all devices together.\n\n\
+          Without it a device with dirty data always gets a part in proportion to its measured \
+          write rate, so that a reservation is seldom needed.",
+    ..COMMON
+});
 
-    /// The size of a block, bytes: 4096 to 1048576.
-    pub fn bytes(self) -> u64 {
-        4096 << self.0
-    }
-}
+/// Largest part of it that a backing device may have, in parts per million.
+pub const MAX_RATIO: TypedKey<u32> = TypedKey::new(&Definition {
+    name: "max_ratio",
+    scope: ParameterScope::Bdi,
+    kind: Kind::Percent,
+    unit: "per cent of the limit of all dirty data",
+    default: 1_000_000,
+    minimum: 1,
+    maximum: 1_000_000,
+    config: Some("bdi.NAME.max_ratio"),
+    effect: "At once for new writes. Dirty data above a smaller value is written as fast as the \
+             device can; meanwhile its writers are throttled.",
+    doc: "The largest part of the limit of all dirty data that this backing device may have, dirty \
+          and under writeback together. The limit follows the available memory, and so does this \
+          part of it.",
+    ..COMMON
+});
 
-impl Key {
-    /// All parameters, in the order they are listed.
-    pub fn all() -> impl Iterator<Item = Self> {
-        [Self::MaxBufferPages, Self::BufferSqueezeDurationMs]
-            .into_iter()
-            .chain(SizeClass::all().map(Self::ZoneLimitBytes))
-            .chain([Self::CacheMax, Self::CacheMin])
-            .chain([
-                Self::MaxPersistentGrants,
-                Self::PersistentGrantUnusedSeconds,
-                Self::FeaturePersistent,
-                Self::PollUs,
-            ])
-            .chain(Self::per_bdi())
-            .chain([Self::MaxClients, Self::MaxRequest, Self::ConnectionMemory, Self::Log])
-    }
+/// Limit of the dirty data of a backing device; 0 is without limit.
+pub const MAX_BYTES: TypedKey<u64> = TypedKey::new(&Definition {
+    name: "max_bytes",
+    scope: ParameterScope::Bdi,
+    kind: Kind::Size,
+    unit: "bytes",
+    default: 0,
+    minimum: 64 << 10,
+    maximum: 1 << 40,
+    zero: Some("no limit"),
+    config: Some("bdi.NAME.max_bytes"),
+    effect: "At once for new writes. Dirty data above a smaller value is written as fast as the \
+             device can; meanwhile its writers are throttled.",
+    doc: "The maximum dirty data and data under writeback of this backing device, in bytes, \
+          regardless of the available memory.\n\n\
+          A device never has more dirty data than it writes in two seconds. An explicit limit is \
+          for a device that must have less to lose: removable media, or a server behind an \
+          unreliable network.",
+    ..COMMON
+});
 
-    /// Those a volume may have its own value of.
-    pub fn per_volume() -> impl Iterator<Item = Self> {
-        Self::all().filter(|key| key.definition().scope == ParameterScope::Volume)
-    }
+/// Whether no write may exceed a backing device's threshold.
+pub const STRICT_LIMIT: TypedKey<bool> = TypedKey::new(&Definition {
+    name: "strict_limit",
+    scope: ParameterScope::Bdi,
+    kind: Kind::Word(SWITCH),
+    unit: "switch",
+    default: 0,
+    minimum: 0,
+    maximum: 1,
+    config: Some("bdi.NAME.strict_limit"),
+    effect: "At once.",
+    doc: "Whether every write must fit below the threshold of the device.\n\n\
+          In Linux, strict_limit makes the threshold of one device apply even while the total is \
+          below its limit. ebbd always applies the threshold of each device; here the parameter \
+          only decides about the last write. When it is off, a write is admitted whole if at most \
+          half of the threshold is used, even if it exceeds the remaining part; when it is on, the \
+          write waits until it fits. That makes a difference where the threshold is smaller than \
+          two writes. A write larger than the whole threshold is admitted when the device has no \
+          dirty data.",
+    ..COMMON
+});
 
-    /// Those the daemon has a value of.
-    pub fn of_daemon() -> impl Iterator<Item = Self> {
-        Self::all().filter(|key| key.definition().scope != ParameterScope::Bdi)
-    }
+/// The maximum number of connections at a time.
+pub const MAX_CLIENTS: TypedKey<usize> = TypedKey::new(&Definition {
+    name: "max_clients",
+    scope: ParameterScope::Daemon,
+    kind: Kind::Number,
+    unit: "connections",
+    default: 256,
+    minimum: 1,
+    maximum: 65_536,
+    config: Some("nbd.max_clients"),
+    effect: "For the next client. Established connections stay.",
+    doc: "The maximum number of NBD connections at a time. A further connection is closed before \
+          its handshake, and the log says so. If several volumes are served, the connections to one \
+          volume are at most four times the number of connections that remain free, so that clients \
+          of another volume can connect; a further one is refused with the reason.",
+    ..COMMON
+});
 
-    /// Those a backing device has a value of.
-    pub fn per_bdi() -> impl Iterator<Item = Self> {
-        [Self::MinRatio, Self::MaxRatio, Self::MaxBytes, Self::StrictLimit].into_iter()
-    }
+/// The largest READ or WRITE.
+pub const MAX_REQUEST: TypedKey<u32> = TypedKey::new(&Definition {
+    name: "max_request",
+    scope: ParameterScope::Daemon,
+    kind: Kind::Size,
+    unit: "bytes",
+    default: 32 << 20,
+    minimum: 4 << 10,
+    maximum: 64 << 20,
+    config: Some("nbd.max_request"),
+    effect: "For new connections: a client receives the value in the handshake.",
+    doc: "The largest payload of one READ or WRITE request. It must fit into connection_memory.",
+    ..COMMON
+});
 
-    /// What is said of it.
-    pub fn definition(self) -> &'static Definition {
-        match self {
-            Self::MaxBufferPages => &MAX_BUFFER_PAGES,
-            Self::BufferSqueezeDurationMs => &BUFFER_SQUEEZE_DURATION_MS,
-            Self::ZoneLimitBytes(_) => &ZONE_LIMIT_BYTES,
-            Self::CacheMax => &CACHE_MAX,
-            Self::CacheMin => &CACHE_MIN,
-            Self::MaxPersistentGrants => &MAX_PERSISTENT_GRANTS,
-            Self::PersistentGrantUnusedSeconds => &PERSISTENT_GRANT_UNUSED_SECONDS,
-            Self::FeaturePersistent => &FEATURE_PERSISTENT,
-            Self::PollUs => &POLL_US,
-            Self::MinRatio => &MIN_RATIO,
-            Self::MaxRatio => &MAX_RATIO,
-            Self::MaxBytes => &MAX_BYTES,
-            Self::StrictLimit => &STRICT_LIMIT,
-            Self::MaxClients => &MAX_CLIENTS,
-            Self::MaxRequest => &MAX_REQUEST,
-            Self::ConnectionMemory => &CONNECTION_MEMORY,
-            Self::Log => &LOG,
-        }
-    }
+/// The memory the requests of one connection may hold.
+pub const CONNECTION_MEMORY: TypedKey<usize> = TypedKey::new(&Definition {
+    name: "connection_memory",
+    scope: ParameterScope::Daemon,
+    kind: Kind::Size,
+    unit: "bytes",
+    default: 64 << 20,
+    minimum: 4 << 10,
+    maximum: u64::MAX,
+    config: Some("nbd.connection_memory"),
+    effect: "For new connections.",
+    doc: "The memory that the requests of one connection may hold, max_request or more. Requests \
+          that would need more wait in the socket.",
+    ..COMMON
+});
 
-    /// The name: that of the definition, with the member of a family.
-    pub fn name(self) -> String {
-        let name = self.definition().name;
-        match self {
-            Self::ZoneLimitBytes(class) => format!("{name}.{}", class.as_str()),
-            _ => name.to_owned(),
-        }
-    }
-
-    /// The parameter called `name`.
-    ///
-    /// # Errors
-    /// [`ErrorKind::UnknownParameter`] with the name that was probably meant.
-    pub fn parse(name: &str) -> Result<Self, ParameterError> {
-        if let Some(key) = Self::all().find(|key| key.name() == name) {
-            return Ok(key);
-        }
-        let names: Vec<String> = Self::all().map(Self::name).collect();
-        let family = DEFINITIONS.iter().find(|d| d.name == name && !d.members.is_empty());
-        let remedy = match family {
-            Some(family) => format!(
-                "it is a family: name a member, {name}.{} to {name}.{}",
-                family.members.first().unwrap_or(&""),
-                family.members.last().unwrap_or(&""),
-            ),
-            None => match closest(name, names.iter().map(String::as_str)) {
-                Some(name) => format!("did you mean `{name}`?"),
-                None => {
-                    let all: Vec<&str> = DEFINITIONS.iter().map(|d| d.name).collect();
-                    format!("the parameters are {}", all.join(", "))
-                }
-            },
-        };
-        let message = format!("there is no parameter `{}`", shorten(name));
-        Err(ParameterError::new(ErrorKind::UnknownParameter, message, remedy))
-    }
-}
-
-impl fmt::Display for Key {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name())
-    }
-}
-
-fn percent(value: u64) -> Percent {
-    Percent::new(u32::try_from(value).unwrap_or(u32::MAX))
-}
-
-impl Definition {
-    /// The text form of a value: `1024`, `32M`, `info`.
-    pub fn text(&self, value: u64) -> String {
-        match self.kind {
-            Kind::Number => value.to_string(),
-            Kind::Size => Size::new(value).to_string(),
-            Kind::Percent => percent(value).to_string(),
-            Kind::Word(words) => {
-                let at = usize::try_from(value).unwrap_or(usize::MAX);
-                words.get(at).copied().unwrap_or_default().to_owned()
-            }
-        }
-    }
-
-    /// A value as JSON: a number, or a string for a word.
-    pub fn json(&self, value: u64) -> Value {
-        match self.kind {
-            Kind::Number | Kind::Size => value.into(),
-            // A JSON number: the text form of a percentage always is one.
-            Kind::Percent => serde_json::from_str(&percent(value).to_string()).unwrap_or_default(),
-            Kind::Word(_) => self.text(value).into(),
-        }
-    }
-
-    /// The range in words: `0 to 60000`.
-    pub fn range(&self) -> String {
-        if let Kind::Word(words) = self.kind {
-            return words.join(", ");
-        }
-        let zero = self.zero.map(|what| format!("0 ({what}) or ")).unwrap_or_default();
-        if self.maximum == u64::MAX {
-            return format!("{zero}{} or more", self.text(self.minimum));
-        }
-        format!("{zero}{} to {}", self.text(self.minimum), self.text(self.maximum))
-    }
-
-    /// Whether `value` is within the range.
-    pub fn allows(&self, value: u64) -> bool {
-        (self.minimum..=self.maximum).contains(&value) || (value == 0 && self.zero.is_some())
-    }
-
-    /// Parses a value: a JSON number, or a string in the form of [`Self::text`].
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidValue`] or [`ErrorKind::OutOfRange`].
-    pub fn parse(&self, given: &Value) -> Result<u64, ParameterError> {
-        let value = match given {
-            Value::Number(number) if self.kind == Kind::Percent => {
-                self.parse_text(&number.to_string())
-            }
-            Value::Number(number) if !matches!(self.kind, Kind::Word(_)) => number.as_u64(),
-            Value::String(text) => self.parse_text(text),
-            _ => None,
-        };
-        let given = match given {
-            Value::String(text) => shorten(text),
-            other => shorten(&other.to_string()),
-        };
-        let value = value.ok_or_else(|| {
-            let remedy = match (self.kind, given.as_str()) {
-                (Kind::Word(words), text) => suggest(text, words.iter().copied(), "the values are"),
-                (Kind::Number, _) => format!("write a whole number: {}", self.range()),
-                (Kind::Percent, _) => format!("write a number of percent: {}", self.range()),
-                (Kind::Size, _) => {
-                    format!("write a number of bytes or a size such as 32M: {}", self.range())
-                }
-            };
-            let message = format!("`{given}` is not a value of {}", self.name);
-            ParameterError::new(ErrorKind::InvalidValue, message, remedy)
-        })?;
-        if self.allows(value) {
-            return Ok(value);
-        }
-        Err(ParameterError::new(
-            ErrorKind::OutOfRange,
-            format!("{} of {} is out of range", given, self.name),
-            format!("choose {}", self.range()),
-        ))
-    }
-
-    fn parse_text(&self, text: &str) -> Option<u64> {
-        match self.kind {
-            // `u64::from_str` also takes a plus sign.
-            Kind::Number if text.starts_with('+') => None,
-            Kind::Number => text.parse().ok(),
-            Kind::Size => text.parse().ok().map(Size::bytes),
-            Kind::Percent => {
-                text.parse().ok().map(|part: Percent| u64::from(part.parts_per_million()))
-            }
-            Kind::Word(words) => {
-                words.iter().position(|word| *word == text).and_then(|at| u64::try_from(at).ok())
-            }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-    use crate::keys::SECTIONS;
-    use crate::{Choice, LogLevel};
-
-    #[test]
-    fn every_definition_is_listed_and_consistent() {
-        let mut names: Vec<&str> = Key::all().map(|key| key.definition().name).collect();
-        names.dedup();
-        let listed: Vec<&str> = DEFINITIONS.iter().map(|definition| definition.name).collect();
-        assert_eq!(names, listed, "each definition is listed once, in the order of its keys");
-        for key in Key::all() {
-            let definition = key.definition();
-            assert!(definition.allows(definition.default), "{key}");
-            assert!(definition.minimum <= definition.maximum, "{key}");
-            assert!(definition.effect.ends_with('.') && definition.doc.ends_with('.'), "{key}");
-            assert_eq!(Key::parse(&key.name()), Ok(key));
-            for value in [definition.default, definition.minimum, definition.maximum] {
-                let text = Value::String(definition.text(value));
-                assert_eq!(definition.parse(&text), Ok(value), "{key}");
-                assert_eq!(definition.parse(&definition.json(value)), Ok(value), "{key}");
-            }
-        }
-        let classes: Vec<u64> = SizeClass::all().map(SizeClass::bytes).collect();
-        let written: Vec<u64> =
-            CLASSES.iter().map(|class| class.parse::<Size>().unwrap().bytes()).collect();
-        assert_eq!(classes, written);
-    }
-
-    #[test]
-    fn the_words_and_defaults_are_those_of_the_configuration() {
-        assert!(LogLevel::names().eq(definitions::LEVELS.iter().copied()));
-        for definition in DEFINITIONS {
-            let Some(path) = definition.config else { continue };
-            let (header, name) = path.rsplit_once('.').unwrap_or(("", path));
-            let section = SECTIONS.iter().find(|section| section.header == header).unwrap();
-            let key = section.find(name).unwrap_or_else(|| panic!("no key {path}"));
-            let default = match definition.kind {
-                // The file has a switch as true or false.
-                Kind::Word(["off", "on"]) => (definition.default == 1).to_string(),
-                _ => definition.text(definition.default),
-            };
-            assert_eq!(key.default, default, "{path}");
-            let volume = SECTIONS.iter().find(|section| section.header == "volume.NAME").unwrap();
-            if definition.scope == ParameterScope::Bdi {
-                assert_eq!(header, "bdi.NAME");
-                continue;
-            }
-            assert_eq!(
-                volume.find(name).is_some(),
-                definition.scope == ParameterScope::Volume,
-                "{path} in [volume.NAME]"
-            );
-        }
-    }
-
-    #[test]
-    fn unknown_names_get_a_suggestion() {
-        let remedy = |name: &str| Key::parse(name).unwrap_err().remedy;
-        assert_eq!(remedy("max_bufer_pages"), "did you mean `max_buffer_pages`?");
-        assert_eq!(remedy("max-clients"), "did you mean `max_clients`?");
-        assert!(remedy("zone_limit_bytes").contains("zone_limit_bytes.4K to zone_limit_bytes.1M"));
-        assert!(remedy("zebra").starts_with("the parameters are max_buffer_pages, "));
-        let error = Key::parse(&"x\n".repeat(100_000)).unwrap_err();
-        assert!(error.message.len() < 300 && !error.message.contains('\n'));
-    }
-
-    #[test]
-    fn values_are_parsed_and_invalid_ones_are_refused() {
-        let refused = |key: Key, json: &str| {
-            let error = key.definition().parse(&serde_json::from_str(json).unwrap()).unwrap_err();
-            (error.kind, error.remedy)
-        };
-        let parse = |key: Key, json: &str| {
-            key.definition().parse(&serde_json::from_str(json).unwrap()).unwrap()
-        };
-        assert_eq!(parse(Key::MaxBufferPages, "0"), 0);
-        assert_eq!(parse(Key::MaxBufferPages, "\"1048576\""), 1 << 20);
-        assert_eq!(parse(Key::MaxRequest, "\"1M\""), 1 << 20);
-        assert_eq!(parse(Key::MaxRequest, "1048576"), 1 << 20);
-        assert_eq!(parse(Key::Log, "\"debug\""), 3);
-        let zone = Key::ZoneLimitBytes(SizeClass(0));
-        assert_eq!(parse(zone, "0"), 0);
-        assert_eq!(parse(zone, "\"2M\""), 2 << 20);
-        assert_eq!(refused(zone, "1").0, ErrorKind::OutOfRange);
-        assert_eq!(refused(Key::MaxBufferPages, "1048577").0, ErrorKind::OutOfRange);
-        assert_eq!(refused(Key::MaxClients, "0").1, "choose 1 to 65536");
-        for json in ["-1", "1.5", "null", "true", "[]", "{}", "\"+1\"", "\"1K\"", "\"\"", "1e99"] {
-            assert_eq!(refused(Key::MaxBufferPages, json).0, ErrorKind::InvalidValue, "{json}");
-        }
-        assert_eq!(refused(Key::Log, "\"inof\"").1, "did you mean `info`?");
-        assert_eq!(refused(Key::Log, "2").0, ErrorKind::InvalidValue);
-    }
-
-    proptest! {
-        #[test]
-        fn no_text_panics_and_every_parsed_value_is_in_range(text in "\\PC*|[0-9]{0,22}[KMGT]?") {
-            for key in Key::all() {
-                let definition = key.definition();
-                if let Ok(value) = definition.parse(&Value::String(text.clone())) {
-                    prop_assert!(definition.allows(value));
-                    prop_assert_eq!(definition.parse(&definition.json(value)), Ok(value));
-                }
-            }
-        }
-    }
-}
+/// The log level.
+pub const LOG: TypedKey<LogLevel> = TypedKey::new(&Definition {
+    name: "log",
+    scope: ParameterScope::Daemon,
+    kind: Kind::Word(LEVELS),
+    unit: "level",
+    default: 2,
+    minimum: 0,
+    maximum: 3,
+    config: Some("log"),
+    effect: "At once.",
+    doc: "The level of the log on stderr; each level includes the ones before it: error (what the \
+          daemon could not do), warn (what an operator should check), info (start, stop, reload, \
+          connections), debug (details).",
+    ..COMMON
+});

@@ -60,7 +60,7 @@ impl XenstoreControl {
         let discard = discard && !read_only && volume.capabilities().discard;
         let bits = [(cdrom, INFO_CDROM), (removable, INFO_REMOVABLE), (read_only, INFO_READ_ONLY)];
         let info = bits.iter().filter(|(on, _)| *on).map(|(_, bit)| bit).sum();
-        let persistent = self.parameters.feature_persistent();
+        let persistent = self.parameters.feature_persistent.get();
         Ok(Offer { volume, pool, read_only, share, discard, flush, info, persistent })
     }
 

@@ -15,9 +15,9 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use ebb_cache::{Cache, CacheOptions, Reclaimer};
-use ebb_config::params::{Configured, Key, Parameters};
+use ebb_config::params::{CACHE_MAX, CACHE_MIN, Configured, ParameterOwner, Parameters};
 use ebb_config::{Config, ServeArgs, StoreUri, VolumeConfig};
-use ebb_export_nbd::{Server, ServerLimits, TlsMode};
+use ebb_export_nbd::{Server, TlsMode};
 use ebb_export_xen::shm::World as Machine;
 use ebb_export_xen::{Backend, BackendOptions, Figures, NextRun, XenParameters, XenstoreControl};
 use ebb_io::fd_from;
@@ -282,13 +282,13 @@ impl Daemon {
         let mut options = ebb_mem::MemoryOptions::new(settings.ceiling, now);
         options.lend = settings.lend;
         let memory = Memory::new(options).unwrap();
-        parameters.govern(&memory);
-        let grants = Arc::<XenParameters>::default();
-        ebbd::xen::govern_grants(&parameters, &grants);
+        ebbd::parameters::limit_zones(&parameters, &memory);
+        let grants = ebbd::parameters::rings(&parameters);
         let (cache, reclaimer) = start_cache(&memory, &parameters, now);
         let worker = SimWorker::new("world", &memory).unwrap();
         let volumes = Volumes::default();
-        let server = Server::new(volumes.clone(), ServerLimits::default(), TlsMode::Off, None);
+        let limits = ebbd::parameters::clients(&parameters);
+        let server = Server::new(volumes.clone(), limits, TlsMode::Off, None);
         let engine = Engine::new(EngineParts {
             server: server.clone(),
             volumes: volumes.clone(),
@@ -443,17 +443,11 @@ impl Daemon {
 
     /// Sets a parameter, or goes back to what the configuration says.
     pub(crate) fn set(&self, name: &str, value: Option<u64>) -> bool {
+        let owner = ParameterOwner::Daemon;
         let changed = match value {
-            Some(value) => self.parameters.set(name, None, &serde_json::json!(value)),
-            None => self.parameters.unset(name, None),
+            Some(value) => self.parameters.set(name, owner, &serde_json::json!(value)),
+            None => self.parameters.unset(name, owner),
         };
-        // Not by a watcher: one that held the server would keep its volumes, which know the parameters.
-        let live = |key| usize::try_from(self.parameters.live(key).get()).unwrap();
-        self.server.set_limits(ServerLimits {
-            max_clients: live(Key::MaxClients),
-            max_request: u32::try_from(live(Key::MaxRequest)).unwrap(),
-            connection_memory: live(Key::ConnectionMemory),
-        });
         changed.is_ok()
     }
 
@@ -473,18 +467,15 @@ fn start_cache(
     started: Instant,
 ) -> (Arc<Cache>, Reclaimer) {
     let options = CacheOptions {
-        max_bytes: Some(parameters.live(Key::CacheMax).get()),
-        min_bytes: parameters.live(Key::CacheMin).get(),
+        max_bytes: Some(parameters.daemon(CACHE_MAX).get()),
+        min_bytes: parameters.daemon(CACHE_MIN).get(),
         started,
     };
     let cache = Cache::without_reclaimer(memory, options);
-    let governed = cache.clone();
-    parameters.watch(move |change| match change.key {
-        // As much as the machine allows is nothing that a seed decides.
-        Key::CacheMax => governed.set_max(Some(change.to.clamp(64 << 10, 16 << 20))),
-        Key::CacheMin => governed.set_min(change.to),
-        _ => {}
-    });
+    // As much as the machine allows is nothing that a seed decides.
+    let limit = |cache: &Cache, bytes: u64| cache.set_max(Some(bytes.clamp(64 << 10, 16 << 20)));
+    parameters.daemon(CACHE_MAX).watch_for(&cache, limit);
+    parameters.daemon(CACHE_MIN).watch_for(&cache, |cache, bytes| cache.set_min(bytes));
     // What the kernel discards is not determined by the seed; the world assumes some each time.
     let reclaimer = Reclaimer::new(&cache, Box::new(|| None));
     (cache, reclaimer)

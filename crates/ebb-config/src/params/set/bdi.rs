@@ -8,305 +8,136 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::Value;
-
+use super::super::definition::{Key, ParameterScope};
 use super::super::error::{ParameterError, ParameterErrorKind as ErrorKind};
-use super::super::table::Key;
-use super::{Live, Origin, ParameterChange, Parameters, Reading, State};
-use crate::Percent;
-use crate::{Config, shorten, suggest};
-
-/// Handles to the values in force of one backing device.
-#[derive(Clone, Debug)]
-pub struct BdiLive(BTreeMap<Key, Live>);
-
-impl BdiLive {
-    fn new(configured: &BTreeMap<Key, u64>) -> BdiLive {
-        let value = |key: Key| value_of(configured, key);
-        BdiLive(Key::per_bdi().map(|key| (key, Live::new(value(key)))).collect())
-    }
-
-    /// The value in force of one of [`Key::per_bdi`].
-    pub fn get(&self, key: Key) -> u64 {
-        self.0.get(&key).map_or(key.definition().default, Live::get)
-    }
-
-    fn set(&self, key: Key, value: u64) {
-        if let Some(live) = self.0.get(&key) {
-            live.set(value);
-        }
-    }
-}
+use super::super::table::{MAX_RATIO, MIN_RATIO};
+use super::{Configured, ParameterChange, ParameterOwner, Parameters, State, Values, value_of};
+use crate::{Percent, shorten, suggest};
 
 /// The values of one backing device.
 #[derive(Debug)]
-pub(super) struct BdiCells {
-    configured: BTreeMap<Key, u64>,
-    live: BdiLive,
+pub(super) struct BdiValues {
+    pub(super) values: Values,
+    /// Whether the configuration has values for it.
+    is_configured: bool,
     /// Whether it has volumes.
     has_volumes: bool,
 }
 
-/// The configured values of backing devices.
-pub(super) fn configured(config: &Config) -> BTreeMap<String, BTreeMap<Key, u64>> {
-    let values = |bdi: &crate::BdiConfig| {
-        let part = |part: Option<Percent>| part.map(|part| u64::from(part.parts_per_million()));
-        [
-            (Key::MinRatio, part(bdi.min_ratio)),
-            (Key::MaxRatio, part(bdi.max_ratio)),
-            (Key::MaxBytes, bdi.max_bytes.map(crate::Size::bytes)),
-            (Key::StrictLimit, bdi.strict_limit.map(u64::from)),
-        ]
-        .into_iter()
-        .filter_map(|(key, value)| Some((key, value?)))
-        .collect()
-    };
-    config.bdis.iter().map(|(name, bdi)| (name.clone(), values(bdi))).collect()
-}
-
-fn value_of(configured: &BTreeMap<Key, u64>, key: Key) -> u64 {
-    configured.get(&key).copied().unwrap_or(key.definition().default)
-}
-
-/// The error if a parameter of backing devices is used without a device.
-pub(super) fn needs_bdi(key: Key) -> ParameterError {
-    ParameterError::new(
-        ErrorKind::NotPerBdi,
-        format!("{key} belongs to a backing device"),
-        "name one with --bdi NAME; `ebbd stat bdi` lists them",
-    )
-}
-
 impl Parameters {
     /// To be called when a backing device has its first volume: from now on its values can be read and set.
-    pub fn add_bdi(&self, name: &str) -> BdiLive {
+    pub fn add_bdi(&self, name: &str) {
         let mut state = self.lock();
-        let cells = state.bdis.entry(name.to_owned()).or_insert_with(|| BdiCells {
-            configured: BTreeMap::new(),
-            live: BdiLive::new(&BTreeMap::new()),
-            has_volumes: true,
-        });
-        cells.has_volumes = true;
-        cells.live.clone()
+        let new = state.new_bdi(&BTreeMap::new());
+        state.bdis.entry(name.to_owned()).or_insert(new).has_volumes = true;
     }
 
     /// To be called when backing devices have no volumes any more: the values set for them are discarded. All devices
     /// are visited once, whatever the number of names.
     pub fn remove_bdis<'a>(&self, names: impl IntoIterator<Item = &'a str>) {
         let mut state = self.lock();
-        let before = state.bdi_values();
+        let before = state.bdis_in_force();
+        let keys: Vec<Key> = state.table.keys_of(ParameterScope::Bdi).collect();
         for name in names {
-            let Some(cells) = state.bdis.get_mut(name) else { continue };
-            cells.has_volumes = false;
-            for key in Key::per_bdi() {
-                cells.live.set(key, value_of(&cells.configured, key));
-            }
-            if cells.configured.is_empty() {
+            let Some(bdi) = state.bdis.get_mut(name) else { continue };
+            bdi.has_volumes = false;
+            bdi.values.reset(&keys);
+            if !bdi.is_configured {
                 state.bdis.remove(name);
             }
         }
         state.settle_bdis();
-        state.bdi_changes(before).iter().for_each(|change| state.notify(change));
+        let changes = state.bdi_changes(&before);
+        state.follow_and_notify(&changes);
     }
 
     /// The names of backing devices with volumes.
     pub fn bdis_with_volumes(&self) -> Vec<String> {
         let state = self.lock();
-        let used = state.bdis.iter().filter(|(_, cells)| cells.has_volumes);
+        let used = state.bdis.iter().filter(|(_, bdi)| bdi.has_volumes);
         used.map(|(name, _)| name.clone()).collect()
     }
 
     /// The names of configured backing devices without volumes.
     pub fn bdis_without_volumes(&self) -> Vec<String> {
         let state = self.lock();
-        let unused = state.bdis.iter().filter(|(_, cells)| !cells.has_volumes);
+        let unused = state.bdis.iter().filter(|(_, bdi)| !bdi.has_volumes);
         unused.map(|(name, _)| name.clone()).collect()
-    }
-
-    /// The parameters of a backing device, in order.
-    ///
-    /// # Errors
-    /// [`ErrorKind::UnknownBdi`].
-    pub fn list_bdi(&self, bdi: &str) -> Result<Vec<Reading>, ParameterError> {
-        let state = self.lock();
-        Key::per_bdi().map(|key| state.reading_bdi(key, bdi)).collect()
-    }
-
-    /// A backing device's value of the parameter called `name`.
-    ///
-    /// # Errors
-    /// An unknown name, an unknown device, or a parameter that devices do not have.
-    pub fn get_bdi(&self, name: &str, bdi: &str) -> Result<Reading, ParameterError> {
-        let key = Key::parse(name)?;
-        self.lock().reading_bdi(key, bdi)
-    }
-
-    /// Sets a backing device's parameter at run time; the change is in force when this returns.
-    ///
-    /// # Errors
-    /// As for [`Self::get_bdi`], or a value that is refused.
-    pub fn set_bdi(
-        &self,
-        name: &str,
-        bdi: &str,
-        value: &Value,
-    ) -> Result<ParameterChange, ParameterError> {
-        let key = Key::parse(name)?;
-        let mut state = self.lock();
-        let from = state.reading_bdi(key, bdi)?.value;
-        let to = key.definition().parse(value)?;
-        state.put_bdi(key, bdi, from, to)
-    }
-
-    /// Goes back to a backing device's value of the configuration, or else to the default.
-    ///
-    /// # Errors
-    /// As for [`Self::get_bdi`], or [`ErrorKind::Conflict`] with a value set meanwhile.
-    pub fn unset_bdi(&self, name: &str, bdi: &str) -> Result<ParameterChange, ParameterError> {
-        let key = Key::parse(name)?;
-        let mut state = self.lock();
-        let from = state.reading_bdi(key, bdi)?.value;
-        let to = state.bdis.get(bdi).map_or(from, |cells| value_of(&cells.configured, key));
-        state.put_bdi(key, bdi, from, to)
     }
 }
 
 impl State {
-    fn reading_bdi(&self, key: Key, bdi: &str) -> Result<Reading, ParameterError> {
-        let Some(cells) = self.bdis.get(bdi) else {
-            let names = self.bdis.keys().map(String::as_str);
-            let remedy = suggest(bdi, names, "the backing devices are");
-            let message = format!("there is no backing device `{}`", shorten(bdi));
-            return Err(ParameterError::new(ErrorKind::UnknownBdi, message, remedy));
-        };
-        if !Key::per_bdi().any(|own| own == key) {
-            let names: Vec<String> = Key::per_bdi().map(Key::name).collect();
-            return Err(ParameterError::new(
-                ErrorKind::NotPerBdi,
-                format!("{key} is not a parameter of backing devices"),
-                format!("omit the device; the parameters of devices are {}", names.join(", ")),
-            ));
-        }
-        let value = cells.live.get(key);
-        let configured = value_of(&cells.configured, key) == value;
-        let origin = if configured { Origin::Configuration } else { Origin::RunTime };
-        Ok(Reading { key, value, origin })
+    fn new_bdi(&self, configured: &BTreeMap<Key, u64>) -> BdiValues {
+        let keys = self.table.keys_of(ParameterScope::Bdi);
+        let values = Values::new(keys, |key| Some(value_of(configured, key)), |_| 0);
+        BdiValues { values, is_configured: !configured.is_empty(), has_volumes: false }
     }
 
-    fn put_bdi(
-        &mut self,
-        key: Key,
-        bdi: &str,
-        from: u64,
-        to: u64,
-    ) -> Result<ParameterChange, ParameterError> {
-        self.bdi_fits(key, bdi, to)?;
-        if let Some(cells) = self.bdis.get(bdi) {
-            cells.live.set(key, to);
-        }
-        let change = ParameterChange { key, volume: None, bdi: Some(bdi.to_owned()), from, to };
-        if from != to {
-            self.notify(&change);
-        }
-        Ok(change)
+    pub(super) fn unknown_bdi(&self, name: &str) -> ParameterError {
+        let names = self.bdis.keys().map(String::as_str);
+        let remedy = suggest(name, names, "the backing devices are");
+        let message = format!("there is no backing device `{}`", shorten(name));
+        ParameterError::new(ErrorKind::UnknownBdi, message, remedy)
     }
 
-    /// Checks a device's `value` for `key` against other values.
-    fn bdi_fits(&self, key: Key, bdi: &str, value: u64) -> Result<(), ParameterError> {
+    /// Checks a device's `value` for `key` against those of other devices.
+    pub(super) fn bdis_fit(&self, key: Key, bdi: &str, value: u64) -> Result<(), ParameterError> {
+        let left = whole().saturating_sub(self.reserved(Some(bdi)));
+        if key != MIN_RATIO.key() || value <= left {
+            return Ok(());
+        }
         let text = |value| key.definition().text(value);
-        let of = |key| self.bdis.get(bdi).map_or(0, |cells| cells.live.get(key));
-        let conflict = |message: String, remedy: String| {
-            Err(ParameterError::new(ErrorKind::Conflict, message, remedy))
-        };
-        match key {
-            Key::MaxRatio if value < of(Key::MinRatio) => {
-                let least = text(of(Key::MinRatio));
-                conflict(
-                    format!("{} is less than min_ratio, {least}", text(value)),
-                    format!("choose {least} or more, or a smaller min_ratio first"),
-                )
-            }
-            Key::MinRatio if value > of(Key::MaxRatio) => {
-                let most = text(of(Key::MaxRatio));
-                conflict(
-                    format!("{} is more than max_ratio, {most}", text(value)),
-                    format!("choose {most} or less, or a larger max_ratio first"),
-                )
-            }
-            Key::MinRatio => {
-                let left = whole().saturating_sub(self.kept(Some(bdi)));
-                if value <= left {
-                    return Ok(());
-                }
-                conflict(
-                    format!("{} is more than the other devices leave of 100", text(value)),
-                    format!(
-                        "choose {} or less, or lower the min_ratio of another device",
-                        text(left)
-                    ),
-                )
-            }
-            _ => Ok(()),
-        }
+        Err(ParameterError::new(
+            ErrorKind::Conflict,
+            format!("{} is more than the other devices leave of 100", text(value)),
+            format!("choose {} or less, or lower the min_ratio of another device", text(left)),
+        ))
     }
 
     /// The sum of `min_ratio` of all devices, except one.
-    fn kept(&self, except: Option<&str>) -> u64 {
+    fn reserved(&self, except: Option<&str>) -> u64 {
         let others = self.bdis.iter().filter(|(name, _)| Some(name.as_str()) != except);
-        others.fold(0, |sum, (_, cells)| sum.saturating_add(cells.live.get(Key::MinRatio)))
+        others.fold(0, |sum, (_, bdi)| sum.saturating_add(bdi.values.get(MIN_RATIO.key())))
     }
 
-    pub(super) fn reload_bdis(&mut self, configured: &super::Configured) -> Vec<ParameterChange> {
-        let before = self.bdi_values();
+    pub(super) fn reload_bdis(&mut self, configured: &Configured) -> Vec<ParameterChange> {
+        let before = self.bdis_in_force();
         let none = BTreeMap::new();
-        for (name, cells) in &mut self.bdis {
+        for (name, bdi) in &mut self.bdis {
             let new = configured.bdis.get(name).unwrap_or(&none);
-            for key in Key::per_bdi() {
-                if value_of(&cells.configured, key) != value_of(new, key) {
-                    cells.live.set(key, value_of(new, key));
-                }
-            }
-            cells.configured.clone_from(new);
+            bdi.values.reload(|key| Some(value_of(new, key)), |_| 0);
+            bdi.is_configured = !new.is_empty();
         }
-        self.bdis.retain(|_, cells| cells.has_volumes || !cells.configured.is_empty());
+        self.bdis.retain(|_, bdi| bdi.has_volumes || bdi.is_configured);
         for (name, configured) in &configured.bdis {
-            self.bdis.entry(name.clone()).or_insert_with(|| BdiCells {
-                configured: configured.clone(),
-                live: BdiLive::new(configured),
-                has_volumes: false,
-            });
+            let new = self.new_bdi(configured);
+            self.bdis.entry(name.clone()).or_insert(new);
         }
         self.settle_bdis();
-        self.bdi_changes(before)
+        self.bdi_changes(&before)
     }
 
-    fn bdi_values(&self) -> Vec<(String, Key, u64)> {
-        let of = |(name, cells): (&String, &BdiCells)| {
-            let value = |key| (name.clone(), key, cells.live.get(key));
-            Key::per_bdi().map(value).collect::<Vec<_>>()
-        };
-        self.bdis.iter().flat_map(of).collect()
-    }
-
-    /// Where parts do not fit together, the configuration's count: those do.
-    fn settle_bdis(&self) {
+    /// If parts do not fit together, all devices get those of the configuration, which fit.
+    fn settle_bdis(&mut self) {
         let crossed =
-            |cells: &BdiCells| cells.live.get(Key::MinRatio) > cells.live.get(Key::MaxRatio);
-        if self.kept(None) > whole() || self.bdis.values().any(crossed) {
-            for cells in self.bdis.values() {
-                for key in [Key::MinRatio, Key::MaxRatio] {
-                    cells.live.set(key, value_of(&cells.configured, key));
-                }
+            |bdi: &BdiValues| bdi.values.get(MIN_RATIO.key()) > bdi.values.get(MAX_RATIO.key());
+        if self.reserved(None) > whole() || self.bdis.values().any(crossed) {
+            for bdi in self.bdis.values_mut() {
+                bdi.values.reset(&[MIN_RATIO.key(), MAX_RATIO.key()]);
             }
         }
     }
 
-    fn bdi_changes(&self, before: Vec<(String, Key, u64)>) -> Vec<ParameterChange> {
-        let change = |(name, key, from): (String, Key, u64)| {
-            let to = self.bdis.get(&name)?.live.get(key);
-            (from != to).then_some(ParameterChange { key, volume: None, bdi: Some(name), from, to })
+    fn bdis_in_force(&self) -> Vec<(String, Vec<(Key, u64)>)> {
+        self.bdis.iter().map(|(name, bdi)| (name.clone(), bdi.values.in_force())).collect()
+    }
+
+    fn bdi_changes(&self, before: &[(String, Vec<(Key, u64)>)]) -> Vec<ParameterChange> {
+        let changes = |(name, before): &(String, Vec<(Key, u64)>)| {
+            let bdi = self.bdis.get(name)?;
+            Some(bdi.values.changes(ParameterOwner::Bdi(name), before))
         };
-        before.into_iter().filter_map(change).collect()
+        before.iter().filter_map(changes).flatten().collect()
     }
 }
 
@@ -316,11 +147,28 @@ fn whole() -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use ebb_param::ParameterValue;
     use proptest::prelude::*;
     use serde_json::json;
 
-    use super::super::Configured;
+    use super::super::super::definition::TypedKey;
+    use super::super::super::table::{MAX_BYTES, STRICT_LIMIT};
+    use super::super::{Origin, ParameterOwner::Bdi};
     use super::*;
+
+    /// A backing device with volumes.
+    struct Device<'a>(&'a Parameters, &'a str);
+
+    impl Device<'_> {
+        fn get<T: ParameterValue>(&self, key: TypedKey<T>) -> T {
+            self.0.handle(key, Bdi(self.1)).get()
+        }
+    }
+
+    fn add<'a>(parameters: &'a Parameters, name: &'a str) -> Device<'a> {
+        parameters.add_bdi(name);
+        Device(parameters, name)
+    }
 
     fn configured(bdis: &[(&str, &[(Key, u64)])]) -> Configured {
         let bdi = |(name, own): &(&str, &[(Key, u64)])| {
@@ -335,82 +183,79 @@ mod tests {
 
     #[test]
     fn a_device_has_configured_values_until_they_are_set_and_loses_set_values_with_its_volumes() {
-        let parameters = Parameters::new(&configured(&[("array", &[(Key::MaxBytes, 8 << 20)])]));
+        let parameters = Parameters::new(&configured(&[("array", &[(MAX_BYTES.key(), 8 << 20)])]));
         assert_eq!(parameters.bdis_without_volumes(), ["array"]);
-        let (array, disk) = (parameters.add_bdi("array"), parameters.add_bdi("8:0"));
-        assert_eq!((array.get(Key::MaxBytes), disk.get(Key::MaxBytes)), (8 << 20, 0));
-        assert_eq!(disk.get(Key::MaxRatio), 1_000_000);
+        let (array, disk) = (add(&parameters, "array"), add(&parameters, "8:0"));
+        assert_eq!((array.get(MAX_BYTES), disk.get(MAX_BYTES)), (8 << 20, 0));
+        assert_eq!(disk.get(MAX_RATIO), 1_000_000);
         assert!(parameters.bdis_without_volumes().is_empty());
 
-        let change = parameters.set_bdi("max_bytes", "array", &json!("16M")).unwrap();
-        assert_eq!(
-            (change.from, change.to, array.get(Key::MaxBytes)),
-            (8 << 20, 16 << 20, 16 << 20)
-        );
-        assert_eq!(parameters.get_bdi("max_bytes", "array").unwrap().origin, Origin::RunTime);
-        parameters.set_bdi("strict_limit", "8:0", &json!("on")).unwrap();
-        parameters.set_bdi("max_ratio", "8:0", &json!(12.5)).unwrap();
-        assert_eq!((disk.get(Key::StrictLimit), disk.get(Key::MaxRatio)), (1, 125_000));
-        parameters.unset_bdi("max_bytes", "array").unwrap();
-        assert_eq!(array.get(Key::MaxBytes), 8 << 20);
+        let change = parameters.set("max_bytes", Bdi("array"), &json!("16M")).unwrap();
+        assert_eq!((change.from, change.to, array.get(MAX_BYTES)), (8 << 20, 16 << 20, 16 << 20));
+        assert_eq!(parameters.get("max_bytes", Bdi("array")).unwrap().origin, Origin::RunTime);
+        parameters.set("strict_limit", Bdi("8:0"), &json!("on")).unwrap();
+        parameters.set("max_ratio", Bdi("8:0"), &json!(12.5)).unwrap();
+        assert_eq!((disk.get(STRICT_LIMIT), disk.get(MAX_RATIO)), (true, 125_000));
+        parameters.unset("max_bytes", Bdi("array")).unwrap();
+        assert_eq!(array.get(MAX_BYTES), 8 << 20);
 
-        parameters.set_bdi("max_bytes", "array", &json!(1 << 20)).unwrap();
+        parameters.set("max_bytes", Bdi("array"), &json!(1 << 20)).unwrap();
         parameters.remove_bdis(["array", "8:0", "never"]);
-        assert_eq!(parameters.get_bdi("max_bytes", "array").unwrap().value, 8 << 20);
-        assert_eq!(kind(parameters.list_bdi("8:0")), ErrorKind::UnknownBdi);
+        assert_eq!(parameters.get("max_bytes", Bdi("array")).unwrap().value, 8 << 20);
+        assert_eq!(kind(parameters.list(Bdi("8:0"))), ErrorKind::UnknownBdi);
     }
 
     #[test]
     fn a_reload_keeps_what_was_set_unless_the_file_changed_it() {
         let file = |bytes, part| {
-            configured(&[("array", &[(Key::MaxBytes, bytes), (Key::MinRatio, part)])])
+            configured(&[("array", &[(MAX_BYTES.key(), bytes), (MIN_RATIO.key(), part)])])
         };
         let parameters = Parameters::new(&file(1 << 20, 100_000));
-        let array = parameters.add_bdi("array");
-        parameters.set_bdi("max_bytes", "array", &json!("2M")).unwrap();
+        let array = add(&parameters, "array");
+        parameters.set("max_bytes", Bdi("array"), &json!("2M")).unwrap();
         assert_eq!(parameters.reload(&file(1 << 20, 200_000)).len(), 1);
-        assert_eq!((array.get(Key::MaxBytes), array.get(Key::MinRatio)), (2 << 20, 200_000));
+        assert_eq!((array.get(MAX_BYTES), array.get(MIN_RATIO)), (2 << 20, 200_000));
         let changes = parameters.reload(&file(3 << 20, 200_000));
         assert_eq!(changes[0].bdi.as_deref(), Some("array"));
-        assert_eq!(array.get(Key::MaxBytes), 3 << 20);
+        assert_eq!(array.get(MAX_BYTES), 3 << 20);
         // The section leaves the file, the volumes stay.
         parameters.reload(&configured(&[]));
-        assert_eq!((array.get(Key::MaxBytes), array.get(Key::MinRatio)), (0, 0));
-        assert_eq!(parameters.list_bdi("array").unwrap().len(), 4);
+        assert_eq!((array.get(MAX_BYTES), array.get(MIN_RATIO)), (0, 0));
+        assert_eq!(parameters.list(Bdi("array")).unwrap().len(), 4);
     }
 
     #[test]
     fn ratios_of_all_devices_fit_together() {
         let parameters = Parameters::new(&Configured::default());
-        let (a, b) = (parameters.add_bdi("a"), parameters.add_bdi("b"));
-        parameters.set_bdi("min_ratio", "a", &json!(60)).unwrap();
-        let error = parameters.set_bdi("min_ratio", "b", &json!(41)).unwrap_err();
+        let (a, b) = (add(&parameters, "a"), add(&parameters, "b"));
+        parameters.set("min_ratio", Bdi("a"), &json!(60)).unwrap();
+        let error = parameters.set("min_ratio", Bdi("b"), &json!(41)).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Conflict);
         assert!(error.remedy.contains("choose 40 or less"), "{error}");
-        parameters.set_bdi("min_ratio", "b", &json!("40%")).unwrap();
-        assert_eq!(kind(parameters.set_bdi("max_ratio", "a", &json!(59))), ErrorKind::Conflict);
-        parameters.set_bdi("max_ratio", "b", &json!(50)).unwrap();
-        assert_eq!(kind(parameters.set_bdi("min_ratio", "b", &json!(51))), ErrorKind::Conflict);
+        parameters.set("min_ratio", Bdi("b"), &json!("40%")).unwrap();
+        assert_eq!(kind(parameters.set("max_ratio", Bdi("a"), &json!(59))), ErrorKind::Conflict);
+        parameters.set("max_ratio", Bdi("b"), &json!(50)).unwrap();
+        assert_eq!(kind(parameters.set("min_ratio", Bdi("b"), &json!(51))), ErrorKind::Conflict);
         // What the file says now does not fit what was set: the file's counts for all.
-        parameters.reload(&configured(&[("b", &[(Key::MinRatio, 450_000)])]));
-        assert_eq!((a.get(Key::MinRatio), b.get(Key::MinRatio)), (0, 450_000));
+        parameters.reload(&configured(&[("b", &[(MIN_RATIO.key(), 450_000)])]));
+        assert_eq!((a.get(MIN_RATIO), b.get(MIN_RATIO)), (0, 450_000));
     }
 
     #[test]
     fn unknown_names_are_refused_with_a_suggestion() {
         let parameters = Parameters::new(&configured(&[("array", &[])]));
-        let error = parameters.get_bdi("max_bytes", "aray").unwrap_err();
+        let error = parameters.get("max_bytes", Bdi("aray")).unwrap_err();
         assert_eq!(error.remedy, "did you mean `array`?");
-        assert_eq!(kind(parameters.get_bdi("log", "array")), ErrorKind::NotPerBdi);
-        let error = parameters.set("max_bytes", None, &json!(0)).unwrap_err();
+        assert_eq!(kind(parameters.get("log", Bdi("array"))), ErrorKind::NotPerBdi);
+        let error = parameters.set("max_bytes", ParameterOwner::Daemon, &json!(0)).unwrap_err();
         assert_eq!(error.kind, ErrorKind::NotPerBdi);
         assert!(error.remedy.contains("--bdi"), "{error}");
         assert_eq!(
-            kind(parameters.set_bdi("max_bytes", "array", &json!(1))),
+            kind(parameters.set("max_bytes", Bdi("array"), &json!(1))),
             ErrorKind::OutOfRange
         );
         assert_eq!(
-            kind(parameters.set_bdi("max_ratio", "array", &json!(0))),
+            kind(parameters.set("max_ratio", Bdi("array"), &json!(0))),
             ErrorKind::OutOfRange
         );
     }
@@ -424,17 +269,17 @@ mod tests {
                 let name = bdi.to_string();
                 let text = json!(Percent::new(u32::try_from(value).unwrap()).to_string());
                 match what {
-                    0 => drop(parameters.add_bdi(&name)),
+                    0 => parameters.add_bdi(&name),
                     1 => parameters.remove_bdis([name.as_str()]),
-                    2 => drop(parameters.set_bdi("min_ratio", &name, &text)),
-                    3 => drop(parameters.set_bdi("max_ratio", &name, &text)),
-                    4 => drop(parameters.unset_bdi("max_ratio", &name)),
-                    _ => drop(parameters.reload(&configured(&[(&name, &[(Key::MinRatio, value)])]))),
+                    2 => drop(parameters.set("min_ratio", Bdi(&name), &text)),
+                    3 => drop(parameters.set("max_ratio", Bdi(&name), &text)),
+                    4 => drop(parameters.unset("max_ratio", Bdi(&name))),
+                    _ => drop(parameters.reload(&configured(&[(&name, &[(MIN_RATIO.key(), value)])]))),
                 }
                 let state = parameters.lock();
-                prop_assert!(state.kept(None) <= whole());
+                prop_assert!(state.reserved(None) <= whole());
                 for cells in state.bdis.values() {
-                    prop_assert!(cells.live.get(Key::MinRatio) <= cells.live.get(Key::MaxRatio));
+                    prop_assert!(cells.values.get(MIN_RATIO.key()) <= cells.values.get(MAX_RATIO.key()));
                 }
             }
         }

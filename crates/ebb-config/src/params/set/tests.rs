@@ -3,8 +3,9 @@
 use proptest::prelude::*;
 use serde_json::json;
 
+use super::super::table::{BUFFER_SQUEEZE_DURATION_MS, MAX_BUFFER_PAGES, ZONE_LIMIT_BYTES};
+use super::ParameterOwner::{Daemon, Volume};
 use super::*;
-use crate::params::SizeClass;
 
 fn configured(daemon: &[(Key, u64)], volumes: &[(&str, &[(Key, u64)])]) -> Configured {
     Configured {
@@ -17,11 +18,11 @@ fn configured(daemon: &[(Key, u64)], volumes: &[(&str, &[(Key, u64)])]) -> Confi
     }
 }
 
-const PAGES: Key = Key::MaxBufferPages;
+const PAGES: Key = MAX_BUFFER_PAGES.key();
 const NAME: &str = "max_buffer_pages";
 
-fn origin(parameters: &Parameters, volume: Option<&str>) -> (u64, Origin) {
-    let reading = parameters.get(NAME, volume).unwrap();
+fn origin(parameters: &Parameters, owner: ParameterOwner) -> (u64, Origin) {
+    let reading = parameters.get(NAME, owner).unwrap();
     (reading.value, reading.origin)
 }
 
@@ -29,40 +30,44 @@ fn origin(parameters: &Parameters, volume: Option<&str>) -> (u64, Origin) {
 fn a_volume_follows_the_daemon_until_it_has_its_own() {
     let parameters =
         Parameters::new(&configured(&[(PAGES, 100)], &[("a", &[]), ("b", &[(PAGES, 7)])]));
-    let (a, b) = (parameters.volume_live("a", PAGES), parameters.volume_live("b", PAGES));
+    let (a, b) = (
+        parameters.handle(MAX_BUFFER_PAGES, Volume("a")),
+        parameters.handle(MAX_BUFFER_PAGES, Volume("b")),
+    );
     assert_eq!((a.get(), b.get()), (100, 7));
-    assert_eq!(origin(&parameters, Some("a")), (100, Origin::Daemon));
-    assert_eq!(origin(&parameters, Some("b")), (7, Origin::Configuration));
+    assert_eq!(origin(&parameters, Volume("a")), (100, Origin::Daemon));
+    assert_eq!(origin(&parameters, Volume("b")), (7, Origin::Configuration));
 
-    parameters.set(NAME, None, &json!(50)).unwrap();
+    parameters.set(NAME, Daemon, &json!(50)).unwrap();
     assert_eq!((a.get(), b.get()), (50, 7));
-    assert_eq!(origin(&parameters, None), (50, Origin::RunTime));
+    assert_eq!(origin(&parameters, Daemon), (50, Origin::RunTime));
 
-    parameters.set(NAME, Some("a"), &json!("60")).unwrap();
-    parameters.set(NAME, None, &json!(40)).unwrap();
+    parameters.set(NAME, Volume("a"), &json!("60")).unwrap();
+    parameters.set(NAME, Daemon, &json!(40)).unwrap();
     assert_eq!((a.get(), b.get()), (60, 7));
-    assert_eq!(origin(&parameters, Some("a")), (60, Origin::RunTime));
+    assert_eq!(origin(&parameters, Volume("a")), (60, Origin::RunTime));
 
-    parameters.unset(NAME, Some("a")).unwrap();
+    parameters.unset(NAME, Volume("a")).unwrap();
     assert_eq!(a.get(), 40);
-    parameters.unset(NAME, None).unwrap();
+    parameters.unset(NAME, Daemon).unwrap();
     assert_eq!((a.get(), b.get()), (100, 7));
-    assert_eq!(origin(&parameters, None), (100, Origin::Configuration));
+    assert_eq!(origin(&parameters, Daemon), (100, Origin::Configuration));
 }
 
 #[test]
 fn a_reload_keeps_what_was_set_unless_the_file_changed_it() {
     let file = |pages, squeeze| {
         configured(
-            &[(PAGES, pages), (Key::BufferSqueezeDurationMs, squeeze)],
+            &[(PAGES, pages), (BUFFER_SQUEEZE_DURATION_MS.key(), squeeze)],
             &[("a", &[(PAGES, 5)])],
         )
     };
     let parameters = Parameters::new(&file(100, 10));
-    let squeeze = parameters.live(Key::BufferSqueezeDurationMs);
-    let (pages, a) = (parameters.live(PAGES), parameters.volume_live("a", PAGES));
-    parameters.set(NAME, None, &json!(1)).unwrap();
-    parameters.set(NAME, Some("a"), &json!(2)).unwrap();
+    let squeeze = parameters.daemon(BUFFER_SQUEEZE_DURATION_MS);
+    let (pages, a) =
+        (parameters.daemon(MAX_BUFFER_PAGES), parameters.handle(MAX_BUFFER_PAGES, Volume("a")));
+    parameters.set(NAME, Daemon, &json!(1)).unwrap();
+    parameters.set(NAME, Volume("a"), &json!(2)).unwrap();
 
     assert_eq!(parameters.reload(&file(100, 20)).len(), 1, "only what the file changed");
     assert_eq!((pages.get(), squeeze.get(), a.get()), (1, 20, 2));
@@ -75,103 +80,100 @@ fn a_reload_keeps_what_was_set_unless_the_file_changed_it() {
     assert_eq!((a.get(), squeeze.get()), (101, 10));
 
     // Without the volume, what was set for it is gone; a new one of the name starts afresh.
-    parameters.set(NAME, Some("a"), &json!(3)).unwrap();
+    parameters.set(NAME, Volume("a"), &json!(3)).unwrap();
     parameters.reload(&configured(&[(PAGES, 101)], &[]));
-    assert_eq!(parameters.get(NAME, Some("a")).unwrap_err().kind, ErrorKind::UnknownVolume);
+    assert_eq!(parameters.get(NAME, Volume("a")).unwrap_err().kind, ErrorKind::UnknownVolume);
     parameters.reload(&configured(&[(PAGES, 101)], &[("a", &[])]));
-    assert_eq!(parameters.volume_live("a", PAGES).get(), 101);
+    assert_eq!(parameters.handle(MAX_BUFFER_PAGES, Volume("a")).get(), 101);
 }
 
 #[test]
 fn a_request_fits_into_the_memory_of_its_connection() {
     let parameters = Parameters::new(&Configured::default());
-    let request = parameters.live(Key::MaxRequest);
-    let memory = parameters.live(Key::ConnectionMemory);
-    parameters.set("connection_memory", None, &json!("32M")).unwrap();
-    let error = parameters.set("max_request", None, &json!("33M")).unwrap_err();
+    let request = parameters.daemon(MAX_REQUEST);
+    let memory = parameters.daemon(CONNECTION_MEMORY);
+    parameters.set("connection_memory", Daemon, &json!("32M")).unwrap();
+    let error = parameters.set("max_request", Daemon, &json!("33M")).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Conflict);
     assert!(error.remedy.contains("32M or less"), "{error}");
-    let error = parameters.set("connection_memory", None, &json!("31M")).unwrap_err();
+    let error = parameters.set("connection_memory", Daemon, &json!("31M")).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Conflict);
     assert_eq!((request.get(), memory.get()), (32 << 20, 32 << 20), "nothing changed");
 
     // The file asks for more than the memory that was set: its two values fit, and come together.
-    parameters.reload(&configured(&[(Key::MaxRequest, 48 << 20)], &[]));
+    parameters.reload(&configured(&[(MAX_REQUEST.key(), 48 << 20)], &[]));
     assert_eq!((request.get(), memory.get()), (48 << 20, 64 << 20));
 
     // Going back to the configuration may conflict, too.
-    parameters.set("max_request", None, &json!("4K")).unwrap();
-    parameters.set("connection_memory", None, &json!("4K")).unwrap();
-    assert_eq!(parameters.unset("max_request", None).unwrap_err().kind, ErrorKind::Conflict);
+    parameters.set("max_request", Daemon, &json!("4K")).unwrap();
+    parameters.set("connection_memory", Daemon, &json!("4K")).unwrap();
+    assert_eq!(parameters.unset("max_request", Daemon).unwrap_err().kind, ErrorKind::Conflict);
 }
 
 #[test]
 fn unknown_names_are_refused_with_a_suggestion() {
     let parameters = Parameters::new(&configured(&[], &[("disk", &[]), ("install cd", &[])]));
-    let error = parameters.set(NAME, Some("dsik"), &json!(1)).unwrap_err();
+    let error = parameters.set(NAME, Volume("dsik"), &json!(1)).unwrap_err();
     assert_eq!(
         (error.kind, error.remedy.as_str()),
         (ErrorKind::UnknownVolume, "did you mean `disk`?")
     );
-    let error = parameters.get("log", Some("disk")).unwrap_err();
+    let error = parameters.get("log", Volume("disk")).unwrap_err();
     assert_eq!(error.kind, ErrorKind::NotPerVolume);
     assert!(error.remedy.contains("max_buffer_pages, buffer_squeeze_duration_ms"), "{error}");
-    assert_eq!(parameters.get("logs", None).unwrap_err().remedy, "did you mean `log`?");
-    assert_eq!(parameters.list(None).unwrap().len(), Key::of_daemon().count());
-    assert_eq!(parameters.list(Some("disk")).unwrap().len(), 2);
+    assert_eq!(parameters.get("logs", Daemon).unwrap_err().remedy, "did you mean `log`?");
+    assert_eq!(
+        parameters.list(Daemon).unwrap().len(),
+        TABLE.keys_of(ParameterScope::Daemon).count()
+    );
+    assert_eq!(parameters.list(Volume("disk")).unwrap().len(), 2);
 }
 
 #[test]
 fn watchers_see_changes_in_order_and_read_the_new_value() {
     let parameters = Parameters::new(&Configured::default());
-    let (seen, live) = (Arc::new(Mutex::new(Vec::new())), parameters.live(PAGES));
-    let seen_too = seen.clone();
-    parameters.watch(move |change| {
-        if change.key == PAGES {
-            assert_eq!(live.get(), change.to);
-            seen_too.lock().unwrap().push((change.from, change.to));
-        }
+    let (seen, pages) = (Arc::new(Mutex::new(vec![1024])), parameters.daemon(MAX_BUFFER_PAGES));
+    let (log, reader) = (seen.clone(), pages.clone());
+    pages.watch(move |value| {
+        assert_eq!(reader.get(), value);
+        log.lock().unwrap().push(value);
     });
+    let changes = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
         for thread in 0..8u64 {
-            let parameters = &parameters;
+            let (parameters, changes) = (&parameters, &changes);
             scope.spawn(move || {
                 for n in 0..200 {
-                    parameters.set(NAME, None, &json!(thread * 1000 + n)).unwrap();
+                    let value = json!(10_000 + thread * 1000 + n);
+                    let change = parameters.set(NAME, Daemon, &value).unwrap();
+                    changes.lock().unwrap().push((change.from, change.to));
                 }
             });
         }
     });
-    let seen = seen.lock().unwrap();
-    assert_eq!(seen.first().unwrap().0, 1024);
-    assert!(seen.windows(2).all(|pair| pair[0].1 == pair[1].0), "each begins where one ended");
-    assert_eq!(seen.last().unwrap().1, parameters.live(PAGES).get());
+    let seen: Vec<u64> = seen.lock().unwrap().iter().map(|value| u64::from(*value)).collect();
+    assert_eq!(seen.last(), Some(&u64::from(pages.get())));
+    let mut steps: Vec<(u64, u64)> = seen.windows(2).map(|pair| (pair[0], pair[1])).collect();
+    let mut changes = changes.into_inner().unwrap();
+    steps.sort_unstable();
+    changes.sort_unstable();
+    assert_eq!(steps, changes, "each change begins where the one before ended");
 }
 
 #[test]
-fn page_pools_and_zones_follow() {
+fn watchers_of_a_volume_see_that_it_follows_the_daemon() {
     let parameters = Parameters::new(&configured(&[], &[("a", &[]), ("b", &[(PAGES, 7)])]));
-    let (none, a, b) =
-        (parameters.pool(None), parameters.pool(Some("a")), parameters.pool(Some("b")));
-    let pages = || [&none, &a, &b].map(|pool| pool.max_buffer_pages());
-    assert_eq!(pages(), [1024, 1024, 7]);
-    parameters.set(NAME, None, &json!(5)).unwrap();
-    assert_eq!(pages(), [5, 5, 7]);
-    parameters.set(NAME, Some("a"), &json!(6)).unwrap();
-    assert_eq!(pages(), [5, 6, 7]);
-    parameters.set("buffer_squeeze_duration_ms", Some("b"), &json!(60_000)).unwrap();
-    assert_eq!([&a, &b].map(|pool| pool.buffer_squeeze_duration_ms()), [10, 60_000]);
-
-    let options = ebb_mem::MemoryOptions::new(64 << 20, std::time::Instant::now());
-    let memory = ebb_mem::Memory::new(options).unwrap();
-    parameters.set("zone_limit_bytes.8K", None, &json!("2M")).unwrap();
-    parameters.govern(&memory);
-    parameters.set("zone_limit_bytes.64K", None, &json!("4M")).unwrap();
-    let limit =
-        |bytes| memory.stats().zones.iter().find(|zone| zone.item_bytes == bytes).unwrap().limit;
-    assert_eq!([limit(4096), limit(8192), limit(65_536)], [None, Some(256), Some(64)]);
-    parameters.unset("zone_limit_bytes.8K", None).unwrap();
-    assert_eq!(limit(8192), None);
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    for name in ["a", "b"] {
+        let log = seen.clone();
+        let pages = parameters.handle(MAX_BUFFER_PAGES, Volume(name));
+        pages.watch(move |value| log.lock().unwrap().push((name, value)));
+    }
+    parameters.set(NAME, Daemon, &json!(5)).unwrap();
+    parameters.set(NAME, Daemon, &json!(5)).unwrap();
+    parameters.set(NAME, Volume("b"), &json!(6)).unwrap();
+    parameters.reload(&configured(&[(PAGES, 8)], &[("a", &[]), ("b", &[])]));
+    assert_eq!(*seen.lock().unwrap(), [("a", 5), ("b", 6), ("b", 8), ("a", 8)]);
 }
 
 #[derive(Clone, Debug)]
@@ -182,7 +184,7 @@ enum Step {
 }
 
 fn any_key() -> impl Strategy<Value = Key> {
-    prop::sample::select(Key::of_daemon().collect::<Vec<_>>())
+    prop::sample::select(TABLE.keys_of(ParameterScope::Daemon).collect::<Vec<_>>())
 }
 
 fn any_value(key: Key) -> impl Strategy<Value = (Key, u64)> {
@@ -196,7 +198,7 @@ fn any_step() -> impl Strategy<Value = Step> {
     // A configuration that was checked holds max_request within connection_memory.
     let daemon =
         prop::collection::vec(any_key().prop_flat_map(any_value), 0..4).prop_map(|daemon| {
-            let memory = |(key, _): &(Key, u64)| !matches!(key, Key::ConnectionMemory);
+            let memory = |(key, _): &(Key, u64)| *key != CONNECTION_MEMORY.key();
             daemon.into_iter().filter(memory).collect::<Vec<_>>()
         });
     let volumes = prop::collection::vec((0u8..3, prop::option::of(0u64..5000)), 0..3);
@@ -219,14 +221,16 @@ proptest! {
             match step {
                 Step::Set(key, volume, value) => {
                     let name = volume.map(|volume| volume.to_string());
-                    let done = parameters.set(&key.name(), name.as_deref(), &key.definition().json(value));
+                    let owner = name.as_deref().map_or(Daemon, Volume);
+                    let done = parameters.set(&key.name(), owner, &key.definition().json(value));
                     if let (Ok(_), Some(name)) = (done, name) {
                         own.get_mut(&(name, key)).unwrap().1 = Some(value);
                     }
                 }
                 Step::Unset(key, volume) => {
                     let name = volume.map(|volume| volume.to_string());
-                    let done = parameters.unset(&key.name(), name.as_deref());
+                    let owner = name.as_deref().map_or(Daemon, Volume);
+                    let done = parameters.unset(&key.name(), owner);
                     if let (Ok(_), Some(name)) = (done, name) {
                         let cell = own.get_mut(&(name, key)).unwrap();
                         cell.1 = cell.0;
@@ -244,7 +248,7 @@ proptest! {
                     parameters.reload(&file);
                     own.retain(|(name, _), _| file.volumes.contains_key(name));
                     for (name, values) in &file.volumes {
-                        for key in Key::per_volume() {
+                        for key in TABLE.keys_of(ParameterScope::Volume) {
                             let now = values.get(&key).copied();
                             let cell = own.entry((name.clone(), key)).or_insert((now, now));
                             if cell.0 != now {
@@ -254,19 +258,19 @@ proptest! {
                     }
                 }
             }
-            for reading in parameters.list(None).unwrap() {
+            for reading in parameters.list(Daemon).unwrap() {
                 prop_assert!(reading.key.definition().allows(reading.value));
-                prop_assert_eq!(parameters.live(reading.key).get(), reading.value);
             }
-            let value = |key| parameters.live(key).get();
-            prop_assert!(value(Key::MaxRequest) <= value(Key::ConnectionMemory));
+            let value = |key: Key| parameters.get(&key.name(), Daemon).unwrap().value;
+            prop_assert!(parameters.daemon(MAX_REQUEST).get() as usize <= parameters.daemon(CONNECTION_MEMORY).get());
             for ((name, key), (_, own)) in &own {
                 let expected = own.unwrap_or_else(|| value(*key));
-                prop_assert_eq!(parameters.volume_live(name, *key).get(), expected);
-                prop_assert_eq!(parameters.get(&key.name(), Some(name)).unwrap().value, expected);
+                prop_assert_eq!(parameters.get(&key.name(), Volume(name)).unwrap().value, expected);
+                let live = parameters.lock().cell(*key, Volume(name)).unwrap().live.get();
+                prop_assert_eq!(live, expected);
             }
         }
-        let zone = Key::ZoneLimitBytes(SizeClass::all().next().unwrap());
-        prop_assert_eq!(parameters.volume_live("0", zone).get(), parameters.live(zone).get());
+        let zone = ZONE_LIMIT_BYTES.members().next().unwrap();
+        prop_assert_eq!(parameters.handle(zone, Volume("0")).get(), parameters.daemon(zone).get());
     }
 }

@@ -1,0 +1,127 @@
+//! The parts of a daemon that are created before its volumes are opened: I/O memory, workers, the pressure monitor, keys
+//! of TLS, and the limit of open files.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use ebb_config::{Config, IdleMemory, NbdConfig, TlsSetting};
+use ebb_export_nbd::ServerTls;
+use ebb_io::{Worker, WorkerHandle};
+use ebb_mem::pressure::{Monitor, Watch};
+use ebb_mem::{IdlePolicy, Memory};
+
+/// Bounds of the ceiling of I/O memory, and its value if no limit of the host is known, bytes.
+const CEILING_MIN: usize = 64 << 20;
+const CEILING_MAX: usize = 1 << 40;
+const CEILING_UNKNOWN: u64 = 1 << 30;
+
+/// Raises the limit of open files to the maximum: each volume and each client needs a descriptor.
+pub(crate) fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    if let Err(error) = setrlimit(Resource::Nofile, raised) {
+        tracing::warn!(%error, "cannot raise the limit of open files");
+    }
+}
+
+/// Warns of expired certificates. They are used nevertheless, because some clients do not verify them.
+pub(crate) fn warn_of_certificates(config: &Config) {
+    if let (Some(folder), true) = (&config.nbd.tls_certificates, config.nbd.tls != TlsSetting::Off)
+        && let Err(error) = ServerTls::check_dates(folder, config.nbd.tls_verify_peer)
+    {
+        tracing::warn!("TLS: {error}");
+    }
+}
+
+/// The daemon's I/O memory: at most half of the memory of the host or of the control group.
+pub(crate) fn elastic_memory(started: Instant, idle: IdleMemory) -> anyhow::Result<Arc<Memory>> {
+    let limit = ebb_mem::pressure::limit(&ebb_mem::pressure::Roots::default());
+    let bytes = limit.map_or(CEILING_UNKNOWN, |limit| limit.bytes / 2);
+    let ceiling = usize::try_from(bytes).unwrap_or(usize::MAX).clamp(CEILING_MIN, CEILING_MAX);
+    tracing::debug!(bytes = ceiling, "the ceiling of I/O memory");
+    let mut options = ebb_mem::MemoryOptions::new(ceiling, started);
+    options.lend = idle == IdleMemory::Lend;
+    options.policy = match idle {
+        IdleMemory::Lend => IdlePolicy::Elastic,
+        IdleMemory::Drop => IdlePolicy::UntilPressure,
+        IdleMemory::Keep => IdlePolicy::Static,
+        IdleMemory::None => IdlePolicy::Uncached,
+    };
+    if idle != IdleMemory::Lend {
+        tracing::info!("idle I/O memory: {idle}");
+    }
+    Memory::new(options).context("I/O memory")
+}
+
+/// Updates the memory's estimates once a second.
+pub(crate) fn maintain_memory(worker: &WorkerHandle, memory: Arc<Memory>) {
+    worker.spawn(move |io| async move {
+        loop {
+            io.sleep(Duration::from_secs(1)).await;
+            memory.tick(ebb_mem::clock::now());
+        }
+    });
+}
+
+/// Starts `count` workers.
+pub(crate) fn start_workers(count: usize, memory: &Arc<Memory>) -> anyhow::Result<Vec<Worker>> {
+    (0..count)
+        .map(|number| Worker::start(&format!("ebbd-{number}"), memory))
+        .collect::<std::io::Result<Vec<_>>>()
+        .context("worker")
+}
+
+/// Starts the monitor of the host's memory pressure. Without it the daemon serves nevertheless.
+pub(crate) fn monitor_pressure() -> Option<Monitor> {
+    let mut options = ebb_mem::pressure::MonitorOptions::new(u64::from(std::process::id()));
+    options.systemd = Watch::from_environment();
+    options.on_lost_source = Some(Box::new(|finding| {
+        tracing::warn!("a source of memory pressure has failed: {finding}");
+    }));
+    match Monitor::start(options) {
+        Ok((monitor, report)) => {
+            for finding in &report.listening {
+                tracing::info!("memory pressure: {finding}");
+            }
+            for finding in &report.missing {
+                tracing::debug!("memory pressure, not used: {finding}");
+            }
+            for note in &report.notes {
+                tracing::warn!("memory pressure: {note}");
+            }
+            Some(monitor)
+        }
+        Err(error) => {
+            tracing::warn!(error = %anyhow::Error::from(error), "cannot monitor memory pressure");
+            None
+        }
+    }
+}
+
+/// Whether TLS is offered or required.
+pub(crate) fn tls_policy(tls: TlsSetting) -> ebb_export_nbd::TlsMode {
+    match tls {
+        TlsSetting::Off => ebb_export_nbd::TlsMode::Off,
+        TlsSetting::On => ebb_export_nbd::TlsMode::On,
+        TlsSetting::Require => ebb_export_nbd::TlsMode::Require,
+    }
+}
+
+/// The keys for TLS, if it is on.
+///
+/// # Errors
+/// If they cannot be read, or do not fit together.
+pub(crate) fn tls_context(nbd: &NbdConfig) -> anyhow::Result<Option<ServerTls>> {
+    if nbd.tls == TlsSetting::Off {
+        return Ok(None);
+    }
+    let context = match (&nbd.tls_psk, &nbd.tls_certificates) {
+        (Some(file), _) => ServerTls::from_psk(file),
+        (None, Some(folder)) => ServerTls::from_certificates(folder, nbd.tls_verify_peer),
+        // The configuration requires one of the two.
+        (None, None) => return Ok(None),
+    };
+    Ok(Some(context.context("TLS")?))
+}
