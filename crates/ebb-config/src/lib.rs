@@ -42,7 +42,8 @@ pub use self::shorten::shorten;
 pub use self::size::{Size, SizeError};
 pub use self::value::{
     CacheMode, Choice, DirectMode, IdleMemory, Listen, LogLevel, MAX_NAME_BYTES,
-    MAX_UNIX_PATH_BYTES, SECTOR_BYTES, StoreUri, TlsSetting, control_path,
+    MAX_UNIX_PATH_BYTES, NbdHost, NbdUri, NbdUriKeys, NbdUriTls, SECTOR_BYTES, StoreUri,
+    TlsSetting, control_path,
 };
 
 /// The largest configuration file in bytes: enough for ten thousand volumes.

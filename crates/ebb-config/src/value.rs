@@ -8,8 +8,7 @@ use std::net::Ipv6Addr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use ebb_store::NbdOptions;
-
+pub use self::nbd::{NbdHost, NbdUri, NbdUriKeys, NbdUriTls};
 use super::error::{BadValue, ConfigErrorKind, suggest};
 use super::shorten::shorten;
 use crate::Size;
@@ -50,7 +49,7 @@ pub enum StoreUri {
     /// Reads as zeroes, discards writes; sizes as for `Memory`.
     Null(Size),
     /// An export of an NBD server. Whether it is read-only is a setting of the volume.
-    Nbd(Box<NbdOptions>),
+    Nbd(Box<NbdUri>),
 }
 
 /// A setting with a fixed set of words.
@@ -363,7 +362,7 @@ impl FromStr for StoreUri {
                 if let (Some((_, rest)), Some((_, tls, unix))) =
                     (given, nbd::SCHEMES.iter().find(|(name, ..)| *name == scheme))
                 {
-                    return nbd::parse((*tls, *unix), rest).map(|o| Self::Nbd(Box::new(o)));
+                    return nbd::parse((*tls, *unix), rest).map(|uri| Self::Nbd(Box::new(uri)));
                 }
                 let remedy = if text.starts_with(['/', '.']) {
                     format!("write file:{}", shorten(text))
@@ -383,7 +382,7 @@ impl fmt::Display for StoreUri {
             Self::File(path) => write!(f, "file:{}", path.display()),
             Self::Memory(size) => write!(f, "memory:{size}"),
             Self::Null(size) => write!(f, "null:{size}"),
-            Self::Nbd(options) => f.write_str(&nbd::uri(options)),
+            Self::Nbd(uri) => f.write_str(&nbd::text(uri)),
         }
     }
 }

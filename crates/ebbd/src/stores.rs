@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use ebb_block::BlockStore;
 use ebb_cache::{Cache, Mode};
-use ebb_config::{CacheMode, DirectMode, StoreUri, VolumeConfig};
+use ebb_config::{CacheMode, DirectMode, NbdHost, NbdUri, NbdUriKeys, StoreUri, VolumeConfig};
 use ebb_store::{
-    FileNumber, FileStore, MemoryStore, NbdError, NbdStore, NullStore, OpenError, OpenOptions,
-    Store,
+    FileNumber, FileStore, LostWrites, MemoryStore, NbdAddress, NbdError, NbdOptions, NbdStore,
+    NbdTls, NbdTlsKeys, NullStore, OpenError, OpenOptions, Store,
 };
 use ebb_volume::{Stop, Volume, VolumeOptions};
 
@@ -137,7 +137,7 @@ pub fn same_target(
             Err(StoreError::Moved { store: new.to_string(), found })
         }
         (StoreUri::Nbd(one), StoreUri::Nbd(other)) => {
-            Ok((&one.address, &one.export) == (&other.address, &other.export))
+            Ok((&one.server, &one.export) == (&other.server, &other.export))
         }
         _ => Ok(false),
     }
@@ -329,8 +329,8 @@ pub fn open_store(
         }
         StoreUri::Memory(size) => Store::Memory(MemoryStore::new(size.bytes())),
         StoreUri::Null(size) => Store::Null(NullStore::new(size.bytes())),
-        StoreUri::Nbd(options) => {
-            let mut options = ebb_store::NbdOptions::clone(options);
+        StoreUri::Nbd(uri) => {
+            let mut options = nbd_options(uri);
             options.read_only = config.read_only;
             options.jitter_seed = seed();
             let (store, notes) = NbdStore::open(options)?;
@@ -343,8 +343,68 @@ pub fn open_store(
     Ok(store)
 }
 
+/// The options of the store that `uri` describes.
+pub fn nbd_options(uri: &NbdUri) -> NbdOptions {
+    let address = match &uri.server {
+        NbdHost::Tcp(host, port) => NbdAddress::Tcp { host: host.clone(), port: *port },
+        NbdHost::Unix(path) => NbdAddress::Unix(path.clone()),
+    };
+    let keys = |keys: &NbdUriKeys| match keys.clone() {
+        NbdUriKeys::System => NbdTlsKeys::System,
+        NbdUriKeys::Certificates(folder) => NbdTlsKeys::Certificates(folder),
+        NbdUriKeys::Psk(file, user) => NbdTlsKeys::Psk { file, user },
+    };
+    let tls = uri.tls.as_ref().map(|tls| NbdTls {
+        keys: keys(&tls.keys),
+        hostname: tls.hostname.clone(),
+        verify: tls.verify,
+    });
+    let lost_writes = if uri.report_lost_writes { LostWrites::Report } else { LostWrites::Flush };
+    let (reconnect, silence) = (uri.reconnect, uri.silence);
+    NbdOptions { tls, reconnect, silence, lost_writes, ..NbdOptions::new(address, &uri.export) }
+}
+
 /// A seed that differs between daemons, so that they do not all reconnect at the same time.
 fn seed() -> u64 {
     let since = std::time::UNIX_EPOCH.elapsed().unwrap_or_default();
     since.as_secs() << 32 ^ u64::from(since.subsec_nanos()) ^ u64::from(std::process::id())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn the_options_of_a_remote_store_are_those_of_its_uri() {
+        let options = |text: &str| match text.parse() {
+            Ok(StoreUri::Nbd(uri)) => {
+                let options = nbd_options(&uri);
+                assert_eq!(uri.server.to_string(), options.address.to_string());
+                options
+            }
+            other => panic!("{text}: {other:?}"),
+        };
+        let server = NbdAddress::Tcp { host: "::1".to_owned(), port: 7 };
+        assert_eq!(options("nbd://[::1]:7/a"), NbdOptions::new(server, "a"));
+        let all = options(
+            "nbds+unix://me@/a?socket=/s&tls-psk-file=/k&tls-hostname=h&tls-verify-peer=0&reconnect=5&silence=9&\
+             lost-writes=report",
+        );
+        let expected = NbdOptions {
+            tls: Some(NbdTls {
+                keys: NbdTlsKeys::Psk { file: "/k".into(), user: "me".to_owned() },
+                hostname: Some("h".to_owned()),
+                verify: false,
+            }),
+            reconnect: Duration::from_secs(5),
+            silence: Some(Duration::from_secs(9)),
+            lost_writes: LostWrites::Report,
+            ..NbdOptions::new(NbdAddress::Unix("/s".into()), "a")
+        };
+        assert_eq!(all, expected);
+        let keys = options("nbds://h/a?tls-certificates=/d").tls.unwrap().keys;
+        assert_eq!(keys, NbdTlsKeys::Certificates("/d".into()));
+    }
 }

@@ -29,7 +29,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-tls", &["ebb-io"]),
     ("ebb-block", &["ebb-io"]),
     ("ebb-store", &["ebb-io", "ebb-block", "ebb-nbd-proto", "ebb-tls"]),
-    ("ebb-config", &["ebb-param", "ebb-store"]),
+    ("ebb-config", &["ebb-param"]),
     ("ebb-cache", &["ebb-mem", "ebb-io", "ebb-block", "ebb-store"]),
     ("ebb-volume", &["ebb-mem", "ebb-io", "ebb-block", "ebb-store", "ebb-cache"]),
     ("ebb-export", &["ebb-io"]),

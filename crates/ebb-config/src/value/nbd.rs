@@ -1,9 +1,9 @@
 //! The URI of a remote NBD export, as in the NBD project's URI specification (`doc/uri.md`), with
 //! additional parameters for the decisions of a client.
 
+use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
-
-use ebb_store::{LostWrites, NbdAddress, NbdOptions, NbdTls, NbdTlsKeys};
 
 use super::{BadValue, ConfigErrorKind, MAX_HOST_BYTES, shorten, suggest, unix_path};
 
@@ -11,6 +11,8 @@ use super::{BadValue, ConfigErrorKind, MAX_HOST_BYTES, shorten, suggest, unix_pa
 const PORT: u16 = 10809;
 /// The longest export name, bytes ("Conventions" of the protocol).
 const MAX_EXPORT_BYTES: usize = 4096;
+/// How long requests wait for a lost server by default.
+const RECONNECT_DEFAULT: Duration = Duration::from_secs(60);
 /// The longest time requests may wait for a server, seconds: a day.
 const MAX_RECONNECT: u64 = 86_400;
 /// The form of a URI, as a remedy.
@@ -26,6 +28,65 @@ const PARAMETERS: [&str; 8] = [
     "silence",
     "lost-writes",
 ];
+
+/// An export of an NBD server, and how its client connects to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NbdUri {
+    /// Where the server is.
+    pub server: NbdHost,
+    /// The name of the export; empty selects the server's default.
+    pub export: String,
+    /// TLS, if it is used.
+    pub tls: Option<NbdUriTls>,
+    /// How long requests wait for a lost server before they fail.
+    pub reconnect: Duration,
+    /// How long a server may leave requests without a reply before its connection counts as lost; `None`: without
+    /// limit.
+    pub silence: Option<Duration>,
+    /// Whether writes that were acknowledged and not flushed when a connection was lost are reported as lost.
+    pub report_lost_writes: bool,
+}
+
+/// Where an NBD server listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NbdHost {
+    /// A host name or an address (without brackets), and a port.
+    Tcp(String, u16),
+    /// A unix stream socket.
+    Unix(PathBuf),
+}
+
+/// TLS of an NBD client.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NbdUriTls {
+    /// The keys.
+    pub keys: NbdUriKeys,
+    /// The name that the server's certificate must have; by default the host.
+    pub hostname: Option<String>,
+    /// Whether the server's certificate is verified.
+    pub verify: bool,
+}
+
+/// The keys of an NBD client.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NbdUriKeys {
+    /// The certificate authorities of the host.
+    System,
+    /// A directory of certificates.
+    Certificates(PathBuf),
+    /// A file of pre-shared keys, and the name of the one to use.
+    Psk(PathBuf, String),
+}
+
+impl fmt::Display for NbdHost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            NbdHost::Tcp(host, port) if host.contains(':') => write!(f, "[{host}]:{port}"),
+            NbdHost::Tcp(host, port) => write!(f, "{host}:{port}"),
+            NbdHost::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
 
 /// The schemes, each with whether it is over TLS and on a unix socket.
 pub(super) const SCHEMES: [(&str, bool, bool); 4] = [
@@ -68,7 +129,7 @@ impl Parameters {
 }
 
 /// The options of `scheme://rest`.
-pub(super) fn parse((tls, unix): (bool, bool), rest: &str) -> Result<NbdOptions, BadValue> {
+pub(super) fn parse((tls, unix): (bool, bool), rest: &str) -> Result<NbdUri, BadValue> {
     let rest = rest
         .strip_prefix("//")
         .ok_or_else(|| bad("an NBD URI has two slashes after its scheme", FORM))?;
@@ -82,33 +143,33 @@ pub(super) fn parse((tls, unix): (bool, bool), rest: &str) -> Result<NbdOptions,
         Some((user, host)) => (Some(decode(user)?), host),
         None => (None, authority),
     };
-    let address = if unix { socket(host, &parameters)? } else { tcp(host, &parameters)? };
+    let server = if unix { socket(host, &parameters)? } else { tcp(host, &parameters)? };
     let export = decode(path)?;
     if export.len() > MAX_EXPORT_BYTES {
         let message = format!("the export name has {} bytes", export.len());
         return Err(bad(message, "the protocol allows at most 4096"));
     }
-    let mut options = NbdOptions::new(address, &export);
-    options.tls =
-        if tls { Some(encryption(&parameters, user)?) } else { no_tls(&parameters, user)? };
-    if let Some(text) = parameters.get("reconnect") {
-        options.reconnect = seconds("reconnect", text)?;
-    }
-    if let Some(text) = parameters.get("silence") {
-        options.silence = Some(seconds("silence", text)?).filter(|time| !time.is_zero());
-    }
-    options.lost_writes = match parameters.get("lost-writes") {
-        None | Some("flush") => LostWrites::Flush,
-        Some("report") => LostWrites::Report,
+    let tls = if tls { Some(encryption(&parameters, user)?) } else { no_tls(&parameters, user)? };
+    let time = |name| parameters.get(name).map(|text| seconds(name, text)).transpose();
+    let report_lost_writes = match parameters.get("lost-writes") {
+        None | Some("flush") => false,
+        Some("report") => true,
         Some(other) => {
             let message = format!("`{}` is not a value of lost-writes", shorten(other));
             return Err(bad(message, "write lost-writes=flush or lost-writes=report"));
         }
     };
-    Ok(options)
+    Ok(NbdUri {
+        server,
+        export,
+        tls,
+        reconnect: time("reconnect")?.unwrap_or(RECONNECT_DEFAULT),
+        silence: time("silence")?.filter(|time| !time.is_zero()),
+        report_lost_writes,
+    })
 }
 
-fn socket(host: &str, parameters: &Parameters) -> Result<NbdAddress, BadValue> {
+fn socket(host: &str, parameters: &Parameters) -> Result<NbdHost, BadValue> {
     if !host.is_empty() {
         let message = format!("a unix socket has no host, and there is `{}`", shorten(host));
         return Err(bad(message, "write three slashes: nbd+unix:///EXPORT?socket=/path"));
@@ -116,10 +177,10 @@ fn socket(host: &str, parameters: &Parameters) -> Result<NbdAddress, BadValue> {
     let path = parameters
         .get("socket")
         .ok_or_else(|| bad("the path of the socket is missing", "add ?socket=/path/to/socket"))?;
-    unix_path(path).map(NbdAddress::Unix)
+    unix_path(path).map(NbdHost::Unix)
 }
 
-fn tcp(authority: &str, parameters: &Parameters) -> Result<NbdAddress, BadValue> {
+fn tcp(authority: &str, parameters: &Parameters) -> Result<NbdHost, BadValue> {
     if parameters.get("socket").is_some() {
         let remedy = "write nbd+unix:// or nbds+unix:// for a unix socket";
         return Err(bad("`socket` belongs to a unix socket", remedy));
@@ -161,23 +222,23 @@ fn tcp(authority: &str, parameters: &Parameters) -> Result<NbdAddress, BadValue>
                 )
             })?,
     };
-    Ok(NbdAddress::Tcp { host: host.to_ascii_lowercase(), port })
+    Ok(NbdHost::Tcp(host.to_ascii_lowercase(), port))
 }
 
-fn encryption(parameters: &Parameters, user: Option<String>) -> Result<NbdTls, BadValue> {
+fn encryption(parameters: &Parameters, user: Option<String>) -> Result<NbdUriTls, BadValue> {
     let path = |name| parameters.get(name).map(super::path).transpose();
     let keys = match (path("tls-certificates")?, path("tls-psk-file")?) {
         (Some(_), Some(_)) => {
             let message = "there are both tls-certificates and tls-psk-file";
             return Err(bad(message, "keep one of certificates and pre-shared keys"));
         }
-        (Some(folder), None) => NbdTlsKeys::Certificates(folder),
+        (Some(folder), None) => NbdUriKeys::Certificates(folder),
         (None, Some(file)) => {
             let remedy = "write nbds://NAME@HOST/EXPORT with a name of the file";
             let user = user.ok_or_else(|| bad("pre-shared keys need the name of one", remedy))?;
-            NbdTlsKeys::Psk { file, user }
+            NbdUriKeys::Psk(file, user)
         }
-        (None, None) => NbdTlsKeys::System,
+        (None, None) => NbdUriKeys::System,
     };
     let verify = match parameters.get("tls-verify-peer") {
         None | Some("1" | "true") => true,
@@ -188,11 +249,11 @@ fn encryption(parameters: &Parameters, user: Option<String>) -> Result<NbdTls, B
         }
     };
     let hostname = parameters.get("tls-hostname").map(str::to_owned);
-    Ok(NbdTls { keys, hostname, verify })
+    Ok(NbdUriTls { keys, hostname, verify })
 }
 
 /// Refuses TLS parameters without TLS: the operator expects encryption.
-fn no_tls(parameters: &Parameters, user: Option<String>) -> Result<Option<NbdTls>, BadValue> {
+fn no_tls(parameters: &Parameters, user: Option<String>) -> Result<Option<NbdUriTls>, BadValue> {
     let given = parameters.0.iter().find(|(name, _)| name.starts_with("tls-"));
     match (given, user) {
         (Some((name, _)), _) => {
@@ -259,24 +320,24 @@ fn encode(text: &str) -> String {
     out
 }
 
-/// The URI of `options`, with those parameters that are not the default.
-pub(super) fn uri(options: &NbdOptions) -> String {
+/// The text of `uri`, with those parameters that are not the default.
+pub(super) fn text(uri: &NbdUri) -> String {
     let mut parameters = Vec::new();
     let mut user = String::new();
-    let host = match &options.address {
-        NbdAddress::Unix(path) => {
+    let host = match &uri.server {
+        NbdHost::Unix(path) => {
             parameters.push(("socket", path.to_string_lossy().into_owned()));
             String::new()
         }
-        tcp @ NbdAddress::Tcp { .. } => tcp.to_string(),
+        tcp @ NbdHost::Tcp(..) => tcp.to_string(),
     };
-    if let Some(tls) = &options.tls {
+    if let Some(tls) = &uri.tls {
         match &tls.keys {
-            NbdTlsKeys::System => {}
-            NbdTlsKeys::Certificates(folder) => {
+            NbdUriKeys::System => {}
+            NbdUriKeys::Certificates(folder) => {
                 parameters.push(("tls-certificates", folder.to_string_lossy().into_owned()));
             }
-            NbdTlsKeys::Psk { file, user: name } => {
+            NbdUriKeys::Psk(file, name) => {
                 user = format!("{}@", encode(name));
                 parameters.push(("tls-psk-file", file.to_string_lossy().into_owned()));
             }
@@ -288,18 +349,18 @@ pub(super) fn uri(options: &NbdOptions) -> String {
             parameters.push(("tls-verify-peer", "false".to_owned()));
         }
     }
-    if options.reconnect != ebb_store::RECONNECT_DEFAULT {
-        parameters.push(("reconnect", options.reconnect.as_secs().to_string()));
+    if uri.reconnect != RECONNECT_DEFAULT {
+        parameters.push(("reconnect", uri.reconnect.as_secs().to_string()));
     }
-    if let Some(silence) = options.silence {
+    if let Some(silence) = uri.silence {
         parameters.push(("silence", silence.as_secs().to_string()));
     }
-    if options.lost_writes == LostWrites::Report {
+    if uri.report_lost_writes {
         parameters.push(("lost-writes", "report".to_owned()));
     }
-    let s = if options.tls.is_some() { "s" } else { "" };
-    let unix = if matches!(options.address, NbdAddress::Unix(_)) { "+unix" } else { "" };
-    let mut text = format!("nbd{s}{unix}://{user}{host}/{}", encode(&options.export));
+    let s = if uri.tls.is_some() { "s" } else { "" };
+    let unix = if matches!(uri.server, NbdHost::Unix(_)) { "+unix" } else { "" };
+    let mut text = format!("nbd{s}{unix}://{user}{host}/{}", encode(&uri.export));
     for (number, (name, value)) in parameters.into_iter().enumerate() {
         let before = if number == 0 { '?' } else { '&' };
         text.push_str(&format!("{before}{name}={}", encode(&value)));

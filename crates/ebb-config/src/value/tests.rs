@@ -140,7 +140,7 @@ proptest! {
     }
 }
 
-fn nbd(text: &str) -> ebb_store::NbdOptions {
+fn nbd(text: &str) -> NbdUri {
     match store(text) {
         Ok(StoreUri::Nbd(options)) => *options,
         other => panic!("{text}: {other:?}"),
@@ -149,26 +149,25 @@ fn nbd(text: &str) -> ebb_store::NbdOptions {
 
 #[test]
 fn remote_exports() {
-    use ebb_store::{LostWrites, NbdAddress, NbdTlsKeys};
     use std::time::Duration;
 
-    let tcp = |host: &str, port| NbdAddress::Tcp { host: host.to_owned(), port };
-    assert_eq!(nbd("nbd://Server").address, tcp("server", 10809));
+    let tcp = |host: &str, port| NbdHost::Tcp(host.to_owned(), port);
+    assert_eq!(nbd("nbd://Server").server, tcp("server", 10809));
     assert_eq!(nbd("nbd://server").export, "");
-    assert_eq!(nbd("nbd://[::1]:1/a/b").address, tcp("::1", 1));
+    assert_eq!(nbd("nbd://[::1]:1/a/b").server, tcp("::1", 1));
     assert_eq!(nbd("nbd://[::1]:1/a/b").export, "a/b");
     let unix = nbd("nbd+unix:///a%20%C3%A4%25?socket=/run/a%3Fb&reconnect=5&lost-writes=report");
-    assert_eq!(unix.address, NbdAddress::Unix("/run/a?b".into()));
+    assert_eq!(unix.server, NbdHost::Unix("/run/a?b".into()));
     assert_eq!(unix.export, "a \u{e4}%");
     assert_eq!(unix.reconnect, Duration::from_secs(5));
-    assert_eq!(unix.lost_writes, LostWrites::Report);
+    assert!(unix.report_lost_writes);
     assert_eq!(unix.silence, None);
     assert_eq!(nbd("nbd://h/x?silence=90").silence, Some(Duration::from_secs(90)));
     assert_eq!(nbd("nbd://h/x?silence=0").silence, None);
     let tls = nbd("nbds://alice@h:7/e?tls-psk-file=/k").tls.unwrap();
-    assert_eq!(tls.keys, NbdTlsKeys::Psk { file: "/k".into(), user: "alice".to_owned() });
+    assert_eq!(tls.keys, NbdUriKeys::Psk("/k".into(), "alice".to_owned()));
     let tls = nbd("nbds+unix:///e?socket=/s&tls-certificates=/d&tls-verify-peer=0").tls.unwrap();
-    assert_eq!(tls.keys, NbdTlsKeys::Certificates("/d".into()));
+    assert_eq!(tls.keys, NbdUriKeys::Certificates("/d".into()));
     assert!(!tls.verify);
     for text in [
         "nbd://server:10809/",

@@ -24,11 +24,11 @@ use ebb_io::fd_from;
 use ebb_io::sim::SimWorker;
 use ebb_mem::Memory;
 use ebb_mem::pressure::{Cause, Level, PressureState};
-use ebb_store::{MemoryStore, NbdOptions, NbdStore, Store, TestStore};
+use ebb_store::{MemoryStore, NbdStore, Store, TestStore};
 use ebb_volume::Io;
 use ebb_volume::{Mode, Volume, Volumes};
 use ebbd::engine::{Comparing, Engine, EngineParts, FileClaims, Opened, Opener, Opening};
-use ebbd::stores::{Expected, FileIdentity, StoreError};
+use ebbd::stores::{Expected, FileIdentity, StoreError, nbd_options};
 
 use crate::random::Random;
 use crate::remote::Remote;
@@ -175,8 +175,8 @@ impl OpenDisks {
                 Store::Test(disk)
             }
             // With the same waits between attempts each time.
-            (Place::Remote(..), StoreUri::Nbd(options)) => {
-                Store::Nbd(NbdStore::open(NbdOptions::clone(options))?.0)
+            (Place::Remote(..), StoreUri::Nbd(uri)) => {
+                Store::Nbd(NbdStore::open(nbd_options(uri))?.0)
             }
             (Place::Remote(..), _) => return Err(StoreError::Interrupted),
             (Place::Memory(size), _) => Store::Memory(MemoryStore::new(*size)),
