@@ -22,11 +22,11 @@
 mod configured;
 mod definition;
 mod error;
-#[cfg(test)]
-mod example;
 pub mod pages;
 mod set;
 mod table;
+#[cfg(test)]
+mod tests;
 
 pub use self::configured::Configured;
 pub use self::definition::{Definition, Key, Kind, ParameterScope, ParameterTable, TypedKey};

@@ -87,12 +87,12 @@ fn a_parameter_that_was_added_as_the_guide_says_is_listed_set_read_and_watched()
 
 #[test]
 fn the_code_of_the_guide_is_the_code_of_this_file() {
-    let guide = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/guides/adding-a-parameter.md");
+    let guide = concat!(env!("CARGO_MANIFEST_DIR"), "/../../", "docs/guides/adding-a-parameter.md");
     let guide = std::fs::read_to_string(guide).unwrap();
     let blocks = guide.split("```rust\n").skip(1).map(|rest| rest.split("```").next().unwrap());
     let blocks: Vec<&str> = blocks.collect();
     assert_eq!(blocks.len(), 4);
     for block in blocks {
-        assert!(include_str!("example.rs").contains(block), "not in this file:\n{block}");
+        assert!(include_str!("tests.rs").contains(block), "not in this file:\n{block}");
     }
 }
