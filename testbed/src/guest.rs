@@ -14,9 +14,13 @@
 //!
 //! Guests are heavy: one at a time, over all test programs (a lock file in the cache).
 
-use crate::kernel::{self, Kernel};
-use crate::process::PATIENCE;
-use crate::{Error, Result, Server, Tool, process};
+pub mod journal;
+pub mod kernel;
+
+use crate::harness::process;
+use crate::harness::process::PATIENCE;
+use crate::{Error, Result, Server, Tool};
+use kernel::Kernel;
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -75,7 +79,7 @@ pub struct Machine {
 /// All QEMU has, except for string instructions, which it executes byte by byte (the kernel has
 /// faster code), and mitigations that cost an emulator much.
 const PROCESSOR: &str = "max,-erms,-fsrm,-smap,-smep";
-const INIT: &str = include_str!("guest-init.sh");
+const INIT: &str = include_str!("guest/init.sh");
 
 impl Guest {
     /// A guest that will run this script (busybox `sh`, with `set -eu`).

@@ -10,7 +10,7 @@
 //! | `xen/dom0-init.sh`, `xen/domu-init.sh` | first processes; a change to them is a new build |
 //! | `xen/dom0-lib.sh`, `xen/guest-lib.sh` | what scripts of a job can call: `say`, `guest`, `blkback`, ... |
 //! | `xen/hotplug.sh` | all that disks of the kernel's backend need of a hotplug script |
-//! | `xen/bench/` | jobs and scripts of `bench-xen`; those of the test are in `tests/xen/` |
+//! | `bench/xen/` | jobs and scripts of `bench-xen`; those of the test are in `tests/xen/` |
 //!
 //! Time in the machine is the number of instructions executed ([`Clock::Instructions`]): figures
 //! repeat whatever else the host does, and waiting costs nothing. What such a figure cannot show:
@@ -25,7 +25,6 @@
 //! * Machines run one at a time, over all test programs.
 
 mod artefacts;
-pub mod bench;
 mod machine;
 pub mod trace;
 

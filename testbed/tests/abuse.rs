@@ -5,10 +5,12 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use testbed::nbd::{self, Client, Failure, Handshake, Request, go_data, option_bytes, wire};
-use testbed::pattern::{Random, content};
-use testbed::process::Held;
-use testbed::server::Setup;
+use testbed::harness::nbd::{
+    self, Client, Failure, Handshake, Request, go_data, option_bytes, wire,
+};
+use testbed::harness::pattern::{Random, content};
+use testbed::harness::process::Held;
+use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, check};
 
 const MIB: u64 = 1 << 20;

@@ -3,10 +3,10 @@
 
 use std::fs;
 use std::path::Path;
-use testbed::binary::{self, Build};
-use testbed::server::Setup;
-use testbed::tls::{Authority, Role};
-use testbed::tool::Outcome;
+use testbed::harness::binary::{self, Build};
+use testbed::harness::server::Setup;
+use testbed::harness::tls::{Authority, Role};
+use testbed::harness::tool::Outcome;
 use testbed::{Error, Result, Server, Tool, check};
 
 /// `ebbd serve` with these arguments, ended by itself. Unless they name an address, one that is
@@ -167,7 +167,7 @@ fn a_socket_in_use_is_not_replaced() -> Result {
     let socket = server.socket().display().to_string();
     outcome.check(outcome.stderr.contains(&socket), "the path of the socket")?;
     outcome.check(outcome.stderr.contains("in use"), "the words `in use`")?;
-    testbed::nbd::Client::open(&server.socket(), "disk")?.disconnect()?;
+    testbed::harness::nbd::Client::open(&server.socket(), "disk")?.disconnect()?;
     server.stop()
 }
 

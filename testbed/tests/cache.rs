@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use testbed::binary::{self, Build};
-use testbed::nbd::{Client, wire};
-use testbed::pattern::{Random, content};
-use testbed::process::{PATIENCE, until};
-use testbed::server::Setup;
+use testbed::harness::binary::{self, Build};
+use testbed::harness::nbd::{Client, wire};
+use testbed::harness::pattern::{Random, content};
+use testbed::harness::process::{PATIENCE, until};
+use testbed::harness::server::Setup;
 use testbed::{Error, Nbdkit, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;

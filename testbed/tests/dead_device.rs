@@ -6,8 +6,8 @@ use std::io::Write;
 use std::os::unix::net::UnixStream;
 
 use testbed::bench::outage::dead::{Dead, Kind};
-use testbed::nbd::{Client, Request, wire};
-use testbed::server::Setup;
+use testbed::harness::nbd::{Client, Request, wire};
+use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, check};
 
 const MIB: u64 = 1 << 20;
@@ -62,7 +62,9 @@ impl Rig {
     fn well(&self, stamp: u8) -> Result {
         let mut client = Client::open(&self.server.socket(), "well")?;
         let told = |what: &'static str| {
-            move |error: testbed::nbd::Failure| Error::unexpected(format!("{what}: {error}"))
+            move |error: testbed::harness::nbd::Failure| {
+                Error::unexpected(format!("{what}: {error}"))
+            }
         };
         let data = vec![stamp; 64 << 10];
         client.write(0, &data, 0).map_err(told("write"))?;

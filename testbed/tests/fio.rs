@@ -1,7 +1,7 @@
 //! `fio` writes and reads back with checksums: several connections, deep queues.
 
 use serde_json::Value;
-use testbed::process::PATIENCE;
+use testbed::harness::process::PATIENCE;
 use testbed::{Result, Server, Setup, Tool, check};
 
 const MIB: u64 = 1 << 20;

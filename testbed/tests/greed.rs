@@ -4,10 +4,10 @@
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
-use testbed::nbd::{self, Client, Handshake, Request, option_bytes, wire};
-use testbed::pattern::content;
-use testbed::process::{Held, resident, until};
-use testbed::server::Setup;
+use testbed::harness::nbd::{self, Client, Handshake, Request, option_bytes, wire};
+use testbed::harness::pattern::content;
+use testbed::harness::process::{Held, resident, until};
+use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, check};
 
 const MIB: u64 = 1 << 20;

@@ -2,7 +2,7 @@
 //! finds them after a restart of the daemon; gives space back.
 
 use testbed::guest::Guest;
-use testbed::server::Setup;
+use testbed::harness::server::Setup;
 use testbed::{Error, Result, Tool, check};
 
 const MIB: u64 = 1 << 20;

@@ -3,11 +3,11 @@
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
-use testbed::ledger::Ledger;
-use testbed::nbd::{Client, wire};
-use testbed::pattern::Random;
-use testbed::server::Setup;
-use testbed::writer::{Promise, Writer, let_write};
+use testbed::harness::ledger::Ledger;
+use testbed::harness::nbd::{Client, wire};
+use testbed::harness::pattern::Random;
+use testbed::harness::server::Setup;
+use testbed::harness::writer::{Promise, Writer, let_write};
 use testbed::{Error, Result, Server, check};
 
 const ROUNDS: u32 = 24;

@@ -8,10 +8,10 @@ use std::path::PathBuf;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use testbed::binary::{self, Build};
-use testbed::nbd::{Client, wire};
-use testbed::process::PATIENCE;
-use testbed::server::Setup;
+use testbed::harness::binary::{self, Build};
+use testbed::harness::nbd::{Client, wire};
+use testbed::harness::process::PATIENCE;
+use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, Tool, check};
 
 const SIZE: u64 = 16 << 20;

@@ -3,9 +3,9 @@
 use std::fmt::Write;
 use std::path::PathBuf;
 
-use testbed::nbd::{Client, Handshake};
-use testbed::process::resident;
-use testbed::server::Setup;
+use testbed::harness::nbd::{Client, Handshake};
+use testbed::harness::process::resident;
+use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, check};
 
 const VOLUMES: u64 = 2000;

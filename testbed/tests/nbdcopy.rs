@@ -3,8 +3,8 @@
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
-use testbed::pattern::{Random, content};
-use testbed::server::Setup;
+use testbed::harness::pattern::{Random, content};
+use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;

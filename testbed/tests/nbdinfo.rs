@@ -1,9 +1,10 @@
 //! `nbdinfo` with the daemon: the description of an export, the list, the map, and whether the
 //! daemon accepts a socket from the service manager.
 
-use testbed::nbd::{Client, wire};
-use testbed::server::Setup;
-use testbed::{Error, Result, Server, Tool, binary, check, pattern};
+use testbed::harness::nbd::{Client, wire};
+use testbed::harness::server::Setup;
+use testbed::harness::{binary, pattern};
+use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;
 

@@ -3,8 +3,8 @@
 
 use std::fmt::Write as _;
 use std::path::Path;
-use testbed::binary::{self, Build};
 use testbed::guest::{Guest, Outcome};
+use testbed::harness::binary::{self, Build};
 use testbed::{Error, Result, check};
 
 const MIB: u64 = 1 << 20;

@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use testbed::bench::outage::dead::{Dead, Kind};
-use testbed::binary::{self, Build};
-use testbed::nbd::{Client, Request, wire};
-use testbed::pattern::content;
-use testbed::process::{self, until};
-use testbed::server::Setup;
+use testbed::harness::binary::{self, Build};
+use testbed::harness::nbd::{Client, Request, wire};
+use testbed::harness::pattern::content;
+use testbed::harness::process::{self, until};
+use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;

@@ -11,11 +11,11 @@ use std::time::Duration;
 use rustix::process::Signal;
 use serde_json::Value;
 use testbed::bench::outage::dead::{Dead, Kind};
-use testbed::binary::{self, Build};
-use testbed::nbd::{Client, Failure, Handshake, go_data, option_bytes, wire};
-use testbed::pattern::content;
-use testbed::process::{PATIENCE, until};
-use testbed::server::Setup;
+use testbed::harness::binary::{self, Build};
+use testbed::harness::nbd::{Client, Failure, Handshake, go_data, option_bytes, wire};
+use testbed::harness::pattern::content;
+use testbed::harness::process::{PATIENCE, until};
+use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;

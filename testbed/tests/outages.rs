@@ -1,10 +1,11 @@
 //! What the log of a real daemon says of stores that are lost, silent or broken, and how much of it: lines are
 //! counted, in storms too.
 
-use testbed::nbd::{Client, Failure};
-use testbed::nbdkit::Nbdkit;
-use testbed::server::Setup;
-use testbed::{Error, Result, Server, check, process};
+use testbed::harness::nbd::{Client, Failure};
+use testbed::harness::nbdkit::Nbdkit;
+use testbed::harness::process;
+use testbed::harness::server::Setup;
+use testbed::{Error, Result, Server, check};
 
 const LOST: &str = "the connection to the server was lost; requests wait";
 const MOMENT: &str = "was lost and made again at once";

@@ -3,9 +3,9 @@
 //! which counts the same memory and changes nothing for the rest of the machine.
 
 use rustix::process::{Resource, Rlimit, setrlimit};
-use testbed::nbd::Client;
-use testbed::pattern::content;
-use testbed::server::Setup;
+use testbed::harness::nbd::Client;
+use testbed::harness::pattern::content;
+use testbed::harness::server::Setup;
 use testbed::{Error, Result, check};
 
 const MIB: u64 = 1 << 20;

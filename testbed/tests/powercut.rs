@@ -6,10 +6,10 @@
 
 use std::fs::File;
 use std::path::Path;
-use testbed::binary::{self, Build};
 use testbed::guest::Guest;
-use testbed::pattern::Random;
-use testbed::process::{PATIENCE, until};
+use testbed::harness::binary::{self, Build};
+use testbed::harness::pattern::Random;
+use testbed::harness::process::{PATIENCE, until};
 use testbed::{Error, Result, Tool};
 
 /// Starts the daemon on two images of the guest's file system.

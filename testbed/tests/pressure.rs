@@ -6,10 +6,10 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::Path;
 use testbed::bench::pressure::{Measured, guest, shell};
-use testbed::binary::{self, Build};
-use testbed::nbd::Client;
-use testbed::process::{PATIENCE, resident, until};
-use testbed::server::Setup;
+use testbed::harness::binary::{self, Build};
+use testbed::harness::nbd::Client;
+use testbed::harness::process::{PATIENCE, resident, until};
+use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;

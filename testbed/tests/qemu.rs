@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::path::Path;
-use testbed::pattern::content;
+use testbed::harness::pattern::content;
 use testbed::{Error, Result, Server, Setup, Tool, check};
 
 const MIB: u64 = 1 << 20;
@@ -65,11 +65,11 @@ fn the_map_of_qemu_is_right() -> Result {
 
 /// Runs `qemu-io` commands on a URI in one session. `qemu-io` itself compares patterns; it tells
 /// a mismatch on standard output, with status 1 in later versions only.
-fn io(uri: &str, commands: &[&str]) -> Result<testbed::tool::Outcome> {
+fn io(uri: &str, commands: &[&str]) -> Result<testbed::harness::tool::Outcome> {
     io_on(&["-f", "raw", uri], commands)
 }
 
-fn io_on(image: &[&str], commands: &[&str]) -> Result<testbed::tool::Outcome> {
+fn io_on(image: &[&str], commands: &[&str]) -> Result<testbed::harness::tool::Outcome> {
     let all = commands.iter().flat_map(|c| ["-c", c]);
     let outcome = Tool::new("qemu-io").args(all).args(image).ok()?;
     let bad = ["failed", "error", "Error", "verification"];

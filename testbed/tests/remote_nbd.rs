@@ -6,10 +6,11 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
-use testbed::pattern::content;
-use testbed::server::Setup;
-use testbed::tls::{Authority, Role, pre_shared_keys};
-use testbed::{Error, Result, Server, Tool, process};
+use testbed::harness::pattern::content;
+use testbed::harness::process;
+use testbed::harness::server::Setup;
+use testbed::harness::tls::{Authority, Role, pre_shared_keys};
+use testbed::{Error, Result, Server, Tool};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 64 * MIB;
@@ -164,7 +165,7 @@ fn a_server_killed_under_verified_load_is_not_noticed() -> Result {
         backend.kill()?;
         backend.restart()
     })?;
-    let ebbd = testbed::binary::ebbd(testbed::binary::Build::AsTests)?;
+    let ebbd = testbed::harness::binary::ebbd(testbed::harness::binary::Build::AsTests)?;
     let stat = Tool::new(ebbd).args(["stat", "--control", &control]).ok()?;
     let said = stat.stdout.contains("connected (1 connection(s)")
         && !stat.stdout.contains(" 0 reconnect(s)");
@@ -250,8 +251,8 @@ fn over_tls_with_certificates_and_with_keys() -> Result {
 }
 
 /// `ebbd serve --check` of a volume that cannot be opened.
-fn checked(volume: &str) -> Result<testbed::tool::Outcome> {
-    let ebbd = testbed::binary::ebbd(testbed::binary::Build::AsTests)?;
+fn checked(volume: &str) -> Result<testbed::harness::tool::Outcome> {
+    let ebbd = testbed::harness::binary::ebbd(testbed::harness::binary::Build::AsTests)?;
     // A check makes no socket.
     let listen = format!("unix:{}", std::env::temp_dir().join("ebbd-checked.sock").display());
     let outcome = Tool::new(ebbd)

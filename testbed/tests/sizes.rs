@@ -5,10 +5,10 @@ use std::fmt::Write;
 use std::fs::File;
 use std::time::{Duration, Instant};
 use testbed::bench::elastic;
-use testbed::binary::Build;
-use testbed::nbd::{Client, Handshake};
-use testbed::process::{open_files, resident};
-use testbed::server::Setup;
+use testbed::harness::binary::Build;
+use testbed::harness::nbd::{Client, Handshake};
+use testbed::harness::process::{open_files, resident};
+use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, check};
 
 const VOLUMES: u64 = 1000;

@@ -2,12 +2,12 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use testbed::nbd::Client;
-use testbed::pattern::content;
-use testbed::process::Held;
-use testbed::server::Setup;
-use testbed::tls::{Authority, Role, pre_shared_keys};
-use testbed::tool::Outcome;
+use testbed::harness::nbd::Client;
+use testbed::harness::pattern::content;
+use testbed::harness::process::Held;
+use testbed::harness::server::Setup;
+use testbed::harness::tls::{Authority, Role, pre_shared_keys};
+use testbed::harness::tool::Outcome;
 use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;
@@ -192,11 +192,11 @@ fn optional_tls_serves_both() -> Result {
 
 fn plain_after_starttls(server: &Server) -> Result {
     use std::io::{Read, Write};
-    let mut handshake = testbed::nbd::Handshake::connect(&server.socket())?;
+    let mut handshake = testbed::harness::nbd::Handshake::connect(&server.socket())?;
     let accepted = handshake.option(5, &[]);
     check(accepted.is_ok(), || format!("STARTTLS refused: {accepted:?}"))?;
     let mut stream = handshake.into_stream();
-    let lie = testbed::nbd::option_bytes(3, &[]);
+    let lie = testbed::harness::nbd::option_bytes(3, &[]);
     stream.write_all(&lie).map_err(Error::io("send"))?;
     let mut rest = Vec::new();
     // The end may be clean or a reset; it must be an end.
@@ -229,7 +229,7 @@ fn handshakes_cut_within_tls_leave_nothing_behind() -> Result {
     let socket = server.socket();
     let run = |from: usize, count: usize| -> Result {
         for n in from..from + count {
-            let mut hand = testbed::nbd::Handshake::connect(&socket)?;
+            let mut hand = testbed::harness::nbd::Handshake::connect(&socket)?;
             hand.option(5, &[])?;
             // Whether the server notices before the end of it is its business.
             let _ = hand.into_stream().write_all(&half_a_hello(n));
@@ -260,7 +260,7 @@ fn a_client_that_stalls_within_tls_delays_no_other_client() -> Result {
         .start()?;
     let mut stalled = Vec::new();
     for n in [0, 5, 100] {
-        let mut hand = testbed::nbd::Handshake::connect(&server.socket())?;
+        let mut hand = testbed::harness::nbd::Handshake::connect(&server.socket())?;
         hand.option(5, &[])?;
         let mut stream = hand.into_stream();
         std::io::Write::write_all(&mut stream, &half_a_hello(n)).map_err(Error::io("send"))?;

@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use testbed::binary::{self, Build};
-use testbed::ledger::Ledger;
-use testbed::nbd::{Client, Failure};
-use testbed::pattern::{Random, content};
-use testbed::process::{PATIENCE, until};
-use testbed::server::Setup;
-use testbed::writer::{Promise, Writer, let_write};
+use testbed::harness::binary::{self, Build};
+use testbed::harness::ledger::Ledger;
+use testbed::harness::nbd::{Client, Failure};
+use testbed::harness::pattern::{Random, content};
+use testbed::harness::process::{PATIENCE, until};
+use testbed::harness::server::Setup;
+use testbed::harness::writer::{Promise, Writer, let_write};
 use testbed::{Error, Nbdkit, Result, Server, Tool, check};
 
 const PAGE: u64 = 4096;

@@ -1,9 +1,9 @@
 //! A guest's ext4 on a writeback volume survives `kill -9` of the daemon: three times here, twenty
 //! times in `make bench-writeback`. `EBBD_KILLS` sets another number.
 
-use testbed::binary::Build;
-use testbed::journal::kill_daemons;
-use testbed::pattern::Random;
+use testbed::guest::journal::kill_daemons;
+use testbed::harness::binary::Build;
+use testbed::harness::pattern::Random;
 use testbed::{Error, Result, check};
 
 #[test]

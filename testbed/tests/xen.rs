@@ -12,7 +12,7 @@
 #![allow(clippy::print_stdout, reason = "a test's figures")]
 
 use std::time::Duration;
-use testbed::binary::{self, Build};
+use testbed::harness::binary::{self, Build};
 use testbed::xen::trace::{GRANT_TABLE, Hypercalls};
 use testbed::xen::{Machine, Outcome};
 use testbed::{Result, check};

@@ -20,9 +20,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::figure::{Bar, Better, Figure, median};
-use crate::binary::{self, Build};
 use crate::guest::{Guest, Outcome};
-use crate::pattern::Random;
+use crate::harness::binary::{self, Build};
+use crate::harness::pattern::Random;
 use crate::{Error, Result, Tool};
 
 /// Bytes of a read: a frame of the cache.

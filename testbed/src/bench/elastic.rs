@@ -22,10 +22,10 @@ use serde_json::Value;
 
 use super::figure::{Bar, Figure, median};
 use super::{Options, student};
-use crate::binary::{self, Build};
-use crate::nbd::{Client, Request, read_reply, wire};
-use crate::process::{resident, until};
-use crate::server::{Server, Setup};
+use crate::harness::binary::{self, Build};
+use crate::harness::nbd::{Client, Request, read_reply, wire};
+use crate::harness::process::{resident, until};
+use crate::harness::server::{Server, Setup};
 use crate::{Error, Result, check};
 
 /// Bytes of a request in the overhead test, and of the disk.

@@ -25,9 +25,6 @@ use self::rig::{Rig, Target};
 use super::figure::{Bar, Better, Figure};
 use super::{Error, log};
 
-/// The one-line usage text.
-pub const USAGE: &str = "bench-neighbours [--rounds N] [--seconds S] [--only PATTERN]";
-
 /// The share of the other connection's rate beside the sink that must remain beside the daemon.
 const REMAIN: f64 = 0.8;
 

@@ -23,9 +23,6 @@ use self::rig::{Rig, Siege};
 use super::figure::{Bar, Better, Figure};
 use super::{Error, log};
 
-/// The one-line usage text.
-pub const USAGE: &str = "bench-outage [--rounds N] [--seconds S] [--only PATTERN]";
-
 /// Most a step may take beside a dead store, of its time alone; and what is added, seconds.
 const STEP_RATIO: f64 = 1.2;
 const STEP_SLACK: f64 = 0.2;

@@ -19,9 +19,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use super::figure::{Bar, Better, Figure, median};
-use crate::binary::{self, Build};
 use crate::guest::Guest;
-use crate::nbd::{Request, read_reply, wire};
+use crate::harness::binary::{self, Build};
+use crate::harness::nbd::{Request, read_reply, wire};
 use crate::{Error, Result};
 
 /// Bytes of a request: the usual limit of one from a guest's block layer.

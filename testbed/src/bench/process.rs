@@ -8,7 +8,7 @@ use std::time::Duration;
 use rustix::process::{Signal, kill_process};
 
 use super::{Error, io_context, log};
-use crate::process::{pid_of, wait};
+use crate::harness::process::{pid_of, wait};
 
 /// What to do when a tool is missing.
 pub const INSTALL: &str = "run testbed/install";

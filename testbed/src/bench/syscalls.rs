@@ -104,10 +104,11 @@ fn under_strace(
             remedy: process::INSTALL,
             source,
         })?;
-    let attached = crate::process::until("strace attached", Duration::from_secs(10), || {
-        let ended = !matches!(strace.try_wait(), Ok(None));
-        Ok((ended || process::tail(&said).contains("attached")).then_some(()))
-    });
+    let attached =
+        crate::harness::process::until("strace attached", Duration::from_secs(10), || {
+            let ended = !matches!(strace.try_wait(), Ok(None));
+            Ok((ended || process::tail(&said).contains("attached")).then_some(()))
+        });
     let mut client = Command::new(load.get_program());
     client.args(load.get_args());
     let ran = attached

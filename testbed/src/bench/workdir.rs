@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Advice, fadvise, statfs};
 
 use super::{Error, io_context, log};
-use crate::pattern::Random;
+use crate::harness::pattern::Random;
 
 /// Size of the test file: 1 GiB.
 pub const DISK_BYTES: u64 = 1 << 30;

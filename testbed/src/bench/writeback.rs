@@ -22,9 +22,9 @@ use std::path::PathBuf;
 use super::figure::{Bar, Figure};
 use super::workdir::Workdir;
 use super::{Error, daemon_path, io_context, log, place, process};
-use crate::binary::Build;
-use crate::journal::kill_daemons;
-use crate::pattern::Random;
+use crate::guest::journal::kill_daemons;
+use crate::harness::binary::Build;
+use crate::harness::pattern::Random;
 
 /// The command line's options.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

@@ -1,7 +1,7 @@
 //! Measures the daemon's Xen backend, the kernel's and QEMU's, in one boot; and what it swaps under
 //! memory pressure.
 //!
-//! Times are instructions (see [`super`]): of the whole machine, guest and dom0, for one operation.
+//! Times are instructions (see [`crate::xen`]): of the whole machine, guest and dom0, for one operation.
 //! A figure is the median of its rounds, which alternate.
 
 mod cap;
@@ -10,10 +10,10 @@ mod pressure;
 pub use cap::cap;
 pub use pressure::{Pressure, pressure};
 
-use super::trace::{EVENT_CHANNEL, GRANT_TABLE, Hypercalls};
-use super::{Machine, Outcome};
 use crate::bench::figure::{Bar, Better, Figure};
-use crate::binary;
+use crate::harness::binary;
+use crate::xen::trace::{EVENT_CHANNEL, GRANT_TABLE, Hypercalls};
+use crate::xen::{Machine, Outcome};
 use crate::{Error, Result};
 use std::path::Path;
 use std::time::Duration;
@@ -35,8 +35,8 @@ const LOADS: [(&str, &str, Bar, Bar); 5] = [
 /// # Errors
 /// The machine cannot be booted, or a load failed; the error shows the consoles.
 pub fn side_by_side(daemon: &Path) -> Result<Vec<Figure>> {
-    let outcome = Machine::new(include_str!("bench/side.sh"))
-        .file("load.sh", include_str!("bench/load.sh"))
+    let outcome = Machine::new(include_str!("xen/side.sh"))
+        .file("load.sh", include_str!("xen/load.sh"))
         .guest(1, 512)
         .program(daemon)
         .guest_program(binary::release("testbed", "guest-load")?)

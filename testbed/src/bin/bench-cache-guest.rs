@@ -1,13 +1,9 @@
-//! Prints one line per figure on stdout, `name ours peer ratio bar ok|short`, and nothing else
-//! there; progress, and every run whole, go to stderr. See [`testbed::bench::cache_guest`].
-//!
-//! Exit status: 0 when everything ran (a missed bar is said in its line), 1 when something failed
-//! to run, 2 for bad usage.
+//! The cache in a guest, beside no cache and a static one. See [`testbed::bench::cache_guest`].
 
-use std::io::{self, Write};
 use std::process::ExitCode;
 
 use testbed::bench::cache_guest::{self, JOBS, test_name};
+use testbed::bench::{command, log};
 use testbed::{Error, Result};
 
 const HELP: &str = "\
@@ -21,14 +17,8 @@ no cache, a static one, and ours.
 Environment: EBBD_BIN, the daemon to measure (built in release if not given).
 ";
 
-fn log(text: impl std::fmt::Display) {
-    // There is nowhere to report an error of stderr.
-    let _ = writeln!(io::stderr().lock(), "bench-cache-guest: {text}");
-}
-
 fn run(rounds: usize, only: Option<&str>) -> Result {
-    let me = std::env::current_exe().map_err(Error::io("find myself"))?;
-    let load = me.with_file_name("guest-cache");
+    let load = command::beside("guest-cache")?;
     let root = tempfile::tempdir().map_err(Error::io("make a directory"))?;
     cache_guest::build_root(root.path())?;
     let all = std::iter::once(None).chain(JOBS.iter().map(|jobs| Some(*jobs)));
@@ -46,11 +36,7 @@ fn run(rounds: usize, only: Option<&str>) -> Result {
             measured.push(one);
         }
     }
-    let mut stdout = io::stdout().lock();
-    for figure in cache_guest::figures(&measured)? {
-        writeln!(stdout, "{figure}").map_err(Error::io("print"))?;
-    }
-    Ok(())
+    cache_guest::figures(&measured)?.iter().try_for_each(command::print).map_err(Error::io("print"))
 }
 
 fn main() -> ExitCode {
@@ -72,11 +58,5 @@ fn main() -> ExitCode {
         log(HELP);
         return ExitCode::from(2);
     };
-    match run(rounds, only) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            log(&error);
-            ExitCode::FAILURE
-        }
-    }
+    command::status(run(rounds, only))
 }

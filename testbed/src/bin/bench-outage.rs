@@ -1,31 +1,13 @@
-//! Prints one line per figure on stdout, `name ours peer ratio bar ok|short`, and nothing else there;
-//! progress and the log go to stderr. See [`testbed::bench::outage`].
-//!
-//! Exit status: 0 when everything ran (a missed bar is said in its line), 1 when something failed to
-//! run, 2 for bad usage.
+//! Healthy volumes beside dead stores. See [`testbed::bench::outage`].
 
-use std::io::{self, Write};
 use std::process::ExitCode;
 
-use testbed::bench::{self, Error, Options, outage};
+use testbed::bench::{Options, command, outage};
+
+const HELP: &str = "usage: bench-outage [--rounds N] [--seconds S] [--only PATTERN]\n";
 
 fn main() -> ExitCode {
-    let print = |figure: &bench::figure::Figure| {
-        let mut stdout = io::stdout().lock();
-        writeln!(stdout, "{figure}")?;
-        stdout.flush()
-    };
-    match Options::parse(std::env::args().skip(1)).and_then(|options| outage::run(&options, print))
-    {
-        Ok(0) => ExitCode::SUCCESS,
-        Ok(failed) => {
-            bench::log(format_args!("{failed} measurements failed to run"));
-            ExitCode::FAILURE
-        }
-        Err(error) => {
-            bench::log(&error);
-            bench::log(format_args!("usage: {}", outage::USAGE));
-            ExitCode::from(if matches!(error, Error::Usage { .. }) { 2 } else { 1 })
-        }
-    }
+    command::main(HELP, std::env::args().skip(1), Options::parse, |options, print| {
+        outage::run(options, print)
+    })
 }

@@ -1,13 +1,8 @@
-//! Prints one line per figure on stdout, `name ours peer ratio bar ok|short`, and nothing else
-//! there; progress, and every round whole, go to stderr. See [`testbed::bench::pressure`].
-//!
-//! Exit status: 0 when everything ran (a missed bar is said in its line), 1 when something failed
-//! to run, 2 for bad usage.
+//! Every way to treat idle memory, in a guest with a neighbour that allocates. See [`testbed::bench::pressure`].
 
-use std::io::{self, Write};
 use std::process::ExitCode;
 
-use testbed::bench::pressure;
+use testbed::bench::{command, log, pressure};
 use testbed::{Error, Result};
 
 const HELP: &str = "\
@@ -19,14 +14,8 @@ The memory-pressure test in a guest: every way to treat idle memory, with a neig
 Environment: EBBD_BIN, the daemon to measure (built in release if not given).
 ";
 
-fn log(text: impl std::fmt::Display) {
-    // There is nowhere to report an error of stderr.
-    let _ = writeln!(io::stderr().lock(), "bench-pressure: {text}");
-}
-
 fn run(rounds: usize) -> Result {
-    let me = std::env::current_exe().map_err(Error::io("find myself"))?;
-    let load = me.with_file_name("guest-pressure");
+    let load = command::beside("guest-pressure")?;
     let mut all = Vec::new();
     for round in 0..rounds {
         log(format_args!("round {} of {rounds}: a guest boots", round + 1));
@@ -35,11 +24,7 @@ fn run(rounds: usize) -> Result {
             all.push(measured);
         }
     }
-    let mut stdout = io::stdout().lock();
-    for figure in pressure::figures(&all)? {
-        writeln!(stdout, "{figure}").map_err(Error::io("print"))?;
-    }
-    Ok(())
+    pressure::figures(&all)?.iter().try_for_each(command::print).map_err(Error::io("print"))
 }
 
 fn main() -> ExitCode {
@@ -55,11 +40,5 @@ fn main() -> ExitCode {
         log(HELP);
         return if help { ExitCode::SUCCESS } else { ExitCode::from(2) };
     };
-    match run(rounds) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            log(&error);
-            ExitCode::FAILURE
-        }
-    }
+    command::status(run(rounds))
 }

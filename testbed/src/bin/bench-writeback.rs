@@ -1,13 +1,10 @@
-//! Prints the acceptance figures of writeback, one line each on stdout, `name ours peer ratio bar
-//! ok|short`; the log goes to stderr. The peer is Linux's current algorithm.
+//! The acceptance figures of writeback ([`testbed::bench::command`] describes the output). The peer is Linux's current
+//! algorithm.
 //!
 //! Figures are costs: less is better, so that a target of at least 99 % busy is shown as at most 1
 //! % idle. First come simulated devices, then real ones, which are slow stores behind a daemon.
-//!
-//! Exit status: 0 when everything ran (a missed target is shown in its line), 1 when something
-//! failed to run, 2 for bad usage.
 
-use std::io::{self, Write};
+use std::io;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -17,6 +14,7 @@ use ebb_writeback::sim::report::measure;
 use ebb_writeback::sim::scenario::{ALL, Scenario};
 use testbed::bench::figure::{Bar, Figure};
 use testbed::bench::writeback::{self, Options};
+use testbed::bench::{command, log};
 
 const HELP: &str = "\
 usage: bench-writeback [--only PATTERN] [--real DIR]
@@ -107,17 +105,12 @@ fn cost(scenario: &Scenario, ours: &Measured, peer: &Measured) -> Option<Figure>
     Some(figure)
 }
 
-/// Progress on stderr; there is nowhere to report an error of it.
-fn log(text: &str) {
-    let _ = writeln!(io::stderr().lock(), "bench-writeback: {text}");
-}
-
 fn run(asked: Asked, mut print: impl FnMut(&Figure) -> io::Result<()>) -> bool {
     let mut failed = false;
     if asked.real.is_none() {
         log("simulated devices");
         if let Err(error) = simulated(&mut print) {
-            log(&format!("simulated devices: {error}"));
+            log(format_args!("simulated devices: {error}"));
             failed = true;
         }
     }
@@ -126,7 +119,7 @@ fn run(asked: Asked, mut print: impl FnMut(&Figure) -> io::Result<()>) -> bool {
         Ok(0) => failed,
         Ok(_) => true,
         Err(error) => {
-            log(&format!("real devices: {error}"));
+            log(format_args!("real devices: {error}"));
             true
         }
     }
@@ -143,10 +136,7 @@ fn main() -> ExitCode {
         if only.as_ref().is_some_and(|pattern| !figure.name.contains(pattern.as_str())) {
             return Ok(());
         }
-        // Flushed line by line, so that a long run can be followed through a pipe.
-        let mut stdout = io::stdout().lock();
-        writeln!(stdout, "{figure}")?;
-        stdout.flush()
+        command::print(figure)
     };
     if run(asked, print) { ExitCode::FAILURE } else { ExitCode::SUCCESS }
 }

@@ -1,15 +1,10 @@
-//! Prints one line per figure on stdout, `name ours peer ratio bar ok|short`, and nothing else
-//! there; the log goes to stderr. See [`testbed::xen::bench`].
-//!
-//! Exit status: 0 when everything ran (a missed bar is said in its line), 1 when something failed
-//! to run, 2 for bad usage.
+//! The Xen backend beside those of the kernel and of QEMU. See [`testbed::bench::xen`].
 
-use std::io::{self, Write};
 use std::process::ExitCode;
-use testbed::Result;
-use testbed::bench::daemon_path;
-use testbed::bench::figure::Figure;
-use testbed::xen::bench::{self, Pressure};
+
+use testbed::Error;
+use testbed::bench::xen::{self, Pressure};
+use testbed::bench::{command, daemon_path, log};
 
 const HELP: &str = "\
 usage: bench-xen [--only side|cap|pressure|pressure-copy|pressure-drop]
@@ -35,17 +30,17 @@ fn main() -> ExitCode {
     let daemon = match daemon_path() {
         Ok(daemon) => daemon,
         Err(error) => {
-            log(&error.to_string());
+            log(error);
             return ExitCode::FAILURE;
         }
     };
     let mut status = ExitCode::SUCCESS;
     for part in wanted {
-        log(&format!("booting for {part}"));
+        log(format_args!("booting for {part}"));
         let figures = match part {
-            "side" => bench::side_by_side(&daemon),
-            "cap" => bench::cap(),
-            _ => bench::pressure(
+            "side" => xen::side_by_side(&daemon),
+            "cap" => xen::cap(),
+            _ => xen::pressure(
                 &daemon,
                 Pressure {
                     persistent: part != "pressure-copy",
@@ -54,23 +49,13 @@ fn main() -> ExitCode {
                 },
             ),
         };
-        if let Err(error) = figures.and_then(|figures| print(&figures)) {
-            log(&format!("{part} FAILED: {error}"));
+        let shown = figures.and_then(|figures| {
+            figures.iter().try_for_each(command::print).map_err(Error::io("write a figure"))
+        });
+        if let Err(error) = shown {
+            log(format_args!("{part} FAILED: {error}"));
             status = ExitCode::FAILURE;
         }
     }
     status
-}
-
-fn print(figures: &[Figure]) -> Result {
-    let mut stdout = io::stdout().lock();
-    for figure in figures {
-        writeln!(stdout, "{figure}").map_err(testbed::Error::io("write a figure"))?;
-    }
-    stdout.flush().map_err(testbed::Error::io("write a figure"))
-}
-
-fn log(text: &str) {
-    // There is nowhere to report an error of stderr.
-    let _ = writeln!(io::stderr().lock(), "bench-xen: {text}");
 }

@@ -17,8 +17,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{scope, sleep};
 use std::time::{Duration, Instant};
 use testbed::bench::cache_guest::{PIECE_BYTES, THINK_MS};
-use testbed::nbd::{Client, Request, read_reply, wire};
-use testbed::pattern::Random;
+use testbed::harness::nbd::{Client, Request, read_reply, wire};
+use testbed::harness::pattern::Random;
 use testbed::{Error, Result};
 
 const SOCKET: &str = "/tmp/nbd.sock";

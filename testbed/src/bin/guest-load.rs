@@ -20,7 +20,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
-use testbed::pattern::Random;
+use testbed::harness::pattern::Random;
 
 const BLOCK: usize = 4096;
 /// Blocks in the largest request of `churn`; no two requests touch one slot at a time.

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 use testbed::bench::pressure::burst;
-use testbed::nbd::Client;
+use testbed::harness::nbd::Client;
 use testbed::{Error, Result};
 
 const PAGE: usize = 4096;

@@ -8,8 +8,8 @@ use std::collections::HashMap;
 use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
-use testbed::nbd::{Client, wire};
-use testbed::pattern::{Random, SECTOR, content, stamp_of};
+use testbed::harness::nbd::{Client, wire};
+use testbed::harness::pattern::{Random, SECTOR, content, stamp_of};
 use testbed::{Error, Result, check};
 
 /// One volume over the page cache, one past it.

@@ -15,11 +15,12 @@ use std::fs::File;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::binary::Build;
 use crate::guest::{Guest, Machine};
-use crate::pattern::Random;
-use crate::server::Setup;
-use crate::{Error, Result, Server, Tool, check, process};
+use crate::harness::binary::Build;
+use crate::harness::pattern::Random;
+use crate::harness::process;
+use crate::harness::server::Setup;
+use crate::{Error, Result, Server, Tool, check};
 
 /// Size of each disk: small, so that the journal wraps around.
 const DISK: u64 = 48 << 20;

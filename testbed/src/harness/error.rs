@@ -22,7 +22,7 @@ pub enum Error {
     },
     /// The NBD client of this crate failed.
     #[error("nbd client: {0}")]
-    Nbd(#[from] crate::nbd::Failure),
+    Nbd(#[from] crate::harness::nbd::Failure),
     /// Something was not as expected.
     #[error("{0}")]
     Unexpected(String),

@@ -8,7 +8,7 @@
 //! that may have. Writers must not have two writes to one sector in flight: their order would be
 //! undefined.
 
-use crate::pattern::{SECTOR, stamp_of};
+use crate::harness::pattern::{SECTOR, stamp_of};
 use crate::{Result, check};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -135,7 +135,7 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pattern::content;
+    use crate::harness::pattern::content;
 
     /// What a ledger of one sector allows there.
     fn allowed(ledger: &Ledger) -> Vec<u64> {

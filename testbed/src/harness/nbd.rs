@@ -154,7 +154,7 @@ pub fn connect(socket: &Path, limit: Duration) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
-pub use crate::process::PATIENCE;
+pub use crate::harness::process::PATIENCE;
 
 impl Handshake {
     /// Connects and exchanges greetings (fixed newstyle, no zeroes).

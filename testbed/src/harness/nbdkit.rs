@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use rustix::process::{Signal, kill_process};
 
-use crate::nbd::Client;
-use crate::process::PATIENCE;
-use crate::{Error, Result, process};
+use crate::harness::nbd::Client;
+use crate::harness::process;
+use crate::harness::process::PATIENCE;
+use crate::{Error, Result};
 
 /// A running `nbdkit`, killed when dropped.
 #[derive(Debug)]

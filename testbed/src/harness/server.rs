@@ -6,9 +6,10 @@
 //! * What the daemon logged is printed when the server is dropped: the test harness shows it for a
 //!   failed test only.
 
-use crate::binary::{self, Build};
-use crate::process::PATIENCE;
-use crate::{Error, Result, Tool, check, process};
+use crate::harness::binary::{self, Build};
+use crate::harness::process;
+use crate::harness::process::PATIENCE;
+use crate::{Error, Result, Tool, check};
 use rustix::process::{Signal, kill_process};
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -258,7 +259,7 @@ impl Server {
         let ready = process::until("an NBD greeting", PATIENCE, || {
             let child = self.child.as_mut();
             match child.map(Child::try_wait).transpose().map_err(Error::io("look at ebbd"))? {
-                Some(None) => Ok(crate::nbd::Handshake::connect(&socket).ok()),
+                Some(None) => Ok(crate::harness::nbd::Handshake::connect(&socket).ok()),
                 ended => Err(Error::unexpected(format!("ended at once: {ended:?}"))),
             }
         });

@@ -1,7 +1,8 @@
 //! Runs a program with a time limit and keeps everything it said.
 
-use crate::process::PATIENCE;
-use crate::{Error, Result, process};
+use crate::harness::process;
+use crate::harness::process::PATIENCE;
+use crate::{Error, Result};
 use rustix::process::{Signal, kill_process_group};
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Read, Write};

@@ -4,10 +4,10 @@
 //! some with FUA. It runs until the connection ends, by which the daemon's end is observed.
 
 use crate::Result;
-use crate::ledger::{Flush, Ledger, Ticket};
-use crate::nbd::{Client, Failure, Request, read_reply, wire};
-use crate::pattern::{Random, SECTOR, content};
-use crate::process::{PATIENCE, until};
+use crate::harness::ledger::{Flush, Ledger, Ticket};
+use crate::harness::nbd::{Client, Failure, Request, read_reply, wire};
+use crate::harness::pattern::{Random, SECTOR, content};
+use crate::harness::process::{PATIENCE, until};
 use std::collections::HashMap;
 use std::io::Write;
 use std::ops::Range;

@@ -2,7 +2,8 @@
 
 use super::Artefacts;
 use crate::guest::{copy, libraries, make_dir, which};
-use crate::{Error, Result, Tool, process};
+use crate::harness::process;
+use crate::{Error, Result, Tool};
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

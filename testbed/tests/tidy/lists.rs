@@ -135,7 +135,7 @@ pub(crate) const ALLOWED: &[Allowed] = &[
         "a thread of its own rests between handshakes",
     ),
     ("ignore", "crates/ebb-store/tests/short.rs", 1, "another test runs it, on a small disk"),
-    ("print", "testbed/src/server.rs", 2, "the harness shows it for failed tests only"),
+    ("print", "testbed/src/harness/server.rs", 2, "the harness shows it for failed tests only"),
     ("cast", "crates/ebb-nbd-proto/src/lib.rs", 1, "the number of an enum's variant"),
     ("cast", "crates/ebb-mem/src/bits.rs", 3, "a number of bits: at most 64"),
     ("cast", "crates/ebb-mem/src/class.rs", 1, "a number of bits: at most 64"),

@@ -22,8 +22,8 @@ use super::rig::{Daemon, MIB, Rig, fill};
 use super::stat::Stat;
 use super::{Error, log, reclaim, smaps};
 use crate::bench::figure::{Bar, Figure};
-use crate::nbd::wire;
-use crate::pattern::Random;
+use crate::harness::nbd::wire;
+use crate::harness::pattern::Random;
 
 /// Figures: error of `bufspace` at the end, and the worst on the way; how exactly it is known; error
 /// of `bufwiredspace`, the worst of all.

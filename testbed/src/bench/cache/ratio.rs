@@ -10,8 +10,8 @@ use super::rig::{Daemon, MIB, Rig};
 use super::{Error, log};
 use crate::bench::figure::{Bar, Better, Figure};
 use crate::bench::server::Server;
-use crate::nbd::Client;
-use crate::pattern::Random;
+use crate::harness::nbd::Client;
+use crate::harness::pattern::Random;
 
 /// Figure: points lost by a hot set that is not being read during a scan.
 pub const SCAN_ALONE: &str = "cache_scan_alone_lost_points";

@@ -12,8 +12,8 @@ use crate::bench::fio::{self, Load, Outcome, Until};
 use crate::bench::process;
 use crate::bench::server::Server;
 use crate::bench::workdir::Workdir;
-use crate::nbd::{Client, Failure};
-use crate::pattern::Random;
+use crate::harness::nbd::{Client, Failure};
+use crate::harness::pattern::Random;
 
 /// A MiB, in bytes.
 pub const MIB: u64 = 1 << 20;

@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use crate::nbd::option_bytes;
+use crate::harness::nbd::option_bytes;
 
 /// The argument that makes the bench's program a flood: `flood ADDRESS SECONDS`.
 pub const ARGUMENT: &str = "flood";
@@ -73,7 +73,7 @@ pub fn client_hello() -> Vec<u8> {
 /// The server does not reply with a ServerHello.
 pub fn answered(address: SocketAddr) -> io::Result<usize> {
     let mut stream = TcpStream::connect(address)?;
-    stream.set_read_timeout(Some(crate::nbd::PATIENCE))?;
+    stream.set_read_timeout(Some(crate::harness::nbd::PATIENCE))?;
     stream.write_all(&starttls())?;
     stream.read_exact(&mut [0; BEFORE_TLS])?;
     stream.write_all(&client_hello())?;

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::nbd::{Client, Request, read_reply, wire};
+use crate::harness::nbd::{Client, Request, read_reply, wire};
 
 use super::super::Error;
 

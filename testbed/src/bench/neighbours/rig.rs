@@ -11,7 +11,7 @@ use rustix::process::Signal;
 
 use super::super::{Error, io_context, log, process};
 use super::{Key, flood, reader};
-use crate::tls::{Authority, Role};
+use crate::harness::tls::{Authority, Role};
 
 /// After so long a step counts as hanging.
 const HANG: Duration = Duration::from_secs(60);

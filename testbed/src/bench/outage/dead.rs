@@ -8,7 +8,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::nbd::wire;
+use crate::harness::nbd::wire;
 
 use super::super::{Error, io_context};
 

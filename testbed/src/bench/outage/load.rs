@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::nbd::{Client, Handshake, Request, wire};
+use crate::harness::nbd::{Client, Handshake, Request, wire};
 
 use super::super::Error;
 

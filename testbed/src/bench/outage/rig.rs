@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::nbd::{Handshake, wire};
+use crate::harness::nbd::{Handshake, wire};
 
 use super::super::{Error, io_context, process};
 use super::dead::{Dead, SIZE};

@@ -26,7 +26,7 @@ use serde_json::Value;
 use crate::bench::server::Server;
 use crate::bench::workdir::Workdir;
 use crate::bench::{Error, io_context};
-use crate::nbd::{Client, Failure};
+use crate::harness::nbd::{Client, Failure};
 
 /// Size of each device and of the region a writer goes round in: more than is ever held.
 const BYTES: u64 = 1 << 30;

@@ -14,8 +14,8 @@ use crate::bench::fio::{self, Load, Outcome, Until};
 use crate::bench::process;
 use crate::bench::server::Server;
 use crate::bench::workdir::Workdir;
-use crate::nbd::{Client, Request, wire};
-use crate::pattern::Random;
+use crate::harness::nbd::{Client, Request, wire};
+use crate::harness::pattern::Random;
 
 /// Random writes of 4 KiB, one at a time, a second; the peer is the same without a cache.
 const RANDOM: &str = "writeback_random_4k_write_1ms_store_iops";

@@ -4,9 +4,10 @@
 //! It runs in dom0 of a machine without guests, since time is instructions there: a figure repeats
 //! whatever else the host does, which a 99th percentile on a busy host does not.
 
-use super::super::Machine;
+use crate::Result;
 use crate::bench::figure::{Bar, Figure};
-use crate::{Result, binary};
+use crate::harness::binary;
+use crate::xen::Machine;
 use std::time::Duration;
 
 /// A guest's first pass through its pages takes some 0.3 s: it has ended before anything counts.

@@ -4,9 +4,10 @@
 //! The neighbour's memory does not fit next to what idle disks could keep, so what is not released
 //! is swapped. Counts of pages; seconds are those of the machine, whose clock counts instructions.
 
-use super::super::Machine;
+use crate::Result;
 use crate::bench::figure::{Bar, Better, Figure, median};
-use crate::{Result, binary};
+use crate::harness::binary;
+use crate::xen::Machine;
 use std::path::Path;
 use std::time::Duration;
 
