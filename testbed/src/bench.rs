@@ -11,7 +11,7 @@
 //! - A missed target is a result, not a failure: the line says `short`. A server or tool that fails
 //!   to run is a failure, and no line is printed for it.
 //!
-//! Measures the targets that `SPEC.md` sets for the NBD data path, idle memory and start-up.
+//! Measures the targets that `SPEC.md` sets for the NBD data path, busy polling, idle memory and start-up.
 
 pub mod cache;
 pub mod cache_guest;
@@ -24,6 +24,7 @@ pub mod idle;
 pub mod load;
 pub mod neighbours;
 pub mod outage;
+pub mod polling;
 pub mod pressure;
 pub mod process;
 pub mod server;
@@ -222,6 +223,9 @@ pub fn run(
     }
     if idle::VOLUME_FIGURES.iter().any(|name| options.wants(name)) {
         report("1,000 volumes", idle::thousand_volumes(&daemon, &work, options.rounds))?;
+    }
+    if polling::FIGURES.iter().any(|name| options.wants(name)) {
+        report("busy polling", polling::measure(options, &daemon, &work))?;
     }
     for group in [Setup::PageCache, Setup::Direct] {
         let servers: &[Kind] = match group {

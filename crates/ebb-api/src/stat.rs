@@ -209,6 +209,12 @@ pub struct WorkerStat {
     pub enters: u64,
     /// Operations submitted to the io_uring.
     pub operations: u64,
+    /// Times that it polled before it would have slept, and found work.
+    #[serde(default)]
+    pub polls: u64,
+    /// Times that it polled and found nothing.
+    #[serde(default)]
+    pub unsuccessful_polls: u64,
 }
 
 /// I/O memory.

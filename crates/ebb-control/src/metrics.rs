@@ -235,7 +235,11 @@ fn workers(stat: &Stat, out: &mut Out<'_>) -> fmt::Result {
     let enters = ("ebbd_worker_ring_enters", "Calls of io_uring_enter");
     out.counters(enters, None, all(|worker| worker.enters))?;
     let operations = ("ebbd_worker_ring_operations", "Operations submitted to the io_uring");
-    out.counters(operations, None, all(|worker| worker.operations))
+    out.counters(operations, None, all(|worker| worker.operations))?;
+    let polls = ("ebbd_worker_polls", "Polls before sleep that found work");
+    out.counters(polls, None, all(|worker| worker.polls))?;
+    let unsuccessful = ("ebbd_worker_unsuccessful_polls", "Polls before sleep that found nothing");
+    out.counters(unsuccessful, None, all(|worker| worker.unsuccessful_polls))
 }
 
 fn memory(stat: &MemoryStat, out: &mut Out<'_>) -> fmt::Result {
@@ -360,7 +364,14 @@ mod tests {
                 ..VolumeStat::default()
             }],
             workers: vec![
-                WorkerStat { worker: 0, answers: true, enters: 5, operations: 6 },
+                WorkerStat {
+                    worker: 0,
+                    answers: true,
+                    enters: 5,
+                    operations: 6,
+                    polls: 7,
+                    unsuccessful_polls: 8,
+                },
                 WorkerStat { worker: 1, ..WorkerStat::default() },
             ],
             memory: Some(MemoryStat {
@@ -407,6 +418,8 @@ mod tests {
             "ebbd_volume_service_seconds_bucket{le=\"+Inf\",volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 7",
             "ebbd_volume_service_seconds_count{volume=\"a \\\"b\\\"\\\\c\\nd\",operation=\"read\"} 7",
             "ebbd_worker_ring_enters_total{worker=\"0\"} 5",
+            "ebbd_worker_polls_total{worker=\"0\"} 7",
+            "ebbd_worker_unsuccessful_polls_total{worker=\"0\"} 8",
             "ebbd_worker_up{worker=\"1\"} 0",
             "ebbd_zone_used_blocks{zone=\"4K\"} 9",
             "ebbd_pool_free_bytes{owner=\"disk\"} 16384",

@@ -317,8 +317,7 @@ impl App {
         let ask = |handle: &ebb_io::WorkerHandle| {
             let (sender, receiver) = oneshot::channel();
             handle.spawn(move |io| async move {
-                let stats = io.stats();
-                let _ = sender.send((stats.enters, stats.operations));
+                let _ = sender.send(io.stats());
             });
             receiver
         };
@@ -328,9 +327,14 @@ impl App {
         for (worker, receiver) in asked.into_iter().enumerate() {
             let answer = tokio::time::timeout_at(deadline, receiver).await;
             workers.push(match answer {
-                Ok(Ok((enters, operations))) => {
-                    WorkerStat { worker, answers: true, enters, operations }
-                }
+                Ok(Ok(stats)) => WorkerStat {
+                    worker,
+                    answers: true,
+                    enters: stats.enters,
+                    operations: stats.operations,
+                    polls: stats.polls,
+                    unsuccessful_polls: stats.unsuccessful_polls,
+                },
                 _ => WorkerStat { worker, ..WorkerStat::default() },
             });
         }

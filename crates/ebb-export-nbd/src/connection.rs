@@ -22,14 +22,13 @@ use ebb_export::{
     ErrorLine, ErrorLines, PIECE, REQUEST_BYTES, RequestRunner, RequestTask, RequestTasks,
     longest_piece, piece_bytes,
 };
-use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, QueueShare, Signal};
+use ebb_io::{Budget, BudgetGuard, Buf, BufPool, Io, PollSource, QueueShare, Signal};
 use ebb_tls::Transport;
 use ebb_volume::{ErrorKind, Stop, Volume};
 
 use self::stall::StallDetector;
 use crate::decode::{self, Decoded, Fatal, NbdRequest, RequestHeader};
 use crate::handshake::Session;
-use crate::proto::Errno;
 use crate::receiver::Receiver;
 use crate::reply::{Reply, ReplyBody, ReplyTo, RequestMemory};
 use crate::request_task::{NbdJob, RequestContext, STATUS_BYTES_MAX, SplitWrite, execute};
@@ -92,6 +91,8 @@ pub(crate) struct Connection {
     tasks: RequestTasks<NbdJob>,
     sender: Sender,
     requests: Cell<u64>,
+    /// The socket, which the worker polls while requests come quickly.
+    source: PollSource,
     /// Set by the first request after an idle period.
     awake: Signal,
     idle: Cell<bool>,
@@ -118,6 +119,7 @@ impl Connection {
         memory_bytes: usize,
     ) -> Rc<Connection> {
         let share = volume.share(buffers.memory().shares()).clone();
+        let source = io.poll_source();
         Rc::new(Connection {
             io,
             number,
@@ -130,6 +132,7 @@ impl Connection {
             tasks: RequestTasks::new(IN_FLIGHT_MAX),
             sender: Sender::default(),
             requests: Cell::new(0),
+            source,
             awake: Signal::default(),
             idle: Cell::new(true),
             stopping: Cell::new(false),
@@ -255,6 +258,7 @@ impl Connection {
     }
 
     async fn receive(&self, receiver: &mut Receiver, needed: usize) -> Result<(), ConnectionEnd> {
+        self.source.wait();
         let filled = {
             let filling = pin!(receiver.fill(&self.io, &self.transport, needed));
             self.unless_halted(filling).await?
@@ -276,6 +280,7 @@ impl Connection {
         header: RequestHeader,
     ) -> Result<(), ConnectionEnd> {
         self.requests.set(self.requests.get() + 1);
+        self.source.note_requests(1);
         if self.idle.replace(false) {
             self.awake.set();
         }
@@ -287,7 +292,7 @@ impl Connection {
             Err(errno) => {
                 self.skip(receiver, u64::from(header.payload_len)).await?;
                 let budget = Some(self.reserve(REQUEST_BYTES).await?);
-                let body = ReplyBody::Error(errno, refusal(errno));
+                let body = ReplyBody::Error(errno, decode::refusal(errno));
                 self.sender.push(Reply {
                     to,
                     body,
@@ -306,7 +311,9 @@ impl Connection {
             NbdRequest::Write { offset, length, fua } => {
                 let length = to_usize(length);
                 if length > PIECE || bytes > self.queue_share.share().reserve() {
-                    return self.write_in_pieces(receiver, to, budget, (offset, length, fua)).await;
+                    // Boxed: it is rare, and would make the task of every connection larger.
+                    let pieces = (offset, length, fua);
+                    return Box::pin(self.write_in_pieces(receiver, to, budget, pieces)).await;
                 }
                 let held =
                     RequestMemory { share: Some(self.share(bytes).await?), budget: Some(budget) };
@@ -448,6 +455,7 @@ impl Connection {
             self.received.set(self.received.get().wrapping_add(at));
         }
         self.receiving.set(false);
+        self.source.note_requests(0);
         Ok(buf)
     }
 
@@ -548,17 +556,6 @@ fn within(end: ConnectionEnd) -> ConnectionEnd {
     match end {
         ConnectionEnd::Closed => ConnectionEnd::Broken(io::ErrorKind::UnexpectedEof.into()),
         other => other,
-    }
-}
-
-fn refusal(errno: Errno) -> &'static str {
-    match errno {
-        Errno::Perm => "the volume is read-only",
-        Errno::NoSpc => "the request extends past the end of the volume",
-        Errno::Overflow => {
-            "the request is longer than the maximum payload (see NBD_INFO_BLOCK_SIZE)"
-        }
-        _ => "invalid request: check range, alignment to 512 bytes, length, flags and command",
     }
 }
 

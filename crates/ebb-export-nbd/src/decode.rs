@@ -314,5 +314,17 @@ fn payload_sized(header: &RequestHeader, session: &Session) -> Result<u32, Errno
     }
 }
 
+/// The text of a reply to a request that [`check`] refuses.
+pub(crate) fn refusal(errno: Errno) -> &'static str {
+    match errno {
+        Errno::Perm => "the volume is read-only",
+        Errno::NoSpc => "the request extends past the end of the volume",
+        Errno::Overflow => {
+            "the request is longer than the maximum payload (see NBD_INFO_BLOCK_SIZE)"
+        }
+        _ => "invalid request: check range, alignment to 512 bytes, length, flags and command",
+    }
+}
+
 #[cfg(test)]
 mod tests;

@@ -72,15 +72,14 @@ fn drive(front: &mut Frontend, requests: &[Request], stop: &AtomicBool) -> u64 {
 /// The neighbour's median and 99th percentile in microseconds, and the other guest's requests per second.
 fn run(pages: usize, span: Duration) -> [f64; 3] {
     let world = World::default();
+    // It does not poll: guests and worker share processors where instructions are counted, and polling takes time from
+    // the guest that would fill the ring.
     let worker = Worker::start_alone("bench").unwrap();
     let store = Store::Memory(MemoryStore::new(SIZE));
     let volume = Volume::new("memory", store, VolumeOptions::default());
     let volumes = Volumes::default();
     volumes.add(volume, Arc::default());
     let options = BackendOptions::new(Arc::new(world.clone()), vec![worker.handle()], volumes);
-    // Guests and worker share processors where instructions are counted: busy polling takes time from the
-    // guest that would fill the ring.
-    options.parameters.poll_us.set(0);
     let backend = Backend::start(options).unwrap();
     let mut greedy = connect(&world, 1, u32::try_from(HOSTILE).unwrap() + 16);
     let mut near = connect(&world, 2, 64);

@@ -35,7 +35,6 @@ pub mod abi;
 mod allowance;
 mod attach;
 mod backend;
-mod busy_poll;
 mod copier;
 mod counting_store;
 mod device;

@@ -19,9 +19,6 @@ pub struct XenParameters {
     pub persistent_grant_unused_seconds: Parameter<u32>,
     /// Whether persistent grants are offered to frontends that connect.
     pub feature_persistent: Parameter<bool>,
-    /// How long an empty ring is polled before its worker sleeps: microseconds for each preceding request; 0
-    /// disables polling. It applies the next time a ring becomes empty.
-    pub poll_us: Parameter<u32>,
     /// Most grants that all rings together keep mapped, the number of rings, and the number of mapped grants.
     budget: AtomicU32,
     rings: AtomicU32,
@@ -33,13 +30,12 @@ pub struct XenParameters {
 
 impl Default for XenParameters {
     /// `max_persistent_grants` 1056, `persistent_grant_unused_seconds` 60, `feature_persistent`
-    /// true, `poll_us` 100.
+    /// true.
     fn default() -> XenParameters {
         XenParameters {
             max_persistent_grants: Parameter::new(1056),
             persistent_grant_unused_seconds: Parameter::new(60),
             feature_persistent: Parameter::new(true),
-            poll_us: Parameter::new(100),
             budget: AtomicU32::new(budget_of_process()),
             rings: AtomicU32::new(0),
             mapped: AtomicU32::new(0),

@@ -10,16 +10,14 @@
 //!   are invalid is not served any more.
 
 use std::cell::{Cell, RefCell};
-use std::hint::spin_loop;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_export::{ErrorLine, ErrorLines, RequestRunner, RequestTasks};
-use ebb_io::{Budget, Buf, BufPool, Io, QueueShare, Signal};
+use ebb_io::{Budget, Buf, BufPool, Io, PollSource, QueueShare, Signal};
 
 use crate::abi::{Response, Slot, Status, op};
-use crate::busy_poll::BusyPoll;
 use crate::copier::Copier;
 use crate::device_shared::{DeviceShared, add};
 use crate::inline_io::InlineIo;
@@ -45,8 +43,6 @@ const SPURIOUS: u32 = 16;
 const THROTTLE: Duration = Duration::from_millis(1);
 /// The interval of purges of a full table of grants (100 ms, as in Linux's xen-blkback).
 const PURGE_INTERVAL: Duration = Duration::from_millis(100);
-/// Polls of an empty ring before the worker does other work, with a `pause` instruction before each.
-const POLLS: u32 = 16;
 /// Under memory pressure, mappings that have been idle for this long are unmapped, and those that become so
 /// in the same time after it. Mappings in use are worth their memory (0.9 KiB each): mapping one again at
 /// once takes several system calls and hypercalls.
@@ -106,7 +102,6 @@ pub(crate) struct Queue {
     responses_ready: Signal,
     /// Refused requests minus successful ones, since the guest was last delayed.
     refused: Cell<u32>,
-    busy_poll: BusyPoll,
     /// The time when requests were last consumed: exact enough for the order of use.
     pub(crate) now: Cell<Instant>,
     stopping: Cell<bool>,
@@ -150,7 +145,6 @@ impl Queue {
             responses: RefCell::new(Vec::with_capacity(slots)),
             responses_ready: Signal::default(),
             refused: Cell::new(0),
-            busy_poll: BusyPoll::default(),
             now: Cell::new(ebb_mem::clock::now()),
             stopping: Cell::new(false),
             halt: Signal::default(),
@@ -187,9 +181,11 @@ impl Queue {
         // The guest may be waiting since the predecessor ended.
         self.notify();
         let fd = self.channel.fd();
+        let ring = self.clone();
+        let source = self.io.poll_source_in_memory(move || ring.has_requests());
         let mut spurious = 0;
         while !self.stopping.get() {
-            match self.take_requests().await {
+            match self.take_requests(&source).await {
                 Ok(0) => spurious += 1,
                 Ok(_) => spurious = 0,
                 Err(overrun) => {
@@ -243,20 +239,20 @@ impl Queue {
     }
 
     /// Consumes requests until the ring is empty and the guest was asked for an event.
-    async fn take_requests(self: &Rc<Self>) -> Result<u32, Overrun> {
+    async fn take_requests(self: &Rc<Self>, source: &PollSource) -> Result<u32, Overrun> {
         let mut taken = 0u32;
         self.spent.set(0);
         while !self.stopping.get() {
             let waiting = self.ring.borrow().waiting()?;
             if waiting == 0 {
-                if self.poll_ring().await? || self.ring.borrow().arm()? {
+                if self.poll_ring(source).await || self.ring.borrow().arm()? {
                     continue;
                 }
                 break;
             }
             self.now.set(ebb_mem::clock::now());
             let (count, barrier, make_way) = self.take_batch(waiting.min(BATCH));
-            self.busy_poll.note_requests(count, self.now.get());
+            source.note_requests(count);
             taken = taken.saturating_add(count);
             self.publish();
             if let Some(entry) = barrier {
@@ -275,31 +271,25 @@ impl Queue {
         Ok(taken)
     }
 
-    /// Busy-polls the empty ring while that is worthwhile, without asking the guest for an event; true if
-    /// requests were found. A ring with requests in flight is not polled.
-    async fn poll_ring(&self) -> Result<bool, Overrun> {
-        let each = Duration::from_micros(self.disk.parameters.poll_us.get().into());
-        let Some(until) = self.busy_poll.poll_until(each, ebb_mem::clock::now()) else {
-            return Ok(false);
-        };
-        while !self.stopping.get() && self.tasks.busy() == 0 {
-            for _ in 0..POLLS {
-                spin_loop();
-                if self.ring.borrow().waiting()? > 0 {
-                    add(&self.disk.counters.polls, 1);
-                    return Ok(true);
-                }
-            }
-            if ebb_mem::clock::now() >= until {
-                break;
-            }
-            self.spent.set(0);
-            match self.busy_poll.is_light() {
-                true => self.io.next_iteration().await,
-                false => self.io.yield_iteration().await,
-            }
+    /// Polls the empty ring while that is worthwhile, without asking the guest for an event; true if requests were
+    /// found.
+    async fn poll_ring(&self, source: &PollSource) -> bool {
+        if self.stopping.get() || !source.poll().await {
+            return false;
         }
-        Ok(false)
+        add(&self.disk.counters.polls, 1);
+        if !source.is_light() {
+            // Its time slice has ended: other tasks come first.
+            self.spent.set(0);
+            self.io.yield_iteration().await;
+        }
+        true
+    }
+
+    /// Whether the ring has requests, or cannot be served any more.
+    fn has_requests(&self) -> bool {
+        // It is borrowed while its requests are consumed, and then not polled.
+        self.ring.try_borrow().is_ok_and(|ring| !matches!(ring.waiting(), Ok(0)))
     }
 
     /// Consumes at most `most` requests and carries out those that need no wait, until a barrier or the end of

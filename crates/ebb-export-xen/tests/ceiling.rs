@@ -28,6 +28,7 @@ fn rig(volumes: &[&Arc<Volume>]) -> (Rig, Shares) {
         workers: vec![Worker::start("xen", &memory).unwrap()],
         volumes: Volumes::default(),
         parameters: Arc::default(),
+        polling: Arc::default(),
         journals: tempfile::tempdir_in("/dev/shm").unwrap(),
         memory: None,
     };

@@ -83,14 +83,14 @@ fn idle_grants_expire_after_a_time_that_was_set_while_they_were_idle() {
 fn requests_that_come_soon_are_found_by_polling_unless_it_is_disabled() {
     let rig = Rig::new();
     let mut disk = rig.disk(FrontendConfig::default());
-    rig.parameters.poll_us.set(1000);
+    rig.polling.poll_us.set(1000);
     // On a busy machine a pause may be long, but not every time.
     let found = (0..10_000).any(|_| {
         verified(&mut disk, 1);
         rig.stats().polls > 0
     });
     assert!(found, "{:?}", rig.stats());
-    rig.parameters.poll_us.set(0);
+    rig.polling.poll_us.set(0);
     verified(&mut disk, 1);
     let polls = rig.stats().polls;
     verified(&mut disk, 200);

@@ -240,7 +240,7 @@ fn a_guest_is_notified_when_its_disk_grows() {
 fn a_lone_request_does_not_wait_for_a_full_ring() {
     const MANY: u32 = 500;
     let mut rig = Rig::new();
-    rig.parameters.poll_us.set(0);
+    rig.polling.poll_us.set(0);
     let options = VolumeOptions { shared: true, ..VolumeOptions::default() };
     rig.add(Volume::new("disk", Store::Memory(MemoryStore::new(SIZE)), options));
     let guest = rig.guest(1, 4096);

@@ -15,21 +15,24 @@
 //!   its slot in the ring, not by the future. When the future is dropped, the operation is cancelled, and
 //!   the slot keeps the buffer until the completion has arrived.
 //! - *A full ring is back pressure, not an error.* An operation waits in a queue until there is room.
-//! - *One wait.* The thread sleeps in `io_uring_enter` only.
+//! - *One wait.* The thread sleeps in `io_uring_enter` only. While requests come quickly it polls before it sleeps.
 //! - *No allocation per operation once warm*: slots, run queue and buffers are reused.
 //!
 //! # Cancellation contract
 //! Every future of this crate may be dropped at any time. A dropped read or receive may or may not
 //! have been executed; a dropped write may still reach the file.
 //!
-//! Circles: iteration_clock, offload, op, ring, sim, timer, worker: an operation is a future of the worker that owns
+//! Circles: iteration_clock, offload, op, remote, ring, sim, timer, worker: an operation is a future of the worker that owns
 //! the ring, and the worker completes it; all of it is one event loop.
 
 mod buf;
+mod busy_poll;
 mod gather;
+mod iteration;
 mod iteration_clock;
 mod offload;
 mod op;
+mod remote;
 mod ring;
 mod signal;
 #[cfg(feature = "sim")]
@@ -41,6 +44,7 @@ mod worker;
 pub use ebb_mem::clock;
 
 pub use buf::{Buf, BufPool, MAX_BUF};
+pub use busy_poll::{PollParameters, PollSource};
 pub use ebb_mem::{Charge, QueueShare, Share, Shares};
 pub use gather::Gather;
 pub use op::{Fd, WriteFlags, fd_from};

@@ -1,7 +1,8 @@
 //! A worker thread: its run queue, its event loop, and the interface for other threads.
 //!
 //! One iteration of the loop: run ready tasks (at most [`POLLS_PER_ITERATION`] polls, so that completions are processed
-//! in between), submit and wait in one system call, wake the tasks of completions and timers.
+//! in between), submit and wait in one system call, wake the tasks of completions and timers. While requests come
+//! quickly, the worker polls for a moment before it waits ([`crate::busy_poll`]).
 //!
 //! Wakers may be used from any thread: on the worker itself they push to the run queue; on other threads
 //! they use a locked inbox and an eventfd, which are not on any data path.
@@ -9,21 +10,26 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::Future;
+use std::hint::spin_loop;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Poll, Waker};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::Poll;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use async_task::Runnable;
 use ebb_mem::{Memory, OwnerId};
+use ebb_param::Parameter;
 
 use crate::buf::BufPool;
+use crate::busy_poll::{PollList, PollParameters, PollSource};
+use crate::iteration::{CompletionLoad, IterationWaiters};
 use crate::iteration_clock::IterationClock;
 use crate::offload;
+use crate::remote::{READY, Starter, WORKER, WorkerRemote};
 use crate::ring::IoRing;
 use crate::signal::Budget;
 use crate::tasks::{Tasks, TrackedFuture, note_worker_ends};
@@ -37,99 +43,14 @@ const POLLS_PER_ITERATION: usize = 512;
 /// Memory ceiling of a worker with its own memory.
 #[cfg(any(test, feature = "testing"))]
 const ALONE_BYTES: usize = 256 << 20;
-/// Completions per iteration below which a request may bypass the ring: a single request causes two, its
-/// arrival and its read.
-const DIRECT_BELOW: u32 = 3;
-/// Completions per iteration from which on the worker waits for several.
-const LINGER_FROM: u32 = 4;
-/// How long the worker waits for further completions after the first one.
-const LINGER: Duration = Duration::from_micros(50);
+/// Checks for work between two looks at the clock while the worker polls.
+const CHECKS: u32 = 16;
 /// The longest wait while no alarm can be armed.
 const UNARMED: Duration = Duration::from_millis(1);
 /// How often the worker queries when its memory needs maintenance next.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_millis(100);
 /// How long a stopping worker waits until the kernel has released its buffers.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
-
-type Starter = Box<dyn FnOnce(&Io) + Send>;
-
-thread_local! {
-    /// Which worker runs on this thread (0: none), and its run queue.
-    static WORKER: Cell<u64> = const { Cell::new(0) };
-    static READY: RefCell<VecDeque<Runnable>> = const { RefCell::new(VecDeque::new()) };
-}
-
-/// The part of a worker that other threads use.
-struct WorkerRemote {
-    id: u64,
-    wake: OwnedFd,
-    inbox: Mutex<Inbox>,
-    stop: AtomicBool,
-}
-
-#[derive(Default)]
-struct Inbox {
-    runnables: Vec<Runnable>,
-    starters: Vec<Starter>,
-    /// The worker has stopped: new work is dropped.
-    closed: bool,
-}
-
-impl WorkerRemote {
-    fn new() -> io::Result<Arc<WorkerRemote>> {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        // SAFETY: no preconditions; the result is checked.
-        let wake = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if wake < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: a new descriptor, owned here only.
-        let wake = unsafe { OwnedFd::from_raw_fd(wake) };
-        Ok(Arc::new(WorkerRemote {
-            id: NEXT.fetch_add(1, Ordering::Relaxed),
-            wake,
-            inbox: Mutex::default(),
-            stop: AtomicBool::new(false),
-        }))
-    }
-
-    fn schedule(&self, runnable: Runnable) {
-        if WORKER.try_with(Cell::get) == Ok(self.id) {
-            // While the thread ends, the queue may not be accessible; then the task is dropped.
-            let mut pending = Some(runnable);
-            let _ = READY.try_with(|ready| {
-                if let Ok(mut ready) = ready.try_borrow_mut() {
-                    ready.extend(pending.take());
-                }
-            });
-            return;
-        }
-        self.inbox().runnables.push(runnable);
-        self.signal_wake();
-    }
-
-    fn start(&self, starter: Starter) {
-        {
-            let mut inbox = self.inbox();
-            if inbox.closed {
-                drop(inbox);
-                return drop(starter);
-            }
-            inbox.starters.push(starter);
-        }
-        self.signal_wake();
-    }
-
-    fn inbox(&self) -> MutexGuard<'_, Inbox> {
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn signal_wake(&self) {
-        let one = 1u64.to_ne_bytes();
-        // SAFETY: eight readable bytes. EAGAIN (a full counter) means that a wake-up is pending already.
-        unsafe { libc::write(self.wake.as_raw_fd(), one.as_ptr().cast(), one.len()) };
-    }
-}
 
 /// Statistics of one worker since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -138,75 +59,17 @@ pub struct WorkerStats {
     pub enters: u64,
     /// Operations started.
     pub operations: u64,
-}
-
-/// The recent number of completions per iteration, which decides whether to wait for several.
-#[derive(Default)]
-struct CompletionLoad {
-    /// Moving average of completions per iteration, in sixteenths.
-    average: Cell<u32>,
-    /// Operations executed without the ring in this iteration; they count as completions.
-    direct: Cell<u32>,
-}
-
-impl CompletionLoad {
-    fn note(&self, completions: u32) {
-        let completions = completions.saturating_add(self.direct.take());
-        let average = self.average.get();
-        self.average.set(average - average / 8 + completions.min(512) * 2);
-    }
-
-    /// Few completions per iteration: batching would not help.
-    fn is_light(&self) -> bool {
-        self.average.get() / 16 < LINGER_FROM
-    }
-
-    /// Requests arrive one by one, and this is the first of the iteration: batching would not help.
-    fn take_direct(&self) -> bool {
-        let first = self.average.get() / 16 < DIRECT_BELOW && self.direct.get() == 0;
-        if first {
-            self.direct.set(1);
-        }
-        first
-    }
-
-    /// Under load, wait for the average number of completions, but no longer than [`LINGER`];
-    /// a single request is never delayed.
-    fn batch(&self) -> (usize, Option<Duration>) {
-        match self.average.get() / 16 {
-            0..LINGER_FROM => (1, None),
-            usual => (usual as usize, Some(LINGER)),
-        }
-    }
-}
-
-/// Tasks that wait for the next iteration.
-#[derive(Default)]
-struct IterationWaiters {
-    /// Tasks that poll memory, or have little to do.
-    polling: Vec<Waker>,
-    /// Tasks that have much to do: they run after all other tasks.
-    bulk: Vec<Waker>,
-    /// Bulk tasks that were woken and have not run yet. They are ready, but other bulk tasks do not
-    /// yield to them.
-    bulk_woken: usize,
-}
-
-impl IterationWaiters {
-    fn is_empty(&self) -> bool {
-        self.polling.is_empty() && self.bulk.is_empty()
-    }
-
-    fn wake(&mut self) {
-        self.bulk_woken = self.bulk.len();
-        self.polling.drain(..).chain(self.bulk.drain(..)).for_each(Waker::wake);
-    }
+    /// Polls before sleep that found work, and that did not; see [`PollParameters`].
+    pub polls: u64,
+    /// See `polls`.
+    pub unsuccessful_polls: u64,
 }
 
 struct WorkerCore {
     ring: IoRing,
     load: CompletionLoad,
     clock: IterationClock,
+    polls: Rc<PollList>,
     memory: ebb_mem::WorkerMemory,
     /// When the memory needs maintenance next, and when that was last queried.
     maintain_at: Cell<Option<Instant>>,
@@ -318,23 +181,44 @@ impl Io {
     }
 
     /// True if another task of this worker should run soon: a task is ready or polls, operations wait to be
-    /// submitted, or completions to be processed. A task that has much to do checks this to decide how long it
+    /// submitted, completions to be processed, or a lightly loaded source in shared memory has requests. A task that has much to do checks this to decide how long it
     /// continues; tasks in [`Io::yield_iteration`] do not count.
     pub fn has_other_work(&self) -> bool {
         let waiting = self.0.waiters.borrow();
         !waiting.polling.is_empty()
+            || self.0.polls.has_light()
             || READY.with_borrow(|ready| ready.len() > waiting.bulk_woken)
             || self.0.ring.has_work()
+    }
+
+    /// A source of requests that arrive through the ring: a socket.
+    pub fn poll_source(&self) -> PollSource {
+        PollSource::new(self.0.polls.clone(), None)
+    }
+
+    /// A source of requests in shared memory; `check` says whether there are any.
+    pub fn poll_source_in_memory(&self, check: impl Fn() -> bool + 'static) -> PollSource {
+        PollSource::new(self.0.polls.clone(), Some(Box::new(check)))
     }
 
     /// Statistics of this worker.
     pub fn stats(&self) -> WorkerStats {
         let ring = &self.0.ring;
-        WorkerStats { enters: ring.enters.get(), operations: ring.operations.get() }
+        WorkerStats {
+            enters: ring.enters.get(),
+            operations: ring.operations.get(),
+            polls: self.0.polls.found.get(),
+            unsuccessful_polls: self.0.polls.missed.get(),
+        }
     }
 
     /// Sets up the worker of this thread.
-    fn new(ring: IoRing, shared: Arc<WorkerRemote>, memory: &Arc<Memory>, owner: OwnerId) -> Io {
+    fn new(
+        ring: IoRing,
+        shared: Arc<WorkerRemote>,
+        (memory, owner): (&Arc<Memory>, OwnerId),
+        polling: Arc<PollParameters>,
+    ) -> Io {
         WORKER.set(shared.id);
         note_worker_ends(false);
         let waker = shared.clone();
@@ -342,6 +226,7 @@ impl Io {
         Io(Rc::new(WorkerCore {
             load: CompletionLoad::default(),
             clock: IterationClock::new(ebb_mem::clock::now()),
+            polls: Rc::new(PollList::new(polling, ebb_mem::clock::now())),
             maintain_at: Cell::default(),
             maintenance_queried: Cell::default(),
             linger: ring.can_linger(),
@@ -378,17 +263,26 @@ impl Io {
         let polling = !core.waiters.borrow().is_empty();
         let ready = READY.with_borrow(|ready| !ready.is_empty());
         let busy = polling || ready || core.ring.has_unreported();
+        let mut polled = polling;
         if busy || !sleep {
             if core.ring.wants_enter() {
                 core.ring.enter(0, None, None);
             }
+            if !core.polls.is_empty() {
+                core.polls.check();
+            }
         } else {
-            self.sleep_in_ring();
+            polled = self.poll_before_sleep();
+            if !polled {
+                self.sleep_in_ring();
+            } else if core.ring.wants_enter() {
+                core.ring.enter(0, None, None);
+            }
         }
         let reaped = core.ring.reap();
         *rearm |= reaped.rearm;
         // An iteration that only polled says nothing about the number of completions per wait.
-        if reaped.count > 0 || !polling {
+        if reaped.count > 0 || !polled {
             core.load.note(reaped.count);
         }
         if polling {
@@ -399,17 +293,63 @@ impl Io {
         }
         let now = ebb_mem::clock::now();
         core.clock.begin(now);
+        core.polls.set_now(now);
         core.timers.fire(now);
         self.maintain_memory(now);
         ran || busy || reaped.count > 0
+    }
+
+    /// Polls instead of sleeping, if that is worthwhile; see [`crate::busy_poll`]. True if there is something to do:
+    /// work was found, a timer is due, or a task has to wait for an event instead of being polled for.
+    fn poll_before_sleep(&self) -> bool {
+        let core = &*self.0;
+        if core.polls.is_empty() {
+            return false;
+        }
+        if core.polls.check() {
+            return true;
+        }
+        let started = ebb_mem::clock::now();
+        if core.polls.expire(started) {
+            return true;
+        }
+        // Under load, waiting for several completions is better than finding each one early.
+        let permission = if core.load.is_light() { core.polls.begin(started) } else { None };
+        let Some((_polling, until)) = permission else { return core.polls.give_up() };
+        if core.ring.wants_enter() {
+            core.ring.enter(0, None, None);
+        }
+        if core.ring.has_work() {
+            return true;
+        }
+        let next = self.next_deadline(started);
+        let until = next.map_or(until, |next| next.min(until));
+        loop {
+            for _ in 0..CHECKS {
+                spin_loop();
+                if core.ring.has_work() || core.polls.check() {
+                    core.polls.note_poll(true, Duration::ZERO);
+                    return true;
+                }
+            }
+            let now = ebb_mem::clock::now();
+            if now >= until {
+                core.polls.note_poll(false, now.saturating_duration_since(started));
+                return core.polls.expire(now) || next.is_some_and(|next| next <= now);
+            }
+        }
+    }
+
+    /// When there is something to do, if nothing else happens before.
+    fn next_deadline(&self, now: Instant) -> Option<Instant> {
+        [self.0.timers.next_deadline(), self.next_maintenance(now)].into_iter().flatten().min()
     }
 
     /// Waits for a completion or an alarm: a timer, or the time to release idle buffers.
     fn sleep_in_ring(&self) {
         let core = &*self.0;
         let now = ebb_mem::clock::now();
-        let next =
-            [core.timers.next_deadline(), self.next_maintenance(now)].into_iter().flatten().min();
+        let next = self.next_deadline(now);
         let (want, linger) = if core.linger { core.load.batch() } else { (1, None) };
         if next.is_some_and(|at| !core.ring.wake_at(at, now)) {
             return core.ring.enter(1, Some(UNARMED), None);
@@ -559,21 +499,33 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Starts a worker thread called `name`.
+    /// Starts a worker thread called `name`, which sleeps whenever it has nothing to do.
     ///
     /// # Errors
     /// When the thread or its io_uring cannot be created; the message names the remedy.
     pub fn start(name: &str, memory: &Arc<Memory>) -> io::Result<Worker> {
+        Worker::start_polling(name, memory, &Arc::new(PollParameters::new(Parameter::new(0))))
+    }
+
+    /// As [`Worker::start`], for a worker that polls before it sleeps while requests come quickly.
+    ///
+    /// # Errors
+    /// As [`Worker::start`].
+    pub fn start_polling(
+        name: &str,
+        memory: &Arc<Memory>,
+        polling: &Arc<PollParameters>,
+    ) -> io::Result<Worker> {
         let shared = WorkerRemote::new()?;
         let (result, started) = std::sync::mpsc::sync_channel(1);
         let for_thread = shared.clone();
-        let memory = memory.clone();
+        let (memory, polling) = (memory.clone(), polling.clone());
         let owner = memory.owner(name).map_err(io::Error::other)?;
         let builder = std::thread::Builder::new().name(name.to_owned()).stack_size(512 << 10);
         let thread = builder.spawn(move || match IoRing::new() {
             Ok(ring) => {
                 let _ = result.send(Ok(()));
-                Io::new(ring, for_thread, &memory, owner).run();
+                Io::new(ring, for_thread, (&memory, owner), polling).run();
             }
             Err(error) => drop(result.send(Err(error))),
         })?;
@@ -610,7 +562,8 @@ impl SteppedWorker {
     pub(crate) fn new(name: &str, memory: &Arc<Memory>) -> io::Result<SteppedWorker> {
         assert_eq!(WORKER.get(), 0, "one worker on a thread at a time");
         let owner = memory.owner(name).map_err(io::Error::other)?;
-        let io = Io::new(IoRing::new()?, WorkerRemote::new()?, memory, owner);
+        let never = Arc::new(PollParameters::new(Parameter::new(0)));
+        let io = Io::new(IoRing::new()?, WorkerRemote::new()?, (memory, owner), never);
         Ok(SteppedWorker { io, rearm: true })
     }
 
@@ -624,8 +577,7 @@ impl SteppedWorker {
 
     /// When there is something to do, if nothing else happens before.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
-        let maintenance = self.io.next_maintenance(ebb_mem::clock::now());
-        [self.io.0.timers.next_deadline(), maintenance].into_iter().flatten().min()
+        self.io.next_deadline(ebb_mem::clock::now())
     }
 }
 

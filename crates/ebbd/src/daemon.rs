@@ -157,7 +157,8 @@ impl Daemon {
                 opened => listeners.push(opened?),
             }
         }
-        let workers = setup::start_workers(config.workers, &memory)?;
+        let polling = parameters::polling(&parameters);
+        let workers = setup::start_workers(config.workers, &memory, &polling)?;
         let engine = Engine::new(EngineParts {
             server: server.clone(),
             volumes: volumes.clone(),

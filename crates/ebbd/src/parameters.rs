@@ -13,6 +13,7 @@ use ebb_config::params::{
 };
 use ebb_export_nbd::ServerParameters;
 use ebb_export_xen::XenParameters;
+use ebb_io::PollParameters;
 use ebb_mem::{Memory, PoolParameters};
 
 /// A limit that 0 turns off.
@@ -35,8 +36,12 @@ pub fn rings(parameters: &Parameters) -> Arc<XenParameters> {
     rings.max_persistent_grants = parameters.daemon(MAX_PERSISTENT_GRANTS);
     rings.persistent_grant_unused_seconds = parameters.daemon(PERSISTENT_GRANT_UNUSED_SECONDS);
     rings.feature_persistent = parameters.daemon(FEATURE_PERSISTENT);
-    rings.poll_us = parameters.daemon(POLL_US);
     Arc::new(rings)
+}
+
+/// The parameters of busy polling, for all workers.
+pub fn polling(parameters: &Parameters) -> Arc<PollParameters> {
+    Arc::new(PollParameters::new(parameters.daemon(POLL_US)))
 }
 
 /// Limits the zones of `memory`, now and after changes.
@@ -101,24 +106,32 @@ mod tests {
                 rings.max_persistent_grants.get(),
                 rings.persistent_grant_unused_seconds.get(),
                 rings.feature_persistent.get(),
-                rings.poll_us.get(),
             )
         };
         let defaults = rings(&Parameters::new(&Configured::default()));
         let ours = values(&XenParameters::default());
         assert_eq!(values(&defaults), ours, "both crates have one default");
         let rings = rings(&parameters);
-        assert_eq!(values(&rings), (99, 60, true, 100));
+        assert_eq!(values(&rings), (99, 60, true));
         let set = |name, value| parameters.set(name, ParameterOwner::Daemon, &value);
         set("max_persistent_grants", json!(0)).unwrap();
         set("persistent_grant_unused_seconds", json!("5")).unwrap();
         set("feature_persistent", json!("off")).unwrap();
-        set("poll_us", json!(7)).unwrap();
-        assert_eq!(values(&rings), (0, 5, false, 7));
+        assert_eq!(values(&rings), (0, 5, false));
         parameters.unset("max_persistent_grants", ParameterOwner::Daemon).unwrap();
         parameters.unset("feature_persistent", ParameterOwner::Daemon).unwrap();
-        assert_eq!(values(&rings), (99, 5, true, 7));
+        assert_eq!(values(&rings), (99, 5, true));
         assert!(set("feature_persistent", json!("maybe")).is_err());
+    }
+
+    #[test]
+    fn workers_follow_the_parameter_of_busy_polling() {
+        let parameters = Parameters::new(&Configured::default());
+        let polling = polling(&parameters);
+        let default = ebb_io::PollParameters::default().poll_us.get();
+        assert_eq!(polling.poll_us.get(), default, "both crates have one default");
+        parameters.set("poll_us", ParameterOwner::Daemon, &json!(7)).unwrap();
+        assert_eq!(polling.poll_us.get(), 7);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use ebb_config::{Config, IdleMemory, NbdConfig, TlsSetting};
 use ebb_export_nbd::ServerTls;
-use ebb_io::{Worker, WorkerHandle};
+use ebb_io::{PollParameters, Worker, WorkerHandle};
 use ebb_mem::pressure::{Monitor, Watch};
 use ebb_mem::{IdlePolicy, Memory};
 
@@ -66,9 +66,13 @@ pub(crate) fn maintain_memory(worker: &WorkerHandle, memory: Arc<Memory>) {
 }
 
 /// Starts `count` workers.
-pub(crate) fn start_workers(count: usize, memory: &Arc<Memory>) -> anyhow::Result<Vec<Worker>> {
+pub(crate) fn start_workers(
+    count: usize,
+    memory: &Arc<Memory>,
+    polling: &Arc<PollParameters>,
+) -> anyhow::Result<Vec<Worker>> {
     (0..count)
-        .map(|number| Worker::start(&format!("ebbd-{number}"), memory))
+        .map(|number| Worker::start_polling(&format!("ebbd-{number}"), memory, polling))
         .collect::<std::io::Result<Vec<_>>>()
         .context("worker")
 }

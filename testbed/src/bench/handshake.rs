@@ -26,9 +26,17 @@ const MOST_REPLIES: usize = 64;
 /// Connects, enters transmission on `export` and disconnects.
 ///
 /// # Errors
+/// As [`open`].
+pub fn go(socket: &Path, export: &str) -> io::Result<()> {
+    open(socket, export)?.write_all(&disconnect())
+}
+
+/// Connects and enters transmission on `export`: a quiet client, until it is dropped.
+///
+/// # Errors
 /// The socket's error while no server listens; `InvalidData` or `NotFound` with a reason
 /// when the server replies with an error; a time-out after 10 s without a reply.
-pub fn go(socket: &Path, export: &str) -> io::Result<()> {
+pub fn open(socket: &Path, export: &str) -> io::Result<UnixStream> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
     stream.set_write_timeout(Some(Duration::from_secs(10)))?;
@@ -45,7 +53,7 @@ pub fn go(socket: &Path, export: &str) -> io::Result<()> {
     for _ in 0..MOST_REPLIES {
         match read_reply(&mut stream)? {
             REP_INFO => {}
-            REP_ACK => return stream.write_all(&disconnect()),
+            REP_ACK => return Ok(stream),
             other => {
                 let reason = format!("export {export:?} refused, option reply {other:#x}");
                 return Err(io::Error::new(io::ErrorKind::NotFound, reason));

@@ -34,6 +34,24 @@ fn cpu_ticks(stat: &str) -> Option<u64> {
     fields.next()?.ok()?.checked_add(fields.next()?.ok()?)
 }
 
+/// How often the threads of a process that live now went to sleep, and so were woken.
+///
+/// # Errors
+/// [`Error`] when the process has ended or the text is not as `proc(5)` says.
+pub fn wakeups(pid: u32) -> Result<u64, Error> {
+    let folder = format!("/proc/{pid}/task");
+    let reading = || io_context(format!("reading {folder}"));
+    let mut sum = 0;
+    for thread in fs::read_dir(&folder).map_err(reading())? {
+        let path = thread.map_err(reading())?.path().join("status");
+        let text = fs::read_to_string(path).map_err(reading())?;
+        let count = text.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+        let count = count.and_then(|count| count.trim().parse::<u64>().ok());
+        sum += count.ok_or(Error::Output { from: "/proc/PID/task/TID/status", what: text })?;
+    }
+    Ok(sum)
+}
+
 /// Resident memory of a process in KiB, counted page by page (`VmRSS` lags behind by some pages per
 /// CPU, more than a small daemon's growth).
 ///

@@ -86,6 +86,7 @@ pub(crate) const UNSAFE: &[&str] = &[
     "crates/ebb-io/src/buf.rs",
     "crates/ebb-io/src/gather.rs",
     "crates/ebb-io/src/op.rs",
+    "crates/ebb-io/src/remote.rs",
     "crates/ebb-io/src/ring.rs",
     "crates/ebb-io/src/worker.rs",
     "crates/ebb-mem/src/block.rs",
@@ -144,5 +145,5 @@ pub(crate) const ALLOWED: &[Allowed] = &[
     ("cast", "crates/ebb-mem/src/worker.rs", 3, "a page's number, of 32 bits"),
     ("cast", "crates/ebb-mem/src/zone.rs", 2, "a bucket's size, of 32 bits"),
     ("cast", "crates/ebb-io/src/ring.rs", 5, "a slot's index of 32 bits"),
-    ("cast", "crates/ebb-io/src/worker.rs", 2, "numbers of completions: at most 512"),
+    ("cast", "crates/ebb-io/src/iteration.rs", 2, "numbers of completions: at most 512"),
 ];

@@ -209,7 +209,7 @@ pub const FEATURE_PERSISTENT: TypedKey<bool> = TypedKey::new(&Definition {
     ..COMMON
 });
 
-/// How long an empty ring of a guest is polled.
+/// How long a worker polls before it sleeps.
 pub const POLL_US: TypedKey<u32> = TypedKey::new(&Definition {
     name: "poll_us",
     scope: ParameterScope::Daemon,
@@ -218,16 +218,20 @@ pub const POLL_US: TypedKey<u32> = TypedKey::new(&Definition {
     default: 100,
     minimum: 0,
     maximum: 1000,
-    effect: "The next time a ring becomes empty.",
-    doc: "How long the worker polls an empty ring of a Xen guest before it sleeps: this time for \
-          each request of the last batch, and 1000 microseconds at most. Requests that arrive \
-          meanwhile need no event and no wakeup, which saves more processor time than polling \
-          uses. A ring is polled only if its last pause was shorter than that, and only while it \
-          has no request in flight; after polling without success, a ring is not polled again \
-          until requests arrive quickly again. With 0 rings are never polled, which uses the least \
-          processor time in dom0 and gives the highest latency to a single request.\n\n\
-          It applies to memory-backed volumes only: requests to other volumes wait for a device, \
-          and their rings are not polled meanwhile.",
+    effect: "The next time a worker has nothing to do.",
+    doc: "How long a worker polls for the next request before it sleeps, because a wake-up costs \
+          more than many requests: this time for each request since its client, guest or remote \
+          store last had none, and 1000 microseconds at most. Sockets of NBD clients and of remote \
+          stores, and rings of Xen guests, are polled alike.\n\n\
+          Only what sends requests faster than one per poll_us is polled, and a poll without \
+          success is followed by sleep: idle clients cost nothing. Polls without success take at \
+          most a sixteenth of a worker's time; at most half of the processors poll at once, so \
+          none on a machine with a single one. Where no processor is idle polling gives way to \
+          other programs, for 1 second at first and 32 seconds at most, and then tries again for a \
+          tenth of a second.\n\n\
+          With 0 nothing is polled, which uses the least processor time and gives the highest \
+          latency to a single request. `ebbd stat --json` shows how often each worker polled with \
+          and without success.",
     ..COMMON
 });
 

@@ -12,8 +12,8 @@ use ebb_export_xen::shm::{Guest, World};
 use ebb_export_xen::{
     Backend, BackendOptions, DiskSpec, XenParameters, XenStats, attach, device_number,
 };
-use ebb_io::Worker;
-use ebb_mem::Memory;
+use ebb_io::{PollParameters, Worker};
+use ebb_mem::{Memory, MemoryOptions};
 use ebb_store::{MemoryStore, Store};
 use ebb_volume::{Volume, VolumeOptions, Volumes};
 
@@ -25,6 +25,7 @@ pub struct Rig {
     pub workers: Vec<Worker>,
     pub volumes: Volumes,
     pub parameters: Arc<XenParameters>,
+    pub polling: Arc<PollParameters>,
     pub journals: tempfile::TempDir,
     /// The memory of all workers, if they share it.
     pub memory: Option<Arc<Memory>>,
@@ -52,6 +53,7 @@ impl Rig {
             workers: Vec::new(),
             volumes,
             parameters: Arc::default(),
+            polling: Arc::new(PollParameters::unrestrained(100)),
             journals: tempfile::tempdir_in("/dev/shm").unwrap(),
             memory: None,
         };
@@ -65,10 +67,11 @@ impl Rig {
     }
 
     pub fn start(&mut self, workers: usize, change: impl Fn(&mut BackendOptions)) {
-        let worker = |n| match &self.memory {
-            Some(memory) => Worker::start(&format!("xen-{n}"), memory),
-            None => Worker::start_alone(&format!("xen-{n}")),
+        let memory = || match &self.memory {
+            Some(memory) => memory.clone(),
+            None => Memory::new(MemoryOptions::new(256 << 20, Instant::now())).unwrap(),
         };
+        let worker = |n| Worker::start_polling(&format!("xen-{n}"), &memory(), &self.polling);
         self.workers = (0..workers).map(|n| worker(n).unwrap()).collect();
         let handles = self.workers.iter().map(Worker::handle).collect();
         let mut options =

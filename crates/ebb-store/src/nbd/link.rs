@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ebb_io::{Budget, BudgetGuard, Buf, Gather, Io, Signal, fd_from};
+use ebb_io::{Budget, BudgetGuard, Buf, Gather, Io, PollSource, Signal, fd_from};
 use ebb_nbd_proto::{Command, CommandFlags, REQUEST_LEN, TransmissionFlags, magic};
 use ebb_tls::{ClientTls, Transport};
 
@@ -78,6 +78,8 @@ pub(crate) struct Link {
     remote: Arc<Remote>,
     slots: RefCell<RequestSlots<Buf, InFlightGuard>>,
     room: Rc<Budget>,
+    /// The socket, which the worker polls for replies that come quickly.
+    source: PollSource,
     /// There is something to send, or the connection has ended.
     work: Signal,
     /// No timer checks whether the server replies, until `busy` is signalled.
@@ -101,6 +103,7 @@ impl Link {
             remote,
             slots: RefCell::default(),
             room: Budget::new(IN_FLIGHT),
+            source: io.poll_source(),
             work: Signal::default(),
             idle: Cell::new(false),
             busy: Signal::default(),
@@ -263,6 +266,7 @@ impl Link {
         cover: Option<ebb_io::Task<()>>,
     ) {
         self.closing.set(true);
+        self.source.cancel();
         self.work.set();
         if self.remote.shared.is_closed() && !self.remote.shared.is_aborted() {
             let _ = io.timeout(DISCONNECT_TIMEOUT, sender).await;
@@ -303,6 +307,7 @@ impl Link {
                 alone = false;
                 let (result, returned) = transport.send(io, message).await;
                 message = returned;
+                self.source.wait();
                 let mut slots = self.slots.borrow_mut();
                 for (cookie, buf) in away.drain(..).zip(message.take_back()) {
                     slots.return_buf(cookie, buf);
@@ -412,6 +417,10 @@ impl Link {
         }
         if self.slots.borrow_mut().finish(&frame)? {
             self.remote.shared.acknowledge();
+        }
+        self.source.note_requests(1);
+        if self.slots.borrow().has_sent() {
+            self.source.wait();
         }
         Ok(())
     }
