@@ -1,2 +1,2 @@
 //! The whole daemon in one thread, simulated from a seed: see `tests/world` and
-//! `docs/adr/0007-world.md`. There is nothing here for a program to use.
+//! `docs/adr/0007-world.md`. It contains tests only.

@@ -42,14 +42,14 @@ enum Style {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Waits for the greeting.
+    /// Waits for the server's greeting.
     Greeting,
     /// Waits for the reply to an option.
     Option(u32),
     Transmission,
-    /// Said goodbye.
+    /// Has sent NBD_CMD_DISC.
     Over,
-    /// The export is not there now.
+    /// The server refused the export.
     Refused,
 }
 
@@ -63,7 +63,7 @@ enum Kind {
     Flush {
         begun: u64,
     },
-    /// Nothing to hold anything against.
+    /// A request whose result is not checked.
     Hint,
 }
 
@@ -85,7 +85,7 @@ struct Request {
     first: usize,
     count: usize,
     error: u32,
-    /// It lies beyond the end, while there were so many resizes.
+    /// The number of resizes when it was sent, if it lies beyond the end.
     beyond: Option<u64>,
     command: u16,
     sent: Instant,
@@ -116,13 +116,13 @@ pub(crate) struct Client {
     /// Sectors, as the server said.
     size: usize,
     next_at: Instant,
-    /// Does not read what comes.
+    /// Does not read replies.
     pub(crate) deaf: bool,
-    /// Asks for nothing more.
+    /// Submits no more requests.
     pub(crate) quiet: bool,
     /// Each request and reply is printed.
     told: bool,
-    /// Requests that completed, and of those with success.
+    /// Requests that have completed, and those of them that succeeded.
     pub(crate) answered: u64,
     pub(crate) succeeded: u64,
     /// The longest time to a reply.
@@ -188,7 +188,7 @@ impl Client {
         self.open.values().map(|request| request.sent).min()
     }
 
-    /// When it needs a step without having received anything.
+    /// When it needs its next step if it receives nothing before.
     pub(crate) fn wants(&self) -> Option<Instant> {
         let may = self.phase == Phase::Transmission && self.open.len() < self.manner.depth;
         (may && !self.quiet && !self.deaf).then_some(self.next_at)
@@ -240,7 +240,7 @@ impl Client {
         orphans
     }
 
-    /// Disconnects; the server ends the connection when everything has completed.
+    /// Disconnects; the server closes the connection when all requests have completed.
     pub(crate) fn goodbye(&mut self) {
         if self.phase == Phase::Transmission {
             self.quiet = true;
@@ -271,7 +271,7 @@ impl Client {
                     self.written += count;
                     busy = true;
                 }
-                // Full, or disconnected: then reading shows it.
+                // The socket is full or disconnected: reading shows which.
                 Err(_) => break,
             }
         }
@@ -287,7 +287,7 @@ impl Client {
         let mut busy = false;
         loop {
             match self.stream.read(&mut chunk) {
-                // What was heard before the end counts.
+                // Data received before the end is processed first.
                 Ok(0) if busy => return Ok(true),
                 Ok(0) => return Err(()),
                 Ok(count) => {
@@ -312,7 +312,7 @@ impl Client {
         self.option(OPTION_EXPORT, &data);
     }
 
-    /// Takes one message of the server, if it is there whole.
+    /// Processes one message of the server, if it is complete.
     fn take(&mut self, oracle: &mut Oracle, now: Instant) -> Result<bool, String> {
         match self.phase {
             Phase::Greeting => {
@@ -374,7 +374,7 @@ impl Client {
         bytes
     }
 
-    /// Asks for something.
+    /// Submits one request.
     fn submit(&mut self, oracle: &mut Oracle, now: Instant) {
         let random = &mut self.random;
         // Also beyond the end, if it was shrunk after this client read its size.
@@ -383,7 +383,7 @@ impl Client {
         let reach = self.manner.reach.min(size);
         let from = if self.manner.at_end { size - reach } else { 0 };
         let first = (from + random.index(reach)).min(size - count);
-        // Mostly whole pages: that is what guests do.
+        // Mostly whole pages, as guests do.
         let (first, count) = if random.chance(70) && size >= 8 {
             let first = first / 8 * 8;
             (first, count.next_multiple_of(8).min((size - first) / 8 * 8).max(8).min(size - first))
@@ -417,7 +417,7 @@ impl Client {
         }
     }
 
-    /// Reads this now, whatever its manner.
+    /// Submits this read now, whatever its behaviour.
     pub(crate) fn read(&mut self, first: usize, count: usize, oracle: &mut Oracle, now: Instant) {
         let begun = oracle.begin_read();
         let data = vec![0xee; count * SECTOR];
@@ -456,7 +456,7 @@ impl Client {
             0x6744_6698 => return self.take_simple(oracle, now),
             0x668e_33ef if self.style == Style::Structured => (20, false),
             0x6e8a_278c if self.style == Style::Extended => (32, true),
-            other => return Err(format!("reply begins with {other:#x}")),
+            other => return Err(format!("a reply begins with {other:#x}")),
         };
         if self.input.len() < header {
             return Ok(false);
@@ -473,7 +473,7 @@ impl Client {
             (be16(&self.input[4..]), be16(&self.input[6..]), be64(&self.input[8..]));
         let payload: Vec<u8> = self.input.drain(..header + length).skip(header).collect();
         let Some(request) = self.open.get_mut(&cookie) else {
-            return Err(format!("a chunk for a request that is not in flight: {cookie}"));
+            return Err(format!("a chunk for a request that is not in flight: cookie {cookie}"));
         };
         chunk(request, kind, &payload)?;
         if flags & 1 != 0 {
@@ -488,7 +488,7 @@ impl Client {
         }
         let (error, cookie) = (be32(&self.input[4..]), be64(&self.input[8..]));
         let Some(request) = self.open.get_mut(&cookie) else {
-            return Err(format!("a reply for a request that is not in flight: {cookie}"));
+            return Err(format!("a reply to a request that is not in flight: cookie {cookie}"));
         };
         let mut length = 16;
         if let (0, Kind::Read { data, covered, .. }) = (error, &mut request.kind) {
@@ -527,7 +527,7 @@ impl Client {
         match request.kind {
             Kind::Read { begun, data, covered } if done => {
                 if covered != data.len() {
-                    return Err(format!("a read of {} bytes brought {covered}", data.len()));
+                    return Err(format!("a read of {} bytes returned {covered}", data.len()));
                 }
                 oracle.check(begun, request.first, &data)?;
             }
@@ -558,14 +558,14 @@ impl Client {
     }
 }
 
-/// How often the volume was resized, if a request up to `end` lies beyond it.
+/// The number of resizes, if a request up to `end` lies beyond the end of the volume.
 fn beyond(oracle: &Oracle, end: usize) -> Option<u64> {
     let (size, resizes) = oracle.end_and_resizes();
     (end > size).then_some(resizes)
 }
 
-/// The reply to a request beyond the end, unless the volume is being closed or the request is too
-/// long.
+/// Checks the reply to a request beyond the end. If the volume is being closed or the request is too
+/// long, other errors are valid, too.
 fn check_beyond(request: &Request) -> Result<(), String> {
     let expected = match request.command {
         WRITE | WRITE_ZEROES => nbd_error::ENOSPC,
@@ -577,13 +577,13 @@ fn check_beyond(request: &Request) -> Result<(), String> {
         error if error == expected || error == nbd_error::ESHUTDOWN => Ok(()),
         error if long && others.contains(&error) => Ok(()),
         error => Err(format!(
-            "command {} at {}+{} is beyond the end and its reply is {error}",
+            "command {} at {}+{} is beyond the end, but its reply is {error}",
             request.command, request.first, request.count
         )),
     }
 }
 
-/// Puts a chunk into the reply it is a part of.
+/// Adds a chunk to the reply that it belongs to.
 fn chunk(request: &mut Request, kind: u16, payload: &[u8]) -> Result<(), String> {
     let start = (request.first * SECTOR) as u64;
     match (kind, &mut request.kind) {

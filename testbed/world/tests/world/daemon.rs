@@ -1,8 +1,7 @@
 //! One life of the daemon: from its start to a shutdown, a kill or a power cut.
 //!
 //! Everything is product code except what starts threads: the reclaimer, the memory advisor and the
-//! timer of its estimates are stepped here, and stores are opened by an opener that the world can
-//! make fail.
+//! timer of the memory's estimates are stepped here. The world can make the opening of stores fail.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -33,11 +32,11 @@ use ebbd::stores::{Expected, FileIdentity, StoreError, nbd_options};
 use crate::random::Random;
 use crate::remote::Remote;
 
-/// The intervals of the reclaimer, and of the memory's ticks.
+/// The interval of the reclaimer, and that of the memory's ticks.
 const KEEPER: Duration = Duration::from_millis(100);
 const TICK: Duration = Duration::from_secs(1);
 
-/// What a daemon is started with; drawn once for each life.
+/// The settings of a daemon, drawn for each life.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     ceiling: usize,
@@ -59,34 +58,34 @@ impl Settings {
         }
     }
 
-    /// The same with little memory.
+    /// Settings with little memory.
     pub(crate) fn draw_small(random: &mut Random) -> Settings {
         Settings { ceiling: 8 << 20, cache_max: 1 << 20, ..Settings::draw(random) }
     }
 }
 
-/// Where a volume's bytes are.
+/// The store of a volume.
 #[derive(Clone)]
 pub(crate) enum Place {
     Disk(Arc<TestStore>),
     Memory(u64),
-    /// An export of a server, and the further parts of its URI.
+    /// An export of an NBD server, and the further parameters of its URI.
     Remote(Remote, &'static str),
 }
 
-/// A volume as the configuration has it.
+/// A volume as it is configured.
 #[derive(Clone)]
 pub(crate) struct Wanted {
     pub(crate) name: String,
     pub(crate) place: Place,
     pub(crate) mode: Mode,
-    /// The backing device it shares, if it does.
+    /// The backing device that it shares with other volumes, if any.
     pub(crate) bdi: Option<String>,
-    /// Xen guests and NBD clients write to it at the same time.
+    /// Xen guests and NBD clients may write to it at the same time.
     pub(crate) shared: bool,
 }
 
-/// The file that the daemon reads.
+/// The configuration file, parsed.
 fn configuration(settings: &Settings, volumes: &[Wanted]) -> Config {
     use std::fmt::Write as _;
     let Settings { cache_max, cache_min, .. } = settings;
@@ -112,17 +111,17 @@ fn configuration(settings: &Settings, volumes: &[Wanted]) -> Config {
     Config::parse(&text, Path::new("world.toml"), &ServeArgs::default()).unwrap()
 }
 
-/// A disk as the daemon opens it.
+/// A store that the daemon can open.
 struct Slot {
     place: Place,
     fails: bool,
-    /// As it was opened last in this life.
+    /// The store that was opened last in this life.
     opened: Option<Store>,
-    /// It was opened anew after one that was closed with a loss.
+    /// It was opened again after its predecessor was closed with a loss.
     lost: bool,
 }
 
-/// Opens the disks of the world.
+/// The stores of the world, by volume.
 #[derive(Default)]
 pub(crate) struct Disks(Mutex<BTreeMap<String, Slot>>);
 
@@ -132,14 +131,14 @@ impl Disks {
         self.0.lock().unwrap().insert(name.to_owned(), slot);
     }
 
-    /// From now on it cannot be opened, or can.
+    /// Makes attempts to open it fail, or succeed.
     pub(crate) fn fail(&self, name: &str, fails: bool) {
         if let Some(found) = self.0.lock().unwrap().get_mut(name) {
             found.fails = fails;
         }
     }
 
-    /// Whether it was reopened after a loss since the last call.
+    /// Whether it was opened again after a loss since the last call.
     pub(crate) fn take_lost(&self, name: &str) -> bool {
         let mut disks = self.0.lock().unwrap();
         disks.get_mut(name).is_some_and(|slot| std::mem::take(&mut slot.lost))
@@ -151,7 +150,7 @@ impl Disks {
         disks.get(name).and_then(|slot| slot.opened.as_ref()).is_some_and(Store::is_lost)
     }
 
-    /// A daemon has ended.
+    /// The daemon has ended.
     pub(crate) fn end_life(&self) {
         for slot in self.0.lock().unwrap().values_mut() {
             (slot.opened, slot.lost) = (None, false);
@@ -159,7 +158,7 @@ impl Disks {
     }
 }
 
-/// What the engine has of [`Disks`].
+/// The opener that the engine gets: opens [`Disks`].
 struct OpenDisks(Arc<Disks>);
 
 impl OpenDisks {
@@ -174,7 +173,7 @@ impl OpenDisks {
                 slot.lost |= before.is_some_and(|before| before.is_lost());
                 Store::Test(disk)
             }
-            // With the same waits between attempts each time.
+            // With the same pauses between attempts in every run.
             (Place::Remote(..), StoreUri::Nbd(uri)) => {
                 Store::Nbd(NbdStore::open(nbd_options(uri))?.0)
             }
@@ -208,11 +207,11 @@ impl Opener for OpenDisks {
     }
 }
 
-/// What a daemon finds of Xen.
+/// The Xen host, as a daemon sees it.
 #[derive(Clone)]
 pub(crate) struct Xen {
     pub(crate) machine: Machine,
-    /// Where journals are.
+    /// The directory of the journals.
     pub(crate) journals: PathBuf,
 }
 
@@ -221,7 +220,7 @@ pub(crate) type Later<T> = Rc<RefCell<Option<T>>>;
 
 /// See the module.
 pub(crate) struct Daemon {
-    // First: its tasks end before what they use.
+    // First, so that it is dropped first: its tasks use the other fields.
     pub(crate) worker: SimWorker,
     pub(crate) server: Server,
     volumes: Volumes,
@@ -237,8 +236,8 @@ pub(crate) struct Daemon {
     keep_at: Instant,
     tick_at: Instant,
     advise_at: Option<Instant>,
-    /// What it finds of Xen, if it serves guests: it does once its volumes were tried once, and
-    /// then this is `None`.
+    /// The Xen host, if it is to serve guests: it does so after the first attempt to open all
+    /// volumes, and then this is `None`.
     xen: Option<Xen>,
     tried: Later<()>,
     control: Option<XenstoreControl>,
@@ -246,7 +245,7 @@ pub(crate) struct Daemon {
     control_at: Option<Instant>,
 }
 
-/// What must be released when a daemon has ended.
+/// The objects that must be released when a daemon has ended.
 pub(crate) struct Remains {
     memory: Weak<Memory>,
     cache: Weak<Cache>,
@@ -261,7 +260,7 @@ impl Remains {
         let engine = self.engine.strong_count();
         if memory + cache + engine + volumes > 0 {
             return Err(format!(
-                "left behind: memory {memory}, cache {cache}, engine {engine}, {volumes} volumes"
+                "not released: memory {memory}, cache {cache}, engine {engine}, {volumes} volumes"
             ));
         }
         Ok(())
@@ -336,7 +335,7 @@ impl Daemon {
         daemon
     }
 
-    /// Reads its configuration again.
+    /// Reloads the configuration.
     pub(crate) fn reload(&self, volumes: &[Wanted]) -> Later<()> {
         let (engine, config) = (self.engine.clone(), configuration(&self.settings, volumes));
         self.submit(|io| async move { engine.reload(&io, config).await })
@@ -361,7 +360,7 @@ impl Daemon {
         }
     }
 
-    /// Makes the worker do something in addition to its requests.
+    /// Runs a future on the worker.
     pub(crate) fn submit<T: 'static, F: Future<Output = T> + 'static>(
         &self,
         call: impl FnOnce(Io) -> F,
@@ -372,7 +371,7 @@ impl Daemon {
         later
     }
 
-    /// A step of each thread it would have. False if none had anything to do.
+    /// One step of each thread that a real daemon has. False if none had work.
     pub(crate) fn step(&mut self, now: Instant) -> bool {
         let mut busy = self.step_xen(now);
         busy |= self.worker.iterate();
@@ -393,7 +392,7 @@ impl Daemon {
         busy
     }
 
-    /// A step of the thread that handles xenstore, if there is something for it to do.
+    /// One step of the thread that handles xenstore, if it has work.
     fn step_xen(&mut self, now: Instant) -> bool {
         if self.tried.borrow().is_some()
             && let Some(xen) = self.xen.take()
@@ -412,7 +411,7 @@ impl Daemon {
         true
     }
 
-    /// As `ebbd` does.
+    /// Starts the Xen backend as `ebbd` does.
     fn serve_guests(&mut self, xen: Xen) {
         let workers = vec![self.worker.handle()];
         let mut options = BackendOptions::new(Arc::new(xen.machine), workers, self.volumes.clone());
@@ -427,21 +426,21 @@ impl Daemon {
         self.engine.serve_guests(backend);
     }
 
-    /// Whether a disk of this guest is served, and not being wound up; or is served at all.
+    /// Whether a disk of this guest is served and not closing; and whether one is served at all.
     pub(crate) fn serves_guest(&self, guest: u16) -> (bool, bool) {
         let disks = self.figures.as_ref().map(Figures::read).unwrap_or_default();
         let of_this: Vec<_> = disks.iter().filter(|disk| disk.guest == guest).collect();
         (of_this.iter().any(|disk| !disk.closing), !of_this.is_empty())
     }
 
-    /// When it needs a step if nothing happens.
+    /// When it needs its next step if nothing happens before.
     pub(crate) fn wants(&self) -> Instant {
         let own = [Some(self.keep_at), Some(self.tick_at), self.advise_at];
         let all = own.into_iter().chain([self.worker.next_deadline(), self.control_at]);
         all.flatten().min().unwrap_or(self.keep_at)
     }
 
-    /// Sets a parameter, or goes back to what the configuration says.
+    /// Sets a parameter, or resets it to its configured value.
     pub(crate) fn set(&self, name: &str, value: Option<u64>) -> bool {
         let owner = ParameterOwner::Daemon;
         let changed = match value {
@@ -451,7 +450,7 @@ impl Daemon {
         changed.is_ok()
     }
 
-    /// The host says this of memory.
+    /// Reports memory pressure, as the host does.
     pub(crate) fn pressure(&self, level: Level, now: Instant) {
         let cause = if level == Level::L0 { Cause::Easing } else { Cause::Stall };
         let state = PressureState { level, cause, since: now, event: now, sequence: 1 };
@@ -472,11 +471,11 @@ fn start_cache(
         started,
     };
     let cache = Cache::without_reclaimer(memory, options);
-    // As much as the machine allows is nothing that a seed decides.
+    // The limit of the machine would make runs of one seed differ.
     let limit = |cache: &Cache, bytes: u64| cache.set_max(Some(bytes.clamp(64 << 10, 16 << 20)));
     parameters.daemon(CACHE_MAX).watch_for(&cache, limit);
     parameters.daemon(CACHE_MIN).watch_for(&cache, |cache, bytes| cache.set_min(bytes));
-    // What the kernel discards is not determined by the seed; the world assumes some each time.
+    // The kernel's counter does not depend on the seed. Without it the reclaimer looks for discarded pages each time.
     let reclaimer = Reclaimer::new(&cache, Box::new(|| None));
     (cache, reclaimer)
 }

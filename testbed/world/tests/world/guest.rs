@@ -1,6 +1,6 @@
 //! A Xen guest of the world: a disk over a ring in shared memory, with several requests in flight,
-//! whose responses are checked against the oracle. It never waits: the world's loop steps it. It
-//! outlives a daemon, and its ring with it.
+//! whose responses are checked against the oracle. It never waits: the world's loop steps it. The
+//! guest and its ring survive the end of a daemon.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
@@ -18,13 +18,13 @@ use crate::manner::Manner;
 use crate::oracle::{Change, Oracle, SECTOR, Writing};
 use crate::random::Random;
 
-/// What the guest calls its disk.
+/// The name of the disk in the guest.
 const DISK: &str = "xvdb";
-/// Requests and flushes in a row that fail before a guest connects anew.
+/// Consecutive failed requests after which a guest reconnects.
 const FAILURES: u32 = 12;
-/// Most sectors of a barrier.
+/// The longest barrier write, sectors.
 const BARRIER: usize = MAX_DIRECT_SEGMENTS * PAGE_BYTES / SECTOR;
-/// As many pages as the longest requests of a whole ring take, and the ring.
+/// Enough pages for a full ring of the longest requests, and for the ring.
 const PAGES: u32 = 640;
 
 enum Kind {
@@ -35,7 +35,7 @@ enum Kind {
     Flush {
         begun: u64,
     },
-    /// Flushes what was acknowledged, and then writes.
+    /// A flush of acknowledged writes, followed by a write.
     Barrier {
         begun: u64,
         writing: Writing,
@@ -47,10 +47,10 @@ struct Request {
     kind: Kind,
     first: usize,
     count: usize,
-    /// Its pages, and those of its descriptors.
+    /// The pages of its data, and those of its descriptors.
     pages: Vec<u32>,
     descriptors: Vec<u32>,
-    /// It lies beyond the end, while there were so many resizes.
+    /// The number of resizes when it was sent, if it lies beyond the end.
     beyond: Option<u64>,
     sent: Instant,
 }
@@ -59,8 +59,8 @@ struct Request {
 enum Phase {
     Connecting,
     Serving,
-    /// Disconnects the disk, once all requests have completed or at once; then it reconnects, or
-    /// not.
+    /// Disconnects the disk, at once or (`patient`) after all requests have completed; reconnects if
+    /// `again`.
     Closing {
         patient: bool,
         again: bool,
@@ -87,24 +87,24 @@ pub(crate) struct Guest {
     phase: Phase,
     open: BTreeMap<u64, Request>,
     next_at: Instant,
-    /// Asks for nothing more.
+    /// Submits no more requests.
     pub(crate) quiet: bool,
     pub(crate) answered: u64,
     pub(crate) succeeded: u64,
-    /// Of the last requests so many failed.
+    /// The number of consecutive requests that failed last.
     failures: u32,
-    /// Writes were acknowledged that no flush has covered.
+    /// Some acknowledged writes are not covered by a flush.
     unflushed: bool,
     /// Such writes were in the memory of a daemon that was killed: no write and no flush may succeed.
     lost: bool,
-    /// The volume that it was connected to.
+    /// The volume to which it was connected.
     serving: Weak<Volume>,
-    /// Since when it waits while it is served.
+    /// Since when a request has waited too long although the guest is served.
     pub(crate) waits: Option<Instant>,
     told: bool,
 }
 
-/// What remains of a guest: memory that the backend has mapped, and changes that may be in flight.
+/// What remains of a destroyed guest: memory that the backend may have mapped, and changes that may be in flight.
 pub(crate) struct Remains {
     pub(crate) number: u16,
     pub(crate) domain: Arc<Domain>,
@@ -174,42 +174,42 @@ impl Guest {
         self.phase == Phase::Serving
     }
 
-    /// When it needs a step without having received anything.
+    /// When it needs its next step if it receives nothing before.
     pub(crate) fn wants(&self) -> Option<Instant> {
         let may = self.phase == Phase::Serving && self.open.len() < self.manner.depth;
         (may && !self.quiet).then_some(self.next_at)
     }
 
-    /// Lets go of the disk, and connects anew.
+    /// Disconnects the disk and reconnects.
     pub(crate) fn close(&mut self, patient: bool) {
         if self.phase == Phase::Serving {
             self.phase = Phase::Closing { patient, again: true };
         }
     }
 
-    /// Why the backend does not serve it, if it said so.
+    /// The reason why the backend does not serve it, from the `error` node.
     pub(crate) fn complaint(&self) -> Option<String> {
         let device = device_number(DISK)?;
         let path = format!("/local/domain/0/error/backend/ebbd/{}/{device}/error", self.number);
         self.machine.tree.get(&path)
     }
 
-    /// Whether what it was acknowledged is in the memory of this volume only, as far as it knows.
+    /// Whether some acknowledged writes are only in the memory of this volume, as far as the guest knows.
     pub(crate) fn would_lose(&self, volume: &Weak<Volume>) -> bool {
         let flush =
             |request: &Request| matches!(request.kind, Kind::Flush { .. } | Kind::Barrier { .. });
-        // A flush may have been done without a response.
+        // A flush may have succeeded without a response.
         let flushing = self.open.values().any(flush);
         let served = self.phase == Phase::Serving && self.serving.ptr_eq(volume);
         self.unflushed && served && !flushing
     }
 
-    /// What it was acknowledged went with a daemon.
+    /// Acknowledged writes were lost with a daemon.
     pub(crate) fn lose(&mut self) {
         self.lost = true;
     }
 
-    /// What it was acknowledged is stable: its volume was closed in good order.
+    /// All acknowledged writes are stable: the volume was closed cleanly.
     pub(crate) fn note_stable(&mut self) {
         self.unflushed = false;
     }
@@ -227,7 +227,7 @@ impl Guest {
         let mut busy = self.receive(oracle)?;
         let refused = self.complaint().is_some();
         match self.phase {
-            // One that has begun to disconnect does so in the usual way.
+            // A guest that has begun to disconnect continues in the usual way.
             Phase::Connecting if refused => return Ok(StepResult::Ended),
             Phase::Connecting => {
                 let before = self.own_state();
@@ -267,7 +267,7 @@ impl Guest {
         self.machine.tree.get(&format!("/local/domain/{}/device/vbd/{device}/state", self.number))
     }
 
-    /// Sectors, as the backend says.
+    /// The size in sectors, as the backend reports it.
     fn size(&self) -> usize {
         usize::try_from(self.disk.size()).unwrap() / SECTOR
     }
@@ -293,7 +293,7 @@ impl Guest {
     }
 
     fn submit(&mut self, oracle: &mut Oracle, now: Instant) {
-        // By the size it was told: also beyond the end, if it was shrunk since.
+        // By the size that it knows: requests may lie beyond the end after a shrink.
         let size = self.size();
         let random = &mut self.random;
         let count = 1 + random.index(self.manner.longest.min(size));
@@ -314,7 +314,7 @@ impl Guest {
                     Kind::Change(oracle.begin(Change::Discard, first, count, false))
                 }
                 1 => {
-                    // Its segments are in its slot.
+                    // A barrier's segments are in its slot of the ring.
                     let (begun, count) = (oracle.now(), count.min(BARRIER));
                     let writing = oracle.begin(Change::Data, first, count, false);
                     let kind = Kind::Barrier { begun, writing };
@@ -364,7 +364,7 @@ impl Guest {
         self.open.insert(id, request);
     }
 
-    /// Pages for so many sectors, with the data of a write in them.
+    /// Pages for `count` sectors, filled with the data of a write if it is one.
     fn lay_out(
         &mut self,
         count: usize,
@@ -415,7 +415,7 @@ impl Guest {
         let Request { kind, first, count, beyond, .. } = request;
         if done && beyond.is_some_and(|resizes| oracle.end_and_resizes().1 == resizes) {
             return Err(format!(
-                "a request of a guest at {first}+{count} is beyond the end and succeeds"
+                "a guest's request at {first}+{count} is beyond the end, but succeeds"
             ));
         }
         let stable = match kind {
@@ -425,7 +425,7 @@ impl Guest {
         };
         if done && stable && self.lost {
             return Err(format!(
-                "guest {}: a write or flush at {first}+{count} succeeds over what a kill has lost",
+                "guest {}: a write or flush at {first}+{count} succeeds although a kill has lost acknowledged writes",
                 self.number
             ));
         }
@@ -454,15 +454,15 @@ impl Guest {
                     oracle.flushed(*begun);
                 }
                 oracle.end(*writing, done);
-                // Its own write is not covered, and follows the flush, which may have succeeded
-                // before that failed.
+                // The flush does not cover the barrier's own write, which follows it; if the barrier
+                // failed, the flush may have succeeded before.
                 self.unflushed = done;
             }
         }
         Ok(())
     }
 
-    /// There will be no further responses: changes that may have happened.
+    /// There will be no further responses: returns the changes that may have been carried out.
     fn abandon(&mut self, oracle: &mut Oracle) -> Vec<Writing> {
         let mut orphans = Vec::new();
         for (_, request) in std::mem::take(&mut self.open) {
@@ -477,7 +477,7 @@ impl Guest {
         orphans
     }
 
-    /// It is destroyed, with its requests in flight.
+    /// Destroys the guest, with its requests in flight.
     pub(crate) fn die(mut self, oracle: &mut Oracle) -> Remains {
         self.machine.destroy(self.number);
         let orphans = self.abandon(oracle);

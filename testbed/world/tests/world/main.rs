@@ -1,15 +1,16 @@
 //! The whole daemon simulated from one seed.
 //!
-//! `EBBD_WORLD_SEED=n` runs one seed and prints what happened, with `EBBD_WORLD_LOG=1` everything
-//! and the daemon's log; `EBBD_WORLD_SECONDS=n` runs for that long (`make world SECONDS=7200`),
-//! from `EBBD_WORLD_FROM` on. The reasons are in `docs/adr/0007-world.md`.
+//! `EBBD_WORLD_SEED=n` runs one seed and prints its result, and its last steps if it fails;
+//! `EBBD_WORLD_LOG=1` adds every step and the daemon's log. `EBBD_WORLD_SECONDS=n` runs seeds for
+//! that long (`make world SECONDS=7200`), starting at `EBBD_WORLD_FROM`. The reasons are in
+//! `docs/adr/0007-world.md`.
 
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,
-    reason = "a test: what is unexpected ends it"
+    reason = "a test: anything unexpected ends it"
 )]
 
 mod client;
@@ -29,11 +30,11 @@ use std::time::{Duration, Instant};
 
 use world::{Outcome, World};
 
-/// Requests of a world.
+/// Requests that a world completes before it is checked.
 const REQUESTS: u64 = 600;
-/// Worlds of a run by default.
+/// Worlds in a run by default.
 const SEEDS: u64 = 2_000;
-/// Worlds that fail before a run stops.
+/// A run stops after this many failed worlds.
 const FAILURES: u64 = 20;
 
 fn run(seed: u64, words: bool) -> Result<Outcome, String> {
@@ -66,7 +67,7 @@ fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|text| text.parse().ok())
 }
 
-/// Every `parts`th world from `part` on. Each fails by itself, with its message.
+/// Every `parts`th world, starting with `part`. A world that fails prints its message, and the next one runs.
 fn some_worlds(part: u64, parts: u64) {
     let begun = Instant::now();
     let seconds = Duration::from_secs(number("EBBD_WORLD_SECONDS").unwrap_or(0));
@@ -82,9 +83,9 @@ fn some_worlds(part: u64, parts: u64) {
         match run(from + nth, false) {
             Ok(outcome) => total.add(&outcome),
             Err(_) => {
-                // Once more, with words.
+                // Run again, with the trace as text.
                 let error = run(from + nth, true).err();
-                println!("{}", error.unwrap_or_else(|| format!("seed {nth}: fails now and then")));
+                println!("{}", error.unwrap_or_else(|| format!("seed {nth}: failed once and passed when repeated")));
                 failed += 1;
             }
         }
@@ -114,7 +115,7 @@ fn worlds_keep_their_promises() {
             Err(error) => panic!("{error}"),
         };
     }
-    // A process each: descriptors are counted, and threads would share them.
+    // One process per part: descriptors are counted, and threads would share them.
     let parts = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
     if let Some(part) = number("EBBD_WORLD_PART") {
         return some_worlds(part, parts);
@@ -147,32 +148,32 @@ fn worlds_keep_their_promises() {
                 None => println!("{line}"),
             }
         }
-        assert!(child.wait().unwrap().success() && told, "a part of the worlds ended early");
+        assert!(child.wait().unwrap().success() && told, "a process ended before it had run its worlds");
     }
     let [worlds, failed, requests, succeeded, sectors, lives, simulated, _, rest @ ..] = sums;
     let [guests, handed_over, deprived] = rest;
     println!(
-        "{worlds} worlds in {:?}: {requests} requests, {succeeded} with success, {sectors} sectors \
-         compared, {lives} lives, {} s simulated; {guests} requests of Xen guests, which {handed_over} times had some \
-         under way and {deprived} times data in memory only when their daemon was gone",
+        "{worlds} worlds in {:?}: {requests} requests, {succeeded} succeeded, {sectors} sectors compared, \
+         {lives} lives, {} s simulated; {guests} requests of Xen guests; when a daemon ended, guests had \
+         requests in flight {handed_over} times, and unflushed data in its memory {deprived} times",
         begun.elapsed(),
         simulated / 1000
     );
-    assert_eq!(failed, 0, "worlds that failed: run one with EBBD_WORLD_SEED=…");
+    assert_eq!(failed, 0, "worlds failed: repeat one with EBBD_WORLD_SEED=…");
     let many = worlds >= 1_000;
-    assert!(!many || guests.min(handed_over).min(deprived) > 0, "guests that do hardly anything");
-    assert!(requests >= worlds * REQUESTS * 9 / 10, "worlds in which hardly anything happens");
+    assert!(!many || guests.min(handed_over).min(deprived) > 0, "Xen guests completed too few requests, or never met the end of a daemon");
+    assert!(requests >= worlds * REQUESTS * 9 / 10, "worlds completed fewer than nine tenths of their requests");
 }
 
 #[test]
 fn a_seed_is_the_same_world_each_time() {
     if number("EBBD_WORLD_PART").is_none() {
-        // In a process of its own, for the same reason.
+        // In a process of its own, so that no other test opens descriptors meanwhile.
         let status = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "a_seed_is_the_same_world_each_time", "--nocapture"])
             .env("EBBD_WORLD_PART", "0")
             .status();
-        return assert!(status.unwrap().success(), "it tells above which seed differs");
+        return assert!(status.unwrap().success(), "a seed differs between two runs: see above");
     }
     for seed in (0..50).map(|nth| nth * 61) {
         let [first, again] = [run(seed, false), run(seed, false)];

@@ -1,21 +1,21 @@
-//! How the clients of a world differ.
+//! How a client of a world behaves: request sizes, mix and rate.
 
 use crate::random::Random;
 
-/// How a client behaves; drawn once for each.
+/// The behaviour of one client, drawn once.
 #[derive(Clone, Debug)]
 pub(crate) struct Manner {
     /// Requests in flight at a time.
     pub(crate) depth: usize,
-    /// Of 100 requests.
+    /// Reads, of 100 requests.
     pub(crate) reads: u64,
     /// Longest request, sectors.
     pub(crate) longest: usize,
-    /// Flushes, of 100.
+    /// Flushes, of 100 requests.
     pub(crate) flushes: u64,
     /// Microseconds between two requests, at most.
     pub(crate) pause_us: u64,
-    /// Part of the volume it keeps to: as many sectors at most, at its beginning or at its end.
+    /// The part of the volume that it uses: this many sectors at most, at the beginning or at the end.
     pub(crate) reach: usize,
     pub(crate) at_end: bool,
 }
@@ -33,13 +33,13 @@ impl Manner {
         }
     }
 
-    /// Most of these keep to the end of their volume.
+    /// Uses a small part of the volume, mostly its end.
     pub(crate) fn at_end(random: &mut Random, sectors: usize) -> Manner {
         let at_end = random.chance(70);
         Manner { at_end, reach: 64.min(sectors), ..Manner::draw(random, sectors) }
     }
 
-    /// More in flight than there is memory for.
+    /// Has more in flight than there is memory for.
     pub(crate) fn greedy(random: &mut Random, sectors: usize) -> Manner {
         Manner {
             depth: 48,
@@ -50,7 +50,7 @@ impl Manner {
         }
     }
 
-    /// A little at a time, for long.
+    /// Sends one or two requests at a time, with long pauses.
     pub(crate) fn modest(random: &mut Random, sectors: usize) -> Manner {
         Manner { depth: random.pick(&[1, 2]), pause_us: 200_000, ..Manner::draw(random, sectors) }
     }

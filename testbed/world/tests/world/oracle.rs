@@ -13,15 +13,16 @@
 //!   write.
 //! - A crash may leave `e` unless some stable write lies after `e`.
 //! - A write whose connection is lost is in flight until the server has finished it.
-//! - Beyond the end nothing can be read or written. What a shrink cuts off is stable zeroes once
-//!   the shrink has succeeded; a write that is in flight then may still happen when the volume has
-//!   grown again.
-//! - A write that failed may have happened, or happen in part, sector by sector. So may a discard.
+//! - Beyond the end nothing can be read or written. The part that a shrink removes is stable zeroes
+//!   once the shrink has succeeded; a write that is in flight then may still take effect when the
+//!   volume has grown again.
+//! - A write that failed may have been carried out, whole or in part, sector by sector. So may a
+//!   discard.
 //! - The content of a discarded range is undefined until it is written again (NBD: "the client MUST
 //!   NOT make any assumptions about the contents"). So a cache need not keep the range until a
 //!   flush, and when the store loses the discard together with the write before it, an older write
 //!   reappears. A flush therefore makes no write stable that a discard may lie after.
-//! - When a store loses what was not flushed, reads may see what a crash may leave.
+//! - When a store loses what was not flushed, reads may see whatever a crash may leave.
 
 use std::collections::BTreeSet;
 
@@ -33,9 +34,9 @@ const NEVER: u64 = u64::MAX;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
-    /// Under way.
+    /// In flight.
     Open,
-    /// Ended at this time; whether it was done is unknown.
+    /// Ended at this time; whether it was carried out is unknown.
     Unknown(u64),
     /// Acknowledged at this time.
     Done(u64),
@@ -47,12 +48,12 @@ struct Entry {
     number: u64,
     begun: u64,
     end: End,
-    /// Reads that began from then on do not see it.
+    /// Reads that began at this time or later do not see it.
     hidden: u64,
     stable: bool,
-    /// Lies before a stable write: no crash leaves it.
+    /// Lies before a stable write: no crash may leave it.
     gone: bool,
-    /// A discard: what is read may change.
+    /// A discard: later reads may differ.
     vague: bool,
 }
 
@@ -65,7 +66,7 @@ impl Entry {
     }
 }
 
-/// What kind of change.
+/// The kind of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Change {
     Data,
@@ -93,9 +94,10 @@ impl Writing {
 /// See the module.
 pub(crate) struct Oracle {
     name: String,
-    /// An empty list is zeroes from the beginning.
+    /// An empty list: zeroes, never written.
     sectors: Vec<Vec<Entry>>,
-    /// The size in sectors: those beyond were cut off. Resizes that were submitted or have ended.
+    /// The size in sectors, of which a shrink may have left more in the list; the number of resizes that were
+    /// submitted or have ended.
     size: usize,
     resizes: u64,
     /// Sectors with acknowledged writes that are not stable.
@@ -106,11 +108,11 @@ pub(crate) struct Oracle {
     life: u64,
     /// When the store last lost something.
     loss: u64,
-    /// Of what began until then nothing is promised.
+    /// Nothing is promised for changes that began until then.
     forgiven: u64,
     clock: u64,
     numbers: u64,
-    /// Sectors that were checked, and writes whose stability was promised.
+    /// The number of sectors that were checked.
     pub(crate) checked: u64,
 }
 
@@ -140,12 +142,12 @@ impl Oracle {
         self.size
     }
 
-    /// Whether requests of so many sectors lie beyond the end, and how often that has changed.
+    /// The size in sectors, and the number of resizes that were submitted or have ended.
     pub(crate) fn end_and_resizes(&self) -> (usize, u64) {
         (self.size, self.resizes)
     }
 
-    /// A moment, later than all before.
+    /// The next time, later than all before.
     pub(crate) fn now(&mut self) -> u64 {
         self.clock += 1;
         self.clock
@@ -243,7 +245,7 @@ impl Oracle {
             if !certain {
                 continue;
             }
-            // One that a loss has met may be lost, although its reply arrives only now.
+            // A write that began before a loss may be lost, although its reply arrives only now.
             if writing.begun > self.loss {
                 for entry in sector.iter_mut().filter(|entry| entry.over() < writing.begun) {
                     entry.hidden = entry.hidden.min(now);
@@ -261,8 +263,8 @@ impl Oracle {
         }
     }
 
-    /// What lies before a stable write never reappears, and is forgotten once no read in flight may
-    /// see it.
+    /// A write that lies before a stable one never reappears, and is removed once no read in flight
+    /// may see it.
     fn forget(sector: &mut Vec<Entry>, begun: u64, reads: &BTreeSet<u64>) {
         let oldest = reads.first().copied().unwrap_or(NEVER);
         sector.retain_mut(|entry| {
@@ -271,7 +273,7 @@ impl Oracle {
         });
     }
 
-    /// When the last discard of it was over: 0 if there was none.
+    /// When the last discard of the sector ended: 0 if there was none.
     fn discarded(sector: &[Entry]) -> u64 {
         sector.iter().filter(|entry| entry.vague).map(Entry::over).max().unwrap_or(0)
     }
@@ -281,8 +283,8 @@ impl Oracle {
         self.flushed_since(0, begun);
     }
 
-    /// Its volume was closed cleanly by an order submitted at `begun`: what was acknowledged in
-    /// this life is stable. A volume without writes need not flush what an earlier life left
+    /// The volume was closed cleanly by a reload or stop submitted at `begun`: what was acknowledged
+    /// in this life is stable. A volume without writes need not flush what an earlier life left
     /// unflushed.
     pub(crate) fn closed(&mut self, begun: u64) {
         self.flushed_since(self.life, begun);
@@ -316,8 +318,8 @@ impl Oracle {
         });
     }
 
-    /// The store has lost some of what was not stable: reads may see what is left. What was promised
-    /// stays so: a flush that succeeds from now on covers what was acknowledged before, too.
+    /// The store has lost some of the data that was not stable: reads may see older data. Promises
+    /// still hold: a flush that succeeds from now on covers what was acknowledged before, too.
     pub(crate) fn lost(&mut self) {
         self.loss = self.now();
         for sector in self.sectors.iter_mut().filter(|sector| sector.len() > 1) {
@@ -325,8 +327,8 @@ impl Oracle {
         }
     }
 
-    /// The store is opened by a process that does not know what it lost before: nothing is promised
-    /// for that.
+    /// The store is opened by a process that does not know what it lost before: lost writes are no
+    /// longer promised.
     pub(crate) fn reopened(&mut self) {
         let (sectors, loss) = (&mut self.sectors, self.loss);
         self.unstable.retain(|&place| {
@@ -342,7 +344,7 @@ impl Oracle {
         });
     }
 
-    /// A crash: what was not stable may be there or not, and is not promised any more.
+    /// A crash: writes that were not stable may be there or not, and are no longer promised.
     pub(crate) fn crashed(&mut self) {
         self.lost();
         self.sectors.iter_mut().for_each(|sector| sector.retain(|entry| !entry.gone));
@@ -355,8 +357,8 @@ impl Oracle {
         }
     }
 
-    /// The server of the store has lost any of what was not stable, and no client can know: nothing
-    /// that was submitted until now is promised.
+    /// The server of the store may have lost any data that was not stable, and no client can detect
+    /// that: nothing that was submitted until now is promised.
     pub(crate) fn host_crashed(&mut self) {
         self.lost();
         self.forgiven = self.loss;
@@ -368,7 +370,7 @@ impl Oracle {
         self.resizes += 1;
     }
 
-    /// It has this size now, and this is certain; what is new, or cut off, is zeroes.
+    /// A resize has ended with this size; the new or removed part is zeroes.
     pub(crate) fn resized(&mut self, to: usize) {
         self.resizes += 1;
         if to < self.size {
@@ -378,8 +380,8 @@ impl Oracle {
         self.size = to;
     }
 
-    /// Its store has grown to this size from outside, with this write in what is new. No client sees any of it before
-    /// the volume has grown, too.
+    /// The store was grown to this size from outside, and this write is in the new part. No client sees any of it
+    /// before the volume has grown, too.
     pub(crate) fn grown_outside(&mut self, to: usize) -> Writing {
         let from = self.size;
         self.resized(to);
@@ -393,18 +395,18 @@ impl Oracle {
         self.end(zeroes, true);
     }
 
-    /// All of it is zeroes now, while clients are at it.
+    /// The whole volume is zeroes now, while clients have requests in flight.
     pub(crate) fn cleared(&mut self) {
         self.zeroed(0, self.sectors.len());
     }
 
-    /// Everything is lost: the memory of a process that ended.
+    /// All data is lost: it was in the memory of a process that ended.
     pub(crate) fn wiped(&mut self) {
         self.sectors.iter_mut().for_each(Vec::clear);
         self.unstable.clear();
     }
 
-    /// A read that began at `begun` brought this.
+    /// Checks the data of a read that began at `begun`.
     ///
     /// # Errors
     /// What is wrong with it.
@@ -425,7 +427,7 @@ impl Oracle {
             if sector.iter_mut().find(fits).is_none() {
                 return Err(self.complaint(place, number, content, begun));
             }
-            // Nothing is in flight here: from now on it is this.
+            // Nothing is in flight for the sector: later reads must return this write, too.
             if let (true, Some(number)) = (quiet, number) {
                 for entry in sector.iter_mut().filter(|entry| entry.number != number) {
                     entry.hidden = entry.hidden.min(now);
@@ -445,7 +447,7 @@ impl Oracle {
                         == words[0].wrapping_mul(ODD) ^ ((place as u64) << 20) ^ *word as u64
                 });
                 let whole = same.count() + 1;
-                format!("is torn: begins with {:#x}, {whole} words of it are whole", words[0])
+                format!("is torn: begins with {:#x}, and {whole} words match that", words[0])
             }
         };
         let may: Vec<String> = self.sectors[place]
@@ -464,7 +466,7 @@ impl Oracle {
             })
             .collect();
         format!(
-            "volume {}: sector {place} {what}; read since {begun}; it may be: {}",
+            "volume {}: sector {place} {what}; the read began at {begun}; allowed: {}",
             self.name,
             if may.is_empty() { "zeroes".to_owned() } else { may.join(", ") }
         )

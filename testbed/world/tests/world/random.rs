@@ -1,4 +1,4 @@
-//! The one source of chance of a world.
+//! The random numbers of a world: all that is random comes from here.
 
 /// SplitMix64 (Steele, Lea, Flood 2014).
 #[derive(Clone, Debug)]
@@ -39,7 +39,7 @@ impl Random {
         from[self.index(from.len())]
     }
 
-    /// Another source, for what must not change with what is drawn here.
+    /// An independent generator, whose numbers do not depend on what is drawn from this one later.
     pub(crate) fn fork(&mut self) -> Random {
         Random::new(self.next())
     }

@@ -1,10 +1,10 @@
-//! An NBD server of the world: on another host, with a volume of the daemon's NBD client. It uses
-//! the real protocol over a real unix socket and is stepped by the world's loop; it dies, loses
-//! what was not flushed, falls silent, shuts down, restarts, and replies late and in any order.
+//! An NBD server of the world: it runs on another host and has the store of one volume. It uses the
+//! real protocol over a real unix socket and is stepped by the world's loop. It is killed, loses
+//! data that was not flushed, stops replying, shuts down, restarts, and replies late and in any
+//! order.
 //!
-//! It promises what the protocol requires of servers: a flush that it completes makes stable what
-//! it had acknowledged before, and it completes the requests of a connection before it releases the
-//! connection.
+//! It keeps what the protocol requires of servers: a flush makes stable what it acknowledged
+//! before, and after NBD_CMD_DISC it completes the requests of the connection before it closes it.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -31,9 +31,9 @@ struct Job {
     offset: usize,
     length: usize,
     data: Vec<u8>,
-    /// When it is carried out, then when its reply is sent.
+    /// When it is carried out; after that, when its reply is sent.
     due: Instant,
-    /// What it came to, once it is carried out.
+    /// Its error and data, once it was carried out.
     done: Option<(u32, Vec<u8>)>,
 }
 
@@ -52,29 +52,29 @@ struct Connection {
     input: Vec<u8>,
     output: Vec<u8>,
     ended: bool,
-    /// It has disconnected: its earlier requests are done.
+    /// The client sent NBD_CMD_DISC: its earlier requests are completed.
     polite: bool,
 }
 
-/// How it fares.
+/// The state of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Health {
     Well,
     /// No process listens.
     Dead,
-    /// Accepts clients, and does not reply.
+    /// Accepts connections, and does not reply.
     Silent,
-    /// Shutting down: replies `NBD_ESHUTDOWN`, and ends when its clients have disconnected.
+    /// Shutting down: replies `NBD_ESHUTDOWN`, and exits when its clients have disconnected.
     Leaving,
 }
 
-/// How it replies.
+/// How fast and how well it replies.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Pace {
-    /// The most microseconds that carrying out a request takes, and then its reply.
+    /// The longest time that a request takes to be carried out, and then its reply, microseconds.
     pub(crate) work_us: u64,
     pub(crate) answer_us: u64,
-    /// Of 1,000 reads so many fail.
+    /// The number of reads that fail, of 1,000.
     pub(crate) bad_reads: u64,
 }
 
@@ -89,12 +89,12 @@ struct Server {
     connections: Vec<Connection>,
     jobs: Vec<Job>,
     number: u64,
-    /// What reads see; what is stable; the sectors in which they may differ.
+    /// What reads return; what is stable; the sectors in which the two may differ.
     seen: Vec<u8>,
     stable: Vec<u8>,
     dirty: BTreeSet<usize>,
     random: Random,
-    /// What a client did that it may not.
+    /// A violation of the protocol by a client.
     wrong: Option<String>,
 }
 
@@ -103,7 +103,7 @@ struct Server {
 pub(crate) struct Remote(Arc<Mutex<Server>>);
 
 impl Remote {
-    /// A server of so many zeroes, and what it offers, drawn.
+    /// A server with this many zero bytes, which offers features drawn at random.
     pub(crate) fn new(bytes: usize, random: &mut Random) -> Remote {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -152,13 +152,13 @@ impl Remote {
         self.server().health
     }
 
-    /// Its process has ended, with its requests done or not; with `host` any of what was not
-    /// flushed is lost, too.
+    /// Kills its process; requests in flight are carried out or not. With `host` its host crashes,
+    /// and any data that was not flushed may be lost, too.
     pub(crate) fn die(&self, host: bool) {
         self.server().die(host);
     }
 
-    /// It listens and replies again.
+    /// Makes it healthy: it is restarted if necessary, and replies.
     pub(crate) fn come_back(&self) {
         let mut server = self.server();
         if server.health == Health::Dead {
@@ -167,12 +167,12 @@ impl Remote {
         server.health = Health::Well;
     }
 
-    /// From now on it does not reply, or shuts down.
+    /// Makes it stop replying, or shut down.
     pub(crate) fn change_health(&self, health: Health) {
         self.server().health = health;
     }
 
-    /// Whether some requests one after the other may take it a second.
+    /// Whether a few requests in sequence may take a second.
     pub(crate) fn is_slow(&self) -> bool {
         let Pace { work_us, answer_us, .. } = self.server().pace;
         work_us + answer_us >= 10_000
@@ -187,14 +187,14 @@ impl Remote {
         self.server().step(now)
     }
 
-    /// When it needs a step if nothing happens.
+    /// When it needs its next step if nothing happens before.
     pub(crate) fn wants(&self) -> Option<Instant> {
         let server = self.server();
         let acts = matches!(server.health, Health::Well | Health::Leaving);
         server.jobs.iter().map(|job| job.due).min().filter(|_| acts)
     }
 
-    /// What a client did that it may not.
+    /// A violation of the protocol by a client.
     pub(crate) fn wrong(&self) -> Option<String> {
         self.server().wrong.take()
     }
@@ -230,7 +230,7 @@ impl Server {
         }
     }
 
-    /// Ends the requests of a connection that has ended: each is done or not, now.
+    /// Ends the requests of a closed connection: each is carried out now, or never.
     fn let_go(&mut self, connection: &Connection) {
         let (own, rest): (Vec<_>, Vec<_>) =
             self.jobs.drain(..).partition(|job| job.connection == connection.number);
@@ -289,7 +289,7 @@ impl Server {
         busy
     }
 
-    /// Takes what has come on a connection.
+    /// Processes what a connection has received.
     fn receive(&mut self, at: usize, now: Instant) -> bool {
         let busy = self.connections[at].receive();
         loop {
@@ -417,7 +417,7 @@ impl Server {
             Command::Read => return (0, self.seen[range].to_vec()),
             Command::Write => self.seen[range.clone()].copy_from_slice(&job.data),
             Command::WriteZeroes => self.seen[range.clone()].fill(0),
-            // What a trimmed range holds then is not said.
+            // The content of a trimmed range is undefined.
             Command::Trim if self.random.chance(50) => self.seen[range.clone()].fill(0),
             Command::Flush => {
                 for sector in std::mem::take(&mut self.dirty) {
@@ -469,7 +469,7 @@ impl Server {
         if job.command != Command::Read {
             return chunk(true, chunk::NONE, [&[], &[]]);
         }
-        // In two pieces, the second one first, now and then.
+        // Sometimes in two pieces, the second one first.
         let half = if self.random.chance(30) { data.len() / 2 } else { 0 };
         for (from, part) in [(half, &data[half..]), (0, &data[..half])] {
             if !part.is_empty() {

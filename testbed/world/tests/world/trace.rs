@@ -1,10 +1,10 @@
-//! What happened in a world: a hash of all of it, and the last of it in words.
+//! The trace of a world: a hash of all events, and the last ones as text.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::sync::OnceLock;
 
-/// Lines that are kept.
+/// The number of lines kept.
 const LINES: usize = 120;
 
 /// See the module.
@@ -12,13 +12,13 @@ const LINES: usize = 120;
 pub(crate) struct Trace {
     hash: u64,
     lines: VecDeque<String>,
-    /// Formatting costs time: it is only done to examine a failure.
+    /// Whether events are kept as text: formatting takes time, so it is only done to examine a failure.
     words: bool,
-    /// Each line is printed as it comes, between those of the daemon's log.
+    /// Each line is printed at once, between those of the daemon's log.
     told: bool,
 }
 
-/// Whether everything is to be printed as it comes.
+/// Whether each event is to be printed at once.
 pub(crate) fn is_told() -> bool {
     static TOLD: OnceLock<bool> = OnceLock::new();
     *TOLD.get_or_init(|| std::env::var_os("EBBD_WORLD_LOG").is_some())
@@ -43,7 +43,7 @@ impl Trace {
         }
     }
 
-    /// Something that must be the same each time the seed is run.
+    /// Adds a number to the hash: it must be the same in every run of the seed.
     pub(crate) fn mix(&mut self, number: u64) {
         self.hash = (self.hash ^ number).wrapping_mul(0x0100_0000_01b3).rotate_left(23);
     }

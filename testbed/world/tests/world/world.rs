@@ -1,7 +1,8 @@
 //! A world: a host with disks, a daemon on it that starts and ends, clients, and events.
 //!
-//! The loop steps every party, and when none has anything to do advances the clock to the next time
-//! that one has. The events are drawn from the seed, and so is the order of all steps.
+//! The loop steps the daemon, its clients, guests and servers; when none of them has work, it
+//! advances the clock to the next time that one has. The seed determines the events and the order
+//! of all steps.
 
 mod ends;
 mod events;
@@ -33,47 +34,48 @@ use crate::trace::Trace;
 const BOUND: Duration = Duration::from_secs(5);
 /// The longest time for a daemon to complete requests in flight once everything is healthy.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Between two attempts to read a volume that cannot be read yet.
+/// The pause between two attempts to read a volume that cannot be read yet.
 const AGAIN: Duration = Duration::from_millis(100);
-/// Turns without the clock being moved, at most: more is a loop.
+/// Most iterations without an advance of the clock: more are an endless loop.
 const STEPS: u64 = 200_000;
 
-/// Steps after which a world proceeds to its end, however few requests completed: some have events
-/// so often that their clock takes long in real time.
+/// Iterations after which a world proceeds to its end, however few requests have completed: if
+/// events are very frequent, the simulated time takes long in real time.
 const STEPS_MOST: u64 = 200_000;
 
-/// A volume, its disk, and what is known of it.
+/// A volume, its disk, and what the world knows of them.
 struct Site {
     config: Wanted,
     oracle: Oracle,
-    /// Losses of its disk that the oracle knows of.
+    /// Losses of its disk that were reported to the oracle.
     losses: u64,
-    /// The volume as it is served now, and when the last reload was submitted.
+    /// The volume that is served now, and its cache mode.
     serving: Weak<Volume>,
     mode: Mode,
-    /// Its flushes are refused, since something may be lost.
+    /// Its flushes fail, since data may be lost.
     lost: bool,
+    /// When the last reload was submitted, by the oracle's clock.
     reloaded: u64,
-    /// Its size before it was last cut.
+    /// Its size before the last shrink.
     before: usize,
     /// Its size before the last resize.
     ended: usize,
     /// A resize in flight.
     resizing: Option<Later<Result<u64, String>>>,
-    /// When the configuration was first read again in this life.
+    /// When the first reload of this life was submitted.
     changed: Option<Instant>,
     /// It is in the configuration.
     listed: bool,
     /// Changes of disconnected clients, which the server may still carry out.
     orphans: Vec<Writing>,
-    /// Its disk hangs, or did in this life; it has no room.
+    /// Its store does not respond now; did not respond at some time in this life; is full.
     hangs: bool,
     hung: bool,
     full: bool,
     /// Its disk fails writes or flushes.
     fails: bool,
-    /// Since when its disk can do everything that a shutdown needs; whether it lost something in
-    /// this life.
+    /// Since when its disk can do everything that a shutdown needs; whether it lost data in this
+    /// life.
     well_since: Option<Instant>,
     shaken: bool,
     /// Since when the disk has been healthy; `None` while it is not.
@@ -95,7 +97,7 @@ impl Site {
         }
     }
 
-    /// Whether it is healthy now.
+    /// Determines since when it is healthy.
     fn judge(&mut self, now: Instant) {
         let sound = !self.hangs && !self.full;
         self.healthy = sound.then(|| self.healthy.unwrap_or(now));
@@ -103,12 +105,12 @@ impl Site {
         self.well_since = well.then(|| self.well_since.unwrap_or(now));
     }
 
-    /// Since when flushes succeed for certain, if they do.
+    /// Since when flushes are certain to succeed; `None` if they may fail.
     fn well_since(&self) -> Option<Instant> {
         self.well_since.filter(|_| !self.disk().is_some_and(|disk| disk.owes_a_failure()))
     }
 
-    /// Tells the oracle that a resize has ended: with its reply, or with the end of the daemon.
+    /// Reports to the oracle that a resize has ended: with its result, or with the end of the daemon.
     fn end_resize(&mut self, life_ends: bool) -> Option<String> {
         let answer = self.resizing.as_ref()?.borrow_mut().take();
         if answer.is_none() && !life_ends {
@@ -120,14 +122,14 @@ impl Site {
         Some(format!("{} has {now} sectors: {answer:?}", self.config.name))
     }
 
-    /// Nothing is in flight any more.
+    /// No change of a disconnected client is in flight any more.
     fn end_orphans(&mut self) {
         for writing in self.orphans.drain(..) {
             self.oracle.end(writing, false);
         }
     }
 
-    /// Tells the oracle of what the disk has lost.
+    /// Reports losses of the disk to the oracle.
     fn notice(&mut self) {
         let losses = self.disk().map_or(0, |disk| disk.losses.load(Ordering::SeqCst));
         if losses != self.losses {
@@ -138,6 +140,7 @@ impl Site {
     }
 }
 
+/// A place for one client of a volume: when it disconnects, another one connects.
 struct Seat {
     site: usize,
     client: Option<Client>,
@@ -145,13 +148,13 @@ struct Seat {
     again: Instant,
 }
 
-/// What a seed came to.
+/// The result of a world.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Outcome {
     pub(crate) requests: u64,
     pub(crate) succeeded: u64,
-    /// Of the requests those of Xen guests; guests that had some in flight, or acknowledged writes
-    /// in memory only, when their daemon ended.
+    /// The requests of Xen guests among them; how often a guest had requests in flight, or
+    /// acknowledged writes in memory only, when its daemon ended.
     pub(crate) guests: u64,
     pub(crate) handed_over: u64,
     pub(crate) deprived: u64,
@@ -184,7 +187,7 @@ pub(crate) struct World {
     now: Instant,
     sites: Vec<Site>,
     seats: Vec<Seat>,
-    /// Xen, if guests use it, and where they are.
+    /// Xen, if the world has guests, and the places for guests.
     xen: Option<Xen>,
     berths: Vec<Berth>,
     graves: Vec<Grave>,
@@ -200,7 +203,7 @@ pub(crate) struct World {
     pub(crate) trace: Trace,
     outcome: Outcome,
     steps: u64,
-    /// Turns of all of it.
+    /// Iterations of the loop in all.
     all_steps: u64,
 }
 
@@ -266,13 +269,13 @@ impl World {
         self.trace.note(at, what);
     }
 
-    /// Runs it until so many requests have completed, then lets everything end cleanly and checks
-    /// what remains.
+    /// Runs until this many requests have completed; then ends the daemon and checks what the
+    /// volumes hold.
     ///
     /// # Errors
     /// A promise that was not kept.
     pub(crate) fn run(&mut self, requests: u64) -> Result<Outcome, String> {
-        // A world in which hardly any request completes ends by its clock.
+        // A world whose requests hardly complete ends after this simulated time.
         let end = self.begin + Duration::from_secs(300);
         while self.outcome.requests < requests && self.now < end && self.all_steps < STEPS_MOST {
             self.step()?;
@@ -326,17 +329,17 @@ impl World {
         }
     }
 
-    /// What is in the configuration.
+    /// The volumes in the configuration.
     fn listed(&self) -> Vec<Wanted> {
         let listed = self.sites.iter().filter(|site| site.listed);
         listed.map(|site| site.config.clone()).collect()
     }
 
     fn daemon(&mut self) -> &mut Daemon {
-        self.daemon.as_mut().expect("it lives")
+        self.daemon.as_mut().expect("the daemon is running")
     }
 
-    /// Steps every party; advances the clock.
+    /// One iteration: an event if one is due, a step of each participant, and the clock.
     fn step(&mut self) -> Result<(), String> {
         self.all_steps += 1;
         if !self.calm && self.now >= self.event_at {
@@ -351,7 +354,7 @@ impl World {
             site.notice();
         }
         self.end_resizes(false);
-        // First: a volume that was replaced has completed them before.
+        // First: a volume that was replaced has completed these requests before.
         self.receive_guests()?;
         self.notice_replaced_volumes();
         self.bury();
@@ -374,8 +377,8 @@ impl World {
         }
     }
 
-    /// Clients read a volume at the end it had before it was resized, and at its present end; one
-    /// that does not know the new size disconnects now and then, and learns it.
+    /// Clients read a volume at the end it had before it was resized, and at its present end; half
+    /// of those that do not know the new size disconnect, so that the next connection learns it.
     fn read_ends(&mut self, at: usize) {
         let now = self.now;
         let site = &mut self.sites[at];
@@ -397,7 +400,7 @@ impl World {
         }
     }
 
-    /// Changes of disconnected clients have ended when the server serves only the present ones.
+    /// Changes of disconnected clients have ended once the server serves the connected ones only.
     fn bury(&mut self) {
         if self.sites.iter().all(|site| site.orphans.is_empty()) {
             return;
@@ -418,14 +421,14 @@ impl World {
         }
     }
 
-    /// Work takes a little time; and when there is none, time goes to when there is some.
+    /// Advances the clock: by a little after work, or else to the next time that there is work.
     fn pass_time(&mut self, busy: bool) -> Result<(), String> {
         let step = Duration::from_nanos(self.random.below(4000));
         if busy {
             self.steps += 1;
             if self.steps > STEPS {
                 return Err(format!(
-                    "{STEPS} steps and the clock has not advanced: {}",
+                    "{STEPS} iterations without an advance of the clock: {}",
                     self.describe()
                 ));
             }
@@ -491,7 +494,7 @@ impl World {
         Ok(step == StepResult::Busy)
     }
 
-    /// A client's connection has ended; another one connects soon.
+    /// Ends the connection of a client; another client connects soon.
     fn leave(&mut self, number: usize) {
         let mut pause = Duration::from_micros(self.random.below(5_000));
         let seat = &mut self.seats[number];
@@ -515,13 +518,13 @@ impl World {
         all.join("; ")
     }
 
-    /// Notices volumes that were replaced: what was acknowledged before that was submitted is
-    /// stable.
+    /// Detects volumes that were replaced by a reload: what was acknowledged before the reload was
+    /// submitted is stable.
     fn notice_replaced_volumes(&mut self) {
         let Some(daemon) = &self.daemon else { return };
         for site in &mut self.sites {
-            // Not for good: a change that bypasses memory to a store whose flush just failed is
-            // stable with the next.
+            // This may become false again: after a failed flush, a change that bypasses the cache
+            // is stable with the next successful one.
             if let Some(volume) = site.serving.upgrade() {
                 site.lost = volume.is_lost();
             }
@@ -536,7 +539,7 @@ impl World {
                 continue;
             }
             site.notice();
-            // It may have been lost and ended within one step.
+            // It may have lost data and been closed within one step.
             site.lost |= self.disks.take_lost(&site.config.name);
             let (name, lost, hung) = (&site.config.name, site.lost, site.hung);
             let (at, clock) =
@@ -544,21 +547,21 @@ impl World {
             let reloaded = site.reloaded;
             self.trace.note(
                 at,
-                format_args!("{name} is another volume: lost {lost}, hung {hung}, reloaded at {reloaded}, now {clock}"),
+                format_args!("{name} was replaced: lost {lost}, hung {hung}, reload submitted at {reloaded}, now {clock}"),
             );
             match (&site.config.place, std::mem::take(&mut site.lost)) {
                 (Place::Memory(_), _) => site.oracle.cleared(),
                 (Place::Disk(_) | Place::Remote(..), true) => site.oracle.crashed(),
-                // Its last flush may have failed for want of a server.
+                // Its last flush may have failed because the server was down.
                 (Place::Remote(..), false) if site.hung => site.oracle.crashed(),
-                // One that did not respond may have been abandoned: it lacked nothing in this life.
+                // A disk that did not respond may have been given up; then no data of this life was unflushed.
                 (Place::Disk(_), false) if site.hung => {}
                 (Place::Disk(_) | Place::Remote(..), false) => site.oracle.closed(site.reloaded),
             }
         }
     }
 
-    /// Steps until there is a reply.
+    /// Steps until the result is there. No events happen meanwhile.
     fn wait_for<T>(&mut self, later: &Later<T>, limit: Duration, what: &str) -> Result<T, String> {
         let end = self.now + limit;
         let calm = std::mem::replace(&mut self.calm, true);
@@ -568,7 +571,7 @@ impl World {
                 return Ok(answer);
             }
             if self.now > end {
-                return Err(format!("{what} has not ended after {limit:?}: {}", self.describe()));
+                return Err(format!("{what} has not completed after {limit:?}: {}", self.describe()));
             }
             self.step()?;
         }

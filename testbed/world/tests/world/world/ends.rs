@@ -1,4 +1,4 @@
-//! How a daemon's life ends, and a world.
+//! The end of a daemon (kill, power cut or shutdown) and of a world.
 
 use std::sync::Weak;
 use std::sync::atomic::Ordering;
@@ -15,14 +15,14 @@ use crate::oracle::SECTOR;
 use crate::remote::Remote;
 
 impl World {
-    /// A volume was closed, and with `well` all of it is stable.
+    /// A volume was closed; if `well`, all its data is stable.
     fn after_close(&mut self, at: usize, well: bool, abandoned: bool) {
         let site = &mut self.sites[at];
         site.notice();
         site.end_orphans();
         match (&site.config.place, well) {
             (Place::Memory(_), _) => site.oracle.wiped(),
-            // What an earlier life left in the system's memory was not flushed by this one.
+            // This daemon did not flush what an earlier one left in the page cache.
             (Place::Disk(_) | Place::Remote(..), true) if abandoned => {}
             (Place::Disk(_) | Place::Remote(..), true) => {
                 let now = site.oracle.now();
@@ -32,10 +32,10 @@ impl World {
         }
     }
 
-    /// The process has ended; with `power` the host, too.
+    /// Kills the daemon; with `power` the host crashes, too.
     pub(super) fn kill(&mut self, power: bool) -> Result<(), String> {
         self.note(format_args!("{}", if power { "power cut" } else { "kill" }));
-        let daemon = self.daemon.take().expect("it lives");
+        let daemon = self.daemon.take().expect("the daemon is running");
         let remains = daemon.remains();
         drop(daemon);
         self.disks.end_life();
@@ -51,7 +51,7 @@ impl World {
             site.notice();
             site.end_orphans();
             match &site.config.place {
-                // On another host: it has what it was sent.
+                // The server is on another host and keeps what it received.
                 Place::Remote(..) => {
                     if [site.mode, site.config.mode].contains(&Mode::Writeback) {
                         site.oracle.crashed();
@@ -64,7 +64,7 @@ impl World {
                         disk.power_cut();
                         site.losses = disk.losses.load(Ordering::SeqCst);
                     }
-                    // What was handed to the system outlives the process.
+                    // Data in the page cache survives the process.
                     let modes = [site.mode, site.config.mode];
                     if power || modes.contains(&Mode::Writeback) {
                         site.oracle.crashed();
@@ -76,14 +76,14 @@ impl World {
         remains.check()
     }
 
-    /// The daemon is shut down. What it lists counts as lost; it may list no volume whose disk is
-    /// healthy.
+    /// Shuts the daemon down. Volumes that it lists count as lost; it must not list a volume whose
+    /// disk is healthy.
     pub(super) fn stop(&mut self) -> Result<(), String> {
         let drain = self.daemon().settings.drain;
         self.note(format_args!("stop within {drain:?}"));
         let engine = self.daemon().engine.clone();
-        // Requests in flight may take as long as the bound, so a stop that is shorter may list their volumes. Writes
-        // to parts of one block follow each other, each a read and a write: a slow server may take longer.
+        // Requests in flight may take as long as the bound, so a shorter stop may list their volumes. Writes to
+        // parts of one block run in sequence, each a read and a write: on a slow server they may take longer.
         let slow = |at: usize, site: &Site| {
             let slow = site.remote().is_some_and(Remote::is_slow);
             drain < BOUND && (slow || self.has_requests(at))
@@ -91,8 +91,8 @@ impl World {
         let well_since = |(at, site): (usize, &Site)| site.well_since().filter(|_| !slow(at, site));
         let begun: Vec<_> = self.sites.iter().enumerate().map(well_since).collect();
         let stopped = self.daemon().submit(|io| async move { engine.stop(&io).await });
-        let report = self.wait_for(&stopped, drain + BOUND, "a stop")?;
-        let daemon = self.daemon.take().expect("it lives");
+        let report = self.wait_for(&stopped, drain + BOUND, "a shutdown")?;
+        let daemon = self.daemon.take().expect("the daemon is running");
         daemon.engine.end_guests();
         let remains = daemon.remains();
         drop(daemon);
@@ -101,8 +101,8 @@ impl World {
         self.lose_the_guests_daemon()?;
         let lost = |site: &Site| self.disks.is_lost(&site.config.name);
         let withdrawn: Vec<_> = self.sites.iter().map(|site| !site.listed && lost(site)).collect();
-        // Closed with a loss by a reload that ended within the shutdown: the reload reports it, the
-        // shutdown does not.
+        // Closed with a loss by a reload that ended during the shutdown: the reload reports that, and
+        // the shutdown does not.
         let replaced = |site: &Site| self.disks.take_lost(&site.config.name);
         let replaced: Vec<_> = self.sites.iter().map(replaced).collect();
         self.disks.end_life();
@@ -115,27 +115,27 @@ impl World {
             let site = &mut self.sites[at];
             site.lost |= withdrawn;
             let listed = report.unflushed.iter().find(|left| left.volume == site.config.name);
-            // What a reload replaced or withdrew was closed then, however the disk is today.
+            // A volume that a reload replaced or withdrew was closed then: the state of its disk now does not matter.
             let closed_well = site.changed.is_none_or(|at| !site.shaken && well_since <= Some(at));
             let well = well_since.is_some() && closed_well && !site.lost && !site.hung && !replaced;
             if let Some(listed) = listed.filter(|_| well) {
                 return Err(format!("a shutdown lists a volume whose disk is healthy: {listed:?}"));
             }
             let served = site.serving.as_ptr() != Weak::new().as_ptr();
-            // A flush that a stop cancels counts as failed: of one that was abandoned nothing is missing.
+            // A flush that a stop cancels counts as failed; a volume that was given up lacks no data all the same.
             let left = report.abandoned.contains(&site.config.name);
             if served && site.lost && !replaced && listed.is_none() && !left {
-                return Err(format!("a stop does not list {}, which is lost", site.config.name));
+                return Err(format!("a shutdown does not list {}, which has lost data", site.config.name));
             }
             let told = listed.map(|left| left.why.clone());
             let (well, name) = (listed.is_none() && !replaced, site.config.name.clone());
-            // A volume that was not served in this life was not flushed either.
+            // A volume that was not served by this daemon was not flushed either.
             let abandoned = report.abandoned.contains(&name) || !served;
             let (lost, hung, clock) = (site.lost, site.hung, site.oracle.now());
             (site.serving, site.lost) = (Weak::new(), false);
             self.after_close(at, well, abandoned);
             self.note(format_args!(
-                "volume {name} closed well: {well} {told:?}, abandoned or not served: {abandoned}, \
+                "volume {name} closed well: {well} {told:?}, given up or not served: {abandoned}, \
                  lost {lost}, hung {hung}, now {clock}"
             ));
         }
@@ -143,7 +143,7 @@ impl World {
         remains.check()
     }
 
-    /// Everything is healthy from now on, and every request completes.
+    /// Makes everything healthy, and waits until every request has completed.
     pub(super) fn settle(&mut self) -> Result<(), String> {
         self.calm = true;
         for site in &mut self.sites {
@@ -153,7 +153,7 @@ impl World {
                 disk.set_room(None);
                 disk.release();
             }
-            // A server is back below, and its client a while later.
+            // Servers become healthy below, and their clients reconnect a while later.
             if site.remote().is_none() {
                 (site.hangs, site.full, site.fails) = (false, false, false);
                 site.judge(self.now);
@@ -174,10 +174,10 @@ impl World {
             self.sites[at].listed = true;
             self.disks.fail(&self.sites[at].config.name, false);
         }
-        // In this order: a connection's memory must have room for the largest request.
+        // In this order: the memory of a connection must be at least the largest request.
         for name in ["max_clients", "connection_memory", "max_request"] {
             if !self.daemon().set(name, None) {
-                return Err(format!("{name} cannot be set back"));
+                return Err(format!("{name} cannot be reset"));
             }
         }
         let reloaded = self.read_configuration();
@@ -185,7 +185,7 @@ impl World {
         self.drain("requests")
     }
 
-    /// Turns until no client waits for anything.
+    /// Steps until no client and no guest has requests in flight.
     fn drain(&mut self, what: &str) -> Result<(), String> {
         let end = self.now + PATIENCE;
         let waits = |world: &World| {
@@ -202,7 +202,7 @@ impl World {
         Ok(())
     }
 
-    /// Reads all of all volumes, as one client each.
+    /// Reads all volumes completely, each with one client.
     pub(super) fn check_all(&mut self) -> Result<(), String> {
         self.calm = true;
         (0..self.seats.len()).for_each(|number| self.leave(number));
@@ -219,13 +219,13 @@ impl World {
             loop {
                 let sectors = self.read_all(at)?;
                 let Some(sectors) = sectors else { break };
-                // The link to a restarted server takes a while, and a cut that was scheduled before
-                // may come now.
+                // The connection to a restarted server takes a while, and a shrink that was submitted
+                // before may take effect now.
                 let bytes = self.daemon().volume(&name).map_or(0, |volume| volume.size());
                 let excused =
                     self.sites[at].remote().is_some() || bytes != (sectors * SECTOR) as u64;
                 if !excused || self.now > end {
-                    return Err(format!("volume {name} is healthy, and reads of it fail"));
+                    return Err(format!("volume {name} is healthy, but reads of it fail"));
                 }
                 let again = self.now + AGAIN;
                 while self.now < again {
@@ -236,7 +236,7 @@ impl World {
         Ok(())
     }
 
-    /// A client with fixed requests.
+    /// A client that sends only the requests it is given.
     fn reader(&mut self, at: usize) -> Client {
         let at_end = false;
         let manner =
@@ -245,12 +245,12 @@ impl World {
         Client::new(stream, &self.sites[at].config.name, manner, random, self.now)
     }
 
-    /// Reads all of a volume. The sectors it had for the client, if some of them could not be read.
+    /// Reads a volume completely. If some reads failed, returns its size in sectors as the client knows it.
     fn read_all(&mut self, at: usize) -> Result<Option<usize>, String> {
-        let number = self.seats.iter().position(|seat| seat.site == at).expect("each has one");
+        let number = self.seats.iter().position(|seat| seat.site == at).expect("every volume has a client");
         let (end, mut again) = (self.now + PATIENCE, self.now);
         loop {
-            // Clients that disconnected while their requests waited for a server keep their places
+            // Clients that disconnected while their requests waited for a server count as connected
             // until it has replied.
             if self.seats[number].client.is_none() && self.now >= again {
                 again = self.now + AGAIN;
@@ -260,19 +260,19 @@ impl World {
                 break;
             }
             if self.now > end {
-                return Err(format!("a client of volume {at} finds no way in"));
+                return Err(format!("a client of volume {at} cannot connect"));
             }
             self.step()?;
         }
         let now = self.now;
         let sectors = self.seats[number].client.as_ref().map_or(0, Client::size);
         for first in (0..sectors).step_by(256) {
-            let client = self.seats[number].client.as_mut().expect("just seen");
+            let client = self.seats[number].client.as_mut().expect("it is connected");
             client.read(first, 256.min(sectors - first), &mut self.sites[at].oracle, now);
         }
-        self.drain("reads of all")?;
+        self.drain("reads of a whole volume")?;
         let failed = match &self.seats[number].client {
-            None => return Err(format!("the client of volume {at} was put out")),
+            None => return Err(format!("the client of volume {at} was disconnected")),
             Some(client) => client.succeeded < client.answered,
         };
         self.leave(number);

@@ -11,7 +11,7 @@ use super::World;
 use crate::daemon::Later;
 use crate::oracle::{Oracle, SECTOR};
 
-/// The kinds of events, and how often: a share of 100.
+/// The kinds of events. The lists have the relative frequency of each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Event {
     Faults,
@@ -81,7 +81,7 @@ impl World {
                     self.leave(number);
                 } else if let Some(client) = &mut self.seats[number].client {
                     client.goodbye();
-                    self.note(format_args!("client {number} says goodbye"));
+                    self.note(format_args!("client {number} disconnects"));
                 }
             }
             Event::Deaf => {
@@ -89,7 +89,7 @@ impl World {
                 if let Some(client) = &mut self.seats[number].client {
                     client.deaf = !client.deaf;
                     let deaf = client.deaf;
-                    self.note(format_args!("client {number} deaf: {deaf}"));
+                    self.note(format_args!("client {number} does not read replies: {deaf}"));
                 }
             }
             Event::Parameters => self.set_parameters(),
@@ -168,7 +168,7 @@ impl World {
             self.note(format_args!("disk {at} has room for {room:?}"));
         } else {
             disk.lose();
-            self.note(format_args!("disk {at} loses what was not flushed"));
+            self.note(format_args!("disk {at} loses data that was not flushed"));
         }
     }
 
@@ -188,7 +188,7 @@ impl World {
         self.note(format_args!("{name} = {value}: {set}"));
     }
 
-    /// The configuration is another one, and is read again.
+    /// Changes the configuration, and reloads it.
     fn reload(&mut self) {
         let at = self.random.index(self.sites.len());
         let modes = [Mode::None, Mode::Writethrough, Mode::Writeback];
@@ -230,7 +230,7 @@ impl World {
         let to = match (shrink, whole) {
             (true, true) => size.saturating_sub(more).max(128) / 8 * 8,
             (true, false) => size.saturating_sub(more).max(128),
-            // What was cut off is there again, and is zeroes.
+            // The part that a shrink removed exists again, and reads as zeroes.
             (false, _) if back && before > size => before,
             (false, true) => (size + more).next_multiple_of(8),
             (false, false) => size + more,
@@ -243,12 +243,12 @@ impl World {
         }
         site.oracle.begin_resize();
         let (name, bytes) = (site.config.name.clone(), (to * SECTOR) as u64);
-        self.note(format_args!("v{at} of {size} sectors is to have {to}"));
+        self.note(format_args!("v{at} is resized from {size} to {to} sectors"));
         self.submit_resize(at, &name, Resize { to: Some(bytes), shrink });
     }
 
-    /// A disk is larger now, and holds data there, as a logical volume may; the daemon is told to
-    /// follow.
+    /// A disk grows and has data in the new part, as a logical volume may; then the volume is
+    /// resized to the size of its disk.
     fn grow_outside(&mut self, at: usize, disk: &TestStore, to: usize) {
         let site = &mut self.sites[at];
         let from = site.oracle.sectors();
@@ -258,14 +258,14 @@ impl World {
         disk.set_size((to * SECTOR) as u64);
         disk.change((from * SECTOR) as u64, &data);
         let name = site.config.name.clone();
-        self.note(format_args!("disk {at} of {from} sectors has {to} now"));
+        self.note(format_args!("disk {at} grows from {from} to {to} sectors"));
         self.submit_resize(at, &name, Resize { to: None, shrink: false });
     }
 
     fn submit_resize(&mut self, at: usize, name: &str, order: Resize) {
         let volume = self.daemon().volume(name);
         let submitted = self.daemon().submit(|io| async move {
-            // One that is not served keeps its size.
+            // A volume that is not served keeps its size.
             match volume {
                 Some(volume) => volume.resize(&io, order).await.map_err(|error| error.to_string()),
                 None => Err("not served".to_owned()),

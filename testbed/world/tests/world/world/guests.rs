@@ -1,5 +1,5 @@
-//! The Xen guests of a world: their steps and events. They live on when the daemon is killed, and
-//! end when the host's power does.
+//! The Xen guests of a world: their steps and events. They keep running when the daemon is killed,
+//! and end at a power cut of the host.
 
 use std::path::PathBuf;
 use std::sync::Weak;
@@ -16,28 +16,28 @@ use crate::guest::{Guest, Remains, StepResult};
 use crate::manner::Manner;
 use crate::random::Random;
 
-/// Within this the backend unmaps what it had of a guest, once it serves it no more.
+/// The time within which the backend unmaps a guest's pages after it has stopped serving the guest.
 const UNMAPPED: Duration = Duration::from_secs(1);
 
-/// Where a guest is, or will be.
+/// A place for one guest of a volume: when it is destroyed, another one starts.
 pub(super) struct Berth {
     site: usize,
     pub(super) guest: Option<Guest>,
-    /// When another one comes.
+    /// When the next guest starts.
     pub(super) again: Instant,
 }
 
-/// Where a guest was that the daemon may not be done with.
+/// A guest that has ended, and that the daemon may still serve.
 pub(super) struct Grave {
     site: usize,
     remains: Remains,
-    /// Since when it is not served any more.
+    /// Since when it is no longer served.
     over: Option<Instant>,
 }
 
-/// Which volumes of this world are served to guests, too: in each third world.
+/// In every third world some volumes are served to guests, too: draws which.
 pub(super) fn draw(seed: u64, sites: &mut [Site], now: Instant) -> Vec<Berth> {
-    // Not from the world's own source: those without guests stay what they were.
+    // Not from the world's own random numbers, so that worlds without guests do not change.
     let mut random = Random::new(seed.wrapping_add(0x0067_7565_7374));
     if random.below(3) > 0 {
         return Vec::new();
@@ -70,7 +70,7 @@ impl World {
             || guests.filter_map(|berth| berth.guest.as_ref()).any(|guest| guest.open() > 0)
     }
 
-    /// The responses until now.
+    /// Reads the responses that have arrived.
     pub(super) fn receive_guests(&mut self) -> Result<(), String> {
         for at in 0..self.berths.len() {
             let Berth { site, guest, .. } = &mut self.berths[at];
@@ -138,10 +138,10 @@ impl World {
         let guest = Guest::new(&xen.machine, number, &name, manner, random, self.now);
         self.berths[at].guest = Some(guest);
         self.trace.mix(u64::from(number));
-        self.note(format_args!("guest {number} has a disk on {name}"));
+        self.note(format_args!("guest {number} starts, with a disk on {name}"));
     }
 
-    /// Whether the backend may end to serve a guest for this reason.
+    /// Whether the backend may stop serving a guest for this reason.
     fn judge_complaint(&self, site: usize, text: &str) -> Result<(), String> {
         let site = &self.sites[site];
         let changed = site.changed.is_some() || !site.listed;
@@ -149,7 +149,7 @@ impl World {
         let may = text.contains("is not served any more")
             || changed && text.contains("there is no volume")
             || resizes > 0 && text.contains("the guest was connected with")
-            // Another one, although of the same name.
+            // A volume in memory of the same name is another one after a restart.
             || matches!(site.config.place, Place::Memory(_)) && text.contains("was served volume");
         match may {
             true => Ok(()),
@@ -157,7 +157,7 @@ impl World {
         }
     }
 
-    /// A guest that is served waits for no request to a healthy store for longer than NBD clients do.
+    /// Requests of a guest to a healthy store take no longer than those of NBD clients while it is served.
     fn check_for_hang(&mut self, at: usize) -> Result<(), String> {
         let (now, site) = (self.now, self.berths[at].site);
         let (Some(daemon), Some(guest)) = (&self.daemon, &mut self.berths[at].guest) else {
@@ -204,7 +204,7 @@ impl World {
         }
     }
 
-    /// A guest has ended, with its requests in flight; another one starts soon.
+    /// Destroys a guest, with its requests in flight; another one starts soon.
     fn destroy_guest(&mut self, at: usize) {
         let mut pause = Duration::from_micros(self.random.below(5_000));
         let berth = &mut self.berths[at];
@@ -216,12 +216,12 @@ impl World {
             let (site, what) = (berth.site, guest.describe());
             let remains = guest.die(&mut self.sites[site].oracle);
             self.graves.push(Grave { site, remains, over: None });
-            self.note(format_args!("ended: {what}"));
+            self.note(format_args!("destroyed: {what}"));
         }
     }
 
-    /// The changes of ended guests have ended when the daemon does not serve them any more; then it
-    /// has nothing of their memory mapped.
+    /// Changes of guests that have ended are complete once the daemon no longer serves the guest;
+    /// then it must have none of the guest's memory mapped.
     fn close_graves(&mut self) -> Result<bool, String> {
         if self.graves.is_empty() {
             return Ok(false);
@@ -238,14 +238,14 @@ impl World {
             remains.orphans.drain(..).for_each(|writing| oracle.end(writing, false));
             let mapped = remains.domain.mapped();
             if mapped > 0 && now - since > UNMAPPED {
-                wrong = Some(format!("{mapped} pages of guest {} are mapped", remains.number));
+                wrong = Some(format!("{mapped} pages of guest {} are mapped after it has ended", remains.number));
             }
             mapped > 0
         });
         wrong.map_or(Ok(self.graves.len() < before), Err)
     }
 
-    /// There is no daemon any more, and nothing is mapped: the guests wait for the next one.
+    /// The daemon has ended: nothing may be mapped. The guests wait for its successor.
     pub(super) fn lose_the_guests_daemon(&mut self) -> Result<(), String> {
         self.receive_guests()?;
         for Berth { site, guest, .. } in &mut self.berths {
@@ -254,7 +254,7 @@ impl World {
             if guest.mapped() > 0 {
                 let (pages, number) = (guest.mapped(), guest.number());
                 return Err(format!(
-                    "the daemon has ended; {pages} pages of guest {number} are mapped"
+                    "the daemon has ended, but {pages} pages of guest {number} are mapped"
                 ));
             }
             if guest.open() > 0 {
@@ -269,7 +269,7 @@ impl World {
         self.close_graves()?;
         match self.graves.first() {
             Some(Grave { remains, .. }) => Err(format!(
-                "the daemon has ended; {} pages of guest {}, which has ended, too, are mapped",
+                "the daemon has ended, but {} pages of guest {}, which has ended, too, are mapped",
                 remains.domain.mapped(),
                 remains.number
             )),
@@ -277,7 +277,7 @@ impl World {
         }
     }
 
-    /// The host has ended: its guests, xenstore, and what was in memory.
+    /// The host has crashed: its guests, xenstore and all that was in memory are lost.
     pub(super) fn destroy_the_guests_host(&mut self) -> Result<(), String> {
         let Some(xen) = self.xen.take() else { return Ok(()) };
         (0..self.berths.len()).for_each(|at| self.destroy_guest(at));
@@ -287,7 +287,7 @@ impl World {
         Ok(())
     }
 
-    /// The daemon was shut down: what was closed cleanly is stable.
+    /// The daemon was shut down: data of volumes that were closed cleanly is stable.
     pub(super) fn note_guests_stable(&mut self, report: &StopReport) {
         for Berth { site, guest, .. } in &mut self.berths {
             let name = &self.sites[*site].config.name;
@@ -298,13 +298,13 @@ impl World {
         }
     }
 
-    /// All guests are destroyed, and the daemon has nothing of theirs.
+    /// Destroys all guests, and waits until the daemon has none of their memory mapped.
     pub(super) fn end_guests(&mut self) -> Result<(), String> {
         (0..self.berths.len()).for_each(|at| self.destroy_guest(at));
         let end = self.now + PATIENCE;
         while !self.graves.is_empty() {
             if self.now > end {
-                return Err("guests that have ended are served".to_owned());
+                return Err("guests that have ended are still served, or their pages mapped".to_owned());
             }
             self.step()?;
         }

@@ -45,7 +45,7 @@ impl World {
         Ok(busy)
     }
 
-    /// A daemon has ended: servers that listen complete its requests.
+    /// A daemon has ended: servers that are running notice that its connections are closed.
     pub(super) fn let_remotes_hear(&mut self) {
         for remote in self.sites.iter().filter_map(Site::remote) {
             remote.step(self.now);
@@ -69,7 +69,7 @@ impl World {
         let now = self.now;
         if remote.health() != Health::Well && self.random.chance(60) {
             self.sites[at].revive(&remote, now);
-            return self.note(format_args!("server {at} is back"));
+            return self.note(format_args!("server {at} is healthy again"));
         }
         let random = &mut self.random;
         match random.below(6) {
@@ -85,7 +85,7 @@ impl World {
             2 => {
                 remote.die(false);
                 self.sites[at].strike(now);
-                self.note(format_args!("server {at} dies"));
+                self.note(format_args!("server {at} is killed"));
             }
             3 => {
                 remote.die(true);
@@ -96,12 +96,12 @@ impl World {
             4 if remote.health() == Health::Well => {
                 remote.change_health(Health::Silent);
                 self.sites[at].strike(now);
-                self.note(format_args!("server {at} falls silent"));
+                self.note(format_args!("server {at} stops replying"));
             }
             5 if remote.health() == Health::Well => {
                 remote.change_health(Health::Leaving);
                 self.sites[at].strike(now);
-                self.note(format_args!("server {at} is shut down"));
+                self.note(format_args!("server {at} shuts down"));
             }
             _ => {}
         }

@@ -1,4 +1,4 @@
-//! What a world is about: most know any of the events; some have what takes long to meet by chance.
+//! The theme of a world: most may have any event; some concentrate on situations that are rare otherwise.
 
 use std::time::{Duration, Instant};
 
@@ -12,10 +12,10 @@ use crate::random::Random;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Theme {
     Any,
-    /// Volumes change their sizes again and again while clients are at their ends.
+    /// Volumes are resized often while clients use their ends.
     Sizes,
     /// There is little memory, a disk does not complete requests, and its clients submit more than
-    /// fits.
+    /// memory has room for.
     Crowd,
 }
 
@@ -54,7 +54,7 @@ impl Theme {
         random.between(least, 4)
     }
 
-    /// A volume; those of worlds that are about disks have one.
+    /// A volume; it has a disk unless the theme is [`Theme::Any`].
     pub(super) fn site(self, number: u64, random: &mut Random) -> Site {
         loop {
             let mut site = site(number, random);
@@ -69,7 +69,7 @@ impl Theme {
         }
     }
 
-    /// In a crowd the first disk does not complete requests from the beginning.
+    /// With [`Theme::Crowd`] the first disk does not complete requests from the beginning.
     pub(super) fn begin(self, sites: &mut [Site]) {
         if let (Theme::Crowd, Some(first)) = (self, sites.first_mut()) {
             first.disk().into_iter().for_each(|disk| disk.hang());
@@ -78,20 +78,20 @@ impl Theme {
         }
     }
 
-    /// So many times the limit of a request: what a crowd has submitted to the disk that hung is
-    /// written at the rate that is known of the disk, which is none at first.
+    /// How many times the usual limit a request may take: with [`Theme::Crowd`], what was submitted
+    /// to the disk that hung is written at the rate measured for it, which is unknown at first.
     pub(super) fn patience(self, site: usize) -> u32 {
         if (self, site) == (Theme::Crowd, 0) { 3 } else { 1 }
     }
 
-    /// The interval of its events in microseconds, and when they begin.
+    /// Its events, their mean interval in microseconds, and when they begin.
     pub(super) fn events(
         self,
         random: &mut Random,
         begin: Instant,
     ) -> (Vec<(Event, u64)>, u64, Instant) {
         match self {
-            // Each world knows some of the events only: what is rare meets what is rare in some of them.
+            // Each world has only some of the events, so that in some worlds rare ones coincide.
             Theme::Any => {
                 let events = EVENTS.into_iter().filter(|_| random.chance(60)).collect();
                 (events, random.pick(&[200, 2_000, 20_000, 200_000]), begin)
@@ -109,7 +109,7 @@ impl Theme {
         }
     }
 
-    /// What a client of this volume is like.
+    /// The behaviour of a client of this volume.
     pub(super) fn manner(self, site: usize, random: &mut Random, sectors: usize) -> Manner {
         match (self, site) {
             (Theme::Any, _) => Manner::draw(random, sectors),
