@@ -1,5 +1,5 @@
-//! Clients that lie or go away: each hurts itself only, and leaves nothing behind.
-//! (Clients that stall or flood: `greed.rs`.)
+//! Clients that send invalid input or disconnect at any point: they affect no other client, and all
+//! their resources are released. (Clients that stall or flood: `greed.rs`.)
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -16,7 +16,7 @@ use testbed::{Error, Result, Server, check};
 const MIB: u64 = 1 << 20;
 const DISK: u64 = 16 * MIB;
 
-/// Asks that a request is refused with one of these errors.
+/// Requires that a request is refused with one of these errors.
 fn refused<T>(what: &str, answer: std::result::Result<T, Failure>, errors: &[u32]) -> Result {
     match answer {
         Err(Failure::Refused(error)) if errors.contains(&error) => Ok(()),
@@ -27,7 +27,7 @@ fn refused<T>(what: &str, answer: std::result::Result<T, Failure>, errors: &[u32
     }
 }
 
-/// Asks that an option is refused with one of these replies.
+/// Requires that an option is refused with one of these replies.
 fn option_refused<T>(
     what: &str,
     answer: std::result::Result<T, Failure>,
@@ -42,7 +42,7 @@ fn option_refused<T>(
     }
 }
 
-/// Asks that the server closes the connection; gives what it sent before.
+/// Requires that the server closes the connection; returns what it sent before.
 fn closed(what: &str, stream: &mut UnixStream) -> Result<Vec<u8>> {
     let mut rest = Vec::new();
     match stream.read_to_end(&mut rest) {
@@ -57,7 +57,7 @@ fn closed(what: &str, stream: &mut UnixStream) -> Result<Vec<u8>> {
     }
 }
 
-/// Another client is served, and the daemon has neither died nor panicked.
+/// Requires that another client is served, and that the daemon has neither exited nor panicked.
 fn other_clients_are_served(server: &mut Server) -> Result {
     let mut client = Client::open(&server.socket(), "disk")?;
     let data = content(77, DISK - 4096, 4096);
@@ -113,7 +113,7 @@ fn a_length_of_4_gib_is_refused_without_taking_memory() -> Result {
             }
         }
     }
-    // Without payload there is nothing wrong with a long request on a long disk.
+    // Without a payload, long requests on a large disk are valid.
     let mut client = Client::open(&server.socket(), "big")?;
     for command in [wire::CMD_TRIM, wire::CMD_WRITE_ZEROES] {
         client.command(command, 0, 1 << 32, u32::MAX - 511)?;
@@ -130,9 +130,9 @@ fn a_write_longer_than_allowed_leaves_the_connection_in_order() -> Result {
     refused("READ of 2 MiB", client.read(0, 2 << 20), &[wire::EINVAL, wire::EOVERFLOW])?;
     let data = content(1, 0, 1 << 20);
     client.write(0, &data, 0)?;
-    check(client.read(0, 1 << 20)? == data, || "a request of just 1 MiB".into())?;
+    check(client.read(0, 1 << 20)? == data, || "a request of the largest length reads wrong data".into())?;
     match client.write(0, &vec![9; 2 << 20], 0) {
-        // It may disconnect, or skip the payload and continue. It must not take data for requests.
+        // The server may disconnect, or skip the payload and continue. It must not parse data as requests.
         Err(Failure::Io(_)) => client = Client::open(&server.socket(), "disk")?,
         Err(Failure::Refused(_)) => {}
         other => return Err(Error::unexpected(format!("WRITE of 2 MiB: seen {other:?}"))),
@@ -155,7 +155,7 @@ fn unknown_flags_and_commands_are_refused_and_the_connection_continues() -> Resu
         }
         let read = Request { command: wire::CMD_READ, flags: flag, length: 512, ..<_>::default() };
         refused(&what("READ"), client.request(read, &[]), &[wire::EINVAL])?;
-        // The payload of a refused write must not be taken for requests.
+        // The payload of a refused write must not be parsed as requests.
         refused(&what("WRITE"), client.write(0, &[0x25; 4096], flag), &[wire::EINVAL])?;
         let flush = client.command(wire::CMD_FLUSH, flag, 0, 0);
         refused(&what("FLUSH"), flush, &[wire::EINVAL])?;
@@ -164,7 +164,7 @@ fn unknown_flags_and_commands_are_refused_and_the_connection_continues() -> Resu
         let answer = client.command(command, 0, 0, 4096);
         refused(&format!("command {command}"), answer, &[wire::EINVAL])?;
     }
-    // Never negotiated: block status; and DF, which needs structured replies.
+    // Not negotiated: block status, which needs a metadata context.
     let status = client.command(wire::CMD_BLOCK_STATUS, 0, 0, 4096);
     refused("BLOCK_STATUS without a context", status, &[wire::EINVAL])?;
     check(client.read(0, 4096)? == before, || "a refused request has changed data".into())?;
@@ -226,7 +226,7 @@ fn invalid_options_are_refused_and_the_handshake_continues() -> Result {
         let answer = hand.option(wire::OPT_SET_META_CONTEXT, &data);
         option_refused(&format!("SET_META_CONTEXT with {what}"), answer, invalid)?;
     }
-    // After all that the handshake continues.
+    // The handshake continues after all of these.
     let mut client = hand.go("disk")?;
     client.read(0, 512)?;
     other_clients_are_served(&mut server)
@@ -254,9 +254,9 @@ fn invalid_input_closes_the_connection() -> Result {
         .write_all(&option_bytes(wire::OPT_EXPORT_NAME, b"no-such-volume"))
         .map_err(Error::io("send"))?;
     let said = closed("EXPORT_NAME of an unknown export", &mut stream)?;
-    check(said.is_empty(), || format!("EXPORT_NAME has no way to say {said:02x?}"))?;
+    check(said.is_empty(), || format!("there is no error reply to EXPORT_NAME, but {said:02x?} was sent"))?;
 
-    // An option of 4 GiB: either an end, or a refusal while the data is skipped; never memory.
+    // An option of 4 GiB: the server disconnects, or refuses it and skips the data; it allocates no memory for it.
     let mut stream = greeting(3)?;
     let mut option = option_bytes(wire::OPT_GO, &[]);
     option[12..].copy_from_slice(&u32::MAX.to_be_bytes());
@@ -292,7 +292,7 @@ fn noise_in_every_phase_affects_no_other_client() -> Result {
             1 => bytes.truncate(bytes.len() / 2),
             _ => {}
         }
-        // Pure noise after a good start, or a good conversation with a few bits turned.
+        // Random bytes after a valid start, or a valid conversation with a few bits flipped.
         if round % 2 == 0 {
             bytes.extend((0..512).map(|_| random.bits().to_le_bytes()[0]));
         } else {
@@ -307,13 +307,13 @@ fn noise_in_every_phase_affects_no_other_client() -> Result {
     other_clients_are_served(&mut server)
 }
 
-/// Sends everything, closes the sending direction, and reads to the end. Any reply of the server is
-/// valid, as long as it ends.
+/// Sends everything, shuts down the sending direction, and reads to the end. Any reply of the server
+/// is valid, as long as the connection ends.
 fn talk(mut stream: UnixStream, bytes: &[u8]) -> Result<Vec<u8>> {
-    // It may have hung up in the middle.
+    // The server may have disconnected meanwhile.
     let _ = stream.write_all(bytes);
     let _ = stream.shutdown(Shutdown::Write);
-    closed("a client that has said it is done", &mut stream)
+    closed("a client that has shut down its sending direction", &mut stream)
 }
 
 /// The bytes of a client that uses every option and every command, sent without waiting for
@@ -364,7 +364,7 @@ fn conversation() -> Vec<u8> {
 fn cut(socket: &Path, bytes: &[u8], way: usize, answers: usize, n: usize) -> Result {
     let mut stream = nbd::connect(socket, nbd::PATIENCE).map_err(Error::io("connect"))?;
     let send = |stream: &mut UnixStream, count: usize| {
-        // The server may know before us that this leads nowhere.
+        // The server may already have disconnected.
         let _ = stream.write_all(&bytes[..count]);
     };
     match way {
@@ -379,7 +379,7 @@ fn cut(socket: &Path, bytes: &[u8], way: usize, answers: usize, n: usize) -> Res
             send(&mut stream, bytes.len());
             // The length of the replies depends on what the disk holds, so they may end earlier.
             let read = stream.take(count as u64).read_to_end(&mut Vec::new());
-            read.map_err(Error::io(format!("read {count} of {answers} bytes of answers")))?;
+            read.map_err(Error::io(format!("read {count} of {answers} bytes of replies")))?;
         }
     }
     Ok(())
@@ -393,13 +393,13 @@ fn many_connections_at_once_leave_no_memory_behind() -> Result {
     let open = |count: usize| -> Result<Vec<Client>> {
         (0..count).map(|_| Ok(Client::open(&socket, "disk")?)).collect()
     };
-    // Threads and buffers that are kept on purpose.
+    // Starts threads and allocates buffers that are kept on purpose.
     let used = |count: usize| -> Result {
         Ok(open(count)?.iter_mut().try_for_each(|client| client.read(0, 4096).map(drop))?)
     };
     used(20)?;
     let held = Held::by(server.pid()?)?;
-    // Whatever is allocated meanwhile and stays keeps the heap from shrinking by itself.
+    // Memory that is allocated meanwhile and not freed keeps the heap from shrinking.
     used(900)?;
     held.returned(MIB)?;
     other_clients_are_served(&mut server)?;
@@ -415,11 +415,11 @@ fn ten_thousand_connections_cut_at_every_byte_leave_nothing_behind() -> Result {
     let stream = nbd::connect(&socket, nbd::PATIENCE).map_err(Error::io("connect"))?;
     let answers = talk(stream, &bytes)?.len();
     // Five option replies, nine replies; 68 KiB of data, unless holes are sent as holes.
-    check(answers > 400, || format!("the whole conversation is answered by {answers} bytes"))?;
+    check(answers > 400, || format!("the replies to the whole conversation are only {answers} bytes"))?;
     let run = |from: usize, count: usize| -> Result {
         (from..from + count).try_for_each(|n| cut(&socket, &bytes, n % 3, answers, n / 3))
     };
-    // Caches and buffers that are kept on purpose are filled first.
+    // First, so that caches and buffers that are kept on purpose are filled.
     let fresh = Held::by(server.pid()?)?;
     run(0, 2000)?;
     fresh.returned(64 * MIB)?;
@@ -428,7 +428,7 @@ fn ten_thousand_connections_cut_at_every_byte_leave_nothing_behind() -> Result {
     held.returned(512 * 1024)?;
     let stream = nbd::connect(&socket, nbd::PATIENCE).map_err(Error::io("connect"))?;
     let last = talk(stream, &bytes)?.len();
-    check(last > 400, || format!("afterwards it is answered by {last} bytes only"))?;
+    check(last > 400, || format!("afterwards the replies are only {last} bytes"))?;
     other_clients_are_served(&mut server)?;
     server.stop()
 }

@@ -1,5 +1,5 @@
-//! What cannot be served is refused at the start: an exit status and a message that names the
-//! place and the remedy.
+//! Configurations that cannot be served are refused at the start, with an exit status and a message
+//! that names the place and the remedy.
 
 use std::fs;
 use std::path::Path;
@@ -9,8 +9,8 @@ use testbed::harness::tls::{Authority, Role};
 use testbed::harness::tool::Outcome;
 use testbed::{Error, Result, Server, Tool, check};
 
-/// `ebbd serve` with these arguments, ended by itself. Unless they name an address, one that is
-/// fine is given, so that it is not the mistake that is found.
+/// Runs `ebbd serve` with these arguments until it exits. If they have no address, a valid one is
+/// added, so that the missing address is not the mistake that is reported.
 fn serve(args: &[&str]) -> Result<Outcome> {
     let mut ebbd = Tool::new(binary::ebbd(Build::AsTests)?).arg("serve").args(args);
     if !args.contains(&"--listen") {
@@ -19,7 +19,7 @@ fn serve(args: &[&str]) -> Result<Outcome> {
     ebbd.run()
 }
 
-/// Asks for an exit status, and for every word in what was said on standard error.
+/// Requires an exit status, and every word in the standard error output.
 fn refused(args: &[&str], status: i32, words: &[&str]) -> Result {
     let outcome = serve(args)?;
     outcome.check(outcome.status.code() == Some(status), &format!("exit status {status}"))?;
@@ -68,9 +68,9 @@ fn a_check_makes_nothing_and_finds_what_would_fail_later() -> Result {
     let volume = |name: &str, more: &str| format!("{name}=file:{path},{more}");
     let made = volume("d", "size=1M,create=true");
     let outcome = serve(&["--check", "--volume", &made])?;
-    outcome.check(outcome.status.success(), "an image that can be made to pass")?;
-    outcome.check(outcome.stdout.contains("to be created"), "a word that it is to be made")?;
-    check(!Path::new(&path).exists(), || "the check has made the image".into())?;
+    outcome.check(outcome.status.success(), "an image that can be created to pass")?;
+    outcome.check(outcome.stdout.contains("to be created"), "a note that it is to be created")?;
+    check(!Path::new(&path).exists(), || "the check has created the image".into())?;
 
     let two =
         |more: &str| ["--check".into(), "--volume".into(), volume("one", more), "--volume".into()];
@@ -88,7 +88,7 @@ fn a_check_makes_nothing_and_finds_what_would_fail_later() -> Result {
     let readers = [&two("read-only=true")[..], &[format!("{other},read-only=true")]].concat();
     let readers: Vec<&str> = readers.iter().map(String::as_str).collect();
     let outcome = serve(&readers)?;
-    outcome.check(outcome.status.success(), "two that only read to pass")
+    outcome.check(outcome.status.success(), "two read-only volumes to pass")
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn an_expired_certificate_is_refused_by_a_check() -> Result {
 
 #[test]
 fn an_unreadable_image_is_named() -> Result {
-    // Permissions do not stop the superuser; a directory in the way of the path does anybody.
+    // Permissions do not apply to the superuser; a file in place of a directory stops every user.
     let dir = tempfile::tempdir().map_err(Error::io("make a directory"))?;
     let file = dir.path().join("file");
     write(&file, vec![0; 512])?;
@@ -191,7 +191,7 @@ fn two_daemons_do_not_write_to_one_image() -> Result {
     let volume = format!("d=file:{image}");
     let outcome = serve(&["--check", "--volume", &volume])?;
     outcome.check(outcome.status.success(), "a check beside the daemon to pass")?;
-    outcome.check(outcome.stdout.contains("in use"), "a word that it is in use")?;
+    outcome.check(outcome.stdout.contains("in use"), "a note that it is in use")?;
     let outcome = serve(&["--strict", "--volume", &volume])?;
     outcome.check(matches!(outcome.status.code(), Some(1 | 2)), "exit status 1 or 2")?;
     outcome.check(outcome.stderr.contains(&image), "the path of the image")?;

@@ -1,6 +1,6 @@
-//! The buffer cache in the daemon, in front of a third-party remote store: what reaches the store
-//! and what does not (by counts), where data is when a write is acknowledged, and how the cache
-//! follows its limits and memory pressure.
+//! The buffer cache in the daemon, in front of a third-party remote store: which requests reach the
+//! store (counted), where data is when a write is acknowledged, and how the cache follows its limits
+//! and memory pressure.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -18,9 +18,9 @@ use testbed::harness::server::Setup;
 use testbed::{Error, Nbdkit, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;
-/// The plugin's size, and so the volume's.
+/// The size of the plugin's export, and so of the volume.
 const SIZE: u64 = 16 * MIB;
-/// Keeps all of a volume in the cache, whatever the host's memory pressure short of a last resort.
+/// Keeps a whole volume in the cache, unless the host's memory pressure reaches L3.
 const FLOOR: [&str; 2] = ["--cache-min", "32M"];
 /// A daemon with one volume `disk` on `nbdkit`, and its control socket.
 struct Rig {
@@ -31,9 +31,9 @@ struct Rig {
 }
 
 impl Rig {
-    /// With these parameters of `nbdkit`, options of the volume, and arguments of the daemon. If
-    /// those say nothing of the cache's size it has a floor above the volume's, so that memory
-    /// pressure of the host the test runs on changes nothing.
+    /// Starts both with these parameters of `nbdkit`, options of the volume, and arguments of the
+    /// daemon. If the arguments do not set the cache's size, `cache_min` is larger than the volume,
+    /// so that memory pressure of the host on which the test runs has no effect.
     fn new(plugin: &[&str], options: &str, arguments: &[&str]) -> Result<Rig> {
         let setup = Setup::new()?;
         let store = Nbdkit::start(setup.dir(), plugin)?;
@@ -59,7 +59,7 @@ impl Rig {
         self.ebbd("stat").arg("--json").ok()?.json()
     }
 
-    /// A number of the whole cache.
+    /// A figure of the whole cache.
     fn cache(&self, field: &str) -> Result<u64> {
         let stat = self.stat()?;
         let number = stat["cache"][field].as_u64();
@@ -97,12 +97,12 @@ impl Rig {
     }
 }
 
-/// What `nbdkit pattern` holds: each 8 bytes are their own offset.
+/// Whether data is that of `nbdkit pattern`: each 8 bytes are their own offset.
 fn is_pattern(offset: u64, data: &[u8]) -> bool {
     (offset..).step_by(8).zip(data.chunks(8)).all(|(place, word)| word == place.to_be_bytes())
 }
 
-/// Reads all of it in pieces and compares.
+/// Reads the whole volume in pieces and compares.
 fn read_pattern(client: &mut Client, size: u64, piece: u32) -> Result {
     for offset in (0..size).step_by(usize::try_from(piece).unwrap_or(4096)) {
         let data = client.read(offset, piece)?;
@@ -155,7 +155,7 @@ fn many_readers_of_one_page_read_the_store_once() -> Result {
     let reads = rig.store.reads()?;
     let of_it = reads.iter().filter(|(offset, length)| (*offset..offset + length).contains(&page));
     let of_it = of_it.count();
-    check(of_it == 1, || format!("8 readers of one page made {of_it} reads of it: {reads:x?}"))?;
+    check(of_it == 1, || format!("8 readers of one page caused {of_it} reads of it: {reads:x?}"))?;
     rig.stop()
 }
 
@@ -167,7 +167,7 @@ fn without_a_cache_every_read_reaches_the_store() -> Result {
         read_pattern(&mut client, SIZE, 1 << 20)?;
     }
     let reads = rig.store.count_at_rest("Read")?;
-    check(reads >= 32, || format!("32 reads without a cache made {reads} of the store"))?;
+    check(reads >= 32, || format!("32 reads without a cache caused only {reads} reads of the store"))?;
     check(rig.cache("bufspace_bytes")? == 0, || "something is cached".into())?;
     rig.stop()
 }
@@ -185,7 +185,7 @@ fn change(client: &mut Client, random: &mut Random, oracle: &mut [u8]) -> Result
             part.fill(0);
         }
         1 => {
-            // What a trimmed range holds is not said; nbdkit's memory, and so the volume, has zeroes.
+            // The content of a trimmed range is undefined; nbdkit's memory plugin, and so the volume, has zeroes.
             client.command(wire::CMD_TRIM, 0, offset, length)?;
             part.fill(0);
         }
@@ -217,13 +217,13 @@ fn a_change_is_at_the_store_before_its_reply_and_seen_by_every_later_read() -> R
             })
         };
         compare("the store", &direct.read(offset, length)?, offset)?;
-        // With what lies around it, which may be cached since before.
+        // Together with its surroundings, which may have been cached before.
         let from = offset / 4096 * 4096;
         compare("a later read", &other.read(from, 64 << 10)?, from)?;
         let place = 512 * random.below(SIZE / 512 - 16);
         compare("a read elsewhere", &client.read(place, 8192)?, place)?;
     }
-    check(rig.cache("hit_bytes")? > 8 * MIB, || "next to nothing came from the cache".into())?;
+    check(rig.cache("hit_bytes")? > 8 * MIB, || "hardly anything was read from the cache".into())?;
     rig.stop()
 }
 
@@ -285,30 +285,30 @@ fn pressure_shrinks_the_cache_down_to_its_floor_and_the_last_resort_empties_it()
     read_pattern(&mut client, SIZE, 64 << 10)?;
     rig.bufspace("all of the volume is cached", |held| held >= SIZE)?;
     rig.set("cache_min", "4M")?;
-    // L1 lends, but drops nothing that the kernel does not need.
+    // L1 lends, but does not evict: the kernel may discard what it needs.
     rig.pressure(&["L1", "--seconds", "3600"])?;
     rig.state("pausing")?;
     let lent = || Ok((rig.cache("bufwiredspace_bytes")? == 0).then_some(()));
-    until("everything idle is lent", PATIENCE, lent)?;
+    until("all idle buffers are lent", PATIENCE, lent)?;
     let kept = rig.cache("bufspace_bytes")?;
     check(kept >= SIZE, || format!("after L1 only {kept} bytes are cached"))?;
     rig.pressure(&["L2"])?;
-    rig.bufspace("L2 took half", |held| held <= SIZE / 2)?;
+    rig.bufspace("L2 evicted half", |held| held <= SIZE / 2)?;
     for _ in 0..4 {
         rig.pressure(&["L2"])?;
     }
-    let held = rig.bufspace("L2 takes all but the floor", |held| held <= 5 * MIB)?;
-    check(held >= 3 * MIB, || format!("cache_min is 4M and {held} bytes are cached"))?;
+    let held = rig.bufspace("L2 evicts down to cache_min", |held| held <= 5 * MIB)?;
+    check(held >= 3 * MIB, || format!("cache_min is 4M, but only {held} bytes are cached"))?;
     rig.pressure(&["L3", "--seconds", "3600"])?;
     rig.state("off")?;
-    rig.bufspace("L3 takes everything", |held| held == 0)?;
+    rig.bufspace("L3 evicts everything", |held| held == 0)?;
     let before = rig.store.count_at_rest("Read")?;
     read_pattern(&mut client, SIZE, 1 << 20)?;
     check(rig.store.count("Read")? >= before + 16, || "reads did not reach the store".into())?;
     check(rig.cache("bufspace_bytes")? == 0, || "data was cached in the last resort".into())?;
     rig.pressure(&["L0"])?;
     let calm = || Ok((rig.stat()?["cache"]["state"] != "off").then_some(()));
-    until("the cache is on again once it is calm", PATIENCE, calm)?;
+    until("the cache is on again at L0", PATIENCE, calm)?;
     rig.set("cache_min", "32M")?;
     let fill = || {
         read_pattern(&mut rig.client()?, SIZE, 64 << 10)?;
@@ -368,7 +368,7 @@ fn a_reload_keeps_what_is_cached_and_takes_new_limits() -> Result {
     bufspace("the limit of the new file holds", &|held| held <= 2 * MIB)?;
     new("", "none")?;
     rig.0.signal(Signal::HUP)?;
-    bufspace("a volume that is cached no more gives everything back", &|held| held == 0)?;
+    bufspace("the buffers of a volume that is no longer cached are freed", &|held| held == 0)?;
     let mut server = rig.0;
     server.healthy()?;
     server.stop()
@@ -378,9 +378,9 @@ fn a_reload_keeps_what_is_cached_and_takes_new_limits() -> Result {
 fn metrics(control: &Path) -> Result<String> {
     let mut stream = UnixStream::connect(control).map_err(Error::io("connect"))?;
     let request = b"GET /metrics HTTP/1.1\r\nHost: ebbd\r\nConnection: close\r\n\r\n";
-    stream.write_all(request).map_err(Error::io("ask"))?;
+    stream.write_all(request).map_err(Error::io("send the request"))?;
     let mut text = String::new();
-    stream.read_to_string(&mut text).map_err(Error::io("read the answer"))?;
+    stream.read_to_string(&mut text).map_err(Error::io("read the reply"))?;
     Ok(text)
 }
 
@@ -474,11 +474,11 @@ fn by_default_only_remote_stores_are_cached() -> Result {
     let cache = |name: &str| volumes.iter().find(|v| v["name"] == name).map(|v| v["cache"].clone());
     check(cache("disk") == Some(Value::Null), || format!("a file is cached: {stat}"))?;
     let hits = cache("other").and_then(|cache| cache["hit_bytes"].as_u64()).unwrap_or(0);
-    check(hits >= 65_536, || format!("no hits where a cache was asked for: {stat}"))?;
+    check(hits >= 65_536, || format!("no hits on a volume with a configured cache: {stat}"))?;
     server.stop()
 }
 
-/// Runs the verified load and calls `disturb` every so often meanwhile. Returns how often.
+/// Runs the verified load and calls `disturb` every 600 ms meanwhile. Returns how often.
 fn under_load(rig: &mut Rig, mut disturb: impl FnMut(&mut Rig, usize) -> Result) -> Result<usize> {
     let tool = rig.server.verified_load();
     let job = std::thread::spawn(move || tool.run());
@@ -498,7 +498,7 @@ fn fio_verifies_through_a_small_cache_under_pressure() -> Result {
     let arguments = ["--cache-max", "8M", "--cache-min", "1M", "--workers", "2"];
     let mut rig = Rig::new(&["memory", "64M"], "", &arguments)?;
     under_load(&mut rig, |rig, time| {
-        // The last resort towards the end: the cache is off from then on until it is calm.
+        // L3 towards the end: from then on the cache is off until L0.
         rig.pressure(&[if time == 8 { "L3" } else { ["L1", "L2"][time % 2] }])?;
         rig.set("cache_max", ["1M", "8M", "20M"][time % 3])
     })?;
@@ -519,12 +519,12 @@ fn a_store_killed_under_verified_load_leaves_no_stale_data() -> Result {
         false => Ok(()),
     })?;
     check(times >= 4, || format!("the store was killed only {times} times under load"))?;
-    // What the volume shows, cached or not, is what the store has.
+    // The volume's data, cached or not, is that of the store.
     let (mut through, mut direct) = (rig.client()?, rig.store.client()?);
     for offset in (0..64 * MIB).step_by(1 << 20) {
         let same = through.read(offset, 1 << 20)? == direct.read(offset, 1 << 20)?;
         check(same, || format!("cached data differs from the store's within 1M at {offset}"))?;
     }
-    check(rig.cache("hit_bytes")? > 0, || "nothing came from the cache".into())?;
+    check(rig.cache("hit_bytes")? > 0, || "nothing was read from the cache".into())?;
     rig.stop()
 }

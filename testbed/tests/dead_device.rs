@@ -1,5 +1,5 @@
-//! A block device whose requests hang, with as many of them in flight as its clients can send, and
-//! healthy volumes that the same worker serves: these continue. Needs root, for the device.
+//! A block device whose requests hang, with as many of them in flight as its clients can send, and a
+//! healthy volume on the same worker, which continues to be served. Needs root for the device.
 
 use std::fs::File;
 use std::io::Write;
@@ -16,7 +16,7 @@ fn broken(error: &testbed::bench::Error) -> Error {
     Error::unexpected(format!("a device that hangs: {error}"))
 }
 
-/// One worker with a device that hangs and a file.
+/// A daemon with one worker, a volume on a device that hangs, and one on a file.
 struct Rig {
     server: Server,
     dead: Dead,
@@ -58,7 +58,7 @@ impl Rig {
         Ok(())
     }
 
-    /// The healthy volume does everything that it can.
+    /// Carries out every kind of request on the healthy volume.
     fn well(&self, stamp: u8) -> Result {
         let mut client = Client::open(&self.server.socket(), "well")?;
         let told = |what: &'static str| {
@@ -74,13 +74,13 @@ impl Rig {
         client.command(wire::CMD_TRIM, 0, 256 << 10, 4096).map_err(told("trim"))?;
         client.command(wire::CMD_CACHE, 0, 0, 4096).map_err(told("cache"))?;
         let read = client.read(0, 64 << 10).map_err(told("read"))?;
-        check(read == data, || "other data was read".to_owned())
+        check(read == data, || "wrong data was read".to_owned())
     }
 }
 
 impl Drop for Rig {
     fn drop(&mut self) {
-        // A daemon does not end before its requests in the kernel.
+        // A daemon does not exit before its requests in the kernel have completed.
         self.dead.revive();
     }
 }
@@ -109,7 +109,7 @@ fn requests_to_a_hanging_device_delay_no_other_volume() -> Result {
 #[test]
 fn buffered_requests_to_a_hanging_device_delay_no_other_volume() -> Result {
     let mut rig = changes_beside_a_device_that_hangs(",direct=off")?;
-    // Linux from 6.15 on has a read wait for the zeroes, even one that is not to wait.
+    // From 6.15 on Linux makes a read wait for the zeroes, even with RWF_NOWAIT.
     rig.flood(6, 256, wire::CMD_READ, 512)?;
     rig.well(5)
 }

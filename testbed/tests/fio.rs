@@ -18,10 +18,10 @@ fn verifying(server: &Server, export: &str, options: &[&str]) -> Tool {
         .limit(PATIENCE * 4)
 }
 
-/// Runs such a job and expects that it wrote, read back, and found every checksum right.
+/// Runs such a job and requires that it wrote, read back, and found every checksum correct.
 fn verified(server: &mut Server, export: &str, options: &[&str]) -> Result {
     let outcome = verifying(server, export, options).run()?;
-    // The engine's own messages stand before the JSON.
+    // The engine's messages precede the JSON.
     let start = outcome.stdout.find('{').unwrap_or(0);
     let json: Value = serde_json::from_str(&outcome.stdout[start..]).unwrap_or_default();
     let job = &json["jobs"][0];
@@ -54,7 +54,7 @@ fn four_jobs_mixed_at_depth_64_find_their_data() -> Result {
 }
 
 #[test]
-fn sizes_that_are_no_blocks_find_their_data() -> Result {
+fn requests_that_are_not_aligned_to_blocks_find_their_data() -> Result {
     // From 512 bytes to 256 KiB, aligned to 512 only.
     let mut server = Server::with_disk(64 * MIB)?;
     verified(
@@ -83,7 +83,7 @@ fn a_memory_volume_finds_its_data() -> Result {
 }
 
 #[test]
-fn flushes_among_writes_disturb_nothing() -> Result {
+fn flushes_between_writes_do_not_affect_data() -> Result {
     let mut server = Server::with_disk(64 * MIB)?;
     verified(
         &mut server,
@@ -93,10 +93,10 @@ fn flushes_among_writes_disturb_nothing() -> Result {
 }
 
 #[test]
-fn wrong_data_is_noticed() -> Result {
-    // The tests above rely on fio to complain: a volume that forgets what it is given.
+fn wrong_data_is_detected() -> Result {
+    // The tests above rely on fio to report wrong data: here the volume discards what is written.
     let server = Setup::new()?.volume("null=null:16M").start()?;
     let options = ["--rw=randwrite", "--bs=4k", "--iodepth=8", "--size=1M"];
     let outcome = verifying(&server, "null", &options).fails()?;
-    check(outcome.stderr.contains("verify"), || format!("no word of verify: {}", outcome.stderr))
+    check(outcome.stderr.contains("verify"), || format!("no failed verification is reported: {}", outcome.stderr))
 }

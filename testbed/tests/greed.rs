@@ -13,7 +13,7 @@ use testbed::{Error, Result, Server, check};
 const MIB: u64 = 1 << 20;
 const DISK: u64 = 16 * MIB;
 
-/// Another client writes and reads back, many times over.
+/// Another client writes and reads back, a hundred times.
 fn other_clients_are_served(server: &mut Server) -> Result {
     let mut client = Client::open(&server.socket(), "disk")?;
     for round in 0..100 {
@@ -35,7 +35,7 @@ fn send(stream: &mut UnixStream, bytes: &[u8]) -> Result {
     stream.write_all(bytes).map_err(Error::io("send"))
 }
 
-/// Sends copies of `bytes` until the server takes no more for a while; gives how many went out.
+/// Sends copies of `bytes` until the server reads no more for a while; returns how many were sent.
 fn flood(stream: &mut UnixStream, bytes: &[u8], most: usize) -> Result<usize> {
     let pause = Some(Duration::from_millis(400));
     stream.set_write_timeout(pause).map_err(Error::io("set a time limit"))?;
@@ -62,15 +62,15 @@ fn stalled_clients_delay_no_other_client_and_the_daemon_still_stops() -> Result 
     let write = Request { command: wire::CMD_WRITE, length: 1 << 20, ..Request::default() };
     let read = Request { command: wire::CMD_READ, length: 4096, ..Request::default() };
     for _ in 0..8 {
-        // Says nothing, not even flags.
+        // Sends nothing, not even its flags.
         stalled.push(nbd::connect(&server.socket(), nbd::PATIENCE).map_err(Error::io("connect"))?);
-        // In the middle of an option's header, and of its data.
+        // Stops in the middle of an option's header, and of its data.
         for part in [9, 20] {
             let mut stream = Handshake::connect(&server.socket())?.into_stream();
             send(&mut stream, &option_bytes(wire::OPT_GO, &[0; 30])[..part])?;
             stalled.push(stream);
         }
-        // After GO; in the middle of a request's header; of a payload; before its last byte.
+        // Stops after GO; within a request's header; within a payload; before its last byte.
         stalled.push(transmission(&server)?);
         let mut stream = transmission(&server)?;
         send(&mut stream, &read.bytes()[..11])?;
@@ -81,7 +81,7 @@ fn stalled_clients_delay_no_other_client_and_the_daemon_still_stops() -> Result 
             send(&mut stream, &vec![3; part])?;
             stalled.push(stream);
         }
-        // Half a reply read.
+        // Reads part of a reply.
         let mut stream = transmission(&server)?;
         send(&mut stream, &read.bytes())?;
         stream.read_exact(&mut [0; 100]).map_err(Error::io("read half a reply"))?;
@@ -119,18 +119,18 @@ fn clients_that_never_read_are_throttled() -> Result {
     ] {
         let mut stream = transmission(&server)?;
         let sent = flood(&mut stream, bytes, 1_000_000)?;
-        check(sent < 1_000_000, || format!("a million {what} taken, no answer read"))?;
+        check(sent < 1_000_000, || format!("the server read a million {what} from a client that reads no replies"))?;
         flooders.push(stream);
         other_clients_are_served(&mut server)?;
         let grown = resident(server.pid()?)?.saturating_sub(before);
-        account += &format!("after {sent} {what}: {} KiB more than at first\n", grown / 1024);
-        // Every connection at its limit, and some slack.
+        account += &format!("after {sent} {what}: {} KiB more than at the beginning\n", grown / 1024);
+        // Every connection at its limit, and a margin.
         check(grown <= (flooders.len() as u64 * 8 + 8) * MIB, || {
             format!("{} clients with 8 MiB each at most:\n{account}", flooders.len())
         })?;
     }
     drop(flooders);
-    // Buffers may be kept, for one connection's worth.
+    // Buffers may be kept, as many as for one connection.
     held.returned(8 * MIB)?;
     other_clients_are_served(&mut server)?;
     server.stop()

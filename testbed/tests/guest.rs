@@ -1,5 +1,5 @@
-//! A Linux guest uses an exported disk as any computer would: file system, files, checksums;
-//! finds them after a restart of the daemon; gives space back.
+//! A Linux guest uses an exported disk: it creates a file system and files with checksums, verifies
+//! them after a restart of the daemon, and trims.
 
 use testbed::guest::Guest;
 use testbed::harness::server::Setup;
@@ -7,7 +7,7 @@ use testbed::{Error, Result, Tool, check};
 
 const MIB: u64 = 1 << 20;
 
-/// Makes a file system with files of many sizes and keeps their checksums on it.
+/// Creates a file system with files of many sizes and their checksums.
 const FILL: &str = r#"
 mkfs.ext4 -q -E nodiscard /dev/vda
 mkdir -p /mnt
@@ -28,7 +28,7 @@ umount /mnt
 e2fsck -f -n /dev/vda
 "#;
 
-/// Compares every file with its checksum, then removes the big one and trims.
+/// Compares every file with its checksum, then removes the largest one and trims.
 const VERIFY: &str = r#"
 e2fsck -f -n /dev/vda
 mount -t ext4 /dev/vda /mnt
@@ -51,10 +51,10 @@ fn files_of_a_guest_outlive_the_daemon_and_discards_free_space() -> Result {
     let filled = guest(FILL).export(&server, "disk").ok()?;
     server.healthy()?;
     server.stop()?;
-    // The image is a whole file system on its own, too.
+    // The image by itself is a valid file system, too.
     Tool::new("/sbin/e2fsck").args(["-f", "-n"]).arg(server.image_path("disk")).ok()?;
     let before = server.image_usage("disk")?;
-    check(before >= 21 * MIB, || format!("22 MiB written, the image takes {before}"))?;
+    check(before >= 21 * MIB, || format!("22 MiB written, but the image uses {before} bytes"))?;
 
     server.restart()?;
     let verified = guest(VERIFY).export(&server, "disk").ok()?;
@@ -67,7 +67,7 @@ fn files_of_a_guest_outlive_the_daemon_and_discards_free_space() -> Result {
     server.stop()?;
     let after = server.image_usage("disk")?;
     check(after + 19 * MIB <= before, || {
-        format!("20 MiB removed and trimmed, but the image took {before} and takes {after}")
+        format!("20 MiB removed and trimmed, but the image used {before} bytes before and uses {after} now")
     })
 }
 
@@ -113,10 +113,10 @@ fn the_nbd_client_of_the_kernel_works() -> Result {
     server.stop()?;
     Tool::new("/sbin/e2fsck").args(["-f", "-n"]).arg(server.image_path("disk")).ok()?;
     let used = server.image_usage("disk")?;
-    check(used < 8 * MIB, || format!("all is removed and trimmed, but the image takes {used}"))
+    check(used < 8 * MIB, || format!("all files are removed and trimmed, but the image uses {used} bytes"))
 }
 
-/// A port on which nothing listens now.
+/// A port that no process listens on now.
 fn free_port() -> Result<u16> {
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).map_err(Error::io("bind"))?;
     listener.local_addr().map(|a| a.port()).map_err(Error::io("local address"))

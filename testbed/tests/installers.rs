@@ -1,5 +1,5 @@
-//! The scripts that install packages, while another apt runs: a stand-in for apt-get whose lists
-//! are locked at first.
+//! The scripts that install packages while another apt process runs: apt-get is replaced by a script
+//! whose lists are locked at first.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 use testbed::{Error, Result, check};
 
-/// `update` finds the lists locked twice; what it is called with goes to a file.
+/// `update` finds the lists locked twice; the arguments of each call are written to a file.
 const APT_GET: &str = r#"#!/bin/bash
 echo "$*" >>"$CALLS"
 case "$*" in
@@ -27,7 +27,7 @@ fn program(folder: &Path, name: &str, text: &str) -> Result {
     fs::set_permissions(&path, mode).map_err(Error::io("write a program"))
 }
 
-/// Runs a script of the tree where apt-get is the stand-in, and nothing is installed; what it was called with.
+/// Runs an installer with the replaced apt-get, as if nothing were installed. Returns the arguments of the calls.
 fn run(script: &str) -> Result<String> {
     let folder = tempfile::tempdir().map_err(Error::io("make a folder"))?;
     let (dir, calls) = (folder.path(), folder.path().join("calls"));
@@ -48,7 +48,7 @@ fn run(script: &str) -> Result<String> {
         .map_err(Error::io("run a script"))?;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     check(output.status.success(), || format!("{script}: {}\n{said}", output.status))?;
-    fs::read_to_string(&calls).map_err(Error::io("read what was called"))
+    fs::read_to_string(&calls).map_err(Error::io("read the calls"))
 }
 
 #[test]

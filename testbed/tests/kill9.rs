@@ -1,5 +1,5 @@
-//! The daemon is killed in the middle of writing, again and again: everything that it said was
-//! durable is there afterwards.
+//! The daemon is killed repeatedly in the middle of writing: all data that it reported as durable
+//! survives.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use testbed::{Error, Result, Server, check};
 
 const ROUNDS: u32 = 24;
 const DISK: usize = 16 << 20;
-/// Each on a connection of its own.
+/// Each has a connection of its own.
 const WRITERS: usize = 2;
 
 /// Writes on every connection until the daemon is killed, `delay` after `least` acknowledged requests.
@@ -34,7 +34,7 @@ fn write_and_kill(
     }
     std::thread::scope(|scope| {
         let writers: Vec<_> = writers.into_iter().map(|w| scope.spawn(|| w.run())).collect();
-        // Whatever is wrong: the writers end with the daemon only.
+        // Kill it even after an error: the writers end only when the daemon does.
         let healthy = let_write(ledger, least, delay).and_then(|()| server.healthy());
         server.kill9()?;
         healthy?;
@@ -61,7 +61,7 @@ fn rounds(setup: Setup, seed: u64) -> Result {
     let ledger = Mutex::new(Ledger::new(DISK));
     let mut acknowledged = 0;
     for round in 0..ROUNDS {
-        // Some are killed at once.
+        // Some rounds kill it at once.
         let least = random.below(25) * random.below(25);
         let delay = Duration::from_micros(500 + random.below(20_000));
         let place = |e: Error| {
@@ -76,7 +76,7 @@ fn rounds(setup: Setup, seed: u64) -> Result {
         verify(&server, &mut ledger).map_err(place)?;
     }
     let promised = ledger.lock().unwrap_or_else(PoisonError::into_inner).promised();
-    // A test that wrote nothing has shown nothing.
+    // A test that wrote next to nothing proves nothing.
     check(acknowledged > 1000 && promised > 1000, || {
         format!("only {acknowledged} requests acknowledged, {promised} sectors promised")
     })?;

@@ -33,7 +33,7 @@ fn readiness_is_reported_to_the_service_manager_and_in_the_log() -> Result {
     check(told.lines().any(|l| l == "READY=1"), || format!("READY=1 first, not {told:?}"))?;
     until("ready in the log", PATIENCE, || Ok(server.log().contains("ready").then_some(())))?;
     server.stop()?;
-    // Whatever else it tells, that it is stopping comes before its end.
+    // STOPPING=1 arrives before the daemon exits, possibly after other notifications.
     until("STOPPING=1", PATIENCE, || Ok(next()?.lines().any(|l| l == "STOPPING=1").then_some(())))
 }
 
@@ -58,7 +58,7 @@ fn nothing_acknowledged_is_lost_by_a_stop_under_load() -> Result {
             let writers: Vec<_> = writers.into_iter().map(|w| scope.spawn(|| w.run())).collect();
             let written = let_write(&ledger, least, delay);
             let stopped = server.signal(signal).and_then(|()| server.wait(PATIENCE));
-            // Whatever was wrong, the writers end with the daemon.
+            // Kill it even after an error: the writers end only when the daemon does.
             server.kill9()?;
             for writer in writers {
                 writer.join().map_err(|_| Error::unexpected("a writer panicked"))??;
@@ -67,10 +67,10 @@ fn nothing_acknowledged_is_lost_by_a_stop_under_load() -> Result {
             check(stopped?.code() == Some(0), || format!("{signal:?}: exit status 0"))
         })
         .map_err(place)?;
-        // Directly from the image: the daemon has ended.
+        // Read from the image itself: the daemon has exited.
         let image = fs::read(server.image_path("disk")).map_err(Error::io("read the image"))?;
         let mut ledger = ledger.lock().unwrap_or_else(PoisonError::into_inner);
-        check(ledger.promised() > 100, || "hardly anything written".into())?;
+        check(ledger.promised() > 100, || "hardly anything was written".into())?;
         ledger.crashed(0, &image).map_err(place)?;
         server.restart().map_err(place)?;
     }
@@ -144,7 +144,7 @@ fn volumes_are_not_mixed_up() -> Result {
     }
     for (stamp, client) in (1..).zip(&mut clients) {
         let seen = client.read(4096, 4096)?;
-        check(seen == content(stamp, 4096, 4096), || format!("volume {stamp} holds other data"))?;
+        check(seen == content(stamp, 4096, 4096), || format!("volume {stamp} has data of another volume"))?;
     }
     drop(clients);
     server.healthy()?;
@@ -197,13 +197,13 @@ fn a_volume_that_has_grown_is_served_again_after_a_restart() -> Result {
     let resize = Tool::new(binary::ebbd(Build::AsTests)?).args(["resize", "grows", "2M"]);
     resize.arg("--control").arg(&control).ok()?;
     server.stop()?;
-    // The configuration still says 1 MiB.
+    // The configured size is still 1 MiB.
     server.restart()?;
     let mut client = Client::open(&server.socket(), "grows")?;
     check(client.size == 2 * MIB, || format!("{} bytes", client.size))?;
     client.write(2 * MIB - 4096, &content(3, 0, 4096), 0)?;
     Client::open(&server.socket(), "other")?.disconnect()?;
-    until("the other size", PATIENCE, || Ok(server.log().contains("1048576").then_some(())))?;
+    until("a warning with the configured size", PATIENCE, || Ok(server.log().contains("1048576").then_some(())))?;
     client.disconnect()?;
     server.stop()
 }

@@ -1,6 +1,6 @@
-//! A real disk whose flushes fail, and which reports lost data once: a loop device over a full
-//! tmpfs. After `EIO` the kernel's next `fdatasync` succeeds, with the data on no disk. Needs root,
-//! for the mount and the device.
+//! A real disk whose flushes fail and which reports lost data once: a loop device over a full tmpfs.
+//! After `EIO` the kernel's next `fdatasync` succeeds, although the data is on no disk. Needs root for
+//! the mount and the device.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -18,7 +18,7 @@ const SIZE: u64 = 16 << 20;
 /// More than the file system below has room for.
 const DATA: usize = 8 << 20;
 
-/// The device; detached when dropped.
+/// A loop device over a full tmpfs; detached when dropped.
 struct Disk {
     folder: tempfile::TempDir,
     device: String,
@@ -59,7 +59,7 @@ impl Disk {
         Ok(tool.arg("--control").arg(self.control()).ok()?.stdout)
     }
 
-    /// `ebbd stat` shows it, with the error and the remedy.
+    /// `ebbd stat` shows the loss, with the error and the remedy.
     fn shows_the_loss(&self) -> Result {
         let table = self.stat(&[])?;
         for part in ["disk may have lost writes", "flush", "os error", "repair the device"] {
@@ -72,13 +72,13 @@ impl Disk {
         check(told, || format!("{volume}"))
     }
 
-    /// A daemon with the file below as its only volume.
+    /// A daemon with the image file as its only volume.
     fn serve_file(&self, cache: &str) -> Result<Server> {
         let volume = format!("disk=file:{},cache={cache}", self.image().display());
         Setup::new()?.volume(&volume).args(["--drain", "5"]).start()
     }
 
-    /// The file system below gets room.
+    /// Makes room in the file system of the image.
     fn enlarge(&self) -> Result {
         let options = ["-o", "remount,size=64M"];
         Tool::new("mount").args(options).arg(self.folder.path()).ok().map(drop)
@@ -108,15 +108,15 @@ fn write_all(client: &mut Client, byte: u8) -> Result {
     Ok(())
 }
 
-/// SIGTERM: it says that data was lost, and exits with 1.
-fn stop_in_sorrow(server: &mut Server) -> Result {
+/// SIGTERM: the daemon reports that data was lost, and exits with 1.
+fn stop_and_report_the_loss(server: &mut Server) -> Result {
     server.signal(Signal::TERM)?;
     let status = server.wait(PATIENCE)?;
     let log = server.log();
     check(status.code() == Some(1), || format!("exit status {status}\n--- log\n{log}"))?;
-    check(!log.contains("all volumes flushed"), || format!("it boasts\n--- log\n{log}"))?;
+    check(!log.contains("all volumes flushed"), || format!("reported as flushed\n--- log\n{log}"))?;
     let told = log.contains("not everything could be made stable");
-    check(told, || format!("it does not tell\n--- log\n{log}"))
+    check(told, || format!("the loss is not reported\n--- log\n{log}"))
 }
 
 fn a_flush_that_failed_stays_failed(cache: &str) -> Result {
@@ -132,7 +132,7 @@ fn a_flush_that_failed_stays_failed(cache: &str) -> Result {
     }
     disk.shows_the_loss()?;
     drop((a, b));
-    stop_in_sorrow(&mut server)
+    stop_and_report_the_loss(&mut server)
 }
 
 #[test]
@@ -148,8 +148,8 @@ fn a_shutdown_after_lost_data_reports_it() -> Result {
     let mut client = Client::open(&server.socket(), "disk")?;
     write_all(&mut client, 7)?;
     drop(client);
-    stop_in_sorrow(&mut server)?;
-    check(!disk.holds(7)?, || "the disk has no room for it".to_owned())
+    stop_and_report_the_loss(&mut server)?;
+    check(!disk.holds(7)?, || "the disk has no room for the data, but has it".to_owned())
 }
 
 #[test]
@@ -159,13 +159,13 @@ fn what_a_disk_lost_is_written_again_when_it_has_room() -> Result {
     let mut client = Client::open(&server.socket(), "disk")?;
     write_all(&mut client, 7)?;
     check(client.flush().is_err(), || "the disk is full".to_owned())?;
-    check(client.flush().is_err(), || "it is full still, and the data lost".to_owned())?;
+    check(client.flush().is_err(), || "the disk is still full, and the data lost".to_owned())?;
     disk.enlarge()?;
     let log = server.log();
     // An earlier failure may still be reported, once.
     let flushed = client.flush().is_ok() || client.flush().is_ok();
-    check(flushed, || format!("there is room\n{log}"))?;
-    check(disk.holds(7)?, || "what was flushed is not there".to_owned())?;
+    check(flushed, || format!("there is room, but the flush fails\n{log}"))?;
+    check(disk.holds(7)?, || "flushed data is not on the disk".to_owned())?;
     drop(client);
     server.stop()
 }
@@ -178,13 +178,13 @@ fn a_write_with_fua_to_a_full_file_system_fails_alone() -> Result {
         let mut client = Client::open(&server.socket(), "disk")?;
         client.write(0, &vec![7; 1 << 20], 0)?;
         let full = client.write(4 << 20, &vec![7; 4 << 20], wire::FLAG_FUA);
-        check(full.is_err(), || "there is no room for that".to_owned())?;
+        check(full.is_err(), || "there is no room for the write, but it succeeds".to_owned())?;
         let log = server.log();
-        check(client.flush().is_ok(), || format!("nothing is lost\n{log}"))?;
+        check(client.flush().is_ok(), || format!("nothing is lost, but the flush fails\n{log}"))?;
         disk.enlarge()?;
         client.write(0, &vec![7; DATA], wire::FLAG_FUA)?;
         client.flush()?;
-        check(disk.holds(7)?, || "what was flushed is not there".to_owned())?;
+        check(disk.holds(7)?, || "flushed data is not on the disk".to_owned())?;
         drop(client);
         server.stop()?;
     }

@@ -9,10 +9,10 @@ use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, check};
 
 const VOLUMES: u64 = 2000;
-/// Bar of a further idle volume with a cache.
+/// The memory limit of each further idle volume with a cache.
 const EACH: u64 = 32 << 10;
 
-/// A daemon with so many cached volumes from a configuration file.
+/// A daemon with this many cached volumes from a configuration file.
 fn cached(volumes: u64) -> Result<Server> {
     let setup = Setup::new()?.log_level("warn");
     let mut config = String::new();
@@ -45,5 +45,5 @@ fn two_thousand_cached_volumes_are_served_and_stay_small() -> Result {
     }
     many.healthy()?;
     many.stop()?;
-    check(each <= EACH, || format!("each further idle cached volume takes {each} bytes"))
+    check(each <= EACH, || format!("each further idle cached volume uses {each} bytes"))
 }

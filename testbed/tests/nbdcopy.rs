@@ -22,7 +22,7 @@ fn sparse_file(path: &Path) -> Result {
         let length = usize::try_from(length).unwrap_or(4096);
         file.write_all_at(&content(stamp, offset, length), offset).map_err(io)?;
     }
-    // Data up to the very end, so that a lost tail is seen.
+    // Data up to the very end, so that a lost tail is detected.
     file.write_all_at(&content(40, SIZE - MIB, 1 << 20), SIZE - MIB).map_err(io)
 }
 
@@ -47,7 +47,7 @@ fn round_trip(options: &[&str]) -> Result {
     let (data, image, copy) = (usage(&source)?, server.image_usage("disk")?, usage(&back)?);
     for (name, used) in [("the image", image), ("the copy", copy)] {
         check(used <= data + data / 4 + MIB, || {
-            format!("{data} bytes of data in the source, but {name} takes {used}")
+            format!("{data} bytes of data in the source, but {name} uses {used}")
         })?;
     }
     server.healthy()?;
@@ -106,7 +106,7 @@ fn from_volume_to_volume() -> Result {
 
 #[test]
 fn a_volume_of_any_size_keeps_its_last_byte() -> Result {
-    // Any multiple of 512, as the last block of 4 KiB is not whole.
+    // Multiples of 512 that are not multiples of 4 KiB.
     for size in [512, 4096 + 512, 10 * MIB + 1536] {
         let setup = Setup::new()?;
         let path = setup.image_path("odd");

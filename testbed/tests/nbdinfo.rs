@@ -1,5 +1,5 @@
-//! `nbdinfo` with the daemon: the description of an export, the list, the map, and whether the
-//! daemon accepts a socket from the service manager.
+//! `nbdinfo` with the daemon: the description of an export, the list of exports, the map, and a
+//! socket passed by the service manager.
 
 use testbed::harness::nbd::{Client, wire};
 use testbed::harness::server::Setup;
@@ -31,7 +31,7 @@ fn json_shows_size_and_features() -> Result {
         outcome.check(export[able] == true, able)?;
     }
     outcome.check(export["is_read_only"] == false, "a writable export")?;
-    outcome.check(export["is_rotational"] == false, "an export that does not rotate")?;
+    outcome.check(export["is_rotational"] == false, "an export that is not rotational")?;
     let contexts = export["contexts"].as_array().cloned().unwrap_or_default();
     outcome.check(contexts.contains(&"base:allocation".into()), "context base:allocation")?;
     outcome.check(export["block_size_minimum"].as_u64() <= Some(512), "512-byte access")?;
@@ -40,7 +40,7 @@ fn json_shows_size_and_features() -> Result {
 }
 
 #[test]
-fn a_read_only_volume_says_so() -> Result {
+fn a_read_only_volume_is_reported_as_read_only() -> Result {
     let setup = Setup::new()?;
     let path = setup.image_path("ro");
     std::fs::write(&path, vec![7; 1 << 20]).map_err(Error::io("write an image"))?;
@@ -83,8 +83,8 @@ fn mapped(server: &Server, export: &str, from: u64, to: u64) -> Result<(u64, u64
     for extent in json.as_array().into_iter().flatten() {
         let field = |name: &str| extent[name].as_u64();
         let all = field("offset").zip(field("length")).zip(field("type"));
-        let ((offset, length), kind) = all.ok_or_else(|| outcome.unexpected("whole extents"))?;
-        outcome.check(offset == end, "extents without gap or overlap")?;
+        let ((offset, length), kind) = all.ok_or_else(|| outcome.unexpected("complete extents"))?;
+        outcome.check(offset == end, "extents without gaps or overlaps")?;
         end = offset + length;
         let part = end.min(to).saturating_sub(offset.max(from));
         match kind {
@@ -102,13 +102,13 @@ fn the_map_follows_writes_and_trims() -> Result {
     let server = Setup::new()?.image("disk", 64 * MIB)?.volume("ram=memory:64M").start()?;
     for export in ["disk", "ram"] {
         let whole = mapped(&server, export, 0, 64 * MIB)?;
-        check(whole == (0, 64 * MIB), || format!("{export}: fresh, but data/holes {whole:?}"))?;
+        check(whole == (0, 64 * MIB), || format!("{export}: never written, but data/holes {whole:?}"))?;
         let mut client = Client::open(&server.socket(), export)?;
         let data = pattern::content(1, 16 * MIB, 1 << 20);
         client.write(16 * MIB, &data, wire::FLAG_FUA)?;
         let written = mapped(&server, export, 16 * MIB, 17 * MIB)?;
         check(written == (MIB, 0), || format!("{export}: written, but data/holes {written:?}"))?;
-        // A store may allocate larger pieces than requested, never the whole disk.
+        // A store may allocate more than was written, but not the whole disk.
         let whole = mapped(&server, export, 0, 64 * MIB)?;
         check(whole.0 <= 2 * MIB, || format!("{export}: 1 MiB written, data/holes {whole:?}"))?;
 
@@ -128,7 +128,7 @@ fn the_map_follows_writes_and_trims() -> Result {
 
 #[test]
 fn a_socket_passed_by_the_service_manager_is_served() -> Result {
-    // nbdinfo makes the socket itself and starts the daemon with LISTEN_FDS, as systemd does.
+    // nbdinfo creates the socket and starts the daemon with LISTEN_FDS, as systemd does.
     let setup = Setup::new()?.image("disk", 64 * MIB)?;
     let outcome = Tool::new("nbdinfo")
         .args(["--json", "--", "["])

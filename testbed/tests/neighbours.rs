@@ -1,5 +1,5 @@
-//! A neighbour in the daemon's own control group, in a guest that has plenty: the cache gives way there
-//! as it does on a host that is short of memory.
+//! Another process in the daemon's control group, in a guest with enough memory: the cache shrinks as it
+//! does on a host that is short of memory.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -8,14 +8,14 @@ use testbed::harness::binary::{self, Build};
 use testbed::{Error, Result, check};
 
 const MIB: u64 = 1 << 20;
-/// What daemon and neighbour may use together, and what the neighbour takes of it.
+/// The memory that the daemon and the other process may use together, and what the other process uses.
 const LIMIT: u64 = 256 * MIB;
 const TAKEN: u64 = 208 * MIB;
-/// Each is read for 4 MiB.
+/// 4 MiB of each volume are read.
 const VOLUMES: u32 = 40;
 
-/// The store has no memory of its own (`null_blk`, direct I/O). The neighbour's memory is a file in memory, 2 MiB
-/// at a time; there is no swap.
+/// The store uses no memory (`null_blk`, direct I/O). The other process writes a file in memory, 2 MiB at a time;
+/// there is no swap.
 const BESIDE: &str = r#"
 mount -t cgroup2 none /sys/fs/cgroup
 echo +memory >/sys/fs/cgroup/cgroup.subtree_control
@@ -36,7 +36,7 @@ done
 stat() { ebbd stat --json --control /tmp/control.sock | tr -d '\n'; }
 event() { sed -n "s/^$1 //p" $group/$2; }
 guest-pressure fill /tmp/nbd.sock 40
-# Long enough for the daemon to lend what is not used.
+# Long enough for the daemon to lend idle buffers.
 sleep 4
 say before $(stat)
 lazily=$(event pglazyfreed memory.stat)
@@ -89,18 +89,18 @@ fn the_cache_shrinks_for_a_neighbour_in_its_control_group() -> Result {
     };
     let (lazily, met) = (count("lazily")? * 4096, count("met")?);
     println!(
-        "of {} MiB {} are left, {} were returned ahead; the kernel took {} by itself, and met the limit {met} times",
+        "of {} MiB cached {} remain, {} were returned proactively; the kernel discarded {} by itself, and met the limit {met} times",
         full / MIB,
         left / MIB,
         receded / MIB,
         lazily / MIB
     );
-    check(full + TAKEN > LIMIT, || format!("{full} bytes cached leave the neighbour its own"))?;
-    check(left + TAKEN <= LIMIT, || format!("{left} bytes are left beside the neighbour"))?;
+    check(full + TAKEN > LIMIT, || format!("only {full} bytes are cached: the other process fits beside them"))?;
+    check(left + TAKEN <= LIMIT, || format!("{left} bytes are still cached beside the other process"))?;
     check(count("oom")? == 0, || outcome.unexpected("memory enough").to_string())?;
-    // The host has enough memory: a daemon that reads only the host's counters returns nothing. Ahead of the limit, or
-    // in response to it where the daemon had no processor in time.
+    // The host has enough memory: a daemon that reads only the host's counters returns nothing. The daemon returns
+    // memory before the limit is met, or in response to it if it got no processor in time.
     let returned = full.saturating_sub(left + lazily);
     check(returned >= MIB, || outcome.unexpected("memory returned by the daemon").to_string())?;
-    check(lazily <= TAKEN / 8, || format!("the kernel had to take {lazily} bytes by itself"))
+    check(lazily <= TAKEN / 8, || format!("the kernel had to discard {lazily} bytes by itself"))
 }

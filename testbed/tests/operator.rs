@@ -1,4 +1,4 @@
-//! Stops, reloads and successors at the worst moment.
+//! Stops, reloads and successors under difficult conditions: dead devices, hanging files, no free descriptors.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -17,7 +17,7 @@ use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;
-/// Nothing here takes so long, unless it hangs.
+/// A time limit that only a hang exceeds.
 const SOON: Duration = Duration::from_secs(60);
 
 fn log_has(server: &Server, words: &str) -> Result {
@@ -37,7 +37,7 @@ fn a_successor_serves_healthy_volumes_while_a_dead_device_blocks_the_old_daemon(
         .arg(&control)
         .start()?;
     let outcome = while_it_is_held(&mut server, &dead, &control);
-    // Before any wait.
+    // First: what follows waits for the old process.
     dead.revive();
     let mut old = outcome?;
     let status = process::wait(&mut old, SOON)?;
@@ -53,7 +53,7 @@ fn while_it_is_held(server: &mut Server, dead: &Dead, control: &Path) -> Result<
     client.write(0, &content(1, 0, 4096), 0)?;
     dead.die().map_err(|error| Error::unexpected(format!("die: {error}")))?;
     client.write(8192, &content(1, 8192, 4096), 0)?;
-    // It never receives a reply: the kernel keeps the old process's sockets, too.
+    // This client never receives a reply: the kernel keeps the old process's sockets, too.
     let mut waiting = client.into_stream();
     let flush = Request { command: wire::CMD_FLUSH, ..Request::default() };
     waiting.write_all(&flush.bytes()).map_err(Error::io("send a flush"))?;
@@ -67,10 +67,10 @@ fn while_it_is_held(server: &mut Server, dead: &Dead, control: &Path) -> Result<
     client.flush()?;
     let stat = Tool::new(binary::ebbd(Build::AsTests)?).args(["stat", "--control"]).arg(control);
     let stat = stat.limit(SOON).ok()?.stdout;
-    check(stat.contains("dead is not served"), || format!("no word of the device:\n{stat}"))?;
+    check(stat.contains("dead is not served"), || format!("the dead device is not shown:\n{stat}"))?;
     waiting.set_nonblocking(true).map_err(Error::io("look for a reply"))?;
     let replied = waiting.read(&mut [0; 16]).is_ok_and(|length| length > 0);
-    check(!replied, || "a flush of a dead device was answered".into())?;
+    check(!replied, || "a flush of a dead device was completed".into())?;
     Ok(old)
 }
 
@@ -88,20 +88,20 @@ fn statistics_are_available_when_no_descriptors_are_left() -> Result {
     let mut clients = vec![first];
     let taken = || -> Result<usize> {
         let all = fs::read_dir(&descriptors).map_err(Error::io("count descriptors"))?;
-        // What was inherited may be above the limit.
+        // Inherited descriptors may be above the limit.
         let numbers = all.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
         Ok(numbers.filter(|number: &u32| *number < 64).count())
     };
-    // Twice: one may be in use for a moment only.
+    // Checked twice: a descriptor may be in use for a moment only.
     while taken()? < 64 || taken()? < 64 {
         clients.push(Client::open(&setup.socket(), "disk")?);
     }
-    // More than once: what was used is there again.
+    // More than once: the reserved descriptor is available again after each reply.
     for _ in 0..3 {
         let stat = Tool::new(binary::ebbd(Build::AsTests)?).args(["stat", "--control"]);
         let stat = stat.arg(&control).limit(SOON).ok()?.stdout;
-        check(stat.contains("disk"), || format!("no figures:\n{stat}"))?;
-        check(taken()? == 64, || "there are descriptors: the figures are no proof".into())?;
+        check(stat.contains("disk"), || format!("no statistics:\n{stat}"))?;
+        check(taken()? == 64, || "there are free descriptors, so the reply proves nothing".into())?;
     }
     drop(clients);
     daemon.signal(Signal::TERM)?;
@@ -120,7 +120,7 @@ fn a_stop_does_not_wait_for_a_socket_that_another_server_has() -> Result {
         command.args(["serve", "--volume", "disk=memory:1M", "--listen", &listen, "--control"]);
         command.arg(&control).stderr(Stdio::piped());
         let mut daemon = Daemon(command.spawn().map_err(Error::io("start ebbd"))?);
-        // It knocks.
+        // The daemon checks whether a server listens on the socket.
         other.accept().map_err(Error::io("accept"))?;
         daemon.signal(Signal::TERM)?;
         let mut said = String::new();
@@ -129,7 +129,7 @@ fn a_stop_does_not_wait_for_a_socket_that_another_server_has() -> Result {
         stderr.read_to_string(&mut said).map_err(Error::io("read the log"))?;
         let status = process::wait(&mut daemon.0, SOON)?;
         check(status.and_then(|s| s.code()) == Some(0), || format!("{status:?}\n{said}"))?;
-        check(!said.contains("ready"), || format!("it was not:\n{said}"))?;
+        check(!said.contains("ready"), || format!("reported as ready:\n{said}"))?;
         drop(other);
         fs::remove_file(path).map_err(Error::io("remove the socket"))?;
     }
@@ -156,7 +156,7 @@ fn a_stop_does_not_wait_for_a_configuration_that_cannot_be_read() -> Result {
         server.signal(Signal::HUP)?;
         Ok(server.log().contains("still being read").then_some(()))
     })?;
-    check(client.read(0, 4096)? == content(4, 0, 4096), || "it is not served".into())?;
+    check(client.read(0, 4096)? == content(4, 0, 4096), || "wrong data is served during the reload".into())?;
     server.stop()?;
     let kept = fs::read(&image).map_err(Error::io("read the image"))?;
     check(kept[..4096] == content(4, 0, 4096), || "an acknowledged write is lost".into())
@@ -189,7 +189,7 @@ impl Daemon {
 fn a_reload_requested_during_the_start_is_carried_out() -> Result {
     let setup = Setup::new()?;
     let (config, mute) = (setup.dir().join("ebbd.toml"), setup.dir().join("mute.sock"));
-    // It takes connections and never says a word: the start waits for it for seconds.
+    // Accepts connections and never replies: the start waits for it for seconds.
     let _listener = UnixListener::bind(&mute).map_err(Error::io("bind"))?;
     let text = format!(
         "listen = [\"unix:{}\"]\n[volume.mute]\nstore = \"nbd+unix:///x?socket={}\"\n",

@@ -1,6 +1,5 @@
-//! A dead store next to healthy ones, through the whole life of a daemon: start, reload, resize,
-//! shutdown. Healthy volumes are served and written as if they were alone; dead ones are named in
-//! the log.
+//! A dead store beside healthy ones at every stage of a daemon: start, reload, resize, shutdown.
+//! Healthy volumes are served and written without delay; the log names the dead ones.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -19,7 +18,6 @@ use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;
-/// Nothing here takes so long, unless it hangs.
 const HEALTHY: [&str; 3] = ["one", "two", "three"];
 
 fn broken(what: &str) -> impl Fn(testbed::bench::Error) -> Error {
@@ -27,7 +25,7 @@ fn broken(what: &str) -> impl Fn(testbed::bench::Error) -> Error {
     move |error| Error::unexpected(format!("{what}: {error}"))
 }
 
-/// A daemon with healthy volumes on files and volumes on stores that can die, all cached in one way.
+/// A daemon with healthy volumes on files and volumes on stores that can die, all with the same cache mode.
 struct Rig {
     server: Server,
     dead: Vec<Dead>,
@@ -65,8 +63,7 @@ impl Rig {
         self.server.signal(Signal::HUP)
     }
 
-    /// The stores that can die do, after a write that was acknowledged, and with requests in
-    /// flight.
+    /// Makes the stores that can die do so, after an acknowledged write and with requests in flight.
     fn die(&mut self) -> Result {
         let mut clients = Vec::new();
         for number in 0..self.dead.len() {
@@ -86,7 +83,7 @@ impl Rig {
         Ok(())
     }
 
-    /// Acknowledged, and not flushed.
+    /// Writes that are acknowledged, and not flushed.
     fn write_healthy(&self, names: &[&str], stamp: u64) -> Result {
         for name in names {
             let mut client = Client::open(&self.server.socket(), name)?;
@@ -106,7 +103,7 @@ impl Rig {
         Ok(())
     }
 
-    /// The daemon ends with 1, every healthy volume closed, and only the dead ones on the list.
+    /// The daemon exits with 1 after it has closed every healthy volume, and lists only the dead ones.
     fn ends_with_the_dead_listed(&mut self) -> Result {
         let status = self.server.wait(PATIENCE)?;
         let log = self.server.log();
@@ -189,7 +186,7 @@ fn a_shutdown_with_a_dead_store_writes_other_volumes_and_lists_only_that_store()
         for name in HEALTHY {
             let closed = log.find(&format!("volume closed volume=\"{name}\""));
             check(closed.is_some_and(|at| at < listed), || {
-                format!("{name} was not closed before the time was over\n{log}")
+                format!("{name} was not closed before the time limit\n{log}")
             })?;
         }
         Ok(())
@@ -202,7 +199,7 @@ fn a_second_signal_ends_a_stop_soon_and_still_writes_what_can_be() -> Result {
     rig.die()?;
     rig.write_healthy(&HEALTHY, 4)?;
     rig.server.signal(Signal::TERM)?;
-    // Two that are pending at once are one.
+    // Two pending signals would count as one.
     rig.log_has("stopping: completing")?;
     rig.server.signal(Signal::TERM)?;
     rig.log_has("second signal")?;
@@ -231,9 +228,9 @@ fn a_reload_and_a_resize_with_a_dead_store_change_other_volumes() -> Result {
         rig.write_healthy(&["one"], 5)?;
         rig.ebbd(&["resize", "two", "2M"])?.ok()?;
         check(Client::open(&rig.server.socket(), "two")?.size == 2 * MIB, || "two's size".into())?;
-        // One goes, one comes, and the dead one is to go.
+        // Removes `one` and the dead volume, and adds `spare`.
         rig.configure(&["two", "three", "spare"], 0)?;
-        until("one goes and spare comes", PATIENCE, || {
+        until("one is removed and spare added", PATIENCE, || {
             Ok((rig.names()? == ["memory", "spare", "three", "two"]).then_some(()))
         })?;
         rig.log_has("volume=\"one\"")?;
@@ -254,10 +251,10 @@ fn a_stop_does_not_wait_for_a_reload() -> Result {
     rig.configure(&["one"], 0)?;
     until("the reload", PATIENCE, || Ok((rig.names()? == ["memory", "one"]).then_some(())))?;
     rig.server.signal(Signal::TERM)?;
-    // One by one this takes 100 s.
+    // In sequence this would take 100 s.
     rig.ends_with_the_dead_listed()?;
     let log = rig.server.log();
-    check(!log.contains("reloaded"), || format!("it was cut short, and is not done:\n{log}"))?;
+    check(!log.contains("reloaded"), || format!("an interrupted reload is reported as done:\n{log}"))?;
     rig.check_images(&HEALTHY, 8)
 }
 
@@ -282,7 +279,7 @@ fn a_reload_that_cannot_open_a_store_keeps_the_one_that_is_served() -> Result {
         until(words, PATIENCE, || Ok(server.log()[from..].contains(words).then_some(())))
     };
 
-    // Another path that is wrong; then the same file in a way it cannot be opened.
+    // A wrong path; then the same file with options with which it cannot be opened.
     let absent = dir.join("absent");
     for (path, more, word) in
         [(&absent, "", "absent"), (&first, "create = true\nsize = \"2M\"\n", "2097152")]
@@ -295,12 +292,12 @@ fn a_reload_that_cannot_open_a_store_keeps_the_one_that_is_served() -> Result {
         let told = said.lines().any(|line| {
             line.contains("ERROR") && line.contains("served as before") && line.contains(word)
         });
-        check(told, || format!("no word of it:\n{said}"))?;
+        check(told, || format!("the failure is not logged:\n{said}"))?;
         check(client.read(4096, 4096)? == content(1, 4096, 4096), || "another disk".into())?;
         Client::open(&server.socket(), "disk")?.disconnect()?;
     }
 
-    // The same file in another way: withdrawn, and offered again.
+    // The same file with another cache mode: the volume is withdrawn and served again.
     let from = server.log().len();
     configure(&first, "cache = \"writeback\"\n")?;
     server.signal(Signal::HUP)?;
@@ -309,7 +306,7 @@ fn a_reload_that_cannot_open_a_store_keeps_the_one_that_is_served() -> Result {
     check(client.read(4096, 4096)? == content(1, 4096, 4096), || "another disk".into())?;
     client.write(0, &content(9, 0, 4096), 0)?;
 
-    // Another file that is there. What was acknowledged is in the first.
+    // Another file that exists. Acknowledged data is in the first file.
     let from = server.log().len();
     configure(&second, "")?;
     server.signal(Signal::HUP)?;
@@ -322,17 +319,17 @@ fn a_reload_that_cannot_open_a_store_keeps_the_one_that_is_served() -> Result {
     server.stop()
 }
 
-/// How the server refuses an export: the kind of its reply, and its text.
+/// The server's refusal of an export: the type of its reply, and its text.
 fn refusal(socket: &Path, export: &str) -> Result<(u32, String)> {
     let mut stream = Handshake::connect(socket)?.into_stream();
     let sent = stream.write_all(&option_bytes(wire::OPT_GO, &go_data(export)));
-    sent.map_err(Error::io("ask for an export"))?;
+    sent.map_err(Error::io("request an export"))?;
     let mut head = [0; 20];
-    stream.read_exact(&mut head).map_err(Error::io("hear of an export"))?;
+    stream.read_exact(&mut head).map_err(Error::io("read the reply"))?;
     let number =
         |at: usize| u32::from_be_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
     let mut text = vec![0; usize::try_from(number(16)).unwrap_or(0).min(4096)];
-    stream.read_exact(&mut text).map_err(Error::io("hear of an export"))?;
+    stream.read_exact(&mut text).map_err(Error::io("read the reply"))?;
     Ok((number(12), String::from_utf8_lossy(&text).into_owned()))
 }
 
@@ -341,7 +338,7 @@ fn a_volume_that_cannot_be_opened_is_refused_and_retried_while_other_volumes_are
 {
     let setup = Setup::new()?.image("disk", MIB)?;
     let (absent, mute) = (setup.dir().join("absent"), setup.dir().join("mute.sock"));
-    // It takes connections and never says a word.
+    // Accepts connections and never replies.
     let _listener = UnixListener::bind(&mute).map_err(Error::io("bind"))?;
     let control = setup.dir().join("control.sock");
     let mut server = setup
@@ -354,7 +351,7 @@ fn a_volume_that_cannot_be_opened_is_refused_and_retried_while_other_volumes_are
     let socket = server.socket();
     let mut client = Client::open(&socket, "disk")?;
     client.write(0, &content(1, 0, 4096), 0)?;
-    check(Handshake::connect(&socket)?.list()? == ["disk"], || "only what is served".into())?;
+    check(Handshake::connect(&socket)?.list()? == ["disk"], || "the list has more than the volumes that are served".into())?;
     let (kind, text) = refusal(&socket, "absent")?;
     check(kind == wire::REP_ERR_UNKNOWN && text.contains("absent: no such file"), || {
         format!("refused by {kind:#x}, {text:?}")
@@ -380,16 +377,16 @@ fn a_volume_that_cannot_be_opened_is_refused_and_retried_while_other_volumes_are
         format!("no reason and remedy: {stat}")
     })?;
     check(of("disk")["state"] == "serving" && of("disk")["failure"] == Value::Null, || {
-        format!("disk is served: {stat}")
+        format!("disk is not shown as served: {stat}")
     })?;
     check(matches!(of("mute")["state"].as_str(), Some("opening" | "failed")), || {
-        format!("mute is not served: {stat}")
+        format!("mute is shown as served: {stat}")
     })?;
     let table = ebbd(&["stat"])?.ok()?.stdout;
     check(table.contains("absent is not served"), || format!("not in the table:\n{table}"))?;
     let refused = ebbd(&["resize", "absent", "1M"])?.run()?;
     check(!refused.status.success() && refused.stderr.contains("failed"), || {
-        format!("a resize of it: {refused:?}")
+        format!("a resize of a volume that is not served: {refused:?}")
     })?;
 
     let made = fs::File::create(&absent).and_then(|file| file.set_len(2 * MIB));
@@ -399,7 +396,7 @@ fn a_volume_that_cannot_be_opened_is_refused_and_retried_while_other_volumes_are
         Err(Failure::OptionRefused(_)) => Ok(None),
         Err(error) => Err(error.into()),
     })?;
-    check(client.read(0, 4096)? == content(1, 0, 4096), || "disk was disturbed".into())?;
+    check(client.read(0, 4096)? == content(1, 0, 4096), || "the data of disk has changed".into())?;
     client.disconnect()?;
     server.healthy()?;
     server.stop()
@@ -424,7 +421,7 @@ fn a_strict_daemon_does_not_start_without_a_volume() -> Result {
 fn a_strict_start_does_not_wait_without_limit_for_a_store_that_hangs() -> Result {
     let setup = Setup::new()?;
     let mute = setup.dir().join("mute.sock");
-    // It takes connections and never says a word.
+    // Accepts connections and never replies.
     let _listener = UnixListener::bind(&mute).map_err(Error::io("bind"))?;
     let listen = format!("unix:{}", setup.socket().display());
     let outcome = Tool::new(binary::ebbd(Build::AsTests)?)

@@ -1,5 +1,5 @@
-//! What the log of a real daemon says of stores that are lost, silent or broken, and how much of it: lines are
-//! counted, in storms too.
+//! What a real daemon logs about stores that are lost, silent or broken. Lines are counted, also during many
+//! failures.
 
 use testbed::harness::nbd::{Client, Failure};
 use testbed::harness::nbdkit::Nbdkit;
@@ -38,7 +38,7 @@ fn a_lost_server_and_its_return_are_logged_once_with_volume_server_and_remedy() 
     let setup = Setup::new()?;
     let mut store = Nbdkit::start(setup.dir(), &["memory", "16M"])?;
     let mut server = started(&store, setup)?;
-    // A connection of each worker, so that several are lost at once.
+    // One connection per worker, so that several are lost at once.
     let mut clients =
         [Client::open(&server.socket(), "disk")?, Client::open(&server.socket(), "disk")?];
     for client in &mut clients {
@@ -56,7 +56,7 @@ fn a_lost_server_and_its_return_are_logged_once_with_volume_server_and_remedy() 
     for part in ["WARN", "volume=\"disk\"", "store.sock", "reason=", "check that the server runs"] {
         check(told.contains(part), || format!("no `{part}` in: {told}"))?;
     }
-    check(lines(&log, BACK)[0].contains("seconds="), || "how long it was away".to_owned())?;
+    check(lines(&log, BACK)[0].contains("seconds="), || "no duration of the outage".to_owned())?;
     for client in &mut clients {
         client.read(0, 4096)?;
     }
@@ -76,10 +76,10 @@ fn a_server_that_comes_and_goes_does_not_fill_the_log() -> Result {
         client.read(round * 4096, 4096)?;
     }
     until_logged(&server, "was lost", 1)?;
-    // Three lines of trouble in a minute, and for each its end; the machine may be slow.
+    // Three failures a minute are logged, and the end of each; the machine may be slow.
     let log = server.log();
     let all = lines(&log, LOST).len() + lines(&log, MOMENT).len() + lines(&log, BACK).len();
-    check(all <= 18, || format!("{all} lines of 25 restarts:\n{log}"))?;
+    check(all <= 18, || format!("{all} lines about 25 restarts:\n{log}"))?;
     server.healthy()?;
     server.stop()
 }
@@ -92,7 +92,7 @@ fn a_server_that_does_not_reply_is_logged_after_ten_seconds_and_so_is_its_reply(
     let socket = server.socket();
     Client::open(&socket, "disk")?.read(0, 4096)?;
     store.stand_still()?;
-    // They may disconnect before the server continues.
+    // The connections may break before the server continues.
     let writers: Vec<_> = (1..5)
         .map(|number| {
             let socket = socket.clone();
@@ -137,7 +137,7 @@ fn a_storm_of_failures_is_a_line_with_a_count() -> Result {
     storm(1)?;
     until_logged(&server, "writing failed", 1)?;
     storm(2000)?;
-    // One line a minute: this took less, or a slow machine has written a few.
+    // One line a minute: the test took less, unless the machine is slow.
     expect(&server, "writing failed", 1..=5)?;
     let log = server.log();
     let told = lines(&log, "writing failed")[0];

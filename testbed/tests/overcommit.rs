@@ -1,6 +1,6 @@
-//! A real daemon where the kernel promises little: memory that could be written is charged for, used or not,
-//! as under `vm.overcommit_memory=2`. Here by a limit on this process and its children, `RLIMIT_DATA`,
-//! which counts the same memory and changes nothing for the rest of the machine.
+//! A real daemon where the kernel charges for all writable memory, used or not, as with
+//! `vm.overcommit_memory=2`. Here by `RLIMIT_DATA`, a limit on this process and its children, which counts the
+//! same memory and does not affect the rest of the machine.
 
 use rustix::process::{Resource, Rlimit, setrlimit};
 use testbed::harness::nbd::Client;
@@ -20,8 +20,8 @@ fn charged(pid: u32) -> Result<u64> {
     kib.map(|kib| kib * 1024).ok_or_else(|| Error::unexpected("no VmData".to_owned()))
 }
 
-/// The daemon starts, serves more than its limit through a cache that could hold it all, and
-/// releases what it was charged for.
+/// The daemon starts, and serves more data than its limit through a cache that would have room for
+/// all of it; the memory charged to it stays within the limit.
 #[test]
 fn a_daemon_serves_where_little_memory_is_promised() -> Result {
     let limit = Rlimit { current: Some(LIMIT), maximum: None };
@@ -34,7 +34,7 @@ fn a_daemon_serves_where_little_memory_is_promised() -> Result {
     let cached = format!("cached=file:{},cache=writethrough", image.display());
     let mut server = setup.volume(&cached).volume("null=null:1G").start()?;
     let idle = charged(server.pid()?)?;
-    check(idle < 32 * MIB, || format!("{idle} bytes are charged for while idle"))?;
+    check(idle < 32 * MIB, || format!("{idle} bytes are charged while idle"))?;
     let mut client = Client::open(&server.socket(), "cached")?;
     let mut null = Client::open(&server.socket(), "null")?;
     let length = 1 << 20;
@@ -47,11 +47,11 @@ fn a_daemon_serves_where_little_memory_is_promised() -> Result {
             check(data == content(7, offset, 1 << 20), || {
                 format!("round {round}: wrong data at {offset}")
             })?;
-            // Requests of other sizes find memory meanwhile.
+            // Meanwhile requests of other sizes get memory.
             null.read(0, 4096 << (offset / MIB % 9))?;
         }
         let now = charged(server.pid()?)?;
-        check(now <= LIMIT, || format!("{now} bytes are charged for"))?;
+        check(now <= LIMIT, || format!("{now} bytes are charged"))?;
     }
     client.disconnect()?;
     null.disconnect()?;

@@ -1,8 +1,8 @@
-//! The power of the machine that runs the daemon is cut: what was durable is there afterwards.
+//! A power cut of the machine that runs the daemon: durable data survives it.
 //!
-//! A kill leaves the page cache alone, so it cannot tell a flush from a promise. Here the daemon
-//! runs in a guest, with its images on the guest's own file system; the guest loses its memory,
-//! page cache and all, and keeps only what reached its disk.
+//! The page cache survives a kill, so a kill cannot show whether a flush reached the disk. Here the
+//! daemon runs in a guest, with its images on the guest's own file system; the guest loses its
+//! memory including the page cache, and keeps only what reached its disk.
 
 use std::fs::File;
 use std::path::Path;
@@ -62,6 +62,6 @@ fn what_was_durable_before_a_power_cut_is_there_after_it() -> Result {
         "guest-writer verify /tmp/nbd.sock {last}\nkill %1\nwait %1\numount /mnt\ne2fsck -fn /dev/vda"
     );
     guest(&disk, &verify)?.ok().map(drop).map_err(|e| {
-        Error::unexpected(format!("EBBD_TEST_SEED={seed}, {last} durable writes told: {e}"))
+        Error::unexpected(format!("EBBD_TEST_SEED={seed}, {last} durable writes reported: {e}"))
     })
 }

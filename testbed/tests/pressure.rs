@@ -1,5 +1,5 @@
-//! Memory pressure, end to end: the daemon on this machine with pressure injected by a FIFO, and in
-//! a guest that is really short of memory, with a neighbour and within a control group.
+//! Memory pressure, end to end: the daemon on this machine with pressure injected through a FIFO, and
+//! in a guest that is short of memory, beside another process and in a control group.
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use std::fs::OpenOptions;
@@ -14,19 +14,19 @@ use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;
 
-/// What `ebbd stat --json` says.
+/// The output of `ebbd stat --json`.
 fn stat(control: &Path) -> Result<serde_json::Value> {
     let ebbd = binary::ebbd(Build::AsTests)?;
     Tool::new(ebbd).args(["stat", "--json", "--control"]).arg(control).ok()?.json()
 }
 
-/// A FIFO that the daemon is to watch.
+/// Creates a FIFO for the daemon to watch.
 fn fifo(path: &Path) -> Result {
     let mode = Mode::RUSR | Mode::WUSR;
     mknodat(CWD, path, FileType::Fifo, mode, 0).map_err(|e| Error::io("make a FIFO")(e.into()))
 }
 
-/// Tells the daemon that memory is short.
+/// Reports memory pressure to the daemon.
 fn tell(fifo: &Path) -> Result {
     let mut pipe = OpenOptions::new().write(true).open(fifo).map_err(Error::io("open the FIFO"))?;
     pipe.write_all(b"x").map_err(Error::io("write to the FIFO"))
@@ -43,7 +43,7 @@ fn an_event_on_the_watched_fifo_empties_idle_pools() -> Result {
     let setup = Setup::new()?;
     let (watch, control) = (setup.dir().join("pressure"), setup.dir().join("control.sock"));
     fifo(&watch)?;
-    // Injected only: lent memory would be discarded before a real event.
+    // Without lending, since the event is injected: real pressure would discard lent memory.
     let mut setup = setup.env("MEMORY_PRESSURE_WATCH", &watch).args(["--idle-memory", "drop"]);
     setup = setup.arg("--control").arg(&control);
     for n in 0..VOLUMES {
@@ -51,16 +51,16 @@ fn an_event_on_the_watched_fifo_empties_idle_pools() -> Result {
     }
     let mut server = setup.start()?;
     let log = server.log();
-    check(log.contains("memory pressure: MEMORY_PRESSURE_WATCH"), || format!("not said:\n{log}"))?;
+    check(log.contains("memory pressure: MEMORY_PRESSURE_WATCH"), || format!("the watched FIFO is not logged:\n{log}"))?;
     let mut clients = connect(&server, VOLUMES)?;
     let pid = server.pid()?;
     let empty = resident(pid)?;
-    // The data of a write is received whole: a MiB stays behind in the pool of each.
+    // The data of a write is received as a whole: a MiB remains in the pool of each connection.
     let data = vec![7; 1 << 20];
     for client in &mut clients {
         client.write(0, &data, 0)?;
     }
-    // Nobody sends anything from here on: every queue is idle.
+    // From here on every queue is idle.
     let filled = resident(pid)?;
     let pools = stat(&control)?;
     let free = |stat: &serde_json::Value| {
@@ -85,15 +85,15 @@ fn an_event_on_the_watched_fifo_empties_idle_pools() -> Result {
         format!("{squeezed} of {VOLUMES} idle queues were squeezed:\n{after:#}")
     })?;
     check(free(&after) == 0, || format!("pools still hold pages:\n{after:#}"))?;
-    // And on they go.
+    // The connections still work.
     for client in &mut clients {
-        check(client.read(0, 4096)? == data[..4096], || "what was written is gone".into())?;
+        check(client.read(0, 4096)? == data[..4096], || "written data is lost".into())?;
     }
     server.healthy()
 }
 
-/// First the daemon with its defaults next to a neighbour; then in a control group whose soft limit
-/// (`memory.high`) is half of what its pools would hold, while the guest has enough memory.
+/// First the daemon with its defaults beside a process that uses memory; then in a control group whose
+/// soft limit (`memory.high`) is half of what its pools would hold, while the guest has enough memory.
 const SHORT_OF_MEMORY: &str = r#"
 serve
 say lend $(timeout 100 guest-pressure run /tmp/nbd.sock $pid 12 125)
@@ -122,13 +122,13 @@ fn in_a_guest_short_of_memory_idle_pools_cost_no_swap() -> Result {
     let outcome = guest(&script, load, Build::AsTests)?.memory_mib(256).ok()?;
     let lend = Measured { behaviour: "lend", line: outcome.answer("lend")?.to_owned() };
     let kib = |key| lend.value(key);
-    // 48 MiB went through the pools; the daemon itself is a few MiB.
+    // 48 MiB passed through the pools; the daemon itself uses a few MiB.
     check(kib("idle_kib")? <= 24.0 * 1024.0, || {
         outcome.unexpected("idle pools to be lent").to_string()
     })?;
-    check(lend.value("out")? <= 500.0, || outcome.unexpected("next to no swap").to_string())?;
+    check(lend.value("out")? <= 500.0, || outcome.unexpected("hardly any swap").to_string())?;
     check(lend.value("lazily_freed")? > 0.0, || {
-        outcome.unexpected("the kernel to take lent pages: was it short of memory?").to_string()
+        outcome.unexpected("the kernel to discard lent pages: was it short of memory?").to_string()
     })?;
 
     let count = |key| -> Result<u64> {
@@ -144,6 +144,6 @@ fn in_a_guest_short_of_memory_idle_pools_cost_no_swap() -> Result {
     let answered = events.iter().skip(1).filter_map(serde_json::Value::as_u64).sum::<u64>();
     let squeezes = stat["memory"]["squeezes"].as_u64().unwrap_or(0);
     check(answered > 0 && squeezes > 0, || {
-        outcome.unexpected(&format!("an answer to the group's limit, not {stat:#}")).to_string()
+        outcome.unexpected(&format!("a response to the group's limit, not {stat:#}")).to_string()
     })
 }

@@ -33,7 +33,7 @@ fn images_are_converted_both_ways_and_compare_equal() -> Result {
     img(&["compare", "-f", "qcow2", "-F", "raw"]).arg(&qcow2).arg(&uri).ok()?;
     img(&["convert", "-f", "qcow2", "-O", "raw"]).arg(&qcow2).arg(&back).ok()?;
     Tool::new("cmp").arg(&raw).arg(&back).ok()?;
-    // And a difference is found.
+    // A difference is detected.
     let poke = img(&["compare", "-f", "raw", "-F", "raw"]).arg(&raw).arg(&uri);
     io(&uri, &["write -q -P 0x11 30M 512"])?;
     let outcome = poke.fails()?;
@@ -63,8 +63,8 @@ fn the_map_of_qemu_is_right() -> Result {
     outcome.check(data == [(from, 9 * MIB - from)], "data from 8 MiB + 64 KiB to 9 MiB only")
 }
 
-/// Runs `qemu-io` commands on a URI in one session. `qemu-io` itself compares patterns; it tells
-/// a mismatch on standard output, with status 1 in later versions only.
+/// Runs `qemu-io` commands on a URI in one session. `qemu-io` itself compares patterns; it reports a
+/// mismatch on standard output, and with exit status 1 in later versions only.
 fn io(uri: &str, commands: &[&str]) -> Result<testbed::harness::tool::Outcome> {
     io_on(&["-f", "raw", uri], commands)
 }
@@ -73,7 +73,7 @@ fn io_on(image: &[&str], commands: &[&str]) -> Result<testbed::harness::tool::Ou
     let all = commands.iter().flat_map(|c| ["-c", c]);
     let outcome = Tool::new("qemu-io").args(all).args(image).ok()?;
     let bad = ["failed", "error", "Error", "verification"];
-    outcome.check(!bad.iter().any(|b| outcome.stdout.contains(b)), "no word of a failure")?;
+    outcome.check(!bad.iter().any(|b| outcome.stdout.contains(b)), "no message of a failure")?;
     Ok(outcome)
 }
 
@@ -88,7 +88,7 @@ fn patterns_survive_every_kind_of_request() -> Result {
             "write -f -P 0xa2 64k 64k", // FUA
             "read -P 0xa1 0 64k",
             "read -P 0xa2 64k 64k",
-            // Unaligned to 4 KiB, but to 512.
+            // Aligned to 512, not to 4 KiB.
             "write -P 0xa3 512 512",
             "write -P 0xa4 66048 3584",
             "read -P 0xa1 0 512",
@@ -108,7 +108,7 @@ fn patterns_survive_every_kind_of_request() -> Result {
             "read -P 0 1245696 512",
             "read -P 0xb1 1118208 127488",
             "read -P 0xb1 1246208 850944",
-            // Discard: what it covers may read as anything; what it does not must be there.
+            // Discard: the content of the range is undefined, and the data around it must be intact.
             "write -P 0xc1 4M 1M",
             "discard 4259840 64k",
             "discard 4456960 512",
@@ -145,7 +145,7 @@ fn many_requests_in_flight_keep_their_data() -> Result {
     let server = Server::with_disk(64 * MIB)?;
     let mut commands: Vec<String> = Vec::new();
     for block in 0..128_u64 {
-        // Neighbours of 12.5 KiB: no block boundary is shared, every 4 KiB block is.
+        // Adjacent requests of 12.5 KiB: they do not overlap, but share blocks of 4 KiB.
         commands.push(format!("aio_write -q -P {} {} 12800", block + 1, block * 12_800));
     }
     commands.push("aio_flush".into());
@@ -159,13 +159,13 @@ fn many_requests_in_flight_keep_their_data() -> Result {
 }
 
 #[test]
-fn a_wrong_pattern_is_noticed() -> Result {
-    // The tests above rely on qemu-io to complain.
+fn a_wrong_pattern_is_detected() -> Result {
+    // The tests above rely on qemu-io to report mismatches.
     let server = Server::with_disk(MIB)?;
     let uri = server.uri("disk");
     match io(&uri, &["write -q -P 1 0 4k", "read -P 2 0 4k"]) {
         Err(_) => Ok(()),
-        Ok(outcome) => Err(outcome.unexpected("a complaint")),
+        Ok(outcome) => Err(outcome.unexpected("a reported mismatch")),
     }
 }
 
@@ -177,7 +177,7 @@ fn past_the_end_and_read_only_are_refused() -> Result {
     let server = setup.volume(&format!("ro=file:{},read-only=true", path.display())).start()?;
     let past = Tool::new("qemu-io").args(["-f", "raw", "-c", "read 1M 512"]);
     let outcome = past.arg(server.uri("disk")).run()?;
-    outcome.check(outcome.stdout.contains("failed") || outcome.stderr.contains("failed"), "no")?;
+    outcome.check(outcome.stdout.contains("failed") || outcome.stderr.contains("failed"), "a refused read")?;
     let write = Tool::new("qemu-io").args(["-f", "raw", "-c", "write 0 512"]);
     let outcome = write.arg(server.uri("ro")).run()?;
     let all = outcome.stdout.clone() + &outcome.stderr;

@@ -1,5 +1,5 @@
 //! Volumes whose store is an NBD server: `nbdkit`, `qemu-nbd`, or another ebbd; over TLS; and with
-//! servers that die and are restarted under load.
+//! servers that are killed and restarted under load.
 
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
@@ -24,7 +24,7 @@ struct Backend {
 }
 
 impl Backend {
-    /// `SOCKET` stands for the socket, which is made in `dir`.
+    /// `SOCKET` in the arguments stands for the socket's path in `dir`.
     fn start(dir: &Path, program: &'static str, arguments: &[&str]) -> Result<Backend> {
         let socket = dir.join("backend.sock");
         let path = socket.display().to_string();
@@ -51,7 +51,7 @@ impl Backend {
         let failed = |e| Error::io(format!("{} (run testbed/install)", self.program))(e);
         self.child = Some(command.spawn().map_err(failed)?);
         let socket = self.socket.clone();
-        process::until("the server behind", process::PATIENCE, || {
+        process::until("the backend server", process::PATIENCE, || {
             Ok(UnixStream::connect(&socket).ok())
         })
         .map(drop)
@@ -133,11 +133,10 @@ fn real_clients_over_qemu_nbd() -> Result {
     server.stop()
 }
 
-/// Runs the load while `end_and_restart` is called again and again.
+/// Runs the verified load, and calls `end_and_restart` several times meanwhile.
 fn under_load(server: &mut Server, mut end_and_restart: impl FnMut() -> Result) -> Result {
     let mut times = 0;
-    // On a busy machine a restart takes longer than on an idle one, and a load ends after few of
-    // them.
+    // On a busy machine a restart takes longer, and a load ends after few of them: then run another.
     while times < 4 {
         let tool = server.verified_load();
         let job = std::thread::spawn(move || tool.run());
@@ -250,7 +249,7 @@ fn over_tls_with_certificates_and_with_keys() -> Result {
     server.stop()
 }
 
-/// `ebbd serve --check` of a volume that cannot be opened.
+/// The outcome of `ebbd serve --check` with a volume that cannot be opened.
 fn checked(volume: &str) -> Result<testbed::harness::tool::Outcome> {
     let ebbd = testbed::harness::binary::ebbd(testbed::harness::binary::Build::AsTests)?;
     // A check makes no socket.

@@ -1,4 +1,4 @@
-//! What an idle daemon weighs, alone, with a thousand volumes and with a thousand connections. Measured on a release build;
+//! The memory of an idle daemon: alone, with a thousand volumes and with a thousand connections. Measured on a release build;
 //! the figures are printed (`cargo test -p testbed --test sizes -- --nocapture`).
 
 use std::fmt::Write;
@@ -12,13 +12,13 @@ use testbed::harness::server::Setup;
 use testbed::{Error, Result, Server, check};
 
 const VOLUMES: u64 = 1000;
-/// Bars: an idle daemon, each further idle volume, and each idle connection, never used or used before.
+/// Limits: an idle daemon, each further idle volume, and each idle connection, whether used before or not.
 const DAEMON: u64 = 8 << 20;
 const VOLUME: u64 = 32 << 10;
 const CONNECTION: u64 = 16 << 10;
 
-/// A daemon with this many file-backed volumes from a configuration file, and the time it took
-/// until it served.
+/// A daemon with this many file-backed volumes from a configuration file, and the time until it
+/// served.
 fn idle(volumes: u64) -> Result<(Server, Duration)> {
     let setup = Setup::new()?.build(Build::Release).log_level("warn");
     let mut config = String::new();
@@ -48,7 +48,7 @@ fn an_idle_daemon_and_a_thousand_idle_volumes_stay_within_their_bars() -> Result
     let full = resident(many.pid()?)?;
     let each = full.saturating_sub(alone) / VOLUMES;
 
-    // Used once and left: not part of the bar, but worth knowing.
+    // Used once, then idle: no limit applies, but the figure is printed.
     for n in 0..=VOLUMES {
         let mut client = Client::open(&many.socket(), &format!("v{n}"))?;
         client.write(4096, &[1; 4096], 0)?;
@@ -63,14 +63,14 @@ fn an_idle_daemon_and_a_thousand_idle_volumes_stay_within_their_bars() -> Result
     println!("{} volumes served {} ms after start", 1 + VOLUMES, start.as_millis());
     many.healthy()?;
     many.stop()?;
-    check(alone <= DAEMON, || format!("an idle daemon takes {} KiB", alone / 1024))?;
-    check(each <= VOLUME, || format!("each further idle volume takes {each} bytes"))
+    check(alone <= DAEMON, || format!("an idle daemon uses {} KiB", alone / 1024))?;
+    check(each <= VOLUME, || format!("each further idle volume uses {each} bytes"))
 }
 
 #[test]
 fn a_thousand_idle_connections_stay_within_their_bar() -> Result {
     let (idle, used) = elastic::connection_bytes()?;
     println!("each idle connection: {idle} bytes, after use {used} (bar {CONNECTION})");
-    check(idle <= CONNECTION, || format!("each idle connection takes {idle} bytes"))?;
-    check(used <= CONNECTION, || format!("each connection that was used takes {used} bytes"))
+    check(idle <= CONNECTION, || format!("each idle connection uses {idle} bytes"))?;
+    check(used <= CONNECTION, || format!("each connection that was used before uses {used} bytes"))
 }

@@ -41,15 +41,15 @@ impl fmt::Display for Finding {
     }
 }
 
-/// A file of the tree, and for Rust what the rules check.
+/// A file of the tree; for Rust also the code that the rules check.
 struct Source {
     path: String,
     raw: String,
     /// `raw` with comments and strings blanked out, of the same length.
     code: String,
-    /// Where each line begins in it.
+    /// The offset of each line.
     starts: Vec<usize>,
-    /// For each line whether only tests are built from it.
+    /// For each line whether it is built for tests only.
     tests: Vec<bool>,
 }
 
@@ -58,7 +58,7 @@ impl Source {
         let (path, raw, code) = (path.to_owned(), raw.to_owned(), blank(raw));
         let starts = code.match_indices('\n').map(|(at, _)| at + 1);
         let starts: Vec<usize> = std::iter::once(0).chain(starts).collect();
-        // Models are tests, and the examples of a crate its benches: no request passes them.
+        // Models are tests, and the examples of a crate are its benches: neither is in the product.
         let folders = ["/tests/", "/examples/"].iter().any(|folder| path.contains(folder));
         let all = folders || path.ends_with("/tests.rs") || path.ends_with("/models.rs");
         let tests = vec![all; starts.len()];
@@ -67,7 +67,7 @@ impl Source {
         source
     }
 
-    /// Marks what stands behind `cfg(test)`.
+    /// Marks the lines behind `cfg(test)`.
     fn mark_tests(&mut self) {
         for mark in ["#[cfg(test)]", "#[cfg(all(test"] {
             for at in positions(&self.code, mark) {
@@ -105,7 +105,7 @@ impl Source {
         Finding { rule, path: self.path.clone(), line, text, hint }
     }
 
-    /// A finding for each line of the code where one of `words` stands, as far as `counts`.
+    /// A finding for each line of the code that has one of `words`, if `counts` is true for the line.
     fn words(
         &self,
         rule: &'static str,
@@ -125,7 +125,7 @@ impl Source {
     }
 }
 
-/// Where `word` stands in `code`, not as the end of a longer name.
+/// The offsets of `word` in `code`, except at the end of a longer name.
 fn positions(code: &str, word: &str) -> Vec<usize> {
     let name = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
     let within = |at: usize| at > 0 && name(word.as_bytes()[0]) && name(code.as_bytes()[at - 1]);
@@ -146,12 +146,12 @@ fn blank(text: &str) -> String {
         }
         at = end.max(at + 1);
     }
-    // Literals are blanked out whole, so that no character is cut.
+    // Literals are blanked out as a whole, so that no character is split.
     String::from_utf8_lossy(&code).into_owned()
 }
 
-/// The comment, string or character that begins at `at`: how many bytes of it stay, and its end.
-/// One byte of anything else.
+/// The comment, string or character literal that begins at `at`: how many bytes of it to keep, and its
+/// end. For anything else one byte.
 fn literal(raw: &[u8], at: usize) -> (usize, usize) {
     let rest = &raw[at..];
     let find = |from: usize, what: &[u8]| {
@@ -180,7 +180,7 @@ fn literal(raw: &[u8], at: usize) -> (usize, usize) {
         return (1, at + (end + 1).min(rest.len()));
     }
     if rest[0] == b'\'' {
-        // A character, or else a lifetime.
+        // A character literal, or else a lifetime.
         let end = match rest.get(1) {
             Some(b'\\') => find(3, b"'"),
             _ => find(2, b"'").filter(|end| *end <= 6 && (*end == 3 || !rest[1].is_ascii())),
@@ -190,7 +190,7 @@ fn literal(raw: &[u8], at: usize) -> (usize, usize) {
     (1, at + 1)
 }
 
-/// The byte behind the block or the statement that begins at or after `from`.
+/// The offset after the block or the statement that begins at or after `from`.
 fn item_end(code: &str, from: usize) -> usize {
     let mut depth = 0usize;
     for (at, byte) in code.bytes().enumerate().skip(from) {
@@ -210,7 +210,7 @@ fn item_end(code: &str, from: usize) -> usize {
 }
 
 fn flush(source: &Source) -> Vec<Finding> {
-    // A store's and a volume's flush take the worker; that of `Write` takes nothing.
+    // The flush of a store or a volume has the worker as an argument; that of `Write` has none.
     let words = [".flush()", "Write::flush", "File::flush", "fn flush(&mut self)"];
     let hint =
         "`File::flush` does nothing: `volume.flush(io)`, `store.flush(io)`, `io.fdatasync(fd)`";
@@ -226,7 +226,7 @@ fn panics(source: &Source) -> Vec<Finding> {
 
 fn prints(source: &Source) -> Vec<Finding> {
     let words = ["println!", "eprintln!", "print!", "eprint!"];
-    let hint = "`tracing` for the log; `writeln!` to a locked stdout for what was asked for";
+    let hint = "`tracing` for the log; `writeln!` to a locked stdout for requested output";
     let mut found = source.words("print", &words, hint, |line| !source.is_test(line));
     found.extend(source.words("print", &["dbg!"], "take it out", |_| true));
     found
@@ -244,16 +244,16 @@ fn ignored(source: &Source) -> Vec<Finding> {
 }
 
 fn unfinished(source: &Source) -> Vec<Finding> {
-    let hint = "a part that does not exist is not there at all: no stub, no variant";
+    let hint = "remove it: what does not exist yet has no stub and no variant";
     source.words("todo", &["todo!", "unimplemented!"], hint, |_| true)
 }
 
-/// Casts that may lose something. To 64 bits and more nothing is lost here, and the standard library
-/// has no other way from `usize`; clippy's lints watch signs.
+/// Casts that may lose bits. A cast to 64 bits or more loses none here, and the standard library has no
+/// other conversion from `usize`; clippy's lints check signs.
 fn casts(source: &Source) -> Vec<Finding> {
     let types = ["u8", "u16", "u32", "usize", "i8", "i16", "i32", "i64", "isize"];
     let hint =
-        "`from` where nothing can be lost, else `try_from` and an answer for what does not fit";
+        "`from` if no bits can be lost, else `try_from`, and handle values that do not fit";
     let words: Vec<String> = types.iter().map(|name| format!(" as {name}")).collect();
     let ends = |at: usize, word: &str| {
         let next = source.code.as_bytes().get(at + word.len()).copied().unwrap_or(b' ');
@@ -263,7 +263,7 @@ fn casts(source: &Source) -> Vec<Finding> {
         let places = positions(&source.code, word).into_iter();
         places.filter(move |at| ends(*at, word)).map(|at| source.line_at(at)).collect::<Vec<_>>()
     });
-    // What a constant is cannot surprise anybody at run time.
+    // The value of a constant is known before run time.
     let constant = |line: usize| {
         let text = source.raw.lines().nth(line - 1).unwrap_or_default().trim_start();
         ["const ", "pub const ", "pub(crate) const "].iter().any(|head| text.starts_with(head))
@@ -274,7 +274,7 @@ fn casts(source: &Source) -> Vec<Finding> {
 }
 
 fn unsafe_code(source: &Source) -> Vec<Finding> {
-    let hint = "the safe call of `rustix` or `ebb_io`; a module that must have it goes into UNSAFE";
+    let hint = "the safe call of `rustix` or `ebb_io`; a module that needs unsafe is listed in UNSAFE";
     let known = UNSAFE.contains(&source.path.as_str());
     let words = ["unsafe {", "unsafe fn", "unsafe impl"];
     source.words("unsafe", &words, hint, |line| !known && !source.is_test(line))
@@ -304,15 +304,15 @@ fn long_functions(source: &Source) -> Vec<Finding> {
 }
 
 fn headings(source: &Source) -> Vec<Finding> {
-    let hint = "open it with `//!`: what it is for, its invariants, what it answers";
+    let hint = "open it with `//!`: what it is for, its invariants, its source";
     let opens = source.raw.starts_with("//!") || source.path.ends_with("/tests.rs");
     let bare = source.is_product() && !opens;
     bare.then(|| source.finding("heading", 1, hint)).into_iter().collect()
 }
 
-/// Paths that exist on one machine only. Looks at every text file, comments and all.
+/// Paths that exist on one machine only, in every text file including comments.
 fn machine_paths(source: &Source) -> Vec<Finding> {
-    // In pieces, or else this file would be the first finding.
+    // In pieces, so that this file is no finding.
     let words = [concat!("/wo", "rk/"), concat!("/tm", "p/t/"), concat!("/ro", "ot/")];
     let hint = "a path relative to the repository, a temporary directory, or an example path";
     let lines = source.raw.lines().enumerate();
@@ -320,7 +320,7 @@ fn machine_paths(source: &Source) -> Vec<Finding> {
     hits.map(|(index, _)| source.finding("machine path", index + 1, hint)).collect()
 }
 
-/// The arrows between crates, from a `Cargo.toml`.
+/// The dependencies between crates, from a `Cargo.toml`.
 fn arrows(source: &Source) -> Vec<Finding> {
     let Some(name) =
         source.path.strip_prefix("crates/").and_then(|p| p.strip_suffix("/Cargo.toml"))
@@ -328,10 +328,10 @@ fn arrows(source: &Source) -> Vec<Finding> {
         return Vec::new();
     };
     let Some(place) = MAY_KNOW.iter().position(|(known, _)| *known == name) else {
-        let hint = "give it its place among the rooms: MAY_KNOW here, and ARCHITECTURE.md";
+        let hint = "add the crate to MAY_KNOW here, and to ARCHITECTURE.md";
         return vec![source.finding("arrow", 1, hint)];
     };
-    let hint = "arrows go down only: exports, volume, store, io, mem; ask through the room between";
+    let hint = "dependencies go down only: exports, volume, store, io, mem; use the crate between";
     let mut found = Vec::new();
     let (mut in_dependencies, mut in_tests) = (false, false);
     for (index, text) in source.raw.lines().enumerate() {
@@ -341,7 +341,7 @@ fn arrows(source: &Source) -> Vec<Finding> {
         }
         let key = text.split(['=', '.', ' ']).next().unwrap_or_default();
         let ours = key == "ebbd" || key.starts_with("ebb-") || key == "testbed";
-        // Itself with features for its own tests.
+        // A crate may depend on itself, with features for its own tests.
         let itself = in_tests && key == name;
         let below = in_tests && MAY_KNOW[..place].iter().any(|(name, _)| *name == key);
         if in_dependencies && ours && !itself && !below && !MAY_KNOW[place].1.contains(&key) {
@@ -387,7 +387,7 @@ fn less_allowed(found: &[Finding], allowed: &[Allowed]) -> Vec<String> {
         let places = found.iter().filter(|finding| matches(finding, one)).count();
         let (rule, path, most, reason) = one;
         if places == 0 {
-            told.push(format!("{path}: {rule}: needs no exception any more ({reason}): remove it"));
+            told.push(format!("{path}: {rule}: no exception needed any more ({reason}): remove it"));
         } else if places > *most {
             told.push(format!("{path}: {rule}: {places} places, {most} allowed ({reason}):"));
             told.extend(found.iter().filter(|f| matches(f, one)).map(ToString::to_string));
@@ -426,14 +426,14 @@ fn the_tree_is_tidy() {
     let mut sources = Vec::new();
     read_tree(&root(), "", &mut sources).unwrap();
     let count = |what: &str| sources.iter().filter(|source| source.path.ends_with(what)).count();
-    assert!(count(".rs") > 50 && count("Cargo.toml") > 6, "the whole tree was read");
+    assert!(count(".rs") > 50 && count("Cargo.toml") > 6, "not the whole tree was read");
     let found: Vec<Finding> = sources.iter().flat_map(judge).collect();
     let told = less_allowed(&found, ALLOWED);
     assert!(told.is_empty(), "{} findings\n\n{}", told.len(), told.join("\n"));
     for path in UNSAFE {
         let source = sources.iter().find(|source| source.path == *path);
         let used = source.is_some_and(|source| !positions(&source.code, "unsafe ").is_empty());
-        assert!(used, "{path} has no unsafe any more: take it out of UNSAFE");
+        assert!(used, "{path} has no unsafe any more: remove it from UNSAFE");
     }
 }
 
@@ -456,7 +456,7 @@ fn every_promise_names_its_test() {
         let head = format!("fn {name}(");
         all.iter().any(|source| !positions(&source.code, &head).is_empty())
     };
-    // A figure is a workload and what is measured of it, each somewhere in quotes.
+    // A figure is the name of a workload and of a measured quantity, each in quotes somewhere.
     let bench = |text: &str| {
         let quoted = format!("\"{text}\"");
         let mut benches = all.iter().filter(|source| source.path.starts_with("testbed/src/bench"));
@@ -470,7 +470,7 @@ fn every_promise_names_its_test() {
     let names = named(&specification.raw);
     assert!(names.len() > 50, "{names:?}");
     let missing: Vec<_> = names.into_iter().filter(|name| !test(name) && !figure(name)).collect();
-    assert!(missing.is_empty(), "SPEC.md names what does not exist: {missing:?}");
+    assert!(missing.is_empty(), "SPEC.md names tests or figures that do not exist: {missing:?}");
     assert!(!test("a_test_that_does_not_exist") && !figure("nbd_randread_4k_qd1_no_such"));
 }
 
@@ -570,7 +570,7 @@ fn exceptions_are_counted() {
         judge(&Source::new(path, &text))
     };
     assert_eq!(less_allowed(&findings(2), &one(2)), Vec::<String>::new());
-    assert!(less_allowed(&findings(0), &one(2))[0].contains("no exception any more"));
+    assert!(less_allowed(&findings(0), &one(2))[0].contains("no exception needed any more"));
     assert!(less_allowed(&findings(3), &one(2))[0].contains("3 places, 2 allowed"));
     let told = less_allowed(&findings(1), &[]);
     assert!(told[0].starts_with("crates/ebb-io/src/x.rs:2: panic: fn f()"), "{told:?}");

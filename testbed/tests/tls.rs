@@ -1,4 +1,4 @@
-//! TLS with certificates and with pre-shared keys: real clients get in, the wrong ones do not.
+//! TLS with certificates and with pre-shared keys: clients with valid credentials are accepted, others refused.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;
 
-/// Directories with certificates: the server's, a good client's, and a stranger's.
+/// Directories with certificates: the server's, a valid client's, and one of another authority.
 struct Certificates {
     server: PathBuf,
     client: PathBuf,
@@ -41,7 +41,7 @@ fn info(uri: &str) -> Tool {
     Tool::new("nbdinfo").arg("--json").arg(uri)
 }
 
-/// The client got in, over TLS, and sees the disk.
+/// Requires that the client connected over TLS and sees the disk.
 fn sees_the_disk(outcome: &Outcome) -> Result {
     let json = outcome.json()?;
     outcome.check(json["TLS"] == true, "TLS")?;
@@ -69,7 +69,7 @@ fn qemu(server: &Server, credentials: &str, hostname: &str) -> Tool {
         .arg(format!("{},tls-creds=tls0{hostname}", server.qemu_options("disk")))
 }
 
-/// The daemon still serves, whatever was tried.
+/// Requires that the daemon still serves a valid client.
 fn still_serves(server: &mut Server, uri: &str) -> Result {
     sees_the_disk(&info(uri).ok()?)?;
     server.healthy()
@@ -92,19 +92,18 @@ fn clients_with_certificates_are_accepted_and_plain_clients_are_refused() -> Res
     let outcome = qemu(&server, &credentials, ",tls-hostname=localhost").ok()?;
     outcome.check(outcome.json()?["virtual-size"] == 16 * MIB, "the size of the disk")?;
 
-    // Plain clients: all options except STARTTLS are refused, and the list is as secret as
-    // everything else.
+    // Plain clients: all options except STARTTLS are refused, including the list of exports.
     info(&server.uri("disk")).fails()?;
     let list = format!("nbd+unix://?socket={}", server.socket().display());
     let outcome = Tool::new("nbdinfo").args(["--json", "--list"]).arg(&list).fails()?;
     outcome.check(!outcome.stdout.contains("disk\""), "no names of volumes")?;
     Tool::new("qemu-img").args(["info", &server.uri("disk")]).fails()?;
-    check(Client::open(&server.socket(), "disk").is_err(), || "a plain client got in".into())?;
+    check(Client::open(&server.socket(), "disk").is_err(), || "a client without TLS was accepted".into())?;
     // A client that trusts another authority does not accept the server.
     // (QEMU checks that on a unix socket too; nbdinfo has no name to check there.)
     let stranger = format!("tls-creds-x509,dir={}", files.stranger.display());
     qemu(&server, &stranger, ",tls-hostname=localhost").fails()?;
-    // One that expects another name neither.
+    // Nor does a client that expects another server name.
     qemu(&server, &credentials, ",tls-hostname=elsewhere.example").fails()?;
     still_serves(&mut server, &uri)
 }
@@ -113,11 +112,11 @@ fn clients_with_certificates_are_accepted_and_plain_clients_are_refused() -> Res
 fn a_client_must_show_its_certificate_where_peers_are_verified() -> Result {
     let setup = Setup::new()?;
     let files = certificates(setup.dir())?;
-    // The server's authority, but no certificate of its own; and one that a stranger signed.
-    let nobody = setup.dir().join("nobody");
+    // A client without a certificate, and one whose certificate another authority signed.
+    let anonymous = setup.dir().join("anonymous");
     let impostor = setup.dir().join("impostor");
     for (dir, names) in
-        [(&nobody, &[][..]), (&impostor, &["client-cert.pem", "client-key.pem"][..])]
+        [(&anonymous, &[][..]), (&impostor, &["client-cert.pem", "client-key.pem"][..])]
     {
         fs::create_dir(dir).map_err(Error::io("make a directory"))?;
         let authority = files.client.join("ca-cert.pem");
@@ -135,7 +134,7 @@ fn a_client_must_show_its_certificate_where_peers_are_verified() -> Result {
     sees_the_disk(&info(&uri).ok()?)?;
     let credentials = format!("tls-creds-x509,dir={}", files.client.display());
     qemu(&server, &credentials, ",tls-hostname=localhost").ok()?;
-    info(&by_certificate(&server, &nobody)).fails()?;
+    info(&by_certificate(&server, &anonymous)).fails()?;
     info(&by_certificate(&server, &impostor)).fails()?;
     still_serves(&mut server, &uri)
 }
@@ -180,12 +179,12 @@ fn optional_tls_serves_both() -> Result {
     sees_the_disk(&info(&uri).ok()?)?;
     let plain = info(&server.uri("disk")).ok()?;
     plain.check(plain.json()?["TLS"] == false, "no TLS")?;
-    // What one writes the other reads.
+    // Data written over TLS can be read without it.
     copies(&server, &uri)?;
     let back = server.dir().join("plain");
     Tool::new("nbdcopy").arg(server.uri("disk")).arg(&back).ok()?;
     Tool::new("cmp").arg(&back).arg(server.image_path("disk")).ok()?;
-    // A connection that requests TLS and then sends plain text is closed, and affects no other.
+    // A connection that requests TLS and then sends plain text is closed, and other connections are not affected.
     plain_after_starttls(&server)?;
     still_serves(&mut server, &uri)
 }
@@ -199,15 +198,15 @@ fn plain_after_starttls(server: &Server) -> Result {
     let lie = testbed::harness::nbd::option_bytes(3, &[]);
     stream.write_all(&lie).map_err(Error::io("send"))?;
     let mut rest = Vec::new();
-    // The end may be clean or a reset; it must be an end.
+    // A clean end or a reset: the connection must end.
     let ended = stream.read_to_end(&mut rest);
     check(!matches!(&ended, Err(e) if e.kind() == std::io::ErrorKind::WouldBlock), || {
         "a plain option after STARTTLS: the connection stays open".into()
     })
 }
 
-/// What a real client says first in TLS, up to and without the part that depends on the server:
-/// a record header and a hello that says nothing sensible.
+/// The beginning of TLS as a client sends it: a record header and a ClientHello with meaningless
+/// content, cut after `n` bytes.
 fn half_a_hello(n: usize) -> Vec<u8> {
     let mut hello = vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3];
     hello.extend((0..520).map(|i| u8::try_from(i % 251).unwrap_or(0)));
@@ -231,7 +230,7 @@ fn handshakes_cut_within_tls_leave_nothing_behind() -> Result {
         for n in from..from + count {
             let mut hand = testbed::harness::nbd::Handshake::connect(&socket)?;
             hand.option(5, &[])?;
-            // Whether the server notices before the end of it is its business.
+            // The server may detect the error before all of it was sent.
             let _ = hand.into_stream().write_all(&half_a_hello(n));
         }
         Ok(())
@@ -241,8 +240,8 @@ fn handshakes_cut_within_tls_leave_nothing_behind() -> Result {
     fresh.returned(64 * MIB)?;
     let held = Held::by(server.pid()?)?;
     run(300, 3000)?;
-    // As many handshakes as there may be at once are held up behind one another, and what they took
-    // stays with the allocator. Of each of these it would be less than 3 KiB.
+    // As many handshakes as are allowed at a time wait for each other, and the allocator keeps the
+    // memory that they used. A leak of 3 KiB for each of these would exceed this.
     held.returned(8 * MIB)?;
     let uri = by_certificate(&server, &files.client);
     still_serves(&mut server, &uri)?;

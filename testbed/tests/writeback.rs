@@ -1,6 +1,5 @@
-//! `cache = writeback` in the daemon, in front of a third-party remote store: what is acknowledged
-//! from memory, what a flush writes to the store, and what remains after failures, kills and
-//! shutdowns.
+//! `cache = "writeback"` in the daemon, in front of a third-party remote store: writes acknowledged
+//! from memory, flushes, and the store's content after failures, kills and shutdowns.
 
 use std::fs;
 use std::path::PathBuf;
@@ -20,7 +19,7 @@ use testbed::{Error, Nbdkit, Result, Server, Tool, check};
 
 const PAGE: u64 = 4096;
 const SIZE: u64 = 16 << 20;
-/// Stands for a file of the store, which outlives its server.
+/// A placeholder for the path of the store's file, which survives a restart of the server.
 const DATA: &str = "DATA";
 
 /// A daemon with volumes on stores of their own, each an `nbdkit`.
@@ -28,7 +27,7 @@ struct Rig {
     stores: Vec<Nbdkit>,
     server: Server,
     control: PathBuf,
-    /// While this file exists every write to the (first) store fails, if it has the filter for that.
+    /// While this file exists every write to a store with the `error` filter fails.
     trouble: PathBuf,
 }
 
@@ -74,21 +73,21 @@ impl Rig {
         Ok(Tool::new(&ebbd).args(arguments).arg("--control").arg(&self.control))
     }
 
-    /// How often the host was short of memory.
+    /// The number of memory pressure events of the host.
     fn signs_of_pressure(&self) -> Result<u64> {
         let stat = self.stat()?;
         let events = stat["pressure"]["events"].as_array().cloned().unwrap_or_default();
         Ok(events.iter().skip(1).filter_map(Value::as_u64).sum())
     }
 
-    /// A number of the first backing device.
+    /// A figure of the first backing device.
     fn bdi(&self, field: &str) -> Result<u64> {
         let stat = self.stat()?;
         let value = stat["bdis"][0][field].as_u64();
         value.ok_or_else(|| Error::unexpected(format!("no {field} in {stat}")))
     }
 
-    /// The store holds these pages of this stamp.
+    /// Checks that the store holds these pages, written with this stamp.
     fn holds(&self, store: usize, pages: &[u64], stamp: u64) -> Result {
         let mut client = self.stores[store].client()?;
         for page in pages {
@@ -101,7 +100,7 @@ impl Rig {
     }
 }
 
-/// Numbers below `end`, each once, in no order.
+/// The numbers below `end` in random order.
 fn shuffled(end: u64, random: &mut Random) -> Vec<u64> {
     let mut all: Vec<u64> = (0..end).collect();
     for place in (1..all.len()).rev() {
@@ -125,14 +124,14 @@ fn writes_are_acknowledged_from_memory_and_a_flush_writes_them_to_the_store() ->
     let pages = shuffled(64, &mut random);
     let mut client = rig.client("disk0")?;
     let mut gathered = false;
-    // A host that is short of memory has everything written at once: then it is tried again.
+    // If the host is short of memory everything is written at once: then try again.
     for _ in 0..10 {
         let before = (rig.stores[0].count("Write")?, rig.signs_of_pressure()?);
         for stamp in 1..=40 {
             write_pages(&mut client, &pages, stamp)?;
         }
         let writes = rig.stores[0].count("Write")? - before.0;
-        // Not one by one, and not each time.
+        // Fewer writes than requests: neighbouring pages are written together, and repeated writes once.
         gathered = writes < 40 * 64 / 2;
         if gathered {
             break;
@@ -142,7 +141,7 @@ fn writes_are_acknowledged_from_memory_and_a_flush_writes_them_to_the_store() ->
         client.flush()?;
         std::thread::sleep(Duration::from_secs(3));
     }
-    check(gathered, || "the host is short of memory all the time".into())?;
+    check(gathered, || "the host was short of memory in every attempt".into())?;
     let own = client.read(0, 4096)?;
     check(own == content(40, 0, 4096), || "a read does not see the write".into())?;
     client.flush()?;
@@ -151,10 +150,10 @@ fn writes_are_acknowledged_from_memory_and_a_flush_writes_them_to_the_store() ->
     let stat = rig.stat()?;
     let bdi = &stat["bdis"][0];
     check(bdi["volumes"][0] == "disk0" && bdi["written_bytes"].as_u64() > Some(0), || {
-        format!("no figures of the backing device: {stat}")
+        format!("the figures of the backing device are missing: {stat}")
     })?;
     check(bdi["dirty_bytes"] == 0 && bdi["writeback_bytes"] == 0, || {
-        format!("after a flush nothing is dirty: {bdi}")
+        format!("there is dirty data after a flush: {bdi}")
     })?;
     client.disconnect()?;
     rig.server.stop()
@@ -191,7 +190,7 @@ fn what_was_durable_before_a_kill_is_in_the_store() -> Result {
                 .sum::<Result<u64>>()
         })?;
         let mut ledger = ledger.lock().unwrap_or_else(PoisonError::into_inner);
-        // nbdkit may go down itself when its client is killed.
+        // nbdkit may crash when its client is killed.
         rig.stores[0].restart()?;
         let mut store = rig.stores[0].client()?;
         for offset in (0..SIZE).step_by(1 << 20) {
@@ -229,11 +228,11 @@ fn a_failing_store_fails_the_flush_and_its_data_is_kept() -> Result {
     let mut client = rig.client("disk0")?;
     write_pages(&mut client, &pages, 5)?;
     let told = client.flush();
-    check(matches!(told, Err(Failure::Refused(_))), || format!("a flush says {told:?}"))?;
+    check(matches!(told, Err(Failure::Refused(_))), || format!("the result of the flush: {told:?}"))?;
     let own = client.read(PAGE, 4096)?;
     check(own == content(5, PAGE, 4096), || "the data is lost".into())?;
     fs::remove_file(&rig.trouble).map_err(Error::io("end the trouble"))?;
-    // A failure in the background meanwhile is reported once more.
+    // A background write that failed meanwhile is reported by one more flush.
     let _ = client.flush();
     client.flush()?;
     rig.holds(0, &pages, 5)?;
@@ -251,7 +250,7 @@ fn a_stop_that_cannot_write_lists_what_is_left() -> Result {
     let status = rig.server.wait(PATIENCE)?;
     let log = rig.server.log();
     check(status.code() == Some(1), || format!("exit {status}\n{log}"))?;
-    check(log.contains("unwritten_bytes=12288"), || format!("no list of what is left\n{log}"))
+    check(log.contains("unwritten_bytes=12288"), || format!("unwritten data is not listed\n{log}"))
 }
 
 #[test]
@@ -259,12 +258,12 @@ fn a_dead_store_delays_no_other_store() -> Result {
     let dead: &[&str] = &["memory", "16M", "--filter=delay", "wdelay=3600"];
     let mut rig = Rig::new(&[dead, &["memory", "16M"]], &["--drain=1"])?;
     let mut slow = rig.client("disk0")?;
-    // Until it pauses, or all of it is dirty.
+    // Until the writer is throttled, or the whole volume is dirty.
     let stuck = std::thread::spawn(move || {
         let pages: Vec<u64> = (0..SIZE / PAGE).collect();
         let _ = write_pages(&mut slow, &pages, 1);
     });
-    until("the dead store has something on its way", PATIENCE, || {
+    until("a write to the dead store is in flight", PATIENCE, || {
         let stat = rig.stat()?;
         let all = stat["bdis"].as_array().cloned().unwrap_or_default();
         let some = |bdi: &Value| bdi["volumes"][0] == "disk0" && bdi["writeback_bytes"] != 0;
@@ -283,7 +282,7 @@ fn a_dead_store_delays_no_other_store() -> Result {
     stuck.join().map_err(|_| Error::unexpected("the writer panicked"))
 }
 
-/// The store accepts a megabyte per second, after two at once.
+/// The store accepts a megabyte per second, after a burst of two.
 const SLOW: [&str; 4] = ["null", "1G", "--filter=rate", "rate=8M"];
 
 #[test]
@@ -301,7 +300,7 @@ fn bounds_of_a_device_are_set_while_it_runs_and_hold_from_the_first_byte() -> Re
     let shown = ["0.5%", "12.5%", "256.0K", "yes"].iter().all(|word| table.stdout.contains(word));
     check(shown, || format!("the settings are not shown:\n{}", table.stdout))?;
 
-    // It writes without end, and is ended with the daemon.
+    // Writes until the daemon ends.
     let mut client = rig.client("disk0")?;
     let writer = std::thread::spawn(move || {
         let data = content(1, 0, 65536);
@@ -318,16 +317,16 @@ fn bounds_of_a_device_are_set_while_it_runs_and_hold_from_the_first_byte() -> Re
     };
     for _ in 0..20 {
         let held = held()?;
-        check(held <= 256 << 10, || format!("it holds {held} of 256 KiB"))?;
-        check(rig.bdi("threshold_bytes")? <= 256 << 10, || "the threshold is higher".into())?;
+        check(held <= 256 << 10, || format!("{held} bytes are dirty or in writeback, with a limit of 256 KiB"))?;
+        check(rig.bdi("threshold_bytes")? <= 256 << 10, || "the threshold is above the limit".into())?;
     }
     check(rig.bdi("written_bytes")? > 256 << 10, || "nothing is written".into())?;
     set(&["set", "max_bytes", "--unset"])?;
-    until("more is taken without the bound", PATIENCE, || {
+    until("more is dirty without the limit", PATIENCE, || {
         Ok((rig.bdi("threshold_bytes")? > 512 << 10 && held()? > 512 << 10).then_some(()))
     })?;
     set(&["set", "max_bytes", "128K"])?;
-    until("what is above drains", PATIENCE, || Ok((held()? <= 128 << 10).then_some(())))?;
+    until("data above the new limit is written", PATIENCE, || Ok((held()? <= 128 << 10).then_some(())))?;
     rig.server.healthy()?;
     rig.server.kill9()?;
     writer.join().map_err(|_| Error::unexpected("the writer panicked"))
@@ -351,14 +350,14 @@ fn bounds_of_a_device_come_from_the_file_and_change_with_it() -> Result {
     let setup = setup.arg("--config").arg(&file).arg("--control").arg(&control);
     let server = setup.start()?;
     let mut rig = Rig { stores: vec![store], server, control, trouble: PathBuf::new() };
-    check(rig.bdi("max_bytes")? == 512 << 10, || "the file's bound is not in force".into())?;
-    check(rig.server.log().contains("bdi=\"ghost\""), || "no word of the ghost".into())?;
+    check(rig.bdi("max_bytes")? == 512 << 10, || "the configured limit is not in force".into())?;
+    check(rig.server.log().contains("bdi=\"ghost\""), || "the device without a volume is not logged".into())?;
     rig.ebbd(&["set", "strict_limit", "on", "--bdi", "stick"])?.ok()?;
 
     // A mistake changes nothing.
     configure("min_ratio = 200")?;
     rig.server.signal(Signal::HUP)?;
-    until("the mistake is told", PATIENCE, || {
+    until("the mistake is logged", PATIENCE, || {
         Ok(rig.server.log().contains("bdi.stick.min_ratio").then_some(()))
     })?;
     check(rig.bdi("max_bytes")? == 512 << 10, || "a mistake changed something".into())?;
@@ -368,7 +367,7 @@ fn bounds_of_a_device_come_from_the_file_and_change_with_it() -> Result {
     let stat = rig.stat()?;
     let bdi = &stat["bdis"][0];
     check(bdi["max_ratio"] == 0.5 && bdi["strict_limit"] == true, || {
-        format!("what was set at run time is lost, or the file's part is not there: {bdi}")
+        format!("the value set at run time or the configured one is not in force: {bdi}")
     })?;
     rig.server.stop()
 }

@@ -14,7 +14,7 @@ fn ext4_is_clean_after_its_journal_is_replayed_whenever_the_daemon_was_killed() 
     };
     let report = kill_daemons(count, Build::AsTests, Random::seed(0xebb_b010))?;
     check(report.kills == count && report.promised >= 3 * count as u64, || {
-        format!("{} kills, {} promises", report.kills, report.promised)
+        format!("{} kills, {} durable writes", report.kills, report.promised)
     })?;
     check(report.broken.is_empty(), || report.broken.join("\n"))
 }

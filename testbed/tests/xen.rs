@@ -1,13 +1,13 @@
 //! Real Xen: unmodified Linux guests whose disks the daemon serves, in one boot.
 //!
-//! Two guests with two queues each. One has its disks from xl: it makes a file system, writes 200 MB
-//! with checksums, finds them again after its disk was detached and attached, gives space back, sees
-//! its disk grow, and finds the files when it has restarted. The other verifies raw content, with
-//! requests of many pages, while the daemon is killed 20 times and replaced three times, and while
-//! its parameters change; then its hypercalls are counted, with and without persistent grants; at
-//! last it uses barriers. The scripts are in `tests/xen/`.
+//! Two guests with two queues each. The disks of the first come from `xl`: it creates a file system,
+//! writes 200 MB with checksums, verifies them after its disk was detached and attached again, trims,
+//! grows the file system after a resize of its disk, and verifies the files after a restart. The
+//! second verifies raw content, with requests of many pages, while the daemon is killed 20 times and
+//! replaced three times, and while its parameters change; then its hypercalls are counted, with and
+//! without persistent grants; at last it uses barriers. The scripts are in `tests/xen/`.
 //!
-//! One boot, some minutes of one processor.
+//! It takes some minutes of one processor.
 
 #![allow(clippy::print_stdout, reason = "a test's figures")]
 
@@ -20,7 +20,8 @@ use testbed::{Result, check};
 /// Requests in a phase whose hypercalls are counted; as in `churn.sh`.
 const COUNTED: u64 = 20_000;
 
-/// Daemon and load are those of a release: a machine that counts instructions counts debug checks, too.
+/// Daemon and load are release builds: the time in this machine is the number of instructions, and debug checks would
+/// take some of it.
 fn machine() -> Result<Machine> {
     let mut machine = Machine::new(include_str!("xen/job.sh"))
         .file("files.sh", include_str!("xen/files.sh"))
@@ -82,7 +83,7 @@ fn linux_guests_on_xen_keep_their_files_while_the_daemon_is_killed() -> Result {
     expect(number(&outcome, "barriers")? >= 10, "a flush of the store for each barrier")
 }
 
-/// Verified loads while the daemon goes and comes.
+/// Verified loads while the daemon is killed and replaced.
 fn killed_and_replaced(outcome: &Outcome) -> Result {
     // "churn COUNT errors wrong": guest-load itself fails when there is an error or a wrong byte.
     let loads = [outcome.answers("two.churn"), outcome.answers("two.plain")].concat();
@@ -94,15 +95,15 @@ fn killed_and_replaced(outcome: &Outcome) -> Result {
         check(good, || format!("more than 100 requests, none failed or wrong: {load}"))?;
     }
     let found = numbers(outcome, "kills")?;
-    // Kills; those that left requests open; those that left some of which later ones had completed.
+    // Kills; kills with requests in flight; kills with requests in flight that later ones had overtaken.
     let good = matches!(found[..], [20, open, overtaken] if open >= 5 && overtaken >= 1);
-    check(good, || format!("20 kills, many with open requests, some out of order, not {found:?}"))
+    check(good, || format!("20 kills, many with requests in flight, some out of order, not {found:?}"))
 }
 
-/// What parameters did that were written while requests ran.
+/// The effects of parameters that were set while requests were in flight.
 fn parameters(outcome: &Outcome) -> Result {
-    // "PARAMETER MILLISECONDS", until `ebbd stat` shows the effect, which the job waits for; one
-    // call takes 30 ms and more.
+    // "PARAMETER MILLISECONDS": the time until `ebbd stat` showed the effect. The job waits for that;
+    // one call takes 30 ms and more.
     let effects = outcome.answers("effect");
     for name in [
         "max_persistent_grants",
@@ -113,22 +114,21 @@ fn parameters(outcome: &Outcome) -> Result {
         let found = effects.iter().any(|text| text.starts_with(name));
         check(found, || format!("{name} to take effect: {effects:?}"))?;
     }
-    check(number(outcome, "busy")? > 0, || "idle grants alone to go".into())?;
+    check(number(outcome, "busy")? > 0, || "only idle grants to be unmapped".into())?;
     let capped = number(outcome, "capped")?;
     // Two rings.
     check(capped <= 2 * 200, || {
-        format!("{capped} grants are mapped, past a cap of 200 for a ring")
+        format!("{capped} grants are mapped, with a cap of 200 for each ring")
     })?;
     check(number(outcome, "errors")? == 0, || "a request was lost".into())?;
-    check(number(outcome, "offered")? == 0, || "feature_persistent offered after all".into())
+    check(number(outcome, "offered")? == 0, || "feature_persistent is offered although it is off".into())
 }
 
 /// Hypercalls for 4 KiB reads at depth 32: none for grants that stay mapped; copies in batches.
 fn counted(outcome: &Outcome) -> Result {
-    // Other programs in dom0 make calls now and then, and a page that is used for the first time is
-    // mapped. A call copies 16 pages if so many are requested, but a guest fills its ring in parts,
-    // too: 0.064 of a call for a read is usual, and 0.070 was seen on a host whose page cache was
-    // dropped all the time.
+    // Other programs in dom0 make some calls, and a page is mapped at its first use. A call copies 16
+    // pages if that many are requested, but a guest also fills its ring in parts: 0.064 calls per read
+    // are usual, and 0.070 were measured on a host whose page cache was dropped continuously.
     let noise = COUNTED / 200;
     for (phase, grants) in [("persistent", 0), ("copy", COUNTED / 12)] {
         let found = hypercalls(outcome, phase)?;
@@ -141,14 +141,14 @@ fn counted(outcome: &Outcome) -> Result {
     Ok(())
 }
 
-/// The file system of the guest whose disks are xl's.
+/// The file system of the guest whose disks come from `xl`.
 fn files(outcome: &Outcome) -> Result {
-    check(number(outcome, "flushes")? > 0, || "the file system's flushes reach no store".into())?;
-    check(outcome.answer("one.found")? == "8", || "files lost when the guest restarted".into())?;
+    check(number(outcome, "flushes")? > 0, || "the file system's flushes do not reach the store".into())?;
+    check(outcome.answer("one.found")? == "8", || "files are lost after the guest's restart".into())?;
     let (before, after) = (number(outcome, "used-before")?, number(outcome, "used-after")?);
     // Eleven files of 4 MiB.
     check(after + 40_000 <= before, || {
-        format!("44 MiB trimmed, but the image took {before} KiB and takes {after} KiB")
+        format!("44 MiB trimmed, but the image used {before} KiB before and uses {after} KiB now")
     })?;
     let sectors = numbers(outcome, "one.resized")?;
     check(sectors == [320 << 11, 384 << 11], || {

@@ -110,7 +110,7 @@ fn from_root(code: &str, file: &str) -> Vec<(usize, String)> {
     }
     for at in positions(code, "super::") {
         let supers = code[at..].split("super::").take_while(|part| part.is_empty()).count();
-        // Not one within such a row.
+        // Except a `super::` within such a sequence.
         if supers == depth && !code[..at].ends_with("::") {
             let rest = &code[at + 7 * supers..];
             found.extend(paths(rest).into_iter().map(|path| (at, path)));
@@ -237,10 +237,10 @@ fn circles_are_caught() {
     ] {
         assert_eq!(first(&[lib, a, ("b", back)]), circle, "{back}");
     }
-    // From a folder, and by a name that the root exports.
+    // From a subdirectory, and by a name that the root exports.
     assert_eq!(first(&[lib, a, ("b", ""), ("b/inner", "use super::super::a::A;")]), circle);
     assert_eq!(first(&[lib, ("a", "use crate::B;"), ("b", "use crate::a;")]), circle);
-    // Of three.
+    // A circle of three modules.
     let three = [lib, a, ("b", "use crate::c::C;"), ("c", "use crate::a::A;")];
     assert_eq!(first(&three), Some("crates/x/src/lib.rs: circle: a, b, c".to_owned()));
     assert!(told(&three).contains(&"    c uses a: crates/x/src/c.rs:1".to_owned()));

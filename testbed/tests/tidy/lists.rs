@@ -1,7 +1,7 @@
 //! What the tidy test knows of this tree: which crates may depend on which, where `unsafe` is, and
 //! the exceptions with their reasons.
 
-/// What a guest's request passes through.
+/// Code that requests of guests and clients pass through.
 pub(crate) const DATA_PATH: &[&str] = &[
     "crates/ebb-param/",
     "crates/ebb-mem/",

@@ -30,8 +30,8 @@ const PRIVATE: &[&str] = &[
     concat!("in the", " reference"),
 ];
 
-/// Words that had a usual word beside them: a request, client or task is called what it is, and a thing has the name
-/// the field has for it (docs/glossary.md).
+/// Words that are not used because the field has a usual one (docs/glossary.md). Requests, clients and tasks are
+/// called that.
 const UNUSUAL: &[&str] = &[
     "nobody", "somebody", "whoever", "purse", "crew", "keeper", "lane", "lanes", "befall",
     "befalls",
@@ -67,7 +67,7 @@ fn is_name(word: &str) -> bool {
     !word.is_empty() && word.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
 }
 
-/// Whether `head` stands in the code and the name at its end does not go on.
+/// Whether the code has `head`, and not as the beginning of a longer name.
 fn has(code: &str, head: &str) -> bool {
     positions(code, head).into_iter().any(|at| {
         let next = code.as_bytes().get(at + head.len()).copied().unwrap_or(b' ');
@@ -91,7 +91,7 @@ fn type_has(code: &str, name: &str, inside: &str) -> bool {
     block_has(code, &defined, inside) || positions(code, "impl").iter().any(of_type)
 }
 
-/// Whether there is what a code span names. True for spans that are neither a file nor a name.
+/// Whether the file or name in a code span exists. True for spans that are neither a file nor a name.
 fn exists(span: &str, sources: &[Source]) -> bool {
     let rust = || sources.iter().filter(|source| source.is_rust());
     if STANDARD.contains(&span) || span.contains("NAME") {
@@ -133,7 +133,7 @@ fn exists(span: &str, sources: &[Source]) -> bool {
     }
 }
 
-/// The code spans of a document that name what is not in the tree, each with its line.
+/// The code spans of a document whose file or name is not in the tree, each with its line.
 fn missing_names(document: &str, sources: &[Source]) -> Vec<String> {
     let missing = spans(document).into_iter().filter(|(_, span)| !exists(span, sources));
     missing.map(|(line, span)| format!("{line}: `{span}`")).collect()
@@ -198,7 +198,7 @@ fn decisions(line: &str) -> Vec<u32> {
     numbers.filter_map(|number| number.parse().ok()).collect()
 }
 
-/// What a file cites that is not there: a line each.
+/// Citations in a file of documents that do not exist, a line each.
 fn missing_documents(source: &Source, sources: &[Source]) -> Vec<String> {
     let mut found = Vec::new();
     for (index, line) in source.raw.lines().enumerate() {
@@ -246,8 +246,8 @@ fn visible_types(source: &Source) -> Vec<(&str, usize)> {
     found
 }
 
-/// Names that several types of the product have, each with its places; and exceptions of which there
-/// is no need.
+/// Names that several types of the product have, each with its places; and exceptions that are not
+/// needed.
 fn shared_names(sources: &[Source], allowed: &[(&str, &str)]) -> Vec<String> {
     let mut places: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for source in sources.iter().filter(|source| source.is_rust()) {

@@ -1,5 +1,5 @@
-# Verified load on raw disks: fio with requests of many pages, then content that survives its daemon,
-# parameters that change meanwhile, disks without persistent grants and with barriers.
+# Verified load on raw disks: fio with requests of many pages, then loads during which the daemon is killed and replaced
+# and parameters change, disks without persistent grants and with barriers.
 tools
 ask disk
 wait_disk xvdb
@@ -10,7 +10,7 @@ fio --name=verify --filename=/dev/xvdb --rw=randwrite --bs=4k-256k --size=24m --
     exit 1
 }
 say fio ok
-# Until dom0 says that it is enough; the next load begins anew.
+# Runs until dom0 ends the load; the next load starts with new content.
 load() {
     ask "$1"
     while [ "$(xenstore-read data/load)" = "$1" ]; do say churn "$(guest-load /dev/xvdb churn 32 1 "$2")"; done
@@ -22,7 +22,7 @@ load parameters 3
 ask counts
 wait_disk xvde
 count() {
-    # Grants are mapped when they are first used, and each processor has a ring of its own.
+    # Grants are mapped at their first use, and each processor has a ring of its own.
     taskset 1 guest-load "/dev/$2" rr 4k 32 1000
     ask "$1"
     taskset 1 guest-load "/dev/$2" rr 4k 32 20000
@@ -31,7 +31,7 @@ count() {
 ask idle
 ask end
 count persistent xvde
-# Known to the frontend when the next disk connects.
+# Takes effect in the frontend when the next disk connects.
 echo N >/sys/module/xen_blkfront/parameters/feature_persistent
 ask plain
 wait_disk xvdc
@@ -39,7 +39,7 @@ say plain "$(guest-load /dev/xvdc churn 32 1 4)"
 count copy xvdc
 ask barrier
 wait_disk xvdd
-# Without a flush of its own a frontend writes what must be stable behind a barrier.
+# If the backend offers no flush, the frontend uses barriers.
 say fua "$(cat /sys/block/xvdd/queue/fua)"
 for i in 1 2 3 4 5; do
     dd if=/tools/bin/guest-load of=/dev/xvdd bs=64k seek=$i count=1 conv=fsync 2>/dev/null

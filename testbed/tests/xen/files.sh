@@ -1,5 +1,5 @@
-# A file system with 200 MB of files and their checksums; detached, trimmed, resized; and when the
-# guest is started anew, found again.
+# A file system with 200 MB of files and their checksums: verified after a detach, trimmed, resized, and verified again
+# after a restart of the guest.
 tools
 wait_disk xvdb
 mkdir -p /mnt
@@ -8,7 +8,7 @@ verify() {
     (cd /mnt && grep "$1" SUMS | md5sum -c | grep -vc ': OK$') && exit 1
     umount /mnt
 }
-# The mark of an ext4 says that this is the second start.
+# If the disk has the magic number of ext4, this is the second start.
 if [ "$(dd if=/dev/xvdb bs=1 skip=1080 count=2 2>/dev/null | od -An -tx1)" = " 53 ef" ]; then
     e2fsck -f -n /dev/xvdb
     mount -t ext4 -o ro /dev/xvdb /mnt

@@ -1,15 +1,15 @@
-# In dom0: one daemon, two guests with two queues each, controlled by the guests' scripts. Guest
-# `one` has its disks from xl, guest `two` from `ebbd xen attach`.
+# In dom0: one daemon, and two guests with two queues each, synchronized with the guests' scripts. The
+# disks of guest `one` come from xl, those of guest `two` from `ebbd xen attach`.
 mkdir -p /out/log
 export EBBD_CONTROL=/run/ebbd/control.sock
-# Disk lines with a script are the daemon's where the kernel's backend is not loaded.
+# Without the kernel's backend, disks whose configuration has a script are served by the daemon.
 rmmod xen-blkback
 cp /job/block-ebbd /etc/xen/scripts/
 chmod 755 /etc/xen/scripts/block-ebbd
 tools_disk='vdev=xvdy,access=r,script=block-ebbd,target=tools'
 files_disk='vdev=xvdb,access=rw,script=block-ebbd,target=files'
 
-# A device that takes a millisecond, below a cache: what is found there overtakes what is not.
+# A device with a latency of a millisecond, below a cache: hits overtake misses.
 modprobe null_blk nr_devices=1 queue_mode=2 irqmode=2 completion_nsec=1000000 memory_backed=1 gb=1 bs=4096
 
 serve() {
@@ -22,7 +22,7 @@ serve() {
     daemon=$!
 }
 ready() { until_true 20 'ebbd stat >/dev/null 2>&1'; }
-# A column of a connected disk of a volume, as `ebbd stat` shows it.
+# A column of `ebbd stat` for a connected disk of a volume.
 disk() { ebbd stat | awk -v volume="$1" -v column="$2" '$3 == volume && $4 == "connected" { print $column }'; }
 mapped() { disk "$1" 6; }
 # Flushes that reached the store of a volume.
@@ -47,7 +47,7 @@ xenstore-ls -f /local/domain/0/backend >/out/log/backend-nodes
 answer two
 stage verified load
 
-# Starts a load of guest two, and ends it.
+# Starts a load in guest two; load_over ends it.
 load() {
     asked two 300 "$1"
     xenstore-write "/local/domain/$two/data/load" "$1"
@@ -58,8 +58,8 @@ load_over() {
     asked two 300 "$1-end"
     answer two
 }
-# Whether requests were open in a ring of which later ones were answered: from what a killed daemon
-# left. A journal has a head of 1024 bytes and entries of 128; see crates/ebb-export-xen/src/journal.rs.
+# From the journals of a killed daemon: the number of requests in flight, and whether later requests of a ring had
+# completed. A journal has a head of 1024 bytes and entries of 128; see crates/ebb-export-xen/src/journal.rs.
 overtaken() {
     for journal in /run/ebbd/xen/*; do
         od -An -v -tu4 -w128 "$journal" | awk '
@@ -70,7 +70,7 @@ overtaken() {
     done | awk '{ open += $1; if ($2 > $1) overtaken = 1 } END { print open + 0, overtaken + 0 }'
 }
 
-# The daemon is killed under it, and its successor continues with the same rings.
+# The daemon is killed under load, and its successor takes over the rings.
 load kill
 kills=0 open=0 disorder=0
 while [ "$kills" -lt 20 ]; do
@@ -107,7 +107,7 @@ stage detached
 xl block-detach one xvdb
 until_true 60 '[ -z "$(front "$one" xvdb state)" ]'
 answer one
-# Linux does not notice a disk whose nodes were removed and made again before it has handled the removal.
+# Linux does not detect a disk whose nodes are created again before it has handled their removal.
 asked one 60 attach
 stage attached again
 xl block-attach one "$files_disk"
@@ -115,12 +115,12 @@ connected vbd "$one" xvdb
 answer one
 asked one 120 trim
 
-# Parameters are written while requests run: each shows its effect in `ebbd stat`.
+# Parameters are set while requests are in flight: `ebbd stat` shows the effect of each.
 # The sum of a column of the pools.
 pools() { ebbd stat | awk '$1 == "POOL" { pools = 1; next } pools && NF == 5 { sum += $COLUMN } END { print sum + 0 }' COLUMN="$1"; }
 # Free pages of all pools, lent or not.
 kept() { ebbd stat | awk '$1 == "POOL" { pools = 1; next } pools && NF == 5 { sum += $2 + $3 } END { print sum + 0 }'; }
-# Hundredths of a second since the machine was switched on.
+# Hundredths of a second since boot.
 clock() { cut -d' ' -f1 /proc/uptime | tr -d .; }
 # Sets a parameter, runs a command if there is one, and waits until a condition holds:
 # effect PARAMETER VALUE 'CONDITION' [COMMAND]... Says how long that took, in milliseconds.
@@ -139,7 +139,7 @@ sleep 1.5
 requests=$(disk churn 7)
 load parameters
 until_true 5 '[ "$(disk churn 7)" -gt $((requests + 500)) ] && [ "$(mapped churn)" -gt 100 ]'
-# The disk of files has lain idle for more than a second.
+# The disk of `files` has been idle for more than a second.
 until_true 5 '[ "$(mapped files)" -gt 0 ]'
 effect persistent_grant_unused_seconds 1 '[ "$(mapped files)" = 0 ]'
 say busy "$(mapped churn)"
@@ -163,7 +163,7 @@ stage parameters
 
 # Counted while the other guest is idle.
 asked two 60 counts
-# Offered to no guest now, and then again.
+# Not offered to any guest now, and offered again below.
 ebbd xen attach "$two" xvde counts
 connected ebbd "$two" xvde
 say offered "$(node "/local/domain/0/backend/ebbd/$two/$(vdev xvde)/feature-persistent")"
@@ -194,7 +194,7 @@ untrace
 answer two
 
 asked two 120 barrier
-# Nodes by hand: an operator's wish that the guest shall have barriers and no flush.
+# The nodes are written by hand, so that the backend offers barriers and no flush.
 vbd ebbd "$two" xvdd params barrier mode w dev xvdd flush-enable 0
 connected ebbd "$two" xvdd
 flushed=$(flushes barrier)
