@@ -130,7 +130,9 @@ fn a_write_longer_than_allowed_leaves_the_connection_in_order() -> Result {
     refused("READ of 2 MiB", client.read(0, 2 << 20), &[wire::EINVAL, wire::EOVERFLOW])?;
     let data = content(1, 0, 1 << 20);
     client.write(0, &data, 0)?;
-    check(client.read(0, 1 << 20)? == data, || "a request of the largest length reads wrong data".into())?;
+    check(client.read(0, 1 << 20)? == data, || {
+        "a request of the largest length reads wrong data".into()
+    })?;
     match client.write(0, &vec![9; 2 << 20], 0) {
         // The server may disconnect, or skip the payload and continue. It must not parse data as requests.
         Err(Failure::Io(_)) => client = Client::open(&server.socket(), "disk")?,
@@ -254,7 +256,9 @@ fn invalid_input_closes_the_connection() -> Result {
         .write_all(&option_bytes(wire::OPT_EXPORT_NAME, b"no-such-volume"))
         .map_err(Error::io("send"))?;
     let said = closed("EXPORT_NAME of an unknown export", &mut stream)?;
-    check(said.is_empty(), || format!("there is no error reply to EXPORT_NAME, but {said:02x?} was sent"))?;
+    check(said.is_empty(), || {
+        format!("there is no error reply to EXPORT_NAME, but {said:02x?} was sent")
+    })?;
 
     // An option of 4 GiB: the server disconnects, or refuses it and skips the data; it allocates no memory for it.
     let mut stream = greeting(3)?;
@@ -415,7 +419,9 @@ fn ten_thousand_connections_cut_at_every_byte_leave_nothing_behind() -> Result {
     let stream = nbd::connect(&socket, nbd::PATIENCE).map_err(Error::io("connect"))?;
     let answers = talk(stream, &bytes)?.len();
     // Five option replies, nine replies; 68 KiB of data, unless holes are sent as holes.
-    check(answers > 400, || format!("the replies to the whole conversation are only {answers} bytes"))?;
+    check(answers > 400, || {
+        format!("the replies to the whole conversation are only {answers} bytes")
+    })?;
     let run = |from: usize, count: usize| -> Result {
         (from..from + count).try_for_each(|n| cut(&socket, &bytes, n % 3, answers, n / 3))
     };

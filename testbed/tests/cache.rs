@@ -167,7 +167,9 @@ fn without_a_cache_every_read_reaches_the_store() -> Result {
         read_pattern(&mut client, SIZE, 1 << 20)?;
     }
     let reads = rig.store.count_at_rest("Read")?;
-    check(reads >= 32, || format!("32 reads without a cache caused only {reads} reads of the store"))?;
+    check(reads >= 32, || {
+        format!("32 reads without a cache caused only {reads} reads of the store")
+    })?;
     check(rig.cache("bufspace_bytes")? == 0, || "something is cached".into())?;
     rig.stop()
 }

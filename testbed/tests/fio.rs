@@ -98,5 +98,7 @@ fn wrong_data_is_detected() -> Result {
     let server = Setup::new()?.volume("null=null:16M").start()?;
     let options = ["--rw=randwrite", "--bs=4k", "--iodepth=8", "--size=1M"];
     let outcome = verifying(&server, "null", &options).fails()?;
-    check(outcome.stderr.contains("verify"), || format!("no failed verification is reported: {}", outcome.stderr))
+    check(outcome.stderr.contains("verify"), || {
+        format!("no failed verification is reported: {}", outcome.stderr)
+    })
 }

@@ -119,11 +119,14 @@ fn clients_that_never_read_are_throttled() -> Result {
     ] {
         let mut stream = transmission(&server)?;
         let sent = flood(&mut stream, bytes, 1_000_000)?;
-        check(sent < 1_000_000, || format!("the server read a million {what} from a client that reads no replies"))?;
+        check(sent < 1_000_000, || {
+            format!("the server read a million {what} from a client that reads no replies")
+        })?;
         flooders.push(stream);
         other_clients_are_served(&mut server)?;
         let grown = resident(server.pid()?)?.saturating_sub(before);
-        account += &format!("after {sent} {what}: {} KiB more than at the beginning\n", grown / 1024);
+        account +=
+            &format!("after {sent} {what}: {} KiB more than at the beginning\n", grown / 1024);
         // Every connection at its limit, and a margin.
         check(grown <= (flooders.len() as u64 * 8 + 8) * MIB, || {
             format!("{} clients with 8 MiB each at most:\n{account}", flooders.len())

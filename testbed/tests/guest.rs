@@ -67,7 +67,9 @@ fn files_of_a_guest_outlive_the_daemon_and_discards_free_space() -> Result {
     server.stop()?;
     let after = server.image_usage("disk")?;
     check(after + 19 * MIB <= before, || {
-        format!("20 MiB removed and trimmed, but the image used {before} bytes before and uses {after} now")
+        format!(
+            "20 MiB removed and trimmed, but the image used {before} bytes before and uses {after} now"
+        )
     })
 }
 
@@ -113,7 +115,9 @@ fn the_nbd_client_of_the_kernel_works() -> Result {
     server.stop()?;
     Tool::new("/sbin/e2fsck").args(["-f", "-n"]).arg(server.image_path("disk")).ok()?;
     let used = server.image_usage("disk")?;
-    check(used < 8 * MIB, || format!("all files are removed and trimmed, but the image uses {used} bytes"))
+    check(used < 8 * MIB, || {
+        format!("all files are removed and trimmed, but the image uses {used} bytes")
+    })
 }
 
 /// A port that no process listens on now.

@@ -144,7 +144,9 @@ fn volumes_are_not_mixed_up() -> Result {
     }
     for (stamp, client) in (1..).zip(&mut clients) {
         let seen = client.read(4096, 4096)?;
-        check(seen == content(stamp, 4096, 4096), || format!("volume {stamp} has data of another volume"))?;
+        check(seen == content(stamp, 4096, 4096), || {
+            format!("volume {stamp} has data of another volume")
+        })?;
     }
     drop(clients);
     server.healthy()?;
@@ -203,7 +205,9 @@ fn a_volume_that_has_grown_is_served_again_after_a_restart() -> Result {
     check(client.size == 2 * MIB, || format!("{} bytes", client.size))?;
     client.write(2 * MIB - 4096, &content(3, 0, 4096), 0)?;
     Client::open(&server.socket(), "other")?.disconnect()?;
-    until("a warning with the configured size", PATIENCE, || Ok(server.log().contains("1048576").then_some(())))?;
+    until("a warning with the configured size", PATIENCE, || {
+        Ok(server.log().contains("1048576").then_some(()))
+    })?;
     client.disconnect()?;
     server.stop()
 }

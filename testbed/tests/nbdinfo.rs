@@ -102,7 +102,9 @@ fn the_map_follows_writes_and_trims() -> Result {
     let server = Setup::new()?.image("disk", 64 * MIB)?.volume("ram=memory:64M").start()?;
     for export in ["disk", "ram"] {
         let whole = mapped(&server, export, 0, 64 * MIB)?;
-        check(whole == (0, 64 * MIB), || format!("{export}: never written, but data/holes {whole:?}"))?;
+        check(whole == (0, 64 * MIB), || {
+            format!("{export}: never written, but data/holes {whole:?}")
+        })?;
         let mut client = Client::open(&server.socket(), export)?;
         let data = pattern::content(1, 16 * MIB, 1 << 20);
         client.write(16 * MIB, &data, wire::FLAG_FUA)?;

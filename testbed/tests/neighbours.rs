@@ -95,8 +95,12 @@ fn the_cache_shrinks_for_a_neighbour_in_its_control_group() -> Result {
         receded / MIB,
         lazily / MIB
     );
-    check(full + TAKEN > LIMIT, || format!("only {full} bytes are cached: the other process fits beside them"))?;
-    check(left + TAKEN <= LIMIT, || format!("{left} bytes are still cached beside the other process"))?;
+    check(full + TAKEN > LIMIT, || {
+        format!("only {full} bytes are cached: the other process fits beside them")
+    })?;
+    check(left + TAKEN <= LIMIT, || {
+        format!("{left} bytes are still cached beside the other process")
+    })?;
     check(count("oom")? == 0, || outcome.unexpected("memory enough").to_string())?;
     // The host has enough memory: a daemon that reads only the host's counters returns nothing. The daemon returns
     // memory before the limit is met, or in response to it if it got no processor in time.

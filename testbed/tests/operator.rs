@@ -67,7 +67,9 @@ fn while_it_is_held(server: &mut Server, dead: &Dead, control: &Path) -> Result<
     client.flush()?;
     let stat = Tool::new(binary::ebbd(Build::AsTests)?).args(["stat", "--control"]).arg(control);
     let stat = stat.limit(SOON).ok()?.stdout;
-    check(stat.contains("dead is not served"), || format!("the dead device is not shown:\n{stat}"))?;
+    check(stat.contains("dead is not served"), || {
+        format!("the dead device is not shown:\n{stat}")
+    })?;
     waiting.set_nonblocking(true).map_err(Error::io("look for a reply"))?;
     let replied = waiting.read(&mut [0; 16]).is_ok_and(|length| length > 0);
     check(!replied, || "a flush of a dead device was completed".into())?;
@@ -156,7 +158,9 @@ fn a_stop_does_not_wait_for_a_configuration_that_cannot_be_read() -> Result {
         server.signal(Signal::HUP)?;
         Ok(server.log().contains("still being read").then_some(()))
     })?;
-    check(client.read(0, 4096)? == content(4, 0, 4096), || "wrong data is served during the reload".into())?;
+    check(client.read(0, 4096)? == content(4, 0, 4096), || {
+        "wrong data is served during the reload".into()
+    })?;
     server.stop()?;
     let kept = fs::read(&image).map_err(Error::io("read the image"))?;
     check(kept[..4096] == content(4, 0, 4096), || "an acknowledged write is lost".into())

@@ -254,7 +254,9 @@ fn a_stop_does_not_wait_for_a_reload() -> Result {
     // In sequence this would take 100 s.
     rig.ends_with_the_dead_listed()?;
     let log = rig.server.log();
-    check(!log.contains("reloaded"), || format!("an interrupted reload is reported as done:\n{log}"))?;
+    check(!log.contains("reloaded"), || {
+        format!("an interrupted reload is reported as done:\n{log}")
+    })?;
     rig.check_images(&HEALTHY, 8)
 }
 
@@ -351,7 +353,9 @@ fn a_volume_that_cannot_be_opened_is_refused_and_retried_while_other_volumes_are
     let socket = server.socket();
     let mut client = Client::open(&socket, "disk")?;
     client.write(0, &content(1, 0, 4096), 0)?;
-    check(Handshake::connect(&socket)?.list()? == ["disk"], || "the list has more than the volumes that are served".into())?;
+    check(Handshake::connect(&socket)?.list()? == ["disk"], || {
+        "the list has more than the volumes that are served".into()
+    })?;
     let (kind, text) = refusal(&socket, "absent")?;
     check(kind == wire::REP_ERR_UNKNOWN && text.contains("absent: no such file"), || {
         format!("refused by {kind:#x}, {text:?}")

@@ -51,7 +51,9 @@ fn an_event_on_the_watched_fifo_empties_idle_pools() -> Result {
     }
     let mut server = setup.start()?;
     let log = server.log();
-    check(log.contains("memory pressure: MEMORY_PRESSURE_WATCH"), || format!("the watched FIFO is not logged:\n{log}"))?;
+    check(log.contains("memory pressure: MEMORY_PRESSURE_WATCH"), || {
+        format!("the watched FIFO is not logged:\n{log}")
+    })?;
     let mut clients = connect(&server, VOLUMES)?;
     let pid = server.pid()?;
     let empty = resident(pid)?;

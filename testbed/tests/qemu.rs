@@ -177,7 +177,10 @@ fn past_the_end_and_read_only_are_refused() -> Result {
     let server = setup.volume(&format!("ro=file:{},read-only=true", path.display())).start()?;
     let past = Tool::new("qemu-io").args(["-f", "raw", "-c", "read 1M 512"]);
     let outcome = past.arg(server.uri("disk")).run()?;
-    outcome.check(outcome.stdout.contains("failed") || outcome.stderr.contains("failed"), "a refused read")?;
+    outcome.check(
+        outcome.stdout.contains("failed") || outcome.stderr.contains("failed"),
+        "a refused read",
+    )?;
     let write = Tool::new("qemu-io").args(["-f", "raw", "-c", "write 0 512"]);
     let outcome = write.arg(server.uri("ro")).run()?;
     let all = outcome.stdout.clone() + &outcome.stderr;

@@ -252,8 +252,7 @@ fn unfinished(source: &Source) -> Vec<Finding> {
 /// other conversion from `usize`; clippy's lints check signs.
 fn casts(source: &Source) -> Vec<Finding> {
     let types = ["u8", "u16", "u32", "usize", "i8", "i16", "i32", "i64", "isize"];
-    let hint =
-        "`from` if no bits can be lost, else `try_from`, and handle values that do not fit";
+    let hint = "`from` if no bits can be lost, else `try_from`, and handle values that do not fit";
     let words: Vec<String> = types.iter().map(|name| format!(" as {name}")).collect();
     let ends = |at: usize, word: &str| {
         let next = source.code.as_bytes().get(at + word.len()).copied().unwrap_or(b' ');
@@ -274,7 +273,8 @@ fn casts(source: &Source) -> Vec<Finding> {
 }
 
 fn unsafe_code(source: &Source) -> Vec<Finding> {
-    let hint = "the safe call of `rustix` or `ebb_io`; a module that needs unsafe is listed in UNSAFE";
+    let hint =
+        "the safe call of `rustix` or `ebb_io`; a module that needs unsafe is listed in UNSAFE";
     let known = UNSAFE.contains(&source.path.as_str());
     let words = ["unsafe {", "unsafe fn", "unsafe impl"];
     source.words("unsafe", &words, hint, |line| !known && !source.is_test(line))
@@ -387,7 +387,9 @@ fn less_allowed(found: &[Finding], allowed: &[Allowed]) -> Vec<String> {
         let places = found.iter().filter(|finding| matches(finding, one)).count();
         let (rule, path, most, reason) = one;
         if places == 0 {
-            told.push(format!("{path}: {rule}: no exception needed any more ({reason}): remove it"));
+            told.push(format!(
+                "{path}: {rule}: no exception needed any more ({reason}): remove it"
+            ));
         } else if places > *most {
             told.push(format!("{path}: {rule}: {places} places, {most} allowed ({reason}):"));
             told.extend(found.iter().filter(|f| matches(f, one)).map(ToString::to_string));

@@ -98,7 +98,9 @@ fn clients_with_certificates_are_accepted_and_plain_clients_are_refused() -> Res
     let outcome = Tool::new("nbdinfo").args(["--json", "--list"]).arg(&list).fails()?;
     outcome.check(!outcome.stdout.contains("disk\""), "no names of volumes")?;
     Tool::new("qemu-img").args(["info", &server.uri("disk")]).fails()?;
-    check(Client::open(&server.socket(), "disk").is_err(), || "a client without TLS was accepted".into())?;
+    check(Client::open(&server.socket(), "disk").is_err(), || {
+        "a client without TLS was accepted".into()
+    })?;
     // A client that trusts another authority does not accept the server.
     // (QEMU checks that on a unix socket too; nbdinfo has no name to check there.)
     let stranger = format!("tls-creds-x509,dir={}", files.stranger.display());

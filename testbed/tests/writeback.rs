@@ -228,7 +228,9 @@ fn a_failing_store_fails_the_flush_and_its_data_is_kept() -> Result {
     let mut client = rig.client("disk0")?;
     write_pages(&mut client, &pages, 5)?;
     let told = client.flush();
-    check(matches!(told, Err(Failure::Refused(_))), || format!("the result of the flush: {told:?}"))?;
+    check(matches!(told, Err(Failure::Refused(_))), || {
+        format!("the result of the flush: {told:?}")
+    })?;
     let own = client.read(PAGE, 4096)?;
     check(own == content(5, PAGE, 4096), || "the data is lost".into())?;
     fs::remove_file(&rig.trouble).map_err(Error::io("end the trouble"))?;
@@ -317,8 +319,12 @@ fn bounds_of_a_device_are_set_while_it_runs_and_hold_from_the_first_byte() -> Re
     };
     for _ in 0..20 {
         let held = held()?;
-        check(held <= 256 << 10, || format!("{held} bytes are dirty or in writeback, with a limit of 256 KiB"))?;
-        check(rig.bdi("threshold_bytes")? <= 256 << 10, || "the threshold is above the limit".into())?;
+        check(held <= 256 << 10, || {
+            format!("{held} bytes are dirty or in writeback, with a limit of 256 KiB")
+        })?;
+        check(rig.bdi("threshold_bytes")? <= 256 << 10, || {
+            "the threshold is above the limit".into()
+        })?;
     }
     check(rig.bdi("written_bytes")? > 256 << 10, || "nothing is written".into())?;
     set(&["set", "max_bytes", "--unset"])?;
@@ -326,7 +332,9 @@ fn bounds_of_a_device_are_set_while_it_runs_and_hold_from_the_first_byte() -> Re
         Ok((rig.bdi("threshold_bytes")? > 512 << 10 && held()? > 512 << 10).then_some(()))
     })?;
     set(&["set", "max_bytes", "128K"])?;
-    until("data above the new limit is written", PATIENCE, || Ok((held()? <= 128 << 10).then_some(())))?;
+    until("data above the new limit is written", PATIENCE, || {
+        Ok((held()? <= 128 << 10).then_some(()))
+    })?;
     rig.server.healthy()?;
     rig.server.kill9()?;
     writer.join().map_err(|_| Error::unexpected("the writer panicked"))
@@ -351,7 +359,9 @@ fn bounds_of_a_device_come_from_the_file_and_change_with_it() -> Result {
     let server = setup.start()?;
     let mut rig = Rig { stores: vec![store], server, control, trouble: PathBuf::new() };
     check(rig.bdi("max_bytes")? == 512 << 10, || "the configured limit is not in force".into())?;
-    check(rig.server.log().contains("bdi=\"ghost\""), || "the device without a volume is not logged".into())?;
+    check(rig.server.log().contains("bdi=\"ghost\""), || {
+        "the device without a volume is not logged".into()
+    })?;
     rig.ebbd(&["set", "strict_limit", "on", "--bdi", "stick"])?.ok()?;
 
     // A mistake changes nothing.

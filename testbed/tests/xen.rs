@@ -97,7 +97,9 @@ fn killed_and_replaced(outcome: &Outcome) -> Result {
     let found = numbers(outcome, "kills")?;
     // Kills; kills with requests in flight; kills with requests in flight that later ones had overtaken.
     let good = matches!(found[..], [20, open, overtaken] if open >= 5 && overtaken >= 1);
-    check(good, || format!("20 kills, many with requests in flight, some out of order, not {found:?}"))
+    check(good, || {
+        format!("20 kills, many with requests in flight, some out of order, not {found:?}")
+    })
 }
 
 /// The effects of parameters that were set while requests were in flight.
@@ -121,7 +123,9 @@ fn parameters(outcome: &Outcome) -> Result {
         format!("{capped} grants are mapped, with a cap of 200 for each ring")
     })?;
     check(number(outcome, "errors")? == 0, || "a request was lost".into())?;
-    check(number(outcome, "offered")? == 0, || "feature_persistent is offered although it is off".into())
+    check(number(outcome, "offered")? == 0, || {
+        "feature_persistent is offered although it is off".into()
+    })
 }
 
 /// Hypercalls for 4 KiB reads at depth 32: none for grants that stay mapped; copies in batches.
@@ -143,8 +147,12 @@ fn counted(outcome: &Outcome) -> Result {
 
 /// The file system of the guest whose disks come from `xl`.
 fn files(outcome: &Outcome) -> Result {
-    check(number(outcome, "flushes")? > 0, || "the file system's flushes do not reach the store".into())?;
-    check(outcome.answer("one.found")? == "8", || "files are lost after the guest's restart".into())?;
+    check(number(outcome, "flushes")? > 0, || {
+        "the file system's flushes do not reach the store".into()
+    })?;
+    check(outcome.answer("one.found")? == "8", || {
+        "files are lost after the guest's restart".into()
+    })?;
     let (before, after) = (number(outcome, "used-before")?, number(outcome, "used-after")?);
     // Eleven files of 4 MiB.
     check(after + 40_000 <= before, || {

@@ -42,7 +42,11 @@ fn a_sequential_reader_finds_its_data_in_memory() {
         assert!(stats.read_ahead > 30 * MIB / 4096, "{stats:?}");
         let reads = disk.test.reads.load(Ordering::Relaxed);
         assert!(reads < 100, "{reads} reads of the store for 32 MiB");
-        assert_eq!(disk.test.read_bytes.load(Ordering::Relaxed), 32 * MIB, "each byte once");
+        assert_eq!(
+            disk.test.read_bytes.load(Ordering::Relaxed),
+            32 * MIB,
+            "each byte is read once"
+        );
     });
     assert!(done.is_some(), "the run panicked; see above");
     let stats = disk.cached.stats();

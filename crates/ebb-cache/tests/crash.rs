@@ -1,5 +1,5 @@
-//! The power fails at any of twelve thousand points of a run under load: data that was acknowledged and
-//! flushed is there, and no sector is torn.
+//! A power failure at any of twelve thousand points of a run under load: data that was acknowledged and
+//! flushed survives, and no sector is torn.
 //!
 //! The store records its requests in order. At a point of that record it may have kept any subset, sector by
 //! sector, of what no flush covers; a sector holds the last of its kept writes. The writers record when they
@@ -268,6 +268,6 @@ fn flushed_data_survives_a_crash_at_any_point() {
         promised += judge(&History { sectors, stamp: 0 }, &record, seed);
     }
     // The test is meaningless if nothing was acknowledged as stable.
-    assert!(promised > 1_000_000, "only {promised} sectors had a promise to keep");
+    assert!(promised > 1_000_000, "only {promised} sectors were acknowledged as stable");
     println!("{} points, {promised} promises kept", u64::try_from(POINTS).unwrap() * RUNS);
 }

@@ -3,7 +3,7 @@
 //!
 //! A run is a sequence of rounds. The requests of a round are in flight together: writes do not overlap each
 //! other by a byte (they often share pages), reads overlap anything. A sector that was read while it was
-//! being written is the old or the new one. After a failed write the store's content is right.
+//! being written is the old or the new one. After a failed write the content of the store is the reference.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -36,7 +36,7 @@ enum Request {
 }
 
 impl Request {
-    /// What it changes.
+    /// The range that it changes.
     fn changes(&self) -> Option<(u64, u64)> {
         match *self {
             Request::Write { offset, length, .. }
@@ -140,7 +140,7 @@ fn span(offset: u64, length: u64) -> std::ops::Range<usize> {
 
 impl Oracle {
     async fn judge(&mut self, io: &Io, disk: &Disk, round: &[(Request, Outcome)]) {
-        // The previous content of what was changed.
+        // The previous content of the changed ranges.
         let mut old = Vec::new();
         for (request, outcome) in round {
             let Some((offset, length)) = request.changes() else { continue };
@@ -151,7 +151,7 @@ impl Oracle {
                     self.bytes[range].copy_from_slice(&pattern(*mark, offset, length));
                 }
                 (_, Ok(_)) => self.bytes[range].fill(0),
-                // What a failed write left: in writeback mode it may be the new data, which is kept.
+                // The content after a failed write: in writeback mode it may be the new data, which is kept.
                 _ if disk.cached.mode() == Mode::Writeback => {
                     let data = loop {
                         let read = Request::Read { offset, length };
@@ -203,7 +203,7 @@ impl Oracle {
     }
 }
 
-/// What one round may contain besides requests.
+/// Events of a round besides requests.
 async fn disturb(
     rig: &Rig,
     reclaimer: &mut Reclaimer,
@@ -281,7 +281,7 @@ fn run(Run { seed, rounds, size, max, mode }: Run) -> ebb_cache::VolumeCacheStat
                 results.push((request, task.await));
             }
             oracle.judge(&io, &disk, &results).await;
-            // From time to time: what is flushed is on the store.
+            // From time to time: flushed data is on the store.
             if mode == Mode::Writeback && round % 50 == 49 && flush(&io, &disk).await {
                 assert!(oracle.bytes == disk.test.content(), "round {round}");
             }
@@ -290,7 +290,7 @@ fn run(Run { seed, rounds, size, max, mode }: Run) -> ebb_cache::VolumeCacheStat
         disk.test.write_faults.store(0, Ordering::Relaxed);
         // A failed write with FUA may have lost other writes: then no flush succeeds any more.
         while !flush(&io, &disk).await && !disk.store.is_lost() {}
-        assert!(oracle.bytes == disk.test.content(), "the store has what was written");
+        assert!(oracle.bytes == disk.test.content(), "the store's content differs");
         assert_eq!(disk.cached.stats().dirty, 0);
         flusher.into_iter().for_each(drop);
     });
@@ -320,7 +320,7 @@ fn run_all(seeds: std::ops::Range<u64>, mode: Mode, rounds: usize) {
         scope.spawn(work);
     });
     let lost = lost.load(Ordering::Relaxed);
-    assert!(lost > 0, "the kernel must take some, or that was not tested");
+    assert!(lost > 0, "the kernel discarded no page, so that was not tested");
 }
 
 #[test]

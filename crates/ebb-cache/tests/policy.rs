@@ -179,7 +179,7 @@ fn a_scan_of_ten_times_the_cache_leaves_the_hot_set() {
         }
         (0..10_000).for_each(|page| cache.touch(10_000 + page, cold));
         let kept = (0..500).filter(|page| cache.has(*page)).count();
-        assert!(kept >= 475, "{kept} of 500 hot pages are left, cold: {cold}");
+        assert!(kept >= 475, "{kept} of 500 hot pages remain, cold: {cold}");
     }
 }
 
@@ -201,8 +201,8 @@ fn large_slots_do_not_crowd_out_many_small_ones() {
         }
         policy.insert(free.pop().unwrap(), 1_000_000 + key, 16, false);
     }
-    // The newest 30 were in their window: nothing shows that they are hot.
-    assert!(hot.len() >= 560, "{} of 600 hot slots are left", hot.len());
+    // The newest 30 were still in the window of new slots, where hot slots are not recognized.
+    assert!(hot.len() >= 560, "{} of 600 hot slots remain", hot.len());
 }
 
 #[test]
@@ -232,7 +232,7 @@ fn uses_within_a_moment_count_as_one() {
         (0..4).for_each(|_| cache.touch(page, false));
     }
     let kept = (0..800).filter(|page| cache.has(*page)).count();
-    assert!(kept >= 760, "{kept} of 800 pages in use are left");
+    assert!(kept >= 760, "{kept} of 800 pages in use remain");
 }
 
 #[test]
@@ -249,10 +249,10 @@ fn a_page_read_again_soon_after_its_eviction_stays() {
     }
     cache.access(7, false);
     scanned(&mut cache, 600);
-    assert!(!cache.has(7), "it was new and was evicted");
+    assert!(!cache.has(7), "a new page was not evicted");
     assert!(!cache.access(7, false));
     scanned(&mut cache, 600);
-    assert!(cache.has(7), "it came back, and is kept");
+    assert!(cache.has(7), "it was read again, and is not kept");
 }
 
 #[test]

@@ -18,7 +18,7 @@ use ebb_mem::pressure::Room;
 const PIECE: u64 = 64 << 10;
 const HELD: u64 = 24 * MIB;
 
-/// A host whose free memory is taken by other processes.
+/// A host whose free memory other processes use up.
 #[derive(Clone)]
 struct Host(Arc<Mutex<Room>>);
 
@@ -48,8 +48,8 @@ async fn fill(io: &Io, disk: &Disk) {
     }
 }
 
-/// What is held after other processes took `taken` bytes, 2 MiB every 5 ms, and what the reclaimer returned.
-/// The cache is full at the start, and lent where possible.
+/// The bytes cached after other processes have allocated `taken` bytes, 2 MiB every 5 ms, and the bytes that the
+/// reclaimer returned. The cache is full at the start, and lent where possible.
 fn beside(policy: IdlePolicy, min: u64, free: u64, taken: u64) -> (u64, u64) {
     beside_with(None, policy, min, free, taken)
 }
@@ -95,19 +95,23 @@ fn beside_with(
             host.free(before - after);
         };
         (0..20).for_each(|_| step(&mut reclaimer, true));
-        assert_eq!(rig.cache.stats().total.bufspace, HELD, "no other process has taken memory yet");
+        assert_eq!(
+            rig.cache.stats().total.bufspace,
+            HELD,
+            "memory was returned before other processes allocated any"
+        );
         let mut left = taken;
         while left > 0 {
             host.take(left.min(2 * MIB));
             left -= left.min(2 * MIB);
             step(&mut reclaimer, false);
         }
-        // Demand is over, and nothing more is returned.
+        // The demand has ended, and nothing more is returned.
         (0..100).for_each(|_| step(&mut reclaimer, false));
         let stats = rig.cache.stats();
         out.0.store(stats.total.bufspace, Ordering::Relaxed);
         out.1.store(stats.proactively_reclaimed, Ordering::Relaxed);
-        // What remains equals the store.
+        // The remaining data equals the store's.
         for offset in (0..HELD).step_by(65536) {
             let mut buf = io.pool().get_for_test(65536);
             if disk.cached.try_read_cached(&mut buf, offset) {
@@ -123,9 +127,9 @@ fn beside_with(
 
 #[test]
 fn other_processes_find_free_memory_and_the_remaining_cache_stays() {
-    // 10 MiB are free, 20 are wanted: 10 are returned, and what would be wanted a moment later.
+    // 10 MiB are free and 20 are allocated: 10 are returned, and what would be allocated a moment later.
     let (held, reclaimed) = beside(IdlePolicy::Elastic, 0, 10 * MIB, 20 * MIB);
-    println!("{held} of {HELD} bytes are left, {reclaimed} were returned");
+    println!("{held} of {HELD} bytes remain, {reclaimed} were returned");
     assert!((10 * MIB - PIECE..=18 * MIB).contains(&reclaimed), "{reclaimed} bytes returned");
     assert_eq!(held + reclaimed, HELD);
 }

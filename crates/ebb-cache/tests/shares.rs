@@ -1,4 +1,4 @@
-//! What is evicted first: a scan before the hot set, a noisy volume before a quiet one. Counts only, no time.
+//! The order of eviction: a scan before the hot set, a noisy volume before a quiet one. Counts only, no time.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
 
@@ -197,7 +197,7 @@ fn a_volume_whose_pages_are_all_dirty_does_not_keep_other_volumes_from_caching()
         let held = |disk: &Disk| disk.cached.stats().bufspace;
         assert!(held(&clean) > 6 * MIB, "more than its third: {}", held(&clean));
         assert_eq!(dirty.cached.dirty(), 9 * MIB);
-        // The third one finds a little room at the cost of the one with clean pages,
+        // The third volume gets a little memory at the cost of the one with clean pages,
         let pass = async |from: u64, pages: u64| {
             let before = other.cached.stats().hits;
             for page in 0..pages {

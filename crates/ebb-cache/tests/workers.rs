@@ -71,7 +71,7 @@ impl Task {
             match self.random.below(20) {
                 0..9 => self.change(number).await,
                 9 if self.disk.cached.mode() == Mode::Writeback => {
-                    // It may report a failure; the data is kept.
+                    // The flush may report a failure; the data is kept.
                     let _ = self.disk.cached.flush(&self.io, &self.disk.store).await;
                 }
                 9 if self.random.chance(200) => {
@@ -246,7 +246,7 @@ fn run(seed: u64, mode: Mode) -> VolumeCacheStats {
             }
             buf.to_vec()
         });
-        assert!(flushed.unwrap() == disk.test.content(), "all of it is on the store");
+        assert!(flushed.unwrap() == disk.test.content(), "the store's content differs");
         assert_eq!(disk.cached.dirty(), 0);
     }
     let stats = disk.cached.stats();

@@ -71,7 +71,7 @@ fn writes_stay_in_memory_until_a_flush_and_go_in_clusters() {
             .collect();
         assert_eq!(record, [(0, 64 * 4096), (MIB, 4096), (u64::MAX, 0)]);
         assert!(flush(&io, &disk).await);
-        assert_eq!(disk.test.writes.load(Ordering::Relaxed), 2, "nothing is written twice");
+        assert_eq!(disk.test.writes.load(Ordering::Relaxed), 2, "some data was written twice");
     });
 }
 
@@ -147,7 +147,7 @@ fn the_flusher_writes_back_by_itself_and_a_flush_reports_its_failure() {
     });
 }
 
-/// Grants reservations for this many bytes, and not one more.
+/// Grants reservations for this many bytes at most.
 struct Full(AtomicU64);
 
 impl WritebackControl for Full {
@@ -173,13 +173,13 @@ fn dirty_pages_are_overwritten_without_a_reservation() {
         disk.cached.set_control(room.clone());
         assert!(write(&io, &disk, 0, 4 * 4096, 1, false).await);
         assert_eq!(room.0.load(Ordering::SeqCst), 0);
-        // There is no room, and none is needed.
+        // There is no room for more dirty data, and none is needed.
         for turn in 2..10 {
             assert!(write(&io, &disk, 4096, 2 * 4096, turn, false).await);
             assert!(write(&io, &disk, 512, 512, turn, false).await);
         }
         assert_eq!((room.0.load(Ordering::SeqCst), disk.cached.dirty()), (0, 4 * 4096));
-        // One page more than is dirty has to wait for that page.
+        // A write with one page more than the dirty ones waits for a reservation.
         let (other, late) = (disk.clone(), io.clone());
         let more = io.spawn(async move { write(&late, &other, 0, 5 * 4096, 11, false).await });
         io.sleep(Duration::from_millis(20)).await;
@@ -228,7 +228,7 @@ fn the_fixed_limit_pauses_writers_and_wakes_the_flusher() {
     ));
 }
 
-/// A limit of a few pages, and little patience with a full store.
+/// A limit of a few pages, and a short wait for a full store.
 struct Small(FixedLimit);
 
 impl WritebackControl for Small {
@@ -293,7 +293,7 @@ fn a_write_that_waits_too_long_for_a_full_store_fails_with_no_space() {
         disk.cached.set_control(Arc::new(Small(limit)));
         let flusher = io.spawn(disk.cached.clone().run_flusher(io.clone(), disk.store.clone()));
         disk.test.set_room(Some(0));
-        assert!(write(&io, &disk, 0, 65536, 1, false).await, "it finds room in memory");
+        assert!(write(&io, &disk, 0, 65536, 1, false).await, "there is room in memory");
         let mut tasks = Vec::new();
         for number in 1..5u64 {
             let (late, other) = (io.clone(), disk.clone());
@@ -307,7 +307,7 @@ fn a_write_that_waits_too_long_for_a_full_store_fails_with_no_space() {
         for task in tasks {
             assert_eq!(task.await.unwrap_err().kind, ErrorKind::NoSpace);
         }
-        assert_eq!(disk.cached.dirty(), 65536, "what was acknowledged is kept");
+        assert_eq!(disk.cached.dirty(), 65536, "acknowledged data is kept");
         // There is room again: writers continue, and the acknowledged data is there.
         disk.test.set_room(None);
         while !write(&io, &disk, 65536, 65536, 3, false).await {}
@@ -383,7 +383,7 @@ fn zeroes_that_a_failed_flush_may_have_lost_are_repeated_without_overwriting_new
             assert!(write(&io, &disk, 262_144, 4096, 5, false).await);
             lose(&disk);
             read(&io, &disk, 131_072, 65536).await;
-            assert!(flush(&io, &disk).await, "it was all written again");
+            assert!(flush(&io, &disk).await, "not all was written again");
             assert!(!disk.cached.is_lost(&disk.store));
             let stable = disk.test.stable_bytes();
             for (page, bytes) in stable[..2 << 20].chunks(4096).enumerate() {
@@ -395,7 +395,7 @@ fn zeroes_that_a_failed_flush_may_have_lost_are_repeated_without_overwriting_new
                     _ => 7,
                 };
                 let wrong = bytes.iter().find(|b| **b != byte);
-                assert_eq!(wrong, None, "page {page}, which is to be {byte}");
+                assert_eq!(wrong, None, "page {page}, expected {byte}");
             }
             assert_eq!(read(&io, &disk, 131_072, 65536).await, vec![0; 65536]);
         });
@@ -424,7 +424,7 @@ fn data_written_while_a_flush_fails_is_not_zeroed_again() {
         for (page, bytes) in stable[..1 << 20].chunks(4096).enumerate() {
             let byte = if page == 2 { 8 } else { 0 };
             let wrong = bytes.iter().find(|b| **b != byte);
-            assert_eq!(wrong, None, "page {page}, which is to be {byte}");
+            assert_eq!(wrong, None, "page {page}, expected {byte}");
         }
     });
 }

@@ -56,7 +56,7 @@ impl Inputs {
     }
 }
 
-/// Runs the inputs of a seed through a judge, up to the first finding.
+/// Runs the inputs of a seed through a check, up to the first finding.
 fn hunt(
     inputs: u64,
     salt: u64,

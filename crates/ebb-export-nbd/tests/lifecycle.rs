@@ -205,8 +205,8 @@ fn a_stop_over_tcp_loses_no_reply() {
     }
 }
 
-/// A client that requests more than its memory budget and never receives a reply must not delay a
-/// stop for ever.
+/// A client that requests more than its memory budget and never receives a reply must not keep a stop
+/// from ending.
 #[test]
 fn a_stop_does_not_wait_for_a_client_that_receives_no_replies() {
     for connection_memory in [1 << 20, 64 << 20] {
@@ -270,7 +270,7 @@ fn a_volume_removed_under_load_ends_its_connections_and_keeps_what_it_acknowledg
         for last in acknowledged.saturating_sub(1024)..acknowledged {
             let at = number * (4 << 20) + usize::try_from(last % 1024 * 4096).unwrap();
             let found = &content[at..at + 4096];
-            // A later write to the same place may have landed without its reply.
+            // A later write to the same place may have been executed without a reply.
             let later = pattern(last + 1024, 4096);
             assert!(found == pattern(last, 4096) || found == later, "writer {number}: {last}");
         }

@@ -130,7 +130,7 @@ fn holes_are_sent_as_holes_unless_the_client_wants_one_piece() {
             expect(&mut client, "zeroes", &hole(style, true, MIB, MIB, 32 << 10));
         }
         nothing_more(&mut client);
-        // More runs than one reply is split into still make the whole.
+        // With more runs than a reply has chunks, the reply still covers the whole read.
         for at in (0..64u64).step_by(2) {
             assert_eq!(client.write(0, MIB + at * 4096, &written), 0);
         }
@@ -225,7 +225,7 @@ fn invalid_requests_are_refused_and_the_connection_continues() {
             (READ, 0, 0, 100, EINVAL, "length not aligned"),
             (READ, 0, SIZE, 512, EINVAL, "past the end"),
             (READ, 0, SIZE - 512, 1024, EINVAL, "across the end"),
-            (READ, 0, u64::MAX - 511, 1024, EINVAL, "around the end of numbers"),
+            (READ, 0, u64::MAX - 511, 1024, EINVAL, "offset and length overflow"),
             (READ, 0, 0, 2 * MIB, long, "longer than the maximum"),
             (READ, 1 << 14, 0, 512, EINVAL, "unknown flag"),
             (READ, NO_HOLE, 0, 512, EINVAL, "a flag of another command"),
@@ -414,7 +414,11 @@ fn a_client_that_disconnects_within_a_write_leaves_whole_writes_only() {
             let found = other.read(2 * MIB + number * 65_536, 64 << 10).unwrap();
             assert!(found == written || found.iter().all(|b| *b == 0), "half a write");
         }
-        assert_eq!(other.read(3 * MIB, 4096).unwrap(), [0; 4096], "half a write is none");
+        assert_eq!(
+            other.read(3 * MIB, 4096).unwrap(),
+            [0; 4096],
+            "a write received in part is not executed"
+        );
         assert_eq!(other.ask(TRIM, 0, 2 * MIB, MIB), 0);
     }
 }

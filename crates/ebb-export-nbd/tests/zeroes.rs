@@ -1,5 +1,5 @@
-//! Zeroes that a store has to write out: they use no memory, however many are requested, and end with their
-//! client and their volume.
+//! Zeroes that a store has to write as data: they use no memory, however many are requested, and end when
+//! their client disconnects or their volume is closed.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -65,7 +65,7 @@ fn zeroes_for_a_server_that_never_replies_use_no_memory() {
     let taken = rig.run(|_, io| async move { io.pool().used_bytes() });
     // A buffer for zeroes would be 1 MiB, even if only a few ranges at a time had one; the remaining memory is that of
     // the connections.
-    assert!(taken < MIB, "{taken} bytes are taken");
+    assert!(taken < MIB, "{taken} bytes are allocated");
     let mut client = rig.client("healthy", Style::Simple);
     let expected = pattern(1, 16 * MIB);
     assert_eq!(client.write(0, 0, &expected), 0);

@@ -1,6 +1,6 @@
 //! The cap of persistent grants (in Linux's xen-blkback, against a denial of service by a guest that
-//! supplies new grefs): a guest that uses all the references it can have gets no more mapped than the
-//! cap, holds no more memory, and makes no request of its neighbour fail.
+//! supplies new grefs): a guest that uses all the references it can have has no more pages mapped than
+//! the cap, uses no more memory, and makes no request of another guest fail.
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 
@@ -53,7 +53,7 @@ fn a_guest_that_uses_all_its_grants_has_at_most_the_cap_mapped() {
     let data = pattern(1, 1 << 16);
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut data.clone()).unwrap(), 0);
 
-    // The neighbour writes and reads back until the end.
+    // The other guest writes and reads back until the end.
     let other = rig.guest(2, 4096);
     let mut near = rig.attach(&other, "xvdb", "neighbour", wishes);
     near.connect().unwrap();

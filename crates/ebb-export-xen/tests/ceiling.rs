@@ -1,4 +1,4 @@
-//! Memory for requests that a guest's rings hold is not taken from another volume's share.
+//! Memory that the requests of a guest's rings hold does not reduce another volume's share.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -66,10 +66,10 @@ fn requests_larger_than_a_volumes_reserve_are_carried_out_in_pieces() {
         assert!(back == data);
         store.writes.load(Ordering::Relaxed) + store.reads.load(Ordering::Relaxed) - before
     };
-    assert_eq!(moved(&mut disk), 2, "there is memory to spare");
+    assert_eq!(moved(&mut disk), 2, "there is spare memory");
     let reserve = shares.reserve();
     assert!(reserve < 64 << 10, "{reserve}");
-    // All unreserved memory, as far as a volume can take it, with room for one more page.
+    // Allocates all unreserved memory that a volume can get, except for one page.
     let mut held: Vec<Charge> = Vec::new();
     for queue_share in &queue_shares {
         for bytes in [1 << 20, 64 << 10, 4096] {

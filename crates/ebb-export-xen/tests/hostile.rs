@@ -62,7 +62,7 @@ fn a_million_hostile_requests_affect_no_other_guest() {
                 drop(queue);
                 disk.set("state", "6");
                 until("all pages are unmapped", || guest.mapped() == 0);
-                // A new ring: the guest's state of the old one is useless.
+                // A new ring: the guest's state of the old one is not usable.
                 let mut again = rig.attach(&guest, "xvdc", &name, wishes);
                 again.connect().unwrap();
                 for (at, part) in data.chunks(1 << 20).enumerate() {
@@ -287,7 +287,7 @@ fn a_guest_never_has_more_mapped_than_the_cap() {
         assert!(guest.mapped() <= 201);
     }
     let stats = rig.stats();
-    // The last places are for pages that are used repeatedly.
+    // Near the cap only pages that are used repeatedly are mapped.
     assert!((187..=200).contains(&stats.mapped_most), "{}", stats.mapped_most);
     assert!(stats.copies > 32_000 && stats.evictions == 0, "pages used once are copied: {stats:?}");
     let again = pages[pages.len() - 8..].to_vec();

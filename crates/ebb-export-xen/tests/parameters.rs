@@ -161,7 +161,7 @@ fn under_continuing_pressure_a_rings_requests_share_few_buffers() {
     let io = Memory::new(ebb_mem::MemoryOptions::new(64 << 20, Instant::now())).unwrap();
     let worker = Worker::start("xen", &io).unwrap();
     let store = Arc::new(TestStore::new(common::SIZE, 1));
-    // Long enough for all requests to take their buffers before one completes.
+    // Long enough for all requests to allocate their buffers before one completes.
     store.latency_us.store(20_000, Ordering::Relaxed);
     let volume = Volume::new("disk", Store::Test(store), VolumeOptions::default());
     let mut rig = Rig::with(1, |options| {

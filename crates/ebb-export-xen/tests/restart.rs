@@ -71,7 +71,7 @@ fn a_ring_without_its_journal_is_taken_over_only_when_idle() {
     disk.await_backend("5").unwrap();
 }
 
-/// A disk as a kill leaves it: on the test's store, with a write in flight that the store does not complete.
+/// A disk after a kill of the daemon: on the test's store, with a write in flight that the store does not complete.
 fn killed(rig: &mut Rig, store: &Arc<TestStore>) -> Frontend {
     rig.add(volume_on("disk", store));
     let mut disk = rig.disk(FrontendConfig::default());
@@ -101,7 +101,7 @@ fn written_back(memory: &Arc<Memory>, store: &Arc<TestStore>) -> Arc<Volume> {
     Volume::with_cache("disk", Store::Test(store.clone()), VolumeOptions::default(), cached)
 }
 
-/// Replaces a daemon that acknowledged writes from its memory, flushed or not, by a kill or in order.
+/// Replaces a daemon that acknowledged writes from its memory, flushed or not, by a kill or by a clean stop.
 fn replaced_with_unflushed_writes(flushed: bool, in_order: bool) -> (Rig, Frontend) {
     let mut rig = Rig::new();
     rig.stop();
@@ -165,7 +165,7 @@ fn requests_are_not_repeated_on_another_store() {
     assert_eq!(other.writes.load(Ordering::SeqCst), 0);
     assert_eq!(disk.queues[0].take().unwrap(), None);
     rig.stop();
-    // Nor by a volume of another name.
+    // Nor are they repeated on a volume of another name.
     rig.add(volume_on("disk", &store));
     rig.add(volume_on("second", &store));
     rig.world.tree.set("/local/domain/0/backend/ebbd/1/51728/params", "second");

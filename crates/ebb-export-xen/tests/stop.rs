@@ -155,7 +155,7 @@ fn a_withdrawn_volume_drains_independently_and_its_guest_is_notified() {
     let reported = rig.world.tree.get("/local/domain/0/error/backend/ebbd/1/51728/error").unwrap();
     assert!(reported.contains("`slow` is not served any more"), "{reported}");
     assert!(backend.withdraw(&withdrawn).is_drained(), "no request is in flight");
-    // As if a device had found it just before: it is not attached again.
+    // As if a device had looked the volume up just before: it is not attached again.
     rig.add(withdrawn);
     let attach_again = || {
         rig.world.tree.remove_all("/local/domain/0/error");
@@ -406,8 +406,8 @@ fn a_second_backend_with_directories_of_its_own_is_refused_until_the_first_has_e
     drop(start(0).unwrap());
 }
 
-/// A guest's flush fails while a stop closes its volume: it is told, by this daemon or the next. A flush that the
-/// next daemon repeats would succeed over lost data.
+/// A guest's flush fails while a stop closes its volume: this daemon or the next one reports that to the guest. A
+/// flush that the next daemon repeats would succeed over lost data.
 #[test]
 fn a_flush_that_fails_while_the_volume_is_closed_is_reported_to_the_guest() {
     let mut rig = Rig::new();
@@ -424,7 +424,7 @@ fn a_flush_that_fails_while_the_volume_is_closed_is_reported_to_the_guest() {
     until("the flush is in flight", || volume.in_flight() > 0);
     let backend = rig.backend.take().unwrap();
     let ending = backend.begin_stop();
-    // The patience of the stop is over: it closes the volume.
+    // The time limit of the stop has expired: it closes the volume.
     let (sender, closed) = std::sync::mpsc::channel();
     let closing = volume.clone();
     rig.workers[0].handle().spawn(move |io| async move {
@@ -444,7 +444,7 @@ fn a_flush_that_fails_while_the_volume_is_closed_is_reported_to_the_guest() {
     rig.add(Volume::new("failing", anew, VolumeOptions::default()));
     rig.start(1, |_| {});
     let status = disk.transfer(0, op::WRITE, 80, &mut pattern(6, 4096)).unwrap();
-    assert_eq!(status, -1, "the next daemon remembers it");
+    assert_eq!(status, -1, "the next daemon reports the failure");
 }
 
 /// A volume is withdrawn and replaced while the thread for xenstore connects a device to the new one: the device stays
@@ -490,7 +490,7 @@ fn a_device_of_a_new_volume_is_not_withdrawn_with_the_old_one() {
     until("the disk is detached", || disk.step_close());
 }
 
-/// The last flush of a stop fails, and the guest has none in flight: the next daemon lets it notice the loss.
+/// The last flush of a stop fails while the guest has none in flight: the next daemon reports the loss to the guest.
 #[test]
 fn what_the_last_flush_of_a_stop_loses_is_noticed_by_the_guest_of_the_next_daemon() {
     let mut rig = Rig::new();

@@ -22,7 +22,7 @@ use ebb_export_xen::{
 use ebb_io::Worker;
 use ebb_volume::Volumes;
 
-/// A backend whose xenstore side runs when the test calls it, with a clock of the test's.
+/// A backend whose xenstore side runs when the test calls it, with the test's own clock.
 struct Stage {
     world: World,
     _backend: Backend,
@@ -116,7 +116,7 @@ fn writing_the_same_state_again_costs_xenstored_no_more_than_it_costs_the_guest(
         }
     }
     let requests = stage.world.tree.requests() - before;
-    // One request for each write, and now and then those for the nodes of the rings.
+    // One request for each write, and some for the nodes of the rings.
     assert!(requests <= 3 * writes, "{requests} requests for {writes} writes");
     // The guest is served, and its later changes are handled.
     assert_eq!(disk.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
@@ -147,13 +147,13 @@ fn a_guest_that_cycles_through_all_states_is_rate_limited_alone() {
         round += 1;
         disk.set("state", ["6", "1", "3", "4"][round % 4]);
     };
-    let took = stage.until("the neighbour connects", || {
+    let took = stage.until("the other guest connects", || {
         storm();
         neighbour.step_connect().unwrap()
     });
     assert!(took < Duration::from_secs(1), "{took:?}");
     assert_eq!(neighbour.transfer(0, op::WRITE, 0, &mut pattern(1, 4096)).unwrap(), 0);
-    stage.until("the neighbour closes", || {
+    stage.until("the other guest disconnects", || {
         storm();
         neighbour.step_close() && other.mapped() == 0
     });
@@ -223,7 +223,7 @@ fn connection() -> (UnixStream, XenbusConnection) {
     (far, XenbusConnection::over(near.into()))
 }
 
-/// A guest repeats one event faster than it is read: it is returned again and again, and the caller gets to its other work.
+/// A guest repeats one event faster than it is read: it is returned repeatedly, so that the caller can do its other work.
 #[test]
 fn an_event_that_repeats_without_end_is_returned_in_between() {
     let (mut far, mut connection) = connection();

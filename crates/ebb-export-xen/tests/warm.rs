@@ -87,7 +87,7 @@ struct Costs {
     stats: ebb_export_xen::XenStats,
 }
 
-/// The costs of `count` rounds of `depth` requests, after a warm-up.
+/// The cost of `count` rounds of `depth` requests, after a warm-up.
 fn costs(persistent: bool, cap: u32, depth: usize, count: u32) -> Costs {
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let rig = Rig::new();

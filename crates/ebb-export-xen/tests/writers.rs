@@ -49,13 +49,13 @@ fn a_second_guest_may_read_and_not_write() {
     let why = refused(&rig, &second, 2);
     assert!(why.contains("written to by Xen guest 1 (disk 51728)"), "{why}");
     assert!(why.contains("shared = true"), "{why}");
-    // The first guest may not have it twice either.
+    // The first guest may not attach it twice either.
     attach(&rig, 1, "xvdc", false).await_backend("6").unwrap();
     let mut reader = attach(&rig, 3, "xvdb", true);
     reader.connect().unwrap();
     assert_eq!(reader.transfer(0, op::READ, 0, &mut vec![0; 4096]).unwrap(), 0);
     assert_eq!(write(&mut first), 0);
-    // When the first guest has released it the second may have it.
+    // When the first guest has released it, the second one may attach it.
     first.close().unwrap();
     let mut second = second;
     attach_again(&rig, &second);
@@ -103,7 +103,7 @@ fn shared_volumes_and_forced_disks_have_several_writers() {
     rig.add(memory("disk", SIZE, false));
     let mut first = attach(&rig, 4, "xvdb", false);
     first.connect().unwrap();
-    // As Xen's own `block` script, which checks no other disk then.
+    // As in Xen's own `block` script, which does not check other disks in this mode.
     let mut forced = attach(&rig, 5, "xvdb", false);
     rig.world.tree.set("/local/domain/0/backend/ebbd/5/51728/mode", "w!");
     forced.connect().unwrap();
@@ -125,7 +125,7 @@ fn a_guest_that_is_migrated_within_the_host_keeps_its_disk() {
     assert!(refused(&rig, &attach(&rig, 3, "xvdb", false), 3).contains("guest 1"));
 }
 
-/// A successor grants the same writer the disk again, which is in use all the time.
+/// After a restart the successor admits the same writer, whose disk remains in use.
 #[test]
 fn a_successor_has_the_same_writer() {
     let mut rig = Rig::new();

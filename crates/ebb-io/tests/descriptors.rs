@@ -58,7 +58,7 @@ fn stop_in_the_middle(round: u32) {
                 drop(owned);
             })
             .detach();
-            // Referenced by itself only.
+            // A task that only its own waker refers to.
             let (io2, owned, signal) = (io.clone(), there.clone(), Rc::new(Signal::default()));
             io.spawn(async move {
                 signal.wait().await;

@@ -152,7 +152,7 @@ fn a_connection_accepted_by_a_dropped_accept_is_closed() {
             let closed = io.offload(move || is_hung_up(&mut client)).await;
             assert!(
                 closed,
-                "the client waits for ever (accept dropped before it connected: {drop_first})"
+                "the client waits without end (accept dropped before it connected: {drop_first})"
             );
         }
     });

@@ -153,7 +153,7 @@ fn a_stopped_worker_has_dropped_its_tasks_and_may_still_be_woken() {
     });
 }
 
-/// Such a task is referenced by itself only: it must not keep what it owns for ever.
+/// Such a task is referenced only by itself: what it owns must be dropped with the worker.
 #[test]
 fn a_task_that_waits_for_itself_is_dropped_too() {
     within(|| {
@@ -412,7 +412,7 @@ fn a_panic_in_a_task_ends_the_worker() {
     });
 }
 
-/// Never true; the compiler does not know that.
+/// Always false, which the compiler does not know.
 fn panics_disabled() -> bool {
     std::env::var_os("EBB_IO_TEST_WITHOUT_PANIC").is_some()
 }

@@ -92,7 +92,7 @@ fn a_page_written_to_when_taken_back_is_no_longer_lent() {
             pool.put(block);
         }
     }
-    // Otherwise this test shows nothing.
+    // Otherwise this test proves nothing.
     assert!(lost > 0, "a page that was not written to is still lent");
     drop(pool);
     let block = back_from_slabs(&memory, &worker, owner, now);

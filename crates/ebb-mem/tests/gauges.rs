@@ -1,4 +1,4 @@
-//! The gauges against the kernel's own: one test alone in its process, so that nothing else moves.
+//! The gauges compared with the kernel's figures. The only test of its program, so that nothing else changes them.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -24,7 +24,7 @@ fn touch(block: &mut Block) {
     block.chunks_mut(4096).for_each(|page| page[0] = 1);
 }
 
-/// What the process needs in addition (heap, statistics, the kernel's batching of freed pages).
+/// Memory of the process in addition (heap, statistics, the kernel's batching of freed pages).
 const SLACK: i64 = 1 << 20;
 
 #[test]

@@ -209,7 +209,7 @@ fn a_pool_in_use_keeps_a_wired_floor() {
     let Rig { worker, owner, now, .. } = rig();
     let pool = PagePool::new(&worker, owner, &ebb_mem::PoolParameters::default());
     for look in 0..50 {
-        // Few requests in a pool that was large once.
+        // Few requests on a pool that was large before.
         let count = if look == 0 { 500 } else { 1 };
         let blocks: Vec<Block> = (0..count).map(|_| pool.take(4096).unwrap()).collect();
         blocks.into_iter().for_each(|block| pool.put(block));

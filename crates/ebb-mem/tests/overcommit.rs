@@ -66,7 +66,7 @@ fn charges_follow_use() {
     let now = Instant::now();
     let memory = started_memory(MemoryOptions::new(12 << 30, now));
     let made = (writable() - before.0, mappings() - before.1);
-    assert!(made.0 < 16 * MIB, "{} bytes are charged for before anything is used", made.0);
+    assert!(made.0 < 16 * MIB, "{} bytes are charged before any memory is used", made.0);
     assert!(made.1 < 30, "{} mappings", made.1);
     let owner = memory.owner("test").unwrap();
     let worker = memory.worker(|| ());
@@ -75,7 +75,7 @@ fn charges_follow_use() {
     let mut run = worker.alloc(33 * MIB, owner).unwrap();
     run[32 * MIB] = 1;
     let used = writable() - before.0;
-    assert!((233 * MIB..300 * MIB).contains(&used), "{used} bytes are charged for");
+    assert!((233 * MIB..300 * MIB).contains(&used), "{used} bytes are charged");
     blocks.into_iter().for_each(|block| worker.free(block));
     worker.free(run);
     memory.reclaim(Reclaim::DrainWorkers, now);
@@ -84,8 +84,8 @@ fn charges_follow_use() {
     let arena = memory.stats().arena;
     assert_eq!((arena.resident(), arena.open), (0, 0));
     let left = writable() - before.0;
-    assert!(left < 16 * MIB, "{left} bytes are still charged for");
-    // And all of it can be allocated again.
+    assert!(left < 16 * MIB, "{left} bytes are still charged");
+    // All of it can be allocated again.
     memory.calm();
     let mut block = worker.alloc(4096, owner).unwrap();
     block.fill(7);
@@ -163,7 +163,7 @@ fn no_mapping_left_is_a_ceiling() {
     let mut blocks = Vec::new();
     while let Ok(block) = worker.alloc(64 << 10, owner) {
         blocks.push(block);
-        assert!(blocks.len() < 1 << 20, "the kernel refuses sooner or later");
+        assert!(blocks.len() < 1 << 20, "the kernel refuses at some point");
     }
     let served = blocks.len();
     let waker = Waker::from(Arc::<Bell>::default());
@@ -213,7 +213,7 @@ fn mappings_are_bounded() {
     memory.reclaim(Reclaim::DrainWorkers, now);
     memory.settle();
     let left = mappings() - before;
-    assert!(left < 40, "{left} mappings are left of {scattered}");
+    assert!(left < 40, "{left} of {scattered} mappings remain");
     limit_data(None);
 }
 

@@ -1,4 +1,4 @@
-//! Owners: as many as are registered, counted exactly, by workers that are older and younger than they.
+//! Owners: there are as many as are registered, and each is counted exactly, by workers created before and after it.
 #![cfg(not(feature = "shuttle"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -24,7 +24,7 @@ fn there_are_as_many_owners_as_are_registered_and_each_is_counted() {
         named.map(|owner| owner.wired).collect::<Vec<_>>()
     };
     assert_eq!(wired(), vec![8192; usize::try_from(MANY).unwrap()]);
-    // What a worker that has ended has counted stays counted.
+    // The counts of a worker that has ended are kept.
     first.into_iter().for_each(|block| young.free(block));
     drop(old);
     assert_eq!(wired(), vec![4096; usize::try_from(MANY).unwrap()]);

@@ -85,7 +85,7 @@ fn reclaim_treats_all_zones_alike_whatever_the_order_of_creation() {
         for &len in &sizes {
             run(&worker, owner, len, 16 * MIB);
         }
-        // A working set of a quarter of the cached blocks, for each zone alike.
+        // A working set of a quarter of the cached blocks in each zone.
         for &len in &sizes {
             run(&worker, owner, len, 4 * MIB);
         }

@@ -1,4 +1,4 @@
-//! Shares of the memory for requests: what a volume gets, whatever other volumes hold.
+//! Shares of the memory for requests: the memory that a volume gets, whatever other volumes hold.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -49,7 +49,7 @@ fn every_volume_gets_its_reserve_whatever_other_volumes_hold() {
     assert!(bytes(&mine) >= shares.reserve());
     let sum = greedy.iter().map(|held| bytes(held)).sum::<usize>() + bytes(&mine);
     assert!(sum <= shares.total(), "{sum}");
-    // And again, while the other volumes hold all they could get.
+    // The same while the other volumes hold all that they can get.
     drop(mine);
     let whole = queue_shares[0].try_take(shares.reserve() - (64 << 10)).unwrap();
     drop(whole);

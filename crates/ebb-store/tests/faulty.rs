@@ -89,7 +89,7 @@ fn requests_hang_until_they_are_released_or_dropped() {
         assert_eq!(test.hanging(), 1, "a dropped request does not hang");
         test.power_cut();
         test.release();
-        assert!(!task.await, "the power has failed meanwhile");
+        assert!(!task.await, "a request succeeded although the power failed");
         assert_eq!(sectors_with(&test.content(), 0), 2048);
         test.hang_only(&[Operation::Flush]);
         assert!(write(&io, &store, 0, 4096, 1, false).await);
@@ -145,11 +145,15 @@ fn no_flush_succeeds_after_a_failed_one() {
             assert!(error.to_string().contains("reopen the volume"), "{error}");
         }
         assert!(store.is_lost());
-        assert_eq!(test.flushes.load(Ordering::Relaxed), 1, "the kernel would say OK");
+        assert_eq!(
+            test.flushes.load(Ordering::Relaxed),
+            1,
+            "a flush was sent to the disk, where the kernel reports success"
+        );
         // A write with FUA can report its own data as stable.
         assert!(write(&io, &store, 1 << 17, 4096, 2, true).await);
         assert_eq!(sectors_with(&test.stable_bytes(), 2), 8);
-        // All is written again, and then a flush succeeds.
+        // After all data was written again a flush succeeds.
         let seen = store.losses();
         assert!(write(&io, &store, 0, 65536, 1, false).await);
         store.flush_rewritten(&io, seen).await.unwrap();
@@ -189,7 +193,7 @@ fn a_write_with_fua_that_finds_no_room_loses_nothing_unless_something_is_lost() 
     play(10, |io, test, store| async move {
         assert!(write(&io, &store, 0, 65536, 1, false).await);
         test.faults(&Faults { told_as_full: true, ..Faults::default() });
-        // Both at once.
+        // A full store and a loss at the same time.
         test.set_room(Some(0));
         test.lose();
         assert!(!write(&io, &store, 1 << 17, 4096, 2, true).await);

@@ -108,7 +108,7 @@ fn zeroes_without_a_hole_keep_the_space_and_take_it_where_there_was_none() {
             let path = file(&folder, &format!("{direct:?}"));
             let bench = Bench::new(create(&path, SIZE, direct));
             bench.zero(MIB, MIB, false, false).unwrap();
-            assert!(allocated(&path) >= MIB, "space was set aside for a range that was a hole");
+            assert!(allocated(&path) >= MIB, "no space was allocated for a range that was a hole");
             let full = filled(&bench, &path);
             bench.zero(512, MIB, false, false).unwrap();
             zeroes_where_zeroes_were_written(&bench);
@@ -177,8 +177,8 @@ fn zeroes_beside_an_unaligned_write_stay() {
             second.await;
         });
         let block = bench.read(base, 4096).unwrap();
-        assert!(block[..512].iter().all(|b| *b == 0), "round {round}: the zeroes got lost");
-        assert!(block[512..1024].iter().all(|b| *b == 5), "round {round}: the write got lost");
-        assert!(block[1024..].iter().all(|b| *b == 9), "round {round}: the rest was touched");
+        assert!(block[..512].iter().all(|b| *b == 0), "round {round}: the zeroes are lost");
+        assert!(block[512..1024].iter().all(|b| *b == 5), "round {round}: the write is lost");
+        assert!(block[1024..].iter().all(|b| *b == 9), "round {round}: other bytes have changed");
     }
 }

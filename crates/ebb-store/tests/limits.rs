@@ -1,4 +1,4 @@
-//! A write cut short by the kernel: what fits is written, and the rest fails. The only test of its
+//! A short write: the part within the limit is written, and the remainder fails. The only test of its
 //! program, since the limit applies to the whole process.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
@@ -19,7 +19,7 @@ fn a_write_across_the_largest_file_size_is_never_success() {
         })
         .into_iter()
         .collect();
-    // SAFETY: without a handler there is nothing that could run at a bad moment.
+    // SAFETY: no handler is installed, so none can run concurrently.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     let limit = libc::rlimit { rlim_cur: MIB, rlim_max: libc::RLIM_INFINITY };
     // SAFETY: the pointer is to a whole structure that outlives the call.

@@ -72,7 +72,7 @@ fn nbdkit_with_all_features() {
     let bench = bench(&server);
     round_trip(&bench);
     let holes = bench.extents(4 * MIB, 4 * MIB, 10).unwrap();
-    assert_eq!(holes, [(4 * MIB, 4 * MIB, true)], "block status tells of holes");
+    assert_eq!(holes, [(4 * MIB, 4 * MIB, true)], "block status reports holes");
 }
 
 #[test]
@@ -198,12 +198,12 @@ fn requests_wait_for_a_slow_server() {
 fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(90);
     while !done() {
-        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        assert!(Instant::now() < deadline, "timed out: {what}");
         std::thread::park_timeout(Duration::from_millis(10));
     }
 }
 
-/// Writes and reads while the server restarts: no error, and the right data.
+/// Writes and reads while the server restarts: no errors, and correct data.
 fn survives(end: impl Fn(&mut Server) + Send + Clone + 'static) {
     let folder = common::folder();
     let image = common::file(&folder, "image");
@@ -344,7 +344,7 @@ fn requests_fail_without_a_server_and_succeed_after_its_return() {
     assert!(bench.write(0, &[0; 512]).is_err(), "at once");
     server.restart();
     wait_for("the connection", || bench.read(0, 512).is_ok());
-    // An export of another size is not the same disk.
+    // An export of another size is refused: it is not the same disk.
     server.kill();
     server.change("8M", "16M");
     server.restart();
@@ -385,7 +385,7 @@ fn what_a_flush_after_a_reconnect_says() {
                 assert_eq!(error.kind, ErrorKind::Io);
                 let cause = error.source.unwrap().to_string();
                 assert!(cause.contains("when 2 changes (numbers 2 to 3"), "{cause}");
-                bench.flush().expect("it is said once");
+                bench.flush().expect("the loss is reported once");
             }
         }
     }

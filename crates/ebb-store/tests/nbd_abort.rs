@@ -18,7 +18,7 @@ use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
 use fake::{Act, Fake, MANY_CONNECTIONS, ONE_CONNECTION, wait_for};
 
 const MIB: u64 = 1 << 20;
-/// A limit for hangs only.
+/// A time limit that only a hang exceeds.
 const PATIENCE: Duration = Duration::from_secs(90);
 
 fn store(fake: &Fake) -> Arc<Store> {
@@ -80,7 +80,7 @@ fn aborted_while_the_server_is_silent(flags: u16) {
     let outcomes: Vec<_> = workers.iter().map(|worker| start(worker, &store, 80)).collect();
     wait_for("requests at the server", || fake.requests().len() >= 128);
     for outcomes in &outcomes {
-        assert!(outcomes.try_recv().is_err(), "a silent server answers nothing");
+        assert!(outcomes.try_recv().is_err(), "a request to a silent server completed");
     }
     store.abort();
     for outcomes in &outcomes {
@@ -115,7 +115,7 @@ fn aborting_a_store_does_not_wait_for_a_handshake() {
     wait_for("a connection in its handshake", || fake.accepted() == 2);
     store.abort();
     all_aborted(&outcomes, 40);
-    assert!(fake.open() >= 1, "the handshake goes on, and was not waited for");
+    assert!(fake.open() >= 1, "the handshake has ended: the abort has waited for it");
 }
 
 /// No server at all: requests wait between two attempts.
@@ -132,7 +132,7 @@ fn a_store_aborted_between_attempts_fails_waiting_requests() {
     all_aborted(&outcomes, 40);
 }
 
-/// What was acknowledged and not flushed is still counted when the store is aborted.
+/// Acknowledged writes that were not flushed are still counted when the store is aborted.
 #[test]
 fn aborting_does_not_hide_what_was_not_flushed() {
     let fake = Fake::start(8 * MIB, MANY_CONNECTIONS, |request| match request.command {
@@ -186,7 +186,7 @@ fn the_late_reply_to_a_dropped_read_reaches_no_other_buffer() {
                 })
             })
             .collect();
-        // Until the first is at the server.
+        // Until the server has received the first one.
         while own.state().unwrap().in_flight < 8 {
             io.sleep(Duration::from_millis(5)).await;
         }

@@ -1,4 +1,4 @@
-//! Idle connections, when another one finds that the server is shutting down or cannot be reached.
+//! Idle connections, after another one has found that the server is shutting down or cannot be reached.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -66,8 +66,8 @@ fn idle_connections_release_a_server_that_shuts_down() {
     let store = open(&fake);
     let workers: Vec<_> = ["a", "b"].map(|name| Worker::start_alone(name).unwrap()).into();
     assert!(read(&workers[0], &store, 0) && read(&workers[1], &store, 0));
-    assert!(read(&workers[0], &store, 4096), "the next connection answers");
-    wait_for("both connections made again", || store.state().unwrap().reconnects == 2);
+    assert!(read(&workers[0], &store, 4096), "the next connection replies");
+    wait_for("both connections are re-established", || store.state().unwrap().reconnects == 2);
     assert!(
         fake.requests().iter().any(|request| request.command == FLUSH && request.connection == 2)
     );

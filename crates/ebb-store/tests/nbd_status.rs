@@ -69,7 +69,7 @@ fn a_server_with_short_replies_receives_a_bounded_number_of_requests() {
     assert!(!list.is_empty() && list == expected, "{list:?}");
 }
 
-/// A request that was dropped submits nothing more.
+/// A dropped request submits no further requests to the server.
 #[test]
 fn a_dropped_request_submits_nothing_more() {
     let dropped = Arc::new(AtomicBool::new(false));

@@ -16,7 +16,7 @@ const READ_ONLY: OpenOptions =
     OpenOptions { read_only: true, direct: Direct::Auto, create: None, existing: false };
 
 fn refused(result: Result<FileStore, OpenError>) -> (OpenError, String) {
-    let error = result.expect_err("this must not open");
+    let error = result.expect_err("the store was opened");
     let text = error.to_string();
     (error, text)
 }
@@ -48,7 +48,7 @@ fn a_missing_folder() {
     assert!(!path.exists());
 }
 
-/// Runs a function in a thread of its own without root's power over file modes.
+/// Runs a function in a thread of its own, as a user whom file modes restrict.
 fn without_root<T: Send>(call: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
@@ -96,10 +96,10 @@ fn a_file_that_is_in_use() {
     }
     drop(first);
     let readers = [FileStore::open(&path, &READ_ONLY), FileStore::open(&path, &READ_ONLY)];
-    assert!(readers.iter().all(Result::is_ok), "readers do not mind each other");
+    assert!(readers.iter().all(Result::is_ok), "several readers are allowed");
     assert!(matches!(refused(open(&path)).0, OpenError::InUse { .. }));
     drop(readers);
-    assert!(open(&path).is_ok(), "the lock goes with the store");
+    assert!(open(&path).is_ok(), "the lock is released with the store");
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn an_image_that_has_grown_is_served_as_it_is_and_one_too_small_is_refused() {
     let (error, text) = refused(FileStore::open(&path, &options).map(|(store, _)| store));
     assert!(matches!(error, OpenError::OtherSize { size: MIB, .. }), "{error:?}");
     assert!(text.contains("1048576") && text.contains("2097152"), "{text}");
-    assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB, "it was left alone");
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB, "the file is unchanged");
 }
 
 #[test]
@@ -174,7 +174,7 @@ fn a_created_file_is_sparse_and_private() {
 fn a_file_that_cannot_be_created_leaves_nothing_at_its_path() {
     let folder = folder();
     let path = file(&folder, "image");
-    // No file system has files of that size.
+    // No file system supports files of that size.
     let options = OpenOptions { create: Some(u64::MAX - 511), ..OpenOptions::default() };
     let (error, text) = refused(FileStore::open(&path, &options).map(|(store, _)| store));
     assert!(matches!(error, OpenError::Io { .. }), "{error:?}");
@@ -196,7 +196,7 @@ fn a_new_file_has_its_size_from_the_moment_it_has_its_name() {
                     if let Ok(found) = std::fs::metadata(path) {
                         break found.len();
                     }
-                    assert!(begun.elapsed().as_secs() < 120, "it is not made");
+                    assert!(begun.elapsed().as_secs() < 120, "the file is not created");
                 });
             }
             sizes

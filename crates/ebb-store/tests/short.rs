@@ -93,7 +93,7 @@ fn fill(path: &Path) {
     assert!(written >= MIB);
     assert_eq!(bench.zero(8 * MIB, MIB, false, false).unwrap_err().kind, ErrorKind::NoSpace);
     for at in (0..written).step_by(256 << 10) {
-        assert_eq!(bench.read(at, 256 << 10).unwrap(), data, "what was acknowledged is there");
+        assert_eq!(bench.read(at, 256 << 10).unwrap(), data, "acknowledged data is there");
     }
     bench.discard(0, MIB).unwrap();
     bench.write(12 * MIB, &data).unwrap();

@@ -1,5 +1,5 @@
 //! Requests of sectors on stores with larger blocks: each byte is correct, up to the largest
-//! request, and the memory taken in addition to the request's own buffer is what the store says.
+//! request, and the memory used in addition to the request's own buffer is what the store declares.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -19,7 +19,7 @@ use server::Server;
 
 const SIZE: u64 = 72 * MIB;
 
-/// The result, and the most bytes that buffers took meanwhile.
+/// The result, and the most bytes that buffers held meanwhile.
 async fn peak<T>(io: &Io, future: impl Future<Output = T>) -> (T, usize) {
     let (mut future, mut most) = (pin!(future), 0);
     std::future::poll_fn(|cx| {

@@ -132,5 +132,5 @@ fn a_client_that_does_not_read_replies_to_key_updates_is_held_back() {
         assert_eq!(unsafe { SSL_key_update(stream.ssl().as_ptr(), 1) }, 1);
         stream.ssl_write(&[7]).unwrap();
     });
-    assert!(queued <= 256 << 10, "{queued} bytes wait for a client that never reads");
+    assert!(queued <= 256 << 10, "{queued} bytes are queued for a client that never reads");
 }

@@ -16,7 +16,7 @@ mod sealer;
 #[path = "../../../fuzz/src/tls.rs"]
 mod tls;
 
-/// What the server did wrong.
+/// A violation by the server.
 #[derive(Debug)]
 pub struct Finding(pub String);
 

@@ -13,7 +13,7 @@ use ebb_mem::Memory;
 use ebb_store::{FileStore, OpenOptions, TestStore};
 use ebb_volume::{ErrorKind, Io, Operation, Store, Volume, VolumeOptions};
 
-/// The process may run on, with its descriptors open, while the kernel holds a request of another store.
+/// The process may keep running, with its descriptors open, while the kernel holds a request of another store.
 #[test]
 fn the_image_of_a_closed_volume_can_be_opened_by_a_successor() {
     let dir = tempfile::tempdir().unwrap();
@@ -38,7 +38,7 @@ fn the_image_of_a_closed_volume_can_be_opened_by_a_successor() {
     }
 }
 
-/// Everything that was acknowledged before the close ended is on the store, and stable.
+/// All data that was acknowledged before the close ended is on the store, and stable.
 #[test]
 fn closing_waits_for_requests_in_flight_and_refuses_new_ones() {
     let test = Arc::new(TestStore::new(1 << 20, 1));

@@ -1,6 +1,6 @@
-//! Flushes after failed flushes: random runs on a store that, when a flush fails, loses any subset of what was
-//! not flushed, and reports that once. Whatever a successful flush covered is stable and survives a power
-//! failure: without a cache, and with one in writethrough and in writeback mode.
+//! Flushes after failed flushes: random runs on a store that, when a flush fails, loses any subset of the data
+//! that was not flushed, and reports that once. Data that a successful flush covered is stable and survives a
+//! power failure: without a cache, and with one in writethrough and in writeback mode.
 //!
 //! Writers run concurrently, each in sectors of its own, which share pages. Of each sector a run records the
 //! values that were written to it, in order, and which of them was last covered by a successful flush: that
@@ -138,7 +138,7 @@ impl Run {
         }
     }
 
-    /// The power fails; then everything that a flush covered must be there.
+    /// Simulates a power failure; then all data that a flush covered must be there.
     fn reboot(&self) {
         let next = Arc::new(self.test().reboot());
         *self.test.borrow_mut() = next;
@@ -241,7 +241,7 @@ async fn read(io: &Io, volume: &Volume, run: &Run, first: usize, count: usize) {
     }
 }
 
-/// Writes back some of the dirty data now and then.
+/// Writes back some of the dirty data from time to time.
 struct Whim(u64);
 
 impl WritebackControl for Whim {
@@ -334,7 +334,7 @@ async fn play(io: &Io, machine: &mut Machine, seed: u64, mode: Mode) -> Counts {
             })
             .collect();
         if random.chance(30) {
-            // The host loses its power, with requests in flight and its memory.
+            // A power failure of the host: requests in flight and its memory are lost.
             for _ in 0..random.below(40) {
                 io.yield_now().await;
             }
@@ -410,5 +410,5 @@ fn with_writethrough_no_flush_says_ok_over_lost_data() {
 #[test]
 fn with_writeback_no_flush_says_ok_over_lost_data() {
     let counts = run_all(Mode::Writeback);
-    assert!(counts.mended > 0, "what was lost was written again");
+    assert!(counts.mended > 0, "lost data is written again");
 }

@@ -14,7 +14,7 @@ use ebb_store::TestStore;
 use ebb_volume::{Resize, Store, Volume, VolumeOptions};
 
 const PAGE: u64 = 4096;
-/// Pages before it grows, and how many of them are cached: each in a frame of its own.
+/// The number of pages before the volume grows, and how many of them are cached, each in a frame of its own.
 const PAGES: u64 = 16 << 10;
 const CACHED_EVERY: u64 = 16;
 /// Pages per step of growth, and the number of steps.
@@ -22,7 +22,7 @@ const STEP: u64 = 256;
 const STEPS: u64 = 16;
 const WRITERS: u64 = 4;
 
-/// What the writers, the flusher and the resizing task share.
+/// The state that the writers, the flusher and the resizing task share.
 struct Scene {
     volume: Arc<Volume>,
     written: AtomicU64,

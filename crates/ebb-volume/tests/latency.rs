@@ -1,4 +1,4 @@
-//! The times of requests: what is counted, and as what.
+//! Histograms of request times: which requests are counted, and in which histogram.
 
 #![allow(clippy::unwrap_used, reason = "this is a test")]
 

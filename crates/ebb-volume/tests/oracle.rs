@@ -150,7 +150,7 @@ impl Pair {
         }
     }
 
-    /// What a discarded range holds is unspecified: the oracle learns it by reading.
+    /// The content of a discarded range is unspecified: the oracle reads it from the volume.
     async fn discard(&mut self, sector: u64, count: u64) {
         let (offset, length) = bytes(sector, count);
         let result = self.volume.discard(&self.io, offset, length as u64, false).await;
@@ -238,7 +238,7 @@ fn file(folder: &Path, direct: Direct) -> FileStore {
     FileStore::open(&path, &options).unwrap().0
 }
 
-/// A folder on a real file system, where O_DIRECT means something.
+/// A directory on a file system that supports O_DIRECT.
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }

@@ -25,8 +25,8 @@ fn value(figures: &[Figure], name: &str) -> f64 {
     figures.iter().find(|figure| figure.name == name).unwrap().value
 }
 
-/// Each figure has this bar and meets it. The bars are repeated here, so that a change of the scenarios
-/// cannot lower one unnoticed.
+/// Each figure has this limit and meets it. The limits are repeated here, so that a change of the scenarios
+/// cannot relax one unnoticed.
 fn meets(id: &str, bars: &[(&str, Bar)]) {
     let place = ALL.iter().position(|scenario| scenario.id == id).unwrap();
     let figures = &ours()[place];
@@ -36,7 +36,7 @@ fn meets(id: &str, bars: &[(&str, Bar)]) {
         assert!(figure.meets_bar(), "{id} {name}: {} against {bar}", figure.value);
     }
     let with_bars = figures.iter().filter(|figure| figure.bar != Bar::None).count();
-    assert_eq!(with_bars, bars.len(), "{id}: every bar is looked at");
+    assert_eq!(with_bars, bars.len(), "{id}: every limit is checked");
 }
 
 use Bar::{AtLeast, AtMost};

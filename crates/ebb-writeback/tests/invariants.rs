@@ -78,7 +78,7 @@ impl World {
         World { now: 1, writeback, devices }
     }
 
-    /// The answers of all devices, to compare orders.
+    /// The results of all devices, to compare different orders of them.
     fn step(&mut self, step: &Step) -> Option<Verdict> {
         let (now, count) = (self.now, self.devices.len());
         match *step {
@@ -157,7 +157,7 @@ impl World {
         let stats = self.writeback.stats();
         assert_eq!(stats.held, held);
         assert!(stats.limit >= stats.goal);
-        // What was granted fits; what exceeds a lowered limit may only shrink.
+        // Granted bytes are within the limit; after a limit was lowered the excess may only shrink.
         assert!(held <= stats.limit.max(before), "{held} of {}, {before} before", stats.limit);
         let quanta = u64::try_from(self.devices.len()).unwrap();
         assert!(sum <= stats.limit + quanta, "thresholds {sum} of {}", stats.limit);
@@ -377,8 +377,8 @@ fn max_bytes_hold_from_the_first_byte_and_strictly_to_the_last() {
     }
 }
 
-/// Writes that were in flight together when the disk filled up count as one failure; otherwise one full
-/// moment would look like a long outage, and retries would be delayed as long.
+/// Writes that were in flight together when the disk filled up count as one failure; otherwise a disk that
+/// is full for a moment would look like a long outage, and retries would be delayed as long.
 #[test]
 fn concurrent_write_failures_count_as_one_attempt() {
     let mut writeback = Writeback::new(&WritebackOptions::new(100 * MB)).unwrap();

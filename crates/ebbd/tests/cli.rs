@@ -1,4 +1,4 @@
-//! The program from outside: help, exit status, and where each report goes.
+//! The command line: help, exit status, and the stream of each message.
 
 use std::fs;
 use std::path::Path;
@@ -15,7 +15,7 @@ fn ebbd(args: &[&str]) -> Output {
         .expect("the program starts")
 }
 
-/// Asserts the exit status and that the only report, on stderr, has all of `parts`.
+/// Asserts the exit status, and that the only message is on stderr and has all of `parts`.
 #[track_caller]
 fn fails(args: &[&str], status: i32, parts: &[&str]) {
     let output = ebbd(args);
@@ -95,7 +95,7 @@ fn manual_pages_are_written() {
         let text = fs::read_to_string(out.join(page)).expect(page);
         assert!(text.contains(".SH NAME"), "{page}");
     }
-    // A failure that is no mistake in the configuration.
+    // A failure that is not caused by the configuration.
     fs::write(folder.path().join("file"), "").expect("written");
     let blocked = folder.path().join("file/man");
     fails(&["man", "--out", blocked.to_str().expect("UTF-8")], 1, &["file/man"]);

@@ -14,7 +14,7 @@ fn command() -> Command {
     for variable in ["LISTEN_FDS", "LISTEN_PID", "EBBD_CONTROL", "NOTIFY_SOCKET"] {
         command.env_remove(variable);
     }
-    // The host's pressure is not the subject here.
+    // The pressure of this host must not affect the test.
     command.env("MEMORY_PRESSURE_WATCH", "/dev/null").stdin(Stdio::null());
     command
 }
@@ -102,13 +102,13 @@ impl Daemon {
         let mut rest = String::new();
         self.log.read_to_string(&mut rest).expect("UTF-8");
         assert_eq!(status.code(), Some(0), "{rest}");
-        assert!(!self.control.exists(), "the socket goes with the daemon");
+        assert!(!self.control.exists(), "the daemon removes its socket");
     }
 }
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // After a failed assertion; ended already otherwise.
+        // Needed after a failed assertion; otherwise the daemon has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -180,7 +180,7 @@ fn parameters_act() {
     let first = UnixStream::connect(&nbd).expect("connected");
     let mut hello = [0; 18];
     (&first).read_exact(&mut hello).expect("a greeting");
-    // It counts once it has logged in: fixed newstyle without zeroes, NBD_OPT_EXPORT_NAME.
+    // A client counts once it has chosen an export: fixed newstyle without zeroes, NBD_OPT_EXPORT_NAME.
     (&first).write_all(b"\0\0\0\x03IHAVEOPT\0\0\0\x01\0\0\0\x04disk").expect("sent");
     (&first).read_exact(&mut [0; 10]).expect("size and flags");
     let mut second = UnixStream::connect(&nbd).expect("connected");
@@ -223,7 +223,7 @@ fn stat_and_pressure() {
         |stat: &serde_json::Value| stat["pressure"]["events"][2].as_u64().expect("a count");
     let before = drains(&stat());
     assert_eq!(daemon.says(&["pressure", "l2", "--seconds", "60"]), "");
-    // Published by the monitor's own thread, some time after the answer.
+    // Published by the monitor's own thread, some time after the reply.
     while drains(&stat()) == before {
         std::thread::yield_now();
     }
@@ -256,7 +256,7 @@ fn a_reload_keeps_what_was_set_unless_the_file_changed_it() {
 
     daemon.rewrite("max_buffer_pages = 100\nbuffer_squeeze_duration_ms = 20\ncontrol = '/x/y'");
     daemon.signal("-HUP");
-    // The option wins over the file, so the socket stays without a word.
+    // The option takes precedence over the file, so the socket stays and nothing is logged.
     daemon.wait_for("reloaded");
     assert_eq!(get(&daemon, "max_buffer_pages"), "1");
     assert_eq!(get(&daemon, "buffer_squeeze_duration_ms"), "20");

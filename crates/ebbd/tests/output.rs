@@ -1,4 +1,4 @@
-//! What the program says on its standard output and error, when they are full or not read.
+//! Standard output and error of the program when they are full or not read.
 
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -32,15 +32,15 @@ fn output_that_cannot_be_written_is_a_failure() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(said.contains("No space left on device"), "{arguments:?}: {said}");
     }
-    // A mistake is a mistake wherever the output goes.
+    // Usage mistakes are reported wherever the output goes.
     let full = File::options().write(true).open("/dev/full").unwrap();
     assert_eq!(run(&["--nonsense"], full.into()).status.code(), Some(2));
 }
 
-/// A client logs in, reads a sector and leaves.
+/// A client connects, reads a sector and disconnects.
 fn read_a_sector(socket: &Path) -> std::io::Result<()> {
     let mut stream = UnixStream::connect(socket)?;
-    // For hangs only.
+    // A time limit that only a hang exceeds.
     stream.set_read_timeout(Some(Duration::from_secs(90)))?;
     let mut greeting = [0; 18];
     stream.read_exact(&mut greeting)?;
@@ -58,7 +58,7 @@ fn read_a_sector(socket: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-/// A daemon that a failed test does not leave behind.
+/// A daemon that is killed when dropped, also after a failed test.
 struct Daemon(Child);
 
 impl Drop for Daemon {
@@ -103,7 +103,7 @@ fn a_log_that_is_not_read_blocks_no_request() {
     assert_eq!(status.code(), Some(0));
 }
 
-/// One client that logs in and out without end must not push what matters out of the journal.
+/// A client that connects and disconnects without end must not displace other lines of the journal.
 #[test]
 fn a_client_that_reconnects_often_gets_a_limited_number_of_lines() {
     let folder = tempfile::tempdir().unwrap();

@@ -10,7 +10,7 @@ fn in_the_program() -> BTreeSet<String> {
     let start = b"stapsdt\0";
     let mut found = BTreeSet::new();
     for (at, _) in program.windows(start.len()).enumerate().filter(|(_, bytes)| bytes == start) {
-        // Three addresses of eight bytes lie between.
+        // Three addresses of eight bytes precede the names.
         let strings = program.get(at + start.len() + 24..).unwrap_or_default();
         let mut strings = strings.split(|byte| *byte == 0).map(String::from_utf8_lossy);
         if strings.next().as_deref() == Some("ebbd") {

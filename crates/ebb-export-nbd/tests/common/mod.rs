@@ -16,7 +16,7 @@ use ebb_io::{Io, Worker, fd_from};
 use ebb_store::{Direct, FileStore, MemoryStore, OpenOptions, Store};
 use ebb_volume::{Volume, VolumeOptions, Volumes};
 
-/// How long a test waits before it reports a hang.
+/// The time after which a test reports a hang.
 pub(crate) const HANG: Duration = Duration::from_secs(180);
 
 pub(crate) const READ: u16 = 0;
@@ -63,7 +63,7 @@ pub(crate) struct Client {
     partial: HashMap<u64, (Reply, usize)>,
 }
 
-/// All chunks of one reply, put together.
+/// One reply, assembled from its chunks.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Reply {
     pub(crate) cookie: u64,
@@ -376,7 +376,10 @@ impl Rig {
         std::thread::spawn(move || {
             let _ = sender.send(handle.block_on(move |io| call(server, io)));
         });
-        receiver.recv_timeout(HANG).expect("this hangs").expect("the worker panicked; see above")
+        receiver
+            .recv_timeout(HANG)
+            .expect("the server does not respond")
+            .expect("the worker panicked; see above")
     }
 
     pub(crate) fn stop(&self) {

@@ -128,7 +128,7 @@ impl Rig {
     }
 }
 
-/// How long a test may hang.
+/// The time after which a test reports a hang.
 pub const HANG: Duration = Duration::from_secs(90);
 
 /// Waits until `condition` holds, for a bounded time.

@@ -39,12 +39,12 @@ pub(crate) struct FakeRequest {
 /// How the server handles a request.
 #[derive(Clone, Debug)]
 pub(crate) enum Act {
-    /// Success; a read gives bytes of this value.
+    /// Success; a read returns bytes of this value.
     Good(u8),
     /// These extents, as length and state.
     Status(Vec<(u32, u32)>),
     Error(u32),
-    /// No reply, ever.
+    /// No reply.
     Silence,
     /// Closes the connection.
     HangUp,
@@ -141,11 +141,11 @@ impl Drop for Fake {
     }
 }
 
-/// Waits for a condition; the limit is for hangs only.
+/// Waits for a condition; only a hang exceeds the time limit.
 pub(crate) fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(90);
     while !done() {
-        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        assert!(Instant::now() < deadline, "timed out: {what}");
         std::thread::park_timeout(Duration::from_millis(5));
     }
 }

@@ -105,7 +105,7 @@ impl From<FileStore> for StoreOf {
 pub(crate) const KIB: u64 = 1 << 10;
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// A folder on the file system the build is on: a real one.
+/// A directory on the file system of the build, which is not tmpfs.
 pub(crate) fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long a server may take to listen.
+/// The time within which a server must listen.
 const PATIENCE: Duration = Duration::from_secs(90);
 
 /// A server on a unix socket; killed when dropped.
@@ -39,7 +39,7 @@ impl Server {
         &self.socket
     }
 
-    /// Starts it again. Not from a thread that ends before the server.
+    /// Starts it again. The calling thread must not end before the server does.
     pub(crate) fn restart(&mut self) {
         let _ = std::fs::remove_file(&self.socket);
         let child = Command::new(self.program)

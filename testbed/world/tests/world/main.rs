@@ -85,7 +85,12 @@ fn some_worlds(part: u64, parts: u64) {
             Err(_) => {
                 // Run again, with the trace as text.
                 let error = run(from + nth, true).err();
-                println!("{}", error.unwrap_or_else(|| format!("seed {nth}: failed once and passed when repeated")));
+                println!(
+                    "{}",
+                    error.unwrap_or_else(|| format!(
+                        "seed {nth}: failed once and passed when repeated"
+                    ))
+                );
                 failed += 1;
             }
         }
@@ -148,7 +153,10 @@ fn worlds_keep_their_promises() {
                 None => println!("{line}"),
             }
         }
-        assert!(child.wait().unwrap().success() && told, "a process ended before it had run its worlds");
+        assert!(
+            child.wait().unwrap().success() && told,
+            "a process ended before it had run its worlds"
+        );
     }
     let [worlds, failed, requests, succeeded, sectors, lives, simulated, _, rest @ ..] = sums;
     let [guests, handed_over, deprived] = rest;
@@ -161,8 +169,14 @@ fn worlds_keep_their_promises() {
     );
     assert_eq!(failed, 0, "worlds failed: repeat one with EBBD_WORLD_SEED=…");
     let many = worlds >= 1_000;
-    assert!(!many || guests.min(handed_over).min(deprived) > 0, "Xen guests completed too few requests, or never met the end of a daemon");
-    assert!(requests >= worlds * REQUESTS * 9 / 10, "worlds completed fewer than nine tenths of their requests");
+    assert!(
+        !many || guests.min(handed_over).min(deprived) > 0,
+        "Xen guests completed too few requests, or never met the end of a daemon"
+    );
+    assert!(
+        requests >= worlds * REQUESTS * 9 / 10,
+        "worlds completed fewer than nine tenths of their requests"
+    );
 }
 
 #[test]

@@ -571,7 +571,10 @@ impl World {
                 return Ok(answer);
             }
             if self.now > end {
-                return Err(format!("{what} has not completed after {limit:?}: {}", self.describe()));
+                return Err(format!(
+                    "{what} has not completed after {limit:?}: {}",
+                    self.describe()
+                ));
             }
             self.step()?;
         }

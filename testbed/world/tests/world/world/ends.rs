@@ -125,7 +125,10 @@ impl World {
             // A flush that a stop cancels counts as failed; a volume that was given up lacks no data all the same.
             let left = report.abandoned.contains(&site.config.name);
             if served && site.lost && !replaced && listed.is_none() && !left {
-                return Err(format!("a shutdown does not list {}, which has lost data", site.config.name));
+                return Err(format!(
+                    "a shutdown does not list {}, which has lost data",
+                    site.config.name
+                ));
             }
             let told = listed.map(|left| left.why.clone());
             let (well, name) = (listed.is_none() && !replaced, site.config.name.clone());
@@ -247,7 +250,8 @@ impl World {
 
     /// Reads a volume completely. If some reads failed, returns its size in sectors as the client knows it.
     fn read_all(&mut self, at: usize) -> Result<Option<usize>, String> {
-        let number = self.seats.iter().position(|seat| seat.site == at).expect("every volume has a client");
+        let number =
+            self.seats.iter().position(|seat| seat.site == at).expect("every volume has a client");
         let (end, mut again) = (self.now + PATIENCE, self.now);
         loop {
             // Clients that disconnected while their requests waited for a server count as connected

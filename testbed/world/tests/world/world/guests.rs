@@ -238,7 +238,10 @@ impl World {
             remains.orphans.drain(..).for_each(|writing| oracle.end(writing, false));
             let mapped = remains.domain.mapped();
             if mapped > 0 && now - since > UNMAPPED {
-                wrong = Some(format!("{mapped} pages of guest {} are mapped after it has ended", remains.number));
+                wrong = Some(format!(
+                    "{mapped} pages of guest {} are mapped after it has ended",
+                    remains.number
+                ));
             }
             mapped > 0
         });
@@ -304,7 +307,9 @@ impl World {
         let end = self.now + PATIENCE;
         while !self.graves.is_empty() {
             if self.now > end {
-                return Err("guests that have ended are still served, or their pages mapped".to_owned());
+                return Err(
+                    "guests that have ended are still served, or their pages mapped".to_owned()
+                );
             }
             self.step()?;
         }
