@@ -434,7 +434,7 @@ fn a_strict_start_does_not_wait_without_limit_for_a_store_that_hangs() -> Result
         .args(["--listen", &listen])
         .limit(PATIENCE)
         .run()?;
-    let told = outcome.stderr.contains("volume mute: its store has not answered within")
+    let told = outcome.stderr.contains("volume mute: its store has not replied within")
         && outcome.stderr.contains("without --strict");
     check(outcome.status.code() == Some(1) && told, || format!("{outcome:?}"))
 }

@@ -117,7 +117,7 @@ fn refuse_if_degraded(engine: &Engine) -> anyhow::Result<()> {
     let reason = state.failure.as_ref().map(|failure| failure.reason.clone());
     let reason = reason.unwrap_or_else(|| {
         format!(
-            "its store has not answered within {} s: check it, or start without --strict, so that the other volumes \
+            "its store has not replied within {} s: check it, or start without --strict, so that the other volumes \
              are served and this one is tried again",
             START_PATIENCE.as_secs()
         )

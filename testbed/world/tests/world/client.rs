@@ -113,7 +113,7 @@ pub(crate) struct Client {
     written: usize,
     cookie: u64,
     open: HashMap<u64, Request>,
-    /// Sectors, as the server said.
+    /// The size in sectors, as the server reported it.
     size: usize,
     next_at: Instant,
     /// Does not read replies.

@@ -33,8 +33,8 @@ use crate::random::Random;
 use crate::remote::Remote;
 
 /// The interval of the reclaimer, and that of the memory's ticks.
-const KEEPER: Duration = Duration::from_millis(100);
-const TICK: Duration = Duration::from_secs(1);
+const RECLAIM_INTERVAL: Duration = Duration::from_millis(100);
+const TICK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The settings of a daemon, drawn for each life.
 #[derive(Clone, Debug)]
@@ -321,8 +321,8 @@ impl Daemon {
             grants,
             reclaimer,
             started: now,
-            keep_at: now + KEEPER,
-            tick_at: now + TICK,
+            keep_at: now + RECLAIM_INTERVAL,
+            tick_at: now + TICK_INTERVAL,
             advise_at: None,
             xen,
             tried: Later::default(),
@@ -377,16 +377,16 @@ impl Daemon {
         busy |= self.worker.iterate();
         if now >= self.keep_at {
             self.reclaimer.run_once(&self.cache, now);
-            self.keep_at = now + KEEPER;
+            self.keep_at = now + RECLAIM_INTERVAL;
             busy = true;
         }
         if now >= self.tick_at {
             self.memory.tick(now);
-            self.tick_at = now + TICK;
+            self.tick_at = now + TICK_INTERVAL;
             busy = true;
         }
         if self.advise_at.is_none_or(|at| at <= now) {
-            let rest = self.memory.advise(now).unwrap_or(KEEPER);
+            let rest = self.memory.advise(now).unwrap_or(RECLAIM_INTERVAL);
             self.advise_at = Some(now + rest);
         }
         busy
