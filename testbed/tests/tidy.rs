@@ -13,6 +13,8 @@ use lists::{ALLOWED, Allowed, DATA_PATH, MAY_KNOW, UNSAFE};
 
 #[path = "tidy/circles.rs"]
 mod circles;
+#[path = "tidy/citations.rs"]
+mod citations;
 #[path = "tidy/dependencies.rs"]
 mod dependencies;
 #[path = "tidy/lists.rs"]

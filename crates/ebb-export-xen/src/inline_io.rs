@@ -22,10 +22,10 @@ use crate::abi::{
 };
 use crate::copier::operation_on;
 use crate::device_shared::{MAX_SEGMENTS, add};
-use crate::guest_memory::Mapping;
 use crate::persistent::GrantTable;
 use crate::platform::CopyOp;
 use crate::queue::Queue;
+use ebb_guest_ring::Mapping;
 
 /// About this many segments are copied per hypercall.
 const COPIES_PER_CALL: usize = 32;

@@ -37,7 +37,7 @@ use std::sync::Arc;
 use ebb_volume::Identity as StoreIdentity;
 
 use crate::abi::{SLOT_WORDS, Slot};
-use crate::guest_memory::{Mapping, Unmap, write_barrier};
+use ebb_guest_ring::{Mapping, Unmap, write_barrier};
 
 const MAGIC: u32 = 0x6b62_6265;
 /// The magic of journals that do not identify their store, as ebbd 0.1 and earlier wrote them.

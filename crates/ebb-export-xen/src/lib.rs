@@ -39,7 +39,6 @@ mod copier;
 mod counting_store;
 mod device;
 mod device_shared;
-mod guest_memory;
 mod inline_io;
 mod journal;
 mod mailbox;

@@ -13,7 +13,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use crate::guest_memory::Mapping;
+use ebb_guest_ring::Mapping;
 
 /// References below this are found by index: a guest has 32,768 unless it is configured with more.
 /// The index takes 256 KiB at most.
@@ -306,7 +306,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::guest_memory::Unmap;
+    use ebb_guest_ring::Unmap;
 
     #[derive(Default)]
     struct Count(AtomicUsize);

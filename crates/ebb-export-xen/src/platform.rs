@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use ebb_io::Fd;
 
-use crate::guest_memory::Mapping;
+use ebb_guest_ring::Mapping;
 
 pub mod evtchn;
 pub mod gntdev;

@@ -15,7 +15,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_export::{ErrorLine, ErrorLines, RequestRunner, RequestTasks};
-use ebb_io::{Budget, Buf, BufPool, Io, PollSource, QueueShare, Signal};
+use ebb_guest_ring::{Completions, Consumed, GuestRing, THROTTLE, TimeSlice, serve_ring};
+use ebb_io::{Budget, Buf, BufPool, Io, QueueShare, Signal};
 
 use crate::abi::{Response, Slot, Status, op};
 use crate::copier::Copier;
@@ -27,20 +28,8 @@ use crate::platform::{Channel, Domain, Grants};
 use crate::request_task::{SegmentTask, TaskSegments};
 use crate::ring::{BlkifRing, Overrun};
 
-/// Requests consumed before other work of the ring is done.
-const BATCH: u32 = 64;
-/// Work after which a ring yields if a lightly loaded ring is waiting, in units of one copy of a mapped page,
-/// as all work is measured here ([`crate::inline_io::cost`]). About a ring of small requests.
-const QUANTUM: usize = 32;
-/// Work between two checks for that.
-const STEP: usize = 8;
-/// Work after which a ring yields in any case: a long time slice, since rings that alternate find their pages
-/// evicted from the processor's cache (ADR 6).
-const SLICE: usize = 2048;
-/// Events in a row without a request after which a guest's events are unmasked more slowly.
-const SPURIOUS: u32 = 16;
-/// By how much more slowly; and how long a guest is delayed whose requests are mostly refused.
-const THROTTLE: Duration = Duration::from_millis(1);
+/// Refused requests, beyond successful ones, after which a guest is delayed.
+const REFUSED_AT_ONCE: u32 = 64;
 /// The interval of purges of a full table of grants (100 ms, as in Linux's xen-blkback).
 const PURGE_INTERVAL: Duration = Duration::from_millis(100);
 /// Under memory pressure, mappings that have been idle for this long are unmapped, and those that become so
@@ -53,6 +42,17 @@ const UNMAP_STEP: usize = 1;
 const UNMAP_BATCH: usize = 16;
 /// Grants mapped per batch while nearly as many are mapped as may be; other pages are copied.
 pub(crate) const MAP_BATCH: usize = 1;
+
+/// Why a ring is not served any more.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RingFailure {
+    /// Its indices are invalid.
+    #[error(transparent)]
+    Overrun(#[from] Overrun),
+    /// No more events can be received.
+    #[error(transparent)]
+    Channel(#[from] std::io::Error),
+}
 
 /// The parts of a queue, opened on the thread that may block.
 pub(crate) struct QueueParts {
@@ -76,6 +76,7 @@ pub(crate) struct Queue {
     pub(crate) grants: Arc<dyn Grants>,
     name: String,
     channel: Box<dyn Channel>,
+    event_fd: ebb_io::Fd,
     /// The buffer that events are read into.
     event: Cell<Option<Buf>>,
     ring: RefCell<BlkifRing>,
@@ -86,8 +87,6 @@ pub(crate) struct Queue {
     pub(crate) mapped: Cell<usize>,
     /// Mapping failed: pages are copied until the next purge.
     pub(crate) starved: Cell<bool>,
-    /// Work done in this time slice.
-    spent: Cell<usize>,
     pub(crate) buffers: BufPool,
     pub(crate) memory: Rc<Budget>,
     /// The volume's share of the memory for requests.
@@ -98,8 +97,8 @@ pub(crate) struct Queue {
     pub(crate) purge_needed: Signal,
     tasks: RequestTasks<u32, TaskSegments>,
     free_entries: RefCell<Vec<u32>>,
-    responses: RefCell<Vec<(u32, Response)>>,
-    responses_ready: Signal,
+    /// Responses to be published, with their entries in the journal.
+    responses: Completions<(u32, Response)>,
     /// Refused requests minus successful ones, since the guest was last delayed.
     refused: Cell<u32>,
     /// The time when requests were last consumed: exact enough for the order of use.
@@ -126,6 +125,7 @@ impl Queue {
             guest,
             grants,
             name,
+            event_fd: channel.fd(),
             channel,
             event: Cell::default(),
             ring: RefCell::new(ring),
@@ -133,7 +133,6 @@ impl Queue {
             table: parts.persistent.then(RefCell::default),
             mapped: Cell::new(0),
             starved: Cell::new(false),
-            spent: Cell::new(0),
             buffers,
             memory,
             queue_share,
@@ -142,8 +141,7 @@ impl Queue {
             purge_needed: Signal::default(),
             tasks: RequestTasks::new(slots),
             free_entries: RefCell::new(free),
-            responses: RefCell::new(Vec::with_capacity(slots)),
-            responses_ready: Signal::default(),
+            responses: Completions::new(slots),
             refused: Cell::new(0),
             now: Cell::new(ebb_mem::clock::now()),
             stopping: Cell::new(false),
@@ -180,35 +178,22 @@ impl Queue {
         }
         // The guest may be waiting since the predecessor ended.
         self.notify();
-        let fd = self.channel.fd();
-        let ring = self.clone();
-        let source = self.io.poll_source_in_memory(move || ring.has_requests());
-        let mut spurious = 0;
-        while !self.stopping.get() {
-            match self.take_requests(&source).await {
-                Ok(0) => spurious += 1,
-                Ok(_) => spurious = 0,
-                Err(overrun) => {
-                    if let Some(suppressed) = self.disk.log_limit.admit(ebb_mem::clock::now()) {
-                        tracing::warn!(queue = self.name, error = %overrun, suppressed, "the ring is not served any more");
-                    }
-                    self.halt.wait().await;
-                    return;
+        let Err(failure) = serve_ring(self).await else { return };
+        match failure {
+            RingFailure::Overrun(overrun) => {
+                if let Some(suppressed) = self.disk.log_limit.admit(ebb_mem::clock::now()) {
+                    tracing::warn!(queue = self.name, error = %overrun, suppressed, "the ring is not served any more");
                 }
             }
-            if spurious > SPURIOUS {
-                self.io.sleep(THROTTLE).await;
-            }
-            if let Err(error) = self.wait_for_event(&fd).await {
+            RingFailure::Channel(error) => {
                 tracing::warn!(queue = self.name, %error, "the event channel failed: the ring is not served any more");
-                self.halt.wait().await;
-                return;
             }
         }
+        self.halt.wait().await;
     }
 
     /// Unmasks the next event and waits for it, in one system call.
-    async fn wait_for_event(&self, fd: &ebb_io::Fd) -> std::io::Result<()> {
+    async fn wait_for_event(&self) -> std::io::Result<()> {
         let token = self.channel.token();
         let mut masked = true;
         loop {
@@ -217,7 +202,8 @@ impl Queue {
                 None => self.io.pool().take(token.len()).await,
             };
             buf.copy_from_slice(token);
-            let received = async { Some(self.io.exchange(fd, buf, token.len(), masked).await) };
+            let received =
+                async { Some(self.io.exchange(&self.event_fd, buf, token.len(), masked).await) };
             let halted = async {
                 self.halt.wait().await;
                 None
@@ -236,96 +222,6 @@ impl Queue {
                 Err(error) => return Err(error),
             }
         }
-    }
-
-    /// Consumes requests until the ring is empty and the guest was asked for an event.
-    async fn take_requests(self: &Rc<Self>, source: &PollSource) -> Result<u32, Overrun> {
-        let mut taken = 0u32;
-        self.spent.set(0);
-        while !self.stopping.get() {
-            let waiting = self.ring.borrow().waiting()?;
-            if waiting == 0 {
-                if self.poll_ring(source).await || self.ring.borrow().arm()? {
-                    continue;
-                }
-                break;
-            }
-            self.now.set(ebb_mem::clock::now());
-            let (count, barrier, make_way) = self.take_batch(waiting.min(BATCH));
-            source.note_requests(count);
-            taken = taken.saturating_add(count);
-            self.publish();
-            if let Some(entry) = barrier {
-                self.begin(entry, true).await;
-            }
-            if self.refused.get() > BATCH {
-                self.refused.set(0);
-                add(&self.disk.counters.throttled, 1);
-                self.io.sleep(THROTTLE).await;
-            }
-            if make_way || count == 0 {
-                self.spent.set(0);
-                self.io.yield_iteration().await;
-            }
-        }
-        Ok(taken)
-    }
-
-    /// Polls the empty ring while that is worthwhile, without asking the guest for an event; true if requests were
-    /// found.
-    async fn poll_ring(&self, source: &PollSource) -> bool {
-        if self.stopping.get() || !source.poll().await {
-            return false;
-        }
-        add(&self.disk.counters.polls, 1);
-        if !source.is_light() {
-            // Its time slice has ended: other tasks come first.
-            self.spent.set(0);
-            self.io.yield_iteration().await;
-        }
-        true
-    }
-
-    /// Whether the ring has requests, or cannot be served any more.
-    fn has_requests(&self) -> bool {
-        // It is borrowed while its requests are consumed, and then not polled.
-        self.ring.try_borrow().is_ok_and(|ring| !matches!(ring.waiting(), Ok(0)))
-    }
-
-    /// Consumes at most `most` requests and carries out those that need no wait, until a barrier or the end of
-    /// the time slice: the number of requests, the entry of the barrier, and whether to yield.
-    fn take_batch(self: &Rc<Self>, most: u32) -> (u32, Option<u32>, bool) {
-        self.mapped.set(0);
-        let data = self.disk.volume.direct_access(&self.io);
-        let abi = self.ring.borrow().abi();
-        let (mut taken, mut barrier) = (0, None);
-        let (mut ring, mut free) = (self.ring.borrow_mut(), self.free_entries.borrow_mut());
-        let (mut spent, mut make_way) = (self.spent.get(), false);
-        while taken < most && !make_way {
-            let Some(entry) = free.pop() else { break };
-            let slot = self.note_next(&mut ring, entry);
-            taken += 1;
-            if is_barrier(&slot) {
-                barrier = Some(entry);
-                break;
-            }
-            let before = spent / STEP;
-            match data.as_ref().and_then(|data| self.try_inline(data, abi, entry, &slot)) {
-                Some(cost) => spent += cost,
-                None => {
-                    spent += 1;
-                    self.start(entry);
-                }
-            }
-            let check = spent >= QUANTUM && spent / STEP > before;
-            make_way = spent >= SLICE || (check && self.io.has_other_work());
-        }
-        self.spent.set(spent);
-        drop((ring, free));
-        if let Some(data) = data {
-            self.finish_copies(&data);
-        }
-        (taken, barrier, make_way)
     }
 
     /// Copies the next request into the journal and consumes it; returns the private copy.
@@ -372,38 +268,14 @@ impl Queue {
                 add(&self.disk.counters.errors, 1);
             }
         }
-        self.responses.borrow_mut().push((entry, response));
+        self.responses.push((entry, response));
     }
 
-    /// Publishes queued responses, after all request tasks that were ready have run.
+    /// Publishes the responses of request tasks, after all that were ready have run.
     async fn publish_responses(self: Rc<Self>) {
         loop {
-            self.responses_ready.wait().await;
+            self.responses.ready().await;
             self.publish();
-        }
-    }
-
-    fn publish(&self) {
-        let mut responses = self.responses.borrow_mut();
-        if responses.is_empty() {
-            return;
-        }
-        let mut ring = self.ring.borrow_mut();
-        for (entry, response) in responses.iter() {
-            self.journal.begin_response(*entry, ring.rsp_prod());
-            ring.respond(*response);
-        }
-        let event = ring.publish();
-        let mut free = self.free_entries.borrow_mut();
-        add(&self.disk.counters.responses, responses.len() as u64);
-        add(&self.disk.counters.publications, 1);
-        for (entry, _) in responses.drain(..) {
-            self.journal.free(entry);
-            free.push(entry);
-        }
-        drop((free, ring, responses));
-        if event {
-            self.notify();
         }
     }
 
@@ -512,6 +384,104 @@ impl Queue {
     }
 }
 
+impl GuestRing for Queue {
+    type Broken = RingFailure;
+    /// The entry of a barrier.
+    type After = Option<u32>;
+
+    fn io(&self) -> &Io {
+        &self.io
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.stopping.get()
+    }
+
+    fn waiting(&self) -> Result<u32, RingFailure> {
+        Ok(self.ring.borrow().waiting()?)
+    }
+
+    fn arm(&self) -> Result<bool, RingFailure> {
+        Ok(self.ring.borrow().arm()?)
+    }
+
+    async fn event(&self) -> Result<(), RingFailure> {
+        Ok(self.wait_for_event().await?)
+    }
+
+    fn has_requests(&self) -> bool {
+        // It is borrowed while its requests are consumed, and then not polled.
+        self.ring.try_borrow().is_ok_and(|ring| !matches!(ring.waiting(), Ok(0)))
+    }
+
+    fn note_polled(&self) {
+        add(&self.disk.counters.polls, 1);
+    }
+
+    /// Carries out the requests that need no wait, until a barrier or the end of the time slice.
+    fn take_batch(self: &Rc<Self>, most: u32, slice: &mut TimeSlice) -> Consumed<Option<u32>> {
+        self.now.set(ebb_mem::clock::now());
+        self.mapped.set(0);
+        let data = self.disk.volume.direct_access(&self.io);
+        let abi = self.ring.borrow().abi();
+        let (mut count, mut barrier, mut make_way) = (0, None, false);
+        let (mut ring, mut free) = (self.ring.borrow_mut(), self.free_entries.borrow_mut());
+        while count < most && !make_way {
+            let Some(entry) = free.pop() else { break };
+            let slot = self.note_next(&mut ring, entry);
+            count += 1;
+            if is_barrier(&slot) {
+                barrier = Some(entry);
+                break;
+            }
+            let done = data.as_ref().and_then(|data| self.try_inline(data, abi, entry, &slot));
+            let cost = done.unwrap_or_else(|| {
+                self.start(entry);
+                1
+            });
+            make_way = slice.spend(cost, &self.io);
+        }
+        drop((ring, free));
+        if let Some(data) = data {
+            self.finish_copies(&data);
+        }
+        Consumed { count, make_way, after: barrier }
+    }
+
+    fn publish(&self) {
+        let event = self.responses.publish(|responses| {
+            let mut ring = self.ring.borrow_mut();
+            for (entry, response) in responses.iter() {
+                self.journal.begin_response(*entry, ring.rsp_prod());
+                ring.respond(*response);
+            }
+            let event = ring.publish();
+            let mut free = self.free_entries.borrow_mut();
+            add(&self.disk.counters.responses, responses.len() as u64);
+            add(&self.disk.counters.publications, 1);
+            for (entry, _) in responses.drain(..) {
+                self.journal.free(entry);
+                free.push(entry);
+            }
+            event
+        });
+        if event == Some(true) {
+            self.notify();
+        }
+    }
+
+    async fn after_batch(self: &Rc<Self>, barrier: Option<u32>) {
+        if let Some(entry) = barrier {
+            self.begin(entry, true).await;
+        }
+        if self.refused.get() > REFUSED_AT_ONCE {
+            self.refused.set(0);
+            add(&self.disk.counters.throttled, 1);
+            self.io.sleep(THROTTLE).await;
+        }
+    }
+}
+
 impl RequestRunner for Queue {
     type Job = u32;
     type Scratch = TaskSegments;
@@ -541,7 +511,7 @@ impl RequestRunner for Queue {
         } else {
             self.complete(entry, response);
             due.settle();
-            self.responses_ready.set();
+            self.responses.publish_soon();
         }
     }
 

@@ -15,9 +15,9 @@ use crate::abi::{
     SEGMENTS_PER_PAGE, Segment, Slot, Status, op,
 };
 use crate::device_shared::{MAX_SEGMENTS, add};
-use crate::guest_memory::Mapping;
 use crate::persistent::GrantTable;
 use crate::queue::{MAP_BATCH, Queue};
+use ebb_guest_ring::Mapping;
 
 /// A request task of a ring; its job is an entry of the journal.
 pub(crate) type SegmentTask = RequestTask<u32, TaskSegments>;

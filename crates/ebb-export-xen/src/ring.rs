@@ -6,7 +6,7 @@
 //! the ring has slots is detected before one of them is read.
 
 use crate::abi::{Abi, HEADER_BYTES, Response, SLOT_BYTES, SLOT_WORDS, Slot, to_words};
-use crate::guest_memory::{Mapping, full_barrier, read_barrier, write_barrier};
+use ebb_guest_ring::{Mapping, full_barrier, is_event_due, read_barrier, write_barrier};
 
 const REQ_PROD: usize = 0;
 const REQ_EVENT: usize = 4;
@@ -157,6 +157,6 @@ impl BlkifRing {
         full_barrier();
         self.published = new;
         let event = self.memory.load(RSP_EVENT);
-        new.wrapping_sub(event) < new.wrapping_sub(old)
+        is_event_due(event, old, new)
     }
 }

@@ -20,8 +20,8 @@ use ebb_io::{Fd, fd_from};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::abi::PAGE_BYTES;
-use crate::guest_memory::{Mapping, Unmap};
 use crate::platform::{Channel, CopyOp, Domain, Grants, Platform, XenStore};
+use ebb_guest_ring::{Mapping, Unmap};
 
 pub use tree::{Tree, TreeStore};
 

@@ -7,8 +7,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::guest_memory::full_barrier;
 use crate::journal::Journal;
+use ebb_guest_ring::full_barrier;
 
 /// The unstable writes of one device; its rings may be on several workers.
 #[derive(Debug, Default)]

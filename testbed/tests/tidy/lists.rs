@@ -10,6 +10,7 @@ pub(crate) const DATA_PATH: &[&str] = &[
     "crates/ebb-store/",
     "crates/ebb-volume/",
     "crates/ebb-export/",
+    "crates/ebb-guest-ring/",
     "crates/ebb-export-nbd/",
     "crates/ebb-nbd-proto/",
     "crates/ebb-tls/",
@@ -33,11 +34,15 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-cache", &["ebb-mem", "ebb-io", "ebb-block", "ebb-store"]),
     ("ebb-volume", &["ebb-mem", "ebb-io", "ebb-block", "ebb-store", "ebb-cache"]),
     ("ebb-export", &["ebb-io"]),
+    ("ebb-guest-ring", &["ebb-io"]),
     (
         "ebb-export-nbd",
         &["ebb-param", "ebb-mem", "ebb-io", "ebb-nbd-proto", "ebb-tls", "ebb-volume", "ebb-export"],
     ),
-    ("ebb-export-xen", &["ebb-param", "ebb-mem", "ebb-io", "ebb-volume", "ebb-export"]),
+    (
+        "ebb-export-xen",
+        &["ebb-param", "ebb-mem", "ebb-io", "ebb-volume", "ebb-export", "ebb-guest-ring"],
+    ),
     (
         "ebb-control",
         &[
@@ -78,11 +83,12 @@ pub(crate) const UNSAFE: &[&str] = &[
     "crates/ebb-export-xen/src/copier.rs",
     "crates/ebb-export-xen/src/inline_io.rs",
     "crates/ebb-export-xen/src/journal.rs",
-    "crates/ebb-export-xen/src/guest_memory.rs",
     "crates/ebb-export-xen/src/platform.rs",
     "crates/ebb-export-xen/src/platform/evtchn.rs",
     "crates/ebb-export-xen/src/platform/gntdev.rs",
     "crates/ebb-export-xen/src/shm.rs",
+    "crates/ebb-guest-ring/src/memory.rs",
+    "crates/ebb-guest-ring/src/memory/copy.rs",
     "crates/ebb-io/src/buf.rs",
     "crates/ebb-io/src/gather.rs",
     "crates/ebb-io/src/op.rs",

@@ -98,15 +98,23 @@ fn exists(span: &str, sources: &[Source]) -> bool {
         return true;
     }
     if span.ends_with(".rs") && !span.contains(' ') {
-        let suffix = format!("/{span}");
-        return rust().any(|source| {
-            let (whole, short) = (&source.path, source.path.replace("/src/", "/"));
-            whole == span || whole.ends_with(&suffix) || short.ends_with(&suffix)
-        });
+        return rust().any(|source| is_file_of(source, span));
     }
     if span.starts_with("ebb-") && !span.contains(' ') {
         return sources.iter().any(|source| source.path.starts_with(&format!("crates/{span}/")));
     }
+    rust().any(|source| exists_in(span, source))
+}
+
+/// Whether a file is the one that a code span names: by its path, or by the end of it without `src`.
+pub(super) fn is_file_of(source: &Source, span: &str) -> bool {
+    let suffix = format!("/{span}");
+    let (whole, short) = (&source.path, source.path.replace("/src/", "/"));
+    whole == span || whole.ends_with(&suffix) || short.ends_with(&suffix)
+}
+
+/// Whether a file has what a code span names. True for spans that are no name.
+pub(super) fn exists_in(span: &str, source: &Source) -> bool {
     let (path, is_call) = match span.strip_suffix("()") {
         Some(path) => (path, true),
         None => (span, false),
@@ -119,16 +127,15 @@ fn exists(span: &str, sources: &[Source]) -> bool {
     match names[..] {
         [.., of, name] if capital(of) => {
             let inside = if capital(name) { name.to_owned() } else { format!("fn {name}") };
-            rust().any(|source| source.code.contains(of) && type_has(&source.code, of, &inside))
+            source.code.contains(of) && type_has(&source.code, of, &inside)
         }
-        [.., name] if is_call => rust().any(|source| has(&source.code, &format!("fn {name}"))),
+        [.., name] if is_call => has(&source.code, &format!("fn {name}")),
         [.., name] if capital(name) && name.contains(|c: char| c.is_ascii_lowercase()) => {
             let kinds = ["struct", "enum", "trait", "type"];
-            let heads = kinds.map(|kind| format!("{kind} {name}"));
-            rust().any(|source| heads.iter().any(|head| has(&source.code, head)))
+            kinds.iter().any(|kind| has(&source.code, &format!("{kind} {name}")))
         }
         // A constant, a parameter, a call of the kernel, a test.
-        [.., name] => rust().any(|source| has(&source.raw, name)),
+        [.., name] => has(&source.raw, name),
         [] => true,
     }
 }

@@ -9,8 +9,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::abi::PAGE_BYTES;
-use crate::guest_memory::{Mapping, Unmap};
 use crate::platform::{CopyOp, Domain, Grants, open_device};
+use ebb_guest_ring::{Mapping, Unmap};
 
 const MAP_GRANT_REF: libc::c_ulong = 0x0018_4700;
 const UNMAP_GRANT_REF: libc::c_ulong = 0x0010_4701;

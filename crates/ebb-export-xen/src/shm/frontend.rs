@@ -12,7 +12,7 @@ use crate::abi::{
     Abi, Body, HEADER_BYTES, MAX_DIRECT_SEGMENTS, MAX_INDIRECT_PAGES, PAGE_BYTES, Request,
     Response, SECTOR_BYTES, SEGMENT_BYTES, SEGMENTS_PER_PAGE, SLOT_BYTES, Segment, op,
 };
-use crate::guest_memory::{full_barrier, read_barrier, write_barrier};
+use ebb_guest_ring::{full_barrier, read_barrier, write_barrier};
 
 /// How long a backend may take, so that tests end if it hangs.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(90);

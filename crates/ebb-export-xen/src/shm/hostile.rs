@@ -273,7 +273,7 @@ impl Hostile {
                 return Ok(taken);
             }
             queue.store(12, queue.numbers().1.wrapping_add(1));
-            crate::guest_memory::full_barrier();
+            ebb_guest_ring::full_barrier();
             if queue.load(8) == queue.numbers().1 {
                 if begun.elapsed() > super::frontend::PATIENCE {
                     return Err(io::ErrorKind::TimedOut.into());

@@ -3,12 +3,16 @@
 //! Invariants: there are no references into a mapping, since the guest can change it at any time
 //! (XSA-155): bytes are moved by machine instructions about which the compiler makes no assumptions, and
 //! only the copy is checked and used. Every copy is within its mapping, or refused. Dropping a mapping
-//! unmaps the grants.
+//! ends it.
+
+mod copy;
 
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, compiler_fence, fence};
+use std::sync::atomic::{Ordering, fence};
+
+use self::copy::copy;
 
 /// Unmaps mappings.
 pub trait Unmap: Send + Sync {
@@ -33,7 +37,7 @@ impl Mapping {
     /// A mapping of `bytes` bytes at `base`, which `owner` unmaps under `cookie`.
     ///
     /// # Safety
-    /// The memory must be readable and, if the mapping is written to, writable, until `owner` is
+    /// The memory must be readable and, if the mapping is written to, writable, until `owner`
     /// unmaps it; aligned to 8 bytes; and no Rust reference may point into it.
     pub unsafe fn new(
         base: NonNull<u8>,
@@ -45,11 +49,13 @@ impl Mapping {
     }
 
     /// Its size, bytes.
+    #[inline]
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
     /// The address of `len` bytes at `offset`, if they are within.
+    #[inline]
     fn at(&self, offset: usize, len: usize) -> Option<*mut u8> {
         let end = offset.checked_add(len)?;
         (end <= self.bytes).then(|| self.base.as_ptr().wrapping_add(offset))
@@ -57,6 +63,7 @@ impl Mapping {
 
     /// Copies out of the mapping. False, without effect, if the range is not within the mapping.
     #[must_use]
+    #[inline]
     pub fn read(&self, offset: usize, to: &mut [u8]) -> bool {
         let Some(from) = self.at(offset, to.len()) else { return false };
         // SAFETY: `from` is valid for as many bytes, and our slice cannot overlap a mapping.
@@ -66,6 +73,7 @@ impl Mapping {
 
     /// Copies into the mapping. False, without effect, if the range is not within the mapping.
     #[must_use]
+    #[inline]
     pub fn write(&self, offset: usize, from: &[u8]) -> bool {
         let Some(to) = self.at(offset, from.len()) else { return false };
         // SAFETY: `to` is valid for as many bytes, and our slice cannot overlap a mapping.
@@ -99,12 +107,14 @@ impl Mapping {
         true
     }
 
+    #[inline]
     fn words_at(&self, offset: usize, words: usize) -> Option<*mut u64> {
         let at = self.at(offset, words.checked_mul(8)?)?;
         offset.is_multiple_of(8).then(|| at.cast::<u64>())
     }
 
     /// Reads one number, once; 0 outside the mapping or if `offset` is not aligned.
+    #[inline]
     pub fn load(&self, offset: usize) -> u32 {
         match self.at(offset, 4) {
             // SAFETY: within the mapping and aligned.
@@ -114,6 +124,7 @@ impl Mapping {
     }
 
     /// Writes one number with one store; without effect outside the mapping or if `offset` is not aligned.
+    #[inline]
     pub fn store(&self, offset: usize, value: u32) {
         if let Some(at) = self.at(offset, 4).filter(|_| offset.is_multiple_of(4)) {
             // SAFETY: within the mapping and aligned.
@@ -135,128 +146,21 @@ impl fmt::Debug for Mapping {
 }
 
 /// A read barrier: later reads are not done before earlier ones (`xen_rmb`).
-pub(crate) fn read_barrier() {
+#[inline]
+pub fn read_barrier() {
     fence(Ordering::Acquire);
 }
 
 /// A write barrier: earlier writes are visible before later ones (`xen_wmb`).
-pub(crate) fn write_barrier() {
+#[inline]
+pub fn write_barrier() {
     fence(Ordering::Release);
 }
 
 /// A full barrier: no read or write passes it (`xen_mb`).
-pub(crate) fn full_barrier() {
+#[inline]
+pub fn full_barrier() {
     fence(Ordering::SeqCst);
-}
-
-/// The least length for which wide registers are used.
-#[cfg(target_arch = "x86_64")]
-const WIDE: usize = 1024;
-/// Bytes moved per loop iteration with wide registers.
-#[cfg(target_arch = "x86_64")]
-const ROUND: usize = 1024;
-
-/// Copies bytes that the guest may be writing.
-///
-/// # Safety
-/// Both must be valid for `bytes` bytes and not overlap.
-#[cfg(target_arch = "x86_64")]
-unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
-    let mut done = 0;
-    compiler_fence(Ordering::SeqCst);
-    if bytes >= WIDE && std::arch::is_x86_feature_detected!("avx") {
-        done = bytes - bytes % ROUND;
-        // SAFETY: within both; the processor has the registers.
-        unsafe { copy_wide(from, to, done / ROUND) };
-    }
-    if done < bytes {
-        // SAFETY: the remaining bytes of both.
-        unsafe { copy_words(from.wrapping_add(done), to.wrapping_add(done), bytes - done) };
-    }
-    compiler_fence(Ordering::SeqCst);
-}
-
-/// Copies `rounds` times [`ROUND`] bytes.
-///
-/// # Safety
-/// As [`copy`]; the processor must have AVX.
-#[cfg(target_arch = "x86_64")]
-unsafe fn copy_wide(from: *const u8, to: *mut u8, rounds: usize) {
-    // SAFETY: copies exactly `rounds` rounds, at least one; all registers it uses are declared. The
-    // compiler makes no assumption about what the instructions read.
-    unsafe {
-        std::arch::asm!(
-            "2:",
-            ".irp half, 0, 512",
-            ".irp n, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15",
-            "vmovdqu ymm\\n, [rsi + \\half + 32 * \\n]",
-            ".endr",
-            ".irp n, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15",
-            "vmovdqu [rdi + \\half + 32 * \\n], ymm\\n",
-            ".endr",
-            ".endr",
-            "add rsi, 1024",
-            "add rdi, 1024",
-            "dec rcx",
-            "jnz 2b",
-            "vzeroupper",
-            inout("rcx") rounds => _,
-            inout("rsi") from => _,
-            inout("rdi") to => _,
-            out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _,
-            out("xmm4") _, out("xmm5") _, out("xmm6") _, out("xmm7") _,
-            out("xmm8") _, out("xmm9") _, out("xmm10") _, out("xmm11") _,
-            out("xmm12") _, out("xmm13") _, out("xmm14") _, out("xmm15") _,
-            options(nostack),
-        );
-    }
-}
-
-/// Copies bytes by words.
-///
-/// # Safety
-/// As [`copy`].
-#[cfg(target_arch = "x86_64")]
-unsafe fn copy_words(from: *const u8, to: *mut u8, bytes: usize) {
-    let (words, rest) = (bytes / 8, bytes % 8);
-    // SAFETY: moves exactly `bytes` bytes forward; the direction flag is clear by the ABI. The
-    // compiler makes no assumption about what the instructions read.
-    unsafe {
-        std::arch::asm!(
-            "rep movsq",
-            "mov rcx, {rest}",
-            "rep movsb",
-            rest = in(reg) rest,
-            inout("rcx") words => _,
-            inout("rsi") from => _,
-            inout("rdi") to => _,
-            options(nostack, preserves_flags),
-        );
-    }
-}
-
-/// Copies bytes that the guest may be writing.
-///
-/// # Safety
-/// Both must be valid for `bytes` bytes and not overlap.
-#[cfg(not(target_arch = "x86_64"))]
-unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
-    compiler_fence(Ordering::SeqCst);
-    let mut at = 0;
-    while at < bytes {
-        let word = bytes - at >= 8 && (from.addr() + at) % 8 == 0 && (to.addr() + at) % 8 == 0;
-        // SAFETY: within both, and aligned where a word is moved.
-        unsafe {
-            if word {
-                let value = from.add(at).cast::<u64>().read_volatile();
-                to.add(at).cast::<u64>().write_volatile(value);
-            } else {
-                to.add(at).write_volatile(from.add(at).read_volatile());
-            }
-        }
-        at += if word { 8 } else { 1 };
-    }
-    compiler_fence(Ordering::SeqCst);
 }
 
 #[cfg(test)]
