@@ -4,48 +4,17 @@
 
 mod common;
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use common::{MIB, Random, Rig};
+use counting_allocator::{CountingAllocator, bytes, calls};
 use ebb_cache::{Mode, Reclaimer, WritebackControl, WritebackOrder};
 use ebb_io::Worker;
 
-struct Counting;
-
-thread_local! {
-    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-    static BYTES: Cell<u64> = const { Cell::new(0) };
-}
-
-fn count(bytes: usize) {
-    let _ = ALLOCATIONS.try_with(|count| count.set(count.get() + 1));
-    let _ = BYTES.try_with(|count| count.set(count.get() + bytes as u64));
-}
-
-// SAFETY: forwards every call to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count(layout.size());
-        // SAFETY: the caller keeps the contract of `alloc`.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller keeps the contract of `dealloc`.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        count(size);
-        // SAFETY: the caller keeps the contract of `realloc`.
-        unsafe { System.realloc(ptr, layout, size) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 #[test]
 fn a_warm_cache_does_not_touch_the_heap() {
@@ -82,24 +51,24 @@ fn a_warm_cache_does_not_touch_the_heap() {
                 read(0, length).await;
             }
             let misses = disk.cached.stats().misses;
-            let before = ALLOCATIONS.get();
+            let before = calls();
             for _ in 0..2000 {
                 read(random_page(1024 - 16), 4096).await;
                 read(random_page(1024 - 16), 65536).await;
             }
             read(0, 1 << 20).await;
-            assert_eq!(ALLOCATIONS.get() - before, 0, "hits, lent: {lent}");
+            assert_eq!(calls() - before, 0, "hits, lent: {lent}");
             assert_eq!(disk.cached.stats().misses, misses, "some reads were misses");
         }
         // Misses, writes and evictions: only the growth of tables allocates, less and less often.
         let mut last = u64::MAX;
         for _ in 0..20 {
-            let before = ALLOCATIONS.get();
+            let before = calls();
             for _ in 0..2000 {
                 read(random_page(4096), 4096).await;
                 write(random_page(4096)).await;
             }
-            last = ALLOCATIONS.get() - before;
+            last = calls() - before;
             if last == 0 {
                 break;
             }
@@ -135,7 +104,7 @@ fn a_warm_flusher_does_not_touch_the_heap() {
         let mut random = Random::new(2);
         let mut last = u64::MAX;
         for _ in 0..40 {
-            let (before, written) = (ALLOCATIONS.get(), disk.test.writes.load(Ordering::Relaxed));
+            let (before, written) = (calls(), disk.test.writes.load(Ordering::Relaxed));
             for _ in 0..200 {
                 let mut buf = io.pool().get_for_test(4096);
                 buf.fill(7);
@@ -148,7 +117,7 @@ fn a_warm_flusher_does_not_touch_the_heap() {
             while disk.cached.dirty() > 0 {
                 io.sleep(Duration::from_micros(100)).await;
             }
-            last = ALLOCATIONS.get() - before;
+            last = calls() - before;
             assert!(disk.test.writes.load(Ordering::Relaxed) > written, "the flusher writes");
             if last == 0 {
                 break;
@@ -175,15 +144,15 @@ fn concurrent_flushes_build_one_long_list_at_a_time() {
         }
         assert_eq!(disk.cached.dirty(), FRAMES * 4096);
         // The first flush shows how much the store and its marks allocate.
-        let before = BYTES.get();
+        let before = bytes();
         disk.cached.flush(&io, &store).await.unwrap();
-        let alone = BYTES.get() - before;
+        let alone = bytes() - before;
         for frame in 0..FRAMES {
             let buf = io.pool().get_for_test(4096);
             disk.cached.write(&io, &store, buf, frame * 65536, false).await.0.unwrap();
         }
         assert_eq!(disk.cached.dirty(), FRAMES * 4096);
-        let before = BYTES.get();
+        let before = bytes();
         let flush = || {
             let (cached, store, on) = (disk.cached.clone(), store.clone(), io.clone());
             io.spawn(async move { cached.flush(&on, &store).await.unwrap() })
@@ -192,7 +161,7 @@ fn concurrent_flushes_build_one_long_list_at_a_time() {
         for flush in flushes {
             flush.await;
         }
-        let together = BYTES.get() - before;
+        let together = bytes() - before;
         assert_eq!((disk.cached.dirty(), disk.cached.unstable()), (0, 0));
         assert!(together < alone + 16 * FRAMES * 8, "{together} bytes, and {alone} for one");
     });

@@ -9,7 +9,7 @@ use axum::extract::rejection::{BytesRejection, PathRejection};
 use axum::extract::{DefaultBodyLimit, Path, State};
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::response::IntoResponse;
-use axum::routing::{get, post};
+use axum::routing::{MethodRouter, get, post};
 use ebb_api::stat::{BdiStat, Stat, WorkerStat};
 use ebb_api::{
     ChangeView, MAX_HOLD_SECONDS, ParameterView, PressureBody, ResizeBody, SetBody, Version,
@@ -72,15 +72,15 @@ pub(super) fn figures() -> Router<Arc<App>> {
 /// All routes.
 pub(super) fn router(app: Arc<App>) -> Router {
     let parameter = get(read_parameter).put(set_parameter).delete(unset_parameter);
-    let own = get(read_own).put(set_own).delete(unset_own);
-    let of_bdi = get(read_of_bdi).put(set_of_bdi).delete(unset_of_bdi);
+    let volume: OwnerOf = |name| ParameterOwner::Volume(name);
+    let bdi: OwnerOf = |name| ParameterOwner::Bdi(name);
     figures()
         .route("/v1/parameters", get(list_parameters))
         .route("/v1/parameters/{name}", parameter)
-        .route("/v1/volumes/{volume}/parameters", get(list_own))
-        .route("/v1/volumes/{volume}/parameters/{name}", own)
-        .route("/v1/bdis/{bdi}/parameters", get(list_of_bdi))
-        .route("/v1/bdis/{bdi}/parameters/{name}", of_bdi)
+        .route("/v1/volumes/{volume}/parameters", own_parameters(volume))
+        .route("/v1/volumes/{volume}/parameters/{name}", own_parameter(volume))
+        .route("/v1/bdis/{bdi}/parameters", own_parameters(bdi))
+        .route("/v1/bdis/{bdi}/parameters/{name}", own_parameter(bdi))
         .route("/v1/volumes/{volume}/resize", post(resize_volume))
         .route("/v1/pressure", post(pressure))
         .fallback(no_such_path)
@@ -133,42 +133,29 @@ async fn unset_parameter(State(app): On, name: Named<String>) -> Answer {
     app.unset(&path(name)?, ParameterOwner::Daemon)
 }
 
-async fn list_own(State(app): On, volume: Named<String>) -> Answer {
-    app.list(ParameterOwner::Volume(&path(volume)?))
+/// Makes an owner of parameters of its name.
+type OwnerOf = for<'a> fn(&'a str) -> ParameterOwner<'a>;
+
+/// Lists the parameters of an owner, which is named in the path.
+fn own_parameters(owner: OwnerOf) -> MethodRouter<Arc<App>> {
+    get(move |State(app): On, of: Named<String>| async move { app.list(owner(&path(of)?)) })
 }
 
-async fn read_own(State(app): On, names: Named<(String, String)>) -> Answer {
-    let (volume, name) = path(names)?;
-    app.read(&name, ParameterOwner::Volume(&volume))
-}
-
-async fn set_own(State(app): On, names: Named<(String, String)>, body: RequestBody) -> Answer {
-    let (volume, name) = path(names)?;
-    app.set(&name, ParameterOwner::Volume(&volume), body)
-}
-
-async fn unset_own(State(app): On, names: Named<(String, String)>) -> Answer {
-    let (volume, name) = path(names)?;
-    app.unset(&name, ParameterOwner::Volume(&volume))
-}
-
-async fn list_of_bdi(State(app): On, bdi: Named<String>) -> Answer {
-    app.list(ParameterOwner::Bdi(&path(bdi)?))
-}
-
-async fn read_of_bdi(State(app): On, names: Named<(String, String)>) -> Answer {
-    let (bdi, name) = path(names)?;
-    app.read(&name, ParameterOwner::Bdi(&bdi))
-}
-
-async fn set_of_bdi(State(app): On, names: Named<(String, String)>, body: RequestBody) -> Answer {
-    let (bdi, name) = path(names)?;
-    app.set(&name, ParameterOwner::Bdi(&bdi), body)
-}
-
-async fn unset_of_bdi(State(app): On, names: Named<(String, String)>) -> Answer {
-    let (bdi, name) = path(names)?;
-    app.unset(&name, ParameterOwner::Bdi(&bdi))
+/// Reads, sets and unsets a parameter of an owner, both named in the path.
+fn own_parameter(owner: OwnerOf) -> MethodRouter<Arc<App>> {
+    let read = move |State(app): On, names: Named<(String, String)>| async move {
+        let (of, name) = path(names)?;
+        app.read(&name, owner(&of))
+    };
+    let set = move |State(app): On, names: Named<(String, String)>, body: RequestBody| async move {
+        let (of, name) = path(names)?;
+        app.set(&name, owner(&of), body)
+    };
+    let unset = move |State(app): On, names: Named<(String, String)>| async move {
+        let (of, name) = path(names)?;
+        app.unset(&name, owner(&of))
+    };
+    get(read).put(set).delete(unset)
 }
 
 async fn bdis(State(app): On) -> Answer {

@@ -1,64 +1,19 @@
 //! No request allocates from the heap once its connection is warm: a real server, a real client,
 //! and an allocator that counts the allocations of the worker's thread.
 
-#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
+#![allow(clippy::unwrap_used, reason = "this is a test")]
 
 mod common;
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::{Client, FLUSH, FUA, READ, Rig, Style, file, memory, pattern};
+use counting_allocator::{CountingAllocator, mark_thread, marked_calls};
 use ebb_store::Direct;
 use ebb_volume::Volume;
 
-struct Counting;
-
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-thread_local! {
-    /// True on the threads whose allocations count.
-    static COUNTS: Cell<bool> = const { Cell::new(false) };
-}
-
-fn note(layout: Layout) {
-    if COUNTS.try_with(Cell::get) == Ok(true) {
-        ALLOCATIONS.fetch_add(1, Ordering::SeqCst);
-        if std::env::var_os("EBB_SHOW_ALLOCATIONS").is_some() {
-            COUNTS.set(false);
-            println!("{} bytes\n{}", layout.size(), std::backtrace::Backtrace::force_capture());
-            COUNTS.set(true);
-        }
-    }
-}
-
-// SAFETY: everything is passed on to the system's allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        note(layout);
-        // SAFETY: as the caller promises.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        note(layout);
-        // SAFETY: as the caller promises.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        note(layout);
-        // SAFETY: as the caller promises.
-        unsafe { System.realloc(ptr, layout, size) }
-    }
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: as the caller promises.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const SIZE: u64 = 4 << 20;
 const BLOCK: u64 = 4096;
@@ -102,11 +57,11 @@ fn allocations(rig: &Rig, style: Style, depth: u64, requests: u64) -> u64 {
     // a busy machine may take more than one attempt; allocations per request would occur in every attempt.
     let mut count = 0;
     for _ in 0..GOES {
-        let before = ALLOCATIONS.load(Ordering::SeqCst);
+        let before = marked_calls();
         for round in 0..requests / depth {
             batch(&mut client, depth, round, &data, &mut bytes);
         }
-        count = ALLOCATIONS.load(Ordering::SeqCst) - before;
+        count = marked_calls() - before;
         if count == 0 {
             break;
         }
@@ -121,7 +76,7 @@ fn is_zero(volume: Arc<Volume>) {
         assert_eq!(filler.write(0, at, &pattern(at, 1 << 20)), 0);
     }
     drop(filler);
-    rig.run(|_, _| async { COUNTS.set(true) });
+    rig.run(|_, _| async { mark_thread(true) });
     for (style, depth) in [
         (Style::Simple, 1),
         (Style::Simple, 32),
@@ -134,9 +89,9 @@ fn is_zero(volume: Arc<Volume>) {
         assert_eq!(count, 0, "{count} allocations in {requests} requests, {style:?}, {depth} deep");
     }
     // The counter works: a new connection does allocate.
-    let before = ALLOCATIONS.load(Ordering::SeqCst);
+    let before = marked_calls();
     drop(rig.client("disk", Style::Simple));
-    assert!(ALLOCATIONS.load(Ordering::SeqCst) > before);
+    assert!(marked_calls() > before);
 }
 
 /// All in one test: the count is that of the process.

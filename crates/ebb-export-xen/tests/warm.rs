@@ -4,53 +4,18 @@
 
 mod common;
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use common::Rig;
+use counting_allocator::{CountingAllocator, mark_thread, marked_calls};
 use ebb_export_xen::abi::{Request, Segment, op};
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig};
 
-/// Allocations of workers, whose threads are called `xen-N`; those of the models are not counted.
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 /// Serialises the tests, which share the counter.
 static ALONE: Mutex<()> = Mutex::new(());
 
-struct Counting;
-
-thread_local! {
-    static COUNTED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
-}
-
-fn note() {
-    if COUNTED.try_with(std::cell::Cell::get) == Ok(true) {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-// SAFETY: passes everything to the system's allocator, and counts.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        note();
-        // SAFETY: as the caller promises.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
-        // SAFETY: as the caller promises.
-        unsafe { System.dealloc(memory, layout) }
-    }
-
-    unsafe fn realloc(&self, memory: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
-        note();
-        // SAFETY: as the caller promises.
-        unsafe { System.realloc(memory, layout, bytes) }
-    }
-}
-
 #[global_allocator]
-static COUNTING: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 fn enters(rig: &Rig) -> u64 {
     rig.workers[0].handle().block_on(|io| async move { io.stats().enters }).unwrap()
@@ -95,12 +60,12 @@ fn costs(persistent: bool, cap: u32, depth: usize, count: u32) -> Costs {
     let mut disk = rig.disk(FrontendConfig { persistent, ..FrontendConfig::default() });
     let requests = requests(&mut disk, depth);
     rounds(&mut disk, &requests, 200);
-    let mark = |on| rig.workers[0].handle().block_on(move |_| async move { COUNTED.set(on) });
+    let mark = |on| rig.workers[0].handle().block_on(move |_| async move { mark_thread(on) });
     let (entered, before) = (enters(&rig), rig.stats());
     mark(true).unwrap();
-    let allocated = ALLOCATIONS.load(Ordering::Relaxed);
+    let allocated = marked_calls();
     rounds(&mut disk, &requests, count);
-    let allocations = ALLOCATIONS.load(Ordering::Relaxed) - allocated;
+    let allocations = marked_calls() - allocated;
     mark(false).unwrap();
     let (after, entered) = (rig.stats(), enters(&rig) - entered);
     let mut stats = after;

@@ -1,60 +1,19 @@
 //! No request to a remote store allocates once its connection is warm: a real server, eight
 //! requests at a time, and an allocator that counts the allocations of the worker's thread.
 
-#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "this is a test")]
+#![allow(clippy::unwrap_used, reason = "this is a test")]
 
 mod common;
 #[path = "common/nbd.rs"]
 mod server;
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use common::Bench;
+use counting_allocator::{CountingAllocator, mark_thread, marked_calls};
 use ebb_block::BlockStore;
 use ebb_store::{NbdAddress, NbdOptions, NbdStore, Store};
 
-struct Counting;
-
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-thread_local! {
-    /// True on the thread whose allocations count, while they count.
-    static COUNTS: Cell<bool> = const { Cell::new(false) };
-}
-
-fn note() {
-    if COUNTS.try_with(Cell::get) == Ok(true) {
-        ALLOCATIONS.fetch_add(1, Ordering::SeqCst);
-        if std::env::var_os("EBB_SHOW_ALLOCATIONS").is_some() {
-            COUNTS.set(false);
-            println!("{}", std::backtrace::Backtrace::force_capture());
-            COUNTS.set(true);
-        }
-    }
-}
-
-// SAFETY: everything is passed on to the system's allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        note();
-        // SAFETY: as the caller promises.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        note();
-        // SAFETY: as the caller promises.
-        unsafe { System.realloc(ptr, layout, size) }
-    }
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: as the caller promises.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const WARM: u64 = 300;
 const COUNTED: u64 = 300;
@@ -68,7 +27,7 @@ fn a_warm_connection_allocates_nothing() {
     let bench = Bench::new(Store::Nbd(NbdStore::open(options).unwrap().0));
     let counts: Vec<u64> = (0..GOES)
         .map(|_| {
-            ALLOCATIONS.store(0, Ordering::SeqCst);
+            let before = marked_calls();
             bench.on(|io, store| async move {
                 let tasks: Vec<_> = (0..8u64)
                     .map(|task| {
@@ -79,7 +38,7 @@ fn a_warm_connection_allocates_nothing() {
                             let rounds = WARM + COUNTED + if task == 0 { 0 } else { WARM };
                             for round in 0..rounds {
                                 if task == 0 && round == WARM {
-                                    COUNTS.set(true);
+                                    mark_thread(true);
                                 }
                                 let offset = (task * 16 + round % 16) * (16 << 10);
                                 let (result, back) = if round % 2 == 0 {
@@ -94,7 +53,7 @@ fn a_warm_connection_allocates_nothing() {
                                 }
                             }
                             if task == 0 {
-                                COUNTS.set(false);
+                                mark_thread(false);
                             }
                         })
                     })
@@ -103,7 +62,7 @@ fn a_warm_connection_allocates_nothing() {
                     task.await;
                 }
             });
-            ALLOCATIONS.load(Ordering::SeqCst)
+            marked_calls() - before
         })
         .collect();
     assert!(counts.contains(&0), "allocations for {} requests each: {counts:?}", COUNTED * 8);

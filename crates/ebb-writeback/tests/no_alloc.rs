@@ -1,40 +1,19 @@
 //! The calls on the path of a write allocate nothing, and handles on several threads keep one limit.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use counting_allocator::{CountingAllocator, calls};
 use ebb_writeback::{BdiOptions, MILLISECOND, Verdict, WriteOutcome, Writeback, WritebackOptions};
 
-struct Counting;
-
-thread_local! {
-    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-}
-
-// SAFETY: forwards every call to the system's allocator, and only counts in addition.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.with(|count| count.set(count.get() + 1));
-        // SAFETY: the caller keeps the contract of `alloc`, which is the system's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the pointer came from the system's allocator with this layout.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 #[test]
 fn hot_calls_do_not_touch_the_heap() {
     let mut writeback = Writeback::new(&WritebackOptions::new(64 << 20)).unwrap();
     let mut bdi = writeback.add_bdi(BdiOptions::default(), 0).unwrap();
     let volume = bdi.add_volume(1).unwrap();
-    let before = ALLOCATIONS.with(Cell::get);
+    let before = calls();
     let (mut now, mut paused) = (0, 0);
     for _ in 0..20_000 {
         now += MILLISECOND / 4;
@@ -50,7 +29,7 @@ fn hot_calls_do_not_touch_the_heap() {
         }
         writeback.update(now);
     }
-    assert_eq!(ALLOCATIONS.with(Cell::get), before);
+    assert_eq!(calls(), before);
     assert!(paused > 1000, "some writes were paced");
 }
 

@@ -3,9 +3,7 @@
 //! A value is a `u64` whatever it means: a number, bytes, or the index of a word in its list, so
 //! that every parameter fits in one atomic.
 
-use std::cmp::Ordering;
 use std::fmt;
-use std::hash::{Hash, Hasher};
 use std::marker::PhantomData;
 
 use ebb_param::ParameterValue;
@@ -16,7 +14,7 @@ use crate::{Choice, LogLevel, Percent, Size};
 use crate::{closest, shorten, suggest};
 
 /// What a parameter applies to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ParameterScope {
     /// The daemon as a whole.
     Daemon,
@@ -27,7 +25,7 @@ pub enum ParameterScope {
 }
 
 /// The type of a value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     /// A whole number.
     Number,
@@ -40,7 +38,7 @@ pub enum Kind {
 }
 
 /// The definition of a parameter.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Definition {
     /// The name. Those of a family are written `NAME.MEMBER`.
     pub name: &'static str,
@@ -71,13 +69,14 @@ pub struct Definition {
 }
 
 /// A parameter: a definition, or one member of a family.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
     definition: &'static Definition,
     member: usize,
 }
 
 /// A parameter with the type of its values.
+#[derive(Clone, Copy)]
 pub struct TypedKey<T> {
     key: Key,
     value: PhantomData<fn() -> T>,
@@ -104,36 +103,6 @@ impl Key {
             "" => self.definition.name.to_owned(),
             member => format!("{}.{member}", self.definition.name),
         }
-    }
-
-    fn identity(self) -> (&'static str, usize) {
-        (self.definition.name, self.member)
-    }
-}
-
-impl PartialEq for Key {
-    fn eq(&self, other: &Key) -> bool {
-        self.identity() == other.identity()
-    }
-}
-
-impl Eq for Key {}
-
-impl PartialOrd for Key {
-    fn partial_cmp(&self, other: &Key) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for Key {
-    fn cmp(&self, other: &Key) -> Ordering {
-        self.identity().cmp(&other.identity())
-    }
-}
-
-impl Hash for Key {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.identity().hash(state);
     }
 }
 
@@ -172,14 +141,6 @@ impl<T> TypedKey<T> {
         (0..definition.members.len()).map(move |at| Self { key: key(at), value: PhantomData })
     }
 }
-
-impl<T> Clone for TypedKey<T> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<T> Copy for TypedKey<T> {}
 
 impl ParameterTable {
     /// All parameters, in the order they are listed.
