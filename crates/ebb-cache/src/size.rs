@@ -6,6 +6,8 @@
 //! - If the old or new end is not a multiple of a page, the page at that end is kept clean during the change
 //!   and read again afterwards: the cache had filled its bytes beyond the end with zeroes.
 //! - While the store is truncated, no writeback beyond the new end is in flight.
+//! - Nothing that was submitted for a range beyond an end is sent to the store after the end has changed, also not
+//!   after a flush has failed.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,9 +15,9 @@ use std::sync::atomic::Ordering;
 use ebb_block::{BlockError, Io};
 use ebb_store::Store;
 
-use crate::pages::{FRAME_PAGES, PAGE, sectors};
+use crate::pages::{FRAME, FRAME_PAGES, PAGE, sectors};
 use crate::read::InflightWait;
-use crate::shard::SHARDS;
+use crate::shard::{SHARDS, shard_of};
 use crate::stats::Mode;
 use crate::volume::{FrameWalk, VolumeCache};
 use crate::write::InflightWrite;
@@ -67,7 +69,12 @@ impl VolumeCache {
 
     /// The store has grown to `size`, and no request uses it yet; `edge` is that of the old end.
     pub fn grow(&self, io: &Io, size: u64, edge: Edge<'_>) {
-        self.size.fetch_max(size, Ordering::SeqCst);
+        let before = self.size.fetch_max(size, Ordering::SeqCst);
+        if !before.is_multiple_of(PAGE) {
+            // Zeroes of the short last page would be repeated over what follows it now.
+            let (page, number) = (before / PAGE, shard_of(before / FRAME));
+            self.lock(number).note_written_over(number, &(page..page + 1), &(0..0));
+        }
         edge.0.into_iter().for_each(|write| write.end(io.pool().worker(), false));
     }
 
@@ -90,12 +97,16 @@ impl VolumeCache {
     /// [`WritebackControl`](crate::WritebackControl). Yields to other tasks of the worker.
     pub async fn cut(&self, io: &Io, size: u64, edge: Edge<'_>) {
         let pages = size.div_ceil(PAGE)..u64::MAX - FRAME_PAGES;
+        let touched = size / PAGE..pages.end;
         let worker = io.pool().worker();
         for shard in 0..SHARDS {
             {
-                let mut shard = self.lock(shard);
-                shard.inflight.poison(&pages);
-                shard.inflight.mark_clash(&sectors(size, u64::MAX - size));
+                let mut state = self.lock(shard);
+                state.inflight.poison(&pages);
+                state.inflight.mark_clash(&sectors(size, u64::MAX - size));
+                // Zeroes that may be lost are not repeated beyond the end: the store may have other data there when it
+                // has grown again.
+                state.note_written_over(shard, &touched, &pages);
             }
             let mut walk = FrameWalk::beyond(&pages);
             loop {

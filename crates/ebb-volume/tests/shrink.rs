@@ -237,6 +237,39 @@ fn a_volume_that_ends_within_a_page_follows_a_store_that_has_grown() {
     }
 }
 
+/// Zeroes bypass memory, and are repeated after a failed flush. The store may have grown meanwhile from outside, with data.
+#[test]
+fn zeroes_beyond_an_end_that_has_changed_are_not_repeated_after_a_failed_flush() {
+    // The zeroed range; the size after a shrink, if any; where the store has data when it has grown.
+    let cases = [
+        (2 * MIB, MIB, 8192, Some(MIB)),
+        (2 * MIB, MIB - 4096, 16384, Some(MIB + 1024)),
+        (MIB + 512, MIB - 4096, 4608, None),
+    ];
+    for (size, offset, length, shrunk) in cases {
+        play(Mode::Writeback, size, move |io, scene| async move {
+            let flags = ZeroFlags { may_unmap: true, fast_only: false };
+            scene.volume.write_zeroes(&io, offset, length, flags, false).await.unwrap();
+            if let Some(to) = shrunk {
+                scene.resize(&io, to).await.unwrap();
+            }
+            let end = shrunk.unwrap_or(size);
+            scene.test.set_size(2 * MIB + 4096);
+            let data = vec![5; usize::try_from(2 * MIB + 4096 - end).unwrap()];
+            scene.test.change(end, &data);
+            scene.volume.resize(&io, Resize::default()).await.unwrap();
+            // A flush reports the loss, and a later one repairs it if that is possible.
+            scene.test.lose();
+            let mut failed = 0;
+            while failed < 3 && scene.volume.flush(&io).await.is_err() {
+                failed += 1;
+            }
+            assert!(scene.test.content()[usize::try_from(end).unwrap()..] == data, "of {end}");
+            assert!(scene.read(&io, end, data.len()).await.unwrap() == data, "of {end}");
+        });
+    }
+}
+
 /// Numbers from a seed (xorshift).
 struct Random(u64);
 

@@ -105,8 +105,8 @@ impl Shard {
         self.limit_zeroed();
     }
 
-    /// A write that bypassed memory is stable: it touches `pages`, and covers those in `whole`. A listed page
-    /// that it covers in part cannot be zeroed again without losing the write.
+    /// `pages` are not to be zeroed again: a write that bypassed memory is stable, or they lie beyond a new end of the
+    /// volume. It covers those in `whole`; a listed page that it covers in part cannot be zeroed again at all.
     pub(crate) fn note_written_over(
         &mut self,
         number: usize,
