@@ -453,8 +453,28 @@ impl World {
         Ok(())
     }
 
+    /// A volume, and those that are configured to share its backing device: they share the device's limit of dirty
+    /// data, which one of them uses up if its store takes no writes.
+    fn sharing(&self, at: usize) -> impl Iterator<Item = &Site> {
+        let own = &self.sites[at];
+        let writes_back = |site: &Site| [site.mode, site.config.mode].contains(&Mode::Writeback);
+        let shares = move |site: &&Site| {
+            own.config.bdi.is_some()
+                && site.config.bdi == own.config.bdi
+                && writes_back(own)
+                && writes_back(site)
+        };
+        self.sites.iter().filter(shares).chain([own])
+    }
+
+    /// Since when requests to a volume complete within the bound, whatever happens to volumes that share nothing with it.
+    fn healthy_since(&self, at: usize) -> Option<Instant> {
+        latest(self.sharing(at).map(|site| site.healthy))
+    }
+
     fn serve(&mut self, number: usize) -> Result<bool, String> {
         let now = self.now;
+        let healthy = self.healthy_since(self.seats[number].site);
         let seat = &mut self.seats[number];
         let site = &mut self.sites[seat.site];
         let Some(client) = &mut seat.client else {
@@ -477,7 +497,7 @@ impl World {
             self.outcome.succeeded += client.succeeded - succeeded;
             self.trace.mix(client.answered << 8 | number as u64);
         }
-        if let (Some(oldest), Some(healthy), false) = (client.oldest(), site.healthy, client.deaf) {
+        if let (Some(oldest), Some(healthy), false) = (client.oldest(), healthy, client.deaf) {
             let waits = now.saturating_duration_since(oldest.max(healthy));
             self.outcome.slowest = self.outcome.slowest.max(waits);
             if waits > BOUND * self.theme.patience(seat.site) {
@@ -579,6 +599,11 @@ impl World {
             self.step()?;
         }
     }
+}
+
+/// The latest of all; `None` if one is missing.
+fn latest(mut all: impl Iterator<Item = Option<Instant>>) -> Option<Instant> {
+    all.try_fold(None, |latest, one| Some(latest.max(Some(one?))))?
 }
 
 fn site(number: u64, random: &mut Random) -> Site {

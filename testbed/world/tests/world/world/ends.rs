@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use ebb_store::Faults;
 use ebb_volume::Mode;
 
-use super::{AGAIN, BOUND, PATIENCE, Site, World};
+use super::{AGAIN, BOUND, PATIENCE, Site, World, latest};
 use crate::client::Client;
 use crate::daemon::Place;
 use crate::guest::Guest;
@@ -88,19 +88,22 @@ impl World {
             let slow = site.remote().is_some_and(Remote::is_slow);
             drain < BOUND && (slow || self.has_requests(at))
         };
-        let well_since = |(at, site): (usize, &Site)| site.well_since().filter(|_| !slow(at, site));
+        let well_since = |(at, site): (usize, &Site)| {
+            latest(self.sharing(at).map(Site::well_since)).filter(|_| !slow(at, site))
+        };
         let begun: Vec<_> = self.sites.iter().enumerate().map(well_since).collect();
         let stopped = self.daemon().submit(|io| async move { engine.stop(&io).await });
         let report = self.wait_for(&stopped, drain + BOUND, "a shutdown")?;
         let daemon = self.daemon.take().expect("the daemon is running");
+        // A flush in the background that ends with the daemon, after the volume was closed, loses nothing.
+        let lost = |site: &Site| self.disks.is_lost(&site.config.name);
+        let withdrawn: Vec<_> = self.sites.iter().map(|site| !site.listed && lost(site)).collect();
         daemon.engine.end_guests();
         let remains = daemon.remains();
         drop(daemon);
         self.receive_guests()?;
         self.note_guests_stable(&report);
         self.lose_the_guests_daemon()?;
-        let lost = |site: &Site| self.disks.is_lost(&site.config.name);
-        let withdrawn: Vec<_> = self.sites.iter().map(|site| !site.listed && lost(site)).collect();
         // Closed with a loss by a reload that ended during the shutdown: the reload reports that, and
         // the shutdown does not.
         let replaced = |site: &Site| self.disks.take_lost(&site.config.name);

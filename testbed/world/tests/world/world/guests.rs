@@ -159,13 +159,14 @@ impl World {
 
     /// Requests of a guest to a healthy store take no longer than those of NBD clients while it is served.
     fn check_for_hang(&mut self, at: usize) -> Result<(), String> {
-        let (now, site) = (self.now, self.berths[at].site);
+        let healthy = self.healthy_since(self.berths[at].site);
+        let now = self.now;
         let (Some(daemon), Some(guest)) = (&self.daemon, &mut self.berths[at].guest) else {
             return Ok(());
         };
         let old = guest.oldest().filter(|oldest| now.saturating_duration_since(*oldest) > BOUND);
         let waits = old.is_some()
-            && self.sites[site].healthy.is_some_and(|since| now >= since)
+            && healthy.is_some_and(|since| now >= since)
             && daemon.serves_guest(guest.number()).0;
         guest.waits = waits.then(|| guest.waits.unwrap_or(now));
         match guest.waits {
