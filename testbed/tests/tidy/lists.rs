@@ -25,7 +25,7 @@ pub(crate) const MAY_KNOW: &[(&str, &[&str])] = &[
     ("ebb-mem", &["ebb-param"]),
     ("ebb-api", &[]),
     ("ebb-writeback", &[]),
-    ("ebb-io", &["ebb-mem"]),
+    ("ebb-io", &["ebb-param", "ebb-mem"]),
     ("ebb-nbd-proto", &[]),
     ("ebb-tls", &["ebb-io"]),
     ("ebb-block", &["ebb-io"]),
