@@ -8,15 +8,17 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
+use ebb_block::BlockStore;
 use ebb_mem::pressure::{Level, Roots};
 use ebb_mem::{IdlePolicy, Memory, WorkerMemory};
+use ebb_store::Store;
 
 use crate::pages::PAGE;
 use crate::reclaimer::{ReclaimRequests, Reclaimer};
 use crate::size_limit::SizeLimit;
 use crate::stats::{CacheStats, Mode};
 use crate::sync::Mutex;
-use crate::volume::VolumeCache;
+use crate::volume::{StoreCache, VolumeCache};
 
 /// Part of the host's memory that the cache may hold, in percent.
 const SHARE_PERCENT: u64 = 80;
@@ -127,35 +129,27 @@ impl Cache {
         Arc::new(cache)
     }
 
-    /// A part of the cache for a volume of `size` bytes. Dropping it frees its buffers.
-    ///
-    /// # Errors
-    /// [`CacheError::Owner`] when the memory pool has no room for another owner.
-    pub fn volume(self: &Arc<Self>, name: &str, size: u64) -> Result<Arc<VolumeCache>, CacheError> {
-        self.volume_as(name, size, Mode::Writethrough)
-    }
-
-    /// As [`Cache::volume`], with a mode. With [`Mode::Writeback`] the caller must run
-    /// [`VolumeCache::run_flusher`], and flush before the volume is dropped; until
+    /// A part of the cache for the volume on `store`. Dropping it frees its buffers. With [`Mode::Writeback`] the
+    /// caller must run [`StoreCache::run_flusher`], and flush before the volume is dropped; until
     /// [`VolumeCache::set_control`] its writes go through to the store.
     ///
     /// # Errors
-    /// As [`Cache::volume`].
-    pub fn volume_as(
+    /// [`CacheError::Owner`] when the memory pool has no room for another owner.
+    pub fn volume(
         self: &Arc<Self>,
         name: &str,
-        size: u64,
+        store: &Arc<Store>,
         mode: Mode,
-    ) -> Result<Arc<VolumeCache>, CacheError> {
+    ) -> Result<StoreCache, CacheError> {
         let owner = self
             .memory
             .owner(&format!("cache {name}"))
             .map_err(|source| CacheError::Owner { name: name.to_owned(), source })?;
-        let volume = Arc::new(VolumeCache::new(self.clone(), name, size, mode, owner));
+        let volume = Arc::new(VolumeCache::new(self.clone(), name, store.size(), mode, owner));
         let mut volumes = self.volumes.lock();
         volumes.retain(|volume| volume.strong_count() > 0);
         volumes.push(Arc::downgrade(&volume));
-        Ok(volume)
+        Ok(StoreCache::new(store.clone(), volume))
     }
 
     /// The pressure level changed (L0: pressure is over). The limits change at once, and the reclaimer is

@@ -28,6 +28,7 @@
 //! reclaimer is its thread.
 
 mod cache;
+mod cached_store;
 mod inflight;
 #[cfg(all(test, feature = "shuttle"))]
 mod models;
@@ -51,8 +52,8 @@ mod writeback;
 mod writeback_state;
 
 pub use cache::{Cache, CacheError, CacheOptions};
+pub use cached_store::{CachedStore, PreparedResize};
 pub use reclaimer::{DiscardCounter, MemoryProbe, Reclaimer, pages_discarded_by_kernel};
-pub use size::Edge;
 pub use stats::{CacheStats, Mode, VolumeCacheStats};
-pub use volume::VolumeCache;
+pub use volume::{StoreCache, VolumeCache};
 pub use writeback_state::{FixedLimit, WritebackControl, WritebackOrder};

@@ -71,7 +71,7 @@ impl Model {
         data
     }
 
-    /// As [`VolumeCache::read`], from this store. `give_up`: the first fill is dropped.
+    /// As [`StoreCache::read`](crate::StoreCache::read), from this store. `give_up`: the first fill is dropped.
     fn read(&self, worker: &WorkerMemory, mut give_up: bool) -> [u8; SIZE] {
         let mut buf = [0xee; SIZE];
         if self.cached.try_read_cached(&mut buf, 0) {
@@ -100,7 +100,7 @@ impl Model {
         }
     }
 
-    /// As [`VolumeCache::write`], of the whole page.
+    /// As [`StoreCache::write`](crate::StoreCache::write), of the whole page.
     fn write(&self, worker: &WorkerMemory, version: u8) {
         let data = [version; SIZE];
         let write = InflightWrite::begin(&self.cached, 0, SIZE as u64);

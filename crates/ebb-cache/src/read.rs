@@ -10,19 +10,17 @@
 use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 
 use ebb_block::{BlockStore, Buf, BufResult, Io};
 use ebb_mem::WorkerMemory;
-use ebb_store::Store;
 
 use crate::inflight::Wakers;
 use crate::pages::{FRAME, FRAME_PAGES, FramePart, PAGE, PAGE_BYTES, index, parts, runs, touched};
 use crate::shard::{AHEAD, COLD, MARK, shard_of};
 use crate::stats::Mode;
-use crate::volume::{LockedShard, PreparedBuffers, VolumeCache};
+use crate::volume::{LockedShard, PreparedBuffers, StoreCache, VolumeCache};
 
 /// Bytes of a window.
 const WINDOW: usize = 1 << 20;
@@ -113,34 +111,24 @@ impl VolumeCache {
             self.marked.store(true, Ordering::Relaxed);
         }
     }
+}
 
+impl StoreCache {
     /// As [`VolumeCache::try_read_cached`]; also starts read-ahead for a sequential reader.
-    pub fn read_cached(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Arc<Store>,
-        buf: &mut [u8],
-        offset: u64,
-    ) -> bool {
+    pub fn read_cached(&self, io: &Io, buf: &mut [u8], offset: u64) -> bool {
         let hit = self.try_read_cached(buf, offset);
         if hit && self.marked.load(Ordering::Relaxed) && self.marked.swap(false, Ordering::Relaxed)
         {
-            self.start_read_ahead(io, store, &touched(offset, buf.len() as u64));
+            self.start_read_ahead(io, &touched(offset, buf.len() as u64));
         }
         hit
     }
 
-    /// Bytes that are copied without yielding to other tasks: longer reads must use [`VolumeCache::read`].
+    /// Bytes that are copied without yielding to other tasks: longer reads must use [`StoreCache::read`].
     pub const AT_ONCE: usize = WINDOW;
 
     /// Reads `buf.len()` bytes at `offset`.
-    pub async fn read(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Arc<Store>,
-        mut buf: Buf,
-        offset: u64,
-    ) -> BufResult {
+    pub async fn read(&self, io: &Io, mut buf: Buf, offset: u64) -> BufResult {
         let length = buf.len();
         let mut kind = None;
         let mut at = 0;
@@ -151,17 +139,16 @@ impl VolumeCache {
                 io.yield_now().await;
             }
             let position = offset + at as u64;
-            if length > WINDOW && self.read_cached(io, store, &mut buf[at..end], position) {
+            if length > WINDOW && self.read_cached(io, &mut buf[at..end], position) {
                 at = end;
                 continue;
             }
             let kind = *kind.get_or_insert_with(|| {
                 let sequential =
-                    self.start_read_ahead(io, store, &touched(position, (length - at) as u64));
+                    self.start_read_ahead(io, &touched(position, (length - at) as u64));
                 if sequential { COLD } else { 0 }
             });
-            let (result, returned) =
-                self.read_window(io, store, (buf, offset), at..end, kind).await;
+            let (result, returned) = self.read_window(io, (buf, offset), at..end, kind).await;
             buf = returned;
             if result.is_err() {
                 return (result, buf);
@@ -172,27 +159,20 @@ impl VolumeCache {
     }
 
     /// Reads from the store, bypassing the cache.
-    async fn read_uncached(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Store,
-        buf: Buf,
-        offset: u64,
-    ) -> BufResult {
+    async fn read_uncached(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
         if self.mode() == Mode::Writeback {
             let pages = touched(offset, buf.len() as u64);
             // Boxed here and elsewhere: rare, and the size of a task is that of its largest future.
-            if let Err(error) = Box::pin(self.clean(io, store, &pages)).await {
+            if let Err(error) = Box::pin(self.clean(io, &pages)).await {
                 return (Err(error), buf);
             }
         }
-        store.read(io, buf, offset).await
+        self.store.read(io, buf, offset).await
     }
 
     async fn read_window(
-        self: &Arc<Self>,
+        &self,
         io: &Io,
-        store: &Store,
         (mut buf, offset): (Buf, u64),
         window: Range<usize>,
         kind: u8,
@@ -215,14 +195,14 @@ impl VolumeCache {
             if end < wanted {
                 // The volume was shrunk after this request was submitted: nothing of it is kept.
                 drop(round);
-                return self.read_uncached(io, store, buf, offset).await;
+                return self.read_uncached(io, buf, offset).await;
             }
             let span = (round.load.start * PAGE)..end;
             let request = offset..offset + buf.len() as u64;
             let all = window.len() == buf.len() && span == request && round.wants(&todo);
             let result;
             if all {
-                (result, buf) = store.read(io, buf, offset).await;
+                (result, buf) = self.store.read(io, buf, offset).await;
                 if result.is_err() {
                     return (result, buf);
                 }
@@ -233,14 +213,14 @@ impl VolumeCache {
             let Some((own, _spare)) = self.spare_buffer(io, length, length) else {
                 // No memory except the request's own buffer.
                 drop(round);
-                return self.read_uncached(io, store, buf, offset).await;
+                return self.read_uncached(io, buf, offset).await;
             };
-            let (read, own) = store.read(io, own, span.start).await;
+            let (read, own) = self.store.read(io, own, span.start).await;
             if read.is_err() {
                 // The error may lie outside the request, in a page it only touches: read exactly the
                 // requested bytes.
                 drop(round);
-                return self.read_uncached(io, store, buf, offset).await;
+                return self.read_uncached(io, buf, offset).await;
             }
             copy_loaded(&mut buf[window.clone()], start, &mut todo, &own, &span);
             round.keep(io.pool().worker(), span.start, &own, kind);
@@ -249,7 +229,7 @@ impl VolumeCache {
 
     /// Loads what is missing of `pages`, as far as there is room and no other request is loading it. Ignores
     /// errors: a request that reads the data gets them.
-    pub(crate) async fn load(&self, io: &Io, store: &Store, pages: Range<u64>) {
+    pub(crate) async fn load(&self, io: &Io, pages: Range<u64>) {
         let mut at = pages.start;
         let mut kind = COLD | AHEAD | MARK;
         while at < pages.end && self.cache.has_room_ahead() {
@@ -262,7 +242,7 @@ impl VolumeCache {
             let start = round.load.start * PAGE;
             let length = index((round.load.end * PAGE).min(self.size()).saturating_sub(start));
             let Some((buf, _spare)) = self.spare_buffer(io, length, length) else { return };
-            let (result, buf) = store.read(io, buf, start).await;
+            let (result, buf) = self.store.read(io, buf, start).await;
             if result.is_err() {
                 return;
             }
@@ -270,7 +250,9 @@ impl VolumeCache {
             kind &= !MARK;
         }
     }
+}
 
+impl VolumeCache {
     /// Opens fills for what is missing of `pages`, at most one window.
     fn claim_missing(&self, pages: Range<u64>) -> ReadRound<'_> {
         let claims = OpenFills { volume: self, list: [OpenFill::default(); FRAMES], count: 0 };

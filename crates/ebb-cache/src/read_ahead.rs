@@ -9,19 +9,17 @@
 //! A hit touches nothing of this except the mark. At most [`AT_ONCE`] loads of a volume are in flight.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ebb_block::Io;
-use ebb_store::Store;
 
-use crate::volume::VolumeCache;
+use crate::volume::StoreCache;
 
 /// Concurrent loads of a volume.
 const AT_ONCE: u32 = 4;
 
 /// One load, counted while it exists.
-struct ReadAheadLoad(Arc<VolumeCache>);
+struct ReadAheadLoad(StoreCache);
 
 impl Drop for ReadAheadLoad {
     fn drop(&mut self) {
@@ -29,22 +27,17 @@ impl Drop for ReadAheadLoad {
     }
 }
 
-impl VolumeCache {
+impl StoreCache {
     /// Records a read, and starts loading what will be wanted next. True if the read is part of a stream.
-    pub(crate) fn start_read_ahead(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Arc<Store>,
-        pages: &Range<u64>,
-    ) -> bool {
+    pub(crate) fn start_read_ahead(&self, io: &Io, pages: &Range<u64>) -> bool {
         let noted = self.ahead.streams.lock().note(pages, self.size());
         if let Some(load) = noted.load
             && self.cache.has_room_ahead()
         {
             if self.ahead.loading.fetch_add(1, Ordering::Relaxed) < AT_ONCE {
                 let loading = ReadAheadLoad(self.clone());
-                let (own, store) = (io.clone(), store.clone());
-                let load = async move { loading.0.load(&own, &store, load).await };
+                let own = io.clone();
+                let load = async move { loading.0.load(&own, load).await };
                 io.spawn(load).detach();
             } else {
                 self.ahead.loading.fetch_sub(1, Ordering::Relaxed);

@@ -9,43 +9,38 @@
 //! - Nothing that was submitted for a range beyond an end is sent to the store after the end has changed, also not
 //!   after a flush has failed.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ebb_block::{BlockError, Io};
-use ebb_store::Store;
 
 use crate::pages::{FRAME, FRAME_PAGES, PAGE, sectors};
 use crate::read::InflightWait;
 use crate::shard::{SHARDS, shard_of};
 use crate::stats::Mode;
-use crate::volume::{FrameWalk, VolumeCache};
+use crate::volume::{FrameWalk, StoreCache, VolumeCache};
 use crate::write::InflightWrite;
 
 /// The page at the end of a volume, kept clean: it cannot become dirty until this is passed to
 /// [`VolumeCache::grow`], [`VolumeCache::cut`] or [`VolumeCache::keep_size`]. If it is dropped instead, the
 /// page is never cached again.
 #[must_use]
-pub struct Edge<'a>(Option<InflightWrite<'a>>);
+pub(crate) struct Edge<'a>(Option<InflightWrite<'a>>);
 
 impl VolumeCache {
     /// The part of `pages` that lies within the volume.
     pub(crate) fn existing(&self, pages: &std::ops::Range<u64>) -> std::ops::Range<u64> {
         pages.start..pages.end.min(self.size().div_ceil(PAGE))
     }
+}
 
+impl StoreCache {
     /// Writes back what is dirty below `end`, in writeback mode.
     ///
     /// # Errors
     /// Those of the store; the data is kept.
-    pub async fn write_below(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Store,
-        end: u64,
-    ) -> Result<(), BlockError> {
+    pub(crate) async fn write_below(&self, io: &Io, end: u64) -> Result<(), BlockError> {
         match self.mode() {
-            Mode::Writeback => self.clean(io, store, &(0..end.div_ceil(PAGE))).await,
+            Mode::Writeback => self.clean(io, &(0..end.div_ceil(PAGE))).await,
             _ => Ok(()),
         }
     }
@@ -54,21 +49,18 @@ impl VolumeCache {
     ///
     /// # Errors
     /// Those of the store: the page is dirty and could not be written.
-    pub async fn hold_edge(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Store,
-        end: u64,
-    ) -> Result<Edge<'_>, BlockError> {
+    pub(crate) async fn hold_edge(&self, io: &Io, end: u64) -> Result<Edge<'_>, BlockError> {
         if end.is_multiple_of(PAGE) {
             return Ok(Edge(None));
         }
         let start = end / PAGE * PAGE;
-        Ok(Edge(Some(InflightWrite::begin_clean(self, (io, store), start, PAGE).await?)))
+        Ok(Edge(Some(InflightWrite::begin_clean(self, io, start, PAGE).await?)))
     }
+}
 
+impl VolumeCache {
     /// The store has grown to `size`, and no request uses it yet; `edge` is that of the old end.
-    pub fn grow(&self, io: &Io, size: u64, edge: Edge<'_>) {
+    pub(crate) fn grow(&self, io: &Io, size: u64, edge: Edge<'_>) {
         let before = self.size.fetch_max(size, Ordering::SeqCst);
         if !before.is_multiple_of(PAGE) {
             // Zeroes of the short last page would be repeated over what follows it now.
@@ -95,7 +87,7 @@ impl VolumeCache {
 
     /// The store was truncated at `size`: drops what lies beyond, and returns its dirty bytes to the
     /// [`WritebackControl`](crate::WritebackControl). Yields to other tasks of the worker.
-    pub async fn cut(&self, io: &Io, size: u64, edge: Edge<'_>) {
+    pub(crate) async fn cut(&self, io: &Io, size: u64, edge: Edge<'_>) {
         let pages = size.div_ceil(PAGE)..u64::MAX - FRAME_PAGES;
         let touched = size / PAGE..pages.end;
         let worker = io.pool().worker();
@@ -128,16 +120,9 @@ impl VolumeCache {
     }
 
     /// The resize failed or was cancelled: the volume keeps its size.
-    pub fn keep_size(&self, io: &Io, size: u64, edge: Edge<'_>) {
+    pub(crate) fn keep_size(&self, io: &Io, size: u64, edge: Edge<'_>) {
         self.size.store(size, Ordering::SeqCst);
         edge.0.into_iter().for_each(|write| write.end(io.pool().worker(), true));
         self.retry_reservation();
-    }
-}
-
-impl Default for Edge<'_> {
-    /// For an end at a multiple of a page.
-    fn default() -> Self {
-        Edge(None)
     }
 }

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use ebb_io::{Buf, BufPool, Io};
 use ebb_mem::{Memory, OwnerId, SmallBuffer, Spare, SpareHeld, WorkerMemory};
+use ebb_store::Store;
 
 use crate::cache::Cache;
 use crate::pages::{
@@ -52,6 +53,41 @@ pub struct VolumeCache {
     pub(crate) ahead: ReadAhead,
     /// A hit met the mark of a read-ahead.
     pub(crate) marked: AtomicBool,
+}
+
+/// A store and its part of the cache: what a request needs of both.
+///
+/// The cache knows its volumes by [`VolumeCache`] alone, without the store: other volumes' threads hold one for a
+/// moment, and would otherwise close a store that its owner has dropped meanwhile, which may block.
+#[derive(Clone, Debug)]
+pub struct StoreCache {
+    pub(crate) store: Arc<Store>,
+    pages: Arc<VolumeCache>,
+}
+
+impl StoreCache {
+    pub(crate) fn new(store: Arc<Store>, pages: Arc<VolumeCache>) -> StoreCache {
+        StoreCache { store, pages }
+    }
+
+    /// The cached pages.
+    pub fn pages(&self) -> &Arc<VolumeCache> {
+        &self.pages
+    }
+
+    /// How many users the pages have, this one included.
+    pub(crate) fn users(&self) -> usize {
+        Arc::strong_count(&self.pages)
+    }
+}
+
+impl std::ops::Deref for StoreCache {
+    type Target = VolumeCache;
+
+    #[inline]
+    fn deref(&self) -> &VolumeCache {
+        &self.pages
+    }
 }
 
 /// The lock of a shard. Dropping it adds the change of held pages to the volume's and the cache's counters.

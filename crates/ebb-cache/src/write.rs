@@ -6,20 +6,18 @@
 //! whose future is dropped, or that overlaps another one leaves none of its pages in the cache.
 
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, ErrorKind, Extent, Io, Operation, Wanted, ZeroFlags,
 };
 use ebb_mem::WorkerMemory;
-use ebb_store::Store;
 
 use crate::inflight::Wakers;
 use crate::pages::{FramePart, PAGE, each, mask, parts, sectors, touched};
 use crate::shard::{COLD, FreeBatch, shard_of};
 use crate::stats::Mode;
-use crate::volume::{FrameWalk, VolumeCache};
+use crate::volume::{FrameWalk, StoreCache, VolumeCache};
 
 /// Writes of this many bytes count as one-pass data.
 const LARGE: usize = 256 << 10;
@@ -57,8 +55,8 @@ impl<'a> InflightWrite<'a> {
 
     /// As [`InflightWrite::begin`], once nothing of the range is dirty or under writeback.
     pub(crate) async fn begin_clean(
-        volume: &'a Arc<VolumeCache>,
-        (io, store): (&Io, &Store),
+        volume: &'a StoreCache,
+        io: &Io,
         offset: u64,
         length: u64,
     ) -> Result<InflightWrite<'a>, BlockError> {
@@ -83,7 +81,7 @@ impl<'a> InflightWrite<'a> {
                         break;
                     }
                 }
-                if let Err(error) = Box::pin(volume.clean(io, store, &write.pages)).await {
+                if let Err(error) = Box::pin(volume.clean(io, &write.pages)).await {
                     write.end(io.pool().worker(), true);
                     return Err(error);
                 }
@@ -152,41 +150,33 @@ impl Drop for InflightWrite<'_> {
     }
 }
 
-impl VolumeCache {
+impl StoreCache {
     /// Writes the whole buffer at `offset`; with `fua` the data is stable on return.
-    pub async fn write(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Arc<Store>,
-        buf: Buf,
-        offset: u64,
-        fua: bool,
-    ) -> BufResult {
+    pub async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
         if self.is_written_back() {
-            return self.write_back(io, store, buf, offset, fua).await;
+            return self.write_back(io, buf, offset, fua).await;
         }
-        self.write_through(io, store, buf, offset, fua).await
+        self.write_through(io, buf, offset, fua).await
     }
 
     /// Writes to the store first, then updates the cache.
     pub(crate) async fn write_through(
-        self: &Arc<Self>,
+        &self,
         io: &Io,
-        store: &Store,
         buf: Buf,
         offset: u64,
         fua: bool,
     ) -> BufResult {
         let length = buf.len() as u64;
-        let write = match InflightWrite::begin_clean(self, (io, store), offset, length).await {
+        let write = match InflightWrite::begin_clean(self, io, offset, length).await {
             Ok(write) => write,
             Err(error) => return (Err(error), buf),
         };
         self.uses.fetch_add(1, Ordering::Relaxed);
-        let losses = store.losses();
-        let (mut result, buf) = store.write(io, buf, offset, fua).await;
+        let losses = self.store.losses();
+        let (mut result, buf) = self.store.write(io, buf, offset, fua).await;
         if result.is_ok() && !fua {
-            result = self.check_bypass(store, losses, offset, length);
+            result = self.check_bypass(losses, offset, length);
         } else if result.is_ok() {
             self.note_stable(offset, length);
         }
@@ -205,14 +195,8 @@ impl VolumeCache {
 
     /// In writeback mode a write that bypassed memory cannot be written again if a flush fails. If a flush
     /// has failed in the meantime, its data may be lost already.
-    fn check_bypass(
-        &self,
-        store: &Store,
-        losses: u64,
-        offset: u64,
-        length: u64,
-    ) -> Result<(), BlockError> {
-        if self.mode() != Mode::Writeback || self.note_bypass(store, losses, offset) {
+    fn check_bypass(&self, losses: u64, offset: u64, length: u64) -> Result<(), BlockError> {
+        if self.mode() != Mode::Writeback || self.note_bypass(losses, offset) {
             return Ok(());
         }
         Err(BlockError::new(ErrorKind::Lost, Operation::Write, offset, length))
@@ -259,26 +243,20 @@ impl VolumeCache {
     ///
     /// # Errors
     /// Those of the store.
-    pub async fn flush(self: &Arc<Self>, io: &Io, store: &Store) -> Result<(), BlockError> {
+    pub async fn flush(&self, io: &Io) -> Result<(), BlockError> {
         if self.mode() == Mode::Writeback {
-            return Box::pin(self.write_back_and_flush(io, store)).await;
+            return Box::pin(self.write_back_and_flush(io)).await;
         }
-        store.flush(io).await
+        self.store.flush(io).await
     }
 
     /// Frees the space of a range if the store can.
     ///
     /// # Errors
     /// Those of the store.
-    pub async fn discard(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Store,
-        offset: u64,
-        length: u64,
-    ) -> Result<(), BlockError> {
-        let write = InflightWrite::begin_clean(self, (io, store), offset, length).await?;
-        let result = store.discard(io, offset, length).await;
+    pub async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        let write = InflightWrite::begin_clean(self, io, offset, length).await?;
+        let result = self.store.discard(io, offset, length).await;
         if result.is_ok() && self.mode() == Mode::Writeback {
             // Any content is valid there afterwards.
             let whole = offset.div_ceil(PAGE)..(offset + length) / PAGE;
@@ -295,14 +273,13 @@ impl VolumeCache {
     /// # Errors
     /// Those of the store.
     pub async fn write_zeroes(
-        self: &Arc<Self>,
+        &self,
         io: &Io,
-        store: &Store,
         offset: u64,
         length: u64,
         flags: ZeroFlags,
     ) -> Result<(), BlockError> {
-        self.write_zeroes_while(io, store, offset, length, flags, &|| true).await
+        self.write_zeroes_while(io, offset, length, flags, &|| true).await
     }
 
     /// See [`Store::write_zeroes_while`].
@@ -310,20 +287,19 @@ impl VolumeCache {
     /// # Errors
     /// Those of the store.
     pub async fn write_zeroes_while(
-        self: &Arc<Self>,
+        &self,
         io: &Io,
-        store: &Store,
         offset: u64,
         length: u64,
         flags: ZeroFlags,
         wanted: Wanted<'_>,
     ) -> Result<(), BlockError> {
-        let write = InflightWrite::begin_clean(self, (io, store), offset, length).await?;
-        let losses = store.losses();
-        let mut result = store.write_zeroes_while(io, offset, length, flags, wanted).await;
+        let write = InflightWrite::begin_clean(self, io, offset, length).await?;
+        let losses = self.store.losses();
+        let mut result = self.store.write_zeroes_while(io, offset, length, flags, wanted).await;
         if result.is_ok() && self.mode() == Mode::Writeback {
             let noted = (write.id, losses);
-            if !self.note_zeroes(store, noted, (offset, length), flags.may_unmap) {
+            if !self.note_zeroes(noted, (offset, length), flags.may_unmap) {
                 let (kind, operation) = (ErrorKind::Lost, Operation::WriteZeroes);
                 result = Err(BlockError::new(kind, operation, offset, length));
             }
@@ -337,34 +313,27 @@ impl VolumeCache {
     /// # Errors
     /// Those of the store.
     pub async fn extents(
-        self: &Arc<Self>,
+        &self,
         io: &Io,
-        store: &Store,
         offset: u64,
         length: u64,
         limit: usize,
     ) -> Result<Vec<Extent>, BlockError> {
         if self.mode() == Mode::Writeback {
-            Box::pin(self.clean(io, store, &touched(offset, length))).await?;
+            Box::pin(self.clean(io, &touched(offset, length))).await?;
         }
-        store.extents(io, offset, length, limit).await
+        self.store.extents(io, offset, length, limit).await
     }
 
     /// Announces that a range will be read soon.
     ///
     /// # Errors
     /// Those of the store.
-    pub async fn prefetch(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Store,
-        offset: u64,
-        length: u64,
-    ) -> Result<(), BlockError> {
-        store.prefetch(io, offset, length).await?;
+    pub async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        self.store.prefetch(io, offset, length).await?;
         if self.cache.has_room_ahead() {
             let most = self.cache.limit_bytes() / 4;
-            self.load(io, store, touched(offset, length.min(most))).await;
+            self.load(io, touched(offset, length.min(most))).await;
         }
         Ok(())
     }

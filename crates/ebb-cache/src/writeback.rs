@@ -22,13 +22,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use ebb_block::{BlockError, Buf, BufResult, ErrorKind, Io, Operation};
-use ebb_store::Store;
 
 use crate::pages::{FRAME_PAGES, FramePart, PAGE, each, index, parts, touched};
 use crate::read::InflightWait;
 use crate::shard::shard_of;
 use crate::stats::Mode;
-use crate::volume::{PreparedBuffers, VolumeCache};
+use crate::volume::{PreparedBuffers, StoreCache, VolumeCache};
 use crate::write::yields_before;
 use crate::writeback_state::{BEFORE, CLUSTER_MAX, WritebackControl};
 
@@ -79,24 +78,19 @@ impl VolumeCache {
     pub(crate) fn is_written_back(&self) -> bool {
         self.mode() == Mode::Writeback && self.writeback.control.get().is_some()
     }
+}
 
+impl StoreCache {
     /// Writes into memory. Parts that find no room there go through to the store.
-    pub(crate) async fn write_back(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Arc<Store>,
-        buf: Buf,
-        offset: u64,
-        fua: bool,
-    ) -> BufResult {
+    pub(crate) async fn write_back(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
         let length = buf.len() as u64;
         for (number, part) in parts(offset, buf.len()).enumerate() {
             if yields_before(number) {
                 io.yield_now().await;
             }
-            match self.dirty_part(io, store, &part, &buf[part.range()]).await {
+            match self.dirty_part(io, &part, &buf[part.range()]).await {
                 Ok(true) => {}
-                Ok(false) => return self.write_through(io, store, buf, offset, fua).await,
+                Ok(false) => return self.write_through(io, buf, offset, fua).await,
                 Err(_) => {
                     let error =
                         BlockError::new(ErrorKind::NoSpace, Operation::Write, offset, length);
@@ -106,8 +100,8 @@ impl VolumeCache {
         }
         if fua {
             let pages = touched(offset, length);
-            let saved = match Box::pin(self.clean(io, store, &pages)).await {
-                Ok(()) => Box::pin(self.stabilize(io, store)).await,
+            let saved = match Box::pin(self.clean(io, &pages)).await {
+                Ok(()) => Box::pin(self.stabilize(io)).await,
                 failed => failed,
             };
             return (saved, buf);
@@ -143,13 +137,7 @@ impl VolumeCache {
     }
 
     /// Makes one frame's part dirty. False if the cache has no room for it.
-    async fn dirty_part(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Arc<Store>,
-        part: &FramePart,
-        data: &[u8],
-    ) -> Result<bool, StoreFull> {
+    async fn dirty_part(&self, io: &Io, part: &FramePart, data: &[u8]) -> Result<bool, StoreFull> {
         let number = shard_of(part.frame);
         let worker = io.pool().worker();
         let fresh = part.touched() & !self.lock(number).ready(part.frame);
@@ -191,7 +179,7 @@ impl VolumeCache {
                 // The write covers part of a page: read the remainder first.
                 for page in each(absent) {
                     let page = part.frame * FRAME_PAGES + page as u64;
-                    if !Box::pin(self.fetch(io, store, page)).await {
+                    if !Box::pin(self.fetch(io, page)).await {
                         return Ok(false);
                     }
                 }
@@ -253,25 +241,21 @@ impl VolumeCache {
     }
 
     /// Reads a page into the cache. False if that failed.
-    async fn fetch(self: &Arc<Self>, io: &Io, store: &Arc<Store>, page: u64) -> bool {
+    async fn fetch(&self, io: &Io, page: u64) -> bool {
         let offset = page * PAGE;
         let length = index(PAGE.min(self.size().saturating_sub(offset)));
         match io.pool().try_take(length) {
-            Some(buf) => self.read(io, store, buf, offset).await.0.is_ok(),
+            Some(buf) => self.read(io, buf, offset).await.0.is_ok(),
             None => false,
         }
     }
 
     /// Writes back everything that is dirty now and makes it stable. Reports a writeback failure since the
     /// last flush once; the data of that write is kept.
-    pub(crate) async fn write_back_and_flush(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Store,
-    ) -> Result<(), BlockError> {
-        let cleaned = self.clean(io, store, &(0..u64::MAX)).await;
+    pub(crate) async fn write_back_and_flush(&self, io: &Io) -> Result<(), BlockError> {
+        let cleaned = self.clean(io, &(0..u64::MAX)).await;
         let flushed = match cleaned {
-            Ok(()) => self.stabilize(io, store).await,
+            Ok(()) => self.stabilize(io).await,
             failed => failed,
         };
         let before = self.writeback.failed.lock().take();

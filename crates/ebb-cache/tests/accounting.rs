@@ -68,13 +68,13 @@ impl Stage {
     async fn read(&self, offset: u64, length: usize) {
         let mut buf = self.io.pool().get_for_test(length);
         if !self.disk.cached.try_read_cached(&mut buf, offset) {
-            self.disk.cached.read(&self.io, &self.disk.store, buf, offset).await.0.unwrap();
+            self.disk.cached.read(&self.io, buf, offset).await.0.unwrap();
         }
     }
 
     async fn write(&self, offset: u64, length: usize) {
         let buf = self.io.pool().get_for_test(length);
-        self.disk.cached.write(&self.io, &self.disk.store, buf, offset, false).await.0.unwrap();
+        self.disk.cached.write(&self.io, buf, offset, false).await.0.unwrap();
     }
 
     fn bufspace(&self) -> u64 {

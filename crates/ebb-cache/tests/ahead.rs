@@ -26,9 +26,9 @@ fn a_sequential_reader_finds_its_data_in_memory() {
         let mut waited = 0;
         for offset in (0..32 * MIB).step_by(16384) {
             let mut buf = io.pool().get_for_test(16384);
-            if !disk.cached.read_cached(&io, &disk.store, &mut buf, offset) {
+            if !disk.cached.read_cached(&io, &mut buf, offset) {
                 waited += 1;
-                let (result, back) = disk.cached.read(&io, &disk.store, buf, offset).await;
+                let (result, back) = disk.cached.read(&io, buf, offset).await;
                 result.unwrap();
                 buf = back;
             }
@@ -63,11 +63,11 @@ fn random_reads_cause_no_read_ahead_and_prefetch_loads_its_range() {
         for _ in 0..200 {
             let offset = random.below(65536) * 4096;
             let buf = io.pool().get_for_test(4096);
-            disk.cached.read(&io, &disk.store, buf, offset).await.0.unwrap();
+            disk.cached.read(&io, buf, offset).await.0.unwrap();
         }
         assert_eq!(disk.cached.stats().read_ahead, 0);
         disk.cached.invalidate(0, 256 * MIB);
-        disk.cached.prefetch(&io, &disk.store, MIB + 512, MIB).await.unwrap();
+        disk.cached.prefetch(&io, MIB + 512, MIB).await.unwrap();
         let stats = disk.cached.stats();
         assert_eq!((stats.read_ahead, stats.bufspace), (257, 257 * 4096));
         let mut buf = io.pool().get_for_test(1 << 20);

@@ -13,7 +13,6 @@ use common::{Disk, MIB, Rig};
 use ebb_block::ZeroFlags;
 use ebb_cache::{FixedLimit, Mode};
 use ebb_io::{Io, Worker};
-use ebb_store::{MemoryStore, Store};
 
 const SIZE: u64 = 1 << 30;
 
@@ -31,9 +30,17 @@ fn play<Fut: Future<Output = ()> + 'static>(
     mode: Mode,
     act: impl FnOnce(Io, Disk) -> Fut + Send + 'static,
 ) {
-    let rig = Arc::new(Rig::new(128 * MIB));
-    let worker = Worker::start("bounded", &rig.memory).unwrap();
+    let rig = Rig::new(128 * MIB);
     let disk = rig.volume_as("disk", SIZE, 1, mode);
+    play_on(&rig, disk, act);
+}
+
+fn play_on<Fut: Future<Output = ()> + 'static>(
+    rig: &Rig,
+    disk: Disk,
+    act: impl FnOnce(Io, Disk) -> Fut + Send + 'static,
+) {
+    let worker = Worker::start("bounded", &rig.memory).unwrap();
     disk.cached.set_control(Arc::new(FixedLimit::default()));
     let done = worker.handle().block_on(move |io| act(io, disk));
     assert!(done.is_some(), "the run panicked; see above");
@@ -45,18 +52,17 @@ fn long_requests_are_copied_a_mib_at_a_time() {
         play(mode, |io, disk| async move {
             let mut buf = io.pool().get_for_test(16 << 20);
             buf.fill(7);
-            let ((result, mut buf), count) =
-                polls(disk.cached.write(&io, &disk.store, buf, 0, false)).await;
+            let ((result, mut buf), count) = polls(disk.cached.write(&io, buf, 0, false)).await;
             result.unwrap();
             assert!(count >= 16, "{count} polls for a write of 16 MiB");
             buf.fill(0);
             let before = disk.cached.stats();
-            let ((result, buf), count) = polls(disk.cached.read(&io, &disk.store, buf, 0)).await;
+            let ((result, buf), count) = polls(disk.cached.read(&io, buf, 0)).await;
             result.unwrap();
             assert!(buf.iter().all(|byte| *byte == 7));
             assert_eq!(disk.cached.stats().hits - before.hits, 4096, "all of it was in memory");
             assert!(count >= 16, "{count} polls for a read of 16 MiB");
-            disk.cached.flush(&io, &disk.store).await.unwrap();
+            disk.cached.flush(&io).await.unwrap();
         });
     }
 }
@@ -68,15 +74,15 @@ fn a_large_trim_drops_frames_in_steps_and_visits_no_uncached_frames() {
             // A page in each of 8192 frames.
             for frame in 0..8192 {
                 let buf = io.pool().get_for_test(4096);
-                disk.cached.read(&io, &disk.store, buf, frame * 65536).await.0.unwrap();
+                disk.cached.read(&io, buf, frame * 65536).await.0.unwrap();
             }
             assert_eq!(disk.cached.stats().bufspace, 8192 * 4096);
             let flags = ZeroFlags::default();
             // 32 MiB where nothing is cached: a few yields, and not one for each frame of the range.
-            let zero = disk.cached.write_zeroes(&io, &disk.store, 600 * MIB, 32 * MIB, flags);
+            let zero = disk.cached.write_zeroes(&io, 600 * MIB, 32 * MIB, flags);
             let (done, few) = polls(zero).await;
             done.unwrap();
-            let (done, many) = polls(disk.cached.discard(&io, &disk.store, 0, SIZE)).await;
+            let (done, many) = polls(disk.cached.discard(&io, 0, SIZE)).await;
             done.unwrap();
             assert_eq!(disk.cached.stats().bufspace, 0);
             // About 512 frames between two yields.
@@ -95,7 +101,7 @@ async fn dirty_frames(io: &Io, disk: &Disk) {
     // Backwards, so that there is something to sort.
     for frame in (0..DIRTY).rev() {
         let buf = io.pool().get_for_test(4096);
-        disk.cached.write(io, &disk.store, buf, frame * 65536, false).await.0.unwrap();
+        disk.cached.write(io, buf, frame * 65536, false).await.0.unwrap();
     }
     assert_eq!(disk.cached.dirty(), DIRTY * 4096);
 }
@@ -104,21 +110,21 @@ async fn dirty_frames(io: &Io, disk: &Disk) {
 fn play_at_once<Fut: Future<Output = ()> + 'static>(
     act: impl FnOnce(Io, Disk) -> Fut + Send + 'static,
 ) {
-    play(Mode::Writeback, |io, disk| {
-        act(io, Disk { store: Arc::new(Store::Memory(MemoryStore::new(SIZE))), ..disk })
-    });
+    let rig = Rig::new(128 * MIB);
+    let disk = rig.memory_volume("disk", SIZE, Mode::Writeback);
+    play_on(&rig, disk, act);
 }
 
 #[test]
 fn a_flush_of_many_frames_yields_between_steps() {
     play_at_once(|io, disk| async move {
         dirty_frames(&io, &disk).await;
-        let (done, writing) = polls(disk.cached.flush(&io, &disk.store)).await;
+        let (done, writing) = polls(disk.cached.flush(&io)).await;
         done.unwrap();
         assert_eq!((disk.cached.dirty(), disk.cached.unstable()), (0, 0));
         // 16 writes of two frames each between two yields.
         assert!(writing >= 200, "{writing} polls to write {DIRTY} frames");
-        let (done, nothing) = polls(disk.cached.flush(&io, &disk.store)).await;
+        let (done, nothing) = polls(disk.cached.flush(&io)).await;
         done.unwrap();
         // It drops the entries of clean frames, and has nothing to write.
         assert!(nothing <= 16, "{nothing} polls to write nothing");
@@ -130,16 +136,16 @@ fn marking_frames_stable_or_clean_yields_between_steps() {
     play_at_once(|io, disk| async move {
         dirty_frames(&io, &disk).await;
         // Block status writes everything back and leaves it unstable.
-        disk.cached.extents(&io, &disk.store, 0, SIZE, 1).await.unwrap();
+        disk.cached.extents(&io, 0, SIZE, 1).await.unwrap();
         assert_eq!((disk.cached.dirty(), disk.cached.unstable()), (0, DIRTY * 4096));
-        let (done, stable) = polls(disk.cached.flush(&io, &disk.store)).await;
+        let (done, stable) = polls(disk.cached.flush(&io)).await;
         done.unwrap();
         assert_eq!(disk.cached.unstable(), 0);
         // It drops the entries of clean frames, and marks frames before and after the store is flushed.
         assert!(stable >= 3 * 5, "{stable} polls to mark {DIRTY} frames");
         dirty_frames(&io, &disk).await;
-        disk.cached.extents(&io, &disk.store, 0, SIZE, 1).await.unwrap();
-        let flusher = disk.cached.clone().run_flusher(io.clone(), disk.store.clone());
+        disk.cached.extents(&io, 0, SIZE, 1).await.unwrap();
+        let flusher = disk.cached.clone().run_flusher(io.clone());
         let (ended, on) = (disk.cached.clone(), io.clone());
         io.spawn(async move {
             // By then it has visited all frames.

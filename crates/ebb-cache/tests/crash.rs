@@ -122,7 +122,7 @@ async fn writer(io: Io, disk: Disk, history: Rc<RefCell<History>>, number: usize
         let kind = random.below(100);
         if kind < 12 {
             let lengths = history.borrow().lengths(part.clone());
-            if disk.cached.flush(&io, &disk.store).await.is_ok() {
+            if disk.cached.flush(&io).await.is_ok() {
                 history.borrow_mut().promise(part.clone(), &lengths, at());
             }
             continue;
@@ -138,12 +138,12 @@ async fn writer(io: Io, disk: Disk, history: Rc<RefCell<History>>, number: usize
         let fua = kind < 30;
         let done = if zero {
             let flags = ZeroFlags::default();
-            let zeroes = disk.cached.write_zeroes(&io, &disk.store, offset, length as u64, flags);
+            let zeroes = disk.cached.write_zeroes(&io, offset, length as u64, flags);
             zeroes.await.is_ok()
         } else {
             let mut buf = io.pool().take(length).await;
             buf.chunks_mut(8).for_each(|word| word.copy_from_slice(&stamp.to_le_bytes()));
-            disk.cached.write(&io, &disk.store, buf, offset, fua).await.0.is_ok()
+            disk.cached.write(&io, buf, offset, fua).await.0.is_ok()
         };
         if done {
             history.borrow_mut().acknowledge(sectors.clone());
@@ -246,7 +246,7 @@ fn flushed_data_survives_a_crash_at_any_point() {
                 run.test.flush_faults.store(100, Ordering::Relaxed);
             }
             run.cached.set_control(Arc::new(Whim));
-            io.spawn(run.cached.clone().run_flusher(io.clone(), run.store.clone())).detach();
+            io.spawn(run.cached.clone().run_flusher(io.clone())).detach();
             let history = Rc::new(RefCell::new(History::new()));
             let writers: Vec<_> = (0..WRITERS)
                 .map(|number| {

@@ -28,12 +28,12 @@ fn a_warm_cache_does_not_touch_the_heap() {
         let read = async |offset: u64, length: usize| {
             let mut buf = io.pool().get_for_test(length);
             if !disk.cached.try_read_cached(&mut buf, offset) {
-                disk.cached.read(&io, &disk.store, buf, offset).await.0.unwrap();
+                disk.cached.read(&io, buf, offset).await.0.unwrap();
             }
         };
         let write = async |offset: u64| {
             let buf = io.pool().get_for_test(4096);
-            disk.cached.write(&io, &disk.store, buf, offset, false).await.0.unwrap();
+            disk.cached.write(&io, buf, offset, false).await.0.unwrap();
         };
         // Hits, wired and lent.
         for offset in (0..4 * MIB).step_by(65536) {
@@ -97,7 +97,7 @@ fn a_warm_flusher_does_not_touch_the_heap() {
     let disk = rig.volume_as("disk", 8 * MIB, 1, Mode::Writeback);
     let done = worker.handle().block_on(move |io| async move {
         disk.cached.set_control(Arc::new(Eager));
-        let flusher = io.spawn(disk.cached.clone().run_flusher(io.clone(), disk.store.clone()));
+        let flusher = io.spawn(disk.cached.clone().run_flusher(io.clone()));
         // A timer allocates a tree node, except the first few: waits are not part of the count.
         let clock = io.clone();
         let timer = io.spawn(async move { clock.sleep(Duration::from_secs(3600)).await });
@@ -109,7 +109,7 @@ fn a_warm_flusher_does_not_touch_the_heap() {
                 let mut buf = io.pool().get_for_test(4096);
                 buf.fill(7);
                 let offset = random.below(512) * 4096;
-                disk.cached.write(&io, &disk.store, buf, offset, false).await.0.unwrap();
+                disk.cached.write(&io, buf, offset, false).await.0.unwrap();
                 if random.below(4) == 0 {
                     io.sleep(Duration::from_micros(50)).await;
                 }
@@ -134,28 +134,27 @@ fn concurrent_flushes_build_one_long_list_at_a_time() {
     const FRAMES: u64 = 20_000;
     let rig = Arc::new(Rig::new(128 * MIB));
     let worker = Worker::start("flushes", &rig.memory).unwrap();
-    let disk = rig.volume_as("disk", FRAMES * 65536, 1, Mode::Writeback);
+    let disk = rig.memory_volume("disk", FRAMES * 65536, Mode::Writeback);
     let done = worker.handle().block_on(move |io| async move {
         disk.cached.set_control(Arc::new(Eager));
-        let store = Arc::new(ebb_store::Store::Memory(ebb_store::MemoryStore::new(FRAMES * 65536)));
         for frame in 0..FRAMES {
             let buf = io.pool().get_for_test(4096);
-            disk.cached.write(&io, &store, buf, frame * 65536, false).await.0.unwrap();
+            disk.cached.write(&io, buf, frame * 65536, false).await.0.unwrap();
         }
         assert_eq!(disk.cached.dirty(), FRAMES * 4096);
         // The first flush shows how much the store and its marks allocate.
         let before = bytes();
-        disk.cached.flush(&io, &store).await.unwrap();
+        disk.cached.flush(&io).await.unwrap();
         let alone = bytes() - before;
         for frame in 0..FRAMES {
             let buf = io.pool().get_for_test(4096);
-            disk.cached.write(&io, &store, buf, frame * 65536, false).await.0.unwrap();
+            disk.cached.write(&io, buf, frame * 65536, false).await.0.unwrap();
         }
         assert_eq!(disk.cached.dirty(), FRAMES * 4096);
         let before = bytes();
         let flush = || {
-            let (cached, store, on) = (disk.cached.clone(), store.clone(), io.clone());
-            io.spawn(async move { cached.flush(&on, &store).await.unwrap() })
+            let (cached, on) = (disk.cached.clone(), io.clone());
+            io.spawn(async move { cached.flush(&on).await.unwrap() })
         };
         let flushes: Vec<_> = (0..32).map(|_| flush()).collect();
         for flush in flushes {

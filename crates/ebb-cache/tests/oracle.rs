@@ -99,32 +99,32 @@ fn request(random: &mut Random, size: u64, taken: &mut Vec<(u64, u64)>) -> Reque
 }
 
 async fn carry_out(io: Io, disk: Disk, request: Request) -> Outcome {
-    let Disk { store, cached, .. } = &disk;
+    let cached = &disk.cached;
     match request {
         Request::Read { offset, length } => {
             let mut buf = io.pool().take(usize::try_from(length).unwrap()).await;
             buf.fill(0xee);
-            if cached.read_cached(&io, store, &mut buf, offset) {
+            if cached.read_cached(&io, &mut buf, offset) {
                 return Ok(Some(buf.to_vec()));
             }
-            let (result, buf) = cached.read(&io, store, buf, offset).await;
+            let (result, buf) = cached.read(&io, buf, offset).await;
             result.map(|()| Some(buf.to_vec())).map_err(drop)
         }
         Request::Write { offset, length, mark, fua } => {
             let mut buf = io.pool().take(usize::try_from(length).unwrap()).await;
             buf.copy_from_slice(&pattern(mark, offset, length));
-            cached.write(&io, store, buf, offset, fua).await.0.map(|()| None).map_err(drop)
+            cached.write(&io, buf, offset, fua).await.0.map(|()| None).map_err(drop)
         }
         Request::Zero { offset, length } => {
-            let zeroed = cached.write_zeroes(&io, store, offset, length, ZeroFlags::default());
+            let zeroed = cached.write_zeroes(&io, offset, length, ZeroFlags::default());
             zeroed.await.map(|()| None).map_err(drop)
         }
         Request::Discard { offset, length } => {
-            cached.discard(&io, store, offset, length).await.map(|()| None).map_err(drop)
+            cached.discard(&io, offset, length).await.map(|()| None).map_err(drop)
         }
-        Request::Flush => cached.flush(&io, store).await.map(|()| None).map_err(drop),
+        Request::Flush => cached.flush(&io).await.map(|()| None).map_err(drop),
         Request::Prefetch { offset, length } => {
-            cached.prefetch(&io, store, offset, length).await.map(|()| None).map_err(drop)
+            cached.prefetch(&io, offset, length).await.map(|()| None).map_err(drop)
         }
     }
 }
@@ -231,7 +231,7 @@ async fn disturb(
 }
 
 async fn flush(io: &Io, disk: &Disk) -> bool {
-    disk.cached.flush(io, &disk.store).await.is_ok()
+    disk.cached.flush(io).await.is_ok()
 }
 
 struct Run {
@@ -262,7 +262,7 @@ fn run(Run { seed, rounds, size, max, mode }: Run) -> ebb_cache::VolumeCacheStat
         let started = std::time::Instant::now();
         let mapping = ebb_mem::testing::range(io.pool().memory());
         let flusher = (mode == Mode::Writeback)
-            .then(|| io.spawn(disk.cached.clone().run_flusher(io.clone(), disk.store.clone())));
+            .then(|| io.spawn(disk.cached.clone().run_flusher(io.clone())));
         for round in 0..rounds {
             let mut taken = Vec::new();
             let mut tasks = Vec::new();

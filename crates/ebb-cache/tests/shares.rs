@@ -17,7 +17,7 @@ const CACHE: u64 = 16 * MIB;
 async fn read(io: &Io, disk: &Disk, offset: u64, length: usize) {
     let mut buf = io.pool().get_for_test(length);
     if !disk.cached.try_read_cached(&mut buf, offset) {
-        disk.cached.read(io, &disk.store, buf, offset).await.0.unwrap();
+        disk.cached.read(io, buf, offset).await.0.unwrap();
     }
 }
 
@@ -187,7 +187,7 @@ fn a_volume_whose_pages_are_all_dirty_does_not_keep_other_volumes_from_caching()
         let other = rig.volume("other", 64 * MIB, 3);
         for offset in (0..9 * MIB).step_by(65536) {
             let buf = io.pool().get_for_test(65536);
-            dirty.cached.write(&io, &dirty.store, buf, offset, false).await.0.unwrap();
+            dirty.cached.write(&io, buf, offset, false).await.0.unwrap();
         }
         for page in 0..CACHE / PAGE {
             read(&io, &clean, page * PAGE, 4096).await;
@@ -215,6 +215,6 @@ fn a_volume_whose_pages_are_all_dirty_does_not_keep_other_volumes_from_caching()
         assert!(hits >= 95, "{hits} of 100 hits");
         assert_eq!(dirty.cached.dirty(), 9 * MIB);
         assert!(rig.cache.stats().total.bufspace <= CACHE);
-        dirty.cached.flush(&io, &dirty.store).await.unwrap();
+        dirty.cached.flush(&io).await.unwrap();
     });
 }

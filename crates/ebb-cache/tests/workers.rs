@@ -72,7 +72,7 @@ impl Task {
                 0..9 => self.change(number).await,
                 9 if self.disk.cached.mode() == Mode::Writeback => {
                     // The flush may report a failure; the data is kept.
-                    let _ = self.disk.cached.flush(&self.io, &self.disk.store).await;
+                    let _ = self.disk.cached.flush(&self.io).await;
                 }
                 9 if self.random.chance(200) => {
                     let offset = self.random.below(SIZE);
@@ -86,11 +86,11 @@ impl Task {
     async fn change(&mut self, number: u32) {
         let (sector, count) = own_range(&mut self.random, self.owner);
         let range = bytes(sector, count);
-        let Disk { store, cached, test } = &self.disk;
+        let Disk { cached, test, .. } = &self.disk;
         let result = if self.random.chance(100) {
             let length = count * SECTOR;
             let flags = ZeroFlags::default();
-            let result = cached.write_zeroes(&self.io, store, sector * SECTOR, length, flags).await;
+            let result = cached.write_zeroes(&self.io, sector * SECTOR, length, flags).await;
             self.known[range.clone()].fill(0);
             result
         } else {
@@ -99,7 +99,7 @@ impl Task {
                 sector.fill(u8::try_from((u64::from(number) + at as u64) % 251).unwrap() + 1);
             }
             self.known[range.clone()].copy_from_slice(&buf);
-            cached.write(&self.io, store, buf, sector * SECTOR, false).await.0
+            cached.write(&self.io, buf, sector * SECTOR, false).await.0
         };
         if result.is_err() && cached.mode() == Mode::Writethrough {
             test.look(sector * SECTOR, &mut self.known[range]);
@@ -107,7 +107,7 @@ impl Task {
             // In writeback mode the new data may have been kept: compare with what is read now.
             loop {
                 let buf = self.io.pool().get_for_test(range.len());
-                let read = cached.read(&self.io, store, buf, sector * SECTOR).await;
+                let read = cached.read(&self.io, buf, sector * SECTOR).await;
                 if let (Ok(()), buf) = read {
                     break self.known[range].copy_from_slice(&buf);
                 }
@@ -120,10 +120,10 @@ impl Task {
         let (sector, _) = own_range(&mut self.random, self.owner);
         let count = (1 + self.random.below(count)).min(SIZE / SECTOR - sector);
         let range = bytes(sector, count);
-        let Disk { store, cached, .. } = &self.disk;
+        let cached = &self.disk.cached;
         let mut buf = self.io.pool().get_for_test(range.len());
-        if !cached.read_cached(&self.io, store, &mut buf, sector * SECTOR) {
-            let (result, back) = cached.read(&self.io, store, buf, sector * SECTOR).await;
+        if !cached.read_cached(&self.io, &mut buf, sector * SECTOR) {
+            let (result, back) = cached.read(&self.io, buf, sector * SECTOR).await;
             buf = back;
             if result.is_err() {
                 return;
@@ -174,8 +174,9 @@ fn run(seed: u64, mode: Mode) -> VolumeCacheStats {
     test.waits.store(2, Ordering::Relaxed);
     test.read_faults.store(2, Ordering::Relaxed);
     test.write_faults.store(5, Ordering::Relaxed);
-    let cached = cache.volume_as("disk", SIZE, mode).unwrap();
-    let disk = Disk { store: Arc::new(Store::Test(test.clone())), test, cached };
+    let store = Arc::new(Store::Test(test.clone()));
+    let cached = cache.volume("disk", &store, mode).unwrap();
+    let disk = Disk { store, test, cached };
     let workers: Vec<Worker> =
         (0..WORKERS).map(|n| Worker::start(&format!("worker-{n}"), &memory).unwrap()).collect();
     if mode == Mode::Writeback {
@@ -184,8 +185,8 @@ fn run(seed: u64, mode: Mode) -> VolumeCacheStats {
         disk.cached.set_control(Arc::new(control));
         // Two flushers, more than the daemon ever runs, so that they contend.
         for worker in &workers[..2] {
-            let (cached, store) = (disk.cached.clone(), disk.store.clone());
-            worker.handle().spawn(move |io| cached.run_flusher(io, store));
+            let cached = disk.cached.clone();
+            worker.handle().spawn(move |io| cached.run_flusher(io));
         }
     }
     let ended = Arc::new(AtomicBool::new(false));
@@ -233,13 +234,13 @@ fn run(seed: u64, mode: Mode) -> VolumeCacheStats {
         // Only the content is checked below: an injected fault would be reported without meaning.
         disk.test.write_faults.store(0, Ordering::Relaxed);
         disk.test.read_faults.store(0, Ordering::Relaxed);
-        let (cached, store) = (disk.cached.clone(), disk.store.clone());
+        let cached = disk.cached.clone();
         let flushed = workers[2].handle().block_on(move |io| async move {
-            while cached.flush(&io, &store).await.is_err() {}
+            while cached.flush(&io).await.is_err() {}
             let mut buf = io.pool().get_for_test(usize::try_from(SIZE).unwrap());
             for at in (0..SIZE).step_by(65536) {
                 let part = io.pool().get_for_test(65536);
-                let (result, part) = cached.read(&io, &store, part, at).await;
+                let (result, part) = cached.read(&io, part, at).await;
                 result.unwrap();
                 let range = bytes(at / SECTOR, 128);
                 buf[range].copy_from_slice(&part);

@@ -31,16 +31,15 @@ fn play<Fut: Future<Output = ()> + 'static>(
 async fn write(io: &Io, disk: &Disk, offset: u64, length: usize, byte: u8, fua: bool) -> bool {
     let mut buf = io.pool().get_for_test(length);
     buf.fill(byte);
-    disk.cached.write(io, &disk.store, buf, offset, fua).await.0.is_ok()
+    disk.cached.write(io, buf, offset, fua).await.0.is_ok()
 }
 
 async fn flush(io: &Io, disk: &Disk) -> bool {
-    disk.cached.flush(io, &disk.store).await.is_ok()
+    disk.cached.flush(io).await.is_ok()
 }
 
 async fn read(io: &Io, disk: &Disk, offset: u64, length: usize) -> Vec<u8> {
-    let (result, buf) =
-        disk.cached.read(io, &disk.store, io.pool().get_for_test(length), offset).await;
+    let (result, buf) = disk.cached.read(io, io.pool().get_for_test(length), offset).await;
     result.unwrap();
     buf.to_vec()
 }
@@ -127,7 +126,7 @@ impl WritebackControl for Eager {
 fn the_flusher_writes_back_by_itself_and_a_flush_reports_its_failure() {
     play(|io, _rig, disk| async move {
         disk.cached.set_control(Arc::new(Eager));
-        let flusher = io.spawn(disk.cached.clone().run_flusher(io.clone(), disk.store.clone()));
+        let flusher = io.spawn(disk.cached.clone().run_flusher(io.clone()));
         assert!(write(&io, &disk, 0, 1 << 20, 5, false).await);
         while disk.cached.dirty() > 0 {
             io.sleep(Duration::from_millis(1)).await;
@@ -203,11 +202,11 @@ fn fua_zeroes_and_extents_see_what_is_in_memory() {
         assert_eq!(disk.test.flushes.load(Ordering::Relaxed), 1);
         // Part of a dirty page is zeroed: the remainder is not lost.
         let flags = ZeroFlags::default();
-        disk.cached.write_zeroes(&io, &disk.store, 512, 512, flags).await.unwrap();
+        disk.cached.write_zeroes(&io, 512, 512, flags).await.unwrap();
         let data = read(&io, &disk, 0, 4096).await;
         assert_eq!((data[0], data[512], data[1024]), (1, 0, 1));
         assert!(write(&io, &disk, MIB, 512, 4, false).await, "a part of a page");
-        disk.cached.extents(&io, &disk.store, MIB, 4096, 8).await.unwrap();
+        disk.cached.extents(&io, MIB, 4096, 8).await.unwrap();
         assert_eq!(disk.test.content()[usize::try_from(MIB).unwrap()], 4);
         let data = read(&io, &disk, MIB, 4096).await;
         assert_eq!((data[0], data[512]), (4, 0));
@@ -253,7 +252,7 @@ fn writeback_of_hanging_disks_leaves_the_memory_reserved_for_requests() {
             disk.test.hang();
             let limit = FixedLimit { age_max: Duration::ZERO, ..FixedLimit::default() };
             disk.cached.set_control(Arc::new(limit));
-            let flusher = disk.cached.clone().run_flusher(io.clone(), disk.store.clone());
+            let flusher = disk.cached.clone().run_flusher(io.clone());
             flushers.push(io.spawn(flusher));
             for number in 0..48 {
                 // In every second frame, so that each is a write of its own.
@@ -291,7 +290,7 @@ fn a_write_that_waits_too_long_for_a_full_store_fails_with_no_space() {
     play(|io, _rig, disk| async move {
         let limit = FixedLimit { dirty_max: 65536, ..FixedLimit::default() };
         disk.cached.set_control(Arc::new(Small(limit)));
-        let flusher = io.spawn(disk.cached.clone().run_flusher(io.clone(), disk.store.clone()));
+        let flusher = io.spawn(disk.cached.clone().run_flusher(io.clone()));
         disk.test.set_room(Some(0));
         assert!(write(&io, &disk, 0, 65536, 1, false).await, "there is room in memory");
         let mut tasks = Vec::new();
@@ -301,7 +300,7 @@ fn a_write_that_waits_too_long_for_a_full_store_fails_with_no_space() {
                 let mut buf = late.pool().get_for_test(65536);
                 buf.fill(2);
                 let offset = number * 65536;
-                other.cached.write(&late, &other.store, buf, offset, false).await.0
+                other.cached.write(&late, buf, offset, false).await.0
             }));
         }
         for task in tasks {
@@ -335,7 +334,7 @@ fn a_page_read_while_the_volume_is_truncated_within_it_is_read_again() {
         let (late, other) = (io.clone(), disk.clone());
         let reader = io.spawn(async move {
             let buf = late.pool().get_for_test(4096);
-            other.cached.read(&late, &other.store, buf, second).await.0
+            other.cached.read(&late, buf, second).await.0
         });
         disk.test.release();
         disk.test.hang_only(&[Operation::Read]);
@@ -355,7 +354,7 @@ fn a_page_read_while_the_volume_is_truncated_within_it_is_read_again() {
 
 async fn zero(io: &Io, disk: &Disk, offset: u64, length: u64) {
     let flags = ZeroFlags { may_unmap: true, fast_only: false };
-    disk.cached.write_zeroes(io, &disk.store, offset, length, flags).await.unwrap();
+    disk.cached.write_zeroes(io, offset, length, flags).await.unwrap();
 }
 
 /// The disk loses what was not flushed, and reads show the loss.
@@ -384,7 +383,7 @@ fn zeroes_that_a_failed_flush_may_have_lost_are_repeated_without_overwriting_new
             lose(&disk);
             read(&io, &disk, 131_072, 65536).await;
             assert!(flush(&io, &disk).await, "not all was written again");
-            assert!(!disk.cached.is_lost(&disk.store));
+            assert!(!disk.cached.is_lost());
             let stable = disk.test.stable_bytes();
             for (page, bytes) in stable[..2 << 20].chunks(4096).enumerate() {
                 let byte = match page {
@@ -438,6 +437,6 @@ fn zeroes_of_part_of_a_page_cannot_be_repeated_and_flushes_keep_failing() {
         for _ in 0..3 {
             assert!(!flush(&io, &disk).await);
         }
-        assert!(disk.cached.is_lost(&disk.store));
+        assert!(disk.cached.is_lost());
     });
 }

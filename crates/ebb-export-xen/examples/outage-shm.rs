@@ -9,8 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use ebb_block::BlockStore;
-use ebb_cache::{Cache, CacheOptions, FixedLimit, Mode};
+use ebb_cache::{Cache, CacheOptions, CachedStore, FixedLimit, Mode};
 use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::platform::Platform;
 use ebb_export_xen::shm::World;
@@ -75,13 +74,9 @@ impl Rig {
 
     fn add(&self, name: &str, store: Store) {
         let options = VolumeOptions::default();
-        let volume = match self.mode {
-            None => Volume::new(name, store, options),
-            Some(mode) => {
-                let cache = self.cache.volume_as(name, store.size(), mode).unwrap();
-                Volume::with_cache(name, store, options, cache)
-            }
-        };
+        let mode = self.mode.unwrap_or(Mode::None);
+        let store = CachedStore::new(&self.cache, name, store, mode).unwrap();
+        let volume = Volume::new(name, store, options);
         volume.join(self.cache.memory().shares(), name);
         let started = volume.clone();
         let start = move |io: ebb_io::Io| async move {

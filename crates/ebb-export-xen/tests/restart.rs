@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use common::{HANG, Rig, SIZE, pattern, until};
-use ebb_cache::{Cache, CacheOptions, Mode};
+use ebb_cache::{Cache, CacheOptions, CachedStore, Mode};
 use ebb_export_xen::abi::{Segment, op};
 use ebb_export_xen::shm::frontend::{Frontend, FrontendConfig, offset};
 use ebb_mem::Memory;
@@ -97,8 +97,9 @@ fn volume_on(name: &str, store: &Arc<TestStore>) -> Arc<Volume> {
 fn written_back(memory: &Arc<Memory>, store: &Arc<TestStore>) -> Arc<Volume> {
     let options = CacheOptions { max_bytes: Some(8 << 20), ..CacheOptions::new(Instant::now()) };
     let cache = Cache::without_reclaimer(memory, options);
-    let cached = cache.volume_as("disk", SIZE, Mode::Writeback).unwrap();
-    Volume::with_cache("disk", Store::Test(store.clone()), VolumeOptions::default(), cached)
+    let store = Store::Test(store.clone());
+    let store = CachedStore::new(&cache, "disk", store, Mode::Writeback).unwrap();
+    Volume::new("disk", store, VolumeOptions::default())
 }
 
 /// Replaces a daemon that acknowledged writes from its memory, flushed or not, by a kill or by a clean stop.

@@ -83,24 +83,30 @@ impl Store {
         }
     }
 
+    /// That of the variant. As a store this has none: its requests are counted already.
+    #[inline]
+    fn leaf_tracking(&self) -> Option<&Tracking> {
+        dispatch!(self, leaf => leaf.tracking())
+    }
+
     /// Counters from which outages are detected; `None` for stores in memory.
     pub fn health(&self) -> Option<&StoreHealth> {
-        self.tracking().map(Tracking::health)
+        self.leaf_tracking().map(Tracking::health)
     }
 
     /// The number of losses so far: failed syncs. See [`Store::flush_rewritten`].
     pub fn losses(&self) -> u64 {
-        self.tracking().map_or(0, Tracking::losses)
+        self.leaf_tracking().map_or(0, Tracking::losses)
     }
 
     /// True while every flush fails because changes may be lost.
     pub fn is_lost(&self) -> bool {
-        self.tracking().is_some_and(Tracking::is_lost)
+        self.leaf_tracking().is_some_and(Tracking::is_lost)
     }
 
     /// The first loss that was not repaired by writing the data again.
     pub fn loss(&self) -> Option<Loss> {
-        self.tracking().and_then(Tracking::loss)
+        self.leaf_tracking().and_then(Tracking::loss)
     }
 
     /// See [`tracked::flush_rewritten`].
@@ -131,11 +137,6 @@ impl BlockStore for Store {
 
     fn device_identity(&self) -> Option<DeviceIdentity> {
         dispatch!(self, leaf => leaf.device_identity())
-    }
-
-    #[inline]
-    fn tracking(&self) -> Option<&Tracking> {
-        dispatch!(self, leaf => leaf.tracking())
     }
 
     #[inline]

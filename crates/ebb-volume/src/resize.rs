@@ -9,13 +9,11 @@
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use ebb_block::{BlockStore, Io, Resize, ResizeError};
-use ebb_cache::{Edge, VolumeCache};
 use ebb_io::clock;
 
 use crate::volume::Volume;
@@ -96,7 +94,7 @@ impl Volume {
         let order = Resize { to: Some(to), ..order };
         let from = self.size();
         if to >= from {
-            let to = self.grow(&deadline, order).await?;
+            let to = self.grow(&deadline, order, to).await?;
             return Ok(Resized { from, to });
         }
         self.shrinking.store(true, Ordering::SeqCst);
@@ -105,26 +103,17 @@ impl Volume {
         Ok(Resized { from, to })
     }
 
-    async fn grow(&self, deadline: &Deadline<'_>, order: Resize) -> Result<u64, ResizeError> {
-        let (io, from) = (deadline.io, self.size());
-        let Some(cache) = &self.cache else {
-            let size = self.store.resize(io, order).await?;
-            self.size.store(size, Ordering::SeqCst);
-            return Ok(size);
-        };
-        let edge = deadline.bound(cache.hold_edge(io, &self.store, from)).await?;
-        let edge = edge.map_err(ResizeError::Unsaved)?;
-        match self.store.resize(io, order).await {
-            Ok(size) => {
-                cache.grow(io, size, edge);
-                self.size.store(size, Ordering::SeqCst);
-                Ok(size)
-            }
-            Err(error) => {
-                cache.keep_size(io, from, edge);
-                Err(error)
-            }
-        }
+    async fn grow(
+        &self,
+        deadline: &Deadline<'_>,
+        order: Resize,
+        to: u64,
+    ) -> Result<u64, ResizeError> {
+        let prepared = deadline.bound(self.store.prepare_resize(deadline.io, to)).await?;
+        let prepared = prepared.map_err(ResizeError::Unsaved)?;
+        let size = prepared.resize(deadline.io, order).await?;
+        self.size.store(size, Ordering::SeqCst);
+        Ok(size)
     }
 
     async fn shrink(
@@ -134,17 +123,12 @@ impl Volume {
         to: u64,
     ) -> Result<u64, ResizeError> {
         let (io, from) = (deadline.io, self.size());
-        if let Some(cache) = &self.cache {
-            // Dirty data below the new end is written before anything is discarded.
-            let written = deadline.bound(cache.write_below(io, &self.store, to)).await?;
-            written.map_err(ResizeError::Unsaved)?;
-        }
+        // Dirty data below the new end is written before anything is discarded.
+        let written = deadline.bound(self.store.write_below(io, to)).await?;
+        written.map_err(ResizeError::Unsaved)?;
         self.size.store(to, Ordering::SeqCst);
         let cut = match deadline.bound(self.gate.synchronize()).await {
-            Ok(true) => match &self.cache {
-                Some(cache) => self.cut_cached(deadline, cache, order, to).await,
-                None => self.store.resize(io, order).await,
-            },
+            Ok(true) => self.cut(deadline, order, to).await,
             Ok(false) => Err(CLOSING),
             Err(late) => Err(late),
         };
@@ -154,24 +138,19 @@ impl Volume {
         cut
     }
 
-    async fn cut_cached(
+    async fn cut(
         &self,
         deadline: &Deadline<'_>,
-        cache: &Arc<VolumeCache>,
         order: Resize,
         to: u64,
     ) -> Result<u64, ResizeError> {
-        let (io, from) = (deadline.io, cache.size());
-        let edge = deadline.bound(cache.hold_edge(io, &self.store, to)).await?;
-        let edge: Edge<'_> = edge.map_err(ResizeError::Unsaved)?;
-        let cut = match deadline.bound(cache.seal(to)).await {
-            Ok(()) => self.store.resize(io, order).await,
-            Err(late) => Err(late),
-        };
-        match cut {
-            Ok(_) => cache.cut(io, to, edge).await,
-            Err(_) => cache.keep_size(io, from, edge),
+        let io = deadline.io;
+        let prepared = deadline.bound(self.store.prepare_resize(io, to)).await?;
+        let prepared = prepared.map_err(ResizeError::Unsaved)?;
+        if let Err(late) = deadline.bound(prepared.seal()).await {
+            prepared.cancel(io);
+            return Err(late);
         }
-        cut
+        prepared.resize(io, order).await
     }
 }

@@ -1,15 +1,14 @@
-//! The volume: checks requests, then passes them to the cache, if there is one, or to the store.
+//! The volume: checks, gate, limits and counters of requests, which its store ([`CachedStore`]) carries out.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use ebb_block::{
-    BlockError, BlockStore, Buf, BufResult, Capabilities, ErrorKind, Extent, Io, Operation, SECTOR,
-    Wanted, ZeroFlags,
+    BlockError, BlockStore, Buf, BufResult, Capabilities, ErrorKind, Extent, Identity, Io, Loss,
+    Operation, SECTOR, StoreHealth, Wanted, ZeroFlags,
 };
-use ebb_cache::{Mode, VolumeCache};
+use ebb_cache::{CachedStore, Mode, VolumeCache};
 use ebb_io::{BufPool, Share, Shares};
-use ebb_store::Store;
 
 use crate::changes::ChangeCount;
 use crate::gate::{Gate, Pass};
@@ -30,8 +29,7 @@ pub struct VolumeOptions {
 #[derive(Debug)]
 pub struct Volume {
     name: Arc<str>,
-    pub(crate) store: Arc<Store>,
-    pub(crate) cache: Option<Arc<VolumeCache>>,
+    pub(crate) store: CachedStore,
     options: VolumeOptions,
     pub(crate) gate: Gate,
     writers: Arc<Writers>,
@@ -46,33 +44,13 @@ pub struct Volume {
 }
 
 impl Volume {
-    /// A volume called `name` on `store`, without a cache.
-    pub fn new(name: &str, store: Store, options: VolumeOptions) -> Arc<Volume> {
-        Volume::build(name, store, options, None)
-    }
-
-    /// A volume called `name` on `store`, its reads served from `cache`. The cache must be made for
-    /// this volume and this size.
-    pub fn with_cache(
-        name: &str,
-        store: Store,
-        options: VolumeOptions,
-        cache: Arc<VolumeCache>,
-    ) -> Arc<Volume> {
-        Volume::build(name, store, options, Some(cache))
-    }
-
-    fn build(
-        name: &str,
-        store: Store,
-        options: VolumeOptions,
-        cache: Option<Arc<VolumeCache>>,
-    ) -> Arc<Volume> {
+    /// A volume called `name` on `store`, which may have a cache.
+    pub fn new(name: &str, store: impl Into<CachedStore>, options: VolumeOptions) -> Arc<Volume> {
+        let store = store.into();
         Arc::new(Volume {
             name: name.into(),
             size: AtomicU64::new(store.size()),
-            store: Arc::new(store),
-            cache,
+            store,
             options,
             gate: Gate::default(),
             writers: Arc::default(),
@@ -128,7 +106,7 @@ impl Volume {
     }
 
     /// The identity of its store.
-    pub fn store_identity(&self) -> ebb_block::Identity {
+    pub fn store_identity(&self) -> Identity {
         self.store.identity()
     }
 
@@ -143,7 +121,7 @@ impl Volume {
         self.store.capabilities()
     }
 
-    /// Bytes of memory that a read or write needs beside its own buffer, see [`Store::bounce_bytes`]; usually 0.
+    /// Bytes of memory that a read or write needs beside its own buffer, see [`BlockStore::bounce_bytes`]; usually 0.
     #[inline]
     pub fn bounce_footprint(&self, offset: u64, length: usize) -> usize {
         match self.store.bounce_bytes(offset, length) {
@@ -154,22 +132,22 @@ impl Volume {
 
     /// Its cache, if it has one.
     pub fn cache(&self) -> Option<&Arc<VolumeCache>> {
-        self.cache.as_ref()
+        self.store.cache()
     }
 
     /// Its cache mode.
     pub fn cache_mode(&self) -> Mode {
-        self.cache.as_ref().map_or(Mode::None, |cache| cache.mode())
+        self.store.mode()
     }
 
     /// The state of its store, if that is remote.
     pub fn store_state(&self) -> Option<ebb_store::StoreState> {
-        self.store.state()
+        self.store.store().state()
     }
 
     /// How the state of its store can be observed; `None` for stores in memory.
-    pub fn watched(&self) -> Option<&ebb_block::StoreHealth> {
-        self.store.health()
+    pub fn watched(&self) -> Option<&StoreHealth> {
+        self.store.store().health()
     }
 
     /// The file or server its store is at, for messages.
@@ -180,10 +158,7 @@ impl Volume {
     /// Starts writeback in the background, on this worker; `control` decides how much is written and when. For
     /// a volume whose cache is in writeback mode; ends when the volume is dropped.
     pub fn start_writeback(&self, io: &Io, control: Arc<dyn ebb_cache::WritebackControl>) {
-        if let Some(cache) = self.cache.as_ref().filter(|cache| cache.mode() == Mode::Writeback) {
-            cache.set_control(control);
-            io.spawn(cache.clone().run_flusher(io.clone(), self.store.clone())).detach();
-        }
+        self.store.start_writeback(io, control);
     }
 
     /// Its counters.
@@ -203,18 +178,7 @@ impl Volume {
             Ok(request) => request,
             Err(error) => return (Err(error), buf),
         };
-        let (result, buf) = match &self.cache {
-            Some(cache) => {
-                let mut buf = buf;
-                let short = buf.len() <= VolumeCache::AT_ONCE;
-                if short && cache.read_cached(io, &self.store, &mut buf, offset) {
-                    (Ok(()), buf)
-                } else {
-                    cache.read(io, &self.store, buf, offset).await
-                }
-            }
-            None => self.store.read(io, buf, offset).await,
-        };
+        let (result, buf) = self.store.read(io, buf, offset).await;
         (request.complete(result), buf)
     }
 
@@ -225,10 +189,7 @@ impl Volume {
             Ok(request) => request,
             Err(error) => return (Err(error), buf),
         };
-        let (result, buf) = match &self.cache {
-            Some(cache) => cache.write(io, &self.store, buf, offset, fua).await,
-            None => self.store.write(io, buf, offset, fua).await,
-        };
+        let (result, buf) = self.store.write(io, buf, offset, fua).await;
         (request.complete(result), buf)
     }
 
@@ -257,10 +218,7 @@ impl Volume {
         let request = self.admit(io, Operation::Discard, offset, length)?;
         let mut result = Ok(());
         if length > 0 {
-            result = match &self.cache {
-                Some(cache) => cache.discard(io, &self.store, offset, length).await,
-                None => self.store.discard(io, offset, length).await,
-            };
+            result = self.store.discard(io, offset, length).await;
         }
         if fua && result.is_ok() {
             result = self.make_stable(io).await;
@@ -295,13 +253,7 @@ impl Volume {
         let wanted: Wanted<'_> = &|| !self.is_closing() && wanted();
         let mut result = Ok(());
         if length > 0 {
-            result = match &self.cache {
-                Some(cache) => {
-                    let store = &self.store;
-                    cache.write_zeroes_while(io, store, offset, length, flags, wanted).await
-                }
-                None => self.store.write_zeroes_while(io, offset, length, flags, wanted).await,
-            };
+            result = self.store.write_zeroes_while(io, offset, length, flags, wanted).await;
         }
         if fua && result.is_ok() {
             result = self.make_stable(io).await;
@@ -318,20 +270,14 @@ impl Volume {
         limit: usize,
     ) -> Result<Vec<Extent>, BlockError> {
         let request = self.admit(io, Operation::Extents, offset, length)?;
-        let result = match &self.cache {
-            Some(cache) => cache.extents(io, &self.store, offset, length, limit).await,
-            None => self.store.extents(io, offset, length, limit).await,
-        };
+        let result = self.store.extents(io, offset, length, limit).await;
         request.complete(result)
     }
 
     /// Hints that a range will be read soon.
     pub async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
         let request = self.admit(io, Operation::Prefetch, offset, length)?;
-        let result = match &self.cache {
-            Some(cache) => cache.prefetch(io, &self.store, offset, length).await,
-            None => self.store.prefetch(io, offset, length).await,
-        };
+        let result = self.store.prefetch(io, offset, length).await;
         request.complete(result)
     }
 
@@ -355,9 +301,7 @@ impl Volume {
                 stable => stable,
             };
             stable.map_err(|e| self.with_volume_name(e))?;
-            if let Some(cache) = &self.cache {
-                cache.end_flusher();
-            }
+            self.store.end_writeback();
         }
         self.store.release();
         Ok(())
@@ -375,10 +319,7 @@ impl Volume {
     async fn make_stable(&self, io: &Io) -> Result<(), BlockError> {
         let changes = self.changes.count();
         tracepoints::flush_begin(&self.name);
-        let result = match &self.cache {
-            Some(cache) => cache.flush(io, &self.store).await,
-            None => self.store.flush(io).await,
-        };
+        let result = self.store.flush(io).await;
         tracepoints::flush_end(&self.name, result.is_ok());
         if result.is_ok() {
             self.changes.note_flushed(changes);
@@ -402,15 +343,12 @@ impl Volume {
     /// True if a flush has failed, so that the data it was to make stable may be lost: all flushes fail until
     /// the volume is opened anew.
     pub fn is_lost(&self) -> bool {
-        match &self.cache {
-            Some(cache) => cache.is_lost(&self.store),
-            None => self.store.is_lost(),
-        }
+        self.store.is_lost()
     }
 
     /// When and why [`Volume::is_lost`] became true.
-    pub fn loss(&self) -> Option<ebb_block::Loss> {
-        if self.is_lost() { self.store.loss() } else { None }
+    pub fn loss(&self) -> Option<Loss> {
+        self.store.loss()
     }
 
     /// The number of requests in flight.
@@ -466,7 +404,7 @@ impl Volume {
     /// Direct access to the data, if the store is in memory and the volume has no cache: for requests that are
     /// carried out at once, without a buffer and without waiting. `None` otherwise, and when it is being closed.
     pub fn direct_access<'a>(&'a self, io: &'a Io) -> Option<DirectAccess<'a>> {
-        if self.cache.is_some() || !self.store.has_direct_access() {
+        if !self.store.has_direct_access() {
             return None;
         }
         Some(DirectAccess { volume: self, io, _pass: self.gate.enter()? })

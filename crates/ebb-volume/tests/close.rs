@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ebb_cache::{Cache, CacheOptions, Mode, WritebackControl, WritebackOrder};
+use ebb_cache::{Cache, CacheOptions, CachedStore, Mode, WritebackControl, WritebackOrder};
 use ebb_io::Worker;
 use ebb_mem::Memory;
 use ebb_store::{FileStore, OpenOptions, TestStore};
@@ -94,9 +94,10 @@ fn a_background_failure_that_was_repaired_does_not_fail_the_close() {
     let cache = Cache::without_reclaimer(&memory, CacheOptions::new(start));
     let worker = Worker::start("close", &memory).unwrap();
     let test = Arc::new(TestStore::new(1 << 20, 1));
-    let cached = cache.volume_as("disk", 1 << 20, Mode::Writeback).unwrap();
     let store = Store::Test(test.clone());
-    let volume = Volume::with_cache("disk", store, VolumeOptions::default(), cached.clone());
+    let store = CachedStore::new(&cache, "disk", store, Mode::Writeback).unwrap();
+    let cached = store.cache().unwrap().clone();
+    let volume = Volume::new("disk", store, VolumeOptions::default());
     let closed = worker.handle().block_on(move |io| async move {
         volume.start_writeback(&io, Arc::new(AtOnce));
         test.set_room(Some(0));

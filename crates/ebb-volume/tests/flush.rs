@@ -16,8 +16,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ebb_block::{BlockStore, Resize};
-use ebb_cache::{Cache, CacheOptions, Reclaimer, WritebackControl, WritebackOrder};
+use ebb_block::Resize;
+use ebb_cache::{Cache, CacheOptions, CachedStore, Reclaimer, WritebackControl, WritebackOrder};
 use ebb_io::Worker;
 use ebb_mem::Memory;
 use ebb_mem::pressure::Level;
@@ -265,11 +265,8 @@ struct Machine {
 impl Machine {
     fn open(&self, io: &Io, run: &Run, mode: Mode, whim: u64) -> Arc<Volume> {
         let (store, options) = (Store::Test(run.test()), VolumeOptions::default());
-        if mode == Mode::None {
-            return Volume::new("disk", store, options);
-        }
-        let cached = self.cache.volume_as("disk", store.size(), mode).unwrap();
-        let volume = Volume::with_cache("disk", store, options, cached);
+        let store = CachedStore::new(&self.cache, "disk", store, mode).unwrap();
+        let volume = Volume::new("disk", store, options);
         volume.start_writeback(io, Arc::new(Whim(whim)));
         volume
     }

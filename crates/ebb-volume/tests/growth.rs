@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-use ebb_cache::{Cache, CacheOptions, FixedLimit, Mode};
+use ebb_cache::{Cache, CacheOptions, CachedStore, FixedLimit, Mode};
 use ebb_io::{Io, Worker};
 use ebb_mem::Memory;
 use ebb_store::TestStore;
@@ -73,9 +73,9 @@ async fn grow(io: Io, scene: Arc<Scene>) {
 /// Grows one volume. Returns the number of pages whose data is not on the store at the end.
 fn round(workers: &[Worker], cache: &Arc<Cache>, seed: u64) -> u64 {
     let test = Arc::new(TestStore::new(PAGES * PAGE, seed));
-    let cached = cache.volume_as("disk", PAGES * PAGE, Mode::Writeback).unwrap();
     let store = Store::Test(test.clone());
-    let volume = Volume::with_cache("disk", store, VolumeOptions::default(), cached);
+    let store = CachedStore::new(cache, "disk", store, Mode::Writeback).unwrap();
+    let volume = Volume::new("disk", store, VolumeOptions::default());
     let (written, ended) = (AtomicU64::new(0), AtomicBool::new(false));
     let scene = Arc::new(Scene { volume, written, ended });
     let first = workers[0].handle();

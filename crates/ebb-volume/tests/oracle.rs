@@ -213,8 +213,9 @@ fn compare_cached(make: impl Fn() -> Store, actions: Vec<Action>) {
     let memory = ebb_mem::Memory::new(ebb_mem::MemoryOptions::new(64 << 20, now)).unwrap();
     let worker = Worker::start("oracle", &memory).unwrap();
     let cache = ebb_cache::Cache::start(&memory, ebb_cache::CacheOptions::new(now)).unwrap();
-    let cached = cache.volume("oracle", SIZE).unwrap();
-    run(&worker, &Volume::with_cache("oracle", make(), VolumeOptions::default(), cached), actions);
+    let mode = ebb_volume::Mode::Writethrough;
+    let store = ebb_cache::CachedStore::new(&cache, "oracle", make(), mode).unwrap();
+    run(&worker, &Volume::new("oracle", store, VolumeOptions::default()), actions);
 }
 
 fn run(worker: &Worker, volume: &Arc<Volume>, actions: Vec<Action>) {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ebb_cache::{Cache, CacheOptions, Mode, WritebackControl, WritebackOrder};
+use ebb_cache::{Cache, CacheOptions, CachedStore, Mode, WritebackControl, WritebackOrder};
 use ebb_io::{Io, Worker};
 use ebb_mem::Memory;
 use ebb_store::TestStore;
@@ -58,14 +58,9 @@ fn play<Fut: Future<Output = ()> + 'static>(
     let worker = Worker::start("shrink", &memory).unwrap();
     let (test, dirty) = (Arc::new(TestStore::new(size, 1)), Arc::<Ledger>::default());
     let (store, options) = (Store::Test(test.clone()), VolumeOptions::default());
-    let volume = match mode {
-        Mode::None => Volume::new("disk", store, options),
-        _ => {
-            let cached = cache.volume_as("disk", size, mode).unwrap();
-            cached.set_control(dirty.clone());
-            Volume::with_cache("disk", store, options, cached)
-        }
-    };
+    let store = CachedStore::new(&cache, "disk", store, mode).unwrap();
+    store.cache().into_iter().for_each(|cached| cached.set_control(dirty.clone()));
+    let volume = Volume::new("disk", store, options);
     let scene = Scene { volume, test, dirty };
     let done = worker.handle().block_on(move |io| act(io, scene));
     assert!(done.is_some(), "the run panicked; see above");

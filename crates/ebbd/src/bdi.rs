@@ -552,6 +552,11 @@ mod tests {
         assert_eq!(of(7, 7), number(7, 7), "unknown");
     }
 
+    fn cached(cache: &Arc<Cache>, name: &str) -> Arc<VolumeCache> {
+        let store = Arc::new(ebb_store::Store::Null(ebb_store::NullStore::new(1 << 20)));
+        cache.volume(name, &store, ebb_cache::Mode::Writeback).unwrap().pages().clone()
+    }
+
     #[test]
     fn the_cost_of_adding_a_volume_does_not_depend_on_the_number_of_volumes() {
         let start = Instant::now();
@@ -561,8 +566,7 @@ mod tests {
         let bdis = Bdis::new(&cache, &parameters, 1 << 30, start).unwrap();
         let mut all = Vec::new();
         for number in 0..200 {
-            let mode = ebb_cache::Mode::Writeback;
-            let volume = cache.volume_as(&format!("disk {number}"), 1 << 20, mode).unwrap();
+            let volume = cached(&cache, &format!("disk {number}"));
             // Four on each device.
             let key = BdiKey::Named(format!("device {}", number / 4));
             all.push((bdis.control(key, &volume).unwrap(), volume));
@@ -584,8 +588,7 @@ mod tests {
         let bdis = Bdis::new(&cache, &parameters, 1 << 30, start).unwrap();
         let mut all = Vec::new();
         for number in 0..300 {
-            let mode = ebb_cache::Mode::Writeback;
-            let volume = cache.volume_as(&format!("disk {number}"), 1 << 20, mode).unwrap();
+            let volume = cached(&cache, &format!("disk {number}"));
             let key = BdiKey::Named(format!("device {number}"));
             match bdis.control(key, &volume) {
                 Ok(control) => all.push((control, volume)),
@@ -598,7 +601,7 @@ mod tests {
         all.truncate(100);
         bdis.settle();
         assert_eq!(parameters.bdis_with_volumes().len(), 100);
-        let volume = cache.volume_as("new", 1 << 20, ebb_cache::Mode::Writeback).unwrap();
+        let volume = cached(&cache, "new");
         assert!(bdis.control(BdiKey::Named("new".to_owned()), &volume).is_ok());
     }
 

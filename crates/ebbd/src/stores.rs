@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ebb_block::BlockStore;
-use ebb_cache::{Cache, Mode};
+use ebb_cache::{Cache, CachedStore, Mode};
 use ebb_config::{CacheMode, DirectMode, NbdHost, NbdUri, NbdUriKeys, StoreUri, VolumeConfig};
 use ebb_store::{
     FileNumber, FileStore, LostWrites, MemoryStore, NbdAddress, NbdError, NbdOptions, NbdStore,
@@ -94,17 +94,12 @@ pub fn make_volume(
 ) -> Result<Arc<Volume>, StoreError> {
     let options = VolumeOptions { read_only: config.read_only, shared: config.shared };
     let mode = match config.cache {
-        CacheMode::None => None,
-        CacheMode::Writethrough => Some(Mode::Writethrough),
-        CacheMode::Writeback => Some(Mode::Writeback),
+        CacheMode::None => Mode::None,
+        CacheMode::Writethrough => Mode::Writethrough,
+        CacheMode::Writeback => Mode::Writeback,
     };
-    let volume = match mode {
-        None => Volume::new(name, store, options),
-        Some(mode) => {
-            let cache = cache.volume_as(name, store.size(), mode)?;
-            Volume::with_cache(name, store, options, cache)
-        }
-    };
+    let store = CachedStore::new(cache, name, store, mode)?;
+    let volume = Volume::new(name, store, options);
     volume.join(cache.memory().shares(), device);
     Ok(volume)
 }

@@ -8,14 +8,12 @@ use std::future::poll_fn;
 use std::ops::Range;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use ebb_block::{BlockError, BlockStore, Buf, BufResult, ErrorKind, Io};
 use ebb_mem::SpareHeld;
-use ebb_store::Store;
 
 use super::frames::{Frames, MARKED_AT_ONCE, WRITTEN_AT_ONCE, YieldCounter};
 use super::{FRAMES, RESERVE};
@@ -23,7 +21,7 @@ use crate::inflight::Wakers;
 use crate::pages::{FRAME, PAGE, PAGE_BYTES, index, mask, runs, within};
 use crate::read::InflightWait;
 use crate::shard::{SHARDS, shard_of};
-use crate::volume::VolumeCache;
+use crate::volume::{StoreCache, VolumeCache};
 use crate::writeback_state::{CLUSTER_MAX, WritebackOrder};
 
 /// Concurrent writes of one volume's flusher, and of one flush.
@@ -56,14 +54,9 @@ struct FlushWork {
     failed: RefCell<Option<BlockError>>,
 }
 
-impl VolumeCache {
+impl StoreCache {
     /// Writes back everything of `pages` that is dirty now, and waits until none of it is under writeback.
-    pub(crate) async fn clean(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Store,
-        pages: &Range<u64>,
-    ) -> Result<(), BlockError> {
+    pub(crate) async fn clean(&self, io: &Io, pages: &Range<u64>) -> Result<(), BlockError> {
         let pages = &self.existing(pages);
         // Long lists take memory: later flushes wait for this one and then have less to list.
         let _guard = match self.lists_many_frames(pages) {
@@ -83,7 +76,7 @@ impl VolumeCache {
         if frames.left() == 1
             && let Some(frame) = frames.next()
         {
-            return self.clean_frame(io, store, (frame, pages), buf).await.0;
+            return self.clean_frame(io, (frame, pages), buf).await.0;
         }
         let more = frames.left().min(DEPTH_OF_FLUSH) - 1;
         let work = FlushWork {
@@ -94,9 +87,9 @@ impl VolumeCache {
         // Several writes at once; none of them waits for what is already under writeback.
         let more = (0..more).map_while(|_| self.spare_buffer(io, CLUSTER_OF_FLUSH, RESERVE));
         let mut writes: Vec<Pin<Box<dyn Future<Output = ()> + '_>>> = Vec::new();
-        writes.push(Box::pin(self.clean_some(io, store, &work, buf, pages)));
+        writes.push(Box::pin(self.clean_some(io, &work, buf, pages)));
         for (buf, spare) in more {
-            let write = self.clean_some(io, store, &work, buf, pages);
+            let write = self.clean_some(io, &work, buf, pages);
             writes.push(Box::pin(async move {
                 write.await;
                 drop(spare);
@@ -119,7 +112,7 @@ impl VolumeCache {
         let mut yields = YieldCounter::default();
         for frame in left {
             yields.done(io, MARKED_AT_ONCE / WRITTEN_AT_ONCE).await;
-            let (done, back) = self.clean_frame(io, store, (frame, pages), buf).await;
+            let (done, back) = self.clean_frame(io, (frame, pages), buf).await;
             buf = back;
             done?;
         }
@@ -127,21 +120,14 @@ impl VolumeCache {
     }
 
     /// Writes one frame after the other while there are any.
-    async fn clean_some(
-        &self,
-        io: &Io,
-        store: &Store,
-        work: &FlushWork,
-        mut buf: Buf,
-        pages: &Range<u64>,
-    ) {
+    async fn clean_some(&self, io: &Io, work: &FlushWork, mut buf: Buf, pages: &Range<u64>) {
         let mut yields = YieldCounter::default();
         loop {
             let next = work.frames.borrow_mut().next();
             let Some(frame) = next else { return };
             // Much may have been written since, and some stores never wait.
             yields.done(io, MARKED_AT_ONCE / WRITTEN_AT_ONCE).await;
-            let (result, back) = self.write_frame(io, store, frame, buf).await;
+            let (result, back) = self.write_frame(io, frame, buf).await;
             buf = back;
             if let Err(error) = result {
                 *work.failed.borrow_mut() = Some(error);
@@ -159,7 +145,6 @@ impl VolumeCache {
     async fn clean_frame(
         &self,
         io: &Io,
-        store: &Store,
         (frame, pages): (u64, &Range<u64>),
         mut buf: Buf,
     ) -> BufResult {
@@ -185,7 +170,7 @@ impl VolumeCache {
             // Nothing if another worker was faster: then the page is under writeback.
             let Some(cluster) = self.take(frame, from, &mut buf) else { continue };
             let taken = cluster.taken[0].2;
-            let (result, back) = self.save(io, store, cluster, buf).await;
+            let (result, back) = self.save(io, cluster, buf).await;
             buf = back;
             if result.is_err() {
                 return (result, buf);
@@ -195,14 +180,14 @@ impl VolumeCache {
     }
 
     /// Writes the pages of a frame that are dirty and not under writeback, and the dirty pages that follow.
-    async fn write_frame(&self, io: &Io, store: &Store, frame: u64, mut buf: Buf) -> BufResult {
+    async fn write_frame(&self, io: &Io, frame: u64, mut buf: Buf) -> BufResult {
         let mut from = 0;
         while from < 16 {
             let most = buf.capacity().min(CLUSTER_MAX);
             buf.set_len(most);
             let Some(cluster) = self.take(frame, from, &mut buf) else { break };
             from = index((cluster.offset + cluster.length as u64 - frame * FRAME).div_ceil(PAGE));
-            let (result, back) = self.save(io, store, cluster, buf).await;
+            let (result, back) = self.save(io, cluster, buf).await;
             buf = back;
             if result.is_err() {
                 return (result, buf);
@@ -248,15 +233,14 @@ impl VolumeCache {
     }
 
     /// Writes a cluster and records the result for its pages.
-    async fn save(&self, io: &Io, store: &Store, cluster: Cluster, mut buf: Buf) -> BufResult {
+    async fn save(&self, io: &Io, cluster: Cluster, mut buf: Buf) -> BufResult {
         let Cluster { offset, length, .. } = cluster;
         let sent = ebb_mem::clock::now();
         self.control().sent(sent, cluster.bytes);
-        let losses = store.losses();
-        let mut pending =
-            InflightCluster { volume: self, store, cluster, sent, losses, saved: false };
+        let losses = self.store.losses();
+        let mut pending = InflightCluster { volume: self, cluster, sent, losses, saved: false };
         buf.set_len(length);
-        let (result, buf) = store.write(io, buf, offset, false).await;
+        let (result, buf) = self.store.write(io, buf, offset, false).await;
         pending.saved = result.is_ok();
         let full = result.as_ref().is_err_and(|error| error.kind == ErrorKind::NoSpace);
         self.writeback.full.store(full, Ordering::SeqCst);
@@ -266,18 +250,17 @@ impl VolumeCache {
 
     /// Writes back in the background until [`VolumeCache::end_flusher`], or while the volume's cache has
     /// other users. Runs as a task of one worker.
-    pub async fn run_flusher(self: Arc<Self>, io: Io, store: Arc<Store>) {
+    pub async fn run_flusher(self, io: Io) {
         let tasks = Rc::new(WritebackTasks::new(io.pool().take(RESERVE).await));
         let mut resting: Option<Instant> = None;
-        while Arc::strong_count(&self)
-            > 1 + tasks.in_flight.get() + usize::from(tasks.syncing.get())
+        while self.users() > 1 + tasks.in_flight.get() + usize::from(tasks.syncing.get())
             && !self.writeback.ended.load(Ordering::SeqCst)
         {
             self.drop_clean(&io).await;
             let now = ebb_mem::clock::now();
             if !tasks.syncing.get() && self.wants_sync(now) {
                 tasks.syncing.set(true);
-                io.spawn(sync(tasks.clone(), self.clone(), io.clone(), store.clone())).detach();
+                io.spawn(sync(tasks.clone(), self.clone(), io.clone())).detach();
             }
             let bytes = match self.order(now, tasks.not_before.get(), tasks.in_flight.get()) {
                 WritebackOrder::Write(bytes) => bytes.clamp(PAGE_BYTES, CLUSTER_MAX),
@@ -318,7 +301,7 @@ impl VolumeCache {
             let job = WritebackJob { volume: self.clone(), cluster, buf, spare };
             if let Some(job) = tasks.assign(job) {
                 let task = Rc::new(WritebackTask::default());
-                io.spawn(work(tasks.clone(), task, job, io.clone(), store.clone())).detach();
+                io.spawn(work(tasks.clone(), task, job, io.clone())).detach();
             }
         }
         tasks.ended.set(true);
@@ -373,7 +356,9 @@ impl VolumeCache {
         all.sort_unstable();
         all.iter().flatten().find_map(|(_, frame)| self.take(*frame, 0, buf))
     }
+}
 
+impl VolumeCache {
     /// Ends the flusher: the volume was closed. Dirty data stays dirty.
     pub fn end_flusher(&self) {
         self.writeback.ended.store(true, Ordering::SeqCst);
@@ -390,7 +375,7 @@ impl VolumeCache {
 
 /// What a writeback task does next. Between two jobs a task holds nothing of the volume.
 struct WritebackJob {
-    volume: Arc<VolumeCache>,
+    volume: StoreCache,
     cluster: Cluster,
     buf: Buf,
     /// The memory charged for `buf`, unless it is the reserved buffer.
@@ -467,23 +452,17 @@ impl WritebackTasks {
 }
 
 /// Flushes the store in the background. The next flush, or a later attempt, reports a failure.
-async fn sync(tasks: Rc<WritebackTasks>, volume: Arc<VolumeCache>, io: Io, store: Arc<Store>) {
-    let _ = volume.stabilize(&io, &store).await;
+async fn sync(tasks: Rc<WritebackTasks>, volume: StoreCache, io: Io) {
+    let _ = volume.stabilize(&io).await;
     tasks.syncing.set(false);
     volume.writeback.flusher_sleep.interrupt();
 }
 
 /// A writeback task: carries out its job and waits for more.
-async fn work(
-    tasks: Rc<WritebackTasks>,
-    task: Rc<WritebackTask>,
-    first: WritebackJob,
-    io: Io,
-    store: Arc<Store>,
-) {
+async fn work(tasks: Rc<WritebackTasks>, task: Rc<WritebackTask>, first: WritebackJob, io: Io) {
     let mut next = Some(first);
     while let Some(WritebackJob { volume, cluster, buf, spare }) = next {
-        let (result, buf) = volume.save(&io, &store, cluster, buf).await;
+        let (result, buf) = volume.save(&io, cluster, buf).await;
         if spare.is_none() {
             *tasks.reserve.borrow_mut() = Some(buf);
         } else {
@@ -506,8 +485,7 @@ async fn work(
 
 /// A cluster that is being written. If it is dropped before completion, its pages are dirty again.
 struct InflightCluster<'a> {
-    volume: &'a VolumeCache,
-    store: &'a Store,
+    volume: &'a StoreCache,
     cluster: Cluster,
     sent: Instant,
     /// The store's loss counter when it began.
@@ -525,7 +503,7 @@ impl Drop for InflightCluster<'_> {
             let mut wakers = Wakers::default();
             let mut shard = self.volume.lock(shard_of(frame));
             // Under the lock: the repair of a loss visits this shard after the loss was counted.
-            let saved = self.saved && self.store.losses() == self.losses;
+            let saved = self.saved && self.volume.store.losses() == self.losses;
             let again = shard.end_clean(frame, (id, pages), (saved, keep), millis, &mut wakers);
             let count = u64::from(pages.count_ones());
             if saved {

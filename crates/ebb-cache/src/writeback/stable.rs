@@ -18,12 +18,10 @@
 //! after [`KEEP_TIME`], and under pressure. When more than half of the limit is kept, over all volumes, no
 //! more is kept.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use ebb_block::{BlockError, BlockStore, Buf, ErrorKind, Io, Operation};
-use ebb_store::Store;
 
 use super::RESERVE;
 use super::frames::{Frames, MARKED_AT_ONCE, WRITTEN_AT_ONCE, YieldCounter};
@@ -32,7 +30,7 @@ use crate::pages::{FRAME, FRAME_PAGES, PAGE, PAGE_BYTES, index, mask, runs};
 use crate::read::InflightWait;
 use crate::shard::{SHARDS, shard_of};
 use crate::stats::Mode;
-use crate::volume::VolumeCache;
+use crate::volume::{StoreCache, VolumeCache};
 
 /// Bytes of one volume that are kept before the background flushes the store.
 const KEEP_MAX: u64 = 64 << 20;
@@ -47,14 +45,17 @@ impl VolumeCache {
     pub fn unstable(&self) -> u64 {
         self.unstable.load(Ordering::Relaxed) * PAGE
     }
+}
 
+impl StoreCache {
     /// True if acknowledged data may be lost and cannot be written again: no flush succeeds any more.
-    pub fn is_lost(&self, store: &Store) -> bool {
+    pub fn is_lost(&self) -> bool {
         match self.mode() {
             Mode::Writeback => {
-                store.losses() != self.writeback.losses.load(Ordering::SeqCst) && self.is_loose()
+                self.store.losses() != self.writeback.losses.load(Ordering::SeqCst)
+                    && self.is_loose()
             }
-            _ => store.is_lost(),
+            _ => self.store.is_lost(),
         }
     }
 
@@ -65,9 +66,9 @@ impl VolumeCache {
 
     /// A write bypassed memory; `losses` is the loss counter from before it began. False if it may be lost
     /// already.
-    pub(crate) fn note_bypass(&self, store: &Store, losses: u64, offset: u64) -> bool {
+    pub(crate) fn note_bypass(&self, losses: u64, offset: u64) -> bool {
         let mut shard = self.lock(shard_of(offset / FRAME));
-        if store.losses() != losses {
+        if self.store.losses() != losses {
             return false;
         }
         shard.loose = true;
@@ -75,21 +76,17 @@ impl VolumeCache {
     }
 
     /// Makes stable everything that was written to the store before.
-    pub(super) async fn stabilize(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Store,
-    ) -> Result<(), BlockError> {
+    pub(super) async fn stabilize(&self, io: &Io) -> Result<(), BlockError> {
         let back = &self.writeback;
         let need = back.begun.load(Ordering::SeqCst) + 1;
         let _guard = back.syncing.enter().await;
         if back.done.load(Ordering::SeqCst) >= need {
             return Ok(());
         }
-        let first = self.flush_store(io, store).await;
+        let first = self.flush_store(io).await;
         let result = match first {
             // Again: first rewrite what may be lost.
-            Err(_) if !self.is_loose() => self.flush_store(io, store).await,
+            Err(_) if !self.is_loose() => self.flush_store(io).await,
             result => result,
         };
         let wait = if result.is_ok() { Duration::ZERO } else { AFTER_FAILURE };
@@ -98,15 +95,15 @@ impl VolumeCache {
         result
     }
 
-    async fn flush_store(self: &Arc<Self>, io: &Io, store: &Store) -> Result<(), BlockError> {
+    async fn flush_store(&self, io: &Io) -> Result<(), BlockError> {
         let back = &self.writeback;
         let number = back.begun.fetch_add(1, Ordering::SeqCst) + 1;
-        let losses = store.losses();
+        let losses = self.store.losses();
         if losses != back.losses.load(Ordering::SeqCst) {
-            self.rewrite_unstable(io, store).await?;
+            self.rewrite_unstable(io).await?;
         }
         self.begin_flush(io).await;
-        let result = store.flush_rewritten(io, losses).await;
+        let result = self.store.flush_rewritten(io, losses).await;
         let good = result.is_ok();
         (0..SHARDS).for_each(|shard| self.lock(shard).end_flush(good));
         if good {
@@ -167,7 +164,7 @@ impl VolumeCache {
     }
 
     /// Rewrites everything that may be lost.
-    async fn rewrite_unstable(self: &Arc<Self>, io: &Io, store: &Store) -> Result<(), BlockError> {
+    async fn rewrite_unstable(&self, io: &Io) -> Result<(), BlockError> {
         let mut frames = Frames::default();
         // A flush whose future was dropped has ended, too.
         (0..SHARDS).for_each(|shard| self.lock(shard).end_flush(false));
@@ -179,25 +176,19 @@ impl VolumeCache {
         }
         self.refuse_if_loose()?;
         // Pages under writeback may be lost as well: they are dirty again when that writeback has ended.
-        Box::pin(self.clean(io, store, &(0..u64::MAX))).await?;
-        Box::pin(self.repeat_zeroes(io, store)).await?;
+        Box::pin(self.clean(io, &(0..u64::MAX))).await?;
+        Box::pin(self.repeat_zeroes(io)).await?;
         let mut buf = io.pool().take(RESERVE).await;
         let mut yields = YieldCounter::default();
         while let Some(frame) = frames.next() {
             yields.done(io, MARKED_AT_ONCE / WRITTEN_AT_ONCE).await;
-            buf = self.rewrite_frame(io, store, frame, buf).await?;
+            buf = self.rewrite_frame(io, frame, buf).await?;
         }
-        Box::pin(self.clean(io, store, &(0..u64::MAX))).await?;
+        Box::pin(self.clean(io, &(0..u64::MAX))).await?;
         self.refuse_if_loose()
     }
 
-    async fn rewrite_frame(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Store,
-        frame: u64,
-        mut buf: Buf,
-    ) -> Result<Buf, BlockError> {
+    async fn rewrite_frame(&self, io: &Io, frame: u64, mut buf: Buf) -> Result<Buf, BlockError> {
         let number = shard_of(frame);
         let mut want = self.lock(number).unstable(frame);
         while want != 0 {
@@ -217,11 +208,11 @@ impl VolumeCache {
             }
             if dirty != 0 {
                 let first = frame * FRAME_PAGES;
-                Box::pin(self.clean(io, store, &(first..first + FRAME_PAGES))).await?;
+                Box::pin(self.clean(io, &(first..first + FRAME_PAGES))).await?;
                 want &= !dirty;
                 continue;
             }
-            let (pages, result, back) = self.rewrite(io, store, frame, want, buf).await;
+            let (pages, result, back) = self.rewrite(io, frame, want, buf).await;
             buf = back;
             result?;
             want &= !pages;
@@ -233,7 +224,6 @@ impl VolumeCache {
     async fn rewrite(
         &self,
         io: &Io,
-        store: &Store,
         frame: u64,
         want: u16,
         mut buf: Buf,
@@ -260,7 +250,7 @@ impl VolumeCache {
         if length == 0 {
             return (pages, Ok(()), buf);
         }
-        let (result, buf) = store.write(io, buf, offset, false).await;
+        let (result, buf) = self.store.write(io, buf, offset, false).await;
         drop(rewrite);
         (pages, result, buf)
     }

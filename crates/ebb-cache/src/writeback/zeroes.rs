@@ -4,10 +4,7 @@
 //! pages, and data that becomes dirty meanwhile is written afterwards. While pages are held, this does not
 //! wait for in-flight writes.
 
-use std::sync::Arc;
-
 use ebb_block::{BlockError, BlockStore, Io, ZeroFlags};
-use ebb_store::Store;
 
 use super::frames::YieldCounter;
 use crate::inflight::Wakers;
@@ -15,7 +12,7 @@ use crate::pages::{FRAME, FRAME_PAGES, PAGE, each, runs, touched};
 use crate::read::InflightWait;
 use crate::shard::{SHARDS, ZeroedRange, join, shard_of};
 use crate::stats::Mode;
-use crate::volume::VolumeCache;
+use crate::volume::{StoreCache, VolumeCache};
 
 /// Frames that are zeroed at a time.
 const AT_ONCE: usize = 64;
@@ -55,7 +52,7 @@ impl HeldZeroes<'_> {
     }
 }
 
-impl VolumeCache {
+impl StoreCache {
     /// The whole pages of a byte range; the short last page of a volume counts as whole.
     fn whole(&self, offset: u64, length: u64) -> std::ops::Range<u64> {
         let (start, end) = (offset.div_ceil(PAGE), offset + length);
@@ -67,7 +64,6 @@ impl VolumeCache {
     /// if that may be lost already.
     pub(crate) fn note_zeroes(
         &self,
-        store: &Store,
         (id, losses): (u64, u64),
         (offset, length): (u64, u64),
         may_unmap: bool,
@@ -75,7 +71,7 @@ impl VolumeCache {
         let (all, whole) = (touched(offset, length), self.whole(offset, length));
         for number in each(VolumeCache::shards_of(&all)) {
             let mut shard = self.lock(number);
-            if store.losses() != losses {
+            if self.store.losses() != losses {
                 return false;
             }
             // The order in which the store did two overlapping writes is unknown. Part of a page cannot be
@@ -103,11 +99,7 @@ impl VolumeCache {
     }
 
     /// Repeats all zeroes that may be lost.
-    pub(super) async fn repeat_zeroes(
-        self: &Arc<Self>,
-        io: &Io,
-        store: &Store,
-    ) -> Result<(), BlockError> {
+    pub(super) async fn repeat_zeroes(&self, io: &Io) -> Result<(), BlockError> {
         let mut all = Vec::new();
         (0..SHARDS).for_each(|shard| self.lock(shard).zeroed_ranges(&mut all));
         join(&mut all);
@@ -121,7 +113,7 @@ impl VolumeCache {
                 self.refuse_if_loose()?;
                 for (offset, end) in held.ranges() {
                     if end > offset {
-                        store.write_zeroes(io, offset, end - offset, flags).await?;
+                        self.store.write_zeroes(io, offset, end - offset, flags).await?;
                     }
                 }
                 drop(held);

@@ -10,9 +10,9 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use ebb_cache::{Cache, CacheOptions, Mode, VolumeCache};
+use ebb_cache::{Cache, CacheOptions, Mode, StoreCache};
 use ebb_mem::Memory;
-use ebb_store::{Store, TestStore};
+use ebb_store::{MemoryStore, Store, TestStore};
 
 pub const MIB: u64 = 1 << 20;
 
@@ -69,8 +69,19 @@ impl Rig {
 
     pub fn volume_as(&self, name: &str, size: u64, seed: u64, mode: Mode) -> Disk {
         let test = Arc::new(TestStore::new(size, seed));
-        let cached = self.cache.volume_as(name, size, mode).unwrap();
-        Disk { store: Arc::new(Store::Test(test.clone())), test, cached }
+        self.disk(name, Store::Test(test.clone()), test, mode)
+    }
+
+    /// A volume in memory, whose store never waits; its test store is not used.
+    pub fn memory_volume(&self, name: &str, size: u64, mode: Mode) -> Disk {
+        let unused = Arc::new(TestStore::new(512, 1));
+        self.disk(name, Store::Memory(MemoryStore::new(size)), unused, mode)
+    }
+
+    fn disk(&self, name: &str, store: Store, test: Arc<TestStore>, mode: Mode) -> Disk {
+        let store = Arc::new(store);
+        let cached = self.cache.volume(name, &store, mode).unwrap();
+        Disk { store, test, cached }
     }
 }
 
@@ -79,7 +90,7 @@ impl Rig {
 pub struct Disk {
     pub store: Arc<Store>,
     pub test: Arc<TestStore>,
-    pub cached: Arc<VolumeCache>,
+    pub cached: StoreCache,
 }
 
 /// Acts as the kernel under memory pressure: discards the lent pages of a mapping, keeps the others.
