@@ -95,7 +95,7 @@ impl Out<'_> {
         let mut family = self.0.encode_descriptor(name, help, unit, MetricType::Histogram)?;
         for (labels, latency) in values {
             let mut buckets: Vec<(f64, u64)> = ENDS.iter().map(|end| (*end, 0)).collect();
-            buckets.push((f64::MAX, 0));
+            buckets.push((f64::INFINITY, 0));
             for &(end, count) in &latency.buckets {
                 // An end is read from text in tests: it may be off by a rounding error.
                 if let Some((_, sum)) = buckets.iter_mut().find(|(most, _)| end <= most * 1.001) {
