@@ -459,10 +459,8 @@ impl World {
         let own = &self.sites[at];
         let writes_back = |site: &Site| [site.mode, site.config.mode].contains(&Mode::Writeback);
         let shares = move |site: &&Site| {
-            own.config.bdi.is_some()
-                && site.config.bdi == own.config.bdi
-                && writes_back(own)
-                && writes_back(site)
+            let device = own.config.bdi.is_some() && site.config.bdi == own.config.bdi;
+            device && writes_back(own) && writes_back(site)
         };
         self.sites.iter().filter(shares).chain([own])
     }
