@@ -8,6 +8,7 @@ mod ends;
 mod events;
 mod guests;
 mod remotes;
+mod sharing;
 mod theme;
 
 use std::sync::atomic::Ordering;
@@ -453,23 +454,6 @@ impl World {
         Ok(())
     }
 
-    /// A volume, and those that are configured to share its backing device: they share the device's limit of dirty
-    /// data, which one of them uses up if its store takes no writes.
-    fn sharing(&self, at: usize) -> impl Iterator<Item = &Site> {
-        let own = &self.sites[at];
-        let writes_back = |site: &Site| [site.mode, site.config.mode].contains(&Mode::Writeback);
-        let shares = move |site: &&Site| {
-            let device = own.config.bdi.is_some() && site.config.bdi == own.config.bdi;
-            device && writes_back(own) && writes_back(site)
-        };
-        self.sites.iter().filter(shares).chain([own])
-    }
-
-    /// Since when requests to a volume complete within the bound, whatever happens to volumes that share nothing with it.
-    fn healthy_since(&self, at: usize) -> Option<Instant> {
-        latest(self.sharing(at).map(|site| site.healthy))
-    }
-
     fn serve(&mut self, number: usize) -> Result<bool, String> {
         let now = self.now;
         let healthy = self.healthy_since(self.seats[number].site);
@@ -597,11 +581,6 @@ impl World {
             self.step()?;
         }
     }
-}
-
-/// The latest of all; `None` if one is missing.
-fn latest(mut all: impl Iterator<Item = Option<Instant>>) -> Option<Instant> {
-    all.try_fold(None, |latest, one| Some(latest.max(Some(one?))))?
 }
 
 fn site(number: u64, random: &mut Random) -> Site {

@@ -6,7 +6,8 @@ use std::sync::atomic::Ordering;
 use ebb_store::Faults;
 use ebb_volume::Mode;
 
-use super::{AGAIN, BOUND, PATIENCE, Site, World, latest};
+use super::sharing::latest;
+use super::{AGAIN, BOUND, PATIENCE, Site, World};
 use crate::client::Client;
 use crate::daemon::Place;
 use crate::guest::Guest;

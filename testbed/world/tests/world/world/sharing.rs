@@ -1,0 +1,31 @@
+//! Volumes that share a backing device by configuration, and therefore its outages.
+
+use std::time::Instant;
+
+use ebb_volume::Mode;
+
+use super::{Site, World};
+
+/// The latest of all; `None` if one is missing.
+pub(super) fn latest(mut all: impl Iterator<Item = Option<Instant>>) -> Option<Instant> {
+    all.try_fold(None, |latest, one| Some(latest.max(Some(one?))))?
+}
+
+impl World {
+    /// A volume, and those that are configured to share its backing device: they share the device's limit of dirty
+    /// data, which one of them uses up if its store takes no writes.
+    pub(super) fn sharing(&self, at: usize) -> impl Iterator<Item = &Site> {
+        let own = &self.sites[at];
+        let writes_back = |site: &Site| [site.mode, site.config.mode].contains(&Mode::Writeback);
+        let shares = move |site: &&Site| {
+            let device = own.config.bdi.is_some() && site.config.bdi == own.config.bdi;
+            device && writes_back(own) && writes_back(site)
+        };
+        self.sites.iter().filter(shares).chain([own])
+    }
+
+    /// Since when requests to a volume complete within the bound, whatever happens to volumes that share nothing with it.
+    pub(super) fn healthy_since(&self, at: usize) -> Option<Instant> {
+        latest(self.sharing(at).map(|site| site.healthy))
+    }
+}
