@@ -9,6 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use ebb_mem::{Memory, WorkerMemory};
+use ebb_store::{NullStore, Store};
 use shuttle::sync::Mutex as ModelMutex;
 use shuttle::thread;
 
@@ -16,7 +17,8 @@ use crate::cache::{Cache, CacheOptions};
 use crate::pages::parts;
 use crate::read::{FRAMES, InflightWait, PendingPages, copy_loaded};
 use crate::shard::{FreeBatch, SHARDS};
-use crate::volume::VolumeCache;
+use crate::stats::Mode;
+use crate::volume::StoreCache;
 use crate::write::InflightWrite;
 
 const SCHEDULES: usize = 800;
@@ -39,7 +41,7 @@ fn memory() -> Arc<Memory> {
 
 /// A volume of one page, whose store holds a version number in each half of it.
 struct Model {
-    cached: Arc<VolumeCache>,
+    cached: StoreCache,
     store: ModelMutex<[u8; 2]>,
     /// The acknowledged version, and the one being written.
     acknowledged: ModelMutex<u8>,
@@ -51,7 +53,9 @@ impl Model {
         let mut options = CacheOptions::new(Instant::now());
         options.max_bytes = Some(1 << 20);
         let cache = Cache::without_reclaimer(&memory(), options);
-        let cached = cache.volume("model", SIZE as u64).unwrap();
+        // Never read or written: the model has a store of its own.
+        let unused = Arc::new(Store::Null(NullStore::new(SIZE as u64)));
+        let cached = cache.volume("model", &unused, Mode::Writethrough).unwrap();
         let number = || ModelMutex::new(0);
         let store = ModelMutex::new([0; 2]);
         Arc::new(Model { cached, store, acknowledged: number(), begun: number() })
