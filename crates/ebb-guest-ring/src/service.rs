@@ -87,7 +87,9 @@ pub trait GuestRing: 'static {
 /// When the ring cannot be served any more. Requests that were begun may still be in flight then.
 pub async fn serve_ring<R: GuestRing>(ring: &Rc<R>) -> Result<(), R::Broken> {
     let polled = ring.clone();
-    let source = ring.io().poll_source_in_memory(move || polled.has_requests());
+    // A stop ends a poll as well.
+    let check = move || polled.is_stopping() || polled.has_requests();
+    let source = ring.io().poll_source_in_memory(check);
     let mut spurious = 0;
     while !ring.is_stopping() {
         match take_requests(ring, &source).await? {

@@ -95,6 +95,11 @@ impl Io {
         &self.0.ring
     }
 
+    #[cfg(test)]
+    pub(crate) fn polls(&self) -> &PollList {
+        &self.0.polls
+    }
+
     pub(crate) fn clock(&self) -> &IterationClock {
         &self.0.clock
     }
@@ -294,6 +299,9 @@ impl Io {
         let now = ebb_mem::clock::now();
         core.clock.begin(now);
         core.polls.set_now(now);
+        if !core.polls.is_empty() {
+            core.polls.expire(now);
+        }
         core.timers.fire(now);
         self.maintain_memory(now);
         ran || busy || reaped.count > 0

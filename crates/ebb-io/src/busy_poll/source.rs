@@ -78,14 +78,18 @@ impl PollList {
 
     /// Checks the sources in shared memory and ends the polls of those that have requests; true if there was one.
     pub(crate) fn check(&self) -> bool {
-        let mut list = self.list.borrow_mut();
-        let Some(index) = list.iter().position(|source| source.has_requests()) else {
-            return false;
-        };
-        let source = remove(&mut list, index);
-        drop(list);
-        source.end(true);
-        true
+        let (mut found, mut from) = (false, 0);
+        loop {
+            let mut list = self.list.borrow_mut();
+            // All of them: if only the first one's poll ended, two busy ones could keep the others waiting for ever.
+            let Some(at) = (from..list.len()).find(|at| list[*at].has_requests()) else {
+                return found;
+            };
+            let source = remove(&mut list, at);
+            drop(list);
+            source.end(true);
+            (found, from) = (true, at);
+        }
     }
 
     /// True if a lightly loaded source in shared memory has requests.

@@ -1,6 +1,9 @@
+use std::cell::Cell;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::rc::Rc;
 use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 
 use ebb_mem::{Memory, MemoryOptions};
 use proptest::prelude::*;
@@ -199,4 +202,67 @@ fn a_task_whose_source_may_not_be_polled_waits_for_an_event_instead() {
         polled
     });
     assert_eq!(polled, Some(vec![false; 100]));
+}
+
+/// A worker that may poll at any time.
+fn polling() -> Worker {
+    let memory = Memory::new(MemoryOptions::new(64 << 20, Instant::now())).unwrap();
+    Worker::start_polling("polling", &memory, &Arc::new(PollParameters::unrestrained(1000)))
+        .unwrap()
+}
+
+/// Lets the source's requests come so quickly that it is polled.
+fn hurry(source: &PollSource) {
+    for _ in 0..16 {
+        source.wait();
+        source.note_requests(1);
+    }
+}
+
+#[test]
+fn one_check_ends_the_polls_of_all_sources_with_requests() {
+    let worker = polling();
+    let found = worker.handle().block_on(|io| async move {
+        let has = Rc::new(Cell::new(false));
+        let source = || {
+            let has = has.clone();
+            io.poll_source_in_memory(move || has.get())
+        };
+        let sources = [source(), source(), source()];
+        sources.iter().for_each(hurry);
+        let mut polls: Vec<_> = sources.iter().map(|source| Box::pin(source.poll())).collect();
+        let mut done = |expected: Poll<bool>| {
+            let mut cx = Context::from_waker(Waker::noop());
+            polls
+                .iter_mut()
+                .filter_map(|poll| Some(poll.as_mut().poll(&mut cx)).filter(|p| *p == expected))
+                .count()
+        };
+        let waiting = done(Poll::Pending);
+        has.set(true);
+        assert!(io.polls().check());
+        (waiting, done(Poll::Ready(true)))
+    });
+    assert_eq!(found, Some((3, 3)));
+}
+
+#[test]
+fn a_poll_ends_in_time_although_the_worker_stays_busy() {
+    let worker = polling();
+    let ended = worker.handle().block_on(|io| async move {
+        let busy = io.clone();
+        let _busy = io.spawn(async move {
+            loop {
+                busy.yield_iteration().await;
+            }
+        });
+        let source = io.poll_source_in_memory(|| false);
+        hurry(&source);
+        let hang = async {
+            io.sleep(Duration::from_secs(20)).await;
+            true
+        };
+        futures_lite::future::or(source.poll(), hang).await
+    });
+    assert_eq!(ended, Some(false), "the poll has found nothing, and ended");
 }
