@@ -21,7 +21,7 @@ mod open_options;
 
 use ebb_block::{
     BlockError, BlockStore, Buf, BufResult, Capabilities, DeviceIdentity, Extent, Identity, Io,
-    Loss, Resize, ResizeError, StoreHealth, Tracking, Wanted, ZeroFlags, tracked,
+    Loss, Remaining, Resize, ResizeError, StoreHealth, Tracking, Wanted, ZeroFlags, tracked,
 };
 
 #[cfg(feature = "test-store")]
@@ -114,7 +114,94 @@ impl Store {
     /// # Errors
     /// As those of a flush.
     pub async fn flush_rewritten(&self, io: &Io, seen: u64) -> Result<(), BlockError> {
-        dispatch!(self, leaf => tracked::flush_rewritten(leaf, io, seen).await)
+        tracked::flush_rewritten(&Untracked(self), io, seen).await
+    }
+}
+
+/// The store of the variant, without counting its requests and remembering its failures: the one kind of store for
+/// which the daemon has the code of [`tracked`].
+struct Untracked<'a>(&'a Store);
+
+impl BlockStore for Untracked<'_> {
+    #[inline]
+    fn size(&self) -> u64 {
+        self.0.size()
+    }
+
+    #[inline]
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
+    }
+
+    fn identity(&self) -> Identity {
+        self.0.identity()
+    }
+
+    fn place(&self) -> String {
+        self.0.place()
+    }
+
+    #[inline]
+    fn tracking(&self) -> Option<&Tracking> {
+        self.0.leaf_tracking()
+    }
+
+    #[inline]
+    async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
+        dispatch!(self.0, leaf => leaf.read(io, buf, offset).await)
+    }
+
+    #[inline]
+    async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
+        dispatch!(self.0, leaf => leaf.write(io, buf, offset, fua).await)
+    }
+
+    async fn flush(&self, io: &Io) -> Result<(), BlockError> {
+        dispatch!(self.0, leaf => leaf.flush(io).await)
+    }
+
+    async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        dispatch!(self.0, leaf => leaf.discard(io, offset, length).await)
+    }
+
+    async fn zero_range(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        flags: ZeroFlags,
+    ) -> Result<Remaining, BlockError> {
+        dispatch!(self.0, leaf => leaf.zero_range(io, offset, length, flags).await)
+    }
+
+    async fn zero_blocks(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        dispatch!(self.0, leaf => leaf.zero_blocks(io, offset, length).await)
+    }
+
+    fn zero_blocks_max(&self) -> u64 {
+        dispatch!(self.0, leaf => leaf.zero_blocks_max())
+    }
+
+    async fn extents(
+        &self,
+        io: &Io,
+        offset: u64,
+        length: u64,
+        limit: usize,
+    ) -> Result<Vec<Extent>, BlockError> {
+        dispatch!(self.0, leaf => leaf.extents(io, offset, length, limit).await)
+    }
+
+    async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
+        dispatch!(self.0, leaf => leaf.prefetch(io, offset, length).await)
+    }
+
+    fn fails_once(&self, error: &BlockError) -> bool {
+        dispatch!(self.0, leaf => leaf.fails_once(error))
+    }
+
+    async fn has_no_unreported_error(&self, io: &Io) -> bool {
+        dispatch!(self.0, leaf => leaf.has_no_unreported_error(io).await)
     }
 }
 
@@ -145,19 +232,19 @@ impl BlockStore for Store {
     }
 
     async fn read(&self, io: &Io, buf: Buf, offset: u64) -> BufResult {
-        dispatch!(self, leaf => tracked::read(leaf, io, buf, offset).await)
+        tracked::read(&Untracked(self), io, buf, offset).await
     }
 
     async fn write(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
-        dispatch!(self, leaf => tracked::write(leaf, io, buf, offset, fua).await)
+        tracked::write(&Untracked(self), io, buf, offset, fua).await
     }
 
     async fn flush(&self, io: &Io) -> Result<(), BlockError> {
-        dispatch!(self, leaf => tracked::flush(leaf, io).await)
+        tracked::flush(&Untracked(self), io).await
     }
 
     async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
-        dispatch!(self, leaf => tracked::discard(leaf, io, offset, length).await)
+        tracked::discard(&Untracked(self), io, offset, length).await
     }
 
     async fn write_zeroes_while(
@@ -168,9 +255,7 @@ impl BlockStore for Store {
         flags: ZeroFlags,
         wanted: Wanted<'_>,
     ) -> Result<(), BlockError> {
-        dispatch!(self, leaf => {
-            tracked::write_zeroes_while(leaf, io, offset, length, flags, wanted).await
-        })
+        tracked::write_zeroes_while(&Untracked(self), io, offset, length, flags, wanted).await
     }
 
     async fn extents(
@@ -180,11 +265,11 @@ impl BlockStore for Store {
         length: u64,
         limit: usize,
     ) -> Result<Vec<Extent>, BlockError> {
-        dispatch!(self, leaf => tracked::extents(leaf, io, offset, length, limit).await)
+        tracked::extents(&Untracked(self), io, offset, length, limit).await
     }
 
     async fn prefetch(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
-        dispatch!(self, leaf => tracked::prefetch(leaf, io, offset, length).await)
+        tracked::prefetch(&Untracked(self), io, offset, length).await
     }
 
     fn has_direct_access(&self) -> bool {
