@@ -39,9 +39,13 @@ fn idle(volumes: u64) -> Result<(Server, Duration)> {
 
 #[test]
 fn an_idle_daemon_and_a_thousand_idle_volumes_stay_within_their_bars() -> Result {
-    let (mut one, _) = idle(1)?;
-    let alone = resident(one.pid()?)?;
-    one.stop()?;
+    // How much of the program the kernel maps around each page that is used differs from start to start, by 200 KiB.
+    let mut alone = u64::MAX;
+    for _ in 0..5 {
+        let (mut one, _) = idle(1)?;
+        alone = alone.min(resident(one.pid()?)?);
+        one.stop()?;
+    }
     let (mut many, start) = idle(1 + VOLUMES)?;
     let names = Handshake::connect(&many.socket())?.list()?;
     check(names.len() as u64 == 1 + VOLUMES, || format!("{} volumes listed", names.len()))?;
