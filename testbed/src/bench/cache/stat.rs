@@ -135,6 +135,6 @@ mod tests {
         assert!(stat.cache("other").unwrap_err().to_string().contains("other"));
         let owners = stat.owners().unwrap();
         assert_eq!(owners[0], Owner { is_cache: true, wired: 5, unwired: 2 });
-        assert!(!owners[1].is_cache, "free blocks are nobody's cache");
+        assert!(!owners[1].is_cache, "free blocks belong to no cache");
     }
 }
