@@ -13,6 +13,15 @@ use super::*;
 /// Where the backend says what is wrong with the disk of guest 1.
 const ERROR: &str = "/local/domain/0/error/backend/ebbd/1/51728/error";
 
+/// Starts the Xen backend of a daemon; with `journals` its successor goes on with the rings.
+fn serve_guests(world: &World, machine: &Machine, journals: Option<&Path>) {
+    let workers = vec![world.worker.handle()];
+    let mut options =
+        BackendOptions::new(Arc::new(machine.clone()), workers, world.volumes.clone());
+    options.journals = journals.map(Path::to_owned);
+    world.engine.serve_guests(Backend::start(options).unwrap());
+}
+
 fn attach_disk(machine: &Machine) {
     let order = DiskSpec { volume: "disk", name: "xvdb", read_only: false };
     attach(&mut *machine.xenstore().unwrap(), 1, &order).unwrap();
@@ -31,9 +40,7 @@ fn a_guest_keeps_its_disk_through_a_failed_reload_and_is_notified_of_a_new_store
     let (one, two) = (world.store("one"), world.store("two"));
     world.start(on("one"), None);
     let machine = Machine::default();
-    let workers = vec![world.worker.handle()];
-    let options = BackendOptions::new(Arc::new(machine.clone()), workers, world.volumes.clone());
-    world.engine.serve_guests(Backend::start(options).unwrap());
+    serve_guests(&world, &machine, None);
     let guest = machine.guest(1, 64).unwrap();
     attach_disk(&machine);
     let device = device_number("xvdb").unwrap();
@@ -80,11 +87,7 @@ fn an_orderly_stop_leaves_a_written_back_volume_to_the_next_daemon() {
         let world = World::new(&listed(), SOON);
         world.stores.set("disk", Fate::Opens(store.clone()));
         world.start(listed(), None);
-        let workers = vec![world.worker.handle()];
-        let mut options =
-            BackendOptions::new(Arc::new(machine.clone()), workers, world.volumes.clone());
-        options.journals = Some(journals.path().to_owned());
-        world.engine.serve_guests(Backend::start(options).unwrap());
+        serve_guests(&world, &machine, Some(journals.path()));
         if life == 1 {
             attach_disk(&machine);
             disk.connect().unwrap();
@@ -113,11 +116,7 @@ fn the_guest_of_a_volume_that_a_stop_lists_as_lost_notices_it() {
         let world = World::new(&listed(), SOON);
         world.stores.set("disk", Fate::Opens(Arc::new(store.open_anew())));
         world.start(listed(), None);
-        let workers = vec![world.worker.handle()];
-        let mut options =
-            BackendOptions::new(Arc::new(machine.clone()), workers, world.volumes.clone());
-        options.journals = Some(journals.path().to_owned());
-        world.engine.serve_guests(Backend::start(options).unwrap());
+        serve_guests(&world, &machine, Some(journals.path()));
         if life == 1 {
             attach_disk(&machine);
             disk.connect().unwrap();
