@@ -13,7 +13,7 @@ use std::pin::Pin;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 
-use ebb_block::{BlockStore, Buf, BufResult, Io};
+use ebb_block::{BlockError, BlockStore, Buf, BufResult, Io};
 use ebb_mem::WorkerMemory;
 
 use crate::inflight::Wakers;
@@ -113,6 +113,13 @@ impl VolumeCache {
     }
 }
 
+/// How the read of a window ended, if no error is to be reported.
+enum Window {
+    Complete,
+    /// Read the request from the store.
+    Bypass,
+}
+
 impl StoreCache {
     /// As [`VolumeCache::try_read_cached`]; also starts read-ahead for a sequential reader.
     pub fn read_cached(&self, io: &Io, buf: &mut [u8], offset: u64) -> bool {
@@ -150,8 +157,18 @@ impl StoreCache {
             });
             let (result, returned) = self.read_window(io, (buf, offset), at..end, kind).await;
             buf = returned;
-            if result.is_err() {
-                return (result, buf);
+            match result {
+                Ok(Window::Complete) => {}
+                // Called here, where the future of the window is over: the size of a task is that of its largest
+                // future.
+                Ok(Window::Bypass) => {
+                    let (result, returned) = self.read_uncached(io, buf, offset).await;
+                    buf = returned;
+                    if result.is_err() {
+                        return (result, buf);
+                    }
+                }
+                Err(error) => return (Err(error), buf),
             }
             at = end;
         }
@@ -170,13 +187,14 @@ impl StoreCache {
         self.store.read(io, buf, offset).await
     }
 
+    /// Reads one window through the cache.
     async fn read_window(
         &self,
         io: &Io,
         (mut buf, offset): (Buf, u64),
         window: Range<usize>,
         kind: u8,
-    ) -> BufResult {
+    ) -> (Result<Window, BlockError>, Buf) {
         let start = offset + window.start as u64;
         let mut todo = PendingPages { first: start / FRAME, pages: [0; FRAMES] };
         for part in parts(start, window.len()) {
@@ -185,7 +203,7 @@ impl StoreCache {
         loop {
             let round = self.round(&mut buf[window.clone()], start, &mut todo);
             if round.load.is_empty() {
-                let Some((shard, fill)) = round.wait else { return (Ok(()), buf) };
+                let Some((shard, fill)) = round.wait else { return (Ok(Window::Complete), buf) };
                 drop(round);
                 InflightWait { volume: self, shard, fill, waiter: None }.await;
                 continue;
@@ -194,8 +212,7 @@ impl StoreCache {
             let end = (round.load.end * PAGE).min(self.size());
             if end < wanted {
                 // The volume was shrunk after this request was submitted: nothing of it is kept.
-                drop(round);
-                return self.read_uncached(io, buf, offset).await;
+                return (Ok(Window::Bypass), buf);
             }
             let span = (round.load.start * PAGE)..end;
             let request = offset..offset + buf.len() as u64;
@@ -203,24 +220,22 @@ impl StoreCache {
             let result;
             if all {
                 (result, buf) = self.store.read(io, buf, offset).await;
-                if result.is_err() {
-                    return (result, buf);
+                if let Err(error) = result {
+                    return (Err(error), buf);
                 }
                 round.keep(io.pool().worker(), span.start, &buf, kind);
-                return (Ok(()), buf);
+                return (Ok(Window::Complete), buf);
             }
             let length = index(span.end.saturating_sub(span.start));
             let Some((own, _spare)) = self.spare_buffer(io, length, length) else {
                 // No memory except the request's own buffer.
-                drop(round);
-                return self.read_uncached(io, buf, offset).await;
+                return (Ok(Window::Bypass), buf);
             };
             let (read, own) = self.store.read(io, own, span.start).await;
             if read.is_err() {
                 // The error may lie outside the request, in a page it only touches: read exactly the
                 // requested bytes.
-                drop(round);
-                return self.read_uncached(io, buf, offset).await;
+                return (Ok(Window::Bypass), buf);
             }
             copy_loaded(&mut buf[window.clone()], start, &mut todo, &own, &span);
             round.keep(io.pool().worker(), span.start, &own, kind);

@@ -78,7 +78,8 @@ impl Routes {
         match self.route(io) {
             Route::Own(link) => link.request(request, buf).await,
             Route::Other(forward_queue) => {
-                forward(&self.remote.shared, &forward_queue, request, buf).await
+                // Boxed: forwarding allocates in any case, and the size of a task is that of its largest future.
+                Box::pin(forward(&self.remote.shared, &forward_queue, request, buf)).await
             }
         }
     }
