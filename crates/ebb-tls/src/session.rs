@@ -70,6 +70,11 @@ impl TlsSession {
         Ok(TlsSession { stream, established: false })
     }
 
+    /// True for the side that accepts: its peer sends the first message.
+    pub fn is_server(&self) -> bool {
+        self.stream.ssl().is_server()
+    }
+
     /// Adds cipher text from the peer. Bounded: the caller receives more only after reading.
     pub fn feed(&mut self, bytes: &[u8]) {
         self.stream.get_mut().input.extend_from_slice(bytes);

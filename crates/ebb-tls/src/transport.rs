@@ -192,21 +192,25 @@ impl Transport {
         session: TlsSession,
         peer: PeerKey,
     ) -> io::Result<()> {
-        let mut session = session;
+        let mut tls = RefCell::new(session);
+        // The client begins: without its first message there is nothing to compute.
+        let mut input_due = tls.borrow().is_server();
         loop {
-            let (returned, done) = handshake_threads::handshake(session, peer).await;
-            let tls = RefCell::new(returned);
+            if input_due {
+                self.fill_tls(io, &tls).await?;
+                if self.eof.get() {
+                    return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+            }
+            let (returned, done) = handshake_threads::handshake(tls.into_inner(), peer).await;
+            tls = RefCell::new(returned);
             // Also after a failure: there may be an alert for the peer.
             self.send_output(io, &tls).await?;
             if done? {
                 self.tls = Some(tls);
                 return Ok(());
             }
-            if self.eof.get() {
-                return Err(io::ErrorKind::UnexpectedEof.into());
-            }
-            self.fill_tls(io, &tls).await?;
-            session = tls.into_inner();
+            input_due = true;
         }
     }
 
