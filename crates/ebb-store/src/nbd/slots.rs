@@ -313,19 +313,28 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
         Ok(())
     }
 
-    /// Queues again, at the front, what was sent and not replied to. All buffers have been
-    /// returned. Returns how many; those first lost longer than `limit` ago fail instead.
+    /// After a connection was lost: queues again, at the front, what was sent and not replied to. All buffers have
+    /// been returned. Returns how many; requests that first lost a connection longer than `limit` ago fail instead,
+    /// sent or not: a connection whose first flush is not replied to sends nothing else.
     pub(crate) fn replay(&mut self, now: Instant, limit: Duration) -> u64 {
         let mut replayed = 0;
         for index in 0..self.list.len() {
             let slot = &mut self.list[index];
-            if slot.phase != RequestPhase::Sent {
-                continue;
-            }
+            let sent = match slot.phase {
+                RequestPhase::Sent => true,
+                RequestPhase::Queued => false,
+                _ => continue,
+            };
             let id = cookie(index, slot.generation);
             let lost = *slot.lost.get_or_insert(now);
             if slot.abandoned || now.saturating_duration_since(lost) > limit {
+                if !sent {
+                    self.queue.retain(|&queued| queued != index);
+                }
                 self.fail(id, RequestFailure::Lost);
+                continue;
+            }
+            if !sent {
                 continue;
             }
             slot.phase = RequestPhase::Queued;

@@ -201,6 +201,28 @@ fn requests_without_a_reply_are_sent_again_and_old_replies_are_ignored() {
 }
 
 #[test]
+fn requests_held_back_behind_an_unanswered_first_flush_fail_in_time() {
+    let (mut slots, limit) = (chunked(), Duration::from_secs(60));
+    let mut now = Instant::now();
+    let first = submit(&mut slots, Command::Read, 0, 4);
+    assert_eq!(slots.replay(now, limit), 1);
+    let later = slots.push(request(Command::Read, 4, 4), Some(vec![0; 4]), None);
+    // Each connection begins with a flush, and the server replies to nothing.
+    for _ in 0..7 {
+        let flush = slots.push_first(request(Command::Flush, 0, 0));
+        assert_eq!(slots.next_to_send().unwrap().cookie, flush);
+        slots.abandon(flush);
+        now += Duration::from_secs(10);
+        assert_eq!(slots.replay(now, limit), 0);
+    }
+    assert_eq!(outcome(&mut slots, first).unwrap().result, Err(RequestFailure::Lost));
+    assert!(outcome(&mut slots, later).is_none(), "its first connection was lost 60 s ago");
+    slots.replay(now + Duration::from_secs(1), limit);
+    assert_eq!(outcome(&mut slots, later).unwrap().result, Err(RequestFailure::Lost));
+    assert!(slots.next_to_send().is_none());
+}
+
+#[test]
 fn an_abandoned_request_keeps_its_buffer_until_it_completes() {
     let mut slots = Requests::default();
     let cookie = submit(&mut slots, Command::Read, 0, 4);
