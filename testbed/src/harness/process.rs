@@ -120,7 +120,10 @@ impl Held {
     /// # Errors
     /// It has ended.
     pub fn by(pid: u32) -> Result<Held> {
-        Ok(Held { pid, files: open_files(pid)?, own: own(pid)? })
+        let mut files = open_files(pid)?;
+        // What a worker opens to see the host's load when it first considers to poll, and keeps.
+        files.retain(|file| !file.contains(" -> /proc/"));
+        Ok(Held { pid, files, own: own(pid)? })
     }
 
     /// Waits until the process holds as many descriptors as then, and at most `slack` bytes more
