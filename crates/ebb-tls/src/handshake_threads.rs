@@ -33,7 +33,7 @@ const NICE: i32 = 10;
 const STACK_BYTES: usize = 512 << 10;
 
 /// A thread that always has steps to run computes for one part in so many of the time.
-const ONE_IN: u32 = 8;
+const ONE_IN: u32 = 12;
 /// What it may compute before that, without a pause: the handshakes of a thousand clients that connect at once, as
 /// after a restart of a host, at 2 ms each.
 const BURST: Duration = Duration::from_secs(2);
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn endless_handshakes_use_an_eighth_of_a_processor_and_a_burst_is_not_delayed() {
+    fn endless_handshakes_use_a_twelfth_of_a_processor_and_a_burst_is_not_delayed() {
         let mut now = Instant::now();
         let mut allowance = CpuAllowance::new(BURST, now);
         let step = Duration::from_millis(2);
@@ -266,12 +266,13 @@ mod tests {
             assert_eq!(allowance.pause(step, now), Duration::ZERO);
         }
         let many = steps(&mut allowance, &mut now, step, Duration::from_secs(100));
-        assert!((6_250..6_450).contains(&many), "{many} steps of 2 ms in 100 s");
+        assert!((4_160..4_360).contains(&many), "{many} steps of 2 ms in 100 s");
         // Nor is the next burst, after some time.
         now += BURST * ONE_IN;
         assert_eq!(allowance.pause(step, now), Duration::ZERO);
         // After a step of an hour the pause is bounded.
-        assert_eq!(allowance.pause(Duration::from_secs(3600), now), PAUSE_MAX);
+        let pause = allowance.pause(Duration::from_secs(3600), now);
+        assert!(pause <= PAUSE_MAX && pause > PAUSE_MAX - step, "{pause:?}");
         now += PAUSE_MAX;
         assert!(allowance.pause(step, now) < 2 * step * ONE_IN);
     }

@@ -8,6 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::super::{Error, io_context, log, process};
 use super::{Key, flood, reader};
@@ -31,6 +32,18 @@ pub(super) struct Rig {
     child: Child,
     daemon: SocketAddr,
     sink: SocketAddr,
+    processors: CpuSet,
+}
+
+/// Binds the calling thread, and what it starts from now on, to one of the processors it may use: `part` 0 is the
+/// first, 1 the second (the first again if there is no other).
+fn bind_to(all: &CpuSet, part: usize) -> Result<(), Error> {
+    let numbers: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|number| all.is_set(*number)).collect();
+    let Some(number) = numbers.get(part).or(numbers.first()) else { return Ok(()) };
+    let mut one = CpuSet::new();
+    one.set(*number);
+    sched_setaffinity(None, &one)
+        .map_err(|error| io_context("binding to a processor")(error.into()))
 }
 
 /// A port that was free a moment ago.
@@ -70,6 +83,12 @@ impl Rig {
             program: "certtool".to_owned(),
             what: error.to_string(),
         };
+        let processors = sched_getaffinity(None)
+            .map_err(|error| io_context("reading the processors of this process")(error.into()))?;
+        // The sink belongs to the flood's side.
+        bind_to(&processors, 1)?;
+        let sink = sink()?;
+        bind_to(&processors, 0)?;
         let dir = tempfile::tempdir_in(place).map_err(io_context("a directory"))?;
         let authority = Authority::new(dir.path().join("authority")).map_err(failed)?;
         let folder = dir.path().join("server");
@@ -94,7 +113,7 @@ impl Rig {
             remedy: "build it with `cargo build --release -p ebbd`, or set EBBD_BIN",
             source,
         })?;
-        let mut rig = Rig { dir, child, daemon: address, sink: sink()? };
+        let mut rig = Rig { dir, child, daemon: address, sink, processors };
         rig.ready()?;
         Ok(rig)
     }
@@ -140,7 +159,10 @@ impl Rig {
         let seconds = (time + WARM_UP).as_secs() + 2;
         command.args([flood::ARGUMENT, &address.to_string(), &seconds.to_string()]);
         command.stdin(Stdio::null()).stdout(Stdio::piped());
-        let mut child = command.spawn().map_err(io_context("starting the flood"))?;
+        bind_to(&self.processors, 1)?;
+        let child = command.spawn().map_err(io_context("starting the flood"));
+        bind_to(&self.processors, 0)?;
+        let mut child = child?;
         std::thread::sleep(WARM_UP);
         let rate = reader::rate(&socket, depth, time);
         process::finish(&mut child, "the flood", HANG + time)?;
@@ -166,6 +188,7 @@ impl Rig {
 
 impl Drop for Rig {
     fn drop(&mut self) {
+        let _ = sched_setaffinity(None, &self.processors);
         // The daemon has ended already after a successful stop.
         let _ = self.child.kill();
         let _ = self.child.wait();
