@@ -242,7 +242,10 @@ fn usage(command: &Command) -> Vec<Inline> {
             .and_then(|names| names.first());
         let value = value.map(ToString::to_string).unwrap_or_default();
         let Some(long) = arg.get_long() else {
-            line.extend([roman(" "), italic(value)]);
+            match arg.is_required_set() {
+                true => line.extend([roman(" "), italic(value)]),
+                false => line.extend([roman(" ["), italic(value), roman("]")]),
+            }
             continue;
         };
         line.extend([roman(" ["), bold(format!("--{long}"))]);
