@@ -127,10 +127,12 @@ fn check_type(path: &Path, options: &OpenOptions) -> Result<bool, OpenError> {
     Err(OpenError::WrongType { path: path.into(), what })
 }
 
-/// Two writers of one image destroy it. The lock is advisory and is released with the descriptor.
+/// Two writers of one image destroy it. The lock is that of `flock(2)`: advisory, on the open file description, and
+/// released with it. It excludes other daemons, not programs that lock otherwise or not at all: QEMU's locks are those of
+/// `fcntl(2)` (`F_OFD_SETLK`), and a mount takes none.
 ///
 /// A daemon that was killed holds its lock until the kernel has completed its last requests, and a
-/// successor waits that long. Files are opened on the main thread, never on a worker.
+/// successor waits that long. So this blocks: files are opened on a thread of their own, never on a worker.
 fn lock(path: &Path, file: &File, read_only: bool) -> Result<(), OpenError> {
     let deadline = Instant::now() + LOCK_PATIENCE;
     loop {

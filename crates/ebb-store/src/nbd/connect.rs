@@ -1,5 +1,5 @@
-//! From an address to a connection in transmission phase. Blocking, so it runs on the main thread
-//! at the start and on a helper thread later, and limited by one deadline for all steps.
+//! From an address to a connection in transmission phase. Blocking, so it runs on the thread that opens the store
+//! and later on a helper thread, and limited by one deadline for all steps.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
