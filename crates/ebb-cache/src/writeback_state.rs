@@ -107,14 +107,16 @@ pub(crate) struct WritebackState {
     pub(crate) flusher_sleep: InterruptibleSleep,
     pub(crate) idle: AtomicBool,
     pub(crate) ended: AtomicBool,
-    /// Flushes of the store: the lock that serialises them, the numbers of the last one that began and of the
-    /// last successful one, the time of that one in milliseconds (after a failure: when to try again), and
-    /// the store's losses that have been repaired.
-    pub(crate) syncing: FifoLock,
     /// The last write to the store failed because the store is full.
     pub(crate) full: AtomicBool,
+    /// Serialises flushes of the store.
+    pub(crate) syncing: FifoLock,
+    /// The number of the last flush of the store that began.
     pub(crate) begun: AtomicU64,
+    /// The number of the last flush of the store that succeeded.
     pub(crate) done: AtomicU64,
+    /// When the last flush of the store ended, in milliseconds of the cache's clock; after a failure, when to try again.
     pub(crate) synced: AtomicU64,
+    /// The store's losses that have been repaired by writing the data again.
     pub(crate) losses: AtomicU64,
 }

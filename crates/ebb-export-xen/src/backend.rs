@@ -122,6 +122,7 @@ impl Backend {
     }
 
     /// As [`Backend::start`], without a thread: xenstore is served while the caller calls
+    /// [`XenstoreControl::run_once`].
     ///
     /// # Errors
     /// See [`BackendStartError`].

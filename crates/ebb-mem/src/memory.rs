@@ -230,7 +230,9 @@ impl Memory {
         self.waits.len() > 0
     }
 
-    /// The part of the ceiling that is divided among the requests of volumes: three quarters of it.
+    /// The part of the ceiling that is divided among the requests of volumes: three quarters of it, unless
+    /// [`Shares::set_total`] changes that. The daemon sets three eighths while volumes have writeback caches, whose dirty
+    /// data may have half of the ceiling.
     pub fn shares(&self) -> &Shares {
         &self.shares
     }

@@ -9,7 +9,8 @@
 //!   group may hold four times as much of the common part as it leaves free: a single busy group gets
 //!   four fifths of it, two get four ninths each.
 //! - A quarter of the ceiling is in no share: for handshakes, receive buffers, what a store needs beside
-//!   a request's own buffer, and spare memory ([`crate::Spares`]).
+//!   a request's own buffer, and spare memory ([`crate::Spares`]). Where volumes have writeback caches, whose dirty
+//!   data may have half of the ceiling, three eighths are divided ([`Shares::set_total`]), and an eighth is in no share.
 //!
 //! # Invariants
 //! - The reserves and the common part add up to the total; nothing is granted beyond either, except
