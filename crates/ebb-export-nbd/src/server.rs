@@ -64,6 +64,8 @@ enum Refused {
     Io(#[from] std::io::Error),
     #[error("cannot start TLS: {0}")]
     Tls(std::io::Error),
+    #[error("cannot start TLS: the server has no keys")]
+    NoTlsKeys,
     #[error("too many handshakes in progress from this address: closed in favour of a newer one")]
     Evicted,
     #[error(transparent)]
@@ -367,7 +369,7 @@ impl ServerState {
                 }
                 HandshakeStep::StartTls => {
                     let context = self.tls.read().unwrap_or_else(PoisonError::into_inner).clone();
-                    let context = context.ok_or(Refused::ExportRemoved)?;
+                    let context = context.ok_or(Refused::NoTlsKeys)?;
                     let started = transport.start_tls(io, context.session()?, peer.address()).await;
                     started.map_err(Refused::Tls)?;
                     handshake.tls_established()?;

@@ -120,8 +120,8 @@ fn log_event(volume: &Volume, sample: &StoreSample, event: &OutageEvent, left_ou
                     requests,
                     earlier,
                     left_out,
-                    "no reply for {seconds} s: check whether the server hangs; with the parameter `silence`, ebbd \
-                     makes a connection without replies anew"
+                    "no reply for {seconds} s: check whether the server hangs; with `?silence=SECONDS` in the address of \
+                     the store, ebbd makes a connection without replies anew"
                 );
             } else {
                 tracing::warn!(
