@@ -12,7 +12,9 @@
 //! # Invariants
 //! - Nothing can be changed over TCP.
 //! - Connections, their duration, and the sizes of headers and bodies are bounded.
-//! - No peer can keep other peers from the page by holding its connections.
+//! - No peer can keep other peers from the page by holding its connections: a new connection replaces another one. The
+//!   control socket has no such protection: a client that holds all its connections keeps other clients waiting for up
+//!   to 60 s, when these connections end. Only the daemon's user and root can connect to it.
 //! - The control socket replies, to one request at a time, when the process has no descriptors left.
 
 mod answer;
@@ -168,8 +170,11 @@ impl ControlServer {
             .stack_size(512 << 10)
             .spawn(serve)
             .map_err(ControlError)?;
-        for socket in control.into_iter().chain(web) {
-            tracing::info!(address = socket.name, "control");
+        if let Some(socket) = control {
+            tracing::info!(address = socket.name, "serving the control socket");
+        }
+        if let Some(socket) = web {
+            tracing::info!(address = socket.name, "serving the page and the metrics");
         }
         Ok(Self { stop: Some(stop), thread: Some(thread) })
     }
