@@ -6,8 +6,12 @@
 //! - Flushes that arrive while one is in flight are merged into the next one; after a failed sync no flush succeeds
 //!   while acknowledged data may be lost (`flush_state.rs`).
 //!
-//! [`Tracked`] does this for any store. `ebb-store`'s enum calls the functions with the store of each variant, so that
-//! a request passes one `match` and no pointer to a function.
+//! Four names belong together. [`Tracking`] is the state: the counters and the record of failed flushes, a field of each
+//! store that can fail. The functions of this module (`tracked::read` and so on) are the code: they call a store and keep
+//! its `Tracking`. [`Tracked`] is any store with this code around it, itself a store. `ebb-store`'s enum `Store` has the
+//! code around it already: its methods are these functions, called with `Untracked`, which is the enum without them. So
+//! the code is compiled once for all variants, a request passes one `match` and no pointer to a function, and `Store`
+//! returns no `Tracking` of its own, so that nothing is counted twice.
 
 use ebb_io::{Buf, Io};
 

@@ -1,7 +1,7 @@
-//! The reclaimer thread: lends idle buffers, evicts, and detects discarded pages, so that no I/O thread has
-//! to.
+//! The reclaimer thread: offers idle buffers to the advisor of `ebb-mem`, which lends them, evicts, and detects
+//! discarded pages, so that no I/O thread has to.
 //!
-//! Each iteration, about ten per second while there is work, it handles pressure, lends idle buffers
+//! Each iteration, about ten per second while there is work, it handles pressure, offers idle buffers
 //! (one-pass data at once) and evicts what is above the limit. When the kernel's counter of discarded
 //! `MADV_FREE` pages has moved, it scans for pages of the cache among them, so that `bufspace` is right
 //! within a second. While nothing is held it runs once a second. Between iterations it samples the free
