@@ -1,4 +1,14 @@
 //! The events of a world.
+//!
+//! A new kind of event needs four places: the variant of [`Event`], with its row in [`EVENTS`] (and in the lists of
+//! `theme.rs` where that situation wants it); its arm in [`World::apply_event`], which draws what it needs from the world's
+//! random numbers, notes it in the trace and does it; what the oracle or the disks have to know of it, so that its
+//! consequences are expected; and its line in the list of events in docs/adr/0007-world.md. `Event::Guest` is in no list:
+//! a world with Xen guests adds it.
+//!
+//! A new row, or another frequency, changes what every seed means: [`Theme::events`](super::theme::Theme) draws once for
+//! each row, and each event draws among all of them. Seeds that are named in docs, tests or reports belong to the commit
+//! they were found at.
 
 use std::sync::atomic::Ordering;
 
