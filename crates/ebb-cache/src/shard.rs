@@ -110,8 +110,9 @@ impl BufferSlot {
         self.buffer.as_ref().map_or(0, |buffer| buffer.all() << self.base)
     }
 
-    fn lent(&self) -> u16 {
-        self.buffer.as_ref().map_or(0, |buffer| buffer.lent() << self.base)
+    /// The pages that are offered or lent to the kernel.
+    fn unwired(&self) -> u16 {
+        self.buffer.as_ref().map_or(0, |buffer| buffer.unwired() << self.base)
     }
 
     /// Pages that the store does not have yet.
@@ -219,7 +220,7 @@ impl FreeBatch {
         let filled = &mut self.buffers[..self.count];
         for place in filled.iter_mut() {
             pages += place.as_ref().map_or(0, SmallBuffer::pages);
-            if !now && place.as_ref().is_some_and(|buffer| buffer.lent() == 0) {
+            if !now && place.as_ref().is_some_and(|buffer| buffer.unwired() == 0) {
                 place.take().into_iter().for_each(|buffer| buffer.free(worker));
             }
         }
@@ -319,7 +320,7 @@ impl Shard {
                 self.policy.hit(at);
                 let served = here & !lost;
                 self.tally.hits += u64::from(served.count_ones());
-                self.tally.lent_hits += u64::from((served & slot.lent()).count_ones());
+                self.tally.lent_hits += u64::from((served & slot.unwired()).count_ones());
                 missing &= !served;
                 if lost != 0 {
                     self.tally.lost_hits += u64::from(lost.count_ones());
@@ -334,7 +335,7 @@ impl Shard {
     /// Marks pages of a slot as discarded by the kernel.
     fn lose(&mut self, at: u32, pages: u16) {
         if let Some(slot) = self.slots.get_mut(at) {
-            let new = pages & slot.lent() & !slot.lost;
+            let new = pages & slot.unwired() & !slot.lost;
             slot.valid &= !pages;
             slot.lost |= new;
             self.tally.lost += u64::from(new.count_ones());
@@ -418,11 +419,11 @@ impl Shard {
             let next = slot.next;
             let here = of(slot) & want & !done;
             if here != 0 {
-                let (lent, lost) = (slot.lent(), slot.lost);
+                let (unwired, lost) = (slot.unwired(), slot.lost);
                 done |= slot.update(worker, part, here, whole, data);
-                self.tally.lent -= u64::from((lent & !slot.lent()).count_ones());
+                self.tally.lent -= u64::from((unwired & !slot.unwired()).count_ones());
                 self.tally.lost -= u64::from((lost & !slot.lost).count_ones());
-                if lent != slot.lent() && slot.flags & QUEUED == 0 {
+                if unwired != slot.unwired() && slot.flags & QUEUED == 0 {
                     slot.flags |= QUEUED;
                     self.wired.push_back(at);
                 }
@@ -503,7 +504,7 @@ impl Shard {
         }
         let mut slot = self.slots.remove(at);
         self.tally.address -= u64::from(slot.covers().count_ones());
-        self.tally.lent -= u64::from(slot.lent().count_ones());
+        self.tally.lent -= u64::from(slot.unwired().count_ones());
         self.tally.lost -= u64::from(slot.lost.count_ones());
         self.tally.buffers -= 1;
         if slot.flags & QUEUED != 0
@@ -558,8 +559,8 @@ impl BufferSlot {
     fn copy_out(&self, memory: &Memory, part: &FramePart, pages: u16, out: &mut [u8]) -> u16 {
         let Some(buffer) = &self.buffer else { return pages };
         let base = usize::from(self.base);
-        let lent = self.lent();
-        for (start, count) in runs(pages & !lent) {
+        let unwired = self.unwired();
+        for (start, count) in runs(pages & !unwired) {
             let range = part.clip(start, count);
             let from = range.start - start * PAGE_BYTES;
             if let Some(bytes) = buffer.bytes(start - base..start - base + count) {
@@ -568,11 +569,11 @@ impl BufferSlot {
             }
         }
         let mut lost = 0;
-        for page in each(pages & lent) {
+        for page in each(pages & unwired) {
             let range = part.clip(page, 1);
             let from = range.start - page * PAGE_BYTES;
             let to = &mut out[range.start - part.from..range.end - part.from];
-            if !buffer.read_lent(memory, page - base, from, to) {
+            if !buffer.read_unwired(memory, page - base, from, to) {
                 lost |= mask(page, 1);
             }
         }
@@ -590,16 +591,16 @@ impl BufferSlot {
     ) -> u16 {
         let Some(buffer) = &mut self.buffer else { return 0 };
         let base = usize::from(self.base);
-        let lent = pages & (buffer.lent() << base);
+        let unwired = pages & (buffer.unwired() << base);
         let mut unusable = 0;
-        if lent != 0 {
-            match buffer.rewire(worker, lent >> base) {
+        if unwired != 0 {
+            match buffer.rewire(worker, unwired >> base) {
                 // A page that is overwritten completely cannot be lost.
                 Ok(lost) => unusable = (lost << base) & !whole,
-                Err(_) => unusable = lent,
+                Err(_) => unusable = unwired,
             }
         }
-        let wired = !(buffer.lent() << base);
+        let wired = !(buffer.unwired() << base);
         self.lost &= !wired;
         for (start, count) in runs(pages & !unusable) {
             let range = part.clip(start, count);

@@ -332,7 +332,7 @@ fn rewire(name: &'static str, cycles: u64) {
         let seed = numbers.below(buffers.len());
         let buffer = &mut buffers[seed];
         if !unwired[seed] {
-            unwired[seed] = buffer.arm(&worker, buffer.all()) == buffer.all();
+            unwired[seed] = buffer.unwire(&worker, buffer.all()) == buffer.all();
             Offers::new(&memory).add(buffer);
             continue;
         }
@@ -388,7 +388,7 @@ fn lend_cost() {
     let per_page = best(5, || {
         let start = Instant::now();
         for buffer in &mut buffers {
-            buffer.arm(&worker, buffer.all());
+            buffer.unwire(&worker, buffer.all());
             Offers::new(&memory).add(buffer);
         }
         memory.settle();

@@ -23,9 +23,9 @@ pub struct Block {
     /// At most 16,384: [`MAX_BLOCK_BYTES`](crate::MAX_BLOCK_BYTES).
     pages: u16,
     owner: OwnerId,
-    /// Used by [`SmallBuffer`](crate::SmallBuffer): which of its pages are lent with their content.
+    /// Used by [`SmallBuffer`](crate::SmallBuffer): which of its pages are unwired with their content.
     /// Zero in a plain block.
-    lent: u16,
+    unwired: u16,
     class: u8,
 }
 
@@ -43,7 +43,7 @@ impl Block {
     pub(crate) unsafe fn new(ptr: NonNull<u8>, pages: u32, class: usize, owner: OwnerId) -> Block {
         debug_assert!(pages <= 1 << 14, "the largest block");
         let pages = u16::try_from(pages).unwrap_or(u16::MAX);
-        Block { ptr, pages, owner, lent: 0, class: u8::try_from(class).unwrap_or(u8::MAX) }
+        Block { ptr, pages, owner, unwired: 0, class: u8::try_from(class).unwrap_or(u8::MAX) }
     }
 
     /// Its size in bytes: the requested length, rounded up to its size class (above 1 MiB: to pages).
@@ -70,14 +70,14 @@ impl Block {
         self.ptr.as_ptr()
     }
 
-    /// The pages lent with their content: see the field.
+    /// The pages unwired with their content: see the field.
     #[inline]
-    pub(crate) fn lent(&self) -> u16 {
-        self.lent
+    pub(crate) fn unwired(&self) -> u16 {
+        self.unwired
     }
 
-    pub(crate) fn set_lent(&mut self, pages: u16) {
-        self.lent = pages;
+    pub(crate) fn set_unwired(&mut self, pages: u16) {
+        self.unwired = pages;
     }
 
     pub(crate) fn start(&self) -> NonNull<u8> {
@@ -89,7 +89,7 @@ impl Block {
         usize::from(self.class)
     }
 
-    /// Some of its bytes, for a block whose other pages are lent: no slice may cover lent pages.
+    /// Some of its bytes, for a block whose other pages are unwired: no slice may cover those.
     pub(crate) fn bytes_in(&self, range: std::ops::Range<usize>) -> &[u8] {
         assert!(range.start <= range.end && range.end <= self.capacity(), "inside the block");
         let start = self.ptr.as_ptr().wrapping_add(range.start);

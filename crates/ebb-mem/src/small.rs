@@ -1,16 +1,17 @@
 //! Cache buffers of at most 16 pages. The handle has 16 bytes, since a cache has millions of them.
 //!
 //! A [`SmallBuffer`] is a block of up to 64 KiB that contains data that can be read again from the store
-//! (clean cached data). Its idle pages can be *lent* to the kernel with their content (`sentinel.rs`).
+//! (clean cached data). Its idle pages can be *unwired*: the advisor lends them to the kernel with their content.
 //! *Rewiring* reports for each page whether the content is still there.
-//! - Lent data can be *read in place* ([`SmallBuffer::read_lent`]): a cache hit need not wire pages.
-//! - Lending has two steps, so that thousands of buffers cost one lock: [`SmallBuffer::arm`] writes the
-//!   sentinels, then [`Offers`] offers all armed pages. A page that is armed and never offered stays
-//!   resident; one that is rewired in between is not offered.
+//! - Unwired data can be *read in place* ([`SmallBuffer::read_unwired`]): a cache hit need not wire pages.
+//! - Unwiring has two steps, so that thousands of buffers cost one lock: [`SmallBuffer::unwire`] writes the
+//!   sentinels (`sentinel.rs`), then [`Offers`] offers all unwired pages. The buffer does not know whether the advisor
+//!   has lent an offered page yet, and need not: the sentinel is there in any case. A page that is unwired and never
+//!   offered stays resident; one that is rewired in between is not offered.
 //!
 //! # Invariants
-//! - Bytes of lent pages are accessible through [`SmallBuffer::read_lent`] only.
-//! - A page that is not marked as lent is never offered.
+//! - Bytes of unwired pages are accessible through [`SmallBuffer::read_unwired`] only.
+//! - A page that is not unwired is never offered.
 
 use std::ops::Range;
 
@@ -38,7 +39,7 @@ pub enum RewireError {
 /// Largest number of pages of a [`SmallBuffer`].
 pub const SMALL_PAGES: usize = 16;
 
-/// A block of at most [`SMALL_PAGES`] pages whose idle pages can be lent with their content. Sets of
+/// A block of at most [`SMALL_PAGES`] pages whose idle pages can be unwired with their content. Sets of
 /// its pages are bit masks: bit 0 is the first page.
 #[must_use = "a dropped buffer leaks its memory: free it"]
 #[derive(Debug)]
@@ -93,26 +94,26 @@ impl SmallBuffer {
         run(0, self.pages())
     }
 
-    /// The pages that are lent.
+    /// The pages that are unwired: marked with their sentinels, and offered or lent.
     #[inline]
-    pub fn lent(&self) -> u16 {
-        self.0.lent()
+    pub fn unwired(&self) -> u16 {
+        self.0.unwired()
     }
 
     fn slice(&self, pages: &Range<usize>) -> Option<Range<usize>> {
         let inside = pages.start <= pages.end && pages.end <= self.pages();
-        (inside && self.lent() & run(pages.start, pages.len()) == 0)
+        (inside && self.unwired() & run(pages.start, pages.len()) == 0)
             .then(|| pages.start * PAGE_BYTES..pages.end * PAGE_BYTES)
     }
 
-    /// The bytes of `pages`; `None` if one of them is lent or outside.
+    /// The bytes of `pages`; `None` if one of them is unwired or outside.
     #[inline]
     pub fn bytes(&self, pages: Range<usize>) -> Option<&[u8]> {
         let slice = self.slice(&pages)?;
         Some(self.0.bytes_in(slice))
     }
 
-    /// The bytes of `pages`, to write; `None` if one of them is lent or outside.
+    /// The bytes of `pages`, to write; `None` if one of them is unwired or outside.
     #[inline]
     pub fn bytes_mut(&mut self, pages: Range<usize>) -> Option<&mut [u8]> {
         let slice = self.slice(&pages)?;
@@ -123,44 +124,44 @@ impl SmallBuffer {
         memory.core.reservation.page_of(self.0.start())
     }
 
-    /// Copies the bytes from `from` on (within `page`) from a lent page, without wiring it: the access
+    /// Copies the bytes from `from` on (within `page`) from an unwired page, without wiring it: the access
     /// marks the page as referenced, and the kernel may still discard it. False if the kernel has
     /// discarded it: then the content of `out` is undefined, and the page must be
     /// [rewired](SmallBuffer::rewire) and filled again.
     ///
     /// # Panics
-    /// If the range is not within the page, or the page is not lent.
+    /// If the range is not within the page, or the page is not unwired.
     #[must_use]
-    pub fn read_lent(&self, memory: &Memory, page: usize, from: usize, out: &mut [u8]) -> bool {
-        assert!(page < self.pages() && self.lent() >> page & 1 == 1, "only of a lent page");
+    pub fn read_unwired(&self, memory: &Memory, page: usize, from: usize, out: &mut [u8]) -> bool {
+        assert!(page < self.pages() && self.unwired() >> page & 1 == 1, "only of an unwired page");
         let Some(first) = self.first(memory) else { return false };
         let (reservation, saved) = (&memory.core.reservation, &memory.core.saved);
         sentinel::copy_lent(reservation, saved, first + page, from, out)
     }
 
-    /// Marks the wired pages among `pages` as lent, and writes their sentinels. The data must be clean: a
-    /// copy must exist in the store. The pages are lent when they are passed to [`Offers::add`]. Returns
-    /// the pages marked.
-    pub fn arm(&mut self, worker: &WorkerMemory, pages: u16) -> u16 {
+    /// Unwires the wired pages among `pages`: writes their sentinels. The data must be clean: a copy must exist
+    /// in the store. The pages are offered when the buffer is passed to [`Offers::add`]. Returns the pages that it
+    /// has unwired.
+    pub fn unwire(&mut self, worker: &WorkerMemory, pages: u16) -> u16 {
         let memory = worker.memory();
-        let wanted = pages & self.all() & !self.lent();
+        let wanted = pages & self.all() & !self.unwired();
         let Some(first) = self.first(memory).filter(|_| wanted != 0) else { return 0 };
         for page in each(wanted) {
             sentinel::arm(&memory.core.reservation, &memory.core.saved, first + page);
         }
-        self.0.set_lent(self.lent() | wanted);
+        self.0.set_unwired(self.unwired() | wanted);
         self.account(worker, wanted, -1);
         wanted
     }
 
-    /// Wires the lent pages among `pages`. Returns those whose content is lost: each must be filled again
+    /// Wires the unwired pages among `pages`. Returns those whose content is lost: each must be filled again
     /// completely.
     ///
     /// # Errors
     /// [`RewireError`]; then nothing has changed.
     pub fn rewire(&mut self, worker: &WorkerMemory, pages: u16) -> Result<u16, RewireError> {
         let memory = worker.memory();
-        let wanted = pages & self.lent();
+        let wanted = pages & self.unwired();
         let Some(first) = self.first(memory).filter(|_| wanted != 0) else { return Ok(0) };
         {
             let mut arena = memory.core.arena.lock();
@@ -183,7 +184,7 @@ impl SmallBuffer {
                 lost |= run(page, 1);
             }
         }
-        self.0.set_lent(self.lent() & !wanted);
+        self.0.set_unwired(self.unwired() & !wanted);
         self.account(worker, wanted, 1);
         Ok(lost)
     }
@@ -194,7 +195,7 @@ impl SmallBuffer {
     }
 
     /// The pages that are resident now (`mincore(2)`). For accounting only: the kernel may discard a page
-    /// directly after, so only [`SmallBuffer::read_lent`] and [`SmallBuffer::rewire`] decide whether data
+    /// directly after, so only [`SmallBuffer::read_unwired`] and [`SmallBuffer::rewire`] decide whether data
     /// is lost. All pages, if the call fails.
     pub fn resident(&self, memory: &Memory) -> u16 {
         let mut there = [1; SMALL_PAGES];
@@ -208,9 +209,9 @@ impl SmallBuffer {
         }
     }
 
-    /// Frees the buffer, lent or not. The worker caches its block if all of it is wired.
+    /// Frees the buffer, unwired or not. The worker caches its block if all of it is wired.
     pub fn free(self, worker: &WorkerMemory) {
-        if self.lent() == 0 {
+        if self.unwired() == 0 {
             return worker.free(self.0);
         }
         SmallBuffer::free_all(worker, std::iter::once(self), false);
@@ -221,10 +222,10 @@ impl SmallBuffer {
     pub fn free_all(worker: &WorkerMemory, buffers: impl Iterator<Item = SmallBuffer>, now: bool) {
         let give = if now || worker.0.prefers_return() { Give::Return } else { Give::Lend };
         let blocks = buffers.map(|mut buffer| {
-            let lent = i64::from(buffer.lent().count_ones()) * PAGE_BYTES_SIGNED;
+            let unwired = i64::from(buffer.unwired().count_ones()) * PAGE_BYTES_SIGNED;
             let all = i64::from(buffer.all().count_ones()) * PAGE_BYTES_SIGNED;
-            worker.0.account(buffer.0.owner(), lent - all, -lent);
-            buffer.0.set_lent(0);
+            worker.0.account(buffer.0.owner(), unwired - all, -unwired);
+            buffer.0.set_unwired(0);
             buffer.0
         });
         worker.0.release(blocks, give);
@@ -279,7 +280,7 @@ impl Residency {
 const PAGE_BYTES_SIGNED: i64 = 4096;
 const _: () = assert!(PAGE_BYTES == 4096);
 
-/// Offers armed pages to the advisor. Holds the arena's lock from `new` to drop: use it for a bounded
+/// Offers unwired pages to the advisor. Holds the arena's lock from `new` to drop: use it for a bounded
 /// number of buffers, and make no other call into this memory meanwhile.
 pub struct Offers<'a> {
     arena: LockedArena<'a>,
@@ -292,10 +293,10 @@ impl<'a> Offers<'a> {
         Offers { arena: memory.core.arena.lock(), memory }
     }
 
-    /// Offers all pages of `buffer` that are lent.
+    /// Offers all pages of `buffer` that are unwired.
     pub fn add(&mut self, buffer: &SmallBuffer) {
         let Some(first) = buffer.first(self.memory) else { return };
-        for (start, pages) in runs(buffer.lent()) {
+        for (start, pages) in runs(buffer.unwired()) {
             self.arena.offer_allocated(Span { page: first + start, pages });
         }
     }

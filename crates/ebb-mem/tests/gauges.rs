@@ -81,7 +81,7 @@ fn gauges_agree_with_the_kernel() {
         .collect();
     for buffer in &mut buffers {
         buffer.bytes_mut(0..16).unwrap().fill(7);
-        assert_eq!(buffer.arm(&worker, 0x0ffc), 0x0ffc);
+        assert_eq!(buffer.unwire(&worker, 0x0ffc), 0x0ffc);
         Offers::new(&memory).add(buffer);
     }
     agree("buffers partly lent");

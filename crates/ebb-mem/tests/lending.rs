@@ -131,7 +131,7 @@ fn loss_is_detected_by_the_sentinel_not_by_return_codes() {
     let mut buffer = SmallBuffer::new(worker.alloc(65536, owner).unwrap()).unwrap();
     buffer.bytes_mut(0..16).unwrap().fill(9);
     let address = buffer.bytes(0..1).unwrap().as_ptr();
-    assert_eq!(buffer.arm(&worker, buffer.all()), buffer.all());
+    assert_eq!(buffer.unwire(&worker, buffer.all()), buffer.all());
     Offers::new(&memory).add(&buffer);
     memory.settle();
     // The kernel discards pages 4..8; its return code does not report that.
@@ -226,7 +226,7 @@ fn data_read_once_can_be_lent_at_once() {
     for _ in 0..32 {
         let mut buffer = SmallBuffer::new(worker.alloc(65536, owner).unwrap()).unwrap();
         buffer.bytes_mut(0..16).unwrap().fill(1);
-        assert_eq!(buffer.arm(&worker, buffer.all()), buffer.all());
+        assert_eq!(buffer.unwire(&worker, buffer.all()), buffer.all());
         Offers::new(&memory).add(&buffer);
         buffers.push(buffer);
     }

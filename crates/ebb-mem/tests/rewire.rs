@@ -72,7 +72,7 @@ fn cycle(worker: &WorkerMemory, mut buffers: Vec<SmallBuffer>, cycles: u32) -> u
         for buffer in &mut buffers {
             // In some rounds a part only.
             let pages = if round.is_multiple_of(3) { 0b1111_1110 } else { buffer.all() };
-            assert_eq!(buffer.arm(worker, pages), pages);
+            assert_eq!(buffer.unwire(worker, pages), pages);
         }
         {
             let mut offers = Offers::new(worker.memory());
@@ -82,7 +82,7 @@ fn cycle(worker: &WorkerMemory, mut buffers: Vec<SmallBuffer>, cycles: u32) -> u
             worker.memory().settle();
         }
         for (buffer, marks) in buffers.iter_mut().zip(&mut marks) {
-            done += buffer.lent().count_ones();
+            done += buffer.unwired().count_ones();
             let discarded = loop {
                 match buffer.rewire(worker, buffer.all()) {
                     Ok(discarded) => break discarded,
@@ -124,12 +124,12 @@ fn every_lost_small_page_is_reported() {
 fn a_lent_page_is_not_accessible() {
     let (_memory, worker, owner) = rig();
     let mut buffer = SmallBuffer::new(worker.alloc(65536, owner).unwrap()).unwrap();
-    assert_eq!(buffer.arm(&worker, 0b1111_0000), 0b1111_0000);
+    assert_eq!(buffer.unwire(&worker, 0b1111_0000), 0b1111_0000);
     assert!(buffer.bytes(0..4).is_some() && buffer.bytes(8..16).is_some());
     assert!(buffer.bytes(7..9).is_none() && buffer.bytes_mut(0..16).is_none());
     assert!(buffer.bytes(0..17).is_none(), "outside");
-    assert_eq!(buffer.arm(&worker, 0), 0, "nothing to do");
+    assert_eq!(buffer.unwire(&worker, 0), 0, "nothing to do");
     while buffer.rewire(&worker, u16::MAX).is_err() {}
-    assert!(buffer.lent() == 0 && buffer.bytes(0..16).is_some());
+    assert!(buffer.unwired() == 0 && buffer.bytes(0..16).is_some());
     buffer.free(&worker);
 }

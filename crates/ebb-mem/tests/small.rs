@@ -102,7 +102,7 @@ fn data_read_from_lent_small_pages_is_correct_or_reported_lost() {
         round += 1;
         for buffer in &mut buffers {
             let all = buffer.all();
-            assert_eq!(buffer.arm(&worker, all) | buffer.lent(), all);
+            assert_eq!(buffer.unwire(&worker, all) | buffer.unwired(), all);
         }
         {
             let mut offers = Offers::new(&memory);
@@ -114,11 +114,11 @@ fn data_read_from_lent_small_pages_is_correct_or_reported_lost() {
         for (buffer, marks) in buffers.iter_mut().zip(&mut marks) {
             for (page, mark) in marks.iter_mut().enumerate() {
                 let (from, len) = part(round + page);
-                if buffer.lent() >> page & 1 == 0 {
+                if buffer.unwired() >> page & 1 == 0 {
                     continue;
                 }
                 read += 1;
-                if buffer.read_lent(&memory, page, from, &mut out[..len]) {
+                if buffer.read_unwired(&memory, page, from, &mut out[..len]) {
                     assert!(holds(&out[..len], from, *mark), "page {page}: lost and not reported");
                     continue;
                 }
@@ -166,10 +166,10 @@ fn data_read_from_lent_small_pages_is_correct_or_reported_lost() {
 #[test]
 fn a_page_rewired_before_it_is_offered_stays_resident() {
     let (memory, worker, owner) = rig();
-    let armed = || {
+    let unwired = || {
         let mut buffer = SmallBuffer::new(worker.alloc(65536, owner).unwrap()).unwrap();
         fill(buffer.bytes_mut(0..1).unwrap(), 7);
-        assert_eq!(buffer.arm(&worker, 0b11), 0b11);
+        assert_eq!(buffer.unwire(&worker, 0b11), 0b11);
         assert!(buffer.bytes(0..1).is_none() && buffer.bytes(2..16).is_some());
         assert_eq!(buffer.rewire(&worker, 1), Ok(0));
         testing::enter_pages();
@@ -186,10 +186,10 @@ fn a_page_rewired_before_it_is_offered_stays_resident() {
         buffer
     };
     // The kernel ignores the advice if it cannot split a huge page: try other buffers until it does not.
-    let mut buffer = armed();
+    let mut buffer = unwired();
     let mut refused = Vec::new();
     while buffer.resident(&memory) & 0b10 != 0 && refused.len() < 200 {
-        refused.push(std::mem::replace(&mut buffer, armed()));
+        refused.push(std::mem::replace(&mut buffer, unwired()));
     }
     SmallBuffer::free_all(&worker, refused.into_iter(), true);
     assert_eq!(buffer.resident(&memory) & 0b11, 0b01, "the second page was lent, the first not");
@@ -197,7 +197,7 @@ fn a_page_rewired_before_it_is_offered_stays_resident() {
     residency.begin();
     assert_eq!(residency.maybe_gone(&memory, &buffer) & 0b11, 0b10);
     assert!(holds(buffer.bytes(0..1).unwrap(), 0, 7));
-    assert!(!buffer.read_lent(&memory, 1, 0, &mut [0; 8]));
+    assert!(!buffer.read_unwired(&memory, 1, 0, &mut [0; 8]));
     let stats = memory.stats();
     let figures = stats.owners.iter().find(|owner| owner.name == "cache" && owner.wired != 0);
     assert_eq!(figures.map(|owner| (owner.wired, owner.unwired)), Some((15 * 4096, 4096)));

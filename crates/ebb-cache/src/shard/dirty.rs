@@ -45,7 +45,7 @@ impl Shard {
         let was = self.fold(frame, |slot| slot.dirty);
         let (mut marked, mut at) = (0, self.first(frame));
         while let Some(slot) = self.slots.get_mut(at) {
-            let here = pages & slot.valid & !slot.lent();
+            let here = pages & slot.valid & !slot.unwired();
             self.tally.dirty += u64::from((here & !slot.unsaved()).count_ones());
             slot.dirty |= here;
             marked |= here;

@@ -1,4 +1,5 @@
-//! Lending: which buffers of a shard are marked `MADV_FREE`, and detecting what the kernel discarded.
+//! Lending: which buffers of a shard are unwired and offered to the advisor, which marks them `MADV_FREE`, and detecting
+//! what the kernel discarded.
 
 use ebb_mem::{Memory, Offers, Residency, WorkerMemory};
 
@@ -16,7 +17,7 @@ const SCAN_AT_ONCE: u32 = 256;
 pub(crate) struct LendOutcome {
     /// Queue entries checked.
     pub(crate) checked: usize,
-    /// Pages lent.
+    /// Pages offered.
     pub(crate) pages: u64,
 }
 
@@ -35,12 +36,12 @@ impl Shard {
         self.wired.len()
     }
 
-    /// Lent pages that are not known to be discarded.
+    /// Pages that are offered or lent, and not known to be discarded.
     pub(crate) fn lent_pages(&self) -> u64 {
         self.tally.lent - self.tally.lost
     }
 
-    /// Lends clean buffers that were not used for `idle` ticks (one-pass data at once; with `all` every one).
+    /// Unwires and offers clean buffers that were not used for `idle` ticks (one-pass data at once; with `all` every one).
     /// Checks at most `most` entries of the queue.
     pub(crate) fn lend(
         &mut self,
@@ -59,7 +60,7 @@ impl Shard {
             result.checked += 1;
             let Some(slot) = self.slots.get_mut(at) else { continue };
             slot.flags &= !QUEUED;
-            let free = slot.covers() & !slot.kept() & !slot.lent();
+            let free = slot.covers() & !slot.kept() & !slot.unwired();
             let Some(buffer) = slot.buffer.as_mut().filter(|_| free != 0) else { continue };
             let rested = slot.flags & COLD != 0 || tick.wrapping_sub(slot.tick) >= idle;
             if !all && !rested {
@@ -67,7 +68,7 @@ impl Shard {
                 self.wired.push_back(at);
                 continue;
             }
-            let pages = u64::from(buffer.arm(worker, free >> slot.base).count_ones());
+            let pages = u64::from(buffer.unwire(worker, free >> slot.base).count_ones());
             if pages > 0 {
                 self.tally.lent += pages;
                 result.pages += pages;
@@ -104,9 +105,9 @@ impl Shard {
             let at = self.scan_position;
             self.scan_position += 1;
             let Some(slot) = self.slots.get(at) else { break };
-            let lent = slot.lent() & !slot.lost;
-            let Some(buffer) = slot.buffer.as_ref().filter(|_| lent != 0) else { continue };
-            let mut discarded = lent & (residency.maybe_gone(memory, buffer) << slot.base);
+            let unwired = slot.unwired() & !slot.lost;
+            let Some(buffer) = slot.buffer.as_ref().filter(|_| unwired != 0) else { continue };
+            let mut discarded = unwired & (residency.maybe_gone(memory, buffer) << slot.base);
             if discarded != 0 {
                 discarded &= !(buffer.resident(memory) << slot.base);
             }
