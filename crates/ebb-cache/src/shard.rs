@@ -484,7 +484,7 @@ impl Shard {
     fn detach(&mut self, at: u32, batch: &mut FreeBatch) {
         let Some(slot) = self.slots.get(at) else { return };
         let (entry, next) = (slot.frame, slot.next);
-        debug_assert!(slot.kept() == 0, "dirty data is never dropped");
+        debug_assert!(slot.must_stay() == 0, "dirty data is never dropped");
         if let Some(frame) = self.index.get_mut(entry) {
             if frame.first == at {
                 frame.first = next;
@@ -527,7 +527,7 @@ impl Shard {
         let before = self.tally.held();
         while before - self.tally.held() < pages && !batch.is_full() {
             let slots = &self.slots;
-            let clean = |at| slots.get(at).is_some_and(|slot| slot.kept() == 0);
+            let clean = |at| slots.get(at).is_some_and(|slot| slot.must_stay() == 0);
             let Some(at) = self.policy.evict(clean) else { break };
             let pages = self.slots.get(at).map_or(0, |slot| slot.valid.count_ones());
             self.tally.evicted += u64::from(pages);

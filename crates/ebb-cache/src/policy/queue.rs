@@ -93,7 +93,7 @@ impl QueueEntry {
     }
 
     /// Whether its uses make it worth keeping: data that was expected to be used once needs two.
-    pub(super) fn kept(&self) -> bool {
+    pub(super) fn is_worth_keeping(&self) -> bool {
         self.uses() > u32::from(self.once())
     }
 

@@ -133,7 +133,7 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> S3Fifo<SMALL, WINDO
             let slot = self.queues.oldest(QueueKind::Cold)?;
             let entry = self.queues.get_mut(slot)?;
             let once = entry.once();
-            if entry.kept() {
+            if entry.is_worth_keeping() {
                 entry.reset_uses();
                 self.queues.shift(slot, if once { QueueKind::Small } else { QueueKind::Main });
             } else if may(slot) {
@@ -316,12 +316,12 @@ impl<const SMALL: u32, const WINDOW: u32, const GHOSTS: u32> EvictionPolicy
 
     fn coldest(&mut self, n: usize, out: &mut Vec<u32>) {
         let full = out.len().saturating_add(n);
-        self.list(QueueKind::Cold, |entry| !entry.kept(), full, out);
-        self.list(QueueKind::Small, |entry| !entry.kept(), full, out);
+        self.list(QueueKind::Cold, |entry| !entry.is_worth_keeping(), full, out);
+        self.list(QueueKind::Small, |entry| !entry.is_worth_keeping(), full, out);
         for uses in 0..=USES_MAX {
             self.list(QueueKind::Main, |entry| entry.uses() == uses, full, out);
         }
-        self.list(QueueKind::Cold, QueueEntry::kept, full, out);
-        self.list(QueueKind::Small, QueueEntry::kept, full, out);
+        self.list(QueueKind::Cold, QueueEntry::is_worth_keeping, full, out);
+        self.list(QueueKind::Small, QueueEntry::is_worth_keeping, full, out);
     }
 }

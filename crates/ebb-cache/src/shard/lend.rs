@@ -60,7 +60,7 @@ impl Shard {
             result.checked += 1;
             let Some(slot) = self.slots.get_mut(at) else { continue };
             slot.flags &= !QUEUED;
-            let free = slot.covers() & !slot.kept() & !slot.unwired();
+            let free = slot.covers() & !slot.must_stay() & !slot.unwired();
             let Some(buffer) = slot.buffer.as_mut().filter(|_| free != 0) else { continue };
             let rested = slot.flags & COLD != 0 || tick.wrapping_sub(slot.tick) >= idle;
             if !all && !rested {

@@ -18,7 +18,7 @@ impl BufferSlot {
     }
 
     /// Pages that must stay in memory.
-    pub(super) fn kept(&self) -> u16 {
+    pub(super) fn must_stay(&self) -> u16 {
         self.unsaved() | self.unstable()
     }
 }
