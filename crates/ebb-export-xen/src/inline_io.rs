@@ -160,7 +160,7 @@ impl Queue {
         InlineOutcome::Done(match moved {
             Ok(()) if !cursor.failed => Ok(()),
             Ok(()) => Err(Status::Error),
-            Err(_) => self.validate(moved),
+            Err(_) => self.status_of(moved),
         })
     }
 
@@ -229,7 +229,7 @@ impl Queue {
                 here.copy_from_slice(piece);
                 rest = after;
             });
-            if let Err(status) = self.validate(shown) {
+            if let Err(status) = self.status_of(shown) {
                 return InlineOutcome::Done(Err(status));
             }
         }
@@ -282,7 +282,7 @@ impl Queue {
                     piece.copy_from_slice(here);
                     rest = after;
                 });
-                result = self.validate(written);
+                result = self.status_of(written);
             }
             let status = result.err().unwrap_or(Status::Okay).code();
             let PendingCopy { entry, id, operation, .. } = request;

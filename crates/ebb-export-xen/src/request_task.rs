@@ -256,7 +256,7 @@ impl Queue {
         let buf = self.buffers.take(bytes).await;
         self.note_queued(task, Operation::Read);
         let (result, buf) = self.disk.volume.read(&self.io, buf, offset).await;
-        self.validate(result)?;
+        self.status_of(result)?;
         let (_, copied) = self.copy(task, buf, true).await;
         if copied { Ok(()) } else { Err(Status::Error) }
     }
@@ -276,7 +276,7 @@ impl Queue {
         if self.disk.volume.cache_mode() == Mode::Writeback && result.is_ok() {
             self.disk.unstable.note(&self.journal);
         }
-        self.validate(result)
+        self.status_of(result)
     }
 
     fn note_queued(&self, task: &SegmentTask, operation: Operation) {
@@ -301,7 +301,7 @@ impl Queue {
             self.disk.broken.store(true, Ordering::Relaxed);
             self.journal.note_broken();
         }
-        self.validate(result)
+        self.status_of(result)
     }
 
     async fn discard(&self, sector: u64, sectors: u64, secure: bool) -> Result<(), Status> {
@@ -315,10 +315,11 @@ impl Queue {
         }
         let offset = sector.checked_mul(SECTOR_BYTES).ok_or(Status::Error)?;
         let bytes = sectors.checked_mul(SECTOR_BYTES).ok_or(Status::Error)?;
-        self.validate(self.disk.volume.discard(&self.io, offset, bytes, false).await)
+        self.status_of(self.disk.volume.discard(&self.io, offset, bytes, false).await)
     }
 
-    pub(crate) fn validate(&self, result: Result<(), BlockError>) -> Result<(), Status> {
+    /// The status with which the guest receives the result of a request. Logs an error of the store.
+    pub(crate) fn status_of(&self, result: Result<(), BlockError>) -> Result<(), Status> {
         let Err(error) = result else { return Ok(()) };
         let refused = matches!(error.kind, ErrorKind::OutOfRange | ErrorKind::Invalid);
         if !refused && self.may_log() {
