@@ -197,7 +197,7 @@ impl Engine {
             }
             (Some(_), Some(_)) => return Ok(()),
             (Some((volume, _)), None) => {
-                self.retire(io, slot, &volume).await?;
+                self.withdraw(io, slot, &volume).await?;
                 tracing::info!(volume = slot.name(), "withdrawn");
             }
             (None, _) => slot.cancel_attempts(),
@@ -274,7 +274,7 @@ impl Engine {
                 return Ok(());
             }
         };
-        self.retire(io, slot, &volume).await?;
+        self.withdraw(io, slot, &volume).await?;
         // This releases the lock on its file.
         drop(volume);
         tracing::info!(volume = slot.name(), "withdrawn");
@@ -323,7 +323,7 @@ impl Engine {
 
     /// Waits until the requests of a volume's clients have completed, and writes its dirty data to the store, for as
     /// long as that takes.
-    async fn retire(
+    async fn withdraw(
         &self,
         io: &Io,
         slot: &VolumeSlot,
