@@ -54,7 +54,7 @@ impl Guests {
     }
 
     /// After [`Guests::begin_stop`]: waits until the guests' requests to this volume have completed.
-    pub(crate) async fn seen_off(&self, volume: &str) {
+    pub(crate) async fn wait_for_volume(&self, volume: &str) {
         let ending = lock(&self.ending).as_ref().map(|ending| ending.of(volume));
         if let Some(ending) = ending {
             ending.drained().await;

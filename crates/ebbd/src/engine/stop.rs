@@ -182,7 +182,7 @@ impl Engine {
         let name = job.volume.name();
         let clients = async {
             self.server.wait_for_volume(name).await;
-            self.guests.seen_off(name).await;
+            self.guests.wait_for_volume(name).await;
         };
         // A client that does not read its replies must not prevent its volume from being written back.
         let patience = async {
