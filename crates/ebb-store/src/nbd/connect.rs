@@ -20,7 +20,7 @@ use super::options::{NbdAddress, NbdError, NbdOptions};
 /// The time limit for connecting and negotiating together.
 pub(crate) const ATTEMPT: Duration = Duration::from_secs(10);
 /// A TCP connection whose peer acknowledges nothing for this long is lost.
-const SILENCE: Duration = Duration::from_secs(60);
+const TCP_PEER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A connection in transmission phase.
 #[derive(Debug)]
@@ -99,11 +99,11 @@ fn open_socket(address: &NbdAddress, deadline: Instant) -> io::Result<OwnedFd> {
 /// Lets the kernel detect a peer that vanished without closing the connection.
 fn enable_keepalive(fd: &OwnedFd) -> io::Result<()> {
     sockopt::set_socket_keepalive(fd, true)?;
-    sockopt::set_tcp_keepidle(fd, SILENCE / 4)?;
-    sockopt::set_tcp_keepintvl(fd, SILENCE / 10)?;
+    sockopt::set_tcp_keepidle(fd, TCP_PEER_TIMEOUT / 4)?;
+    sockopt::set_tcp_keepintvl(fd, TCP_PEER_TIMEOUT / 10)?;
     sockopt::set_tcp_keepcnt(fd, 5)?;
-    let silence = u32::try_from(SILENCE.as_millis()).unwrap_or(u32::MAX);
-    sockopt::set_tcp_user_timeout(fd, silence)?;
+    let timeout = u32::try_from(TCP_PEER_TIMEOUT.as_millis()).unwrap_or(u32::MAX);
+    sockopt::set_tcp_user_timeout(fd, timeout)?;
     Ok(())
 }
 
