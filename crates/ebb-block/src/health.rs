@@ -108,9 +108,9 @@ impl StoreHealth {
         text
     }
 
-    /// For a periodic check: how many requests have been in flight since the last check that
-    /// returned 0, or longer.
-    pub fn unanswered(&self) -> u64 {
+    /// For one periodic check: how many requests have been in flight since the last call that
+    /// returned 0, or longer. A call that returns 0 begins a new generation, so only one task may call this.
+    pub fn check_unanswered(&self) -> u64 {
         let younger = self.younger.load(Ordering::Relaxed) & 1;
         let left = self.generations[1 - younger].load(Ordering::Relaxed);
         if left == 0 {
@@ -127,18 +127,18 @@ mod tests {
     #[test]
     fn a_stuck_request_is_found_among_many_that_complete() {
         let health = StoreHealth::default();
-        assert_eq!(health.unanswered(), 0);
+        assert_eq!(health.check_unanswered(), 0);
         let stuck = health.begin();
         drop(health.begin());
-        assert_eq!(health.unanswered(), 0, "it may have begun just now");
+        assert_eq!(health.check_unanswered(), 0, "it may have begun just now");
         for _ in 0..10 {
             drop(health.begin());
             let _quick = health.begin();
-            assert_eq!(health.unanswered(), 1);
+            assert_eq!(health.check_unanswered(), 1);
         }
         drop(stuck);
-        assert_eq!(health.unanswered(), 0);
-        assert_eq!(health.unanswered(), 0);
+        assert_eq!(health.check_unanswered(), 0);
+        assert_eq!(health.check_unanswered(), 0);
     }
 
     #[test]

@@ -52,7 +52,7 @@ impl OutageMonitor {
             let Some(watched) = volume.watched() else { continue };
             let sample = StoreSample {
                 now,
-                unanswered: watched.unanswered(),
+                unanswered: watched.check_unanswered(),
                 failures: watched.failures(),
                 remote: volume.store_state(),
             };

@@ -15,7 +15,7 @@ const PERIOD: Duration = Duration::from_secs(60);
 /// The counters of a store at one moment.
 pub(super) struct StoreSample {
     pub(super) now: Instant,
-    /// See `StoreHealth::unanswered`.
+    /// See `StoreHealth::check_unanswered`.
     pub(super) unanswered: u64,
     /// See `StoreHealth::failures`.
     pub(super) failures: [u64; 3],
