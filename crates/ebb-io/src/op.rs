@@ -220,7 +220,7 @@ impl Io {
     /// Reads into `buf[range]` from `offset` (bytes) what the page cache holds, without waiting and
     /// without the ring. `None` when it holds nothing, or when many requests are in flight: then
     /// the ring is cheaper, with several operations per system call. For regular files opened without O_DIRECT.
-    pub fn read_cached(
+    pub fn read_page_cache(
         &self,
         fd: &Fd,
         buf: &mut Buf,

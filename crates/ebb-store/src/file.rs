@@ -137,7 +137,7 @@ impl FileStore {
         // completed them, and a buffered read waits for that lock: never on the worker's thread.
         let apart = self.block_device && !self.direct;
         if !self.direct && !apart {
-            done = io.read_cached(&self.fd, &mut buf, 0..length, offset).unwrap_or(0);
+            done = io.read_page_cache(&self.fd, &mut buf, 0..length, offset).unwrap_or(0);
         }
         while done < length {
             let range = done..length.min(done + TRANSFER_MAX);
