@@ -1,6 +1,6 @@
 //! A worker thread: its run queue, its event loop, and the interface for other threads.
 //!
-//! One iteration of the loop: run ready tasks (at most [`POLLS_PER_ITERATION`] polls, so that completions are processed
+//! One iteration of the loop: run ready tasks (at most [`TASKS_PER_ITERATION`], so that completions are processed
 //! in between), submit and wait in one system call, wake the tasks of completions and timers. While requests come
 //! quickly, the worker polls for a moment before it waits ([`crate::busy_poll`]).
 //!
@@ -38,8 +38,8 @@ use crate::timer::Timers;
 /// A spawned task; dropping it cancels the task, `detach` lets it run to completion.
 pub type Task<T> = async_task::Task<T>;
 
-/// The most polls of tasks in one iteration.
-const POLLS_PER_ITERATION: usize = 512;
+/// How many ready tasks one iteration runs at most; one that is ready again counts again.
+const TASKS_PER_ITERATION: usize = 512;
 /// Memory ceiling of a worker with its own memory.
 #[cfg(any(test, feature = "testing"))]
 const ALONE_BYTES: usize = 256 << 20;
@@ -445,8 +445,8 @@ impl Drop for WindDown<'_> {
 
 /// Runs ready tasks; false if there were none.
 fn run_ready() -> bool {
-    for polls in 0..POLLS_PER_ITERATION {
-        let Some(runnable) = READY.with_borrow_mut(next_ready) else { return polls > 0 };
+    for count in 0..TASKS_PER_ITERATION {
+        let Some(runnable) = READY.with_borrow_mut(next_ready) else { return count > 0 };
         runnable.run();
     }
     true
