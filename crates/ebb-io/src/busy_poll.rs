@@ -16,9 +16,12 @@
 //!   sleep; each further one lets twice as many pauses pass before the next attempt. An idle source costs nothing.
 //! - The worker polls only when it would otherwise sleep: never while a task is ready, an operation waits to be
 //!   submitted or a completion to be processed, and never past the next timer.
-//! - Unsuccessful polls take no more than one [`SHARE`]th of a worker's time, and at most half of the processors poll at once.
+//! - Unsuccessful polls take no more than one [`SHARE`]th of a worker's time, and at most half of the processors poll at once:
+//!   none of a machine with one, where a client could not run meanwhile. A guest has processors of its own, also where
+//!   the machine is a Xen control domain with one: so one worker may always poll guest rings.
 //! - Polling gives way: a worker that polls while no processor of the machine is idle, or that waits for its own processor,
-//!   stops doing so for a time that doubles from [`GIVE_WAY_FIRST`] to [`GIVE_WAY_MAX`].
+//!   stops doing so for a time that doubles from [`GIVE_WAY_FIRST`] to [`GIVE_WAY_MAX`]. Of a single processor only the
+//!   waiting counts, since it is never idle while the worker polls.
 //! - With `poll_us` 0, and in a simulation, there is no polling and no system call for it.
 
 mod load;
@@ -56,9 +59,12 @@ pub struct PollParameters {
     /// How long a worker polls a source before it sleeps: microseconds for each request since the source last waited; 0
     /// disables polling. It applies the next time a source waits.
     pub poll_us: Parameter<u32>,
-    /// How many workers may poll at once, and how many do.
+    /// How many workers may poll at once, how many if they poll guest rings, and how many do.
     pollers_max: u32,
+    ring_pollers_max: u32,
     pollers: AtomicU32,
+    /// The process has one processor.
+    alone: bool,
     /// Whether to give way to other programs.
     gives_way: bool,
 }
@@ -71,12 +77,24 @@ impl Default for PollParameters {
 }
 
 impl PollParameters {
-    /// Parameters for this machine: at most half of the processors that the process may use poll at once.
+    /// Parameters for this machine: at most half of the processors that the process may use poll at once, and at least
+    /// one may poll guest rings.
     #[must_use]
     pub fn new(poll_us: Parameter<u32>) -> PollParameters {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
+        PollParameters::with_processors(poll_us, processors)
+    }
+
+    fn with_processors(poll_us: Parameter<u32>, processors: usize) -> PollParameters {
         let pollers_max = u32::try_from(processors / 2).unwrap_or(u32::MAX);
-        PollParameters { poll_us, pollers_max, pollers: AtomicU32::new(0), gives_way: true }
+        PollParameters {
+            poll_us,
+            pollers_max,
+            ring_pollers_max: pollers_max.max(1),
+            pollers: AtomicU32::new(0),
+            alone: processors <= 1,
+            gives_way: true,
+        }
     }
 
     /// Parameters with which every worker may poll at any time, however busy the machine is.
@@ -85,6 +103,7 @@ impl PollParameters {
     pub fn unrestrained(poll_us: u32) -> PollParameters {
         PollParameters {
             pollers_max: u32::MAX,
+            ring_pollers_max: u32::MAX,
             gives_way: false,
             ..PollParameters::new(Parameter::new(poll_us))
         }
@@ -94,9 +113,10 @@ impl PollParameters {
         Duration::from_micros(self.poll_us.get().into())
     }
 
-    /// Permission to poll, unless as many workers poll as may.
-    fn begin(&self) -> Option<Polling<'_>> {
-        let more = |pollers: u32| (pollers < self.pollers_max).then_some(pollers + 1);
+    /// Permission to poll, among others guest rings if `rings`, unless as many workers poll as may.
+    fn begin(&self, rings: bool) -> Option<Polling<'_>> {
+        let most = if rings { self.ring_pollers_max } else { self.pollers_max };
+        let more = |pollers: u32| (pollers < most).then_some(pollers + 1);
         self.pollers.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
         Some(Polling(self))
     }
@@ -170,7 +190,8 @@ impl PollShare {
         if took > 2 * WINDOW {
             return;
         }
-        let starved = load.idle.saturating_sub(before.idle) < took / IDLE_PART
+        let idle = load.idle.zip(before.idle).map(|(idle, before)| idle.saturating_sub(before));
+        let starved = idle.is_some_and(|idle| idle < took / IDLE_PART)
             || load.delayed.saturating_sub(before.delayed) > took / DELAYED_PART;
         if starved {
             self.window = None;

@@ -8,8 +8,8 @@ use std::time::Duration;
 /// Totals since some point in the past; only differences count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LoadSample {
-    /// How long the processors of the machine were idle, all together.
-    pub(crate) idle: Duration,
+    /// How long the processors of the machine were idle, all together; `None` if that is unknown, or if there is only one.
+    pub(crate) idle: Option<Duration>,
     /// How long this thread was ready to run, but waited for a processor.
     pub(crate) delayed: Duration,
 }
@@ -25,20 +25,20 @@ pub(crate) struct LoadReader {
 }
 
 impl LoadReader {
-    /// For the calling thread.
-    pub(crate) fn open() -> LoadReader {
+    /// For the calling thread; `alone`: the process has one processor.
+    pub(crate) fn open(alone: bool) -> LoadReader {
         LoadReader {
-            uptime: File::open("/proc/uptime").ok(),
+            uptime: if alone { None } else { File::open("/proc/uptime").ok() },
             schedstat: File::open("/proc/thread-self/schedstat").ok(),
         }
     }
 
-    /// The totals now. `None` if the machine's cannot be read: then polling gives way to nothing. A delay that cannot be
-    /// read counts as none.
-    pub(crate) fn read(&self) -> Option<LoadSample> {
-        let idle = Duration::try_from_secs_f64(second(self.uptime.as_ref()?)?).ok()?;
+    /// The totals now. A delay that cannot be read counts as none.
+    pub(crate) fn read(&self) -> LoadSample {
+        let idle = self.uptime.as_ref().and_then(second);
+        let idle = idle.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
         let delayed = self.schedstat.as_ref().and_then(second);
-        Some(LoadSample { idle, delayed: delayed.map(Duration::from_nanos).unwrap_or_default() })
+        LoadSample { idle, delayed: delayed.map(Duration::from_nanos).unwrap_or_default() }
     }
 }
 
@@ -56,10 +56,11 @@ mod tests {
 
     #[test]
     fn the_load_of_this_machine_can_be_read() {
-        let reader = LoadReader::open();
-        let before = reader.read().unwrap();
-        assert!(before.idle > Duration::ZERO);
-        let later = reader.read().unwrap();
+        let reader = LoadReader::open(false);
+        let before = reader.read();
+        assert!(before.idle > Some(Duration::ZERO));
+        let later = reader.read();
         assert!(later.idle >= before.idle && later.delayed >= before.delayed);
+        assert_eq!(LoadReader::open(true).read().idle, None);
     }
 }

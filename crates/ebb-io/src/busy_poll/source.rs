@@ -125,18 +125,23 @@ impl PollList {
 
     /// Permission to poll, and until when; `None`: the worker must not poll now.
     pub(crate) fn begin(&self, now: Instant) -> Option<(Polling<'_>, Instant)> {
-        let until = self.list.borrow().iter().map(|source| source.until.get()).max()?;
+        let (until, rings) = {
+            let list = self.list.borrow();
+            let rings = list.iter().any(|source| source.check.is_some());
+            // With one processor only guest rings are worth polling.
+            let polled = list.iter().filter(|s| !self.parameters.alone || s.check.is_some());
+            (polled.map(|source| source.until.get()).max()?, rings)
+        };
         let mut share = self.share.borrow_mut();
         if self.parameters.gives_way && share.wants_load(now) {
             let mut reader = self.load.borrow_mut();
-            if let Some(load) = reader.get_or_insert_with(LoadReader::open).read() {
-                share.note_load(load, now);
-            }
+            let reader = reader.get_or_insert_with(|| LoadReader::open(self.parameters.alone));
+            share.note_load(reader.read(), now);
         }
         if !share.permits(until.saturating_duration_since(now), now) {
             return None;
         }
-        Some((self.parameters.begin()?, until))
+        Some((self.parameters.begin(rings)?, until))
     }
 
     /// Notes how a poll ended.

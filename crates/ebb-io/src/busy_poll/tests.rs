@@ -54,7 +54,7 @@ struct Machine {
 impl Machine {
     fn new() -> Machine {
         let start = Instant::now();
-        let load = LoadSample { idle: ms(5000), delayed: Duration::ZERO };
+        let load = LoadSample { idle: Some(ms(5000)), delayed: Duration::ZERO };
         Machine { share: PollShare::new(start), start, now: start, load, polled: Duration::ZERO }
     }
 
@@ -69,7 +69,7 @@ impl Machine {
                 self.polled += ms(1);
             }
             self.now += ms(1);
-            self.load.idle += idle;
+            self.load.idle = self.load.idle.map(|total| total + idle);
             self.load.delayed += delayed;
         }
         self.polled - before
@@ -114,15 +114,52 @@ fn polling_resumes_when_a_processor_is_idle_again() {
 
 #[test]
 fn only_so_many_workers_poll_at_once() {
-    let mut parameters = PollParameters { pollers_max: 2, ..PollParameters::default() };
-    let first = parameters.begin();
-    let second = parameters.begin();
-    assert!(first.is_some() && second.is_some() && parameters.begin().is_none());
+    let parameters = PollParameters { pollers_max: 2, ..PollParameters::default() };
+    let first = parameters.begin(false);
+    let second = parameters.begin(false);
+    assert!(first.is_some() && second.is_some() && parameters.begin(false).is_none());
     drop(first);
-    assert!(parameters.begin().is_some());
+    assert!(parameters.begin(false).is_some());
     drop(second);
-    parameters.pollers_max = 0;
-    assert!(parameters.begin().is_none(), "one processor: the peer could not run meanwhile");
+    let one = PollParameters::with_processors(Parameter::new(100), 1);
+    assert!(one.begin(false).is_none(), "a client could not run meanwhile");
+    assert!(one.begin(true).is_some(), "a guest has processors of its own");
+}
+
+/// Whether a worker of a machine with so many processors polls a guest ring, and a socket.
+fn polls_with(processors: usize) -> (bool, bool) {
+    let mut polling = PollParameters::with_processors(Parameter::new(1000), processors);
+    polling.gives_way = false;
+    let memory = Memory::new(MemoryOptions::new(64 << 20, Instant::now())).unwrap();
+    let worker = Worker::start_polling("some", &memory, &Arc::new(polling)).unwrap();
+    let seen = worker.handle().block_on(|io| async move {
+        let ring = io.poll_source_in_memory(|| true);
+        hurry(&ring);
+        let ring = ring.poll().await;
+        let socket = io.poll_source();
+        // Its pauses depend on when the machine runs the worker: several attempts.
+        for _ in 0..100 {
+            for _ in 0..16 {
+                socket.wait();
+                io.sleep(Duration::from_micros(50)).await;
+                socket.note_requests(1);
+            }
+            socket.wait();
+            io.sleep(Duration::from_millis(5)).await;
+            socket.note_requests(1);
+            if io.stats().unsuccessful_polls > 0 {
+                return (ring, true);
+            }
+        }
+        (ring, false)
+    });
+    seen.unwrap()
+}
+
+#[test]
+fn with_a_single_processor_only_guest_rings_are_polled() {
+    assert_eq!(polls_with(2), (true, true));
+    assert_eq!(polls_with(1), (true, false));
 }
 
 proptest! {
@@ -149,7 +186,11 @@ proptest! {
 /// A worker with quick sources that never may poll, as while polling gives way.
 fn forbidden() -> Worker {
     let memory = Memory::new(MemoryOptions::new(64 << 20, Instant::now())).unwrap();
-    let polling = PollParameters { pollers_max: 0, ..PollParameters::unrestrained(1000) };
+    let polling = PollParameters {
+        pollers_max: 0,
+        ring_pollers_max: 0,
+        ..PollParameters::unrestrained(1000)
+    };
     Worker::start_polling("forbidden", &memory, &Arc::new(polling)).unwrap()
 }
 
