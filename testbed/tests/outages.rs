@@ -111,7 +111,7 @@ fn a_server_that_does_not_reply_is_logged_after_ten_seconds_and_so_is_its_reply(
     expect(&server, ANSWERED, 1..=1)?;
     let log = server.log();
     let told = lines(&log, SILENT)[0];
-    for part in ["WARN", "volume=\"disk\"", "store.sock", "requests=", "`silence`"] {
+    for part in ["WARN", "volume=\"disk\"", "store.sock", "requests=", "`?silence=SECONDS`"] {
         check(told.contains(part), || format!("no `{part}` in: {told}"))?;
     }
     server.healthy()?;
