@@ -111,6 +111,41 @@ fn statistics_are_available_when_no_descriptors_are_left() -> Result {
     check(status.and_then(|s| s.code()) == Some(0), || format!("{status:?}"))
 }
 
+/// With fewer descriptors than volumes the daemon serves as many as leave some for clients, and says why not all.
+#[test]
+fn volumes_leave_descriptors_to_clients() -> Result {
+    let setup = Setup::new()?;
+    let (socket, control) = (setup.socket(), setup.dir().join("control.sock"));
+    let mut config = String::new();
+    for number in 0..100 {
+        let path = setup.dir().join(format!("v{number}.img"));
+        fs::File::create(&path)
+            .and_then(|file| file.set_len(1 << 20))
+            .map_err(Error::io("an image"))?;
+        config += &format!("[volume.v{number}]\nstore = \"file:{}\"\n", path.display());
+    }
+    let file = setup.dir().join("ebbd.toml");
+    fs::write(&file, config).map_err(Error::io("write a configuration"))?;
+    let log = setup.dir().join("log");
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 80; exec \"$@\"", "sh"]).arg(binary::ebbd(Build::AsTests)?);
+    command.args(["serve", "--workers", "1", "--config"]).arg(&file).arg("--listen");
+    command.arg(format!("unix:{}", socket.display())).arg("--control").arg(&control);
+    command.stderr(fs::File::create(&log).map_err(Error::io("the log"))?);
+    let mut daemon = Daemon(command.spawn().map_err(Error::io("start"))?);
+    let served = until("a client", SOON, || {
+        Ok((0..100).find_map(|number| Client::open(&socket, &format!("v{number}")).ok()))
+    })?;
+    let stat = Tool::new(binary::ebbd(Build::AsTests)?).args(["stat", "--control"]);
+    let stat = stat.arg(&control).limit(SOON).ok()?.stdout;
+    check(stat.contains("raise LimitNOFILE"), || format!("no remedy:\n{stat}"))?;
+    drop(served);
+    daemon.signal(Signal::TERM)?;
+    let status = process::wait(&mut daemon.0, SOON)?;
+    let text = fs::read_to_string(&log).unwrap_or_default();
+    check(status.and_then(|s| s.code()) == Some(0), || format!("{status:?}\n{text}"))
+}
+
 #[test]
 fn a_stop_does_not_wait_for_a_socket_that_another_server_has() -> Result {
     let setup = Setup::new()?;

@@ -1,6 +1,8 @@
 //! Opens the store of a volume's configuration, and makes the volume of it.
 
+use std::fs::File;
 use std::io::ErrorKind;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,6 +15,7 @@ use ebb_store::{
     NbdTls, NbdTlsKeys, NullStore, OpenError, OpenOptions, Store,
 };
 use ebb_volume::{Stop, Volume, VolumeOptions};
+use rustix::process::{Resource, getrlimit};
 
 /// Why the store of a volume could not be opened.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +36,16 @@ pub enum StoreError {
     /// The thread that opens it could not be started.
     #[error("cannot start a thread to open the store: raise TasksMax, or the limit of processes")]
     Thread(#[source] std::io::Error),
+    /// With it open, too few descriptors would be left for sockets and clients.
+    #[error(
+        "{store}: too few of the {limit} file descriptors would be left for clients: raise LimitNOFILE"
+    )]
+    Descriptors {
+        /// The store.
+        store: String,
+        /// The limit of open files.
+        limit: u64,
+    },
     /// Another volume has the file.
     #[error(
         "{store}: volume {other} is on the same file: give each a file of its own, or set \
@@ -289,11 +302,39 @@ fn file_options(config: &VolumeConfig, expected: &Expected) -> OpenOptions {
     }
 }
 
+/// Descriptors that volumes leave free, for sockets and clients; with a low limit a quarter of it.
+const DESCRIPTORS_FREE: u64 = 64;
+
+/// Fails if fewer descriptors are free than volumes leave to others. The kernel gives out the lowest free one.
+fn check_descriptors(store: &StoreUri) -> Result<(), StoreError> {
+    let Some(limit) = getrlimit(Resource::Nofile).current else { return Ok(()) };
+    let lowest = File::open("/dev/null").ok().and_then(|file| u64::try_from(file.as_raw_fd()).ok());
+    if lowest.is_some_and(|lowest| lowest + DESCRIPTORS_FREE.min(limit / 4) < limit) {
+        return Ok(());
+    }
+    Err(StoreError::Descriptors { store: store.to_string(), limit })
+}
+
 /// Opens the store of a volume, and logs its notes for the operator.
 ///
 /// # Errors
-/// Those of the store, each with a remedy.
+/// Those of the store, each with a remedy; [`StoreError::Descriptors`].
 pub fn open_store(
+    name: &str,
+    config: &VolumeConfig,
+    expected: &Expected,
+) -> Result<Store, StoreError> {
+    if matches!(config.store, StoreUri::Memory(_) | StoreUri::Null(_)) {
+        return open_any_store(name, config, expected);
+    }
+    check_descriptors(&config.store)?;
+    let store = open_any_store(name, config, expected)?;
+    // Again: others were opened meanwhile.
+    check_descriptors(&config.store)?;
+    Ok(store)
+}
+
+fn open_any_store(
     name: &str,
     config: &VolumeConfig,
     expected: &Expected,
