@@ -227,8 +227,8 @@ pub const POLL_US: TypedKey<u32> = TypedKey::new(&Definition {
           success is followed by sleep: idle clients cost nothing. Polls without success take at \
           most a sixteenth of a worker's time; at most half of the processors poll at once, so \
           of a machine with a single one only rings of guests are polled: guests have processors of \
-          their own. Where no processor is idle polling gives way to other programs, for 1 second at first and 32 seconds at most, and then tries again for a \
-          tenth of a second.\n\n\
+          their own. Where no processor is idle polling gives way to other programs, for 1 second \
+          at first and 32 seconds at most, and then tries again for a tenth of a second.\n\n\
           With 0 nothing is polled, which uses the least processor time and gives the highest \
           latency to a single request. `ebbd stat --json` shows how often each worker polled with \
           and without success.",
