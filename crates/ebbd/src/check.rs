@@ -1,13 +1,12 @@
 //! `--check`: checks whether a configuration can be served, also while a daemon serves it.
 
-use std::collections::BTreeMap;
-use std::path::Path;
-
 use anyhow::Context;
 use ebb_block::BlockStore;
 use ebb_config::{Config, Listen, TlsSetting};
 use ebb_export_nbd::ServerTls;
+use std::collections::BTreeMap;
 
+use crate::listener;
 use crate::setup::tls_context;
 use crate::stores::{Expected, FileIdentity, inspect, is_in_use, open_store, to_be_created};
 
@@ -61,34 +60,30 @@ fn open_all(config: &Config, mut say: impl FnMut(String)) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Checks that the directories of unix sockets exist.
+/// Checks the addresses of NBD, the control socket and the page.
 fn check_sockets(config: &Config) -> anyhow::Result<()> {
-    let unix = |address: &Listen| match address {
-        Listen::Unix(path) => Some(path.clone()),
-        Listen::Tcp(_) => None,
-    };
-    for path in config.listen.iter().filter_map(unix).chain(config.control.clone()) {
-        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-        if !folder.unwrap_or(Path::new(".")).is_dir() {
-            let path = path.display();
-            anyhow::bail!("cannot listen at unix:{path}: its directory does not exist: create it");
-        }
+    let control = config.control.clone().map(Listen::Unix);
+    let page = config.web.clone().map(Listen::Tcp);
+    for address in config.listen.iter().cloned().chain(control).chain(page) {
+        listener::check(&address)?;
     }
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]
-    fn a_configuration_is_checked_while_a_daemon_serves_it_and_sockets_need_directories() {
+    fn a_configuration_is_checked_while_a_daemon_serves_it() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("image");
         let checked = |listen: &str| {
             let (at, path) = (folder.path().display(), path.display());
             let text = format!(
-                "listen = ['unix:{at}/{listen}']\n[volume.disk]\nstore = 'file:{path}'\n\
+                "listen = ['unix:{at}/{listen}']\ncontrol = '{at}/control'\n[volume.disk]\nstore = 'file:{path}'\n\
                  size = '1M'\ncreate = true\n"
             );
             let args = ebb_config::ServeArgs::default();
@@ -106,5 +101,8 @@ mod tests {
         assert!(checked("s").unwrap()[0].starts_with("ok volume disk: 1048576 bytes"));
         let error = format!("{:#}", checked("none/s").unwrap_err());
         assert!(error.contains("its directory does not exist: create it"), "{error}");
+        std::fs::write(folder.path().join("control"), "").unwrap();
+        let error = format!("{:#}", checked("s").unwrap_err());
+        assert!(error.contains("control: exists and is not a socket: remove it"), "{error}");
     }
 }

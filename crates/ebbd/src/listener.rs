@@ -90,6 +90,38 @@ pub fn open(address: &Listen, end: &AtomicBool) -> Result<Listener, ListenError>
     }
 }
 
+/// Checks whether a socket can be opened at an address, while a daemon may have its own there. Opens nothing.
+///
+/// # Errors
+/// [`ListenError`].
+pub fn check(address: &Listen) -> Result<(), ListenError> {
+    let failed = |name: String| move |source| bind_error(&name, source);
+    match address {
+        Listen::Unix(path) => {
+            let failed = failed(format!("unix:{}", path.display()));
+            match std::fs::symlink_metadata(path) {
+                Ok(found) if !found.file_type().is_socket() => {
+                    return Err(ListenError::NotASocket { path: path.into() });
+                }
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+                    std::fs::metadata(folder.unwrap_or(Path::new("."))).map_err(&failed)?;
+                }
+                Err(error) => return Err(failed(error)),
+            }
+            rustix::net::SocketAddrUnix::new(path).map_err(|error| failed(error.into())).map(drop)
+        }
+        Listen::Tcp(address) => {
+            let failed = failed(format!("tcp:{address}"));
+            let mut found: Vec<_> = address.to_socket_addrs().map_err(&failed)?.collect();
+            // Any port shows whether the address is one of this host.
+            found.iter_mut().for_each(|address| address.set_port(0));
+            TcpListener::bind(found.as_slice()).map_err(failed).map(drop)
+        }
+    }
+}
+
 /// Opens a unix socket that only the daemon's user may connect to; `end` as for [`open`].
 ///
 /// # Errors
@@ -153,9 +185,19 @@ fn try_connect(path: &Path) -> rustix::io::Result<()> {
 }
 
 fn bind_error(name: &str, source: io::Error) -> ListenError {
+    let tcp = name.starts_with("tcp:");
     let remedy = match source.kind() {
         io::ErrorKind::NotFound => ": its directory does not exist: create it",
+        io::ErrorKind::PermissionDenied if tcp => ": ports below 1024 need privileges",
         io::ErrorKind::PermissionDenied => ": give the daemon's user write access to its directory",
+        io::ErrorKind::AddrInUse if tcp => {
+            ": another server uses it: stop that server, or use another port"
+        }
+        io::ErrorKind::AddrNotAvailable => ": this host has no such address",
+        // The resolver's errors have no kind of their own, and no error number.
+        _ if tcp && source.raw_os_error().is_none() => {
+            ": its name has no address: correct it, or give an IP address"
+        }
         _ => "",
     };
     ListenError::Bind { address: name.to_owned(), remedy, source }
@@ -164,17 +206,7 @@ fn bind_error(name: &str, source: io::Error) -> ListenError {
 fn tcp(address: &str) -> Result<Listener, ListenError> {
     let name = format!("tcp:{address}");
     let bind = || TcpListener::bind(address.to_socket_addrs()?.collect::<Vec<_>>().as_slice());
-    let socket = bind().map_err(|source| {
-        let remedy = match source.kind() {
-            io::ErrorKind::AddrInUse => {
-                ": another server uses it: stop that server, or use another port"
-            }
-            io::ErrorKind::AddrNotAvailable => ": this host has no such address",
-            io::ErrorKind::PermissionDenied => ": ports below 1024 need privileges",
-            _ => "",
-        };
-        ListenError::Bind { address: name.clone(), remedy, source }
-    })?;
+    let socket = bind().map_err(|source| bind_error(&name, source))?;
     let name = socket.local_addr().map_or(name, |address| format!("tcp:{address}"));
     Ok(Listener { fd: socket.into(), name, own: None })
 }
@@ -262,6 +294,33 @@ mod tests {
         assert!(matches!(open_private(&path), Err(ListenError::InUse { .. })));
         drop(listener);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn an_address_that_cannot_be_listened_at_is_found_without_listening() {
+        let folder = tempfile::tempdir().unwrap();
+        let unix = |name: &str| Listen::Unix(folder.path().join(name));
+        let tcp = |address: &str| Listen::Tcp(address.to_owned());
+        std::fs::write(folder.path().join("file"), "").unwrap();
+        let served = UnixListener::bind(folder.path().join("served")).unwrap();
+        let port = TcpListener::bind("127.0.0.1:0").unwrap();
+        let in_use = port.local_addr().unwrap().to_string();
+        for good in [unix("new"), unix("served"), tcp("127.0.0.1:1"), tcp("[::]:0"), tcp(&in_use)] {
+            check(&good).unwrap_or_else(|error| panic!("{good:?}: {error}"));
+        }
+        assert!(!folder.path().join("new").exists(), "it listens");
+        drop((served, port));
+        for (bad, expected) in [
+            (unix("file"), "exists and is not a socket"),
+            (unix("none/s"), "directory does not exist"),
+            (unix("file/s"), "file/s"),
+            (unix(&"x".repeat(200)), "xxx"),
+            (tcp("192.0.2.1:1"), "this host has no such address"),
+            (tcp("name.invalid:1"), "its name has no address"),
+        ] {
+            let error = check(&bad).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
     }
 
     #[test]
