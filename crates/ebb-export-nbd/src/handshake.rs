@@ -70,14 +70,14 @@ pub struct HandshakeLimits {
 }
 
 impl Default for HandshakeLimits {
-    /// 64 KiB per option, 8192 options, 16 MiB in all, 128 queries.
+    /// 64 KiB per option, 65,536 options, 16 MiB in all, 128 queries.
     ///
     /// A client that lists a server in one connection sends two options per export
-    /// (`qemu-nbd --list` does): the number of options suffices for 4000 exports.
+    /// (`qemu-nbd --list` does): the number of options suffices for 32,000 exports with names of 200 bytes.
     fn default() -> Self {
         Self {
             option_bytes_max: 64 << 10,
-            options_max: 8192,
+            options_max: 1 << 16,
             bytes_max: 16 << 20,
             queries_max: 128,
         }

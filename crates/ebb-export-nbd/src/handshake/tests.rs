@@ -349,6 +349,16 @@ fn wrong_magic_closes() {
     assert_eq!(talk.send(&option(3, b"")), Err(HandshakeError::Ended));
 }
 
+/// `nbdinfo --list` sends two options for each export, on one connection.
+#[test]
+fn a_client_can_list_a_server_with_many_exports() {
+    let mut talk = Talk::begun(HandshakePolicy::default());
+    for _ in 0..30_000 {
+        talk.send(&option(6, &go_payload("disk", &[1, 2, 3]))).unwrap();
+        talk.send(&option(9, &[&counted("disk")[..], &[0; 4]].concat())).unwrap();
+    }
+}
+
 #[test]
 fn a_handshake_is_bounded_in_options_and_bytes() {
     let limits = HandshakeLimits { options_max: 3, ..HandshakeLimits::default() };
