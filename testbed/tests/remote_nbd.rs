@@ -6,11 +6,13 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
+use testbed::harness::binary::{self, Build};
+use testbed::harness::nbd::Client;
 use testbed::harness::pattern::content;
 use testbed::harness::process;
 use testbed::harness::server::Setup;
 use testbed::harness::tls::{Authority, Role, pre_shared_keys};
-use testbed::{Error, Result, Server, Tool};
+use testbed::{Error, Result, Server, Tool, check};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 64 * MIB;
@@ -267,4 +269,63 @@ fn an_unreachable_server_is_named_with_a_remedy() -> Result {
     outcome.check(outcome.stderr.contains("is it running there?"), "a remedy")?;
     let outcome = checked("disk=nbd://127.0.0.1:1/")?;
     outcome.check(outcome.stderr.contains("127.0.0.1:1: cannot connect"), "the address")
+}
+
+/// Extended on the server while it is used, through nbdkit (which sends each new connection the size of its file) and
+/// through qemu-nbd (which is restarted with the larger image, and permits one connection).
+#[test]
+fn a_remote_volume_follows_its_export() -> Result {
+    for (program, cache) in [
+        ("nbdkit", "none"),
+        ("nbdkit", "writeback"),
+        ("qemu-nbd", "none"),
+        ("qemu-nbd", "writeback"),
+    ] {
+        let setup = Setup::new()?;
+        let mut store = match program {
+            "nbdkit" => Backend::nbdkit(setup.dir(), &[])?,
+            _ => {
+                let image = setup.dir().join("backend.img");
+                let file = File::create(&image).map_err(Error::io("make an image"))?;
+                file.set_len(SIZE).map_err(Error::io("make an image"))?;
+                let image = image.display().to_string();
+                let all = ["--persistent", "--format=raw", "--socket=SOCKET", &image];
+                Backend::start(setup.dir(), program, &all)?
+            }
+        };
+        let image = setup.dir().join("backend.img");
+        let control = setup.dir().join("control.sock");
+        let volume = format!("{},cache={cache}", store.volume("nbd+unix", ""));
+        let setup = setup.volume(&volume).arg("--control").arg(&control).args(["--workers", "2"]);
+        let mut server = setup.start()?;
+        let mut client = Client::open(&server.socket(), "disk")?;
+        client.write(SIZE - 4096, &content(1, 0, 4096), 0)?;
+        let file = File::options().write(true).open(&image);
+        let file = file.map_err(Error::io("open the image"))?;
+        file.set_len(SIZE * 2).map_err(Error::io("extend the image"))?;
+        if program == "qemu-nbd" {
+            store.kill()?;
+            store.restart()?;
+        }
+        check(client.read(SIZE - 4096, 4096)? == content(1, 0, 4096), || "the old end".into())?;
+        let ebbd = binary::ebbd(Build::AsTests)?;
+        let resize = Tool::new(&ebbd).args(["resize", "disk", "--control"]).arg(&control).ok()?;
+        let expected = format!("disk: {SIZE} -> {}\n", SIZE * 2);
+        resize.check(resize.stdout == expected, &expected)?;
+        let mut late = Client::open(&server.socket(), "disk")?;
+        late.write(SIZE * 2 - 4096, &content(2, 0, 4096), 0)?;
+        late.flush()?;
+        client.flush()?;
+        let bytes = fs::read(&image).map_err(Error::io("read the image"))?;
+        let size = usize::try_from(SIZE).unwrap_or(usize::MAX);
+        for (end, seed) in [(size, 1), (size * 2, 2)] {
+            check(bytes[end - 4096..end] == content(seed, 0, 4096), || {
+                format!("{program}, {cache}: what was flushed is not in the image before {end}")
+            })?;
+        }
+        check(!server.log().contains("was lost and made again"), || server.log())?;
+        server.healthy()?;
+        server.stop()?;
+    }
+    Ok(())
 }

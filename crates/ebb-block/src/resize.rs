@@ -11,7 +11,7 @@ use crate::error::BlockError;
 /// The size that a store is to have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resize {
-    /// Bytes; `None`: the size that the file or device has grown to.
+    /// Bytes; `None`: the size that the file, device or export has now.
     pub to: Option<u64>,
     /// Allow shrinking: the data beyond the new end is lost.
     pub shrink: bool,
@@ -51,6 +51,17 @@ pub enum ResizeError {
         /// Its size, bytes.
         size: u64,
     },
+    /// A remote export cannot be resized by the daemon.
+    #[error(
+        "the server's export has {size} bytes: resize it on the server, then resize the volume without a size"
+    )]
+    Server {
+        /// Its size, bytes.
+        size: u64,
+    },
+    /// The server did not return the size of its export, or the export cannot be used with it.
+    #[error("the size of the server's export is not known, so the volume keeps its size")]
+    Remote(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// Requests of the old size did not complete in time.
     #[error(
         "earlier requests did not complete within {seconds} s, so it keeps its size: \

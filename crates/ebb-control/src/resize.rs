@@ -50,7 +50,7 @@ pub(super) async fn resize(shared: &ControlContext, name: String, body: ResizeBo
 fn refusal(error: &ResizeError) -> ApiRefusal {
     let (status, kind) = match error {
         ResizeError::Sectors { .. } => (StatusCode::UNPROCESSABLE_ENTITY, "invalid_value"),
-        ResizeError::Io(_) => (StatusCode::INTERNAL_SERVER_ERROR, "io"),
+        ResizeError::Io(_) | ResizeError::Remote(_) => (StatusCode::INTERNAL_SERVER_ERROR, "io"),
         _ => (StatusCode::CONFLICT, "not_resized"),
     };
     let text = error.to_string();
@@ -61,6 +61,9 @@ fn refusal(error: &ResizeError) -> ApiRefusal {
     };
     let remedy = match error {
         ResizeError::Io(error) => for_the_file(error),
+        ResizeError::Remote(_) => {
+            "its requests go on with the former size: see the cause, then try again"
+        }
         _ => "writes to the store fail: check the store, then try again",
     };
     ApiRefusal::new(status, kind, format!("{message} ({cause})"), remedy)

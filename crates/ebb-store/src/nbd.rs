@@ -24,8 +24,9 @@
 //!     was lost, the next flush fails, once, and reports how many. For servers with such a cache.
 //! - For a server that does not offer flush, `flush` succeeds: it declares that it has no volatile
 //!   cache.
-//! - An export that returns with another size, smaller blocks or fewer features is not used: the
-//!   attempt to connect fails, and the reason is in [`StoreState::last_error`].
+//! - An export that returns smaller, with smaller blocks or with fewer features is not used: the
+//!   attempt to connect fails, and the reason is in [`StoreState::last_error`]. One that has grown
+//!   is served with its former size until the store is resized.
 //! - A server that still executes a request of a lost connection, after the same request was
 //!   acknowledged on a new one, can undo a later write. The protocol has no fence against this;
 //!   servers avoid it by completing the requests of a connection before they release it.
@@ -59,12 +60,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use ebb_block::unaligned::{self, Blocks};
 use ebb_block::{
     BlockError, BlockLock, BlockStore, BufResult, Capabilities, DeviceIdentity, ErrorKind, Extent,
-    Identity, Operation, Remaining, Resize, ResizeError, SECTOR, Tracking, ZeroFlags, push_extent,
+    Identity, Operation, Remaining, Resize, ResizeError, SECTOR, Tracking, ZeroFlags,
+    check_size_change, push_extent,
 };
 use ebb_io::{Buf, Io};
 use ebb_nbd_proto::{Command, CommandFlags, Errno, TransmissionFlags};
 use ebb_tls::{ClientTls, TlsError};
 
+use connect::connect_off_worker;
 use link::Remote;
 pub use options::{
     LostWrites, NbdAddress, NbdError, NbdOptions, NbdTls, NbdTlsKeys, RECONNECT_DEFAULT,
@@ -114,6 +117,7 @@ impl NbdStore {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let tls = options.tls.as_ref().map(|tls| client_tls(&options.address, tls)).transpose()?;
         let export = connect::connect(&options, tls.as_ref())?.disconnect();
+        export.check(&options)?;
         let mut notes = Vec::new();
         if !export.offers(TransmissionFlags::SEND_FLUSH) && !options.read_only {
             notes.push("the server does not offer flush: it decides when writes are stable".into());
@@ -123,7 +127,8 @@ impl NbdStore {
         }
         let unaligned = (u64::from(export.min_block) > SECTOR).then(BlockLock::default);
         let shared = RemoteState::new(options.lost_writes);
-        let remote = Arc::new(Remote { options, tls, export, shared });
+        let (size, size_seen) = (AtomicU64::new(export.size), AtomicU64::new(export.size));
+        let remote = Arc::new(Remote { options, tls, export, size, size_seen, shared });
         let routes = Routes::new(NEXT.fetch_add(1, Ordering::Relaxed), remote.clone());
         let tracking = Tracking::default();
         Ok((NbdStore { remote, routes, unaligned, tracking }, notes))
@@ -132,6 +137,26 @@ impl NbdStore {
     /// The state of the connections.
     pub fn state(&self) -> StoreState {
         self.remote.shared.state(self.remote.options.address.to_string())
+    }
+
+    /// The size of the server's export now, bytes. If the connections already know that it is another one than that
+    /// in use, it is that; otherwise a new connection asks for it. (Some servers accept one connection at a time.)
+    async fn size_of_export(&self, io: &Io) -> Result<u64, ResizeError> {
+        let remote = &self.remote;
+        let unknown = |error| ResizeError::Remote(Box::new(error));
+        let seen = remote.size_seen.load(Ordering::SeqCst);
+        if seen != remote.size() {
+            remote.export.with_size(seen).check(&remote.options).map_err(unknown)?;
+            return Ok(seen);
+        }
+        let connecting = connect_off_worker(io, remote.clone());
+        let Some(connected) = remote.shared.unless_closed(connecting).await else {
+            return Err(ResizeError::Unsupported("it is being closed"));
+        };
+        let export = connected.map_err(unknown)?.disconnect();
+        let size = export.size;
+        remote.export.replaced_by(&export, size, &remote.options).map_err(unknown)?;
+        Ok(size)
     }
 
     fn offers(&self, flag: TransmissionFlags) -> bool {
@@ -272,7 +297,7 @@ impl NbdStore {
 
 impl BlockStore for NbdStore {
     fn size(&self) -> u64 {
-        self.remote.export.size
+        self.remote.size()
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -478,10 +503,19 @@ impl BlockStore for NbdStore {
         error.source.as_ref().is_none_or(|source| source.raw_os_error().is_none())
     }
 
-    async fn check_resize(&self, _io: &Io, _order: Resize) -> Result<u64, ResizeError> {
-        Err(ResizeError::Unsupported(
-            "the server determines the size of an export: resize it there, then reopen the volume",
-        ))
+    async fn check_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
+        let size = self.size_of_export(io).await?;
+        let to = order.to.unwrap_or(size);
+        check_size_change(self.size(), to, self.block(), order.shrink)?;
+        if to == size { Ok(to) } else { Err(ResizeError::Server { size }) }
+    }
+
+    /// Uses the size of the server's export. A connection that knows a smaller one is replaced when a request needs it.
+    async fn resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {
+        let to = self.check_resize(io, order).await?;
+        self.remote.size.store(to, Ordering::SeqCst);
+        self.remote.size_seen.store(to, Ordering::SeqCst);
+        Ok(to)
     }
 
     /// Changes that were acknowledged and not flushed stay counted in [`StoreState::unflushed`].

@@ -135,6 +135,10 @@ const COMMANDS: [CommandPage; 7] = [
                 "After the block device of a volume was extended:",
                 "lvextend -L +10G /dev/vg/disk && ebbd resize disk",
             ),
+            (
+                "After the export of a remote volume was extended on its server:",
+                "ebbd resize remote",
+            ),
         ],
         see_also: &["ebbd(1)", "ebbd-stat(1)"],
     },

@@ -57,6 +57,11 @@ impl RemoteExport {
         self.flags.contains(flag)
     }
 
+    /// The same with another size.
+    pub(crate) fn with_size(&self, size: u64) -> RemoteExport {
+        RemoteExport { size, ..self.clone() }
+    }
+
     /// Whether the export can be a volume.
     pub(crate) fn check(&self, options: &NbdOptions) -> Result<(), NbdError> {
         let (address, export) = (options.address.to_string(), options.export.clone());
@@ -71,18 +76,20 @@ impl RemoteExport {
         Ok(())
     }
 
-    /// Whether `new` can replace this one: requests were validated against this one.
+    /// Whether `new` can replace this one, of which `served` bytes are in use: requests were validated against
+    /// this one and that size.
     pub(crate) fn replaced_by(
         &self,
         new: &RemoteExport,
+        served: u64,
         options: &NbdOptions,
     ) -> Result<(), NbdError> {
         let changed = |what: String| {
             let (address, export) = (options.address.to_string(), options.export.clone());
             Err(NbdError::Changed { address, export, what })
         };
-        if new.size != self.size {
-            return changed(format!("{} bytes instead of {}", new.size, self.size));
+        if new.size < served {
+            return changed(format!("{} bytes instead of {served}", new.size));
         }
         // ROTATIONAL does not affect requests; READ_ONLY does when it is set, which `check` tests.
         let other = TransmissionFlags::READ_ONLY.with(TransmissionFlags::ROTATIONAL);
@@ -96,7 +103,8 @@ impl RemoteExport {
         if self.allocation.is_some() && new.allocation.is_none() {
             return changed("without block status".to_owned());
         }
-        new.check(options)
+        // What an export has grown by may be of any size: it is not used until the volume is resized.
+        new.with_size(served).check(options)
     }
 }
 
@@ -138,11 +146,15 @@ mod tests {
     #[test]
     fn a_lesser_export_is_no_replacement() {
         let old = RemoteExport::new(1 << 20, 0b101);
-        let text = |new: &RemoteExport| old.replaced_by(new, &options()).unwrap_err().to_string();
-        assert!(old.replaced_by(&RemoteExport::new(1 << 20, 0b1101), &options()).is_ok());
+        let replaced = |new: &RemoteExport| old.replaced_by(new, old.size, &options());
+        let text = |new: &RemoteExport| replaced(new).unwrap_err().to_string();
+        assert!(replaced(&RemoteExport::new(1 << 20, 0b1101)).is_ok());
         assert!(
-            text(&RemoteExport::new(1 << 21, 0b101)).contains("2097152 bytes instead of 1048576")
+            text(&RemoteExport::new(1 << 19, 0b101)).contains("524288 bytes instead of 1048576")
         );
+        // A larger one is served with the size in use, also if the part that was added ends within a sector.
+        assert!(replaced(&RemoteExport::new(1 << 21, 0b101)).is_ok());
+        assert!(replaced(&RemoteExport::new((1 << 21) + 1, 0b101)).is_ok());
         assert!(text(&RemoteExport::new(1 << 20, 0b001)).contains("flags 0x4"));
         assert!(text(&RemoteExport::new(1 << 20, 0b111)).contains("read-only"));
     }

@@ -86,7 +86,6 @@ impl<'a, S: Read + Write> Negotiation<'a, S> {
         let mut export = self.go()?;
         export.structured = structured;
         export.allocation = allocation;
-        export.check(self.options)?;
         Ok((export, self.stream))
     }
 

@@ -14,6 +14,7 @@
 //! - While requests are in flight, it is checked each second whether the server replies; an idle
 //!   connection has no timer.
 
+mod renew;
 mod watch;
 
 use std::cell::{Cell, RefCell};
@@ -21,7 +22,7 @@ use std::future::poll_fn;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ebb_io::{Budget, BudgetGuard, Buf, Gather, Io, PollSource, Signal, fd_from};
@@ -56,9 +57,19 @@ const PARTS_MOST: usize = 2 + Gather::zero_parts(ebb_block::PIECE_BYTES);
 pub(crate) struct Remote {
     pub(crate) options: NbdOptions,
     pub(crate) tls: Option<ClientTls>,
-    /// The export as it was when the store was opened.
+    /// The export as it was when the store was opened, but for its size.
     pub(crate) export: RemoteExport,
+    /// The size in use, bytes: that of the export when the store was opened or last resized.
+    pub(crate) size: AtomicU64,
+    /// The size of the export when a worker last connected, bytes.
+    pub(crate) size_seen: AtomicU64,
     pub(crate) shared: RemoteState,
+}
+
+impl Remote {
+    pub(crate) fn size(&self) -> u64 {
+        self.size.load(Ordering::SeqCst)
+    }
 }
 
 /// Held by a request in flight.
@@ -89,6 +100,10 @@ pub(crate) struct Link {
     last_reply: Cell<Instant>,
     /// The connection is being closed because the server has been silent for this long.
     silence_limit_reached: Cell<Option<Duration>>,
+    /// The size of the export for the current connection, bytes; without a connection all requests fit.
+    connection_size: Cell<u64>,
+    /// The current connection is to be replaced, or was replaced, by one that knows the larger size.
+    outgrown: Cell<bool>,
     /// The current connection is to end.
     closing: Cell<bool>,
     /// No connection for longer than the limit: requests fail at once.
@@ -109,6 +124,8 @@ impl Link {
             busy: Signal::default(),
             last_reply: Cell::new(ebb_io::clock::now()),
             silence_limit_reached: Cell::new(None),
+            connection_size: Cell::new(u64::MAX),
+            outgrown: Cell::new(false),
             closing: Cell::new(false),
             down: Cell::new(false),
             ended: Cell::new(false),
@@ -132,6 +149,9 @@ impl Link {
         let room = self.room.take(1).await;
         if self.down.get() || self.ended.get() {
             return RequestOutcome { result: Err(RequestFailure::Lost), buf, extents: Vec::new() };
+        }
+        if request.offset.saturating_add(u64::from(request.length)) > self.connection_size.get() {
+            self.outgrown.set(true);
         }
         self.remote.shared.in_flight.fetch_add(1, Ordering::Relaxed);
         let held = InFlightGuard { _room: room, remote: self.remote.clone() };
@@ -169,11 +189,17 @@ impl Link {
                         backoff.reset();
                         lost_at = ebb_io::clock::now();
                     }
-                    remote.shared.note_error(&reason);
                     let replayed = self.slots.borrow_mut().replay(ebb_io::clock::now(), limit);
                     remote.shared.replayed(replayed);
+                    if self.outgrown.get() {
+                        continue;
+                    }
+                    remote.shared.note_error(&reason);
                 }
                 Err(error) => {
+                    if self.outgrown.take() {
+                        remote.shared.count_lost();
+                    }
                     remote.shared.note_error(&error.to_string());
                     remote.shared.request_probe_limited();
                 }
@@ -211,7 +237,9 @@ impl Link {
             attempt.await
         };
         let connected = connected?;
-        self.remote.export.replaced_by(&connected.export, &self.remote.options)?;
+        let remote = &self.remote;
+        remote.export.replaced_by(&connected.export, remote.size(), &remote.options)?;
+        remote.size_seen.store(connected.export.size, Ordering::SeqCst);
         Ok(connected)
     }
 
@@ -225,10 +253,11 @@ impl Link {
     async fn serve(self: &Rc<Self>, io: &Io, connected: Connected, again: bool) -> (String, bool) {
         let shared = &self.remote.shared;
         let fd = fd_from(connected.fd);
-        let id = shared.connected(&fd, again);
+        let id = shared.connected(&fd, again && !self.outgrown.take());
         let transport = Rc::new(Transport::new(fd, connected.tls));
         let export = connected.export;
         self.closing.set(false);
+        self.connection_size.set(export.size);
         self.slots.borrow_mut().agree(export.structured, export.allocation);
         let mark = shared.mark();
         let first = again && shared.is_dirty() && export.offers(TransmissionFlags::SEND_FLUSH);
@@ -266,6 +295,7 @@ impl Link {
         cover: Option<ebb_io::Task<()>>,
     ) {
         self.closing.set(true);
+        self.connection_size.set(u64::MAX);
         self.source.cancel();
         self.work.set();
         if self.remote.shared.is_closed() && !self.remote.shared.is_aborted() {
@@ -279,20 +309,13 @@ impl Link {
             cover.cancel().await;
         }
         transport.shut();
-        self.remote.shared.disconnected(id);
+        self.remote.shared.disconnected(id, self.outgrown.get());
     }
 
     /// Waits for the flush that comes first on a new connection, then permits other requests.
     async fn cover(&self, cookie: Cookie, mark: u64, hold_back: &Cell<bool>) {
-        match self.wait(cookie).await.result {
-            Ok(()) => self.remote.shared.cover(mark),
-            // The connection is lost again; the next one begins with a flush, too.
-            Err(RequestFailure::Lost) => {}
-            Err(failure) => self.remote.shared.lose(format!(
-                "the flush after reconnecting failed ({failure:?}): changes \
-                 acknowledged before may be lost"
-            )),
-        }
+        let result = self.wait(cookie).await.result;
+        self.conclude_flush(result, mark, "the flush after reconnecting");
         hold_back.set(false);
         self.work.set();
     }
@@ -302,7 +325,11 @@ impl Link {
         let mut away: Vec<Cookie> = Vec::with_capacity(IN_FLIGHT);
         let mut alone = hold_back.get();
         loop {
-            while !self.closing.get() && self.has_work(alone, hold_back) {
+            if self.outgrown.get() && !self.closing.get() {
+                self.finish_requests(io, transport).await;
+                break;
+            }
+            while !self.closing.get() && !self.outgrown.get() && self.has_work(alone, hold_back) {
                 self.pack(&mut message, &mut away, alone);
                 alone = false;
                 let (result, returned) = transport.send(io, message).await;
@@ -329,9 +356,13 @@ impl Link {
             }
             futures_lite::future::or(self.work.wait(), transport.wants_send()).await;
         }
-        if self.remote.shared.is_closed() && !self.remote.shared.is_aborted() {
+        let closed = self.remote.shared.is_closed() && !self.remote.shared.is_aborted();
+        if closed || self.outgrown.get() {
             message.push_bytes(&disconnect_request());
-            let _ = transport.send(io, message).await;
+            let _ = io.timeout(DISCONNECT_TIMEOUT, transport.send(io, message)).await;
+        }
+        if self.outgrown.get() {
+            transport.shut();
         }
     }
 
@@ -421,6 +452,8 @@ impl Link {
         self.source.note_requests(1);
         if self.slots.borrow().has_sent() {
             self.source.wait();
+        } else if self.outgrown.get() {
+            self.work.set();
         }
         Ok(())
     }

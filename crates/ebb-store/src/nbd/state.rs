@@ -128,7 +128,7 @@ impl RemoteState {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// A connection was established; the number is for [`RemoteState::disconnected`].
+    /// A connection was established, `again` if it takes the place of a lost one; the number is for [`RemoteState::disconnected`].
     pub(crate) fn connected(&self, fd: &Arc<OwnedFd>, again: bool) -> u64 {
         self.connections.fetch_add(1, Ordering::Relaxed);
         self.reconnects.fetch_add(u64::from(again), Ordering::Relaxed);
@@ -140,10 +140,11 @@ impl RemoteState {
         id
     }
 
-    pub(crate) fn disconnected(&self, id: u64) {
+    /// A connection ended; `replaced`: the link itself closed it, to make another one.
+    pub(crate) fn disconnected(&self, id: u64, replaced: bool) {
         self.connections.fetch_sub(1, Ordering::Relaxed);
-        if !self.is_closed() {
-            self.lost.fetch_add(1, Ordering::Relaxed);
+        if !replaced {
+            self.count_lost();
         }
         let mut history = self.history();
         history.since = ebb_io::clock::now();
@@ -161,6 +162,13 @@ impl RemoteState {
                  lost them",
                 covered + 1
             ));
+        }
+    }
+
+    /// Counts a lost connection, unless the store is closed.
+    pub(crate) fn count_lost(&self) {
+        if !self.is_closed() {
+            self.lost.fetch_add(1, Ordering::Relaxed);
         }
     }
 
@@ -327,13 +335,13 @@ mod tests {
         let mark = shared.mark();
         shared.acknowledge();
         shared.cover(mark);
-        shared.disconnected(id);
+        shared.disconnected(id, false);
         let text = shared.take_lost().unwrap();
         assert!(text.contains("1 changes (numbers 2 to 2"), "{text}");
         assert_eq!(shared.take_lost(), None);
         // No new change was acknowledged: another lost connection loses no data.
         let id = shared.connected(&socket(), true);
-        shared.disconnected(id);
+        shared.disconnected(id, false);
         assert_eq!(shared.take_lost(), None);
     }
 

@@ -5,7 +5,7 @@
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ pub(crate) const WRITE: u16 = 1;
 pub(crate) const FLUSH: u16 = 3;
 pub(crate) const BLOCK_STATUS: u16 = 7;
 pub(crate) const REQ_ONE: u16 = 1 << 3;
+const EINVAL: u32 = 22;
 pub(crate) const ESHUTDOWN: u32 = 108;
 
 /// `HAS_FLAGS`, `SEND_FLUSH`, `SEND_FUA`, `SEND_TRIM`.
@@ -51,7 +52,8 @@ pub(crate) enum Act {
 }
 
 struct State {
-    size: u64,
+    /// New connections learn this size, and are refused requests beyond it.
+    size: AtomicU64,
     flags: u16,
     act: Box<dyn Fn(&FakeRequest) -> Act + Send + Sync>,
     requests: Mutex<Vec<FakeRequest>>,
@@ -78,7 +80,7 @@ impl Fake {
         let socket = folder.path().join("s");
         let listener = UnixListener::bind(&socket).unwrap();
         let state = Arc::new(State {
-            size,
+            size: AtomicU64::new(size),
             flags,
             act: Box::new(act),
             requests: Mutex::default(),
@@ -124,6 +126,11 @@ impl Fake {
         self.state.mute.store(true, Ordering::SeqCst);
     }
 
+    /// From now on new connections learn this size.
+    pub(crate) fn set_size(&self, size: u64) {
+        self.state.size.store(size, Ordering::SeqCst);
+    }
+
     pub(crate) fn accepted(&self) -> usize {
         self.state.accepted.load(Ordering::SeqCst)
     }
@@ -162,7 +169,7 @@ fn serve(state: &State, mut stream: UnixStream, number: usize) -> std::io::Resul
         let _: [u8; 1] = take(&mut stream)?;
         return Ok(());
     }
-    shake_hands(state, &mut stream)?;
+    let size = shake_hands(state, &mut stream)?;
     loop {
         let header: [u8; 28] = take(&mut stream)?;
         let mut request = FakeRequest {
@@ -183,7 +190,8 @@ fn serve(state: &State, mut stream: UnixStream, number: usize) -> std::io::Resul
         }
         state.requests.lock().unwrap().push(request);
         let cookie = &header[8..16];
-        match (state.act)(&request) {
+        let beyond = request.offset.saturating_add(u64::from(request.length)) > size;
+        match if beyond { Act::Error(EINVAL) } else { (state.act)(&request) } {
             Act::Good(value) if request.command == READ => {
                 let mut payload = request.offset.to_be_bytes().to_vec();
                 payload.resize(8 + usize::try_from(request.length).unwrap(), value);
@@ -219,7 +227,8 @@ fn reply(cookie: &[u8], kind: u16, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn shake_hands(state: &State, stream: &mut UnixStream) -> std::io::Result<()> {
+/// Returns the size of the export for this connection.
+fn shake_hands(state: &State, stream: &mut UnixStream) -> std::io::Result<u64> {
     stream.write_all(&magic::INIT.to_be_bytes())?;
     stream.write_all(&magic::OPTION.to_be_bytes())?;
     stream.write_all(&3u16.to_be_bytes())?;
@@ -248,11 +257,12 @@ fn shake_hands(state: &State, stream: &mut UnixStream) -> std::io::Result<()> {
             }
             option::GO => {
                 let mut payload = info::EXPORT.to_be_bytes().to_vec();
-                payload.extend(state.size.to_be_bytes());
+                let size = state.size.load(Ordering::SeqCst);
+                payload.extend(size.to_be_bytes());
                 payload.extend(state.flags.to_be_bytes());
                 answer(option_reply::INFO, &payload)?;
                 answer(option_reply::ACK, &[])?;
-                return Ok(());
+                return Ok(size);
             }
             _ => answer(option_reply::ERR_UNSUP, &[])?,
         }

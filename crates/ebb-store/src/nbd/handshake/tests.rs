@@ -75,6 +75,7 @@ fn enter(parts: &[Vec<u8>]) -> Result<(RemoteExport, Vec<u8>), NbdError> {
     let options = NbdOptions::new(NbdAddress::Unix("/s".into()), "disk");
     let script = Script { input: io::Cursor::new(parts.concat()), output: Vec::new() };
     let (export, script) = Negotiation::greet(script, &options)?.enter()?;
+    export.check(&options)?;
     Ok((export, script.output))
 }
 

@@ -14,7 +14,6 @@ use ebb_io::Io;
 use ebb_nbd_proto::TransmissionFlags;
 use ebb_tls::Transport;
 
-use super::super::slots::RequestFailure;
 use super::{Link, flush_request};
 
 /// How often a link checks whether a server replies to requests in flight.
@@ -79,19 +78,9 @@ impl Link {
         }
         let own = self.clone();
         let probe_server = async move {
-            let shared = &own.remote.shared;
-            let mark = shared.mark();
-            match own.request(flush_request(), None).await.result {
-                Ok(()) => shared.cover(mark),
-                // The next connection begins with a flush if there is something to cover.
-                Err(RequestFailure::Lost) => {}
-                // A server may report a failed flush only once: the next flush of the store reports
-                // it, too.
-                Err(failure) => shared.lose(format!(
-                    "a flush on an idle connection failed ({failure:?}): changes acknowledged \
-                     before may be lost"
-                )),
-            }
+            let mark = own.remote.shared.mark();
+            let result = own.request(flush_request(), None).await.result;
+            own.conclude_flush(result, mark, "a flush on an idle connection");
         };
         io.spawn(probe_server).detach();
         true
