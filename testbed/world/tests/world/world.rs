@@ -20,7 +20,7 @@ use ebb_store::TestStore;
 use ebb_volume::{Mode, Volume};
 
 use self::events::Event;
-use self::guests::{Berth, Grave};
+use self::guests::{DestroyedGuest, GuestSlot};
 use self::theme::Theme;
 use crate::client::{Client, StepResult};
 use crate::daemon::{Daemon, Disks, Later, Place, Wanted, Xen};
@@ -142,7 +142,7 @@ impl Site {
 }
 
 /// A place for one client of a volume: when it disconnects, another one connects.
-struct Seat {
+struct ClientSlot {
     site: usize,
     client: Option<Client>,
     /// When the next client connects.
@@ -187,11 +187,11 @@ pub(crate) struct World {
     begin: Instant,
     now: Instant,
     sites: Vec<Site>,
-    seats: Vec<Seat>,
+    client_slots: Vec<ClientSlot>,
     /// Xen, if the world has guests, and the places for guests.
     xen: Option<Xen>,
-    berths: Vec<Berth>,
-    graves: Vec<Grave>,
+    guest_slots: Vec<GuestSlot>,
+    destroyed_guests: Vec<DestroyedGuest>,
     /// The number of the next guest.
     next_guest: u16,
     daemon: Option<Daemon>,
@@ -220,29 +220,29 @@ impl World {
         theme.begin(&mut sites);
         let disks = Arc::<Disks>::default();
         sites.iter().for_each(|site| disks.put(&site.config.name, &site.config.place));
-        let mut seats = Vec::new();
+        let mut client_slots = Vec::new();
         for site in 0..sites.len() {
             for _ in 0..random.between(1, 3) {
-                seats.push(Seat { site, client: None, again: begin });
+                client_slots.push(ClientSlot { site, client: None, again: begin });
             }
         }
         remotes::step_in_handshakes(&sites);
         let (mut events, event_every, event_at) = theme.events(&mut random, begin);
-        let berths = match theme {
+        let guest_slots = match theme {
             Theme::Any => guests::draw(seed, &mut sites, begin),
             Theme::Sizes | Theme::Crowd => Vec::new(),
         };
-        let xen = (!berths.is_empty()).then(guests::host);
+        let xen = (!guest_slots.is_empty()).then(guests::host);
         events.extend(xen.iter().map(|_| (Event::Guest, 15)));
         let trace = Trace::new(words);
         let mut world = World {
             begin,
             now: begin,
             sites,
-            seats,
+            client_slots,
             xen,
-            berths,
-            graves: Vec::new(),
+            guest_slots,
+            destroyed_guests: Vec::new(),
             next_guest: 1,
             daemon: None,
             disks,
@@ -325,8 +325,8 @@ impl World {
             site.shaken = site.disk().is_some_and(|disk| disk.owes_a_failure());
             site.oracle.begin_life();
         }
-        for seat in &mut self.seats {
-            seat.again = self.now;
+        for slot in &mut self.client_slots {
+            slot.again = self.now;
         }
     }
 
@@ -359,9 +359,9 @@ impl World {
         self.receive_guests()?;
         self.notice_replaced_volumes();
         self.bury();
-        let first = self.random.index(self.seats.len());
-        for at in 0..self.seats.len() {
-            busy |= self.serve((first + at) % self.seats.len())?;
+        let first = self.random.index(self.client_slots.len());
+        for at in 0..self.client_slots.len() {
+            busy |= self.serve((first + at) % self.client_slots.len())?;
         }
         busy |= self.serve_guests()?;
         self.pass_time(busy)
@@ -385,8 +385,8 @@ impl World {
         let site = &mut self.sites[at];
         let sectors = site.oracle.sectors();
         let ends = [std::mem::replace(&mut site.ended, sectors), sectors];
-        for seat in self.seats.iter_mut().filter(|seat| seat.site == at) {
-            let Some(client) = seat.client.as_mut().filter(|client| client.is_serving()) else {
+        for slot in self.client_slots.iter_mut().filter(|slot| slot.site == at) {
+            let Some(client) = slot.client.as_mut().filter(|client| client.is_serving()) else {
                 continue;
             };
             for first in ends.map(|end| (end - 1) / 8 * 8).into_iter().filter(|at| *at < sectors) {
@@ -410,8 +410,8 @@ impl World {
         for (number, site) in
             self.sites.iter_mut().enumerate().filter(|(_, s)| !s.orphans.is_empty())
         {
-            let here = self.seats.iter().filter(|seat| seat.site == number);
-            let here: Vec<_> = here.filter_map(|seat| seat.client.as_ref()).collect();
+            let here = self.client_slots.iter().filter(|slot| slot.site == number);
+            let here: Vec<_> = here.filter_map(|slot| slot.client.as_ref()).collect();
             let name = &site.config.name;
             if daemon.volume(name).is_some()
                 && daemon.server.connections(name) == here.len() as u64
@@ -437,15 +437,15 @@ impl World {
         } else {
             self.steps = 0;
             let daemon = self.daemon.as_ref().map(Daemon::wants);
-            let clients = self.seats.iter().filter_map(|seat| match &seat.client {
+            let clients = self.client_slots.iter().filter_map(|slot| match &slot.client {
                 Some(client) => client.wants(),
-                None => (self.daemon.is_some() && !self.calm).then_some(seat.again),
+                None => (self.daemon.is_some() && !self.calm).then_some(slot.again),
             });
             let event = (!self.calm).then_some(self.event_at);
             let remotes = self.sites.iter().filter_map(|site| site.remote()?.wants());
-            let guests = self.berths.iter().filter_map(|berth| match &berth.guest {
+            let guests = self.guest_slots.iter().filter_map(|slot| match &slot.guest {
                 Some(guest) => guest.wants(),
-                None => (!self.calm).then_some(berth.again),
+                None => (!self.calm).then_some(slot.again),
             });
             let next = clients.chain(guests).chain(daemon).chain(remotes).chain(event).min();
             self.now = next.map_or(self.now + step, |next| next.max(self.now + step));
@@ -456,20 +456,20 @@ impl World {
 
     fn serve(&mut self, number: usize) -> Result<bool, String> {
         let now = self.now;
-        let healthy = self.healthy_since(self.seats[number].site);
-        let seat = &mut self.seats[number];
-        let site = &mut self.sites[seat.site];
-        let Some(client) = &mut seat.client else {
-            if self.calm || seat.again > now {
+        let healthy = self.healthy_since(self.client_slots[number].site);
+        let slot = &mut self.client_slots[number];
+        let site = &mut self.sites[slot.site];
+        let Some(client) = &mut slot.client else {
+            if self.calm || slot.again > now {
                 return Ok(false);
             }
             let Some(daemon) = &self.daemon else { return Ok(false) };
             let sectors = site.oracle.sectors();
-            let manner = self.theme.manner(seat.site, &mut self.random, sectors);
+            let manner = self.theme.manner(slot.site, &mut self.random, sectors);
             let stream = daemon.connect();
             let random = self.random.fork();
             self.trace.mix(number as u64);
-            seat.client = Some(Client::new(stream, &site.config.name, manner, random, now));
+            slot.client = Some(Client::new(stream, &site.config.name, manner, random, now));
             return Ok(true);
         };
         let (answered, succeeded) = (client.answered, client.succeeded);
@@ -482,7 +482,7 @@ impl World {
         if let (Some(oldest), Some(healthy), false) = (client.oldest(), healthy, client.deaf) {
             let waits = now.saturating_duration_since(oldest.max(healthy));
             self.outcome.slowest = self.outcome.slowest.max(waits);
-            if waits > BOUND * self.theme.patience(seat.site) {
+            if waits > BOUND * self.theme.patience(slot.site) {
                 return Err(format!(
                     "a request to a healthy store has waited for {waits:?}: {}",
                     self.describe()
@@ -499,22 +499,22 @@ impl World {
     /// Ends the connection of a client; another client connects soon.
     fn leave(&mut self, number: usize) {
         let mut pause = Duration::from_micros(self.random.below(5_000));
-        let seat = &mut self.seats[number];
-        if seat.client.as_ref().is_some_and(Client::was_refused) {
+        let slot = &mut self.client_slots[number];
+        if slot.client.as_ref().is_some_and(Client::was_refused) {
             pause *= 50;
         }
-        seat.again = self.now + pause;
-        if let Some(client) = seat.client.take() {
+        slot.again = self.now + pause;
+        if let Some(client) = slot.client.take() {
             let what = client.describe();
-            let site = &mut self.sites[seat.site];
+            let site = &mut self.sites[slot.site];
             site.orphans.extend(client.leave(&mut site.oracle));
             self.note(format_args!("client {number} has disconnected: {what}"));
         }
     }
 
     fn describe(&self) -> String {
-        let clients = self.seats.iter().filter_map(|seat| seat.client.as_ref());
-        let guests = self.berths.iter().filter_map(|berth| berth.guest.as_ref());
+        let clients = self.client_slots.iter().filter_map(|slot| slot.client.as_ref());
+        let guests = self.guest_slots.iter().filter_map(|slot| slot.guest.as_ref());
         let all: Vec<String> =
             clients.map(Client::describe).chain(guests.map(Guest::describe)).collect();
         all.join("; ")

@@ -40,11 +40,11 @@ impl World {
         let remains = daemon.remains();
         drop(daemon);
         self.disks.end_life();
-        self.lose_the_guests_daemon()?;
+        self.end_guests_daemon()?;
         if power {
-            self.destroy_the_guests_host()?;
+            self.destroy_guests_host()?;
         }
-        (0..self.seats.len()).for_each(|number| self.leave(number));
+        (0..self.client_slots.len()).for_each(|number| self.leave(number));
         self.end_resizes(true);
         self.let_remotes_hear();
         for site in &mut self.sites {
@@ -104,13 +104,13 @@ impl World {
         drop(daemon);
         self.receive_guests()?;
         self.note_guests_stable(&report);
-        self.lose_the_guests_daemon()?;
+        self.end_guests_daemon()?;
         // Closed with a loss by a reload that ended during the shutdown: the reload reports that, and
         // the shutdown does not.
         let replaced = |site: &Site| self.disks.take_lost(&site.config.name);
         let replaced: Vec<_> = self.sites.iter().map(replaced).collect();
         self.disks.end_life();
-        (0..self.seats.len()).for_each(|number| self.leave(number));
+        (0..self.client_slots.len()).for_each(|number| self.leave(number));
         self.end_resizes(true);
         self.let_remotes_hear();
         self.note(format_args!("stopped: {report:?}"));
@@ -167,12 +167,12 @@ impl World {
             }
         }
         self.revive_remotes();
-        self.berths
+        self.guest_slots
             .iter_mut()
-            .filter_map(|berth| berth.guest.as_mut())
+            .filter_map(|slot| slot.guest.as_mut())
             .for_each(|g| g.quiet = true);
-        for seat in &mut self.seats {
-            if let Some(client) = &mut seat.client {
+        for slot in &mut self.client_slots {
+            if let Some(client) = &mut slot.client {
                 client.deaf = false;
                 client.quiet = true;
             }
@@ -196,9 +196,12 @@ impl World {
     fn drain(&mut self, what: &str) -> Result<(), String> {
         let end = self.now + PATIENCE;
         let waits = |world: &World| {
-            let guests = world.berths.iter().filter_map(|berth| berth.guest.as_ref());
+            let guests = world.guest_slots.iter().filter_map(|slot| slot.guest.as_ref());
             guests.map(Guest::open).sum::<usize>() > 0
-                || world.seats.iter().any(|seat| seat.client.as_ref().is_some_and(|c| c.open() > 0))
+                || world
+                    .client_slots
+                    .iter()
+                    .any(|slot| slot.client.as_ref().is_some_and(|c| c.open() > 0))
         };
         while waits(self) {
             if self.now > end {
@@ -212,7 +215,7 @@ impl World {
     /// Reads all volumes completely, each with one client.
     pub(super) fn check_all(&mut self) -> Result<(), String> {
         self.calm = true;
-        (0..self.seats.len()).for_each(|number| self.leave(number));
+        (0..self.client_slots.len()).for_each(|number| self.leave(number));
         for at in 0..self.sites.len() {
             let name = self.sites[at].config.name.clone();
             let end = self.now + PATIENCE;
@@ -254,17 +257,20 @@ impl World {
 
     /// Reads a volume completely. If some reads failed, returns its size in sectors as the client knows it.
     fn read_all(&mut self, at: usize) -> Result<Option<usize>, String> {
-        let number =
-            self.seats.iter().position(|seat| seat.site == at).expect("every volume has a client");
+        let number = self
+            .client_slots
+            .iter()
+            .position(|slot| slot.site == at)
+            .expect("every volume has a client");
         let (end, mut again) = (self.now + PATIENCE, self.now);
         loop {
             // Clients that disconnected while their requests waited for a server count as connected
             // until it has replied.
-            if self.seats[number].client.is_none() && self.now >= again {
+            if self.client_slots[number].client.is_none() && self.now >= again {
                 again = self.now + AGAIN;
-                self.seats[number].client = Some(self.reader(at));
+                self.client_slots[number].client = Some(self.reader(at));
             }
-            if self.seats[number].client.as_ref().is_some_and(Client::is_serving) {
+            if self.client_slots[number].client.as_ref().is_some_and(Client::is_serving) {
                 break;
             }
             if self.now > end {
@@ -273,13 +279,13 @@ impl World {
             self.step()?;
         }
         let now = self.now;
-        let sectors = self.seats[number].client.as_ref().map_or(0, Client::size);
+        let sectors = self.client_slots[number].client.as_ref().map_or(0, Client::size);
         for first in (0..sectors).step_by(256) {
-            let client = self.seats[number].client.as_mut().expect("it is connected");
+            let client = self.client_slots[number].client.as_mut().expect("it is connected");
             client.read(first, 256.min(sectors - first), &mut self.sites[at].oracle, now);
         }
         self.drain("reads of a whole volume")?;
-        let failed = match &self.seats[number].client {
+        let failed = match &self.client_slots[number].client {
             None => return Err(format!("the client of volume {at} was disconnected")),
             Some(client) => client.succeeded < client.answered,
         };

@@ -86,17 +86,17 @@ impl World {
                 self.daemon().pressure(level, now);
             }
             Event::Leave => {
-                let number = self.random.index(self.seats.len());
+                let number = self.random.index(self.client_slots.len());
                 if self.random.chance(50) {
                     self.leave(number);
-                } else if let Some(client) = &mut self.seats[number].client {
+                } else if let Some(client) = &mut self.client_slots[number].client {
                     client.goodbye();
                     self.note(format_args!("client {number} disconnects"));
                 }
             }
             Event::Deaf => {
-                let number = self.random.index(self.seats.len());
-                if let Some(client) = &mut self.seats[number].client {
+                let number = self.random.index(self.client_slots.len());
+                if let Some(client) = &mut self.client_slots[number].client {
                     client.deaf = !client.deaf;
                     let deaf = client.deaf;
                     self.note(format_args!("client {number} does not read replies: {deaf}"));

@@ -20,7 +20,7 @@ use crate::random::Random;
 const UNMAPPED: Duration = Duration::from_secs(1);
 
 /// A place for one guest of a volume: when it is destroyed, another one starts.
-pub(super) struct Berth {
+pub(super) struct GuestSlot {
     site: usize,
     pub(super) guest: Option<Guest>,
     /// When the next guest starts.
@@ -28,7 +28,7 @@ pub(super) struct Berth {
 }
 
 /// A guest that has ended, and that the daemon may still serve.
-pub(super) struct Grave {
+pub(super) struct DestroyedGuest {
     site: usize,
     remains: Remains,
     /// Since when it is no longer served.
@@ -36,21 +36,21 @@ pub(super) struct Grave {
 }
 
 /// In every third world some volumes are served to guests, too: draws which.
-pub(super) fn draw(seed: u64, sites: &mut [Site], now: Instant) -> Vec<Berth> {
+pub(super) fn draw(seed: u64, sites: &mut [Site], now: Instant) -> Vec<GuestSlot> {
     // Not from the world's own random numbers, so that worlds without guests do not change.
     let mut random = Random::new(seed.wrapping_add(0x0067_7565_7374));
     if random.below(3) > 0 {
         return Vec::new();
     }
     let certain = random.index(sites.len());
-    let mut berths = Vec::new();
+    let mut guest_slots = Vec::new();
     for (number, site) in sites.iter_mut().enumerate() {
         if number == certain || random.chance(40) {
             site.config.shared = true;
-            berths.push(Berth { site: number, guest: None, again: now });
+            guest_slots.push(GuestSlot { site: number, guest: None, again: now });
         }
     }
-    berths
+    guest_slots
 }
 
 /// A new host, with nothing in its memory.
@@ -64,16 +64,16 @@ pub(super) fn host() -> Xen {
 impl World {
     /// Whether clients or guests of a site have requests in flight.
     pub(super) fn has_requests(&self, site: usize) -> bool {
-        let clients = self.seats.iter().filter(|seat| seat.site == site);
-        let guests = self.berths.iter().filter(|berth| berth.site == site);
-        clients.filter_map(|seat| seat.client.as_ref()).any(|client| client.open() > 0)
-            || guests.filter_map(|berth| berth.guest.as_ref()).any(|guest| guest.open() > 0)
+        let clients = self.client_slots.iter().filter(|slot| slot.site == site);
+        let guests = self.guest_slots.iter().filter(|slot| slot.site == site);
+        clients.filter_map(|slot| slot.client.as_ref()).any(|client| client.open() > 0)
+            || guests.filter_map(|slot| slot.guest.as_ref()).any(|guest| guest.open() > 0)
     }
 
     /// Reads the responses that have arrived.
     pub(super) fn receive_guests(&mut self) -> Result<(), String> {
-        for at in 0..self.berths.len() {
-            let Berth { site, guest, .. } = &mut self.berths[at];
+        for at in 0..self.guest_slots.len() {
+            let GuestSlot { site, guest, .. } = &mut self.guest_slots[at];
             let Some(guest) = guest else { continue };
             let oracle = &mut self.sites[*site].oracle;
             let (answered, succeeded) = (guest.answered, guest.succeeded);
@@ -90,8 +90,8 @@ impl World {
 
     /// A step of each guest.
     pub(super) fn serve_guests(&mut self) -> Result<bool, String> {
-        let mut busy = self.close_graves()?;
-        for at in 0..self.berths.len() {
+        let mut busy = self.end_destroyed_guests()?;
+        for at in 0..self.guest_slots.len() {
             busy |= self.serve_guest(at)?;
         }
         Ok(busy)
@@ -99,15 +99,15 @@ impl World {
 
     fn serve_guest(&mut self, at: usize) -> Result<bool, String> {
         let now = self.now;
-        let site = self.berths[at].site;
-        if self.berths[at].guest.is_none() {
-            if self.calm || self.berths[at].again > now {
+        let site = self.guest_slots[at].site;
+        if self.guest_slots[at].guest.is_none() {
+            if self.calm || self.guest_slots[at].again > now {
                 return Ok(false);
             }
             self.seat_guest(at);
             return Ok(true);
         }
-        let Some(guest) = &mut self.berths[at].guest else { return Ok(false) };
+        let Some(guest) = &mut self.guest_slots[at].guest else { return Ok(false) };
         let served = guest.is_serving();
         let own = &mut self.sites[site];
         let step = guest.step(&mut own.oracle, &own.serving, now)?;
@@ -127,7 +127,7 @@ impl World {
 
     fn seat_guest(&mut self, at: usize) {
         let Some(xen) = &self.xen else { return };
-        let site = &self.sites[self.berths[at].site];
+        let site = &self.sites[self.guest_slots[at].site];
         let mut manner = Manner::draw(&mut self.random, site.oracle.sectors());
         if self.random.chance(20) {
             manner.depth = 32;
@@ -136,7 +136,7 @@ impl World {
         self.next_guest += 1;
         let name = site.config.name.clone();
         let guest = Guest::new(&xen.machine, number, &name, manner, random, self.now);
-        self.berths[at].guest = Some(guest);
+        self.guest_slots[at].guest = Some(guest);
         self.trace.mix(u64::from(number));
         self.note(format_args!("guest {number} starts, with a disk on {name}"));
     }
@@ -159,9 +159,9 @@ impl World {
 
     /// Requests of a guest to a healthy store take no longer than those of NBD clients while it is served.
     fn check_for_hang(&mut self, at: usize) -> Result<(), String> {
-        let healthy = self.healthy_since(self.berths[at].site);
+        let healthy = self.healthy_since(self.guest_slots[at].site);
         let now = self.now;
-        let (Some(daemon), Some(guest)) = (&self.daemon, &mut self.berths[at].guest) else {
+        let (Some(daemon), Some(guest)) = (&self.daemon, &mut self.guest_slots[at].guest) else {
             return Ok(());
         };
         let old = guest.oldest().filter(|oldest| now.saturating_duration_since(*oldest) > BOUND);
@@ -185,7 +185,7 @@ impl World {
             ("feature_persistent", &[0, 1]),
             ("poll_us", &[0, 100, 1000]),
         ];
-        let at = self.random.index(self.berths.len());
+        let at = self.random.index(self.guest_slots.len());
         match self.random.below(4) {
             0 => self.destroy_guest(at),
             1 => {
@@ -196,7 +196,7 @@ impl World {
             }
             _ => {
                 let patient = self.random.chance(50);
-                if let Some(guest) = &mut self.berths[at].guest {
+                if let Some(guest) = &mut self.guest_slots[at].guest {
                     guest.close(patient);
                     let number = guest.number();
                     self.note(format_args!("guest {number} disconnects; patient: {patient}"));
@@ -208,29 +208,29 @@ impl World {
     /// Destroys a guest, with its requests in flight; another one starts soon.
     fn destroy_guest(&mut self, at: usize) {
         let mut pause = Duration::from_micros(self.random.below(5_000));
-        let berth = &mut self.berths[at];
-        if berth.guest.as_ref().is_some_and(|guest| guest.complaint().is_some()) {
+        let slot = &mut self.guest_slots[at];
+        if slot.guest.as_ref().is_some_and(|guest| guest.complaint().is_some()) {
             pause *= 50;
         }
-        berth.again = self.now + pause;
-        if let Some(guest) = berth.guest.take() {
-            let (site, what) = (berth.site, guest.describe());
+        slot.again = self.now + pause;
+        if let Some(guest) = slot.guest.take() {
+            let (site, what) = (slot.site, guest.describe());
             let remains = guest.die(&mut self.sites[site].oracle);
-            self.graves.push(Grave { site, remains, over: None });
+            self.destroyed_guests.push(DestroyedGuest { site, remains, over: None });
             self.note(format_args!("destroyed: {what}"));
         }
     }
 
     /// Changes of guests that have ended are complete once the daemon no longer serves the guest;
     /// then it must have none of the guest's memory mapped.
-    fn close_graves(&mut self) -> Result<bool, String> {
-        if self.graves.is_empty() {
+    fn end_destroyed_guests(&mut self) -> Result<bool, String> {
+        if self.destroyed_guests.is_empty() {
             return Ok(false);
         }
         let (now, mut wrong) = (self.now, None);
         let (sites, daemon) = (&mut self.sites, &self.daemon);
-        let before = self.graves.len();
-        self.graves.retain_mut(|Grave { site, remains, over }| {
+        let before = self.destroyed_guests.len();
+        self.destroyed_guests.retain_mut(|DestroyedGuest { site, remains, over }| {
             if daemon.as_ref().is_some_and(|daemon| daemon.serves_guest(remains.number).1) {
                 return true;
             }
@@ -246,13 +246,13 @@ impl World {
             }
             mapped > 0
         });
-        wrong.map_or(Ok(self.graves.len() < before), Err)
+        wrong.map_or(Ok(self.destroyed_guests.len() < before), Err)
     }
 
     /// The daemon has ended: nothing may be mapped. The guests wait for its successor.
-    pub(super) fn lose_the_guests_daemon(&mut self) -> Result<(), String> {
+    pub(super) fn end_guests_daemon(&mut self) -> Result<(), String> {
         self.receive_guests()?;
-        for Berth { site, guest, .. } in &mut self.berths {
+        for GuestSlot { site, guest, .. } in &mut self.guest_slots {
             let Some(guest) = guest else { continue };
             let site = &self.sites[*site];
             if guest.mapped() > 0 {
@@ -270,9 +270,9 @@ impl World {
                 self.outcome.deprived += 1;
             }
         }
-        self.close_graves()?;
-        match self.graves.first() {
-            Some(Grave { remains, .. }) => Err(format!(
+        self.end_destroyed_guests()?;
+        match self.destroyed_guests.first() {
+            Some(DestroyedGuest { remains, .. }) => Err(format!(
                 "the daemon has ended, but {} pages of guest {}, which has ended, too, are mapped",
                 remains.domain.mapped(),
                 remains.number
@@ -282,18 +282,18 @@ impl World {
     }
 
     /// The host has crashed: its guests, xenstore and all that was in memory are lost.
-    pub(super) fn destroy_the_guests_host(&mut self) -> Result<(), String> {
+    pub(super) fn destroy_guests_host(&mut self) -> Result<(), String> {
         let Some(xen) = self.xen.take() else { return Ok(()) };
-        (0..self.berths.len()).for_each(|at| self.destroy_guest(at));
+        (0..self.guest_slots.len()).for_each(|at| self.destroy_guest(at));
         let _ = std::fs::remove_dir_all(&xen.journals);
         self.xen = Some(host());
-        self.close_graves()?;
+        self.end_destroyed_guests()?;
         Ok(())
     }
 
     /// The daemon was shut down: data of volumes that were closed cleanly is stable.
     pub(super) fn note_guests_stable(&mut self, report: &StopReport) {
-        for Berth { site, guest, .. } in &mut self.berths {
+        for GuestSlot { site, guest, .. } in &mut self.guest_slots {
             let name = &self.sites[*site].config.name;
             let left = report.unflushed.iter().any(|left| left.volume == *name);
             if let Some(guest) = guest.as_mut().filter(|_| !left) {
@@ -304,9 +304,9 @@ impl World {
 
     /// Destroys all guests, and waits until the daemon has none of their memory mapped.
     pub(super) fn end_guests(&mut self) -> Result<(), String> {
-        (0..self.berths.len()).for_each(|at| self.destroy_guest(at));
+        (0..self.guest_slots.len()).for_each(|at| self.destroy_guest(at));
         let end = self.now + PATIENCE;
-        while !self.graves.is_empty() {
+        while !self.destroyed_guests.is_empty() {
             if self.now > end {
                 return Err(
                     "guests that have ended are still served, or their pages mapped".to_owned()
