@@ -159,15 +159,9 @@ impl StoreCache {
             buf = returned;
             match result {
                 Ok(Window::Complete) => {}
-                // Called here, where the future of the window is over: the size of a task is that of its largest
-                // future.
-                Ok(Window::Bypass) => {
-                    let (result, returned) = self.read_uncached(io, buf, offset).await;
-                    buf = returned;
-                    if result.is_err() {
-                        return (result, buf);
-                    }
-                }
+                // The whole request, so that nothing of it is left. Called here, where the future of the window is
+                // over: the size of a task is that of its largest future.
+                Ok(Window::Bypass) => return self.read_uncached(io, buf, offset).await,
                 Err(error) => return (Err(error), buf),
             }
             at = end;

@@ -8,6 +8,7 @@ mod common;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use common::{Disk, MIB, Rig};
 use ebb_block::ZeroFlags;
@@ -157,5 +158,38 @@ fn marking_frames_stable_or_clean_yields_between_steps() {
         .detach();
         let ((), cleaned) = polls(flusher).await;
         assert!(cleaned >= 5, "{cleaned} polls to forget {DIRTY} frames that are clean");
+    });
+}
+
+/// Reads of other volumes, whose stores hang, hold the memory for temporary buffers.
+#[test]
+fn a_read_without_a_temporary_buffer_reads_its_range_from_the_store_once() {
+    let rig = Rig::new(128 * MIB);
+    let hung: Vec<Disk> = (0..6).map(|n| rig.volume(&format!("hung{n}"), SIZE, 1)).collect();
+    let disk = rig.volume("disk", SIZE, 1);
+    play_on(&rig, disk, |io, disk| async move {
+        let mut waiting = Vec::new();
+        for hung in &hung {
+            hung.cached.set_control(Arc::new(FixedLimit::default()));
+            hung.test.hang();
+            for number in 0..16 {
+                let (own, hung) = (io.clone(), hung.clone());
+                waiting.push(io.spawn(async move {
+                    let buf = own.pool().get_for_test((1 << 20) + 4096);
+                    hung.cached.read(&own, buf, number * 2 * MIB).await.0
+                }));
+            }
+        }
+        while hung.iter().map(|hung| hung.test.hanging()).sum::<usize>() < waiting.len() {
+            io.yield_now().await;
+        }
+        let (result, _) = disk.cached.read(&io, io.pool().get_for_test(8 << 20), 0).await;
+        result.unwrap();
+        let (reads, bytes) = (&disk.test.reads, &disk.test.read_bytes);
+        assert_eq!((reads.load(Ordering::Relaxed), bytes.load(Ordering::Relaxed)), (1, 8 * MIB));
+        hung.iter().for_each(|hung| hung.test.release());
+        for read in waiting {
+            read.await.unwrap();
+        }
     });
 }
