@@ -241,7 +241,8 @@ pub const VOLUME: Section = Section {
                   requests without a reply before its connection is closed and made anew, up to \
                   86400; without it ebbd waits without limit, because a server that is only slow may \
                   carry out old writes after newer ones), lost-writes=report (for a server that may \
-                  lose acknowledged writes when it is killed: the next flush then fails). If the \
+                  lose acknowledged writes when it is killed: the next flush then fails, and the \
+                  workers share one connection). If the \
                   server cannot be reached when the daemon starts, ebbd tries again until it can, \
                   and refuses clients of the volume meanwhile.",
         },

@@ -17,7 +17,7 @@
 //!   cannot distinguish a network failure from a restart of the server. Therefore:
 //!   - With [`LostWrites::Flush`] (the default), the first request of a new connection is a flush,
 //!     and no other is submitted before it has succeeded. If it fails, the next flush of the store
-//!     fails. This covers everything if the server kept running, or if its process was killed after
+//!     fails, as if the server had returned the error to that. This covers everything if the server kept running, or if its process was killed after
 //!     it had passed its writes to its kernel (files, block devices). It does not cover a crash of
 //!     the server's *host*, nor a server killed with a write-back cache of its own.
 //!   - With [`LostWrites::Report`], if changes were acknowledged and not flushed when a connection
@@ -74,8 +74,8 @@ pub use options::{
 };
 use route::Routes;
 use slots::{RemoteRequest, RequestFailure, RequestOutcome};
-use state::RemoteState;
 pub use state::StoreState;
+use state::{LostChanges, RemoteState};
 
 /// The longest range of a request without data: below 2^32, and a multiple of every block size.
 const RANGE_MAX: u64 = 1 << 30;
@@ -250,13 +250,26 @@ impl NbdStore {
         self.transfer(io, (Command::Read, CommandFlags::NONE), buf, offset, Operation::Read).await
     }
 
+    /// Sends a flush, if the server supports it.
+    async fn flush_server(&self, io: &Io) -> Result<(), BlockError> {
+        if self.remote.options.read_only || !self.offers(TransmissionFlags::SEND_FLUSH) {
+            return Ok(());
+        }
+        let mark = self.remote.shared.mark();
+        let result = self.submit(io, (Command::Flush, CommandFlags::NONE), (0, 0)).await;
+        result.map_err(|failure| self.error(failure, Operation::Flush, 0, self.size()))?;
+        self.remote.shared.cover(mark);
+        Ok(())
+    }
+
     async fn write_whole(&self, io: &Io, buf: Buf, offset: u64, fua: bool) -> BufResult {
         let by_flag = fua && self.offers(TransmissionFlags::SEND_FUA);
         let flags = CommandFlags::NONE.with_if(by_flag, CommandFlags::FUA);
         let what = (Command::Write, flags);
         let (mut result, buf) = self.transfer(io, what, buf, offset, Operation::Write).await;
         if fua && !by_flag && result.is_ok() {
-            result = self.flush(io).await;
+            // A loss of earlier changes is for those who flush them.
+            result = self.flush_server(io).await;
         }
         (result, buf)
     }
@@ -355,19 +368,14 @@ impl BlockStore for NbdStore {
     }
 
     async fn flush(&self, io: &Io) -> Result<(), BlockError> {
-        if self.remote.options.read_only || !self.offers(TransmissionFlags::SEND_FLUSH) {
-            return Ok(());
+        self.flush_server(io).await?;
+        match self.remote.shared.take_lost() {
+            Some(lost) => {
+                let source = io::Error::other(lost);
+                Err(BlockError::from_io(source, Operation::Flush, 0, self.size()))
+            }
+            None => Ok(()),
         }
-        let shared = &self.remote.shared;
-        let mark = shared.mark();
-        let result = self.submit(io, (Command::Flush, CommandFlags::NONE), (0, 0)).await;
-        result.map_err(|failure| self.error(failure, Operation::Flush, 0, self.size()))?;
-        if let Some(what) = shared.take_lost() {
-            let source = io::Error::other(what);
-            return Err(BlockError::from_io(source, Operation::Flush, 0, self.size()));
-        }
-        shared.cover(mark);
-        Ok(())
     }
 
     async fn discard(&self, io: &Io, offset: u64, length: u64) -> Result<(), BlockError> {
@@ -498,9 +506,13 @@ impl BlockStore for NbdStore {
     }
 
     /// True for a server that did not answer, or whose lost writes are to be reported ([`LostWrites`]): only one flush
-    /// fails for that.
+    /// fails for that. False for an error that the server returned.
     fn fails_once(&self, error: &BlockError) -> bool {
-        error.source.as_ref().is_none_or(|source| source.raw_os_error().is_none())
+        let Some(source) = &error.source else { return true };
+        match source.get_ref().and_then(|cause| cause.downcast_ref::<LostChanges>()) {
+            Some(lost) => !lost.reported,
+            None => source.raw_os_error().is_none(),
+        }
     }
 
     async fn check_resize(&self, io: &Io, order: Resize) -> Result<u64, ResizeError> {

@@ -8,7 +8,8 @@
 //! Invariants:
 //! - At most [`IN_FLIGHT`] requests have a slot; further ones wait for one.
 //! - A request fails for lack of a connection when there has been none for `reconnect`, and at once
-//!   while that lasts; attempts to connect continue without limit.
+//!   while that lasts; attempts to connect continue without limit. It also fails if it was without a
+//!   reply for that long since it lost a connection, or waited for a slot meanwhile.
 //! - Before any other request is sent on a new connection, it is flushed if there is something that
 //!   a flush would have covered on the old one.
 //! - While requests are in flight, it is checked each second whether the server replies; an idle
@@ -32,7 +33,7 @@ use ebb_tls::{ClientTls, Transport};
 use super::backoff::Backoff;
 use super::connect::{ATTEMPT, Connected, connect_off_worker};
 use super::export::RemoteExport;
-use super::options::{NbdError, NbdOptions};
+use super::options::{LostWrites, NbdError, NbdOptions};
 use super::reply::{FRAME_MAX, ProtocolViolation, ReplyFrame, decode};
 use super::slots::{
     Cookie, RemoteRequest, ReplyStep, RequestFailure, RequestOutcome, RequestSlots,
@@ -69,6 +70,12 @@ pub(crate) struct Remote {
 impl Remote {
     pub(crate) fn size(&self) -> u64 {
         self.size.load(Ordering::SeqCst)
+    }
+
+    /// Whether each worker has a connection of its own.
+    pub(crate) fn has_several_connections(&self) -> bool {
+        self.export.offers(TransmissionFlags::CAN_MULTI_CONN)
+            && self.options.lost_writes == LostWrites::Flush
     }
 }
 
@@ -146,8 +153,18 @@ impl Link {
         request: RemoteRequest,
         buf: Option<Buf>,
     ) -> RequestOutcome<Buf> {
-        let room = self.room.take(1).await;
-        if self.down.get() || self.ended.get() {
+        let mut waiting = None;
+        let room = match self.room.try_take(1) {
+            Some(room) => room,
+            None => {
+                waiting = Some(ebb_io::clock::now());
+                self.room.take(1).await
+            }
+        };
+        let lost = self.slots.borrow().lost_since(waiting);
+        let overdue =
+            lost.is_some_and(|at| ebb_io::clock::since(at) > self.remote.options.reconnect);
+        if overdue || self.down.get() || self.ended.get() {
             return RequestOutcome { result: Err(RequestFailure::Lost), buf, extents: Vec::new() };
         }
         if request.offset.saturating_add(u64::from(request.length)) > self.connection_size.get() {
@@ -155,7 +172,7 @@ impl Link {
         }
         self.remote.shared.in_flight.fetch_add(1, Ordering::Relaxed);
         let held = InFlightGuard { _room: room, remote: self.remote.clone() };
-        let cookie = self.slots.borrow_mut().push(request, buf, Some(held));
+        let cookie = self.slots.borrow_mut().push(request, buf, Some(held), lost);
         self.work.set();
         self.wait(cookie).await
     }
@@ -399,10 +416,11 @@ impl Link {
             ReceiveBuffer { buf: Some(io.pool().take(STAGE_BYTES).await), start: 0, end: 0 };
         loop {
             match self.next_frame(io, transport, &mut stage).await {
-                Ok(()) => {
+                Ok(true) => {
                     *served = true;
                     self.last_reply.set(ebb_io::clock::now());
                 }
+                Ok(false) => {}
                 Err(ReceiveError::ProtocolViolation(ProtocolViolation(what))) => {
                     return format!("the server violated the protocol: {what}");
                 }
@@ -415,12 +433,13 @@ impl Link {
         }
     }
 
+    /// Receives one frame; true if it completes a request, or has data of one.
     async fn next_frame(
         &self,
         io: &Io,
         transport: &Transport,
         stage: &mut ReceiveBuffer,
-    ) -> Result<(), ReceiveError> {
+    ) -> Result<bool, ReceiveError> {
         let (frame, used) = loop {
             if let Some(found) = decode(stage.bytes())? {
                 break found;
@@ -435,6 +454,7 @@ impl Link {
             }
             slots.apply(&frame)?
         };
+        let replies = frame.done || matches!(step, ReplyStep::Fill(_));
         match step {
             ReplyStep::Done => {}
             ReplyStep::Fill(range) => self.fill(io, transport, stage, &frame, range).await?,
@@ -455,7 +475,7 @@ impl Link {
         } else if self.outgrown.get() {
             self.work.set();
         }
-        Ok(())
+        Ok(replies)
     }
 
     /// The data of a read: what was received already is copied, the rest is received in place.

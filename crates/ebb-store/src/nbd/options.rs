@@ -42,7 +42,8 @@ pub enum LostWrites {
     /// files: a flush is the first request of a new connection, and makes them stable.
     #[default]
     Flush,
-    /// Assume that the server may have lost them: the next flush fails with a message.
+    /// Assume that the server may have lost them: the next flush fails with a message. The store uses one connection
+    /// for all workers: with several, a flush on one could succeed before the loss of another is detected.
     Report,
 }
 

@@ -1,6 +1,6 @@
 //! From a worker to a connection: its own, or the one that another worker owns.
 //!
-//! With `NBD_FLAG_CAN_MULTI_CONN` each worker has a connection, established when the worker first
+//! With `NBD_FLAG_CAN_MULTI_CONN` (and [`LostWrites::Flush`]) each worker has a connection, established when the worker first
 //! needs it. Without, a flush covers only its own connection, and so there is one: the first worker
 //! that needs it owns it, and other workers forward requests with a copy of the data, since buffers
 //! stay with their worker. Routes are stored per thread: a lookup takes no lock.
@@ -12,9 +12,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use async_channel::{Receiver, Sender};
 use ebb_io::{Budget, Buf, Io};
-use ebb_nbd_proto::{Command, TransmissionFlags};
+use ebb_nbd_proto::Command;
 
 use super::link::{IN_FLIGHT, Link, Remote};
+#[cfg(doc)]
+use super::options::LostWrites;
 use super::slots::{RemoteRequest, RequestFailure, RequestOutcome};
 use super::state::RemoteState;
 use ebb_block::Extent;
@@ -97,7 +99,7 @@ impl Routes {
     }
 
     fn make_route(&self, io: &Io) -> Route {
-        if self.remote.export.offers(TransmissionFlags::CAN_MULTI_CONN) {
+        if self.remote.has_several_connections() {
             return Route::Own(self.start(io));
         }
         let mut owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner);

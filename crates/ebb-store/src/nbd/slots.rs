@@ -108,6 +108,8 @@ pub(crate) struct RequestSlots<B, H> {
     /// Replies to reads come in chunks.
     structured: bool,
     allocation: Option<u32>,
+    /// When a connection was first lost since the last reply.
+    outage: Option<Instant>,
 }
 
 impl<B, H> Default for RequestSlots<B, H> {
@@ -118,6 +120,7 @@ impl<B, H> Default for RequestSlots<B, H> {
             queue: VecDeque::new(),
             structured: false,
             allocation: None,
+            outage: None,
         }
     }
 }
@@ -129,12 +132,19 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
         self.allocation = allocation;
     }
 
-    /// Queues a request. The buffer is at least `request.at` plus the request's length.
+    /// Since when a request has been without a connection that replies, if it has waited for a slot since `waiting`.
+    pub(crate) fn lost_since(&self, waiting: Option<Instant>) -> Option<Instant> {
+        Some(self.outage?.max(waiting?))
+    }
+
+    /// Queues a request. The buffer is at least `request.at` plus the request's length. `lost`: as
+    /// [`RequestSlots::lost_since`] says.
     pub(crate) fn push(
         &mut self,
         request: RemoteRequest,
         buf: Option<B>,
         guard: Option<H>,
+        lost: Option<Instant>,
     ) -> Cookie {
         let index = self.place();
         let slot = &mut self.list[index];
@@ -142,6 +152,7 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
         slot.request = request;
         slot.buf = buf;
         slot.guard = guard;
+        slot.lost = lost;
         let cookie = cookie(index, slot.generation);
         self.queue.push_back(index);
         cookie
@@ -149,7 +160,7 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
 
     /// As [`RequestSlots::push`], at the front of the queue.
     pub(crate) fn push_first(&mut self, request: RemoteRequest) -> Cookie {
-        let cookie = self.push(request, None, None);
+        let cookie = self.push(request, None, None, None);
         self.queue.rotate_right(1);
         cookie
     }
@@ -274,6 +285,7 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
             matches!(request.command, Command::Write | Command::WriteZeroes | Command::Trim);
         let volatile =
             changes && slot.failure.is_none() && !request.flags.contains(CommandFlags::FUA);
+        self.outage = None;
         self.settle(cookie);
         Ok(volatile)
     }
@@ -318,6 +330,7 @@ impl<B: DerefMut<Target = [u8]>, H> RequestSlots<B, H> {
     /// sent or not: a connection whose first flush is not replied to sends nothing else.
     pub(crate) fn replay(&mut self, now: Instant, limit: Duration) -> u64 {
         let mut replayed = 0;
+        self.outage.get_or_insert(now);
         for index in 0..self.list.len() {
             let slot = &mut self.list[index];
             let sent = match slot.phase {

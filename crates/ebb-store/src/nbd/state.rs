@@ -47,6 +47,16 @@ pub struct StoreState {
     pub silent_seconds: u64,
 }
 
+/// Changes that the server may have lost: the error of the next flush.
+#[derive(Debug, thiserror::Error)]
+#[error("{what}")]
+pub(crate) struct LostChanges {
+    what: String,
+    /// The server reported it as the error of a flush, which it may do only once: then no later flush can show that
+    /// the changes are stable.
+    pub(crate) reported: bool,
+}
+
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct RemoteState {
@@ -78,7 +88,7 @@ struct RemoteHistory {
     last_error: Option<String>,
     since: Instant,
     /// What the next flush must report.
-    lost: Option<String>,
+    lost: Option<LostChanges>,
     /// The sockets, so that closing the store shuts them down.
     sockets: HashMap<u64, Weak<OwnedFd>>,
     /// For how many seconds each silent connection has been silent.
@@ -156,12 +166,13 @@ impl RemoteState {
         let report = self.lost_writes == LostWrites::Report && !self.is_aborted();
         if acknowledged > covered && report {
             let count = acknowledged - covered;
-            self.lose(format!(
+            let what = format!(
                 "the connection was lost when {count} changes (numbers {} to {acknowledged} since \
                  the volume was opened) were acknowledged and not flushed: the server may have \
                  lost them",
                 covered + 1
-            ));
+            );
+            self.lose(what, false);
         }
     }
 
@@ -172,15 +183,19 @@ impl RemoteState {
         }
     }
 
-    /// Makes the next flush fail with `what`, for changes that the server may have lost.
-    pub(crate) fn lose(&self, what: String) {
-        self.history().lost = Some(what);
+    /// Makes the next flush fail with `what`, for changes that the server may have lost; `reported`: by an error of
+    /// the server.
+    pub(crate) fn lose(&self, what: String, reported: bool) {
+        let mut history = self.history();
+        let reported = reported || history.lost.as_ref().is_some_and(|lost| lost.reported);
+        history.lost = Some(LostChanges { what, reported });
+        drop(history);
         self.covered.fetch_max(self.acknowledged.load(Ordering::SeqCst), Ordering::SeqCst);
         self.has_lost.store(true, Ordering::SeqCst);
     }
 
     /// What a flush must report, once.
-    pub(crate) fn take_lost(&self) -> Option<String> {
+    pub(crate) fn take_lost(&self) -> Option<LostChanges> {
         if !self.has_lost.load(Ordering::SeqCst) {
             return None;
         }
@@ -336,13 +351,17 @@ mod tests {
         shared.acknowledge();
         shared.cover(mark);
         shared.disconnected(id, false);
-        let text = shared.take_lost().unwrap();
-        assert!(text.contains("1 changes (numbers 2 to 2"), "{text}");
-        assert_eq!(shared.take_lost(), None);
+        let lost = shared.take_lost().unwrap();
+        assert!(lost.what.contains("1 changes (numbers 2 to 2"), "{lost}");
+        assert!(!lost.reported && shared.take_lost().is_none());
         // No new change was acknowledged: another lost connection loses no data.
         let id = shared.connected(&socket(), true);
         shared.disconnected(id, false);
-        assert_eq!(shared.take_lost(), None);
+        assert!(shared.take_lost().is_none());
+        // What a server has reported is not forgotten for another cause.
+        shared.lose("reported".into(), true);
+        shared.lose("presumed".into(), false);
+        assert!(shared.take_lost().unwrap().reported);
     }
 
     #[test]

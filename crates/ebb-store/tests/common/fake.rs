@@ -47,6 +47,8 @@ pub(crate) enum Act {
     Error(u32),
     /// No reply.
     Silence,
+    /// Chunks of a reply, ten a second, of which none is the last, until the connection or the server ends.
+    Unfinished,
     /// Closes the connection.
     HangUp,
 }
@@ -131,6 +133,11 @@ impl Fake {
         self.state.size.store(size, Ordering::SeqCst);
     }
 
+    /// Replies that never end do so now, and no connection is accepted any more.
+    pub(crate) fn close(&self) {
+        self.state.over.store(true, Ordering::SeqCst);
+    }
+
     pub(crate) fn accepted(&self) -> usize {
         self.state.accepted.load(Ordering::SeqCst)
     }
@@ -212,6 +219,14 @@ fn serve(state: &State, mut stream: UnixStream, number: usize) -> std::io::Resul
                 stream.write_all(&reply(cookie, chunk::ERROR, &payload))?;
             }
             Act::Silence => {}
+            Act::Unfinished => {
+                while !state.over.load(Ordering::SeqCst) {
+                    let mut bytes = reply(cookie, chunk::ERROR, &[0, 0, 0, 5, 0, 0]);
+                    bytes[4..6].fill(0);
+                    stream.write_all(&bytes)?;
+                    std::thread::park_timeout(Duration::from_millis(100));
+                }
+            }
             Act::HangUp => return Ok(()),
         }
     }

@@ -63,10 +63,13 @@ impl Link {
             Ok(()) => self.remote.shared.cover(mark),
             // The next connection begins with a flush if there is something to cover.
             Err(RequestFailure::Lost) => {}
-            // A server may report a failed flush only once: the next flush of the store reports it, too.
-            Err(failure) => self.remote.shared.lose(format!(
-                "{which} failed ({failure:?}): changes acknowledged before may be lost"
-            )),
+            // A server may report a failed flush only once: the store reports it to its next flush.
+            Err(failure) => {
+                let what = format!(
+                    "{which} failed ({failure:?}): changes acknowledged before may be lost"
+                );
+                self.remote.shared.lose(what, true);
+            }
         }
     }
 }

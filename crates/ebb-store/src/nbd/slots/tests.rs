@@ -61,7 +61,7 @@ fn request(command: Command, offset: u64, length: u32) -> RemoteRequest {
 fn submit(slots: &mut Requests, command: Command, offset: u64, length: u32) -> Cookie {
     let data = matches!(command, Command::Read | Command::Write);
     let buf = data.then(|| vec![0xee; usize::try_from(length).unwrap()]);
-    let cookie = slots.push(request(command, offset, length), buf, None);
+    let cookie = slots.push(request(command, offset, length), buf, None, None);
     send(slots);
     cookie
 }
@@ -173,7 +173,7 @@ fn replies_complete_only_their_own_request() {
 fn a_reply_before_the_data_was_sent_waits_for_the_buffer() {
     let mut slots = Requests::default();
     let write = request(Command::Write, 0, 512);
-    let cookie = slots.push(write, Some(vec![1; 512]), None);
+    let cookie = slots.push(write, Some(vec![1; 512]), None, None);
     let next = slots.next_to_send().unwrap();
     assert_eq!(receive(&mut slots, &simple(cookie, 0, &[])), Ok(16));
     assert!(outcome(&mut slots, cookie).is_none(), "the sender still has the buffer");
@@ -206,7 +206,7 @@ fn requests_held_back_behind_an_unanswered_first_flush_fail_in_time() {
     let mut now = Instant::now();
     let first = submit(&mut slots, Command::Read, 0, 4);
     assert_eq!(slots.replay(now, limit), 1);
-    let later = slots.push(request(Command::Read, 4, 4), Some(vec![0; 4]), None);
+    let later = slots.push(request(Command::Read, 4, 4), Some(vec![0; 4]), None, None);
     // Each connection begins with a flush, and the server replies to nothing.
     for _ in 0..7 {
         let flush = slots.push_first(request(Command::Flush, 0, 0));
@@ -231,7 +231,7 @@ fn an_abandoned_request_keeps_its_buffer_until_it_completes() {
     assert_eq!(receive(&mut slots, &simple(cookie, 0, b"abcd")), Ok(20));
     assert_eq!(slots.busy(), 0);
     // One that was not sent never is.
-    let cookie = slots.push(request(Command::Read, 0, 4), Some(vec![0; 4]), None);
+    let cookie = slots.push(request(Command::Read, 0, 4), Some(vec![0; 4]), None, None);
     slots.abandon(cookie);
     assert!(slots.next_to_send().is_none());
     assert_eq!(slots.busy(), 0);
@@ -265,7 +265,7 @@ fn block_status_is_cut_to_the_requested_range() {
 #[test]
 fn the_flush_of_a_new_connection_goes_first() {
     let mut slots = Requests::default();
-    slots.push(request(Command::Write, 0, 4), Some(vec![0; 4]), None);
+    slots.push(request(Command::Write, 0, 4), Some(vec![0; 4]), None, None);
     let flush = slots.push_first(request(Command::Flush, 0, 0));
     assert_eq!(slots.next_to_send().unwrap().cookie, flush);
 }

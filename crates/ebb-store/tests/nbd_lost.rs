@@ -1,0 +1,177 @@
+//! What a remote store says of changes that the server may have lost, and of requests while it does not reply.
+
+#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+#[path = "common/fake.rs"]
+mod fake;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use common::{Bench, MIB};
+use ebb_block::{BlockStore, ErrorKind, Tracked};
+use ebb_io::Worker;
+use ebb_store::{LostWrites, NbdAddress, NbdOptions, NbdStore, Store};
+use fake::{Act, FLUSH, Fake, MANY_CONNECTIONS, ONE_CONNECTION, READ};
+
+const BLOCK: usize = 4096;
+const EIO: u32 = 5;
+/// Flags of a server without FUA: a write with FUA is followed by a flush.
+const WITHOUT_FUA: u16 = ONE_CONNECTION & !8;
+
+fn options(fake: &Fake) -> NbdOptions {
+    NbdOptions::new(NbdAddress::Unix(fake.socket().into()), "")
+}
+
+/// A server that closes its first connection with a write unflushed when `ended` is set, and replies to the next flush
+/// with EIO, once.
+fn forgetful(flags: u16) -> (Fake, Arc<AtomicBool>) {
+    let ended = Arc::new(AtomicBool::new(false));
+    let (flag, failed) = (ended.clone(), AtomicBool::new(false));
+    let fake = Fake::start(MIB, flags, move |request| {
+        if flag.swap(false, Ordering::SeqCst) {
+            return Act::HangUp;
+        }
+        let first = request.connection > 1 && request.command == FLUSH;
+        match first && !failed.swap(true, Ordering::SeqCst) {
+            true => Act::Error(EIO),
+            false => Act::Good(7),
+        }
+    });
+    (fake, ended)
+}
+
+/// A disk may report an error to one flush only: the flush that follows a reconnect must not use it up.
+#[test]
+fn an_error_of_the_flush_after_a_reconnect_lasts_as_any_flush_error() {
+    let (fake, ended) = forgetful(ONE_CONNECTION);
+    let store = Tracked(Store::Nbd(NbdStore::open(options(&fake)).unwrap().0));
+    let worker = Worker::start_alone("w").unwrap();
+    let all = worker.handle().block_on(move |io| async move {
+        store.write(&io, io.pool().take(BLOCK).await, 0, false).await.0.unwrap();
+        ended.store(true, Ordering::SeqCst);
+        store.read(&io, io.pool().take(BLOCK).await, 0).await.0.unwrap();
+        let error = store.flush(&io).await.unwrap_err();
+        assert!(error.source.is_some_and(|why| why.to_string().contains("after reconnecting")));
+        for _ in 0..3 {
+            let error = store.flush(&io).await.unwrap_err();
+            assert_eq!(error.kind, ErrorKind::Lost, "{error:?}");
+        }
+    });
+    all.expect("see the panic above");
+}
+
+#[test]
+fn a_write_with_fua_does_not_take_the_error_that_a_flush_is_to_report() {
+    let (fake, ended) = forgetful(WITHOUT_FUA);
+    let bench = Bench::new(Store::Nbd(NbdStore::open(options(&fake)).unwrap().0));
+    bench.write(0, &[7; BLOCK]).unwrap();
+    ended.store(true, Ordering::SeqCst);
+    bench.read(0, BLOCK).unwrap();
+    let write = bench.on(|io, store| async move {
+        let buf = io.pool().take(BLOCK).await;
+        store.write(&io, buf, 8192, true).await.0
+    });
+    write.expect("its own data is stable");
+    assert!(bench.flush().is_err(), "the loss was forgotten");
+}
+
+/// More requests than a connection has slots, and a server that replies to nothing: they all fail when the time is over,
+/// not those with a slot first, the next ones after that time again, and so on. Connections are counted, not seconds.
+#[test]
+fn requests_that_wait_for_a_slot_fail_with_those_that_have_one() {
+    let silent = Arc::new(AtomicBool::new(false));
+    let flag = silent.clone();
+    let fake = Fake::start(MIB, ONE_CONNECTION, move |_| match flag.load(Ordering::SeqCst) {
+        true => Act::Silence,
+        false => Act::Good(7),
+    });
+    // Longer than a connection must last to be counted as a success.
+    let limits = NbdOptions {
+        silence: Some(Duration::from_secs(6)),
+        reconnect: Duration::from_secs(5),
+        ..options(&fake)
+    };
+    let store = Arc::new(Store::Nbd(NbdStore::open(limits).unwrap().0));
+    let worker = Worker::start_alone("w").unwrap();
+    let (sender, outcomes) = channel();
+    let own = store.clone();
+    worker.handle().block_on(move |io| async move {
+        own.write(&io, io.pool().take(BLOCK).await, 0, false).await.0.unwrap();
+    });
+    silent.store(true, Ordering::SeqCst);
+    let connections = Arc::new(AtomicUsize::new(0));
+    let own = store.clone();
+    worker.handle().spawn(move |io| async move {
+        for _ in 0..600 {
+            let (own_io, own, sender) = (io.clone(), own.clone(), sender.clone());
+            let read = async move {
+                let buf = own_io.pool().take(512).await;
+                let _ = sender.send(own.read(&own_io, buf, 0).await.0);
+            };
+            io.spawn(read).detach();
+        }
+    });
+    for number in 0..600 {
+        let result = outcomes.recv_timeout(Duration::from_secs(90));
+        result.unwrap_or_else(|error| panic!("{number}: {error}")).unwrap_err();
+        if number == 0 {
+            connections.store(fake.accepted(), Ordering::SeqCst);
+        }
+    }
+    // All other ones fail before the next connection is silent for its time.
+    let later = fake.accepted() - connections.load(Ordering::SeqCst);
+    assert!(later <= 1, "{later} connections later");
+}
+
+/// Chunks that are not the last one of a reply and have no data are no reply.
+#[test]
+fn a_server_that_never_completes_a_reply_counts_as_silent() {
+    let broken = Arc::new(AtomicBool::new(false));
+    let flag = broken.clone();
+    let fake = Fake::start(MIB, MANY_CONNECTIONS, move |request| {
+        match flag.load(Ordering::SeqCst) && request.command == READ {
+            true => Act::Unfinished,
+            false => Act::Good(7),
+        }
+    });
+    let limits = NbdOptions {
+        silence: Some(Duration::from_secs(2)),
+        reconnect: Duration::from_secs(1),
+        ..options(&fake)
+    };
+    let bench = Bench::new(Store::Nbd(NbdStore::open(limits).unwrap().0));
+    bench.read(0, BLOCK).unwrap();
+    broken.store(true, Ordering::SeqCst);
+    let (sender, outcome) = channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| sender.send(bench.read(0, BLOCK)).unwrap());
+        let result = outcome.recv_timeout(Duration::from_secs(60));
+        fake.close();
+        result.expect("the read fails in time").unwrap_err();
+    });
+}
+
+/// A server's host that restarts does not close its connections: a flush of one worker would succeed on a new
+/// connection, while another worker's writes were lost with the old one.
+#[test]
+fn lost_writes_are_reported_by_the_connection_that_all_workers_use() {
+    for (lost_writes, connections) in [(LostWrites::Flush, 2), (LostWrites::Report, 1)] {
+        let fake = Fake::start(MIB, MANY_CONNECTIONS, |_| Act::Good(7));
+        let limits = NbdOptions { lost_writes, ..options(&fake) };
+        let store = Arc::new(Store::Nbd(NbdStore::open(limits).unwrap().0));
+        let workers = ["a", "b"].map(|name| Worker::start_alone(name).unwrap());
+        for worker in &workers {
+            let own = store.clone();
+            let write = worker.handle().block_on(move |io| async move {
+                own.write(&io, io.pool().take(BLOCK).await, 0, false).await.0
+            });
+            write.expect("the worker runs").unwrap();
+        }
+        // The first one read the properties of the export.
+        assert_eq!(fake.accepted() - 1, connections, "{lost_writes:?}");
+    }
+}
