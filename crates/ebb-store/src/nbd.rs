@@ -42,6 +42,7 @@
 
 mod backoff;
 mod connect;
+mod connector;
 mod export;
 mod handshake;
 mod link;
@@ -149,11 +150,16 @@ impl NbdStore {
             remote.export.with_size(seen).check(&remote.options).map_err(unknown)?;
             return Ok(seen);
         }
-        let connecting = connect_off_worker(io, remote.clone());
+        // It may have to wait for attempts of other volumes to connect.
+        let connecting = io.timeout(2 * connect::ATTEMPT, connect_off_worker(io, remote.clone()));
         let Some(connected) = remote.shared.unless_closed(connecting).await else {
             return Err(ResizeError::Unsupported("it is being closed"));
         };
-        let export = connected.map_err(unknown)?.disconnect();
+        let late = || {
+            let (address, kind) = (remote.options.address.to_string(), io::ErrorKind::TimedOut);
+            Err(NbdError::Connect { address, source: kind.into() })
+        };
+        let export = connected.unwrap_or_else(late).map_err(unknown)?.disconnect();
         let size = export.size;
         remote.export.replaced_by(&export, size, &remote.options).map_err(unknown)?;
         Ok(size)

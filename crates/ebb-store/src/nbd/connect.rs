@@ -1,5 +1,5 @@
 //! From an address to a connection in transmission phase. Blocking, so it runs on the thread that opens the store
-//! and later on a helper thread, and limited by one deadline for all steps.
+//! and later on a thread of its own, and limited by one deadline for all steps.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
@@ -12,6 +12,7 @@ use ebb_tls::{ClientTls, TlsSession};
 use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
+use super::connector;
 use super::export::RemoteExport;
 use super::handshake::Negotiation;
 use super::link::Remote;
@@ -30,19 +31,21 @@ pub(crate) struct Connected {
     pub(crate) export: RemoteExport,
 }
 
-/// [`connect`] on a helper thread. If this future is dropped, the thread ends within its time limit
-/// and closes its connection.
+/// [`connect`] on a thread of its own, as soon as the limits on such threads permit: see [`connector`]. If this future
+/// is dropped, the thread ends within its time limit and closes its connection.
 pub(crate) async fn connect_off_worker(
     io: &Io,
     remote: Arc<Remote>,
 ) -> Result<Connected, NbdError> {
+    let address = remote.options.address.to_string();
+    let target = (address.clone(), remote.options.export.clone());
     let call = move || connect(&remote.options, remote.tls.as_ref());
     #[cfg(feature = "sim")]
     if clock::is_virtual() {
         return super::sim::attempt(io, call).await;
     }
-    let _ = io;
-    blocking::unblock(call).await
+    let result = connector::run(io, target, call).await;
+    result.unwrap_or_else(|source| Err(NbdError::Connect { address, source }))
 }
 
 /// Connects and enters the transmission phase.
