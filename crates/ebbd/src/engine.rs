@@ -115,27 +115,32 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Counts down the completion of several tasks of one worker.
 struct Countdown {
     left: Cell<usize>,
-    over: Signal,
+    stepped: Signal,
 }
 
 impl Countdown {
     fn new(left: usize) -> Countdown {
-        Countdown { left: Cell::new(left), over: Signal::default() }
+        Countdown { left: Cell::new(left), stepped: Signal::default() }
     }
 
     fn count(&self) {
         self.left.set(self.left.get().saturating_sub(1));
-        self.over.set();
+        self.stepped.set();
     }
 
     fn left(&self) -> usize {
         self.left.get()
     }
 
+    /// Waits for the next task to complete. One task may wait at a time.
+    async fn step(&self) {
+        self.stepped.wait().await;
+    }
+
     /// Waits until the count is 0. One task may wait at a time.
     async fn over(&self) {
         while self.left.get() > 0 {
-            self.over.wait().await;
+            self.step().await;
         }
     }
 }
@@ -224,17 +229,16 @@ impl Engine {
             self.attempt(io, &slot, move || tried.count());
         }
         *lock(&self.config) = Some(config);
-        let patience = async {
-            let mut left = tried.left();
-            let Some(patience) = patience else { return std::future::pending().await };
-            loop {
-                io.sleep(patience).await;
-                if std::mem::replace(&mut left, tried.left()) == left {
-                    return;
+        let tries = async {
+            while tried.left() > 0 {
+                match patience {
+                    None => tried.step().await,
+                    Some(patience) if io.timeout(patience, tried.step()).await.is_none() => return,
+                    Some(_) => {}
                 }
             }
         };
-        or(tried.over(), or(self.stopping.wait(), patience)).await;
+        or(tries, self.stopping.wait()).await;
         self.bdis.settle();
         if let Some(config) = &*lock(&self.config) {
             crate::ceiling::report(config, self.cache.memory(), &mut lock(&self.findings));

@@ -264,6 +264,29 @@ fn a_store_that_hangs_while_it_is_opened_delays_neither_start_nor_stop_nor_a_cha
     assert_eq!(world.stop(), StopReport::default());
 }
 
+/// The time that a start waits for silent stores begins anew when a store was opened, at once.
+#[test]
+fn a_start_waits_for_silent_stores_since_the_last_store_was_opened() {
+    const PATIENCE: Duration = Duration::from_secs(4);
+    let both = volumes(&["good", "hangs"], "none");
+    let world = World::new(&both, SOON);
+    world.store("good");
+    world.stores.set("hangs", Fate::Hangs);
+    let started = world.run(move |engine, io| async move {
+        let start = async {
+            engine.start(&io, both, Some(PATIENCE)).await;
+            true
+        };
+        let twice = async {
+            io.sleep(2 * PATIENCE - PATIENCE / 4).await;
+            false
+        };
+        or(start, twice).await
+    });
+    assert!(started, "it has waited twice");
+    assert_eq!(world.phases()[0], phase("good", VolumePhase::Serving));
+}
+
 #[test]
 fn stores_are_opened_in_limited_numbers_and_a_store_that_hangs_delays_no_other_store() {
     let names: Vec<_> = (0..1000).map(|number| format!("disk{number:04}")).collect();
