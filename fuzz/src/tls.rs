@@ -4,7 +4,7 @@
 //! sealed and nothing else, sends only what was written and short responses, and after an error
 //! reads nothing more. A client that sends only valid records reads what the server wrote.
 
-use ebb_tls::{ServerTls, TlsSession};
+use ebb_tls::{ServerTls, TlsRead, TlsSession};
 use openssl::ssl::{SslStream, SslVersion};
 
 use super::Finding;
@@ -28,7 +28,7 @@ const ANSWER_MAX: usize = 64;
 pub trait Session {
     fn feed(&mut self, bytes: &[u8]);
     fn handshake(&mut self) -> std::io::Result<bool>;
-    fn read(&mut self, target: &mut [u8]) -> std::io::Result<Option<usize>>;
+    fn read(&mut self, target: &mut [u8]) -> std::io::Result<TlsRead>;
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<()>;
     fn take_output(&mut self, target: &mut [u8]) -> usize;
     fn output_bytes(&self) -> usize;
@@ -43,7 +43,7 @@ impl Session for TlsSession {
         self.handshake()
     }
 
-    fn read(&mut self, target: &mut [u8]) -> std::io::Result<Option<usize>> {
+    fn read(&mut self, target: &mut [u8]) -> std::io::Result<TlsRead> {
         self.read(target)
     }
 
@@ -320,19 +320,20 @@ impl<S: Session> Talk<S> {
         let mut target = vec![0; 1 + choices.below(256) * choices.pick(&[1, 64])];
         loop {
             match self.server.read(&mut target) {
-                Ok(Some(0)) => {
+                Ok(TlsRead::Data(0)) => {
                     ensure!(self.may_fail, "the end of a stream that continues");
                     self.end = End::Closed;
                     break;
                 }
-                Ok(Some(count)) => {
+                Ok(TlsRead::Data(count)) => {
                     ensure!(self.end == End::Open, "data read after {:?}", self.end);
                     let expected = self.sealed.get(self.read..self.read + count);
                     ensure!(expected == Some(&target[..count]), "other data read than was sent");
                     self.read += count;
                     self.tally.read += count as u64;
                 }
-                Ok(None) => break,
+                Ok(TlsRead::Again) => {}
+                Ok(TlsRead::NeedsInput) => break,
                 Err(error) => {
                     ensure!(self.may_fail, "a good stream fails: {error}");
                     self.end = End::Failed;

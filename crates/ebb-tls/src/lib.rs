@@ -26,7 +26,7 @@ use std::path::PathBuf;
 
 pub use context::{ClientTls, Keys, ServerTls};
 pub use handshake_threads::PeerKey;
-pub use session::TlsSession;
+pub use session::{TlsRead, TlsSession};
 pub use transport::Transport;
 
 /// Why TLS could not be set up. Each message names the remedy.

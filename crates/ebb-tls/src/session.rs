@@ -8,12 +8,19 @@ use openssl::x509::X509VerifyResult;
 /// Output that has been taken is removed once it has so many bytes, even if the output never becomes empty.
 const COMPACT: usize = 64 << 10;
 
+/// How often OpenSSL may read input during one [`TlsSession::read`]. It reads a record's header and then its body, and
+/// by itself goes on with the next record until one has data: a peer that sends thousands of records without data
+/// would occupy the thread.
+const READS_AT_ONCE: u32 = 2;
+
 /// The buffers that OpenSSL reads from and writes to.
 #[derive(Debug, Default)]
 struct Pipe {
     input: Vec<u8>,
     /// Bytes of `input` already read.
     read: usize,
+    /// How often `input` may still be read; `None`: as often as there is some.
+    reads_left: Option<u32>,
     output: Vec<u8>,
     /// Bytes of `output` already taken.
     taken: usize,
@@ -22,9 +29,10 @@ struct Pipe {
 impl Read for Pipe {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let available = &self.input[self.read..];
-        if available.is_empty() {
+        if available.is_empty() || self.reads_left == Some(0) {
             return Err(io::ErrorKind::WouldBlock.into());
         }
+        self.reads_left = self.reads_left.map(|left| left - 1);
         let count = available.len().min(buf.len());
         buf[..count].copy_from_slice(&available[..count]);
         self.read += count;
@@ -49,6 +57,17 @@ impl Write for Pipe {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// What a [`TlsSession::read`] did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TlsRead {
+    /// It decrypted so many bytes; 0 at the end of the stream.
+    Data(usize),
+    /// It took input that has no data, such as a key update, and there is more input: read again, after other work.
+    Again,
+    /// It needs more input.
+    NeedsInput,
 }
 
 /// The TLS state of one connection. The caller moves cipher text between it and the socket.
@@ -134,16 +153,24 @@ impl TlsSession {
         Err(io::Error::other("the TLS handshake has not completed"))
     }
 
-    /// Decrypts into `target`: the number of bytes, 0 at the end of the stream, `None` when more input is needed.
+    /// Decrypts into `target`. Takes at most one record of the input, so that each call does little work, whatever the
+    /// peer sends.
     ///
     /// # Errors
     /// The stream was corrupted, or the handshake has not completed.
-    pub fn read(&mut self, target: &mut [u8]) -> io::Result<Option<usize>> {
-        match self.ready()?.ssl_read(target) {
-            Ok(count) => Ok(Some(count)),
+    pub fn read(&mut self, target: &mut [u8]) -> io::Result<TlsRead> {
+        let stream = self.ready()?;
+        stream.get_mut().reads_left = Some(READS_AT_ONCE);
+        let outcome = stream.ssl_read(target);
+        let pipe = stream.get_mut();
+        // All permitted reads took input: a read is not repeated without progress.
+        let limited = pipe.reads_left.take() == Some(0) && pipe.read < pipe.input.len();
+        match outcome {
+            Ok(count) => Ok(TlsRead::Data(count)),
             Err(error) => match error.code() {
-                ErrorCode::WANT_READ | ErrorCode::WANT_WRITE => Ok(None),
-                ErrorCode::ZERO_RETURN => Ok(Some(0)),
+                ErrorCode::WANT_READ | ErrorCode::WANT_WRITE if limited => Ok(TlsRead::Again),
+                ErrorCode::WANT_READ | ErrorCode::WANT_WRITE => Ok(TlsRead::NeedsInput),
+                ErrorCode::ZERO_RETURN => Ok(TlsRead::Data(0)),
                 _ => Err(error.into_io_error().unwrap_or_else(io::Error::other)),
             },
         }

@@ -10,8 +10,8 @@ use std::ops::Range;
 
 use ebb_io::{Buf, Fd, Gather, Io, Signal};
 
-use crate::TlsSession;
 use crate::handshake_threads::{self, PeerKey};
+use crate::{TlsRead, TlsSession};
 
 /// Cipher text received or sent at a time, bytes: more than one TLS record.
 const CIPHER_BYTES: usize = 32 << 10;
@@ -19,6 +19,12 @@ const CIPHER_BYTES: usize = 32 << 10;
 const OUTPUT_MAX: usize = 64 << 10;
 /// Plain text encrypted into one batch of records, bytes.
 const PLAIN_BATCH: usize = 256 << 10;
+
+/// What a receiver does under TLS before it yields to other tasks of the worker: so much work of records with data, of
+/// which each counts 1, and of records without, which cost more: a key update derives keys.
+const WORK_AT_ONCE: u32 = 32;
+const WORK_OF_DATA: u32 = 1;
+const WORK_OF_MESSAGE: u32 = 8;
 
 /// The byte stream of one connection.
 pub struct Transport {
@@ -28,6 +34,8 @@ pub struct Transport {
     /// Set when cipher text has been sent.
     drained: Signal,
     eof: Cell<bool>,
+    /// Work since the receiver last let other tasks run.
+    work: Cell<u32>,
     /// Bytes written to the socket so far; wraps.
     sent: Cell<usize>,
 }
@@ -48,6 +56,7 @@ impl Transport {
             wants_send: Signal::default(),
             drained: Signal::default(),
             eof: Cell::new(false),
+            work: Cell::new(0),
             sent: Cell::new(0),
         }
     }
@@ -95,21 +104,35 @@ impl Transport {
         range: Range<usize>,
     ) -> (io::Result<usize>, Buf) {
         loop {
+            // The socket's next bytes may hold thousands of records: reading them needs no wait.
+            if self.work.get() >= WORK_AT_ONCE {
+                self.work.set(0);
+                io.yield_iteration().await;
+            }
             let outcome = tls.borrow_mut().read(&mut buf[range.clone()]);
             if tls.borrow().has_output() {
                 self.wants_send.set();
             }
-            match outcome {
-                Ok(Some(count)) => return (Ok(count), buf),
-                Ok(None) if self.eof.get() => return (Ok(0), buf),
-                Ok(None) => {}
+            let outcome = match outcome {
+                Ok(outcome) => outcome,
                 Err(error) => return (Err(error), buf),
+            };
+            match outcome {
+                TlsRead::Data(count) => {
+                    self.work.set(self.work.get() + WORK_OF_DATA);
+                    return (Ok(count), buf);
+                }
+                TlsRead::Again => self.work.set(self.work.get() + WORK_OF_MESSAGE),
+                TlsRead::NeedsInput if self.eof.get() => return (Ok(0), buf),
+                TlsRead::NeedsInput => {}
             }
             // Do not receive from a peer that does not receive what it causes this side to send.
             while tls.borrow().output_bytes() > OUTPUT_MAX {
                 self.drained.wait().await;
             }
-            if let Err(error) = self.fill_tls(io, tls).await {
+            if outcome == TlsRead::NeedsInput
+                && let Err(error) = self.fill_tls(io, tls).await
+            {
                 return (Err(error), buf);
             }
         }

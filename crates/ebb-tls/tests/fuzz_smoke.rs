@@ -6,7 +6,7 @@
 
 use std::io;
 
-use ebb_tls::{ServerTls, TlsSession};
+use ebb_tls::{ServerTls, TlsRead, TlsSession};
 
 #[allow(dead_code, reason = "the fuzz targets share it, and each uses its part")]
 #[path = "../../../fuzz/src/choices.rs"]
@@ -92,10 +92,10 @@ impl tls::Session for Careless {
         self.inner.handshake()
     }
 
-    fn read(&mut self, target: &mut [u8]) -> io::Result<Option<usize>> {
+    fn read(&mut self, target: &mut [u8]) -> io::Result<TlsRead> {
         let result = self.inner.read(target);
         if !self.loses && self.failed && result.is_err() {
-            return Ok(Some(1));
+            return Ok(TlsRead::Data(1));
         }
         self.failed |= result.is_err();
         result

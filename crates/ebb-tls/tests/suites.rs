@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use ebb_tls::{ServerTls, TlsSession};
+use ebb_tls::{ServerTls, TlsRead, TlsSession};
 use openssl::asn1::Asn1Time;
 use openssl::bn::BigNum;
 use openssl::hash::MessageDigest;
@@ -62,7 +62,7 @@ fn connect(
     client.write_all(b"?").unwrap();
     server.write(b"!").unwrap();
     deliver(&mut server, &mut client);
-    assert_eq!(server.read(&mut [0; 8]).unwrap(), Some(1));
+    assert_eq!(server.read(&mut [0; 8]).unwrap(), TlsRead::Data(1));
     client.read_exact(&mut [0]).unwrap();
     // As NBD clients do: an aborted connection invalidates its session.
     let _ = client.shutdown();

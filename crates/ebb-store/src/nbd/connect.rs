@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ebb_io::{Io, clock};
-use ebb_tls::{ClientTls, TlsSession};
+use ebb_tls::{ClientTls, TlsRead, TlsSession};
 use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -204,11 +204,14 @@ impl Read for BlockingStream {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         loop {
             let Some(tls) = &mut self.tls else { return self.receive(buf) };
-            if let Some(count) = tls.read(buf)? {
-                return Ok(count);
+            match tls.read(buf)? {
+                TlsRead::Data(count) => return Ok(count),
+                TlsRead::Again => self.send_output()?,
+                TlsRead::NeedsInput => {
+                    self.send_output()?;
+                    self.feed()?;
+                }
             }
-            self.send_output()?;
-            self.feed()?;
         }
     }
 }
