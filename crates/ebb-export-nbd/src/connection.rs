@@ -449,10 +449,12 @@ impl Connection {
             buf = returned;
             match result {
                 Ok(0) => return Err(ConnectionEnd::Broken(io::ErrorKind::UnexpectedEof.into())),
-                Ok(count) => at += count,
+                Ok(count) => {
+                    at += count;
+                    self.received.set(self.received.get().wrapping_add(count));
+                }
                 Err(error) => return Err(ConnectionEnd::Broken(error)),
             }
-            self.received.set(self.received.get().wrapping_add(at));
         }
         self.receiving.set(false);
         self.source.note_requests(0);

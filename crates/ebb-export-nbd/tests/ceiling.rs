@@ -6,8 +6,8 @@ mod common;
 
 use std::io::Write;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use common::{Client, FLUSH, READ, Rig, STYLES, Stream, Style, WRITE, memory, pattern};
 use ebb_export_nbd::{ServerLimits, TlsMode};
@@ -60,11 +60,11 @@ fn is_served(rig: &Rig, name: &str) {
     }
 }
 
-/// A client in the middle of a WRITE of 32 MiB.
-fn stalled(rig: &Rig, name: &str) -> Client {
+/// A client in the middle of a WRITE of 32 MiB, of whose data it has sent so many bytes.
+fn stalled(rig: &Rig, name: &str, sent: usize) -> Client {
     let mut client = rig.client(name, Style::Simple);
     let header = client.header(WRITE, 0, 1, 0, 32 << 20);
-    client.stream.write_all(&[&header[..], &[7; 1000]].concat()).unwrap();
+    client.stream.write_all(&[&header[..], &vec![7; sent]].concat()).unwrap();
     client
 }
 
@@ -72,11 +72,33 @@ fn stalled(rig: &Rig, name: &str) -> Client {
 fn writers_that_stall_within_a_request_do_not_delay_other_volumes() {
     let (attacked, healthy) = (memory("attacked", 64 << 20), memory("healthy", 64 << 20));
     let rig = rig(&[&attacked, &healthy]);
-    let stalled: Vec<_> = (0..64).map(|_| stalled(&rig, "attacked")).collect();
+    let stalled: Vec<_> = (0..64).map(|_| stalled(&rig, "attacked", 1000)).collect();
     is_served(&rig, "healthy");
     // New clients of the same volume are not delayed either: stalled connections are closed when these need memory.
     is_served(&rig, "attacked");
     drop(stalled);
+}
+
+/// Each writer has sent a first piece and half of a second one, and then sends a byte at a time.
+#[test]
+fn writers_that_send_a_few_bytes_at_a_time_count_as_stalled() {
+    let attacked = memory("attacked", 64 << 20);
+    let rig = rig(&[&attacked]);
+    let mut slow: Vec<_> = (0..64).map(|_| stalled(&rig, "attacked", 386 << 10)).collect();
+    let served = Arc::new(AtomicBool::new(false));
+    let until = served.clone();
+    let feeder = std::thread::spawn(move || {
+        while !until.load(Ordering::Relaxed) {
+            std::thread::park_timeout(Duration::from_millis(500));
+            // Closed ones fail.
+            slow.retain_mut(|client| client.stream.write_all(&[7]).is_ok());
+        }
+        slow.len()
+    });
+    // It needs memory that the writers hold.
+    is_served(&rig, "attacked");
+    served.store(true, Ordering::Relaxed);
+    assert!(feeder.join().unwrap() < 64, "no slow writer was closed");
 }
 
 #[test]
